@@ -1,0 +1,96 @@
+"""The clients: fio and nbdcopy, each run once per sample.
+
+Why only other people's clients: the numbers must be ones that anybody can repeat without us.
+
+A sample is a dictionary of what one run showed: `iops` and `requests` of a random load, `bytes_per_s` of a
+copy. Never starts a server; never compares samples.
+"""
+
+import json
+import subprocess
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+
+class LoadFailed(Exception):
+    """A client ended with an error; the text holds its command line and what it said."""
+
+
+@dataclass(frozen=True)
+class Random:
+    """A random load of fio's; `kind` is `randread`, `randwrite` or `randrw`."""
+
+    kind: str
+    depth: int
+    connections: int = 1
+    block_bytes: int = 4096
+
+
+def run(argv, timeout_seconds):
+    """Runs a client to its end and gives its standard output."""
+    argv = [str(word) for word in argv]
+    try:
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=timeout_seconds, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise LoadFailed(f"{' '.join(argv)}: not finished within {timeout_seconds:.0f} s") from error
+    if done.returncode != 0:
+        raise LoadFailed(f"{' '.join(argv)}: status {done.returncode}\n{done.stderr}{done.stdout}")
+    return done.stdout
+
+
+def fio_argv(load, where, seconds):
+    """fio's command line; `where` names the engine and its target (`over_nbd`, `on_file`)."""
+    return [
+        "fio", "--name=load", *where, f"--rw={load.kind}", f"--bs={load.block_bytes}",
+        f"--iodepth={load.depth}", f"--numjobs={load.connections}", "--group_reporting", "--time_based",
+        f"--runtime={seconds * 1000:.0f}ms",
+        # A map of the blocks already visited costs the client time; random is random enough without.
+        "--norandommap",
+        # Another sequence each time, or a second sample meets what the first left in some cache.
+        "--randrepeat=0",
+    ]  # fmt: skip
+
+
+def over_nbd(uri):
+    """fio through NBD: each job is one connection."""
+    return ["--ioengine=nbd", f"--uri={uri}"]
+
+
+def on_file(path):
+    """fio on the file itself, bypassing the page cache: what the disk can give with nothing in between."""
+    return ["--ioengine=io_uring", "--direct=1", f"--filename={path}"]
+
+
+def fio(load, where, seconds):
+    """Runs a random load and counts what completed."""
+    out = run([*fio_argv(load, where, seconds), "--output-format=json"], seconds + 60)
+    job = json.loads(out[out.index("{") :])["jobs"][0]
+    both = [job["read"], job["write"]]
+    requests = sum(way["total_ios"] for way in both)
+    if job["error"] != 0 or requests == 0:
+        raise LoadFailed(f"fio: {requests} requests completed, error {job['error']} on {where[-1]}")
+    return {"iops": sum(way["iops"] for way in both), "requests": requests}
+
+
+def completions(load, where, seconds):
+    """Runs a random load and gives the time of every completion, in milliseconds from its start."""
+    with tempfile.TemporaryDirectory(prefix="weir-bench.") as directory:
+        logs = ["--disable_clat=1", "--disable_slat=1", f"--write_lat_log={directory}/log"]
+        run([*fio_argv(load, where, seconds), *logs], seconds + 60)
+        lines = Path(directory, "log_lat.1.log").read_text().splitlines()
+    return sorted(int(line.split(",", 1)[0]) for line in lines)
+
+
+def nbdcopy_out(uri, size_bytes, connections=None):
+    """Copies the whole export to nowhere, with nbdcopy's own choice of connections unless told."""
+    options = [] if connections is None else [f"--connections={connections}"]
+    start = time.monotonic()
+    run(["nbdcopy", *options, uri, "null:"], 300)
+    return {"bytes_per_s": size_bytes / (time.monotonic() - start)}
+
+
+def fill(uri, path):
+    """Copies a file into an export, so that reading it moves data: an untouched export is all holes."""
+    run(["nbdcopy", "--allocated", path, uri], 300)

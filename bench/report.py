@@ -1,0 +1,80 @@
+"""The table a person reads and the JSON a program reads. Both carry the machine in their header.
+
+Never measures; never drops a row: one that failed is shown as failed, with its reason.
+"""
+
+import json
+
+MIB = 1 << 20
+
+TITLES = {
+    "iops": "IOPS",
+    "cpu_us": "CPU/request",
+    "bytes_per_s": "bytes/s",
+    "rate": "per second",
+    "start_s": "start",
+    "resident_bytes": "resident",
+}
+SHOW = {
+    "iops": "{:,.0f}".format,
+    "cpu_us": "{:.1f} µs".format,
+    "bytes_per_s": lambda value: f"{value / 1e9:.2f} GB/s",
+    "rate": "{:,.1f}".format,
+    "start_s": "{:.2f} s".format,
+    "resident_bytes": lambda value: f"{value / MIB:.1f} MiB",
+}
+
+
+def header(machine):
+    """The machine, one fact a line."""
+    width = max(map(len, machine))
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in machine.items())
+
+
+def block(row, results, verdicts):
+    """One row: a line for each contender, a line for each thing asked."""
+    rounds = len(next(iter(results.samples.values())))
+    main = row.columns[0]
+    lines = [f"{row.name}: {row.title} (median of {rounds})"]
+    lines.append(f"  {'':<20}" + "".join(f"{TITLES[key]:>14}" for key in row.columns) + f"{'spread':>9}")
+    for name, samples in results.samples.items():
+        cells = "".join(
+            f"{SHOW[key](results.median(name, key)) if key in samples[0] else '–':>14}" for key in row.columns
+        )
+        lines.append(f"  {name:<20}{cells}{results.spread(name, main):>9.0%}")
+    for verdict in verdicts:
+        mark = "ok  " if verdict.passed else "MISS"
+        lines.append(f"  {mark} asked {verdict.asked}: {verdict.measured}")
+    return "\n".join(lines)
+
+
+def summary(outcomes):
+    """What was asked and what came, a line each, and how many were met."""
+    lines, met, asked = [], 0, 0
+    for outcome in outcomes:
+        if outcome.failure:
+            lines.append(f"FAIL  {outcome.row.name}: {outcome.failure.splitlines()[0]}")
+            asked += 1
+        for verdict in outcome.verdicts:
+            asked += 1
+            met += verdict.passed
+            mark = "ok  " if verdict.passed else "MISS"
+            lines.append(f"{mark}  {outcome.row.name}: {verdict.asked}: {verdict.measured}")
+    lines.append(f"{met} of {asked} met")
+    return "\n".join(lines)
+
+
+def as_json(machine, setup, outcomes):
+    """Everything, every single sample included, so that another question can be asked later."""
+    rows = [
+        {
+            "name": outcome.row.name,
+            "title": outcome.row.title,
+            "failure": outcome.failure,
+            "samples": outcome.results.samples if outcome.results else {},
+            "asked": [vars(verdict) for verdict in outcome.verdicts],
+        }
+        for outcome in outcomes
+    ]
+    how = {"seconds": setup.seconds, "size_bytes": setup.size_bytes}
+    return json.dumps({"machine": machine, "setup": how, "rows": rows}, indent=1, ensure_ascii=False)

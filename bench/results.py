@@ -1,0 +1,119 @@
+"""What a row measured and what was asked of it: medians, paired ratios, verdicts. Pure arithmetic.
+
+Why ratios by pairs: the machine's speed drifts by tens of percent within minutes. The contenders of a row run one
+after the other, round by round; a ratio is taken inside each round and the median of the rounds counts.
+
+Never measures anything, never prints.
+"""
+
+from dataclasses import dataclass
+from statistics import median
+
+
+class Results:
+    """The samples of one row: for each contender one sample a round, in the order of the rounds."""
+
+    def __init__(self, samples):
+        self.samples = samples
+
+    def median(self, contender, key):
+        """The median of one figure of one contender."""
+        return median(sample[key] for sample in self.samples[contender])
+
+    def spread(self, contender, key):
+        """Largest minus smallest sample, as a part of the median: how noisy the figure is."""
+        values = [sample[key] for sample in self.samples[contender]]
+        return (max(values) - min(values)) / (median(values) or 1.0)
+
+    def ratio(self, contender, other, key):
+        """The median over the rounds of one contender's figure divided by the other's in the same round."""
+        pairs = zip(self.samples[contender], self.samples[other], strict=True)
+        return median(mine[key] / (theirs[key] or float("nan")) for mine, theirs in pairs)
+
+    def best(self, contenders, key, largest):
+        """Which of the contenders has the best median."""
+        choose = max if largest else min
+        return choose(contenders, key=lambda name: self.median(name, key))
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One thing asked, what was measured, and whether that is enough."""
+
+    asked: str
+    measured: str
+    passed: bool
+
+
+@dataclass(frozen=True)
+class Faster:
+    """Asks that a contender reach `factor` times the best of `peers`, or `cap` times the limit if that is less.
+
+    The limit is what the disk gives with nothing in between: where the peers are close to it no factor over
+    them is possible.
+    """
+
+    who: str
+    factor: float
+    peers: tuple
+    key: str = "iops"
+    cap: tuple = None  # (factor, contender)
+
+    def judge(self, results):
+        peer = results.best(self.peers, self.key, largest=True)
+        ratio = results.ratio(self.who, peer, self.key)
+        asked, measured, passed = f"≥ {self.factor:.2f} × {peer}", f"{ratio:.2f} ×", ratio >= self.factor
+        if self.cap:
+            cap_factor, limit = self.cap
+            of_limit = results.ratio(self.who, limit, self.key)
+            asked += f" or ≥ {cap_factor:.2f} × {limit}"
+            measured += f", {of_limit:.2f} ×"
+            passed = passed or of_limit >= cap_factor
+        return Verdict(asked, measured, passed)
+
+
+@dataclass(frozen=True)
+class Cheaper:
+    """Asks that a contender's `key` (processor time per request) be at most `factor` of the best peer's."""
+
+    who: str
+    factor: float
+    peers: tuple
+    key: str = "cpu_us"
+
+    def judge(self, results):
+        peer = results.best(self.peers, self.key, largest=False)
+        ratio = results.ratio(self.who, peer, self.key)
+        asked = f"CPU/request ≤ {self.factor:.2f} × {peer}"
+        return Verdict(asked, f"{ratio:.2f} ×", ratio <= self.factor)
+
+
+@dataclass(frozen=True)
+class Within:
+    """Asks that a rate be `asked` within `tolerance` (a part of it) in every round: a limit has no median."""
+
+    asked: float
+    tolerance: float
+    key: str = "rate"
+
+    def judge(self, results):
+        (samples,) = results.samples.values()
+        errors = [sample[self.key] / self.asked - 1 for sample in samples]
+        worst = max(errors, key=abs)
+        return Verdict(
+            f"{self.asked:,.0f}/s within {self.tolerance:.1%}", f"{worst:+.2%}", abs(worst) <= self.tolerance
+        )
+
+
+@dataclass(frozen=True)
+class AtMost:
+    """Asks that a figure stay at or below a bound in every round; `show` makes text of a value."""
+
+    bound: float
+    key: str
+    show: object
+
+    def judge(self, results):
+        (samples,) = results.samples.values()
+        worst = max(sample[self.key] for sample in samples)
+        return Verdict(f"{self.key} ≤ {self.show(self.bound)}", self.show(worst), worst <= self.bound)

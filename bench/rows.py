@@ -1,0 +1,261 @@
+"""The rows of the table that compare: who runs, under which load, and what is asked of weir.
+
+Why a row is data and a function: `run.py` can interleave any of them without knowing what they measure, and a
+question about one number (`run.py --rows NAME`) runs only what that number needs.
+
+Never prints, never computes a ratio. The asked factors are the project's promises, and live here only.
+"""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import loads
+import servers
+from loads import Random
+from results import Cheaper, Faster
+
+WEIR = "weir"
+DIRECT = "direct fio"
+QEMU = ("qemu-nbd native", "qemu-nbd io_uring")
+NBDKIT_FILE = ("nbdkit file",)
+NBDKIT_MEMORY = ("nbdkit memory", "nbdkit -t 1")
+# A part of the limit that is enough where the peers are themselves close to it.
+NEAR_DIRECT = (0.80, DIRECT)
+# Rates no disk reaches: every request is accounted and none waits.
+OUT_OF_REACH = ("--iops-total", "1000000000", "--bps-total", "100T")
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What all rows run with."""
+
+    program: Path  # the weir binary, or None to measure only the peers
+    disk: Path  # a raw file of `size_bytes`, every block written
+    size_bytes: int  # of the file and of every memory disk
+    seconds: float  # of one random load
+    limit_seconds: float  # over which a limit's accuracy is taken
+    exports: int  # in the row of idle ones
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row. `contenders(setup, stack)` gives `{name: function that takes one sample}`.
+
+    Servers that outlive a sample are entered into `stack`, which ends with the row.
+    """
+
+    name: str
+    title: str
+    contenders: object
+    asked: tuple
+    columns: tuple = ("iops", "cpu_us")  # of a sample, in the order to print; the first is the row's figure
+    needs_weir: bool = False
+    rounds_factor: float = 1  # times the rounds asked for
+
+
+def settle(disk):
+    """Writes back and drops the file's page cache, so that no contender pays for or gains from another's."""
+    fd = os.open(disk, os.O_RDWR)
+    try:
+        os.fsync(fd)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(fd)
+
+
+def under_load(server, load, seconds):
+    """One sample of a random load on a running server, with the processor time it cost the server."""
+    before = server.cpu_seconds()
+    sample = loads.fio(load, loads.over_nbd(server.uri), seconds)
+    sample["cpu_us"] = (server.cpu_seconds() - before) * 1e6 / sample["requests"]
+    return sample
+
+
+def on_file(setup, argv, use):
+    """A contender whose server lives for one sample: two servers may not hold one image (its lock)."""
+
+    def sample():
+        settle(setup.disk)
+        with servers.Server(argv) as server:
+            return use(server)
+
+    return sample
+
+
+def on_direct(setup, load):
+    """The contender with no server: what the disk itself gives under this load."""
+
+    def sample():
+        settle(setup.disk)
+        return loads.fio(load, loads.on_file(setup.disk), setup.seconds)
+
+    return sample
+
+
+def in_memory(setup, stack, argv):
+    """A memory server that lives as long as the row, filled: what was never written is answered without work."""
+    server = stack.enter_context(servers.Server(argv))
+    loads.fill(server.uri, setup.disk)
+    return server
+
+
+def file_servers(setup, access):
+    """Command lines that serve the raw file with the page cache bypassed, each with its best options."""
+    weir = {WEIR: servers.weir_file(setup.program, setup.disk)} if setup.program else {}
+    return weir | {
+        QEMU[0]: servers.qemu_nbd(setup.disk, "native"),
+        QEMU[1]: servers.qemu_nbd(setup.disk, "io_uring"),
+        NBDKIT_FILE[0]: servers.nbdkit_file(setup.disk, access),
+    }
+
+
+def memory_servers(setup):
+    """Command lines that serve memory."""
+    weir = {WEIR: servers.weir(setup.program, f"memory:{setup.size_bytes}")} if setup.program else {}
+    return weir | {
+        NBDKIT_MEMORY[0]: servers.nbdkit_memory(setup.size_bytes),
+        NBDKIT_MEMORY[1]: servers.nbdkit_memory(setup.size_bytes, "--threads=1"),
+    }
+
+
+def random_file(load):
+    """Everyone on the raw file under one load, and the disk itself."""
+
+    def contenders(setup, _stack):
+        def use(server):
+            return under_load(server, load, setup.seconds)
+
+        samples = {name: on_file(setup, argv, use) for name, argv in file_servers(setup, "random").items()}
+        return samples | {DIRECT: on_direct(setup, load)}
+
+    return contenders
+
+
+def random_memory(load):
+    """Everyone's memory disk under one load."""
+
+    def contenders(setup, stack):
+        running = {name: in_memory(setup, stack, argv) for name, argv in memory_servers(setup).items()}
+        return {
+            name: lambda server=server: under_load(server, load, setup.seconds)
+            for name, server in running.items()
+        }
+
+    return contenders
+
+
+def copy_file(setup, _stack):
+    """nbdcopy of the raw file out of every server."""
+
+    def use(server):
+        return loads.nbdcopy_out(server.uri, setup.size_bytes)
+
+    return {name: on_file(setup, argv, use) for name, argv in file_servers(setup, "sequential").items()}
+
+
+def copy_memory(setup, stack):
+    """nbdcopy out of every memory disk."""
+    running = {name: in_memory(setup, stack, argv) for name, argv in memory_servers(setup).items()}
+    return {
+        name: lambda server=server: loads.nbdcopy_out(server.uri, setup.size_bytes)
+        for name, server in running.items()
+    }
+
+
+def connections(depth):
+    """weir on the raw file with one connection and with four, each `depth` deep; the disk itself with four."""
+
+    def contenders(setup, _stack):
+        def use(number):
+            load = Random("randread", depth, connections=number)
+            return lambda server: under_load(server, load, setup.seconds)
+
+        argv = servers.weir_file(setup.program, setup.disk)
+        return {
+            "one": on_file(setup, argv, use(1)),
+            "four": on_file(setup, argv, use(4)),
+            f"{DIRECT}, four": on_direct(setup, Random("randread", depth, connections=4)),
+        }
+
+    return contenders
+
+
+def unreached_limit(setup, stack):
+    """weir's memory disk without a limit and with limits that never make a request wait."""
+    load = Random("randread", 32)
+    image = f"memory:{setup.size_bytes}"
+    running = {
+        "no limit": in_memory(setup, stack, servers.weir(setup.program, image)),
+        "limit": in_memory(setup, stack, servers.weir(setup.program, image, *OUT_OF_REACH)),
+    }
+    return {
+        name: lambda server=server: under_load(server, load, setup.seconds)
+        for name, server in running.items()
+    }
+
+
+def _at_depth_32(kind):
+    asked = (
+        Faster(WEIR, 1.5, QEMU, cap=NEAR_DIRECT),
+        Faster(WEIR, 1.2, NBDKIT_FILE, cap=NEAR_DIRECT),
+        Cheaper(WEIR, 0.5, QEMU),
+    )
+    title = f"4 KiB {kind}, depth 32, one connection, raw file, cache none"
+    return Row(f"file-{kind}-32", title, random_file(Random(kind, 32)), asked)
+
+
+def _at_depth_1(kind):
+    title = f"4 KiB {kind}, depth 1, one connection, raw file, cache none"
+    return Row(f"file-{kind}-1", title, random_file(Random(kind, 1)), (Faster(WEIR, 1.5, QEMU),))
+
+
+ROWS = (
+    _at_depth_32("randread"),
+    _at_depth_32("randwrite"),
+    _at_depth_1("randread"),
+    _at_depth_1("randwrite"),
+    Row(
+        "memory-randread-32",
+        "4 KiB randread, depth 32, one connection, memory",
+        random_memory(Random("randread", 32)),
+        (Faster(WEIR, 1.4, NBDKIT_MEMORY), Cheaper(WEIR, 0.5, NBDKIT_MEMORY)),
+    ),
+    Row(
+        "copy-memory",
+        "nbdcopy from memory to nowhere",
+        copy_memory,
+        (Faster(WEIR, 1.1, NBDKIT_MEMORY, key="bytes_per_s"),),
+        columns=("bytes_per_s",),
+    ),
+    Row(
+        "copy-file",
+        "nbdcopy from a raw file to nowhere, cache none",
+        copy_file,
+        (Faster(WEIR, 1.1, (*QEMU, *NBDKIT_FILE), key="bytes_per_s"),),
+        columns=("bytes_per_s",),
+    ),
+    Row(
+        "connections-32",
+        "4 KiB randread, raw file, cache none: four connections against one, depth 32 each",
+        connections(32),
+        (Faster("four", 1.5, ("one",)),),
+        needs_weir=True,
+    ),
+    Row(
+        "connections-1",
+        "4 KiB randread, raw file, cache none: four connections against one, depth 1 each",
+        connections(1),
+        (Faster("four", 1.5, ("one",)),),
+        needs_weir=True,
+    ),
+    Row(
+        "unreached-limit",
+        "4 KiB randread, depth 32, memory: limits set but never reached against none",
+        unreached_limit,
+        (Faster("limit", 0.98, ("no limit",)),),
+        needs_weir=True,
+        # Two percent is close to this machine's noise: more pairs.
+        rounds_factor=2,
+    ),
+)

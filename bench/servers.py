@@ -1,0 +1,122 @@
+"""NBD servers as the bench runs them: started on a socket of ours, their processor time read, stopped.
+
+Why the socket is ours: weir, qemu-nbd and nbdkit all take a listening socket from their parent (systemd's
+LISTEN_FDS protocol). A client may then connect at once and simply waits until the server accepts, so that no
+server is polled for readiness and none needs options of its own for where to listen.
+
+Never leaves a process or a socket behind, also when a sample fails; never decides what is measured.
+"""
+
+import os
+import signal
+import socket
+import subprocess
+import tempfile
+from pathlib import Path
+
+# The three programs expect their sockets from descriptor 3 on, and LISTEN_PID to be their own process: only a
+# process that then becomes the server can set that. The socket arrives as its standard input.
+ACTIVATE = 'exec 3<&0 </dev/null; LISTEN_PID=$$ LISTEN_FDS=1 exec "$@"'
+STOP_SECONDS = 20
+TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
+
+
+class ServerFailed(Exception):
+    """A server ended by itself, did not stop, or stopped with an error; the text says which and why."""
+
+
+class Server:
+    """One running server of one export, reached over a Unix socket. Use it in a `with` statement."""
+
+    def __init__(self, argv):
+        self.argv = [str(word) for word in argv]
+
+    def __enter__(self):
+        self._directory = tempfile.TemporaryDirectory(prefix="weir-bench.")
+        path = Path(self._directory.name)
+        self.socket_path = path / "nbd.sock"
+        self._log_path = path / "log"
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(str(self.socket_path))
+        listener.listen(16)
+        with listener, open(self._log_path, "wb") as log:
+            self._process = subprocess.Popen(
+                ["/bin/sh", "-c", ACTIVATE, "sh", *self.argv], stdin=listener, stdout=log, stderr=log
+            )
+        return self
+
+    def __exit__(self, kind, *_):
+        try:
+            self._stop(quiet=kind is not None)
+        finally:
+            self._directory.cleanup()
+
+    @property
+    def uri(self):
+        """The NBD URI of the default export."""
+        return f"nbd+unix:///?socket={self.socket_path}"
+
+    def cpu_seconds(self):
+        """User and system time of all its threads so far, those that ended included; in steps of 10 ms."""
+        return cpu_seconds(self._process.pid)
+
+    def log(self):
+        """What the server has printed so far."""
+        return self._log_path.read_text(errors="replace")
+
+    def _stop(self, quiet):
+        """Ends the process. `quiet` when another failure is on its way out and must not be hidden."""
+        self._process.send_signal(signal.SIGTERM)
+        try:
+            status = self._process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+            status = f"no answer to SIGTERM within {STOP_SECONDS} s"
+        # qemu-nbd dies of the signal where others catch it; both are a normal end.
+        if status not in (0, -signal.SIGTERM) and not quiet:
+            raise ServerFailed(f"{' '.join(self.argv)}: ended with {status}\n{self.log()}")
+
+
+def cpu_seconds(pid):
+    """User and system time of process `pid`, from /proc/PID/stat (fields 14 and 15 of proc(5))."""
+    # The second field is the program's name in parentheses and may hold spaces: count from behind it.
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / TICKS_PER_SECOND
+
+
+def resident_bytes(pid):
+    """Resident memory of process `pid`, from /proc/PID/status."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("VmRSS:"):
+            return int(line.split()[1]) * 1024
+    raise ServerFailed(f"process {pid}: /proc shows no resident memory; it has ended")
+
+
+def weir(program, image, *options):
+    """The command line of weir serving `image`: a path, `memory:SIZE` or `null:SIZE`."""
+    return [program, "serve", image, *options]
+
+
+def weir_file(program, path, *options):
+    """weir on a raw file, bypassing the page cache."""
+    return weir(program, path, "--format", "raw", "--cache", "none", *options)
+
+
+def qemu_nbd(path, aio):
+    """qemu-nbd on a raw file, bypassing the page cache; `aio` is `native` or `io_uring`."""
+    return ["qemu-nbd", "--persistent", "--shared=8", "--format=raw", "--cache=none", f"--aio={aio}", path]
+
+
+def nbdkit_file(path, access):
+    """nbdkit's file plugin; `access` is `random` or `sequential`.
+
+    It cannot open O_DIRECT. `cache=none` is its nearest: it goes through the page cache and asks the
+    kernel to drop what it touched, so that a second read goes to the disk again.
+    """
+    return ["nbdkit", "--foreground", "file", path, "cache=none", f"fadvise={access}"]
+
+
+def nbdkit_memory(size, *options):
+    """nbdkit's memory plugin, one contiguous allocation: faster than its default sparse array."""
+    return ["nbdkit", "--foreground", *options, "memory", size, "allocator=malloc"]
