@@ -26,19 +26,19 @@ class ServerFailed(Exception):
 
 
 class Server:
-    """One running server of one export, reached over a Unix socket. Use it in a `with` statement."""
+    """One running server of one export. Use it in a `with` statement.
 
-    def __init__(self, argv):
+    It is reached over a Unix socket, or where a client cannot use one over TCP on the loopback (`tcp=True`).
+    """
+
+    def __init__(self, argv, tcp=False):
         self.argv = [str(word) for word in argv]
+        self.tcp = tcp
 
     def __enter__(self):
         self._directory = tempfile.TemporaryDirectory(prefix="weir-bench.")
-        path = Path(self._directory.name)
-        self.socket_path = path / "nbd.sock"
-        self._log_path = path / "log"
-        listener = socket.socket(socket.AF_UNIX)
-        listener.bind(str(self.socket_path))
-        listener.listen(16)
+        self._log_path = Path(self._directory.name, "log")
+        listener = self._listen()
         with listener, open(self._log_path, "wb") as log:
             self._process = subprocess.Popen(
                 ["/bin/sh", "-c", ACTIVATE, "sh", *self.argv], stdin=listener, stdout=log, stderr=log
@@ -51,10 +51,20 @@ class Server:
         finally:
             self._directory.cleanup()
 
-    @property
-    def uri(self):
-        """The NBD URI of the default export."""
-        return f"nbd+unix:///?socket={self.socket_path}"
+    def _listen(self):
+        """The socket clients connect to; `uri` and, over TCP, `address` name it."""
+        if self.tcp:
+            # Port 0: the kernel picks a free one, so that tests may run side by side.
+            listener = socket.create_server(("127.0.0.1", 0))
+            self.address = f"127.0.0.1:{listener.getsockname()[1]}"
+            self.uri = f"nbd://{self.address}"
+            return listener
+        path = str(Path(self._directory.name, "nbd.sock"))
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(path)
+        listener.listen(16)
+        self.uri = f"nbd+unix:///?socket={path}"
+        return listener
 
     def cpu_seconds(self):
         """User and system time of all its threads so far, those that ended included; in steps of 10 ms."""

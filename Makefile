@@ -1,0 +1,74 @@
+# The only entry points. `make` alone lists them.
+#
+# Every target first makes sure that the Debian packages it needs are there (scripts/deps): as root they are
+# installed, otherwise the command to do so is printed.
+
+TARGET := $(or $(CARGO_TARGET_DIR),target)
+CARGO ?= cargo
+# Length of one fuzz target, and how much more than `make test` a soak tries.
+FUZZ_SECONDS ?= 600
+SOAK_SEEDS ?= 20000
+SOAK_CASES ?= 20000
+# Further options for `make bench`, for example: make bench BENCH="--rows 'file-*' --rounds 3"
+BENCH ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help demo build test test-unit test-e2e bench fuzz soak doc lint fmt deps clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
+
+demo: ## serve a disk under a limit with a burst and watch it hold (about 30 s after the build)
+	@scripts/deps build clients
+	$(CARGO) build --release --locked -p weir
+	@bench/demo.py "$(TARGET)/release/weir"
+
+build: ## build the program, optimised: target/release/weir
+	@scripts/deps build
+	$(CARGO) build --release --locked -p weir
+
+test: test-unit test-e2e ## run every test; installs the clients it needs
+
+test-unit: ## tests in virtual time: units, properties, simulation
+	@scripts/deps build
+	$(CARGO) test --locked -p weir-policy -p weir-block
+
+test-e2e: ## tests with real clients: the program's own, a guest's kernel, every row of the bench
+	@scripts/deps build clients guest
+	$(CARGO) test --locked -p weir
+	$(CARGO) build --locked -p weir
+	tests/guest/against-weir "$(TARGET)/debug/weir"
+	bench/run.py --short --weir "$(TARGET)/debug/weir"
+
+bench: ## weir and its peers side by side, as ratios (about 20 minutes); BENCH="--rows 'file-*'" for a part
+	@scripts/deps build clients
+	$(CARGO) build --release --locked -p weir
+	bench/run.py $(BENCH)
+
+fuzz: ## fuzz every parser of untrusted bytes, FUZZ_SECONDS (600) each
+	@scripts/deps build
+	@scripts/fuzz $(FUZZ_SECONDS)
+
+soak: ## the properties and the simulation with many more cases and seeds
+	@scripts/deps build
+	WEIR_SEEDS=$(SOAK_SEEDS) PROPTEST_CASES=$(SOAK_CASES) $(CARGO) test --release --locked -p weir-policy -p weir-block
+
+doc: ## build the documentation of the crates, private items included
+	@scripts/deps build
+	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --locked --workspace --no-deps --document-private-items
+
+lint: ## what CI refuses: formatting, warnings, scripts that do not parse
+	@scripts/deps build
+	$(CARGO) fmt --all --check
+	$(CARGO) clippy --locked --workspace --all-targets -- -D warnings
+	@scripts/lint-scripts
+
+fmt: ## format the sources
+	$(CARGO) fmt --all
+
+deps: ## install, or name, every Debian package that some target needs
+	@scripts/deps build clients guest
+
+clean: ## remove what was built and measured, the guest's kernel included
+	$(CARGO) clean
+	rm -rf bench/results
