@@ -65,6 +65,8 @@ thread_local! {
 
 pub(super) struct Executor {
     remote: Arc<Remote>,
+    /// The main task is done: the reactor must not wait for anything more.
+    finished: Cell<bool>,
 }
 
 impl Executor {
@@ -80,7 +82,16 @@ impl Executor {
                 pending: AtomicBool::new(false),
                 event,
             }),
+            finished: Cell::new(false),
         }
+    }
+
+    pub(super) fn finish(&self) {
+        self.finished.set(true);
+    }
+
+    pub(super) fn is_finished(&self) -> bool {
+        self.finished.get()
     }
 
     pub(super) fn remote(&self) -> &Arc<Remote> {
@@ -125,8 +136,11 @@ impl Executor {
         })
     }
 
+    /// Nothing to run, and something to wait for.
     pub(super) fn is_idle(&self) -> bool {
-        READY.with_borrow(VecDeque::is_empty) && !self.remote.pending.load(Ordering::SeqCst)
+        !self.finished.get()
+            && READY.with_borrow(VecDeque::is_empty)
+            && !self.remote.pending.load(Ordering::SeqCst)
     }
 
     /// Takes in what other threads sent.

@@ -165,9 +165,10 @@ impl Reactor {
         let (runnable, main) = reactor.executor.make_task(async move {
             let value = future.await;
             *slot.borrow_mut() = Some(value);
+            with_current(|reactor| reactor.executor.finish());
         });
         runnable.schedule();
-        while result.borrow().is_none() {
+        while !reactor.executor.is_finished() {
             turn(&reactor);
         }
         drop(main);
