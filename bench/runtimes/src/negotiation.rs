@@ -1,8 +1,8 @@
 //! Fixed newstyle negotiation, as far as fio's nbd engine, nbdinfo and nbdcopy need it.
 //!
 //! One export, the default one (the empty name). EXPORT_NAME, INFO, GO and ABORT are answered, everything
-//! else, structured replies among it, with ERR_UNSUP, which clients take as "do without". Constants are those of the NBD
-//! specification, doc/proto.md.
+//! else, structured replies among it, with ERR_UNSUP, which clients take as "do without". Constants are the NBD
+//! specification's (doc/proto.md).
 
 use std::io;
 
