@@ -230,6 +230,16 @@ impl Timeline {
         self.between(from, to).map(|passed| passed.bytes).sum()
     }
 
+    /// Bytes per second between the first and the last request admitted from `from` up to, not including, `to`.
+    ///
+    /// Whole requests in a window are only as fine as one request: 1 MiB more or less is 1 % of 10 s at 10 MB/s.
+    pub(crate) fn rate_between(&mut self, from: Instant, to: Instant) -> f64 {
+        let passed: Vec<_> = self.between(from, to).collect();
+        let [paid @ .., last] = &passed[..] else { return 0.0 };
+        let bytes: u64 = paid.iter().map(|passed| passed.bytes).sum();
+        bytes as f64 / (last.at - passed[0].at).as_secs_f64()
+    }
+
     /// The longest time between two requests of this client, from `from` to `to`, both ends counted in.
     pub(crate) fn longest_gap_of(&mut self, client: usize, from: Instant, to: Instant) -> Duration {
         let mut last = from;
