@@ -9,5 +9,7 @@
 
 extern crate alloc;
 
+pub mod merge;
 pub mod request;
+pub mod throttle;
 pub mod time;

@@ -1,0 +1,352 @@
+//! Aligned, pooled memory for the data of requests.
+//!
+//! Every buffer begins on a [`ALIGNMENT`] boundary, so O_DIRECT takes it as it is, and comes from a pool that
+//! belongs to the thread: taking and returning one is a push and a pop. A buffer can be split without copying,
+//! which is how one merged read answers several requests.
+//!
+//! ```text
+//!   Block (power of two, aligned)   ▕────────────────────────────────▏
+//!   Buffer, Buffer (disjoint views)  ▕──── a ────▏▕──────── b ──────▏
+//! ```
+//!
+//! Never hands out uninitialised memory: fresh blocks are zeroed. A reused block holds *old data*, so whoever takes a buffer
+//! fills all of it before anyone else reads it; storages zero what they cannot fill.
+
+use std::{
+    alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error},
+    cell::RefCell,
+    ops::{Deref, DerefMut},
+    ptr::NonNull,
+    rc::Rc,
+};
+
+use smallvec::SmallVec;
+
+/// Alignment of every buffer's first byte, in bytes: the largest logical block size of a Linux block device.
+pub const ALIGNMENT: usize = 4096;
+
+/// Blocks of 4 KiB (2^12) and above are pooled by size; the largest pooled class is 32 MiB (2^25).
+const SMALLEST_CLASS: u32 = 12;
+const LARGEST_CLASS: u32 = 25;
+const CLASSES: usize = (LARGEST_CLASS - SMALLEST_CLASS + 1) as usize;
+
+/// What one thread keeps for reuse, in bytes. Deep queues of small requests fit; a burst of huge ones is given
+/// back to the allocator.
+const POOL_BYTES: usize = 16 << 20;
+
+/// One allocation. Freed when the last [`Buffer`] into it is gone and the pool does not want it.
+struct Block {
+    memory: NonNull<u8>,
+    layout: Layout,
+}
+
+impl Block {
+    fn new(class: u32) -> Self {
+        let layout =
+            Layout::from_size_align(1 << class, ALIGNMENT).expect("a power of two of at most 32 MiB");
+        Self::with_layout(layout)
+    }
+
+    fn with_layout(layout: Layout) -> Self {
+        // SAFETY: the layout's size is never zero: `class_of` rounds up to at least 4 KiB.
+        let memory = unsafe { alloc_zeroed(layout) };
+        let memory = NonNull::new(memory).unwrap_or_else(|| handle_alloc_error(layout));
+        Self { memory, layout }
+    }
+}
+
+impl Drop for Block {
+    fn drop(&mut self) {
+        // SAFETY: allocated in `with_layout` with this very layout, and no Buffer refers to it any more.
+        unsafe { dealloc(self.memory.as_ptr(), self.layout) }
+    }
+}
+
+struct Pool {
+    free: [Vec<Rc<Block>>; CLASSES],
+    bytes: usize,
+}
+
+thread_local! {
+    static POOL: RefCell<Pool> = const { RefCell::new(Pool { free: [const { Vec::new() }; CLASSES], bytes: 0 }) };
+}
+
+fn class_of(len: usize) -> u32 {
+    len.next_power_of_two().trailing_zeros().max(SMALLEST_CLASS)
+}
+
+/// Owned bytes, aligned to [`ALIGNMENT`] unless narrowed or split elsewhere.
+///
+/// Belongs to the thread that took it (it is not `Send`).
+pub struct Buffer {
+    /// `Some` until dropped; an `Option` so that `drop` can move it into the pool.
+    block: Option<Rc<Block>>,
+    start: usize,
+    len: usize,
+}
+
+impl Buffer {
+    /// `len` bytes with unspecified (old) content. The caller fills all of it.
+    pub fn new(len: usize) -> Self {
+        let class = class_of(len);
+        if class > LARGEST_CLASS {
+            let layout =
+                Layout::from_size_align(len, ALIGNMENT).expect("request lengths are far below isize::MAX");
+            return Self { block: Some(Rc::new(Block::with_layout(layout))), start: 0, len };
+        }
+        let pooled = POOL.with_borrow_mut(|pool| {
+            let block = pool.free[(class - SMALLEST_CLASS) as usize].pop()?;
+            pool.bytes -= block.layout.size();
+            Some(block)
+        });
+        let block = pooled.unwrap_or_else(|| Rc::new(Block::new(class)));
+        Self { block: Some(block), start: 0, len }
+    }
+
+    /// `len` bytes of zero.
+    pub fn zeroed(len: usize) -> Self {
+        let mut buffer = Self::new(len);
+        buffer.fill(0);
+        buffer
+    }
+
+    /// A copy of `bytes`.
+    pub fn copy_of(bytes: &[u8]) -> Self {
+        let mut buffer = Self::new(bytes.len());
+        buffer.copy_from_slice(bytes);
+        buffer
+    }
+
+    /// Bytes in the buffer.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether there are no bytes in the buffer.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Keeps the first `at` bytes and returns the rest, without copying.
+    ///
+    /// # Panics
+    /// If `at` is beyond the end.
+    pub fn split_off(&mut self, at: usize) -> Self {
+        assert!(at <= self.len, "split at {at} of a buffer of {} bytes", self.len);
+        let rest = Self { block: self.block.clone(), start: self.start + at, len: self.len - at };
+        self.len = at;
+        rest
+    }
+
+    /// Forgets the bytes from `len` on; no effect if there are fewer.
+    pub fn truncate(&mut self, len: usize) {
+        self.len = self.len.min(len);
+    }
+
+    /// Forgets the first `count` bytes.
+    ///
+    /// # Panics
+    /// If there are fewer.
+    pub fn advance(&mut self, count: usize) {
+        assert!(count <= self.len, "advance by {count} in a buffer of {} bytes", self.len);
+        self.start += count;
+        self.len -= count;
+    }
+
+    fn first_byte(&self) -> *mut u8 {
+        let block = self.block.as_ref().expect("present until drop");
+        // SAFETY: start + len never exceeds the block's size: `new` sets them so and splitting only narrows.
+        unsafe { block.memory.as_ptr().add(self.start) }
+    }
+}
+
+impl Deref for Buffer {
+    type Target = [u8];
+    fn deref(&self) -> &[u8] {
+        // SAFETY: the range lies in the block, is initialised (blocks start zeroed), and no other Buffer's range
+        // overlaps it, so nothing writes to it while `self` is borrowed.
+        unsafe { std::slice::from_raw_parts(self.first_byte(), self.len) }
+    }
+}
+
+impl DerefMut for Buffer {
+    fn deref_mut(&mut self) -> &mut [u8] {
+        // SAFETY: as in `deref`; `&mut self` makes the access exclusive.
+        unsafe { std::slice::from_raw_parts_mut(self.first_byte(), self.len) }
+    }
+}
+
+impl Drop for Buffer {
+    fn drop(&mut self) {
+        let Some(block) = self.block.take() else { return };
+        let size = block.layout.size();
+        if Rc::strong_count(&block) > 1 || size > 1 << LARGEST_CLASS {
+            return;
+        }
+        // `try_with`: a buffer may outlive the pool while its thread ends; then it is simply freed.
+        let _ = POOL.try_with(|pool| {
+            let mut pool = pool.borrow_mut();
+            if pool.bytes + size <= POOL_BYTES {
+                pool.bytes += size;
+                pool.free[(class_of(size) - SMALLEST_CLASS) as usize].push(block);
+            }
+        });
+    }
+}
+
+impl std::fmt::Debug for Buffer {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Buffer({} bytes)", self.len)
+    }
+}
+
+/// The data of one write: buffers that follow each other on the disk, one for each request merged into it.
+#[derive(Debug, Default)]
+pub struct Segments(SmallVec<[Buffer; 1]>);
+
+impl Segments {
+    /// Bytes in all segments together.
+    pub fn len(&self) -> usize {
+        self.0.iter().map(Buffer::len).sum()
+    }
+
+    /// Whether there are no bytes.
+    pub fn is_empty(&self) -> bool {
+        self.0.iter().all(Buffer::is_empty)
+    }
+
+    /// Appends a segment.
+    pub fn push(&mut self, buffer: Buffer) {
+        self.0.push(buffer);
+    }
+
+    /// The segments in order.
+    pub fn iter(&self) -> impl ExactSizeIterator<Item = &Buffer> {
+        self.0.iter()
+    }
+
+    /// The segments in order.
+    pub fn as_slice(&self) -> &[Buffer] {
+        &self.0
+    }
+
+    /// The segments in order, mutable: storages advance past what was written.
+    pub fn as_mut_slice(&mut self) -> &mut [Buffer] {
+        &mut self.0
+    }
+
+    /// Forgets the first `count` bytes, dropping segments that are used up.
+    ///
+    /// # Panics
+    /// If there are fewer.
+    pub fn advance(&mut self, mut count: usize) {
+        let mut used_up = 0;
+        for buffer in &mut self.0 {
+            let step = count.min(buffer.len());
+            buffer.advance(step);
+            count -= step;
+            if !buffer.is_empty() {
+                break;
+            }
+            used_up += 1;
+        }
+        assert_eq!(count, 0, "advance past the end of the segments");
+        self.0.drain(..used_up);
+    }
+
+    /// Keeps the first `at` bytes and returns the rest, without copying.
+    ///
+    /// # Panics
+    /// If `at` is beyond the end.
+    pub fn split_off(&mut self, at: usize) -> Self {
+        let (mut index, mut left) = (0, at);
+        while index < self.0.len() && left >= self.0[index].len() {
+            left -= self.0[index].len();
+            index += 1;
+        }
+        let mut rest = SmallVec::new();
+        if left > 0 {
+            assert!(index < self.0.len(), "split at {at} beyond the end of the segments");
+            rest.push(self.0[index].split_off(left));
+            index += 1;
+        }
+        rest.extend(self.0.drain(index..));
+        Self(rest)
+    }
+
+    /// Copies all bytes to the front of `target`.
+    ///
+    /// # Panics
+    /// If `target` is shorter than the segments.
+    pub fn copy_to(&self, mut target: &mut [u8]) {
+        for buffer in &self.0 {
+            let (head, tail) = target.split_at_mut(buffer.len());
+            head.copy_from_slice(buffer);
+            target = tail;
+        }
+    }
+}
+
+impl From<Buffer> for Segments {
+    fn from(buffer: Buffer) -> Self {
+        let mut segments = SmallVec::new();
+        segments.push(buffer);
+        Self(segments)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn buffers_are_aligned_and_reused() {
+        let first = Buffer::new(5000);
+        let address = first.as_ptr() as usize;
+        assert_eq!(address % ALIGNMENT, 0);
+        drop(first);
+        assert_eq!(
+            Buffer::new(8192).as_ptr() as usize,
+            address,
+            "same class, so the pooled block comes back"
+        );
+    }
+
+    #[test]
+    fn split_parts_are_disjoint_and_the_block_returns_once_both_are_gone() {
+        let mut head = Buffer::zeroed(8192);
+        let mut tail = head.split_off(4096);
+        head.fill(1);
+        tail.fill(2);
+        assert!(head.iter().all(|&byte| byte == 1) && tail.iter().all(|&byte| byte == 2));
+        let address = head.as_ptr() as usize;
+        drop(head);
+        assert_ne!(Buffer::new(8192).as_ptr() as usize, address, "the tail still lives there");
+        drop(tail);
+        assert_eq!(Buffer::new(8192).as_ptr() as usize, address);
+    }
+
+    #[test]
+    fn the_pool_is_bounded() {
+        let many: Vec<_> = (0..64).map(|_| Buffer::new(1 << 20)).collect();
+        drop(many);
+        assert!(POOL.with_borrow(|pool| pool.bytes) <= POOL_BYTES);
+    }
+
+    #[test]
+    fn segments_split_and_advance_anywhere() {
+        for at in 0..=12 {
+            let mut segments = Segments::from(Buffer::copy_of(b"abcd"));
+            segments.push(Buffer::copy_of(b"efgh"));
+            segments.push(Buffer::copy_of(b"ijkl"));
+            let rest = segments.split_off(at);
+            let (mut head, mut tail) = (vec![0; segments.len()], vec![0; rest.len()]);
+            segments.copy_to(&mut head);
+            rest.copy_to(&mut tail);
+            assert_eq!(head, &b"abcdefghijkl"[..at]);
+            assert_eq!(tail, &b"abcdefghijkl"[at..]);
+            segments.advance(at);
+            assert!(segments.is_empty());
+        }
+    }
+}

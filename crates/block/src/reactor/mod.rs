@@ -1,0 +1,345 @@
+//! One event loop a thread: it runs the tasks of requests, fires timers and talks to the kernel through one io_uring.
+//!
+//! A task belongs to the thread that spawned it and never moves, so tasks of one reactor share state without locks.
+//! Only wake-ups and jobs cross threads, through a queue and an eventfd.
+//!
+//! ```text
+//!   tasks ──► run what is ready ──► fire timers ──► submit all at once, reap all at once ─┐
+//!     ▲                                                                                   │
+//!     └──────────────── woken by completions, timers, other threads ◄─────────────────────┘
+//! ```
+//!
+//! It has a twin. [`run`] drives tasks with the real clock and kernel; [`sim::run`] drives the same tasks with a virtual
+//! clock, no kernel at all, and an order of execution drawn from a seed. Code of the data path cannot tell which one it runs on:
+//! it calls [`now`], [`sleep_until`] and [`spawn`], and only storages and streams over real files call [`op`].
+//!
+//! Never holds a borrow or a lock while it polls a task.
+
+mod executor;
+pub mod op;
+pub mod sim;
+mod timer;
+mod uring;
+mod worker;
+
+use std::{cell::RefCell, future::Future, rc::Rc, sync::OnceLock, time::Instant as Clock};
+
+use policy::time::Instant;
+
+use executor::Executor;
+pub use executor::JoinHandle;
+pub use timer::{Sleep, Timeout, timeout};
+pub use uring::Polling;
+pub use worker::Worker;
+
+/// What a thread's reactor is made of. [`Driver`] is the half that differs between the twins.
+struct Reactor {
+    executor: Executor,
+    timers: RefCell<timer::Timers>,
+    driver: Driver,
+}
+
+enum Driver {
+    Uring(uring::Uring),
+    Sim(sim::Sim),
+}
+
+thread_local! {
+    static CURRENT: RefCell<Option<Rc<Reactor>>> = const { RefCell::new(None) };
+}
+
+/// Calls `f` with this thread's reactor.
+///
+/// # Panics
+/// Outside [`run`], [`sim::run`] and a [`Worker`].
+fn with_current<T>(f: impl FnOnce(&Rc<Reactor>) -> T) -> T {
+    CURRENT.with_borrow(|current| f(current.as_ref().expect("no reactor runs on this thread")))
+}
+
+/// Nanoseconds on the monotonic clock since the process first asked; one epoch for all threads, because groups
+/// of disks are shared between them.
+fn real_now() -> Instant {
+    static EPOCH: OnceLock<Clock> = OnceLock::new();
+    let elapsed = EPOCH.get_or_init(Clock::now).elapsed();
+    Instant::from_nanos(u64::try_from(elapsed.as_nanos()).unwrap_or(u64::MAX))
+}
+
+/// The instant, on the clock of this thread's reactor.
+///
+/// # Panics
+/// Without a reactor on this thread.
+pub fn now() -> Instant {
+    with_current(|reactor| match &reactor.driver {
+        Driver::Uring(_) => real_now(),
+        Driver::Sim(sim) => sim.now(),
+    })
+}
+
+/// Runs `future` as a task of its own on this thread. It is polled once before this returns, so work that can finish at once never
+/// costs a trip through the queue (in simulation the seed decides).
+///
+/// # Panics
+/// Without a reactor on this thread.
+pub fn spawn(future: impl Future<Output = ()> + 'static) {
+    let reactor = with_current(Rc::clone);
+    let (runnable, task) = reactor.executor.make_task(future);
+    task.detach();
+    let at_once = match &reactor.driver {
+        Driver::Uring(_) => true,
+        Driver::Sim(sim) => sim.coin(),
+    };
+    if at_once {
+        runnable.run();
+    } else {
+        runnable.schedule();
+    }
+}
+
+/// As [`spawn`], with a handle to await the result. Dropping the handle cancels the task.
+///
+/// # Panics
+/// Without a reactor on this thread.
+pub fn spawn_joinable<T: 'static>(future: impl Future<Output = T> + 'static) -> JoinHandle<T> {
+    let (runnable, task) = with_current(Rc::clone).executor.make_task(future);
+    runnable.schedule();
+    task
+}
+
+/// Waits until `deadline`; ready at once if it has passed.
+pub fn sleep_until(deadline: Instant) -> Sleep {
+    Sleep::new(deadline)
+}
+
+/// Lets every other task that is ready run first.
+pub async fn yield_now() {
+    let mut yielded = false;
+    std::future::poll_fn(|context| {
+        if yielded {
+            return std::task::Poll::Ready(());
+        }
+        yielded = true;
+        context.waker().wake_by_ref();
+        std::task::Poll::Pending
+    })
+    .await;
+}
+
+/// Runs `f` on a thread of its own and waits for it: for system calls that block and that io_uring lacks (SEEK_HOLE,
+/// opening a file). In simulation it runs in place.
+pub async fn blocking<T: Send + 'static>(f: impl FnOnce() -> T + Send + 'static) -> T {
+    let simulated = with_current(|reactor| matches!(reactor.driver, Driver::Sim(_)));
+    if simulated { f() } else { blocking::unblock(f).await }
+}
+
+/// Runs `future`, and everything it spawns, on this thread until `future` is done. Tasks that are left are dropped, and I/O of
+/// theirs in flight is cancelled and awaited.
+///
+/// # Errors
+/// Where io_uring cannot be set up: not in the kernel, or forbidden (`kernel.io_uring_disabled`, seccomp).
+///
+/// # Panics
+/// If a reactor runs on this thread already.
+pub fn run<T: 'static>(polling: Polling, future: impl Future<Output = T> + 'static) -> std::io::Result<T> {
+    let executor = Executor::new();
+    let driver = Driver::Uring(uring::Uring::new(polling)?);
+    Ok(Reactor::enter(executor, driver, future, uring::Uring::turn))
+}
+
+impl Reactor {
+    /// Installs a reactor on this thread, turns it until `future` is done, and takes it down again.
+    fn enter<T: 'static>(
+        executor: Executor,
+        driver: Driver,
+        future: impl Future<Output = T> + 'static,
+        turn: fn(&Self),
+    ) -> T {
+        let reactor = Rc::new(Self { executor, timers: RefCell::default(), driver });
+        CURRENT.with_borrow_mut(|current| {
+            assert!(current.is_none(), "a reactor runs on this thread already");
+            *current = Some(Rc::clone(&reactor));
+        });
+        let _leave = Leave;
+        reactor.executor.enter();
+        let result = Rc::new(RefCell::new(None));
+        let slot = Rc::clone(&result);
+        let (runnable, main) = reactor.executor.make_task(async move {
+            let value = future.await;
+            *slot.borrow_mut() = Some(value);
+            with_current(|reactor| reactor.executor.finish());
+        });
+        runnable.schedule();
+        while !reactor.executor.is_finished() {
+            turn(&reactor);
+        }
+        drop(main);
+        let value = result.borrow_mut().take();
+        value.expect("the loop above ends once it is there")
+    }
+
+    /// Drops every task that is left, and waits for what the kernel still does on their behalf.
+    fn shut_down(&self) {
+        loop {
+            let timers = std::mem::take(&mut *self.timers.borrow_mut());
+            drop(timers);
+            if let Driver::Uring(uring) = &self.driver {
+                uring.drop_wakers();
+            }
+            if self.executor.drop_ready() == 0 {
+                break;
+            }
+        }
+        if let Driver::Uring(uring) = &self.driver {
+            uring.cancel_all();
+        }
+        self.executor.leave();
+    }
+}
+
+/// Takes the reactor down also when a task panics.
+struct Leave;
+
+impl Drop for Leave {
+    fn drop(&mut self) {
+        let reactor = with_current(Rc::clone);
+        reactor.shut_down();
+        CURRENT.with_borrow_mut(|current| *current = None);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{cell::Cell, io::Read, os::unix::net::UnixStream};
+
+    use policy::time::Duration;
+
+    use super::*;
+    use crate::buffer::Buffer;
+
+    fn real<T: 'static>(future: impl Future<Output = T> + 'static) -> T {
+        run(Polling::OFF, future).expect("io_uring works on a test machine")
+    }
+
+    /// The order in which three tasks that yield now and then finish.
+    fn finishing_order(seed: u64) -> Vec<u32> {
+        sim::run(seed, async {
+            let order = Rc::new(RefCell::new(Vec::new()));
+            let tasks: Vec<_> = (0..8)
+                .map(|task| {
+                    let order = Rc::clone(&order);
+                    spawn_joinable(async move {
+                        for _ in 0..task % 3 {
+                            yield_now().await;
+                        }
+                        order.borrow_mut().push(task);
+                    })
+                })
+                .collect();
+            for task in tasks {
+                task.await;
+            }
+            order.take()
+        })
+    }
+
+    #[test]
+    fn a_seed_decides_the_order_of_execution() {
+        assert_eq!(finishing_order(7), finishing_order(7));
+        assert!((0..20).any(|seed| finishing_order(seed) != finishing_order(7)));
+    }
+
+    #[test]
+    fn simulated_time_passes_only_when_nothing_is_ready() {
+        sim::run(1, async {
+            let started = now();
+            sleep_until(started + Duration::from_secs(3600)).await;
+            assert_eq!(now() - started, Duration::from_secs(3600));
+            let limited = timeout(Duration::from_secs(5), sleep_until(Instant::MAX)).await;
+            assert_eq!(limited, Err(Timeout));
+            assert_eq!(now() - started, Duration::from_secs(3605));
+        });
+    }
+
+    #[test]
+    #[should_panic(expected = "seed 42: hang")]
+    fn a_simulated_hang_names_its_seed() {
+        sim::run(42, std::future::pending::<()>());
+    }
+
+    #[test]
+    fn real_timers_fire_in_order_and_not_early() {
+        real(async {
+            let started = now();
+            let order = Rc::new(RefCell::new(Vec::new()));
+            let tasks = [30, 10, 20].map(|ms| {
+                let order = Rc::clone(&order);
+                spawn_joinable(async move {
+                    sleep_until(started + Duration::from_millis(ms)).await;
+                    assert!(now() - started >= Duration::from_millis(ms));
+                    order.borrow_mut().push(ms);
+                })
+            });
+            for task in tasks {
+                task.await;
+            }
+            assert_eq!(*order.borrow(), [10, 20, 30]);
+        });
+    }
+
+    #[test]
+    fn another_thread_wakes_a_sleeping_reactor() {
+        let (sender, receiver) = async_channel::bounded(1);
+        let thread =
+            std::thread::spawn(move || real(async move { receiver.recv().await.expect("the sender lives") }));
+        let worker = Worker::start("test", Polling::OFF).expect("a thread");
+        worker.spawn(move || async move { sender.send(42).await.expect("the receiver lives") });
+        assert_eq!(thread.join().expect("no panic"), 42);
+        worker.stop().expect("stops");
+    }
+
+    #[test]
+    fn an_operation_dropped_in_flight_keeps_its_memory_until_the_kernel_is_done() {
+        real(async {
+            let (ours, theirs) = UnixStream::pair().expect("sockets");
+            let fd = op::Fd::from(ours);
+            let address = Rc::new(Cell::new(0));
+            let seen = Rc::clone(&address);
+            let copy = fd.clone();
+            let reading = spawn_joinable(async move {
+                let buffer = Buffer::new(4096);
+                seen.set(buffer.as_ptr() as usize);
+                op::receive(&copy, buffer).await.0
+            });
+            while address.get() == 0 {
+                yield_now().await;
+            }
+            yield_now().await;
+            drop(reading);
+            yield_now().await;
+            // The buffer is back in the pool only after the cancellation went through: until then a new one is elsewhere.
+            drop(theirs);
+            let (result, _) = op::receive(&fd, Buffer::new(4096)).await;
+            assert_eq!(result.expect("end of file"), 0);
+        });
+    }
+
+    #[test]
+    fn polling_finds_completions_too() {
+        let polling = Polling { limit: Duration::from_micros(200) };
+        run(polling, async {
+            let (ours, mut theirs) = UnixStream::pair().expect("sockets");
+            let fd = op::Fd::from(ours);
+            let echo = std::thread::spawn(move || {
+                let mut bytes = [0; 1000];
+                theirs.read_exact(&mut bytes).expect("a thousand bytes");
+                bytes
+            });
+            for round in 0..1000_u32 {
+                let (sent, _) = op::send(&fd, Buffer::copy_of(&[round as u8]).into()).await;
+                assert_eq!(sent.expect("sent"), 1);
+            }
+            let bytes = echo.join().expect("no panic");
+            assert!(bytes.iter().enumerate().all(|(index, &byte)| byte == index as u8));
+        })
+        .expect("io_uring works");
+    }
+}

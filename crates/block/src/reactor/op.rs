@@ -1,0 +1,211 @@
+//! What the data path asks of the kernel, one function an operation. Each takes the memory it works on and gives it back.
+//!
+//! A file descriptor is held as [`Fd`], shared and reference-counted: an operation in flight keeps it open, so its number
+//! cannot be reused for another file while the kernel has yet to look at it.
+
+use std::{
+    io,
+    os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd},
+    sync::Arc,
+};
+
+use io_uring::{opcode, types};
+use smallvec::SmallVec;
+
+use super::uring::Op;
+use crate::buffer::{Buffer, Segments};
+
+/// An open file, socket or device, shared between threads and operations in flight.
+#[derive(Clone, Debug)]
+pub struct Fd(Arc<OwnedFd>);
+
+impl Fd {
+    fn target(&self) -> types::Fd {
+        types::Fd(self.0.as_raw_fd())
+    }
+}
+
+impl<T: Into<OwnedFd>> From<T> for Fd {
+    fn from(fd: T) -> Self {
+        Self(Arc::new(fd.into()))
+    }
+}
+
+impl AsFd for Fd {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.as_fd()
+    }
+}
+
+/// The kernel counts in 32 bits; more is a short transfer, which callers continue anyway.
+fn length(bytes: usize) -> u32 {
+    u32::try_from(bytes).unwrap_or(1 << 30)
+}
+
+/// Reads at `offset` to the front of `buffer`; returns how many bytes, 0 at the end of the file.
+///
+/// # Errors
+/// As `pread(2)`.
+pub async fn read_at(fd: &Fd, mut buffer: Buffer, offset: u64) -> (io::Result<usize>, Buffer) {
+    let entry =
+        opcode::Read::new(fd.target(), buffer.as_mut_ptr(), length(buffer.len())).offset(offset).build();
+    // SAFETY: a Buffer's memory stays where it is when the Buffer moves, and the descriptor is held with it.
+    let op = unsafe { Op::start(&entry, (fd.clone(), buffer)) };
+    let (result, (_, buffer)) = op.await;
+    (result.map(|count| count as usize), buffer)
+}
+
+/// Whether a write reports success only once it is on stable storage.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Durability {
+    /// It may stay in a cache until the next [`sync`].
+    Cached,
+    /// `RWF_DSYNC`: data and what is needed to read it back are on stable storage.
+    Synchronous,
+}
+
+/// Writes the segments at `offset`; returns how many bytes.
+///
+/// # Errors
+/// As `pwritev2(2)`.
+pub async fn write_at(
+    fd: &Fd,
+    segments: Segments,
+    offset: u64,
+    durability: Durability,
+) -> (io::Result<usize>, Segments) {
+    let flags = match durability {
+        Durability::Cached => 0,
+        Durability::Synchronous => libc::RWF_DSYNC,
+    };
+    if let [only] = segments.as_slice() {
+        let entry = opcode::Write::new(fd.target(), only.as_ptr(), length(only.len()))
+            .offset(offset)
+            .rw_flags(flags)
+            .build();
+        // SAFETY: as in `read_at`.
+        let op = unsafe { Op::start(&entry, (fd.clone(), segments)) };
+        let (result, (_, segments)) = op.await;
+        return (result.map(|count| count as usize), segments);
+    }
+    let vectors = Vectors::of(segments.iter());
+    let entry = opcode::Writev::new(fd.target(), vectors.0.as_ptr(), length(vectors.0.len()))
+        .offset(offset)
+        .rw_flags(flags)
+        .build();
+    // SAFETY: the vectors are boxed and the buffers they point to are held in `segments`.
+    let op = unsafe { Op::start(&entry, (fd.clone(), segments, vectors)) };
+    let (result, (_, segments, _)) = op.await;
+    (result.map(|count| count as usize), segments)
+}
+
+/// Brings everything written before to stable storage (`fdatasync`).
+///
+/// # Errors
+/// As `fdatasync(2)`.
+pub async fn sync(fd: &Fd) -> io::Result<()> {
+    let entry = opcode::Fsync::new(fd.target()).flags(types::FsyncFlags::DATASYNC).build();
+    // SAFETY: the entry refers to the descriptor alone.
+    let op = unsafe { Op::start(&entry, fd.clone()) };
+    op.await.0.map(drop)
+}
+
+/// `fallocate(2)` with `mode` from `FALLOC_FL_…`: zeroes, deallocates or reserves a range.
+///
+/// # Errors
+/// As `fallocate(2)`; `EOPNOTSUPP` where the file system cannot.
+pub async fn allocate(fd: &Fd, mode: i32, offset: u64, length: u64) -> io::Result<()> {
+    let entry = opcode::Fallocate::new(fd.target(), length).offset(offset).mode(mode).build();
+    // SAFETY: the entry refers to the descriptor alone.
+    let op = unsafe { Op::start(&entry, fd.clone()) };
+    op.await.0.map(drop)
+}
+
+/// Receives to the front of `buffer`; returns how many bytes, 0 when the peer has closed.
+///
+/// # Errors
+/// As `recv(2)`.
+pub async fn receive(fd: &Fd, mut buffer: Buffer) -> (io::Result<usize>, Buffer) {
+    let entry = opcode::Recv::new(fd.target(), buffer.as_mut_ptr(), length(buffer.len())).build();
+    // SAFETY: as in `read_at`.
+    let op = unsafe { Op::start(&entry, (fd.clone(), buffer)) };
+    let (result, (_, buffer)) = op.await;
+    (result.map(|count| count as usize), buffer)
+}
+
+/// Sends the segments in one message; returns how many bytes.
+///
+/// # Errors
+/// As `sendmsg(2)`; a closed peer is `EPIPE`, never a signal.
+pub async fn send(fd: &Fd, segments: Segments) -> (io::Result<usize>, Segments) {
+    let mut message = Box::new(Message::new(Vectors::of(segments.iter())));
+    let entry = opcode::SendMsg::new(fd.target(), message.header())
+        .flags((libc::MSG_NOSIGNAL | libc::MSG_WAITALL) as u32)
+        .build();
+    // SAFETY: header and vectors are boxed, and the buffers they point to are held in `segments`.
+    let op = unsafe { Op::start(&entry, (fd.clone(), segments, message)) };
+    let (result, (_, segments, _)) = op.await;
+    (result.map(|count| count as usize), segments)
+}
+
+/// Accepts a connection on a listening socket.
+///
+/// # Errors
+/// As `accept(2)`.
+pub async fn accept(fd: &Fd) -> io::Result<OwnedFd> {
+    let entry = opcode::Accept::new(fd.target(), std::ptr::null_mut(), std::ptr::null_mut())
+        .flags(libc::SOCK_CLOEXEC)
+        .build();
+    // SAFETY: the entry refers to the descriptor alone.
+    let op = unsafe { Op::start(&entry, fd.clone()) };
+    let accepted = op.await.0?;
+    let raw = i32::try_from(accepted).map_err(|_| io::Error::from_raw_os_error(libc::EBADF))?;
+    // SAFETY: the kernel has just made this descriptor for us, and nobody else knows of it.
+    Ok(unsafe { std::os::fd::FromRawFd::from_raw_fd(raw) })
+}
+
+/// Waits until `fd` can be read from (or has failed).
+///
+/// # Errors
+/// As `poll(2)`.
+pub async fn readable(fd: &Fd) -> io::Result<()> {
+    let entry = opcode::PollAdd::new(fd.target(), libc::POLLIN as u32).build();
+    // SAFETY: the entry refers to the descriptor alone.
+    let op = unsafe { Op::start(&entry, fd.clone()) };
+    op.await.0.map(drop)
+}
+
+/// Pointers to segments, at an address that stays: few are kept inline in the box, many in its own memory.
+struct Vectors(Box<SmallVec<[libc::iovec; 8]>>);
+
+impl Vectors {
+    fn of<'a>(buffers: impl Iterator<Item = &'a Buffer>) -> Self {
+        Self(Box::new(
+            buffers
+                .map(|buffer| libc::iovec {
+                    iov_base: buffer.as_ptr().cast_mut().cast(),
+                    iov_len: buffer.len(),
+                })
+                .collect(),
+        ))
+    }
+}
+
+struct Message {
+    header: libc::msghdr,
+    vectors: Vectors,
+}
+
+impl Message {
+    fn new(vectors: Vectors) -> Self {
+        // SAFETY: msghdr is a C structure of integers and pointers, for which all zeroes means "nothing there".
+        let header = unsafe { std::mem::zeroed() };
+        Self { header, vectors }
+    }
+
+    fn header(&mut self) -> *const libc::msghdr {
+        self.header.msg_iov = self.vectors.0.as_mut_ptr();
+        self.header.msg_iovlen = self.vectors.0.len();
+        &raw const self.header
+    }
+}

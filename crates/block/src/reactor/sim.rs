@@ -1,0 +1,70 @@
+//! The reactor's simulated twin: a virtual clock, an order of execution drawn from a seed, and no kernel.
+//!
+//! Which of the ready tasks runs next is random; when none is ready the clock jumps to the next timer. The same seed gives the same
+//! run, to the last bit, so a failure is replayed by its number. A run with tasks waiting and nothing that could wake them
+//! is a hang, and panics.
+
+use std::{
+    cell::{Cell, RefCell},
+    future::Future,
+};
+
+use policy::time::Instant;
+
+use super::{Driver, Reactor, executor::Executor, with_current};
+
+pub(super) struct Sim {
+    seed: u64,
+    now: Cell<Instant>,
+    random: RefCell<fastrand::Rng>,
+}
+
+impl Sim {
+    pub(super) fn now(&self) -> Instant {
+        self.now.get()
+    }
+
+    pub(super) fn coin(&self) -> bool {
+        self.random.borrow_mut().bool()
+    }
+
+    fn turn(reactor: &Reactor) {
+        let Driver::Sim(sim) = &reactor.driver else { unreachable!("entered with a Sim") };
+        reactor.executor.receive();
+        if let Some(runnable) = reactor.executor.pop_any(|count| sim.random.borrow_mut().usize(..count)) {
+            runnable.run();
+            return;
+        }
+        let next = reactor.timers.borrow().earliest();
+        let Some(next) = next else {
+            panic!("seed {}: hang: tasks wait, but no task is ready and no timer is set", sim.seed);
+        };
+        sim.now.set(sim.now.get().max(next));
+        loop {
+            let due = reactor.timers.borrow_mut().pop_due(sim.now.get());
+            let Some(waker) = due else { break };
+            waker.wake();
+        }
+    }
+}
+
+/// Runs `future` and everything it spawns in virtual time until `future` is done.
+///
+/// # Panics
+/// On a hang (see above), or if a reactor runs on this thread already.
+pub fn run<T: 'static>(seed: u64, future: impl Future<Output = T> + 'static) -> T {
+    let sim =
+        Sim { seed, now: Cell::new(Instant::ZERO), random: RefCell::new(fastrand::Rng::with_seed(seed)) };
+    Reactor::enter(Executor::new(), Driver::Sim(sim), future, Sim::turn)
+}
+
+/// The simulation's source of randomness: for simulated storages and test clients, so that one seed decides everything.
+///
+/// # Panics
+/// Outside [`run`].
+pub fn random<T>(f: impl FnOnce(&mut fastrand::Rng) -> T) -> T {
+    with_current(|reactor| match &reactor.driver {
+        Driver::Sim(sim) => f(&mut sim.random.borrow_mut()),
+        Driver::Uring(_) => panic!("randomness is the simulation's; this is a real reactor"),
+    })
+}

@@ -1,0 +1,390 @@
+//! The kernel's half of the real reactor: one io_uring, the operations in flight on it, and how to wait for them.
+//!
+//! An operation owns the memory the kernel works on. If its future is dropped early, the memory moves into the table of operations in
+//! flight and stays there until the kernel is done: a cancelled request can never have its buffer reused underneath it.
+//!
+//! Submissions are batched: a turn of the reactor runs every ready task first and enters the kernel once. Completions are processed
+//! only in that call (`DEFER_TASKRUN`), so they interrupt nothing.
+
+use std::{
+    any::Any,
+    cell::{Cell, RefCell},
+    future::Future,
+    io,
+    os::fd::AsRawFd,
+    pin::Pin,
+    rc::Rc,
+    task::{Context, Poll, Waker},
+};
+
+use io_uring::{IoUring, opcode, squeue, types};
+use policy::time::{Duration, Instant, NANOS_PER_SECOND};
+use slab::Slab;
+
+use super::{Driver, Reactor, real_now, with_current};
+
+/// Submission queue entries; a fuller batch is submitted in parts.
+const SUBMISSIONS: u32 = 256;
+/// Completion queue entries; what overflows waits in the kernel (`IORING_FEAT_NODROP`).
+const COMPLETIONS: u32 = 4096;
+/// Tasks run between two looks at the ring, so that a busy task cannot keep completions waiting for long.
+const TASKS_PER_TURN: usize = 256;
+/// The operation that waits for other threads' wake-ups is not in the table.
+const EVENT: u64 = u64::MAX;
+/// Neither are cancellations: their outcome shows in the operation they cancel.
+const CANCELLATION: u64 = u64::MAX - 1;
+
+/// How long to look for completions before sleeping.
+///
+/// Waking a sleeping thread costs tens of microseconds on a virtual machine (the idle core has to be woken by the hypervisor), which is
+/// as long as a fast device needs for a request. So the reactor polls, but only while completions have been arriving faster than
+/// `limit` apart: an idle daemon sleeps.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Polling {
+    /// Longest time to poll at a stretch; zero never polls.
+    pub limit: Duration,
+}
+
+impl Polling {
+    /// Sleeps as soon as there is nothing to do.
+    pub const OFF: Self = Self { limit: Duration::ZERO };
+}
+
+enum Slot {
+    /// In flight, awaited by a task (or not polled yet).
+    Awaited(Option<Waker>),
+    /// Complete, result not fetched yet.
+    Complete(i32),
+    /// In flight, its future gone; holds what the kernel still uses. Never read, only dropped.
+    Abandoned { _resource: Box<dyn Any> },
+}
+
+pub(super) struct Uring {
+    ring: RefCell<IoUring>,
+    slots: RefCell<Slab<Slot>>,
+    /// Tasks to wake after a look at the completion queue; kept to reuse its memory.
+    woken: RefCell<Vec<Waker>>,
+    event_armed: Cell<bool>,
+    /// Where the eventfd's counter is read to. Boxed: the kernel writes there.
+    event_counter: Box<Cell<u64>>,
+    polling: Polling,
+    /// Moving average of the time between running dry and the next completion.
+    typical_gap_ns: Cell<u64>,
+}
+
+impl Uring {
+    pub(super) fn new(polling: Polling) -> io::Result<Self> {
+        let build = |deferred: bool| {
+            let mut builder = IoUring::builder();
+            builder.setup_cqsize(COMPLETIONS).setup_clamp();
+            if deferred {
+                builder.setup_single_issuer().setup_defer_taskrun().setup_taskrun_flag();
+            }
+            builder.build(SUBMISSIONS)
+        };
+        // Kernels before 6.1 know no deferred task work; everything else works there just the same.
+        let ring = build(true).or_else(|_| build(false))?;
+        Ok(Self {
+            ring: RefCell::new(ring),
+            slots: RefCell::default(),
+            woken: RefCell::default(),
+            event_armed: Cell::new(false),
+            event_counter: Box::default(),
+            polling,
+            typical_gap_ns: Cell::new(u64::MAX),
+        })
+    }
+
+    /// Runs what is ready, fires timers, submits, reaps; waits where there is nothing else to do.
+    pub(super) fn turn(reactor: &Reactor) {
+        let Driver::Uring(uring) = &reactor.driver else { unreachable!("entered with a Uring") };
+        reactor.executor.receive();
+        for _ in 0..TASKS_PER_TURN {
+            let Some(runnable) = reactor.executor.pop() else { break };
+            runnable.run();
+        }
+        let next_timer = fire_timers(reactor);
+        uring.arm_event(reactor);
+        if reactor.executor.is_idle() {
+            uring.wait(reactor, next_timer);
+        } else {
+            uring.enter(0, None);
+        }
+        uring.reap();
+    }
+
+    /// Submits what is queued and lets the kernel finish what is complete; waits for `want` completions, at most until `timeout`.
+    fn enter(&self, want: usize, timeout: Option<Duration>) {
+        let mut ring = self.ring.borrow_mut();
+        let (queued, deferred) = {
+            let submission = ring.submission();
+            (submission.len(), submission.taskrun() || submission.cq_overflow())
+        };
+        if want == 0 && queued == 0 && !deferred {
+            return;
+        }
+        let result = match timeout {
+            Some(timeout) => {
+                let timespec = types::Timespec::from(timeout);
+                ring.submitter().submit_with_args(want, &types::SubmitArgs::new().timespec(&timespec))
+            }
+            None if want > 0 => ring.submit_and_wait(want),
+            None => {
+                const GETEVENTS: u32 = 1; // IORING_ENTER_GETEVENTS: run deferred task work even if nothing is awaited
+                let queued = u32::try_from(queued).expect("the queue has 256 entries");
+                // SAFETY: no argument structure is passed, so nothing has to outlive the call.
+                unsafe { ring.submitter().enter::<()>(queued, 0, GETEVENTS, None) }
+            }
+        };
+        match result.map_err(|error| error.raw_os_error()) {
+            // EBUSY, EAGAIN: the kernel is short of room; reaping makes some, and the next turn submits the rest.
+            Ok(_) | Err(Some(libc::ETIME | libc::EINTR | libc::EBUSY | libc::EAGAIN)) => {}
+            Err(error) => panic!("io_uring_enter failed with {error:?}: the ring is set up wrongly"),
+        }
+    }
+
+    /// Waits for a completion, a wake-up from another thread, or `next_timer`: polls first if that has been paying.
+    fn wait(&self, reactor: &Reactor, next_timer: Option<Instant>) {
+        let began = real_now();
+        let polls = !self.polling.limit.is_zero();
+        if polls && self.typical_gap_ns.get() <= duration_ns(self.polling.limit) {
+            self.enter(0, None);
+            let deadline = (began + self.polling.limit).min(next_timer.unwrap_or(Instant::MAX));
+            loop {
+                if self.has_completions() || !reactor.executor.is_idle() {
+                    self.enter(0, None);
+                    self.note_gap(began);
+                    return;
+                }
+                if real_now() >= deadline {
+                    break;
+                }
+                for _ in 0..8 {
+                    std::hint::spin_loop();
+                }
+            }
+        }
+        if !reactor.executor.fall_asleep() {
+            self.enter(0, None);
+            return;
+        }
+        let timeout = next_timer.map(|instant| instant - real_now());
+        self.enter(1, timeout);
+        reactor.executor.wake_up();
+        if polls {
+            self.note_gap(began);
+        }
+    }
+
+    fn has_completions(&self) -> bool {
+        let mut ring = self.ring.borrow_mut();
+        !ring.completion().is_empty() || ring.submission().taskrun()
+    }
+
+    /// Remembers how long nothing happened. One long pause forgets a busy past at once; a busy present is believed slowly,
+    /// so polling begins only in a steady stream.
+    fn note_gap(&self, began: Instant) {
+        let gap = real_now().nanos_since(began);
+        let limit = duration_ns(self.polling.limit);
+        let gap = gap.min(limit.saturating_mul(16));
+        let typical = self.typical_gap_ns.get().min(limit.saturating_mul(16));
+        self.typical_gap_ns.set(typical - typical / 8 + gap / 8);
+    }
+
+    /// Takes completions off the ring and wakes their tasks.
+    fn reap(&self) {
+        let mut woken = self.woken.take();
+        let mut done = Vec::new();
+        {
+            let mut ring = self.ring.borrow_mut();
+            let mut slots = self.slots.borrow_mut();
+            for completion in ring.completion() {
+                match completion.user_data() {
+                    EVENT => {
+                        self.event_armed.set(false);
+                        continue;
+                    }
+                    CANCELLATION => continue,
+                    _ => {}
+                }
+                let key = usize::try_from(completion.user_data()).expect("keys are indices of the table");
+                match &mut slots[key] {
+                    Slot::Awaited(waker) => {
+                        woken.extend(waker.take());
+                        slots[key] = Slot::Complete(completion.result());
+                    }
+                    Slot::Abandoned { .. } => done.push(slots.remove(key)),
+                    Slot::Complete(_) => unreachable!("one completion for one operation"),
+                }
+            }
+        }
+        // Outside the borrows: waking and dropping run foreign code.
+        drop(done);
+        for waker in woken.drain(..) {
+            waker.wake();
+        }
+        *self.woken.borrow_mut() = woken;
+    }
+
+    /// Keeps one read of the eventfd in flight, for wake-ups from other threads.
+    fn arm_event(&self, reactor: &Reactor) {
+        if self.event_armed.replace(true) {
+            return;
+        }
+        let fd = types::Fd(reactor.executor.remote().event.as_raw_fd());
+        let entry = opcode::Read::new(fd, self.event_counter.as_ptr().cast(), 8).build().user_data(EVENT);
+        // SAFETY: `event_counter` is boxed and lives as long as the ring; `cancel_all` ends the read before both go.
+        unsafe { self.push(&entry) };
+    }
+
+    /// # Safety
+    /// What `entry` points to must stay valid until its completion has been reaped.
+    unsafe fn push(&self, entry: &squeue::Entry) {
+        let mut ring = self.ring.borrow_mut();
+        loop {
+            // SAFETY: passed on to the caller.
+            if unsafe { ring.submission().push(entry) }.is_ok() {
+                return;
+            }
+            // Full: make room. EBUSY and the like mean that completions must be reaped first, which only needs patience.
+            if let Err(error) = ring.submit()
+                && !matches!(error.raw_os_error(), Some(libc::EBUSY | libc::EAGAIN | libc::EINTR))
+            {
+                panic!("io_uring_enter failed: {error}");
+            }
+        }
+    }
+
+    pub(super) fn drop_wakers(&self) {
+        let mut wakers = Vec::new();
+        for (_, slot) in self.slots.borrow_mut().iter_mut() {
+            if let Slot::Awaited(waker) = slot {
+                wakers.extend(waker.take());
+            }
+        }
+    }
+
+    /// Cancels what is in flight and waits until the kernel has let go of all of it.
+    pub(super) fn cancel_all(&self) {
+        let in_flight = || {
+            let waiting = self.slots.borrow().iter().any(|(_, slot)| !matches!(slot, Slot::Complete(_)));
+            waiting || self.event_armed.get()
+        };
+        while in_flight() {
+            self.enter(0, None);
+            // Errors say that there was nothing left to cancel, or that it is too late to: then it completes by itself.
+            let _ = self.ring.borrow().submitter().register_sync_cancel(
+                Some(types::Timespec::new().nsec(1_000_000)),
+                types::CancelBuilder::any(),
+            );
+            self.enter(1, Some(Duration::from_millis(1)));
+            self.reap();
+        }
+    }
+}
+
+/// Fires the timers that are due; returns the deadline of the next.
+fn fire_timers(reactor: &Reactor) -> Option<Instant> {
+    if reactor.timers.borrow().is_empty() {
+        return None;
+    }
+    let now = real_now();
+    loop {
+        let due = reactor.timers.borrow_mut().pop_due(now);
+        let Some(waker) = due else { break };
+        waker.wake();
+    }
+    reactor.timers.borrow().earliest()
+}
+
+fn duration_ns(duration: Duration) -> u64 {
+    duration.as_secs().saturating_mul(NANOS_PER_SECOND).saturating_add(u64::from(duration.subsec_nanos()))
+}
+
+/// An operation in flight. Yields the kernel's result and gives the resource back.
+pub(super) struct Op<R: 'static> {
+    reactor: Rc<Reactor>,
+    key: usize,
+    /// `None` once handed back.
+    resource: Option<R>,
+}
+
+impl<R: 'static> Op<R> {
+    /// Queues `entry`; it is submitted at the end of this turn.
+    ///
+    /// # Safety
+    /// All memory and file descriptors that `entry` refers to must be owned by `resource`, at addresses that do not change
+    /// when `resource` is moved.
+    ///
+    /// # Panics
+    /// In simulation: there is no kernel there.
+    pub(super) unsafe fn start(entry: &squeue::Entry, resource: R) -> Self {
+        let reactor = with_current(Rc::clone);
+        let Driver::Uring(uring) = &reactor.driver else { panic!("a system call in simulation") };
+        let key = uring.slots.borrow_mut().insert(Slot::Awaited(None));
+        let entry = entry.clone().user_data(key as u64);
+        // SAFETY: `resource` is kept until completion: by this Op, or in the slot if it is dropped before.
+        unsafe { uring.push(&entry) };
+        Self { reactor, key, resource: Some(resource) }
+    }
+
+    fn uring(&self) -> &Uring {
+        let Driver::Uring(uring) = &self.reactor.driver else { unreachable!("checked in `start`") };
+        uring
+    }
+}
+
+impl<R: Unpin + 'static> Future for Op<R> {
+    type Output = (io::Result<u32>, R);
+    fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
+        let result = {
+            let mut slots = self.uring().slots.borrow_mut();
+            match &mut slots[self.key] {
+                Slot::Complete(result) => {
+                    let result = *result;
+                    slots.remove(self.key);
+                    result
+                }
+                Slot::Awaited(waker) => {
+                    match waker {
+                        Some(waker) => waker.clone_from(context.waker()),
+                        None => *waker = Some(context.waker().clone()),
+                    }
+                    return Poll::Pending;
+                }
+                Slot::Abandoned { .. } => unreachable!("abandoned only in drop"),
+            }
+        };
+        let resource = self.resource.take().expect("polled after completion");
+        let result = u32::try_from(result).map_err(|_| io::Error::from_raw_os_error(-result));
+        Poll::Ready((result, resource))
+    }
+}
+
+impl<R: 'static> Drop for Op<R> {
+    fn drop(&mut self) {
+        let Some(resource) = self.resource.take() else { return };
+        let uring = self.uring();
+        let mut slots = uring.slots.borrow_mut();
+        match &mut slots[self.key] {
+            Slot::Complete(_) => {
+                slots.remove(self.key);
+            }
+            slot => {
+                let before = std::mem::replace(slot, Slot::Abandoned { _resource: Box::new(resource) });
+                drop(slots);
+                drop(before);
+                self.cancel();
+            }
+        }
+    }
+}
+
+impl<R: 'static> Op<R> {
+    /// Asks the kernel to end the operation early; whether it can or not, its completion frees the slot.
+    fn cancel(&self) {
+        let entry = opcode::AsyncCancel::new(self.key as u64).build().user_data(CANCELLATION);
+        // SAFETY: the entry refers to no memory.
+        unsafe { self.uring().push(&entry) };
+    }
+}

@@ -1,0 +1,64 @@
+//! A thread with a reactor that runs what it is sent. A daemon has one or a few, and gives each connection to one of them.
+
+use std::{future::Future, io, sync::Arc, thread};
+
+use super::{
+    Polling,
+    executor::{Arrival, Remote},
+    run, spawn, with_current,
+};
+
+/// A thread that runs a reactor until it is stopped.
+pub struct Worker {
+    remote: Arc<Remote>,
+    thread: thread::JoinHandle<io::Result<()>>,
+    stop: async_channel::Sender<()>,
+}
+
+impl Worker {
+    /// Starts a thread called `name`.
+    ///
+    /// # Errors
+    /// As [`run`], or where no thread can be had.
+    pub fn start(name: &str, polling: Polling) -> io::Result<Self> {
+        let (stop, stopped) = async_channel::bounded::<()>(1);
+        let (announce, announced) = std::sync::mpsc::channel();
+        let thread = thread::Builder::new().name(name.to_owned()).spawn(move || {
+            run(polling, async move {
+                let remote = with_current(|reactor| Arc::clone(reactor.executor.remote()));
+                // The receiver waits for this very message, so it is still there.
+                let _ = announce.send(remote);
+                // An error means that the Worker was dropped; either way it is time to stop.
+                let _ = stopped.recv().await;
+            })
+        })?;
+        match announced.recv() {
+            Ok(remote) => Ok(Self { remote, thread, stop }),
+            // The thread ended before it could announce itself, so it has the reason.
+            Err(_) => match thread.join() {
+                Ok(Err(error)) => Err(error),
+                Ok(Ok(())) | Err(_) => Err(io::Error::other("the worker thread ended as it started")),
+            },
+        }
+    }
+
+    /// Makes a future on the worker's thread and runs it there as a task.
+    pub fn spawn<F: Future<Output = ()> + 'static>(&self, make: impl FnOnce() -> F + Send + 'static) {
+        self.remote.send(Arrival::Job(Box::new(move || spawn(make()))));
+    }
+
+    /// Ends the thread and waits for it. Tasks that are left are dropped.
+    ///
+    /// # Errors
+    /// What [`run`] returned.
+    ///
+    /// # Panics
+    /// With the worker's own panic, if it had one.
+    pub fn stop(self) -> io::Result<()> {
+        self.stop.close();
+        match self.thread.join() {
+            Ok(result) => result,
+            Err(panic) => std::panic::resume_unwind(panic),
+        }
+    }
+}

@@ -1,0 +1,144 @@
+//! Merging, statement by statement. `tests/merge.rs` compares random plans with what the disk ends up holding.
+
+use super::*;
+use Operation::{Barrier, Read, Write};
+
+const K: u64 = 1024;
+
+const fn of(operation: Operation, offset: u64, length: u64) -> Candidate {
+    Candidate { operation, offset, length, key: 0 }
+}
+
+const fn read(offset: u64, length: u64) -> Candidate {
+    of(Read, offset, length)
+}
+
+const fn write(offset: u64, length: u64) -> Candidate {
+    of(Write, offset, length)
+}
+
+const fn flush() -> Candidate {
+    of(Barrier, 0, 0)
+}
+
+#[track_caller]
+fn check_within(bounds: Bounds, batch: &[Candidate], expected: &[&[usize]]) {
+    let mut planner = Planner::new();
+    let plan = planner.plan(batch, bounds);
+    assert_eq!(plan.groups().collect::<Vec<_>>(), expected);
+    assert_eq!(plan.merged(), batch.len() - expected.len());
+}
+
+#[track_caller]
+fn check(batch: &[Candidate], expected: &[&[usize]]) {
+    check_within(Bounds::default(), batch, expected);
+}
+
+#[test]
+fn a_batch_of_none_or_one_is_itself() {
+    check(&[], &[]);
+    check(&[read(0, 4 * K)], &[&[0]]);
+    check(&[flush()], &[&[0]]);
+}
+
+#[test]
+fn adjacent_requests_become_one_in_whatever_order_they_came() {
+    check(&[read(0, 4 * K), read(4 * K, 8 * K), read(12 * K, 512)], &[&[0, 1, 2]]);
+    check(&[write(8 * K, K), write(0, 4 * K), write(4 * K, 4 * K)], &[&[1, 2, 0]]);
+}
+
+#[test]
+fn requests_that_merge_with_nothing_stay_in_the_order_of_arrival() {
+    check(&[read(100 * K, K), read(0, K), write(50 * K, K)], &[&[0], &[1], &[2]]);
+}
+
+#[test]
+fn a_gap_or_an_overlap_of_one_byte_keeps_reads_apart() {
+    check(&[read(0, 4095), read(4096, 4096)], &[&[0], &[1]]);
+    check(&[read(0, 4097), read(4096, 4096)], &[&[0], &[1]]);
+}
+
+#[test]
+fn reads_and_writes_are_merged_each_with_their_own() {
+    check(&[write(4 * K, K), read(0, K), write(5 * K, K), read(K, K)], &[&[1, 3], &[0, 2]]);
+    check(&[read(0, K), write(K, K)], &[&[0], &[1]]);
+}
+
+#[test]
+fn requests_of_different_flags_are_not_merged() {
+    let fua = Candidate { key: 1, ..write(K, K) };
+    check(&[write(0, K), fua, write(2 * K, K)], &[&[0], &[1], &[2]]);
+    check(&[Candidate { offset: 0, ..fua }, fua], &[&[0, 1]]);
+}
+
+#[test]
+fn nothing_is_merged_across_a_barrier() {
+    check(
+        &[
+            write(0, K),
+            write(K, K),
+            flush(),
+            write(2 * K, K),
+            flush(),
+            flush(),
+            write(3 * K, K),
+            write(4 * K, K),
+        ],
+        &[&[0, 1], &[2], &[3], &[4], &[5], &[6, 7]],
+    );
+}
+
+#[test]
+fn the_documented_example() {
+    let batch = [read(8 * K, 4 * K), read(0, 4 * K), write(64 * K, 4 * K), read(4 * K, 4 * K), flush()];
+    let batch = [&batch[..], &[read(12 * K, 4 * K)]].concat();
+    check(&batch, &[&[1, 3, 0], &[2], &[4], &[5]]);
+}
+
+#[test]
+fn a_conflict_keeps_everything_between_the_barriers_as_it_came() {
+    check(&[write(0, K), write(K, K), write(0, 512)], &[&[0], &[1], &[2]]);
+    check(&[write(K, K), read(0, 4 * K), write(2 * K, K)], &[&[0], &[1], &[2]]);
+    check(
+        &[write(K, K), write(0, K), flush(), write(K, K), write(0, K), write(0, K)],
+        &[&[1, 0], &[2], &[3], &[4], &[5]],
+    );
+}
+
+#[test]
+fn overlapping_reads_are_no_conflict() {
+    check(&[read(0, K), read(0, K), read(K, K)], &[&[0], &[1, 2]]);
+}
+
+#[test]
+fn merging_stops_at_the_bounds() {
+    let batch: Vec<_> = (0..5).map(|i| read(i * K, K)).collect();
+    let bounds = |segments, bytes| Bounds { segments, bytes };
+    check_within(bounds(2, u64::MAX), &batch, &[&[0, 1], &[2, 3], &[4]]);
+    check_within(bounds(9, 3 * K), &batch, &[&[0, 1, 2], &[3, 4]]);
+    check_within(bounds(9, 3 * K - 1), &batch, &[&[0, 1], &[2, 3], &[4]]);
+    check_within(bounds(0, 0), &batch, &[&[0], &[1], &[2], &[3], &[4]]);
+    check_within(bounds(9, K), &[read(0, 9 * K), read(9 * K, K)], &[&[0], &[1]]);
+}
+
+#[test]
+fn requests_at_the_end_of_numbers_do_not_overflow() {
+    let last = read(u64::MAX - 1, 1);
+    check(&[last, read(u64::MAX, 1), read(u64::MAX, u64::MAX)], &[&[0, 1], &[2]]);
+    check(&[write(0, u64::MAX), write(u64::MAX, u64::MAX)], &[&[0], &[1]]);
+}
+
+#[test]
+fn requests_of_no_bytes_stay_alone() {
+    check(&[read(0, K), read(K, 0), read(2 * K, K)], &[&[0], &[1], &[2]]);
+    check(&[write(0, K), write(K, 0), write(K, K), write(2 * K, K)], &[&[0], &[1], &[2, 3]]);
+    check(&[write(K, 0), write(0, K), write(K, 2 * K)], &[&[0], &[1], &[2]]);
+}
+
+#[test]
+fn a_planner_forgets_the_batch_before() {
+    let mut planner = Planner::new();
+    let batch = [read(0, K), read(K, K)];
+    assert_eq!(planner.plan(&batch, Bounds::default()).merged(), 1);
+    assert_eq!(planner.plan(&batch[..1], Bounds::default()).groups().collect::<Vec<_>>(), [[0]]);
+}

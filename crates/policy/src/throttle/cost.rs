@@ -1,0 +1,121 @@
+//! What a request is charged: its bytes, and the operations it counts as.
+//!
+//! Exists because merging must not change the bill: several requests that became one I/O are charged as the
+//! requests the client sent. Operations depend on `iops-size`, which may change while a request waits, so the
+//! lengths are kept and the operations worked out on admission. Never knows where on the disk a request goes.
+
+use alloc::boxed::Box;
+
+/// The resolution of operations: a billionth, so that 6 KiB at an `iops-size` of 4096 can be 1.5.
+const BILLION: u64 = 1_000_000_000;
+
+/// What one request, or several that were merged into one I/O, are charged.
+///
+/// Flushes move no data and are never charged: they are not given to a group.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Cost {
+    bytes: u64,
+    lengths: Lengths,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum Lengths {
+    /// A lone request, or a stream of equal ones: by far the most, and needing no allocation.
+    Equal {
+        count: u64,
+        length: u64,
+    },
+    Mixed(Box<[u64]>),
+}
+
+impl Cost {
+    /// The cost of one request of `length` bytes. One of no bytes still counts as an operation.
+    pub const fn one(length: u64) -> Self {
+        Self { bytes: length, lengths: Lengths::Equal { count: 1, length } }
+    }
+
+    /// The cost of the requests of these lengths, which pass as one I/O. No lengths cost nothing.
+    ///
+    /// Allocates only where the lengths differ.
+    pub fn merged(lengths: &[u64]) -> Self {
+        let bytes = lengths.iter().fold(0, |sum: u64, length| sum.saturating_add(*length));
+        let first = lengths.first().copied().unwrap_or(0);
+        let lengths = if lengths.iter().all(|length| *length == first) {
+            Lengths::Equal { count: lengths.len() as u64, length: first }
+        } else {
+            Lengths::Mixed(lengths.into())
+        };
+        Self { bytes, lengths }
+    }
+
+    /// Bytes, of all requests together.
+    pub const fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// How many requests the client sent.
+    pub const fn requests(&self) -> u64 {
+        match &self.lengths {
+            Lengths::Equal { count, .. } => *count,
+            Lengths::Mixed(lengths) => lengths.len() as u64,
+        }
+    }
+
+    /// Operations to charge, in billionths, under this `iops-size`; a fraction of a billionth is rounded up.
+    pub(super) fn operations(&self, iops_size: u64) -> u128 {
+        match &self.lengths {
+            Lengths::Equal { count, length } => u128::from(*count) * operations_of(*length, iops_size),
+            Lengths::Mixed(lengths) => lengths.iter().map(|length| operations_of(*length, iops_size)).sum(),
+        }
+    }
+}
+
+fn operations_of(length: u64, iops_size: u64) -> u128 {
+    if iops_size == 0 || length <= iops_size {
+        return u128::from(BILLION);
+    }
+    // Below 18 GB, which is every request there is, one 64-bit division does; the wide one takes a library call.
+    match length.checked_mul(BILLION) {
+        Some(scaled) => u128::from(scaled.div_ceil(iops_size)),
+        None => (u128::from(length) * u128::from(BILLION)).div_ceil(u128::from(iops_size)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const OPERATION: u128 = BILLION as u128;
+
+    #[test]
+    fn without_iops_size_each_request_is_one_operation() {
+        assert_eq!(Cost::one(0).operations(0), OPERATION);
+        assert_eq!(Cost::one(1 << 30).operations(0), OPERATION);
+        assert_eq!(Cost::merged(&[512, 4096, 512]).operations(0), 3 * OPERATION);
+    }
+
+    #[test]
+    fn a_request_above_iops_size_counts_in_proportion() {
+        assert_eq!(Cost::one(8192).operations(4096), 2 * OPERATION);
+        assert_eq!(Cost::one(6144).operations(4096), 3 * OPERATION / 2);
+        assert_eq!(Cost::one(4096).operations(4096), OPERATION);
+        assert_eq!(Cost::one(1).operations(4096), OPERATION);
+    }
+
+    #[test]
+    fn merging_does_not_change_the_bill() {
+        for lengths in [&[4096; 5][..], &[512, 6144, 100_000], &[7], &[]] {
+            let apart: u128 = lengths.iter().map(|length| Cost::one(*length).operations(4096)).sum();
+            let merged = Cost::merged(lengths);
+            assert_eq!(merged.operations(4096), apart);
+            assert_eq!(merged.bytes(), lengths.iter().sum());
+            assert_eq!(merged.requests(), lengths.len() as u64);
+        }
+    }
+
+    #[test]
+    fn the_largest_lengths_do_not_overflow() {
+        assert_eq!(Cost::one(u64::MAX).operations(1), u128::from(u64::MAX) * OPERATION);
+        assert_eq!(Cost::merged(&[u64::MAX, 1]).bytes(), u64::MAX);
+    }
+}

@@ -1,0 +1,531 @@
+//! The limits a user may set: six rates with their bursts, and `iops-size`; their names; which of them make sense.
+//!
+//! Command line, config file and control protocol all speak of the same nineteen settings. They share the table
+//! here ([`Setting::ALL`]) so that a name, a range or a rule cannot differ between them.
+//!
+//! Values are unsigned integers: a negative, fractional or infinite limit cannot be represented, and whoever parses
+//! text refuses it there. Never silently corrects a value: what makes no sense is [`Invalid`].
+
+use crate::request::Direction;
+use core::fmt;
+
+/// The largest rate, burst rate, `iops-size`, or burst rate × burst length (QEMU's `THROTTLE_VALUE_MAX`).
+pub const MAX_VALUE: u64 = 1_000_000_000_000_000;
+
+/// The longest burst length that can be set by name, in seconds (QEMU's properties are 32 bits wide).
+pub const MAX_BURST_LENGTH_S: u64 = u32::MAX as u64;
+
+/// Which of the six limits: bytes or operations per second, of all requests, of reads or of writes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum LimitKind {
+    /// Bytes per second, reads and writes together.
+    BpsTotal,
+    /// Bytes read per second.
+    BpsRead,
+    /// Bytes written or discarded per second.
+    BpsWrite,
+    /// Operations per second, reads and writes together.
+    IopsTotal,
+    /// Read operations per second.
+    IopsRead,
+    /// Write and discard operations per second.
+    IopsWrite,
+}
+
+impl LimitKind {
+    /// All six, in the order of [`LimitKind::index`].
+    pub const ALL: [Self; 6] =
+        [Self::BpsTotal, Self::BpsRead, Self::BpsWrite, Self::IopsTotal, Self::IopsRead, Self::IopsWrite];
+
+    /// Position in [`LimitKind::ALL`]: for tables with an entry a limit.
+    pub const fn index(self) -> usize {
+        self as usize
+    }
+
+    /// The four limits that a request of this direction must respect.
+    pub const fn applying_to(direction: Direction) -> [Self; 4] {
+        match direction {
+            Direction::Read => [Self::BpsTotal, Self::BpsRead, Self::IopsTotal, Self::IopsRead],
+            Direction::Write => [Self::BpsTotal, Self::BpsWrite, Self::IopsTotal, Self::IopsWrite],
+        }
+    }
+
+    /// Whether this limit counts bytes; otherwise it counts operations.
+    pub const fn counts_bytes(self) -> bool {
+        matches!(self, Self::BpsTotal | Self::BpsRead | Self::BpsWrite)
+    }
+}
+
+/// Which number of a limit.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Part {
+    /// The rate that holds in the long run.
+    Rate,
+    /// The rate during a burst (`-max`).
+    BurstRate,
+    /// How long a burst at that rate may last (`-max-length`).
+    BurstLength,
+}
+
+/// One of the nineteen numbers that make up [`Limits`], addressed as a value so that it can be named.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Setting {
+    /// A number of one of the six limits.
+    Limit(LimitKind, Part),
+    /// `iops-size`.
+    IopsSize,
+}
+
+use LimitKind::{BpsRead, BpsTotal, BpsWrite, IopsRead, IopsTotal, IopsWrite};
+use Part::{BurstLength, BurstRate, Rate};
+use Setting::{IopsSize, Limit as Of};
+
+/// The one place where settings get their names; QEMU's, without the `throttling.` before them.
+const NAMES: [(Setting, &str); 19] = [
+    (Of(BpsTotal, Rate), "bps-total"),
+    (Of(BpsTotal, BurstRate), "bps-total-max"),
+    (Of(BpsTotal, BurstLength), "bps-total-max-length"),
+    (Of(BpsRead, Rate), "bps-read"),
+    (Of(BpsRead, BurstRate), "bps-read-max"),
+    (Of(BpsRead, BurstLength), "bps-read-max-length"),
+    (Of(BpsWrite, Rate), "bps-write"),
+    (Of(BpsWrite, BurstRate), "bps-write-max"),
+    (Of(BpsWrite, BurstLength), "bps-write-max-length"),
+    (Of(IopsTotal, Rate), "iops-total"),
+    (Of(IopsTotal, BurstRate), "iops-total-max"),
+    (Of(IopsTotal, BurstLength), "iops-total-max-length"),
+    (Of(IopsRead, Rate), "iops-read"),
+    (Of(IopsRead, BurstRate), "iops-read-max"),
+    (Of(IopsRead, BurstLength), "iops-read-max-length"),
+    (Of(IopsWrite, Rate), "iops-write"),
+    (Of(IopsWrite, BurstRate), "iops-write-max"),
+    (Of(IopsWrite, BurstLength), "iops-write-max-length"),
+    (IopsSize, "iops-size"),
+];
+
+impl Setting {
+    /// All nineteen, limit by limit, `iops-size` last: the order for help texts and listings.
+    pub const ALL: [Self; 19] = {
+        let mut all = [IopsSize; 19];
+        let mut i = 0;
+        while i < all.len() {
+            all[i] = NAMES[i].0;
+            i += 1;
+        }
+        all
+    };
+
+    /// The name a user knows it by, such as `iops-total-max-length`.
+    pub const fn name(self) -> &'static str {
+        let row = match self {
+            Of(kind, part) => kind.index() * 3 + part as usize,
+            IopsSize => NAMES.len() - 1,
+        };
+        NAMES[row].1
+    }
+
+    /// The setting of that exact name, if there is one.
+    pub fn from_name(name: &str) -> Option<Self> {
+        NAMES.iter().find(|(_, known)| *known == name).map(|(setting, _)| *setting)
+    }
+
+    /// The largest value [`Limits::set`] takes: [`MAX_BURST_LENGTH_S`] for lengths, else [`MAX_VALUE`].
+    pub const fn maximum(self) -> u64 {
+        match self {
+            Of(_, BurstLength) => MAX_BURST_LENGTH_S,
+            _ => MAX_VALUE,
+        }
+    }
+
+    /// Whether the value is a number of bytes (possibly per second), which users write as `10M`.
+    pub const fn is_size(self) -> bool {
+        match self {
+            Of(kind, part) => kind.counts_bytes() && !matches!(part, BurstLength),
+            IopsSize => true,
+        }
+    }
+}
+
+impl fmt::Display for Setting {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.name())
+    }
+}
+
+/// One limit: a rate in units (bytes or operations) per second, and how far it may be exceeded for how long.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Limit {
+    /// Units per second in the long run; 0 is no limit.
+    pub rate: u64,
+    /// Units per second during a burst; 0 is no burst beyond a tenth of a second's worth of `rate`.
+    pub burst_rate: u64,
+    /// Seconds for which a burst at `burst_rate` may last after a long idle time; at least 1.
+    pub burst_length_s: u64,
+}
+
+impl Limit {
+    /// No limit: what every limit is until it is set.
+    pub const NONE: Self = Self { rate: 0, burst_rate: 0, burst_length_s: 1 };
+}
+
+impl Default for Limit {
+    fn default() -> Self {
+        Self::NONE
+    }
+}
+
+/// Everything a group is limited by. The default limits nothing.
+///
+/// A value of this type may break the rules; [`Limits::validate`] tells, and [`Group`](super::Group) takes no other.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Limits {
+    limits: [Limit; 6],
+    /// Bytes after which one request counts as more than one operation; 0 counts every request as one.
+    ///
+    /// A request of `size` bytes above it counts `size / iops_size` operations: 6 KiB at 4096 is 1.5.
+    pub iops_size: u64,
+}
+
+impl Limits {
+    /// The limit of that kind.
+    pub const fn limit(&self, kind: LimitKind) -> Limit {
+        self.limits[kind.index()]
+    }
+
+    /// The limit of that kind, to change.
+    pub const fn limit_mut(&mut self, kind: LimitKind) -> &mut Limit {
+        &mut self.limits[kind.index()]
+    }
+
+    /// The value of one setting.
+    pub const fn get(&self, setting: Setting) -> u64 {
+        match setting {
+            Of(kind, Rate) => self.limit(kind).rate,
+            Of(kind, BurstRate) => self.limit(kind).burst_rate,
+            Of(kind, BurstLength) => self.limit(kind).burst_length_s,
+            IopsSize => self.iops_size,
+        }
+    }
+
+    /// Sets one setting, in its own unit, and leaves the others alone.
+    ///
+    /// Looks at this value only, since settings come one by one and in any order: a value above
+    /// [`Setting::maximum`] is refused and changes nothing. [`Limits::validate`] judges the whole afterwards.
+    pub fn set(&mut self, setting: Setting, value: u64) -> Result<(), Invalid> {
+        if value > setting.maximum() {
+            return Err(Invalid { setting, value, rule: Rule::AtMost(setting.maximum()) });
+        }
+        match setting {
+            Of(kind, Rate) => self.limit_mut(kind).rate = value,
+            Of(kind, BurstRate) => self.limit_mut(kind).burst_rate = value,
+            Of(kind, BurstLength) => self.limit_mut(kind).burst_length_s = value,
+            IopsSize => self.iops_size = value,
+        }
+        Ok(())
+    }
+
+    /// Whether no limit is set, so that every request passes at once.
+    pub fn is_unlimited(&self) -> bool {
+        self.limits.iter().all(|limit| limit.rate == 0)
+    }
+
+    /// Checks every rule, in QEMU's order, and reports the first that is broken ([`Rule`] lists them).
+    pub fn validate(&self) -> Result<(), Invalid> {
+        for part in [Rate, BurstRate] {
+            self.check_total_alone([BpsTotal, BpsRead, BpsWrite], part)?;
+            self.check_total_alone([IopsTotal, IopsRead, IopsWrite], part)?;
+        }
+        if self.iops_size > 0 && [IopsTotal, IopsRead, IopsWrite].iter().all(|&k| self.limit(k).rate == 0) {
+            return Err(self.invalid(IopsSize, Rule::NeedsIops));
+        }
+        if self.iops_size > MAX_VALUE {
+            return Err(self.invalid(IopsSize, Rule::AtMost(MAX_VALUE)));
+        }
+        LimitKind::ALL.iter().try_for_each(|&kind| self.check_limit(kind))
+    }
+
+    fn check_total_alone(&self, [total, read, write]: [LimitKind; 3], part: Part) -> Result<(), Invalid> {
+        for one in [read, write] {
+            let other = Of(one, part);
+            if self.get(Of(total, part)) > 0 && self.get(other) > 0 {
+                return Err(self.invalid(Of(total, part), Rule::Excludes(other, self.get(other))));
+            }
+        }
+        Ok(())
+    }
+
+    fn check_limit(&self, kind: LimitKind) -> Result<(), Invalid> {
+        let Limit { rate, burst_rate, burst_length_s } = self.limit(kind);
+        let refuse = |part, rule| Err(self.invalid(Of(kind, part), rule));
+        if rate > MAX_VALUE {
+            return refuse(Rate, Rule::AtMost(MAX_VALUE));
+        }
+        if burst_rate > MAX_VALUE {
+            return refuse(BurstRate, Rule::AtMost(MAX_VALUE));
+        }
+        if burst_length_s == 0 {
+            return refuse(BurstLength, Rule::AtLeastOneSecond);
+        }
+        if burst_length_s > 1 && burst_rate == 0 {
+            return refuse(BurstLength, Rule::Needs(Of(kind, BurstRate)));
+        }
+        if burst_rate > 0 && burst_length_s > MAX_VALUE / burst_rate {
+            return refuse(BurstLength, Rule::BurstTooLarge(Of(kind, BurstRate), burst_rate));
+        }
+        if burst_rate > 0 && rate == 0 {
+            return refuse(BurstRate, Rule::Needs(Of(kind, Rate)));
+        }
+        if burst_rate > 0 && burst_rate < rate {
+            return refuse(BurstRate, Rule::AtLeastRate(Of(kind, Rate), rate));
+        }
+        Ok(())
+    }
+
+    const fn invalid(&self, setting: Setting, rule: Rule) -> Invalid {
+        Invalid { setting, value: self.get(setting), rule }
+    }
+}
+
+/// A setting that cannot stand, with the rule it breaks. Its text names the setting, the value and the rule.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Invalid {
+    /// The setting at fault.
+    pub setting: Setting,
+    /// Its value.
+    pub value: u64,
+    /// What is wrong with it.
+    pub rule: Rule,
+}
+
+/// The rules that limits obey.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Rule {
+    /// A total limit excludes a read or write limit of the same kind (here: that setting, with its value).
+    Excludes(Setting, u64),
+    /// `iops-size` says how operations are counted, so a limit on operations must be there.
+    NeedsIops,
+    /// A value has this maximum.
+    AtMost(u64),
+    /// A burst lasts at least one second.
+    AtLeastOneSecond,
+    /// A burst length above 1 needs a burst rate, and a burst rate needs a rate.
+    Needs(Setting),
+    /// Burst rate (here: that setting, with its value) × burst length is at most [`MAX_VALUE`].
+    BurstTooLarge(Setting, u64),
+    /// A burst rate is at least the rate (here: that setting, with its value).
+    AtLeastRate(Setting, u64),
+}
+
+impl fmt::Display for Invalid {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { setting, value, rule } = self;
+        write!(f, "{setting} ({value}) ")?;
+        match rule {
+            Rule::Excludes(other, other_value) => write!(
+                f,
+                "and {other} ({other_value}) cannot be set together; use either the total or read and write"
+            ),
+            Rule::NeedsIops => {
+                write!(f, "has no limit to apply to; it needs iops-total, iops-read or iops-write")
+            }
+            Rule::AtMost(maximum) => write!(f, "is too large; it may be {maximum} at most"),
+            Rule::AtLeastOneSecond => write!(f, "is too short; a burst length must be at least 1 second"),
+            Rule::Needs(missing) => write!(f, "is set without {missing}; set {missing} too"),
+            Rule::BurstTooLarge(burst, rate) => {
+                write!(f, "is too long for {burst} ({rate}); their product may be {MAX_VALUE} at most")
+            }
+            Rule::AtLeastRate(base, rate) => {
+                write!(f, "is below {base} ({rate}); a burst rate must be at least the rate")
+            }
+        }
+    }
+}
+
+impl core::error::Error for Invalid {}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use alloc::string::ToString;
+
+    fn limits(settings: &[(&str, u64)]) -> Limits {
+        let mut limits = Limits::default();
+        for (name, value) in settings {
+            limits.set(Setting::from_name(name).unwrap(), *value).unwrap();
+        }
+        limits
+    }
+
+    fn refused(settings: &[(&str, u64)]) -> alloc::string::String {
+        limits(settings).validate().unwrap_err().to_string()
+    }
+
+    fn valid(settings: &[(&str, u64)]) -> bool {
+        limits(settings).validate().is_ok()
+    }
+
+    /// A burst given as QEMU's own tests give it, past the range that a name accepts.
+    fn burst(rate: u64, burst_rate: u64, burst_length_s: u64) -> Result<(), Rule> {
+        let mut limits = Limits::default();
+        *limits.limit_mut(IopsRead) = Limit { rate, burst_rate, burst_length_s };
+        limits.validate().map_err(|invalid| invalid.rule)
+    }
+
+    #[test]
+    fn every_setting_is_found_by_its_name_and_keeps_its_own_value() {
+        let mut limits = Limits::default();
+        for (value, setting) in (1..).zip(Setting::ALL) {
+            assert_eq!(Setting::from_name(setting.name()), Some(setting));
+            limits.set(setting, value).unwrap();
+        }
+        for (value, setting) in (1..).zip(Setting::ALL) {
+            assert_eq!(limits.get(setting), value, "{setting}");
+        }
+        assert_eq!(Setting::from_name("iops"), None);
+        assert_eq!(Setting::from_name("iops-total-max-length").unwrap(), Of(IopsTotal, BurstLength));
+    }
+
+    #[test]
+    fn sizes_are_bytes_and_lengths_are_not() {
+        let sizes = Setting::ALL.iter().filter(|setting| setting.is_size()).count();
+        assert_eq!(sizes, 7, "rate and burst rate of three limits, and iops-size");
+        assert!(!Of(BpsRead, BurstLength).is_size());
+    }
+
+    #[test]
+    fn defaults_limit_nothing() {
+        let limits = Limits::default();
+        assert!(limits.is_unlimited());
+        assert_eq!(limits.validate(), Ok(()));
+        for setting in Setting::ALL {
+            let expected = u64::from(matches!(setting, Of(_, BurstLength)));
+            assert_eq!(limits.get(setting), expected, "{setting}");
+        }
+    }
+
+    #[test]
+    fn one_rate_is_enough_to_limit() {
+        for kind in LimitKind::ALL {
+            let mut limits = Limits::default();
+            limits.set(Of(kind, Rate), 1).unwrap();
+            assert!(!limits.is_unlimited());
+            assert_eq!(limits.validate(), Ok(()));
+        }
+    }
+
+    #[test]
+    fn total_excludes_read_and_write_of_the_same_kind() {
+        for kind in ["bps", "iops"] {
+            for max in ["", "-max"] {
+                let name = |scope| alloc::format!("{kind}-{scope}{max}");
+                let (total, read, write) = (name("total"), name("read"), name("write"));
+                for others in [&[&read][..], &[&write], &[&read, &write]] {
+                    let mut settings = alloc::vec![(total.as_str(), 9)];
+                    settings.extend(others.iter().map(|other| (other.as_str(), 5)));
+                    assert_eq!(
+                        refused(&settings),
+                        alloc::format!(
+                            "{total} (9) and {} (5) cannot be set together; \
+                             use either the total or read and write",
+                            others[0]
+                        )
+                    );
+                }
+            }
+        }
+        assert!(
+            valid(&[("bps-total", 9), ("iops-read", 5), ("iops-write", 5)]),
+            "different kinds go together"
+        );
+    }
+
+    #[test]
+    fn iops_size_needs_an_iops_limit() {
+        assert_eq!(
+            refused(&[("iops-size", 4096)]),
+            "iops-size (4096) has no limit to apply to; it needs iops-total, iops-read or iops-write"
+        );
+        assert!(!valid(&[("iops-size", 4096), ("bps-total", 10)]));
+        for iops in ["iops-total", "iops-read", "iops-write"] {
+            assert!(valid(&[("iops-size", 4096), (iops, 10)]));
+        }
+    }
+
+    #[test]
+    fn values_go_up_to_ten_to_the_fifteenth() {
+        assert_eq!(burst(MAX_VALUE, 0, 1), Ok(()));
+        assert_eq!(burst(MAX_VALUE + 1, 0, 1), Err(Rule::AtMost(MAX_VALUE)));
+        assert_eq!(burst(1, MAX_VALUE, 1), Ok(()));
+        assert_eq!(burst(1, MAX_VALUE + 1, 1), Err(Rule::AtMost(MAX_VALUE)));
+        let mut limits = limits(&[("iops-total", 1)]);
+        limits.iops_size = MAX_VALUE + 1;
+        assert_eq!(limits.validate().unwrap_err().rule, Rule::AtMost(MAX_VALUE));
+    }
+
+    #[test]
+    fn setting_too_large_a_value_is_refused_and_changes_nothing() {
+        for setting in Setting::ALL {
+            let mut limits = Limits::default();
+            assert_eq!(limits.set(setting, setting.maximum()), Ok(()));
+            let before = limits;
+            let error = limits.set(setting, setting.maximum() + 1).unwrap_err();
+            assert_eq!(
+                error.to_string(),
+                alloc::format!(
+                    "{setting} ({}) is too large; it may be {} at most",
+                    setting.maximum() + 1,
+                    setting.maximum()
+                )
+            );
+            assert_eq!(limits, before);
+        }
+    }
+
+    #[test]
+    fn burst_length_is_at_least_one_and_needs_a_burst_rate() {
+        assert_eq!(burst(10, 20, 0), Err(Rule::AtLeastOneSecond));
+        assert_eq!(burst(10, 0, 0), Err(Rule::AtLeastOneSecond));
+        assert_eq!(
+            refused(&[("bps-write", 1), ("bps-write-max", 1), ("bps-write-max-length", 0)]),
+            "bps-write-max-length (0) is too short; a burst length must be at least 1 second"
+        );
+        assert_eq!(burst(10, 0, 1), Ok(()));
+        assert_eq!(burst(10, 0, 2), Err(Rule::Needs(Of(IopsRead, BurstRate))));
+        assert_eq!(
+            refused(&[("iops-total", 100), ("iops-total-max-length", 60)]),
+            "iops-total-max-length (60) is set without iops-total-max; set iops-total-max too"
+        );
+    }
+
+    #[test]
+    fn burst_is_at_most_ten_to_the_fifteenth_units() {
+        assert_eq!(burst(1, 2, MAX_VALUE / 2), Ok(()));
+        assert_eq!(burst(1, 3, MAX_VALUE / 2), Err(Rule::BurstTooLarge(Of(IopsRead, BurstRate), 3)));
+        assert_eq!(
+            refused(&[
+                ("bps-total", 1),
+                ("bps-total-max", 1_000_000_000_000),
+                ("bps-total-max-length", 1001)
+            ]),
+            "bps-total-max-length (1001) is too long for bps-total-max (1000000000000); \
+             their product may be 1000000000000000 at most"
+        );
+    }
+
+    #[test]
+    fn burst_rate_needs_a_rate_and_is_not_below_it() {
+        assert_eq!(burst(0, 100, 1), Err(Rule::Needs(Of(IopsRead, Rate))));
+        assert_eq!(burst(0, 0, 1), Ok(()));
+        assert_eq!(burst(100, 0, 1), Ok(()));
+        assert_eq!(burst(100, 30, 1), Err(Rule::AtLeastRate(Of(IopsRead, Rate), 100)));
+        assert_eq!(burst(100, 100, 1), Ok(()));
+        assert_eq!(
+            refused(&[("iops-total", 1000), ("iops-total-max", 500)]),
+            "iops-total-max (500) is below iops-total (1000); a burst rate must be at least the rate"
+        );
+        assert_eq!(
+            refused(&[("iops-total-max", 500)]),
+            "iops-total-max (500) is set without iops-total; set iops-total too"
+        );
+    }
+}

@@ -1,0 +1,118 @@
+//! Merging against the disk: carried out group by group, a plan does what the batch does request by request.
+
+use policy::merge::{Bounds, Candidate, Operation, Planner};
+use proptest::prelude::*;
+
+const DISK: usize = 64;
+
+fn any_candidate() -> impl Strategy<Value = Candidate> {
+    // Few offsets and short lengths, so that neighbours and overlaps are common.
+    let operation = prop_oneof![
+        8 => Just(Operation::Read),
+        8 => Just(Operation::Write),
+        1 => Just(Operation::Barrier),
+    ];
+    (operation, 0..56u64, 0..=8u64, 0..2u32).prop_map(|(operation, offset, length, key)| Candidate {
+        operation,
+        offset,
+        length,
+        key: key * u32::from(operation == Operation::Write),
+    })
+}
+
+/// Batches as clients send them: streams of neighbours cut up and shuffled, with and without strays.
+fn any_batch() -> impl Strategy<Value = Vec<Candidate>> {
+    let stream = (any_candidate(), 1..6usize).prop_map(|(first, count)| {
+        let step = first.length.max(1);
+        (0..count as u64)
+            .map(|i| Candidate { offset: first.offset + i * step, ..first })
+            .filter(|candidate| candidate.offset + candidate.length <= DISK as u64)
+            .collect::<Vec<_>>()
+    });
+    prop::collection::vec(stream, 0..8).prop_map(|streams| streams.concat()).prop_shuffle()
+}
+
+/// A disk that remembers what each request of a batch read.
+struct Disk {
+    bytes: Vec<u8>,
+    read: Vec<Vec<u8>>,
+}
+
+impl Disk {
+    fn new(batch: &[Candidate]) -> Self {
+        Self { bytes: (0..DISK as u8).collect(), read: vec![Vec::new(); batch.len()] }
+    }
+
+    fn carry_out(&mut self, batch: &[Candidate], number: usize) {
+        let Candidate { operation, offset, length, .. } = batch[number];
+        let range = offset as usize..(offset + length) as usize;
+        match operation {
+            Operation::Read => self.read[number] = self.bytes[range].to_vec(),
+            // Each request writes bytes of its own.
+            Operation::Write => self.bytes[range].fill(100 + number as u8),
+            // What a barrier sees: everything so far. Remembered as if it had read the whole disk.
+            Operation::Barrier => self.read[number] = self.bytes.clone(),
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(2000))]
+
+    #[test]
+    fn a_plan_does_what_the_batch_does(
+        batch in any_batch(),
+        segments in 1..6usize,
+        bytes in 1..40u64,
+    ) {
+        let mut one_by_one = Disk::new(&batch);
+        (0..batch.len()).for_each(|number| one_by_one.carry_out(&batch, number));
+
+        let mut planner = Planner::new();
+        let plan = planner.plan(&batch, Bounds { segments, bytes });
+        let groups: Vec<_> = plan.groups().collect();
+        let mut merged = Disk::new(&batch);
+        groups.concat().iter().for_each(|number| merged.carry_out(&batch, *number));
+        prop_assert_eq!(&merged.bytes, &one_by_one.bytes);
+        prop_assert_eq!(&merged.read, &one_by_one.read);
+
+        let mut numbers = groups.concat();
+        numbers.sort_unstable();
+        prop_assert_eq!(numbers, (0..batch.len()).collect::<Vec<_>>(), "each exactly once");
+        prop_assert_eq!(plan.merged(), batch.len() - groups.len());
+    }
+
+    #[test]
+    fn a_group_is_one_request_of_one_kind_within_bounds(
+        batch in any_batch(),
+        segments in 1..6usize,
+        bytes in 1..40u64,
+    ) {
+        let mut planner = Planner::new();
+        for group in planner.plan(&batch, Bounds { segments, bytes }).groups().filter(|group| group.len() > 1) {
+            let members: Vec<_> = group.iter().map(|number| batch[*number]).collect();
+            prop_assert!(members.len() <= segments);
+            prop_assert!(members.iter().map(|one| one.length).sum::<u64>() <= bytes);
+            for pair in members.windows(2) {
+                prop_assert_eq!(pair[0].offset + pair[0].length, pair[1].offset);
+                prop_assert_eq!((pair[0].operation, pair[0].key), (pair[1].operation, pair[1].key));
+                prop_assert_ne!(pair[0].operation, Operation::Barrier);
+            }
+            let (first, last) = (group.iter().min().unwrap(), group.iter().max().unwrap());
+            let between = &batch[*first..=*last];
+            prop_assert!(between.iter().all(|one| one.operation != Operation::Barrier));
+        }
+    }
+
+    #[test]
+    fn reads_that_are_apart_by_nothing_else_are_all_merged(pieces in (1..40usize).prop_flat_map(|n| {
+        Just((0..n as u64).collect::<Vec<_>>()).prop_shuffle()
+    })) {
+        let batch: Vec<_> = pieces
+            .iter()
+            .map(|piece| Candidate { operation: Operation::Read, offset: piece * 512, length: 512, key: 0 })
+            .collect();
+        let mut planner = Planner::new();
+        prop_assert_eq!(planner.plan(&batch, Bounds::default()).groups().len(), 1);
+    }
+}

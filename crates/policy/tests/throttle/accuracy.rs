@@ -1,0 +1,69 @@
+//! A limit gives what it says: within 0.5 % over ten seconds, with the first 100 ms, the standing burst, left out.
+//!
+//! With timers that fire on the nanosecond, and with timers that fire up to 5 ms late.
+
+use crate::timeline::{Timeline, Workload, assert_within_percent, ms};
+use policy::time::Duration;
+
+const TIMERS_LATE_BY: [Duration; 2] = [Duration::ZERO, Duration::from_millis(5)];
+const DISK_LATENCY: Duration = Duration::from_micros(80);
+
+#[track_caller]
+fn holds(limits: &str, workload: Workload, asked_bytes_per_second: u64) {
+    for late in TIMERS_LATE_BY {
+        let mut disk = Timeline::new(limits).with_late_timers(late);
+        disk.add(workload.latency(DISK_LATENCY));
+        assert_within_percent(0.5, disk.rate_between(ms(100), ms(10_100)), asked_bytes_per_second as f64);
+        let (bytes, asked) = (disk.bytes_between(ms(100), ms(10_100)), asked_bytes_per_second * 10);
+        assert!(
+            bytes.abs_diff(asked) <= workload.length + asked / 200,
+            "{bytes} in ten seconds, not {asked}"
+        );
+    }
+}
+
+#[test]
+fn iops_1000_at_depth_1_and_32() {
+    for depth in [1, 32] {
+        holds("iops-total=1000", Workload::READS.depth(depth), 1000 * 4096);
+        holds("iops-write=1000", Workload::WRITES.depth(depth), 1000 * 4096);
+    }
+}
+
+#[test]
+fn iops_20_000_at_depth_32() {
+    holds("iops-total=20000", Workload::READS.depth(32), 20_000 * 4096);
+}
+
+#[test]
+fn iops_50_000_at_depth_32() {
+    holds("iops-total=50000", Workload::READS.depth(32), 50_000 * 4096);
+}
+
+#[test]
+fn bytes_10_mb_at_4_kib_and_1_mib() {
+    for length in [4096, 1 << 20] {
+        holds("bps-total=10000000", Workload::READS.of(length).depth(4), 10_000_000);
+        holds("bps-write=10000000", Workload::WRITES.of(length), 10_000_000);
+    }
+}
+
+#[test]
+fn many_disks_together_get_what_one_gets() {
+    let mut disks = Timeline::new("iops-total=20000").with_late_timers(Duration::from_millis(5));
+    for _ in 0..50 {
+        disks.add(Workload::READS.latency(DISK_LATENCY));
+        disks.add(Workload::WRITES.latency(DISK_LATENCY));
+    }
+    let measured = disks.admitted_between(ms(100), ms(10_100)) as f64 / 10.0;
+    assert_within_percent(0.5, measured, 20_000.0);
+}
+
+#[test]
+fn a_mix_of_reads_and_writes_gets_the_total() {
+    let mut disk = Timeline::new("iops-total=1000").with_late_timers(Duration::from_millis(5));
+    let reads = disk.add(Workload::READS.depth(32));
+    disk.add_to(disk.member(reads), Workload::WRITES.depth(1));
+    let measured = disk.admitted_between(ms(100), ms(10_100)) as f64 / 10.0;
+    assert_within_percent(0.5, measured, 1000.0);
+}

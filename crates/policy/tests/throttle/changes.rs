@@ -1,0 +1,82 @@
+//! Limits change while requests wait: the new ones bind at once, and a change that is refused changes nothing.
+
+use crate::timeline::{Timeline, Workload, limits, ms, s};
+use policy::request::Direction;
+use policy::throttle::{Admission, Cost, Decision, Group, Limits, Share};
+
+#[test]
+fn lifting_a_limit_frees_what_waits_at_once() {
+    let mut disk = Timeline::new("bps-total=1000000");
+    disk.add(Workload::READS.of(8 << 20).queued(1));
+    let small = disk.add(Workload::READS.queued(1));
+    disk.run_until(s(1));
+    assert_eq!(disk.admitted_of(small, s(0), s(1)), 0, "the 8 MiB before it take 8.3 s to pay for");
+    disk.change_limits("");
+    assert_eq!(disk.admitted_of(small, s(1), ms(1001)), 1);
+}
+
+#[test]
+fn a_limit_raised_and_lowered_holds_from_then_on() {
+    let mut disk = Timeline::new("iops-total=100");
+    disk.add(Workload::READS.depth(32));
+    assert_eq!(disk.admitted_between(s(1), s(11)), 1000);
+    disk.change_limits("iops-total=5000");
+    assert_eq!(disk.admitted_between(s(12), s(22)), 50_000);
+    disk.change_limits("iops-total=10");
+    assert_eq!(disk.admitted_between(s(23), s(33)), 100);
+}
+
+#[test]
+fn a_limit_set_on_an_unlimited_disk_binds_at_once() {
+    let mut disk = Timeline::new("");
+    disk.queue_reads(10);
+    disk.run_until(s(1));
+    disk.change_limits("iops-total=10");
+    disk.queue_reads(100);
+    assert_eq!(disk.admitted_between(s(1), ms(1001)), 2);
+    assert_eq!(disk.admitted_between(s(2), s(4)), 20);
+}
+
+#[test]
+fn what_waits_is_charged_by_the_iops_size_in_force_when_it_passes() {
+    let mut group = Group::new(limits("iops-total=10"), s(0)).unwrap();
+    let disk = group.join(Share::default());
+    let ask = |group: &mut Group<_>, cost, token| group.request(disk, Direction::Read, cost, token, s(0));
+    assert_eq!(ask(&mut group, Cost::merged(&[0; 6]), "six"), Admission::Admitted("six"));
+    assert!(matches!(ask(&mut group, Cost::one(32768), "large"), Admission::Queued(_)));
+    assert!(matches!(ask(&mut group, Cost::one(512), "next"), Admission::Queued(_)));
+    group.set_limits(limits("iops-total=10,iops-size=4096"), s(0)).unwrap();
+    assert_eq!(group.poll(s(0)), Decision::Admit("large"));
+    assert_eq!(group.poll(s(0)), Decision::Wait { until: ms(700) }, "8 operations, less the 1 it holds");
+}
+
+#[test]
+fn invalid_limits_are_refused_and_the_old_stay_in_force() {
+    let invalid = limits("iops-total=10,iops-read=5");
+    assert!(Group::<()>::new(invalid, s(0)).is_err());
+
+    let mut disk = Timeline::new("iops-total=10");
+    disk.queue_reads(1000);
+    disk.run_until(ms(50));
+    let error = disk.group.set_limits(invalid, ms(50)).unwrap_err();
+    assert_eq!(
+        error.to_string(),
+        "iops-total (10) and iops-read (5) cannot be set together; use either the total or read and write"
+    );
+    assert_eq!(*disk.group.limits(), limits("iops-total=10"));
+    assert_eq!(disk.admitted_between(s(0), s(1)), 2 + 9, "the bucket kept its level");
+}
+
+#[test]
+fn a_change_empties_the_buckets() {
+    let mut disk = Timeline::new("iops-total=10");
+    disk.queue_reads(1000);
+    disk.run_until(ms(50));
+    disk.change_limits("iops-total=10");
+    assert_eq!(disk.admitted_between(ms(50), ms(51)), 2);
+}
+
+#[test]
+fn no_limits_at_all_are_valid() {
+    assert!(Group::<()>::new(Limits::default(), s(0)).is_ok());
+}

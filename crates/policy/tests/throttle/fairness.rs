@@ -1,0 +1,88 @@
+//! Nobody starves: members take turns, directions alternate, and who arrives does not overtake who waits.
+
+use crate::timeline::{Timeline, Workload, ms, s};
+use policy::request::Direction;
+use policy::throttle::{Admission, Cost, Decision, Group, Share};
+use policy::time::Duration;
+
+/// What a member gets that asks for as much as it can: its turn, however deep the others' queues are.
+#[test]
+fn a_shallow_queue_gets_as_many_turns_as_a_deep_one() {
+    let mut disks = Timeline::new("iops-total=1000");
+    let shallow = disks.add(Workload::READS.depth(2));
+    let deep = disks.add(Workload::READS.depth(64));
+    assert_eq!(disks.admitted_of(shallow, s(1), s(11)), 5000);
+    assert_eq!(disks.admitted_of(deep, s(1), s(11)), 5000);
+}
+
+#[test]
+fn no_member_with_work_waits_longer_than_a_round() {
+    let mut disks = Timeline::new("iops-total=1000").with_late_timers(Duration::from_millis(5));
+    let clients: Vec<_> = (1..=20)
+        .map(|depth| {
+            let workload = if depth % 2 == 0 { Workload::READS } else { Workload::WRITES };
+            disks.add(workload.depth(depth).latency(Duration::from_micros(100)))
+        })
+        .collect();
+    for client in clients {
+        // A round is 20 requests, 20 ms; a late timer adds at most 5 ms to it.
+        let gap = disks.longest_gap_of(client, s(1), s(11));
+        assert!(gap <= Duration::from_millis(26), "client {client} waited {gap:?}");
+    }
+}
+
+#[test]
+fn reads_and_writes_alternate_under_a_total_limit() {
+    let mut disk = Timeline::new("iops-total=1000");
+    let reads = disk.add(Workload::READS.depth(64));
+    let writes = disk.add_to(disk.member(reads), Workload::WRITES.depth(2));
+    assert_eq!(disk.admitted_of(reads, s(1), s(11)), 5000);
+    assert_eq!(disk.admitted_of(writes, s(1), s(11)), 5000);
+}
+
+#[test]
+fn reads_pass_writes_that_wait_for_a_limit_of_their_own() {
+    let mut disk = Timeline::new("iops-write=10,iops-read=100000");
+    let writes = disk.add(Workload::WRITES.queued(1000));
+    disk.run_until(s(1));
+    let reads = disk.add_to(disk.member(writes), Workload::READS.queued(1000));
+    assert_eq!(disk.admitted_of(reads, s(1), ms(1001)), 1000);
+}
+
+/// What a group holds that nobody has polled although its time has come.
+fn with_a_read_overdue() -> (Group<&'static str>, policy::throttle::MemberId) {
+    let mut group = Group::new(crate::timeline::limits("iops-total=10"), s(0)).unwrap();
+    let disk = group.join(Share::default());
+    for token in ["first", "second"] {
+        let admission = group.request(disk, Direction::Read, Cost::one(512), token, s(0));
+        assert_eq!(admission, Admission::Admitted(token));
+    }
+    assert!(matches!(
+        group.request(disk, Direction::Read, Cost::one(512), "overdue", s(0)),
+        Admission::Queued(_)
+    ));
+    (group, disk)
+}
+
+#[test]
+fn a_request_does_not_overtake_one_whose_timer_is_late() {
+    for direction in Direction::ALL {
+        let (mut group, disk) = with_a_read_overdue();
+        let latecomer = group.request(disk, direction, Cost::one(512), "latecomer", ms(100));
+        assert!(matches!(latecomer, Admission::Queued(_)), "{direction:?}");
+        assert_eq!(group.poll(ms(100)), Decision::Admit("overdue"));
+        assert_eq!(group.poll(ms(100)), Decision::Wait { until: ms(200) });
+        assert_eq!(group.poll(ms(200)), Decision::Admit("latecomer"));
+    }
+}
+
+#[test]
+fn a_request_passes_one_that_may_not_pass_yet_where_no_limit_is_shared() {
+    let mut group = Group::new(crate::timeline::limits("iops-read=10,iops-write=10"), s(0)).unwrap();
+    let disk = group.join(Share::default());
+    for number in 0..3 {
+        let read = group.request(disk, Direction::Read, Cost::one(512), number, s(0));
+        assert_eq!(matches!(read, Admission::Queued(_)), number == 2);
+    }
+    assert_eq!(group.request(disk, Direction::Write, Cost::one(512), 3, s(0)), Admission::Admitted(3));
+}

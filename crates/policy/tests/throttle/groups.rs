@@ -1,0 +1,124 @@
+//! Groups share one set of limits: the scenarios that QEMU's own group tests run, in virtual time.
+
+use crate::timeline::{Timeline, Workload, assert_within_percent, ms, s};
+use policy::throttle::Counters;
+
+/// One to three disks, each entitled to 4096 B/s in 512-byte requests or to 10 IOPS.
+fn disks(limits: impl Fn(u64) -> String, mut then: impl FnMut(&mut Timeline, &[usize])) {
+    for number in 1..=3 {
+        let mut timeline = Timeline::new(&limits(number));
+        let clients: Vec<_> =
+            (0..number).map(|_| timeline.add(Workload::READS.of(512).queued(10_000))).collect();
+        then(&mut timeline, &clients);
+    }
+}
+
+#[test]
+fn each_disk_gets_its_share_of_the_bytes() {
+    disks(
+        |number| format!("bps-total={}", 4096 * number),
+        |timeline, clients| {
+            for client in clients {
+                assert_eq!(timeline.admitted_of(*client, s(1), s(11)) * 512, 4096 * 10);
+            }
+        },
+    );
+}
+
+#[test]
+fn each_disk_gets_its_share_of_the_operations() {
+    disks(
+        |number| format!("iops-total={}", 10 * number),
+        |timeline, clients| {
+            for client in clients {
+                assert_eq!(timeline.admitted_of(*client, s(1), s(11)), 100);
+            }
+        },
+    );
+}
+
+#[test]
+fn each_disk_gets_its_share_of_a_burst_and_of_the_rate_after_it() {
+    disks(
+        |number| format!("iops-total={},iops-total-max={},iops-total-max-length=4", 10 * number, 70 * number),
+        |timeline, clients| {
+            for client in clients {
+                assert_eq!(timeline.admitted_of(*client, s(1), s(4)), 3 * 70);
+                assert_eq!(timeline.admitted_of(*client, s(5), s(10)), 5 * 10);
+            }
+        },
+    );
+}
+
+#[test]
+fn limits_of_one_direction_leave_the_other_alone() {
+    let mut disk = Timeline::new("iops-read=100");
+    let reads = disk.add(Workload::READS.depth(8));
+    let writes = disk.add_to(disk.member(reads), Workload::WRITES.queued(50_000));
+    assert_eq!(disk.admitted_of(writes, s(0), ms(1)), 50_000);
+    assert_eq!(disk.admitted_of(reads, s(1), s(11)), 1000);
+
+    let mut disk = Timeline::new("bps-write=409600");
+    let writes = disk.add(Workload::WRITES.depth(8));
+    let reads = disk.add_to(disk.member(writes), Workload::READS.queued(50_000));
+    assert_eq!(disk.admitted_of(reads, s(0), ms(1)), 50_000);
+    assert_eq!(disk.admitted_of(writes, s(1), s(11)), 1000);
+}
+
+#[test]
+fn reads_and_writes_each_keep_their_own_limit() {
+    let mut disk = Timeline::new("iops-read=300,iops-write=100");
+    let reads = disk.add(Workload::READS.depth(8));
+    let writes = disk.add_to(disk.member(reads), Workload::WRITES.depth(8));
+    assert_eq!(disk.admitted_of(reads, s(1), s(11)), 3000);
+    assert_eq!(disk.admitted_of(writes, s(1), s(11)), 1000);
+}
+
+#[test]
+fn the_slowest_limit_decides() {
+    let mut disk = Timeline::new("iops-total=1000,bps-total=409600");
+    disk.add(Workload::READS.depth(8));
+    assert_eq!(disk.admitted_between(s(1), s(11)), 1000, "of 4096 bytes each");
+    let mut disk = Timeline::new("iops-total=1000,bps-total=409600");
+    disk.add(Workload::READS.of(1).depth(8));
+    assert_eq!(disk.admitted_between(s(1), s(11)), 10_000);
+}
+
+#[test]
+fn no_limits_let_everything_pass_at_once() {
+    let mut disk = Timeline::new("");
+    disk.queue_reads(100_000);
+    assert_eq!(disk.admitted_between(s(0), ms(1)), 100_000);
+    assert_eq!(
+        disk.group.counters(),
+        Counters { requests: 100_000, bytes: 409_600_000, ..Counters::default() }
+    );
+}
+
+#[test]
+fn counters_tell_what_passed_what_waited_and_for_how_long() {
+    let mut disks = Timeline::new("iops-total=10");
+    let first = disks.add(Workload::READS.of(512).queued(3));
+    let second = disks.add(Workload::WRITES.of(4096).queued(1));
+    disks.run_until(s(1));
+    // Two pass at once, one being exactly full. Then reads and writes alternate, 100 ms apart.
+    let of = |client| disks.group.member_counters(disks.member(client)).unwrap();
+    assert_eq!(of(first).requests, 3);
+    assert_eq!(of(first).bytes, 1536);
+    assert_eq!(of(second).bytes, 4096);
+    let group = disks.group.counters();
+    assert_eq!((group.requests, group.bytes, group.throttled), (4, 5632, 2));
+    assert_eq!(group.waited_ns, 100_000_000 + 200_000_000);
+    assert_eq!(of(first).throttled + of(second).throttled, 2);
+    assert_eq!(of(first).waited_ns + of(second).waited_ns, group.waited_ns);
+}
+
+#[test]
+fn idle_members_take_nothing_from_the_busy() {
+    let mut disks = Timeline::new("iops-total=1000");
+    for _ in 0..8000 {
+        disks.add(Workload::READS.queued(0));
+    }
+    let busy = disks.add(Workload::READS.depth(1));
+    assert_within_percent(0.5, disks.admitted_of(busy, s(1), s(11)) as f64, 10_000.0);
+}

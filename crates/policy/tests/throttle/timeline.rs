@@ -1,0 +1,276 @@
+//! A virtual clock, a throttle group, and clients that keep it busy; and a log of what passed when.
+//!
+//! A client is what fio is: it keeps `depth` requests in flight and sends the next when one is done. A request is
+//! done `latency` after it was admitted. Timers may be late by a random time, seeded, as a busy machine's are.
+
+use policy::request::Direction;
+use policy::throttle::{Admission, Cost, Decision, Group, Limits, MemberId, Setting, Share};
+use policy::time::{Duration, Instant};
+use std::cmp::Reverse;
+use std::collections::BinaryHeap;
+
+/// The instant `seconds` after the beginning.
+pub(crate) fn s(seconds: u64) -> Instant {
+    ms(seconds * 1000)
+}
+
+/// The instant `milliseconds` after the beginning.
+pub(crate) fn ms(milliseconds: u64) -> Instant {
+    Instant::from_nanos(milliseconds * 1_000_000)
+}
+
+/// Limits as a user writes them: `iops-total=100,iops-total-max=2000`.
+pub(crate) fn limits(text: &str) -> Limits {
+    let mut limits = Limits::default();
+    for (name, value) in text.split(',').filter_map(|setting| setting.split_once('=')) {
+        let setting = Setting::from_name(name).unwrap_or_else(|| panic!("no setting {name}"));
+        limits.set(setting, value.parse().unwrap()).unwrap();
+    }
+    limits
+}
+
+/// What a client does. By default: 4 KiB a request, one in flight, done at once, as many as it can.
+#[derive(Clone, Copy)]
+pub(crate) struct Workload {
+    pub(crate) direction: Direction,
+    pub(crate) length: u64,
+    pub(crate) depth: u64,
+    pub(crate) latency: Duration,
+    /// Requests to send in all.
+    pub(crate) count: u64,
+}
+
+impl Workload {
+    pub(crate) const READS: Self =
+        Self { direction: Direction::Read, length: 4096, depth: 1, latency: Duration::ZERO, count: u64::MAX };
+    pub(crate) const WRITES: Self = Self { direction: Direction::Write, ..Self::READS };
+
+    pub(crate) const fn of(self, length: u64) -> Self {
+        Self { length, ..self }
+    }
+
+    pub(crate) const fn depth(self, depth: u64) -> Self {
+        Self { depth, ..self }
+    }
+
+    pub(crate) const fn latency(self, latency: Duration) -> Self {
+        Self { latency, ..self }
+    }
+
+    /// So many requests, all sent at once.
+    pub(crate) const fn queued(self, count: u64) -> Self {
+        Self { count, depth: count, ..self }
+    }
+}
+
+struct Client {
+    member: MemberId,
+    workload: Workload,
+    unsent: u64,
+}
+
+#[derive(Clone, Copy)]
+struct Passed {
+    at: Instant,
+    client: usize,
+    bytes: u64,
+}
+
+/// See the head of this file. Clients are known by number, in the order in which they were added.
+pub(crate) struct Timeline {
+    pub(crate) group: Group<usize>,
+    now: Instant,
+    clients: Vec<Client>,
+    /// When which client may send another request.
+    sends: BinaryHeap<Reverse<(Instant, usize)>>,
+    timer: Instant,
+    latest_timer: Duration,
+    random: u64,
+    log: Vec<Passed>,
+}
+
+impl Timeline {
+    pub(crate) fn new(text: &str) -> Self {
+        Self {
+            group: Group::new(limits(text), Instant::ZERO).unwrap(),
+            now: Instant::ZERO,
+            clients: Vec::new(),
+            sends: BinaryHeap::new(),
+            timer: Instant::MAX,
+            latest_timer: Duration::ZERO,
+            random: 0x9e37_79b9_7f4a_7c15,
+            log: Vec::new(),
+        }
+    }
+
+    /// Timers fire up to this much late.
+    pub(crate) fn with_late_timers(mut self, by_up_to: Duration) -> Self {
+        self.latest_timer = by_up_to;
+        self
+    }
+
+    /// Another disk with a client of this kind.
+    pub(crate) fn add(&mut self, workload: Workload) -> usize {
+        let member = self.group.join(Share::default());
+        self.add_to(member, workload)
+    }
+
+    /// Another client of a disk there is.
+    pub(crate) fn add_to(&mut self, member: MemberId, workload: Workload) -> usize {
+        let client = self.clients.len();
+        self.clients.push(Client { member, workload, unsent: workload.count });
+        for _ in 0..workload.depth.min(workload.count) {
+            self.sends.push(Reverse((self.now, client)));
+        }
+        client
+    }
+
+    pub(crate) fn member(&self, client: usize) -> MemberId {
+        self.clients[client].member
+    }
+
+    pub(crate) fn queue_reads(&mut self, count: u64) -> usize {
+        self.add(Workload::READS.queued(count))
+    }
+
+    /// Changes the limits at the present instant; waiting requests are judged anew.
+    pub(crate) fn change_limits(&mut self, text: &str) {
+        self.group.set_limits(limits(text), self.now).unwrap();
+        self.timer = self.now;
+    }
+
+    /// Lets time pass up to, not including, `end`.
+    pub(crate) fn run_until(&mut self, end: Instant) {
+        loop {
+            let next_send = self.sends.peek().map_or(Instant::MAX, |Reverse((at, _))| *at);
+            let next = next_send.min(self.timer);
+            if next >= end {
+                self.now = self.now.max(end);
+                return;
+            }
+            self.now = next;
+            if self.timer <= self.now {
+                self.poll();
+            } else {
+                self.send();
+            }
+        }
+    }
+
+    fn send(&mut self) {
+        let Some(Reverse((_, number))) = self.sends.pop() else { return };
+        let client = &mut self.clients[number];
+        if client.unsent == 0 {
+            return;
+        }
+        client.unsent -= 1;
+        let Workload { direction, length, .. } = client.workload;
+        match self.group.request(client.member, direction, Cost::one(length), number, self.now) {
+            Admission::Admitted(number) => self.passed(number),
+            Admission::Queued(_) => self.poll(),
+        }
+    }
+
+    /// What a caller of a group does after queueing and when its timer has fired.
+    fn poll(&mut self) {
+        loop {
+            match self.group.poll(self.now) {
+                Decision::Admit(number) => self.passed(number),
+                Decision::Wait { until } => {
+                    assert!(until > self.now, "a deadline that has passed");
+                    // A timer that is set keeps its delay: polling in between must not put it off for ever.
+                    if self.timer <= self.now || until < self.timer {
+                        self.timer = until + self.lateness();
+                    }
+                    return;
+                }
+                Decision::Idle => {
+                    self.timer = Instant::MAX;
+                    return;
+                }
+            }
+        }
+    }
+
+    fn passed(&mut self, number: usize) {
+        let workload = self.clients[number].workload;
+        self.log.push(Passed { at: self.now, client: number, bytes: workload.length });
+        self.sends.push(Reverse((self.now + workload.latency, number)));
+    }
+
+    fn lateness(&mut self) -> Duration {
+        // xorshift64: any fixed sequence will do.
+        self.random ^= self.random << 13;
+        self.random ^= self.random >> 7;
+        self.random ^= self.random << 17;
+        let latest_ns = self.latest_timer.as_nanos() as u64;
+        Duration::from_nanos(self.random.checked_rem(latest_ns).unwrap_or(0))
+    }
+
+    fn between(&mut self, from: Instant, to: Instant) -> impl Iterator<Item = Passed> + '_ {
+        self.run_until(to);
+        // The log is in the order of time.
+        let start = self.log.partition_point(|passed| passed.at < from);
+        let end = self.log.partition_point(|passed| passed.at < to);
+        self.log[start..end].iter().copied()
+    }
+
+    /// Requests admitted from `from` up to, not including, `to`. Lets time pass until then if it has not.
+    pub(crate) fn admitted_between(&mut self, from: Instant, to: Instant) -> usize {
+        self.between(from, to).count()
+    }
+
+    /// The same, of one client.
+    pub(crate) fn admitted_of(&mut self, client: usize, from: Instant, to: Instant) -> usize {
+        self.between(from, to).filter(|passed| passed.client == client).count()
+    }
+
+    /// Bytes of the requests admitted from `from` up to, not including, `to`.
+    pub(crate) fn bytes_between(&mut self, from: Instant, to: Instant) -> u64 {
+        self.between(from, to).map(|passed| passed.bytes).sum()
+    }
+
+    /// Bytes per second between the first and the last request admitted from `from` up to, not including, `to`.
+    ///
+    /// Whole requests in a window are only as fine as one request: 1 MiB more or less is 1 % of 10 s at 10 MB/s.
+    pub(crate) fn rate_between(&mut self, from: Instant, to: Instant) -> f64 {
+        let passed: Vec<_> = self.between(from, to).collect();
+        let [paid @ .., last] = &passed[..] else { return 0.0 };
+        let bytes: u64 = paid.iter().map(|passed| passed.bytes).sum();
+        bytes as f64 / (last.at - passed[0].at).as_secs_f64()
+    }
+
+    /// The longest time between two requests of this client, from `from` to `to`, both ends counted in.
+    pub(crate) fn longest_gap_of(&mut self, client: usize, from: Instant, to: Instant) -> Duration {
+        let mut last = from;
+        let mut longest = Duration::ZERO;
+        for passed in self.between(from, to).filter(|passed| passed.client == client) {
+            longest = longest.max(passed.at - last);
+            last = passed.at;
+        }
+        longest.max(to - last)
+    }
+
+    /// The most units of this kind that passed in any second: bytes, or requests.
+    pub(crate) fn most_in_any_second(&self, units: impl Fn(Direction, u64) -> u64) -> u64 {
+        let second = Duration::from_secs(1);
+        let units_of = |passed: &Passed| units(self.clients[passed.client].workload.direction, passed.bytes);
+        let (mut sum, mut most, mut oldest) = (0, 0, 0);
+        for passed in &self.log {
+            sum += units_of(passed);
+            while self.log[oldest].at + second <= passed.at {
+                sum -= units_of(&self.log[oldest]);
+                oldest += 1;
+            }
+            most = most.max(sum);
+        }
+        most
+    }
+}
+
+/// Whether a measured number is within so many percent of what was asked.
+#[track_caller]
+pub(crate) fn assert_within_percent(percent: f64, measured: f64, asked: f64) {
+    let error = (measured / asked - 1.0) * 100.0;
+    assert!(error.abs() <= percent, "{measured} is {error:+.3} % from {asked}");
+}
