@@ -1,1 +1,3 @@
 //! The data path.
+
+pub mod export;
