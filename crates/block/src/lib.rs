@@ -7,7 +7,10 @@
 
 #[allow(unsafe_code)]
 pub mod buffer;
+pub mod disk;
 pub mod error;
+pub mod export;
+pub mod layer;
 #[allow(unsafe_code)]
 pub mod reactor;
 pub mod storage;

@@ -77,6 +77,20 @@ fn a_change_empties_the_buckets() {
 }
 
 #[test]
+fn a_change_with_an_older_instant_does_not_turn_time_back() {
+    let mut group = Group::new(Limits::default(), s(0)).unwrap();
+    let disk = group.join(Share::default());
+    assert_eq!(group.poll(s(1)), Decision::Idle);
+    group.set_limits(limits("iops-total=10"), ms(999)).unwrap();
+    assert_eq!(
+        group.request(disk, Direction::Read, Cost::merged(&[0; 2]), 1, ms(999)),
+        Admission::Admitted(1)
+    );
+    assert!(matches!(group.request(disk, Direction::Read, Cost::one(0), 2, ms(999)), Admission::Queued(_)));
+    assert_eq!(group.poll(ms(999)), Decision::Wait { until: ms(1100) });
+}
+
+#[test]
 fn no_limits_at_all_are_valid() {
     assert!(Group::<()>::new(Limits::default(), s(0)).is_ok());
 }

@@ -1,0 +1,273 @@
+//! The exports a server offers, as the handshake sees them: a name, a description, a size, what it can do.
+//!
+//! The handshake asks an [`Exports`] each time it needs something, so exports may come, go and change their size
+//! while clients negotiate. [`ExportTable`] is one with a fixed set; a server whose sizes follow its disks brings its
+//! own. Nothing here knows what is behind an export.
+
+use super::proto::{self, export_flag};
+use super::session::ReplyStyle;
+use std::collections::HashMap;
+use std::sync::Arc;
+
+/// What an export can do; each field is one of the transmission flags.
+///
+/// A read-only export offers neither trim nor write-zeroes, whatever the other fields say.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Features {
+    /// Refuses everything that writes.
+    pub read_only: bool,
+    /// Understands FLUSH.
+    pub flush: bool,
+    /// Understands FUA.
+    pub fua: bool,
+    /// Understands TRIM.
+    pub trim: bool,
+    /// Understands WRITE_ZEROES.
+    pub write_zeroes: bool,
+    /// Understands WRITE_ZEROES' FAST_ZERO; nothing without `write_zeroes`.
+    pub fast_zero: bool,
+    /// Answers a READ with DF in one chunk; offered only with structured replies.
+    pub dont_fragment: bool,
+    /// Understands CACHE.
+    pub cache: bool,
+    /// A flush on any connection covers the answered writes of all.
+    pub multi_conn: bool,
+    /// A spinning disk.
+    pub rotational: bool,
+}
+
+impl Features {
+    /// The transmission flags for a client with these reply headers ("Transmission flags").
+    ///
+    /// `block_status` says whether the client selected metadata contexts for this export.
+    pub fn flags(self, style: ReplyStyle, block_status: bool) -> u16 {
+        let writable = !self.read_only;
+        [
+            (self.read_only, export_flag::READ_ONLY),
+            (self.flush, export_flag::SEND_FLUSH),
+            (self.fua, export_flag::SEND_FUA),
+            (self.rotational, export_flag::ROTATIONAL),
+            (writable && self.trim, export_flag::SEND_TRIM),
+            (writable && self.write_zeroes, export_flag::SEND_WRITE_ZEROES),
+            (writable && self.write_zeroes && self.fast_zero, export_flag::SEND_FAST_ZERO),
+            (self.dont_fragment && style.has_chunks(), export_flag::SEND_DF),
+            (self.multi_conn, export_flag::CAN_MULTI_CONN),
+            (self.cache, export_flag::SEND_CACHE),
+            (block_status && style == ReplyStyle::Extended, export_flag::BLOCK_STATUS_PAYLOAD),
+        ]
+        .into_iter()
+        .filter(|(offered, _)| *offered)
+        .fold(export_flag::HAS_FLAGS, |flags, (_, flag)| flags | flag)
+    }
+}
+
+/// An export's block sizes in bytes, as NBD_INFO_BLOCK_SIZE carries them ("Size constraints").
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BlockSizes {
+    minimum: u32,
+    preferred: u32,
+    maximum: u32,
+}
+
+/// Block sizes the specification does not allow.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum BlockSizeError {
+    /// The minimum is not a power of two, or above 64 KiB.
+    #[error("minimum block size {0}: not a power of two from 1 to 65536")]
+    Minimum(u32),
+    /// The preferred size is not a power of two, or below the minimum or 512.
+    #[error("preferred block size {0}: not a power of two of at least 512 and the minimum block size")]
+    Preferred(u32),
+    /// The largest payload is below the preferred size.
+    #[error("maximum payload {0}: below the preferred block size")]
+    Maximum(u32),
+}
+
+impl BlockSizes {
+    /// Sizes as they are advertised.
+    ///
+    /// `minimum` is a power of two up to 64 KiB, `preferred` one of at least 512 and the minimum, `maximum` (the
+    /// longest payload of a READ or WRITE) at least the preferred size.
+    pub fn new(minimum: u32, preferred: u32, maximum: u32) -> Result<Self, BlockSizeError> {
+        if !minimum.is_power_of_two() || minimum > 1 << 16 {
+            Err(BlockSizeError::Minimum(minimum))
+        } else if !preferred.is_power_of_two() || preferred < minimum.max(512) {
+            Err(BlockSizeError::Preferred(preferred))
+        } else if maximum < preferred {
+            Err(BlockSizeError::Maximum(maximum))
+        } else {
+            Ok(Self { minimum, preferred, maximum })
+        }
+    }
+
+    /// The minimum for an export of this many bytes: what is configured, or less where the size is no multiple of
+    /// it, because a client held to the larger one could never reach the last bytes.
+    pub fn minimum_for(self, size_bytes: u64) -> u32 {
+        if size_bytes == 0 {
+            return self.minimum;
+        }
+        // At most 16 places matter: a minimum is at most 64 KiB.
+        self.minimum.min(1 << size_bytes.trailing_zeros().min(16))
+    }
+
+    /// The smallest request that needs no read-modify-write.
+    pub const fn preferred(self) -> u32 {
+        self.preferred
+    }
+
+    /// The longest payload of a READ or WRITE.
+    pub const fn maximum(self) -> u32 {
+        self.maximum
+    }
+}
+
+impl Default for BlockSizes {
+    /// What the specification lets a client assume: any alignment, 4 KiB preferred, 32 MiB of payload.
+    fn default() -> Self {
+        Self { minimum: 1, preferred: 4096, maximum: proto::DEFAULT_MAX_PAYLOAD }
+    }
+}
+
+/// An export at one moment.
+#[derive(Clone, Debug)]
+pub struct ExportInfo {
+    /// The canonical name; at most 4096 bytes without NUL are sent.
+    pub name: Arc<str>,
+    /// A line for people, or empty; clipped to 4096 bytes.
+    pub description: Arc<str>,
+    /// The size in bytes.
+    pub size_bytes: u64,
+    /// What it can do.
+    pub features: Features,
+    /// Its block sizes.
+    pub sizes: BlockSizes,
+}
+
+/// The exports of a server.
+///
+/// An export's number names the same export for as long as the server runs: a number that was given away and
+/// removed may answer `None`, never another export.
+pub trait Exports {
+    /// The export of this name; the empty name asks for the default export. Called for each GO: not a scan.
+    fn find(&self, name: &str) -> Option<usize>;
+
+    /// The export with this number, as it is now.
+    fn get(&self, export: usize) -> Option<ExportInfo>;
+
+    /// The first export with a number of at least `from`, for listing.
+    fn next(&self, from: usize) -> Option<(usize, ExportInfo)>;
+}
+
+/// A fixed set of exports.
+#[derive(Debug, Default)]
+pub struct ExportTable {
+    exports: Vec<ExportInfo>,
+    by_name: HashMap<Arc<str>, usize>,
+    default: Option<usize>,
+}
+
+impl ExportTable {
+    /// A table of these exports, numbered in order. Of two with one name the first is found.
+    ///
+    /// The default export is the one named "", or else the only one there is.
+    pub fn new(exports: Vec<ExportInfo>) -> Self {
+        let mut by_name = HashMap::with_capacity(exports.len());
+        for (number, export) in exports.iter().enumerate() {
+            by_name.entry(export.name.clone()).or_insert(number);
+        }
+        let default = by_name.get("").copied().or((exports.len() == 1).then_some(0));
+        Self { exports, by_name, default }
+    }
+}
+
+impl Exports for ExportTable {
+    fn find(&self, name: &str) -> Option<usize> {
+        if name.is_empty() { self.default } else { self.by_name.get(name).copied() }
+    }
+
+    fn get(&self, export: usize) -> Option<ExportInfo> {
+        self.exports.get(export).cloned()
+    }
+
+    fn next(&self, from: usize) -> Option<(usize, ExportInfo)> {
+        self.get(from).map(|info| (from, info))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn named(names: &[&str]) -> ExportTable {
+        let export = |name: &&str| ExportInfo {
+            name: Arc::from(*name),
+            description: Arc::from(""),
+            size_bytes: 0,
+            features: Features::default(),
+            sizes: BlockSizes::default(),
+        };
+        ExportTable::new(names.iter().map(export).collect())
+    }
+
+    #[test]
+    fn the_default_export_is_the_nameless_or_the_only_one() {
+        assert_eq!(named(&["a"]).find(""), Some(0));
+        assert_eq!(named(&["a", "b"]).find(""), None);
+        assert_eq!(named(&["a", ""]).find(""), Some(1));
+        assert_eq!(named(&[]).find(""), None);
+    }
+
+    #[test]
+    fn block_sizes_follow_the_specification() {
+        assert!(BlockSizes::new(1, 512, 512).is_ok());
+        assert!(BlockSizes::new(65536, 65536, 1 << 20).is_ok());
+        assert_eq!(BlockSizes::new(0, 512, 512), Err(BlockSizeError::Minimum(0)));
+        assert_eq!(BlockSizes::new(131_072, 131_072, 1 << 20), Err(BlockSizeError::Minimum(131_072)));
+        assert_eq!(BlockSizes::new(3, 512, 512), Err(BlockSizeError::Minimum(3)));
+        assert_eq!(BlockSizes::new(1, 256, 512), Err(BlockSizeError::Preferred(256)));
+        assert_eq!(BlockSizes::new(4096, 512, 4096), Err(BlockSizeError::Preferred(512)));
+        assert_eq!(BlockSizes::new(1, 4096, 4095), Err(BlockSizeError::Maximum(4095)));
+    }
+
+    #[test]
+    fn the_minimum_shrinks_where_the_end_would_be_out_of_reach() {
+        let sizes = BlockSizes::new(4096, 4096, 1 << 20).unwrap();
+        assert_eq!(sizes.minimum_for(0), 4096);
+        assert_eq!(sizes.minimum_for(1 << 40), 4096);
+        assert_eq!(sizes.minimum_for(4096 + 512), 512);
+        assert_eq!(sizes.minimum_for(4097), 1);
+    }
+
+    #[test]
+    fn a_read_only_export_offers_no_command_that_writes() {
+        let features = Features {
+            read_only: true,
+            trim: true,
+            write_zeroes: true,
+            fast_zero: true,
+            flush: true,
+            ..Features::default()
+        };
+        let expected = export_flag::HAS_FLAGS | export_flag::READ_ONLY | export_flag::SEND_FLUSH;
+        assert_eq!(features.flags(ReplyStyle::Extended, false), expected);
+    }
+
+    #[test]
+    fn flags_that_need_chunks_wait_for_them() {
+        let features = Features { dont_fragment: true, ..Features::default() };
+        assert_eq!(features.flags(ReplyStyle::Simple, true), export_flag::HAS_FLAGS);
+        let structured = export_flag::HAS_FLAGS | export_flag::SEND_DF;
+        assert_eq!(features.flags(ReplyStyle::Structured, true), structured);
+        assert_eq!(
+            features.flags(ReplyStyle::Extended, true),
+            structured | export_flag::BLOCK_STATUS_PAYLOAD
+        );
+        assert_eq!(features.flags(ReplyStyle::Extended, false), structured);
+    }
+
+    #[test]
+    fn fast_zero_needs_write_zeroes() {
+        let features = Features { fast_zero: true, ..Features::default() };
+        assert_eq!(features.flags(ReplyStyle::Simple, false), export_flag::HAS_FLAGS);
+    }
+}

@@ -1,0 +1,61 @@
+//! The NBD protocol as values: bytes in, decisions out. No sockets, no clock, no disk, no threads.
+//!
+//! The specification is `doc/proto.md` of github.com/NetworkBlockDevice/nbd, and for extended headers the same
+//! file on its branch `extension-ext-header`. Comments name its sections in quotation marks.
+//!
+//! ```text
+//!  client                                    server
+//!    │◄── magic, IHAVEOPT, handshake flags ─────│  Handshake::start
+//!    │─── client flags ────────────────────────►│
+//!    │                                          │
+//!    │─── option ──────────────────────────────►│  Handshake::advance, once for each option:
+//!    │◄── replies, then ACK or an error ────────│    Event::Replied
+//!    │        … as often as it likes …          │
+//!    │─── STARTTLS ────────────────────────────►│
+//!    │◄── ACK ──────────────────────────────────│    Event::StartTls: from here on through a TlsStream,
+//!    │◄══ TLS handshake ═══════════════════════►│    and everything negotiated before is forgotten
+//!    │─── GO (or EXPORT_NAME) ─────────────────►│
+//!    │◄── export's size, flags, ACK ────────────│    Event::Transmission(Session)
+//!    │                                          │
+//!    │─── request, request + payload, … ───────►│  request::parse against the Session
+//!    │◄── replies, in any order ────────────────│  reply::Replier of the Session's style
+//!    │─── DISC ────────────────────────────────►│  Command::Disconnect
+//! ```
+//!
+//! What a connection does with it:
+//!
+//! 1. [`Handshake::start`], send what it wrote, then [`Handshake::advance`] with whatever arrived: send what it
+//!    appends, drop what it consumed, act on the [`Event`]. Bytes that were not consumed belong to whoever is
+//!    next: the handshake again, the TLS stream after [`Event::StartTls`], or the requests.
+//! 2. [`request::parse`] for each request. A [`request::Parsed::Refused`] says what to answer and how many payload
+//!    bytes to skip, so that the stream stays in step; a [`request::Parsed::Close`] ends the connection.
+//! 3. [`reply::Replier`] writes headers into arrays; payloads are never copied: header and buffers go out together
+//!    with one `writev`.
+//!
+//! Promises: no input panics, hangs, or makes this module hold more than [`negotiate::MAX_OPTION_BYTES`]; parsing
+//! a request and writing its reply allocate nothing. Deadlines, limits on connections and on requests in flight
+//! are the connection's.
+
+pub mod catalog;
+pub mod context;
+pub mod credentials;
+pub mod errno;
+mod info;
+pub mod negotiate;
+mod option;
+pub mod proto;
+pub mod reply;
+pub mod request;
+pub mod session;
+pub mod tls;
+mod wire;
+
+pub use catalog::{BlockSizes, ExportInfo, ExportTable, Exports, Features};
+pub use context::{MetaContext, MetaContexts};
+pub use credentials::{TlsError, TlsServer};
+pub use errno::Errno;
+pub use negotiate::{Close, Event, Handshake, Step, TlsPolicy};
+pub use reply::{Extent, Replier, ReplyHeader};
+pub use request::{Command, Parsed, Request};
+pub use session::{ReplyStyle, Session, Tag};
+pub use tls::{TlsRead, TlsStream};

@@ -1,0 +1,355 @@
+//! The handshake's framing: from the greeting to the moment transmission starts, one option at a time.
+//!
+//! ```text
+//!              ┌────────────────────────────────────────────┐
+//!              ▼                                            │
+//!  Flags ─► Header ─┬─► Data ──► option::answer ─┬─► replied ┤
+//!                   │                            ├─► Listing ┘   (in batches)
+//!                   ├─► Skip ──► refusal ────────┼──────────┘
+//!                   │      └───► ACK ─► Over     ├─► Tls ─► Header, everything forgotten
+//!                   └─► Over                     └─► Over (transmission, or closed)
+//! ```
+//!
+//! Whether an option is read, skipped or fatal is decided from its header alone, before any of its data is kept: the
+//! length a client announces costs nothing until the bytes are there, and never more than [`MAX_OPTION_BYTES`].
+//!
+//! Never waits, and never answers two options in one step, so that the replies a caller has to hold are those of one.
+
+use super::catalog::Exports;
+use super::option::{self, Outcome, Refusal, Replies, Terms};
+use super::proto::{self, client_flag, handshake_flag, opt, rep};
+use super::session::Session;
+use super::wire::Fields;
+
+/// Longest option data that is kept and interpreted, in bytes; a longer option is refused with ERR_TOO_BIG.
+///
+/// Room for a list of metadata queries; INFO and GO, at their most reasonable, need a tenth.
+pub const MAX_OPTION_BYTES: usize = 64 << 10;
+/// Longest option data that is skipped to refuse an option politely, in bytes; past it the connection is closed
+/// ("Termination of the session during option haggling" allows it for denial of service).
+pub const MAX_SKIPPED_BYTES: u32 = 1 << 20;
+/// Options a client may send before it is taken for an attacker: enough to describe thousands of exports one by one.
+pub const MAX_OPTIONS: u32 = 1 << 14;
+/// Bytes of a LIST's replies after which a step ends, so that a long list is sent in pieces.
+const LIST_BATCH_BYTES: usize = 64 << 10;
+
+/// When a connection uses TLS ("TLS support").
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum TlsPolicy {
+    /// STARTTLS is refused (the specification's NOTLS).
+    Off,
+    /// The client chooses (SELECTIVETLS with no TLS-only export).
+    Allowed,
+    /// Nothing but STARTTLS and ABORT before TLS (FORCEDTLS).
+    Required,
+}
+
+/// Why a connection ends during the handshake. Everything but [`Close::Aborted`] is the client's breach.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Close {
+    /// The client said goodbye; send what is left and close.
+    #[error("the client ended the negotiation")]
+    Aborted,
+    /// Flags that were not offered.
+    #[error("client flags {0:#x}: not offered by the server")]
+    ClientFlags(u32),
+    /// Something that is no option.
+    #[error("option magic {0:#018x}: not an NBD client")]
+    OptionMagic(u64),
+    /// Too much data.
+    #[error("option {option}: {length} bytes of data are too many to skip")]
+    OptionTooLong {
+        /// The option's number.
+        option: u32,
+        /// The announced length in bytes.
+        length: u32,
+    },
+    /// Too many options.
+    #[error("more than {MAX_OPTIONS} options: taken for an attack")]
+    TooManyOptions,
+    /// A client without fixed newstyle may only name an export.
+    #[error("option {0}: only EXPORT_NAME is allowed without fixed newstyle")]
+    NotFixedNewstyle(u32),
+    /// EXPORT_NAME cannot report an error.
+    #[error("EXPORT_NAME: {0}")]
+    ExportName(&'static str),
+}
+
+/// What the caller does after a step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Event {
+    /// Send what was written, then come back with more bytes.
+    NeedInput,
+    /// Send what was written, then come back with the bytes that were not consumed.
+    Replied,
+    /// Send what was written, run a TLS handshake on what was not consumed and on what follows, call
+    /// [`Handshake::tls_established`], then come back with plaintext.
+    StartTls,
+    /// Send what was written; what was not consumed is the first request.
+    Transmission(Session),
+    /// Send what was written and close.
+    Close(Close),
+}
+
+/// The outcome of [`Handshake::advance`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Step {
+    /// How many bytes of the input are done with.
+    pub consumed: usize,
+    /// What comes next.
+    pub event: Event,
+}
+
+#[derive(Clone, Copy, Debug)]
+enum Phase {
+    Flags,
+    Header,
+    Data { option: u32, length: usize },
+    Skip { option: u32, left: u32, then: Then },
+    Listing { next: usize },
+    Tls,
+    Over(Event),
+}
+
+/// What is answered once an option's data was skipped.
+#[derive(Clone, Copy, Debug)]
+enum Then {
+    Refuse(Refusal),
+    Abort,
+}
+
+/// The server's side of one connection's handshake.
+///
+/// Protocol: [`Handshake::start`] once, then [`Handshake::advance`] until an event says it is over. The connection's
+/// owner limits the time it may take.
+#[derive(Debug)]
+pub struct Handshake {
+    policy: TlsPolicy,
+    phase: Phase,
+    /// Bytes of the message being gathered; never more than [`MAX_OPTION_BYTES`].
+    buffer: Vec<u8>,
+    options: u32,
+    shutting_down: bool,
+    terms: Terms,
+}
+
+impl Handshake {
+    /// Starts a handshake: appends the greeting to `out`.
+    pub fn start(policy: TlsPolicy, out: &mut Vec<u8>) -> Self {
+        out.extend_from_slice(&proto::INIT_MAGIC.to_be_bytes());
+        out.extend_from_slice(&proto::OPTION_MAGIC.to_be_bytes());
+        let flags = handshake_flag::FIXED_NEWSTYLE | handshake_flag::NO_ZEROES;
+        out.extend_from_slice(&flags.to_be_bytes());
+        Self {
+            policy,
+            phase: Phase::Flags,
+            buffer: Vec::new(),
+            options: 0,
+            shutting_down: false,
+            terms: Terms::default(),
+        }
+    }
+
+    /// Takes bytes from the client, appends what to answer to `out`, and says what comes next.
+    ///
+    /// One step answers one option at most. Once an event ended the handshake, it is returned again and nothing is
+    /// consumed.
+    pub fn advance(&mut self, input: &[u8], exports: &dyn Exports, out: &mut Vec<u8>) -> Step {
+        let mut rest = input;
+        let event = loop {
+            if let Some(event) = self.step(&mut rest, exports, out) {
+                break event;
+            }
+        };
+        if matches!(event, Event::Transmission(_) | Event::Close(_)) {
+            self.phase = Phase::Over(event);
+        }
+        Step { consumed: input.len() - rest.len(), event }
+    }
+
+    /// The caller finished the TLS handshake that [`Event::StartTls`] asked for.
+    pub fn tls_established(&mut self) {
+        if matches!(self.phase, Phase::Tls) {
+            self.phase = Phase::Header;
+        }
+    }
+
+    /// Refuses every further option but ABORT with ERR_SHUTDOWN.
+    pub fn shut_down(&mut self) {
+        self.shutting_down = true;
+    }
+
+    /// Works on the current phase: an event, or `None` where the next phase can go on at once.
+    fn step(&mut self, rest: &mut &[u8], exports: &dyn Exports, out: &mut Vec<u8>) -> Option<Event> {
+        match self.phase {
+            Phase::Flags => match self.gather(rest, 4) {
+                Some(bytes) => self.client_flags(Fields::new(&bytes)),
+                None => Some(Event::NeedInput),
+            },
+            Phase::Header => match self.gather(rest, proto::OPTION_BYTES) {
+                Some(bytes) => self.option_header(Fields::new(&bytes)),
+                None => Some(Event::NeedInput),
+            },
+            Phase::Data { option, length } => match self.gather(rest, length) {
+                Some(data) => Some(self.option_data(option, &data, exports, out)),
+                None => Some(Event::NeedInput),
+            },
+            Phase::Skip { option, left, then } => Some(self.skip(rest, option, left, then, out)),
+            Phase::Listing { next } => Some(self.list(next, exports, out)),
+            Phase::Tls => Some(Event::StartTls),
+            Phase::Over(event) => Some(event),
+        }
+    }
+
+    /// Takes from `rest` until `want` bytes are together; they may be split over any number of inputs.
+    fn gather(&mut self, rest: &mut &[u8], want: usize) -> Option<Vec<u8>> {
+        let missing = want - self.buffer.len();
+        let (taken, left) = rest.split_at(missing.min(rest.len()));
+        self.buffer.extend_from_slice(taken);
+        *rest = left;
+        (self.buffer.len() == want).then(|| std::mem::take(&mut self.buffer))
+    }
+
+    fn client_flags(&mut self, mut bytes: Fields<'_>) -> Option<Event> {
+        let flags = bytes.u32()?;
+        if flags & !(client_flag::FIXED_NEWSTYLE | client_flag::NO_ZEROES) != 0 {
+            return Some(Event::Close(Close::ClientFlags(flags)));
+        }
+        self.terms.fixed_newstyle = flags & client_flag::FIXED_NEWSTYLE != 0;
+        self.terms.no_zeroes = flags & client_flag::NO_ZEROES != 0;
+        self.phase = Phase::Header;
+        None
+    }
+
+    fn option_header(&mut self, mut bytes: Fields<'_>) -> Option<Event> {
+        let (magic, option, length) = (bytes.u64()?, bytes.u32()?, bytes.u32()?);
+        if magic != proto::OPTION_MAGIC {
+            return Some(Event::Close(Close::OptionMagic(magic)));
+        }
+        self.options += 1;
+        if let Err(close) = self.admissible(option, length) {
+            return Some(Event::Close(close));
+        }
+        if option == opt::SET_META_CONTEXT {
+            // What was selected before is gone "including when this command fails", so also when it is refused unread.
+            self.terms.contexts = None;
+        }
+        self.phase = match self.refusal(option, length) {
+            Some(then) => Phase::Skip { option, left: length, then },
+            None => Phase::Data { option, length: length as usize },
+        };
+        None
+    }
+
+    /// Whether the connection goes on after an option with this header.
+    fn admissible(&self, option: u32, length: u32) -> Result<(), Close> {
+        if self.options > MAX_OPTIONS {
+            return Err(Close::TooManyOptions);
+        }
+        if length > MAX_SKIPPED_BYTES {
+            return Err(Close::OptionTooLong { option, length });
+        }
+        if option != opt::EXPORT_NAME {
+            return if self.terms.fixed_newstyle { Ok(()) } else { Err(Close::NotFixedNewstyle(option)) };
+        }
+        // EXPORT_NAME has no way to say no.
+        if self.needs_tls() {
+            Err(Close::ExportName("TLS is required (the client must send STARTTLS first)"))
+        } else if self.shutting_down {
+            Err(Close::ExportName("the server is shutting down"))
+        } else if self.terms.extended {
+            Err(Close::ExportName("not allowed once extended headers are negotiated (use GO)"))
+        } else if length as usize > proto::MAX_STRING_BYTES {
+            Err(Close::ExportName("the name is longer than 4096 bytes"))
+        } else {
+            Ok(())
+        }
+    }
+
+    /// What to answer without looking at the data, if the header alone decides.
+    fn refusal(&self, option: u32, length: u32) -> Option<Then> {
+        let refuse = |kind, why| Some(Then::Refuse(Refusal { kind, why }));
+        if option == opt::ABORT {
+            return Some(Then::Abort);
+        }
+        if self.shutting_down {
+            return refuse(rep::ERR_SHUTDOWN, "the server is shutting down");
+        }
+        if self.needs_tls() && option != opt::STARTTLS {
+            return refuse(rep::ERR_TLS_REQD, "this server requires TLS (send STARTTLS first)");
+        }
+        match option {
+            opt::EXPORT_NAME | opt::INFO | opt::GO | opt::LIST_META_CONTEXT | opt::SET_META_CONTEXT => {
+                (length as usize > MAX_OPTION_BYTES).then_some(Then::Refuse(Refusal {
+                    kind: rep::ERR_TOO_BIG,
+                    why: "the option is too long",
+                }))
+            }
+            opt::LIST | opt::STARTTLS | opt::STRUCTURED_REPLY | opt::EXTENDED_HEADERS if length > 0 => {
+                refuse(rep::ERR_INVALID, "this option takes no data")
+            }
+            opt::STARTTLS if self.policy == TlsPolicy::Off => {
+                refuse(rep::ERR_POLICY, "TLS is not configured on this server")
+            }
+            opt::LIST | opt::STARTTLS | opt::STRUCTURED_REPLY | opt::EXTENDED_HEADERS => None,
+            _ => refuse(rep::ERR_UNSUP, "unknown option"),
+        }
+    }
+
+    fn needs_tls(&self) -> bool {
+        self.policy == TlsPolicy::Required && !self.terms.secured
+    }
+
+    fn option_data(&mut self, option: u32, data: &[u8], exports: &dyn Exports, out: &mut Vec<u8>) -> Event {
+        self.phase = Phase::Header;
+        match option::answer(&mut self.terms, option, data, exports, out) {
+            Outcome::Replied => Event::Replied,
+            Outcome::List => self.list(0, exports, out),
+            Outcome::StartTls => {
+                self.phase = Phase::Tls;
+                Event::StartTls
+            }
+            Outcome::Transmission(session) => Event::Transmission(session),
+            Outcome::Close(close) => Event::Close(close),
+        }
+    }
+
+    fn skip(&mut self, rest: &mut &[u8], option: u32, left: u32, then: Then, out: &mut Vec<u8>) -> Event {
+        let skipped = rest.len().min(left as usize);
+        *rest = &rest[skipped..];
+        let left = left - skipped as u32;
+        if left > 0 {
+            self.phase = Phase::Skip { option, left, then };
+            return Event::NeedInput;
+        }
+        self.phase = Phase::Header;
+        let mut replies = Replies::new(option, out);
+        match then {
+            Then::Refuse(refusal) => {
+                replies.refuse(refusal);
+                Event::Replied
+            }
+            Then::Abort => {
+                replies.ack();
+                Event::Close(Close::Aborted)
+            }
+        }
+    }
+
+    /// The next batch of a LIST's answer.
+    fn list(&mut self, mut next: usize, exports: &dyn Exports, out: &mut Vec<u8>) -> Event {
+        let start = out.len();
+        let mut replies = Replies::new(opt::LIST, out);
+        while let Some((number, export)) = exports.next(next) {
+            replies.server(&export);
+            next = number.saturating_add(1);
+            if replies.len() - start >= LIST_BATCH_BYTES {
+                self.phase = Phase::Listing { next };
+                return Event::Replied;
+            }
+        }
+        replies.ack();
+        self.phase = Phase::Header;
+        Event::Replied
+    }
+}

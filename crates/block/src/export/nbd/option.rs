@@ -1,0 +1,276 @@
+//! What each option of the handshake does and answers ("Option types"), once all of its data is there.
+//!
+//! Framing, limits and the rules a header alone decides are `negotiate`'s; here is what the options mean. An option
+//! that fails changes nothing but what the specification says it resets.
+
+use super::catalog::{ExportInfo, Exports};
+use super::context::{MetaContext, MetaContexts};
+use super::info;
+use super::negotiate::Close;
+use super::proto::{self, opt, rep};
+use super::session::{ReplyStyle, Session};
+use super::wire::{self, Fields};
+
+/// What the options so far have agreed on.
+#[derive(Debug, Default)]
+pub(super) struct Terms {
+    pub(super) fixed_newstyle: bool,
+    pub(super) no_zeroes: bool,
+    pub(super) secured: bool,
+    pub(super) structured: bool,
+    pub(super) extended: bool,
+    /// The contexts selected last, and the export they are for.
+    pub(super) contexts: Option<(usize, MetaContexts)>,
+}
+
+impl Terms {
+    pub(super) fn style(&self) -> ReplyStyle {
+        if self.extended {
+            ReplyStyle::Extended
+        } else if self.structured {
+            ReplyStyle::Structured
+        } else {
+            ReplyStyle::Simple
+        }
+    }
+
+    /// The contexts that hold for this export: those of another do not count.
+    pub(super) fn contexts_of(&self, export: usize) -> MetaContexts {
+        match self.contexts {
+            Some((selected_for, contexts)) if selected_for == export => contexts,
+            _ => MetaContexts::NONE,
+        }
+    }
+
+    /// The terms of transmission, should it start on this export now.
+    pub(super) fn session(&self, export: usize, about: &ExportInfo, sizes_acknowledged: bool) -> Session {
+        let contexts = self.contexts_of(export);
+        Session {
+            export,
+            style: self.style(),
+            flags: about.features.flags(self.style(), !contexts.is_empty()),
+            contexts,
+            sizes_acknowledged,
+            minimum_block: if sizes_acknowledged { about.sizes.minimum_for(about.size_bytes) } else { 1 },
+            maximum_payload: about.sizes.maximum(),
+        }
+    }
+
+    /// Forgets everything negotiated in the clear (STARTTLS: the server MUST NOT preserve any negotiation state).
+    fn start_tls(&mut self) {
+        *self = Self {
+            fixed_newstyle: self.fixed_newstyle,
+            no_zeroes: self.no_zeroes,
+            secured: true,
+            ..Self::default()
+        };
+    }
+}
+
+/// An error reply.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Refusal {
+    pub(super) kind: u32,
+    pub(super) why: &'static str,
+}
+
+impl Refusal {
+    pub(super) const fn invalid(why: &'static str) -> Self {
+        Self { kind: rep::ERR_INVALID, why }
+    }
+
+    pub(super) const fn unknown_export() -> Self {
+        Self { kind: rep::ERR_UNKNOWN, why: "no export of this name (LIST shows those there are)" }
+    }
+}
+
+/// What an option led to.
+pub(super) enum Outcome {
+    Replied,
+    List,
+    StartTls,
+    Transmission(Session),
+    Close(Close),
+}
+
+/// Writes the replies to one option.
+pub(super) struct Replies<'a> {
+    option: u32,
+    out: &'a mut Vec<u8>,
+}
+
+impl<'a> Replies<'a> {
+    pub(super) fn new(option: u32, out: &'a mut Vec<u8>) -> Self {
+        Self { option, out }
+    }
+
+    /// Bytes waiting to be sent.
+    pub(super) fn len(&self) -> usize {
+        self.out.len()
+    }
+
+    /// One reply whose data is these parts in a row; each is a string or a few fields, so the sum fits 32 bits.
+    pub(super) fn send(&mut self, kind: u32, parts: &[&[u8]]) {
+        let length: usize = parts.iter().map(|part| part.len()).sum();
+        self.out.extend_from_slice(&proto::OPTION_REPLY_MAGIC.to_be_bytes());
+        self.out.extend_from_slice(&self.option.to_be_bytes());
+        self.out.extend_from_slice(&kind.to_be_bytes());
+        self.out.extend_from_slice(&(length as u32).to_be_bytes());
+        for part in parts {
+            self.out.extend_from_slice(part);
+        }
+    }
+
+    pub(super) fn ack(&mut self) {
+        self.send(rep::ACK, &[]);
+    }
+
+    pub(super) fn refuse(&mut self, refusal: Refusal) {
+        self.send(refusal.kind, &[wire::clip(refusal.why).as_bytes()]);
+    }
+
+    /// One export of a LIST. One whose name the protocol cannot carry is left out: no client could ask for it.
+    pub(super) fn server(&mut self, export: &ExportInfo) {
+        let Some(name) = wire::string(export.name.as_bytes()) else { return };
+        let length = (name.len() as u32).to_be_bytes();
+        self.send(rep::SERVER, &[&length, name.as_bytes(), wire::clip(&export.description).as_bytes()]);
+    }
+}
+
+/// Acts on an option whose header was admitted and whose data is complete.
+pub(super) fn answer(
+    terms: &mut Terms,
+    option: u32,
+    data: &[u8],
+    exports: &dyn Exports,
+    out: &mut Vec<u8>,
+) -> Outcome {
+    if option == opt::EXPORT_NAME {
+        return export_name(terms, data, exports, out);
+    }
+    let mut replies = Replies::new(option, out);
+    let result = match option {
+        opt::LIST => return Outcome::List,
+        opt::STARTTLS => start_tls(terms, &mut replies),
+        opt::STRUCTURED_REPLY => structured_reply(terms, &mut replies),
+        opt::EXTENDED_HEADERS => extended_headers(terms, &mut replies),
+        opt::LIST_META_CONTEXT => list_contexts(data, exports, &mut replies),
+        opt::SET_META_CONTEXT => set_contexts(terms, data, exports, &mut replies),
+        opt::INFO => info::describe(terms, data, exports, &mut replies).map(|_| Outcome::Replied),
+        opt::GO => info::describe(terms, data, exports, &mut replies).map(Outcome::Transmission),
+        _ => Err(Refusal { kind: rep::ERR_UNSUP, why: "unknown option" }),
+    };
+    result.unwrap_or_else(|refusal| {
+        replies.refuse(refusal);
+        Outcome::Replied
+    })
+}
+
+fn export_name(terms: &Terms, data: &[u8], exports: &dyn Exports, out: &mut Vec<u8>) -> Outcome {
+    let Some(name) = wire::string(data) else {
+        return Outcome::Close(Close::ExportName("the name is not UTF-8 without NUL"));
+    };
+    let found = exports.find(name).and_then(|export| Some((export, exports.get(export)?)));
+    let Some((export, about)) = found else {
+        return Outcome::Close(Close::ExportName("no export of this name"));
+    };
+    let session = terms.session(export, &about, false);
+    out.extend_from_slice(&about.size_bytes.to_be_bytes());
+    out.extend_from_slice(&session.flags.to_be_bytes());
+    if !terms.no_zeroes {
+        out.extend_from_slice(&[0; proto::EXPORT_NAME_PADDING]);
+    }
+    Outcome::Transmission(session)
+}
+
+fn start_tls(terms: &mut Terms, replies: &mut Replies<'_>) -> Result<Outcome, Refusal> {
+    if terms.secured {
+        return Err(Refusal::invalid("TLS is already in use"));
+    }
+    terms.start_tls();
+    replies.ack();
+    Ok(Outcome::StartTls)
+}
+
+fn structured_reply(terms: &mut Terms, replies: &mut Replies<'_>) -> Result<Outcome, Refusal> {
+    if terms.extended {
+        let why = "extended headers are already negotiated and take precedence";
+        return Err(Refusal { kind: rep::ERR_EXT_HEADER_REQD, why });
+    }
+    if terms.structured {
+        return Err(Refusal::invalid("structured replies are already negotiated"));
+    }
+    terms.structured = true;
+    replies.ack();
+    Ok(Outcome::Replied)
+}
+
+fn extended_headers(terms: &mut Terms, replies: &mut Replies<'_>) -> Result<Outcome, Refusal> {
+    if terms.extended {
+        return Err(Refusal::invalid("extended headers are already negotiated"));
+    }
+    terms.extended = true;
+    replies.ack();
+    Ok(Outcome::Replied)
+}
+
+/// An export and the queries about it.
+struct Queries<'a> {
+    export: usize,
+    texts: Vec<&'a str>,
+}
+
+/// The data of LIST_META_CONTEXT and SET_META_CONTEXT. Holds at most one pointer for each four bytes of it.
+fn queries<'a>(data: &'a [u8], exports: &dyn Exports) -> Result<Queries<'a>, Refusal> {
+    let malformed =
+        Refusal::invalid("the lengths do not add up, or a string is not UTF-8 of at most 4096 bytes");
+    let mut fields = Fields::new(data);
+    let name = fields.string().ok_or(malformed)?;
+    let count = fields.u32().ok_or(malformed)?;
+    let mut texts = Vec::new();
+    for _ in 0..count {
+        texts.push(fields.string().ok_or(malformed)?);
+    }
+    if !fields.is_empty() {
+        return Err(malformed);
+    }
+    let export = exports.find(name).ok_or(Refusal::unknown_export())?;
+    Ok(Queries { export, texts })
+}
+
+fn send_context(replies: &mut Replies<'_>, id: u32, context: MetaContext) {
+    replies.send(rep::META_CONTEXT, &[&id.to_be_bytes(), context.name().as_bytes()]);
+}
+
+/// Allowed before structured replies too: the specification leaves that to the server, and it costs nothing.
+fn list_contexts(data: &[u8], exports: &dyn Exports, replies: &mut Replies<'_>) -> Result<Outcome, Refusal> {
+    let queries = queries(data, exports)?.texts;
+    for context in MetaContext::ALL {
+        if queries.is_empty() || queries.iter().any(|query| context.is_listed_by(query)) {
+            send_context(replies, 0, context);
+        }
+    }
+    replies.ack();
+    Ok(Outcome::Replied)
+}
+
+fn set_contexts(
+    terms: &mut Terms,
+    data: &[u8],
+    exports: &dyn Exports,
+    replies: &mut Replies<'_>,
+) -> Result<Outcome, Refusal> {
+    if !terms.style().has_chunks() {
+        return Err(Refusal::invalid("metadata contexts need structured replies or extended headers first"));
+    }
+    let Queries { export, texts } = queries(data, exports)?;
+    let mut contexts = MetaContexts::NONE;
+    for context in MetaContext::ALL {
+        if texts.iter().any(|query| context.is_selected_by(query)) && contexts.insert(context) {
+            send_context(replies, context.id(), context);
+        }
+    }
+    terms.contexts = Some((export, contexts));
+    replies.ack();
+    Ok(Outcome::Replied)
+}

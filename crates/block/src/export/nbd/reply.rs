@@ -1,0 +1,231 @@
+//! Replies of the transmission phase, in each of the three styles.
+//!
+//! Headers are small arrays and payloads stay where they are: the connection sends header and buffers with one
+//! `writev`. Only errors with a message and block status, which are rare, go into a buffer of the caller's.
+//!
+//! ```text
+//!  simple      magic errno cookie                              16 bytes, then the data of a READ
+//!  structured  magic flags type cookie length                  20 bytes, then the chunk
+//!  extended    magic flags type cookie offset length           32 bytes, then the chunk
+//!  chunks      data: offset, bytes │ hole: offset, length │ error: errno, message │ status: context, extents
+//! ```
+//!
+//! With chunks negotiated every reply is one, also where a simple reply would be allowed: a READ must not have a
+//! simple reply, and one rule is simpler than two. Never more than one chunk of a reply carries DONE; that is the
+//! caller's `last`.
+
+use super::context::MetaContext;
+use super::errno::Errno;
+use super::proto::{self, reply_flag, reply_type};
+use super::request::StatusQuery;
+use super::session::{ReplyStyle, Session, Tag};
+use super::wire;
+
+/// Longest extent a 32-bit chunk can tell, in bytes: the largest multiple of every possible minimum block.
+const MAX_EXTENT_32: u64 = u32::MAX as u64 & !0xffff;
+
+/// The bytes that go before a payload, or are the whole reply.
+#[derive(Clone, Copy, Debug)]
+pub struct ReplyHeader {
+    bytes: [u8; Self::MAX_BYTES],
+    length: u8,
+}
+
+impl ReplyHeader {
+    /// The longest: an extended header with the fields of a hole.
+    pub const MAX_BYTES: usize = 44;
+
+    const fn new() -> Self {
+        Self { bytes: [0; Self::MAX_BYTES], length: 0 }
+    }
+
+    /// Appends a field; the callers below stay within [`ReplyHeader::MAX_BYTES`].
+    fn put<const N: usize>(mut self, field: [u8; N]) -> Self {
+        let start = usize::from(self.length);
+        self.bytes[start..start + N].copy_from_slice(&field);
+        self.length += N as u8;
+        self
+    }
+
+    /// What to send.
+    pub fn as_bytes(&self) -> &[u8] {
+        &self.bytes[..usize::from(self.length)]
+    }
+}
+
+/// One extent of a block status.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Extent {
+    /// Bytes it covers.
+    pub length: u64,
+    /// The context's flags: [`proto::state`] for `base:allocation`.
+    pub flags: u32,
+}
+
+/// Writes the replies of one session.
+#[derive(Clone, Copy, Debug)]
+pub struct Replier {
+    style: ReplyStyle,
+    /// Most extents a status chunk may have.
+    max_extents: usize,
+}
+
+impl Replier {
+    /// For requests of this session.
+    pub fn new(session: &Session) -> Self {
+        let extent_bytes = if session.style == ReplyStyle::Extended { 16 } else { 8 };
+        // A chunk's variable part must not exceed the advertised payload either ("Structured reply types").
+        let fitting = session.maximum_payload as usize / extent_bytes;
+        Self { style: session.style, max_extents: fitting.clamp(1, proto::MAX_EXTENTS) }
+    }
+
+    /// Success without a payload: every command but READ and BLOCK_STATUS, and reads of nothing.
+    pub fn success(self, tag: Tag) -> ReplyHeader {
+        match self.style {
+            ReplyStyle::Simple => simple(tag, 0),
+            _ => self.chunk(tag, reply_type::NONE, 0, true),
+        }
+    }
+
+    /// Before `length` bytes of data read at `offset`; the bytes follow it on the wire.
+    ///
+    /// A simple reply has one for the whole request, and must not be sent before the data is known to be good. With
+    /// chunks `length` is at least 1 and at most `u32::MAX - 8`, and may be a part of the request unless it asked not
+    /// to fragment.
+    pub fn data(self, tag: Tag, offset: u64, length: u32, last: bool) -> ReplyHeader {
+        match self.style {
+            ReplyStyle::Simple => simple(tag, 0),
+            _ => self
+                .chunk(tag, reply_type::OFFSET_DATA, u64::from(length) + 8, last)
+                .put(offset.to_be_bytes()),
+        }
+    }
+
+    /// Says that `length` bytes at `offset` of a READ are zero; `length` is at least 1. Not for a READ with DF.
+    ///
+    /// `None` in the simple style, which has no way to say it.
+    pub fn hole(self, tag: Tag, offset: u64, length: u32, last: bool) -> Option<ReplyHeader> {
+        self.style.has_chunks().then(|| {
+            self.chunk(tag, reply_type::OFFSET_HOLE, 12, last)
+                .put(offset.to_be_bytes())
+                .put(length.to_be_bytes())
+        })
+    }
+
+    /// Appends a failure to `out`; `message` goes along where the style can carry it, clipped to 4096 bytes.
+    pub fn error(self, tag: Tag, errno: Errno, message: &str, out: &mut Vec<u8>) {
+        let message = wire::clip(message);
+        self.error_chunk(tag, reply_type::ERROR, 6, errno, message, out);
+    }
+
+    /// [`Replier::error`] that names the byte of the export where it happened, which lies in the request's range.
+    pub fn error_at(self, tag: Tag, errno: Errno, message: &str, offset: u64, out: &mut Vec<u8>) {
+        self.error_chunk(tag, reply_type::ERROR_OFFSET, 14, errno, wire::clip(message), out);
+        if self.style.has_chunks() {
+            out.extend_from_slice(&offset.to_be_bytes());
+        }
+    }
+
+    fn error_chunk(self, tag: Tag, kind: u16, fixed: usize, errno: Errno, message: &str, out: &mut Vec<u8>) {
+        if self.style == ReplyStyle::Simple {
+            out.extend_from_slice(simple(tag, errno.code()).as_bytes());
+            return;
+        }
+        out.extend_from_slice(self.chunk(tag, kind, (fixed + message.len()) as u64, true).as_bytes());
+        out.extend_from_slice(&errno.code().to_be_bytes());
+        // A clipped message is at most 4096 bytes.
+        out.extend_from_slice(&(message.len() as u16).to_be_bytes());
+        out.extend_from_slice(message.as_bytes());
+    }
+
+    /// Appends one context's block status to `out`: `extents` in a row from the query's offset.
+    ///
+    /// What the specification does not allow to be told is left out: extents past the requested length, a second one
+    /// with `one`, what 32 bits cannot hold, and all past 2²⁰. Where nothing is left the range is reported as allocated
+    /// data, which is always a correct answer. Appends nothing in the simple style, whose sessions have no contexts.
+    pub fn block_status(
+        self,
+        tag: Tag,
+        query: &StatusQuery,
+        context: MetaContext,
+        extents: &[Extent],
+        last: bool,
+        out: &mut Vec<u8>,
+    ) {
+        let wide = match self.style {
+            ReplyStyle::Simple => return,
+            ReplyStyle::Structured => false,
+            ReplyStyle::Extended => true,
+        };
+        let header = self.chunk(tag, reply_type::NONE, 0, last).as_bytes().len();
+        let fixed = if wide { 8 } else { 4 };
+        // The count is known only once the extents are written, so the front is filled in afterwards.
+        let start = out.len();
+        out.resize(start + header + fixed, 0);
+        let most = if query.one { 1 } else { self.max_extents };
+        let count = put_extents(wide, query, most, extents, out);
+        let payload = (out.len() - start - header) as u64;
+        let kind = if wide { reply_type::BLOCK_STATUS_EXT } else { reply_type::BLOCK_STATUS };
+        let mut front = self.chunk(tag, kind, payload, last).put(context.id().to_be_bytes());
+        if wide {
+            front = front.put(count.to_be_bytes());
+        }
+        out[start..start + header + fixed].copy_from_slice(front.as_bytes());
+    }
+
+    fn chunk(self, tag: Tag, kind: u16, length: u64, last: bool) -> ReplyHeader {
+        let flags = if last { reply_flag::DONE } else { 0 };
+        let (magic, extended) = match self.style {
+            ReplyStyle::Extended => (proto::EXTENDED_REPLY_MAGIC, true),
+            _ => (proto::STRUCTURED_REPLY_MAGIC, false),
+        };
+        let header = ReplyHeader::new()
+            .put(magic.to_be_bytes())
+            .put(flags.to_be_bytes())
+            .put(kind.to_be_bytes())
+            .put(tag.cookie.to_be_bytes());
+        if extended {
+            header.put(tag.offset.to_be_bytes()).put(length.to_be_bytes())
+        } else {
+            header.put((length as u32).to_be_bytes())
+        }
+    }
+}
+
+fn simple(tag: Tag, errno: u32) -> ReplyHeader {
+    ReplyHeader::new()
+        .put(proto::SIMPLE_REPLY_MAGIC.to_be_bytes())
+        .put(errno.to_be_bytes())
+        .put(tag.cookie.to_be_bytes())
+}
+
+/// Appends the extents that may be told, `most` at most, and returns their number, at least 1.
+fn put_extents(wide: bool, query: &StatusQuery, most: usize, extents: &[Extent], out: &mut Vec<u8>) -> u32 {
+    let unknown = [Extent { length: query.length, flags: 0 }];
+    let known = extents.iter().any(|extent| extent.length > 0);
+    let usable = if known { extents } else { &unknown };
+    // Only the last extent may reach beyond the query, and with `one` not even that.
+    let cap = if query.one { query.length } else { u64::MAX };
+    let cap = if wide { cap } else { cap.min(MAX_EXTENT_32) };
+    let (mut covered, mut count) = (0u64, 0u32);
+    for extent in usable.iter().filter(|extent| extent.length > 0).take(most) {
+        if covered >= query.length {
+            break;
+        }
+        let told = extent.length.min(cap);
+        if wide {
+            out.extend_from_slice(&told.to_be_bytes());
+            out.extend_from_slice(&u64::from(extent.flags).to_be_bytes());
+        } else {
+            out.extend_from_slice(&(told as u32).to_be_bytes());
+            out.extend_from_slice(&extent.flags.to_be_bytes());
+        }
+        count += 1;
+        if told < extent.length {
+            // What follows would not be where the client expects it.
+            break;
+        }
+        covered = covered.saturating_add(told);
+    }
+    count
+}

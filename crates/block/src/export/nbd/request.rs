@@ -1,0 +1,414 @@
+//! Requests of the transmission phase: a header in, a validated command out.
+//!
+//! Every rule of "Request types", "Command flags" and "Size constraints" is checked here, so that what comes out can
+//! be handed to a disk as it is: inside the export, aligned, permitted, with a payload that fits. What is refused
+//! says what to answer and how much payload to skip, because the one thing a bad request must not do is put the
+//! stream out of step.
+//!
+//! ```text
+//!  header ─► magic? ─► payload too long? ─► command, flags, permission, length, place, alignment
+//!              │no          │yes                  │ first that fails
+//!              ▼            ▼                     ▼
+//!            Close        Close              Refused { errno, why, skip }
+//! ```
+//!
+//! Called for each request: allocates nothing, copies nothing.
+
+use super::context::{MetaContext, MetaContexts};
+use super::errno::Errno;
+use super::proto::{self, cmd, cmd_flag, export_flag};
+use super::session::{ReplyStyle, Session, Tag};
+use super::wire::Fields;
+
+/// A command that may be carried out as it is.
+///
+/// Ranges lie inside the export as it was when the request was parsed, are multiples of the session's minimum block
+/// and are not empty. READ and WRITE are at most the session's payload long; the others may cover the whole export.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Command {
+    /// Read `length` bytes.
+    Read {
+        /// First byte.
+        offset: u64,
+        /// Bytes to read.
+        length: u32,
+        /// Answer with one content chunk at most.
+        dont_fragment: bool,
+    },
+    /// Write the `length` bytes that follow the header.
+    Write {
+        /// First byte.
+        offset: u64,
+        /// Bytes to write, and of payload.
+        length: u32,
+        /// Durable before the reply.
+        fua: bool,
+    },
+    /// Finish what is in flight and close; there is no reply.
+    Disconnect,
+    /// Make every write that was answered durable.
+    Flush,
+    /// The range's data is no longer needed.
+    Trim {
+        /// First byte.
+        offset: u64,
+        /// Bytes.
+        length: u64,
+        /// Durable before the reply.
+        fua: bool,
+    },
+    /// The range will be read soon. A hint: doing nothing, or a part, is a success.
+    Cache {
+        /// First byte.
+        offset: u64,
+        /// Bytes.
+        length: u64,
+    },
+    /// The range reads as zeroes afterwards.
+    WriteZeroes {
+        /// First byte.
+        offset: u64,
+        /// Bytes.
+        length: u64,
+        /// Durable before the reply.
+        fua: bool,
+        /// Leave the range allocated.
+        no_hole: bool,
+        /// Fail with [`Errno::NotSup`] rather than take as long as writing.
+        fast: bool,
+    },
+    /// Describe a range for each of the query's contexts, in one chunk a context.
+    BlockStatus(StatusQuery),
+    /// Block status of the contexts that the payload names: read `payload` bytes, then [`status_payload`].
+    BlockStatusPayload {
+        /// First byte.
+        offset: u64,
+        /// Bytes that follow the header; at most 8 and 4 for each of the session's contexts.
+        payload: u32,
+        /// One extent a context.
+        one: bool,
+    },
+    /// A range of no bytes: answer success ([`super::Replier::success`]), touch nothing.
+    Nothing,
+}
+
+impl Command {
+    /// Bytes that follow the header and belong to this request.
+    pub const fn payload_bytes(self) -> u32 {
+        match self {
+            Self::Write { length, .. } => length,
+            Self::BlockStatusPayload { payload, .. } => payload,
+            _ => 0,
+        }
+    }
+}
+
+/// What a BLOCK_STATUS asks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct StatusQuery {
+    /// First byte.
+    pub offset: u64,
+    /// Bytes; a hint, unless `one`.
+    pub length: u64,
+    /// One extent a context, no longer than `length`.
+    pub one: bool,
+    /// At least one context.
+    pub contexts: MetaContexts,
+}
+
+/// A request that was accepted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Request {
+    /// What its replies carry.
+    pub tag: Tag,
+    /// What to do.
+    pub command: Command,
+}
+
+/// A request that was refused; the connection goes on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Refused {
+    /// What its reply carries.
+    pub tag: Tag,
+    /// The error to answer.
+    pub errno: Errno,
+    /// The reason, for a person; goes into the reply where it can carry a message.
+    pub why: &'static str,
+    /// Bytes after the header to drop.
+    pub skip: u32,
+}
+
+/// A request after which the stream makes no sense.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Breach {
+    /// The header does not start as one.
+    #[error("request magic {0:#010x}: the client is out of step")]
+    Magic(u32),
+    /// More payload than it is sensible to skip.
+    #[error("payload of {0} bytes: too many to skip")]
+    Payload(u64),
+}
+
+/// The outcome of [`parse`]. Where it is a request or a refusal, the session's header length is consumed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Parsed {
+    /// Fewer bytes than a header has.
+    Incomplete,
+    /// Carry it out.
+    Request(Request),
+    /// Answer the error, skip the payload.
+    Refused(Refused),
+    /// Close the connection ("Terminating the transmission phase").
+    Close(Breach),
+}
+
+/// The fields of either header.
+struct Header {
+    magic: u32,
+    flags: u16,
+    kind: u16,
+    tag: Tag,
+    length: u64,
+    /// The length is that of a payload behind the header, not of a range.
+    has_payload: bool,
+}
+
+impl Header {
+    fn read(input: &[u8], style: ReplyStyle) -> Option<Self> {
+        let mut fields = Fields::new(input);
+        let (magic, flags, kind) = (fields.u32()?, fields.u16()?, fields.u16()?);
+        let tag = Tag { cookie: fields.u64()?, offset: fields.u64()? };
+        let (length, has_payload) = match style {
+            ReplyStyle::Extended => (fields.u64()?, flags & cmd_flag::PAYLOAD_LEN != 0),
+            ReplyStyle::Simple | ReplyStyle::Structured => (u64::from(fields.u32()?), kind == cmd::WRITE),
+        };
+        Some(Self { magic, flags, kind, tag, length, has_payload })
+    }
+}
+
+type Refusal = (Errno, &'static str);
+
+/// Parses and validates the request at the start of `input`.
+///
+/// `size_bytes` is the export's size now. On anything but [`Parsed::Incomplete`] and [`Parsed::Close`] the first
+/// [`ReplyStyle::request_bytes`] of the input are consumed.
+pub fn parse(input: &[u8], session: &Session, size_bytes: u64) -> Parsed {
+    let Some(header) = Header::read(input, session.style) else { return Parsed::Incomplete };
+    let magic = match session.style {
+        ReplyStyle::Extended => proto::EXTENDED_REQUEST_MAGIC,
+        ReplyStyle::Simple | ReplyStyle::Structured => proto::REQUEST_MAGIC,
+    };
+    if header.magic != magic {
+        return Parsed::Close(Breach::Magic(header.magic));
+    }
+    let tag = header.tag;
+    if header.kind == cmd::DISC {
+        return Parsed::Request(Request { tag, command: Command::Disconnect });
+    }
+    let payload = if header.has_payload { header.length } else { 0 };
+    // Up to 32 MiB "SHOULD NOT be considered a denial of service attack, even if that length is larger than the
+    // advertised maximum payload size": such a payload is skipped, a longer one ends the connection.
+    let most = session.maximum_payload.max(proto::DEFAULT_MAX_PAYLOAD);
+    let skip = match u32::try_from(payload) {
+        Ok(payload) if payload <= most => payload,
+        _ => return Parsed::Close(Breach::Payload(payload)),
+    };
+    match check(&header, session, size_bytes) {
+        Ok(command) => Parsed::Request(Request { tag, command }),
+        Err((errno, why)) => Parsed::Refused(Refused { tag, errno, why, skip }),
+    }
+}
+
+fn check(header: &Header, session: &Session, size_bytes: u64) -> Result<Command, Refusal> {
+    check_flags(header, session)?;
+    let range = Range { offset: header.tag.offset, length: header.length, size_bytes, session };
+    let fua = header.flags & cmd_flag::FUA != 0;
+    match header.kind {
+        cmd::READ => read(header, &range),
+        cmd::WRITE => write(header, &range, fua),
+        cmd::FLUSH => flush(header, session),
+        cmd::TRIM => {
+            writable(session)?;
+            offered(session, export_flag::SEND_TRIM, "this export does not offer TRIM")?;
+            range.inside(Errno::Inval)?;
+            Ok(range.or_nothing(Command::Trim { offset: range.offset, length: range.length, fua }))
+        }
+        cmd::CACHE => {
+            offered(session, export_flag::SEND_CACHE, "this export does not offer CACHE")?;
+            range.inside(Errno::Inval)?;
+            Ok(range.or_nothing(Command::Cache { offset: range.offset, length: range.length }))
+        }
+        cmd::WRITE_ZEROES => write_zeroes(header, &range, fua),
+        cmd::BLOCK_STATUS => block_status(header, &range),
+        _ => Err((Errno::Inval, "unknown command")),
+    }
+}
+
+/// Flags that are unknown, not offered, or not of this command ("Error values": all of them EINVAL).
+fn check_flags(header: &Header, session: &Session) -> Result<(), Refusal> {
+    let when = |flag, offered| if session.offers(offered) { flag } else { 0 };
+    let of_command = match header.kind {
+        cmd::READ => when(cmd_flag::DF, export_flag::SEND_DF),
+        cmd::WRITE if session.style == ReplyStyle::Extended => cmd_flag::PAYLOAD_LEN,
+        cmd::WRITE_ZEROES => cmd_flag::NO_HOLE | when(cmd_flag::FAST_ZERO, export_flag::SEND_FAST_ZERO),
+        cmd::BLOCK_STATUS => {
+            cmd_flag::REQ_ONE | when(cmd_flag::PAYLOAD_LEN, export_flag::BLOCK_STATUS_PAYLOAD)
+        }
+        _ => 0,
+    };
+    // Valid on every command once offered: existing clients set it on reads too.
+    let allowed = of_command | when(cmd_flag::FUA, export_flag::SEND_FUA);
+    if header.flags & !allowed != 0 {
+        return Err((
+            Errno::Inval,
+            "a command flag is unknown, was not offered, or does not belong to this command",
+        ));
+    }
+    Ok(())
+}
+
+fn writable(session: &Session) -> Result<(), Refusal> {
+    if session.offers(export_flag::READ_ONLY) {
+        return Err((Errno::Perm, "the export is read-only"));
+    }
+    Ok(())
+}
+
+fn offered(session: &Session, flag: u16, why: &'static str) -> Result<(), Refusal> {
+    if session.offers(flag) { Ok(()) } else { Err((Errno::Inval, why)) }
+}
+
+/// What a request is about, against the export.
+struct Range<'a> {
+    offset: u64,
+    length: u64,
+    size_bytes: u64,
+    session: &'a Session,
+}
+
+impl Range<'_> {
+    /// Inside the export and aligned; `beyond` is the error for a range past the end.
+    fn inside(&self, beyond: Errno) -> Result<(), Refusal> {
+        let end = self.offset.checked_add(self.length);
+        if end.is_none_or(|end| end > self.size_bytes) {
+            return Err((beyond, "the range ends beyond the export"));
+        }
+        // A power of two of at least 1.
+        let mask = u64::from(self.session.minimum_block) - 1;
+        if (self.offset | self.length) & mask != 0 {
+            return Err((Errno::Inval, "offset or length is not a multiple of the minimum block size"));
+        }
+        Ok(())
+    }
+
+    /// The length of a READ or WRITE, if the payload may be that long.
+    fn payload(&self, too_long: Errno) -> Result<u32, Refusal> {
+        match u32::try_from(self.length) {
+            Ok(length) if length <= self.session.maximum_payload => Ok(length),
+            _ => Err((too_long, "the length exceeds the maximum payload size")),
+        }
+    }
+
+    fn or_nothing(&self, command: Command) -> Command {
+        if self.length == 0 { Command::Nothing } else { command }
+    }
+}
+
+fn read(header: &Header, range: &Range<'_>) -> Result<Command, Refusal> {
+    // EOVERFLOW is for clients that understand chunks (READ, "Structured replies"); others expect EINVAL.
+    let too_long = if range.session.style.has_chunks() { Errno::Overflow } else { Errno::Inval };
+    let length = range.payload(too_long)?;
+    range.inside(Errno::Inval)?;
+    let dont_fragment = header.flags & cmd_flag::DF != 0;
+    Ok(range.or_nothing(Command::Read { offset: range.offset, length, dont_fragment }))
+}
+
+fn write(header: &Header, range: &Range<'_>, fua: bool) -> Result<Command, Refusal> {
+    if !header.has_payload {
+        return Err((Errno::Inval, "a WRITE with extended headers needs the PAYLOAD_LEN flag"));
+    }
+    writable(range.session)?;
+    let length = range.payload(Errno::Inval)?;
+    range.inside(Errno::NoSpc)?;
+    Ok(range.or_nothing(Command::Write { offset: range.offset, length, fua }))
+}
+
+fn flush(header: &Header, session: &Session) -> Result<Command, Refusal> {
+    offered(session, export_flag::SEND_FLUSH, "this export does not offer FLUSH")?;
+    if header.length != 0 || header.tag.offset != 0 {
+        return Err((Errno::Inval, "offset and length of a FLUSH must be zero"));
+    }
+    Ok(Command::Flush)
+}
+
+fn write_zeroes(header: &Header, range: &Range<'_>, fua: bool) -> Result<Command, Refusal> {
+    writable(range.session)?;
+    offered(range.session, export_flag::SEND_WRITE_ZEROES, "this export does not offer WRITE_ZEROES")?;
+    range.inside(Errno::NoSpc)?;
+    Ok(range.or_nothing(Command::WriteZeroes {
+        offset: range.offset,
+        length: range.length,
+        fua,
+        no_hole: header.flags & cmd_flag::NO_HOLE != 0,
+        fast: header.flags & cmd_flag::FAST_ZERO != 0,
+    }))
+}
+
+fn block_status(header: &Header, range: &Range<'_>) -> Result<Command, Refusal> {
+    let contexts = range.session.contexts;
+    if contexts.is_empty() {
+        return Err((Errno::Inval, "BLOCK_STATUS needs a metadata context selected during the handshake"));
+    }
+    let one = header.flags & cmd_flag::REQ_ONE != 0;
+    if header.has_payload {
+        let wrong = (Errno::Inval, "the BLOCK_STATUS payload is not a length and one to all of the contexts");
+        let payload = u32::try_from(header.length).map_err(|_| wrong)?;
+        // More contexts than were selected can only be repeated or unknown: no need to read them to refuse.
+        let most = 8 + 4 * contexts.len() as u32;
+        if !(12..=most).contains(&payload) || !payload.is_multiple_of(4) {
+            return Err(wrong);
+        }
+        return Ok(Command::BlockStatusPayload { offset: range.offset, payload, one });
+    }
+    status_of(range, one, contexts)
+}
+
+fn status_of(range: &Range<'_>, one: bool, contexts: MetaContexts) -> Result<Command, Refusal> {
+    if range.length == 0 {
+        return Err((Errno::Inval, "BLOCK_STATUS of no bytes has no answer"));
+    }
+    range.inside(Errno::Inval)?;
+    Ok(Command::BlockStatus(StatusQuery { offset: range.offset, length: range.length, one, contexts }))
+}
+
+/// Reads the payload of a [`Command::BlockStatusPayload`] and returns the [`Command::BlockStatus`] it stands for.
+///
+/// The payload is consumed either way. Refused are lengths that do not add up, contexts that are repeated or were
+/// not selected, and whatever a block status without payload is refused for.
+pub fn status_payload(
+    payload: &[u8],
+    tag: Tag,
+    one: bool,
+    session: &Session,
+    size_bytes: u64,
+) -> Result<Command, Refused> {
+    selected(payload, session)
+        .and_then(|(length, contexts)| {
+            status_of(&Range { offset: tag.offset, length, size_bytes, session }, one, contexts)
+        })
+        .map_err(|(errno, why)| Refused { tag, errno, why, skip: 0 })
+}
+
+fn selected(payload: &[u8], session: &Session) -> Result<(u64, MetaContexts), Refusal> {
+    let wrong = (Errno::Inval, "a context of the BLOCK_STATUS payload is repeated or was not selected");
+    let mut fields = Fields::new(payload);
+    let length = fields.u64().ok_or(wrong)?;
+    let mut contexts = MetaContexts::NONE;
+    while !fields.is_empty() {
+        let context = fields.u32().and_then(MetaContext::from_id).ok_or(wrong)?;
+        if !session.contexts.contains(context) || !contexts.insert(context) {
+            return Err(wrong);
+        }
+    }
+    if contexts.is_empty() { Err(wrong) } else { Ok((length, contexts)) }
+}

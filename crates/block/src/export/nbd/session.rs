@@ -1,0 +1,70 @@
+//! What a finished handshake agreed on: all that parsing requests and writing replies needs to know.
+//!
+//! A session is a small copyable value and never changes; the one thing about an export that may change under it,
+//! its size, is passed with each request instead.
+
+use super::context::MetaContexts;
+use super::proto;
+
+/// Which headers the two sides use.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ReplyStyle {
+    /// Nothing was negotiated: 28-byte requests, 16-byte replies.
+    Simple,
+    /// STRUCTURED_REPLY: 28-byte requests, replies in chunks.
+    Structured,
+    /// EXTENDED_HEADERS: 32-byte requests and reply chunks, 64-bit lengths.
+    Extended,
+}
+
+impl ReplyStyle {
+    /// Bytes of a request's header.
+    pub const fn request_bytes(self) -> usize {
+        match self {
+            Self::Simple | Self::Structured => proto::REQUEST_BYTES,
+            Self::Extended => proto::EXTENDED_REQUEST_BYTES,
+        }
+    }
+
+    /// Whether replies come in chunks, which holes, block status and error messages need.
+    pub const fn has_chunks(self) -> bool {
+        !matches!(self, Self::Simple)
+    }
+}
+
+/// The transmission phase's terms.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Session {
+    /// The export, as [`super::Exports::find`] named it.
+    pub export: usize,
+    /// The headers both sides use.
+    pub style: ReplyStyle,
+    /// The transmission flags the client was told ([`proto::export_flag`]); what they do not offer is refused.
+    pub flags: u16,
+    /// The metadata contexts BLOCK_STATUS may ask for.
+    pub contexts: MetaContexts,
+    /// Whether the client asked for the block sizes with GO, which binds it to them ("Size constraints").
+    pub sizes_acknowledged: bool,
+    /// Offsets and lengths must be multiples of this many bytes; 1 unless the client acknowledged the sizes.
+    pub minimum_block: u32,
+    /// Longest payload of a READ or WRITE, in bytes.
+    pub maximum_payload: u32,
+}
+
+impl Session {
+    /// Whether the client was told of this [`proto::export_flag`].
+    pub const fn offers(&self, flag: u16) -> bool {
+        self.flags & flag != 0
+    }
+}
+
+/// What identifies a request in its replies.
+///
+/// The cookie is the client's and opaque; the offset is repeated in extended headers, as the client sent it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Tag {
+    /// The client's cookie.
+    pub cookie: u64,
+    /// The request header's offset field.
+    pub offset: u64,
+}

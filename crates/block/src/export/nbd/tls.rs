@@ -1,0 +1,175 @@
+//! One connection's TLS as a value: ciphertext in, ciphertext out, plaintext on the other side. No socket.
+//!
+//! ```text
+//!   socket ──► feed ──►┌─────────┐──► read ──► handshake, requests
+//!                      │ OpenSSL │
+//!   socket ◄─ outgoing └─────────┘◄── write ◄─ replies
+//! ```
+//!
+//! OpenSSL runs over two queues in memory and reports that it would block where one is empty. Both are bounded, so
+//! a peer that sends without reading, or reads without sending, costs a few records and no more.
+//!
+//! Never sees a file or a key: those are `credentials`'.
+
+use super::credentials::TlsError;
+use openssl::ssl::{ErrorCode, Ssl, SslContext, SslStream};
+use std::io;
+
+/// Ciphertext that is kept in each direction, in bytes: four records of the largest size (RFC 8446 §5.2).
+const MAX_QUEUE_BYTES: usize = 4 * RECORD_BYTES;
+/// The largest TLS record with its overhead.
+const RECORD_BYTES: usize = (16 << 10) + 512;
+/// Plaintext that is encrypted in one call: one record.
+const MAX_WRITE_BYTES: usize = 16 << 10;
+
+/// Bytes waiting to be taken from the front.
+#[derive(Debug, Default)]
+struct Queue {
+    bytes: Vec<u8>,
+    start: usize,
+}
+
+impl Queue {
+    fn waiting(&self) -> &[u8] {
+        &self.bytes[self.start..]
+    }
+
+    fn push(&mut self, bytes: &[u8]) {
+        if self.start > 0 && self.bytes.len() + bytes.len() > self.bytes.capacity() {
+            self.bytes.drain(..self.start);
+            self.start = 0;
+        }
+        self.bytes.extend_from_slice(bytes);
+    }
+
+    fn drop_front(&mut self, count: usize) {
+        self.start += count.min(self.bytes.len() - self.start);
+        if self.start == self.bytes.len() {
+            self.bytes.clear();
+            self.start = 0;
+        }
+    }
+}
+
+/// What OpenSSL takes for its socket.
+#[derive(Debug, Default)]
+struct Wire {
+    incoming: Queue,
+    outgoing: Queue,
+}
+
+impl io::Read for Wire {
+    fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
+        let waiting = self.incoming.waiting();
+        let count = waiting.len().min(into.len());
+        if count == 0 {
+            return Err(io::ErrorKind::WouldBlock.into());
+        }
+        into[..count].copy_from_slice(&waiting[..count]);
+        self.incoming.drop_front(count);
+        Ok(count)
+    }
+}
+
+impl io::Write for Wire {
+    /// Takes everything: the bound is kept by [`TlsStream::write`], because a write OpenSSL could not finish would
+    /// have to be repeated with the same bytes.
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.outgoing.push(bytes);
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+/// What [`TlsStream::read`] found.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum TlsRead {
+    /// So many bytes of plaintext, at least 1.
+    Bytes(usize),
+    /// Feed more ciphertext first.
+    NeedInput,
+    /// The peer said that it sends nothing more. A connection that ends without it was cut.
+    Closed,
+}
+
+/// The server's side of one TLS connection.
+///
+/// After each call that is not [`TlsStream::feed`] there may be ciphertext to send ([`TlsStream::outgoing`]), also
+/// after a failure: the alert that tells the peer why.
+#[derive(Debug)]
+pub struct TlsStream {
+    stream: SslStream<Wire>,
+}
+
+impl TlsStream {
+    pub(super) fn new(context: &SslContext) -> Result<Self, TlsError> {
+        Ok(Self { stream: SslStream::new(Ssl::new(context)?, Wire::default())? })
+    }
+
+    /// Takes ciphertext that arrived and returns how much of it: less than all once reading lags behind.
+    pub fn feed(&mut self, ciphertext: &[u8]) -> usize {
+        let incoming = &mut self.stream.get_mut().incoming;
+        let count = ciphertext.len().min(MAX_QUEUE_BYTES.saturating_sub(incoming.waiting().len()));
+        incoming.push(&ciphertext[..count]);
+        count
+    }
+
+    /// Ciphertext to send; tell [`TlsStream::sent`] how much of it went out.
+    pub fn outgoing(&self) -> &[u8] {
+        self.stream.get_ref().outgoing.waiting()
+    }
+
+    /// So many bytes of [`TlsStream::outgoing`] were sent.
+    pub fn sent(&mut self, count: usize) {
+        self.stream.get_mut().outgoing.drop_front(count);
+    }
+
+    /// Goes on with the TLS handshake: true once it is complete, false where it needs more input.
+    ///
+    /// An error is final ("the server MUST terminate the session"): send what is outgoing and close.
+    pub fn handshake(&mut self) -> Result<bool, TlsError> {
+        match self.stream.accept() {
+            Ok(()) => Ok(true),
+            Err(error) if error.code() == ErrorCode::WANT_READ => Ok(false),
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    /// Decrypts into `plaintext`, which is not empty. Call it until it needs input: one feed may hold many records.
+    pub fn read(&mut self, plaintext: &mut [u8]) -> Result<TlsRead, TlsError> {
+        // Reading may answer (alerts, key updates). A peer that makes it answer without taking the answers waits.
+        if self.outgoing().len() > 2 * MAX_QUEUE_BYTES {
+            return Err(TlsError::Limit("the client sends, but takes no answers"));
+        }
+        match self.stream.ssl_read(plaintext) {
+            Ok(0) => Ok(TlsRead::NeedInput),
+            Ok(count) => Ok(TlsRead::Bytes(count)),
+            Err(error) => match error.code() {
+                ErrorCode::WANT_READ => Ok(TlsRead::NeedInput),
+                ErrorCode::ZERO_RETURN => Ok(TlsRead::Closed),
+                _ => Err(error.into()),
+            },
+        }
+    }
+
+    /// Encrypts from the front of `plaintext` and returns how much of it.
+    ///
+    /// Zero, for a `plaintext` that is not empty, means that what is outgoing has to be sent first.
+    pub fn write(&mut self, plaintext: &[u8]) -> Result<usize, TlsError> {
+        let mut written = 0;
+        while written < plaintext.len() && self.outgoing().len() < MAX_QUEUE_BYTES {
+            let rest = &plaintext[written..];
+            written += self.stream.ssl_write(&rest[..rest.len().min(MAX_WRITE_BYTES)])?;
+        }
+        Ok(written)
+    }
+
+    /// Tells the peer that nothing more comes; send what is outgoing, then close the socket.
+    pub fn close(&mut self) {
+        // A failure means the connection is beyond a farewell, and it is being closed anyway.
+        let _ = self.stream.shutdown();
+    }
+}

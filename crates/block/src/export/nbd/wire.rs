@@ -1,0 +1,92 @@
+//! Reading big-endian fields off a slice that may end too early.
+//!
+//! Each read takes what it returns and is `None` where the slice is too short, so that a parser is a chain of `?`.
+//! Never allocates: lengths a client announces are only ever compared with bytes that arrived.
+
+use super::proto::MAX_STRING_BYTES;
+
+/// The part of a message that was not read yet.
+#[derive(Clone, Copy)]
+pub(super) struct Fields<'a>(&'a [u8]);
+
+impl<'a> Fields<'a> {
+    pub(super) fn new(bytes: &'a [u8]) -> Self {
+        Self(bytes)
+    }
+
+    fn array<const N: usize>(&mut self) -> Option<[u8; N]> {
+        let (head, rest) = self.0.split_first_chunk()?;
+        self.0 = rest;
+        Some(*head)
+    }
+
+    pub(super) fn u16(&mut self) -> Option<u16> {
+        self.array().map(u16::from_be_bytes)
+    }
+
+    pub(super) fn u32(&mut self) -> Option<u32> {
+        self.array().map(u32::from_be_bytes)
+    }
+
+    pub(super) fn u64(&mut self) -> Option<u64> {
+        self.array().map(u64::from_be_bytes)
+    }
+
+    /// A 32-bit length and as many bytes of a string ("Conventions": UTF-8, no NUL, at most 4096 bytes).
+    pub(super) fn string(&mut self) -> Option<&'a str> {
+        let length = usize::try_from(self.u32()?).ok()?;
+        let (head, rest) = self.0.split_at_checked(length)?;
+        self.0 = rest;
+        string(head)
+    }
+
+    pub(super) fn is_empty(self) -> bool {
+        self.0.is_empty()
+    }
+}
+
+/// The bytes as one of the protocol's strings, if they are one.
+pub(super) fn string(bytes: &[u8]) -> Option<&str> {
+    if bytes.len() > MAX_STRING_BYTES || bytes.contains(&0) {
+        return None;
+    }
+    std::str::from_utf8(bytes).ok()
+}
+
+/// As much of `text` as a string of the protocol may hold, cut between characters.
+pub(super) fn clip(text: &str) -> &str {
+    let mut end = text.len().min(MAX_STRING_BYTES);
+    while !text.is_char_boundary(end) {
+        end -= 1;
+    }
+    &text[..end]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_string_longer_than_its_message_is_none() {
+        assert_eq!(Fields::new(b"\0\0\0\x03ab").string(), None);
+        assert_eq!(Fields::new(b"\0\0\0\x02ab").string(), Some("ab"));
+        assert_eq!(Fields::new(b"\xff\xff\xff\xffab").string(), None);
+    }
+
+    #[test]
+    fn strings_are_utf8_without_nul_and_at_most_4096_bytes() {
+        assert_eq!(string(b"a\0b"), None);
+        assert_eq!(string(b"\xff"), None);
+        assert!(string(&[b'a'; 4096]).is_some());
+        assert!(string(&[b'a'; 4097]).is_none());
+    }
+
+    #[test]
+    fn clipping_keeps_characters_whole() {
+        let long = "é".repeat(2049);
+        assert_eq!(clip(&long).len(), 4096);
+        let odd = format!("a{long}");
+        assert_eq!(clip(&odd).len(), 4095);
+        assert_eq!(clip("short"), "short");
+    }
+}

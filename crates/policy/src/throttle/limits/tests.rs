@@ -1,0 +1,178 @@
+//! Names, ranges and rules of the settings, each rule with the numbers of QEMU's own tests and its message.
+
+use super::*;
+use alloc::string::ToString;
+
+fn limits(settings: &[(&str, u64)]) -> Limits {
+    let mut limits = Limits::default();
+    for (name, value) in settings {
+        limits.set(Setting::from_name(name).unwrap(), *value).unwrap();
+    }
+    limits
+}
+
+fn refused(settings: &[(&str, u64)]) -> alloc::string::String {
+    limits(settings).validate().unwrap_err().to_string()
+}
+
+fn valid(settings: &[(&str, u64)]) -> bool {
+    limits(settings).validate().is_ok()
+}
+
+/// A burst given as QEMU's own tests give it, past the range that a name accepts.
+fn burst(rate: u64, burst_rate: u64, burst_length_s: u64) -> Result<(), Rule> {
+    let mut limits = Limits::default();
+    *limits.limit_mut(IopsRead) = Limit { rate, burst_rate, burst_length_s };
+    limits.validate().map_err(|invalid| invalid.rule)
+}
+
+#[test]
+fn every_setting_is_found_by_its_name_and_keeps_its_own_value() {
+    let mut limits = Limits::default();
+    for (value, setting) in (1..).zip(Setting::ALL) {
+        assert_eq!(Setting::from_name(setting.name()), Some(setting));
+        limits.set(setting, value).unwrap();
+    }
+    for (value, setting) in (1..).zip(Setting::ALL) {
+        assert_eq!(limits.get(setting), value, "{setting}");
+    }
+    assert_eq!(Setting::from_name("iops"), None);
+    assert_eq!(Setting::from_name("iops-total-max-length").unwrap(), Of(IopsTotal, BurstLength));
+}
+
+#[test]
+fn sizes_are_bytes_and_lengths_are_not() {
+    let sizes = Setting::ALL.iter().filter(|setting| setting.is_size()).count();
+    assert_eq!(sizes, 7, "rate and burst rate of three limits, and iops-size");
+    assert!(!Of(BpsRead, BurstLength).is_size());
+}
+
+#[test]
+fn defaults_limit_nothing() {
+    let limits = Limits::default();
+    assert!(limits.is_unlimited());
+    assert_eq!(limits.validate(), Ok(()));
+    for setting in Setting::ALL {
+        let expected = u64::from(matches!(setting, Of(_, BurstLength)));
+        assert_eq!(limits.get(setting), expected, "{setting}");
+    }
+}
+
+#[test]
+fn one_rate_is_enough_to_limit() {
+    for kind in LimitKind::ALL {
+        let mut limits = Limits::default();
+        limits.set(Of(kind, Rate), 1).unwrap();
+        assert!(!limits.is_unlimited());
+        assert_eq!(limits.validate(), Ok(()));
+    }
+}
+
+#[test]
+fn total_excludes_read_and_write_of_the_same_kind() {
+    for kind in ["bps", "iops"] {
+        for max in ["", "-max"] {
+            let name = |scope| alloc::format!("{kind}-{scope}{max}");
+            let (total, read, write) = (name("total"), name("read"), name("write"));
+            for others in [&[&read][..], &[&write], &[&read, &write]] {
+                let mut settings = alloc::vec![(total.as_str(), 9)];
+                settings.extend(others.iter().map(|other| (other.as_str(), 5)));
+                assert_eq!(
+                    refused(&settings),
+                    alloc::format!(
+                        "{total} (9) and {} (5) cannot be set together; \
+                         use either the total or read and write",
+                        others[0]
+                    )
+                );
+            }
+        }
+    }
+    assert!(valid(&[("bps-total", 9), ("iops-read", 5), ("iops-write", 5)]), "different kinds go together");
+}
+
+#[test]
+fn iops_size_needs_an_iops_limit() {
+    assert_eq!(
+        refused(&[("iops-size", 4096)]),
+        "iops-size (4096) has no limit to apply to; it needs iops-total, iops-read or iops-write"
+    );
+    assert!(!valid(&[("iops-size", 4096), ("bps-total", 10)]));
+    for iops in ["iops-total", "iops-read", "iops-write"] {
+        assert!(valid(&[("iops-size", 4096), (iops, 10)]));
+    }
+}
+
+#[test]
+fn values_go_up_to_ten_to_the_fifteenth() {
+    assert_eq!(burst(MAX_VALUE, 0, 1), Ok(()));
+    assert_eq!(burst(MAX_VALUE + 1, 0, 1), Err(Rule::AtMost(MAX_VALUE)));
+    assert_eq!(burst(1, MAX_VALUE, 1), Ok(()));
+    assert_eq!(burst(1, MAX_VALUE + 1, 1), Err(Rule::AtMost(MAX_VALUE)));
+    let mut limits = limits(&[("iops-total", 1)]);
+    limits.iops_size = MAX_VALUE + 1;
+    assert_eq!(limits.validate().unwrap_err().rule, Rule::AtMost(MAX_VALUE));
+}
+
+#[test]
+fn setting_too_large_a_value_is_refused_and_changes_nothing() {
+    for setting in Setting::ALL {
+        let mut limits = Limits::default();
+        assert_eq!(limits.set(setting, setting.maximum()), Ok(()));
+        let before = limits;
+        let error = limits.set(setting, setting.maximum() + 1).unwrap_err();
+        assert_eq!(
+            error.to_string(),
+            alloc::format!(
+                "{setting} ({}) is too large; it may be {} at most",
+                setting.maximum() + 1,
+                setting.maximum()
+            )
+        );
+        assert_eq!(limits, before);
+    }
+}
+
+#[test]
+fn burst_length_is_at_least_one_and_needs_a_burst_rate() {
+    assert_eq!(burst(10, 20, 0), Err(Rule::AtLeastOneSecond));
+    assert_eq!(burst(10, 0, 0), Err(Rule::AtLeastOneSecond));
+    assert_eq!(
+        refused(&[("bps-write", 1), ("bps-write-max", 1), ("bps-write-max-length", 0)]),
+        "bps-write-max-length (0) is too short; a burst length must be at least 1 second"
+    );
+    assert_eq!(burst(10, 0, 1), Ok(()));
+    assert_eq!(burst(10, 0, 2), Err(Rule::Needs(Of(IopsRead, BurstRate))));
+    assert_eq!(
+        refused(&[("iops-total", 100), ("iops-total-max-length", 60)]),
+        "iops-total-max-length (60) is set without iops-total-max; set iops-total-max too"
+    );
+}
+
+#[test]
+fn burst_is_at_most_ten_to_the_fifteenth_units() {
+    assert_eq!(burst(1, 2, MAX_VALUE / 2), Ok(()));
+    assert_eq!(burst(1, 3, MAX_VALUE / 2), Err(Rule::BurstTooLarge(Of(IopsRead, BurstRate), 3)));
+    assert_eq!(
+        refused(&[("bps-total", 1), ("bps-total-max", 1_000_000_000_000), ("bps-total-max-length", 1001)]),
+        "bps-total-max-length (1001) is too long for bps-total-max (1000000000000); \
+         their product may be 1000000000000000 at most"
+    );
+}
+
+#[test]
+fn burst_rate_needs_a_rate_and_is_not_below_it() {
+    assert_eq!(burst(0, 100, 1), Err(Rule::Needs(Of(IopsRead, Rate))));
+    assert_eq!(burst(0, 0, 1), Ok(()));
+    assert_eq!(burst(100, 0, 1), Ok(()));
+    assert_eq!(burst(100, 30, 1), Err(Rule::AtLeastRate(Of(IopsRead, Rate), 100)));
+    assert_eq!(burst(100, 100, 1), Ok(()));
+    assert_eq!(
+        refused(&[("iops-total", 1000), ("iops-total-max", 500)]),
+        "iops-total-max (500) is below iops-total (1000); a burst rate must be at least the rate"
+    );
+    assert_eq!(
+        refused(&[("iops-total-max", 500)]),
+        "iops-total-max (500) is set without iops-total; set iops-total too"
+    );
+}
