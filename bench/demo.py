@@ -21,7 +21,7 @@ from pathlib import Path
 
 import chart
 import servers
-from loads import LoadFailed, Random, fio_argv, over_nbd
+from loads import LoadFailed, Load, fio_argv, over_nbd
 
 ROOT = Path(__file__).resolve().parent.parent
 TARGET = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target"))
@@ -70,7 +70,7 @@ def write_image(path):
 
 def drive(uri, directory):
     """Runs fio to its end, showing each second; gives the milliseconds at which requests completed."""
-    load = Random("randread", 32)
+    load = Load("randread", 32)
     argv = [
         *fio_argv(load, over_nbd(uri), SECONDS),
         "--disable_clat=1", "--disable_slat=1", f"--write_lat_log={directory}/log",

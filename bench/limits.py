@@ -9,7 +9,7 @@ The limit's own arithmetic is tested in virtual time, exactly, beside its code; 
 
 import loads
 import servers
-from loads import Random
+from loads import Load
 from results import Within
 from rows import WEIR, Row
 
@@ -30,7 +30,7 @@ def passed_per_second(times_ms, skip_ms, window_ms):
 
 def _row(name, option, asked, depth, block_bytes=4096):
     per_request = block_bytes if option.startswith("--bps") else 1
-    load = Random("randread", depth, block_bytes=block_bytes)
+    load = Load("randread", depth, block_bytes=block_bytes)
 
     def contenders(setup, _stack):
         def sample():

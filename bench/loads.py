@@ -2,8 +2,8 @@
 
 Why only other people's clients: the numbers must be ones that anybody can repeat without us.
 
-A sample is a dictionary of what one run showed: `iops` and `requests` of a random load, `bytes_per_s` of a
-copy. Never starts a server; never compares samples.
+A sample is a dictionary of what one run showed: `iops`, `bytes_per_s` and `requests` of a load, `bytes_per_s` of
+a copy. Never starts a server; never compares samples.
 """
 
 import json
@@ -19,8 +19,8 @@ class LoadFailed(Exception):
 
 
 @dataclass(frozen=True)
-class Random:
-    """A random load of fio's; `kind` is `randread`, `randwrite` or `randrw`."""
+class Load:
+    """A load of fio's; `kind` is its `--rw`: `randread`, `randwrite`, `read`."""
 
     kind: str
     depth: int
@@ -64,18 +64,22 @@ def on_file(path):
 
 
 def fio(load, where, seconds):
-    """Runs a random load and counts what completed."""
+    """Runs a load and counts what completed."""
     out = run([*fio_argv(load, where, seconds), "--output-format=json"], seconds + 60)
     job = json.loads(out[out.index("{") :])["jobs"][0]
     both = [job["read"], job["write"]]
     requests = sum(way["total_ios"] for way in both)
     if job["error"] != 0 or requests == 0:
         raise LoadFailed(f"fio: {requests} requests completed, error {job['error']} on {where[-1]}")
-    return {"iops": sum(way["iops"] for way in both), "requests": requests}
+    return {
+        "iops": sum(way["iops"] for way in both),
+        "bytes_per_s": sum(way["bw_bytes"] for way in both),
+        "requests": requests,
+    }
 
 
 def completions(load, where, seconds):
-    """Runs a random load and gives the time of every completion, in milliseconds from its start."""
+    """Runs a load and gives the time of every completion, in milliseconds from its start."""
     with tempfile.TemporaryDirectory(prefix="weir-bench.") as directory:
         logs = ["--disable_clat=1", "--disable_slat=1", f"--write_lat_log={directory}/log"]
         run([*fio_argv(load, where, seconds), *logs], seconds + 60)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import loads
 import servers
-from loads import Random
+from loads import Load
 from results import Cheaper, Faster
 
 WEIR = "weir"
@@ -22,6 +22,8 @@ NBDKIT_FILE = ("nbdkit file",)
 NBDKIT_MEMORY = ("nbdkit memory", "nbdkit -t 1")
 # A part of the limit that is enough where the peers are themselves close to it.
 NEAR_DIRECT = (0.80, DIRECT)
+# nbdcopy's own defaults: requests of 256 KiB, 64 in flight.
+NBDCOPY_LOAD = Load("read", 64, block_bytes=256 * 1024)
 # Rates no disk reaches: every request is accounted and none waits.
 OUT_OF_REACH = ("--iops-total", "1000000000", "--bps-total", "100T")
 
@@ -146,12 +148,13 @@ def random_memory(load):
 
 
 def copy_file(setup, _stack):
-    """nbdcopy of the raw file out of every server."""
+    """nbdcopy of the raw file out of every server; the disk itself, read as nbdcopy would read it."""
 
     def use(server):
         return loads.nbdcopy_out(server.uri, setup.size_bytes)
 
-    return {name: on_file(setup, argv, use) for name, argv in file_servers(setup, "sequential").items()}
+    samples = {name: on_file(setup, argv, use) for name, argv in file_servers(setup, "sequential").items()}
+    return samples | {DIRECT: on_direct(setup, NBDCOPY_LOAD)}
 
 
 def copy_memory(setup, stack):
@@ -168,14 +171,14 @@ def connections(depth):
 
     def contenders(setup, _stack):
         def use(number):
-            load = Random("randread", depth, connections=number)
+            load = Load("randread", depth, connections=number)
             return lambda server: under_load(server, load, setup.seconds)
 
         argv = servers.weir_file(setup.program, setup.disk)
         return {
             "one": on_file(setup, argv, use(1)),
             "four": on_file(setup, argv, use(4)),
-            f"{DIRECT}, four": on_direct(setup, Random("randread", depth, connections=4)),
+            f"{DIRECT}, four": on_direct(setup, Load("randread", depth, connections=4)),
         }
 
     return contenders
@@ -183,7 +186,7 @@ def connections(depth):
 
 def unreached_limit(setup, stack):
     """weir's memory disk without a limit and with limits that never make a request wait."""
-    load = Random("randread", 32)
+    load = Load("randread", 32)
     image = f"memory:{setup.size_bytes}"
     running = {
         "no limit": in_memory(setup, stack, servers.weir(setup.program, image)),
@@ -202,12 +205,12 @@ def _at_depth_32(kind):
         Cheaper(WEIR, 0.5, QEMU),
     )
     title = f"4 KiB {kind}, depth 32, one connection, raw file, cache none"
-    return Row(f"file-{kind}-32", title, random_file(Random(kind, 32)), asked)
+    return Row(f"file-{kind}-32", title, random_file(Load(kind, 32)), asked)
 
 
 def _at_depth_1(kind):
     title = f"4 KiB {kind}, depth 1, one connection, raw file, cache none"
-    return Row(f"file-{kind}-1", title, random_file(Random(kind, 1)), (Faster(WEIR, 1.5, QEMU),))
+    return Row(f"file-{kind}-1", title, random_file(Load(kind, 1)), (Faster(WEIR, 1.5, QEMU),))
 
 
 ROWS = (
@@ -218,7 +221,7 @@ ROWS = (
     Row(
         "memory-randread-32",
         "4 KiB randread, depth 32, one connection, memory",
-        random_memory(Random("randread", 32)),
+        random_memory(Load("randread", 32)),
         (Faster(WEIR, 1.4, NBDKIT_MEMORY), Cheaper(WEIR, 0.5, NBDKIT_MEMORY)),
     ),
     Row(
