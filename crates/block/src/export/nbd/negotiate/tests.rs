@@ -429,8 +429,8 @@ fn contexts_after(sets: &[Vec<u8>], go: &str) -> MetaContexts {
 #[test]
 fn contexts_are_selected_by_full_name_for_one_export() {
     let allocation = queries("disk", &["base:allocation", "qemu:dirty-bitmap:b", "base:allocation"]);
-    assert!(contexts_after(&[allocation.clone()], "disk").contains(MetaContext::BaseAllocation));
-    assert!(contexts_after(&[allocation.clone()], "").is_empty(), "selected for another export");
+    assert!(contexts_after(std::slice::from_ref(&allocation), "disk").contains(MetaContext::BaseAllocation));
+    assert!(contexts_after(std::slice::from_ref(&allocation), "").is_empty(), "selected for another export");
     assert!(contexts_after(&[], "disk").is_empty());
     for nothing in [&["base:"][..], &[], &["x-y:z"]] {
         assert!(contexts_after(&[queries("disk", nothing)], "disk").is_empty(), "{nothing:?}");
