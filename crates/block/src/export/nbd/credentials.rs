@@ -98,19 +98,19 @@ impl TlsServer {
         let mut builder = builder()?;
         let chain_path = directory.join("server-cert.pem");
         let mut chain = certificates(&chain_path, "the server's certificate")?.into_iter();
+        let key_path = directory.join("server-key.pem");
+        let key = private_key(&key_path)?;
         if let Some(leaf) = chain.next() {
+            if !leaf.public_key()?.public_eq(&key) {
+                let why = format!("not the key of {} (exchange one of them)", chain_path.display());
+                return Err(TlsError::Content { path: key_path, why });
+            }
             builder.set_certificate(&leaf)?;
         }
         for intermediate in chain {
             builder.add_extra_chain_cert(intermediate)?;
         }
-        let key_path = directory.join("server-key.pem");
-        let key = private_key(&key_path)?;
         builder.set_private_key(&key)?;
-        builder.check_private_key().map_err(|_| TlsError::Content {
-            path: key_path,
-            why: format!("is not the key of {}", chain_path.display()),
-        })?;
         if verify_peer {
             verify_clients(&mut builder, directory)?;
         }

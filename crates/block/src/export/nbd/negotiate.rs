@@ -353,3 +353,6 @@ impl Handshake {
         Event::Replied
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -229,3 +229,6 @@ fn put_extents(wide: bool, query: &StatusQuery, most: usize, extents: &[Extent],
     }
     count
 }
+
+#[cfg(test)]
+mod tests;

@@ -412,3 +412,6 @@ fn selected(payload: &[u8], session: &Session) -> Result<(u64, MetaContexts), Re
     }
     if contexts.is_empty() { Err(wrong) } else { Ok((length, contexts)) }
 }
+
+#[cfg(test)]
+mod tests;

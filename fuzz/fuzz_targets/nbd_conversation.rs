@@ -1,0 +1,173 @@
+//! A whole connection: handshake, then requests with their payloads, answered from nothing.
+//!
+//! The first byte says how the client begins: with a handshake of one of the three styles, so that the fuzzer does not
+//! have to find one first, or with nothing. The rest is what it sends. Each request has to get exactly one reply of the negotiated style, with its cookie,
+//! whole chunks, and DONE on the last alone; refused payloads have to be skipped.
+#![no_main]
+
+use block::export::nbd::proto::{self, opt, reply_flag};
+use block::export::nbd::request;
+use block::export::nbd::{
+    BlockSizes, Command, Errno, Event, ExportInfo, ExportTable, Extent, Features, Handshake, Parsed, Replier,
+    ReplyStyle, Request, Session, TlsPolicy,
+};
+use libfuzzer_sys::fuzz_target;
+use std::sync::Arc;
+
+const SIZE: u64 = 1 << 20;
+/// Small, so that payloads of an input's length go past it.
+const MAX_PAYLOAD: u32 = 4096;
+
+fn exports() -> ExportTable {
+    let export = |name: &str, read_only| ExportInfo {
+        name: Arc::from(name),
+        description: Arc::from(""),
+        size_bytes: SIZE,
+        features: Features {
+            read_only,
+            flush: true,
+            fua: true,
+            trim: true,
+            write_zeroes: true,
+            fast_zero: true,
+            dont_fragment: true,
+            cache: true,
+            multi_conn: true,
+            rotational: false,
+        },
+        sizes: BlockSizes::new(512, 4096, MAX_PAYLOAD).unwrap(),
+    };
+    ExportTable::new(vec![export("disk", false), export("", true)])
+}
+
+fn negotiate(input: &mut &[u8]) -> Option<Session> {
+    let mut out = Vec::new();
+    let mut handshake = Handshake::start(TlsPolicy::Allowed, &mut out);
+    loop {
+        let step = handshake.advance(input, &exports(), &mut out);
+        *input = &input[step.consumed..];
+        match step.event {
+            Event::Replied => {}
+            Event::StartTls => handshake.tls_established(),
+            Event::Transmission(session) => return Some(session),
+            Event::NeedInput | Event::Close(_) => return None,
+        }
+    }
+}
+
+/// One reply, in as many chunks as its style has ways.
+fn answer(session: &Session, request: Request, payload: &[u8]) -> Vec<u8> {
+    let (replier, tag) = (Replier::new(session), request.tag);
+    let mut out = Vec::new();
+    match request.command {
+        Command::Read { offset, length, dont_fragment } => {
+            let half = length / 2;
+            match replier.hole(tag, offset, half, false).filter(|_| half > 0 && !dont_fragment) {
+                Some(hole) => {
+                    out.extend_from_slice(hole.as_bytes());
+                    let rest = replier.data(tag, offset + u64::from(half), length - half, true);
+                    out.extend_from_slice(rest.as_bytes());
+                    out.resize(out.len() + (length - half) as usize, 0);
+                }
+                None => {
+                    out.extend_from_slice(replier.data(tag, offset, length, true).as_bytes());
+                    out.resize(out.len() + length as usize, 0);
+                }
+            }
+        }
+        Command::BlockStatus(query) => {
+            let extents = [1, 512, 3 << 32, 7].map(|length| Extent { length, flags: 3 });
+            let last = query.contexts.len() - 1;
+            for (number, context) in query.contexts.iter().enumerate() {
+                replier.block_status(tag, &query, context, &extents, number == last, &mut out);
+            }
+        }
+        Command::BlockStatusPayload { one, .. } => {
+            match request::status_payload(payload, tag, one, session, SIZE) {
+                Ok(command) => return answer(session, Request { tag, command }, &[]),
+                Err(refused) => replier.error(tag, refused.errno, refused.why, &mut out),
+            }
+        }
+        Command::Trim { .. } => replier.error(tag, Errno::from_linux(tag.cookie as i32), "é", &mut out),
+        Command::Cache { offset, .. } => replier.error_at(tag, Errno::Io, "bad", offset, &mut out),
+        _ => out.extend_from_slice(replier.success(tag).as_bytes()),
+    }
+    out
+}
+
+/// One reply and nothing else.
+fn check(out: &[u8], style: ReplyStyle, cookie: u64, read_bytes: usize) {
+    if style == ReplyStyle::Simple {
+        assert_eq!(out[..4], proto::SIMPLE_REPLY_MAGIC.to_be_bytes());
+        assert_eq!(out[8..16], cookie.to_be_bytes());
+        assert_eq!(out.len(), 16 + read_bytes);
+        return;
+    }
+    let (magic, header) = match style {
+        ReplyStyle::Extended => (proto::EXTENDED_REPLY_MAGIC, 32),
+        _ => (proto::STRUCTURED_REPLY_MAGIC, 20),
+    };
+    let mut rest = out;
+    loop {
+        assert_eq!(rest[..4], magic.to_be_bytes());
+        assert_eq!(rest[8..16], cookie.to_be_bytes());
+        let length = u32::from_be_bytes(rest[header - 4..header].try_into().unwrap()) as usize;
+        let done = rest[5] & reply_flag::DONE as u8 != 0;
+        rest = &rest[header + length..];
+        assert_eq!(done, rest.is_empty());
+        if done {
+            return;
+        }
+    }
+}
+
+/// How the client begins: client flags, what makes the style, GO with block sizes or without.
+fn opening(control: u8) -> Vec<u8> {
+    let option = |option: u32, data: &[u8]| {
+        let length = data.len() as u32;
+        [&proto::OPTION_MAGIC.to_be_bytes(), &option.to_be_bytes()[..], &length.to_be_bytes(), data].concat()
+    };
+    let style = match control % 4 {
+        0 => return Vec::new(),
+        1 => Vec::new(),
+        2 => option(opt::STRUCTURED_REPLY, b""),
+        _ => option(opt::EXTENDED_HEADERS, b""),
+    };
+    let name: &[u8] = if control & 4 == 0 { b"\0\0\0\x04disk" } else { b"\0\0\0\0" };
+    let sizes: &[u8] = if control & 8 == 0 { b"\0\x01\0\x03" } else { b"\0\0" };
+    let queries = b"\0\0\0\x01\0\0\0\x0fbase:allocation";
+    let contexts = option(opt::SET_META_CONTEXT, &[name, queries].concat());
+    [3u32.to_be_bytes().to_vec(), style, contexts, option(opt::GO, &[name, sizes].concat())].concat()
+}
+
+fuzz_target!(|data: &[u8]| {
+    let Some((&control, data)) = data.split_first() else { return };
+    let bytes = [&opening(control), data].concat();
+    let mut input = &bytes[..];
+    let Some(session) = negotiate(&mut input) else { return };
+    loop {
+        let (request, skip) = match request::parse(input, &session, SIZE) {
+            Parsed::Incomplete | Parsed::Close(_) => return,
+            Parsed::Request(Request { command: Command::Disconnect, .. }) => return,
+            Parsed::Request(request) => (Ok(request), request.command.payload_bytes()),
+            Parsed::Refused(refused) => (Err(refused), refused.skip),
+        };
+        let rest = &input[session.style.request_bytes()..];
+        let Some((payload, rest)) = rest.split_at_checked(skip as usize) else { return };
+        input = rest;
+        match request {
+            Ok(request) => {
+                let read_bytes = match request.command {
+                    Command::Read { length, .. } => length as usize,
+                    _ => 0,
+                };
+                check(&answer(&session, request, payload), session.style, request.tag.cookie, read_bytes);
+            }
+            Err(refused) => {
+                let mut out = Vec::new();
+                Replier::new(&session).error(refused.tag, refused.errno, refused.why, &mut out);
+                check(&out, session.style, refused.tag.cookie, 0);
+            }
+        }
+    }
+});

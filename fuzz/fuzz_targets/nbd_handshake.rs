@@ -1,0 +1,60 @@
+//! The handshake on any bytes: no panic, well-formed answers, and no difference however the input is split.
+#![no_main]
+
+use block::export::nbd::{BlockSizes, Event, ExportInfo, ExportTable, Features, Handshake, TlsPolicy, proto};
+use libfuzzer_sys::fuzz_target;
+use std::sync::Arc;
+
+fn exports() -> ExportTable {
+    let export = |name: &str| ExportInfo {
+        name: Arc::from(name),
+        description: Arc::from("a disk"),
+        size_bytes: 1 << 20,
+        features: Features { flush: true, dont_fragment: true, ..Features::default() },
+        sizes: BlockSizes::default(),
+    };
+    ExportTable::new(vec![export("disk"), export("")])
+}
+
+/// The answers and the last event, the input coming in pieces of `piece` bytes.
+fn talk(policy: TlsPolicy, input: &[u8], piece: usize) -> (Vec<u8>, Event) {
+    let exports = exports();
+    let mut out = Vec::new();
+    let mut handshake = Handshake::start(policy, &mut out);
+    let (mut start, mut end) = (0, 0);
+    loop {
+        let step = handshake.advance(&input[start..end], &exports, &mut out);
+        start += step.consumed;
+        match step.event {
+            Event::NeedInput => {
+                assert_eq!(start, end, "input left behind");
+                if end == input.len() {
+                    return (out, step.event);
+                }
+                end = input.len().min(end + piece);
+            }
+            Event::Replied => {}
+            Event::StartTls => handshake.tls_established(),
+            last @ (Event::Transmission(_) | Event::Close(_)) => return (out, last),
+        }
+    }
+}
+
+/// The answers are whole option replies, up to what EXPORT_NAME may end them with.
+fn check(out: &[u8], last: Event) {
+    let mut rest = &out[18..];
+    while rest.starts_with(&proto::OPTION_REPLY_MAGIC.to_be_bytes()) {
+        let length = u32::from_be_bytes(rest[16..20].try_into().unwrap()) as usize;
+        rest = &rest[20 + length..];
+    }
+    let export_name = [10, 10 + proto::EXPORT_NAME_PADDING].contains(&rest.len());
+    assert!(rest.is_empty() || export_name && matches!(last, Event::Transmission(_)));
+}
+
+fuzz_target!(|data: &[u8]| {
+    let Some((&control, input)) = data.split_first() else { return };
+    let policy = [TlsPolicy::Off, TlsPolicy::Allowed, TlsPolicy::Required][usize::from(control % 3)];
+    let whole = talk(policy, input, usize::MAX / 2);
+    check(&whole.0, whole.1);
+    assert_eq!(whole, talk(policy, input, 1 + usize::from(control / 3)));
+});

@@ -1,0 +1,66 @@
+//! A request header on any session: what is accepted may be carried out without another look.
+#![no_main]
+
+use block::export::nbd::proto::{self, export_flag};
+use block::export::nbd::request::{self, StatusQuery};
+use block::export::nbd::{Command, MetaContext, MetaContexts, Parsed, ReplyStyle, Session};
+use libfuzzer_sys::fuzz_target;
+
+const SIZE: u64 = 1 << 30;
+const MAX_PAYLOAD: u32 = 1 << 20;
+
+/// What is done to the export: first byte, bytes, whether it writes.
+fn range(command: Command) -> Option<(u64, u64, bool)> {
+    Some(match command {
+        Command::Read { offset, length, .. } => (offset, length.into(), false),
+        Command::Write { offset, length, .. } => (offset, length.into(), true),
+        Command::Trim { offset, length, .. } | Command::WriteZeroes { offset, length, .. } => {
+            (offset, length, true)
+        }
+        Command::Cache { offset, length } => (offset, length, false),
+        Command::BlockStatus(StatusQuery { offset, length, .. }) => (offset, length, false),
+        _ => return None,
+    })
+}
+
+fn check(command: Command, session: &Session) {
+    assert!(command.payload_bytes() <= MAX_PAYLOAD);
+    if let Some((offset, length, writes)) = range(command) {
+        assert!(length > 0 && offset.checked_add(length).is_some_and(|end| end <= SIZE));
+        assert_eq!((offset | length) % u64::from(session.minimum_block), 0);
+        assert!(!(writes && session.offers(export_flag::READ_ONLY)));
+    }
+}
+
+fuzz_target!(|data: &[u8]| {
+    let [style, flags @ .., block] =
+        data.get(..4).and_then(|head| <[u8; 4]>::try_from(head).ok()).unwrap_or_default();
+    let Some(input) = data.get(4..) else { return };
+    let style = [ReplyStyle::Simple, ReplyStyle::Structured, ReplyStyle::Extended][usize::from(style % 3)];
+    let mut contexts = MetaContexts::NONE;
+    contexts.insert(MetaContext::BaseAllocation);
+    let session = Session {
+        export: 0,
+        style,
+        flags: u16::from_be_bytes(flags),
+        contexts,
+        sizes_acknowledged: true,
+        minimum_block: 1 << (block % 17),
+        maximum_payload: MAX_PAYLOAD,
+    };
+    match request::parse(input, &session, SIZE) {
+        Parsed::Incomplete => assert!(input.len() < style.request_bytes()),
+        Parsed::Close(_) => {}
+        Parsed::Refused(refused) => assert!(refused.skip <= proto::DEFAULT_MAX_PAYLOAD),
+        Parsed::Request(request) => {
+            check(request.command, &session);
+            if let Command::BlockStatusPayload { payload, one, .. } = request.command {
+                let rest = &input[style.request_bytes()..];
+                let rest = &rest[..rest.len().min(payload as usize)];
+                if let Ok(command) = request::status_payload(rest, request.tag, one, &session, SIZE) {
+                    check(command, &session);
+                }
+            }
+        }
+    }
+});
