@@ -10,6 +10,7 @@ pub mod buffer;
 pub mod disk;
 pub mod error;
 pub mod export;
+pub mod image;
 pub mod layer;
 #[allow(unsafe_code)]
 pub mod reactor;

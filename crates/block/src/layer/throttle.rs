@@ -191,7 +191,9 @@ impl Member {
     fn ask(&self, direction: Direction, cost: Cost) -> Option<Passage> {
         let now = reactor::now();
         let mut state = self.group.lock();
-        // Cheap to make, and most requests under a limit that binds do wait.
+        if state.policy.pass(self.id, direction, &cost, now) {
+            return None;
+        }
         let waiter = Arc::new(Waiter::default());
         match state.policy.request(self.id, direction, cost, Arc::clone(&waiter), now) {
             Admission::Admitted(_) => None,

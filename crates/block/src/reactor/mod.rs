@@ -17,6 +17,7 @@
 
 mod executor;
 pub mod op;
+mod signal;
 pub mod sim;
 mod timer;
 mod uring;
@@ -28,6 +29,7 @@ use policy::time::Instant;
 
 use executor::Executor;
 pub use executor::JoinHandle;
+pub use signal::Signal;
 pub use timer::{Sleep, Timeout, timeout};
 pub use uring::Polling;
 pub use worker::Worker;
@@ -122,6 +124,18 @@ pub async fn yield_now() {
         std::task::Poll::Pending
     })
     .await;
+}
+
+/// Says that nothing this thread serves is in a hurry: the next time it would sleep, it lets completions gather for some
+/// microseconds first and takes them together. For the caller who knows that its client has plenty to do.
+///
+/// No effect in simulation, and on kernels before 6.12.
+pub fn linger() {
+    with_current(|reactor| {
+        if let Driver::Uring(uring) = &reactor.driver {
+            uring.linger();
+        }
+    });
 }
 
 /// Runs `f` on a thread of its own and waits for it: for system calls that block and that io_uring lacks (SEEK_HOLE,
@@ -307,7 +321,7 @@ mod tests {
             let reading = spawn_joinable(async move {
                 let buffer = Buffer::new(4096);
                 seen.set(buffer.as_ptr() as usize);
-                op::receive(&copy, buffer).await.0
+                op::receive(&copy, buffer, 0).await.0
             });
             while address.get() == 0 {
                 yield_now().await;
@@ -317,7 +331,7 @@ mod tests {
             yield_now().await;
             // The buffer is back in the pool only after the cancellation went through: until then a new one is elsewhere.
             drop(theirs);
-            let (result, _) = op::receive(&fd, Buffer::new(4096)).await;
+            let (result, _) = op::receive(&fd, Buffer::new(4096), 0).await;
             assert_eq!(result.expect("end of file"), 0);
         });
     }

@@ -121,12 +121,17 @@ pub async fn allocate(fd: &Fd, mode: i32, offset: u64, length: u64) -> io::Resul
     op.await.0.map(drop)
 }
 
-/// Receives to the front of `buffer`; returns how many bytes, 0 when the peer has closed.
+/// Receives into `buffer` behind its first `filled` bytes; returns how many bytes, 0 when the peer has closed.
 ///
 /// # Errors
 /// As `recv(2)`.
-pub async fn receive(fd: &Fd, mut buffer: Buffer) -> (io::Result<usize>, Buffer) {
-    let entry = opcode::Recv::new(fd.target(), buffer.as_mut_ptr(), length(buffer.len())).build();
+///
+/// # Panics
+/// If the buffer is full already.
+pub async fn receive(fd: &Fd, mut buffer: Buffer, filled: usize) -> (io::Result<usize>, Buffer) {
+    let room = &mut buffer[filled..];
+    assert!(!room.is_empty(), "receiving into no room would look like the peer's end");
+    let entry = opcode::Recv::new(fd.target(), room.as_mut_ptr(), length(room.len())).build();
     // SAFETY: as in `read_at`.
     let op = unsafe { Op::start(&entry, (fd.clone(), buffer)) };
     let (result, (_, buffer)) = op.await;
@@ -146,6 +151,20 @@ pub async fn send(fd: &Fd, segments: Segments) -> (io::Result<usize>, Segments) 
     let op = unsafe { Op::start(&entry, (fd.clone(), segments, message)) };
     let (result, (_, segments, _)) = op.await;
     (result.map(|count| count as usize), segments)
+}
+
+/// Bytes sent on a stream socket that are still on their way: for a Unix socket, what the peer has not read yet.
+///
+/// # Errors
+/// As `ioctl(2)` with `SIOCOUTQ`; `ENOTTY` or `EOPNOTSUPP` for what is no such socket.
+pub fn unread_bytes(fd: &Fd) -> io::Result<usize> {
+    let mut count: libc::c_int = 0;
+    // SAFETY: SIOCOUTQ (TIOCOUTQ's other name) writes one int, to `count`.
+    let result = unsafe { libc::ioctl(fd.0.as_raw_fd(), libc::TIOCOUTQ, &raw mut count) };
+    if result < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    Ok(usize::try_from(count).unwrap_or(0))
 }
 
 /// Accepts a connection on a listening socket.

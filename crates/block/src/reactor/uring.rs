@@ -27,6 +27,8 @@ use super::{Driver, Reactor, real_now, with_current};
 const SUBMISSIONS: u32 = 256;
 /// Completion queue entries; what overflows waits in the kernel (`IORING_FEAT_NODROP`).
 const COMPLETIONS: u32 = 4096;
+/// How long [`super::linger`] lets completions gather, in microseconds: a few requests' worth of a fast client's time.
+const LINGER_US: u32 = 8;
 /// Tasks run between two looks at the ring, so that a busy task cannot keep completions waiting for long.
 const TASKS_PER_TURN: usize = 256;
 /// The operation that waits for other threads' wake-ups is not in the table.
@@ -50,6 +52,19 @@ impl Polling {
     pub const OFF: Self = Self { limit: Duration::ZERO };
 }
 
+/// Whether, and how long, to wait for a completion.
+#[derive(Clone, Copy)]
+enum Wait {
+    No,
+    Forever,
+    For(Duration),
+    /// At least [`LINGER_US`], whatever completes; then as `For`.
+    Lingering(Duration),
+}
+
+/// A wait that something else ends.
+const FOREVER: Duration = Duration::from_secs(3600);
+
 enum Slot {
     /// In flight, awaited by a task (or not polled yet).
     Awaited(Option<Waker>),
@@ -70,6 +85,10 @@ pub(super) struct Uring {
     polling: Polling,
     /// Moving average of the time between running dry and the next completion.
     typical_gap_ns: Cell<u64>,
+    /// Somebody said that nothing is urgent, since the last wait.
+    linger: Cell<bool>,
+    /// The kernel can wait for a time and for completions at once (6.12 on).
+    can_linger: bool,
 }
 
 impl Uring {
@@ -84,6 +103,7 @@ impl Uring {
         };
         // Kernels before 6.1 know no deferred task work; everything else works there just the same.
         let ring = build(true).or_else(|_| build(false))?;
+        let can_linger = ring.params().is_feature_min_timeout();
         Ok(Self {
             ring: RefCell::new(ring),
             slots: RefCell::default(),
@@ -92,6 +112,8 @@ impl Uring {
             event_counter: Box::default(),
             polling,
             typical_gap_ns: Cell::new(u64::MAX),
+            linger: Cell::new(false),
+            can_linger,
         })
     }
 
@@ -108,32 +130,40 @@ impl Uring {
         if reactor.executor.is_idle() {
             uring.wait(reactor, next_timer);
         } else {
-            uring.enter(0, None);
+            uring.enter(Wait::No);
         }
         uring.reap();
     }
 
-    /// Submits what is queued and lets the kernel finish what is complete; waits for `want` completions, at most until `timeout`.
-    fn enter(&self, want: usize, timeout: Option<Duration>) {
+    pub(super) fn linger(&self) {
+        self.linger.set(self.can_linger);
+    }
+
+    /// Submits what is queued and lets the kernel finish what is complete; waits as told.
+    fn enter(&self, wait: Wait) {
         let mut ring = self.ring.borrow_mut();
         let (queued, deferred) = {
             let submission = ring.submission();
             (submission.len(), submission.taskrun() || submission.cq_overflow())
         };
-        if want == 0 && queued == 0 && !deferred {
-            return;
-        }
-        let result = match timeout {
-            Some(timeout) => {
-                let timespec = types::Timespec::from(timeout);
-                ring.submitter().submit_with_args(want, &types::SubmitArgs::new().timespec(&timespec))
-            }
-            None if want > 0 => ring.submit_and_wait(want),
-            None => {
+        let result = match wait {
+            Wait::No if queued == 0 && !deferred => return,
+            Wait::No => {
                 const GETEVENTS: u32 = 1; // IORING_ENTER_GETEVENTS: run deferred task work even if nothing is awaited
                 let queued = u32::try_from(queued).expect("the queue has 256 entries");
                 // SAFETY: no argument structure is passed, so nothing has to outlive the call.
                 unsafe { ring.submitter().enter::<()>(queued, 0, GETEVENTS, None) }
+            }
+            Wait::Forever => ring.submit_and_wait(1),
+            Wait::For(time) => {
+                let timespec = types::Timespec::from(time);
+                ring.submitter().submit_with_args(1, &types::SubmitArgs::new().timespec(&timespec))
+            }
+            Wait::Lingering(time) => {
+                let timespec = types::Timespec::from(time);
+                let arguments = types::SubmitArgs::new().timespec(&timespec).min_wait_usec(LINGER_US);
+                // More than can come in the time: so the time decides, and afterwards one completion is enough.
+                ring.submitter().submit_with_args(SUBMISSIONS as usize, &arguments)
             }
         };
         match result.map_err(|error| error.raw_os_error()) {
@@ -146,33 +176,44 @@ impl Uring {
     /// Waits for a completion, a wake-up from another thread, or `next_timer`: polls first if that has been paying.
     fn wait(&self, reactor: &Reactor, next_timer: Option<Instant>) {
         let began = real_now();
+        let lingers = self.linger.take();
         let polls = !self.polling.limit.is_zero();
-        if polls && self.typical_gap_ns.get() <= duration_ns(self.polling.limit) {
-            self.enter(0, None);
-            let deadline = (began + self.polling.limit).min(next_timer.unwrap_or(Instant::MAX));
-            loop {
-                if self.has_completions() || !reactor.executor.is_idle() {
-                    self.enter(0, None);
-                    self.note_gap(began);
-                    return;
-                }
-                if real_now() >= deadline {
-                    break;
-                }
-                for _ in 0..8 {
-                    std::hint::spin_loop();
-                }
+        if polls && !lingers && self.typical_gap_ns.get() <= duration_ns(self.polling.limit) {
+            self.enter(Wait::No);
+            if self.poll(reactor, (began + self.polling.limit).min(next_timer.unwrap_or(Instant::MAX))) {
+                self.enter(Wait::No);
+                self.note_gap(began);
+                return;
             }
         }
         if !reactor.executor.fall_asleep() {
-            self.enter(0, None);
+            self.enter(Wait::No);
             return;
         }
-        let timeout = next_timer.map(|instant| instant - real_now());
-        self.enter(1, timeout);
+        let time = next_timer.map(|instant| instant - real_now());
+        self.enter(match (lingers, time) {
+            (true, time) => Wait::Lingering(time.unwrap_or(FOREVER)),
+            (false, Some(time)) => Wait::For(time),
+            (false, None) => Wait::Forever,
+        });
         reactor.executor.wake_up();
         if polls {
             self.note_gap(began);
+        }
+    }
+
+    /// Looks for something to do until `deadline`; whether there is.
+    fn poll(&self, reactor: &Reactor, deadline: Instant) -> bool {
+        loop {
+            if self.has_completions() || !reactor.executor.is_idle() {
+                return true;
+            }
+            if real_now() >= deadline {
+                return false;
+            }
+            for _ in 0..8 {
+                std::hint::spin_loop();
+            }
         }
     }
 
@@ -271,13 +312,13 @@ impl Uring {
             waiting || self.event_armed.get()
         };
         while in_flight() {
-            self.enter(0, None);
+            self.enter(Wait::No);
             // Errors say that there was nothing left to cancel, or that it is too late to: then it completes by itself.
             let _ = self.ring.borrow().submitter().register_sync_cancel(
                 Some(types::Timespec::new().nsec(1_000_000)),
                 types::CancelBuilder::any(),
             );
-            self.enter(1, Some(Duration::from_millis(1)));
+            self.enter(Wait::For(Duration::from_millis(1)));
             self.reap();
         }
     }

@@ -144,6 +144,23 @@ impl<T> Group<T> {
         waiters.into_iter().map(|waiter| waiter.token).collect()
     }
 
+    /// Whether a request may pass at once; it is charged if so. If not, [`Group::request`] queues it.
+    ///
+    /// For callers to whom a token is not free: most requests never wait.
+    ///
+    /// # Panics
+    ///
+    /// If the member has left: a disk asks only while it is a member.
+    pub fn pass(&mut self, member: MemberId, direction: Direction, cost: &Cost, now: Instant) -> bool {
+        assert!(self.member(member).is_some(), "a request of a member that has left its group");
+        self.buckets.leak_to(now);
+        let passes = self.has_nothing_before_it(direction) && self.buckets.wait(direction).is_zero();
+        if passes {
+            self.charge(member.slot, direction, cost, None);
+        }
+        passes
+    }
+
     /// Asks for a request to pass. If it must wait, `token` comes out later.
     ///
     /// # Panics
@@ -157,10 +174,7 @@ impl<T> Group<T> {
         token: T,
         now: Instant,
     ) -> Admission<T> {
-        assert!(self.member(member).is_some(), "a request of a member that has left its group");
-        self.buckets.leak_to(now);
-        if self.has_nothing_before_it(direction) && self.buckets.wait(direction).is_zero() {
-            self.charge(member.slot, direction, &cost, None);
+        if self.pass(member, direction, &cost, now) {
             return Admission::Admitted(token);
         }
         Admission::Queued(self.enqueue(member, direction, cost, token))

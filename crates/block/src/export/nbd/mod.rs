@@ -37,16 +37,22 @@
 //! are the connection's.
 
 pub mod catalog;
+mod connection;
 pub mod context;
 pub mod credentials;
 pub mod errno;
+mod inbox;
 mod info;
 pub mod negotiate;
 mod option;
+mod outbox;
+mod pipe;
 pub mod proto;
 pub mod reply;
 pub mod request;
+pub mod server;
 pub mod session;
+mod stream;
 pub mod tls;
 mod wire;
 
@@ -57,5 +63,6 @@ pub use errno::Errno;
 pub use negotiate::{Close, Event, Handshake, Step, TlsPolicy};
 pub use reply::{Extent, Replier, ReplyHeader};
 pub use request::{Command, Parsed, Request};
+pub use server::{Export, Server, Terms, Tls};
 pub use session::{ReplyStyle, Session, Tag};
 pub use tls::{TlsRead, TlsStream};

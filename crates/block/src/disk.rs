@@ -1,0 +1,190 @@
+//! A disk: an image, the layers above it, and what a client may ask of both. The only place that composes.
+//!
+//! ```text
+//!   export ──► Disk ──► throttle ──► image ──► storage
+//! ```
+//!
+//! A request comes here validated by its export: inside the disk, not too long, permitted. It leaves with data or an error, exactly
+//! once. The disk checks nothing twice and knows nothing of protocols.
+//!
+//! Shared by all worker threads: everything takes `&self`, and the future of a request belongs to the thread that made it.
+
+use std::sync::{
+    Arc,
+    atomic::{AtomicU64, Ordering},
+};
+
+use policy::{request::Direction, throttle::Cost};
+
+use crate::{
+    buffer::{Buffer, Segments},
+    error::{Error, Result},
+    image::Image,
+    layer::throttle::{Group, Member},
+    storage::{Durability, Extent, ZeroOptions},
+};
+
+/// A virtual disk.
+#[derive(Debug)]
+pub struct Disk {
+    name: Arc<str>,
+    image: Image,
+    member: Member,
+    counters: Counters,
+}
+
+/// What has been done, since the disk was opened. Counted as clients asked, before anything was merged.
+#[derive(Debug, Default)]
+pub struct Counters {
+    reads: AtomicU64,
+    writes: AtomicU64,
+    read_bytes: AtomicU64,
+    written_bytes: AtomicU64,
+    merged_requests: AtomicU64,
+}
+
+/// [`Counters`] at one moment.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Totals {
+    /// Reads.
+    pub reads: u64,
+    /// Writes, write-zeroes and discards.
+    pub writes: u64,
+    /// Bytes of the reads.
+    pub read_bytes: u64,
+    /// Bytes of the writes, write-zeroes and discards.
+    pub written_bytes: u64,
+    /// Requests that were saved: a merge of `n` requests saves `n - 1`.
+    pub merged_requests: u64,
+}
+
+impl Disk {
+    /// A disk of this name over `image`, a member of `group`.
+    pub fn new(name: &str, image: Image, group: &Arc<Group>) -> Self {
+        Self { name: name.into(), image, member: Member::join(group), counters: Counters::default() }
+    }
+
+    /// The name in config, logs and exports.
+    pub fn name(&self) -> &Arc<str> {
+        &self.name
+    }
+
+    /// The image behind it.
+    pub fn image(&self) -> &Image {
+        &self.image
+    }
+
+    /// The group whose limits hold for it.
+    pub fn group(&self) -> &Arc<Group> {
+        self.member.group()
+    }
+
+    /// Bytes, now.
+    pub fn size_bytes(&self) -> u64 {
+        self.image.size_bytes()
+    }
+
+    /// What has been done so far.
+    pub fn totals(&self) -> Totals {
+        let get = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        Totals {
+            reads: get(&self.counters.reads),
+            writes: get(&self.counters.writes),
+            read_bytes: get(&self.counters.read_bytes),
+            written_bytes: get(&self.counters.written_bytes),
+            merged_requests: get(&self.counters.merged_requests),
+        }
+    }
+
+    /// Reads `buffer.len()` bytes at `offset`; charged as `cost`, which may stand for several requests.
+    ///
+    /// # Errors
+    /// The image's.
+    pub async fn read(&self, offset: u64, buffer: Buffer, cost: Cost) -> Result<Buffer> {
+        self.admit(Direction::Read, cost).await;
+        self.image.read(offset, buffer).await
+    }
+
+    /// Reads a part of what [`Disk::read`] failed to read, and was charged for, as a whole.
+    ///
+    /// # Errors
+    /// The image's.
+    pub async fn retry_read(&self, offset: u64, buffer: Buffer) -> Result<Buffer> {
+        self.image.read(offset, buffer).await
+    }
+
+    /// Says that `length` bytes at `offset` will be read soon: a hint, without cost to the client's limits.
+    ///
+    /// # Errors
+    /// None today; a layer that reads ahead may report that it cannot.
+    pub async fn will_need(&self, offset: u64, length: u64) -> Result<()> {
+        self.image.will_need(offset, length).await
+    }
+
+    /// Writes `data` at `offset`; charged as `cost`, which may stand for several requests.
+    ///
+    /// # Errors
+    /// [`Error::NOT_PERMITTED`] on a read-only disk, or the image's.
+    pub async fn write(&self, offset: u64, data: Segments, durability: Durability, cost: Cost) -> Result<()> {
+        self.check_writable()?;
+        self.admit(Direction::Write, cost).await;
+        self.image.write(offset, data, durability).await
+    }
+
+    /// Makes all completed writes durable. Never throttled: it moves no data of its own.
+    ///
+    /// # Errors
+    /// The image's; what was written since the last flush must then be taken for lost.
+    pub async fn flush(&self) -> Result<()> {
+        self.image.flush().await
+    }
+
+    /// Makes `length` bytes at `offset` read as zeroes.
+    ///
+    /// # Errors
+    /// [`Error::UNSUPPORTED`] where it was to be fast and is not, [`Error::NOT_PERMITTED`] on a read-only disk, or the image's.
+    pub async fn write_zeroes(&self, offset: u64, length: u64, options: ZeroOptions) -> Result<()> {
+        self.check_writable()?;
+        self.admit(Direction::Write, Cost::one(length)).await;
+        self.image.write_zeroes(offset, length, options).await
+    }
+
+    /// Says that `length` bytes at `offset` are no longer needed; what they read as afterwards is undefined.
+    ///
+    /// # Errors
+    /// [`Error::NOT_PERMITTED`] on a read-only disk, or the image's.
+    pub async fn discard(&self, offset: u64, length: u64, durability: Durability) -> Result<()> {
+        self.check_writable()?;
+        self.admit(Direction::Write, Cost::one(length)).await;
+        self.image.discard(offset, length).await?;
+        match durability {
+            Durability::Cached => Ok(()),
+            Durability::Synchronous => self.image.flush().await,
+        }
+    }
+
+    /// What is allocated from `offset` on: extents that follow each other, covering at least a part of `length` bytes.
+    ///
+    /// # Errors
+    /// The image's.
+    pub async fn block_status(&self, offset: u64, length: u64) -> Result<Vec<Extent>> {
+        self.image.block_status(offset, length).await
+    }
+
+    fn check_writable(&self) -> Result<()> {
+        if self.image.is_read_only() { Err(Error::NOT_PERMITTED) } else { Ok(()) }
+    }
+
+    async fn admit(&self, direction: Direction, cost: Cost) {
+        let (requests, bytes) = match direction {
+            Direction::Read => (&self.counters.reads, &self.counters.read_bytes),
+            Direction::Write => (&self.counters.writes, &self.counters.written_bytes),
+        };
+        requests.fetch_add(cost.requests(), Ordering::Relaxed);
+        bytes.fetch_add(cost.bytes(), Ordering::Relaxed);
+        if cost.requests() > 1 {
+            self.counters.merged_requests.fetch_add(cost.requests() - 1, Ordering::Relaxed);
+        }
+        self.member.admit(direction, cost).await;
+    }
+}

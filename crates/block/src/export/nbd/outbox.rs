@@ -1,0 +1,212 @@
+//! Replies on their way out. Whatever is ready when the socket is free goes out in one message, headers and payloads side by side.
+//!
+//! ```text
+//!   headers   ▕ h1 │ h2 │ h3 │ h4 ▏        written one behind the other into one block
+//!   payloads        ▕─ d2 ─▏   ▕─ d4 ─▏    as the storage filled them
+//!   message   ▕ h1 h2 ▏▕─ d2 ─▏▕ h3 h4 ▏▕─ d4 ─▏
+//! ```
+//!
+//! It also counts what a client has in flight, from the moment a request is accepted until its reply has left: a client that
+//! sends requests and reads no replies is left waiting once its share is used up, and costs no more memory than that.
+
+use std::cell::{Cell, RefCell};
+
+use super::reply::ReplyHeader;
+use crate::{
+    buffer::{Buffer, Segments},
+    reactor::Signal,
+};
+
+/// Requests one client may have in flight. QEMU's server stops at 16; deep queues on fast devices need more.
+const MAX_REQUESTS: usize = 512;
+/// Payload one client may have in flight, in bytes: a request of the largest size can be taken in while another one is answered.
+const MAX_BYTES: usize = 64 << 20;
+/// A block for headers, in bytes.
+const HEADER_BLOCK: usize = 4096;
+/// Segments in one message; the kernel takes at most 1024 (IOV_MAX).
+const MAX_SEGMENTS: usize = 1000;
+
+/// A message to send, and what has left with it.
+#[derive(Debug, Default)]
+pub(super) struct Message {
+    pub(super) segments: Segments,
+    pub(super) requests: usize,
+    pub(super) bytes: usize,
+}
+
+#[derive(Debug, Default)]
+struct Queue {
+    /// Messages that are full.
+    full: std::collections::VecDeque<Message>,
+    /// The one that is being filled, without the headers that are still in `headers`.
+    open: Message,
+    headers: Option<Buffer>,
+    /// Bytes of `headers` in use.
+    written: usize,
+}
+
+#[derive(Debug, Default)]
+pub(super) struct Outbox {
+    queue: RefCell<Queue>,
+    requests: Cell<usize>,
+    bytes: Cell<usize>,
+    /// Something to send, or nothing more to come.
+    pub(super) news: Signal,
+    /// Something has left.
+    pub(super) room: Signal,
+}
+
+impl Outbox {
+    /// Whether a request with so much payload may be taken in. One alone always may.
+    pub(super) fn has_room(&self, bytes: usize) -> bool {
+        self.requests.get() == 0
+            || (self.requests.get() < MAX_REQUESTS && self.bytes.get() + bytes <= MAX_BYTES)
+    }
+
+    /// Counts a request in.
+    pub(super) fn begin(&self, bytes: usize) {
+        self.requests.set(self.requests.get() + 1);
+        self.bytes.set(self.bytes.get() + bytes);
+    }
+
+    /// Nothing is in flight.
+    pub(super) fn is_idle(&self) -> bool {
+        self.requests.get() == 0
+    }
+
+    /// Appends a reply that is its header alone.
+    pub(super) fn push_header(&self, header: &ReplyHeader, bytes: usize) {
+        self.push(header.as_bytes(), None, bytes);
+    }
+
+    /// Appends a reply: its header, then its payload. `bytes` were counted in by [`Outbox::begin`].
+    pub(super) fn push_data(&self, header: &ReplyHeader, payload: Buffer, bytes: usize) {
+        self.push(header.as_bytes(), Some(payload), bytes);
+    }
+
+    /// Appends a reply given as bytes: errors with messages, block status.
+    pub(super) fn push_bytes(&self, reply: &[u8], bytes: usize) {
+        if reply.len() <= HEADER_BLOCK / 8 {
+            self.push(reply, None, bytes);
+        } else {
+            self.push(&[], Some(Buffer::copy_of(reply)), bytes);
+        }
+    }
+
+    fn push(&self, header: &[u8], payload: Option<Buffer>, bytes: usize) {
+        {
+            let mut queue = self.queue.borrow_mut();
+            queue.write_header(header);
+            if let Some(payload) = payload {
+                queue.close_headers();
+                queue.open.segments.push(payload);
+            }
+            queue.open.requests += 1;
+            queue.open.bytes += bytes;
+            if queue.open.segments.as_slice().len() + 2 > MAX_SEGMENTS {
+                queue.close_headers();
+                let message = std::mem::take(&mut queue.open);
+                queue.full.push_back(message);
+            }
+        }
+        self.news.raise();
+    }
+
+    /// All that is ready, as one message; `None` if nothing is.
+    pub(super) fn take(&self) -> Option<Message> {
+        let mut queue = self.queue.borrow_mut();
+        if let Some(message) = queue.full.pop_front() {
+            return Some(message);
+        }
+        queue.close_headers();
+        (queue.open.requests > 0).then(|| std::mem::take(&mut queue.open))
+    }
+
+    /// Counts out what has left.
+    pub(super) fn sent(&self, requests: usize, bytes: usize) {
+        self.requests.set(self.requests.get() - requests);
+        self.bytes.set(self.bytes.get() - bytes);
+        self.room.raise();
+    }
+}
+
+impl Queue {
+    fn write_header(&mut self, header: &[u8]) {
+        if self.headers.as_ref().is_some_and(|block| block.len() - self.written < header.len()) {
+            self.close_headers();
+            self.headers = None;
+        }
+        let block = self.headers.get_or_insert_with(|| Buffer::new(HEADER_BLOCK));
+        block[self.written..self.written + header.len()].copy_from_slice(header);
+        self.written += header.len();
+    }
+
+    /// Moves the headers written so far into the message; the rest of the block is used on.
+    fn close_headers(&mut self) {
+        if self.written == 0 {
+            return;
+        }
+        let Some(mut block) = self.headers.take() else { return };
+        let rest = block.split_off(self.written);
+        self.open.segments.push(block);
+        self.written = 0;
+        self.headers = (!rest.is_empty()).then_some(rest);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn text(message: &Message) -> Vec<u8> {
+        let mut bytes = vec![0; message.segments.len()];
+        message.segments.copy_to(&mut bytes);
+        bytes
+    }
+
+    #[test]
+    fn headers_without_payload_share_a_segment() {
+        let outbox = Outbox::default();
+        for _ in 0..3 {
+            outbox.begin(2);
+        }
+        outbox.push_bytes(b"one ", 2);
+        outbox.push_bytes(b"two ", 2);
+        outbox.push(b"three ", Some(Buffer::copy_of(b"data")), 2);
+        let message = outbox.take().expect("three replies");
+        assert_eq!(text(&message), b"one two three data");
+        assert_eq!(message.segments.as_slice().len(), 2);
+        assert!(!outbox.is_idle());
+        outbox.sent(message.requests, message.bytes);
+        assert!(outbox.is_idle());
+        assert!(outbox.take().is_none());
+    }
+
+    #[test]
+    fn many_replies_make_several_messages_and_none_is_lost() {
+        let outbox = Outbox::default();
+        let mut expected = Vec::new();
+        for number in 0..3000_u32 {
+            outbox.begin(4);
+            outbox.push(&number.to_be_bytes(), Some(Buffer::copy_of(&number.to_le_bytes())), 4);
+            expected.extend(number.to_be_bytes());
+            expected.extend(number.to_le_bytes());
+        }
+        let mut sent = Vec::new();
+        while let Some(message) = outbox.take() {
+            assert!(message.segments.as_slice().len() <= 1024);
+            sent.extend(text(&message));
+            outbox.sent(message.requests, message.bytes);
+        }
+        assert_eq!(sent, expected);
+        assert!(outbox.is_idle());
+    }
+
+    #[test]
+    fn a_client_alone_may_always_send_one_request() {
+        let outbox = Outbox::default();
+        assert!(outbox.has_room(usize::MAX));
+        outbox.begin(MAX_BYTES);
+        assert!(!outbox.has_room(1));
+    }
+}

@@ -1,0 +1,118 @@
+//! A simulated stream: two bounded queues of bytes whose chunks are cut at random, so that every way a socket may split and
+//! delay what is sent gets its turn.
+
+use std::{
+    cell::RefCell,
+    collections::VecDeque,
+    future::poll_fn,
+    io,
+    rc::Rc,
+    task::{Poll, Waker},
+};
+
+use crate::{
+    buffer::{Buffer, Segments},
+    reactor::sim,
+};
+
+/// Bytes one direction holds before its sender waits.
+const CAPACITY: usize = 8 << 10;
+
+#[derive(Debug, Default)]
+struct Direction {
+    bytes: VecDeque<u8>,
+    closed: bool,
+    /// The receiver and the sender of this direction, where they wait.
+    waiting: [Option<Waker>; 2],
+}
+
+impl Direction {
+    fn wake(&mut self) -> [Option<Waker>; 2] {
+        std::mem::take(&mut self.waiting)
+    }
+}
+
+/// One end of a simulated stream.
+#[derive(Clone, Debug)]
+pub(super) struct Pipe {
+    incoming: Rc<RefCell<Direction>>,
+    outgoing: Rc<RefCell<Direction>>,
+}
+
+fn wake_all(waiting: [Option<Waker>; 2]) {
+    waiting.into_iter().flatten().for_each(Waker::wake);
+}
+
+impl Pipe {
+    /// The two ends of a stream.
+    #[cfg(test)]
+    pub(super) fn pair() -> (Self, Self) {
+        let (one, other) = (Rc::default(), Rc::default());
+        (
+            Self { incoming: Rc::clone(&one), outgoing: Rc::clone(&other) },
+            Self { incoming: other, outgoing: one },
+        )
+    }
+
+    /// As a socket's: some of what is there, at least a byte; 0 once the peer has closed and all is read.
+    pub(super) async fn receive(&self, mut buffer: Buffer, filled: usize) -> (io::Result<usize>, Buffer) {
+        let count = poll_fn(|context| {
+            let mut incoming = self.incoming.borrow_mut();
+            let most = incoming.bytes.len().min(buffer.len() - filled);
+            if most == 0 {
+                if incoming.closed {
+                    return Poll::Ready(0);
+                }
+                incoming.waiting[0] = Some(context.waker().clone());
+                return Poll::Pending;
+            }
+            let count = sim::random(|random| random.usize(1..=most));
+            for (target, byte) in buffer[filled..].iter_mut().zip(incoming.bytes.drain(..count)) {
+                *target = byte;
+            }
+            let waiting = incoming.wake();
+            drop(incoming);
+            wake_all(waiting);
+            Poll::Ready(count)
+        })
+        .await;
+        (Ok(count), buffer)
+    }
+
+    /// Sends everything, in pieces.
+    pub(super) async fn send(&self, segments: Segments) -> io::Result<()> {
+        let mut bytes = vec![0; segments.len()];
+        segments.copy_to(&mut bytes);
+        let mut sent = 0;
+        poll_fn(|context| {
+            let mut outgoing = self.outgoing.borrow_mut();
+            if outgoing.closed {
+                return Poll::Ready(Err(io::ErrorKind::BrokenPipe.into()));
+            }
+            let count = (bytes.len() - sent).min(CAPACITY - outgoing.bytes.len());
+            outgoing.bytes.extend(&bytes[sent..sent + count]);
+            sent += count;
+            let waiting = if count > 0 { outgoing.wake() } else { [None, None] };
+            let done = sent == bytes.len();
+            if !done {
+                outgoing.waiting[1] = Some(context.waker().clone());
+            }
+            drop(outgoing);
+            wake_all(waiting);
+            if done { Poll::Ready(Ok(())) } else { Poll::Pending }
+        })
+        .await
+    }
+
+    /// Closes both directions; what is in them can still be received.
+    pub(super) fn close(&self) {
+        for direction in [&self.incoming, &self.outgoing] {
+            let waiting = {
+                let mut direction = direction.borrow_mut();
+                direction.closed = true;
+                direction.wake()
+            };
+            wake_all(waiting);
+        }
+    }
+}

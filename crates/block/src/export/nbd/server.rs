@@ -1,0 +1,343 @@
+//! A server: listening sockets, the exports behind them, and who may connect.
+//!
+//! ```text
+//!   listener ─► accept ─► room for one more? ─► next worker ─► handshake (limited in time) ─► connection
+//! ```
+//!
+//! Accepting happens on one reactor; each connection then lives on one worker thread and never moves. When the server stops, it
+//! closes its listeners, lets every connection finish what it has in flight, and returns when the last one has.
+
+use std::{
+    collections::HashMap,
+    io,
+    net::TcpStream,
+    os::fd::{AsFd, OwnedFd},
+    rc::Rc,
+    sync::{
+        Arc, Mutex, PoisonError,
+        atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
+    },
+};
+
+use nix::sys::socket::{AddressFamily, SockaddrLike, SockaddrStorage, getsockname, setsockopt, sockopt};
+use policy::time::Duration;
+
+use super::{
+    catalog::{BlockSizes, ExportInfo, Exports, Features},
+    connection::Connection,
+    credentials::TlsServer,
+    inbox::Inbox,
+    negotiate::{Event, Handshake, TlsPolicy},
+    session::Session,
+    stream::Stream,
+};
+use crate::{
+    disk::Disk,
+    reactor::{
+        self, Worker,
+        op::{self, Fd},
+    },
+};
+
+/// What a server allows its clients.
+#[derive(Clone, Copy, Debug)]
+pub struct Terms {
+    /// Connections at a time; further ones wait in the listener's queue until one ends. 0 is unlimited.
+    pub max_connections: usize,
+    /// Time for the whole handshake, TLS included.
+    pub handshake_timeout: Duration,
+}
+
+impl Default for Terms {
+    /// QEMU's: 100 connections, 10 seconds.
+    fn default() -> Self {
+        Self { max_connections: 100, handshake_timeout: Duration::from_secs(10) }
+    }
+}
+
+/// TLS for a server: whether clients must use it, and with what keys.
+#[derive(Debug)]
+pub struct Tls {
+    /// Refuse every client that does not start TLS.
+    pub required: bool,
+    /// Certificates or pre-shared keys.
+    pub keys: TlsServer,
+}
+
+/// A disk as a server offers it.
+#[derive(Clone, Debug)]
+pub struct Export {
+    /// The name clients ask for.
+    pub name: Arc<str>,
+    /// A line for people.
+    pub description: Arc<str>,
+    /// The disk.
+    pub disk: Arc<Disk>,
+    /// Refuse to write, whatever the disk allows.
+    pub read_only: bool,
+}
+
+/// Exports behind one or more listening sockets.
+#[derive(Debug)]
+pub struct Server {
+    exports: Vec<Export>,
+    by_name: HashMap<Arc<str>, usize>,
+    default: Option<usize>,
+    tls: Option<Tls>,
+    terms: Terms,
+    stopping: AtomicBool,
+    /// Connections by number, to stop them.
+    connections: Mutex<HashMap<u64, Live>>,
+    next_number: AtomicU64,
+    /// Where freed places are announced, and where the last connection says that it was the last.
+    ended: (async_channel::Sender<()>, async_channel::Receiver<()>),
+    count: AtomicUsize,
+}
+
+/// A connection, seen from other threads.
+#[derive(Debug)]
+struct Live {
+    socket: Fd,
+    stop: Arc<AtomicBool>,
+}
+
+impl Server {
+    /// A server of these exports. The default export is the one named "", or else the first.
+    pub fn new(exports: Vec<Export>, tls: Option<Tls>, terms: Terms) -> Arc<Self> {
+        let mut by_name = HashMap::with_capacity(exports.len());
+        for (number, export) in exports.iter().enumerate() {
+            by_name.entry(Arc::clone(&export.name)).or_insert(number);
+        }
+        let default = by_name.get("").copied().or((!exports.is_empty()).then_some(0));
+        Arc::new(Self {
+            exports,
+            by_name,
+            default,
+            tls,
+            terms,
+            stopping: AtomicBool::new(false),
+            connections: Mutex::default(),
+            next_number: AtomicU64::new(1),
+            ended: async_channel::bounded(1),
+            count: AtomicUsize::new(0),
+        })
+    }
+
+    /// Accepts connections on `listener` and gives them to `workers` in turn, until [`Server::stop`].
+    ///
+    /// # Errors
+    /// What `accept(2)` reports, unless it concerns one connection only or passes.
+    pub async fn listen(self: Arc<Self>, listener: Fd, workers: Rc<Vec<Worker>>) -> io::Result<()> {
+        let mut turn = 0;
+        loop {
+            self.wait_for_place().await;
+            if self.stopping.load(Ordering::SeqCst) {
+                return Ok(());
+            }
+            let socket = match op::accept(&listener).await {
+                Ok(socket) => socket,
+                Err(_) if self.stopping.load(Ordering::SeqCst) => return Ok(()),
+                Err(error) => match error.raw_os_error() {
+                    // The client gave up before it was accepted; accept(2) lists these as errors of the connection.
+                    Some(libc::ECONNABORTED | libc::EINTR | libc::EPROTO | libc::EAGAIN) => continue,
+                    // Out of descriptors or memory: a place is freed when a connection ends.
+                    Some(libc::EMFILE | libc::ENFILE | libc::ENOBUFS | libc::ENOMEM) => {
+                        tracing::warn!(%error, "cannot accept a connection, waiting for one to end");
+                        let _ = reactor::timeout(Duration::from_secs(1), self.ended.1.recv()).await;
+                        continue;
+                    }
+                    _ => return Err(error),
+                },
+            };
+            let server = Arc::clone(&self);
+            self.count.fetch_add(1, Ordering::SeqCst);
+            workers[turn % workers.len()].spawn(move || server.welcome(socket));
+            turn += 1;
+        }
+    }
+
+    async fn wait_for_place(&self) {
+        let most = match self.terms.max_connections {
+            0 => usize::MAX,
+            most => most,
+        };
+        while self.count.load(Ordering::SeqCst) >= most && !self.stopping.load(Ordering::SeqCst) {
+            // The sender lives as long as the server.
+            let _ = self.ended.1.recv().await;
+        }
+    }
+
+    /// Refuses new connections and ends the others once they have finished what they have in flight. Returns when the
+    /// last is gone. Close the listeners' sockets (`shutdown(2)`) to end [`Server::listen`].
+    pub async fn stop(&self) {
+        self.stopping.store(true, Ordering::SeqCst);
+        for live in self.lock().values() {
+            live.stop.store(true, Ordering::SeqCst);
+            // Ends the receive that the connection waits in. Fails where the client has gone already.
+            let _ = nix::sys::socket::shutdown(raw(&live.socket), nix::sys::socket::Shutdown::Read);
+        }
+        while self.count.load(Ordering::SeqCst) > 0 {
+            let _ = self.ended.1.recv().await;
+        }
+    }
+
+    /// Connections now.
+    pub fn connections(&self) -> usize {
+        self.count.load(Ordering::SeqCst)
+    }
+
+    fn lock(&self) -> std::sync::MutexGuard<'_, HashMap<u64, Live>> {
+        // The map is valid between any two of its operations.
+        self.connections.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A connection's whole life, on its worker.
+    async fn welcome(self: Arc<Self>, socket: OwnedFd) {
+        let _place = Place(Arc::clone(&self));
+        let number = self.next_number.fetch_add(1, Ordering::Relaxed);
+        prepare(&socket);
+        let socket = Fd::from(socket);
+        let stop = Arc::new(AtomicBool::new(false));
+        self.lock().insert(number, Live { socket: socket.clone(), stop: Arc::clone(&stop) });
+        // A stop between accepting and registering would otherwise be missed.
+        if !self.stopping.load(Ordering::SeqCst) {
+            tracing::debug!(client = number, "connected");
+            match self.converse(Stream::Plain(socket), &stop).await {
+                Ok(()) => tracing::debug!(client = number, "disconnected"),
+                Err(reason) => tracing::info!(client = number, %reason, "connection ended"),
+            }
+        }
+        self.lock().remove(&number);
+    }
+
+    /// Handshake, then transmission.
+    async fn converse(&self, stream: Stream, stop: &Arc<AtomicBool>) -> Result<(), String> {
+        let (stream, inbox, session) =
+            match reactor::timeout(self.terms.handshake_timeout, self.negotiate(stream)).await {
+                Ok(Ok(Some(negotiated))) => negotiated,
+                Ok(Ok(None)) => return Ok(()),
+                Ok(Err(reason)) => return Err(reason),
+                Err(reactor::Timeout) => return Err("the handshake took too long".to_owned()),
+            };
+        let disk = Arc::clone(&self.exports[session.export].disk);
+        let connection = Connection::new(stream, disk, session, Arc::clone(stop));
+        connection.serve(inbox).await.map_err(|broken| broken.to_string())
+    }
+
+    /// `None` where the client only looked around.
+    async fn negotiate(&self, mut stream: Stream) -> Result<Option<(Stream, Inbox, Session)>, String> {
+        let policy = match &self.tls {
+            None => TlsPolicy::Off,
+            Some(tls) if tls.required => TlsPolicy::Required,
+            Some(_) => TlsPolicy::Allowed,
+        };
+        let mut out = Vec::new();
+        let mut handshake = Handshake::start(policy, &mut out);
+        let mut inbox = Inbox::new();
+        loop {
+            let step = handshake.advance(inbox.bytes(), self, &mut out);
+            inbox.consume(step.consumed);
+            let quiet = matches!(step.event, Event::NeedInput);
+            if !out.is_empty() && (quiet || !matches!(step.event, Event::Replied) || out.len() > REPLY_BYTES)
+            {
+                let reply = crate::buffer::Buffer::copy_of(&out);
+                out.clear();
+                stream.send(reply.into()).await.map_err(|error| error.to_string())?;
+            }
+            match step.event {
+                Event::NeedInput => {
+                    if !inbox.fill(&stream).await.map_err(|error| error.to_string())? {
+                        return Ok(None);
+                    }
+                }
+                Event::Replied => {}
+                Event::StartTls => {
+                    let keys = &self.tls.as_ref().expect("offered only with keys").keys;
+                    stream =
+                        stream.start_tls(keys, inbox.bytes()).await.map_err(|error| error.to_string())?;
+                    inbox = Inbox::new();
+                    handshake.tls_established();
+                }
+                Event::Transmission(session) => return Ok(Some((stream, inbox, session))),
+                Event::Close(super::negotiate::Close::Aborted) => {
+                    stream.finish().await;
+                    return Ok(None);
+                }
+                Event::Close(reason) => return Err(reason.to_string()),
+            }
+        }
+    }
+}
+
+/// Replies gathered before they are sent: a client that lists a thousand exports gets them in a few messages.
+const REPLY_BYTES: usize = 32 << 10;
+
+/// A place among the connections, freed when dropped: also when the worker is stopped with the connection on it.
+struct Place(Arc<Server>);
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        self.0.count.fetch_sub(1, Ordering::SeqCst);
+        // Full: then a wake-up is on its way already.
+        let _ = self.0.ended.0.try_send(());
+    }
+}
+
+fn raw(socket: &Fd) -> std::os::fd::RawFd {
+    use std::os::fd::AsRawFd;
+    socket.as_fd().as_raw_fd()
+}
+
+/// Settings of a new connection's socket. None is essential, so failures are passed over.
+fn prepare(socket: &OwnedFd) {
+    let family = getsockname::<SockaddrStorage>(std::os::fd::AsRawFd::as_raw_fd(socket))
+        .ok()
+        .and_then(|address| address.family());
+    if family == Some(AddressFamily::Unix) {
+        // A deep queue of replies fits without waiting for the client; the kernel clips it to net.core.wmem_max.
+        let _ = setsockopt(socket, sockopt::SndBuf, &(2 << 20));
+    } else if let Ok(clone) = socket.try_clone() {
+        // Replies are gathered by us; Nagle's algorithm would only delay them.
+        let _ = TcpStream::from(clone).set_nodelay(true);
+        let _ = setsockopt(socket, sockopt::KeepAlive, &true);
+    }
+}
+
+impl Exports for Server {
+    fn find(&self, name: &str) -> Option<usize> {
+        if name.is_empty() { self.default } else { self.by_name.get(name).copied() }
+    }
+
+    fn get(&self, export: usize) -> Option<ExportInfo> {
+        self.exports.get(export).map(Export::info)
+    }
+
+    fn next(&self, from: usize) -> Option<(usize, ExportInfo)> {
+        self.get(from).map(|info| (from, info))
+    }
+}
+
+impl Export {
+    fn info(&self) -> ExportInfo {
+        let image = self.disk.image();
+        ExportInfo {
+            name: Arc::clone(&self.name),
+            description: Arc::clone(&self.description),
+            size_bytes: self.disk.size_bytes(),
+            features: Features {
+                read_only: self.read_only || image.is_read_only(),
+                flush: true,
+                fua: true,
+                trim: true,
+                write_zeroes: true,
+                fast_zero: true,
+                dont_fragment: true,
+                cache: true,
+                // One disk, one cache: a flush covers what was written through any connection.
+                multi_conn: true,
+                rotational: image.is_rotational(),
+            },
+            sizes: BlockSizes::default(),
+        }
+    }
+}

@@ -1,0 +1,181 @@
+//! The two-way stream of bytes to a client: a socket, TLS over a socket, or a simulated pipe. Above it nobody can tell.
+//!
+//! One task receives and one task sends; both may do so at the same time.
+
+use std::{cell::RefCell, io};
+
+use nix::sys::socket::{Shutdown, shutdown};
+
+use super::{
+    credentials::{TlsError, TlsServer},
+    pipe::Pipe,
+    tls::{TlsRead, TlsStream},
+};
+use crate::{
+    buffer::{Buffer, Segments},
+    reactor::op::{self, Fd},
+};
+use std::os::fd::{AsFd, AsRawFd};
+
+/// Ciphertext received at a time, in bytes.
+const CIPHERTEXT_BYTES: usize = 64 << 10;
+
+/// A stream to a client.
+#[derive(Debug)]
+pub(super) enum Stream {
+    Plain(Fd),
+    Tls { fd: Fd, tls: RefCell<Box<TlsStream>> },
+    Simulated(Pipe),
+}
+
+impl Stream {
+    /// Receives behind the first `filled` bytes of `buffer`; 0 when the client has closed.
+    pub(super) async fn receive(&self, buffer: Buffer, filled: usize) -> (io::Result<usize>, Buffer) {
+        match self {
+            Self::Plain(fd) => op::receive(fd, buffer, filled).await,
+            Self::Tls { fd, tls } => receive_tls(fd, tls, buffer, filled).await,
+            Self::Simulated(pipe) => pipe.receive(buffer, filled).await,
+        }
+    }
+
+    /// Sends all of `segments`.
+    pub(super) async fn send(&self, segments: Segments) -> io::Result<()> {
+        match self {
+            Self::Plain(fd) => send_plain(fd, segments).await,
+            Self::Tls { fd, tls } => {
+                for segment in segments.iter() {
+                    encrypt(fd, tls, segment).await?;
+                }
+                Ok(())
+            }
+            Self::Simulated(pipe) => pipe.send(segments).await,
+        }
+    }
+
+    /// Bytes, with the kernel's overhead, that the client has yet to read. Only a Unix socket tells; TCP counts what the
+    /// other *kernel* has not confirmed, and on a fast network that is nothing.
+    pub(super) fn unread_bytes(&self) -> usize {
+        match self {
+            Self::Plain(fd) | Self::Tls { fd, .. } => op::unread_bytes(fd).unwrap_or(0),
+            Self::Simulated(_) => 0,
+        }
+    }
+
+    /// Ends both directions: the client is gone, or must go.
+    pub(super) fn close(&self) {
+        match self {
+            // Fails only where the peer has closed already.
+            Self::Plain(fd) | Self::Tls { fd, .. } => {
+                let _ = shutdown(fd.as_fd().as_raw_fd(), Shutdown::Both);
+            }
+            Self::Simulated(pipe) => pipe.close(),
+        }
+    }
+
+    /// Says farewell where the transport has a way to.
+    pub(super) async fn finish(&self) {
+        if let Self::Tls { fd, tls } = self {
+            tls.borrow_mut().close();
+            // The client may be gone, and then has no use for it.
+            let _ = send_outgoing(fd, tls).await;
+        }
+    }
+
+    /// Becomes TLS, as the server. `received` are the bytes that arrived behind the request to start.
+    pub(super) async fn start_tls(self, server: &TlsServer, mut received: &[u8]) -> Result<Self, TlsFailure> {
+        let Self::Plain(fd) = self else { return Err(TlsFailure::NotPlain) };
+        let tls = RefCell::new(Box::new(server.accept()?));
+        loop {
+            let fed = tls.borrow_mut().feed(received);
+            received = &received[fed..];
+            let progress = tls.borrow_mut().handshake();
+            // Also on failure: the alert says why.
+            send_outgoing(&fd, &tls).await?;
+            if progress? {
+                break;
+            }
+            if received.is_empty() {
+                feed_from_socket(&fd, &tls).await?;
+            }
+        }
+        // What the client sent behind its last handshake message, as it may.
+        tls.borrow_mut().feed(received);
+        Ok(Self::Tls { fd, tls })
+    }
+}
+
+/// TLS could not be started.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum TlsFailure {
+    #[error("TLS was to be started on a stream that cannot carry it")]
+    NotPlain,
+    #[error(transparent)]
+    Tls(#[from] TlsError),
+    #[error(transparent)]
+    Socket(#[from] io::Error),
+}
+
+async fn send_plain(fd: &Fd, mut segments: Segments) -> io::Result<()> {
+    while !segments.is_empty() {
+        let (result, rest) = op::send(fd, segments).await;
+        segments = rest;
+        match result {
+            Ok(count) => segments.advance(count),
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(())
+}
+
+async fn encrypt(fd: &Fd, tls: &RefCell<Box<TlsStream>>, mut plaintext: &[u8]) -> io::Result<()> {
+    while !plaintext.is_empty() {
+        let written = tls.borrow_mut().write(plaintext).map_err(io::Error::other)?;
+        plaintext = &plaintext[written..];
+        send_outgoing(fd, tls).await?;
+    }
+    Ok(())
+}
+
+async fn send_outgoing(fd: &Fd, tls: &RefCell<Box<TlsStream>>) -> io::Result<()> {
+    let outgoing = {
+        let mut tls = tls.borrow_mut();
+        let outgoing = Buffer::copy_of(tls.outgoing());
+        tls.sent(outgoing.len());
+        outgoing
+    };
+    send_plain(fd, outgoing.into()).await
+}
+
+async fn feed_from_socket(fd: &Fd, tls: &RefCell<Box<TlsStream>>) -> io::Result<()> {
+    let (result, buffer) = op::receive(fd, Buffer::new(CIPHERTEXT_BYTES), 0).await;
+    let count = result?;
+    if count == 0 {
+        return Err(io::ErrorKind::UnexpectedEof.into());
+    }
+    let fed = tls.borrow_mut().feed(&buffer[..count]);
+    // It takes four records, and everything is read out before more is fed.
+    assert_eq!(fed, count, "the queue of ciphertext holds less than one receive");
+    Ok(())
+}
+
+async fn receive_tls(
+    fd: &Fd,
+    tls: &RefCell<Box<TlsStream>>,
+    mut buffer: Buffer,
+    filled: usize,
+) -> (io::Result<usize>, Buffer) {
+    loop {
+        let outcome = tls.borrow_mut().read(&mut buffer[filled..]);
+        let result = match outcome {
+            Ok(TlsRead::Bytes(count)) => Ok(count),
+            Ok(TlsRead::Closed) => Ok(0),
+            Err(error) => Err(io::Error::other(error)),
+            Ok(TlsRead::NeedInput) => match feed_from_socket(fd, tls).await {
+                Ok(()) => continue,
+                Err(error) => Err(error),
+            },
+        };
+        return (result, buffer);
+    }
+}
