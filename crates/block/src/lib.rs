@@ -8,6 +8,7 @@
 #[allow(unsafe_code)]
 pub mod buffer;
 pub mod error;
+pub mod image;
 #[allow(unsafe_code)]
 pub mod reactor;
 pub mod storage;
