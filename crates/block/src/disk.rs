@@ -114,11 +114,8 @@ impl Disk {
     }
 
     /// Says that `length` bytes at `offset` will be read soon: a hint, without cost to the client's limits.
-    ///
-    /// # Errors
-    /// None today; a layer that reads ahead may report that it cannot.
-    pub async fn will_need(&self, offset: u64, length: u64) -> Result<()> {
-        self.image.will_need(offset, length).await
+    pub async fn will_need(&self, offset: u64, length: u64) {
+        self.image.will_need(offset, length).await;
     }
 
     /// Writes `data` at `offset`; charged as `cost`, which may stand for several requests.

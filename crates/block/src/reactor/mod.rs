@@ -42,7 +42,8 @@ struct Reactor {
 }
 
 enum Driver {
-    Uring(uring::Uring),
+    /// Boxed: much larger than its twin.
+    Uring(Box<uring::Uring>),
     Sim(sim::Sim),
 }
 
@@ -155,7 +156,7 @@ pub async fn blocking<T: Send + 'static>(f: impl FnOnce() -> T + Send + 'static)
 /// If a reactor runs on this thread already.
 pub fn run<T: 'static>(polling: Polling, future: impl Future<Output = T> + 'static) -> std::io::Result<T> {
     let executor = Executor::new();
-    let driver = Driver::Uring(uring::Uring::new(polling)?);
+    let driver = Driver::Uring(Box::new(uring::Uring::new(polling)?));
     Ok(Reactor::enter(executor, driver, future, uring::Uring::turn))
 }
 

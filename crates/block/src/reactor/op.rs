@@ -121,6 +121,19 @@ pub async fn allocate(fd: &Fd, mode: i32, offset: u64, length: u64) -> io::Resul
     op.await.0.map(drop)
 }
 
+/// Asks the page cache to read a range ahead (`POSIX_FADV_WILLNEED`).
+///
+/// # Errors
+/// As `posix_fadvise(2)`.
+pub async fn read_ahead(fd: &Fd, offset: u64, length: u64) -> io::Result<()> {
+    // The kernel takes 32 bits here; a hint may be shortened.
+    let length = libc::off_t::from(i32::try_from(length).unwrap_or(i32::MAX));
+    let entry = opcode::Fadvise::new(fd.target(), length, libc::POSIX_FADV_WILLNEED).offset(offset).build();
+    // SAFETY: the entry refers to the descriptor alone.
+    let op = unsafe { Op::start(&entry, fd.clone()) };
+    op.await.0.map(drop)
+}
+
 /// Receives into `buffer` behind its first `filled` bytes; returns how many bytes, 0 when the peer has closed.
 ///
 /// # Errors

@@ -1,7 +1,7 @@
 //! Where bytes live. A storage reads, writes, flushes, zeroes and discards, and owns what the cache mode means.
 //!
 //! ```text
-//!   fault ─► rate ─► delay ─► (file ─► align │ memory │ null │ simulated)
+//!   fault ─► rate ─► delay ─► (align ─► file │ align ─► simulated │ memory │ null)
 //!   wrappers, each optional      what is at the bottom
 //! ```
 //!
@@ -14,7 +14,34 @@
 //! - A write is visible to reads that start after it completed. It survives a crash once a later flush has completed, or at once
 //!   if it was made with [`Durability::Synchronous`].
 //! - Overlapping requests in flight may take effect in any order, but never change bytes outside their own range.
+//! - A storage is shared by the workers; a future belongs to the thread that polls it.
+//! - A request's future that is dropped leaves the outcome of that request open, and of no other.
 
+pub mod align;
+pub mod delay;
+pub mod fault;
+pub mod file;
+mod lock;
+pub mod memory;
+pub mod null;
+mod open;
+mod options;
+pub mod probe;
+mod range_lock;
+pub mod rate;
+pub mod simulated;
+mod spec;
+
+pub use file::{CacheMode, File};
+pub use open::{OpenError, OpenOptions, open};
+pub use options::InvalidOption;
+pub use probe::Format;
+pub(crate) use range_lock::RangeLocks;
+pub use spec::{InvalidValue, Spec, parse_duration, parse_size};
+
+use self::{
+    align::Align, delay::Delay, fault::Fault, memory::Memory, null::Null, rate::Rate, simulated::Simulated,
+};
 pub use crate::reactor::op::Durability;
 use crate::{
     buffer::{Buffer, Segments},
@@ -43,6 +70,157 @@ pub struct Extent {
     pub zero: bool,
 }
 
+/// Most extents in one answer to [`Storage::block_status`]: it bounds memory and the time of one request.
+pub const MOST_EXTENTS: usize = 256;
+
+/// What requests cost least with, in bytes; both powers of two. Any request is correct, whatever its alignment.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BlockSize {
+    /// Below this, or not aligned to it, a write costs a read and a write of the blocks at its edges. 1 where it makes no difference.
+    pub minimum: u32,
+    /// At least this much, and aligned to it, is best.
+    pub preferred: u32,
+}
+
 /// Storage of any kind.
 #[derive(Debug)]
-pub enum Storage {}
+pub enum Storage {
+    /// A regular file or block device.
+    File(Align<File>),
+    /// Memory, allocated as it is written.
+    Memory(Memory),
+    /// Reads zeroes, forgets writes.
+    Null(Null),
+    /// A disk in the simulation, which tears, loses and reorders what was not flushed.
+    Simulated(Align<Simulated>),
+    /// Another storage, slower in latency.
+    Delay(Box<Delay>),
+    /// Another storage, slower in bandwidth.
+    Rate(Box<Rate>),
+    /// Another storage that fails on purpose.
+    Fault(Box<Fault>),
+}
+
+/// The same expression for every kind of storage.
+macro_rules! each {
+    ($storage:expr, $inner:ident => $call:expr) => {
+        match $storage {
+            Storage::File($inner) => $call,
+            Storage::Memory($inner) => $call,
+            Storage::Null($inner) => $call,
+            Storage::Simulated($inner) => $call,
+            Storage::Delay($inner) => $call,
+            Storage::Rate($inner) => $call,
+            Storage::Fault($inner) => $call,
+        }
+    };
+}
+
+impl Storage {
+    /// The size in bytes as last seen; never waits.
+    pub fn size_bytes(&self) -> u64 {
+        each!(self, inner => inner.size_bytes())
+    }
+
+    /// Looks whether the storage was resized from outside; returns the size in bytes, which [`Storage::size_bytes`] repeats from now on.
+    ///
+    /// # Errors
+    /// What the file system says.
+    pub async fn refresh_size(&self) -> Result<u64> {
+        each!(self, inner => inner.refresh_size().await)
+    }
+
+    /// What it is, for people: kind, place, cache mode, wrappers.
+    pub fn description(&self) -> String {
+        each!(self, inner => inner.description())
+    }
+
+    /// Whether writes fail with [`Error::NOT_PERMITTED`](crate::error::Error::NOT_PERMITTED).
+    pub fn read_only(&self) -> bool {
+        each!(self, inner => inner.read_only())
+    }
+
+    /// The alignment that costs least.
+    pub fn block_size(&self) -> BlockSize {
+        each!(self, inner => inner.block_size())
+    }
+
+    /// Whether zeroing is, as far as is known, faster than writing zeroes. May turn false when the file system has refused it once.
+    pub fn can_zero_fast(&self) -> bool {
+        each!(self, inner => inner.can_zero_fast())
+    }
+
+    /// Fills `buffer` with what is at `offset`.
+    ///
+    /// # Errors
+    /// [`Error::IO`](crate::error::Error::IO) from the device, or where a file has been truncated underneath; never old memory.
+    pub async fn read(&self, offset: u64, buffer: Buffer) -> Result<Buffer> {
+        each!(self, inner => inner.read(offset, buffer).await)
+    }
+
+    /// Writes the segments one after the other, beginning at `offset`.
+    ///
+    /// # Errors
+    /// What the device says; [`Error::NO_SPACE`](crate::error::Error::NO_SPACE) where the file system is full. A part may have been written.
+    pub async fn write(&self, offset: u64, data: Segments, durability: Durability) -> Result<()> {
+        each!(self, inner => inner.write(offset, data, durability).await)
+    }
+
+    /// Says that a range will be read soon. A hint: only files behind the page cache have a use for it.
+    pub async fn will_need(&self, offset: u64, length: u64) {
+        match self {
+            Self::File(file) => file.device().will_need(offset, length).await,
+            Self::Memory(_) | Self::Null(_) | Self::Simulated(_) => {}
+            Self::Delay(wrapped) => Box::pin(wrapped.inner().will_need(offset, length)).await,
+            Self::Rate(wrapped) => Box::pin(wrapped.inner().will_need(offset, length)).await,
+            Self::Fault(wrapped) => Box::pin(wrapped.inner().will_need(offset, length)).await,
+        }
+    }
+
+    /// Returns once every write that completed before the call is on stable storage.
+    ///
+    /// # Errors
+    /// What the device says; then some of those writes may be lost.
+    pub async fn flush(&self) -> Result<()> {
+        each!(self, inner => inner.flush().await)
+    }
+
+    /// Makes a range read as zeroes.
+    ///
+    /// # Errors
+    /// As for writes; [`Error::UNSUPPORTED`](crate::error::Error::UNSUPPORTED) only with `only_if_fast`, and then nothing has changed.
+    pub async fn write_zeroes(&self, offset: u64, length: u64, options: ZeroOptions) -> Result<()> {
+        each!(self, inner => inner.write_zeroes(offset, length, options).await)
+    }
+
+    /// Tells the storage that a range is no longer needed. Its content is unspecified from then on. A hint: storage that has no use for it
+    /// succeeds without doing anything.
+    ///
+    /// # Errors
+    /// What the device says.
+    pub async fn discard(&self, offset: u64, length: u64) -> Result<()> {
+        each!(self, inner => inner.discard(offset, length).await)
+    }
+
+    /// What the range is made of: from one to [`MOST_EXTENTS`] extents that begin at `offset`, follow each other and together cover no more
+    /// than `length`, perhaps less. `length` is not zero.
+    ///
+    /// # Errors
+    /// What the file system says.
+    pub async fn block_status(&self, offset: u64, length: u64) -> Result<Vec<Extent>> {
+        each!(self, inner => inner.block_status(offset, length).await)
+    }
+}
+
+/// Appends an extent, joining it to the last one if they are alike.
+fn push_extent(extents: &mut Vec<Extent>, extent: Extent) {
+    match extents.last_mut() {
+        Some(last) if (last.hole, last.zero) == (extent.hole, extent.zero) => last.length += extent.length,
+        _ => extents.push(extent),
+    }
+}
+
+/// Whether `offset..offset + length` lies inside `size`, without overflow.
+fn within(offset: u64, length: u64, size: u64) -> bool {
+    offset.checked_add(length).is_some_and(|end| end <= size)
+}

@@ -223,7 +223,8 @@ impl Connection {
                 self.answer(tag, self.disk.discard(offset, length, durability(fua)).await, 0);
             }
             Command::Cache { offset, length } => {
-                self.answer(tag, self.disk.will_need(offset, length).await, 0)
+                self.disk.will_need(offset, length).await;
+                self.answer(tag, Ok(()), 0);
             }
             Command::WriteZeroes { offset, length, fua, no_hole, fast } => {
                 let options =

@@ -46,6 +46,7 @@ mod info;
 pub mod negotiate;
 mod option;
 mod outbox;
+#[cfg(test)]
 mod pipe;
 pub mod proto;
 pub mod reply;

@@ -45,7 +45,6 @@ fn wake_all(waiting: [Option<Waker>; 2]) {
 
 impl Pipe {
     /// The two ends of a stream.
-    #[cfg(test)]
     pub(super) fn pair() -> (Self, Self) {
         let (one, other) = (Rc::default(), Rc::default());
         (

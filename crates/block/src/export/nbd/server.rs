@@ -28,6 +28,7 @@ use super::{
     credentials::TlsServer,
     inbox::Inbox,
     negotiate::{Event, Handshake, TlsPolicy},
+    proto,
     session::Session,
     stream::Stream,
 };
@@ -37,6 +38,7 @@ use crate::{
         self, Worker,
         op::{self, Fd},
     },
+    storage::BlockSize,
 };
 
 /// What a server allows its clients.
@@ -335,9 +337,16 @@ impl Export {
                 cache: true,
                 // One disk, one cache: a flush covers what was written through any connection.
                 multi_conn: true,
-                rotational: image.is_rotational(),
+                // Unknown: an image's storage may be anything.
+                rotational: false,
             },
-            sizes: BlockSizes::default(),
+            sizes: block_sizes(image.block_size()),
         }
     }
+}
+
+/// Any alignment is served, so the minimum is one byte; what costs least is the preferred size.
+fn block_sizes(storage: BlockSize) -> BlockSizes {
+    let preferred = storage.preferred.clamp(512, 1 << 20);
+    BlockSizes::new(1, preferred, proto::DEFAULT_MAX_PAYLOAD).unwrap_or_default()
 }

@@ -6,9 +6,10 @@ use std::{cell::RefCell, io};
 
 use nix::sys::socket::{Shutdown, shutdown};
 
+#[cfg(test)]
+use super::pipe::Pipe;
 use super::{
     credentials::{TlsError, TlsServer},
-    pipe::Pipe,
     tls::{TlsRead, TlsStream},
 };
 use crate::{
@@ -24,7 +25,11 @@ const CIPHERTEXT_BYTES: usize = 64 << 10;
 #[derive(Debug)]
 pub(super) enum Stream {
     Plain(Fd),
-    Tls { fd: Fd, tls: RefCell<Box<TlsStream>> },
+    Tls {
+        fd: Fd,
+        tls: RefCell<Box<TlsStream>>,
+    },
+    #[cfg(test)]
     Simulated(Pipe),
 }
 
@@ -34,6 +39,7 @@ impl Stream {
         match self {
             Self::Plain(fd) => op::receive(fd, buffer, filled).await,
             Self::Tls { fd, tls } => receive_tls(fd, tls, buffer, filled).await,
+            #[cfg(test)]
             Self::Simulated(pipe) => pipe.receive(buffer, filled).await,
         }
     }
@@ -48,6 +54,7 @@ impl Stream {
                 }
                 Ok(())
             }
+            #[cfg(test)]
             Self::Simulated(pipe) => pipe.send(segments).await,
         }
     }
@@ -57,6 +64,7 @@ impl Stream {
     pub(super) fn unread_bytes(&self) -> usize {
         match self {
             Self::Plain(fd) | Self::Tls { fd, .. } => op::unread_bytes(fd).unwrap_or(0),
+            #[cfg(test)]
             Self::Simulated(_) => 0,
         }
     }
@@ -68,6 +76,7 @@ impl Stream {
             Self::Plain(fd) | Self::Tls { fd, .. } => {
                 let _ = shutdown(fd.as_fd().as_raw_fd(), Shutdown::Both);
             }
+            #[cfg(test)]
             Self::Simulated(pipe) => pipe.close(),
         }
     }

@@ -1,0 +1,231 @@
+//! Raw images: the bytes are the disk.
+//!
+//! Where the format was guessed, one thing must never happen: that the guest writes a header there which makes the next guess come out
+//! differently ([`probe`](crate::storage::probe) says why). So changes to the first 512 bytes are looked at together with what is there
+//! already, one after the other, and those that would form a known header fail with EPERM.
+
+use crate::{
+    buffer::{Buffer, Segments},
+    error::{Error, Result},
+    storage::{
+        Durability, RangeLocks, Storage, ZeroOptions,
+        probe::{HEADER_BYTES, Probed, probe_header},
+    },
+};
+
+const HEADER_END: u64 = HEADER_BYTES as u64;
+
+/// A raw image.
+#[derive(Debug)]
+pub struct Raw {
+    storage: Storage,
+    read_only: bool,
+    /// One change to the header at a time; `None` if the format was given and any header is fine.
+    header: Option<RangeLocks>,
+}
+
+impl Raw {
+    /// `storage` as a disk; its content may be anything.
+    pub fn new(storage: Storage) -> Self {
+        Self { read_only: storage.read_only(), storage, header: None }
+    }
+
+    /// Refuses writes that would make the image look like another format.
+    #[must_use]
+    pub fn guarding_header(self) -> Self {
+        Self { header: Some(RangeLocks::default()), ..self }
+    }
+
+    /// Refuses all writes.
+    #[must_use]
+    pub fn read_only(self) -> Self {
+        Self { read_only: true, ..self }
+    }
+
+    pub(super) fn storage(&self) -> &Storage {
+        &self.storage
+    }
+
+    pub(super) fn is_read_only(&self) -> bool {
+        self.read_only
+    }
+
+    pub(super) async fn write(&self, offset: u64, data: Segments, durability: Durability) -> Result<()> {
+        if self.read_only {
+            return Err(Error::NOT_PERMITTED);
+        }
+        if offset < HEADER_END
+            && !data.is_empty()
+            && let Some(locks) = &self.header
+        {
+            return Box::pin(self.write_header(locks, offset, data, durability)).await;
+        }
+        self.storage.write(offset, data, durability).await
+    }
+
+    async fn write_header(
+        &self,
+        locks: &RangeLocks,
+        offset: u64,
+        data: Segments,
+        durability: Durability,
+    ) -> Result<()> {
+        let _guard = locks.exclusive(0..HEADER_END).await;
+        let mut front = [0; HEADER_BYTES];
+        let front = &mut front[offset as usize..];
+        let length = copy_front(&data, front);
+        self.check_header(offset, &front[..length]).await?;
+        self.storage.write(offset, data, durability).await
+    }
+
+    /// Whether the header may become what it is with `change` at `offset`.
+    async fn check_header(&self, offset: u64, change: &[u8]) -> Result<()> {
+        let length = self.storage.size_bytes().min(HEADER_END) as usize;
+        let end = offset as usize + change.len();
+        if end > length {
+            return Err(Error::INVALID);
+        }
+        let mut header = Buffer::new(length);
+        if change.len() < length {
+            header = self.storage.read(0, header).await?;
+        }
+        header[offset as usize..end].copy_from_slice(change);
+        match probe_header(&header) {
+            Probed::Raw => Ok(()),
+            Probed::Looks(format) => {
+                tracing::warn!(
+                    image = self.storage.description(),
+                    format,
+                    "refused a write that would make a raw image look like another format; give --format raw to allow it"
+                );
+                Err(Error::NOT_PERMITTED)
+            }
+        }
+    }
+
+    pub(super) async fn write_zeroes(&self, offset: u64, length: u64, options: ZeroOptions) -> Result<()> {
+        if self.read_only {
+            return Err(Error::NOT_PERMITTED);
+        }
+        let Some(locks) = self.header.as_ref().filter(|_| offset < HEADER_END && length > 0) else {
+            return self.storage.write_zeroes(offset, length, options).await;
+        };
+        let _guard = locks.exclusive(0..HEADER_END).await;
+        self.check_zeroed_header(offset, length).await?;
+        self.storage.write_zeroes(offset, length, options).await
+    }
+
+    /// Zeroes can complete a header too: some signatures have one in them.
+    async fn check_zeroed_header(&self, offset: u64, length: u64) -> Result<()> {
+        let front = length.min(HEADER_END - offset) as usize;
+        self.check_header(offset, &[0; HEADER_BYTES][..front]).await
+    }
+
+    pub(super) async fn discard(&self, offset: u64, length: u64) -> Result<()> {
+        if self.read_only {
+            return Err(Error::NOT_PERMITTED);
+        }
+        let Some(locks) = self.header.as_ref().filter(|_| offset < HEADER_END && length > 0) else {
+            return self.storage.discard(offset, length).await;
+        };
+        let _guard = locks.exclusive(0..HEADER_END).await;
+        // What is discarded reads as zeroes afterwards or stays: both must be raw, and what is there is.
+        self.check_zeroed_header(offset, length).await?;
+        self.storage.discard(offset, length).await
+    }
+}
+
+/// Copies as many of the first bytes as there are and fit; returns how many.
+fn copy_front(data: &Segments, target: &mut [u8]) -> usize {
+    let mut done = 0;
+    for segment in data.iter() {
+        let length = segment.len().min(target.len() - done);
+        target[done..done + length].copy_from_slice(&segment[..length]);
+        done += length;
+    }
+    done
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{reactor::sim, storage::memory::Memory};
+
+    fn memory() -> Raw {
+        Raw::new(Storage::Memory(Memory::new(4096).expect("small")))
+    }
+
+    async fn write(raw: &Raw, offset: u64, bytes: &[u8]) -> Result<()> {
+        let mut data = Segments::from(Buffer::copy_of(bytes));
+        let second = data.split_off(bytes.len() / 2);
+        for part in second.iter() {
+            data.push(Buffer::copy_of(part));
+        }
+        raw.write(offset, data, Durability::Cached).await
+    }
+
+    #[test]
+    fn a_guest_cannot_forge_a_header_in_one_write_or_several() {
+        sim::run(1, async {
+            let raw = memory().guarding_header();
+            let mut sector = [7; 600];
+            sector[..4].copy_from_slice(b"QFI\xfb");
+            assert_eq!(write(&raw, 0, &sector).await, Err(Error::NOT_PERMITTED));
+            assert_eq!(write(&raw, 0, b"QFI").await, Ok(()));
+            assert_eq!(write(&raw, 3, b"\xfb").await, Err(Error::NOT_PERMITTED));
+            assert_eq!(write(&raw, 2, b"I\xfbxyz").await, Err(Error::NOT_PERMITTED));
+            assert_eq!(write(&raw, 512, b"QFI\xfb").await, Ok(()), "no place for a header");
+            let read = raw.storage().read(0, Buffer::new(8)).await.expect("memory");
+            assert_eq!(read[..], *b"QFI\0\0\0\0\0", "what was refused was not written");
+        });
+    }
+
+    #[test]
+    fn zeroes_and_discards_cannot_complete_a_header() {
+        sim::run(1, async {
+            let raw = memory().guarding_header();
+            assert_eq!(write(&raw, 0, b"QEDx").await, Ok(()));
+            let options =
+                ZeroOptions { may_unmap: true, only_if_fast: false, durability: Durability::Cached };
+            assert_eq!(raw.write_zeroes(3, 1, options).await, Err(Error::NOT_PERMITTED));
+            assert_eq!(raw.discard(3, 1).await, Err(Error::NOT_PERMITTED));
+            assert_eq!(raw.write_zeroes(0, 4096, options).await, Ok(()));
+        });
+    }
+
+    #[test]
+    fn two_halves_in_flight_together_do_not_make_a_header() {
+        for seed in 0..50 {
+            sim::run(seed, async {
+                let raw = std::rc::Rc::new(memory().guarding_header());
+                let halves = [(0, &b"QF"[..]), (2, b"I\xfb")].map(|(offset, bytes)| {
+                    let raw = std::rc::Rc::clone(&raw);
+                    crate::reactor::spawn_joinable(async move { write(&raw, offset, bytes).await })
+                });
+                let mut refused = 0;
+                for half in halves {
+                    refused += u32::from(half.await.is_err());
+                }
+                assert_eq!(refused, 1);
+            });
+        }
+    }
+
+    #[test]
+    fn a_format_that_was_given_allows_everything_and_read_only_nothing() {
+        sim::run(1, async {
+            assert_eq!(write(&memory(), 0, b"QFI\xfb").await, Ok(()));
+            let raw = memory().read_only();
+            assert_eq!(write(&raw, 0, b"x").await, Err(Error::NOT_PERMITTED));
+            assert_eq!(raw.discard(0, 1).await, Err(Error::NOT_PERMITTED));
+        });
+    }
+
+    #[test]
+    fn past_the_end_of_a_tiny_disk_is_an_error() {
+        sim::run(1, async {
+            let raw = Raw::new(Storage::Memory(Memory::new(100).expect("small"))).guarding_header();
+            assert_eq!(write(&raw, 99, b"xy").await, Err(Error::INVALID));
+        });
+    }
+}

@@ -1,0 +1,177 @@
+//! `Align` over the simulated disk, against an array of bytes: many seeds, many requests in flight, overlapping blocks.
+
+use std::{cell::RefCell, rc::Rc};
+
+use policy::time::Duration;
+
+use super::*;
+use crate::{
+    reactor::{now, sim, sleep_until, spawn_joinable},
+    storage::simulated::{Behaviour, Simulated},
+};
+
+const BLOCK: usize = 512;
+const SIZE: usize = 16 * BLOCK;
+
+fn disk(seed: u64) -> (Simulated, Vec<u8>) {
+    let mut content = vec![0; SIZE];
+    fastrand::Rng::with_seed(seed).fill(&mut content);
+    let behaviour =
+        Behaviour { block_bytes: BLOCK, latency: Duration::from_micros(50), error_probability: 0.0 };
+    (Simulated::new(content.clone(), behaviour), content)
+}
+
+/// Random segments, their memory aligned or not.
+fn segments(bytes: &[u8]) -> Segments {
+    let mut segments = Segments::default();
+    let mut rest = bytes;
+    while !rest.is_empty() {
+        let (length, skew) = sim::random(|random| (random.usize(1..=rest.len()), random.usize(..2)));
+        let mut buffer = Buffer::new(length + skew);
+        buffer.advance(skew);
+        buffer.copy_from_slice(&rest[..length]);
+        segments.push(buffer);
+        rest = &rest[length..];
+    }
+    segments
+}
+
+/// The clients' side of the model: bytes that a request in flight owns are not touched by another one.
+struct Model {
+    bytes: Vec<u8>,
+    busy: Vec<bool>,
+}
+
+impl Model {
+    /// A range nobody uses, often a piece of a block, sometimes whole blocks.
+    fn claim(&mut self) -> Option<Range<usize>> {
+        let (start, length) = sim::random(|random| match random.u8(..4) {
+            0 => (random.usize(..16) * BLOCK, random.usize(1..4) * BLOCK),
+            1 => (random.usize(..SIZE), random.usize(1..3 * BLOCK)),
+            _ => (random.usize(..SIZE), random.usize(1..100)),
+        });
+        let range = start..(start + length).min(SIZE);
+        if self.busy[range.clone()].contains(&true) {
+            return None;
+        }
+        self.busy[range.clone()].fill(true);
+        Some(range)
+    }
+}
+
+async fn client(storage: Rc<Align<Simulated>>, model: Rc<RefCell<Model>>) {
+    for _ in 0..12 {
+        let Some(range) = model.borrow_mut().claim() else {
+            sleep_until(now() + Duration::from_micros(10)).await;
+            continue;
+        };
+        let (offset, length) = (range.start as u64, range.len() as u64);
+        match sim::random(|random| random.u8(..5)) {
+            0 => {
+                let read = storage.read(offset, Buffer::new(range.len())).await.expect("no errors");
+                assert_eq!(read[..], model.borrow().bytes[range.clone()]);
+            }
+            1 => {
+                let options =
+                    ZeroOptions { may_unmap: true, only_if_fast: false, durability: Durability::Cached };
+                storage.write_zeroes(offset, length, options).await.expect("no errors");
+                model.borrow_mut().bytes[range.clone()].fill(0);
+            }
+            _ => {
+                let mut bytes = vec![0; range.len()];
+                sim::random(|random| random.fill(&mut bytes));
+                storage.write(offset, segments(&bytes), Durability::Cached).await.expect("no errors");
+                model.borrow_mut().bytes[range.clone()].copy_from_slice(&bytes);
+            }
+        }
+        model.borrow_mut().busy[range].fill(false);
+    }
+}
+
+#[test]
+fn concurrent_requests_that_share_blocks_never_touch_each_others_bytes() {
+    for seed in 0..400 {
+        sim::run(seed, async move {
+            let (device, content) = disk(seed);
+            let storage = Rc::new(Align::new(device));
+            let model = Rc::new(RefCell::new(Model { bytes: content, busy: vec![false; SIZE] }));
+            let clients: Vec<_> =
+                (0..12).map(|_| spawn_joinable(client(Rc::clone(&storage), Rc::clone(&model)))).collect();
+            for client in clients {
+                client.await;
+            }
+            let read = storage.read(0, Buffer::new(SIZE)).await.expect("no errors");
+            assert!(read[..] == model.borrow().bytes[..], "seed {seed}");
+        });
+    }
+}
+
+#[test]
+fn a_client_that_goes_away_takes_no_bytes_of_others_with_it() {
+    for seed in 0..400 {
+        sim::run(seed, async move {
+            let (device, content) = disk(seed);
+            let storage = Rc::new(Align::new(device));
+            let leaver = {
+                let storage = Rc::clone(&storage);
+                spawn_joinable(async move {
+                    let _ = storage.write(0, segments(&[1; 10]), Durability::Cached).await;
+                })
+            };
+            let wait = sim::random(|random| random.u64(..200_000));
+            sleep_until(now() + Duration::from_nanos(wait)).await;
+            leaver.cancel().await;
+            storage.write(10, segments(&[2; 20]), Durability::Cached).await.expect("no errors");
+            sleep_until(now() + Duration::from_secs(1)).await;
+            let read = storage.read(0, Buffer::new(BLOCK)).await.expect("no errors");
+            assert!(read[..10] == [1; 10] || read[..10] == content[..10], "seed {seed}");
+            assert_eq!(read[10..30], [2; 20], "seed {seed}: acknowledged");
+            assert_eq!(read[30..], content[30..BLOCK], "seed {seed}: never written");
+        });
+    }
+}
+
+#[test]
+fn synchronous_and_flushed_unaligned_writes_survive_a_crash() {
+    for seed in 0..200 {
+        let (crashed, expected) = sim::run(seed, async move {
+            let (device, mut expected) = disk(seed);
+            let storage = Align::new(device);
+            storage.write(700, segments(&[1; 900]), Durability::Cached).await.expect("no errors");
+            storage.flush().await.expect("no errors");
+            storage.write(1500, segments(&[2; 300]), Durability::Synchronous).await.expect("no errors");
+            expected[700..1600].fill(1);
+            expected[1500..1800].fill(2);
+            (storage.device().crash(), expected)
+        });
+        assert!(crashed == expected, "seed {seed}");
+    }
+}
+
+#[test]
+fn discard_leaves_partial_blocks_alone() {
+    for seed in 0..20 {
+        sim::run(seed, async move {
+            let (device, content) = disk(seed);
+            let storage = Align::new(device);
+            storage.discard(100, 3 * BLOCK as u64).await.expect("no errors");
+            let read = storage.read(0, Buffer::new(SIZE)).await.expect("no errors");
+            assert_eq!(read[..BLOCK], content[..BLOCK]);
+            assert_eq!(read[3 * BLOCK..], content[3 * BLOCK..]);
+        });
+    }
+}
+
+#[test]
+fn out_of_range_is_an_error() {
+    sim::run(1, async {
+        let storage = Align::new(disk(1).0);
+        let size = SIZE as u64;
+        assert_eq!(storage.read(size, Buffer::new(1)).await.err(), Some(Error::INVALID));
+        assert_eq!(storage.read(u64::MAX, Buffer::new(1)).await.err(), Some(Error::INVALID));
+        let one = || Segments::from(Buffer::copy_of(&[1]));
+        assert_eq!(storage.write(size, one(), Durability::Cached).await, Err(Error::INVALID));
+        assert_eq!(storage.discard(1, u64::MAX).await, Err(Error::INVALID));
+        assert_eq!(storage.block_status(0, 0).await, Err(Error::INVALID));
+    });
+}

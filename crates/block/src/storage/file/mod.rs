@@ -1,0 +1,353 @@
+//! Regular files and block devices, through io_uring, in QEMU's five cache modes.
+//!
+//! | mode | O_DIRECT | a write, zeroing or discard completes when | flush |
+//! | --- | --- | --- | --- |
+//! | writeback | no | it is in the page cache | fdatasync |
+//! | writethrough | no | it is on stable storage | fdatasync |
+//! | none | yes | the device has it, perhaps in its cache | fdatasync |
+//! | directsync | yes | it is on stable storage | fdatasync |
+//! | unsafe | no | it is in the page cache, also with FUA | nothing |
+//!
+//! In the direct modes a second, buffered descriptor serves the tail of a file whose size is no multiple of the block; see
+//! [`align`](super::align).
+//!
+//! Reading past the end of a file that was truncated underneath fails with EIO: its bytes are lost, and zeroes would hide that.
+//! Never makes a file longer.
+
+mod cache_mode;
+mod direct;
+mod open;
+mod status;
+#[cfg(test)]
+mod tests;
+mod zero;
+
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, Ordering::Relaxed};
+
+use nix::unistd::{Whence, lseek};
+
+pub use self::cache_mode::CacheMode;
+pub(super) use self::open::{FileOptions, open};
+use super::{
+    BlockSize, Durability, Extent, ZeroOptions,
+    align::{Alignment, Device},
+};
+use crate::{
+    buffer::{Buffer, Segments},
+    error::{Error, Result},
+    reactor::{
+        self,
+        op::{self, Fd},
+        yield_now,
+    },
+};
+
+/// Most segments in one system call: the kernel's UIO_MAXIOV.
+const MOST_SEGMENTS: usize = 1024;
+/// How often a request that the kernel cannot take now (EAGAIN) is tried, with other tasks in between.
+const MOST_ATTEMPTS: u32 = 1000;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Kind {
+    Regular,
+    BlockDevice,
+}
+
+/// An open file or block device. Locks on it last as long as it does.
+#[derive(Debug)]
+pub struct File {
+    /// With O_DIRECT in the direct modes.
+    fd: Fd,
+    /// The same file without.
+    buffered: Fd,
+    kind: Kind,
+    cache: CacheMode,
+    read_only: bool,
+    alignment: Alignment,
+    /// To what zeroing and discarding must be aligned; 1 for regular files.
+    zero_alignment: u64,
+    page_bytes: u64,
+    size_bytes: AtomicU64,
+    name: String,
+    zeroing: zero::Refused,
+    dsync_refused: AtomicBool,
+    /// The error number of a failed sync through the page cache; zero if none failed.
+    ///
+    /// The kernel reports it once and then holds the pages for clean, though the disk does not have them. A later sync would succeed and
+    /// acknowledge what is lost; so it fails from then on.
+    lost: AtomicI32,
+}
+
+impl File {
+    /// What the cache mode makes of a request's durability.
+    fn durability(&self, asked: Durability) -> Durability {
+        match self.cache {
+            CacheMode::Writethrough | CacheMode::Directsync => Durability::Synchronous,
+            CacheMode::Unsafe => Durability::Cached,
+            CacheMode::Writeback | CacheMode::None => asked,
+        }
+    }
+
+    /// Brings everything to stable storage, whatever the cache mode.
+    async fn sync(&self) -> Result<()> {
+        match self.lost.load(Relaxed) {
+            0 => {}
+            errno => return Err(Error::from_errno(errno)),
+        }
+        let result = retried(|| op::sync(&self.fd)).await;
+        if let Err(error) = result {
+            tracing::error!(file = self.name, %error, "sync failed: writes since the last one may be lost");
+            // Direct writes do not depend on it: what the device has taken it still has.
+            if !self.cache.is_direct() {
+                self.lost.store(error.errno(), Relaxed);
+            }
+        }
+        result
+    }
+
+    /// See [`Storage::will_need`](crate::storage::Storage::will_need). With O_DIRECT there is no cache to fill.
+    pub(super) async fn will_need(&self, offset: u64, length: u64) {
+        if !self.cache.is_direct()
+            && let Err(error) = op::read_ahead(&self.fd, offset, length).await
+        {
+            tracing::debug!(file = self.name, %error, "reading ahead was refused");
+        }
+    }
+
+    async fn read_all(&self, fd: &Fd, offset: u64, buffer: Buffer) -> Result<Buffer> {
+        if buffer.is_empty() {
+            return Ok(buffer);
+        }
+        let (result, buffer) = op::read_at(fd, buffer, offset).await;
+        match result {
+            Ok(count) if count == buffer.len() => Ok(buffer),
+            other => Box::pin(self.read_rest(fd, offset, buffer, other)).await,
+        }
+    }
+
+    /// The rare end of a read: short, interrupted, at the end of the file.
+    async fn read_rest(
+        &self,
+        fd: &Fd,
+        offset: u64,
+        mut buffer: Buffer,
+        mut last: std::io::Result<usize>,
+    ) -> Result<Buffer> {
+        let mut done = 0;
+        let mut attempts = 0;
+        loop {
+            match last {
+                Ok(count) if count > 0 => done += count,
+                Ok(_) => return Err(self.past_the_end(offset + done as u64)),
+                Err(error) => try_again(error.into(), &mut attempts).await?,
+            }
+            if done == buffer.len() {
+                return Ok(buffer);
+            }
+            // O_DIRECT stops inside a block only at the end of the file, and could not go on from there.
+            if !(done as u64).is_multiple_of(self.alignment.offset) {
+                return Err(self.past_the_end(offset + done as u64));
+            }
+            let (result, rest) =
+                op::read_at(fd, Buffer::new(buffer.len() - done), offset + done as u64).await;
+            if let Ok(count) = result {
+                buffer[done..done + count].copy_from_slice(&rest[..count]);
+            }
+            last = result;
+        }
+    }
+
+    fn past_the_end(&self, end: u64) -> Error {
+        tracing::warn!(file = self.name, end, "read past the end: the file was truncated while in use");
+        Error::IO
+    }
+
+    async fn write_all(&self, fd: &Fd, offset: u64, data: Segments, asked: Durability) -> Result<()> {
+        if data.is_empty() {
+            return Ok(());
+        }
+        let durability = self.durability(asked);
+        if durability == Durability::Synchronous && self.dsync_refused.load(Relaxed) {
+            Box::pin(self.write_rest(fd, offset, data, Durability::Cached, None)).await?;
+            return self.sync().await;
+        }
+        if data.as_slice().len() > MOST_SEGMENTS {
+            return Box::pin(self.write_rest(fd, offset, data, durability, None)).await;
+        }
+        let length = data.len();
+        let (result, data) = op::write_at(fd, data, offset, durability).await;
+        match result {
+            Ok(count) if count == length => Ok(()),
+            Err(error) if durability == Durability::Synchronous && is_unsupported(&error) => {
+                // No RWF_DSYNC on this file system: the long way, from now on.
+                self.dsync_refused.store(true, Relaxed);
+                Box::pin(self.write_rest(fd, offset, data, Durability::Cached, None)).await?;
+                self.sync().await
+            }
+            other => Box::pin(self.write_rest(fd, offset, data, durability, Some(other))).await,
+        }
+    }
+
+    /// The rare end of a write: short, interrupted, in many segments. `last` is the outcome of an attempt already made.
+    async fn write_rest(
+        &self,
+        fd: &Fd,
+        mut offset: u64,
+        mut data: Segments,
+        durability: Durability,
+        mut last: Option<std::io::Result<usize>>,
+    ) -> Result<()> {
+        loop {
+            let batch: usize = data.iter().take(MOST_SEGMENTS).map(Buffer::len).sum();
+            let later = data.split_off(batch);
+            self.write_batch(fd, offset, data, durability, last.take()).await?;
+            if later.is_empty() {
+                return Ok(());
+            }
+            offset += batch as u64;
+            data = later;
+        }
+    }
+
+    /// Writes until nothing is left.
+    async fn write_batch(
+        &self,
+        fd: &Fd,
+        mut offset: u64,
+        mut data: Segments,
+        durability: Durability,
+        mut last: Option<std::io::Result<usize>>,
+    ) -> Result<()> {
+        let mut attempts = 0;
+        loop {
+            match last {
+                Some(Ok(count)) => {
+                    // A part of a block would leave the rest unaligned: it is written again.
+                    let whole = count - count % self.alignment.offset as usize;
+                    if whole == 0 {
+                        return Err(Error::IO);
+                    }
+                    offset += whole as u64;
+                    data.advance(whole);
+                }
+                Some(Err(error)) => try_again(error.into(), &mut attempts).await?,
+                None => {}
+            }
+            if data.is_empty() {
+                return Ok(());
+            }
+            let (result, back) = op::write_at(fd, data, offset, durability).await;
+            (last, data) = (Some(result), back);
+        }
+    }
+}
+
+/// Whether the kernel, the file system or the device lacks the operation, as against failing at it.
+fn is_unsupported(error: &std::io::Error) -> bool {
+    matches!(error.raw_os_error(), Some(libc::EOPNOTSUPP | libc::ENOSYS | libc::ENOTTY))
+}
+
+/// Whether a failed request is worth another attempt; if so, after everybody else had a turn.
+async fn try_again(error: Error, attempts: &mut u32) -> Result<()> {
+    *attempts += 1;
+    if !matches!(error.errno(), libc::EINTR | libc::EAGAIN) || *attempts >= MOST_ATTEMPTS {
+        return Err(error);
+    }
+    yield_now().await;
+    Ok(())
+}
+
+/// Makes a request again as long as it is interrupted.
+async fn retried<F: Future<Output = std::io::Result<()>>>(attempt: impl Fn() -> F) -> Result<()> {
+    let mut attempts = 0;
+    loop {
+        match attempt().await {
+            Ok(()) => return Ok(()),
+            Err(error) => try_again(error.into(), &mut attempts).await?,
+        }
+    }
+}
+
+impl Device for File {
+    fn alignment(&self) -> Alignment {
+        self.alignment
+    }
+
+    fn page_bytes(&self) -> u64 {
+        self.page_bytes
+    }
+
+    fn size_bytes(&self) -> u64 {
+        self.size_bytes.load(Relaxed)
+    }
+
+    async fn refresh_size(&self) -> Result<u64> {
+        let fd = self.buffered.clone();
+        // Seeking to the end works for files and devices alike; nobody uses the position.
+        let end = reactor::blocking(move || lseek(&fd, 0, Whence::SeekEnd)).await;
+        let size = u64::try_from(end.map_err(|errno| Error::from_errno(errno as i32))?).unwrap_or(0);
+        self.size_bytes.store(size, Relaxed);
+        Ok(size)
+    }
+
+    fn description(&self) -> String {
+        let kind = match self.kind {
+            Kind::Regular => "file",
+            Kind::BlockDevice => "block device",
+        };
+        let access = if self.read_only { ", read-only" } else { "" };
+        format!("{kind} {}, cache {}{access}", self.name, self.cache)
+    }
+
+    fn read_only(&self) -> bool {
+        self.read_only
+    }
+
+    fn block_size(&self) -> BlockSize {
+        let minimum = self.alignment.offset as u32;
+        BlockSize { minimum, preferred: minimum.max(4096) }
+    }
+
+    fn can_zero_fast(&self) -> bool {
+        self.zeroing.fast(self.kind)
+    }
+
+    async fn read(&self, offset: u64, buffer: Buffer) -> Result<Buffer> {
+        self.read_all(&self.fd, offset, buffer).await
+    }
+
+    async fn write(&self, offset: u64, data: Segments, durability: Durability) -> Result<()> {
+        self.write_all(&self.fd, offset, data, durability).await
+    }
+
+    async fn read_buffered(&self, offset: u64, buffer: Buffer) -> Result<Buffer> {
+        self.read_all(&self.buffered, offset, buffer).await
+    }
+
+    async fn write_buffered(&self, offset: u64, data: Segments, durability: Durability) -> Result<()> {
+        self.write_all(&self.buffered, offset, data, durability).await
+    }
+
+    async fn flush(&self) -> Result<()> {
+        if self.cache == CacheMode::Unsafe || self.read_only {
+            return Ok(());
+        }
+        self.sync().await
+    }
+
+    async fn write_zeroes(&self, offset: u64, length: u64, options: ZeroOptions) -> Result<()> {
+        self.zero(offset, length, options).await
+    }
+
+    async fn discard(&self, offset: u64, length: u64) -> Result<()> {
+        self.discard_range(offset, length).await
+    }
+
+    async fn block_status(&self, offset: u64, length: u64) -> Result<Vec<Extent>> {
+        let (fd, kind) = (self.buffered.clone(), self.kind);
+        if kind == Kind::BlockDevice {
+            return Ok(vec![Extent { length, hole: false, zero: false }]);
+        }
+        reactor::blocking(move || status::extents(&fd, offset, length)).await
+    }
+}

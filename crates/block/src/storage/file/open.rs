@@ -1,0 +1,145 @@
+//! Opening a file or block device: what it is, whether the cache mode works on it, its locks, its size.
+//!
+//! Everything that can be wrong with an image's path is found here, before a client connects, and said in full.
+
+use std::{
+    fs,
+    io::{ErrorKind, Seek, SeekFrom},
+    os::unix::fs::{FileTypeExt, OpenOptionsExt},
+    path::Path,
+    sync::atomic::{AtomicBool, AtomicI32, AtomicU64},
+};
+
+use nix::unistd::{SysconfVar, sysconf};
+
+use super::{CacheMode, File, Kind, direct, zero};
+use crate::{
+    reactor::op::Fd,
+    storage::{OpenError, align::Alignment, lock},
+};
+
+/// How to open a file.
+#[derive(Clone, Copy, Debug)]
+pub(in crate::storage) struct FileOptions {
+    pub(in crate::storage) cache: CacheMode,
+    pub(in crate::storage) read_only: bool,
+    /// Read although somebody else writes.
+    pub(in crate::storage) force_share: bool,
+}
+
+/// Opens `path`; blocks. Also returns a buffered descriptor for looking at the file.
+pub(in crate::storage) fn open(path: &Path, options: FileOptions) -> Result<(File, fs::File), OpenError> {
+    let name = path.display().to_string();
+    let failed = |error: &std::io::Error| describe(&name, error, options.read_only);
+    // Before opening: that of a FIFO would wait for its other end.
+    kind_of(&name, &fs::metadata(path).map_err(|error| failed(&error))?)?;
+    let mut how = fs::OpenOptions::new();
+    how.read(true).write(!options.read_only);
+    let mut buffered = how.open(path).map_err(|error| failed(&error))?;
+    let kind = kind_of(&name, &buffered.metadata().map_err(|error| failed(&error))?)?;
+    let (main, alignment) = if options.cache.is_direct() {
+        open_direct(path, &name, &how, kind, options)?
+    } else {
+        (buffered.try_clone().map_err(|error| failed(&error))?, Alignment::NONE)
+    };
+    lock::acquire(&main, &name, lock::Use::of(options.read_only, options.force_share))?;
+    let size_bytes = buffered.seek(SeekFrom::End(0)).map_err(|error| failed(&error))?;
+    if size_bytes == 0 {
+        return Err(empty(name, kind));
+    }
+    let zero_alignment = match kind {
+        Kind::Regular => 1,
+        Kind::BlockDevice => rustix::fs::ioctl_blksszget(&buffered).map_or(4096, u64::from),
+    };
+    let file = File {
+        fd: Fd::from(main),
+        buffered: Fd::from(buffered.try_clone().map_err(|error| failed(&error))?),
+        kind,
+        cache: options.cache,
+        read_only: options.read_only,
+        alignment,
+        zero_alignment,
+        page_bytes: page_bytes(),
+        size_bytes: AtomicU64::new(size_bytes),
+        name,
+        zeroing: zero::Refused::default(),
+        dsync_refused: AtomicBool::new(false),
+        lost: AtomicI32::new(0),
+    };
+    Ok((file, buffered))
+}
+
+fn open_direct(
+    path: &Path,
+    name: &str,
+    how: &fs::OpenOptions,
+    kind: Kind,
+    options: FileOptions,
+) -> Result<(fs::File, Alignment), OpenError> {
+    let no_direct = || {
+        OpenError::new(
+            name,
+            format!("this file system does not support O_DIRECT, which cache={} needs", options.cache),
+            "use writeback, writethrough or unsafe",
+        )
+    };
+    let file = match how.clone().custom_flags(libc::O_DIRECT).open(path) {
+        Ok(file) => file,
+        // The file was opened without O_DIRECT a moment ago, so that is what is invalid.
+        Err(error) if error.kind() == ErrorKind::InvalidInput => return Err(no_direct()),
+        Err(error) => return Err(describe(name, &error, options.read_only)),
+    };
+    let alignment = direct::alignment(&file, kind).ok_or_else(no_direct)?;
+    Ok((file, alignment))
+}
+
+fn kind_of(name: &str, metadata: &fs::Metadata) -> Result<Kind, OpenError> {
+    let kind = metadata.file_type();
+    let what = if kind.is_file() {
+        return Ok(Kind::Regular);
+    } else if kind.is_block_device() {
+        return Ok(Kind::BlockDevice);
+    } else if kind.is_dir() {
+        "is a directory"
+    } else if kind.is_char_device() {
+        "is a character device"
+    } else {
+        "is a pipe or a socket"
+    };
+    Err(OpenError::new(name, what, "an image is a regular file or a block device"))
+}
+
+fn empty(name: String, kind: Kind) -> OpenError {
+    match kind {
+        Kind::Regular => OpenError::new(
+            &name,
+            "is empty, so there is no disk",
+            format!("give it a size: truncate -s 10G {name}"),
+        ),
+        Kind::BlockDevice => OpenError::new(&name, "has size zero", "is there a medium in the device?"),
+    }
+}
+
+pub(super) fn describe(name: &str, error: &std::io::Error, read_only: bool) -> OpenError {
+    let (why, remedy) = match error.kind() {
+        ErrorKind::NotFound => ("no such file", "create it first, or check the path"),
+        ErrorKind::PermissionDenied if read_only => {
+            ("no permission to read", "check the owner and mode of the file and its directories")
+        }
+        ErrorKind::PermissionDenied => {
+            ("no permission to read and write", "check its owner and mode, or serve it --read-only")
+        }
+        ErrorKind::ReadOnlyFilesystem => ("is on a read-only file system", "serve it --read-only"),
+        _ => return OpenError::new(name, error.to_string(), "the system refused to open it"),
+    };
+    OpenError::new(name, why, remedy)
+}
+
+fn page_bytes() -> u64 {
+    // 64 KiB is the largest page of Linux: safe where the system does not say.
+    sysconf(SysconfVar::PAGE_SIZE)
+        .ok()
+        .flatten()
+        .and_then(|bytes| u64::try_from(bytes).ok())
+        .unwrap_or(65_536)
+}

@@ -1,0 +1,327 @@
+//! Real files, on the file system of the temporary directory and on tmpfs, in every cache mode.
+
+use std::{
+    future::Future,
+    io::Write,
+    os::unix::fs::{FileExt, symlink},
+    path::{Path, PathBuf},
+    rc::Rc,
+};
+
+use super::{CacheMode, FileOptions, open as open_file, open::describe};
+use crate::{
+    buffer::{Buffer, Segments},
+    error::Error,
+    image::Image,
+    reactor::{Polling, run, spawn_joinable},
+    storage::{Durability, Extent, Format, OpenError, OpenOptions, ZeroOptions, align::Device, open},
+};
+
+/// Not a multiple of a block or a page, so that there is a tail.
+const ODD_SIZE: usize = (256 << 10) + 1234;
+
+const KEEP: ZeroOptions =
+    ZeroOptions { may_unmap: false, only_if_fast: false, durability: Durability::Cached };
+const UNMAP: ZeroOptions = ZeroOptions { may_unmap: true, ..KEEP };
+
+fn real<T: 'static>(future: impl Future<Output = T> + 'static) -> T {
+    run(Polling::OFF, future).expect("io_uring works on a test machine")
+}
+
+fn directories() -> Vec<PathBuf> {
+    let mut directories = vec![std::env::temp_dir()];
+    if Path::new("/dev/shm").is_dir() {
+        directories.push("/dev/shm".into());
+    }
+    directories
+}
+
+/// A file of pseudorandom bytes.
+fn image(directory: &Path, size: usize) -> (tempfile::NamedTempFile, Vec<u8>) {
+    let mut file = tempfile::NamedTempFile::new_in(directory).expect("a temporary file");
+    let mut content = vec![0; size];
+    fastrand::Rng::with_seed(size as u64).fill(&mut content);
+    file.write_all(&content).expect("room for a test");
+    (file, content)
+}
+
+fn open_with(path: &Path, cache: CacheMode) -> Result<Image, OpenError> {
+    open(path.to_str().expect("UTF-8"), OpenOptions { cache, ..OpenOptions::default() })
+}
+
+/// Runs `test` on an image of `size` bytes in every directory and cache mode that goes together.
+fn everywhere<F: Future<Output = ()>>(
+    size: usize,
+    test: impl Fn(Rc<Image>, Vec<u8>, PathBuf) -> F + Clone + 'static,
+) {
+    for directory in directories() {
+        for cache in CacheMode::ALL {
+            let (file, content) = image(&directory, size);
+            let image = match open_with(file.path(), cache) {
+                Ok(image) => Rc::new(image),
+                // tmpfs has O_DIRECT since Linux 6.6.
+                Err(error) if cache.is_direct() && error.why.contains("does not support O_DIRECT") => {
+                    continue;
+                }
+                Err(error) => panic!("{error}"),
+            };
+            let (test, path) = (test.clone(), file.path().to_owned());
+            real(async move { test(image, content, path).await });
+        }
+    }
+}
+
+async fn read(image: &Image, offset: usize, length: usize) -> Vec<u8> {
+    image.read(offset as u64, Buffer::new(length)).await.expect("reads").to_vec()
+}
+
+/// One random change to image and model alike.
+async fn change(image: &Image, random: &mut fastrand::Rng, model: &mut [u8], offset: usize, length: usize) {
+    let range = offset..offset + length;
+    let (at, long) = (offset as u64, length as u64);
+    match random.u8(..6) {
+        0 => {
+            image.write_zeroes(at, long, UNMAP).await.expect("zeroes");
+            model[range].fill(0);
+        }
+        1 => {
+            image.write_zeroes(at, long, KEEP).await.expect("zeroes");
+            model[range].fill(0);
+        }
+        2 => {
+            image.discard(at, long).await.expect("discards");
+            let after = read(image, offset, length).await;
+            let kept_or_zero =
+                after.iter().zip(&model[range.clone()]).all(|(new, old)| *new == 0 || new == old);
+            assert!(kept_or_zero, "a discard may zero, nothing else");
+            model[range].copy_from_slice(&after);
+        }
+        kind => {
+            random.fill(&mut model[range.clone()]);
+            let mut data = Segments::from(Buffer::copy_of(&model[range.clone()]));
+            let rest = data.split_off(random.usize(..=length));
+            for part in rest.iter() {
+                data.push(Buffer::copy_of(part));
+            }
+            let durability = if kind == 3 { Durability::Synchronous } else { Durability::Cached };
+            image.write(at, data, durability).await.expect("writes");
+        }
+    }
+}
+
+#[test]
+fn a_file_is_an_array_of_bytes_in_every_cache_mode() {
+    everywhere(ODD_SIZE, |image, mut model, path| async move {
+        let mut random = fastrand::Rng::with_seed(1);
+        for _ in 0..60 {
+            let offset = random.usize(..ODD_SIZE);
+            let limit = if random.bool() { 3000 } else { ODD_SIZE };
+            let length = random.usize(1..=(ODD_SIZE - offset).min(limit));
+            change(&image, &mut random, &mut model, offset, length).await;
+            let offset = random.usize(..ODD_SIZE);
+            let length = random.usize(1..=(ODD_SIZE - offset).min(20_000));
+            assert!(read(&image, offset, length).await == model[offset..offset + length]);
+        }
+        image.flush().await.expect("flushes");
+        drop(image);
+        let stored = std::fs::read(&path).expect("readable");
+        assert_eq!(stored.len(), ODD_SIZE, "never longer");
+        assert!(stored == model, "{}", path.display());
+    });
+}
+
+#[test]
+fn neighbours_in_one_block_and_across_the_tail_do_not_disturb_each_other() {
+    everywhere(ODD_SIZE, |image, mut model, _| async move {
+        // Three hundred bytes each, so that every block and the border of the tail belong to several.
+        let first = ODD_SIZE - 40 * 300;
+        for round in 0..4_u8 {
+            let writes: Vec<_> = (0..40_u8)
+                .map(|index| {
+                    let image = Rc::clone(&image);
+                    let offset = first + usize::from(index) * 300;
+                    model[offset..offset + 300].fill(index ^ round);
+                    spawn_joinable(async move {
+                        let data = Buffer::copy_of(&[index ^ round; 300]);
+                        image.write(offset as u64, data.into(), Durability::Cached).await
+                    })
+                })
+                .collect();
+            for write in writes {
+                write.await.expect("writes");
+            }
+            assert!(read(&image, 0, ODD_SIZE).await == model);
+        }
+    });
+}
+
+#[test]
+fn holes_are_reported_as_they_are_made() {
+    everywhere(1 << 20, |image, _, _| async move {
+        image.write_zeroes(256 << 10, 512 << 10, UNMAP).await.expect("zeroes");
+        image.flush().await.expect("flushes");
+        let extents = image.block_status(0, 1 << 20).await.expect("status");
+        let data = Extent { length: 256 << 10, hole: false, zero: false };
+        assert_eq!(extents, [data, Extent { length: 512 << 10, hole: true, zero: true }, data]);
+        let inside = image.block_status((256 << 10) + 1, 10).await.expect("status");
+        assert_eq!(inside, [Extent { length: 10, hole: true, zero: true }]);
+        assert_eq!(image.block_status(1 << 20, 1).await, Err(Error::INVALID));
+    });
+}
+
+#[test]
+fn fast_zeroes_are_zeroes_or_refused() {
+    everywhere(ODD_SIZE, |image, mut model, _| async move {
+        for may_unmap in [true, false] {
+            let options = ZeroOptions { may_unmap, only_if_fast: true, ..KEEP };
+            match image.write_zeroes(100, 50_000, options).await {
+                Ok(()) => model[100..50_100].fill(0),
+                Err(error) => assert_eq!(error, Error::UNSUPPORTED),
+            }
+            assert!(read(&image, 0, ODD_SIZE).await == model);
+        }
+        assert!(image.can_zero_fast(), "ext4, xfs, btrfs and tmpfs all punch holes");
+    });
+}
+
+#[test]
+fn growing_is_noticed_and_shrinking_fails_reads() {
+    everywhere(1 << 20, |image, content, path| async move {
+        let file = std::fs::OpenOptions::new().write(true).open(path).expect("opens");
+        file.set_len(2 << 20).expect("grows");
+        assert_eq!(image.size_bytes(), 1 << 20);
+        assert_eq!(image.refresh_size().await, Ok(2 << 20));
+        assert_eq!(read(&image, (2 << 20) - 10, 10).await, [0; 10]);
+        file.set_len(1000).expect("shrinks");
+        assert_eq!(read(&image, 0, 1000).await, content[..1000]);
+        let beyond = image.read(0, Buffer::new(4096)).await;
+        assert_eq!(beyond.err(), Some(Error::IO));
+        assert_eq!(image.refresh_size().await, Ok(1000));
+    });
+}
+
+#[test]
+fn more_segments_than_a_system_call_takes_are_written() {
+    everywhere(ODD_SIZE, |image, mut model, _| async move {
+        let mut data = Segments::default();
+        for index in 0..3000_usize {
+            data.push(Buffer::copy_of(&[index as u8; 7]));
+            model[index * 7..(index + 1) * 7].fill(index as u8);
+        }
+        image.write(0, data, Durability::Cached).await.expect("writes");
+        assert!(read(&image, 0, ODD_SIZE).await == model);
+    });
+}
+
+#[test]
+fn read_only_reads_and_refuses_everything_else() {
+    let (file, content) = image(&std::env::temp_dir(), ODD_SIZE);
+    let options = OpenOptions { read_only: true, cache: CacheMode::None, ..OpenOptions::default() };
+    let image = open(file.path().to_str().expect("UTF-8"), options).expect("opens");
+    real(async move {
+        assert_eq!(read(&image, 1, ODD_SIZE - 1).await, content[1..]);
+        let data = Buffer::copy_of(&[1]).into();
+        assert_eq!(image.write(0, data, Durability::Cached).await, Err(Error::NOT_PERMITTED));
+        assert_eq!(image.write_zeroes(0, 1, KEEP).await, Err(Error::NOT_PERMITTED));
+        assert_eq!(image.discard(0, 1).await, Err(Error::NOT_PERMITTED));
+        assert_eq!(image.flush().await, Ok(()));
+    });
+}
+
+#[test]
+fn error_numbers_arrive_as_they_are() {
+    let (file, _) = image(&std::env::temp_dir(), 4096);
+    let options = FileOptions { cache: CacheMode::Writeback, read_only: true, force_share: true };
+    let (storage, _) = open_file(file.path(), options).expect("opens");
+    real(async move {
+        // Past `Align`, which would refuse it: the descriptor is read-only.
+        let data = Buffer::copy_of(&[1]).into();
+        let result = storage.write(0, data, Durability::Cached).await;
+        assert_eq!(result, Err(Error::from_errno(libc::EBADF)));
+    });
+}
+
+#[test]
+fn a_failed_sync_through_the_page_cache_is_not_forgotten() {
+    let (file, _) = image(&std::env::temp_dir(), 4096);
+    let options = FileOptions { cache: CacheMode::Writeback, read_only: false, force_share: false };
+    let (storage, _) = open_file(file.path(), options).expect("opens");
+    real(async move {
+        assert_eq!(storage.flush().await, Ok(()));
+        storage.lost.store(libc::ENOSPC, std::sync::atomic::Ordering::Relaxed);
+        assert_eq!(storage.flush().await, Err(Error::NO_SPACE), "although the kernel would say all is well");
+    });
+}
+
+fn refusal(spec: &str, options: OpenOptions) -> String {
+    open(spec, options).expect_err("refused").to_string()
+}
+
+#[test]
+fn what_cannot_be_opened_says_why_and_what_helps() {
+    let directory = tempfile::tempdir().expect("a directory");
+    let path = |name: &str| directory.path().join(name).to_str().expect("UTF-8").to_owned();
+    std::fs::File::create(path("empty")).expect("created");
+    nix::unistd::mkfifo(&*path("pipe"), nix::sys::stat::Mode::S_IRWXU).expect("created");
+    symlink("nowhere", path("dangling")).expect("created");
+    std::fs::write(path("other"), b"QFI\xfb").expect("written");
+    for (spec, why) in [
+        (path("missing"), "no such file"),
+        (path("dangling"), "no such file"),
+        (path("empty"), "is empty, so there is no disk"),
+        (path("pipe"), "is a pipe or a socket"),
+        (path("."), "is a directory"),
+        ("/dev/zero".to_owned(), "is a character device"),
+        (path("other"), "looks like qcow2, so its format must be given"),
+        ("memory:0".to_owned(), "has size zero"),
+        ("memory:1P".to_owned(), "is too large for memory"),
+        ("null:much".to_owned(), "'much' is not a size"),
+    ] {
+        let error = refusal(&spec, OpenOptions::default());
+        assert!(error.starts_with(&format!("{spec}: {why}")), "{error}");
+        assert!(error.ends_with(')'), "what to do: {error}");
+    }
+    let error = refusal(&path("empty"), OpenOptions { force_share: true, ..OpenOptions::default() });
+    assert!(error.contains("--read-only"), "{error}");
+}
+
+#[test]
+fn no_permission_names_the_way_that_needs_less_of_it() {
+    // The error itself cannot be had as root, who may open anything.
+    let error = std::io::Error::from_raw_os_error(libc::EACCES);
+    let writing = describe("a.raw", &error, false).to_string();
+    assert_eq!(
+        writing,
+        "a.raw: no permission to read and write (check its owner and mode, or serve it --read-only)"
+    );
+    assert!(!describe("a.raw", &error, true).to_string().contains("--read-only"));
+}
+
+#[test]
+fn one_image_is_served_once() {
+    let (file, _) = image(&std::env::temp_dir(), 4096);
+    let spec = file.path().to_str().expect("UTF-8");
+    let reading = |force_share| OpenOptions { read_only: true, force_share, ..OpenOptions::default() };
+    let served = open(spec, OpenOptions::default()).expect("opens");
+    assert!(refusal(spec, OpenOptions::default()).contains("locked for writing by another process"));
+    assert!(refusal(spec, reading(false)).contains("--force-share"));
+    open(spec, reading(true)).expect("shares");
+    drop(served);
+    open(spec, OpenOptions::default()).expect("the lock has gone with the image");
+}
+
+#[test]
+fn a_header_cannot_be_forged_where_the_format_was_guessed() {
+    let (file, _) = image(&std::env::temp_dir(), 4096);
+    file.as_file().write_all_at(&[0; 512], 0).expect("written");
+    let path = file.path().to_owned();
+    real(async move {
+        let header = || Segments::from(Buffer::copy_of(b"QFI\xfb\0\0\0\x03"));
+        let guessed = open_with(&path, CacheMode::None).expect("opens");
+        assert_eq!(guessed.write(0, header(), Durability::Cached).await, Err(Error::NOT_PERMITTED));
+        drop(guessed);
+        let options = OpenOptions { format: Some(Format::Raw), ..OpenOptions::default() };
+        let given = open(path.to_str().expect("UTF-8"), options).expect("opens");
+        assert_eq!(given.write(0, header(), Durability::Cached).await, Ok(()));
+    });
+}

@@ -1,0 +1,122 @@
+//! From what a user asked for to an image that is ready: opens, locks, probes, and puts the wrappers on.
+//!
+//! Blocks, so it belongs at the start of the program, or in [`reactor::blocking`](crate::reactor::blocking).
+
+use std::path::Path;
+
+use super::{
+    CacheMode, Format, Memory, Null, Spec, Storage,
+    align::Align,
+    delay::{Delay, DelayOptions},
+    fault::{Fault, FaultRule},
+    file::{self, FileOptions},
+    probe::{check_format, probe_file},
+    rate::{Rate, RateOptions},
+};
+use crate::image::{Image, Raw};
+
+/// Why an image cannot be served: which one, why, and what to do.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{image}: {why} ({remedy})")]
+pub struct OpenError {
+    /// The image as the user named it.
+    pub image: String,
+    /// What is wrong.
+    pub why: String,
+    /// What helps.
+    pub remedy: String,
+}
+
+impl OpenError {
+    pub(super) fn new(image: &str, why: impl Into<String>, remedy: impl Into<String>) -> Self {
+        Self { image: image.to_owned(), why: why.into(), remedy: remedy.into() }
+    }
+}
+
+/// How to open an image.
+#[derive(Clone, Debug, Default)]
+pub struct OpenOptions {
+    /// For files; memory has no cache.
+    pub cache: CacheMode,
+    /// `None` guesses, where that is safe.
+    pub format: Option<Format>,
+    /// Refuse writes; take no lock that would keep other readers away.
+    pub read_only: bool,
+    /// Read although somebody else writes; only with `read_only`.
+    pub force_share: bool,
+    /// Latency added.
+    pub delay: Option<DelayOptions>,
+    /// Bandwidth bounded.
+    pub rate: Option<RateOptions>,
+    /// Rules by which requests fail, in order.
+    pub faults: Vec<FaultRule>,
+}
+
+/// Opens the image that `spec` names: a path, `memory:SIZE` or `null:SIZE`.
+///
+/// # Errors
+/// Everything that is wrong with it, said for people.
+pub fn open(spec: &str, options: OpenOptions) -> Result<Image, OpenError> {
+    if options.force_share && !options.read_only {
+        return Err(OpenError::new(spec, "force-share would let two writers ruin it", "add --read-only"));
+    }
+    let place: Spec = spec.parse().map_err(|error: super::InvalidValue| {
+        OpenError::new(spec, error.to_string(), "an image is a path, memory:SIZE or null:SIZE")
+    })?;
+    let (bottom, guard_header) = match place {
+        Spec::File(path) => open_file(&path, &options)?,
+        Spec::Memory(size) => (Storage::Memory(memory(spec, size)?), false),
+        Spec::Null(size) => (Storage::Null(Null::new(not_empty(spec, size)?)), false),
+    };
+    let read_only = options.read_only;
+    let mut raw = Raw::new(wrapped(bottom, options));
+    if guard_header && !read_only {
+        raw = raw.guarding_header();
+    }
+    if read_only {
+        raw = raw.read_only();
+    }
+    Ok(Image::Raw(raw))
+}
+
+/// Also whether the format was guessed.
+fn open_file(path: &Path, options: &OpenOptions) -> Result<(Storage, bool), OpenError> {
+    let how =
+        FileOptions { cache: options.cache, read_only: options.read_only, force_share: options.force_share };
+    let (file, plain) = file::open(path, how)?;
+    if options.format.is_none() {
+        let name = path.display().to_string();
+        let probed = probe_file(&plain).map_err(|error| {
+            OpenError::new(
+                &name,
+                format!("its first bytes cannot be read: {error}"),
+                "is the device in order?",
+            )
+        })?;
+        check_format(None, probed, &name)?;
+    }
+    Ok((Storage::File(Align::new(file)), options.format.is_none()))
+}
+
+fn memory(spec: &str, size: u64) -> Result<Memory, OpenError> {
+    Memory::new(not_empty(spec, size)?)
+        .ok_or_else(|| OpenError::new(spec, "is too large for memory", "256T is the largest"))
+}
+
+fn not_empty(spec: &str, size: u64) -> Result<u64, OpenError> {
+    if size == 0 { Err(OpenError::new(spec, "has size zero", "give it a size, e.g. 1G")) } else { Ok(size) }
+}
+
+/// In the order of the drawing in [`storage`](super): faults outermost, so that they cost no time.
+fn wrapped(mut storage: Storage, options: OpenOptions) -> Storage {
+    if let Some(delay) = options.delay {
+        storage = Storage::Delay(Box::new(Delay::new(storage, delay)));
+    }
+    if let Some(rate) = options.rate {
+        storage = Storage::Rate(Box::new(Rate::new(storage, rate)));
+    }
+    if !options.faults.is_empty() {
+        storage = Storage::Fault(Box::new(Fault::new(storage, options.faults)));
+    }
+    storage
+}

@@ -1,0 +1,81 @@
+//! `key=value,key=value`: how the wrappers' options are written, on the command line and in the config alike.
+//!
+//! Never ignores anything: a key that is unknown, twice there or empty is an error that names it.
+
+use std::str::FromStr;
+
+use super::InvalidValue;
+
+/// An option that cannot be: which key, which value, and the rule.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{option}: {key}={value}: {rule}")]
+pub struct InvalidOption {
+    /// The wrapper: `delay`, `rate`, `fault`.
+    pub option: &'static str,
+    /// The key as written.
+    pub key: String,
+    /// The value as written.
+    pub value: String,
+    /// What it should have been.
+    pub rule: String,
+}
+
+/// One pair, with what an error about it needs.
+#[derive(Clone, Copy)]
+pub(super) struct Pair<'a> {
+    option: &'static str,
+    pub(super) key: &'a str,
+    pub(super) value: &'a str,
+}
+
+impl Pair<'_> {
+    pub(super) fn error(&self, rule: impl Into<String>) -> InvalidOption {
+        InvalidOption {
+            option: self.option,
+            key: self.key.to_owned(),
+            value: self.value.to_owned(),
+            rule: rule.into(),
+        }
+    }
+
+    /// The value, as `parse` reads it.
+    pub(super) fn with<T>(
+        &self,
+        parse: impl FnOnce(&str) -> Result<T, InvalidValue>,
+    ) -> Result<T, InvalidOption> {
+        parse(self.value).map_err(|error| self.error(error.rule))
+    }
+
+    /// A number of at least `least`.
+    pub(super) fn number<T: FromStr + PartialOrd + std::fmt::Display>(
+        &self,
+        least: T,
+    ) -> Result<T, InvalidOption> {
+        match self.value.parse() {
+            Ok(number) if number >= least => Ok(number),
+            _ => Err(self.error(format!("is not a whole number of at least {least}"))),
+        }
+    }
+
+    /// The error for a key that nobody knows.
+    pub(super) fn unknown(&self, known: &str) -> InvalidOption {
+        self.error(format!("no such key (there are {known})"))
+    }
+}
+
+/// The pairs of `text`, checked for form.
+pub(super) fn pairs<'a>(option: &'static str, text: &'a str) -> Result<Vec<Pair<'a>>, InvalidOption> {
+    let mut seen: Vec<Pair<'a>> = Vec::new();
+    for part in text.split(',') {
+        let (key, value) = part.split_once('=').unwrap_or((part, ""));
+        let pair = Pair { option, key, value };
+        if key.is_empty() || value.is_empty() {
+            return Err(pair.error("is not of the form key=value"));
+        }
+        if seen.iter().any(|other| other.key == key) {
+            return Err(pair.error("is given twice"));
+        }
+        seen.push(pair);
+    }
+    Ok(seen)
+}

@@ -1,0 +1,191 @@
+//! What an image's first bytes look like, and whether it may be served as raw.
+//!
+//! A guest owns every byte of a raw image, so it can write a header of another format there. Whoever then *guesses* the format opens
+//! what the guest describes: a qcow2 with `/etc/shadow` as its backing file. Two rules close that:
+//!
+//! - an image that looks like anything but raw needs its format said ([`check_format`]);
+//! - a raw image whose format was guessed cannot be given such a header: [`Raw`](crate::image::Raw) refuses the write.
+//!
+//! The signatures are those of the formats' own specifications; the list is of the formats that QEMU guesses, since it may be the
+//! next to open the image.
+
+use std::{fs, io, os::unix::fs::FileExt, path::Path, str::FromStr};
+
+use super::{InvalidValue, OpenError};
+
+/// Bytes from the beginning that decide; every signature looked for ends before.
+pub const HEADER_BYTES: usize = 512;
+
+/// Formats that weir serves.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Format {
+    /// The bytes are the disk.
+    Raw,
+}
+
+impl FromStr for Format {
+    type Err = InvalidValue;
+    fn from_str(text: &str) -> Result<Self, InvalidValue> {
+        if text == "raw" {
+            Ok(Self::Raw)
+        } else {
+            Err(InvalidValue::new(text, "is not a format that weir serves (raw)"))
+        }
+    }
+}
+
+/// What an image looks like.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Probed {
+    /// Nothing known: as far as one can tell the bytes are the disk.
+    Raw,
+    /// The format of this name.
+    Looks(&'static str),
+}
+
+/// Where a signature is, what it is, whose it is.
+const SIGNATURES: &[(usize, &[u8], &str)] = &[
+    (0, b"QFI\xfb", "qcow2"),
+    (0, b"QED\0", "qed"),
+    (0, b"KDMV", "vmdk"),
+    (0, b"COWD", "vmdk"),
+    (0, b"vhdxfile", "vhdx"),
+    (0, b"conectix", "vpc"),
+    (0x40, b"\x7f\x10\xda\xbe", "vdi"),
+    (0, b"LUKS\xba\xbe", "luks"),
+    (0, b"WithoutFreeSpace", "parallels"),
+    (0, b"WithouFreSpacExt", "parallels"),
+    (0, b"Bochs Virtual HD Image", "bochs"),
+    (0, b"#!/bin/sh\n#V2.0 Format", "cloop"),
+];
+
+/// Apple's disk images have theirs in the last 512 bytes.
+const DMG_TRAILER: &[u8] = b"koly";
+
+/// What a disk with this beginning looks like; fewer than [`HEADER_BYTES`] are as good as followed by zeroes.
+pub fn probe_header(header: &[u8]) -> Probed {
+    let header = &header[..header.len().min(HEADER_BYTES)];
+    let found = SIGNATURES
+        .iter()
+        .find(|(at, bytes, _)| header.get(*at..).is_some_and(|rest| rest.starts_with(bytes)));
+    match found {
+        Some((_, _, name)) => Probed::Looks(name),
+        None if is_vmdk_descriptor(header) => Probed::Looks("vmdk"),
+        None => Probed::Raw,
+    }
+}
+
+/// A VMDK may begin with text that names its parts, other files: comments and empty lines, then `version=`.
+fn is_vmdk_descriptor(header: &[u8]) -> bool {
+    let mut lines = header.split(|&byte| byte == b'\n').map(<[u8]>::trim_ascii);
+    lines
+        .find(|line| !line.is_empty() && !line.starts_with(b"#"))
+        .is_some_and(|line| line.starts_with(b"version="))
+}
+
+/// What the image at `path` looks like.
+///
+/// # Errors
+/// Where it cannot be read.
+pub fn probe(path: &Path) -> io::Result<Probed> {
+    probe_file(&fs::File::open(path)?)
+}
+
+/// As [`probe`], of an open file.
+pub(super) fn probe_file(file: &fs::File) -> io::Result<Probed> {
+    let mut header = [0; HEADER_BYTES];
+    let length = read_up_to(file, &mut header, 0)?;
+    let probed = probe_header(&header[..length]);
+    let size = file.metadata()?.len();
+    if probed == Probed::Raw && size >= HEADER_BYTES as u64 {
+        let mut trailer = [0; DMG_TRAILER.len()];
+        read_up_to(file, &mut trailer, size - HEADER_BYTES as u64)?;
+        if trailer == DMG_TRAILER {
+            return Ok(Probed::Looks("dmg"));
+        }
+    }
+    Ok(probed)
+}
+
+fn read_up_to(file: &fs::File, buffer: &mut [u8], offset: u64) -> io::Result<usize> {
+    let mut done = 0;
+    while done < buffer.len() {
+        match file.read_at(&mut buffer[done..], offset + done as u64) {
+            Ok(0) => break,
+            Ok(count) => done += count,
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(done)
+}
+
+/// The format to serve an image in: the one that was said, else what it looks like where that is safe to believe.
+///
+/// # Errors
+/// No format was said, and the image does not look raw.
+pub fn check_format(explicit: Option<Format>, probed: Probed, name: &str) -> Result<Format, OpenError> {
+    match (explicit, probed) {
+        (Some(format), _) => Ok(format),
+        (None, Probed::Raw) => Ok(Format::Raw),
+        (None, Probed::Looks(other)) => Err(OpenError::new(
+            name,
+            format!("looks like {other}, so its format must be given"),
+            "--format raw serves its bytes as they are; to serve the disk inside, convert it: qemu-img convert -O raw",
+        )),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+
+    use super::*;
+
+    #[test]
+    fn each_signature_is_recognised_at_its_place_only() {
+        for &(at, signature, name) in SIGNATURES {
+            let mut header = [0; HEADER_BYTES];
+            header[at..at + signature.len()].copy_from_slice(signature);
+            assert_eq!(probe_header(&header), Probed::Looks(name));
+            header[at] ^= 1;
+            assert_eq!(probe_header(&header), Probed::Raw);
+        }
+    }
+
+    #[test]
+    fn vmdk_descriptors_are_text() {
+        assert_eq!(probe_header(b"# Disk DescriptorFile\r\n\r\nversion=1\n"), Probed::Looks("vmdk"));
+        assert_eq!(probe_header(b"version=3\n"), Probed::Looks("vmdk"));
+        assert_eq!(probe_header(b"# a script\nexit 0\nversion=1\n"), Probed::Raw);
+    }
+
+    #[test]
+    fn disks_are_raw() {
+        let mut boot_sector = [0; HEADER_BYTES];
+        boot_sector[510..].copy_from_slice(&[0x55, 0xaa]);
+        assert_eq!(probe_header(&boot_sector), Probed::Raw);
+        assert_eq!(probe_header(&[]), Probed::Raw);
+        assert_eq!(probe_header(b"QFI"), Probed::Raw);
+    }
+
+    #[test]
+    fn files_are_probed_at_both_ends() {
+        let mut file = tempfile::NamedTempFile::new().expect("a temporary file");
+        file.write_all(&[0; 2048]).expect("written");
+        assert_eq!(probe(file.path()).expect("readable"), Probed::Raw);
+        file.as_file().write_all_at(b"koly", 2048 - 512).expect("written");
+        assert_eq!(probe(file.path()).expect("readable"), Probed::Looks("dmg"));
+        file.as_file().write_all_at(b"QFI\xfb", 0).expect("written");
+        assert_eq!(probe(file.path()).expect("readable"), Probed::Looks("qcow2"));
+    }
+
+    #[test]
+    fn a_guess_is_believed_only_if_it_is_raw() {
+        assert_eq!(check_format(None, Probed::Raw, "a"), Ok(Format::Raw));
+        assert_eq!(check_format(Some(Format::Raw), Probed::Looks("qcow2"), "a"), Ok(Format::Raw));
+        let error = check_format(None, Probed::Looks("qcow2"), "vm.img").expect_err("must be said");
+        assert!(error.to_string().starts_with("vm.img: looks like qcow2, so its format must be given ("));
+        assert!("qcow3".parse::<Format>().is_err());
+    }
+}
