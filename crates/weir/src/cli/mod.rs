@@ -41,7 +41,7 @@ Exit status: 0 ended as asked, 1 failed, 2 wrong use of the command line.";
 
 /// The command.
 #[derive(Debug, Parser)]
-#[command(name = "weir", version, about = ABOUT, max_term_width = 100)]
+#[command(name = "weir", version, about = ABOUT, max_term_width = 100, arg_required_else_help = false)]
 pub(crate) struct Cli {
     #[command(subcommand)]
     pub(crate) command: Command,
