@@ -247,6 +247,7 @@ mod tests {
                 })
             };
             while locks.exclusive.load(SeqCst) == 0 {
+                assert!(!waiting.is_finished(), "granted although a writer is there");
                 yield_now().await;
             }
             waiting.cancel().await;
