@@ -22,8 +22,8 @@ const MAX_REQUESTS: usize = 512;
 /// Payload one client may have in flight, in bytes: a request of the largest size can be taken in while another one is answered.
 const MAX_BYTES: usize = 64 << 20;
 /// Bytes of replies that may be ready and unsent before further requests are started. Storage that answers from memory would otherwise
-/// answer a whole batch into cold buffers before the first byte leaves: 16 MiB for nbdcopy, at half the throughput.
-const MAX_READY: usize = 512 << 10;
+/// answer a whole batch into cold buffers before the first byte leaves: 16 MiB for nbdcopy, at a little over half the throughput.
+const MAX_READY: usize = 256 << 10;
 /// A block for headers, in bytes.
 const HEADER_BLOCK: usize = 4096;
 /// Segments in one message; the kernel takes at most 1024 (IOV_MAX).
