@@ -94,7 +94,11 @@ impl Client {
                 let count = random.usize(1..=(size / block - first).min(3));
                 return first * block..(first + count) * block;
             }
-            let longest = if random.bool() { 40 } else { 5 * block / 2 };
+            let longest = match random.u8(..20) {
+                0 => size,
+                1..10 => 40,
+                _ => 5 * block / 2,
+            };
             let start = random.usize(..size);
             start..random.usize(start + 1..=size.min(start + longest))
         })

@@ -34,13 +34,15 @@ use crate::{
 /// Longer than any run; one that is not over by then waits for something that does not come.
 const FOREVER: Duration = Duration::from_secs(24 * 3600);
 
+/// Block size and blocks of a disk on which a request can be long enough to be treated as such.
+const LARGE: (usize, usize) = (512, 400);
 /// The largest disk, read as a whole, in bytes.
-const LONGEST_REQUEST: u64 = 5 * 4096;
+const LONGEST_REQUEST: u64 = (LARGE.0 * LARGE.1) as u64;
 
 #[test]
 fn disks_keep_their_promises() {
     let tally = Rc::new(RefCell::new(Tally::default()));
-    let seeds = seeds::for_each("--test simulation", "disks_keep_their_promises", 400, |seed| {
+    let seeds = seeds::for_each("--test simulation", "disks_keep_their_promises", 1000, |seed| {
         run(seed, &tally);
     });
     let tally = *tally.borrow();
@@ -115,7 +117,11 @@ struct Life {
 
 impl Life {
     fn draw(group: &Arc<Group>, tally: &Rc<RefCell<Tally>>, passed: &Rc<RefCell<Passed>>) -> Self {
-        let (block_bytes, blocks) = if chance(50) { (512, 16) } else { (4096, 5) };
+        let (block_bytes, blocks) = match sim::random(|random| random.u32(..100)) {
+            0..4 => LARGE,
+            4..50 => (4096, 5),
+            _ => (512, 16),
+        };
         let errors = if chance(30) { sim::random(fastrand::Rng::f64) / 8.0 } else { 0.0 };
         let latency = Duration::from_micros(sim::random(|random| random.u64(..2000)));
         let faults = chance(20);

@@ -28,7 +28,7 @@ use crate::{
 #[test]
 fn groups_are_exact_and_fair() {
     let mut waited = 0;
-    let seeds = seeds::for_each("--test simulation", "groups_are_exact_and_fair", 1000, |seed| {
+    let seeds = seeds::for_each("--test simulation", "groups_are_exact_and_fair", 3000, |seed| {
         waited += sim::run(seed, contend());
     });
     assert!(seeds < 100 || waited > 10 * seeds, "only {waited} requests of {seeds} seeds had to wait");

@@ -18,9 +18,9 @@ use crate::{
 };
 
 /// Requests one client may have in flight. QEMU's server stops at 16; deep queues on fast devices need more.
-const MAX_REQUESTS: usize = 512;
+pub(super) const MAX_REQUESTS: usize = 512;
 /// Payload one client may have in flight, in bytes: a request of the largest size can be taken in while another one is answered.
-const MAX_BYTES: usize = 64 << 20;
+pub(super) const MAX_BYTES: usize = 64 << 20;
 /// A block for headers, in bytes.
 const HEADER_BLOCK: usize = 4096;
 /// Segments in one message; the kernel takes at most 1024 (IOV_MAX).
@@ -67,6 +67,12 @@ impl Outbox {
     pub(super) fn begin(&self, bytes: usize) {
         self.requests.set(self.requests.get() + 1);
         self.bytes.set(self.bytes.get() + bytes);
+    }
+
+    /// Requests and bytes that were counted in and not out.
+    #[cfg(test)]
+    pub(super) fn in_flight(&self) -> (usize, usize) {
+        (self.requests.get(), self.bytes.get())
     }
 
     /// Nothing is in flight.
