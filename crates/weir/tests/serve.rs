@@ -231,6 +231,9 @@ fn wrong_use_has_status_2() {
         String::from_utf8_lossy(&contradiction.stderr),
         "weir: --iops-total-max 5: is set without iops-total; set iops-total too\n"
     );
+    let (status, text) = failure(&mut weir());
+    assert_eq!(status, Some(2));
+    assert!(text.starts_with("weir: 'weir' requires a subcommand"), "{text}");
     let version = weir().arg("--version").output().unwrap();
     assert_eq!(String::from_utf8_lossy(&version.stdout), concat!("weir ", env!("CARGO_PKG_VERSION"), "\n"));
 }

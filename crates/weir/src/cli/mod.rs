@@ -41,7 +41,7 @@ Exit status: 0 ended as asked, 1 failed, 2 wrong use of the command line.";
 
 /// The command.
 #[derive(Debug, Parser)]
-#[command(name = "weir", version, about = ABOUT, max_term_width = 100)]
+#[command(name = "weir", version, about = ABOUT, max_term_width = 100, arg_required_else_help = false)]
 pub(crate) struct Cli {
     #[command(subcommand)]
     pub(crate) command: Command,
@@ -154,7 +154,7 @@ struct ProcessArgs {
     /// Threads that do I/O, from 1 to 256 [default: one for each CPU, at most 8]
     #[arg(long, value_name = "N", value_parser = plan::workers)]
     workers: Option<usize>,
-    /// How long a thread looks for completions before it sleeps, at most 1s; 0 never polls [default: 50us]
+    /// How long a thread looks for completions before it sleeps, at most 1s; 0 never polls [default: 0]
     #[arg(long, value_name = "TIME", value_parser = plan::duration)]
     poll: Option<std::time::Duration>,
     /// Leave the process's number in this file while it serves

@@ -24,8 +24,8 @@ const MAX_DEFAULT_WORKERS: usize = 8;
 pub(crate) const MAX_WORKERS: usize = 256;
 /// As QEMU's `max-connections`.
 const DEFAULT_MAX_CONNECTIONS: u32 = 100;
-/// A fast device answers within this time, and waking a thread takes as long.
-const DEFAULT_POLL: Duration = Duration::from_micros(50);
+/// Polling makes the first of a few requests faster and all of them dearer; docs/decisions/0002 has the figures.
+const DEFAULT_POLL: Duration = Duration::ZERO;
 /// Beyond this, polling is a busy loop in all but name.
 pub(crate) const MAX_POLL: Duration = Duration::from_secs(1);
 /// Bytes of a name in the NBD protocol ("Values", strings).
