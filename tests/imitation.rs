@@ -7,20 +7,21 @@ use crate::harness::{MIB, Scratch, Serve, assert_says, nbdsh};
 #[test]
 fn a_delayed_device_takes_its_time() {
     let scratch = Scratch::new();
-    let weir = Serve::new(&scratch).args(["memory:1M", "--delay", "read=100ms,parallel=2"]).start();
+    let weir = Serve::new(&scratch).args(["memory:1M", "--delay", "read=200ms,parallel=4"]).start();
     nbdsh(
         "
 import time
 h.connect_uri(arguments[0])
 h.pwrite(b'x' * 4096, 0)
 began = time.monotonic()
-# Four reads, two at a time, apart from each other so that none is merged.
-cookies = [h.aio_pread(nbd.Buffer(512), number * 100_000) for number in range(4)]
+# Eight reads, four at a time, apart from each other so that none is merged.
+cookies = [h.aio_pread(nbd.Buffer(512), number * 100_000) for number in range(8)]
 while cookies:
     h.poll(-1)
     cookies = [cookie for cookie in cookies if not h.aio_command_completed(cookie)]
 took = time.monotonic() - began
-assert 0.2 <= took < 0.3, took
+# One after the other they would take 1.6 s; a busy machine may add some to the 0.4 s.
+assert 0.4 <= took < 1.2, took
 ",
         [weir.uri("memory")],
     );
@@ -35,7 +36,8 @@ fn a_narrow_device_lets_so_much_through() {
         .args([scratch.filled("source", 20 * MIB).to_str().unwrap(), &weir.uri("memory")])
         .succeeds();
     let took = began.elapsed().as_secs_f64();
-    assert!((took / 2.0 - 1.0).abs() < 0.1, "20 MiB at 10 MiB a second took {took:.2} s");
+    // Never faster than asked; a busy machine may be slower, and starting nbdcopy takes its time too.
+    assert!((1.9..3.0).contains(&took), "20 MiB at 10 MiB a second took {took:.2} s");
 }
 
 #[test]
@@ -76,7 +78,7 @@ h.connect_uri(arguments[0])
 errors = {}
 def done(number):
     def note(error):
-        errors[number] = error
+        errors[number] = error.value
         return 1
     return note
 for number in range(100, 156):
@@ -100,7 +102,7 @@ fn a_wrong_description_of_a_device_names_key_value_and_rule() {
         ("--fault", "kind=telepathy", &["kind=telepathy", "read, write"]),
         ("--fault", "colour=red", &["colour", "no such key"]),
     ] {
-        let said = Serve::new(&scratch).args(["memory:1M", option, value]).is_misused();
+        let said = Serve::new(&scratch).args(["memory:1M", option, value]).rejects_usage();
         assert_says(&said, &[option]);
         assert_says(&said, parts);
     }

@@ -368,7 +368,7 @@ def check(buffer, offset):
     def done(error):
         global answered
         answered += 1
-        assert error == 0 and buffer.to_bytearray() == original[offset:offset + len(buffer)], offset
+        assert error.value == 0 and buffer.to_bytearray() == original[offset:offset + len(buffer)], offset
         return 1
     return done
 total = 3000

@@ -20,7 +20,6 @@ impl QemuIo {
     fn open(options: &[&str], image: &Path) -> Self {
         need("qemu-io");
         let mut child = Command::new("qemu-io")
-            .args(["-f", "raw"])
             .args(options)
             .arg(image)
             .stdin(Stdio::piped())
@@ -51,19 +50,30 @@ fn qemu_refuses_an_image_that_is_served_and_names_the_lock() {
     let scratch = Scratch::new();
     let image = scratch.sparse("disk.raw", MIB);
     let _weir = Serve::new(&scratch).arg(&image).start();
-    let said = Client::new("qemu-img").args(["info", "-f", "raw", text(&image)]).fails();
-    assert_says(&said, &["Failed to get shared \"write\" lock", "Is another process using the image"]);
-    let said = Client::new("qemu-io").args(["-f", "raw", "-c", "write 0 4k", text(&image)]).fails();
-    assert_says(&said, &["Failed to get", "lock"]);
+    let copy = scratch.path("copy.raw");
+    let reads =
+        Client::new("qemu-img").args(["convert", "-f", "raw", "-O", "raw", text(&image), text(&copy)]);
+    assert_says(
+        &reads.fails(),
+        &["Failed to get shared \"write\" lock", "Is another process using the image"],
+    );
+    let writes = Client::new("qemu-io").args(["-f", "raw", "-c", "write 0 4k", text(&image)]);
+    assert_says(&writes.fails(), &["Failed to get \"write\" lock"]);
 }
 
 #[test]
-fn qemu_may_look_at_a_served_image_if_it_insists() {
+fn qemu_does_not_describe_an_image_that_is_served_unless_it_insists() {
     let scratch = Scratch::new();
-    let image = scratch.sparse("disk.raw", MIB);
-    let _weir = Serve::new(&scratch).arg(&image).start();
-    let info = Client::new("qemu-img").args(["info", "-U", "-f", "raw", text(&image)]).succeeds();
-    assert_says(&info, &["virtual size: 1 MiB"]);
+    // Of a raw image QEMU reads nothing to describe it, and asks for no lock.
+    let image = scratch.path("disk.qcow2");
+    Client::new("qemu-img").args(["create", "-q", "-f", "qcow2", text(&image), "1M"]).succeeds();
+    let _weir = Serve::new(&scratch).arg(&image).args(["--format", "raw"]).start();
+    let info = |more: &[&str]| Client::new("qemu-img").arg("info").args(more).arg(&image);
+    assert_says(
+        &info(&[]).fails(),
+        &["Failed to get shared \"write\" lock", "Is another process using the image"],
+    );
+    assert_says(&info(&["-U"]).succeeds(), &["virtual size: 1 MiB"]);
 }
 
 #[test]
@@ -71,7 +81,7 @@ fn qemu_may_read_an_image_that_is_served_read_only() {
     let scratch = Scratch::new();
     let image = scratch.sparse("disk.raw", MIB);
     let _weir = Serve::new(&scratch).arg(&image).arg("--read-only").start();
-    Client::new("qemu-img").args(["info", "-f", "raw", text(&image)]).succeeds();
+    Client::new("qemu-io").args(["-r", "-f", "raw", "-c", "read 0 4k", text(&image)]).succeeds();
     let said = Client::new("qemu-io").args(["-f", "raw", "-c", "write 0 4k", text(&image)]).fails();
     assert_says(&said, &["Failed to get \"write\" lock"]);
 }
@@ -81,21 +91,23 @@ fn the_lock_goes_with_the_daemon() {
     let scratch = Scratch::new();
     let image = scratch.sparse("disk.raw", MIB);
     Serve::new(&scratch).arg(&image).start().stop();
-    Client::new("qemu-img").args(["info", "-f", "raw", text(&image)]).succeeds();
-    Serve::new(&scratch).arg(&image).start().crash();
     Client::new("qemu-io").args(["-f", "raw", "-c", "write 0 4k", text(&image)]).succeeds();
+    for _ in 0..3 {
+        Serve::new(&scratch).arg(&image).start().crash();
+    }
+    Serve::new(&scratch).arg(&image).start().stop();
 }
 
 #[test]
 fn weir_refuses_an_image_that_qemu_writes_and_names_it() {
     let scratch = Scratch::new();
     let image = scratch.sparse("disk.raw", MIB);
-    let qemu = QemuIo::open(&[], &image);
+    let qemu = QemuIo::open(&["-f", "raw"], &image);
     let pid = qemu.child.id().to_string();
     let said = Serve::new(&scratch).arg(&image).fails();
     assert_says(
         &said,
-        &["disk.raw: another process has locked it against writing", &pid, "qemu-io", "--force-share"],
+        &["disk.raw: locked for writing by another process", &pid, "qemu-io", "--force-share"],
     );
     let said = Serve::new(&scratch).arg(&image).arg("--read-only").fails();
     assert_says(&said, &["locked for writing by another process"]);
@@ -105,7 +117,7 @@ fn weir_refuses_an_image_that_qemu_writes_and_names_it() {
 fn weir_reads_an_image_that_qemu_writes_if_told_to_share() {
     let scratch = Scratch::new();
     let image = scratch.filled("disk.raw", MIB);
-    let _qemu = QemuIo::open(&[], &image);
+    let _qemu = QemuIo::open(&["-f", "raw"], &image);
     let weir = Serve::new(&scratch).arg(&image).args(["--read-only", "--force-share"]).start();
     nbdsh(
         "h.connect_uri(arguments[0])\nassert h.is_read_only()\nassert len(set(h.pread(4096, 0))) > 1",
@@ -116,11 +128,13 @@ fn weir_reads_an_image_that_qemu_writes_if_told_to_share() {
 #[test]
 fn weir_refuses_to_write_what_qemu_reads() {
     let scratch = Scratch::new();
-    let image = scratch.sparse("disk.raw", MIB);
-    let _qemu = QemuIo::open(&["-r"], &image);
-    let said = Serve::new(&scratch).arg(&image).fails();
-    assert_says(&said, &["disk.raw: another process has locked it against writing"]);
-    Serve::new(&scratch).arg(&image).arg("--read-only").start().stop();
+    // Of a raw image that it only reads, QEMU bears that others write to it.
+    let image = scratch.path("disk.qcow2");
+    Client::new("qemu-img").args(["create", "-q", "-f", "qcow2", text(&image), "1M"]).succeeds();
+    let _qemu = QemuIo::open(&["-r", "-f", "qcow2"], &image);
+    let serve = || Serve::new(&scratch).arg(&image).args(["--format", "raw"]);
+    assert_says(&serve().fails(), &["disk.qcow2: another process has locked it against writing", "qemu-io"]);
+    serve().arg("--read-only").start().stop();
 }
 
 #[test]
@@ -144,6 +158,6 @@ fn two_weirs_exclude_each_other_unless_both_read() {
 #[test]
 fn sharing_is_for_reading_alone() {
     let scratch = Scratch::new();
-    let said = Serve::new(&scratch).arg(scratch.sparse("disk.raw", MIB)).arg("--force-share").is_misused();
+    let said = Serve::new(&scratch).arg(scratch.sparse("disk.raw", MIB)).arg("--force-share").rejects_usage();
     assert_says(&said, &["--force-share", "read-only"]);
 }

@@ -85,8 +85,8 @@ fn a_writable_export_can_do_all_that_the_protocol_has() {
         assert_eq!(export[format!("can_{can}")], true, "can_{can}");
     }
     assert_eq!(export["contexts"], serde_json::json!(["base:allocation"]));
-    assert_eq!(export["block_minimum"], 1, "any alignment is served");
-    assert_eq!(export["block_maximum"], 32 * MIB);
+    assert_eq!(export["block_size_minimum"], 1, "any alignment is served");
+    assert_eq!(export["block_size_maximum"], 32 * MIB);
     for can in ["cache", "df", "fast-zero", "flush", "fua", "multi-conn", "trim", "zero", "write"] {
         nbdinfo(["--can", can, &weir.uri("disk")]).succeeds();
     }
@@ -145,6 +145,6 @@ fn a_socket_that_the_client_passes_is_served() {
     let image = scratch.sparse("disk.raw", 3 * MIB);
     let weir = env!("CARGO_BIN_EXE_weir");
     let image = image.to_str().expect("UTF-8");
-    let size = nbdinfo(["--size", "[", weir, "serve", "--read-only", image, "]"]).succeeds();
+    let size = nbdinfo(["--size", "--", "[", weir, "serve", "--read-only", image, "]"]).succeeds();
     assert_eq!(size.trim(), (3 * MIB).to_string());
 }

@@ -62,7 +62,7 @@ h.flush()
 ",
         [weir.uri("disk")],
     );
-    weir.wait_for_log("looks like another format");
+    weir.wait_for_log("look like another format");
     weir.stop();
     Serve::new(&scratch).arg(&image).start().stop();
 }
@@ -81,6 +81,6 @@ fn where_the_format_is_given_every_byte_is_the_guest_s() {
 #[test]
 fn a_format_that_is_not_served_is_wrong_usage() {
     let scratch = Scratch::new();
-    let said = Serve::new(&scratch).args(["memory:1M", "--format", "qcow2"]).is_misused();
+    let said = Serve::new(&scratch).args(["memory:1M", "--format", "qcow2"]).rejects_usage();
     assert_says(&said, &["qcow2", "--format"]);
 }

@@ -23,6 +23,8 @@ fn a_directory_is_no_image() {
 #[test]
 fn an_empty_file_is_no_disk() {
     let scratch = Scratch::new();
+    assert_says(&Serve::new(&scratch).arg("memory:0").fails(), &["memory:0", "size zero"]);
+    assert_says(&Serve::new(&scratch).arg("memory:0").fails(), &["memory:0", "size zero"]);
     let image = scratch.sparse("empty.raw", 0);
     assert_says(&Serve::new(&scratch).arg(&image).fails(), &[text(&image), "size"]);
 }
@@ -92,11 +94,10 @@ fn the_wrong_use_of_the_command_line_has_status_2() {
             &["iops-total-max", "500", "1000"],
         ),
         (&["memory:1M", "--iops-total", "10", "--iops-read", "10"], &["iops-", "total"]),
-        (&["memory:0"], &["memory:0"]),
         (&["memory:1M", "memory:1M"], &["memory", "--name"]),
         (&[], &["IMAGE"]),
     ] {
-        assert_says(&Serve::new(&scratch).args(arguments).is_misused(), parts);
+        assert_says(&Serve::new(&scratch).args(arguments).rejects_usage(), parts);
     }
 }
 
@@ -121,7 +122,7 @@ fn a_config_error_names_file_line_key_value_and_rule() {
     );
     check(
         &format!("{disk}group = \"gold\"\n"),
-        &[":3: disk.vm1.group = \"gold\"", "no such group", "[group.gold]"],
+        &[":3: disk.vm1.group = \"gold\"", "is no group of this file", "[group.gold]"],
     );
     check(
         &format!("{disk}weight = 200\n"),
@@ -129,7 +130,14 @@ fn a_config_error_names_file_line_key_value_and_rule() {
     );
     check("[disk.vm1]\nimage = \"memory:1M\n", &[":2", "not TOML"]);
     check("[disk.vm1]\n", &["disk.vm1", "no image"]);
-    check("", &["there is nothing to serve"]);
+}
+
+#[test]
+fn a_config_file_without_disks_is_refused() {
+    let scratch = Scratch::new();
+    let config = scratch.file("weir.toml", "[group.gold]\niops-total = 1000\n");
+    let said = Serve::new(&scratch).where_said().arg("--config").arg(config).fails();
+    assert_says(&said, &["there is nothing to serve", "[disk.NAME]"]);
 }
 
 #[test]

@@ -121,3 +121,15 @@ fn what_was_flushed_survives_a_crash_of_the_daemon() {
         assert_eq!(fs::read(&image).unwrap()[4000..4400], *b"kept".repeat(100), "{cache}");
     }
 }
+
+#[test]
+fn a_client_that_takes_no_replies_does_not_keep_the_daemon() {
+    let scratch = Scratch::new();
+    let weir = Serve::new(&scratch).arg("memory:64M").start();
+    let (mut deaf, _) = Wire::go(weir.socket(), "memory");
+    deaf.limit_writing();
+    let read = Request { flags: 0, kind: CMD_READ, cookie: 1, offset: 0, length: 8 * MIB }.compact();
+    // More than the daemon takes in without an answer being read, so that it has requests left when it is told to stop.
+    while deaf.try_send(&read) {}
+    weir.stop();
+}

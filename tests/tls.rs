@@ -264,6 +264,6 @@ fn credentials_that_are_missing_or_unused_are_named() {
     assert_says(&said, &[text(&empty.join("server-cert.pem")), "No such file", "the server's certificate"]);
     let said = serve(&["--tls", "on", "--tls-psk", text(&empty.join("keys"))]).fails();
     assert_says(&said, &[text(&empty.join("keys")), "psktool"]);
-    assert_says(&serve(&["--tls", "required"]).is_misused(), &["no credentials", "tls-certificates"]);
-    assert_says(&serve(&["--tls-psk", "keys"]).is_misused(), &["--tls-psk", "tls is off"]);
+    assert_says(&serve(&["--tls", "required"]).rejects_usage(), &["no credentials", "tls-certificates"]);
+    assert_says(&serve(&["--tls-psk", "keys"]).rejects_usage(), &["--tls-psk", "tls is off"]);
 }

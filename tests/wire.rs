@@ -67,8 +67,8 @@ fn reads_and_writes_have_64_bit_headers() {
 #[test]
 fn a_whole_disk_is_zeroed_and_described_in_one_request() {
     let scratch = Scratch::new();
-    let weir = Serve::new(&scratch).arg("memory:6G").start();
-    let (mut wire, size) = Wire::go_extended(weir.socket(), "memory");
+    let weir = Serve::new(&scratch).arg(scratch.sparse("disk.raw", 6 << 30)).start();
+    let (mut wire, size) = Wire::go_extended(weir.socket(), "disk");
     assert_eq!(size, 6 << 30);
 
     ask(&mut wire, FLAG_PAYLOAD_LEN, CMD_WRITE, 5 << 30, 4);

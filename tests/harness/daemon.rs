@@ -136,7 +136,7 @@ impl Serve {
 
     /// What it says to a command line that makes no sense (exit status 2).
     #[track_caller]
-    pub(crate) fn is_misused(self) -> String {
+    pub(crate) fn rejects_usage(self) -> String {
         self.ends_with(2)
     }
 
