@@ -1,7 +1,5 @@
 //! Limits hold under a real client: coarse checks with fio, since exact ones are made in virtual time beside the code.
 
-use std::thread;
-
 use crate::harness::{Client, MIB, Scratch, Serve};
 
 /// How long each load lasts, in seconds.
@@ -18,22 +16,33 @@ struct Measured {
 /// Random reads for [`SECONDS`].
 #[track_caller]
 fn fio(uri: &str, block_bytes: u64, depth: u32) -> Measured {
-    let report = Client::new("fio")
-        .args(["--name=load", "--ioengine=nbd", "--rw=randread", "--time_based", "--output-format=json"])
+    let [measured] = fio_together([uri.to_owned()], block_bytes, depth);
+    measured
+}
+
+/// Random reads for [`SECONDS`] from several exports, begun together.
+#[track_caller]
+fn fio_together<const N: usize>(uris: [String; N], block_bytes: u64, depth: u32) -> [Measured; N] {
+    let mut fio = Client::new("fio")
+        .args(["--ioengine=nbd", "--rw=randread", "--time_based", "--output-format=json"])
         .arg(format!("--runtime={SECONDS}"))
         .arg(format!("--bs={block_bytes}"))
-        .arg(format!("--iodepth={depth}"))
-        .arg(format!("--uri={uri}"))
-        .succeeds();
+        .arg(format!("--iodepth={depth}"));
+    for (number, uri) in uris.iter().enumerate() {
+        fio = fio.arg(format!("--name=load{number}")).arg(format!("--uri={uri}"));
+    }
+    let report = fio.succeeds();
     // libnbd's warnings may precede the report.
     let report = &report[report.find('{').expect("fio prints JSON")..];
     let report: serde_json::Value = serde_json::from_str(report).expect("fio prints JSON");
-    let load = &report["jobs"][0]["read"];
-    let runtime = load["runtime"].as_f64().expect("milliseconds") / 1000.0;
-    Measured {
-        iops: load["total_ios"].as_f64().expect("a count") / runtime,
-        bytes_per_second: load["io_bytes"].as_f64().expect("a count") / runtime,
-    }
+    std::array::from_fn(|number| {
+        let load = &report["jobs"][number]["read"];
+        let runtime = load["runtime"].as_f64().expect("milliseconds") / 1000.0;
+        Measured {
+            iops: load["total_ios"].as_f64().expect("a count") / runtime,
+            bytes_per_second: load["io_bytes"].as_f64().expect("a count") / runtime,
+        }
+    })
 }
 
 /// What a limit lets through on average: its rate, and the tenth of a second's worth that may pass at once.
@@ -90,13 +99,7 @@ fn disks_of_a_group_share_its_limit_evenly() {
             "1000",
         ])
         .start();
-    let [a, b] = thread::scope(|scope| {
-        let loads = ["a", "b"].map(|disk| {
-            let uri = weir.uri(disk);
-            scope.spawn(move || fio(&uri, 4096, 16).iops)
-        });
-        loads.map(|load| load.join().expect("fio ran"))
-    });
+    let [a, b] = fio_together(["a", "b"].map(|disk| weir.uri(disk)), 4096, 16).map(|load| load.iops);
     assert_near(a + b, expected(1000.0));
     assert!((a / b - 1.0).abs() < 0.1, "one got {a:.0}, the other {b:.0}");
 }
@@ -107,10 +110,7 @@ fn disks_without_a_group_have_a_limit_each() {
     let weir = Serve::new(&scratch)
         .args(["memory:16M", "memory:16M", "--name", "a", "--name", "b", "--iops-total", "500"])
         .start();
-    thread::scope(|scope| {
-        for disk in ["a", "b"] {
-            let uri = weir.uri(disk);
-            scope.spawn(move || assert_near(fio(&uri, 4096, 8).iops, expected(500.0)));
-        }
-    });
+    for load in fio_together(["a", "b"].map(|disk| weir.uri(disk)), 4096, 8) {
+        assert_near(load.iops, expected(500.0));
+    }
 }

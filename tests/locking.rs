@@ -145,7 +145,7 @@ fn two_weirs_exclude_each_other_unless_both_read() {
     let said = Serve::new(&other).arg(&image).fails();
     assert_says(
         &said,
-        &["disk.raw: another process has locked it against writing", &writer.pid().to_string(), "weir"],
+        &["disk.raw: locked for writing by another process", &writer.pid().to_string(), "weir"],
     );
     writer.stop();
     let first = Serve::new(&scratch).arg(&image).arg("--read-only").start();

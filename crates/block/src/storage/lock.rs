@@ -134,18 +134,18 @@ fn try_acquire(file: &fs::File, name: &str, wanted: Use) -> Result<(), Conflict>
             }
         }
     }
-    for &n in wanted.used() {
-        if is_held(file, FORBIDDEN + n) {
-            let what = if n == WRITE { "writing" } else { "reading" };
-            let what = format!("another process has locked it against {what}");
-            return Err(Conflict::new(file, FORBIDDEN + n, what, remedy(wanted, n)));
-        }
-    }
     for &n in wanted.forbidden() {
         if is_held(file, USED + n) {
             let what = if n == WRITE { "writing" } else { "resizing" };
             let what = format!("locked for {what} by another process");
             return Err(Conflict::new(file, USED + n, what, remedy(wanted, n)));
+        }
+    }
+    for &n in wanted.used() {
+        if is_held(file, FORBIDDEN + n) {
+            let what = if n == WRITE { "writing" } else { "reading" };
+            let what = format!("another process has locked it against {what}");
+            return Err(Conflict::new(file, FORBIDDEN + n, what, remedy(wanted, n)));
         }
     }
     Ok(())
