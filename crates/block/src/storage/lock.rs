@@ -20,6 +20,8 @@
 use std::{
     fs,
     os::{fd::AsFd, unix::fs::MetadataExt},
+    thread,
+    time::{Duration, Instant},
 };
 
 use nix::{
@@ -75,16 +77,52 @@ impl Use {
     }
 }
 
-/// Takes the locks for `wanted` on an open file, or says who is in the way.
+/// How long a lock may outlive the process that held it: what a process had in flight on an io_uring is ended after it is gone,
+/// and keeps its files open until then (measured: 20 ms after a kill).
+const AFTERLIFE: Duration = Duration::from_millis(500);
+/// How often it is looked again. The kernel tells nobody when such a lock goes.
+const LOOK_AGAIN: Duration = Duration::from_millis(10);
+
+/// Why the locks cannot be had.
+struct Conflict {
+    what: String,
+    holder: Option<String>,
+    remedy: &'static str,
+}
+
+impl Conflict {
+    fn new(file: &fs::File, byte: i64, what: impl Into<String>, remedy: &'static str) -> Self {
+        Self { what: what.into(), holder: holder(file, byte), remedy }
+    }
+
+    fn into_error(self, name: &str) -> OpenError {
+        let by = self.holder.map(|holder| format!(" ({holder})")).unwrap_or_default();
+        OpenError::new(name, format!("{}{by}", self.what), self.remedy)
+    }
+}
+
+/// Takes the locks for `wanted` on an open file, or says who is in the way. A lock whose holder cannot be found may be that of
+/// a process that has just died, and is given a moment to go: a daemon that crashed can be started again at once.
 pub(super) fn acquire(file: &fs::File, name: &str, wanted: Use) -> Result<(), OpenError> {
+    let until = Instant::now() + AFTERLIFE;
+    loop {
+        match try_acquire(file, name, wanted) {
+            Ok(()) => return Ok(()),
+            Err(conflict) if conflict.holder.is_none() && Instant::now() < until => thread::sleep(LOOK_AGAIN),
+            Err(conflict) => return Err(conflict.into_error(name)),
+        }
+    }
+}
+
+fn try_acquire(file: &fs::File, name: &str, wanted: Use) -> Result<(), Conflict> {
     let bytes =
         wanted.used().iter().map(|n| USED + n).chain(wanted.forbidden().iter().map(|n| FORBIDDEN + n));
     for byte in bytes {
         match place(file, byte) {
             Ok(()) => {}
             Err(Errno::EAGAIN | Errno::EACCES) => {
-                let why = format!("another process holds an exclusive lock on it{}", holder(file, byte));
-                return Err(OpenError::new(name, why, "stop that process"));
+                let what = "another process holds an exclusive lock on it";
+                return Err(Conflict::new(file, byte, what, "stop that process"));
             }
             Err(errno) => {
                 tracing::warn!(
@@ -99,16 +137,15 @@ pub(super) fn acquire(file: &fs::File, name: &str, wanted: Use) -> Result<(), Op
     for &n in wanted.forbidden() {
         if is_held(file, USED + n) {
             let what = if n == WRITE { "writing" } else { "resizing" };
-            let why = format!("locked for {what} by another process{}", holder(file, USED + n));
-            return Err(OpenError::new(name, why, remedy(wanted, n)));
+            let what = format!("locked for {what} by another process");
+            return Err(Conflict::new(file, USED + n, what, remedy(wanted, n)));
         }
     }
     for &n in wanted.used() {
         if is_held(file, FORBIDDEN + n) {
             let what = if n == WRITE { "writing" } else { "reading" };
-            let by = holder(file, FORBIDDEN + n);
-            let why = format!("another process has locked it against {what}{by}");
-            return Err(OpenError::new(name, why, remedy(wanted, n)));
+            let what = format!("another process has locked it against {what}");
+            return Err(Conflict::new(file, FORBIDDEN + n, what, remedy(wanted, n)));
         }
     }
     Ok(())
@@ -145,10 +182,10 @@ fn is_held(file: impl AsFd, byte: i64) -> bool {
     }
 }
 
-/// ` (pid 123, qemu-nbd)`, or nothing if it cannot be found: the kernel does not tell who holds an OFD lock, but
+/// `pid 123, qemu-nbd`, or nothing if it cannot be found: the kernel does not tell who holds an OFD lock, but
 /// `/proc/PID/fdinfo` lists the locks of each descriptor to those who may look.
-fn holder(file: &fs::File, byte: i64) -> String {
-    let Ok(metadata) = file.metadata() else { return String::new() };
+fn holder(file: &fs::File, byte: i64) -> Option<String> {
+    let metadata = file.metadata().ok()?;
     let processes = fs::read_dir("/proc").into_iter().flatten().flatten();
     let pids = processes.filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
     let mut looked_at = 0;
@@ -157,16 +194,16 @@ fn holder(file: &fs::File, byte: i64) -> String {
         for descriptor in descriptors {
             looked_at += 1;
             if looked_at > MOST_LOOKED_AT {
-                return String::new();
+                return None;
             }
             let Ok(info) = fs::read_to_string(descriptor.path()) else { continue };
             if info.lines().any(|line| is_lock_on(line, metadata.ino(), byte)) {
                 let command = fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
-                return format!(" (pid {pid}, {})", command.trim());
+                return Some(format!("pid {pid}, {}", command.trim()));
             }
         }
     }
-    String::new()
+    None
 }
 
 /// `lock:    1: OFDLCK  ADVISORY  READ -1 fe:00:10084644 100 101` covers bytes 100 and 101 of inode 10084644. The device is

@@ -7,9 +7,11 @@ mod unix;
 mod uri;
 
 use std::{
-    io::ErrorKind,
+    io::{self, ErrorKind},
     net::{SocketAddr, TcpListener, ToSocketAddrs as _},
     os::fd::OwnedFd,
+    thread,
+    time::{Duration, Instant},
 };
 
 use anyhow::{Context as _, anyhow, bail};
@@ -51,7 +53,27 @@ pub(crate) fn open(endpoint: &Endpoint, inherited: &mut Option<Inherited>) -> an
     }
 }
 
-/// Listens on an address: one socket, or one for each address that a host name resolves to.
+/// How long an address may outlive the process that listened there: what a process had in flight on an io_uring is ended after it
+/// is gone, and keeps its sockets open until then (measured: 10 ms after a kill).
+const AFTERLIFE: Duration = Duration::from_millis(500);
+/// How often it is tried again. The kernel tells nobody when such a socket goes.
+const TRY_AGAIN: Duration = Duration::from_millis(50);
+
+/// Tries again for a moment what fails because an address is in use.
+fn patiently<T>(mut attempt: impl FnMut() -> io::Result<T>) -> io::Result<T> {
+    let until = Instant::now() + AFTERLIFE;
+    loop {
+        match attempt() {
+            Err(error) if error.kind() == ErrorKind::AddrInUse && Instant::now() < until => {
+                thread::sleep(TRY_AGAIN);
+            }
+            result => return result,
+        }
+    }
+}
+
+/// Listens on an address: one socket, or one for each address that a host name resolves to. An address that is in use is
+/// tried again for a moment, so that a daemon that crashed can be started again at once.
 ///
 /// # Errors
 /// If the address is in use, not this machine's, not permitted, or its name unknown.
@@ -81,7 +103,7 @@ fn tcp(address: &Address, host: &str, port: u16) -> anyhow::Result<Vec<Listener>
     let mut absent = None;
     for mut one in addresses {
         one.set_port(chosen);
-        match TcpListener::bind(one) {
+        match patiently(|| TcpListener::bind(one)) {
             Ok(listener) => {
                 chosen = listener.local_addr()?.port();
                 listeners.push(Listener {
@@ -106,11 +128,11 @@ fn tcp(address: &Address, host: &str, port: u16) -> anyhow::Result<Vec<Listener>
     Ok(listeners)
 }
 
-fn is_absent(error: &std::io::Error) -> bool {
+fn is_absent(error: &io::Error) -> bool {
     error.kind() == ErrorKind::AddrNotAvailable || error.raw_os_error() == Some(nix::libc::EAFNOSUPPORT)
 }
 
-fn refused(address: &Address, port: u16, error: &std::io::Error) -> anyhow::Error {
+fn refused(address: &Address, port: u16, error: &io::Error) -> anyhow::Error {
     match error.kind() {
         ErrorKind::AddrInUse => anyhow!(
             "{address}: the port is in use by another program (`ss -ltnp 'sport = {port}'` shows which; stop it, or choose another port with --nbd)"

@@ -88,9 +88,12 @@ fn remove_stale(path: &Path) -> anyhow::Result<()> {
     if !metadata.file_type().is_socket() {
         bail!("something that is not a socket is there already (remove it, or choose another path)");
     }
-    match probe(path) {
-        Ok(true) => bail!("in use: another program listens there (stop it, or choose another path)"),
-        Ok(false) => fs::remove_file(path).context("an old socket is there and cannot be removed"),
+    let unserved = || if probe(path)? { Err(ErrorKind::AddrInUse.into()) } else { Ok(()) };
+    match super::patiently(unserved) {
+        Ok(()) => fs::remove_file(path).context("an old socket is there and cannot be removed"),
+        Err(error) if error.kind() == ErrorKind::AddrInUse => {
+            bail!("in use: another program listens there (stop it, or choose another path)")
+        }
         Err(error) => {
             Err(anyhow!("a socket is there already, and whether it is in use cannot be told: {error}"))
         }

@@ -159,6 +159,8 @@ impl Connection {
                 }
             }
         }
+        // Told to stop in the middle of a batch: what was taken in is in flight, and its replies are waited for.
+        intake.start(self).await;
         Ok(())
     }
 

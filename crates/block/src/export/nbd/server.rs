@@ -170,7 +170,8 @@ impl Server {
     }
 
     /// Refuses new connections and ends the others once they have finished what they have in flight. Returns when the
-    /// last is gone. Close the listeners' sockets (`shutdown(2)`) to end [`Server::listen`].
+    /// last is gone. A client that does not take its last replies is cut off after [`FAREWELL`]. Close the listeners' sockets
+    /// (`shutdown(2)`) to end [`Server::listen`].
     pub async fn stop(&self) {
         self.stopping.store(true, Ordering::SeqCst);
         for live in self.lock().values() {
@@ -178,6 +179,16 @@ impl Server {
             // Ends the receive that the connection waits in. Fails where the client has gone already.
             let _ = nix::sys::socket::shutdown(raw(&live.socket), nix::sys::socket::Shutdown::Read);
         }
+        if reactor::timeout(FAREWELL, self.wait_for_last()).await.is_err() {
+            for live in self.lock().values() {
+                // Ends the send that the connection waits in.
+                let _ = nix::sys::socket::shutdown(raw(&live.socket), nix::sys::socket::Shutdown::Both);
+            }
+            self.wait_for_last().await;
+        }
+    }
+
+    async fn wait_for_last(&self) {
         while self.count.load(Ordering::SeqCst) > 0 {
             let _ = self.ended.1.recv().await;
         }
@@ -283,6 +294,10 @@ impl Server {
 
 /// Replies gathered before they are sent: a client that lists a thousand exports gets them in a few messages.
 const REPLY_BYTES: usize = 32 << 10;
+
+/// How long clients may take to receive their last replies when the server stops: less than service managers wait before
+/// they kill, which would cost the disks their last flush.
+const FAREWELL: Duration = Duration::from_secs(10);
 
 /// A place among the connections, freed when dropped: also when the worker is stopped with the connection on it.
 struct Place(Arc<Server>);

@@ -1,0 +1,103 @@
+//! Block devices: sectors of 4096 bytes, a size that changes, discards that reach the device. Needs root.
+
+use std::fs;
+
+use crate::harness::{Client, LoopDevice, MIB, Scratch, Serve, nbdsh, text};
+
+#[test]
+fn unaligned_writes_on_sectors_of_4096_bytes_keep_their_neighbours() {
+    let scratch = Scratch::new();
+    let file = scratch.filled("device", 4 * MIB);
+    let mut expected = fs::read(&file).unwrap();
+    let device = LoopDevice::attach(&file, 4096);
+    let weir = Serve::new(&scratch).arg(device.path()).args(["--cache", "none", "--name", "disk"]).start();
+    nbdsh(
+        "
+h.connect_uri(arguments[0])
+for number in range(200):
+    h.pwrite(bytes([number + 1]) * 700, number * 1000 + 3)
+h.pwrite(b'end', h.get_size() - 3)
+h.flush()
+",
+        [weir.uri("disk")],
+    );
+    for number in 0..200_usize {
+        expected[number * 1000 + 3..][..700].fill(number as u8 + 1);
+    }
+    let end = expected.len() - 3;
+    expected[end..].copy_from_slice(b"end");
+    weir.stop();
+    drop(device);
+    assert!(fs::read(file).unwrap() == expected, "a write changed bytes that were not its own");
+}
+
+#[test]
+fn random_requests_on_sectors_of_4096_bytes_are_verified() {
+    let scratch = Scratch::new();
+    let device = LoopDevice::attach(&scratch.sparse("device", 16 * MIB), 4096);
+    let weir = Serve::new(&scratch).arg(device.path()).args(["--cache", "none", "--name", "disk"]).start();
+    Client::new("fio")
+        .args([
+            "--name=verified",
+            "--ioengine=nbd",
+            "--rw=randwrite",
+            "--size=16M",
+            "--io_size=8M",
+            "--bs=512",
+        ])
+        .args(["--iodepth=32", "--verify=crc32c", "--verify_fatal=1", "--do_verify=1", "--randseed=7"])
+        .arg(format!("--uri={}", weir.uri("disk")))
+        .arg(format!("--aux-path={}", scratch.path("").display()))
+        .succeeds();
+}
+
+#[test]
+fn a_device_that_grew_is_larger_for_the_next_client() {
+    let scratch = Scratch::new();
+    let file = scratch.sparse("device", 4 * MIB);
+    let device = LoopDevice::attach(&file, 512);
+    let weir = Serve::new(&scratch).arg(device.path()).args(["--name", "disk"]).start();
+    let size = || Client::new("nbdinfo").args(["--size", &weir.uri("disk")]).succeeds();
+    assert_eq!(size().trim(), (4 * MIB).to_string());
+    fs::File::options().write(true).open(&file).unwrap().set_len(6 * MIB).unwrap();
+    device.update_size();
+    assert_eq!(size().trim(), (6 * MIB).to_string());
+    nbdsh(
+        "h.connect_uri(arguments[0])\nh.pwrite(b'new', 5 << 20)\nassert h.pread(3, 5 << 20) == b'new'",
+        [weir.uri("disk")],
+    );
+}
+
+#[test]
+fn a_file_that_grew_is_larger_for_the_next_client() {
+    let scratch = Scratch::new();
+    let file = scratch.sparse("disk.raw", MIB);
+    let weir = Serve::new(&scratch).arg(&file).start();
+    let size = || Client::new("nbdinfo").args(["--size", &weir.uri("disk")]).succeeds();
+    assert_eq!(size().trim(), MIB.to_string());
+    fs::File::options().write(true).open(&file).unwrap().set_len(2 * MIB).unwrap();
+    assert_eq!(size().trim(), (2 * MIB).to_string());
+}
+
+#[test]
+fn discards_reach_the_device() {
+    let scratch = Scratch::new();
+    let file = scratch.filled("device", 8 * MIB);
+    let device = LoopDevice::attach(&file, 512);
+    let weir = Serve::new(&scratch).arg(device.path()).args(["--name", "disk"]).start();
+    nbdsh(
+        "
+h.connect_uri(arguments[0])
+kept = h.pread(1 << 20, 0)
+h.trim(4 << 20, 1 << 20)
+h.zero(1 << 20, 6 << 20)
+h.flush()
+assert h.pread(1 << 20, 0) == kept
+assert not any(h.pread(1 << 20, 6 << 20))
+",
+        [weir.uri("disk")],
+    );
+    weir.stop();
+    let allocated = std::os::unix::fs::MetadataExt::blocks(&fs::metadata(&file).unwrap()) * 512;
+    assert!(allocated <= 4 * MIB, "{allocated} bytes are still allocated in {}", text(&file));
+}

@@ -1,0 +1,170 @@
+//! Foreign programs: found or the test says which package has them, ended in time or killed, and what they said.
+
+use std::{
+    env,
+    ffi::{OsStr, OsString},
+    process::{Command, Output, Stdio},
+};
+
+/// Which Debian package has which program. `scripts/deps` installs them all.
+const PACKAGES: [(&str, &str); 12] = [
+    ("fio", "fio"),
+    ("losetup", "mount"),
+    ("nbdcopy", "libnbd-bin"),
+    ("nbdinfo", "libnbd-bin"),
+    ("nbdsh", "python3-libnbd"),
+    ("openssl", "openssl"),
+    ("psktool", "gnutls-bin"),
+    ("qemu-img", "qemu-utils"),
+    ("qemu-io", "qemu-utils"),
+    ("setpriv", "util-linux"),
+    ("timeout", "coreutils"),
+    ("unshare", "util-linux"),
+];
+
+/// Longest that a client may take, in seconds.
+const MOST_SECONDS: &str = "90";
+
+/// Where programs are looked for: Debian's own directories first, because nbdsh needs the `python3` that Debian's
+/// modules are for, and losetup is where only root looks.
+fn search_path() -> OsString {
+    let mut path = OsString::from("/usr/sbin:/usr/bin:/sbin:/bin");
+    if let Some(inherited) = env::var_os("PATH") {
+        path.push(":");
+        path.push(inherited);
+    }
+    path
+}
+
+/// Fails the test with the package's name if a program is not there.
+#[track_caller]
+pub(crate) fn need(program: &str) {
+    if env::split_paths(&search_path()).any(|directory| directory.join(program).is_file()) {
+        return;
+    }
+    let package =
+        PACKAGES.iter().find(|(name, _)| *name == program).map_or("that has it", |(_, package)| package);
+    panic!("{program}: not found (install the Debian package {package}, or run `make deps`)");
+}
+
+/// A foreign program with its arguments.
+pub(crate) struct Client {
+    command: Command,
+    name: String,
+}
+
+impl Client {
+    /// A program; found in PATH, or the test fails.
+    #[track_caller]
+    pub(crate) fn new(program: &str) -> Self {
+        need(program);
+        need("timeout");
+        let mut command = Command::new("timeout");
+        command.args(["--kill-after=5", MOST_SECONDS, program]);
+        // libnbd's and QEMU's messages are compared in English.
+        command
+            .env("LC_ALL", "C.UTF-8")
+            .env("PATH", search_path())
+            .env_remove("LIBNBD_DEBUG")
+            .env_remove("LISTEN_FDS");
+        Self { command, name: program.to_owned() }
+    }
+
+    /// One more argument.
+    pub(crate) fn arg(mut self, argument: impl AsRef<OsStr>) -> Self {
+        self.name.push(' ');
+        self.name.push_str(&argument.as_ref().to_string_lossy());
+        self.command.arg(argument);
+        self
+    }
+
+    /// More arguments.
+    pub(crate) fn args<T: AsRef<OsStr>>(self, arguments: impl IntoIterator<Item = T>) -> Self {
+        arguments.into_iter().fold(self, Self::arg)
+    }
+
+    /// Runs it to its end.
+    #[track_caller]
+    pub(crate) fn run(mut self) -> Outcome {
+        let output = self.command.stdin(Stdio::null()).output().expect("`timeout` was found");
+        assert!(
+            !matches!(output.status.code(), Some(124 | 137)),
+            "{}: took more than {MOST_SECONDS} s; it said:\n{}",
+            self.name,
+            String::from_utf8_lossy(&output.stderr)
+        );
+        Outcome { name: self.name, output }
+    }
+
+    /// Runs it; it must succeed. What it printed.
+    #[track_caller]
+    pub(crate) fn succeeds(self) -> String {
+        self.run().succeeded()
+    }
+
+    /// Runs it; it must fail by itself. What it said on standard error.
+    #[track_caller]
+    pub(crate) fn fails(self) -> String {
+        let outcome = self.run();
+        let said = outcome.said();
+        assert!(
+            outcome.output.status.code().is_some_and(|code| code != 0),
+            "{} should have failed; {said}",
+            outcome.name
+        );
+        said
+    }
+}
+
+/// What became of a client.
+pub(crate) struct Outcome {
+    name: String,
+    output: Output,
+}
+
+impl Outcome {
+    /// The exit status; a client that died of a signal fails the test.
+    #[track_caller]
+    pub(crate) fn code(&self) -> i32 {
+        self.output.status.code().unwrap_or_else(|| panic!("{}: {}", self.name, self.output.status))
+    }
+
+    /// Standard error.
+    pub(crate) fn said(&self) -> String {
+        String::from_utf8_lossy(&self.output.stderr).into_owned()
+    }
+
+    /// Standard output of a success.
+    #[track_caller]
+    pub(crate) fn succeeded(self) -> String {
+        let printed = String::from_utf8_lossy(&self.output.stdout).into_owned();
+        assert!(
+            self.output.status.success(),
+            "{}: {}\nit printed:\n{printed}\nit said:\n{}",
+            self.name,
+            self.output.status,
+            self.said()
+        );
+        printed
+    }
+}
+
+/// An nbdsh that runs a Python script; `h` is a handle that is not connected, `nbd` the module.
+pub(crate) fn nbdsh_command(script: &str) -> Command {
+    need("nbdsh");
+    let mut command = Command::new("nbdsh");
+    command.args(["-c", script]).env("PATH", search_path());
+    command
+}
+
+/// Runs a Python script in nbdsh, with `h` a handle that is not connected, `nbd` the module, and `sys.argv[1:]` in
+/// `arguments`. What it printed; a failed assertion of the script fails the test.
+#[track_caller]
+pub(crate) fn nbdsh<T: AsRef<OsStr>>(script: &str, arguments: impl IntoIterator<Item = T>) -> String {
+    let arguments: Vec<OsString> =
+        arguments.into_iter().map(|argument| argument.as_ref().to_owned()).collect();
+    let list: Vec<String> =
+        arguments.iter().map(|argument| format!("{:?}", argument.to_string_lossy())).collect();
+    let prelude = format!("arguments = [{}]\n", list.join(", "));
+    Client::new("nbdsh").arg("-c").arg(prelude + script).succeeds()
+}

@@ -1,0 +1,272 @@
+//! `weir serve` as a test sees it: started when it says that it is ready, ended with SIGTERM, clean or the test fails.
+
+use std::{
+    ffi::{OsStr, OsString},
+    fs,
+    os::unix::process::ExitStatusExt as _,
+    path::{Path, PathBuf},
+    process::{Child, Command, ExitStatus, Stdio},
+    thread,
+};
+
+use nix::{
+    sys::signal::{Signal, kill},
+    unistd::Pid,
+};
+
+use super::{DEADLINE, Scratch, client, log::Log, scratch::text};
+
+/// Where a daemon of a test listens.
+#[derive(Clone)]
+enum Listen {
+    /// `--nbd unix:` with this path.
+    Unix(PathBuf),
+    /// `--nbd 127.0.0.1:0`.
+    Tcp,
+    /// Wherever the arguments say.
+    Said,
+}
+
+/// A `weir serve` that is yet to be started.
+pub(crate) struct Serve {
+    /// What comes before the program: an `unshare` or a `setpriv`.
+    before: Vec<OsString>,
+    arguments: Vec<OsString>,
+    listen: Listen,
+}
+
+impl Serve {
+    /// On a Unix socket of the scratch directory.
+    pub(crate) fn new(scratch: &Scratch) -> Self {
+        Self { before: Vec::new(), arguments: Vec::new(), listen: Listen::Unix(scratch.socket("nbd")) }
+    }
+
+    /// On any free port of the loopback interface instead.
+    pub(crate) fn on_tcp(self) -> Self {
+        Self { listen: Listen::Tcp, ..self }
+    }
+
+    /// Where the arguments or the config file say.
+    pub(crate) fn where_said(self) -> Self {
+        Self { listen: Listen::Said, ..self }
+    }
+
+    /// One more argument.
+    pub(crate) fn arg(mut self, argument: impl AsRef<OsStr>) -> Self {
+        self.arguments.push(argument.as_ref().to_owned());
+        self
+    }
+
+    /// More arguments.
+    pub(crate) fn args<T: AsRef<OsStr>>(self, arguments: impl IntoIterator<Item = T>) -> Self {
+        arguments.into_iter().fold(self, Self::arg)
+    }
+
+    /// Started by another program, which gets weir's whole command line behind these arguments and becomes it with exec.
+    pub(crate) fn behind<T: AsRef<OsStr>>(mut self, before: impl IntoIterator<Item = T>) -> Self {
+        self.before.extend(before.into_iter().map(|argument| argument.as_ref().to_owned()));
+        self
+    }
+
+    fn command(&self) -> Command {
+        let weir = OsStr::new(env!("CARGO_BIN_EXE_weir"));
+        let mut command = match self.before.split_first() {
+            Some((program, arguments)) => {
+                client::need(text(Path::new(program)));
+                let mut command = Command::new(program);
+                command.args(arguments).arg(weir);
+                command
+            }
+            None => Command::new(weir),
+        };
+        command.arg("serve").args(&self.arguments);
+        match &self.listen {
+            Listen::Unix(path) => {
+                command.arg("--nbd").arg(format!("unix:{}", text(path)));
+            }
+            Listen::Tcp => {
+                command.args(["--nbd", "127.0.0.1:0"]);
+            }
+            Listen::Said => {}
+        }
+        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());
+        // What a developer has in the environment must not decide a test.
+        command.env_remove("LISTEN_FDS").env_remove("LISTEN_PID").env_remove("RUST_LOG");
+        command
+    }
+
+    fn spawn(&self) -> (Child, Log) {
+        let mut child = self.command().spawn().expect("cargo built the program");
+        let log = Log::gather(child.stderr.take().expect("standard error is piped"));
+        (child, log)
+    }
+
+    /// Starts it and waits until it is ready.
+    #[track_caller]
+    pub(crate) fn start(self) -> Weir {
+        let (mut child, log) = self.spawn();
+        let Some(ready) = log.wait_for(DEADLINE, |line| line.contains("ready")) else {
+            // It may have ended, and then there is nothing to kill.
+            let _ = child.kill();
+            let _ = child.wait();
+            panic!("weir did not become ready; it said:\n{}", log.text());
+        };
+        Weir { child, log, ready, listen: self.listen, ended: false }
+    }
+
+    /// Runs it to its end, which must come by itself; the status and what it said.
+    #[track_caller]
+    fn run(self) -> (ExitStatus, String) {
+        let (mut child, log) = self.spawn();
+        if !log.wait_for_end(DEADLINE) {
+            let _ = child.kill();
+            let _ = child.wait();
+            panic!("weir should have ended; it said:\n{}", log.text());
+        }
+        let status = child.wait().expect("the child is ours");
+        assert!(!log.text().contains("panicked"), "weir panicked:\n{}", log.text());
+        (status, log.text())
+    }
+
+    /// What it says when it cannot do what it was asked (exit status 1).
+    #[track_caller]
+    pub(crate) fn fails(self) -> String {
+        self.ends_with(1)
+    }
+
+    /// What it says to a command line that makes no sense (exit status 2).
+    #[track_caller]
+    pub(crate) fn rejects_usage(self) -> String {
+        self.ends_with(2)
+    }
+
+    #[track_caller]
+    fn ends_with(self, expected: i32) -> String {
+        let (status, said) = self.run();
+        assert_eq!(status.code(), Some(expected), "exit status; weir said:\n{said}");
+        assert!(said.starts_with("weir: "), "an error begins with the program's name:\n{said}");
+        said
+    }
+}
+
+/// A daemon that serves. Dropped, it is asked to end with SIGTERM, and must exit with 0 and without a panic in its log.
+pub(crate) struct Weir {
+    child: Child,
+    log: Log,
+    ready: String,
+    listen: Listen,
+    ended: bool,
+}
+
+impl Weir {
+    /// The Unix socket.
+    pub(crate) fn socket(&self) -> &Path {
+        match &self.listen {
+            Listen::Unix(path) => path,
+            Listen::Tcp | Listen::Said => panic!("this daemon has no socket of the harness"),
+        }
+    }
+
+    /// The port on 127.0.0.1, from the line in which the daemon says that it is ready.
+    pub(crate) fn port(&self) -> u16 {
+        let behind = self.ready.split("127.0.0.1:").nth(1).unwrap_or_default();
+        let digits: String = behind.chars().take_while(char::is_ascii_digit).collect();
+        digits.parse().unwrap_or_else(|_| panic!("no port in {:?}", self.ready))
+    }
+
+    /// The URI of an export.
+    pub(crate) fn uri(&self, export: &str) -> String {
+        match &self.listen {
+            Listen::Unix(path) => format!("nbd+unix:///{export}?socket={}", text(path)),
+            Listen::Tcp => format!("nbd://127.0.0.1:{}/{export}", self.port()),
+            Listen::Said => panic!("the test knows where it listens"),
+        }
+    }
+
+    /// The process.
+    pub(crate) fn pid(&self) -> Pid {
+        Pid::from_raw(self.child.id().cast_signed())
+    }
+
+    /// The line with which it said that it was ready.
+    pub(crate) fn ready_line(&self) -> &str {
+        &self.ready
+    }
+
+    /// Memory that it holds, in bytes: VmRSS of proc_pid_status(5).
+    pub(crate) fn resident_bytes(&self) -> u64 {
+        let status = fs::read_to_string(format!("/proc/{}/status", self.pid())).expect("the daemon runs");
+        let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).expect("every process has it");
+        line.trim().trim_end_matches(" kB").parse::<u64>().expect("a number of KiB") << 10
+    }
+
+    /// Waits for a line of the log.
+    #[track_caller]
+    pub(crate) fn wait_for_log(&self, what: &str) -> String {
+        let line = self.log.wait_for(DEADLINE, |line| line.contains(what));
+        line.unwrap_or_else(|| panic!("{what:?} is missing in the log:\n{}", self.log.text()))
+    }
+
+    /// Sends a signal.
+    pub(crate) fn signal(&self, signal: Signal) {
+        kill(self.pid(), signal).expect("the daemon is a child that was not waited for");
+    }
+
+    /// Waits until it ends by itself; the status and the log.
+    #[track_caller]
+    pub(crate) fn wait(mut self) -> (ExitStatus, String) {
+        self.ended = true;
+        let in_time = self.log.wait_for_end(DEADLINE);
+        if !in_time {
+            // So that the test leaves nothing behind.
+            let _ = self.child.kill();
+        }
+        let status = self.child.wait().expect("the daemon is a child that was not waited for");
+        assert!(in_time, "weir did not end; its log:\n{}", self.log.text());
+        (status, self.log.text())
+    }
+
+    /// Ends it with SIGTERM; the log. It must exit with 0.
+    #[track_caller]
+    pub(crate) fn stop(self) -> String {
+        self.signal(Signal::SIGTERM);
+        let (status, log) = self.wait();
+        assert_clean(status, &log);
+        log
+    }
+
+    /// Ends it with SIGKILL, as a crash of the machine's memory would.
+    pub(crate) fn crash(mut self) {
+        self.ended = true;
+        self.child.kill().expect("the daemon is a child that was not waited for");
+        let status = self.child.wait().expect("the daemon is a child that was not waited for");
+        assert_eq!(status.signal(), Some(Signal::SIGKILL as i32));
+    }
+}
+
+impl Drop for Weir {
+    #[allow(clippy::print_stderr, reason = "the test framework shows it with the failing test alone")]
+    fn drop(&mut self) {
+        if self.ended {
+            return;
+        }
+        // It may have died already; then waiting says how.
+        let _ = kill(self.pid(), Signal::SIGTERM);
+        let in_time = self.log.wait_for_end(DEADLINE);
+        if !in_time {
+            let _ = self.child.kill();
+        }
+        let status = self.child.wait().expect("the daemon is a child that was not waited for");
+        if thread::panicking() {
+            eprintln!("weir's log ({status}):\n{}", self.log.text());
+            return;
+        }
+        assert!(in_time, "weir did not end after SIGTERM; its log:\n{}", self.log.text());
+        assert_clean(status, &self.log.text());
+    }
+}
+
+#[track_caller]
+fn assert_clean(status: ExitStatus, log: &str) {
+    assert!(status.success() && !log.contains("panicked"), "weir ended with {status}; its log:\n{log}");
+}

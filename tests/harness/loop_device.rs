@@ -1,0 +1,55 @@
+//! A block device over a file, for what only block devices have: sectors of 4096 bytes, counted flushes, a size of their own.
+
+use std::{
+    fs,
+    path::{Path, PathBuf},
+};
+
+use super::{Client, scratch::text};
+
+/// A loop device; detached when dropped.
+pub(crate) struct LoopDevice {
+    path: PathBuf,
+}
+
+impl LoopDevice {
+    /// A device over `file` with sectors of this many bytes. Needs root.
+    #[track_caller]
+    pub(crate) fn attach(file: &Path, sector_bytes: u32) -> Self {
+        assert!(
+            nix::unistd::geteuid().is_root(),
+            "loop devices need root (run the tests as root, as `make test` in CI does)"
+        );
+        let sector = sector_bytes.to_string();
+        let found = Client::new("losetup")
+            .args(["--find", "--show", "--sector-size", &sector, text(file)])
+            .succeeds();
+        Self { path: found.trim().into() }
+    }
+
+    /// The device's node.
+    pub(crate) fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Takes over a new size of the file.
+    pub(crate) fn update_size(&self) {
+        Client::new("losetup").args(["--set-capacity", text(&self.path)]).succeeds();
+    }
+
+    /// Flushes that the device has completed (the kernel's Documentation/block/stat.rst, field 16).
+    pub(crate) fn flushes(&self) -> u64 {
+        let name = self.path.file_name().expect("a device has a name").to_string_lossy();
+        let statistics =
+            fs::read_to_string(format!("/sys/block/{name}/stat")).expect("every block device has it");
+        let field = statistics.split_whitespace().nth(15).expect("Linux 5.5 and newer count flushes");
+        field.parse().expect("statistics are numbers")
+    }
+}
+
+impl Drop for LoopDevice {
+    fn drop(&mut self) {
+        // A failure here would hide the test's own.
+        let _ = Client::new("losetup").args(["--detach", text(&self.path)]).run();
+    }
+}

@@ -1,0 +1,41 @@
+//! What every end-to-end test stands on: a place for files, a daemon that must end well, clients that must end at all.
+//!
+//! ```text
+//!   Scratch ─── directories of one test, gone with it
+//!   Serve ────► Weir ─── a running daemon; dropping it asks it to end and fails the test unless it ends cleanly
+//!   Client ───► Outcome ─── a foreign program under a deadline, and what it said
+//!   Wire ─────── a client of our own, that can also misbehave
+//! ```
+//!
+//! Never sleeps: it awaits lines of a log, ends of processes and bytes of sockets, each with a deadline that only a
+//! failing test reaches.
+
+mod client;
+mod daemon;
+mod log;
+mod loop_device;
+mod scratch;
+pub(crate) mod wire;
+
+use std::time::Duration;
+
+pub(crate) use client::{Client, nbdsh, nbdsh_command, need};
+pub(crate) use daemon::{Serve, Weir};
+pub(crate) use loop_device::LoopDevice;
+pub(crate) use scratch::{Scratch, pattern, text};
+pub(crate) use wire::Wire;
+
+/// Bytes of a mebibyte.
+pub(crate) const MIB: u64 = 1 << 20;
+
+/// How long anything may take that should happen at once. Two busy cores in debug mode are slow; a test that waits
+/// this long has failed.
+pub(crate) const DEADLINE: Duration = Duration::from_secs(30);
+
+/// Fails unless `text` contains each of `parts`: messages are part of the contract, and a failure shows all of it.
+#[track_caller]
+pub(crate) fn assert_says(text: &str, parts: &[&str]) {
+    for part in parts {
+        assert!(text.contains(part), "{part:?} is missing in:\n{text}");
+    }
+}

@@ -1,0 +1,75 @@
+//! The files of one test: images on a real file system, sockets where paths are short. All of it goes with the test.
+//!
+//! Images live under cargo's target directory and not in /tmp, which may be a tmpfs, so that O_DIRECT, holes and
+//! locks are those of a disk's file system. Sockets live in /tmp because their paths have 107 bytes at most.
+
+use std::{
+    fs::{self, File},
+    io::Write as _,
+    path::{Path, PathBuf},
+};
+
+use tempfile::TempDir;
+
+/// Directories of one test.
+pub(crate) struct Scratch {
+    files: TempDir,
+    sockets: TempDir,
+}
+
+impl Scratch {
+    /// Fresh, empty directories.
+    pub(crate) fn new() -> Self {
+        let files = tempfile::Builder::new().prefix("e2e.").tempdir_in(env!("CARGO_TARGET_TMPDIR"));
+        Self {
+            files: files.expect("cargo makes its temporary directory"),
+            sockets: tempfile::Builder::new()
+                .prefix("weir.")
+                .tempdir()
+                .expect("the system has a temporary directory"),
+        }
+    }
+
+    /// Where a file of this name is, or would be.
+    pub(crate) fn path(&self, name: &str) -> PathBuf {
+        self.files.path().join(name)
+    }
+
+    /// Where a socket of this name is, or would be.
+    pub(crate) fn socket(&self, name: &str) -> PathBuf {
+        self.sockets.path().join(name)
+    }
+
+    /// Writes a file.
+    pub(crate) fn file(&self, name: &str, content: impl AsRef<[u8]>) -> PathBuf {
+        let path = self.path(name);
+        fs::write(&path, content).expect("the directory is ours");
+        path
+    }
+
+    /// An image of nothing but a hole.
+    pub(crate) fn sparse(&self, name: &str, bytes: u64) -> PathBuf {
+        let path = self.path(name);
+        File::create(&path).and_then(|file| file.set_len(bytes)).expect("the directory is ours");
+        path
+    }
+
+    /// An image full of [`pattern`].
+    pub(crate) fn filled(&self, name: &str, bytes: u64) -> PathBuf {
+        let path = self.path(name);
+        let mut file = File::create(&path).expect("the directory is ours");
+        file.write_all(&pattern(bytes as usize)).expect("there is room for a test's image");
+        path
+    }
+}
+
+/// Bytes in which no two sectors are alike, so that data at a wrong offset shows: each word is its own number, mixed.
+pub(crate) fn pattern(bytes: usize) -> Vec<u8> {
+    let word = |number: usize| (number as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15).to_le_bytes();
+    (0..bytes.div_ceil(8)).flat_map(word).take(bytes).collect()
+}
+
+/// The text of a path. Those of tests are UTF-8.
+pub(crate) fn text(path: &Path) -> &str {
+    path.to_str().expect("paths of tests are UTF-8")
+}

@@ -1,0 +1,258 @@
+//! Clients that are broken, rude or gone: each harms itself alone.
+//!
+//! Every test has a second, well-behaved client, which must be served all the while.
+
+use std::{thread, time::Instant};
+
+use crate::harness::{
+    DEADLINE, MIB, Scratch, Serve, Weir, Wire, pattern,
+    wire::{
+        self, CMD_READ, CMD_WRITE, EINVAL, EPERM, OPT_ABORT, OPT_EXPORT_NAME, OPT_GO, OPT_INFO, OPT_LIST,
+        OPT_SET_META_CONTEXT, OPT_STARTTLS, OPTION_MAGIC, REP_ACK, REP_ERR_INVALID, REP_ERR_POLICY,
+        REP_ERR_TOO_BIG, REP_ERR_UNKNOWN, REP_ERR_UNSUP, Request,
+    },
+};
+
+/// A daemon, and a client that is being served by it.
+struct Party {
+    weir: Weir,
+    friend: Wire,
+}
+
+impl Party {
+    fn new(scratch: &Scratch) -> Self {
+        let weir = Serve::new(scratch).arg(scratch.filled("disk.raw", 4 * MIB)).start();
+        let (friend, _) = Wire::go(weir.socket(), "disk");
+        Self { weir, friend }
+    }
+
+    fn greet(&self) -> Wire {
+        Wire::greet(self.weir.socket())
+    }
+
+    fn go(&self) -> Wire {
+        Wire::go(self.weir.socket(), "disk").0
+    }
+
+    /// The well-behaved client noticed nothing, and another may come.
+    #[track_caller]
+    fn goes_on(&mut self) {
+        for client in [&mut self.friend, &mut Wire::go(self.weir.socket(), "disk").0] {
+            assert_eq!(client.read(4096, 4096).as_deref(), Ok(&pattern(8192)[4096..]));
+        }
+    }
+}
+
+#[test]
+fn something_else_than_nbd_is_shown_the_door() {
+    let scratch = Scratch::new();
+    let mut party = Party::new(&scratch);
+    for nonsense in [&b"GET / HTTP/1.1\r\nHost: weir\r\n\r\n"[..], &[0xff; 64], &[0, 0, 0, 4, 1, 2, 3, 4]] {
+        let mut client = Wire::connect(party.weir.socket());
+        client.send(nonsense);
+        client.is_closed();
+        party.goes_on();
+    }
+}
+
+#[test]
+fn a_wrong_option_magic_ends_the_handshake() {
+    let scratch = Scratch::new();
+    let mut party = Party::new(&scratch);
+    let mut client = party.greet();
+    client.send(&(OPTION_MAGIC + 1).to_be_bytes());
+    client.send(&[0; 8]);
+    client.is_closed();
+    party.goes_on();
+}
+
+#[test]
+fn options_that_are_wrong_are_refused_and_the_handshake_goes_on() {
+    let scratch = Scratch::new();
+    let mut party = Party::new(&scratch);
+    let mut client = party.greet();
+    let refusals = [
+        (4242, &b"what is this?"[..], REP_ERR_UNSUP),
+        (OPT_LIST, b"data", REP_ERR_INVALID),
+        (OPT_STARTTLS, b"", REP_ERR_POLICY),
+        (OPT_GO, b"", REP_ERR_INVALID),
+        (OPT_GO, &[0xff, 0xff, 0xff, 0xff, 0, 0], REP_ERR_INVALID),
+        (OPT_INFO, &[0, 0, 0, 1, 0xff, 0, 0], REP_ERR_INVALID),
+        (OPT_SET_META_CONTEXT, &[0, 0, 0, 0, 0, 0, 0, 0], REP_ERR_INVALID),
+        (OPT_GO, &[0, 0, 0, 1, b'?', 0, 0], REP_ERR_UNKNOWN),
+    ];
+    for (option, data, expected) in refusals {
+        let replies = client.option(option, data);
+        assert_eq!(replies.iter().map(|(kind, _)| *kind).collect::<Vec<_>>(), [expected], "option {option}");
+    }
+    assert_eq!(client.option(OPT_GO, &wire::go_data("disk")).last().map(|(kind, _)| *kind), Some(REP_ACK));
+    assert_eq!(client.read(0, 8).as_deref(), Ok(&pattern(8)[..]));
+    party.goes_on();
+}
+
+#[test]
+fn a_huge_option_is_skipped_and_a_monstrous_one_ends_the_handshake() {
+    let scratch = Scratch::new();
+    let mut party = Party::new(&scratch);
+    let mut client = party.greet();
+    assert_eq!(client.option(OPT_GO, &vec![b'x'; 100_000])[0].0, REP_ERR_TOO_BIG);
+    client.send(&wire::option_header(OPT_GO, u32::MAX));
+    client.is_closed();
+    party.goes_on();
+}
+
+#[test]
+fn an_export_name_that_is_not_there_ends_the_handshake() {
+    let scratch = Scratch::new();
+    let mut party = Party::new(&scratch);
+    let mut client = party.greet();
+    client.send(&wire::option_header(OPT_EXPORT_NAME, 4));
+    client.send(b"nope");
+    client.is_closed();
+    party.goes_on();
+}
+
+#[test]
+fn an_abort_is_acknowledged() {
+    let scratch = Scratch::new();
+    let party = Party::new(&scratch);
+    let mut client = party.greet();
+    assert_eq!(client.option(OPT_ABORT, &[]), [(REP_ACK, vec![])]);
+    client.is_closed();
+}
+
+#[test]
+fn a_handshake_that_takes_too_long_is_cut() {
+    let scratch = Scratch::new();
+    let mut party = Party::new(&scratch);
+    let began = Instant::now();
+    // One says nothing at all, one stops in the middle of an option.
+    let mut silent = Wire::connect(party.weir.socket());
+    let mut slow = party.greet();
+    slow.send(&wire::option_header(OPT_GO, 10)[..7]);
+    silent.is_closed();
+    slow.is_closed();
+    let took = began.elapsed();
+    assert!(took.as_secs() >= 9 && took < DEADLINE, "10 s are allowed for a handshake, cut after {took:?}");
+    party.goes_on();
+}
+
+#[test]
+fn a_wrong_request_magic_ends_the_connection() {
+    let scratch = Scratch::new();
+    let mut party = Party::new(&scratch);
+    let mut client = party.go();
+    client.send(&[0xaa; 28]);
+    client.is_closed();
+    party.goes_on();
+}
+
+#[test]
+fn an_unknown_command_is_refused_and_the_connection_goes_on() {
+    let scratch = Scratch::new();
+    let mut party = Party::new(&scratch);
+    let mut client = party.go();
+    client.request(Request { flags: 0, kind: 1000, cookie: 5, offset: 0, length: 512 }, &[]);
+    assert_eq!(client.simple_reply(), (EINVAL, 5));
+    assert_eq!(client.read(0, 8).as_deref(), Ok(&pattern(8)[..]));
+    party.goes_on();
+}
+
+#[test]
+fn the_payload_of_a_refused_write_is_skipped() {
+    let scratch = Scratch::new();
+    let weir = Serve::new(&scratch).arg(scratch.filled("disk.raw", MIB)).arg("--read-only").start();
+    let (mut client, _) = Wire::go(weir.socket(), "disk");
+    // The payload looks like requests: were it not skipped, they would be answered.
+    let bait = Request { flags: 0, kind: CMD_READ, cookie: 666, offset: 0, length: 1 }.compact();
+    let payload = bait.repeat(1000);
+    client.request(
+        Request { flags: 0, kind: CMD_WRITE, cookie: 1, offset: 0, length: payload.len() as u64 },
+        &payload,
+    );
+    assert_eq!(client.simple_reply(), (EPERM, 1));
+    assert_eq!(client.read(0, 8).as_deref(), Ok(&pattern(8)[..]));
+}
+
+#[test]
+fn a_client_that_leaves_in_the_middle_of_anything_is_forgotten() {
+    let scratch = Scratch::new();
+    let mut party = Party::new(&scratch);
+    let write = Request { flags: 0, kind: CMD_WRITE, cookie: 1, offset: MIB, length: 65_536 }.compact();
+    drop(Wire::connect(party.weir.socket()));
+    drop(party.greet());
+    drop(party.go());
+    for bytes in [&write[..13], &write[..], &[&write[..], &[7; 1000]].concat()] {
+        let mut client = party.go();
+        client.send(bytes);
+        drop(client);
+    }
+    // Half a payload is no write.
+    let untouched = &pattern(MIB as usize + 65_536)[MIB as usize..];
+    assert_eq!(party.friend.read(MIB, 65_536).as_deref(), Ok(untouched));
+    party.goes_on();
+}
+
+#[test]
+fn a_client_that_has_said_all_still_gets_its_replies() {
+    let scratch = Scratch::new();
+    let party = Party::new(&scratch);
+    let mut client = party.go();
+    for cookie in 0..50 {
+        client.request(Request { flags: 0, kind: CMD_READ, cookie, offset: cookie * 4096, length: 8 }, &[]);
+    }
+    client.finish();
+    let mut answered: Vec<u64> = (0..50)
+        .map(|_| {
+            let (error, cookie) = client.simple_reply();
+            assert_eq!(error, 0);
+            let at = cookie as usize * 4096;
+            assert_eq!(client.receive::<8>(), pattern(at + 8)[at..]);
+            cookie
+        })
+        .collect();
+    answered.sort_unstable();
+    assert_eq!(answered, (0..50).collect::<Vec<_>>());
+    client.is_closed();
+}
+
+#[test]
+fn a_client_that_never_reads_is_no_longer_read_from() {
+    let scratch = Scratch::new();
+    let mut party = Party::new(&scratch);
+    let mut deaf = party.go();
+    let asked = thread::scope(|scope| {
+        // Asks for far more than any queue may hold; the daemon must stop taking requests.
+        let requests = scope.spawn(|| {
+            let read = Request { flags: 0, kind: CMD_READ, cookie: 9, offset: 0, length: 4 * MIB }.compact();
+            deaf.limit_writing();
+            (0..1_000_000_u64).take_while(|_| deaf.try_send(&read)).count()
+        });
+        for _ in 0..20 {
+            party.goes_on();
+        }
+        requests.join().expect("the client only sends")
+    });
+    assert!(asked < 1_000_000, "all of 4 TB of replies were promised");
+    let resident = party.weir.resident_bytes();
+    assert!(resident < 512 * MIB, "{} MiB for one client that does not read", resident / MIB);
+    drop(deaf);
+    party.goes_on();
+}
+
+#[test]
+fn more_clients_than_allowed_wait_their_turn() {
+    let scratch = Scratch::new();
+    let weir = Serve::new(&scratch).arg("memory:1M").args(["--max-connections", "2"]).start();
+    let first = Wire::go(weir.socket(), "memory").0;
+    let mut second = Wire::go(weir.socket(), "memory").0;
+    let third = thread::scope(|scope| {
+        // Connects at once, since the kernel's queue takes it, and is greeted only when a place is free.
+        let third = scope.spawn(|| Wire::go(weir.socket(), "memory").0);
+        assert_eq!(second.read(0, 1).as_deref(), Ok(&[0][..]));
+        assert!(!third.is_finished(), "a third client was served where two are allowed");
+        drop(first);
+        third.join()
+    });
+    assert_eq!(third.expect("it is served in the end").read(0, 1).as_deref(), Ok(&[0][..]));
+}

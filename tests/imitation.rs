@@ -1,0 +1,109 @@
+//! Devices to imitate, as given on the command line: slower, narrower, failing. What they do is seen by a client.
+
+use std::time::Instant;
+
+use crate::harness::{MIB, Scratch, Serve, assert_says, nbdsh};
+
+#[test]
+fn a_delayed_device_takes_its_time() {
+    let scratch = Scratch::new();
+    let weir = Serve::new(&scratch).args(["memory:1M", "--delay", "read=200ms,parallel=4"]).start();
+    nbdsh(
+        "
+import time
+h.connect_uri(arguments[0])
+h.pwrite(b'x' * 4096, 0)
+began = time.monotonic()
+# Eight reads, four at a time, apart from each other so that none is merged.
+cookies = [h.aio_pread(nbd.Buffer(512), number * 100_000) for number in range(8)]
+while cookies:
+    h.poll(-1)
+    cookies = [cookie for cookie in cookies if not h.aio_command_completed(cookie)]
+took = time.monotonic() - began
+# One after the other they would take 1.6 s; a busy machine may add some to the 0.4 s.
+assert 0.4 <= took < 1.2, took
+",
+        [weir.uri("memory")],
+    );
+}
+
+#[test]
+fn a_narrow_device_lets_so_much_through() {
+    let scratch = Scratch::new();
+    let weir = Serve::new(&scratch).args(["memory:32M", "--rate", "bytes=10M"]).start();
+    let began = Instant::now();
+    crate::harness::Client::new("nbdcopy")
+        .args([scratch.filled("source", 20 * MIB).to_str().unwrap(), &weir.uri("memory")])
+        .succeeds();
+    let took = began.elapsed().as_secs_f64();
+    // Never faster than asked; a busy machine may be slower, and starting nbdcopy takes its time too.
+    assert!((1.9..3.0).contains(&took), "20 MiB at 10 MiB a second took {took:.2} s");
+}
+
+#[test]
+fn a_fault_strikes_as_often_as_it_is_told() {
+    let scratch = Scratch::new();
+    let rule = "kind=read,offset=64K-128K,error=EIO,count=2";
+    let weir = Serve::new(&scratch)
+        .args(["memory:1M", "--fault", rule, "--fault", "kind=flush,error=ENOSPC,count=1"])
+        .start();
+    nbdsh(
+        "
+h.connect_uri(arguments[0])
+def error_of(call, *arguments):
+    try:
+        call(*arguments)
+    except nbd.Error as error:
+        return error.errno
+assert error_of(h.pread, 4096, 0) is None
+assert error_of(h.pread, 4096, 65536) == 'EIO'
+assert error_of(h.pwrite, b'x', 65536) is None
+assert error_of(h.pread, 70000, 0) == 'EIO', 'it overlaps'
+assert error_of(h.pread, 4096, 65536) is None, 'the rule is used up'
+assert error_of(h.flush) == 'ENOSPC'
+assert error_of(h.flush) is None
+",
+        [weir.uri("memory")],
+    );
+}
+
+#[test]
+fn a_bad_sector_fails_its_own_request_alone() {
+    let scratch = Scratch::new();
+    let weir = Serve::new(&scratch).args(["memory:1M", "--fault", "kind=read,offset=512K-516K"]).start();
+    nbdsh(
+        "
+h.connect_uri(arguments[0])
+# Adjacent and sent together, so that they are merged.
+errors = {}
+def done(number):
+    def note(error):
+        errors[number] = error.value
+        return 1
+    return note
+for number in range(100, 156):
+    h.aio_pread(nbd.Buffer(4096), number * 4096, done(number))
+while h.aio_in_flight():
+    h.poll(-1)
+assert sorted(errors) == list(range(100, 156))
+failed = [number for number, error in errors.items() if error]
+assert failed == [128], failed
+",
+        [weir.uri("memory")],
+    );
+}
+
+#[test]
+fn a_wrong_description_of_a_device_names_key_value_and_rule() {
+    let scratch = Scratch::new();
+    for (option, value, parts) in [
+        ("--delay", "read=fast", &["read=fast"][..]),
+        ("--rate", "bytes=0", &["bytes=0"]),
+        ("--fault", "kind=telepathy", &["kind=telepathy", "read, write"]),
+        ("--fault", "colour=red", &["colour", "no such key"]),
+    ] {
+        let said = Serve::new(&scratch).args(["memory:1M", option, value]).rejects_usage();
+        assert_says(&said, &[option]);
+        assert_says(&said, parts);
+    }
+}

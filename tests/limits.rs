@@ -1,0 +1,116 @@
+//! Limits hold under a real client: coarse checks with fio, since exact ones are made in virtual time beside the code.
+
+use crate::harness::{Client, MIB, Scratch, Serve};
+
+/// How long each load lasts, in seconds.
+const SECONDS: f64 = 3.0;
+/// How far off a rate may be on a busy machine.
+const TOLERANCE: f64 = 0.05;
+
+/// What fio measured.
+struct Measured {
+    iops: f64,
+    bytes_per_second: f64,
+}
+
+/// Random reads for [`SECONDS`].
+#[track_caller]
+fn fio(uri: &str, block_bytes: u64, depth: u32) -> Measured {
+    let [measured] = fio_together([uri.to_owned()], block_bytes, depth);
+    measured
+}
+
+/// Random reads for [`SECONDS`] from several exports, begun together.
+#[track_caller]
+fn fio_together<const N: usize>(uris: [String; N], block_bytes: u64, depth: u32) -> [Measured; N] {
+    let mut fio = Client::new("fio")
+        .args(["--ioengine=nbd", "--rw=randread", "--time_based", "--output-format=json"])
+        .arg(format!("--runtime={SECONDS}"))
+        .arg(format!("--bs={block_bytes}"))
+        .arg(format!("--iodepth={depth}"));
+    for (number, uri) in uris.iter().enumerate() {
+        fio = fio.arg(format!("--name=load{number}")).arg(format!("--uri={uri}"));
+    }
+    let report = fio.succeeds();
+    // libnbd's warnings may precede the report.
+    let report = &report[report.find('{').expect("fio prints JSON")..];
+    let report: serde_json::Value = serde_json::from_str(report).expect("fio prints JSON");
+    std::array::from_fn(|number| {
+        let load = &report["jobs"][number]["read"];
+        let runtime = load["runtime"].as_f64().expect("milliseconds") / 1000.0;
+        Measured {
+            iops: load["total_ios"].as_f64().expect("a count") / runtime,
+            bytes_per_second: load["io_bytes"].as_f64().expect("a count") / runtime,
+        }
+    })
+}
+
+/// What a limit lets through on average: its rate, and the tenth of a second's worth that may pass at once.
+fn expected(rate: f64) -> f64 {
+    rate + rate / 10.0 / SECONDS
+}
+
+#[track_caller]
+fn assert_near(measured: f64, expected: f64) {
+    let error = measured / expected - 1.0;
+    assert!(error.abs() <= TOLERANCE, "{measured:.0} instead of {expected:.0}: {:.1} % off", error * 100.0);
+}
+
+#[test]
+fn operations_per_second_are_limited_at_any_depth() {
+    let scratch = Scratch::new();
+    let weir = Serve::new(&scratch).args(["memory:16M", "--iops-total", "1000"]).start();
+    assert_near(fio(&weir.uri("memory"), 4096, 1).iops, expected(1000.0));
+    assert_near(fio(&weir.uri("memory"), 4096, 32).iops, 1000.0);
+}
+
+#[test]
+fn bytes_per_second_are_limited_at_any_size() {
+    let scratch = Scratch::new();
+    let rate = 10.0 * MIB as f64;
+    let weir = Serve::new(&scratch).args(["memory:16M", "--bps-total", "10M"]).start();
+    assert_near(fio(&weir.uri("memory"), 4096, 16).bytes_per_second, expected(rate));
+    assert_near(fio(&weir.uri("memory"), 262_144, 4).bytes_per_second, rate);
+}
+
+#[test]
+fn a_burst_passes_and_then_the_rate_holds() {
+    let scratch = Scratch::new();
+    let limits = ["--iops-total", "200", "--iops-total-max", "2000"];
+    let weir = Serve::new(&scratch).arg("memory:16M").args(limits).start();
+    // 2000 at once, then 200 a second.
+    assert_near(fio(&weir.uri("memory"), 4096, 32).iops * SECONDS, 2000.0 + 200.0 * SECONDS);
+}
+
+#[test]
+fn disks_of_a_group_share_its_limit_evenly() {
+    let scratch = Scratch::new();
+    let weir = Serve::new(&scratch)
+        .args([
+            "memory:16M",
+            "memory:16M",
+            "--name",
+            "a",
+            "--name",
+            "b",
+            "--group",
+            "tenant",
+            "--iops-total",
+            "1000",
+        ])
+        .start();
+    let [a, b] = fio_together(["a", "b"].map(|disk| weir.uri(disk)), 4096, 16).map(|load| load.iops);
+    assert_near(a + b, expected(1000.0));
+    assert!((a / b - 1.0).abs() < 0.1, "one got {a:.0}, the other {b:.0}");
+}
+
+#[test]
+fn disks_without_a_group_have_a_limit_each() {
+    let scratch = Scratch::new();
+    let weir = Serve::new(&scratch)
+        .args(["memory:16M", "memory:16M", "--name", "a", "--name", "b", "--iops-total", "500"])
+        .start();
+    for load in fio_together(["a", "b"].map(|disk| weir.uri(disk)), 4096, 8) {
+        assert_near(load.iops, expected(500.0));
+    }
+}

@@ -1,0 +1,163 @@
+//! Image locks, shared with QEMU: who may open an image that somebody has open, and what the refused one is told.
+
+use std::{
+    io::{BufRead as _, BufReader, Write as _},
+    path::Path,
+    process::{Child, ChildStdin, Command, Stdio},
+};
+
+use crate::harness::{Client, MIB, Scratch, Serve, assert_says, nbdsh, need, text};
+
+/// A qemu-io that has an image open until this is dropped.
+struct QemuIo {
+    child: Child,
+    input: ChildStdin,
+}
+
+impl QemuIo {
+    /// Opens the image and waits until it has.
+    #[track_caller]
+    fn open(options: &[&str], image: &Path) -> Self {
+        need("qemu-io");
+        let mut child = Command::new("qemu-io")
+            .args(options)
+            .arg(image)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::inherit())
+            .spawn()
+            .expect("qemu-io was found");
+        let mut input = child.stdin.take().expect("standard input is piped");
+        writeln!(input, "length").expect("qemu-io reads its commands");
+        let output = BufReader::new(child.stdout.take().expect("standard output is piped"));
+        // `length` is answered once the image is open.
+        let answered = output.lines().map_while(Result::ok).any(|line| line.contains("MiB"));
+        assert!(answered, "qemu-io could not open the image");
+        Self { child, input }
+    }
+}
+
+impl Drop for QemuIo {
+    fn drop(&mut self) {
+        // Where it has died already the test has failed for another reason.
+        let _ = writeln!(self.input, "quit");
+        let _ = self.child.wait();
+    }
+}
+
+#[test]
+fn qemu_refuses_an_image_that_is_served_and_names_the_lock() {
+    let scratch = Scratch::new();
+    let image = scratch.sparse("disk.raw", MIB);
+    let _weir = Serve::new(&scratch).arg(&image).start();
+    let copy = scratch.path("copy.raw");
+    let reads =
+        Client::new("qemu-img").args(["convert", "-f", "raw", "-O", "raw", text(&image), text(&copy)]);
+    assert_says(
+        &reads.fails(),
+        &["Failed to get shared \"write\" lock", "Is another process using the image"],
+    );
+    let writes = Client::new("qemu-io").args(["-f", "raw", "-c", "write 0 4k", text(&image)]);
+    assert_says(&writes.fails(), &["Failed to get \"write\" lock"]);
+}
+
+#[test]
+fn qemu_does_not_describe_an_image_that_is_served_unless_it_insists() {
+    let scratch = Scratch::new();
+    // Of a raw image QEMU reads nothing to describe it, and asks for no lock.
+    let image = scratch.path("disk.qcow2");
+    Client::new("qemu-img").args(["create", "-q", "-f", "qcow2", text(&image), "1M"]).succeeds();
+    let _weir = Serve::new(&scratch).arg(&image).args(["--format", "raw"]).start();
+    let info = |more: &[&str]| Client::new("qemu-img").arg("info").args(more).arg(&image);
+    assert_says(
+        &info(&[]).fails(),
+        &["Failed to get shared \"write\" lock", "Is another process using the image"],
+    );
+    assert_says(&info(&["-U"]).succeeds(), &["virtual size: 1 MiB"]);
+}
+
+#[test]
+fn qemu_may_read_an_image_that_is_served_read_only() {
+    let scratch = Scratch::new();
+    let image = scratch.sparse("disk.raw", MIB);
+    let _weir = Serve::new(&scratch).arg(&image).arg("--read-only").start();
+    Client::new("qemu-io").args(["-r", "-f", "raw", "-c", "read 0 4k", text(&image)]).succeeds();
+    let said = Client::new("qemu-io").args(["-f", "raw", "-c", "write 0 4k", text(&image)]).fails();
+    assert_says(&said, &["Failed to get \"write\" lock"]);
+}
+
+#[test]
+fn the_lock_goes_with_the_daemon() {
+    let scratch = Scratch::new();
+    let image = scratch.sparse("disk.raw", MIB);
+    Serve::new(&scratch).arg(&image).start().stop();
+    Client::new("qemu-io").args(["-f", "raw", "-c", "write 0 4k", text(&image)]).succeeds();
+    for _ in 0..3 {
+        Serve::new(&scratch).arg(&image).start().crash();
+    }
+    Serve::new(&scratch).arg(&image).start().stop();
+}
+
+#[test]
+fn weir_refuses_an_image_that_qemu_writes_and_names_it() {
+    let scratch = Scratch::new();
+    let image = scratch.sparse("disk.raw", MIB);
+    let qemu = QemuIo::open(&["-f", "raw"], &image);
+    let pid = qemu.child.id().to_string();
+    let said = Serve::new(&scratch).arg(&image).fails();
+    assert_says(
+        &said,
+        &["disk.raw: locked for writing by another process", &pid, "qemu-io", "--force-share"],
+    );
+    let said = Serve::new(&scratch).arg(&image).arg("--read-only").fails();
+    assert_says(&said, &["locked for writing by another process"]);
+}
+
+#[test]
+fn weir_reads_an_image_that_qemu_writes_if_told_to_share() {
+    let scratch = Scratch::new();
+    let image = scratch.filled("disk.raw", MIB);
+    let _qemu = QemuIo::open(&["-f", "raw"], &image);
+    let weir = Serve::new(&scratch).arg(&image).args(["--read-only", "--force-share"]).start();
+    nbdsh(
+        "h.connect_uri(arguments[0])\nassert h.is_read_only()\nassert len(set(h.pread(4096, 0))) > 1",
+        [weir.uri("disk")],
+    );
+}
+
+#[test]
+fn weir_refuses_to_write_what_qemu_reads() {
+    let scratch = Scratch::new();
+    // Of a raw image that it only reads, QEMU bears that others write to it.
+    let image = scratch.path("disk.qcow2");
+    Client::new("qemu-img").args(["create", "-q", "-f", "qcow2", text(&image), "1M"]).succeeds();
+    let _qemu = QemuIo::open(&["-r", "-f", "qcow2"], &image);
+    let serve = || Serve::new(&scratch).arg(&image).args(["--format", "raw"]);
+    assert_says(&serve().fails(), &["disk.qcow2: another process has locked it against writing", "qemu-io"]);
+    serve().arg("--read-only").start().stop();
+}
+
+#[test]
+fn two_weirs_exclude_each_other_unless_both_read() {
+    let (scratch, other) = (Scratch::new(), Scratch::new());
+    let image = scratch.sparse("disk.raw", MIB);
+    let writer = Serve::new(&scratch).arg(&image).start();
+    let said = Serve::new(&other).arg(&image).fails();
+    assert_says(
+        &said,
+        &["disk.raw: locked for writing by another process", &writer.pid().to_string(), "weir"],
+    );
+    writer.stop();
+    let first = Serve::new(&scratch).arg(&image).arg("--read-only").start();
+    let second = Serve::new(&other).arg(&image).arg("--read-only").start();
+    for weir in [&first, &second] {
+        Client::new("nbdinfo").args(["--size", &weir.uri("disk")]).succeeds();
+    }
+}
+
+#[test]
+fn sharing_is_for_reading_alone() {
+    let scratch = Scratch::new();
+    let said = Serve::new(&scratch).arg(scratch.sparse("disk.raw", MIB)).arg("--force-share").rejects_usage();
+    assert_says(&said, &["--force-share", "read-only"]);
+}

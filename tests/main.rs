@@ -1,0 +1,29 @@
+//! The whole program against other people's clients: one file a subject, one harness.
+//!
+//! Everything here is seen from outside: a `weir serve` of its own for each test, driven by nbdinfo, nbdcopy, libnbd, qemu-img,
+//! qemu-io, fio, or by bytes written to its socket. What can be decided in virtual time is tested beside the code; here is what only
+//! a kernel, a file system and a foreign implementation of the protocol can tell.
+//!
+//! Never reaches beyond loopback and temporary directories, and ends processes it started alone. Each test may run beside
+//! any other. Run with `make test-e2e`; some tests need root, for loop devices and mounts of their own, and say so.
+
+mod harness;
+
+mod cache_modes;
+mod devices;
+mod failures;
+mod fio;
+mod hostile;
+mod imitation;
+mod libnbd;
+mod limits;
+mod locking;
+mod nbdcopy;
+mod nbdinfo;
+mod probing;
+mod qemu_img;
+mod qemu_io;
+mod startup;
+mod stopping;
+mod tls;
+mod wire;

@@ -1,0 +1,150 @@
+//! nbdinfo: what an export says of itself, what is allocated, what is there to choose from.
+
+use crate::harness::{Client, MIB, Scratch, Serve, Weir, assert_says, nbdsh};
+
+fn nbdinfo<'a>(arguments: impl IntoIterator<Item = &'a str>) -> Client {
+    Client::new("nbdinfo").args(arguments)
+}
+
+fn json(text: &str) -> serde_json::Value {
+    serde_json::from_str(text).expect("nbdinfo prints JSON")
+}
+
+fn two_disks(scratch: &Scratch) -> Weir {
+    let (a, b) = (scratch.sparse("a.raw", 4 * MIB), scratch.sparse("b.raw", 8 * MIB));
+    Serve::new(scratch)
+        .args([a, b])
+        .args(["--description", "the first", "--description", "the second"])
+        .start()
+}
+
+#[test]
+fn the_size_is_the_image_s() {
+    let scratch = Scratch::new();
+    let weir = Serve::new(&scratch).arg(scratch.sparse("odd.raw", 1_234_567)).start();
+    assert_eq!(nbdinfo(["--size", &weir.uri("odd")]).succeeds().trim(), "1234567");
+}
+
+#[test]
+fn all_exports_are_listed_with_their_descriptions() {
+    let scratch = Scratch::new();
+    let weir = two_disks(&scratch);
+    let list = json(&nbdinfo(["--list", "--json", &weir.uri("")]).succeeds());
+    let exports = list["exports"].as_array().expect("an array");
+    let about: Vec<_> = exports
+        .iter()
+        .map(|export| {
+            let text = |key: &str| export[key].as_str().unwrap_or_default().to_owned();
+            (text("export-name"), text("description"), export["export-size"].as_u64())
+        })
+        .collect();
+    assert_eq!(
+        about,
+        [
+            ("a".to_owned(), "the first".to_owned(), Some(4 * MIB)),
+            ("b".to_owned(), "the second".to_owned(), Some(8 * MIB))
+        ]
+    );
+}
+
+#[test]
+fn the_default_export_is_the_first() {
+    let scratch = Scratch::new();
+    let weir = two_disks(&scratch);
+    assert_eq!(nbdinfo(["--size", &weir.uri("")]).succeeds().trim(), (4 * MIB).to_string());
+    assert_eq!(nbdinfo(["--size", &weir.uri("b")]).succeeds().trim(), (8 * MIB).to_string());
+}
+
+#[test]
+fn an_export_that_is_not_there_is_refused_with_the_reason() {
+    let scratch = Scratch::new();
+    let weir = two_disks(&scratch);
+    let said = nbdinfo(["--size", &weir.uri("c")]).fails();
+    assert_says(&said, &["server has no export named 'c'"]);
+}
+
+#[test]
+fn names_may_hold_any_character() {
+    let scratch = Scratch::new();
+    let weir = Serve::new(&scratch).args(["memory:1M", "--name", "Zürich №1/a b"]).start();
+    let uri = weir.uri("Z%C3%BCrich%20%E2%84%961%2Fa%20b");
+    assert_eq!(nbdinfo(["--size", &uri]).succeeds().trim(), MIB.to_string());
+}
+
+#[test]
+fn a_writable_export_can_do_all_that_the_protocol_has() {
+    let scratch = Scratch::new();
+    let weir = Serve::new(&scratch).arg(scratch.sparse("disk.raw", MIB)).start();
+    let about = json(&nbdinfo(["--json", &weir.uri("disk")]).succeeds());
+    assert_eq!(about["protocol"], "newstyle-fixed");
+    assert_eq!(about["structured"], true);
+    assert_eq!(about["TLS"], false);
+    let export = &about["exports"][0];
+    assert_eq!(export["is_read_only"], false);
+    for can in ["cache", "df", "fast_zero", "flush", "fua", "multi_conn", "trim", "zero"] {
+        assert_eq!(export[format!("can_{can}")], true, "can_{can}");
+    }
+    assert_eq!(export["contexts"], serde_json::json!(["base:allocation"]));
+    assert_eq!(export["block_size_minimum"], 1, "any alignment is served");
+    assert_eq!(export["block_size_maximum"], 32 * MIB);
+    for can in ["cache", "df", "fast-zero", "flush", "fua", "multi-conn", "trim", "zero", "write"] {
+        nbdinfo(["--can", can, &weir.uri("disk")]).succeeds();
+    }
+}
+
+#[test]
+fn a_read_only_export_offers_no_command_that_writes() {
+    let scratch = Scratch::new();
+    let weir = Serve::new(&scratch).arg(scratch.sparse("disk.raw", MIB)).arg("--read-only").start();
+    let uri = weir.uri("disk");
+    nbdinfo(["--is", "read-only", &uri]).succeeds();
+    for can in ["write", "trim", "zero", "fast-zero"] {
+        assert_eq!(nbdinfo(["--can", can, &uri]).run().code(), 2, "--can {can}: false is status 2");
+    }
+    nbdinfo(["--can", "read", &uri]).succeeds();
+    nbdinfo(["--can", "df", &uri]).succeeds();
+}
+
+#[test]
+fn the_map_shows_data_and_holes() {
+    let scratch = Scratch::new();
+    let image = scratch.sparse("disk.raw", 4 * MIB);
+    let weir = Serve::new(&scratch).arg(&image).start();
+    nbdsh("h.connect_uri(arguments[0])\nh.pwrite(b'x' * 65536, 1 << 20)\nh.flush()", [weir.uri("disk")]);
+    let map = json(&nbdinfo(["--map", "--json", &weir.uri("disk")]).succeeds());
+    let extents: Vec<_> = map
+        .as_array()
+        .expect("an array")
+        .iter()
+        .map(|extent| (extent["offset"].as_u64(), extent["length"].as_u64(), extent["type"].as_u64()))
+        .collect();
+    let end = MIB + 65_536;
+    assert_eq!(
+        extents,
+        [
+            (Some(0), Some(MIB), Some(3)),
+            (Some(MIB), Some(65_536), Some(0)),
+            (Some(end), Some(4 * MIB - end), Some(3))
+        ],
+        "3 is a hole that reads as zeroes, 0 is data"
+    );
+}
+
+#[test]
+fn totals_of_the_map_are_the_image_s() {
+    let scratch = Scratch::new();
+    let weir = Serve::new(&scratch).arg("memory:4M").start();
+    nbdsh("h.connect_uri(arguments[0])\nh.pwrite(b'x' * (1 << 20), 0)", [weir.uri("memory")]);
+    let totals = nbdinfo(["--map", "--totals", &weir.uri("memory")]).succeeds();
+    assert_says(&totals, &["1048576  25.0%   0 data", "3145728  75.0%   3 hole,zero"]);
+}
+
+#[test]
+fn a_socket_that_the_client_passes_is_served() {
+    let scratch = Scratch::new();
+    let image = scratch.sparse("disk.raw", 3 * MIB);
+    let weir = env!("CARGO_BIN_EXE_weir");
+    let image = image.to_str().expect("UTF-8");
+    let size = nbdinfo(["--size", "--", "[", weir, "serve", "--read-only", image, "]"]).succeeds();
+    assert_eq!(size.trim(), (3 * MIB).to_string());
+}

@@ -1,0 +1,86 @@
+//! Formats: what looks like something else than raw is not served by guess, and a guest cannot make it look so.
+
+use std::fs;
+
+use crate::harness::{Client, MIB, Scratch, Serve, assert_says, nbdsh, text};
+
+#[test]
+fn an_image_of_another_format_is_not_served_by_guess() {
+    let scratch = Scratch::new();
+    for (format, name) in
+        [("qcow2", "qcow2"), ("vmdk", "vmdk"), ("vdi", "vdi"), ("vhdx", "vhdx"), ("qed", "qed")]
+    {
+        let image = scratch.path(&format!("disk.{format}"));
+        Client::new("qemu-img").args(["create", "-q", "-f", format, text(&image), "8M"]).succeeds();
+        let said = Serve::new(&scratch).arg(&image).fails();
+        assert_says(&said, &[text(&image), &format!("looks like {name}"), "--format raw"]);
+    }
+}
+
+#[test]
+fn a_raw_image_that_begins_like_qcow2_needs_its_format() {
+    let scratch = Scratch::new();
+    let image = scratch.sparse("disk.raw", MIB);
+    std::os::unix::fs::FileExt::write_all_at(
+        &fs::File::options().write(true).open(&image).unwrap(),
+        b"QFI\xfb",
+        0,
+    )
+    .unwrap();
+    let said = Serve::new(&scratch).arg(&image).fails();
+    assert_says(&said, &["disk.raw: looks like qcow2", "--format raw"]);
+    let weir = Serve::new(&scratch).arg(&image).args(["--format", "raw"]).start();
+    nbdsh("h.connect_uri(arguments[0])\nassert h.pread(4, 0) == b'QFI\\xfb'", [weir.uri("disk")]);
+}
+
+#[test]
+fn a_guest_cannot_forge_a_header_where_the_format_was_guessed() {
+    let scratch = Scratch::new();
+    let image = scratch.sparse("disk.raw", MIB);
+    let weir = Serve::new(&scratch).arg(&image).start();
+    nbdsh(
+        "
+h.connect_uri(arguments[0])
+def refused(call, *arguments):
+    try:
+        call(*arguments)
+    except nbd.Error as error:
+        assert error.errno == 'EPERM', error
+    else:
+        raise AssertionError(f'{arguments} should have been refused')
+refused(h.pwrite, b'QFI\\xfb', 0)
+refused(h.pwrite, b'QFI\\xfb' + bytes(65536), 0)
+# A header in parts is a header too.
+h.pwrite(b'QF', 0)
+refused(h.pwrite, b'I\\xfb', 2)
+h.pwrite(b'QEDx', 0)
+refused(h.zero, 1, 3)
+# Elsewhere, and anything else, is the guest's own business.
+h.pwrite(b'QFI\\xfb', 512)
+h.pwrite(b'\\xeb\\x3c\\x90' + b'boot' * 100, 0)
+h.flush()
+",
+        [weir.uri("disk")],
+    );
+    weir.wait_for_log("look like another format");
+    weir.stop();
+    Serve::new(&scratch).arg(&image).start().stop();
+}
+
+#[test]
+fn where_the_format_is_given_every_byte_is_the_guest_s() {
+    let scratch = Scratch::new();
+    let image = scratch.sparse("disk.raw", MIB);
+    let weir = Serve::new(&scratch).arg(&image).args(["--format", "raw"]).start();
+    nbdsh(
+        "h.connect_uri(arguments[0])\nh.pwrite(b'QFI\\xfb', 0)\nassert h.pread(4, 0) == b'QFI\\xfb'",
+        [weir.uri("disk")],
+    );
+}
+
+#[test]
+fn a_format_that_is_not_served_is_wrong_usage() {
+    let scratch = Scratch::new();
+    let said = Serve::new(&scratch).args(["memory:1M", "--format", "qcow2"]).rejects_usage();
+    assert_says(&said, &["qcow2", "--format"]);
+}

@@ -1,0 +1,79 @@
+//! qemu-io: writes whose pattern a later read verifies, zeroes, discards, a second opening.
+
+use crate::harness::{Client, MIB, Scratch, Serve};
+
+/// Runs commands on an export; each must succeed, which qemu-io's exit status alone does not say.
+#[track_caller]
+fn qemu_io(uri: &str, commands: &[&str]) -> String {
+    let arguments = commands.iter().flat_map(|command| ["-c", command]);
+    let printed = Client::new("qemu-io").args(["-f", "raw"]).args(arguments).arg(uri).succeeds();
+    let wrong = ["failed", "error", "not support"];
+    assert!(!wrong.iter().any(|word| printed.to_lowercase().contains(word)), "{printed}");
+    printed
+}
+
+#[test]
+fn patterns_are_read_back_after_reopening() {
+    let scratch = Scratch::new();
+    for cache in ["writeback", "writethrough", "none", "directsync", "unsafe"] {
+        let weir =
+            Serve::new(&scratch).arg(scratch.sparse("disk.raw", 8 * MIB)).args(["--cache", cache]).start();
+        let uri = weir.uri("disk");
+        qemu_io(
+            &uri,
+            &[
+                "write -P 0x11 0 1M",
+                "write -P 0x22 1537 5000",
+                "write -f -P 0x33 2M 64k",
+                "aio_write -P 0x44 3M 1M",
+                "aio_flush",
+                "flush",
+            ],
+        );
+        qemu_io(
+            &uri,
+            &[
+                "read -P 0x11 0 1537",
+                "read -P 0x22 1537 5000",
+                "read -P 0x11 6537 1000000",
+                "read -P 0x33 2M 64k",
+                "read -P 0x44 3M 1M",
+                "read -P 0 4M 4M",
+            ],
+        );
+    }
+}
+
+#[test]
+fn zeroes_and_discards_are_what_they_should_be() {
+    let scratch = Scratch::new();
+    for image in ["disk.raw", "memory:8M"] {
+        let export = if image == "disk.raw" { "disk" } else { "memory" };
+        let image =
+            if export == "disk" { scratch.sparse(image, 8 * MIB).into_os_string() } else { image.into() };
+        let weir = Serve::new(&scratch).arg(image).start();
+        qemu_io(
+            &weir.uri(export),
+            &[
+                "write -P 0x77 0 4M",
+                "write -z 64k 1000",
+                "write -z -u 1M 1M",
+                "discard 2M 1M",
+                "read -P 0x77 0 64k",
+                "read -P 0 64k 1000",
+                "read -P 0x77 66536 10000",
+                "read -P 0 1M 1M",
+                "read -P 0x77 3M 1M",
+            ],
+        );
+    }
+}
+
+#[test]
+fn a_verification_that_should_fail_does() {
+    let scratch = Scratch::new();
+    let weir = Serve::new(&scratch).arg("memory:1M").start();
+    let outcome =
+        Client::new("qemu-io").args(["-f", "raw", "-c", "read -P 1 0 4k", &weir.uri("memory")]).run();
+    assert_eq!(outcome.code(), 1, "a memory disk begins as zeroes, so these tests can fail");
+}

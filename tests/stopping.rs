@@ -1,0 +1,135 @@
+//! Signals: what was acknowledged is in the file, what is in flight is finished, and a second signal does not wait.
+
+use std::{fs, os::unix::process::ExitStatusExt as _};
+
+use nix::sys::signal::Signal;
+
+use crate::harness::{
+    Client, MIB, Scratch, Serve, Wire, nbdsh,
+    wire::{CMD_READ, CMD_WRITE, Request},
+};
+
+#[test]
+fn what_was_acknowledged_before_sigterm_is_in_the_file() {
+    const BLOCK: u64 = 4096;
+    let scratch = Scratch::new();
+    for cache in ["writeback", "none"] {
+        let image = scratch.sparse("disk.raw", 16 * MIB);
+        let weir = Serve::new(&scratch).arg(&image).args(["--cache", cache]).start();
+        let (mut client, _) = Wire::go(weir.socket(), "disk");
+        let block = |number: u64| vec![(number % 255 + 1) as u8; BLOCK as usize];
+        let mut acknowledged = Vec::new();
+        let mut sent = 0;
+        // Sixteen in flight, until the daemon hangs up; the signal comes in the middle.
+        loop {
+            let more = sent < 16 + acknowledged.len() as u64 && sent < 4096;
+            let taken = more && {
+                let request =
+                    Request { flags: 0, kind: CMD_WRITE, cookie: sent, offset: sent * BLOCK, length: BLOCK };
+                client.try_send(&[request.compact(), block(sent)].concat())
+            };
+            if taken {
+                sent += 1;
+                continue;
+            }
+            let Some((error, cookie)) = client.next_simple_reply() else { break };
+            if error == 0 {
+                acknowledged.push(cookie);
+            }
+            if acknowledged.len() == 500 {
+                weir.signal(Signal::SIGTERM);
+            }
+        }
+        assert!(acknowledged.len() >= 500, "only {} writes were acknowledged", acknowledged.len());
+        let (status, log) = weir.wait();
+        assert!(status.success(), "{status}: {log}");
+        let content = fs::read(&image).unwrap();
+        for number in acknowledged {
+            let at = (number * BLOCK) as usize;
+            assert_eq!(content[at..at + BLOCK as usize], block(number), "{cache}: write {number}");
+        }
+    }
+}
+
+#[test]
+fn what_is_in_flight_is_answered_before_the_daemon_ends() {
+    let scratch = Scratch::new();
+    let weir = Serve::new(&scratch).args(["memory:1M", "--delay", "write=1s"]).start();
+    let (mut client, _) = Wire::go(weir.socket(), "memory");
+    client.request(Request { flags: 0, kind: CMD_WRITE, cookie: 1, offset: 0, length: 4 }, b"last");
+    // Answered at once, so the write before it has been taken in.
+    client.request(Request { flags: 0, kind: CMD_READ, cookie: 2, offset: 65_536, length: 4 }, &[]);
+    assert_eq!(client.simple_reply(), (0, 2));
+    assert_eq!(client.receive::<4>(), [0; 4]);
+    weir.signal(Signal::SIGTERM);
+    assert_eq!(client.simple_reply(), (0, 1));
+    client.is_closed();
+    assert!(weir.wait().0.success());
+}
+
+#[test]
+fn a_second_signal_does_not_wait() {
+    let scratch = Scratch::new();
+    for second in [Signal::SIGTERM, Signal::SIGINT] {
+        let weir = Serve::new(&scratch).args(["memory:1M", "--delay", "write=1000s"]).start();
+        let (mut client, _) = Wire::go(weir.socket(), "memory");
+        client.request(Request { flags: 0, kind: CMD_WRITE, cookie: 1, offset: 0, length: 4 }, b"late");
+        client.request(Request { flags: 0, kind: CMD_READ, cookie: 2, offset: 65_536, length: 1 }, &[]);
+        assert_eq!(client.simple_reply(), (0, 2));
+        weir.signal(Signal::SIGTERM);
+        // It says that it is ending, and does not end, because of the write.
+        weir.wait_for_log("SIGTERM");
+        weir.signal(second);
+        let (status, log) = weir.wait();
+        assert_eq!(status.code(), Some(1), "{log}");
+    }
+}
+
+#[test]
+fn an_idle_client_does_not_keep_the_daemon() {
+    let scratch = Scratch::new();
+    let weir = Serve::new(&scratch).arg("memory:1M").start();
+    let mut idle = Wire::go(weir.socket(), "memory").0;
+    let mut greeted = Wire::greet(weir.socket());
+    let mut silent = Wire::connect(weir.socket());
+    weir.stop();
+    for client in [&mut idle, &mut greeted, &mut silent] {
+        client.is_closed();
+    }
+}
+
+#[test]
+fn sigint_ends_it_as_sigterm_does_and_sighup_does_not() {
+    let scratch = Scratch::new();
+    let weir = Serve::new(&scratch).arg("memory:1M").start();
+    weir.signal(Signal::SIGHUP);
+    weir.wait_for_log("SIGHUP");
+    Client::new("nbdinfo").args(["--size", &weir.uri("memory")]).succeeds();
+    weir.signal(Signal::SIGINT);
+    let (status, log) = weir.wait();
+    assert_eq!((status.code(), status.signal()), (Some(0), None), "{log}");
+}
+
+#[test]
+fn what_was_flushed_survives_a_crash_of_the_daemon() {
+    let scratch = Scratch::new();
+    for cache in ["writeback", "writethrough", "none", "directsync", "unsafe"] {
+        let image = scratch.sparse("disk.raw", MIB);
+        let weir = Serve::new(&scratch).arg(&image).args(["--cache", cache]).start();
+        nbdsh("h.connect_uri(arguments[0])\nh.pwrite(b'kept' * 100, 4000)\nh.flush()", [weir.uri("disk")]);
+        weir.crash();
+        assert_eq!(fs::read(&image).unwrap()[4000..4400], *b"kept".repeat(100), "{cache}");
+    }
+}
+
+#[test]
+fn a_client_that_takes_no_replies_does_not_keep_the_daemon() {
+    let scratch = Scratch::new();
+    let weir = Serve::new(&scratch).arg("memory:64M").start();
+    let (mut deaf, _) = Wire::go(weir.socket(), "memory");
+    deaf.limit_writing();
+    let read = Request { flags: 0, kind: CMD_READ, cookie: 1, offset: 0, length: 8 * MIB }.compact();
+    // More than the daemon takes in without an answer being read, so that it has requests left when it is told to stop.
+    while deaf.try_send(&read) {}
+    weir.stop();
+}

@@ -1,0 +1,269 @@
+//! NBD over TLS: certificates and pre-shared keys, with libnbd (GnuTLS) and QEMU as clients.
+//!
+//! Certificates are made for each test, valid for a day, by the openssl command.
+
+use std::{
+    fs,
+    path::{Path, PathBuf},
+};
+
+use crate::harness::{
+    Client, MIB, Scratch, Serve, Weir, Wire, assert_says, text,
+    wire::{OPT_LIST, OPT_STARTTLS, REP_ACK, REP_ERR_TLS_REQD},
+};
+
+/// A certificate authority with a server and a client that it vouches for, in the layout that QEMU and libnbd share.
+struct Authority(PathBuf);
+
+impl Authority {
+    fn new(scratch: &Scratch, name: &str) -> Self {
+        let directory = scratch.path(name);
+        fs::create_dir(&directory).unwrap();
+        let authority = Self(directory);
+        let subject = format!("/CN={name}");
+        let key =
+            ["req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "1"];
+        Client::new("openssl")
+            .args(key)
+            .args(["-subj", &subject, "-addext", "basicConstraints=critical,CA:TRUE"])
+            .args(["-addext", "keyUsage=critical,keyCertSign,cRLSign"])
+            .args([
+                "-keyout",
+                text(&authority.file("ca-key.pem")),
+                "-out",
+                text(&authority.file("ca-cert.pem")),
+            ])
+            .succeeds();
+        authority.vouch("server", "subjectAltName=DNS:localhost,IP:127.0.0.1\nextendedKeyUsage=serverAuth\n");
+        authority.vouch("client", "extendedKeyUsage=clientAuth\n");
+        authority
+    }
+
+    fn file(&self, name: &str) -> PathBuf {
+        self.0.join(name)
+    }
+
+    fn path(&self) -> &str {
+        text(&self.0)
+    }
+
+    /// Makes a key and a certificate, signed.
+    fn vouch(&self, who: &str, extensions: &str) {
+        let file = |kind: &str| self.file(&format!("{who}-{kind}.pem"));
+        fs::write(file("ext"), extensions).unwrap();
+        Client::new("openssl")
+            .args(["req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"])
+            .args([
+                "-subj",
+                &format!("/CN={who}"),
+                "-keyout",
+                text(&file("key")),
+                "-out",
+                text(&file("request")),
+            ])
+            .succeeds();
+        Client::new("openssl")
+            .args(["x509", "-req", "-days", "1", "-in", text(&file("request")), "-out", text(&file("cert"))])
+            .args(["-CA", text(&self.file("ca-cert.pem")), "-CAkey", text(&self.file("ca-key.pem"))])
+            .args(["-CAcreateserial", "-extfile", text(&file("ext"))])
+            .succeeds();
+    }
+
+    /// The same, as a client has it who cannot prove who it is.
+    fn without_client(&self, scratch: &Scratch, name: &str) -> PathBuf {
+        let directory = scratch.path(name);
+        fs::create_dir(&directory).unwrap();
+        fs::copy(self.file("ca-cert.pem"), directory.join("ca-cert.pem")).unwrap();
+        directory
+    }
+
+    fn serve(&self, scratch: &Scratch, more: &[&str]) -> Weir {
+        Serve::new(scratch)
+            .on_tcp()
+            .args(["memory:4M", "--name", "disk", "--tls-certificates", self.path()])
+            .args(more)
+            .start()
+    }
+}
+
+/// The URI of the export for a client with certificates from `directory`.
+fn uri_with_certificates(weir: &Weir, directory: &Path) -> String {
+    format!("nbds://localhost:{}/disk?tls-certificates={}", weir.port(), text(directory))
+}
+
+fn size(uri: &str) -> Client {
+    Client::new("nbdinfo").args(["--size", uri])
+}
+
+/// Arguments with which QEMU's tools open the export as `driver=nbd` with these credentials.
+fn qemu(weir: &Weir, credentials: &str) -> Vec<String> {
+    ["--object", credentials, "--image-opts"]
+        .map(str::to_owned)
+        .into_iter()
+        .chain([image_options(weir)])
+        .collect()
+}
+
+fn image_options(weir: &Weir) -> String {
+    format!(
+        "driver=nbd,server.type=inet,server.host=localhost,server.port={},export=disk,tls-creds=t",
+        weir.port()
+    )
+}
+
+fn x509(directory: &Path) -> String {
+    format!("tls-creds-x509,id=t,endpoint=client,dir={}", text(directory))
+}
+
+#[test]
+fn data_goes_round_through_certificates() {
+    let scratch = Scratch::new();
+    let authority = Authority::new(&scratch, "authority");
+    let weir = authority.serve(&scratch, &["--tls", "required", "--tls-verify-peer"]);
+    let uri = uri_with_certificates(&weir, &authority.0);
+    assert_eq!(size(&uri).succeeds().trim(), (4 * MIB).to_string());
+    let original = scratch.filled("original", 4 * MIB);
+    let back = scratch.path("back");
+    Client::new("nbdcopy").args([text(&original), &uri]).succeeds();
+    Client::new("nbdcopy").args([&uri, text(&back)]).succeeds();
+    assert!(fs::read(&back).unwrap() == fs::read(&original).unwrap(), "the copy differs");
+    let about = Client::new("nbdinfo").args(["--json", &uri]).succeeds();
+    let about: serde_json::Value = serde_json::from_str(&about).unwrap();
+    assert_eq!(about["TLS"], true);
+}
+
+#[test]
+fn qemu_speaks_tls_with_certificates() {
+    let scratch = Scratch::new();
+    let authority = Authority::new(&scratch, "authority");
+    let weir = authority.serve(&scratch, &["--tls", "required", "--tls-verify-peer"]);
+    let info = Client::new("qemu-img").arg("info").args(qemu(&weir, &x509(&authority.0))).succeeds();
+    assert_says(&info, &["virtual size: 4 MiB"]);
+    let printed = Client::new("qemu-io")
+        .args(["-c", "write -P 0x5a 1M 1M", "-c", "read -P 0x5a 1M 1M", "-c", "flush"])
+        .args(qemu(&weir, &x509(&authority.0)))
+        .succeeds();
+    assert!(!printed.contains("failed"), "{printed}");
+}
+
+#[test]
+fn a_client_without_a_certificate_is_served_unless_peers_are_verified() {
+    let scratch = Scratch::new();
+    let authority = Authority::new(&scratch, "authority");
+    let anonymous = authority.without_client(&scratch, "anonymous");
+    let weir = authority.serve(&scratch, &["--tls", "required"]);
+    size(&uri_with_certificates(&weir, &anonymous)).succeeds();
+    weir.stop();
+    let weir = authority.serve(&scratch, &["--tls", "required", "--tls-verify-peer"]);
+    size(&uri_with_certificates(&weir, &anonymous)).fails();
+    size(&uri_with_certificates(&weir, &authority.0)).succeeds();
+}
+
+#[test]
+fn a_client_of_another_authority_is_refused() {
+    let scratch = Scratch::new();
+    let ours = Authority::new(&scratch, "ours");
+    let theirs = Authority::new(&scratch, "theirs");
+    let weir = ours.serve(&scratch, &["--tls", "required", "--tls-verify-peer"]);
+    // Trusts our server, and shows what another authority signed.
+    let impostor = ours.without_client(&scratch, "impostor");
+    for name in ["client-cert.pem", "client-key.pem"] {
+        fs::copy(theirs.file(name), impostor.join(name)).unwrap();
+    }
+    size(&uri_with_certificates(&weir, &impostor)).fails();
+    weir.wait_for_log("certificate");
+    // And a client that does not trust our authority refuses the server.
+    size(&uri_with_certificates(&weir, &theirs.0)).fails();
+    size(&uri_with_certificates(&weir, &ours.0)).succeeds();
+}
+
+#[test]
+fn where_tls_is_required_plain_clients_are_refused() {
+    let scratch = Scratch::new();
+    let authority = Authority::new(&scratch, "authority");
+    let weir = authority.serve(&scratch, &["--tls", "required"]);
+    let said = size(&weir.uri("disk")).fails();
+    assert_says(&said, &["TLS"]);
+    let said = Client::new("qemu-img").args(["info", "-f", "raw", &weir.uri("disk")]).fails();
+    assert_says(&said, &["TLS"]);
+}
+
+#[test]
+fn before_tls_nothing_is_told() {
+    let scratch = Scratch::new();
+    let authority = Authority::new(&scratch, "authority");
+    let weir = Serve::new(&scratch)
+        .args(["memory:1M", "--tls", "required", "--tls-certificates", authority.path()])
+        .start();
+    let mut client = Wire::greet(weir.socket());
+    let replies = client.option(OPT_LIST, &[]);
+    assert_eq!(replies.iter().map(|(kind, _)| *kind).collect::<Vec<_>>(), [REP_ERR_TLS_REQD]);
+    assert_eq!(client.option(OPT_STARTTLS, &[]), [(REP_ACK, vec![])]);
+    // What follows must be TLS.
+    client.send(b"this is no TLS record, it is plain text\r\n\r\n");
+    client.is_closed();
+    let unix =
+        format!("nbds+unix:///memory?socket={}&tls-certificates={}", text(weir.socket()), authority.path());
+    size(&unix).succeeds();
+}
+
+#[test]
+fn where_tls_is_on_the_client_chooses() {
+    let scratch = Scratch::new();
+    let authority = Authority::new(&scratch, "authority");
+    let weir = authority.serve(&scratch, &["--tls", "on"]);
+    size(&weir.uri("disk")).succeeds();
+    size(&uri_with_certificates(&weir, &authority.0)).succeeds();
+}
+
+#[test]
+fn pre_shared_keys_are_enough() {
+    let scratch = Scratch::new();
+    let keys = scratch.path("keys.psk");
+    for user in ["alice", "bob"] {
+        Client::new("psktool").args(["-u", user, "-p", text(&keys)]).succeeds();
+    }
+    let weir = Serve::new(&scratch)
+        .on_tcp()
+        .args(["memory:4M", "--name", "disk", "--tls", "required", "--tls-psk", text(&keys)])
+        .start();
+    let uri = |user: &str, keys: &Path| {
+        format!("nbds://{user}@localhost:{}/disk?tls-psk-file={}", weir.port(), text(keys))
+    };
+    for user in ["alice", "bob"] {
+        assert_eq!(size(&uri(user, &keys)).succeeds().trim(), (4 * MIB).to_string());
+    }
+    let original = scratch.filled("original", 4 * MIB);
+    let back = scratch.path("back");
+    Client::new("nbdcopy").args([text(&original), &uri("bob", &keys)]).succeeds();
+    Client::new("nbdcopy").args([&uri("alice", &keys), text(&back)]).succeeds();
+    assert!(fs::read(&back).unwrap() == fs::read(&original).unwrap(), "the copy differs");
+
+    let credentials =
+        format!("tls-creds-psk,id=t,endpoint=client,username=alice,dir={}", text(&scratch.path("")));
+    let info = Client::new("qemu-img").arg("info").args(qemu(&weir, &credentials)).succeeds();
+    assert_says(&info, &["virtual size: 4 MiB"]);
+
+    // A key of one's own making is not one that the server knows, whatever the name.
+    let forged = scratch.path("forged.psk");
+    for user in ["alice", "mallory"] {
+        Client::new("psktool").args(["-u", user, "-p", text(&forged)]).succeeds();
+        size(&uri(user, &forged)).fails();
+    }
+    size(&weir.uri("disk")).fails();
+    size(&uri("alice", &keys)).succeeds();
+}
+
+#[test]
+fn credentials_that_are_missing_or_unused_are_named() {
+    let scratch = Scratch::new();
+    let empty = scratch.path("empty");
+    fs::create_dir(&empty).unwrap();
+    let serve = |arguments: &[&str]| Serve::new(&scratch).arg("memory:1M").args(arguments);
+    let said = serve(&["--tls", "on", "--tls-certificates", text(&empty)]).fails();
+    assert_says(&said, &[text(&empty.join("server-cert.pem")), "No such file", "the server's certificate"]);
+    let said = serve(&["--tls", "on", "--tls-psk", text(&empty.join("keys"))]).fails();
+    assert_says(&said, &[text(&empty.join("keys")), "psktool"]);
+    assert_says(&serve(&["--tls", "required"]).rejects_usage(), &["no credentials", "tls-certificates"]);
+    assert_says(&serve(&["--tls-psk", "keys"]).rejects_usage(), &["--tls-psk", "tls is off"]);
+}

@@ -1,0 +1,143 @@
+//! Extended headers (64-bit lengths), which Debian's libnbd does not have yet: spoken by the harness's own client.
+//!
+//! "Extended headers" and "Request message" of the specification.
+
+use crate::harness::{
+    MIB, Scratch, Serve, Weir, Wire, pattern,
+    wire::{
+        CMD_BLOCK_STATUS, CMD_FLUSH, CMD_READ, CMD_TRIM, CMD_WRITE, CMD_WRITE_ZEROES, EINVAL, FLAG_FUA,
+        FLAG_PAYLOAD_LEN, FLAG_REQ_ONE, OPT_EXTENDED_HEADERS, OPT_STRUCTURED_REPLY, Request,
+    },
+};
+
+/// Chunk types: "Structured reply types".
+const NONE: u16 = 0;
+const OFFSET_DATA: u16 = 1;
+const BLOCK_STATUS_EXT: u16 = 6;
+const ERROR: u16 = (1 << 15) + 1;
+/// NBD_REP_ERR_EXT_HEADER_REQD.
+const REP_ERR_EXT_HEADER_REQD: u32 = (1 << 31) + 10;
+
+fn disk(scratch: &Scratch) -> Weir {
+    Serve::new(scratch).arg(scratch.filled("disk.raw", 2 * MIB)).start()
+}
+
+fn ask(wire: &mut Wire, flags: u16, kind: u16, offset: u64, length: u64) {
+    wire.send(&Request { flags, kind, cookie: 77, offset, length }.extended());
+}
+
+/// The error of a chunk that is one, and its message.
+fn error(wire: &mut Wire) -> (u32, String) {
+    let chunk = wire.chunk();
+    assert!(chunk.done && chunk.kind == ERROR && chunk.cookie == 77, "{chunk:?}");
+    let number = u32::from_be_bytes(chunk.payload[..4].try_into().expect("four bytes"));
+    (number, String::from_utf8_lossy(&chunk.payload[6..]).into_owned())
+}
+
+fn assert_done(wire: &mut Wire) {
+    let chunk = wire.chunk();
+    assert!(chunk.done && chunk.kind == NONE && chunk.cookie == 77, "{chunk:?}");
+}
+
+#[test]
+fn reads_and_writes_have_64_bit_headers() {
+    let scratch = Scratch::new();
+    let weir = disk(&scratch);
+    let (mut wire, size) = Wire::go_extended(weir.socket(), "disk");
+    assert_eq!(size, 2 * MIB);
+
+    ask(&mut wire, FLAG_PAYLOAD_LEN | FLAG_FUA, CMD_WRITE, 1000, 5);
+    wire.send(b"hello");
+    assert_done(&mut wire);
+
+    ask(&mut wire, 0, CMD_READ, 998, 9);
+    let chunk = wire.chunk();
+    let original = pattern(2 << 20);
+    let expected = [&original[998..1000], b"hello", &original[1005..1007]].concat();
+    assert_eq!(
+        (chunk.kind, chunk.done, &chunk.payload[..8]),
+        (OFFSET_DATA, true, &998_u64.to_be_bytes()[..])
+    );
+    assert_eq!(chunk.payload[8..], expected);
+
+    ask(&mut wire, 0, CMD_FLUSH, 0, 0);
+    assert_done(&mut wire);
+}
+
+#[test]
+fn a_whole_disk_is_zeroed_and_described_in_one_request() {
+    let scratch = Scratch::new();
+    let weir = Serve::new(&scratch).arg(scratch.sparse("disk.raw", 6 << 30)).start();
+    let (mut wire, size) = Wire::go_extended(weir.socket(), "disk");
+    assert_eq!(size, 6 << 30);
+
+    ask(&mut wire, FLAG_PAYLOAD_LEN, CMD_WRITE, 5 << 30, 4);
+    wire.send(b"data");
+    assert_done(&mut wire);
+    ask(&mut wire, 0, CMD_WRITE_ZEROES, 0, 6 << 30);
+    assert_done(&mut wire);
+    ask(&mut wire, 0, CMD_READ, 5 << 30, 4);
+    assert_eq!(wire.chunk().payload[8..], [0; 4]);
+    ask(&mut wire, 0, CMD_TRIM, 0, 6 << 30);
+    assert_done(&mut wire);
+
+    ask(&mut wire, FLAG_REQ_ONE, CMD_BLOCK_STATUS, 0, 6 << 30);
+    let chunk = wire.chunk();
+    assert_eq!((chunk.kind, chunk.done), (BLOCK_STATUS_EXT, true));
+    let number = |at: usize| u64::from_be_bytes(chunk.payload[at..at + 8].try_into().expect("eight bytes"));
+    assert_eq!(chunk.payload[4..8], 1_u32.to_be_bytes(), "one extent");
+    assert_eq!(
+        (number(8), number(16)),
+        (6 << 30, 3),
+        "a hole that reads as zeroes, longer than 32 bits can say"
+    );
+}
+
+#[test]
+fn wrong_requests_are_refused_in_extended_chunks() {
+    let scratch = Scratch::new();
+    let weir = disk(&scratch);
+    let (mut wire, size) = Wire::go_extended(weir.socket(), "disk");
+
+    ask(&mut wire, 0, CMD_READ, size - 1, 2);
+    assert_eq!(error(&mut wire), (EINVAL, "the range ends beyond the export".to_owned()));
+    ask(&mut wire, 0, CMD_TRIM, 1, u64::MAX);
+    assert_eq!(error(&mut wire).0, EINVAL, "a sum that does not fit is past the end");
+    ask(&mut wire, 0, CMD_WRITE, 0, 512);
+    let (number, why) = error(&mut wire);
+    assert_eq!(number, EINVAL);
+    assert!(why.contains("PAYLOAD_LEN"), "{why}");
+    ask(&mut wire, 0, 99, 0, 512);
+    assert_eq!(error(&mut wire), (EINVAL, "unknown command".to_owned()));
+    // None of them carried a payload, so the stream is in step.
+    ask(&mut wire, 0, CMD_READ, 0, 1);
+    assert_eq!(wire.chunk().payload.len(), 9);
+}
+
+#[test]
+fn a_payload_too_long_to_skip_ends_the_connection() {
+    let scratch = Scratch::new();
+    let weir = disk(&scratch);
+    let (mut wire, _) = Wire::go_extended(weir.socket(), "disk");
+    ask(&mut wire, FLAG_PAYLOAD_LEN, CMD_WRITE, 0, 1 << 40);
+    wire.is_closed();
+}
+
+#[test]
+fn compact_headers_are_out_of_step_afterwards() {
+    let scratch = Scratch::new();
+    let weir = disk(&scratch);
+    let (mut wire, _) = Wire::go_extended(weir.socket(), "disk");
+    wire.send(&Request { flags: 0, kind: CMD_READ, cookie: 1, offset: 0, length: 1 }.compact());
+    wire.send(&[0; 4]);
+    wire.is_closed();
+}
+
+#[test]
+fn extended_headers_take_precedence_over_structured_replies() {
+    let scratch = Scratch::new();
+    let weir = disk(&scratch);
+    let mut wire = Wire::greet(weir.socket());
+    wire.option(OPT_EXTENDED_HEADERS, &[]);
+    assert_eq!(wire.option(OPT_STRUCTURED_REPLY, &[])[0].0, REP_ERR_EXT_HEADER_REQD);
+}
