@@ -33,6 +33,11 @@ pub struct Disk {
     counters: Counters,
 }
 
+/// A request's permission to move data, from [`Disk::admit`]: nothing that limits hold for can be done without.
+#[derive(Debug)]
+#[must_use = "it has been charged for"]
+pub struct Pass(());
+
 /// What has been done, since the disk was opened. Counted as clients asked, before anything was merged.
 #[derive(Debug, Default)]
 pub struct Counters {
@@ -96,12 +101,20 @@ impl Disk {
         }
     }
 
-    /// Reads `buffer.len()` bytes at `offset`; charged as `cost`, which may stand for several requests.
+    /// Waits until a request may pass its group's limits, and charges it. `cost` may stand for several that were merged.
+    ///
+    /// Apart from the I/O itself so that whoever asks can give up while nothing has happened: a dropped future is charged nothing.
+    pub async fn admit(&self, direction: Direction, cost: Cost) -> Pass {
+        self.counters.count(direction, &cost);
+        self.member.admit(direction, cost).await;
+        Pass(())
+    }
+
+    /// Reads `buffer.len()` bytes at `offset`.
     ///
     /// # Errors
     /// The image's.
-    pub async fn read(&self, offset: u64, buffer: Buffer, cost: Cost) -> Result<Buffer> {
-        self.admit(Direction::Read, cost).await;
+    pub async fn read(&self, _: Pass, offset: u64, buffer: Buffer) -> Result<Buffer> {
         self.image.read(offset, buffer).await
     }
 
@@ -118,13 +131,12 @@ impl Disk {
         self.image.will_need(offset, length).await;
     }
 
-    /// Writes `data` at `offset`; charged as `cost`, which may stand for several requests.
+    /// Writes `data` at `offset`.
     ///
     /// # Errors
     /// [`Error::NOT_PERMITTED`] on a read-only disk, or the image's.
-    pub async fn write(&self, offset: u64, data: Segments, durability: Durability, cost: Cost) -> Result<()> {
+    pub async fn write(&self, _: Pass, offset: u64, data: Segments, durability: Durability) -> Result<()> {
         self.check_writable()?;
-        self.admit(Direction::Write, cost).await;
         self.image.write(offset, data, durability).await
     }
 
@@ -140,9 +152,8 @@ impl Disk {
     ///
     /// # Errors
     /// [`Error::UNSUPPORTED`] where it was to be fast and is not, [`Error::NOT_PERMITTED`] on a read-only disk, or the image's.
-    pub async fn write_zeroes(&self, offset: u64, length: u64, options: ZeroOptions) -> Result<()> {
+    pub async fn write_zeroes(&self, _: Pass, offset: u64, length: u64, options: ZeroOptions) -> Result<()> {
         self.check_writable()?;
-        self.admit(Direction::Write, Cost::one(length)).await;
         self.image.write_zeroes(offset, length, options).await
     }
 
@@ -150,9 +161,8 @@ impl Disk {
     ///
     /// # Errors
     /// [`Error::NOT_PERMITTED`] on a read-only disk, or the image's.
-    pub async fn discard(&self, offset: u64, length: u64, durability: Durability) -> Result<()> {
+    pub async fn discard(&self, _: Pass, offset: u64, length: u64, durability: Durability) -> Result<()> {
         self.check_writable()?;
-        self.admit(Direction::Write, Cost::one(length)).await;
         self.image.discard(offset, length).await?;
         match durability {
             Durability::Cached => Ok(()),
@@ -171,17 +181,18 @@ impl Disk {
     fn check_writable(&self) -> Result<()> {
         if self.image.is_read_only() { Err(Error::NOT_PERMITTED) } else { Ok(()) }
     }
+}
 
-    async fn admit(&self, direction: Direction, cost: Cost) {
+impl Counters {
+    fn count(&self, direction: Direction, cost: &Cost) {
         let (requests, bytes) = match direction {
-            Direction::Read => (&self.counters.reads, &self.counters.read_bytes),
-            Direction::Write => (&self.counters.writes, &self.counters.written_bytes),
+            Direction::Read => (&self.reads, &self.read_bytes),
+            Direction::Write => (&self.writes, &self.written_bytes),
         };
         requests.fetch_add(cost.requests(), Ordering::Relaxed);
         bytes.fetch_add(cost.bytes(), Ordering::Relaxed);
         if cost.requests() > 1 {
-            self.counters.merged_requests.fetch_add(cost.requests() - 1, Ordering::Relaxed);
+            self.merged_requests.fetch_add(cost.requests() - 1, Ordering::Relaxed);
         }
-        self.member.admit(direction, cost).await;
     }
 }

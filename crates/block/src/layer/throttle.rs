@@ -115,7 +115,7 @@ impl Group {
         let mut state = self.lock();
         state.policy.set_limits(limits, reactor::now())?;
         self.unlimited.store(limits.is_unlimited(), Ordering::Relaxed);
-        self.advance(state);
+        self.advance_and_arm(state);
         Ok(())
     }
 
@@ -124,8 +124,8 @@ impl Group {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Admits whatever may pass by now, and sees to it that the next is not forgotten.
-    fn advance(self: &Arc<Self>, mut state: MutexGuard<'_, State>) {
+    /// Admits whatever may pass by now. Returns when a timer has to fire for the next, if none is armed that does.
+    fn advance(&self, mut state: MutexGuard<'_, State>) -> Option<Instant> {
         let now = reactor::now();
         let mut admitted = Vec::new();
         let until = loop {
@@ -143,18 +143,27 @@ impl Group {
         for waiter in admitted {
             waiter.admit();
         }
-        if let Some(until) = armed {
+        armed
+    }
+
+    fn advance_and_arm(self: &Arc<Self>, state: MutexGuard<'_, State>) {
+        if let Some(until) = self.advance(state) {
             reactor::spawn(Arc::clone(self).fire_at(until));
         }
     }
 
-    async fn fire_at(self: Arc<Self>, instant: Instant) {
-        reactor::sleep_until(instant).await;
-        let mut state = self.lock();
-        if state.timer == Some(instant) {
-            state.timer = None;
+    async fn fire_at(self: Arc<Self>, mut instant: Instant) {
+        loop {
+            reactor::sleep_until(instant).await;
+            let mut state = self.lock();
+            if state.timer == Some(instant) {
+                state.timer = None;
+            }
+            match self.advance(state) {
+                Some(next) => instant = next,
+                None => return,
+            }
         }
-        self.advance(state);
     }
 }
 
@@ -198,7 +207,7 @@ impl Member {
         match state.policy.request(self.id, direction, cost, Arc::clone(&waiter), now) {
             Admission::Admitted(_) => None,
             Admission::Queued(ticket) => {
-                self.group.advance(state);
+                self.group.advance_and_arm(state);
                 Some(Passage { group: Arc::clone(&self.group), waiter, ticket })
             }
         }
@@ -237,8 +246,6 @@ impl Drop for Passage {
         if !self.waiter.admitted.load(Ordering::Acquire) {
             let mut state = self.group.lock();
             drop(state.policy.cancel(self.ticket));
-            // Whoever waited behind it may be next now; without this, the timer that was armed for it does the same, later.
-            drop(state);
         }
     }
 }

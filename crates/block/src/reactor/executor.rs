@@ -8,6 +8,7 @@ use std::{
     cell::{Cell, RefCell},
     collections::VecDeque,
     future::Future,
+    io,
     sync::{
         Arc, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicBool, AtomicU64, Ordering},
@@ -70,11 +71,10 @@ pub(super) struct Executor {
 }
 
 impl Executor {
-    pub(super) fn new() -> Self {
+    pub(super) fn new() -> io::Result<Self> {
         static NEXT_ID: AtomicU64 = AtomicU64::new(1);
-        let event = EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)
-            .expect("an eventfd: the process is out of file descriptors");
-        Self {
+        let event = EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?;
+        Ok(Self {
             remote: Arc::new(Remote {
                 id: NEXT_ID.fetch_add(1, Ordering::Relaxed),
                 arrivals: Mutex::default(),
@@ -83,7 +83,7 @@ impl Executor {
                 event,
             }),
             finished: Cell::new(false),
-        }
+        })
     }
 
     pub(super) fn finish(&self) {
@@ -173,8 +173,9 @@ impl Executor {
 
     /// Drops the tasks that are ready; returns how many there were.
     pub(super) fn drop_ready(&self) -> usize {
-        self.receive();
+        // Jobs are dropped unrun: they would make new tasks.
+        let arrivals = std::mem::take(&mut *self.remote.lock());
         let ready = READY.with_borrow_mut(std::mem::take);
-        ready.len()
+        arrivals.len() + ready.len()
     }
 }

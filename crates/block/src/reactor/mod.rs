@@ -146,8 +146,9 @@ pub async fn blocking<T: Send + 'static>(f: impl FnOnce() -> T + Send + 'static)
     if simulated { f() } else { blocking::unblock(f).await }
 }
 
-/// Runs `future`, and everything it spawns, on this thread until `future` is done. Tasks that are left are dropped, and I/O of
-/// theirs in flight is cancelled and awaited.
+/// Runs `future`, and everything it spawns, on this thread until `future` is done. Of the tasks that are left, those that are ready or
+/// wait for timers or I/O are dropped, and their I/O is cancelled and awaited; those that wait for each other or for another thread are
+/// never run again, and what they hold stays. So end them before `future` does.
 ///
 /// # Errors
 /// Where io_uring cannot be set up: not in the kernel, or forbidden (`kernel.io_uring_disabled`, seccomp).
@@ -155,7 +156,7 @@ pub async fn blocking<T: Send + 'static>(f: impl FnOnce() -> T + Send + 'static)
 /// # Panics
 /// If a reactor runs on this thread already.
 pub fn run<T: 'static>(polling: Polling, future: impl Future<Output = T> + 'static) -> std::io::Result<T> {
-    let executor = Executor::new();
+    let executor = Executor::new()?;
     let driver = Driver::Uring(Box::new(uring::Uring::new(polling)?));
     Ok(Reactor::enter(executor, driver, future, uring::Uring::turn))
 }
@@ -191,7 +192,7 @@ impl Reactor {
         value.expect("the loop above ends once it is there")
     }
 
-    /// Drops every task that is left, and waits for what the kernel still does on their behalf.
+    /// Drops the tasks that are left, as far as the reactor knows them, and waits for what the kernel still does on their behalf.
     fn shut_down(&self) {
         loop {
             let timers = std::mem::take(&mut *self.timers.borrow_mut());

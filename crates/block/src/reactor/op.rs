@@ -5,7 +5,7 @@
 
 use std::{
     io,
-    os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd},
+    os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd},
     sync::Arc,
 };
 
@@ -190,10 +190,16 @@ pub async fn accept(fd: &Fd) -> io::Result<OwnedFd> {
         .build();
     // SAFETY: the entry refers to the descriptor alone.
     let op = unsafe { Op::start(&entry, fd.clone()) };
-    let accepted = op.await.0?;
-    let raw = i32::try_from(accepted).map_err(|_| io::Error::from_raw_os_error(libc::EBADF))?;
+    // A client that was accepted for nobody is told so at once, instead of waiting for the process to end.
+    let op = op.or_else(|_, result| drop(accepted(result)));
+    let descriptor = op.await.0?;
+    accepted(i32::try_from(descriptor).unwrap_or(-1)).ok_or(io::Error::from_raw_os_error(libc::EBADF))
+}
+
+/// The descriptor in an accept's result; `None` if it failed.
+fn accepted(result: i32) -> Option<OwnedFd> {
     // SAFETY: the kernel has just made this descriptor for us, and nobody else knows of it.
-    Ok(unsafe { std::os::fd::FromRawFd::from_raw_fd(raw) })
+    (result >= 0).then(|| unsafe { OwnedFd::from_raw_fd(result) })
 }
 
 /// Waits until `fd` can be read from (or has failed).

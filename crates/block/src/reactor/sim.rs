@@ -55,7 +55,8 @@ impl Sim {
 pub fn run<T: 'static>(seed: u64, future: impl Future<Output = T> + 'static) -> T {
     let sim =
         Sim { seed, now: Cell::new(Instant::ZERO), random: RefCell::new(fastrand::Rng::with_seed(seed)) };
-    Reactor::enter(Executor::new(), Driver::Sim(sim), future, Sim::turn)
+    let executor = Executor::new().expect("an eventfd");
+    Reactor::enter(executor, Driver::Sim(sim), future, Sim::turn)
 }
 
 /// The simulation's source of randomness: for simulated storages and test clients, so that one seed decides everything.

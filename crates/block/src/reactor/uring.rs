@@ -7,7 +7,6 @@
 //! only in that call (`DEFER_TASKRUN`), so they interrupt nothing.
 
 use std::{
-    any::Any,
     cell::{Cell, RefCell},
     future::Future,
     io,
@@ -71,8 +70,12 @@ enum Slot {
     /// Complete, result not fetched yet.
     Complete(i32),
     /// In flight, its future gone; holds what the kernel still uses. Never read, only dropped.
-    Abandoned { _resource: Box<dyn Any> },
+    Abandoned(Orphan),
 }
+
+/// Takes care of what an operation leaves when nobody waits for it any more; called with its result. Until then it holds the
+/// memory that the kernel works on.
+type Orphan = Box<dyn FnOnce(i32)>;
 
 pub(super) struct Uring {
     ring: RefCell<IoUring>,
@@ -93,16 +96,16 @@ pub(super) struct Uring {
 
 impl Uring {
     pub(super) fn new(polling: Polling) -> io::Result<Self> {
-        let build = |deferred: bool| {
-            let mut builder = IoUring::builder();
-            builder.setup_cqsize(COMPLETIONS).setup_clamp();
-            if deferred {
-                builder.setup_single_issuer().setup_defer_taskrun().setup_taskrun_flag();
-            }
-            builder.build(SUBMISSIONS)
-        };
-        // Kernels before 6.1 know no deferred task work; everything else works there just the same.
-        let ring = build(true).or_else(|_| build(false))?;
+        let mut builder = IoUring::builder();
+        builder.setup_cqsize(COMPLETIONS).setup_clamp();
+        builder.setup_single_issuer().setup_defer_taskrun().setup_taskrun_flag();
+        let ring = builder.build(SUBMISSIONS).map_err(|error| match error.raw_os_error() {
+            Some(libc::EINVAL) => io::Error::new(
+                io::ErrorKind::Unsupported,
+                "this kernel's io_uring has no deferred task work; Linux 6.1 or later is needed",
+            ),
+            _ => error,
+        })?;
         let can_linger = ring.params().is_feature_min_timeout();
         Ok(Self {
             ring: RefCell::new(ring),
@@ -235,7 +238,7 @@ impl Uring {
     /// Takes completions off the ring and wakes their tasks.
     fn reap(&self) {
         let mut woken = self.woken.take();
-        let mut done = Vec::new();
+        let mut orphans = Vec::new();
         {
             let mut ring = self.ring.borrow_mut();
             let mut slots = self.slots.borrow_mut();
@@ -254,13 +257,19 @@ impl Uring {
                         woken.extend(waker.take());
                         slots[key] = Slot::Complete(completion.result());
                     }
-                    Slot::Abandoned { .. } => done.push(slots.remove(key)),
+                    Slot::Abandoned(_) => {
+                        if let Slot::Abandoned(orphan) = slots.remove(key) {
+                            orphans.push((orphan, completion.result()));
+                        }
+                    }
                     Slot::Complete(_) => unreachable!("one completion for one operation"),
                 }
             }
         }
         // Outside the borrows: waking and dropping run foreign code.
-        drop(done);
+        for (orphan, result) in orphans {
+            orphan(result);
+        }
         for waker in woken.drain(..) {
             waker.wake();
         }
@@ -281,18 +290,14 @@ impl Uring {
     /// # Safety
     /// What `entry` points to must stay valid until its completion has been reaped.
     unsafe fn push(&self, entry: &squeue::Entry) {
-        let mut ring = self.ring.borrow_mut();
         loop {
             // SAFETY: passed on to the caller.
-            if unsafe { ring.submission().push(entry) }.is_ok() {
+            if unsafe { self.ring.borrow_mut().submission().push(entry) }.is_ok() {
                 return;
             }
-            // Full: make room. EBUSY and the like mean that completions must be reaped first, which only needs patience.
-            if let Err(error) = ring.submit()
-                && !matches!(error.raw_os_error(), Some(libc::EBUSY | libc::EAGAIN | libc::EINTR))
-            {
-                panic!("io_uring_enter failed: {error}");
-            }
+            // Full: make room. Where the kernel is short of room itself it wants completions to be taken first.
+            self.enter(Wait::No);
+            self.reap();
         }
     }
 
@@ -305,7 +310,8 @@ impl Uring {
         }
     }
 
-    /// Cancels what is in flight and waits until the kernel has let go of all of it.
+    /// Cancels what is in flight and waits until the kernel has let go of all of it. (`IORING_REGISTER_SYNC_CANCEL` is as old as
+    /// Linux 6.0.)
     pub(super) fn cancel_all(&self) {
         let in_flight = || {
             let waiting = self.slots.borrow().iter().any(|(_, slot)| !matches!(slot, Slot::Complete(_)));
@@ -348,6 +354,8 @@ pub(super) struct Op<R: 'static> {
     key: usize,
     /// `None` once handed back.
     resource: Option<R>,
+    /// What to do with the resource and the result if nobody waits for them.
+    orphan: fn(R, i32),
 }
 
 impl<R: 'static> Op<R> {
@@ -366,7 +374,13 @@ impl<R: 'static> Op<R> {
         let entry = entry.clone().user_data(key as u64);
         // SAFETY: `resource` is kept until completion: by this Op, or in the slot if it is dropped before.
         unsafe { uring.push(&entry) };
-        Self { reactor, key, resource: Some(resource) }
+        Self { reactor, key, resource: Some(resource), orphan: |resource, _| drop(resource) }
+    }
+
+    /// Sets what is done if the future is dropped first, and the operation completes nonetheless.
+    pub(super) fn or_else(mut self, orphan: fn(R, i32)) -> Self {
+        self.orphan = orphan;
+        self
     }
 
     fn uring(&self) -> &Uring {
@@ -393,7 +407,7 @@ impl<R: Unpin + 'static> Future for Op<R> {
                     }
                     return Poll::Pending;
                 }
-                Slot::Abandoned { .. } => unreachable!("abandoned only in drop"),
+                Slot::Abandoned(_) => unreachable!("abandoned only in drop"),
             }
         };
         let resource = self.resource.take().expect("polled after completion");
@@ -408,11 +422,16 @@ impl<R: 'static> Drop for Op<R> {
         let uring = self.uring();
         let mut slots = uring.slots.borrow_mut();
         match &mut slots[self.key] {
-            Slot::Complete(_) => {
+            Slot::Complete(result) => {
+                let result = *result;
                 slots.remove(self.key);
+                drop(slots);
+                (self.orphan)(resource, result);
             }
             slot => {
-                let before = std::mem::replace(slot, Slot::Abandoned { _resource: Box::new(resource) });
+                let orphan = self.orphan;
+                let orphan: Orphan = Box::new(move |result| orphan(resource, result));
+                let before = std::mem::replace(slot, Slot::Abandoned(orphan));
                 drop(slots);
                 drop(before);
                 self.cancel();

@@ -16,6 +16,7 @@ use block::{
     reactor::{sim, timeout},
     storage::{Durability, ZeroOptions},
 };
+use policy::request::Direction;
 use policy::{throttle::Cost, time::Duration};
 
 use crate::{
@@ -114,7 +115,10 @@ impl Client {
         self.count(0);
         let began = self.shared.model.borrow_mut().begin();
         let buffer = misaligned(&vec![0xee; range.len()]);
-        let result = self.disk.read(range.start as u64, buffer, Cost::one(range.len() as u64)).await;
+        let result = {
+            let pass = self.disk.admit(Direction::Read, Cost::one(range.len() as u64)).await;
+            self.disk.read(pass, range.start as u64, buffer).await
+        };
         if let Ok(found) = self.answered(result) {
             assert_eq!(found.len(), range.len());
             self.shared.model.borrow().check_read(began, range.start, &found);
@@ -125,8 +129,8 @@ impl Client {
         self.count(1);
         let range = self.range();
         let (number, data) = self.shared.model.borrow_mut().begin_write(range.clone());
-        let cost = Cost::one(data.len() as u64);
-        let result = self.disk.write(range.start as u64, in_pieces(&data), durability, cost).await;
+        let pass = self.disk.admit(Direction::Write, Cost::one(data.len() as u64)).await;
+        let result = self.disk.write(pass, range.start as u64, in_pieces(&data), durability).await;
         self.ended(number, result, durability);
     }
 
@@ -136,7 +140,8 @@ impl Client {
         let number = self.shared.model.borrow_mut().begin_zeroes(range.clone());
         let durability = if chance(30) { Durability::Synchronous } else { Durability::Cached };
         let options = ZeroOptions { may_unmap: chance(50), only_if_fast: chance(20), durability };
-        let result = self.disk.write_zeroes(range.start as u64, range.len() as u64, options).await;
+        let pass = self.disk.admit(Direction::Write, Cost::one(range.len() as u64)).await;
+        let result = self.disk.write_zeroes(pass, range.start as u64, range.len() as u64, options).await;
         self.ended(number, result, durability);
     }
 
@@ -154,7 +159,8 @@ impl Client {
         let range = self.range();
         let number = self.shared.model.borrow_mut().begin_zeroes(range.clone());
         let durability = if chance(20) { Durability::Synchronous } else { Durability::Cached };
-        let result = self.disk.discard(range.start as u64, range.len() as u64, durability).await;
+        let pass = self.disk.admit(Direction::Write, Cost::one(range.len() as u64)).await;
+        let result = self.disk.discard(pass, range.start as u64, range.len() as u64, durability).await;
         // A hint, so even success leaves it open what is there.
         let _ = self.answered(result);
         self.shared.model.borrow_mut().end_change(number, Outcome::Open);

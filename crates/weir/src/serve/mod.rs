@@ -22,6 +22,7 @@ use block::{
     reactor::{self, JoinHandle, Polling, Worker},
 };
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
+use policy::throttle::Limits;
 use sd_notify::NotifyState;
 
 use crate::{
@@ -215,6 +216,12 @@ impl Daemon {
         let servers = self.servers.clone();
         let disks = self.disks.clone();
         let events = self.events.0.clone();
+        for disk in &disks {
+            // What is in flight is to be finished, and a limit could hold it for hours. QEMU's drain lifts limits too.
+            if let Err(error) = disk.group().set_limits(Limits::default()) {
+                tracing::warn!(disk = %disk.name(), %error, "the limits stay in force");
+            }
+        }
         reactor::spawn(async move {
             for server in servers {
                 server.stop().await;

@@ -14,17 +14,24 @@
 
 use std::{
     cell::Cell,
+    future::{Future, poll_fn},
     io,
+    pin::{Pin, pin},
     rc::Rc,
     sync::{
         Arc,
         atomic::{AtomicBool, Ordering},
     },
+    task::Poll,
 };
+
+use event_listener::Event;
 
 use policy::{
     merge::{Bounds, Candidate, Operation, Planner},
+    request::Direction,
     throttle::Cost,
+    time::Duration,
 };
 
 use super::{
@@ -39,7 +46,7 @@ use super::{
 };
 use crate::{
     buffer::{Buffer, Segments},
-    disk::Disk,
+    disk::{Disk, Pass},
     error::{Error, Result},
     reactor,
     storage::{Durability, ZeroOptions},
@@ -48,6 +55,9 @@ use crate::{
 /// How far adjacent requests are joined. Longer I/O gains nothing on today's devices (the kernel splits it again), and makes
 /// the first of the requests wait for the last.
 const MERGE: Bounds = Bounds { segments: 256, bytes: 256 << 10 };
+
+/// Time for the last bytes of a connection that has ended.
+const FAREWELL: Duration = Duration::from_secs(1);
 
 /// Why a connection ended before the client took its leave.
 #[derive(Debug, thiserror::Error)]
@@ -79,6 +89,18 @@ pub(super) struct Connection {
     broken: Cell<bool>,
     /// No more replies will come.
     finished: Cell<bool>,
+    /// Set when nobody is there to answer: requests that still wait for their limits are forgotten.
+    abandoned: Cell<bool>,
+    abandonment: Event,
+}
+
+/// How a client stopped sending requests.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum End {
+    /// It took its leave, or the server wants no more of it; its last replies are awaited.
+    Orderly,
+    /// It closed the stream without a word ("hard disconnect").
+    Vanished,
 }
 
 impl Connection {
@@ -92,6 +114,8 @@ impl Connection {
             stop,
             broken: Cell::new(false),
             finished: Cell::new(false),
+            abandoned: Cell::new(false),
+            abandonment: Event::new(),
         })
     }
 
@@ -109,22 +133,78 @@ impl Connection {
         let outcome = self.receive_requests(&mut inbox, &mut intake).await;
         // However receiving ended, also by `stop` in the middle of a batch: what was taken in is in flight.
         intake.start(&self).await;
+        let watch = match outcome {
+            Ok(End::Orderly) => Some(reactor::spawn_joinable(Rc::clone(&self).watch())),
+            Ok(End::Vanished) | Err(_) => {
+                self.abandon();
+                None
+            }
+        };
         while !self.outbox.is_idle() {
             self.outbox.room.wait().await;
         }
         self.finished.set(true);
         self.outbox.news.raise();
         writer.await;
-        self.stream.finish().await;
+        // A client that does not read must not keep its place by it.
+        let _ = reactor::timeout(FAREWELL, self.stream.finish()).await;
         self.stream.close();
-        outcome
+        if let Some(watch) = watch {
+            watch.cancel().await;
+        }
+        outcome.map(drop)
+    }
+
+    /// Watches a client that has nothing more to say, and notices when it goes without its last replies.
+    async fn watch(self: Rc<Self>) {
+        // A server that stops has ended the receiving itself: that says nothing about the client.
+        if self.stop.load(Ordering::Relaxed) {
+            return;
+        }
+        let mut buffer = Buffer::new(1);
+        loop {
+            let (result, back) = self.stream.receive(buffer, 0).await;
+            buffer = back;
+            if !matches!(result, Ok(1..)) {
+                break;
+            }
+        }
+        if !self.stop.load(Ordering::Relaxed) {
+            self.abandon();
+        }
+    }
+
+    fn abandon(&self) {
+        self.abandoned.set(true);
+        self.abandonment.notify(usize::MAX);
+    }
+
+    /// Waits for the disk's limits; `None` if the client went away meanwhile, and its requests with it: what a client that has vanished
+    /// left waiting must not use up what its group's other members may have. `requests` and `bytes` were counted in.
+    async fn admit(&self, direction: Direction, cost: Cost, requests: usize, bytes: usize) -> Option<Pass> {
+        let mut admission = pin!(self.disk.admit(direction, cost));
+        // Made only for a request that has to wait.
+        let mut abandonment = None;
+        let pass = poll_fn(|context| {
+            if let Poll::Ready(pass) = admission.as_mut().poll(context) {
+                return Poll::Ready(Some(pass));
+            }
+            let abandonment = abandonment.get_or_insert_with(|| self.abandonment.listen());
+            let gone = Pin::new(abandonment).poll(context).is_ready() || self.abandoned.get();
+            if gone { Poll::Ready(None) } else { Poll::Pending }
+        })
+        .await;
+        if pass.is_none() {
+            self.outbox.sent(requests, bytes, 0);
+        }
+        pass
     }
 
     async fn receive_requests(
         self: &Rc<Self>,
         inbox: &mut Inbox,
         intake: &mut Intake,
-    ) -> std::result::Result<(), Broken> {
+    ) -> std::result::Result<End, Broken> {
         while !self.stop.load(Ordering::Relaxed) {
             let parsed = request::parse(inbox.bytes(), &self.session, self.disk.size_bytes());
             if !matches!(parsed, Parsed::Incomplete | Parsed::Close(_)) {
@@ -133,8 +213,8 @@ impl Connection {
             match parsed {
                 Parsed::Incomplete => {
                     intake.start(self).await;
-                    if !inbox.fill(&self.stream).await? {
-                        break;
+                    if !inbox.fill(&self.stream).await? && !self.stop.load(Ordering::Relaxed) {
+                        return Ok(End::Vanished);
                     }
                 }
                 Parsed::Close(breach) => return Err(breach.into()),
@@ -159,15 +239,16 @@ impl Connection {
                 }
             }
         }
-        // Told to stop in the middle of a batch: what was taken in is in flight, and its replies are waited for.
-        intake.start(self).await;
-        Ok(())
+        Ok(End::Orderly)
     }
 
     /// Waits until one more request may be in flight. What was taken in before must not wait for it.
     async fn make_room(self: &Rc<Self>, intake: &mut Intake, bytes: usize) {
+        if self.outbox.has_room(bytes) {
+            return;
+        }
+        intake.start(self).await;
         while !self.outbox.has_room(bytes) {
-            intake.start(self).await;
             self.outbox.room.wait().await;
         }
     }
@@ -229,22 +310,23 @@ impl Connection {
             Command::Read { offset, length, .. } => self.read(offset, length, tag).await,
             Command::Write { offset, fua, .. } => {
                 let data = data.expect("parsed with its payload");
-                let (bytes, cost) = (data.len(), Cost::one(data.len() as u64));
-                let result = self.disk.write(offset, data.into(), durability(fua), cost).await;
-                self.answer(tag, result, bytes);
+                let length = data.len();
+                self.write(offset, data.into(), fua, &[(tag, length)]).await;
             }
             Command::Flush => self.answer(tag, self.disk.flush().await, 0),
             Command::Trim { offset, length, fua } => {
-                self.answer(tag, self.disk.discard(offset, length, durability(fua)).await, 0);
+                let Some(pass) = self.admit(Direction::Write, Cost::one(length), 1, 0).await else { return };
+                self.answer(tag, self.disk.discard(pass, offset, length, durability(fua)).await, 0);
             }
             Command::Cache { offset, length } => {
                 self.disk.will_need(offset, length).await;
                 self.answer(tag, Ok(()), 0);
             }
             Command::WriteZeroes { offset, length, fua, no_hole, fast } => {
+                let Some(pass) = self.admit(Direction::Write, Cost::one(length), 1, 0).await else { return };
                 let options =
                     ZeroOptions { may_unmap: !no_hole, only_if_fast: fast, durability: durability(fua) };
-                let result = self.disk.write_zeroes(offset, length, options).await;
+                let result = self.disk.write_zeroes(pass, offset, length, options).await;
                 self.answer_zeroes(tag, result, fast);
             }
             Command::BlockStatus(query) => self.block_status(tag, query, 0).await,
@@ -264,7 +346,9 @@ impl Connection {
 
     async fn read(&self, offset: u64, length: u32, tag: Tag) {
         let bytes = length as usize;
-        match self.disk.read(offset, Buffer::new(bytes), Cost::one(u64::from(length))).await {
+        let cost = Cost::one(u64::from(length));
+        let Some(pass) = self.admit(Direction::Read, cost, 1, bytes).await else { return };
+        match self.disk.read(pass, offset, Buffer::new(bytes)).await {
             Ok(data) => {
                 self.outbox.push_data(&self.replier.data(tag, offset, length, true), data, bytes);
             }
@@ -277,7 +361,8 @@ impl Connection {
         let lengths: Vec<u64> = parts.iter().map(|part| part.candidate().length).collect();
         let cost = Cost::merged(&lengths);
         let total = cost.bytes() as usize;
-        let result = self.disk.read(parts[0].candidate().offset, Buffer::new(total), cost).await;
+        let Some(pass) = self.admit(Direction::Read, cost, parts.len(), total).await else { return };
+        let result = self.disk.read(pass, parts[0].candidate().offset, Buffer::new(total)).await;
         let mut rest = match result {
             Ok(data) => data,
             Err(error) => return self.retry_apart(parts, error).await,
@@ -319,10 +404,21 @@ impl Connection {
             answers.push((part.tag, payload.len()));
             data.push(payload);
         }
-        let lengths: Vec<u64> = answers.iter().map(|&(_, length)| length as u64).collect();
-        let result = self.disk.write(offset, data, durability(fua), Cost::merged(&lengths)).await;
-        for (tag, bytes) in answers {
-            self.answer(tag, result, bytes);
+        self.write(offset, data, fua, &answers).await;
+    }
+
+    /// Writes `data` for the requests in `answers`, each with its payload's length. If it fails, it fails for all of them: a client must take
+    /// a failed write's range for undefined anyway, and the data is gone with the attempt.
+    async fn write(&self, offset: u64, data: Segments, fua: bool, answers: &[(Tag, usize)]) {
+        let cost = match answers {
+            [(_, length)] => Cost::one(*length as u64),
+            _ => Cost::merged(&answers.iter().map(|&(_, length)| length as u64).collect::<Vec<_>>()),
+        };
+        let bytes = data.len();
+        let Some(pass) = self.admit(Direction::Write, cost, answers.len(), bytes).await else { return };
+        let result = self.disk.write(pass, offset, data, durability(fua)).await;
+        for &(tag, length) in answers {
+            self.answer(tag, result, length);
         }
     }
 

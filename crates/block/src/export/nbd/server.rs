@@ -19,6 +19,7 @@ use std::{
     },
 };
 
+use event_listener::Event;
 use nix::sys::socket::{AddressFamily, SockaddrLike, SockaddrStorage, getsockname, setsockopt, sockopt};
 use policy::time::Duration;
 
@@ -27,7 +28,7 @@ use super::{
     connection::Connection,
     credentials::TlsServer,
     inbox::Inbox,
-    negotiate::{Event, Handshake, TlsPolicy},
+    negotiate::{self, Handshake, TlsPolicy},
     proto,
     session::Session,
     stream::Stream,
@@ -91,9 +92,9 @@ pub struct Server {
     /// Connections by number, to stop them.
     connections: Mutex<HashMap<u64, Live>>,
     next_number: AtomicU64,
-    /// Where freed places are announced, and where the last connection says that it was the last.
-    ended: (async_channel::Sender<()>, async_channel::Receiver<()>),
-    count: AtomicUsize,
+    /// Places taken, and where every change of that is announced to all who wait for one.
+    places: AtomicUsize,
+    freed: Event,
 }
 
 /// A connection, seen from other threads.
@@ -120,52 +121,40 @@ impl Server {
             stopping: AtomicBool::new(false),
             connections: Mutex::default(),
             next_number: AtomicU64::new(1),
-            ended: async_channel::bounded(1),
-            count: AtomicUsize::new(0),
+            places: AtomicUsize::new(0),
+            freed: Event::new(),
         })
     }
 
     /// Accepts connections on `listener` and gives them to `workers` in turn, until [`Server::stop`].
     ///
     /// # Errors
-    /// What `accept(2)` reports, unless it concerns one connection only or passes.
+    /// Where `accept(2)` says that the socket is none to accept from.
     pub async fn listen(self: Arc<Self>, listener: Fd, workers: Rc<Vec<Worker>>) -> io::Result<()> {
         let mut turn = 0;
         loop {
-            self.wait_for_place().await;
-            if self.stopping.load(Ordering::SeqCst) {
-                return Ok(());
-            }
+            let Some(place) = Place::take(&self).await else { return Ok(()) };
             let socket = match op::accept(&listener).await {
                 Ok(socket) => socket,
                 Err(_) if self.stopping.load(Ordering::SeqCst) => return Ok(()),
                 Err(error) => match error.raw_os_error() {
-                    // The client gave up before it was accepted; accept(2) lists these as errors of the connection.
+                    Some(libc::EBADF | libc::EINVAL | libc::ENOTSOCK | libc::EFAULT | libc::EOPNOTSUPP) => {
+                        return Err(error);
+                    }
+                    // The client gave up before it was accepted.
                     Some(libc::ECONNABORTED | libc::EINTR | libc::EPROTO | libc::EAGAIN) => continue,
-                    // Out of descriptors or memory: a place is freed when a connection ends.
-                    Some(libc::EMFILE | libc::ENFILE | libc::ENOBUFS | libc::ENOMEM) => {
-                        tracing::warn!(%error, "cannot accept a connection, waiting for one to end");
-                        let _ = reactor::timeout(Duration::from_secs(1), self.ended.1.recv()).await;
+                    // Out of descriptors or memory, the network, a firewall: it passes, and the disks are served meanwhile.
+                    _ => {
+                        tracing::warn!(%error, "cannot accept a connection, trying again");
+                        let freed = self.freed.listen();
+                        drop(place);
+                        let _ = reactor::timeout(Duration::from_secs(1), freed).await;
                         continue;
                     }
-                    _ => return Err(error),
                 },
             };
-            let server = Arc::clone(&self);
-            self.count.fetch_add(1, Ordering::SeqCst);
-            workers[turn % workers.len()].spawn(move || server.welcome(socket));
+            workers[turn % workers.len()].spawn(move || place.keep_while(socket));
             turn += 1;
-        }
-    }
-
-    async fn wait_for_place(&self) {
-        let most = match self.terms.max_connections {
-            0 => usize::MAX,
-            most => most,
-        };
-        while self.count.load(Ordering::SeqCst) >= most && !self.stopping.load(Ordering::SeqCst) {
-            // The sender lives as long as the server.
-            let _ = self.ended.1.recv().await;
         }
     }
 
@@ -174,6 +163,7 @@ impl Server {
     /// (`shutdown(2)`) to end [`Server::listen`].
     pub async fn stop(&self) {
         self.stopping.store(true, Ordering::SeqCst);
+        self.freed.notify(usize::MAX);
         for live in self.lock().values() {
             live.stop.store(true, Ordering::SeqCst);
             // Ends the receive that the connection waits in. Fails where the client has gone already.
@@ -189,14 +179,19 @@ impl Server {
     }
 
     async fn wait_for_last(&self) {
-        while self.count.load(Ordering::SeqCst) > 0 {
-            let _ = self.ended.1.recv().await;
+        loop {
+            // Listens before it looks, or the last one could end in between.
+            let freed = self.freed.listen();
+            if self.lock().is_empty() {
+                return;
+            }
+            freed.await;
         }
     }
 
     /// Connections now.
     pub fn connections(&self) -> usize {
-        self.count.load(Ordering::SeqCst)
+        self.lock().len()
     }
 
     fn lock(&self) -> std::sync::MutexGuard<'_, HashMap<u64, Live>> {
@@ -205,9 +200,7 @@ impl Server {
     }
 
     /// A connection's whole life, on its worker.
-    async fn welcome(self: Arc<Self>, socket: OwnedFd) {
-        let _place = Place(Arc::clone(&self));
-        let number = self.next_number.fetch_add(1, Ordering::Relaxed);
+    async fn welcome(&self, socket: OwnedFd, number: u64) {
         prepare(&socket);
         let socket = Fd::from(socket);
         let stop = Arc::new(AtomicBool::new(false));
@@ -220,7 +213,6 @@ impl Server {
                 Err(reason) => tracing::info!(client = number, %reason, "connection ended"),
             }
         }
-        self.lock().remove(&number);
     }
 
     /// Handshake, then transmission.
@@ -260,33 +252,34 @@ impl Server {
         loop {
             let step = handshake.advance(inbox.bytes(), self, &mut out);
             inbox.consume(step.consumed);
-            let quiet = matches!(step.event, Event::NeedInput);
-            if !out.is_empty() && (quiet || !matches!(step.event, Event::Replied) || out.len() > REPLY_BYTES)
+            let quiet = matches!(step.event, negotiate::Event::NeedInput);
+            if !out.is_empty()
+                && (quiet || !matches!(step.event, negotiate::Event::Replied) || out.len() > REPLY_BYTES)
             {
                 let reply = crate::buffer::Buffer::copy_of(&out);
                 out.clear();
                 stream.send(reply.into()).await.map_err(|error| error.to_string())?;
             }
             match step.event {
-                Event::NeedInput => {
+                negotiate::Event::NeedInput => {
                     if !inbox.fill(&stream).await.map_err(|error| error.to_string())? {
                         return Ok(None);
                     }
                 }
-                Event::Replied => {}
-                Event::StartTls => {
+                negotiate::Event::Replied => {}
+                negotiate::Event::StartTls => {
                     let keys = &self.tls.as_ref().expect("offered only with keys").keys;
                     stream =
                         stream.start_tls(keys, inbox.bytes()).await.map_err(|error| error.to_string())?;
                     inbox = Inbox::new();
                     handshake.tls_established();
                 }
-                Event::Transmission(session) => return Ok(Some((stream, inbox, session))),
-                Event::Close(super::negotiate::Close::Aborted) => {
+                negotiate::Event::Transmission(session) => return Ok(Some((stream, inbox, session))),
+                negotiate::Event::Close(negotiate::Close::Aborted) => {
                     stream.finish().await;
                     return Ok(None);
                 }
-                Event::Close(reason) => return Err(reason.to_string()),
+                negotiate::Event::Close(reason) => return Err(reason.to_string()),
             }
         }
     }
@@ -299,14 +292,44 @@ const REPLY_BYTES: usize = 32 << 10;
 /// they kill, which would cost the disks their last flush.
 const FAREWELL: Duration = Duration::from_secs(10);
 
-/// A place among the connections, freed when dropped: also when the worker is stopped with the connection on it.
-struct Place(Arc<Server>);
+/// A place among the connections, taken before a client is accepted and freed when dropped.
+struct Place {
+    server: Arc<Server>,
+    /// The connection's number.
+    number: u64,
+}
+
+impl Place {
+    /// Waits for a free place; `None` when the server stops.
+    async fn take(server: &Arc<Server>) -> Option<Self> {
+        let most = match server.terms.max_connections {
+            0 => usize::MAX,
+            most => most,
+        };
+        loop {
+            let freed = server.freed.listen();
+            if server.stopping.load(Ordering::SeqCst) {
+                return None;
+            }
+            let take = |taken: usize| (taken < most).then(|| taken + 1);
+            if server.places.fetch_update(Ordering::SeqCst, Ordering::SeqCst, take).is_ok() {
+                let number = server.next_number.fetch_add(1, Ordering::Relaxed);
+                return Some(Self { server: Arc::clone(server), number });
+            }
+            freed.await;
+        }
+    }
+
+    async fn keep_while(self, socket: OwnedFd) {
+        self.server.welcome(socket, self.number).await;
+    }
+}
 
 impl Drop for Place {
     fn drop(&mut self) {
-        self.0.count.fetch_sub(1, Ordering::SeqCst);
-        // Full: then a wake-up is on its way already.
-        let _ = self.0.ended.0.try_send(());
+        self.server.lock().remove(&self.number);
+        self.server.places.fetch_sub(1, Ordering::SeqCst);
+        self.server.freed.notify(usize::MAX);
     }
 }
 

@@ -108,7 +108,10 @@ impl Stream {
             }
         }
         // What the client sent behind its last handshake message, as it may.
-        tls.borrow_mut().feed(received);
+        let fed = tls.borrow_mut().feed(received);
+        if fed < received.len() {
+            return Err(TlsFailure::Flood);
+        }
         Ok(Self::Tls { fd, tls })
     }
 }
@@ -118,6 +121,8 @@ impl Stream {
 pub(super) enum TlsFailure {
     #[error("TLS was to be started on a stream that cannot carry it")]
     NotPlain,
+    #[error("the client sent more behind its TLS handshake than fits")]
+    Flood,
     #[error(transparent)]
     Tls(#[from] TlsError),
     #[error(transparent)]

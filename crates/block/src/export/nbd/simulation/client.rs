@@ -331,7 +331,7 @@ impl Session {
             }
             What::Zeroes if !pending.failed => content[self.known(pending.range.clone())].fill(Some(0)),
             What::Write(_) | What::Zeroes | What::Trim => {
-                content[self.known(pending.range.clone())].fill(None)
+                content[self.known(pending.range.clone())].fill(None);
             }
             What::Wrong(_) => assert!(pending.failed, "a request that breaks a rule succeeded: {pending:?}"),
             What::Read | What::Status { .. } | What::Nothing => {}
