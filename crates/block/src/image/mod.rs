@@ -30,9 +30,9 @@ impl Image {
     ///
     /// # Errors
     /// What the file system says.
-    pub async fn refresh_size(&self) -> Result<u64> {
+    pub fn refresh_size(&self) -> Result<u64> {
         let Self::Raw(raw) = self;
-        raw.storage().refresh_size().await
+        raw.storage().refresh_size()
     }
 
     /// Format and storage, for people.

@@ -76,7 +76,7 @@ pub trait Device: Send + Sync + 'static {
     /// See [`Storage::size_bytes`](super::Storage::size_bytes).
     fn size_bytes(&self) -> u64;
     /// See [`Storage::refresh_size`](super::Storage::refresh_size).
-    async fn refresh_size(&self) -> Result<u64>;
+    fn refresh_size(&self) -> Result<u64>;
     /// See [`Storage::description`](super::Storage::description).
     fn description(&self) -> String;
     /// See [`Storage::read_only`](super::Storage::read_only).
@@ -136,8 +136,8 @@ impl<D: Device> Align<D> {
     }
 
     /// See [`Storage::refresh_size`](super::Storage::refresh_size).
-    pub async fn refresh_size(&self) -> Result<u64> {
-        self.device().refresh_size().await
+    pub fn refresh_size(&self) -> Result<u64> {
+        self.device().refresh_size()
     }
 
     /// See [`Storage::description`](super::Storage::description).

@@ -107,6 +107,43 @@ fn concurrent_requests_that_share_blocks_never_touch_each_others_bytes() {
 }
 
 #[test]
+fn a_small_write_undoes_nothing_of_a_large_one_around_it() {
+    for seed in 0..400 {
+        sim::run(seed, async move {
+            let storage = Rc::new(Align::new(disk(seed).0));
+            // Whole blocks, in memory that suits: the fast way.
+            let large = Buffer::copy_of(&[1; 2 * BLOCK]);
+            let mut writes = vec![(0, Segments::from(large))];
+            writes.extend([(10, segments(&[2; 5])), (BLOCK as u64 - 3, segments(&[3; 6]))]);
+            sim::random(|random| random.shuffle(&mut writes));
+            let writes: Vec<_> = writes
+                .into_iter()
+                .map(|(offset, data)| {
+                    let storage = Rc::clone(&storage);
+                    spawn_joinable(async move {
+                        let wait = sim::random(|random| random.u64(..100_000));
+                        sleep_until(now() + Duration::from_nanos(wait)).await;
+                        storage.write(offset, data, Durability::Cached).await
+                    })
+                })
+                .collect();
+            for write in writes {
+                write.await.expect("no errors");
+            }
+            let read = storage.read(0, Buffer::new(2 * BLOCK)).await.expect("no errors");
+            for (at, byte) in read.iter().enumerate() {
+                let expected: &[u8] = match at {
+                    10..15 => &[1, 2],
+                    509..515 => &[1, 3],
+                    _ => &[1],
+                };
+                assert!(expected.contains(byte), "seed {seed}: {byte} at {at}");
+            }
+        });
+    }
+}
+
+#[test]
 fn a_client_that_goes_away_takes_no_bytes_of_others_with_it() {
     for seed in 0..400 {
         sim::run(seed, async move {

@@ -126,8 +126,8 @@ impl Delay {
         self.inner.size_bytes()
     }
 
-    pub(super) async fn refresh_size(&self) -> Result<u64> {
-        Box::pin(self.inner.refresh_size()).await
+    pub(super) fn refresh_size(&self) -> Result<u64> {
+        self.inner.refresh_size()
     }
 
     pub(super) fn description(&self) -> String {

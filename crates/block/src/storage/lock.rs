@@ -96,18 +96,18 @@ pub(super) fn acquire(file: &fs::File, name: &str, wanted: Use) -> Result<(), Op
             }
         }
     }
+    for &n in wanted.forbidden() {
+        if is_held(file, USED + n) {
+            let what = if n == WRITE { "writing" } else { "resizing" };
+            let why = format!("locked for {what} by another process{}", holder(file, USED + n));
+            return Err(OpenError::new(name, why, remedy(wanted, n)));
+        }
+    }
     for &n in wanted.used() {
         if is_held(file, FORBIDDEN + n) {
             let what = if n == WRITE { "writing" } else { "reading" };
             let by = holder(file, FORBIDDEN + n);
             let why = format!("another process has locked it against {what}{by}");
-            return Err(OpenError::new(name, why, remedy(wanted, n)));
-        }
-    }
-    for &n in wanted.forbidden() {
-        if is_held(file, USED + n) {
-            let what = if n == WRITE { "writing" } else { "resizing" };
-            let why = format!("locked for {what} by another process{}", holder(file, USED + n));
             return Err(OpenError::new(name, why, remedy(wanted, n)));
         }
     }

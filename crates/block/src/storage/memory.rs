@@ -118,7 +118,7 @@ impl Memory {
         self.size_bytes
     }
 
-    pub(super) async fn refresh_size(&self) -> Result<u64> {
+    pub(super) fn refresh_size(&self) -> Result<u64> {
         Ok(self.size_bytes)
     }
 

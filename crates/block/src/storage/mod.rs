@@ -126,8 +126,8 @@ impl Storage {
     ///
     /// # Errors
     /// What the file system says.
-    pub async fn refresh_size(&self) -> Result<u64> {
-        each!(self, inner => inner.refresh_size().await)
+    pub fn refresh_size(&self) -> Result<u64> {
+        each!(self, inner => inner.refresh_size())
     }
 
     /// What it is, for people: kind, place, cache mode, wrappers.

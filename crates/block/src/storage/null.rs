@@ -22,7 +22,7 @@ impl Null {
         self.size_bytes
     }
 
-    pub(super) async fn refresh_size(&self) -> Result<u64> {
+    pub(super) fn refresh_size(&self) -> Result<u64> {
         Ok(self.size_bytes)
     }
 

@@ -247,6 +247,7 @@ mod tests {
                 })
             };
             while locks.exclusive.load(SeqCst) == 0 {
+                assert!(!waiting.is_finished(), "granted although a writer is there");
                 yield_now().await;
             }
             waiting.cancel().await;
@@ -254,6 +255,13 @@ mod tests {
             locks.exclusive(0..1).await;
             assert_eq!(locks.exclusive.load(SeqCst), 0);
         });
+    }
+
+    /// Long enough for another thread to come in between, if it is let.
+    fn dawdle() {
+        for _ in 0..200 {
+            std::hint::spin_loop();
+        }
     }
 
     #[test]
@@ -269,10 +277,12 @@ mod tests {
                             if (round + thread) % 16 == 0 {
                                 let _guard = locks.exclusive(0..10).await;
                                 assert_eq!(owners.fetch_sub(1, SeqCst), 0, "exclusive among others");
+                                dawdle();
                                 owners.fetch_add(1, SeqCst);
                             } else {
                                 let _guard = locks.shared(5..15).await;
                                 assert!(owners.fetch_add(1, SeqCst) >= 0, "shared beside an exclusive one");
+                                dawdle();
                                 owners.fetch_sub(1, SeqCst);
                             }
                             rounds.fetch_add(1, SeqCst);
@@ -285,6 +295,7 @@ mod tests {
         for thread in threads {
             thread.join().expect("no panic");
         }
+        assert_eq!(shared.1.load(SeqCst), 0);
         assert_eq!(shared.2.load(SeqCst), 80_000);
     }
 }

@@ -11,6 +11,8 @@
 //! Latencies, errors, tearing and order come from the reactor's seed. Requests that do not suit the block size are an assertion:
 //! what lies above ([`Align`](super::align::Align)) must not let them through.
 //!
+//! As with a kernel, dropping a request's future does not take the request back.
+//!
 //! Never tells anything to a request that was in flight at the crash: its future stays pending, as a client's would
 //! whose machine has gone.
 
@@ -29,7 +31,7 @@ use super::{
 use crate::{
     buffer::{Buffer, Segments},
     error::{Error, Result},
-    reactor::{now, sim, sleep_until},
+    reactor::{now, sim, sleep_until, spawn},
 };
 
 /// How a simulated disk behaves.
@@ -151,10 +153,21 @@ impl Simulated {
         assert!(offset as usize + length <= self.lock().visible.len(), "a request past the end of the disk");
     }
 
-    /// A write from acceptance to completion.
+    /// A write from acceptance to completion. The disk carries it out whether somebody waits for it or not.
     async fn put(&self, offset: u64, data: &[u8], durability: Durability) -> Result<()> {
         self.check(offset, data.len());
         let number = self.lock().accept(offset, data, self.behaviour.block_bytes);
+        let (sender, receiver) = async_channel::bounded(1);
+        let disk = self.clone();
+        spawn(async move {
+            let result = disk.carry_out(number, durability).await;
+            // Nobody listens any more if the request was dropped.
+            let _ = sender.send(result).await;
+        });
+        receiver.recv().await.unwrap_or(Err(Error::SHUTDOWN))
+    }
+
+    async fn carry_out(&self, number: u64, durability: Durability) -> Result<()> {
         self.pause().await;
         if self.chance_of_error() {
             self.lock().fail(number);
@@ -250,7 +263,7 @@ impl Device for Simulated {
         self.lock().visible.len() as u64
     }
 
-    async fn refresh_size(&self) -> Result<u64> {
+    fn refresh_size(&self) -> Result<u64> {
         Ok(self.size_bytes())
     }
 
@@ -335,7 +348,7 @@ mod tests {
     use std::collections::HashSet;
 
     use super::*;
-    use crate::reactor::{spawn, spawn_joinable};
+    use crate::reactor::spawn_joinable;
 
     const BLOCK: usize = 512;
     const BEHAVIOUR: Behaviour =

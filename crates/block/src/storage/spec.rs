@@ -11,8 +11,10 @@ use policy::time::Duration;
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("'{value}' {rule}")]
 pub struct InvalidValue {
-    pub(super) value: String,
-    pub(super) rule: &'static str,
+    /// The value as written.
+    pub value: String,
+    /// What it is not, to follow the value in a message.
+    pub rule: &'static str,
 }
 
 impl InvalidValue {

@@ -319,22 +319,28 @@ pub enum Rule {
 impl fmt::Display for Invalid {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { setting, value, rule } = self;
-        write!(f, "{setting} ({value}) ")?;
-        match rule {
-            Rule::Excludes(other, other_value) => write!(
+        write!(f, "{setting} ({value}) {rule}")
+    }
+}
+
+impl fmt::Display for Rule {
+    /// The predicate of a sentence whose subject is the setting with its value.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Excludes(other, other_value) => write!(
                 f,
                 "and {other} ({other_value}) cannot be set together; use either the total or read and write"
             ),
-            Rule::NeedsIops => {
+            Self::NeedsIops => {
                 write!(f, "has no limit to apply to; it needs iops-total, iops-read or iops-write")
             }
-            Rule::AtMost(maximum) => write!(f, "is too large; it may be {maximum} at most"),
-            Rule::AtLeastOneSecond => write!(f, "is too short; a burst length must be at least 1 second"),
-            Rule::Needs(missing) => write!(f, "is set without {missing}; set {missing} too"),
-            Rule::BurstTooLarge(burst, rate) => {
+            Self::AtMost(maximum) => write!(f, "is too large; it may be {maximum} at most"),
+            Self::AtLeastOneSecond => write!(f, "is too short; a burst length must be at least 1 second"),
+            Self::Needs(missing) => write!(f, "is set without {missing}; set {missing} too"),
+            Self::BurstTooLarge(burst, rate) => {
                 write!(f, "is too long for {burst} ({rate}); their product may be {MAX_VALUE} at most")
             }
-            Rule::AtLeastRate(base, rate) => {
+            Self::AtLeastRate(base, rate) => {
                 write!(f, "is below {base} ({rate}); a burst rate must be at least the rate")
             }
         }

@@ -108,7 +108,7 @@ impl Connection {
         let mut intake = Intake::default();
         let outcome = self.receive_requests(&mut inbox, &mut intake).await;
         // However receiving ended, also by `stop` in the middle of a batch: what was taken in is in flight.
-        intake.start(&self);
+        intake.start(&self).await;
         while !self.outbox.is_idle() {
             self.outbox.room.wait().await;
         }
@@ -132,7 +132,7 @@ impl Connection {
             }
             match parsed {
                 Parsed::Incomplete => {
-                    intake.start(self);
+                    intake.start(self).await;
                     if !inbox.fill(&self.stream).await? {
                         break;
                     }
@@ -141,7 +141,7 @@ impl Connection {
                 Parsed::Refused(refused) => {
                     self.make_room(intake, 0).await;
                     self.refuse(&refused);
-                    intake.start(self);
+                    intake.start(self).await;
                     inbox.skip(refused.skip as usize, &self.stream).await?;
                 }
                 Parsed::Request(request::Request { command: Command::Disconnect, .. }) => break,
@@ -150,7 +150,7 @@ impl Connection {
                     self.make_room(intake, bytes_in_flight(command)).await;
                     let length = command.payload_bytes() as usize;
                     if !inbox.holds(length) {
-                        intake.start(self);
+                        intake.start(self).await;
                     }
                     let data =
                         if length > 0 { Some(inbox.payload(length, &self.stream).await?) } else { None };
@@ -165,7 +165,13 @@ impl Connection {
     /// Waits until one more request may be in flight. What was taken in before must not wait for it.
     async fn make_room(self: &Rc<Self>, intake: &mut Intake, bytes: usize) {
         while !self.outbox.has_room(bytes) {
-            intake.start(self);
+            intake.start(self).await;
+            self.outbox.room.wait().await;
+        }
+    }
+
+    async fn wait_while_congested(&self) {
+        while self.outbox.is_congested() {
             self.outbox.room.wait().await;
         }
     }
@@ -190,6 +196,7 @@ impl Connection {
             if self.is_behind(&message) {
                 reactor::linger();
             }
+            let length = message.segments.len();
             if !self.broken.get()
                 && let Err(error) = self.stream.send(message.segments).await
             {
@@ -198,7 +205,7 @@ impl Connection {
                 self.stop.store(true, Ordering::Relaxed);
                 self.stream.close();
             }
-            self.outbox.sent(message.requests, message.bytes);
+            self.outbox.sent(message.requests, message.bytes, length);
         }
     }
 
@@ -392,9 +399,10 @@ struct Intake {
 
 impl Intake {
     /// Starts everything that was taken in.
-    fn start(&mut self, connection: &Rc<Connection>) {
+    async fn start(&mut self, connection: &Rc<Connection>) {
         if self.batch.len() < 2 {
             if let Some(only) = self.batch.pop() {
+                connection.wait_while_congested().await;
                 reactor::spawn(Rc::clone(connection).run(only));
             }
             return;
@@ -404,6 +412,7 @@ impl Intake {
         self.taken.extend(self.batch.drain(..).map(Some));
         let plan = self.planner.plan(&self.candidates, MERGE);
         for group in plan.groups() {
+            connection.wait_while_congested().await;
             let mut parts = group.iter().map(|&index| self.taken[index].take().expect("planned once"));
             if let [_] = group {
                 let only = parts.next().expect("a group of one");

@@ -330,8 +330,12 @@ impl Exports for Server {
 }
 
 impl Export {
+    /// As it is now: an image that was resized from outside has its new size for every client that comes after.
     fn info(&self) -> ExportInfo {
         let image = self.disk.image();
+        if let Err(error) = image.refresh_size() {
+            tracing::warn!(disk = %self.disk.name(), %error, "cannot see whether the image was resized");
+        }
         ExportInfo {
             name: Arc::clone(&self.name),
             description: Arc::clone(&self.description),

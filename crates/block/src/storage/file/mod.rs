@@ -281,10 +281,9 @@ impl Device for File {
         self.size_bytes.load(Relaxed)
     }
 
-    async fn refresh_size(&self) -> Result<u64> {
-        let fd = self.buffered.clone();
-        // Seeking to the end works for files and devices alike; nobody uses the position.
-        let end = reactor::blocking(move || lseek(&fd, 0, Whence::SeekEnd)).await;
+    fn refresh_size(&self) -> Result<u64> {
+        // Seeking to the end works for files and devices alike, and does no I/O; nobody uses the position.
+        let end = lseek(&self.buffered, 0, Whence::SeekEnd);
         let size = u64::try_from(end.map_err(|errno| Error::from_errno(errno as i32))?).unwrap_or(0);
         self.size_bytes.store(size, Relaxed);
         Ok(size)

@@ -1,0 +1,143 @@
+//! What the command line accepts, and what it says to the rest.
+
+use clap::Parser as _;
+use policy::throttle::{LimitKind, Limits};
+
+use super::*;
+use crate::plan::{Endpoint, Plan, Throttle};
+
+/// The plan of a command line after `weir serve`, or what is said on standard error after `weir: `.
+fn plan(line: &str) -> Result<Plan, String> {
+    let words = ["weir", "serve"].into_iter().chain(line.split_whitespace());
+    let Cli { command: Command::Serve(arguments) } = Cli::try_parse_from(words).map_err(|error| {
+        let text = error.render().to_string();
+        text.trim_start_matches("error: ").split("\n\n").next().unwrap_or_default().to_owned()
+    })?;
+    arguments.into_draft().and_then(|draft| Plan::new(draft, 0)).map_err(|wrong| wrong.to_string())
+}
+
+#[track_caller]
+fn check(line: &str, expect: &str) {
+    assert_eq!(plan(line).unwrap_err(), expect, "{line}");
+}
+
+#[test]
+fn an_image_is_enough() {
+    let plan = plan("vm1.raw").unwrap();
+    assert_eq!(plan.disks[0].image, "vm1.raw".parse().unwrap());
+    assert_eq!(plan.disks[0].throttle, Throttle::Own(Limits::default()));
+    assert_eq!(plan.servers[0].endpoint, Endpoint::Address(Address::standard()));
+    assert_eq!(plan.servers[0].exports[0].name, "vm1");
+}
+
+#[test]
+fn limits_carry_qemu_s_names() {
+    let plan =
+        plan("a --iops-total 1000 --iops-total-max 5000 --iops-total-max-length 5 --bps-write 10M").unwrap();
+    let Throttle::Own(limits) = plan.disks[0].throttle else { panic!("a group") };
+    let iops = limits.limit(LimitKind::IopsTotal);
+    assert_eq!((iops.rate, iops.burst_rate, iops.burst_length_s), (1000, 5000, 5));
+    assert_eq!(limits.limit(LimitKind::BpsWrite).rate, 10 << 20);
+}
+
+#[test]
+fn a_group_shares_the_limits_and_without_one_each_disk_has_them() {
+    let shared = plan("a b --group g --iops-total 10").unwrap();
+    assert_eq!(shared.groups.len(), 1);
+    assert_eq!(shared.groups[0].limits.limit(LimitKind::IopsTotal).rate, 10);
+    assert!(shared.disks.iter().all(|disk| disk.throttle == Throttle::Group(0)));
+    let apart = plan("a b --iops-total 10").unwrap();
+    assert!(apart.groups.is_empty());
+    assert!(apart.disks.iter().all(|disk| disk.throttle == Throttle::Own(shared.groups[0].limits)));
+}
+
+#[test]
+fn every_disk_is_served_at_every_address() {
+    let plan = plan("a b --nbd unix:/s --nbd localhost:0").unwrap();
+    assert_eq!(plan.servers.len(), 2);
+    assert!(plan.servers.iter().all(|server| server.exports.len() == 2));
+}
+
+#[test]
+fn names_are_given_to_the_images_in_order() {
+    let named = plan("memory:1 memory:1 --name x --name y --description one --description two").unwrap();
+    assert_eq!((named.disks[0].name.as_str(), named.disks[1].description.as_str()), ("x", "two"));
+    check("a b --name x", "--name: given 1 times for 2 images (give one for each, in their order)");
+    check(
+        "memory:1 memory:1",
+        "memory:1: another disk is called \"memory\" (give each a name of its own, with --name)",
+    );
+}
+
+#[test]
+fn limits_that_make_no_sense_are_refused() {
+    check(
+        "a --iops-total 1000 --iops-total-max 500",
+        "--iops-total-max 500: is below iops-total (1000); a burst rate must be at least the rate",
+    );
+    check(
+        "a --iops-total-max-length 0",
+        "--iops-total-max-length 0: is too short; a burst length must be at least 1 second",
+    );
+}
+
+#[test]
+fn values_that_make_no_sense_are_refused() {
+    check(
+        "a --cache fast",
+        "invalid value 'fast' for '--cache <MODE>': \
+         is not a cache mode (writeback, writethrough, none, directsync, unsafe)",
+    );
+    check(
+        "a --bps-total 10Q",
+        "invalid value '10Q' for '--bps-total <SIZE>': \
+         is not a size (a number of bytes, perhaps with K, M, G, T, P or E for powers of 1024: 512, 64K, 1.5G)",
+    );
+    check(
+        "a --max-connections 5000000000",
+        "invalid value '5000000000' for '--max-connections <N>': \
+         is too large; it may be 4294967295 at most, or 0 for any number",
+    );
+    check("a --workers 0", "--workers: is out of range; it is from 1 to 256");
+    check(
+        "a --force-share",
+        "--force-share: needs read-only; sharing an image that others write is for reading alone",
+    );
+    check("a --tls on", "--tls: has no credentials (set tls-certificates or tls-psk)");
+}
+
+#[test]
+fn options_of_later_versions_are_not_accepted() {
+    for option in ["--weight", "--prefetch", "--l2-cache-size", "--qmp"] {
+        let refused = plan(&format!("a {option} 1")).unwrap_err();
+        assert!(refused.starts_with(&format!("unexpected argument '{option}' found")), "{refused}");
+    }
+}
+
+#[test]
+fn a_config_file_excludes_what_it_says_itself() {
+    for (options, named) in [
+        ("a", "[IMAGE]..."),
+        ("--cache none", "--cache <MODE>"),
+        ("--iops-total 5", "--iops-total <N>"),
+        ("--group g", "--group <GROUP>"),
+        ("--delay read=1ms", "--delay <TIMES>"),
+    ] {
+        let refused = plan(&format!("--config f {options}")).unwrap_err();
+        let both = refused.contains("'--config <FILE>'") && refused.contains(&format!("'{named}'"));
+        assert!(both && refused.contains(" cannot be used with "), "{refused}");
+    }
+    let words = ["weir", "serve", "--config", "f", "--workers", "2", "--nbd", "h:1", "--log", "debug"];
+    assert!(Cli::try_parse_from(words).is_ok(), "what holds for the process goes with a file");
+}
+
+#[test]
+fn something_must_be_served() {
+    assert!(plan("").unwrap_err().starts_with("the following required arguments were not provided:"));
+}
+
+#[test]
+fn the_command_is_consistent() {
+    use clap::CommandFactory as _;
+    Cli::command().debug_assert();
+}

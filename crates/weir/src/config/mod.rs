@@ -1,0 +1,200 @@
+//! The config file: TOML whose keys are the options' names.
+//!
+//! ```text
+//!   [daemon]       the process: where to listen, workers, TLS, logging
+//!   [group.NAME]   limits that disks share
+//!   [disk.NAME]    an image, how it is opened, what it is held to, where it is exported
+//! ```
+//!
+//! Read by hand over a parsed document rather than through derived structures, because every message names file, line,
+//! key and value, and because the nineteen limits come from one table.
+//!
+//! Paths in the file are seen from the file's own directory. Nothing in it is ignored: an unknown key is an error.
+
+mod section;
+#[cfg(test)]
+mod tests;
+
+use std::{
+    fs::File,
+    io::Read as _,
+    path::{Path, PathBuf},
+};
+
+use policy::throttle::Setting;
+use toml::de::DeTable;
+
+use crate::{
+    logging,
+    plan::{
+        self, Address, DiskDraft, Draft, ExportDraft, GroupDraft, Image, LimitsDraft, Place, Said,
+        ServiceDraft, Wrong,
+    },
+};
+use section::{Entry, Section, Source};
+
+/// Largest config file that is read: some hundred thousand disks.
+const MAX_FILE_BYTES: u64 = 64 << 20;
+
+/// Reads a config file.
+///
+/// # Errors
+/// If it cannot be read, is no TOML, or holds something that is not known or not well formed.
+pub(crate) fn load(path: &Path) -> Result<Draft, Wrong> {
+    let name = path.display().to_string();
+    let place = Place::new(name.as_str());
+    let mut text = String::new();
+    let read = File::open(path).and_then(|file| file.take(MAX_FILE_BYTES + 1).read_to_string(&mut text));
+    read.map_err(|error| place.wrong(format!("cannot be read: {error}")))?;
+    if text.len() as u64 > MAX_FILE_BYTES {
+        return Err(place.wrong(format!("larger than {MAX_FILE_BYTES} bytes (is this the right file?)")));
+    }
+    let directory = path.parent().unwrap_or(Path::new(""));
+    parse(&name, &text, directory)
+}
+
+/// Reads the text of a config file called `name`, with paths seen from `directory`.
+fn parse(name: &str, text: &str, directory: &Path) -> Result<Draft, Wrong> {
+    let source = Source::new(name, text);
+    let document = DeTable::parse(text).map_err(|error| {
+        let line = source.line_of(error.span().map_or(0, |span| span.start));
+        Place::new(line).wrong(format!("not TOML: {}", error.message().replace('\n', "; ")))
+    })?;
+    let reader = Reader { directory };
+    let root = Section::root(&source, document.get_ref());
+    let service = root.get("daemon").map(|entry| reader.daemon(&entry.section()?)).transpose()?;
+    let groups = sections(&root, "group")?;
+    let disks = sections(&root, "disk")?;
+    root.finish()?;
+    Ok(Draft {
+        service: service.unwrap_or_default(),
+        groups: groups.into_iter().map(|(name, section)| group(name, &section)).collect::<Result<_, _>>()?,
+        disks: disks
+            .into_iter()
+            .map(|(name, section)| reader.disk(name, &section))
+            .collect::<Result<_, _>>()?,
+    })
+}
+
+/// The tables `[kind.NAME]`.
+fn sections<'a>(root: &Section<'a>, kind: &'static str) -> Result<Vec<(Said<String>, Section<'a>)>, Wrong> {
+    root.get(kind).map_or(Ok(Vec::new()), |entry| entry.section()?.named_sections())
+}
+
+fn group(name: Said<String>, section: &Section<'_>) -> Result<GroupDraft, Wrong> {
+    let limits = limits(section)?;
+    section.finish()?;
+    Ok(GroupDraft { name, limits })
+}
+
+/// Every limit that the section sets.
+fn limits(section: &Section<'_>) -> Result<LimitsDraft, Wrong> {
+    let mut limits = LimitsDraft::new();
+    for setting in Setting::ALL {
+        let parser = if setting.is_size() { plan::size } else { plan::count };
+        if let Some(said) = section.parse(setting.name(), parser)? {
+            limits.push(Said::new((setting, said.value), said.place));
+        }
+    }
+    Ok(limits)
+}
+
+/// Reads what holds paths.
+struct Reader<'a> {
+    directory: &'a Path,
+}
+
+impl Reader<'_> {
+    fn daemon(&self, section: &Section<'_>) -> Result<ServiceDraft, Wrong> {
+        let draft = ServiceDraft {
+            nbd: section.list("nbd", |text| self.address(text))?,
+            workers: section.parse("workers", plan::workers)?,
+            poll: section.parse("poll", plan::duration)?,
+            max_connections: section.parse("max-connections", plan::connections)?,
+            tls: plan::TlsDraft {
+                mode: section.value("tls")?,
+                certificates: self.path(section, "tls-certificates")?,
+                verify_peer: section.flag("tls-verify-peer")?,
+                psk: self.path(section, "tls-psk")?,
+            },
+            log: section.parse("log", logging::filter)?,
+            log_format: section.value("log-format")?,
+            pid_file: self.path(section, "pid-file")?,
+        };
+        section.finish()?;
+        Ok(draft)
+    }
+
+    fn disk(&self, name: Said<String>, section: &Section<'_>) -> Result<DiskDraft, Wrong> {
+        let image = section.value::<Image>("image")?;
+        let description = section.text("description")?;
+        let format = section.value("format")?;
+        let cache = section.value("cache")?;
+        let read_only = section.flag("read-only")?.is_some_and(|said| said.value);
+        let force_share = section.flag("force-share")?.filter(|said| said.value).map(|said| said.place);
+        let limits = limits(section)?;
+        let group = section.text("group")?;
+        let delay = section.value("delay")?;
+        let rate = section.value("rate")?;
+        let faults = section.list("fault", plan::read)?;
+        let exports = section.items("export")?;
+        let exports = exports.into_iter().map(|entry| self.export(entry)).collect::<Result<_, _>>()?;
+        section.finish()?;
+        // After the end, because a misspelt `image` is an unknown key in the first place.
+        let missing =
+            || section.place().wrong("no image (add image = \"PATH\", \"memory:SIZE\" or \"null:SIZE\")");
+        let Said { value, place } = image.ok_or_else(missing)?;
+        let image = Said::new(value.relative_to(self.directory), place);
+        Ok(DiskDraft {
+            name,
+            description,
+            image,
+            format,
+            cache,
+            read_only,
+            force_share,
+            limits,
+            group,
+            delay,
+            rate,
+            faults,
+            exports,
+        })
+    }
+
+    fn export(&self, entry: Entry<'_>) -> Result<ExportDraft, Wrong> {
+        let section = entry.section()?;
+        let kind = section.parse("type", |text| match text {
+            "nbd" => Ok(()),
+            _ => Err("is not a type of export that weir has; there is \"nbd\"".to_owned()),
+        })?;
+        let listen = section.parse("listen", |text| self.address(text))?;
+        let missing = |what| section.place().wrong(what);
+        kind.ok_or_else(|| missing("no type (add type = \"nbd\")"))?;
+        let listen =
+            listen.ok_or_else(|| missing("no address (add listen = \"unix:PATH\" or \"HOST:PORT\")"))?;
+        let name = section.text("name")?;
+        section.finish()?;
+        Ok(ExportDraft { listen, name })
+    }
+
+    fn address(&self, text: &str) -> Result<Address, String> {
+        let address = text.parse()?;
+        match address {
+            // Judged again, because the directory may make the path of a socket too long.
+            Address::Unix(path) => {
+                let path = self.directory.join(path);
+                let text = path.to_str().ok_or("the directory of the config file is not UTF-8 (move it)")?;
+                format!("unix:{text}").parse()
+            }
+            Address::Tcp { .. } => Ok(address),
+        }
+    }
+
+    fn path(&self, section: &Section<'_>, key: &'static str) -> Result<Option<Said<PathBuf>>, Wrong> {
+        section.parse(key, |text| match text {
+            "" => Err("is empty (write one, or leave the key out)".to_owned()),
+            path => Ok(self.directory.join(path)),
+        })
+    }
+}

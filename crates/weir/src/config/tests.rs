@@ -1,0 +1,458 @@
+//! Every rule of the config file with its message, and that the documentation speaks of every key.
+
+use block::storage::CacheMode;
+use policy::throttle::{LimitKind, Limits};
+
+use super::*;
+use crate::plan::{Credentials, Endpoint, Plan, Throttle, Tls};
+
+/// The file as all of these tests know it: `/etc/weir/weir.toml`, called by its base name.
+fn plan_with(text: &str, inherited: usize) -> Result<Plan, String> {
+    let draft = parse("weir.toml", text, Path::new("/etc/weir"));
+    draft.and_then(|draft| Plan::new(draft, inherited)).map_err(|wrong| wrong.to_string())
+}
+
+fn plan(text: &str) -> Plan {
+    plan_with(text, 0).unwrap()
+}
+
+#[track_caller]
+fn check(text: &str, expect: &str) {
+    assert_eq!(plan_with(text, 0).unwrap_err(), expect, "\n{text}");
+}
+
+/// A disk with one more line, which is line 3.
+#[track_caller]
+fn check_disk(line: &str, expect: &str) {
+    check(&format!("[disk.vm1]\nimage = \"vm1.raw\"\n{line}\n"), expect);
+}
+
+/// The daemon with one more line, which is line 2.
+#[track_caller]
+fn check_daemon(line: &str, expect: &str) {
+    check(&format!("[daemon]\n{line}\n[disk.vm1]\nimage = \"vm1.raw\"\n"), expect);
+}
+
+#[test]
+fn a_disk_with_everything() {
+    let plan = plan(
+        r#"
+        [group.gold]
+        iops-total = 6000
+        iops-total-max = 12_000
+        iops-total-max-length = "30"
+        bps-total = "100M"
+
+        [disk.vm1]
+        image = "vm1.raw"
+        format = "raw"
+        cache = "none"
+        description = "the first"
+        read-only = true
+        force-share = true
+        group = "gold"
+        fault = ["kind=read,error=EIO", "kind=write,error=ENOSPC"]
+        delay = "read=5ms"
+        rate = "bytes=22M"
+        export = [{ type = "nbd", listen = "unix:vm1.sock" }, { type = "nbd", listen = "[::1]:7", name = "" }]
+        "#,
+    );
+    let disk = &plan.disks[0];
+    assert_eq!(disk.image.to_string(), "/etc/weir/vm1.raw", "paths are seen from the file's directory");
+    assert_eq!((disk.cache, disk.read_only, disk.force_share), (CacheMode::None, true, true));
+    assert_eq!((disk.name.as_str(), disk.description.as_str()), ("vm1", "the first"));
+    assert_eq!(disk.throttle, Throttle::Group(0));
+    assert_eq!(disk.faults.len(), 2);
+    let limits = plan.groups[0].limits;
+    let iops = limits.limit(LimitKind::IopsTotal);
+    assert_eq!((iops.rate, iops.burst_rate, iops.burst_length_s), (6000, 12_000, 30));
+    assert_eq!(limits.limit(LimitKind::BpsTotal).rate, 100 << 20);
+    let at: Vec<_> =
+        plan.servers.iter().map(|server| (&server.endpoint, server.exports[0].name.as_str())).collect();
+    let address = |text: &str| Endpoint::Address(text.parse().unwrap());
+    assert_eq!(at, [(&address("unix:/etc/weir/vm1.sock"), "vm1"), (&address("[::1]:7"), "")]);
+}
+
+#[test]
+fn a_disk_with_nothing_but_an_image() {
+    let plan = plan("[disk.vm1]\nimage = \"memory:1G\"\n");
+    assert_eq!(plan.disks[0].cache, CacheMode::Writeback);
+    assert_eq!(plan.disks[0].throttle, Throttle::Own(Limits::default()));
+    assert_eq!(plan.servers[0].endpoint, Endpoint::Address(Address::standard()));
+    assert_eq!(plan.service.max_connections, 100);
+    assert!(plan.service.poll.is_zero());
+    assert_eq!(plan.service.log.filter, "info");
+    assert!((1..=8).contains(&plan.service.workers));
+}
+
+#[test]
+fn disks_keep_the_order_of_the_file() {
+    let plan =
+        plan("[disk.z]\nimage = \"null:1\"\n[disk.a]\nimage = \"null:1\"\n[disk.m]\nimage = \"null:1\"\n");
+    let names: Vec<_> = plan.servers[0].exports.iter().map(|export| export.name.as_str()).collect();
+    assert_eq!(names, ["z", "a", "m"]);
+}
+
+#[test]
+fn the_daemon_with_everything() {
+    let plan = plan(
+        r#"
+        [daemon]
+        nbd = ["unix:weir.sock", "localhost:1"]
+        workers = 3
+        poll = "100us"
+        max-connections = 0
+        tls = "required"
+        tls-certificates = "pki"
+        tls-verify-peer = true
+        log = "debug"
+        log-format = "json"
+        pid-file = "/run/weir.pid"
+        [disk.vm1]
+        image = "null:1G"
+        "#,
+    );
+    let service = plan.service;
+    assert_eq!((service.workers, service.poll.as_micros(), service.max_connections), (3, 100, 0));
+    let directory = PathBuf::from("/etc/weir/pki");
+    assert_eq!(service.tls, Tls::Required(Credentials::Certificates { directory, verify_peer: true }));
+    assert_eq!(service.pid_file, Some(PathBuf::from("/run/weir.pid")));
+    assert_eq!(plan.servers.len(), 2);
+}
+
+#[test]
+fn what_is_no_toml_is_refused_with_its_line() {
+    let refused = plan_with("[disk.vm1]\nimage = \n", 0).unwrap_err();
+    assert!(refused.starts_with("weir.toml:2: not TOML: "), "{refused}");
+    let twice = plan_with("[disk.vm1]\nimage = \"a\"\nimage = \"b\"\n", 0).unwrap_err();
+    assert!(twice.starts_with("weir.toml:3: not TOML: duplicate key"), "{twice}");
+    let deep = "a = ".to_owned() + &"[".repeat(100_000);
+    assert!(plan_with(&deep, 0).unwrap_err().starts_with("weir.toml:1: not TOML: "));
+}
+
+#[test]
+fn unknown_keys_name_the_nearest() {
+    check_disk("cahce = \"none\"", "weir.toml:3: disk.vm1.cahce: unknown key (did you mean \"cache\"?)");
+    check_disk(
+        "iops_total = 5",
+        "weir.toml:3: disk.vm1.iops_total: unknown key (did you mean \"iops-total\"?)",
+    );
+    check("[disks.vm1]\nimage = \"a\"\n", "weir.toml:1: disks: unknown key (did you mean \"disk\"?)");
+    check("[group.g]\niops = 5\n", "weir.toml:2: group.g.iops: unknown key (did you mean \"iops-size\"?)");
+    check_disk(
+        "export = [{ type = \"nbd\", listen = \"h:1\", zzz = 1 }]",
+        "weir.toml:3: disk.vm1.export[0].zzz: unknown key; here may be type, listen, name",
+    );
+}
+
+#[test]
+fn keys_of_later_versions_are_not_taken_for_slips() {
+    for key in ["weight", "watermark", "prefetch", "l2-cache-size"] {
+        check_disk(
+            &format!("{key} = 1"),
+            &format!(
+                "weir.toml:3: disk.vm1.{key}: this version of weir does not know this setting (remove it)"
+            ),
+        );
+    }
+}
+
+#[test]
+fn values_are_refused_with_their_rule() {
+    check_disk(
+        "cache = \"fast\"",
+        "weir.toml:3: disk.vm1.cache = \"fast\": \
+         is not a cache mode (writeback, writethrough, none, directsync, unsafe)",
+    );
+    check_disk(
+        "format = \"qcow2\"",
+        "weir.toml:3: disk.vm1.format = \"qcow2\": is not a format that weir serves (raw)",
+    );
+    check_disk("read-only = 1", "weir.toml:3: disk.vm1.read-only = 1: is not a flag; write true or false");
+    check_disk(
+        "cache = true",
+        "weir.toml:3: disk.vm1.cache = true: is a boolean; a string or a number is needed",
+    );
+    check_disk(
+        "iops-total = 1.5",
+        "weir.toml:3: disk.vm1.iops-total = 1.5: is not a plain number; a count takes no suffix and no fraction (write 1)",
+    );
+    check_disk(
+        "iops-total = -5",
+        "weir.toml:3: disk.vm1.iops-total = -5: is not a whole number of 0 or more",
+    );
+    check_disk(
+        "iops-total = inf",
+        "weir.toml:3: disk.vm1.iops-total = inf: is not a whole number of 0 or more",
+    );
+    check_disk(
+        "bps-read = \"10 MB\"",
+        "weir.toml:3: disk.vm1.bps-read = \"10 MB\": \
+         is not a size (a number of bytes, perhaps with K, M, G, T, P or E for powers of 1024: 512, 64K, 1.5G)",
+    );
+    check_disk(
+        "export = []",
+        "weir.toml:3: disk.vm1.export = []: is empty (leave the key out, or give a value)",
+    );
+    check_disk(
+        "export = \"nbd\"",
+        "weir.toml:3: disk.vm1.export = \"nbd\": is not a table; write its settings as KEY = VALUE lines below it",
+    );
+    check_daemon(
+        "nbd = \"localhost\"",
+        "weir.toml:2: daemon.nbd = \"localhost\": \
+         is not an address; write unix:PATH, HOST:PORT or [IPv6]:PORT",
+    );
+    check_daemon("workers = 0", "weir.toml:2: daemon.workers = 0: is out of range; it is from 1 to 256");
+    check_daemon(
+        "poll = \"2s\"",
+        "weir.toml:2: daemon.poll = \"2s\": is too long; it is 1s at most (0 never polls)",
+    );
+    check_daemon(
+        "log-format = \"xml\"",
+        "weir.toml:2: daemon.log-format = \"xml\": is not a log format; there are text and json",
+    );
+    check(
+        "disk = 5\n",
+        "weir.toml:1: disk = 5: is not a table; write its settings as KEY = VALUE lines below it",
+    );
+}
+
+#[test]
+fn long_values_are_cut() {
+    let text = format!("[disk.vm1]\nimage = \"a\"\ncache = \"{}\"\n", "é".repeat(100_000));
+    let refused = plan_with(&text, 0).unwrap_err();
+    assert!(refused.contains("ééé…: is not a cache mode"), "{refused}");
+    assert!(refused.len() < 300);
+}
+
+#[test]
+fn limits_obey_their_rules() {
+    check(
+        "[disk.vm1]\nimage = \"a\"\niops-total = 1000\niops-total-max = 500\n",
+        "weir.toml:4: disk.vm1.iops-total-max = 500: \
+         is below iops-total (1000); a burst rate must be at least the rate",
+    );
+    check(
+        "[group.gold]\nbps-read = \"1M\"\nbps-total = \"2M\"\n[disk.vm1]\nimage = \"a\"\n",
+        "weir.toml:3: group.gold.bps-total = \"2M\": \
+         and bps-read (1048576) cannot be set together; use either the total or read and write",
+    );
+    check_disk(
+        "iops-size = 4096",
+        "weir.toml:3: disk.vm1.iops-size = 4096: \
+         has no limit to apply to; it needs iops-total, iops-read or iops-write",
+    );
+    check_disk(
+        "bps-total = \"1024T\"",
+        "weir.toml:3: disk.vm1.bps-total = \"1024T\": is too large; it may be 1000000000000000 at most",
+    );
+    check_disk(
+        "iops-total-max-length = 0",
+        "weir.toml:3: disk.vm1.iops-total-max-length = 0: is too short; a burst length must be at least 1 second",
+    );
+}
+
+#[test]
+fn a_disk_needs_an_image() {
+    check(
+        "[disk.vm1]\n",
+        "weir.toml:1: disk.vm1: no image (add image = \"PATH\", \"memory:SIZE\" or \"null:SIZE\")",
+    );
+    check("", "no disks: there is nothing to serve (add a [disk.NAME] with an image)");
+    check_disk("[disk.\"\"]\nimage = \"b\"", "weir.toml:3: disk.\"\": the name is empty (give it one)");
+    check_disk(
+        "[disk.\"a\\nb\"]\nimage = \"b\"",
+        "weir.toml:3: disk.\"a\\nb\": the name holds a control character (leave it out)",
+    );
+}
+
+#[test]
+fn groups_must_be_there() {
+    check_disk(
+        "group = \"silver\"",
+        "weir.toml:3: disk.vm1.group = \"silver\": is no group of this file (add [group.silver])",
+    );
+    check_disk(
+        "group = \"glod\"\n[group.gold]",
+        "weir.toml:3: disk.vm1.group = \"glod\": is no group of this file (did you mean \"gold\"?)",
+    );
+}
+
+#[test]
+fn a_group_s_limits_are_set_at_the_group() {
+    check_disk(
+        "group = \"gold\"\niops-total = 5\n[group.gold]\niops-total = 6",
+        "weir.toml:4: disk.vm1.iops-total = 5: \
+         the disk is in group \"gold\", whose members have its limits (set it at [group.gold])",
+    );
+}
+
+#[test]
+fn an_image_has_one_writer() {
+    let two = |first: &str, second: &str| {
+        format!("[disk.a]\nimage = \"x.raw\"\n{first}\n[disk.b]\nimage = \"/etc/weir/x.raw\"\n{second}\n")
+    };
+    let rule = "weir.toml:5: disk.b.image = \"/etc/weir/x.raw\": \
+                another disk has this image (export one disk twice, or make both read-only)";
+    check(&two("", ""), rule);
+    check(&two("read-only = true", ""), rule);
+    check(&two("", "read-only = true"), rule);
+    assert_eq!(plan(&two("read-only = true", "read-only = true")).disks.len(), 2);
+}
+
+#[test]
+fn sharing_is_for_reading() {
+    check_disk(
+        "force-share = true",
+        "weir.toml:3: disk.vm1.force-share = true: \
+         needs read-only; sharing an image that others write is for reading alone",
+    );
+}
+
+#[test]
+fn export_names_are_unique_at_an_address() {
+    let export = |name: &str| format!("export = {{ type = \"nbd\", listen = \"h:1\", name = \"{name}\" }}");
+    let two = |second: &str| {
+        format!(
+            "[disk.a]\nimage = \"null:1\"\n{}\n[disk.b]\nimage = \"null:1\"\n{}\n",
+            export("x"),
+            export(second)
+        )
+    };
+    check(
+        &two("x"),
+        "weir.toml:6: disk.b.export.name = \"x\": \
+         another export has the name \"x\" at this address (give it another name)",
+    );
+    assert_eq!(plan(&two("y")).servers[0].exports.len(), 2);
+}
+
+#[test]
+fn an_export_says_what_and_where() {
+    let export = |settings: &str| format!("export = [{{ {settings} }}]");
+    check_disk(&export("listen = \"h:1\""), "weir.toml:3: disk.vm1.export[0]: no type (add type = \"nbd\")");
+    check_disk(
+        &export("type = \"nbd\""),
+        "weir.toml:3: disk.vm1.export[0]: no address (add listen = \"unix:PATH\" or \"HOST:PORT\")",
+    );
+    check_disk(
+        &export("type = \"iscsi\""),
+        "weir.toml:3: disk.vm1.export[0].type = \"iscsi\": \
+         is not a type of export that weir has; there is \"nbd\"",
+    );
+}
+
+#[test]
+fn an_address_that_nobody_uses_is_refused() {
+    let own = "[disk.a]\nimage = \"null:1\"\nexport = { type = \"nbd\", listen = \"h:1\" }\n";
+    check(
+        &format!("[daemon]\nnbd = \"h:2\"\n{own}"),
+        "weir.toml:2: daemon.nbd = \"h:2\": is not used, because every disk says where it is exported (remove it)",
+    );
+    assert_eq!(
+        plan_with(own, 2).unwrap_err(),
+        "LISTEN_FDS: 2 sockets were passed and none is used, because every disk says where it is exported \
+         (remove `export` from one)"
+    );
+    check_daemon(
+        "nbd = [\"h:2\", \"h:2\"]",
+        "weir.toml:2: daemon.nbd[1] = \"h:2\": is given twice (remove one)",
+    );
+}
+
+#[test]
+fn inherited_sockets_serve_what_says_nothing() {
+    let disk = "[disk.a]\nimage = \"null:1\"\n";
+    assert_eq!(plan_with(disk, 1).unwrap().servers[0].endpoint, Endpoint::Inherited);
+    assert_eq!(
+        plan_with(&format!("[daemon]\nnbd = \"h:2\"\n{disk}"), 1).unwrap_err(),
+        "weir.toml:2: daemon.nbd = \"h:2\": the service manager passed sockets too, in LISTEN_FDS (use one or the other)"
+    );
+}
+
+#[test]
+fn tls_has_what_it_needs_and_nothing_unused() {
+    check_daemon(
+        "tls = \"on\"",
+        "weir.toml:2: daemon.tls = \"on\": has no credentials (set tls-certificates or tls-psk)",
+    );
+    for line in ["tls-psk = \"k\"", "tls-certificates = \"k\"", "tls-verify-peer = true"] {
+        check_daemon(
+            line,
+            &format!(
+                "weir.toml:2: daemon.{line}: is not used, because tls is off (set tls to on or required)"
+            ),
+        );
+    }
+    check_daemon(
+        "tls = \"on\"\ntls-psk = \"k\"\ntls-certificates = \"d\"",
+        "weir.toml:3: daemon.tls-psk = \"k\": tls-certificates is given too (choose certificates or keys)",
+    );
+    check_daemon(
+        "tls = \"on\"\ntls-psk = \"k\"\ntls-verify-peer = true",
+        "weir.toml:4: daemon.tls-verify-peer = true: \
+         has no meaning with tls-psk (whoever has a key is verified)",
+    );
+}
+
+#[test]
+fn files_that_cannot_be_read_are_named() {
+    let error = load(Path::new("/nonexistent/weir.toml")).unwrap_err().to_string();
+    assert!(error.starts_with("/nonexistent/weir.toml: cannot be read: No such file"), "{error}");
+}
+
+#[test]
+fn a_thousand_disks_are_read_at_once() {
+    let text: String =
+        (0..1000).map(|n| format!("[disk.d{n}]\nimage = \"null:1G\"\niops-total = 100\n")).collect();
+    assert_eq!(plan(&text).servers[0].exports.len(), 1000);
+}
+
+/// docs/reference/config.md as it is in the repository.
+fn documentation() -> String {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/reference/config.md");
+    std::fs::read_to_string(path).unwrap()
+}
+
+#[test]
+fn the_documentation_has_every_key_and_no_other() {
+    let source = Source::new("", "");
+    let table = DeTable::new();
+    let reader = Reader { directory: Path::new("") };
+    let text = documentation();
+    let documented = |heading: &str| -> Vec<String> {
+        let section = text.split("\n## ").find(|section| section.starts_with(heading)).expect(heading);
+        let key = |line: &str| Some(line.strip_prefix("| `")?.split_once('`')?.0.to_owned());
+        let mut keys: Vec<_> = section.lines().filter_map(key).collect();
+        keys.sort();
+        keys
+    };
+    let limits: Vec<_> = Setting::ALL.map(Setting::name).into();
+    let known = |read: &dyn Fn(&Section<'_>), without: &[&'static str]| -> Vec<String> {
+        let section = Section::root(&source, &table);
+        read(&section);
+        let asked = section.asked().into_iter().filter(|key| !without.contains(key));
+        let mut keys: Vec<_> = asked.map(str::to_owned).collect();
+        keys.sort();
+        keys
+    };
+    let daemon = known(&|section| drop(reader.daemon(section).unwrap()), &[]);
+    let nobody = || Said::new(String::new(), Place::new(""));
+    let disk = known(&|section| drop(reader.disk(nobody(), section).unwrap_err()), &limits);
+    let group = known(&|section| drop(super::limits(section).unwrap()), &[]);
+    assert_eq!(documented("`[daemon]`"), daemon);
+    assert_eq!(documented("`[disk.NAME]`"), disk);
+    assert_eq!(documented("Limits"), group);
+}
+
+#[test]
+fn the_documentation_s_examples_are_plans() {
+    let text = documentation();
+    let examples: Vec<_> =
+        text.split("```toml\n").skip(1).map(|rest| rest.split("```").next().unwrap()).collect();
+    assert!(examples.len() >= 2, "there are examples");
+    for example in examples {
+        plan(example);
+    }
+}

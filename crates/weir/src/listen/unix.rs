@@ -1,0 +1,190 @@
+//! Unix sockets as files: a socket that nobody serves any more is replaced, one that somebody does is left alone.
+//!
+//! The file of a socket outlives the process that made it, if that was killed. Whether anybody is there is found by
+//! connecting, without waiting.
+
+use std::{
+    fs,
+    io::{self, ErrorKind},
+    os::{
+        fd::AsRawFd as _,
+        unix::{
+            fs::{FileTypeExt as _, MetadataExt as _},
+            net::UnixListener,
+        },
+    },
+    path::{Path, PathBuf},
+};
+
+use anyhow::{Context as _, anyhow, bail};
+use nix::{
+    errno::Errno,
+    sys::socket::{AddressFamily, SockFlag, SockType, UnixAddr, connect, socket},
+};
+
+/// The file of a socket made here; removed when this is dropped, if it is still the same.
+#[derive(Debug)]
+pub(crate) struct SocketFile {
+    path: PathBuf,
+    /// Device and inode.
+    identity: Option<(u64, u64)>,
+}
+
+impl SocketFile {
+    /// The socket's absolute path.
+    pub(crate) fn path(&self) -> &Path {
+        &self.path
+    }
+}
+
+impl Drop for SocketFile {
+    fn drop(&mut self) {
+        // Another daemon may have taken the path over meanwhile; then it is not ours to remove.
+        if self.identity.is_some() && identity(&self.path) == self.identity {
+            // If it is gone already, all the better; nobody is left who could do anything about another error.
+            let _ = fs::remove_file(&self.path);
+        }
+    }
+}
+
+fn identity(path: &Path) -> Option<(u64, u64)> {
+    fs::symlink_metadata(path).ok().map(|metadata| (metadata.dev(), metadata.ino()))
+}
+
+/// Listens at `path`, in the place of a socket that nobody serves.
+///
+/// # Errors
+/// If somebody does, if something else is there, or the directory does not allow it.
+pub(super) fn bind(path: &Path) -> anyhow::Result<(UnixListener, SocketFile)> {
+    let listener = match UnixListener::bind(path) {
+        Err(error) if error.kind() == ErrorKind::AddrInUse => {
+            remove_stale(path)?;
+            UnixListener::bind(path)
+        }
+        result => result,
+    };
+    let listener = listener.map_err(|error| refused(path, &error))?;
+    // The daemon may change directory; the path in URIs and for removal must not depend on it.
+    let path = std::path::absolute(path)?;
+    let identity = identity(&path);
+    Ok((listener, SocketFile { path, identity }))
+}
+
+fn refused(path: &Path, error: &io::Error) -> anyhow::Error {
+    let directory = path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let directory = directory.display();
+    match error.kind() {
+        ErrorKind::NotFound => anyhow!("the directory {directory} does not exist (create it)"),
+        ErrorKind::PermissionDenied => {
+            anyhow!("no permission to create a socket in {directory} (choose another directory)")
+        }
+        _ => anyhow!("cannot listen: {error}"),
+    }
+}
+
+/// Removes a socket that nobody listens on.
+fn remove_stale(path: &Path) -> anyhow::Result<()> {
+    let metadata = fs::symlink_metadata(path).context("cannot be looked at")?;
+    if !metadata.file_type().is_socket() {
+        bail!("something that is not a socket is there already (remove it, or choose another path)");
+    }
+    match probe(path) {
+        Ok(true) => bail!("in use: another program listens there (stop it, or choose another path)"),
+        Ok(false) => fs::remove_file(path).context("an old socket is there and cannot be removed"),
+        Err(error) => {
+            Err(anyhow!("a socket is there already, and whether it is in use cannot be told: {error}"))
+        }
+    }
+}
+
+/// Whether somebody listens at `path`.
+fn probe(path: &Path) -> io::Result<bool> {
+    let flags = SockFlag::SOCK_NONBLOCK | SockFlag::SOCK_CLOEXEC;
+    let socket = socket(AddressFamily::Unix, SockType::Stream, flags, None)?;
+    match connect(socket.as_raw_fd(), &UnixAddr::new(path)?) {
+        // EAGAIN: the queue of those who wait to be accepted is full, so there is one.
+        Ok(()) | Err(Errno::EAGAIN) => Ok(true),
+        Err(Errno::ECONNREFUSED) => Ok(false),
+        Err(errno) => Err(errno.into()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::net::UnixStream;
+
+    use super::*;
+
+    /// A directory of the test's own.
+    fn directory(test: &str) -> PathBuf {
+        let path = std::env::temp_dir().join(format!("weir-{test}-{}", std::process::id()));
+        fs::create_dir_all(&path).unwrap();
+        path
+    }
+
+    #[test]
+    fn a_socket_is_made_and_removed() {
+        let directory = directory("made");
+        let path = directory.join("s");
+        let (_listener, file) = bind(&path).unwrap();
+        UnixStream::connect(&path).unwrap();
+        drop(file);
+        assert!(!path.exists());
+        fs::remove_dir_all(directory).unwrap();
+    }
+
+    #[test]
+    fn a_socket_without_a_listener_is_replaced() {
+        let directory = directory("stale");
+        let path = directory.join("s");
+        drop(UnixListener::bind(&path).unwrap());
+        assert!(path.exists(), "the file outlives its listener");
+        let (_listener, _file) = bind(&path).unwrap();
+        UnixStream::connect(&path).unwrap();
+        fs::remove_dir_all(directory).unwrap();
+    }
+
+    #[test]
+    fn a_socket_in_use_is_left_alone() {
+        let directory = directory("used");
+        let path = directory.join("s");
+        let _theirs = UnixListener::bind(&path).unwrap();
+        let error = bind(&path).unwrap_err();
+        assert_eq!(
+            error.to_string(),
+            "in use: another program listens there (stop it, or choose another path)"
+        );
+        UnixStream::connect(&path).unwrap();
+        fs::remove_dir_all(directory).unwrap();
+    }
+
+    #[test]
+    fn a_file_is_never_replaced() {
+        let directory = directory("file");
+        let path = directory.join("s");
+        fs::write(&path, "precious").unwrap();
+        let error = bind(&path).unwrap_err().to_string();
+        assert!(error.starts_with("something that is not a socket is there already"), "{error}");
+        assert_eq!(fs::read_to_string(&path).unwrap(), "precious");
+        fs::remove_dir_all(directory).unwrap();
+    }
+
+    #[test]
+    fn a_socket_that_was_taken_over_is_not_removed() {
+        let directory = directory("taken");
+        let path = directory.join("s");
+        let (listener, file) = bind(&path).unwrap();
+        // The old inode stays alive under another name, so that the new socket cannot get its number.
+        fs::rename(&path, directory.join("old")).unwrap();
+        let _theirs = UnixListener::bind(&path).unwrap();
+        drop((listener, file));
+        UnixStream::connect(&path).unwrap();
+        fs::remove_dir_all(directory).unwrap();
+    }
+
+    #[test]
+    fn a_missing_directory_is_named() {
+        let error = bind(Path::new("/nonexistent/s")).unwrap_err();
+        assert_eq!(error.to_string(), "the directory /nonexistent does not exist (create it)");
+    }
+}
