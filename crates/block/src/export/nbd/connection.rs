@@ -165,8 +165,12 @@ impl Connection {
     /// Waits until one more request may be in flight. What was taken in before must not wait for it.
     async fn make_room(self: &Rc<Self>, intake: &mut Intake, bytes: usize) {
         while !self.outbox.has_room(bytes) {
-            intake.start(self).await;
-            self.outbox.room.wait().await;
+            if intake.batch.is_empty() {
+                self.outbox.room.wait().await;
+            } else {
+                // This may wait for replies to leave, and so make the room.
+                intake.start(self).await;
+            }
         }
     }
 
