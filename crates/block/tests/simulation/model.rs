@@ -211,7 +211,7 @@ impl Model {
             // The top byte of products with odd constants: neighbouring numbers and places differ. Never 0.
             Content::Pattern(number) => {
                 let mixed = number.wrapping_mul(0x9e37_79b9_7f4a_7c15)
-                    ^ (at as u64).wrapping_mul(0xff51_afd7_ed55_8ccd);
+                    ^ (at as u64).wrapping_mul(0xc4ce_b9fe_1a85_ec53);
                 (mixed >> 56) as u8 | 1
             }
         }

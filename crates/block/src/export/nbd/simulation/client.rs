@@ -45,8 +45,10 @@ enum What {
     Status {
         one: bool,
     },
-    /// Breaks a rule; the error it must get.
-    Wrong(Errno),
+    /// Reads past the end.
+    WrongRead,
+    /// Writes past the end; what it would write must not be taken for requests.
+    WrongWrite(Vec<u8>),
 }
 
 /// A request without its answer.
@@ -156,10 +158,10 @@ impl Session {
             85..90 => return (What::Nothing, range),
             90..95 if self.style.has_chunks() => What::Status { one: chance(50) },
             _ => {
-                return (
-                    What::Wrong(Errno::Inval),
-                    SIZE - 5..SIZE + sim::random(|random| random.u64(1..100)),
-                );
+                let beyond = sim::random(|random| random.u64(1..100));
+                let what =
+                    if chance(50) { What::WrongRead } else { What::WrongWrite(random_bytes(5 + beyond)) };
+                return (what, SIZE - 5..SIZE + beyond);
             }
         };
         (what, range)
@@ -179,8 +181,8 @@ impl Session {
         self.next_cookie.set(cookie.wrapping_add(1));
         let flags = if chance(15) { cmd_flag::FUA } else { 0 };
         let (kind, flags) = match &what {
-            What::Read | What::Wrong(_) => (cmd::READ, flags),
-            What::Write(_) => (cmd::WRITE, flags),
+            What::Read | What::WrongRead => (cmd::READ, flags),
+            What::Write(_) | What::WrongWrite(_) => (cmd::WRITE, flags),
             What::Zeroes => (cmd::WRITE_ZEROES, flags | if chance(30) { cmd_flag::NO_HOLE } else { 0 }),
             What::Trim => (cmd::TRIM, flags),
             What::Nothing if range.is_empty() => (cmd::FLUSH, 0),
@@ -188,7 +190,7 @@ impl Session {
             What::Status { one } => (cmd::BLOCK_STATUS, if *one { cmd_flag::REQ_ONE } else { 0 }),
         };
         let mut bytes = request(self.style, kind, flags, cookie, range.start, range.end - range.start);
-        if let What::Write(data) = &what {
+        if let What::Write(data) | What::WrongWrite(data) = &what {
             bytes.extend(data);
         }
         let pending = Pending { what, range, covered: 0, failed: false };
@@ -268,7 +270,8 @@ impl Session {
     fn fail(&self, pending: &mut Pending, errno: u32) {
         pending.failed = true;
         match pending.what {
-            What::Wrong(expected) => assert_eq!(errno, expected.code()),
+            What::WrongRead => assert_eq!(errno, Errno::Inval.code()),
+            What::WrongWrite(_) => assert_eq!(errno, Errno::NoSpc.code()),
             _ => assert!(self.client.faults && errno == Errno::Io.code(), "{pending:?} failed with {errno}"),
         }
     }
@@ -333,7 +336,9 @@ impl Session {
             What::Write(_) | What::Zeroes | What::Trim => {
                 content[self.known(pending.range.clone())].fill(None);
             }
-            What::Wrong(_) => assert!(pending.failed, "a request that breaks a rule succeeded: {pending:?}"),
+            What::WrongRead | What::WrongWrite(_) => {
+                assert!(pending.failed, "a request that breaks a rule succeeded: {pending:?}");
+            }
             What::Read | What::Status { .. } | What::Nothing => {}
         }
     }
