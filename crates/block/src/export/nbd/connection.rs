@@ -95,11 +95,20 @@ impl Connection {
         })
     }
 
+    /// Requests and bytes that are accepted and not answered yet.
+    #[cfg(test)]
+    pub(super) fn in_flight(&self) -> (usize, usize) {
+        self.outbox.in_flight()
+    }
+
     /// Serves the client until it leaves, breaks the protocol, or `stop` is set and its receiving ended. `inbox` has what arrived
     /// behind the handshake.
     pub(super) async fn serve(self: Rc<Self>, mut inbox: Inbox) -> std::result::Result<(), Broken> {
         let writer = reactor::spawn_joinable(Rc::clone(&self).send_replies());
-        let outcome = self.receive_requests(&mut inbox).await;
+        let mut intake = Intake::default();
+        let outcome = self.receive_requests(&mut inbox, &mut intake).await;
+        // However receiving ended, also by `stop` in the middle of a batch: what was taken in is in flight.
+        intake.start(&self).await;
         while !self.outbox.is_idle() {
             self.outbox.room.wait().await;
         }
@@ -111,8 +120,11 @@ impl Connection {
         outcome
     }
 
-    async fn receive_requests(self: &Rc<Self>, inbox: &mut Inbox) -> std::result::Result<(), Broken> {
-        let mut intake = Intake::default();
+    async fn receive_requests(
+        self: &Rc<Self>,
+        inbox: &mut Inbox,
+        intake: &mut Intake,
+    ) -> std::result::Result<(), Broken> {
         while !self.stop.load(Ordering::Relaxed) {
             let parsed = request::parse(inbox.bytes(), &self.session, self.disk.size_bytes());
             if !matches!(parsed, Parsed::Incomplete | Parsed::Close(_)) {
@@ -125,23 +137,17 @@ impl Connection {
                         break;
                     }
                 }
-                Parsed::Close(breach) => {
-                    intake.start(self).await;
-                    return Err(breach.into());
-                }
+                Parsed::Close(breach) => return Err(breach.into()),
                 Parsed::Refused(refused) => {
-                    self.make_room(&mut intake, 0).await;
+                    self.make_room(intake, 0).await;
                     self.refuse(&refused);
                     intake.start(self).await;
                     inbox.skip(refused.skip as usize, &self.stream).await?;
                 }
-                Parsed::Request(request::Request { command: Command::Disconnect, .. }) => {
-                    intake.start(self).await;
-                    break;
-                }
+                Parsed::Request(request::Request { command: Command::Disconnect, .. }) => break,
                 Parsed::Request(request) => {
                     let command = request.command;
-                    self.make_room(&mut intake, bytes_in_flight(command)).await;
+                    self.make_room(intake, bytes_in_flight(command)).await;
                     let length = command.payload_bytes() as usize;
                     if !inbox.holds(length) {
                         intake.start(self).await;

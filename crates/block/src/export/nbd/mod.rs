@@ -53,6 +53,8 @@ pub mod reply;
 pub mod request;
 pub mod server;
 pub mod session;
+#[cfg(test)]
+mod simulation;
 mod stream;
 pub mod tls;
 mod wire;

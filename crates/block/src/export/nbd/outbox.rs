@@ -18,12 +18,12 @@ use crate::{
 };
 
 /// Requests one client may have in flight. QEMU's server stops at 16; deep queues on fast devices need more.
-const MAX_REQUESTS: usize = 512;
+pub(super) const MAX_REQUESTS: usize = 512;
 /// Payload one client may have in flight, in bytes: a request of the largest size can be taken in while another one is answered.
-const MAX_BYTES: usize = 64 << 20;
+pub(super) const MAX_BYTES: usize = 64 << 20;
 /// Bytes of replies that may be ready and unsent before further requests are started. Storage that answers from memory would otherwise
-/// answer a whole batch into cold buffers before the first byte leaves: 16 MiB for nbdcopy, at half the throughput.
-const MAX_READY: usize = 512 << 10;
+/// answer a whole batch into cold buffers before the first byte leaves: 16 MiB for nbdcopy, at a little over half the throughput.
+const MAX_READY: usize = 256 << 10;
 /// A block for headers, in bytes.
 const HEADER_BLOCK: usize = 4096;
 /// Segments in one message; the kernel takes at most 1024 (IOV_MAX).
@@ -77,6 +77,12 @@ impl Outbox {
     /// Whether so much is ready to be sent that starting more would only pile it up.
     pub(super) fn is_congested(&self) -> bool {
         self.ready.get() >= MAX_READY
+    }
+
+    /// Requests and bytes that were counted in and not out.
+    #[cfg(test)]
+    pub(super) fn in_flight(&self) -> (usize, usize) {
+        (self.requests.get(), self.bytes.get())
     }
 
     /// Nothing is in flight.

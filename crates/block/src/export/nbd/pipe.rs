@@ -103,6 +103,16 @@ impl Pipe {
         .await
     }
 
+    /// Receives no more than what is there already, as after `shutdown(SHUT_RD)`; sending goes on.
+    pub(super) fn end_receiving(&self) {
+        let waiting = {
+            let mut incoming = self.incoming.borrow_mut();
+            incoming.closed = true;
+            incoming.wake()
+        };
+        wake_all(waiting);
+    }
+
     /// Closes both directions; what is in them can still be received.
     pub(super) fn close(&self) {
         for direction in [&self.incoming, &self.outgoing] {

@@ -225,16 +225,26 @@ impl Server {
 
     /// Handshake, then transmission.
     async fn converse(&self, stream: Stream, stop: &Arc<AtomicBool>) -> Result<(), String> {
-        let (stream, inbox, session) =
-            match reactor::timeout(self.terms.handshake_timeout, self.negotiate(stream)).await {
-                Ok(Ok(Some(negotiated))) => negotiated,
-                Ok(Ok(None)) => return Ok(()),
-                Ok(Err(reason)) => return Err(reason),
-                Err(reactor::Timeout) => return Err("the handshake took too long".to_owned()),
-            };
+        match self.open(stream, stop).await? {
+            Some((connection, inbox)) => connection.serve(inbox).await.map_err(|broken| broken.to_string()),
+            None => Ok(()),
+        }
+    }
+
+    /// The handshake: a connection ready for requests, and what arrived behind it. `None` where the client only looked around.
+    pub(super) async fn open(
+        &self,
+        stream: Stream,
+        stop: &Arc<AtomicBool>,
+    ) -> Result<Option<(Rc<Connection>, Inbox)>, String> {
+        let negotiated = reactor::timeout(self.terms.handshake_timeout, self.negotiate(stream)).await;
+        let Some((stream, inbox, session)) =
+            negotiated.unwrap_or_else(|reactor::Timeout| Err("the handshake took too long".to_owned()))?
+        else {
+            return Ok(None);
+        };
         let disk = Arc::clone(&self.exports[session.export].disk);
-        let connection = Connection::new(stream, disk, session, Arc::clone(stop));
-        connection.serve(inbox).await.map_err(|broken| broken.to_string())
+        Ok(Some((Connection::new(stream, disk, session, Arc::clone(stop)), inbox)))
     }
 
     /// `None` where the client only looked around.

@@ -1,0 +1,271 @@
+//! Connections under simulation: several clients at once on one disk, well-behaved and hostile ones, over pipes that cut what
+//! they carry anywhere, through the real handshake.
+//!
+//! - Every request of a well-behaved client is answered exactly once, rightly, before its connection ends (`client`).
+//! - Hostile clients (`hostile`) harm nobody but themselves.
+//! - Every connection ends, with nothing in flight and no task of it left.
+//! - What one client has in flight is bounded.
+//!
+//! `WEIR_SEED=n` runs one seed, `WEIR_SEEDS=n` the first n. A failure prints the command that repeats it.
+
+mod client;
+mod hostile;
+#[path = "../../../tests/simulation/seeds.rs"]
+mod seeds;
+mod wire;
+
+use std::{
+    cell::Cell,
+    rc::Rc,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+};
+
+use policy::{
+    throttle::{Limit, LimitKind, Limits},
+    time::Duration,
+};
+
+use self::{client::Client, hostile::Hostile, wire::Wire};
+use super::{
+    outbox::{MAX_BYTES, MAX_REQUESTS},
+    pipe::Pipe,
+    proto::{self, cmd},
+    server::{Export, Server, Terms},
+    session::ReplyStyle,
+    stream::Stream,
+};
+use crate::{
+    disk::{Disk, Totals},
+    error::Error,
+    image::{Image, Raw},
+    layer::throttle::Group,
+    reactor::{JoinHandle, now, sim, sleep_until, spawn_joinable, timeout},
+    storage::{
+        Storage,
+        delay::{Delay, DelayOptions},
+        fault::{Fault, FaultRule},
+        memory::Memory,
+    },
+};
+
+/// A client's own part of the disk, in bytes. No multiple of a page of memory, so that neighbours share some.
+const REGION: u64 = 40_000;
+/// Most well-behaved clients; behind their regions is one for the hostile.
+const MOST_CLIENTS: u64 = 4;
+const SIZE: u64 = (MOST_CLIENTS + 1) * REGION;
+/// Longer than any run.
+const FOREVER: Duration = Duration::from_secs(24 * 3600);
+
+#[test]
+fn clients_are_answered_whatever_others_do() {
+    let (mut totals, mut answered) = (Totals::default(), 0);
+    let seeds = seeds::for_each("--lib", "clients_are_answered_whatever_others_do", 600, |seed| {
+        let (of_seed, answered_of_seed) = sim::run(seed, serve_a_crowd());
+        totals.reads += of_seed.reads;
+        totals.writes += of_seed.writes;
+        totals.merged_requests += of_seed.merged_requests;
+        answered += answered_of_seed;
+    });
+    let happened = [totals.reads, totals.writes, totals.merged_requests, answered];
+    assert!(
+        seeds < 100 || happened.iter().all(|&count| count > 2 * seeds),
+        "too little happened: {totals:?}"
+    );
+}
+
+fn chance(percent: u32) -> bool {
+    sim::random(|random| random.u32(..100)) < percent
+}
+
+/// Short times as likely as long ones, up to a second.
+fn some_time() -> Duration {
+    Duration::from_nanos(sim::random(|random| 10_f64.powf(3.0 + 6.0 * random.f64())) as u64)
+}
+
+/// One run; returns what the disk did and how many requests well-behaved clients had answered.
+async fn serve_a_crowd() -> (Totals, u64) {
+    let faults = chance(25);
+    let disk = Arc::new(Disk::new("disk", Image::Raw(Raw::new(draw_storage(faults))), &draw_group()));
+    let server = serve(&disk);
+    let stopped = Rc::new(Cell::new(false));
+    let answered = Rc::new(Cell::new(0));
+    let (mut ends, mut clients, mut connections) = (Vec::new(), Vec::new(), Vec::new());
+    for number in 0..sim::random(|random| random.u64(1..=MOST_CLIENTS)) {
+        let (pipe, connection) = connect(&server);
+        let client = Client {
+            wire: Wire::new(pipe),
+            start: number * REGION,
+            faults,
+            stopped: Rc::clone(&stopped),
+            answered: Rc::clone(&answered),
+        };
+        clients.push(spawn_joinable(client.run()));
+        ends.push((connection.end.clone(), Arc::clone(&connection.stop)));
+        connections.push(connection.task);
+    }
+    for _ in 0..sim::random(|random| random.usize(..=3)) {
+        let (pipe, connection) = connect(&server);
+        clients.push(spawn_joinable(Hostile::draw(MOST_CLIENTS * REGION).run(pipe)));
+        ends.push((connection.end.clone(), Arc::clone(&connection.stop)));
+        connections.push(connection.task);
+    }
+    let stopping = spawn_joinable(async move {
+        sleep_until(now() + some_time()).await;
+        stopped.set(true);
+        // As `Server::stop` does to sockets.
+        for (end, stop) in ends {
+            stop.store(true, Ordering::SeqCst);
+            end.end_receiving();
+        }
+    });
+    if chance(75) {
+        stopping.cancel().await;
+    }
+    for task in clients.into_iter().chain(connections) {
+        timeout(FOREVER, task).await.expect("every client and every connection comes to an end");
+    }
+    (disk.totals(), answered.get())
+}
+
+fn draw_storage(faults: bool) -> Storage {
+    let mut storage = Storage::Memory(Memory::new(SIZE).expect("small"));
+    if faults {
+        let rule = FaultRule {
+            kind: None,
+            range: None,
+            error: Error::IO,
+            count: None,
+            probability: 0.1,
+            seed: sim::random(|random| random.u64(..)),
+        };
+        storage = Storage::Fault(Box::new(Fault::new(storage, vec![rule])));
+    }
+    if chance(80) {
+        let micros = || Duration::from_micros(sim::random(|random| random.u64(..3000)));
+        let parallel = chance(50).then(|| sim::random(|random| random.usize(1..=8)));
+        let options =
+            DelayOptions { read: micros(), write: micros(), zero: micros(), flush: micros(), parallel };
+        storage = Storage::Delay(Box::new(Delay::new(storage, options)));
+    }
+    storage
+}
+
+fn draw_group() -> Arc<Group> {
+    let mut limits = Limits::default();
+    if chance(40) {
+        let rate = sim::random(|random| random.u64(50..5000));
+        *limits.limit_mut(LimitKind::IopsTotal) = Limit { rate, ..Limit::NONE };
+    }
+    if chance(20) {
+        let rate = sim::random(|random| random.u64(100_000..5_000_000));
+        *limits.limit_mut(LimitKind::BpsWrite) = Limit { rate, ..Limit::NONE };
+    }
+    Group::new("group", limits).expect("valid")
+}
+
+fn serve(disk: &Arc<Disk>) -> Arc<Server> {
+    let export =
+        Export { name: "disk".into(), description: "".into(), disk: Arc::clone(disk), read_only: false };
+    Server::new(vec![export], None, Terms::default())
+}
+
+/// A connection as the server has it.
+struct Served {
+    task: JoinHandle<()>,
+    end: Pipe,
+    stop: Arc<AtomicBool>,
+    in_flight: Rc<Cell<(usize, usize)>>,
+}
+
+/// Connects a client: its end of the pipe, and the connection it leads to.
+fn connect(server: &Arc<Server>) -> (Pipe, Served) {
+    let (ours, theirs) = Pipe::pair();
+    let stop = Arc::new(AtomicBool::new(false));
+    let in_flight = Rc::new(Cell::new((0, 0)));
+    let task = converse(Arc::clone(server), theirs.clone(), Arc::clone(&stop), Rc::clone(&in_flight));
+    (ours, Served { task: spawn_joinable(task), end: theirs, stop, in_flight })
+}
+
+/// As the server does it, watching what is in flight.
+async fn converse(
+    server: Arc<Server>,
+    pipe: Pipe,
+    stop: Arc<AtomicBool>,
+    in_flight: Rc<Cell<(usize, usize)>>,
+) {
+    if let Ok(Some((connection, inbox))) = server.open(Stream::Simulated(pipe.clone()), &stop).await {
+        let watched = Rc::clone(&connection);
+        let watching = spawn_joinable(async move {
+            loop {
+                let (requests, bytes) = watched.in_flight();
+                assert!(
+                    requests <= MAX_REQUESTS && (bytes <= MAX_BYTES || requests == 1),
+                    "{requests}, {bytes}"
+                );
+                in_flight.set((requests, bytes));
+                sleep_until(now() + Duration::from_millis(5)).await;
+            }
+        });
+        let watched = Rc::clone(&connection);
+        // How it ended is the client's to say.
+        let _ = timeout(FOREVER, connection.serve(inbox)).await.expect("a connection does not hang");
+        watching.cancel().await;
+        assert_eq!(watched.in_flight(), (0, 0), "a connection ended with requests in flight");
+        assert_eq!(Rc::strong_count(&watched), 1, "a connection ended with tasks left");
+    }
+    // A socket closes as it is dropped.
+    pipe.close();
+}
+
+/// A connection to a fast disk that the tests below have to themselves.
+fn connect_alone(size_bytes: u64) -> (Pipe, Served) {
+    let storage = Storage::Memory(Memory::new(size_bytes).expect("sparse"));
+    let group = Group::new("group", Limits::default()).expect("valid");
+    connect(&serve(&Arc::new(Disk::new("disk", Image::Raw(Raw::new(storage)), &group))))
+}
+
+/// Sends `count` reads of `length` and reads no reply, for a second; what was in flight then.
+async fn neglect_replies(count: u64, length: u32) -> (usize, usize) {
+    let (pipe, served) = connect_alone(1 << 30);
+    let mut wire = Wire::new(pipe);
+    wire.handshake(ReplyStyle::Simple).await.expect("a handshake");
+    let mut requests = Vec::new();
+    for cookie in 0..count {
+        requests.extend(wire::request(ReplyStyle::Simple, cmd::READ, 0, cookie, 0, u64::from(length)));
+    }
+    // Not all of them fit into the pipe, and nobody takes them out.
+    let _ = timeout(Duration::from_secs(1), wire.send(&requests)).await;
+    sleep_until(now() + Duration::from_secs(1)).await;
+    let in_flight = served.in_flight.get();
+    wire.close();
+    timeout(Duration::from_secs(1), served.task).await.expect("it ends when the client goes");
+    in_flight
+}
+
+#[test]
+fn a_client_that_reads_no_replies_is_not_read_from() {
+    let seeds = seeds::for_each("--lib", "a_client_that_reads_no_replies_is_not_read_from", 50, |seed| {
+        let (requests, _) = sim::run(seed, neglect_replies(5000, 100));
+        assert_eq!(requests, MAX_REQUESTS);
+    });
+    assert!(seeds > 0);
+}
+
+#[test]
+fn a_client_that_reads_no_replies_costs_a_bounded_amount_of_memory() {
+    let (requests, bytes) = sim::run(1, neglect_replies(10, proto::DEFAULT_MAX_PAYLOAD));
+    assert_eq!((requests, bytes), (2, MAX_BYTES));
+}
+
+#[test]
+fn a_client_that_does_not_shake_hands_is_shown_the_door() {
+    sim::run(1, async {
+        let (pipe, served) = connect_alone(1 << 20);
+        served.task.await;
+        assert_eq!(now().as_nanos(), Terms::default().handshake_timeout.as_nanos() as u64);
+        pipe.close();
+    });
+}

@@ -1,0 +1,344 @@
+//! A well-behaved client: many requests in flight on a region of its own, each answer held against what it wrote there.
+//!
+//! Two requests in flight never overlap if one of them writes, so that each answer is determined; those of other clients are elsewhere. What a
+//! request that failed, or a trim, has left is unknown until it is written again.
+
+use std::{
+    cell::{Cell, RefCell},
+    collections::BTreeMap,
+    ops::Range,
+    rc::Rc,
+};
+
+use super::{
+    super::{
+        errno::Errno,
+        proto::{self, cmd, cmd_flag, reply_flag, reply_type, state},
+        session::ReplyStyle,
+    },
+    REGION, SIZE, chance, some_time,
+    wire::{Ended, Wire, request, u16_at, u32_at, u64_at},
+};
+use crate::reactor::{Signal, now, sim, sleep_until, spawn_joinable};
+
+/// A client before it connects.
+pub(super) struct Client {
+    pub(super) wire: Wire,
+    /// Where its region begins.
+    pub(super) start: u64,
+    /// Requests may fail with EIO.
+    pub(super) faults: bool,
+    /// The server was stopped, and owes no more answers.
+    pub(super) stopped: Rc<Cell<bool>>,
+    /// Counts answers.
+    pub(super) answered: Rc<Cell<u64>>,
+}
+
+#[derive(Clone, Debug)]
+enum What {
+    Read,
+    Write(Vec<u8>),
+    Zeroes,
+    Trim,
+    /// Flushes and hints.
+    Nothing,
+    Status {
+        one: bool,
+    },
+    /// Breaks a rule; the error it must get.
+    Wrong(Errno),
+}
+
+/// A request without its answer.
+#[derive(Clone, Debug)]
+struct Pending {
+    what: What,
+    range: Range<u64>,
+    /// Bytes that have been read, or extents, as far as they came.
+    covered: u64,
+    failed: bool,
+}
+
+/// What the two tasks of a client share.
+struct Session {
+    client: Client,
+    style: ReplyStyle,
+    /// Requests to have in flight at most.
+    depth: usize,
+    /// `None` where it is not known.
+    content: RefCell<Vec<Option<u8>>>,
+    pending: RefCell<BTreeMap<u64, Pending>>,
+    next_cookie: Cell<u64>,
+    received: Signal,
+}
+
+impl Client {
+    /// Connects, sends requests, leaves; checks everything.
+    pub(super) async fn run(mut self) {
+        use ReplyStyle::{Extended, Simple, Structured};
+        let style = sim::random(|random| [Simple, Structured, Extended][random.usize(..3)]);
+        match self.wire.handshake(style).await {
+            Ok(about) => assert_eq!(about.size_bytes, SIZE),
+            Err(Ended) => return assert!(self.stopped.get(), "the handshake ended early"),
+        }
+        let session = Rc::new(Session {
+            style,
+            depth: sim::random(|random| 1 << random.u32(..6)),
+            content: RefCell::new(vec![Some(0); REGION as usize]),
+            pending: RefCell::default(),
+            next_cookie: Cell::new(sim::random(|random| random.u64(..))),
+            received: Signal::default(),
+            client: self,
+        });
+        let receiving = spawn_joinable(Rc::clone(&session).receive());
+        // A server that was stopped takes no more.
+        if session.send_all().await.is_err() {
+            assert!(session.client.stopped.get(), "the connection ended early");
+        }
+        receiving.await;
+        session.client.wire.close();
+    }
+}
+
+impl Session {
+    async fn send_all(&self) -> Result<(), Ended> {
+        for _ in 0..sim::random(|random| random.usize(1..25)) {
+            while self.pending.borrow().len() >= self.depth {
+                self.received.wait().await;
+                if self.client.stopped.get() {
+                    return Ok(());
+                }
+            }
+            self.client.wire.send(&self.burst()).await?;
+            if chance(20) {
+                sleep_until(now() + some_time()).await;
+            }
+        }
+        while chance(50) && !self.pending.borrow().is_empty() && !self.client.stopped.get() {
+            self.received.wait().await;
+        }
+        // What is in flight then is answered all the same.
+        self.client.wire.send(&request(self.style, cmd::DISC, 0, 0, 0, 0)).await
+    }
+
+    /// Requests to send together: any, or reads or writes side by side, which the server may merge.
+    fn burst(&self) -> Vec<u8> {
+        let mut bytes = Vec::new();
+        let count = sim::random(|random| random.u64(1..=8));
+        if chance(50) {
+            let (length, writes) = (sim::random(|random| random.u64(1..500)), chance(50));
+            let first = self.client.start + sim::random(|random| random.u64(..REGION - count * length));
+            for number in 0..count {
+                let at = first + number * length;
+                let what = if writes { What::Write(random_bytes(length)) } else { What::Read };
+                bytes.extend(self.begin(what, at..at + length));
+            }
+            return bytes;
+        }
+        for _ in 0..count {
+            let (what, range) = self.draw();
+            bytes.extend(self.begin(what, range));
+        }
+        bytes
+    }
+
+    fn draw(&self) -> (What, Range<u64>) {
+        let longest = if chance(5) { REGION } else { 2000 };
+        let start = sim::random(|random| random.u64(..REGION));
+        let end = sim::random(|random| random.u64(start + 1..=REGION.min(start + longest)));
+        let range = self.client.start + start..self.client.start + end;
+        let what = match sim::random(|random| random.u32(..100)) {
+            0..35 => What::Read,
+            35..65 => What::Write(random_bytes(end - start)),
+            65..75 => What::Zeroes,
+            75..80 => What::Trim,
+            80..85 => return (What::Nothing, 0..0),
+            85..90 => return (What::Nothing, range),
+            90..95 if self.style.has_chunks() => What::Status { one: chance(50) },
+            _ => {
+                return (
+                    What::Wrong(Errno::Inval),
+                    SIZE - 5..SIZE + sim::random(|random| random.u64(1..100)),
+                );
+            }
+        };
+        (what, range)
+    }
+
+    /// Notes the request and returns its bytes; none if it has to do with one in flight.
+    fn begin(&self, what: What, range: Range<u64>) -> Vec<u8> {
+        let changes = |what: &What| matches!(what, What::Write(_) | What::Zeroes | What::Trim);
+        let conflicts = |other: &Pending| {
+            let overlap = range.start < other.range.end && other.range.start < range.end;
+            overlap && (changes(&what) || changes(&other.what))
+        };
+        if self.pending.borrow().values().any(conflicts) {
+            return Vec::new();
+        }
+        let cookie = self.next_cookie.get();
+        self.next_cookie.set(cookie.wrapping_add(1));
+        let flags = if chance(15) { cmd_flag::FUA } else { 0 };
+        let (kind, flags) = match &what {
+            What::Read | What::Wrong(_) => (cmd::READ, flags),
+            What::Write(_) => (cmd::WRITE, flags),
+            What::Zeroes => (cmd::WRITE_ZEROES, flags | if chance(30) { cmd_flag::NO_HOLE } else { 0 }),
+            What::Trim => (cmd::TRIM, flags),
+            What::Nothing if range.is_empty() => (cmd::FLUSH, 0),
+            What::Nothing => (cmd::CACHE, 0),
+            What::Status { one } => (cmd::BLOCK_STATUS, if *one { cmd_flag::REQ_ONE } else { 0 }),
+        };
+        let mut bytes = request(self.style, kind, flags, cookie, range.start, range.end - range.start);
+        if let What::Write(data) = &what {
+            bytes.extend(data);
+        }
+        let pending = Pending { what, range, covered: 0, failed: false };
+        self.pending.borrow_mut().insert(cookie, pending);
+        bytes
+    }
+
+    /// Takes answers in until the server closes.
+    async fn receive(self: Rc<Self>) {
+        let mut wire = self.client.wire.clone();
+        loop {
+            let reply = match self.style {
+                ReplyStyle::Simple => self.simple_reply(&mut wire).await,
+                _ => self.chunk(&mut wire).await,
+            };
+            // Also the sender that the server's stop has surprised.
+            self.received.raise();
+            if reply == Err(Ended) {
+                break;
+            }
+        }
+        assert_eq!(wire.left_over(), 0, "the connection ended within a reply");
+        let pending = self.pending.borrow();
+        assert!(pending.is_empty() || self.client.stopped.get(), "never answered: {pending:?}");
+    }
+
+    async fn simple_reply(&self, wire: &mut Wire) -> Result<(), Ended> {
+        let header = wire.take(16).await?;
+        assert_eq!(u32_at(&header, 0), proto::SIMPLE_REPLY_MAGIC);
+        let (errno, cookie) = (u32_at(&header, 4), u64_at(&header, 8));
+        let mut pending = self.pending(cookie);
+        if errno != 0 {
+            self.fail(&mut pending, errno);
+        } else if matches!(pending.what, What::Read) {
+            let data = wire.take((pending.range.end - pending.range.start) as usize).await?;
+            let offset = pending.range.start;
+            self.compare(&mut pending, offset, &data);
+        }
+        self.finish(cookie, &pending);
+        Ok(())
+    }
+
+    async fn chunk(&self, wire: &mut Wire) -> Result<(), Ended> {
+        let extended = self.style == ReplyStyle::Extended;
+        let header = wire.take(if extended { 32 } else { 20 }).await?;
+        let magic = if extended { proto::EXTENDED_REPLY_MAGIC } else { proto::STRUCTURED_REPLY_MAGIC };
+        assert_eq!(u32_at(&header, 0), magic);
+        let (flags, kind, cookie) = (u16_at(&header, 4), u16_at(&header, 6), u64_at(&header, 8));
+        let length = if extended { u64_at(&header, 24) } else { u64::from(u32_at(&header, 16)) };
+        let mut pending = self.pending(cookie);
+        assert!(!extended || u64_at(&header, 16) == pending.range.start, "the offset is repeated");
+        let payload = wire.take(length as usize).await?;
+        match kind {
+            reply_type::NONE => assert!(payload.is_empty()),
+            reply_type::OFFSET_DATA => self.compare(&mut pending, u64_at(&payload, 0), &payload[8..]),
+            reply_type::ERROR => self.fail(&mut pending, u32_at(&payload, 0)),
+            reply_type::BLOCK_STATUS => self.extents(&mut pending, &payload[4..], 8),
+            reply_type::BLOCK_STATUS_EXT => self.extents(&mut pending, &payload[8..], 16),
+            _ => panic!("a chunk of kind {kind}"),
+        }
+        if flags & reply_flag::DONE != 0 {
+            self.finish(cookie, &pending);
+        } else {
+            self.pending.borrow_mut().insert(cookie, pending);
+        }
+        Ok(())
+    }
+
+    fn pending(&self, cookie: u64) -> Pending {
+        self.pending
+            .borrow()
+            .get(&cookie)
+            .cloned()
+            .expect("an answer to something that was asked, and not answered yet")
+    }
+
+    fn fail(&self, pending: &mut Pending, errno: u32) {
+        pending.failed = true;
+        match pending.what {
+            What::Wrong(expected) => assert_eq!(errno, expected.code()),
+            _ => assert!(self.client.faults && errno == Errno::Io.code(), "{pending:?} failed with {errno}"),
+        }
+    }
+
+    fn known(&self, range: Range<u64>) -> Range<usize> {
+        (range.start - self.client.start) as usize..(range.end - self.client.start) as usize
+    }
+
+    fn compare(&self, pending: &mut Pending, offset: u64, data: &[u8]) {
+        assert!(matches!(pending.what, What::Read), "data for {pending:?}");
+        // Parts could come in any order; this server sends them in one.
+        assert_eq!(offset, pending.range.start + pending.covered);
+        pending.covered += data.len() as u64;
+        assert!(offset + data.len() as u64 <= pending.range.end, "more data than was asked for");
+        let content = self.content.borrow();
+        for (at, (known, &byte)) in
+            content[self.known(offset..offset + data.len() as u64)].iter().zip(data).enumerate()
+        {
+            assert!(known.is_none_or(|known| known == byte), "byte {at} at {offset}: {byte}, not {known:?}");
+        }
+    }
+
+    /// `extents` is a list of lengths and flags, each half of `width` bytes.
+    fn extents(&self, pending: &mut Pending, extents: &[u8], width: usize) {
+        let What::Status { one } = pending.what else { panic!("block status for {pending:?}") };
+        let count = extents.len() / width;
+        assert!(count > 0 && count * width == extents.len() && (!one || count == 1));
+        for extent in extents.chunks(width) {
+            let (length, flags) = match width {
+                8 => (u64::from(u32_at(extent, 0)), u64::from(u32_at(extent, 4))),
+                _ => (u64_at(extent, 0), u64_at(extent, 8)),
+            };
+            let start = pending.range.start + pending.covered;
+            pending.covered += length;
+            assert!(length > 0 && start < pending.range.end && (!one || start + length <= pending.range.end));
+            if flags & u64::from(state::ZERO) != 0 {
+                let content = self.content.borrow();
+                let told = self.known(start..(start + length).min(pending.range.end));
+                assert!(
+                    content[told].iter().all(|known| known.is_none_or(|byte| byte == 0)),
+                    "data called zero"
+                );
+            }
+        }
+    }
+
+    /// The answer is complete.
+    fn finish(&self, cookie: u64, pending: &Pending) {
+        self.pending.borrow_mut().remove(&cookie);
+        self.client.answered.set(self.client.answered.get() + 1);
+        let length = pending.range.end - pending.range.start;
+        let mut content = self.content.borrow_mut();
+        match &pending.what {
+            What::Read if !pending.failed => assert_eq!(pending.covered, length, "some data is missing"),
+            What::Status { .. } if !pending.failed => assert!(pending.covered > 0, "no status"),
+            What::Write(data) if !pending.failed => {
+                for (known, &byte) in content[self.known(pending.range.clone())].iter_mut().zip(data) {
+                    *known = Some(byte);
+                }
+            }
+            What::Zeroes if !pending.failed => content[self.known(pending.range.clone())].fill(Some(0)),
+            What::Write(_) | What::Zeroes | What::Trim => {
+                content[self.known(pending.range.clone())].fill(None)
+            }
+            What::Wrong(_) => assert!(pending.failed, "a request that breaks a rule succeeded: {pending:?}"),
+            What::Read | What::Status { .. } | What::Nothing => {}
+        }
+    }
+}
+
+fn random_bytes(length: u64) -> Vec<u8> {
+    sim::random(|random| (0..length).map(|_| random.u8(..)).collect())
+}

@@ -1,0 +1,172 @@
+//! Clients that break the protocol, or the connection, each in its own way. What they may expect is that their connection ends; that the
+//! others do not notice is the others' to check.
+
+use policy::time::Duration;
+
+use super::{
+    super::{
+        pipe::Pipe,
+        proto::{cmd, cmd_flag},
+        session::ReplyStyle,
+    },
+    REGION, SIZE, chance, some_time,
+    wire::{Ended, Wire, request},
+};
+use crate::reactor::{now, sim, sleep_until, timeout};
+
+/// How long a client that neglects its connection keeps it.
+const NEGLECT: Duration = Duration::from_secs(20);
+
+/// How a client misbehaves, and where on the disk it may write.
+pub(super) struct Hostile {
+    way: Way,
+    region: u64,
+}
+
+#[derive(Clone, Copy, Debug)]
+enum Way {
+    /// Noise from the first byte on.
+    GarbageAtOnce,
+    /// Noise where requests should be.
+    GarbageAsRequests,
+    /// A few options' worth of handshake, then nothing.
+    NoHandshake,
+    /// A part of a request.
+    HalfRequest,
+    /// A write with a part of its payload.
+    HalfPayload,
+    /// A request that begins with the wrong number.
+    WrongMagic,
+    /// Requests past the end, with unknown flags, of unknown kinds.
+    Nonsense,
+    /// Many requests, no reply read.
+    Deaf,
+    /// Many requests, then gone.
+    Gone,
+}
+
+impl Hostile {
+    /// One of the ways; what it writes stays in the region that begins here.
+    pub(super) fn draw(region: u64) -> Self {
+        use Way::{
+            Deaf, GarbageAsRequests, GarbageAtOnce, Gone, HalfPayload, HalfRequest, NoHandshake, Nonsense,
+            WrongMagic,
+        };
+        const WAYS: [Way; 9] = [
+            GarbageAtOnce,
+            GarbageAsRequests,
+            NoHandshake,
+            HalfRequest,
+            HalfPayload,
+            WrongMagic,
+            Nonsense,
+            Deaf,
+            Gone,
+        ];
+        Self { way: WAYS[sim::random(|random| random.usize(..WAYS.len()))], region }
+    }
+
+    /// Misbehaves, and closes.
+    pub(super) async fn run(self, pipe: Pipe) {
+        let mut wire = Wire::new(pipe);
+        // The server may well have had enough of it before it is done.
+        let _ = self.misbehave(&mut wire).await;
+        wire.close();
+    }
+
+    async fn misbehave(&self, wire: &mut Wire) -> Result<(), Ended> {
+        match self.way {
+            Way::GarbageAtOnce => {
+                wire.send(&noise()).await?;
+                return linger(wire).await;
+            }
+            Way::NoHandshake => return linger(wire).await,
+            _ => {}
+        }
+        let style = sim::random(|random| {
+            [ReplyStyle::Simple, ReplyStyle::Structured, ReplyStyle::Extended][random.usize(..3)]
+        });
+        wire.handshake(style).await?;
+        match self.way {
+            Way::GarbageAtOnce | Way::NoHandshake => {}
+            Way::GarbageAsRequests => wire.send(&noise()).await?,
+            Way::HalfRequest => {
+                let whole = self.reads(style, 3);
+                let cut = sim::random(|random| random.usize(1..whole.len()));
+                wire.send(&whole[..cut]).await?;
+            }
+            Way::HalfPayload => {
+                let mut bytes = self.reads(style, 2);
+                bytes.extend(request(style, cmd::WRITE, 0, 7, self.region, 5000));
+                bytes.extend(vec![7; sim::random(|random| random.usize(..5000))]);
+                wire.send(&bytes).await?;
+            }
+            Way::WrongMagic => {
+                let mut bytes = self.reads(style, 3);
+                bytes.extend(request(style, cmd::READ, 0, 7, 0, 1));
+                let at = bytes.len() - style.request_bytes();
+                bytes[at] ^= 1;
+                bytes.extend(self.reads(style, 3));
+                wire.send(&bytes).await?;
+            }
+            Way::Nonsense => wire.send(&self.nonsense(style)).await?,
+            Way::Deaf => {
+                _ = timeout(NEGLECT, wire.send(&self.reads(style, 3000))).await;
+                return Ok(());
+            }
+            Way::Gone => {
+                let mut bytes = request(style, cmd::WRITE, 0, 7, self.region, 6000);
+                bytes.extend(vec![7; 6000]);
+                bytes.extend(self.reads(style, 100));
+                _ = timeout(some_time(), wire.send(&bytes)).await;
+                sleep_until(now() + some_time()).await;
+                return Ok(());
+            }
+        }
+        if chance(50) { linger(wire).await } else { Ok(()) }
+    }
+
+    fn reads(&self, style: ReplyStyle, count: u64) -> Vec<u8> {
+        let mut bytes = Vec::new();
+        for number in 0..count {
+            let (offset, length) = sim::random(|random| (random.u64(..REGION), random.u64(1..3000)));
+            bytes.extend(request(
+                style,
+                cmd::READ,
+                0,
+                number,
+                self.region + offset,
+                length.min(REGION - offset),
+            ));
+        }
+        bytes
+    }
+
+    fn nonsense(&self, style: ReplyStyle) -> Vec<u8> {
+        let mut bytes = Vec::new();
+        for number in 0..50 {
+            let (kind, flags) = sim::random(|random| (random.u16(..12), 1 << random.u16(..16)));
+            let offset = sim::random(|random| if random.bool() { random.u64(..) } else { self.region });
+            let length = sim::random(|random| random.u64(..2 * SIZE));
+            // Only what has no payload stays in step; the rest is noise too, sooner or later.
+            let kind = if kind == cmd::WRITE && chance(90) { cmd::TRIM } else { kind };
+            let length = if offset == self.region { length % REGION } else { length };
+            bytes.extend(request(style, kind, flags & !cmd_flag::PAYLOAD_LEN, number, offset, length));
+        }
+        bytes
+    }
+}
+
+/// Takes in what comes until the server closes, but not for ever.
+async fn linger(wire: &mut Wire) -> Result<(), Ended> {
+    let reading = async {
+        loop {
+            wire.take(1).await?;
+        }
+    };
+    timeout(NEGLECT, reading).await.unwrap_or(Ok(()))
+}
+
+fn noise() -> Vec<u8> {
+    sim::random(|random| (0..random.usize(1..20_000)).map(|_| random.u8(..)).collect())
+}

@@ -1,0 +1,225 @@
+//! A client of a disk: sends random requests one after the other, and holds every answer against the model.
+//!
+//! Several of them on one disk make the concurrency: their requests overlap in time, and, as the disk is small, in place.
+
+use std::{
+    cell::{Cell, RefCell},
+    ops::Range,
+    rc::Rc,
+    sync::Arc,
+};
+
+use block::{
+    buffer::{Buffer, Segments},
+    disk::Disk,
+    error::{Error, Result},
+    reactor::{sim, timeout},
+    storage::{Durability, ZeroOptions},
+};
+use policy::{throttle::Cost, time::Duration};
+
+use crate::{
+    limits::Passed,
+    model::{Model, Outcome},
+};
+
+/// What has happened, over all seeds: a simulation in which nothing fails or crashes shows nothing.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Tally {
+    pub(crate) answered: u64,
+    pub(crate) failed: u64,
+    pub(crate) cancelled: u64,
+    pub(crate) flushed: u64,
+    pub(crate) crashes: u64,
+    pub(crate) waited: u64,
+}
+
+/// What the clients of one disk share.
+pub(crate) struct Shared {
+    pub(crate) model: RefCell<Model>,
+    pub(crate) tally: Rc<RefCell<Tally>>,
+    pub(crate) passed: Rc<RefCell<Passed>>,
+    /// Requests fail now and then; otherwise none may.
+    pub(crate) may_fail: bool,
+    pub(crate) block_bytes: usize,
+    /// Requests that the disk counts: reads and writes, since it was opened.
+    pub(crate) sent: [Cell<u64>; 2],
+}
+
+/// One client.
+pub(crate) struct Client {
+    pub(crate) disk: Arc<Disk>,
+    pub(crate) shared: Rc<Shared>,
+}
+
+pub(crate) fn chance(percent: u32) -> bool {
+    sim::random(|random| random.u32(..100)) < percent
+}
+
+impl Client {
+    /// Sends so many requests, and waits for each.
+    pub(crate) async fn run(self, requests: usize) {
+        for _ in 0..requests {
+            let patience = if chance(8) { Some(short_time()) } else { None };
+            let Some(patience) = patience else {
+                self.request().await;
+                continue;
+            };
+            if timeout(patience, self.request()).await.is_err() {
+                self.shared.tally.borrow_mut().cancelled += 1;
+            }
+        }
+    }
+
+    async fn request(&self) {
+        self.shared.passed.borrow_mut().look();
+        match sim::random(|random| random.u32(..100)) {
+            0..30 => self.read(self.range()).await,
+            30..65 => self.write(Durability::Cached).await,
+            65..75 => self.write(Durability::Synchronous).await,
+            75..84 => _ = self.flush().await,
+            84..91 => self.write_zeroes().await,
+            91..97 => self.discard().await,
+            _ => self.block_status().await,
+        }
+        self.shared.passed.borrow_mut().look();
+    }
+
+    /// Somewhere, from a byte to a few blocks, half of the time whole blocks.
+    fn range(&self) -> Range<usize> {
+        let (block, size) = (self.shared.block_bytes, self.shared.model.borrow().size_bytes());
+        sim::random(|random| {
+            if random.bool() {
+                let first = random.usize(..size / block);
+                let count = random.usize(1..=(size / block - first).min(3));
+                return first * block..(first + count) * block;
+            }
+            let longest = match random.u8(..20) {
+                0 => size,
+                1..10 => 40,
+                _ => 5 * block / 2,
+            };
+            let start = random.usize(..size);
+            start..random.usize(start + 1..=size.min(start + longest))
+        })
+    }
+
+    fn count(&self, direction: usize) {
+        let sent = &self.shared.sent[direction];
+        sent.set(sent.get() + 1);
+    }
+
+    /// Reads and compares.
+    pub(crate) async fn read(&self, range: Range<usize>) {
+        self.count(0);
+        let began = self.shared.model.borrow_mut().begin();
+        let buffer = misaligned(&vec![0xee; range.len()]);
+        let result = self.disk.read(range.start as u64, buffer, Cost::one(range.len() as u64)).await;
+        if let Ok(found) = self.answered(result) {
+            assert_eq!(found.len(), range.len());
+            self.shared.model.borrow().check_read(began, range.start, &found);
+        }
+    }
+
+    async fn write(&self, durability: Durability) {
+        self.count(1);
+        let range = self.range();
+        let (number, data) = self.shared.model.borrow_mut().begin_write(range.clone());
+        let cost = Cost::one(data.len() as u64);
+        let result = self.disk.write(range.start as u64, in_pieces(&data), durability, cost).await;
+        self.ended(number, result, durability);
+    }
+
+    async fn write_zeroes(&self) {
+        self.count(1);
+        let range = self.range();
+        let number = self.shared.model.borrow_mut().begin_zeroes(range.clone());
+        let durability = if chance(30) { Durability::Synchronous } else { Durability::Cached };
+        let options = ZeroOptions { may_unmap: chance(50), only_if_fast: chance(20), durability };
+        let result = self.disk.write_zeroes(range.start as u64, range.len() as u64, options).await;
+        self.ended(number, result, durability);
+    }
+
+    fn ended(&self, number: usize, result: Result<()>, durability: Durability) {
+        let outcome = match (self.answered(result), durability) {
+            (Err(_), _) => Outcome::Open,
+            (Ok(()), Durability::Cached) => Outcome::Applied,
+            (Ok(()), Durability::Synchronous) => Outcome::Durable,
+        };
+        self.shared.model.borrow_mut().end_change(number, outcome);
+    }
+
+    async fn discard(&self) {
+        self.count(1);
+        let range = self.range();
+        let number = self.shared.model.borrow_mut().begin_zeroes(range.clone());
+        let durability = if chance(20) { Durability::Synchronous } else { Durability::Cached };
+        let result = self.disk.discard(range.start as u64, range.len() as u64, durability).await;
+        // A hint, so even success leaves it open what is there.
+        let _ = self.answered(result);
+        self.shared.model.borrow_mut().end_change(number, Outcome::Open);
+    }
+
+    /// Flushes; whether it succeeded.
+    pub(crate) async fn flush(&self) -> bool {
+        let began = self.shared.model.borrow_mut().begin();
+        let result = self.answered(self.disk.flush().await);
+        if result.is_ok() {
+            self.shared.model.borrow_mut().end_flush(began);
+            self.shared.tally.borrow_mut().flushed += 1;
+        }
+        result.is_ok()
+    }
+
+    async fn block_status(&self) {
+        let range = self.range();
+        let result = self.disk.block_status(range.start as u64, range.len() as u64).await;
+        if let Ok(extents) = self.answered(result) {
+            assert!(!extents.is_empty() && extents.iter().all(|extent| extent.length > 0), "{extents:?}");
+            assert!(
+                extents.iter().map(|extent| extent.length).sum::<u64>() <= range.len() as u64,
+                "{extents:?}"
+            );
+        }
+    }
+
+    fn answered<T>(&self, result: Result<T>) -> Result<T> {
+        let mut tally = self.shared.tally.borrow_mut();
+        tally.answered += 1;
+        if let Err(error) = &result {
+            tally.failed += 1;
+            assert!(self.shared.may_fail, "a request failed though the disk never does: {error}");
+            assert!([Error::IO, Error::NO_SPACE].contains(error), "an error of unknown origin: {error}");
+        }
+        result
+    }
+}
+
+/// From almost nothing to a second, short times as likely as long ones.
+pub(crate) fn short_time() -> Duration {
+    let nanos = sim::random(|random| 10_f64.powf(3.0 + 6.0 * random.f64()));
+    Duration::from_nanos(nanos as u64)
+}
+
+/// A buffer that begins anywhere.
+fn misaligned(bytes: &[u8]) -> Buffer {
+    let skip = sim::random(|random| if random.bool() { 0 } else { random.usize(..600) });
+    let mut buffer = Buffer::zeroed(skip + bytes.len());
+    buffer.advance(skip);
+    buffer.copy_from_slice(bytes);
+    buffer
+}
+
+/// The same bytes in one segment or several.
+fn in_pieces(bytes: &[u8]) -> Segments {
+    let mut segments = Segments::default();
+    let mut rest = bytes;
+    while !rest.is_empty() {
+        let whole = chance(60);
+        let count = if whole { rest.len() } else { sim::random(|random| random.usize(1..=rest.len())) };
+        let (piece, more) = rest.split_at(count);
+        segments.push(misaligned(piece));
+        rest = more;
+    }
+    segments
+}

@@ -1,0 +1,229 @@
+//! One or two disks of a throttle group under several clients, through errors, cancellations and crashes.
+
+use std::{
+    cell::{Cell, RefCell},
+    rc::Rc,
+    sync::Arc,
+};
+
+use block::{
+    disk::Disk,
+    error::Error,
+    image::{Image, Raw},
+    layer::throttle::Group,
+    reactor::{JoinHandle, now, sim, sleep_until, spawn_joinable, timeout},
+    storage::{
+        Storage,
+        align::Align,
+        fault::{Fault, FaultRule, Kind},
+        simulated::{Behaviour, Simulated},
+    },
+};
+use policy::{
+    throttle::{Limit, LimitKind, Limits},
+    time::{Duration, Instant},
+};
+
+use crate::{
+    client::{Client, Shared, Tally, chance, short_time},
+    limits::Passed,
+    model::Model,
+    seeds,
+};
+
+/// Longer than any run; one that is not over by then waits for something that does not come.
+const FOREVER: Duration = Duration::from_secs(24 * 3600);
+
+/// Block size and blocks of a disk on which a request can be long enough to be treated as such.
+const LARGE: (usize, usize) = (512, 400);
+/// The largest disk, read as a whole, in bytes.
+const LONGEST_REQUEST: u64 = (LARGE.0 * LARGE.1) as u64;
+
+#[test]
+fn disks_keep_their_promises() {
+    let tally = Rc::new(RefCell::new(Tally::default()));
+    let seeds = seeds::for_each("--test simulation", "disks_keep_their_promises", 1000, |seed| {
+        run(seed, &tally);
+    });
+    let tally = *tally.borrow();
+    if seeds >= 100 {
+        let happened = [tally.failed, tally.cancelled, tally.flushed, tally.crashes, tally.waited];
+        assert!(
+            happened.iter().all(|&count| count > seeds / 10),
+            "too little happened in {seeds} seeds: {tally:?}"
+        );
+    }
+}
+
+#[test]
+fn a_seed_repeats_to_the_last_bit() {
+    let once = || {
+        let tally = Rc::default();
+        (run(11, &tally), format!("{tally:?}"))
+    };
+    assert_eq!(once(), once());
+}
+
+/// Returns when it was over, in virtual time.
+fn run(seed: u64, tally: &Rc<RefCell<Tally>>) -> Instant {
+    let tally = Rc::clone(tally);
+    sim::run(seed, async move {
+        let group = Group::new("group", draw_limits()).expect("drawn valid");
+        let passed = Rc::new(RefCell::new(Passed::new(&group, LONGEST_REQUEST)));
+        let disks: Vec<_> = (0..sim::random(|random| random.usize(1..=2)))
+            .map(|_| spawn_joinable(Life::draw(&group, &tally, &passed).run()))
+            .collect();
+        for disk in disks {
+            timeout(FOREVER, disk).await.expect("every request is answered within a day of virtual time");
+        }
+        passed.borrow().check();
+        tally.borrow_mut().waited += group.counters().throttled;
+        now()
+    })
+}
+
+/// No limits, or limits for all of a group's requests together.
+fn draw_limits() -> Limits {
+    let mut limits = Limits::default();
+    let mut draw = |kind: LimitKind, least: f64| {
+        *limits.limit_mut(kind) = sim::random(|random| {
+            let rate = (least * 10_f64.powf(2.0 * random.f64())) as u64;
+            match random.u8(..3) {
+                0 => Limit { rate, ..Limit::NONE },
+                1 => Limit { rate, burst_rate: rate * random.u64(1..5), burst_length_s: 1 },
+                _ => Limit { rate, burst_rate: rate * random.u64(1..5), burst_length_s: random.u64(1..4) },
+            }
+        });
+    };
+    if chance(40) {
+        draw(LimitKind::IopsTotal, 20.0);
+    }
+    if chance(30) {
+        draw(LimitKind::BpsTotal, 20_000.0);
+    }
+    limits
+}
+
+/// A disk from one crash to the next, until the last.
+struct Life {
+    group: Arc<Group>,
+    shared: Rc<Shared>,
+    behaviour: Behaviour,
+    faults: bool,
+    content: Vec<u8>,
+    clients: usize,
+    crashes: usize,
+}
+
+impl Life {
+    fn draw(group: &Arc<Group>, tally: &Rc<RefCell<Tally>>, passed: &Rc<RefCell<Passed>>) -> Self {
+        let (block_bytes, blocks) = match sim::random(|random| random.u32(..100)) {
+            0..4 => LARGE,
+            4..50 => (4096, 5),
+            _ => (512, 16),
+        };
+        let errors = if chance(30) { sim::random(fastrand::Rng::f64) / 8.0 } else { 0.0 };
+        let latency = Duration::from_micros(sim::random(|random| random.u64(..2000)));
+        let faults = chance(20);
+        let content: Vec<u8> =
+            sim::random(|random| (0..block_bytes * blocks).map(|_| random.u8(..)).collect());
+        let shared = Shared {
+            model: RefCell::new(Model::new(content.clone(), block_bytes)),
+            tally: Rc::clone(tally),
+            passed: Rc::clone(passed),
+            may_fail: errors > 0.0 || faults,
+            block_bytes,
+            sent: [Cell::new(0), Cell::new(0)],
+        };
+        Self {
+            group: Arc::clone(group),
+            shared: Rc::new(shared),
+            behaviour: Behaviour { block_bytes, latency, error_probability: errors },
+            faults,
+            content,
+            clients: sim::random(|random| random.usize(1..=5)),
+            crashes: sim::random(|random| random.usize(..=3)),
+        }
+    }
+
+    async fn run(mut self) {
+        for _ in 0..self.crashes {
+            let (device, disk) = self.open();
+            let clients = self.start(&disk);
+            sleep_until(now() + short_time()).await;
+            // A crash takes what the clients were doing with it; sometimes they go first.
+            if chance(50) {
+                stop(clients).await;
+                self.crash(&device);
+            } else {
+                self.crash(&device);
+                stop(clients).await;
+            }
+            self.check_count(&disk);
+        }
+        let (device, disk) = self.open();
+        for client in self.start(&disk) {
+            client.await;
+        }
+        self.check_end(&disk).await;
+        self.check_count(&disk);
+        self.crash(&device);
+    }
+
+    fn open(&self) -> (Simulated, Arc<Disk>) {
+        self.shared.sent.iter().for_each(|sent| sent.set(0));
+        let device = Simulated::new(self.content.clone(), self.behaviour);
+        let mut storage = Storage::Simulated(Align::new(device.clone()));
+        if self.faults {
+            storage = Storage::Fault(Box::new(Fault::new(storage, vec![full_disk()])));
+        }
+        let disk = Disk::new("disk", Image::Raw(Raw::new(storage)), &self.group);
+        (device, Arc::new(disk))
+    }
+
+    fn start(&self, disk: &Arc<Disk>) -> Vec<JoinHandle<()>> {
+        let client = || Client { disk: Arc::clone(disk), shared: Rc::clone(&self.shared) };
+        let requests = || sim::random(|random| random.usize(1..40));
+        (0..self.clients).map(|_| spawn_joinable(client().run(requests()))).collect()
+    }
+
+    fn crash(&mut self, device: &Simulated) {
+        self.content = device.crash();
+        self.shared.model.borrow_mut().crash(self.content.clone());
+        self.shared.tally.borrow_mut().crashes += 1;
+    }
+
+    /// All that is there is what may be there, and after a flush nothing of it is lost.
+    async fn check_end(&self, disk: &Arc<Disk>) {
+        let client = Client { disk: Arc::clone(disk), shared: Rc::clone(&self.shared) };
+        let size = self.content.len();
+        client.read(0..size).await;
+        while !client.flush().await {}
+    }
+
+    /// The disk counted every request once, also those that failed or were cancelled.
+    fn check_count(&self, disk: &Disk) {
+        let totals = disk.totals();
+        let sent = &self.shared.sent;
+        assert_eq!((totals.reads, totals.writes), (sent[0].get(), sent[1].get()));
+    }
+}
+
+/// Takes the clients' tasks away, whatever they wait for.
+async fn stop(clients: Vec<JoinHandle<()>>) {
+    for client in clients {
+        client.cancel().await;
+    }
+}
+
+/// Every tenth write finds no room, and does nothing.
+fn full_disk() -> FaultRule {
+    FaultRule {
+        kind: Some(Kind::Write),
+        range: None,
+        error: Error::NO_SPACE,
+        count: None,
+        probability: 0.1,
+        seed: sim::random(|random| random.u64(..)),
+    }
+}

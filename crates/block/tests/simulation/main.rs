@@ -1,0 +1,17 @@
+//! The data path under simulation: a virtual clock, an order of execution drawn from a seed, disks that lose what was not
+//! flushed. What is checked are the invariants that the design promises, over many seeds; nothing here waits in real time, apart
+//! from `stress`, which is about threads.
+//!
+//! - `disks`: reads, writes, flushes, errors, cancellations and crashes against a model of what each byte may be.
+//! - `limits`: requests of a throttle group against naive buckets: nothing passes too early, nothing waits too long.
+//! - `stress`: the parts of the throttle layer that threads share, on two real workers.
+//!
+//! `WEIR_SEED=n` runs one seed, `WEIR_SEEDS=n` the first n. A failure prints the command that repeats it.
+
+mod bucket;
+mod client;
+mod disks;
+mod limits;
+mod model;
+mod seeds;
+mod stress;

@@ -1,0 +1,297 @@
+//! What each byte of a disk may be: now, and after a crash. Deliberately simple: it remembers every change and asks the storage
+//! contract, sentence by sentence, which of them may still show.
+//!
+//! ```text
+//!   disk    ▕─── cell ───│─ cell ─│──── cell ────▏    cut where a change or a block begins or ends, so that
+//!   changes   base 3 7 9   base 3    base 9           a cell is always one change's as a whole
+//! ```
+//!
+//! A change `a` **gives way** to a change `b` that succeeded, if `b` began after `a` had ended. Two that overlapped in time may
+//! have landed in either order, and one that was cancelled has never ended: it gives way to nothing.
+//!
+//! - A read may show what had not given way, when it began, to a change that had ended by then.
+//! - A crash may leave what has not given way to a change that is durable: acknowledged with FUA, or ended before a flush began that
+//!   succeeded.
+//!
+//! A change that failed, and a discard, may show like any other, but nothing gives way to it. The simulated disk, unlike a page cache,
+//! keeps what a failed flush left unwritten, so a later flush covers it.
+
+use std::{collections::BTreeMap, ops::Range};
+
+/// A point in the order of everything that began or ended.
+type Moment = u64;
+
+#[derive(Clone, Copy, Debug)]
+enum Content {
+    /// What was there at the beginning, or was found after the last crash.
+    Base,
+    Zeroes,
+    /// Bytes that tell which change wrote them, and where.
+    Pattern(u64),
+}
+
+#[derive(Debug)]
+struct Change {
+    content: Content,
+    began: Moment,
+    ended: Option<Moment>,
+    /// It is known to have been applied.
+    certain: bool,
+    /// Acknowledged as durable by itself, without a flush.
+    durable: bool,
+}
+
+#[derive(Clone, Debug)]
+struct Cell {
+    end: usize,
+    changes: Vec<usize>,
+}
+
+/// How a change ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Outcome {
+    /// Acknowledged.
+    Applied,
+    /// Acknowledged, and not to be lost.
+    Durable,
+    /// Failed, or a hint: some of it may have happened.
+    Open,
+}
+
+/// The model of one disk.
+#[derive(Debug)]
+pub(crate) struct Model {
+    clock: Moment,
+    next_pattern: u64,
+    base: Vec<u8>,
+    block_bytes: usize,
+    changes: Vec<Change>,
+    cells: BTreeMap<usize, Cell>,
+    /// Changes that ended before this are durable.
+    flushed: Moment,
+}
+
+impl Model {
+    /// A disk that holds `base`, and whose writes tear at multiples of `block_bytes`.
+    pub(crate) fn new(base: Vec<u8>, block_bytes: usize) -> Self {
+        let mut model = Self {
+            clock: 0,
+            next_pattern: 0,
+            base,
+            block_bytes,
+            changes: Vec::new(),
+            cells: BTreeMap::new(),
+            flushed: 0,
+        };
+        model.forget_changes();
+        model
+    }
+
+    pub(crate) fn size_bytes(&self) -> usize {
+        self.base.len()
+    }
+
+    /// Something begins that changes nothing: a read, a flush.
+    pub(crate) fn begin(&mut self) -> Moment {
+        self.clock += 1;
+        self.clock
+    }
+
+    /// A write begins; returns its number and its data.
+    pub(crate) fn begin_write(&mut self, range: Range<usize>) -> (usize, Vec<u8>) {
+        self.next_pattern += 1;
+        let content = Content::Pattern(self.next_pattern);
+        let data = range.clone().map(|at| self.byte(content, at)).collect();
+        (self.begin_change(range, content), data)
+    }
+
+    /// Zeroing or discarding begins; returns its number.
+    pub(crate) fn begin_zeroes(&mut self, range: Range<usize>) -> usize {
+        self.begin_change(range, Content::Zeroes)
+    }
+
+    fn begin_change(&mut self, range: Range<usize>, content: Content) -> usize {
+        let began = self.begin();
+        let number = self.changes.len();
+        self.changes.push(Change { content, began, ended: None, certain: false, durable: false });
+        self.cut(range.start);
+        self.cut(range.end);
+        for (_, cell) in self.cells.range_mut(range) {
+            cell.changes.push(number);
+        }
+        number
+    }
+
+    /// A change ended. One that was cancelled never does.
+    pub(crate) fn end_change(&mut self, number: usize, outcome: Outcome) {
+        let ended = self.begin();
+        let change = &mut self.changes[number];
+        change.ended = Some(ended);
+        change.certain = outcome != Outcome::Open;
+        change.durable = outcome == Outcome::Durable;
+    }
+
+    /// A flush that began at `began` succeeded.
+    pub(crate) fn end_flush(&mut self, began: Moment) {
+        self.flushed = self.flushed.max(began);
+    }
+
+    /// Panics unless a read that began at `began` may have found `found` at `offset`.
+    pub(crate) fn check_read(&self, began: Moment, offset: usize, found: &[u8]) {
+        self.check("a read", offset, found, |change| {
+            change.certain && change.ended.is_some_and(|ended| ended < began)
+        });
+    }
+
+    /// Panics unless a crash may have left `found`; from now on that is what the disk holds.
+    pub(crate) fn crash(&mut self, found: Vec<u8>) {
+        let flushed = self.flushed;
+        self.check("a crash", 0, &found, |change| {
+            change.certain && (change.durable || change.ended.is_some_and(|ended| ended < flushed))
+        });
+        self.base = found;
+        self.forget_changes();
+    }
+
+    fn forget_changes(&mut self) {
+        self.changes = vec![Change {
+            content: Content::Base,
+            began: self.clock,
+            ended: Some(self.clock),
+            certain: true,
+            durable: true,
+        }];
+        let starts = (0..self.base.len()).step_by(self.block_bytes);
+        self.cells =
+            starts.map(|start| (start, Cell { end: start + self.block_bytes, changes: vec![0] })).collect();
+        self.flushed = self.clock;
+    }
+
+    /// Makes `at` the border of two cells.
+    fn cut(&mut self, at: usize) {
+        let Some((_, cell)) = self.cells.range_mut(..at).next_back() else { return };
+        if at < cell.end {
+            let rest = cell.clone();
+            cell.end = at;
+            self.cells.insert(at, rest);
+        }
+    }
+
+    /// `rules` says which changes others give way to.
+    fn check(&self, what: &str, offset: usize, found: &[u8], rules: impl Fn(&Change) -> bool) {
+        let end = offset + found.len();
+        let first = self.cells.range(..=offset).next_back().map_or(0, |(&start, _)| start);
+        for (&start, cell) in self.cells.range(first..end) {
+            let (from, to) = (start.max(offset), cell.end.min(end));
+            let part = &found[from - offset..to - offset];
+            let changes = || cell.changes.iter().map(|&number| (number, &self.changes[number]));
+            let latest = changes().filter(|(_, change)| rules(change)).map(|(_, change)| change.began).max();
+            let shows = |change: &Change| {
+                part.iter().zip(from..).all(|(&byte, at)| byte == self.byte(change.content, at))
+            };
+            let gave_way = |change: &Change| {
+                change.ended.is_some_and(|ended| latest.is_some_and(|latest| ended < latest))
+            };
+            if changes().any(|(_, change)| !gave_way(change) && shows(change)) {
+                continue;
+            }
+            let stale: Vec<_> = changes().filter(|(_, change)| shows(change)).collect();
+            let allowed: Vec<_> = changes().filter(|(_, change)| !gave_way(change)).collect();
+            panic!(
+                "{what} found in {from}..{to} what may not be there, {:02x?}…: shows {stale:?}, allowed are {allowed:?}",
+                &part[..part.len().min(8)]
+            );
+        }
+    }
+
+    fn byte(&self, content: Content, at: usize) -> u8 {
+        match content {
+            Content::Base => self.base[at],
+            Content::Zeroes => 0,
+            // The top byte of products with odd constants: neighbouring numbers and places differ. Never 0.
+            Content::Pattern(number) => {
+                let mixed = number.wrapping_mul(0x9e37_79b9_7f4a_7c15)
+                    ^ (at as u64).wrapping_mul(0xff51_afd7_ed55_8ccd);
+                (mixed >> 56) as u8 | 1
+            }
+        }
+    }
+}
+
+/// The model itself: that it forbids what it should. What it should allow, the simulation tells.
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn model() -> Model {
+        Model::new(vec![9; 1024], 512)
+    }
+
+    fn write(model: &mut Model, range: Range<usize>, outcome: Outcome) -> Vec<u8> {
+        let (number, data) = model.begin_write(range);
+        model.end_change(number, outcome);
+        data
+    }
+
+    #[test]
+    #[should_panic(expected = "a read found in 10..20")]
+    fn a_read_may_not_miss_a_completed_write() {
+        let mut model = model();
+        write(&mut model, 10..20, Outcome::Applied);
+        let began = model.begin();
+        model.check_read(began, 0, &[9; 1024]);
+    }
+
+    #[test]
+    fn a_read_may_miss_a_write_beside_it_and_a_crash_what_was_not_flushed() {
+        let mut model = model();
+        let began = model.begin();
+        write(&mut model, 10..20, Outcome::Applied);
+        model.check_read(began, 0, &[9; 1024]);
+        model.crash(vec![9; 1024]);
+    }
+
+    #[test]
+    #[should_panic(expected = "a crash found in 10..20")]
+    fn a_crash_may_not_lose_what_a_flush_covered() {
+        let mut model = model();
+        write(&mut model, 10..20, Outcome::Applied);
+        let began = model.begin();
+        model.end_flush(began);
+        model.crash(vec![9; 1024]);
+    }
+
+    #[test]
+    fn a_crash_may_lose_what_ended_after_the_flush_began() {
+        let mut model = model();
+        let (number, _) = model.begin_write(10..20);
+        let began = model.begin();
+        model.end_change(number, Outcome::Applied);
+        model.end_flush(began);
+        model.crash(vec![9; 1024]);
+    }
+
+    #[test]
+    #[should_panic(expected = "a crash found in 500..512")]
+    fn a_crash_may_not_bring_back_what_a_durable_write_replaced() {
+        let mut model = model();
+        let mut old = vec![9; 1024];
+        let data = write(&mut model, 500..520, Outcome::Applied);
+        old[500..520].copy_from_slice(&data);
+        write(&mut model, 0..512, Outcome::Durable);
+        let (number, data) = model.begin_write(0..500);
+        old[..500].copy_from_slice(&data);
+        model.end_change(number, Outcome::Open);
+        model.crash(old);
+    }
+
+    #[test]
+    #[should_panic(expected = "what may not be there")]
+    fn a_change_shows_as_a_whole_between_two_blocks() {
+        let mut model = model();
+        let mut torn = vec![9; 1024];
+        let data = write(&mut model, 0..512, Outcome::Applied);
+        torn[..100].copy_from_slice(&data[..100]);
+        model.crash(torn);
+    }
+}

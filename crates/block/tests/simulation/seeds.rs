@@ -1,0 +1,42 @@
+//! Which seeds a simulation runs, and how a failure is told: with the command that repeats it.
+
+/// Calls `run` with the seeds that `WEIR_SEED` (that one) or `WEIR_SEEDS` (so many, from 0) asks for; else the first `default`. Returns
+/// how many there were.
+///
+/// `target` and `test` are what `cargo test` needs to run just this test.
+pub(crate) fn for_each(target: &str, test: &str, default: u64, mut run: impl FnMut(u64)) -> u64 {
+    let seeds = match (number("WEIR_SEED"), number("WEIR_SEEDS")) {
+        (Some(seed), _) => seed..seed + 1,
+        (None, count) => 0..count.unwrap_or(default),
+    };
+    let count = seeds.end - seeds.start;
+    for seed in seeds {
+        let _told = Told { target, test, seed };
+        run(seed);
+    }
+    count
+}
+
+fn number(variable: &str) -> Option<u64> {
+    let text = std::env::var(variable).ok()?;
+    Some(text.parse().unwrap_or_else(|_| panic!("{variable}={text}: is not a whole number")))
+}
+
+/// Tells how to repeat the failure, if one unwinds past it.
+struct Told<'a> {
+    target: &'a str,
+    test: &'a str,
+    seed: u64,
+}
+
+impl Drop for Told<'_> {
+    #[expect(clippy::print_stderr, reason = "a failing test says what a person needs to repeat it")]
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            let Self { target, test, seed } = self;
+            eprintln!(
+                "seed {seed} failed; repeat it with\n    WEIR_SEED={seed} cargo test -p weir-block {target} {test}"
+            );
+        }
+    }
+}

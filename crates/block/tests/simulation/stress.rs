@@ -1,0 +1,99 @@
+//! The parts of the throttle layer that threads share, under real threads: two workers, one group, more requests than it lets pass.
+//!
+//! In simulation all is on one thread, so what only a race could show is looked for here: wake-ups that get lost between workers, a
+//! timer that both think the other has armed, counts that drift. Real time passes, but nothing depends on how much.
+
+use std::{
+    sync::{Arc, mpsc},
+    time,
+};
+
+use block::{
+    layer::throttle::{Group, Member},
+    reactor::{Polling, Worker, timeout, yield_now},
+};
+use policy::{
+    request::Direction,
+    throttle::{Cost, Limit, LimitKind, Limits},
+    time::Duration,
+};
+
+/// Tasks on each worker, and what each of them asks for.
+const TASKS: u64 = 50;
+const REQUESTS: u64 = 2000;
+/// Requests a second, so that all take most of a second and nearly each has to wait.
+const RATE: u64 = 250_000;
+/// Only a lost wake-up takes this long.
+const FOREVER: Duration = Duration::from_secs(60);
+
+/// What two workers' tasks got through; the group they asked.
+fn drive(patience: fn(u64) -> Option<Duration>) -> (u64, Arc<Group>) {
+    let workers = ["one", "two"]
+        .map(|name| Worker::start(name, Polling::OFF).expect("io_uring works on a test machine"));
+    let (announce, announced) = mpsc::channel();
+    // A group is made on a reactor, whose clock it uses.
+    workers[0].spawn(move || async move {
+        let mut limits = Limits::default();
+        *limits.limit_mut(LimitKind::IopsTotal) = Limit { rate: RATE, ..Limit::NONE };
+        announce.send(Group::new("shared", limits).expect("valid")).expect("somebody waits for it");
+    });
+    let group = announced.recv_timeout(FOREVER).expect("a worker makes a group");
+    let (done, finished) = mpsc::channel();
+    for worker in &workers {
+        for task in 0..TASKS {
+            let (group, done) = (Arc::clone(&group), done.clone());
+            worker.spawn(move || async move {
+                let member = Member::join(&group);
+                let mut passed = 0;
+                for request in 0..REQUESTS {
+                    passed += u64::from(ask(&member, request + task, patience(request * TASKS + task)).await);
+                    if request % 64 == task {
+                        yield_now().await;
+                    }
+                }
+                done.send(passed).expect("somebody waits for it");
+            });
+        }
+    }
+    drop(done);
+    let passed = (0..2 * TASKS).map(|_| finished.recv_timeout(FOREVER).expect("no task waits forever")).sum();
+    for worker in workers {
+        worker.stop().expect("stops");
+    }
+    (passed, group)
+}
+
+/// Whether it passed before patience ran out.
+async fn ask(member: &Member, request: u64, patience: Option<Duration>) -> bool {
+    let direction = Direction::ALL[request as usize % 2];
+    let admission = member.admit(direction, Cost::one(4096));
+    match patience {
+        None => admission.await,
+        Some(patience) => return timeout(patience, admission).await.is_ok(),
+    }
+    true
+}
+
+#[test]
+fn threads_that_share_a_group_lose_no_request() {
+    let started = time::Instant::now();
+    let (passed, group) = drive(|_| None);
+    assert_eq!(passed, 2 * TASKS * REQUESTS);
+    let counters = group.counters();
+    assert_eq!((counters.requests, counters.bytes), (passed, passed * 4096));
+    // A tenth of a second's worth passes at once; the rest at the rate, if no thread let anything past the other's count.
+    let least = Duration::from_secs_f64((passed - RATE / 10 - 1) as f64 / RATE as f64);
+    assert!(started.elapsed() >= least, "{passed} requests at {RATE} a second took {:?}", started.elapsed());
+}
+
+#[test]
+fn threads_that_give_up_disturb_nobody() {
+    // Every third loses patience, within about the time that requests wait here.
+    let (passed, group) =
+        drive(|request| (request % 3 == 0).then(|| Duration::from_micros(request * 7919 % 500)));
+    let asked = 2 * TASKS * REQUESTS;
+    let counted = group.counters().requests;
+    // One that is admitted as it gives up is counted; nobody sees it.
+    assert!(passed <= counted && counted <= asked, "{passed} seen, {counted} counted, {asked} asked");
+    assert!(passed >= asked - asked / 3 - 1, "those that wait to the end pass: {passed}");
+}
