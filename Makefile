@@ -13,10 +13,10 @@ SOAK_CASES ?= 20000
 BENCH ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo build test test-unit test-e2e bench fuzz soak doc lint fmt deps clean
+.PHONY: help demo build test test-unit test-e2e bench bench-runtimes fuzz soak doc lint fmt deps clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
 
 demo: ## serve a disk under a limit with a burst and watch it hold (about 30 s after the build)
 	@scripts/deps build clients
@@ -44,6 +44,12 @@ bench: ## weir and its peers side by side, as ratios (about 20 minutes); BENCH="
 	@scripts/deps build clients
 	$(CARGO) build --release --locked -p weir
 	bench/run.py $(BENCH)
+
+bench-runtimes: ## the reactor beside compio, the comparison of docs/decisions/0001 (about 4 minutes)
+	@scripts/deps build clients
+	$(CARGO) build --release --locked -p weir
+	cd bench/runtimes && $(CARGO) build --release --locked --target-dir ../../$(TARGET)/runtimes
+	bench/runtimes/run.py --compio "$(TARGET)/runtimes/release/nbd-compio" --weir "$(TARGET)/release/weir" --json bench/results/runtimes.json
 
 fuzz: ## fuzz every parser of untrusted bytes, FUZZ_SECONDS (600) each
 	@scripts/deps build
