@@ -50,18 +50,29 @@ fn expected(rate: f64) -> f64 {
     rate + rate / 10.0 / SECONDS
 }
 
+/// Measures up to three times: a limit is never exceeded, and reached at least once. A machine that stops the daemon or the client
+/// for longer than the tenth of a second that a bucket holds makes any one measurement miss.
 #[track_caller]
-fn assert_near(measured: f64, expected: f64) {
-    let error = measured / expected - 1.0;
-    assert!(error.abs() <= TOLERANCE, "{measured:.0} instead of {expected:.0}: {:.1} % off", error * 100.0);
+fn assert_limited(expected: f64, mut measure: impl FnMut() -> f64) {
+    let mut all = Vec::new();
+    for _ in 0..3 {
+        let measured = measure();
+        all.push(measured);
+        assert!(measured <= expected * (1.0 + TOLERANCE), "{measured:.0} instead of {expected:.0}");
+        if measured >= expected * (1.0 - TOLERANCE) {
+            return;
+        }
+    }
+    panic!("{all:.0?} instead of {expected:.0}");
 }
 
 #[test]
 fn operations_per_second_are_limited_at_any_depth() {
     let scratch = Scratch::new();
     let weir = Serve::new(&scratch).args(["memory:16M", "--iops-total", "1000"]).start();
-    assert_near(fio(&weir.uri("memory"), 4096, 1).iops, expected(1000.0));
-    assert_near(fio(&weir.uri("memory"), 4096, 32).iops, 1000.0);
+    for depth in [1, 32] {
+        assert_limited(expected(1000.0), || fio(&weir.uri("memory"), 4096, depth).iops);
+    }
 }
 
 #[test]
@@ -69,49 +80,47 @@ fn bytes_per_second_are_limited_at_any_size() {
     let scratch = Scratch::new();
     let rate = 10.0 * MIB as f64;
     let weir = Serve::new(&scratch).args(["memory:16M", "--bps-total", "10M"]).start();
-    assert_near(fio(&weir.uri("memory"), 4096, 16).bytes_per_second, expected(rate));
-    assert_near(fio(&weir.uri("memory"), 262_144, 4).bytes_per_second, rate);
+    for (size, depth) in [(4096, 16), (262_144, 4)] {
+        assert_limited(expected(rate), || fio(&weir.uri("memory"), size, depth).bytes_per_second);
+    }
 }
 
 #[test]
 fn a_burst_passes_and_then_the_rate_holds() {
     let scratch = Scratch::new();
-    let limits = ["--iops-total", "200", "--iops-total-max", "2000"];
-    let weir = Serve::new(&scratch).arg("memory:16M").args(limits).start();
     // 2000 at once, then 200 a second.
-    assert_near(fio(&weir.uri("memory"), 4096, 32).iops * SECONDS, 2000.0 + 200.0 * SECONDS);
+    assert_limited(2000.0 + 200.0 * SECONDS, || {
+        let limits = ["--iops-total", "200", "--iops-total-max", "2000"];
+        let weir = Serve::new(&scratch).arg("memory:16M").args(limits).start();
+        fio(&weir.uri("memory"), 4096, 32).iops * SECONDS
+    });
 }
 
 #[test]
 fn disks_of_a_group_share_its_limit_evenly() {
     let scratch = Scratch::new();
-    let weir = Serve::new(&scratch)
-        .args([
-            "memory:16M",
-            "memory:16M",
-            "--name",
-            "a",
-            "--name",
-            "b",
-            "--group",
-            "tenant",
-            "--iops-total",
-            "1000",
-        ])
-        .start();
-    let [a, b] = fio_together(["a", "b"].map(|disk| weir.uri(disk)), 4096, 16).map(|load| load.iops);
-    assert_near(a + b, expected(1000.0));
-    // Whoever of the two is connected first has the group to itself for a moment, its first tenth of a second's worth included.
-    assert!((a / b - 1.0).abs() < 0.25, "one got {a:.0}, the other {b:.0}");
+    let disks = ["memory:16M", "memory:16M", "--name", "a", "--name", "b"];
+    let weir = Serve::new(&scratch).args(disks).args(["--group", "tenant", "--iops-total", "1000"]).start();
+    assert_limited(expected(1000.0), || {
+        let uris = ["a", "b"].map(|disk| weir.uri(disk));
+        let [a, b] = fio_together(uris, 4096, 16).map(|load| load.iops);
+        // Whoever of the two is connected first has the group to itself for a moment, its first tenth of a second's
+        // worth included.
+        assert!((a / b - 1.0).abs() < 0.25, "one got {a:.0}, the other {b:.0}");
+        a + b
+    });
 }
 
 #[test]
 fn disks_without_a_group_have_a_limit_each() {
     let scratch = Scratch::new();
-    let weir = Serve::new(&scratch)
-        .args(["memory:16M", "memory:16M", "--name", "a", "--name", "b", "--iops-total", "500"])
-        .start();
-    for load in fio_together(["a", "b"].map(|disk| weir.uri(disk)), 4096, 8) {
-        assert_near(load.iops, expected(500.0));
-    }
+    let disks = ["memory:16M", "memory:16M", "--name", "a", "--name", "b"];
+    let weir = Serve::new(&scratch).args(disks).args(["--iops-total", "500"]).start();
+    assert_limited(2.0 * expected(500.0), || {
+        let loads = fio_together(["a", "b"].map(|disk| weir.uri(disk)), 4096, 8);
+        for load in &loads {
+            assert!(load.iops <= expected(500.0) * (1.0 + TOLERANCE), "one got {:.0}", load.iops);
+        }
+        loads.iter().map(|load| load.iops).sum()
+    });
 }
