@@ -25,6 +25,7 @@ use std::{
 use policy::{
     merge::{Bounds, Candidate, Operation, Planner},
     throttle::Cost,
+    time::Duration,
 };
 
 use super::{
@@ -48,6 +49,9 @@ use crate::{
 /// How far adjacent requests are joined. Longer I/O gains nothing on today's devices (the kernel splits it again), and makes
 /// the first of the requests wait for the last.
 const MERGE: Bounds = Bounds { segments: 256, bytes: 256 << 10 };
+
+/// How long a server that stops waits for a client to take the next of its replies; as long as for a handshake.
+pub(super) const PATIENCE: Duration = Duration::from_secs(10);
 
 /// Why a connection ended before the client took its leave.
 #[derive(Debug, thiserror::Error)]
@@ -109,15 +113,26 @@ impl Connection {
         let outcome = self.receive_requests(&mut inbox, &mut intake).await;
         // However receiving ended, also by `stop` in the middle of a batch: what was taken in is in flight.
         intake.start(&self).await;
-        while !self.outbox.is_idle() {
-            self.outbox.room.wait().await;
-        }
+        self.drain().await;
         self.finished.set(true);
         self.outbox.news.raise();
         writer.await;
         self.stream.finish().await;
         self.stream.close();
         outcome
+    }
+
+    /// Waits until everything in flight is answered, and the answers have left.
+    ///
+    /// A client that takes none of them may wait for ever, but not keep the server from stopping.
+    async fn drain(&self) {
+        while !self.outbox.is_idle() {
+            let stalled = reactor::timeout(PATIENCE, self.outbox.room.wait()).await.is_err();
+            if stalled && self.stop.load(Ordering::Relaxed) && self.outbox.has_unsent() {
+                tracing::debug!(disk = %self.disk.name(), "the client takes no replies, and the server stops");
+                self.stream.close();
+            }
+        }
     }
 
     async fn receive_requests(

@@ -85,6 +85,11 @@ impl Outbox {
         self.ready.get() >= MAX_READY
     }
 
+    /// Replies are queued or being sent.
+    pub(super) fn has_unsent(&self) -> bool {
+        self.ready.get() > 0
+    }
+
     /// Nothing is in flight.
     pub(super) fn is_idle(&self) -> bool {
         self.requests.get() == 0

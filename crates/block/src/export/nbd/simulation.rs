@@ -30,6 +30,7 @@ use policy::{
 
 use self::{client::Client, hostile::Hostile, wire::Wire};
 use super::{
+    connection::PATIENCE,
     outbox::{MAX_BYTES, MAX_REQUESTS},
     pipe::Pipe,
     proto::{self, cmd},
@@ -258,6 +259,23 @@ fn a_client_that_reads_no_replies_is_not_read_from() {
 fn a_client_that_reads_no_replies_costs_a_bounded_amount_of_memory() {
     let (requests, bytes) = sim::run(1, neglect_replies(10, proto::DEFAULT_MAX_PAYLOAD));
     assert_eq!((requests, bytes), (2, MAX_BYTES));
+}
+
+#[test]
+fn a_client_that_reads_no_replies_does_not_keep_the_server_from_stopping() {
+    sim::run(1, async {
+        let (pipe, served) = connect_alone(1 << 20);
+        let mut wire = Wire::new(pipe);
+        wire.handshake(ReplyStyle::Simple).await.expect("a handshake");
+        let read = wire::request(ReplyStyle::Simple, cmd::READ, 0, 0, 0, 1 << 20);
+        wire.send(&read).await.expect("room for a request");
+        sleep_until(now() + PATIENCE + PATIENCE).await;
+        assert!(!served.task.is_finished(), "while the server runs, the client may take its time");
+        served.stop.store(true, Ordering::SeqCst);
+        served.end.end_receiving();
+        timeout(PATIENCE + PATIENCE, served.task).await.expect("the connection ends");
+        wire.close();
+    });
 }
 
 #[test]
