@@ -4,6 +4,7 @@
 //! - Never too early: what passes finds room in every bucket that applies to it.
 //! - Never too late: while a request waits, its direction's buckets have no room; at the very nanosecond when they do,
 //!   something passes.
+//! - In order: of one member's requests of one direction, none passes before one that came earlier.
 //! - Nobody starves: while one waits behind `k` requests of its own member, no other member has more than `k + 1` turns.
 //! - The group's counters count exactly what passed.
 
@@ -83,6 +84,7 @@ async fn contend() -> u64 {
     changing.cancel().await;
     let log = log.borrow();
     check_buckets(&log.entries);
+    check_order(&log.entries, count);
     check_turns(&log.entries, count);
     check_counters(&log.entries, &group);
     group.counters().throttled
@@ -233,6 +235,20 @@ fn check_buckets(entries: &[Entry]) {
         }
         buckets.charge(&charges);
         before = at;
+    }
+}
+
+/// In order. Numbers rise with every request; tasks that are let go at the same instant may run in any order.
+fn check_order(entries: &[Entry], members: usize) {
+    // By member and direction: the highest number let go before this instant, and at it.
+    let mut highest = vec![[(0, 0); 2]; members];
+    for instant in entries.chunk_by(|one, next| one.at == next.at) {
+        for entry in instant.iter().filter(|entry| matches!(entry.event, Event::Passed(_))) {
+            let (before, now) = &mut highest[entry.member][entry.direction.index()];
+            assert!(entry.request > *before, "{entry:?} passed after request {before} of its queue");
+            *now = entry.request.max(*now);
+        }
+        highest.iter_mut().flatten().for_each(|(before, now)| *before = *now);
     }
 }
 
