@@ -8,6 +8,7 @@ Never leaves a process or a socket behind, also when a sample fails; never decid
 """
 
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -105,7 +106,8 @@ def resident_bytes(pid):
 
 def weir(program, image, *options):
     """The command line of weir serving `image`: a path, `memory:SIZE` or `null:SIZE`."""
-    return [program, "serve", image, *options]
+    # Further options of the daemon's, to try what they cost: WEIR_OPTIONS="--poll 50us" make bench
+    return [program, "serve", image, *options, *shlex.split(os.environ.get("WEIR_OPTIONS", ""))]
 
 
 def weir_file(program, path, *options):

@@ -114,7 +114,7 @@ class Server:
 
 def fio(*options):
     """Runs one fio job and returns its JSON description."""
-    command = ["fio", "--name=runtimes", "--direct=1", "--output-format=json", *options]
+    command = ["fio", "--name=runtimes", "--cpus_allowed=0", "--direct=1", "--output-format=json", *options]
     result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode != 0:
         raise Failure(f"fio: exit status {result.returncode}: {(result.stderr or result.stdout).strip()[-400:]}")
