@@ -61,7 +61,7 @@ soak: ## the properties and the simulation with many more cases and seeds
 
 doc: ## build the documentation of the crates, private items included
 	@scripts/deps build
-	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --locked --workspace --no-deps --document-private-items
+	RUSTDOCFLAGS="-D warnings -A rustdoc::private_intra_doc_links" $(CARGO) doc --locked --workspace --no-deps --document-private-items
 
 lint: ## what CI refuses: formatting, warnings, scripts that do not parse
 	@scripts/deps build

@@ -7,7 +7,7 @@
 //! ```
 //!
 //! - A request that suits the device passes straight through; a write then takes a shared range lock, which is two
-//!   atomic additions ([`RangeLocks`](super::RangeLocks)). A device with blocks of one byte does not even pay that.
+//!   atomic additions ([`RangeLocks`]). A device with blocks of one byte does not even pay that.
 //! - An unaligned read goes through a larger aligned buffer.
 //! - An unaligned write reads the blocks at its edges, patches them and writes whole blocks, with its blocks locked
 //!   exclusively. It runs as a task of its own: if its client goes away half way, it still keeps the lock until the kernel is done.
