@@ -6,55 +6,36 @@
 //!            └────────────────────────────────┘                              └──────────┘
 //! ```
 //!
-//! The reader takes in all the requests that one receive brought, joins what may be joined and starts a task for each I/O. An
-//! I/O that completes at once never waits in a queue. The writer sends whatever replies are ready in one message.
+//! The reader takes in all the requests that one receive brought (`intake`), joins what may be joined and starts a task for each I/O
+//! (`execute`). An I/O that completes at once never waits in a queue. The writer sends whatever replies are ready in one message.
 //!
 //! A client can harm itself only: malformed bytes end its connection, a client that reads no replies is not read from, and when
-//! it goes, what it had in flight is completed and answered to nobody.
+//! it goes, what it had in flight is completed and answered to nobody, and what waited for its limits is forgotten.
 
 use std::{
     cell::Cell,
-    future::{Future, poll_fn},
     io,
-    pin::{Pin, pin},
     rc::Rc,
     sync::{
         Arc,
         atomic::{AtomicBool, Ordering},
     },
-    task::Poll,
 };
 
 use event_listener::Event;
 
-use policy::{
-    merge::{Bounds, Candidate, Operation, Planner},
-    request::Direction,
-    throttle::Cost,
-    time::Duration,
-};
+use policy::time::Duration;
 
 use super::{
-    errno::Errno,
     inbox::Inbox,
+    intake::{Incoming, Intake, bytes_in_flight},
     outbox::{Message, Outbox},
-    proto,
-    reply::{self, Replier},
-    request::{self, Breach, Command, Parsed, Refused, StatusQuery},
-    session::{Session, Tag},
+    reply::Replier,
+    request::{self, Breach, Command, Parsed, Refused},
+    session::Session,
     stream::Stream,
 };
-use crate::{
-    buffer::{Buffer, Segments},
-    disk::{Disk, Pass},
-    error::{Error, Result},
-    reactor,
-    storage::{Durability, ZeroOptions},
-};
-
-/// How far adjacent requests are joined. Longer I/O gains nothing on today's devices (the kernel splits it again), and makes
-/// the first of the requests wait for the last.
-const MERGE: Bounds = Bounds { segments: 256, bytes: 256 << 10 };
+use crate::{buffer::Buffer, disk::Disk, reactor};
 
 /// Time for the last bytes of a connection that has ended.
 const FAREWELL: Duration = Duration::from_secs(1);
@@ -68,21 +49,13 @@ pub(super) enum Broken {
     Stream(#[from] io::Error),
 }
 
-/// A request that was accepted, on its way to the disk.
-struct Incoming {
-    tag: Tag,
-    command: Command,
-    /// A write's payload.
-    data: Option<Buffer>,
-}
-
 /// The transmission phase of one client.
 pub(super) struct Connection {
     stream: Stream,
-    disk: Arc<Disk>,
-    session: Session,
-    replier: Replier,
-    outbox: Outbox,
+    pub(super) disk: Arc<Disk>,
+    pub(super) session: Session,
+    pub(super) replier: Replier,
+    pub(super) outbox: Outbox,
     /// Set by the server, from another thread, when no more requests are wanted.
     stop: Arc<AtomicBool>,
     /// Replies can no longer be sent: the client is gone.
@@ -90,8 +63,8 @@ pub(super) struct Connection {
     /// No more replies will come.
     finished: Cell<bool>,
     /// Set when nobody is there to answer: requests that still wait for their limits are forgotten.
-    abandoned: Cell<bool>,
-    abandonment: Event,
+    pub(super) abandoned: Cell<bool>,
+    pub(super) abandonment: Event,
 }
 
 /// How a client stopped sending requests.
@@ -127,7 +100,7 @@ impl Connection {
 
     /// Serves the client until it leaves, breaks the protocol, or `stop` is set and its receiving ended. `inbox` has what arrived
     /// behind the handshake.
-    pub(super) async fn serve(self: Rc<Self>, mut inbox: Inbox) -> std::result::Result<(), Broken> {
+    pub(super) async fn serve(self: Rc<Self>, mut inbox: Inbox) -> Result<(), Broken> {
         let writer = reactor::spawn_joinable(Rc::clone(&self).send_replies());
         let mut intake = Intake::default();
         let outcome = self.receive_requests(&mut inbox, &mut intake).await;
@@ -179,32 +152,11 @@ impl Connection {
         self.abandonment.notify(usize::MAX);
     }
 
-    /// Waits for the disk's limits; `None` if the client went away meanwhile, and its requests with it: what a client that has vanished
-    /// left waiting must not use up what its group's other members may have. `requests` and `bytes` were counted in.
-    async fn admit(&self, direction: Direction, cost: Cost, requests: usize, bytes: usize) -> Option<Pass> {
-        let mut admission = pin!(self.disk.admit(direction, cost));
-        // Made only for a request that has to wait.
-        let mut abandonment = None;
-        let pass = poll_fn(|context| {
-            if let Poll::Ready(pass) = admission.as_mut().poll(context) {
-                return Poll::Ready(Some(pass));
-            }
-            let abandonment = abandonment.get_or_insert_with(|| self.abandonment.listen());
-            let gone = Pin::new(abandonment).poll(context).is_ready() || self.abandoned.get();
-            if gone { Poll::Ready(None) } else { Poll::Pending }
-        })
-        .await;
-        if pass.is_none() {
-            self.outbox.sent(requests, bytes, 0);
-        }
-        pass
-    }
-
     async fn receive_requests(
         self: &Rc<Self>,
         inbox: &mut Inbox,
         intake: &mut Intake,
-    ) -> std::result::Result<End, Broken> {
+    ) -> Result<End, Broken> {
         while !self.stop.load(Ordering::Relaxed) {
             let parsed = request::parse(inbox.bytes(), &self.session, self.disk.size_bytes());
             if !matches!(parsed, Parsed::Incomplete | Parsed::Close(_)) {
@@ -235,7 +187,7 @@ impl Connection {
                     let data =
                         if length > 0 { Some(inbox.payload(length, &self.stream).await?) } else { None };
                     self.outbox.begin(bytes_in_flight(command));
-                    intake.batch.push(Incoming { tag: request.tag, command, data });
+                    intake.push(Incoming { tag: request.tag, command, data });
                 }
             }
         }
@@ -253,7 +205,7 @@ impl Connection {
         }
     }
 
-    async fn wait_while_congested(&self) {
+    pub(super) async fn wait_while_congested(&self) {
         while self.outbox.is_congested() {
             self.outbox.room.wait().await;
         }
@@ -287,6 +239,7 @@ impl Connection {
                 self.broken.set(true);
                 self.stop.store(true, Ordering::Relaxed);
                 self.stream.close();
+                self.abandon();
             }
             self.outbox.sent(message.requests, message.bytes, length);
         }
@@ -303,242 +256,4 @@ impl Connection {
         let reply = message.segments.len() / message.requests.max(1);
         self.stream.unread_bytes() > REPLIES * (reply + OVERHEAD)
     }
-
-    async fn run(self: Rc<Self>, incoming: Incoming) {
-        let Incoming { tag, command, data } = incoming;
-        match command {
-            Command::Read { offset, length, .. } => self.read(offset, length, tag).await,
-            Command::Write { offset, fua, .. } => {
-                let data = data.expect("parsed with its payload");
-                let length = data.len();
-                self.write(offset, data.into(), fua, &[(tag, length)]).await;
-            }
-            Command::Flush => self.answer(tag, self.disk.flush().await, 0),
-            Command::Trim { offset, length, fua } => {
-                let Some(pass) = self.admit(Direction::Write, Cost::one(length), 1, 0).await else { return };
-                self.answer(tag, self.disk.discard(pass, offset, length, durability(fua)).await, 0);
-            }
-            Command::Cache { offset, length } => {
-                self.disk.will_need(offset, length).await;
-                self.answer(tag, Ok(()), 0);
-            }
-            Command::WriteZeroes { offset, length, fua, no_hole, fast } => {
-                let Some(pass) = self.admit(Direction::Write, Cost::one(length), 1, 0).await else { return };
-                let options =
-                    ZeroOptions { may_unmap: !no_hole, only_if_fast: fast, durability: durability(fua) };
-                let result = self.disk.write_zeroes(pass, offset, length, options).await;
-                self.answer_zeroes(tag, result, fast);
-            }
-            Command::BlockStatus(query) => self.block_status(tag, query, 0).await,
-            Command::BlockStatusPayload { one, .. } => {
-                let data = data.expect("parsed with its payload");
-                let (bytes, size_bytes) = (data.len(), self.disk.size_bytes());
-                match request::status_payload(&data, tag, one, &self.session, size_bytes) {
-                    Ok(Command::BlockStatus(query)) => self.block_status(tag, query, bytes).await,
-                    Ok(_) => self.answer(tag, Ok(()), bytes),
-                    Err(refused) => self.fail(tag, refused.errno, refused.why, bytes),
-                }
-            }
-            Command::Nothing => self.outbox.push_header(&self.replier.success(tag), 0),
-            Command::Disconnect => unreachable!("the reader keeps it"),
-        }
-    }
-
-    async fn read(&self, offset: u64, length: u32, tag: Tag) {
-        let bytes = length as usize;
-        let cost = Cost::one(u64::from(length));
-        let Some(pass) = self.admit(Direction::Read, cost, 1, bytes).await else { return };
-        match self.disk.read(pass, offset, Buffer::new(bytes)).await {
-            Ok(data) => {
-                self.outbox.push_data(&self.replier.data(tag, offset, length, true), data, bytes);
-            }
-            Err(error) => self.fail(tag, errno(error), "reading failed", bytes),
-        }
-    }
-
-    /// Reads that follow each other on the disk: one I/O, its buffer divided among them.
-    async fn read_merged(self: Rc<Self>, parts: Vec<Incoming>) {
-        let lengths: Vec<u64> = parts.iter().map(|part| part.candidate().length).collect();
-        let cost = Cost::merged(&lengths);
-        let total = cost.bytes() as usize;
-        let Some(pass) = self.admit(Direction::Read, cost, parts.len(), total).await else { return };
-        let result = self.disk.read(pass, parts[0].candidate().offset, Buffer::new(total)).await;
-        let mut rest = match result {
-            Ok(data) => data,
-            Err(error) => return self.retry_apart(parts, error).await,
-        };
-        for part in parts {
-            let Candidate { offset, length, .. } = part.candidate();
-            let tail = rest.split_off(length as usize);
-            // A merge is at most `MERGE.bytes` long, so lengths fit.
-            let header = self.replier.data(part.tag, offset, length as u32, true);
-            self.outbox.push_data(&header, std::mem::replace(&mut rest, tail), length as usize);
-        }
-    }
-
-    /// Which of several merged reads failed is not known, so each is tried alone: a bad sector is one client request's trouble.
-    async fn retry_apart(&self, parts: Vec<Incoming>, error: Error) {
-        tracing::debug!(disk = %self.disk.name(), %error, requests = parts.len(), "a merged read failed, trying its parts");
-        for part in parts {
-            let Candidate { offset, length, .. } = part.candidate();
-            let result = self.disk.retry_read(offset, Buffer::new(length as usize)).await;
-            match result {
-                Ok(data) => {
-                    let header = self.replier.data(part.tag, offset, length as u32, true);
-                    self.outbox.push_data(&header, data, length as usize);
-                }
-                Err(error) => self.fail(part.tag, errno(error), "reading failed", length as usize),
-            }
-        }
-    }
-
-    /// Writes that follow each other on the disk: one I/O that gathers their payloads.
-    async fn write_merged(self: Rc<Self>, parts: Vec<Incoming>) {
-        let Command::Write { offset, fua, .. } = parts[0].command else {
-            unreachable!("planned as writes");
-        };
-        let mut data = Segments::default();
-        let mut answers = Vec::with_capacity(parts.len());
-        for part in parts {
-            let payload = part.data.expect("parsed with its payload");
-            answers.push((part.tag, payload.len()));
-            data.push(payload);
-        }
-        self.write(offset, data, fua, &answers).await;
-    }
-
-    /// Writes `data` for the requests in `answers`, each with its payload's length. If it fails, it fails for all of them: a client must take
-    /// a failed write's range for undefined anyway, and the data is gone with the attempt.
-    async fn write(&self, offset: u64, data: Segments, fua: bool, answers: &[(Tag, usize)]) {
-        let cost = match answers {
-            [(_, length)] => Cost::one(*length as u64),
-            _ => Cost::merged(&answers.iter().map(|&(_, length)| length as u64).collect::<Vec<_>>()),
-        };
-        let bytes = data.len();
-        let Some(pass) = self.admit(Direction::Write, cost, answers.len(), bytes).await else { return };
-        let result = self.disk.write(pass, offset, data, durability(fua)).await;
-        for &(tag, length) in answers {
-            self.answer(tag, result, length);
-        }
-    }
-
-    async fn block_status(&self, tag: Tag, query: StatusQuery, bytes: usize) {
-        let extents = match self.disk.block_status(query.offset, query.length).await {
-            Ok(extents) => extents,
-            Err(error) => return self.fail(tag, errno(error), "the status is not to be had", bytes),
-        };
-        let extents: Vec<reply::Extent> = extents
-            .iter()
-            .map(|extent| {
-                let hole = if extent.hole { proto::state::HOLE } else { 0 };
-                let zero = if extent.zero { proto::state::ZERO } else { 0 };
-                reply::Extent { length: extent.length, flags: hole | zero }
-            })
-            .collect();
-        let mut reply = Vec::new();
-        let contexts = query.contexts.len();
-        for (index, context) in query.contexts.iter().enumerate() {
-            let last = index + 1 == contexts;
-            self.replier.block_status(tag, &query, context, &extents, last, &mut reply);
-        }
-        self.outbox.push_bytes(&reply, bytes);
-    }
-
-    /// Success, or the error; `bytes` were counted in with the request.
-    fn answer(&self, tag: Tag, result: Result<()>, bytes: usize) {
-        match result {
-            Ok(()) => self.outbox.push_header(&self.replier.success(tag), bytes),
-            Err(error) => self.fail(tag, errno(error), "the disk refused it", bytes),
-        }
-    }
-
-    fn answer_zeroes(&self, tag: Tag, result: Result<()>, fast: bool) {
-        match result {
-            Err(error) if fast => {
-                self.fail(tag, Errno::from_linux_fast_zero(error.errno()), "zeroing failed", 0);
-            }
-            result => self.answer(tag, result, 0),
-        }
-    }
-
-    fn fail(&self, tag: Tag, errno: Errno, what: &str, bytes: usize) {
-        tracing::debug!(disk = %self.disk.name(), ?errno, what, offset = tag.offset, "request failed");
-        let mut reply = Vec::new();
-        self.replier.error(tag, errno, what, &mut reply);
-        self.outbox.push_bytes(&reply, bytes);
-    }
-}
-
-impl Incoming {
-    fn candidate(&self) -> Candidate {
-        match self.command {
-            Command::Read { offset, length, .. } => {
-                Candidate { operation: Operation::Read, offset, length: u64::from(length), key: 0 }
-            }
-            Command::Write { offset, length, fua } => Candidate {
-                operation: Operation::Write,
-                offset,
-                length: u64::from(length),
-                key: u32::from(fua),
-            },
-            _ => Candidate { operation: Operation::Barrier, offset: 0, length: 0, key: 0 },
-        }
-    }
-}
-
-/// Requests taken in together, and the memory to plan their merging.
-#[derive(Default)]
-struct Intake {
-    batch: Vec<Incoming>,
-    taken: Vec<Option<Incoming>>,
-    candidates: Vec<Candidate>,
-    planner: Planner,
-}
-
-impl Intake {
-    /// Starts everything that was taken in.
-    async fn start(&mut self, connection: &Rc<Connection>) {
-        if self.batch.len() < 2 {
-            if let Some(only) = self.batch.pop() {
-                connection.wait_while_congested().await;
-                reactor::spawn(Rc::clone(connection).run(only));
-            }
-            return;
-        }
-        self.candidates.clear();
-        self.candidates.extend(self.batch.iter().map(Incoming::candidate));
-        self.taken.extend(self.batch.drain(..).map(Some));
-        let plan = self.planner.plan(&self.candidates, MERGE);
-        for group in plan.groups() {
-            connection.wait_while_congested().await;
-            let mut parts = group.iter().map(|&index| self.taken[index].take().expect("planned once"));
-            if let [_] = group {
-                let only = parts.next().expect("a group of one");
-                reactor::spawn(Rc::clone(connection).run(only));
-                continue;
-            }
-            let parts: Vec<Incoming> = parts.collect();
-            match parts[0].command {
-                Command::Read { .. } => reactor::spawn(Rc::clone(connection).read_merged(parts)),
-                _ => reactor::spawn(Rc::clone(connection).write_merged(parts)),
-            }
-        }
-        self.taken.clear();
-    }
-}
-
-/// Memory a request needs while it is in flight.
-fn bytes_in_flight(command: Command) -> usize {
-    match command {
-        Command::Read { length, .. } => length as usize,
-        command => command.payload_bytes() as usize,
-    }
-}
-
-fn durability(fua: bool) -> Durability {
-    if fua { Durability::Synchronous } else { Durability::Cached }
-}
-
-fn errno(error: Error) -> Errno {
-    Errno::from_linux(error.errno())
 }

@@ -1,0 +1,222 @@
+//! Carrying out a client's commands: each waits for its limits, does its I/O and leaves its reply in the outbox.
+//!
+//! Whatever happens, a request leaves exactly one reply, or is counted out because nobody is there to read it.
+
+use std::{
+    future::{Future, poll_fn},
+    pin::{Pin, pin},
+    rc::Rc,
+    task::Poll,
+};
+
+use policy::{merge::Candidate, request::Direction, throttle::Cost};
+
+use super::{
+    connection::Connection,
+    errno::Errno,
+    intake::Incoming,
+    proto, reply,
+    request::{self, Command, StatusQuery},
+    session::Tag,
+};
+use crate::{
+    buffer::{Buffer, Segments},
+    disk::Pass,
+    error::{Error, Result},
+    storage::{Durability, ZeroOptions},
+};
+
+impl Connection {
+    pub(super) async fn run(self: Rc<Self>, incoming: Incoming) {
+        let Incoming { tag, command, data } = incoming;
+        match command {
+            Command::Read { offset, length, .. } => self.read(offset, length, tag).await,
+            Command::Write { offset, fua, .. } => {
+                let data = data.expect("parsed with its payload");
+                let length = data.len();
+                self.write(offset, data.into(), fua, &[(tag, length)]).await;
+            }
+            Command::Flush => self.answer(tag, self.disk.flush().await, 0),
+            Command::Trim { offset, length, fua } => {
+                let Some(pass) = self.admit(Direction::Write, Cost::one(length), 1, 0).await else { return };
+                self.answer(tag, self.disk.discard(pass, offset, length, durability(fua)).await, 0);
+            }
+            Command::Cache { offset, length } => {
+                self.disk.will_need(offset, length).await;
+                self.answer(tag, Ok(()), 0);
+            }
+            Command::WriteZeroes { offset, length, fua, no_hole, fast } => {
+                let Some(pass) = self.admit(Direction::Write, Cost::one(length), 1, 0).await else { return };
+                let options =
+                    ZeroOptions { may_unmap: !no_hole, only_if_fast: fast, durability: durability(fua) };
+                let result = self.disk.write_zeroes(pass, offset, length, options).await;
+                self.answer_zeroes(tag, result, fast);
+            }
+            Command::BlockStatus(query) => self.block_status(tag, query, 0).await,
+            Command::BlockStatusPayload { one, .. } => {
+                let data = data.expect("parsed with its payload");
+                let (bytes, size_bytes) = (data.len(), self.disk.size_bytes());
+                match request::status_payload(&data, tag, one, &self.session, size_bytes) {
+                    Ok(Command::BlockStatus(query)) => self.block_status(tag, query, bytes).await,
+                    Ok(_) => self.answer(tag, Ok(()), bytes),
+                    Err(refused) => self.fail(tag, refused.errno, refused.why, bytes),
+                }
+            }
+            Command::Nothing => self.outbox.push_header(&self.replier.success(tag), 0),
+            Command::Disconnect => unreachable!("the reader keeps it"),
+        }
+    }
+
+    async fn read(&self, offset: u64, length: u32, tag: Tag) {
+        let bytes = length as usize;
+        let cost = Cost::one(u64::from(length));
+        let Some(pass) = self.admit(Direction::Read, cost, 1, bytes).await else { return };
+        match self.disk.read(pass, offset, Buffer::new(bytes)).await {
+            Ok(data) => {
+                self.outbox.push_data(&self.replier.data(tag, offset, length, true), data, bytes);
+            }
+            Err(error) => self.fail(tag, errno(error), "reading failed", bytes),
+        }
+    }
+
+    /// Reads that follow each other on the disk: one I/O, its buffer divided among them.
+    pub(super) async fn read_merged(self: Rc<Self>, parts: Vec<Incoming>) {
+        let lengths: Vec<u64> = parts.iter().map(|part| part.candidate().length).collect();
+        let cost = Cost::merged(&lengths);
+        let total = cost.bytes() as usize;
+        let Some(pass) = self.admit(Direction::Read, cost, parts.len(), total).await else { return };
+        let result = self.disk.read(pass, parts[0].candidate().offset, Buffer::new(total)).await;
+        let mut rest = match result {
+            Ok(data) => data,
+            Err(error) => return self.retry_apart(parts, error).await,
+        };
+        for part in parts {
+            let Candidate { offset, length, .. } = part.candidate();
+            let tail = rest.split_off(length as usize);
+            // A merge is at most `MERGE.bytes` long, so lengths fit.
+            let header = self.replier.data(part.tag, offset, length as u32, true);
+            self.outbox.push_data(&header, std::mem::replace(&mut rest, tail), length as usize);
+        }
+    }
+
+    /// Which of several merged reads failed is not known, so each is tried alone: a bad sector is one client request's trouble.
+    async fn retry_apart(&self, parts: Vec<Incoming>, error: Error) {
+        tracing::debug!(disk = %self.disk.name(), %error, requests = parts.len(), "a merged read failed, trying its parts");
+        for part in parts {
+            let Candidate { offset, length, .. } = part.candidate();
+            let result = self.disk.retry_read(offset, Buffer::new(length as usize)).await;
+            match result {
+                Ok(data) => {
+                    let header = self.replier.data(part.tag, offset, length as u32, true);
+                    self.outbox.push_data(&header, data, length as usize);
+                }
+                Err(error) => self.fail(part.tag, errno(error), "reading failed", length as usize),
+            }
+        }
+    }
+
+    /// Writes that follow each other on the disk: one I/O that gathers their payloads.
+    pub(super) async fn write_merged(self: Rc<Self>, parts: Vec<Incoming>) {
+        let Command::Write { offset, fua, .. } = parts[0].command else {
+            unreachable!("planned as writes");
+        };
+        let mut data = Segments::default();
+        let mut answers = Vec::with_capacity(parts.len());
+        for part in parts {
+            let payload = part.data.expect("parsed with its payload");
+            answers.push((part.tag, payload.len()));
+            data.push(payload);
+        }
+        self.write(offset, data, fua, &answers).await;
+    }
+
+    /// Writes `data` for the requests in `answers`, each with its payload's length. If it fails, it fails for all of them: a client must take
+    /// a failed write's range for undefined anyway, and the data is gone with the attempt.
+    async fn write(&self, offset: u64, data: Segments, fua: bool, answers: &[(Tag, usize)]) {
+        let cost = match answers {
+            [(_, length)] => Cost::one(*length as u64),
+            _ => Cost::merged(&answers.iter().map(|&(_, length)| length as u64).collect::<Vec<_>>()),
+        };
+        let bytes = data.len();
+        let Some(pass) = self.admit(Direction::Write, cost, answers.len(), bytes).await else { return };
+        let result = self.disk.write(pass, offset, data, durability(fua)).await;
+        for &(tag, length) in answers {
+            self.answer(tag, result, length);
+        }
+    }
+
+    async fn block_status(&self, tag: Tag, query: StatusQuery, bytes: usize) {
+        let extents = match self.disk.block_status(query.offset, query.length).await {
+            Ok(extents) => extents,
+            Err(error) => return self.fail(tag, errno(error), "the status is not to be had", bytes),
+        };
+        let extents: Vec<reply::Extent> = extents
+            .iter()
+            .map(|extent| {
+                let hole = if extent.hole { proto::state::HOLE } else { 0 };
+                let zero = if extent.zero { proto::state::ZERO } else { 0 };
+                reply::Extent { length: extent.length, flags: hole | zero }
+            })
+            .collect();
+        let mut reply = Vec::new();
+        let contexts = query.contexts.len();
+        for (index, context) in query.contexts.iter().enumerate() {
+            let last = index + 1 == contexts;
+            self.replier.block_status(tag, &query, context, &extents, last, &mut reply);
+        }
+        self.outbox.push_bytes(&reply, bytes);
+    }
+
+    /// Success, or the error; `bytes` were counted in with the request.
+    fn answer(&self, tag: Tag, result: Result<()>, bytes: usize) {
+        match result {
+            Ok(()) => self.outbox.push_header(&self.replier.success(tag), bytes),
+            Err(error) => self.fail(tag, errno(error), "the disk refused it", bytes),
+        }
+    }
+
+    fn answer_zeroes(&self, tag: Tag, result: Result<()>, fast: bool) {
+        match result {
+            Err(error) if fast => {
+                self.fail(tag, Errno::from_linux_fast_zero(error.errno()), "zeroing failed", 0);
+            }
+            result => self.answer(tag, result, 0),
+        }
+    }
+
+    fn fail(&self, tag: Tag, errno: Errno, what: &str, bytes: usize) {
+        tracing::debug!(disk = %self.disk.name(), ?errno, what, offset = tag.offset, "request failed");
+        let mut reply = Vec::new();
+        self.replier.error(tag, errno, what, &mut reply);
+        self.outbox.push_bytes(&reply, bytes);
+    }
+
+    /// Waits for the disk's limits; `None` if the client went away meanwhile, and its requests with it: what a client that has vanished
+    /// left waiting must not use up what its group's other members may have. `requests` and `bytes` were counted in.
+    async fn admit(&self, direction: Direction, cost: Cost, requests: usize, bytes: usize) -> Option<Pass> {
+        let mut admission = pin!(self.disk.admit(direction, cost));
+        // Made only for a request that has to wait.
+        let mut abandonment = None;
+        let pass = poll_fn(|context| {
+            if let Poll::Ready(pass) = admission.as_mut().poll(context) {
+                return Poll::Ready(Some(pass));
+            }
+            let abandonment = abandonment.get_or_insert_with(|| self.abandonment.listen());
+            let gone = Pin::new(abandonment).poll(context).is_ready() || self.abandoned.get();
+            if gone { Poll::Ready(None) } else { Poll::Pending }
+        })
+        .await;
+        if pass.is_none() {
+            self.outbox.sent(requests, bytes, 0);
+        }
+        pass
+    }
+}
+
+fn durability(fua: bool) -> Durability {
+    if fua { Durability::Synchronous } else { Durability::Cached }
+}
+
+fn errno(error: Error) -> Errno {
+    Errno::from_linux(error.errno())
+}
