@@ -17,7 +17,7 @@ use std::{rc::Rc, sync::Arc};
 
 use anyhow::{Context as _, anyhow};
 use block::{
-    disk::Disk,
+    disk::{Disk, Totals},
     export::nbd::Server,
     reactor::{self, JoinHandle, Polling, Worker},
 };
@@ -196,10 +196,30 @@ impl Daemon {
                 }
                 Event::Broken(_) => {}
                 Event::Finished(result) => {
+                    self.sum_up();
                     tracing::info!("stopped");
                     return outcome.and(result);
                 }
             }
+        }
+    }
+
+    /// Logs what each disk has done, for those that did anything.
+    fn sum_up(&self) {
+        for disk in &self.disks {
+            let totals = disk.totals();
+            if totals == Totals::default() {
+                continue;
+            }
+            tracing::info!(
+                disk = %disk.name(),
+                reads = totals.reads,
+                read_bytes = totals.read_bytes,
+                writes = totals.writes,
+                written_bytes = totals.written_bytes,
+                merged_requests = totals.merged_requests,
+                "served"
+            );
         }
     }
 
