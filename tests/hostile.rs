@@ -256,3 +256,38 @@ fn more_clients_than_allowed_wait_their_turn() {
     });
     assert_eq!(third.expect("it is served in the end").read(0, 1).as_deref(), Ok(&[0][..]));
 }
+
+/// At 1 operation a second and a bucket that holds one, what this client asks for would take ten minutes.
+#[test]
+fn a_client_that_vanishes_takes_what_waits_for_its_limits_with_it() {
+    let scratch = Scratch::new();
+    let image = scratch.filled("disk.raw", 4 * MIB);
+    let weir = Serve::new(&scratch).arg(image).args(["--iops-total", "1", "--max-connections", "1"]).start();
+    let (mut client, _) = Wire::go(weir.socket(), "disk");
+    for cookie in 0..600 {
+        client.request(Request { flags: 0, kind: CMD_READ, cookie, offset: 0, length: 512 }, &[]);
+    }
+    assert_eq!(client.simple_reply(), (0, 0), "the first of them is within the limit");
+    drop(client);
+    // There is one place, so being let in says that the other has gone with all it left behind.
+    let began = Instant::now();
+    let (second, _) = Wire::go(weir.socket(), "disk");
+    assert!(began.elapsed() < DEADLINE, "the place was kept for requests that nobody waits for");
+    drop(second);
+    weir.stop();
+}
+
+#[test]
+fn a_stop_does_not_wait_for_limits() {
+    let scratch = Scratch::new();
+    let image = scratch.filled("disk.raw", 4 * MIB);
+    let weir = Serve::new(&scratch).arg(image).args(["--iops-total", "1"]).start();
+    let (mut client, _) = Wire::go(weir.socket(), "disk");
+    for cookie in 0..100 {
+        client.request(Request { flags: 0, kind: CMD_READ, cookie, offset: 0, length: 512 }, &[]);
+    }
+    assert_eq!(client.simple_reply(), (0, 0), "the first of them is within the limit");
+    let began = Instant::now();
+    weir.stop();
+    assert!(began.elapsed() < DEADLINE, "limits were kept although the daemon was told to stop");
+}
