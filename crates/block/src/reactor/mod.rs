@@ -78,6 +78,20 @@ pub fn now() -> Instant {
     })
 }
 
+/// The instant, as of the first time it was asked for in this turn of the loop: at most as old as the tasks that ran since.
+///
+/// For what is counted at every request, where a few microseconds matter less than reading the clock. Not for deadlines: what was waited
+/// for may seem not to have come yet.
+///
+/// # Panics
+/// Without a reactor on this thread.
+pub fn recently() -> Instant {
+    with_current(|reactor| match &reactor.driver {
+        Driver::Uring(uring) => uring.recently(),
+        Driver::Sim(sim) => sim.now(),
+    })
+}
+
 /// Runs `future` as a task of its own on this thread. It is polled once before this returns, so work that can finish at once never
 /// costs a trip through the queue (in simulation the seed decides).
 ///

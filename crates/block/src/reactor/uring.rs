@@ -90,6 +90,8 @@ pub(super) struct Uring {
     typical_gap_ns: Cell<u64>,
     /// Somebody said that nothing is urgent, since the last wait.
     linger: Cell<bool>,
+    /// What [`Uring::recently`] answers during this turn, once it was asked.
+    recent: Cell<Option<Instant>>,
     /// The kernel can wait for a time and for completions at once (6.12 on).
     can_linger: bool,
 }
@@ -116,6 +118,7 @@ impl Uring {
             polling,
             typical_gap_ns: Cell::new(u64::MAX),
             linger: Cell::new(false),
+            recent: Cell::new(None),
             can_linger,
         })
     }
@@ -123,6 +126,7 @@ impl Uring {
     /// Runs what is ready, fires timers, submits, reaps; waits where there is nothing else to do.
     pub(super) fn turn(reactor: &Reactor) {
         let Driver::Uring(uring) = &reactor.driver else { unreachable!("entered with a Uring") };
+        uring.recent.set(None);
         reactor.executor.receive();
         for _ in 0..TASKS_PER_TURN {
             let Some(runnable) = reactor.executor.pop() else { break };
@@ -136,6 +140,15 @@ impl Uring {
             uring.enter(Wait::No);
         }
         uring.reap();
+    }
+
+    /// The clock, read at most once a turn.
+    pub(super) fn recently(&self) -> Instant {
+        self.recent.get().unwrap_or_else(|| {
+            let now = real_now();
+            self.recent.set(Some(now));
+            now
+        })
     }
 
     pub(super) fn linger(&self) {
@@ -178,9 +191,9 @@ impl Uring {
 
     /// Waits for a completion, a wake-up from another thread, or `next_timer`: polls first if that has been paying.
     fn wait(&self, reactor: &Reactor, next_timer: Option<Instant>) {
-        let began = real_now();
         let lingers = self.linger.take();
         let polls = !self.polling.limit.is_zero();
+        let began = if polls { real_now() } else { Instant::ZERO };
         if polls && !lingers && self.typical_gap_ns.get() <= duration_ns(self.polling.limit) {
             self.enter(Wait::No);
             if self.poll(reactor, (began + self.polling.limit).min(next_timer.unwrap_or(Instant::MAX))) {
