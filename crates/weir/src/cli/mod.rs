@@ -4,6 +4,7 @@
 //! which options there are, what they say of themselves, and which cannot go with `--config`.
 
 mod limits;
+mod shares;
 
 use std::path::PathBuf;
 
@@ -13,11 +14,12 @@ use clap::{Args, Parser, Subcommand};
 use crate::{
     logging,
     plan::{
-        self, Address, DiskDraft, Draft, GroupDraft, Image, LogFormat, Place, Said, ServiceDraft, TlsDraft,
-        TlsMode, Wrong,
+        self, Address, DiskDraft, Draft, GroupDraft, Image, LogFormat, Place, Said, ServiceDraft,
+        SettingsDraft, TlsDraft, TlsMode, Wrong,
     },
 };
 use limits::LimitArgs;
+use shares::ShareArgs;
 
 const ABOUT: &str = "Throttle, prefetch, cache and tune the disks of virtual machines and containers";
 
@@ -30,6 +32,8 @@ Examples:
       1000 operations per second, after idle time 5000 for up to 5 seconds.
   weir serve a.raw b.raw --group tenant --bps-total 100M
       Two disks, nbd://localhost/a and nbd://localhost/b, that share 100 MiB per second.
+  weir serve vm1.raw --iops-total 1000 --watermark 90 --qmp unix:/run/weir/qmp.sock
+      1000 operations per second once the device is nine tenths busy; limits can be changed at the socket.
   nbdinfo -- [ weir serve --read-only vm1.raw ]
       On the socket that the caller passes.
   weir serve --config /etc/weir.toml
@@ -66,6 +70,8 @@ pub(crate) struct ServeArgs {
     #[command(flatten)]
     limits: LimitArgs,
     #[command(flatten)]
+    shares: ShareArgs,
+    #[command(flatten)]
     network: NetworkArgs,
     #[command(flatten)]
     tls: TlsArgs,
@@ -101,7 +107,7 @@ struct ImageArgs {
     /// What clients are told about the disk; once for each IMAGE
     #[arg(long, value_name = "TEXT", conflicts_with = "config")]
     description: Vec<String>,
-    /// Put the disks into one group, which the limits are for: they share them
+    /// Put the disks into one group, which limits, reservations and watermark are then for: they share them
     #[arg(long, value_name = "GROUP", conflicts_with = "config")]
     group: Option<String>,
 }
@@ -115,6 +121,9 @@ struct NetworkArgs {
     /// Clients at a time at each address; 0 is any number [default: 100]
     #[arg(long, value_name = "N", value_parser = plan::connections)]
     max_connections: Option<u32>,
+    /// Take commands of QEMU's machine protocol at unix:PATH, from root and the daemon's own user; repeatable
+    #[arg(long, value_name = "unix:PATH", value_parser = plan::socket)]
+    qmp: Vec<PathBuf>,
 }
 
 #[derive(Debug, Args)]
@@ -160,6 +169,9 @@ struct ProcessArgs {
     /// Leave the process's number in this file while it serves
     #[arg(long, value_name = "FILE")]
     pid_file: Option<PathBuf>,
+    /// Where `weir probe` left what devices can do [default: /var/lib/weir, or ~/.local/state/weir if not root]
+    #[arg(long, value_name = "DIR")]
+    state: Option<PathBuf>,
 }
 
 #[derive(Debug, Args)]
@@ -179,25 +191,27 @@ impl ServeArgs {
     /// # Errors
     /// If there are more or fewer names than images.
     pub(crate) fn into_draft(self) -> Result<Draft, Wrong> {
-        let Self { image, limits, network, tls, imitate, process, log, .. } = self;
+        let Self { image, limits, shares, network, tls, imitate, process, log, .. } = self;
+        let of_disk = if image.group.is_some() { shares.of_member() } else { shares.of_loner(&limits) };
         Ok(Draft {
-            groups: image.groups(&limits),
-            disks: image.disks(&limits, &imitate)?,
+            groups: image.groups(&shares.settings(&limits)),
+            disks: image.disks(&of_disk, &imitate)?,
             service: service(network, tls, process, log),
         })
     }
 }
 
 impl ImageArgs {
-    fn groups(&self, limits: &LimitArgs) -> Vec<GroupDraft> {
+    fn groups(&self, settings: &SettingsDraft) -> Vec<GroupDraft> {
         let group = |name: &String| GroupDraft {
             name: Said::new(name.clone(), Place::option("group", name)),
-            limits: limits.draft(),
+            settings: settings.clone(),
+            group: None,
         };
         self.group.iter().map(group).collect()
     }
 
-    fn disks(&self, limits: &LimitArgs, imitate: &ImitateArgs) -> Result<Vec<DiskDraft>, Wrong> {
+    fn disks(&self, settings: &SettingsDraft, imitate: &ImitateArgs) -> Result<Vec<DiskDraft>, Wrong> {
         for (option, given) in [("name", self.name.len()), ("description", self.description.len())] {
             let images = self.images.len();
             if given != 0 && given != images {
@@ -210,11 +224,17 @@ impl ImageArgs {
             .images
             .iter()
             .enumerate()
-            .map(|(index, image)| self.disk(index, image, limits, imitate))
+            .map(|(index, image)| self.disk(index, image, settings, imitate))
             .collect())
     }
 
-    fn disk(&self, index: usize, image: &Image, limits: &LimitArgs, imitate: &ImitateArgs) -> DiskDraft {
+    fn disk(
+        &self,
+        index: usize,
+        image: &Image,
+        settings: &SettingsDraft,
+        imitate: &ImitateArgs,
+    ) -> DiskDraft {
         let image = Said::new(image.clone(), Place::new(image.to_string()));
         let said = |option: &str, text: &String| Said::new(text.clone(), Place::option(option, text));
         DiskDraft {
@@ -228,7 +248,7 @@ impl ImageArgs {
             image,
             read_only: self.read_only,
             force_share: self.force_share.then(|| Place::new("--force-share")),
-            limits: if self.group.is_some() { Vec::new() } else { limits.draft() },
+            settings: settings.clone(),
             group: self.group.as_ref().map(|name| said("group", name)),
             delay: imitate.delay.map(|delay| Said::new(delay, Place::new("--delay"))),
             rate: imitate.rate.map(|rate| Said::new(rate, Place::new("--rate"))),
@@ -243,8 +263,13 @@ fn service(network: NetworkArgs, tls: TlsArgs, process: ProcessArgs, log: LogArg
         value.map(|value| Said::new(value, Place::new(format!("--{option}"))))
     }
     let address = |address: Address| Said { place: Place::option("nbd", &address), value: address };
+    let socket = |path: PathBuf| {
+        let place = Place::option("qmp", format_args!("unix:{}", path.display()));
+        Said { value: path, place }
+    };
     ServiceDraft {
         nbd: network.nbd.into_iter().map(address).collect(),
+        qmp: network.qmp.into_iter().map(socket).collect(),
         workers: said("workers", process.workers),
         poll: said("poll", process.poll),
         max_connections: said("max-connections", network.max_connections),
@@ -257,6 +282,7 @@ fn service(network: NetworkArgs, tls: TlsArgs, process: ProcessArgs, log: LogArg
         log: said("log", log.log),
         log_format: said("log-format", log.log_format),
         pid_file: said("pid-file", process.pid_file),
+        state: said("state", process.state),
     }
 }
 

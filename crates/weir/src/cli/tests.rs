@@ -1,10 +1,10 @@
 //! What the command line accepts, and what it says to the rest.
 
 use clap::Parser as _;
-use policy::throttle::{LimitKind, Limits};
+use policy::throttle::LimitKind;
 
 use super::*;
-use crate::plan::{Endpoint, Plan, Throttle};
+use crate::plan::{Endpoint, Plan, Settings};
 
 /// The plan of a command line after `weir serve`, or what is said on standard error after `weir: `.
 fn plan(line: &str) -> Result<Plan, String> {
@@ -25,7 +25,7 @@ fn check(line: &str, expect: &str) {
 fn an_image_is_enough() {
     let plan = plan("vm1.raw").unwrap();
     assert_eq!(plan.disks[0].image, "vm1.raw".parse().unwrap());
-    assert_eq!(plan.disks[0].throttle, Throttle::Own(Limits::default()));
+    assert_eq!((plan.disks[0].settings, plan.disks[0].group), (Settings::default(), None));
     assert_eq!(plan.servers[0].endpoint, Endpoint::Address(Address::standard()));
     assert_eq!(plan.servers[0].exports[0].name, "vm1");
 }
@@ -34,7 +34,7 @@ fn an_image_is_enough() {
 fn limits_carry_qemu_s_names() {
     let plan =
         plan("a --iops-total 1000 --iops-total-max 5000 --iops-total-max-length 5 --bps-write 10M").unwrap();
-    let Throttle::Own(limits) = plan.disks[0].throttle else { panic!("a group") };
+    let limits = plan.disks[0].settings.limits;
     let iops = limits.limit(LimitKind::IopsTotal);
     assert_eq!((iops.rate, iops.burst_rate, iops.burst_length_s), (1000, 5000, 5));
     assert_eq!(limits.limit(LimitKind::BpsWrite).rate, 10 << 20);
@@ -44,11 +44,50 @@ fn limits_carry_qemu_s_names() {
 fn a_group_shares_the_limits_and_without_one_each_disk_has_them() {
     let shared = plan("a b --group g --iops-total 10").unwrap();
     assert_eq!(shared.groups.len(), 1);
-    assert_eq!(shared.groups[0].limits.limit(LimitKind::IopsTotal).rate, 10);
-    assert!(shared.disks.iter().all(|disk| disk.throttle == Throttle::Group(0)));
+    assert_eq!(shared.groups[0].settings.limits.limit(LimitKind::IopsTotal).rate, 10);
+    assert!(shared.disks.iter().all(|disk| disk.group == Some(0) && disk.settings == Settings::default()));
     let apart = plan("a b --iops-total 10").unwrap();
     assert!(apart.groups.is_empty());
-    assert!(apart.disks.iter().all(|disk| disk.throttle == Throttle::Own(shared.groups[0].limits)));
+    assert!(apart.disks.iter().all(|disk| disk.group.is_none()));
+    assert!(apart.disks.iter().all(|disk| disk.settings == shared.groups[0].settings));
+}
+
+#[test]
+fn a_group_has_all_but_the_weight() {
+    let options = "--weight 300 --iops-reservation 50 --bps-reservation 1M --watermark 90";
+    let loner = plan(&format!("a {options}")).unwrap();
+    let all = Settings {
+        weight: 300,
+        iops_reservation: 50,
+        bps_reservation: 1 << 20,
+        watermark: 90,
+        ..Settings::default()
+    };
+    assert_eq!(loner.disks[0].settings, all);
+    let shared = plan(&format!("a b --group g {options}")).unwrap();
+    assert_eq!(shared.groups[0].settings, Settings { weight: 100, ..all });
+    let weighted = Settings { weight: 300, ..Settings::default() };
+    assert!(shared.disks.iter().all(|disk| disk.settings == weighted && disk.group == Some(0)));
+    check("a --weight 0", "--weight 0: is out of range; a weight is from 1 to 10000");
+    check("a --watermark 101", "--watermark 101: is out of range; a watermark is from 0 to 100 percent");
+}
+
+#[test]
+fn a_group_is_not_called_as_a_disk_is() {
+    check("a.raw --group a", "--group a: a disk is called \"a\" too, and commands take both (rename one)");
+}
+
+#[test]
+fn the_daemon_is_controlled_at_unix_sockets() {
+    let service = plan("a --qmp unix:/run/q --qmp unix:r --state /s").unwrap().service;
+    assert_eq!(service.qmp, [PathBuf::from("/run/q"), PathBuf::from("r")]);
+    assert_eq!(service.state, Some(PathBuf::from("/s")));
+    check("a --qmp unix:q --qmp unix:q", "--qmp unix:q: is given twice (remove one)");
+    check("a --qmp unix:q --nbd unix:q", "--qmp unix:q: disks are exported at this socket (use another)");
+    check(
+        "a --qmp localhost:4444",
+        "invalid value 'localhost:4444' for '--qmp <unix:PATH>': is not a Unix socket; write unix:PATH",
+    );
 }
 
 #[test]
@@ -108,7 +147,7 @@ fn values_that_make_no_sense_are_refused() {
 
 #[test]
 fn options_of_later_versions_are_not_accepted() {
-    for option in ["--weight", "--prefetch", "--l2-cache-size", "--qmp"] {
+    for option in ["--prefetch", "--l2-cache-size"] {
         let refused = plan(&format!("a {option} 1")).unwrap_err();
         assert!(refused.starts_with(&format!("unexpected argument '{option}' found")), "{refused}");
     }
@@ -121,13 +160,28 @@ fn a_config_file_excludes_what_it_says_itself() {
         ("--cache none", "--cache <MODE>"),
         ("--iops-total 5", "--iops-total <N>"),
         ("--group g", "--group <GROUP>"),
+        ("--weight 5", "--weight <N>"),
+        ("--watermark 5", "--watermark <PERCENT>"),
         ("--delay read=1ms", "--delay <TIMES>"),
     ] {
         let refused = plan(&format!("--config f {options}")).unwrap_err();
         let both = refused.contains("'--config <FILE>'") && refused.contains(&format!("'{named}'"));
         assert!(both && refused.contains(" cannot be used with "), "{refused}");
     }
-    let words = ["weir", "serve", "--config", "f", "--workers", "2", "--nbd", "h:1", "--log", "debug"];
+    let words = [
+        "weir",
+        "serve",
+        "--config",
+        "f",
+        "--workers",
+        "2",
+        "--nbd",
+        "h:1",
+        "--log",
+        "debug",
+        "--qmp",
+        "unix:q",
+    ];
     assert!(Cli::try_parse_from(words).is_ok(), "what holds for the process goes with a file");
 }
 

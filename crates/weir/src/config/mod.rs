@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   [daemon]       the process: where to listen, workers, TLS, logging
-//!   [group.NAME]   limits that disks share
+//!   [group.NAME]   what disks and other groups are held to together
 //!   [disk.NAME]    an image, how it is opened, what it is held to, where it is exported
 //! ```
 //!
@@ -28,7 +28,7 @@ use crate::{
     logging,
     plan::{
         self, Address, DiskDraft, Draft, ExportDraft, GroupDraft, Image, LimitsDraft, Place, Said,
-        ServiceDraft, Wrong,
+        ServiceDraft, SettingsDraft, Wrong,
     },
 };
 use section::{Entry, Section, Source};
@@ -82,9 +82,21 @@ fn sections<'a>(root: &Section<'a>, kind: &'static str) -> Result<Vec<(Said<Stri
 }
 
 fn group(name: Said<String>, section: &Section<'_>) -> Result<GroupDraft, Wrong> {
-    let limits = limits(section)?;
+    let settings = settings(section)?;
+    let group = section.text("group")?;
     section.finish()?;
-    Ok(GroupDraft { name, limits })
+    Ok(GroupDraft { name, settings, group })
+}
+
+/// What a disk and a group may both be held to and entitled to.
+fn settings(section: &Section<'_>) -> Result<SettingsDraft, Wrong> {
+    Ok(SettingsDraft {
+        limits: limits(section)?,
+        weight: section.parse("weight", plan::count)?,
+        iops_reservation: section.parse("iops-reservation", plan::count)?,
+        bps_reservation: section.parse("bps-reservation", plan::size)?,
+        watermark: section.parse("watermark", plan::count)?,
+    })
 }
 
 /// Every limit that the section sets.
@@ -108,6 +120,7 @@ impl Reader<'_> {
     fn daemon(&self, section: &Section<'_>) -> Result<ServiceDraft, Wrong> {
         let draft = ServiceDraft {
             nbd: section.list("nbd", |text| self.address(text))?,
+            qmp: section.list("qmp", |text| self.socket(text))?,
             workers: section.parse("workers", plan::workers)?,
             poll: section.parse("poll", plan::duration)?,
             max_connections: section.parse("max-connections", plan::connections)?,
@@ -120,6 +133,7 @@ impl Reader<'_> {
             log: section.parse("log", logging::filter)?,
             log_format: section.value("log-format")?,
             pid_file: self.path(section, "pid-file")?,
+            state: self.path(section, "state")?,
         };
         section.finish()?;
         Ok(draft)
@@ -132,7 +146,7 @@ impl Reader<'_> {
         let cache = section.value("cache")?;
         let read_only = section.flag("read-only")?.is_some_and(|said| said.value);
         let force_share = section.flag("force-share")?.filter(|said| said.value).map(|said| said.place);
-        let limits = limits(section)?;
+        let settings = settings(section)?;
         let group = section.text("group")?;
         let delay = section.value("delay")?;
         let rate = section.value("rate")?;
@@ -153,7 +167,7 @@ impl Reader<'_> {
             cache,
             read_only,
             force_share,
-            limits,
+            settings,
             group,
             delay,
             rate,
@@ -179,16 +193,21 @@ impl Reader<'_> {
     }
 
     fn address(&self, text: &str) -> Result<Address, String> {
-        let address = text.parse()?;
-        match address {
-            // Judged again, because the directory may make the path of a socket too long.
-            Address::Unix(path) => {
-                let path = self.directory.join(path);
-                let text = path.to_str().ok_or("the directory of the config file is not UTF-8 (move it)")?;
-                format!("unix:{text}").parse()
-            }
-            Address::Tcp { .. } => Ok(address),
+        match text.parse()? {
+            Address::Unix(path) => self.socket_at(&path).map(Address::Unix),
+            address @ Address::Tcp { .. } => Ok(address),
         }
+    }
+
+    fn socket(&self, text: &str) -> Result<PathBuf, String> {
+        self.socket_at(&plan::socket(text)?)
+    }
+
+    /// A socket's path seen from the directory, which may make it too long.
+    fn socket_at(&self, path: &Path) -> Result<PathBuf, String> {
+        let path = self.directory.join(path);
+        let text = path.to_str().ok_or("the directory of the config file is not UTF-8 (move it)")?;
+        plan::socket(&format!("unix:{text}"))
     }
 
     fn path(&self, section: &Section<'_>, key: &'static str) -> Result<Option<Said<PathBuf>>, Wrong> {

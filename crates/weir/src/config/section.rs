@@ -19,8 +19,7 @@ use crate::{
 };
 
 /// Settings of the design that this version does not have, so that nobody looks for the slip in a right name.
-const NOT_YET: [&str; 7] =
-    ["weight", "reservation", "watermark", "prefetch", "l2-cache-size", "refcount-cache-size", "qmp"];
+const NOT_YET: [&str; 3] = ["prefetch", "l2-cache-size", "refcount-cache-size"];
 /// Characters of a value that a message shows.
 const MAX_SHOWN: usize = 60;
 

@@ -1,10 +1,10 @@
 //! Every rule of the config file with its message, and that the documentation speaks of every key.
 
 use block::storage::CacheMode;
-use policy::throttle::{LimitKind, Limits};
+use policy::throttle::LimitKind;
 
 use super::*;
-use crate::plan::{Credentials, Endpoint, Plan, Throttle, Tls};
+use crate::plan::{Credentials, Endpoint, Plan, Settings, Tls};
 
 /// The file as all of these tests know it: `/etc/weir/weir.toml`, called by its base name.
 fn plan_with(text: &str, inherited: usize) -> Result<Plan, String> {
@@ -42,6 +42,14 @@ fn a_disk_with_everything() {
         iops-total-max = 12_000
         iops-total-max-length = "30"
         bps-total = "100M"
+        weight = 300
+        iops-reservation = 600
+        bps-reservation = "2M"
+        watermark = 90
+        group = "host"
+
+        [group.host]
+        iops-total = 50000
 
         [disk.vm1]
         image = "vm1.raw"
@@ -51,6 +59,10 @@ fn a_disk_with_everything() {
         read-only = true
         force-share = true
         group = "gold"
+        iops-read = 500
+        weight = 200
+        iops-reservation = 50
+        bps-reservation = "1M"
         fault = ["kind=read,error=EIO", "kind=write,error=ENOSPC"]
         delay = "read=5ms"
         rate = "bytes=22M"
@@ -61,9 +73,15 @@ fn a_disk_with_everything() {
     assert_eq!(disk.image.to_string(), "/etc/weir/vm1.raw", "paths are seen from the file's directory");
     assert_eq!((disk.cache, disk.read_only, disk.force_share), (CacheMode::None, true, true));
     assert_eq!((disk.name.as_str(), disk.description.as_str()), ("vm1", "the first"));
-    assert_eq!(disk.throttle, Throttle::Group(0));
     assert_eq!(disk.faults.len(), 2);
-    let limits = plan.groups[0].limits;
+    assert_eq!(disk.settings.limits.limit(LimitKind::IopsRead).rate, 500, "a member's limits are its own");
+    let Settings { limits: _, weight, iops_reservation, bps_reservation, watermark } = disk.settings;
+    assert_eq!((weight, iops_reservation, bps_reservation, watermark), (200, 50, 1 << 20, 0));
+    let names: Vec<_> = plan.groups.iter().map(|group| (group.name.as_str(), group.parent)).collect();
+    assert_eq!(names, [("host", None), ("gold", Some(0))], "a group comes after the one it lies in");
+    assert_eq!(disk.group, Some(1));
+    let Settings { limits, weight, iops_reservation, bps_reservation, watermark } = plan.groups[1].settings;
+    assert_eq!((weight, iops_reservation, bps_reservation, watermark), (300, 600, 2 << 20, 90));
     let iops = limits.limit(LimitKind::IopsTotal);
     assert_eq!((iops.rate, iops.burst_rate, iops.burst_length_s), (6000, 12_000, 30));
     assert_eq!(limits.limit(LimitKind::BpsTotal).rate, 100 << 20);
@@ -77,7 +95,8 @@ fn a_disk_with_everything() {
 fn a_disk_with_nothing_but_an_image() {
     let plan = plan("[disk.vm1]\nimage = \"memory:1G\"\n");
     assert_eq!(plan.disks[0].cache, CacheMode::Writeback);
-    assert_eq!(plan.disks[0].throttle, Throttle::Own(Limits::default()));
+    assert_eq!((plan.disks[0].settings, plan.disks[0].group), (Settings::default(), None));
+    assert_eq!((plan.service.qmp, plan.service.state), (Vec::<PathBuf>::new(), None));
     assert_eq!(plan.servers[0].endpoint, Endpoint::Address(Address::standard()));
     assert_eq!(plan.service.max_connections, 100);
     assert!(plan.service.poll.is_zero());
@@ -108,6 +127,8 @@ fn the_daemon_with_everything() {
         log = "debug"
         log-format = "json"
         pid-file = "/run/weir.pid"
+        qmp = ["unix:qmp.sock", "unix:/run/weir/qmp.sock"]
+        state = "state"
         [disk.vm1]
         image = "null:1G"
         "#,
@@ -117,6 +138,8 @@ fn the_daemon_with_everything() {
     let directory = PathBuf::from("/etc/weir/pki");
     assert_eq!(service.tls, Tls::Required(Credentials::Certificates { directory, verify_peer: true }));
     assert_eq!(service.pid_file, Some(PathBuf::from("/run/weir.pid")));
+    assert_eq!(service.qmp, [PathBuf::from("/etc/weir/qmp.sock"), PathBuf::from("/run/weir/qmp.sock")]);
+    assert_eq!(service.state, Some(PathBuf::from("/etc/weir/state")));
     assert_eq!(plan.servers.len(), 2);
 }
 
@@ -147,7 +170,7 @@ fn unknown_keys_name_the_nearest() {
 
 #[test]
 fn keys_of_later_versions_are_not_taken_for_slips() {
-    for key in ["weight", "watermark", "prefetch", "l2-cache-size"] {
+    for key in ["prefetch", "l2-cache-size", "refcount-cache-size"] {
         check_disk(
             &format!("{key} = 1"),
             &format!(
@@ -280,11 +303,132 @@ fn groups_must_be_there() {
 }
 
 #[test]
-fn a_group_s_limits_are_set_at_the_group() {
+fn a_group_s_watermark_is_set_at_the_group() {
     check_disk(
-        "group = \"gold\"\niops-total = 5\n[group.gold]\niops-total = 6",
-        "weir.toml:4: disk.vm1.iops-total = 5: \
-         the disk is in group \"gold\", whose members have its limits (set it at [group.gold])",
+        "group = \"gold\"\nwatermark = 50\n[group.gold]\niops-total = 6",
+        "weir.toml:4: disk.vm1.watermark = 50: \
+         the disk is in group \"gold\", which has the watermark for its members (set it at [group.gold])",
+    );
+}
+
+#[test]
+fn groups_lie_in_groups_but_never_in_themselves() {
+    let disk = "[disk.vm1]\nimage = \"a\"\n";
+    let chain = |count: usize| -> String {
+        let group = |n: usize| match n {
+            0 => "[group.g0]\n".to_owned(),
+            n => format!("[group.g{n}]\ngroup = \"g{}\"\n", n - 1),
+        };
+        (0..count).rev().map(group).collect()
+    };
+    let deep = plan(&format!("{disk}{}", chain(8)));
+    let parents: Vec<_> = deep.groups.iter().map(|group| group.parent).collect();
+    assert_eq!(parents, [None, Some(0), Some(1), Some(2), Some(3), Some(4), Some(5), Some(6)]);
+    check(
+        &format!("{disk}{}", chain(9)),
+        "weir.toml:4: group.g8.group = \"g7\": \
+         makes 9 groups that lie in each other; there may be 8 (leave some out)",
+    );
+    check(
+        &format!("{disk}[group.a]\ngroup = \"a\"\n"),
+        "weir.toml:4: group.a.group = \"a\": is the group itself (name another, or leave it out)",
+    );
+    check(
+        &format!("{disk}[group.z]\ngroup = \"a\"\n[group.a]\ngroup = \"b\"\n[group.b]\ngroup = \"a\"\n"),
+        "weir.toml:6: group.a.group = \"b\": makes the group lie in itself, by way of b (break the circle)",
+    );
+    check(
+        &format!("{disk}[group.a]\ngroup = \"c\"\n"),
+        "weir.toml:4: group.a.group = \"c\": is no group of this file (add [group.c])",
+    );
+}
+
+#[test]
+fn a_large_circle_is_found_at_once() {
+    let count = 100_000;
+    let group = |n: usize| format!("[group.g{n}]\ngroup = \"g{}\"\n", (n + 1) % count);
+    let text: String = (0..count).map(group).collect();
+    let refused = plan_with(&format!("[disk.d]\nimage = \"a\"\n{text}"), 0).unwrap_err();
+    let expect = "weir.toml:4: group.g0.group = \"g1\": \
+                  makes the group lie in itself, by way of g1, g2, g3, g4 and 99995 more (break the circle)";
+    assert_eq!(refused, expect);
+}
+
+#[test]
+fn disks_and_groups_share_one_set_of_names() {
+    check(
+        "[disk.gold]\nimage = \"a\"\n[group.gold]\n",
+        "weir.toml:3: group.gold: a disk is called \"gold\" too, and commands take both (rename one)",
+    );
+}
+
+#[test]
+fn shares_have_their_ranges() {
+    for value in ["0", "10001", "99999999999"] {
+        check_disk(
+            &format!("weight = {value}"),
+            &format!("weir.toml:3: disk.vm1.weight = {value}: is out of range; a weight is from 1 to 10000"),
+        );
+    }
+    check(
+        "[group.g]\nwatermark = 101\n[disk.vm1]\nimage = \"a\"\n",
+        "weir.toml:2: group.g.watermark = 101: is out of range; a watermark is from 0 to 100 percent",
+    );
+    for key in ["iops-reservation", "bps-reservation"] {
+        check_disk(
+            &format!("{key} = 1000000000000001"),
+            &format!(
+                "weir.toml:3: disk.vm1.{key} = 1000000000000001: is too large; it may be 1000000000000000 at most"
+            ),
+        );
+    }
+    check_disk(
+        "iops-reservation = \"1K\"",
+        "weir.toml:3: disk.vm1.iops-reservation = \"1K\": \
+         is not a plain number; a count takes no suffix and no fraction (write 1024)",
+    );
+}
+
+#[test]
+fn control_sockets_are_sockets_of_their_own() {
+    check_daemon(
+        "qmp = \"localhost:4444\"",
+        "weir.toml:2: daemon.qmp = \"localhost:4444\": is not a Unix socket; write unix:PATH",
+    );
+    check_daemon("qmp = \"unix:\"", "weir.toml:2: daemon.qmp = \"unix:\": has no path; write unix:PATH");
+    check_daemon(
+        "qmp = [\"unix:a\", \"unix:/etc/weir/a\"]",
+        "weir.toml:2: daemon.qmp[1] = \"unix:/etc/weir/a\": is given twice (remove one)",
+    );
+    check_daemon(
+        "qmp = \"unix:a\"\nnbd = \"unix:a\"",
+        "weir.toml:2: daemon.qmp = \"unix:a\": disks are exported at this socket (use another)",
+    );
+}
+
+#[test]
+fn what_has_no_effect_is_remarked() {
+    let remarks = |text: &str| -> Vec<String> {
+        let plan = plan(text);
+        plan.remarks().into_iter().map(|remark| format!("{}: {}", remark.name, remark.remark)).collect()
+    };
+    let weighty = "[disk.a]\nimage = \"a\"\nweight = 200\nwatermark = 90\n";
+    assert_eq!(
+        remarks(weighty),
+        [
+            "a: the weight has no effect, because there is no group to share in (set group)",
+            "a: the watermark has no effect, because there are no limits to lift (set some)",
+        ]
+    );
+    let groups = "[group.x]\n[group.y]\nwatermark = 5\niops-reservation = 5\n[group.z]\ngroup = \"y\"\n";
+    let member = "[disk.a]\nimage = \"a\"\ngroup = \"z\"\nweight = 200\niops-reservation = 5\n";
+    assert_eq!(
+        remarks(&format!("{groups}{member}")),
+        [
+            "x: no disk is in this group",
+            "y: the reservation has no effect, because there is no group to have it from (set group)",
+            "y: the watermark has no effect, because there are no limits to lift (set some)",
+        ]
     );
 }
 
@@ -428,22 +572,26 @@ fn the_documentation_has_every_key_and_no_other() {
         keys.sort();
         keys
     };
-    let limits: Vec<_> = Setting::ALL.map(Setting::name).into();
-    let known = |read: &dyn Fn(&Section<'_>), without: &[&'static str]| -> Vec<String> {
+    let known = |read: &dyn Fn(&Section<'_>), without: &[String]| -> Vec<String> {
         let section = Section::root(&source, &table);
         read(&section);
-        let asked = section.asked().into_iter().filter(|key| !without.contains(key));
-        let mut keys: Vec<_> = asked.map(str::to_owned).collect();
+        let mut keys: Vec<_> = section.asked().into_iter().map(str::to_owned).collect();
+        keys.retain(|key| !without.contains(key));
         keys.sort();
         keys
     };
-    let daemon = known(&|section| drop(reader.daemon(section).unwrap()), &[]);
     let nobody = || Said::new(String::new(), Place::new(""));
-    let disk = known(&|section| drop(reader.disk(nobody(), section).unwrap_err()), &limits);
-    let group = known(&|section| drop(super::limits(section).unwrap()), &[]);
+    let limits = known(&|section| drop(limits(section).unwrap()), &[]);
+    let settings = known(&|section| drop(settings(section).unwrap()), &[]);
+    let shares: Vec<_> = settings.iter().filter(|key| !limits.contains(key)).cloned().collect();
+    let daemon = known(&|section| drop(reader.daemon(section).unwrap()), &[]);
+    let disk = known(&|section| drop(reader.disk(nobody(), section).unwrap_err()), &settings);
+    let group = known(&|section| drop(group(nobody(), section).unwrap()), &settings);
     assert_eq!(documented("`[daemon]`"), daemon);
     assert_eq!(documented("`[disk.NAME]`"), disk);
-    assert_eq!(documented("Limits"), group);
+    assert_eq!(documented("`[group.NAME]`"), group);
+    assert_eq!(documented("Limits"), limits);
+    assert_eq!(documented("Shares"), shares);
 }
 
 #[test]

@@ -77,6 +77,15 @@ fn socket_path(path: &str) -> Result<PathBuf, String> {
     Ok(PathBuf::from(path))
 }
 
+/// A Unix socket written as `unix:PATH`, where nothing else will do.
+///
+/// # Errors
+/// The rule that the text breaks.
+pub(crate) fn socket(text: &str) -> Result<PathBuf, String> {
+    let path = text.strip_prefix("unix:");
+    path.map_or_else(|| Err("is not a Unix socket; write unix:PATH".to_owned()), socket_path)
+}
+
 impl fmt::Display for Address {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {

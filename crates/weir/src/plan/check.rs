@@ -1,21 +1,18 @@
 //! From a draft to a plan: every rule that ties one setting to another, each broken one said of its place.
 //!
-//! Limits of a group are set at the group alone. While a daemon runs, setting a member's limits sets its group's and the
-//! last wins; a file has no "last" that a reader would see, so here the two together are refused.
+//! Limits of a disk are its own, also where it is in a group with limits: both hold. docs/decisions/0006 has the reasons.
 
 use std::{
     collections::{HashMap, HashSet, hash_map::Entry},
     hash::Hash,
-    path::Path,
+    path::{Path, PathBuf},
     thread,
     time::Duration,
 };
 
-use policy::throttle::{Invalid, Limits};
-
 use super::{
-    Address, Disk, DiskDraft, Draft, Endpoint, Export, ExportDraft, Group, GroupDraft, LimitsDraft,
-    LogSettings, Place, Plan, Said, Server, Service, ServiceDraft, Throttle, Wrong,
+    Address, Disk, DiskDraft, Draft, Endpoint, Export, ExportDraft, GroupDraft, LogSettings, Place, Plan,
+    Said, Server, Service, ServiceDraft, Settings, Wrong, groups::Groups,
 };
 
 /// Threads a daemon takes of itself at most: past them a disk's own queue is what limits.
@@ -44,12 +41,13 @@ impl Plan {
         }
         check_names(&draft)?;
         check_images(&draft.disks)?;
-        let groups = groups(&draft)?;
-        let disks =
-            draft.disks.iter().map(|disk| plan_disk(disk, &draft.groups)).collect::<Result<_, _>>()?;
+        let (by_name, groups) = Groups::plan(&draft.groups)?;
+        let disks = draft.disks.iter().map(|disk| plan_disk(disk, &by_name)).collect::<Result<_, _>>()?;
         let standard = standard_endpoints(&draft, inherited)?;
         let servers = servers(&draft.disks, &standard)?;
+        let control = draft.service.qmp.clone();
         let service = service(draft.service)?;
+        check_sockets(&servers, &control)?;
         Ok(Self { disks, groups, servers, service })
     }
 }
@@ -69,13 +67,18 @@ fn check_names(draft: &Draft) -> Result<(), Wrong> {
         }
         check_name(name)?;
     }
-    match repeated(disks) {
-        Some(again) => {
-            let name = &again.value;
-            Err(again
-                .place
-                .wrong(format!("another disk is called {name:?} (give each a name of its own, with --name)")))
-        }
+    if let Some(again) = repeated(disks) {
+        let name = &again.value;
+        return Err(again
+            .place
+            .wrong(format!("another disk is called {name:?} (give each a name of its own, with --name)")));
+    }
+    let disks: HashSet<_> = draft.disks.iter().map(|disk| &disk.name.value).collect();
+    // Commands take either by its name.
+    match draft.groups.iter().find(|group| disks.contains(&group.name.value)) {
+        Some(GroupDraft { name, .. }) => Err(name
+            .place
+            .wrong(format!("a disk is called {:?} too, and commands take both (rename one)", name.value))),
         None => Ok(()),
     }
 }
@@ -117,32 +120,13 @@ fn check_images(disks: &[DiskDraft]) -> Result<(), Wrong> {
     Ok(())
 }
 
-/// Limits from settings given in any order.
-fn limits(settings: &LimitsDraft) -> Result<Limits, Wrong> {
-    let place_of = |invalid: &Invalid| {
-        let said = settings.iter().rfind(|said| said.value.0 == invalid.setting);
-        said.map_or_else(|| Place::new(invalid.setting.name()), |said| said.place.clone())
-    };
-    let mut limits = Limits::default();
-    for Said { value: (setting, value), place } in settings {
-        limits.set(*setting, *value).map_err(|invalid| place.wrong(invalid.rule.to_string()))?;
-    }
-    limits.validate().map_err(|invalid| place_of(&invalid).wrong(invalid.rule.to_string()))?;
-    Ok(limits)
-}
-
-fn groups(draft: &Draft) -> Result<Vec<Group>, Wrong> {
-    let plan =
-        |group: &GroupDraft| Ok(Group { name: group.name.value.clone(), limits: limits(&group.limits)? });
-    draft.groups.iter().map(plan).collect()
-}
-
-fn plan_disk(disk: &DiskDraft, groups: &[GroupDraft]) -> Result<Disk, Wrong> {
+fn plan_disk(disk: &DiskDraft, groups: &Groups<'_>) -> Result<Disk, Wrong> {
     let value = |said: &Said<String>| said.value.clone();
     if let Some(description) = &disk.description {
         check_name(description)
             .map_err(|_| description.place.wrong("a description is one line of 4096 bytes at most"))?;
     }
+    let (settings, group) = settings(disk, groups)?;
     Ok(Disk {
         name: disk.name.value.clone(),
         description: disk.description.as_ref().map(value).unwrap_or_default(),
@@ -154,27 +138,21 @@ fn plan_disk(disk: &DiskDraft, groups: &[GroupDraft]) -> Result<Disk, Wrong> {
         delay: disk.delay.as_ref().map(|said| said.value),
         rate: disk.rate.as_ref().map(|said| said.value),
         faults: disk.faults.iter().map(|said| said.value.clone()).collect(),
-        throttle: throttle(disk, groups)?,
+        settings,
+        group,
     })
 }
 
-fn throttle(disk: &DiskDraft, groups: &[GroupDraft]) -> Result<Throttle, Wrong> {
-    let Some(name) = &disk.group else { return limits(&disk.limits).map(Throttle::Own) };
-    let found = groups.iter().position(|group| group.name.value == name.value);
-    let index = found.ok_or_else(|| {
-        let known = groups.iter().map(|group| group.name.value.as_str());
-        name.place.wrong(match crate::suggest::nearest(&name.value, known) {
-            Some(near) => format!("is no group of this file (did you mean {near:?}?)"),
-            None => format!("is no group of this file (add [group.{}])", name.value),
-        })
-    })?;
-    match disk.limits.first() {
-        Some(limit) => Err(limit.place.wrong(format!(
-            "the disk is in group {0:?}, whose members have its limits (set it at [group.{0}])",
+/// A disk's settings with the index of its group.
+fn settings(disk: &DiskDraft, groups: &Groups<'_>) -> Result<(Settings, Option<usize>), Wrong> {
+    let group = disk.group.as_ref().map(|name| groups.index_of(name)).transpose()?;
+    if let (Some(name), Some(watermark)) = (&disk.group, &disk.settings.watermark) {
+        return Err(watermark.place.wrong(format!(
+            "the disk is in group {0:?}, which has the watermark for its members (set it at [group.{0}])",
             name.value
-        ))),
-        None => Ok(Throttle::Group(index)),
+        )));
     }
+    Ok((disk.settings.check()?, group))
 }
 
 /// Where disks are served that do not say.
@@ -241,6 +219,19 @@ fn exports_of(disk: &DiskDraft, standard: &[Endpoint]) -> Vec<(Endpoint, Said<St
     disk.exports.iter().map(export).collect()
 }
 
+/// A path can be one socket only.
+fn check_sockets(servers: &[Server], control: &[Said<PathBuf>]) -> Result<(), Wrong> {
+    let taken = |path: &PathBuf| {
+        servers
+            .iter()
+            .any(|server| matches!(&server.endpoint, Endpoint::Address(Address::Unix(nbd)) if nbd == path))
+    };
+    match control.iter().find(|said| taken(&said.value)) {
+        Some(said) => Err(said.place.wrong("disks are exported at this socket (use another)")),
+        None => Ok(()),
+    }
+}
+
 fn service(draft: ServiceDraft) -> Result<Service, Wrong> {
     let workers = match draft.workers {
         None => thread::available_parallelism().map_or(1, usize::from).min(MAX_DEFAULT_WORKERS),
@@ -258,11 +249,20 @@ fn service(draft: ServiceDraft) -> Result<Service, Wrong> {
         workers,
         poll,
         max_connections: draft.max_connections.map_or(DEFAULT_MAX_CONNECTIONS, |said| said.value),
+        qmp: qmp(draft.qmp)?,
         tls: draft.tls.check()?,
         log: LogSettings {
             filter: draft.log.map_or_else(|| "info".to_owned(), |said| said.value),
             format: draft.log_format.map(|said| said.value).unwrap_or_default(),
         },
         pid_file: draft.pid_file.map(|said| said.value),
+        state: draft.state.map(|said| said.value),
     })
+}
+
+fn qmp(sockets: Vec<Said<PathBuf>>) -> Result<Vec<PathBuf>, Wrong> {
+    if let Some(again) = repeated(&sockets) {
+        return Err(again.place.wrong("is given twice (remove one)"));
+    }
+    Ok(sockets.into_iter().map(|said| said.value).collect())
 }

@@ -5,7 +5,7 @@ use std::{path::PathBuf, time::Duration};
 use block::storage::{CacheMode, Format, delay::DelayOptions, fault::FaultRule, rate::RateOptions};
 use policy::throttle::Setting;
 
-use super::{Address, Image, LogFormat, Place, Said, tls::TlsDraft};
+use super::{Address, Image, LogFormat, Place, Said, SettingsDraft, tls::TlsDraft};
 
 /// All that the command line and the config file said.
 #[derive(Clone, Debug, Default)]
@@ -29,7 +29,7 @@ pub(crate) struct DiskDraft {
     pub(crate) read_only: bool,
     /// Where it was asked for, if it was.
     pub(crate) force_share: Option<Place>,
-    pub(crate) limits: LimitsDraft,
+    pub(crate) settings: SettingsDraft,
     pub(crate) group: Option<Said<String>>,
     pub(crate) delay: Option<Said<DelayOptions>>,
     pub(crate) rate: Option<Said<RateOptions>>,
@@ -50,7 +50,9 @@ pub(crate) struct ExportDraft {
 #[derive(Clone, Debug)]
 pub(crate) struct GroupDraft {
     pub(crate) name: Said<String>,
-    pub(crate) limits: LimitsDraft,
+    pub(crate) settings: SettingsDraft,
+    /// The group it lies in.
+    pub(crate) group: Option<Said<String>>,
 }
 
 /// What was said about the process.
@@ -58,6 +60,8 @@ pub(crate) struct GroupDraft {
 pub(crate) struct ServiceDraft {
     /// Where disks are served that say nothing themselves.
     pub(crate) nbd: Vec<Said<Address>>,
+    /// Sockets of the control protocol.
+    pub(crate) qmp: Vec<Said<PathBuf>>,
     pub(crate) workers: Option<Said<usize>>,
     pub(crate) poll: Option<Said<Duration>>,
     pub(crate) max_connections: Option<Said<u32>>,
@@ -65,6 +69,7 @@ pub(crate) struct ServiceDraft {
     pub(crate) log: Option<Said<String>>,
     pub(crate) log_format: Option<Said<LogFormat>>,
     pub(crate) pid_file: Option<Said<PathBuf>>,
+    pub(crate) state: Option<Said<PathBuf>>,
 }
 
 impl ServiceDraft {
@@ -72,6 +77,7 @@ impl ServiceDraft {
     pub(crate) fn or(self, other: Self) -> Self {
         Self {
             nbd: if self.nbd.is_empty() { other.nbd } else { self.nbd },
+            qmp: if self.qmp.is_empty() { other.qmp } else { self.qmp },
             workers: self.workers.or(other.workers),
             poll: self.poll.or(other.poll),
             max_connections: self.max_connections.or(other.max_connections),
@@ -79,6 +85,7 @@ impl ServiceDraft {
             log: self.log.or(other.log),
             log_format: self.log_format.or(other.log_format),
             pid_file: self.pid_file.or(other.pid_file),
+            state: self.state.or(other.state),
         }
     }
 }

@@ -7,27 +7,30 @@
 //! ```
 //!
 //! Both sources make the same [`Draft`], so that a rule is checked in one place and holds for both. A [`Plan`] is
-//! consistent: indices are valid, names are unique, limits obey their rules.
+//! consistent: indices are valid, names are unique, no group lies in itself, limits obey their rules.
 //!
 //! Never touches a file or a socket: what only the world can tell (is the image there? is the port free?) shows later.
 
 mod address;
 pub(crate) mod check;
 mod draft;
+mod groups;
 mod image;
 mod place;
+mod remarks;
+mod settings;
 mod tls;
 mod units;
 
 use std::{path::PathBuf, time::Duration};
 
 use block::storage::{CacheMode, Format, delay::DelayOptions, fault::FaultRule, rate::RateOptions};
-use policy::throttle::Limits;
 
-pub(crate) use address::Address;
+pub(crate) use address::{Address, socket};
 pub(crate) use draft::{DiskDraft, Draft, ExportDraft, GroupDraft, LimitsDraft, ServiceDraft};
 pub(crate) use image::Image;
 pub(crate) use place::{Place, Said, Wrong};
+pub(crate) use settings::{Settings, SettingsDraft};
 pub(crate) use tls::{Credentials, Tls, TlsDraft, TlsMode};
 pub(crate) use units::{Rule, connections, count, duration, read, size, workers};
 
@@ -36,7 +39,7 @@ pub(crate) use units::{Rule, connections, count, duration, read, size, workers};
 pub(crate) struct Plan {
     /// At least one, in the order they were given.
     pub(crate) disks: Vec<Disk>,
-    /// In the order they were given; one may have no members.
+    /// Each after the one it lies in, else in the order they were given; one may have no members.
     pub(crate) groups: Vec<Group>,
     /// At least one; no two at the same place.
     pub(crate) servers: Vec<Server>,
@@ -47,7 +50,7 @@ pub(crate) struct Plan {
 /// One disk.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Disk {
-    /// Unique among the disks.
+    /// Unique among disks and groups.
     pub(crate) name: String,
     /// What clients are told about it; may be empty.
     pub(crate) description: String,
@@ -67,26 +70,21 @@ pub(crate) struct Disk {
     pub(crate) rate: Option<RateOptions>,
     /// Errors to imitate, in order.
     pub(crate) faults: Vec<FaultRule>,
-    /// What its requests are held to.
-    pub(crate) throttle: Throttle,
+    /// What holds for it by itself.
+    pub(crate) settings: Settings,
+    /// Index in [`Plan::groups`] of the group whose settings hold for it too.
+    pub(crate) group: Option<usize>,
 }
 
-/// Whose limits a disk is held to.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum Throttle {
-    /// Its own; perhaps none.
-    Own(Limits),
-    /// Those of the group with this index in [`Plan::groups`].
-    Group(usize),
-}
-
-/// Disks that share limits.
+/// What holds for several disks together.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Group {
-    /// Unique among the groups.
+    /// Unique among groups and disks.
     pub(crate) name: String,
-    /// Valid, perhaps none.
-    pub(crate) limits: Limits,
+    /// What holds for all below it together.
+    pub(crate) settings: Settings,
+    /// Index in [`Plan::groups`], smaller than this group's, of the group that it lies in.
+    pub(crate) parent: Option<usize>,
 }
 
 /// A place where clients connect, and what they find there.
@@ -125,12 +123,16 @@ pub(crate) struct Service {
     pub(crate) poll: Duration,
     /// Clients at a time at each server; 0 is any number.
     pub(crate) max_connections: u32,
+    /// Unix sockets where the daemon is controlled.
+    pub(crate) qmp: Vec<PathBuf>,
     /// Encryption of connections.
     pub(crate) tls: Tls,
     /// What is logged.
     pub(crate) log: LogSettings,
     /// Where the process leaves its number once it serves.
     pub(crate) pid_file: Option<PathBuf>,
+    /// Where `weir probe` left what devices can do; `None` is the usual place.
+    pub(crate) state: Option<PathBuf>,
 }
 
 /// What is logged, and how.

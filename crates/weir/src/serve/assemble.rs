@@ -1,6 +1,6 @@
 //! From a plan to the parts of the data path: opened images, groups, disks, servers.
 
-use std::{collections::HashSet, sync::Arc};
+use std::sync::Arc;
 
 use anyhow::Context as _;
 use block::{
@@ -10,38 +10,28 @@ use block::{
     storage::{OpenOptions, open},
 };
 
-use crate::plan::{self, Credentials, Plan, Throttle, Tls};
+use crate::plan::{self, Credentials, Plan, Tls};
 
 /// Opens every image and puts it under its limits.
 ///
 /// # Errors
 /// The first image that cannot be served, with the reason.
 pub(super) fn disks(plan: &Plan) -> anyhow::Result<Vec<Arc<Disk>>> {
-    let groups = plan.groups.iter().map(|group| Group::new(&group.name, group.limits));
+    let groups = plan.groups.iter().map(|group| Group::new(&group.name, group.settings.limits));
     let groups: Vec<_> = groups.collect::<Result<_, _>>()?;
-    warn_of_unused(plan);
+    for remark in plan.remarks() {
+        tracing::warn!(name = remark.name, "{}", remark.remark);
+    }
     let disk = |disk: &plan::Disk| {
         let image = open(&disk.image.spec()?, options(disk))?;
-        let group = match &disk.throttle {
-            Throttle::Group(index) => Arc::clone(&groups[*index]),
-            Throttle::Own(limits) => Group::new(&disk.name, *limits)?,
+        let group = match disk.group {
+            Some(index) => Arc::clone(&groups[index]),
+            None => Group::new(&disk.name, disk.settings.limits)?,
         };
         tracing::debug!(disk = disk.name, image = image.description(), "opened");
         Ok(Arc::new(Disk::new(&disk.name, image, &group)))
     };
     plan.disks.iter().map(disk).collect()
-}
-
-/// A group without members is allowed, and often a slip.
-fn warn_of_unused(plan: &Plan) {
-    let group_of = |disk: &plan::Disk| match disk.throttle {
-        Throttle::Group(index) => Some(index),
-        Throttle::Own(_) => None,
-    };
-    let used: HashSet<_> = plan.disks.iter().filter_map(group_of).collect();
-    for (_, group) in plan.groups.iter().enumerate().filter(|(index, _)| !used.contains(index)) {
-        tracing::warn!(group = group.name, "no disk is in this group");
-    }
 }
 
 fn options(disk: &plan::Disk) -> OpenOptions {
