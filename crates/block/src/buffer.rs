@@ -9,15 +9,19 @@
 //!   Buffer, Buffer (disjoint views)  ▕──── a ────▏▕──────── b ──────▏
 //! ```
 //!
+//! A buffer may also be *lent*: a view of bytes that others hold too and that nobody changes while it exists. That is how data
+//! that is in memory already reaches a client without being copied first.
+//!
 //! Never hands out uninitialised memory: fresh blocks are zeroed. A reused block holds *old data*, so whoever takes a buffer
-//! fills all of it before anyone else reads it; storages zero what they cannot fill.
+//! fills all of it before anyone else reads it (debug builds poison it); storages zero what they cannot fill.
 
 use std::{
     alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error},
     cell::RefCell,
-    ops::{Deref, DerefMut},
+    ops::{Deref, DerefMut, Range},
     ptr::NonNull,
     rc::Rc,
+    sync::Arc,
 };
 
 use smallvec::SmallVec;
@@ -75,14 +79,22 @@ fn class_of(len: usize) -> u32 {
     len.next_power_of_two().trailing_zeros().max(SMALLEST_CLASS)
 }
 
-/// Owned bytes, aligned to [`ALIGNMENT`] unless narrowed or split elsewhere.
+/// Owned bytes, aligned to [`ALIGNMENT`] unless narrowed, split elsewhere or [lent](Buffer::lent).
 ///
 /// Belongs to the thread that took it (it is not `Send`).
 pub struct Buffer {
-    /// `Some` until dropped; an `Option` so that `drop` can move it into the pool.
-    block: Option<Rc<Block>>,
+    bytes: Bytes,
     start: usize,
     len: usize,
+}
+
+/// What a buffer is a view of.
+#[derive(Clone)]
+enum Bytes {
+    /// A block, in which no other buffer's view overlaps this one's. `Some` until dropped; an `Option` so that `drop` can move it
+    /// into the pool.
+    Own(Option<Rc<Block>>),
+    Lent(Arc<[u8]>),
 }
 
 impl Buffer {
@@ -92,15 +104,38 @@ impl Buffer {
         if class > LARGEST_CLASS {
             let layout =
                 Layout::from_size_align(len, ALIGNMENT).expect("request lengths are far below isize::MAX");
-            return Self { block: Some(Rc::new(Block::with_layout(layout))), start: 0, len };
+            return Self::whole(Rc::new(Block::with_layout(layout)), len);
         }
         let pooled = POOL.with_borrow_mut(|pool| {
             let block = pool.free[(class - SMALLEST_CLASS) as usize].pop()?;
             pool.bytes -= block.layout.size();
             Some(block)
         });
-        let block = pooled.unwrap_or_else(|| Rc::new(Block::new(class)));
-        Self { block: Some(block), start: 0, len }
+        match pooled {
+            None => Self::whole(Rc::new(Block::new(class)), len),
+            Some(block) => {
+                let mut reused = Self::whole(block, len);
+                if cfg!(debug_assertions) {
+                    // What a storage forgets to fill shows in every test that looks at data.
+                    reused.fill(0xee);
+                }
+                reused
+            }
+        }
+    }
+
+    /// The first `len` bytes of a block that nothing else refers to.
+    fn whole(block: Rc<Block>, len: usize) -> Self {
+        Self { bytes: Bytes::Own(Some(block)), start: 0, len }
+    }
+
+    /// The bytes of `range`, where they are. They stay as they are while the buffer exists; writing to it makes a copy first.
+    ///
+    /// # Panics
+    /// If the range is not inside `bytes`.
+    pub fn lent(bytes: &Arc<[u8]>, range: Range<usize>) -> Self {
+        assert!(range.start <= range.end && range.end <= bytes.len(), "{range:?} of {} bytes", bytes.len());
+        Self { bytes: Bytes::Lent(Arc::clone(bytes)), start: range.start, len: range.len() }
     }
 
     /// `len` bytes of zero.
@@ -133,7 +168,7 @@ impl Buffer {
     /// If `at` is beyond the end.
     pub fn split_off(&mut self, at: usize) -> Self {
         assert!(at <= self.len, "split at {at} of a buffer of {} bytes", self.len);
-        let rest = Self { block: self.block.clone(), start: self.start + at, len: self.len - at };
+        let rest = Self { bytes: self.bytes.clone(), start: self.start + at, len: self.len - at };
         self.len = at;
         rest
     }
@@ -152,33 +187,44 @@ impl Buffer {
         self.start += count;
         self.len -= count;
     }
+}
 
-    fn first_byte(&self) -> *mut u8 {
-        let block = self.block.as_ref().expect("present until drop");
-        // SAFETY: start + len never exceeds the block's size: `new` sets them so and splitting only narrows.
-        unsafe { block.memory.as_ptr().add(self.start) }
-    }
+/// The byte at `start` of a block.
+fn first_byte(block: &Option<Rc<Block>>, start: usize) -> *mut u8 {
+    let block = block.as_ref().expect("present until drop");
+    // SAFETY: a buffer's start + len never exceeds its block's size: `whole` sets them so and splitting only narrows.
+    unsafe { block.memory.as_ptr().add(start) }
 }
 
 impl Deref for Buffer {
     type Target = [u8];
     fn deref(&self) -> &[u8] {
-        // SAFETY: the range lies in the block, is initialised (blocks start zeroed), and no other Buffer's range
-        // overlaps it, so nothing writes to it while `self` is borrowed.
-        unsafe { std::slice::from_raw_parts(self.first_byte(), self.len) }
+        match &self.bytes {
+            // SAFETY: the range lies in the block, is initialised (blocks start zeroed), and no other Buffer's range
+            // overlaps it, so nothing writes to it while `self` is borrowed.
+            Bytes::Own(block) => unsafe {
+                std::slice::from_raw_parts(first_byte(block, self.start), self.len)
+            },
+            Bytes::Lent(bytes) => &bytes[self.start..self.start + self.len],
+        }
     }
 }
 
 impl DerefMut for Buffer {
     fn deref_mut(&mut self) -> &mut [u8] {
+        if let Bytes::Lent(_) = self.bytes {
+            *self = Self::copy_of(self);
+        }
+        let Bytes::Own(block) = &self.bytes else { unreachable!("a copy is owned") };
         // SAFETY: as in `deref`; `&mut self` makes the access exclusive.
-        unsafe { std::slice::from_raw_parts_mut(self.first_byte(), self.len) }
+        unsafe { std::slice::from_raw_parts_mut(first_byte(block, self.start), self.len) }
     }
 }
 
 impl Drop for Buffer {
     fn drop(&mut self) {
-        let Some(block) = self.block.take() else { return };
+        let Bytes::Own(block) = &mut self.bytes else { return };
+        let Some(block) = block.take() else { return };
         let size = block.layout.size();
         if Rc::strong_count(&block) > 1 || size > 1 << LARGEST_CLASS {
             return;
@@ -218,6 +264,11 @@ impl Segments {
     /// Appends a segment.
     pub fn push(&mut self, buffer: Buffer) {
         self.0.push(buffer);
+    }
+
+    /// Appends the segments of `other`.
+    pub fn append(&mut self, other: Self) {
+        self.0.extend(other.0);
     }
 
     /// The segments in order.
@@ -324,6 +375,18 @@ mod tests {
         assert_ne!(Buffer::new(8192).as_ptr() as usize, address, "the tail still lives there");
         drop(tail);
         assert_eq!(Buffer::new(8192).as_ptr() as usize, address);
+    }
+
+    #[test]
+    fn lent_bytes_are_not_copied_until_written_to() {
+        let shared: Arc<[u8]> = Arc::from(&b"abcdef"[..]);
+        let mut lent = Buffer::lent(&shared, 1..5);
+        let mut tail = lent.split_off(2);
+        assert_eq!((&lent[..], &tail[..]), (&b"bc"[..], &b"de"[..]));
+        assert_eq!(tail.as_ptr(), shared[3..].as_ptr());
+        tail[0] = b'x';
+        assert_eq!((&tail[..], &shared[..]), (&b"xe"[..], &b"abcdef"[..]));
+        assert_eq!(Arc::strong_count(&shared), 2, "the copy has let go");
     }
 
     #[test]

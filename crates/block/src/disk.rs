@@ -110,20 +110,23 @@ impl Disk {
         Pass(())
     }
 
-    /// Reads `buffer.len()` bytes at `offset`.
+    /// Reads `length` bytes at `offset`; those that are in memory already are not copied.
     ///
     /// # Errors
     /// The image's.
-    pub async fn read(&self, _: Pass, offset: u64, buffer: Buffer) -> Result<Buffer> {
-        self.image.read(offset, buffer).await
+    pub async fn read(&self, _: Pass, offset: u64, length: usize) -> Result<Segments> {
+        self.retry_read(offset, length).await
     }
 
     /// Reads a part of what [`Disk::read`] failed to read, and was charged for, as a whole.
     ///
     /// # Errors
     /// The image's.
-    pub async fn retry_read(&self, offset: u64, buffer: Buffer) -> Result<Buffer> {
-        self.image.read(offset, buffer).await
+    pub async fn retry_read(&self, offset: u64, length: usize) -> Result<Segments> {
+        match self.image.lend(offset, length) {
+            Some(data) => Ok(data),
+            None => Ok(self.image.read(offset, Buffer::new(length)).await?.into()),
+        }
     }
 
     /// Says that `length` bytes at `offset` will be read soon: a hint, without cost to the client's limits.

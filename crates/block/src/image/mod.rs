@@ -68,6 +68,12 @@ impl Image {
         raw.storage().read(offset, buffer).await
     }
 
+    /// See [`Storage::lend`](crate::storage::Storage::lend).
+    pub fn lend(&self, offset: u64, length: usize) -> Option<Segments> {
+        let Self::Raw(raw) = self;
+        raw.storage().lend(offset, length)
+    }
+
     /// See [`Storage::write`](crate::storage::Storage::write).
     ///
     /// # Errors

@@ -6,11 +6,15 @@
 //! ```
 //!
 //! Each page has its own lock, held while bytes are copied and never across an await, so threads meet only in the same 64 KiB.
+//! Reading can do without copying: pages are [lent](Memory::lend), and a write to one that is lent goes to a copy of it.
 //! A request of several pages is not atomic as a whole, which the contract does not ask for.
 //!
 //! Memory is bounded by the size of the disk plus 0.05 % for the tables.
 
-use std::sync::{OnceLock, PoisonError, RwLock};
+use std::{
+    iter::repeat_n,
+    sync::{Arc, LazyLock, OnceLock, PoisonError, RwLock},
+};
 
 use super::{BlockSize, Durability, Extent, MOST_EXTENTS, ZeroOptions, push_extent, within};
 use crate::{
@@ -25,7 +29,14 @@ const REGION: u64 = PAGE * PAGES_PER_REGION;
 /// Pages looked at or changed between two chances for other tasks, and in one answer about block status.
 const PAGES_AT_ONCE: u64 = PAGES_PER_REGION;
 
-type Page = RwLock<Option<Box<[u8]>>>;
+type Page = RwLock<Option<Arc<[u8]>>>;
+
+/// What holes are read from.
+static ZEROES: LazyLock<Arc<[u8]>> = LazyLock::new(zeroed_page);
+
+fn zeroed_page() -> Arc<[u8]> {
+    repeat_n(0, PAGE as usize).collect()
+}
 
 /// A sparse disk.
 #[derive(Debug)]
@@ -95,7 +106,7 @@ impl Memory {
     fn change(&self, piece: &Piece, f: impl FnOnce(&mut [u8])) {
         // A panic while bytes are copied leaves a page of bytes.
         let mut page = self.page_for_writing(piece.page).write().unwrap_or_else(PoisonError::into_inner);
-        let page = page.get_or_insert_with(|| vec![0; PAGE as usize].into_boxed_slice());
+        let page = Arc::make_mut(page.get_or_insert_with(zeroed_page));
         f(&mut page[piece.start..piece.end]);
     }
 
@@ -106,7 +117,7 @@ impl Memory {
         if piece.is_whole() {
             *page = None;
         } else if let Some(page) = &mut *page {
-            page[piece.start..piece.end].fill(0);
+            Arc::make_mut(page)[piece.start..piece.end].fill(0);
         }
     }
 
@@ -153,6 +164,20 @@ impl Memory {
             }
         }
         Ok(buffer)
+    }
+
+    /// What [`Memory::read`] would read, where it lies.
+    pub(super) fn lend(&self, offset: u64, length: usize) -> Option<Segments> {
+        if !within(offset, length as u64, self.size_bytes) {
+            return None;
+        }
+        let mut segments = Segments::default();
+        for piece in pieces(offset, length as u64) {
+            let page = self.page(piece.page).map(|page| page.read().unwrap_or_else(PoisonError::into_inner));
+            let page = page.as_ref().and_then(|page| page.as_ref()).unwrap_or(&ZEROES);
+            segments.push(Buffer::lent(page, piece.start..piece.end));
+        }
+        Some(segments)
     }
 
     pub(super) async fn write(&self, offset: u64, data: Segments, _durability: Durability) -> Result<()> {
@@ -288,6 +313,13 @@ mod tests {
             Step::Read(offset, length) => {
                 let read = memory.read(offset, Buffer::new(length)).await.expect("inside");
                 assert_eq!(&read[..], &model[offset as usize..][..length]);
+                let lent = memory.lend(offset, length).expect("inside");
+                let mut bytes = vec![0; length];
+                let other = Buffer::copy_of(&read.iter().map(|byte| !byte).collect::<Vec<_>>());
+                memory.write(offset, other.into(), Durability::Cached).await.expect("inside");
+                lent.copy_to(&mut bytes);
+                assert_eq!(bytes, model[offset as usize..][..length], "what is lent stays as it was");
+                model[offset as usize..][..length].iter_mut().for_each(|byte| *byte = !*byte);
             }
             Step::Status(offset, length) => {
                 let mut at = offset;

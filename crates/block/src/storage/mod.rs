@@ -158,6 +158,15 @@ impl Storage {
         each!(self, inner => inner.read(offset, buffer).await)
     }
 
+    /// What [`Storage::read`] would read, without waiting and without copying it; `None` from storage that does not keep its bytes in
+    /// memory, and outside the disk. Writes that come later do not change it.
+    pub fn lend(&self, offset: u64, length: usize) -> Option<Segments> {
+        match self {
+            Self::Memory(memory) => memory.lend(offset, length),
+            _ => None,
+        }
+    }
+
     /// Writes the segments one after the other, beginning at `offset`.
     ///
     /// # Errors

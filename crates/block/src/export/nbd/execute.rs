@@ -20,7 +20,7 @@ use super::{
     session::Tag,
 };
 use crate::{
-    buffer::{Buffer, Segments},
+    buffer::Segments,
     disk::Pass,
     error::{Error, Result},
     storage::{Durability, ZeroOptions},
@@ -71,7 +71,7 @@ impl Connection {
         let bytes = length as usize;
         let cost = Cost::one(u64::from(length));
         let Some(pass) = self.admit(Direction::Read, cost, 1, bytes).await else { return };
-        match self.disk.read(pass, offset, Buffer::new(bytes)).await {
+        match self.disk.read(pass, offset, bytes).await {
             Ok(data) => {
                 self.outbox.push_data(&self.replier.data(tag, offset, length, true), data, bytes);
             }
@@ -79,13 +79,13 @@ impl Connection {
         }
     }
 
-    /// Reads that follow each other on the disk: one I/O, its buffer divided among them.
+    /// Reads that follow each other on the disk: one I/O, its data divided among them.
     pub(super) async fn read_merged(self: Rc<Self>, parts: Vec<Incoming>) {
         let lengths: Vec<u64> = parts.iter().map(|part| part.candidate().length).collect();
         let cost = Cost::merged(&lengths);
         let total = cost.bytes() as usize;
         let Some(pass) = self.admit(Direction::Read, cost, parts.len(), total).await else { return };
-        let result = self.disk.read(pass, parts[0].candidate().offset, Buffer::new(total)).await;
+        let result = self.disk.read(pass, parts[0].candidate().offset, total).await;
         let mut rest = match result {
             Ok(data) => data,
             Err(error) => return self.retry_apart(parts, error).await,
@@ -104,7 +104,7 @@ impl Connection {
         tracing::debug!(disk = %self.disk.name(), %error, requests = parts.len(), "a merged read failed, trying its parts");
         for part in parts {
             let Candidate { offset, length, .. } = part.candidate();
-            let result = self.disk.retry_read(offset, Buffer::new(length as usize)).await;
+            let result = self.disk.retry_read(offset, length as usize).await;
             match result {
                 Ok(data) => {
                     let header = self.replier.data(part.tag, offset, length as u32, true);

@@ -26,7 +26,7 @@ pub(super) const MAX_BYTES: usize = 64 << 20;
 const MAX_READY: usize = 256 << 10;
 /// A block for headers, in bytes.
 const HEADER_BLOCK: usize = 4096;
-/// Segments in one message; the kernel takes at most 1024 (IOV_MAX).
+/// Segments in one message; the kernel takes at most 1024 (IOV_MAX). The largest payload there is, lent by memory, has 513.
 const MAX_SEGMENTS: usize = 1000;
 
 /// A message to send, and what has left with it.
@@ -92,39 +92,40 @@ impl Outbox {
 
     /// Appends a reply that is its header alone.
     pub(super) fn push_header(&self, header: &ReplyHeader, bytes: usize) {
-        self.push(header.as_bytes(), None, bytes);
+        self.push(header.as_bytes(), Segments::default(), bytes);
     }
 
     /// Appends a reply: its header, then its payload. `bytes` were counted in by [`Outbox::begin`].
-    pub(super) fn push_data(&self, header: &ReplyHeader, payload: Buffer, bytes: usize) {
-        self.push(header.as_bytes(), Some(payload), bytes);
+    pub(super) fn push_data(&self, header: &ReplyHeader, payload: Segments, bytes: usize) {
+        self.push(header.as_bytes(), payload, bytes);
     }
 
     /// Appends a reply given as bytes: errors with messages, block status.
     pub(super) fn push_bytes(&self, reply: &[u8], bytes: usize) {
         if reply.len() <= HEADER_BLOCK / 8 {
-            self.push(reply, None, bytes);
+            self.push(reply, Segments::default(), bytes);
         } else {
-            self.push(&[], Some(Buffer::copy_of(reply)), bytes);
+            self.push(&[], Buffer::copy_of(reply).into(), bytes);
         }
     }
 
-    fn push(&self, header: &[u8], payload: Option<Buffer>, bytes: usize) {
-        self.ready.set(self.ready.get() + header.len() + payload.as_ref().map_or(0, Buffer::len));
+    fn push(&self, header: &[u8], payload: Segments, bytes: usize) {
+        self.ready.set(self.ready.get() + header.len() + payload.len());
         {
             let mut queue = self.queue.borrow_mut();
-            queue.write_header(header);
-            if let Some(payload) = payload {
-                queue.close_headers();
-                queue.open.segments.push(payload);
-            }
-            queue.open.requests += 1;
-            queue.open.bytes += bytes;
-            if queue.open.segments.as_slice().len() + 2 > MAX_SEGMENTS {
+            // Two more: the headers before the payload, and those after it.
+            if queue.open.segments.as_slice().len() + payload.as_slice().len() + 2 > MAX_SEGMENTS {
                 queue.close_headers();
                 let message = std::mem::take(&mut queue.open);
                 queue.full.push_back(message);
             }
+            queue.write_header(header);
+            if !payload.is_empty() {
+                queue.close_headers();
+                queue.open.segments.append(payload);
+            }
+            queue.open.requests += 1;
+            queue.open.bytes += bytes;
         }
         self.news.raise();
     }
@@ -190,7 +191,7 @@ mod tests {
         }
         outbox.push_bytes(b"one ", 2);
         outbox.push_bytes(b"two ", 2);
-        outbox.push(b"three ", Some(Buffer::copy_of(b"data")), 2);
+        outbox.push(b"three ", Buffer::copy_of(b"data").into(), 2);
         let message = outbox.take().expect("three replies");
         assert_eq!(text(&message), b"one two three data");
         assert_eq!(message.segments.as_slice().len(), 2);
@@ -206,7 +207,7 @@ mod tests {
         let mut expected = Vec::new();
         for number in 0..3000_u32 {
             outbox.begin(4);
-            outbox.push(&number.to_be_bytes(), Some(Buffer::copy_of(&number.to_le_bytes())), 4);
+            outbox.push(&number.to_be_bytes(), Buffer::copy_of(&number.to_le_bytes()).into(), 4);
             expected.extend(number.to_be_bytes());
             expected.extend(number.to_le_bytes());
         }
