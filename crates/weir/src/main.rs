@@ -1,65 +1,7 @@
-//! The `weir` command: one binary, a subcommand for each thing it does.
-//!
-//! Here is only what they have in common: the exit status (0 done, 1 failed, 2 wrong use of the command line) and the form of
-//! an error, `weir: <what>: <why> (<what to do>)` on standard error.
+//! The `weir` command. All of it is in the library of the same name, where tests and fuzz targets reach it.
 
-mod cli;
-mod config;
-mod listen;
-mod logging;
-mod pid_file;
-mod plan;
-mod serve;
-mod signals;
-mod suggest;
-
-use std::{
-    io::{Write as _, stderr, stdout},
-    process::ExitCode,
-};
-
-use clap::{Parser as _, error::ErrorKind};
-
-use cli::{Cli, Command};
-
-/// Why a command did not do what it was asked, which decides the exit status.
-#[derive(Debug)]
-pub(crate) enum Failure {
-    /// The command line makes no sense.
-    Usage(anyhow::Error),
-    /// It does, but what it asks for did not work.
-    Failed(anyhow::Error),
-}
-
-impl<E: Into<anyhow::Error>> From<E> for Failure {
-    fn from(error: E) -> Self {
-        Self::Failed(error.into())
-    }
-}
+use std::process::ExitCode;
 
 fn main() -> ExitCode {
-    let result = match Cli::try_parse() {
-        Ok(Cli { command: Command::Serve(arguments) }) => serve::run(*arguments),
-        Err(error) => return answer(&error),
-    };
-    let (error, status) = match result {
-        Ok(()) => return ExitCode::SUCCESS,
-        Err(Failure::Failed(error)) => (error, 1),
-        Err(Failure::Usage(error)) => (error, 2),
-    };
-    // Where standard error is closed there is nobody to tell.
-    let _ = writeln!(stderr(), "weir: {error:#}");
-    ExitCode::from(status)
-}
-
-/// Prints what clap has to say: help and version where results go, everything else as an error.
-fn answer(error: &clap::Error) -> ExitCode {
-    let text = error.render();
-    if matches!(error.kind(), ErrorKind::DisplayHelp | ErrorKind::DisplayVersion) {
-        let written = stdout().write_all(text.to_string().as_bytes());
-        return if written.is_ok() { ExitCode::SUCCESS } else { ExitCode::FAILURE };
-    }
-    let text = text.to_string();
-    let _ = write!(stderr(), "weir: {}", text.strip_prefix("error: ").unwrap_or(&text));
-    ExitCode::from(2)
+    weir::main()
 }

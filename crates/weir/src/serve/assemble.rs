@@ -10,28 +10,48 @@ use block::{
     storage::{OpenOptions, open},
 };
 
-use crate::plan::{self, Credentials, Plan, Tls};
+use crate::{
+    control::inventory::{Inventory, RunningDisk},
+    plan::{self, Credentials, Plan, Service, Tls},
+};
 
-/// Opens every image and puts it under its limits.
+/// Opens every image and puts it under its limits; all groups and disks are in the inventory then.
 ///
 /// # Errors
 /// The first image that cannot be served, with the reason.
-pub(super) fn disks(plan: &Plan) -> anyhow::Result<Vec<Arc<Disk>>> {
-    let groups = plan.groups.iter().map(|group| Group::new(&group.name, group.settings.limits));
-    let groups: Vec<_> = groups.collect::<Result<_, _>>()?;
+pub(super) fn disks(plan: &Plan, inventory: &Inventory) -> anyhow::Result<()> {
+    let mut groups = Vec::new();
+    for planned in &plan.groups {
+        let group = Group::new(&planned.name, planned.settings.limits)?;
+        inventory.add_group(&group)?;
+        groups.push(group);
+    }
     for remark in plan.remarks() {
         tracing::warn!(name = remark.name, "{}", remark.remark);
     }
-    let disk = |disk: &plan::Disk| {
-        let image = open(&disk.image.spec()?, options(disk))?;
-        let group = match disk.group {
+    for planned in &plan.disks {
+        let group = match planned.group {
             Some(index) => Arc::clone(&groups[index]),
-            None => Group::new(&disk.name, disk.settings.limits)?,
+            None => Group::new(&planned.name, planned.settings.limits)?,
         };
-        tracing::debug!(disk = disk.name, image = image.description(), "opened");
-        Ok(Arc::new(Disk::new(&disk.name, image, &group)))
-    };
-    plan.disks.iter().map(disk).collect()
+        inventory.add_disk(disk(planned, &group)?)?;
+    }
+    Ok(())
+}
+
+/// Opens a disk's image. Blocks.
+///
+/// # Errors
+/// If the image cannot be served, with the reason.
+fn disk(planned: &plan::Disk, group: &Arc<Group>) -> anyhow::Result<RunningDisk> {
+    let image = open(&planned.image.spec()?, options(planned))?;
+    tracing::debug!(disk = planned.name, image = image.description(), "opened");
+    Ok(RunningDisk {
+        disk: Arc::new(Disk::new(&planned.name, image, group)),
+        image: planned.image.clone(),
+        format: planned.format,
+        cache: planned.cache,
+    })
 }
 
 fn options(disk: &plan::Disk) -> OpenOptions {
@@ -46,33 +66,20 @@ fn options(disk: &plan::Disk) -> OpenOptions {
     }
 }
 
-/// A server for each of the plan's, in their order; none listens yet.
-///
-/// # Errors
-/// If the keys for TLS cannot be used.
-pub(super) fn servers(plan: &Plan, disks: &[Arc<Disk>]) -> anyhow::Result<Vec<Arc<nbd::Server>>> {
-    let tls = credentials(&plan.service.tls)?;
-    let terms = nbd::Terms {
+/// What every server of this daemon allows its clients.
+pub(super) fn terms(service: &Service) -> nbd::Terms {
+    nbd::Terms {
         // A count that does not fit is more than there can ever be.
-        max_connections: usize::try_from(plan.service.max_connections).unwrap_or(usize::MAX),
+        max_connections: usize::try_from(service.max_connections).unwrap_or(usize::MAX),
         ..nbd::Terms::default()
-    };
-    let export = |export: &plan::Export| nbd::Export {
-        name: export.name.as_str().into(),
-        description: plan.disks[export.disk].description.as_str().into(),
-        disk: Arc::clone(&disks[export.disk]),
-        read_only: plan.disks[export.disk].read_only,
-    };
-    let server = |server: &plan::Server| {
-        let exports = server.exports.iter().map(export).collect();
-        let tls = tls.as_ref().map(|(required, keys)| nbd::Tls { required: *required, keys: keys.clone() });
-        nbd::Server::new(exports, tls, terms)
-    };
-    Ok(plan.servers.iter().map(server).collect())
+    }
 }
 
 /// Whether TLS is required, and the keys; `None` without TLS.
-fn credentials(tls: &Tls) -> anyhow::Result<Option<(bool, nbd::TlsServer)>> {
+///
+/// # Errors
+/// If the keys cannot be used.
+pub(super) fn credentials(tls: &Tls) -> anyhow::Result<Option<nbd::Tls>> {
     let (required, credentials) = match tls {
         Tls::Off => return Ok(None),
         Tls::On(credentials) => (false, credentials),
@@ -82,5 +89,5 @@ fn credentials(tls: &Tls) -> anyhow::Result<Option<(bool, nbd::TlsServer)>> {
         Credentials::Certificates { directory, verify_peer } => nbd::TlsServer::x509(directory, *verify_peer),
         Credentials::PreShared(file) => nbd::TlsServer::psk(file),
     };
-    Ok(Some((required, keys.context("TLS")?)))
+    Ok(Some(nbd::Tls { required, keys: keys.context("TLS")? }))
 }

@@ -13,13 +13,13 @@
 
 mod assemble;
 
-use std::{rc::Rc, sync::Arc};
+use std::{path::PathBuf, rc::Rc};
 
 use anyhow::{Context as _, anyhow};
 use block::{
-    disk::{Disk, Totals},
-    export::nbd::Server,
-    reactor::{self, JoinHandle, Polling, Worker},
+    disk::Totals,
+    export::nbd,
+    reactor::{self, Polling, Worker},
 };
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use policy::throttle::Limits;
@@ -29,10 +29,15 @@ use crate::{
     Failure,
     cli::ServeArgs,
     config,
-    listen::{self, Inherited, SocketFile},
+    control::{
+        change::Change,
+        inventory::{End, Inventory, NewExport, RunningDisk},
+        serving::Serving,
+    },
+    listen::{self, Inherited},
     logging,
     pid_file::PidFile,
-    plan::{Draft, Plan, Service},
+    plan::{self, Draft, Plan, Service},
     signals::{Request, Signals},
 };
 
@@ -45,11 +50,12 @@ const MOST_URIS_SHOWN: usize = 16;
 /// [`Failure::Usage`] where the command line contradicts itself, [`Failure::Failed`] for everything else.
 pub(crate) fn run(arguments: ServeArgs) -> Result<(), Failure> {
     let inherited = Inherited::take();
+    let config = arguments.config.clone();
     let plan = plan(arguments, inherited.count())?;
     logging::start(&plan.service.log);
     let signals = Signals::block().context("signals cannot be blocked")?;
     raise_descriptor_limit();
-    let daemon = async move { Daemon::start(&plan, inherited, signals)?.run().await };
+    let daemon = async move { Daemon::start(&plan, config, inherited, signals)?.run().await };
     reactor::run(Polling::OFF, daemon)
         .context("io_uring cannot be used (see kernel.io_uring_disabled)")??;
     Ok(())
@@ -81,95 +87,47 @@ fn raise_descriptor_limit() {
 /// What the main thread hears of.
 enum Event {
     Signal(Request),
-    /// A server can accept no more.
-    Broken(anyhow::Error),
+    /// Somebody on the main thread wants the end.
+    End(End),
     /// Every connection has ended and every disk is flushed, or could not be.
     Finished(anyhow::Result<()>),
 }
 
 /// A daemon that serves.
 struct Daemon {
-    disks: Vec<Arc<Disk>>,
-    servers: Vec<Arc<Server>>,
-    /// Dropping one ends the accepting.
-    accepting: Vec<JoinHandle<()>>,
-    /// The threads end once this and the accepting tasks are gone.
-    workers: Rc<Vec<Worker>>,
-    /// Removed when dropped.
-    socket_files: Vec<SocketFile>,
+    inventory: Rc<Inventory>,
     _pid_file: Option<PidFile>,
     events: (async_channel::Sender<Event>, async_channel::Receiver<Event>),
 }
 
 impl Daemon {
     /// Opens, binds and starts everything, and says so.
-    fn start(plan: &Plan, inherited: Inherited, signals: Signals) -> anyhow::Result<Self> {
+    fn start(
+        plan: &Plan,
+        config: Option<PathBuf>,
+        inherited: Inherited,
+        signals: Signals,
+    ) -> anyhow::Result<Self> {
         let events = async_channel::unbounded();
         let sender = events.0.clone();
         signals
             .forward(move |request| sender.try_send(Event::Signal(request)).is_ok())
             .context("the thread that waits for signals")?;
-        let disks = assemble::disks(plan)?;
-        let servers = assemble::servers(plan, &disks)?;
-        let mut daemon = Self {
-            disks,
-            servers: Vec::new(),
-            accepting: Vec::new(),
-            workers: Rc::new(start_workers(&plan.service)?),
-            socket_files: Vec::new(),
-            _pid_file: None,
-            events,
-        };
-        let uris = daemon.listen(plan, servers, inherited)?;
-        daemon._pid_file = plan.service.pid_file.as_deref().map(PidFile::write).transpose()?;
+        let sender = events.0.clone();
+        // Nobody listens only when all ends anyway.
+        let ender = Rc::new(move |end| drop(sender.try_send(Event::End(end))));
+        let inventory = Inventory::new(config, ender);
+        assemble::disks(plan, &inventory)?;
+        let tls = assemble::credentials(&plan.service.tls)?;
+        let workers = Rc::new(start_workers(&plan.service)?);
+        let uris = listen(plan, inherited, tls, &workers, &inventory)?;
+        let pid_file = plan.service.pid_file.as_deref().map(PidFile::write).transpose()?;
         announce(&uris);
-        Ok(daemon)
-    }
-
-    /// Lets clients in; returns where they find what.
-    fn listen(
-        &mut self,
-        plan: &Plan,
-        servers: Vec<Arc<Server>>,
-        inherited: Inherited,
-    ) -> anyhow::Result<Vec<String>> {
-        let mut bound = Vec::new();
-        let mut inherited = Some(inherited);
-        for (planned, server) in plan.servers.iter().zip(servers) {
-            // All addresses first: where one cannot be had, no client should have seen the others.
-            bound.push((planned, Arc::clone(&server), listen::open(&planned.endpoint, &mut inherited)?));
-            self.servers.push(server);
-        }
-        let mut uris = Vec::new();
-        for (planned, server, listeners) in bound {
-            for listener in listeners {
-                let of_export =
-                    |export: &crate::plan::Export| listener.authority().uri(&export.name, &plan.service.tls);
-                uris.extend(planned.exports.iter().map(of_export));
-                let (socket, file) = listener.into_parts();
-                self.socket_files.extend(file);
-                self.accept(Arc::clone(&server), socket);
-            }
-        }
-        // A host name may stand for two addresses, which are one for those who use the name.
-        uris.dedup();
-        Ok(uris)
-    }
-
-    fn accept(&mut self, server: Arc<Server>, socket: std::os::fd::OwnedFd) {
-        let workers = Rc::clone(&self.workers);
-        let events = self.events.0.clone();
-        self.accepting.push(reactor::spawn_joinable(async move {
-            if let Err(error) = server.listen(socket.into(), workers).await {
-                let error = anyhow!("connections cannot be accepted any more: {error} (restart weir)");
-                // Nobody listens only when all ends anyway.
-                let _ = events.try_send(Event::Broken(error));
-            }
-        }));
+        Ok(Self { inventory, _pid_file: pid_file, events })
     }
 
     /// Waits for the end, and sees to it that it is orderly.
-    async fn run(mut self) -> anyhow::Result<()> {
+    async fn run(self) -> anyhow::Result<()> {
         let mut outcome = Ok(());
         let mut ending = false;
         loop {
@@ -184,17 +142,20 @@ impl Daemon {
                     ));
                 }
                 Event::Signal(Request::End(signal)) => {
-                    tracing::info!(signal, connections = self.connections(), "stopping");
                     ending = true;
-                    self.finish();
+                    self.finish(signal, false);
                 }
-                Event::Broken(error) if !ending => {
+                Event::End(_) if ending => {}
+                Event::End(End::Asked) => {
+                    ending = true;
+                    self.finish("quit", true);
+                }
+                Event::End(End::Broken(error)) => {
                     tracing::error!("{error:#}");
                     outcome = Err(error);
                     ending = true;
-                    self.finish();
+                    self.finish("broken", false);
                 }
-                Event::Broken(_) => {}
                 Event::Finished(result) => {
                     self.sum_up();
                     tracing::info!("stopped");
@@ -206,7 +167,7 @@ impl Daemon {
 
     /// Logs what each disk has done, for those that did anything.
     fn sum_up(&self) {
-        for disk in &self.disks {
+        for RunningDisk { disk, .. } in self.inventory.disks().iter().map(AsRef::as_ref) {
             let totals = disk.totals();
             if totals == Totals::default() {
                 continue;
@@ -223,28 +184,26 @@ impl Daemon {
         }
     }
 
-    fn connections(&self) -> usize {
-        self.servers.iter().map(|server| server.connections()).sum()
-    }
-
-    /// Starts the end: no more clients, what is in flight completes, disks are flushed.
-    fn finish(&mut self) {
+    /// Starts the end: no more clients, what is in flight completes, disks are flushed. `signal` is why: a signal's name, or another word.
+    fn finish(&self, signal: &str, by_command: bool) {
+        tracing::info!(signal, connections = self.inventory.connections(), "stopping");
         notify(&[NotifyState::Stopping]);
-        self.accepting.clear();
-        // Gone with the listeners, so that the next daemon need not wonder.
-        self.socket_files.clear();
-        let servers = self.servers.clone();
-        let disks = self.disks.clone();
-        let events = self.events.0.clone();
-        for disk in &disks {
+        let servers = self.inventory.servers();
+        for serving in &servers {
+            serving.close();
+        }
+        let disks = self.inventory.disks();
+        for RunningDisk { disk, .. } in disks.iter().map(AsRef::as_ref) {
             // What is in flight is to be finished, and a limit could hold it for hours. QEMU's drain lifts limits too.
             if let Err(error) = disk.group().set_limits(Limits::default()) {
                 tracing::warn!(disk = %disk.name(), %error, "the limits stay in force");
             }
         }
+        self.inventory.tell(&Change::Ending { by_command });
+        let events = self.events.0.clone();
         reactor::spawn(async move {
-            for server in servers {
-                server.stop().await;
+            for serving in servers {
+                serving.stop().await;
             }
             let result = flush(&disks).await;
             let _ = events.try_send(Event::Finished(result));
@@ -252,10 +211,58 @@ impl Daemon {
     }
 }
 
+/// Binds every address, then lets clients in; returns where they find what.
+fn listen(
+    plan: &Plan,
+    inherited: Inherited,
+    tls: Option<nbd::Tls>,
+    workers: &Rc<Vec<Worker>>,
+    inventory: &Rc<Inventory>,
+) -> anyhow::Result<Vec<String>> {
+    let mut inherited = Some(inherited);
+    // All addresses first: where one cannot be had, no client should have seen the others.
+    let open = |server: &plan::Server| listen::open(&server.endpoint, &mut inherited);
+    let listeners: Vec<_> = plan.servers.iter().map(open).collect::<Result<_, _>>()?;
+    let mut uris = Vec::new();
+    for (planned, listeners) in plan.servers.iter().zip(listeners) {
+        let server = nbd::Server::new(tls.clone(), assemble::terms(&plan.service));
+        let ender = Rc::clone(inventory.ender());
+        let serving = Serving::start(server, listeners, workers, move |error| ender(End::Broken(error)));
+        inventory.add_server(&serving);
+        for export in &planned.exports {
+            uris.extend(serving.uris(&export.name, &plan.service.tls));
+            add_export(plan, export, &serving, inventory)?;
+        }
+    }
+    Ok(uris)
+}
+
+fn add_export(
+    plan: &Plan,
+    export: &plan::Export,
+    serving: &Rc<Serving>,
+    inventory: &Inventory,
+) -> anyhow::Result<()> {
+    let disk = &plan.disks[export.disk];
+    // The name is the id, unless a disk has the same name at several servers.
+    let id = match inventory.export(&export.name) {
+        Ok(_) => format!("{}@{}", export.name, serving.address()),
+        Err(_) => export.name.clone(),
+    };
+    let new = NewExport {
+        id,
+        name: export.name.clone(),
+        description: disk.description.clone(),
+        disk: disk.name.clone(),
+        read_only: disk.read_only,
+    };
+    Ok(inventory.add_export(serving, new)?)
+}
+
 /// Flushes every disk, also those after one that fails, and reports the first failure.
-async fn flush(disks: &[Arc<Disk>]) -> anyhow::Result<()> {
+async fn flush(disks: &[Rc<RunningDisk>]) -> anyhow::Result<()> {
     let mut outcome = Ok(());
-    for disk in disks {
+    for RunningDisk { disk, .. } in disks.iter().map(AsRef::as_ref) {
         if let Err(error) = disk.flush().await {
             tracing::error!(disk = %disk.name(), %error, "the last flush failed");
             let name = disk.name();

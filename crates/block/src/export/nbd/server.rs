@@ -6,6 +6,9 @@
 //!
 //! Accepting happens on one reactor; each connection then lives on one worker thread and never moves. When the server stops, it
 //! closes its listeners, lets every connection finish what it has in flight, and returns when the last one has.
+//!
+//! Exports are added and removed while it runs. One that is removed is found by no handshake any more; its clients are reason to refuse the
+//! removal, or are disconnected with it, as whoever removes it chooses.
 
 use std::{
     collections::HashMap,
@@ -14,7 +17,7 @@ use std::{
     os::fd::{AsFd, OwnedFd},
     rc::Rc,
     sync::{
-        Arc, Mutex, PoisonError,
+        Arc, Mutex, MutexGuard, PoisonError, RwLock,
         atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
     },
 };
@@ -28,6 +31,7 @@ use super::{
     connection::Connection,
     credentials::TlsServer,
     inbox::Inbox,
+    live::LiveExports,
     negotiate::{self, Handshake, TlsPolicy},
     proto,
     session::Session,
@@ -59,7 +63,7 @@ impl Default for Terms {
 }
 
 /// TLS for a server: whether clients must use it, and with what keys.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct Tls {
     /// Refuse every client that does not start TLS.
     pub required: bool,
@@ -83,9 +87,8 @@ pub struct Export {
 /// Exports behind one or more listening sockets.
 #[derive(Debug)]
 pub struct Server {
-    exports: Vec<Export>,
-    by_name: HashMap<Arc<str>, usize>,
-    default: Option<usize>,
+    /// Locked before `connections` where both are.
+    exports: RwLock<LiveExports>,
     tls: Option<Tls>,
     terms: Terms,
     stopping: AtomicBool,
@@ -102,20 +105,38 @@ pub struct Server {
 struct Live {
     socket: Fd,
     stop: Arc<AtomicBool>,
+    /// The export's number, once the handshake has chosen one.
+    export: Option<usize>,
+}
+
+/// What becomes of the clients of an export that is removed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Removal {
+    /// They are reason not to remove it.
+    Safe,
+    /// They are disconnected. What they have in flight is finished and answered to nobody; what waits for its limits is forgotten.
+    Hard,
+}
+
+/// Why an export was not removed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum NotRemoved {
+    /// No export has this number.
+    #[error("there is no such export")]
+    Unknown,
+    /// It has clients.
+    #[error("{connections} clients are connected to it")]
+    InUse {
+        /// How many.
+        connections: usize,
+    },
 }
 
 impl Server {
-    /// A server of these exports. The default export is the one named "", or else the first.
-    pub fn new(exports: Vec<Export>, tls: Option<Tls>, terms: Terms) -> Arc<Self> {
-        let mut by_name = HashMap::with_capacity(exports.len());
-        for (number, export) in exports.iter().enumerate() {
-            by_name.entry(Arc::clone(&export.name)).or_insert(number);
-        }
-        let default = by_name.get("").copied().or((!exports.is_empty()).then_some(0));
+    /// A server without exports: see [`Server::add`].
+    pub fn new(tls: Option<Tls>, terms: Terms) -> Arc<Self> {
         Arc::new(Self {
-            exports,
-            by_name,
-            default,
+            exports: RwLock::default(),
             tls,
             terms,
             stopping: AtomicBool::new(false),
@@ -124,6 +145,67 @@ impl Server {
             places: AtomicUsize::new(0),
             freed: Event::new(),
         })
+    }
+
+    /// Offers `export` from now on; its number, never given again, or `None` where an export of its name is there already.
+    ///
+    /// The default export is the one named "", or else the one that has been there longest.
+    pub fn add(&self, export: Export) -> Option<usize> {
+        self.exports.write().unwrap_or_else(PoisonError::into_inner).add(export)
+    }
+
+    /// Offers an export no longer. Clients that were disconnected may take a moment to be gone; [`Server::wait_until_unused`] waits for
+    /// them.
+    ///
+    /// # Errors
+    /// [`NotRemoved`]; the export stays, and its clients are not disturbed.
+    pub fn remove(&self, export: usize, removal: Removal) -> Result<(), NotRemoved> {
+        // While it is held, no handshake can choose the export: see `Server::choose`.
+        let mut exports = self.exports.write().unwrap_or_else(PoisonError::into_inner);
+        if exports.get(export).is_none() {
+            return Err(NotRemoved::Unknown);
+        }
+        let live = self.lock();
+        let clients = live.values().filter(|live| live.export == Some(export));
+        if removal == Removal::Safe {
+            let connections = clients.clone().count();
+            if connections > 0 {
+                return Err(NotRemoved::InUse { connections });
+            }
+        }
+        exports.remove(export);
+        for client in clients {
+            // As if the client had vanished. Fails where it has.
+            let _ = nix::sys::socket::shutdown(raw(&client.socket), nix::sys::socket::Shutdown::Both);
+        }
+        Ok(())
+    }
+
+    /// Waits until no client is connected to an export.
+    pub async fn wait_until_unused(&self, export: usize) {
+        loop {
+            // Listens before it looks, or the last one could end in between.
+            let freed = self.freed.listen();
+            if self.connections_of(export) == 0 {
+                return;
+            }
+            freed.await;
+        }
+    }
+
+    /// Clients connected to an export now.
+    pub fn connections_of(&self, export: usize) -> usize {
+        self.lock().values().filter(|live| live.export == Some(export)).count()
+    }
+
+    /// Counts connection `number` to its export, unless that has been removed since the handshake found it.
+    fn choose(&self, export: usize, number: u64) -> bool {
+        let exports = self.exports.read().unwrap_or_else(PoisonError::into_inner);
+        let found = exports.get(export).is_some();
+        if found && let Some(live) = self.lock().get_mut(&number) {
+            live.export = Some(export);
+        }
+        found
     }
 
     /// Accepts connections on `listener` and gives them to `workers` in turn, until [`Server::stop`].
@@ -194,7 +276,7 @@ impl Server {
         self.lock().len()
     }
 
-    fn lock(&self) -> std::sync::MutexGuard<'_, HashMap<u64, Live>> {
+    fn lock(&self) -> MutexGuard<'_, HashMap<u64, Live>> {
         // The map is valid between any two of its operations.
         self.connections.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -204,11 +286,12 @@ impl Server {
         prepare(&socket);
         let socket = Fd::from(socket);
         let stop = Arc::new(AtomicBool::new(false));
-        self.lock().insert(number, Live { socket: socket.clone(), stop: Arc::clone(&stop) });
+        let live = Live { socket: socket.clone(), stop: Arc::clone(&stop), export: None };
+        self.lock().insert(number, live);
         // A stop between accepting and registering would otherwise be missed.
         if !self.stopping.load(Ordering::SeqCst) {
             tracing::debug!(client = number, "connected");
-            match self.converse(Stream::Plain(socket), &stop).await {
+            match self.converse(Stream::Plain(socket), &stop, number).await {
                 Ok(()) => tracing::debug!(client = number, "disconnected"),
                 Err(reason) => tracing::info!(client = number, %reason, "connection ended"),
             }
@@ -216,9 +299,12 @@ impl Server {
     }
 
     /// Handshake, then transmission.
-    async fn converse(&self, stream: Stream, stop: &Arc<AtomicBool>) -> Result<(), String> {
+    async fn converse(&self, stream: Stream, stop: &Arc<AtomicBool>, number: u64) -> Result<(), String> {
         match self.open(stream, stop).await? {
-            Some((connection, inbox)) => connection.serve(inbox).await.map_err(|broken| broken.to_string()),
+            Some((connection, inbox)) if self.choose(connection.session.export, number) => {
+                connection.serve(inbox).await.map_err(|broken| broken.to_string())
+            }
+            Some(_) => Err(REMOVED.to_owned()),
             None => Ok(()),
         }
     }
@@ -235,7 +321,8 @@ impl Server {
         else {
             return Ok(None);
         };
-        let disk = Arc::clone(&self.exports[session.export].disk);
+        let exports = self.exports.read().unwrap_or_else(PoisonError::into_inner);
+        let disk = exports.get(session.export).map(|export| Arc::clone(&export.disk)).ok_or(REMOVED)?;
         Ok(Some((Connection::new(stream, disk, session, Arc::clone(stop)), inbox)))
     }
 
@@ -284,6 +371,9 @@ impl Server {
         }
     }
 }
+
+/// Why a client that has negotiated is turned away.
+const REMOVED: &str = "the export was removed during the handshake";
 
 /// Replies gathered before they are sent: a client that lists a thousand exports gets them in a few messages.
 const REPLY_BYTES: usize = 32 << 10;
@@ -356,21 +446,22 @@ fn prepare(socket: &OwnedFd) {
 
 impl Exports for Server {
     fn find(&self, name: &str) -> Option<usize> {
-        if name.is_empty() { self.default } else { self.by_name.get(name).copied() }
+        self.exports.read().unwrap_or_else(PoisonError::into_inner).find(name)
     }
 
     fn get(&self, export: usize) -> Option<ExportInfo> {
-        self.exports.get(export).map(Export::info)
+        let exports = self.exports.read().unwrap_or_else(PoisonError::into_inner);
+        exports.get(export).map(Export::info)
     }
 
     fn next(&self, from: usize) -> Option<(usize, ExportInfo)> {
-        self.get(from).map(|info| (from, info))
+        self.exports.read().unwrap_or_else(PoisonError::into_inner).next(from)
     }
 }
 
 impl Export {
     /// As it is now: an image that was resized from outside has its new size for every client that comes after.
-    fn info(&self) -> ExportInfo {
+    pub(super) fn info(&self) -> ExportInfo {
         let image = self.disk.image();
         if let Err(error) = image.refresh_size() {
             tracing::warn!(disk = %self.disk.name(), %error, "cannot see whether the image was resized");

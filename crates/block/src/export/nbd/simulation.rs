@@ -169,7 +169,9 @@ fn draw_group() -> Arc<Group> {
 fn serve(disk: &Arc<Disk>) -> Arc<Server> {
     let export =
         Export { name: "disk".into(), description: "".into(), disk: Arc::clone(disk), read_only: false };
-    Server::new(vec![export], None, Terms::default())
+    let server = Server::new(None, Terms::default());
+    server.add(export).expect("the first of its name");
+    server
 }
 
 /// A connection as the server has it.

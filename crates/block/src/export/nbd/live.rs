@@ -1,0 +1,60 @@
+//! The exports of a running server: they come and go while clients negotiate and others are served.
+//!
+//! Looked up by the handshake alone. A connection that has begun holds its disk itself, so nothing here is on a request's way, and a
+//! lock that is held for a look-up costs nobody anything.
+//!
+//! A number is given once in a server's life: a client that negotiated an export which was removed meanwhile finds none, never
+//! another one in its place.
+
+use std::{
+    collections::{BTreeMap, HashMap},
+    sync::Arc,
+};
+
+use super::{Export, catalog::ExportInfo};
+
+/// Exports by number and by name.
+#[derive(Debug, Default)]
+pub(super) struct LiveExports {
+    next: usize,
+    by_number: BTreeMap<usize, Export>,
+    by_name: HashMap<Arc<str>, usize>,
+}
+
+impl LiveExports {
+    /// Offers `export`; its number, or `None` where its name is taken.
+    pub(super) fn add(&mut self, export: Export) -> Option<usize> {
+        if self.by_name.contains_key(&export.name) {
+            return None;
+        }
+        let number = self.next;
+        self.next += 1;
+        self.by_name.insert(Arc::clone(&export.name), number);
+        self.by_number.insert(number, export);
+        Some(number)
+    }
+
+    /// Offers it no longer.
+    pub(super) fn remove(&mut self, number: usize) -> Option<Export> {
+        let export = self.by_number.remove(&number)?;
+        self.by_name.remove(&export.name);
+        Some(export)
+    }
+
+    /// The export with this number.
+    pub(super) fn get(&self, number: usize) -> Option<&Export> {
+        self.by_number.get(&number)
+    }
+
+    /// The number of the export with this name. The empty name asks for the default export: the one named so, or else the one that has
+    /// been there longest.
+    pub(super) fn find(&self, name: &str) -> Option<usize> {
+        let default = || if name.is_empty() { self.by_number.keys().next() } else { None };
+        self.by_name.get(name).or_else(default).copied()
+    }
+
+    /// The first with a number of at least `from`.
+    pub(super) fn next(&self, from: usize) -> Option<(usize, ExportInfo)> {
+        self.by_number.range(from..).next().map(|(&number, export)| (number, export.info()))
+    }
+}

@@ -1,0 +1,51 @@
+//! What happened to the things that run, told to whoever wants to know.
+//!
+//! A listener is called at once, on the main thread, after the change is done: it may look at the inventory.
+
+use std::{cell::RefCell, fmt, rc::Rc};
+
+/// Something that happened.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Change {
+    /// An export is gone, its clients too.
+    ExportDeleted {
+        /// The id it had.
+        id: String,
+    },
+    /// A disk or a group has other limits, another weight, another group.
+    SettingsChanged {
+        /// The disk's or group's name.
+        name: String,
+    },
+    /// The daemon begins to end.
+    Ending {
+        /// Whether it was asked over the control socket, not by a signal.
+        by_command: bool,
+    },
+}
+
+/// Those who listen.
+#[derive(Default)]
+pub(crate) struct Listeners(RefCell<Vec<Rc<dyn Fn(&Change)>>>);
+
+impl Listeners {
+    /// Calls `listener` for each change from now on.
+    pub(crate) fn add(&self, listener: impl Fn(&Change) + 'static) {
+        self.0.borrow_mut().push(Rc::new(listener));
+    }
+
+    /// Tells all of them.
+    pub(crate) fn tell(&self, change: &Change) {
+        // A copy, for a listener may add another.
+        let listeners = self.0.borrow().clone();
+        for listener in listeners {
+            listener(change);
+        }
+    }
+}
+
+impl fmt::Debug for Listeners {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} listeners", self.0.borrow().len())
+    }
+}
