@@ -24,9 +24,11 @@ pub(crate) enum Change {
     },
 }
 
+type Listener = Rc<dyn Fn(&Change)>;
+
 /// Those who listen.
 #[derive(Default)]
-pub(crate) struct Listeners(RefCell<Vec<Rc<dyn Fn(&Change)>>>);
+pub(crate) struct Listeners(RefCell<Vec<Listener>>);
 
 impl Listeners {
     /// Calls `listener` for each change from now on.
