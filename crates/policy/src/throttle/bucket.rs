@@ -20,9 +20,12 @@
 //! Never refuses: a request larger than the bucket is added whole and paid for by those after it.
 
 use super::cost::Cost;
+use super::enforcement::Scale;
 use super::limits::{Limit, LimitKind, Limits};
+use super::price::{WHOLE, divide, part_of};
 use crate::request::Direction;
 use crate::time::{Duration, Instant};
+use core::ops::Range;
 
 /// Billionths in a unit.
 const UNIT: u128 = 1_000_000_000;
@@ -43,6 +46,11 @@ struct Bucket {
 
 impl Bucket {
     fn new(limit: Limit) -> Self {
+        Self::scaled(limit, Scale::ONE)
+    }
+
+    /// An empty bucket whose rates and sizes are so many times those of the limit.
+    fn scaled(limit: Limit, scale: Scale) -> Self {
         let Limit { rate, burst_rate, burst_length_s } = limit;
         let size = if burst_rate == 0 {
             tenth_of_a_second(rate)
@@ -50,13 +58,27 @@ impl Bucket {
             u128::from(burst_rate) * u128::from(burst_length_s) * UNIT
         };
         let burst_rate = if burst_length_s > 1 { burst_rate } else { 0 };
-        let burst_size = tenth_of_a_second(burst_rate);
-        Self { rate, size, level: 0, burst_rate, burst_size, burst_level: 0 }
+        // At most 10¹⁵ × 10³.
+        let times = |rate: u64| scale.times(u128::from(rate)) as u64;
+        Self {
+            rate: times(rate),
+            size: scale.times(size),
+            level: 0,
+            burst_rate: times(burst_rate),
+            burst_size: scale.times(tenth_of_a_second(burst_rate)),
+            burst_level: 0,
+        }
+    }
+
+    /// What may be added, in billionths of a unit, before the bucket is more than full.
+    fn room(&self) -> u128 {
+        let main = self.size.saturating_sub(self.level);
+        if self.burst_rate == 0 { main } else { main.min(self.burst_size.saturating_sub(self.burst_level)) }
     }
 
     /// Lets `elapsed_ns` worth run out.
     fn leak(&mut self, elapsed_ns: u64) {
-        // At most 10¹⁵ × 2⁶⁴ < 2¹¹⁴.
+        // At most 10¹⁸ × 2⁶⁴ < 2¹²⁴.
         let leaked = |rate: u64| u128::from(rate) * u128::from(elapsed_ns);
         self.level = self.level.saturating_sub(leaked(self.rate));
         if self.burst_rate > 0 {
@@ -91,7 +113,12 @@ fn wait_until_full(level: u128, size: u128, rate: u64) -> u64 {
     if rate == 0 || level <= size {
         return 0;
     }
-    u64::try_from((level - size).div_ceil(u128::from(rate))).unwrap_or(u64::MAX)
+    let excess = level - size;
+    match u64::try_from(excess) {
+        // Nearly always: the wide division takes a library call.
+        Ok(excess) => excess.div_ceil(rate),
+        Err(_) => u64::try_from(excess.div_ceil(u128::from(rate))).unwrap_or(u64::MAX),
+    }
 }
 
 /// The six buckets of a group, at one instant.
@@ -145,6 +172,90 @@ impl Buckets {
         }
         let waits = LimitKind::applying_to(direction).map(|kind| self.buckets[kind.index()].wait_ns());
         Duration::from_nanos(waits.into_iter().fold(0, u64::max))
+    }
+
+    /// Time until a request of this direction may pass, and the limit that it waits for longest; `None` if it may now.
+    pub(super) fn binding(&self, direction: Direction) -> Option<(u64, LimitKind)> {
+        if self.unlimited {
+            return None;
+        }
+        let mut longest = None;
+        for kind in LimitKind::applying_to(direction) {
+            let wait_ns = self.buckets[kind.index()].wait_ns();
+            if wait_ns > longest.map_or(0, |(longest_ns, _)| longest_ns) {
+                longest = Some((wait_ns, kind));
+            }
+        }
+        longest
+    }
+
+    /// The same limits, so many times as fast and as large. What is in the buckets stays.
+    pub(super) fn rescale(&mut self, limits: &Limits, scale: Scale) {
+        for kind in LimitKind::ALL {
+            let bucket = &mut self.buckets[kind.index()];
+            let Bucket { level, burst_level, .. } = *bucket;
+            *bucket = Bucket { level, burst_level, ..Bucket::scaled(limits.limit(kind), scale) };
+        }
+    }
+
+    /// Operations a request counts as here, in billionths.
+    pub(super) fn operations(&self, cost: &Cost) -> u128 {
+        cost.operations(self.iops_size)
+    }
+
+    /// How long the scarcest limit of this direction takes for a request; 0 without limits. See [`divide`].
+    pub(super) fn price_ns(&self, direction: Direction, cost: &Cost) -> u64 {
+        let mut longest_ns = 0;
+        for kind in LimitKind::applying_to(direction) {
+            let rate = self.buckets[kind.index()].rate;
+            if rate > 0 {
+                longest_ns = longest_ns.max(divide(self.units(kind, cost), rate));
+            }
+        }
+        longest_ns
+    }
+
+    /// How long the scarcest limit of this direction on operations takes for one; 0 without such a limit.
+    pub(super) fn operation_ns(&self, direction: Direction) -> u64 {
+        let kinds = LimitKind::applying_to(direction).into_iter().filter(|kind| !kind.counts_bytes());
+        let rates = kinds.map(|kind| self.buckets[kind.index()].rate).filter(|rate| *rate > 0);
+        rates.map(|rate| divide(UNIT, rate)).max().unwrap_or(0)
+    }
+
+    /// The fraction of a request, in parts of [`WHOLE`], that has room in all buckets of its direction.
+    pub(super) fn room(&self, direction: Direction, cost: &Cost) -> u32 {
+        let mut least = WHOLE;
+        for kind in LimitKind::applying_to(direction) {
+            let bucket = &self.buckets[kind.index()];
+            let units = self.units(kind, cost);
+            let room = bucket.room();
+            if bucket.rate > 0 && room < units {
+                // Below WHOLE, since room < units.
+                least = least.min((room.saturating_mul(u128::from(WHOLE)) / units) as u32);
+            }
+        }
+        least
+    }
+
+    /// Charges this part of a request to the buckets of its direction.
+    pub(super) fn charge_part(&mut self, direction: Direction, cost: &Cost, part: &Range<u32>) {
+        for kind in LimitKind::applying_to(direction) {
+            if self.buckets[kind.index()].rate > 0 {
+                let units = part_of(self.units(kind, cost), part);
+                self.buckets[kind.index()].add(units);
+            }
+        }
+    }
+
+    /// Whole units that may pass at once before requests wait for this limit; `None` if it is not set.
+    pub(super) fn tokens(&self, kind: LimitKind) -> Option<u64> {
+        let bucket = &self.buckets[kind.index()];
+        (bucket.rate > 0).then(|| u64::try_from(bucket.room() / UNIT).unwrap_or(u64::MAX))
+    }
+
+    /// What a request counts for this limit, in billionths of its unit.
+    fn units(&self, kind: LimitKind, cost: &Cost) -> u128 {
+        if kind.counts_bytes() { u128::from(cost.bytes()) * UNIT } else { cost.operations(self.iops_size) }
     }
 
     /// Whether a limit is set that both directions draw from.

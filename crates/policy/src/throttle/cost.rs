@@ -7,11 +7,11 @@
 use alloc::boxed::Box;
 
 /// The resolution of operations: a billionth, so that 6 KiB at an `iops-size` of 4096 can be 1.5.
-const BILLION: u64 = 1_000_000_000;
+pub(super) const BILLION: u64 = 1_000_000_000;
 
 /// What one request, or several that were merged into one I/O, are charged.
 ///
-/// Flushes move no data and are never charged: they are not given to a group.
+/// Flushes move no data and are never charged: they are not given to a tree.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Cost {
     bytes: u64,

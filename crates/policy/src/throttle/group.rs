@@ -10,36 +10,15 @@
 use super::bucket::Buckets;
 use super::cost::Cost;
 use super::limits::{Invalid, Limits};
-use super::member::{Counters, Member, MemberId, Share, Ticket, Waiter};
+use super::member::{Member, MemberId, Waiter};
+use super::node::Ticket;
+use super::share::Share;
+use super::stats::Counters;
+use super::tree::{Admission, Decision};
 use crate::request::Direction;
 use crate::time::{Duration, Instant};
 use alloc::collections::VecDeque;
 use alloc::vec::Vec;
-
-/// The answer to a request.
-#[derive(Debug, PartialEq, Eq)]
-#[must_use]
-pub enum Admission<T> {
-    /// It may pass now, and has been charged.
-    Admitted(T),
-    /// It waits. [`Group::poll`] says until when, so call that next.
-    Queued(Ticket),
-}
-
-/// What is to be done now.
-#[derive(Debug, PartialEq, Eq)]
-#[must_use]
-pub enum Decision<T> {
-    /// This request may pass now, and has been charged. There may be more: poll again.
-    Admit(T),
-    /// Nothing may pass before `until`; polled then, something does, unless it was cancelled.
-    Wait {
-        /// When to poll again.
-        until: Instant,
-    },
-    /// Nothing waits.
-    Idle,
-}
 
 /// Disks under shared limits.
 ///
@@ -182,7 +161,7 @@ impl<T> Group<T> {
 
     /// Takes back a request that waits. `None` if it has been admitted, cancelled or given back already.
     pub fn cancel(&mut self, ticket: Ticket) -> Option<T> {
-        let waiter = self.member(ticket.member)?.take(ticket.direction, ticket.number)?;
+        let waiter = self.member(ticket.node)?.take(ticket.direction, ticket.number)?;
         self.waiting[ticket.direction.index()] -= 1;
         Some(waiter.token)
     }
@@ -251,7 +230,7 @@ impl<T> Group<T> {
             *in_ring = true;
             self.rings[direction.index()].push_back(id.slot);
         }
-        Ticket { member: id, direction, number }
+        Ticket { node: id, direction, number }
     }
 
     /// Admits the first request of the member whose turn it is. Something of this direction must be waiting.

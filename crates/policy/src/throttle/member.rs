@@ -4,82 +4,15 @@
 //! group's business; nothing here knows a limit or the time.
 
 use super::cost::Cost;
+use super::node::NodeId;
+use super::share::Share;
+use super::stats::Counters;
 use crate::request::Direction;
 use crate::time::Instant;
 use alloc::collections::VecDeque;
 
-/// What a member is entitled to when its group is short.
-///
-/// Kept with the member and reported back; turns are round robin, every member's share counting the same.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Share {
-    weight: u32,
-}
-
-impl Share {
-    /// The range of weights.
-    pub const WEIGHTS: core::ops::RangeInclusive<u32> = 1..=10_000;
-
-    /// A share of this weight, or `None` outside [`Share::WEIGHTS`].
-    pub fn new(weight: u32) -> Option<Self> {
-        Self::WEIGHTS.contains(&weight).then_some(Self { weight })
-    }
-
-    /// The weight; 100 by default.
-    pub const fn weight(self) -> u32 {
-        self.weight
-    }
-}
-
-impl Default for Share {
-    fn default() -> Self {
-        Self { weight: 100 }
-    }
-}
-
 /// A member of one particular group. Never valid again once that member has left.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct MemberId {
-    pub(super) slot: usize,
-    /// Tells the slot's earlier members from this one.
-    pub(super) generation: u64,
-}
-
-/// A request that waits in a group, as needed to take it back with [`Group::cancel`](super::Group::cancel).
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct Ticket {
-    pub(super) member: MemberId,
-    pub(super) direction: Direction,
-    /// Rises with every request that queues in the group.
-    pub(super) number: u64,
-}
-
-/// What has passed a member or a group since it began. Only what was admitted is counted, when it is admitted.
-///
-/// Merged requests count as the requests the client sent.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Counters {
-    /// Requests admitted, at once or after waiting.
-    pub requests: u64,
-    /// Their bytes.
-    pub bytes: u64,
-    /// Those that had to wait.
-    pub throttled: u64,
-    /// How long those waited, in nanoseconds, all added up.
-    pub waited_ns: u64,
-}
-
-impl Counters {
-    /// Counts an admitted request. Saturates, as counters that are only ever shown may.
-    pub(super) const fn count(&mut self, cost: &Cost, waited_ns: Option<u64>) {
-        self.requests = self.requests.saturating_add(cost.requests());
-        self.bytes = self.bytes.saturating_add(cost.bytes());
-        if let Some(waited_ns) = waited_ns {
-            self.throttled = self.throttled.saturating_add(cost.requests());
-            self.waited_ns = self.waited_ns.saturating_add(waited_ns.saturating_mul(cost.requests()));
-        }
-    }
-}
+pub type MemberId = NodeId;
 
 /// A request that waits.
 #[derive(Debug)]

@@ -33,13 +33,28 @@
 //!
 //! Never rejects a request, never drops one, never knows what a request carries.
 
+mod booking;
 mod bucket;
 mod cost;
+mod enforcement;
 mod group;
+mod heap;
 mod limits;
 mod member;
+mod node;
+mod price;
+mod schedule;
+mod share;
+mod stats;
+mod tree;
 
+pub use booking::{Bound, Overbooked, Refused, Unit};
 pub use cost::Cost;
-pub use group::{Admission, Decision, Group};
+pub use enforcement::{Enforcement, Scale};
+pub use group::Group;
 pub use limits::{Invalid, Limit, LimitKind, Limits, MAX_BURST_LENGTH_S, MAX_VALUE, Part, Rule, Setting};
-pub use member::{Counters, MemberId, Share, Ticket};
+pub use member::MemberId;
+pub use node::{NodeId, Ticket};
+pub use share::Share;
+pub use stats::{Counters, Stats, WaitSummary};
+pub use tree::{Admission, Decision, MAX_LEVELS, Returned, Tree};

@@ -63,7 +63,7 @@ fn many_disks_together_get_what_one_gets() {
 fn a_mix_of_reads_and_writes_gets_the_total() {
     let mut disk = Timeline::new("iops-total=1000").with_late_timers(Duration::from_millis(5));
     let reads = disk.add(Workload::READS.depth(32));
-    disk.add_to(disk.member(reads), Workload::WRITES.depth(1));
+    disk.add_to(disk.disk(reads), Workload::WRITES.depth(1));
     let measured = disk.admitted_between(ms(100), ms(10_100)) as f64 / 10.0;
     assert_within_percent(0.5, measured, 1000.0);
 }

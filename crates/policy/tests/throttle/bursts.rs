@@ -57,14 +57,14 @@ fn a_limit_below_one_a_tenth_of_a_second_still_lets_requests_pass() {
 }
 
 #[test]
-fn an_oversized_request_passes_and_is_paid_for_by_the_next() {
+fn an_oversized_request_passes_once_it_is_paid_for_and_nobody_waits_behind_it() {
     let mut disk = Timeline::new("bps-total=1000000");
     let huge = disk.add(Workload::READS.of(4 << 20).queued(1));
     let small = disk.add(Workload::READS.queued(1));
-    assert_eq!(disk.admitted_of(huge, s(0), ms(1)), 1);
-    // (4 MiB - 100,000) / 1,000,000 = 4.094 s
-    assert_eq!(disk.admitted_of(small, s(0), ms(4094)), 0);
-    assert_eq!(disk.admitted_of(small, ms(4094), ms(4095)), 1);
+    assert_eq!(disk.admitted_of(small, s(0), ms(101)), 1, "behind one slice");
+    // Of (4 MiB + 4 KiB) / 1,000,000 = 4.198 s, the last two tenths are a full bucket and the slice that makes it run over.
+    assert_eq!(disk.admitted_of(huge, s(0), ms(4000)), 0);
+    assert_eq!(disk.admitted_of(huge, ms(4000), ms(4099)), 1);
 }
 
 #[test]

@@ -2,17 +2,16 @@
 
 use crate::timeline::{Timeline, Workload, limits, ms, s};
 use policy::request::Direction;
-use policy::throttle::{Admission, Cost, Decision, Group, Limits, Share};
+use policy::throttle::{Admission, Cost, Decision, Limits, Refused, Share, Tree};
 
 #[test]
 fn lifting_a_limit_frees_what_waits_at_once() {
     let mut disk = Timeline::new("bps-total=1000000");
     disk.add(Workload::READS.of(8 << 20).queued(1));
-    let small = disk.add(Workload::READS.queued(1));
     disk.run_until(s(1));
-    assert_eq!(disk.admitted_of(small, s(0), s(1)), 0, "the 8 MiB before it take 8.3 s to pay for");
+    assert_eq!(disk.admitted_between(s(0), s(1)), 0, "8 MiB take 8.3 s to pay for");
     disk.change_limits("");
-    assert_eq!(disk.admitted_of(small, s(1), ms(1001)), 1);
+    assert_eq!(disk.admitted_between(s(1), ms(1001)), 1);
 }
 
 #[test]
@@ -39,31 +38,40 @@ fn a_limit_set_on_an_unlimited_disk_binds_at_once() {
 
 #[test]
 fn what_waits_is_charged_by_the_iops_size_in_force_when_it_passes() {
-    let mut group = Group::new(limits("iops-total=10"), s(0)).unwrap();
-    let disk = group.join(Share::default());
-    let ask = |group: &mut Group<_>, cost, token| group.request(disk, Direction::Read, cost, token, s(0));
-    assert_eq!(ask(&mut group, Cost::merged(&[0; 6]), "six"), Admission::Admitted("six"));
+    let mut group = Tree::new(s(0));
+    let disk = group.add(None, limits("iops-total=10"), Share::default()).unwrap();
+    let ask = |group: &mut Tree<_>, cost, token| group.request(disk, Direction::Read, cost, token, s(0));
+    for token in ["first", "second"] {
+        assert_eq!(ask(&mut group, Cost::one(512), token), Admission::Admitted(token));
+    }
     assert!(matches!(ask(&mut group, Cost::one(32768), "large"), Admission::Queued(_)));
     assert!(matches!(ask(&mut group, Cost::one(512), "next"), Admission::Queued(_)));
-    group.set_limits(limits("iops-total=10,iops-size=4096"), s(0)).unwrap();
-    assert_eq!(group.poll(s(0)), Decision::Admit("large"));
-    assert_eq!(group.poll(s(0)), Decision::Wait { until: ms(700) }, "8 operations, less the 1 it holds");
+    // One operation as limits are now; eight as they will be, of which the empty bucket holds one and takes one more.
+    group.set_limits(disk, limits("iops-total=10,iops-size=4096"), s(0)).unwrap();
+    let mut now = s(0);
+    for tenth in 1..=6 {
+        assert_eq!(group.poll(now), Decision::Wait { until: ms(tenth * 100) });
+        now = ms(tenth * 100);
+    }
+    assert_eq!(group.poll(now), Decision::Admit("large"));
+    assert_eq!(group.poll(now), Decision::Wait { until: ms(700) }, "8 operations, less the 1 it holds");
 }
 
 #[test]
 fn invalid_limits_are_refused_and_the_old_stay_in_force() {
     let invalid = limits("iops-total=10,iops-read=5");
-    assert!(Group::<()>::new(invalid, s(0)).is_err());
+    let refused = Tree::<()>::new(s(0)).add(None, invalid, Share::default());
+    assert!(matches!(refused, Err(Refused::Limits(_))));
 
     let mut disk = Timeline::new("iops-total=10");
     disk.queue_reads(1000);
     disk.run_until(ms(50));
-    let error = disk.group.set_limits(invalid, ms(50)).unwrap_err();
+    let error = disk.tree.set_limits(disk.group, invalid, ms(50)).unwrap_err();
     assert_eq!(
         error.to_string(),
         "iops-total (10) and iops-read (5) cannot be set together; use either the total or read and write"
     );
-    assert_eq!(*disk.group.limits(), limits("iops-total=10"));
+    assert_eq!(disk.tree.limits(disk.group), limits("iops-total=10"));
     assert_eq!(disk.admitted_between(s(0), s(1)), 2 + 9, "the bucket kept its level");
 }
 
@@ -78,10 +86,10 @@ fn a_change_empties_the_buckets() {
 
 #[test]
 fn a_change_with_an_older_instant_does_not_turn_time_back() {
-    let mut group = Group::new(Limits::default(), s(0)).unwrap();
-    let disk = group.join(Share::default());
+    let mut group = Tree::new(s(0));
+    let disk = group.add(None, Limits::default(), Share::default()).unwrap();
     assert_eq!(group.poll(s(1)), Decision::Idle);
-    group.set_limits(limits("iops-total=10"), ms(999)).unwrap();
+    group.set_limits(disk, limits("iops-total=10"), ms(999)).unwrap();
     assert_eq!(
         group.request(disk, Direction::Read, Cost::merged(&[0; 2]), 1, ms(999)),
         Admission::Admitted(1)
@@ -92,5 +100,5 @@ fn a_change_with_an_older_instant_does_not_turn_time_back() {
 
 #[test]
 fn no_limits_at_all_are_valid() {
-    assert!(Group::<()>::new(Limits::default(), s(0)).is_ok());
+    assert!(Tree::<()>::new(s(0)).add(None, Limits::default(), Share::default()).is_ok());
 }

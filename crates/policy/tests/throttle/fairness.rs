@@ -2,7 +2,7 @@
 
 use crate::timeline::{Timeline, Workload, ms, s};
 use policy::request::Direction;
-use policy::throttle::{Admission, Cost, Decision, Group, Share};
+use policy::throttle::{Admission, Cost, Decision, NodeId, Share, Tree};
 use policy::time::Duration;
 
 /// What a member gets that asks for as much as it can: its turn, however deep the others' queues are.
@@ -35,7 +35,7 @@ fn no_member_with_work_waits_longer_than_a_round() {
 fn reads_and_writes_alternate_under_a_total_limit() {
     let mut disk = Timeline::new("iops-total=1000");
     let reads = disk.add(Workload::READS.depth(64));
-    let writes = disk.add_to(disk.member(reads), Workload::WRITES.depth(2));
+    let writes = disk.add_to(disk.disk(reads), Workload::WRITES.depth(2));
     assert_eq!(disk.admitted_of(reads, s(1), s(11)), 5000);
     assert_eq!(disk.admitted_of(writes, s(1), s(11)), 5000);
 }
@@ -45,14 +45,14 @@ fn reads_pass_writes_that_wait_for_a_limit_of_their_own() {
     let mut disk = Timeline::new("iops-write=10,iops-read=100000");
     let writes = disk.add(Workload::WRITES.queued(1000));
     disk.run_until(s(1));
-    let reads = disk.add_to(disk.member(writes), Workload::READS.queued(1000));
+    let reads = disk.add_to(disk.disk(writes), Workload::READS.queued(1000));
     assert_eq!(disk.admitted_of(reads, s(1), ms(1001)), 1000);
 }
 
 /// What a group holds that nobody has polled although its time has come.
-fn with_a_read_overdue() -> (Group<&'static str>, policy::throttle::MemberId) {
-    let mut group = Group::new(crate::timeline::limits("iops-total=10"), s(0)).unwrap();
-    let disk = group.join(Share::default());
+fn with_a_read_overdue() -> (Tree<&'static str>, NodeId) {
+    let mut group = Tree::new(s(0));
+    let disk = group.add(None, crate::timeline::limits("iops-total=10"), Share::default()).unwrap();
     for token in ["first", "second"] {
         let admission = group.request(disk, Direction::Read, Cost::one(512), token, s(0));
         assert_eq!(admission, Admission::Admitted(token));
@@ -78,8 +78,9 @@ fn a_request_does_not_overtake_one_whose_timer_is_late() {
 
 #[test]
 fn a_request_passes_one_that_may_not_pass_yet_where_no_limit_is_shared() {
-    let mut group = Group::new(crate::timeline::limits("iops-read=10,iops-write=10"), s(0)).unwrap();
-    let disk = group.join(Share::default());
+    let mut group = Tree::new(s(0));
+    let disk =
+        group.add(None, crate::timeline::limits("iops-read=10,iops-write=10"), Share::default()).unwrap();
     for number in 0..3 {
         let read = group.request(disk, Direction::Read, Cost::one(512), number, s(0));
         assert_eq!(matches!(read, Admission::Queued(_)), number == 2);

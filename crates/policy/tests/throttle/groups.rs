@@ -54,13 +54,13 @@ fn each_disk_gets_its_share_of_a_burst_and_of_the_rate_after_it() {
 fn limits_of_one_direction_leave_the_other_alone() {
     let mut disk = Timeline::new("iops-read=100");
     let reads = disk.add(Workload::READS.depth(8));
-    let writes = disk.add_to(disk.member(reads), Workload::WRITES.queued(50_000));
+    let writes = disk.add_to(disk.disk(reads), Workload::WRITES.queued(50_000));
     assert_eq!(disk.admitted_of(writes, s(0), ms(1)), 50_000);
     assert_eq!(disk.admitted_of(reads, s(1), s(11)), 1000);
 
     let mut disk = Timeline::new("bps-write=409600");
     let writes = disk.add(Workload::WRITES.depth(8));
-    let reads = disk.add_to(disk.member(writes), Workload::READS.queued(50_000));
+    let reads = disk.add_to(disk.disk(writes), Workload::READS.queued(50_000));
     assert_eq!(disk.admitted_of(reads, s(0), ms(1)), 50_000);
     assert_eq!(disk.admitted_of(writes, s(1), s(11)), 1000);
 }
@@ -69,7 +69,7 @@ fn limits_of_one_direction_leave_the_other_alone() {
 fn reads_and_writes_each_keep_their_own_limit() {
     let mut disk = Timeline::new("iops-read=300,iops-write=100");
     let reads = disk.add(Workload::READS.depth(8));
-    let writes = disk.add_to(disk.member(reads), Workload::WRITES.depth(8));
+    let writes = disk.add_to(disk.disk(reads), Workload::WRITES.depth(8));
     assert_eq!(disk.admitted_of(reads, s(1), s(11)), 3000);
     assert_eq!(disk.admitted_of(writes, s(1), s(11)), 1000);
 }
@@ -90,7 +90,7 @@ fn no_limits_let_everything_pass_at_once() {
     disk.queue_reads(100_000);
     assert_eq!(disk.admitted_between(s(0), ms(1)), 100_000);
     assert_eq!(
-        disk.group.counters(),
+        disk.tree.stats(disk.group, s(1)).reads,
         Counters { requests: 100_000, bytes: 409_600_000, ..Counters::default() }
     );
 }
@@ -102,15 +102,14 @@ fn counters_tell_what_passed_what_waited_and_for_how_long() {
     let second = disks.add(Workload::WRITES.of(4096).queued(1));
     disks.run_until(s(1));
     // Two pass at once, one being exactly full. Then reads and writes alternate, 100 ms apart.
-    let of = |client| disks.group.member_counters(disks.member(client)).unwrap();
-    assert_eq!(of(first).requests, 3);
-    assert_eq!(of(first).bytes, 1536);
-    assert_eq!(of(second).bytes, 4096);
-    let group = disks.group.counters();
-    assert_eq!((group.requests, group.bytes, group.throttled), (4, 5632, 2));
-    assert_eq!(group.waited_ns, 100_000_000 + 200_000_000);
-    assert_eq!(of(first).throttled + of(second).throttled, 2);
-    assert_eq!(of(first).waited_ns + of(second).waited_ns, group.waited_ns);
+    let reads = disks.tree.stats(disks.disk(first), s(1)).reads;
+    let writes = disks.tree.stats(disks.disk(second), s(1)).writes;
+    assert_eq!((reads.requests, reads.bytes), (3, 1536));
+    assert_eq!((writes.requests, writes.bytes), (1, 4096));
+    assert_eq!(reads.throttled + writes.throttled, 2);
+    assert_eq!(reads.waited_ns + writes.waited_ns, 100_000_000 + 200_000_000);
+    let group = disks.tree.stats(disks.group, s(1));
+    assert_eq!((group.reads, group.writes), (reads, writes), "a group counts what its members do");
 }
 
 #[test]

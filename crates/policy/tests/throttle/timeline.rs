@@ -1,10 +1,10 @@
-//! A virtual clock, a throttle group, and clients that keep it busy; and a log of what passed when.
+//! A virtual clock, a tree of disks and groups, and clients that keep it busy; and a log of what passed when.
 //!
 //! A client is what fio is: it keeps `depth` requests in flight and sends the next when one is done. A request is
 //! done `latency` after it was admitted. Timers may be late by a random time, seeded, as a busy machine's are.
 
 use policy::request::Direction;
-use policy::throttle::{Admission, Cost, Decision, Group, Limits, MemberId, Setting, Share};
+use policy::throttle::{Admission, Cost, Decision, Limits, NodeId, Setting, Share, Tree};
 use policy::time::{Duration, Instant};
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -64,7 +64,7 @@ impl Workload {
 }
 
 struct Client {
-    member: MemberId,
+    disk: NodeId,
     workload: Workload,
     unsent: u64,
 }
@@ -78,8 +78,10 @@ struct Passed {
 
 /// See the head of this file. Clients are known by number, in the order in which they were added.
 pub(crate) struct Timeline {
-    pub(crate) group: Group<usize>,
-    now: Instant,
+    pub(crate) tree: Tree<usize>,
+    /// The group that disks are added to unless said otherwise.
+    pub(crate) group: NodeId,
+    pub(crate) now: Instant,
     clients: Vec<Client>,
     /// When which client may send another request.
     sends: BinaryHeap<Reverse<(Instant, usize)>>,
@@ -90,9 +92,13 @@ pub(crate) struct Timeline {
 }
 
 impl Timeline {
+    /// Disks in a group with these limits.
     pub(crate) fn new(text: &str) -> Self {
+        let mut tree = Tree::new(Instant::ZERO);
+        let group = tree.add(None, limits(text), Share::default()).unwrap();
         Self {
-            group: Group::new(limits(text), Instant::ZERO).unwrap(),
+            tree,
+            group,
             now: Instant::ZERO,
             clients: Vec::new(),
             sends: BinaryHeap::new(),
@@ -111,22 +117,32 @@ impl Timeline {
 
     /// Another disk with a client of this kind.
     pub(crate) fn add(&mut self, workload: Workload) -> usize {
-        let member = self.group.join(Share::default());
-        self.add_to(member, workload)
+        self.add_with(Share::default(), workload)
+    }
+
+    /// The same, with a share of its own.
+    pub(crate) fn add_with(&mut self, share: Share, workload: Workload) -> usize {
+        self.add_below(self.group, "", share, workload)
+    }
+
+    /// A disk in another group, with limits of its own.
+    pub(crate) fn add_below(&mut self, group: NodeId, text: &str, share: Share, workload: Workload) -> usize {
+        let disk = self.tree.add(Some(group), limits(text), share).unwrap();
+        self.add_to(disk, workload)
     }
 
     /// Another client of a disk there is.
-    pub(crate) fn add_to(&mut self, member: MemberId, workload: Workload) -> usize {
+    pub(crate) fn add_to(&mut self, disk: NodeId, workload: Workload) -> usize {
         let client = self.clients.len();
-        self.clients.push(Client { member, workload, unsent: workload.count });
+        self.clients.push(Client { disk, workload, unsent: workload.count });
         for _ in 0..workload.depth.min(workload.count) {
             self.sends.push(Reverse((self.now, client)));
         }
         client
     }
 
-    pub(crate) fn member(&self, client: usize) -> MemberId {
-        self.clients[client].member
+    pub(crate) fn disk(&self, client: usize) -> NodeId {
+        self.clients[client].disk
     }
 
     pub(crate) fn queue_reads(&mut self, count: u64) -> usize {
@@ -135,8 +151,8 @@ impl Timeline {
 
     /// Changes the limits at the present instant; waiting requests are judged anew.
     pub(crate) fn change_limits(&mut self, text: &str) {
-        self.group.set_limits(limits(text), self.now).unwrap();
-        self.timer = self.now;
+        self.tree.set_limits(self.group, limits(text), self.now).unwrap();
+        self.poll_now();
     }
 
     /// Lets time pass up to, not including, `end`.
@@ -157,6 +173,11 @@ impl Timeline {
         }
     }
 
+    /// What a caller does after any change.
+    pub(crate) fn poll_now(&mut self) {
+        self.timer = self.now;
+    }
+
     fn send(&mut self) {
         let Some(Reverse((_, number))) = self.sends.pop() else { return };
         let client = &mut self.clients[number];
@@ -165,7 +186,7 @@ impl Timeline {
         }
         client.unsent -= 1;
         let Workload { direction, length, .. } = client.workload;
-        match self.group.request(client.member, direction, Cost::one(length), number, self.now) {
+        match self.tree.request(client.disk, direction, Cost::one(length), number, self.now) {
             Admission::Admitted(number) => self.passed(number),
             Admission::Queued(_) => self.poll(),
         }
@@ -174,7 +195,7 @@ impl Timeline {
     /// What a caller of a group does after queueing and when its timer has fired.
     fn poll(&mut self) {
         loop {
-            match self.group.poll(self.now) {
+            match self.tree.poll(self.now) {
                 Decision::Admit(number) => self.passed(number),
                 Decision::Wait { until } => {
                     assert!(until > self.now, "a deadline that has passed");

@@ -1,0 +1,182 @@
+//! Whether a promise can be kept: reservations against the limits and the device above them.
+//!
+//! A promise that the limits above it rule out would be broken silently, on the first busy day. So it is refused when it
+//! is made, with the figures. What is promised below a node is kept with the node, so a check costs a step for each level
+//! and not a walk over ten thousand disks.
+//!
+//! Never looks at what is in use: a promise holds whatever the others do, or it is none.
+
+use super::limits::{Invalid, LimitKind, Limits};
+use super::share::Share;
+use core::fmt;
+
+/// What a reservation is measured in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Unit {
+    /// Operations per second.
+    Iops,
+    /// Bytes per second.
+    Bps,
+}
+
+impl Unit {
+    /// Both, in the order of [`Unit::index`].
+    pub const ALL: [Self; 2] = [Self::Iops, Self::Bps];
+
+    /// 0 for operations, 1 for bytes: for tables with an entry a unit.
+    pub const fn index(self) -> usize {
+        self as usize
+    }
+
+    /// The setting that promises it.
+    pub const fn reservation(self) -> &'static str {
+        match self {
+            Self::Iops => "iops-reservation",
+            Self::Bps => "bps-reservation",
+        }
+    }
+}
+
+impl fmt::Display for Unit {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Iops => "IOPS",
+            Self::Bps => "bytes per second",
+        })
+    }
+}
+
+/// What promises have to fit in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Bound {
+    /// A limit of the node itself or of one above it.
+    Limit,
+    /// The measured capacity of the device below.
+    Capacity,
+}
+
+/// More is promised than can be kept.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Overbooked {
+    /// What is promised.
+    pub unit: Unit,
+    /// How much of it in all, with the promise that is refused.
+    pub asked: u64,
+    /// How much there is.
+    pub available: u64,
+    /// What sets that bound.
+    pub bound: Bound,
+}
+
+impl Overbooked {
+    /// By how much too much.
+    pub const fn excess(&self) -> u64 {
+        self.asked - self.available
+    }
+}
+
+impl fmt::Display for Overbooked {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { unit, asked, available, bound } = self;
+        let (bound, remedy) = match bound {
+            Bound::Limit => ("the limit", "raise the limit"),
+            Bound::Capacity => ("the device's measured capacity", "use a faster device"),
+        };
+        let (name, excess) = (unit.reservation(), self.excess());
+        write!(
+            f,
+            "{name}: {asked} {unit} would be promised, {excess} more than {bound} of {available} \
+             (lower a reservation, or {remedy})"
+        )
+    }
+}
+
+impl core::error::Error for Overbooked {}
+
+/// Why a tree did not take a setting. Everything is then as it was.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Refused {
+    /// Limits that break a rule.
+    Limits(Invalid),
+    /// A reservation that cannot be kept.
+    Overbooked(Overbooked),
+    /// A node below [`MAX_LEVELS`](super::MAX_LEVELS) others.
+    TooDeep,
+}
+
+impl fmt::Display for Refused {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Limits(invalid) => invalid.fmt(f),
+            Self::Overbooked(overbooked) => overbooked.fmt(f),
+            Self::TooDeep => write!(
+                f,
+                "group: nested too deeply; there may be {} levels, disks included (put it into a group further up)",
+                super::MAX_LEVELS
+            ),
+        }
+    }
+}
+
+impl core::error::Error for Refused {}
+
+impl From<Invalid> for Refused {
+    fn from(invalid: Invalid) -> Self {
+        Self::Limits(invalid)
+    }
+}
+
+impl From<Overbooked> for Refused {
+    fn from(overbooked: Overbooked) -> Self {
+        Self::Overbooked(overbooked)
+    }
+}
+
+/// What a node has to give its children: limits and the device's capacity, by unit (0 if unknown).
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Supply {
+    pub(super) limits: Limits,
+    pub(super) capacity: [u64; 2],
+}
+
+impl Supply {
+    /// Checks that so much can be promised.
+    pub(super) fn check(&self, promised: [u64; 2]) -> Result<(), Overbooked> {
+        for unit in Unit::ALL {
+            let asked = promised[unit.index()];
+            let bounds = [
+                (Bound::Limit, most_that_passes(&self.limits, unit)),
+                (Bound::Capacity, self.capacity[unit.index()]),
+            ];
+            for (bound, available) in bounds {
+                if available > 0 && asked > available {
+                    return Err(Overbooked { unit, asked, available, bound });
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// What these limits ever let pass in a second, reads and writes together; 0 if that has no bound.
+fn most_that_passes(limits: &Limits, unit: Unit) -> u64 {
+    let [total, read, write] = match unit {
+        Unit::Iops => [LimitKind::IopsTotal, LimitKind::IopsRead, LimitKind::IopsWrite],
+        Unit::Bps => [LimitKind::BpsTotal, LimitKind::BpsRead, LimitKind::BpsWrite],
+    };
+    let rate = |kind| limits.limit(kind).rate;
+    if rate(total) > 0 {
+        rate(total)
+    } else if rate(read) > 0 && rate(write) > 0 {
+        rate(read) + rate(write)
+    } else {
+        0
+    }
+}
+
+/// What a node takes of its parent's supply: what it was promised, or what is promised below it if that is more.
+pub(super) fn demand(share: Share, promised_below: [u64; 2]) -> [u64; 2] {
+    let own = [share.iops_reservation(), share.bps_reservation()];
+    Unit::ALL.map(|unit| own[unit.index()].max(promised_below[unit.index()]))
+}

@@ -1,0 +1,162 @@
+//! A heap whose items can be found again: the smallest key at hand, any item moved or removed in O(log n).
+//!
+//! The standard library's heap cannot change the key of an item that is in it, which is most of what a scheduler does.
+//! Four children to an entry, keys beside the items: half the levels of a binary heap, and the four keys that are
+//! compared lie in one or two cache lines.
+//!
+//! Items are small numbers, since where each stands is kept in a table. It grows to the largest item that was ever in
+//! the heap, and never shrinks. Equal keys come out in no particular order: who cares puts the order into the key.
+
+use alloc::vec::Vec;
+
+const CHILDREN: usize = 4;
+/// In the table of places: not in the heap.
+const ABSENT: u32 = u32::MAX;
+
+#[derive(Clone, Copy, Debug)]
+struct Entry<K> {
+    key: K,
+    item: u32,
+}
+
+/// Items by key, the smallest first.
+#[derive(Debug)]
+pub(super) struct Heap<K> {
+    entries: Vec<Entry<K>>,
+    /// By item: its index in `entries`.
+    places: Vec<u32>,
+}
+
+impl<K: Copy + Ord> Heap<K> {
+    /// An empty heap, which has allocated nothing.
+    pub(super) const fn new() -> Self {
+        Self { entries: Vec::new(), places: Vec::new() }
+    }
+
+    pub(super) const fn is_empty(&self) -> bool {
+        self.entries.is_empty()
+    }
+
+    /// The smallest key, and the item it belongs to.
+    pub(super) fn first(&self) -> Option<(K, u32)> {
+        self.entries.first().map(|entry| (entry.key, entry.item))
+    }
+
+    pub(super) fn contains(&self, item: u32) -> bool {
+        self.place(item).is_some()
+    }
+
+    /// Gives an item this key, adding it if it is not there.
+    pub(super) fn set(&mut self, item: u32, key: K) {
+        let entry = Entry { key, item };
+        match self.place(item) {
+            Some(at) if key < self.entries[at].key => self.rise(at, entry),
+            Some(at) => self.sink(at, entry),
+            None => {
+                let needed = item as usize + 1;
+                if self.places.len() < needed {
+                    self.places.resize(needed, ABSENT);
+                }
+                self.entries.push(entry);
+                self.rise(self.entries.len() - 1, entry);
+            }
+        }
+    }
+
+    /// Takes an item out; nothing happens if it is not there.
+    pub(super) fn remove(&mut self, item: u32) {
+        let Some(at) = self.place(item) else { return };
+        self.places[item as usize] = ABSENT;
+        let removed = self.entries[at];
+        let Some(last) = self.entries.pop() else { return };
+        if last.item == item {
+            return;
+        }
+        if last.key < removed.key {
+            self.rise(at, last);
+        } else {
+            self.sink(at, last);
+        }
+    }
+
+    /// Changes every key by a function that keeps their order: of two, the smaller does not become the larger.
+    pub(super) fn map_keys(&mut self, change: impl Fn(K) -> K) {
+        for entry in &mut self.entries {
+            entry.key = change(entry.key);
+        }
+    }
+
+    fn place(&self, item: u32) -> Option<usize> {
+        self.places.get(item as usize).filter(|at| **at != ABSENT).map(|at| *at as usize)
+    }
+
+    fn put(&mut self, at: usize, entry: Entry<K>) {
+        self.entries[at] = entry;
+        self.places[entry.item as usize] = at as u32;
+    }
+
+    /// Puts `entry` at `at` or above. What stood at `at` is overwritten.
+    fn rise(&mut self, mut at: usize, entry: Entry<K>) {
+        while at > 0 {
+            let parent = (at - 1) / CHILDREN;
+            if self.entries[parent].key <= entry.key {
+                break;
+            }
+            self.put(at, self.entries[parent]);
+            at = parent;
+        }
+        self.put(at, entry);
+    }
+
+    /// Puts `entry` at `at` or below. What stood at `at` is overwritten.
+    fn sink(&mut self, mut at: usize, entry: Entry<K>) {
+        loop {
+            let first = at * CHILDREN + 1;
+            let children = first..(first + CHILDREN).min(self.entries.len());
+            let Some(smallest) = children.min_by_key(|child| self.entries[*child].key) else { break };
+            if entry.key <= self.entries[smallest].key {
+                break;
+            }
+            self.put(at, self.entries[smallest]);
+            at = smallest;
+        }
+        self.put(at, entry);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use alloc::collections::BTreeMap;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn does_what_a_sorted_map_does(steps in prop::collection::vec((0..40u32, prop::option::weighted(0.7, 0..100u32)), 1..400)) {
+            let mut heap = Heap::new();
+            let mut model = BTreeMap::new();
+            for (item, key) in steps {
+                match key {
+                    // The item makes the key unique, so that the first is.
+                    Some(key) => {
+                        heap.set(item, (key, item));
+                        model.insert(item, (key, item));
+                    }
+                    None => {
+                        heap.remove(item);
+                        model.remove(&item);
+                    }
+                }
+                prop_assert_eq!(heap.contains(item), model.contains_key(&item));
+                prop_assert_eq!(heap.first().map(|(key, _)| key), model.values().min().copied());
+                prop_assert_eq!(heap.is_empty(), model.is_empty());
+            }
+            while let Some((key, item)) = heap.first() {
+                prop_assert_eq!(model.remove(&item), Some(key));
+                prop_assert!(model.values().all(|other| *other > key));
+                heap.remove(item);
+            }
+            prop_assert!(model.is_empty());
+        }
+    }
+}

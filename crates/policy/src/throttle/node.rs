@@ -1,0 +1,209 @@
+//! A disk or a group in the tree: its settings, what waits in it, and what became of what did.
+//!
+//! Knows its own limits and nothing of its neighbours; the tree brings them together. Idle, it is a few hundred bytes
+//! and costs no time.
+
+use super::bucket::Buckets;
+use super::cost::Cost;
+use super::enforcement::Enforcement;
+use super::limits::{LimitKind, Limits};
+use super::schedule::Schedule;
+use super::share::Share;
+use super::stats::{Counters, Stats, Waits};
+use crate::request::Direction;
+use crate::time::Instant;
+use alloc::boxed::Box;
+use alloc::collections::VecDeque;
+
+/// A disk or a group of one particular tree. Never valid again once it was removed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct NodeId {
+    pub(super) slot: usize,
+    /// Tells the slot's earlier nodes from this one.
+    pub(super) generation: u64,
+}
+
+/// A request that waits in a tree, as needed to take it back with [`Tree::cancel`](super::Tree::cancel).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Ticket {
+    pub(super) node: NodeId,
+    pub(super) direction: Direction,
+    /// Rises with every request that queues in the tree.
+    pub(super) number: u64,
+}
+
+/// A request that waits.
+#[derive(Debug)]
+pub(super) struct Waiter<T> {
+    pub(super) number: u64,
+    pub(super) since: Instant,
+    pub(super) cost: Cost,
+    /// Of [`WHOLE`](super::price::WHOLE): what it has been charged so far, a slice at a time.
+    pub(super) paid: u32,
+    pub(super) token: T,
+}
+
+/// Limits that are set, and what has been taken of them. Most nodes have none, and save the space.
+#[derive(Debug)]
+pub(super) struct Limited {
+    pub(super) limits: Limits,
+    pub(super) buckets: Buckets,
+}
+
+/// See the head of this file.
+#[derive(Debug)]
+pub(super) struct Node<T> {
+    pub(super) generation: u64,
+    pub(super) present: bool,
+    /// A limit on both directions together is set here or above.
+    pub(super) shared: bool,
+    pub(super) parent: usize,
+    /// Number among the parent's children.
+    pub(super) number: u32,
+    pub(super) level: usize,
+    pub(super) limited: Option<Box<Limited>>,
+    pub(super) enforcement: Enforcement,
+    pub(super) share: Share,
+    /// None until it has had a child: idle disks are many.
+    pub(super) schedule: Option<Box<Schedule>>,
+    queues: [VecDeque<Waiter<T>>; 2],
+    /// By direction, of the whole subtree.
+    pub(super) waiting: [usize; 2],
+    pub(super) counters: [Counters; 2],
+    /// By direction: whether work waits for this node's own limits.
+    pub(super) blocked: [bool; 2],
+    blocked_since: Instant,
+    limited_ns: u64,
+    binding: Option<LimitKind>,
+    waits: Option<Waits>,
+    /// By unit: what the device below can do; 0 if unknown.
+    pub(super) capacity: [u64; 2],
+    /// By unit: what is promised to its children.
+    pub(super) promised: [u64; 2],
+}
+
+impl<T> Node<T> {
+    pub(super) fn new(parent: usize, level: usize, limits: Limits, share: Share, now: Instant) -> Self {
+        Self {
+            generation: 0,
+            present: true,
+            shared: false,
+            parent,
+            number: 0,
+            level,
+            limited: limited(limits, now),
+            enforcement: Enforcement::Enforced,
+            share,
+            schedule: None,
+            queues: [VecDeque::new(), VecDeque::new()],
+            waiting: [0; 2],
+            counters: [Counters::default(); 2],
+            blocked: [false; 2],
+            blocked_since: now,
+            limited_ns: 0,
+            binding: None,
+            waits: None,
+            capacity: [0; 2],
+            promised: [0; 2],
+        }
+    }
+
+    pub(super) fn limits(&self) -> Limits {
+        self.limited.as_ref().map_or_else(Limits::default, |limited| limited.limits)
+    }
+
+    /// Puts other limits in force, with empty buckets.
+    pub(super) fn set_limits(&mut self, limits: Limits, now: Instant) {
+        self.limited = limited(limits, now);
+        self.rescale();
+    }
+
+    /// Brings the buckets in line with how the limits are enforced. What is in them stays.
+    pub(super) fn rescale(&mut self) {
+        if let Some(limited) = &mut self.limited {
+            limited.buckets.rescale(&limited.limits, self.enforcement.scale());
+        }
+    }
+
+    /// The buckets that have to be asked, if any, as of `now`.
+    pub(super) fn enforced(&mut self, now: Instant) -> Option<&mut Buckets> {
+        if self.enforcement == Enforcement::Lifted {
+            return None;
+        }
+        let limited = self.limited.as_mut()?;
+        limited.buckets.leak_to(now);
+        Some(&mut limited.buckets)
+    }
+
+    /// Whether something in or below this node could pass now as far as those below are concerned.
+    pub(super) fn has_work(&self, direction: Direction) -> bool {
+        match &self.schedule {
+            Some(schedule) if schedule.has_work(direction) => true,
+            _ => !self.queues[direction.index()].is_empty(),
+        }
+    }
+
+    pub(super) fn queue(&self, direction: Direction) -> &VecDeque<Waiter<T>> {
+        &self.queues[direction.index()]
+    }
+
+    pub(super) fn queue_mut(&mut self, direction: Direction) -> &mut VecDeque<Waiter<T>> {
+        &mut self.queues[direction.index()]
+    }
+
+    /// Takes the request of that number out of its queue, if it still waits.
+    ///
+    /// Finds it in O(log n) of what waits here; closing the gap moves the shorter side of the queue.
+    pub(super) fn take(&mut self, direction: Direction, number: u64) -> Option<Waiter<T>> {
+        let queue = self.queue_mut(direction);
+        let at = queue.binary_search_by_key(&number, |waiter| waiter.number).ok()?;
+        queue.remove(at)
+    }
+
+    /// Notes whether work of this direction waits for this node's own limits, and for which.
+    pub(super) fn set_blocked(&mut self, direction: Direction, by: Option<LimitKind>, now: Instant) {
+        let was = self.blocked != [false; 2];
+        self.blocked[direction.index()] = by.is_some();
+        let is = self.blocked != [false; 2];
+        if is && !was {
+            self.blocked_since = now;
+        } else if was && !is {
+            self.limited_ns += now.nanos_since(self.blocked_since);
+        }
+        if by.is_some() {
+            self.binding = by;
+        }
+    }
+
+    /// Counts a request that has passed this node.
+    pub(super) fn count(&mut self, direction: Direction, cost: &Cost, waited_ns: Option<u64>) {
+        self.counters[direction.index()].count(cost, waited_ns);
+        if let Some(waited_ns) = waited_ns {
+            self.waits.get_or_insert_with(Waits::new).add(waited_ns, cost.requests());
+        }
+    }
+
+    pub(super) fn stats(&self, now: Instant) -> Stats {
+        let is_blocked = self.blocked != [false; 2];
+        let so_far = if is_blocked { now.nanos_since(self.blocked_since) } else { 0 };
+        let buckets = self.limited.as_ref().map(|limited| {
+            let mut buckets = limited.buckets.clone();
+            buckets.leak_to(now);
+            buckets
+        });
+        let tokens = LimitKind::ALL.map(|kind| buckets.as_ref()?.tokens(kind));
+        Stats {
+            reads: self.counters[Direction::Read.index()],
+            writes: self.counters[Direction::Write.index()],
+            waits: self.waits.as_ref().map(Waits::summary).unwrap_or_default(),
+            limited_ns: self.limited_ns + so_far,
+            binding: self.binding.filter(|_| is_blocked || self.waiting != [0; 2]),
+            tokens,
+            waiting: self.waiting,
+        }
+    }
+}
+
+fn limited(limits: Limits, now: Instant) -> Option<Box<Limited>> {
+    (!limits.is_unlimited()).then(|| Box::new(Limited { buckets: Buckets::new(&limits, now), limits }))
+}

@@ -1,0 +1,88 @@
+//! What a request costs in time, and how a large one is paid for in parts.
+//!
+//! A request of 4 MiB under 1 MB/s uses up four seconds of the limit. Charged at once it would keep everybody else
+//! waiting for four seconds; so it is paid for in slices of a tenth of a second, with the others' requests in between,
+//! and passes when it has paid. Each level's buckets are charged the same fraction of what the request counts there,
+//! and the fractions are kept so that the parts add up to the whole exactly.
+//!
+//! Never keeps anything: all of this is worked out from the request, the limits in force and what is paid already.
+
+use core::ops::Range;
+
+/// A slice, at the scarcest limit on a request's way: 100 ms, what a bucket without a burst holds.
+pub(super) const SLICE_NS: u64 = 100_000_000;
+
+/// The whole of a request, in the parts it is paid for.
+///
+/// 2³⁰: a part of the largest request there is (32 MiB, by NBD) is then below a byte.
+pub(super) const WHOLE: u32 = 1 << 30;
+
+/// The longest time a single request is taken to cost, about 19 hours, so that sums of costs cannot overflow.
+///
+/// What costs more is charged to the buckets in full; only in its siblings' eyes it costs no more than this.
+pub(super) const LONGEST_NS: u64 = 1 << 46;
+
+/// `billionths / rate`: nanoseconds that so much takes at this rate per second. Rounded up, at most [`LONGEST_NS`].
+pub(super) fn divide(billionths: u128, rate: u64) -> u64 {
+    // Below 18 units this fits 64 bits, and so does all that is not in bytes; the wide division takes a library call.
+    let ns = match u64::try_from(billionths) {
+        Ok(small) => small.div_ceil(rate),
+        Err(_) => u64::try_from(billionths.div_ceil(u128::from(rate))).unwrap_or(u64::MAX),
+    };
+    ns.min(LONGEST_NS)
+}
+
+/// The part of `amount` that falls to this part of a request. Adjoining parts add up exactly.
+pub(super) fn part_of(amount: u128, part: &Range<u32>) -> u128 {
+    if *part == (0..WHOLE) {
+        return amount;
+    }
+    // The largest request there can be, 2⁶⁴ bytes, has 2⁹⁴ billionths: × 2³⁰ fits. Sums of several may not; they saturate.
+    let upto = |end: u32| amount.saturating_mul(u128::from(end)) / u128::from(WHOLE);
+    upto(part.end) - upto(part.start)
+}
+
+/// The fraction of the whole that a slice is, for a request that takes `total_ns` and whose operations take
+/// `operation_ns` each; the whole, if it is no more than a slice.
+///
+/// A slice is never less than an operation: at 2 IOPS two waiting requests are served one after the other, not
+/// both at the end.
+pub(super) fn slice_of(total_ns: u64, operation_ns: u64) -> u32 {
+    let slice_ns = SLICE_NS.max(operation_ns);
+    if total_ns <= slice_ns {
+        return WHOLE;
+    }
+    // Both at most 2⁴⁶: the product fits 128 bits, and the quotient is below WHOLE.
+    let fraction = u128::from(slice_ns) * u128::from(WHOLE) / u128::from(total_ns);
+    (fraction as u32).max(1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn parts_add_up_to_the_whole(amount in 0..u128::from(u64::MAX) * 1_000_000_000, cuts in prop::collection::vec(0..=WHOLE, 0..20)) {
+            let mut cuts = cuts;
+            cuts.sort_unstable();
+            let mut sum = 0;
+            let mut paid = 0;
+            for cut in cuts.into_iter().chain([WHOLE]) {
+                sum += part_of(amount, &(paid..cut));
+                paid = cut;
+            }
+            prop_assert_eq!(sum, amount);
+        }
+    }
+
+    #[test]
+    fn a_slice_is_a_tenth_of_a_second() {
+        assert_eq!(slice_of(SLICE_NS, 0), WHOLE);
+        assert_eq!(slice_of(4 * SLICE_NS, 0), WHOLE / 4);
+        assert_eq!(slice_of(10 * SLICE_NS, 5 * SLICE_NS), WHOLE / 2, "but an operation at least");
+        assert_eq!(slice_of(10 * SLICE_NS, 10 * SLICE_NS), WHOLE);
+        assert_eq!(slice_of(LONGEST_NS, 0), 1525);
+    }
+}

@@ -1,0 +1,335 @@
+//! Whose turn it is among the children of one node.
+//!
+//! ```text
+//!   children that could pass now, a heap by tag for each direction
+//!
+//!     promises   R = 12.1 ms  R = 13.0 ms             R ≤ now: goes first, the smallest
+//!     turns      S = 40   S = 41   S = 41   S = 55    else the smallest start tag
+//!                 ▲ virtual time follows the start tags of what is served
+//! ```
+//!
+//! **By weight**: start-time fair queueing (Goyal, Vin, Cheng, SIGCOMM 1996). A child is served at its start tag
+//! S = max(F, v − credit), and then F = S + cost / weight; v, the node's virtual time, is the S served last. Busy children
+//! therefore keep equal F, whatever each single request costs, and one that was idle starts at v. The *credit* is for
+//! clients that wait for an answer before they ask again: their next request comes just after v has moved on, and what they
+//! missed meanwhile, up to 20 ms of their own cost, they may still have.
+//!
+//! **By promise**: mClock's constraint phase (Gulati, Merchant, Varman, OSDI 2010). A child with a reservation has a tag
+//! in real time, R, that is when its next request is due. Only what is served because it was due moves R on. Every service
+//! moves F on, so that what comes by promise counts towards the share by weight.
+//!
+//! **Nobody starves**: promises may be worth all that the node's limits let pass, but for each hundredth part of it one
+//! turn goes by weight; and F runs ahead of v by promises only to a bound, so that who loses a promise soon has turns again.
+//!
+//! A child has one standing for both directions where these draw from a common limit, and one for each where they do not:
+//! who writes a lot under a limit on writes should not read less for it. [`Lane`] is which.
+//!
+//! Never looks at buckets: the tree offers a child when it can pass, and withdraws it when it cannot.
+
+use super::heap::Heap;
+use super::price::SLICE_NS;
+use super::share::Share;
+use crate::request::Direction;
+use crate::time::Instant;
+use alloc::vec::Vec;
+
+/// How much a child that comes late to its turn may catch up by weight: this much time, of its own cost.
+///
+/// A client that has one request in flight misses a turn whenever an answer takes longer than usual or a timer is late,
+/// by milliseconds. What an idle child may save up is also a burst over its siblings, so not much more.
+const CREDIT_NS: u64 = 20_000_000;
+
+/// How much of its promise a child may catch up: a promise can come due while somebody else's slice is being paid for.
+const PROMISE_CREDIT_NS: u64 = SLICE_NS + CREDIT_NS;
+
+/// How far what is served by promise may move F ahead of v, in time of the child's own cost.
+const LEAD_NS: u64 = SLICE_NS;
+
+/// Of what passes where promises take everything, one part in so many still goes by weight.
+const WEIGHT_PHASE_PART: u64 = 100;
+
+/// Virtual time of a cost of one nanosecond, for a weight of 1. 2¹⁴ rounds well for every weight up to 10,000.
+const VIRTUAL_BITS: u32 = 14;
+
+/// Virtual time is moved back towards zero when it passes this. The largest step is 2⁶⁰, so nothing overflows.
+const LATEST: u64 = 1 << 62;
+
+/// Which of its two standings a request is served under.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Lane {
+    /// Of both directions.
+    Shared,
+    /// Of this direction alone.
+    Of(Direction),
+}
+
+impl Lane {
+    pub(super) const fn new(direction: Direction, shared: bool) -> Self {
+        if shared { Self::Shared } else { Self::Of(direction) }
+    }
+
+    const fn index(self) -> usize {
+        match self {
+            Self::Shared => 0,
+            Self::Of(direction) => direction.index(),
+        }
+    }
+
+    /// Whether what is charged in this lane moves this direction's tags.
+    pub(super) fn covers(self, direction: Direction) -> bool {
+        self == Self::Shared || self == Self::Of(direction)
+    }
+}
+
+/// Why a child is served.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Phase {
+    /// Its promise is due.
+    Promise,
+    /// By weight.
+    Weight,
+}
+
+/// A start tag. Of equal ones, who was offered first goes first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+struct Turn {
+    start: u64,
+    order: u32,
+}
+
+/// Who would be served next, and why. The smaller of two goes first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct Candidate {
+    pub(super) phase: Phase,
+    /// R by promise, S by weight.
+    tag: u64,
+    pub(super) child: u32,
+}
+
+impl Candidate {
+    /// Whether this one has a strictly better claim than another, of another direction.
+    pub(super) fn precedes(&self, other: &Self) -> bool {
+        (self.phase, self.tag) < (other.phase, other.tag)
+    }
+}
+
+/// What is charged to a child's standing.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Service {
+    pub(super) lane: Lane,
+    pub(super) phase: Phase,
+    /// Time it takes of the scarcest limit.
+    pub(super) cost_ns: u64,
+    /// Time it takes of the promise; 0 without one.
+    pub(super) promised_ns: u64,
+}
+
+/// One child, whether it has work or not.
+#[derive(Clone, Copy, Debug)]
+struct Child {
+    /// The tree's number of it.
+    slot: u32,
+    /// Whether a promise is made.
+    reserved: bool,
+    /// 2³² / weight.
+    inverse_weight: u64,
+    /// By lane: F.
+    finish: [u64; 2],
+    /// R: when its promise is next due.
+    due: u64,
+}
+
+impl Child {
+    fn virtual_time(&self, ns: u64) -> u64 {
+        // 2⁴⁶ × 2³² at most, shifted back to 2⁶⁰.
+        ((u128::from(ns) * u128::from(self.inverse_weight)) >> (32 - VIRTUAL_BITS)) as u64
+    }
+
+    fn start(&self, lane: Lane, virtual_now: u64) -> u64 {
+        self.finish[lane.index()].max(virtual_now.saturating_sub(self.virtual_time(CREDIT_NS)))
+    }
+}
+
+/// The children of one node, and the order in which they have turns.
+#[derive(Debug)]
+pub(super) struct Schedule {
+    children: Vec<Option<Child>>,
+    vacant: Vec<u32>,
+    /// By direction: children that could pass now.
+    turns: [Heap<Turn>; 2],
+    /// By direction: those of them that have a promise.
+    promises: [Heap<u64>; 2],
+    /// By lane: v.
+    virtual_now: [u64; 2],
+    /// By lane: what may be served by promise before a turn by weight.
+    allowance_ns: [u64; 2],
+    next_order: u32,
+}
+
+impl Schedule {
+    pub(super) const fn new() -> Self {
+        Self {
+            children: Vec::new(),
+            vacant: Vec::new(),
+            turns: [Heap::new(), Heap::new()],
+            promises: [Heap::new(), Heap::new()],
+            virtual_now: [0; 2],
+            allowance_ns: [0; 2],
+            next_order: 0,
+        }
+    }
+
+    /// Adds a child, which is known by the number returned.
+    pub(super) fn join(&mut self, slot: u32, share: Share) -> u32 {
+        let child = Some(Child {
+            slot,
+            reserved: share.is_reserved(),
+            inverse_weight: inverse(share),
+            finish: [0; 2],
+            due: 0,
+        });
+        if let Some(vacant) = self.vacant.pop() {
+            self.children[vacant as usize] = child;
+            vacant
+        } else {
+            self.children.push(child);
+            self.children.len() as u32 - 1
+        }
+    }
+
+    /// Removes a child, which must have been withdrawn.
+    pub(super) fn leave(&mut self, child: u32) {
+        debug_assert!(!Direction::ALL.iter().any(|direction| self.offers(child, *direction)));
+        self.children[child as usize] = None;
+        self.vacant.push(child);
+    }
+
+    /// Changes a child's share. What it has been charged stays. It must have been withdrawn, and may then be offered.
+    pub(super) fn set_share(&mut self, child: u32, share: Share) {
+        let child = self.child_mut(child);
+        child.reserved = share.is_reserved();
+        child.inverse_weight = inverse(share);
+    }
+
+    pub(super) fn slot(&self, child: u32) -> usize {
+        self.child(child).slot as usize
+    }
+
+    /// The tree's numbers of all children.
+    pub(super) fn slots(&self) -> impl Iterator<Item = usize> + '_ {
+        self.children.iter().flatten().map(|child| child.slot as usize)
+    }
+
+    pub(super) fn is_childless(&self) -> bool {
+        self.children.len() == self.vacant.len()
+    }
+
+    /// Whether some child could pass in this direction.
+    pub(super) const fn has_work(&self, direction: Direction) -> bool {
+        !self.turns[direction.index()].is_empty()
+    }
+
+    /// Whether this child could.
+    pub(super) fn offers(&self, child: u32, direction: Direction) -> bool {
+        self.turns[direction.index()].contains(child)
+    }
+
+    /// Says that this child could pass, or could so still but has been charged since.
+    pub(super) fn offer(&mut self, child: u32, direction: Direction, lane: Lane) {
+        let order = self.next_order;
+        self.next_order = order.wrapping_add(1);
+        let Child { reserved, due, .. } = *self.child(child);
+        let start = self.child(child).start(lane, self.virtual_now[lane.index()]);
+        self.turns[direction.index()].set(child, Turn { start, order });
+        if reserved {
+            self.promises[direction.index()].set(child, due);
+        }
+    }
+
+    /// Says that this child cannot pass any more.
+    pub(super) fn withdraw(&mut self, child: u32, direction: Direction) {
+        self.turns[direction.index()].remove(child);
+        self.promises[direction.index()].remove(child);
+    }
+
+    /// Who is served next in this direction.
+    pub(super) fn next(&self, direction: Direction, lane: Lane, now: Instant) -> Option<Candidate> {
+        let (turn, child) = self.turns[direction.index()].first()?;
+        if let Some((due, child)) = self.promises[direction.index()].first()
+            && due <= now.as_nanos()
+            && self.allowance_ns[lane.index()] > 0
+        {
+            return Some(Candidate { phase: Phase::Promise, tag: due, child });
+        }
+        Some(Candidate { phase: Phase::Weight, tag: turn.start, child })
+    }
+
+    /// Charges a child for what it is served. If it is on offer, it must be offered again or withdrawn.
+    pub(super) fn charge(&mut self, number: u32, service: Service, now: Instant) {
+        let Service { lane, phase, cost_ns, promised_ns } = service;
+        let virtual_now = self.virtual_now[lane.index()];
+        let child = self.child_mut(number);
+        let start = child.start(lane, virtual_now);
+        let step = child.virtual_time(cost_ns.max(1));
+        let finish = start + step;
+        match phase {
+            Phase::Weight => {
+                child.finish[lane.index()] = finish;
+                self.virtual_now[lane.index()] = virtual_now.max(start);
+                self.allowance_ns[lane.index()] = cost_ns.max(1).saturating_mul(WEIGHT_PHASE_PART - 1);
+            }
+            Phase::Promise => {
+                let latest = virtual_now + child.virtual_time(LEAD_NS) + step;
+                child.finish[lane.index()] = finish.min(latest);
+                let earliest = now.as_nanos().saturating_sub(PROMISE_CREDIT_NS);
+                child.due = child.due.max(earliest).saturating_add(promised_ns);
+                self.allowance_ns[lane.index()] =
+                    self.allowance_ns[lane.index()].saturating_sub(cost_ns.max(1));
+            }
+        }
+        if self.virtual_now[lane.index()] > LATEST {
+            self.move_back(lane);
+        }
+    }
+
+    /// Forgets who has had how much, when the limits that it was measured by are others now.
+    pub(super) fn forget(&mut self) {
+        self.virtual_now = [0; 2];
+        self.allowance_ns = [0; 2];
+        for child in self.children.iter_mut().flatten() {
+            child.finish = [0; 2];
+        }
+        for turns in &mut self.turns {
+            turns.map_keys(|_| Turn { start: 0, order: 0 });
+        }
+    }
+
+    /// Takes so much off every tag of the lane that virtual time begins anew. Once in weeks, at the soonest.
+    #[cold]
+    fn move_back(&mut self, lane: Lane) {
+        // A start tag is behind v by the credit at most; who is further behind is idle and will start from v.
+        let by = self.virtual_now[lane.index()] - LATEST / 2;
+        self.virtual_now[lane.index()] -= by;
+        for child in self.children.iter_mut().flatten() {
+            child.finish[lane.index()] = child.finish[lane.index()].saturating_sub(by);
+        }
+        for direction in Direction::ALL {
+            if lane.covers(direction) {
+                let back = |turn: Turn| Turn { start: turn.start.saturating_sub(by), ..turn };
+                self.turns[direction.index()].map_keys(back);
+            }
+        }
+    }
+
+    fn child(&self, number: u32) -> &Child {
+        self.children[number as usize].as_ref().expect("a child that has not left")
+    }
+
+    fn child_mut(&mut self, number: u32) -> &mut Child {
+        self.children[number as usize].as_mut().expect("a child that has not left")
+    }
+}
+
+const fn inverse(share: Share) -> u64 {
+    (1 << 32) / share.weight() as u64
+}

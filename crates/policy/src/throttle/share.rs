@@ -1,0 +1,70 @@
+//! What a disk or a group is entitled to where its siblings want the same: a weight, and a promise.
+//!
+//! Exists apart from the scheduler because command line, config file and control protocol all speak of it. Never says
+//! what something gets: that depends on what the others want.
+
+use super::cost::{BILLION, Cost};
+use super::price::divide;
+
+/// What a node is entitled to when its parent is short.
+///
+/// The weight divides what is contended: of two busy siblings, one of weight 200 gets twice what one of weight 100
+/// gets. A reservation is a rate that comes first, before anything is divided by weight; what a node gets by it counts
+/// towards its share, so that a busy node gets the larger of the two.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Share {
+    weight: u32,
+    iops_reservation: u64,
+    bps_reservation: u64,
+}
+
+impl Share {
+    /// The range of weights.
+    pub const WEIGHTS: core::ops::RangeInclusive<u32> = 1..=10_000;
+
+    /// A share of this weight that promises nothing, or `None` outside [`Share::WEIGHTS`].
+    pub fn new(weight: u32) -> Option<Self> {
+        Self::WEIGHTS.contains(&weight).then_some(Self { weight, iops_reservation: 0, bps_reservation: 0 })
+    }
+
+    /// The same weight, with a promise of so many operations and bytes per second; 0 promises nothing.
+    ///
+    /// With both, the promise ends with whichever is used up first. Operations are counted as the limits above count
+    /// them (`iops-size`).
+    #[must_use]
+    pub const fn with_reservation(self, iops: u64, bps: u64) -> Self {
+        Self { iops_reservation: iops, bps_reservation: bps, ..self }
+    }
+
+    /// The weight; 100 by default.
+    pub const fn weight(self) -> u32 {
+        self.weight
+    }
+
+    /// Operations per second that are promised; 0 is no promise.
+    pub const fn iops_reservation(self) -> u64 {
+        self.iops_reservation
+    }
+
+    /// Bytes per second that are promised; 0 is no promise.
+    pub const fn bps_reservation(self) -> u64 {
+        self.bps_reservation
+    }
+
+    pub(super) const fn is_reserved(self) -> bool {
+        self.iops_reservation > 0 || self.bps_reservation > 0
+    }
+
+    /// The part of the promise, in nanoseconds, that a request uses up which counts so many billionths of operations.
+    pub(super) fn promised_ns(self, cost: &Cost, operations: u128) -> u64 {
+        let of = |billionths, rate| if rate == 0 { 0 } else { divide(billionths, rate) };
+        of(operations, self.iops_reservation)
+            .max(of(u128::from(cost.bytes()) * u128::from(BILLION), self.bps_reservation))
+    }
+}
+
+impl Default for Share {
+    fn default() -> Self {
+        Self { weight: 100, iops_reservation: 0, bps_reservation: 0 }
+    }
+}

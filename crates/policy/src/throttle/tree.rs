@@ -1,0 +1,457 @@
+//! The tree of disks and groups, and the decision which request passes next.
+//!
+//! ```text
+//!                       ( root: limits nothing )
+//!                         │                │
+//!                  group "host"          disk         each node: limits, how they are enforced, a share
+//!                    │        │
+//!             group "gold"   disk                     inner nodes: whose turn it is (schedule.rs)
+//!               │      │
+//!             disk    disk                            leaves: what waits, in order
+//! ```
+//!
+//! Lives behind one lock that several workers take for nanoseconds. Knows no timers and no tasks: what waits is
+//! represented by the caller's own token, handed back when its time has come.
+//!
+//! Only nodes with work waiting are in any of the heaps, and each only as far up as it could pass: where a node's own
+//! limits are used up, it stands among those to be looked at again at an instant, and nowhere else. So a decision costs
+//! O(log n) for each level, n counting the busy and never the idle.
+//!
+//! Never rejects, loses or reorders a request: each token comes out exactly once, through [`Admission::Admitted`],
+//! [`Decision::Admit`], [`Tree::cancel`] or [`Tree::remove`], and a disk's requests of one direction pass in the order in
+//! which they came.
+
+use super::booking::{Overbooked, Refused, Supply, demand};
+use super::cost::Cost;
+use super::enforcement::Enforcement;
+use super::heap::Heap;
+use super::limits::{LimitKind, Limits};
+use super::node::{Node, NodeId, Ticket, Waiter};
+use super::schedule::{Lane, Schedule};
+use super::share::Share;
+use super::stats::Stats;
+use crate::request::Direction;
+use crate::time::Instant;
+use alloc::boxed::Box;
+use alloc::vec::Vec;
+
+mod serve;
+
+/// How many levels a tree may have: a disk, and groups in groups above it.
+///
+/// Each costs every decision; nobody has asked for more than three (disk, tenant, host).
+pub const MAX_LEVELS: usize = 8;
+
+/// The slot of the root, which is nobody's node and limits nothing.
+const ROOT: usize = 0;
+
+/// The answer to a request.
+#[derive(Debug, PartialEq, Eq)]
+#[must_use]
+pub enum Admission<T> {
+    /// It may pass now, and has been charged.
+    Admitted(T),
+    /// It waits. [`Tree::poll`] says until when, so call that next.
+    Queued(Ticket),
+}
+
+/// What is to be done now.
+#[derive(Debug, PartialEq, Eq)]
+#[must_use]
+pub enum Decision<T> {
+    /// This request may pass now, and has been charged. There may be more: poll again.
+    Admit(T),
+    /// Nothing may pass before `until`. Polled then, something does, or a large request has paid another part.
+    Wait {
+        /// When to poll again.
+        until: Instant,
+    },
+    /// Nothing waits.
+    Idle,
+}
+
+/// A request that a removed node gives back. What it had paid of its price is lost.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Returned<T> {
+    /// Which way it goes.
+    pub direction: Direction,
+    /// What it costs.
+    pub cost: Cost,
+    /// What stands for it.
+    pub token: T,
+}
+
+/// Disks under limits of their own and of the groups they are in. All levels hold at once.
+///
+/// `T` stands for a waiting request: whatever the caller needs to set it going.
+///
+/// # Protocol
+///
+/// 1. [`add`](Tree::add) once for every group and disk; [`pass`](Tree::pass) or [`request`](Tree::request) once for every
+///    read, write, write-zeroes and discard of a disk. Flushes move no data and are not asked about.
+/// 2. After a request was queued, after any change of a setting, after a removal, and when a timer has fired: call
+///    [`poll`](Tree::poll) until it no longer says [`Decision::Admit`]; then, if it says [`Decision::Wait`], have one timer for
+///    the whole tree fire at that instant. A timer that fires late costs nothing that a bucket cannot hold (a tenth
+///    of a second's worth, where no burst is configured); one that fires for nothing does no harm.
+/// 3. [`remove`](Tree::remove) gives back what still waits; the caller decides what becomes of it.
+///
+/// Instants come from one clock, and may arrive slightly out of order; an earlier one counts as the latest so far.
+///
+/// # Order
+///
+/// First come, first served within a disk and a direction. Between siblings that could pass: promises that are due, then
+/// by weight (see `schedule.rs`), each request or slice a turn. Between directions: by the same rule where they draw from a
+/// common limit, in alternation where not. A request that finds nothing ready before it and room in all buckets passes
+/// at once.
+///
+/// # Panics
+///
+/// All methods that take a [`NodeId`] panic if that node was removed: whoever removes a node no longer speaks of it.
+#[derive(Debug)]
+pub struct Tree<T> {
+    nodes: Vec<Node<T>>,
+    vacant: Vec<usize>,
+    /// By instant: nodes with work that waits for their own limits, a direction each ([`wake_item`]).
+    wakes: Heap<Instant>,
+    /// The latest instant there was.
+    now: Instant,
+    /// Which direction is asked first where nothing else decides.
+    first: Direction,
+    next_number: u64,
+}
+
+impl<T> Tree<T> {
+    /// A tree without nodes.
+    pub fn new(now: Instant) -> Self {
+        let mut root = Node::new(ROOT, 0, Limits::default(), Share::default(), now);
+        root.schedule = Some(Box::new(Schedule::new()));
+        Self {
+            nodes: Vec::from([root]),
+            vacant: Vec::new(),
+            wakes: Heap::new(),
+            now,
+            first: Direction::Read,
+            next_number: 0,
+        }
+    }
+
+    /// Adds a disk or a group, on top or below a group, with empty buckets. Costs nothing until it has work waiting.
+    ///
+    /// # Errors
+    ///
+    /// [`Refused`]: invalid limits; a reservation that does not fit; more than [`MAX_LEVELS`].
+    ///
+    /// # Panics
+    ///
+    /// If requests wait in `parent` itself: it is a disk.
+    pub fn add(&mut self, parent: Option<NodeId>, limits: Limits, share: Share) -> Result<NodeId, Refused> {
+        limits.validate()?;
+        let parent = parent.map_or(ROOT, |parent| self.slot(parent));
+        let level = self.nodes[parent].level + 1;
+        if level > MAX_LEVELS {
+            return Err(Refused::TooDeep);
+        }
+        let waits = Direction::ALL.iter().any(|direction| !self.nodes[parent].queue(*direction).is_empty());
+        assert!(!waits, "a disk with requests waiting cannot become a group");
+        let wanted = demand(share, [0; 2]);
+        Supply { limits, capacity: [0; 2] }.check(wanted)?;
+        self.check_promises(parent, [0; 2], wanted)?;
+
+        let mut node = Node::new(parent, level, limits, share, self.now);
+        let slot = self.vacant.pop().unwrap_or(self.nodes.len());
+        let schedule = self.nodes[parent].schedule.get_or_insert_with(|| Box::new(Schedule::new()));
+        node.number = schedule.join(slot as u32, share);
+        node.shared = self.nodes[parent].shared || draws_together(&limits);
+        if slot == self.nodes.len() {
+            self.nodes.push(node);
+        } else {
+            node.generation = self.nodes[slot].generation + 1;
+            self.nodes[slot] = node;
+        }
+        self.promise(parent, [0; 2], wanted);
+        Ok(self.id(slot))
+    }
+
+    /// Removes a node and gives back its waiting requests, in the order in which they came.
+    ///
+    /// # Panics
+    ///
+    /// If it has children.
+    pub fn remove(&mut self, node: NodeId) -> Vec<Returned<T>> {
+        let slot = self.slot(node);
+        let node = &mut self.nodes[slot];
+        assert!(
+            node.schedule.as_ref().is_none_or(|schedule| schedule.is_childless()),
+            "a group with members"
+        );
+        let mut waiters = Vec::new();
+        for direction in Direction::ALL {
+            let queue = core::mem::take(self.nodes[slot].queue_mut(direction));
+            self.count_waiting(slot, direction, |waiting| waiting - queue.len());
+            waiters.extend(queue.into_iter().map(|waiter| (direction, waiter)));
+            self.settle_up(slot, direction);
+        }
+        waiters.sort_unstable_by_key(|(_, waiter)| waiter.number);
+
+        let node = &mut self.nodes[slot];
+        node.present = false;
+        let (parent, number, freed) = (node.parent, node.number, demand(node.share, node.promised));
+        if let Some(schedule) = &mut self.nodes[parent].schedule {
+            schedule.leave(number);
+        }
+        self.promise(parent, freed, [0; 2]);
+        self.vacant.push(slot);
+        let give_back = |(direction, waiter): (Direction, Waiter<T>)| Returned {
+            direction,
+            cost: waiter.cost,
+            token: waiter.token,
+        };
+        waiters.into_iter().map(give_back).collect()
+    }
+
+    /// Puts other limits in force, at once and for the requests that wait too: poll afterwards.
+    ///
+    /// Buckets begin empty again, as QEMU's do, so whoever changes limits all the time grants a burst each time.
+    ///
+    /// # Errors
+    ///
+    /// [`Refused`]: invalid limits, or promises that they rule out. The old stay in force then, levels included.
+    pub fn set_limits(&mut self, node: NodeId, limits: Limits, now: Instant) -> Result<(), Refused> {
+        limits.validate()?;
+        let slot = self.slot(node);
+        let node = &self.nodes[slot];
+        Supply { limits, capacity: node.capacity }.check(demand(node.share, node.promised))?;
+        self.now = self.now.max(now);
+        self.nodes[slot].set_limits(limits, self.now);
+        self.share_lanes(slot);
+        self.settle_both_up(slot);
+        Ok(())
+    }
+
+    /// Gives a node another weight and reservation: poll afterwards.
+    ///
+    /// # Errors
+    ///
+    /// [`Refused`], if the promise cannot be kept. The old share stays then.
+    pub fn set_share(&mut self, node: NodeId, share: Share, now: Instant) -> Result<(), Refused> {
+        let slot = self.slot(node);
+        let node = &self.nodes[slot];
+        let (parent, number) = (node.parent, node.number);
+        let (old, new) = (demand(node.share, node.promised), demand(share, node.promised));
+        Supply { limits: node.limits(), capacity: node.capacity }.check(new)?;
+        self.check_promises(parent, old, new)?;
+        self.now = self.now.max(now);
+        self.promise(parent, old, new);
+        self.nodes[slot].share = share;
+        if let Some(schedule) = &mut self.nodes[parent].schedule {
+            for direction in Direction::ALL {
+                schedule.withdraw(number, direction);
+            }
+            schedule.set_share(number, share);
+        }
+        self.settle_both_up(slot);
+        Ok(())
+    }
+
+    /// Says what the device below a node was measured to do, in operations and bytes per second: reservations at and
+    /// below the node must fit in it. 0 or `None` is unknown, and bounds nothing.
+    ///
+    /// # Errors
+    ///
+    /// If more is promised already. What was known before stays in force then.
+    pub fn set_capacity(&mut self, node: NodeId, capacity: Option<(u64, u64)>) -> Result<(), Refused> {
+        let slot = self.slot(node);
+        let capacity = capacity.map_or([0; 2], |(iops, bps)| [iops, bps]);
+        let node = &mut self.nodes[slot];
+        Supply { limits: Limits::default(), capacity }.check(demand(node.share, node.promised))?;
+        node.capacity = capacity;
+        Ok(())
+    }
+
+    /// Says how a node's limits are applied from now on: poll afterwards.
+    ///
+    /// What is in its buckets stays, and runs out meanwhile at the rates in force.
+    pub fn enforce(&mut self, node: NodeId, enforcement: Enforcement, now: Instant) {
+        let slot = self.slot(node);
+        self.now = self.now.max(now);
+        let node = &mut self.nodes[slot];
+        if node.enforcement == enforcement {
+            return;
+        }
+        if let Some(limited) = &mut node.limited {
+            limited.buckets.leak_to(self.now);
+        }
+        node.enforcement = enforcement;
+        node.rescale();
+        self.settle_both_up(slot);
+    }
+
+    /// Asks for a request of a disk to pass. If it must wait, `token` comes out later.
+    ///
+    /// # Panics
+    ///
+    /// If the node has children: it is a group.
+    pub fn request(
+        &mut self,
+        disk: NodeId,
+        direction: Direction,
+        cost: Cost,
+        token: T,
+        now: Instant,
+    ) -> Admission<T> {
+        if self.pass(disk, direction, &cost, now) {
+            return Admission::Admitted(token);
+        }
+        let number = self.next_number;
+        self.next_number += 1;
+        let waiter = Waiter { number, since: self.now, cost, paid: 0, token };
+        self.nodes[disk.slot].queue_mut(direction).push_back(waiter);
+        self.count_waiting(disk.slot, direction, |waiting| waiting + 1);
+        self.settle_up(disk.slot, direction);
+        Admission::Queued(Ticket { node: disk, direction, number })
+    }
+
+    /// Takes back a request that waits. `None` if it has been admitted, cancelled or given back already.
+    ///
+    /// It costs nothing, unless it was large and had paid a part.
+    pub fn cancel(&mut self, ticket: Ticket) -> Option<T> {
+        let Ticket { node: NodeId { slot, generation }, direction, number } = ticket;
+        let node = self.nodes.get_mut(slot).filter(|node| node.present && node.generation == generation)?;
+        let waiter = node.take(direction, number)?;
+        self.count_waiting(slot, direction, |waiting| waiting - 1);
+        self.settle_up(slot, direction);
+        Some(waiter.token)
+    }
+
+    /// Whether no limit is set on the way from this node up: whatever comes may pass, and need not be asked about.
+    pub fn is_unlimited(&self, node: NodeId) -> bool {
+        self.path_up(self.slot(node)).all(|slot| self.nodes[slot].limited.is_none())
+    }
+
+    /// A node's own limits, as they are set.
+    pub fn limits(&self, node: NodeId) -> Limits {
+        self.nodes[self.slot(node)].limits()
+    }
+
+    /// A node's share of its parent.
+    pub fn share(&self, node: NodeId) -> Share {
+        self.nodes[self.slot(node)].share
+    }
+
+    /// How a node's limits are applied.
+    pub fn enforcement(&self, node: NodeId) -> Enforcement {
+        self.nodes[self.slot(node)].enforcement
+    }
+
+    /// The group a node is in; `None` on top.
+    pub fn parent(&self, node: NodeId) -> Option<NodeId> {
+        let parent = self.nodes[self.slot(node)].parent;
+        (parent != ROOT).then(|| self.id(parent))
+    }
+
+    /// What a group consists of, in no particular order. Nothing, of a disk.
+    pub fn children(&self, node: NodeId) -> impl Iterator<Item = NodeId> + '_ {
+        let schedule = self.nodes[self.slot(node)].schedule.as_ref();
+        schedule.into_iter().flat_map(|schedule| schedule.slots()).map(|slot| self.id(slot))
+    }
+
+    /// How many requests wait at or below a node, of this direction.
+    pub fn waiting(&self, node: NodeId, direction: Direction) -> usize {
+        self.nodes[self.slot(node)].waiting[direction.index()]
+    }
+
+    /// What there is to say of a node, as of `now`.
+    pub fn stats(&self, node: NodeId, now: Instant) -> Stats {
+        self.nodes[self.slot(node)].stats(self.now.max(now))
+    }
+
+    fn slot(&self, id: NodeId) -> usize {
+        let node = &self.nodes[id.slot];
+        assert!(node.present && node.generation == id.generation, "a node that was removed");
+        id.slot
+    }
+
+    fn id(&self, slot: usize) -> NodeId {
+        NodeId { slot, generation: self.nodes[slot].generation }
+    }
+
+    /// A node and all above it, the root left out.
+    fn path_up(&self, slot: usize) -> impl Iterator<Item = usize> + '_ {
+        let up = |slot: usize| (slot != ROOT).then_some(slot);
+        core::iter::successors(up(slot), move |slot| up(self.nodes[*slot].parent))
+    }
+
+    fn count_waiting(&mut self, slot: usize, direction: Direction, change: impl Fn(usize) -> usize) {
+        let mut at = slot;
+        loop {
+            let waiting = &mut self.nodes[at].waiting[direction.index()];
+            *waiting = change(*waiting);
+            if at == ROOT {
+                return;
+            }
+            at = self.nodes[at].parent;
+        }
+    }
+
+    /// Checks, up from `slot`, that what one of its children demands may change from `old` to `new`.
+    fn check_promises(&self, slot: usize, old: [u64; 2], new: [u64; 2]) -> Result<(), Overbooked> {
+        let (mut old, mut new) = (old, new);
+        for slot in self.path_up(slot) {
+            let node = &self.nodes[slot];
+            let promised = exchange(node.promised, old, new);
+            Supply { limits: node.limits(), capacity: node.capacity }.check(promised)?;
+            (old, new) = (demand(node.share, node.promised), demand(node.share, promised));
+        }
+        Ok(())
+    }
+
+    /// Notes, up from `slot`, that what one of its children demands has changed from `old` to `new`.
+    fn promise(&mut self, slot: usize, old: [u64; 2], new: [u64; 2]) {
+        let (mut at, mut old, mut new) = (slot, old, new);
+        while at != ROOT {
+            let node = &mut self.nodes[at];
+            let promised = exchange(node.promised, old, new);
+            (old, new) = (demand(node.share, node.promised), demand(node.share, promised));
+            node.promised = promised;
+            at = node.parent;
+        }
+    }
+
+    /// Works out anew, from `slot` down, where the two directions draw from a common limit.
+    ///
+    /// Where that changes, so does what tags mean, and what was charged before is forgotten.
+    fn share_lanes(&mut self, slot: usize) {
+        let mut below = Vec::from([slot]);
+        while let Some(slot) = below.pop() {
+            let above = self.nodes[self.nodes[slot].parent].shared;
+            let node = &mut self.nodes[slot];
+            let shared = above || draws_together(&node.limits());
+            if shared == node.shared {
+                continue;
+            }
+            node.shared = shared;
+            if let Some(schedule) = &mut node.schedule {
+                schedule.forget();
+                below.extend(schedule.slots());
+            }
+        }
+    }
+}
+
+fn draws_together(limits: &Limits) -> bool {
+    limits.limit(LimitKind::BpsTotal).rate > 0 || limits.limit(LimitKind::IopsTotal).rate > 0
+}
+
+fn exchange(sum: [u64; 2], old: [u64; 2], new: [u64; 2]) -> [u64; 2] {
+    // Saturates where somebody promises 2⁶⁴: that is refused unless nothing bounds it.
+    [0, 1].map(|unit| (sum[unit] - old[unit].min(sum[unit])).saturating_add(new[unit]))
+}
+
+/// The number of a node and a direction in the heap of wakes.
+const fn wake_item(slot: usize, direction: Direction) -> u32 {
+    (slot * 2 + direction.index()) as u32
+}
+
+const fn lane_of<T>(node: &Node<T>, direction: Direction) -> Lane {
+    Lane::new(direction, node.shared)
+}

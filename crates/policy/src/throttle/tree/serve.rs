@@ -1,0 +1,355 @@
+//! The part of the tree that runs for every request: what passes at once, who is next, what that costs everybody above.
+//!
+//! Four steps: *wake* what has waited long enough for limits of its own; *pick* a way down from the root, turn by turn;
+//! *charge* every level on it; *settle* each of these levels anew, bottom up: ready for its turn, waiting for its own
+//! limits, or without work.
+
+use super::super::cost::{BILLION, Cost};
+use super::super::price::{WHOLE, part_of, slice_of};
+use super::super::schedule::{Phase, Service};
+use super::{Decision, MAX_LEVELS, NodeId, ROOT, Tree, lane_of, wake_item};
+use crate::request::Direction;
+use crate::time::Instant;
+use core::ops::Range;
+
+/// Where nothing above is limited, so many bytes count like an operation.
+const BYTES_PER_OPERATION: u64 = 4096;
+/// And an operation like so much time.
+const UNLIMITED_OPERATION_NS: u64 = 10_000;
+
+/// At most one part in so many of what a burst has left is given to a large request at a time.
+///
+/// So the number of turns that a request takes grows with the logarithm of the burst, and no turn takes all of it.
+const BURST_PART: u32 = 4;
+
+/// One level of the way from the root to a disk.
+#[derive(Clone, Copy)]
+struct Step {
+    slot: usize,
+    /// Why the next node down is served.
+    phase: Phase,
+    /// The request's price, at the scarcest limit down to this level.
+    price_ns: u64,
+    /// Operations it counts as, by whichever level down to this one counts most; in billionths.
+    operations: u128,
+}
+
+/// The way from the root down to a disk, both included.
+struct Path {
+    steps: [Step; MAX_LEVELS + 1],
+    length: usize,
+}
+
+impl Path {
+    const fn new() -> Self {
+        let step = Step { slot: ROOT, phase: Phase::Weight, price_ns: 0, operations: 0 };
+        Self { steps: [step; MAX_LEVELS + 1], length: 0 }
+    }
+
+    const fn push(&mut self, slot: usize) {
+        self.steps[self.length].slot = slot;
+        self.length += 1;
+    }
+}
+
+/// What a request is charged on one occasion: how much more than the whole is never asked.
+struct Terms {
+    /// Of [`WHOLE`]: a slice.
+    slice: u32,
+    /// Of [`WHOLE`]: what has room in every bucket on the way.
+    room: u32,
+}
+
+impl<T> Tree<T> {
+    /// Whether a request of a disk may pass at once; it is charged if so. If not, [`Tree::request`] queues it.
+    ///
+    /// For callers to whom a token is not free: most requests never wait.
+    ///
+    /// # Panics
+    ///
+    /// If the node has children: it is a group.
+    pub fn pass(&mut self, disk: NodeId, direction: Direction, cost: &Cost, now: Instant) -> bool {
+        let slot = self.slot(disk);
+        assert!(
+            self.nodes[slot].schedule.as_ref().is_none_or(|schedule| schedule.is_childless()),
+            "requests are made of disks, not of groups"
+        );
+        self.advance(now);
+        let passes = self.nodes[slot].queue(direction).is_empty() && self.is_clear(slot, direction);
+        if !passes {
+            return false;
+        }
+        let mut path = self.path_down(slot);
+        let terms = self.price(&mut path, direction, cost);
+        // What the last slice lacks is paid for by whoever comes next, as with every request.
+        if terms.slice < WHOLE && terms.room.saturating_add(terms.slice) < WHOLE {
+            return false;
+        }
+        self.charge(&path, direction, cost, &(0..WHOLE));
+        self.count(&path, direction, cost, None);
+        true
+    }
+
+    /// The next thing to do. O(log n) for each level, n counting only what is busy.
+    ///
+    /// With anything waiting it is never [`Decision::Idle`].
+    pub fn poll(&mut self, now: Instant) -> Decision<T> {
+        self.advance(now);
+        while let Some((mut path, direction)) = self.pick() {
+            let slot = path.steps[path.length - 1].slot;
+            if let Some(token) = self.serve(&mut path, slot, direction) {
+                return Decision::Admit(token);
+            }
+        }
+        match self.wakes.first() {
+            Some((until, _)) => Decision::Wait { until },
+            None => Decision::Idle,
+        }
+    }
+
+    /// Serves the first request of a disk's queue: all of it, or the next part of it if it is large.
+    fn serve(&mut self, path: &mut Path, slot: usize, direction: Direction) -> Option<T> {
+        self.first = opposite(direction);
+        // Out of the queue while the tree is at work, since the price is asked of every level.
+        let mut waiter = self.nodes[slot].queue_mut(direction).pop_front()?;
+        let terms = self.price(path, direction, &waiter.cost);
+        let from = waiter.paid;
+        let part = terms.slice.max(terms.room / BURST_PART);
+        let to = if terms.slice == WHOLE { WHOLE } else { from.saturating_add(part).min(WHOLE) };
+        if to < WHOLE {
+            waiter.paid = to;
+            let cost = waiter.cost.clone();
+            self.nodes[slot].queue_mut(direction).push_front(waiter);
+            self.charge(path, direction, &cost, &(from..to));
+            return None;
+        }
+        self.count_waiting(slot, direction, |waiting| waiting - 1);
+        self.charge(path, direction, &waiter.cost, &(from..to));
+        let waited_ns = self.now.nanos_since(waiter.since);
+        self.count(path, direction, &waiter.cost, Some(waited_ns));
+        Some(waiter.token)
+    }
+
+    /// Moves time on, and looks again at what has waited until now for limits of its own.
+    fn advance(&mut self, now: Instant) {
+        self.now = self.now.max(now);
+        while let Some((until, item)) = self.wakes.first()
+            && until <= self.now
+        {
+            self.settle_up(item as usize / 2, Direction::ALL[item as usize % 2]);
+        }
+    }
+
+    /// Whether all buckets from a disk up have room, and nobody who could pass now would be overtaken.
+    fn is_clear(&mut self, slot: usize, direction: Direction) -> bool {
+        let (now, other, mut at) = (self.now, opposite(direction), slot);
+        loop {
+            let node = &mut self.nodes[at];
+            let shared = node.shared;
+            let overtakes = node.schedule.as_ref().is_some_and(|schedule| schedule.has_work(direction));
+            let other_waits = shared && node.has_work(other);
+            if let Some(buckets) = node.enforced(now) {
+                let other_is_due = || other_waits && buckets.binding(other).is_none();
+                if buckets.binding(direction).is_some() || overtakes || other_is_due() {
+                    return false;
+                }
+            } else if overtakes || other_waits {
+                return false;
+            }
+            if at == ROOT {
+                return true;
+            }
+            at = node.parent;
+        }
+    }
+
+    fn path_down(&self, slot: usize) -> Path {
+        let mut path = Path::new();
+        let mut at = slot;
+        while at != ROOT {
+            path.push(at);
+            at = self.nodes[at].parent;
+        }
+        path.push(ROOT);
+        path.steps[..path.length].reverse();
+        path
+    }
+
+    /// Follows the turns from the root to the disk that is next, and says in which direction.
+    fn pick(&self) -> Option<(Path, Direction)> {
+        let mut path = Path::new();
+        let mut slot = ROOT;
+        // By direction: whether a request of it may be chosen. Narrows on the way down.
+        let mut open = Direction::ALL.map(|direction| self.nodes[ROOT].has_work(direction));
+        let mut wanted = self.first;
+        // Where no limit applies nobody gives way to anybody, and any child that is ready may be chosen.
+        let mut limited = false;
+        loop {
+            path.push(slot);
+            let node = &self.nodes[slot];
+            if !open[wanted.index()] {
+                wanted = opposite(wanted);
+            }
+            let Some(schedule) = node.schedule.as_ref().filter(|schedule| !schedule.is_childless()) else {
+                return open[wanted.index()].then_some((path, wanted));
+            };
+            limited |= node.limited.is_some();
+            let next = |direction: Direction| {
+                open[direction.index()]
+                    .then(|| schedule.next(direction, lane_of(node, direction), self.now))
+                    .flatten()
+            };
+            let other = opposite(wanted);
+            let (mut chosen, rival) = (next(wanted)?, next(other));
+            if let Some(rival) = rival
+                && node.shared
+                && rival.precedes(&chosen)
+            {
+                chosen = rival;
+                wanted = other;
+            }
+            let child = chosen.child;
+            path.steps[path.length - 1].phase = chosen.phase;
+            // The child may prefer the other direction only where it is that direction's turn too.
+            let other = opposite(wanted);
+            open[other.index()] = next(other)
+                .is_some_and(|rival| rival.child == child || !limited && schedule.offers(child, other));
+            slot = schedule.slot(child);
+        }
+    }
+
+    /// Works out what a request costs at every level of its way, and how much of it may be paid now.
+    fn price(&mut self, path: &mut Path, direction: Direction, cost: &Cost) -> Terms {
+        let now = self.now;
+        let mut price_ns = 0;
+        let mut operations = u128::from(cost.requests()) * u128::from(BILLION);
+        for step in &mut path.steps[..path.length] {
+            if let Some(limited) = &self.nodes[step.slot].limited {
+                price_ns = price_ns.max(limited.buckets.price_ns(direction, cost));
+                operations = operations.max(limited.buckets.operations(cost));
+            }
+            // What is unlimited so far is not contended, and this only keeps some order.
+            let unlimited_ns = || {
+                let by_bytes = cost.bytes() / BYTES_PER_OPERATION;
+                cost.requests().max(by_bytes).saturating_mul(UNLIMITED_OPERATION_NS)
+            };
+            step.price_ns =
+                if price_ns > 0 { price_ns } else { unlimited_ns() }.min(super::super::price::LONGEST_NS);
+            step.operations = operations;
+        }
+        let mut terms = Terms { slice: WHOLE, room: WHOLE };
+        if price_ns <= super::super::price::SLICE_NS {
+            return terms;
+        }
+        // Rare from here on: what is large is asked about again, at the levels that hold it up.
+        let (mut enforced_ns, mut operation_ns) = (0, 0);
+        for step in &path.steps[..path.length] {
+            if let Some(buckets) = self.nodes[step.slot].enforced(now) {
+                enforced_ns = enforced_ns.max(buckets.price_ns(direction, cost));
+                operation_ns = operation_ns.max(buckets.operation_ns(direction));
+                terms.room = terms.room.min(buckets.room(direction, cost));
+            }
+        }
+        terms.slice = slice_of(enforced_ns, operation_ns);
+        terms
+    }
+
+    /// Charges this part of a request to every level of its way, and settles them.
+    fn charge(&mut self, path: &Path, direction: Direction, cost: &Cost, part: &Range<u32>) {
+        let now = self.now;
+        for level in 0..path.length {
+            let Step { slot, phase, price_ns, operations } = path.steps[level];
+            let node = &mut self.nodes[slot];
+            if let Some(buckets) = node.enforced(now) {
+                buckets.charge_part(direction, cost, part);
+            }
+            if level + 1 == path.length {
+                break;
+            }
+            let child = &self.nodes[path.steps[level + 1].slot];
+            let (number, share) = (child.number, child.share);
+            let node = &mut self.nodes[slot];
+            let promised_ns = match phase {
+                Phase::Promise => of_part(share.promised_ns(cost, operations), part),
+                Phase::Weight => 0,
+            };
+            let lane = lane_of(node, direction);
+            let service = Service { lane, phase, cost_ns: of_part(price_ns, part), promised_ns };
+            if let Some(schedule) = &mut node.schedule {
+                schedule.charge(number, service, now);
+            }
+        }
+        for step in path.steps[1..path.length].iter().rev() {
+            let parent = &self.nodes[self.nodes[step.slot].parent];
+            let lane = lane_of(parent, direction);
+            for settled in Direction::ALL {
+                self.settle(step.slot, settled, lane.covers(settled));
+            }
+        }
+    }
+
+    fn count(&mut self, path: &Path, direction: Direction, cost: &Cost, waited_ns: Option<u64>) {
+        for step in &path.steps[1..path.length] {
+            self.nodes[step.slot].count(direction, cost, waited_ns);
+        }
+    }
+
+    /// Brings a node's standing in line with its work and its buckets, in one direction: on offer to its parent, or waiting for
+    /// an instant, or neither. Says whether its parent may have to be settled too.
+    fn settle(&mut self, slot: usize, direction: Direction, charged: bool) -> bool {
+        let now = self.now;
+        let node = &mut self.nodes[slot];
+        let has_work = node.has_work(direction);
+        let binding =
+            if has_work { node.enforced(now).and_then(|buckets| buckets.binding(direction)) } else { None };
+        let was_blocked = node.blocked[direction.index()];
+        if was_blocked || binding.is_some() {
+            node.set_blocked(direction, binding.map(|(_, kind)| kind), now);
+            match binding {
+                Some((wait_ns, _)) => {
+                    let until = now + core::time::Duration::from_nanos(wait_ns);
+                    self.wakes.set(wake_item(slot, direction), until);
+                }
+                None => self.wakes.remove(wake_item(slot, direction)),
+            }
+        }
+        let ready = has_work && binding.is_none();
+        let (parent, number) = (self.nodes[slot].parent, self.nodes[slot].number);
+        let parent = &mut self.nodes[parent];
+        let lane = lane_of(parent, direction);
+        let Some(schedule) = &mut parent.schedule else { return false };
+        let was_ready = schedule.offers(number, direction);
+        if ready && (charged || !was_ready) {
+            schedule.offer(number, direction, lane);
+        } else if was_ready && !ready {
+            schedule.withdraw(number, direction);
+        }
+        ready != was_ready
+    }
+
+    /// Settles a node and whatever that concerns above it.
+    pub(super) fn settle_up(&mut self, slot: usize, direction: Direction) {
+        let mut at = slot;
+        while at != ROOT && self.settle(at, direction, false) {
+            at = self.nodes[at].parent;
+        }
+    }
+
+    pub(super) fn settle_both_up(&mut self, slot: usize) {
+        for direction in Direction::ALL {
+            self.settle_up(slot, direction);
+        }
+    }
+}
+
+fn of_part(ns: u64, part: &Range<u32>) -> u64 {
+    // No more than `ns`.
+    part_of(u128::from(ns), part) as u64
+}
+
+const fn opposite(direction: Direction) -> Direction {
+    match direction {
+        Direction::Read => Direction::Write,
+        Direction::Write => Direction::Read,
+    }
+}
