@@ -14,4 +14,6 @@
 pub(crate) mod change;
 #[allow(dead_code, reason = "the commands of the control socket are what asks for the rest")]
 pub(crate) mod inventory;
+#[allow(dead_code, reason = "the daemon opens its socket next")]
+pub(crate) mod qmp;
 pub(crate) mod serving;

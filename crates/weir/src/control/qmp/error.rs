@@ -1,0 +1,97 @@
+//! What a command is refused with: one of QMP's classes and a sentence that names the key and the rule.
+//!
+//! The sentences about arguments have QEMU's own shape, so that who searches the web for one finds the right answer.
+//! Clients decide by the class, people by the sentence; neither ever holds anything of the process (addresses, backtraces).
+
+use std::fmt;
+
+use serde_json::{Value, json};
+
+/// QMP's `QapiErrorClass`, as far as weir has a use for it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Class {
+    /// Everything without a class of its own.
+    Generic,
+    /// No command has this name, or not now.
+    CommandNotFound,
+    /// No disk, group or object has this name.
+    DeviceNotFound,
+    /// It is there, and not in a state to do this.
+    DeviceNotActive,
+}
+
+impl Class {
+    /// The name on the wire.
+    pub(crate) const fn name(self) -> &'static str {
+        match self {
+            Self::Generic => "GenericError",
+            Self::CommandNotFound => "CommandNotFound",
+            Self::DeviceNotFound => "DeviceNotFound",
+            Self::DeviceNotActive => "DeviceNotActive",
+        }
+    }
+}
+
+/// Why a command was not executed, or failed.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Error {
+    class: Class,
+    description: String,
+}
+
+impl Error {
+    /// An error of this class.
+    pub(crate) fn new(class: Class, description: impl Into<String>) -> Self {
+        Self { class, description: description.into() }
+    }
+
+    /// What has no class of its own.
+    pub(crate) fn generic(description: impl Into<String>) -> Self {
+        Self::new(Class::Generic, description)
+    }
+
+    /// Nothing is called `name`.
+    pub(crate) fn no_device(name: &str) -> Self {
+        Self::new(Class::DeviceNotFound, format!("Device '{name}' not found"))
+    }
+
+    /// A mandatory argument that is not there.
+    pub(crate) fn missing(key: &str) -> Self {
+        Self::generic(format!("Parameter '{key}' is missing"))
+    }
+
+    /// An argument of another type than `expected`, a type's name in QMP: `string`, `integer`, `boolean`, `array`, `object`.
+    pub(crate) fn wrong_type(key: &str, expected: &str) -> Self {
+        Self::generic(format!("Invalid parameter type for '{key}', expected: {expected}"))
+    }
+
+    /// An argument that is not one of the values there are.
+    pub(crate) fn not_accepted(key: &str, value: &str, accepted: &[&str]) -> Self {
+        let list = accepted.join(", ");
+        Self::generic(format!("Parameter '{key}' does not accept value '{value}' (there are: {list})"))
+    }
+
+    /// An argument that breaks a rule; `rule` is the predicate of a sentence whose subject is the argument.
+    pub(crate) fn rule(key: &str, rule: impl fmt::Display) -> Self {
+        Self::generic(format!("Parameter '{key}' {rule}"))
+    }
+
+    /// The class.
+    #[cfg(test)]
+    pub(crate) fn class(&self) -> Class {
+        self.class
+    }
+
+    /// The value of an answer's `error`.
+    pub(crate) fn to_json(&self) -> Value {
+        json!({ "class": self.class.name(), "desc": self.description })
+    }
+}
+
+impl fmt::Display for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.description)
+    }
+}
+
+impl std::error::Error for Error {}

@@ -1,0 +1,22 @@
+//! The QMP server: QEMU's control protocol, so that what steers QEMU's disks steers weir's.
+//!
+//! ```text
+//!   socket ─► server ─► session ─► stream ─► json        bytes to requests
+//!                │         └─► arguments, error          what is asked, and what is wrong with it
+//!                ├─► commands/…                          what it does
+//!                └─► outbox ◄─ event                     answers and news, on their way back
+//! ```
+//!
+//! `stream` and `session` know no sockets, so they are fuzzed; `server` knows no commands, so it is tested without a disk.
+//! JSON is read and written here alone: what runs is changed through [`inventory`](super::inventory), in plain values.
+//!
+//! Source: QEMU's `docs/interop/qmp-spec.rst` and its QAPI schema; what differs is in `docs/reference/qmp.md`.
+
+mod arguments;
+mod error;
+mod event;
+mod json;
+mod outbox;
+mod server;
+mod session;
+mod stream;

@@ -1,0 +1,194 @@
+//! What a client is yet to be sent: answers and events, in order, and no more than it can be expected to read.
+//!
+//! An answer is waited for: the next command is not looked at until the client has taken most of what it asked for. An event has
+//! nobody who could wait, so a client that lets them pile up is given up.
+//!
+//! Never grows past one answer and [`MAX_EVENT_BYTES`].
+
+use std::{
+    cell::{Cell, RefCell},
+    fmt, mem,
+};
+
+use block::reactor::Signal;
+use serde_json::Value;
+
+/// Above this the next command waits.
+const ENOUGH_BYTES: usize = 256 << 10;
+/// Above this an event ends the connection.
+const MAX_EVENT_BYTES: usize = 1 << 20;
+
+/// A queue of bytes with one task that fills it and one that empties it.
+pub(super) struct Outbox {
+    bytes: RefCell<Vec<u8>>,
+    /// Bytes that were taken and have not left yet.
+    leaving: Cell<usize>,
+    closed: Cell<bool>,
+    given_up: Cell<bool>,
+    /// Something is there to be sent, or nothing more will come.
+    filled: Signal,
+    /// Something has left, or nothing more will.
+    emptied: Signal,
+    /// Ends the connection under the task that sends: it may be waiting for this very client.
+    hang_up: Box<dyn Fn()>,
+}
+
+impl fmt::Debug for Outbox {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Outbox").field("queued", &self.queued()).finish_non_exhaustive()
+    }
+}
+
+impl Outbox {
+    /// An empty one; `hang_up` is called when its client is given up.
+    pub(super) fn new(hang_up: impl Fn() + 'static) -> Self {
+        Self {
+            bytes: RefCell::default(),
+            leaving: Cell::new(0),
+            closed: Cell::new(false),
+            given_up: Cell::new(false),
+            filled: Signal::default(),
+            emptied: Signal::default(),
+            hang_up: Box::new(hang_up),
+        }
+    }
+
+    /// Adds what the client asked for.
+    pub(super) fn push(&self, value: &Value) {
+        if !self.closed.get() {
+            append(&mut self.bytes.borrow_mut(), value);
+            self.filled.raise();
+        }
+    }
+
+    /// Adds what it did not ask for; too much of that, and the client is given up.
+    pub(super) fn push_event(&self, event: &Value) {
+        if self.queued() > MAX_EVENT_BYTES {
+            self.give_up();
+        } else {
+            self.push(event);
+        }
+    }
+
+    fn queued(&self) -> usize {
+        self.bytes.borrow().len() + self.leaving.get()
+    }
+
+    /// Waits until the client has read enough to be asked for its next command. False if it never will.
+    pub(super) async fn room(&self) -> bool {
+        while self.queued() > ENOUGH_BYTES && !self.given_up.get() {
+            self.emptied.wait().await;
+        }
+        !self.given_up.get()
+    }
+
+    /// Everything that is to be sent next, once there is something; `None` when all has been and no more will come.
+    pub(super) async fn next(&self) -> Option<Vec<u8>> {
+        self.leaving.set(0);
+        self.emptied.raise();
+        loop {
+            if self.given_up.get() {
+                return None;
+            }
+            let bytes = mem::take(&mut *self.bytes.borrow_mut());
+            if !bytes.is_empty() {
+                self.leaving.set(bytes.len());
+                return Some(bytes);
+            }
+            if self.closed.get() {
+                return None;
+            }
+            self.filled.wait().await;
+        }
+    }
+
+    /// Nothing more is added; what is there is still sent.
+    pub(super) fn close(&self) {
+        self.closed.set(true);
+        self.filled.raise();
+    }
+
+    /// Nothing is sent any more.
+    pub(super) fn give_up(&self) {
+        self.given_up.set(true);
+        self.close();
+        self.bytes.take();
+        self.emptied.raise();
+        (self.hang_up)();
+    }
+
+    /// Whether the client was given up.
+    pub(super) fn is_given_up(&self) -> bool {
+        self.given_up.get()
+    }
+}
+
+/// A value on a line of its own, which ends as QEMU's do.
+fn append(bytes: &mut Vec<u8>, value: &Value) {
+    // A `Value` has string keys alone, and writing to memory does not fail.
+    let written = serde_json::to_writer(&mut *bytes, value);
+    debug_assert!(written.is_ok(), "{written:?}");
+    bytes.extend_from_slice(b"\r\n");
+}
+
+#[cfg(test)]
+mod tests {
+    use std::rc::Rc;
+
+    use block::reactor::{self, sim};
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn answers_and_events_leave_in_order_and_the_rest_before_the_end() {
+        sim::run(1, async {
+            let outbox = Outbox::new(|| ());
+            outbox.push(&json!(1));
+            outbox.push_event(&json!({"event": "X"}));
+            assert_eq!(outbox.next().await.unwrap(), b"1\r\n{\"event\":\"X\"}\r\n");
+            outbox.push(&json!(2));
+            outbox.close();
+            outbox.push(&json!(3));
+            assert_eq!(outbox.next().await.unwrap(), b"2\r\n");
+            assert_eq!(outbox.next().await, None);
+        });
+    }
+
+    #[test]
+    fn the_next_command_waits_for_a_client_that_has_much_to_read() {
+        for seed in 0..20 {
+            sim::run(seed, async {
+                let outbox = Rc::new(Outbox::new(|| ()));
+                outbox.push(&json!("x".repeat(2 * ENOUGH_BYTES)));
+                let reader = Rc::clone(&outbox);
+                let room = reactor::spawn_joinable(async move { reader.room().await });
+                reactor::yield_now().await;
+                let bytes = outbox.next().await.unwrap();
+                reactor::yield_now().await;
+                assert!(!room.is_finished(), "on its way is not read");
+                drop(bytes);
+                outbox.push(&json!(1));
+                outbox.next().await;
+                assert!(room.await);
+            });
+        }
+    }
+
+    #[test]
+    fn a_client_that_never_reads_is_given_up() {
+        sim::run(1, async {
+            let hung_up = Rc::new(Cell::new(false));
+            let seen = Rc::clone(&hung_up);
+            let outbox = Outbox::new(move || seen.set(true));
+            let event = json!({"event": "X", "data": "x".repeat(1000)});
+            for _ in 0..100_000 {
+                outbox.push_event(&event);
+            }
+            assert!(hung_up.get() && outbox.is_given_up());
+            assert!(!outbox.room().await);
+            assert_eq!(outbox.next().await, None);
+            assert_eq!(outbox.queued(), 0);
+        });
+    }
+}

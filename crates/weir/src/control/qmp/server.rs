@@ -1,0 +1,331 @@
+//! The QMP socket: who may connect, how many, and what becomes of each connection.
+//!
+//! ```text
+//!   listener ─► accept ─► root or ourselves? ─► one of few? ─► greeting ─► session ⇄ commands
+//!                                                                             │
+//!                                                              outbox ─► task that sends
+//! ```
+//!
+//! Everything happens on the thread that listens, which is the one that changes what runs: a command is never half done when
+//! another client's begins, unless it waits. A client's own commands follow each other; those of several take turns.
+//!
+//! Never lets a client hold up another: who does not read is waited for by its own session alone, and for [`PATIENCE`] at most.
+
+use std::{
+    cell::{Cell, RefCell},
+    collections::HashMap,
+    fmt, io,
+    os::fd::{AsFd, AsRawFd as _, OwnedFd},
+    pin::Pin,
+    rc::Rc,
+};
+
+use block::{
+    buffer::Buffer,
+    reactor::{
+        self,
+        op::{self, Fd},
+    },
+};
+use nix::{
+    errno::Errno,
+    sys::socket::{Shutdown, getsockopt, shutdown, sockopt::PeerCredentials},
+    unistd::{Uid, geteuid},
+};
+use policy::time::Duration;
+use serde_json::{Value, json};
+
+use super::{
+    arguments::Arguments,
+    error::Error,
+    event::Events,
+    outbox::Outbox,
+    session::{Id, Session, Turn, greeting},
+};
+
+/// Clients at a time. A management program holds one connection, a person with a terminal another.
+const MAX_CLIENTS: usize = 64;
+/// How long a client may leave unread what it asked for.
+const PATIENCE: Duration = Duration::from_secs(30);
+/// How long it may do so once everything ends.
+const FAREWELL: Duration = Duration::from_secs(2);
+/// Bytes received at a time.
+const INTAKE_BYTES: usize = 16 << 10;
+/// Bytes sent at a time.
+const SEND_BYTES: usize = 256 << 10;
+
+/// A command on its way.
+pub(crate) type Running = Pin<Box<dyn Future<Output = Result<Value, Error>>>>;
+
+/// What executes commands.
+pub(crate) trait Execute: fmt::Debug {
+    /// Starts the command of this name.
+    ///
+    /// # Errors
+    /// Where there is none, or its arguments make no sense; then nothing has happened.
+    fn execute(&self, name: &str, arguments: Arguments) -> Result<Running, Error>;
+}
+
+/// Why the daemon ends, in QEMU's words (`ShutdownCause`).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Ending {
+    /// A signal: `host-signal`.
+    Signal,
+    /// The command `quit`: `host-qmp-quit`.
+    Quit,
+    /// It cannot go on: `host-error`.
+    Failure,
+}
+
+impl Ending {
+    const fn reason(self) -> &'static str {
+        match self {
+            Self::Signal => "host-signal",
+            Self::Quit => "host-qmp-quit",
+            Self::Failure => "host-error",
+        }
+    }
+}
+
+/// Sessions with clients, on any number of sockets.
+#[derive(Debug)]
+pub(crate) struct Server {
+    commands: Rc<dyn Execute>,
+    events: Events,
+    stopping: Cell<bool>,
+    clients: RefCell<HashMap<u64, Client>>,
+    next_number: Cell<u64>,
+    /// Raised when the last client has gone.
+    empty: reactor::Signal,
+}
+
+#[derive(Debug)]
+struct Client {
+    socket: Fd,
+    /// A command of its runs, so that it must not be hung up on before its answer.
+    outbox: Rc<Outbox>,
+}
+
+impl Server {
+    /// A server without a socket. Clients are told of what is emitted through `events`.
+    pub(crate) fn new(commands: Rc<dyn Execute>, events: Events) -> Rc<Self> {
+        Rc::new(Self {
+            commands,
+            events,
+            stopping: Cell::new(false),
+            clients: RefCell::default(),
+            next_number: Cell::new(1),
+            empty: reactor::Signal::default(),
+        })
+    }
+
+    /// Accepts clients until the socket is shut down or the future dropped.
+    ///
+    /// # Errors
+    /// Where `accept(2)` says that the socket is none to accept from.
+    pub(crate) async fn listen(self: Rc<Self>, listener: Fd) -> io::Result<()> {
+        while !self.stopping.get() {
+            match op::accept(&listener).await {
+                Ok(socket) => reactor::spawn(Rc::clone(&self).welcome(socket)),
+                Err(_) if self.stopping.get() => break,
+                Err(error) => match error.raw_os_error().map(Errno::from_raw) {
+                    Some(Errno::EBADF | Errno::EINVAL | Errno::ENOTSOCK | Errno::EOPNOTSUPP) => {
+                        return Err(error);
+                    }
+                    // The client gave up before it was accepted.
+                    Some(Errno::ECONNABORTED | Errno::EINTR | Errno::EAGAIN) => {}
+                    // Out of descriptors or memory. It passes, and nothing says when.
+                    _ => {
+                        tracing::warn!(%error, "cannot accept a QMP client, trying again");
+                        reactor::sleep_until(reactor::now() + Duration::from_secs(1)).await;
+                    }
+                },
+            }
+        }
+        Ok(())
+    }
+
+    /// Tells every client that the daemon ends, executes no further commands, and returns when the last client has been
+    /// answered and is gone; those that do not read are cut off after [`FAREWELL`].
+    pub(crate) async fn stop(&self, ending: Ending) {
+        self.events.emit("SHUTDOWN", json!({ "guest": false, "reason": ending.reason() }));
+        self.stopping.set(true);
+        for client in self.clients.borrow().values() {
+            hang_up(&client.socket, Shutdown::Read);
+        }
+        while !self.clients.borrow().is_empty() {
+            self.empty.wait().await;
+        }
+    }
+
+    /// Connected now.
+    pub(crate) fn clients(&self) -> usize {
+        self.clients.borrow().len()
+    }
+
+    /// A client's whole life.
+    async fn welcome(self: Rc<Self>, socket: OwnedFd) {
+        let admitted = self.admit(&socket);
+        let socket = Fd::from(socket);
+        let hold = socket.clone();
+        let outbox = Rc::new(Outbox::new(move || hang_up(&hold, Shutdown::Both)));
+        let sending = reactor::spawn_joinable(send_all(socket.clone(), Rc::clone(&outbox)));
+        match admitted {
+            Ok(()) => {
+                let number = self.next_number.get();
+                self.next_number.set(number + 1);
+                let client = Client { socket: socket.clone(), outbox: Rc::clone(&outbox) };
+                self.clients.borrow_mut().insert(number, client);
+                tracing::debug!(client = number, "QMP client connected");
+                let _registered = Registered { server: &self, number };
+                outbox.push(&greeting());
+                self.converse(&socket, &outbox).await;
+                finish(&outbox, sending).await;
+                tracing::debug!(client = number, "QMP client gone");
+            }
+            Err(error) => {
+                outbox.push(&Id::default().answer(Err(error)));
+                finish(&outbox, sending).await;
+            }
+        }
+    }
+
+    /// Whether this client may come in.
+    fn admit(&self, socket: &OwnedFd) -> Result<(), Error> {
+        let peer = getsockopt(socket, PeerCredentials).map(|peer| Uid::from_raw(peer.uid()));
+        if !peer.is_ok_and(is_trusted) {
+            tracing::warn!(?peer, "a QMP client of another user was refused");
+            let us = geteuid();
+            let why =
+                format!("this socket is for root and the user with the number {us} (run as one of them)");
+            return Err(Error::generic(why));
+        }
+        if self.clients() >= MAX_CLIENTS {
+            let why = format!("there are {MAX_CLIENTS} clients already (end one of them first)");
+            return Err(Error::generic(why));
+        }
+        if self.stopping.get() { Err(Error::generic("weir is stopping")) } else { Ok(()) }
+    }
+
+    /// Everything between the greeting and the client's last word.
+    async fn converse(&self, socket: &Fd, outbox: &Rc<Outbox>) {
+        let mut session = Session::default();
+        let mut buffer = Buffer::new(INTAKE_BYTES);
+        loop {
+            let (received, filled) = op::receive(socket, buffer, 0).await;
+            buffer = filled;
+            let mut input = match received {
+                Ok(0) | Err(_) => return,
+                Ok(count) => &buffer[..count],
+            };
+            while let Some(answer) = self.next_answer(&mut session, &mut input, outbox).await {
+                outbox.push(&answer);
+                if !matches!(reactor::timeout(PATIENCE, outbox.room()).await, Ok(true)) {
+                    tracing::info!("a QMP client that does not read was cut off");
+                    return outbox.give_up();
+                }
+                // Many commands may have come at once, and others are waiting for this thread too.
+                reactor::yield_now().await;
+            }
+            if self.stopping.get() {
+                return;
+            }
+        }
+    }
+
+    /// The answer to the next request in `input`.
+    async fn next_answer(
+        &self,
+        session: &mut Session,
+        input: &mut &[u8],
+        outbox: &Rc<Outbox>,
+    ) -> Option<Value> {
+        if self.stopping.get() {
+            return None;
+        }
+        let was_negotiated = session.is_negotiated();
+        let turn = session.advance(input)?;
+        if session.is_negotiated() && !was_negotiated {
+            self.events.subscribe(outbox);
+        }
+        Some(match turn {
+            Turn::Answer(answer) => answer,
+            Turn::Execute(call) => {
+                let result = match self.commands.execute(&call.name, call.arguments) {
+                    Ok(running) => running.await,
+                    Err(error) => Err(error),
+                };
+                if let Err(error) = &result {
+                    tracing::debug!(command = call.name, %error, "QMP command failed");
+                }
+                call.id.answer(result)
+            }
+        })
+    }
+}
+
+/// A client's place among the others, given back when it is gone in whatever way.
+struct Registered<'a> {
+    server: &'a Server,
+    number: u64,
+}
+
+impl Drop for Registered<'_> {
+    fn drop(&mut self) {
+        let gone = self.server.clients.borrow_mut().remove(&self.number);
+        drop(gone);
+        if self.server.clients.borrow().is_empty() {
+            self.server.empty.raise();
+        }
+    }
+}
+
+fn is_trusted(peer: Uid) -> bool {
+    peer.is_root() || peer == geteuid()
+}
+
+/// Sends what is left, if the client takes it in time.
+async fn finish(outbox: &Outbox, sending: reactor::JoinHandle<()>) {
+    outbox.close();
+    if reactor::timeout(FAREWELL, sending).await.is_err() {
+        outbox.give_up();
+    }
+}
+
+/// Sends what comes into the outbox until no more will.
+async fn send_all(socket: Fd, outbox: Rc<Outbox>) {
+    while let Some(bytes) = outbox.next().await {
+        for piece in bytes.chunks(SEND_BYTES) {
+            if send(&socket, piece).await.is_err() {
+                // Gone. The session hears of it from its own receive.
+                return outbox.give_up();
+            }
+        }
+    }
+    hang_up(&socket, Shutdown::Both);
+}
+
+async fn send(socket: &Fd, bytes: &[u8]) -> io::Result<()> {
+    let mut left = Buffer::copy_of(bytes).into();
+    loop {
+        let (sent, rest) = op::send(socket, left).await;
+        left = rest;
+        match sent {
+            Ok(count) => left.advance(count),
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
+        }
+        if left.is_empty() {
+            return Ok(());
+        }
+    }
+}
+
+/// Ends one or both directions; wakes who waits there.
+fn hang_up(socket: &Fd, how: Shutdown) {
+    // Fails only where the client has done so already.
+    let _ = shutdown(socket.as_fd().as_raw_fd(), how);
+}
+
+#[cfg(test)]
+mod tests;
