@@ -10,6 +10,7 @@ use std::{
     io::{self, ErrorKind},
     net::{SocketAddr, TcpListener, ToSocketAddrs as _},
     os::fd::OwnedFd,
+    path::Path,
     thread,
     time::{Duration, Instant},
 };
@@ -51,6 +52,18 @@ pub(crate) fn open(endpoint: &Endpoint, inherited: &mut Option<Inherited>) -> an
         Endpoint::Address(address) => bind(address),
         Endpoint::Inherited => inherited.take().context("the inherited sockets are in use")?.into_listeners(),
     }
+}
+
+/// A Unix socket that only its owner and root may connect to.
+///
+/// # Errors
+/// As [`open`].
+#[allow(dead_code, reason = "the daemon opens its control socket next")]
+pub(crate) fn private(path: &Path) -> anyhow::Result<Listener> {
+    let bound = unix::bind_private(path);
+    let (listener, file) = bound.with_context(|| Address::Unix(path.to_owned()).to_string())?;
+    let authority = Authority::of_unix(file.path());
+    Ok(Listener { socket: listener.into(), authority, file: Some(file) })
 }
 
 /// How long an address may outlive the process that listened there: what a process had in flight on an io_uring is ended after it

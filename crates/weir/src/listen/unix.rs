@@ -19,7 +19,10 @@ use std::{
 use anyhow::{Context as _, anyhow, bail};
 use nix::{
     errno::Errno,
-    sys::socket::{AddressFamily, SockFlag, SockType, UnixAddr, connect, socket},
+    sys::{
+        socket::{self, AddressFamily, Backlog, SockFlag, SockType, UnixAddr, connect, socket},
+        stat::{Mode, fchmod},
+    },
 };
 
 /// The file of a socket made here; removed when this is dropped, if it is still the same.
@@ -56,10 +59,32 @@ fn identity(path: &Path) -> Option<(u64, u64)> {
 /// # Errors
 /// If somebody does, if something else is there, or the directory does not allow it.
 pub(super) fn bind(path: &Path) -> anyhow::Result<(UnixListener, SocketFile)> {
-    let listener = match UnixListener::bind(path) {
+    bind_with(path, |path| UnixListener::bind(path))
+}
+
+/// As [`bind`], with a file that its owner alone may connect to (mode 0600), from its first moment on.
+///
+/// # Errors
+/// As [`bind`].
+pub(super) fn bind_private(path: &Path) -> anyhow::Result<(UnixListener, SocketFile)> {
+    bind_with(path, |path| {
+        let socket = socket(AddressFamily::Unix, SockType::Stream, SockFlag::SOCK_CLOEXEC, None)?;
+        // Linux gives the file the mode that the socket has when it is bound, less the umask.
+        fchmod(&socket, Mode::S_IRUSR | Mode::S_IWUSR)?;
+        socket::bind(socket.as_raw_fd(), &UnixAddr::new(path)?)?;
+        socket::listen(&socket, Backlog::MAXCONN)?;
+        Ok(socket.into())
+    })
+}
+
+fn bind_with(
+    path: &Path,
+    bind: impl Fn(&Path) -> io::Result<UnixListener>,
+) -> anyhow::Result<(UnixListener, SocketFile)> {
+    let listener = match bind(path) {
         Err(error) if error.kind() == ErrorKind::AddrInUse => {
             remove_stale(path)?;
-            UnixListener::bind(path)
+            bind(path)
         }
         result => result,
     };
@@ -182,6 +207,19 @@ mod tests {
         let _theirs = UnixListener::bind(&path).unwrap();
         drop((listener, file));
         UnixStream::connect(&path).unwrap();
+        fs::remove_dir_all(directory).unwrap();
+    }
+
+    #[test]
+    fn a_private_socket_is_its_owners_alone() {
+        let directory = directory("private");
+        let path = directory.join("s");
+        drop(UnixListener::bind(&path).unwrap());
+        let (_listener, file) = bind_private(&path).unwrap();
+        assert_eq!(fs::metadata(&path).unwrap().mode() & 0o777, 0o600);
+        UnixStream::connect(&path).unwrap();
+        drop(file);
+        assert!(!path.exists());
         fs::remove_dir_all(directory).unwrap();
     }
 

@@ -7,6 +7,9 @@ use std::fmt;
 
 use serde_json::{Value, json};
 
+use super::json::shown;
+use crate::control::inventory::Refused;
+
 /// QMP's `QapiErrorClass`, as far as weir has a use for it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Class {
@@ -85,6 +88,23 @@ impl Error {
     /// The value of an answer's `error`.
     pub(crate) fn to_json(&self) -> Value {
         json!({ "class": self.class.name(), "desc": self.description })
+    }
+}
+
+/// What does not exist has a class of its own, as clients expect it.
+impl From<Refused> for Error {
+    fn from(refused: Refused) -> Self {
+        match refused {
+            Refused::NoDisk(name) | Refused::NoGroup(name) => Self::no_device(&shown(&name)),
+            other => Self::generic(other.to_string()),
+        }
+    }
+}
+
+/// Limits that break a rule, and promises that cannot be kept.
+impl From<policy::throttle::Refused> for Error {
+    fn from(refused: policy::throttle::Refused) -> Self {
+        Self::generic(refused.to_string())
     }
 }
 

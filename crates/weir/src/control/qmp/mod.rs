@@ -3,16 +3,20 @@
 //! ```text
 //!   socket ─► server ─► session ─► stream ─► json        bytes to requests
 //!                │         └─► arguments, error          what is asked, and what is wrong with it
-//!                ├─► commands/…                          what it does
+//!                ├─► command ─► commands/…               what it does
 //!                └─► outbox ◄─ event                     answers and news, on their way back
 //! ```
 //!
-//! `stream` and `session` know no sockets, so they are fuzzed; `server` knows no commands, so it is tested without a disk.
-//! JSON is read and written here alone: what runs is changed through [`inventory`](super::inventory), in plain values.
+//! `stream` and `session` know no sockets, so they are fuzzed; `server` knows no commands, so it is tested without a disk; `control` puts
+//! them together for the daemon. JSON is read and written here alone: what runs is changed through [`inventory`](super::inventory), in
+//! plain values.
 //!
 //! Source: QEMU's `docs/interop/qmp-spec.rst` and its QAPI schema; what differs is in `docs/reference/qmp.md`.
 
 mod arguments;
+mod command;
+mod commands;
+mod control;
 mod error;
 mod event;
 mod json;
@@ -20,3 +24,6 @@ mod outbox;
 mod server;
 mod session;
 mod stream;
+
+#[allow(unused_imports, reason = "the daemon opens its socket next")]
+pub(crate) use {control::Control, server::Ending};

@@ -1,0 +1,55 @@
+//! The process: what it is, what it can do, and its end.
+//!
+//! There is no machine, so `query-status` has one answer as long as there is anybody to answer.
+
+use std::rc::Rc;
+
+use serde_json::{Value, json};
+
+use crate::control::{
+    inventory::{End, Inventory},
+    qmp::{arguments::Arguments, command::Command, error::Error, session},
+};
+
+/// Defines a command without arguments whose answer is computed at once.
+macro_rules! query {
+    ($type:ident, $name:literal, $answer:expr) => {
+        #[doc = concat!("`", $name, "`.")]
+        #[derive(Debug)]
+        pub(super) struct $type;
+
+        impl Command for $type {
+            const NAME: &'static str = $name;
+
+            fn read(_: &mut Arguments) -> Result<Self, Error> {
+                Ok(Self)
+            }
+
+            async fn run(self, _: Rc<Inventory>) -> Result<Value, Error> {
+                Ok($answer)
+            }
+        }
+    };
+}
+
+query!(QueryVersion, "query-version", session::version());
+query!(QueryName, "query-name", json!({}));
+query!(QueryStatus, "query-status", json!({ "running": true, "status": "running" }));
+query!(QueryCommands, "query-commands", super::names().map(|name| json!({ "name": name })).collect());
+
+/// `quit`. The answer is on its way before the end begins, because the end begins on this thread, once it is free.
+#[derive(Debug)]
+pub(super) struct Quit;
+
+impl Command for Quit {
+    const NAME: &'static str = "quit";
+
+    fn read(_: &mut Arguments) -> Result<Self, Error> {
+        Ok(Self)
+    }
+
+    async fn run(self, inventory: Rc<Inventory>) -> Result<Value, Error> {
+        (inventory.ender())(End::Asked);
+        Ok(json!({}))
+    }
+}
