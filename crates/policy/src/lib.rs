@@ -13,3 +13,4 @@ pub mod merge;
 pub mod request;
 pub mod throttle;
 pub mod time;
+pub mod watermark;

@@ -1,0 +1,289 @@
+//! The watermark: limits that hold only while the device is short.
+//!
+//! ```text
+//!     use of the device
+//!      100 % ┬──────────────── saturated: factor falls, the faster the longer it lasts ──► 1: as set
+//!       98 % ├─ ─ ─ ─ ─ ─ ─ ─ ─ what the factor is steered to
+//!  watermark ├──────────────── from here up: limits × factor
+//!      − 5   ├──────────────── below this, and a larger factor changes nothing: lifted
+//!        0 % ┴
+//! ```
+//!
+//! A group with a watermark may take more than its limits as long as the device has room (io-throttle v16 for Linux,
+//! 2009). Where the device has none, its limits bind again, all multiplied by one factor: as large as the device
+//! allows. So the groups keep sharing in the proportion of their limits, which io-throttle did not achieve, and the device
+//! stays busy. When work without limits takes the device away, the factor falls to 1, and the limits are what
+//! they say.
+//!
+//! **The loop.** Use is smoothed over 150 ms, since a large request alone may fill a sample. The factor is steered in
+//! proportion to what use lacks to 98 %; gain and smoothing are chosen for a damping of 0.7. A saturated device says nothing
+//! of how far the factor is off, so there it falls faster the longer that lasts. When the factor rises and use does not
+//! follow, limits are not what holds the groups back: it stops at four times, and below the watermark limits are lifted
+//! instead. This test, not the level alone, keeps a single busy group of many from going round in circles: what the factor
+//! must be for that one is far from what they take together.
+//!
+//! Pure as everything here: samples come in, an [`Enforcement`] comes out. Never looks at a device itself.
+
+use crate::throttle::{Enforcement, Scale};
+use crate::time::Instant;
+
+/// What a device can do, as measured; 0 where that is unknown.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Capacity {
+    /// Read operations per second.
+    pub read_iops: u64,
+    /// Write operations per second.
+    pub write_iops: u64,
+    /// Bytes read per second.
+    pub read_bps: u64,
+    /// Bytes written per second.
+    pub write_bps: u64,
+}
+
+/// What a device did: rates over some short time.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Rates {
+    /// Read operations per second.
+    pub read_iops: u64,
+    /// Write operations per second.
+    pub write_iops: u64,
+    /// Bytes read per second.
+    pub read_bps: u64,
+    /// Bytes written per second.
+    pub write_bps: u64,
+}
+
+impl Capacity {
+    /// How much of the device these rates are, in thousandths: the larger of operations and bytes.
+    ///
+    /// A mix of reads and writes takes the sum of what each takes of its own. `None` if that is unknown for all that was
+    /// done. More than 1000 is possible: a device is at times faster than when it was measured.
+    pub fn use_of(&self, rates: Rates) -> Option<u64> {
+        let operations = part(rates.read_iops, self.read_iops, rates.write_iops, self.write_iops);
+        let bytes = part(rates.read_bps, self.read_bps, rates.write_bps, self.write_bps);
+        operations.max(bytes)
+    }
+
+    /// What a reservation can be promised of, in operations and bytes per second: the slower of reading and writing.
+    /// 0 where one of them is unknown.
+    pub fn reservable(&self) -> (u64, u64) {
+        (self.read_iops.min(self.write_iops), self.read_bps.min(self.write_bps))
+    }
+}
+
+fn part(read: u64, of_read: u64, write: u64, of_write: u64) -> Option<u64> {
+    let one = |rate: u64, capacity: u64| {
+        (capacity > 0)
+            .then(|| u64::try_from(u128::from(rate) * 1000 / u128::from(capacity)).unwrap_or(u64::MAX))
+    };
+    match (one(read, of_read), one(write, of_write)) {
+        (None, None) => None,
+        (read, write) => Some(read.unwrap_or(0).saturating_add(write.unwrap_or(0))),
+    }
+}
+
+/// Percent of a device in use from which on a group's limits hold; 0 is always.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Watermark(u8);
+
+impl Watermark {
+    /// Limits hold whatever the device does.
+    pub const ALWAYS: Self = Self(0);
+
+    /// A watermark of so many percent, or `None` above 100.
+    pub fn new(percent: u8) -> Option<Self> {
+        (percent <= 100).then_some(Self(percent))
+    }
+
+    /// The percentage.
+    pub const fn percent(self) -> u8 {
+        self.0
+    }
+
+    const fn bit(self) -> u128 {
+        1 << self.0
+    }
+
+    /// From which use on limits hold. No device is ever measured at quite 100 %.
+    fn upper(self) -> f64 {
+        (f64::from(self.0) / 100.0).min(TARGET)
+    }
+
+    /// Below which use they no longer do.
+    fn lower(self) -> f64 {
+        self.upper() - HYSTERESIS
+    }
+}
+
+/// What was seen of a device since the last sample.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Sample {
+    /// How much of the device was in use, in thousandths ([`Capacity::use_of`], or its busy time).
+    pub used: u64,
+    /// How many times their limits, in thousandths, all the groups with a watermark took together: the sum of what passed
+    /// over the sum of their limits.
+    pub consumed: u64,
+}
+
+/// What use is steered to while limits hold: below saturation, where the device and not the limits would share.
+const TARGET: f64 = 0.98;
+/// From here on the device counts as saturated.
+const SATURATED: f64 = 0.99;
+/// How far use must fall below a watermark before limits are lifted.
+const HYSTERESIS: f64 = 0.05;
+/// Samples are smoothed over this time, in seconds.
+const SMOOTHING_S: f64 = 0.15;
+/// How much of the relative error the factor is moved by, a second: 1 / (2 × smoothing) damps by 0.7.
+const GAIN: f64 = 1.0 / (2.0 * SMOOTHING_S);
+/// How fast the factor falls on a saturated device, by second; and how much faster with each second that it lasts.
+const FALL: f64 = 0.07;
+const FALL_FASTER: f64 = 4.0;
+const FALL_FASTEST: f64 = 2.5;
+/// A factor that has risen so many times without use rising is not what holds anybody back.
+const UNANSWERED: f64 = 4.0;
+/// Use has risen if it has by this factor, and by so much of the device.
+const ANSWER: f64 = 1.1;
+const LEAST_ANSWER: f64 = 0.02;
+/// Samples further apart than this, in seconds, say nothing of what was between them.
+const STALE_S: f64 = 1.0;
+
+/// Decides how the limits of all groups with a watermark on one device are enforced.
+///
+/// Call [`observe`](Controller::observe) about every 50 ms, and after each ask [`enforcement`](Controller::enforcement) for
+/// every watermark that a group on the device has: what is not asked for is forgotten.
+#[derive(Clone, Debug)]
+pub struct Controller {
+    last: Option<Instant>,
+    /// Smoothed, 1 being all of the device.
+    used: f64,
+    /// Smoothed, 1 being the limits.
+    consumed: f64,
+    /// By watermark: asked for since the last sample.
+    asked: u128,
+    /// By watermark: limits hold.
+    holding: u128,
+    factor: f64,
+    /// Factor and use when use last answered to the factor.
+    answered: (f64, f64),
+    /// Seconds for which the device has been saturated.
+    saturated_s: f64,
+}
+
+impl Default for Controller {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl Controller {
+    /// A controller that has seen nothing, and lifts.
+    pub const fn new() -> Self {
+        Self {
+            last: None,
+            used: 0.0,
+            consumed: 0.0,
+            asked: 0,
+            holding: 0,
+            factor: 1.0,
+            answered: (1.0, 0.0),
+            saturated_s: 0.0,
+        }
+    }
+
+    /// How limits with this watermark are to be enforced, by what has been observed.
+    pub fn enforcement(&mut self, watermark: Watermark) -> Enforcement {
+        self.asked |= watermark.bit();
+        if watermark == Watermark::ALWAYS {
+            Enforcement::Enforced
+        } else if self.holding & watermark.bit() == 0 {
+            Enforcement::Lifted
+        } else {
+            match Scale::from_thousandths((self.factor * 1000.0) as u64) {
+                Scale::ONE => Enforcement::Enforced,
+                scale => Enforcement::Scaled(scale),
+            }
+        }
+    }
+
+    /// Use of the device in thousandths, smoothed.
+    pub fn used(&self) -> u64 {
+        (self.used * 1000.0) as u64
+    }
+
+    /// Takes in what was seen up to `now`.
+    pub fn observe(&mut self, now: Instant, sample: Sample) {
+        let elapsed_s = self.last.map_or(STALE_S, |last| now.nanos_since(last) as f64 / 1e9);
+        self.last = Some(now);
+        if elapsed_s >= STALE_S {
+            // Begins anew, and from nothing: one sample alone proves no use.
+            (self.used, self.consumed, self.saturated_s) = (0.0, 0.0, 0.0);
+        }
+        let elapsed_s = elapsed_s.min(SMOOTHING_S);
+        let fresh = elapsed_s / (SMOOTHING_S + elapsed_s);
+        self.used += (in_ones(sample.used) - self.used) * fresh;
+        self.consumed += (in_ones(sample.consumed) - self.consumed) * fresh;
+
+        let held = self.holding != 0;
+        if held {
+            self.steer(elapsed_s);
+        }
+        self.judge();
+        if self.holding != 0 && !held {
+            self.factor = self.consumed.clamp(1.0, most());
+            self.answered = (self.factor, self.used);
+            self.saturated_s = 0.0;
+        }
+    }
+
+    /// Moves the factor so that use comes to the target.
+    fn steer(&mut self, elapsed_s: f64) {
+        let change = if self.used >= SATURATED {
+            self.saturated_s += elapsed_s;
+            -(FALL + FALL_FASTER * self.saturated_s).min(FALL_FASTEST)
+        } else {
+            self.saturated_s = 0.0;
+            GAIN * (TARGET - self.used) / TARGET
+        };
+        let (factor_then, used_then) = self.answered;
+        let rose = self.used >= used_then * ANSWER + LEAST_ANSWER;
+        // What falls has not answered either, but demand has changed: another four times may show something.
+        let fell = self.used <= used_then / ANSWER - LEAST_ANSWER;
+        if change <= 0.0 || rose || fell {
+            self.answered = (self.factor, self.used);
+        } else if self.factor >= factor_then * UNANSWERED {
+            return;
+        }
+        self.factor = (self.factor * (1.0 + change * elapsed_s)).clamp(1.0, most());
+    }
+
+    /// Decides for every watermark whether limits hold.
+    fn judge(&mut self) {
+        let unanswered = self.factor >= (self.answered.0 * UNANSWERED).min(most());
+        let mut holding = 0;
+        for percent in 1..=100 {
+            let watermark = Watermark(percent);
+            let bit = watermark.bit();
+            if self.asked & bit == 0 {
+                continue;
+            }
+            let holds = if self.holding & bit == 0 {
+                self.used >= watermark.upper()
+            } else {
+                self.used >= watermark.lower() || !unanswered
+            };
+            if holds {
+                holding |= bit;
+            }
+        }
+        self.holding = holding;
+        self.asked = 0;
+    }
+}
+
+fn in_ones(thousandths: u64) -> f64 {
+    thousandths as f64 / 1000.0
+}
+
+fn most() -> f64 {
+    Scale::MAX.thousandths() as f64 / 1000.0
+}

@@ -1,0 +1,319 @@
+//! The watermark on a device of 22 MB/s: the cases of io-throttle v16's announcement (Andrea Righi, linux-kernel, 3 May
+//! 2009), in virtual time. Its figures stand beside ours.
+//!
+//! The device is a model: it serves one request after the other at 22 MB/s; *cached*, writes go into memory of a bounded size
+//! first, and from there to the device. Two clients write 1 MiB at a time, as dd did.
+
+use policy::request::Direction;
+use policy::throttle::{Admission, Cost, Decision, Enforcement, LimitKind, Limits, NodeId, Share, Tree};
+use policy::time::{Duration, Instant};
+use policy::watermark::{Capacity, Controller, Rates, Sample, Watermark};
+use std::collections::VecDeque;
+
+const MB: u64 = 1_000_000;
+const REQUEST: u64 = 1 << 20;
+const DEVICE_BPS: u64 = 22 * MB;
+/// What io-throttle's machine would have let pile up, dirty, before it made writers wait; scaled down with the rest.
+const CACHE: u64 = 32 * MB;
+const TICK: Duration = Duration::from_micros(500);
+const SAMPLE_TICKS: u64 = 100;
+
+struct Client {
+    disk: NodeId,
+    limit_bps: u64,
+    /// Sends while this holds.
+    until: Instant,
+    from: Instant,
+    /// Sends no sooner than so long after the last.
+    pace: Duration,
+    sent: Instant,
+    idle: bool,
+    passed: u64,
+}
+
+struct Model {
+    tree: Tree<usize>,
+    clients: Vec<Client>,
+    watermark: Watermark,
+    controller: Controller,
+    cached: bool,
+    now: Instant,
+    ticks: u64,
+    /// At the device: whose request, and how much of it is left.
+    queue: VecDeque<(usize, u64)>,
+    dirty: u64,
+    done: u64,
+    sampled: (u64, u64),
+    changes: Vec<(Instant, Enforcement)>,
+}
+
+impl Model {
+    fn new(watermark: u8, cached: bool) -> Self {
+        Self {
+            tree: Tree::new(Instant::ZERO),
+            clients: Vec::new(),
+            watermark: Watermark::new(watermark).unwrap(),
+            controller: Controller::new(),
+            cached,
+            now: Instant::ZERO,
+            ticks: 0,
+            queue: VecDeque::new(),
+            dirty: 0,
+            done: 0,
+            sampled: (0, 0),
+            changes: Vec::new(),
+        }
+    }
+
+    /// A client under a limit of its own (0: none, and no watermark then), sending from one second to another.
+    fn add(&mut self, limit_bps: u64, from_s: u64, until_s: u64) -> usize {
+        let mut limits = Limits::default();
+        limits.limit_mut(LimitKind::BpsTotal).rate = limit_bps;
+        let disk = self.tree.add(None, limits, Share::default()).unwrap();
+        self.clients.push(Client {
+            disk,
+            limit_bps,
+            until: s(until_s),
+            from: s(from_s),
+            pace: Duration::ZERO,
+            sent: Instant::ZERO,
+            idle: true,
+            passed: 0,
+        });
+        self.clients.len() - 1
+    }
+
+    fn run_until(&mut self, end: Instant) {
+        while self.now < end {
+            self.now += TICK;
+            self.ticks += 1;
+            for client in 0..self.clients.len() {
+                let Client { disk, idle, from, until, pace, sent, .. } = self.clients[client];
+                if idle && from <= self.now && self.now < until && sent + pace <= self.now {
+                    self.clients[client].idle = false;
+                    self.clients[client].sent = self.now;
+                    let cost = Cost::one(REQUEST);
+                    match self.tree.request(disk, Direction::Write, cost, client, self.now) {
+                        Admission::Admitted(client) => self.queue.push_back((client, REQUEST)),
+                        Admission::Queued(_) => {}
+                    }
+                }
+            }
+            while let Decision::Admit(client) = self.tree.poll(self.now) {
+                self.queue.push_back((client, REQUEST));
+            }
+            self.serve();
+            if self.ticks.is_multiple_of(SAMPLE_TICKS) {
+                self.sample();
+            }
+        }
+    }
+
+    fn serve(&mut self) {
+        let mut capacity = DEVICE_BPS / (1_000_000_000 / TICK.as_nanos() as u64);
+        if self.cached {
+            let drained = capacity.min(self.dirty);
+            self.dirty -= drained;
+            self.done += drained;
+            // Memory takes what there is room for, in turn.
+            while let Some((client, length)) = self.queue.pop_front() {
+                if self.dirty + length > CACHE {
+                    self.queue.push_front((client, length));
+                    break;
+                }
+                self.dirty += length;
+                self.complete(client);
+            }
+            return;
+        }
+        while let Some((client, left)) = self.queue.pop_front() {
+            let now = left.min(capacity);
+            capacity -= now;
+            self.done += now;
+            if left > now {
+                self.queue.push_front((client, left - now));
+                return;
+            }
+            self.complete(client);
+        }
+    }
+
+    fn complete(&mut self, client: usize) {
+        let client = &mut self.clients[client];
+        client.passed += REQUEST;
+        client.idle = true;
+    }
+
+    fn sample(&mut self) {
+        let taken: u64 =
+            self.clients.iter().filter(|client| client.limit_bps > 0).map(|client| client.passed).sum();
+        let limits: u64 = self.clients.iter().map(|client| client.limit_bps).sum();
+        let per_second = 1_000_000_000 / (TICK.as_nanos() as u64 * SAMPLE_TICKS);
+        let (done, took) = (self.done - self.sampled.0, taken - self.sampled.1);
+        self.sampled = (self.done, taken);
+        let capacity = Capacity { write_bps: DEVICE_BPS, ..Capacity::default() };
+        let rates = Rates { write_bps: done * per_second, ..Rates::default() };
+        let used = capacity.use_of(rates).unwrap();
+        let consumed = (took * per_second * 1000).checked_div(limits).unwrap_or(0);
+        self.controller.observe(self.now, Sample { used, consumed });
+        let enforcement = self.controller.enforcement(self.watermark);
+        if self.changes.last().is_none_or(|(_, last)| *last != enforcement) {
+            self.changes.push((self.now, enforcement));
+        }
+        for client in &self.clients {
+            self.tree.enforce(client.disk, enforcement, self.now);
+        }
+    }
+
+    /// Bytes per second of every client, between two seconds.
+    fn rates(&mut self, from_s: u64, until_s: u64) -> Vec<f64> {
+        self.run_until(s(from_s));
+        let before: Vec<_> = self.clients.iter().map(|client| client.passed).collect();
+        self.run_until(s(until_s));
+        let seconds = (until_s - from_s) as f64;
+        self.clients
+            .iter()
+            .zip(before)
+            .map(|(client, before)| (client.passed - before) as f64 / seconds)
+            .collect()
+    }
+
+    /// How often limits were lifted or put back in force after this second.
+    fn flaps_after(&self, second: u64) -> usize {
+        let states = self.changes.iter().map(|(at, enforcement)| (*at, *enforcement == Enforcement::Lifted));
+        let all: Vec<_> = states.collect();
+        all.windows(2).filter(|pair| pair[1].0 > s(second) && pair[0].1 != pair[1].1).count()
+    }
+}
+
+fn s(seconds: u64) -> Instant {
+    Instant::from_nanos(seconds * 1_000_000_000)
+}
+
+/// One case of the table: two streams for 60 s, the first five left out.
+fn case(limited: bool, watermark: u8, cached: bool) -> [f64; 2] {
+    let mut model = Model::new(watermark, cached);
+    for limit in [4 * MB, 2 * MB] {
+        model.add(if limited { limit } else { 0 }, 0, 1000);
+    }
+    let rates = model.rates(5, 60);
+    assert_eq!(model.flaps_after(5), 0, "{:?}", model.changes);
+    [rates[0] / MB as f64, rates[1] / MB as f64]
+}
+
+fn print(case: &str, ours: [f64; 2], seed: [f64; 2]) {
+    println!(
+        "{case:34} {:5.1} and {:4.1} MB/s   (io-throttle v16: {:4.1} and {:4.1})",
+        ours[0], ours[1], seed[0], seed[1]
+    );
+}
+
+#[track_caller]
+fn assert_within(percent: f64, measured: f64, asked: f64) {
+    assert!((measured / asked - 1.0).abs() * 100.0 <= percent, "{measured} is not {asked}");
+}
+
+#[test]
+fn unlimited_streams_share_the_device() {
+    for (cached, seed) in [(true, [19.7, 21.1]), (false, [12.0, 11.7])] {
+        let [first, second] = case(false, 0, cached);
+        print(if cached { "1 unlimited, cached" } else { "2 unlimited, direct" }, [first, second], seed);
+        assert_within(1.0, first + second, 22.0);
+    }
+}
+
+#[test]
+fn without_a_watermark_limits_hold_within_1_percent() {
+    for (cached, seed) in [(true, [6.3, 2.4]), (false, [4.2, 2.1])] {
+        let [first, second] = case(true, 0, cached);
+        print(
+            if cached { "3 4 and 2 MB/s, cached" } else { "4 4 and 2 MB/s, direct" },
+            [first, second],
+            seed,
+        );
+        assert_within(1.0, first, 4.0);
+        assert_within(1.0, second, 2.0);
+    }
+}
+
+#[test]
+fn with_a_watermark_the_device_is_used_up_and_the_proportion_kept() {
+    let cases = [
+        (90, true, "5 watermark 90, cached", [32.0, 21.4]),
+        (90, false, "6 watermark 90, direct", [14.0, 11.0]),
+        (100, true, "7 watermark 100, cached", [28.2, 23.4]),
+        (100, false, "8 watermark 100, direct", [14.3, 11.7]),
+    ];
+    for (watermark, cached, name, seed) in cases {
+        let [first, second] = case(true, watermark, cached);
+        print(name, [first, second], seed);
+        assert!(first + second >= 0.95 * 22.0, "{first} + {second}");
+        assert_within(5.0, first / second, 2.0);
+    }
+}
+
+#[test]
+fn a_stream_alone_gets_the_device() {
+    for watermark in [50, 90, 100] {
+        let mut model = Model::new(watermark, false);
+        model.add(2 * MB, 0, 1000);
+        let idle: Vec<_> = (0..30).map(|_| model.add(2 * MB, 1000, 1000)).collect();
+        let rates = model.rates(5, 30);
+        assert!(rates[0] >= 0.95 * DEVICE_BPS as f64, "{} of {}", rates[0], idle.len());
+        assert_eq!(model.flaps_after(5), 0, "{:?}", model.changes);
+    }
+}
+
+#[test]
+fn below_the_watermark_limits_are_lifted() {
+    for (watermark, lifted) in [(90, true), (40, false)] {
+        let mut model = Model::new(watermark, false);
+        let client = model.add(2 * MB, 0, 1000);
+        // Half of the device, five times the limit.
+        model.clients[client].pace = Duration::from_millis(96);
+        let rates = model.rates(1, 20);
+        assert_within(2.0, rates[0], REQUEST as f64 / 0.096);
+        assert_eq!(model.controller.enforcement(model.watermark) == Enforcement::Lifted, lifted);
+        assert_eq!(model.flaps_after(1), 0, "{:?}", model.changes);
+    }
+}
+
+#[test]
+fn a_third_stream_without_limits_leaves_the_others_what_they_were_promised_as_limits() {
+    let mut model = Model::new(90, false);
+    model.add(4 * MB, 0, 1000);
+    model.add(2 * MB, 0, 1000);
+    // Deep enough to keep the device busy whatever the others do.
+    for _ in 0..16 {
+        model.add(0, 20, 40);
+    }
+    model.run_until(s(20));
+    let rates = model.rates(22, 40);
+    assert_eq!(model.controller.enforcement(model.watermark), Enforcement::Enforced);
+    assert!(rates[0] <= 4.04 * MB as f64 && rates[1] <= 2.02 * MB as f64, "{rates:?}");
+    let rates = model.rates(42, 60);
+    assert!(rates[0] + rates[1] >= 0.95 * DEVICE_BPS as f64, "the device is theirs again: {rates:?}");
+    assert_within(5.0, rates[0] / rates[1], 2.0);
+}
+
+#[test]
+fn when_demand_ends_limits_are_lifted_within_two_seconds() {
+    let mut model = Model::new(90, false);
+    model.add(4 * MB, 0, 10);
+    model.add(2 * MB, 0, 10);
+    model.run_until(s(9));
+    assert_ne!(model.controller.enforcement(model.watermark), Enforcement::Lifted);
+    model.run_until(s(12));
+    assert_eq!(model.controller.enforcement(model.watermark), Enforcement::Lifted);
+}
+
+#[test]
+fn use_is_the_larger_of_operations_and_bytes() {
+    let capacity = Capacity { read_iops: 1000, write_iops: 500, read_bps: 10_000, write_bps: 0 };
+    let rates = Rates { read_iops: 100, write_iops: 100, read_bps: 9000, write_bps: 5 };
+    assert_eq!(capacity.use_of(rates), Some(900));
+    assert_eq!(capacity.use_of(Rates { read_bps: 0, ..rates }), Some(300));
+    assert_eq!(Capacity::default().use_of(rates), None);
+    assert_eq!(capacity.reservable(), (500, 0));
+    assert!(Watermark::new(100).is_some() && Watermark::new(101).is_none());
+}
