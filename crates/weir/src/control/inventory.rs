@@ -48,7 +48,6 @@ pub(crate) struct RunningDisk {
 }
 
 /// A disk that clients can reach.
-#[derive(Debug)]
 pub(crate) struct RunningExport {
     /// Unique among the exports.
     pub(crate) id: String,

@@ -17,12 +17,13 @@ use crate::{
 };
 
 /// A server that accepts clients.
-#[derive(Debug)]
 pub(crate) struct Serving {
     authorities: Vec<Authority>,
     server: Arc<nbd::Server>,
     /// Dropping one ends the accepting.
     accepting: RefCell<Vec<JoinHandle<()>>>,
+    /// Where its clients live: the threads end, and the clients with them, once nobody holds these.
+    workers: Rc<Vec<Worker>>,
     /// Removed when dropped.
     socket_files: RefCell<Vec<SocketFile>>,
 }
@@ -48,7 +49,12 @@ impl Serving {
             }));
         }
         let (accepting, socket_files) = (RefCell::new(accepting), RefCell::new(socket_files));
-        Rc::new(Self { authorities, server, accepting, socket_files })
+        Rc::new(Self { authorities, server, accepting, workers: Rc::clone(workers), socket_files })
+    }
+
+    /// The threads that its clients live on.
+    pub(crate) fn workers(&self) -> &Rc<Vec<Worker>> {
+        &self.workers
     }
 
     /// The server behind the sockets.
