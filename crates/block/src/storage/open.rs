@@ -11,7 +11,7 @@ use super::{
     fault::{Fault, FaultRule},
     file::{self, FileOptions},
     probe::{check_format, probe_file},
-    rate::{Rate, RateOptions},
+    rate::{Budgets, Rate, RateOptions},
 };
 use crate::image::{Image, Raw};
 
@@ -48,6 +48,8 @@ pub struct OpenOptions {
     pub delay: Option<DelayOptions>,
     /// Bandwidth bounded.
     pub rate: Option<RateOptions>,
+    /// Where `rate` finds the budget that it shares with others opened with the same.
+    pub budgets: Budgets,
     /// Rules by which requests fail, in order.
     pub faults: Vec<FaultRule>,
 }
@@ -69,7 +71,7 @@ pub fn open(spec: &str, options: OpenOptions) -> Result<Image, OpenError> {
         Spec::Null(size) => (Storage::Null(Null::new(not_empty(spec, size)?)), false),
     };
     let read_only = options.read_only;
-    let mut raw = Raw::new(wrapped(bottom, options));
+    let mut raw = Raw::new(wrapped(spec, bottom, options)?);
     if guard_header && !read_only {
         raw = raw.guarding_header();
     }
@@ -108,15 +110,22 @@ fn not_empty(spec: &str, size: u64) -> Result<u64, OpenError> {
 }
 
 /// In the order of the drawing in [`storage`](super): faults outermost, so that they cost no time.
-fn wrapped(mut storage: Storage, options: OpenOptions) -> Storage {
+fn wrapped(spec: &str, mut storage: Storage, options: OpenOptions) -> Result<Storage, OpenError> {
     if let Some(delay) = options.delay {
         storage = Storage::Delay(Box::new(Delay::new(storage, delay)));
     }
     if let Some(rate) = options.rate {
-        storage = Storage::Rate(Box::new(Rate::new(storage, rate)));
+        let budget = options.budgets.get(&rate).map_err(|error| {
+            OpenError::new(
+                spec,
+                format!("another image has shared={} with other rates", error.0),
+                "give both the same",
+            )
+        })?;
+        storage = Storage::Rate(Box::new(Rate::new(storage, budget)));
     }
     if !options.faults.is_empty() {
         storage = Storage::Fault(Box::new(Fault::new(storage, options.faults)));
     }
-    storage
+    Ok(storage)
 }

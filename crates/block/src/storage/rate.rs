@@ -12,11 +12,15 @@
 //! An idle line may be caught up by [`CATCH_UP`]: timers fire late and clients take time to answer, and without it
 //! a client with one request at a time would get less than the rate. It bounds what may pass too much after a pause.
 //!
+//! The lines are a **budget**. With `shared=NAME` all storages that say that name, in one [`Budgets`], stand in the same lines: they are partitions
+//! of one imitated device, which is what a watermark then looks at.
+//!
 //! Not a throttle for guests: no bursts, no groups, nothing to change while it runs. That is `layer`'s.
 
 use std::{
+    collections::HashMap,
     str::FromStr,
-    sync::{Mutex, PoisonError},
+    sync::{Arc, Mutex, PoisonError, Weak},
 };
 
 use policy::{
@@ -38,8 +42,11 @@ use crate::{
 /// How far behind the present a line may be and still be worked off: some timers' lateness, at 22 MiB/s 230 KiB.
 const CATCH_UP: Duration = Duration::from_millis(10);
 
+/// Longest name of a budget, in bytes: it is shown in a status and a log line.
+const MAX_NAME_BYTES: usize = 64;
+
 /// Rates a second; `None` is unlimited.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct RateOptions {
     /// Bytes a second, reads and writes together.
     pub bytes: Option<u64>,
@@ -49,17 +56,26 @@ pub struct RateOptions {
     pub read: Option<u64>,
     /// Bytes written a second.
     pub write: Option<u64>,
+    /// The name of the budget, for whoever else says it; `None` has it alone.
+    pub shared: Option<Arc<str>>,
 }
 
 impl FromStr for RateOptions {
     type Err = InvalidOption;
-    /// `bytes=22M,iops=500,read=30M,write=10M`, each optional.
+    /// `bytes=22M,iops=500,read=30M,write=10M,shared=NAME`, each optional.
     fn from_str(text: &str) -> std::result::Result<Self, InvalidOption> {
         fn rate(pair: &Pair<'_>) -> std::result::Result<Option<u64>, InvalidOption> {
             match pair.with(parse_size)? {
                 0 => Err(pair.error("is no rate at all (leave it out for no limit)")),
                 rate => Ok(Some(rate)),
             }
+        }
+        fn name(pair: &Pair<'_>) -> std::result::Result<Arc<str>, InvalidOption> {
+            let printable = !pair.value.chars().any(char::is_control);
+            if pair.value.len() > MAX_NAME_BYTES || !printable {
+                return Err(pair.error("is no name (64 bytes at most, and no control characters)"));
+            }
+            Ok(pair.value.into())
         }
         let mut options = Self::default();
         for pair in pairs("rate", text)? {
@@ -68,7 +84,8 @@ impl FromStr for RateOptions {
                 "iops" => options.iops = rate(&pair)?,
                 "read" => options.read = rate(&pair)?,
                 "write" => options.write = rate(&pair)?,
-                _ => return Err(pair.unknown("bytes, iops, read, write")),
+                "shared" => options.shared = Some(name(&pair)?),
+                _ => return Err(pair.unknown("bytes, iops, read, write, shared")),
             }
         }
         Ok(options)
@@ -79,55 +96,77 @@ impl FromStr for RateOptions {
 #[derive(Debug)]
 struct Line {
     rate: u64,
-    /// The line's end, and what of a nanosecond the division has left over, in units / rate. Without it many small
-    /// requests would add up to an error.
-    end: Mutex<(Instant, u64)>,
+    queue: Mutex<Queue>,
+}
+
+#[derive(Debug)]
+struct Queue {
+    end: Instant,
+    /// What of a nanosecond the division has left over, in units / rate. Without it many small requests would add up to an error.
+    left_over: u64,
+    /// The time of all that was ever put into the line.
+    work: Duration,
 }
 
 impl Line {
     fn new(rate: u64) -> Self {
-        Self { rate, end: Mutex::new((Instant::ZERO, 0)) }
+        Self { rate, queue: Mutex::new(Queue { end: Instant::ZERO, left_over: 0, work: Duration::ZERO }) }
     }
 
     /// Puts `units` at the end of the line; returns when they will have passed.
     fn append(&self, units: u64, now: Instant) -> Instant {
-        let mut end = self.end.lock().unwrap_or_else(PoisonError::into_inner);
-        let (at, left_over) = *end;
+        let mut queue = self.queue.lock().unwrap_or_else(PoisonError::into_inner);
         let earliest = Instant::from_nanos(now.as_nanos().saturating_sub(CATCH_UP.as_nanos() as u64));
-        let (start, left_over) = if at < earliest { (earliest, 0) } else { (at, left_over) };
+        let (start, left_over) =
+            if queue.end < earliest { (earliest, 0) } else { (queue.end, queue.left_over) };
         let scaled = u128::from(units) * u128::from(NANOS_PER_SECOND) + u128::from(left_over);
         let rate = u128::from(self.rate);
-        let cost = u64::try_from(scaled / rate).unwrap_or(u64::MAX);
-        *end = (start + Duration::from_nanos(cost), (scaled % rate) as u64);
-        end.0
+        let cost = Duration::from_nanos(u64::try_from(scaled / rate).unwrap_or(u64::MAX));
+        queue.left_over = (scaled % rate) as u64;
+        queue.end = start + cost;
+        queue.work = queue.work.saturating_add(cost);
+        queue.end
+    }
+
+    /// How long the line has worked by now, since it was made.
+    fn worked(&self, now: Instant) -> Duration {
+        let queue = self.queue.lock().unwrap_or_else(PoisonError::into_inner);
+        queue.work.saturating_sub(Duration::from_nanos(queue.end.nanos_since(now)))
     }
 }
 
-/// A storage with its bandwidth bounded.
+/// The lines of an imitated device.
 #[derive(Debug)]
-pub struct Rate {
-    inner: Storage,
+pub struct Budget {
+    options: RateOptions,
     bytes: Option<Line>,
     iops: Option<Line>,
     /// Read, write.
     by_direction: [Option<Line>; 2],
 }
 
-impl Rate {
-    /// Bounds the bandwidth of `inner`. A rate of zero is no limit.
-    pub fn new(inner: Storage, options: RateOptions) -> Self {
+impl Budget {
+    /// A device of these rates. A rate of zero is no limit.
+    pub fn new(options: RateOptions) -> Self {
         let line = |rate: Option<u64>| rate.filter(|&rate| rate > 0).map(Line::new);
         Self {
-            inner,
             bytes: line(options.bytes),
             iops: line(options.iops),
             by_direction: [line(options.read), line(options.write)],
+            options,
         }
     }
 
-    /// What is wrapped.
-    pub fn inner(&self) -> &Storage {
-        &self.inner
+    /// What it was made of.
+    pub fn options(&self) -> &RateOptions {
+        &self.options
+    }
+
+    /// How long the device has worked by `now`: its busiest line's time since it was made. At full use it grows as the clock does.
+    pub fn worked(&self, now: Instant) -> Duration {
+        let [read, write] = &self.by_direction;
+        let lines = [&self.bytes, &self.iops, read, write];
+        lines.into_iter().flatten().map(|line| line.worked(now)).max().unwrap_or(Duration::ZERO)
     }
 
     /// When a request that moves `bytes` will be done.
@@ -138,6 +177,57 @@ impl Rate {
             .into_iter()
             .filter_map(|(line, units)| Some(line.as_ref()?.append(units, now)))
             .fold(Instant::ZERO, Instant::max)
+    }
+}
+
+/// The budgets that have a name, as long as somebody has them. A copy is the same budgets.
+#[derive(Clone, Debug, Default)]
+pub struct Budgets(Arc<Mutex<HashMap<Arc<str>, Weak<Budget>>>>);
+
+/// Two storages give one device different rates.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("rate: shared={0}: has other rates where it is named first (give it the same everywhere)")]
+pub struct RatesDiffer(pub Arc<str>);
+
+impl Budgets {
+    /// The budget that `options` name, or a new one where they name none or the first does.
+    ///
+    /// # Errors
+    /// If the budget of that name has other rates.
+    pub fn get(&self, options: &RateOptions) -> std::result::Result<Arc<Budget>, RatesDiffer> {
+        let Some(name) = &options.shared else { return Ok(Arc::new(Budget::new(options.clone()))) };
+        let mut budgets = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(budget) = budgets.get(name).and_then(Weak::upgrade) {
+            return if budget.options == *options { Ok(budget) } else { Err(RatesDiffer(Arc::clone(name))) };
+        }
+        budgets.retain(|_, budget| budget.strong_count() > 0);
+        let budget = Arc::new(Budget::new(options.clone()));
+        budgets.insert(Arc::clone(name), Arc::downgrade(&budget));
+        Ok(budget)
+    }
+}
+
+/// A storage with its bandwidth bounded.
+#[derive(Debug)]
+pub struct Rate {
+    inner: Storage,
+    budget: Arc<Budget>,
+}
+
+impl Rate {
+    /// Bounds the bandwidth of `inner` by a budget, which others may have too.
+    pub fn new(inner: Storage, budget: Arc<Budget>) -> Self {
+        Self { inner, budget }
+    }
+
+    /// What is wrapped.
+    pub fn inner(&self) -> &Storage {
+        &self.inner
+    }
+
+    /// What bounds it.
+    pub fn budget(&self) -> &Arc<Budget> {
+        &self.budget
     }
 
     pub(super) fn size_bytes(&self) -> u64 {
@@ -167,14 +257,14 @@ impl Rate {
     // The request below runs first and its time counts as part of the line's, so a slower storage adds nothing.
 
     pub(super) async fn read(&self, offset: u64, buffer: Buffer) -> Result<Buffer> {
-        let done = self.charge(Direction::Read, buffer.len() as u64);
+        let done = self.budget.charge(Direction::Read, buffer.len() as u64);
         let result = Box::pin(self.inner.read(offset, buffer)).await;
         sleep_until(done).await;
         result
     }
 
     pub(super) async fn write(&self, offset: u64, data: Segments, durability: Durability) -> Result<()> {
-        let done = self.charge(Direction::Write, data.len() as u64);
+        let done = self.budget.charge(Direction::Write, data.len() as u64);
         let result = Box::pin(self.inner.write(offset, data, durability)).await;
         sleep_until(done).await;
         result
@@ -186,14 +276,14 @@ impl Rate {
 
     /// Costs a request but no bytes: a device is told what to zero, it is not sent the zeroes.
     pub(super) async fn write_zeroes(&self, offset: u64, length: u64, options: ZeroOptions) -> Result<()> {
-        let done = self.charge(Direction::Write, 0);
+        let done = self.budget.charge(Direction::Write, 0);
         let result = Box::pin(self.inner.write_zeroes(offset, length, options)).await;
         sleep_until(done).await;
         result
     }
 
     pub(super) async fn discard(&self, offset: u64, length: u64) -> Result<()> {
-        let done = self.charge(Direction::Write, 0);
+        let done = self.budget.charge(Direction::Write, 0);
         let result = Box::pin(self.inner.discard(offset, length)).await;
         sleep_until(done).await;
         result
@@ -214,11 +304,16 @@ mod tests {
         storage::null::Null,
     };
 
+    fn imitated(options: &RateOptions) -> Rate {
+        let budget = Budgets::default().get(options).expect("the first");
+        Rate::new(Storage::Null(Null::new(1 << 30)), budget)
+    }
+
     /// Reads done in `seconds` by `clients` that take `think` between two reads.
     fn reads(options: &str, clients: u32, size: usize, think: Duration, seconds: u64) -> u64 {
         let options: RateOptions = options.parse().expect("valid");
         sim::run(1, async move {
-            let rate = Rc::new(Rate::new(Storage::Null(Null::new(1 << 30)), options));
+            let rate = Rc::new(imitated(&options));
             let done = Rc::new(Cell::new(0));
             let end = now() + Duration::from_secs(seconds);
             let tasks: Vec<_> = (0..clients)
@@ -278,8 +373,8 @@ mod tests {
     #[test]
     fn the_slowest_line_decides_and_writes_have_their_own() {
         sim::run(1, async {
-            let options = "bytes=1M,write=512K,iops=1000".parse().expect("valid");
-            let rate = Rate::new(Storage::Null(Null::new(1 << 30)), options);
+            let options: RateOptions = "bytes=1M,write=512K,iops=1000".parse().expect("valid");
+            let rate = imitated(&options);
             sleep_until(Instant::from_nanos(NANOS_PER_SECOND)).await;
             let began = now();
             let data = Buffer::zeroed(1 << 20);
@@ -292,10 +387,47 @@ mod tests {
     fn errors_name_key_value_and_rule() {
         for (text, message) in [
             ("bytes=0", "rate: bytes=0: is no rate at all (leave it out for no limit)"),
-            ("burst=1", "rate: burst=1: no such key (there are bytes, iops, read, write)"),
+            ("burst=1", "rate: burst=1: no such key (there are bytes, iops, read, write, shared)"),
         ] {
             assert_eq!(text.parse::<RateOptions>().expect_err(text).to_string(), message);
         }
         assert!("bytes=fast".parse::<RateOptions>().is_err());
+    }
+
+    #[test]
+    fn who_shares_a_name_shares_the_lines_and_must_agree_on_the_rates() {
+        let budgets = Budgets::default();
+        let get = |text: &str| budgets.get(&text.parse().expect("valid"));
+        let one = get("bytes=1M,shared=slow").expect("the first");
+        assert!(Arc::ptr_eq(&one, &get("shared=slow,bytes=1M").expect("the same")));
+        assert!(!Arc::ptr_eq(&one, &get("bytes=1M,shared=other").expect("another name")));
+        assert!(!Arc::ptr_eq(&get("bytes=1M").expect("alone"), &get("bytes=1M").expect("alone")));
+        let message =
+            "rate: shared=slow: has other rates where it is named first (give it the same everywhere)";
+        assert_eq!(get("bytes=2M,shared=slow").expect_err("differs").to_string(), message);
+        drop(one);
+        assert!(get("bytes=2M,shared=slow").is_ok(), "a name that nobody has any more is free");
+    }
+
+    #[test]
+    fn a_budget_knows_how_long_it_has_worked() {
+        sim::run(1, async {
+            let rate = imitated(&"bytes=1M,shared=x".parse().expect("valid"));
+            let at = |ms| Instant::ZERO + Duration::from_millis(ms);
+            sleep_until(at(1000)).await;
+            assert_eq!(rate.budget().worked(now()), Duration::ZERO);
+            let read = spawn_joinable({
+                let budget = Arc::clone(rate.budget());
+                async move {
+                    Rate::new(Storage::Null(Null::new(1 << 30)), budget).read(0, Buffer::new(1 << 19)).await
+                }
+            });
+            sleep_until(at(1240)).await;
+            // It began before it was asked: the line was caught up.
+            assert_eq!(rate.budget().worked(now()), Duration::from_millis(250));
+            read.await.expect("null");
+            sleep_until(at(9000)).await;
+            assert_eq!(rate.budget().worked(now()), Duration::from_millis(500), "idle time is no work");
+        });
     }
 }

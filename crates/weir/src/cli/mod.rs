@@ -149,7 +149,7 @@ struct ImitateArgs {
     /// A slower device: each request takes longer, such as read=5ms,write=1ms,parallel=4
     #[arg(long, value_name = "TIMES", value_parser = plan::read::<DelayOptions>, conflicts_with = "config")]
     delay: Option<DelayOptions>,
-    /// A narrower device: so much passes per second, such as bytes=22M
+    /// A narrower device: so much passes per second, such as bytes=22M; with shared=NAME for all disks together
     #[arg(long, value_name = "RATES", value_parser = plan::read::<RateOptions>, conflicts_with = "config")]
     rate: Option<RateOptions>,
     /// A failing device, such as kind=read,offset=1M-2M,error=EIO,count=3; repeatable
@@ -251,7 +251,7 @@ impl ImageArgs {
             settings: settings.clone(),
             group: self.group.as_ref().map(|name| said("group", name)),
             delay: imitate.delay.map(|delay| Said::new(delay, Place::new("--delay"))),
-            rate: imitate.rate.map(|rate| Said::new(rate, Place::new("--rate"))),
+            rate: imitate.rate.as_ref().map(|rate| Said::new(rate.clone(), Place::new("--rate"))),
             faults: imitate.fault.iter().map(|rule| Said::new(rule.clone(), Place::new("--fault"))).collect(),
             exports: Vec::new(),
         }

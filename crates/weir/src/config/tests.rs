@@ -446,6 +446,22 @@ fn an_image_has_one_writer() {
 }
 
 #[test]
+fn disks_on_one_imitated_device_agree_on_its_rates() {
+    let two = |first: &str, second: &str| {
+        let disk = |name, rate| format!("[disk.{name}]\nimage = \"null:1\"\nrate = \"{rate}\"\n");
+        disk("a", first) + &disk("b", second)
+    };
+    check(
+        &two("bytes=1M,shared=x", "bytes=2M,shared=x"),
+        "weir.toml:6: disk.b.rate = \"bytes=2M,shared=x\": \
+         another disk shares \"x\" with other rates (give both the same, or another name)",
+    );
+    for second in ["shared=x,bytes=1M", "bytes=2M,shared=y", "bytes=2M"] {
+        assert_eq!(plan(&two("bytes=1M,shared=x", second)).disks.len(), 2);
+    }
+}
+
+#[test]
 fn sharing_is_for_reading() {
     check_disk(
         "force-share = true",

@@ -10,6 +10,8 @@ use std::{
     time::Duration,
 };
 
+use block::storage::rate::RateOptions;
+
 use super::{
     Address, Disk, DiskDraft, Draft, Endpoint, Export, ExportDraft, GroupDraft, LogSettings, Place, Plan,
     Said, Server, Service, ServiceDraft, Settings, Wrong, groups::Groups,
@@ -41,6 +43,7 @@ impl Plan {
         }
         check_names(&draft)?;
         check_images(&draft.disks)?;
+        check_rates(&draft.disks)?;
         let (by_name, groups) = Groups::plan(&draft.groups)?;
         let disks = draft.disks.iter().map(|disk| plan_disk(disk, &by_name)).collect::<Result<_, _>>()?;
         let standard = standard_endpoints(&draft, inherited)?;
@@ -120,6 +123,20 @@ fn check_images(disks: &[DiskDraft]) -> Result<(), Wrong> {
     Ok(())
 }
 
+/// Disks on one imitated device say the same of it.
+fn check_rates(disks: &[DiskDraft]) -> Result<(), Wrong> {
+    let mut first: HashMap<&str, &RateOptions> = HashMap::new();
+    for said in disks.iter().filter_map(|disk| disk.rate.as_ref()) {
+        let Some(name) = &said.value.shared else { continue };
+        if *first.entry(name).or_insert(&said.value) != &said.value {
+            return Err(said.place.wrong(format!(
+                "another disk shares {name:?} with other rates (give both the same, or another name)"
+            )));
+        }
+    }
+    Ok(())
+}
+
 fn plan_disk(disk: &DiskDraft, groups: &Groups<'_>) -> Result<Disk, Wrong> {
     let value = |said: &Said<String>| said.value.clone();
     if let Some(description) = &disk.description {
@@ -136,7 +153,7 @@ fn plan_disk(disk: &DiskDraft, groups: &Groups<'_>) -> Result<Disk, Wrong> {
         read_only: disk.read_only,
         force_share: disk.force_share.is_some(),
         delay: disk.delay.as_ref().map(|said| said.value),
-        rate: disk.rate.as_ref().map(|said| said.value),
+        rate: disk.rate.as_ref().map(|said| said.value.clone()),
         faults: disk.faults.iter().map(|said| said.value.clone()).collect(),
         settings,
         group,

@@ -7,7 +7,7 @@ use block::{
     disk::Disk,
     export::nbd,
     layer::throttle::Group,
-    storage::{OpenOptions, open},
+    storage::{OpenOptions, open, rate::Budgets},
 };
 
 use crate::{
@@ -29,12 +29,13 @@ pub(super) fn disks(plan: &Plan, inventory: &Inventory) -> anyhow::Result<()> {
     for remark in plan.remarks() {
         tracing::warn!(name = remark.name, "{}", remark.remark);
     }
+    let budgets = Budgets::default();
     for planned in &plan.disks {
         let group = match planned.group {
             Some(index) => Arc::clone(&groups[index]),
             None => Group::new(&planned.name, planned.settings.limits)?,
         };
-        inventory.add_disk(disk(planned, &group)?)?;
+        inventory.add_disk(disk(planned, &group, &budgets)?)?;
     }
     Ok(())
 }
@@ -43,8 +44,8 @@ pub(super) fn disks(plan: &Plan, inventory: &Inventory) -> anyhow::Result<()> {
 ///
 /// # Errors
 /// If the image cannot be served, with the reason.
-fn disk(planned: &plan::Disk, group: &Arc<Group>) -> anyhow::Result<RunningDisk> {
-    let image = open(&planned.image.spec()?, options(planned))?;
+fn disk(planned: &plan::Disk, group: &Arc<Group>, budgets: &Budgets) -> anyhow::Result<RunningDisk> {
+    let image = open(&planned.image.spec()?, options(planned, budgets))?;
     tracing::debug!(disk = planned.name, image = image.description(), "opened");
     Ok(RunningDisk {
         disk: Arc::new(Disk::new(&planned.name, image, group)),
@@ -54,14 +55,15 @@ fn disk(planned: &plan::Disk, group: &Arc<Group>) -> anyhow::Result<RunningDisk>
     })
 }
 
-fn options(disk: &plan::Disk) -> OpenOptions {
+fn options(disk: &plan::Disk, budgets: &Budgets) -> OpenOptions {
     OpenOptions {
         cache: disk.cache,
         format: disk.format,
         read_only: disk.read_only,
         force_share: disk.force_share,
         delay: disk.delay,
-        rate: disk.rate,
+        rate: disk.rate.clone(),
+        budgets: budgets.clone(),
         faults: disk.faults.clone(),
     }
 }
