@@ -17,11 +17,6 @@ pub(crate) enum Change {
         /// The disk's or group's name.
         name: String,
     },
-    /// The daemon begins to end.
-    Ending {
-        /// Whether it was asked over the control socket, not by a signal.
-        by_command: bool,
-    },
 }
 
 type Listener = Rc<dyn Fn(&Change)>;

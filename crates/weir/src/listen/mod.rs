@@ -58,7 +58,6 @@ pub(crate) fn open(endpoint: &Endpoint, inherited: &mut Option<Inherited>) -> an
 ///
 /// # Errors
 /// As [`open`].
-#[allow(dead_code, reason = "the daemon opens its control socket next")]
 pub(crate) fn private(path: &Path) -> anyhow::Result<Listener> {
     let bound = unix::bind_private(path);
     let (listener, file) = bound.with_context(|| Address::Unix(path.to_owned()).to_string())?;

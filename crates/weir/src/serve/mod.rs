@@ -30,8 +30,8 @@ use crate::{
     cli::ServeArgs,
     config,
     control::{
-        change::Change,
         inventory::{End, Inventory, NewExport, RunningDisk},
+        qmp::{Control, Ending},
         serving::Serving,
     },
     listen::{self, Inherited},
@@ -96,6 +96,7 @@ enum Event {
 /// A daemon that serves.
 struct Daemon {
     inventory: Rc<Inventory>,
+    control: Rc<Control>,
     _pid_file: Option<PidFile>,
     events: (async_channel::Sender<Event>, async_channel::Receiver<Event>),
 }
@@ -120,10 +121,14 @@ impl Daemon {
         assemble::disks(plan, &inventory)?;
         let tls = assemble::credentials(&plan.service.tls)?;
         let workers = Rc::new(start_workers(&plan.service)?);
+        // Bound before anything is served, and heard once everything is: a command finds the daemon whole.
+        let sockets = plan.service.qmp.iter().map(|path| listen::private(path));
+        let sockets = sockets.collect::<anyhow::Result<_>>()?;
         let uris = listen(plan, inherited, tls, &workers, &inventory)?;
+        let control = Rc::new(Control::start(&inventory, sockets));
         let pid_file = plan.service.pid_file.as_deref().map(PidFile::write).transpose()?;
         announce(&uris);
-        Ok(Self { inventory, _pid_file: pid_file, events })
+        Ok(Self { inventory, control, _pid_file: pid_file, events })
     }
 
     /// Waits for the end, and sees to it that it is orderly.
@@ -143,18 +148,18 @@ impl Daemon {
                 }
                 Event::Signal(Request::End(signal)) => {
                     ending = true;
-                    self.finish(signal, false);
+                    self.finish(signal, Ending::Signal);
                 }
                 Event::End(_) if ending => {}
                 Event::End(End::Asked) => {
                     ending = true;
-                    self.finish("quit", true);
+                    self.finish("quit", Ending::Quit);
                 }
                 Event::End(End::Broken(error)) => {
                     tracing::error!("{error:#}");
                     outcome = Err(error);
                     ending = true;
-                    self.finish("broken", false);
+                    self.finish("broken", Ending::Failure);
                 }
                 Event::Finished(result) => {
                     self.sum_up();
@@ -185,7 +190,7 @@ impl Daemon {
     }
 
     /// Starts the end: no more clients, what is in flight completes, disks are flushed. `signal` is why: a signal's name, or another word.
-    fn finish(&self, signal: &str, by_command: bool) {
+    fn finish(&self, signal: &str, ending: Ending) {
         tracing::info!(signal, connections = self.inventory.connections(), "stopping");
         notify(&[NotifyState::Stopping]);
         let servers = self.inventory.servers();
@@ -199,12 +204,14 @@ impl Daemon {
                 tracing::warn!(disk = %disk.name(), %error, "the limits stay in force");
             }
         }
-        self.inventory.tell(&Change::Ending { by_command });
+        let control = Rc::clone(&self.control);
+        let control = reactor::spawn_joinable(async move { control.stop(ending).await });
         let events = self.events.0.clone();
         reactor::spawn(async move {
             for serving in servers {
                 serving.stop().await;
             }
+            control.await;
             let result = flush(&disks).await;
             let _ = events.try_send(Event::Finished(result));
         });

@@ -64,7 +64,5 @@ fn tell(events: &Events, change: &Change) {
     match change {
         Change::ExportDeleted { id } => events.emit("BLOCK_EXPORT_DELETED", json!({ "id": id })),
         Change::SettingsChanged { name } => events.emit("X_WEIR_SETTINGS_CHANGED", json!({ "name": name })),
-        // `SHUTDOWN` is the server's own: nothing comes after it.
-        Change::Ending { .. } => {}
     }
 }

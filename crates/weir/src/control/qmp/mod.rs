@@ -25,5 +25,4 @@ mod server;
 mod session;
 mod stream;
 
-#[allow(unused_imports, reason = "the daemon opens its socket next")]
 pub(crate) use {control::Control, server::Ending};
