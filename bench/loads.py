@@ -97,6 +97,37 @@ def completions(load, where, seconds):
     return sorted(int(line.split(",", 1)[0]) for line in lines)
 
 
+def together(jobs, seconds):
+    """Runs several loads at once, begun together; `jobs` are pairs of a load and a URI.
+
+    Gives for each the times of its completions, in milliseconds from its start.
+    """
+    argv = ["fio", "--ioengine=nbd", "--time_based", f"--runtime={seconds * 1000:.0f}ms", "--norandommap",
+            "--randrepeat=0", "--disable_clat=1", "--disable_slat=1"]  # fmt: skip
+    with tempfile.TemporaryDirectory(prefix="weir-bench.") as directory:
+        for number, (load, uri) in enumerate(jobs):
+            argv += [f"--name=load{number}", f"--uri={uri}", f"--rw={load.kind}", f"--bs={load.block_bytes}",
+                     f"--iodepth={load.depth}", f"--write_lat_log={directory}/{number}"]  # fmt: skip
+        run(argv, seconds + 60)
+        # fio counts its jobs through, from one, in the names of their logs.
+        logs = [Path(directory, f"{number}_lat.{number + 1}.log") for number in range(len(jobs))]
+        return [sorted(int(line.split(",", 1)[0]) for line in log.read_text().splitlines()) for log in logs]
+
+
+def in_total(jobs, seconds):
+    """Runs several loads at once and counts what completed in all: for rates too high to log every completion."""
+    argv = ["fio", "--ioengine=nbd", "--time_based", f"--runtime={seconds * 1000:.0f}ms", "--norandommap",
+            "--randrepeat=0", "--group_reporting", "--output-format=json"]  # fmt: skip
+    for number, (load, uri) in enumerate(jobs):
+        argv += [f"--name=load{number}", f"--uri={uri}", f"--rw={load.kind}", f"--bs={load.block_bytes}",
+                 f"--iodepth={load.depth}"]  # fmt: skip
+    out = run(argv, seconds + 60)
+    job = json.loads(out[out.index("{") :])["jobs"][0]
+    if job["error"] != 0 or job["read"]["total_ios"] == 0:
+        raise LoadFailed(f"fio: {job['read']['total_ios']} reads completed, error {job['error']}")
+    return {"iops": job["read"]["iops"], "requests": job["read"]["total_ios"]}
+
+
 def nbdcopy_out(uri, size_bytes, connections=None):
     """Copies the whole export to nowhere, with nbdcopy's own choice of connections unless told."""
     options = [] if connections is None else [f"--connections={connections}"]

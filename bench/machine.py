@@ -14,6 +14,7 @@ PROGRAMS = {
     "nbdkit": ["nbdkit", "--version"],
     "libnbd": ["nbdcopy", "--version"],
     "fio": ["fio", "--version"],
+    "storage daemon": ["qemu-storage-daemon", "--version"],
 }
 
 

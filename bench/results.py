@@ -16,6 +16,13 @@ class Results:
     def __init__(self, samples):
         self.samples = samples
 
+    def of(self, contender=None):
+        """The samples of one contender; of the only one unless it is named."""
+        if contender is None:
+            (samples,) = self.samples.values()
+            return samples
+        return self.samples[contender]
+
     def median(self, contender, key):
         """The median of one figure of one contender."""
         return median(sample[key] for sample in self.samples[contender])
@@ -97,8 +104,7 @@ class Within:
     key: str = "rate"
 
     def judge(self, results):
-        (samples,) = results.samples.values()
-        errors = [sample[self.key] / self.asked - 1 for sample in samples]
+        errors = [sample[self.key] / self.asked - 1 for sample in results.of()]
         worst = max(errors, key=abs)
         return Verdict(
             f"{self.asked:,.0f}/s within {self.tolerance:.1%}", f"{worst:+.2%}", abs(worst) <= self.tolerance
@@ -107,13 +113,49 @@ class Within:
 
 @dataclass(frozen=True)
 class AtMost:
-    """Asks that a figure stay at or below a bound in every round; `show` makes text of a value."""
+    """Asks that a figure stay at or below a bound in every round; `show` makes text of a value.
 
+    `who` names the contender where there are several.
+    """
+
+    bound: float
+    key: str
+    show: object
+    who: str = None
+
+    def judge(self, results):
+        samples = results.of(self.who)
+        worst = max(sample[self.key] for sample in samples)
+        asked = f"{self.key} ≤ {self.show(self.bound)}"
+        return Verdict(f"{self.who}: {asked}" if self.who else asked, self.show(worst), worst <= self.bound)
+
+
+@dataclass(frozen=True)
+class AtLeast:
+    """Asks that the median of a contender's figure reach a bound."""
+
+    who: str
     bound: float
     key: str
     show: object
 
     def judge(self, results):
-        (samples,) = results.samples.values()
-        worst = max(sample[self.key] for sample in samples)
-        return Verdict(f"{self.key} ≤ {self.show(self.bound)}", self.show(worst), worst <= self.bound)
+        middle = results.median(self.who, self.key)
+        asked = f"{self.who}: {self.key} ≥ {self.show(self.bound)}"
+        return Verdict(asked, self.show(middle), middle >= self.bound)
+
+
+@dataclass(frozen=True)
+class About:
+    """Asks that the median of a contender's figure be `asked` within `tolerance`, a part of it."""
+
+    who: str
+    asked: float
+    tolerance: float
+    key: str
+    show: object
+
+    def judge(self, results):
+        error = results.median(self.who, self.key) / self.asked - 1
+        asked = f"{self.who}: {self.key} = {self.show(self.asked)} within {self.tolerance:.0%}"
+        return Verdict(asked, f"{error:+.2%}", abs(error) <= self.tolerance)

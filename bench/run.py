@@ -3,7 +3,7 @@
 
 Why interleaved: A, B, C, A, B, C …, so that a slow minute of the machine hits all of them. Read a ratio, not a number.
 
-    bench/run.py                                 everything, about 20 minutes
+    bench/run.py                                 everything, about 25 minutes
     bench/run.py --rows 'file-*' --rounds 3      a part of it
     bench/run.py --peers-only                    what the machine gives without weir
     bench/run.py --short                         seconds: only whether everything runs
@@ -23,18 +23,28 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 
+import nbd
+
 import idle
 import limits
 import machine
+import members
+import qmp
 import report
 import rows
+import shares
+import waits
+import watermark
 from loads import LoadFailed
 from results import Results
 from servers import ServerFailed
 
 ROOT = Path(__file__).resolve().parent.parent
 TARGET = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target"))
-ROWS = (*rows.ROWS, *limits.ROWS, *idle.ROWS)
+SUBJECTS = (rows, limits, idle, shares, members, waits, watermark)
+ROWS = tuple(row for subject in SUBJECTS for row in subject.ROWS)
+# What a row may fail with: a client, a server, a monitor, a connection of our own.
+FAILURES = (LoadFailed, ServerFailed, qmp.CommandFailed, nbd.Error)
 MIB = 1 << 20
 
 
@@ -120,7 +130,7 @@ def outcome_of(row, setup, rounds, judged):
     """One row's outcome. A row that fails does not end the table: the others may still be what was wanted."""
     try:
         results = measure(row, setup, rounds)
-    except (LoadFailed, ServerFailed) as error:
+    except FAILURES as error:
         return Outcome(row, failure=str(error))
     verdicts = [asked.judge(results) for asked in row.asked] if judged else []
     return Outcome(row, results, verdicts)

@@ -39,6 +39,7 @@ class Server:
     def __enter__(self):
         self._directory = tempfile.TemporaryDirectory(prefix="weir-bench.")
         self._log_path = Path(self._directory.name, "log")
+        self.prepare(Path(self._directory.name))
         listener = self._listen()
         with listener, open(self._log_path, "wb") as log:
             self._process = subprocess.Popen(
@@ -51,6 +52,13 @@ class Server:
             self._stop(quiet=kind is not None)
         finally:
             self._directory.cleanup()
+
+    def prepare(self, directory):
+        """Called before the start with a directory that ends with the server: for files its command line names."""
+
+    def uri_of(self, export):
+        """The URI of one export among several."""
+        return self.uri.replace("///", f"///{export}", 1) if not self.tcp else f"{self.uri}/{export}"
 
     def _listen(self):
         """The socket clients connect to; `uri` and, over TCP, `address` name it."""
@@ -77,6 +85,9 @@ class Server:
 
     def _stop(self, quiet):
         """Ends the process. `quiet` when another failure is on its way out and must not be hidden."""
+        if self._process.poll() is not None:
+            # Whatever failed because of it says less than the server's last words.
+            raise ServerFailed(f"{shlex.join(self.argv)[:200]}: ended by itself\n{self.log()}")
         self._process.send_signal(signal.SIGTERM)
         try:
             status = self._process.wait(STOP_SECONDS)

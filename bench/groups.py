@@ -1,0 +1,85 @@
+"""Daemons that serve several disks in one throttle group: weir from a config file, qemu-storage-daemon from its options.
+
+Why one description for both: what is compared must be the same disks under the same limits. What QEMU has no word for (weights,
+reservations) stays a setting of weir's, and QEMU's figure then shows what its users get today.
+
+Never puts a load on them.
+"""
+
+from dataclasses import dataclass, field
+
+import qmp
+import servers
+
+GROUP = "tenant"
+NULL = "null:1G"
+
+
+@dataclass(frozen=True)
+class Disk:
+    """One disk; `settings` are keys of its table in weir's config, which QEMU is not told."""
+
+    name: str
+    settings: dict = field(default_factory=dict)
+
+
+def toml(value):
+    """A number or a text as TOML writes it."""
+    return f'"{value}"' if isinstance(value, str) else str(value)
+
+
+def table(title, keys):
+    """One table of a config file."""
+    return "\n".join([f"[{title}]", *(f"{key} = {toml(value)}" for key, value in keys.items()), ""])
+
+
+class Daemon(servers.Server):
+    """A server whose command line needs a directory of its own: a config file, a monitor's socket."""
+
+    def __init__(self, command):
+        super().__init__([])
+        self._command = command
+
+    def prepare(self, directory):
+        self._monitor_path = directory / "qmp.sock"
+        self.argv = [str(word) for word in self._command(directory, self._monitor_path)]
+
+    def monitor(self):
+        """A connection to its monitor. The socket exists once an NBD client has been greeted."""
+        return qmp.Monitor(self._monitor_path)
+
+
+def weir_from(program, config):
+    """weir with a config file of this text."""
+
+    def command(directory, monitor):
+        path = directory / "weir.toml"
+        path.write_text(config)
+        return [program, "serve", "--config", path, "--qmp", f"unix:{monitor}"]
+
+    return Daemon(command)
+
+
+def weir(program, limits, disks, image=NULL, daemon=None):
+    """weir with `disks` in one group of these limits."""
+    tables = [table("daemon", daemon)] if daemon else []
+    tables.append(table(f"group.{GROUP}", limits))
+    tables += [table(f"disk.{disk.name}", {"image": image, "group": GROUP} | disk.settings) for disk in disks]
+    return weir_from(program, "\n".join(tables))
+
+
+def storage_daemon(limits, disks, idle=0, file="driver=null-co,size=1073741824"):
+    """qemu-storage-daemon with `disks` in one group of these limits, and `idle` members more that nobody can reach."""
+
+    def command(_directory, monitor):
+        below = ",".join(f"file.{option}" for option in file.split(","))
+        group = ",".join(["throttle-group", f"id={GROUP}", *(f"x-{key}={value}" for key, value in limits.items())])
+        argv = ["qemu-storage-daemon", "--chardev", f"socket,id=qmp,path={monitor},server=on,wait=off"]
+        argv += ["--monitor", "chardev=qmp", "--nbd-server", "addr.type=fd,addr.str=3", "--object", group]
+        for name in [*(disk.name for disk in disks), *(f"idle{number}" for number in range(idle))]:
+            argv += ["--blockdev", f"driver=throttle,node-name={name},throttle-group={GROUP},{below}"]
+        for disk in disks:
+            argv += ["--export", f"type=nbd,id={disk.name},node-name={disk.name},name={disk.name},writable=on"]
+        return argv
+
+    return Daemon(command)

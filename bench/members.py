@@ -1,0 +1,119 @@
+"""The rows that ask what a group costs, and what it covers: idle members, two workers on one lock, reads of holes.
+
+Why: one group for a whole host is only an option if a member that does nothing costs nothing and threads do not stand in line for
+its buckets; and a limit that some reads slip past is none.
+
+Never compares a rate that a limit cut with one that the processor cut, except where the title says so.
+"""
+
+import groups
+import loads
+from groups import Disk
+from limits import SKIP_MS, passed_per_second
+from loads import Load
+from results import About, Faster
+from rows import OUT_OF_REACH, WEIR, Row
+from shares import QSD
+
+LOAD = Load("randread", 32)
+ACTIVE = Disk("active")
+UNREACHED = {"iops-total": int(OUT_OF_REACH[1]), "bps-total": 10**14}
+# With 8000 it takes three quarters of a minute to start.
+QSD_IDLE = (2, 4000)
+WORKERS_RATE = 100_000
+HOLES_RATE = 1000
+
+
+def idle_members(setup, stack):
+    """One active member beside many that do nothing, under a limit that never binds."""
+    count = setup.exports * 10
+    running = {}
+    if setup.program:
+        idle = [Disk(f"idle{number}") for number in range(count)]
+        running[f"{WEIR}, none"] = groups.weir(setup.program, UNREACHED, [ACTIVE])
+        running[f"{WEIR}, 10,000"] = groups.weir(setup.program, UNREACHED, [ACTIVE, *idle])
+    for members in QSD_IDLE:
+        running[f"QEMU, {members:,}"] = groups.storage_daemon(UNREACHED, [ACTIVE], idle=min(members, count))
+    for daemon in running.values():
+        stack.enter_context(daemon)
+        # The first to be greeted waits until all members exist; that is no part of the figure.
+        loads.run(["nbdinfo", daemon.uri_of(ACTIVE.name)], 60)
+
+    def sample(daemon):
+        before = daemon.cpu_seconds()
+        figures = loads.fio(LOAD, loads.over_nbd(daemon.uri_of(ACTIVE.name)), setup.seconds / 2)
+        figures["cpu_us"] = (daemon.cpu_seconds() - before) * 1e6 / figures["requests"]
+        return figures
+
+    return {name: lambda daemon=daemon: sample(daemon) for name, daemon in running.items()}
+
+
+def two_workers(setup, stack):
+    """Two busy disks on two workers: in one group, and each limited by itself to half."""
+    disks = [Disk("a"), Disk("b")]
+    workers = {"workers": 2}
+    alone = [groups.table("daemon", workers)]
+    half = {"image": groups.NULL, "iops-total": WORKERS_RATE // 2}
+    alone += [groups.table(f"disk.{disk.name}", half) for disk in disks]
+    running = {
+        "two groups": groups.weir_from(setup.program, "\n".join(alone)),
+        "one group": groups.weir(setup.program, {"iops-total": WORKERS_RATE}, disks, daemon=workers),
+    }
+    for daemon in running.values():
+        stack.enter_context(daemon)
+
+    def sample(daemon):
+        before = daemon.cpu_seconds()
+        figures = loads.in_total([(LOAD, daemon.uri_of(disk.name)) for disk in disks], setup.seconds)
+        figures["cpu_us"] = (daemon.cpu_seconds() - before) * 1e6 / figures["requests"]
+        return figures
+
+    return {name: lambda daemon=daemon: sample(daemon) for name, daemon in running.items()}
+
+
+def holes(setup, stack):
+    """Reads of a file that has no data, with structured replies, under a limit."""
+    path = setup.disk.with_name("holes.raw")
+    with open(path, "wb") as file:
+        file.truncate(setup.size_bytes)
+    stack.callback(path.unlink)
+    limits = {"iops-total": HOLES_RATE}
+
+    def sample(start):
+        with start() as daemon:
+            where = loads.over_nbd(daemon.uri_of(ACTIVE.name))
+            times_ms = loads.completions(LOAD, where, setup.seconds + SKIP_MS / 1000 + 0.1)
+        return {"rate": passed_per_second(times_ms, SKIP_MS, setup.seconds * 1000)}
+
+    daemons = {QSD: lambda: groups.storage_daemon(limits, [ACTIVE], file=f"driver=file,filename={path}")}
+    if setup.program:
+        raw = Disk(ACTIVE.name, {"format": "raw"})
+        daemons = {WEIR: lambda: groups.weir(setup.program, limits, [raw], image=str(path))} | daemons
+    return {name: lambda start=start: sample(start) for name, start in daemons.items()}
+
+
+ROWS = (
+    Row(
+        "idle-members",
+        "4 KiB randread, depth 32, null: one member of a group beside idle ones, limit never reached",
+        idle_members,
+        (Faster(f"{WEIR}, 10,000", 0.95, (f"{WEIR}, none",)),),
+        rounds_factor=0.8,
+    ),
+    Row(
+        "two-workers",
+        "4 KiB randread, depth 32 each, null, two workers: 100,000 IOPS in one group against twice 50,000",
+        two_workers,
+        (Faster("one group", 0.95, ("two groups",)),),
+        needs_weir=True,
+        rounds_factor=0.8,
+    ),
+    Row(
+        "holes",
+        "4 KiB randread of a sparse file under 1000 IOPS",
+        holes,
+        (About(WEIR, HOLES_RATE, 0.01, "rate", "{:,.0f}".format),),
+        columns=("rate",),
+        rounds_factor=0.6,
+    ),
+)

@@ -1,0 +1,134 @@
+"""The rows that ask who gets how much of a group's limit: clients of unlike habits, weights, a reservation.
+
+Why a part of the limit and not a ratio of the members: a group that leaves some of its limit unused, however evenly, is no
+success either. Rates are taken from the times of completions, as in `limits.py`. The same decisions are tested
+exactly, in virtual time, beside their code.
+
+Never asks anything of QEMU: its figures stand beside to show what changes for whoever comes from there.
+"""
+
+import groups
+import loads
+from groups import Disk
+from limits import passed_per_second
+from loads import Load
+from results import About, AtLeast
+from rows import WEIR, Row
+
+QSD = "qemu-storage-daemon"
+# By then every client is connected, and what passed at once (a tenth of a second's worth) is paid for.
+SKIP_MS = 500
+TOLERANCE = 0.02
+NAMES = ("first", "second", "third")
+KIB = 1 << 10
+SIZES_RATE = 20_000_000
+DEPTHS_RATE = 2000
+WEIGHTS_RATE = 10_000
+RESERVATION_RATE = 2000
+RESERVED = 1000
+HOSTILE = 10
+
+
+def percent(value):
+    """A part as a person reads it."""
+    return f"{value:.1%}"
+
+
+def rates(daemon, jobs, seconds):
+    """Requests per second of several loads at once, each on the export of its name."""
+    pairs = [(load, daemon.uri_of(name)) for name, load in jobs.items()]
+    times_ms = loads.together(pairs, seconds + SKIP_MS / 1000 + 0.1)
+    return [passed_per_second(times, SKIP_MS, seconds * 1000) for times in times_ms]
+
+
+def both(setup, limits, disks):
+    """The daemons to compare, each started anew for a sample: `{name: function that gives one}`."""
+    daemons = {QSD: lambda: groups.storage_daemon(limits, disks)}
+    return ({WEIR: lambda: groups.weir(setup.program, limits, disks)} if setup.program else {}) | daemons
+
+
+def sharing(limit, rate, jobs, settings=None):
+    """Contenders whose sample is the part of the limit that each of `jobs` got."""
+
+    def contenders(setup, _stack):
+        disks = [Disk(name, (settings or {}).get(name, {})) for name in jobs]
+
+        def sample(start):
+            with start() as daemon:
+                passed = rates(daemon, jobs, setup.seconds)
+            units = [load.block_bytes if limit.startswith("bps") else 1 for load in jobs.values()]
+            return {name: part * unit / rate for name, part, unit in zip(jobs, passed, units, strict=True)}
+
+        return {name: lambda start=start: sample(start) for name, start in both(setup, {limit: rate}, disks).items()}
+
+    return contenders
+
+
+def reservation(setup, _stack):
+    """One member with a promise among many that ask for all they can get."""
+    disks = [Disk("reserved", {"iops-reservation": RESERVED})]
+    disks += [Disk(f"hostile{number}", {"weight": 1000}) for number in range(HOSTILE)]
+    jobs = {disk.name: Load("randread", 64) for disk in disks}
+
+    def sample(start):
+        with start() as daemon:
+            reserved, *others = rates(daemon, jobs, setup.seconds)
+        return {"reserved": reserved, "least": min(others)}
+
+    limits = {"iops-total": RESERVATION_RATE}
+    return {name: lambda start=start: sample(start) for name, start in both(setup, limits, disks).items()}
+
+
+def _fair(parts):
+    return tuple(About(WEIR, part, TOLERANCE, name, percent) for name, part in zip(NAMES, parts, strict=False))
+
+
+ROWS = (
+    Row(
+        "share-sizes",
+        "20 MB/s shared by 4 KiB (first) and 256 KiB (second) reads",
+        sharing(
+            "bps-total",
+            SIZES_RATE,
+            {"first": Load("randread", 32), "second": Load("randread", 8, block_bytes=256 * KIB)},
+        ),
+        _fair((1 / 2, 1 / 2)),
+        columns=NAMES[:2],
+        rounds_factor=0.6,
+    ),
+    Row(
+        "share-depths",
+        "2000 IOPS shared by depth 1 (first) and depth 64 (second)",
+        sharing("iops-total", DEPTHS_RATE, {"first": Load("randread", 1), "second": Load("randread", 64)}),
+        _fair((1 / 2, 1 / 2)),
+        columns=NAMES[:2],
+        rounds_factor=0.6,
+    ),
+    Row(
+        "share-weights",
+        "10,000 IOPS shared by weights 100, 200 and 700",
+        sharing(
+            "iops-total",
+            WEIGHTS_RATE,
+            {name: Load("randread", 32) for name in NAMES},
+            {name: {"weight": weight} for name, weight in zip(NAMES, (100, 200, 700), strict=True)},
+        ),
+        _fair((0.1, 0.2, 0.7)),
+        columns=NAMES,
+        rounds_factor=0.6,
+    ),
+    Row(
+        "share-reservation",
+        "2000 IOPS, 1000 of them reserved for one among ten neighbours of ten times its weight",
+        reservation,
+        (
+            AtLeast(WEIR, RESERVED * (1 - TOLERANCE), "reserved", "{:,.0f}".format),
+            # The promise must not starve the rest: they share what it leaves.
+            AtLeast(
+                WEIR, (RESERVATION_RATE - RESERVED) / HOSTILE * (1 - 5 * TOLERANCE), "least", "{:,.0f}".format
+            ),
+        ),
+        columns=("reserved", "least"),
+        rounds_factor=0.6,
+    ),
+)

@@ -1,0 +1,205 @@
+"""The rows that ask how long a request waits which should not: behind a neighbour's huge ones, and when a limit is lifted.
+
+Why libnbd itself and not fio: what counts is one request's time, and what was in flight when it was sent. Both are known only
+to whoever sends them.
+
+Never measures a rate; never leaves a request behind: the connections end with the sample, whatever is still in flight.
+"""
+
+import time
+from statistics import median
+
+import nbd
+
+import groups
+import loads
+from groups import Disk
+from results import AtMost
+from rows import WEIR, Row
+from shares import QSD
+
+KIB, MIB = 1 << 10, 1 << 20
+MB = 1_000_000
+SMALL = 4 * KIB
+# A slice is what a tenth of a second's worth of the rate is.
+SLICE_MS = 100
+LIFT_MS = 10
+LIFT_BYTES = 8 * MIB
+WAITING_SECONDS = 1
+ARRIVAL_SECONDS = 0.1
+# Longer than anything here may take: 32 MiB at 1 MB/s.
+PATIENCE_SECONDS = 60
+# The client's own loop is no better than that.
+SHORTEST_PAUSE_SECONDS = 0.002
+
+
+def milliseconds(value):
+    """A time as a person reads it."""
+    return f"{value:,.1f} ms"
+
+
+class Reader:
+    """One connection that reads `size_bytes` at a time, one read in flight."""
+
+    def __init__(self, uri, size_bytes):
+        self._handle = nbd.NBD()
+        # Zeroing the buffer first would be the client's time.
+        self._handle.set_pread_initialize(False)
+        self._handle.connect_uri(uri)
+        self._buffer = nbd.Buffer(size_bytes)
+        self._cookie = None
+
+    def send(self):
+        """Sends a read; returns once the server can have it."""
+        self._cookie = self._handle.aio_pread(self._buffer, 0)
+        self.step(0)
+
+    def step(self, timeout_ms):
+        """Takes what the server sent, waiting so long for it at most."""
+        self._handle.poll(timeout_ms)
+
+    def done(self):
+        """Whether the read was answered; an error that was the answer is raised."""
+        return self._handle.aio_command_completed(self._cookie)
+
+
+def wait(reader, neighbour, keep):
+    """Until `reader` is answered, taking also what the neighbour is sent; with `keep` the neighbour then reads again."""
+    end = time.monotonic() + PATIENCE_SECONDS
+    while not reader.done():
+        if time.monotonic() > end:
+            raise loads.LoadFailed(f"a read was not answered within {PATIENCE_SECONDS} s")
+        reader.step(1)
+        serve(neighbour, keep)
+
+
+def serve(neighbour, keep):
+    """Takes what a neighbour was sent, without waiting; with `keep` its next read follows the answer."""
+    neighbour.step(0)
+    if keep and neighbour.done():
+        neighbour.send()
+
+
+def attend(readers, seconds):
+    """Takes what is sent to them for so long."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        for reader in readers:
+            reader.step(1)
+
+
+def reading_beside(daemon, rate, large_bytes, seconds):
+    """Waits of 4 KiB reads at their fair rate, half the group's, beside a neighbour's large ones; in milliseconds."""
+    neighbour = Reader(daemon.uri_of("noisy"), large_bytes)
+    reader = Reader(daemon.uri_of("quiet"), SMALL)
+    neighbour.send()
+    attend((neighbour,), ARRIVAL_SECONDS)
+    pause = max(SMALL / (rate / 2), SHORTEST_PAUSE_SECONDS)
+    waits = []
+    start = time.monotonic()
+    while (sent := time.monotonic()) < start + seconds:
+        reader.send()
+        wait(reader, neighbour, keep=True)
+        waits.append((time.monotonic() - sent) * 1000)
+        while time.monotonic() < sent + pause:
+            serve(neighbour, keep=True)
+            reader.step(1)
+    return waits
+
+
+def neighbour(weir_cases, qsd_case):
+    """Contenders that read beside a neighbour; a case is `(rate, size of the neighbour's reads)`."""
+
+    def contenders(setup, _stack):
+        disks = [Disk("quiet"), Disk("noisy")]
+
+        def sample(start, rate, large_bytes):
+            with start({"bps-total": rate}, disks) as daemon:
+                waits = reading_beside(daemon, rate, large_bytes, setup.seconds)
+            return {"longest_ms": max(waits), "typical_ms": median(waits)}
+
+        def weir(limits, members):
+            return groups.weir(setup.program, limits, members)
+
+        cases = [(WEIR, weir, *case) for case in weir_cases] if setup.program else []
+        cases.append(("QEMU", groups.storage_daemon, *qsd_case))
+        return {
+            case_name(who, rate, large): lambda start=start, rate=rate, large=large: sample(start, rate, large)
+            for who, start, rate, large in cases
+        }
+
+    return contenders
+
+
+def case_name(who, rate, large_bytes):
+    """A contender's name."""
+    return f"{who}, {large_bytes // MIB} MiB, {rate // MB} MB/s"
+
+
+def lifting(setup, _stack):
+    """A 4 KiB read that waits behind 8 MiB at 1 MB/s, and the limit lifted: how long until both are answered."""
+    limits, disk = {"bps-total": MB}, [Disk("disk")]
+
+    def sample(start):
+        with start() as daemon:
+            large, small = Reader(daemon.uri_of("disk"), LIFT_BYTES), Reader(daemon.uri_of("disk"), SMALL)
+            with daemon.monitor() as monitor:
+                large.send()
+                # They come over two connections: only time says which the server has first.
+                attend((large,), ARRIVAL_SECONDS)
+                small.send()
+                attend((large, small), min(WAITING_SECONDS, setup.seconds))
+                if small.done():
+                    raise loads.LoadFailed("a read passed a limit that should have held it back")
+                return released(monitor, large, small)
+
+    starts = {QSD: lambda: groups.storage_daemon(limits, disk)}
+    if setup.program:
+        starts = {WEIR: lambda: groups.weir(setup.program, limits, disk)} | starts
+    return {name: lambda start=start: sample(start) for name, start in starts.items()}
+
+
+def released(monitor, large, small):
+    """Lifts the limit, with the command that both daemons know; milliseconds from then to the two answers."""
+    start = time.monotonic()
+    monitor.run("qom-set", path=groups.GROUP, property="limits", value={"bps-total": 0})
+    wait(small, large, keep=False)
+    small_ms = (time.monotonic() - start) * 1000
+    wait(large, small, keep=False)
+    return {"small_ms": small_ms, "large_ms": (time.monotonic() - start) * 1000}
+
+
+SIZES = tuple((MB, size * MIB) for size in (4, 8, 16, 32))
+RATES = tuple((rate * MB, 32 * MIB) for rate in (5, 10, 100))
+
+
+def _at_most_a_slice(cases):
+    return tuple(AtMost(SLICE_MS, "longest_ms", milliseconds, case_name(WEIR, *case)) for case in cases)
+
+
+ROWS = (
+    Row(
+        "neighbour-sizes",
+        "4 KiB reads at their fair rate in a group of 1 MB/s, beside a neighbour's reads of 4 to 32 MiB",
+        neighbour(SIZES, (MB, 4 * MIB)),
+        _at_most_a_slice(SIZES),
+        columns=("longest_ms", "typical_ms"),
+        rounds_factor=0.2,
+    ),
+    Row(
+        "neighbour-rates",
+        "4 KiB reads at their fair rate beside a neighbour's reads of 32 MiB, groups of 5 to 100 MB/s",
+        neighbour(RATES, (10 * MB, 32 * MIB)),
+        _at_most_a_slice(RATES),
+        columns=("longest_ms", "typical_ms"),
+        rounds_factor=0.2,
+    ),
+    Row(
+        "lift",
+        "a 4 KiB read behind 8 MiB at 1 MB/s: its wait after the limit is lifted",
+        lifting,
+        (AtMost(LIFT_MS, "small_ms", milliseconds, WEIR), AtMost(LIFT_MS, "large_ms", milliseconds, WEIR)),
+        columns=("small_ms", "large_ms"),
+        rounds_factor=0.4,
+    ),
+)
