@@ -201,6 +201,10 @@ fn case(limited: bool, watermark: u8, cached: bool) -> [f64; 2] {
     [rates[0] / MB as f64, rates[1] / MB as f64]
 }
 
+#[expect(
+    clippy::print_stdout,
+    reason = "`cargo test -- --nocapture` shows the table of the announcement beside ours"
+)]
 fn print(case: &str, ours: [f64; 2], seed: [f64; 2]) {
     println!(
         "{case:34} {:5.1} and {:4.1} MB/s   (io-throttle v16: {:4.1} and {:4.1})",

@@ -9,10 +9,12 @@
 //! ```
 //!
 //! **By weight**: start-time fair queueing (Goyal, Vin, Cheng, SIGCOMM 1996). A child is served at its start tag
-//! S = max(F, v − credit), and then F = S + cost / weight; v, the node's virtual time, is the S served last. Busy children
-//! therefore keep equal F, whatever each single request costs, and one that was idle starts at v. The *credit* is for
-//! clients that wait for an answer before they ask again: their next request comes just after v has moved on, and what they
-//! missed meanwhile, up to 20 ms of their own cost, they may still have.
+//! S = max(F, floor), and then F = S + cost / weight; v, the node's virtual time, is the S served last. Busy children
+//! therefore keep equal F, whatever each single request costs. One that was idle starts at the *floor*: v as it was 20 to 40 ms
+//! ago, if that is not more than 20 ms of its own cost below v. The textbook has v itself there. But a client that waits for
+//! an answer before it asks again comes just after v has moved on, and what it missed in a few milliseconds it
+//! may still have. The floor is v's, not the child's: however many come back at once, what they catch up together is what
+//! passed in that time, and who was busy meanwhile waits no longer than that.
 //!
 //! **By promise**: mClock's constraint phase (Gulati, Merchant, Varman, OSDI 2010). A child with a reservation has a tag
 //! in real time, R, that is when its next request is due. Only what is served because it was due moves R on. Every service
@@ -33,7 +35,7 @@ use crate::request::Direction;
 use crate::time::Instant;
 use alloc::vec::Vec;
 
-/// How much a child that comes late to its turn may catch up by weight: this much time, of its own cost.
+/// How long ago a child may have missed its turns and still have them by weight; and the most of its own cost they are worth.
 ///
 /// A client that has one request in flight misses a turn whenever an answer takes longer than usual or a timer is late,
 /// by milliseconds. What an idle child may save up is also a burst over its siblings, so not much more.
@@ -145,8 +147,33 @@ impl Child {
         ((u128::from(ns) * u128::from(self.inverse_weight)) >> (32 - VIRTUAL_BITS)) as u64
     }
 
-    fn start(&self, lane: Lane, virtual_now: u64) -> u64 {
-        self.finish[lane.index()].max(virtual_now.saturating_sub(self.virtual_time(CREDIT_NS)))
+    /// S, if it has work now.
+    fn start(&self, lane: Lane, clock: &Clock) -> u64 {
+        let floor = clock.before.max(clock.now.saturating_sub(self.virtual_time(CREDIT_NS)));
+        self.finish[lane.index()].max(floor)
+    }
+}
+
+/// Virtual time of one lane.
+#[derive(Clone, Copy, Debug, Default)]
+struct Clock {
+    /// v.
+    now: u64,
+    /// v as it was at `marked`.
+    mark: u64,
+    /// v as it was at the mark before that one.
+    before: u64,
+    marked: Instant,
+    /// How much may be served by promise before a turn by weight.
+    allowance_ns: u64,
+}
+
+impl Clock {
+    /// Notes v every [`CREDIT_NS`].
+    fn tick(&mut self, now: Instant) {
+        if now.nanos_since(self.marked) >= CREDIT_NS {
+            *self = Self { before: self.mark, mark: self.now, marked: now, ..*self };
+        }
     }
 }
 
@@ -159,10 +186,8 @@ pub(super) struct Schedule {
     turns: [Heap<Turn>; 2],
     /// By direction: those of them that have a promise.
     promises: [Heap<u64>; 2],
-    /// By lane: v.
-    virtual_now: [u64; 2],
-    /// By lane: what may be served by promise before a turn by weight.
-    allowance_ns: [u64; 2],
+    /// By lane.
+    clocks: [Clock; 2],
     next_order: u32,
 }
 
@@ -173,8 +198,7 @@ impl Schedule {
             vacant: Vec::new(),
             turns: [Heap::new(), Heap::new()],
             promises: [Heap::new(), Heap::new()],
-            virtual_now: [0; 2],
-            allowance_ns: [0; 2],
+            clocks: [Clock { now: 0, mark: 0, before: 0, marked: Instant::ZERO, allowance_ns: 0 }; 2],
             next_order: 0,
         }
     }
@@ -235,11 +259,12 @@ impl Schedule {
     }
 
     /// Says that this child could pass, or could so still but has been charged since.
-    pub(super) fn offer(&mut self, child: u32, direction: Direction, lane: Lane) {
+    pub(super) fn offer(&mut self, child: u32, direction: Direction, lane: Lane, now: Instant) {
         let order = self.next_order;
         self.next_order = order.wrapping_add(1);
         let Child { reserved, due, .. } = *self.child(child);
-        let start = self.child(child).start(lane, self.virtual_now[lane.index()]);
+        self.clocks[lane.index()].tick(now);
+        let start = self.child(child).start(lane, &self.clocks[lane.index()]);
         self.turns[direction.index()].set(child, Turn { start, order });
         if reserved {
             self.promises[direction.index()].set(child, due);
@@ -257,7 +282,7 @@ impl Schedule {
         let (turn, child) = self.turns[direction.index()].first()?;
         if let Some((due, child)) = self.promises[direction.index()].first()
             && due <= now.as_nanos()
-            && self.allowance_ns[lane.index()] > 0
+            && self.clocks[lane.index()].allowance_ns > 0
         {
             return Some(Candidate { phase: Phase::Promise, tag: due, child });
         }
@@ -267,35 +292,34 @@ impl Schedule {
     /// Charges a child for what it is served. If it is on offer, it must be offered again or withdrawn.
     pub(super) fn charge(&mut self, number: u32, service: Service, now: Instant) {
         let Service { lane, phase, cost_ns, promised_ns } = service;
-        let virtual_now = self.virtual_now[lane.index()];
-        let child = self.child_mut(number);
-        let start = child.start(lane, virtual_now);
+        let clock = &mut self.clocks[lane.index()];
+        let child = self.children[number as usize].as_mut().expect("a child that has not left");
+        clock.tick(now);
+        let start = child.start(lane, clock);
         let step = child.virtual_time(cost_ns.max(1));
         let finish = start + step;
         match phase {
             Phase::Weight => {
                 child.finish[lane.index()] = finish;
-                self.virtual_now[lane.index()] = virtual_now.max(start);
-                self.allowance_ns[lane.index()] = cost_ns.max(1).saturating_mul(WEIGHT_PHASE_PART - 1);
+                clock.now = clock.now.max(start);
+                clock.allowance_ns = cost_ns.max(1).saturating_mul(WEIGHT_PHASE_PART - 1);
             }
             Phase::Promise => {
-                let latest = virtual_now + child.virtual_time(LEAD_NS) + step;
+                let latest = clock.now + child.virtual_time(LEAD_NS) + step;
                 child.finish[lane.index()] = finish.min(latest);
                 let earliest = now.as_nanos().saturating_sub(PROMISE_CREDIT_NS);
                 child.due = child.due.max(earliest).saturating_add(promised_ns);
-                self.allowance_ns[lane.index()] =
-                    self.allowance_ns[lane.index()].saturating_sub(cost_ns.max(1));
+                clock.allowance_ns = clock.allowance_ns.saturating_sub(cost_ns.max(1));
             }
         }
-        if self.virtual_now[lane.index()] > LATEST {
+        if clock.now > LATEST {
             self.move_back(lane);
         }
     }
 
     /// Forgets who has had how much, when the limits that it was measured by are others now.
     pub(super) fn forget(&mut self) {
-        self.virtual_now = [0; 2];
-        self.allowance_ns = [0; 2];
+        self.clocks = [Clock::default(); 2];
         for child in self.children.iter_mut().flatten() {
             child.finish = [0; 2];
         }
@@ -308,8 +332,11 @@ impl Schedule {
     #[cold]
     fn move_back(&mut self, lane: Lane) {
         // A start tag is behind v by the credit at most; who is further behind is idle and will start from v.
-        let by = self.virtual_now[lane.index()] - LATEST / 2;
-        self.virtual_now[lane.index()] -= by;
+        let clock = &mut self.clocks[lane.index()];
+        let by = clock.now - LATEST / 2;
+        clock.now -= by;
+        clock.mark = clock.mark.saturating_sub(by);
+        clock.before = clock.before.saturating_sub(by);
         for child in self.children.iter_mut().flatten() {
             child.finish[lane.index()] = child.finish[lane.index()].saturating_sub(by);
         }

@@ -3,10 +3,16 @@
 //! Nothing here sleeps or reads a clock, so an hour of throttling takes milliseconds and every number is exact.
 
 mod accuracy;
+mod booking;
 mod bursts;
 mod changes;
 mod fairness;
 mod groups;
+mod naive;
+mod nesting;
+mod observed;
 mod properties;
 mod queueing;
+mod shares;
+mod slices;
 mod timeline;

@@ -1,9 +1,10 @@
-//! What holds of every group, whatever the limits, the members and the requests.
+//! What holds of every tree, whatever its shape, the limits, the shares and the requests.
 
+use crate::naive::Levels;
 use crate::timeline::{Timeline, Workload};
 use policy::request::Direction;
 use policy::throttle::{
-    Admission, Cost, Decision, Group, LimitKind, Limits, MemberId, Part, Setting, Share, Ticket,
+    Admission, Cost, Decision, Enforcement, LimitKind, Limits, NodeId, Returned, Scale, Share, Ticket, Tree,
 };
 use policy::time::{Duration, Instant};
 use proptest::prelude::*;
@@ -35,70 +36,129 @@ fn any_direction() -> impl Strategy<Value = Direction> {
     prop::sample::select(&Direction::ALL[..])
 }
 
+fn any_share() -> impl Strategy<Value = Share> {
+    (
+        1..=10_000u32,
+        prop_oneof![3 => Just(0), 1 => 1..2000u64],
+        prop_oneof![3 => Just(0), 1 => 1..2_000_000u64],
+    )
+        .prop_map(|(weight, iops, bps)| Share::new(weight).unwrap().with_reservation(iops, bps))
+}
+
+fn any_enforcement() -> impl Strategy<Value = Enforcement> {
+    prop_oneof![
+        Just(Enforcement::Enforced),
+        Just(Enforcement::Lifted),
+        (1000..20_000u64).prop_map(|thousandths| Enforcement::Scaled(Scale::from_thousandths(thousandths))),
+    ]
+}
+
 #[derive(Clone, Debug)]
 enum Step {
-    Join,
-    Leave(usize),
+    /// A disk, or a group with one disk in it, on top or below a group there is.
+    Add(usize, bool, Limits, Share),
+    Remove(usize),
     Request(usize, Direction, Vec<u64>),
     Cancel(usize),
-    Change(Limits),
+    Limit(usize, Limits),
+    Share(usize, Share),
+    Enforce(usize, Enforcement),
     /// Time passes; and sometimes an instant comes that is older than the last.
     Pass(u64, u64),
     /// Time passes up to the deadline, exactly.
     Meet,
 }
 
-fn any_step() -> impl Strategy<Value = Step> {
+/// Requests of up to this many bytes are never paid for in parts under [`any_limits`]; larger ones sometimes are.
+const SMALL: u64 = 8_000;
+
+fn any_step(largest: u64) -> impl Strategy<Value = Step> {
+    let node = 0..16usize;
     prop_oneof![
-        2 => Just(Step::Join),
-        1 => (0..8usize).prop_map(Step::Leave),
-        20 => (0..8usize, any_direction(), prop::collection::vec(0..100_000u64, 1..4))
-            .prop_map(|(member, direction, lengths)| Step::Request(member, direction, lengths)),
+        4 => (node.clone(), any::<bool>(), any_limits(), any_share())
+            .prop_map(|(below, group, limits, share)| Step::Add(below, group, limits, share)),
+        1 => node.clone().prop_map(Step::Remove),
+        30 => (node.clone(), any_direction(), prop_oneof![4 => (0..largest, 1..4usize).prop_map(|(length, count)| vec![length; count]),
+                1 => prop::collection::vec(0..largest, 1..4)])
+            .prop_map(|(disk, direction, lengths)| Step::Request(disk, direction, lengths)),
         3 => (0..64usize).prop_map(Step::Cancel),
-        1 => any_limits().prop_map(Step::Change),
+        1 => (node.clone(), any_limits()).prop_map(|(node, limits)| Step::Limit(node, limits)),
+        1 => (node.clone(), any_share()).prop_map(|(node, share)| Step::Share(node, share)),
+        1 => (node, any_enforcement()).prop_map(|(node, enforcement)| Step::Enforce(node, enforcement)),
         4 => (0..200_000_000u64, 0..5_000_000u64).prop_map(|(ahead, back)| Step::Pass(ahead, back)),
         4 => Just(Step::Meet),
     ]
 }
 
-/// A group, and what must be true of it: who waits, in which order.
+/// A tree, and what must be true of it: who waits, in which order.
 struct Checked {
-    group: Group<u64>,
+    tree: Tree<u64>,
     now: Instant,
-    members: Vec<MemberId>,
+    groups: Vec<NodeId>,
+    disks: Vec<NodeId>,
     tickets: Vec<(Ticket, u64)>,
-    waiting: HashMap<(MemberId, Direction), VecDeque<u64>>,
-    owner: HashMap<u64, (MemberId, Direction)>,
+    waiting: HashMap<(NodeId, Direction), VecDeque<(u64, Cost)>>,
+    owner: HashMap<u64, (NodeId, Direction)>,
     next_token: u64,
     out: u64,
+    /// What every node's buckets must hold, as long as nothing is paid for in parts or enforced differently.
+    levels: Option<HashMap<NodeId, Levels>>,
 }
 
 impl Checked {
-    fn new(limits: Limits) -> Self {
-        let mut group = Group::new(limits, Instant::ZERO).unwrap();
-        Self {
-            members: vec![group.join(Share::default())],
-            group,
+    fn new(limits: Limits, exact: bool) -> Self {
+        let mut checked = Self {
+            tree: Tree::new(Instant::ZERO),
             now: Instant::ZERO,
+            groups: Vec::new(),
+            disks: Vec::new(),
             tickets: Vec::new(),
             waiting: HashMap::new(),
             owner: HashMap::new(),
             next_token: 0,
             out: 0,
-        }
+            levels: exact.then(HashMap::new),
+        };
+        checked.add(0, true, limits, Share::default());
+        checked
     }
 
     fn waiting_in_all(&self) -> usize {
         self.waiting.values().map(VecDeque::len).sum()
     }
 
+    /// A node and the groups it is in.
+    fn path(&self, node: NodeId) -> Vec<NodeId> {
+        core::iter::successors(Some(node), |node| self.tree.parent(*node)).collect()
+    }
+
     fn take(&mut self, step: &Step) {
         match step {
-            Step::Join => self.members.push(self.group.join(Share::default())),
-            Step::Leave(at) => self.leave(*at),
+            Step::Add(below, group, limits, share) => self.add(*below, *group, *limits, *share),
+            Step::Remove(at) => self.remove(*at),
             Step::Request(at, direction, lengths) => self.request(*at, *direction, lengths),
             Step::Cancel(at) => self.cancel(*at),
-            Step::Change(limits) => self.group.set_limits(*limits, self.now).unwrap(),
+            Step::Limit(at, limits) => {
+                let node = self.node(*at);
+                let before = self.tree.limits(node);
+                let taken = self.tree.set_limits(node, *limits, self.now).is_ok();
+                assert_eq!(self.tree.limits(node), if taken { *limits } else { before });
+                if let Some(levels) = &mut self.levels
+                    && taken
+                {
+                    levels.insert(node, Levels::new(*limits, self.now));
+                }
+            }
+            Step::Share(at, share) => {
+                let node = self.node(*at);
+                let before = self.tree.share(node);
+                let taken = self.tree.set_share(node, *share, self.now).is_ok();
+                assert_eq!(self.tree.share(node), if taken { *share } else { before });
+            }
+            Step::Enforce(at, enforcement) if self.levels.is_none() => {
+                self.tree.enforce(self.node(*at), *enforcement, self.now);
+            }
+            Step::Enforce(..) => {}
             Step::Pass(ahead, back) => {
                 self.poll_all();
                 self.now += Duration::from_nanos(*ahead);
@@ -108,29 +168,64 @@ impl Checked {
             }
             Step::Meet => {
                 self.poll_all();
+                self.meet_deadline();
             }
+        }
+        self.poll_all();
+    }
+
+    fn node(&self, at: usize) -> NodeId {
+        let all = self.groups.len() + self.disks.len();
+        *self.groups.iter().chain(&self.disks).nth(at % all).unwrap()
+    }
+
+    fn add(&mut self, below: usize, group: bool, limits: Limits, share: Share) {
+        let parent = self.groups.get(below).copied();
+        let Ok(node) = self.tree.add(parent, limits, share) else { return };
+        if let Some(levels) = &mut self.levels {
+            levels.insert(node, Levels::new(limits, self.now));
+        }
+        if group {
+            self.groups.push(node);
+            let at = self.groups.len() - 1;
+            self.add(at, false, Limits::default(), Share::default());
+        } else {
+            self.disks.push(node);
         }
     }
 
     fn request(&mut self, at: usize, direction: Direction, lengths: &[u64]) {
-        if self.members.is_empty() {
+        if self.disks.is_empty() {
             return;
         }
-        let member = self.members[at % self.members.len()];
+        let disk = self.disks[at % self.disks.len()];
         let token = self.next_token;
         self.next_token += 1;
-        match self.group.request(member, direction, Cost::merged(lengths), token, self.now) {
+        // The naive buckets count operations of equal requests only.
+        let cost = Cost::merged(if self.levels.is_some() { &lengths[..1] } else { lengths });
+        match self.tree.request(disk, direction, cost.clone(), token, self.now) {
             Admission::Admitted(admitted) => {
                 assert_eq!(admitted, token);
-                let before =
-                    self.waiting.iter().filter(|((_, d), queue)| *d == direction && !queue.is_empty());
-                assert_eq!(before.count(), 0, "overtook a request of its direction");
-                self.out += 1;
+                let queue = self.waiting.get(&(disk, direction));
+                assert!(queue.is_none_or(VecDeque::is_empty), "overtook a request before it");
+                self.passes(disk, direction, &cost);
             }
             Admission::Queued(ticket) => {
                 self.tickets.push((ticket, token));
-                self.owner.insert(token, (member, direction));
-                self.waiting.entry((member, direction)).or_default().push_back(token);
+                self.owner.insert(token, (disk, direction));
+                self.waiting.entry((disk, direction)).or_default().push_back((token, cost));
+            }
+        }
+    }
+
+    fn passes(&mut self, disk: NodeId, direction: Direction, cost: &Cost) {
+        self.out += 1;
+        let path = self.path(disk);
+        if let Some(levels) = &mut self.levels {
+            for node in path {
+                let levels = levels.get_mut(&node).unwrap();
+                assert!(levels.admit(direction, self.now), "{node:?} has no room");
+                levels.charge(direction, cost);
             }
         }
     }
@@ -140,28 +235,29 @@ impl Checked {
             return;
         }
         let (ticket, token) = self.tickets.swap_remove(at % self.tickets.len());
-        let queue = self.waiting.get_mut(&self.owner[&token]).unwrap();
-        let place = queue.iter().position(|waiting| *waiting == token);
-        assert_eq!(self.group.cancel(ticket), place.map(|_| token));
+        let queue = self.waiting.entry(self.owner[&token]).or_default();
+        let place = queue.iter().position(|(waiting, _)| *waiting == token);
+        assert_eq!(self.tree.cancel(ticket), place.map(|_| token));
         if let Some(place) = place {
             queue.remove(place);
             self.out += 1;
         }
     }
 
-    fn leave(&mut self, at: usize) {
-        if self.members.is_empty() {
+    fn remove(&mut self, at: usize) {
+        if self.disks.is_empty() {
             return;
         }
-        let member = self.members.swap_remove(at % self.members.len());
+        let disk = self.disks.swap_remove(at % self.disks.len());
         let mut expected: Vec<_> = Direction::ALL
             .into_iter()
             .flat_map(|direction| {
-                self.waiting.insert((member, direction), VecDeque::new()).unwrap_or_default()
+                let queue = self.waiting.remove(&(disk, direction)).unwrap_or_default();
+                queue.into_iter().map(move |(token, cost)| Returned { direction, cost, token })
             })
             .collect();
-        expected.sort_unstable();
-        let given_back = self.group.leave(member);
+        expected.sort_unstable_by_key(|returned| returned.token);
+        let given_back = self.tree.remove(disk);
         assert_eq!(given_back, expected);
         self.out += given_back.len() as u64;
     }
@@ -169,14 +265,17 @@ impl Checked {
     /// Polls until nothing more may pass; returns the deadline if something waits.
     fn poll_all_at(&mut self, now: Instant) -> Option<Instant> {
         loop {
-            match self.group.poll(now) {
+            match self.tree.poll(now) {
                 Decision::Admit(token) => {
-                    let queue = self.waiting.get_mut(&self.owner[&token]).unwrap();
-                    assert_eq!(queue.pop_front(), Some(token), "not the first of its queue");
-                    self.out += 1;
+                    let (disk, direction) = self.owner[&token];
+                    let first = self.waiting.get_mut(&(disk, direction)).unwrap().pop_front();
+                    let (first, cost) = first.unwrap();
+                    assert_eq!(first, token, "not the first of its queue");
+                    self.passes(disk, direction, &cost);
                 }
                 Decision::Wait { until } => {
                     assert!(self.waiting_in_all() > 0 && until > now);
+                    self.nothing_could_pass();
                     return Some(until);
                 }
                 Decision::Idle => {
@@ -187,41 +286,84 @@ impl Checked {
         }
     }
 
+    /// Whatever waits, waits for some level on its way.
+    fn nothing_could_pass(&mut self) {
+        let waiting: Vec<_> =
+            self.waiting.iter().filter(|(_, queue)| !queue.is_empty()).map(|(key, _)| *key).collect();
+        for (disk, direction) in waiting {
+            let path = self.path(disk);
+            if let Some(levels) = &mut self.levels {
+                let open = path.iter().all(|node| levels.get_mut(node).unwrap().admit(direction, self.now));
+                assert!(!open, "{disk:?} could {direction:?}");
+            }
+        }
+    }
+
     fn poll_all(&mut self) -> Option<Instant> {
         self.poll_all_at(self.now)
     }
 
-    /// Lets time pass to the next deadline: something passes then, and not a nanosecond before.
+    /// Lets time pass to the next deadline: nothing passes a nanosecond before, and if all requests are small, something then.
     fn meet_deadline(&mut self) -> bool {
         let Some(until) = self.poll_all() else { return false };
         let (waiting, before) = (self.waiting_in_all(), Instant::from_nanos(until.as_nanos() - 1));
         if before >= self.now {
-            assert_eq!(self.poll_all_at(before), Some(until), "the deadline moved");
+            self.now = before;
+            assert_eq!(self.poll_all(), Some(until), "the deadline moved");
+            assert_eq!(self.waiting_in_all(), waiting, "the deadline was too late");
         }
-        self.now = self.now.max(until);
-        self.poll_all();
-        assert!(self.waiting_in_all() < waiting, "nothing passed at the deadline");
+        self.now = until;
+        let next = self.poll_all();
+        assert!(next.is_none_or(|next| next > until));
         true
+    }
+
+    fn counts_agree(&self) {
+        for direction in Direction::ALL {
+            let waiting = |node: &NodeId| self.tree.waiting(*node, direction);
+            for disk in &self.disks {
+                assert_eq!(waiting(disk), self.waiting.get(&(*disk, direction)).map_or(0, VecDeque::len));
+            }
+            for group in &self.groups {
+                assert_eq!(
+                    waiting(group),
+                    self.tree.children(*group).map(|child| waiting(&child)).sum::<usize>()
+                );
+            }
+        }
+    }
+
+    fn run(&mut self, steps: &[Step]) {
+        for step in steps {
+            self.take(step);
+            self.counts_agree();
+        }
+        let mut deadlines = 0;
+        while self.meet_deadline() {
+            deadlines += 1;
+            assert!(deadlines < 1_000_000, "it never ends");
+        }
+        assert_eq!(self.out, self.next_token);
     }
 }
 
 proptest! {
+    /// Conservation, limits and work conservation against naive buckets: each level is charged what passed, to the
+    /// billionth; nothing passes without room on every level; nothing waits with room on every level.
     #[test]
-    fn every_request_comes_out_once_in_order_and_on_time(
+    fn small_requests_pass_when_every_level_has_room_and_not_before(
         limits in any_limits(),
-        steps in prop::collection::vec(any_step(), 1..200),
+        steps in prop::collection::vec(any_step(SMALL), 1..150),
     ) {
-        let mut checked = Checked::new(limits);
-        for step in &steps {
-            checked.take(step);
-            if matches!(step, Step::Meet) {
-                checked.meet_deadline();
-            }
-            let waiting = Direction::ALL.map(|direction| checked.group.waiting(direction));
-            prop_assert_eq!(waiting.iter().sum::<usize>(), checked.waiting_in_all());
-        }
-        while checked.meet_deadline() {}
-        prop_assert_eq!(checked.out, checked.next_token);
+        Checked::new(limits, true).run(&steps);
+    }
+
+    #[test]
+    fn every_request_comes_out_once_and_in_order_whatever_changes(
+        limits in any_limits(),
+        steps in prop::collection::vec(any_step(300_000), 1..150),
+    ) {
+        Checked::new(limits, false).run(&steps);
     }
 
     #[test]
@@ -230,7 +372,7 @@ proptest! {
         workloads in prop::collection::vec((any_direction(), 0..40_000u64, 1..16u64, 50..5_000u64), 1..6),
         late_ms in 0..10u64,
     ) {
-        let mut disks = timeline_of(&limits).with_late_timers(Duration::from_millis(late_ms));
+        let mut disks = Timeline::with_limits(limits).with_late_timers(Duration::from_millis(late_ms));
         for (direction, length, depth, latency_us) in &workloads {
             let latency = Duration::from_micros(*latency_us);
             let workload = Workload { direction: *direction, ..Workload::READS };
@@ -262,15 +404,4 @@ fn allowance(limits: &Limits, kind: LimitKind) -> u64 {
     } else {
         in_the_long_run
     }
-}
-
-fn timeline_of(limits: &Limits) -> Timeline {
-    let settings: Vec<_> = Setting::ALL
-        .into_iter()
-        .filter(|setting| {
-            !matches!(setting, Setting::Limit(_, Part::BurstLength)) || limits.get(*setting) > 1
-        })
-        .map(|setting| format!("{setting}={}", limits.get(setting)))
-        .collect();
-    Timeline::new(&settings.join(","))
 }

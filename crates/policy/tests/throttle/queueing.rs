@@ -1,29 +1,50 @@
-//! The group's protocol, call by call: queueing, cancelling, leaving, and deadlines.
+//! The tree's protocol, call by call: queueing, cancelling, removing, and deadlines.
 
 use crate::timeline::{limits, ms, s};
 use policy::request::Direction::{self, Read, Write};
-use policy::throttle::{Admission, Cost, Decision, Group, MemberId, Share, Ticket};
+use policy::throttle::{Admission, Cost, Decision, Limits, NodeId, Returned, Share, Ticket, Tree};
 use policy::time::Instant;
 
-type Disks = Group<&'static str>;
+/// A group, its disks, and what waits.
+struct Disks {
+    tree: Tree<&'static str>,
+    group: NodeId,
+}
 
-fn group(text: &str) -> Disks {
-    Group::new(limits(text), s(0)).unwrap()
+impl Disks {
+    fn new(text: &str) -> Self {
+        let mut tree = Tree::new(s(0));
+        let group = tree.add(None, limits(text), Share::default()).unwrap();
+        Self { tree, group }
+    }
+
+    fn add(&mut self) -> NodeId {
+        self.tree.add(Some(self.group), Limits::default(), Share::default()).unwrap()
+    }
+
+    /// What waits in the whole group.
+    fn waiting(&self, direction: Direction) -> usize {
+        self.tree.waiting(self.group, direction)
+    }
+
+    fn remove(&mut self, disk: NodeId) -> Vec<&'static str> {
+        self.tree.remove(disk).into_iter().map(|Returned { token, .. }| token).collect()
+    }
 }
 
 /// A group of 10 IOPS that has just admitted what it can, so that all that follows waits, and a disk in it.
-fn full_group() -> (Disks, MemberId) {
-    let mut group = group("iops-total=10");
-    let disk = group.join(Share::default());
+fn full_group() -> (Disks, NodeId) {
+    let mut disks = Disks::new("iops-total=10");
+    let disk = disks.add();
     for _ in 0..2 {
-        assert_eq!(group.request(disk, Read, Cost::one(1), "", s(0)), Admission::Admitted(""));
+        assert_eq!(disks.tree.request(disk, Read, Cost::one(1), "", s(0)), Admission::Admitted(""));
     }
-    (group, disk)
+    (disks, disk)
 }
 
 #[track_caller]
-fn queue(group: &mut Disks, disk: MemberId, direction: Direction, token: &'static str) -> Ticket {
-    match group.request(disk, direction, Cost::one(512), token, s(0)) {
+fn queue(group: &mut Disks, disk: NodeId, direction: Direction, token: &'static str) -> Ticket {
+    match group.tree.request(disk, direction, Cost::one(512), token, s(0)) {
         Admission::Queued(ticket) => ticket,
         Admission::Admitted(token) => panic!("{token} did not wait"),
     }
@@ -34,7 +55,7 @@ fn drain(group: &mut Disks) -> Vec<&'static str> {
     let mut now = s(0);
     let mut passed = Vec::new();
     loop {
-        match group.poll(now) {
+        match group.tree.poll(now) {
             Decision::Admit(token) => passed.push(token),
             Decision::Wait { until } => now = until,
             Decision::Idle => return passed,
@@ -45,7 +66,7 @@ fn drain(group: &mut Disks) -> Vec<&'static str> {
 #[test]
 fn nothing_waiting_is_idle() {
     let (mut group, _) = full_group();
-    assert_eq!(group.poll(s(0)), Decision::Idle);
+    assert_eq!(group.tree.poll(s(0)), Decision::Idle);
 }
 
 #[test]
@@ -53,16 +74,19 @@ fn a_deadline_is_exact() {
     let (mut group, disk) = full_group();
     queue(&mut group, disk, Read, "a");
     let until = ms(100);
-    assert_eq!(group.poll(s(0)), Decision::Wait { until });
-    assert_eq!(group.poll(Instant::from_nanos(until.as_nanos() - 1)), Decision::Wait { until });
-    assert_eq!(group.poll(until), Decision::Admit("a"));
-    assert_eq!(group.poll(until), Decision::Idle);
+    assert_eq!(group.tree.poll(s(0)), Decision::Wait { until });
+    assert_eq!(group.tree.poll(Instant::from_nanos(until.as_nanos() - 1)), Decision::Wait { until });
+    assert_eq!(group.tree.poll(until), Decision::Admit("a"));
+    assert_eq!(group.tree.poll(until), Decision::Idle);
 }
 
 #[test]
 fn a_disk_s_requests_pass_in_order_and_disks_take_turns() {
-    let (mut group, a) = full_group();
-    let b = group.join(Share::default());
+    let mut group = Disks::new("iops-total=10");
+    let (a, b) = (group.add(), group.add());
+    for disk in [a, b] {
+        assert_eq!(group.tree.request(disk, Read, Cost::one(1), "", s(0)), Admission::Admitted(""));
+    }
     for token in ["a1", "a2", "a3"] {
         queue(&mut group, a, Read, token);
     }
@@ -78,27 +102,27 @@ fn a_disk_s_requests_pass_in_order_and_disks_take_turns() {
 fn a_cancelled_request_comes_back_once_and_the_others_keep_their_order() {
     let (mut group, disk) = full_group();
     let tickets = ["a", "b", "c", "d"].map(|token| queue(&mut group, disk, Write, token));
-    assert_eq!(group.cancel(tickets[2]), Some("c"));
-    assert_eq!(group.cancel(tickets[2]), None);
-    assert_eq!(group.cancel(tickets[0]), Some("a"));
+    assert_eq!(group.tree.cancel(tickets[2]), Some("c"));
+    assert_eq!(group.tree.cancel(tickets[2]), None);
+    assert_eq!(group.tree.cancel(tickets[0]), Some("a"));
     assert_eq!(drain(&mut group), ["b", "d"]);
-    assert_eq!(group.cancel(tickets[1]), None, "admitted already");
+    assert_eq!(group.tree.cancel(tickets[1]), None, "admitted already");
 }
 
 #[test]
 fn a_member_with_all_cancelled_holds_up_nobody() {
     let (mut group, a) = full_group();
-    let b = group.join(Share::default());
+    let b = group.add();
     let ticket = queue(&mut group, a, Read, "a");
     queue(&mut group, b, Read, "b");
-    group.cancel(ticket);
+    group.tree.cancel(ticket);
     assert_eq!(drain(&mut group), ["b"]);
     queue_after_drain(&mut group, a);
 }
 
 /// Whatever a cancelled turn left behind, the member has turns again afterwards.
-fn queue_after_drain(group: &mut Disks, disk: MemberId) {
-    assert!(matches!(group.request(disk, Read, Cost::one(1), "again", s(0)), Admission::Queued(_)));
+fn queue_after_drain(group: &mut Disks, disk: NodeId) {
+    assert!(matches!(group.tree.request(disk, Read, Cost::one(1), "again", s(0)), Admission::Queued(_)));
     assert_eq!(drain(group), ["again"]);
 }
 
@@ -107,22 +131,21 @@ fn cancelling_costs_no_tokens() {
     let (mut group, disk) = full_group();
     let ticket = queue(&mut group, disk, Read, "a");
     queue(&mut group, disk, Read, "b");
-    group.cancel(ticket);
-    assert_eq!(group.poll(s(0)), Decision::Wait { until: ms(100) });
-    assert_eq!(group.poll(ms(100)), Decision::Admit("b"));
-    assert_eq!(group.counters().requests, 3);
+    group.tree.cancel(ticket);
+    assert_eq!(group.tree.poll(s(0)), Decision::Wait { until: ms(100) });
+    assert_eq!(group.tree.poll(ms(100)), Decision::Admit("b"));
+    assert_eq!(group.tree.stats(group.group, s(1)).reads.requests, 3);
 }
 
 #[test]
 fn leaving_gives_back_what_waits_in_the_order_of_arrival() {
     let (mut group, a) = full_group();
-    let b = group.join(Share::default());
+    let b = group.add();
     queue(&mut group, a, Read, "a1");
     queue(&mut group, b, Read, "b1");
     queue(&mut group, a, Write, "a2");
     queue(&mut group, a, Read, "a3");
-    assert_eq!(group.leave(a), ["a1", "a2", "a3"]);
-    assert_eq!(group.leave(a), [""; 0], "has left already");
+    assert_eq!(group.remove(a), ["a1", "a2", "a3"]);
     assert_eq!(drain(&mut group), ["b1"]);
 }
 
@@ -130,35 +153,33 @@ fn leaving_gives_back_what_waits_in_the_order_of_arrival() {
 fn ids_and_tickets_of_a_member_that_left_mean_nothing_to_its_successor() {
     let (mut group, a) = full_group();
     let ticket = queue(&mut group, a, Read, "a");
-    group.leave(a);
-    let b = group.join(Share::new(500).unwrap());
+    group.remove(a);
+    let b = group.tree.add(Some(group.group), Limits::default(), Share::new(500).unwrap()).unwrap();
     queue(&mut group, b, Read, "b");
     assert_ne!(a, b);
-    assert_eq!(group.cancel(ticket), None);
-    assert_eq!(group.leave(a), [""; 0]);
-    assert_eq!((group.share(a), group.member_counters(a)), (None, None));
-    assert_eq!(group.share(b).map(Share::weight), Some(500));
-    assert_eq!(group.member_counters(b).map(|counters| counters.requests), Some(0));
+    assert_eq!(group.tree.cancel(ticket), None);
+    assert_eq!(group.tree.share(b).weight(), 500);
+    assert_eq!(group.tree.stats(b, s(0)).reads.requests, 0);
     assert_eq!(drain(&mut group), ["b"]);
 }
 
 #[test]
-#[should_panic(expected = "has left its group")]
+#[should_panic(expected = "a node that was removed")]
 fn asking_after_leaving_is_a_mistake() {
     let (mut group, disk) = full_group();
-    group.leave(disk);
-    let _ = group.request(disk, Read, Cost::one(1), "", s(0));
+    group.remove(disk);
+    let _ = group.tree.request(disk, Read, Cost::one(1), "", s(0));
 }
 
 #[test]
 fn instants_out_of_order_count_as_the_latest_so_far() {
     let (mut group, disk) = full_group();
-    assert_eq!(group.poll(ms(50)), Decision::Idle);
+    assert_eq!(group.tree.poll(ms(50)), Decision::Idle);
     queue(&mut group, disk, Read, "a");
-    assert_eq!(group.poll(ms(10)), Decision::Wait { until: ms(100) });
-    assert_eq!(group.poll(ms(100)), Decision::Admit("a"));
+    assert_eq!(group.tree.poll(ms(10)), Decision::Wait { until: ms(100) });
+    assert_eq!(group.tree.poll(ms(100)), Decision::Admit("a"));
     assert_eq!(
-        group.counters().waited_ns,
+        group.tree.stats(group.group, s(1)).reads.waited_ns,
         50_000_000,
         "it came at 0 by its own clock, at 50 ms by the group's"
     );
@@ -166,13 +187,16 @@ fn instants_out_of_order_count_as_the_latest_so_far() {
 
 #[test]
 fn merged_requests_are_charged_and_counted_as_the_client_sent_them() {
-    let mut group = group("iops-total=10");
-    let disk = group.join(Share::default());
-    let merged = group.request(disk, Write, Cost::merged(&[4096; 6]), "merged", s(0));
+    let mut group = Disks::new("iops-total=60");
+    let disk = group.add();
+    let merged = group.tree.request(disk, Write, Cost::merged(&[4096; 6]), "merged", s(0));
     assert_eq!(merged, Admission::Admitted("merged"));
+    assert_eq!(group.tree.request(disk, Write, Cost::one(1), "full", s(0)), Admission::Admitted("full"));
     queue(&mut group, disk, Write, "next");
-    assert_eq!(group.poll(s(0)), Decision::Wait { until: ms(500) });
-    assert_eq!((group.counters().requests, group.counters().bytes), (6, 6 * 4096));
+    // Seven operations, of which the bucket holds six.
+    assert_eq!(group.tree.poll(s(0)), Decision::Wait { until: Instant::from_nanos(16_666_667) });
+    let writes = group.tree.stats(group.group, s(0)).writes;
+    assert_eq!((writes.requests, writes.bytes), (7, 6 * 4096 + 1));
 }
 
 #[test]

@@ -36,13 +36,21 @@ pub(crate) struct Workload {
     pub(crate) length: u64,
     pub(crate) depth: u64,
     pub(crate) latency: Duration,
+    /// A new request no sooner than so long after the last was sent.
+    pub(crate) pace: Duration,
     /// Requests to send in all.
     pub(crate) count: u64,
 }
 
 impl Workload {
-    pub(crate) const READS: Self =
-        Self { direction: Direction::Read, length: 4096, depth: 1, latency: Duration::ZERO, count: u64::MAX };
+    pub(crate) const READS: Self = Self {
+        direction: Direction::Read,
+        length: 4096,
+        depth: 1,
+        latency: Duration::ZERO,
+        pace: Duration::ZERO,
+        count: u64::MAX,
+    };
     pub(crate) const WRITES: Self = Self { direction: Direction::Write, ..Self::READS };
 
     pub(crate) const fn of(self, length: u64) -> Self {
@@ -57,6 +65,10 @@ impl Workload {
         Self { latency, ..self }
     }
 
+    pub(crate) const fn paced(self, pace: Duration) -> Self {
+        Self { pace, ..self }
+    }
+
     /// So many requests, all sent at once.
     pub(crate) const fn queued(self, count: u64) -> Self {
         Self { count, depth: count, ..self }
@@ -67,6 +79,9 @@ struct Client {
     disk: NodeId,
     workload: Workload,
     unsent: u64,
+    /// When it sent last; right for one request in flight.
+    sent: Instant,
+    longest_wait: Duration,
 }
 
 #[derive(Clone, Copy)]
@@ -94,8 +109,12 @@ pub(crate) struct Timeline {
 impl Timeline {
     /// Disks in a group with these limits.
     pub(crate) fn new(text: &str) -> Self {
+        Self::with_limits(limits(text))
+    }
+
+    pub(crate) fn with_limits(limits: Limits) -> Self {
         let mut tree = Tree::new(Instant::ZERO);
-        let group = tree.add(None, limits(text), Share::default()).unwrap();
+        let group = tree.add(None, limits, Share::default()).unwrap();
         Self {
             tree,
             group,
@@ -134,7 +153,13 @@ impl Timeline {
     /// Another client of a disk there is.
     pub(crate) fn add_to(&mut self, disk: NodeId, workload: Workload) -> usize {
         let client = self.clients.len();
-        self.clients.push(Client { disk, workload, unsent: workload.count });
+        self.clients.push(Client {
+            disk,
+            workload,
+            unsent: workload.count,
+            sent: self.now,
+            longest_wait: Duration::ZERO,
+        });
         for _ in 0..workload.depth.min(workload.count) {
             self.sends.push(Reverse((self.now, client)));
         }
@@ -185,6 +210,7 @@ impl Timeline {
             return;
         }
         client.unsent -= 1;
+        client.sent = self.now;
         let Workload { direction, length, .. } = client.workload;
         match self.tree.request(client.disk, direction, Cost::one(length), number, self.now) {
             Admission::Admitted(number) => self.passed(number),
@@ -214,9 +240,12 @@ impl Timeline {
     }
 
     fn passed(&mut self, number: usize) {
-        let workload = self.clients[number].workload;
+        let client = &mut self.clients[number];
+        client.longest_wait = client.longest_wait.max(self.now - client.sent);
+        let Client { workload, sent, .. } = *client;
         self.log.push(Passed { at: self.now, client: number, bytes: workload.length });
-        self.sends.push(Reverse((self.now + workload.latency, number)));
+        let next = (self.now + workload.latency).max(sent + workload.pace);
+        self.sends.push(Reverse((next, number)));
     }
 
     fn lateness(&mut self) -> Duration {
@@ -244,6 +273,17 @@ impl Timeline {
     /// The same, of one client.
     pub(crate) fn admitted_of(&mut self, client: usize, from: Instant, to: Instant) -> usize {
         self.between(from, to).filter(|passed| passed.client == client).count()
+    }
+
+    /// Bytes of one client's.
+    pub(crate) fn bytes_of(&mut self, client: usize, from: Instant, to: Instant) -> u64 {
+        self.between(from, to).filter(|passed| passed.client == client).map(|passed| passed.bytes).sum()
+    }
+
+    /// The longest that a request of this client has waited, of those that have passed. Only of clients of depth 1.
+    pub(crate) fn longest_wait_of(&self, client: usize) -> Duration {
+        assert_eq!(self.clients[client].workload.depth, 1);
+        self.clients[client].longest_wait
     }
 
     /// Bytes of the requests admitted from `from` up to, not including, `to`.

@@ -320,7 +320,7 @@ impl<T> Tree<T> {
         let Some(schedule) = &mut parent.schedule else { return false };
         let was_ready = schedule.offers(number, direction);
         if ready && (charged || !was_ready) {
-            schedule.offer(number, direction, lane);
+            schedule.offer(number, direction, lane, now);
         } else if was_ready && !ready {
             schedule.withdraw(number, direction);
         }

@@ -1,0 +1,92 @@
+//! Promises that cannot be kept are refused, with the figures.
+
+use crate::timeline::{limits, s};
+use policy::throttle::{Bound, Limits, NodeId, Overbooked, Refused, Share, Tree, Unit};
+
+fn promise(iops: u64, bps: u64) -> Share {
+    Share::default().with_reservation(iops, bps)
+}
+
+fn group(text: &str) -> (Tree<()>, NodeId) {
+    let mut tree = Tree::new(s(0));
+    let group = tree.add(None, limits(text), Share::default()).unwrap();
+    (tree, group)
+}
+
+fn overbooked(unit: Unit, asked: u64, available: u64, bound: Bound) -> Refused {
+    Refused::Overbooked(Overbooked { unit, asked, available, bound })
+}
+
+#[test]
+fn reservations_of_members_may_add_up_to_the_group_s_limit_and_not_more() {
+    let (mut tree, group) = group("iops-total=1000");
+    tree.add(Some(group), Limits::default(), promise(600, 0)).unwrap();
+    let second = tree.add(Some(group), Limits::default(), promise(400, 0)).unwrap();
+    let error = tree.add(Some(group), Limits::default(), promise(1, 0)).unwrap_err();
+    assert_eq!(error, overbooked(Unit::Iops, 1001, 1000, Bound::Limit));
+    assert_eq!(
+        error.to_string(),
+        "iops-reservation: 1001 IOPS would be promised, 1 more than the limit of 1000 (lower a reservation, or raise the limit)"
+    );
+    assert!(tree.set_share(second, promise(401, 0), s(0)).is_err());
+    assert_eq!(tree.share(second), promise(400, 0));
+    tree.set_share(second, promise(100, 0), s(0)).unwrap();
+    tree.add(Some(group), Limits::default(), promise(300, 0)).unwrap();
+    assert_eq!(tree.remove(second).len(), 0);
+    tree.add(Some(group), Limits::default(), promise(100, 0)).unwrap();
+}
+
+#[test]
+fn a_limit_cannot_be_lowered_below_what_is_promised() {
+    let (mut tree, group) = group("bps-total=1000");
+    tree.add(Some(group), Limits::default(), promise(0, 600)).unwrap();
+    let error = tree.set_limits(group, limits("bps-total=500"), s(0)).unwrap_err();
+    assert_eq!(error, overbooked(Unit::Bps, 600, 500, Bound::Limit));
+    assert_eq!(tree.limits(group), limits("bps-total=1000"));
+    tree.set_limits(group, limits("iops-total=5"), s(0)).unwrap();
+}
+
+#[test]
+fn limits_of_reads_and_writes_apart_bound_both_together() {
+    let (mut tree, group) = group("iops-read=100,iops-write=50");
+    let error = tree.add(Some(group), Limits::default(), promise(151, 0)).unwrap_err();
+    assert_eq!(error, overbooked(Unit::Iops, 151, 150, Bound::Limit));
+    tree.add(Some(group), Limits::default(), promise(150, 0)).unwrap();
+    tree.set_limits(group, limits("iops-read=100"), s(0)).unwrap();
+}
+
+#[test]
+fn promises_of_cousins_add_up_where_their_groups_meet() {
+    let (mut tree, host) = group("iops-total=1000");
+    for _ in 0..2 {
+        let tenant = tree.add(Some(host), Limits::default(), promise(100, 0)).unwrap();
+        tree.add(Some(tenant), Limits::default(), promise(300, 0)).unwrap();
+        // The tenant's own promise is within what its disks were promised: 300 in all, not 400.
+    }
+    let third = tree.add(Some(host), Limits::default(), promise(400, 0)).unwrap();
+    assert!(tree.add(Some(third), Limits::default(), promise(401, 0)).is_err());
+    tree.add(Some(third), Limits::default(), promise(400, 0)).unwrap();
+}
+
+#[test]
+fn nobody_is_promised_more_than_its_own_limit() {
+    let (mut tree, group) = group("");
+    let error = tree.add(Some(group), limits("iops-total=10"), promise(11, 0)).unwrap_err();
+    assert_eq!(error, overbooked(Unit::Iops, 11, 10, Bound::Limit));
+}
+
+#[test]
+fn the_device_s_capacity_bounds_promises_too() {
+    let (mut tree, group) = group("");
+    tree.set_capacity(group, Some((1000, 0))).unwrap();
+    let disk = tree.add(Some(group), Limits::default(), promise(1000, u64::MAX)).unwrap();
+    let error = tree.set_share(disk, promise(1200, 0), s(0)).unwrap_err();
+    assert_eq!(
+        error.to_string(),
+        "iops-reservation: 1200 IOPS would be promised, 200 more than the device's measured capacity of 1000 \
+         (lower a reservation, or use a faster device)"
+    );
+    assert!(tree.set_capacity(group, Some((999, 0))).is_err());
+    tree.set_capacity(group, None).unwrap();
+    tree.set_share(disk, promise(1200, 0), s(0)).unwrap();
+}

@@ -1,0 +1,143 @@
+//! Disks in groups in groups: every level holds at once, and every level shares among its own.
+
+use crate::timeline::{Timeline, Workload, assert_within_percent, limits, ms, s};
+use policy::throttle::{Enforcement, Limits, MAX_LEVELS, Refused, Scale, Share, Tree};
+use policy::time::Duration;
+
+fn weight(weight: u32) -> Share {
+    Share::new(weight).unwrap()
+}
+
+/// A host of 1000 IOPS with two tenants, of weights 3 and 1, the second limited to 200; two disks each, one with a limit.
+#[test]
+fn every_level_holds_at_once() {
+    let mut disks = Timeline::new("iops-total=1000").with_late_timers(Duration::from_millis(1));
+    let host = disks.group;
+    let large = disks.tree.add(Some(host), Limits::default(), weight(300)).unwrap();
+    let small = disks.tree.add(Some(host), limits("iops-total=200"), weight(100)).unwrap();
+    let busy = Workload::READS.depth(32);
+    let a = disks.add_below(large, "iops-total=50", Share::default(), busy);
+    let b = disks.add_below(large, "", Share::default(), busy);
+    let c = disks.add_below(small, "", weight(100), busy);
+    let d = disks.add_below(small, "", weight(300), Workload::WRITES.depth(8));
+    for (client, iops) in [(a, 50.0), (b, 750.0), (c, 50.0), (d, 150.0)] {
+        assert_within_percent(2.0, disks.admitted_of(client, s(1), s(21)) as f64 / 20.0, iops);
+    }
+}
+
+#[test]
+fn groups_share_by_their_own_weight_however_many_disks_they_have() {
+    let mut disks = Timeline::new("bps-total=20000000");
+    let [many, one] =
+        [(); 2].map(|()| disks.tree.add(Some(disks.group), Limits::default(), Share::default()).unwrap());
+    let many: Vec<_> = (0..9)
+        .map(|_| disks.add_below(many, "", Share::default(), Workload::READS.of(65_536).depth(32)))
+        .collect();
+    let one = disks.add_below(one, "", Share::default(), Workload::READS.depth(32));
+    let of_many: u64 = many.iter().map(|client| disks.bytes_of(*client, s(1), s(21))).sum();
+    assert_within_percent(2.0, of_many as f64 / 20.0, 10e6);
+    assert_within_percent(2.0, disks.bytes_of(one, s(1), s(21)) as f64 / 20.0, 10e6);
+}
+
+#[test]
+fn what_one_group_cannot_use_the_other_gets() {
+    let mut disks = Timeline::new("iops-total=1000");
+    let [first, second] =
+        [(); 2].map(|()| disks.tree.add(Some(disks.group), Limits::default(), Share::default()).unwrap());
+    let held = disks.add_below(first, "iops-total=100", Share::default(), Workload::READS.depth(64));
+    let free = disks.add_below(second, "", Share::default(), Workload::READS.depth(64));
+    assert_eq!(disks.admitted_of(held, s(1), s(11)), 1000);
+    assert_eq!(disks.admitted_of(free, s(1), s(11)), 9000);
+}
+
+#[test]
+fn a_promise_to_a_group_reaches_its_disks() {
+    let mut disks = Timeline::new("iops-total=1000");
+    let promised = Share::default().with_reservation(400, 0);
+    let tenant = disks.tree.add(Some(disks.group), Limits::default(), promised).unwrap();
+    let inside: Vec<_> =
+        (0..2).map(|_| disks.add_below(tenant, "", Share::default(), Workload::READS.depth(4))).collect();
+    for _ in 0..10 {
+        disks.add(Workload::READS.depth(64));
+    }
+    for client in inside {
+        assert_within_percent(2.0, disks.admitted_of(client, s(1), s(21)) as f64 / 20.0, 200.0);
+    }
+}
+
+#[test]
+fn directions_are_chosen_by_weight_also_below_a_group_that_keeps_them_apart() {
+    let mut disks = Timeline::new("iops-read=5000,iops-write=5000");
+    let tenant = disks.tree.add(Some(disks.group), limits("iops-total=1000"), Share::default()).unwrap();
+    let reads = disks.add_below(tenant, "", weight(100), Workload::READS.depth(32));
+    let writes = disks.add_below(tenant, "", weight(300), Workload::WRITES.depth(32));
+    let beside = disks.add_below(disks.group, "", Share::default(), Workload::WRITES.depth(32));
+    assert_within_percent(2.0, disks.admitted_of(reads, s(1), s(21)) as f64 / 20.0, 250.0);
+    assert_within_percent(2.0, disks.admitted_of(writes, s(1), s(21)) as f64 / 20.0, 750.0);
+    assert_within_percent(2.0, disks.admitted_of(beside, s(1), s(21)) as f64 / 20.0, 4250.0);
+}
+
+#[test]
+fn a_limit_lifted_on_one_level_leaves_the_others_in_force() {
+    let mut disks = Timeline::new("iops-total=100");
+    let disk = disks.add_below(disks.group, "iops-total=10", Share::default(), Workload::READS.depth(32));
+    assert_eq!(disks.admitted_of(disk, s(1), s(11)), 100);
+    disks.tree.enforce(disks.disk(disk), Enforcement::Lifted, s(11));
+    disks.poll_now();
+    assert_eq!(disks.admitted_of(disk, s(12), s(22)), 1000);
+    disks.tree.enforce(disks.disk(disk), Enforcement::Enforced, s(22));
+    disks.poll_now();
+    assert_eq!(disks.admitted_of(disk, s(23), s(33)), 100);
+}
+
+/// QEMU lets the old wait run out: 8.3 s were seen.
+#[test]
+fn lifting_releases_all_that_waits_at_the_same_instant() {
+    let lift: [fn(&mut Timeline); 3] = [
+        |disks| disks.change_limits(""),
+        |disks| {
+            disks.tree.enforce(disks.group, Enforcement::Lifted, s(1));
+            disks.poll_now();
+        },
+        |disks| disks.change_limits("bps-total=1000000000000"),
+    ];
+    for lift in lift {
+        let mut disks = Timeline::new("bps-total=1000000");
+        for _ in 0..10 {
+            disks.add(Workload::READS.of(8 << 20).queued(5));
+            disks.queue_reads(100);
+        }
+        disks.run_until(s(1));
+        let before = disks.admitted_between(s(0), s(1));
+        lift(&mut disks);
+        assert_eq!(disks.admitted_between(s(1), ms(1001)), 1050 - before);
+    }
+}
+
+#[test]
+fn a_scale_multiplies_rates_and_keeps_what_is_in_the_buckets() {
+    let mut disks = Timeline::new("iops-total=1000");
+    disks.add(Workload::READS.depth(64));
+    disks.run_until(s(1));
+    disks.tree.enforce(disks.group, Enforcement::Scaled(Scale::from_thousandths(3500)), s(1));
+    disks.poll_now();
+    // The bucket of 100 was full; one of 350 has room for 250 more.
+    assert_eq!(disks.admitted_between(s(1), ms(1001)), 250 + 4);
+    assert_eq!(disks.admitted_between(s(2), s(12)), 35_000);
+    assert_eq!(disks.tree.enforcement(disks.group), Enforcement::Scaled(Scale::from_thousandths(3500)));
+}
+
+#[test]
+fn groups_nest_to_eight_levels() {
+    let mut tree = Tree::<()>::new(s(0));
+    let mut parent = None;
+    for _ in 0..MAX_LEVELS {
+        let node = tree.add(parent, limits("iops-total=10"), Share::default()).unwrap();
+        assert_eq!(tree.parent(node), parent);
+        parent = Some(node);
+    }
+    assert_eq!(tree.add(parent, Limits::default(), Share::default()), Err(Refused::TooDeep));
+    let disk = parent.unwrap();
+    assert!(!tree.is_unlimited(disk));
+    assert!(tree.pass(disk, policy::request::Direction::Read, &policy::throttle::Cost::one(1), s(0)));
+}

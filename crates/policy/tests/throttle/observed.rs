@@ -1,0 +1,77 @@
+//! What a tree can tell of itself: how long was waited, for which limit, how much of the time, and what is left.
+
+use crate::timeline::{Timeline, Workload, assert_within_percent, ms, s};
+use policy::request::Direction;
+use policy::throttle::{LimitKind, Share, WaitSummary};
+
+#[test]
+fn waits_are_summed_up() {
+    let mut disk = Timeline::new("iops-total=10");
+    disk.queue_reads(102);
+    disk.run_until(s(60));
+    let stats = disk.tree.stats(disk.group, s(60));
+    assert_eq!(stats.reads.requests, 102);
+    assert_eq!(stats.reads.throttled, 100, "at 100 ms, 200 ms, … 10 s");
+    assert_eq!(stats.reads.waited_ns, (1..=100).map(|tenth| tenth * 100_000_000).sum::<u64>());
+    assert_eq!(stats.waits.max_ns, 10_000_000_000);
+    assert_within_percent(5.0, stats.waits.p50_ns as f64, 5e9);
+    assert_within_percent(5.0, stats.waits.p99_ns as f64, 9.9e9);
+}
+
+#[test]
+fn nothing_waited_is_all_zero() {
+    let mut disk = Timeline::new("iops-total=10");
+    disk.queue_reads(1);
+    disk.run_until(s(1));
+    let stats = disk.tree.stats(disk.group, s(1));
+    assert_eq!(stats.waits, WaitSummary::default());
+    assert_eq!((stats.limited_ns, stats.binding), (0, None));
+}
+
+#[test]
+fn the_limit_that_binds_is_the_one_waited_for_on_its_own_level() {
+    let mut disks = Timeline::new("iops-total=1000");
+    let held = disks.add_below(
+        disks.group,
+        "bps-read=409600,iops-write=7",
+        Share::default(),
+        Workload::READS.depth(8),
+    );
+    disks.run_until(ms(10_005));
+    let (disk, group) = (disks.disk(held), disks.group);
+    let (own, above) = (disks.tree.stats(disk, ms(10_005)), disks.tree.stats(group, ms(10_005)));
+    assert_eq!(own.binding, Some(LimitKind::BpsRead));
+    assert_within_percent(2.0, own.limited_ns as f64, 10e9);
+    assert_eq!((above.binding, above.limited_ns), (None, 0), "it has 1000, and 100 are asked for");
+    assert_eq!(own.waiting, [8, 0]);
+    assert_eq!(above.waiting, [8, 0], "below it");
+    assert_eq!(own.reads, above.reads);
+}
+
+#[test]
+fn the_share_of_time_at_the_limit_is_that_of_the_time_with_work() {
+    let mut disk = Timeline::new("iops-total=100");
+    disk.queue_reads(111);
+    disk.run_until(s(10));
+    let stats = disk.tree.stats(disk.group, s(10));
+    assert_eq!(stats.limited_ns, 1_000_000_000, "eleven at once, then a hundred for 10 ms each");
+    assert_eq!(stats.binding, None, "nothing waits any more");
+}
+
+#[test]
+fn tokens_are_what_may_still_pass_at_once() {
+    let mut disk =
+        Timeline::new("iops-total=100,bps-write=1000000,bps-write-max=5000000,bps-write-max-length=2");
+    let client = disk.add(Workload::WRITES.of(100_000).queued(4));
+    disk.run_until(ms(1));
+    let tokens = disk.tree.stats(disk.group, ms(1)).tokens;
+    assert_eq!(tokens[LimitKind::IopsTotal.index()], Some(6), "of 10; 4 passed, 0.1 leaked");
+    assert_eq!(
+        tokens[LimitKind::BpsWrite.index()],
+        Some(105_000),
+        "the burst's own rate allows 500,000 at once"
+    );
+    assert_eq!(tokens[LimitKind::BpsRead.index()], None);
+    assert_eq!(disk.tree.stats(disk.disk(client), ms(1)).tokens, [None; 6], "it has no limits of its own");
+    assert_eq!(disk.tree.waiting(disk.group, Direction::Write), 0);
+}

@@ -1,0 +1,243 @@
+//! Who gets how much of a limit: by weight, whatever sizes and depths; and by promise.
+
+use crate::timeline::{Timeline, Workload, assert_within_percent, s};
+use policy::request::Direction;
+use policy::throttle::Share;
+use policy::time::Duration;
+
+fn weight(weight: u32) -> Share {
+    Share::new(weight).unwrap()
+}
+
+fn promise(iops: u64, bps: u64) -> Share {
+    Share::default().with_reservation(iops, bps)
+}
+
+const LATE: Duration = Duration::from_millis(1);
+
+/// Bytes of every client, as parts of all that passed between 1 s and 21 s.
+fn parts(disks: &mut Timeline, clients: &[usize]) -> Vec<f64> {
+    let bytes: Vec<_> = clients.iter().map(|client| disks.bytes_of(*client, s(1), s(21)) as f64).collect();
+    let all: f64 = bytes.iter().sum();
+    bytes.iter().map(|bytes| bytes / all).collect()
+}
+
+/// QEMU's round robin of requests: 5 % and 95 %.
+#[test]
+fn small_and_large_requests_get_half_the_bytes_each() {
+    for late in [Duration::ZERO, LATE] {
+        let mut disks = Timeline::new("bps-total=20000000").with_late_timers(late);
+        let small = disks.add(Workload::READS.of(4096).depth(32));
+        let large = disks.add(Workload::READS.of(256 << 10).depth(32));
+        for part in parts(&mut disks, &[small, large]) {
+            assert_within_percent(2.0, part, 0.5);
+        }
+    }
+}
+
+/// QEMU: 738 and 1290 of 2000 IOPS.
+#[test]
+fn depth_1_and_depth_64_get_half_each() {
+    for (iops, late) in
+        [(100, LATE), (500, LATE), (1000, LATE), (2000, Duration::from_micros(250)), (20_000, Duration::ZERO)]
+    {
+        // Up to half of what lies between two of its requests; a share that a client cannot ask for it cannot have.
+        let spacing = Duration::from_nanos(2_000_000_000 / iops);
+        for latency in [Duration::ZERO, spacing / 4, spacing / 2] {
+            let mut disks = Timeline::new(&format!("iops-total={iops}")).with_late_timers(late);
+            let shallow = disks.add(Workload::READS.depth(1).latency(latency));
+            let deep = disks.add(Workload::READS.depth(64).latency(latency));
+            for part in parts(&mut disks, &[shallow, deep]) {
+                assert_within_percent(2.0, part, 0.5);
+            }
+        }
+    }
+}
+
+#[test]
+fn weights_divide_what_is_contended() {
+    for (limit, lengths) in [("iops-total=1000", [4096; 3]), ("bps-total=20000000", [256 << 10, 4096, 16384])]
+    {
+        let mut disks = Timeline::new(limit).with_late_timers(LATE);
+        let clients: Vec<_> = [100, 200, 700]
+            .into_iter()
+            .zip(lengths)
+            .map(|(share, length)| disks.add_with(weight(share), Workload::READS.of(length).depth(32)))
+            .collect();
+        for (part, asked) in parts(&mut disks, &clients).into_iter().zip([0.1, 0.2, 0.7]) {
+            assert_within_percent(2.0, part, asked);
+        }
+    }
+}
+
+#[test]
+fn the_extremes_of_weight_still_get_their_share() {
+    let mut disks = Timeline::new("iops-total=20000");
+    let least = disks.add_with(weight(1), Workload::READS.depth(64));
+    let most = disks.add_with(weight(10_000), Workload::READS.depth(64));
+    let least = disks.admitted_of(least, s(1), s(101)) as f64;
+    assert_within_percent(2.0, least / disks.admitted_of(most, s(1), s(101)) as f64, 1e-4);
+}
+
+#[test]
+fn a_weight_counts_reads_and_writes_together_under_a_total_limit() {
+    let mut disks = Timeline::new("iops-total=1000");
+    let both = disks.add_with(weight(100), Workload::READS.depth(32));
+    let too = disks.add_to(disks.disk(both), Workload::WRITES.depth(32));
+    let reads = disks.add_with(weight(300), Workload::READS.depth(32));
+    let [of_both, of_too, of_reads] = parts(&mut disks, &[both, too, reads])[..] else { unreachable!() };
+    assert_within_percent(2.0, of_both + of_too, 0.25);
+    assert_within_percent(2.0, of_reads, 0.75);
+}
+
+#[test]
+fn what_one_writes_is_not_taken_from_its_reads_where_limits_are_apart() {
+    let mut disks = Timeline::new("iops-read=1000,iops-write=10");
+    let both = disks.add(Workload::READS.depth(32));
+    disks.add_to(disks.disk(both), Workload::WRITES.depth(32));
+    let reads = disks.add(Workload::READS.depth(32));
+    assert_eq!(disks.admitted_of(both, s(1), s(11)), 5000);
+    assert_eq!(disks.admitted_of(reads, s(1), s(11)), 5000);
+}
+
+#[test]
+fn a_new_weight_holds_at_once() {
+    let mut disks = Timeline::new("iops-total=1000");
+    let [first, second] = [(); 2].map(|()| disks.add(Workload::READS.depth(32)));
+    assert_eq!(disks.admitted_of(first, s(1), s(11)), 5000);
+    disks.tree.set_share(disks.disk(second), weight(300), s(11)).unwrap();
+    assert_within_percent(1.0, disks.admitted_of(second, s(11), s(21)) as f64, 7500.0);
+    assert_within_percent(2.0, disks.admitted_of(second, s(11), s(12)) as f64, 750.0);
+}
+
+#[test]
+fn who_was_idle_has_no_claim_to_what_it_did_not_ask_for() {
+    let mut disks = Timeline::new("iops-total=1000");
+    let busy = disks.add(Workload::READS.depth(32));
+    let late = disks.add(Workload::READS.queued(0));
+    disks.run_until(s(60));
+    let late = disks.add_to(disks.disk(late), Workload::READS.depth(32));
+    // Half, and what 20 ms of its own cost are.
+    let got = disks.admitted_of(late, s(60), s(61));
+    assert!((500..=520).contains(&got), "{got}");
+    assert!(disks.admitted_of(busy, s(60), s(61)) >= 480);
+}
+
+#[test]
+fn who_took_more_while_nobody_else_asked_owes_nothing() {
+    let mut disks = Timeline::new("iops-total=1000,iops-total-max=5000,iops-total-max-length=10");
+    let first = disks.add(Workload::READS.depth(32));
+    disks.run_until(s(30));
+    let second = disks.add(Workload::READS.depth(32));
+    let got = disks.admitted_of(first, s(30), s(31));
+    assert!((480..=500).contains(&got), "{got}");
+    assert!(disks.admitted_of(second, s(30), s(31)) <= 520);
+}
+
+/// A reservation of 300 of 1000 IOPS; by weight it would have 91.
+#[test]
+fn a_reservation_is_met_under_ten_hostile_neighbours() {
+    for (depth, latency) in [(1, Duration::ZERO), (1, Duration::from_millis(1)), (32, LATE)] {
+        for late in [Duration::ZERO, LATE] {
+            let mut disks = Timeline::new("iops-total=1000").with_late_timers(late);
+            let reserved = disks.add_with(promise(300, 0), Workload::READS.depth(depth).latency(latency));
+            for _ in 0..10 {
+                disks.add_with(weight(100), Workload::WRITES.of(1 << 20).depth(64));
+            }
+            let got = disks.admitted_of(reserved, s(1), s(21)) as f64 / 20.0;
+            assert_within_percent(2.0, got, 300.0);
+        }
+    }
+}
+
+/// By weight it would have 0.9 MB/s, and its neighbours' requests are worth 400 ms of the limit each.
+#[test]
+fn a_reservation_of_bytes_is_met_under_neighbours_with_huge_requests() {
+    let mut disks = Timeline::new("bps-total=10000000").with_late_timers(LATE);
+    let reserved = disks.add_with(promise(0, 3_000_000), Workload::READS.of(65_536).depth(8));
+    for _ in 0..10 {
+        disks.add(Workload::WRITES.of(4 << 20).depth(16));
+    }
+    let got = disks.bytes_of(reserved, s(1), s(21)) as f64 / 20.0;
+    assert_within_percent(2.0, got, 3e6);
+}
+
+#[test]
+fn a_reservation_counts_towards_the_share_by_weight() {
+    let mut disks = Timeline::new("iops-total=1000");
+    let reserved = disks.add_with(promise(300, 0), Workload::READS.depth(32));
+    let other = disks.add(Workload::READS.depth(32));
+    for client in [reserved, other] {
+        assert_within_percent(2.0, disks.admitted_of(client, s(1), s(21)) as f64, 10_000.0);
+    }
+}
+
+#[test]
+fn two_promises_end_with_the_first_that_is_used_up() {
+    // 300 IOPS, or 100 requests of 10,000 bytes.
+    let mut disks = Timeline::new("iops-total=1000");
+    let reserved = disks.add_with(promise(300, 1_000_000), Workload::READS.of(10_000).depth(32));
+    for _ in 0..99 {
+        disks.add(Workload::READS.of(512).depth(32));
+    }
+    assert_within_percent(2.0, disks.admitted_of(reserved, s(1), s(21)) as f64 / 20.0, 100.0);
+}
+
+#[test]
+fn what_is_promised_but_not_asked_for_goes_to_the_others() {
+    let mut disks = Timeline::new("iops-total=1000");
+    disks.add_with(promise(900, 0), Workload::READS.queued(0));
+    let other = disks.add(Workload::READS.depth(32));
+    assert_eq!(disks.admitted_of(other, s(1), s(11)), 10_000);
+}
+
+#[test]
+fn promises_of_all_there_is_leave_a_hundredth_to_the_others() {
+    let mut disks = Timeline::new("iops-total=1000");
+    let reserved = disks.add_with(promise(1000, 0), Workload::READS.depth(64));
+    let other = disks.add(Workload::READS.depth(64));
+    assert_within_percent(1.0, disks.admitted_of(reserved, s(1), s(21)) as f64 / 20.0, 990.0);
+    let gap = disks.longest_gap_of(other, s(1), s(21));
+    assert!(gap <= Duration::from_millis(202), "{gap:?}");
+}
+
+#[test]
+fn who_loses_a_promise_has_turns_again_within_a_slice() {
+    let mut disks = Timeline::new("iops-total=1000");
+    let reserved = disks.add_with(promise(900, 0), Workload::READS.depth(64));
+    for _ in 0..9 {
+        disks.add(Workload::READS.depth(64));
+    }
+    disks.run_until(s(60));
+    disks.tree.set_share(disks.disk(reserved), Share::default(), s(60)).unwrap();
+    // A tenth is its share; it had nine tenths for a minute. What counts of that is 100 ms of its own cost.
+    let gap = disks.longest_gap_of(reserved, s(60), s(70));
+    assert!(gap <= Duration::from_millis(1_020), "{gap:?}");
+    assert_within_percent(2.0, disks.admitted_of(reserved, s(62), s(72)) as f64, 1000.0);
+}
+
+#[test]
+fn a_thousand_members_get_a_thousandth_each() {
+    let mut disks = Timeline::new("iops-total=50000");
+    let clients: Vec<_> = (0..1000u64)
+        .map(|number| {
+            let direction = Direction::ALL[number as usize % 2];
+            disks.add(Workload { direction, ..Workload::READS.depth(1 + number % 8) })
+        })
+        .collect();
+    disks.run_until(s(11));
+    for client in clients {
+        let got = disks.admitted_of(client, s(1), s(11));
+        assert!((498..=502).contains(&got), "{got}");
+    }
+}
+
+#[test]
+fn ten_thousand_idle_members_take_nothing() {
+    let mut disks = Timeline::new("iops-total=1000");
+    for _ in 0..10_000 {
+        disks.add(Workload::READS.queued(0));
+    }
+    let busy = disks.add(Workload::READS.depth(1));
+    assert_eq!(disks.admitted_of(busy, s(1), s(11)), 10_000);
+}

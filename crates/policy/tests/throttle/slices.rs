@@ -1,0 +1,126 @@
+//! Large requests are paid for in slices of 100 ms, so that nobody waits behind a whole one.
+
+use crate::timeline::{Timeline, Workload, assert_within_percent, limits, ms, s};
+use policy::request::Direction;
+use policy::throttle::{Admission, Cost, Decision, Limits, Share, Tree};
+use policy::time::{Duration, Instant};
+
+const SLICE: Duration = Duration::from_millis(100);
+
+/// QEMU: 4.1 s behind 4 MiB at 1 MB/s.
+#[test]
+fn a_small_request_waits_one_slice_behind_huge_ones() {
+    for huge in [4 << 20, 32 << 20] {
+        for late in [Duration::ZERO, Duration::from_millis(1)] {
+            let mut disks = Timeline::new("bps-total=1000000").with_late_timers(late);
+            disks.add(Workload::WRITES.of(huge).depth(4));
+            // At its fair rate: 4 KiB every 10 ms would be 410 kB/s of its 500.
+            let small = disks.add(Workload::READS.paced(Duration::from_millis(100)));
+            disks.run_until(s(120));
+            let waited = disks.longest_wait_of(small);
+            assert!(waited <= SLICE + late * 2, "{waited:?} behind {huge} bytes");
+        }
+    }
+}
+
+#[test]
+fn huge_and_small_requests_get_half_each() {
+    let mut disks = Timeline::new("bps-total=10000000");
+    let huge = disks.add(Workload::READS.of(4 << 20).depth(2));
+    let small = disks.add(Workload::READS.of(4096).depth(32));
+    let [huge, small] = [huge, small].map(|client| disks.bytes_of(client, s(1), s(101)) as f64);
+    assert_within_percent(2.0, huge / (huge + small), 0.5);
+}
+
+#[test]
+fn two_of_them_take_turns_slice_by_slice() {
+    let mut disks = Timeline::new("bps-total=1000000");
+    let [first, second] = [(); 2].map(|()| disks.add(Workload::READS.of(1_000_000).queued(1)));
+    // Both are paid for at 2 s, less the bucket of 0.1 s and the last slice, one slice apart.
+    assert_eq!(disks.admitted_between(s(0), ms(1700)), 0);
+    assert_eq!(disks.admitted_of(first, ms(1700), ms(1701)), 1);
+    assert_eq!(disks.admitted_of(second, ms(1800), ms(1801)), 1);
+}
+
+#[test]
+fn what_a_huge_request_pays_is_its_cost_to_the_byte() {
+    let mut disks = Timeline::new("bps-total=1000003");
+    disks.add(Workload::READS.of(3_333_333).queued(7));
+    disks.run_until(s(60));
+    let small = disks.add(Workload::READS.of(1).queued(100_003));
+    // The bucket is empty: it holds a tenth of a second, and one byte makes it run over.
+    assert_eq!(disks.admitted_of(small, s(60), Instant::from_nanos(60_000_000_001)), 100_001);
+
+    // Seven of them take seven times their cost, less the bucket and the slice that makes it run over.
+    let mut disk = Timeline::new("bps-total=1000000");
+    disk.add(Workload::READS.of(3_333_333).queued(7));
+    let last = 7 * 3_333_333_000 - 100_000_000;
+    assert_eq!(disk.admitted_between(s(0), Instant::from_nanos(last - 100_000_000)), 6);
+    assert_eq!(disk.admitted_between(s(0), Instant::from_nanos(last)), 7);
+}
+
+#[test]
+fn a_burst_is_spent_at_once_and_in_few_steps() {
+    let mut tree = Tree::new(s(0));
+    let text = "bps-total=1000,bps-total-max=1000000000";
+    let disk = tree.add(None, limits(text), Share::default()).unwrap();
+    let passed = tree.request(disk, Direction::Read, Cost::one(32 << 20), (), s(0));
+    assert_eq!(passed, Admission::Admitted(()), "with 1 GB to spend nobody waits for a slice of 100 bytes");
+
+    // Behind another, it takes turns; a few dozen, not 300,000.
+    let other = tree.add(None, Limits::default(), Share::default()).unwrap();
+    assert!(tree.pass(other, Direction::Read, &Cost::one(1), s(0)));
+    assert!(tree.pass(disk, Direction::Read, &Cost::one(960_000_000), s(0)));
+    assert!(matches!(
+        tree.request(disk, Direction::Read, Cost::one(32 << 20), (), s(0)),
+        Admission::Queued(_)
+    ));
+    let Decision::Wait { until } = tree.poll(s(0)) else { panic!("nothing left of the burst") };
+    assert!(until > s(0));
+}
+
+#[test]
+fn limits_that_change_midway_hold_for_the_rest() {
+    let mut disk = Timeline::new("bps-total=1000000");
+    let huge = disk.add(Workload::READS.of(10_000_000).queued(1));
+    disk.run_until(s(5));
+    disk.change_limits("bps-total=10000000");
+    // Half is paid. The rest takes half a second, of which the empty bucket gives a tenth, and the last slice another.
+    assert_eq!(disk.admitted_of(huge, s(5), ms(5_250)), 0);
+    assert_eq!(disk.admitted_of(huge, ms(5_250), ms(5_350)), 1);
+}
+
+#[test]
+fn an_operation_is_never_cut() {
+    let mut disks = Timeline::new("iops-total=2");
+    let [first, second] = [(); 2].map(|()| disks.add(Workload::READS.queued(2)));
+    // One at once, which runs the bucket of 0.2 over; another when 0.8 have leaked; then one every half second.
+    let passed = |disks: &mut Timeline, client, at| disks.admitted_of(client, s(0), ms(at));
+    assert_eq!([passed(&mut disks, first, 401), passed(&mut disks, second, 401)], [1, 1]);
+    assert_eq!(passed(&mut disks, first, 901) + passed(&mut disks, second, 901), 3);
+}
+
+#[test]
+fn a_large_request_under_iops_size_is_cut_like_one_of_bytes() {
+    let mut disks = Timeline::new("iops-total=100,iops-size=4096");
+    let huge = disks.add(Workload::READS.of(4 << 20).depth(2));
+    let small = disks.add(Workload::READS.paced(Duration::from_millis(50)));
+    disks.run_until(s(60));
+    let waited = disks.longest_wait_of(small);
+    assert!(waited <= SLICE, "{waited:?}");
+    assert!(disks.admitted_of(huge, s(0), s(60)) >= 4);
+}
+
+#[test]
+fn no_window_sees_more_than_what_was_paid_for() {
+    let mut disks = Timeline::new("bps-total=1000000");
+    for _ in 0..3 {
+        disks.add(Workload::READS.of(2 << 20).depth(2));
+    }
+    // From the first on: every request is paid for before it passes, but for the last slice.
+    for seconds in 1..=60 {
+        let most = 1_000_000 * seconds + 200_000;
+        assert!(disks.bytes_between(s(0), s(seconds)) <= most, "in {seconds} s");
+    }
+    assert!(disks.bytes_between(s(0), s(60)) >= 60_000_000 - 3 * (2 << 20));
+}
