@@ -7,15 +7,21 @@
 //! an error, `weir: <what>: <why> (<what to do>)` on standard error.
 
 mod cli;
+mod client;
 mod config;
 mod control;
+mod figures;
 mod listen;
 mod logging;
 mod pid_file;
 mod plan;
 mod serve;
 mod signals;
+mod status;
 mod suggest;
+mod table;
+mod throttle;
+mod top;
 
 use std::{
     io::{Write as _, stderr, stdout},
@@ -45,6 +51,9 @@ impl<E: Into<anyhow::Error>> From<E> for Failure {
 pub fn main() -> ExitCode {
     let result = match Cli::try_parse() {
         Ok(Cli { command: Command::Serve(arguments) }) => serve::run(*arguments),
+        Ok(Cli { command: Command::Status(arguments) }) => status::run(arguments),
+        Ok(Cli { command: Command::Throttle(arguments) }) => throttle::run(*arguments),
+        Ok(Cli { command: Command::Top(arguments) }) => top::run(arguments),
         Err(error) => return answer(&error),
     };
     let (error, status) = match result {

@@ -46,20 +46,20 @@ fn value_name(setting: Setting) -> &'static str {
     }
 }
 
-fn option(setting: Setting) -> Arg {
+/// The option of a setting.
+pub(super) fn option(setting: Setting) -> Arg {
     let parser = if setting.is_size() { plan::size } else { plan::count };
     Arg::new(setting.name())
         .long(setting.name())
         .value_name(value_name(setting))
         .value_parser(parser)
-        .conflicts_with("config")
         .help(help(setting))
         .help_heading("Limits")
 }
 
 impl Args for LimitArgs {
     fn augment_args(command: Command) -> Command {
-        command.args(Setting::ALL.map(option))
+        command.args(Setting::ALL.map(|setting| option(setting).conflicts_with("config")))
     }
 
     fn augment_args_for_update(command: Command) -> Command {

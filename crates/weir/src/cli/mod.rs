@@ -5,6 +5,9 @@
 
 mod limits;
 mod shares;
+mod status;
+mod throttle;
+mod top;
 
 use std::path::PathBuf;
 
@@ -20,6 +23,9 @@ use crate::{
 };
 use limits::LimitArgs;
 use shares::ShareArgs;
+pub(crate) use status::StatusArgs;
+pub(crate) use throttle::ThrottleArgs;
+pub(crate) use top::TopArgs;
 
 const ABOUT: &str = "Throttle, prefetch, cache and tune the disks of virtual machines and containers";
 
@@ -57,6 +63,15 @@ pub(crate) enum Command {
     /// Serve disks until SIGTERM
     #[command(after_help = SERVE_EXAMPLES)]
     Serve(Box<ServeArgs>),
+    /// Show what runs, how fast, and what holds it back
+    #[command(after_help = status::EXAMPLES)]
+    Status(StatusArgs),
+    /// Show what a disk or a group is held to, or change it while it runs
+    #[command(after_help = throttle::EXAMPLES)]
+    Throttle(Box<ThrottleArgs>),
+    /// The same as `status`, live on the whole terminal
+    #[command(after_help = top::EXAMPLES)]
+    Top(TopArgs),
 }
 
 /// What `weir serve` is told.

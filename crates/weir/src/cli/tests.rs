@@ -9,10 +9,11 @@ use crate::plan::{Endpoint, Plan, Settings};
 /// The plan of a command line after `weir serve`, or what is said on standard error after `weir: `.
 fn plan(line: &str) -> Result<Plan, String> {
     let words = ["weir", "serve"].into_iter().chain(line.split_whitespace());
-    let Cli { command: Command::Serve(arguments) } = Cli::try_parse_from(words).map_err(|error| {
+    let Cli { command } = Cli::try_parse_from(words).map_err(|error| {
         let text = error.render().to_string();
         text.trim_start_matches("error: ").split("\n\n").next().unwrap_or_default().to_owned()
     })?;
+    let Command::Serve(arguments) = command else { panic!("another command") };
     arguments.into_draft().and_then(|draft| Plan::new(draft, 0)).map_err(|wrong| wrong.to_string())
 }
 

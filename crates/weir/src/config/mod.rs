@@ -34,7 +34,7 @@ use crate::{
 use section::{Entry, Section, Source};
 
 /// Largest config file that is read: some hundred thousand disks.
-const MAX_FILE_BYTES: u64 = 64 << 20;
+pub(crate) const MAX_FILE_BYTES: u64 = 64 << 20;
 
 /// Reads a config file.
 ///
@@ -54,7 +54,10 @@ pub(crate) fn load(path: &Path) -> Result<Draft, Wrong> {
 }
 
 /// Reads the text of a config file called `name`, with paths seen from `directory`.
-fn parse(name: &str, text: &str, directory: &Path) -> Result<Draft, Wrong> {
+///
+/// # Errors
+/// As [`load`], once it has the text.
+pub(crate) fn parse(name: &str, text: &str, directory: &Path) -> Result<Draft, Wrong> {
     let source = Source::new(name, text);
     let document = DeTable::parse(text).map_err(|error| {
         let line = source.line_of(error.span().map_or(0, |span| span.start));

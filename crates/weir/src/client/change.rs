@@ -1,0 +1,257 @@
+//! A change of settings: which, to what; how it is written down, sent, and told.
+//!
+//! All settings a disk or a group can have go by one name each, on the command line, in the config file and to the
+//! daemon: the nineteen limits of the policy's table, and those of the scheduler listed here.
+//!
+//! Never judges a value beyond its type: rules between settings are the daemon's, which knows all of them.
+
+use policy::throttle::{Part, Setting};
+use serde_json::{Map, Value};
+
+use super::report::Settings;
+use crate::{figures, plan, suggest};
+
+/// A setting by its kind.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Name {
+    /// One of the nineteen.
+    Limit(Setting),
+    /// Its share of what is contended.
+    Weight,
+    /// Operations per second that it is promised.
+    IopsReservation,
+    /// Bytes per second that it is promised.
+    BpsReservation,
+    /// Percent of the device in use below which limits are not enforced.
+    Watermark,
+    /// The group it is in.
+    Group,
+}
+
+impl Name {
+    /// All of them, in the order in which they are listed.
+    pub(crate) fn all() -> impl Iterator<Item = Self> {
+        let scheduler =
+            [Self::Weight, Self::IopsReservation, Self::BpsReservation, Self::Watermark, Self::Group];
+        Setting::ALL.into_iter().map(Self::Limit).chain(scheduler)
+    }
+
+    /// As users write it.
+    pub(crate) fn text(self) -> &'static str {
+        match self {
+            Self::Limit(setting) => setting.name(),
+            Self::Weight => "weight",
+            Self::IopsReservation => "iops-reservation",
+            Self::BpsReservation => "bps-reservation",
+            Self::Watermark => "watermark",
+            Self::Group => "group",
+        }
+    }
+
+    /// The setting of that name.
+    ///
+    /// # Errors
+    /// If there is none; names the nearest.
+    pub(crate) fn find(text: &str) -> Result<Self, String> {
+        Self::all().find(|name| name.text() == text).ok_or_else(|| {
+            match suggest::nearest(text, Self::all().map(Self::text)) {
+                Some(near) => format!("{text}: no such setting (did you mean {near:?}?)"),
+                None => format!("{text}: no such setting (they are named as the options of `weir throttle`)"),
+            }
+        })
+    }
+
+    fn is_size(self) -> bool {
+        match self {
+            Self::Limit(setting) => setting.is_size(),
+            name => name == Self::BpsReservation,
+        }
+    }
+
+    /// What it is where nobody set it.
+    pub(crate) fn default(self) -> Setpoint {
+        match self {
+            Self::Group => Setpoint::Text(String::new()),
+            Self::Weight => Setpoint::Number(100),
+            Self::Limit(Setting::Limit(_, Part::BurstLength)) => Setpoint::Number(1),
+            _ => Setpoint::Number(0),
+        }
+    }
+
+    /// What it is.
+    pub(crate) fn of(self, settings: &Settings) -> Setpoint {
+        let number = match self {
+            Self::Limit(setting) => settings.limits.get(setting.name()).copied(),
+            Self::Weight => settings.weight,
+            Self::IopsReservation => settings.iops_reservation,
+            Self::BpsReservation => settings.bps_reservation,
+            Self::Watermark => settings.watermark,
+            Self::Group => return Setpoint::Text(settings.group.clone().unwrap_or_default()),
+        };
+        number.map_or_else(|| self.default(), Setpoint::Number)
+    }
+
+    /// Reads a value of it.
+    ///
+    /// # Errors
+    /// If it is not of its type.
+    pub(crate) fn read(self, text: &str) -> Result<Setpoint, String> {
+        let number = match self {
+            Self::Group => return Ok(Setpoint::Text(text.to_owned())),
+            _ if self.is_size() => plan::size(text),
+            _ => plan::count(text),
+        };
+        number.map(Setpoint::Number).map_err(|rule| format!("{} = {text}: {rule}", self.text()))
+    }
+
+    /// A value of it as users write it: `none` for what is not set.
+    pub(crate) fn show(self, value: &Setpoint) -> String {
+        match value {
+            Setpoint::Text(text) if text.is_empty() => "none".to_owned(),
+            Setpoint::Text(text) => text.clone(),
+            Setpoint::Number(0) => "none".to_owned(),
+            Setpoint::Number(number) if self.is_size() => figures::exact_size(*number),
+            Setpoint::Number(number) => number.to_string(),
+        }
+    }
+}
+
+/// What a setting is set to.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Setpoint {
+    /// A limit, a weight, a percentage.
+    Number(u64),
+    /// The name of a group; empty for none.
+    Text(String),
+}
+
+impl From<Setpoint> for Value {
+    fn from(value: Setpoint) -> Self {
+        match value {
+            Setpoint::Number(number) => number.into(),
+            Setpoint::Text(text) => text.into(),
+        }
+    }
+}
+
+/// Settings to change, each once, in the order they were given.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Change(Vec<(Name, Setpoint)>);
+
+impl Change {
+    /// One more, or a new value for one that is there.
+    pub(crate) fn set(&mut self, name: Name, value: Setpoint) {
+        match self.0.iter_mut().find(|(known, _)| *known == name) {
+            Some((_, known)) => *known = value,
+            None => self.0.push((name, value)),
+        }
+    }
+
+    /// Whether nothing is to change.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    /// The settings, in order.
+    pub(crate) fn iter(&self) -> impl Iterator<Item = (Name, &Setpoint)> {
+        self.0.iter().map(|(name, value)| (*name, value))
+    }
+
+    /// As arguments of `x-weir-set`.
+    pub(crate) fn arguments(&self) -> Map<String, Value> {
+        self.iter().map(|(name, value)| (name.text().to_owned(), value.clone().into())).collect()
+    }
+
+    /// A line for each setting: what it was, what it is. Equal ones are told apart by their word.
+    pub(crate) fn describe(&self, before: &Settings) -> Vec<String> {
+        let line = |(name, value): (Name, &Setpoint)| {
+            let (was, is) = (name.show(&name.of(before)), name.show(value));
+            let name = name.text();
+            if was == is { format!("{name}: {is}, as before") } else { format!("{name}: {was} → {is}") }
+        };
+        self.iter().map(line).collect()
+    }
+
+    /// What changes `before` into the settings that `text` lists as `name=value`, separated by white space: those it
+    /// leaves out get their defaults.
+    ///
+    /// # Errors
+    /// If a word is not of that form, its name unknown or twice there, or its value not of its type.
+    pub(crate) fn to_listing(before: &Settings, text: &str) -> Result<Self, String> {
+        let mut wanted = Self::default();
+        for word in text.split_whitespace() {
+            let Some((name, value)) = word.split_once('=') else {
+                return Err(format!("{word}: is not of the form name=value"));
+            };
+            let name = Name::find(name)?;
+            if wanted.iter().any(|(known, _)| known == name) {
+                return Err(format!("{}: is there twice", name.text()));
+            }
+            wanted.set(name, name.read(value)?);
+        }
+        let mut change = Self::default();
+        for name in Name::all() {
+            let value =
+                wanted.iter().find(|(known, _)| *known == name).map_or(name.default(), |(_, v)| v.clone());
+            if value != name.of(before) {
+                change.set(name, value);
+            }
+        }
+        Ok(change)
+    }
+}
+
+/// The settings that are not at their defaults, as [`Change::to_listing`] reads them.
+pub(crate) fn listing(settings: &Settings) -> String {
+    let set = Name::all().filter(|name| name.of(settings) != name.default());
+    let words: Vec<String> =
+        set.map(|name| format!("{}={}", name.text(), name.show(&name.of(settings)))).collect();
+    words.join(" ")
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn settings() -> Settings {
+        let limits = json!({ "iops-total": 1000, "bps-read": 10 << 20 });
+        serde_json::from_value(json!({ "group": "gold", "weight": 100, "limits": limits })).unwrap()
+    }
+
+    #[test]
+    fn a_listing_reads_back_as_no_change() {
+        let listed = listing(&settings());
+        assert_eq!(listed, "bps-read=10M iops-total=1000 group=gold");
+        assert!(Change::to_listing(&settings(), &listed).unwrap().is_empty());
+    }
+
+    #[test]
+    fn what_a_listing_leaves_out_gets_its_default() {
+        let change = Change::to_listing(&settings(), "iops-total=2000 weight=300").unwrap();
+        let arguments = json!({ "iops-total": 2000, "bps-read": 0, "weight": 300, "group": "" });
+        assert_eq!(Value::Object(change.arguments()), arguments);
+        let lines =
+            ["bps-read: 10M → none", "iops-total: 1000 → 2000", "weight: 100 → 300", "group: gold → none"];
+        assert_eq!(change.describe(&settings()), lines);
+    }
+
+    #[test]
+    fn a_burst_length_of_one_second_is_where_it_begins() {
+        let change = Change::to_listing(&settings(), &(listing(&settings()) + " iops-total-max-length=1"));
+        assert!(change.unwrap().is_empty());
+    }
+
+    #[test]
+    fn a_wrong_listing_names_the_word() {
+        let check = |text: &str, expect: &str| {
+            assert_eq!(Change::to_listing(&settings(), text).unwrap_err(), expect, "{text}");
+        };
+        check("iops", "iops: is not of the form name=value");
+        check("iops-totl=1", "iops-totl: no such setting (did you mean \"iops-total\"?)");
+        check("zzz=1", "zzz: no such setting (they are named as the options of `weir throttle`)");
+        check("iops-total=1 iops-total=2", "iops-total: is there twice");
+        check("iops-total=-1", "iops-total = -1: is not a whole number of 0 or more");
+    }
+}

@@ -1,0 +1,64 @@
+//! A daemon for tests: a control socket that says what a script says, and remembers what it was asked.
+
+use std::{
+    io::{BufRead as _, BufReader, Write as _},
+    os::unix::net::{UnixListener, UnixStream},
+    thread::{self, JoinHandle},
+};
+
+use serde_json::{Value, json};
+use tempfile::TempDir;
+
+use super::Target;
+
+/// The greeting.
+pub(crate) const GREETING: &str = r#"{"QMP": {"version": {"package": "weir 0.1.0"}, "capabilities": []}}"#;
+
+/// A daemon that serves one client.
+pub(crate) struct Fake {
+    _directory: TempDir,
+    target: Target,
+    thread: JoinHandle<Vec<Value>>,
+}
+
+impl Fake {
+    /// Greets with `greeting` and answers the commands after `qmp_capabilities` with `answers`, then hangs up.
+    pub(crate) fn start(greeting: &'static str, answers: Vec<String>) -> Self {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("qmp");
+        let listener = UnixListener::bind(&path).unwrap();
+        let thread = thread::spawn(move || serve(listener.accept().unwrap().0, greeting, answers));
+        Self { _directory: directory, target: Target(path), thread }
+    }
+
+    /// With `value` as the only answer.
+    pub(crate) fn returning(value: &Value) -> Self {
+        Self::start(GREETING, vec![json!({ "return": value }).to_string()])
+    }
+
+    /// Where it listens.
+    pub(crate) fn target(&self) -> &Target {
+        &self.target
+    }
+
+    /// What it was asked, once its client is gone.
+    pub(crate) fn asked(self) -> Vec<Value> {
+        self.thread.join().unwrap()
+    }
+}
+
+fn serve(mut stream: UnixStream, greeting: &str, answers: Vec<String>) -> Vec<Value> {
+    let mut reader = BufReader::new(stream.try_clone().unwrap());
+    let mut asked = Vec::new();
+    // A client that is gone has been told enough.
+    let mut say = |text: &str| stream.write_all(format!("{text}\n").as_bytes()).is_ok();
+    say(greeting);
+    for answer in [r#"{"return": {}}"#.to_owned()].into_iter().chain(answers) {
+        let mut line = String::new();
+        if reader.read_line(&mut line).unwrap_or(0) == 0 || !say(&answer) {
+            break;
+        }
+        asked.push(serde_json::from_str(&line).unwrap());
+    }
+    asked
+}

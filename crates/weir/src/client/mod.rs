@@ -1,0 +1,233 @@
+//! The other end of a daemon's control socket: what `weir status`, `weir throttle` and `weir top` speak through.
+//!
+//! A QMP client that does one thing at a time: it connects, reads the greeting, leaves negotiation, and then has a command
+//! answered before the next. Events that arrive in between are passed over.
+//!
+//! Never waits without an end: connecting, writing and reading have a deadline each. Never holds more of an answer than
+//! [`MAX_ANSWER_BYTES`], since what listens on a path need not be weir.
+
+mod answer;
+pub(crate) mod change;
+pub(crate) mod rates;
+pub(crate) mod report;
+
+use std::{
+    env,
+    ffi::OsString,
+    fmt,
+    io::{self, BufRead as _, BufReader, Read as _, Write as _},
+    os::unix::net::UnixStream,
+    path::{Path, PathBuf},
+    time::Duration,
+};
+
+use serde_json::{Value, json};
+
+use answer::{Answer, Refusal};
+use report::Report;
+
+/// Where a daemon is looked for that nobody named.
+const STANDARD_SOCKET: &str = "/run/weir/qmp.sock";
+/// The variable that names another.
+const VARIABLE: &str = "WEIR_QMP";
+/// How long the daemon may take over anything. It answers within milliseconds.
+const PATIENCE: Duration = Duration::from_secs(10);
+/// Longest line that is read: the status of some ten thousand disks has a tenth of it.
+const MAX_ANSWER_BYTES: u64 = 256 << 20;
+
+/// Why a daemon did not do what it was asked. Its text is a whole message, to follow `weir: `.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum Error {
+    /// There is nobody to talk to, or the talk broke off: trying again later makes sense.
+    #[error("{0}")]
+    Unreachable(String),
+    /// The daemon understood and refused; nothing has changed.
+    #[error("{0}")]
+    Refused(String),
+}
+
+/// The control socket of a daemon.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Target(PathBuf);
+
+impl Target {
+    /// What `--qmp` said, else what `WEIR_QMP` says, else the standard path.
+    ///
+    /// # Errors
+    /// If the variable holds something else than `unix:PATH`.
+    pub(crate) fn choose(option: Option<Self>) -> Result<Self, String> {
+        Self::from_sources(option, env::var_os(VARIABLE))
+    }
+
+    fn from_sources(option: Option<Self>, variable: Option<OsString>) -> Result<Self, String> {
+        match (option, variable) {
+            (Some(target), _) => Ok(target),
+            (None, Some(variable)) if !variable.is_empty() => {
+                let text = variable.to_string_lossy();
+                text.parse().map_err(|rule| format!("{VARIABLE}={text}: {rule}"))
+            }
+            _ => Ok(Self(PathBuf::from(STANDARD_SOCKET))),
+        }
+    }
+
+    /// The socket's path.
+    pub(crate) fn path(&self) -> &Path {
+        &self.0
+    }
+
+    fn unreachable(&self, why: &io::Error) -> Error {
+        let advice = match why.kind() {
+            io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused => format!(
+                "no daemon listens there (start it with `weir serve … --qmp {self}`, or name its socket with --qmp or {VARIABLE})"
+            ),
+            io::ErrorKind::PermissionDenied => {
+                "no permission (only root and the daemon's own user may; try as one of them)".to_owned()
+            }
+            io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => {
+                let seconds = PATIENCE.as_secs();
+                format!(
+                    "no answer within {seconds} s (is the daemon stopped, or something else listening there?)"
+                )
+            }
+            io::ErrorKind::UnexpectedEof | io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe => {
+                "the daemon closed the connection (its log says why: it ends, or this user may not)"
+                    .to_owned()
+            }
+            _ => format!("{why} (is this the socket that the daemon's --qmp names?)"),
+        };
+        Error::Unreachable(format!("{self}: {advice}"))
+    }
+}
+
+impl std::str::FromStr for Target {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text.strip_prefix("unix:") {
+            Some(path) if !path.is_empty() => Ok(Self(PathBuf::from(path))),
+            _ => Err("is not the address of a control socket; write unix:PATH".to_owned()),
+        }
+    }
+}
+
+impl fmt::Display for Target {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "unix:{}", self.0.display())
+    }
+}
+
+/// A connection on which commands are answered.
+pub(crate) struct Client {
+    target: Target,
+    stream: BufReader<UnixStream>,
+}
+
+impl Client {
+    /// Connects and leaves negotiation.
+    ///
+    /// # Errors
+    /// If nobody listens, this user may not, or what listens does not speak QMP.
+    pub(crate) fn connect(target: &Target) -> Result<Self, Error> {
+        let open = || {
+            let stream = UnixStream::connect(target.path())?;
+            stream.set_read_timeout(Some(PATIENCE))?;
+            stream.set_write_timeout(Some(PATIENCE))?;
+            Ok(stream)
+        };
+        let stream = open().map_err(|error| target.unreachable(&error))?;
+        let mut client = Self { target: target.clone(), stream: BufReader::new(stream) };
+        if client.line()?.get("QMP").is_none() {
+            return Err(client.nonsense("did not greet as a QMP server does"));
+        }
+        client.execute("qmp_capabilities", json!({}))?;
+        Ok(client)
+    }
+
+    /// Where it is connected to.
+    pub(crate) fn target(&self) -> &Target {
+        &self.target
+    }
+
+    /// Has one command done: its return value.
+    ///
+    /// # Errors
+    /// [`Error::Refused`] with the daemon's own words, or [`Error::Unreachable`] if no answer came.
+    pub(crate) fn execute(&mut self, command: &str, arguments: Value) -> Result<Value, Error> {
+        let mut request = json!({ "execute": command });
+        if arguments.as_object().is_some_and(|arguments| !arguments.is_empty()) {
+            request["arguments"] = arguments;
+        }
+        let request = format!("{request}\n");
+        let written = self.stream.get_mut().write_all(request.as_bytes());
+        written.map_err(|error| self.target.unreachable(&error))?;
+        loop {
+            match Answer::read(self.line()?) {
+                Some(Answer::Event) => {}
+                Some(Answer::Return(value)) => return Ok(value),
+                Some(Answer::Error(Refusal { class, description })) => {
+                    return Err(Error::Refused(self.explain(command, &class, description)));
+                }
+                None => return Err(self.nonsense("answered with something that is no QMP")),
+            }
+        }
+    }
+
+    /// The state of everything that runs, as the daemon words it and as this program reads it.
+    ///
+    /// # Errors
+    /// As [`Client::execute`]; also if the answer is not a status.
+    pub(crate) fn status(&mut self) -> Result<(Value, Report), Error> {
+        let value = self.execute("x-weir-query-status", json!({}))?;
+        match Report::read(&value) {
+            Ok(report) => Ok((value, report)),
+            Err(error) => Err(self.nonsense(&format!("answered with a status that cannot be read: {error}"))),
+        }
+    }
+
+    /// Changes settings of a disk or group, all or none of them.
+    ///
+    /// # Errors
+    /// As [`Client::execute`]; a refusal names the setting and the rule.
+    pub(crate) fn set(
+        &mut self,
+        name: &str,
+        mut settings: serde_json::Map<String, Value>,
+    ) -> Result<(), Error> {
+        settings.insert("name".to_owned(), Value::from(name));
+        self.execute("x-weir-set", Value::Object(settings)).map(drop)
+    }
+
+    /// One line of the stream. QMP servers end each message with one, QEMU's included.
+    fn line(&mut self) -> Result<Value, Error> {
+        let mut line = Vec::new();
+        let read = (&mut self.stream).take(MAX_ANSWER_BYTES).read_until(b'\n', &mut line);
+        read.map_err(|error| self.target.unreachable(&error))?;
+        if line.last() != Some(&b'\n') {
+            if line.len() as u64 == MAX_ANSWER_BYTES {
+                return Err(self.nonsense("sent more than an answer can have"));
+            }
+            return Err(self.target.unreachable(&io::ErrorKind::UnexpectedEof.into()));
+        }
+        serde_json::from_slice(&line).map_err(|_| self.nonsense("answered with something that is no JSON"))
+    }
+
+    fn nonsense(&self, what: &str) -> Error {
+        let target = &self.target;
+        Error::Unreachable(format!("{target}: what listens there {what} (is it a weir of this version?)"))
+    }
+
+    fn explain(&self, command: &str, class: &str, description: String) -> String {
+        match class {
+            "CommandNotFound" => {
+                let target = &self.target;
+                format!("{target}: does not know {command} (is it a weir, and of this version?)")
+            }
+            _ => description,
+        }
+    }
+}
+
+#[cfg(test)]
+pub(crate) mod fake;
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,203 @@
+//! What happened between two reports: counters become rates.
+//!
+//! A daemon that was restarted in between has counters that begin anew; then there is no rate rather than a wrong one.
+//!
+//! A group's rate is that of the disks in it. The daemon counts at a group only what its limits were asked about, and
+//! where no limit is set nothing needs asking.
+
+use std::collections::HashMap;
+
+use super::report::{Disk, Group, Node, Report, Work};
+
+/// What a disk or group did per second, and how far it was held back.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub(crate) struct Rate {
+    /// Operations.
+    pub(crate) read_iops: f64,
+    /// Operations.
+    pub(crate) write_iops: f64,
+    /// Bytes.
+    pub(crate) read_bps: f64,
+    /// Bytes.
+    pub(crate) write_bps: f64,
+    /// The share of the time, 0 to 1, during which its requests waited for limits of its own or of a group above it.
+    pub(crate) limited: f64,
+}
+
+impl Rate {
+    /// Operations of both directions.
+    pub(crate) fn iops(&self) -> f64 {
+        self.read_iops + self.write_iops
+    }
+
+    fn add(&mut self, other: &Self) {
+        self.read_iops += other.read_iops;
+        self.write_iops += other.write_iops;
+        self.read_bps += other.read_bps;
+        self.write_bps += other.write_bps;
+    }
+}
+
+/// The rates of everything, by name.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub(crate) struct Rates {
+    /// The time between the reports; 0 where they cannot be compared.
+    pub(crate) interval_ns: u64,
+    of: HashMap<String, Rate>,
+}
+
+impl Rates {
+    /// From an earlier report to a later one.
+    pub(crate) fn between(earlier: &Report, later: &Report) -> Self {
+        let interval_ns = later.uptime_ns.saturating_sub(earlier.uptime_ns);
+        if interval_ns == 0 {
+            return Self::default();
+        }
+        let before = earlier.disks.iter().map(|disk| (disk.name.as_str(), disk)).collect();
+        let comparison = Comparison { earlier, before, later, interval_ns };
+        let mut of: HashMap<String, Rate> = HashMap::new();
+        for group in &later.groups {
+            if let Some(rate) = comparison.group(group) {
+                of.insert(group.name.clone(), rate);
+            }
+        }
+        for disk in &later.disks {
+            let Some(rate) = comparison.disk(disk) else { continue };
+            for group in later.groups_above(&disk.settings) {
+                if let Some(sum) = of.get_mut(&group.name) {
+                    sum.add(&rate);
+                }
+            }
+            of.insert(disk.name.clone(), rate);
+        }
+        Self { interval_ns, of }
+    }
+
+    /// The rate of one; `None` if it was not there before.
+    pub(crate) fn of(&self, name: &str) -> Option<&Rate> {
+        self.of.get(name)
+    }
+}
+
+struct Comparison<'a> {
+    earlier: &'a Report,
+    /// The disks of the earlier report by name: there may be thousands.
+    before: HashMap<&'a str, &'a Disk>,
+    later: &'a Report,
+    interval_ns: u64,
+}
+
+impl Comparison<'_> {
+    fn disk(&self, disk: &Disk) -> Option<Rate> {
+        let before = *self.before.get(disk.name.as_str())?;
+        let (read_iops, read_bps) = self.work(before.reads, disk.reads)?;
+        let (write_iops, write_bps) = self.work(before.writes, disk.writes)?;
+        let limited = self.limited(Node::Disk(before), Node::Disk(disk))?;
+        Some(Rate { read_iops, write_iops, read_bps, write_bps, limited })
+    }
+
+    /// Of a group before its disks are added.
+    fn group(&self, group: &Group) -> Option<Rate> {
+        let before = self.earlier.group(&group.name)?;
+        let limited = self.limited(Node::Group(before), Node::Group(group))?;
+        Some(Rate { limited, ..Rate::default() })
+    }
+
+    fn work(&self, before: Work, now: Work) -> Option<(f64, f64)> {
+        let seconds = self.interval_ns as f64 / 1e9;
+        let requests = now.requests.checked_sub(before.requests)? as f64;
+        let bytes = now.bytes.checked_sub(before.bytes)? as f64;
+        Some((requests / seconds, bytes / seconds))
+    }
+
+    /// Its own limits' share of the time; while requests of it waited at all, at least that of any group above.
+    fn limited(&self, before: Node<'_>, now: Node<'_>) -> Option<f64> {
+        let own = self.share(before, now)?;
+        let waited =
+            now.throttle().throttled() > before.throttle().throttled() || now.throttle().waiting.total() > 0;
+        if !waited {
+            return Some(own);
+        }
+        let above = self.later.groups_above(now.settings()).into_iter();
+        let above = above.filter_map(|group| {
+            self.share(Node::Group(self.earlier.group(&group.name)?), Node::Group(group))
+        });
+        Some(above.fold(own, f64::max))
+    }
+
+    fn share(&self, before: Node<'_>, now: Node<'_>) -> Option<f64> {
+        let limited_ns = now.throttle().limited_ns.checked_sub(before.throttle().limited_ns)?;
+        Some((limited_ns as f64 / self.interval_ns as f64).min(1.0))
+    }
+}
+
+/// The limit that a disk or group waits for now: its own, or that of the nearest group above whose limit its requests
+/// wait for, then written `GROUP: LIMIT`.
+pub(crate) fn binding(report: &Report, node: Node<'_>) -> Option<String> {
+    let throttle = node.throttle();
+    if throttle.binding.is_some() || throttle.waiting.total() == 0 {
+        return throttle.binding.clone();
+    }
+    let above = report.groups_above(node.settings()).into_iter();
+    let named = |group: &Group| Some(format!("{}: {}", group.name, group.throttle.binding.as_ref()?));
+    above.filter_map(named).next()
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+    use crate::client::report::Report;
+
+    fn report(uptime_ns: u64, requests: u64, limited_ns: u64, waiting: u64) -> Report {
+        let work = json!({ "requests": requests, "bytes": requests * 4096 });
+        let disk = |name: &str, group: &str| {
+            json!({
+                "name": name, "group": group, "reads": work, "writes": {"requests": 0, "bytes": 0},
+                "throttle": { "limited-ns": 0, "waiting": { "reads": waiting, "writes": 0 } }
+            })
+        };
+        let held = json!({ "limited-ns": limited_ns, "binding": "iops-total" });
+        Report::read(&json!({
+            "uptime-ns": uptime_ns,
+            "disks": [disk("a", "inner"), disk("b", "outer")],
+            "groups": [{ "name": "inner", "group": "outer" }, { "name": "outer", "throttle": held }]
+        }))
+        .unwrap()
+    }
+
+    #[test]
+    fn rates_are_differences_over_the_daemon_s_own_time() {
+        let rates = Rates::between(&report(0, 100, 0, 0), &report(500_000_000, 150, 250_000_000, 1));
+        let a = rates.of("a").unwrap();
+        assert_eq!((a.read_iops, a.read_bps, a.write_iops), (100.0, 409_600.0, 0.0));
+        assert_eq!(rates.of("inner").unwrap().iops(), 100.0);
+        assert_eq!(rates.of("outer").unwrap().iops(), 200.0, "what is in a group's groups counts");
+    }
+
+    #[test]
+    fn a_disk_that_waits_for_its_group_is_limited_as_the_group_is() {
+        let (earlier, later) = (report(0, 100, 0, 0), report(500_000_000, 150, 250_000_000, 1));
+        assert_eq!(Rates::between(&earlier, &later).of("a").unwrap().limited, 0.5);
+        assert_eq!(binding(&later, later.find("a").unwrap()).as_deref(), Some("outer: iops-total"));
+        let idle = report(500_000_000, 150, 250_000_000, 0);
+        assert_eq!(Rates::between(&earlier, &idle).of("a").unwrap().limited, 0.0);
+        assert_eq!(binding(&idle, idle.find("a").unwrap()), None);
+    }
+
+    #[test]
+    fn what_cannot_be_compared_has_no_rate() {
+        let now = report(500_000_000, 150, 0, 0);
+        assert_eq!(Rates::between(&report(9_000_000_000, 1, 0, 0), &now), Rates::default(), "restarted");
+        assert_eq!(Rates::between(&report(0, 900, 0, 0), &now).of("a"), None, "counted anew");
+        assert_eq!(Rates::between(&Report::default(), &now).of("a"), None, "not there before");
+    }
+
+    #[test]
+    fn groups_that_hold_each_other_end_nothing() {
+        let ring = json!({ "groups": [{ "name": "a", "group": "b" }, { "name": "b", "group": "a" }] });
+        let ring = Report::read(&ring).unwrap();
+        assert_eq!(ring.groups_above(&ring.groups[0].settings).len(), 2);
+    }
+}

@@ -1,0 +1,282 @@
+//! The answer to `x-weir-query-status` as this program reads it.
+//!
+//! Only what is shown is named here; a daemon may say more. What does not apply is absent in the answer, and then a
+//! default here: no group, no limit, a counter of 0.
+//!
+//! Never written back: `--json` prints the daemon's own words.
+
+use std::collections::BTreeMap;
+
+use serde::Deserialize;
+use serde_json::Value;
+
+/// Settings by their names, such as `iops-total`; those that are 0 may be missing.
+pub(crate) type Limits = BTreeMap<String, u64>;
+
+/// Everything that runs.
+#[derive(Clone, Debug, Default, Deserialize, PartialEq)]
+#[serde(rename_all = "kebab-case", default)]
+pub(crate) struct Report {
+    /// Of the daemon.
+    pub(crate) version: String,
+    /// Nanoseconds since the daemon started: what turns two reports' counters into rates.
+    pub(crate) uptime_ns: u64,
+    /// The config file that the daemon was started with.
+    pub(crate) config: Option<String>,
+    /// In the daemon's order.
+    pub(crate) disks: Vec<Disk>,
+    /// In the daemon's order.
+    pub(crate) groups: Vec<Group>,
+    /// Those that are under the disks.
+    pub(crate) devices: Vec<Device>,
+}
+
+/// One disk.
+#[derive(Clone, Debug, Default, Deserialize, PartialEq)]
+#[serde(rename_all = "kebab-case", default)]
+pub(crate) struct Disk {
+    /// Unique among disks and groups.
+    pub(crate) name: String,
+    /// Where its bytes are.
+    pub(crate) image: String,
+    /// In bytes.
+    pub(crate) size: u64,
+    /// Whether writes are refused.
+    pub(crate) read_only: bool,
+    /// The cache mode.
+    pub(crate) cache: Option<String>,
+    /// Clients that are connected.
+    pub(crate) connections: u64,
+    /// What clients asked for.
+    pub(crate) reads: Work,
+    /// What clients asked for.
+    pub(crate) writes: Work,
+    /// What it is held to.
+    #[serde(flatten)]
+    pub(crate) settings: Settings,
+    /// What became of it.
+    pub(crate) throttle: Throttle,
+}
+
+/// One group.
+#[derive(Clone, Debug, Default, Deserialize, PartialEq)]
+#[serde(rename_all = "kebab-case", default)]
+pub(crate) struct Group {
+    /// Unique among disks and groups.
+    pub(crate) name: String,
+    /// Its own members; those of groups in it are theirs.
+    pub(crate) disks: Vec<String>,
+    /// `lifted`, `scaled` or `enforced`.
+    pub(crate) enforcement: Option<String>,
+    /// By what its limits are multiplied while `scaled`.
+    pub(crate) scale: Option<f64>,
+    /// What its members are held to together.
+    #[serde(flatten)]
+    pub(crate) settings: Settings,
+    /// What became of it.
+    pub(crate) throttle: Throttle,
+}
+
+/// What a disk or a group is held to.
+#[derive(Clone, Debug, Default, Deserialize, PartialEq)]
+#[serde(rename_all = "kebab-case", default)]
+pub(crate) struct Settings {
+    /// The group it is in.
+    pub(crate) group: Option<String>,
+    /// Its share of what is contended.
+    pub(crate) weight: Option<u64>,
+    /// Operations per second that it is promised.
+    pub(crate) iops_reservation: Option<u64>,
+    /// Bytes per second that it is promised.
+    pub(crate) bps_reservation: Option<u64>,
+    /// Percent of the device in use below which limits are not enforced.
+    pub(crate) watermark: Option<u64>,
+    /// The nineteen, as far as they are set.
+    pub(crate) limits: Limits,
+}
+
+/// Work done since the start.
+#[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq, Eq)]
+#[serde(rename_all = "kebab-case", default)]
+pub(crate) struct Work {
+    /// A count.
+    pub(crate) requests: u64,
+    /// A sum.
+    pub(crate) bytes: u64,
+    /// Of the requests, how many had to wait.
+    pub(crate) throttled: u64,
+}
+
+/// How limits have held a disk or a group back.
+#[derive(Clone, Debug, Default, Deserialize, PartialEq)]
+#[serde(rename_all = "kebab-case", default)]
+pub(crate) struct Throttle {
+    /// What passed.
+    pub(crate) reads: Work,
+    /// What passed.
+    pub(crate) writes: Work,
+    /// What waits now.
+    pub(crate) waiting: Waiting,
+    /// How long requests waited, since the start; absent while none has.
+    pub(crate) wait_ns: Option<Waits>,
+    /// Time during which work waited for these very limits.
+    pub(crate) limited_ns: u64,
+    /// The limit that work waits for now.
+    pub(crate) binding: Option<String>,
+    /// Units that may still pass at once, by limit.
+    pub(crate) tokens: BTreeMap<String, u64>,
+}
+
+impl Throttle {
+    /// Requests that have had to wait, since the start.
+    pub(crate) fn throttled(&self) -> u64 {
+        self.reads.throttled.saturating_add(self.writes.throttled)
+    }
+}
+
+/// Requests that wait.
+#[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq, Eq)]
+#[serde(rename_all = "kebab-case", default)]
+pub(crate) struct Waiting {
+    /// A count.
+    pub(crate) reads: u64,
+    /// A count.
+    pub(crate) writes: u64,
+}
+
+impl Waiting {
+    /// Reads and writes together.
+    pub(crate) fn total(self) -> u64 {
+        self.reads.saturating_add(self.writes)
+    }
+}
+
+/// How long requests waited that had to.
+#[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq, Eq)]
+#[serde(rename_all = "kebab-case", default)]
+pub(crate) struct Waits {
+    /// Half waited no longer.
+    pub(crate) p50: u64,
+    /// 99 of 100 waited no longer.
+    pub(crate) p99: u64,
+    /// None waited longer.
+    pub(crate) max: u64,
+}
+
+/// A device under disks.
+#[derive(Clone, Debug, Default, Deserialize, PartialEq)]
+#[serde(rename_all = "kebab-case", default)]
+pub(crate) struct Device {
+    /// Such as `/dev/vda`.
+    pub(crate) name: String,
+    /// The disks on it.
+    pub(crate) disks: Vec<String>,
+    /// What it can do, as far as that is known.
+    pub(crate) capacity: Capacity,
+    /// How that is known: `probe`, `rate` or `busy-time`.
+    pub(crate) capacity_source: Option<String>,
+    /// The share of it that is in use, 0 to 1.
+    #[serde(rename = "use")]
+    pub(crate) used: Option<f64>,
+}
+
+/// What a device can do in a second; 0 is unknown.
+#[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq, Eq)]
+#[serde(rename_all = "kebab-case", default)]
+pub(crate) struct Capacity {
+    /// Operations.
+    pub(crate) read_iops: u64,
+    /// Operations.
+    pub(crate) write_iops: u64,
+    /// Bytes.
+    pub(crate) read_bps: u64,
+    /// Bytes.
+    pub(crate) write_bps: u64,
+}
+
+/// A disk or a group.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Node<'a> {
+    /// A disk.
+    Disk(&'a Disk),
+    /// A group.
+    Group(&'a Group),
+}
+
+impl<'a> Node<'a> {
+    /// `disk` or `group`: also the table of the config file that it is in.
+    pub(crate) fn kind(self) -> &'static str {
+        match self {
+            Self::Disk(_) => "disk",
+            Self::Group(_) => "group",
+        }
+    }
+
+    /// What it is held to.
+    pub(crate) fn settings(self) -> &'a Settings {
+        match self {
+            Self::Disk(disk) => &disk.settings,
+            Self::Group(group) => &group.settings,
+        }
+    }
+
+    /// How it has been held back.
+    pub(crate) fn throttle(self) -> &'a Throttle {
+        match self {
+            Self::Disk(disk) => &disk.throttle,
+            Self::Group(group) => &group.throttle,
+        }
+    }
+}
+
+impl Report {
+    /// Reads an answer.
+    ///
+    /// # Errors
+    /// If something that is shown has another type than it should.
+    pub(crate) fn read(value: &Value) -> Result<Self, serde_json::Error> {
+        Self::deserialize(value)
+    }
+
+    /// The disk or group of that name.
+    pub(crate) fn find(&self, name: &str) -> Option<Node<'_>> {
+        let disk = self.disks.iter().find(|disk| disk.name == name).map(Node::Disk);
+        disk.or_else(|| self.group(name).map(Node::Group))
+    }
+
+    /// The group of that name.
+    pub(crate) fn group(&self, name: &str) -> Option<&Group> {
+        self.groups.iter().find(|group| group.name == name)
+    }
+
+    /// The groups that hold a disk or group, from its own upwards.
+    ///
+    /// Ends after as many steps as there are groups, whatever the answer says.
+    pub(crate) fn groups_above(&self, settings: &Settings) -> Vec<&Group> {
+        let mut above = Vec::new();
+        let mut next = settings.group.as_deref();
+        while let Some(group) = next.and_then(|name| self.group(name)) {
+            if above.len() == self.groups.len() {
+                break;
+            }
+            above.push(group);
+            next = group.settings.group.as_deref();
+        }
+        above
+    }
+
+    /// All names, disks first.
+    pub(crate) fn names(&self) -> impl Iterator<Item = &str> {
+        let disks = self.disks.iter().map(|disk| disk.name.as_str());
+        disks.chain(self.groups.iter().map(|group| group.name.as_str()))
+    }
+
+    /// What to say of a name that nothing has.
+    pub(crate) fn no_such(&self, name: &str) -> String {
+        let advice = match crate::suggest::nearest(name, self.names()) {
+            Some(near) => format!("did you mean {near:?}?"),
+            None => "`weir status` lists them".to_owned(),
+        };
+        format!("{name}: no disk and no group has this name ({advice})")
+    }
+}

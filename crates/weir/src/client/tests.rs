@@ -1,0 +1,90 @@
+//! The client against a daemon that follows a script.
+
+use super::{fake::*, *};
+
+fn connect_error(fake: &Fake) -> String {
+    Client::connect(fake.target()).err().unwrap().to_string()
+}
+
+#[test]
+fn a_command_is_sent_after_negotiation_and_its_value_returned() {
+    let fake = Fake::returning(&json!({ "running": true }));
+    let mut client = Client::connect(fake.target()).unwrap();
+    assert_eq!(client.execute("query-status", json!({})).unwrap(), json!({ "running": true }));
+    drop(client);
+    assert_eq!(
+        fake.asked(),
+        [json!({ "execute": "qmp_capabilities" }), json!({ "execute": "query-status" })]
+    );
+}
+
+#[test]
+fn settings_go_as_arguments_beside_the_name() {
+    let fake = Fake::returning(&json!({}));
+    let settings = json!({ "iops-total": 5 }).as_object().unwrap().clone();
+    Client::connect(fake.target()).unwrap().set("vm1", settings).unwrap();
+    let set = json!({ "execute": "x-weir-set", "arguments": { "name": "vm1", "iops-total": 5 } });
+    assert_eq!(fake.asked()[1], set);
+}
+
+#[test]
+fn events_between_are_passed_over() {
+    let event = "{\"event\": \"SHUTDOWN\"}\n{\"return\": 1}".to_owned();
+    let fake = Fake::start(GREETING, vec![event]);
+    assert_eq!(Client::connect(fake.target()).unwrap().execute("x", json!({})).unwrap(), json!(1));
+}
+
+#[test]
+fn a_refusal_is_told_in_the_daemon_s_words() {
+    let refusal = |class: &str| format!(r#"{{"error": {{"class": "{class}", "desc": "too small"}}}}"#);
+    let fake = Fake::start(GREETING, vec![refusal("GenericError"), refusal("CommandNotFound")]);
+    let mut client = Client::connect(fake.target()).unwrap();
+    assert_eq!(client.execute("x", json!({})).unwrap_err().to_string(), "too small");
+    let target = fake.target();
+    let expect = format!("{target}: does not know x (is it a weir, and of this version?)");
+    assert_eq!(client.execute("x", json!({})).unwrap_err().to_string(), expect);
+}
+
+#[test]
+fn nobody_there_is_said_with_what_to_do() {
+    let target: Target = "unix:/nonexistent/qmp.sock".parse().unwrap();
+    let said = Client::connect(&target).err().unwrap().to_string();
+    assert!(said.starts_with("unix:/nonexistent/qmp.sock: no daemon listens there (start it with"), "{said}");
+}
+
+#[test]
+fn what_is_no_qmp_server_is_recognised() {
+    let check = |greeting, expect: &str| {
+        let said = connect_error(&Fake::start(greeting, Vec::new()));
+        assert!(said.contains(expect), "{said}");
+    };
+    check("NBDMAGIC", "answered with something that is no JSON");
+    check("{\"hello\": 1}", "did not greet as a QMP server does");
+}
+
+#[test]
+fn a_daemon_that_hangs_up_is_no_success() {
+    let fake = Fake::start(GREETING, Vec::new());
+    let mut client = Client::connect(fake.target()).unwrap();
+    let said = client.execute("x", json!({})).unwrap_err().to_string();
+    assert!(said.contains("the daemon closed the connection"), "{said}");
+}
+
+#[test]
+fn a_status_of_a_wrong_type_is_refused() {
+    let fake = Fake::returning(&json!({ "disks": [{ "name": 7 }] }));
+    let said = Client::connect(fake.target()).unwrap().status().err().unwrap().to_string();
+    assert!(said.contains("a status that cannot be read: invalid type"), "{said}");
+}
+
+#[test]
+fn an_option_wins_over_the_variable_and_that_over_the_standard_path() {
+    let choose = |option: Option<&str>, variable: &str| {
+        Target::from_sources(option.map(|text| text.parse().unwrap()), Some(variable.into()))
+    };
+    assert_eq!(choose(Some("unix:/a"), "unix:/b").unwrap().to_string(), "unix:/a");
+    assert_eq!(choose(None, "unix:/b").unwrap().to_string(), "unix:/b");
+    assert_eq!(choose(None, "").unwrap().to_string(), "unix:/run/weir/qmp.sock");
+    let rule = "WEIR_QMP=/b: is not the address of a control socket; write unix:PATH";
+    assert_eq!(choose(None, "/b").unwrap_err(), rule);
+}

@@ -1,0 +1,123 @@
+//! `weir status`: what runs, what it does now, and what holds it back.
+//!
+//! Two reports some time apart become rates. A table for people, or the daemon's own words with the rates added for
+//! programs.
+
+mod tables;
+
+use std::{
+    io::{IsTerminal as _, Write as _, stdout},
+    thread,
+};
+
+use serde_json::{Value, json};
+
+use crate::{
+    Failure,
+    cli::StatusArgs,
+    client::{
+        Client, Target,
+        rates::{Rate, Rates},
+        report::Report,
+    },
+};
+
+/// Shows what runs.
+///
+/// # Errors
+/// If the daemon cannot be asked, or one of the names is nobody's.
+pub(crate) fn run(arguments: StatusArgs) -> Result<(), Failure> {
+    let target = Target::choose(arguments.qmp).map_err(|said| Failure::Usage(anyhow::Error::msg(said)))?;
+    let mut client = Client::connect(&target)?;
+    let mut earlier = None;
+    if !arguments.interval.is_zero() {
+        earlier = Some(client.status()?.1);
+        // Not a wait for an event: the interval is what is measured over.
+        thread::sleep(arguments.interval);
+    }
+    let (answer, report) = client.status()?;
+    let rates = earlier.map(|earlier| Rates::between(&earlier, &report)).unwrap_or_default();
+    let shown = Shown::new(&report, &arguments.names).map_err(anyhow::Error::msg)?;
+    let text = if arguments.json {
+        let text = serde_json::to_string_pretty(&with_rates(shown.only(answer), &rates));
+        text.expect("JSON of JSON") + "\n"
+    } else {
+        tables::render(&report, &rates, &shown, stdout().is_terminal())
+    };
+    stdout()
+        .write_all(text.as_bytes())
+        .map_err(|error| anyhow::anyhow!("standard output: cannot be written: {error}"))?;
+    Ok(())
+}
+
+/// Which disks and groups were asked for.
+struct Shown {
+    /// `None` is all.
+    names: Option<Vec<String>>,
+}
+
+impl Shown {
+    /// Those with these names, and the disks that are in such a group; all if there is no name.
+    fn new(report: &Report, asked: &[String]) -> Result<Self, String> {
+        if asked.is_empty() {
+            return Ok(Self { names: None });
+        }
+        if let Some(unknown) = asked.iter().find(|name| report.find(name).is_none()) {
+            return Err(report.no_such(unknown));
+        }
+        let mut names = asked.to_vec();
+        for disk in &report.disks {
+            if report.groups_above(&disk.settings).iter().any(|group| asked.contains(&group.name)) {
+                names.push(disk.name.clone());
+            }
+        }
+        Ok(Self { names: Some(names) })
+    }
+
+    fn has(&self, name: &str) -> bool {
+        self.names.as_ref().is_none_or(|names| names.iter().any(|known| known == name))
+    }
+
+    /// The answer with what is shown alone.
+    fn only(&self, mut answer: Value) -> Value {
+        if self.names.is_none() {
+            return answer;
+        }
+        let name_of = |entry: &Value, key: &str| entry[key].as_str().unwrap_or_default().to_owned();
+        for (list, key) in [("disks", "name"), ("groups", "name"), ("exports", "disk")] {
+            if let Some(entries) = answer[list].as_array_mut() {
+                entries.retain(|entry| self.has(&name_of(entry, key)));
+            }
+        }
+        if let Some(devices) = answer["devices"].as_array_mut() {
+            let disks = |device: &Value| device["disks"].as_array().cloned().unwrap_or_default();
+            devices.retain(|device| disks(device).iter().any(|disk| self.has(disk.as_str().unwrap_or(""))));
+        }
+        answer
+    }
+}
+
+/// The answer with a `rate` in each disk and group that has one.
+fn with_rates(mut answer: Value, rates: &Rates) -> Value {
+    for list in ["disks", "groups"] {
+        for entry in answer[list].as_array_mut().into_iter().flatten() {
+            let rate = entry["name"].as_str().and_then(|name| rates.of(name));
+            if let (Some(rate), Some(entry)) = (rate, entry.as_object_mut()) {
+                entry.insert("rate".to_owned(), rate_json(rate, rates.interval_ns));
+            }
+        }
+    }
+    answer
+}
+
+fn rate_json(rate: &Rate, interval_ns: u64) -> Value {
+    json!({
+        "interval-ns": interval_ns,
+        "reads": { "iops": rate.read_iops, "bps": rate.read_bps },
+        "writes": { "iops": rate.write_iops, "bps": rate.write_bps },
+        "limited": rate.limited,
+    })
+}
+
+#[cfg(test)]
+mod tests;

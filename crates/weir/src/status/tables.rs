@@ -1,0 +1,129 @@
+//! The tables of `weir status`: disks, groups, devices; the last two where there are any.
+
+use super::Shown;
+use crate::{
+    client::{
+        rates::{self, Rate, Rates},
+        report::{Capacity, Device, Disk, Group, Node, Report, Throttle},
+    },
+    figures,
+    table::{Side, Table},
+};
+
+/// What a cell holds that has nothing to say.
+const NOTHING: &str = "-";
+
+/// All tables that have rows, separated by an empty line. `bold` is for terminals.
+pub(super) fn render(report: &Report, rates: &Rates, shown: &Shown, bold: bool) -> String {
+    let tables = [disks(report, rates, shown), groups(report, rates, shown), devices(report, shown)];
+    let texts = tables.iter().map(|table| table.render(bold)).filter(|text| !text.is_empty());
+    let text = texts.collect::<Vec<_>>().join("\n");
+    if text.is_empty() { "no disk and no group\n".to_owned() } else { text }
+}
+
+fn disks(report: &Report, rates: &Rates, shown: &Shown) -> Table {
+    let mut columns = vec![("DISK", Side::Left), ("GROUP", Side::Left), ("LIMITS", Side::Left)];
+    columns.extend(MEASURED);
+    let mut table = Table::new(columns);
+    for disk in report.disks.iter().filter(|disk| shown.has(&disk.name)) {
+        let Disk { name, settings, .. } = disk;
+        let group = settings.group.clone().unwrap_or_else(nothing);
+        let mut row = vec![name.clone(), group, figures::limits(&settings.limits)];
+        row.extend(measured(report, Node::Disk(disk), rates.of(name)));
+        table.row(row);
+    }
+    table
+}
+
+fn groups(report: &Report, rates: &Rates, shown: &Shown) -> Table {
+    let mut columns = vec![
+        ("GROUP", Side::Left),
+        ("IN", Side::Left),
+        ("DISKS", Side::Right),
+        ("LIMITS", Side::Left),
+        ("WATERMARK", Side::Left),
+    ];
+    columns.extend(MEASURED);
+    let mut table = Table::new(columns);
+    for group in report.groups.iter().filter(|group| shown.has(&group.name)) {
+        let Group { name, settings, .. } = group;
+        let parent = settings.group.clone().unwrap_or_else(nothing);
+        let disks = group.disks.len().to_string();
+        let limits = figures::limits(&settings.limits);
+        let mut row = vec![name.clone(), parent, disks, limits, watermark(group)];
+        row.extend(measured(report, Node::Group(group), rates.of(name)));
+        table.row(row);
+    }
+    table
+}
+
+/// `90% lifted`, `90% scaled ×3.5`; nothing where limits always hold.
+fn watermark(group: &Group) -> String {
+    let Some(percent) = group.settings.watermark.filter(|&percent| percent > 0) else { return nothing() };
+    let state = group.enforcement.as_deref().unwrap_or_default();
+    let scale = group.scale.filter(|_| state == "scaled").map(|scale| format!(" ×{scale:.1}"));
+    format!("{percent}% {state}{}", scale.unwrap_or_default()).trim_end().to_owned()
+}
+
+const MEASURED: [(&str, Side); 7] = [
+    ("IOPS", Side::Right),
+    ("READ/s", Side::Right),
+    ("WRITE/s", Side::Right),
+    ("WAITING", Side::Right),
+    ("THROTTLED", Side::Right),
+    ("P99 WAIT", Side::Right),
+    ("BINDING", Side::Left),
+];
+
+fn measured(report: &Report, node: Node<'_>, rate: Option<&Rate>) -> [String; 7] {
+    let of = |figure: fn(&Rate) -> String| rate.map_or_else(nothing, figure);
+    let Throttle { waiting, wait_ns, .. } = node.throttle();
+    [
+        of(|rate| figures::count(rate.iops())),
+        of(|rate| figures::bytes(rate.read_bps)),
+        of(|rate| figures::bytes(rate.write_bps)),
+        waiting.total().to_string(),
+        of(|rate| figures::share(rate.limited)),
+        wait_ns.map_or_else(nothing, |waits| figures::time(waits.p99)),
+        rates::binding(report, node).unwrap_or_else(nothing),
+    ]
+}
+
+fn devices(report: &Report, shown: &Shown) -> Table {
+    let mut table = Table::new([
+        ("DEVICE", Side::Left),
+        ("DISKS", Side::Left),
+        ("USE", Side::Right),
+        ("CAPACITY READ", Side::Left),
+        ("CAPACITY WRITE", Side::Left),
+        ("KNOWN FROM", Side::Left),
+    ]);
+    for device in &report.devices {
+        if !device.disks.iter().any(|disk| shown.has(disk)) {
+            continue;
+        }
+        let Device { name, disks, capacity, capacity_source, used } = device;
+        let Capacity { read_iops, write_iops, read_bps, write_bps } = *capacity;
+        table.row(vec![
+            name.clone(),
+            disks.join(" "),
+            used.map_or_else(nothing, figures::share),
+            ability(read_iops, read_bps),
+            ability(write_iops, write_bps),
+            capacity_source.clone().unwrap_or_else(nothing),
+        ]);
+    }
+    table
+}
+
+/// `85.2K iops, 1.4G/s`, without what is unknown.
+fn ability(iops: u64, bps: u64) -> String {
+    let iops = (iops > 0).then(|| format!("{} iops", figures::count(iops as f64)));
+    let bps = (bps > 0).then(|| format!("{}/s", figures::bytes(bps as f64)));
+    let known: Vec<String> = iops.into_iter().chain(bps).collect();
+    if known.is_empty() { nothing() } else { known.join(", ") }
+}
+
+fn nothing() -> String {
+    NOTHING.to_owned()
+}

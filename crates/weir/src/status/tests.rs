@@ -1,0 +1,98 @@
+//! What `weir status` prints, from answers recorded of a daemon.
+
+use serde_json::json;
+
+use super::*;
+
+fn answer(uptime_ns: u64, reads: u64) -> Value {
+    let waits = json!({ "p50": 9_000_000, "p99": 31_000_000, "max": 40_000_000 });
+    json!({
+        "version": "0.1.0",
+        "uptime-ns": uptime_ns,
+        "disks": [
+            {
+                "name": "vm1", "image": "/images/vm1.raw", "size": 1 << 30, "group": "gold", "weight": 100,
+                "limits": { "iops-total": 1000, "iops-total-max": 5000, "iops-total-max-length": 5 },
+                "reads": { "requests": reads, "bytes": reads * 4096 }, "writes": { "requests": 0, "bytes": 0 },
+                "throttle": {
+                    "reads": { "requests": reads, "bytes": reads * 4096, "throttled": reads, "waited-ns": 9 },
+                    "writes": { "requests": 0, "bytes": 0, "throttled": 0, "waited-ns": 0 },
+                    "waiting": { "reads": 31, "writes": 0 }, "wait-ns": waits,
+                    "limited-ns": uptime_ns / 4 * 3, "binding": "iops-total", "tokens": { "iops-total": 0 }
+                }
+            },
+            { "name": "vm2", "image": "memory:16M", "size": 1 << 24, "limits": {} }
+        ],
+        "groups": [{
+            "name": "gold", "disks": ["vm1"], "weight": 100, "limits": { "bps-total": 20 << 20 },
+            "watermark": 90, "enforcement": "scaled", "scale": 3.5
+        }],
+        "devices": [{
+            "name": "/dev/vda", "disks": ["vm1"], "capacity": { "read-iops": 85_200, "read-bps": 1_500_000_000 },
+            "capacity-source": "probe", "use": 0.42
+        }],
+        "exports": [{ "name": "vm1", "disk": "vm1" }, { "name": "vm2", "disk": "vm2" }]
+    })
+}
+
+fn reports() -> (Value, Report, Rates) {
+    let earlier = Report::read(&answer(1_000_000_000, 1000)).unwrap();
+    let later = Report::read(&answer(2_000_000_000, 2000)).unwrap();
+    let rates = Rates::between(&earlier, &later);
+    (answer(2_000_000_000, 2000), later, rates)
+}
+
+fn names(names: &[&str]) -> Vec<String> {
+    names.iter().map(|&name| name.to_owned()).collect()
+}
+
+#[test]
+fn the_tables() {
+    let (_, report, rates) = reports();
+    let shown = Shown::new(&report, &[]).unwrap();
+    let expect = "\
+DISK  GROUP  LIMITS             IOPS  READ/s  WRITE/s  WAITING  THROTTLED  P99 WAIT  BINDING
+vm1   gold   iops 1000↑5000×5s  1.0K    3.9M        0       31        75%      31ms  iops-total
+vm2   -      -                     0       0        0        0         0%         -  -
+
+GROUP  IN  DISKS  LIMITS   WATERMARK        IOPS  READ/s  WRITE/s  WAITING  THROTTLED  P99 WAIT  BINDING
+gold   -       1  bps 20M  90% scaled ×3.5  1.0K    3.9M        0        0         0%         -  -
+
+DEVICE    DISKS  USE  CAPACITY READ       CAPACITY WRITE  KNOWN FROM
+/dev/vda  vm1    42%  85.2K iops, 1.4G/s  -               probe
+";
+    assert_eq!(tables::render(&report, &rates, &shown, false), expect);
+}
+
+#[test]
+fn names_choose_disks_groups_and_what_is_in_them() {
+    let (_, report, rates) = reports();
+    let table =
+        |asked: &[&str]| tables::render(&report, &rates, &Shown::new(&report, &names(asked)).unwrap(), false);
+    assert!(!table(&["vm2"]).contains("vm1") && !table(&["vm2"]).contains("DEVICE"));
+    assert!(table(&["gold"]).contains("\nvm1 ") && table(&["gold"]).contains("/dev/vda"));
+    let unknown = Shown::new(&report, &names(&["vm3"])).err().unwrap();
+    assert_eq!(unknown, "vm3: no disk and no group has this name (did you mean \"vm2\"?)");
+}
+
+#[test]
+fn json_is_the_daemon_s_answer_with_rates() {
+    let (answer, report, rates) = reports();
+    let shown = Shown::new(&report, &names(&["vm1"])).unwrap();
+    let printed = with_rates(shown.only(answer.clone()), &rates);
+    assert_eq!(printed["disks"].as_array().unwrap().len(), 1);
+    assert_eq!(printed["exports"].as_array().unwrap().len(), 1);
+    assert_eq!(printed["groups"], json!([]));
+    assert_eq!(printed["disks"][0]["throttle"], answer["disks"][0]["throttle"], "nothing is lost");
+    let rate = &printed["disks"][0]["rate"];
+    assert_eq!((&rate["reads"]["iops"], &rate["limited"]), (&json!(1000.0), &json!(0.75)));
+    assert_eq!(rate["interval-ns"], 1_000_000_000);
+}
+
+#[test]
+fn one_report_has_no_rates() {
+    let (_, report, _) = reports();
+    let shown = Shown::new(&report, &[]).unwrap();
+    let table = tables::render(&report, &Rates::default(), &shown, false);
+    assert!(table.contains("vm1   gold   iops 1000↑5000×5s     -       -        -       31          -"));
+}

@@ -1,0 +1,228 @@
+//! A change of settings as an edit of the config file's text: what it does not name keeps every byte.
+//!
+//! Comments, order, quotes and blank lines are the operator's. A setting that is there changes its value in its place; one
+//! that is not follows the last of its table. A setting that goes back to its default stays written, with its comment,
+//! rather than vanish; `group` alone has no such value and is taken out.
+//!
+//! Never judges values: whether the result is a config that makes sense is asked of the config's own reader.
+
+use toml_edit::{Decor, DocumentMut, Item, TableLike, Value};
+
+use crate::{
+    client::change::{Change, Name, Setpoint},
+    figures,
+};
+
+/// The file's text with the change made to the table `[kind.name]`.
+///
+/// # Errors
+/// If the text is no TOML, or has no such table.
+pub(super) fn edited(text: &str, kind: &str, name: &str, change: &Change) -> Result<String, String> {
+    let mut document: DocumentMut = text.parse().map_err(|error: toml_edit::TomlError| {
+        format!("is not TOML (any more): {}", error.message().replace('\n', "; "))
+    })?;
+    let table = document.get_mut(kind).and_then(Item::as_table_like_mut).and_then(|it| it.get_mut(name));
+    let is_inline = table.as_ref().is_some_and(|table| table.is_inline_table());
+    let table = table.and_then(Item::as_table_like_mut).ok_or_else(|| {
+        format!("has no [{kind}.{name}] (did the {kind} come from another file, or over QMP?)")
+    })?;
+    for (setting, value) in change.iter() {
+        match written(setting, value) {
+            Some(value) => set(table, is_inline, setting, value),
+            None => remove(table, setting.text()),
+        }
+    }
+    as_it_was(text, document.to_string())
+}
+
+/// With the byte order mark and the line ends of the text before, which the document does not keep.
+fn as_it_was(text: &str, edited: String) -> Result<String, String> {
+    let mark = if text.starts_with('\u{feff}') && !edited.starts_with('\u{feff}') { "\u{feff}" } else { "" };
+    let (all, carriage) = (text.matches('\n').count(), text.matches("\r\n").count());
+    if carriage == 0 {
+        return Ok(format!("{mark}{edited}"));
+    }
+    if carriage < all {
+        return Err("has line ends of two kinds, \\n and \\r\\n (make them alike)".to_owned());
+    }
+    Ok(format!("{mark}{}", edited.replace("\r\n", "\n").replace('\n', "\r\n")))
+}
+
+/// The value as it is written in the file; `None` if there is no way to write it.
+fn written(name: Name, value: &Setpoint) -> Option<Value> {
+    match value {
+        Setpoint::Text(text) if text.is_empty() => None,
+        Setpoint::Text(text) => Some(text.as_str().into()),
+        Setpoint::Number(number) => {
+            let shown = name.show(value);
+            // `10M` is told from `10485760` as the operator would: with a suffix it is a string.
+            let suffixed = shown.ends_with(['K', 'M', 'G', 'T']) && shown == figures::exact_size(*number);
+            match i64::try_from(*number) {
+                Ok(_) if suffixed => Some(shown.into()),
+                Ok(number) => Some(number.into()),
+                Err(_) => Some(number.to_string().into()),
+            }
+        }
+    }
+}
+
+fn set(table: &mut dyn TableLike, is_inline: bool, name: Name, mut value: Value) {
+    if let Some(present) = table.get_mut(name.text()).and_then(Item::as_value_mut) {
+        // With the spaces around it, and the comment behind it.
+        *value.decor_mut() = present.decor().clone();
+        *present = value;
+    } else if name == Name::Group || !is_default(name, &value) {
+        let last = table.iter().last().map(|(key, _)| key.to_owned());
+        let last = last.filter(|_| is_inline).and_then(|key| table.get_mut(&key)?.as_value_mut());
+        if let Some(decor) = last.map(Value::decor_mut) {
+            // The space before the brace belongs to whatever is last.
+            value.decor_mut().set_prefix(" ");
+            value.decor_mut().set_suffix(suffix(decor));
+            decor.set_suffix("");
+        }
+        table.insert(name.text(), Item::Value(value));
+    }
+}
+
+fn is_default(name: Name, value: &Value) -> bool {
+    matches!((name.default(), value.as_integer()), (Setpoint::Number(default), Some(number)) if i64::try_from(default) == Ok(number))
+}
+
+/// Takes a key out, but not the comment lines above it: they may be about what follows.
+fn remove(table: &mut dyn TableLike, key: &str) {
+    let keys: Vec<String> = table.iter().map(|(key, _)| key.to_owned()).collect();
+    let Some(index) = keys.iter().position(|known| known == key) else { return };
+    let above = prefix(table, key);
+    table.remove(key);
+    if !above.contains('#') {
+        return;
+    }
+    if let Some(mut next) = keys.get(index + 1).and_then(|next| table.key_mut(next)) {
+        let own =
+            next.leaf_decor().prefix().and_then(|prefix| prefix.as_str()).unwrap_or_default().to_owned();
+        next.leaf_decor_mut().set_prefix(above + &own);
+    } else if let Some(last) =
+        index.checked_sub(1).and_then(|last| table.get_mut(&keys[last])?.as_value_mut())
+    {
+        // There is no key below to stand above: behind the value before it, on lines of their own.
+        let own = suffix(last.decor());
+        last.decor_mut().set_suffix(format!("{own}\n{}", above.trim_end_matches('\n')));
+    }
+}
+
+fn suffix(decor: &Decor) -> String {
+    decor.suffix().and_then(|suffix| suffix.as_str()).unwrap_or_default().to_owned()
+}
+
+fn prefix(table: &mut dyn TableLike, key: &str) -> String {
+    let key = table.key(key);
+    let prefix = key.and_then(|key| key.leaf_decor().prefix()?.as_str());
+    prefix.unwrap_or_default().to_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const FILE: &str = "\
+# what we serve
+[daemon]
+nbd = \"unix:/run/weir.sock\"
+
+[group.gold]   # the paying ones
+iops-total   =  6000   # as sold
+# burst
+iops-total-max = 12000
+
+[disk.vm1]
+image = \"vm1.raw\"
+# moved on Tuesday
+group = 'gold' # for now
+bps-read = \"10M\"
+
+# the last
+[disk.\"a b\"]
+image = \"x\"
+# why
+group = \"gold\"
+
+# the end
+";
+
+    fn edit(kind: &str, name: &str, words: &str) -> Result<String, String> {
+        let mut change = Change::default();
+        for word in words.split_whitespace() {
+            let (name, value) = word.split_once('=').unwrap();
+            let name = Name::find(name).unwrap();
+            change.set(name, name.read(value).unwrap());
+        }
+        edited(FILE, kind, name, &change)
+    }
+
+    /// Fails unless the edit turns `old` into `new` and nothing else in the file.
+    #[track_caller]
+    fn check(table: (&str, &str), words: &str, old: &str, new: &str) {
+        assert_eq!(FILE.matches(old).count(), 1, "{old:?} is one place");
+        assert_eq!(edit(table.0, table.1, words).unwrap(), FILE.replace(old, new), "{words}");
+    }
+
+    #[test]
+    fn a_value_changes_in_its_place() {
+        let gold = ("group", "gold");
+        check(gold, "iops-total=7000", "iops-total   =  6000   #", "iops-total   =  7000   #");
+        check(gold, "iops-total-max=0", "iops-total-max = 12000", "iops-total-max = 0");
+        check(("disk", "vm1"), "bps-read=20M", "\"10M\"", "\"20M\"");
+        check(("disk", "vm1"), "bps-read=1000", "\"10M\"", "1000");
+        check(("disk", "vm1"), "group=silver", "'gold' # for now", "\"silver\" # for now");
+    }
+
+    #[test]
+    fn a_new_setting_follows_the_last_of_its_table() {
+        let last = "iops-total-max = 12000\n";
+        let more = "iops-total-max = 12000\nwatermark = 90\nbps-total = \"1G\"\n";
+        check(("group", "gold"), "watermark=90 bps-total=1G", last, more);
+    }
+
+    #[test]
+    fn a_default_is_not_written_where_nothing_was() {
+        assert_eq!(edit("disk", "vm1", "iops-total=0 weight=100 iops-read-max-length=1").unwrap(), FILE);
+    }
+
+    #[test]
+    fn leaving_a_group_keeps_the_comments_above() {
+        check(
+            ("disk", "vm1"),
+            "group=",
+            "# moved on Tuesday\ngroup = 'gold' # for now\n",
+            "# moved on Tuesday\n",
+        );
+        check(("disk", "a b"), "group=", "# why\ngroup = \"gold\"\n", "# why\n");
+    }
+
+    #[test]
+    fn tables_may_be_written_in_any_way() {
+        let number = |name: &str| {
+            let name = Name::find(name).unwrap();
+            let mut change = Change::default();
+            change.set(name, Setpoint::Number(5));
+            change
+        };
+        let check = |before: &str, after: &str| {
+            assert_eq!(edited(before, "disk", "a", &number("iops-total")).as_deref(), Ok(after));
+        };
+        check("disk.a.image = \"x\"\n", "disk.a.image = \"x\"\ndisk.a.iops-total = 5\n");
+        check("disk = { a = { image = \"x\" } }\n", "disk = { a = { image = \"x\", iops-total = 5 } }\n");
+        check("[disk]\na.image = \"x\"\n", "[disk]\na.image = \"x\"\na.iops-total = 5\n");
+        check("[disk.a]\r\nimage = \"x\"\r\n", "[disk.a]\r\nimage = \"x\"\r\niops-total = 5\r\n");
+        check("\u{feff}[disk.a]\nimage = \"x\"\n", "\u{feff}[disk.a]\nimage = \"x\"\niops-total = 5\n");
+        let mixed = edited("[disk.a]\r\nimage = \"x\"\n", "disk", "a", &number("iops-total"));
+        assert_eq!(mixed.unwrap_err(), "has line ends of two kinds, \\n and \\r\\n (make them alike)");
+    }
+
+    #[test]
+    fn what_is_not_there_is_not_invented() {
+        let said = edit("disk", "vm9", "iops-total=1").unwrap_err();
+        assert_eq!(said, "has no [disk.vm9] (did the disk come from another file, or over QMP?)");
+        assert!(edited("[disk", "disk", "a", &Change::default()).unwrap_err().starts_with("is not TOML"));
+    }
+}

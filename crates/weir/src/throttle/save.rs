@@ -1,0 +1,234 @@
+//! Replacing the config file: prepared before the daemon is asked, committed once it has agreed.
+//!
+//! ```text
+//!   prepare   lock, read, edit, check as `weir serve` would, write a new file beside it, same mode and owner
+//!      │
+//!   daemon    refuses ──► the new file is dropped, nothing has changed
+//!      │ agrees
+//!   commit    still the file that was read? ──► rename over it
+//! ```
+//!
+//! A reader sees the old file or the new one, never half of one; so does whoever comes back after a power failure.
+//!
+//! Never writes to a file that somebody else changed in between: whose change would it lose?
+
+use std::{
+    fs::{self, File, Metadata, OpenOptions},
+    io::{self, Read as _, Write as _},
+    os::unix::fs::{MetadataExt as _, fchown},
+    path::{Path, PathBuf},
+};
+
+use anyhow::{Context as _, anyhow, bail};
+use nix::fcntl::{Flock, FlockArg};
+use tempfile::NamedTempFile;
+
+use super::edit;
+use crate::{client::change::Change, config, plan::Plan};
+
+/// A new config file that waits to take the old one's place. Dropped, it is gone.
+pub(super) struct Saving {
+    path: PathBuf,
+    /// Keeps other `--save`s out.
+    old: Flock<File>,
+    old_text: String,
+    new: NamedTempFile,
+}
+
+impl Saving {
+    /// Makes ready what can fail.
+    ///
+    /// # Errors
+    /// If the file cannot be read, written or replaced, does not hold the table `[kind.name]`, or would no longer be a
+    /// config that can be served.
+    pub(super) fn prepare(path: &Path, kind: &str, name: &str, change: &Change) -> anyhow::Result<Self> {
+        let shown = path.display().to_string();
+        // Through symbolic links: they are to stay what they are.
+        let path = fs::canonicalize(path).with_context(|| format!("{shown}: cannot be saved to"))?;
+        let (old, old_text) = open(&path).with_context(|| format!("{shown}: cannot be saved to"))?;
+        let new_text =
+            edit::edited(&old_text, kind, name, change).map_err(|said| anyhow!("{shown}: {said}"))?;
+        check(&path, &old_text, &new_text)
+            .with_context(|| format!("{shown}: not saved, nor changed live"))?;
+        let metadata = old.metadata()?;
+        let new = write_beside(&path, &metadata, &new_text).with_context(|| {
+            format!("{shown}: cannot be replaced (its directory must be writable, and its owner this user)")
+        })?;
+        Ok(Self { path, old, old_text, new })
+    }
+
+    /// Replaces the file: its name.
+    ///
+    /// # Errors
+    /// If it is not the file any more that was read, or cannot be replaced after all.
+    pub(super) fn commit(mut self) -> anyhow::Result<String> {
+        let shown = self.path.display().to_string();
+        if !self.is_unchanged().with_context(|| shown.clone())? {
+            bail!("{shown}: was changed by somebody else meanwhile (run the command again)");
+        }
+        self.new.persist(&self.path).map_err(|error| error.error).with_context(|| shown.clone())?;
+        // The rename itself is on the disk once its directory is.
+        if let Some(directory) = self.path.parent() {
+            File::open(directory)
+                .and_then(|directory| directory.sync_all())
+                .with_context(|| shown.clone())?;
+        }
+        Ok(shown)
+    }
+
+    fn is_unchanged(&mut self) -> io::Result<bool> {
+        let same = |a: &Metadata, b: &Metadata| (a.dev(), a.ino()) == (b.dev(), b.ino());
+        if !same(&self.old.metadata()?, &fs::metadata(&self.path)?) {
+            return Ok(false);
+        }
+        Ok(fs::read_to_string(&self.path)? == self.old_text)
+    }
+}
+
+/// The file with its text, locked against other `--save`s.
+fn open(path: &Path) -> anyhow::Result<(Flock<File>, String)> {
+    // For writing too, though it is replaced: who must not write to it must not replace it.
+    let file = OpenOptions::new().read(true).write(true).open(path)?;
+    let mut file = Flock::lock(file, FlockArg::LockExclusiveNonblock)
+        .map_err(|(_, _)| anyhow!("somebody else is saving to it (run the command again)"))?;
+    let mut text = String::new();
+    let read = (&mut *file).take(config::MAX_FILE_BYTES + 1).read_to_string(&mut text)?;
+    if read as u64 > config::MAX_FILE_BYTES {
+        bail!("larger than {} bytes (is this the right file?)", config::MAX_FILE_BYTES);
+    }
+    Ok((file, text))
+}
+
+/// Refuses a text that `weir serve` would refuse, unless it refuses the old one as well: options may complete it.
+fn check(path: &Path, old_text: &str, new_text: &str) -> anyhow::Result<()> {
+    let name = path.display().to_string();
+    let directory = path.parent().unwrap_or(Path::new(""));
+    let plan = |text| config::parse(&name, text, directory).and_then(|draft| Plan::new(draft, 0).map(drop));
+    match (plan(old_text), plan(new_text)) {
+        (Ok(()), Err(wrong)) => Err(anyhow!("the next start would fail: {wrong}")),
+        _ => Ok(()),
+    }
+}
+
+/// The new file, on the disk, with the old one's mode and owner.
+fn write_beside(path: &Path, like: &Metadata, text: &str) -> io::Result<NamedTempFile> {
+    let directory = path.parent().unwrap_or(Path::new("/"));
+    let mut file = tempfile::Builder::new().prefix(".weir.").suffix(".new").tempfile_in(directory)?;
+    file.write_all(text.as_bytes())?;
+    let made = file.as_file().metadata()?;
+    if (made.uid(), made.gid()) != (like.uid(), like.gid()) {
+        fchown(file.as_file(), Some(like.uid()), Some(like.gid()))?;
+    }
+    file.as_file().set_permissions(like.permissions())?;
+    file.as_file().sync_all()?;
+    Ok(file)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::{PermissionsExt as _, symlink};
+
+    use super::*;
+    use crate::client::change::{Name, Setpoint};
+
+    const CONFIG: &str = "[disk.a]\nimage = \"memory:1M\"\niops-total = 5 # sold\n";
+
+    fn set(name: &str, value: u64) -> Change {
+        let mut change = Change::default();
+        change.set(Name::find(name).unwrap(), Setpoint::Number(value));
+        change
+    }
+
+    fn file() -> (tempfile::TempDir, PathBuf) {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("weir.toml");
+        fs::write(&path, CONFIG).unwrap();
+        (directory, path)
+    }
+
+    fn refusal(path: &Path, change: &Change) -> String {
+        format!("{:#}", Saving::prepare(path, "disk", "a", change).err().unwrap())
+    }
+
+    fn names(directory: &Path) -> Vec<String> {
+        let name = |entry: io::Result<fs::DirEntry>| entry.unwrap().file_name().into_string().unwrap();
+        fs::read_dir(directory).unwrap().map(name).collect()
+    }
+
+    #[test]
+    fn the_file_is_replaced_with_its_mode_through_links() {
+        let (directory, path) = file();
+        fs::set_permissions(&path, fs::Permissions::from_mode(0o640)).unwrap();
+        let link = directory.path().join("link.toml");
+        symlink(&path, &link).unwrap();
+        let saving = Saving::prepare(&link, "disk", "a", &set("iops-total", 7)).unwrap();
+        assert_eq!(fs::read_to_string(&path).unwrap(), CONFIG, "not before it is committed");
+        assert_eq!(saving.commit().unwrap(), path.to_str().unwrap());
+        assert_eq!(fs::read_to_string(&path).unwrap(), CONFIG.replace('5', "7"));
+        assert_eq!(fs::metadata(&path).unwrap().mode() & 0o7777, 0o640);
+        assert!(fs::symlink_metadata(&link).unwrap().is_symlink());
+        assert_eq!(names(directory.path()).len(), 2, "nothing is left beside it");
+    }
+
+    #[test]
+    fn a_change_that_is_not_made_leaves_nothing() {
+        let (directory, path) = file();
+        drop(Saving::prepare(&path, "disk", "a", &set("iops-total", 7)).unwrap());
+        assert_eq!(fs::read_to_string(&path).unwrap(), CONFIG);
+        assert_eq!(names(directory.path()), ["weir.toml"]);
+    }
+
+    #[test]
+    fn somebody_else_s_change_is_not_lost() {
+        let (_directory, path) = file();
+        for replace in [true, false] {
+            let saving = Saving::prepare(&path, "disk", "a", &set("iops-total", 7)).unwrap();
+            if replace {
+                fs::remove_file(&path).unwrap();
+            }
+            fs::write(&path, CONFIG.replace("sold", "mine")).unwrap();
+            let said = saving.commit().unwrap_err().to_string();
+            assert!(
+                said.ends_with("was changed by somebody else meanwhile (run the command again)"),
+                "{said}"
+            );
+            assert_eq!(fs::read_to_string(&path).unwrap(), CONFIG.replace("sold", "mine"));
+            fs::write(&path, CONFIG).unwrap();
+        }
+    }
+
+    #[test]
+    fn two_do_not_save_at_once() {
+        let (_directory, path) = file();
+        let first = Saving::prepare(&path, "disk", "a", &set("iops-total", 7)).unwrap();
+        assert!(refusal(&path, &set("iops-total", 8)).contains("somebody else is saving to it"));
+        first.commit().unwrap();
+        Saving::prepare(&path, "disk", "a", &set("iops-total", 8)).unwrap();
+    }
+
+    #[test]
+    fn a_file_that_could_not_be_served_is_not_written() {
+        let (_directory, path) = file();
+        let said = refusal(&path, &set("iops-total-max", 2));
+        assert!(said.contains("not saved, nor changed live: the next start would fail: "), "{said}");
+        assert!(said.contains("iops-total-max = 2: is below iops-total (5)"), "{said}");
+        // A file that options of the command line complete is nothing this can judge.
+        fs::write(&path, "[disk.a]\niops-total = 5\n").unwrap();
+        Saving::prepare(&path, "disk", "a", &set("iops-total-max", 2)).unwrap();
+    }
+
+    #[test]
+    fn what_cannot_be_saved_to_is_said() {
+        let (directory, path) = file();
+        let missing = directory.path().join("none.toml");
+        assert!(
+            refusal(&missing, &set("iops-total", 1)).contains("none.toml: cannot be saved to: No such file")
+        );
+        let said =
+            format!("{:#}", Saving::prepare(&path, "group", "g", &set("iops-total", 1)).err().unwrap());
+        assert!(said.contains("has no [group.g]"), "{said}");
+        assert!(
+            refusal(directory.path(), &set("iops-total", 1)).contains("cannot be saved to: Is a directory")
+        );
+    }
+}

@@ -1,0 +1,124 @@
+//! A line of text that is being typed.
+
+use ratatui::crossterm::event::{KeyCode, KeyEvent, KeyModifiers};
+
+/// Longest text: all settings with their largest values have a tenth of it.
+const MOST: usize = 4096;
+
+/// Text and where the cursor stands in it.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(super) struct Field {
+    text: String,
+    /// In bytes, at the start of a character or at the end.
+    cursor: usize,
+}
+
+impl Field {
+    /// With the cursor at the end.
+    pub(super) fn new(text: impl Into<String>) -> Self {
+        let text = text.into();
+        Self { cursor: text.len(), text }
+    }
+
+    /// What was typed.
+    pub(super) fn text(&self) -> &str {
+        &self.text
+    }
+
+    /// The part that fits into `width` columns with the cursor in it, and the cursor's column.
+    pub(super) fn window(&self, width: usize) -> (String, usize) {
+        let column = self.text[..self.cursor].chars().count();
+        let first = (column + 1).saturating_sub(width);
+        (self.text.chars().skip(first).take(width).collect(), column - first)
+    }
+
+    /// Whether the key meant something here.
+    pub(super) fn press(&mut self, key: KeyEvent) -> bool {
+        let control = key.modifiers.contains(KeyModifiers::CONTROL);
+        match key.code {
+            KeyCode::Char('u') if control => drop(self.text.drain(..std::mem::take(&mut self.cursor))),
+            KeyCode::Char('w') if control => self.delete_word(),
+            KeyCode::Char('a') if control => self.cursor = 0,
+            KeyCode::Char('e') if control => self.cursor = self.text.len(),
+            KeyCode::Char(_) if control => return false,
+            KeyCode::Char(letter) => self.insert(letter),
+            KeyCode::Left => self.cursor = self.before(),
+            KeyCode::Right => self.cursor = self.after(),
+            KeyCode::Home => self.cursor = 0,
+            KeyCode::End => self.cursor = self.text.len(),
+            KeyCode::Delete => drop(self.text.drain(self.cursor..self.after())),
+            KeyCode::Backspace => {
+                let before = self.before();
+                self.text.drain(before..self.cursor);
+                self.cursor = before;
+            }
+            _ => return false,
+        }
+        true
+    }
+
+    fn insert(&mut self, letter: char) {
+        if self.text.len() < MOST && !letter.is_control() {
+            self.text.insert(self.cursor, letter);
+            self.cursor += letter.len_utf8();
+        }
+    }
+
+    fn delete_word(&mut self) {
+        let before = self.text[..self.cursor].trim_end();
+        let start = before.rfind(' ').map_or(0, |space| space + 1);
+        self.text.drain(start..self.cursor);
+        self.cursor = start;
+    }
+
+    fn before(&self) -> usize {
+        self.text[..self.cursor].char_indices().next_back().map_or(0, |(index, _)| index)
+    }
+
+    fn after(&self) -> usize {
+        self.text[self.cursor..].chars().next().map_or(self.cursor, |letter| self.cursor + letter.len_utf8())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn typed(start: &str, keys: &[KeyCode]) -> (String, usize) {
+        let mut field = Field::new(start);
+        for &key in keys {
+            assert!(field.press(KeyEvent::new(key, KeyModifiers::NONE)));
+        }
+        field.window(80)
+    }
+
+    #[test]
+    fn text_is_edited_where_the_cursor_stands() {
+        use KeyCode::{Backspace, Char, Delete, End, Home, Left, Right};
+        assert_eq!(typed("iops=1", &[Char('0')]), ("iops=10".to_owned(), 7));
+        assert_eq!(typed("aé", &[Left, Char('b'), Right, Char('c')]), ("abéc".to_owned(), 4));
+        assert_eq!(typed("aé", &[Backspace, Backspace, Backspace]), (String::new(), 0));
+        assert_eq!(typed("éa", &[Home, Delete, End, Delete]), ("a".to_owned(), 1));
+    }
+
+    #[test]
+    fn words_and_lines_are_deleted_with_control() {
+        let press = |field: &mut Field, letter| {
+            field.press(KeyEvent::new(KeyCode::Char(letter), KeyModifiers::CONTROL))
+        };
+        let mut field = Field::new("one two  ");
+        press(&mut field, 'w');
+        assert_eq!(field.text(), "one ");
+        press(&mut field, 'u');
+        assert_eq!(field, Field::default());
+        assert!(!press(&mut field, 'c'), "what it does not know is somebody else's");
+    }
+
+    #[test]
+    fn what_is_longer_than_the_screen_is_seen_around_the_cursor() {
+        let mut field = Field::new("0123456789");
+        assert_eq!(field.window(5), ("6789".to_owned(), 4));
+        field.press(KeyEvent::new(KeyCode::Home, KeyModifiers::NONE));
+        assert_eq!(field.window(5), ("01234".to_owned(), 0));
+    }
+}

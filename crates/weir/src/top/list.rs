@@ -1,0 +1,179 @@
+//! The list: which disks and groups, in which order.
+
+use std::cmp::Ordering;
+
+use crate::client::{
+    rates::{Rate, Rates},
+    report::{Node, Report},
+};
+
+/// A column that the list can be sorted by.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Column {
+    /// Its name.
+    Name,
+    /// The group it is in.
+    Group,
+    /// Operations per second.
+    Iops,
+    /// Bytes read per second.
+    Reads,
+    /// Bytes written per second.
+    Writes,
+    /// Requests that wait.
+    Waiting,
+    /// The share of the time in which it waited.
+    Limited,
+    /// How long 99 of 100 waited at most.
+    Wait,
+}
+
+impl Column {
+    /// From left to right.
+    pub(super) const ALL: [Self; 8] = [
+        Self::Name,
+        Self::Group,
+        Self::Iops,
+        Self::Reads,
+        Self::Writes,
+        Self::Waiting,
+        Self::Limited,
+        Self::Wait,
+    ];
+
+    /// What stands above it.
+    pub(super) fn title(self) -> &'static str {
+        match self {
+            Self::Name => "NAME",
+            Self::Group => "GROUP",
+            Self::Iops => "IOPS",
+            Self::Reads => "READ/s",
+            Self::Writes => "WRITE/s",
+            Self::Waiting => "WAIT",
+            Self::Limited => "HELD",
+            Self::Wait => "P99",
+        }
+    }
+
+    /// The one to its right; after the last the first.
+    pub(super) fn next(self) -> Self {
+        let index = Self::ALL.iter().position(|&column| column == self).unwrap_or(0);
+        Self::ALL[(index + 1) % Self::ALL.len()]
+    }
+
+    /// Whether it is at its most interesting with the largest first.
+    fn is_number(self) -> bool {
+        !matches!(self, Self::Name | Self::Group)
+    }
+}
+
+/// The order of the list.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Order {
+    /// By which column; then by name.
+    pub(super) column: Column,
+    /// The other way round than is usual: the smallest number first, the last name first.
+    pub(super) reversed: bool,
+}
+
+/// A row.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Row<'a> {
+    /// Of the disk or group.
+    pub(super) name: &'a str,
+    /// What it is.
+    pub(super) node: Node<'a>,
+    /// What it does; `None` where that is not known yet.
+    pub(super) rate: Option<&'a Rate>,
+}
+
+/// The rows of which the name or the group contains `filter`, in any case of letters.
+pub(super) fn rows<'a>(report: &'a Report, rates: &'a Rates, filter: &str, order: Order) -> Vec<Row<'a>> {
+    let groups = report.groups.iter().map(|group| (group.name.as_str(), Node::Group(group)));
+    let disks = report.disks.iter().map(|disk| (disk.name.as_str(), Node::Disk(disk)));
+    let filter = filter.to_lowercase();
+    let mut rows: Vec<Row<'_>> = groups
+        .chain(disks)
+        .filter(|(name, node)| {
+            let group = node.settings().group.as_deref().unwrap_or_default();
+            [name, group].iter().any(|text| text.to_lowercase().contains(&filter))
+        })
+        .map(|(name, node)| Row { name, node, rate: rates.of(name) })
+        .collect();
+    rows.sort_by(|a, b| {
+        let by_column = compare(a, b, order.column);
+        let by_column =
+            if order.column.is_number() != order.reversed { by_column.reverse() } else { by_column };
+        by_column.then_with(|| a.name.cmp(b.name))
+    });
+    rows
+}
+
+fn compare(a: &Row<'_>, b: &Row<'_>, column: Column) -> Ordering {
+    let group = |row: &Row<'_>| row.node.settings().group.clone().unwrap_or_default();
+    match column {
+        Column::Name => a.name.cmp(b.name),
+        Column::Group => group(a).cmp(&group(b)),
+        _ => number(a, column).total_cmp(&number(b, column)),
+    }
+}
+
+fn number(row: &Row<'_>, column: Column) -> f64 {
+    let rate = row.rate.copied().unwrap_or_default();
+    let throttle = row.node.throttle();
+    match column {
+        Column::Iops => rate.iops(),
+        Column::Reads => rate.read_bps,
+        Column::Writes => rate.write_bps,
+        Column::Limited => rate.limited,
+        Column::Waiting => throttle.waiting.total() as f64,
+        Column::Wait => throttle.wait_ns.map_or(0.0, |waits| waits.p99 as f64),
+        Column::Name | Column::Group => 0.0,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn report() -> Report {
+        let disk = |name: &str, group: Option<&str>, waiting: u64| json!({ "name": name, "group": group, "throttle": { "waiting": { "reads": waiting } } });
+        let disks = [disk("vm2", Some("gold"), 5), disk("vm10", None, 9), disk("Vm1", None, 5)];
+        Report::read(&json!({ "disks": disks, "groups": [{ "name": "gold" }] })).unwrap()
+    }
+
+    #[track_caller]
+    fn check(filter: &str, column: Column, reversed: bool, expect: &[&str]) {
+        let (report, rates) = (report(), Rates::default());
+        let names: Vec<_> =
+            rows(&report, &rates, filter, Order { column, reversed }).iter().map(|row| row.name).collect();
+        assert_eq!(names, expect);
+    }
+
+    #[test]
+    fn names_ascend_and_numbers_descend_unless_reversed() {
+        check("", Column::Name, false, &["Vm1", "gold", "vm10", "vm2"]);
+        check("", Column::Name, true, &["vm2", "vm10", "gold", "Vm1"]);
+        check("", Column::Waiting, false, &["vm10", "Vm1", "vm2", "gold"]);
+        check("", Column::Waiting, true, &["gold", "Vm1", "vm2", "vm10"]);
+        check("", Column::Group, false, &["Vm1", "gold", "vm10", "vm2"]);
+    }
+
+    #[test]
+    fn a_filter_looks_at_names_and_groups() {
+        check("VM1", Column::Name, false, &["Vm1", "vm10"]);
+        check("gold", Column::Name, false, &["gold", "vm2"]);
+        check("nothing", Column::Name, false, &[]);
+    }
+
+    #[test]
+    fn columns_follow_each_other_round() {
+        let mut column = Column::Name;
+        for _ in Column::ALL {
+            column = column.next();
+        }
+        assert_eq!(column, Column::Name);
+    }
+}

@@ -1,0 +1,86 @@
+//! `weir top`: what runs, live, on the whole screen of a terminal; and a place to change a limit while watching.
+//!
+//! ```text
+//!   keyboard ─┐
+//!   signals ──┼─► source (one channel) ─► state (what to show, what a key means) ─► view (how it looks)
+//!   daemon ───┘                             │
+//!      ▲                                    │ a change of settings
+//!      └────────────────────────────────────┘
+//! ```
+//!
+//! `state` and all below it know no terminal and no socket, so tests press keys and hand in reports; `view` draws what
+//! it is given and decides nothing.
+//!
+//! Never leaves the terminal as it is on the way out: not at the end, not after a panic, a signal or a stop.
+
+mod field;
+mod history;
+mod list;
+mod screen;
+mod source;
+mod state;
+mod view;
+
+use std::{
+    io::{self, IsTerminal as _},
+    time::Instant,
+};
+
+use anyhow::{Context as _, anyhow};
+
+use crate::{
+    Failure,
+    cli::TopArgs,
+    client::{Client, Target},
+};
+use screen::Screen;
+use source::{Asked, Event, Source};
+use state::{Action, State};
+
+/// Shows what runs until the user has seen enough.
+///
+/// # Errors
+/// If there is no terminal, or no daemon at the start. One that goes away later is waited for.
+pub(crate) fn run(arguments: TopArgs) -> Result<(), Failure> {
+    let target = Target::choose(arguments.qmp).map_err(|said| Failure::Usage(anyhow::Error::msg(said)))?;
+    if !io::stdin().is_terminal() || !io::stdout().is_terminal() {
+        return Err(anyhow!("weir top: needs a terminal to draw on (`weir status` prints the same)").into());
+    }
+    let client = Client::connect(&target)?;
+    let source = Source::start(client, arguments.interval).context("weir top: cannot start")?;
+    let mut screen = Screen::enter().context("the terminal: cannot be drawn on")?;
+    let state = State::new(target.to_string());
+    Ok(watch(&mut screen, &source, state).context("the terminal: cannot be drawn on")?)
+}
+
+/// Draws what is, waits for what happens, until somebody wants an end.
+fn watch(screen: &mut Screen, source: &Source, mut state: State) -> io::Result<()> {
+    let began = Instant::now();
+    loop {
+        screen.draw(|frame| view::draw(frame, &mut state))?;
+        let action = match source.next() {
+            Event::Key(key) => state.press(key),
+            Event::Resized => None,
+            Event::Report(report) => {
+                state.learn(*report, began.elapsed());
+                None
+            }
+            Event::Unreachable(said) => {
+                state.lose(said);
+                None
+            }
+            Event::Changed(result) => {
+                state.changed(result);
+                None
+            }
+            Event::Stop => Some(Action::Stop),
+            Event::End => Some(Action::End),
+        };
+        match action {
+            Some(Action::End) => return Ok(()),
+            Some(Action::Stop) => screen.stop()?,
+            Some(Action::Change { name, change }) => source.ask(Asked { name, change }),
+            None => {}
+        }
+    }
+}

@@ -1,0 +1,198 @@
+//! Everything that happens, from three threads, in one channel.
+//!
+//! The daemon has a thread because it may be slow or gone, and then keys must work all the same. It is asked every
+//! interval, and at once after a change; connected to anew when it comes back.
+
+use std::{
+    io,
+    sync::mpsc::{self, Receiver, RecvTimeoutError, Sender},
+    thread,
+    time::{Duration, Instant},
+};
+
+use nix::sys::signal::{SigSet, Signal};
+use ratatui::crossterm::event::{self, KeyEvent, KeyEventKind};
+
+use crate::client::{Client, Error, Target, change::Change, report::Report};
+
+/// Something that happened.
+#[derive(Debug)]
+pub(super) enum Event {
+    /// A key was pressed.
+    Key(KeyEvent),
+    /// The terminal has another size.
+    Resized,
+    /// The daemon answered.
+    Report(Box<Report>),
+    /// It did not, and why; it is tried again.
+    Unreachable(String),
+    /// What became of the last [`Asked`].
+    Changed(Result<(), String>),
+    /// SIGTSTP.
+    Stop,
+    /// SIGTERM, SIGINT or SIGHUP, or there are no more keys to come.
+    End,
+}
+
+/// A change for the daemon.
+#[derive(Debug)]
+pub(super) struct Asked {
+    /// A disk or a group.
+    pub(super) name: String,
+    /// What to change of it.
+    pub(super) change: Change,
+}
+
+/// The receiving end.
+pub(super) struct Source {
+    events: Receiver<Event>,
+    asked: Sender<Asked>,
+}
+
+impl Source {
+    /// Starts the threads; they end with the process.
+    ///
+    /// # Errors
+    /// Where no thread can be had.
+    pub(super) fn start(client: Client, interval: Duration) -> io::Result<Self> {
+        let (events, receiver) = mpsc::channel();
+        let (asked, requests) = mpsc::channel();
+        // Before there is a thread: a signal goes to any that does not block it.
+        let set: SigSet =
+            [Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP, Signal::SIGTSTP].into_iter().collect();
+        set.thread_block()?;
+        let spawn = |name: &str, run: Box<dyn FnOnce() + Send>| {
+            thread::Builder::new().name(name.to_owned()).spawn(run).map(drop)
+        };
+        let (signals, keys) = (events.clone(), events.clone());
+        spawn("signals", Box::new(move || await_signals(set, &signals)))?;
+        spawn("keys", Box::new(move || await_keys(&keys)))?;
+        spawn("daemon", Box::new(move || ask(client, &requests, &events, interval)))?;
+        Ok(Self { events: receiver, asked })
+    }
+
+    /// Waits for what happens next.
+    pub(super) fn next(&self) -> Event {
+        self.events.recv().unwrap_or(Event::End)
+    }
+
+    /// Has the daemon change something; [`Event::Changed`] follows.
+    pub(super) fn ask(&self, asked: Asked) {
+        // The thread at the other end lasts as long as this one listens.
+        let _ = self.asked.send(asked);
+    }
+}
+
+fn await_signals(set: SigSet, events: &Sender<Event>) {
+    while let Ok(signal) = set.wait() {
+        let event = if signal == Signal::SIGTSTP { Event::Stop } else { Event::End };
+        if events.send(event).is_err() {
+            return;
+        }
+    }
+}
+
+fn await_keys(events: &Sender<Event>) {
+    loop {
+        let event = match event::read() {
+            Ok(event::Event::Key(key)) if key.kind != KeyEventKind::Release => Event::Key(key),
+            Ok(event::Event::Resize(..)) => Event::Resized,
+            Ok(_) => continue,
+            Err(_) => Event::End,
+        };
+        let is_end = matches!(event, Event::End);
+        if events.send(event).is_err() || is_end {
+            return;
+        }
+    }
+}
+
+/// The daemon's side: a report every `interval`, changes in between.
+fn ask(client: Client, requests: &Receiver<Asked>, events: &Sender<Event>, interval: Duration) {
+    let mut daemon = Daemon { target: client.target().clone(), client: Some(client) };
+    loop {
+        let event = match daemon.try_with(Client::status) {
+            Ok((_, report)) => Event::Report(Box::new(report)),
+            Err(error) => Event::Unreachable(error.to_string()),
+        };
+        if events.send(event).is_err() {
+            return;
+        }
+        // The next look is an interval away, unless a change makes it worth while earlier.
+        match next_request(requests, Instant::now() + interval) {
+            Ok(Some(Asked { name, change })) => {
+                let result = daemon.try_with(|client| client.set(&name, change.arguments()));
+                if events.send(Event::Changed(result.map_err(|error| error.to_string()))).is_err() {
+                    return;
+                }
+            }
+            Ok(None) => {}
+            Err(Gone) => return,
+        }
+    }
+}
+
+/// Nobody will ask any more.
+struct Gone;
+
+fn next_request(requests: &Receiver<Asked>, until: Instant) -> Result<Option<Asked>, Gone> {
+    match requests.recv_timeout(until.saturating_duration_since(Instant::now())) {
+        Ok(asked) => Ok(Some(asked)),
+        Err(RecvTimeoutError::Timeout) => Ok(None),
+        Err(RecvTimeoutError::Disconnected) => Err(Gone),
+    }
+}
+
+/// A daemon that may go away and come back.
+struct Daemon {
+    target: Target,
+    client: Option<Client>,
+}
+
+impl Daemon {
+    fn try_with<T>(&mut self, command: impl FnOnce(&mut Client) -> Result<T, Error>) -> Result<T, Error> {
+        let client = match &mut self.client {
+            Some(client) => client,
+            none => none.insert(Client::connect(&self.target)?),
+        };
+        let result = command(client);
+        if matches!(result, Err(Error::Unreachable(_))) {
+            self.client = None;
+        }
+        result
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+    use crate::client::fake::{Fake, GREETING};
+
+    #[test]
+    fn a_daemon_is_asked_again_and_its_loss_reported() {
+        let status = |uptime: u64| json!({ "return": { "uptime-ns": uptime } }).to_string();
+        let fake = Fake::start(GREETING, vec![status(1), r#"{"return": {}}"#.to_owned(), status(2)]);
+        let (events, receiver) = mpsc::channel();
+        let (asked, requests) = mpsc::channel();
+        let change = Change::default();
+        asked.send(Asked { name: "vm1".to_owned(), change }).unwrap();
+        let client = Client::connect(fake.target()).unwrap();
+        let thread = thread::spawn(move || ask(client, &requests, &events, Duration::from_millis(1)));
+        let uptime = |event| match event {
+            Event::Report(report) => report.uptime_ns,
+            other => panic!("{other:?}"),
+        };
+        assert_eq!(uptime(receiver.recv().unwrap()), 1);
+        assert!(matches!(receiver.recv().unwrap(), Event::Changed(Ok(()))));
+        assert_eq!(uptime(receiver.recv().unwrap()), 2);
+        let Event::Unreachable(said) = receiver.recv().unwrap() else { panic!("the script has ended") };
+        assert!(said.contains("closed the connection"), "{said}");
+        let commands: Vec<_> = fake.asked().iter().map(|command| command["execute"].clone()).collect();
+        assert_eq!(commands[1..], ["x-weir-query-status", "x-weir-set", "x-weir-query-status"]);
+        drop(asked);
+        drop(receiver);
+        thread.join().unwrap();
+    }
+}

@@ -1,0 +1,273 @@
+//! What `weir top` shows, and what a key does to it.
+//!
+//! Reports come in, actions go out. Never draws and never talks to a daemon.
+
+use std::time::Duration;
+
+use ratatui::crossterm::event::{KeyCode, KeyEvent, KeyModifiers};
+
+use super::{
+    field::Field,
+    history::History,
+    list::{self, Column, Order, Row},
+};
+use crate::client::{
+    change::{Change, listing},
+    rates::Rates,
+    report::{Report, Settings},
+};
+
+/// What somebody else has to do.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum Action {
+    /// End the program.
+    End,
+    /// Stop it until it is continued.
+    Stop,
+    /// Have the daemon change settings.
+    Change {
+        /// Of this disk or group.
+        name: String,
+        /// These.
+        change: Change,
+    },
+}
+
+/// What the keys are for at the moment.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) enum Mode {
+    /// Going through the list.
+    List,
+    /// Typing a filter.
+    Filter(Field),
+    /// Changing settings.
+    Edit(Edit),
+    /// Reading about the keys.
+    Help,
+}
+
+/// Settings that are being changed.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) struct Edit {
+    /// Of this disk or group.
+    pub(super) name: String,
+    /// What is typed.
+    pub(super) field: Field,
+    /// Why the last try failed.
+    pub(super) error: Option<String>,
+    /// The daemon has been asked, and has not answered yet.
+    pub(super) is_waiting: bool,
+    /// What it was when the editing began: only what the user changes is changed, whatever others do meanwhile.
+    before: Settings,
+    /// What is told once the daemon agreed.
+    told: String,
+}
+
+/// Everything there is to show.
+pub(super) struct State {
+    /// Where the daemon listens.
+    pub(super) target: String,
+    /// Its last answer.
+    pub(super) report: Report,
+    /// What happened between the last two.
+    pub(super) rates: Rates,
+    /// What happened before.
+    pub(super) history: History,
+    /// Why there is no newer answer.
+    pub(super) lost: Option<String>,
+    /// What the keys are for.
+    pub(super) mode: Mode,
+    /// The order of the list.
+    pub(super) order: Order,
+    /// What names in the list contain.
+    pub(super) filter: String,
+    /// What was last done, until the next key.
+    pub(super) notice: Option<String>,
+    /// When the last answer came, since the watching began.
+    pub(super) now: Duration,
+    /// The row that was last known to be chosen: a name, since rows move, and its place, in case it goes.
+    chosen: (String, usize),
+    /// Rows that a page has; the view knows.
+    pub(super) page: usize,
+}
+
+impl State {
+    /// Before the first answer.
+    pub(super) fn new(target: String) -> Self {
+        Self {
+            target,
+            report: Report::default(),
+            rates: Rates::default(),
+            history: History::default(),
+            lost: None,
+            mode: Mode::List,
+            order: Order { column: Column::Name, reversed: false },
+            filter: String::new(),
+            notice: None,
+            now: Duration::ZERO,
+            chosen: (String::new(), 0),
+            page: 1,
+        }
+    }
+
+    /// Takes the daemon's answer, which came at `now`.
+    pub(super) fn learn(&mut self, report: Report, now: Duration) {
+        self.rates = Rates::between(&self.report, &report);
+        self.history.add(&report, &self.rates, now);
+        self.report = report;
+        self.now = now;
+        self.lost = None;
+        self.settle();
+    }
+
+    /// There was no answer.
+    pub(super) fn lose(&mut self, said: String) {
+        self.lost = Some(said);
+        self.rates = Rates::default();
+    }
+
+    /// What became of a change.
+    pub(super) fn changed(&mut self, result: Result<(), String>) {
+        let Mode::Edit(edit) = &mut self.mode else { return };
+        edit.is_waiting = false;
+        match result {
+            Ok(()) => {
+                self.notice = Some(std::mem::take(&mut edit.told));
+                self.mode = Mode::List;
+            }
+            Err(said) => edit.error = Some(said),
+        }
+    }
+
+    /// The rows of the list.
+    pub(super) fn rows(&self) -> Vec<Row<'_>> {
+        list::rows(&self.report, &self.rates, &self.filter, self.order)
+    }
+
+    /// Which of the rows is chosen; 0 where there is none.
+    pub(super) fn chosen(&self, rows: &[Row<'_>]) -> usize {
+        rows.iter().position(|row| row.name == self.chosen.0).unwrap_or(0)
+    }
+
+    /// What a key means.
+    pub(super) fn press(&mut self, key: KeyEvent) -> Option<Action> {
+        if key.modifiers.contains(KeyModifiers::CONTROL) {
+            match key.code {
+                KeyCode::Char('c') => return Some(Action::End),
+                KeyCode::Char('z') => return Some(Action::Stop),
+                _ => {}
+            }
+        }
+        self.notice = None;
+        match std::mem::replace(&mut self.mode, Mode::List) {
+            Mode::List => return self.press_in_list(key),
+            Mode::Help => {}
+            Mode::Filter(field) => self.press_in_filter(field, key),
+            Mode::Edit(edit) => return self.press_in_edit(edit, key),
+        }
+        None
+    }
+
+    fn press_in_list(&mut self, key: KeyEvent) -> Option<Action> {
+        let page = self.page.cast_signed();
+        match key.code {
+            KeyCode::Char('q') => return Some(Action::End),
+            KeyCode::Up | KeyCode::Char('k') => self.step(-1),
+            KeyCode::Down | KeyCode::Char('j') => self.step(1),
+            KeyCode::PageUp => self.step(-page),
+            KeyCode::PageDown => self.step(page),
+            KeyCode::Home | KeyCode::Char('g') => self.step(isize::MIN),
+            KeyCode::End | KeyCode::Char('G') => self.step(isize::MAX),
+            KeyCode::Char('s') => self.order = Order { column: self.order.column.next(), reversed: false },
+            KeyCode::Char('r') => self.order.reversed = !self.order.reversed,
+            KeyCode::Char('/') => self.mode = Mode::Filter(Field::new(self.filter.as_str())),
+            KeyCode::Char('?' | 'h') | KeyCode::F(1) => self.mode = Mode::Help,
+            KeyCode::Char('t') | KeyCode::Enter => self.begin_edit(),
+            KeyCode::Esc => self.set_filter(String::new()),
+            _ => {}
+        }
+        None
+    }
+
+    /// The filter holds while it is typed; Escape is without one.
+    fn press_in_filter(&mut self, mut field: Field, key: KeyEvent) {
+        match key.code {
+            KeyCode::Enter => {}
+            KeyCode::Esc => self.set_filter(String::new()),
+            _ => {
+                field.press(key);
+                self.set_filter(field.text().to_owned());
+                self.mode = Mode::Filter(field);
+            }
+        }
+    }
+
+    fn set_filter(&mut self, filter: String) {
+        self.filter = filter;
+        self.settle();
+    }
+
+    fn begin_edit(&mut self) {
+        let rows = self.rows();
+        let Some(row) = rows.get(self.chosen(&rows)) else { return };
+        let before = row.node.settings().clone();
+        let text = listing(&before);
+        // With a space behind, to go on typing.
+        let field = Field::new(if text.is_empty() { text } else { text + " " });
+        let name = row.name.to_owned();
+        let edit = Edit { name, field, error: None, is_waiting: false, before, told: String::new() };
+        self.mode = Mode::Edit(edit);
+    }
+
+    fn press_in_edit(&mut self, mut edit: Edit, key: KeyEvent) -> Option<Action> {
+        let mut action = None;
+        match key.code {
+            KeyCode::Esc => return None,
+            // The daemon has the word.
+            _ if edit.is_waiting => {}
+            KeyCode::Enter => match Change::to_listing(&edit.before, edit.field.text()) {
+                Ok(change) if change.is_empty() => return None,
+                Ok(change) => {
+                    let name = edit.name.clone();
+                    edit.told = format!("{name}: {}", change.describe(&edit.before).join(", "));
+                    edit.is_waiting = true;
+                    edit.error = None;
+                    action = Some(Action::Change { name, change });
+                }
+                Err(said) => edit.error = Some(said),
+            },
+            _ => {
+                if edit.field.press(key) {
+                    edit.error = None;
+                }
+            }
+        }
+        self.mode = Mode::Edit(edit);
+        action
+    }
+
+    /// Chooses the row that is `by` rows below, or the first or last.
+    fn step(&mut self, by: isize) {
+        let rows = self.rows();
+        let last = rows.len().saturating_sub(1);
+        let next = self.chosen(&rows).saturating_add_signed(by).min(last);
+        if let Some(row) = rows.get(next) {
+            self.chosen = (row.name.to_owned(), next);
+        }
+    }
+
+    /// Chooses what stands where the chosen row was, if that is gone.
+    fn settle(&mut self) {
+        let rows = self.rows();
+        if rows.iter().any(|row| row.name == self.chosen.0) {
+            return;
+        }
+        let place = self.chosen.1.min(rows.len().saturating_sub(1));
+        if let Some(row) = rows.get(place) {
+            self.chosen = (row.name.to_owned(), place);
+        }
+    }
+}
+
+#[cfg(test)]
+pub(super) mod tests;

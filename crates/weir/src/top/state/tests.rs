@@ -1,0 +1,182 @@
+//! Keys pressed and reports handed in.
+
+use serde_json::{Value, json};
+
+use super::*;
+use crate::client::report::Report;
+
+/// A report of these disks, all in the group `gold`, with about 1000 operations and 4 MiB more each second.
+pub(in crate::top) fn report(second: u64, disks: &[&str]) -> Report {
+    // Ever faster for twenty seconds, and then anew.
+    let requests = second * 1000 - 30 * (second % 20) * (20 - second % 20);
+    let disk = |name: &&str| {
+        let work = |factor: u64| json!({ "requests": requests * factor, "bytes": requests * factor * 4096 });
+        json!({
+            "name": name, "image": format!("/images/{name}.raw"), "size": 1 << 30, "group": "gold",
+            "weight": 100, "cache": "none", "connections": 1,
+            "limits": { "iops-total": 1000, "iops-total-max": 5000, "iops-total-max-length": 5 },
+            "reads": work(1), "writes": work(0),
+            "throttle": {
+                "waiting": { "reads": 31, "writes": 0 }, "limited-ns": second * 750_000_000,
+                "wait-ns": { "p50": 9_000_000, "p99": 31_000_000, "max": 40_000_000 },
+                "binding": "iops-total", "tokens": { "iops-total": 0 }
+            }
+        })
+    };
+    let disks: Vec<Value> = disks.iter().map(disk).collect();
+    let gold = json!({
+        "name": "gold", "disks": ["vm1"], "weight": 100, "limits": { "bps-total": 20 << 20 },
+        "watermark": 90, "enforcement": "scaled", "scale": 3.5
+    });
+    let report = json!({
+        "version": "0.1.0", "uptime-ns": second * 1_000_000_000, "disks": disks, "groups": [gold]
+    });
+    Report::read(&report).unwrap()
+}
+
+/// After that many seconds of watching.
+pub(in crate::top) fn watched(seconds: u64, disks: &[&str]) -> State {
+    let mut state = State::new("unix:/run/weir/qmp.sock".to_owned());
+    for second in 1..=seconds {
+        state.learn(report(second, disks), Duration::from_secs(second));
+    }
+    state
+}
+
+pub(in crate::top) fn press(state: &mut State, code: KeyCode) -> Option<Action> {
+    state.press(KeyEvent::new(code, KeyModifiers::NONE))
+}
+
+pub(in crate::top) fn write(state: &mut State, text: &str) {
+    for letter in text.chars() {
+        assert_eq!(press(state, KeyCode::Char(letter)), None);
+    }
+}
+
+fn chosen(state: &State) -> &str {
+    let rows = state.rows();
+    rows[state.chosen(&rows)].name
+}
+
+fn edit(state: &State) -> &Edit {
+    match &state.mode {
+        Mode::Edit(edit) => edit,
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn keys_walk_the_list_and_stop_at_its_ends() {
+    let mut state = watched(1, &["vm1", "vm2", "vm3"]);
+    state.page = 2;
+    let walk = [
+        (KeyCode::Up, "gold"),
+        (KeyCode::Down, "vm1"),
+        (KeyCode::PageDown, "vm3"),
+        (KeyCode::Down, "vm3"),
+        (KeyCode::Char('k'), "vm2"),
+        (KeyCode::Home, "gold"),
+        (KeyCode::End, "vm3"),
+    ];
+    for (key, expect) in walk {
+        press(&mut state, key);
+        assert_eq!(chosen(&state), expect, "{key:?}");
+    }
+}
+
+#[test]
+fn what_is_chosen_stays_chosen_while_rows_move_and_its_neighbour_follows_when_it_goes() {
+    let mut state = watched(1, &["vm1", "vm2", "vm3"]);
+    write(&mut state, "jj");
+    assert_eq!(chosen(&state), "vm2");
+    press(&mut state, KeyCode::Char('r'));
+    assert_eq!(chosen(&state), "vm2", "the order is the other one");
+    press(&mut state, KeyCode::Char('r'));
+    state.learn(report(2, &["vm1", "vm3"]), Duration::from_secs(2));
+    assert_eq!(chosen(&state), "vm3", "in its place");
+    state.learn(report(3, &[]), Duration::from_secs(3));
+    assert_eq!(chosen(&state), "gold");
+}
+
+#[test]
+fn a_filter_holds_while_it_is_typed_and_until_escape() {
+    let mut state = watched(1, &["vm1", "vm2", "web"]);
+    write(&mut state, "/wq");
+    assert_eq!(state.rows().len(), 0, "q is a letter here");
+    press(&mut state, KeyCode::Backspace);
+    press(&mut state, KeyCode::Enter);
+    assert_eq!((chosen(&state), state.rows().len(), &state.mode), ("web", 1, &Mode::List));
+    press(&mut state, KeyCode::Esc);
+    assert_eq!(state.rows().len(), 4);
+}
+
+#[test]
+fn a_limit_is_edited_asked_for_and_told() {
+    let mut state = watched(1, &["vm1"]);
+    write(&mut state, "jt");
+    let listed = "iops-total=1000 iops-total-max=5000 iops-total-max-length=5 group=gold ";
+    assert_eq!(edit(&state).field.text(), listed);
+    write(&mut state, "weight=200");
+    let Some(Action::Change { name, change }) = press(&mut state, KeyCode::Enter) else {
+        panic!("{:?}", state.mode)
+    };
+    assert_eq!((name.as_str(), Value::Object(change.arguments())), ("vm1", json!({ "weight": 200 })));
+    assert_eq!(press(&mut state, KeyCode::Enter), None, "once");
+    state.changed(Err("weight (200) is too large".to_owned()));
+    assert_eq!(edit(&state).error.as_deref(), Some("weight (200) is too large"));
+    press(&mut state, KeyCode::Enter);
+    state.changed(Ok(()));
+    assert_eq!((state.notice.as_deref(), &state.mode), (Some("vm1: weight: 100 → 200"), &Mode::List));
+}
+
+#[test]
+fn only_what_the_user_changed_is_changed_whatever_others_do_meanwhile() {
+    let mut state = watched(1, &["vm1"]);
+    write(&mut state, "jt");
+    let mut other = report(2, &["vm1"]);
+    other.disks[0].settings.limits.insert("iops-total".to_owned(), 7);
+    state.learn(other, Duration::from_secs(2));
+    write(&mut state, "weight=200");
+    let Some(Action::Change { change, .. }) = press(&mut state, KeyCode::Enter) else { panic!("no change") };
+    assert_eq!(Value::Object(change.arguments()), json!({ "weight": 200 }));
+}
+
+#[test]
+fn what_cannot_be_read_is_said_and_asked_of_nobody() {
+    let mut state = watched(1, &["vm1"]);
+    write(&mut state, "jtnonsense");
+    assert_eq!(press(&mut state, KeyCode::Enter), None);
+    assert_eq!(edit(&state).error.as_deref(), Some("nonsense: is not of the form name=value"));
+    press(&mut state, KeyCode::Esc);
+    assert_eq!(state.mode, Mode::List);
+    write(&mut state, "t");
+    assert_eq!((press(&mut state, KeyCode::Enter), &state.mode), (None, &Mode::List), "nothing changed");
+}
+
+#[test]
+fn control_ends_and_stops_from_everywhere() {
+    let control =
+        |state: &mut State, letter| state.press(KeyEvent::new(KeyCode::Char(letter), KeyModifiers::CONTROL));
+    for key in ["", "t", "/", "?"] {
+        let mut state = watched(1, &["vm1"]);
+        write(&mut state, key);
+        assert_eq!(control(&mut state, 'z'), Some(Action::Stop));
+        assert_eq!(control(&mut state, 'c'), Some(Action::End));
+    }
+    assert_eq!(press(&mut watched(1, &["vm1"]), KeyCode::Char('q')), Some(Action::End));
+    // Before there is anything to choose from.
+    let mut empty = State::new(String::new());
+    write(&mut empty, "jkGgtsr");
+    assert_eq!(empty.mode, Mode::List);
+}
+
+#[test]
+fn a_daemon_that_comes_back_is_believed_again() {
+    let mut state = watched(30, &["vm1"]);
+    state.lose("gone".to_owned());
+    assert_eq!(state.rates.of("vm1"), None, "nothing is known of now");
+    state.learn(report(20, &["vm1"]), Duration::from_secs(9));
+    assert_eq!((state.lost.as_deref(), state.rates.of("vm1")), (None, None), "it counts anew");
+    state.learn(report(40, &["vm1"]), Duration::from_secs(10));
+    assert_eq!(state.rates.of("vm1").unwrap().iops(), 1000.0);
+}

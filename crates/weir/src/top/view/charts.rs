@@ -1,0 +1,155 @@
+//! The last minutes of one disk or group: operations and bytes per second, with the limits as lines.
+//!
+//! The limits drawn are its own; where it has none of that unit, those of the nearest group above that has.
+
+use policy::throttle::{LimitKind, Part, Setting};
+use ratatui::{
+    Frame,
+    layout::{Constraint, Layout, Rect},
+    style::{Color, Style},
+    symbols::Marker,
+    text::{Line, Span},
+    widgets::{Axis, Block, Chart, Dataset, GraphType},
+};
+
+use super::{DIM, HELD};
+use crate::{
+    client::report::{Limits, Report, Settings},
+    figures,
+    top::{
+        history::{Point, WINDOW},
+        list::Row,
+        state::State,
+    },
+};
+
+/// Reads, writes and their sum, in the charts and in their legends.
+const READS: Style = Style::new().fg(Color::Green);
+const WRITES: Style = Style::new().fg(Color::Magenta);
+const TOTAL: Style = Style::new().fg(Color::Cyan);
+
+/// What a chart is about.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Unit {
+    Operations,
+    Bytes,
+}
+
+/// Draws both charts of a row.
+pub(super) fn draw(frame: &mut Frame<'_>, area: Rect, state: &State, row: &Row<'_>) {
+    let [left, right] = Layout::horizontal([Constraint::Fill(1), Constraint::Fill(1)]).areas(area);
+    draw_one(frame, left, state, row, Unit::Operations);
+    draw_one(frame, right, state, row, Unit::Bytes);
+}
+
+/// Points of a chart: seconds before now, and a rate.
+type Points = Vec<(f64, f64)>;
+
+fn draw_one(frame: &mut Frame<'_>, area: Rect, state: &State, row: &Row<'_>, unit: Unit) {
+    let now = state.now.as_secs_f64();
+    let points = |value: fn(&Point, Unit) -> f64| -> Points {
+        state.history.of(row.name).map(|point| (point.at - now, value(point, unit))).collect()
+    };
+    let series = [
+        (points(read), READS),
+        (points(write), WRITES),
+        (points(|point, unit| read(point, unit) + write(point, unit)), TOTAL),
+    ];
+    let (limits, of_group) = limits_of(&state.report, row.node.settings(), unit);
+    let top = top(&series, &limits);
+    let from = -WINDOW.as_secs_f64();
+    let lines: Vec<Points> = limits
+        .iter()
+        .filter(|&&limit| limit as f64 <= top)
+        .map(|&limit| vec![(from, limit as f64), (0.0, limit as f64)])
+        .collect();
+    let limits = lines.iter().map(|line| dataset(line, HELD));
+    let measured = series.iter().map(|(points, style)| dataset(points, *style));
+    let name = match unit {
+        Unit::Operations => "IOPS",
+        Unit::Bytes => "bytes/s",
+    };
+    let mut frame_of = Block::bordered().border_style(DIM).title(title(name, row.name));
+    if let Some(group) = of_group {
+        frame_of = frame_of.title_bottom(Line::styled(format!(" limit of {group} "), HELD));
+    }
+    let chart = Chart::new(limits.chain(measured).collect())
+        .block(frame_of)
+        .x_axis(Axis::default().style(DIM).bounds([from, 0.0]).labels(["-2m", "-1m", "now"]))
+        .y_axis(Axis::default().style(DIM).bounds([0.0, top]).labels(labels(top, unit)))
+        .legend_position(None);
+    frame.render_widget(chart, area);
+}
+
+fn title(unit: &str, name: &str) -> Line<'static> {
+    let mut spans = vec![Span::raw(format!(" {name} {unit}: "))];
+    for (text, style) in [("reads ", READS), ("writes ", WRITES), ("sum ", TOTAL)] {
+        spans.push(Span::styled(text, style));
+    }
+    Line::from(spans)
+}
+
+fn dataset(points: &Points, style: Style) -> Dataset<'_> {
+    Dataset::default().data(points).style(style).marker(Marker::Braille).graph_type(GraphType::Line)
+}
+
+fn read(point: &Point, unit: Unit) -> f64 {
+    f64::from(if unit == Unit::Bytes { point.read_bps } else { point.read_iops })
+}
+
+fn write(point: &Point, unit: Unit) -> f64 {
+    f64::from(if unit == Unit::Bytes { point.write_bps } else { point.write_iops })
+}
+
+/// The rates and burst rates that hold, and the group they are of if they are not its own.
+fn limits_of<'a>(report: &'a Report, settings: &'a Settings, unit: Unit) -> (Vec<u64>, Option<&'a str>) {
+    let own = set_limits(&settings.limits, unit);
+    if !own.is_empty() {
+        return (own, None);
+    }
+    let above = report.groups_above(settings).into_iter();
+    let mut above = above.map(|group| (set_limits(&group.settings.limits, unit), group.name.as_str()));
+    match above.find(|(limits, _)| !limits.is_empty()) {
+        Some((limits, group)) => (limits, Some(group)),
+        None => (Vec::new(), None),
+    }
+}
+
+fn set_limits(limits: &Limits, unit: Unit) -> Vec<u64> {
+    let kinds = LimitKind::ALL.into_iter().filter(|kind| kind.counts_bytes() == (unit == Unit::Bytes));
+    let settings =
+        kinds.flat_map(|kind| [Part::Rate, Part::BurstRate].map(|part| Setting::Limit(kind, part)));
+    let values = settings.filter_map(|setting| limits.get(setting.name()).copied());
+    values.filter(|&value| value > 0).collect()
+}
+
+/// The highest rate that is drawn: a little above all that was measured and the lowest limit. Limits far above what
+/// happens are left out, or there would be nothing to see of it.
+fn top(series: &[(Points, Style)], limits: &[u64]) -> f64 {
+    let rates = series.iter().flat_map(|(points, _)| points.iter().map(|&(_, rate)| rate));
+    let measured = rates.fold(0.0, f64::max);
+    let limits = limits.iter().map(|&limit| limit as f64);
+    let in_sight = limits.filter(|&limit| limit <= measured * 4.0).fold(measured, f64::max);
+    if in_sight > 0.0 { in_sight * 1.25 } else { 1.0 }
+}
+
+fn labels(top: f64, unit: Unit) -> [String; 3] {
+    let label = |value: f64| {
+        let text = if unit == Unit::Bytes { figures::bytes(value) } else { figures::count(value) };
+        format!("{text:>6}")
+    };
+    [label(0.0), label(top / 2.0), label(top)]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn limits_in_sight_are_drawn_and_those_far_above_are_not() {
+        let series = [(vec![(-1.0, 900.0), (0.0, 1000.0)], READS)];
+        assert_eq!(top(&series, &[1000, 3000]), 3750.0);
+        assert_eq!(top(&series, &[1000, 5000]), 1250.0);
+        assert_eq!(top(&[], &[1000]), 1.0, "nothing was measured yet");
+    }
+}

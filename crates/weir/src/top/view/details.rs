@@ -1,0 +1,112 @@
+//! Four lines about the chosen disk or group: its settings, its state, its waits, how it was held back over time.
+
+use ratatui::{
+    Frame,
+    layout::Rect,
+    style::Modifier,
+    text::{Line, Span},
+};
+
+use super::{DIM, HELD};
+use crate::{
+    client::{
+        change::Name,
+        rates,
+        report::{Disk, Group, Node, Report},
+    },
+    figures,
+    top::{list::Row, state::State},
+};
+
+/// A share of time as a bar, from nothing to all of it.
+const BARS: [char; 9] = [' ', '▁', '▂', '▃', '▄', '▅', '▆', '▇', '█'];
+
+/// Draws them.
+pub(super) fn draw(frame: &mut Frame<'_>, area: Rect, state: &State, row: &Row<'_>) {
+    let width = usize::from(area.width);
+    let lines = [
+        fact(row.node.kind(), about(row.node)),
+        fact("set", settings(&state.report, row.node)),
+        waits(&state.report, row.node),
+        held(state, row, width),
+    ];
+    frame.render_widget(ratatui::text::Text::from(lines.to_vec()), area);
+}
+
+fn fact(label: &str, text: String) -> Line<'static> {
+    Line::from(vec![Span::styled(format!(" {label:<8}"), Modifier::BOLD), Span::raw(text)])
+}
+
+fn about(node: Node<'_>) -> String {
+    match node {
+        Node::Disk(disk) => about_disk(disk),
+        Node::Group(group) => about_group(group),
+    }
+}
+
+fn about_disk(disk: &Disk) -> String {
+    let Disk { image, size, read_only, cache, connections, .. } = disk;
+    let cache = cache.as_ref().map(|cache| format!(" · cache {cache}")).unwrap_or_default();
+    let read_only = if *read_only { " · read-only" } else { "" };
+    let clients = super::count(*connections as usize, "client");
+    format!("{} · {clients}{cache}{read_only} · {image}", figures::exact_size(*size))
+}
+
+fn about_group(group: &Group) -> String {
+    let Group { disks, enforcement, scale, .. } = group;
+    let mut text = super::count(disks.len(), "disk");
+    if group.settings.watermark.is_some_and(|percent| percent > 0) {
+        text += &format!(" · limits {}", enforcement.as_deref().unwrap_or("enforced"));
+        if let Some(scale) = scale {
+            text += &format!(" ×{scale:.1}");
+        }
+    }
+    text + " · " + &disks.join(" ")
+}
+
+/// What is set, its own and above; weight always.
+fn settings(report: &Report, node: Node<'_>) -> String {
+    let own = node.settings();
+    let mut text = figures::limits(&own.limits);
+    for name in [Name::Weight, Name::IopsReservation, Name::BpsReservation, Name::Watermark] {
+        let value = name.of(own);
+        if value != name.default() || name == Name::Weight {
+            text += &format!(" · {} {}", name.text(), name.show(&value));
+        }
+    }
+    for group in report.groups_above(own) {
+        text += &format!(" · in {} {}", group.name, figures::limits(&group.settings.limits));
+    }
+    text
+}
+
+fn waits(report: &Report, node: Node<'_>) -> Line<'static> {
+    let throttle = node.throttle();
+    let mut text = format!("{} reads, {} writes now", throttle.waiting.reads, throttle.waiting.writes);
+    if let Some(waits) = throttle.wait_ns {
+        let [p50, p99, max] = [waits.p50, waits.p99, waits.max].map(figures::time);
+        text += &format!(" · p50 {p50} p99 {p99} max {max}");
+    }
+    let mut line = fact("waiting", text);
+    if let Some(binding) = rates::binding(report, node) {
+        line.push_span(Span::styled(format!(" · binding {binding}"), HELD));
+    }
+    for (limit, tokens) in &throttle.tokens {
+        line.push_span(Span::raw(format!(" · {limit} left {tokens}")));
+    }
+    line
+}
+
+/// The share of time in which it waited, newest at the right.
+fn held(state: &State, row: &Row<'_>, width: usize) -> Line<'static> {
+    let bar = |share: f32| BARS[(share.clamp(0.0, 1.0) * 8.0).ceil() as usize];
+    let room = width.saturating_sub(16);
+    let mut bars: Vec<char> = state.history.of(row.name).rev().take(room).map(|p| bar(p.limited)).collect();
+    bars.reverse();
+    let now = row.rate.map_or_else(String::new, |rate| format!("{:>4}", figures::share(rate.limited)));
+    Line::from(vec![
+        Span::styled(" held    ", Modifier::BOLD),
+        Span::styled(format!("{now} "), DIM),
+        Span::styled(bars.into_iter().collect::<String>(), HELD),
+    ])
+}

@@ -1,0 +1,115 @@
+//! How `weir top` looks.
+//!
+//! ```text
+//!   title      which daemon, how long it has run
+//!   list       disks and groups, as many as fit
+//!   charts     operations and bytes of the chosen one, its limits drawn in
+//!   details    its settings, its waits
+//!   keys       or what was last done
+//! ```
+
+mod charts;
+mod details;
+mod rows;
+mod windows;
+
+use ratatui::{
+    Frame,
+    layout::{Constraint, Layout, Rect},
+    style::{Color, Modifier, Style},
+    text::{Line, Span},
+    widgets::Paragraph,
+};
+
+use super::state::{Mode, State};
+use crate::figures;
+
+/// The least that all of it fits into.
+const LEAST: (u16, u16) = (80, 24);
+
+/// What stands back.
+const DIM: Style = Style::new().fg(Color::DarkGray);
+/// What is held back, and the limits that do it.
+const HELD: Style = Style::new().fg(Color::Yellow);
+/// What is wrong.
+const WRONG: Style = Style::new().fg(Color::Red);
+
+/// Draws everything.
+pub(super) fn draw(frame: &mut Frame<'_>, state: &mut State) {
+    let area = frame.area();
+    if area.width < LEAST.0 || area.height < LEAST.1 {
+        return draw_too_small(frame, area);
+    }
+    // A third for the charts, but never so much that the list has less than eight rows.
+    let charts = (area.height / 3).clamp(9, 20);
+    let [title, list, pictures, facts, keys] = Layout::vertical([
+        Constraint::Length(1),
+        Constraint::Min(9),
+        Constraint::Length(charts),
+        Constraint::Length(4),
+        Constraint::Length(1),
+    ])
+    .areas(area);
+    state.page = usize::from(list.height.saturating_sub(1)).max(1);
+    draw_title(frame, title, state);
+    rows::draw(frame, list, state);
+    let all = state.rows();
+    if let Some(row) = all.get(state.chosen(&all)) {
+        charts::draw(frame, pictures, state, row);
+        details::draw(frame, facts, state, row);
+    }
+    draw_keys(frame, keys, state);
+    match &state.mode {
+        Mode::List | Mode::Filter(_) => {}
+        Mode::Edit(edit) => windows::draw_edit(frame, area, edit),
+        Mode::Help => windows::draw_help(frame, area),
+    }
+}
+
+fn draw_too_small(frame: &mut Frame<'_>, area: Rect) {
+    let (width, height) = LEAST;
+    let text = format!(
+        "weir top needs {width}×{height}; this terminal is {}×{} (make it larger, or press q)",
+        area.width, area.height
+    );
+    let text = Paragraph::new(text).wrap(ratatui::widgets::Wrap { trim: true });
+    frame.render_widget(text, area);
+}
+
+fn draw_title(frame: &mut Frame<'_>, area: Rect, state: &State) {
+    let State { report, target, lost, .. } = state;
+    let name = Span::styled(format!(" weir {} ", report.version), Modifier::BOLD);
+    let line = match lost {
+        Some(said) => Line::from(vec![name, Span::styled(format!("no answer, trying again: {said}"), WRONG)]),
+        None => {
+            let (disks, groups) = (count(report.disks.len(), "disk"), count(report.groups.len(), "group"));
+            let age = figures::age(report.uptime_ns);
+            let facts = format!("· up {age} · {disks}, {groups} · {target}");
+            Line::from(vec![name, Span::raw(facts)])
+        }
+    };
+    frame.render_widget(line, area);
+}
+
+fn count(number: usize, what: &str) -> String {
+    format!("{number} {what}{}", if number == 1 { "" } else { "s" })
+}
+
+fn draw_keys(frame: &mut Frame<'_>, area: Rect, state: &State) {
+    let line = match (&state.mode, &state.notice) {
+        (Mode::Filter(field), _) => {
+            let (text, column) = field.window(usize::from(area.width).saturating_sub(10));
+            frame.set_cursor_position((area.x + 9 + column as u16, area.y));
+            Line::from(vec![Span::styled(" filter: ", Modifier::BOLD), Span::raw(text)])
+        }
+        (_, Some(notice)) => Line::styled(format!(" {notice}"), Modifier::BOLD),
+        _ => Line::styled(
+            " ↑↓ choose · s sort · r reverse · / filter · t change limits · ? help · q quit",
+            DIM,
+        ),
+    };
+    frame.render_widget(line, area);
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,99 @@
+//! Screens as they should be: one file each in `golden/`, compared letter by letter.
+//!
+//! To refresh them after a change, and then look at them: `WEIR_REFRESH=1 cargo test -p weir --lib top::view`.
+
+use std::{env, fs, path::PathBuf};
+
+use ratatui::{Terminal, backend::TestBackend, crossterm::event::KeyCode};
+
+use super::draw;
+use crate::top::state::{
+    State,
+    tests::{press, watched, write},
+};
+
+/// The letters of a screen of this size, without the spaces at the ends of lines.
+fn screen(state: &mut State, width: u16, height: u16) -> String {
+    let mut terminal = Terminal::new(TestBackend::new(width, height)).unwrap();
+    terminal.draw(|frame| draw(frame, state)).unwrap();
+    let buffer = terminal.backend().buffer();
+    let line = |y| {
+        let line: String = (0..width).map(|x| buffer[(x, y)].symbol()).collect();
+        line.trim_end().to_owned() + "\n"
+    };
+    (0..height).map(line).collect()
+}
+
+#[track_caller]
+fn check(state: &mut State, size: (u16, u16), golden: &str) {
+    let path = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("src/top/view/golden").join(golden);
+    let drawn = screen(state, size.0, size.1);
+    if env::var_os("WEIR_REFRESH").is_some() {
+        fs::write(&path, drawn).unwrap();
+        return;
+    }
+    let expect = fs::read_to_string(&path).unwrap_or_default();
+    assert!(drawn == expect, "{golden} should be\n{expect}\nbut is\n{drawn}");
+}
+
+#[test]
+fn the_least_screen() {
+    let mut state = watched(60, &["vm1", "vm2", "a-disk-with-a-long-name"]);
+    press(&mut state, KeyCode::Char('j'));
+    press(&mut state, KeyCode::Char('j'));
+    check(&mut state, (80, 24), "least.txt");
+}
+
+#[test]
+fn a_large_screen_has_larger_charts_and_a_longer_list() {
+    check(&mut watched(130, &["vm1"]), (132, 43), "large.txt");
+}
+
+#[test]
+fn a_change_of_settings_and_the_error_it_got() {
+    let mut state = watched(2, &["vm1"]);
+    write(&mut state, "jtweight=");
+    check(&mut state, (80, 24), "edit.txt");
+    press(&mut state, KeyCode::Enter);
+    check(&mut state, (80, 24), "edit-refused.txt");
+}
+
+#[test]
+fn the_keys() {
+    let mut state = watched(2, &["vm1"]);
+    press(&mut state, KeyCode::Char('?'));
+    check(&mut state, (80, 24), "help.txt");
+}
+
+#[test]
+fn a_daemon_that_does_not_answer() {
+    let mut state = watched(2, &["vm1"]);
+    state.lose("unix:/run/weir/qmp.sock: no daemon listens there".to_owned());
+    check(&mut state, (80, 24), "lost.txt");
+}
+
+#[test]
+fn too_small_a_terminal_says_what_is_needed() {
+    let mut state = watched(2, &["vm1"]);
+    let said = screen(&mut state, 60, 20);
+    assert!(said.starts_with("weir top needs 80×24; this terminal is 60×20"), "{said}");
+    for (width, height) in [(0, 0), (1, 1), (79, 24), (80, 23)] {
+        screen(&mut state, width, height);
+    }
+}
+
+#[test]
+fn nothing_is_too_much_to_draw() {
+    // Every size and every mode, with long names, many rows, and letters of several columns.
+    let names: Vec<String> =
+        (0..200).map(|number| format!("盘\u{1b}[2J-{number}-{}", "x".repeat(300))).collect();
+    let names: Vec<&str> = names.iter().map(String::as_str).collect();
+    for keys in ["", "G", "/vm", "t", "?"] {
+        let mut state = watched(3, &names);
+        write(&mut state, keys);
+        for size in [(80, 24), (81, 25), (200, 24), (80, 100), (500, 200)] {
+            let drawn = screen(&mut state, size.0, size.1);
+            assert!(!drawn.contains('\u{1b}'), "a name must not move the cursor");
+        }
+    }
+}

@@ -1,0 +1,68 @@
+//! What lies over the rest for a while: the change of settings, and the help.
+
+use ratatui::{
+    Frame,
+    layout::{Constraint, Rect},
+    style::{Color, Modifier, Style},
+    text::{Line, Text},
+    widgets::{Block, Clear, Paragraph, Wrap},
+};
+
+use super::{DIM, WRONG};
+use crate::top::state::Edit;
+
+/// What the keys do.
+const HELP: &str = "\
+↑ ↓ k j PgUp PgDn Home End   choose a disk (or a group: ◆)
+s                            sort by the next column
+r                            the other way round
+/                            only names that contain …; Esc: all again
+t Enter                      change limits, weight, group … of the chosen one
+?                            this page
+Ctrl-Z                       stop; `fg` continues
+q Ctrl-C                     quit
+
+HELD is the share of the time in which requests waited for limits, of its
+own or of a group above; WAIT how many wait now; P99 how long 99 of 100 that
+had to wait waited at most. In the charts, lines that never move are limits.
+";
+
+/// A window of this size in the middle, empty.
+fn window(frame: &mut Frame<'_>, area: Rect, width: u16, height: u16, title: String) -> Rect {
+    let place = area.centered(Constraint::Length(width), Constraint::Length(height));
+    let block = Block::bordered().title(title).border_style(Style::new().fg(Color::Cyan));
+    let inner = block.inner(place);
+    frame.render_widget(Clear, place);
+    frame.render_widget(block, place);
+    inner
+}
+
+/// The help.
+pub(super) fn draw_help(frame: &mut Frame<'_>, area: Rect) {
+    let height = HELP.lines().count() as u16 + 2;
+    // Wide enough for the longest line with its border, within the least terminal.
+    let inside = window(frame, area, 80, height, " keys; any key closes ".to_owned());
+    frame.render_widget(Text::from(HELP), inside);
+}
+
+/// The line of settings that is being changed.
+pub(super) fn draw_edit(frame: &mut Frame<'_>, area: Rect, edit: &Edit) {
+    let inside = window(frame, area, area.width - 4, 10, format!(" settings of {} ", edit.name));
+    let line = Rect { height: 1, ..inside };
+    let (text, column) = edit.field.window(usize::from(line.width));
+    frame.render_widget(Line::styled(text, Modifier::BOLD), line);
+    frame.set_cursor_position((line.x + column as u16, line.y));
+    let below = Rect { y: inside.y + 2, height: inside.height - 2, ..inside };
+    let text = match (&edit.error, edit.is_waiting) {
+        (_, true) => Text::styled("asking the daemon …", DIM),
+        (Some(said), _) => Text::styled(said.clone(), WRONG),
+        (None, false) => Text::styled(
+            "name=value, separated by spaces; what is left out is unset.\n\
+             bps-total bps-read bps-write iops-total iops-read iops-write, each also with -max (burst) and \
+             -max-length (its seconds); iops-size; weight iops-reservation bps-reservation watermark group.\n\
+             Enter: change it at once · Esc: leave it",
+            DIM,
+        ),
+    };
+    frame.render_widget(Paragraph::new(text).wrap(Wrap { trim: true }), below);
+}
