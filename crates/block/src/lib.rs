@@ -7,6 +7,7 @@
 
 #[allow(unsafe_code)]
 pub mod buffer;
+pub mod device;
 pub mod disk;
 pub mod error;
 pub mod export;

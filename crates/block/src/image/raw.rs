@@ -42,7 +42,7 @@ impl Raw {
         Self { read_only: true, ..self }
     }
 
-    pub(super) fn storage(&self) -> &Storage {
+    pub(crate) fn storage(&self) -> &Storage {
         &self.storage
     }
 

@@ -105,6 +105,12 @@ impl File {
         result
     }
 
+    /// The number of the device that it is, or that its file system is on, in the form of stat(2).
+    pub(crate) fn device_number(&self) -> Option<u64> {
+        let status = nix::sys::stat::fstat(&self.buffered).ok()?;
+        Some(if self.kind == Kind::BlockDevice { status.st_rdev } else { status.st_dev })
+    }
+
     /// See [`Storage::will_need`](crate::storage::Storage::will_need). With O_DIRECT there is no cache to fill.
     pub(super) async fn will_need(&self, offset: u64, length: u64) {
         if !self.cache.is_direct()

@@ -1,0 +1,320 @@
+//! What lies under disks: the physical device, what it can do, and how much of that is in use.
+//!
+//! ```text
+//!   disk ──► image ──► storage ──► file ──► file system ──► partition ──► whole disk      identity.rs
+//!                        └──► imitated rate ──────────────────────────────► its budget    storage/rate.rs
+//!
+//!   capacity:  measured by a probe │ the imitated rate │ none: the share of time it is busy
+//! ```
+//!
+//! The watermark looks at this: limits hold only while so much of the device is in use. Use is the larger of operations and
+//! bytes against what the device can do of each; where nobody has measured that, the share of time during which it had anything
+//! to do, which for a device that works on many requests at once says little more than "not idle".
+//!
+//! Disks on one device share one [`Device`]. Several may read it at once, each with a [`Meter`] of its own.
+//!
+//! Never opens a device and never waits for it: the kernel's own statistics and an imitated device's lines are enough.
+
+mod identity;
+mod sampler;
+mod statistics;
+
+pub use identity::{Identity, Number, Roots};
+pub use sampler::{Sampler, Subject, Target};
+pub use statistics::{Source, Statistics};
+
+use std::{
+    fmt, io,
+    sync::{Arc, Mutex, PoisonError},
+};
+
+use policy::{
+    time::{Duration, Instant, NANOS_PER_SECOND},
+    watermark::{Capacity, Rates},
+};
+
+use crate::{
+    disk::Disk,
+    image::Image,
+    storage::{
+        Storage,
+        rate::{Budget, RateOptions},
+    },
+};
+
+/// Shorter than this, a use would be that of a few requests.
+const SHORTEST_MEASURE: Duration = Duration::from_millis(20);
+
+/// A use beyond what any device does: a thousand times what was measured.
+const MOST: u32 = 1_000_000;
+
+/// How a device's capacity is known.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum CapacitySource {
+    /// It was measured.
+    Probe,
+    /// The device is imitated, with these rates.
+    Rate,
+    /// It is not: use is the share of time during which the device is busy.
+    BusyTime,
+}
+
+impl fmt::Display for CapacitySource {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Probe => "probe",
+            Self::Rate => "rate",
+            Self::BusyTime => "busy-time",
+        })
+    }
+}
+
+/// A physical device, or an imitated one.
+#[derive(Debug)]
+pub struct Device {
+    kind: Kind,
+    name: String,
+    capacity: Option<Capacity>,
+    last: Mutex<(Meter, u32)>,
+}
+
+#[derive(Debug)]
+enum Kind {
+    Physical { identity: Identity, source: Source },
+    Imitated(Arc<Budget>),
+}
+
+/// What tells devices apart while the program runs.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub enum DeviceId {
+    /// A disk of the machine.
+    Physical(Number),
+    /// A budget, by its address: two may have no name.
+    Imitated(usize),
+}
+
+/// What a disk lies on, before it is known whether that can be read.
+#[derive(Debug)]
+enum Below<'a> {
+    File(u64),
+    Imitated(&'a Arc<Budget>),
+    Nothing,
+}
+
+/// The outermost imitated rate, or what is at the bottom.
+fn below(mut storage: &Storage) -> Below<'_> {
+    loop {
+        storage = match storage {
+            Storage::Rate(rate) => return Below::Imitated(rate.budget()),
+            Storage::Delay(delay) => delay.inner(),
+            Storage::Fault(fault) => fault.inner(),
+            Storage::File(file) => return file.device().device_number().map_or(Below::Nothing, Below::File),
+            Storage::Memory(_) | Storage::Null(_) | Storage::Simulated(_) => return Below::Nothing,
+        };
+    }
+}
+
+/// The device under a disk, as it can be told apart from others, without reading anything of it. `None` for disks in memory.
+///
+/// # Errors
+/// If a file lies on nothing that the machine knows as a disk, such as a network file system.
+pub fn id_of(disk: &Disk, roots: &Roots) -> io::Result<Option<DeviceId>> {
+    match below(storage_of(disk)) {
+        Below::Nothing => Ok(None),
+        Below::Imitated(budget) => Ok(Some(DeviceId::Imitated(Arc::as_ptr(budget).addr()))),
+        Below::File(number) => {
+            let identity = Identity::resolve(Number::unpack(number), roots)?;
+            Ok(Some(DeviceId::Physical(identity.number())))
+        }
+    }
+}
+
+fn storage_of(disk: &Disk) -> &Storage {
+    let Image::Raw(raw) = disk.image();
+    raw.storage()
+}
+
+impl Device {
+    /// The device under a disk. `measured` says what is known of it, from the name that it has for good.
+    ///
+    /// `None` for disks in memory, which have no device.
+    ///
+    /// # Errors
+    /// If a file lies on nothing that the machine knows as a disk, or that disk has no statistics.
+    pub fn under(
+        disk: &Disk,
+        roots: &Roots,
+        measured: impl FnOnce(&Identity) -> Option<Capacity>,
+    ) -> io::Result<Option<Self>> {
+        match below(storage_of(disk)) {
+            Below::Nothing => Ok(None),
+            Below::Imitated(budget) => Ok(Some(Self::imitated(budget, disk.name()))),
+            Below::File(number) => {
+                let identity = Identity::resolve(Number::unpack(number), roots)?;
+                let capacity = measured(&identity);
+                Self::physical(identity, capacity).map(Some)
+            }
+        }
+    }
+
+    fn physical(identity: Identity, capacity: Option<Capacity>) -> io::Result<Self> {
+        let source = Source::open(identity.directory())?;
+        let name = identity.node();
+        Ok(Self::new(Kind::Physical { identity, source }, name, capacity))
+    }
+
+    fn imitated(budget: &Arc<Budget>, disk: &str) -> Self {
+        let options = budget.options();
+        let name = match &options.shared {
+            Some(name) => format!("rate:{name}"),
+            None => format!("rate of {disk}"),
+        };
+        Self::new(Kind::Imitated(Arc::clone(budget)), name, Some(capacity_of(options)))
+    }
+
+    fn new(kind: Kind, name: String, capacity: Option<Capacity>) -> Self {
+        Self { kind, name, capacity, last: Mutex::new((Meter::default(), 0)) }
+    }
+
+    /// What tells it from others.
+    pub fn id(&self) -> DeviceId {
+        match &self.kind {
+            Kind::Physical { identity, .. } => DeviceId::Physical(identity.number()),
+            Kind::Imitated(budget) => DeviceId::Imitated(Arc::as_ptr(budget).addr()),
+        }
+    }
+
+    /// What people call it: `/dev/vda`, `rate:NAME`.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// The physical disk that it is, if it is one.
+    pub fn identity(&self) -> Option<&Identity> {
+        match &self.kind {
+            Kind::Physical { identity, .. } => Some(identity),
+            Kind::Imitated(_) => None,
+        }
+    }
+
+    /// What it can do, as far as that is known.
+    pub fn capacity(&self) -> Option<Capacity> {
+        self.capacity
+    }
+
+    /// How that is known, or what is looked at instead.
+    pub fn capacity_source(&self) -> CapacitySource {
+        match (&self.kind, &self.capacity) {
+            (Kind::Imitated(_), _) => CapacitySource::Rate,
+            (Kind::Physical { .. }, Some(_)) => CapacitySource::Probe,
+            (Kind::Physical { .. }, None) => CapacitySource::BusyTime,
+        }
+    }
+
+    /// How much of it has been in use lately, in thousandths: since the last time somebody asked here, or since it was made.
+    ///
+    /// # Errors
+    /// If its statistics cannot be read; the device may be gone.
+    pub fn use_now(&self, now: Instant) -> io::Result<u32> {
+        // The meter and its last answer are replaced together.
+        let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(used) = last.0.measure(self, now)? {
+            last.1 = used;
+        }
+        Ok(last.1)
+    }
+
+    fn reading(&self, now: Instant) -> io::Result<Reading> {
+        match &self.kind {
+            Kind::Physical { source, .. } => source.read().map(Reading::Statistics),
+            Kind::Imitated(budget) => Ok(Reading::Worked(budget.worked(now))),
+        }
+    }
+}
+
+/// A rate of nothing said is none known.
+fn capacity_of(options: &RateOptions) -> Capacity {
+    let narrower = |one: Option<u64>, other: Option<u64>| one.into_iter().chain(other).min().unwrap_or(0);
+    let iops = options.iops.unwrap_or(0);
+    Capacity {
+        read_iops: iops,
+        write_iops: iops,
+        read_bps: narrower(options.bytes, options.read),
+        write_bps: narrower(options.bytes, options.write),
+    }
+}
+
+/// What can be read of a device at one moment.
+#[derive(Clone, Copy, Debug)]
+enum Reading {
+    Statistics(Statistics),
+    Worked(Duration),
+}
+
+/// One observer's memory of a device: use is what happened between two readings.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Meter {
+    last: Option<(Instant, Reading)>,
+}
+
+impl Meter {
+    /// The use of `device` since the last measure, in thousandths; `None` the first time, and before 20 ms have passed.
+    ///
+    /// May exceed 1000 a little: a measured capacity is a median, and requests complete in lumps.
+    ///
+    /// # Errors
+    /// If its statistics cannot be read; the device may be gone.
+    pub fn measure(&mut self, device: &Device, now: Instant) -> io::Result<Option<u32>> {
+        let last = match self.last {
+            Some((at, _)) if now - at < SHORTEST_MEASURE => return Ok(None),
+            last => last,
+        };
+        let reading = device.reading(now)?;
+        self.last = Some((now, reading));
+        Ok(last.map(|(at, before)| used(device.capacity.as_ref(), before, reading, now - at)))
+    }
+}
+
+/// The use of a device between two readings that are `elapsed` apart, in thousandths.
+fn used(capacity: Option<&Capacity>, before: Reading, after: Reading, elapsed: Duration) -> u32 {
+    match (before, after) {
+        (Reading::Worked(before), Reading::Worked(after)) => {
+            thousandths(after.saturating_sub(before).as_nanos(), elapsed.as_nanos())
+        }
+        (Reading::Statistics(before), Reading::Statistics(after)) => {
+            let done = after.since(&before);
+            let busy = || thousandths(u128::from(done.busy_ms), elapsed.as_millis()).min(1000);
+            capacity.and_then(|capacity| share(capacity, &done, elapsed)).unwrap_or_else(busy)
+        }
+        // A device is of one kind.
+        _ => 0,
+    }
+}
+
+/// The part of what a device could have done in `elapsed` that it has; `None` if something was done whose capacity is not known.
+fn share(capacity: &Capacity, done: &Statistics, elapsed: Duration) -> Option<u32> {
+    let a_second = |amount: u64| {
+        let scaled = u128::from(amount) * u128::from(NANOS_PER_SECOND) / elapsed.as_nanos().max(1);
+        u64::try_from(scaled).unwrap_or(u64::MAX)
+    };
+    let unknown = |done: u64, iops: u64, bps: u64| done > 0 && iops == 0 && bps == 0;
+    if unknown(done.reads, capacity.read_iops, capacity.read_bps)
+        || unknown(done.writes, capacity.write_iops, capacity.write_bps)
+    {
+        return None;
+    }
+    let rates = Rates {
+        read_iops: a_second(done.reads),
+        write_iops: a_second(done.writes),
+        read_bps: a_second(done.read_bytes),
+        write_bps: a_second(done.written_bytes),
+    };
+    capacity.use_of(rates).map(|used| u32::try_from(used).unwrap_or(u32::MAX).min(MOST))
+}
+
+fn thousandths(part: u128, whole: u128) -> u32 {
+    u32::try_from(part * 1000 / whole.max(1)).unwrap_or(u32::MAX).min(MOST)
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,302 @@
+//! Watches devices and lifts, scales or enforces the limits that have a watermark, twenty times a second.
+//!
+//! ```text
+//!   device ── use ────────┐
+//!                         ├──► policy::watermark::Controller, one a device ──► enforcement of each group on it
+//!   groups ── consumed ───┘
+//! ```
+//!
+//! A group whose disks lie on several devices is enforced as the device says that has the least room.
+//!
+//! One task, on the thread that made the sampler, and only while something has a watermark: who has none pays nothing. What runs is
+//! told to it as a whole ([`Sampler::watch`]), whenever that changes; what is watched no longer is enforced as it is set.
+//!
+//! Never guesses: a group without a device is enforced as it is set, and so is one whose device cannot be read; both are logged.
+
+use std::{
+    cell::RefCell,
+    collections::HashMap,
+    fmt,
+    rc::{Rc, Weak},
+    sync::Arc,
+};
+
+use policy::{
+    throttle::{Counters, Enforcement, LimitKind, Limits},
+    time::{Duration, Instant, NANOS_PER_SECOND},
+    watermark::{Controller, Sample, Watermark},
+};
+
+use super::{Device, DeviceId, Meter};
+use crate::reactor::{JoinHandle, now, sleep_until, spawn_joinable};
+
+/// Time between two samples. Within a second the controller is to have found its way, and a device does something in most of them.
+const INTERVAL: Duration = Duration::from_millis(50);
+
+/// Something with limits and a watermark: a group, or a disk without one.
+pub trait Target: fmt::Debug {
+    /// What it is called.
+    fn name(&self) -> &str;
+    /// The watermark set for it.
+    fn watermark(&self) -> Watermark;
+    /// Its own limits.
+    fn limits(&self) -> Limits;
+    /// What has passed, reads and writes.
+    fn passed(&self) -> [Counters; 2];
+    /// Enforces its own limits so much from now on.
+    fn enforce(&self, enforcement: Enforcement);
+}
+
+/// A target with the devices under it.
+#[derive(Clone, Debug)]
+pub struct Subject {
+    /// What is held to its limits, or not.
+    pub target: Rc<dyn Target>,
+    /// All that its disks lie on; empty if they are in memory.
+    pub devices: Vec<Arc<Device>>,
+}
+
+/// Watches devices. Dropping it ends the watching; enforcement stays as it was then.
+#[derive(Debug, Default)]
+pub struct Sampler {
+    state: Rc<RefCell<State>>,
+    task: RefCell<Option<JoinHandle<()>>>,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    watched: Vec<Watched>,
+    devices: HashMap<DeviceId, Observed>,
+}
+
+#[derive(Debug)]
+struct Watched {
+    subject: Subject,
+    /// When it was last looked at, and what had passed by then.
+    last: Option<(Instant, [Counters; 2])>,
+    enforcement: Enforcement,
+}
+
+#[derive(Debug)]
+struct Observed {
+    device: Arc<Device>,
+    meter: Meter,
+    controller: Controller,
+    failing: bool,
+}
+
+impl Sampler {
+    /// Watches these from now on, and only these. Those without a watermark are left out; what is known of devices that stay is kept.
+    ///
+    /// # Panics
+    /// Outside a reactor.
+    pub fn watch(&self, subjects: Vec<Subject>) {
+        self.state.borrow_mut().replace(subjects);
+        let idle = self.state.borrow().devices.is_empty();
+        let mut task = self.task.borrow_mut();
+        if idle {
+            *task = None;
+        } else if task.is_none() {
+            *task = Some(spawn_joinable(run(Rc::downgrade(&self.state))));
+        }
+    }
+}
+
+async fn run(state: Weak<RefCell<State>>) {
+    let mut next = now();
+    while let Some(state) = state.upgrade() {
+        let now = now();
+        state.borrow_mut().sample(now);
+        drop(state);
+        // Not `next + INTERVAL` alone: after a late one, samples do not pile up.
+        next = (next + INTERVAL).max(now + INTERVAL / 2);
+        sleep_until(next).await;
+    }
+}
+
+impl State {
+    fn replace(&mut self, subjects: Vec<Subject>) {
+        let mut before = std::mem::take(&mut self.watched);
+        let mut devices = std::mem::take(&mut self.devices);
+        for subject in subjects.into_iter().filter(|subject| subject.target.watermark() != Watermark::ALWAYS)
+        {
+            let known = before.iter().position(|known| Rc::ptr_eq(&known.subject.target, &subject.target));
+            if subject.devices.is_empty()
+                && known.is_none_or(|index| !before[index].subject.devices.is_empty())
+            {
+                tracing::warn!(
+                    name = subject.target.name(),
+                    "the watermark has no effect, because no disk here lies on a device; limits are always enforced"
+                );
+            }
+            for device in &subject.devices {
+                let kept = self.devices.contains_key(&device.id());
+                if !kept {
+                    let kept = devices.remove(&device.id());
+                    let observed = kept.unwrap_or_else(|| Observed::new(Arc::clone(device)));
+                    self.devices.insert(device.id(), observed);
+                }
+            }
+            let watched = match known {
+                Some(index) => Watched { subject, ..before.swap_remove(index) },
+                None => Watched { subject, last: None, enforcement: Enforcement::Enforced },
+            };
+            self.watched.push(watched);
+        }
+        for mut gone in before {
+            gone.apply(Enforcement::Enforced);
+        }
+    }
+
+    fn sample(&mut self, now: Instant) {
+        let mut consumed: HashMap<DeviceId, Consumed> = HashMap::new();
+        for watched in &mut self.watched {
+            let Some(taken) = watched.taken(now) else { continue };
+            for device in &watched.subject.devices {
+                consumed.entry(device.id()).or_default().add(&taken);
+            }
+        }
+        for (id, observed) in &mut self.devices {
+            let consumed = consumed.get(id).map_or(0, Consumed::thousandths);
+            observed.observe(now, consumed);
+        }
+        let Self { watched, devices } = self;
+        for watched in watched {
+            let watermark = watched.subject.target.watermark();
+            let of_device = |device: &Arc<Device>| devices.get_mut(&device.id())?.enforcement(watermark);
+            let says: Vec<_> = watched.subject.devices.iter().map(of_device).collect();
+            watched.apply(
+                says.into_iter().map(Option::unwrap_or_default).fold(None, strictest).unwrap_or_default(),
+            );
+        }
+    }
+}
+
+/// The stricter of two enforcements: the smaller factor.
+fn strictest(one: Option<Enforcement>, other: Enforcement) -> Option<Enforcement> {
+    let factor = |enforcement: Enforcement| match enforcement {
+        Enforcement::Enforced => 0,
+        Enforcement::Scaled(scale) => scale.thousandths(),
+        Enforcement::Lifted => u64::MAX,
+    };
+    Some(match one {
+        Some(one) if factor(one) <= factor(other) => one,
+        _ => other,
+    })
+}
+
+impl Observed {
+    fn new(device: Arc<Device>) -> Self {
+        let source = device.capacity_source();
+        let capacity = device.capacity().unwrap_or_default();
+        tracing::info!(
+            device = device.name(),
+            %source,
+            read_iops = capacity.read_iops,
+            write_iops = capacity.write_iops,
+            read_bps = capacity.read_bps,
+            write_bps = capacity.write_bps,
+            "watermarks look at this device"
+        );
+        Self { device, meter: Meter::default(), controller: Controller::new(), failing: false }
+    }
+
+    fn observe(&mut self, now: Instant, consumed: u64) {
+        match self.meter.measure(&self.device, now) {
+            Ok(Some(used)) => {
+                self.failing = false;
+                self.controller.observe(now, Sample { used: used.into(), consumed });
+            }
+            Ok(None) => {}
+            Err(error) => {
+                if !self.failing {
+                    tracing::warn!(
+                        device = self.device.name(),
+                        %error,
+                        "the device's statistics cannot be read; limits with a watermark are enforced"
+                    );
+                }
+                self.failing = true;
+            }
+        }
+    }
+
+    /// `None` while nothing is known.
+    fn enforcement(&mut self, watermark: Watermark) -> Option<Enforcement> {
+        (!self.failing).then(|| self.controller.enforcement(watermark))
+    }
+}
+
+impl Watched {
+    fn apply(&mut self, enforcement: Enforcement) {
+        if enforcement != self.enforcement {
+            self.enforcement = enforcement;
+            self.subject.target.enforce(enforcement);
+        }
+    }
+
+    /// What has passed since the last time, beside what the limits would have let pass; `None` the first time.
+    fn taken(&mut self, now: Instant) -> Option<Taken> {
+        let passed = self.subject.target.passed();
+        let (at, before) = self.last.replace((now, passed))?;
+        let since = |part: fn(&Counters) -> u64| {
+            let one = |direction: usize| part(&passed[direction]).saturating_sub(part(&before[direction]));
+            [one(0), one(1)]
+        };
+        let (requests, bytes) = (since(|counters| counters.requests), since(|counters| counters.bytes));
+        let limits = self.subject.target.limits();
+        let operations = [0, 1].map(|direction: usize| match limits.iops_size {
+            0 => requests[direction],
+            size => requests[direction].max(bytes[direction] / size),
+        });
+        Some(Taken { limits, elapsed: now - at, bytes, operations })
+    }
+}
+
+/// What one target took in a time.
+#[derive(Debug)]
+struct Taken {
+    limits: Limits,
+    elapsed: Duration,
+    /// Read, written.
+    bytes: [u64; 2],
+    /// Read, written.
+    operations: [u64; 2],
+}
+
+/// What the targets on one device took together, in units, and what their limits would have let pass, in billionths of them: by
+/// [`LimitKind::index`].
+#[derive(Debug, Default)]
+struct Consumed([(u128, u128); 6]);
+
+impl Consumed {
+    fn add(&mut self, taken: &Taken) {
+        for kind in LimitKind::ALL {
+            let rate = taken.limits.limit(kind).rate;
+            if rate == 0 {
+                continue;
+            }
+            let [read, written] = if kind.counts_bytes() { taken.bytes } else { taken.operations };
+            let units = match kind {
+                LimitKind::BpsTotal | LimitKind::IopsTotal => read.saturating_add(written),
+                LimitKind::BpsRead | LimitKind::IopsRead => read,
+                LimitKind::BpsWrite | LimitKind::IopsWrite => written,
+            };
+            let (passed, allowed) = &mut self.0[kind.index()];
+            *passed += u128::from(units);
+            *allowed += u128::from(rate).saturating_mul(taken.elapsed.as_nanos());
+        }
+    }
+
+    /// How many times their limits, by the limit they exceed most.
+    fn thousandths(&self) -> u64 {
+        let times = |&(passed, allowed): &(u128, u128)| {
+            let scaled = passed.saturating_mul(1000 * u128::from(NANOS_PER_SECOND));
+            u64::try_from(scaled / allowed.max(1)).unwrap_or(u64::MAX)
+        };
+        self.0.iter().filter(|(_, allowed)| *allowed > 0).map(times).max().unwrap_or(0)
+    }
+}
+
+#[cfg(test)]
+mod tests;

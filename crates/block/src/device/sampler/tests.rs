@@ -1,0 +1,172 @@
+//! What the sampler does to those it watches, with targets that only note it.
+
+use std::cell::Cell;
+
+use super::*;
+use crate::{
+    buffer::Buffer,
+    reactor::sim,
+    storage::{
+        Storage,
+        null::Null,
+        rate::{Budget, Rate},
+    },
+};
+
+/// A target that notes how it is enforced.
+#[derive(Debug)]
+struct Noted {
+    watermark: Cell<Watermark>,
+    passed: Cell<[Counters; 2]>,
+    enforcement: Cell<Enforcement>,
+}
+
+impl Noted {
+    fn new(watermark: u8) -> Rc<Self> {
+        Rc::new(Self {
+            watermark: Cell::new(Watermark::new(watermark).expect("percent")),
+            passed: Cell::default(),
+            enforcement: Cell::default(),
+        })
+    }
+}
+
+impl Target for Noted {
+    fn name(&self) -> &str {
+        "noted"
+    }
+
+    fn watermark(&self) -> Watermark {
+        self.watermark.get()
+    }
+
+    fn limits(&self) -> Limits {
+        let mut limits = Limits::default();
+        limits.limit_mut(LimitKind::BpsTotal).rate = 1 << 20;
+        limits
+    }
+
+    fn passed(&self) -> [Counters; 2] {
+        self.passed.get()
+    }
+
+    fn enforce(&self, enforcement: Enforcement) {
+        self.enforcement.set(enforcement);
+    }
+}
+
+/// An imitated device of 10 MiB a second.
+struct Imitated {
+    budget: Arc<Budget>,
+    device: Arc<Device>,
+}
+
+impl Imitated {
+    fn new() -> Self {
+        let budget = Arc::new(Budget::new("bytes=10M,shared=x".parse().expect("valid")));
+        Self { device: Arc::new(Device::imitated(&budget, "disk")), budget }
+    }
+
+    fn under(&self, target: &Rc<Noted>) -> Subject {
+        Subject { target: Rc::<Noted>::clone(target), devices: vec![Arc::clone(&self.device)] }
+    }
+
+    /// Keeps the device busy for so long.
+    async fn work_for(&self, seconds: u64) {
+        let null = Storage::Null(Null::new(1 << 30));
+        let rate = Storage::Rate(Box::new(Rate::new(null, Arc::clone(&self.budget))));
+        let end = now() + Duration::from_secs(seconds);
+        while now() < end {
+            rate.read(0, Buffer::new(1 << 18)).await.expect("null");
+        }
+    }
+}
+
+async fn pause(milliseconds: u64) {
+    sleep_until(now() + Duration::from_millis(milliseconds)).await;
+}
+
+#[test]
+fn limits_are_lifted_while_the_device_has_room_and_hold_when_it_has_none() {
+    sim::run(1, async {
+        let (device, target, sampler) = (Imitated::new(), Noted::new(80), Sampler::default());
+        sampler.watch(vec![device.under(&target)]);
+        pause(500).await;
+        assert_eq!(target.enforcement.get(), Enforcement::Lifted);
+        device.work_for(5).await;
+        assert_eq!(
+            target.enforcement.get(),
+            Enforcement::Enforced,
+            "others have the device, so limits are as set"
+        );
+        pause(3000).await;
+        assert_eq!(target.enforcement.get(), Enforcement::Lifted);
+    });
+}
+
+#[test]
+fn who_is_watched_no_longer_is_enforced() {
+    sim::run(1, async {
+        let (device, target, sampler) = (Imitated::new(), Noted::new(80), Sampler::default());
+        for stop in [true, false] {
+            sampler.watch(vec![device.under(&target)]);
+            pause(500).await;
+            assert_eq!(target.enforcement.get(), Enforcement::Lifted);
+            if stop {
+                sampler.watch(Vec::new());
+            } else {
+                target.watermark.set(Watermark::ALWAYS);
+                sampler.watch(vec![device.under(&target)]);
+            }
+            assert_eq!(target.enforcement.get(), Enforcement::Enforced);
+            assert!(sampler.task.borrow().is_none(), "nothing runs where nothing is watched");
+            target.watermark.set(Watermark::new(80).expect("percent"));
+        }
+    });
+}
+
+#[test]
+fn without_a_device_limits_hold() {
+    sim::run(1, async {
+        let (target, sampler) = (Noted::new(80), Sampler::default());
+        sampler.watch(vec![Subject { target: Rc::<Noted>::clone(&target), devices: Vec::new() }]);
+        pause(500).await;
+        assert_eq!(target.enforcement.get(), Enforcement::Enforced);
+    });
+}
+
+#[test]
+fn of_two_devices_the_one_with_less_room_decides() {
+    sim::run(1, async {
+        let (idle, busy) = (Imitated::new(), Imitated::new());
+        let (target, sampler) = (Noted::new(80), Sampler::default());
+        let devices = vec![Arc::clone(&idle.device), Arc::clone(&busy.device)];
+        sampler.watch(vec![Subject { target: Rc::<Noted>::clone(&target), devices }]);
+        busy.work_for(5).await;
+        assert_eq!(target.enforcement.get(), Enforcement::Enforced);
+    });
+}
+
+#[test]
+fn what_is_consumed_is_told_in_multiples_of_the_limits() {
+    let counters = |requests, bytes| Counters { requests, bytes, ..Counters::default() };
+    sim::run(1, async move {
+        let target = Noted::new(80);
+        let subject = Subject { target: Rc::<Noted>::clone(&target), devices: Vec::new() };
+        let mut watched = Watched { subject, last: None, enforcement: Enforcement::Enforced };
+        let mut consumed = Consumed::default();
+        assert!(watched.taken(now()).is_none(), "a first look has nothing before it");
+        target.passed.set([counters(7, 1 << 20), counters(1, 3 << 20)]);
+        pause(2000).await;
+        consumed.add(&watched.taken(now()).expect("a second look"));
+        assert_eq!(consumed.thousandths(), 2000, "four seconds' worth in two");
+        let idle = Taken {
+            limits: target.limits(),
+            elapsed: Duration::from_secs(2),
+            bytes: [0; 2],
+            operations: [0; 2],
+        };
+        consumed.add(&idle);
+        assert_eq!(consumed.thousandths(), 1000, "and another that took nothing");
+    });
+}

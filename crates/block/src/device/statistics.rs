@@ -1,0 +1,129 @@
+//! What a disk has done since the machine started, as the kernel counts it.
+//!
+//! The fields are those of the kernel's Documentation/block/stat.rst. Requests are counted as the device saw them, after merging
+//! and splitting, when they completed.
+
+use std::{fs, io, os::unix::fs::FileExt as _, path::Path};
+
+/// Bytes of a line of statistics that are looked at; a line of 17 numbers has 360 at most.
+const MAX_LINE_BYTES: usize = 512;
+/// The unit of the kernel's sectors, whatever the disk's own are.
+const SECTOR_BYTES: u64 = 512;
+
+/// Totals at one moment. They wrap around at 2⁶⁴, some of them earlier.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Statistics {
+    /// Reads completed.
+    pub reads: u64,
+    /// Their bytes.
+    pub read_bytes: u64,
+    /// Writes completed.
+    pub writes: u64,
+    /// Their bytes.
+    pub written_bytes: u64,
+    /// Milliseconds during which anything was in flight.
+    pub busy_ms: u64,
+}
+
+impl Statistics {
+    /// From the text of a `stat` file; `None` if it is not of that form.
+    pub fn parse(text: &str) -> Option<Self> {
+        let mut fields = [0; 10];
+        let mut words = text.split_ascii_whitespace();
+        for field in &mut fields {
+            *field = words.next()?.parse().ok()?;
+        }
+        let [reads, _, read_sectors, _, writes, _, written_sectors, _, _, busy_ms] = fields;
+        Some(Self {
+            reads,
+            read_bytes: read_sectors.wrapping_mul(SECTOR_BYTES),
+            writes,
+            written_bytes: written_sectors.wrapping_mul(SECTOR_BYTES),
+            busy_ms,
+        })
+    }
+
+    /// What has been done since an earlier moment.
+    #[must_use]
+    pub fn since(&self, earlier: &Self) -> Self {
+        Self {
+            reads: self.reads.wrapping_sub(earlier.reads),
+            read_bytes: self.read_bytes.wrapping_sub(earlier.read_bytes),
+            writes: self.writes.wrapping_sub(earlier.writes),
+            written_bytes: self.written_bytes.wrapping_sub(earlier.written_bytes),
+            busy_ms: self.busy_ms.wrapping_sub(earlier.busy_ms),
+        }
+    }
+}
+
+/// A disk's `stat` file, kept open: it is read twenty times a second.
+#[derive(Debug)]
+pub struct Source(fs::File);
+
+impl Source {
+    /// That of the disk with this directory in sysfs.
+    ///
+    /// # Errors
+    /// If it cannot be opened.
+    pub fn open(directory: &Path) -> io::Result<Self> {
+        fs::File::open(directory.join("stat")).map(Self)
+    }
+
+    /// The totals now. Blocks for some microseconds: the kernel adds them up.
+    ///
+    /// # Errors
+    /// If the disk is gone, or the kernel speaks in tongues.
+    pub fn read(&self) -> io::Result<Statistics> {
+        let mut line = [0; MAX_LINE_BYTES];
+        let length = self.0.read_at(&mut line, 0)?;
+        let text = std::str::from_utf8(&line[..length]).ok();
+        text.and_then(Statistics::parse)
+            .ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, "not the statistics of a block device"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_kernel_s_line_is_read() {
+        let line = "  52651224   498008 909194616 21989284 24055264   385425 309426526  3428620        0  1817668 25603797   165247       11 63372400   174993    93551    10899\n";
+        let expect = Statistics {
+            reads: 52_651_224,
+            read_bytes: 909_194_616 * 512,
+            writes: 24_055_264,
+            written_bytes: 309_426_526 * 512,
+            busy_ms: 1_817_668,
+        };
+        assert_eq!(Statistics::parse(line), Some(expect));
+        for broken in ["", "1 2 3", "1 2 3 4 5 6 7 8 9 x", "-1 2 3 4 5 6 7 8 9 10"] {
+            assert_eq!(Statistics::parse(broken), None, "{broken}");
+        }
+    }
+
+    #[test]
+    fn totals_may_wrap() {
+        let before = Statistics { reads: u64::MAX, ..Statistics::default() };
+        let after = Statistics { reads: 4, busy_ms: 7, ..Statistics::default() };
+        assert_eq!(after.since(&before), Statistics { reads: 5, busy_ms: 7, ..Statistics::default() });
+    }
+
+    #[test]
+    fn a_source_is_read_again_and_again() {
+        let directory = tempfile::tempdir().expect("a directory");
+        let write = |reads| {
+            fs::write(directory.path().join("stat"), format!("{reads} 0 8 0 0 0 0 0 0 5")).expect("written");
+        };
+        write(1);
+        let source = Source::open(directory.path()).expect("there");
+        assert_eq!(source.read().expect("a line").reads, 1);
+        write(2);
+        assert_eq!(
+            source.read().expect("a line"),
+            Statistics { reads: 2, read_bytes: 4096, busy_ms: 5, ..Statistics::default() }
+        );
+        fs::write(directory.path().join("stat"), "").expect("written");
+        assert!(source.read().is_err());
+    }
+}

@@ -1,0 +1,128 @@
+//! Use against capacity, and which device a disk is on.
+
+use super::*;
+use crate::{
+    layer::throttle::Group,
+    reactor::{now, sim, sleep_until},
+    storage::{OpenOptions, open, rate::Budgets},
+};
+
+const CAPACITY: Capacity =
+    Capacity { read_iops: 1000, write_iops: 500, read_bps: 100 << 20, write_bps: 50 << 20 };
+
+fn done(reads: u64, read_bytes: u64, writes: u64, written_bytes: u64) -> Statistics {
+    Statistics { reads, read_bytes, writes, written_bytes, busy_ms: 30 }
+}
+
+#[track_caller]
+fn check(capacity: Option<&Capacity>, done: Statistics, expect: u32) {
+    let zero = Reading::Statistics(Statistics::default());
+    let elapsed = Duration::from_millis(100);
+    assert_eq!(used(capacity, zero, Reading::Statistics(done), elapsed), expect);
+}
+
+#[test]
+fn use_is_the_larger_of_operations_and_bytes() {
+    check(Some(&CAPACITY), done(50, 4096 * 50, 0, 0), 500);
+    check(Some(&CAPACITY), done(5, 8 << 20, 0, 0), 800);
+    check(Some(&CAPACITY), done(0, 0, 0, 0), 0);
+}
+
+#[test]
+fn reads_and_writes_add_up() {
+    check(Some(&CAPACITY), done(50, 0, 25, 0), 1000);
+    check(Some(&CAPACITY), done(1, 4 << 20, 1, 2 << 20), 800);
+}
+
+#[test]
+fn what_was_not_measured_is_judged_by_busy_time() {
+    check(None, done(50, 4096 * 50, 0, 0), 300);
+    let reads_only = Capacity { write_iops: 0, write_bps: 0, ..CAPACITY };
+    check(Some(&reads_only), done(50, 4096 * 50, 1, 4096), 300);
+    check(Some(&reads_only), done(50, 4096 * 50, 0, 0), 500);
+}
+
+#[test]
+fn nonsense_from_the_kernel_overflows_nothing() {
+    check(Some(&CAPACITY), done(u64::MAX, u64::MAX, u64::MAX, u64::MAX), MOST);
+    let busy = Statistics { busy_ms: u64::MAX, ..Statistics::default() };
+    check(None, busy, 1000);
+}
+
+/// A disk over `image`, which may be imitated to be slower.
+fn disk(name: &str, image: &str, rate: Option<&str>, budgets: &Budgets) -> Disk {
+    let options = OpenOptions {
+        rate: rate.map(|text| text.parse().expect("valid")),
+        budgets: budgets.clone(),
+        format: Some(crate::storage::Format::Raw),
+        ..OpenOptions::default()
+    };
+    let image = open(image, options).expect("opened");
+    test_disk(name, image)
+}
+
+fn test_disk(name: &str, image: Image) -> Disk {
+    let group = Group::new(name, policy::throttle::Limits::default()).expect("no limits");
+    Disk::new(name, image, &group)
+}
+
+#[test]
+fn disks_that_share_a_rate_are_on_one_device_and_memory_on_none() {
+    sim::run(1, async {
+        let budgets = Budgets::default();
+        let roots = Roots::default();
+        let one = disk("a", "null:1G", Some("bytes=22M,read=10M,shared=slow"), &budgets);
+        let two = disk("b", "memory:1M", Some("bytes=22M,read=10M,shared=slow"), &budgets);
+        let own = disk("c", "null:1G", Some("iops=5"), &budgets);
+        let none = disk("d", "memory:1M", None, &budgets);
+        let id = |disk: &Disk| id_of(disk, &roots).expect("nothing is read");
+        assert_eq!(id(&one), id(&two));
+        assert_ne!(id(&one), id(&own));
+        assert_eq!(id(&none), None);
+        let device = |disk: &Disk| Device::under(disk, &roots, |_| None).expect("nothing is read");
+        assert!(device(&none).is_none());
+        let (slow, own) = (device(&one).expect("imitated"), device(&own).expect("imitated"));
+        assert_eq!((slow.name(), own.name()), ("rate:slow", "rate of c"));
+        assert_eq!(slow.capacity_source(), CapacitySource::Rate);
+        let expect = Capacity { read_iops: 0, write_iops: 0, read_bps: 10 << 20, write_bps: 22 << 20 };
+        assert_eq!(slow.capacity(), Some(expect));
+    });
+}
+
+#[test]
+fn an_imitated_device_s_use_is_its_work() {
+    sim::run(1, async {
+        let disk = disk("a", "null:1G", Some("bytes=10M"), &Budgets::default());
+        let device =
+            Device::under(&disk, &Roots::default(), |_| None).expect("nothing is read").expect("imitated");
+        let at = |ms| Instant::ZERO + Duration::from_millis(ms);
+        sleep_until(at(1000)).await;
+        assert_eq!(device.use_now(now()).expect("readable"), 0);
+        let pass = disk.admit(policy::request::Direction::Read, policy::throttle::Cost::one(1 << 20)).await;
+        disk.read(pass, 0, 1 << 20).await.expect("null");
+        sleep_until(at(1200)).await;
+        // A tenth of a second's work in a fifth.
+        assert_eq!(device.use_now(now()).expect("readable"), 500);
+        assert_eq!(device.use_now(now()).expect("readable"), 500, "asked again at once, it is the same");
+    });
+}
+
+#[test]
+fn a_file_is_on_the_disk_of_its_file_system() {
+    let file = tempfile::NamedTempFile::new_in(env!("CARGO_MANIFEST_DIR")).expect("a file");
+    file.as_file().set_len(1 << 20).expect("grown");
+    let path = file.path().to_str().expect("UTF-8").to_owned();
+    sim::run(1, async move {
+        let disk = disk("a", &path, None, &Budgets::default());
+        // On a machine whose file system is a layer over others there is no disk to find; that is said, not guessed.
+        let Ok(Some(id)) = id_of(&disk, &Roots::default()) else { return };
+        let measured = |identity: &Identity| {
+            assert_eq!(DeviceId::Physical(identity.number()), id);
+            Some(CAPACITY)
+        };
+        let device = Device::under(&disk, &Roots::default(), measured).expect("readable").expect("a disk");
+        assert_eq!((device.capacity(), device.capacity_source()), (Some(CAPACITY), CapacitySource::Probe));
+        assert!(device.name().starts_with("/dev/"));
+        assert!(device.reading(now()).is_ok());
+    });
+}
