@@ -84,6 +84,11 @@ impl Disk {
         self.member.group()
     }
 
+    /// Its image, to be put under another disk.
+    pub fn into_image(self) -> Image {
+        self.image
+    }
+
     /// Bytes, now.
     pub fn size_bytes(&self) -> u64 {
         self.image.size_bytes()

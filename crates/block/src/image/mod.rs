@@ -9,7 +9,7 @@ pub use self::raw::Raw;
 use crate::{
     buffer::{Buffer, Segments},
     error::Result,
-    storage::{BlockSize, Durability, Extent, ZeroOptions},
+    storage::{BlockSize, Durability, Extent, ResizeError, ZeroOptions},
 };
 
 /// An image of any format.
@@ -33,6 +33,18 @@ impl Image {
     pub fn refresh_size(&self) -> Result<u64> {
         let Self::Raw(raw) = self;
         raw.storage().refresh_size()
+    }
+
+    /// See [`Storage::resize`](crate::storage::Storage::resize).
+    ///
+    /// # Errors
+    /// As there; also where the image was opened read-only.
+    pub async fn resize(&self, size_bytes: u64) -> std::result::Result<(), ResizeError> {
+        let Self::Raw(raw) = self;
+        if raw.is_read_only() {
+            return Err(ResizeError::ReadOnly);
+        }
+        raw.storage().resize(size_bytes).await
     }
 
     /// Format and storage, for people.

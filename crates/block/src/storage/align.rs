@@ -7,7 +7,7 @@
 //! ```
 //!
 //! - A request that suits the device passes straight through; a write then takes a shared range lock, which is two
-//!   atomic additions ([`RangeLocks`]). A device with blocks of one byte does not even pay that.
+//!   atomic additions ([`RangeLocks`]).
 //! - An unaligned read goes through a larger aligned buffer.
 //! - An unaligned write reads the blocks at its edges, patches them and writes whole blocks, with its blocks locked
 //!   exclusively. It runs as a task of its own: if its client goes away half way, it still keeps the lock until the kernel is done.
@@ -17,12 +17,18 @@
 //!   file longer. The tail begins at the last multiple of block *and* page below the end, and goes through the page cache
 //!   ([`Device::read_buffered`]), to the byte. No page then has bytes of both ways: a page written back late
 //!   cannot undo a direct write beside it.
+//! - A resize takes everything exclusively. So whatever changes bytes looks, once it has its lock, whether its range is still inside:
+//!   a write that was on its way when a file was cut would make it longer again.
 //!
 //! Never lets a device see a request that does not suit it.
 
 use std::{ops::Range, sync::Arc};
 
-use super::{BlockSize, Durability, Extent, RangeLocks, ZeroOptions, within};
+use super::{
+    BlockSize, Durability, Extent, RangeLocks, ZeroOptions,
+    resize::{self, ResizeError},
+    within,
+};
 use crate::{
     buffer::{Buffer, Segments},
     error::{Error, Result},
@@ -77,6 +83,9 @@ pub trait Device: Send + Sync + 'static {
     fn size_bytes(&self) -> u64;
     /// See [`Storage::refresh_size`](super::Storage::refresh_size).
     fn refresh_size(&self) -> Result<u64>;
+    /// See [`Storage::resize`](super::Storage::resize). Nothing that changes bytes is on its way. A multiple of the alignment, or the
+    /// size it has.
+    async fn resize(&self, size_bytes: u64) -> std::result::Result<(), ResizeError>;
     /// See [`Storage::description`](super::Storage::description).
     fn description(&self) -> String;
     /// See [`Storage::read_only`](super::Storage::read_only).
@@ -138,6 +147,15 @@ impl<D: Device> Align<D> {
     /// See [`Storage::refresh_size`](super::Storage::refresh_size).
     pub fn refresh_size(&self) -> Result<u64> {
         self.device().refresh_size()
+    }
+
+    /// See [`Storage::resize`](super::Storage::resize).
+    pub async fn resize(&self, size_bytes: u64) -> std::result::Result<(), ResizeError> {
+        if size_bytes != self.size_bytes() {
+            resize::check(size_bytes, self.alignment.offset)?;
+        }
+        let _everything = self.shared.locks.exclusive(0..u64::MAX).await;
+        self.device().resize(size_bytes).await
     }
 
     /// See [`Storage::description`](super::Storage::description).
@@ -214,13 +232,14 @@ impl<D: Device> Align<D> {
         if !self.alignment.suits(offset, data.iter()) || offset + length > self.tail_start() {
             return Box::pin(self.write_unaligned(offset, data, durability)).await;
         }
-        let _guard = self.lock_shared(offset..offset + length).await;
+        let _guard = self.lock_shared(offset..offset + length).await?;
         self.device().write(offset, data, durability).await
     }
 
-    /// Where there are no blocks there is no read-modify-write to keep away from.
-    async fn lock_shared(&self, range: Range<u64>) -> Option<super::range_lock::Guard<'_>> {
-        if self.alignment.offset == 1 { None } else { Some(self.shared.locks.shared(range).await) }
+    /// Keeps read-modify-writes and resizes away; an error if the range is not inside any more.
+    async fn lock_shared(&self, range: Range<u64>) -> Result<super::range_lock::Guard<'_>> {
+        let guard = self.shared.locks.shared(range.clone()).await;
+        if range.end > self.size_bytes() { Err(Error::INVALID) } else { Ok(guard) }
     }
 
     async fn write_unaligned(&self, offset: u64, mut data: Segments, durability: Durability) -> Result<()> {
@@ -232,7 +251,7 @@ impl<D: Device> Align<D> {
                 // Whole blocks in memory that does not suit: no byte of others is touched.
                 let mut bounce = Buffer::new(data.len());
                 data.copy_to(&mut bounce);
-                let _guard = self.lock_shared(offset..direct_end).await;
+                let _guard = self.lock_shared(offset..direct_end).await?;
                 self.device().write(offset, bounce.into(), durability).await?;
             } else {
                 self.modify(offset, data, durability).await?;
@@ -241,6 +260,7 @@ impl<D: Device> Align<D> {
         if tail.is_empty() {
             return Ok(());
         }
+        let _guard = self.lock_shared(direct_end..end).await?;
         self.device().write_buffered(direct_end, tail, durability).await
     }
 
@@ -274,7 +294,7 @@ impl<D: Device> Align<D> {
             return self.write_zero_bytes(offset..end, options.durability).await;
         }
         {
-            let _guard = self.lock_shared(first..last).await;
+            let _guard = self.lock_shared(first..last).await?;
             self.device().write_zeroes(first, last - first, options).await?;
         }
         // The edges after the middle, which may refuse: then nothing has changed yet.
@@ -308,7 +328,7 @@ impl<D: Device> Align<D> {
         if first >= last {
             return Ok(());
         }
-        let _guard = self.lock_shared(first..last).await;
+        let _guard = self.lock_shared(first..last).await?;
         self.device().discard(first, last - first).await
     }
 
@@ -334,6 +354,9 @@ impl<D: Device> Shared<D> {
         let end = offset + data.len() as u64;
         let (first, last) = (alignment.down(offset), alignment.up(end));
         let _guard = self.locks.exclusive(first..last).await;
+        if last > self.device.size_bytes() {
+            return Err(Error::INVALID);
+        }
         let mut blocks = Buffer::new((last - first) as usize);
         let block = alignment.offset;
         if blocks.len() <= READ_AT_ONCE.max(2 * block as usize) {

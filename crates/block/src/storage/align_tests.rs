@@ -212,3 +212,65 @@ fn out_of_range_is_an_error() {
         assert_eq!(storage.block_status(0, 0).await, Err(Error::INVALID));
     });
 }
+
+/// Reads, writes and zeroes anywhere in what was the disk, while it is cut to `smallest`.
+async fn overtaken(storage: Rc<Align<Simulated>>, smallest: usize) {
+    for _ in 0..20 {
+        let (start, length) = sim::random(|random| (random.usize(..SIZE), random.usize(1..3 * BLOCK)));
+        let range = start..(start + length).min(SIZE);
+        let offset = range.start as u64;
+        let result = match sim::random(|random| random.u8(..4)) {
+            0 => storage.read(offset, Buffer::new(range.len())).await.map(drop),
+            1 => {
+                let options =
+                    ZeroOptions { may_unmap: true, only_if_fast: false, durability: Durability::Cached };
+                storage.write_zeroes(offset, range.len() as u64, options).await
+            }
+            2 => storage.discard(offset, range.len() as u64).await,
+            _ => storage.write(offset, segments(&vec![0xff; range.len()]), Durability::Cached).await,
+        };
+        match result {
+            Err(error) => assert_eq!(error, Error::INVALID),
+            Ok(()) => continue,
+        }
+        assert!(range.end > smallest, "a request inside failed: {range:?} of {smallest}");
+    }
+}
+
+#[test]
+fn a_shrink_overtakes_what_is_in_flight_and_leaves_nothing_behind() {
+    let mut refused = 0;
+    for seed in 0..300 {
+        refused += sim::run(seed, async move {
+            let (device, _) = disk(seed);
+            let storage = Rc::new(Align::new(device));
+            let smallest = sim::random(|random| random.usize(1..16)) * BLOCK;
+            let clients: Vec<_> =
+                (0..6).map(|_| spawn_joinable(overtaken(Rc::clone(&storage), smallest))).collect();
+            let pause = sim::random(|random| random.u64(..1000));
+            sleep_until(now() + Duration::from_micros(pause)).await;
+            assert_eq!(storage.resize(smallest as u64).await, Ok(()));
+            let waiting = clients.iter().filter(|client| !client.is_finished()).count();
+            for client in clients {
+                client.await;
+            }
+            assert_eq!(storage.size_bytes(), smallest as u64);
+            assert_eq!(storage.resize(SIZE as u64).await, Ok(()));
+            let added = storage.read(smallest as u64, Buffer::new(SIZE - smallest)).await.expect("inside");
+            assert!(added.iter().all(|&byte| byte == 0), "seed {seed}: what was cut off came back");
+            waiting
+        });
+    }
+    assert!(refused > 300, "too little was in flight: {refused}");
+}
+
+#[test]
+fn a_size_ends_with_a_block() {
+    sim::run(1, async {
+        let storage = Align::new(disk(1).0);
+        let unaligned = Err(ResizeError::Unaligned { multiple: BLOCK as u64 });
+        assert_eq!(storage.resize(0).await, unaligned);
+        assert_eq!(storage.resize(1000).await, unaligned);
+        assert_eq!(storage.size_bytes(), SIZE as u64);
+    });
+}

@@ -1,22 +1,37 @@
 //! A disk in memory, allocated page by page as it is written.
 //!
 //! ```text
-//!   regions (256 MiB of disk each, allocated when first written)
-//!   └─ pages (64 KiB each, allocated when written; none is a hole and reads as zeroes)
+//!   tables  (1, 2, 4, 8 … regions, allocated when first written, so that a disk can grow and no table ever moves)
+//!   └─ regions (256 MiB of disk each, allocated when first written)
+//!      └─ pages (64 KiB each, allocated when written; none is a hole and reads as zeroes)
 //! ```
 //!
 //! Each page has its own lock, held while bytes are copied and never across an await, so threads meet only in the same 64 KiB.
 //! Reading can do without copying: pages are [lent](Memory::lend), and a write to one that is lent goes to a copy of it.
 //! A request of several pages is not atomic as a whole, which the contract does not ask for.
 //!
-//! Memory is bounded by the size of the disk plus 0.05 % for the tables.
+//! A resize needs no lock of its own: it sets the size and then frees what lies past it, page by page. Whoever changes a page looks at the
+//! size again under the page's lock, so it either comes before its page is freed or finds itself past the end.
+//!
+//! Memory is bounded by the size of the disk plus 0.05 % for the tables, and 160 KiB.
 
 use std::{
     iter::repeat_n,
-    sync::{Arc, LazyLock, OnceLock, PoisonError, RwLock},
+    sync::{
+        Arc, LazyLock, OnceLock, PoisonError, RwLock,
+        atomic::{
+            AtomicU64,
+            Ordering::{Relaxed, SeqCst},
+            fence,
+        },
+    },
 };
 
-use super::{BlockSize, Durability, Extent, MOST_EXTENTS, ZeroOptions, push_extent, within};
+use super::{
+    BlockSize, Durability, Extent, MOST_EXTENTS, ZeroOptions, push_extent,
+    resize::{self, ResizeError},
+    within,
+};
 use crate::{
     buffer::{Buffer, Segments},
     error::{Error, Result},
@@ -29,7 +44,11 @@ const REGION: u64 = PAGE * PAGES_PER_REGION;
 /// Pages looked at or changed between two chances for other tasks, and in one answer about block status.
 const PAGES_AT_ONCE: u64 = PAGES_PER_REGION;
 
+/// Tables of a disk of the largest size: together they have one region less than the next power of two.
+const TABLES: usize = (Memory::LARGEST / REGION).ilog2() as usize + 1;
+
 type Page = RwLock<Option<Arc<[u8]>>>;
+type Region = OnceLock<Box<[Page]>>;
 
 /// What holes are read from.
 static ZEROES: LazyLock<Arc<[u8]>> = LazyLock::new(zeroed_page);
@@ -41,8 +60,8 @@ fn zeroed_page() -> Arc<[u8]> {
 /// A sparse disk.
 #[derive(Debug)]
 pub struct Memory {
-    size_bytes: u64,
-    regions: Box<[OnceLock<Box<[Page]>>]>,
+    size_bytes: AtomicU64,
+    tables: [OnceLock<Box<[Region]>>; TABLES],
 }
 
 /// A part of a request inside one page.
@@ -75,7 +94,7 @@ fn pieces(offset: u64, length: u64) -> impl Iterator<Item = Piece> {
 }
 
 impl Memory {
-    /// Largest size in bytes (256 TiB): the table of regions is then 24 MiB.
+    /// Largest size in bytes (256 TiB): the tables of regions are then 32 MiB.
     pub const LARGEST: u64 = 1 << 48;
 
     /// A disk of `size_bytes`, all holes; none if that is above [`Memory::LARGEST`].
@@ -83,31 +102,48 @@ impl Memory {
         if size_bytes > Self::LARGEST {
             return None;
         }
-        let regions = (0..size_bytes.div_ceil(REGION)).map(|_| OnceLock::new()).collect();
-        Some(Self { size_bytes, regions })
+        Some(Self { size_bytes: AtomicU64::new(size_bytes), tables: [const { OnceLock::new() }; TABLES] })
+    }
+
+    /// The table that a region is in, and its place there.
+    fn place(region: u64) -> (usize, usize) {
+        let table = (region + 1).ilog2();
+        (table as usize, (region + 1 - (1 << table)) as usize)
     }
 
     /// The page, if its region has ever been written to.
     fn page(&self, number: u64) -> Option<&Page> {
-        let region = self.regions[(number / PAGES_PER_REGION) as usize].get()?;
+        let (table, place) = Self::place(number / PAGES_PER_REGION);
+        let region = self.tables.get(table)?.get()?[place].get()?;
         Some(&region[(number % PAGES_PER_REGION) as usize])
     }
 
     fn page_for_writing(&self, number: u64) -> &Page {
-        let index = number / PAGES_PER_REGION;
-        let region = self.regions[index as usize].get_or_init(|| {
-            let bytes = (self.size_bytes - index * REGION).min(REGION);
-            (0..bytes.div_ceil(PAGE)).map(|_| RwLock::new(None)).collect()
-        });
-        &region[(number % PAGES_PER_REGION) as usize]
+        if let Some(page) = self.page(number) {
+            return page;
+        }
+        let (table, place) = Self::place(number / PAGES_PER_REGION);
+        let regions =
+            self.tables[table].get_or_init(|| (0..1_u64 << table).map(|_| OnceLock::new()).collect());
+        let pages = regions[place].get_or_init(|| (0..PAGES_PER_REGION).map(|_| RwLock::new(None)).collect());
+        // With the one in `resize`: either that sees this region and frees its pages, or what is done here next sees the new size.
+        fence(SeqCst);
+        &pages[(number % PAGES_PER_REGION) as usize]
     }
 
     /// Calls `f` with the piece of an allocated page; it is allocated, with zeroes, if need be.
-    fn change(&self, piece: &Piece, f: impl FnOnce(&mut [u8])) {
+    ///
+    /// # Errors
+    /// [`Error::INVALID`] if the piece was cut off meanwhile.
+    fn change(&self, piece: &Piece, f: impl FnOnce(&mut [u8])) -> Result<()> {
         // A panic while bytes are copied leaves a page of bytes.
         let mut page = self.page_for_writing(piece.page).write().unwrap_or_else(PoisonError::into_inner);
+        if piece.page * PAGE + piece.end as u64 > self.size_bytes() {
+            return Err(Error::INVALID);
+        }
         let page = Arc::make_mut(page.get_or_insert_with(zeroed_page));
         f(&mut page[piece.start..piece.end]);
+        Ok(())
     }
 
     /// Makes the piece read as zeroes and frees what it can.
@@ -126,15 +162,43 @@ impl Memory {
     }
 
     pub(super) fn size_bytes(&self) -> u64 {
-        self.size_bytes
+        self.size_bytes.load(Relaxed)
     }
 
     pub(super) fn refresh_size(&self) -> Result<u64> {
-        Ok(self.size_bytes)
+        Ok(self.size_bytes())
+    }
+
+    pub(super) fn resize(&self, size_bytes: u64) -> std::result::Result<(), ResizeError> {
+        resize::check(size_bytes, 1)?;
+        if size_bytes > Self::LARGEST {
+            return Err(ResizeError::TooLarge { largest: Self::LARGEST });
+        }
+        let old = self.size_bytes.swap(size_bytes, SeqCst);
+        fence(SeqCst);
+        if size_bytes < old {
+            self.free_from(size_bytes, old);
+        }
+        Ok(())
+    }
+
+    /// Makes everything from `start` to `end` read as zeroes, passing over what was never written.
+    fn free_from(&self, start: u64, end: u64) {
+        let mut at = start;
+        while at < end {
+            let region_end = (at / REGION + 1) * REGION;
+            if self.page(at / PAGE).is_some() {
+                for piece in pieces(at, end.min(region_end) - at) {
+                    // Nothing past the end is of use, also in the last page.
+                    self.free(&Piece { end: PAGE as usize, ..piece });
+                }
+            }
+            at = region_end;
+        }
     }
 
     pub(super) fn description(&self) -> String {
-        format!("memory, {} bytes", self.size_bytes)
+        format!("memory, {} bytes", self.size_bytes())
     }
 
     pub(super) fn read_only(&self) -> bool {
@@ -150,7 +214,7 @@ impl Memory {
     }
 
     pub(super) async fn read(&self, offset: u64, mut buffer: Buffer) -> Result<Buffer> {
-        if !within(offset, buffer.len() as u64, self.size_bytes) {
+        if !within(offset, buffer.len() as u64, self.size_bytes()) {
             return Err(Error::INVALID);
         }
         let mut rest = &mut buffer[..];
@@ -168,7 +232,7 @@ impl Memory {
 
     /// What [`Memory::read`] would read, where it lies.
     pub(super) fn lend(&self, offset: u64, length: usize) -> Option<Segments> {
-        if !within(offset, length as u64, self.size_bytes) {
+        if !within(offset, length as u64, self.size_bytes()) {
             return None;
         }
         let mut segments = Segments::default();
@@ -181,7 +245,7 @@ impl Memory {
     }
 
     pub(super) async fn write(&self, offset: u64, data: Segments, _durability: Durability) -> Result<()> {
-        if !within(offset, data.len() as u64, self.size_bytes) {
+        if !within(offset, data.len() as u64, self.size_bytes()) {
             return Err(Error::INVALID);
         }
         let mut at = offset;
@@ -190,7 +254,7 @@ impl Memory {
             for piece in pieces(at, rest.len() as u64) {
                 let (source, after) = rest.split_at(piece.end - piece.start);
                 rest = after;
-                self.change(&piece, |target| target.copy_from_slice(source));
+                self.change(&piece, |target| target.copy_from_slice(source))?;
             }
             at += segment.len() as u64;
         }
@@ -205,24 +269,34 @@ impl Memory {
         self.for_each_piece(offset, length, |piece| {
             if options.may_unmap {
                 self.free(piece);
+                Ok(())
             } else {
-                self.change(piece, |target| target.fill(0));
+                self.change(piece, |target| target.fill(0))
             }
         })
         .await
     }
 
     pub(super) async fn discard(&self, offset: u64, length: u64) -> Result<()> {
-        self.for_each_piece(offset, length, |piece| self.free(piece)).await
+        self.for_each_piece(offset, length, |piece| {
+            self.free(piece);
+            Ok(())
+        })
+        .await
     }
 
     /// Ranges come in gigabytes: other tasks get their turn in between.
-    async fn for_each_piece(&self, offset: u64, length: u64, mut f: impl FnMut(&Piece)) -> Result<()> {
-        if !within(offset, length, self.size_bytes) {
+    async fn for_each_piece(
+        &self,
+        offset: u64,
+        length: u64,
+        mut f: impl FnMut(&Piece) -> Result<()>,
+    ) -> Result<()> {
+        if !within(offset, length, self.size_bytes()) {
             return Err(Error::INVALID);
         }
         for (count, piece) in (1..).zip(pieces(offset, length)) {
-            f(&piece);
+            f(&piece)?;
             if count % PAGES_AT_ONCE == 0 {
                 reactor::yield_now().await;
             }
@@ -231,7 +305,7 @@ impl Memory {
     }
 
     pub(super) async fn block_status(&self, offset: u64, length: u64) -> Result<Vec<Extent>> {
-        if length == 0 || !within(offset, length, self.size_bytes) {
+        if length == 0 || !within(offset, length, self.size_bytes()) {
             return Err(Error::INVALID);
         }
         let mut extents = Vec::new();
@@ -367,5 +441,61 @@ mod tests {
             assert_eq!(memory.read(99, Buffer::new(2)).await.err(), Some(Error::INVALID));
             assert_eq!(memory.discard(u64::MAX, 2).await.err(), Some(Error::INVALID));
         });
+    }
+
+    async fn write(memory: &Memory, offset: u64, bytes: &[u8]) -> Result<()> {
+        memory.write(offset, Buffer::copy_of(bytes).into(), Durability::Cached).await
+    }
+
+    #[test]
+    fn what_is_cut_off_reads_as_zeroes_when_it_grows_again() {
+        sim::run(1, async {
+            let memory = Memory::new(4 * PAGE).expect("small");
+            write(&memory, PAGE, &[7; 3 * PAGE as usize]).await.expect("inside");
+            let cut = PAGE + 512;
+            assert_eq!(memory.resize(cut), Ok(()));
+            assert_eq!(write(&memory, cut - 1, &[1, 2]).await, Err(Error::INVALID));
+            assert_eq!(memory.resize(4 * PAGE), Ok(()));
+            let read = memory.read(PAGE, Buffer::new(3 * PAGE as usize)).await.expect("inside");
+            assert_eq!(read[..512], [7; 512]);
+            assert!(read[512..].iter().all(|&byte| byte == 0));
+            assert!(memory.is_hole(2) && memory.is_hole(3), "its memory is free");
+        });
+    }
+
+    #[test]
+    fn it_grows_past_every_table() {
+        sim::run(1, async {
+            let memory = Memory::new(512).expect("small");
+            assert_eq!(memory.resize(Memory::LARGEST), Ok(()));
+            for offset in [0, REGION, 7 * REGION - 1, 1 << 40, Memory::LARGEST - 4] {
+                write(&memory, offset, b"here").await.expect("inside");
+                assert_eq!(memory.read(offset, Buffer::new(4)).await.expect("inside")[..], *b"here");
+            }
+            let largest = Memory::LARGEST;
+            assert_eq!(memory.resize(largest + 512), Err(ResizeError::TooLarge { largest }));
+            assert_eq!(memory.resize(100), Err(ResizeError::Unaligned { multiple: 512 }));
+            assert_eq!(memory.size_bytes(), largest);
+        });
+    }
+
+    #[test]
+    fn writers_on_other_threads_leave_nothing_past_a_new_end() {
+        let memory = Memory::new(2 * REGION).expect("sparse");
+        std::thread::scope(|scope| {
+            for thread in 0..2 {
+                let memory = &memory;
+                scope.spawn(move || {
+                    // Straight to the pages, as a write that was checked before the cut would go there.
+                    let mut random = fastrand::Rng::with_seed(thread);
+                    for _ in 0..20_000 {
+                        let piece = Piece { page: random.u64(..2 * PAGES_PER_REGION), start: 0, end: 512 };
+                        let _ = memory.change(&piece, |bytes| bytes.fill(1));
+                    }
+                });
+            }
+            memory.resize(PAGE).expect("shrinks");
+        });
+        assert!((1..2 * PAGES_PER_REGION).all(|page| memory.is_hole(page)));
     }
 }

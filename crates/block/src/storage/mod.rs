@@ -29,6 +29,7 @@ mod options;
 pub mod probe;
 mod range_lock;
 pub mod rate;
+mod resize;
 pub mod simulated;
 mod spec;
 
@@ -37,6 +38,7 @@ pub use open::{OpenError, OpenOptions, open};
 pub use options::InvalidOption;
 pub use probe::Format;
 pub(crate) use range_lock::RangeLocks;
+pub use resize::ResizeError;
 pub use spec::{InvalidValue, Spec, parse_duration, parse_size};
 
 use self::{
@@ -128,6 +130,23 @@ impl Storage {
     /// What the file system says.
     pub fn refresh_size(&self) -> Result<u64> {
         each!(self, inner => inner.refresh_size())
+    }
+
+    /// Gives it another size, while it is used: what is cut off is lost, what is added reads as zeroes. A size is a multiple of 512 bytes, and of
+    /// the device's block where that is larger. A block device takes none but its own, which is read again.
+    ///
+    /// # Errors
+    /// [`ResizeError`]; the size is then what it was.
+    pub async fn resize(&self, size_bytes: u64) -> std::result::Result<(), ResizeError> {
+        match self {
+            Self::File(file) => file.resize(size_bytes).await,
+            Self::Simulated(disk) => disk.resize(size_bytes).await,
+            Self::Memory(memory) => memory.resize(size_bytes),
+            Self::Null(null) => null.resize(size_bytes),
+            Self::Delay(wrapped) => Box::pin(wrapped.inner().resize(size_bytes)).await,
+            Self::Rate(wrapped) => Box::pin(wrapped.inner().resize(size_bytes)).await,
+            Self::Fault(wrapped) => Box::pin(wrapped.inner().resize(size_bytes)).await,
+        }
     }
 
     /// What it is, for people: kind, place, cache mode, wrappers.

@@ -1,33 +1,44 @@
 //! A disk that reads as zeroes and forgets what is written: the cost of everything above storage, with nothing below.
 
-use super::{BlockSize, Durability, Extent, ZeroOptions};
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+
+use super::{
+    BlockSize, Durability, Extent, ZeroOptions,
+    resize::{self, ResizeError},
+};
 use crate::{
     buffer::{Buffer, Segments},
     error::Result,
 };
 
-/// Zeroes of a fixed size.
+/// Zeroes.
 #[derive(Debug)]
 pub struct Null {
-    size_bytes: u64,
+    size_bytes: AtomicU64,
 }
 
 impl Null {
     /// A disk of `size_bytes`.
     pub fn new(size_bytes: u64) -> Self {
-        Self { size_bytes }
+        Self { size_bytes: AtomicU64::new(size_bytes) }
     }
 
     pub(super) fn size_bytes(&self) -> u64 {
-        self.size_bytes
+        self.size_bytes.load(Relaxed)
     }
 
     pub(super) fn refresh_size(&self) -> Result<u64> {
-        Ok(self.size_bytes)
+        Ok(self.size_bytes())
+    }
+
+    pub(super) fn resize(&self, size_bytes: u64) -> std::result::Result<(), ResizeError> {
+        resize::check(size_bytes, 1)?;
+        self.size_bytes.store(size_bytes, Relaxed);
+        Ok(())
     }
 
     pub(super) fn description(&self) -> String {
-        format!("null, {} bytes", self.size_bytes)
+        format!("null, {} bytes", self.size_bytes())
     }
 
     pub(super) fn read_only(&self) -> bool {

@@ -27,6 +27,7 @@ use policy::time::Duration;
 use super::{
     BlockSize, Durability, Extent, ZeroOptions,
     align::{Alignment, Device},
+    resize::ResizeError,
 };
 use crate::{
     buffer::{Buffer, Segments},
@@ -234,6 +235,16 @@ impl State {
         self.take_effect(number);
     }
 
+    /// Takes effect at once and survives: when a size becomes durable is the file system's affair, and no client is promised anything.
+    fn resize(&mut self, size_bytes: usize, block_bytes: usize) {
+        assert!(self.in_flight.is_empty(), "a write is on its way while the disk is resized");
+        for write in self.cached.values_mut() {
+            write.blocks.truncate((size_bytes / block_bytes).saturating_sub(write.first_block));
+        }
+        self.visible.resize(size_bytes, 0);
+        self.durable.resize(size_bytes, 0);
+    }
+
     /// Moves a cached write to stable storage. Older cached writes can no longer show where it covers them.
     fn persist(&mut self, number: u64) {
         let Some(write) = self.cached.remove(&number) else { return };
@@ -267,6 +278,12 @@ impl Device for Simulated {
         Ok(self.size_bytes())
     }
 
+    async fn resize(&self, size_bytes: u64) -> std::result::Result<(), ResizeError> {
+        self.pause().await;
+        self.lock().resize(size_bytes as usize, self.behaviour.block_bytes);
+        Ok(())
+    }
+
     fn description(&self) -> String {
         format!("simulated, {} bytes, blocks of {}", self.size_bytes(), self.behaviour.block_bytes)
     }
@@ -287,7 +304,11 @@ impl Device for Simulated {
         self.check(offset, buffer.len());
         self.pause().await;
         let length = buffer.len();
-        buffer.copy_from_slice(&self.lock().visible[offset as usize..][..length]);
+        match self.lock().visible.get(offset as usize..offset as usize + length) {
+            Some(bytes) => buffer.copy_from_slice(bytes),
+            // Cut off meanwhile: reads are not kept out of a resize.
+            None => return Err(Error::INVALID),
+        }
         self.pause().await;
         if self.chance_of_error() { Err(Error::IO) } else { Ok(buffer) }
     }

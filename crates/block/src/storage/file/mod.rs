@@ -12,11 +12,12 @@
 //! [`align`](super::align).
 //!
 //! Reading past the end of a file that was truncated underneath fails with EIO: its bytes are lost, and zeroes would hide that.
-//! Never makes a file longer.
+//! Never makes a file longer, unless it is resized.
 
 mod cache_mode;
 mod direct;
 mod open;
+mod resize;
 mod status;
 #[cfg(test)]
 mod tests;
@@ -31,6 +32,7 @@ pub(super) use self::open::{FileOptions, open};
 use super::{
     BlockSize, Durability, Extent, ZeroOptions,
     align::{Alignment, Device},
+    resize::ResizeError,
 };
 use crate::{
     buffer::{Buffer, Segments},
@@ -164,6 +166,10 @@ impl File {
     }
 
     fn past_the_end(&self, end: u64) -> Error {
+        if end >= self.size_bytes() {
+            // Resized while the request was on its way, which is as if it had come afterwards.
+            return Error::INVALID;
+        }
         tracing::warn!(file = self.name, end, "read past the end: the file was truncated while in use");
         Error::IO
     }
@@ -293,6 +299,10 @@ impl Device for File {
         let size = u64::try_from(end.map_err(|errno| Error::from_errno(errno as i32))?).unwrap_or(0);
         self.size_bytes.store(size, Relaxed);
         Ok(size)
+    }
+
+    async fn resize(&self, size_bytes: u64) -> std::result::Result<(), ResizeError> {
+        self.set_size(size_bytes).await
     }
 
     fn description(&self) -> String {

@@ -14,7 +14,9 @@ use crate::{
     error::Error,
     image::Image,
     reactor::{Polling, run, spawn_joinable},
-    storage::{Durability, Extent, Format, OpenError, OpenOptions, ZeroOptions, align::Device, open},
+    storage::{
+        Durability, Extent, Format, OpenError, OpenOptions, ResizeError, ZeroOptions, align::Device, open,
+    },
 };
 
 /// Not a multiple of a block or a page, so that there is a tail.
@@ -197,6 +199,38 @@ fn growing_is_noticed_and_shrinking_fails_reads() {
         let beyond = image.read(0, Buffer::new(4096)).await;
         assert_eq!(beyond.err(), Some(Error::IO));
         assert_eq!(image.refresh_size(), Ok(1000));
+    });
+}
+
+#[test]
+fn a_file_is_resized_while_it_is_used() {
+    everywhere(ODD_SIZE, |image, content, path| async move {
+        let length = || std::fs::metadata(&path).expect("is there").len();
+        assert_eq!(image.resize(1 << 20).await, Ok(()));
+        assert_eq!((image.size_bytes(), length()), (1 << 20, 1 << 20));
+        assert!(read(&image, 0, ODD_SIZE).await == content, "also the end, which was half a block");
+        assert_eq!(read(&image, (1 << 20) - 4096, 4096).await, [0; 4096]);
+        let late = Buffer::copy_of(&[5; 4096]).into();
+        image.write((1 << 20) - 4096, late, Durability::Cached).await.expect("inside");
+        assert_eq!(image.resize(64 << 10).await, Ok(()));
+        assert_eq!((image.size_bytes(), length()), (64 << 10, 64 << 10));
+        let past = Buffer::copy_of(&[5; 4096]).into();
+        assert_eq!(image.write(64 << 10, past, Durability::Cached).await, Err(Error::INVALID));
+        assert_eq!(length(), 64 << 10, "nothing makes it longer");
+        assert!(image.resize(u64::MAX << 12).await.is_err(), "no file system has room");
+        assert_eq!((image.size_bytes(), length()), (64 << 10, 64 << 10));
+        assert!(read(&image, 0, 64 << 10).await == content[..64 << 10]);
+    });
+}
+
+#[test]
+fn what_is_read_only_keeps_its_size() {
+    let (file, _) = image(&std::env::temp_dir(), 4096);
+    real(async move {
+        let options = OpenOptions { read_only: true, ..OpenOptions::default() };
+        let image = open(file.path().to_str().expect("UTF-8"), options).expect("opens");
+        assert_eq!(image.resize(8192).await, Err(ResizeError::ReadOnly));
+        assert_eq!(std::fs::metadata(file.path()).expect("is there").len(), 4096);
     });
 }
 

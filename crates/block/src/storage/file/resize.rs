@@ -1,0 +1,60 @@
+//! Another size for a file that is being served.
+//!
+//! Called with every write kept out ([`Align`](crate::storage::align::Align) sees to that), for one that was on its way would make a
+//! file longer again that has just been cut.
+
+use std::sync::atomic::Ordering::Relaxed;
+
+use nix::unistd::ftruncate;
+
+use super::{File, Kind};
+use crate::{
+    error::Error,
+    reactor,
+    storage::{align::Device as _, resize::ResizeError},
+};
+
+impl File {
+    /// See [`Storage::resize`](crate::storage::Storage::resize).
+    pub(super) async fn set_size(&self, size_bytes: u64) -> Result<(), ResizeError> {
+        if self.kind == Kind::BlockDevice {
+            let actual = self.refresh_size()?;
+            return if actual == size_bytes {
+                Ok(())
+            } else {
+                Err(ResizeError::Device { size_bytes: actual })
+            };
+        }
+        if self.read_only {
+            return Err(ResizeError::ReadOnly);
+        }
+        let largest = i64::MAX as u64;
+        let size = i64::try_from(size_bytes).map_err(|_| ResizeError::TooLarge { largest })?;
+        let old = self.size_bytes();
+        if !old.is_multiple_of(self.alignment.offset) {
+            // The last bytes went through the page cache, and will not any more.
+            self.sync().await?;
+        }
+        if size_bytes < old {
+            tracing::warn!(
+                file = self.name,
+                old,
+                new = size_bytes,
+                "the file is cut; what lay past its new end is lost"
+            );
+            // First, so that nobody reads there any more.
+            self.size_bytes.store(size_bytes, Relaxed);
+        }
+        let fd = self.buffered.clone();
+        match reactor::blocking(move || ftruncate(&fd, size)).await {
+            Ok(()) => {
+                self.size_bytes.store(size_bytes, Relaxed);
+                Ok(())
+            }
+            Err(errno) => {
+                self.size_bytes.store(old, Relaxed);
+                Err(Error::from_errno(errno as i32).into())
+            }
+        }
+    }
+}

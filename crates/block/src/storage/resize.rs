@@ -1,0 +1,58 @@
+//! Why a storage cannot have another size.
+//!
+//! What every storage promises of a resize: requests inside both sizes are not disturbed; what is cut off is gone, and reads as zeroes if the
+//! storage grows again; requests past the new end fail, those in flight included, and never make it longer.
+
+use crate::error::Error;
+
+/// What a size is a multiple of at least: the sector that guests and QEMU count in.
+pub(super) const SECTOR: u64 = 512;
+
+/// A size that was refused. The storage has the one it had.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum ResizeError {
+    /// It is not to be written to.
+    #[error("it is read-only (open it for writing)")]
+    ReadOnly,
+    /// Block devices have the size they have.
+    #[error(
+        "it is a block device of {size_bytes} bytes (resize the device itself first, then give its new size here)"
+    )]
+    Device {
+        /// The device's own size, now in force here too.
+        size_bytes: u64,
+    },
+    /// The end would lie inside a block.
+    #[error("a size is a multiple of {multiple} bytes, and not 0 (round it)")]
+    Unaligned {
+        /// The block.
+        multiple: u64,
+    },
+    /// More than this kind of storage can hold.
+    #[error("the largest size is {largest} bytes (choose a smaller one)")]
+    TooLarge {
+        /// The most it can hold.
+        largest: u64,
+    },
+    /// The system refused.
+    #[error("{0} (the size is as it was)")]
+    Failed(Error),
+}
+
+impl From<Error> for ResizeError {
+    fn from(error: Error) -> Self {
+        Self::Failed(error)
+    }
+}
+
+/// Checks that a storage of blocks of this size could end there.
+///
+/// # Errors
+/// [`ResizeError::Unaligned`].
+pub(super) fn check(size_bytes: u64, block_bytes: u64) -> Result<(), ResizeError> {
+    let multiple = block_bytes.max(SECTOR);
+    if size_bytes == 0 || !size_bytes.is_multiple_of(multiple) {
+        return Err(ResizeError::Unaligned { multiple });
+    }
+    Ok(())
+}
