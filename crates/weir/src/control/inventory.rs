@@ -45,6 +45,17 @@ pub(crate) struct RunningDisk {
     pub(crate) format: Option<Format>,
     /// How the host's page cache is used.
     pub(crate) cache: CacheMode,
+    /// The nodes that `blockdev-add` named below the disk's own, topmost first.
+    pub(crate) below: Vec<NodeBelow>,
+}
+
+/// A node below a disk, which has no life of its own but keeps its name from being given again.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct NodeBelow {
+    /// Its name.
+    pub(crate) name: String,
+    /// Whether it was a disk before another was put over it, and is one again when that goes.
+    pub(crate) stays: bool,
 }
 
 /// A disk that clients can reach.
@@ -116,6 +127,9 @@ pub(crate) enum Refused {
         /// The server's.
         address: String,
     },
+    /// Something else is being done to the disk.
+    #[error("disk {0}: another command is at work on it (try again)")]
+    Busy(String),
     /// The disk has exports.
     #[error("disk {disk}: it is exported as {export} (remove the export first)")]
     Exported {
@@ -247,6 +261,35 @@ impl Inventory {
         Ok(())
     }
 
+    /// Takes a disk that nobody uses out, to be put back as a part of another.
+    ///
+    /// # Errors
+    /// If there is none, it is exported, or another command is at work on it.
+    pub(crate) fn take_disk(&self, name: &str) -> Result<RunningDisk, Refused> {
+        let disk = self.disk(name)?;
+        if let Some(export) = self.exports_of(&disk).first() {
+            return Err(Refused::Exported { disk: name.to_owned(), export: export.id.clone() });
+        }
+        let mut disks = self.disks.borrow_mut();
+        disks.remove(name);
+        match Rc::try_unwrap(disk) {
+            Ok(disk) if Arc::strong_count(&disk.disk) == 1 => Ok(disk),
+            Ok(disk) => {
+                disks.insert(name.to_owned(), Rc::new(disk));
+                Err(Refused::Busy(name.to_owned()))
+            }
+            Err(disk) => {
+                disks.insert(name.to_owned(), disk);
+                Err(Refused::Busy(name.to_owned()))
+            }
+        }
+    }
+
+    /// Whether a node below some disk has this name.
+    pub(crate) fn is_below(&self, name: &str) -> bool {
+        self.disks.borrow().values().any(|disk| disk.below.iter().any(|node| node.name == name))
+    }
+
     /// The exports of a disk.
     pub(crate) fn exports_of(&self, disk: &Rc<RunningDisk>) -> Vec<Rc<RunningExport>> {
         let exports = self.exports.borrow();
@@ -300,8 +343,13 @@ impl Inventory {
         disks.values().filter(inside).map(|disk| disk.disk.name().to_string()).collect()
     }
 
-    fn check_name(&self, name: &str) -> Result<(), Refused> {
-        if self.disks.borrow().contains_key(name) || self.groups.borrow().contains_key(name) {
+    /// Whether a new disk or group may have this name.
+    ///
+    /// # Errors
+    /// If it is taken.
+    pub(crate) fn check_name(&self, name: &str) -> Result<(), Refused> {
+        let taken = self.disks.borrow().contains_key(name) || self.groups.borrow().contains_key(name);
+        if taken || self.is_below(name) {
             return Err(Refused::NameTaken(name.to_owned()));
         }
         Ok(())

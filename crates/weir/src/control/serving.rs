@@ -23,7 +23,7 @@ pub(crate) struct Serving {
     /// Dropping one ends the accepting.
     accepting: RefCell<Vec<JoinHandle<()>>>,
     /// Where its clients live: the threads end, and the clients with them, once nobody holds these.
-    workers: Rc<Vec<Worker>>,
+    _workers: Rc<Vec<Worker>>,
     /// Removed when dropped.
     socket_files: RefCell<Vec<SocketFile>>,
 }
@@ -49,12 +49,7 @@ impl Serving {
             }));
         }
         let (accepting, socket_files) = (RefCell::new(accepting), RefCell::new(socket_files));
-        Rc::new(Self { authorities, server, accepting, workers: Rc::clone(workers), socket_files })
-    }
-
-    /// The threads that its clients live on.
-    pub(crate) fn workers(&self) -> &Rc<Vec<Worker>> {
-        &self.workers
+        Rc::new(Self { authorities, server, accepting, _workers: Rc::clone(workers), socket_files })
     }
 
     /// The server behind the sockets.

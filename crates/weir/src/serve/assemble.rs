@@ -52,6 +52,7 @@ fn disk(planned: &plan::Disk, group: &Arc<Group>, budgets: &Budgets) -> anyhow::
         image: planned.image.clone(),
         format: planned.format,
         cache: planned.cache,
+        below: Vec::new(),
     })
 }
 

@@ -100,6 +100,19 @@ impl Arguments {
         }
     }
 
+    /// The name of something there is, or an object that describes it, if either is there. QMP's type has the name `expected`.
+    ///
+    /// # Errors
+    /// If it is neither.
+    pub(crate) fn reference(&mut self, key: &str, expected: &str) -> Result<Option<Reference>, Error> {
+        match self.members.get(key) {
+            Some(Value::String(_)) => Ok(self.optional(key)?.map(Reference::Name)),
+            Some(Value::Object(_)) => Ok(self.object(key)?.map(Reference::Description)),
+            Some(_) => Err(Error::wrong_type(&self.name_of(key), expected)),
+            None => self.optional::<String>(key).map(|_| None),
+        }
+    }
+
     /// Whether nothing is left to read.
     #[cfg(test)]
     pub(crate) fn is_empty(&self) -> bool {
@@ -119,6 +132,15 @@ impl Arguments {
             None => format!("Parameter '{name}' is unexpected"),
         }))
     }
+}
+
+/// Something that is named or described.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) enum Reference {
+    /// By the name of one there is.
+    Name(String),
+    /// By what makes a new one.
+    Description(Arguments),
 }
 
 /// What a value can be read as.

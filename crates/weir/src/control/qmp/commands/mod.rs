@@ -3,6 +3,9 @@
 //! Each is a type that is read from its arguments and then run ([`Command`](super::command::Command)). A new one is a line in the table
 //! here, and a section of `docs/reference/qmp.md`, which a test compares with it.
 
+mod block;
+mod export;
+mod node;
 mod process;
 
 use super::{command::Entry, session};
@@ -14,6 +17,12 @@ pub(crate) const TABLE: &[Entry] = &[
     Entry::of::<process::QueryCommands>(),
     Entry::of::<process::QueryStatus>(),
     Entry::of::<process::QueryName>(),
+    Entry::of::<block::BlockdevAdd>(),
+    Entry::of::<block::BlockdevDel>(),
+    Entry::of::<block::BlockResize>(),
+    Entry::of::<export::BlockExportAdd>(),
+    Entry::of::<export::BlockExportDel>(),
+    Entry::of::<export::QueryBlockExports>(),
 ];
 
 /// The names of all commands, the one that negotiates included.

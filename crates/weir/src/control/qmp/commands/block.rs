@@ -1,0 +1,262 @@
+//! Disks that come, go and change their size while the daemon runs.
+//!
+//! QEMU has a graph of nodes, weir a disk with a name; [`node`](super::node) says how the one becomes the other. Where a node is put over
+//! a disk that is there, the disk takes the new node's name, and has its own back when that node is deleted.
+
+use std::{path::Path, rc::Rc, sync::Arc};
+
+use block::{
+    disk::Disk,
+    image::Image as Opened,
+    layer::throttle::Group,
+    reactor,
+    storage::{Format, OpenError, OpenOptions, ResizeError, open},
+};
+use policy::throttle::Limits;
+use serde_json::{Value, json};
+
+use super::node::{Bottom, Chain};
+use crate::control::{
+    inventory::{Inventory, NodeBelow, Refused, RunningDisk},
+    qmp::{arguments::Arguments, command::Command, error::Error, json::shown},
+};
+
+/// `blockdev-add`.
+#[derive(Debug)]
+pub(super) struct BlockdevAdd(Chain);
+
+impl Command for BlockdevAdd {
+    const NAME: &'static str = "blockdev-add";
+
+    fn read(arguments: &mut Arguments) -> Result<Self, Error> {
+        Chain::read(arguments).map(Self)
+    }
+
+    async fn run(self, inventory: Rc<Inventory>) -> Result<Value, Error> {
+        let Self(chain) = self;
+        check_names(&inventory, &chain)?;
+        match &chain.bottom {
+            Bottom::Node(bottom) => put_over(&inventory, &chain, bottom)?,
+            Bottom::Storage { image, cache, .. } => {
+                let opened = open_bottom(&chain).await?;
+                // Others had their turn while it was opened.
+                check_names(&inventory, &chain)?;
+                let disk = RunningDisk {
+                    disk: build(&chain.names[0], opened, group_of(&inventory, &chain)?.as_ref())?,
+                    image: image.clone(),
+                    format: Some(Format::Raw),
+                    cache: *cache,
+                    below: inner_nodes(&chain),
+                };
+                inventory.add_disk(disk).map_err(generic)?;
+            }
+        }
+        Ok(json!({}))
+    }
+}
+
+fn generic(error: impl std::fmt::Display) -> Error {
+    Error::generic(error.to_string())
+}
+
+fn check_names(inventory: &Inventory, chain: &Chain) -> Result<(), Error> {
+    for (index, name) in chain.names.iter().enumerate() {
+        if inventory.check_name(name).is_err() || chain.names[..index].contains(name) {
+            return Err(generic(format_args!("Duplicate nodes with node-name='{name}'")));
+        }
+    }
+    group_of(inventory, chain).map(drop)
+}
+
+fn group_of(inventory: &Inventory, chain: &Chain) -> Result<Option<Arc<Group>>, Error> {
+    let find = |name: &String| {
+        let missing = |_| generic(format_args!("Throttle group '{}' does not exist", shown(name)));
+        inventory.group(name).map_err(missing)
+    };
+    chain.group.as_ref().map(find).transpose()
+}
+
+/// The nodes described in place below the topmost.
+fn inner_nodes(chain: &Chain) -> Vec<NodeBelow> {
+    chain.names[1..].iter().map(|name| NodeBelow { name: name.clone(), stays: false }).collect()
+}
+
+/// A disk without limits of its own.
+fn build(name: &str, image: Opened, group: Option<&Arc<Group>>) -> Result<Arc<Disk>, Error> {
+    let own;
+    let group = match group {
+        Some(group) => group,
+        None => {
+            own = Group::new(name, Limits::default()).map_err(generic)?;
+            &own
+        }
+    };
+    Ok(Arc::new(Disk::new(name, image, group)))
+}
+
+/// Makes a disk that is there the bottom of another.
+fn put_over(inventory: &Inventory, chain: &Chain, bottom: &str) -> Result<(), Error> {
+    let name = shown(bottom);
+    let below = inventory.disk(bottom).map_err(|_| {
+        if inventory.is_below(bottom) {
+            generic(format_args!("Node '{name}' is in use by the disk above it"))
+        } else {
+            generic(format_args!("Cannot find device='{name}' nor node-name='{name}'"))
+        }
+    })?;
+    if chain.read_only && !below.disk.image().is_read_only() {
+        return Err(Error::rule(
+            "read-only",
+            format_args!("is the node '{name}' to say (open it read-only)"),
+        ));
+    }
+    let group = match (group_of(inventory, chain)?, inventory.group_of(&below.disk)) {
+        (Some(_), Some(other)) => {
+            let rule = format!("would be the second; the node '{name}' is in group '{}'", other.name());
+            return Err(Error::rule("throttle-group", rule));
+        }
+        (one, other) => one.or(other),
+    };
+    drop(below);
+    let taken = inventory.take_disk(bottom).map_err(in_use(bottom))?;
+    let mut nodes = inner_nodes(chain);
+    nodes.push(NodeBelow { name: bottom.to_owned(), stays: true });
+    nodes.extend(taken.below.iter().cloned());
+    rename(inventory, taken, &chain.names[0], nodes, group.as_ref())
+}
+
+/// Puts a disk that was taken out back under another name.
+fn rename(
+    inventory: &Inventory,
+    taken: RunningDisk,
+    name: &str,
+    below: Vec<NodeBelow>,
+    group: Option<&Arc<Group>>,
+) -> Result<(), Error> {
+    let RunningDisk { disk, image, format, cache, .. } = taken;
+    let opened = Arc::into_inner(disk).expect("taken when nobody else had it").into_image();
+    let disk = build(name, opened, group)?;
+    inventory.add_disk(RunningDisk { disk, image, format, cache, below }).map(drop).map_err(generic)
+}
+
+/// What is said of a disk that cannot be had for itself.
+fn in_use(name: &str) -> impl Fn(Refused) -> Error {
+    move |refused| match refused {
+        Refused::Exported { export, .. } => {
+            generic(format_args!("Node {name} is in use (it is exported as '{export}')"))
+        }
+        other => generic(other),
+    }
+}
+
+/// Opens what is at the bottom of a chain, on a thread of its own.
+async fn open_bottom(chain: &Chain) -> Result<Opened, Error> {
+    let Bottom::Storage { image, device, auto_read_only, .. } = &chain.bottom else {
+        unreachable!("asked for storage alone");
+    };
+    let (spec, device, fall_back) = (image.spec().map_err(generic)?, *device, *auto_read_only);
+    let (options, path) = (chain.open_options(), image.path().map(Path::to_owned));
+    let attempt = move || {
+        if let (Some(path), Some(device)) = (&path, device) {
+            check_kind(path, device)?;
+        }
+        match open(&spec, options.clone()) {
+            Err(_) if fall_back && !options.read_only => {
+                open(&spec, OpenOptions { read_only: true, ..options })
+            }
+            result => result,
+        }
+        .map_err(|OpenError { image, why, remedy }| format!("Could not open '{image}': {why} ({remedy})"))
+    };
+    reactor::blocking(attempt).await.map_err(Error::generic)
+}
+
+/// QEMU has a driver for files and one for devices, and each wants its own.
+fn check_kind(path: &Path, device: bool) -> Result<(), String> {
+    use std::os::unix::fs::FileTypeExt as _;
+    // What is not there at all is reported by who opens it.
+    let Ok(kind) = std::fs::metadata(path).map(|metadata| metadata.file_type()) else { return Ok(()) };
+    let path = path.display();
+    match device {
+        true if !kind.is_block_device() => {
+            Err(format!("'host_device' driver requires '{path}' to be a block device"))
+        }
+        false if !kind.is_file() => Err(format!("'file' driver requires '{path}' to be a regular file")),
+        _ => Ok(()),
+    }
+}
+
+/// `blockdev-del`.
+#[derive(Debug)]
+pub(super) struct BlockdevDel {
+    node: String,
+}
+
+impl Command for BlockdevDel {
+    const NAME: &'static str = "blockdev-del";
+
+    fn read(arguments: &mut Arguments) -> Result<Self, Error> {
+        Ok(Self { node: arguments.required("node-name")? })
+    }
+
+    async fn run(self, inventory: Rc<Inventory>) -> Result<Value, Error> {
+        let name = shown(&self.node);
+        let disk = inventory.disk(&self.node).map_err(|_| {
+            generic(if inventory.is_below(&self.node) {
+                format!("Block device {name} is in use")
+            } else {
+                format!("Failed to find node with node-name='{name}'")
+            })
+        })?;
+        let next = disk.below.iter().position(|node| node.stays);
+        drop(disk);
+        match next {
+            None => inventory.remove_disk(&self.node).await.map_err(in_use(&name))?,
+            Some(next) => {
+                let taken = inventory.take_disk(&self.node).map_err(in_use(&name))?;
+                let (name, below) = (taken.below[next].name.clone(), taken.below[next + 1..].to_vec());
+                rename(&inventory, taken, &name, below, None)?;
+            }
+        }
+        Ok(json!({}))
+    }
+}
+
+/// `block_resize`.
+#[derive(Debug)]
+pub(super) struct BlockResize {
+    device: Option<String>,
+    node: Option<String>,
+    size_bytes: u64,
+}
+
+impl Command for BlockResize {
+    const NAME: &'static str = "block_resize";
+
+    fn read(arguments: &mut Arguments) -> Result<Self, Error> {
+        Ok(Self {
+            device: arguments.optional("device")?,
+            node: arguments.optional("node-name")?,
+            size_bytes: arguments
+                .number("size", 1..=i64::MAX as u64)?
+                .ok_or_else(|| Error::missing("size"))?,
+        })
+    }
+
+    async fn run(self, inventory: Rc<Inventory>) -> Result<Value, Error> {
+        let (device, node) = (self.device.unwrap_or_default(), self.node.unwrap_or_default());
+        let disk = inventory.disk(&device).or_else(|_| inventory.disk(&node)).map_err(|_| {
+            let (device, node) = (shown(&device), shown(&node));
+            generic(format_args!("Cannot find device='{device}' nor node-name='{node}'"))
+        })?;
+        let before = disk.disk.size_bytes();
+        disk.disk.image().resize(self.size_bytes).await.map_err(|error| match error {
+            ResizeError::Unaligned { .. } | ResizeError::TooLarge { .. } => {
+                Error::rule("size", format_args!("({}) cannot be: {error}", self.size_bytes))
+            }
+            error => generic(format_args!("Cannot resize '{}': {error}", disk.disk.name())),
+        })?;
+        tracing::info!(disk = %disk.disk.name(), before, size_bytes = self.size_bytes, "resized");
+        Ok(json!({}))
+    }
+}

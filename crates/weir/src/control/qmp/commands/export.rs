@@ -1,0 +1,205 @@
+//! Exports: what clients can reach, and since when no more.
+//!
+//! QEMU has one NBD server, weir any number; where there are several, `x-weir-listen` says which is meant, by its address as
+//! `x-weir-query-status` shows it.
+
+use std::rc::Rc;
+
+use block::export::nbd::Removal;
+use serde_json::{Value, json};
+
+use crate::control::{
+    inventory::{Inventory, NewExport, Refused},
+    qmp::{arguments::Arguments, command::Command, error::Error, json::shown},
+    serving::Serving,
+};
+
+/// Bytes of a name or a description: what the NBD protocol can carry ("Values", strings).
+const MAX_STRING_BYTES: usize = 4096;
+const TYPES: [&str; 1] = ["nbd"];
+
+/// `block-export-add`.
+#[derive(Debug)]
+pub(super) struct BlockExportAdd {
+    id: String,
+    node: String,
+    name: String,
+    description: String,
+    writable: bool,
+    listen: Option<String>,
+}
+
+impl Command for BlockExportAdd {
+    const NAME: &'static str = "block-export-add";
+
+    fn read(arguments: &mut Arguments) -> Result<Self, Error> {
+        arguments.choice("type", &TYPES)?.ok_or_else(|| Error::missing("type"))?;
+        let id: String = arguments.required("id")?;
+        if !is_well_formed(&id) {
+            return Err(Error::generic("Invalid block export id"));
+        }
+        let node: String = arguments.required("node-name")?;
+        refuse_unsupported(arguments)?;
+        let text = |key: &str, what: &str, text: String| {
+            if text.len() > MAX_STRING_BYTES {
+                return Err(Error::generic(format!("{what} '{}' too long", shown(&text))));
+            }
+            if text.chars().any(char::is_control) {
+                return Err(Error::rule(key, "holds a control character"));
+            }
+            Ok(text)
+        };
+        let name = arguments.optional("name")?.unwrap_or_else(|| node.clone());
+        let description = arguments.optional("description")?.unwrap_or_default();
+        Ok(Self {
+            id,
+            node,
+            name: text("name", "export name", name)?,
+            description: text("description", "description", description)?,
+            writable: arguments.optional("writable")?.unwrap_or(false),
+            listen: arguments.optional("x-weir-listen")?,
+        })
+    }
+
+    async fn run(self, inventory: Rc<Inventory>) -> Result<Value, Error> {
+        if inventory.export(&self.id).is_ok() {
+            return Err(Error::generic(format!("Block export id '{}' is already in use", self.id)));
+        }
+        let node = &self.node;
+        let disk = inventory
+            .disk(node)
+            .map_err(|_| Error::generic(format!("Cannot find device='' nor node-name='{}'", shown(node))))?;
+        if self.writable && disk.disk.image().is_read_only() {
+            return Err(Error::generic("Cannot export read-only node as writable"));
+        }
+        let serving = self.serving(&inventory)?;
+        let new = NewExport {
+            id: self.id,
+            name: self.name,
+            description: self.description,
+            disk: self.node,
+            read_only: !self.writable,
+        };
+        match inventory.add_export(&serving, new) {
+            Ok(()) => Ok(json!({})),
+            Err(Refused::ExportNameTaken { name, .. }) => {
+                Err(Error::generic(format!("NBD server already has export named '{}'", shown(&name))))
+            }
+            Err(other) => Err(Error::generic(other.to_string())),
+        }
+    }
+}
+
+impl BlockExportAdd {
+    /// The server that is meant.
+    fn serving(&self, inventory: &Inventory) -> Result<Rc<Serving>, Error> {
+        let servers = inventory.servers();
+        let addresses = || servers.iter().map(|serving| serving.address()).collect::<Vec<_>>();
+        match &self.listen {
+            Some(address) => {
+                servers.iter().find(|serving| serving.address() == *address).cloned().ok_or_else(|| {
+                    let addresses = addresses();
+                    let known: Vec<_> = addresses.iter().map(String::as_str).collect();
+                    Error::not_accepted("x-weir-listen", &shown(address), &known)
+                })
+            }
+            None => match &*servers {
+                [] => Err(Error::generic("NBD server not running")),
+                [only] => Ok(Rc::clone(only)),
+                _ => Err(Error::rule(
+                    "x-weir-listen",
+                    format!("is missing, and there are several servers ({})", addresses().join(", ")),
+                )),
+            },
+        }
+    }
+}
+
+/// What QEMU has and weir does not: refused by name, unless it asks for what is so anyway.
+fn refuse_unsupported(arguments: &mut Arguments) -> Result<(), Error> {
+    if arguments.optional("writethrough")?.unwrap_or(false) {
+        return Err(Error::rule(
+            "writethrough",
+            "is the disk's to say here (serve it with cache = \"writethrough\")",
+        ));
+    }
+    if let Some(thread) = arguments.optional::<String>("iothread")? {
+        return Err(Error::generic(format!("iothread \"{}\" not found", shown(&thread))));
+    }
+    let _: Option<bool> = arguments.optional("fixed-iothread")?;
+    if arguments.optional("allocation-depth")?.unwrap_or(false) {
+        return Err(Error::rule("allocation-depth", "is not supported (leave it out)"));
+    }
+    let bitmaps: Vec<Value> = arguments.optional("bitmaps")?.unwrap_or_default();
+    if let Some(bitmap) = bitmaps.first() {
+        let name = bitmap.as_str().or_else(|| bitmap["name"].as_str()).unwrap_or_default();
+        return Err(Error::generic(format!("Bitmap '{}' is not found", shown(name))));
+    }
+    Ok(())
+}
+
+/// An id as QEMU's `id_wellformed` has it.
+fn is_well_formed(id: &str) -> bool {
+    let mut bytes = id.bytes();
+    bytes.next().is_some_and(|byte| byte.is_ascii_alphabetic())
+        && bytes.all(|byte| byte.is_ascii_alphanumeric() || b"-._".contains(&byte))
+}
+
+/// `block-export-del`.
+#[derive(Debug)]
+pub(super) struct BlockExportDel {
+    id: String,
+    removal: Removal,
+}
+
+impl Command for BlockExportDel {
+    const NAME: &'static str = "block-export-del";
+
+    fn read(arguments: &mut Arguments) -> Result<Self, Error> {
+        let removal = match arguments.choice("mode", &["safe", "hard"])? {
+            Some(1) => Removal::Hard,
+            _ => Removal::Safe,
+        };
+        Ok(Self { id: arguments.required("id")?, removal })
+    }
+
+    async fn run(self, inventory: Rc<Inventory>) -> Result<Value, Error> {
+        let id = shown(&self.id);
+        let not_found = |_| Error::generic(format!("Export '{id}' is not found"));
+        if inventory.export(&self.id).map_err(not_found)?.is_ending() {
+            return Err(Error::generic(format!("Export '{id}' is already shutting down")));
+        }
+        match inventory.remove_export(&self.id, self.removal) {
+            Ok(()) => Ok(json!({})),
+            Err(Refused::HasClients { connections, .. }) => Err(Error::generic(format!(
+                "export '{id}' still in use by {connections} clients (use mode 'hard' to disconnect them)"
+            ))),
+            Err(other) => Err(Error::generic(other.to_string())),
+        }
+    }
+}
+
+/// `query-block-exports`.
+#[derive(Debug)]
+pub(super) struct QueryBlockExports;
+
+impl Command for QueryBlockExports {
+    const NAME: &'static str = "query-block-exports";
+
+    fn read(_: &mut Arguments) -> Result<Self, Error> {
+        Ok(Self)
+    }
+
+    async fn run(self, inventory: Rc<Inventory>) -> Result<Value, Error> {
+        let exports = inventory.exports();
+        let info = exports.iter().map(|export| {
+            json!({
+                "id": export.id,
+                "type": "nbd",
+                "node-name": &**export.disk.disk.name(),
+                "shutting-down": export.is_ending(),
+            })
+        });
+        Ok(info.collect())
+    }
+}
