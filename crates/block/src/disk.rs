@@ -14,13 +14,16 @@ use std::sync::{
     atomic::{AtomicU64, Ordering},
 };
 
-use policy::{request::Direction, throttle::Cost};
+use policy::{
+    request::Direction,
+    throttle::{Cost, Refused},
+};
 
 use crate::{
     buffer::{Buffer, Segments},
     error::{Error, Result},
     image::Image,
-    layer::throttle::{Group, Member},
+    layer::throttle::{DiskSettings, Group, Member},
     storage::{Durability, Extent, ZeroOptions},
 };
 
@@ -64,9 +67,21 @@ pub struct Totals {
 }
 
 impl Disk {
-    /// A disk of this name over `image`, a member of `group`.
-    pub fn new(name: &str, image: Image, group: &Arc<Group>) -> Self {
-        Self { name: name.into(), image, member: Member::join(group), counters: Counters::default() }
+    /// A disk of this name over `image`, in `group` if there is one.
+    ///
+    /// # Errors
+    /// [`Refused`]: limits that break a rule, or a reservation that the group cannot keep.
+    ///
+    /// # Panics
+    /// Outside a reactor.
+    pub fn new(
+        name: &str,
+        image: Image,
+        settings: DiskSettings,
+        group: Option<&Arc<Group>>,
+    ) -> std::result::Result<Self, Refused> {
+        let member = Member::new(settings, group)?;
+        Ok(Self { name: name.into(), image, member, counters: Counters::default() })
     }
 
     /// The name in config, logs and exports.
@@ -79,9 +94,9 @@ impl Disk {
         &self.image
     }
 
-    /// The group whose limits hold for it.
-    pub fn group(&self) -> &Arc<Group> {
-        self.member.group()
+    /// Its limits and its group: to look at and to change while it runs.
+    pub fn throttle(&self) -> &Member {
+        &self.member
     }
 
     /// Its image, to be put under another disk.
@@ -106,7 +121,7 @@ impl Disk {
         }
     }
 
-    /// Waits until a request may pass its group's limits, and charges it. `cost` may stand for several that were merged.
+    /// Waits until a request may pass the limits of the disk and of the groups above it, and charges it. `cost` may stand for several that were merged.
     ///
     /// Apart from the I/O itself so that whoever asks can give up while nothing has happened: a dropped future is charged nothing.
     pub async fn admit(&self, direction: Direction, cost: Cost) -> Pass {

@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::{
-    layer::throttle::Group,
+    layer::throttle::DiskSettings,
     reactor::{now, sim, sleep_until},
     storage::{OpenOptions, open, rate::Budgets},
 };
@@ -62,8 +62,7 @@ fn disk(name: &str, image: &str, rate: Option<&str>, budgets: &Budgets) -> Disk 
 }
 
 fn test_disk(name: &str, image: Image) -> Disk {
-    let group = Group::new(name, policy::throttle::Limits::default()).expect("no limits");
-    Disk::new(name, image, &group)
+    Disk::new(name, image, DiskSettings::default(), None).expect("nothing is promised")
 }
 
 #[test]

@@ -10,7 +10,7 @@ use block::{
     disk::Disk,
     error::Error,
     image::{Image, Raw},
-    layer::throttle::Group,
+    layer::throttle::{DiskSettings, Group},
     reactor::{JoinHandle, now, sim, sleep_until, spawn_joinable, timeout},
     storage::{
         Storage,
@@ -68,7 +68,7 @@ fn a_seed_repeats_to_the_last_bit() {
 fn run(seed: u64, tally: &Rc<RefCell<Tally>>) -> Instant {
     let tally = Rc::clone(tally);
     sim::run(seed, async move {
-        let group = Group::new("group", draw_limits()).expect("drawn valid");
+        let group = Group::with_limits("group", draw_limits()).expect("drawn valid");
         let passed = Rc::new(RefCell::new(Passed::new(&group, LONGEST_REQUEST)));
         let disks: Vec<_> = (0..sim::random(|random| random.usize(1..=2)))
             .map(|_| spawn_joinable(Life::draw(&group, &tally, &passed).run()))
@@ -77,7 +77,8 @@ fn run(seed: u64, tally: &Rc<RefCell<Tally>>) -> Instant {
             timeout(FOREVER, disk).await.expect("every request is answered within a day of virtual time");
         }
         passed.borrow().check();
-        tally.borrow_mut().waited += group.counters().throttled;
+        let stats = group.stats();
+        tally.borrow_mut().waited += stats.reads.throttled + stats.writes.throttled;
         now()
     })
 }
@@ -177,8 +178,9 @@ impl Life {
         if self.faults {
             storage = Storage::Fault(Box::new(Fault::new(storage, vec![full_disk()])));
         }
-        let disk = Disk::new("disk", Image::Raw(Raw::new(storage)), &self.group);
-        (device, Arc::new(disk))
+        let disk =
+            Disk::new("disk", Image::Raw(Raw::new(storage)), DiskSettings::default(), Some(&self.group));
+        (device, Arc::new(disk.expect("nothing is promised")))
     }
 
     fn start(&self, disk: &Arc<Disk>) -> Vec<JoinHandle<()>> {

@@ -9,7 +9,7 @@ use std::{
 };
 
 use block::{
-    layer::throttle::{Group, Member},
+    layer::throttle::{DiskSettings, Group, Member},
     reactor::{Polling, Worker, timeout, yield_now},
 };
 use policy::{
@@ -35,7 +35,7 @@ fn drive(patience: fn(u64) -> Option<Duration>) -> (u64, Arc<Group>) {
     workers[0].spawn(move || async move {
         let mut limits = Limits::default();
         *limits.limit_mut(LimitKind::IopsTotal) = Limit { rate: RATE, ..Limit::NONE };
-        announce.send(Group::new("shared", limits).expect("valid")).expect("somebody waits for it");
+        announce.send(Group::with_limits("shared", limits).expect("valid")).expect("somebody waits for it");
     });
     let group = announced.recv_timeout(FOREVER).expect("a worker makes a group");
     let (done, finished) = mpsc::channel();
@@ -43,7 +43,7 @@ fn drive(patience: fn(u64) -> Option<Duration>) -> (u64, Arc<Group>) {
         for task in 0..TASKS {
             let (group, done) = (Arc::clone(&group), done.clone());
             worker.spawn(move || async move {
-                let member = Member::join(&group);
+                let member = Member::new(DiskSettings::default(), Some(&group)).expect("nothing is promised");
                 let mut passed = 0;
                 for request in 0..REQUESTS {
                     passed += u64::from(ask(&member, request + task, patience(request * TASKS + task)).await);
@@ -79,7 +79,7 @@ fn threads_that_share_a_group_lose_no_request() {
     let started = time::Instant::now();
     let (passed, group) = drive(|_| None);
     assert_eq!(passed, 2 * TASKS * REQUESTS);
-    let counters = group.counters();
+    let counters = group.stats().reads;
     assert_eq!((counters.requests, counters.bytes), (passed, passed * 4096));
     // A tenth of a second's worth passes at once; the rest at the rate, if no thread let anything past the other's count.
     let least = Duration::from_secs_f64((passed - RATE / 10 - 1) as f64 / RATE as f64);
@@ -92,7 +92,7 @@ fn threads_that_give_up_disturb_nobody() {
     let (passed, group) =
         drive(|request| (request % 3 == 0).then(|| Duration::from_micros(request * 7919 % 500)));
     let asked = 2 * TASKS * REQUESTS;
-    let counted = group.counters().requests;
+    let counted = group.stats().reads.requests;
     // One that is admitted as it gives up is counted; nobody sees it.
     assert!(passed <= counted && counted <= asked, "{passed} seen, {counted} counted, {asked} asked");
     assert!(passed >= asked - asked / 3 - 1, "those that wait to the end pass: {passed}");

@@ -296,11 +296,6 @@ impl Inventory {
         exports.values().filter(|export| Rc::ptr_eq(&export.disk, disk)).cloned().collect()
     }
 
-    /// The group a disk is in.
-    pub(crate) fn group_of(&self, disk: &Disk) -> Option<Arc<Group>> {
-        self.groups.borrow().values().find(|group| Arc::ptr_eq(group, disk.group())).cloned()
-    }
-
     // Groups.
 
     /// All groups.
@@ -336,11 +331,16 @@ impl Inventory {
         Ok(())
     }
 
-    /// The names of the disks that are in a group.
+    /// The names of the disks and groups that are in a group.
     pub(crate) fn members_of(&self, group: &Arc<Group>) -> Vec<String> {
         let disks = self.disks.borrow();
-        let inside = |disk: &&Rc<RunningDisk>| Arc::ptr_eq(disk.disk.group(), group);
-        disks.values().filter(inside).map(|disk| disk.disk.name().to_string()).collect()
+        let inside = |disk: &&Rc<RunningDisk>| {
+            disk.disk.throttle().group().is_some_and(|of_disk| Arc::ptr_eq(&of_disk, group))
+        };
+        let disks = disks.values().filter(inside).map(|disk| disk.disk.name().to_string());
+        let groups = self.groups.borrow();
+        let below = |other: &&Arc<Group>| other.parent().is_some_and(|parent| Arc::ptr_eq(parent, group));
+        disks.chain(groups.values().filter(below).map(|group| group.name().to_owned())).collect()
     }
 
     /// Whether a new disk or group may have this name.

@@ -4,7 +4,11 @@
 //! are put together from what was said and judged one disk or group at a time; whether promises fit into what there is to
 //! give is the policy's to say, which knows the others.
 
-use policy::throttle::{Invalid, Limits, MAX_VALUE, Share};
+use block::layer::throttle::{DiskSettings, GroupSettings};
+use policy::{
+    throttle::{Invalid, Limits, MAX_VALUE, Share},
+    watermark::Watermark,
+};
 
 use super::{LimitsDraft, Place, Said, Wrong};
 
@@ -37,6 +41,27 @@ impl Default for Settings {
             bps_reservation: 0,
             watermark: 0,
         }
+    }
+}
+
+impl Settings {
+    /// As a disk takes them.
+    pub(crate) fn of_disk(&self) -> DiskSettings {
+        DiskSettings { limits: self.limits, share: self.share(), watermark: self.watermark() }
+    }
+
+    /// As a group takes them.
+    pub(crate) fn of_group(&self) -> GroupSettings {
+        GroupSettings { limits: self.limits, share: self.share(), watermark: self.watermark() }
+    }
+
+    fn share(&self) -> Share {
+        let share = Share::new(self.weight).expect("checked");
+        share.with_reservation(self.iops_reservation, self.bps_reservation)
+    }
+
+    fn watermark(&self) -> Watermark {
+        Watermark::new(self.watermark).expect("checked")
     }
 }
 

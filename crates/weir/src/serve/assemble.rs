@@ -22,7 +22,9 @@ use crate::{
 pub(super) fn disks(plan: &Plan, inventory: &Inventory) -> anyhow::Result<()> {
     let mut groups = Vec::new();
     for planned in &plan.groups {
-        let group = Group::new(&planned.name, planned.settings.limits)?;
+        let parent = planned.parent.map(|parent| &groups[parent]);
+        let group = Group::new(&planned.name, planned.settings.of_group(), parent)
+            .with_context(|| format!("group {}", planned.name))?;
         inventory.add_group(&group)?;
         groups.push(group);
     }
@@ -31,11 +33,8 @@ pub(super) fn disks(plan: &Plan, inventory: &Inventory) -> anyhow::Result<()> {
     }
     let budgets = Budgets::default();
     for planned in &plan.disks {
-        let group = match planned.group {
-            Some(index) => Arc::clone(&groups[index]),
-            None => Group::new(&planned.name, planned.settings.limits)?,
-        };
-        inventory.add_disk(disk(planned, &group, &budgets)?)?;
+        let group = planned.group.map(|index| &groups[index]);
+        inventory.add_disk(disk(planned, group, &budgets)?)?;
     }
     Ok(())
 }
@@ -44,11 +43,13 @@ pub(super) fn disks(plan: &Plan, inventory: &Inventory) -> anyhow::Result<()> {
 ///
 /// # Errors
 /// If the image cannot be served, with the reason.
-fn disk(planned: &plan::Disk, group: &Arc<Group>, budgets: &Budgets) -> anyhow::Result<RunningDisk> {
+fn disk(planned: &plan::Disk, group: Option<&Arc<Group>>, budgets: &Budgets) -> anyhow::Result<RunningDisk> {
     let image = open(&planned.image.spec()?, options(planned, budgets))?;
     tracing::debug!(disk = planned.name, image = image.description(), "opened");
+    let disk = Disk::new(&planned.name, image, planned.settings.of_disk(), group)
+        .with_context(|| format!("disk {}", planned.name))?;
     Ok(RunningDisk {
-        disk: Arc::new(Disk::new(&planned.name, image, group)),
+        disk: Arc::new(disk),
         image: planned.image.clone(),
         format: planned.format,
         cache: planned.cache,

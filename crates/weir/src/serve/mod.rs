@@ -22,7 +22,6 @@ use block::{
     reactor::{self, Polling, Worker},
 };
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
-use policy::throttle::Limits;
 use sd_notify::NotifyState;
 
 use crate::{
@@ -200,9 +199,7 @@ impl Daemon {
         let disks = self.inventory.disks();
         for RunningDisk { disk, .. } in disks.iter().map(AsRef::as_ref) {
             // What is in flight is to be finished, and a limit could hold it for hours. QEMU's drain lifts limits too.
-            if let Err(error) = disk.group().set_limits(Limits::default()) {
-                tracing::warn!(disk = %disk.name(), %error, "the limits stay in force");
-            }
+            disk.throttle().lift();
         }
         let control = Rc::clone(&self.control);
         let control = reactor::spawn_joinable(async move { control.stop(ending).await });

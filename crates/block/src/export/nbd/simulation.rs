@@ -41,7 +41,7 @@ use crate::{
     disk::{Disk, Totals},
     error::Error,
     image::{Image, Raw},
-    layer::throttle::Group,
+    layer::throttle::DiskSettings,
     reactor::{JoinHandle, now, sim, sleep_until, spawn_joinable, timeout},
     storage::{
         Storage,
@@ -88,7 +88,7 @@ fn some_time() -> Duration {
 /// One run; returns what the disk did and how many requests well-behaved clients had answered.
 async fn serve_a_crowd() -> (Totals, u64) {
     let faults = chance(25);
-    let disk = Arc::new(Disk::new("disk", Image::Raw(Raw::new(draw_storage(faults))), &draw_group()));
+    let disk = Arc::new(disk(draw_storage(faults), draw_limits()));
     let server = serve(&disk);
     let stopped = Rc::new(Cell::new(false));
     let answered = Rc::new(Cell::new(0));
@@ -153,7 +153,12 @@ fn draw_storage(faults: bool) -> Storage {
     storage
 }
 
-fn draw_group() -> Arc<Group> {
+fn disk(storage: Storage, limits: Limits) -> Disk {
+    let settings = DiskSettings { limits, ..DiskSettings::default() };
+    Disk::new("disk", Image::Raw(Raw::new(storage)), settings, None).expect("valid")
+}
+
+fn draw_limits() -> Limits {
     let mut limits = Limits::default();
     if chance(40) {
         let rate = sim::random(|random| random.u64(50..5000));
@@ -163,7 +168,7 @@ fn draw_group() -> Arc<Group> {
         let rate = sim::random(|random| random.u64(100_000..5_000_000));
         *limits.limit_mut(LimitKind::BpsWrite) = Limit { rate, ..Limit::NONE };
     }
-    Group::new("group", limits).expect("valid")
+    limits
 }
 
 fn serve(disk: &Arc<Disk>) -> Arc<Server> {
@@ -225,8 +230,7 @@ async fn converse(
 /// A connection to a fast disk that the tests below have to themselves.
 fn connect_alone(size_bytes: u64) -> (Pipe, Served) {
     let storage = Storage::Memory(Memory::new(size_bytes).expect("sparse"));
-    let group = Group::new("group", Limits::default()).expect("valid");
-    connect(&serve(&Arc::new(Disk::new("disk", Image::Raw(Raw::new(storage)), &group))))
+    connect(&serve(&Arc::new(disk(storage, Limits::default()))))
 }
 
 /// Sends `count` reads of `length` and reads no reply, for a second; what was in flight then.

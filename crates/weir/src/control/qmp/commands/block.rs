@@ -8,11 +8,10 @@ use std::{path::Path, rc::Rc, sync::Arc};
 use block::{
     disk::Disk,
     image::Image as Opened,
-    layer::throttle::Group,
+    layer::throttle::{DiskSettings, Group},
     reactor,
     storage::{Format, OpenError, OpenOptions, ResizeError, open},
 };
-use policy::throttle::Limits;
 use serde_json::{Value, json};
 
 use super::node::{Bottom, Chain};
@@ -42,7 +41,12 @@ impl Command for BlockdevAdd {
                 // Others had their turn while it was opened.
                 check_names(&inventory, &chain)?;
                 let disk = RunningDisk {
-                    disk: build(&chain.names[0], opened, group_of(&inventory, &chain)?.as_ref())?,
+                    disk: build(
+                        &chain.names[0],
+                        opened,
+                        DiskSettings::default(),
+                        group_of(&inventory, &chain)?.as_ref(),
+                    )?,
                     image: image.clone(),
                     format: Some(Format::Raw),
                     cache: *cache,
@@ -81,17 +85,13 @@ fn inner_nodes(chain: &Chain) -> Vec<NodeBelow> {
     chain.names[1..].iter().map(|name| NodeBelow { name: name.clone(), stays: false }).collect()
 }
 
-/// A disk without limits of its own.
-fn build(name: &str, image: Opened, group: Option<&Arc<Group>>) -> Result<Arc<Disk>, Error> {
-    let own;
-    let group = match group {
-        Some(group) => group,
-        None => {
-            own = Group::new(name, Limits::default()).map_err(generic)?;
-            &own
-        }
-    };
-    Ok(Arc::new(Disk::new(name, image, group)))
+fn build(
+    name: &str,
+    image: Opened,
+    settings: DiskSettings,
+    group: Option<&Arc<Group>>,
+) -> Result<Arc<Disk>, Error> {
+    Disk::new(name, image, settings, group).map(Arc::new).map_err(generic)
 }
 
 /// Makes a disk that is there the bottom of another.
@@ -110,7 +110,7 @@ fn put_over(inventory: &Inventory, chain: &Chain, bottom: &str) -> Result<(), Er
             format_args!("is the node '{name}' to say (open it read-only)"),
         ));
     }
-    let group = match (group_of(inventory, chain)?, inventory.group_of(&below.disk)) {
+    let group = match (group_of(inventory, chain)?, below.disk.throttle().group()) {
         (Some(_), Some(other)) => {
             let rule = format!("would be the second; the node '{name}' is in group '{}'", other.name());
             return Err(Error::rule("throttle-group", rule));
@@ -125,7 +125,7 @@ fn put_over(inventory: &Inventory, chain: &Chain, bottom: &str) -> Result<(), Er
     rename(inventory, taken, &chain.names[0], nodes, group.as_ref())
 }
 
-/// Puts a disk that was taken out back under another name.
+/// Puts a disk that was taken out back under another name, held to what it was held to.
 fn rename(
     inventory: &Inventory,
     taken: RunningDisk,
@@ -134,8 +134,9 @@ fn rename(
     group: Option<&Arc<Group>>,
 ) -> Result<(), Error> {
     let RunningDisk { disk, image, format, cache, .. } = taken;
+    let settings = disk.throttle().settings();
     let opened = Arc::into_inner(disk).expect("taken when nobody else had it").into_image();
-    let disk = build(name, opened, group)?;
+    let disk = build(name, opened, settings, group)?;
     inventory.add_disk(RunningDisk { disk, image, format, cache, below }).map(drop).map_err(generic)
 }
 

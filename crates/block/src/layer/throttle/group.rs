@@ -1,0 +1,154 @@
+//! A group by name: limits that several disks, or several groups, keep together.
+//!
+//! Groups nest: a disk's request passes its own limits, its group's, and those of every group above, and all of them hold at once. A group lives
+//! as long as something is in it, or somebody knows it.
+//!
+//! Never knows which disks are in it, apart from their number: a disk knows its group.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use policy::{
+    throttle::{Enforcement, Limits, NodeId, Refused, Stats},
+    watermark::Watermark,
+};
+
+use super::{arbiter::Arbiter, settings::GroupSettings, timer::arm};
+use crate::reactor;
+
+/// Disks and groups that share one set of limits.
+#[derive(Debug)]
+pub struct Group {
+    name: Arc<str>,
+    parent: Option<Arc<Group>>,
+    pub(super) arbiter: Arc<Arbiter>,
+    pub(super) node: NodeId,
+    /// Its lock is taken before the arbiter's.
+    settings: Mutex<GroupSettings>,
+}
+
+impl Group {
+    /// A group with nothing in it, inside `parent` if there is one.
+    ///
+    /// # Errors
+    /// [`Refused`]: limits that break a rule, or a reservation that `parent` cannot keep.
+    ///
+    /// # Panics
+    /// Outside a reactor.
+    pub fn new(
+        name: &str,
+        settings: GroupSettings,
+        parent: Option<&Arc<Self>>,
+    ) -> Result<Arc<Self>, Refused> {
+        let now = reactor::now();
+        let arbiter = parent.map_or_else(|| Arbiter::new(now), |parent| Arc::clone(&parent.arbiter));
+        let GroupSettings { limits, share, .. } = settings;
+        let node = arbiter.lock().add(parent.map(|parent| parent.node), limits, share, None, now)?;
+        let parent = parent.cloned();
+        Ok(Arc::new(Self { name: name.into(), parent, arbiter, node, settings: Mutex::new(settings) }))
+    }
+
+    /// The group's name.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// The group it is in.
+    pub fn parent(&self) -> Option<&Arc<Self>> {
+        self.parent.as_ref()
+    }
+
+    /// A group on top, with these limits and an equal share.
+    ///
+    /// # Errors
+    /// [`Refused`]: limits that break a rule.
+    ///
+    /// # Panics
+    /// Outside a reactor.
+    pub fn with_limits(name: &str, limits: Limits) -> Result<Arc<Self>, Refused> {
+        Self::new(name, GroupSettings { limits, ..GroupSettings::default() }, None)
+    }
+
+    /// The settings in force.
+    pub fn settings(&self) -> GroupSettings {
+        *self.lock()
+    }
+
+    /// Puts other settings in force, also for the requests that wait: those that may pass do so at once. All of them or none.
+    ///
+    /// Other limits begin with empty buckets, as QEMU's do; limits that stay the same keep what has been charged.
+    ///
+    /// # Errors
+    /// [`Refused`]: limits that break a rule, a reservation that the parent cannot keep, or reservations inside that would exceed the
+    /// new limits. Everything stays as it was.
+    ///
+    /// # Panics
+    /// Outside a reactor.
+    pub fn set(&self, settings: GroupSettings) -> Result<(), Refused> {
+        let now = reactor::now();
+        let mut current = self.lock();
+        let change = ((current.limits, current.share), (settings.limits, settings.share));
+        self.arbiter.lock().configure(self.node, change, now)?;
+        *current = settings;
+        drop(current);
+        arm(self.arbiter.release(now));
+        Ok(())
+    }
+
+    /// What has passed here, what waits and for what.
+    ///
+    /// Requests that no limit holds for, here or above or below, are not counted: they do not ask.
+    ///
+    /// # Panics
+    /// Outside a reactor.
+    pub fn stats(&self) -> Stats {
+        let now = reactor::now();
+        self.arbiter.lock().tree().stats(self.node, now)
+    }
+
+    /// How many disks and groups are in it, those inside its groups not counted.
+    pub fn members(&self) -> usize {
+        self.arbiter.lock().tree().children(self.node).count()
+    }
+
+    /// The watermark set for it.
+    pub fn watermark(&self) -> Watermark {
+        self.lock().watermark
+    }
+
+    /// How far its own limits are enforced.
+    pub fn enforcement(&self) -> Enforcement {
+        self.arbiter.lock().tree().enforcement(self.node)
+    }
+
+    /// Enforces its own limits so much from now on, also for the requests that wait. For whoever watches the device.
+    ///
+    /// # Panics
+    /// Outside a reactor.
+    pub fn enforce(&self, enforcement: Enforcement) {
+        let now = reactor::now();
+        self.arbiter.lock().enforce(self.node, enforcement, now);
+        arm(self.arbiter.release(now));
+    }
+
+    /// Lifts every limit in its tree for good: its own, those above and below, and those of all others there. What waits passes now, what
+    /// comes is not asked. For the end, when what is in flight is to be finished.
+    ///
+    /// # Panics
+    /// Outside a reactor.
+    pub fn lift(&self) {
+        arm(self.arbiter.lift(reactor::now()));
+    }
+
+    fn lock(&self) -> MutexGuard<'_, GroupSettings> {
+        // Replaced as a whole.
+        self.settings.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Drop for Group {
+    fn drop(&mut self) {
+        // What is in it holds it, so nothing is; and only disks have requests.
+        let waiting = self.arbiter.lock().remove(self.node);
+        debug_assert!(waiting.is_empty(), "requests waited in a group itself");
+    }
+}

@@ -1,0 +1,154 @@
+//! A disk's side of throttling: its own settings, the group it is in, and the wait of each of its requests.
+//!
+//! Never reorders a disk's requests of one direction, and never drops one: a request whose task is dropped takes itself back.
+
+use std::sync::Arc;
+
+use policy::{
+    request::Direction,
+    throttle::{Cost, Enforcement, Refused, Stats},
+    watermark::Watermark,
+};
+
+use super::{
+    arbiter::Arbiter,
+    group::Group,
+    seat::{Asked, Destination, Seat},
+    settings::DiskSettings,
+    timer::arm,
+};
+use crate::reactor;
+
+/// A disk among the others that share its limits. Leaves its group when dropped.
+#[derive(Debug)]
+pub struct Member {
+    seat: Seat<Option<Arc<Group>>>,
+}
+
+impl Member {
+    /// Takes a place in `group`, or one of its own.
+    ///
+    /// # Errors
+    /// [`Refused`]: limits that break a rule, or a reservation that the group cannot keep.
+    ///
+    /// # Panics
+    /// Outside a reactor.
+    pub fn new(settings: DiskSettings, group: Option<&Arc<Group>>) -> Result<Self, Refused> {
+        Ok(Self { seat: Seat::new(settings, destination(group), reactor::now())? })
+    }
+
+    /// The settings in force.
+    pub fn settings(&self) -> DiskSettings {
+        self.seat.lock().settings
+    }
+
+    /// Puts other settings in force, also for the requests that wait: those that may pass do so at once. All of them or none.
+    ///
+    /// Other limits begin with empty buckets, as QEMU's do; limits that stay the same keep what has been charged.
+    ///
+    /// # Errors
+    /// [`Refused`]: limits that break a rule, or a reservation that the group cannot keep. Everything stays as it was.
+    ///
+    /// # Panics
+    /// Outside a reactor.
+    pub fn set(&self, settings: DiskSettings) -> Result<(), Refused> {
+        let now = reactor::now();
+        let mut place = self.seat.lock();
+        let old = place.settings;
+        let change = ((old.limits, old.share), (settings.limits, settings.share));
+        place.arbiter.lock().configure(place.node, change, now)?;
+        place.settings = settings;
+        let arbiter = Arc::clone(&place.arbiter);
+        drop(place);
+        arm(arbiter.release(now));
+        Ok(())
+    }
+
+    /// The group it is in.
+    pub fn group(&self) -> Option<Arc<Group>> {
+        self.seat.lock().kept.clone()
+    }
+
+    /// Leaves its group for `group`, or for none. The requests that wait move along, in their order: those that may pass there do so at once.
+    ///
+    /// Its own limits begin with empty buckets; its counters begin anew where it arrives, and [`Member::stats`] adds them up.
+    ///
+    /// # Errors
+    /// [`Refused`] if `group` cannot keep its reservation; then it stays where it is.
+    ///
+    /// # Panics
+    /// Outside a reactor.
+    pub fn move_to(&self, group: Option<&Arc<Group>>) -> Result<(), Refused> {
+        let alarms = self.seat.move_to(destination(group), reactor::now())?;
+        alarms.into_iter().for_each(arm);
+        Ok(())
+    }
+
+    /// What has passed, what waits and for what, by the disk's own limits and all above.
+    ///
+    /// Requests that no limit holds for are not counted: they do not ask.
+    ///
+    /// # Panics
+    /// Outside a reactor.
+    pub fn stats(&self) -> Stats {
+        self.seat.stats(reactor::now())
+    }
+
+    /// The watermark set for the disk itself.
+    pub fn watermark(&self) -> Watermark {
+        self.settings().watermark
+    }
+
+    /// How far its own limits are enforced.
+    pub fn enforcement(&self) -> Enforcement {
+        let place = self.seat.lock();
+        place.arbiter.lock().tree().enforcement(place.node)
+    }
+
+    /// Enforces its own limits so much from now on, also for the requests that wait. For whoever watches the device.
+    ///
+    /// # Panics
+    /// Outside a reactor.
+    pub fn enforce(&self, enforcement: Enforcement) {
+        let now = reactor::now();
+        let place = self.seat.lock();
+        place.arbiter.lock().enforce(place.node, enforcement, now);
+        let arbiter = Arc::clone(&place.arbiter);
+        drop(place);
+        arm(arbiter.release(now));
+    }
+
+    /// Lifts every limit in its tree for good: its own, those of its groups, and those of all others there. What waits passes now, what comes
+    /// is not asked. For the end, when what is in flight is to be finished.
+    ///
+    /// # Panics
+    /// Outside a reactor.
+    pub fn lift(&self) {
+        let arbiter = Arc::clone(&self.seat.lock().arbiter);
+        arm(arbiter.lift(reactor::now()));
+    }
+
+    /// Waits until a request of this direction and cost may pass, and charges it. A dropped future takes it back, if it has not passed.
+    pub async fn admit(&self, direction: Direction, cost: Cost) {
+        if self.seat.is_open() {
+            return;
+        }
+        // By the turn's clock: whoever passes at once, which is most, is spared reading it.
+        if let Asked::Waits(passage, arbiter) = self.seat.ask(direction, cost, reactor::recently()) {
+            arm(arbiter.release(reactor::now()));
+            drop(arbiter);
+            passage.await;
+        }
+    }
+}
+
+fn destination(group: Option<&Arc<Group>>) -> Destination<Option<Arc<Group>>> {
+    match group {
+        Some(group) => Destination {
+            arbiter: Arc::clone(&group.arbiter),
+            parent: Some(group.node),
+            kept: Some(Arc::clone(group)),
+        },
+        None => Destination { arbiter: Arbiter::new(reactor::now()), parent: None, kept: None },
+    }
+}

@@ -1,0 +1,24 @@
+//! The timer of a tree: a task that sleeps until something may pass, and lets it.
+//!
+//! It sleeps on the thread that first saw somebody wait. An earlier deadline arms another; the one armed for later then finds nothing to do and
+//! ends. So there is one that matters, and nobody has to cross threads to move it.
+
+use super::arbiter::Alarm;
+use crate::reactor;
+
+/// Has the alarm go off in time, if there is one.
+pub(super) fn arm(alarm: Option<Alarm>) {
+    if let Some(alarm) = alarm {
+        reactor::spawn(go_off(alarm));
+    }
+}
+
+async fn go_off(mut alarm: Alarm) {
+    loop {
+        reactor::sleep_until(alarm.at).await;
+        match alarm.arbiter.fire(alarm.at, reactor::now()) {
+            Some(next) => alarm = next,
+            None => return,
+        }
+    }
+}

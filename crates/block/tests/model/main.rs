@@ -1,0 +1,272 @@
+//! The throttle layer's handshakes in every interleaving: threads that ask, wait, give up, move and change limits, tried by `loom` in all
+//! orders that the locks allow, with weak memory.
+//!
+//! The files under test are the layer's own, compiled a second time with the checker's locks and flags instead of `std`'s; policy
+//! decides as it does in the daemon. What is shown for these small configurations, and not only sampled:
+//!
+//! - a request that may pass is told so, whoever lets it pass and whenever its task first looks: a wake-up that got lost would be a deadlock;
+//! - giving up takes back that one request, or nothing if it has been let go already;
+//! - a move leaves no request behind and takes none that is not its disk's, whatever happens to them meanwhile;
+//! - nobody waits for a lock whose holder waits for him.
+//!
+//! Time is an argument here: a thread that is told of a timer lets it fire.
+
+#[path = "../../src/layer/throttle/arbiter.rs"]
+#[allow(dead_code, reason = "the model needs a part of it")]
+mod arbiter;
+#[path = "../../src/layer/throttle/seat.rs"]
+#[allow(dead_code, reason = "the model needs a part of it")]
+mod seat;
+#[path = "../../src/layer/throttle/settings.rs"]
+#[allow(dead_code, unreachable_pub, reason = "public in the crate; the model needs a part of it")]
+mod settings;
+#[path = "../../src/layer/throttle/waiter.rs"]
+mod waiter;
+
+/// What the files take from `super::sync`.
+mod sync {
+    pub(super) use loom::sync::{
+        Mutex, MutexGuard,
+        atomic::{AtomicBool, Ordering},
+    };
+}
+
+use std::{
+    future::Future,
+    pin::pin,
+    sync::Arc,
+    task::{Context, Poll, Waker},
+};
+
+use loom::{future::block_on, thread};
+use policy::{
+    request::Direction,
+    throttle::{Cost, Limit, LimitKind, Limits, NodeId, Share},
+    time::Instant,
+};
+
+use arbiter::{Alarm, Arbiter};
+use seat::{Asked, Destination, Passage, Seat};
+use settings::DiskSettings;
+
+const START: Instant = Instant::ZERO;
+/// When everything that waits in these tests may pass.
+const LATE: Instant = Instant::from_nanos(3600 * 1_000_000_000);
+
+/// A tree of one group with this many operations a second.
+fn group(iops: u64) -> (Arc<Arbiter>, NodeId) {
+    let arbiter = Arbiter::new(START);
+    let node = arbiter.lock().add(None, limits(iops), Share::default(), None, START).expect("valid");
+    (arbiter, node)
+}
+
+fn limits(iops: u64) -> Limits {
+    let mut limits = Limits::default();
+    *limits.limit_mut(LimitKind::IopsTotal) = Limit { rate: iops, ..Limit::NONE };
+    limits
+}
+
+type Disk = Arc<Seat<()>>;
+
+fn destination((arbiter, node): &(Arc<Arbiter>, NodeId)) -> Destination<()> {
+    Destination { arbiter: Arc::clone(arbiter), parent: Some(*node), kept: () }
+}
+
+fn disk(group: &(Arc<Arbiter>, NodeId)) -> Disk {
+    Arc::new(Seat::new(DiskSettings::default(), destination(group), START).expect("nothing is promised"))
+}
+
+fn ask(disk: &Disk) -> Asked<'_, ()> {
+    disk.ask(Direction::Read, Cost::one(4096), START)
+}
+
+/// A request that waits: as many as pass at once go before it.
+fn ask_until_one_waits(disk: &Disk) -> Passage<'_, ()> {
+    loop {
+        if let Asked::Waits(passage, arbiter) = ask(disk) {
+            let _unarmed = arbiter.release(START);
+            return passage;
+        }
+    }
+}
+
+/// Lets a timer fire, and the ones it asks for.
+fn fire(mut alarm: Option<Alarm>) {
+    while let Some(Alarm { arbiter, at }) = alarm {
+        alarm = arbiter.fire(at, at);
+    }
+}
+
+/// What a request's task does, timers included.
+fn pass(disk: &Disk) {
+    if let Asked::Waits(passage, arbiter) = ask(disk) {
+        let alarm = arbiter.release(START);
+        let mut passage = pin!(passage);
+        let first = passage.as_mut().poll(&mut Context::from_waker(Waker::noop()));
+        fire(alarm);
+        if first.is_pending() {
+            block_on(passage);
+        }
+    }
+}
+
+fn waiting((arbiter, node): &(Arc<Arbiter>, NodeId)) -> [usize; 2] {
+    arbiter.lock().tree().stats(*node, LATE).waiting
+}
+
+#[test]
+fn two_that_wait_are_both_told() {
+    loom::model(|| {
+        let group = group(10);
+        let disks = [disk(&group), disk(&group)];
+        // Full: neither passes at once.
+        drop(ask_until_one_waits(&disks[0]));
+        let other = Arc::clone(&disks[1]);
+        let thread = thread::spawn(move || pass(&other));
+        pass(&disks[0]);
+        thread.join().expect("it passes");
+        assert_eq!(waiting(&group), [0, 0]);
+    });
+}
+
+#[test]
+fn new_limits_wake_whoever_waits_without_a_timer() {
+    loom::model(|| {
+        let group = group(10);
+        let disk = disk(&group);
+        drop(ask_until_one_waits(&disk));
+        let other = Arc::clone(&disk);
+        let thread = thread::spawn(move || {
+            if let Asked::Waits(passage, arbiter) = ask(&other) {
+                let _never_fires = arbiter.release(START);
+                block_on(passage);
+            }
+        });
+        let (arbiter, node) = &group;
+        let change = ((limits(10), Share::default()), (Limits::default(), Share::default()));
+        arbiter.lock().configure(*node, change, START).expect("valid");
+        assert!(arbiter.release(START).is_none(), "nothing waits where nothing is limited");
+        thread.join().expect("it passes");
+    });
+}
+
+#[test]
+fn lifting_wakes_whoever_waits_and_whoever_comes() {
+    loom::model(|| {
+        let group = group(10);
+        let disk = disk(&group);
+        drop(ask_until_one_waits(&disk));
+        let other = Arc::clone(&disk);
+        let thread = thread::spawn(move || {
+            if other.is_open() {
+                return;
+            }
+            if let Asked::Waits(passage, arbiter) = ask(&other) {
+                let _never_fires = arbiter.release(START);
+                block_on(passage);
+            }
+        });
+        assert!(group.0.lift(START).is_none());
+        thread.join().expect("it passes");
+        assert!(disk.is_open());
+    });
+}
+
+#[test]
+fn giving_up_takes_back_one_request_or_none() {
+    loom::model(|| {
+        let group = group(10);
+        let disks = [disk(&group), disk(&group)];
+        let given_up = ask_until_one_waits(&disks[0]);
+        let other = Arc::clone(&disks[1]);
+        // Waits for as long as it takes: whatever becomes of the one before it.
+        let patient = thread::spawn(move || pass(&other));
+        let arbiter = Arc::clone(&group.0);
+        let letting_go = thread::spawn(move || fire(arbiter.release(LATE)));
+        drop(given_up);
+        for thread in [patient, letting_go] {
+            thread.join().expect("it ends");
+        }
+        assert_eq!(waiting(&group), [0, 0]);
+    });
+}
+
+#[test]
+fn a_move_takes_what_waits_along() {
+    loom::model(|| {
+        let (from, to) = (group(10), group(10));
+        let disk = disk(&from);
+        let moving = Arc::clone(&disk);
+        let passage = ask_until_one_waits(&disk);
+        let destination = destination(&to);
+        let thread = thread::spawn(move || {
+            for alarm in moving.move_to(destination, START).expect("nothing is promised") {
+                fire(alarm);
+            }
+        });
+        fire(from.0.release(LATE));
+        block_on(passage);
+        thread.join().expect("it moves");
+        assert_eq!((waiting(&from), waiting(&to)), ([0, 0], [0, 0]));
+    });
+}
+
+/// The one that gives up waits in `from`, has been let go there, or waits in `to` among others whose tickets look like its own.
+#[test]
+fn giving_up_while_the_disk_moves_harms_nobody() {
+    loom::model(|| {
+        let (from, to) = (group(10), group(10));
+        let (disk, neighbour) = (disk(&from), disk(&to));
+        let neighbours = ask_until_one_waits(&neighbour);
+        let given_up = ask_until_one_waits(&disk);
+        let moving = Arc::clone(&disk);
+        let destination = destination(&to);
+        let thread = thread::spawn(move || {
+            let _unarmed = moving.move_to(destination, START).expect("nothing is promised");
+        });
+        let arbiter = Arc::clone(&from.0);
+        let letting_go = thread::spawn(move || fire(arbiter.release(LATE)));
+        drop(given_up);
+        for thread in [thread, letting_go] {
+            thread.join().expect("it ends");
+        }
+        assert_eq!((waiting(&from), waiting(&to)), ([0, 0], [1, 0]));
+        fire(to.0.release(LATE));
+        assert!(is_ready(neighbours), "it waited for nothing but its turn");
+    });
+}
+
+#[test]
+fn a_request_that_asks_while_its_disk_moves_passes() {
+    loom::model(|| {
+        let (from, to) = (group(10), group(10));
+        let disk = disk(&from);
+        drop(ask_until_one_waits(&disk));
+        let asking = Arc::clone(&disk);
+        let thread = thread::spawn(move || pass(&asking));
+        for alarm in disk.move_to(destination(&to), START).expect("nothing is promised") {
+            fire(alarm);
+        }
+        thread.join().expect("it passes");
+        assert_eq!((waiting(&from), waiting(&to)), ([0, 0], [0, 0]));
+    });
+}
+
+#[test]
+fn disks_that_change_places_do_not_block_each_other() {
+    loom::model(|| {
+        let (one, other) = (group(10), group(10));
+        let (here, there) = (disk(&one), disk(&other));
+        let (to_other, to_one) = (destination(&other), destination(&one));
+        let moving = Arc::clone(&here);
+        let thread = thread::spawn(move || {
+            let _unarmed = moving.move_to(to_other, START).expect("nothing is promised");
+        });
+        let _unarmed = there.move_to(to_one, START).expect("nothing is promised");
+        thread.join().expect("it moves");
+    });
+}
+
+fn is_ready(passage: Passage<'_, ()>) -> bool {
+    pin!(passage).as_mut().poll(&mut Context::from_waker(Waker::noop())) == Poll::Ready(())
+}
