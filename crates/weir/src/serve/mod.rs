@@ -13,7 +13,10 @@
 
 mod assemble;
 
-use std::{path::PathBuf, rc::Rc};
+use std::{
+    path::{self, PathBuf},
+    rc::Rc,
+};
 
 use anyhow::{Context as _, anyhow};
 use block::{
@@ -49,7 +52,8 @@ const MOST_URIS_SHOWN: usize = 16;
 /// [`Failure::Usage`] where the command line contradicts itself, [`Failure::Failed`] for everything else.
 pub(crate) fn run(arguments: ServeArgs) -> Result<(), Failure> {
     let inherited = Inherited::take();
-    let config = arguments.config.clone();
+    // Whole, because it is told to clients, which may be somewhere else.
+    let config = arguments.config.as_deref().map(path::absolute).transpose()?;
     let plan = plan(arguments, inherited.count())?;
     logging::start(&plan.service.log);
     let signals = Signals::block().context("signals cannot be blocked")?;

@@ -44,10 +44,13 @@ use state::{Action, State};
 pub(crate) fn run(arguments: TopArgs) -> Result<(), Failure> {
     let target = Target::choose(arguments.qmp).map_err(|said| Failure::Usage(anyhow::Error::msg(said)))?;
     if !io::stdin().is_terminal() || !io::stdout().is_terminal() {
-        return Err(anyhow!("weir top: needs a terminal to draw on (`weir status` prints the same)").into());
+        return Err(anyhow!(
+            "top: standard input and output are no terminal to draw on (`weir status` prints the same)"
+        )
+        .into());
     }
     let client = Client::connect(&target)?;
-    let source = Source::start(client, arguments.interval).context("weir top: cannot start")?;
+    let source = Source::start(client, arguments.interval).context("top: cannot start a thread")?;
     let mut screen = Screen::enter().context("the terminal: cannot be drawn on")?;
     let state = State::new(target.to_string());
     Ok(watch(&mut screen, &source, state).context("the terminal: cannot be drawn on")?)

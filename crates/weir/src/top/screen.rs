@@ -12,7 +12,9 @@ use ratatui::{
     crossterm::{
         cursor::Show,
         execute,
-        terminal::{EnterAlternateScreen, LeaveAlternateScreen, disable_raw_mode, enable_raw_mode},
+        terminal::{
+            Clear, ClearType, EnterAlternateScreen, LeaveAlternateScreen, disable_raw_mode, enable_raw_mode,
+        },
     },
 };
 
@@ -55,7 +57,10 @@ impl Screen {
         // Not SIGTSTP, which is awaited like the others: this cannot be.
         raise(Signal::SIGSTOP)?;
         take()?;
-        self.terminal.clear()
+        // A new one, which draws everything. `Terminal::clear` would ask the terminal where its cursor is, and the
+        // answer would go to whoever reads the keys.
+        self.terminal = Terminal::new(CrosstermBackend::new(stdout()))?;
+        Ok(())
     }
 }
 
@@ -67,7 +72,7 @@ impl Drop for Screen {
 
 fn take() -> io::Result<()> {
     enable_raw_mode()?;
-    execute!(stdout(), EnterAlternateScreen)
+    execute!(stdout(), EnterAlternateScreen, Clear(ClearType::All))
 }
 
 /// A terminal that is gone cannot be given back, and nobody is there to be told.
