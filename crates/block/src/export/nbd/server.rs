@@ -494,3 +494,7 @@ fn block_sizes(storage: BlockSize) -> BlockSizes {
     let preferred = storage.preferred.clamp(512, 1 << 20);
     BlockSizes::new(1, preferred, proto::DEFAULT_MAX_PAYLOAD).unwrap_or_default()
 }
+
+#[cfg(test)]
+#[path = "server_tests.rs"]
+mod tests;

@@ -2,7 +2,7 @@
 //! they carry anywhere, through the real handshake.
 //!
 //! - Every request of a well-behaved client is answered exactly once, rightly, before its connection ends (`client`).
-//! - Hostile clients (`hostile`) harm nobody but themselves.
+//! - Hostile clients (`hostile`) harm nobody but themselves, also while the disk is cut off in the middle of their part.
 //! - Every connection ends, with nothing in flight and no task of it left.
 //! - What one client has in flight is bounded.
 //!
@@ -124,10 +124,24 @@ async fn serve_a_crowd() -> (Totals, u64) {
     if chance(75) {
         stopping.cancel().await;
     }
+    if chance(25) {
+        resize_now_and_then(&disk).await;
+    }
     for task in clients.into_iter().chain(connections) {
         timeout(FOREVER, task).await.expect("every client and every connection comes to an end");
     }
     (disk.totals(), answered.get())
+}
+
+/// Cuts the disk off somewhere in the hostile clients' part while all of them are at work, and lets it grow again.
+async fn resize_now_and_then(disk: &Disk) {
+    for _ in 0..sim::random(|random| random.usize(1..6)) {
+        sleep_until(now() + some_time() / 10).await;
+        let sectors = (MOST_CLIENTS * REGION).div_ceil(512)..=SIZE / 512;
+        let size_bytes = sim::random(|random| random.u64(sectors)) * 512;
+        disk.image().resize(size_bytes).await.expect("memory takes any size");
+        assert_eq!(disk.size_bytes(), size_bytes);
+    }
 }
 
 fn draw_storage(faults: bool) -> Storage {

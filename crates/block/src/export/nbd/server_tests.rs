@@ -1,0 +1,120 @@
+//! Exports that come and go, over real sockets: who is let in, who is counted, who is shown the door.
+
+use std::{
+    io::{Read, Write},
+    os::unix::net::UnixStream,
+};
+
+use policy::throttle::Limits;
+
+use super::*;
+use crate::{
+    image::{Image, Raw},
+    layer::throttle::Group,
+    reactor::{Polling, run},
+    storage::{Storage, memory::Memory},
+};
+
+fn export(name: &str) -> Export {
+    let storage = Storage::Memory(Memory::new(1 << 20).expect("small"));
+    let group = Group::new(name, Limits::default()).expect("valid");
+    let disk = Arc::new(Disk::new(name, Image::Raw(Raw::new(storage)), &group));
+    Export { name: name.into(), description: "".into(), disk, read_only: false }
+}
+
+/// The client's end of a connection to `server`, which lives on this thread.
+fn connect(server: &Arc<Server>, number: u64) -> UnixStream {
+    let (ours, theirs) = UnixStream::pair().expect("sockets");
+    let place = Place { server: Arc::clone(server), number };
+    server.places.fetch_add(1, Ordering::SeqCst);
+    reactor::spawn(place.keep_while(theirs.into()));
+    ours
+}
+
+/// Asks for an export in the oldest style. Its size, or `None` where the server hangs up instead.
+async fn choose(mut client: UnixStream, name: &'static str) -> Option<(u64, UnixStream)> {
+    reactor::blocking(move || {
+        client.read_exact(&mut [0; 18]).expect("a greeting");
+        // Fixed newstyle without zeroes, then NBD_OPT_EXPORT_NAME.
+        let mut bytes = 3_u32.to_be_bytes().to_vec();
+        bytes.extend(*b"IHAVEOPT\0\0\0\x01");
+        bytes.extend((name.len() as u32).to_be_bytes());
+        bytes.extend(name.as_bytes());
+        client.write_all(&bytes).expect("sent");
+        let mut size = [0; 10];
+        client.read_exact(&mut size).ok()?;
+        Some((u64::from_be_bytes(size[..8].try_into().expect("eight bytes")), client))
+    })
+    .await
+}
+
+/// Waits for the server to hang up.
+async fn hung_up(mut client: UnixStream) {
+    let rest = reactor::blocking(move || client.read(&mut [0; 1])).await;
+    assert_eq!(rest.ok(), Some(0), "no byte comes after the end");
+}
+
+fn real<T: 'static>(future: impl Future<Output = T> + 'static) -> T {
+    run(Polling::OFF, future).expect("io_uring works")
+}
+
+#[test]
+fn an_export_is_found_from_when_it_is_added_until_it_is_removed() {
+    real(async {
+        let server = Server::new(None, Terms::default());
+        assert!(choose(connect(&server, 1), "vm1").await.is_none());
+        let first = server.add(export("vm1")).expect("free");
+        assert_eq!(server.add(export("vm1")), None, "one of a name");
+        let (size_bytes, client) = choose(connect(&server, 2), "vm1").await.expect("found");
+        assert_eq!(size_bytes, 1 << 20);
+        assert_eq!(server.connections_of(first), 1);
+        drop(client);
+        server.wait_until_unused(first).await;
+        assert_eq!(server.remove(first, Removal::Safe), Ok(()));
+        assert_eq!(server.remove(first, Removal::Safe), Err(NotRemoved::Unknown));
+        assert!(choose(connect(&server, 3), "vm1").await.is_none());
+        let again = server.add(export("vm1")).expect("free again");
+        assert_ne!(again, first, "a number is given once");
+    });
+}
+
+#[test]
+fn clients_keep_an_export_or_go_with_it() {
+    real(async {
+        let server = Server::new(None, Terms::default());
+        let (used, other) = (server.add(export("used")).unwrap(), server.add(export("other")).unwrap());
+        let (_, client) = choose(connect(&server, 1), "used").await.expect("found");
+        let (_, bystander) = choose(connect(&server, 2), "other").await.expect("found");
+        assert_eq!(server.remove(used, Removal::Safe), Err(NotRemoved::InUse { connections: 1 }));
+        assert_eq!(server.remove(used, Removal::Hard), Ok(()));
+        hung_up(client).await;
+        server.wait_until_unused(used).await;
+        assert_eq!((server.connections_of(used), server.connections_of(other)), (0, 1));
+        drop(bystander);
+        server.wait_until_unused(other).await;
+    });
+}
+
+#[test]
+fn a_client_that_waits_for_its_limits_goes_with_its_export() {
+    real(async {
+        let server = Server::new(None, Terms::default());
+        let slow = export("slow");
+        let mut limits = Limits::default();
+        limits.set(policy::throttle::Setting::from_name("iops-total").expect("a setting"), 1).expect("valid");
+        slow.disk.group().set_limits(limits).expect("valid");
+        let number = server.add(slow).expect("free");
+        let (_, mut client) = choose(connect(&server, 1), "slow").await.expect("found");
+        // Reads of one byte each: a hundred seconds' worth.
+        let request = [&[0x25, 0x60, 0x95, 0x13][..], &[0; 23], &[1]].concat();
+        client.write_all(&request.repeat(100)).expect("sent");
+        reactor::blocking({
+            let mut client = client.try_clone().expect("a descriptor");
+            move || client.read_exact(&mut [0; 17]).expect("the first passes at once")
+        })
+        .await;
+        assert_eq!(server.remove(number, Removal::Hard), Ok(()));
+        let gone = reactor::timeout(Duration::from_secs(5), server.wait_until_unused(number)).await;
+        assert!(gone.is_ok(), "it waits for its limits");
+    });
+}
