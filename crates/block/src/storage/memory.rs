@@ -61,7 +61,7 @@ fn zeroed_page() -> Arc<[u8]> {
 #[derive(Debug)]
 pub struct Memory {
     size_bytes: AtomicU64,
-    tables: [OnceLock<Box<[Region]>>; TABLES],
+    tables: Box<[OnceLock<Box<[Region]>>; TABLES]>,
 }
 
 /// A part of a request inside one page.
@@ -102,7 +102,10 @@ impl Memory {
         if size_bytes > Self::LARGEST {
             return None;
         }
-        Some(Self { size_bytes: AtomicU64::new(size_bytes), tables: [const { OnceLock::new() }; TABLES] })
+        Some(Self {
+            size_bytes: AtomicU64::new(size_bytes),
+            tables: Box::new([const { OnceLock::new() }; TABLES]),
+        })
     }
 
     /// The table that a region is in, and its place there.

@@ -12,6 +12,11 @@ pub(crate) enum Change {
         /// The id it had.
         id: String,
     },
+    /// A disk or a group came or went.
+    Listed {
+        /// Its name.
+        name: String,
+    },
     /// A disk or a group has other limits, another weight, another group.
     SettingsChanged {
         /// The disk's or group's name.

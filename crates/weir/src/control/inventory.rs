@@ -240,7 +240,8 @@ impl Inventory {
         let name = disk.disk.name().to_string();
         self.check_name(&name)?;
         let disk = Rc::new(disk);
-        self.disks.borrow_mut().insert(name, Rc::clone(&disk));
+        self.disks.borrow_mut().insert(name.clone(), Rc::clone(&disk));
+        self.tell(&Change::Listed { name });
         Ok(disk)
     }
 
@@ -255,6 +256,7 @@ impl Inventory {
             return Err(Refused::Exported { disk: name.to_owned(), export: export.id.clone() });
         }
         self.disks.borrow_mut().remove(name);
+        self.tell(&Change::Listed { name: name.to_owned() });
         if let Err(error) = disk.disk.flush().await {
             tracing::error!(disk = name, %error, "the last flush of a disk that is removed failed");
         }
@@ -270,19 +272,17 @@ impl Inventory {
         if let Some(export) = self.exports_of(&disk).first() {
             return Err(Refused::Exported { disk: name.to_owned(), export: export.id.clone() });
         }
-        let mut disks = self.disks.borrow_mut();
-        disks.remove(name);
-        match Rc::try_unwrap(disk) {
-            Ok(disk) if Arc::strong_count(&disk.disk) == 1 => Ok(disk),
-            Ok(disk) => {
-                disks.insert(name.to_owned(), Rc::new(disk));
-                Err(Refused::Busy(name.to_owned()))
-            }
-            Err(disk) => {
-                disks.insert(name.to_owned(), disk);
-                Err(Refused::Busy(name.to_owned()))
-            }
-        }
+        self.disks.borrow_mut().remove(name);
+        // Whoever watches it lets go.
+        self.tell(&Change::Listed { name: name.to_owned() });
+        let kept = match Rc::try_unwrap(disk) {
+            Ok(disk) if Arc::strong_count(&disk.disk) == 1 => return Ok(disk),
+            Ok(disk) => Rc::new(disk),
+            Err(disk) => disk,
+        };
+        self.disks.borrow_mut().insert(name.to_owned(), kept);
+        self.tell(&Change::Listed { name: name.to_owned() });
+        Err(Refused::Busy(name.to_owned()))
     }
 
     /// Whether a node below some disk has this name.
@@ -315,6 +315,7 @@ impl Inventory {
     pub(crate) fn add_group(&self, group: &Arc<Group>) -> Result<(), Refused> {
         self.check_name(group.name())?;
         self.groups.borrow_mut().insert(group.name().to_owned(), Arc::clone(group));
+        self.tell(&Change::Listed { name: group.name().to_owned() });
         Ok(())
     }
 
@@ -328,6 +329,7 @@ impl Inventory {
             return Err(Refused::HasMembers { group: name.to_owned(), member });
         }
         self.groups.borrow_mut().remove(name);
+        self.tell(&Change::Listed { name: name.to_owned() });
         Ok(())
     }
 

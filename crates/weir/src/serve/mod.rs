@@ -32,6 +32,7 @@ use crate::{
     cli::ServeArgs,
     config,
     control::{
+        held_back,
         inventory::{End, Inventory, NewExport, RunningDisk},
         qmp::{Control, Ending},
         serving::Serving,
@@ -100,6 +101,8 @@ enum Event {
 struct Daemon {
     inventory: Rc<Inventory>,
     control: Rc<Control>,
+    /// Says who is held back by limits, until it is dropped.
+    _held_back: reactor::JoinHandle<()>,
     _pid_file: Option<PidFile>,
     events: (async_channel::Sender<Event>, async_channel::Receiver<Event>),
 }
@@ -131,7 +134,8 @@ impl Daemon {
         let control = Rc::new(Control::start(&inventory, sockets));
         let pid_file = plan.service.pid_file.as_deref().map(PidFile::write).transpose()?;
         announce(&uris);
-        Ok(Self { inventory, control, _pid_file: pid_file, events })
+        let held_back = held_back::watch(&inventory);
+        Ok(Self { inventory, control, _held_back: held_back, _pid_file: pid_file, events })
     }
 
     /// Waits for the end, and sees to it that it is orderly.

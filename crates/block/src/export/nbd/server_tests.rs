@@ -10,15 +10,15 @@ use policy::throttle::Limits;
 use super::*;
 use crate::{
     image::{Image, Raw},
-    layer::throttle::Group,
+    layer::throttle::DiskSettings,
     reactor::{Polling, run},
     storage::{Storage, memory::Memory},
 };
 
 fn export(name: &str) -> Export {
     let storage = Storage::Memory(Memory::new(1 << 20).expect("small"));
-    let group = Group::new(name, Limits::default()).expect("valid");
-    let disk = Arc::new(Disk::new(name, Image::Raw(Raw::new(storage)), &group));
+    let disk = Disk::new(name, Image::Raw(Raw::new(storage)), DiskSettings::default(), None);
+    let disk = Arc::new(disk.expect("no limits"));
     Export { name: name.into(), description: "".into(), disk, read_only: false }
 }
 
@@ -102,7 +102,7 @@ fn a_client_that_waits_for_its_limits_goes_with_its_export() {
         let slow = export("slow");
         let mut limits = Limits::default();
         limits.set(policy::throttle::Setting::from_name("iops-total").expect("a setting"), 1).expect("valid");
-        slow.disk.group().set_limits(limits).expect("valid");
+        slow.disk.throttle().set(DiskSettings { limits, ..DiskSettings::default() }).expect("valid");
         let number = server.add(slow).expect("free");
         let (_, mut client) = choose(connect(&server, 1), "slow").await.expect("found");
         // Reads of one byte each: a hundred seconds' worth.

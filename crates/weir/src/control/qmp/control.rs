@@ -63,6 +63,8 @@ impl Control {
 fn tell(events: &Events, change: &Change) {
     match change {
         Change::ExportDeleted { id } => events.emit("BLOCK_EXPORT_DELETED", json!({ "id": id })),
+        // QEMU has no event for it.
+        Change::Listed { .. } => {}
         Change::SettingsChanged { name } => events.emit("X_WEIR_SETTINGS_CHANGED", json!({ "name": name })),
     }
 }

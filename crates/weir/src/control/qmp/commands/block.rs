@@ -119,6 +119,11 @@ fn put_over(inventory: &Inventory, chain: &Chain, bottom: &str) -> Result<(), Er
     };
     drop(below);
     let taken = inventory.take_disk(bottom).map_err(in_use(bottom))?;
+    // As it is, with what it was promised: where the group cannot keep that, nothing has happened.
+    if let Err(refused) = taken.disk.throttle().move_to(group.as_ref()) {
+        inventory.add_disk(taken).expect("its name was free a moment ago");
+        return Err(refused.into());
+    }
     let mut nodes = inner_nodes(chain);
     nodes.push(NodeBelow { name: bottom.to_owned(), stays: true });
     nodes.extend(taken.below.iter().cloned());
