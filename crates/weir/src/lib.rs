@@ -23,6 +23,9 @@ mod table;
 mod throttle;
 mod top;
 
+#[doc(hidden)]
+pub use control::qmp::fuzzing;
+
 use std::{
     io::{Write as _, stderr, stdout},
     process::ExitCode,

@@ -15,6 +15,6 @@ pub(crate) mod change;
 pub(crate) mod held_back;
 #[allow(dead_code, reason = "most commands are yet to use it")]
 pub(crate) mod inventory;
-#[allow(dead_code, reason = "most commands are yet to use it")]
+mod placing;
 pub(crate) mod qmp;
 pub(crate) mod serving;

@@ -79,12 +79,6 @@ impl Error {
         Self::generic(format!("Parameter '{key}' {rule}"))
     }
 
-    /// The class.
-    #[cfg(test)]
-    pub(crate) fn class(&self) -> Class {
-        self.class
-    }
-
     /// The value of an answer's `error`.
     pub(crate) fn to_json(&self) -> Value {
         json!({ "class": self.class.name(), "desc": self.description })

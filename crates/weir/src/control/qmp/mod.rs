@@ -19,10 +19,13 @@ mod commands;
 mod control;
 mod error;
 mod event;
+pub mod fuzzing;
+mod identifier;
 mod json;
 mod outbox;
 mod server;
 mod session;
+mod settings;
 mod stream;
 
 pub(crate) use {control::Control, server::Ending};

@@ -118,6 +118,7 @@ impl Outbox {
     }
 
     /// Whether the client was given up.
+    #[cfg(test)]
     pub(super) fn is_given_up(&self) -> bool {
         self.given_up.get()
     }

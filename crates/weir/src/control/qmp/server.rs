@@ -93,17 +93,11 @@ pub(crate) struct Server {
     commands: Rc<dyn Execute>,
     events: Events,
     stopping: Cell<bool>,
-    clients: RefCell<HashMap<u64, Client>>,
+    /// By number: what is hung up on at the end.
+    clients: RefCell<HashMap<u64, Fd>>,
     next_number: Cell<u64>,
     /// Raised when the last client has gone.
     empty: reactor::Signal,
-}
-
-#[derive(Debug)]
-struct Client {
-    socket: Fd,
-    /// A command of its runs, so that it must not be hung up on before its answer.
-    outbox: Rc<Outbox>,
 }
 
 impl Server {
@@ -150,8 +144,9 @@ impl Server {
     pub(crate) async fn stop(&self, ending: Ending) {
         self.events.emit("SHUTDOWN", json!({ "guest": false, "reason": ending.reason() }));
         self.stopping.set(true);
-        for client in self.clients.borrow().values() {
-            hang_up(&client.socket, Shutdown::Read);
+        for socket in self.clients.borrow().values() {
+            // Wakes who waits for a command; an answer still goes out.
+            hang_up(socket, Shutdown::Read);
         }
         while !self.clients.borrow().is_empty() {
             self.empty.wait().await;
@@ -174,8 +169,7 @@ impl Server {
             Ok(()) => {
                 let number = self.next_number.get();
                 self.next_number.set(number + 1);
-                let client = Client { socket: socket.clone(), outbox: Rc::clone(&outbox) };
-                self.clients.borrow_mut().insert(number, client);
+                self.clients.borrow_mut().insert(number, socket.clone());
                 tracing::debug!(client = number, "QMP client connected");
                 let _registered = Registered { server: &self, number };
                 outbox.push(&greeting());

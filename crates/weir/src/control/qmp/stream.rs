@@ -99,6 +99,11 @@ impl Stream {
         None
     }
 
+    /// Bytes of a value whose end has not come.
+    pub(super) fn held_bytes(&self) -> usize {
+        self.message.len()
+    }
+
     fn step(&mut self, byte: u8) -> Step {
         match self.place {
             Place::Lost => {

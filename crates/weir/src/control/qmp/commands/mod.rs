@@ -6,7 +6,11 @@
 mod block;
 mod export;
 mod node;
+mod object;
 mod process;
+mod query;
+mod throttle;
+mod weir;
 
 use super::{command::Entry, session};
 
@@ -23,9 +27,35 @@ pub(crate) const TABLE: &[Entry] = &[
     Entry::of::<export::BlockExportAdd>(),
     Entry::of::<export::BlockExportDel>(),
     Entry::of::<export::QueryBlockExports>(),
+    Entry::of::<query::QueryBlock>(),
+    Entry::of::<query::QueryNamedBlockNodes>(),
+    Entry::of::<query::QueryBlockstats>(),
+    Entry::of::<throttle::BlockSetIoThrottle>(),
+    Entry::of::<object::ObjectAdd>(),
+    Entry::of::<object::ObjectDel>(),
+    Entry::of::<object::QomList>(),
+    Entry::of::<object::QomGet>(),
+    Entry::of::<object::QomSet>(),
+    Entry::of::<weir::QueryStatus>(),
+    Entry::of::<weir::Set>(),
 ];
 
 /// The names of all commands, the one that negotiates included.
 pub(crate) fn names() -> impl Iterator<Item = &'static str> {
     std::iter::once(session::NEGOTIATE).chain(TABLE.iter().map(|entry| entry.name))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_command_is_in_the_reference_and_has_a_name_of_its_own() {
+        let reference = include_str!("../../../../../../docs/reference/qmp.md");
+        let all: Vec<_> = names().collect();
+        for (index, name) in all.iter().enumerate() {
+            assert!(reference.contains(&format!("`{name}`")), "{name} is missing in docs/reference/qmp.md");
+            assert!(!all[..index].contains(name), "{name} is there twice");
+        }
+    }
 }

@@ -1,0 +1,59 @@
+//! Names that clients give: ids as QEMU has them, and names that a config file could hold as well.
+//!
+//! Never judges whether a name is taken; the inventory knows.
+
+use super::{error::Error, json::shown};
+
+/// Bytes of a name, as in the config file: what the NBD protocol can carry.
+const MAX_NAME_BYTES: usize = 4096;
+
+/// An id in QEMU's sense: a letter, then letters, digits, `-`, `.` and `_`.
+///
+/// # Errors
+/// If it is none.
+pub(super) fn check(key: &str, id: &str) -> Result<(), Error> {
+    let mut bytes = id.bytes();
+    let begins = bytes.next().is_some_and(|byte| byte.is_ascii_alphabetic());
+    let goes_on = |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'-' | b'.' | b'_');
+    if begins && bytes.all(goes_on) {
+        return check_name(key, id);
+    }
+    let rule = "(a letter, then letters, digits, '-', '.' and '_')";
+    Err(Error::rule(key, format!("expects an identifier {rule}, not '{}'", shown(id))))
+}
+
+/// A name that can be shown in a line and given on a command line.
+///
+/// # Errors
+/// If it is empty, too long, or has control characters.
+pub(super) fn check_name(key: &str, name: &str) -> Result<(), Error> {
+    if name.is_empty() {
+        return Err(Error::rule(key, "is empty"));
+    }
+    if name.len() > MAX_NAME_BYTES {
+        return Err(Error::rule(key, format!("is too long; a name has {MAX_NAME_BYTES} bytes at most")));
+    }
+    if name.chars().any(char::is_control) {
+        return Err(Error::rule(key, "holds a control character"));
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ids_are_qemus() {
+        for id in ["a", "vm-1.disk_0", "Z9"] {
+            check("id", id).unwrap();
+        }
+        for id in ["", "0a", "#b", "a b", "a/b", "é", "a\n"] {
+            let error = check("id", id).unwrap_err().to_string();
+            assert!(error.starts_with("Parameter 'id' expects an identifier"), "{error}");
+        }
+        check_name("group", "Tenant 1/ü").unwrap();
+        assert!(check_name("group", "a\tb").is_err());
+        assert!(check_name("group", &"x".repeat(4097)).is_err());
+    }
+}

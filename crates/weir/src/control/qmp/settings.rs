@@ -1,0 +1,270 @@
+//! Limits, shares and the watermark as arguments and as answers, under each of the names that QEMU's commands have for them.
+//!
+//! | | `iops-total-max-length` is called |
+//! | --- | --- |
+//! | `limits` of a throttle group, `x-weir-set` | `iops-total-max-length` |
+//! | a throttle group's own properties | `x-iops-total-max-length` |
+//! | `block_set_io_throttle`, `query-block` | `iops_max_length` |
+//!
+//! weir's own settings are called `weight`, `iops-reservation`, `bps-reservation` and `watermark`, with `x-weir-` before them where a
+//! command is QEMU's. Never corrects a value: what breaks a rule is refused with the names the client used.
+
+use policy::{
+    throttle::{Invalid, LimitKind, Limits, MAX_VALUE, Part, Setting, Share},
+    watermark::Watermark,
+};
+use serde_json::{Map, Value, json};
+
+use super::{arguments::Arguments, error::Error};
+
+/// What a family of commands calls the nineteen settings.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Naming {
+    /// Their own names.
+    Plain,
+    /// `x-` and their own names.
+    Property,
+    /// The names that devices had before there were groups.
+    Device,
+}
+
+impl Naming {
+    /// What it calls a setting.
+    pub(super) fn name(self, setting: Setting) -> String {
+        match self {
+            Self::Plain => setting.name().to_owned(),
+            Self::Property => format!("x-{setting}"),
+            Self::Device => device_name(setting),
+        }
+    }
+}
+
+fn device_name(setting: Setting) -> String {
+    let Setting::Limit(kind, part) = setting else { return "iops_size".to_owned() };
+    let kind = match kind {
+        LimitKind::BpsTotal => "bps",
+        LimitKind::BpsRead => "bps_rd",
+        LimitKind::BpsWrite => "bps_wr",
+        LimitKind::IopsTotal => "iops",
+        LimitKind::IopsRead => "iops_rd",
+        LimitKind::IopsWrite => "iops_wr",
+    };
+    let part = match part {
+        Part::Rate => "",
+        Part::BurstRate => "_max",
+        Part::BurstLength => "_max_length",
+    };
+    format!("{kind}{part}")
+}
+
+/// Settings of the nineteen that a client gave, in the table's order.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub(super) struct LimitChanges {
+    given: Vec<(Setting, u64, String)>,
+}
+
+impl LimitChanges {
+    /// Takes those that are there.
+    ///
+    /// # Errors
+    /// A value that is no integer or out of its range.
+    pub(super) fn read(arguments: &mut Arguments, naming: Naming) -> Result<Self, Error> {
+        let mut given = Vec::new();
+        for setting in Setting::ALL {
+            let key = naming.name(setting);
+            if let Some(value) = arguments.number(&key, 0..=setting.maximum())? {
+                given.push((setting, value, arguments.name_of(&key)));
+            }
+        }
+        Ok(Self { given })
+    }
+
+    /// Whether this one was given.
+    pub(super) fn contains(&self, setting: Setting) -> bool {
+        self.given.iter().any(|(given, ..)| *given == setting)
+    }
+
+    /// `self`, and `later` where both say something.
+    pub(super) fn then(mut self, later: Self) -> Self {
+        self.given.extend(later.given);
+        self
+    }
+
+    /// `limits` with these changes.
+    ///
+    /// # Errors
+    /// The first rule that the whole breaks, with the argument to blame where it is one.
+    pub(super) fn apply_to(&self, mut limits: Limits) -> Result<Limits, Error> {
+        for (setting, value, _) in &self.given {
+            limits.set(*setting, *value).map_err(|invalid| self.refuse(&invalid))?;
+        }
+        limits.validate().map_err(|invalid| self.refuse(&invalid))?;
+        Ok(limits)
+    }
+
+    fn refuse(&self, invalid: &Invalid) -> Error {
+        match self.given.iter().rfind(|(setting, ..)| *setting == invalid.setting) {
+            Some((setting, _, name)) if name == setting.name() => Error::generic(invalid.to_string()),
+            Some((.., name)) => Error::generic(format!("Parameter '{name}': {invalid}")),
+            None => Error::generic(invalid.to_string()),
+        }
+    }
+}
+
+/// Everything that can be set for a disk or a group, as far as a client gave it.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub(super) struct Changes {
+    limits: LimitChanges,
+    weight: Option<u32>,
+    iops_reservation: Option<u64>,
+    bps_reservation: Option<u64>,
+    watermark: Option<Watermark>,
+}
+
+impl Changes {
+    /// These, and `limits`.
+    #[must_use]
+    pub(super) fn with_limits(self, limits: LimitChanges) -> Self {
+        Self { limits, ..self }
+    }
+
+    /// Takes weir's own settings, each with `prefix` before its name.
+    ///
+    /// # Errors
+    /// A value of the wrong type or out of its range.
+    pub(super) fn read_own(arguments: &mut Arguments, prefix: &str) -> Result<Self, Error> {
+        let key = |name: &str| format!("{prefix}{name}");
+        let weights = u64::from(*Share::WEIGHTS.start())..=u64::from(*Share::WEIGHTS.end());
+        let weight = arguments.number(&key("weight"), weights)?;
+        let watermark = arguments.number(&key("watermark"), 0..=100)?;
+        Ok(Self {
+            limits: LimitChanges::default(),
+            weight: weight.and_then(|weight| u32::try_from(weight).ok()),
+            iops_reservation: arguments.number(&key("iops-reservation"), 0..=MAX_VALUE)?,
+            bps_reservation: arguments.number(&key("bps-reservation"), 0..=MAX_VALUE)?,
+            watermark: watermark.and_then(|percent| Watermark::new(u8::try_from(percent).ok()?)),
+        })
+    }
+
+    /// What there was, with these changes.
+    ///
+    /// # Errors
+    /// A rule of the limits that would be broken.
+    pub(super) fn apply_to(
+        &self,
+        limits: Limits,
+        share: Share,
+        watermark: Watermark,
+    ) -> Result<(Limits, Share, Watermark), Error> {
+        let weighted = self.weight.map_or(Share::new(share.weight()), Share::new).unwrap_or(share);
+        let share = weighted.with_reservation(
+            self.iops_reservation.unwrap_or(share.iops_reservation()),
+            self.bps_reservation.unwrap_or(share.bps_reservation()),
+        );
+        Ok((self.limits.apply_to(limits)?, share, self.watermark.unwrap_or(watermark)))
+    }
+}
+
+/// All nineteen, set or not, as QEMU shows a throttle group's `limits`.
+pub(super) fn all(limits: &Limits) -> Value {
+    Setting::ALL.iter().map(|&setting| (setting.name().to_owned(), json!(limits.get(setting)))).collect()
+}
+
+/// Those that are set, by their own names.
+pub(super) fn set(limits: &Limits) -> Value {
+    let is_set = |setting: &&Setting| match setting {
+        Setting::Limit(kind, Part::BurstLength) => limits.limit(*kind).burst_length_s > 1,
+        setting => limits.get(**setting) > 0,
+    };
+    let entry = |setting: &Setting| (setting.name().to_owned(), json!(limits.get(*setting)));
+    Setting::ALL.iter().filter(is_set).map(entry).collect()
+}
+
+/// The members of a `BlockDeviceInfo` that speak of limits: rates always, bursts where there are some.
+pub(super) fn of_device(limits: &Limits) -> Map<String, Value> {
+    let is_shown = |setting: &&Setting| match setting {
+        Setting::Limit(_, Part::Rate) => true,
+        Setting::Limit(kind, _) => limits.limit(*kind).burst_rate > 0,
+        Setting::IopsSize => limits.iops_size > 0,
+    };
+    let entry = |setting: &Setting| (Naming::Device.name(*setting), json!(limits.get(*setting)));
+    Setting::ALL.iter().filter(is_shown).map(entry).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn read(naming: Naming, value: Value) -> Result<LimitChanges, Error> {
+        let Value::Object(members) = value else { panic!("an object") };
+        let mut arguments = Arguments::new(members);
+        let changes = LimitChanges::read(&mut arguments, naming)?;
+        arguments.finish()?;
+        Ok(changes)
+    }
+
+    #[test]
+    fn every_setting_has_a_name_of_its_own_in_every_naming() {
+        for naming in [Naming::Plain, Naming::Property, Naming::Device] {
+            for setting in Setting::ALL {
+                let key = naming.name(setting);
+                let changes = read(naming, json!({ key.as_str(): 7 })).expect("a known key");
+                assert_eq!(changes.given, [(setting, 7, key)]);
+            }
+        }
+        assert_eq!(
+            Naming::Device.name(Setting::from_name("iops-read-max-length").unwrap()),
+            "iops_rd_max_length"
+        );
+        assert_eq!(Naming::Device.name(Setting::from_name("bps-total").unwrap()), "bps");
+    }
+
+    #[test]
+    fn a_broken_rule_names_the_argument_as_the_client_wrote_it() {
+        let changes = read(Naming::Device, json!({"iops": 100, "iops_max": 50})).unwrap();
+        assert_eq!(
+            changes.apply_to(Limits::default()).unwrap_err().to_string(),
+            "Parameter 'iops_max': iops-total-max (50) is below iops-total (100); a burst rate must be at least the rate"
+        );
+        let changes = read(Naming::Plain, json!({"iops-total-max": 50})).unwrap();
+        assert_eq!(
+            changes.apply_to(Limits::default()).unwrap_err().to_string(),
+            "iops-total-max (50) is set without iops-total; set iops-total too"
+        );
+        assert_eq!(
+            read(Naming::Plain, json!({"bps-read": -1})).unwrap_err().to_string(),
+            "Parameter 'bps-read' (-1) is out of range; it is from 0 to 1000000000000000"
+        );
+    }
+
+    #[test]
+    fn answers_show_what_qemus_show() {
+        let changes =
+            json!({"iops-total": 100, "iops-total-max": 500, "iops-total-max-length": 10, "iops-size": 4096});
+        let limits = read(Naming::Plain, changes.clone()).unwrap().apply_to(Limits::default()).unwrap();
+        assert_eq!(set(&limits), changes);
+        assert_eq!(set(&Limits::default()), json!({}));
+        assert_eq!(all(&limits).as_object().unwrap().len(), 19);
+        assert_eq!(all(&Limits::default())["bps-read-max-length"], 1);
+        assert_eq!(
+            Value::Object(of_device(&limits)),
+            json!({
+                "bps": 0, "bps_rd": 0, "bps_wr": 0, "iops": 100, "iops_rd": 0, "iops_wr": 0,
+                "iops_max": 500, "iops_max_length": 10, "iops_size": 4096,
+            })
+        );
+    }
+
+    #[test]
+    fn what_is_not_given_keeps_its_value() {
+        let Value::Object(members) = json!({"x-weir-weight": 300, "x-weir-iops-reservation": 50}) else {
+            panic!("an object")
+        };
+        let mut arguments = Arguments::new(members);
+        let changes = Changes::read_own(&mut arguments, "x-weir-").unwrap();
+        arguments.finish().unwrap();
+        let before = Share::default().with_reservation(1, 2);
+        let (_, share, _) = changes.apply_to(Limits::default(), before, Watermark::default()).unwrap();
+        assert_eq!((share.weight(), share.iops_reservation(), share.bps_reservation()), (300, 50, 2));
+    }
+}
