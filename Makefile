@@ -35,6 +35,7 @@ test-unit: ## tests in virtual time: units, properties, simulation
 
 test-e2e: ## tests with real clients: the program's own, a guest's kernel, every row of the bench
 	@scripts/deps build clients guest
+	@scripts/python-clients
 	$(CARGO) test --locked -p weir
 	$(CARGO) build --locked -p weir
 	tests/guest/against-weir "$(TARGET)/debug/weir"

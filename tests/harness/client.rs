@@ -3,11 +3,13 @@
 use std::{
     env,
     ffi::{OsStr, OsString},
+    fs::File,
+    io::{Seek as _, Write as _},
     process::{Command, Output, Stdio},
 };
 
 /// Which Debian package has which program. `scripts/deps` installs them all.
-const PACKAGES: [(&str, &str); 12] = [
+const PACKAGES: [(&str, &str); 14] = [
     ("fio", "fio"),
     ("losetup", "mount"),
     ("nbdcopy", "libnbd-bin"),
@@ -17,18 +19,24 @@ const PACKAGES: [(&str, &str); 12] = [
     ("psktool", "gnutls-bin"),
     ("qemu-img", "qemu-utils"),
     ("qemu-io", "qemu-utils"),
+    ("qemu-storage-daemon", "qemu-system-common"),
+    ("qemu-system-x86_64", "qemu-system-x86"),
     ("setpriv", "util-linux"),
     ("timeout", "coreutils"),
     ("unshare", "util-linux"),
 ];
+
+/// Where `scripts/python-clients` puts what Debian does not have.
+const PYTHON_CLIENTS: &str = concat!(env!("CARGO_TARGET_TMPDIR"), "/../python-clients/bin");
 
 /// Longest that a client may take, in seconds.
 const MOST_SECONDS: &str = "90";
 
 /// Where programs are looked for: Debian's own directories first, because nbdsh needs the `python3` that Debian's
 /// modules are for, and losetup is where only root looks.
-fn search_path() -> OsString {
-    let mut path = OsString::from("/usr/sbin:/usr/bin:/sbin:/bin");
+pub(crate) fn search_path() -> OsString {
+    let mut path = OsString::from("/usr/sbin:/usr/bin:/sbin:/bin:");
+    path.push(PYTHON_CLIENTS);
     if let Some(inherited) = env::var_os("PATH") {
         path.push(":");
         path.push(inherited);
@@ -42,6 +50,10 @@ pub(crate) fn need(program: &str) {
     if env::split_paths(&search_path()).any(|directory| directory.join(program).is_file()) {
         return;
     }
+    assert!(
+        !program.starts_with("qmp-"),
+        "{program}: not found (run `scripts/python-clients`, which installs it beside what cargo builds)"
+    );
     let package =
         PACKAGES.iter().find(|(name, _)| *name == program).map_or("that has it", |(_, package)| package);
     panic!("{program}: not found (install the Debian package {package}, or run `make deps`)");
@@ -51,6 +63,8 @@ pub(crate) fn need(program: &str) {
 pub(crate) struct Client {
     command: Command,
     name: String,
+    /// What it reads; nothing where there is none.
+    input: Option<File>,
 }
 
 impl Client {
@@ -67,7 +81,7 @@ impl Client {
             .env("PATH", search_path())
             .env_remove("LIBNBD_DEBUG")
             .env_remove("LISTEN_FDS");
-        Self { command, name: program.to_owned() }
+        Self { command, name: program.to_owned(), input: None }
     }
 
     /// One more argument.
@@ -83,10 +97,18 @@ impl Client {
         arguments.into_iter().fold(self, Self::arg)
     }
 
+    /// What it finds on standard input.
+    pub(crate) fn reading(self, text: &str) -> Self {
+        let mut file = tempfile::tempfile().expect("the system has a temporary directory");
+        file.write_all(text.as_bytes()).and_then(|()| file.rewind()).expect("there is room for a line");
+        Self { input: Some(file), ..self }
+    }
+
     /// Runs it to its end.
     #[track_caller]
     pub(crate) fn run(mut self) -> Outcome {
-        let output = self.command.stdin(Stdio::null()).output().expect("`timeout` was found");
+        let input = self.input.take().map_or_else(Stdio::null, Stdio::from);
+        let output = self.command.stdin(input).output().expect("`timeout` was found");
         assert!(
             !matches!(output.status.code(), Some(124 | 137)),
             "{}: took more than {MOST_SECONDS} s; it said:\n{}",

@@ -4,7 +4,7 @@
 //!   Scratch ─── directories of one test, gone with it
 //!   Serve ────► Weir ─── a running daemon; dropping it asks it to end and fails the test unless it ends cleanly
 //!   Client ───► Outcome ─── a foreign program under a deadline, and what it said
-//!   Wire ─────── a client of our own, that can also misbehave
+//!   Wire, Qmp ── clients of our own, that can also misbehave
 //! ```
 //!
 //! Never sleeps: it awaits lines of a log, ends of processes and bytes of sockets, each with a deadline that only a
@@ -14,14 +14,16 @@ mod client;
 mod daemon;
 mod log;
 mod loop_device;
+mod qmp;
 mod scratch;
 pub(crate) mod wire;
 
 use std::time::Duration;
 
-pub(crate) use client::{Client, nbdsh, nbdsh_command, need};
+pub(crate) use client::{Client, nbdsh, nbdsh_command, need, search_path};
 pub(crate) use daemon::{Serve, Weir};
 pub(crate) use loop_device::LoopDevice;
+pub(crate) use qmp::Qmp;
 pub(crate) use scratch::{Scratch, pattern, text};
 pub(crate) use wire::Wire;
 

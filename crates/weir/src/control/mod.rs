@@ -10,10 +10,8 @@
 //! There is one list of what runs, the [`Inventory`](inventory::Inventory): the daemon fills it when it starts and empties it when it
 //! ends, and whoever changes something in between does it there. It belongs to the main thread; the data path has no need of it.
 
-#[allow(dead_code, reason = "most commands are yet to use it")]
 pub(crate) mod change;
 pub(crate) mod held_back;
-#[allow(dead_code, reason = "most commands are yet to use it")]
 pub(crate) mod inventory;
 mod placing;
 pub(crate) mod qmp;

@@ -1,0 +1,125 @@
+//! A QMP client of our own: a line a message, and every wait bounded.
+//!
+//! Takes what comes as it is: events among the answers are handed out in their order, and whoever asks for an answer gets the next
+//! message that is one.
+
+use std::{
+    collections::VecDeque,
+    io::{BufRead as _, BufReader, Read as _, Write as _},
+    os::unix::net::UnixStream,
+    path::Path,
+    thread,
+    time::{Duration, Instant},
+};
+
+use serde_json::{Value, json};
+
+use super::DEADLINE;
+
+/// A connection to a QMP server: weir's, or QEMU's.
+pub(crate) struct Qmp {
+    lines: BufReader<UnixStream>,
+    events: VecDeque<Value>,
+}
+
+impl Qmp {
+    /// Connects, and says nothing.
+    #[track_caller]
+    pub(crate) fn connect(path: &Path) -> Self {
+        let stream = UnixStream::connect(path).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
+        stream.set_read_timeout(Some(DEADLINE)).expect("a socket has a timeout");
+        stream.set_write_timeout(Some(DEADLINE)).expect("a socket has a timeout");
+        Self { lines: BufReader::new(stream), events: VecDeque::new() }
+    }
+
+    /// Connects to a server that is about to listen.
+    #[track_caller]
+    pub(crate) fn await_server(path: &Path) -> Self {
+        let until = Instant::now() + DEADLINE;
+        // QEMU has no way to say that it listens. A socket that is there may not be listening yet.
+        while UnixStream::connect(path).is_err() && Instant::now() < until {
+            thread::sleep(Duration::from_millis(20));
+        }
+        Self::negotiated(path)
+    }
+
+    /// Connects and negotiates.
+    #[track_caller]
+    pub(crate) fn negotiated(path: &Path) -> Self {
+        let mut client = Self::connect(path);
+        let greeting = client.message();
+        assert!(greeting["QMP"]["version"]["qemu"]["major"].is_u64(), "{greeting}");
+        assert_eq!(client.command("qmp_capabilities", json!({})), json!({}));
+        client
+    }
+
+    /// Sends bytes as they are.
+    #[track_caller]
+    pub(crate) fn send(&mut self, bytes: impl AsRef<[u8]>) {
+        self.lines.get_mut().write_all(bytes.as_ref()).expect("the server reads");
+    }
+
+    /// The next message of any kind.
+    #[track_caller]
+    pub(crate) fn message(&mut self) -> Value {
+        let mut line = String::new();
+        self.lines.read_line(&mut line).expect("a message in time");
+        serde_json::from_str(&line).unwrap_or_else(|error| panic!("no message: {error}: {line:?}"))
+    }
+
+    /// The next message that is no event.
+    #[track_caller]
+    pub(crate) fn answer(&mut self) -> Value {
+        loop {
+            let message = self.message();
+            if message.get("event").is_none() {
+                return message;
+            }
+            self.events.push_back(message);
+        }
+    }
+
+    /// The next event of this name, with its data.
+    #[track_caller]
+    pub(crate) fn event(&mut self, name: &str) -> Value {
+        loop {
+            let event = self.events.pop_front().unwrap_or_else(|| self.message());
+            if event["event"] == name {
+                assert!(event["timestamp"]["seconds"].as_u64() > Some(1_700_000_000), "{event}");
+                return event["data"].clone();
+            }
+        }
+    }
+
+    /// The whole answer to a command.
+    #[track_caller]
+    pub(crate) fn ask(&mut self, command: &str, arguments: Value) -> Value {
+        self.send(json!({ "execute": command, "arguments": arguments }).to_string());
+        self.answer()
+    }
+
+    /// What a command that succeeds returns.
+    #[track_caller]
+    pub(crate) fn command(&mut self, command: &str, arguments: Value) -> Value {
+        let mut answer = self.ask(command, arguments);
+        assert!(answer.get("return").is_some(), "{command}: {answer}");
+        answer["return"].take()
+    }
+
+    /// Class and description of the error of a command that fails.
+    #[track_caller]
+    pub(crate) fn refused(&mut self, command: &str, arguments: Value) -> (String, String) {
+        let answer = self.ask(command, arguments);
+        let text = |key: &str| answer["error"][key].as_str().unwrap_or_default().to_owned();
+        assert!(answer.get("error").is_some(), "{command} should have failed: {answer}");
+        (text("class"), text("desc"))
+    }
+
+    /// Waits until the server has hung up; how many bytes came before.
+    pub(crate) fn drain(mut self) -> usize {
+        let mut rest = Vec::new();
+        // A reset is an end too.
+        let _ = self.lines.read_to_end(&mut rest);
+        rest.len()
+    }
+}

@@ -1,0 +1,125 @@
+//! Clients of the control socket that are broken, rude or deaf: each harms itself alone.
+//!
+//! Every test ends with a well-behaved client, which must be answered.
+
+use std::path::{Path, PathBuf};
+
+use serde_json::json;
+
+use crate::harness::{MIB, Qmp, Scratch, Serve, Weir, text};
+
+/// A daemon with a control socket.
+fn serve(scratch: &Scratch) -> (Weir, PathBuf) {
+    let path = scratch.socket("qmp");
+    let weir = Serve::new(scratch).args(["memory:1M", "--qmp"]).arg(format!("unix:{}", text(&path))).start();
+    (weir, path)
+}
+
+#[track_caller]
+fn goes_on(path: &Path) {
+    assert_eq!(Qmp::negotiated(path).command("query-status", json!({}))["running"], true);
+}
+
+#[test]
+fn broken_json_is_answered_and_the_next_line_is_heard() {
+    let scratch = Scratch::new();
+    let (_weir, path) = serve(&scratch);
+    let mut client = Qmp::negotiated(&path);
+    for nonsense in [
+        "GET / HTTP/1.1\r\n",
+        "}\n",
+        "{'execute': 'quit'}\n",
+        "{\"execute\": \"quit\"]\n",
+        "{\"execute\": \"quit\",}",
+        "{\"execute\": \"quit\", \"execute\": \"quit\"}",
+        "[1, 2, 3]",
+        "\"quit\n",
+        "nul ",
+        "{\"execute\": \"quit\u{1}",
+    ] {
+        client.send(nonsense);
+        assert_eq!(client.message()["error"]["class"], "GenericError", "{nonsense:?}");
+        // An HTTP header is two words that are no JSON.
+        client.send("\n{\"execute\":\"query-name\",\"id\":\"after\"}");
+        loop {
+            let message = client.message();
+            if message["id"] == "after" {
+                assert_eq!(message["return"], json!({}));
+                break;
+            }
+            assert_eq!(message["error"]["class"], "GenericError", "{nonsense:?}: {message}");
+        }
+    }
+    goes_on(&path);
+}
+
+#[test]
+fn nesting_and_length_are_bounded() {
+    let scratch = Scratch::new();
+    let (weir, path) = serve(&scratch);
+    let mut client = Qmp::negotiated(&path);
+    let before = weir.resident_bytes();
+    client.send("[".repeat(1 << 20));
+    assert_eq!(client.message()["error"]["class"], "GenericError");
+    client.send("\n{\"execute\":\"");
+    let piece = "x".repeat(1 << 20);
+    for _ in 0..32 {
+        client.send(&piece);
+    }
+    client.send("\"}\n");
+    assert_eq!(
+        client.message()["error"]["desc"],
+        "JSON parse error, the message is longer than 1048576 bytes"
+    );
+    client.send("{\"execute\":\"query-name\"}");
+    assert_eq!(client.message(), json!({"return": {}}));
+    let grown = weir.resident_bytes().saturating_sub(before);
+    assert!(grown < 16 * MIB, "{grown} bytes more");
+    goes_on(&path);
+}
+
+#[test]
+fn who_never_reads_holds_up_nobody() {
+    let scratch = Scratch::new();
+    let (weir, path) = serve(&scratch);
+    let before = weir.resident_bytes();
+    let mut deaf = Qmp::connect(&path);
+    deaf.send("{\"execute\":\"qmp_capabilities\"}");
+    // More answers than its socket takes; and then more events than anybody may leave unread.
+    deaf.send("{\"execute\":\"query-commands\"}".repeat(500));
+    let mut client = Qmp::negotiated(&path);
+    for round in 0..10_000 {
+        client.command("x-weir-set", json!({"name": "memory", "weight": 1 + round % 2}));
+    }
+    let grown = weir.resident_bytes().saturating_sub(before);
+    assert!(grown < 16 * MIB, "{grown} bytes more");
+    goes_on(&path);
+    assert!(deaf.drain() > 0);
+}
+
+#[test]
+fn many_clients_at_once_are_each_answered() {
+    let scratch = Scratch::new();
+    let (_weir, path) = serve(&scratch);
+    let mut clients: Vec<_> = (0..20).map(|_| Qmp::negotiated(&path)).collect();
+    for (number, client) in clients.iter_mut().enumerate() {
+        client.send(json!({"execute": "query-version", "id": number}).to_string());
+    }
+    for (number, client) in clients.iter_mut().enumerate().rev() {
+        assert_eq!(client.answer()["id"], number);
+    }
+}
+
+#[test]
+fn who_hangs_up_in_the_middle_of_a_word_is_forgotten() {
+    let scratch = Scratch::new();
+    let (_weir, path) = serve(&scratch);
+    for cut in ["", "{", "{\"execute\":\"quit", "{\"execute\":\"query-block\"}"] {
+        for _ in 0..40 {
+            let mut client = Qmp::connect(&path);
+            client.send("{\"execute\":\"qmp_capabilities\"}");
+            client.send(cut);
+        }
+    }
+    goes_on(&path);
+}
