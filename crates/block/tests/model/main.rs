@@ -80,11 +80,10 @@ fn ask(disk: &Disk) -> Asked<'_, ()> {
     disk.ask(Direction::Read, Cost::one(4096), START)
 }
 
-/// A request that waits: as many as pass at once go before it.
+/// A request that waits: as many as pass at once go before it. No timer is armed for it.
 fn ask_until_one_waits(disk: &Disk) -> Passage<'_, ()> {
     loop {
-        if let Asked::Waits(passage, arbiter) = ask(disk) {
-            let _unarmed = arbiter.release(START);
+        if let Asked::Waits(passage, _) = ask(disk) {
             return passage;
         }
     }
@@ -148,8 +147,7 @@ fn new_limits_wake_whoever_waits_without_a_timer() {
             }
         });
         let (arbiter, node) = &group;
-        let change = ((limits(10), Share::default()), (Limits::default(), Share::default()));
-        arbiter.lock().configure(*node, change, START).expect("valid");
+        arbiter.lock().configure(*node, Limits::default(), Share::default(), START).expect("valid");
         assert!(arbiter.release(START).is_none(), "nothing waits where nothing is limited");
         thread.join().expect("it passes");
     });
@@ -205,7 +203,7 @@ fn a_move_takes_what_waits_along() {
         let passage = ask_until_one_waits(&disk);
         let destination = destination(&to);
         let thread = thread::spawn(move || {
-            for alarm in moving.move_to(destination, START).expect("nothing is promised") {
+            for alarm in moving.move_to(destination, None, START).expect("nothing is promised") {
                 fire(alarm);
             }
         });
@@ -227,7 +225,7 @@ fn giving_up_while_the_disk_moves_harms_nobody() {
         let moving = Arc::clone(&disk);
         let destination = destination(&to);
         let thread = thread::spawn(move || {
-            let _unarmed = moving.move_to(destination, START).expect("nothing is promised");
+            let _unarmed = moving.move_to(destination, None, START).expect("nothing is promised");
         });
         let arbiter = Arc::clone(&from.0);
         let letting_go = thread::spawn(move || fire(arbiter.release(LATE)));
@@ -249,7 +247,7 @@ fn a_request_that_asks_while_its_disk_moves_passes() {
         fill(&disk);
         let asking = Arc::clone(&disk);
         let thread = thread::spawn(move || pass(&asking));
-        for alarm in disk.move_to(destination(&to), START).expect("nothing is promised") {
+        for alarm in disk.move_to(destination(&to), None, START).expect("nothing is promised") {
             fire(alarm);
         }
         thread.join().expect("it passes");
@@ -265,9 +263,9 @@ fn disks_that_change_places_do_not_block_each_other() {
         let (to_other, to_one) = (destination(&other), destination(&one));
         let moving = Arc::clone(&here);
         let thread = thread::spawn(move || {
-            let _unarmed = moving.move_to(to_other, START).expect("nothing is promised");
+            let _unarmed = moving.move_to(to_other, None, START).expect("nothing is promised");
         });
-        let _unarmed = there.move_to(to_one, START).expect("nothing is promised");
+        let _unarmed = there.move_to(to_one, None, START).expect("nothing is promised");
         thread.join().expect("it moves");
     });
 }

@@ -20,8 +20,8 @@ use policy::request::Direction;
 use policy::{throttle::Cost, time::Duration};
 
 use crate::{
-    limits::Passed,
     model::{Model, Outcome},
+    passed::Passed,
 };
 
 /// What has happened, over all seeds: a simulation in which nothing fails or crashes shows nothing.

@@ -10,7 +10,7 @@ use block::{
     disk::Disk,
     error::Error,
     image::{Image, Raw},
-    layer::throttle::{DiskSettings, Group},
+    layer::throttle::{DiskSettings, Group, GroupSettings},
     reactor::{JoinHandle, now, sim, sleep_until, spawn_joinable, timeout},
     storage::{
         Storage,
@@ -26,8 +26,8 @@ use policy::{
 
 use crate::{
     client::{Client, Shared, Tally, chance, short_time},
-    limits::Passed,
     model::Model,
+    passed::Passed,
     seeds,
 };
 
@@ -68,7 +68,7 @@ fn a_seed_repeats_to_the_last_bit() {
 fn run(seed: u64, tally: &Rc<RefCell<Tally>>) -> Instant {
     let tally = Rc::clone(tally);
     sim::run(seed, async move {
-        let group = Group::with_limits("group", draw_limits()).expect("drawn valid");
+        let group = Group::new("group", settings(draw_limits()), None).expect("drawn valid");
         let passed = Rc::new(RefCell::new(Passed::new(&group, LONGEST_REQUEST)));
         let disks: Vec<_> = (0..sim::random(|random| random.usize(1..=2)))
             .map(|_| spawn_joinable(Life::draw(&group, &tally, &passed).run()))
@@ -81,6 +81,10 @@ fn run(seed: u64, tally: &Rc<RefCell<Tally>>) -> Instant {
         tally.borrow_mut().waited += stats.reads.throttled + stats.writes.throttled;
         now()
     })
+}
+
+fn settings(limits: Limits) -> GroupSettings {
+    GroupSettings { limits, ..GroupSettings::default() }
 }
 
 /// No limits, or limits for all of a group's requests together.
@@ -178,9 +182,10 @@ impl Life {
         if self.faults {
             storage = Storage::Fault(Box::new(Fault::new(storage, vec![full_disk()])));
         }
-        let disk =
-            Disk::new("disk", Image::Raw(Raw::new(storage)), DiskSettings::default(), Some(&self.group));
-        (device, Arc::new(disk.expect("nothing is promised")))
+        let image = Image::Raw(Raw::new(storage));
+        let settings = DiskSettings::default();
+        let disk = Disk::new("disk", image, settings, Some(&self.group)).expect("nothing is promised");
+        (device, Arc::new(disk))
     }
 
     fn start(&self, disk: &Arc<Disk>) -> Vec<JoinHandle<()>> {

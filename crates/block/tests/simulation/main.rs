@@ -3,7 +3,7 @@
 //! from `stress`, which is about threads.
 //!
 //! - `disks`: reads, writes, flushes, errors, cancellations and crashes against a model of what each byte may be.
-//! - `limits`: requests of a throttle group against naive buckets: nothing passes too early, nothing waits too long.
+//! - `limits`: requests in trees of groups against naive buckets: nothing passes too early, nothing waits too long, whatever changes meanwhile.
 //! - `stress`: the parts of the throttle layer that threads share, on two real workers.
 //!
 //! `WEIR_SEED=n` runs one seed, `WEIR_SEEDS=n` the first n. A failure prints the command that repeats it.
@@ -11,7 +11,9 @@
 mod bucket;
 mod client;
 mod disks;
+mod ledger;
 mod limits;
 mod model;
+mod passed;
 mod seeds;
 mod stress;

@@ -9,12 +9,12 @@ use std::{
 };
 
 use block::{
-    layer::throttle::{DiskSettings, Group, Member},
+    layer::throttle::{DiskSettings, Group, GroupSettings, Member},
     reactor::{Polling, Worker, timeout, yield_now},
 };
 use policy::{
     request::Direction,
-    throttle::{Cost, Limit, LimitKind, Limits},
+    throttle::{Cost, Counters, Limit, LimitKind, Limits},
     time::Duration,
 };
 
@@ -26,8 +26,8 @@ const RATE: u64 = 250_000;
 /// Only a lost wake-up takes this long.
 const FOREVER: Duration = Duration::from_secs(60);
 
-/// What two workers' tasks got through; the group they asked.
-fn drive(patience: fn(u64) -> Option<Duration>) -> (u64, Arc<Group>) {
+/// What two workers' tasks got through, and what the group they asked counted: reads and writes.
+fn drive(patience: fn(u64) -> Option<Duration>) -> (u64, [Counters; 2]) {
     let workers = ["one", "two"]
         .map(|name| Worker::start(name, Polling::OFF).expect("io_uring works on a test machine"));
     let (announce, announced) = mpsc::channel();
@@ -35,7 +35,8 @@ fn drive(patience: fn(u64) -> Option<Duration>) -> (u64, Arc<Group>) {
     workers[0].spawn(move || async move {
         let mut limits = Limits::default();
         *limits.limit_mut(LimitKind::IopsTotal) = Limit { rate: RATE, ..Limit::NONE };
-        announce.send(Group::with_limits("shared", limits).expect("valid")).expect("somebody waits for it");
+        let settings = GroupSettings { limits, ..GroupSettings::default() };
+        announce.send(Group::new("shared", settings, None).expect("valid")).expect("somebody waits for it");
     });
     let group = announced.recv_timeout(FOREVER).expect("a worker makes a group");
     let (done, finished) = mpsc::channel();
@@ -43,7 +44,7 @@ fn drive(patience: fn(u64) -> Option<Duration>) -> (u64, Arc<Group>) {
         for task in 0..TASKS {
             let (group, done) = (Arc::clone(&group), done.clone());
             worker.spawn(move || async move {
-                let member = Member::new(DiskSettings::default(), Some(&group)).expect("nothing is promised");
+                let member = Member::new(DiskSettings::default(), Some(&group)).expect("no promises");
                 let mut passed = 0;
                 for request in 0..REQUESTS {
                     passed += u64::from(ask(&member, request + task, patience(request * TASKS + task)).await);
@@ -57,10 +58,16 @@ fn drive(patience: fn(u64) -> Option<Duration>) -> (u64, Arc<Group>) {
     }
     drop(done);
     let passed = (0..2 * TASKS).map(|_| finished.recv_timeout(FOREVER).expect("no task waits forever")).sum();
+    let (announce, announced) = mpsc::channel();
+    workers[0].spawn(move || async move {
+        let stats = group.stats();
+        announce.send([stats.reads, stats.writes]).expect("somebody waits for it");
+    });
+    let counted = announced.recv_timeout(FOREVER).expect("a worker looks");
     for worker in workers {
         worker.stop().expect("stops");
     }
-    (passed, group)
+    (passed, counted)
 }
 
 /// Whether it passed before patience ran out.
@@ -77,10 +84,9 @@ async fn ask(member: &Member, request: u64, patience: Option<Duration>) -> bool 
 #[test]
 fn threads_that_share_a_group_lose_no_request() {
     let started = time::Instant::now();
-    let (passed, group) = drive(|_| None);
+    let (passed, [reads, writes]) = drive(|_| None);
     assert_eq!(passed, 2 * TASKS * REQUESTS);
-    let counters = group.stats().reads;
-    assert_eq!((counters.requests, counters.bytes), (passed, passed * 4096));
+    assert_eq!((reads.requests + writes.requests, reads.bytes + writes.bytes), (passed, passed * 4096));
     // A tenth of a second's worth passes at once; the rest at the rate, if no thread let anything past the other's count.
     let least = Duration::from_secs_f64((passed - RATE / 10 - 1) as f64 / RATE as f64);
     assert!(started.elapsed() >= least, "{passed} requests at {RATE} a second took {:?}", started.elapsed());
@@ -89,10 +95,10 @@ fn threads_that_share_a_group_lose_no_request() {
 #[test]
 fn threads_that_give_up_disturb_nobody() {
     // Every third loses patience, within about the time that requests wait here.
-    let (passed, group) =
+    let (passed, counted) =
         drive(|request| (request % 3 == 0).then(|| Duration::from_micros(request * 7919 % 500)));
     let asked = 2 * TASKS * REQUESTS;
-    let counted = group.stats().reads.requests;
+    let counted: u64 = counted.iter().map(|counters| counters.requests).sum();
     // One that is admitted as it gives up is counted; nobody sees it.
     assert!(passed <= counted && counted <= asked, "{passed} seen, {counted} counted, {asked} asked");
     assert!(passed >= asked - asked / 3 - 1, "those that wait to the end pass: {passed}");

@@ -222,9 +222,7 @@ impl<T> Tree<T> {
         let node = &self.nodes[slot];
         Supply { limits, capacity: node.capacity }.check(demand(node.share, node.promised))?;
         self.now = self.now.max(now);
-        self.nodes[slot].set_limits(limits, self.now);
-        self.share_lanes(slot);
-        self.settle_both_up(slot);
+        self.apply_limits(slot, limits);
         Ok(())
     }
 
@@ -236,20 +234,42 @@ impl<T> Tree<T> {
     pub fn set_share(&mut self, node: NodeId, share: Share, now: Instant) -> Result<(), Refused> {
         let slot = self.slot(node);
         let node = &self.nodes[slot];
-        let (parent, number) = (node.parent, node.number);
         let (old, new) = (demand(node.share, node.promised), demand(share, node.promised));
         Supply { limits: node.limits(), capacity: node.capacity }.check(new)?;
-        self.check_promises(parent, old, new)?;
+        self.check_promises(node.parent, old, new)?;
         self.now = self.now.max(now);
-        self.promise(parent, old, new);
-        self.nodes[slot].share = share;
-        if let Some(schedule) = &mut self.nodes[parent].schedule {
-            for direction in Direction::ALL {
-                schedule.withdraw(number, direction);
-            }
-            schedule.set_share(number, share);
+        self.apply_share(slot, share);
+        Ok(())
+    }
+
+    /// Puts limits and a share in force together: poll afterwards. For changes of which neither half could stand alone.
+    ///
+    /// Limits that are the same as before keep what is in their buckets.
+    ///
+    /// # Errors
+    ///
+    /// [`Refused`]: invalid limits, or a promise that cannot be kept. Everything stays as it was then.
+    pub fn configure(
+        &mut self,
+        node: NodeId,
+        limits: Limits,
+        share: Share,
+        now: Instant,
+    ) -> Result<(), Refused> {
+        limits.validate()?;
+        let slot = self.slot(node);
+        let node = &self.nodes[slot];
+        let (old, new) = (demand(node.share, node.promised), demand(share, node.promised));
+        Supply { limits, capacity: node.capacity }.check(new)?;
+        self.check_promises(node.parent, old, new)?;
+        let (other_limits, other_share) = (limits != node.limits(), share != node.share);
+        self.now = self.now.max(now);
+        if other_share {
+            self.apply_share(slot, share);
         }
-        self.settle_both_up(slot);
+        if other_limits {
+            self.apply_limits(slot, limits);
+        }
         Ok(())
     }
 
@@ -363,6 +383,27 @@ impl<T> Tree<T> {
     /// What there is to say of a node, as of `now`.
     pub fn stats(&self, node: NodeId, now: Instant) -> Stats {
         self.nodes[self.slot(node)].stats(self.now.max(now))
+    }
+
+    fn apply_limits(&mut self, slot: usize, limits: Limits) {
+        self.nodes[slot].set_limits(limits, self.now);
+        self.share_lanes(slot);
+        self.settle_both_up(slot);
+    }
+
+    fn apply_share(&mut self, slot: usize, share: Share) {
+        let node = &mut self.nodes[slot];
+        let (parent, number) = (node.parent, node.number);
+        let (old, new) = (demand(node.share, node.promised), demand(share, node.promised));
+        node.share = share;
+        self.promise(parent, old, new);
+        if let Some(schedule) = &mut self.nodes[parent].schedule {
+            for direction in Direction::ALL {
+                schedule.withdraw(number, direction);
+            }
+            schedule.set_share(number, share);
+        }
+        self.settle_both_up(slot);
     }
 
     fn slot(&self, id: NodeId) -> usize {

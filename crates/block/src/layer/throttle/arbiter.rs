@@ -16,7 +16,10 @@
 use std::{
     collections::{HashMap, hash_map::DefaultHasher},
     hash::BuildHasherDefault,
-    sync::{Arc, PoisonError, atomic::AtomicU64},
+    sync::{
+        Arc, PoisonError,
+        atomic::{AtomicU64, Ordering as Order},
+    },
 };
 
 use policy::{
@@ -41,7 +44,7 @@ type Nodes = HashMap<NodeId, Option<Gate>, BuildHasherDefault<DefaultHasher>>;
 /// A tree with its lock. See the file's documentation.
 #[derive(Debug)]
 pub(super) struct Arbiter {
-    /// Tells this tree from every other there was or will be.
+    /// Tells this tree from every other there was or will be. Locks are taken in this order.
     id: u64,
     state: Mutex<State>,
 }
@@ -76,7 +79,7 @@ impl Arbiter {
     pub(super) fn new(now: Instant) -> Arc<Self> {
         static NEXT_ID: AtomicU64 = AtomicU64::new(0);
         let state = State { tree: Tree::new(now), timer: None, nodes: Nodes::default(), lifted: false };
-        let id = NEXT_ID.fetch_add(1, Ordering::Relaxed);
+        let id = NEXT_ID.fetch_add(1, Order::Relaxed);
         Arc::new(Self { id, state: Mutex::new(state) })
     }
 
@@ -192,20 +195,13 @@ impl Held<'_> {
     pub(super) fn configure(
         &mut self,
         node: NodeId,
-        (old, new): ((Limits, Share), (Limits, Share)),
+        limits: Limits,
+        share: Share,
         now: Instant,
     ) -> Result<(), Refused> {
-        let tree = &mut self.state.tree;
-        tree.set_share(node, new.1, now)?;
-        if new.0 == old.0 {
-            return Ok(());
-        }
-        if let Err(refused) = tree.set_limits(node, new.0, now) {
-            tree.set_share(node, old.1, now)
-                .expect("what held a moment ago, under this very lock, holds again");
-            return Err(refused);
-        }
-        if old.0.is_unlimited() != new.0.is_unlimited() {
+        let was_unlimited = self.state.tree.limits(node).is_unlimited();
+        self.state.tree.configure(node, limits, share, now)?;
+        if was_unlimited != limits.is_unlimited() {
             self.open_gates();
         }
         Ok(())

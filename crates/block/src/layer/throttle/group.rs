@@ -8,7 +8,7 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use policy::{
-    throttle::{Enforcement, Limits, NodeId, Refused, Stats},
+    throttle::{Enforcement, NodeId, Refused, Stats},
     watermark::Watermark,
 };
 
@@ -57,17 +57,6 @@ impl Group {
         self.parent.as_ref()
     }
 
-    /// A group on top, with these limits and an equal share.
-    ///
-    /// # Errors
-    /// [`Refused`]: limits that break a rule.
-    ///
-    /// # Panics
-    /// Outside a reactor.
-    pub fn with_limits(name: &str, limits: Limits) -> Result<Arc<Self>, Refused> {
-        Self::new(name, GroupSettings { limits, ..GroupSettings::default() }, None)
-    }
-
     /// The settings in force.
     pub fn settings(&self) -> GroupSettings {
         *self.lock()
@@ -86,8 +75,7 @@ impl Group {
     pub fn set(&self, settings: GroupSettings) -> Result<(), Refused> {
         let now = reactor::now();
         let mut current = self.lock();
-        let change = ((current.limits, current.share), (settings.limits, settings.share));
-        self.arbiter.lock().configure(self.node, change, now)?;
+        self.arbiter.lock().configure(self.node, settings.limits, settings.share, now)?;
         *current = settings;
         drop(current);
         arm(self.arbiter.release(now));

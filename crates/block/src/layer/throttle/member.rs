@@ -54,9 +54,7 @@ impl Member {
     pub fn set(&self, settings: DiskSettings) -> Result<(), Refused> {
         let now = reactor::now();
         let mut place = self.seat.lock();
-        let old = place.settings;
-        let change = ((old.limits, old.share), (settings.limits, settings.share));
-        place.arbiter.lock().configure(place.node, change, now)?;
+        place.arbiter.lock().configure(place.node, settings.limits, settings.share, now)?;
         place.settings = settings;
         let arbiter = Arc::clone(&place.arbiter);
         drop(place);
@@ -79,9 +77,35 @@ impl Member {
     /// # Panics
     /// Outside a reactor.
     pub fn move_to(&self, group: Option<&Arc<Group>>) -> Result<(), Refused> {
-        let alarms = self.seat.move_to(destination(group), reactor::now())?;
+        if !self.is_in(group) {
+            let alarms = self.seat.move_to(destination(group), None, reactor::now())?;
+            alarms.into_iter().for_each(arm);
+        }
+        Ok(())
+    }
+
+    /// Puts settings in force and moves to `group`, or out of any: both or neither, as [`Member::set`] and [`Member::move_to`] do.
+    ///
+    /// # Errors
+    /// [`Refused`]: limits that break a rule, or a reservation that `group` cannot keep. Everything stays as it was.
+    ///
+    /// # Panics
+    /// Outside a reactor.
+    pub fn place(&self, settings: DiskSettings, group: Option<&Arc<Group>>) -> Result<(), Refused> {
+        if self.is_in(group) {
+            return self.set(settings);
+        }
+        let alarms = self.seat.move_to(destination(group), Some(settings), reactor::now())?;
         alarms.into_iter().for_each(arm);
         Ok(())
+    }
+
+    fn is_in(&self, group: Option<&Arc<Group>>) -> bool {
+        match (&self.seat.lock().kept, group) {
+            (Some(current), Some(group)) => Arc::ptr_eq(current, group),
+            (None, None) => true,
+            _ => false,
+        }
     }
 
     /// What has passed, what waits and for what, by the disk's own limits and all above.

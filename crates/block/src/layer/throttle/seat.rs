@@ -147,17 +147,24 @@ impl<K> Seat<K> {
         }
     }
 
-    /// Takes another seat; the requests that wait here wait there, in their order, and those that may pass there do.
+    /// Takes another seat, with other settings if there are any; the requests that wait here wait there, in their order, and those that may
+    /// pass there do.
     ///
     /// # Errors
     /// Where the new place cannot take it; then it stays where it is.
-    pub(super) fn move_to(&self, to: Destination<K>, now: Instant) -> Result<[Option<Alarm>; 2], Refused> {
+    pub(super) fn move_to(
+        &self,
+        to: Destination<K>,
+        settings: Option<DiskSettings>,
+        now: Instant,
+    ) -> Result<[Option<Alarm>; 2], Refused> {
         let mut place = self.lock();
+        let settings = settings.unwrap_or(place.settings);
         let from = Arc::clone(&place.arbiter);
         let mut admitted = Vec::new();
         {
             let (mut old, mut other) = Arbiter::lock_both(&from, &to.arbiter);
-            let DiskSettings { limits, share, .. } = place.settings;
+            let DiskSettings { limits, share, .. } = settings;
             let gate = Some(Arc::clone(&self.gate));
             let node = other.as_mut().unwrap_or(&mut old).add(to.parent, limits, share, gate, now)?;
             let past = old.tree().stats(place.node, now);
@@ -172,6 +179,7 @@ impl<K> Seat<K> {
             }
             place.earlier.add(&past);
             place.node = node;
+            place.settings = settings;
         }
         let kept = std::mem::replace(&mut place.kept, to.kept);
         place.arbiter = Arc::clone(&to.arbiter);

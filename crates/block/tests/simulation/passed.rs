@@ -1,0 +1,55 @@
+//! What a group has let pass, looked at now and then: for tests that do not see the admissions themselves.
+
+use std::sync::Arc;
+
+use block::{layer::throttle::Group, reactor::now};
+use policy::{
+    throttle::LimitKind,
+    time::{Duration, Instant},
+};
+
+/// See the file's documentation.
+pub(crate) struct Passed {
+    group: Arc<Group>,
+    /// Time, requests, bytes.
+    looks: Vec<(Instant, [u64; 2])>,
+    /// In bytes.
+    longest_request: u64,
+}
+
+impl Passed {
+    pub(crate) fn new(group: &Arc<Group>, longest_request: u64) -> Self {
+        Self { group: Arc::clone(group), looks: Vec::new(), longest_request }
+    }
+
+    /// Notes what has passed by now.
+    pub(crate) fn look(&mut self) {
+        let stats = self.group.stats();
+        let passed = [stats.reads.requests + stats.writes.requests, stats.reads.bytes + stats.writes.bytes];
+        self.looks.push((now(), passed));
+    }
+
+    /// Over any second that begins and ends with a look, limits for both directions together are exceeded by no more than the burst,
+    /// and the one request that is paid for afterwards.
+    pub(crate) fn check(&self) {
+        for (unit, kind, last) in
+            [(0, LimitKind::IopsTotal, 1), (1, LimitKind::BpsTotal, self.longest_request)]
+        {
+            let limit = self.group.settings().limits.limit(kind);
+            if limit.rate == 0 {
+                continue;
+            }
+            let burst =
+                if limit.burst_rate == 0 { limit.rate / 10 } else { limit.burst_rate * limit.burst_length_s };
+            let most = limit.rate + burst + last;
+            let mut end = 0;
+            for (at, passed) in &self.looks {
+                while self.looks.get(end).is_some_and(|(later, _)| *later <= *at + Duration::from_secs(1)) {
+                    end += 1;
+                }
+                let count = self.looks[end - 1].1[unit] - passed[unit];
+                assert!(count <= most, "{kind:?}: {count} passed in the second after {at:?}, {most} may");
+            }
+        }
+    }
+}
