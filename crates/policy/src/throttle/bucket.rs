@@ -121,10 +121,37 @@ fn wait_until_full(level: u128, size: u128, rate: u64) -> u64 {
     }
 }
 
+/// Some of the four limits that apply to a direction.
+#[derive(Clone, Copy, Debug)]
+struct Applying {
+    kinds: [LimitKind; 4],
+    count: usize,
+}
+
+impl Applying {
+    /// Those that are set.
+    fn new(limits: &Limits, direction: Direction) -> Self {
+        let mut set = Self { kinds: LimitKind::applying_to(direction), count: 0 };
+        for kind in LimitKind::applying_to(direction) {
+            if limits.limit(kind).rate > 0 {
+                set.kinds[set.count] = kind;
+                set.count += 1;
+            }
+        }
+        set
+    }
+
+    fn kinds(&self) -> &[LimitKind] {
+        &self.kinds[..self.count]
+    }
+}
+
 /// The six buckets of a group, at one instant.
 #[derive(Clone, Debug)]
 pub(super) struct Buckets {
     buckets: [Bucket; 6],
+    /// By direction: the limits that are set, of those that apply. Mostly one or two of four.
+    applying: [Applying; 2],
     iops_size: u64,
     unlimited: bool,
     /// Levels are as of this instant.
@@ -136,6 +163,7 @@ impl Buckets {
     pub(super) fn new(limits: &Limits, now: Instant) -> Self {
         Self {
             buckets: LimitKind::ALL.map(|kind| Bucket::new(limits.limit(kind))),
+            applying: Direction::ALL.map(|direction| Applying::new(limits, direction)),
             iops_size: limits.iops_size,
             unlimited: limits.is_unlimited(),
             now,
@@ -176,12 +204,9 @@ impl Buckets {
 
     /// Time until a request of this direction may pass, and the limit that it waits for longest; `None` if it may now.
     pub(super) fn binding(&self, direction: Direction) -> Option<(u64, LimitKind)> {
-        if self.unlimited {
-            return None;
-        }
         let mut longest = None;
-        for kind in LimitKind::applying_to(direction) {
-            let wait_ns = self.buckets[kind.index()].wait_ns();
+        for (kind, bucket) in self.applying(direction) {
+            let wait_ns = bucket.wait_ns();
             if wait_ns > longest.map_or(0, |(longest_ns, _)| longest_ns) {
                 longest = Some((wait_ns, kind));
             }
@@ -198,38 +223,40 @@ impl Buckets {
         }
     }
 
+    /// The buckets of the limits that are set and apply to this direction.
+    fn applying(&self, direction: Direction) -> impl Iterator<Item = (LimitKind, &Bucket)> {
+        let kinds = self.applying[direction.index()].kinds().iter();
+        kinds.map(|kind| (*kind, &self.buckets[kind.index()]))
+    }
+
     /// Operations a request counts as here, in billionths.
-    pub(super) fn operations(&self, cost: &Cost) -> u128 {
-        cost.operations(self.iops_size)
+    pub(super) fn operations(&self, cost: &Cost) -> u64 {
+        if self.iops_size == 0 {
+            return cost.requests().saturating_mul(UNIT as u64);
+        }
+        u64::try_from(cost.operations(self.iops_size)).unwrap_or(u64::MAX)
     }
 
     /// How long the scarcest limit of this direction takes for a request; 0 without limits. See [`divide`].
     pub(super) fn price_ns(&self, direction: Direction, cost: &Cost) -> u64 {
-        let mut longest_ns = 0;
-        for kind in LimitKind::applying_to(direction) {
-            let rate = self.buckets[kind.index()].rate;
-            if rate > 0 {
-                longest_ns = longest_ns.max(divide(self.units(kind, cost), rate));
-            }
-        }
-        longest_ns
+        let prices =
+            self.applying(direction).map(|(kind, bucket)| divide(self.units(kind, cost), bucket.rate));
+        prices.fold(0, u64::max)
     }
 
     /// How long the scarcest limit of this direction on operations takes for one; 0 without such a limit.
     pub(super) fn operation_ns(&self, direction: Direction) -> u64 {
-        let kinds = LimitKind::applying_to(direction).into_iter().filter(|kind| !kind.counts_bytes());
-        let rates = kinds.map(|kind| self.buckets[kind.index()].rate).filter(|rate| *rate > 0);
-        rates.map(|rate| divide(UNIT, rate)).max().unwrap_or(0)
+        let operations = self.applying(direction).filter(|(kind, _)| !kind.counts_bytes());
+        operations.map(|(_, bucket)| divide(UNIT, bucket.rate)).fold(0, u64::max)
     }
 
     /// The fraction of a request, in parts of [`WHOLE`], that has room in all buckets of its direction.
     pub(super) fn room(&self, direction: Direction, cost: &Cost) -> u32 {
         let mut least = WHOLE;
-        for kind in LimitKind::applying_to(direction) {
-            let bucket = &self.buckets[kind.index()];
+        for (kind, bucket) in self.applying(direction) {
             let units = self.units(kind, cost);
             let room = bucket.room();
-            if bucket.rate > 0 && room < units {
+            if room < units {
                 // Below WHOLE, since room < units.
                 least = least.min((room.saturating_mul(u128::from(WHOLE)) / units) as u32);
             }
@@ -239,11 +266,10 @@ impl Buckets {
 
     /// Charges this part of a request to the buckets of its direction.
     pub(super) fn charge_part(&mut self, direction: Direction, cost: &Cost, part: &Range<u32>) {
-        for kind in LimitKind::applying_to(direction) {
-            if self.buckets[kind.index()].rate > 0 {
-                let units = part_of(self.units(kind, cost), part);
-                self.buckets[kind.index()].add(units);
-            }
+        let applying = self.applying[direction.index()];
+        for kind in applying.kinds() {
+            let units = part_of(self.units(*kind, cost), part);
+            self.buckets[kind.index()].add(units);
         }
     }
 

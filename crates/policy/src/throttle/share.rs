@@ -56,9 +56,9 @@ impl Share {
     }
 
     /// The part of the promise, in nanoseconds, that a request uses up which counts so many billionths of operations.
-    pub(super) fn promised_ns(self, cost: &Cost, operations: u128) -> u64 {
+    pub(super) fn promised_ns(self, cost: &Cost, operations: u64) -> u64 {
         let of = |billionths, rate| if rate == 0 { 0 } else { divide(billionths, rate) };
-        of(operations, self.iops_reservation)
+        of(u128::from(operations), self.iops_reservation)
             .max(of(u128::from(cost.bytes()) * u128::from(BILLION), self.bps_reservation))
     }
 }

@@ -37,6 +37,8 @@ use alloc::vec::Vec;
 
 mod serve;
 
+use serve::Path;
+
 /// How many levels a tree may have: a disk, and groups in groups above it.
 ///
 /// Each costs every decision; nobody has asked for more than three (disk, tenant, host).
@@ -118,6 +120,8 @@ pub struct Tree<T> {
     /// Which direction is asked first where nothing else decides.
     first: Direction,
     next_number: u64,
+    /// The way that was last taken.
+    path: Path,
 }
 
 impl<T> Tree<T> {
@@ -132,6 +136,7 @@ impl<T> Tree<T> {
             now,
             first: Direction::Read,
             next_number: 0,
+            path: Path::new(),
         }
     }
 

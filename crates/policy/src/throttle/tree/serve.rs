@@ -5,7 +5,7 @@
 //! limits, or without work.
 
 use super::super::cost::{BILLION, Cost};
-use super::super::price::{WHOLE, part_of, slice_of};
+use super::super::price::{LONGEST_NS, SLICE_NS, WHOLE, part_of, slice_of};
 use super::super::schedule::{Phase, Service};
 use super::{Decision, MAX_LEVELS, NodeId, ROOT, Tree, lane_of, wake_item};
 use crate::request::Direction;
@@ -23,7 +23,7 @@ const UNLIMITED_OPERATION_NS: u64 = 10_000;
 const BURST_PART: u32 = 4;
 
 /// One level of the way from the root to a disk.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Debug)]
 struct Step {
     slot: usize,
     /// Why the next node down is served.
@@ -31,23 +31,25 @@ struct Step {
     /// The request's price, at the scarcest limit down to this level.
     price_ns: u64,
     /// Operations it counts as, by whichever level down to this one counts most; in billionths.
-    operations: u128,
+    operations: u64,
 }
 
-/// The way from the root down to a disk, both included.
-struct Path {
+/// The way from the root down to a disk, both included. Kept by the tree, so that nobody copies it.
+#[derive(Debug)]
+pub(super) struct Path {
     steps: [Step; MAX_LEVELS + 1],
     length: usize,
 }
 
 impl Path {
-    const fn new() -> Self {
+    pub(super) const fn new() -> Self {
         let step = Step { slot: ROOT, phase: Phase::Weight, price_ns: 0, operations: 0 };
         Self { steps: [step; MAX_LEVELS + 1], length: 0 }
     }
 
     const fn push(&mut self, slot: usize) {
         self.steps[self.length].slot = slot;
+        self.steps[self.length].phase = Phase::Weight;
         self.length += 1;
     }
 }
@@ -79,14 +81,14 @@ impl<T> Tree<T> {
         if !passes {
             return false;
         }
-        let mut path = self.path_down(slot);
-        let terms = self.price(&mut path, direction, cost);
+        self.follow_up(slot);
+        let terms = self.price(direction, cost);
         // What the last slice lacks is paid for by whoever comes next, as with every request.
         if terms.slice < WHOLE && terms.room.saturating_add(terms.slice) < WHOLE {
             return false;
         }
-        self.charge(&path, direction, cost, &(0..WHOLE));
-        self.count(&path, direction, cost, None);
+        self.charge(direction, cost, &(0..WHOLE));
+        self.count(direction, cost, None);
         true
     }
 
@@ -95,9 +97,8 @@ impl<T> Tree<T> {
     /// With anything waiting it is never [`Decision::Idle`].
     pub fn poll(&mut self, now: Instant) -> Decision<T> {
         self.advance(now);
-        while let Some((mut path, direction)) = self.pick() {
-            let slot = path.steps[path.length - 1].slot;
-            if let Some(token) = self.serve(&mut path, slot, direction) {
+        while let Some(direction) = self.pick() {
+            if let Some(token) = self.serve(direction) {
                 return Decision::Admit(token);
             }
         }
@@ -107,12 +108,13 @@ impl<T> Tree<T> {
         }
     }
 
-    /// Serves the first request of a disk's queue: all of it, or the next part of it if it is large.
-    fn serve(&mut self, path: &mut Path, slot: usize, direction: Direction) -> Option<T> {
+    /// Serves the first request of the disk that was picked: all of it, or the next part of it if it is large.
+    fn serve(&mut self, direction: Direction) -> Option<T> {
+        let slot = self.path.steps[self.path.length - 1].slot;
         self.first = opposite(direction);
         // Out of the queue while the tree is at work, since the price is asked of every level.
         let mut waiter = self.nodes[slot].queue_mut(direction).pop_front()?;
-        let terms = self.price(path, direction, &waiter.cost);
+        let terms = self.price(direction, &waiter.cost);
         let from = waiter.paid;
         let part = terms.slice.max(terms.room / BURST_PART);
         let to = if terms.slice == WHOLE { WHOLE } else { from.saturating_add(part).min(WHOLE) };
@@ -120,13 +122,13 @@ impl<T> Tree<T> {
             waiter.paid = to;
             let cost = waiter.cost.clone();
             self.nodes[slot].queue_mut(direction).push_front(waiter);
-            self.charge(path, direction, &cost, &(from..to));
+            self.charge(direction, &cost, &(from..to));
             return None;
         }
         self.count_waiting(slot, direction, |waiting| waiting - 1);
-        self.charge(path, direction, &waiter.cost, &(from..to));
+        self.charge(direction, &waiter.cost, &(from..to));
         let waited_ns = self.now.nanos_since(waiter.since);
-        self.count(path, direction, &waiter.cost, Some(waited_ns));
+        self.count(direction, &waiter.cost, Some(waited_ns));
         Some(waiter.token)
     }
 
@@ -163,40 +165,41 @@ impl<T> Tree<T> {
         }
     }
 
-    fn path_down(&self, slot: usize) -> Path {
-        let mut path = Path::new();
+    /// Takes the way from a disk up to the root.
+    fn follow_up(&mut self, slot: usize) {
+        self.path.length = 0;
         let mut at = slot;
         while at != ROOT {
-            path.push(at);
+            self.path.push(at);
             at = self.nodes[at].parent;
         }
-        path.push(ROOT);
-        path.steps[..path.length].reverse();
-        path
+        self.path.push(ROOT);
+        self.path.steps[..self.path.length].reverse();
     }
 
     /// Follows the turns from the root to the disk that is next, and says in which direction.
-    fn pick(&self) -> Option<(Path, Direction)> {
-        let mut path = Path::new();
+    fn pick(&mut self) -> Option<Direction> {
+        let Self { nodes, path, now, .. } = self;
+        path.length = 0;
         let mut slot = ROOT;
         // By direction: whether a request of it may be chosen. Narrows on the way down.
-        let mut open = Direction::ALL.map(|direction| self.nodes[ROOT].has_work(direction));
+        let mut open = Direction::ALL.map(|direction| nodes[ROOT].has_work(direction));
         let mut wanted = self.first;
         // Where no limit applies nobody gives way to anybody, and any child that is ready may be chosen.
         let mut limited = false;
         loop {
             path.push(slot);
-            let node = &self.nodes[slot];
+            let node = &nodes[slot];
             if !open[wanted.index()] {
                 wanted = opposite(wanted);
             }
             let Some(schedule) = node.schedule.as_ref().filter(|schedule| !schedule.is_childless()) else {
-                return open[wanted.index()].then_some((path, wanted));
+                return open[wanted.index()].then_some(wanted);
             };
             limited |= node.limited.is_some();
             let next = |direction: Direction| {
                 open[direction.index()]
-                    .then(|| schedule.next(direction, lane_of(node, direction), self.now))
+                    .then(|| schedule.next(direction, lane_of(node, direction), *now))
                     .flatten()
             };
             let other = opposite(wanted);
@@ -219,11 +222,11 @@ impl<T> Tree<T> {
     }
 
     /// Works out what a request costs at every level of its way, and how much of it may be paid now.
-    fn price(&mut self, path: &mut Path, direction: Direction, cost: &Cost) -> Terms {
+    fn price(&mut self, direction: Direction, cost: &Cost) -> Terms {
         let now = self.now;
         let mut price_ns = 0;
-        let mut operations = u128::from(cost.requests()) * u128::from(BILLION);
-        for step in &mut path.steps[..path.length] {
+        let mut operations = cost.requests().saturating_mul(BILLION);
+        for step in &mut self.path.steps[..self.path.length] {
             if let Some(limited) = &self.nodes[step.slot].limited {
                 price_ns = price_ns.max(limited.buckets.price_ns(direction, cost));
                 operations = operations.max(limited.buckets.operations(cost));
@@ -233,17 +236,16 @@ impl<T> Tree<T> {
                 let by_bytes = cost.bytes() / BYTES_PER_OPERATION;
                 cost.requests().max(by_bytes).saturating_mul(UNLIMITED_OPERATION_NS)
             };
-            step.price_ns =
-                if price_ns > 0 { price_ns } else { unlimited_ns() }.min(super::super::price::LONGEST_NS);
+            step.price_ns = if price_ns > 0 { price_ns } else { unlimited_ns() }.min(LONGEST_NS);
             step.operations = operations;
         }
         let mut terms = Terms { slice: WHOLE, room: WHOLE };
-        if price_ns <= super::super::price::SLICE_NS {
+        if price_ns <= SLICE_NS {
             return terms;
         }
         // Rare from here on: what is large is asked about again, at the levels that hold it up.
         let (mut enforced_ns, mut operation_ns) = (0, 0);
-        for step in &path.steps[..path.length] {
+        for step in &self.path.steps[..self.path.length] {
             if let Some(buckets) = self.nodes[step.slot].enforced(now) {
                 enforced_ns = enforced_ns.max(buckets.price_ns(direction, cost));
                 operation_ns = operation_ns.max(buckets.operation_ns(direction));
@@ -255,18 +257,18 @@ impl<T> Tree<T> {
     }
 
     /// Charges this part of a request to every level of its way, and settles them.
-    fn charge(&mut self, path: &Path, direction: Direction, cost: &Cost, part: &Range<u32>) {
+    fn charge(&mut self, direction: Direction, cost: &Cost, part: &Range<u32>) {
         let now = self.now;
-        for level in 0..path.length {
-            let Step { slot, phase, price_ns, operations } = path.steps[level];
+        for level in 0..self.path.length {
+            let Step { slot, phase, price_ns, operations } = self.path.steps[level];
             let node = &mut self.nodes[slot];
             if let Some(buckets) = node.enforced(now) {
                 buckets.charge_part(direction, cost, part);
             }
-            if level + 1 == path.length {
+            if level + 1 == self.path.length {
                 break;
             }
-            let child = &self.nodes[path.steps[level + 1].slot];
+            let child = &self.nodes[self.path.steps[level + 1].slot];
             let (number, share) = (child.number, child.share);
             let node = &mut self.nodes[slot];
             let promised_ns = match phase {
@@ -279,17 +281,20 @@ impl<T> Tree<T> {
                 schedule.charge(number, service, now);
             }
         }
-        for step in path.steps[1..path.length].iter().rev() {
-            let parent = &self.nodes[self.nodes[step.slot].parent];
-            let lane = lane_of(parent, direction);
-            for settled in Direction::ALL {
-                self.settle(step.slot, settled, lane.covers(settled));
+        let other = opposite(direction);
+        for level in (1..self.path.length).rev() {
+            let slot = self.path.steps[level].slot;
+            self.settle(slot, direction, true);
+            // Nothing to do, and nothing done before, for nearly all.
+            if self.nodes[slot].waiting[other.index()] > 0 {
+                let lane = lane_of(&self.nodes[self.nodes[slot].parent], direction);
+                self.settle(slot, other, lane.covers(other));
             }
         }
     }
 
-    fn count(&mut self, path: &Path, direction: Direction, cost: &Cost, waited_ns: Option<u64>) {
-        for step in &path.steps[1..path.length] {
+    fn count(&mut self, direction: Direction, cost: &Cost, waited_ns: Option<u64>) {
+        for step in &self.path.steps[1..self.path.length] {
             self.nodes[step.slot].count(direction, cost, waited_ns);
         }
     }

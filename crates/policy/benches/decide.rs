@@ -1,0 +1,151 @@
+//! What a decision costs: from a request that waits to the one that passes in its place, with all the bookkeeping.
+//!
+//! One iteration is one request admitted by a group at its limit: its turn comes, the group's bucket is charged, and the
+//! next request of that disk queues. That is two calls of `poll` (one admits, one says until when) and one of
+//! `request`. `idle` is one disk that keeps asking, alone or among 10,000 that do not.
+//!
+//! A figure is that of the fastest of many batches: what else runs on the machine only ever adds to it.
+
+use criterion::{BenchmarkId, Criterion, criterion_group, criterion_main};
+use policy::request::Direction;
+use policy::throttle::{Admission, Cost, Decision, LimitKind, Limits, NodeId, Share, Tree};
+use policy::time::{Duration, Instant};
+use std::hint::black_box;
+use std::time::Instant as Clock;
+
+const IOPS: u64 = 100_000;
+
+fn limits() -> Limits {
+    let mut limits = Limits::default();
+    limits.limit_mut(LimitKind::IopsTotal).rate = IOPS;
+    limits
+}
+
+/// A group at its limit, and disks in it that always have more to ask for.
+struct Busy {
+    tree: Tree<u32>,
+    disks: Vec<NodeId>,
+    now: Instant,
+}
+
+impl Busy {
+    /// So many disks, in groups of their own below so many levels.
+    fn new(disks: u32, levels: usize, promised: bool) -> Self {
+        let mut tree = Tree::new(Instant::ZERO);
+        let mut group = tree.add(None, limits(), Share::default()).unwrap();
+        for _ in 1..levels {
+            group = tree.add(Some(group), limits(), Share::default()).unwrap();
+        }
+        let disks = (0..disks)
+            .map(|number| {
+                let share = Share::new(1 + number % 1000).unwrap();
+                let share = if promised { share.with_reservation(1, 0) } else { share };
+                tree.add(Some(group), Limits::default(), share).unwrap()
+            })
+            .collect();
+        let mut busy = Self { tree, disks, now: Instant::ZERO };
+        for number in 0..busy.disks.len() as u32 {
+            for _ in 0..4 {
+                busy.ask(number);
+            }
+        }
+        busy
+    }
+
+    fn ask(&mut self, number: u32) {
+        let (disk, now) = (self.disks[number as usize], self.now);
+        // While the bucket fills up, some pass at once.
+        while let Admission::Admitted(_) =
+            self.tree.request(disk, Direction::Read, Cost::one(4096), number, now)
+        {}
+    }
+
+    fn decide(&mut self) {
+        self.now += Duration::from_nanos(1_000_000_000 / IOPS);
+        loop {
+            match self.tree.poll(self.now) {
+                Decision::Admit(number) => self.ask(black_box(number)),
+                Decision::Wait { until } => {
+                    black_box(until);
+                    return;
+                }
+                Decision::Idle => unreachable!("there is always more"),
+            }
+        }
+    }
+}
+
+/// Times a batch often enough for so many iterations, and counts each like one of the fastest batch.
+fn fastest(iterations: u64, mut step: impl FnMut()) -> Duration {
+    const BATCH: u32 = 500;
+    let mut least = Duration::MAX;
+    for _ in 0..iterations.div_ceil(u64::from(BATCH)) {
+        let begin = Clock::now();
+        for _ in 0..BATCH {
+            step();
+        }
+        least = least.min(begin.elapsed());
+    }
+    least.mul_f64(iterations as f64 / f64::from(BATCH))
+}
+
+fn busy(criterion: &mut Criterion) {
+    let mut group = criterion.benchmark_group("busy");
+    for disks in [1, 10, 100, 1000, 10_000] {
+        let mut busy = Busy::new(disks, 1, false);
+        group.bench_function(BenchmarkId::from_parameter(disks), |bencher| {
+            bencher.iter_custom(|iterations| fastest(iterations, || busy.decide()));
+        });
+    }
+    for disks in [10, 10_000] {
+        let mut busy = Busy::new(disks, 1, true);
+        group.bench_function(BenchmarkId::new("promised", disks), |bencher| {
+            bencher.iter_custom(|iterations| fastest(iterations, || busy.decide()));
+        });
+        let mut busy = Busy::new(disks, 3, false);
+        group.bench_function(BenchmarkId::new("three levels", disks), |bencher| {
+            bencher.iter_custom(|iterations| fastest(iterations, || busy.decide()));
+        });
+    }
+    group.finish();
+}
+
+fn idle(criterion: &mut Criterion) {
+    let mut group = criterion.benchmark_group("idle");
+    for disks in [0, 10_000] {
+        // At its limit, and below it, where a request passes at once.
+        let mut busy = Busy::new(1, 1, false);
+        let host = busy.tree.parent(busy.disks[0]).unwrap();
+        for _ in 0..disks {
+            busy.tree.add(Some(host), Limits::default(), Share::default()).unwrap();
+        }
+        group.bench_function(BenchmarkId::new("at the limit", disks), |bencher| {
+            bencher.iter_custom(|iterations| fastest(iterations, || busy.decide()));
+        });
+
+        let mut tree = Tree::<u32>::new(Instant::ZERO);
+        let host = tree.add(None, limits(), Share::default()).unwrap();
+        let all: Vec<_> =
+            (0..=disks).map(|_| tree.add(Some(host), Limits::default(), Share::default()).unwrap()).collect();
+        let (disk, mut now) = (all[all.len() / 2], Instant::ZERO);
+        group.bench_function(BenchmarkId::new("below it", disks), |bencher| {
+            bencher.iter_custom(|iterations| {
+                fastest(iterations, || {
+                    now += Duration::from_nanos(2_000_000_000 / IOPS);
+                    assert!(tree.pass(disk, Direction::Read, black_box(&Cost::one(4096)), now));
+                })
+            });
+        });
+    }
+    group.finish();
+}
+
+criterion_group! {
+    name = decisions;
+    config = Criterion::default()
+        .warm_up_time(Duration::from_millis(300))
+        .measurement_time(Duration::from_secs(1))
+        .sample_size(30);
+    targets = busy, idle
+}
+criterion_main!(decisions);
