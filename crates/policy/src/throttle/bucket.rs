@@ -1,4 +1,4 @@
-//! A leaky bucket: how much of one kind of work has passed, and how long the next must wait; and the six of a group.
+//! A leaky bucket: how much of one kind of work has passed, and how long the next must wait; and the six of a node.
 //!
 //! The level rises by what is admitted and leaks at the configured rate. Nothing here knows the time: callers pass
 //! the instant, so the daemon, the simulator and the tests run the same arithmetic.
@@ -24,7 +24,7 @@ use super::enforcement::Scale;
 use super::limits::{Limit, LimitKind, Limits};
 use super::price::{WHOLE, divide, part_of};
 use crate::request::Direction;
-use crate::time::{Duration, Instant};
+use crate::time::Instant;
 use core::ops::Range;
 
 /// Billionths in a unit.
@@ -146,7 +146,7 @@ impl Applying {
     }
 }
 
-/// The six buckets of a group, at one instant.
+/// The six buckets of a node, at one instant.
 #[derive(Clone, Debug)]
 pub(super) struct Buckets {
     buckets: [Bucket; 6],
@@ -170,11 +170,6 @@ impl Buckets {
         }
     }
 
-    /// The instant of the levels: the latest ever passed to [`Buckets::leak_to`].
-    pub(super) const fn now(&self) -> Instant {
-        self.now
-    }
-
     /// Brings all levels to `now`. An instant before the last changes nothing: two workers read the clock before
     /// they take turns here, and what has leaked does not come back.
     pub(super) fn leak_to(&mut self, now: Instant) {
@@ -191,15 +186,6 @@ impl Buckets {
                 bucket.leak(elapsed_ns);
             }
         }
-    }
-
-    /// Time until a request of this direction may pass; zero if it may now. The slowest of its four buckets decides.
-    pub(super) fn wait(&self, direction: Direction) -> Duration {
-        if self.unlimited {
-            return Duration::ZERO;
-        }
-        let waits = LimitKind::applying_to(direction).map(|kind| self.buckets[kind.index()].wait_ns());
-        Duration::from_nanos(waits.into_iter().fold(0, u64::max))
     }
 
     /// Time until a request of this direction may pass, and the limit that it waits for longest; `None` if it may now.
@@ -282,29 +268,6 @@ impl Buckets {
     /// What a request counts for this limit, in billionths of its unit.
     fn units(&self, kind: LimitKind, cost: &Cost) -> u128 {
         if kind.counts_bytes() { u128::from(cost.bytes()) * UNIT } else { cost.operations(self.iops_size) }
-    }
-
-    /// Whether a limit is set that both directions draw from.
-    pub(super) const fn directions_share(&self) -> bool {
-        self.buckets[LimitKind::BpsTotal.index()].rate > 0
-            || self.buckets[LimitKind::IopsTotal.index()].rate > 0
-    }
-
-    /// Charges an admitted request to its four buckets.
-    pub(super) fn charge(&mut self, direction: Direction, cost: &Cost) {
-        if self.unlimited {
-            return;
-        }
-        for kind in LimitKind::applying_to(direction) {
-            let bucket = &mut self.buckets[kind.index()];
-            if bucket.rate > 0 {
-                bucket.add(if kind.counts_bytes() {
-                    u128::from(cost.bytes()) * UNIT
-                } else {
-                    cost.operations(self.iops_size)
-                });
-            }
-        }
     }
 }
 

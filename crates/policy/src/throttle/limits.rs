@@ -174,9 +174,9 @@ impl Default for Limit {
     }
 }
 
-/// Everything a group is limited by. The default limits nothing.
+/// Everything a disk or a group is limited by. The default limits nothing.
 ///
-/// A value of this type may break the rules; [`Limits::validate`] tells, and [`Group`](super::Group) takes no other.
+/// A value of this type may break the rules; [`Limits::validate`] tells, and [`Tree`](super::Tree) takes no other.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Limits {
     limits: [Limit; 6],

@@ -6,6 +6,7 @@ mod accuracy;
 mod booking;
 mod bursts;
 mod changes;
+mod every_order;
 mod fairness;
 mod groups;
 mod naive;

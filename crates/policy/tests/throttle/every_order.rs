@@ -1,0 +1,215 @@
+//! Nobody starves, by exhaustion: all sequences of so many events in a small tree, each wait held against the bound.
+//!
+//! Three disks of weights 100, 100 and 300 in a group of 10 IOPS, one operation being one turn. Whatever was done before, in
+//! whichever order: from the moment that a request is the first of its queue until it passes is no longer than what the head
+//! of `throttle` promises. And every token comes out once, in order.
+
+use crate::timeline::{limits, s};
+use policy::request::Direction;
+use policy::throttle::{Admission, Cost, Decision, Limits, NodeId, Share, Ticket, Tree};
+use policy::time::{Duration, Instant};
+use std::collections::VecDeque;
+
+const WEIGHTS: [u32; 3] = [100, 100, 300];
+/// What a turn takes at the lower of the two limits that are set.
+const TURN_MS: u64 = 100;
+/// Operations of the large request: so many turns.
+const LARGE: u64 = 3;
+/// How many events a sequence has. All 9⁵ of them take a second or two.
+const EVENTS: u32 = 5;
+
+#[derive(Clone, Copy, Debug)]
+enum Event {
+    Request(usize),
+    Large,
+    CancelNewest,
+    Advance(u64),
+    /// Between 10 and 20 IOPS.
+    Limit,
+    /// The third disk's weight, between 300 and 100.
+    Weight,
+}
+
+const ALL: [Event; 9] = [
+    Event::Request(0),
+    Event::Request(1),
+    Event::Request(2),
+    Event::Large,
+    Event::CancelNewest,
+    Event::Advance(50),
+    Event::Advance(130),
+    Event::Limit,
+    Event::Weight,
+];
+
+struct Waiting {
+    token: u64,
+    turns: u64,
+    ticket: Ticket,
+}
+
+struct Run {
+    tree: Tree<u64>,
+    group: NodeId,
+    disks: [NodeId; 3],
+    now: Instant,
+    queues: [VecDeque<Waiting>; 3],
+    /// Since when the first of each queue has been the first.
+    first_since: [Instant; 3],
+    next_token: u64,
+    out: u64,
+    fast: bool,
+    even: bool,
+}
+
+impl Run {
+    /// With a bucket that is empty, or as full as the first disk alone could make it.
+    fn new(full: bool) -> Self {
+        let mut tree = Tree::new(s(0));
+        let group = tree.add(None, limits("iops-total=10"), Share::default()).unwrap();
+        let disks = WEIGHTS
+            .map(|weight| tree.add(Some(group), Limits::default(), Share::new(weight).unwrap()).unwrap());
+        let mut run = Self {
+            tree,
+            group,
+            disks,
+            now: s(0),
+            queues: [const { VecDeque::new() }; 3],
+            first_since: [s(0); 3],
+            next_token: 0,
+            out: 0,
+            fast: false,
+            even: false,
+        };
+        if full {
+            run.request(0, 1);
+            run.request(0, 1);
+        }
+        run
+    }
+
+    fn take(&mut self, event: Event) {
+        match event {
+            Event::Request(disk) => self.request(disk, 1),
+            Event::Large => self.request(0, LARGE),
+            Event::CancelNewest => self.cancel_newest(),
+            Event::Advance(ms) => self.now += Duration::from_millis(ms),
+            Event::Limit => {
+                self.fast = !self.fast;
+                let text = if self.fast { "iops-total=20" } else { "iops-total=10" };
+                self.tree.set_limits(self.group, limits(text), self.now).unwrap();
+            }
+            Event::Weight => {
+                self.even = !self.even;
+                let weight = if self.even { 100 } else { WEIGHTS[2] };
+                self.tree.set_share(self.disks[2], Share::new(weight).unwrap(), self.now).unwrap();
+            }
+        }
+        self.poll();
+    }
+
+    /// The second disk writes, the others read: the limit is both directions'.
+    fn direction(disk: usize) -> Direction {
+        if disk == 1 { Direction::Write } else { Direction::Read }
+    }
+
+    fn request(&mut self, disk: usize, turns: u64) {
+        let token = self.next_token;
+        self.next_token += 1;
+        let cost = Cost::merged(&vec![512; turns as usize]);
+        match self.tree.request(self.disks[disk], Self::direction(disk), cost, token, self.now) {
+            Admission::Admitted(_) => {
+                assert!(self.queues[disk].is_empty());
+                self.out += 1;
+            }
+            Admission::Queued(ticket) => {
+                if self.queues[disk].is_empty() {
+                    self.first_since[disk] = self.now;
+                }
+                self.queues[disk].push_back(Waiting { token, turns, ticket });
+            }
+        }
+    }
+
+    fn cancel_newest(&mut self) {
+        let newest = |disk: &usize| self.queues[*disk].back().map(|waiting| waiting.token);
+        let Some(disk) = (0..3).max_by_key(newest).filter(|disk| newest(disk).is_some()) else { return };
+        let Some(waiting) = self.queues[disk].pop_back() else { return };
+        assert_eq!(self.tree.cancel(waiting.ticket), Some(waiting.token));
+        self.out += 1;
+    }
+
+    /// Polls until nothing passes, and returns the deadline.
+    fn poll(&mut self) -> Option<Instant> {
+        loop {
+            match self.tree.poll(self.now) {
+                Decision::Admit(token) => self.passed(token),
+                Decision::Wait { until } => return Some(until),
+                Decision::Idle => return None,
+            }
+        }
+    }
+
+    fn passed(&mut self, token: u64) {
+        let disk =
+            self.queues.iter().position(|queue| queue.front().is_some_and(|first| first.token == token));
+        let disk = disk.expect("the first of a queue");
+        let Some(Waiting { turns, .. }) = self.queues[disk].pop_front() else { return };
+        let waited = self.now - self.first_since[disk];
+        assert!(waited <= Self::bound(disk) * turns as u32, "disk {disk} waited {waited:?}");
+        self.first_since[disk] = self.now;
+        self.out += 1;
+    }
+
+    /// For one turn. An advance may pass a deadline by its own length, as a late timer does.
+    fn bound(disk: usize) -> Duration {
+        let own = u64::from(WEIGHTS[disk]).min(100);
+        let siblings = (0..3).filter(|other| *other != disk);
+        let of_siblings: u64 =
+            siblings.map(|other| 2 * TURN_MS + TURN_MS * u64::from(WEIGHTS[other]) / own).sum();
+        Duration::from_millis(of_siblings + TURN_MS + 40 + 130)
+    }
+
+    fn finish(&mut self) {
+        while let Some(until) = self.poll() {
+            assert!(until > self.now);
+            self.now = until;
+        }
+        assert!(self.queues.iter().all(VecDeque::is_empty), "idle with work waiting");
+        assert_eq!(self.out, self.next_token, "every token, once");
+    }
+}
+
+#[test]
+fn in_every_order_of_events_every_request_passes_within_the_bound() {
+    let all = ALL.len() as u32;
+    for sequence in 0..all.pow(EVENTS) {
+        for full in [false, true] {
+            let mut run = Run::new(full);
+            let mut left = sequence;
+            for _ in 0..EVENTS {
+                run.take(ALL[(left % all) as usize]);
+                left /= all;
+            }
+            run.finish();
+        }
+    }
+}
+
+/// The same with all disks busy from the beginning, which no five events would lead to.
+#[test]
+fn and_so_it_does_where_all_are_busy_before() {
+    let all = ALL.len() as u32;
+    for sequence in 0..all.pow(EVENTS) {
+        let mut run = Run::new(true);
+        for disk in [0, 1, 2, 2, 0, 1, 2] {
+            run.request(disk, 1);
+        }
+        let mut left = sequence;
+        for _ in 0..EVENTS {
+            run.take(ALL[(left % all) as usize]);
+            left /= all;
+        }
+        run.finish();
+    }
+}
