@@ -17,6 +17,7 @@ mod hostile;
 mod imitation;
 mod libnbd;
 mod limits;
+mod live;
 mod locking;
 mod nbdcopy;
 mod nbdinfo;

@@ -5,6 +5,7 @@
 //!   Serve ────► Weir ─── a running daemon; dropping it asks it to end and fails the test unless it ends cleanly
 //!   Client ───► Outcome ─── a foreign program under a deadline, and what it said
 //!   Wire, Qmp ── clients of our own, that can also misbehave
+//!   Terminal ─── the program on a screen of its own, with keys to press
 //! ```
 //!
 //! Never sleeps: it awaits lines of a log, ends of processes and bytes of sockets, each with a deadline that only a
@@ -16,6 +17,7 @@ mod log;
 mod loop_device;
 mod qmp;
 mod scratch;
+mod terminal;
 pub(crate) mod wire;
 
 use std::time::Duration;
@@ -25,6 +27,7 @@ pub(crate) use daemon::{Serve, Weir};
 pub(crate) use loop_device::LoopDevice;
 pub(crate) use qmp::Qmp;
 pub(crate) use scratch::{Scratch, pattern, text};
+pub(crate) use terminal::Terminal;
 pub(crate) use wire::Wire;
 
 /// Bytes of a mebibyte.

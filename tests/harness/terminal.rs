@@ -1,0 +1,131 @@
+//! A terminal of its own for a program that wants one: what it draws is gathered, keys are sent.
+
+use std::{
+    ffi::OsStr,
+    fs::File,
+    io::{Read as _, Write as _},
+    process::{Child, Command, ExitStatus, Stdio},
+    sync::{Arc, Condvar, Mutex},
+    thread,
+    time::Instant,
+};
+
+use nix::{
+    pty::{OpenptyResult, Winsize, openpty},
+    sys::{
+        signal::{Signal, kill},
+        wait::{WaitPidFlag, WaitStatus, waitpid},
+    },
+    unistd::Pid,
+};
+
+use super::DEADLINE;
+
+/// What was drawn, and whether no more will be.
+#[derive(Default)]
+struct Drawn {
+    text: String,
+    is_over: bool,
+}
+
+/// A program on a terminal. Dropped, the program is ended.
+pub(crate) struct Terminal {
+    child: Child,
+    keys: File,
+    drawn: Arc<(Mutex<Drawn>, Condvar)>,
+}
+
+impl Terminal {
+    /// Starts `weir` with these arguments on a terminal of 80×24.
+    pub(crate) fn weir<T: AsRef<OsStr>>(arguments: impl IntoIterator<Item = T>) -> Self {
+        let size = Winsize { ws_row: 24, ws_col: 80, ws_xpixel: 0, ws_ypixel: 0 };
+        let OpenptyResult { master, slave } = openpty(Some(&size), None).expect("there are terminals");
+        let end = || Stdio::from(slave.try_clone().expect("there are descriptors"));
+        let mut command = Command::new(env!("CARGO_BIN_EXE_weir"));
+        command.args(arguments).env("TERM", "xterm-256color").env_remove("WEIR_QMP");
+        let child =
+            command.stdin(end()).stdout(end()).stderr(end()).spawn().expect("cargo built the program");
+        // The command holds the terminal's other end too: open, reading would never end.
+        drop((command, slave));
+        let drawn = Arc::new((Mutex::new(Drawn::default()), Condvar::new()));
+        let screen = File::from(master);
+        let keys = screen.try_clone().expect("there are descriptors");
+        let gathered = Arc::clone(&drawn);
+        thread::spawn(move || gather(screen, &gathered));
+        Self { child, keys, drawn }
+    }
+
+    /// Waits until it has drawn this, and forgets all up to there.
+    ///
+    /// Only what changes is drawn: `what` is to be new on the screen, and of one colour.
+    #[track_caller]
+    pub(crate) fn wait_for(&self, what: &str) {
+        let until = Instant::now() + DEADLINE;
+        let (drawn, changed) = &*self.drawn;
+        let mut drawn = drawn.lock().expect("no holder panics");
+        loop {
+            if let Some(place) = drawn.text.find(what) {
+                drawn.text.drain(..place + what.len());
+                return;
+            }
+            let left = until.saturating_duration_since(Instant::now());
+            if left.is_zero() || drawn.is_over {
+                let text = drawn.text.clone();
+                // Not to be poisoned for whoever gathers.
+                drop(drawn);
+                panic!("{what:?} was not drawn; since then:\n{text:?}");
+            }
+            drawn = changed.wait_timeout(drawn, left).expect("no holder panics").0;
+        }
+    }
+
+    /// Presses keys.
+    pub(crate) fn press(&mut self, keys: &str) {
+        self.keys.write_all(keys.as_bytes()).expect("the terminal is open");
+    }
+
+    fn pid(&self) -> Pid {
+        Pid::from_raw(self.child.id().cast_signed())
+    }
+
+    /// Sends a signal.
+    pub(crate) fn signal(&self, signal: Signal) {
+        kill(self.pid(), signal).expect("the child was not waited for");
+    }
+
+    /// Waits until it has stopped itself.
+    #[track_caller]
+    pub(crate) fn wait_for_stop(&self) {
+        let status = waitpid(self.pid(), Some(WaitPidFlag::WUNTRACED)).expect("the child is ours");
+        assert!(matches!(status, WaitStatus::Stopped(..)), "{status:?}");
+    }
+
+    /// Waits until it ends.
+    #[track_caller]
+    pub(crate) fn wait(mut self) -> ExitStatus {
+        self.child.wait().expect("the child was not waited for")
+    }
+}
+
+impl Drop for Terminal {
+    fn drop(&mut self) {
+        // It may have ended already.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+fn gather(mut screen: File, drawn: &(Mutex<Drawn>, Condvar)) {
+    let mut buffer = [0; 4096];
+    loop {
+        // The end is an error, EIO: there is no terminal any more.
+        let read = screen.read(&mut buffer).unwrap_or(0);
+        let mut gathered = drawn.0.lock().expect("no holder panics");
+        gathered.text.push_str(&String::from_utf8_lossy(&buffer[..read]));
+        gathered.is_over = read == 0;
+        drawn.1.notify_all();
+        if read == 0 {
+            return;
+        }
+    }
+}

@@ -1,0 +1,249 @@
+//! Changing and watching what runs: `weir status`, `weir throttle` and `weir top` against a daemon.
+
+use std::{
+    fs,
+    path::Path,
+    process::{Command, Output, Stdio},
+    thread,
+    time::Instant,
+};
+
+use nix::sys::signal::Signal;
+use serde_json::Value;
+
+use crate::harness::{Client, DEADLINE, Scratch, Serve, Terminal, Weir, assert_says, text};
+
+/// A daemon's control socket, as the commands are told.
+fn socket(scratch: &Scratch) -> String {
+    format!("unix:{}", text(&scratch.socket("qmp")))
+}
+
+/// Two disks of memory, `a` and `b`, that can be controlled.
+fn start(scratch: &Scratch, more: &[&str]) -> Weir {
+    let disks = ["memory:16M", "memory:16M", "--name", "a", "--name", "b"];
+    Serve::new(scratch).args(disks).args(["--qmp", &socket(scratch)]).args(more).start()
+}
+
+fn run(scratch: &Scratch, arguments: &[&str]) -> Output {
+    let (command, rest) = arguments.split_first().expect("a command");
+    let mut weir = Command::new(env!("CARGO_BIN_EXE_weir"));
+    weir.arg(command).args(["--qmp", &socket(scratch)]).args(rest).env_remove("WEIR_QMP");
+    weir.stdin(Stdio::null()).output().expect("cargo built the program")
+}
+
+/// What a command prints that succeeds.
+#[track_caller]
+fn prints(scratch: &Scratch, arguments: &[&str]) -> String {
+    let output = run(scratch, arguments);
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "weir {arguments:?}: {said}");
+    String::from_utf8(output.stdout).expect("it prints UTF-8")
+}
+
+/// What a command says that fails, as it must, with status 1.
+#[track_caller]
+fn fails(scratch: &Scratch, arguments: &[&str]) -> String {
+    let output = run(scratch, arguments);
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert_eq!(output.status.code(), Some(1), "weir {arguments:?}: {said}");
+    assert!(said.starts_with("weir: "), "{said}");
+    said
+}
+
+fn status(scratch: &Scratch, interval: &str) -> Value {
+    let printed = prints(scratch, &["status", "--json", "--interval", interval]);
+    serde_json::from_str(&printed).expect("it prints JSON")
+}
+
+fn find<'a>(status: &'a Value, list: &str, name: &str) -> &'a Value {
+    let entries = status[list].as_array().expect("a list");
+    entries.iter().find(|entry| entry["name"] == name).expect("it is there")
+}
+
+/// Looks until the daemon's state is as wanted.
+#[track_caller]
+fn wait_until(scratch: &Scratch, is_so: impl Fn(&Value) -> bool) {
+    let until = Instant::now() + DEADLINE;
+    while !is_so(&status(scratch, "0")) {
+        assert!(Instant::now() < until, "{:#}", status(scratch, "0"));
+    }
+}
+
+/// Fails unless the disk does about so many operations a second, in one of three looks: the machine may be busy.
+#[track_caller]
+fn assert_rate(scratch: &Scratch, disk: &str, expected: f64) -> Value {
+    let mut seen = Vec::new();
+    for _ in 0..3 {
+        let status = status(scratch, "1s");
+        let iops = find(&status, "disks", disk)["rate"]["reads"]["iops"].as_f64().expect("a rate");
+        seen.push(iops);
+        if (iops / expected - 1.0).abs() < 0.1 {
+            return status;
+        }
+    }
+    panic!("{seen:.0?} instead of {expected:.0}");
+}
+
+#[test]
+fn a_limit_changes_under_load_and_the_status_says_what_binds() {
+    let scratch = Scratch::new();
+    let weir = start(&scratch, &["--iops-total", "500"]);
+    let uri = weir.uri("a");
+    thread::scope(|scope| {
+        let load = Client::new("fio")
+            .args(["--name=load", "--ioengine=nbd", "--rw=randread", "--bs=4096", "--iodepth=16"])
+            .args(["--time_based", "--runtime=12"])
+            .arg(format!("--uri={uri}"));
+        scope.spawn(|| load.succeeds());
+        wait_until(&scratch, |status| find(status, "disks", "a")["throttle"]["waiting"]["reads"] != 0);
+        let status = assert_rate(&scratch, "a", 500.0);
+        let disk = find(&status, "disks", "a");
+        assert!(disk["rate"]["limited"].as_f64().expect("a share") > 0.9, "{disk:#}");
+        assert_eq!((&disk["throttle"]["binding"], &disk["connections"]), (&"iops-total".into(), &1.into()));
+        assert!(disk["throttle"]["wait-ns"]["p99"].as_u64() > Some(1_000_000), "{disk:#}");
+        let idle = find(&status, "disks", "b");
+        assert_eq!((&idle["rate"]["limited"], &idle["throttle"]["binding"]), (&0.0.into(), &Value::Null));
+        assert_says(&prints(&scratch, &["status"]), &["DISK", "iops 500", "iops-total\n"]);
+
+        let said = prints(&scratch, &["throttle", "a", "--total-iops-sec", "1500"]);
+        assert_eq!(said, "a: iops-total: 500 → 1500\n");
+        assert_rate(&scratch, "a", 1500.0);
+    });
+}
+
+#[test]
+fn a_refused_change_changes_nothing() {
+    let scratch = Scratch::new();
+    let _weir = start(&scratch, &["--iops-total", "500"]);
+    let before = prints(&scratch, &["throttle", "a"]);
+    assert_says(&before, &["disk a\n", "  iops-total  500\n"]);
+    let said = fails(&scratch, &["throttle", "a", "--weight", "7", "--iops-total-max", "20"]);
+    assert_says(&said, &["iops-total-max", "20", "500"]);
+    let said = fails(&scratch, &["throttle", "a", "--weight", "7", "--group", "nobody"]);
+    assert_says(&said, &["nobody"]);
+    assert_eq!(prints(&scratch, &["throttle", "a"]), before);
+    assert_says(&fails(&scratch, &["throttle", "aa"]), &["aa: no disk and no group has this name"]);
+    assert_says(&fails(&scratch, &["status", "c"]), &["c: no disk and no group has this name"]);
+}
+
+/// A config file with two disks, a group, and comments.
+fn config(scratch: &Scratch) -> String {
+    format!(
+        "# tenants\n[daemon]\nqmp = \"{}\"\nnbd = \"unix:{}\"\n\n[group.gold] # pays\niops-total = 100   # a little\n\n\
+         [disk.a]\nimage = \"memory:1M\"\n# since Tuesday\ngroup = \"gold\"\n\n[disk.b]\nimage = \"memory:1M\"\n",
+        socket(scratch),
+        text(&scratch.socket("nbd"))
+    )
+}
+
+fn serve(scratch: &Scratch, file: &Path) -> Weir {
+    Serve::new(scratch).where_said().arg("--config").arg(file).start()
+}
+
+#[test]
+fn a_saved_change_holds_after_the_next_start() {
+    let scratch = Scratch::new();
+    let before = config(&scratch);
+    let file = scratch.file("weir.toml", &before);
+    let weir = serve(&scratch, &file);
+    let group = prints(&scratch, &["throttle", "gold", "--iops-total", "200", "--save"]);
+    assert_says(&group, &["gold: iops-total: 100 → 200\n", "gold: saved in ", "/weir.toml\n"]);
+    prints(&scratch, &["throttle", "a", "--no-group", "--weight", "300", "--save"]);
+    prints(&scratch, &["throttle", "b", "--group", "gold", "--bps-read", "1M", "--save"]);
+    let expect =
+        before.replace("= 100 ", "= 200 ").replace("group = \"gold\"\n\n", "weight = 300\n\n").replace(
+            "[disk.b]\nimage = \"memory:1M\"\n",
+            "[disk.b]\nimage = \"memory:1M\"\nbps-read = \"1M\"\ngroup = \"gold\"\n",
+        );
+    assert_eq!(fs::read_to_string(&file).expect("it is there"), expect);
+    let live = ["gold", "a", "b"].map(|name| prints(&scratch, &["throttle", name]));
+    weir.stop();
+    let _weir = serve(&scratch, &file);
+    assert_eq!(["gold", "a", "b"].map(|name| prints(&scratch, &["throttle", name])), live);
+}
+
+#[test]
+fn what_cannot_be_saved_is_not_changed() {
+    let scratch = Scratch::new();
+    let file = scratch.file("weir.toml", config(&scratch));
+    let _weir = serve(&scratch, &file);
+    let before = prints(&scratch, &["throttle", "gold"]);
+    let other = scratch.file("other.toml", "[disk.a]\nimage = \"memory:1M\"\n");
+    let said =
+        fails(&scratch, &["throttle", "gold", "--iops-total", "9", "--save", "--config", text(&other)]);
+    assert_says(&said, &["other.toml: has no [group.gold]"]);
+    // Refused by the daemon alone, after the file was made ready.
+    let said = fails(&scratch, &["throttle", "gold", "--group", "a", "--save"]);
+    assert_says(&said, &["group"]);
+    assert_eq!(fs::read_to_string(&file).expect("it is there"), config(&scratch));
+    assert_eq!(prints(&scratch, &["throttle", "gold"]), before);
+}
+
+#[test]
+fn a_daemon_without_a_config_file_has_nothing_to_save_to() {
+    let scratch = Scratch::new();
+    let _weir = start(&scratch, &[]);
+    let said = fails(&scratch, &["throttle", "a", "--iops-total", "9", "--save"]);
+    assert_says(&said, &["started without a config file", "--config FILE"]);
+    assert!(!prints(&scratch, &["throttle", "a"]).contains("iops-total"), "nothing was changed");
+}
+
+#[test]
+fn where_no_daemon_is_that_is_said() {
+    let scratch = Scratch::new();
+    for command in [&["status"][..], &["throttle", "a"]] {
+        assert_says(&fails(&scratch, command), &["no daemon listens there", "--qmp"]);
+    }
+    let _weir = start(&scratch, &[]);
+    assert_says(&fails(&scratch, &["top"]), &["no terminal to draw on (`weir status` prints the same)"]);
+}
+
+/// What gives a terminal its own screen back.
+const LEFT: &str = "\u{1b}[?1049l";
+
+#[test]
+fn top_draws_edits_stops_and_gives_the_terminal_back() {
+    let scratch = Scratch::new();
+    let _weir = start(&scratch, &["--iops-total", "500"]);
+    let socket = socket(&scratch);
+    let arguments = ["top", "--interval", "100ms", "--qmp", &socket];
+    let mut top = Terminal::weir(arguments);
+    top.wait_for("0.1.0");
+    top.press("t");
+    top.wait_for("iops-total=500");
+    top.press("iops-total-max=20\r");
+    top.wait_for("iops-total-max (20) is below iops-total (500)");
+    top.press("\u{1b}");
+    top.wait_for("a IOPS: ");
+    top.press("tiops-total-max=1000\r");
+    top.wait_for("iops-total-max:");
+    assert_says(&prints(&scratch, &["throttle", "a"]), &["iops-total-max  1000"]);
+
+    top.signal(Signal::SIGTSTP);
+    top.wait_for_stop();
+    top.wait_for(LEFT);
+    top.signal(Signal::SIGCONT);
+    top.wait_for("0.1.0");
+    top.press("q");
+    top.wait_for(LEFT);
+    assert!(top.wait().success());
+
+    let top = Terminal::weir(arguments);
+    top.wait_for("0.1.0");
+    top.signal(Signal::SIGTERM);
+    top.wait_for(LEFT);
+    assert!(top.wait().success());
+}
+
+#[test]
+fn top_waits_for_a_daemon_that_was_restarted() {
+    let scratch = Scratch::new();
+    let weir = start(&scratch, &[]);
+    let socket = socket(&scratch);
+    let top = Terminal::weir(["top", "--interval", "100ms", "--qmp", &socket]);
+    top.wait_for("0.1.0");
+    weir.stop();
+    top.wait_for("no answer, trying again");
+    let _weir = start(&scratch, &["--group", "g"]);
+    top.wait_for("1 group");
+}
