@@ -13,10 +13,10 @@ SOAK_CASES ?= 20000
 BENCH ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo build test test-unit test-e2e bench bench-runtimes fuzz soak doc lint fmt deps clean
+.PHONY: help demo build test test-unit test-e2e bench bench-decisions bench-runtimes fuzz soak doc lint fmt deps clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' Makefile
 
 demo: ## serve a disk under a limit with a burst and watch it hold (about 30 s after the build)
 	@scripts/deps build clients
@@ -45,6 +45,10 @@ bench: ## weir and its peers side by side, as ratios (about 25 minutes); BENCH="
 	@scripts/deps build clients
 	$(CARGO) build --release --locked -p weir
 	bench/run.py $(BENCH)
+
+bench-decisions: ## what one decision of the throttling costs, in nanoseconds (criterion; about 2 minutes)
+	@scripts/deps build
+	$(CARGO) bench --locked -p weir-policy --bench decide
 
 bench-runtimes: ## the reactor beside compio, the comparison of docs/decisions/0001 (about 4 minutes)
 	@scripts/deps build clients
