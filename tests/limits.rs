@@ -1,6 +1,6 @@
 //! Limits hold under a real client: coarse checks with fio, since exact ones are made in virtual time beside the code.
 
-use crate::harness::{Client, MIB, Scratch, Serve};
+use crate::harness::{Client, MIB, Scratch, Serve, Weir};
 
 /// How long each load lasts, in seconds.
 const SECONDS: f64 = 3.0;
@@ -23,13 +23,29 @@ fn fio(uri: &str, block_bytes: u64, depth: u32) -> Measured {
 /// Random reads for [`SECONDS`] from several exports, begun together.
 #[track_caller]
 fn fio_together<const N: usize>(uris: [String; N], block_bytes: u64, depth: u32) -> [Measured; N] {
+    fio_apart(uris.map(|uri| Load { uri, block_bytes, depth }), 0.0)
+}
+
+/// One client's random reads.
+struct Load {
+    uri: String,
+    block_bytes: u64,
+    depth: u32,
+}
+
+/// Random reads of several kinds for [`SECONDS`], begun together, measured from `ramp` seconds on.
+#[track_caller]
+fn fio_apart<const N: usize>(loads: [Load; N], ramp: f64) -> [Measured; N] {
     let mut fio = Client::new("fio")
         .args(["--ioengine=nbd", "--rw=randread", "--time_based", "--output-format=json"])
-        .arg(format!("--runtime={SECONDS}"))
-        .arg(format!("--bs={block_bytes}"))
-        .arg(format!("--iodepth={depth}"));
-    for (number, uri) in uris.iter().enumerate() {
-        fio = fio.arg(format!("--name=load{number}")).arg(format!("--uri={uri}"));
+        .arg(format!("--ramp_time={}ms", ramp * 1000.0))
+        .arg(format!("--runtime={SECONDS}"));
+    for (number, load) in loads.iter().enumerate() {
+        fio = fio
+            .arg(format!("--name=load{number}"))
+            .arg(format!("--uri={}", load.uri))
+            .arg(format!("--bs={}", load.block_bytes))
+            .arg(format!("--iodepth={}", load.depth));
     }
     let report = fio.succeeds();
     // libnbd's warnings may precede the report.
@@ -122,5 +138,133 @@ fn disks_without_a_group_have_a_limit_each() {
             assert!(load.iops <= expected(500.0) * (1.0 + TOLERANCE), "one got {:.0}", load.iops);
         }
         loads.iter().map(|load| load.iops).sum()
+    });
+}
+
+/// Long enough for every client to be connected and for what passed at once to be paid for.
+const RAMP_SECONDS: f64 = 0.5;
+
+/// A daemon of these groups and disks.
+fn configured(scratch: &Scratch, config: &str) -> Weir {
+    Serve::new(scratch).arg("--config").arg(scratch.file("weir.toml", config)).start()
+}
+
+/// Measures up to three times until every rate is within [`TOLERANCE`] of what is expected: see [`assert_limited`].
+#[track_caller]
+fn assert_shared<const N: usize>(expected: [f64; N], mut measure: impl FnMut() -> [f64; N]) {
+    let mut all = Vec::new();
+    for _ in 0..3 {
+        let measured = measure();
+        all.push(measured);
+        if measured
+            .iter()
+            .zip(expected)
+            .all(|(measured, expected)| (measured / expected - 1.0).abs() <= TOLERANCE)
+        {
+            return;
+        }
+    }
+    panic!("{all:.0?} instead of {expected:.0?}");
+}
+
+#[test]
+fn small_reads_get_as_many_bytes_as_large_ones() {
+    let scratch = Scratch::new();
+    let weir = configured(
+        &scratch,
+        r#"
+        [group.tenant]
+        bps-total = 8000000
+        [disk.small]
+        image = "memory:16M"
+        group = "tenant"
+        [disk.large]
+        image = "memory:16M"
+        group = "tenant"
+        "#,
+    );
+    assert_shared([4e6, 4e6], || {
+        let small = Load { uri: weir.uri("small"), block_bytes: 4096, depth: 16 };
+        let large = Load { uri: weir.uri("large"), block_bytes: 65_536, depth: 16 };
+        fio_apart([small, large], RAMP_SECONDS).map(|load| load.bytes_per_second)
+    });
+}
+
+#[test]
+fn weights_decide_the_shares_of_a_group() {
+    let scratch = Scratch::new();
+    let weir = configured(
+        &scratch,
+        r#"
+        [group.tenant]
+        iops-total = 2000
+        [disk.one]
+        image = "memory:16M"
+        group = "tenant"
+        [disk.three]
+        image = "memory:16M"
+        group = "tenant"
+        weight = 300
+        "#,
+    );
+    assert_shared([500.0, 1500.0], || {
+        let loads = ["one", "three"].map(|disk| Load { uri: weir.uri(disk), block_bytes: 4096, depth: 16 });
+        fio_apart(loads, RAMP_SECONDS).map(|load| load.iops)
+    });
+}
+
+#[test]
+fn a_reservation_is_met_beside_heavier_neighbours() {
+    let scratch = Scratch::new();
+    let weir = configured(
+        &scratch,
+        r#"
+        [group.tenant]
+        iops-total = 2000
+        [disk.promised]
+        image = "memory:16M"
+        group = "tenant"
+        iops-reservation = 800
+        [disk.heavy]
+        image = "memory:16M"
+        group = "tenant"
+        weight = 10000
+        "#,
+    );
+    assert_shared([800.0, 1200.0], || {
+        let loads =
+            ["promised", "heavy"].map(|disk| Load { uri: weir.uri(disk), block_bytes: 4096, depth: 16 });
+        fio_apart(loads, RAMP_SECONDS).map(|load| load.iops)
+    });
+}
+
+#[test]
+fn the_limits_of_every_level_hold() {
+    let scratch = Scratch::new();
+    let weir = configured(
+        &scratch,
+        r#"
+        [group.host]
+        iops-total = 2000
+        [group.tenant]
+        iops-total = 1200
+        group = "host"
+        [disk.limited]
+        image = "memory:16M"
+        group = "tenant"
+        iops-total = 300
+        [disk.free]
+        image = "memory:16M"
+        group = "tenant"
+        [disk.neighbour]
+        image = "memory:16M"
+        group = "host"
+        "#,
+    );
+    // Tenant and neighbour have a thousand each of the host's; of the tenant's, the limited disk takes what it may.
+    assert_shared([300.0, 700.0, 1000.0], || {
+        let disks = ["limited", "free", "neighbour"];
+        let loads = disks.map(|disk| Load { uri: weir.uri(disk), block_bytes: 4096, depth: 16 });
+        fio_apart(loads, RAMP_SECONDS).map(|load| load.iops)
     });
 }
