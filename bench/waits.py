@@ -6,6 +6,8 @@ to whoever sends them.
 Never measures a rate; never leaves a request behind: the connections end with the sample, whatever is still in flight.
 """
 
+import contextlib
+import multiprocessing
 import time
 from statistics import median
 
@@ -63,21 +65,41 @@ class Reader:
         return self._handle.aio_command_completed(self._cookie)
 
 
-def wait(reader, neighbour, keep):
-    """Until `reader` is answered, taking also what the neighbour is sent; with `keep` the neighbour then reads again."""
+def wait(reader, other=None):
+    """Until `reader` is answered, taking also what the other is sent."""
     end = time.monotonic() + PATIENCE_SECONDS
     while not reader.done():
         if time.monotonic() > end:
             raise loads.LoadFailed(f"a read was not answered within {PATIENCE_SECONDS} s")
         reader.step(1)
-        serve(neighbour, keep)
+        if other:
+            other.step(0)
 
 
-def serve(neighbour, keep):
-    """Takes what a neighbour was sent, without waiting; with `keep` its next read follows the answer."""
-    neighbour.step(0)
-    if keep and neighbour.done():
-        neighbour.send()
+def read_on(uri, size_bytes, begun):
+    """A neighbour: reads one after the other, to the end of its process; `begun` is set once the first is sent."""
+    reader = Reader(uri, size_bytes)
+    reader.send()
+    begun.set()
+    while True:
+        wait(reader)
+        reader.send()
+
+
+@contextlib.contextmanager
+def neighbour_of(uri, size_bytes):
+    """A neighbour in a process of its own: taking 32 MiB would be time in which ours notices no answer."""
+    begun = multiprocessing.Event()
+    process = multiprocessing.Process(target=read_on, args=(uri, size_bytes, begun), daemon=True)
+    process.start()
+    try:
+        if not begun.wait(PATIENCE_SECONDS):
+            raise loads.LoadFailed(f"{uri}: no read could be sent within {PATIENCE_SECONDS} s")
+        time.sleep(ARRIVAL_SECONDS)
+        yield
+    finally:
+        process.kill()
+        process.join()
 
 
 def attend(readers, seconds):
@@ -88,22 +110,18 @@ def attend(readers, seconds):
             reader.step(1)
 
 
-def reading_beside(daemon, rate, large_bytes, seconds):
-    """Waits of 4 KiB reads at their fair rate, half the group's, beside a neighbour's large ones; in milliseconds."""
-    neighbour = Reader(daemon.uri_of("noisy"), large_bytes)
-    reader = Reader(daemon.uri_of("quiet"), SMALL)
-    neighbour.send()
-    attend((neighbour,), ARRIVAL_SECONDS)
+def reading(uri, rate, seconds):
+    """Waits of 4 KiB reads at their fair rate, half the group's, one in flight at a time; in milliseconds."""
+    reader = Reader(uri, SMALL)
     pause = max(SMALL / (rate / 2), SHORTEST_PAUSE_SECONDS)
     waits = []
     start = time.monotonic()
     while (sent := time.monotonic()) < start + seconds:
         reader.send()
-        wait(reader, neighbour, keep=True)
-        waits.append((time.monotonic() - sent) * 1000)
-        while time.monotonic() < sent + pause:
-            serve(neighbour, keep=True)
-            reader.step(1)
+        wait(reader)
+        answered = time.monotonic()
+        waits.append((answered - sent) * 1000)
+        time.sleep(max(0, sent + pause - answered))
     return waits
 
 
@@ -115,7 +133,8 @@ def neighbour(weir_cases, qsd_case):
 
         def sample(start, rate, large_bytes):
             with start({"bps-total": rate}, disks) as daemon:
-                waits = reading_beside(daemon, rate, large_bytes, setup.seconds)
+                with neighbour_of(daemon.uri_of("noisy"), large_bytes):
+                    waits = reading(daemon.uri_of("quiet"), rate, setup.seconds)
             return {"longest_ms": max(waits), "typical_ms": median(waits)}
 
         def weir(limits, members):
@@ -163,9 +182,9 @@ def released(monitor, large, small):
     """Lifts the limit, with the command that both daemons know; milliseconds from then to the two answers."""
     start = time.monotonic()
     monitor.run("qom-set", path=groups.GROUP, property="limits", value={"bps-total": 0})
-    wait(small, large, keep=False)
+    wait(small, large)
     small_ms = (time.monotonic() - start) * 1000
-    wait(large, small, keep=False)
+    wait(large, small)
     return {"small_ms": small_ms, "large_ms": (time.monotonic() - start) * 1000}
 
 
