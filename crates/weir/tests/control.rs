@@ -2,6 +2,7 @@
 //!
 //! Nothing here sleeps: what is waited for is an answer, an event, or the end of a connection.
 
+#[allow(dead_code, reason = "each file of tests uses a part of it")]
 mod daemon;
 
 use std::{
