@@ -135,6 +135,8 @@ struct Child {
     reserved: bool,
     /// 2³² / weight.
     inverse_weight: u64,
+    /// [`CREDIT_NS`] in virtual time.
+    credit: u64,
     /// By lane: F.
     finish: [u64; 2],
     /// R: when its promise is next due.
@@ -143,13 +145,12 @@ struct Child {
 
 impl Child {
     fn virtual_time(&self, ns: u64) -> u64 {
-        // 2⁴⁶ × 2³² at most, shifted back to 2⁶⁰.
-        ((u128::from(ns) * u128::from(self.inverse_weight)) >> (32 - VIRTUAL_BITS)) as u64
+        virtual_time(ns, self.inverse_weight)
     }
 
     /// S, if it has work now.
     fn start(&self, lane: Lane, clock: &Clock) -> u64 {
-        let floor = clock.before.max(clock.now.saturating_sub(self.virtual_time(CREDIT_NS)));
+        let floor = clock.before.max(clock.now.saturating_sub(self.credit));
         self.finish[lane.index()].max(floor)
     }
 }
@@ -209,6 +210,7 @@ impl Schedule {
             slot,
             reserved: share.is_reserved(),
             inverse_weight: inverse(share),
+            credit: virtual_time(CREDIT_NS, inverse(share)),
             finish: [0; 2],
             due: 0,
         });
@@ -233,6 +235,7 @@ impl Schedule {
         let child = self.child_mut(child);
         child.reserved = share.is_reserved();
         child.inverse_weight = inverse(share);
+        child.credit = virtual_time(CREDIT_NS, child.inverse_weight);
     }
 
     pub(super) fn slot(&self, child: u32) -> usize {
@@ -355,6 +358,11 @@ impl Schedule {
     fn child_mut(&mut self, number: u32) -> &mut Child {
         self.children[number as usize].as_mut().expect("a child that has not left")
     }
+}
+
+const fn virtual_time(ns: u64, inverse_weight: u64) -> u64 {
+    // 2⁴⁶ × 2³² at most, shifted back to 2⁶⁰.
+    ((ns as u128 * inverse_weight as u128) >> (32 - VIRTUAL_BITS)) as u64
 }
 
 const fn inverse(share: Share) -> u64 {

@@ -330,9 +330,14 @@ impl<T> Tree<T> {
         let number = self.next_number;
         self.next_number += 1;
         let waiter = Waiter { number, since: self.now, cost, paid: 0, token };
-        self.nodes[disk.slot].queue_mut(direction).push_back(waiter);
+        let queue = self.nodes[disk.slot].queue_mut(direction);
+        let is_first = queue.is_empty();
+        queue.push_back(waiter);
         self.count_waiting(disk.slot, direction, |waiting| waiting + 1);
-        self.settle_up(disk.slot, direction);
+        // Behind another it changes nothing for anybody.
+        if is_first {
+            self.settle_up(disk.slot, direction);
+        }
         Admission::Queued(Ticket { node: disk, direction, number })
     }
 
