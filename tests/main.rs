@@ -19,6 +19,7 @@ mod libnbd;
 mod limits;
 mod live;
 mod locking;
+mod measuring;
 mod nbdcopy;
 mod nbdinfo;
 mod probing;

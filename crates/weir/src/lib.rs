@@ -15,6 +15,7 @@ mod listen;
 mod logging;
 mod pid_file;
 mod plan;
+mod probe;
 mod serve;
 mod signals;
 mod status;
@@ -57,6 +58,7 @@ pub fn main() -> ExitCode {
         Ok(Cli { command: Command::Status(arguments) }) => status::run(arguments),
         Ok(Cli { command: Command::Throttle(arguments) }) => throttle::run(*arguments),
         Ok(Cli { command: Command::Top(arguments) }) => top::run(arguments),
+        Ok(Cli { command: Command::Probe(arguments) }) => probe::run(arguments),
         Err(error) => return answer(&error),
     };
     let (error, status) = match result {

@@ -16,6 +16,7 @@
 //! Never opens a device and never waits for it: the kernel's own statistics and an imitated device's lines are enough.
 
 mod identity;
+mod limited;
 mod sampler;
 mod statistics;
 

@@ -17,8 +17,8 @@ use std::{
     cell::RefCell,
     collections::HashMap,
     fmt,
-    rc::{Rc, Weak},
-    sync::Arc,
+    rc::{self, Rc},
+    sync::{Arc, Weak},
 };
 
 use policy::{
@@ -33,8 +33,8 @@ use crate::reactor::{JoinHandle, now, sleep_until, spawn_joinable};
 /// Time between two samples. Within a second the controller is to have found its way, and a device does something in most of them.
 const INTERVAL: Duration = Duration::from_millis(50);
 
-/// Something with limits and a watermark: a group, or a disk without one.
-pub trait Target: fmt::Debug {
+/// Something with limits and a watermark: a group, or a disk without one. Told apart by its address.
+pub trait Target: fmt::Debug + Send + Sync {
     /// What it is called.
     fn name(&self) -> &str;
     /// The watermark set for it.
@@ -50,8 +50,8 @@ pub trait Target: fmt::Debug {
 /// A target with the devices under it.
 #[derive(Clone, Debug)]
 pub struct Subject {
-    /// What is held to its limits, or not.
-    pub target: Rc<dyn Target>,
+    /// What is held to its limits, or not. Watched as long as it is there; the watching does not keep it.
+    pub target: Weak<dyn Target>,
     /// All that its disks lie on; empty if they are in memory.
     pub devices: Vec<Arc<Device>>,
 }
@@ -102,7 +102,7 @@ impl Sampler {
     }
 }
 
-async fn run(state: Weak<RefCell<State>>) {
+async fn run(state: rc::Weak<RefCell<State>>) {
     let mut next = now();
     while let Some(state) = state.upgrade() {
         let now = now();
@@ -118,14 +118,17 @@ impl State {
     fn replace(&mut self, subjects: Vec<Subject>) {
         let mut before = std::mem::take(&mut self.watched);
         let mut devices = std::mem::take(&mut self.devices);
-        for subject in subjects.into_iter().filter(|subject| subject.target.watermark() != Watermark::ALWAYS)
-        {
-            let known = before.iter().position(|known| Rc::ptr_eq(&known.subject.target, &subject.target));
+        for subject in subjects {
+            let Some(target) = subject.target.upgrade() else { continue };
+            if target.watermark() == Watermark::ALWAYS {
+                continue;
+            }
+            let known = before.iter().position(|known| known.subject.target.ptr_eq(&subject.target));
             if subject.devices.is_empty()
                 && known.is_none_or(|index| !before[index].subject.devices.is_empty())
             {
                 tracing::warn!(
-                    name = subject.target.name(),
+                    name = target.name(),
                     "the watermark has no effect, because no disk here lies on a device; limits are always enforced"
                 );
             }
@@ -162,7 +165,8 @@ impl State {
         }
         let Self { watched, devices } = self;
         for watched in watched {
-            let watermark = watched.subject.target.watermark();
+            let Some(target) = watched.subject.target.upgrade() else { continue };
+            let watermark = target.watermark();
             let of_device = |device: &Arc<Device>| devices.get_mut(&device.id())?.enforcement(watermark);
             let says: Vec<_> = watched.subject.devices.iter().map(of_device).collect();
             watched.apply(
@@ -229,22 +233,23 @@ impl Observed {
 
 impl Watched {
     fn apply(&mut self, enforcement: Enforcement) {
-        if enforcement != self.enforcement {
+        if let (true, Some(target)) = (enforcement != self.enforcement, self.subject.target.upgrade()) {
             self.enforcement = enforcement;
-            self.subject.target.enforce(enforcement);
+            target.enforce(enforcement);
         }
     }
 
     /// What has passed since the last time, beside what the limits would have let pass; `None` the first time.
     fn taken(&mut self, now: Instant) -> Option<Taken> {
-        let passed = self.subject.target.passed();
+        let target = self.subject.target.upgrade()?;
+        let passed = target.passed();
         let (at, before) = self.last.replace((now, passed))?;
         let since = |part: fn(&Counters) -> u64| {
             let one = |direction: usize| part(&passed[direction]).saturating_sub(part(&before[direction]));
             [one(0), one(1)]
         };
         let (requests, bytes) = (since(|counters| counters.requests), since(|counters| counters.bytes));
-        let limits = self.subject.target.limits();
+        let limits = target.limits();
         let operations = [0, 1].map(|direction: usize| match limits.iops_size {
             0 => requests[direction],
             size => requests[direction].max(bytes[direction] / size),

@@ -4,6 +4,7 @@
 //!
 //! - `disks`: reads, writes, flushes, errors, cancellations and crashes against a model of what each byte may be.
 //! - `limits`: requests in trees of groups against naive buckets: nothing passes too early, nothing waits too long, whatever changes meanwhile.
+//! - `watermark`: limits that a device with room lifts, beside the figures of those who had the idea.
 //! - `stress`: the parts of the throttle layer that threads share, on two real workers.
 //!
 //! `WEIR_SEED=n` runs one seed, `WEIR_SEEDS=n` the first n. A failure prints the command that repeats it.
@@ -17,3 +18,4 @@ mod model;
 mod passed;
 mod seeds;
 mod stress;
+mod watermark;

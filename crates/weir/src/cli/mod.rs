@@ -4,6 +4,7 @@
 //! which options there are, what they say of themselves, and which cannot go with `--config`.
 
 mod limits;
+mod probe;
 mod shares;
 mod status;
 mod throttle;
@@ -22,6 +23,7 @@ use crate::{
     },
 };
 use limits::LimitArgs;
+pub(crate) use probe::ProbeArgs;
 use shares::ShareArgs;
 pub(crate) use status::StatusArgs;
 pub(crate) use throttle::ThrottleArgs;
@@ -72,6 +74,9 @@ pub(crate) enum Command {
     /// The same as `status`, live on the whole terminal
     #[command(after_help = top::EXAMPLES)]
     Top(TopArgs),
+    /// Measure what a device can do, for watermarks to go by
+    #[command(after_help = probe::EXAMPLES)]
+    Probe(ProbeArgs),
 }
 
 /// What `weir serve` is told.

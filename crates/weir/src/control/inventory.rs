@@ -12,9 +12,9 @@
 //! and never holds a borrow across an await.
 
 use std::{
-    cell::{Cell, RefCell},
+    cell::{Cell, OnceCell, RefCell},
     collections::BTreeMap,
-    path::PathBuf,
+    path::{Path, PathBuf},
     rc::Rc,
     sync::Arc,
 };
@@ -30,6 +30,7 @@ use policy::time::{Duration, Instant};
 
 use super::{
     change::{Change, Listeners},
+    devices::{Devices, Listed},
     serving::Serving,
 };
 use crate::plan::Image;
@@ -176,6 +177,7 @@ pub(crate) struct Inventory {
     groups: RefCell<BTreeMap<String, Arc<Group>>>,
     servers: RefCell<Vec<Rc<Serving>>>,
     exports: RefCell<BTreeMap<String, Rc<RunningExport>>>,
+    devices: OnceCell<Rc<Devices>>,
     listeners: Listeners,
     ender: Ender,
 }
@@ -190,6 +192,7 @@ impl Inventory {
             groups: RefCell::default(),
             servers: RefCell::default(),
             exports: RefCell::default(),
+            devices: OnceCell::new(),
             listeners: Listeners::default(),
             ender,
         })
@@ -218,6 +221,23 @@ impl Inventory {
     /// What ends the daemon.
     pub(crate) fn ender(&self) -> &Ender {
         &self.ender
+    }
+
+    /// Finds out about the devices below the disks, and keeps at it while disks and groups change. What was measured of them is in the
+    /// state directory, or the usual one.
+    ///
+    /// # Errors
+    /// If more is reserved than a device was measured to do.
+    pub(crate) fn look_at_devices(self: &Rc<Self>, state: Option<&Path>) -> anyhow::Result<()> {
+        let devices = Devices::follow(self, state)?;
+        // Whoever looked first is looking still.
+        let _ = self.devices.set(devices);
+        Ok(())
+    }
+
+    /// The devices below the disks, in the order of their names; none before anybody has looked.
+    pub(crate) fn devices(&self) -> Vec<Listed> {
+        self.devices.get().map(|devices| devices.list(self)).unwrap_or_default()
     }
 
     // Disks.

@@ -11,6 +11,7 @@
 //! ends, and whoever changes something in between does it there. It belongs to the main thread; the data path has no need of it.
 
 pub(crate) mod change;
+pub(crate) mod devices;
 pub(crate) mod held_back;
 pub(crate) mod inventory;
 mod placing;

@@ -125,6 +125,7 @@ impl Daemon {
         let ender = Rc::new(move |end| drop(sender.try_send(Event::End(end))));
         let inventory = Inventory::new(config, ender);
         assemble::disks(plan, &inventory)?;
+        inventory.look_at_devices(plan.service.state.as_deref())?;
         let tls = assemble::credentials(&plan.service.tls)?;
         let workers = Rc::new(start_workers(&plan.service)?);
         // Bound before anything is served, and heard once everything is: a command finds the daemon whole.

@@ -1,6 +1,6 @@
 //! What the sampler does to those it watches, with targets that only note it.
 
-use std::cell::Cell;
+use std::sync::Mutex;
 
 use super::*;
 use crate::{
@@ -14,20 +14,34 @@ use crate::{
 };
 
 /// A target that notes how it is enforced.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 struct Noted {
-    watermark: Cell<Watermark>,
-    passed: Cell<[Counters; 2]>,
-    enforcement: Cell<Enforcement>,
+    watermark: Mutex<Watermark>,
+    passed: Mutex<[Counters; 2]>,
+    enforcement: Mutex<Enforcement>,
+}
+
+fn get<T: Copy>(value: &Mutex<T>) -> T {
+    *value.lock().expect("nothing panics under it")
+}
+
+fn set<T>(place: &Mutex<T>, value: T) {
+    *place.lock().expect("nothing panics under it") = value;
 }
 
 impl Noted {
-    fn new(watermark: u8) -> Rc<Self> {
-        Rc::new(Self {
-            watermark: Cell::new(Watermark::new(watermark).expect("percent")),
-            passed: Cell::default(),
-            enforcement: Cell::default(),
-        })
+    fn new(percent: u8) -> Arc<Self> {
+        let noted = Arc::new(Self::default());
+        noted.set_watermark(percent);
+        noted
+    }
+
+    fn set_watermark(&self, percent: u8) {
+        set(&self.watermark, Watermark::new(percent).expect("percent"));
+    }
+
+    fn enforcement(&self) -> Enforcement {
+        get(&self.enforcement)
     }
 }
 
@@ -37,7 +51,7 @@ impl Target for Noted {
     }
 
     fn watermark(&self) -> Watermark {
-        self.watermark.get()
+        get(&self.watermark)
     }
 
     fn limits(&self) -> Limits {
@@ -47,11 +61,11 @@ impl Target for Noted {
     }
 
     fn passed(&self) -> [Counters; 2] {
-        self.passed.get()
+        get(&self.passed)
     }
 
     fn enforce(&self, enforcement: Enforcement) {
-        self.enforcement.set(enforcement);
+        set(&self.enforcement, enforcement);
     }
 }
 
@@ -67,8 +81,8 @@ impl Imitated {
         Self { device: Arc::new(Device::imitated(&budget, "disk")), budget }
     }
 
-    fn under(&self, target: &Rc<Noted>) -> Subject {
-        Subject { target: Rc::<Noted>::clone(target), devices: vec![Arc::clone(&self.device)] }
+    fn under(&self, target: &Arc<Noted>) -> Subject {
+        Subject { target: weak(target), devices: vec![Arc::clone(&self.device)] }
     }
 
     /// Keeps the device busy for so long.
@@ -82,6 +96,11 @@ impl Imitated {
     }
 }
 
+fn weak(target: &Arc<Noted>) -> Weak<dyn Target> {
+    let weak: Weak<Noted> = Arc::downgrade(target);
+    weak
+}
+
 async fn pause(milliseconds: u64) {
     sleep_until(now() + Duration::from_millis(milliseconds)).await;
 }
@@ -92,15 +111,15 @@ fn limits_are_lifted_while_the_device_has_room_and_hold_when_it_has_none() {
         let (device, target, sampler) = (Imitated::new(), Noted::new(80), Sampler::default());
         sampler.watch(vec![device.under(&target)]);
         pause(500).await;
-        assert_eq!(target.enforcement.get(), Enforcement::Lifted);
+        assert_eq!(target.enforcement(), Enforcement::Lifted);
         device.work_for(5).await;
         assert_eq!(
-            target.enforcement.get(),
+            target.enforcement(),
             Enforcement::Enforced,
             "others have the device, so limits are as set"
         );
         pause(3000).await;
-        assert_eq!(target.enforcement.get(), Enforcement::Lifted);
+        assert_eq!(target.enforcement(), Enforcement::Lifted);
     });
 }
 
@@ -111,16 +130,16 @@ fn who_is_watched_no_longer_is_enforced() {
         for stop in [true, false] {
             sampler.watch(vec![device.under(&target)]);
             pause(500).await;
-            assert_eq!(target.enforcement.get(), Enforcement::Lifted);
+            assert_eq!(target.enforcement(), Enforcement::Lifted);
             if stop {
                 sampler.watch(Vec::new());
             } else {
-                target.watermark.set(Watermark::ALWAYS);
+                target.set_watermark(0);
                 sampler.watch(vec![device.under(&target)]);
             }
-            assert_eq!(target.enforcement.get(), Enforcement::Enforced);
+            assert_eq!(target.enforcement(), Enforcement::Enforced);
             assert!(sampler.task.borrow().is_none(), "nothing runs where nothing is watched");
-            target.watermark.set(Watermark::new(80).expect("percent"));
+            target.set_watermark(80);
         }
     });
 }
@@ -129,9 +148,9 @@ fn who_is_watched_no_longer_is_enforced() {
 fn without_a_device_limits_hold() {
     sim::run(1, async {
         let (target, sampler) = (Noted::new(80), Sampler::default());
-        sampler.watch(vec![Subject { target: Rc::<Noted>::clone(&target), devices: Vec::new() }]);
+        sampler.watch(vec![Subject { target: weak(&target), devices: Vec::new() }]);
         pause(500).await;
-        assert_eq!(target.enforcement.get(), Enforcement::Enforced);
+        assert_eq!(target.enforcement(), Enforcement::Enforced);
     });
 }
 
@@ -141,9 +160,9 @@ fn of_two_devices_the_one_with_less_room_decides() {
         let (idle, busy) = (Imitated::new(), Imitated::new());
         let (target, sampler) = (Noted::new(80), Sampler::default());
         let devices = vec![Arc::clone(&idle.device), Arc::clone(&busy.device)];
-        sampler.watch(vec![Subject { target: Rc::<Noted>::clone(&target), devices }]);
+        sampler.watch(vec![Subject { target: weak(&target), devices }]);
         busy.work_for(5).await;
-        assert_eq!(target.enforcement.get(), Enforcement::Enforced);
+        assert_eq!(target.enforcement(), Enforcement::Enforced);
     });
 }
 
@@ -152,11 +171,11 @@ fn what_is_consumed_is_told_in_multiples_of_the_limits() {
     let counters = |requests, bytes| Counters { requests, bytes, ..Counters::default() };
     sim::run(1, async move {
         let target = Noted::new(80);
-        let subject = Subject { target: Rc::<Noted>::clone(&target), devices: Vec::new() };
+        let subject = Subject { target: weak(&target), devices: Vec::new() };
         let mut watched = Watched { subject, last: None, enforcement: Enforcement::Enforced };
         let mut consumed = Consumed::default();
         assert!(watched.taken(now()).is_none(), "a first look has nothing before it");
-        target.passed.set([counters(7, 1 << 20), counters(1, 3 << 20)]);
+        set(&target.passed, [counters(7, 1 << 20), counters(1, 3 << 20)]);
         pause(2000).await;
         consumed.add(&watched.taken(now()).expect("a second look"));
         assert_eq!(consumed.thousandths(), 2000, "four seconds' worth in two");
@@ -168,5 +187,19 @@ fn what_is_consumed_is_told_in_multiples_of_the_limits() {
         };
         consumed.add(&idle);
         assert_eq!(consumed.thousandths(), 1000, "and another that took nothing");
+    });
+}
+
+#[test]
+fn what_is_gone_is_forgotten() {
+    sim::run(1, async {
+        let (device, target, sampler) = (Imitated::new(), Noted::new(80), Sampler::default());
+        sampler.watch(vec![device.under(&target)]);
+        let weak = Arc::downgrade(&target);
+        drop(target);
+        pause(500).await;
+        assert_eq!(weak.strong_count(), 0, "the sampler keeps nothing");
+        sampler.watch(vec![Subject { target: weak, devices: vec![Arc::clone(&device.device)] }]);
+        assert!(sampler.task.borrow().is_none());
     });
 }

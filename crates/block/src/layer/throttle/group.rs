@@ -118,6 +118,15 @@ impl Group {
         arm(self.arbiter.release(now));
     }
 
+    /// Says what the device below it can do, in operations and bytes per second: what is promised here and inside fits into it from now on. 0 or
+    /// `None` is unknown and bounds nothing.
+    ///
+    /// # Errors
+    /// [`Refused`] if more is promised already; then nothing has changed.
+    pub fn set_capacity(&self, capacity: Option<(u64, u64)>) -> Result<(), Refused> {
+        self.arbiter.lock().tree().set_capacity(self.node, capacity)
+    }
+
     /// Lifts every limit in its tree for good: its own, those above and below, and those of all others there. What waits passes now, what
     /// comes is not asked. For the end, when what is in flight is to be finished.
     ///

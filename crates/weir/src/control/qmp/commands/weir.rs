@@ -5,13 +5,17 @@
 
 use std::{rc::Rc, sync::Arc};
 
-use block::layer::throttle::{DiskSettings, Group, GroupSettings};
+use block::{
+    layer::throttle::{DiskSettings, Group, GroupSettings},
+    reactor,
+};
 use policy::throttle::{Counters, Enforcement, LimitKind, Limits, Part, Setting, Share, Stats};
-use policy::watermark::Watermark;
+use policy::watermark::{Capacity, Watermark};
 use serde_json::{Map, Value, json};
 
 use crate::control::{
     change::Change,
+    devices::Listed,
     inventory::{Inventory, RunningDisk, RunningExport},
     placing::place,
     qmp::{
@@ -97,6 +101,7 @@ impl Command for QueryStatus {
             "uptime-ns": nanoseconds(inventory.uptime()),
             "disks": inventory.disks().iter().map(list_disk).collect::<Vec<_>>(),
             "groups": inventory.groups().iter().map(|one| group(&inventory, one)).collect::<Vec<_>>(),
+            "devices": inventory.devices().iter().map(device).collect::<Vec<_>>(),
             "exports": exports.iter().map(|one| export(one)).collect::<Vec<_>>(),
         });
         if let Some(config) = inventory.config() {
@@ -130,6 +135,31 @@ fn disk(running: &Rc<RunningDisk>, exports: &[Rc<RunningExport>]) -> Value {
     add_settings(&mut answer, &limits, share, watermark, disk.throttle().enforcement());
     if let Some(group) = disk.throttle().group() {
         answer["group"] = json!(group.name());
+    }
+    answer
+}
+
+/// What is not known of a device is absent.
+fn device(listed: &Listed) -> Value {
+    let Listed { device, disks } = listed;
+    let mut answer = json!({
+        "name": device.name(),
+        "disks": disks,
+        "capacity-source": device.capacity_source().to_string(),
+    });
+    if let Some(Capacity { read_iops, write_iops, read_bps, write_bps }) = device.capacity() {
+        let figures = [
+            ("read-iops", read_iops),
+            ("write-iops", write_iops),
+            ("read-bps", read_bps),
+            ("write-bps", write_bps),
+        ];
+        let known = figures.into_iter().filter(|&(_, figure)| figure > 0);
+        answer["capacity"] =
+            known.map(|(name, figure)| (name.to_owned(), json!(figure))).collect::<Map<_, _>>().into();
+    }
+    if let Ok(thousandths) = device.use_now(reactor::now()) {
+        answer["use"] = json!(f64::from(thousandths) / 1000.0);
     }
     answer
 }

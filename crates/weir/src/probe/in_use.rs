@@ -1,0 +1,165 @@
+//! Whether somebody uses a device, or it holds what somebody may still want: then it is not written to.
+//!
+//! Four questions, the ones with the clearest answers first: is it mounted, does another device lie on it, does anybody hold it
+//! exclusively (all kernel users do, swap and RAID members included), and does it begin like something known. The third alone keeps out
+//! everything that is in use now, and goes on doing so while the device is written to; the others say what it is.
+//!
+//! Only the last can be overruled.
+
+use std::{fs, io, os::unix::fs::OpenOptionsExt as _, path::Path};
+
+use anyhow::{Context as _, bail};
+use block::{
+    device::{Identity, Number, Roots},
+    storage::probe::{HEADER_BYTES, Probed, probe_header},
+};
+use nix::{errno::Errno, fcntl::OFlag};
+
+/// A device held exclusively. Nobody can mount it meanwhile.
+#[derive(Debug)]
+pub(super) struct Claim {
+    _file: fs::File,
+}
+
+/// Takes hold of a device that nobody uses.
+///
+/// # Errors
+/// Who uses it, or what it holds; the latter not with `force`.
+pub(super) fn claim(path: &Path, device_number: u64, force: bool) -> anyhow::Result<Claim> {
+    let name = path.display();
+    let number = Number::unpack(device_number);
+    let roots = Roots::default();
+    let mounts = fs::read_to_string(&roots.mounts).context("the list of what is mounted cannot be read")?;
+    let parts = parts_of(number, &roots);
+    for part in parts.iter().chain([&number]) {
+        if let Some(place) = mounted_at(&mounts, *part) {
+            bail!(
+                "{name}: is mounted at {place}, so it is not written to (unmount it, or probe without --write)"
+            );
+        }
+        if let Some(holder) = holder_of(*part, &roots) {
+            bail!(
+                "{name}: {holder} lies on it, so it is not written to (take that down, or probe without --write)"
+            );
+        }
+    }
+    let opened = fs::OpenOptions::new().read(true).write(true).custom_flags(OFlag::O_EXCL.bits()).open(path);
+    let file = match opened {
+        Ok(file) => file,
+        Err(error) if error.raw_os_error() == Some(Errno::EBUSY as i32) => {
+            bail!(
+                "{name}: the system holds it, as swap or a RAID member perhaps (free it, or probe without --write)"
+            )
+        }
+        Err(error) => return Err(error).with_context(|| format!("{name}: cannot be opened for writing")),
+    };
+    if let (Some(what), false) = (signature(&file).with_context(|| format!("{name}: cannot be read"))?, force)
+    {
+        bail!("{name}: begins like {what}, which writing would destroy (add --force if nobody needs it)");
+    }
+    Ok(Claim { _file: file })
+}
+
+/// The partitions of a disk; none of a partition.
+fn parts_of(number: Number, roots: &Roots) -> Vec<Number> {
+    let Ok(identity) = Identity::resolve(number, roots) else { return Vec::new() };
+    if identity.number() != number {
+        return Vec::new();
+    }
+    let Ok(entries) = fs::read_dir(identity.directory()) else { return Vec::new() };
+    let part = |entry: io::Result<fs::DirEntry>| {
+        let path = entry.ok()?.path();
+        path.join("partition").exists().then_some(())?;
+        let text = fs::read_to_string(path.join("dev")).ok()?;
+        let (major, minor) = text.trim().split_once(':')?;
+        Some(Number { major: major.parse().ok()?, minor: minor.parse().ok()? })
+    };
+    entries.filter_map(part).collect()
+}
+
+/// Where a device is mounted, by the text of proc_pid_mountinfo(5): the third field is the number, the fifth the place.
+fn mounted_at(mounts: &str, number: Number) -> Option<&str> {
+    let number = number.to_string();
+    mounts.lines().find_map(|line| {
+        let mut fields = line.split(' ');
+        (fields.nth(2)? == number).then(|| fields.nth(1))?
+    })
+}
+
+/// A device that lies on this one, such as a logical volume.
+fn holder_of(number: Number, roots: &Roots) -> Option<String> {
+    let directory = roots.sys.join("dev/block").join(number.to_string()).join("holders");
+    let holder = fs::read_dir(directory).ok()?.next()?.ok()?;
+    Some(holder.file_name().to_string_lossy().into_owned())
+}
+
+/// Where a signature is, what it is, whose it is; each from the format's own description.
+const SIGNATURES: [(usize, &[u8], &str); 13] = [
+    (510, b"\x55\xaa", "a partition table or a boot sector"),
+    (512, b"EFI PART", "a partition table"),
+    (0, b"XFSB", "an XFS file system"),
+    (0x438, b"\x53\xef", "an ext2, ext3 or ext4 file system"),
+    (0x10040, b"_BHRfS_M", "a Btrfs file system"),
+    (0x400, b"\x10\x20\xf5\xf2", "an F2FS file system"),
+    (0x8001, b"CD001", "an ISO 9660 file system"),
+    (3, b"NTFS    ", "an NTFS file system"),
+    (4086, b"SWAPSPACE2", "swap space"),
+    (0x200, b"LABELONE", "an LVM volume"),
+    (0x1018, b"\xc6\x85\x73\xf6", "a bcache device"),
+    (0x1000, b"\xfc\x4e\x2b\xa9", "a RAID member"),
+    (0, b"\xfc\x4e\x2b\xa9", "a RAID member"),
+];
+/// All of them end before.
+const LOOKED_AT: usize = 0x10048;
+
+/// What a device begins like, of what is known.
+fn signature(file: &fs::File) -> io::Result<Option<&'static str>> {
+    use std::os::unix::fs::FileExt as _;
+    let mut start = vec![0; LOOKED_AT];
+    let mut length = 0;
+    while length < start.len() {
+        match file.read_at(&mut start[length..], length as u64)? {
+            0 => break,
+            count => length += count,
+        }
+    }
+    start.truncate(length);
+    Ok(known(&start))
+}
+
+fn known(start: &[u8]) -> Option<&'static str> {
+    if let Probed::Looks(_) = probe_header(&start[..start.len().min(HEADER_BYTES)]) {
+        return Some("a disk image or an encrypted volume");
+    }
+    let here =
+        |(at, bytes, _): &&(usize, &[u8], &str)| start.get(*at..).is_some_and(|rest| rest.starts_with(bytes));
+    SIGNATURES.iter().find(here).map(|(_, _, what)| *what)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_signature_is_seen_where_it_is() {
+        for (at, bytes, what) in SIGNATURES {
+            let mut start = vec![0; LOOKED_AT];
+            start[at..at + bytes.len()].copy_from_slice(bytes);
+            assert_eq!(known(&start), Some(what));
+            assert_eq!(known(&start[..at]), None, "cut off before it");
+        }
+        assert_eq!(known(b"QFI\xfb"), Some("a disk image or an encrypted volume"));
+        assert_eq!(known(&[0; LOOKED_AT]), None);
+        assert_eq!(known(&[]), None);
+    }
+
+    #[test]
+    fn a_mount_is_found_by_its_device_s_number() {
+        let mounts =
+            "24 1 254:0 / / rw - ext4 /dev/root rw\n25 24 0:23 / /dev/shm rw - tmpfs tmpfs rw\ngarbage\n";
+        let at = |major, minor| mounted_at(mounts, Number { major, minor });
+        assert_eq!(at(254, 0), Some("/"));
+        assert_eq!(at(254, 1), None);
+        assert_eq!(at(0, 23), Some("/dev/shm"));
+    }
+}

@@ -1,0 +1,277 @@
+//! One kind of load on an image, and how fast it was answered.
+//!
+//! As many requests as fit are in flight all the time ([`DEPTH`]): what a device can do shows when it never has to wait for work. The time
+//! is cut into windows, and the median of their rates counts, so that a pause of the device (or of this machine) in one of them
+//! does not. How far the windows are apart is reported with it: a device whose rate depends on what it did before shows there.
+
+use std::{
+    cell::{Cell, RefCell},
+    rc::Rc,
+};
+
+use anyhow::Context as _;
+use block::{
+    buffer::Buffer,
+    image::Image,
+    reactor::{now, sleep_until, spawn_joinable},
+    storage::Durability,
+};
+use policy::{
+    request::Direction,
+    time::{Duration, Instant},
+};
+
+/// Requests in flight: enough for every queue of a disk to be busy, as a few guests together have.
+pub(super) const DEPTH: usize = 32;
+/// Windows whose rates are compared, after one that does not count: a device needs a moment to get up to speed.
+const WINDOWS: u32 = 7;
+
+/// Where requests go.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Pattern {
+    /// Anywhere.
+    Random,
+    /// One after the other.
+    Sequential,
+}
+
+/// What is asked of an image.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Load {
+    pub(super) pattern: Pattern,
+    pub(super) direction: Direction,
+    /// A power of two.
+    pub(super) block_bytes: usize,
+}
+
+impl Load {
+    /// Every load that is measured: those that read first, so that what they find is not what a write has left in a cache.
+    pub(super) fn all() -> impl Iterator<Item = Self> {
+        let directions = [Direction::Read, Direction::Write];
+        directions.into_iter().flat_map(|direction| {
+            [Pattern::Random, Pattern::Sequential].into_iter().flat_map(move |pattern| {
+                [4096, 1 << 20].into_iter().map(move |block_bytes| Self { pattern, direction, block_bytes })
+            })
+        })
+    }
+
+    /// Such as `random read`.
+    pub(super) fn name(&self) -> &'static str {
+        match (self.pattern, self.direction) {
+            (Pattern::Random, Direction::Read) => "random read",
+            (Pattern::Random, Direction::Write) => "random write",
+            (Pattern::Sequential, Direction::Read) => "sequential read",
+            (Pattern::Sequential, Direction::Write) => "sequential write",
+        }
+    }
+}
+
+/// How fast a load was answered.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) struct Figure {
+    /// What was asked.
+    pub(super) load: Load,
+    /// Operations per second: the median of the windows.
+    pub(super) iops: u64,
+    /// The fastest window less the slowest, beside the median: 0 is perfectly steady.
+    pub(super) spread: f64,
+}
+
+impl Figure {
+    /// Bytes per second.
+    pub(super) fn bps(&self) -> u64 {
+        self.iops.saturating_mul(self.load.block_bytes as u64)
+    }
+}
+
+/// The part of an image that is measured.
+#[derive(Clone, Debug)]
+pub(super) struct Field {
+    pub(super) image: Rc<Image>,
+    /// From the beginning; at least one block of every load.
+    pub(super) size_bytes: u64,
+    /// Bytes that do not compress, a largest block of them.
+    pub(super) noise: Rc<[u8]>,
+}
+
+/// What the requests in flight share.
+#[derive(Debug)]
+struct Run {
+    load: Load,
+    field: Field,
+    end: Instant,
+    random: RefCell<fastrand::Rng>,
+    next: Cell<u64>,
+    done: Cell<u64>,
+    failed: RefCell<Option<block::error::Error>>,
+}
+
+impl Field {
+    /// Puts the load on it for so long.
+    ///
+    /// # Errors
+    /// The first request that failed.
+    pub(super) async fn measure(&self, load: Load, time: Duration) -> anyhow::Result<Figure> {
+        let window = time / (WINDOWS + 1);
+        let began = now();
+        let run = Run::start(self, load, began + window * (WINDOWS + 1));
+        let tasks: Vec<_> = (0..DEPTH).map(|_| spawn_joinable(Rc::clone(&run).requests())).collect();
+        let mut rates = Vec::new();
+        let (mut at, mut done) = (began, 0);
+        for number in 1..=WINDOWS + 1 {
+            sleep_until(began + window * number).await;
+            let (elapsed, so_far) = (now() - at, run.done.get());
+            if number > 1 {
+                rates.push((so_far - done) as f64 / elapsed.as_secs_f64());
+            }
+            (at, done) = (now(), so_far);
+        }
+        for task in tasks {
+            task.await;
+        }
+        run.outcome().with_context(|| format!("{} of {} bytes", load.name(), load.block_bytes))?;
+        Ok(figure(load, rates))
+    }
+
+    /// Writes it from beginning to end, for so long at most; what is left is cut off. Returns the bytes written.
+    ///
+    /// # Errors
+    /// The first request that failed.
+    pub(super) async fn fill(&self, time: Duration, progress: impl Fn(u64)) -> anyhow::Result<u64> {
+        let load =
+            Load { pattern: Pattern::Sequential, direction: Direction::Write, block_bytes: self.noise.len() };
+        let block = load.block_bytes as u64;
+        let blocks = self.size_bytes / block;
+        let end = now() + time;
+        let run = Run::start(self, load, end);
+        let task = |run: Rc<Run>| async move {
+            while run.next.get() < blocks && now() < run.end && run.failed.borrow().is_none() {
+                let at = run.next.replace(run.next.get() + 1) * block;
+                run.request(at).await;
+            }
+        };
+        let tasks: Vec<_> = (0..DEPTH).map(|_| spawn_joinable(task(Rc::clone(&run)))).collect();
+        for task in tasks {
+            task.await;
+            progress(run.done.get() * block);
+        }
+        run.outcome().context("writing the file to be measured")?;
+        Ok(run.done.get() * block)
+    }
+}
+
+impl Run {
+    fn start(field: &Field, load: Load, end: Instant) -> Rc<Self> {
+        Rc::new(Self {
+            load,
+            field: field.clone(),
+            end,
+            random: RefCell::new(fastrand::Rng::new()),
+            next: Cell::new(0),
+            done: Cell::new(0),
+            failed: RefCell::new(None),
+        })
+    }
+
+    /// One request after the other, until the time is over or one fails.
+    async fn requests(self: Rc<Self>) {
+        while now() < self.end && self.failed.borrow().is_none() {
+            let at = self.offset();
+            self.request(at).await;
+        }
+    }
+
+    fn offset(&self) -> u64 {
+        let block = self.load.block_bytes as u64;
+        let blocks = self.field.size_bytes / block;
+        let number = match self.load.pattern {
+            Pattern::Random => self.random.borrow_mut().u64(0..blocks),
+            Pattern::Sequential => self.next.replace(self.next.get() + 1) % blocks,
+        };
+        number * block
+    }
+
+    async fn request(&self, at: u64) {
+        let image = &self.field.image;
+        let result = match self.load.direction {
+            Direction::Read => image.read(at, Buffer::new(self.load.block_bytes)).await.map(drop),
+            Direction::Write => {
+                let data = Buffer::copy_of(&self.field.noise[..self.load.block_bytes]);
+                image.write(at, data.into(), Durability::Cached).await
+            }
+        };
+        match result {
+            Ok(()) => self.done.set(self.done.get() + 1),
+            Err(error) => drop(self.failed.borrow_mut().get_or_insert(error)),
+        }
+    }
+
+    fn outcome(&self) -> Result<(), block::error::Error> {
+        self.failed.borrow_mut().take().map_or(Ok(()), Err)
+    }
+}
+
+fn figure(load: Load, mut rates: Vec<f64>) -> Figure {
+    rates.sort_by(f64::total_cmp);
+    let median = rates[rates.len() / 2];
+    let range = rates[rates.len() - 1] - rates[0];
+    Figure { load, iops: median.round() as u64, spread: if median > 0.0 { range / median } else { 0.0 } }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const LOAD: Load = Load { pattern: Pattern::Random, direction: Direction::Read, block_bytes: 4096 };
+
+    #[test]
+    fn the_median_counts_and_the_range_is_told() {
+        let figure = figure(LOAD, vec![100.0, 5.0, 90.0, 110.0, 95.0, 120.0, 100.0]);
+        assert_eq!((figure.iops, figure.bps()), (100, 409_600));
+        assert!((figure.spread - 1.15).abs() < 1e-9);
+        assert_eq!(super::figure(LOAD, vec![0.0; 7]).spread.to_bits(), 0);
+    }
+
+    #[test]
+    fn everything_is_measured_once_and_reads_come_first() {
+        let all: Vec<_> = Load::all().collect();
+        assert_eq!(all.len(), 8);
+        assert!(all[..4].iter().all(|load| load.direction == Direction::Read));
+        assert!(all.iter().enumerate().all(|(index, load)| !all[..index].contains(load)));
+    }
+
+    #[test]
+    fn a_load_of_an_imitated_device_is_measured_as_what_it_is() {
+        let options = block::storage::OpenOptions {
+            rate: Some("bytes=100M,iops=2000".parse().unwrap()),
+            ..Default::default()
+        };
+        let measured = |load: Load, options: block::storage::OpenOptions| {
+            block::reactor::sim::run(1, async move {
+                let image = Rc::new(block::storage::open("memory:64M", options).unwrap());
+                let field = Field { image, size_bytes: 64 << 20, noise: vec![7; 1 << 20].into() };
+                field.measure(load, Duration::from_secs(8)).await.unwrap()
+            })
+        };
+        for load in Load::all() {
+            let figure = measured(load, options.clone());
+            let expect = if load.block_bytes == 4096 { 2000.0 } else { 100.0 };
+            let error = (figure.iops as f64 / expect - 1.0).abs();
+            assert!(error < 0.03 && figure.spread < 0.06, "{figure:?}");
+        }
+    }
+
+    #[test]
+    fn a_request_that_fails_ends_the_measuring() {
+        let options = block::storage::OpenOptions {
+            faults: vec!["kind=read,error=EIO,offset=4M-8M".parse().unwrap()],
+            ..Default::default()
+        };
+        let failed = block::reactor::sim::run(1, async move {
+            let image = Rc::new(block::storage::open("null:8M", options).unwrap());
+            let field = Field { image, size_bytes: 8 << 20, noise: vec![7; 1 << 20].into() };
+            field.measure(LOAD, Duration::from_millis(10)).await.unwrap_err()
+        });
+        assert!(format!("{failed:#}").starts_with("random read of 4096 bytes: "), "{failed:#}");
+    }
+}

@@ -1,0 +1,186 @@
+//! What is measured: a file made in a directory for the purpose, or a device.
+//!
+//! The file has no name (open(2), `O_TMPFILE`), or loses it at once where the file system cannot do that: so it is gone with the process,
+//! whatever ends that, and nobody else finds it meanwhile.
+//!
+//! A device is read as it is. It is written to only if that was asked for and nobody uses it (`in_use`).
+
+use std::{
+    fs,
+    os::{fd::AsRawFd as _, unix::fs::FileTypeExt as _},
+    path::Path,
+    rc::Rc,
+};
+
+use anyhow::{Context as _, bail, ensure};
+use block::{
+    image::Image,
+    storage::{CacheMode, Format, OpenError, OpenOptions, open},
+};
+use nix::sys::statvfs::fstatvfs;
+
+use super::in_use::{self, Claim};
+
+/// Bytes that are measured where nothing else is said, and there is room: more than the caches of most devices.
+const DEFAULT_SIZE: u64 = 1 << 30;
+/// The least that can be measured: a few of the largest requests.
+pub(super) const LEAST_SIZE: u64 = 8 << 20;
+
+/// What was asked to be measured.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Wish<'a> {
+    /// A directory or a block device.
+    pub(super) path: &'a Path,
+    pub(super) size_bytes: Option<u64>,
+    /// Write to a device, which destroys what is on it.
+    pub(super) write: bool,
+    /// Also where it holds something that is known.
+    pub(super) force: bool,
+}
+
+/// Something to be measured.
+#[derive(Debug)]
+pub(super) struct Target {
+    pub(super) image: Rc<Image>,
+    pub(super) size_bytes: u64,
+    pub(super) kind: Kind,
+    /// The device in the form of stat(2).
+    pub(super) device_number: u64,
+    /// Held for as long as it is measured.
+    _held: Held,
+}
+
+/// Where the bytes are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Kind {
+    /// In a file of our own, still empty.
+    File,
+    /// On a device, which may be written to or not.
+    Device {
+        /// Whether.
+        writable: bool,
+    },
+}
+
+#[derive(Debug)]
+enum Held {
+    File { _file: fs::File },
+    Device { _claim: Option<Claim> },
+}
+
+impl Target {
+    /// Makes the file, or opens the device.
+    ///
+    /// # Errors
+    /// If it is neither, or cannot be measured as asked.
+    pub(super) fn open(wish: Wish<'_>) -> anyhow::Result<Self> {
+        let name = wish.path.display();
+        let metadata = fs::metadata(wish.path).with_context(|| format!("{name}: cannot be probed"))?;
+        if metadata.is_dir() {
+            ensure!(
+                !wish.write,
+                "{name}: is a directory, where a file is written without --write (leave it out)"
+            );
+            Self::in_directory(wish)
+        } else if metadata.file_type().is_block_device() {
+            Self::device(wish, &metadata)
+        } else {
+            bail!("{name}: is neither a directory nor a block device (name the directory that it is in)")
+        }
+    }
+
+    fn in_directory(wish: Wish<'_>) -> anyhow::Result<Self> {
+        use std::os::unix::fs::MetadataExt as _;
+        let name = wish.path.display();
+        let file = tempfile::tempfile_in(wish.path).with_context(|| {
+            format!("{name}: no file can be made there (choose a directory that you may write to)")
+        })?;
+        let space = fstatvfs(&file).with_context(|| format!("{name}: its free space is not known"))?;
+        let free = space.fragment_size().saturating_mul(space.blocks_available());
+        let size_bytes = whole_blocks(wish.size_bytes.unwrap_or(DEFAULT_SIZE.min(free / 4)));
+        ensure!(
+            size_bytes >= LEAST_SIZE,
+            "{name}: {size_bytes} bytes are too few to be measured (make room, or give --size {LEAST_SIZE} or more)"
+        );
+        ensure!(
+            size_bytes <= free,
+            "{name}: {size_bytes} bytes are more than the {free} that are free (give a smaller --size)"
+        );
+        file.set_len(size_bytes)
+            .with_context(|| format!("{name}: a file of {size_bytes} bytes cannot be made"))?;
+        let image = opened(wish.path, &format!("file:/proc/self/fd/{}", file.as_raw_fd()), false)?;
+        let device_number = file.metadata()?.dev();
+        Ok(Self { image, size_bytes, kind: Kind::File, device_number, _held: Held::File { _file: file } })
+    }
+
+    fn device(wish: Wish<'_>, metadata: &fs::Metadata) -> anyhow::Result<Self> {
+        use std::os::unix::fs::MetadataExt as _;
+        let name = wish.path.display();
+        let claim = wish.write.then(|| in_use::claim(wish.path, metadata.rdev(), wish.force)).transpose()?;
+        let text =
+            wish.path.to_str().with_context(|| format!("{name}: not UTF-8 (use another name of it)"))?;
+        let image = opened(wish.path, &format!("file:{text}"), !wish.write)?;
+        let size_bytes = whole_blocks(image.size_bytes().min(wish.size_bytes.unwrap_or(u64::MAX)));
+        ensure!(
+            size_bytes >= LEAST_SIZE,
+            "{name}: {size_bytes} bytes are too few to be measured (it takes {LEAST_SIZE} at least)"
+        );
+        Ok(Self {
+            image,
+            size_bytes,
+            kind: Kind::Device { writable: wish.write },
+            device_number: metadata.rdev(),
+            _held: Held::Device { _claim: claim },
+        })
+    }
+}
+
+/// Past the page cache: its speed is not the device's.
+fn opened(path: &Path, spec: &str, read_only: bool) -> anyhow::Result<Rc<Image>> {
+    let options = OpenOptions {
+        cache: CacheMode::None,
+        format: Some(Format::Raw),
+        read_only,
+        ..OpenOptions::default()
+    };
+    // Named as the user did, not by its descriptor.
+    let image =
+        open(spec, options).map_err(|error| OpenError { image: path.display().to_string(), ..error })?;
+    Ok(Rc::new(image))
+}
+
+fn whole_blocks(bytes: u64) -> u64 {
+    bytes >> 20 << 20
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn refused(path: &Path, size_bytes: Option<u64>, write: bool) -> String {
+        format!("{:#}", Target::open(Wish { path, size_bytes, write, force: false }).unwrap_err())
+    }
+
+    #[test]
+    fn what_cannot_be_measured_is_said() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path();
+        let named = |rest: &str| format!("{}: {rest}", path.display());
+        assert_eq!(
+            refused(path, None, true),
+            named("is a directory, where a file is written without --write (leave it out)")
+        );
+        assert_eq!(
+            refused(path, Some(1 << 20), false),
+            named("1048576 bytes are too few to be measured (make room, or give --size 8388608 or more)")
+        );
+        assert!(refused(path, Some(1 << 60), false).contains("that are free (give a smaller --size)"));
+        let file = path.join("a.raw");
+        fs::write(&file, "x").unwrap();
+        assert!(
+            refused(&file, None, false)
+                .ends_with("is neither a directory nor a block device (name the directory that it is in)")
+        );
+        assert!(refused(&path.join("none"), None, false).contains("cannot be probed: No such file"));
+    }
+}

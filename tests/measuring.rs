@@ -1,0 +1,72 @@
+//! `weir probe`: measures a directory and a device, leaves nothing behind, and never writes to what somebody uses. Needs root.
+
+use std::fs;
+
+use crate::harness::{Client, LoopDevice, MIB, Scratch, assert_says, text};
+
+const WEIR: &str = env!("CARGO_BIN_EXE_weir");
+
+/// A short probe that keeps its results with the test.
+fn probe(scratch: &Scratch) -> Client {
+    let state = scratch.path("state");
+    Client::new("timeout").args(["60", WEIR, "probe", "--seconds", "1", "--state", text(&state)])
+}
+
+#[test]
+fn a_directory_is_measured_and_left_as_it_was() {
+    let scratch = Scratch::new();
+    let directory = scratch.path("images");
+    fs::create_dir(&directory).unwrap();
+    let printed = probe(&scratch).args(["--size", "16M", "--json", text(&directory)]).succeeds();
+    let report: serde_json::Value = serde_json::from_str(&printed).unwrap();
+    let loads = report["loads"].as_array().unwrap();
+    assert_eq!(loads.len(), 8);
+    assert!(loads.iter().all(|load| load["iops"].as_u64().unwrap() > 0), "{printed}");
+    assert_eq!(fs::read_dir(&directory).unwrap().count(), 0, "nothing is left");
+    if let Some(kept) = report["kept"].as_str() {
+        let record: serde_json::Value = serde_json::from_str(&fs::read_to_string(kept).unwrap()).unwrap();
+        assert_eq!(record["capacity"], report["capacity"]);
+        assert_eq!(record["key"], report["device"]["key"]);
+    }
+}
+
+#[test]
+fn a_device_is_read_and_written_to_only_if_that_is_asked_for() {
+    let scratch = Scratch::new();
+    let file = scratch.filled("device", 16 * MIB);
+    let before = fs::read(&file).unwrap();
+    let device = LoopDevice::attach(&file, 512);
+    let printed = probe(&scratch).arg(device.path()).succeeds();
+    assert_says(&printed, &["random read", "not measured: writes: they would destroy", "kept in "]);
+    assert!(!printed.contains("random write"), "{printed}");
+    assert!(fs::read(&file).unwrap() == before, "reading changes nothing");
+    let printed = probe(&scratch).arg("--write").arg(device.path()).succeeds();
+    assert_says(&printed, &["sequential write"]);
+    drop(device);
+    assert!(fs::read(&file).unwrap() != before, "it was written to");
+}
+
+#[test]
+fn a_device_in_use_is_not_written_to() {
+    let scratch = Scratch::new();
+    let file = scratch.sparse("device", 16 * MIB);
+    let below = LoopDevice::attach(&file, 512);
+    // A second loop device over the first holds nothing exclusively, but what begins like swap space is known.
+    let mut start = vec![0; 4096];
+    start[4086..].copy_from_slice(b"SWAPSPACE2");
+    fs::write(below.path(), &start).unwrap();
+    let refused = probe(&scratch).arg("--write").arg(below.path()).fails();
+    assert_says(&refused, &["begins like swap space, which writing would destroy", "(add --force"]);
+    let forced = probe(&scratch).args(["--write", "--force"]).arg(below.path()).succeeds();
+    assert_says(&forced, &["random write"]);
+}
+
+#[test]
+fn wrong_use_is_told_from_failure() {
+    let scratch = Scratch::new();
+    assert_eq!(probe(&scratch).args(["--force", "/"]).run().code(), 2);
+    assert_eq!(probe(&scratch).args(["--write", "--read-only", "/"]).run().code(), 2);
+    let file = scratch.filled("a.raw", MIB);
+    let refused = probe(&scratch).arg(&file).fails();
+    assert_says(&refused, &["weir: ", "is neither a directory nor a block device"]);
+}
