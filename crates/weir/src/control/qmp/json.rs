@@ -107,6 +107,12 @@ mod tests {
     }
 
     #[test]
+    fn a_number_too_large_for_an_integer_is_the_same_once_it_was_written_and_read() {
+        let value = parse(b"118446744073709551615").unwrap();
+        assert_eq!(parse(value.to_string().as_bytes()), Ok(value));
+    }
+
+    #[test]
     fn a_key_given_twice_is_named_wherever_it_is() {
         for text in ["{\"a\":1,\"a\":1}", "[{\"b\":{\"a\":1,\"\\u0061\":2}}]"] {
             let error = parse(text.as_bytes()).unwrap_err();
