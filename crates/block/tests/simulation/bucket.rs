@@ -3,7 +3,7 @@
 
 use policy::{
     request::Direction,
-    throttle::{Limit, LimitKind, Limits},
+    throttle::{Enforcement, Limit, LimitKind, Limits},
     time::Instant,
 };
 
@@ -53,6 +53,19 @@ impl Buckets {
     pub(crate) fn new(limits: &Limits, now: Instant) -> Self {
         let of = |kind: LimitKind| Level::of(limits.limit(kind)).into_iter().map(move |level| (kind, level));
         Self { levels: LimitKind::ALL.into_iter().flat_map(of).collect(), now }
+    }
+
+    /// The same limits, enforced otherwise: what is in the buckets stays. Rates are whole units a second.
+    pub(crate) fn enforce(&mut self, limits: &Limits, enforcement: Enforcement) {
+        let factor = match enforcement {
+            Enforcement::Scaled(scale) => scale.thousandths() as f64 / 1000.0,
+            Enforcement::Enforced | Enforcement::Lifted => 1.0,
+        };
+        let fresh = Self::new(limits, self.now).levels;
+        for ((_, level), (_, fresh)) in self.levels.iter_mut().zip(fresh) {
+            *level =
+                Level { rate: (fresh.rate * factor).floor(), size: fresh.size * factor, level: level.level };
+        }
     }
 
     pub(crate) fn leak_to(&mut self, now: Instant) {

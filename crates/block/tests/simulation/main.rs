@@ -4,6 +4,7 @@
 //!
 //! - `disks`: reads, writes, flushes, errors, cancellations and crashes against a model of what each byte may be.
 //! - `limits`: requests in trees of groups against naive buckets: nothing passes too early, nothing waits too long, whatever changes meanwhile.
+//! - `nested`: the same with large requests, refused changes, promises, and limits enforced loosely or not at all.
 //! - `watermark`: limits that a device with room lifts, beside the figures of those who had the idea.
 //! - `stress`: the parts of the throttle layer that threads share, on two real workers.
 //!
@@ -15,6 +16,7 @@ mod disks;
 mod ledger;
 mod limits;
 mod model;
+mod nested;
 mod passed;
 mod seeds;
 mod stress;

@@ -66,6 +66,8 @@ pub(super) struct Node<T> {
     pub(super) share: Share,
     /// None until it has had a child: idle disks are many.
     pub(super) schedule: Option<Box<Schedule>>,
+    /// Which direction is served first where nothing else decides: the one that was not served last.
+    pub(super) first: Direction,
     queues: [VecDeque<Waiter<T>>; 2],
     /// By direction, of the whole subtree.
     pub(super) waiting: [usize; 2],
@@ -95,6 +97,7 @@ impl<T> Node<T> {
             enforcement: Enforcement::Enforced,
             share,
             schedule: None,
+            first: Direction::Read,
             queues: [VecDeque::new(), VecDeque::new()],
             waiting: [0; 2],
             counters: [Counters::default(); 2],

@@ -117,8 +117,6 @@ pub struct Tree<T> {
     wakes: Heap<Instant>,
     /// The latest instant there was.
     now: Instant,
-    /// Which direction is asked first where nothing else decides.
-    first: Direction,
     next_number: u64,
     /// The way that was last taken.
     path: Path,
@@ -134,7 +132,6 @@ impl<T> Tree<T> {
             vacant: Vec::new(),
             wakes: Heap::new(),
             now,
-            first: Direction::Read,
             next_number: 0,
             path: Path::new(),
         }

@@ -90,6 +90,18 @@ fn a_weight_counts_reads_and_writes_together_under_a_total_limit() {
     assert_within_percent(2.0, of_reads, 0.75);
 }
 
+/// Turns that alternate for all together would fall to the neighbour's reads and this disk's writes, one after the other, for ever.
+#[test]
+fn a_disk_reads_as_much_as_it_writes_beside_one_that_only_reads() {
+    let mut disks = Timeline::new("iops-total=1000");
+    let reads = disks.add(Workload::READS.depth(8));
+    let writes = disks.add_to(disks.disk(reads), Workload::WRITES.depth(8));
+    disks.add(Workload::READS.depth(8));
+    for client in [reads, writes] {
+        assert_within_percent(2.0, disks.admitted_of(client, s(1), s(21)) as f64 / 20.0, 250.0);
+    }
+}
+
 #[test]
 fn what_one_writes_is_not_taken_from_its_reads_where_limits_are_apart() {
     let mut disks = Timeline::new("iops-read=1000,iops-write=10");

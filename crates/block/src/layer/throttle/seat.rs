@@ -166,7 +166,20 @@ impl<K> Seat<K> {
             let (mut old, mut other) = Arbiter::lock_both(&from, &to.arbiter);
             let DiskSettings { limits, share, .. } = settings;
             let gate = Some(Arc::clone(&self.gate));
-            let node = other.as_mut().unwrap_or(&mut old).add(to.parent, limits, share, gate, now)?;
+            let node = match &mut other {
+                Some(new) => new.add(to.parent, limits, share, gate, now)?,
+                None => {
+                    // What was promised to it is not promised twice where both places have the same groups above.
+                    let held = place.settings.share;
+                    let unreserved = held.with_reservation(0, 0);
+                    old.tree().set_share(place.node, unreserved, now).expect("less than was promised fits");
+                    let added = old.add(to.parent, limits, share, gate, now);
+                    if added.is_err() {
+                        old.tree().set_share(place.node, held, now).expect("what fitted just now fits again");
+                    }
+                    added?
+                }
+            };
             let past = old.tree().stats(place.node, now);
             let waiting = old.remove(place.node);
             let new = other.as_mut().unwrap_or(&mut old);

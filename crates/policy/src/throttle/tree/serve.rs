@@ -6,7 +6,7 @@
 
 use super::super::cost::{BILLION, Cost};
 use super::super::price::{LONGEST_NS, SLICE_NS, WHOLE, part_of, slice_of};
-use super::super::schedule::{Phase, Service};
+use super::super::schedule::{Candidate, Phase, Service};
 use super::{Decision, MAX_LEVELS, NodeId, ROOT, Tree, lane_of, wake_item};
 use crate::request::Direction;
 use crate::time::Instant;
@@ -111,7 +111,9 @@ impl<T> Tree<T> {
     /// Serves the first request of the disk that was picked: all of it, or the next part of it if it is large.
     fn serve(&mut self, direction: Direction) -> Option<T> {
         let slot = self.path.steps[self.path.length - 1].slot;
-        self.first = opposite(direction);
+        for step in &self.path.steps[..self.path.length] {
+            self.nodes[step.slot].first = opposite(direction);
+        }
         // Out of the queue while the tree is at work, since the price is asked of every level.
         let mut waiter = self.nodes[slot].queue_mut(direction).pop_front()?;
         let terms = self.price(direction, &waiter.cost);
@@ -184,15 +186,12 @@ impl<T> Tree<T> {
         let mut slot = ROOT;
         // By direction: whether a request of it may be chosen. Narrows on the way down.
         let mut open = Direction::ALL.map(|direction| nodes[ROOT].has_work(direction));
-        let mut wanted = self.first;
         // Where no limit applies nobody gives way to anybody, and any child that is ready may be chosen.
         let mut limited = false;
         loop {
             path.push(slot);
             let node = &nodes[slot];
-            if !open[wanted.index()] {
-                wanted = opposite(wanted);
-            }
+            let mut wanted = if open[node.first.index()] { node.first } else { opposite(node.first) };
             let Some(schedule) = node.schedule.as_ref().filter(|schedule| !schedule.is_childless()) else {
                 return open[wanted.index()].then_some(wanted);
             };
@@ -213,10 +212,13 @@ impl<T> Tree<T> {
             }
             let child = chosen.child;
             path.steps[path.length - 1].phase = chosen.phase;
-            // The child may prefer the other direction only where it is that direction's turn too.
+            // The child may prefer the other direction only where it is that direction's turn too. A standing for both directions is
+            // a turn for either: were it not, whoever's turns always fall to the same direction would never be served in the other.
             let other = opposite(wanted);
-            open[other.index()] = next(other)
-                .is_some_and(|rival| rival.child == child || !limited && schedule.offers(child, other));
+            let is_its_turn = |rival: Candidate| {
+                rival.child == child || (node.shared || !limited) && schedule.offers(child, other)
+            };
+            open[other.index()] = next(other).is_some_and(is_its_turn);
             slot = schedule.slot(child);
         }
     }

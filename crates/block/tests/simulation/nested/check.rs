@@ -1,0 +1,366 @@
+//! What happened in a forest, in order; and what must be true of it.
+//!
+//! - Each request ends once. Of one disk and direction, none passes before one that came earlier.
+//! - Where requests are small, every bucket on the way is followed: what passes finds room in all of them, and while something waits,
+//!   some bucket has none.
+//! - Whatever their size: over any second no node passes more than its limits allow, their burst, and what had been paid of large requests.
+//! - The counters of every level are what passed there.
+
+use std::collections::BTreeMap;
+
+use block::reactor::now;
+use policy::{
+    request::Direction,
+    throttle::{Enforcement, LimitKind, Limits, Stats},
+    time::{Duration, Instant},
+};
+
+use crate::bucket::{Buckets, Charge, SLACK_S};
+
+/// What is done to a node.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Change {
+    Limits(Limits),
+    Enforced(Enforcement),
+    Moved(Option<usize>),
+}
+
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Event {
+    Asked,
+    Passed,
+    GaveUp,
+    Changed(usize, Change),
+    /// All limits everywhere, for good.
+    Lifted,
+}
+
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Entry {
+    pub(super) at: Instant,
+    event: Event,
+    /// Which one, unless something changed.
+    request: usize,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Request {
+    disk: usize,
+    charge: Charge,
+    /// Nothing limited it when it was asked: it is not counted.
+    free: bool,
+    ended: bool,
+}
+
+#[derive(Default)]
+pub(super) struct Log {
+    pub(super) entries: Vec<Entry>,
+    requests: Vec<Request>,
+    /// How it began: every node's parent and limits, groups first.
+    began: Vec<(Option<usize>, Limits)>,
+    groups: usize,
+    is_lifted: bool,
+}
+
+impl Log {
+    /// A group, or after all groups a disk.
+    pub(super) fn add(&mut self, parent: Option<usize>, limits: Limits, is_disk: bool) {
+        self.began.push((parent, limits));
+        self.groups += usize::from(!is_disk);
+    }
+
+    fn push(&mut self, request: usize, event: Event) {
+        self.entries.push(Entry { at: now(), event, request });
+    }
+
+    pub(super) fn asked(&mut self, disk: usize, charge: Charge, unlimited: bool) -> usize {
+        let free = unlimited || self.is_lifted;
+        self.requests.push(Request { disk, charge, free, ended: false });
+        let request = self.requests.len() - 1;
+        self.push(request, Event::Asked);
+        request
+    }
+
+    pub(super) fn ended(&mut self, request: usize, passed: bool) {
+        let ended = std::mem::replace(&mut self.requests[request].ended, true);
+        assert!(!ended, "a request ended twice");
+        self.push(request, if passed { Event::Passed } else { Event::GaveUp });
+    }
+
+    pub(super) fn changed(&mut self, node: usize, change: Change) {
+        self.push(usize::MAX, Event::Changed(node, change));
+    }
+
+    pub(super) fn lifted(&mut self) {
+        self.is_lifted = true;
+        self.push(usize::MAX, Event::Lifted);
+    }
+
+    /// Disk and direction of all that waits.
+    pub(super) fn waiting(&self) -> impl Iterator<Item = (usize, Direction)> + '_ {
+        let waiting = self.requests.iter().filter(|request| !request.ended);
+        waiting.map(|request| (request.disk, request.charge.direction))
+    }
+
+    /// Panics if something is not as it must be. `stats` are the nodes' in the end.
+    pub(super) fn check(&self, exact: bool, stats: &[Stats]) {
+        assert!(
+            self.requests.iter().all(|request| request.ended),
+            "a request neither passed nor was given back"
+        );
+        self.check_order();
+        let mut forest = Forest::new(self);
+        let mut windows: Vec<Window> = self.began.iter().map(|(_, limits)| Window::new(*limits)).collect();
+        let mut counted = vec![[[0_u64; 2]; 2]; self.began.len()];
+        for instant in self.entries.chunk_by(|one, next| one.at == next.at) {
+            if exact {
+                forest.nobody_was_late(instant[0].at);
+            }
+            for entry in instant {
+                if let Event::Changed(node, change) = entry.event {
+                    windows[node].change(change);
+                } else if matches!(entry.event, Event::Lifted) {
+                    windows
+                        .iter_mut()
+                        .for_each(|window| window.change(Change::Enforced(Enforcement::Lifted)));
+                } else if matches!(entry.event, Event::Passed) {
+                    let request = self.requests[entry.request];
+                    let direction = request.charge.direction.index();
+                    for node in forest.path(self.groups + request.disk) {
+                        windows[node].pass(entry.at, request.disk, &request.charge);
+                        if !request.free {
+                            counted[node][direction][0] += request.charge.operations as u64;
+                            counted[node][direction][1] += request.charge.bytes as u64;
+                        }
+                    }
+                }
+                forest.take(entry, self);
+            }
+            forest.settle(exact);
+        }
+        windows.iter().for_each(Window::check);
+        let counters =
+            |stats: &Stats| [stats.reads, stats.writes].map(|counters| [counters.requests, counters.bytes]);
+        assert_eq!(stats.iter().map(counters).collect::<Vec<_>>(), counted, "counters of all nodes");
+        assert!(stats.iter().all(|stats| stats.waiting == [0; 2]), "something waits when all is over");
+    }
+
+    /// Requests are numbered as they come. Tasks that are let go at the same instant may run in any order.
+    fn check_order(&self) {
+        let mut highest = BTreeMap::new();
+        for instant in self.entries.chunk_by(|one, next| one.at == next.at) {
+            let mut now_highest = highest.clone();
+            for entry in instant.iter().filter(|entry| matches!(entry.event, Event::Passed)) {
+                let request = self.requests[entry.request];
+                let queue = (request.disk, request.charge.direction.index());
+                let before = highest.get(&queue);
+                assert!(
+                    before.is_none_or(|before| *before < entry.request),
+                    "{entry:?} passed after {before:?}"
+                );
+                let latest = now_highest.entry(queue).or_insert(entry.request);
+                *latest = entry.request.max(*latest);
+            }
+            highest = now_highest;
+        }
+    }
+}
+
+/// Every node's buckets, naively.
+struct Forest {
+    nodes: Vec<Naive>,
+    groups: usize,
+    /// By disk and direction: how many wait.
+    waiting: Vec<[usize; 2]>,
+    now: Instant,
+}
+
+struct Naive {
+    parent: Option<usize>,
+    limits: Limits,
+    buckets: Buckets,
+    enforcement: Enforcement,
+    /// What has passed at this instant.
+    charges: Vec<Charge>,
+}
+
+impl Forest {
+    fn new(log: &Log) -> Self {
+        let naive = |(parent, limits): &(Option<usize>, Limits)| Naive {
+            parent: *parent,
+            limits: *limits,
+            buckets: Buckets::new(limits, Instant::ZERO),
+            enforcement: Enforcement::Enforced,
+            charges: Vec::new(),
+        };
+        Self {
+            nodes: log.began.iter().map(naive).collect(),
+            groups: log.groups,
+            waiting: vec![[0; 2]; log.began.len() - log.groups],
+            now: Instant::ZERO,
+        }
+    }
+
+    fn path(&self, from: usize) -> Vec<usize> {
+        std::iter::successors(Some(from), |node| self.nodes[*node].parent).collect()
+    }
+
+    /// Until now, from the last time that something happened, every request had a bucket on its way that had no room.
+    fn nobody_was_late(&mut self, at: Instant) {
+        let waited_s = (at - self.now).as_secs_f64();
+        for (disk, waiting) in self.waiting.iter().enumerate() {
+            for direction in Direction::ALL.into_iter().filter(|direction| waiting[direction.index()] > 0) {
+                let path = self.path(self.groups + disk);
+                let enforced = path
+                    .iter()
+                    .map(|node| &self.nodes[*node])
+                    .filter(|node| node.enforcement != Enforcement::Lifted);
+                let wait_s = enforced.map(|node| node.buckets.wait_s(direction)).fold(0.0, f64::max);
+                assert!(
+                    waited_s <= wait_s + SLACK_S,
+                    "{direction:?}s of disk {disk} waited from {:?} to {at:?}, though there was room after {wait_s} s",
+                    self.now
+                );
+            }
+        }
+        self.nodes.iter_mut().for_each(|node| node.buckets.leak_to(at));
+        self.now = at;
+    }
+
+    fn take(&mut self, entry: &Entry, log: &Log) {
+        match entry.event {
+            Event::Changed(at, change) => {
+                let node = &mut self.nodes[at];
+                match change {
+                    Change::Limits(limits) => {
+                        node.limits = limits;
+                        node.charges.clear();
+                        node.buckets = Buckets::new(&limits, entry.at);
+                        node.buckets.enforce(&limits, node.enforcement);
+                    }
+                    Change::Enforced(enforcement) => {
+                        node.enforcement = enforcement;
+                        node.buckets.enforce(&node.limits, enforcement);
+                    }
+                    Change::Moved(parent) => {
+                        // A new seat: its own buckets are empty, and enforced until somebody says otherwise.
+                        let limits = node.limits;
+                        let buckets = Buckets::new(&limits, entry.at);
+                        let enforcement = Enforcement::Enforced;
+                        *node = Naive { parent, limits, buckets, enforcement, charges: Vec::new() };
+                    }
+                }
+            }
+            Event::Lifted => self.nodes.iter_mut().for_each(|node| node.enforcement = Enforcement::Lifted),
+            Event::Asked => *self.waits(entry, log) += 1,
+            Event::GaveUp => *self.waits(entry, log) -= 1,
+            Event::Passed => {
+                *self.waits(entry, log) -= 1;
+                let request = log.requests[entry.request];
+                for node in self.path(self.groups + request.disk) {
+                    if self.nodes[node].enforcement != Enforcement::Lifted {
+                        self.nodes[node].charges.push(request.charge);
+                    }
+                }
+            }
+        }
+    }
+
+    fn waits(&mut self, entry: &Entry, log: &Log) -> &mut usize {
+        let request = log.requests[entry.request];
+        &mut self.waiting[request.disk][request.charge.direction.index()]
+    }
+
+    /// What passed at this instant found room, one after the other.
+    fn settle(&mut self, exact: bool) {
+        for node in &mut self.nodes {
+            let charges = std::mem::take(&mut node.charges);
+            if exact {
+                node.buckets.charge(&charges);
+            }
+        }
+    }
+}
+
+/// What passed a node while its limits and how they are enforced were the same.
+struct Window {
+    limits: Limits,
+    enforcement: Enforcement,
+    passed: Vec<(Instant, usize, Charge)>,
+}
+
+impl Window {
+    fn new(limits: Limits) -> Self {
+        Self { limits, enforcement: Enforcement::Enforced, passed: Vec::new() }
+    }
+
+    fn pass(&mut self, at: Instant, disk: usize, charge: &Charge) {
+        self.passed.push((at, disk, *charge));
+    }
+
+    fn change(&mut self, change: Change) {
+        self.check();
+        self.passed.clear();
+        match change {
+            Change::Limits(limits) => self.limits = limits,
+            Change::Enforced(enforcement) => self.enforcement = enforcement,
+            Change::Moved(_) => self.enforcement = Enforcement::Enforced,
+        }
+    }
+
+    fn check(&self) {
+        let factor = match self.enforcement {
+            Enforcement::Enforced => 1.0,
+            Enforcement::Scaled(scale) => scale.thousandths() as f64 / 1000.0,
+            Enforcement::Lifted => return,
+        };
+        for kind in LimitKind::ALL.into_iter().filter(|kind| self.limits.limit(*kind).rate > 0) {
+            let limit = self.limits.limit(kind);
+            let [rate, burst_rate, length] =
+                [limit.rate, limit.burst_rate, limit.burst_length_s].map(|value| value as f64);
+            let mut most = rate + if burst_rate == 0.0 { rate / 10.0 } else { burst_rate * length };
+            if length > 1.0 {
+                most = most.min(burst_rate * 1.1);
+            }
+            self.check_kind(kind, most * factor);
+        }
+    }
+
+    /// In any second no more than so much, the request that the bucket runs over with, and what large ones had paid before.
+    fn check_kind(&self, kind: LimitKind, most: f64) {
+        let mut largest = BTreeMap::new();
+        let mut passed = Vec::new();
+        for (at, disk, charge) in &self.passed {
+            if LimitKind::applying_to(charge.direction).contains(&kind) {
+                let units = self.units(kind, charge);
+                let of_queue = largest.entry((disk, charge.direction.index())).or_insert(0.0_f64);
+                *of_queue = of_queue.max(units);
+                passed.push((*at, units));
+            }
+        }
+        let over = largest.values().copied().fold(0.0, f64::max);
+        let paid_before: f64 = largest.values().sum();
+        let (mut first, mut sum) = (0, 0.0);
+        for (at, units) in &passed {
+            sum += units;
+            while passed[first].0 + Duration::from_secs(1) < *at {
+                sum -= passed[first].1;
+                first += 1;
+            }
+            assert!(
+                sum <= (most + over + paid_before) * (1.0 + 1e-9),
+                "{kind:?}: {sum} passed in the second before {at:?}; {most}, {over} and {paid_before} may"
+            );
+        }
+    }
+
+    fn units(&self, kind: LimitKind, charge: &Charge) -> f64 {
+        if kind.counts_bytes() {
+            charge.bytes
+        } else if self.limits.iops_size > 0 && charge.operations == 1.0 {
+            (charge.bytes / self.limits.iops_size as f64).max(1.0)
+        } else {
+            charge.operations
+        }
+    }
+}

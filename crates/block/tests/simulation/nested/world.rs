@@ -1,0 +1,349 @@
+//! A forest of groups and disks as it really is, what has been set in it, and what may be set next.
+//!
+//! Keeps its own record of every setting, and knows on paper which changes have to be refused: a reservation that does not fit somewhere
+//! above it, and limits that make no sense. A change that is refused, or not, against that record is a failure.
+
+use std::{cell::RefCell, sync::Arc};
+
+use block::{
+    layer::throttle::{DiskSettings, Group, GroupSettings, Member},
+    reactor::sim,
+};
+use policy::throttle::{Enforcement, Limit, LimitKind, Limits, Refused, Scale, Share, Stats};
+
+use super::{
+    SharedLog, Tally,
+    check::{Change, Log},
+};
+use crate::client::chance;
+
+/// A group or a disk.
+enum Handle {
+    Group(Arc<Group>),
+    Disk(Box<Member>),
+}
+
+/// What is known of it. Groups come first, each after the one it is in.
+#[derive(Clone, Copy)]
+struct Node {
+    parent: Option<usize>,
+    limits: Limits,
+    share: Share,
+}
+
+pub(super) struct World {
+    handles: Vec<Handle>,
+    groups: usize,
+    nodes: RefCell<Vec<Node>>,
+    /// No request is so large that it is paid for in parts.
+    pub(super) exact: bool,
+    pub(super) log: SharedLog,
+    pub(super) tally: RefCell<Tally>,
+}
+
+impl World {
+    /// One to three trees, of up to three levels of groups, and a handful of disks in and beside them.
+    pub(super) fn draw(exact: bool) -> Self {
+        let groups = sim::random(|random| random.usize(1..=5));
+        let disks = sim::random(|random| random.usize(1..=6));
+        let (mut nodes, mut handles): (Vec<Node>, Vec<Handle>) = (Vec::new(), Vec::new());
+        let mut log = Log::default();
+        for at in 0..groups + disks {
+            let candidate = sim::random(|random| random.usize(..=at.min(groups)));
+            let depth = |node| std::iter::successors(Some(node), |node: &usize| nodes[*node].parent).count();
+            let parent =
+                (candidate < at.min(groups) && (at >= groups || depth(candidate) < 3)).then_some(candidate);
+            let node = Node { parent, limits: draw_limits(exact), share: Share::default() };
+            let group = parent.map(|parent| group_of(&handles, parent));
+            let (limits, share) = (node.limits, node.share);
+            handles.push(if at < groups {
+                let settings = GroupSettings { limits, share, ..GroupSettings::default() };
+                Handle::Group(Group::new("group", settings, group).expect("drawn valid"))
+            } else {
+                let settings = DiskSettings { limits, share, ..DiskSettings::default() };
+                Handle::Disk(Box::new(Member::new(settings, group).expect("drawn valid")))
+            });
+            log.add(parent, limits, at >= groups);
+            nodes.push(node);
+        }
+        Self {
+            handles,
+            groups,
+            nodes: RefCell::new(nodes),
+            exact,
+            log: SharedLog::new(log),
+            tally: RefCell::default(),
+        }
+    }
+
+    pub(super) fn disks(&self) -> usize {
+        self.handles.len() - self.groups
+    }
+
+    pub(super) fn member(&self, disk: usize) -> &Member {
+        match &self.handles[self.groups + disk] {
+            Handle::Disk(member) => member,
+            Handle::Group(_) => unreachable!("groups come first"),
+        }
+    }
+
+    /// Whether no limit is set on a disk's way.
+    pub(super) fn is_unlimited(&self, disk: usize) -> bool {
+        let nodes = self.nodes.borrow();
+        path(&nodes, self.groups + disk).all(|node| nodes[node].limits.is_unlimited())
+    }
+
+    /// Requests that had to wait, by what the disks themselves say.
+    pub(super) fn throttled(&self) -> u64 {
+        let stats = (self.groups..self.handles.len()).map(|disk| self.stats(disk));
+        stats.map(|stats| stats.reads.throttled + stats.writes.throttled).sum()
+    }
+
+    /// What waits is counted at every level, and all of it waits for a bucket without room.
+    pub(super) fn observe(&self) {
+        let nodes = self.nodes.borrow();
+        let stats: Vec<_> = (0..nodes.len()).map(|node| self.stats(node)).collect();
+        let mut waiting = vec![[0; 2]; nodes.len()];
+        for (disk, direction) in self.log.borrow().waiting() {
+            path(&nodes, self.groups + disk).for_each(|node| waiting[node][direction.index()] += 1);
+            let full = path(&nodes, self.groups + disk).any(|node| {
+                let full = |kind: LimitKind| stats[node].tokens[kind.index()] == Some(0);
+                self.enforcement(node) != Enforcement::Lifted
+                    && LimitKind::applying_to(direction).into_iter().any(full)
+            });
+            assert!(full, "{direction:?}s of disk {disk} wait, though every bucket on the way has room");
+        }
+        let counted: Vec<_> = stats.iter().map(|stats| stats.waiting).collect();
+        assert_eq!(counted, waiting, "by node and direction, what waits");
+    }
+
+    /// Changes a setting, moves a disk, or enforces limits otherwise.
+    pub(super) fn change(&self) {
+        let node = sim::random(|random| random.usize(..self.handles.len()));
+        match sim::random(|random| random.u8(..6)) {
+            0 | 1 => self.set(node),
+            2 => self.enforce(node),
+            _ => self.move_disk(sim::random(|random| random.usize(..self.disks()))),
+        }
+    }
+
+    fn set(&self, at: usize) {
+        let before = self.nodes.borrow()[at];
+        let mut after = before;
+        if chance(60) {
+            after.limits = draw_limits(self.exact);
+        }
+        if chance(10) {
+            // A total and a part of it: makes no sense.
+            after.limits.limit_mut(LimitKind::IopsTotal).rate = 1000;
+            after.limits.limit_mut(LimitKind::IopsRead).rate = 1000;
+        }
+        if chance(60) {
+            after.share = draw_share();
+        }
+        let change = (after.limits != before.limits).then_some(Change::Limits(after.limits));
+        self.attempt(at, after, change, || match &self.handles[at] {
+            Handle::Group(group) => {
+                group.set(GroupSettings { limits: after.limits, share: after.share, ..group.settings() })
+            }
+            Handle::Disk(disk) => {
+                disk.set(DiskSettings { limits: after.limits, share: after.share, ..disk.settings() })
+            }
+        });
+    }
+
+    fn move_disk(&self, disk: usize) {
+        let at = self.groups + disk;
+        let parent = sim::random(|random| random.usize(..=self.groups));
+        let parent = (parent < self.groups).then_some(parent);
+        let after = Node { parent, ..self.nodes.borrow()[at] };
+        let group = parent.map(|parent| group_of(&self.handles, parent));
+        // Whoever is there already stays as it is.
+        let moves = parent != self.nodes.borrow()[at].parent;
+        let waits = moves && self.stats(at).waiting != [0; 2];
+        if self
+            .attempt(at, after, moves.then_some(Change::Moved(parent)), || self.member(disk).move_to(group))
+            && waits
+        {
+            self.tally.borrow_mut().moved_waiting += 1;
+        }
+    }
+
+    /// Makes a change that has to be taken exactly if it is valid and fits; one that is refused leaves everything as it was.
+    fn attempt(
+        &self,
+        at: usize,
+        after: Node,
+        change: Option<Change>,
+        make: impl FnOnce() -> Result<(), Refused>,
+    ) -> bool {
+        let before = self.nodes.borrow()[at];
+        self.nodes.borrow_mut()[at] = after;
+        let fits = after.limits.validate().is_ok() && promises_fit(&self.nodes.borrow());
+        if !fits {
+            self.nodes.borrow_mut()[at] = before;
+        }
+        let all = || (0..self.handles.len()).map(|node| self.stats(node)).collect::<Vec<_>>();
+        let stats = all();
+        if let Some(change) = change.filter(|_| fits) {
+            self.log.borrow_mut().changed(at, change);
+        }
+        let made = make();
+        assert_eq!(made.is_ok(), fits, "a change of node {at}: {made:?}");
+        self.check_settings();
+        let mut tally = self.tally.borrow_mut();
+        if fits {
+            tally.changed += 1;
+        } else {
+            assert_eq!(all(), stats, "a refused change leaves everything as it was");
+            tally.refused += 1;
+        }
+        fits
+    }
+
+    fn enforce(&self, at: usize) {
+        let enforcement = match sim::random(|random| random.u8(..3)) {
+            0 => Enforcement::Enforced,
+            1 => Enforcement::Lifted,
+            _ => Enforcement::Scaled(Scale::from_thousandths(sim::random(|random| random.u64(1000..10_000)))),
+        };
+        self.log.borrow_mut().changed(at, Change::Enforced(enforcement));
+        match &self.handles[at] {
+            Handle::Group(group) => group.enforce(enforcement),
+            Handle::Disk(disk) => disk.enforce(enforcement),
+        }
+        assert_eq!(self.enforcement(at), enforcement);
+    }
+
+    /// Lifts every limit there is.
+    pub(super) fn lift(&self) {
+        self.log.borrow_mut().lifted();
+        for handle in &self.handles {
+            match handle {
+                Handle::Group(group) => group.lift(),
+                Handle::Disk(disk) => disk.lift(),
+            }
+        }
+    }
+
+    /// Everybody says of itself what was set.
+    fn check_settings(&self) {
+        for (handle, node) in self.handles.iter().zip(&*self.nodes.borrow()) {
+            let (limits, share, parent) = match handle {
+                Handle::Group(group) => {
+                    (group.settings().limits, group.settings().share, group.parent().cloned())
+                }
+                Handle::Disk(disk) => (disk.settings().limits, disk.settings().share, disk.group()),
+            };
+            assert_eq!((limits, share), (node.limits, node.share));
+            let is_parent = match (&parent, node.parent) {
+                (Some(parent), Some(at)) => Arc::ptr_eq(parent, group_of(&self.handles, at)),
+                (None, None) => true,
+                _ => false,
+            };
+            assert!(is_parent, "in another group than it was put in");
+        }
+    }
+
+    /// All that can be said once everything has passed.
+    pub(super) fn check_end(&self) {
+        self.check_settings();
+        let log = self.log.borrow();
+        let stats: Vec<_> = (0..self.handles.len()).map(|node| self.stats(node)).collect();
+        log.check(self.exact, &stats);
+    }
+
+    fn stats(&self, at: usize) -> Stats {
+        match &self.handles[at] {
+            Handle::Group(group) => group.stats(),
+            Handle::Disk(disk) => disk.stats(),
+        }
+    }
+
+    fn enforcement(&self, at: usize) -> Enforcement {
+        match &self.handles[at] {
+            Handle::Group(group) => group.enforcement(),
+            Handle::Disk(disk) => disk.enforcement(),
+        }
+    }
+}
+
+fn group_of(handles: &[Handle], at: usize) -> &Arc<Group> {
+    match &handles[at] {
+        Handle::Group(group) => group,
+        Handle::Disk(_) => unreachable!("disks contain nothing"),
+    }
+}
+
+/// A node and all above it.
+fn path(nodes: &[Node], from: usize) -> impl Iterator<Item = usize> + '_ {
+    std::iter::successors(Some(from), |node| nodes[*node].parent)
+}
+
+/// Whether what is promised, below each node and to it, is within its limits.
+fn promises_fit(nodes: &[Node]) -> bool {
+    let mut below = vec![[0; 2]; nodes.len()];
+    // Disks come last, and groups after those they are in: by then all below has been added up.
+    for (at, node) in nodes.iter().enumerate().rev() {
+        let own = [node.share.iops_reservation(), node.share.bps_reservation()];
+        let kinds = [
+            [LimitKind::IopsTotal, LimitKind::IopsRead, LimitKind::IopsWrite],
+            [LimitKind::BpsTotal, LimitKind::BpsRead, LimitKind::BpsWrite],
+        ];
+        for unit in 0..2 {
+            let demand: u64 = own[unit].max(below[at][unit]);
+            let [total, read, write] = kinds[unit].map(|kind| node.limits.limit(kind).rate);
+            let apart = if read > 0 && write > 0 { read + write } else { u64::MAX };
+            if demand > if total > 0 { total } else { apart } {
+                return false;
+            }
+            if let Some(parent) = node.parent {
+                below[parent][unit] += demand;
+            }
+        }
+    }
+    true
+}
+
+/// Any of the six limits that go together, or none.
+fn draw_limits(exact: bool) -> Limits {
+    let mut limits = Limits::default();
+    let mut draw = |kind: LimitKind, least: f64| {
+        if !chance(40) {
+            return;
+        }
+        *limits.limit_mut(kind) = sim::random(|random| {
+            let rate = (least * 10_f64.powf(2.5 * random.f64())) as u64;
+            let burst_rate = if random.u8(..3) > 0 { 0 } else { rate * random.u64(1..6) };
+            let burst_length_s = if burst_rate == 0 { 1 } else { random.u64(1..4) };
+            Limit { rate, burst_rate, burst_length_s }
+        });
+    };
+    // What is paid at once takes at most a tenth of a second.
+    let (least_iops, least_bps) = if exact { (40.0, 500_000.0) } else { (5.0, 50_000.0) };
+    if chance(50) {
+        draw(LimitKind::IopsTotal, least_iops);
+    } else {
+        draw(LimitKind::IopsRead, least_iops);
+        draw(LimitKind::IopsWrite, least_iops);
+    }
+    if chance(50) {
+        draw(LimitKind::BpsTotal, least_bps);
+    } else {
+        draw(LimitKind::BpsRead, least_bps);
+        draw(LimitKind::BpsWrite, least_bps);
+    }
+    let limits_operations =
+        LimitKind::ALL.iter().any(|kind| !kind.counts_bytes() && limits.limit(*kind).rate > 0);
+    if !exact && limits_operations && chance(30) {
+        limits.iops_size = 4096;
+    }
+    limits
+}
+
+fn draw_share() -> Share {
+    let promise =
+        |largest: f64| if chance(40) { sim::random(|random| largest.powf(random.f64()) as u64) } else { 0 };
+    let share = Share::new(sim::random(|random| random.u32(Share::WEIGHTS))).expect("in range");
+    share.with_reservation(promise(1000.0), promise(10_000_000.0))
+}
