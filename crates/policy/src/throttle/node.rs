@@ -3,6 +3,7 @@
 //! Knows its own limits and nothing of its neighbours; the tree brings them together. Idle, it is a few hundred bytes
 //! and costs no time.
 
+use super::booking::demand;
 use super::bucket::Buckets;
 use super::cost::Cost;
 use super::enforcement::Enforcement;
@@ -85,6 +86,12 @@ pub(super) struct Node<T> {
 }
 
 impl<T> Node<T> {
+    /// The node's share of its parent, its promise being what it was promised itself, or what is promised below it if that is more.
+    pub(super) fn entitlement(&self) -> Share {
+        let [iops, bps] = demand(self.share, self.promised);
+        self.share.with_reservation(iops, bps)
+    }
+
     pub(super) fn new(parent: usize, level: usize, limits: Limits, share: Share, now: Instant) -> Self {
         Self {
             generation: 0,

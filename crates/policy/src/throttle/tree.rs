@@ -400,15 +400,22 @@ impl<T> Tree<T> {
 
     fn apply_share(&mut self, slot: usize, share: Share) {
         let node = &mut self.nodes[slot];
-        let (parent, number) = (node.parent, node.number);
+        let parent = node.parent;
         let (old, new) = (demand(node.share, node.promised), demand(share, node.promised));
         node.share = share;
         self.promise(parent, old, new);
+        self.entitle(slot);
+    }
+
+    /// Has a node's parent go by what the node is entitled to now.
+    fn entitle(&mut self, slot: usize) {
+        let node = &self.nodes[slot];
+        let (parent, number, entitlement) = (node.parent, node.number, node.entitlement());
         if let Some(schedule) = &mut self.nodes[parent].schedule {
             for direction in Direction::ALL {
                 schedule.withdraw(number, direction);
             }
-            schedule.set_share(number, share);
+            schedule.set_share(number, entitlement);
         }
         self.settle_both_up(slot);
     }
@@ -456,12 +463,17 @@ impl<T> Tree<T> {
     /// Notes, up from `slot`, that what one of its children demands has changed from `old` to `new`.
     fn promise(&mut self, slot: usize, old: [u64; 2], new: [u64; 2]) {
         let (mut at, mut old, mut new) = (slot, old, new);
-        while at != ROOT {
+        while at != ROOT && old != new {
             let node = &mut self.nodes[at];
             let promised = exchange(node.promised, old, new);
             (old, new) = (demand(node.share, node.promised), demand(node.share, promised));
             node.promised = promised;
-            at = node.parent;
+            let above = node.parent;
+            if old != new {
+                // A promise is worth what every level above makes of it.
+                self.entitle(at);
+            }
+            at = above;
         }
     }
 

@@ -141,3 +141,21 @@ fn groups_nest_to_eight_levels() {
     assert!(!tree.is_unlimited(disk));
     assert!(tree.pass(disk, policy::request::Direction::Read, &policy::throttle::Cost::one(1), s(0)));
 }
+
+/// Ten neighbours of a hundred times the weight, each in a group of its own.
+#[test]
+fn a_promise_is_kept_through_a_group_that_was_promised_nothing() {
+    let mut disks = Timeline::new("iops-total=2000").with_late_timers(Duration::from_millis(1));
+    let group = |disks: &mut Timeline, weight: Share| {
+        disks.tree.add(Some(disks.group), Limits::default(), weight).expect("nothing is promised")
+    };
+    let small = group(&mut disks, weight(10));
+    let promised = Share::default().with_reservation(600, 0);
+    let kept = disks.add_below(small, "", promised, Workload::READS.depth(32));
+    for _ in 0..10 {
+        let hostile = group(&mut disks, weight(1000));
+        disks.add_below(hostile, "", Share::default(), Workload::READS.of(65_536).depth(64));
+    }
+    let passed = disks.admitted_of(kept, s(1), s(11));
+    assert_within_percent(2.0, passed as f64, 6000.0);
+}

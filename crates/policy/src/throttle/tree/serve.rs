@@ -271,12 +271,12 @@ impl<T> Tree<T> {
                 break;
             }
             let child = &self.nodes[self.path.steps[level + 1].slot];
-            let (number, share) = (child.number, child.share);
-            let node = &mut self.nodes[slot];
+            let number = child.number;
             let promised_ns = match phase {
-                Phase::Promise => of_part(share.promised_ns(cost, operations), part),
+                Phase::Promise => of_part(child.entitlement().promised_ns(cost, operations), part),
                 Phase::Weight => 0,
             };
+            let node = &mut self.nodes[slot];
             let lane = lane_of(node, direction);
             let service = Service { lane, phase, cost_ns: of_part(price_ns, part), promised_ns };
             if let Some(schedule) = &mut node.schedule {
