@@ -37,8 +37,9 @@ impl Control {
 
     /// The answer to a command, or the description of its error.
     fn ask(&mut self, command: &str, arguments: Value) -> Result<Value, String> {
-        let request = json!({"execute": command, "arguments": arguments});
-        writeln!(self.socket.get_mut(), "{request}").unwrap();
+        // In one piece: a daemon that is told to quit no longer listens to what comes behind the last bracket.
+        let request = format!("{}\n", json!({"execute": command, "arguments": arguments}));
+        self.socket.get_mut().write_all(request.as_bytes()).unwrap();
         loop {
             let message = self.next();
             if message.get("event").is_some() {
