@@ -23,7 +23,7 @@ from shares import QSD
 KIB, MIB = 1 << 10, 1 << 20
 MB = 1_000_000
 SMALL = 4 * KIB
-# A slice is what a tenth of a second's worth of the rate is.
+# What a small request may wait behind a large one, service included.
 SLICE_MS = 100
 LIFT_MS = 10
 LIFT_BYTES = 8 * MIB

@@ -95,7 +95,7 @@ fn draw_limits() -> Limits {
             Limit { rate, burst_rate, burst_length_s }
         });
     };
-    // Such that the largest request, three operations and 48 KiB, is no more than a tenth of a second's worth.
+    // Such that the largest request, three operations and 48 KiB, is no more than a slice of 90 ms.
     if chance(50) {
         draw(LimitKind::IopsTotal, 40.0);
     } else {

@@ -14,7 +14,7 @@
 //! request is charged when it is admitted, and passes if the bucket is not more than full, whatever its size: what it takes
 //! beyond that is paid for by those after it. So the wait never depends on who asks.
 //!
-//! **The slice** (`price.rs`). A request worth more than 100 ms of its scarcest limit is charged in parts of that size, and
+//! **The slice** (`price.rs`). A request worth more than 90 ms of its scarcest limit is charged in parts of that size, and
 //! passes with the last. Between them others have their turns.
 //!
 //! **The tree** (`tree.rs`). Disks have limits, and belong to groups that have limits, which may belong to groups. All

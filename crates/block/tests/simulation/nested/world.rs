@@ -319,8 +319,8 @@ fn draw_limits(exact: bool) -> Limits {
             Limit { rate, burst_rate, burst_length_s }
         });
     };
-    // What is paid at once takes at most a tenth of a second.
-    let (least_iops, least_bps) = if exact { (40.0, 500_000.0) } else { (5.0, 50_000.0) };
+    // What is paid at once takes at most a slice of 90 ms.
+    let (least_iops, least_bps) = if exact { (45.0, 560_000.0) } else { (5.0, 50_000.0) };
     if chance(50) {
         draw(LimitKind::IopsTotal, least_iops);
     } else {
