@@ -5,6 +5,7 @@
 //! - `disks`: reads, writes, flushes, errors, cancellations and crashes against a model of what each byte may be.
 //! - `limits`: requests in trees of groups against naive buckets: nothing passes too early, nothing waits too long, whatever changes meanwhile.
 //! - `nested`: the same with large requests, refused changes, promises, and limits enforced loosely or not at all.
+//! - `shares`: everybody always wants more, and gets what the weights and promises of a tree come to on paper.
 //! - `watermark`: limits that a device with room lifts, beside the figures of those who had the idea.
 //! - `stress`: the parts of the throttle layer that threads share, on two real workers.
 //!
@@ -19,5 +20,6 @@ mod model;
 mod nested;
 mod passed;
 mod seeds;
+mod shares;
 mod stress;
 mod watermark;

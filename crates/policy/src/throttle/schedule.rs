@@ -41,8 +41,15 @@ use alloc::vec::Vec;
 /// by milliseconds. What an idle child may save up is also a burst over its siblings, so not much more.
 const CREDIT_NS: u64 = 20_000_000;
 
-/// How much of its promise a child may catch up: a promise can come due while somebody else's slice is being paid for.
+/// How much of its promise a child may catch up that had nothing to do: a promise can come due while somebody else's slice is
+/// being paid for.
 const PROMISE_CREDIT_NS: u64 = SLICE_NS + CREDIT_NS;
+
+/// How much of it one may catch up that was there all the time.
+///
+/// At five operations a second each makes everybody late by 200 ms, at every level. Bounded because what cannot be kept, where a
+/// device is slower than was thought, should not be had all at once when it can.
+const ARREARS_NS: u64 = 1_000_000_000;
 
 /// How far what is served by promise may move F ahead of v, in time of the child's own cost.
 const LEAD_NS: u64 = SLICE_NS;
@@ -265,11 +272,17 @@ impl Schedule {
     pub(super) fn offer(&mut self, child: u32, direction: Direction, lane: Lane, now: Instant) {
         let order = self.next_order;
         self.next_order = order.wrapping_add(1);
-        let Child { reserved, due, .. } = *self.child(child);
         self.clocks[lane.index()].tick(now);
         let start = self.child(child).start(lane, &self.clocks[lane.index()]);
         self.turns[direction.index()].set(child, Turn { start, order });
-        if reserved {
+        if self.child(child).reserved {
+            let was_idle =
+                !Direction::ALL.iter().any(|direction| self.promises[direction.index()].contains(child));
+            let due = &mut self.child_mut(child).due;
+            if was_idle {
+                *due = (*due).max(now.as_nanos().saturating_sub(PROMISE_CREDIT_NS));
+            }
+            let due = *due;
             self.promises[direction.index()].set(child, due);
         }
     }
@@ -310,7 +323,7 @@ impl Schedule {
             Phase::Promise => {
                 let latest = clock.now + child.virtual_time(LEAD_NS) + step;
                 child.finish[lane.index()] = finish.min(latest);
-                let earliest = now.as_nanos().saturating_sub(PROMISE_CREDIT_NS);
+                let earliest = now.as_nanos().saturating_sub(ARREARS_NS);
                 child.due = child.due.max(earliest).saturating_add(promised_ns);
                 clock.allowance_ns = clock.allowance_ns.saturating_sub(cost_ns.max(1));
             }

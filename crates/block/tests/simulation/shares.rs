@@ -1,0 +1,272 @@
+//! Who gets how much in trees of groups, when everybody always wants more: held against shares worked out on paper.
+//!
+//! One limit on top; below it groups and disks of different weights, some with reservations; requests of half a
+//! kilobyte or of several slices, in both directions.
+//!
+//! - Each disk gets, within a few percent, what pouring the limit down the tree by weight gives it ([`Node::pour`]): never more than its limits or
+//!   those of its groups, and never less than what it was promised.
+//! - So equals get the same, and every promise is met.
+//! - No reads wait for ever behind writes of the same disk, or the other way round.
+
+use std::{cell::Cell, rc::Rc, sync::Arc};
+
+use block::{
+    layer::throttle::{DiskSettings, Group, GroupSettings, Member},
+    reactor::{now, sim, sleep_until, spawn},
+};
+use policy::{
+    request::Direction,
+    throttle::{Cost, Limit, LimitKind, Limits, Share},
+    time::{Duration, Instant},
+};
+
+use crate::{client::chance, seeds};
+
+/// What passes at first is the bucket's and not the share's.
+const WARM_UP_S: u64 = 5;
+const MEASURED_S: u64 = 60;
+
+/// A slice, and what may be saved up: tags are right to about so much of the limit.
+const GRAIN_S: f64 = 0.25;
+const SLICE_S: f64 = 0.09;
+
+/// Where everything is promised, so much goes by weight all the same.
+const BY_WEIGHT: f64 = 0.012;
+
+#[test]
+fn trees_share_by_weight_and_keep_promises() {
+    seeds::for_each("--test simulation", "trees_share_by_weight_and_keep_promises", 100, |seed| {
+        sim::run(seed, run());
+    });
+}
+
+/// A group or a disk, on paper.
+struct Node {
+    limit: f64,
+    reservation: f64,
+    weight: f64,
+    children: Vec<Node>,
+    disk: Option<Rc<Disk>>,
+}
+
+/// A disk, and what became of its requests.
+struct Disk {
+    member: Member,
+    length: u64,
+    /// Of the limit: what a request is charged.
+    units: f64,
+    taken: Cell<f64>,
+    longest_wait: [Cell<Duration>; 2],
+    wait_since: [Cell<Instant>; 2],
+    tasks: [usize; 2],
+}
+
+async fn run() {
+    let kind = if chance(50) { LimitKind::IopsTotal } else { LimitKind::BpsTotal };
+    let rate = sim::random(|random| random.u64(50..200)) * if kind.counts_bytes() { 10_000 } else { 1 };
+    let group = Group::new("top", settings(kind, rate, Share::default()), None).expect("drawn valid");
+    let mut promised = (rate as f64 * 0.2).floor();
+    let top = Node {
+        limit: rate as f64,
+        reservation: 0.0,
+        weight: 100.0,
+        children: draw_children(&group, kind, rate as f64, 1, &mut promised),
+        disk: None,
+    };
+    let mut disks = Vec::new();
+    top.collect(&mut disks);
+    for disk in &disks {
+        start(disk);
+    }
+    sleep_until(Instant::ZERO + Duration::from_secs(WARM_UP_S)).await;
+    disks.iter().for_each(|disk| disk.taken.set(0.0));
+    sleep_until(Instant::ZERO + Duration::from_secs(WARM_UP_S + MEASURED_S)).await;
+    top.pour(rate as f64, rate as f64, 0.0, rate as f64, &format!("{kind:?} {rate}"));
+}
+
+fn settings(kind: LimitKind, rate: u64, share: Share) -> GroupSettings {
+    GroupSettings { limits: limits(kind, rate), share, ..GroupSettings::default() }
+}
+
+fn limits(kind: LimitKind, rate: u64) -> Limits {
+    let mut limits = Limits::default();
+    *limits.limit_mut(kind) = Limit { rate, ..Limit::NONE };
+    limits
+}
+
+/// Two to four groups or disks below a group; `promised` is how much may still be promised.
+fn draw_children(
+    parent: &Arc<Group>,
+    kind: LimitKind,
+    rate: f64,
+    level: usize,
+    promised: &mut f64,
+) -> Vec<Node> {
+    let count = sim::random(|random| random.usize(2..=4));
+    (0..count)
+        .map(|_| {
+            let is_group = level < 3 && chance(30);
+            let bound = promised.floor();
+            // A group's own is worth what its disks are promised, and more.
+            let reservation = if !is_group && chance(30) { (bound * 0.5).floor() } else { 0.0 };
+            *promised -= reservation;
+            let weight = sim::random(|random| [50, 100, 100, 200, 400][random.usize(..5)]);
+            let reserved = reservation as u64;
+            let share = Share::new(weight).expect("in range");
+            let share = if kind.counts_bytes() {
+                share.with_reservation(0, reserved)
+            } else {
+                share.with_reservation(reserved, 0)
+            };
+            let limits = Limits::default();
+            let mut node = Node {
+                limit: f64::INFINITY,
+                reservation,
+                weight: f64::from(weight),
+                children: Vec::new(),
+                disk: None,
+            };
+            if is_group {
+                let settings = GroupSettings { limits, share, ..GroupSettings::default() };
+                let group = Group::new("group", settings, Some(parent)).expect("it fits");
+                let mut below = bound.min(*promised);
+                let had = below;
+                node.children = draw_children(&group, kind, rate, level + 1, &mut below);
+                *promised -= had - below;
+                // The promise of a disk is worth among the disks of its group only what the group was promised among its own.
+                node.reservation = node.promised();
+                let reserved = node.reservation as u64;
+                let share = if kind.counts_bytes() {
+                    share.with_reservation(0, reserved)
+                } else {
+                    share.with_reservation(reserved, 0)
+                };
+                group.set(GroupSettings { share, ..settings }).expect("it is booked already");
+            } else {
+                let settings = DiskSettings { limits, share, ..DiskSettings::default() };
+                let member = Member::new(settings, Some(parent)).expect("it fits");
+                node.disk = Some(Rc::new(Disk::draw(member, kind, rate)));
+            }
+            node
+        })
+        .collect()
+}
+
+impl Disk {
+    fn draw(member: Member, kind: LimitKind, rate: f64) -> Self {
+        let length = sim::random(|random| match random.u8(..3) {
+            0 => 16_384,
+            1 => random.u64(8_192..65_536),
+            // A few slices.
+            _ => (rate * 0.4 * random.f64()) as u64 + 65_536,
+        });
+        let units = if kind.counts_bytes() { length as f64 } else { 1.0 };
+        // Enough in each direction that one of it always waits.
+        let tasks = if chance(50) {
+            [3, 3]
+        } else if chance(50) {
+            [4, 0]
+        } else {
+            [0, 4]
+        };
+        Self {
+            member,
+            length,
+            units,
+            taken: Cell::new(0.0),
+            longest_wait: Default::default(),
+            wait_since: [Cell::new(Instant::ZERO), Cell::new(Instant::ZERO)],
+            tasks,
+        }
+    }
+}
+
+fn start(disk: &Rc<Disk>) {
+    for direction in Direction::ALL {
+        for _ in 0..disk.tasks[direction.index()] {
+            spawn(ask_forever(Rc::clone(disk), direction));
+        }
+    }
+}
+
+async fn ask_forever(disk: Rc<Disk>, direction: Direction) {
+    let (longest, since) = (&disk.longest_wait[direction.index()], &disk.wait_since[direction.index()]);
+    loop {
+        disk.member.admit(direction, Cost::one(disk.length)).await;
+        disk.taken.set(disk.taken.get() + disk.units);
+        longest.set(longest.get().max(now() - since.replace(now())));
+    }
+}
+
+impl Node {
+    fn collect(&self, disks: &mut Vec<Rc<Disk>>) {
+        disks.extend(self.disk.clone());
+        self.children.iter().for_each(|child| child.collect(disks));
+    }
+
+    /// The most it can take.
+    fn most(&self) -> f64 {
+        let below =
+            if self.disk.is_some() { f64::INFINITY } else { self.children.iter().map(Self::most).sum() };
+        self.limit.min(below)
+    }
+
+    /// What was promised to it, or below.
+    fn promised(&self) -> f64 {
+        self.reservation.max(self.children.iter().map(Self::promised).sum())
+    }
+
+    /// Gives `rate` to this node, and checks that its disks had what that gives them. `grain` is the rate of the limit on top; `way` says for
+    /// a failure what lies above.
+    fn pour(&self, rate: f64, grain: f64, surplus: f64, top: f64, way: &str) {
+        if let Some(disk) = &self.disk {
+            disk.check(rate, grain, surplus, top, way);
+            return;
+        }
+        let shares = |level: f64| {
+            let share = move |child: &Self| (child.weight * level).min(child.most()).max(child.promised());
+            self.children.iter().map(share).collect::<Vec<f64>>()
+        };
+        // The level at which the children together take what there is, by halving.
+        let (mut low, mut high) = (0.0, rate);
+        for _ in 0..100 {
+            let middle = (low + high) / 2.0;
+            if shares(middle).iter().sum::<f64>() < rate { low = middle } else { high = middle }
+        }
+        for (child, share) in self.children.iter().zip(shares(low)) {
+            let Self { limit, reservation, weight, .. } = child;
+            let all = shares(low);
+            let way = format!(
+                "{way}\n  of {all:?}: {share} (limit {limit}, reservation {reservation}, weight {weight})"
+            );
+            child.pour(share, rate, surplus + BY_WEIGHT * rate, top, &way);
+        }
+    }
+}
+
+impl Disk {
+    fn check(&self, rate: f64, grain: f64, surplus: f64, top: f64, way: &str) {
+        let want = rate * MEASURED_S as f64;
+        let slack =
+            want * 0.04 + surplus * MEASURED_S as f64 + 3.0 * self.units + GRAIN_S * grain.min(4.0 * rate);
+        let got = self.taken.get();
+        assert!(
+            (got - want).abs() <= slack,
+            "{got} passed in {MEASURED_S} s, of {} at once; {want} is its share, in\n{way}",
+            self.units
+        );
+        for direction in Direction::ALL.into_iter().filter(|direction| self.tasks[direction.index()] > 0) {
+            // Turns alternate, so every other request is of this direction.
+            // And what another of its group pays at once is a slice of the limit on top, which its share may take long to fill.
+            let most_s = 4.0 * (self.units / rate) + 2.0 * (SLICE_S * top / rate) + 4.0 * GRAIN_S;
+            let longest = self.longest_wait[direction.index()]
+                .get()
+                .max(now() - self.wait_since[direction.index()].get());
+            assert!(
+                longest.as_secs_f64() <= most_s,
+                "no {direction:?} passed for {longest:?}, though one of {} at {rate} a second takes much less, in\n{way}",
+                self.units
+            );
+        }
+    }
+}
