@@ -3,6 +3,7 @@
 //! One enum, for the reason that [`Storage`](crate::storage::Storage) is one. The methods and their contract are Storage's, with the
 //! guest's offsets.
 
+pub mod qcow2;
 mod raw;
 
 pub use self::raw::Raw;

@@ -1,0 +1,240 @@
+//! Entries of the L1 and L2 tables: from the numbers in the image to what they mean, and back.
+//!
+//! Never trusts a number: what breaks the specification's rules comes out as [`Invalid`], and everything else is aligned and below the
+//! largest offset.
+//!
+//! Source: QEMU's docs/interop/qcow2.rst, "Cluster mapping" and "Extended L2 Entries".
+
+use super::Invalid;
+
+/// Bits 9 to 55: where something lies in the file.
+const OFFSET: u64 = 0x00ff_ffff_ffff_fe00;
+/// Bit 63: the refcount is exactly one, so it may be written in place.
+const COPIED: u64 = 1 << 63;
+/// Bit 62: compressed.
+const COMPRESSED: u64 = 1 << 62;
+/// Bit 0: reads as zeroes; not with extended entries.
+const ZERO: u64 = 1;
+
+/// Subclusters of a cluster with extended entries.
+pub const SUBCLUSTERS: u32 = 32;
+
+/// What the numbers in the image are read by.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Shape {
+    /// A cluster is `1 << cluster_bits` bytes.
+    pub cluster_bits: u32,
+    /// L2 entries have subclusters.
+    pub extended: bool,
+    /// Offsets of guest data are in a file of their own, where 0 is a place like any other.
+    pub data_file: bool,
+    /// Version 2 has no zero flag.
+    pub version: u32,
+}
+
+/// An L1 entry: an L2 table, or none.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct L1Entry {
+    /// Of the L2 table in the file; 0 is none.
+    pub offset: u64,
+    /// The table belongs to the active L1 table alone.
+    pub copied: bool,
+}
+
+impl L1Entry {
+    /// No table.
+    pub const NONE: Self = Self { offset: 0, copied: false };
+
+    /// Reads an entry.
+    ///
+    /// # Errors
+    /// If it points inside a cluster, or has reserved bits.
+    pub fn decode(raw: u64, shape: Shape) -> Result<Self, Invalid> {
+        let offset = raw & OFFSET;
+        if raw & !(OFFSET | COPIED) != 0 || offset & ((1 << shape.cluster_bits) - 1) != 0 {
+            return Err(Invalid::new(format!("L1 entry {raw:#x} points to no cluster")));
+        }
+        Ok(Self { offset, copied: raw & COPIED != 0 })
+    }
+
+    /// The number in the image.
+    pub fn encode(self) -> u64 {
+        self.offset | if self.copied { COPIED } else { 0 }
+    }
+}
+
+/// What an L2 entry says about a guest cluster.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Cluster {
+    /// A standard cluster, allocated or not, in whole or in part.
+    Standard(Standard),
+    /// Compressed data.
+    Compressed {
+        /// Where it begins in the file; aligned to nothing.
+        offset: u64,
+        /// How many bytes may have to be read from there; the data may end earlier.
+        length: u64,
+    },
+}
+
+/// A cluster that is not compressed.
+///
+/// Without extended entries a cluster is a single subcluster, and of the two maps only bit 0 is used.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Standard {
+    /// The cluster in the file that belongs to it.
+    pub host: Option<u64>,
+    /// The host cluster is this entry's alone and may be written in place.
+    pub copied: bool,
+    /// By subcluster: it is read from the host cluster.
+    pub allocated: u32,
+    /// By subcluster: it reads as zeroes. None that is also allocated.
+    pub zero: u32,
+}
+
+impl Standard {
+    /// Nothing: read from the backing file.
+    pub const UNALLOCATED: Self = Self { host: None, copied: false, allocated: 0, zero: 0 };
+}
+
+impl Shape {
+    /// Bytes of an L2 entry.
+    pub fn entry_bytes(self) -> usize {
+        if self.extended { 16 } else { 8 }
+    }
+
+    /// Subclusters of a cluster: 32, or the cluster itself.
+    pub fn subclusters(self) -> u32 {
+        if self.extended { SUBCLUSTERS } else { 1 }
+    }
+
+    /// A subcluster in bytes, as bits.
+    pub fn subcluster_bits(self) -> u32 {
+        if self.extended { self.cluster_bits - 5 } else { self.cluster_bits }
+    }
+
+    /// A map with the bits of all subclusters.
+    pub fn all(self) -> u32 {
+        if self.extended { u32::MAX } else { 1 }
+    }
+
+    /// Reads an L2 entry; `map` is the second half of an extended one, otherwise 0.
+    ///
+    /// # Errors
+    /// What is wrong with it.
+    pub fn decode(self, raw: u64, map: u64) -> Result<Cluster, Invalid> {
+        if raw & COMPRESSED != 0 {
+            return self.decode_compressed(raw);
+        }
+        let offset = raw & OFFSET;
+        let copied = raw & COPIED != 0;
+        let wrong = |why: &str| Err(Invalid::new(format!("L2 entry {raw:#x} {why}")));
+        if offset & ((1 << self.cluster_bits) - 1) != 0 {
+            return wrong("points inside a cluster");
+        }
+        // Reserved bits other than the zero flag are ignored, as QEMU does.
+        let host = (offset != 0 || copied && self.data_file).then_some(offset);
+        let (allocated, zero) = if self.extended {
+            (map as u32, (map >> 32) as u32)
+        } else if raw & ZERO != 0 && self.version >= 3 {
+            (0, 1)
+        } else {
+            (u32::from(host.is_some()), 0)
+        };
+        if allocated & zero != 0 {
+            return wrong("has subclusters that are both allocated and zero");
+        }
+        if allocated != 0 && host.is_none() {
+            return wrong("has allocated subclusters and no cluster");
+        }
+        Ok(Cluster::Standard(Standard { host, copied: copied && host.is_some(), allocated, zero }))
+    }
+
+    /// The numbers in the image: the entry, and the map of an extended one.
+    pub fn encode(self, cluster: Cluster) -> (u64, u64) {
+        match cluster {
+            Cluster::Standard(Standard { host, copied, allocated, zero }) => {
+                let raw = host.unwrap_or(0) | if copied { COPIED } else { 0 };
+                if self.extended {
+                    (raw, u64::from(allocated) | u64::from(zero) << 32)
+                } else {
+                    (raw | if zero != 0 { ZERO } else { 0 }, 0)
+                }
+            }
+            Cluster::Compressed { offset, length } => {
+                let sectors = (offset % 512 + length).div_ceil(512) - 1;
+                (COMPRESSED | offset | sectors << self.compressed_offset_bits(), 0)
+            }
+        }
+    }
+
+    /// The most bytes that compressed data may take: its size is counted in so many bits of sectors.
+    pub fn longest_compressed(self) -> u64 {
+        512 << (self.cluster_bits - 8)
+    }
+
+    /// Where the offset of a compressed cluster ends and its size begins.
+    fn compressed_offset_bits(self) -> u32 {
+        62 - (self.cluster_bits - 8)
+    }
+
+    fn decode_compressed(self, raw: u64) -> Result<Cluster, Invalid> {
+        let bits = self.compressed_offset_bits();
+        let field = raw & ((1 << bits) - 1);
+        if self.data_file {
+            return Err(Invalid::new(format!("L2 entry {raw:#x} is compressed, with an external data file")));
+        }
+        if field >> 56 != 0 {
+            return Err(Invalid::new(format!("L2 entry {raw:#x} points past the largest offset")));
+        }
+        let sectors = (raw & !(COPIED | COMPRESSED)) >> bits;
+        Ok(Cluster::Compressed { offset: field, length: (sectors + 1) * 512 - field % 512 })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const PLAIN: Shape = Shape { cluster_bits: 16, extended: false, data_file: false, version: 3 };
+    const EXTENDED: Shape = Shape { extended: true, ..PLAIN };
+
+    fn standard(host: Option<u64>, allocated: u32, zero: u32) -> Cluster {
+        Cluster::Standard(Standard { host, copied: host.is_some(), allocated, zero })
+    }
+
+    #[test]
+    fn what_is_written_is_read() {
+        for (shape, cluster) in [
+            (PLAIN, standard(None, 0, 0)),
+            (PLAIN, standard(Some(0x50000), 1, 0)),
+            (PLAIN, standard(Some(0x50000), 0, 1)),
+            (PLAIN, standard(None, 0, 1)),
+            (EXTENDED, standard(Some(0x50000), 0xffff, 0xff_0000)),
+            (EXTENDED, standard(None, 0, u32::MAX)),
+            (PLAIN, Cluster::Compressed { offset: 0x51234, length: 3 * 512 - 0x34 }),
+        ] {
+            let (raw, map) = shape.encode(cluster);
+            assert_eq!(shape.decode(raw, map), Ok(cluster));
+        }
+    }
+
+    #[test]
+    fn what_breaks_a_rule_is_refused() {
+        assert!(PLAIN.decode(0x5_1000, 0).is_err(), "inside a cluster");
+        assert!(EXTENDED.decode(0, 1).is_err(), "allocated nowhere");
+        assert!(EXTENDED.decode(0x5_0000, 1 << 32 | 1).is_err(), "allocated and zero");
+        assert!(L1Entry::decode(0x5_1000, PLAIN).is_err(), "inside a cluster");
+        let compressed = PLAIN.encode(Cluster::Compressed { offset: 512, length: 512 }).0;
+        assert!(Shape { data_file: true, ..PLAIN }.decode(compressed, 0).is_err());
+    }
+
+    #[test]
+    fn version_2_knows_no_zero_flag() {
+        let shape = Shape { version: 2, ..PLAIN };
+        assert_eq!(
+            shape.decode(0x5_0001, 0),
+            Ok(Cluster::Standard(Standard { host: Some(0x5_0000), copied: false, allocated: 1, zero: 0 }))
+        );
+    }
+}
