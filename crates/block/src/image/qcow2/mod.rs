@@ -2,9 +2,11 @@
 //!
 //! - `header`: the first cluster, from bytes to meaning and back.
 //! - `entry`: the numbers of the mapping tables, likewise.
+//! - `compress`: one compressed cluster, unpacked and packed.
 //!
 //! An image is hostile input: every offset, size and count is checked before it is used, and what is wrong is said with its place.
 
+pub mod compress;
 pub mod entry;
 pub mod header;
 
