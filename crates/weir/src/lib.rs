@@ -11,6 +11,7 @@ mod client;
 mod config;
 mod control;
 mod figures;
+mod image;
 mod listen;
 mod logging;
 mod pid_file;
@@ -43,6 +44,9 @@ pub(crate) enum Failure {
     Usage(anyhow::Error),
     /// It does, but what it asks for did not work.
     Failed(anyhow::Error),
+    /// It did, and what it found is an exit status of its own; everything has been said.
+    #[allow(dead_code, reason = "comparing and checking images give such statuses")]
+    Found(u8),
 }
 
 impl<E: Into<anyhow::Error>> From<E> for Failure {
@@ -59,12 +63,14 @@ pub fn main() -> ExitCode {
         Ok(Cli { command: Command::Throttle(arguments) }) => throttle::run(*arguments),
         Ok(Cli { command: Command::Top(arguments) }) => top::run(arguments),
         Ok(Cli { command: Command::Probe(arguments) }) => probe::run(arguments),
+        Ok(Cli { command: Command::Image(command) }) => image::run(*command),
         Err(error) => return answer(&error),
     };
     let (error, status) = match result {
         Ok(()) => return ExitCode::SUCCESS,
         Err(Failure::Failed(error)) => (error, 1),
         Err(Failure::Usage(error)) => (error, 2),
+        Err(Failure::Found(status)) => return ExitCode::from(status),
     };
     // Where standard error is closed there is nobody to tell.
     let _ = writeln!(stderr(), "weir: {error:#}");

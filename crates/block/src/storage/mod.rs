@@ -34,7 +34,7 @@ pub mod simulated;
 mod spec;
 
 pub use file::{CacheMode, File};
-pub use open::{OpenError, OpenOptions, open};
+pub use open::{OpenError, OpenOptions, open, open_storage};
 pub use options::InvalidOption;
 pub use probe::Format;
 pub(crate) use range_lock::RangeLocks;

@@ -81,6 +81,32 @@ pub fn open(spec: &str, options: OpenOptions) -> Result<Image, OpenError> {
     Ok(Image::Raw(raw))
 }
 
+/// Opens the storage that `spec` names, for who interprets the bytes: nothing is guessed about them, and `format` is not looked at.
+///
+/// # Errors
+/// As [`open`].
+pub fn open_storage(spec: &str, options: OpenOptions) -> Result<Storage, OpenError> {
+    if options.force_share && !options.read_only {
+        return Err(OpenError::new(spec, "force-share would let two writers ruin it", "open it read-only"));
+    }
+    let place: Spec = spec.parse().map_err(|error: super::InvalidValue| {
+        OpenError::new(spec, error.to_string(), "an image is a path, memory:SIZE or null:SIZE")
+    })?;
+    let bottom = match place {
+        Spec::File(path) => {
+            let how = FileOptions {
+                cache: options.cache,
+                read_only: options.read_only,
+                force_share: options.force_share,
+            };
+            Storage::File(Align::new(file::open(&path, how)?.0))
+        }
+        Spec::Memory(size) => Storage::Memory(memory(spec, size)?),
+        Spec::Null(size) => Storage::Null(Null::new(not_empty(spec, size)?)),
+    };
+    wrapped(spec, bottom, options)
+}
+
 /// Also whether the format was guessed.
 fn open_file(path: &Path, options: &OpenOptions) -> Result<(Storage, bool), OpenError> {
     let how =

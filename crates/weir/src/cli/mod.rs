@@ -77,6 +77,9 @@ pub(crate) enum Command {
     /// Measure what a device can do, for watermarks to go by
     #[command(after_help = probe::EXAMPLES)]
     Probe(ProbeArgs),
+    /// Make, look into, check and change images
+    #[command(subcommand)]
+    Image(Box<crate::image::Command>),
 }
 
 /// What `weir serve` is told.

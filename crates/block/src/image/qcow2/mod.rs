@@ -3,12 +3,16 @@
 //! - `header`: the first cluster, from bytes to meaning and back.
 //! - `entry`: the numbers of the mapping tables, likewise.
 //! - `compress`: one compressed cluster, unpacked and packed.
+//! - `metadata`: reading and writing pieces of the file that hold metadata.
 //!
 //! An image is hostile input: every offset, size and count is checked before it is used, and what is wrong is said with its place.
 
 pub mod compress;
 pub mod entry;
 pub mod header;
+mod metadata;
+
+pub use metadata::{MetadataError, read_header};
 
 /// What is wrong with an image, and where: for people.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]

@@ -1,0 +1,51 @@
+//! Pieces of the file that hold metadata, read and written as plain bytes.
+//!
+//! What lies past the end of the file reads as zeroes: QEMU leaves the last cluster of a new image half written, and expects that.
+//! How much is read is the caller's to bound; nothing here believes a number in an image.
+
+use super::{Invalid, header::Header};
+use crate::{
+    buffer::Buffer,
+    error::{Error, Result},
+    storage::Storage,
+};
+
+/// Why metadata could not be read.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum MetadataError {
+    /// It is wrong.
+    #[error("{0}")]
+    Invalid(#[from] Invalid),
+    /// The storage failed.
+    #[error("cannot be read: {0}")]
+    Storage(#[from] Error),
+}
+
+/// The image's header.
+///
+/// # Errors
+/// What is wrong with it, or the storage's error.
+pub async fn read_header(storage: &Storage) -> std::result::Result<Header, MetadataError> {
+    let bits_end = 24;
+    let start = read(storage, 0, bits_end).await?;
+    let mut bits = [0; 4];
+    bits.copy_from_slice(&start[20..24]);
+    // Where that is no possible size, parsing finds it again and says so.
+    let bits = u32::from_be_bytes(bits).clamp(9, 21);
+    let length = (1_u64 << bits).min(storage.size_bytes()) as usize;
+    Ok(Header::parse(&read(storage, 0, length).await?)?)
+}
+
+/// `length` bytes at `offset`; zeroes where there is no file.
+///
+/// # Errors
+/// The storage's.
+pub(super) async fn read(storage: &Storage, offset: u64, length: usize) -> Result<Vec<u8>> {
+    let there = storage.size_bytes().saturating_sub(offset).min(length as u64) as usize;
+    let mut bytes = vec![0; length];
+    if there > 0 {
+        let buffer = storage.read(offset, Buffer::new(there)).await?;
+        bytes[..there].copy_from_slice(&buffer);
+    }
+    Ok(bytes)
+}

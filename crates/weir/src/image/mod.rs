@@ -1,0 +1,74 @@
+//! `weir image`: what `qemu-img` does, with its options, its JSON and its exit statuses, so that scripts carry over.
+//!
+//! One file for each subcommand: its options, and what it does. Here is what they have in common: how results are printed, and the
+//! reactor on which a command does its I/O.
+//!
+//! Never decides what an image means: that is `block`'s.
+
+mod info;
+mod opening;
+
+use std::{
+    future::Future,
+    io::{Write as _, stdout},
+};
+
+use anyhow::Context as _;
+use block::reactor::{self, Polling};
+use clap::{Subcommand, ValueEnum};
+
+use crate::Failure;
+
+/// What to do with images.
+#[derive(Debug, Subcommand)]
+pub(crate) enum Command {
+    /// Show what an image is
+    #[command(after_help = info::EXAMPLES)]
+    Info(info::Arguments),
+}
+
+/// Does it.
+///
+/// # Errors
+/// Whatever keeps it from being done.
+pub(crate) fn run(command: Command) -> Result<(), Failure> {
+    match command {
+        Command::Info(arguments) => info::run(arguments),
+    }
+}
+
+/// How results are printed.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Output {
+    /// For people.
+    #[default]
+    Human,
+    /// For programs.
+    Json,
+}
+
+/// Runs a command's I/O to its end, on a reactor of its own.
+///
+/// # Errors
+/// The command's, or that there is no io_uring.
+fn on_reactor<T: 'static>(work: impl Future<Output = Result<T, Failure>> + 'static) -> Result<T, Failure> {
+    reactor::run(Polling::OFF, work).context("io_uring cannot be used (see kernel.io_uring_disabled)")?
+}
+
+/// Prints results.
+///
+/// # Errors
+/// If standard output is closed.
+fn print(text: &str) -> anyhow::Result<()> {
+    stdout().write_all(text.as_bytes()).context("standard output cannot be written")
+}
+
+/// As qemu-img prints JSON: indented by four.
+fn json(value: &serde_json::Value) -> String {
+    let mut bytes = Vec::new();
+    let formatter = serde_json::ser::PrettyFormatter::with_indent(b"    ");
+    let mut serializer = serde_json::Serializer::with_formatter(&mut bytes, formatter);
+    serde::Serialize::serialize(value, &mut serializer).expect("values in memory can be written");
+    bytes.push(b'\n');
+    String::from_utf8(bytes).expect("JSON is text")
+}

@@ -1,0 +1,76 @@
+//! From a file's name to its storage and its format, for commands that look at the bytes themselves.
+//!
+//! Guesses a format only to show or check an image, never to write into it as a guest would; who writes has said the format, or the image
+//! has a signature.
+
+use std::path::Path;
+
+use anyhow::{Context as _, bail};
+use block::storage::{
+    CacheMode, OpenOptions, Storage, open_storage,
+    probe::{self, Probed},
+};
+
+/// The formats that `weir image` works on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub(super) enum Format {
+    /// The bytes are the disk.
+    Raw,
+    /// QEMU's copy-on-write format.
+    Qcow2,
+}
+
+impl Format {
+    /// As it is written.
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            Self::Raw => "raw",
+            Self::Qcow2 => "qcow2",
+        }
+    }
+}
+
+/// How a file is to be opened.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct How {
+    pub(super) cache: CacheMode,
+    pub(super) write: bool,
+    /// Also while somebody else writes to it.
+    pub(super) force_share: bool,
+}
+
+/// The format that was given, or else that of the signature.
+///
+/// # Errors
+/// If the file cannot be read, or its format is another one.
+pub(super) fn format(path: &Path, given: Option<Format>) -> anyhow::Result<Format> {
+    if let Some(format) = given {
+        return Ok(format);
+    }
+    let name = path.display();
+    match probe::probe(path).with_context(|| format!("{name}: cannot be read"))? {
+        Probed::Raw => Ok(Format::Raw),
+        Probed::Looks("qcow2") => Ok(Format::Qcow2),
+        Probed::Looks(other) => {
+            bail!(
+                "{name}: is of the format {other}, which weir does not know (convert it with qemu-img first)"
+            )
+        }
+    }
+}
+
+/// The file's storage.
+///
+/// # Errors
+/// What keeps it from being opened.
+pub(super) fn storage(path: &Path, how: How) -> anyhow::Result<Storage> {
+    let text =
+        path.to_str().with_context(|| format!("{}: not UTF-8 (use another name of it)", path.display()))?;
+    let options = OpenOptions {
+        cache: how.cache,
+        read_only: !how.write,
+        force_share: how.force_share,
+        ..OpenOptions::default()
+    };
+    Ok(open_storage(&format!("file:{text}"), options)?)
+}
