@@ -12,6 +12,7 @@ mod config;
 mod control;
 mod figures;
 mod image;
+mod lab;
 mod listen;
 mod logging;
 mod pid_file;
@@ -64,6 +65,7 @@ pub fn main() -> ExitCode {
         Ok(Cli { command: Command::Top(arguments) }) => top::run(arguments),
         Ok(Cli { command: Command::Probe(arguments) }) => probe::run(arguments),
         Ok(Cli { command: Command::Image(command) }) => image::run(*command),
+        Ok(Cli { command: Command::Bench(arguments) }) => lab::bench(*arguments),
         Err(error) => return answer(&error),
     };
     let (error, status) = match result {

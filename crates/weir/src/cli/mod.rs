@@ -3,6 +3,7 @@
 //! Values are parsed by the same functions as the config file's, and rules between them are the plan's: here is only
 //! which options there are, what they say of themselves, and which cannot go with `--config`.
 
+mod bench;
 mod limits;
 mod probe;
 mod shares;
@@ -22,6 +23,7 @@ use crate::{
         SettingsDraft, TlsDraft, TlsMode, Wrong,
     },
 };
+pub(crate) use bench::{Aio, BenchArgs};
 use limits::LimitArgs;
 pub(crate) use probe::ProbeArgs;
 use shares::ShareArgs;
@@ -80,6 +82,9 @@ pub(crate) enum Command {
     /// Make, look into, check and change images
     #[command(subcommand)]
     Image(Box<crate::image::Command>),
+    /// Send requests to an image, and tell how long they took
+    #[command(after_help = bench::EXAMPLES)]
+    Bench(Box<BenchArgs>),
 }
 
 /// What `weir serve` is told.

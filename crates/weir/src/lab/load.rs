@@ -1,0 +1,341 @@
+//! A number of requests against an image, so many in flight, with flushes in between: what `qemu-img bench` sends.
+//!
+//! ```text
+//!   task 1 ─► take ─► request ─► finished ─┐      a flush that drains: who takes next waits, until the request that was the last
+//!   task 2 ─► take ─► …                    │      in flight is finished; whoever finished it takes the flush, and wakes the others
+//!      …  ◄────────────────────────────────┘
+//! ```
+//!
+//! As many tasks as requests may be in flight, each with one request at a time: nothing is allocated for a request but what the data path
+//! itself allocates.
+//!
+//! Never retries: the first request that fails ends the load.
+
+use std::{
+    cell::{Cell, RefCell},
+    future::poll_fn,
+    rc::Rc,
+    sync::Arc,
+    task::{Poll, Waker},
+};
+
+use block::{
+    buffer::Buffer,
+    error::Result,
+    image::Image,
+    reactor::{now, spawn_joinable},
+    storage::Durability,
+};
+use policy::time::Duration;
+
+/// What is sent.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Load {
+    /// Requests in all; not 0.
+    pub(super) count: u64,
+    /// Requests in flight; not 0.
+    pub(super) depth: u32,
+    /// Bytes of a request; not 0, and at most the image's.
+    pub(super) block_bytes: usize,
+    /// Where requests begin.
+    pub(super) places: Places,
+    /// Write this byte; `None` reads.
+    pub(super) write: Option<u8>,
+    /// Flush after so many writes.
+    pub(super) flush: Option<Flush>,
+}
+
+/// When to flush.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Flush {
+    /// After so many writes; not 0.
+    pub(super) interval: u64,
+    /// Let what is in flight finish first, and send nothing until the flush is done.
+    pub(super) drain: bool,
+}
+
+/// Where requests begin: at first `offset`, then `step_bytes` further each time, and from the image's beginning once one would not fit in
+/// any more.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Places {
+    /// In bytes; a request fits there.
+    pub(super) offset: u64,
+    /// In bytes; not 0.
+    pub(super) step_bytes: u64,
+    /// The last place where a request fits.
+    pub(super) last: u64,
+    /// At any number of steps behind `offset` instead, drawn from this seed.
+    pub(super) random: Option<u64>,
+}
+
+/// What became of a load.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Outcome {
+    /// From the first request to the last answer.
+    pub(super) elapsed: Duration,
+}
+
+/// What a task is to do next.
+enum Next {
+    Request { offset: u64 },
+    Flush,
+    Wait,
+    Done,
+}
+
+/// What the tasks share.
+struct Run {
+    load: Load,
+    image: Rc<Image>,
+    /// What a write writes; empty if none does.
+    content: Arc<[u8]>,
+    /// Writes are aligned for the device, and a copy is what that takes.
+    aligned: bool,
+    sent: Cell<u64>,
+    in_flight: Cell<u32>,
+    flush: Cell<FlushState>,
+    next_offset: Cell<u64>,
+    random: RefCell<fastrand::Rng>,
+    failed: Cell<Option<block::error::Error>>,
+    waiting: RefCell<Vec<Waker>>,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum FlushState {
+    NotDue,
+    Due,
+    UnderWay,
+}
+
+/// Puts the load on the image. `aligned`: the image's storage bypasses the page cache.
+///
+/// # Errors
+/// That of the first request that failed.
+pub(super) async fn put(load: Load, image: Rc<Image>, aligned: bool) -> Result<Outcome> {
+    let content = load.write.map_or_else(Vec::new, |byte| vec![byte; load.block_bytes]);
+    let run = Rc::new(Run {
+        image,
+        content: content.into(),
+        aligned,
+        sent: Cell::new(0),
+        in_flight: Cell::new(0),
+        flush: Cell::new(FlushState::NotDue),
+        next_offset: Cell::new(load.places.offset),
+        random: RefCell::new(fastrand::Rng::with_seed(load.places.random.unwrap_or_default())),
+        failed: Cell::new(None),
+        waiting: RefCell::default(),
+        load,
+    });
+    let began = now();
+    let tasks: Vec<_> = (0..run.load.depth).map(|_| spawn_joinable(Rc::clone(&run).task())).collect();
+    for task in tasks {
+        task.await;
+    }
+    match run.failed.get() {
+        Some(error) => Err(error),
+        None => Ok(Outcome { elapsed: now() - began }),
+    }
+}
+
+impl Run {
+    async fn task(self: Rc<Self>) {
+        loop {
+            match self.take() {
+                Next::Request { offset } => {
+                    let result = self.request(offset).await;
+                    self.in_flight.set(self.in_flight.get() - 1);
+                    self.note(result);
+                }
+                Next::Flush => {
+                    let result = self.image.flush().await;
+                    if self.flush.get() == FlushState::UnderWay {
+                        self.flush.set(FlushState::NotDue);
+                    }
+                    self.note(result);
+                    self.wake();
+                }
+                Next::Wait => self.wait().await,
+                Next::Done => break,
+            }
+        }
+        // Who waits for a flush that now never comes.
+        self.wake();
+    }
+
+    fn take(&self) -> Next {
+        if self.failed.get().is_some() {
+            return Next::Done;
+        }
+        let drain = self.load.flush.is_some_and(|flush| flush.drain);
+        match self.flush.get() {
+            FlushState::NotDue => {}
+            FlushState::Due if drain && self.in_flight.get() > 0 => return Next::Wait,
+            FlushState::Due => {
+                self.flush.set(if drain { FlushState::UnderWay } else { FlushState::NotDue });
+                return Next::Flush;
+            }
+            FlushState::UnderWay => return Next::Wait,
+        }
+        let sent = self.sent.get();
+        if sent == self.load.count {
+            return Next::Done;
+        }
+        self.sent.set(sent + 1);
+        self.in_flight.set(self.in_flight.get() + 1);
+        if self.load.flush.is_some_and(|flush| (sent + 1).is_multiple_of(flush.interval)) {
+            self.flush.set(FlushState::Due);
+        }
+        Next::Request { offset: self.next_place() }
+    }
+
+    fn next_place(&self) -> u64 {
+        let Places { offset, step_bytes, last, random } = self.load.places;
+        if random.is_some() {
+            let steps = (last - offset) / step_bytes;
+            return offset + self.random.borrow_mut().u64(0..=steps) * step_bytes;
+        }
+        let place = self.next_offset.get();
+        let next = place.checked_add(step_bytes).filter(|&next| next <= last);
+        self.next_offset.set(next.unwrap_or(0));
+        place
+    }
+
+    async fn request(&self, offset: u64) -> Result<()> {
+        if self.load.write.is_none() {
+            return self.image.read(offset, Buffer::new(self.load.block_bytes)).await.map(drop);
+        }
+        let data = if self.aligned {
+            Buffer::copy_of(&self.content)
+        } else {
+            Buffer::lent(&self.content, 0..self.content.len())
+        };
+        self.image.write(offset, data.into(), Durability::Cached).await
+    }
+
+    fn note(&self, result: Result<()>) {
+        if let (Err(error), None) = (result, self.failed.get()) {
+            self.failed.set(Some(error));
+            self.wake();
+        }
+    }
+
+    /// Until something has changed.
+    async fn wait(&self) {
+        let mut waited = false;
+        poll_fn(|context| {
+            if waited {
+                return Poll::Ready(());
+            }
+            waited = true;
+            self.waiting.borrow_mut().push(context.waker().clone());
+            Poll::Pending
+        })
+        .await;
+    }
+
+    fn wake(&self) {
+        for waker in self.waiting.take() {
+            waker.wake();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use block::{
+        image::Image,
+        reactor::sim,
+        storage::{OpenOptions, open},
+    };
+
+    use super::*;
+
+    fn load(count: u64, depth: u32) -> Load {
+        Load {
+            count,
+            depth,
+            block_bytes: 4096,
+            places: Places { offset: 0, step_bytes: 4096, last: (1 << 20) - 4096, random: None },
+            write: None,
+            flush: None,
+        }
+    }
+
+    fn image(spec: &str, rules: &[&str]) -> Image {
+        let faults = rules.iter().map(|rule| rule.parse().unwrap()).collect();
+        let delay = Some("read=1ms,write=1ms,flush=10ms".parse().unwrap());
+        open(spec, OpenOptions { faults, delay, ..OpenOptions::default() }).unwrap()
+    }
+
+    fn put_on(load: Load, rules: &'static [&str]) -> Result<Outcome> {
+        sim::run(1, async move { put(load, Rc::new(image("memory:1M", rules)), false).await })
+    }
+
+    #[test]
+    fn as_many_requests_are_in_flight_as_were_asked_for() {
+        for depth in [1, 8, 64] {
+            let outcome = put_on(load(640, depth), &[]).unwrap();
+            assert_eq!(outcome.elapsed, Duration::from_millis(640 / u64::from(depth)), "depth {depth}");
+        }
+    }
+
+    #[test]
+    fn a_flush_comes_after_every_so_many_writes_and_nothing_is_in_flight_with_it() {
+        let flush = Some(Flush { interval: 64, drain: true });
+        let outcome = put_on(Load { write: Some(7), flush, ..load(640, 32) }, &[]).unwrap();
+        assert_eq!(outcome.elapsed, Duration::from_millis(10 * (2 + 10)));
+    }
+
+    #[test]
+    fn without_draining_writes_go_on_during_a_flush() {
+        let flush = Some(Flush { interval: 64, drain: false });
+        let outcome = put_on(Load { write: Some(7), flush, ..load(640, 32) }, &[]).unwrap();
+        assert!(outcome.elapsed < Duration::from_millis(50), "{:?}", outcome.elapsed);
+    }
+
+    #[test]
+    fn the_first_failure_ends_it_also_while_others_wait_for_a_flush() {
+        let flush = Some(Flush { interval: 64, drain: true });
+        let load = Load { write: Some(7), flush, ..load(640, 32) };
+        for rule in ["kind=flush,error=EIO", "kind=write,offset=128K-129K,error=EIO"] {
+            let rules: &'static [&str] = Box::leak(Box::new([rule]));
+            assert_eq!(put_on(load.clone(), rules), Err(block::error::Error::IO), "{rule}");
+        }
+    }
+
+    #[test]
+    fn places_follow_each_other_and_begin_again_at_the_beginning() {
+        let places = Places { offset: 8192, step_bytes: 500_000, last: (1 << 20) - 4096, random: None };
+        let written = sim::run(1, async move {
+            let image = Rc::new(image("memory:1M", &[]));
+            put(Load { write: Some(7), places, ..load(6, 1) }, Rc::clone(&image), false).await.unwrap();
+            let mut found = Vec::new();
+            for offset in [0, 8192, 500_000, 508_192, 1_000_000, 1_008_192] {
+                let read = image.read(offset, Buffer::new(1)).await.unwrap();
+                found.push((offset, read[0]));
+            }
+            found
+        });
+        let expect = [(0, 7), (8192, 7), (500_000, 7), (508_192, 7), (1_000_000, 7), (1_008_192, 7)];
+        assert_eq!(written, expect);
+    }
+
+    #[test]
+    fn random_places_are_everywhere_and_the_same_for_one_seed() {
+        let places =
+            |seed| Places { offset: 0, step_bytes: 4096, last: (1 << 20) - 4096, random: Some(seed) };
+        let written = |seed| {
+            sim::run(1, async move {
+                let image = Rc::new(image("memory:1M", &[]));
+                let load = Load { write: Some(7), places: places(seed), ..load(256, 16) };
+                put(load, Rc::clone(&image), false).await.unwrap();
+                let all = image.read(0, Buffer::new(1 << 20)).await.unwrap();
+                all.chunks(4096).map(|block| block[0] == 7).collect::<Vec<_>>()
+            })
+        };
+        let blocks = written(3).iter().filter(|&&block| block).count();
+        assert!((120..200).contains(&blocks), "256 draws of 256 blocks hit {blocks}");
+        assert_eq!(written(3), written(3));
+        assert_ne!(written(3), written(4));
+    }
+}
