@@ -5,8 +5,9 @@
 
 pub mod qcow2;
 mod raw;
+pub mod secret;
 
-pub use self::raw::Raw;
+pub use self::{raw::Raw, secret::Secret};
 use crate::{
     buffer::{Buffer, Segments},
     error::Result,

@@ -4,6 +4,7 @@
 //! - `entry`: the numbers of the mapping tables, likewise.
 //! - `compress`: one compressed cluster, unpacked and packed.
 //! - `metadata`: reading and writing pieces of the file that hold metadata.
+//! - `luks`: encryption.
 //!
 //! An image is hostile input: every offset, size and count is checked before it is used, and what is wrong is said with its place.
 
@@ -13,6 +14,7 @@ pub mod header;
 mod metadata;
 
 pub use metadata::{MetadataError, read_header};
+pub mod luks;
 
 /// What is wrong with an image, and where: for people.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]

@@ -1,0 +1,354 @@
+//! The header of LUKS: 592 bytes to [`LuksHeader`] and back.
+//!
+//! Whoever made the image chose every number, and some of them cost: iterations cost time, stripes and key sizes memory. All are bounded
+//! here, so that what comes out can be used as it is.
+//!
+//! Source: "LUKS On-Disk Format Specification" 1.2.3, figures 1 to 4.
+
+use openssl::hash::MessageDigest;
+
+use super::{
+    super::Invalid,
+    cipher::{CipherKind, SECTOR_BYTES},
+};
+
+/// Bytes of the header.
+pub const HEADER_BYTES: usize = 592;
+/// Key slots there are; unused ones too.
+pub const SLOTS: usize = 8;
+/// The most iterations of PBKDF2 that are believed, for a slot or the digest: 30 s on a slow core. Two seconds of a fast one, which
+/// is what QEMU and cryptsetup take for a new slot, are about three million.
+pub const MOST_ITERATIONS: u32 = 1 << 25;
+
+const MAGIC: [u8; 6] = *b"LUKS\xba\xbe";
+const VERSION: u16 = 1;
+const ENABLED: u32 = 0x00ac_71f3;
+const DISABLED: u32 = 0x0000_dead;
+/// Fixed by the specification.
+pub(super) const STRIPES: u32 = 4000;
+/// Slots begin at multiples of this, as far as this program makes them.
+const SLOT_ALIGNMENT: u64 = 4096;
+
+const FIRST_SLOT: usize = 208;
+const SLOT_BYTES: usize = 48;
+
+/// What keys are derived with.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Hash {
+    /// SHA-1, the format's first.
+    Sha1,
+    /// SHA-224.
+    Sha224,
+    /// SHA-256, QEMU's default.
+    Sha256,
+    /// SHA-384.
+    Sha384,
+    /// SHA-512.
+    Sha512,
+    /// RIPEMD-160.
+    Ripemd160,
+}
+
+impl Hash {
+    const ALL: [Self; 6] =
+        [Self::Sha1, Self::Sha224, Self::Sha256, Self::Sha384, Self::Sha512, Self::Ripemd160];
+
+    /// From the name in the header.
+    ///
+    /// # Errors
+    /// The name, if it is none of them.
+    pub fn parse(name: &str) -> Result<Self, Invalid> {
+        Self::ALL.into_iter().find(|hash| hash.name() == name).ok_or_else(|| {
+            let known = Self::ALL.map(Self::name).join(", ");
+            Invalid::new(format!("the hash {name:?} is not supported; {known} are"))
+        })
+    }
+
+    /// The name in the header.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Sha1 => "sha1",
+            Self::Sha224 => "sha224",
+            Self::Sha256 => "sha256",
+            Self::Sha384 => "sha384",
+            Self::Sha512 => "sha512",
+            Self::Ripemd160 => "ripemd160",
+        }
+    }
+
+    pub(super) fn digest(self) -> MessageDigest {
+        match self {
+            Self::Sha1 => MessageDigest::sha1(),
+            Self::Sha224 => MessageDigest::sha224(),
+            Self::Sha256 => MessageDigest::sha256(),
+            Self::Sha384 => MessageDigest::sha384(),
+            Self::Sha512 => MessageDigest::sha512(),
+            Self::Ripemd160 => MessageDigest::ripemd160(),
+        }
+    }
+}
+
+/// A key slot.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct KeySlot {
+    /// It holds the master key, encrypted with a passphrase. Where it does not, only its place means something.
+    pub active: bool,
+    /// Of PBKDF2; from 1 to [`MOST_ITERATIONS`] where active.
+    pub iterations: u32,
+    /// For the passphrase.
+    pub salt: [u8; 32],
+    /// Where its stripes begin, in bytes from the beginning of the LUKS header; a multiple of 512.
+    pub offset: u64,
+    /// 4000 where active.
+    pub stripes: u32,
+}
+
+/// What stands in the header.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LuksHeader {
+    /// Of the data and of the slots.
+    pub cipher: CipherKind,
+    /// Of PBKDF2 and the stripes.
+    pub hash: Hash,
+    /// Where data would begin in a disk that is nothing but LUKS, in bytes. Inside qcow2 it means nothing.
+    pub payload_offset: u64,
+    /// By which the master key is recognised.
+    pub digest: [u8; 20],
+    /// For the digest.
+    pub digest_salt: [u8; 32],
+    /// For the digest; from 1 to [`MOST_ITERATIONS`].
+    pub digest_iterations: u32,
+    /// As text.
+    pub uuid: String,
+    /// All of them.
+    pub slots: [KeySlot; SLOTS],
+}
+
+impl LuksHeader {
+    /// Reads the header from its [`HEADER_BYTES`]; `area_bytes` is how much there is of the header and the slots together.
+    ///
+    /// # Errors
+    /// What is wrong with it or not supported.
+    pub fn parse(bytes: &[u8], area_bytes: u64) -> Result<Self, Invalid> {
+        let Some(bytes) = bytes.get(..HEADER_BYTES) else {
+            return Err(Invalid::new("the LUKS header is cut off"));
+        };
+        if bytes[..6] != MAGIC {
+            return Err(Invalid::new("the LUKS header has no signature"));
+        }
+        let version = u16::from_be_bytes([bytes[6], bytes[7]]);
+        if version != VERSION {
+            return Err(Invalid::new(format!(
+                "version {version} of LUKS is not supported inside qcow2; 1 is"
+            )));
+        }
+        let cipher = CipherKind::parse(
+            text(&bytes[8..40], "the cipher's name")?,
+            text(&bytes[40..72], "the cipher mode's name")?,
+            number(bytes, 108),
+        )?;
+        let header = Self {
+            cipher,
+            hash: Hash::parse(text(&bytes[72..104], "the hash's name")?)?,
+            payload_offset: u64::from(number(bytes, 104)) * SECTOR_BYTES as u64,
+            digest: array(bytes, 112),
+            digest_salt: array(bytes, 132),
+            digest_iterations: number(bytes, 164),
+            uuid: text(&bytes[168..208], "the UUID")?.to_owned(),
+            slots: slots(bytes)?,
+        };
+        header.check(area_bytes)?;
+        Ok(header)
+    }
+
+    fn check(&self, area_bytes: u64) -> Result<(), Invalid> {
+        iterations("the master key's digest", self.digest_iterations)?;
+        let mut taken = vec![("header".to_owned(), 0, HEADER_BYTES as u64)];
+        for (index, slot) in self.slots.iter().enumerate().filter(|(_, slot)| slot.active) {
+            iterations(&format!("key slot {index}"), slot.iterations)?;
+            if slot.stripes != STRIPES {
+                return Err(Invalid::new(format!(
+                    "key slot {index} has {} stripes; {STRIPES} is the only number there is",
+                    slot.stripes
+                )));
+            }
+            let end = slot.offset + self.material_bytes() as u64;
+            if end > area_bytes {
+                return Err(Invalid::new(format!(
+                    "key slot {index} ends at {end:#x}, past the end of the LUKS header ({area_bytes:#x})"
+                )));
+            }
+            let overlapped = taken.iter().find(|(_, from, to)| slot.offset < *to && *from < end);
+            if let Some((other, ..)) = overlapped {
+                return Err(Invalid::new(format!("key slot {index} overlaps with the LUKS {other}")));
+            }
+            taken.push((format!("key slot {index}"), slot.offset, end));
+        }
+        Ok(())
+    }
+
+    /// The bytes of a slot's stripes.
+    pub fn material_bytes(&self) -> usize {
+        self.cipher.key_bytes * STRIPES as usize
+    }
+
+    /// Where the slot of this number lies in a new image, and behind the last one where everything ends.
+    pub(super) fn slot_offset(cipher: CipherKind, slot: usize) -> u64 {
+        let material = (cipher.key_bytes * STRIPES as usize) as u64;
+        SLOT_ALIGNMENT + slot as u64 * material.next_multiple_of(SLOT_ALIGNMENT)
+    }
+
+    /// The header's bytes.
+    pub fn encode(&self) -> [u8; HEADER_BYTES] {
+        let mut bytes = [0; HEADER_BYTES];
+        let mut put = |at: usize, data: &[u8]| bytes[at..at + data.len()].copy_from_slice(data);
+        put(0, &MAGIC);
+        put(6, &VERSION.to_be_bytes());
+        put(8, self.cipher.cipher_name().as_bytes());
+        put(40, self.cipher.mode_name().as_bytes());
+        put(72, self.hash.name().as_bytes());
+        put(104, &sectors(self.payload_offset));
+        put(108, &(self.cipher.key_bytes as u32).to_be_bytes());
+        put(112, &self.digest);
+        put(132, &self.digest_salt);
+        put(164, &self.digest_iterations.to_be_bytes());
+        put(168, &self.uuid.as_bytes()[..self.uuid.len().min(39)]);
+        for (index, slot) in self.slots.iter().enumerate() {
+            let at = FIRST_SLOT + index * SLOT_BYTES;
+            put(at, &if slot.active { ENABLED } else { DISABLED }.to_be_bytes());
+            put(at + 4, &slot.iterations.to_be_bytes());
+            put(at + 8, &slot.salt);
+            put(at + 40, &sectors(slot.offset));
+            put(at + 44, &slot.stripes.to_be_bytes());
+        }
+        bytes
+    }
+}
+
+fn slots(bytes: &[u8]) -> Result<[KeySlot; SLOTS], Invalid> {
+    let mut slots = Vec::with_capacity(SLOTS);
+    for index in 0..SLOTS {
+        let at = FIRST_SLOT + index * SLOT_BYTES;
+        let active = match number(bytes, at) {
+            ENABLED => true,
+            DISABLED => false,
+            other => {
+                return Err(Invalid::new(format!("key slot {index} is neither used nor unused: {other:#x}")));
+            }
+        };
+        slots.push(KeySlot {
+            active,
+            iterations: number(bytes, at + 4),
+            salt: array(bytes, at + 8),
+            offset: u64::from(number(bytes, at + 40)) * SECTOR_BYTES as u64,
+            stripes: number(bytes, at + 44),
+        });
+    }
+    slots.try_into().map_err(|_| Invalid::new("the LUKS header is cut off"))
+}
+
+fn iterations(what: &str, count: u32) -> Result<(), Invalid> {
+    if (1..=MOST_ITERATIONS).contains(&count) {
+        return Ok(());
+    }
+    Err(Invalid::new(format!("{what} asks for {count} iterations; from 1 to {MOST_ITERATIONS} is possible")))
+}
+
+fn sectors(bytes: u64) -> [u8; 4] {
+    ((bytes / SECTOR_BYTES as u64) as u32).to_be_bytes()
+}
+
+fn number(bytes: &[u8], at: usize) -> u32 {
+    u32::from_be_bytes(array(bytes, at))
+}
+
+fn array<const N: usize>(bytes: &[u8], at: usize) -> [u8; N] {
+    let mut array = [0; N];
+    array.copy_from_slice(&bytes[at..at + N]);
+    array
+}
+
+/// Up to the first zero.
+fn text<'a>(field: &'a [u8], what: &str) -> Result<&'a str, Invalid> {
+    let end = field.iter().position(|&byte| byte == 0).unwrap_or(field.len());
+    let text = std::str::from_utf8(&field[..end])
+        .ok()
+        .filter(|text| text.bytes().all(|byte| byte.is_ascii_graphic()));
+    text.ok_or_else(|| Invalid::new(format!("{what} in the LUKS header is not text")))
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const AREA: u64 = 2_068_480;
+
+    fn header() -> LuksHeader {
+        let slot = |index: usize| KeySlot {
+            active: index == 0 || index == 7,
+            iterations: 1000 + index as u32,
+            salt: [index as u8; 32],
+            offset: LuksHeader::slot_offset(CipherKind::DEFAULT, index),
+            stripes: STRIPES,
+        };
+        LuksHeader {
+            cipher: CipherKind::DEFAULT,
+            hash: Hash::Sha256,
+            payload_offset: AREA,
+            digest: [1; 20],
+            digest_salt: [2; 32],
+            digest_iterations: 1000,
+            uuid: "61de5bdd-655b-4a99-913c-d89d2b349e3f".to_owned(),
+            slots: std::array::from_fn(slot),
+        }
+    }
+
+    #[test]
+    fn what_is_written_is_read() {
+        assert_eq!(LuksHeader::slot_offset(CipherKind::DEFAULT, SLOTS), AREA);
+        assert_eq!(LuksHeader::parse(&header().encode(), AREA), Ok(header()));
+    }
+
+    #[test]
+    fn what_breaks_a_rule_is_named() {
+        type Change = fn(&mut [u8]);
+        let cases: [(&str, Change); 12] = [
+            ("signature", |bytes| bytes[0] = 0),
+            ("version 2", |bytes| bytes[7] = 2),
+            ("\"bes\"", |bytes| bytes[8] = b'b'),
+            ("\"yts-plain64\"", |bytes| bytes[40] = b'y'),
+            ("\"tha256\"", |bytes| bytes[72] = b't'),
+            ("keys of 320 bytes", |bytes| bytes[110] = 1),
+            ("digest asks for 4278191080 iterations", |bytes| bytes[164] = 0xff),
+            ("slot 0 asks for", |bytes| bytes[212] = 0xff),
+            ("slot 1 is neither", |bytes| bytes[256] = 1),
+            ("slot 0 ends at", |bytes| bytes[248] = 1),
+            ("slot 0 overlaps with the LUKS header", |bytes| bytes[251] = 0),
+            ("stripes", |bytes| bytes[252] = 0xff),
+        ];
+        for (part, change) in cases {
+            let mut bytes = header().encode();
+            change(&mut bytes);
+            let said = LuksHeader::parse(&bytes, AREA).expect_err(part).to_string();
+            assert!(said.contains(part), "{said}");
+        }
+        let overlapping =
+            LuksHeader { slots: header().slots.map(|slot| KeySlot { offset: 4096, ..slot }), ..header() };
+        let said = LuksHeader::parse(&overlapping.encode(), AREA).expect_err("overlap").to_string();
+        assert_eq!(said, "key slot 7 overlaps with the LUKS key slot 0");
+        assert!(LuksHeader::parse(&header().encode()[..591], AREA).is_err());
+        assert!(LuksHeader::parse(&header().encode(), AREA / 2).is_err());
+    }
+
+    proptest! {
+        #[test]
+        fn noise_never_does_more_than_fail(at in 0..HEADER_BYTES, noise in proptest::collection::vec(any::<u8>(), 1..40), area: u64) {
+            let mut bytes = header().encode();
+            let end = HEADER_BYTES.min(at + noise.len());
+            bytes[at..end].copy_from_slice(&noise[..end - at]);
+            let _ = LuksHeader::parse(&bytes, area);
+        }
+    }
+}
