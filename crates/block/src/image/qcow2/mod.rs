@@ -11,10 +11,10 @@
 pub mod compress;
 pub mod entry;
 pub mod header;
+pub mod luks;
 mod metadata;
 
 pub use metadata::{MetadataError, read_header};
-pub mod luks;
 
 /// What is wrong with an image, and where: for people.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
