@@ -3,18 +3,22 @@
 //! - `header`: the first cluster, from bytes to meaning and back.
 //! - `entry`: the numbers of the mapping tables, likewise.
 //! - `compress`: one compressed cluster, unpacked and packed.
-//! - `metadata`: reading and writing pieces of the file that hold metadata.
 //! - `luks`: encryption.
+//! - `bytes`: reading and writing pieces of the file that hold metadata.
+//! - `numbers`: the numbers of a refcount block.
+//! - `create`: the metadata of a new image.
 //!
 //! An image is hostile input: every offset, size and count is checked before it is used, and what is wrong is said with its place.
 
+mod bytes;
 pub mod compress;
+pub mod create;
 pub mod entry;
 pub mod header;
 pub mod luks;
-mod metadata;
+mod numbers;
 
-pub use metadata::{MetadataError, read_header};
+pub use bytes::{MetadataError, read_header};
 
 /// What is wrong with an image, and where: for people.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]

@@ -7,7 +7,7 @@ use super::{Invalid, header::Header};
 use crate::{
     buffer::Buffer,
     error::{Error, Result},
-    storage::Storage,
+    storage::{Durability, ResizeError, Storage},
 };
 
 /// Why metadata could not be read.
@@ -48,4 +48,39 @@ pub(super) async fn read(storage: &Storage, offset: u64, length: usize) -> Resul
         bytes[..there].copy_from_slice(&buffer);
     }
     Ok(bytes)
+}
+
+/// Writes `bytes` at `offset`, making the file longer where it ends before.
+///
+/// # Errors
+/// The storage's; [`Error::NO_SPACE`] where it cannot grow.
+pub(super) async fn write(storage: &Storage, offset: u64, bytes: &[u8]) -> Result<()> {
+    grow(storage, offset + bytes.len() as u64).await?;
+    storage.write(offset, Buffer::copy_of(bytes).into(), Durability::Cached).await
+}
+
+/// Makes the file at least `size_bytes` long.
+///
+/// # Errors
+/// [`Error::NO_SPACE`] where it cannot grow.
+pub(super) async fn grow(storage: &Storage, size_bytes: u64) -> Result<()> {
+    if storage.size_bytes() >= size_bytes {
+        return Ok(());
+    }
+    set_size(storage, size_bytes).await
+}
+
+/// Gives the file this size, rounded up to whole blocks.
+///
+/// # Errors
+/// As [`grow`].
+pub(super) async fn set_size(storage: &Storage, size_bytes: u64) -> Result<()> {
+    let block = u64::from(storage.block_size().minimum).max(512);
+    storage.resize(size_bytes.next_multiple_of(block)).await.map_err(|error| match error {
+        ResizeError::Failed(error) => error,
+        ResizeError::ReadOnly => Error::NOT_PERMITTED,
+        ResizeError::Device { .. } | ResizeError::Unaligned { .. } | ResizeError::TooLarge { .. } => {
+            Error::NO_SPACE
+        }
+    })
 }

@@ -1,0 +1,65 @@
+//! The numbers of a refcount block, of 1 to 64 bits: how one is read, and how it is written.
+//!
+//! Below a byte, the first of them is in the lowest bits; from two bytes on, the high byte comes first.
+//!
+//! Source: QEMU's docs/interop/qcow2.rst, "Host cluster management".
+
+/// The largest number of `1 << order` bits; `order` is at most 6.
+pub(super) fn largest(order: u32) -> u64 {
+    u64::MAX >> (64 - (1_u32 << order))
+}
+
+/// Numbers in a block of so many bytes.
+pub(super) fn count(block_bytes: u64, order: u32) -> u64 {
+    block_bytes * 8 >> order
+}
+
+/// Number `index`, which the block has.
+pub(super) fn get(block: &[u8], order: u32, index: usize) -> u64 {
+    if order < 3 {
+        let at = index << order;
+        return u64::from(block[at / 8] >> (at % 8)) & largest(order);
+    }
+    let bytes = 1 << (order - 3);
+    block[index * bytes..][..bytes].iter().fold(0, |value, byte| value << 8 | u64::from(*byte))
+}
+
+/// Sets number `index` to a value that fits.
+pub(super) fn put(block: &mut [u8], order: u32, index: usize, value: u64) {
+    if order < 3 {
+        let at = index << order;
+        let (byte, mask) = (&mut block[at / 8], largest(order) as u8);
+        *byte = *byte & !(mask << (at % 8)) | (value as u8 & mask) << (at % 8);
+        return;
+    }
+    let bytes = 1 << (order - 3);
+    block[index * bytes..][..bytes].copy_from_slice(&value.to_be_bytes()[8 - bytes..]);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_of_every_width_stand_beside_each_other() {
+        for order in 0..=6 {
+            let mut block = vec![0; 512];
+            let value = |index: u64| if index % 3 == 0 { largest(order) } else { index & largest(order) };
+            for index in 0..count(512, order) {
+                put(&mut block, order, index as usize, value(index));
+            }
+            for index in 0..count(512, order) {
+                assert_eq!(get(&block, order, index as usize), value(index), "order {order}, number {index}");
+            }
+        }
+    }
+
+    #[test]
+    fn they_stand_where_the_specification_says() {
+        let mut block = vec![0; 512];
+        put(&mut block, 0, 9, 1);
+        assert_eq!(block[..2], [0, 2]);
+        put(&mut block, 4, 1, 0x1234);
+        assert_eq!(block[..4], [0, 2, 0x12, 0x34]);
+    }
+}
