@@ -120,8 +120,8 @@ fn show(path: &Path, format: Option<Format>, how: How) -> Result<Shown, Failure>
             let header = read.with_context(|| path.display().to_string())?;
             describe(&header, &mut json);
             backing = header.backing.as_ref().map(|backing| {
-                let format = backing.format.as_deref().and_then(known);
-                (resolved(path, &backing.name), format)
+                let format = opening::format_named(backing.format.as_deref()).ok();
+                (opening::beside(path, &backing.name), format)
             });
             if let Some((full, _)) = &backing {
                 json["full-backing-filename"] = full.display().to_string().into();
@@ -129,15 +129,6 @@ fn show(path: &Path, format: Option<Format>, how: How) -> Result<Shown, Failure>
         }
     }
     Ok(Shown { json, backing })
-}
-
-fn known(name: &str) -> Option<Format> {
-    [Format::Raw, Format::Qcow2].into_iter().find(|format| format.name() == name)
-}
-
-/// A relative name is relative to the image's own directory.
-fn resolved(path: &Path, name: &str) -> PathBuf {
-    path.parent().map_or_else(|| PathBuf::from(name), |directory| directory.join(name))
 }
 
 fn describe(header: &Header, json: &mut Value) {

@@ -5,8 +5,10 @@
 //!
 //! Never decides what an image means: that is `block`'s.
 
+mod create;
 mod info;
 mod opening;
+mod options;
 
 use std::{
     future::Future,
@@ -22,6 +24,9 @@ use crate::Failure;
 /// What to do with images.
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
+    /// Make an image
+    #[command(after_help = create::EXAMPLES)]
+    Create(create::Arguments),
     /// Show what an image is
     #[command(after_help = info::EXAMPLES)]
     Info(info::Arguments),
@@ -33,6 +38,7 @@ pub(crate) enum Command {
 /// Whatever keeps it from being done.
 pub(crate) fn run(command: Command) -> Result<(), Failure> {
     match command {
+        Command::Create(arguments) => create::run(arguments),
         Command::Info(arguments) => info::run(arguments),
     }
 }

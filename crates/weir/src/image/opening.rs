@@ -3,7 +3,7 @@
 //! Guesses a format only to show or check an image, never to write into it as a guest would; who writes has said the format, or the image
 //! has a signature.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, bail};
 use block::storage::{
@@ -28,6 +28,24 @@ impl Format {
             Self::Qcow2 => "qcow2",
         }
     }
+}
+
+/// The format of a name, as it stands in images.
+///
+/// # Errors
+/// If it was not said, or weir does not know it.
+pub(super) fn format_named(name: Option<&str>) -> anyhow::Result<Format> {
+    match name {
+        Some("raw") => Ok(Format::Raw),
+        Some("qcow2") => Ok(Format::Qcow2),
+        Some(other) => bail!("weir does not know the format {other} (raw and qcow2 it does)"),
+        None => bail!("its format is not said"),
+    }
+}
+
+/// Where a name in an image points: a relative one is relative to the image's own directory.
+pub(super) fn beside(image: &Path, name: &str) -> PathBuf {
+    image.parent().map_or_else(|| PathBuf::from(name), |directory| directory.join(name))
 }
 
 /// How a file is to be opened.

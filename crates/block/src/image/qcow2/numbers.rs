@@ -11,10 +11,11 @@ pub(super) fn largest(order: u32) -> u64 {
 
 /// Numbers in a block of so many bytes.
 pub(super) fn count(block_bytes: u64, order: u32) -> u64 {
-    block_bytes * 8 >> order
+    (block_bytes * 8) >> order
 }
 
 /// Number `index`, which the block has.
+#[allow(dead_code, reason = "for who checks")]
 pub(super) fn get(block: &[u8], order: u32, index: usize) -> u64 {
     if order < 3 {
         let at = index << order;
@@ -44,7 +45,8 @@ mod tests {
     fn numbers_of_every_width_stand_beside_each_other() {
         for order in 0..=6 {
             let mut block = vec![0; 512];
-            let value = |index: u64| if index % 3 == 0 { largest(order) } else { index & largest(order) };
+            let value =
+                |index: u64| if index.is_multiple_of(3) { largest(order) } else { index & largest(order) };
             for index in 0..count(512, order) {
                 put(&mut block, order, index as usize, value(index));
             }

@@ -1,0 +1,124 @@
+//! `-o key=value,key=value`: options of a format, as qemu-img writes them.
+//!
+//! A comma in a value is written twice. Never ignores anything: a key that is unknown or twice there is an error that names it.
+
+use block::storage::parse_size;
+
+/// What `-o` said, each key once. Whoever knows a key takes it; what is left in the end is unknown.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(super) struct Options(Vec<(String, String)>);
+
+impl Options {
+    /// Reads all that was given, in one `-o` or several.
+    ///
+    /// # Errors
+    /// A key without a value, or twice.
+    pub(super) fn read(texts: &[String]) -> Result<Self, String> {
+        let mut options = Self::default();
+        for text in texts {
+            for pair in split(text).into_iter().filter(|pair| !pair.is_empty()) {
+                let (key, value) = pair
+                    .split_once('=')
+                    .ok_or_else(|| format!("-o {pair}: has no value (write {pair}=…)"))?;
+                if options.0.iter().any(|(known, _)| known == key) {
+                    return Err(format!("-o {key}: is given twice"));
+                }
+                options.0.push((key.to_owned(), value.to_owned()));
+            }
+        }
+        Ok(options)
+    }
+
+    /// The value of a key.
+    pub(super) fn take(&mut self, key: &str) -> Option<String> {
+        let at = self.0.iter().position(|(known, _)| known == key)?;
+        Some(self.0.remove(at).1)
+    }
+
+    /// A value of a key that `parse` reads.
+    ///
+    /// # Errors
+    /// What `parse` says, with the key before it.
+    pub(super) fn take_as<T>(
+        &mut self,
+        key: &str,
+        parse: impl FnOnce(&str) -> Result<T, String>,
+    ) -> Result<Option<T>, String> {
+        let Some(value) = self.take(key) else { return Ok(None) };
+        parse(&value).map(Some).map_err(|rule| format!("{key}={value}: {rule}"))
+    }
+
+    /// A number of bytes.
+    ///
+    /// # Errors
+    /// If it is none.
+    pub(super) fn take_size(&mut self, key: &str) -> Result<Option<u64>, String> {
+        self.take_as(key, |value| parse_size(value).map_err(|error| error.rule.to_owned()))
+    }
+
+    /// `on` or `off`.
+    ///
+    /// # Errors
+    /// If it is neither.
+    pub(super) fn take_switch(&mut self, key: &str) -> Result<Option<bool>, String> {
+        self.take_as(key, |value| match value {
+            "on" | "yes" | "true" | "y" => Ok(true),
+            "off" | "no" | "false" | "n" => Ok(false),
+            _ => Err("is neither on nor off".to_owned()),
+        })
+    }
+
+    /// Checks that everything was taken.
+    ///
+    /// # Errors
+    /// Names the first key that nobody knew.
+    pub(super) fn finish(self, format: &str) -> Result<(), String> {
+        match self.0.into_iter().next() {
+            None => Ok(()),
+            Some((key, value)) => {
+                Err(format!("{key}={value}: is no option of {format} (-o help lists them)"))
+            }
+        }
+    }
+}
+
+/// At single commas; two of them are one that belongs to the value.
+fn split(text: &str) -> Vec<String> {
+    let mut pairs = vec![String::new()];
+    let mut rest = text.chars().peekable();
+    while let Some(next) = rest.next() {
+        let is_end = next == ',' && rest.next_if_eq(&',').is_none();
+        if is_end {
+            pairs.push(String::new());
+        } else if let Some(last) = pairs.last_mut() {
+            last.push(next);
+        }
+    }
+    pairs
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn read(text: &str) -> Result<Options, String> {
+        Options::read(&[text.to_owned()])
+    }
+
+    #[test]
+    fn values_may_have_commas() {
+        let mut options = read("backing_file=a,,b,size=1M").unwrap();
+        assert_eq!(options.take("backing_file").unwrap(), "a,b");
+        assert_eq!(options.take_size("size"), Ok(Some(1 << 20)));
+        assert_eq!(options.finish("qcow2"), Ok(()));
+    }
+
+    #[test]
+    fn nothing_is_ignored() {
+        assert_eq!(read("a").unwrap_err(), "-o a: has no value (write a=…)");
+        assert_eq!(read("a=1,a=2").unwrap_err(), "-o a: is given twice");
+        assert!(read("a=1").unwrap().finish("raw").unwrap_err().starts_with("a=1: is no option of raw"));
+        let said = read("lazy_refcounts=maybe").unwrap().take_switch("lazy_refcounts").unwrap_err();
+        assert_eq!(said, "lazy_refcounts=maybe: is neither on nor off");
+    }
+}
