@@ -46,7 +46,6 @@ pub(crate) enum Failure {
     /// It does, but what it asks for did not work.
     Failed(anyhow::Error),
     /// It did, and what it found is an exit status of its own; everything has been said.
-    #[allow(dead_code, reason = "comparing and checking images give such statuses")]
     Found(u8),
 }
 
@@ -74,9 +73,14 @@ pub fn main() -> ExitCode {
         Err(Failure::Usage(error)) => (error, 2),
         Err(Failure::Found(status)) => return ExitCode::from(status),
     };
+    complain(&error);
+    ExitCode::from(status)
+}
+
+/// Says what is wrong, in the form of all errors.
+pub(crate) fn complain(error: &anyhow::Error) {
     // Where standard error is closed there is nobody to tell.
     let _ = writeln!(stderr(), "weir: {error:#}");
-    ExitCode::from(status)
 }
 
 /// Prints what clap has to say: help and version where results go, everything else as an error.

@@ -115,7 +115,8 @@ pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
         }
         Format::Qcow2 => {
             let size = size(&mut options, &arguments).map_err(usage)?;
-            let mut wish = qcow2_options(&mut options, &arguments).map_err(usage)?;
+            let backing = (arguments.backing.clone(), arguments.backing_format);
+            let mut wish = qcow2_options(&mut options, backing).map_err(usage)?;
             options.finish("qcow2").map_err(usage)?;
             wish.size_bytes = match (size, backing_size(&wish, &arguments, &path)?) {
                 (Some(size), _) | (None, Some(size)) => size,
@@ -137,7 +138,11 @@ fn size(options: &mut Options, arguments: &Arguments) -> Result<Option<u64>, Str
     Ok(arguments.size.or(option))
 }
 
-fn preallocation(options: &mut Options) -> Result<Option<Preallocation>, String> {
+/// How much has its place from the beginning, if that was said.
+///
+/// # Errors
+/// If it is no such mode.
+pub(super) fn preallocation(options: &mut Options) -> Result<Option<Preallocation>, String> {
     options.take_as("preallocation", |value| match value {
         "off" => Ok(Preallocation::Off),
         "metadata" => Ok(Preallocation::Metadata),
@@ -147,12 +152,14 @@ fn preallocation(options: &mut Options) -> Result<Option<Preallocation>, String>
     })
 }
 
-/// All but the size.
-fn qcow2_options(options: &mut Options, arguments: &Arguments) -> Result<CreateOptions, String> {
+/// All but the size. `backing` is the backing file that was given beside the options, and its format.
+pub(super) fn qcow2_options(
+    options: &mut Options,
+    backing: (Option<String>, Option<Format>),
+) -> Result<CreateOptions, String> {
     let default = CreateOptions::default();
     let backing_file = options.take("backing_file");
-    let backing_format =
-        options.take("backing_fmt").or(arguments.backing_format.map(|format| format.name().to_owned()));
+    let backing_format = options.take("backing_fmt").or(backing.1.map(|format| format.name().to_owned()));
     let compat = options.take_as("compat", |value| match value {
         "0.10" | "v2" => Ok(2),
         "1.1" | "v3" => Ok(3),
@@ -164,7 +171,7 @@ fn qcow2_options(options: &mut Options, arguments: &Arguments) -> Result<CreateO
         _ => Err("is neither zlib nor zstd".to_owned()),
     })?;
     let number = |value: &str| value.parse().map_err(|_| "is not a whole number".to_owned());
-    let backing = arguments.backing.clone().or(backing_file).filter(|name| !name.is_empty());
+    let backing = backing.0.or(backing_file).filter(|name| !name.is_empty());
     if backing.is_none() && backing_format.is_some() {
         return Err("a format of the backing file was given, and no backing file (-b)".to_owned());
     }
@@ -254,7 +261,11 @@ impl Drop for NewFile {
 /// What a file is made with, so that it can be opened.
 const LEAST_FILE: u64 = 512;
 
-fn create_qcow2(path: &Path, wish: &CreateOptions, name: &str) -> Result<(), Failure> {
+/// Makes a qcow2 image at `path`; messages call it `name`.
+///
+/// # Errors
+/// If a file cannot be made, or an option breaks a rule.
+pub(super) fn create_qcow2(path: &Path, wish: &CreateOptions, name: &str) -> Result<(), Failure> {
     let (file, storage) = NewFile::open(path)?;
     let data = match &wish.data_file {
         None => None,
@@ -303,7 +314,16 @@ async fn empty(storage: &Storage) -> anyhow::Result<()> {
     }
 }
 
-fn create_raw(path: &Path, size: u64, preallocation: Preallocation, name: &str) -> Result<(), Failure> {
+/// Makes a raw image at `path`; messages call it `name`.
+///
+/// # Errors
+/// As for [`create_qcow2`].
+pub(super) fn create_raw(
+    path: &Path,
+    size: u64,
+    preallocation: Preallocation,
+    name: &str,
+) -> Result<(), Failure> {
     let size = size.next_multiple_of(512);
     if preallocation == Preallocation::Metadata {
         return Err(Failure::Usage(anyhow!("{name}: preallocation=metadata: raw images have no metadata")));

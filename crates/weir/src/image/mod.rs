@@ -5,10 +5,17 @@
 //!
 //! Never decides what an image means: that is `block`'s.
 
+mod compare;
+mod convert;
+mod copy;
 mod create;
+mod disk;
 mod info;
 mod opening;
 mod options;
+mod progress;
+mod source;
+mod unfinished;
 
 use std::{
     future::Future,
@@ -30,6 +37,12 @@ pub(crate) enum Command {
     /// Show what an image is
     #[command(after_help = info::EXAMPLES)]
     Info(info::Arguments),
+    /// Copy a disk into a new image
+    #[command(after_help = convert::EXAMPLES)]
+    Convert(convert::Arguments),
+    /// Find out whether two images hold the same
+    #[command(after_help = compare::EXAMPLES)]
+    Compare(compare::Arguments),
 }
 
 /// Does it.
@@ -40,6 +53,8 @@ pub(crate) fn run(command: Command) -> Result<(), Failure> {
     match command {
         Command::Create(arguments) => create::run(arguments),
         Command::Info(arguments) => info::run(arguments),
+        Command::Convert(arguments) => convert::run(arguments),
+        Command::Compare(arguments) => compare::run(arguments),
     }
 }
 

@@ -55,6 +55,8 @@ pub(super) struct How {
     pub(super) write: bool,
     /// Also while somebody else writes to it.
     pub(super) force_share: bool,
+    /// Bytes per second at most; not 0.
+    pub(super) rate_bps: Option<u64>,
 }
 
 /// The format that was given, or else that of the signature.
@@ -84,10 +86,17 @@ pub(super) fn format(path: &Path, given: Option<Format>) -> anyhow::Result<Forma
 pub(super) fn storage(path: &Path, how: How) -> anyhow::Result<Storage> {
     let text =
         path.to_str().with_context(|| format!("{}: not UTF-8 (use another name of it)", path.display()))?;
+    let rate = match how.rate_bps {
+        Some(rate) => {
+            Some(format!("bytes={rate}").parse().with_context(|| format!("{rate} bytes per second"))?)
+        }
+        None => None,
+    };
     let options = OpenOptions {
         cache: how.cache,
         read_only: !how.write,
         force_share: how.force_share,
+        rate,
         ..OpenOptions::default()
     };
     Ok(open_storage(&format!("file:{text}"), options)?)

@@ -1,0 +1,57 @@
+//! Whose turn it is to write, where writes come in order: tasks on several threads read ahead, and write one after the other.
+//!
+//! Never waits for who has given up: once one has, nobody's turn comes.
+
+use std::{
+    future::poll_fn,
+    sync::{Mutex, PoisonError},
+    task::{Poll, Waker},
+};
+
+/// Turns, by number.
+#[derive(Debug, Default)]
+pub(super) struct Turns(Mutex<State>);
+
+#[derive(Debug, Default)]
+struct State {
+    next: u64,
+    over: bool,
+    waiting: Vec<Waker>,
+}
+
+impl Turns {
+    /// Waits for the turn of `number`; false if it will never come.
+    pub(super) async fn wait(&self, number: u64) -> bool {
+        poll_fn(|context| {
+            let mut state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+            if state.over || state.next == number {
+                return Poll::Ready(!state.over);
+            }
+            state.waiting.push(context.waker().clone());
+            Poll::Pending
+        })
+        .await
+    }
+
+    /// Whoever's turn it is has written.
+    pub(super) fn advance(&self) {
+        self.change(|state| state.next += 1);
+    }
+
+    /// There will be no more.
+    pub(super) fn end(&self) {
+        self.change(|state| state.over = true);
+    }
+
+    fn change(&self, change: impl FnOnce(&mut State)) {
+        let woken = {
+            let mut state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+            change(&mut state);
+            std::mem::take(&mut state.waiting)
+        };
+        // A waker may want to do something at once; not under the lock.
+        for waker in woken {
+            waker.wake();
+        }
+    }
+}

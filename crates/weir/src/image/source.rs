@@ -1,0 +1,103 @@
+//! What is read: an image, several one behind the other, or one layer of a chain.
+//!
+//! Never writes.
+
+use std::sync::Arc;
+
+use anyhow::Context as _;
+use block::{buffer::Buffer, image::Image};
+
+use super::{copy::Kind, disk};
+
+/// Images behind each other, as if they were one disk.
+#[derive(Clone, Debug)]
+pub(super) struct Source {
+    parts: Vec<Part>,
+    size_bytes: u64,
+    only_top: bool,
+}
+
+#[derive(Clone, Debug)]
+struct Part {
+    name: Arc<str>,
+    image: Arc<Image>,
+    start: u64,
+}
+
+impl Source {
+    /// These images in this order, by name.
+    pub(super) fn new(images: impl IntoIterator<Item = (String, Arc<Image>)>) -> Self {
+        let mut source = Self { parts: Vec::new(), size_bytes: 0, only_top: false };
+        for (name, image) in images {
+            let start = source.size_bytes;
+            source.size_bytes += image.size_bytes();
+            source.parts.push(Part { name: name.into(), image, start });
+        }
+        source
+    }
+
+    /// The same, with what comes from backing files told as [`Kind::Below`].
+    pub(super) fn only_top(self) -> Self {
+        Self { only_top: true, ..self }
+    }
+
+    /// All of them together.
+    pub(super) fn size_bytes(&self) -> u64 {
+        self.size_bytes
+    }
+
+    /// The part that holds `offset`, where in it that is, and how much of it follows.
+    fn at(&self, offset: u64) -> (&Part, u64, u64) {
+        let behind = self.parts.partition_point(|part| part.start <= offset);
+        let part = &self.parts[behind - 1];
+        let end = self.parts.get(behind).map_or(self.size_bytes, |next| next.start);
+        (part, offset - part.start, end - offset)
+    }
+
+    /// What there is at `offset`, for at most `length` bytes: pieces that follow each other; at least one.
+    ///
+    /// # Errors
+    /// What the image says.
+    pub(super) async fn status(&self, offset: u64, length: u64) -> anyhow::Result<Vec<(u64, Kind)>> {
+        let (part, at, left) = self.at(offset);
+        let length = length.min(left);
+        let status = if self.only_top {
+            disk::layer(&part.image, at, length).await
+        } else {
+            let extents = part.image.block_status(at, length).await;
+            let kind = |zero| if zero { Kind::Zero } else { Kind::Data };
+            extents
+                .map(|extents| extents.into_iter().map(|extent| (extent.length, kind(extent.zero))).collect())
+        };
+        status.with_context(|| format!("{}: what is at {at} cannot be found out", part.name))
+    }
+
+    /// The bytes there.
+    ///
+    /// # Errors
+    /// What the image says, with where it was.
+    pub(super) async fn read(&self, offset: u64, length: usize) -> anyhow::Result<Buffer> {
+        let (part, at, left) = self.at(offset);
+        if length as u64 <= left {
+            return part.read(at, length).await;
+        }
+        let mut data = Buffer::new(length);
+        let mut done = 0;
+        while done < length {
+            let (part, at, left) = self.at(offset + done as u64);
+            let next = length.min(done + usize::try_from(left).unwrap_or(usize::MAX));
+            data[done..next].copy_from_slice(&part.read(at, next - done).await?);
+            done = next;
+        }
+        Ok(data)
+    }
+}
+
+impl Part {
+    async fn read(&self, offset: u64, length: usize) -> anyhow::Result<Buffer> {
+        self.image
+            .read(offset, Buffer::new(length))
+            .await
+            .with_context(|| format!("{}: reading {length} bytes at {offset}", self.name))
+    }
+}
