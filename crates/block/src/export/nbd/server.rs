@@ -300,11 +300,8 @@ impl Server {
 
     /// Handshake, then transmission.
     async fn converse(&self, stream: Stream, stop: &Arc<AtomicBool>, number: u64) -> Result<(), String> {
-        match self.open(stream, stop).await? {
-            Some((connection, inbox)) if self.choose(connection.session.export, number) => {
-                connection.serve(inbox).await.map_err(|broken| broken.to_string())
-            }
-            Some(_) => Err(REMOVED.to_owned()),
+        match self.open(stream, stop, number).await? {
+            Some((connection, inbox)) => connection.serve(inbox).await.map_err(|broken| broken.to_string()),
             None => Ok(()),
         }
     }
@@ -314,8 +311,9 @@ impl Server {
         &self,
         stream: Stream,
         stop: &Arc<AtomicBool>,
+        number: u64,
     ) -> Result<Option<(Rc<Connection>, Inbox)>, String> {
-        let negotiated = reactor::timeout(self.terms.handshake_timeout, self.negotiate(stream)).await;
+        let negotiated = reactor::timeout(self.terms.handshake_timeout, self.negotiate(stream, number)).await;
         let Some((stream, inbox, session)) =
             negotiated.unwrap_or_else(|reactor::Timeout| Err("the handshake took too long".to_owned()))?
         else {
@@ -327,7 +325,11 @@ impl Server {
     }
 
     /// `None` where the client only looked around.
-    async fn negotiate(&self, mut stream: Stream) -> Result<Option<(Stream, Inbox, Session)>, String> {
+    async fn negotiate(
+        &self,
+        mut stream: Stream,
+        number: u64,
+    ) -> Result<Option<(Stream, Inbox, Session)>, String> {
         let policy = match &self.tls {
             None => TlsPolicy::Off,
             Some(tls) if tls.required => TlsPolicy::Required,
@@ -339,6 +341,12 @@ impl Server {
         loop {
             let step = handshake.advance(inbox.bytes(), self, &mut out);
             inbox.consume(step.consumed);
+            // Before the client is told, or it could be connected to an export that seems to have no clients.
+            if let negotiate::Event::Transmission(session) = &step.event
+                && !self.choose(session.export, number)
+            {
+                return Err(REMOVED.to_owned());
+            }
             let quiet = matches!(step.event, negotiate::Event::NeedInput);
             if !out.is_empty()
                 && (quiet || !matches!(step.event, negotiate::Event::Replied) || out.len() > REPLY_BYTES)

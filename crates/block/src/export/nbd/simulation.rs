@@ -217,7 +217,7 @@ async fn converse(
     stop: Arc<AtomicBool>,
     in_flight: Rc<Cell<(usize, usize)>>,
 ) {
-    if let Ok(Some((connection, inbox))) = server.open(Stream::Simulated(pipe.clone()), &stop).await {
+    if let Ok(Some((connection, inbox))) = server.open(Stream::Simulated(pipe.clone()), &stop, 0).await {
         let watched = Rc::clone(&connection);
         let watching = spawn_joinable(async move {
             loop {
