@@ -20,7 +20,7 @@ use policy::{
 };
 
 use crate::{
-    buffer::{Buffer, Segments},
+    buffer::Segments,
     error::{Error, Result},
     image::Image,
     layer::throttle::{DiskSettings, Group, Member},
@@ -143,10 +143,7 @@ impl Disk {
     /// # Errors
     /// The image's.
     pub async fn retry_read(&self, offset: u64, length: usize) -> Result<Segments> {
-        match self.image.lend(offset, length) {
-            Some(data) => Ok(data),
-            None => Ok(self.image.read(offset, Buffer::new(length)).await?.into()),
-        }
+        self.image.read(offset, length).await
     }
 
     /// Says that `length` bytes at `offset` will be read soon: a hint, without cost to the client's limits.

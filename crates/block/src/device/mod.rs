@@ -36,7 +36,6 @@ use policy::{
 
 use crate::{
     disk::Disk,
-    image::Image,
     storage::{
         Storage,
         rate::{Budget, RateOptions},
@@ -120,7 +119,7 @@ fn below(mut storage: &Storage) -> Below<'_> {
 /// # Errors
 /// If a file lies on nothing that the machine knows as a disk, such as a network file system.
 pub fn id_of(disk: &Disk, roots: &Roots) -> io::Result<Option<DeviceId>> {
-    match below(storage_of(disk)) {
+    match below(disk.image().storage()) {
         Below::Nothing => Ok(None),
         Below::Imitated(budget) => Ok(Some(DeviceId::Imitated(Arc::as_ptr(budget).addr()))),
         Below::File(number) => {
@@ -128,11 +127,6 @@ pub fn id_of(disk: &Disk, roots: &Roots) -> io::Result<Option<DeviceId>> {
             Ok(Some(DeviceId::Physical(identity.number())))
         }
     }
-}
-
-fn storage_of(disk: &Disk) -> &Storage {
-    let Image::Raw(raw) = disk.image();
-    raw.storage()
 }
 
 impl Device {
@@ -147,7 +141,7 @@ impl Device {
         roots: &Roots,
         measured: impl FnOnce(&Identity) -> Option<Capacity>,
     ) -> io::Result<Option<Self>> {
-        match below(storage_of(disk)) {
+        match below(disk.image().storage()) {
             Below::Nothing => Ok(None),
             Below::Imitated(budget) => Ok(Some(Self::imitated(budget, disk.name()))),
             Below::File(number) => {

@@ -2,6 +2,7 @@
 
 use super::*;
 use crate::{
+    image::Image,
     layer::throttle::DiskSettings,
     reactor::{now, sim, sleep_until},
     storage::{OpenOptions, open, rate::Budgets},

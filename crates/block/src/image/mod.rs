@@ -7,11 +7,11 @@ pub mod qcow2;
 mod raw;
 pub mod secret;
 
-pub use self::{raw::Raw, secret::Secret};
+pub use self::{qcow2::Qcow2, raw::Raw, secret::Secret};
 use crate::{
     buffer::{Buffer, Segments},
     error::Result,
-    storage::{BlockSize, Durability, Extent, ResizeError, ZeroOptions},
+    storage::{BlockSize, Durability, Extent, ResizeError, Storage, ZeroOptions},
 };
 
 /// An image of any format.
@@ -19,22 +19,28 @@ use crate::{
 pub enum Image {
     /// The bytes are the disk.
     Raw(Raw),
+    /// Copy-on-write clusters.
+    Qcow2(Qcow2),
 }
 
 impl Image {
     /// See [`Storage::size_bytes`](crate::storage::Storage::size_bytes).
     pub fn size_bytes(&self) -> u64 {
-        let Self::Raw(raw) = self;
-        raw.storage().size_bytes()
+        match self {
+            Self::Raw(raw) => raw.storage().size_bytes(),
+            Self::Qcow2(qcow2) => qcow2.size_bytes(),
+        }
     }
 
-    /// See [`Storage::refresh_size`](crate::storage::Storage::refresh_size).
+    /// See [`Storage::refresh_size`](crate::storage::Storage::refresh_size). A format that stores its size has no other.
     ///
     /// # Errors
     /// What the file system says.
     pub fn refresh_size(&self) -> Result<u64> {
-        let Self::Raw(raw) = self;
-        raw.storage().refresh_size()
+        match self {
+            Self::Raw(raw) => raw.storage().refresh_size(),
+            Self::Qcow2(qcow2) => Ok(qcow2.size_bytes()),
+        }
     }
 
     /// See [`Storage::resize`](crate::storage::Storage::resize).
@@ -42,50 +48,65 @@ impl Image {
     /// # Errors
     /// As there; also where the image was opened read-only.
     pub async fn resize(&self, size_bytes: u64) -> std::result::Result<(), ResizeError> {
-        let Self::Raw(raw) = self;
-        if raw.is_read_only() {
-            return Err(ResizeError::ReadOnly);
+        match self {
+            Self::Raw(raw) if raw.is_read_only() => Err(ResizeError::ReadOnly),
+            Self::Raw(raw) => raw.storage().resize(size_bytes).await,
+            Self::Qcow2(qcow2) => qcow2.resize(size_bytes).await,
         }
-        raw.storage().resize(size_bytes).await
+    }
+
+    /// Where a guest's data lies, for those who look at the device below.
+    pub fn storage(&self) -> &Storage {
+        match self {
+            Self::Raw(raw) => raw.storage(),
+            Self::Qcow2(qcow2) => qcow2.storage(),
+        }
     }
 
     /// Format and storage, for people.
     pub fn description(&self) -> String {
-        let Self::Raw(raw) = self;
-        format!("raw, {}", raw.storage().description())
+        match self {
+            Self::Raw(raw) => format!("raw, {}", raw.storage().description()),
+            Self::Qcow2(qcow2) => qcow2.description(),
+        }
     }
 
     /// Whether writes fail with [`Error::NOT_PERMITTED`](crate::error::Error::NOT_PERMITTED).
     pub fn is_read_only(&self) -> bool {
-        let Self::Raw(raw) = self;
-        raw.is_read_only()
+        match self {
+            Self::Raw(raw) => raw.is_read_only(),
+            Self::Qcow2(qcow2) => qcow2.is_read_only(),
+        }
     }
 
     /// See [`Storage::block_size`](crate::storage::Storage::block_size).
     pub fn block_size(&self) -> BlockSize {
-        let Self::Raw(raw) = self;
-        raw.storage().block_size()
+        match self {
+            Self::Raw(raw) => raw.storage().block_size(),
+            Self::Qcow2(qcow2) => qcow2.block_size(),
+        }
     }
 
     /// See [`Storage::can_zero_fast`](crate::storage::Storage::can_zero_fast).
     pub fn can_zero_fast(&self) -> bool {
-        let Self::Raw(raw) = self;
-        raw.storage().can_zero_fast()
+        match self {
+            Self::Raw(raw) => raw.storage().can_zero_fast(),
+            Self::Qcow2(qcow2) => qcow2.can_zero_fast(),
+        }
     }
 
-    /// See [`Storage::read`](crate::storage::Storage::read).
+    /// Reads `length` bytes at `offset`: see [`Storage::read`](crate::storage::Storage::read). What is in memory already is lent.
     ///
     /// # Errors
     /// As there.
-    pub async fn read(&self, offset: u64, buffer: Buffer) -> Result<Buffer> {
-        let Self::Raw(raw) = self;
-        raw.storage().read(offset, buffer).await
-    }
-
-    /// See [`Storage::lend`](crate::storage::Storage::lend).
-    pub fn lend(&self, offset: u64, length: usize) -> Option<Segments> {
-        let Self::Raw(raw) = self;
-        raw.storage().lend(offset, length)
+    pub async fn read(&self, offset: u64, length: usize) -> Result<Segments> {
+        match self {
+            Self::Raw(raw) => match raw.storage().lend(offset, length) {
+                Some(data) => Ok(data),
+                None => Ok(raw.storage().read(offset, Buffer::new(length)).await?.into()),
+            },
+            Self::Qcow2(qcow2) => qcow2.read(offset, length).await,
+        }
     }
 
     /// See [`Storage::write`](crate::storage::Storage::write).
@@ -93,14 +114,18 @@ impl Image {
     /// # Errors
     /// As there; [`Error::NOT_PERMITTED`](crate::error::Error::NOT_PERMITTED) also for a header that would change what the image is.
     pub async fn write(&self, offset: u64, data: Segments, durability: Durability) -> Result<()> {
-        let Self::Raw(raw) = self;
-        raw.write(offset, data, durability).await
+        match self {
+            Self::Raw(raw) => raw.write(offset, data, durability).await,
+            Self::Qcow2(qcow2) => qcow2.write(offset, data, durability).await,
+        }
     }
 
-    /// See [`Storage::will_need`](crate::storage::Storage::will_need).
+    /// See [`Storage::will_need`](crate::storage::Storage::will_need). For a format that maps it would be the work that a hint should not make.
     pub async fn will_need(&self, offset: u64, length: u64) {
-        let Self::Raw(raw) = self;
-        raw.storage().will_need(offset, length).await;
+        match self {
+            Self::Raw(raw) => raw.storage().will_need(offset, length).await,
+            Self::Qcow2(_) => {}
+        }
     }
 
     /// See [`Storage::flush`](crate::storage::Storage::flush).
@@ -108,8 +133,21 @@ impl Image {
     /// # Errors
     /// As there.
     pub async fn flush(&self) -> Result<()> {
-        let Self::Raw(raw) = self;
-        raw.storage().flush().await
+        match self {
+            Self::Raw(raw) => raw.storage().flush().await,
+            Self::Qcow2(qcow2) => qcow2.flush().await,
+        }
+    }
+
+    /// The last thing that is done with an image: what a format keeps in memory reaches the file.
+    ///
+    /// # Errors
+    /// As for [`Image::flush`].
+    pub async fn close(&self) -> Result<()> {
+        match self {
+            Self::Raw(_) => Ok(()),
+            Self::Qcow2(qcow2) => qcow2.close().await,
+        }
     }
 
     /// See [`Storage::write_zeroes`](crate::storage::Storage::write_zeroes).
@@ -117,8 +155,10 @@ impl Image {
     /// # Errors
     /// As there, and as for [`Image::write`].
     pub async fn write_zeroes(&self, offset: u64, length: u64, options: ZeroOptions) -> Result<()> {
-        let Self::Raw(raw) = self;
-        raw.write_zeroes(offset, length, options).await
+        match self {
+            Self::Raw(raw) => raw.write_zeroes(offset, length, options).await,
+            Self::Qcow2(qcow2) => qcow2.write_zeroes(offset, length, options).await,
+        }
     }
 
     /// See [`Storage::discard`](crate::storage::Storage::discard).
@@ -126,8 +166,10 @@ impl Image {
     /// # Errors
     /// As there.
     pub async fn discard(&self, offset: u64, length: u64) -> Result<()> {
-        let Self::Raw(raw) = self;
-        raw.discard(offset, length).await
+        match self {
+            Self::Raw(raw) => raw.discard(offset, length).await,
+            Self::Qcow2(qcow2) => qcow2.discard(offset, length).await,
+        }
     }
 
     /// See [`Storage::block_status`](crate::storage::Storage::block_status).
@@ -135,7 +177,9 @@ impl Image {
     /// # Errors
     /// As there.
     pub async fn block_status(&self, offset: u64, length: u64) -> Result<Vec<Extent>> {
-        let Self::Raw(raw) = self;
-        raw.storage().block_status(offset, length).await
+        match self {
+            Self::Raw(raw) => raw.storage().block_status(offset, length).await,
+            Self::Qcow2(qcow2) => qcow2.block_status(offset, length).await,
+        }
     }
 }

@@ -122,6 +122,54 @@ pub fn spawn_joinable<T: 'static>(future: impl Future<Output = T> + 'static) -> 
     task
 }
 
+/// As [`spawn`], with the result; dropping what is returned lets the task go on by itself. `None` if the reactor ended before the task did.
+///
+/// For what must not stop half way because its client has gone.
+///
+/// # Panics
+/// Without a reactor on this thread.
+pub fn spawn_to_end<T: 'static>(future: impl Future<Output = T> + 'static) -> ToItsEnd<T> {
+    let reactor = with_current(Rc::clone);
+    let (runnable, task) = reactor.executor.make_task(future);
+    let at_once = match &reactor.driver {
+        Driver::Uring(_) => true,
+        Driver::Sim(sim) => sim.coin(),
+    };
+    if at_once {
+        runnable.run();
+    } else {
+        runnable.schedule();
+    }
+    ToItsEnd(Some(task.fallible()))
+}
+
+/// A task that ends whether it is awaited or not: see [`spawn_to_end`].
+#[derive(Debug)]
+#[must_use = "the task's result is in it"]
+pub struct ToItsEnd<T>(Option<async_task::FallibleTask<T>>);
+
+impl<T> Future for ToItsEnd<T> {
+    type Output = Option<T>;
+
+    fn poll(
+        mut self: std::pin::Pin<&mut Self>,
+        context: &mut std::task::Context<'_>,
+    ) -> std::task::Poll<Option<T>> {
+        match &mut self.0 {
+            Some(task) => std::pin::Pin::new(task).poll(context),
+            None => std::task::Poll::Ready(None),
+        }
+    }
+}
+
+impl<T> Drop for ToItsEnd<T> {
+    fn drop(&mut self) {
+        if let Some(task) = self.0.take() {
+            task.detach();
+        }
+    }
+}
+
 /// Waits until `deadline`; ready at once if it has passed.
 pub fn sleep_until(deadline: Instant) -> Sleep {
     Sleep::new(deadline)

@@ -37,7 +37,7 @@ pub use file::{CacheMode, File};
 pub use open::{OpenError, OpenOptions, open, open_storage};
 pub use options::InvalidOption;
 pub use probe::Format;
-pub(crate) use range_lock::RangeLocks;
+pub(crate) use range_lock::{Guard as RangeGuard, RangeLocks};
 pub use resize::ResizeError;
 pub use spec::{InvalidValue, Spec, parse_duration, parse_size};
 
@@ -159,6 +159,17 @@ impl Storage {
         each!(self, inner => inner.read_only())
     }
 
+    /// Whether every write is durable when it has completed, whatever it asked for: the cache modes `writethrough` and `directsync`.
+    pub fn writes_through(&self) -> bool {
+        match self {
+            Self::File(file) => file.device().writes_through(),
+            Self::Memory(_) | Self::Null(_) | Self::Simulated(_) => false,
+            Self::Delay(wrapped) => wrapped.inner().writes_through(),
+            Self::Rate(wrapped) => wrapped.inner().writes_through(),
+            Self::Fault(wrapped) => wrapped.inner().writes_through(),
+        }
+    }
+
     /// The alignment that costs least.
     pub fn block_size(&self) -> BlockSize {
         each!(self, inner => inner.block_size())
@@ -241,7 +252,7 @@ impl Storage {
 }
 
 /// Appends an extent, joining it to the last one if they are alike.
-fn push_extent(extents: &mut Vec<Extent>, extent: Extent) {
+pub(crate) fn push_extent(extents: &mut Vec<Extent>, extent: Extent) {
     match extents.last_mut() {
         Some(last) if (last.hole, last.zero) == (extent.hole, extent.zero) => last.length += extent.length,
         _ => extents.push(extent),

@@ -8,7 +8,7 @@ use anyhow::bail;
 use block::{
     buffer::Segments,
     error::{Error, Result},
-    image::{Image, Raw},
+    image::{Image, Raw, qcow2::What},
 };
 
 use super::{
@@ -36,7 +36,8 @@ pub(super) async fn open(path: &Path, format: Option<Format>, how: How) -> anyho
 /// # Errors
 /// What the storage says.
 pub(super) async fn close(image: &Image) -> Result<()> {
-    image.flush().await
+    image.flush().await?;
+    image.close().await
 }
 
 /// In what sizes a format keeps data, in bytes.
@@ -52,6 +53,12 @@ pub(super) struct Blocks {
 pub(super) fn blocks(image: &Image) -> Option<Blocks> {
     match image {
         Image::Raw(_) => None,
+        Image::Qcow2(qcow2) => {
+            let header = qcow2.header();
+            let cluster = header.cluster_bytes();
+            let subcluster = if header.has_subclusters() { cluster / 32 } else { cluster };
+            Some(Blocks { cluster, subcluster })
+        }
     }
 }
 
@@ -59,10 +66,19 @@ pub(super) fn blocks(image: &Image) -> Option<Blocks> {
 ///
 /// # Errors
 /// What the storage says.
-pub(super) async fn layer(image: &Image, _offset: u64, length: u64) -> Result<Vec<(u64, Kind)>> {
+pub(super) async fn layer(image: &Image, offset: u64, length: u64) -> Result<Vec<(u64, Kind)>> {
     match image {
         // There is nothing below it.
         Image::Raw(_) => Ok(vec![(length, Kind::Data)]),
+        Image::Qcow2(qcow2) => {
+            let pieces = qcow2.map(offset, length).await?;
+            let kind = |what: What| match what {
+                What::Unallocated => Kind::Below,
+                What::Zero { .. } => Kind::Zero,
+                What::Data { .. } | What::Compressed { .. } => Kind::Data,
+            };
+            Ok(pieces.into_iter().map(|piece| (piece.length, kind(piece.what))).collect())
+        }
     }
 }
 
@@ -70,8 +86,9 @@ pub(super) async fn layer(image: &Image, _offset: u64, length: u64) -> Result<Ve
 ///
 /// # Errors
 /// As for [`Image::write`], and where the format has no compression.
-pub(super) async fn write_compressed(image: &Image, _offset: u64, _data: Segments) -> Result<()> {
+pub(super) async fn write_compressed(image: &Image, offset: u64, data: Segments) -> Result<()> {
     match image {
         Image::Raw(_) => Err(Error::UNSUPPORTED),
+        Image::Qcow2(qcow2) => qcow2.write_compressed(offset, data).await,
     }
 }

@@ -95,9 +95,13 @@ impl Source {
 
 impl Part {
     async fn read(&self, offset: u64, length: usize) -> anyhow::Result<Buffer> {
-        self.image
-            .read(offset, Buffer::new(length))
+        let data = self
+            .image
+            .read(offset, length)
             .await
-            .with_context(|| format!("{}: reading {length} bytes at {offset}", self.name))
+            .with_context(|| format!("{}: reading {length} bytes at {offset}", self.name))?;
+        let mut buffer = Buffer::new(length);
+        data.copy_to(&mut buffer);
+        Ok(buffer)
     }
 }

@@ -194,7 +194,7 @@ impl Run {
     async fn request(&self, at: u64) {
         let image = &self.field.image;
         let result = match self.load.direction {
-            Direction::Read => image.read(at, Buffer::new(self.load.block_bytes)).await.map(drop),
+            Direction::Read => image.read(at, self.load.block_bytes).await.map(drop),
             Direction::Write => {
                 let data = Buffer::copy_of(&self.field.noise[..self.load.block_bytes]);
                 image.write(at, data.into(), Durability::Cached).await

@@ -15,7 +15,6 @@ pub(super) fn count(block_bytes: u64, order: u32) -> u64 {
 }
 
 /// Number `index`, which the block has.
-#[allow(dead_code, reason = "for who checks")]
 pub(super) fn get(block: &[u8], order: u32, index: usize) -> u64 {
     if order < 3 {
         let at = index << order;

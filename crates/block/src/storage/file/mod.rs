@@ -81,6 +81,10 @@ pub struct File {
 }
 
 impl File {
+    pub(in crate::storage) fn writes_through(&self) -> bool {
+        self.durability(Durability::Cached) == Durability::Synchronous
+    }
+
     /// What the cache mode makes of a request's durability.
     fn durability(&self, asked: Durability) -> Durability {
         match self.cache {

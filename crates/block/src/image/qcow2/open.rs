@@ -1,0 +1,297 @@
+//! Opening an image: what is checked before the first request, and what is read.
+//!
+//! Read are the header, the L1 table and the refcount table: 8 bytes for each L2 table and refcount block, so an image of any size opens at once.
+//! Everything else is read, and checked, when it is needed.
+
+use std::sync::{Arc, Mutex, atomic::AtomicU64};
+
+use arc_swap::ArcSwap;
+
+use super::{
+    Invalid, Qcow2,
+    bytes::{self, MetadataError, read_header},
+    cache::L2Cache,
+    cache_settings::{CacheSettings, CacheSizes, InvalidCache},
+    entry::Shape,
+    file::ImageFile,
+    gate::Gate,
+    header::{Crypt, Header, autoclear, incompatible},
+    l1::L1,
+    luks::Cipher,
+    overlap::Metadata,
+    refcounts::Refcounts,
+    writeback::Pending,
+};
+use crate::{
+    error::{Error, Result},
+    image::Image,
+    reactor,
+    storage::{RangeLocks, Storage},
+};
+
+/// What an image is opened from.
+#[derive(Debug)]
+pub struct Parts {
+    /// The qcow2 file.
+    pub storage: Storage,
+    /// What is not allocated is read from here; opened read-only.
+    pub backing: Option<Box<Image>>,
+    /// The external data file.
+    pub data: Option<Storage>,
+    /// The key of an encrypted image.
+    pub cipher: Option<Cipher>,
+    /// Nothing is written, not even marks.
+    pub read_only: bool,
+    /// Sizes of the caches.
+    pub caches: CacheSettings,
+}
+
+/// Why an image cannot be opened.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum OpenFailure {
+    /// Something in it is wrong.
+    #[error("{0} (`weir image check` shows the damage)")]
+    Invalid(#[from] Invalid),
+    /// The file cannot be read or written.
+    #[error("{0}")]
+    Failed(#[from] Error),
+    /// It was found corrupt before.
+    #[error(
+        "it is marked corrupt (`weir image check --repair` mends what can be mended; --read-only opens it as it is)"
+    )]
+    Corrupt,
+    /// Refcounts were not written when it was last used.
+    #[error(
+        "its refcounts were not written when it was last used (`weir image check --repair` counts them again; --read-only opens it as it is)"
+    )]
+    Dirty,
+    /// Legacy encryption.
+    #[error(
+        "it is encrypted with QEMU's old AES method, which is not safe (convert it with `qemu-img convert` to LUKS)"
+    )]
+    LegacyAes,
+    /// No key was given.
+    #[error("it is encrypted with LUKS (give its passphrase)")]
+    NoKey,
+    /// The data file was not given.
+    #[error("its data is in an external data file that was not opened")]
+    NoDataFile,
+    /// The caches.
+    #[error("{0}")]
+    Caches(#[from] InvalidCache),
+}
+
+/// An open image, as its parts know it. Reached through [`Qcow2`].
+#[derive(Debug)]
+pub struct Opened {
+    pub(super) file: ImageFile,
+    pub(super) data: Option<Storage>,
+    pub(super) backing: Option<Box<Image>>,
+    pub(super) cipher: Option<Cipher>,
+    pub(super) read_only: bool,
+    /// Every write is durable when it is answered, whatever was asked.
+    pub(super) writes_through: bool,
+    pub(super) shape: Shape,
+    pub(super) l2_bits: u32,
+    pub(super) size: AtomicU64,
+    pub(super) l1: ArcSwap<L1>,
+    pub(super) cache: ArcSwap<L2Cache>,
+    /// Of a slice in bytes, as bits.
+    pub(super) slice_size_bits: AtomicU64,
+    pub(super) refcounts: Refcounts,
+    pub(super) overlap: Metadata,
+    pub(super) pending: Mutex<Pending>,
+    pub(super) gate: Gate,
+    /// Guest bytes whose clusters somebody changes.
+    pub(super) guest: RangeLocks,
+    /// L2 tables that somebody makes, by number.
+    pub(super) tables: RangeLocks,
+    /// Slices that somebody reads, by number.
+    pub(super) loading: RangeLocks,
+    /// One task at a time writes metadata.
+    pub(super) writing: RangeLocks,
+}
+
+impl Qcow2 {
+    /// Opens an image.
+    ///
+    /// # Errors
+    /// [`OpenFailure`]; nothing was changed then.
+    ///
+    /// # Panics
+    /// Outside a reactor.
+    pub async fn open(parts: Parts) -> std::result::Result<Self, OpenFailure> {
+        let Parts { storage, backing, data, cipher, read_only, caches } = parts;
+        let header = read_header(&storage).await?;
+        let first = bytes::read(&storage, 0, header.cluster_bytes() as usize).await?;
+        let read_only = read_only || storage.read_only();
+        check_openable(&header, read_only, data.is_some(), cipher.is_some())?;
+        let sizes = caches.sizes(&header)?;
+        let shape = Shape {
+            cluster_bits: header.cluster_bits,
+            extended: header.has_subclusters(),
+            data_file: data.is_some(),
+            version: header.version,
+        };
+        let file_bytes = storage.size_bytes();
+        let writes_through = storage.writes_through();
+        let file = ImageFile::new(storage, header.clone(), first);
+        let l1_bytes = file.read(header.l1_offset, u64::from(header.l1_entries) * 8).await?;
+        let l1 = L1::parse(header.l1_offset, &l1_bytes, shape, file_bytes)?;
+        let table = read_refcount_table(&file, &header).await?;
+        let cluster_bytes = header.cluster_bytes();
+        let places = [
+            (0, cluster_bytes),
+            (header.l1_offset, u64::from(header.l1_entries) * 8),
+            (header.refcount_table_offset, table.len() as u64 * 8),
+            (header.snapshots_offset, u64::from(header.snapshots)),
+            header.encryption.map_or((0, 0), |place| (place.offset, place.length)),
+        ];
+        let tables = l1.tables().chain(table.iter().copied().filter(|offset| *offset != 0));
+        let overlap = Metadata::new(
+            header.cluster_bits,
+            places.into_iter().chain(tables.map(|offset| (offset, cluster_bytes))),
+        );
+        let file_clusters = file_bytes.div_ceil(cluster_bytes);
+        let refcounts = Refcounts::new(&header, table, file_clusters, sizes.refcount_bytes);
+        let image = Self(Arc::new(Opened {
+            file,
+            data,
+            backing,
+            cipher,
+            read_only,
+            writes_through,
+            shape,
+            l2_bits: header.l2_bits(),
+            size: AtomicU64::new(header.size_bytes),
+            l1: ArcSwap::from_pointee(l1),
+            cache: ArcSwap::from_pointee(L2Cache::new(sizes.l2_bytes, sizes.entry_bytes)),
+            slice_size_bits: AtomicU64::new(u64::from(sizes.entry_bytes.trailing_zeros())),
+            refcounts,
+            overlap,
+            pending: Mutex::default(),
+            gate: Gate::new(),
+            guest: RangeLocks::default(),
+            tables: RangeLocks::default(),
+            loading: RangeLocks::default(),
+            writing: RangeLocks::default(),
+        }));
+        if !read_only {
+            image.make_ready(&header).await?;
+        }
+        image.keep_cache_clean(caches.clean_interval);
+        Ok(image)
+    }
+
+    /// Whatever has to be in the file before the first write.
+    async fn make_ready(&self, header: &Header) -> Result<()> {
+        // What is not kept up to date must not look as if it were.
+        let kept = if header.autoclear & autoclear::BITMAPS != 0 {
+            tracing::warn!(
+                image = self.file.storage().description(),
+                "its bitmaps are not kept up to date while it is written to, and are marked so"
+            );
+            autoclear::RAW_DATA_FILE
+        } else {
+            autoclear::KNOWN
+        };
+        if header.autoclear & !kept != 0 {
+            self.file.update_header(|header| header.autoclear &= kept).await?;
+        }
+        // The last cluster may be incomplete, and somebody may write to its end.
+        self.file.make_whole(header.cluster_bytes()).await
+    }
+
+    /// Drops slices that are not used, from time to time.
+    fn keep_cache_clean(&self, interval: policy::time::Duration) {
+        if interval.is_zero() {
+            return;
+        }
+        let image = Arc::downgrade(&self.0);
+        reactor::spawn(async move {
+            let mut seen = 0;
+            loop {
+                reactor::sleep_until(reactor::now() + interval).await;
+                let Some(image) = image.upgrade().map(Self) else { return };
+                let _pending = image.pending();
+                seen = image.cache.load().drop_unused(seen);
+            }
+        });
+    }
+
+    /// Other sizes for the caches, from now on. What was in them is read again when it is needed.
+    ///
+    /// # Errors
+    /// [`OpenFailure::Caches`], and the old ones stay; or metadata cannot be written.
+    pub async fn set_caches(&self, settings: CacheSettings) -> std::result::Result<CacheSizes, OpenFailure> {
+        let sizes = settings.sizes(&self.file.header())?;
+        let _quiet = self.quiesce().await?;
+        let _pending = self.pending();
+        self.slice_size_bits
+            .store(u64::from(sizes.entry_bytes.trailing_zeros()), std::sync::atomic::Ordering::Release);
+        self.cache.store(Arc::new(L2Cache::new(sizes.l2_bytes, sizes.entry_bytes)));
+        self.refcounts.set_cache_bytes(sizes.refcount_bytes);
+        Ok(sizes)
+    }
+}
+
+impl From<MetadataError> for OpenFailure {
+    fn from(error: MetadataError) -> Self {
+        match error {
+            MetadataError::Invalid(invalid) => Self::Invalid(invalid),
+            MetadataError::Storage(error) => Self::Failed(error),
+        }
+    }
+}
+
+fn check_openable(
+    header: &Header,
+    read_only: bool,
+    has_data: bool,
+    has_key: bool,
+) -> std::result::Result<(), OpenFailure> {
+    match header.crypt {
+        Crypt::None => {}
+        Crypt::Aes => return Err(OpenFailure::LegacyAes),
+        Crypt::Luks if has_key => {}
+        Crypt::Luks => return Err(OpenFailure::NoKey),
+    }
+    if header.has_data_file() && !has_data {
+        return Err(OpenFailure::NoDataFile);
+    }
+    if read_only {
+        return Ok(());
+    }
+    if header.incompatible & incompatible::CORRUPT != 0 {
+        return Err(OpenFailure::Corrupt);
+    }
+    if header.incompatible & incompatible::DIRTY != 0 {
+        return Err(OpenFailure::Dirty);
+    }
+    Ok(())
+}
+
+async fn read_refcount_table(
+    file: &ImageFile,
+    header: &Header,
+) -> std::result::Result<Vec<u64>, OpenFailure> {
+    let length = u64::from(header.refcount_table_clusters) << header.cluster_bits;
+    let bytes = file.read(header.refcount_table_offset, length).await?;
+    let mut table = Vec::with_capacity(bytes.len() / 8);
+    for (index, chunk) in bytes.chunks_exact(8).enumerate() {
+        let mut value = [0; 8];
+        value.copy_from_slice(chunk);
+        let offset = u64::from_be_bytes(value);
+        let end = offset.checked_add(header.cluster_bytes());
+        if !offset.is_multiple_of(header.cluster_bytes())
+            || offset != 0 && end.is_none_or(|end| end > file.size_bytes())
+        {
+            return Err(Invalid::new(format!(
+                "refcount block {index} at {offset:#x} lies beyond the end of the file, or inside a cluster"
+            ))
+            .into());
+        }
+        table.push(offset);
+    }
+    Ok(table)
+}

@@ -1,0 +1,119 @@
+//! Changes to an image as a whole, and what they are made of: nobody inside, nothing unwritten.
+
+use super::{Qcow2, gate::Closed, header::Header, l1::L1};
+use crate::error::Result;
+
+/// Nobody is inside, and all metadata is in the file, until this is dropped.
+#[derive(Debug)]
+pub(super) struct Quiesced<'a> {
+    _closed: Closed<'a>,
+}
+
+impl Qcow2 {
+    /// Waits until nobody is inside, and keeps newcomers out; writes all metadata.
+    ///
+    /// # Errors
+    /// The file's.
+    pub(super) async fn quiesce(&self) -> Result<Quiesced<'_>> {
+        let closed = self.gate.close().await;
+        self.write_everything().await?;
+        Ok(Quiesced { _closed: closed })
+    }
+
+    /// Writes metadata until there is none left. Nobody is inside, or nothing is given back.
+    async fn write_everything(&self) -> Result<()> {
+        if self.read_only {
+            return Ok(());
+        }
+        loop {
+            self.write_tables().await?;
+            // Nobody is inside: what is not used can be given back at once, which changes refcounts again.
+            self.give_back_quietly().await?;
+            if !self.is_dirty() {
+                return self.file.flush().await;
+            }
+        }
+    }
+
+    /// Writes everything, and cuts off what the file has behind its last cluster. The image must not be used afterwards.
+    ///
+    /// # Errors
+    /// The file's; what was flushed before is safe.
+    pub async fn close(&self) -> Result<()> {
+        if let Some(backing) = self.backing() {
+            Box::pin(backing.close()).await?;
+        }
+        if self.read_only || self.file.is_corrupt() {
+            return Ok(());
+        }
+        if let Some(data) = &self.data {
+            data.flush().await?;
+        }
+        let _quiet = self.quiesce().await?;
+        let end = self.refcounts.end_of_use(&self.file).await?;
+        self.file.cut(end).await?;
+        self.file.flush().await
+    }
+
+    /// Takes clusters that follow each other, for metadata.
+    pub(super) async fn allocate(&self, clusters: u64) -> Result<u64> {
+        let found = self.refcounts.take_all(&self.file, &self.overlap, clusters).await?;
+        self.overlap.add(found.offset, clusters << self.shape.cluster_bits);
+        Ok(found.offset)
+    }
+
+    /// Adds to, or takes from, the refcounts of all clusters that these bytes touch; with `-1`, those that come to zero are free.
+    pub(super) async fn change_refcount(&self, offset: u64, length: u64, by: i64) -> Result<()> {
+        let bits = self.shape.cluster_bits;
+        let clusters = offset >> bits..((offset + length.max(1) - 1) >> bits) + 1;
+        if by == -1 {
+            return self.refcounts.give_back(&self.file, &self.overlap, clusters, false).await;
+        }
+        self.refcounts.change(&self.file, clusters, by).await
+    }
+
+    /// The refcount of the cluster at `offset`.
+    #[allow(dead_code, reason = "for snapshots and bitmaps")]
+    pub(super) async fn refcount(&self, offset: u64) -> Result<u64> {
+        self.refcounts.get(&self.file, offset >> self.shape.cluster_bits).await
+    }
+
+    /// Metadata, straight to the file.
+    pub(super) async fn write_metadata(&self, offset: u64, bytes: &[u8]) -> Result<()> {
+        self.file.write(offset, bytes).await
+    }
+
+    /// Metadata, straight from the file; not what is still in the caches.
+    #[allow(dead_code, reason = "for snapshots and bitmaps")]
+    pub(super) async fn read_metadata(&self, offset: u64, length: u64) -> Result<Vec<u8>> {
+        self.file.read(offset, length).await
+    }
+
+    /// Makes what was written durable, refcounts first.
+    pub(super) async fn flush_metadata(&self) -> Result<()> {
+        self.write_tables().await?;
+        self.file.flush().await
+    }
+
+    /// Changes the header; durable when this returns.
+    pub(super) async fn update_header(&self, change: impl FnOnce(&mut Header)) -> Result<()> {
+        self.file.update_header(change).await
+    }
+
+    /// Forgets what is in memory of the mapping, and reads the L1 table that the header names now. Only while quiet.
+    pub(super) async fn reload(&self) -> Result<()> {
+        let header = self.file.header();
+        let bytes = self.file.read(header.l1_offset, u64::from(header.l1_entries) * 8).await?;
+        let l1 = L1::parse(header.l1_offset, &bytes, self.shape, self.file.size_bytes())
+            .map_err(|invalid| self.file.found(&invalid))?;
+        self.overlap.add(header.l1_offset, bytes.len() as u64);
+        for table in l1.tables() {
+            self.overlap.add(table, 1 << self.shape.cluster_bits);
+        }
+        let _pending = self.pending();
+        self.cache.load().clear();
+        self.l1.store(l1.into());
+        self.size.store(header.size_bytes, std::sync::atomic::Ordering::Release);
+        Ok(())
+    }
+}

@@ -1,0 +1,115 @@
+//! Another size for the disk.
+//!
+//! Growing needs an L1 table with more entries: a new one is written elsewhere, and the header changes to it in one sector. Shrinking gives
+//! back what lies behind the new end first, and keeps the table.
+
+use super::{Qcow2, header::LARGEST_L1};
+use crate::{
+    error::{Error, Result},
+    storage::{Durability, ResizeError, ZeroOptions},
+};
+
+impl Qcow2 {
+    /// Gives the disk another size, a multiple of 512 bytes; what is added reads as zeroes.
+    ///
+    /// # Errors
+    /// [`ResizeError`]; the size is then what it was.
+    pub async fn resize(&self, size_bytes: u64) -> std::result::Result<(), ResizeError> {
+        if self.is_read_only() {
+            return Err(ResizeError::ReadOnly);
+        }
+        if size_bytes == 0 || !size_bytes.is_multiple_of(512) {
+            return Err(ResizeError::Unaligned { multiple: 512 });
+        }
+        let header = self.file.header();
+        let largest = (LARGEST_L1 / 8) << (header.cluster_bits + header.l2_bits());
+        if size_bytes > largest {
+            return Err(ResizeError::TooLarge { largest });
+        }
+        if header.snapshots > 0 && header.version < 3 {
+            // Snapshots of version 2 do not say how large the disk was.
+            return Err(ResizeError::Failed(Error::UNSUPPORTED));
+        }
+        if size_bytes < header.size_bytes {
+            self.shrink(size_bytes, header.size_bytes).await?;
+        } else if size_bytes > header.size_bytes {
+            self.grow(size_bytes, header.size_bytes).await?;
+        }
+        Ok(())
+    }
+
+    async fn shrink(&self, to: u64, from: u64) -> Result<()> {
+        let first = to.next_multiple_of(1 << self.shape.cluster_bits);
+        if first < from {
+            self.forget(first, from).await?;
+        }
+        let _quiet = self.quiesce().await?;
+        self.set_size(to).await?;
+        if let Some(data) = &self.data {
+            data.resize(to.next_multiple_of(u64::from(data.block_size().minimum).max(512)))
+                .await
+                .map_err(|_| Error::IO)?;
+        }
+        Ok(())
+    }
+
+    async fn grow(&self, to: u64, from: u64) -> Result<()> {
+        if let Some(data) = &self.data {
+            let size = to.next_multiple_of(u64::from(data.block_size().minimum).max(512));
+            data.resize(size).await.map_err(|_| Error::IO)?;
+        }
+        {
+            let _quiet = self.quiesce().await?;
+            let header = self.file.header();
+            let entries = header.l1_entries_for(to);
+            if entries > u64::from(header.l1_entries) {
+                self.move_l1(entries).await?;
+            }
+            self.set_size(to).await?;
+        }
+        // What the last cluster and a larger backing file hold behind the old end must not come to light.
+        let end = if self.backing_bytes(from) > 0 {
+            to
+        } else {
+            to.min(from.next_multiple_of(1 << self.shape.cluster_bits))
+        };
+        if end > from {
+            let options =
+                ZeroOptions { may_unmap: true, only_if_fast: false, durability: Durability::Cached };
+            self.write_zeroes(from, end - from, options).await?;
+        }
+        Ok(())
+    }
+
+    async fn set_size(&self, size_bytes: u64) -> Result<()> {
+        self.update_header(|header| header.size_bytes = size_bytes).await?;
+        self.size.store(size_bytes, std::sync::atomic::Ordering::Release);
+        Ok(())
+    }
+
+    /// Writes the L1 table to where it has room for so many entries.
+    async fn move_l1(&self, entries: u64) -> Result<()> {
+        let cluster_bytes = 1_u64 << self.shape.cluster_bits;
+        let (old, mut bytes) = {
+            let l1 = self.l1.load();
+            (l1.offset, l1.bytes())
+        };
+        let old_bytes = bytes.len() as u64;
+        bytes.resize(entries as usize * 8, 0);
+        let clusters = (bytes.len() as u64).div_ceil(cluster_bytes);
+        let offset = self.allocate(clusters).await?;
+        bytes.resize((clusters * cluster_bytes) as usize, 0);
+        self.write_metadata(offset, &bytes).await?;
+        self.flush_metadata().await?;
+        self.update_header(|header| {
+            header.l1_offset = offset;
+            header.l1_entries = entries as u32;
+        })
+        .await?;
+        self.reload().await?;
+        if old_bytes > 0 {
+            self.change_refcount(old, old_bytes, -1).await?;
+        }
+        self.flush_metadata().await
+    }
+}

@@ -1,0 +1,74 @@
+//! What a disk is made of: for NBD's block status, and for `weir image map`.
+
+use super::{
+    Qcow2,
+    lookup::{Piece, What},
+};
+use crate::{
+    error::{Error, Result},
+    storage::{Extent, MOST_EXTENTS, push_extent},
+};
+
+impl Qcow2 {
+    /// What a range is made of, with the backing files: see [`Storage::block_status`](crate::storage::Storage::block_status).
+    ///
+    /// # Errors
+    /// The file's.
+    pub async fn block_status(&self, offset: u64, length: u64) -> Result<Vec<Extent>> {
+        if length == 0 || !self.is_inside(offset, length) {
+            return Err(Error::INVALID);
+        }
+        let _pass = self.gate.enter().await;
+        let mut extents = Vec::new();
+        let mut done = 0;
+        while done < length && extents.len() < MOST_EXTENTS {
+            let at = offset + done;
+            let piece = self.lookup(at, length - done).await?;
+            done += self.push_status(&mut extents, at, piece).await?;
+        }
+        Ok(extents)
+    }
+
+    /// Adds what a piece, or the first part of it, is; returns how much of it.
+    async fn push_status(&self, extents: &mut Vec<Extent>, at: u64, piece: Piece) -> Result<u64> {
+        let length = piece.length;
+        let extent = match piece.what {
+            What::Data { .. } | What::Compressed { .. } => Extent { length, hole: false, zero: false },
+            What::Zero { host } => Extent { length, hole: host.is_none(), zero: true },
+            What::Unallocated => {
+                let there = self.backing_bytes(at).min(length);
+                let Some(backing) = self.backing.as_ref().filter(|_| there > 0) else {
+                    push_extent(extents, Extent { length, hole: true, zero: true });
+                    return Ok(length);
+                };
+                let mut sum = 0;
+                for extent in Box::pin(backing.block_status(at, there)).await? {
+                    sum += extent.length;
+                    push_extent(extents, extent);
+                }
+                return Ok(sum);
+            }
+        };
+        push_extent(extents, extent);
+        Ok(length)
+    }
+
+    /// What a range is made of in this image alone: pieces that follow each other, covering all of it or its first part.
+    ///
+    /// # Errors
+    /// The file's.
+    pub async fn map(&self, offset: u64, length: u64) -> Result<Vec<Piece>> {
+        if length == 0 || !self.is_inside(offset, length) {
+            return Err(Error::INVALID);
+        }
+        let _pass = self.gate.enter().await;
+        let mut pieces: Vec<Piece> = Vec::new();
+        let mut done = 0;
+        while done < length && pieces.len() < MOST_EXTENTS {
+            let piece = self.lookup(offset + done, length - done).await?;
+            done += piece.length;
+            pieces.push(piece);
+        }
+        Ok(pieces)
+    }
+}

@@ -1,0 +1,220 @@
+//! An open image against a plain array: random requests over every kind of image that weir makes.
+
+use proptest::prelude::*;
+
+use super::{
+    CacheSettings, L2Size, Parts, Qcow2,
+    create::{CreateOptions, create},
+    header::Backing,
+};
+use crate::{
+    buffer::Buffer,
+    error::Error,
+    image::{Image, Raw},
+    reactor::sim,
+    storage::{Durability, Storage, ZeroOptions, memory::Memory},
+};
+
+const SIZE: usize = 300 << 10;
+const BACKING_SIZE: usize = 200 << 10;
+
+fn memory(bytes: u64) -> Storage {
+    Storage::Memory(Memory::new(bytes).expect("small"))
+}
+
+#[derive(Clone, Debug)]
+struct Kind {
+    options: CreateOptions,
+    caches: CacheSettings,
+    has_backing: bool,
+}
+
+fn kinds() -> impl Strategy<Value = Kind> {
+    let cluster_bits = prop_oneof![Just(9), Just(12), Just(16)];
+    (cluster_bits, 0..=6_u32, any::<bool>(), any::<bool>(), 0..4_u32, any::<bool>()).prop_map(
+        |(bits, order, extended, backing, cache, old)| {
+            let bits = if extended { bits.max(14) } else { bits };
+            let old = old && !extended;
+            let options = CreateOptions {
+                size_bytes: SIZE as u64,
+                version: if old { 2 } else { 3 },
+                cluster_bytes: 1 << bits,
+                refcount_bits: if old { 16 } else { 1 << order },
+                extended_l2: extended,
+                backing: backing.then(|| Backing { name: "base".into(), format: Some("raw".into()) }),
+                ..CreateOptions::default()
+            };
+            let small = CacheSettings {
+                l2: Some(L2Size::Bytes(0)),
+                entry_bytes: Some(512),
+                ..CacheSettings::default()
+            };
+            let caches = if cache == 0 { small } else { CacheSettings::default() };
+            Kind { options, caches, has_backing: backing }
+        },
+    )
+}
+
+#[derive(Clone, Debug)]
+enum Step {
+    Write(usize, usize, u8),
+    Compressed(usize, u8),
+    Zero(usize, usize, bool),
+    Discard(usize, usize),
+    Read(usize, usize),
+    Flush,
+    Reopen,
+    Caches(bool),
+}
+
+fn ranges() -> impl Strategy<Value = (usize, usize)> {
+    let length = prop_oneof![1..600_usize, 4096..9000_usize, 1..150_000_usize];
+    (0..SIZE, length).prop_map(|(at, length)| (at, length.min(SIZE - at))).prop_flat_map(|(at, length)| {
+        prop_oneof![
+            Just((at, length)),
+            Just((at & !511, (length + 511) & !511)),
+            Just((at & !4095, (length + 4095) & !4095)),
+            Just((at & !65535, 65536)),
+        ]
+        .prop_map(|(at, length)| (at, length.min(SIZE - at)))
+    })
+}
+
+fn steps() -> impl Strategy<Value = Step> {
+    prop_oneof![
+        6 => (ranges(), 1..=255_u8).prop_map(|((at, length), byte)| Step::Write(at, length, byte)),
+        2 => (0..SIZE, 1..=255_u8).prop_map(|(at, byte)| Step::Compressed(at, byte)),
+        2 => (ranges(), any::<bool>()).prop_map(|((at, length), unmap)| Step::Zero(at, length, unmap)),
+        2 => ranges().prop_map(|(at, length)| Step::Discard(at, length)),
+        3 => ranges().prop_map(|(at, length)| Step::Read(at, length)),
+        1 => Just(Step::Flush),
+        1 => Just(Step::Reopen),
+        1 => any::<bool>().prop_map(Step::Caches),
+    ]
+}
+
+struct World {
+    kind: Kind,
+    image: Qcow2,
+    model: Vec<u8>,
+    /// Discarded: the old bytes, or zeroes.
+    open: Vec<bool>,
+}
+
+async fn storage_of(content: &[u8]) -> Storage {
+    let storage = memory((content.len() as u64).max(512));
+    if !content.is_empty() {
+        storage.write(0, Buffer::copy_of(content).into(), Durability::Cached).await.expect("memory");
+    }
+    storage
+}
+
+fn base(at: usize) -> u8 {
+    (at / 300 % 251) as u8 | 1
+}
+
+async fn open(kind: &Kind, content: &[u8]) -> Qcow2 {
+    let backing = if kind.has_backing {
+        let content: Vec<u8> = (0..BACKING_SIZE).map(base).collect();
+        Some(Box::new(Image::Raw(Raw::new(storage_of(&content).await).read_only())))
+    } else {
+        None
+    };
+    let storage = storage_of(content).await;
+    let parts = Parts { storage, backing, data: None, cipher: None, read_only: false, caches: kind.caches };
+    Qcow2::open(parts).await.expect("valid")
+}
+
+async fn content_of(storage: &Storage) -> Vec<u8> {
+    storage.read(0, Buffer::new(storage.size_bytes() as usize)).await.expect("memory").to_vec()
+}
+
+impl World {
+    async fn new(kind: Kind) -> Self {
+        let storage = memory(512);
+        create(&storage, None, &kind.options).await.expect("valid");
+        let content = content_of(&storage).await;
+        let image = open(&kind, &content).await;
+        let there = if kind.has_backing { BACKING_SIZE } else { 0 };
+        let model = (0..SIZE).map(|at| if at < there { base(at) } else { 0 }).collect();
+        Self { kind, image, model, open: vec![false; SIZE] }
+    }
+
+    fn set(&mut self, at: usize, length: usize, byte: impl Fn(usize) -> u8) {
+        for at in at..at + length {
+            self.model[at] = byte(at);
+            self.open[at] = false;
+        }
+    }
+
+    async fn check(&self, at: usize, length: usize) {
+        let found = self.image.read(at as u64, length).await.expect("reads");
+        let mut bytes = vec![0; length];
+        found.copy_to(&mut bytes);
+        for (index, byte) in bytes.iter().enumerate() {
+            let (at, want) = (at + index, self.model[at + index]);
+            assert!(
+                *byte == want || self.open[at] && *byte == 0,
+                "{byte} and not {want} at {at:#x} of {length:#x}"
+            );
+        }
+    }
+
+    async fn step(&mut self, step: &Step) {
+        match *step {
+            Step::Write(at, length, seed) => {
+                let byte = |at: usize| seed.wrapping_add((at / 100) as u8);
+                let data: Vec<u8> = (at..at + length).map(byte).collect();
+                let data = Buffer::copy_of(&data).into();
+                self.image.write(at as u64, data, Durability::Cached).await.expect("room");
+                self.set(at, length, byte);
+            }
+            Step::Compressed(at, seed) => {
+                let cluster = self.kind.options.cluster_bytes as usize;
+                let at = at / cluster * cluster;
+                let length = cluster.min(SIZE - at);
+                let data = Buffer::copy_of(&vec![seed; length]).into();
+                self.image.write_compressed(at as u64, data).await.expect("room");
+                self.set(at, length, |_| seed);
+            }
+            Step::Zero(at, length, may_unmap) => {
+                let options = ZeroOptions { may_unmap, only_if_fast: false, durability: Durability::Cached };
+                self.image.write_zeroes(at as u64, length as u64, options).await.expect("room");
+                self.set(at, length, |_| 0);
+            }
+            Step::Discard(at, length) => {
+                self.image.discard(at as u64, length as u64).await.expect("a hint");
+                self.open[at..at + length].fill(true);
+            }
+            Step::Read(at, length) => self.check(at, length).await,
+            Step::Flush => self.image.flush().await.expect("memory"),
+            Step::Reopen => {
+                self.image.close().await.expect("memory");
+                let content = content_of(self.image.storage()).await;
+                self.image = open(&self.kind, &content).await;
+            }
+            Step::Caches(small) => {
+                let l2 = Some(if small { L2Size::Bytes(0) } else { L2Size::Full });
+                let settings = CacheSettings { l2, ..CacheSettings::default() };
+                self.image.set_caches(settings).await.expect("valid");
+            }
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 200, ..ProptestConfig::default() })]
+    #[test]
+    fn an_image_is_as_good_as_an_array(kind in kinds(), steps in prop::collection::vec(steps(), 1..40), seed in any::<u64>()) {
+        sim::run(seed, async move {
+            let mut world = World::new(kind).await;
+            for step in &steps {
+                world.step(step).await;
+            }
+            world.check(0, SIZE).await;
+            world.step(&Step::Reopen).await;
+            world.check(0, SIZE).await;
+            assert_eq!(world.image.write(SIZE as u64, Buffer::zeroed(1).into(), Durability::Cached).await, Err(Error::INVALID));
+        });
+    }
+}

@@ -1,0 +1,300 @@
+//! What has changed in memory, and the order in which it reaches the file.
+//!
+//! ```text
+//!   1  refcount blocks │ slices of L2 tables that nothing in the file refers to yet     (data was written before)
+//!      ── flush ──
+//!   2  refcount table entries of new blocks, if any    ── flush ──
+//!   3  slices of other L2 tables │ L1 entries of the new ones
+//!      ── flush ──
+//!   4  what the file referred to until now may be given back, once those who still read it have left
+//! ```
+//!
+//! So whatever the file refers to is there: a crash between any two of these writes, or in the middle of one (entries are written in the
+//! sectors that hold them), leaves an image in which every entry is the old one or the new one, and both are right. Clusters whose number is
+//! too high are the worst that can remain.
+//!
+//! All that has changed is written together. That happens when a client flushes, when a slice needs room, and at the end.
+//!
+//! Never holds the lock of [`Pending`] across an await, nor gives a cluster back whose old place the file may still refer to.
+
+use std::{
+    collections::{BTreeSet, HashSet},
+    sync::{Arc, MutexGuard, PoisonError, atomic::Ordering::Relaxed},
+};
+
+use super::{Qcow2, cache::Slice, l1::SECTOR_ENTRIES, refcounts::Written};
+use crate::{
+    error::{Error, Result},
+    reactor,
+};
+
+/// So many places that wait to be given back are worth writing for.
+const MOST_FREED: usize = 4096;
+
+/// A place in the file that something referred to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Freed {
+    /// In the file.
+    pub(super) offset: u64,
+    /// Bytes; every cluster they touch counts.
+    pub(super) length: u64,
+    /// The storage may be told that it is not needed.
+    pub(super) discard: bool,
+}
+
+/// Changes that are not in the file.
+#[derive(Debug, Default)]
+pub(super) struct Pending {
+    slices: Vec<Arc<Slice>>,
+    /// Sectors of the L1 table.
+    l1_sectors: BTreeSet<usize>,
+    /// L2 tables whose L1 entry is not in the file.
+    new_tables: HashSet<usize>,
+    /// Not referred to in memory any more.
+    freed: Vec<Freed>,
+    /// Nor in the file.
+    unused: Vec<Freed>,
+}
+
+/// What is written together.
+#[derive(Debug, Default)]
+struct Batch {
+    /// With their place and content as they were taken.
+    slices: Vec<(Arc<Slice>, u64, Vec<u8>)>,
+    /// How many of the slices, the first ones, belong to tables that nothing in the file refers to.
+    hidden: usize,
+    l1_sectors: Vec<(usize, u64, Vec<u8>)>,
+    new_tables: Vec<usize>,
+    freed: Vec<Freed>,
+}
+
+impl Pending {
+    /// A slice was changed.
+    pub(super) fn changed(&mut self, slice: &Arc<Slice>) {
+        if !slice.dirty.swap(true, Relaxed) {
+            self.slices.push(Arc::clone(slice));
+        }
+    }
+
+    /// An L1 entry was changed, to refer to a new L2 table.
+    pub(super) fn new_table(&mut self, index: usize) {
+        self.l1_sectors.insert(index / SECTOR_ENTRIES);
+        self.new_tables.insert(index);
+    }
+
+    /// Something is no longer referred to.
+    pub(super) fn freed(&mut self, freed: Freed) {
+        self.freed.push(freed);
+    }
+
+    /// Whether so much waits to be given back that it should be.
+    pub(super) fn has_much_freed(&self) -> bool {
+        self.freed.len() + self.unused.len() > MOST_FREED
+    }
+
+    fn is_clean(&self) -> bool {
+        self.slices.is_empty() && self.l1_sectors.is_empty() && self.freed.is_empty()
+    }
+}
+
+impl Qcow2 {
+    pub(super) fn pending(&self) -> MutexGuard<'_, Pending> {
+        // A panic ends the process in release builds; in tests what follows is a failure anyway.
+        self.pending.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Makes everything that was written before the call durable, with the metadata that leads to it.
+    ///
+    /// # Errors
+    /// The file's; then some of it may be lost, and is kept to be written the next time.
+    pub async fn flush(&self) -> Result<()> {
+        if let Some(data) = &self.data {
+            data.flush().await?;
+        }
+        if !self.write_tables().await? {
+            self.file.flush().await?;
+        }
+        self.give_back_later();
+        Ok(())
+    }
+
+    /// Whether metadata waits to be written.
+    pub(super) fn is_dirty(&self) -> bool {
+        !self.pending().is_clean() || self.refcounts.is_dirty()
+    }
+
+    /// Writes all changed metadata, and says whether that came with a flush.
+    pub(super) async fn write_tables(&self) -> Result<bool> {
+        let image = self.clone();
+        // Half a batch would be lost with a client that goes away.
+        let written = reactor::spawn_to_end(async move { image.write_tables_to_end().await });
+        written.await.unwrap_or(Err(Error::SHUTDOWN))
+    }
+
+    async fn write_tables_to_end(&self) -> Result<bool> {
+        let _turn = self.writing.exclusive(0..1).await;
+        self.file.mark_corrupt().await;
+        let batch = self.take_batch();
+        if self.file.is_corrupt() && !self.read_only {
+            // Nothing may be written to it any more.
+            self.put_back(batch);
+            return Err(Error::IO);
+        }
+        let result = self.write_batch(&batch).await;
+        match result {
+            Ok(flushed) => {
+                self.written(batch);
+                Ok(flushed)
+            }
+            Err(error) => {
+                self.put_back(batch);
+                Err(error)
+            }
+        }
+    }
+
+    /// Copies what has changed, as of one moment.
+    fn take_batch(&self) -> Batch {
+        let mut pending = self.pending();
+        let pending = &mut *pending;
+        let mut batch = Batch::default();
+        let l1 = self.l1.load();
+        let mut slices = std::mem::take(&mut pending.slices);
+        slices.sort_unstable_by_key(|slice| {
+            (!pending.new_tables.contains(&self.table_of_slice(slice.number)), slice.number)
+        });
+        for slice in slices {
+            slice.writing.store(true, Relaxed);
+            slice.dirty.store(false, Relaxed);
+            // A slice with changes has a table.
+            let Some(offset) = self.slice_offset(slice.number) else { continue };
+            batch.hidden += usize::from(pending.new_tables.contains(&self.table_of_slice(slice.number)));
+            let bytes = slice.bytes();
+            batch.slices.push((slice, offset, bytes));
+        }
+        for sector in std::mem::take(&mut pending.l1_sectors) {
+            let (offset, bytes) = l1.sector(sector);
+            batch.l1_sectors.push((sector, offset, bytes));
+        }
+        batch.new_tables = pending.new_tables.iter().copied().collect();
+        batch.freed = std::mem::take(&mut pending.freed);
+        batch
+    }
+
+    async fn write_batch(&self, batch: &Batch) -> Result<bool> {
+        let refcounts = self.refcounts.write(&self.file).await?;
+        let result = self.write_in_order(batch, &refcounts).await;
+        if result.is_err() {
+            self.refcounts.keep_written(&refcounts);
+        }
+        result
+    }
+
+    async fn write_in_order(&self, batch: &Batch, refcounts: &Written) -> Result<bool> {
+        let (hidden, visible) = batch.slices.split_at(batch.hidden);
+        if hidden.is_empty() && visible.is_empty() && batch.l1_sectors.is_empty() && refcounts.is_empty() {
+            // Nothing refers to freed clusters then: what did was written before.
+            return Ok(false);
+        }
+        self.write_slices(hidden).await?;
+        self.file.flush().await?;
+        if self.refcounts.write_entries(&self.file, refcounts).await? {
+            self.file.flush().await?;
+        }
+        if visible.is_empty() && batch.l1_sectors.is_empty() {
+            return Ok(true);
+        }
+        self.write_slices(visible).await?;
+        for (_, offset, bytes) in &batch.l1_sectors {
+            self.file.write(*offset, bytes).await?;
+        }
+        self.file.flush().await?;
+        Ok(true)
+    }
+
+    /// Neighbours are written together.
+    async fn write_slices(&self, slices: &[(Arc<Slice>, u64, Vec<u8>)]) -> Result<()> {
+        const MOST: usize = 1 << 20;
+        let mut at = 0;
+        while at < slices.len() {
+            let (_, offset, first) = &slices[at];
+            let mut bytes = first.clone();
+            at += 1;
+            while let Some((_, next, more)) = slices.get(at)
+                && offset + bytes.len() as u64 == *next
+                && bytes.len() < MOST
+            {
+                bytes.extend(more);
+                at += 1;
+            }
+            self.file.write(*offset, &bytes).await?;
+        }
+        Ok(())
+    }
+
+    fn written(&self, batch: Batch) {
+        let mut pending = self.pending();
+        for (slice, ..) in &batch.slices {
+            slice.writing.store(false, Relaxed);
+        }
+        for index in batch.new_tables {
+            // Changed again meanwhile, to yet another table: not in the file yet.
+            if !pending.l1_sectors.contains(&(index / SECTOR_ENTRIES)) {
+                pending.new_tables.remove(&index);
+            }
+        }
+        pending.unused.extend(batch.freed);
+    }
+
+    fn put_back(&self, batch: Batch) {
+        let mut pending = self.pending();
+        for (slice, ..) in &batch.slices {
+            slice.writing.store(false, Relaxed);
+            pending.changed(slice);
+        }
+        pending.l1_sectors.extend(batch.l1_sectors.iter().map(|(sector, ..)| *sector));
+        pending.freed.extend(batch.freed);
+    }
+
+    /// Gives back what nothing refers to, in a task of its own: it waits for requests in flight, of which the caller may be one.
+    pub(super) fn give_back_later(&self) {
+        if self.pending().unused.is_empty() {
+            return;
+        }
+        let image = self.clone();
+        reactor::spawn(async move {
+            if let Err(error) = image.give_back().await {
+                tracing::warn!("clusters that are not used any more could not be given back: {error}");
+            }
+        });
+    }
+
+    /// Gives back what nothing refers to, when nobody is inside who may still use it.
+    pub(super) async fn give_back(&self) -> Result<()> {
+        let unused = std::mem::take(&mut self.pending().unused);
+        if unused.is_empty() {
+            return Ok(());
+        }
+        self.gate.settle().await;
+        self.give_back_all(unused).await
+    }
+
+    /// The same, for who knows that nobody is inside.
+    pub(super) async fn give_back_quietly(&self) -> Result<()> {
+        let unused = std::mem::take(&mut self.pending().unused);
+        self.give_back_all(unused).await
+    }
+
+    async fn give_back_all(&self, unused: Vec<Freed>) -> Result<()> {
+        for freed in unused {
+            self.give_back_one(freed).await?;
+        }
+        Ok(())
+    }
+
+    async fn give_back_one(&self, freed: Freed) -> Result<()> {
+        let bits = self.shape.cluster_bits;
+        let clusters = freed.offset >> bits..((freed.offset + freed.length - 1) >> bits) + 1;
+        self.refcounts.give_back(&self.file, &self.overlap, clusters, freed.discard).await
+    }
+}

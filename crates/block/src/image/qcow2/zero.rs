@@ -1,0 +1,186 @@
+//! Zeroes and discards: whole clusters by a change of their entries, what is left at the edges by writing.
+//!
+//! | | cluster that had data | cluster that had none |
+//! | --- | --- | --- |
+//! | zeroes, may unmap | reads as zeroes, its room is given back | reads as zeroes |
+//! | zeroes | reads as zeroes, keeps its room | reads as zeroes |
+//! | discard | as zeroes that may unmap where there is a backing file; else as if never written | nothing |
+//!
+//! Version 2 has no entry for zeroes: there they are written, or, without a backing file, the cluster is as if never written.
+
+use super::{
+    Qcow2,
+    entry::{Cluster, Standard},
+    header::autoclear,
+};
+use crate::{
+    buffer::Buffer,
+    error::{Error, Result},
+    reactor,
+    storage::{Durability, ZeroOptions},
+};
+
+/// Zeroes that have to be written are written in such parts.
+const ZEROES_AT_ONCE: u64 = 2 << 20;
+
+/// What becomes of whole clusters.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Become {
+    /// Zeroes; their room may be given back, or is kept.
+    Zero { unmap: bool },
+    /// As if never written, which without a backing file reads as zeroes.
+    Unallocated,
+}
+
+impl Qcow2 {
+    /// Makes `length` bytes at `offset` read as zeroes.
+    ///
+    /// # Errors
+    /// As [`Qcow2::write`]; [`Error::UNSUPPORTED`] with `only_if_fast` where they would have to be written.
+    pub async fn write_zeroes(&self, offset: u64, length: u64, options: ZeroOptions) -> Result<()> {
+        self.check_change(offset, length)?;
+        let image = self.clone();
+        let zero = reactor::spawn_to_end(async move {
+            {
+                let _pass = image.gate.enter().await;
+                image.zero_inside(offset, length, options).await?;
+            }
+            image.made_durable(options.durability).await
+        });
+        zero.await.unwrap_or(Err(Error::SHUTDOWN))
+    }
+
+    async fn zero_inside(&self, offset: u64, length: u64, options: ZeroOptions) -> Result<()> {
+        let end = offset + length;
+        let (first, last) = self.whole_clusters(offset, end);
+        let zero = match self.shape.version {
+            3.. => Some(Become::Zero { unmap: options.may_unmap }),
+            _ if options.may_unmap && self.backing.is_none() => Some(Become::Unallocated),
+            _ => None,
+        };
+        // A raw data file must hold the zeroes itself.
+        let is_raw = self.data.is_some() && self.file.header().autoclear & autoclear::RAW_DATA_FILE != 0;
+        let Some(zero) = zero.filter(|_| !is_raw) else {
+            if options.only_if_fast {
+                return Err(Error::UNSUPPORTED);
+            }
+            return self.write_zero_bytes(offset, end, options.durability).await;
+        };
+        if first >= last {
+            return self.write_zero_bytes(offset, end, options.durability).await;
+        }
+        self.change_clusters(first, last, zero).await?;
+        self.write_zero_bytes(offset, first, options.durability).await?;
+        self.write_zero_bytes(last, end, options.durability).await
+    }
+
+    /// Says that `length` bytes at `offset` are not needed any more. Clusters that are only in part inside stay.
+    ///
+    /// # Errors
+    /// As [`Qcow2::write`].
+    pub async fn discard(&self, offset: u64, length: u64) -> Result<()> {
+        self.check_change(offset, length)?;
+        let image = self.clone();
+        let discard = reactor::spawn_to_end(async move {
+            {
+                let _pass = image.gate.enter().await;
+                image.discard_inside(offset, length).await?;
+            }
+            image.made_durable(Durability::Cached).await
+        });
+        discard.await.unwrap_or(Err(Error::SHUTDOWN))
+    }
+
+    async fn discard_inside(&self, offset: u64, length: u64) -> Result<()> {
+        let (first, last) = self.whole_clusters(offset, offset + length);
+        if first >= last {
+            return Ok(());
+        }
+        if let Some(data) = &self.data {
+            // The data file's own affair; what reads as zeroes afterwards or stays is as the mapping says.
+            return data.discard(first, last.min(data.size_bytes()).saturating_sub(first)).await;
+        }
+        let what = match (&self.backing, self.shape.version) {
+            (None, _) => Become::Unallocated,
+            // Otherwise the backing file's old bytes would come back.
+            (Some(_), 3..) => Become::Zero { unmap: true },
+            (Some(_), _) => return Ok(()),
+        };
+        self.change_clusters(first, last, what).await
+    }
+
+    /// As if a range of whole clusters had never been written, for a disk that is about to end before it.
+    pub(super) async fn forget(&self, first: u64, last: u64) -> Result<()> {
+        let image = self.clone();
+        let forget = reactor::spawn_to_end(async move {
+            let _pass = image.gate.enter().await;
+            image.change_clusters(first, last, Become::Unallocated).await
+        });
+        forget.await.unwrap_or(Err(Error::SHUTDOWN))
+    }
+
+    /// The part of a range that is whole clusters; empty, or the wrong way round, if there is none. The disk's last one is whole to its end.
+    fn whole_clusters(&self, offset: u64, end: u64) -> (u64, u64) {
+        let cluster_bytes = 1_u64 << self.shape.cluster_bits;
+        let first = offset.next_multiple_of(cluster_bytes);
+        let last = if end == self.size_bytes() { end } else { end & !(cluster_bytes - 1) };
+        (first, last)
+    }
+
+    async fn write_zero_bytes(&self, mut offset: u64, end: u64, durability: Durability) -> Result<()> {
+        while offset < end {
+            let length = (end - offset).min(ZEROES_AT_ONCE);
+            if !self.is_zero(offset, length).await? {
+                let zeroes = Buffer::zeroed(length as usize);
+                self.write_inside(offset, zeroes.into(), durability).await?;
+            }
+            offset += length;
+        }
+        Ok(())
+    }
+
+    /// Changes what whole clusters are, a slice's worth at a time. `last` is a cluster's end, or the disk's.
+    async fn change_clusters(&self, first: u64, last: u64, what: Become) -> Result<()> {
+        let cluster_bytes = 1_u64 << self.shape.cluster_bits;
+        let covers = self.slice_covers();
+        let mut at = first;
+        while at < last {
+            let end = last.min((at / covers + 1) * covers);
+            let clusters = (end - at).div_ceil(cluster_bytes);
+            let _own = self.guest.exclusive(at..at + clusters * cluster_bytes).await;
+            // Where there is no table, there is nothing to free, and without a backing file nothing to hide.
+            let has_table = self.slice_offset(self.slice_number(at)).is_some();
+            if has_table || what != Become::Unallocated && self.backing_bytes(at) > 0 {
+                self.own_table(self.l1_index(at)).await?;
+                self.change_entries(at, clusters, |index, old| {
+                    self.changed(old, what, at + index * cluster_bytes)
+                })
+                .await?;
+            }
+            at = end;
+        }
+        Ok(())
+    }
+
+    fn changed(&self, old: Cluster, what: Become, guest: u64) -> Cluster {
+        let zero = self.shape.all();
+        match what {
+            Become::Unallocated => Cluster::Standard(Standard::UNALLOCATED),
+            Become::Zero { unmap } => {
+                if old == Cluster::Standard(Standard::UNALLOCATED) && self.backing_bytes(guest) == 0 {
+                    return old;
+                }
+                let kept = match old {
+                    // What a snapshot has too cannot be kept for this disk; with a data file the place is fixed anyway.
+                    Cluster::Standard(Standard { host: Some(host), copied: true, .. })
+                        if !unmap || self.data.is_some() =>
+                    {
+                        Some(host)
+                    }
+                    _ => None,
+                };
+                Cluster::Standard(Standard { host: kept, copied: kept.is_some(), allocated: 0, zero })
+            }
+        }
+    }
+}
