@@ -7,9 +7,7 @@ use crate::harness::{Client, MIB, Scratch, Serve, assert_says, nbdsh, text};
 #[test]
 fn an_image_of_another_format_is_not_served_by_guess() {
     let scratch = Scratch::new();
-    for (format, name) in
-        [("qcow2", "qcow2"), ("vmdk", "vmdk"), ("vdi", "vdi"), ("vhdx", "vhdx"), ("qed", "qed")]
-    {
+    for (format, name) in [("vmdk", "vmdk"), ("vdi", "vdi"), ("vhdx", "vhdx"), ("qed", "qed")] {
         let image = scratch.path(&format!("disk.{format}"));
         Client::new("qemu-img").args(["create", "-q", "-f", format, text(&image), "8M"]).succeeds();
         let said = Serve::new(&scratch).arg(&image).fails();
@@ -81,6 +79,6 @@ fn where_the_format_is_given_every_byte_is_the_guest_s() {
 #[test]
 fn a_format_that_is_not_served_is_wrong_usage() {
     let scratch = Scratch::new();
-    let said = Serve::new(&scratch).args(["memory:1M", "--format", "qcow2"]).rejects_usage();
-    assert_says(&said, &["qcow2", "--format"]);
+    let said = Serve::new(&scratch).args(["memory:1M", "--format", "vmdk"]).rejects_usage();
+    assert_says(&said, &["vmdk", "--format"]);
 }

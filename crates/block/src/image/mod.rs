@@ -3,6 +3,7 @@
 //! One enum, for the reason that [`Storage`](crate::storage::Storage) is one. The methods and their contract are Storage's, with the
 //! guest's offsets.
 
+pub mod open;
 pub mod qcow2;
 mod raw;
 pub mod secret;
@@ -11,7 +12,7 @@ pub use self::{qcow2::Qcow2, raw::Raw, secret::Secret};
 use crate::{
     buffer::{Buffer, Segments},
     error::Result,
-    storage::{BlockSize, Durability, Extent, ResizeError, Storage, ZeroOptions},
+    storage::{BlockSize, Durability, Extent, Format, ResizeError, Storage, ZeroOptions},
 };
 
 /// An image of any format.
@@ -24,6 +25,14 @@ pub enum Image {
 }
 
 impl Image {
+    /// Its format.
+    pub fn format(&self) -> Format {
+        match self {
+            Self::Raw(_) => Format::Raw,
+            Self::Qcow2(_) => Format::Qcow2,
+        }
+    }
+
     /// See [`Storage::size_bytes`](crate::storage::Storage::size_bytes).
     pub fn size_bytes(&self) -> u64 {
         match self {

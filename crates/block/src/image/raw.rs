@@ -30,6 +30,15 @@ impl Raw {
         Self { read_only: storage.read_only(), storage, header: None }
     }
 
+    /// As it was opened: where the format was guessed, the header is guarded.
+    pub(crate) fn of(storage: Storage, guessed: bool, read_only: bool) -> Self {
+        match (read_only, guessed) {
+            (true, _) => Self::new(storage).read_only(),
+            (false, true) => Self::new(storage).guarding_header(),
+            (false, false) => Self::new(storage),
+        }
+    }
+
     /// Refuses writes that would make the image look like another format.
     #[must_use]
     pub fn guarding_header(self) -> Self {

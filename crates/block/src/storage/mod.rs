@@ -30,15 +30,19 @@ pub mod probe;
 mod range_lock;
 pub mod rate;
 mod resize;
+mod root;
 pub mod simulated;
 mod spec;
 
+pub(crate) use file::FileIdentity;
 pub use file::{CacheMode, File};
 pub use open::{OpenError, OpenOptions, open, open_storage};
+pub(crate) use open::{open_bottom, wrapped};
 pub use options::InvalidOption;
 pub use probe::Format;
 pub(crate) use range_lock::{Guard as RangeGuard, RangeLocks};
 pub use resize::ResizeError;
+pub use root::Root;
 pub use spec::{InvalidValue, Spec, parse_duration, parse_size};
 
 use self::{
@@ -146,6 +150,17 @@ impl Storage {
             Self::Delay(wrapped) => Box::pin(wrapped.inner().resize(size_bytes)).await,
             Self::Rate(wrapped) => Box::pin(wrapped.inner().resize(size_bytes)).await,
             Self::Fault(wrapped) => Box::pin(wrapped.inner().resize(size_bytes)).await,
+        }
+    }
+
+    /// Which file is at the bottom; none where that is no file.
+    pub(crate) fn file_identity(&self) -> Option<FileIdentity> {
+        match self {
+            Self::File(file) => file.device().identity(),
+            Self::Memory(_) | Self::Null(_) | Self::Simulated(_) => None,
+            Self::Delay(wrapped) => wrapped.inner().file_identity(),
+            Self::Rate(wrapped) => wrapped.inner().file_identity(),
+            Self::Fault(wrapped) => wrapped.inner().file_identity(),
         }
     }
 

@@ -5,12 +5,12 @@
 use std::path::Path;
 
 use super::{
-    CacheMode, Format, Memory, Null, Spec, Storage,
+    CacheMode, Format, Memory, Null, Root, Spec, Storage,
     align::Align,
     delay::{Delay, DelayOptions},
     fault::{Fault, FaultRule},
     file::{self, FileOptions},
-    probe::{check_format, probe_file},
+    probe::{Probed, check_format, probe_file},
     rate::{Budgets, Rate, RateOptions},
 };
 use crate::image::{Image, Raw};
@@ -28,7 +28,7 @@ pub struct OpenError {
 }
 
 impl OpenError {
-    pub(super) fn new(image: &str, why: impl Into<String>, remedy: impl Into<String>) -> Self {
+    pub(crate) fn new(image: &str, why: impl Into<String>, remedy: impl Into<String>) -> Self {
         Self { image: image.to_owned(), why: why.into(), remedy: remedy.into() }
     }
 }
@@ -44,6 +44,8 @@ pub struct OpenOptions {
     pub read_only: bool,
     /// Read although somebody else writes; only with `read_only`.
     pub force_share: bool,
+    /// Where files must lie; everywhere without it.
+    pub root: Option<Root>,
     /// Latency added.
     pub delay: Option<DelayOptions>,
     /// Bandwidth bounded.
@@ -54,31 +56,23 @@ pub struct OpenOptions {
     pub faults: Vec<FaultRule>,
 }
 
-/// Opens the image that `spec` names: a path, `memory:SIZE` or `null:SIZE`.
+/// Opens the raw image that `spec` names: a path, `memory:SIZE` or `null:SIZE`. Images of any format are for
+/// [`image::open`](crate::image::open).
 ///
 /// # Errors
-/// Everything that is wrong with it, said for people.
+/// Everything that is wrong with it, said for people; also if it is, or looks, of another format.
 pub fn open(spec: &str, options: OpenOptions) -> Result<Image, OpenError> {
-    if options.force_share && !options.read_only {
-        return Err(OpenError::new(spec, "force-share would let two writers ruin it", "add --read-only"));
+    let (bottom, probed) = open_bottom(spec, &options)?;
+    if check_format(options.format, probed, spec)? != Format::Raw {
+        return Err(OpenError::new(
+            spec,
+            "is not a raw image",
+            "say --format raw to take its bytes as they are",
+        ));
     }
-    let place: Spec = spec.parse().map_err(|error: super::InvalidValue| {
-        OpenError::new(spec, error.to_string(), "an image is a path, memory:SIZE or null:SIZE")
-    })?;
-    let (bottom, guard_header) = match place {
-        Spec::File(path) => open_file(&path, &options)?,
-        Spec::Memory(size) => (Storage::Memory(memory(spec, size)?), false),
-        Spec::Null(size) => (Storage::Null(Null::new(not_empty(spec, size)?)), false),
-    };
+    let guessed = options.format.is_none() && matches!(bottom, Storage::File(_));
     let read_only = options.read_only;
-    let mut raw = Raw::new(wrapped(spec, bottom, options)?);
-    if guard_header && !read_only {
-        raw = raw.guarding_header();
-    }
-    if read_only {
-        raw = raw.read_only();
-    }
-    Ok(Image::Raw(raw))
+    Ok(Image::Raw(Raw::of(wrapped(spec, bottom, options)?, guessed, read_only)))
 }
 
 /// Opens the storage that `spec` names, for who interprets the bytes: nothing is guessed about them, and `format` is not looked at.
@@ -86,44 +80,39 @@ pub fn open(spec: &str, options: OpenOptions) -> Result<Image, OpenError> {
 /// # Errors
 /// As [`open`].
 pub fn open_storage(spec: &str, options: OpenOptions) -> Result<Storage, OpenError> {
+    wrapped(spec, open_bottom(spec, &options)?.0, options)
+}
+
+/// What `spec` names, without wrappers, and what it looks like. Blocks.
+pub(crate) fn open_bottom(spec: &str, options: &OpenOptions) -> Result<(Storage, Probed), OpenError> {
     if options.force_share && !options.read_only {
-        return Err(OpenError::new(spec, "force-share would let two writers ruin it", "open it read-only"));
+        return Err(OpenError::new(spec, "force-share would let two writers ruin it", "add --read-only"));
     }
     let place: Spec = spec.parse().map_err(|error: super::InvalidValue| {
         OpenError::new(spec, error.to_string(), "an image is a path, memory:SIZE or null:SIZE")
     })?;
-    let bottom = match place {
-        Spec::File(path) => {
-            let how = FileOptions {
-                cache: options.cache,
-                read_only: options.read_only,
-                force_share: options.force_share,
-            };
-            Storage::File(Align::new(file::open(&path, how)?.0))
-        }
-        Spec::Memory(size) => Storage::Memory(memory(spec, size)?),
-        Spec::Null(size) => Storage::Null(Null::new(not_empty(spec, size)?)),
-    };
-    wrapped(spec, bottom, options)
+    match place {
+        Spec::File(path) => open_file(&path, options),
+        Spec::Memory(size) => Ok((Storage::Memory(memory(spec, size)?), Probed::Raw)),
+        Spec::Null(size) => Ok((Storage::Null(Null::new(not_empty(spec, size)?)), Probed::Raw)),
+    }
 }
 
-/// Also whether the format was guessed.
-fn open_file(path: &Path, options: &OpenOptions) -> Result<(Storage, bool), OpenError> {
-    let how =
-        FileOptions { cache: options.cache, read_only: options.read_only, force_share: options.force_share };
-    let (file, plain) = file::open(path, how)?;
-    if options.format.is_none() {
-        let name = path.display().to_string();
-        let probed = probe_file(&plain).map_err(|error| {
-            OpenError::new(
-                &name,
-                format!("its first bytes cannot be read: {error}"),
-                "is the device in order?",
-            )
-        })?;
-        check_format(None, probed, &name)?;
-    }
-    Ok((Storage::File(Align::new(file)), options.format.is_none()))
+fn open_file(path: &Path, options: &OpenOptions) -> Result<(Storage, Probed), OpenError> {
+    let how = FileOptions {
+        cache: options.cache,
+        read_only: options.read_only,
+        force_share: options.force_share,
+        root: options.root.clone(),
+    };
+    let (file, plain) = file::open(path, &how)?;
+    let probed = probe_file(&plain).map_err(|error| {
+        let why = format!("its first bytes cannot be read: {error}");
+        OpenError::new(&path.display().to_string(), why, "is the device in order?")
+    });
+    // Who says the format need not be able to guess it.
+    let probed = if options.format.is_some() { Probed::Raw } else { probed? };
+    Ok((Storage::File(Align::new(file)), probed))
 }
 
 fn memory(spec: &str, size: u64) -> Result<Memory, OpenError> {
@@ -136,7 +125,7 @@ fn not_empty(spec: &str, size: u64) -> Result<u64, OpenError> {
 }
 
 /// In the order of the drawing in [`storage`](super): faults outermost, so that they cost no time.
-fn wrapped(spec: &str, mut storage: Storage, options: OpenOptions) -> Result<Storage, OpenError> {
+pub(crate) fn wrapped(spec: &str, mut storage: Storage, options: OpenOptions) -> Result<Storage, OpenError> {
     if let Some(delay) = options.delay {
         storage = Storage::Delay(Box::new(Delay::new(storage, delay)));
     }

@@ -1,9 +1,10 @@
 //! What an image's first bytes look like, and whether it may be served as raw.
 //!
 //! A guest owns every byte of a raw image, so it can write a header of another format there. Whoever then *guesses* the format opens
-//! what the guest describes: a qcow2 with `/etc/shadow` as its backing file. Two rules close that:
+//! what the guest describes: a qcow2 with `/etc/shadow` as its backing file. Three rules close that:
 //!
-//! - an image that looks like anything but raw needs its format said ([`check_format`]);
+//! - an image that looks like anything but raw or qcow2 needs its format said ([`check_format`]);
+//! - one that looks like qcow2 may name no other file, unless its format was said ([`image::open`](crate::image::open));
 //! - a raw image whose format was guessed cannot be given such a header: [`Raw`](crate::image::Raw) refuses the write.
 //!
 //! The signatures are those of the formats' own specifications; the list is of the formats that QEMU guesses, since it may be the
@@ -21,15 +22,27 @@ pub const HEADER_BYTES: usize = 512;
 pub enum Format {
     /// The bytes are the disk.
     Raw,
+    /// QEMU's copy-on-write format.
+    Qcow2,
+}
+
+impl Format {
+    /// As users write it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Raw => "raw",
+            Self::Qcow2 => "qcow2",
+        }
+    }
 }
 
 impl FromStr for Format {
     type Err = InvalidValue;
     fn from_str(text: &str) -> Result<Self, InvalidValue> {
-        if text == "raw" {
-            Ok(Self::Raw)
-        } else {
-            Err(InvalidValue::new(text, "is not a format that weir serves (raw)"))
+        match text {
+            "raw" => Ok(Self::Raw),
+            "qcow2" => Ok(Self::Qcow2),
+            _ => Err(InvalidValue::new(text, "is not a format that weir serves (raw, qcow2)")),
         }
     }
 }
@@ -120,18 +133,20 @@ fn read_up_to(file: &fs::File, buffer: &mut [u8], offset: u64) -> io::Result<usi
     Ok(done)
 }
 
-/// The format to serve an image in: the one that was said, else what it looks like where that is safe to believe.
+/// The format to serve an image in: the one that was said, else what it looks like where that is safe to believe. A guess of qcow2 is
+/// safe only for an image that names no other file.
 ///
 /// # Errors
-/// No format was said, and the image does not look raw.
+/// No format was said, and the image looks neither raw nor like qcow2.
 pub fn check_format(explicit: Option<Format>, probed: Probed, name: &str) -> Result<Format, OpenError> {
     match (explicit, probed) {
         (Some(format), _) => Ok(format),
         (None, Probed::Raw) => Ok(Format::Raw),
+        (None, Probed::Looks("qcow2")) => Ok(Format::Qcow2),
         (None, Probed::Looks(other)) => Err(OpenError::new(
             name,
             format!("looks like {other}, so its format must be given"),
-            "--format raw serves its bytes as they are; to serve the disk inside, convert it: qemu-img convert -O raw",
+            "--format raw serves its bytes as they are; to serve the disk inside, convert it: qemu-img convert -O qcow2",
         )),
     }
 }
@@ -181,11 +196,12 @@ mod tests {
     }
 
     #[test]
-    fn a_guess_is_believed_only_if_it_is_raw() {
+    fn a_guess_is_believed_only_where_that_is_safe() {
         assert_eq!(check_format(None, Probed::Raw, "a"), Ok(Format::Raw));
         assert_eq!(check_format(Some(Format::Raw), Probed::Looks("qcow2"), "a"), Ok(Format::Raw));
-        let error = check_format(None, Probed::Looks("qcow2"), "vm.img").expect_err("must be said");
-        assert!(error.to_string().starts_with("vm.img: looks like qcow2, so its format must be given ("));
+        assert_eq!(check_format(None, Probed::Looks("qcow2"), "a"), Ok(Format::Qcow2));
+        let error = check_format(None, Probed::Looks("vmdk"), "vm.img").expect_err("must be said");
+        assert!(error.to_string().starts_with("vm.img: looks like vmdk, so its format must be given ("));
         assert!("qcow3".parse::<Format>().is_err());
     }
 }

@@ -6,6 +6,7 @@
 mod bench;
 mod limits;
 mod probe;
+mod qcow2;
 mod shares;
 mod status;
 mod throttle;
@@ -19,13 +20,14 @@ use clap::{Args, Parser, Subcommand};
 use crate::{
     logging,
     plan::{
-        self, Address, DiskDraft, Draft, GroupDraft, Image, LogFormat, Place, Said, ServiceDraft,
+        self, Address, DiskDraft, Draft, GroupDraft, Image, LogFormat, Place, Qcow2Draft, Said, ServiceDraft,
         SettingsDraft, TlsDraft, TlsMode, Wrong,
     },
 };
 pub(crate) use bench::{Aio, BenchArgs};
 use limits::LimitArgs;
 pub(crate) use probe::ProbeArgs;
+use qcow2::Qcow2Args;
 use shares::ShareArgs;
 pub(crate) use status::StatusArgs;
 pub(crate) use throttle::ThrottleArgs;
@@ -96,6 +98,8 @@ pub(crate) struct ServeArgs {
     #[command(flatten)]
     image: ImageArgs,
     #[command(flatten)]
+    qcow2: Qcow2Args,
+    #[command(flatten)]
     limits: LimitArgs,
     #[command(flatten)]
     shares: ShareArgs,
@@ -117,7 +121,7 @@ struct ImageArgs {
     /// A file, a block device, memory:SIZE or null:SIZE; several are several disks
     #[arg(value_name = "IMAGE", value_parser = plan::read::<Image>, display_order = 0, required_unless_present = "config", conflicts_with = "config")]
     images: Vec<Image>,
-    /// How the image's bytes are laid out: raw [default: found by probing, where that is safe]
+    /// How the image's bytes are laid out: raw or qcow2 [default: found by probing, where that is safe]
     #[arg(long, value_name = "FORMAT", value_parser = plan::read::<Format>, conflicts_with = "config")]
     format: Option<Format>,
     /// The host's page cache: writeback, writethrough, none, directsync or unsafe [default: writeback]
@@ -197,6 +201,9 @@ struct ProcessArgs {
     /// Leave the process's number in this file while it serves
     #[arg(long, value_name = "FILE")]
     pid_file: Option<PathBuf>,
+    /// Refuse images outside of this directory, and those that name files outside of it
+    #[arg(long, value_name = "DIR")]
+    image_root: Option<PathBuf>,
     /// Where `weir probe` left what devices can do [default: /var/lib/weir, or ~/.local/state/weir if not root]
     #[arg(long, value_name = "DIR")]
     state: Option<PathBuf>,
@@ -219,11 +226,11 @@ impl ServeArgs {
     /// # Errors
     /// If there are more or fewer names than images.
     pub(crate) fn into_draft(self) -> Result<Draft, Wrong> {
-        let Self { image, limits, shares, network, tls, imitate, process, log, .. } = self;
+        let Self { image, qcow2, limits, shares, network, tls, imitate, process, log, .. } = self;
         let of_disk = if image.group.is_some() { shares.of_member() } else { shares.of_loner(&limits) };
         Ok(Draft {
             groups: image.groups(&shares.settings(&limits)),
-            disks: image.disks(&of_disk, &imitate)?,
+            disks: image.disks(&of_disk, &qcow2.draft(), &imitate)?,
             service: service(network, tls, process, log),
         })
     }
@@ -239,7 +246,12 @@ impl ImageArgs {
         self.group.iter().map(group).collect()
     }
 
-    fn disks(&self, settings: &SettingsDraft, imitate: &ImitateArgs) -> Result<Vec<DiskDraft>, Wrong> {
+    fn disks(
+        &self,
+        settings: &SettingsDraft,
+        qcow2: &Qcow2Draft,
+        imitate: &ImitateArgs,
+    ) -> Result<Vec<DiskDraft>, Wrong> {
         for (option, given) in [("name", self.name.len()), ("description", self.description.len())] {
             let images = self.images.len();
             if given != 0 && given != images {
@@ -252,7 +264,7 @@ impl ImageArgs {
             .images
             .iter()
             .enumerate()
-            .map(|(index, image)| self.disk(index, image, settings, imitate))
+            .map(|(index, image)| self.disk(index, image, settings, qcow2, imitate))
             .collect())
     }
 
@@ -261,6 +273,7 @@ impl ImageArgs {
         index: usize,
         image: &Image,
         settings: &SettingsDraft,
+        qcow2: &Qcow2Draft,
         imitate: &ImitateArgs,
     ) -> DiskDraft {
         let image = Said::new(image.clone(), Place::new(image.to_string()));
@@ -274,6 +287,7 @@ impl ImageArgs {
             format: self.format.map(|format| Said::new(format, Place::new("--format"))),
             cache: self.cache.map(|cache| Said::new(cache, Place::new("--cache"))),
             image,
+            qcow2: qcow2.clone(),
             read_only: self.read_only,
             force_share: self.force_share.then(|| Place::new("--force-share")),
             settings: settings.clone(),
@@ -311,6 +325,7 @@ fn service(network: NetworkArgs, tls: TlsArgs, process: ProcessArgs, log: LogArg
         log_format: said("log-format", log.log_format),
         pid_file: said("pid-file", process.pid_file),
         state: said("state", process.state),
+        image_root: said("image-root", process.image_root),
     }
 }
 

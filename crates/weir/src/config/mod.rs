@@ -27,8 +27,8 @@ use toml::de::DeTable;
 use crate::{
     logging,
     plan::{
-        self, Address, DiskDraft, Draft, ExportDraft, GroupDraft, Image, LimitsDraft, Place, Said,
-        ServiceDraft, SettingsDraft, Wrong,
+        self, Address, DiskDraft, Draft, ExportDraft, GroupDraft, Image, LimitsDraft, Place, Qcow2Draft,
+        Said, SecretSource, ServiceDraft, SettingsDraft, Wrong,
     },
 };
 use section::{Entry, Section, Source};
@@ -137,6 +137,7 @@ impl Reader<'_> {
             log_format: section.value("log-format")?,
             pid_file: self.path(section, "pid-file")?,
             state: self.path(section, "state")?,
+            image_root: self.path(section, "image-root")?,
         };
         section.finish()?;
         Ok(draft)
@@ -147,6 +148,7 @@ impl Reader<'_> {
         let description = section.text("description")?;
         let format = section.value("format")?;
         let cache = section.value("cache")?;
+        let qcow2 = self.qcow2(section)?;
         let read_only = section.flag("read-only")?.is_some_and(|said| said.value);
         let force_share = section.flag("force-share")?.filter(|said| said.value).map(|said| said.place);
         let settings = settings(section)?;
@@ -168,6 +170,7 @@ impl Reader<'_> {
             image,
             format,
             cache,
+            qcow2,
             read_only,
             force_share,
             settings,
@@ -176,6 +179,20 @@ impl Reader<'_> {
             rate,
             faults,
             exports,
+        })
+    }
+
+    fn qcow2(&self, section: &Section<'_>) -> Result<Qcow2Draft, Wrong> {
+        Ok(Qcow2Draft {
+            l2_cache_size: section.value("l2-cache-size")?,
+            l2_cache_entry_size: section.parse("l2-cache-entry-size", plan::size)?,
+            refcount_cache_size: section.parse("refcount-cache-size", plan::size)?,
+            cache_size: section.parse("cache-size", plan::size)?,
+            cache_clean_interval: section.value("cache-clean-interval")?,
+            secrets: section.list("secret-file", |text| match text {
+                "" => Err("is empty (write one, or leave the key out)".to_owned()),
+                path => Ok(SecretSource::File(self.directory.join(path))),
+            })?,
         })
     }
 

@@ -19,7 +19,7 @@ use crate::{
 };
 
 /// Settings of the design that this version does not have, so that nobody looks for the slip in a right name.
-const NOT_YET: [&str; 3] = ["prefetch", "l2-cache-size", "refcount-cache-size"];
+const NOT_YET: [&str; 1] = ["prefetch"];
 /// Characters of a value that a message shows.
 const MAX_SHOWN: usize = 60;
 

@@ -13,7 +13,7 @@
 
 use std::{
     cell::{Cell, OnceCell, RefCell},
-    collections::BTreeMap,
+    collections::{BTreeMap, btree_map::Entry},
     path::{Path, PathBuf},
     rc::Rc,
     sync::Arc,
@@ -22,9 +22,10 @@ use std::{
 use block::{
     disk::Disk,
     export::nbd::{self, NotRemoved, Removal},
+    image::{Secret, qcow2::CacheSettings},
     layer::throttle::Group,
     reactor,
-    storage::{CacheMode, Format},
+    storage::{CacheMode, Format, Root},
 };
 use policy::time::{Duration, Instant};
 
@@ -46,6 +47,8 @@ pub(crate) struct RunningDisk {
     pub(crate) format: Option<Format>,
     /// How the host's page cache is used.
     pub(crate) cache: CacheMode,
+    /// Of a qcow2 image's caches: what was asked for, not what it comes to.
+    pub(crate) caches: Cell<CacheSettings>,
     /// The nodes that `blockdev-add` named below the disk's own, topmost first.
     pub(crate) below: Vec<NodeBelow>,
 }
@@ -114,6 +117,9 @@ pub(crate) enum Refused {
     /// There is no export with this id.
     #[error("export {0}: there is none with this id (`weir status` lists them)")]
     NoExport(String),
+    /// There is no passphrase of this name.
+    #[error("secret {0}: there is none of this name (`object-add` makes one)")]
+    NoSecret(String),
     /// The name of a new disk or group is a disk's or group's already.
     #[error("{0}: a disk or a group has this name already (choose another)")]
     NameTaken(String),
@@ -178,6 +184,8 @@ pub(crate) struct Inventory {
     servers: RefCell<Vec<Rc<Serving>>>,
     exports: RefCell<BTreeMap<String, Rc<RunningExport>>>,
     devices: OnceCell<Rc<Devices>>,
+    image_root: OnceCell<Root>,
+    secrets: RefCell<BTreeMap<String, Secret>>,
     listeners: Listeners,
     ender: Ender,
 }
@@ -193,6 +201,8 @@ impl Inventory {
             servers: RefCell::default(),
             exports: RefCell::default(),
             devices: OnceCell::new(),
+            image_root: OnceCell::new(),
+            secrets: RefCell::default(),
             listeners: Listeners::default(),
             ender,
         })
@@ -206,6 +216,17 @@ impl Inventory {
     /// The config file it was started with.
     pub(crate) fn config(&self) -> Option<&PathBuf> {
         self.config.as_ref()
+    }
+
+    /// Images that are opened from now on must lie in this directory, and all they name.
+    pub(crate) fn confine(&self, root: Root) {
+        // Nobody widens it again.
+        let _ = self.image_root.set(root);
+    }
+
+    /// Where images must lie.
+    pub(crate) fn image_root(&self) -> Option<&Root> {
+        self.image_root.get()
     }
 
     /// Calls `listener` for each change from now on.
@@ -240,6 +261,37 @@ impl Inventory {
         self.devices.get().map(|devices| devices.list(self)).unwrap_or_default()
     }
 
+    // Secrets.
+
+    /// Keeps a passphrase under a name.
+    ///
+    /// # Errors
+    /// If there is one of this name.
+    pub(crate) fn add_secret(&self, id: &str, secret: Secret) -> Result<(), Refused> {
+        match self.secrets.borrow_mut().entry(id.to_owned()) {
+            Entry::Occupied(_) => Err(Refused::NameTaken(id.to_owned())),
+            Entry::Vacant(free) => {
+                free.insert(secret);
+                Ok(())
+            }
+        }
+    }
+
+    /// The passphrase of this name.
+    pub(crate) fn secret(&self, id: &str) -> Result<Secret, Refused> {
+        self.secrets.borrow().get(id).cloned().ok_or_else(|| Refused::NoSecret(id.to_owned()))
+    }
+
+    /// Forgets it; images that it opened stay open. Whether there was one.
+    pub(crate) fn remove_secret(&self, id: &str) -> bool {
+        self.secrets.borrow_mut().remove(id).is_some()
+    }
+
+    /// The names of all.
+    pub(crate) fn secrets(&self) -> Vec<String> {
+        self.secrets.borrow().keys().cloned().collect()
+    }
+
     // Disks.
 
     /// All disks.
@@ -265,7 +317,7 @@ impl Inventory {
         Ok(disk)
     }
 
-    /// Removes a disk that nobody uses, and flushes it. A flush that fails does not keep it, for it would keep it for ever; it is
+    /// Removes a disk that nobody uses, flushes and closes it. A flush that fails does not keep it, for it would keep it for ever; it is
     /// logged.
     ///
     /// # Errors
@@ -279,6 +331,9 @@ impl Inventory {
         self.tell(&Change::Listed { name: name.to_owned() });
         if let Err(error) = disk.disk.flush().await {
             tracing::error!(disk = name, %error, "the last flush of a disk that is removed failed");
+        }
+        if let Err(error) = disk.disk.image().close().await {
+            tracing::error!(disk = name, %error, "a disk that is removed could not be closed");
         }
         Ok(())
     }

@@ -131,7 +131,8 @@ fn show(path: &Path, format: Option<Format>, how: How) -> Result<Shown, Failure>
     Ok(Shown { json, backing })
 }
 
-fn describe(header: &Header, json: &mut Value) {
+/// Adds what a header says, as `ImageInfo` has it.
+pub(crate) fn describe(header: &Header, json: &mut Value) {
     json["virtual-size"] = header.size_bytes.into();
     json["cluster-size"] = header.cluster_bytes().into();
     json["dirty-flag"] = (header.incompatible & incompatible::DIRTY != 0).into();

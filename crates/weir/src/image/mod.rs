@@ -26,6 +26,7 @@ use anyhow::Context as _;
 use block::reactor::{self, Polling};
 use clap::{Subcommand, ValueEnum};
 
+pub(crate) use self::{info::describe, opening::beside};
 use crate::Failure;
 
 /// What to do with images.

@@ -44,7 +44,7 @@ pub(super) fn format_named(name: Option<&str>) -> anyhow::Result<Format> {
 }
 
 /// Where a name in an image points: a relative one is relative to the image's own directory.
-pub(super) fn beside(image: &Path, name: &str) -> PathBuf {
+pub(crate) fn beside(image: &Path, name: &str) -> PathBuf {
     image.parent().map_or_else(|| PathBuf::from(name), |directory| directory.join(name))
 }
 

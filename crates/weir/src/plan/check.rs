@@ -10,7 +10,7 @@ use std::{
     time::Duration,
 };
 
-use block::storage::rate::RateOptions;
+use block::storage::{Format, rate::RateOptions};
 
 use super::{
     Address, Disk, DiskDraft, Draft, Endpoint, Export, ExportDraft, GroupDraft, LogSettings, Place, Plan,
@@ -144,12 +144,18 @@ fn plan_disk(disk: &DiskDraft, groups: &Groups<'_>) -> Result<Disk, Wrong> {
             .map_err(|_| description.place.wrong("a description is one line of 4096 bytes at most"))?;
     }
     let (settings, group) = settings(disk, groups)?;
+    let format = disk.format.as_ref().map(|said| said.value);
+    let qcow2 = disk.qcow2.check()?;
+    if let (Some(Format::Raw), Some(place)) = (format, &qcow2.said) {
+        return Err(place.wrong("is for qcow2 images, and this one is raw (leave it out)"));
+    }
     Ok(Disk {
         name: disk.name.value.clone(),
         description: disk.description.as_ref().map(value).unwrap_or_default(),
         image: disk.image.value.clone(),
-        format: disk.format.as_ref().map(|said| said.value),
+        format,
         cache: disk.cache.as_ref().map(|said| said.value).unwrap_or_default(),
+        qcow2,
         read_only: disk.read_only,
         force_share: disk.force_share.is_some(),
         delay: disk.delay.as_ref().map(|said| said.value),
@@ -274,6 +280,7 @@ fn service(draft: ServiceDraft) -> Result<Service, Wrong> {
         },
         pid_file: draft.pid_file.map(|said| said.value),
         state: draft.state.map(|said| said.value),
+        image_root: draft.image_root.map(|said| said.value),
     })
 }
 

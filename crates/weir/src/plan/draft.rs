@@ -5,7 +5,7 @@ use std::{path::PathBuf, time::Duration};
 use block::storage::{CacheMode, Format, delay::DelayOptions, fault::FaultRule, rate::RateOptions};
 use policy::throttle::Setting;
 
-use super::{Address, Image, LogFormat, Place, Said, SettingsDraft, tls::TlsDraft};
+use super::{Address, Image, LogFormat, Place, Qcow2Draft, Said, SettingsDraft, tls::TlsDraft};
 
 /// All that the command line and the config file said.
 #[derive(Clone, Debug, Default)]
@@ -26,6 +26,7 @@ pub(crate) struct DiskDraft {
     pub(crate) image: Said<Image>,
     pub(crate) format: Option<Said<Format>>,
     pub(crate) cache: Option<Said<CacheMode>>,
+    pub(crate) qcow2: Qcow2Draft,
     pub(crate) read_only: bool,
     /// Where it was asked for, if it was.
     pub(crate) force_share: Option<Place>,
@@ -70,6 +71,7 @@ pub(crate) struct ServiceDraft {
     pub(crate) log_format: Option<Said<LogFormat>>,
     pub(crate) pid_file: Option<Said<PathBuf>>,
     pub(crate) state: Option<Said<PathBuf>>,
+    pub(crate) image_root: Option<Said<PathBuf>>,
 }
 
 impl ServiceDraft {
@@ -86,6 +88,7 @@ impl ServiceDraft {
             log_format: self.log_format.or(other.log_format),
             pid_file: self.pid_file.or(other.pid_file),
             state: self.state.or(other.state),
+            image_root: self.image_root.or(other.image_root),
         }
     }
 }

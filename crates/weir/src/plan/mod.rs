@@ -17,6 +17,7 @@ mod draft;
 mod groups;
 mod image;
 mod place;
+mod qcow2;
 mod remarks;
 mod settings;
 mod tls;
@@ -30,6 +31,7 @@ pub(crate) use address::{Address, socket};
 pub(crate) use draft::{DiskDraft, Draft, ExportDraft, GroupDraft, LimitsDraft, ServiceDraft};
 pub(crate) use image::Image;
 pub(crate) use place::{Place, Said, Wrong};
+pub(crate) use qcow2::{CleanInterval, L2CacheSize, Qcow2Draft, Qcow2Settings, SecretSource};
 pub(crate) use settings::{Settings, SettingsDraft};
 pub(crate) use tls::{Credentials, Tls, TlsDraft, TlsMode};
 pub(crate) use units::{Rule, connections, count, duration, read, size, workers};
@@ -60,6 +62,8 @@ pub(crate) struct Disk {
     pub(crate) format: Option<Format>,
     /// How the host's page cache is used.
     pub(crate) cache: CacheMode,
+    /// What a qcow2 image is opened with.
+    pub(crate) qcow2: Qcow2Settings,
     /// Refuses writes.
     pub(crate) read_only: bool,
     /// Opens the image though somebody else writes to it.
@@ -133,6 +137,8 @@ pub(crate) struct Service {
     pub(crate) pid_file: Option<PathBuf>,
     /// Where `weir probe` left what devices can do; `None` is the usual place.
     pub(crate) state: Option<PathBuf>,
+    /// Where images and everything they name must lie.
+    pub(crate) image_root: Option<PathBuf>,
 }
 
 /// What is logged, and how.

@@ -1,25 +1,30 @@
 //! From a plan to the parts of the data path: opened images, groups, disks, servers.
 
-use std::sync::Arc;
+use std::{cell::Cell, path::Path, sync::Arc};
 
 use anyhow::Context as _;
 use block::{
     disk::Disk,
     export::nbd,
+    image::{
+        Image, Secret,
+        open::{ImageOptions, open},
+    },
     layer::throttle::Group,
-    storage::{OpenOptions, open, rate::Budgets},
+    storage::{OpenOptions, Root, rate::Budgets},
 };
 
 use crate::{
     control::inventory::{Inventory, RunningDisk},
     plan::{self, Credentials, Plan, Service, Tls},
+    secret::Secrets,
 };
 
 /// Opens every image and puts it under its limits; all groups and disks are in the inventory then.
 ///
 /// # Errors
 /// The first image that cannot be served, with the reason.
-pub(super) fn disks(plan: &Plan, inventory: &Inventory) -> anyhow::Result<()> {
+pub(super) async fn disks(plan: &Plan, inventory: &Inventory) -> anyhow::Result<()> {
     let mut groups = Vec::new();
     for planned in &plan.groups {
         let parent = planned.parent.map(|parent| &groups[parent]);
@@ -31,20 +36,38 @@ pub(super) fn disks(plan: &Plan, inventory: &Inventory) -> anyhow::Result<()> {
     for remark in plan.remarks() {
         tracing::warn!(name = remark.name, "{}", remark.remark);
     }
+    if let Some(path) = &plan.service.image_root {
+        inventory.confine(root(path)?);
+    }
     let budgets = Budgets::default();
+    let mut secrets = Secrets::default();
     for planned in &plan.disks {
         let group = planned.group.map(|index| &groups[index]);
-        inventory.add_disk(disk(planned, group, &budgets)?)?;
+        let own = planned.qcow2.secrets.iter().map(|source| secrets.get(source));
+        let own = own.collect::<anyhow::Result<_>>().with_context(|| format!("disk {}", planned.name))?;
+        let options = options(planned, &budgets, inventory.image_root().cloned(), own);
+        inventory.add_disk(disk(planned, group, options).await?)?;
     }
     Ok(())
 }
 
-/// Opens a disk's image. Blocks.
+fn root(path: &Path) -> anyhow::Result<Root> {
+    Root::open(path).with_context(|| format!("image root {}", path.display()))
+}
+
+/// Opens a disk's image.
 ///
 /// # Errors
 /// If the image cannot be served, with the reason.
-fn disk(planned: &plan::Disk, group: Option<&Arc<Group>>, budgets: &Budgets) -> anyhow::Result<RunningDisk> {
-    let image = open(&planned.image.spec()?, options(planned, budgets))?;
+async fn disk(
+    planned: &plan::Disk,
+    group: Option<&Arc<Group>>,
+    options: ImageOptions,
+) -> anyhow::Result<RunningDisk> {
+    let image = open(&planned.image.spec()?, options).await?;
+    if let (Image::Raw(_), Some(place)) = (&image, &planned.qcow2.said) {
+        return Err(place.wrong("is for qcow2 images, and this one is raw (leave it out)").into());
+    }
     tracing::debug!(disk = planned.name, image = image.description(), "opened");
     let disk = Disk::new(&planned.name, image, planned.settings.of_disk(), group)
         .with_context(|| format!("disk {}", planned.name))?;
@@ -53,13 +76,15 @@ fn disk(planned: &plan::Disk, group: Option<&Arc<Group>>, budgets: &Budgets) -> 
         image: planned.image.clone(),
         format: planned.format,
         cache: planned.cache,
+        caches: Cell::new(planned.qcow2.caches),
         below: Vec::new(),
     })
 }
 
-fn options(disk: &plan::Disk, budgets: &Budgets) -> OpenOptions {
-    OpenOptions {
+fn options(disk: &plan::Disk, budgets: &Budgets, root: Option<Root>, secrets: Vec<Secret>) -> ImageOptions {
+    let storage = OpenOptions {
         cache: disk.cache,
+        root,
         format: disk.format,
         read_only: disk.read_only,
         force_share: disk.force_share,
@@ -67,7 +92,8 @@ fn options(disk: &plan::Disk, budgets: &Budgets) -> OpenOptions {
         rate: disk.rate.clone(),
         budgets: budgets.clone(),
         faults: disk.faults.clone(),
-    }
+    };
+    ImageOptions { storage, caches: disk.qcow2.caches, secrets, ..ImageOptions::default() }
 }
 
 /// What every server of this daemon allows its clients.

@@ -59,7 +59,7 @@ pub(crate) fn run(arguments: ServeArgs) -> Result<(), Failure> {
     logging::start(&plan.service.log);
     let signals = Signals::block().context("signals cannot be blocked")?;
     raise_descriptor_limit();
-    let daemon = async move { Daemon::start(&plan, config, inherited, signals)?.run().await };
+    let daemon = async move { Daemon::start(&plan, config, inherited, signals).await?.run().await };
     reactor::run(Polling::OFF, daemon)
         .context("io_uring cannot be used (see kernel.io_uring_disabled)")??;
     Ok(())
@@ -109,7 +109,7 @@ struct Daemon {
 
 impl Daemon {
     /// Opens, binds and starts everything, and says so.
-    fn start(
+    async fn start(
         plan: &Plan,
         config: Option<PathBuf>,
         inherited: Inherited,
@@ -124,7 +124,7 @@ impl Daemon {
         // Nobody listens only when all ends anyway.
         let ender = Rc::new(move |end| drop(sender.try_send(Event::End(end))));
         let inventory = Inventory::new(config, ender);
-        assemble::disks(plan, &inventory)?;
+        assemble::disks(plan, &inventory).await?;
         inventory.look_at_devices(plan.service.state.as_deref())?;
         let tls = assemble::credentials(&plan.service.tls)?;
         let workers = Rc::new(start_workers(&plan.service)?);
@@ -218,7 +218,7 @@ impl Daemon {
                 serving.stop().await;
             }
             control.await;
-            let result = flush(&disks).await;
+            let result = flush_and_close(&disks).await;
             let _ = events.try_send(Event::Finished(result));
         });
     }
@@ -272,8 +272,8 @@ fn add_export(
     Ok(inventory.add_export(serving, new)?)
 }
 
-/// Flushes every disk, also those after one that fails, and reports the first failure.
-async fn flush(disks: &[Rc<RunningDisk>]) -> anyhow::Result<()> {
+/// Flushes every disk and closes its image, also those after one that fails, and reports the first failure.
+async fn flush_and_close(disks: &[Rc<RunningDisk>]) -> anyhow::Result<()> {
     let mut outcome = Ok(());
     for RunningDisk { disk, .. } in disks.iter().map(AsRef::as_ref) {
         if let Err(error) = disk.flush().await {
@@ -281,6 +281,14 @@ async fn flush(disks: &[Rc<RunningDisk>]) -> anyhow::Result<()> {
             let name = disk.name();
             outcome = outcome.and(Err(anyhow!(
                 "disk {name}: the last flush failed: {error} (what was written since the one before may be lost)"
+            )));
+            continue;
+        }
+        if let Err(error) = disk.image().close().await {
+            tracing::error!(disk = %disk.name(), %error, "closing the image failed");
+            let name = disk.name();
+            outcome = outcome.and(Err(anyhow!(
+                "disk {name}: its image could not be closed: {error} (`weir image check` tells what is left to mend)"
             )));
         }
     }

@@ -55,6 +55,25 @@ enum Kind {
     BlockDevice,
 }
 
+/// Which file something is, whatever it is called: two names of one file have the same, also two nodes of one block device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct FileIdentity(u64, u64);
+
+impl FileIdentity {
+    fn of(device: u64, inode: u64, special: u64, is_device: bool) -> Self {
+        // No file system has the number that stands for a device here: inode numbers begin at 1.
+        if is_device { Self(special, 0) } else { Self(device, inode) }
+    }
+
+    /// Of the file that a path leads to now; nothing where there is none.
+    pub(crate) fn at(path: &std::path::Path) -> Option<Self> {
+        use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _};
+        let metadata = std::fs::metadata(path).ok()?;
+        let is_device = metadata.file_type().is_block_device();
+        Some(Self::of(metadata.dev(), metadata.ino(), metadata.rdev(), is_device))
+    }
+}
+
 /// An open file or block device. Locks on it last as long as it does.
 #[derive(Debug)]
 pub struct File {
@@ -115,6 +134,12 @@ impl File {
     pub(crate) fn device_number(&self) -> Option<u64> {
         let status = nix::sys::stat::fstat(&self.buffered).ok()?;
         Some(if self.kind == Kind::BlockDevice { status.st_rdev } else { status.st_dev })
+    }
+
+    /// Which file it is, whatever it is called.
+    pub(crate) fn identity(&self) -> Option<FileIdentity> {
+        let status = nix::sys::stat::fstat(&self.buffered).ok()?;
+        Some(FileIdentity::of(status.st_dev, status.st_ino, status.st_rdev, self.kind == Kind::BlockDevice))
     }
 
     /// See [`Storage::will_need`](crate::storage::Storage::will_need). With O_DIRECT there is no cache to fill.

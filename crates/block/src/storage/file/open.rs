@@ -15,21 +15,32 @@ use nix::unistd::{SysconfVar, sysconf};
 use super::{CacheMode, File, Kind, direct, zero};
 use crate::{
     reactor::op::Fd,
-    storage::{OpenError, align::Alignment, lock},
+    storage::{
+        OpenError,
+        align::Alignment,
+        lock,
+        root::{Pinned, Root},
+    },
 };
 
 /// How to open a file.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub(in crate::storage) struct FileOptions {
     pub(in crate::storage) cache: CacheMode,
     pub(in crate::storage) read_only: bool,
     /// Read although somebody else writes.
     pub(in crate::storage) force_share: bool,
+    /// Where it must lie.
+    pub(in crate::storage) root: Option<Root>,
 }
 
 /// Opens `path`; blocks. Also returns a buffered descriptor for looking at the file.
-pub(in crate::storage) fn open(path: &Path, options: FileOptions) -> Result<(File, fs::File), OpenError> {
+pub(in crate::storage) fn open(path: &Path, options: &FileOptions) -> Result<(File, fs::File), OpenError> {
     let name = path.display().to_string();
+    // Held until everything is open, so that all of it is the same file.
+    let pinned = options.root.as_ref().map(|root| root.pin(path, &name)).transpose()?;
+    let pinned_path = pinned.as_ref().map(Pinned::path);
+    let path = pinned_path.as_deref().unwrap_or(path);
     let failed = |error: &std::io::Error| describe(&name, error, options.read_only);
     // Before opening: that of a FIFO would wait for its other end.
     kind_of(&name, &fs::metadata(path).map_err(|error| failed(&error))?)?;
@@ -74,7 +85,7 @@ fn open_direct(
     name: &str,
     how: &fs::OpenOptions,
     kind: Kind,
-    options: FileOptions,
+    options: &FileOptions,
 ) -> Result<(fs::File, Alignment), OpenError> {
     let no_direct = || {
         OpenError::new(

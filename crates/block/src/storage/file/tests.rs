@@ -265,8 +265,8 @@ fn read_only_reads_and_refuses_everything_else() {
 #[test]
 fn error_numbers_arrive_as_they_are() {
     let (file, _) = image(&std::env::temp_dir(), 4096);
-    let options = FileOptions { cache: CacheMode::Writeback, read_only: true, force_share: true };
-    let (storage, _) = open_file(file.path(), options).expect("opens");
+    let options = FileOptions { cache: CacheMode::Writeback, read_only: true, force_share: true, root: None };
+    let (storage, _) = open_file(file.path(), &options).expect("opens");
     real(async move {
         // Past `Align`, which would refuse it: the descriptor is read-only.
         let data = Buffer::copy_of(&[1]).into();
@@ -278,8 +278,9 @@ fn error_numbers_arrive_as_they_are() {
 #[test]
 fn a_failed_sync_through_the_page_cache_is_not_forgotten() {
     let (file, _) = image(&std::env::temp_dir(), 4096);
-    let options = FileOptions { cache: CacheMode::Writeback, read_only: false, force_share: false };
-    let (storage, _) = open_file(file.path(), options).expect("opens");
+    let options =
+        FileOptions { cache: CacheMode::Writeback, read_only: false, force_share: false, root: None };
+    let (storage, _) = open_file(file.path(), &options).expect("opens");
     real(async move {
         assert_eq!(storage.flush().await, Ok(()));
         storage.lost.store(libc::ENOSPC, std::sync::atomic::Ordering::Relaxed);

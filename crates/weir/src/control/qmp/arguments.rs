@@ -55,6 +55,20 @@ impl Arguments {
         self.optional(key)?.ok_or_else(|| Error::missing(&self.name_of(key)))
     }
 
+    /// Whether a value is there and a string, for keys that take one or a number.
+    pub(crate) fn is_text(&self, key: &str) -> bool {
+        self.members.get(key).is_some_and(Value::is_string)
+    }
+
+    /// Whether a value is there and `null`, which is taken out then.
+    pub(crate) fn take_null(&mut self, key: &str) -> bool {
+        let is_null = self.members.get(key).is_some_and(Value::is_null);
+        if is_null {
+            self.take(key);
+        }
+        is_null
+    }
+
     /// A number in a range, if it is there.
     ///
     /// # Errors

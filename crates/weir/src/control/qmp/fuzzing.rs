@@ -3,7 +3,7 @@
 //! Here and not in `fuzz/`, because tests run the same checks for a short time on every change. The commands work on disks in memory, on
 //! a simulated reactor: no file is opened and no time passes.
 
-use std::{rc::Rc, sync::Arc};
+use std::{cell::Cell, rc::Rc, sync::Arc};
 
 use block::{
     disk::Disk,
@@ -100,6 +100,7 @@ fn inventory() -> Rc<Inventory> {
             image: "memory:1M".parse().expect("an image"),
             format: None,
             cache: CacheMode::default(),
+            caches: Cell::default(),
             below: Vec::new(),
         };
         inventory.add_disk(running).expect("a new name");

@@ -14,6 +14,7 @@
 //! Source: QEMU's `docs/interop/qmp-spec.rst` and its QAPI schema; what differs is in `docs/reference/qmp.md`.
 
 mod arguments;
+mod caches;
 mod command;
 mod commands;
 mod control;

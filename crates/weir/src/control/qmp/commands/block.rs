@@ -3,14 +3,17 @@
 //! QEMU has a graph of nodes, weir a disk with a name; [`node`](super::node) says how the one becomes the other. Where a node is put over
 //! a disk that is there, the disk takes the new node's name, and has its own back when that node is deleted.
 
-use std::{path::Path, rc::Rc, sync::Arc};
+use std::{cell::Cell, path::Path, rc::Rc, sync::Arc};
 
 use block::{
     disk::Disk,
-    image::Image as Opened,
+    image::{
+        Image as Opened,
+        open::{ImageOptions, open},
+    },
     layer::throttle::{DiskSettings, Group},
     reactor,
-    storage::{Format, OpenError, OpenOptions, ResizeError, open},
+    storage::{OpenError, OpenOptions, ResizeError},
 };
 use serde_json::{Value, json};
 
@@ -37,7 +40,7 @@ impl Command for BlockdevAdd {
         match &chain.bottom {
             Bottom::Node(bottom) => put_over(&inventory, &chain, bottom)?,
             Bottom::Storage { image, cache, .. } => {
-                let opened = open_bottom(&chain).await?;
+                let opened = open_bottom(&inventory, &chain).await?;
                 // Others had their turn while it was opened.
                 check_names(&inventory, &chain)?;
                 let disk = RunningDisk {
@@ -48,8 +51,9 @@ impl Command for BlockdevAdd {
                         group_of(&inventory, &chain)?.as_ref(),
                     )?,
                     image: image.clone(),
-                    format: Some(Format::Raw),
+                    format: Some(chain.format()),
                     cache: *cache,
+                    caches: Cell::new(chain.caches()),
                     below: inner_nodes(&chain),
                 };
                 inventory.add_disk(disk).map_err(generic)?;
@@ -138,11 +142,11 @@ fn rename(
     below: Vec<NodeBelow>,
     group: Option<&Arc<Group>>,
 ) -> Result<(), Error> {
-    let RunningDisk { disk, image, format, cache, .. } = taken;
+    let RunningDisk { disk, image, format, cache, caches, .. } = taken;
     let settings = disk.throttle().settings();
     let opened = Arc::into_inner(disk).expect("taken when nobody else had it").into_image();
     let disk = build(name, opened, settings, group)?;
-    inventory.add_disk(RunningDisk { disk, image, format, cache, below }).map(drop).map_err(generic)
+    inventory.add_disk(RunningDisk { disk, image, format, cache, caches, below }).map(drop).map_err(generic)
 }
 
 /// What is said of a disk that cannot be had for itself.
@@ -155,26 +159,29 @@ fn in_use(name: &str) -> impl Fn(Refused) -> Error {
     }
 }
 
-/// Opens what is at the bottom of a chain, on a thread of its own.
-async fn open_bottom(chain: &Chain) -> Result<Opened, Error> {
+/// Opens what is at the bottom of a chain.
+async fn open_bottom(inventory: &Inventory, chain: &Chain) -> Result<Opened, Error> {
     let Bottom::Storage { image, device, auto_read_only, .. } = &chain.bottom else {
         unreachable!("asked for storage alone");
     };
-    let (spec, device, fall_back) = (image.spec().map_err(generic)?, *device, *auto_read_only);
-    let (options, path) = (chain.open_options(), image.path().map(Path::to_owned));
-    let attempt = move || {
-        if let (Some(path), Some(device)) = (&path, device) {
-            check_kind(path, device)?;
+    let spec = image.spec().map_err(generic)?;
+    if let (Some(path), Some(device)) = (image.path().map(Path::to_owned), *device) {
+        // A file system may take its time.
+        reactor::blocking(move || check_kind(&path, device)).await.map_err(Error::generic)?;
+    }
+    let id = chain.qcow2.as_ref().and_then(|node| node.key_secret.as_deref());
+    let secret = id.map(|id| inventory.secret(id)).transpose()?;
+    let options = chain.open_options(inventory.image_root().cloned(), secret);
+    let opened = match open(&spec, options.clone()).await {
+        Err(_) if *auto_read_only && !options.storage.read_only => {
+            let storage = OpenOptions { read_only: true, ..options.storage };
+            open(&spec, ImageOptions { storage, ..options }).await
         }
-        match open(&spec, options.clone()) {
-            Err(_) if fall_back && !options.read_only => {
-                open(&spec, OpenOptions { read_only: true, ..options })
-            }
-            result => result,
-        }
-        .map_err(|OpenError { image, why, remedy }| format!("Could not open '{image}': {why} ({remedy})"))
+        result => result,
     };
-    reactor::blocking(attempt).await.map_err(Error::generic)
+    opened.map_err(|OpenError { image, why, remedy }| {
+        Error::generic(format!("Could not open '{image}': {why} ({remedy})"))
+    })
 }
 
 /// QEMU has a driver for files and one for devices, and each wants its own.

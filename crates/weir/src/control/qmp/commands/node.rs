@@ -7,16 +7,26 @@
 //! A disk has the name of its topmost node. Below it may be nodes described in place, and at the bottom one described or one that is there
 //! already. What weir cannot do is refused by name, never passed over; what it does anyway (image locks, unmapping) may be asked for.
 //!
+//! A `qcow2` node is an image with whatever it names behind it: those files are the image's own, and no nodes.
+//!
 //! Options that a node does not give are those of the node above it, where QEMU has it so (`read-only`, `cache`).
 //!
 //! Source: `BlockdevOptions` of QEMU's `qapi/block-core.json`.
 
-use block::storage::{CacheMode, Format, OpenOptions, delay::DelayOptions};
+use block::{
+    image::{
+        Secret,
+        open::{BackingChoice, ImageOptions},
+        qcow2::CacheSettings,
+    },
+    storage::{CacheMode, Format, OpenOptions, Root, delay::DelayOptions},
+};
 use policy::time::Duration;
 
 use crate::{
     control::qmp::{
         arguments::{Arguments, Reference},
+        caches::CacheChanges,
         error::Error,
         json::shown,
     },
@@ -27,7 +37,7 @@ use crate::{
 const MAX_NODE_NAME: usize = 31;
 /// The size of `null-co` that says none.
 const NULL_BYTES: u64 = 1 << 30;
-const DRIVERS: [&str; 6] = ["file", "host_device", "null-co", "raw", "throttle", "x-weir-memory"];
+const DRIVERS: [&str; 7] = ["file", "host_device", "null-co", "qcow2", "raw", "throttle", "x-weir-memory"];
 
 /// A chain of nodes.
 #[derive(Debug, PartialEq)]
@@ -38,8 +48,21 @@ pub(super) struct Chain {
     pub(super) group: Option<String>,
     /// Whether the disk is read-only; only without an existing node below.
     pub(super) read_only: bool,
+    /// What a `qcow2` node says.
+    pub(super) qcow2: Option<Qcow2Node>,
     /// What is at the bottom.
     pub(super) bottom: Bottom,
+}
+
+/// What a `qcow2` node says.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub(super) struct Qcow2Node {
+    /// Of its caches.
+    pub(super) caches: CacheSettings,
+    /// Whether it has no backing file, whatever the image says.
+    pub(super) no_backing: bool,
+    /// The id of the object that has its passphrase.
+    pub(super) key_secret: Option<String>,
 }
 
 /// What is at the bottom of a chain.
@@ -70,15 +93,40 @@ impl Chain {
     /// # Errors
     /// The first that is missing or wrong.
     pub(super) fn read(arguments: &mut Arguments) -> Result<Self, Error> {
-        let mut chain =
-            Self { names: Vec::new(), group: None, read_only: false, bottom: Bottom::Node(String::new()) };
+        let mut chain = Self {
+            names: Vec::new(),
+            group: None,
+            read_only: false,
+            qcow2: None,
+            bottom: Bottom::Node(String::new()),
+        };
         let driver = driver(arguments)?;
         chain.node(driver, arguments, Inherited::default(), true)?;
         Ok(chain)
     }
 
-    /// How the image at the bottom is opened.
-    pub(super) fn open_options(&self) -> OpenOptions {
+    /// The format of the bytes at the bottom.
+    pub(super) fn format(&self) -> Format {
+        if self.qcow2.is_some() { Format::Qcow2 } else { Format::Raw }
+    }
+
+    /// Of the caches.
+    pub(super) fn caches(&self) -> CacheSettings {
+        self.qcow2.as_ref().map(|node| node.caches).unwrap_or_default()
+    }
+
+    /// How the image at the bottom is opened, below `root` if there is one.
+    pub(super) fn open_options(&self, root: Option<Root>, secret: Option<Secret>) -> ImageOptions {
+        let no_backing = self.qcow2.as_ref().is_some_and(|node| node.no_backing);
+        ImageOptions {
+            storage: OpenOptions { root, ..self.storage_options() },
+            caches: self.caches(),
+            secrets: secret.into_iter().collect(),
+            backing: if no_backing { BackingChoice::Nothing } else { BackingChoice::AsInImage },
+        }
+    }
+
+    fn storage_options(&self) -> OpenOptions {
         let Bottom::Storage { cache, force_share, latency, .. } = &self.bottom else {
             return OpenOptions::default();
         };
@@ -92,7 +140,7 @@ impl Chain {
         OpenOptions {
             cache: *cache,
             // A node says what its bytes are; nothing is guessed.
-            format: Some(Format::Raw),
+            format: Some(self.format()),
             read_only: self.read_only,
             force_share: *force_share,
             delay,
@@ -119,6 +167,13 @@ impl Chain {
         self.read_only |= common.read_only;
         match driver {
             "raw" => self.below(arguments, common),
+            "qcow2" => {
+                if self.qcow2.replace(qcow2(arguments)?).is_some() {
+                    let rule = "does not go into another 'qcow2' (one image, one node)";
+                    return Err(Error::rule(&arguments.name_of("driver"), rule));
+                }
+                self.below(arguments, common)
+            }
             "throttle" => {
                 let group: String = arguments.required("throttle-group")?;
                 if let Some(other) = self.group.replace(group) {
@@ -139,6 +194,13 @@ impl Chain {
     fn below(&mut self, arguments: &mut Arguments, above: Inherited) -> Result<(), Error> {
         match arguments.reference("file", "BlockdevRef")? {
             None => Err(Error::missing(&arguments.name_of("file"))),
+            Some(Reference::Name(name)) if self.qcow2.is_some() => Err(Error::rule(
+                &arguments.name_of("file"),
+                format_args!(
+                    "is described in place for 'qcow2'; the node '{}' is a disk of its own",
+                    shown(&name)
+                ),
+            )),
             Some(Reference::Name(name)) => {
                 self.bottom = Bottom::Node(name);
                 Ok(())
@@ -248,6 +310,26 @@ fn bottom(driver: &str, arguments: &mut Arguments, common: Inherited) -> Result<
     })
 }
 
+/// What a `qcow2` node says beside its `file`.
+fn qcow2(arguments: &mut Arguments) -> Result<Qcow2Node, Error> {
+    let no_backing = arguments.take_null("backing");
+    if arguments.reference("backing", "BlockdevRefOrNull")?.is_some() {
+        let rule = "is what the image says, or null; backing files are no nodes here";
+        return Err(Error::rule(&arguments.name_of("backing"), rule));
+    }
+    let caches = CacheChanges::read(arguments)?.apply_to(CacheSettings::default());
+    let mut key_secret = None;
+    if let Some(mut encrypt) = arguments.object("encrypt")? {
+        if encrypt.choice("format", &["aes", "luks"])? == Some(0) {
+            let rule = "is 'luks' here; the old 'aes' is broken and not supported";
+            return Err(Error::rule(&encrypt.name_of("format"), rule));
+        }
+        key_secret = encrypt.optional("key-secret")?;
+        encrypt.finish()?;
+    }
+    Ok(Qcow2Node { caches, no_backing, key_secret })
+}
+
 fn size(arguments: &mut Arguments) -> Result<Option<u64>, Error> {
     arguments.number("size", 1..=1 << 63)
 }
@@ -298,7 +380,7 @@ mod tests {
         assert_eq!(chain.names, ["t0", "f0"]);
         assert_eq!(chain.group.as_deref(), Some("gold"));
         assert!(chain.read_only);
-        let options = chain.open_options();
+        let options = chain.open_options(None, None).storage;
         assert_eq!(
             (options.cache, options.format, options.read_only),
             (CacheMode::None, Some(Format::Raw), true)
@@ -312,6 +394,41 @@ mod tests {
     }
 
     #[test]
+    fn a_qcow2_node_has_caches_and_a_file() {
+        let file = json!({"driver": "file", "filename": "a.qcow2"});
+        let chain = read(json!({
+            "driver": "qcow2", "node-name": "q", "backing": null, "l2-cache-size": 4096, "cache-clean-interval": 5,
+            "encrypt": {"format": "luks", "key-secret": "s"}, "file": file,
+        }))
+        .unwrap();
+        let node = chain.qcow2.as_ref().unwrap();
+        assert_eq!((node.no_backing, node.key_secret.as_deref()), (true, Some("s")));
+        assert_eq!(chain.caches().l2, Some(block::image::qcow2::L2Size::Bytes(4096)));
+        assert_eq!(chain.open_options(None, None).storage.format, Some(Format::Qcow2));
+        let with = |key: &str, value: Value| {
+            let mut arguments = json!({"driver": "qcow2", "node-name": "q", "file": file});
+            arguments[key] = value;
+            arguments
+        };
+        refused(
+            with("backing", json!("base")),
+            "Parameter 'backing' is what the image says, or null; backing files are no nodes here",
+        );
+        refused(
+            with("encrypt", json!({"format": "aes"})),
+            "Parameter 'encrypt.format' is 'luks' here; the old 'aes' is broken and not supported",
+        );
+        refused(
+            with("file", json!("f0")),
+            "Parameter 'file' is described in place for 'qcow2'; the node 'f0' is a disk of its own",
+        );
+        refused(
+            with("file", with("node-name", json!("inner"))),
+            "Parameter 'file.driver' does not go into another 'qcow2' (one image, one node)",
+        );
+    }
+
+    #[test]
     fn a_bottom_may_be_there_already() {
         let chain = read(json!({"driver": "raw", "node-name": "r0", "file": "f0"})).unwrap();
         assert_eq!((chain.names, chain.bottom), (vec!["r0".to_owned()], Bottom::Node("f0".to_owned())));
@@ -321,8 +438,8 @@ mod tests {
     fn what_is_wrong_is_refused_in_qemus_words() {
         refused(json!({"node-name": "a"}), "Parameter 'driver' is missing");
         refused(
-            json!({"driver": "qcow2", "node-name": "a"}),
-            "Parameter 'driver' does not accept value 'qcow2' (there are: file, host_device, null-co, raw, throttle, x-weir-memory)",
+            json!({"driver": "qcow", "node-name": "a"}),
+            "Parameter 'driver' does not accept value 'qcow' (there are: file, host_device, null-co, qcow2, raw, throttle, x-weir-memory)",
         );
         let file = |key: &str, value: Value| {
             let mut arguments = json!({"driver": "file", "node-name": "a", "filename": "x"});

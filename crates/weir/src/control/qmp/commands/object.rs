@@ -3,15 +3,19 @@
 //! ```text
 //!   /                    container
 //!   └─ objects           container
-//!      └─ NAME           throttle-group: limits, x-…, x-weir-…
+//!      └─ NAME           throttle-group: limits, x-…, x-weir-…; or secret
 //! ```
 //!
 //! Every group is an object, however it came to be: from the config file, from `object-add` or from `block_set_io_throttle`.
-//! Objects of other types do not exist.
+//! Beside them there are passphrases (`secret`), which can be made and deleted, and never looked into.
 
 use std::rc::Rc;
 
-use block::layer::throttle::{Group, GroupSettings};
+use block::{
+    image::Secret,
+    layer::throttle::{Group, GroupSettings},
+    reactor,
+};
 use policy::throttle::Setting;
 use serde_json::{Map, Value, json};
 
@@ -28,8 +32,11 @@ use crate::control::{
     },
 };
 
-/// The only type of object there is.
+/// The type of a group.
 const TYPE: &str = "throttle-group";
+/// The type of a passphrase.
+const SECRET: &str = "secret";
+const TYPES: [&str; 2] = [SECRET, TYPE];
 /// Groups within each other, at most.
 const MAX_LEVELS: usize = 8;
 /// weir's own properties, with their types.
@@ -43,10 +50,20 @@ const OWN: [(&str, &str); 5] = [
 
 /// `object-add`.
 #[derive(Debug)]
-pub(super) struct ObjectAdd {
-    id: String,
-    parent: Option<String>,
-    changes: Changes,
+pub(super) enum ObjectAdd {
+    /// A group.
+    Group { id: String, parent: Option<String>, changes: Changes },
+    /// A passphrase.
+    Secret { id: String, from: SecretFrom },
+}
+
+/// Where the passphrase of a `secret` object is.
+#[derive(Debug)]
+pub(super) enum SecretFrom {
+    /// In the command: for who trusts the way to the socket.
+    Data(Secret),
+    /// It is all of this file.
+    File(String),
 }
 
 impl Command for ObjectAdd {
@@ -54,8 +71,9 @@ impl Command for ObjectAdd {
 
     fn read(arguments: &mut Arguments) -> Result<Self, Error> {
         // In QEMU's order, so that of two slips the same one is named.
-        if arguments.choice("qom-type", &[TYPE])?.is_none() {
-            return Err(Error::missing("qom-type"));
+        let kind = arguments.choice("qom-type", &TYPES)?.ok_or_else(|| Error::missing("qom-type"))?;
+        if TYPES[kind] == SECRET {
+            return read_secret(arguments);
         }
         let id: String = arguments.required("id")?;
         identifier::check("id", &id)?;
@@ -67,28 +85,69 @@ impl Command for ObjectAdd {
         let properties = LimitChanges::read(arguments, Naming::Property)?;
         let own = Changes::read_own(arguments, "x-weir-")?;
         let parent = arguments.optional("x-weir-parent")?;
-        Ok(Self { id, parent, changes: own.with_limits(limits.then(properties)) })
+        Ok(Self::Group { id, parent, changes: own.with_limits(limits.then(properties)) })
     }
 
     async fn run(self, inventory: Rc<Inventory>) -> Result<Value, Error> {
-        let parent = self.parent.map(|name| inventory.group(&name)).transpose()?;
+        let (id, parent, changes) = match self {
+            Self::Group { id, parent, changes } => (id, parent, changes),
+            Self::Secret { id, from } => return add_secret(&inventory, &id, from).await,
+        };
+        let parent = parent.map(|name| inventory.group(&name)).transpose()?;
         let above = std::iter::successors(parent.as_ref(), |group| group.parent()).count();
         if above >= MAX_LEVELS {
             let rule = format!("is {above} levels deep already; groups nest {MAX_LEVELS} deep at most");
             return Err(Error::rule("x-weir-parent", rule));
         }
         let GroupSettings { limits, share, watermark } = GroupSettings::default();
-        let (limits, share, watermark) = self.changes.apply_to(limits, share, watermark)?;
+        let (limits, share, watermark) = changes.apply_to(limits, share, watermark)?;
         // Before it takes its reservation from its parent.
-        if inventory.group(&self.id).is_ok() {
-            let why = format!("attempt to add duplicate property '{}' to object (type 'container')", self.id);
-            return Err(Error::generic(why));
+        if inventory.group(&id).is_ok() || inventory.secret(&id).is_ok() {
+            return Err(duplicate(&id));
         }
-        inventory.check_name(&self.id)?;
-        let group = Group::new(&self.id, GroupSettings { limits, share, watermark }, parent.as_ref())?;
+        inventory.check_name(&id)?;
+        let group = Group::new(&id, GroupSettings { limits, share, watermark }, parent.as_ref())?;
         inventory.add_group(&group)?;
         Ok(json!({}))
     }
+}
+
+fn duplicate(id: &str) -> Error {
+    Error::generic(format!("attempt to add duplicate property '{id}' to object (type 'container')"))
+}
+
+fn read_secret(arguments: &mut Arguments) -> Result<ObjectAdd, Error> {
+    let id: String = arguments.required("id")?;
+    identifier::check("id", &id)?;
+    if arguments.choice("format", &["raw", "base64"])? == Some(1) {
+        return Err(Error::rule("format", "is always 'raw' here; 'base64' is not to be had"));
+    }
+    let data: Option<String> = arguments.optional("data")?;
+    let data = data.map(|text| Secret::new(text.into_bytes()));
+    let from = match (data, arguments.optional("file")?) {
+        (Some(data), None) => SecretFrom::Data(data),
+        (None, Some(file)) => SecretFrom::File(file),
+        // In QEMU's words.
+        (Some(_), Some(_)) => return Err(Error::generic("'file' and 'data' are mutually exclusive")),
+        (None, None) => return Err(Error::generic("Must provide 'file' or 'data'")),
+    };
+    Ok(ObjectAdd::Secret { id, from })
+}
+
+async fn add_secret(inventory: &Inventory, id: &str, from: SecretFrom) -> Result<Value, Error> {
+    let secret = match from {
+        SecretFrom::Data(secret) => secret,
+        SecretFrom::File(path) => {
+            let opened = path.clone();
+            let read = reactor::blocking(move || std::fs::File::open(opened).and_then(Secret::read)).await;
+            read.map_err(|error| Error::generic(format!("Unable to read {}: {error}", shown(&path))))?
+        }
+    };
+    if inventory.group(id).is_ok() {
+        return Err(duplicate(id));
+    }
+    inventory.add_secret(id, secret).map_err(|_| duplicate(id))?;
+    Ok(json!({}))
 }
 
 /// `object-del`.
@@ -105,6 +164,9 @@ impl Command for ObjectDel {
     }
 
     async fn run(self, inventory: Rc<Inventory>) -> Result<Value, Error> {
+        if inventory.remove_secret(&self.id) {
+            return Ok(json!({}));
+        }
         let Ok(group) = inventory.group(&self.id) else {
             return Err(Error::generic(format!("object '{}' not found", shown(&self.id))));
         };
@@ -164,6 +226,7 @@ impl Command for QomList {
                 list.extend(
                     inventory.groups().iter().map(|group| property(group.name(), "child<throttle-group>")),
                 );
+                list.extend(inventory.secrets().iter().map(|id| property(id, "child<secret>")));
             }
             Place::Group(_) => {
                 list.push(property("limits", "ThrottleLimits"));

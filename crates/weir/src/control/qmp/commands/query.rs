@@ -3,14 +3,23 @@
 //! A disk is a device and a node at once, both called by its name. What weir does not know or does not have is absent: a zero
 //! would say that it had been counted.
 
-use std::{os::unix::fs::MetadataExt as _, rc::Rc};
+use std::{iter, os::unix::fs::MetadataExt as _, rc::Rc};
 
-use block::reactor;
-use serde_json::{Map, Value, json};
+use block::{
+    image::{
+        Image,
+        qcow2::header::{Crypt, Header},
+    },
+    reactor,
+};
+use serde_json::{Value, json};
 
-use crate::control::{
-    inventory::{Inventory, RunningDisk},
-    qmp::{arguments::Arguments, command::Command, error::Error, settings},
+use crate::{
+    control::{
+        inventory::{Inventory, RunningDisk},
+        qmp::{arguments::Arguments, command::Command, error::Error, settings},
+    },
+    image::{beside, describe},
 };
 
 /// `query-block`.
@@ -77,16 +86,17 @@ async fn node(running: &RunningDisk) -> Value {
     }
     let cache = running.cache;
     let file = running.image.to_string();
+    let header = header(disk.image());
     let others = json!({
         "node-name": &**disk.name(),
         "drv": driver(running),
         "file": file,
         "ro": disk.image().is_read_only(),
         "active": true,
-        "encrypted": false,
+        "encrypted": header.as_ref().is_some_and(|header| header.crypt != Crypt::None),
         "detect_zeroes": "off",
         "write_threshold": 0,
-        "backing_file_depth": 0,
+        "backing_file_depth": depth(disk.image()),
         "cache": {
             "writeback": cache.has_write_cache(),
             "direct": cache.is_direct(),
@@ -97,28 +107,58 @@ async fn node(running: &RunningDisk) -> Value {
     if let Value::Object(others) = others {
         info.extend(others);
     }
+    if let Some(backing) = header.as_ref().and_then(|header| header.backing.as_ref()) {
+        info.insert("backing_file".to_owned(), json!(backing.name));
+    }
     Value::Object(info)
 }
 
-/// An `ImageInfo`.
+/// What a qcow2 image says of itself now.
+fn header(image: &Image) -> Option<Header> {
+    match image {
+        Image::Qcow2(qcow2) => Some(qcow2.header()),
+        Image::Raw(_) => None,
+    }
+}
+
+/// How many images are behind this one.
+fn depth(image: &Image) -> usize {
+    fn below(image: &Image) -> Option<&Image> {
+        match image {
+            Image::Qcow2(qcow2) => qcow2.backing(),
+            Image::Raw(_) => None,
+        }
+    }
+    iter::successors(below(image), |image| below(image)).count()
+}
+
+/// An `ImageInfo`, without those of the images behind it.
 async fn image(running: &RunningDisk, file: &str) -> Value {
-    let mut info = Map::new();
-    info.insert("filename".to_owned(), json!(file));
-    info.insert("format".to_owned(), json!(driver(running)));
-    info.insert("virtual-size".to_owned(), json!(running.disk.size_bytes()));
+    let mut info = json!({
+        "filename": file,
+        "format": driver(running),
+        "virtual-size": running.disk.size_bytes(),
+    });
+    if let Some(header) = header(running.disk.image()) {
+        describe(&header, &mut info);
+        if let (Some(path), Some(backing)) = (running.image.path(), &header.backing) {
+            info["full-backing-filename"] = json!(beside(path, &backing.name).display().to_string());
+        }
+    }
     if let Some(path) = running.image.path().map(ToOwned::to_owned) {
         // A file system may take its time.
         let metadata = reactor::blocking(move || std::fs::metadata(path)).await;
         if let Ok(metadata) = metadata.as_ref().map(|metadata| metadata.blocks() * 512) {
-            info.insert("actual-size".to_owned(), json!(metadata));
+            info["actual-size"] = json!(metadata);
         }
     }
-    Value::Object(info)
+    info
 }
 
 /// The name QEMU has for what answers the disk's requests, or weir's own.
 fn driver(running: &RunningDisk) -> &'static str {
     match running.image.to_string().split(':').next() {
+        _ if matches!(running.disk.image(), Image::Qcow2(_)) => "qcow2",
         _ if running.image.path().is_some() => "raw",
         Some("null") => "null-co",
         _ => "x-weir-memory",

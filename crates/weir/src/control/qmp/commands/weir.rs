@@ -6,6 +6,10 @@
 use std::{rc::Rc, sync::Arc};
 
 use block::{
+    image::{
+        Image,
+        qcow2::{CacheSettings, Qcow2},
+    },
     layer::throttle::{DiskSettings, Group, GroupSettings},
     reactor,
 };
@@ -20,6 +24,7 @@ use crate::control::{
     placing::place,
     qmp::{
         arguments::Arguments,
+        caches::{self, CacheChanges},
         command::Command,
         error::Error,
         settings::{self, Changes, LimitChanges, Naming},
@@ -33,6 +38,7 @@ pub(super) struct Set {
     /// Empty leaves the group.
     group: Option<String>,
     changes: Changes,
+    caches: CacheChanges,
 }
 
 impl Command for Set {
@@ -43,13 +49,14 @@ impl Command for Set {
         let group = arguments.optional("group")?;
         let limits = LimitChanges::read(arguments, Naming::Plain)?;
         let own = Changes::read_own(arguments, "")?;
-        Ok(Self { name, group, changes: own.with_limits(limits) })
+        let caches = CacheChanges::read(arguments)?;
+        Ok(Self { name, group, changes: own.with_limits(limits), caches })
     }
 
     async fn run(self, inventory: Rc<Inventory>) -> Result<Value, Error> {
         match inventory.group(&self.name) {
             Ok(group) => self.set_group(&group)?,
-            Err(_) => self.set_disk(&inventory)?,
+            Err(_) => self.set_disk(&inventory).await?,
         }
         inventory.tell(&Change::SettingsChanged { name: self.name });
         Ok(json!({}))
@@ -58,6 +65,12 @@ impl Command for Set {
 
 impl Set {
     fn set_group(&self, group: &Group) -> Result<(), Error> {
+        if !self.caches.is_empty() {
+            return Err(Error::generic(format!(
+                "group {}: it has no caches; its disks' images have",
+                group.name()
+            )));
+        }
         let parent = group.parent().map_or("", |parent| parent.name());
         if self.group.as_deref().is_some_and(|wanted| wanted != parent) {
             let rule = "cannot be changed for a group: it stays in the group it was made in (disks can move)";
@@ -68,8 +81,10 @@ impl Set {
         Ok(group.set(GroupSettings { limits, share, watermark })?)
     }
 
-    fn set_disk(&self, inventory: &Inventory) -> Result<(), Error> {
-        let disk = &inventory.disk(&self.name)?.disk;
+    async fn set_disk(&self, inventory: &Inventory) -> Result<(), Error> {
+        let running = inventory.disk(&self.name)?;
+        let disk = &running.disk;
+        let caches = self.new_caches(&running)?;
         let DiskSettings { limits, share, watermark } = disk.throttle().settings();
         let (limits, share, watermark) = self.changes.apply_to(limits, share, watermark)?;
         let settings = DiskSettings { limits, share, watermark };
@@ -78,7 +93,29 @@ impl Set {
             Some("") => None,
             Some(name) => Some(inventory.group(name)?),
         };
-        Ok(place(disk, settings, group.as_ref())?)
+        place(disk, settings, group.as_ref())?;
+        if let Some((qcow2, caches)) = caches {
+            qcow2
+                .set_caches(caches)
+                .await
+                .map_err(|error| Error::generic(format!("disk {}: {error}", self.name)))?;
+            running.caches.set(caches);
+        }
+        Ok(())
+    }
+
+    /// The image and what its caches are to be, where they are to be changed and can be.
+    fn new_caches<'a>(&self, running: &'a RunningDisk) -> Result<Option<(&'a Qcow2, CacheSettings)>, Error> {
+        if self.caches.is_empty() {
+            return Ok(None);
+        }
+        let qcow2 = caches::qcow2_of(running.disk.image(), &self.name)?;
+        let settings = self.caches.apply_to(running.caches.get());
+        // Before anything else is changed.
+        settings
+            .sizes(&qcow2.header())
+            .map_err(|error| Error::generic(format!("disk {}: {error}", self.name)))?;
+        Ok(Some((qcow2, settings)))
     }
 }
 
@@ -132,6 +169,10 @@ fn disk(running: &Rc<RunningDisk>, exports: &[Rc<RunningExport>]) -> Value {
         "merged-requests": totals.merged_requests,
         "throttle": throttle(&disk.throttle().stats()),
     });
+    answer["format"] = json!(disk.image().format().name());
+    if let Image::Qcow2(qcow2) = disk.image() {
+        (answer["l2-cache"], answer["refcount-cache"]) = caches::statistics(qcow2);
+    }
     add_settings(&mut answer, &limits, share, watermark, disk.throttle().enforcement());
     if let Some(group) = disk.throttle().group() {
         answer["group"] = json!(group.name());

@@ -1,0 +1,111 @@
+//! From a name to an image that is ready: its format, the chain of files behind it, the keys of those that are encrypted.
+//!
+//! ```text
+//!   vm1.qcow2 ──backing──► base.qcow2 ──backing──► golden.raw         from the top downwards: open, lock, read the header, next name
+//!       └──data file──► vm1.data
+//!                                                                     from the bottom upwards: Qcow2::open with what is below
+//! ```
+//!
+//! Files behind an image are named by the image, and whoever made it is not trusted:
+//! - the format of a backing file is never guessed, so a guest cannot write itself another file into its disk (see
+//!   [`probe`](crate::storage::probe)); an image whose own format was guessed may name no file at all;
+//! - a name is a path and nothing else; with an [image root](crate::storage::Root) it may not lead out of it;
+//! - a chain that comes back to one of its own files, or is longer than [`LONGEST_CHAIN`], is refused.
+//!
+//! Backing files are opened read-only and locked as QEMU locks them: others may read them too, and nobody may write.
+
+mod chain;
+mod names;
+mod secrets;
+#[cfg(test)]
+mod tests;
+
+pub use self::chain::LONGEST_CHAIN;
+use self::chain::Level;
+use super::{
+    Image, Raw, Secret,
+    qcow2::{CacheSettings, OpenFailure, Parts, Qcow2, luks::Cipher},
+};
+use crate::storage::{self, OpenError};
+
+/// How to open an image.
+#[derive(Clone, Debug, Default)]
+pub struct ImageOptions {
+    /// Its storage, and the format. What is said of cache mode, sharing and root holds for the files behind it too; delay, rate and faults
+    /// are the image's own.
+    pub storage: storage::OpenOptions,
+    /// Of each qcow2 image in the chain.
+    pub caches: CacheSettings,
+    /// One for each encrypted image in the chain, from the top; or one that opens them all.
+    pub secrets: Vec<Secret>,
+    /// Where unallocated clusters are read from.
+    pub backing: BackingChoice,
+}
+
+/// What is behind the image.
+#[derive(Clone, Debug, Default)]
+pub enum BackingChoice {
+    /// What the image says.
+    #[default]
+    AsInImage,
+    /// Nothing, whatever the image says.
+    Nothing,
+}
+
+/// Opens the image that `spec` names: a path, `memory:SIZE` or `null:SIZE`.
+///
+/// # Errors
+/// Everything that is wrong with it and with what is behind it, said for people.
+///
+/// # Panics
+/// Outside a reactor.
+pub async fn open(spec: &str, options: ImageOptions) -> Result<Image, OpenError> {
+    let mut levels = chain::find(spec, &options).await?;
+    let mut ciphers = secrets::unlock(&levels, &options.secrets).await?;
+    let mut below = None;
+    while levels.len() > 1
+        && let (Some(level), Some(cipher)) = (levels.pop(), ciphers.pop())
+    {
+        below = Some(Box::new(assemble(level, below, cipher, options.caches).await?));
+    }
+    let (top, cipher) = (levels.pop(), ciphers.pop());
+    assemble(top.expect("a chain has a beginning"), below, cipher.flatten(), options.caches).await
+}
+
+async fn assemble(
+    level: Level,
+    below: Option<Box<Image>>,
+    cipher: Option<Cipher>,
+    caches: CacheSettings,
+) -> Result<Image, OpenError> {
+    let Level { name, storage, read_only, guessed, qcow2, .. } = level;
+    let Some(parts) = qcow2 else {
+        return Ok(Image::Raw(Raw::of(storage, guessed, read_only)));
+    };
+    let parts = Parts { storage, backing: below, data: parts.data, cipher, read_only, caches };
+    let opened = Qcow2::open(parts).await;
+    opened.map(Image::Qcow2).map_err(|failure| said(&name, &failure))
+}
+
+fn said(name: &str, failure: &OpenFailure) -> OpenError {
+    let (why, remedy) = match failure {
+        OpenFailure::Invalid(invalid) => (invalid.to_string(), "`weir image check` shows the damage"),
+        OpenFailure::Failed(error) => {
+            (format!("cannot be read or written: {error}"), "is the device in order?")
+        }
+        OpenFailure::Corrupt => (
+            "is marked corrupt".to_owned(),
+            "`weir image check --repair` mends what can be mended; --read-only opens it as it is",
+        ),
+        OpenFailure::Dirty => (
+            "its refcounts were not written when it was last used".to_owned(),
+            "`weir image check --repair` counts them again; --read-only opens it as it is",
+        ),
+        OpenFailure::Caches(invalid) => (invalid.to_string(), "the caches' sizes go by the image's clusters"),
+        // Looked for before there was anything to open.
+        OpenFailure::LegacyAes | OpenFailure::NoKey | OpenFailure::NoDataFile => {
+            (failure.to_string(), "see docs/reference")
+        }
+    };
+    OpenError::new(name, why, remedy)
+}

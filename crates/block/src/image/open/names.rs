@@ -1,0 +1,69 @@
+//! Names of files as they stand in an image: relative to the image's own directory, and nothing but paths.
+//!
+//! QEMU also takes descriptions (`json:…`) and addresses (`nbd://…`) there. Those would let an image make its server connect to
+//! wherever it likes; they are refused by name.
+
+use std::path::{Path, PathBuf};
+
+/// The path that `name`, found in the image at `image`, leads to.
+///
+/// # Errors
+/// What it is instead of a path.
+pub(super) fn resolve(image: &Path, name: &str) -> Result<PathBuf, String> {
+    let name = match protocol(name) {
+        None => name,
+        Some("file") => &name["file:".len()..],
+        Some("json") => return Err("is a json: description; weir takes a path".to_owned()),
+        Some(other) => return Err(format!("is an address of the protocol {other:?}; weir takes a path")),
+    };
+    if name.is_empty() {
+        return Err("is an empty path".to_owned());
+    }
+    if name.contains('\0') {
+        return Err("holds a zero byte".to_owned());
+    }
+    Ok(image.parent().unwrap_or(Path::new("")).join(name))
+}
+
+/// What is before a colon that comes before any slash, as QEMU reads names.
+fn protocol(name: &str) -> Option<&str> {
+    let end = name.find([':', '/'])?;
+    name[end..].starts_with(':').then_some(&name[..end])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_are_seen_from_the_image() {
+        for (name, path) in [
+            ("base.raw", "/images/base.raw"),
+            ("../base.raw", "/images/../base.raw"),
+            ("/other/base.raw", "/other/base.raw"),
+            ("file:base.raw", "/images/base.raw"),
+            ("./a:b", "/images/./a:b"),
+            ("sub/a:b", "/images/sub/a:b"),
+        ] {
+            assert_eq!(resolve(Path::new("/images/vm.qcow2"), name).expect(name), Path::new(path));
+        }
+        assert_eq!(resolve(Path::new("vm.qcow2"), "base").expect("a path"), Path::new("base"));
+    }
+
+    #[test]
+    fn what_is_no_path_is_refused_by_name() {
+        for (name, why) in [
+            ("json:{\"driver\":\"qcow2\"}", "json:"),
+            ("nbd://host/disk", "\"nbd\""),
+            ("rbd:pool/image", "\"rbd\""),
+            (":x", "\"\""),
+            ("a:b", "\"a\""),
+            ("", "empty"),
+            ("file:", "empty"),
+            ("a\0b", "zero byte"),
+        ] {
+            let said = resolve(Path::new("/images/vm.qcow2"), name).expect_err(name);
+            assert!(said.contains(why), "{name}: {said}");
+        }
+    }
+}

@@ -1,0 +1,54 @@
+//! Options of qcow2 images: caches and passphrases.
+
+use std::path::PathBuf;
+
+use clap::Args;
+
+use crate::plan::{self, CleanInterval, L2CacheSize, Place, Qcow2Draft, Said, SecretSource};
+
+#[derive(Clone, Debug, Default, Args)]
+#[command(next_help_heading = "qcow2")]
+pub(crate) struct Qcow2Args {
+    /// Memory for the mapping, in bytes, or full: enough for the whole disk [default: what the disk needs, at most 32M]
+    #[arg(long, value_name = "SIZE", value_parser = plan::read::<L2CacheSize>, conflicts_with = "config")]
+    l2_cache_size: Option<L2CacheSize>,
+    /// How much of the mapping is read at a time, from 512 to a cluster [default: a cluster, or 4K where not all of it fits]
+    #[arg(long, value_name = "SIZE", value_parser = plan::size, conflicts_with = "config")]
+    l2_cache_entry_size: Option<u64>,
+    /// Memory for refcounts [default and minimum: four clusters]
+    #[arg(long, value_name = "SIZE", value_parser = plan::size, conflicts_with = "config")]
+    refcount_cache_size: Option<u64>,
+    /// Memory for both together; the mapping has it first
+    #[arg(long, value_name = "SIZE", value_parser = plan::size, conflicts_with = "config")]
+    cache_size: Option<u64>,
+    /// Free what was not used for so many seconds; 0 never does [default: 600]
+    #[arg(long, value_name = "SECONDS", value_parser = plan::read::<CleanInterval>, conflicts_with = "config")]
+    cache_clean_interval: Option<CleanInterval>,
+    /// A file that is the passphrase of an encrypted image, whole; once for each in the chain from the top, or one for all
+    #[arg(long, value_name = "FILE", conflicts_with = "config")]
+    secret_file: Vec<PathBuf>,
+    /// An open descriptor to read the passphrase from
+    #[arg(long, value_name = "N", conflicts_with_all = ["config", "secret_file"])]
+    secret_fd: Vec<u32>,
+}
+
+impl Qcow2Args {
+    pub(super) fn draft(&self) -> Qcow2Draft {
+        fn said<T: Copy>(option: &str, value: Option<T>) -> Option<Said<T>> {
+            value.map(|value| Said::new(value, Place::new(format!("--{option}"))))
+        }
+        let file = |path: &PathBuf| {
+            Said::new(SecretSource::File(path.clone()), Place::option("secret-file", path.display()))
+        };
+        let descriptor =
+            |number: &u32| Said::new(SecretSource::Descriptor(*number), Place::option("secret-fd", number));
+        Qcow2Draft {
+            l2_cache_size: said("l2-cache-size", self.l2_cache_size),
+            l2_cache_entry_size: said("l2-cache-entry-size", self.l2_cache_entry_size),
+            refcount_cache_size: said("refcount-cache-size", self.refcount_cache_size),
+            cache_size: said("cache-size", self.cache_size),
+            cache_clean_interval: said("cache-clean-interval", self.cache_clean_interval),
+            secrets: self.secret_file.iter().map(file).chain(self.secret_fd.iter().map(descriptor)).collect(),
+        }
+    }
+}

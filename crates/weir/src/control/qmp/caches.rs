@@ -1,0 +1,147 @@
+//! The caches of qcow2 images as arguments and as answers, with the names that QEMU's `blockdev-add` has for them.
+//!
+//! Where a change leaves something out, it stays as it is; 0 is the default, whatever that comes to for the image.
+
+use std::time::Duration;
+
+use block::image::{
+    Image,
+    qcow2::{CacheSettings, L2Size, Qcow2},
+};
+use serde_json::{Value, json};
+
+use super::{arguments::Arguments, error::Error, json::shown};
+
+/// No file is that large.
+const MOST_BYTES: u64 = i64::MAX as u64;
+
+/// Settings that a client gave.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct CacheChanges {
+    l2: Option<Option<L2Size>>,
+    entry: Option<u64>,
+    refcount: Option<u64>,
+    total: Option<u64>,
+    clean_interval: Option<Duration>,
+}
+
+impl CacheChanges {
+    /// Takes those that are there.
+    ///
+    /// # Errors
+    /// A value of the wrong type or out of its range.
+    pub(super) fn read(arguments: &mut Arguments) -> Result<Self, Error> {
+        let mut bytes = |key: &str| arguments.number(key, 0..=MOST_BYTES);
+        let (entry, refcount) = (bytes("l2-cache-entry-size")?, bytes("refcount-cache-size")?);
+        let total = bytes("cache-size")?;
+        let seconds = arguments.number("cache-clean-interval", 0..=u32::MAX.into())?;
+        Ok(Self {
+            l2: read_l2(arguments)?,
+            entry,
+            refcount,
+            total,
+            clean_interval: seconds.map(Duration::from_secs),
+        })
+    }
+
+    /// Whether there were none.
+    pub(super) fn is_empty(&self) -> bool {
+        *self == Self::default()
+    }
+
+    /// `settings` with these changes.
+    pub(super) fn apply_to(&self, settings: CacheSettings) -> CacheSettings {
+        let or = |given: Option<u64>, before| given.map_or(before, |bytes| (bytes > 0).then_some(bytes));
+        CacheSettings {
+            l2: self.l2.unwrap_or(settings.l2),
+            entry_bytes: or(self.entry, settings.entry_bytes),
+            refcount_bytes: or(self.refcount, settings.refcount_bytes),
+            total_bytes: or(self.total, settings.total_bytes),
+            clean_interval: self.clean_interval.unwrap_or(settings.clean_interval),
+        }
+    }
+}
+
+/// A number, or `full`.
+fn read_l2(arguments: &mut Arguments) -> Result<Option<Option<L2Size>>, Error> {
+    const KEY: &str = "l2-cache-size";
+    match arguments.is_text(KEY) {
+        true => match arguments.required::<String>(KEY)?.as_str() {
+            "full" => Ok(Some(Some(L2Size::Full))),
+            other => Err(Error::rule(
+                &arguments.name_of(KEY),
+                format_args!("('{}') is a number of bytes, or 'full'", shown(other)),
+            )),
+        },
+        false => {
+            let bytes = arguments.number(KEY, 0..=MOST_BYTES)?;
+            Ok(bytes.map(|bytes| (bytes > 0).then_some(L2Size::Bytes(bytes))))
+        }
+    }
+}
+
+/// The image, if it has such caches.
+///
+/// # Errors
+/// If it has not.
+pub(super) fn qcow2_of<'a>(image: &'a Image, name: &str) -> Result<&'a Qcow2, Error> {
+    match image {
+        Image::Qcow2(qcow2) => Ok(qcow2),
+        Image::Raw(_) => {
+            Err(Error::generic(format!("disk {name}: it is raw, and only qcow2 images have these caches")))
+        }
+    }
+}
+
+/// What the caches did, and what they are.
+pub(super) fn statistics(qcow2: &Qcow2) -> (Value, Value) {
+    let l2 = qcow2.cache_statistics();
+    let refcounts = qcow2.refcount_statistics();
+    (
+        json!({
+            "hits": l2.hits,
+            "misses": l2.misses,
+            "evictions": l2.evictions,
+            "bytes": l2.bytes,
+            "limit": l2.limit_bytes,
+            "covered": l2.covered_bytes,
+        }),
+        json!({ "hits": refcounts.hits, "misses": refcounts.misses, "bytes": refcounts.bytes }),
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn read(value: Value) -> Result<CacheChanges, String> {
+        let Value::Object(members) = value else { panic!("an object") };
+        let mut arguments = Arguments::new(members);
+        let changes = CacheChanges::read(&mut arguments).map_err(|error| error.to_string())?;
+        arguments.finish().map_err(|error| error.to_string())?;
+        Ok(changes)
+    }
+
+    #[test]
+    fn what_is_left_out_stays() {
+        let before =
+            CacheSettings { refcount_bytes: Some(7), total_bytes: Some(8), ..CacheSettings::default() };
+        let changes =
+            read(json!({"l2-cache-size": "full", "cache-size": 0, "cache-clean-interval": 0})).unwrap();
+        let after = changes.apply_to(before);
+        assert_eq!((after.l2, after.refcount_bytes, after.total_bytes), (Some(L2Size::Full), Some(7), None));
+        assert_eq!(after.clean_interval, Duration::ZERO);
+        assert!(read(json!({})).unwrap().is_empty());
+        assert_eq!(read(json!({"l2-cache-size": 5})).unwrap().apply_to(before).l2, Some(L2Size::Bytes(5)));
+        assert_eq!(read(json!({"l2-cache-size": 0})).unwrap().apply_to(after).l2, None);
+    }
+
+    #[test]
+    fn a_wrong_size_is_named() {
+        assert_eq!(
+            read(json!({"l2-cache-size": "half"})).unwrap_err(),
+            "Parameter 'l2-cache-size' ('half') is a number of bytes, or 'full'"
+        );
+        assert!(read(json!({"cache-size": "1M"})).is_err());
+    }
+}
