@@ -16,9 +16,11 @@
 //!
 //! Order of locks, of which a task may hold several: pass of the gate, guest range, L2 table or slice, writing, refcounts, file; `Pending` and the state
 //! of the refcounts are held for nanoseconds and inside all of them.
+//! - `snapshot`, `bitmap`: what else an image keeps.
 //!
 //! An image is hostile input: every offset, size and count is checked before it is used, and what is wrong is said with its place.
 
+pub mod bitmap;
 mod bytes;
 mod cache;
 mod cache_settings;
@@ -44,6 +46,7 @@ mod tests;
 mod write;
 mod writeback;
 mod zero;
+pub mod snapshot;
 
 use std::{
     ops::Deref,

@@ -1,0 +1,13 @@
+//! Persistent bitmaps: which parts of the disk were written since some instant, kept in the image.
+//!
+//! ```text
+//!   header ─► directory ─► entry ─► table ─► cluster of bits │ all zeroes │ all ones
+//! ```
+//!
+//! - `directory`: directory and tables, from bytes to meaning and back.
+
+mod directory;
+
+pub use directory::{
+    Bits, Entry, GRANULARITY_BITS, LONGEST_NAME, decode_table, encode, encode_table, flag, read,
+};
