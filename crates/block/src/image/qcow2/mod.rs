@@ -16,6 +16,7 @@
 //!
 //! Order of locks, of which a task may hold several: pass of the gate, guest range, L2 table or slice, writing, refcounts, file; `Pending` and the state
 //! of the refcounts are held for nanoseconds and inside all of them.
+//! - `check`: whether an image is consistent, and repairs.
 //! - `snapshot`, `bitmap`: what else an image keeps.
 //!
 //! An image is hostile input: every offset, size and count is checked before it is used, and what is wrong is said with its place.
@@ -24,6 +25,7 @@ pub mod bitmap;
 mod bytes;
 mod cache;
 mod cache_settings;
+pub mod check;
 pub mod compress;
 pub mod create;
 pub mod entry;

@@ -18,8 +18,8 @@ use crate::{
 pub const GRANULARITY_BITS: RangeInclusive<u32> = 9..=31;
 /// The longest name, in bytes.
 pub const LONGEST_NAME: usize = 1023;
-/// The largest bitmap table that QEMU opens, in bytes.
-const LARGEST_TABLE: u64 = 1 << 30;
+/// The most bits that QEMU opens, in bytes.
+const MOST_BITS: u64 = 512 << 20;
 const FIXED: usize = 24;
 /// The only kind there is: what was written is marked.
 const DIRTY_TRACKING: u8 = 1;
@@ -105,7 +105,7 @@ impl Entry {
         if !GRANULARITY_BITS.contains(&self.granularity_bits) {
             return wrong(format!("has a granularity of 2^{} bytes", self.granularity_bits));
         }
-        if length == 0 || length > LARGEST_TABLE || offset == 0 {
+        if length == 0 || length / 8 > MOST_BITS / header.cluster_bytes() || offset == 0 {
             return wrong(format!("has a table of {length} bytes at {offset:#x}"));
         }
         if !offset.is_multiple_of(header.cluster_bytes())

@@ -1,0 +1,268 @@
+//! Whether an image is consistent, and what can be done about it where it is not: `qemu-img check`.
+//!
+//! ```text
+//!   walk everything that is referred to, counting ─► compare with the refcounts ─► compare the COPIED flags
+//!     drop what points nowhere                         correct, or make anew         correct
+//! ```
+//!
+//! - `counts`: how often each cluster is referred to.
+//! - `walk`: header, L1 and L2 tables; `others`: snapshots, bitmaps, the LUKS header.
+//! - `refcounts`: the refcounts in the file against those counted; `rebuild`: new ones.
+//! - `copied`: the flags by which a cluster may be written in place.
+//!
+//! Works on the storage itself, without opening the image: nothing else may use it meanwhile. Everything in it is doubted. Memory and time
+//! grow with what is in the file, not with what its numbers claim: a table is walked once, however many refer to it.
+//!
+//! Order of repairs: references that point nowhere are dropped and the refcounts raised before anything is lowered, each with a flush between.
+//! So an interrupted repair leaves at most what it found, and leaks.
+//!
+//! Never frees what it does not understand: where a part could not be read, leaks stay leaks.
+
+mod copied;
+mod counts;
+mod others;
+mod rebuild;
+mod refcounts;
+#[cfg(test)]
+mod tests;
+mod walk;
+
+use super::{
+    MetadataError, bytes,
+    entry::Shape,
+    header::{Header, autoclear, incompatible},
+    read_header,
+};
+use crate::{error::Result as IoResult, storage::Storage};
+use counts::Counts;
+
+/// Findings are told up to so many; the others are counted.
+pub const MOST_FINDINGS: usize = 1000;
+
+/// What is to be repaired.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Repair {
+    /// Nothing: the storage may be read-only.
+    #[default]
+    Nothing,
+    /// Clusters that nothing refers to are freed.
+    Leaks,
+    /// Everything that can be.
+    All,
+}
+
+/// What was found. Numbers have the names of `qemu-img check`.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Report {
+    /// What is wrong, and still is.
+    pub corruptions: u64,
+    /// Clusters that count as used, or as used more often than they are.
+    pub leaks: u64,
+    /// What could not be read.
+    pub check_errors: u64,
+    /// What was wrong and is right now.
+    pub corruptions_fixed: u64,
+    /// Leaks that are none any more.
+    pub leaks_fixed: u64,
+    /// Of the virtual disk.
+    pub total_clusters: u64,
+    /// Those that have a place.
+    pub allocated_clusters: u64,
+    /// Those that do not follow the one before.
+    pub fragmented_clusters: u64,
+    /// Those that are compressed.
+    pub compressed_clusters: u64,
+    /// Where the last cluster in use ends, in bytes.
+    pub image_end_offset: u64,
+    /// What is wrong and what was done, for people; [`MOST_FINDINGS`] at most.
+    pub findings: Vec<String>,
+    /// How many findings there were beyond that.
+    pub unsaid: u64,
+}
+
+impl Report {
+    fn say(&mut self, what: impl Into<String>) {
+        if self.findings.len() < MOST_FINDINGS {
+            self.findings.push(what.into());
+        } else {
+            self.unsaid += 1;
+        }
+    }
+
+    fn is_consistent(&self) -> bool {
+        self.corruptions == 0 && self.check_errors == 0
+    }
+}
+
+/// Checks the image in `storage`, which nothing else changes meanwhile, and repairs it as far as asked. What was repaired is on stable storage.
+///
+/// # Errors
+/// If the header cannot be read or is wrong, so that nothing can be said; if a repair cannot be written.
+pub async fn check(storage: &Storage, repair: Repair) -> Result<Report, MetadataError> {
+    let mut header = read_header(storage).await?;
+    if repair != Repair::Nothing && header.autoclear & !autoclear::KNOWN != 0 {
+        // Nobody knows what they promise, and it may not be so afterwards.
+        header.autoclear &= autoclear::KNOWN;
+        write_header(storage, &header).await?;
+    }
+    let mut report = Pass::new(storage, header, repair).run().await?;
+    if report.corruptions_fixed + report.leaks_fixed > 0 {
+        // What is left is what a second look finds.
+        let header = read_header(storage).await?;
+        let mut second = Pass::new(storage, header, Repair::Nothing).run().await?;
+        second.corruptions_fixed = report.corruptions_fixed;
+        second.leaks_fixed = report.leaks_fixed;
+        for finding in std::mem::take(&mut second.findings) {
+            report.say(format!("Still: {finding}"));
+        }
+        second.findings = report.findings;
+        second.unsaid += report.unsaid;
+        report = second;
+    }
+    if repair != Repair::Nothing && report.is_consistent() {
+        mark_clean(storage).await?;
+    }
+    Ok(report)
+}
+
+/// Takes back that the image is dirty or corrupt.
+async fn mark_clean(storage: &Storage) -> Result<(), MetadataError> {
+    let mut header = read_header(storage).await?;
+    let marks = incompatible::DIRTY | incompatible::CORRUPT;
+    if header.incompatible & marks != 0 {
+        storage.flush().await?;
+        header.incompatible &= !marks;
+        write_header(storage, &header).await?;
+    }
+    Ok(())
+}
+
+/// Writes the header, sector by sector where it changed, and flushes.
+async fn write_header(storage: &Storage, header: &Header) -> Result<(), MetadataError> {
+    let encoded = header.encode()?;
+    let old = bytes::read(storage, 0, encoded.len()).await?;
+    for (number, sector) in encoded.chunks(512).enumerate() {
+        let at = number * 512;
+        if old[at..at + sector.len()] != *sector {
+            bytes::write(storage, at as u64, sector).await?;
+        }
+    }
+    storage.flush().await?;
+    Ok(())
+}
+
+/// One look at the whole image.
+struct Pass<'a> {
+    storage: &'a Storage,
+    header: Header,
+    repair: Repair,
+    shape: Shape,
+    /// Clusters of the file; the last may be incomplete.
+    file_clusters: u64,
+    counts: Counts,
+    /// Clusters whose refcount in the file is another than what was counted: 1 if it is 1, otherwise 2.
+    stored: Counts,
+    /// Something could not be walked, so what is not counted may still be in use.
+    is_incomplete: bool,
+    /// Refcount blocks are not written, because they may be something else too.
+    is_frozen: bool,
+    report: Report,
+}
+
+impl<'a> Pass<'a> {
+    fn new(storage: &'a Storage, header: Header, repair: Repair) -> Self {
+        let shape = Shape {
+            cluster_bits: header.cluster_bits,
+            extended: header.has_subclusters(),
+            data_file: header.has_data_file(),
+            version: header.version,
+        };
+        let report = Report {
+            total_clusters: header.size_bytes.div_ceil(header.cluster_bytes()),
+            ..Report::default()
+        };
+        Self {
+            storage,
+            repair,
+            shape,
+            file_clusters: storage.size_bytes().div_ceil(header.cluster_bytes()),
+            header,
+            counts: Counts::default(),
+            stored: Counts::default(),
+            is_incomplete: false,
+            is_frozen: false,
+            report,
+        }
+    }
+
+    async fn run(mut self) -> Result<Report, MetadataError> {
+        self.count_region("the header", 0, self.header.cluster_bytes(), 1);
+        let tables = self.count_snapshots().await?;
+        self.walk(tables).await?;
+        self.count_luks();
+        self.count_bitmaps().await?;
+        // Before anything is freed that was referred to until now.
+        self.flush_repairs().await?;
+        if let Some(structures) = self.count_refcounts().await {
+            self.compare(structures).await?;
+        }
+        self.check_copied().await?;
+        self.flush_repairs().await?;
+        Ok(self.report)
+    }
+
+    async fn flush_repairs(&self) -> IoResult<()> {
+        if self.repair == Repair::Nothing { Ok(()) } else { self.storage.flush().await }
+    }
+
+    fn repairs_all(&self) -> bool {
+        self.repair == Repair::All
+    }
+
+    /// Something is wrong, and stays so.
+    fn corrupt(&mut self, what: impl Into<String>) {
+        self.report.corruptions += 1;
+        self.report.say(format!("ERROR: {}", what.into()));
+    }
+
+    /// Something was wrong, and is right now.
+    fn corrected(&mut self, what: impl Into<String>) {
+        self.report.corruptions_fixed += 1;
+        self.report.say(format!("Repaired: {}", what.into()));
+    }
+
+    /// Metadata of a bounded length. What cannot be read is noted, and gives nothing.
+    async fn read(&mut self, what: &str, offset: u64, length: u64) -> Option<Vec<u8>> {
+        match bytes::read(self.storage, offset, length as usize).await {
+            Ok(bytes) => Some(bytes),
+            Err(error) => {
+                self.report.check_errors += 1;
+                self.is_incomplete = true;
+                self.report.say(format!("ERROR: {what} at {offset:#x} cannot be read: {error}"));
+                None
+            }
+        }
+    }
+
+    /// Whether clusters from `offset` on have a place in the file; the last may be incomplete.
+    fn is_inside(&self, offset: u64, length: u64) -> bool {
+        let Some(last) = offset.checked_add(length.max(1) - 1) else { return false };
+        last >> self.header.cluster_bits < self.file_clusters
+    }
+
+    /// Counts the clusters of a region that is referred to `times` times.
+    fn count_region(&mut self, what: &str, offset: u64, length: u64, times: u64) -> bool {
+        if length == 0 {
+            return true;
+        }
+        if !self.is_inside(offset, length) {
+            self.corrupt(format!("{what} at {offset:#x} ({length} bytes) lies beyond the end of the file"));
+            return false;
+        }
+        let bits = self.header.cluster_bits;
+        for cluster in offset >> bits..=(offset + length - 1) >> bits {
+            self.counts.add(cluster, times);
+        }
+        true
+    }
+}

@@ -1,0 +1,111 @@
+//! COPIED, the flag by which a cluster may be written in place: it is set where the refcount is exactly one.
+//!
+//! Only those of the active L1 table and its L2 tables mean anything.
+
+use std::collections::BTreeSet;
+
+use super::{Pass, bytes, walk::number};
+use crate::{
+    error::Result,
+    image::qcow2::entry::{Cluster, L1Entry},
+};
+
+const COPIED: u64 = 1 << 63;
+
+impl Pass<'_> {
+    /// Compares the flags with the refcounts that are in the file by now.
+    pub(super) async fn check_copied(&mut self) -> Result<()> {
+        let (offset, length) = (self.header.l1_offset, u64::from(self.header.l1_entries) * 8);
+        if length == 0 || !self.is_inside(offset, length) {
+            return Ok(());
+        }
+        // At most 32 MiB.
+        let Some(mut l1) = self.read("the L1 table", offset, length).await else { return Ok(()) };
+        let mut tables = BTreeSet::new();
+        for at in (0..l1.len()).step_by(8) {
+            let raw = number(&l1[at..]);
+            let Ok(L1Entry { offset: table, .. }) = L1Entry::decode(raw, self.shape) else { continue };
+            if table == 0 || !self.is_inside(table, self.header.cluster_bytes()) {
+                continue;
+            }
+            tables.insert(table);
+            if let Some(right) =
+                self.flag(raw, table, || format!("the L1 entry {} of the L2 table at {table:#x}", at / 8))
+            {
+                l1[at..at + 8].copy_from_slice(&right.to_be_bytes());
+                bytes::write(self.storage, offset + at as u64, &right.to_be_bytes()).await?;
+            }
+        }
+        for table in tables {
+            self.check_table(table).await?;
+        }
+        Ok(())
+    }
+
+    async fn check_table(&mut self, offset: u64) -> Result<()> {
+        let Some(mut table) = self.read("an L2 table", offset, self.header.cluster_bytes()).await else {
+            return Ok(());
+        };
+        let mut changed = false;
+        for at in (0..table.len()).step_by(self.shape.entry_bytes()) {
+            let raw = number(&table[at..]);
+            if raw == 0 {
+                continue;
+            }
+            let map = if self.shape.extended { number(&table[at + 8..]) } else { 0 };
+            let Ok(Cluster::Standard(standard)) = self.shape.decode(raw, map) else { continue };
+            let Some(host) = standard.host else { continue };
+            if !self.shape.data_file && !self.is_inside(host, self.header.cluster_bytes()) {
+                continue;
+            }
+            let what = || format!("the L2 entry at {:#x} of the cluster at {host:#x}", offset + at as u64);
+            if let Some(right) = self.flag_of_data(raw, host, what) {
+                table[at..at + 8].copy_from_slice(&right.to_be_bytes());
+                changed = true;
+            }
+        }
+        if changed {
+            bytes::write(self.storage, offset, &table).await?;
+        }
+        Ok(())
+    }
+
+    /// Clusters of a data file belong to one entry each, and are not counted.
+    fn flag_of_data(&mut self, raw: u64, host: u64, what: impl Fn() -> String) -> Option<u64> {
+        if self.shape.data_file {
+            return self.compare_flag(raw, true, what);
+        }
+        self.flag(raw, host, what)
+    }
+
+    /// What the entry should be, if it is to be corrected.
+    fn flag(&mut self, raw: u64, offset: u64, what: impl Fn() -> String) -> Option<u64> {
+        let is_one = self.is_used_once(offset >> self.header.cluster_bits);
+        self.compare_flag(raw, is_one, what)
+    }
+
+    fn compare_flag(&mut self, raw: u64, should_be: bool, what: impl Fn() -> String) -> Option<u64> {
+        if (raw & COPIED != 0) == should_be {
+            return None;
+        }
+        let state = if should_be {
+            "is not marked COPIED, and its refcount is 1"
+        } else {
+            "is marked COPIED, and its refcount is not 1"
+        };
+        if self.repairs_all() {
+            self.corrected(format!("{} {state}", what()));
+            return Some(raw ^ COPIED);
+        }
+        self.corrupt(format!("{} {state}", what()));
+        None
+    }
+
+    /// By the refcount in the file.
+    fn is_used_once(&self, cluster: u64) -> bool {
+        match self.stored.get(cluster) {
+            0 => self.counts.get(cluster) == 1,
+            other => other == 1,
+        }
+    }
+}

@@ -1,0 +1,150 @@
+//! How often each cluster of the file is referred to, as far as has been counted.
+//!
+//! ```text
+//!   chunk of 4096 clusters ─► few are in use: a sorted list │ many: an array │ one number for all of them
+//! ```
+//!
+//! Memory grows with what is referred to, never with how long the file says it is: a sparse file of 8 EiB costs nothing. An array takes
+//! two bytes a cluster; a number that does not fit stands beside it.
+//!
+//! Never wraps: a number that would be too large stays at the largest.
+
+use std::{collections::BTreeMap, ops::Range};
+
+/// Clusters of a chunk.
+const CHUNK: u64 = 4096;
+/// A list with more becomes an array, which then takes no more memory.
+const LONGEST_LIST: usize = 1024;
+/// In an array: look beside it.
+const LARGE: u16 = u16::MAX;
+
+/// See the head of this file.
+#[derive(Debug, Default)]
+pub(super) struct Counts {
+    chunks: BTreeMap<u64, Chunk>,
+    /// Numbers of [`LARGE`] and above, by cluster.
+    large: BTreeMap<u64, u64>,
+}
+
+#[derive(Debug)]
+enum Chunk {
+    /// Place in the chunk and number, ascending; none is 0.
+    List(Vec<(u16, u16)>),
+    Array(Box<[u16]>),
+}
+
+impl Chunk {
+    fn get(&self, place: u16) -> u16 {
+        match self {
+            Self::List(list) => {
+                list.binary_search_by_key(&place, |(at, _)| *at).map_or(0, |found| list[found].1)
+            }
+            Self::Array(array) => array[usize::from(place)],
+        }
+    }
+
+    fn put(&mut self, place: u16, number: u16) {
+        match self {
+            Self::List(list) => match list.binary_search_by_key(&place, |(at, _)| *at) {
+                Ok(found) => list[found].1 = number,
+                Err(_) if list.len() == LONGEST_LIST => {
+                    let mut array = vec![0; CHUNK as usize].into_boxed_slice();
+                    for (at, number) in list.iter() {
+                        array[usize::from(*at)] = *number;
+                    }
+                    array[usize::from(place)] = number;
+                    *self = Self::Array(array);
+                }
+                Err(at) => list.insert(at, (place, number)),
+            },
+            Self::Array(array) => array[usize::from(place)] = number,
+        }
+    }
+}
+
+impl Counts {
+    /// The number of a cluster.
+    pub(super) fn get(&self, cluster: u64) -> u64 {
+        match self.chunks.get(&(cluster / CHUNK)).map_or(0, |chunk| chunk.get((cluster % CHUNK) as u16)) {
+            LARGE => self.large.get(&cluster).copied().unwrap_or(LARGE.into()),
+            small => small.into(),
+        }
+    }
+
+    /// Raises the number of a cluster.
+    pub(super) fn add(&mut self, cluster: u64, more: u64) {
+        let number = self.get(cluster).saturating_add(more);
+        self.put(cluster, number);
+    }
+
+    /// Sets the number of a cluster.
+    pub(super) fn put(&mut self, cluster: u64, number: u64) {
+        let small = u16::try_from(number).unwrap_or(LARGE);
+        if small == LARGE {
+            self.large.insert(cluster, number);
+        }
+        let chunk = self.chunks.entry(cluster / CHUNK).or_insert_with(|| Chunk::List(Vec::new()));
+        chunk.put((cluster % CHUNK) as u16, small);
+    }
+
+    /// The clusters of a range that have a number other than 0, ascending.
+    pub(super) fn used(&self, range: Range<u64>) -> impl Iterator<Item = u64> + '_ {
+        let chunks = range.start / CHUNK..range.end.div_ceil(CHUNK);
+        self.chunks.range(chunks).flat_map(move |(number, chunk)| {
+            let first = number * CHUNK;
+            let places: Vec<u16> = match chunk {
+                Chunk::List(list) => list.iter().filter(|(_, count)| *count > 0).map(|(at, _)| *at).collect(),
+                Chunk::Array(array) => (0..CHUNK as u16).filter(|at| array[usize::from(*at)] > 0).collect(),
+            };
+            let range = range.clone();
+            places
+                .into_iter()
+                .map(move |at| first + u64::from(at))
+                .filter(move |cluster| range.contains(cluster))
+        })
+    }
+
+    /// The last cluster with a number other than 0.
+    pub(super) fn last_used(&self) -> Option<u64> {
+        let last = self.chunks.last_key_value()?.0 * CHUNK;
+        self.used(last..last + CHUNK).last()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        #[test]
+        fn it_counts_as_a_plain_map_does(
+            steps in proptest::collection::vec((0_u64..20_000, 1_u64..40_000), 1..3000),
+        ) {
+            let mut plain = BTreeMap::new();
+            let mut counts = Counts::default();
+            for (cluster, more) in steps {
+                *plain.entry(cluster).or_insert(0) += more;
+                counts.add(cluster, more);
+            }
+            prop_assert!(plain.iter().all(|(cluster, number)| counts.get(*cluster) == *number));
+            let used: Vec<_> = counts.used(100..15_000).collect();
+            prop_assert_eq!(used, plain.range(100..15_000).map(|(cluster, _)| *cluster).collect::<Vec<_>>());
+            prop_assert_eq!(counts.last_used(), plain.last_key_value().map(|(cluster, _)| *cluster));
+        }
+    }
+
+    #[test]
+    fn a_chunk_that_fills_keeps_its_numbers_and_none_wraps() {
+        let mut counts = Counts::default();
+        for cluster in 0..CHUNK {
+            counts.add(cluster, cluster % 3 + 1);
+        }
+        assert!((0..CHUNK).all(|cluster| counts.get(cluster) == cluster % 3 + 1));
+        counts.add(7, u64::MAX);
+        assert_eq!((counts.get(7), counts.get(u64::MAX)), (u64::MAX, 0));
+        counts.put(7, 0);
+        assert_eq!(counts.get(7), 0);
+    }
+}

@@ -1,0 +1,144 @@
+//! What an image has besides its disk: snapshots, bitmaps, the LUKS header.
+//!
+//! Never gives up a snapshot. Bitmaps that cannot be read are dropped when everything is repaired: they only save work.
+
+use std::collections::BTreeMap;
+
+use super::{Pass, write_header};
+use crate::image::qcow2::{
+    Invalid, MetadataError,
+    bitmap::{self, Bits},
+    header::{Bitmaps, Place, autoclear},
+    snapshot,
+};
+
+/// L1 tables: where each is and how many entries it has, and how often there is one there.
+pub(super) type L1Tables = BTreeMap<(u64, u32), u64>;
+
+/// Eight slots with the longest keys that LUKS has stay below 4 MiB.
+const LARGEST_LUKS: u64 = 64 << 20;
+
+impl Pass<'_> {
+    /// Counts the snapshot table and the L1 tables that it names, and says which they are.
+    pub(super) async fn count_snapshots(&mut self) -> Result<L1Tables, MetadataError> {
+        let mut tables = L1Tables::new();
+        if self.header.snapshots == 0 {
+            return Ok(tables);
+        }
+        let (snapshots, length) = match snapshot::read(self.storage, &self.header).await {
+            Ok(read) => read,
+            Err(MetadataError::Invalid(invalid)) => {
+                self.is_incomplete = true;
+                self.corrupt(invalid.to_string());
+                return Ok(tables);
+            }
+            Err(MetadataError::Storage(error)) => {
+                self.is_incomplete = true;
+                self.report.check_errors += 1;
+                self.report.say(format!("ERROR: the snapshot table cannot be read: {error}"));
+                return Ok(tables);
+            }
+        };
+        self.count_region("the snapshot table", self.header.snapshots_offset, length as u64, 1);
+        // Tables that do not overlap are together no longer than the file.
+        let mut bytes = 0;
+        for snapshot in snapshots {
+            let length = u64::from(snapshot.l1_entries) * 8;
+            let what = format!("the L1 table of snapshot {:?}", snapshot.name());
+            if !self.count_region(&what, snapshot.l1_offset, length, 1) {
+                self.is_incomplete = true;
+                continue;
+            }
+            let times = tables.entry((snapshot.l1_offset, snapshot.l1_entries)).or_insert(0);
+            *times += 1;
+            if *times == 1 {
+                bytes += length;
+            }
+            if bytes > self.storage.size_bytes().next_multiple_of(self.header.cluster_bytes()) {
+                self.is_incomplete = true;
+                self.corrupt("the L1 tables of the snapshots lie on each other");
+                return Ok(L1Tables::new());
+            }
+        }
+        Ok(tables)
+    }
+
+    pub(super) fn count_luks(&mut self) {
+        if let Some(place) = self.header.encryption {
+            if place.length > LARGEST_LUKS {
+                self.is_incomplete = true;
+                return self.corrupt(format!("a LUKS header of {} bytes", place.length));
+            }
+            self.count_region("the LUKS header", place.offset, place.length, 1);
+        }
+    }
+
+    /// Counts directory, tables and clusters of the bitmaps. Those that are not marked right count as none, as for QEMU.
+    pub(super) async fn count_bitmaps(&mut self) -> Result<(), MetadataError> {
+        let Some(bitmaps) = self.header.bitmaps else { return Ok(()) };
+        if self.header.autoclear & autoclear::BITMAPS == 0 {
+            if self.repair != super::Repair::Nothing {
+                self.drop_bitmaps().await?;
+            }
+            return Ok(());
+        }
+        match self.find_bitmaps(bitmaps).await {
+            Ok(places) => {
+                for Place { offset, length } in places {
+                    self.count_region("a bitmap", offset, length, 1);
+                }
+            }
+            Err(MetadataError::Invalid(invalid)) if self.repairs_all() => {
+                self.drop_bitmaps().await?;
+                self.corrected(format!("the bitmaps are dropped: {invalid}"));
+            }
+            Err(MetadataError::Invalid(invalid)) => {
+                self.is_incomplete = true;
+                self.corrupt(invalid.to_string());
+            }
+            Err(MetadataError::Storage(error)) => {
+                self.is_incomplete = true;
+                self.report.check_errors += 1;
+                self.report.say(format!("ERROR: the bitmaps cannot be read: {error}"));
+            }
+        }
+        Ok(())
+    }
+
+    async fn drop_bitmaps(&mut self) -> Result<(), MetadataError> {
+        self.header.bitmaps = None;
+        self.header.autoclear &= !autoclear::BITMAPS;
+        write_header(self.storage, &self.header).await
+    }
+
+    /// All regions that belong to bitmaps, none of which has been counted yet: bitmaps that are half right are wrong.
+    async fn find_bitmaps(&mut self, bitmaps: Bitmaps) -> Result<Vec<Place>, MetadataError> {
+        let invalid = |what: String| MetadataError::Invalid(Invalid::new(what));
+        let entries = bitmap::read(self.storage, &self.header, bitmaps).await?;
+        let mut places = vec![bitmaps.directory];
+        // As for snapshots; a cluster of bits is named by eight bytes of a table.
+        let mut bytes = 0;
+        for entry in entries {
+            let table = entry.table();
+            let what = format!("bitmap {:?}", entry.name());
+            bytes += table.length;
+            if !self.is_inside(table.offset, table.length) || bytes > self.storage.size_bytes() {
+                return Err(invalid(format!(
+                    "the table of {what} at {:#x} is not in the file",
+                    table.offset
+                )));
+            }
+            let read = super::bytes::read(self.storage, table.offset, table.length as usize).await?;
+            let cluster = self.header.cluster_bytes();
+            for bits in bitmap::decode_table(&read, cluster)? {
+                let Bits::Stored(offset) = bits else { continue };
+                if !self.is_inside(offset, cluster) {
+                    return Err(invalid(format!("bits of {what} at {offset:#x} are not in the file")));
+                }
+                places.push(Place { offset, length: cluster });
+            }
+            places.push(table);
+        }
+        Ok(places)
+    }
+}

@@ -1,0 +1,245 @@
+//! Images that are right, images that are damaged in known ways, and what is made of them.
+
+use super::*;
+use crate::{
+    image::qcow2::{
+        bitmap,
+        create::{CreateOptions, Preallocation, create},
+        header::{Bitmaps, Place},
+        numbers, snapshot,
+    },
+    reactor::sim,
+    storage::memory::Memory,
+};
+
+const COPIED: u64 = 1 << 63;
+
+/// 64 guest clusters of 4 KiB, all with a place, without the room behind the end that would hide damage.
+async fn image(options: CreateOptions) -> (Storage, Header) {
+    let storage = Storage::Memory(Memory::new(512).expect("small"));
+    let options = CreateOptions { size_bytes: 256 << 10, cluster_bytes: 4096, ..options };
+    let header = create(&storage, None, &options).await.expect("valid");
+    (storage, header)
+}
+
+fn preallocated() -> CreateOptions {
+    CreateOptions { preallocation: Preallocation::Metadata, ..CreateOptions::default() }
+}
+
+async fn number_at(storage: &Storage, offset: u64) -> u64 {
+    let read = bytes::read(storage, offset, 8).await.expect("memory");
+    walk::number(&read)
+}
+
+async fn put(storage: &Storage, offset: u64, value: u64) {
+    bytes::write(storage, offset, &value.to_be_bytes()).await.expect("memory");
+}
+
+async fn l2_of(storage: &Storage, header: &Header) -> u64 {
+    number_at(storage, header.l1_offset).await & !COPIED
+}
+
+/// Damages a preallocated image; what a check finds, and that repairing it leaves it right.
+fn damaged(damage: impl AsyncFnOnce(&Storage, &Header) + 'static) -> Report {
+    sim::run(1, async move {
+        let (storage, header) = image(preallocated()).await;
+        damage(&storage, &header).await;
+        let found = check(&storage, Repair::Nothing).await.expect("a header");
+        let repaired = check(&storage, Repair::All).await.expect("a header");
+        assert_eq!((repaired.corruptions, repaired.leaks, repaired.check_errors), (0, 0, 0), "{repaired:#?}");
+        let again = check(&storage, Repair::Nothing).await.expect("a header");
+        assert_eq!((again.corruptions, again.leaks), (0, 0), "{again:#?}");
+        found
+    })
+}
+
+#[test]
+fn what_was_created_is_right() {
+    for options in [
+        CreateOptions::default(),
+        preallocated(),
+        CreateOptions { refcount_bits: 1, ..preallocated() },
+        CreateOptions { refcount_bits: 64, version: 3, ..preallocated() },
+        CreateOptions { luks: Some(vec![7; 10_000]), ..preallocated() },
+        CreateOptions { data_file: Some("data".into()), ..CreateOptions::default() },
+    ] {
+        sim::run(1, async move {
+            let is_preallocated = options.preallocation != Preallocation::Off;
+            let (storage, _) = image(options).await;
+            let report = check(&storage, Repair::All).await.expect("a header");
+            let expect = Report {
+                total_clusters: 64,
+                allocated_clusters: if is_preallocated { 64 } else { 0 },
+                image_end_offset: storage.size_bytes(),
+                ..Report::default()
+            };
+            assert_eq!(report, expect);
+        });
+    }
+}
+
+#[test]
+fn a_leak_is_freed() {
+    let report = damaged(async |storage, header| {
+        let l2 = l2_of(storage, header).await;
+        put(storage, l2 + 8, 0).await;
+    });
+    assert_eq!((report.leaks, report.corruptions), (1, 0), "{report:?}");
+    assert_eq!((report.allocated_clusters, report.fragmented_clusters), (63, 1));
+}
+
+#[test]
+fn entries_that_point_nowhere_are_dropped() {
+    for wrong in [0x5_0200, 1 << 40 | COPIED, 3 << 62 | 0x100_0000_0000] {
+        let report = damaged(async move |storage, header| {
+            let l2 = l2_of(storage, header).await;
+            put(storage, l2 + 8, wrong).await;
+        });
+        assert_eq!((report.leaks, report.corruptions), (1, 1), "{report:?}");
+    }
+    let report = damaged(async |storage, header| put(storage, header.l1_offset, 1 << 50).await);
+    assert_eq!((report.leaks, report.corruptions), (65, 1), "the table and all that it reached: {report:?}");
+}
+
+#[test]
+fn two_owners_of_a_cluster_are_told_and_counted() {
+    let report = damaged(async |storage, header| {
+        let l2 = l2_of(storage, header).await;
+        put(storage, l2, number_at(storage, l2 + 8).await).await;
+    });
+    // One cluster is free, one is counted too low; the flags agree with the numbers in the file.
+    assert_eq!((report.leaks, report.corruptions), (1, 1), "{report:?}");
+}
+
+#[test]
+fn wrong_flags_are_corrected() {
+    let report = damaged(async |storage, header| {
+        let l2 = l2_of(storage, header).await;
+        put(storage, l2, number_at(storage, l2).await & !COPIED).await;
+        put(storage, header.l1_offset, l2).await;
+    });
+    assert_eq!((report.leaks, report.corruptions), (0, 2), "{report:?}");
+}
+
+#[test]
+fn refcounts_that_are_lost_are_made_anew() {
+    let damages: [fn(&Header) -> (u64, u64); 4] = [
+        // No block at all, one inside a cluster, one beyond the end, one on a guest's cluster.
+        |header| (header.refcount_table_offset, 0),
+        |header| (header.refcount_table_offset, 0x200),
+        |header| (header.refcount_table_offset, 1 << 40),
+        |header| (header.refcount_table_offset, header.l1_offset + 3 * 4096),
+    ];
+    for change in damages {
+        let report = damaged(async move |storage, header| {
+            let (place, value) = change(header);
+            put(storage, place, value).await;
+        });
+        assert!(report.corruptions > 0, "{report:?}");
+    }
+}
+
+#[test]
+fn numbers_too_low_are_raised_and_marks_are_cleared() {
+    let report = damaged(async |storage, header| {
+        let block = number_at(storage, header.refcount_table_offset).await;
+        let mut numbers = bytes::read(storage, block, 4096).await.expect("memory");
+        (5..9).for_each(|index| numbers::put(&mut numbers, 4, index, 0));
+        numbers::put(&mut numbers, 4, 2, 7);
+        bytes::write(storage, block, &numbers).await.expect("memory");
+        let marked = Header { incompatible: incompatible::DIRTY | incompatible::CORRUPT, ..header.clone() };
+        write_header(storage, &marked).await.expect("fits");
+    });
+    assert_eq!(report.leaks, 1);
+    assert!(report.corruptions >= 4, "{report:?}");
+    sim::run(1, async {
+        let (storage, header) = image(preallocated()).await;
+        let marked = Header { incompatible: incompatible::DIRTY, ..header.clone() };
+        write_header(&storage, &marked).await.expect("fits");
+        check(&storage, Repair::All).await.expect("a header");
+        assert_eq!(read_header(&storage).await, Ok(header));
+    });
+}
+
+#[test]
+fn leaks_alone_are_repaired_where_only_that_is_asked() {
+    sim::run(1, async {
+        let (storage, header) = image(preallocated()).await;
+        let l2 = l2_of(&storage, &header).await;
+        put(&storage, l2, 0).await;
+        put(&storage, l2 + 8, 1 << 40).await;
+        let report = check(&storage, Repair::Leaks).await.expect("a header");
+        assert_eq!((report.leaks_fixed, report.corruptions), (2, 1), "{report:?}");
+    });
+}
+
+#[test]
+fn snapshots_and_bitmaps_are_counted_and_never_freed_unread() {
+    sim::run(1, async {
+        let (storage, mut header) = image(preallocated()).await;
+        let end = storage.size_bytes();
+        // A snapshot that shares everything, and a bitmap of one cluster: five clusters at the end.
+        let (l1, table) = (end, end + 4096);
+        put(&storage, l1, l2_of(&storage, &header).await).await;
+        let entry = snapshot::Snapshot {
+            l1_offset: l1,
+            l1_entries: 1,
+            id: b"1".to_vec(),
+            disk_bytes: Some(header.size_bytes),
+            ..snapshot::Snapshot::default()
+        };
+        bytes::write(&storage, table, &snapshot::encode(&[entry]).expect("short")).await.expect("memory");
+        let (directory, bits_table, bits) = (end + 2 * 4096, end + 3 * 4096, end + 4 * 4096);
+        put(&storage, bits_table, bits).await;
+        bytes::write(&storage, bits, &[0; 4096]).await.expect("memory");
+        let entry = bitmap::Entry {
+            table_offset: bits_table,
+            table_entries: 1,
+            flags: 0,
+            granularity_bits: 16,
+            name: b"b".to_vec(),
+            extra: Vec::new(),
+        };
+        let encoded = bitmap::encode(&[entry]);
+        bytes::write(&storage, directory, &encoded).await.expect("memory");
+        let place = Place { offset: directory, length: encoded.len() as u64 };
+        header.bitmaps = Some(Bitmaps { count: 1, directory: place });
+        header.autoclear = autoclear::BITMAPS;
+        (header.snapshots, header.snapshots_offset) = (1, table);
+        write_header(&storage, &header).await.expect("fits");
+
+        let report = check(&storage, Repair::All).await.expect("a header");
+        // Five new clusters, 64 and their table shared; and all of their flags.
+        assert_eq!(
+            (report.corruptions_fixed, report.corruptions, report.leaks),
+            (70 + 65, 0, 0),
+            "{report:?}"
+        );
+        put(&storage, table, 0x123).await;
+        let report = check(&storage, Repair::All).await.expect("a header");
+        assert!(report.corruptions >= 1 && report.leaks > 0 && report.leaks_fixed == 0, "{report:?}");
+    });
+}
+
+#[test]
+fn any_byte_may_be_anything() {
+    sim::run(1, async {
+        let (storage, header) = image(preallocated()).await;
+        let whole = bytes::read(&storage, 0, storage.size_bytes() as usize).await.expect("memory");
+        // Header, refcount table, a block, the L1 table, an L2 table.
+        let places =
+            [0..112, 4096..4112, 8192..8300, header.l1_offset as usize..header.l1_offset as usize + 8];
+        for at in places.into_iter().flatten() {
+            for value in [0x00, 0x01, 0x80, 0xff] {
+                let storage = Storage::Memory(Memory::new(whole.len() as u64).expect("small"));
+                bytes::write(&storage, 0, &whole).await.expect("memory");
+                bytes::write(&storage, at as u64, &[value]).await.expect("memory");
+                let Ok(report) = check(&storage, Repair::All).await else { continue };
+                if report.is_consistent() {
+                    let again = check(&storage, Repair::Nothing).await.expect("still one");
+                    assert!(again.is_consistent() && again.leaks == 0, "byte {at} = {value}: {again:?}");
+                }
+            }
+        }
+    });
+}
