@@ -23,6 +23,8 @@ mod measuring;
 mod nbdcopy;
 mod nbdinfo;
 mod probing;
+mod qcow2_check;
+mod qcow2_create;
 mod qemu_img;
 mod qemu_io;
 mod qmp;

@@ -156,6 +156,11 @@ impl Outcome {
         String::from_utf8_lossy(&self.output.stderr).into_owned()
     }
 
+    /// Standard output, whatever the end.
+    pub(crate) fn printed(&self) -> String {
+        String::from_utf8_lossy(&self.output.stdout).into_owned()
+    }
+
     /// Standard output of a success.
     #[track_caller]
     pub(crate) fn succeeded(self) -> String {

@@ -11,9 +11,14 @@ use std::{
 };
 
 use anyhow::{Context as _, bail};
-use block::image::qcow2::{
-    self,
-    header::{Compression, Crypt, Header, autoclear, compatible, incompatible},
+use block::{
+    image::qcow2::{
+        self, bitmap,
+        header::{Compression, Crypt, Header, autoclear, compatible, incompatible},
+        luks::{self, KeySlot, LuksHeader},
+        snapshot::Snapshot,
+    },
+    storage::Storage,
 };
 use clap::Args;
 use serde_json::{Map, Value, json};
@@ -21,7 +26,7 @@ use serde_json::{Map, Value, json};
 use super::{
     Output, on_reactor,
     opening::{self, Format, How},
-    print,
+    print, snapshot,
 };
 use crate::Failure;
 
@@ -99,6 +104,7 @@ fn identity(path: &Path) -> anyhow::Result<(u64, u64)> {
 /// One image.
 struct Shown {
     json: Value,
+    snapshots: Vec<Snapshot>,
     backing: Option<(PathBuf, Option<Format>)>,
 }
 
@@ -113,12 +119,25 @@ fn show(path: &Path, format: Option<Format>, how: How) -> Result<Shown, Failure>
     });
     let storage = opening::storage(path, how)?;
     let mut backing = None;
+    let mut listed = Vec::new();
     match format {
         Format::Raw => json["virtual-size"] = storage.size_bytes().into(),
         Format::Qcow2 => {
-            let read = on_reactor(async move { Ok(qcow2::read_header(&storage).await) })?;
-            let header = read.with_context(|| path.display().to_string())?;
+            let read = on_reactor(async move { Ok(read(&storage).await) })?;
+            let Inside { header, snapshots, bitmaps, luks } =
+                read.with_context(|| path.display().to_string())?;
             describe(&header, &mut json);
+            let data = &mut json["format-specific"]["data"];
+            if let Some(luks) = luks {
+                data["encrypt"] = encryption(&luks);
+            }
+            if !bitmaps.is_empty() {
+                data["bitmaps"] = bitmaps.iter().map(bitmap_json).collect();
+            }
+            if !snapshots.is_empty() {
+                json["snapshots"] = snapshots.iter().map(snapshot::to_json).collect();
+            }
+            listed = snapshots;
             backing = header.backing.as_ref().map(|backing| {
                 let format = opening::format_named(backing.format.as_deref()).ok();
                 (opening::beside(path, &backing.name), format)
@@ -128,7 +147,60 @@ fn show(path: &Path, format: Option<Format>, how: How) -> Result<Shown, Failure>
             }
         }
     }
-    Ok(Shown { json, backing })
+    Ok(Shown { json, snapshots: listed, backing })
+}
+
+/// What an image says of itself.
+struct Inside {
+    header: Header,
+    snapshots: Vec<Snapshot>,
+    bitmaps: Vec<bitmap::Entry>,
+    luks: Option<LuksHeader>,
+}
+
+async fn read(storage: &Storage) -> Result<Inside, anyhow::Error> {
+    let header = qcow2::read_header(storage).await?;
+    let (snapshots, _) = qcow2::snapshot::read(storage, &header).await?;
+    let bitmaps = match header.bitmaps {
+        Some(bitmaps) if header.autoclear & autoclear::BITMAPS != 0 => {
+            bitmap::read(storage, &header, bitmaps).await?
+        }
+        _ => Vec::new(),
+    };
+    let luks = match header.encryption {
+        Some(place) => Some(luks::read_header(storage, place).await?),
+        None => None,
+    };
+    Ok(Inside { header, snapshots, bitmaps, luks })
+}
+
+fn encryption(luks: &LuksHeader) -> Value {
+    let slot = |slot: &KeySlot| {
+        let mut shown = json!({ "active": slot.active, "key-offset": slot.offset });
+        if slot.active {
+            shown["iters"] = slot.iterations.into();
+            shown["stripes"] = slot.stripes.into();
+        }
+        shown
+    };
+    json!({
+        "format": "luks",
+        "cipher-alg": format!("aes-{}", luks.cipher.key_bits()),
+        "cipher-mode": luks.cipher.chaining_name(),
+        "ivgen-alg": luks.cipher.iv_name().split(':').next(),
+        "hash-alg": luks.hash.name(),
+        "uuid": luks.uuid,
+        "payload-offset": luks.payload_offset,
+        "master-key-iters": luks.digest_iterations,
+        "slots": luks.slots.iter().map(slot).collect::<Vec<_>>(),
+    })
+}
+
+fn bitmap_json(entry: &bitmap::Entry) -> Value {
+    let flags = [(bitmap::flag::IN_USE, "in-use"), (bitmap::flag::AUTO, "auto")];
+    let flags: Vec<_> =
+        flags.iter().filter(|(bit, _)| entry.flags & bit != 0).map(|(_, name)| *name).collect();
+    json!({ "name": entry.name(), "granularity": 1_u64 << entry.granularity_bits, "flags": flags })
 }
 
 /// Adds what a header says, as `ImageInfo` has it.
@@ -208,6 +280,7 @@ impl Shown {
         if json["backing-filename-format"].is_string() {
             line("backing file format", word("backing-filename-format"));
         }
+        text.push_str(&snapshot::list(&self.snapshots));
         if let Some(data) = json["format-specific"]["data"].as_object() {
             text.push_str("Format specific information:\n");
             members(&mut text, data, 1);
@@ -243,7 +316,7 @@ fn one(text: &mut String, key: &str, value: &Value, depth: usize) {
 }
 
 /// As qemu-img writes sizes: three digits and a unit of 1024.
-fn human(bytes: u64) -> String {
+pub(super) fn human(bytes: u64) -> String {
     const UNITS: [&str; 7] = ["B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"];
     let (mut value, mut unit) = (bytes as f64, 0);
     while value >= 1000.0 && unit + 1 < UNITS.len() {

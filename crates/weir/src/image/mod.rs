@@ -5,6 +5,7 @@
 //!
 //! Never decides what an image means: that is `block`'s.
 
+mod check;
 mod compare;
 mod convert;
 mod copy;
@@ -14,6 +15,7 @@ mod info;
 mod opening;
 mod options;
 mod progress;
+mod snapshot;
 mod source;
 mod unfinished;
 
@@ -35,6 +37,12 @@ pub(crate) enum Command {
     /// Make an image
     #[command(after_help = create::EXAMPLES)]
     Create(create::Arguments),
+    /// Find out whether an image is consistent, and repair it
+    #[command(after_help = check::EXAMPLES)]
+    Check(check::Arguments),
+    /// List internal snapshots, take them, go back to them, delete them
+    #[command(after_help = snapshot::EXAMPLES)]
+    Snapshot(snapshot::Arguments),
     /// Show what an image is
     #[command(after_help = info::EXAMPLES)]
     Info(info::Arguments),
@@ -53,6 +61,8 @@ pub(crate) enum Command {
 pub(crate) fn run(command: Command) -> Result<(), Failure> {
     match command {
         Command::Create(arguments) => create::run(arguments),
+        Command::Check(arguments) => check::run(arguments),
+        Command::Snapshot(arguments) => snapshot::run(arguments),
         Command::Info(arguments) => info::run(arguments),
         Command::Convert(arguments) => convert::run(arguments),
         Command::Compare(arguments) => compare::run(arguments),

@@ -1,0 +1,172 @@
+//! `weir image snapshot`: internal snapshots of a qcow2 image, with the options of `qemu-img snapshot`.
+
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context as _, anyhow};
+use block::{
+    image::qcow2::{self, snapshot::Snapshot},
+    storage::Storage,
+};
+use clap::Args;
+use serde_json::{Value, json};
+
+use super::{
+    info::human,
+    on_reactor,
+    opening::{self, Format, How},
+    print,
+};
+use crate::{
+    Failure,
+    table::{Side, Table},
+};
+
+/// Shown below the options.
+pub(super) const EXAMPLES: &str = "\
+Examples:
+  weir image snapshot -l vm1.qcow2
+      The snapshots in the image.
+  weir image snapshot -c before-upgrade vm1.qcow2
+      Keep the disk as it is now.
+  weir image snapshot -a before-upgrade vm1.qcow2
+      Make it again what it was then. What is there now is lost.
+  weir image snapshot -d before-upgrade vm1.qcow2
+      Free what only the snapshot uses.
+
+A snapshot is named by its id or its name; where a name is another's id, the id counts.
+Exit status: 0 done, 1 failed, 2 wrong use of the command line.";
+
+/// What `weir image snapshot` is told.
+#[derive(Debug, Args)]
+pub(crate) struct Arguments {
+    /// The image
+    #[arg(value_name = "FILE")]
+    file: PathBuf,
+    /// List the snapshots; the default
+    #[arg(short, long)]
+    list: bool,
+    /// Take a snapshot of this name
+    #[arg(short, long, value_name = "NAME", conflicts_with = "list")]
+    create: Option<String>,
+    /// Go back to this snapshot
+    #[arg(short, long, value_name = "SNAPSHOT", conflicts_with_all = ["list", "create"])]
+    apply: Option<String>,
+    /// Delete this snapshot
+    #[arg(short, long, value_name = "SNAPSHOT", conflicts_with_all = ["list", "create", "apply"])]
+    delete: Option<String>,
+    /// Read it although somebody else writes to it
+    #[arg(short = 'U', long)]
+    force_share: bool,
+    /// Print nothing
+    #[arg(short, long)]
+    quiet: bool,
+}
+
+/// Does what was asked for.
+///
+/// # Errors
+/// What keeps it from being done.
+pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
+    let path = &arguments.file;
+    let name = path.display().to_string();
+    if opening::format(path, None)? != Format::Qcow2 {
+        return Err(anyhow!(
+            "{name}: raw images have no snapshots (weir image convert -O qcow2 makes one that has)"
+        )
+        .into());
+    }
+    let how = How { force_share: arguments.force_share, ..How::default() };
+    let text = list(&on_reactor(read(opening::storage(path, how)?, path.clone()))?);
+    if !arguments.quiet {
+        print(&text)?;
+    }
+    Ok(())
+}
+
+async fn read(storage: Storage, path: PathBuf) -> Result<Vec<Snapshot>, Failure> {
+    let context = |path: &Path| path.display().to_string();
+    let header = qcow2::read_header(&storage).await.with_context(|| context(&path))?;
+    Ok(qcow2::snapshot::read(&storage, &header).await.with_context(|| context(&path))?.0)
+}
+
+/// What qemu-img says of a snapshot for programs.
+pub(super) fn to_json(snapshot: &Snapshot) -> Value {
+    const NANOS: u64 = 1_000_000_000;
+    let mut json = json!({
+        "id": snapshot.id(),
+        "name": snapshot.name(),
+        "vm-state-size": snapshot.vm_state_bytes,
+        "date-sec": snapshot.date_s,
+        "date-nsec": snapshot.date_ns,
+        "vm-clock-sec": snapshot.vm_clock_ns / NANOS,
+        "vm-clock-nsec": snapshot.vm_clock_ns % NANOS,
+    });
+    if let Some(instructions) = snapshot.instructions.filter(|count| *count != u64::MAX) {
+        json["icount"] = instructions.into();
+    }
+    json
+}
+
+/// The list for people; nothing where there are none.
+pub(super) fn list(snapshots: &[Snapshot]) -> String {
+    if snapshots.is_empty() {
+        return String::new();
+    }
+    let mut table = Table::new([
+        ("ID", Side::Left),
+        ("TAG", Side::Left),
+        ("VM SIZE", Side::Right),
+        ("DATE", Side::Right),
+        ("VM CLOCK", Side::Right),
+        ("ICOUNT", Side::Right),
+    ]);
+    for snapshot in snapshots {
+        table.row(vec![
+            snapshot.id().into_owned(),
+            snapshot.name().into_owned(),
+            human(snapshot.vm_state_bytes),
+            date(snapshot.date_s),
+            clock(snapshot.vm_clock_ns),
+            snapshot
+                .instructions
+                .filter(|count| *count != u64::MAX)
+                .map_or_else(String::new, |count| count.to_string()),
+        ]);
+    }
+    format!("Snapshot list:\n{}", table.render(false))
+}
+
+/// A date of UTC: this machine's zone says nothing about where an image was made.
+fn date(seconds: u32) -> String {
+    let (days, second) = (seconds / 86_400, seconds % 86_400);
+    // Civil date from days since 1970, by eras of 400 years that begin in March; Howard Hinnant, "chrono-Compatible Low-Level Date Algorithms".
+    let days = days + 719_468;
+    let (era, day) = (days / 146_097, days % 146_097);
+    let year = (day - day / 1460 + day / 36_524 - day / 146_096) / 365;
+    let day = day - (365 * year + year / 4 - year / 100);
+    let month = (5 * day + 2) / 153;
+    let (date, month) = (day - (153 * month + 2) / 5 + 1, if month < 10 { month + 3 } else { month - 9 });
+    let year = era * 400 + year + u32::from(month <= 2);
+    let (hours, minutes, seconds) = (second / 3600, second / 60 % 60, second % 60);
+    format!("{year}-{month:02}-{date:02} {hours:02}:{minutes:02}:{seconds:02}")
+}
+
+fn clock(nanos: u64) -> String {
+    let (seconds, millis) = (nanos / 1_000_000_000, nanos / 1_000_000 % 1000);
+    format!("{:02}:{:02}:{:02}.{millis:03}", seconds / 3600, seconds / 60 % 60, seconds % 60)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn dates_are_the_calendar_s() {
+        assert_eq!(date(0), "1970-01-01 00:00:00");
+        assert_eq!(date(951_782_399), "2000-02-28 23:59:59");
+        assert_eq!(date(951_782_400), "2000-02-29 00:00:00");
+        assert_eq!(date(1_795_241_721), "2026-11-21 06:15:21");
+        assert_eq!(date(u32::MAX), "2106-02-07 06:28:15");
+        assert_eq!(clock(3_661_002_000_000), "01:01:01.002");
+    }
+}

@@ -1,0 +1,205 @@
+//! `weir image check` beside `qemu-img check`: the same verdict and the same numbers, on images that QEMU made with every feature, whole and
+//! damaged; and what was repaired satisfies both.
+
+use std::{fs, os::unix::fs::FileExt as _, path::Path, path::PathBuf};
+
+use serde_json::Value;
+
+use crate::harness::{Client, Scratch, text};
+
+const WEIR: &str = env!("CARGO_BIN_EXE_weir");
+
+fn qemu_img<'a>(arguments: impl IntoIterator<Item = &'a str>) -> Client {
+    Client::new("qemu-img").args(arguments)
+}
+
+fn weir(arguments: &[&str]) -> Client {
+    Client::new("timeout").args(["60", WEIR, "image"]).args(arguments)
+}
+
+/// An image of 8 MiB with these options and some data: compressed clusters, zeroes, holes.
+fn image(scratch: &Scratch, name: &str, options: &str) -> PathBuf {
+    let path = scratch.path(name);
+    let data = scratch.path("data.raw");
+    let options = options.replace("DATA", text(&data));
+    let mut create = qemu_img(["create", "-q", "-f", "qcow2"]);
+    if !options.is_empty() {
+        create = create.args(["-o", &options]);
+    }
+    create.args([text(&path), "8M"]).succeeds();
+    let mut commands = vec!["write -P 1 0 1M", "write -P 2 3M 700k", "write -z 5M 64k", "discard 64k 64k"];
+    // QEMU compresses what has no place yet, in clusters.
+    if !["data_file", "preallocation", "2M"].iter().any(|word| options.contains(word)) {
+        commands.push("write -c -P 3 6M 128k");
+    }
+    let mut io = Client::new("qemu-io");
+    for command in commands {
+        io = io.args(["-c", command]);
+    }
+    io.arg(&path).succeeds();
+    path
+}
+
+/// What both say, which is the same.
+#[track_caller]
+fn agree(path: &Path, about: &str) -> (i32, Value) {
+    let theirs = qemu_img(["check", "--output=json", "-f", "qcow2", text(path)]).run();
+    let ours = weir(&["check", "--output=json", text(path)]).run();
+    let (their_code, our_code, said) = (theirs.code(), ours.code(), ours.said());
+    let parse = |printed: String| serde_json::from_str::<Value>(&printed).unwrap_or(Value::Null);
+    let (theirs, ours) = (parse(theirs.printed()), parse(ours.printed()));
+    assert_eq!((our_code, &ours), (their_code, &theirs), "{about}: weir said:\n{said}");
+    (our_code, ours)
+}
+
+const FEATURES: [&str; 12] = [
+    "",
+    "compat=0.10",
+    "cluster_size=512,refcount_bits=1",
+    "cluster_size=512,refcount_bits=64",
+    "cluster_size=4k,refcount_bits=8,lazy_refcounts=on",
+    "cluster_size=2M,refcount_bits=32",
+    "extended_l2=on,cluster_size=16k",
+    "extended_l2=on,cluster_size=2M",
+    "compression_type=zstd",
+    "preallocation=metadata",
+    "data_file=DATA",
+    "data_file=DATA,data_file_raw=on",
+];
+
+#[test]
+fn what_qemu_made_is_found_as_qemu_finds_it() {
+    let scratch = Scratch::new();
+    for options in FEATURES {
+        // A bit cannot count a compressed cluster's neighbours.
+        if options.contains("refcount_bits=1") {
+            continue;
+        }
+        let path = image(&scratch, "image.qcow2", options);
+        assert_eq!(agree(&path, options).0, 0, "{options}");
+        if !options.contains("data_file") {
+            qemu_img(["snapshot", "-c", "one", text(&path)]).succeeds();
+            Client::new("qemu-io").args(["-c", "write -P 7 256k 1M"]).arg(&path).succeeds();
+            qemu_img(["snapshot", "-c", "two", text(&path)]).succeeds();
+            agree(&path, &format!("{options} with snapshots"));
+        }
+        if !options.contains("compat=0.10") {
+            qemu_img(["bitmap", "--add", "-g", "4k", text(&path), "changes"]).succeeds();
+            agree(&path, &format!("{options} with a bitmap"));
+        }
+    }
+}
+
+#[test]
+fn an_encrypted_image_is_checked_without_its_key() {
+    let scratch = Scratch::new();
+    let path = scratch.path("image.qcow2");
+    let secret = [
+        "--object",
+        "secret,id=key,data=abc",
+        "-o",
+        "encrypt.format=luks,encrypt.key-secret=key,encrypt.iter-time=10",
+    ];
+    qemu_img(["create", "-q", "-f", "qcow2"]).args(secret).args([text(&path), "8M"]).succeeds();
+    let printed = weir(&["check", "--output=json", text(&path)]).succeeds();
+    assert_eq!(serde_json::from_str::<Value>(&printed).unwrap()["total-clusters"], 128);
+}
+
+fn number(file: &fs::File, offset: u64) -> u64 {
+    let mut bytes = [0; 8];
+    file.read_exact_at(&mut bytes, offset).unwrap();
+    u64::from_be_bytes(bytes)
+}
+
+/// Where things are in an image.
+struct Places {
+    file: fs::File,
+    l1: u64,
+    l2: u64,
+    refcount_table: u64,
+    block: u64,
+}
+
+fn places(path: &Path) -> Places {
+    let file = fs::File::options().read(true).write(true).open(path).unwrap();
+    let (l1, refcount_table) = (number(&file, 40), number(&file, 48));
+    let (l2, block) = (number(&file, l1) & !(1 << 63), number(&file, refcount_table));
+    Places { file, l1, l2, refcount_table, block }
+}
+
+impl Places {
+    fn put(&self, offset: u64, value: u64) {
+        self.file.write_all_at(&value.to_be_bytes(), offset).unwrap();
+    }
+}
+
+/// What is done to an image, by name.
+type Damage = (&'static str, fn(&Places));
+
+const DAMAGES: [Damage; 6] = [
+    ("a lost entry", |at| at.put(at.l2 + 8 * 4, 0)),
+    ("two owners", |at| at.put(at.l2 + 8 * 4, number(&at.file, at.l2 + 8 * 5))),
+    ("a flag", |at| at.put(at.l2, number(&at.file, at.l2) & !(1 << 63))),
+    ("the table's flag", |at| at.put(at.l1, at.l2)),
+    ("refcounts too low and too high", |at| at.put(at.block + 8, 0x0000_0002_0001_0000)),
+    ("clusters counted too often", |at| at.put(at.block + 8 * 3, 0x0002_0001_0003_0001)),
+];
+
+#[test]
+fn damage_is_found_as_qemu_finds_it_and_what_is_repaired_satisfies_both() {
+    let scratch = Scratch::new();
+    for (what, damage) in DAMAGES {
+        let path = image(&scratch, "image.qcow2", "");
+        damage(&places(&path));
+        let (code, _) = agree(&path, what);
+        assert!(code == 2 || code == 3, "{what}: {code}");
+        weir(&["check", "-q", "-r", "all", text(&path)]).succeeds();
+        assert_eq!(agree(&path, what).0, 0, "{what}: repaired");
+    }
+}
+
+/// Damage for which weir and QEMU have other remedies.
+const RUINS: [Damage; 6] = [
+    ("no refcount block", |at| at.put(at.refcount_table, 0)),
+    ("a refcount block on guest data", |at| at.put(at.refcount_table, number(&at.file, at.l2) & !(1 << 63))),
+    ("a refcount block beyond the end", |at| at.put(at.refcount_table, 1 << 40)),
+    ("a cluster beyond the end", |at| at.put(at.l2, 1 << 40)),
+    ("an L2 table inside a cluster", |at| at.put(at.l1, at.l2 | 512)),
+    ("an L2 table beyond the end", |at| at.put(at.l1, 1 << 40)),
+];
+
+#[test]
+fn what_is_ruined_is_made_an_image_again() {
+    let scratch = Scratch::new();
+    for (what, ruin) in RUINS {
+        let path = image(&scratch, "image.qcow2", "");
+        ruin(&places(&path));
+        assert_eq!(weir(&["check", "-q", text(&path)]).run().code(), 2, "{what}");
+        weir(&["check", "-q", "--repair", text(&path)]).succeeds();
+        assert_eq!(agree(&path, what).0, 0, "{what}: repaired");
+    }
+}
+
+#[test]
+fn a_dirty_image_is_clean_again() {
+    let scratch = Scratch::new();
+    let path = image(&scratch, "image.qcow2", "lazy_refcounts=on");
+    let at = places(&path);
+    at.put(72, 1);
+    at.put(at.block + 8, 0);
+    weir(&["check", "-q", "--repair=all", text(&path)]).succeeds();
+    assert_eq!(number(&at.file, 72), 0, "the dirty bit");
+    assert_eq!(agree(&path, "was dirty").0, 0);
+}
+
+#[test]
+fn leaks_alone_are_freed_and_raw_images_have_nothing_to_check() {
+    let scratch = Scratch::new();
+    let path = image(&scratch, "image.qcow2", "");
+    let at = places(&path);
+    at.put(at.l2 + 8 * 4, 0);
+    let printed = weir(&["check", "-r", "leaks", "--output=json", text(&path)]).succeeds();
+    assert_eq!(serde_json::from_str::<Value>(&printed).unwrap()["leaks-fixed"], 1);
+    let raw = scratch.sparse("disk.raw", 1 << 20);
+    assert_eq!(weir(&["check", text(&raw)]).run().code(), 63);
+}

@@ -1,0 +1,113 @@
+//! `weir image create` and `info` beside qemu-img's: QEMU opens what weir makes, finds nothing wrong, and reads zeroes; both describe an
+//! image alike.
+
+use serde_json::Value;
+
+use crate::harness::{Client, Scratch, assert_says, text};
+
+const WEIR: &str = env!("CARGO_BIN_EXE_weir");
+
+fn qemu_img<'a>(arguments: impl IntoIterator<Item = &'a str>) -> Client {
+    Client::new("qemu-img").args(arguments)
+}
+
+fn weir(arguments: &[&str]) -> Client {
+    Client::new("timeout").args(["60", WEIR, "image"]).args(arguments)
+}
+
+fn json(printed: &str) -> Value {
+    serde_json::from_str(printed).unwrap()
+}
+
+#[test]
+fn qemu_takes_what_weir_makes() {
+    let scratch = Scratch::new();
+    let path = scratch.path("disk.qcow2");
+    let data = scratch.path("data.raw");
+    for options in [
+        "lazy_refcounts=off",
+        "compat=0.10",
+        "cluster_size=512",
+        "cluster_size=512,refcount_bits=1,preallocation=full",
+        "cluster_size=2M,refcount_bits=64,extended_l2=on",
+        "compression_type=zstd,lazy_refcounts=on",
+        "preallocation=metadata",
+        "preallocation=metadata,extended_l2=on",
+        "preallocation=falloc,refcount_bits=2",
+        "data_file=DATA",
+        "data_file=DATA,data_file_raw=on",
+        "data_file=DATA,preallocation=full,extended_l2=on",
+    ] {
+        let options = options.replace("DATA", text(&data));
+        weir(&["create", "-q", "-f", "qcow2", "-o", &options, text(&path), "9M"]).succeeds();
+        qemu_img(["check", "-q", text(&path)]).succeeds();
+        let io = Client::new("qemu-io")
+            .args(["-c", "read -P 0 0 9M", "-c", "write -P 5 1M 3M"])
+            .arg(&path)
+            .succeeds();
+        assert!(!io.contains("failed"), "{options}: {io}");
+        qemu_img(["check", "-q", text(&path)]).succeeds();
+        let (theirs, ours) = (
+            qemu_img(["info", "--output=json", text(&path)]).succeeds(),
+            weir(&["info", "--output=json", text(&path)]).succeeds(),
+        );
+        assert_eq!(json(&ours), json(&theirs), "{options}");
+    }
+}
+
+#[test]
+fn what_an_image_stands_on_is_told_as_qemu_tells_it() {
+    let scratch = Scratch::new();
+    let (base, top) = (scratch.path("base.qcow2"), scratch.path("top.qcow2"));
+    weir(&["create", "-q", "-f", "qcow2", text(&base), "5M"]).succeeds();
+    weir(&["create", "-q", "-f", "qcow2", "-b", "base.qcow2", "-F", "qcow2", text(&top)]).succeeds();
+    qemu_img(["snapshot", "-c", "one", text(&base)]).succeeds();
+    qemu_img(["bitmap", "--add", text(&base), "changes"]).succeeds();
+    for arguments in [&["info", "--backing-chain", "--output=json"][..], &["info", "--output=json"]] {
+        let theirs = qemu_img(arguments.iter().copied()).arg(&top).succeeds();
+        let ours = weir(arguments).arg(&top).succeeds();
+        assert_eq!(json(&ours), json(&theirs));
+    }
+    assert_says(
+        &weir(&["info", text(&base)]).succeeds(),
+        &["virtual size: 5 MiB (5242880 bytes)", "one", "changes"],
+    );
+    let listed = weir(&["snapshot", "-l", text(&base)]).succeeds();
+    assert_says(&listed, &["Snapshot list:", "1   one"]);
+}
+
+#[test]
+fn an_encrypted_image_is_described_as_qemu_describes_it() {
+    let scratch = Scratch::new();
+    let path = scratch.path("disk.qcow2");
+    let secret = [
+        "--object",
+        "secret,id=key,data=abc",
+        "-o",
+        "encrypt.format=luks,encrypt.key-secret=key,encrypt.iter-time=10",
+    ];
+    qemu_img(["create", "-q", "-f", "qcow2"]).args(secret).args([text(&path), "8M"]).succeeds();
+    let theirs = qemu_img(["info", "--output=json", text(&path)]).succeeds();
+    let ours = weir(&["info", "--output=json", text(&path)]).succeeds();
+    assert_eq!(json(&ours), json(&theirs));
+}
+
+#[test]
+fn what_cannot_be_is_refused_and_leaves_nothing() {
+    let scratch = Scratch::new();
+    let path = scratch.path("disk.qcow2");
+    for (arguments, expect) in [
+        (&["-o", "lazy_refcounts=on,compat=0.10", "FILE", "1M"][..], "lazy_refcounts=on: needs compat=1.1"),
+        (&["-o", "nonsense=1", "FILE", "1M"], "nonsense=1: is no option of qcow2"),
+        (&["-o", "cluster_size=512", "FILE", "1T"], "too large for clusters of 512 bytes"),
+        (&["-b", "missing", "-F", "raw", "FILE"], "no such file"),
+        (&["-b", "missing", "FILE", "1M"], "format is not said"),
+        (&["FILE"], "has no size"),
+    ] {
+        let arguments: Vec<_> =
+            arguments.iter().map(|word| if *word == "FILE" { text(&path) } else { word }).collect();
+        let said = weir(&["create", "-f", "qcow2"]).args(arguments).fails();
+        assert_says(&said, &[expect]);
+        assert!(!path.exists(), "{expect}");
+    }
+}
