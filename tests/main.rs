@@ -10,6 +10,7 @@
 mod harness;
 
 mod cache_modes;
+mod chains;
 mod devices;
 mod failures;
 mod fio;

@@ -148,10 +148,22 @@ fn values_that_make_no_sense_are_refused() {
 
 #[test]
 fn options_of_later_versions_are_not_accepted() {
-    for option in ["--prefetch", "--l2-cache-size"] {
-        let refused = plan(&format!("a {option} 1")).unwrap_err();
-        assert!(refused.starts_with(&format!("unexpected argument '{option}' found")), "{refused}");
+    let refused = plan("a --prefetch 1").unwrap_err();
+    assert!(refused.starts_with("unexpected argument '--prefetch' found"), "{refused}");
+}
+
+#[test]
+fn options_of_qcow2_are_every_disk_s() {
+    let planned =
+        plan("a b --format qcow2 --l2-cache-size full --cache-clean-interval 5 --secret-fd 3").unwrap();
+    for disk in &planned.disks {
+        assert_eq!(disk.qcow2.caches.l2, Some(block::image::qcow2::L2Size::Full));
+        assert_eq!(disk.qcow2.caches.clean_interval.as_secs(), 5);
+        assert_eq!(disk.qcow2.secrets, [plan::SecretSource::Descriptor(3)]);
     }
+    let refused = plan("a --format raw --refcount-cache-size 1M").unwrap_err();
+    assert_eq!(refused, "--refcount-cache-size: is for qcow2 images, and this one is raw (leave it out)");
+    assert!(plan("a --secret-file k --secret-fd 3").unwrap_err().contains("cannot be used with"));
 }
 
 #[test]
@@ -164,6 +176,8 @@ fn a_config_file_excludes_what_it_says_itself() {
         ("--weight 5", "--weight <N>"),
         ("--watermark 5", "--watermark <PERCENT>"),
         ("--delay read=1ms", "--delay <TIMES>"),
+        ("--l2-cache-size full", "--l2-cache-size <SIZE>"),
+        ("--secret-file key", "--secret-file <FILE>"),
     ] {
         let refused = plan(&format!("--config f {options}")).unwrap_err();
         let both = refused.contains("'--config <FILE>'") && refused.contains(&format!("'{named}'"));

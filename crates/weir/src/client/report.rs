@@ -45,6 +45,12 @@ pub(crate) struct Disk {
     pub(crate) read_only: bool,
     /// The cache mode.
     pub(crate) cache: Option<String>,
+    /// `raw` or `qcow2`.
+    pub(crate) format: String,
+    /// Of a qcow2 image: the cache of its mapping.
+    pub(crate) l2_cache: Option<MetadataCache>,
+    /// Of a qcow2 image: the cache of its refcounts.
+    pub(crate) refcount_cache: Option<MetadataCache>,
     /// Clients that are connected.
     pub(crate) connections: u64,
     /// What clients asked for.
@@ -56,6 +62,24 @@ pub(crate) struct Disk {
     pub(crate) settings: Settings,
     /// What became of it.
     pub(crate) throttle: Throttle,
+}
+
+/// What a cache has done since the image was opened or the cache was given another size.
+#[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq, Eq)]
+#[serde(rename_all = "kebab-case", default)]
+pub(crate) struct MetadataCache {
+    /// Lookups that found what they wanted.
+    pub(crate) hits: u64,
+    /// Those that had to read it.
+    pub(crate) misses: u64,
+    /// What was dropped for want of room.
+    pub(crate) evictions: u64,
+    /// Memory in use.
+    pub(crate) bytes: u64,
+    /// Memory it may use.
+    pub(crate) limit: u64,
+    /// Bytes of the disk that so much memory covers.
+    pub(crate) covered: u64,
 }
 
 /// One group.

@@ -170,14 +170,27 @@ fn unknown_keys_name_the_nearest() {
 
 #[test]
 fn keys_of_later_versions_are_not_taken_for_slips() {
-    for key in ["prefetch", "l2-cache-size", "refcount-cache-size"] {
-        check_disk(
-            &format!("{key} = 1"),
-            &format!(
-                "weir.toml:3: disk.vm1.{key}: this version of weir does not know this setting (remove it)"
-            ),
-        );
-    }
+    check_disk(
+        "prefetch = 1",
+        "weir.toml:3: disk.vm1.prefetch: this version of weir does not know this setting (remove it)",
+    );
+}
+
+#[test]
+fn caches_and_secrets_of_qcow2() {
+    let text = "[daemon]\nimage-root = \"images\"\n[disk.vm1]\nimage = \"vm1.qcow2\"\nl2-cache-size = \"2M\"\n\
+                cache-size = 4194304\nsecret-file = [\"a\", \"/b\"]\n";
+    let plan = plan(text);
+    let qcow2 = &plan.disks[0].qcow2;
+    assert_eq!(qcow2.caches.l2, Some(block::image::qcow2::L2Size::Bytes(2 << 20)));
+    assert_eq!(qcow2.caches.total_bytes, Some(4 << 20));
+    let files: Vec<_> = qcow2.secrets.iter().map(ToString::to_string).collect();
+    assert_eq!(files, ["/etc/weir/a", "/b"]);
+    assert_eq!(plan.service.image_root.unwrap().to_str(), Some("/etc/weir/images"));
+    check_disk(
+        "l2-cache-size = 1\nrefcount-cache-size = 1\ncache-size = 1",
+        "weir.toml:5: disk.vm1.cache-size = 1: cache-size, l2-cache-size and refcount-cache-size may not be set together (leave one out)",
+    );
 }
 
 #[test]
@@ -188,8 +201,8 @@ fn values_are_refused_with_their_rule() {
          is not a cache mode (writeback, writethrough, none, directsync, unsafe)",
     );
     check_disk(
-        "format = \"qcow2\"",
-        "weir.toml:3: disk.vm1.format = \"qcow2\": is not a format that weir serves (raw)",
+        "format = \"vmdk\"",
+        "weir.toml:3: disk.vm1.format = \"vmdk\": is not a format that weir serves (raw, qcow2)",
     );
     check_disk("read-only = 1", "weir.toml:3: disk.vm1.read-only = 1: is not a flag; write true or false");
     check_disk(

@@ -1,10 +1,10 @@
-//! The tables of `weir status`: disks, groups, devices; the last two where there are any.
+//! The tables of `weir status`: disks, the caches of their images, groups, devices; all but the first where there are any.
 
 use super::Shown;
 use crate::{
     client::{
         rates::{self, Rate, Rates},
-        report::{Capacity, Device, Disk, Group, Node, Report, Throttle},
+        report::{Capacity, Device, Disk, Group, MetadataCache, Node, Report, Throttle},
     },
     figures,
     table::{Side, Table},
@@ -15,7 +15,12 @@ const NOTHING: &str = "-";
 
 /// All tables that have rows, separated by an empty line. `bold` is for terminals.
 pub(super) fn render(report: &Report, rates: &Rates, shown: &Shown, bold: bool) -> String {
-    let tables = [disks(report, rates, shown), groups(report, rates, shown), devices(report, shown)];
+    let tables = [
+        disks(report, rates, shown),
+        caches(report, shown),
+        groups(report, rates, shown),
+        devices(report, shown),
+    ];
     let texts = tables.iter().map(|table| table.render(bold)).filter(|text| !text.is_empty());
     let text = texts.collect::<Vec<_>>().join("\n");
     if text.is_empty() { "no disk and no group\n".to_owned() } else { text }
@@ -31,6 +36,39 @@ fn disks(report: &Report, rates: &Rates, shown: &Shown) -> Table {
         let mut row = vec![name.clone(), group, figures::limits(&settings.limits)];
         row.extend(measured(report, Node::Disk(disk), rates.of(name)));
         table.row(row);
+    }
+    table
+}
+
+/// The metadata caches of qcow2 images, in totals since they were opened.
+fn caches(report: &Report, shown: &Shown) -> Table {
+    let mut table = Table::new([
+        ("DISK", Side::Left),
+        ("FORMAT", Side::Left),
+        ("L2 CACHE", Side::Right),
+        ("OF", Side::Right),
+        ("COVERS", Side::Right),
+        ("HITS", Side::Right),
+        ("MISSES", Side::Right),
+        ("EVICTED", Side::Right),
+        ("REFCOUNTS", Side::Right),
+    ]);
+    for disk in report.disks.iter().filter(|disk| shown.has(&disk.name)) {
+        let Disk { name, size, format, l2_cache: Some(l2), refcount_cache, .. } = disk else { continue };
+        let MetadataCache { hits, misses, evictions, bytes, limit, covered } = *l2;
+        // An empty disk is covered by anything.
+        let covers = if *size == 0 { 1.0 } else { covered as f64 / *size as f64 };
+        table.row(vec![
+            name.clone(),
+            format.clone(),
+            figures::bytes(bytes as f64),
+            figures::bytes(limit as f64),
+            figures::share(covers),
+            figures::count(hits as f64),
+            figures::count(misses as f64),
+            figures::count(evictions as f64),
+            refcount_cache.map_or_else(nothing, |cache| figures::bytes(cache.bytes as f64)),
+        ]);
     }
     table
 }

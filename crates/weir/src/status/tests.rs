@@ -21,7 +21,13 @@ fn answer(uptime_ns: u64, reads: u64) -> Value {
                     "limited-ns": uptime_ns / 4 * 3, "binding": "iops-total", "tokens": { "iops-total": 0 }
                 }
             },
-            { "name": "vm2", "image": "memory:16M", "size": 1 << 24, "limits": {} }
+            {
+                "name": "vm2", "image": "vm2.qcow2", "size": 1_u64 << 34, "limits": {}, "format": "qcow2",
+                "l2-cache": {
+                    "hits": 123_456, "misses": 300, "evictions": 44, "bytes": 1 << 20, "limit": 1 << 20, "covered": 8_u64 << 30
+                },
+                "refcount-cache": { "hits": 5, "misses": 1, "bytes": 65536 }
+            }
         ],
         "groups": [{
             "name": "gold", "disks": ["vm1"], "weight": 100, "limits": { "bps-total": 20 << 20 },
@@ -54,6 +60,9 @@ fn the_tables() {
 DISK  GROUP  LIMITS             IOPS  READ/s  WRITE/s  WAITING  THROTTLED  P99 WAIT  BINDING
 vm1   gold   iops 1000↑5000×5s  1.0K    3.9M        0       31        75%      31ms  iops-total
 vm2   -      -                     0       0        0        0         0%         -  -
+
+DISK  FORMAT  L2 CACHE    OF  COVERS  HITS  MISSES  EVICTED  REFCOUNTS
+vm2   qcow2       1.0M  1.0M     50%  123K     300       44      64.0K
 
 GROUP  IN  DISKS  LIMITS   WATERMARK        IOPS  READ/s  WRITE/s  WAITING  THROTTLED  P99 WAIT  BINDING
 gold   -       1  bps 20M  90% scaled ×3.5  1.0K    3.9M        0        0         0%         -  -

@@ -1,0 +1,277 @@
+//! qcow2 images with files behind them, made by qemu-img, served, written to, and looked at by qemu-img again.
+
+use std::{fs, os::fd::AsRawFd as _, os::unix::fs::symlink, path::Path};
+
+use serde_json::{Value, json};
+
+use crate::harness::{Client, MIB, Qmp, Scratch, Serve, Weir, assert_says, text};
+
+fn qemu_img(directory: &Path, arguments: &str) -> String {
+    let directory = text(directory);
+    let arguments = arguments.split(' ').map(|argument| argument.replace("DIR", directory));
+    Client::new("qemu-img").args(arguments).succeeds()
+}
+
+/// Runs commands on something; each must succeed, which qemu-io's exit status alone does not say.
+#[track_caller]
+fn qemu_io<'a>(before: impl IntoIterator<Item = &'a str>, commands: &[&str], name: &str) {
+    let commands = commands.iter().flat_map(|command| ["-c", command]);
+    let printed = Client::new("qemu-io").args(before).args(commands).arg(name).succeeds();
+    let wrong = ["failed", "error", "not support"];
+    assert!(!wrong.iter().any(|word| printed.to_lowercase().contains(word)), "{printed}");
+}
+
+/// `base.raw` (smaller than what stands on it) ◄ `sub/middle.qcow2` ◄ `top.qcow2`, each with a pattern of its own.
+fn chain(scratch: &Scratch) -> std::path::PathBuf {
+    let directory = scratch.path("");
+    fs::create_dir(scratch.path("sub")).unwrap();
+    scratch.file("base.raw", vec![1; 3 << 20]);
+    qemu_img(&directory, "create -q -f qcow2 -b ../base.raw -F raw DIR/sub/middle.qcow2 6M");
+    qemu_io(["-f", "qcow2"], &["write -P 2 1M 1M"], text(&scratch.path("sub/middle.qcow2")));
+    qemu_img(&directory, "create -q -f qcow2 -b sub/middle.qcow2 -F qcow2 DIR/top.qcow2 8M");
+    qemu_io(["-f", "qcow2"], &["write -P 3 5M 100k"], text(&scratch.path("top.qcow2")));
+    directory
+}
+
+fn serve(scratch: &Scratch, image: &str) -> Serve {
+    Serve::new(scratch).arg(scratch.path(image)).args(["--format", "qcow2"])
+}
+
+#[test]
+fn a_chain_is_served_and_only_its_top_is_written() {
+    let scratch = Scratch::new();
+    let directory = chain(&scratch);
+    let below = ["base.raw", "sub/middle.qcow2"].map(|name| fs::read(scratch.path(name)).unwrap());
+    for cache in ["writeback", "none"] {
+        let weir = serve(&scratch, "top.qcow2").args(["--cache", cache]).start();
+        let commands = [
+            "read -P 1 0 1000k",
+            "read -P 2 1028k 996k",
+            "read -P 1 2M 1M",
+            "read -P 0 3M 2M",
+            "read -P 3 5M 100k",
+            "read -P 0 6M 2M",
+            "write -P 4 1000k 2000",
+            "flush",
+        ];
+        qemu_io(["-f", "raw"], &commands, &weir.uri("top"));
+        qemu_io(["-f", "raw"], &["read -P 4 1000k 2000", "read -P 1 900k 100k"], &weir.uri("top"));
+        weir.stop();
+        qemu_img(&directory, "check -q -f qcow2 DIR/top.qcow2");
+        let top = scratch.path("top.qcow2");
+        qemu_io(
+            ["-f", "qcow2"],
+            &["read -P 4 1000k 2000", "read -P 2 1028k 996k", "read -P 3 5M 100k"],
+            text(&top),
+        );
+    }
+    let after = ["base.raw", "sub/middle.qcow2"].map(|name| fs::read(scratch.path(name)).unwrap());
+    assert!(below == after, "a backing file was written to");
+}
+
+#[test]
+fn a_backing_file_in_use_is_nobody_s_to_write() {
+    let scratch = Scratch::new();
+    chain(&scratch);
+    let weir = serve(&scratch, "top.qcow2").start();
+    let middle = scratch.path("sub/middle.qcow2");
+    let said = Client::new("qemu-io").args(["-f", "qcow2", "-c", "write 0 512", text(&middle)]).fails();
+    assert_says(&said, &["lock"]);
+    let said = Serve::new(&scratch).where_said().arg(&middle).args(["--format", "qcow2", "--nbd"]);
+    let said = said.arg(format!("unix:{}", text(&scratch.socket("other")))).fails();
+    assert_says(&said, &["middle.qcow2", "locked"]);
+    weir.stop();
+}
+
+#[test]
+fn what_is_behind_an_image_is_said_when_it_cannot_be_had() {
+    let scratch = Scratch::new();
+    let directory = chain(&scratch);
+    let said = Serve::new(&scratch).arg(scratch.path("top.qcow2")).fails();
+    assert_says(&said, &["top.qcow2: looks like qcow2 and names other files", "--format qcow2"]);
+    fs::rename(scratch.path("base.raw"), scratch.path("gone.raw")).unwrap();
+    let said = serve(&scratch, "top.qcow2").fails();
+    assert_says(&said, &["middle.qcow2: its backing file", "base.raw: no such file"]);
+    qemu_img(&directory, "rebase -u -f qcow2 -b ../top.qcow2 -F qcow2 DIR/sub/middle.qcow2");
+    let said = serve(&scratch, "top.qcow2").fails();
+    assert_says(&said, &["middle.qcow2: its backing file", "is in the chain already"]);
+}
+
+#[test]
+fn an_image_root_keeps_names_inside() {
+    let scratch = Scratch::new();
+    let directory = chain(&scratch);
+    let inside = |image: &str, root: &str| serve(&scratch, image).arg("--image-root").arg(scratch.path(root));
+    inside("top.qcow2", "").start().stop();
+    let said = inside("sub/middle.qcow2", "sub").fails();
+    assert_says(&said, &["middle.qcow2: its backing file", "lies outside of the image root"]);
+    let said = inside("top.qcow2", "sub").fails();
+    assert_says(&said, &["top.qcow2: lies outside of the image root"]);
+    symlink(scratch.path("base.raw"), scratch.path("sub/link.raw")).unwrap();
+    qemu_img(&directory, "rebase -u -f qcow2 -b link.raw -F raw DIR/sub/middle.qcow2");
+    let said = inside("sub/middle.qcow2", "sub").fails();
+    assert_says(&said, &["sub/link.raw: lies outside of the image root"]);
+}
+
+#[test]
+fn a_data_file_is_served_with_its_image() {
+    let scratch = Scratch::new();
+    let directory = scratch.path("");
+    for raw in ["off", "on"] {
+        qemu_img(
+            &directory,
+            &format!("create -q -f qcow2 -o data_file=DIR/disk.data,data_file_raw={raw} DIR/disk.qcow2 4M"),
+        );
+        let weir = serve(&scratch, "disk.qcow2").start();
+        qemu_io(["-f", "raw"], &["write -P 9 1M 100k", "read -P 9 1M 100k", "flush"], &weir.uri("disk"));
+        weir.stop();
+        qemu_img(&directory, "check -q -f qcow2 DIR/disk.qcow2");
+        qemu_io(["-f", "qcow2"], &["read -P 9 1M 100k", "read -P 0 0 1M"], text(&scratch.path("disk.qcow2")));
+        if raw == "on" {
+            qemu_io(["-f", "raw"], &["read -P 9 1M 100k"], text(&scratch.path("disk.data")));
+        }
+    }
+}
+
+const OPENED: &str = "driver=qcow2,file.filename=DIR/e.qcow2,encrypt.key-secret=s";
+
+fn encrypted(scratch: &Scratch, commands: &[&str]) {
+    let secret = format!("secret,id=s,file={}", text(&scratch.path("key")));
+    let opened = OPENED.replace("DIR", text(&scratch.path("")));
+    qemu_io(["--object", &secret, "--image-opts"], commands, &opened);
+}
+
+#[test]
+fn encrypted_images_are_served_with_their_passphrase() {
+    let scratch = Scratch::new();
+    let directory = scratch.path("");
+    let key = scratch.file("key", "geheim");
+    qemu_img(
+        &directory,
+        "create -q -f qcow2 --object secret,id=s,file=DIR/key -o encrypt.format=luks,encrypt.key-secret=s,encrypt.iter-time=10 DIR/e.qcow2 4M",
+    );
+    encrypted(&scratch, &["write -P 5 1M 1M"]);
+    let weir = serve(&scratch, "e.qcow2").arg("--secret-file").arg(&key).start();
+    qemu_io(
+        ["-f", "raw"],
+        &["read -P 5 1M 1M", "read -P 0 0 1M", "write -P 6 100 70000", "flush"],
+        &weir.uri("e"),
+    );
+    weir.stop();
+    let secret = format!("secret,id=s,file={}", text(&key));
+    let opened = OPENED.replace("DIR", text(&directory));
+    Client::new("qemu-img").args(["check", "--object", &secret, "--image-opts", &opened]).succeeds();
+    encrypted(&scratch, &["read -P 6 100 70000", "read -P 5 1M 1M", "read -P 0 0 100"]);
+    let said = serve(&scratch, "e.qcow2").fails();
+    assert_says(&said, &["e.qcow2: is encrypted with LUKS", "--secret-file"]);
+    let wrong = scratch.file("wrong", "geheim\n");
+    let said = serve(&scratch, "e.qcow2").arg("--secret-file").arg(wrong).fails();
+    assert_says(&said, &["the passphrase opens none of its 1 key slots", "line break"]);
+    let file = fs::File::open(&key).unwrap();
+    // A descriptor that the program inherits; the standard library's own are closed at exec.
+    nix::fcntl::fcntl(&file, nix::fcntl::FcntlArg::F_SETFD(nix::fcntl::FdFlag::empty())).unwrap();
+    serve(&scratch, "e.qcow2").arg("--secret-fd").arg(file.as_raw_fd().to_string()).start().stop();
+}
+
+fn disk(qmp: &mut Qmp) -> Value {
+    qmp.command("x-weir-query-status", json!({}))["disks"][0].take()
+}
+
+fn controlled(scratch: &Scratch, serve: Serve) -> (Weir, Qmp) {
+    let socket = scratch.socket("qmp");
+    let weir = serve.args(["--qmp", &format!("unix:{}", text(&socket))]).start();
+    let qmp = Qmp::negotiated(&socket);
+    (weir, qmp)
+}
+
+#[test]
+fn caches_are_sized_counted_and_changed() {
+    let scratch = Scratch::new();
+    let directory = scratch.path("");
+    qemu_img(&directory, "create -q -f qcow2 -o cluster_size=4k,preallocation=metadata DIR/disk.qcow2 64M");
+    let (weir, mut qmp) =
+        controlled(&scratch, serve(&scratch, "disk.qcow2").args(["--l2-cache-size", "16K"]));
+    let uri = weir.uri("disk");
+    qemu_io(["-f", "raw"], &["read 0 64M"], &uri);
+    let small = disk(&mut qmp);
+    assert_eq!((&small["format"], &small["l2-cache"]["limit"]), (&json!("qcow2"), &json!(16384)), "{small}");
+    assert_eq!(small["l2-cache"]["covered"], 8 * MIB, "16 KiB of 8-byte entries for 4 KiB each");
+    assert!(small["l2-cache"]["evictions"].as_u64() > Some(0), "{small}");
+    qmp.command("x-weir-set", json!({"name": "disk", "l2-cache-size": "full"}));
+    qemu_io(["-f", "raw"], &["read 0 64M", "read 0 64M"], &uri);
+    let full = disk(&mut qmp);
+    assert_eq!(
+        (&full["l2-cache"]["covered"], &full["l2-cache"]["evictions"]),
+        (&json!(64 * MIB), &json!(0)),
+        "{full}"
+    );
+    let (_, said) = qmp
+        .refused("x-weir-set", json!({"name": "disk", "cache-size": 1 << 20, "refcount-cache-size": 65536}));
+    assert_says(&said, &["cache-size, l2-cache-size and refcount-cache-size may not be set together"]);
+    let shown = Client::new(env!("CARGO_BIN_EXE_weir")).args(["status", "--qmp"]);
+    let shown = shown.arg(format!("unix:{}", text(&scratch.socket("qmp")))).succeeds();
+    assert_says(&shown, &["HITS", "COVERS", "100%"]);
+    weir.stop();
+}
+
+#[test]
+fn nodes_over_qcow2_are_added_and_deleted() {
+    let scratch = Scratch::new();
+    let directory = chain(&scratch);
+    let key = scratch.file("key", "geheim");
+    qemu_img(
+        &directory,
+        "create -q -f qcow2 --object secret,id=s,file=DIR/key -o encrypt.format=luks,encrypt.key-secret=s,encrypt.iter-time=10 DIR/e.qcow2 4M",
+    );
+    let (weir, mut qmp) = controlled(&scratch, Serve::new(&scratch).arg("memory:1M"));
+    let node = |name: &str, image: &str| {
+        let file = json!({"driver": "file", "filename": scratch.path(image)});
+        json!({"driver": "qcow2", "node-name": name, "file": file})
+    };
+    qmp.command("blockdev-add", node("top", "top.qcow2"));
+    let export = |node: &str| json!({"type": "nbd", "id": node, "node-name": node, "writable": true});
+    qmp.command("block-export-add", export("top"));
+    qemu_io(["-f", "raw"], &["read -P 2 1M 1M", "write -P 8 0 64k"], &weir.uri("top"));
+    let blocks = qmp.command("query-block", json!({}));
+    let top = blocks.as_array().unwrap().iter().find(|block| block["device"] == "top").unwrap();
+    let inserted = &top["inserted"];
+    assert_eq!(
+        (&inserted["drv"], &inserted["backing_file_depth"]),
+        (&json!("qcow2"), &json!(2)),
+        "{inserted}"
+    );
+    assert_eq!(inserted["image"]["backing-filename"], "sub/middle.qcow2");
+    assert_eq!(inserted["image"]["cluster-size"], 65536);
+    assert_eq!(inserted["image"]["format-specific"]["data"]["refcount-bits"], 16);
+    let (_, said) = qmp.refused("blockdev-add", node("e", "e.qcow2"));
+    assert_says(&said, &["Could not open", "is encrypted with LUKS"]);
+    qmp.command("object-add", json!({"qom-type": "secret", "id": "s0", "file": key}));
+    let mut e = node("e", "e.qcow2");
+    e["encrypt"] = json!({"format": "luks", "key-secret": "s0"});
+    qmp.command("blockdev-add", e);
+    qmp.command("object-del", json!({"id": "s0"}));
+    qmp.command("block-export-del", json!({"id": "top", "mode": "hard"}));
+    qmp.event("BLOCK_EXPORT_DELETED");
+    qmp.command("blockdev-del", json!({"node-name": "top"}));
+    // Deleted, it is whole again, and anybody's.
+    qemu_img(&directory, "check -q -f qcow2 DIR/top.qcow2");
+    qemu_io(["-f", "qcow2"], &["read -P 8 0 64k"], text(&scratch.path("top.qcow2")));
+    weir.stop();
+}
+
+#[test]
+fn settings_of_qcow2_are_refused_where_they_mean_nothing() {
+    let scratch = Scratch::new();
+    let raw = scratch.sparse("disk.raw", MIB);
+    let said =
+        Serve::new(&scratch).arg(&raw).args(["--format", "raw", "--l2-cache-size", "1M"]).rejects_usage();
+    assert_says(&said, &["--l2-cache-size", "is for qcow2 images"]);
+    let said = Serve::new(&scratch).arg(&raw).args(["--cache-size", "1M"]).fails();
+    assert_says(&said, &["--cache-size", "is for qcow2 images"]);
+    let config = scratch.file(
+        "weir.toml",
+        "[disk.d]\nimage = \"disk.raw\"\nl2-cache-size = \"full\"\nrefcount-cache-size = 1\ncache-size = \"1M\"\n",
+    );
+    let said = Serve::new(&scratch).arg("--config").arg(config).fails();
+    assert_says(&said, &["weir.toml:5: disk.d.cache-size", "may not be set together"]);
+}
