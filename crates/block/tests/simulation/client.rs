@@ -143,6 +143,10 @@ impl Client {
         let options = ZeroOptions { may_unmap: chance(50), only_if_fast: chance(20), durability };
         let pass = self.disk.admit(Direction::Write, Cost::one(range.len() as u64)).await;
         let result = self.disk.write_zeroes(pass, range.start as u64, range.len() as u64, options).await;
+        if options.only_if_fast && result == Err(Error::UNSUPPORTED) {
+            self.shared.model.borrow_mut().end_change(number, Outcome::Open);
+            return;
+        }
         self.ended(number, result, durability);
     }
 

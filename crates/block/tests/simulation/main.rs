@@ -6,6 +6,7 @@
 //! - `limits`: requests in trees of groups against naive buckets: nothing passes too early, nothing waits too long, whatever changes meanwhile.
 //! - `nested`: the same with large requests, refused changes, promises, and limits enforced loosely or not at all.
 //! - `shares`: everybody always wants more, and gets what the weights and promises of a tree come to on paper.
+//! - `qcow2`: the same for an image between clients and disk; after every crash it must be valid (`references`).
 //! - `watermark`: limits that a device with room lifts, beside the figures of those who had the idea.
 //! - `stress`: the parts of the throttle layer that threads share, on two real workers.
 //!
@@ -19,6 +20,8 @@ mod limits;
 mod model;
 mod nested;
 mod passed;
+mod qcow2;
+mod references;
 mod seeds;
 mod shares;
 mod stress;

@@ -110,6 +110,8 @@ pub struct Opened {
     pub(super) loading: RangeLocks,
     /// One task at a time writes metadata.
     pub(super) writing: RangeLocks,
+    /// One task at a time gives clusters back.
+    pub(super) giving: RangeLocks,
 }
 
 impl Qcow2 {
@@ -175,6 +177,7 @@ impl Qcow2 {
             tables: RangeLocks::default(),
             loading: RangeLocks::default(),
             writing: RangeLocks::default(),
+            giving: RangeLocks::default(),
         }));
         if !read_only {
             image.make_ready(&header).await?;

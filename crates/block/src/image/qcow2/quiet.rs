@@ -1,12 +1,13 @@
 //! Changes to an image as a whole, and what they are made of: nobody inside, nothing unwritten.
 
 use super::{Qcow2, gate::Closed, header::Header, l1::L1};
-use crate::error::Result;
+use crate::{error::Result, storage::RangeGuard};
 
 /// Nobody is inside, and all metadata is in the file, until this is dropped.
 #[derive(Debug)]
 pub(super) struct Quiesced<'a> {
     _closed: Closed<'a>,
+    _giving: RangeGuard<'a>,
 }
 
 impl Qcow2 {
@@ -15,9 +16,10 @@ impl Qcow2 {
     /// # Errors
     /// The file's.
     pub(super) async fn quiesce(&self) -> Result<Quiesced<'_>> {
+        let giving = self.giving.exclusive(0..1).await;
         let closed = self.gate.close().await;
         self.write_everything().await?;
-        Ok(Quiesced { _closed: closed })
+        Ok(Quiesced { _closed: closed, _giving: giving })
     }
 
     /// Writes metadata until there is none left. Nobody is inside, or nothing is given back.

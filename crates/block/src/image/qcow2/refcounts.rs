@@ -419,6 +419,7 @@ impl Refcounts {
             // A number that is too low already is for `check` to find; nothing is lost by leaving it.
             let Some(less) = now.checked_sub(1) else { continue };
             self.put(cluster, less);
+
             if less > 0 {
                 continue;
             }

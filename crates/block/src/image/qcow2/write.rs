@@ -178,12 +178,14 @@ impl Qcow2 {
         let first = offset & !(cluster_bytes - 1);
         let old = self.cluster_at(first).await?;
         if let Cluster::Standard(Standard { host: Some(host), copied: true, allocated, .. }) = old {
-            let end = end.min(first + cluster_bytes);
             let bits = shape.subcluster_bits();
-            let touched = mask(((offset - first) >> bits) as u32, ((end - 1 - first) >> bits) as u32);
-            if allocated & touched == touched {
+            let start = ((offset - first) >> bits) as u32;
+            // Subclusters that have data already are written in place, by whoever: they must not be completed here.
+            let free = (start..shape.subclusters()).take_while(|number| allocated >> number & 1 == 0).count();
+            if free == 0 {
                 return Ok(None);
             }
+            let end = end.min(first + ((u64::from(start) + free as u64) << bits));
             let (from, to) = self.completed(offset, end, 1 << bits);
             return Ok(Some(Plan {
                 guest: first,

@@ -18,7 +18,7 @@
 //! Never holds the lock of [`Pending`] across an await, nor gives a cluster back whose old place the file may still refer to.
 
 use std::{
-    collections::{BTreeSet, HashSet},
+    collections::{BTreeSet, HashMap},
     sync::{Arc, MutexGuard, PoisonError, atomic::Ordering::Relaxed},
 };
 
@@ -48,12 +48,15 @@ pub(super) struct Pending {
     slices: Vec<Arc<Slice>>,
     /// Sectors of the L1 table.
     l1_sectors: BTreeSet<usize>,
-    /// L2 tables whose L1 entry is not in the file.
-    new_tables: HashSet<usize>,
+    /// L2 tables whose L1 entry is not in the file, with a number that tells one from the next at the same place.
+    new_tables: HashMap<usize, u64>,
+    tables_made: u64,
     /// Not referred to in memory any more.
     freed: Vec<Freed>,
     /// Nor in the file.
     unused: Vec<Freed>,
+    /// Changes are on their way.
+    writing: bool,
 }
 
 /// What is written together.
@@ -64,7 +67,7 @@ struct Batch {
     /// How many of the slices, the first ones, belong to tables that nothing in the file refers to.
     hidden: usize,
     l1_sectors: Vec<(usize, u64, Vec<u8>)>,
-    new_tables: Vec<usize>,
+    new_tables: HashMap<usize, u64>,
     freed: Vec<Freed>,
 }
 
@@ -79,7 +82,8 @@ impl Pending {
     /// An L1 entry was changed, to refer to a new L2 table.
     pub(super) fn new_table(&mut self, index: usize) {
         self.l1_sectors.insert(index / SECTOR_ENTRIES);
-        self.new_tables.insert(index);
+        self.tables_made += 1;
+        self.new_tables.insert(index, self.tables_made);
     }
 
     /// Something is no longer referred to.
@@ -93,7 +97,7 @@ impl Pending {
     }
 
     fn is_clean(&self) -> bool {
-        self.slices.is_empty() && self.l1_sectors.is_empty() && self.freed.is_empty()
+        !self.writing && self.slices.is_empty() && self.l1_sectors.is_empty() && self.freed.is_empty()
     }
 }
 
@@ -118,7 +122,7 @@ impl Qcow2 {
         Ok(())
     }
 
-    /// Whether metadata waits to be written.
+    /// Whether metadata is not in the file yet.
     pub(super) fn is_dirty(&self) -> bool {
         !self.pending().is_clean() || self.refcounts.is_dirty()
     }
@@ -157,18 +161,19 @@ impl Qcow2 {
     fn take_batch(&self) -> Batch {
         let mut pending = self.pending();
         let pending = &mut *pending;
+        pending.writing = true;
         let mut batch = Batch::default();
         let l1 = self.l1.load();
         let mut slices = std::mem::take(&mut pending.slices);
         slices.sort_unstable_by_key(|slice| {
-            (!pending.new_tables.contains(&self.table_of_slice(slice.number)), slice.number)
+            (!pending.new_tables.contains_key(&self.table_of_slice(slice.number)), slice.number)
         });
         for slice in slices {
             slice.writing.store(true, Relaxed);
             slice.dirty.store(false, Relaxed);
             // A slice with changes has a table.
             let Some(offset) = self.slice_offset(slice.number) else { continue };
-            batch.hidden += usize::from(pending.new_tables.contains(&self.table_of_slice(slice.number)));
+            batch.hidden += usize::from(pending.new_tables.contains_key(&self.table_of_slice(slice.number)));
             let bytes = slice.bytes();
             batch.slices.push((slice, offset, bytes));
         }
@@ -176,7 +181,7 @@ impl Qcow2 {
             let (offset, bytes) = l1.sector(sector);
             batch.l1_sectors.push((sector, offset, bytes));
         }
-        batch.new_tables = pending.new_tables.iter().copied().collect();
+        batch.new_tables.clone_from(&pending.new_tables);
         batch.freed = std::mem::take(&mut pending.freed);
         batch
     }
@@ -234,20 +239,18 @@ impl Qcow2 {
 
     fn written(&self, batch: Batch) {
         let mut pending = self.pending();
+        pending.writing = false;
         for (slice, ..) in &batch.slices {
             slice.writing.store(false, Relaxed);
         }
-        for index in batch.new_tables {
-            // Changed again meanwhile, to yet another table: not in the file yet.
-            if !pending.l1_sectors.contains(&(index / SECTOR_ENTRIES)) {
-                pending.new_tables.remove(&index);
-            }
-        }
+        // One that was replaced meanwhile by yet another is not in the file.
+        pending.new_tables.retain(|index, made| batch.new_tables.get(index) != Some(made));
         pending.unused.extend(batch.freed);
     }
 
     fn put_back(&self, batch: Batch) {
         let mut pending = self.pending();
+        pending.writing = false;
         for (slice, ..) in &batch.slices {
             slice.writing.store(false, Relaxed);
             pending.changed(slice);
@@ -271,6 +274,8 @@ impl Qcow2 {
 
     /// Gives back what nothing refers to, when nobody is inside who may still use it.
     pub(super) async fn give_back(&self) -> Result<()> {
+        // Whoever closes the gate waits for this first, so that nothing is under way when nobody is inside.
+        let _turn = self.giving.exclusive(0..1).await;
         let unused = std::mem::take(&mut self.pending().unused);
         if unused.is_empty() {
             return Ok(());
@@ -279,7 +284,7 @@ impl Qcow2 {
         self.give_back_all(unused).await
     }
 
-    /// The same, for who knows that nobody is inside.
+    /// The same, for who knows that nobody is inside, and has the turn.
     pub(super) async fn give_back_quietly(&self) -> Result<()> {
         let unused = std::mem::take(&mut self.pending().unused);
         self.give_back_all(unused).await
