@@ -169,6 +169,17 @@ impl Storage {
         each!(self, inner => inner.description())
     }
 
+    /// The path of the file or device at the bottom; `None` where there is none.
+    pub fn path(&self) -> Option<&str> {
+        match self {
+            Self::File(file) => Some(file.device().name()),
+            Self::Memory(_) | Self::Null(_) | Self::Simulated(_) => None,
+            Self::Delay(wrapped) => wrapped.inner().path(),
+            Self::Rate(wrapped) => wrapped.inner().path(),
+            Self::Fault(wrapped) => wrapped.inner().path(),
+        }
+    }
+
     /// Whether writes fail with [`Error::NOT_PERMITTED`](crate::error::Error::NOT_PERMITTED).
     pub fn read_only(&self) -> bool {
         each!(self, inner => inner.read_only())

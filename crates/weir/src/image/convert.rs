@@ -211,9 +211,15 @@ async fn copy_into(
     copy::copy(source, Arc::clone(&target), how, Arc::clone(&progress))
         .await
         .with_context(|| format!("{name}: copying failed"))?;
-    disk::close(&target).await.with_context(|| format!("{name}: cannot be completed"))?;
+    close(&target).await.with_context(|| format!("{name}: cannot be completed"))?;
     progress.end();
     Ok(())
+}
+
+/// Ends the use of the image: everything is where it belongs, and on stable storage as far as the cache mode cares.
+async fn close(image: &Image) -> block::error::Result<()> {
+    image.flush().await?;
+    image.close().await
 }
 
 fn how_to_copy(target: &Image, arguments: &Arguments, target_is_zero: bool) -> copy::How {

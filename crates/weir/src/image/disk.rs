@@ -1,14 +1,22 @@
 //! From a file's name to the disk that a guest would see in it, for commands that read and write as one would.
 //!
-//! Never looks at where a format keeps what: [`opening`](super::opening) is for commands that do.
+//! Never looks at where a format keeps what: [`opening`] is for commands that do.
 
-use std::{path::Path, sync::Arc};
+use std::{
+    path::{Path, PathBuf},
+    sync::Arc,
+};
 
-use anyhow::bail;
+use anyhow::Context as _;
 use block::{
     buffer::Segments,
     error::{Error, Result},
-    image::{Image, Raw, qcow2::What},
+    image::{
+        self, Image,
+        open::{BackingChoice, ImageOptions},
+        qcow2::{What, read_header},
+    },
+    storage::{self, OpenOptions},
 };
 
 use super::{
@@ -16,28 +24,38 @@ use super::{
     opening::{self, Format, How},
 };
 
-/// Opens the image at `path`.
+/// Opens the image at `path`, with what lies below it.
+///
+/// Where the format was not said it is guessed, and an image whose format was guessed may name no other file.
 ///
 /// # Errors
 /// What keeps it from being opened.
 pub(super) async fn open(path: &Path, format: Option<Format>, how: How) -> anyhow::Result<Arc<Image>> {
-    let image = match opening::format(path, format)? {
-        Format::Raw => {
-            let raw = Raw::new(opening::storage(path, how)?);
-            Image::Raw(if format.is_none() && how.write { raw.guarding_header() } else { raw })
-        }
-        Format::Qcow2 => bail!("{}: qcow2 cannot be opened", path.display()),
+    let format = format.map(|format| match format {
+        Format::Raw => storage::Format::Raw,
+        Format::Qcow2 => storage::Format::Qcow2,
+    });
+    let options = ImageOptions {
+        storage: OpenOptions { format, ..opening::options(how)? },
+        backing: if how.alone { BackingChoice::Nothing } else { BackingChoice::AsInImage },
+        ..ImageOptions::default()
     };
-    Ok(Arc::new(image))
+    Ok(Arc::new(image::open::open(&opening::spec(path)?, options).await?))
 }
 
-/// Ends the use of an image that was written to: everything is where it belongs, and on stable storage as far as the cache mode cares.
+/// The backing file of the qcow2 image at `path`, and its format.
 ///
 /// # Errors
-/// What the storage says.
-pub(super) async fn close(image: &Image) -> Result<()> {
-    image.flush().await?;
-    image.close().await
+/// If the header cannot be read, or does not say the format.
+pub(super) async fn backing_of(path: &Path) -> anyhow::Result<Option<(PathBuf, Format)>> {
+    let name = || path.display().to_string();
+    let storage = opening::storage(path, How { force_share: true, ..How::default() })?;
+    let header = read_header(&storage).await.with_context(name)?;
+    let Some(backing) = header.backing else { return Ok(None) };
+    let format = opening::format_named(backing.format.as_deref()).with_context(|| {
+        format!("{}: its backing file {} (name its format with `weir image rebase -u`)", name(), backing.name)
+    })?;
+    Ok(Some((opening::beside(path, &backing.name), format)))
 }
 
 /// In what sizes a format keeps data, in bytes.
@@ -67,19 +85,17 @@ pub(super) fn blocks(image: &Image) -> Option<Blocks> {
 /// # Errors
 /// What the storage says.
 pub(super) async fn layer(image: &Image, offset: u64, length: u64) -> Result<Vec<(u64, Kind)>> {
-    match image {
+    let Image::Qcow2(qcow2) = image else {
         // There is nothing below it.
-        Image::Raw(_) => Ok(vec![(length, Kind::Data)]),
-        Image::Qcow2(qcow2) => {
-            let pieces = qcow2.map(offset, length).await?;
-            let kind = |what: What| match what {
-                What::Unallocated => Kind::Below,
-                What::Zero { .. } => Kind::Zero,
-                What::Data { .. } | What::Compressed { .. } => Kind::Data,
-            };
-            Ok(pieces.into_iter().map(|piece| (piece.length, kind(piece.what))).collect())
-        }
-    }
+        return Ok(vec![(length, Kind::Data)]);
+    };
+    let kind = |what| match what {
+        What::Unallocated => Kind::Below,
+        What::Zero { .. } => Kind::Zero,
+        What::Data { .. } | What::Compressed { .. } => Kind::Data,
+    };
+    let pieces = qcow2.map(offset, length).await?;
+    Ok(pieces.into_iter().map(|piece| (piece.length, kind(piece.what))).collect())
 }
 
 /// Writes one cluster compressed.
@@ -91,4 +107,10 @@ pub(super) async fn write_compressed(image: &Image, offset: u64, data: Segments)
         Image::Raw(_) => Err(Error::UNSUPPORTED),
         Image::Qcow2(qcow2) => qcow2.write_compressed(offset, data).await,
     }
+}
+
+/// The file that an image is in: of a qcow2 image with an external data file, the latter.
+pub(super) fn data_file(image: &Image) -> String {
+    let storage = image.storage();
+    storage.path().map_or_else(|| storage.description(), str::to_owned)
 }

@@ -6,15 +6,19 @@
 //! Never decides what an image means: that is `block`'s.
 
 mod check;
+mod commit;
 mod compare;
 mod convert;
 mod copy;
 mod create;
 mod disk;
 mod info;
+mod map;
 mod opening;
 mod options;
 mod progress;
+mod rebase;
+mod resize;
 mod snapshot;
 mod source;
 mod unfinished;
@@ -52,6 +56,18 @@ pub(crate) enum Command {
     /// Find out whether two images hold the same
     #[command(after_help = compare::EXAMPLES)]
     Compare(compare::Arguments),
+    /// Show what a disk is made of, and where it lies
+    #[command(after_help = map::EXAMPLES)]
+    Map(map::Arguments),
+    /// Give a disk another size
+    #[command(after_help = resize::EXAMPLES)]
+    Resize(resize::Arguments),
+    /// Move what an image has into its backing file
+    #[command(after_help = commit::EXAMPLES)]
+    Commit(commit::Arguments),
+    /// Give an image another backing file
+    #[command(after_help = rebase::EXAMPLES)]
+    Rebase(rebase::Arguments),
 }
 
 /// Does it.
@@ -66,6 +82,10 @@ pub(crate) fn run(command: Command) -> Result<(), Failure> {
         Command::Info(arguments) => info::run(arguments),
         Command::Convert(arguments) => convert::run(arguments),
         Command::Compare(arguments) => compare::run(arguments),
+        Command::Map(arguments) => map::run(arguments),
+        Command::Resize(arguments) => resize::run(arguments),
+        Command::Commit(arguments) => commit::run(arguments),
+        Command::Rebase(arguments) => rebase::run(arguments),
     }
 }
 

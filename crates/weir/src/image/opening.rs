@@ -57,6 +57,8 @@ pub(super) struct How {
     pub(super) force_share: bool,
     /// Bytes per second at most; not 0.
     pub(super) rate_bps: Option<u64>,
+    /// Without what lies below it.
+    pub(super) alone: bool,
 }
 
 /// The format that was given, or else that of the signature.
@@ -84,20 +86,35 @@ pub(super) fn format(path: &Path, given: Option<Format>) -> anyhow::Result<Forma
 /// # Errors
 /// What keeps it from being opened.
 pub(super) fn storage(path: &Path, how: How) -> anyhow::Result<Storage> {
+    Ok(open_storage(&spec(path)?, options(how)?)?)
+}
+
+/// The path as `block` takes it.
+///
+/// # Errors
+/// If it is not UTF-8.
+pub(super) fn spec(path: &Path) -> anyhow::Result<String> {
     let text =
         path.to_str().with_context(|| format!("{}: not UTF-8 (use another name of it)", path.display()))?;
+    Ok(format!("file:{text}"))
+}
+
+/// The same for how.
+///
+/// # Errors
+/// If there is no such rate.
+pub(super) fn options(how: How) -> anyhow::Result<OpenOptions> {
     let rate = match how.rate_bps {
         Some(rate) => {
             Some(format!("bytes={rate}").parse().with_context(|| format!("{rate} bytes per second"))?)
         }
         None => None,
     };
-    let options = OpenOptions {
+    Ok(OpenOptions {
         cache: how.cache,
         read_only: !how.write,
         force_share: how.force_share,
         rate,
         ..OpenOptions::default()
-    };
-    Ok(open_storage(&format!("file:{text}"), options)?)
+    })
 }

@@ -95,13 +95,16 @@ impl Source {
 
 impl Part {
     async fn read(&self, offset: u64, length: usize) -> anyhow::Result<Buffer> {
-        let data = self
-            .image
-            .read(offset, length)
-            .await
-            .with_context(|| format!("{}: reading {length} bytes at {offset}", self.name))?;
-        let mut buffer = Buffer::new(length);
-        data.copy_to(&mut buffer);
-        Ok(buffer)
+        let what = || format!("{}: reading {length} bytes at {offset}", self.name);
+        let mut read = self.image.read(offset, length).await.with_context(what)?;
+        Ok(match read.as_mut_slice() {
+            // As it was read, without a copy.
+            [one] => std::mem::replace(one, Buffer::new(0)),
+            _ => {
+                let mut data = Buffer::new(length);
+                read.copy_to(&mut data);
+                data
+            }
+        })
     }
 }

@@ -8,10 +8,14 @@ use std::{
     rc::Rc,
 };
 
-use anyhow::{Context as _, anyhow, bail};
+use anyhow::{Context as _, bail};
 use block::{
+    image::{
+        Image,
+        open::{ImageOptions, open},
+    },
     reactor::{self, Polling},
-    storage::{self, OpenOptions},
+    storage::OpenOptions,
 };
 use serde::Serialize;
 
@@ -32,34 +36,44 @@ const MOST_IN_FLIGHT: u64 = 4 << 30;
 /// Where the options make no sense, or the first request that fails.
 pub(crate) fn run(arguments: BenchArgs) -> Result<(), Failure> {
     check(&arguments).map_err(Failure::Usage)?;
-    let options = OpenOptions {
-        cache: arguments.cache,
-        format: arguments.format,
-        read_only: !arguments.write,
-        force_share: arguments.force_share,
-        ..OpenOptions::default()
+    let spec = arguments.image.spec()?;
+    let options = ImageOptions {
+        storage: OpenOptions {
+            cache: arguments.cache,
+            format: arguments.format,
+            read_only: !arguments.write,
+            force_share: arguments.force_share,
+            ..OpenOptions::default()
+        },
+        caches: arguments.caches().map_err(|wrong| Failure::Usage(wrong.into()))?,
+        ..ImageOptions::default()
     };
-    let image = storage::open(&arguments.image.spec()?, options)?;
     let name = arguments.image.to_string();
-    let load = load(&arguments, image.size_bytes()).with_context(|| name.clone())?;
+    let measuring = async move {
+        let image = Rc::new(open(&spec, options).await?);
+        if let (Image::Raw(_), Some(option)) = (&*image, arguments.qcow2_option()) {
+            bail!("{option} is for qcow2 images, and this one is raw (leave it away)");
+        }
+        measure(image, &arguments).await
+    };
+    let measured = reactor::run(Polling::OFF, measuring)
+        .context("io_uring cannot be used (see kernel.io_uring_disabled)")?;
+    Ok(measured.context(name)?)
+}
+
+async fn measure(image: Rc<Image>, arguments: &BenchArgs) -> anyhow::Result<()> {
+    let load = load(arguments, image.size_bytes())?;
     if !arguments.quiet && !arguments.json {
         say(&announcement(&load))?;
     }
     let aligned = arguments.cache.is_direct();
-    let (sent, write) = (load.clone(), arguments.write);
-    let measuring = async move {
-        let image = Rc::new(image);
-        let outcome = put(sent, Rc::clone(&image), aligned).await?;
-        if write {
-            image.flush().await?;
-        }
-        Ok(outcome)
-    };
-    let measured: block::error::Result<Outcome> = reactor::run(Polling::OFF, measuring)
-        .context("io_uring cannot be used (see kernel.io_uring_disabled)")?;
-    let outcome = measured.map_err(|error| anyhow!("{name}: a request failed: {error}"))?;
+    let outcome = put(load.clone(), Rc::clone(&image), aligned).await.context("a request failed")?;
+    if arguments.write {
+        image.flush().await.context("the last flush failed")?;
+    }
+    image.close().await.context("the image could not be completed")?;
     if arguments.json {
-        say(&Report::new(name, &load, outcome).json())?;
+        say(&Report::new(arguments.image.to_string(), &load, outcome).json())?;
     } else if !arguments.quiet {
         say(&format!("Run completed in {:.3} seconds.\n", outcome.elapsed.as_secs_f64()))?;
     }

@@ -329,8 +329,9 @@ mod tests {
                 let image = Rc::new(image("memory:1M", &[]));
                 let load = Load { write: Some(7), places: places(seed), ..load(256, 16) };
                 put(load, Rc::clone(&image), false).await.unwrap();
+                let read = image.read(0, 1 << 20).await.unwrap();
                 let mut all = vec![0; 1 << 20];
-                image.read(0, 1 << 20).await.unwrap().copy_to(&mut all);
+                read.copy_to(&mut all);
                 all.chunks(4096).map(|block| block[0] == 7).collect::<Vec<_>>()
             })
         };

@@ -100,6 +100,11 @@ pub struct File {
 }
 
 impl File {
+    /// The path that it was opened by.
+    pub(in crate::storage) fn name(&self) -> &str {
+        &self.name
+    }
+
     pub(in crate::storage) fn writes_through(&self) -> bool {
         self.durability(Durability::Cached) == Durability::Synchronous
     }
