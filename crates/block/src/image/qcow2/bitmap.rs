@@ -5,7 +5,9 @@
 //! ```
 //!
 //! - `directory`: directory and tables, from bytes to meaning and back.
+//! - `change`: what becomes of them on an open image.
 
+mod change;
 mod directory;
 
 pub use directory::{

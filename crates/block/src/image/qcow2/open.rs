@@ -20,6 +20,7 @@ use super::{
     luks::Cipher,
     overlap::Metadata,
     refcounts::Refcounts,
+    snapshot,
     writeback::Pending,
 };
 use crate::{
@@ -81,6 +82,14 @@ pub enum OpenFailure {
     Caches(#[from] InvalidCache),
 }
 
+/// What an image is opened for.
+#[derive(Clone, Copy, Debug)]
+enum Purpose<'a> {
+    Disk,
+    Upkeep,
+    Snapshot(&'a str),
+}
+
 /// An open image, as its parts know it. Reached through [`Qcow2`].
 #[derive(Debug)]
 pub struct Opened {
@@ -123,16 +132,49 @@ impl Qcow2 {
     /// # Panics
     /// Outside a reactor.
     pub async fn open(parts: Parts) -> std::result::Result<Self, OpenFailure> {
+        Self::open_for(parts, Purpose::Disk).await
+    }
+
+    /// Opens an image to change what it keeps beside the disk: snapshots, bitmaps. That takes no key and no other file, and leaves bitmaps as
+    /// they are; but no guest data may be read or written.
+    ///
+    /// # Errors
+    /// As [`Qcow2::open`].
+    ///
+    /// # Panics
+    /// Outside a reactor.
+    pub async fn open_for_upkeep(storage: Storage) -> std::result::Result<Self, OpenFailure> {
+        let caches = CacheSettings::default();
+        let parts = Parts { storage, backing: None, data: None, cipher: None, read_only: false, caches };
+        Self::open_for(parts, Purpose::Upkeep).await
+    }
+
+    /// Opens an internal snapshot, named by its id or its name, as a disk that cannot be written to.
+    ///
+    /// # Errors
+    /// As [`Qcow2::open`]; also if there is no such snapshot.
+    ///
+    /// # Panics
+    /// Outside a reactor.
+    pub async fn open_snapshot(parts: Parts, name: &str) -> std::result::Result<Self, OpenFailure> {
+        Self::open_for(Parts { read_only: true, ..parts }, Purpose::Snapshot(name)).await
+    }
+
+    async fn open_for(parts: Parts, purpose: Purpose<'_>) -> std::result::Result<Self, OpenFailure> {
         let Parts { storage, backing, data, cipher, read_only, caches } = parts;
-        let header = read_header(&storage).await?;
+        let mut header = read_header(&storage).await?;
+        if let Purpose::Snapshot(name) = purpose {
+            snapshot::look_into(&storage, &mut header, name).await?;
+        }
         let first = bytes::read(&storage, 0, header.cluster_bytes() as usize).await?;
         let read_only = read_only || storage.read_only();
-        check_openable(&header, read_only, data.is_some(), cipher.is_some())?;
+        let is_upkeep = matches!(purpose, Purpose::Upkeep);
+        check_openable(&header, read_only, is_upkeep || data.is_some(), is_upkeep || cipher.is_some())?;
         let sizes = caches.sizes(&header)?;
         let shape = Shape {
             cluster_bits: header.cluster_bits,
             extended: header.has_subclusters(),
-            data_file: data.is_some(),
+            data_file: header.has_data_file(),
             version: header.version,
         };
         let file_bytes = storage.size_bytes();
@@ -180,26 +222,20 @@ impl Qcow2 {
             giving: RangeLocks::default(),
         }));
         if !read_only {
-            image.make_ready(&header).await?;
+            image.make_ready(&header, is_upkeep).await?;
         }
         image.keep_cache_clean(caches.clean_interval);
         Ok(image)
     }
 
     /// Whatever has to be in the file before the first write.
-    async fn make_ready(&self, header: &Header) -> Result<()> {
+    async fn make_ready(&self, header: &Header, keeps_bitmaps: bool) -> Result<()> {
+        if header.autoclear & !autoclear::KNOWN != 0 {
+            self.file.update_header(|header| header.autoclear &= autoclear::KNOWN).await?;
+        }
         // What is not kept up to date must not look as if it were.
-        let kept = if header.autoclear & autoclear::BITMAPS != 0 {
-            tracing::warn!(
-                image = self.file.storage().description(),
-                "its bitmaps are not kept up to date while it is written to, and are marked so"
-            );
-            autoclear::RAW_DATA_FILE
-        } else {
-            autoclear::KNOWN
-        };
-        if header.autoclear & !kept != 0 {
-            self.file.update_header(|header| header.autoclear &= kept).await?;
+        if header.autoclear & autoclear::BITMAPS != 0 && !keeps_bitmaps {
+            self.mark_bitmaps_in_use().await?;
         }
         // The last cluster may be incomplete, and somebody may write to its end.
         self.file.make_whole(header.cluster_bytes()).await

@@ -75,7 +75,6 @@ impl Qcow2 {
     }
 
     /// The refcount of the cluster at `offset`.
-    #[allow(dead_code, reason = "for snapshots and bitmaps")]
     pub(super) async fn refcount(&self, offset: u64) -> Result<u64> {
         self.refcounts.get(&self.file, offset >> self.shape.cluster_bits).await
     }
@@ -86,7 +85,6 @@ impl Qcow2 {
     }
 
     /// Metadata, straight from the file; not what is still in the caches.
-    #[allow(dead_code, reason = "for snapshots and bitmaps")]
     pub(super) async fn read_metadata(&self, offset: u64, length: u64) -> Result<Vec<u8>> {
         self.file.read(offset, length).await
     }

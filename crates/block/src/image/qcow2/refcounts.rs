@@ -438,7 +438,6 @@ impl Refcounts {
     }
 
     /// A cluster's number.
-    #[allow(dead_code, reason = "for snapshots")]
     pub(super) async fn get(&self, file: &ImageFile, cluster: u64) -> Result<u64> {
         let _turn = self.turn.exclusive(0..1).await;
         self.read(file, cluster).await

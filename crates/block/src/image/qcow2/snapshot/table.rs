@@ -64,6 +64,12 @@ impl Snapshot {
         String::from_utf8_lossy(&self.id)
     }
 
+    /// Which of them has this id, or else this name.
+    pub fn find(snapshots: &[Self], name: &str) -> Option<usize> {
+        let by_id = snapshots.iter().position(|snapshot| snapshot.id == name.as_bytes());
+        by_id.or_else(|| snapshots.iter().position(|snapshot| snapshot.name == name.as_bytes()))
+    }
+
     /// Reads an entry from the front of `bytes`; also how long it is. `None` if it goes on behind them.
     fn decode(bytes: &[u8], header: &Header) -> Result<Option<(Self, usize)>, Invalid> {
         let Some(fixed) = bytes.get(..FIXED) else { return Ok(None) };

@@ -1,0 +1,244 @@
+//! Taking a snapshot, going back to one, deleting one.
+//!
+//! Order of what reaches the file: refcounts rise before anything refers to a cluster once more; the header changes in one sector; refcounts
+//! fall after nothing refers any more. So a crash leaves the image before the change or after it, and leaks at the worst. Between the change
+//! of refcounts and that of the COPIED flags a check finds flags that do not fit: they err on the side of copying, or of leaks.
+//!
+//! Never changes guest data, nor clusters that a snapshot can see.
+
+use super::{
+    Snapshot, encode,
+    reach::{Flags, Table},
+    read,
+};
+use crate::{
+    error::Error,
+    image::qcow2::{
+        Invalid, MetadataError, Qcow2,
+        header::{Header, MOST_SNAPSHOTS},
+    },
+};
+
+/// What a snapshot is to be called, and when it was taken.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct NewSnapshot<'a> {
+    /// At most 65,535 bytes; need not be the only one of that name.
+    pub name: &'a str,
+    /// Seconds since 1970.
+    pub date_s: u32,
+    /// And nanoseconds.
+    pub date_ns: u32,
+}
+
+/// Why nothing became of it.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum SnapshotError {
+    /// There is none of that id or name.
+    #[error("there is no snapshot {0:?} (`weir image snapshot -l` lists them)")]
+    NotFound(String),
+    /// The image is not to be written to.
+    #[error("it is read-only (open it for writing)")]
+    ReadOnly,
+    /// The format does not allow it.
+    #[error("an image with an external data file has no internal snapshots (use a backing file)")]
+    DataFile,
+    /// The format's bound.
+    #[error("it has {MOST_SNAPSHOTS} snapshots, which is the most (delete some)")]
+    TooMany,
+    /// A refcount has no room.
+    #[error(
+        "the refcount of the cluster at {offset:#x} cannot be raised: it is at its largest, or wrong (delete snapshots, give the image more \
+         refcount_bits, or try `weir image check`)"
+    )]
+    Refcount {
+        /// In the file.
+        offset: u64,
+    },
+    /// Something in the image is wrong.
+    #[error("{0} (`weir image check` shows the damage)")]
+    Invalid(#[from] Invalid),
+    /// The file cannot be read or written.
+    #[error("{0}")]
+    Failed(#[from] Error),
+}
+
+impl SnapshotError {
+    pub(super) fn of_refcount(error: Error, offset: u64) -> Self {
+        if error == Error::INVALID { Self::Refcount { offset } } else { Self::Failed(error) }
+    }
+}
+
+impl From<MetadataError> for SnapshotError {
+    fn from(error: MetadataError) -> Self {
+        match error {
+            MetadataError::Invalid(invalid) => Self::Invalid(invalid),
+            MetadataError::Storage(error) => Self::Failed(error),
+        }
+    }
+}
+
+type Result<T> = std::result::Result<T, SnapshotError>;
+
+impl Qcow2 {
+    /// The snapshots, as they are in the file.
+    ///
+    /// # Errors
+    /// [`SnapshotError::Invalid`] and [`SnapshotError::Failed`].
+    pub async fn snapshots(&self) -> Result<Vec<Snapshot>> {
+        Ok(self.snapshot_table().await?.0)
+    }
+
+    async fn snapshot_table(&self) -> Result<(Vec<Snapshot>, u64)> {
+        let (snapshots, length) = read(self.file.storage(), &self.header()).await?;
+        Ok((snapshots, length as u64))
+    }
+
+    /// Keeps the disk as it is now. Requests wait meanwhile; what was written before is in the snapshot.
+    ///
+    /// # Errors
+    /// [`SnapshotError`]; the disk is not touched.
+    pub async fn create_snapshot(&self, new: NewSnapshot<'_>) -> Result<Snapshot> {
+        self.check_snapshots()?;
+        let _quiet = self.quiesce().await?;
+        let header = self.header();
+        let (mut snapshots, old_length) = self.snapshot_table().await?;
+        if header.snapshots >= MOST_SNAPSHOTS {
+            return Err(SnapshotError::TooMany);
+        }
+        let Table { bytes, tables } = self.read_l1(header.l1_offset, header.l1_entries).await?;
+        let l1 = self.flagged(&bytes, Flags::Clear).await?;
+        self.change_reach(&tables, 1).await?;
+        let l1_offset = self.store(&l1).await?;
+        self.flush_metadata().await?;
+        // From here on a first write copies, whether there will be a snapshot or not.
+        self.set_active_flags(Flags::Clear).await?;
+        let snapshot = Snapshot {
+            l1_offset,
+            l1_entries: header.l1_entries,
+            id: next_id(&snapshots),
+            name: new.name.as_bytes().to_vec(),
+            date_s: new.date_s,
+            date_ns: new.date_ns,
+            disk_bytes: Some(header.size_bytes),
+            instructions: Some(u64::MAX),
+            ..Snapshot::default()
+        };
+        snapshots.push(snapshot.clone());
+        let stored = self.replace_snapshots(&header, &snapshots, old_length).await;
+        if stored.is_err() {
+            // The disk is all that is left of it: as it was before.
+            self.change_reach(&tables, -1).await?;
+            self.change_refcount(l1_offset, l1.len().max(1) as u64, -1).await?;
+            self.set_active_flags(Flags::Recount).await?;
+        }
+        self.flush_metadata().await?;
+        self.reload().await?;
+        stored.map(|()| snapshot)
+    }
+
+    /// Makes the disk what it was when the snapshot was taken, its size included. What it holds now is lost, unless another snapshot has it.
+    ///
+    /// # Errors
+    /// [`SnapshotError`]; the disk is what it was, or what the snapshot is.
+    pub async fn apply_snapshot(&self, name: &str) -> Result<()> {
+        self.check_snapshots()?;
+        let _quiet = self.quiesce().await?;
+        let header = self.header();
+        let (snapshots, _) = self.snapshot_table().await?;
+        let snapshot = &snapshots[find(&snapshots, name)?];
+        let size_bytes = snapshot.disk_bytes.unwrap_or(header.size_bytes);
+        let entries = u64::from(snapshot.l1_entries).max(header.l1_entries_for(size_bytes));
+        let old = self.read_l1(header.l1_offset, header.l1_entries).await?;
+        let new = self.read_l1(snapshot.l1_offset, snapshot.l1_entries).await?;
+        let mut l1 = self.flagged(&new.bytes, Flags::Clear).await?;
+        l1.resize(entries as usize * 8, 0);
+        Header { size_bytes, l1_entries: entries as u32, ..header.clone() }.encode()?;
+        self.change_reach(&new.tables, 1).await?;
+        let l1_offset = self.store(&l1).await?;
+        self.flush_metadata().await?;
+        // All that it leads to is the snapshot's too.
+        self.set_flags(&new.tables, Flags::Clear).await?;
+        self.mark_bitmaps_in_use().await?;
+        self.flush_metadata().await?;
+        self.update_header(|header| {
+            header.size_bytes = size_bytes;
+            (header.l1_offset, header.l1_entries) = (l1_offset, entries as u32);
+        })
+        .await?;
+        self.change_reach(&old.tables, -1).await?;
+        if !old.bytes.is_empty() {
+            self.change_refcount(header.l1_offset, old.bytes.len() as u64, -1).await?;
+        }
+        self.flush_metadata().await?;
+        Ok(self.reload().await?)
+    }
+
+    /// Frees what only the snapshot uses.
+    ///
+    /// # Errors
+    /// [`SnapshotError`]; the snapshot is gone or there, and the disk untouched.
+    pub async fn delete_snapshot(&self, name: &str) -> Result<()> {
+        self.check_snapshots()?;
+        let _quiet = self.quiesce().await?;
+        let header = self.header();
+        let (mut snapshots, old_length) = self.snapshot_table().await?;
+        let snapshot = snapshots.remove(find(&snapshots, name)?);
+        let Table { bytes, tables } = self.read_l1(snapshot.l1_offset, snapshot.l1_entries).await?;
+        self.replace_snapshots(&header, &snapshots, old_length).await?;
+        self.change_reach(&tables, -1).await?;
+        if !bytes.is_empty() {
+            self.change_refcount(snapshot.l1_offset, bytes.len() as u64, -1).await?;
+        }
+        self.flush_metadata().await?;
+        self.set_active_flags(Flags::Recount).await?;
+        self.flush_metadata().await?;
+        Ok(self.reload().await?)
+    }
+
+    fn check_snapshots(&self) -> Result<()> {
+        if self.is_read_only() {
+            return Err(SnapshotError::ReadOnly);
+        }
+        if self.shape.data_file { Err(SnapshotError::DataFile) } else { Ok(()) }
+    }
+
+    /// Puts metadata where nothing is. There is room for at least one cluster, also where there are no bytes.
+    async fn store(&self, bytes: &[u8]) -> Result<u64> {
+        let cluster = 1_usize << self.shape.cluster_bits;
+        let mut bytes = bytes.to_vec();
+        bytes.resize(bytes.len().max(1).next_multiple_of(cluster), 0);
+        let offset = self.allocate((bytes.len() / cluster) as u64).await?;
+        self.write_metadata(offset, &bytes).await?;
+        Ok(offset)
+    }
+
+    /// Writes another snapshot table, has the header name it, and gives back the old one.
+    async fn replace_snapshots(&self, old: &Header, snapshots: &[Snapshot], old_length: u64) -> Result<()> {
+        let table = encode(snapshots)?;
+        let offset = if snapshots.is_empty() { 0 } else { self.store(&table).await? };
+        self.flush_metadata().await?;
+        let changed = self
+            .update_header(|header| {
+                (header.snapshots, header.snapshots_offset) = (snapshots.len() as u32, offset);
+            })
+            .await;
+        let (place, length) = match changed {
+            Ok(()) => (old.snapshots_offset, old_length),
+            Err(_) => (offset, table.len() as u64),
+        };
+        if place != 0 && length > 0 {
+            self.change_refcount(place, length, -1).await?;
+        }
+        Ok(changed?)
+    }
+}
+
+fn find(snapshots: &[Snapshot], name: &str) -> Result<usize> {
+    Snapshot::find(snapshots, name).ok_or_else(|| SnapshotError::NotFound(name.to_owned()))
+}
+
+/// One more than the largest number among the ids.
+fn next_id(snapshots: &[Snapshot]) -> Vec<u8> {
+    let ids = snapshots.iter().filter_map(|snapshot| snapshot.id().parse::<u64>().ok());
+    ids.max().unwrap_or(0).saturating_add(1).to_string().into_bytes()
+}
