@@ -26,6 +26,7 @@ mod nbdinfo;
 mod probing;
 mod qcow2_check;
 mod qcow2_create;
+mod qcow2_snapshot;
 mod qemu_img;
 mod qemu_io;
 mod qmp;

@@ -5,6 +5,7 @@
 //!
 //! Never decides what an image means: that is `block`'s.
 
+mod bitmap;
 mod check;
 mod commit;
 mod compare;
@@ -44,6 +45,9 @@ pub(crate) enum Command {
     /// Find out whether an image is consistent, and repair it
     #[command(after_help = check::EXAMPLES)]
     Check(check::Arguments),
+    /// Change persistent bitmaps
+    #[command(after_help = bitmap::EXAMPLES)]
+    Bitmap(bitmap::Arguments),
     /// List internal snapshots, take them, go back to them, delete them
     #[command(after_help = snapshot::EXAMPLES)]
     Snapshot(snapshot::Arguments),
@@ -78,6 +82,7 @@ pub(crate) fn run(command: Command) -> Result<(), Failure> {
     match command {
         Command::Create(arguments) => create::run(arguments),
         Command::Check(arguments) => check::run(arguments),
+        Command::Bitmap(arguments) => bitmap::run(arguments),
         Command::Snapshot(arguments) => snapshot::run(arguments),
         Command::Info(arguments) => info::run(arguments),
         Command::Convert(arguments) => convert::run(arguments),

@@ -1,10 +1,16 @@
 //! `weir image snapshot`: internal snapshots of a qcow2 image, with the options of `qemu-img snapshot`.
 
-use std::path::{Path, PathBuf};
+use std::{
+    path::{Path, PathBuf},
+    time::{SystemTime, UNIX_EPOCH},
+};
 
 use anyhow::{Context as _, anyhow};
 use block::{
-    image::qcow2::{self, snapshot::Snapshot},
+    image::qcow2::{
+        self, Qcow2,
+        snapshot::{NewSnapshot, Snapshot},
+    },
     storage::Storage,
 };
 use clap::Args;
@@ -75,11 +81,46 @@ pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
         )
         .into());
     }
+    let action = [
+        arguments.create.map(Action::Create),
+        arguments.apply.map(Action::Apply),
+        arguments.delete.map(Action::Delete),
+    ];
+    if let Some(action) = action.into_iter().flatten().next() {
+        let storage = opening::storage(path, How { write: true, ..How::default() })?;
+        return on_reactor(act(storage, action, name));
+    }
     let how = How { force_share: arguments.force_share, ..How::default() };
     let text = list(&on_reactor(read(opening::storage(path, how)?, path.clone()))?);
     if !arguments.quiet {
         print(&text)?;
     }
+    Ok(())
+}
+
+/// What is to be changed.
+enum Action {
+    Create(String),
+    Apply(String),
+    Delete(String),
+}
+
+async fn act(storage: Storage, action: Action, name: String) -> Result<(), Failure> {
+    let image = Qcow2::open_for_upkeep(storage).await.with_context(|| name.clone())?;
+    let done = match action {
+        Action::Create(title) => {
+            let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+            // The format counts to 2106.
+            let date_s = u32::try_from(now.as_secs()).unwrap_or(u32::MAX);
+            let new = NewSnapshot { name: &title, date_s, date_ns: now.subsec_nanos() };
+            image.create_snapshot(new).await.map(drop)
+        }
+        Action::Apply(snapshot) => image.apply_snapshot(&snapshot).await,
+        Action::Delete(snapshot) => image.delete_snapshot(&snapshot).await,
+    };
+    let closed = image.close().await;
+    done.with_context(|| name.clone())?;
+    closed.with_context(|| name.clone())?;
     Ok(())
 }
 

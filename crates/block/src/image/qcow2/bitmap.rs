@@ -5,11 +5,15 @@
 //! ```
 //!
 //! - `directory`: directory and tables, from bytes to meaning and back.
+//! - `bits`: what one marks, in memory.
 //! - `change`: what becomes of them on an open image.
 
+mod bits;
 mod change;
 mod directory;
 
+pub use bits::DirtyBits;
+pub use change::BitmapError;
 pub use directory::{
     Bits, Entry, GRANULARITY_BITS, LONGEST_NAME, decode_table, encode, encode_table, flag, read,
 };

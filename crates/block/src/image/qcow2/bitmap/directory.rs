@@ -19,7 +19,7 @@ pub const GRANULARITY_BITS: RangeInclusive<u32> = 9..=31;
 /// The longest name, in bytes.
 pub const LONGEST_NAME: usize = 1023;
 /// The most bits that QEMU opens, in bytes.
-const MOST_BITS: u64 = 512 << 20;
+pub(super) const MOST_BITS: u64 = 512 << 20;
 const FIXED: usize = 24;
 /// The only kind there is: what was written is marked.
 const DIRTY_TRACKING: u8 = 1;
