@@ -12,6 +12,7 @@ use super::{
     bytes::{self, MetadataError, read_header},
     cache::L2Cache,
     cache_settings::{CacheSettings, CacheSizes, InvalidCache},
+    check::{self, Repair},
     entry::Shape,
     file::ImageFile,
     gate::Gate,
@@ -163,6 +164,17 @@ impl Qcow2 {
     async fn open_for(parts: Parts, purpose: Purpose<'_>) -> std::result::Result<Self, OpenFailure> {
         let Parts { storage, backing, data, cipher, read_only, caches } = parts;
         let mut header = read_header(&storage).await?;
+        let is_dirty =
+            header.incompatible & (incompatible::DIRTY | incompatible::CORRUPT) == incompatible::DIRTY;
+        if is_dirty && !read_only && !storage.read_only() {
+            // With lazy refcounts, whoever used it last may have left them unwritten.
+            tracing::info!(
+                image = storage.description(),
+                "refcounts were left unwritten; they are counted again"
+            );
+            check::check(&storage, Repair::All).await?;
+            header = read_header(&storage).await?;
+        }
         if let Purpose::Snapshot(name) = purpose {
             snapshot::look_into(&storage, &mut header, name).await?;
         }
@@ -192,10 +204,11 @@ impl Qcow2 {
             header.encryption.map_or((0, 0), |place| (place.offset, place.length)),
         ];
         let tables = l1.tables().chain(table.iter().copied().filter(|offset| *offset != 0));
-        let overlap = Metadata::new(
-            header.cluster_bits,
-            places.into_iter().chain(tables.map(|offset| (offset, cluster_bytes))),
-        );
+        let places: Vec<_> = places.into_iter().chain(tables.map(|offset| (offset, cluster_bytes))).collect();
+        let overlap = Metadata::new(header.cluster_bits, &places);
+        if !read_only {
+            overlap.check_apart(&places)?;
+        }
         let file_clusters = file_bytes.div_ceil(cluster_bytes);
         let refcounts = Refcounts::new(&header, table, file_clusters, sizes.refcount_bytes);
         let image = Self(Arc::new(Opened {

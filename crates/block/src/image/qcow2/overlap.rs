@@ -46,9 +46,21 @@ pub(super) struct Metadata {
 }
 
 impl Metadata {
-    pub(super) fn new(cluster_bits: u32, places: impl Iterator<Item = (u64, u64)>) -> Self {
-        let clusters = places.flat_map(|(offset, length)| clusters_of(cluster_bits, offset, length));
+    pub(super) fn new(cluster_bits: u32, places: &[(u64, u64)]) -> Self {
+        let clusters = places.iter().flat_map(|(offset, length)| clusters_of(cluster_bits, *offset, *length));
         Self { cluster_bits, clusters: ArcSwap::from_pointee(clusters.collect()) }
+    }
+
+    /// An error, if two of the places that this was made of lie on each other: changing one would ruin the other.
+    pub(super) fn check_apart(&self, places: &[(u64, u64)]) -> std::result::Result<(), Invalid> {
+        let all = |(offset, length): &(u64, u64)| clusters_of(self.cluster_bits, *offset, *length);
+        if places.iter().map(|place| all(place).count()).sum::<usize>() == self.clusters.load().len() {
+            return Ok(());
+        }
+        let mut seen = Clusters::default();
+        let twice = places.iter().flat_map(all).find(|cluster| !seen.insert(*cluster)).unwrap_or(0);
+        let offset = twice << self.cluster_bits;
+        Err(Invalid::new(format!("two tables lie on each other at {offset:#x}")))
     }
 
     /// Whether any of these bytes are metadata.

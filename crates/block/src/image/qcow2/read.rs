@@ -1,7 +1,7 @@
 //! Reading: from pieces in the file, its backing file, and nowhere.
 
 use super::{
-    Qcow2, compress,
+    Invalid, Qcow2, compress,
     lookup::{Piece, What},
     luks::SECTOR_BYTES,
 };
@@ -121,6 +121,10 @@ impl Qcow2 {
         let cluster_bytes = 1_usize << self.shape.cluster_bits;
         // The last data in the file may end before its last sector does.
         let there = self.file.size_bytes().saturating_sub(host).min(most);
+        if there == 0 {
+            let what = format!("compressed data at {host:#x} lies beyond the end of the file");
+            return Err(self.file.found(&Invalid::new(what)));
+        }
         let packed = self.file.storage().read(host, Buffer::new(there as usize)).await?.to_vec();
         let kind = self.file.header().compression;
         let unpacked = reactor::blocking(move || {

@@ -4,8 +4,9 @@ use proptest::prelude::*;
 
 use super::{
     CacheSettings, L2Size, Parts, Qcow2,
+    check::{Repair, check},
     create::{CreateOptions, create},
-    header::Backing,
+    header::{Backing, Header, incompatible},
 };
 use crate::{
     buffer::Buffer,
@@ -215,6 +216,106 @@ proptest! {
             world.step(&Step::Reopen).await;
             world.check(0, SIZE).await;
             assert_eq!(world.image.write(SIZE as u64, Buffer::zeroed(1).into(), Durability::Cached).await, Err(Error::INVALID));
+        });
+    }
+}
+
+fn plain() -> Kind {
+    let options = CreateOptions { size_bytes: SIZE as u64, cluster_bytes: 4096, ..CreateOptions::default() };
+    Kind { options, caches: CacheSettings::default(), has_backing: false }
+}
+
+/// The bytes of an image in which the first 64 KiB are written.
+async fn written() -> Vec<u8> {
+    let mut world = World::new(plain()).await;
+    world.step(&Step::Write(0, 65_536, 7)).await;
+    world.image.close().await.expect("memory");
+    content_of(world.image.storage()).await
+}
+
+fn word(content: &mut [u8], offset: u64) -> &mut [u8] {
+    &mut content[offset as usize..offset as usize + 8]
+}
+
+fn number(content: &[u8], offset: u64) -> u64 {
+    content[offset as usize..offset as usize + 8].iter().fold(0, |all, byte| all << 8 | u64::from(*byte))
+}
+
+/// Offset of the first L2 table.
+fn first_table(content: &[u8]) -> u64 {
+    let header = Header::parse(content).expect("valid");
+    number(content, header.l1_offset) & 0x00ff_ffff_ffff_fe00
+}
+
+async fn parts_of(content: &[u8]) -> Parts {
+    let storage = storage_of(content).await;
+    Parts {
+        storage,
+        backing: None,
+        data: None,
+        cipher: None,
+        read_only: false,
+        caches: CacheSettings::default(),
+    }
+}
+
+#[test]
+fn refcounts_that_were_left_unwritten_are_counted_again() {
+    sim::run(1, async {
+        let mut content = written().await;
+        let header = Header::parse(&content).expect("valid");
+        let block = number(&content, header.refcount_table_offset) as usize;
+        content[block..block + 4096].fill(0);
+        content[79] |= incompatible::DIRTY as u8;
+        let image = Qcow2::open(parts_of(&content).await).await.expect("mended");
+        assert_eq!(image.header().incompatible, 0);
+        image.write(100 << 10, Buffer::zeroed(70_000).into(), Durability::Cached).await.expect("room");
+        let read = image.read(0, 4096).await.expect("reads");
+        assert_eq!(read.as_slice()[0][0], 7);
+        image.close().await.expect("memory");
+        let report = check(image.storage(), Repair::Nothing).await.expect("valid");
+        assert_eq!((report.corruptions, report.leaks), (0, 0), "{report:?}");
+    });
+}
+
+#[test]
+fn tables_that_lie_on_each_other_are_refused_before_anything_is_written() {
+    sim::run(1, async {
+        let mut content = written().await;
+        let header = Header::parse(&content).expect("valid");
+        let l1 = header.l1_offset;
+        word(&mut content, l1).copy_from_slice(&(header.refcount_table_offset | 1 << 63).to_be_bytes());
+        let why = Qcow2::open(parts_of(&content).await).await.expect_err("overlap").to_string();
+        assert!(why.contains("lie on each other"), "{why}");
+        let parts = Parts { read_only: true, ..parts_of(&content).await };
+        assert!(Qcow2::open(parts).await.is_ok(), "to look at it");
+    });
+}
+
+#[test]
+fn a_guest_cannot_write_into_metadata_and_the_image_is_marked() {
+    for forged in [0, 4096, 1 << 40] {
+        sim::run(1, async move {
+            let mut content = written().await;
+            let table = first_table(&content);
+            word(&mut content, table).copy_from_slice(&(forged | 1_u64 << 63).to_be_bytes());
+            let image = Qcow2::open(parts_of(&content).await).await.expect("not seen yet");
+            let before = content_of(image.storage()).await;
+            let result = image.write(0, Buffer::zeroed(512).into(), Durability::Cached).await;
+            if forged == 0 {
+                // With offset 0 it is an unallocated cluster.
+                assert_eq!(result, Ok(()));
+                return;
+            }
+            assert_eq!(result, Err(Error::IO), "{forged:#x}");
+            assert!(image.is_read_only());
+            let again = image.write(32_768, Buffer::zeroed(512).into(), Durability::Cached).await;
+            assert_eq!(again, Err(Error::NOT_PERMITTED));
+            assert!(image.read(32_768, 512).await.is_ok(), "what is whole can be read");
+            assert_eq!(image.flush().await, Err(Error::IO));
+            let after = content_of(image.storage()).await;
+            assert_eq!(image.header().incompatible, incompatible::CORRUPT);
+            assert_eq!(before[512..], after[512..before.len()], "only the header has changed");
         });
     }
 }

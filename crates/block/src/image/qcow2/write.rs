@@ -12,7 +12,7 @@
 //! its cluster in other hands.
 
 use super::{
-    Qcow2, compress,
+    Invalid, Qcow2, compress,
     entry::{Cluster, L1Entry, Standard},
     lookup::What,
     luks::SECTOR_BYTES,
@@ -87,6 +87,7 @@ impl Qcow2 {
             let piece = self.lookup(offset, data.len() as u64).await?;
             let written = match piece.what {
                 What::Data { host, copied: true } => {
+                    self.check_there(host, piece.length)?;
                     let rest = data.split_off(piece.length as usize);
                     let part = std::mem::replace(&mut data, rest);
                     if self.cipher.is_some() {
@@ -99,6 +100,15 @@ impl Qcow2 {
                 _ => Box::pin(self.write_new(offset, &mut data, durability)).await?,
             };
             offset += written;
+        }
+        Ok(())
+    }
+
+    /// An error, and the image is corrupt, if an entry claims a place for data that the file does not have.
+    fn check_there(&self, host: u64, length: u64) -> Result<()> {
+        if self.data.is_none() && host + length > self.file.size_bytes() {
+            let what = format!("the cluster at {host:#x} lies beyond the end of the file");
+            return Err(self.file.found(&Invalid::new(what)));
         }
         Ok(())
     }
