@@ -9,6 +9,7 @@ CARGO ?= cargo
 FUZZ_SECONDS ?= 600
 SOAK_SEEDS ?= 20000
 SOAK_CASES ?= 20000
+SOAK_KILLS ?= 200
 # Further options for `make bench`, for example: make bench BENCH="--rows 'file-*' --rounds 3"
 BENCH ?=
 
@@ -60,9 +61,10 @@ fuzz: ## fuzz every parser of untrusted bytes, FUZZ_SECONDS (600) each
 	@scripts/deps build
 	@scripts/fuzz $(FUZZ_SECONDS)
 
-soak: ## the properties and the simulation with many more cases and seeds
-	@scripts/deps build
+soak: ## the properties and the simulation with many more cases and seeds; qcow2 in every combination, and killed
+	@scripts/deps build clients
 	WEIR_SEEDS=$(SOAK_SEEDS) PROPTEST_CASES=$(SOAK_CASES) $(CARGO) test --release --locked -p weir-policy -p weir-block
+	WEIR_CONFORMANCE=all WEIR_KILLS=$(SOAK_KILLS) $(CARGO) test --release --locked -p weir --test e2e qcow2_c
 
 doc: ## build the documentation of the crates, private items included
 	@scripts/deps build

@@ -75,6 +75,11 @@ class Server:
         self.uri = f"nbd+unix:///?socket={path}"
         return listener
 
+    @property
+    def pid(self):
+        """The process."""
+        return self._process.pid
+
     def cpu_seconds(self):
         """User and system time of all its threads so far, those that ended included; in steps of 10 ms."""
         return cpu_seconds(self._process.pid)

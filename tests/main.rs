@@ -25,6 +25,8 @@ mod nbdcopy;
 mod nbdinfo;
 mod probing;
 mod qcow2_check;
+mod qcow2_conformance;
+mod qcow2_crash;
 mod qcow2_create;
 mod qcow2_snapshot;
 mod qemu_img;

@@ -54,8 +54,8 @@ pub(super) struct Flush {
     pub(super) drain: bool,
 }
 
-/// Where requests begin: at first `offset`, then `step_bytes` further each time, and from the image's beginning once one would not fit in
-/// any more.
+/// Where requests begin: at first `offset`, then `step_bytes` further each time, as if the image's beginning came behind its end; at its beginning
+/// where one would reach across the end.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Places {
     /// In bytes; a request fits there.
@@ -195,8 +195,9 @@ impl Run {
             return offset + self.random.borrow_mut().u64(0..=steps) * step_bytes;
         }
         let place = self.next_offset.get();
-        let next = place.checked_add(step_bytes).filter(|&next| next <= last);
-        self.next_offset.set(next.unwrap_or(0));
+        let size = last + self.load.block_bytes as u64;
+        let next = (u128::from(place) + u128::from(step_bytes)) % u128::from(size);
+        self.next_offset.set(u64::try_from(next).ok().filter(|&next| next <= last).unwrap_or(0));
         place
     }
 
@@ -304,19 +305,20 @@ mod tests {
     }
 
     #[test]
-    fn places_follow_each_other_and_begin_again_at_the_beginning() {
+    fn places_follow_each_other_as_if_the_end_were_the_beginning() {
         let places = Places { offset: 8192, step_bytes: 500_000, last: (1 << 20) - 4096, random: None };
         let written = sim::run(1, async move {
             let image = Rc::new(image("memory:1M", &[]));
             put(Load { write: Some(7), places, ..load(6, 1) }, Rc::clone(&image), false).await.unwrap();
             let mut found = Vec::new();
-            for offset in [0, 8192, 500_000, 508_192, 1_000_000, 1_008_192] {
+            for offset in [8192, 508_192, 1_008_192, 459_616, 959_616, 411_040, 0] {
                 let read = image.read(offset, 1).await.unwrap();
                 found.push((offset, read.as_slice()[0][0]));
             }
             found
         });
-        let expect = [(0, 7), (8192, 7), (500_000, 7), (508_192, 7), (1_000_000, 7), (1_008_192, 7)];
+        let expect =
+            [(8192, 7), (508_192, 7), (1_008_192, 7), (459_616, 7), (959_616, 7), (411_040, 7), (0, 0)];
         assert_eq!(written, expect);
     }
 

@@ -1,0 +1,380 @@
+"""Rows for qcow2: in-process (`weir bench` beside `qemu-img bench`), over NBD, converting, and opening.
+
+Why QEMU's own tool makes every image: weir and QEMU then work on the very same file, and neither gains from how the other lays one out.
+
+Images lie beside the raw disk file and are made once; what a sample makes is removed with it. Never writes to the raw file.
+"""
+
+import resource
+import time
+from dataclasses import dataclass
+
+import nbd
+
+import loads
+import servers
+from loads import Load
+from results import AtMost, Faster
+from rows import WEIR, Row, settle, under_load
+
+QEMU = ("qemu-img native", "qemu-img io_uring")
+QEMU_NBD = ("qemu-nbd native", "qemu-nbd io_uring")
+RAW = "weir raw"
+MIB = 1 << 20
+GIB = 1 << 30
+# qemu-img bench has no random offsets: a step that is prime to the disk's blocks goes everywhere, 4099 blocks further each time.
+FAR_STEP = 4099 * 4096
+# Requests of one sample, as long as the loads of other rows at 100,000 a second.
+RATE = 100_000
+DEPTH = 32
+
+
+@dataclass(frozen=True)
+class Image:
+    """An image of the bench's own; `size_bytes` of the disk, `options` of qemu-img create, `data` whether every cluster is written."""
+
+    name: str
+    size_bytes: int
+    options: str = ""
+    data: bool = True
+
+
+def path_of(setup, image):
+    """The image's file, made if it is not there."""
+    path = setup.disk.with_name(f"{image.name}-{image.size_bytes // MIB}M.qcow2")
+    if path.exists():
+        return path
+    unfinished = path.with_suffix(".new")
+    options = ["-o", image.options] if image.options else []
+    run(["qemu-img", "create", "-q", "-f", "qcow2", *options, unfinished, image.size_bytes])
+    if image.data:
+        # In order, and with as few words as the format has for it.
+        count = image.size_bytes // (2 * MIB)
+        run(["qemu-img", "bench", "-q", "-f", "qcow2", "-t", "none", "-w", "-s", "2M", "-d", "4", "-c", count,
+             "--pattern", "165", unfinished])  # fmt: skip
+    unfinished.rename(path)
+    return path
+
+
+def run(argv, timeout_seconds=600):
+    """Runs a command to its end."""
+    return loads.run(argv, timeout_seconds)
+
+
+def seconds_of(text):
+    """What both tools print at the end."""
+    return float(text.rpartition("Run completed in ")[2].split()[0])
+
+
+def bench_sample(argv, count, block_bytes=4096):
+    """One run of either tool; `argv` but the image's name comes first."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    elapsed = max(seconds_of(run(argv)), 1e-6)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return {
+        "iops": count / elapsed,
+        "bytes_per_s": count * block_bytes / elapsed,
+        "requests": count,
+        "cpu_us": cpu * 1e6 / count,
+    }
+
+
+def requests(setup):
+    """So many for a sample."""
+    return max(1000, int(setup.seconds * RATE))
+
+
+def weir_bench(setup, path, form, count, *options):
+    """`weir bench`, past the page cache."""
+    return [setup.program, "bench", "-f", form, "-t", "none", "-d", DEPTH, "-c", count, *options, path]
+
+
+def qemu_bench(path, aio, count, *options, image_options=""):
+    """`qemu-img bench`, past the page cache. Options of the image's caches need its long form."""
+    if image_options:
+        target = (f"driver=qcow2,file.driver=file,file.filename={path},file.aio={aio},cache.direct=on,"
+                  f"file.cache.direct=on,{image_options}")  # fmt: skip
+        return ["qemu-img", "bench", "-t", "none", "-d", DEPTH, "-c", count, *options, "--image-opts", target]
+    return ["qemu-img", "bench", "-f", "qcow2", "-t", "none", "-i", aio, "-d", DEPTH, "-c", count, *options, path]
+
+
+def everywhere(kind):
+    """4 KiB requests all over the disk, with an L2 cache that covers it."""
+    write = ["-w"] if kind == "write" else []
+
+    def contenders(setup, _stack):
+        image = Image("random", setup.size_bytes)
+        count = requests(setup)
+        step = ["-s", 4096, "-S", FAR_STEP]
+
+        def on(argv):
+            def sample():
+                settle(path_of(setup, image))
+                return bench_sample(argv, count)
+
+            return sample
+
+        path = path_of(setup, image)
+        raw = raw_copy(setup)
+        theirs = {
+            name: on(qemu_bench(path, name.split()[1], count, *step, *write)) for name in QEMU
+        }
+        if not setup.program:
+            return theirs
+        return {
+            WEIR: on(weir_bench(setup, path, "qcow2", count, *step, *write, "--l2-cache-size", "full")),
+            RAW: on(weir_bench(setup, raw, "raw", count, *step, *write)),
+        } | theirs
+
+    return contenders
+
+
+def raw_copy(setup):
+    """A raw file of the disk's size that may be written to."""
+    path = setup.disk.with_name(f"scratch-{setup.size_bytes // MIB}M.raw")
+    if not path.exists():
+        unfinished = path.with_suffix(".new")
+        run(["cp", "--sparse=never", setup.disk, unfinished])
+        unfinished.rename(path)
+    return path
+
+
+def allocating(cluster):
+    """Writes of a cluster each, one behind the other, into an empty image; the image is made anew for each sample."""
+
+    def contenders(setup, _stack):
+        size = setup.size_bytes
+        count = size // cluster
+        block = ["-w", "-s", cluster]
+        path = setup.disk.with_name("allocating.qcow2")
+
+        def on(argv):
+            def sample():
+                try:
+                    run(["qemu-img", "create", "-q", "-f", "qcow2", "-o", f"cluster_size={cluster}", path, size])
+                    return bench_sample(argv, count, cluster)
+                finally:
+                    path.unlink(missing_ok=True)
+
+            return sample
+
+        theirs = {name: on(qemu_bench(path, name.split()[1], count, *block)) for name in QEMU}
+        ours = {WEIR: on(weir_bench(setup, path, "qcow2", count, *block))} if setup.program else {}
+        return ours | theirs
+
+    return contenders
+
+
+def covering(part):
+    """4 KiB reads all over 16 GiB with an L2 cache for a part of it: 1 of `part`."""
+
+    def contenders(setup, _stack):
+        # A gigabyte where only running counts.
+        size = 16 * GIB if setup.seconds >= 1 else GIB
+        # Metadata alone: the data lies in holes, so that the mapping is what is measured and not the disk.
+        image = Image("mapped", size, "preallocation=metadata", data=False)
+        path = path_of(setup, image)
+        # One entry of 8 bytes for each cluster of 64 KiB.
+        cache = max(size // part * 8 // 65536, 65536)
+        count = max(1000, requests(setup) // 4)
+        step = ["-s", 4096, "-S", FAR_STEP]
+        options = f"l2-cache-size={cache},l2-cache-entry-size=4096"
+        theirs = {
+            name: lambda aio=name.split()[1]: bench_sample(
+                qemu_bench(path, aio, count, *step, image_options=options), count
+            )
+            for name in QEMU
+        }
+        ours = weir_bench(
+            setup, path, "qcow2", count, *step, "--l2-cache-size", cache, "--l2-cache-entry-size", 4096
+        )
+        return ({WEIR: lambda: bench_sample(ours, count)} if setup.program else {}) | theirs
+
+    return contenders
+
+
+def over_nbd(kind):
+    """The same over NBD: fio's random requests of 4 KiB."""
+    load = Load(kind, 32)
+
+    def contenders(setup, _stack):
+        path = path_of(setup, Image("random", setup.size_bytes))
+
+        def on(argv):
+            def sample():
+                settle(path)
+                with servers.Server(argv) as server:
+                    return under_load(server, load, setup.seconds)
+
+            return sample
+
+        theirs = {
+            name: on(["qemu-nbd", "--persistent", "--shared=8", "--format=qcow2", "--cache=none",
+                      f"--aio={name.split()[1]}", path])
+            for name in QEMU_NBD
+        }  # fmt: skip
+        if not setup.program:
+            return theirs
+        raw = raw_copy(setup)
+        options = ["--format", "qcow2", "--cache", "none", "--l2-cache-size", "full"]
+        return {
+            WEIR: on(servers.weir(setup.program, path, *options)),
+            RAW: on(servers.weir_file(setup.program, raw)),
+        } | theirs
+
+    return contenders
+
+
+def converting(*options, source_form="raw"):
+    """Converting the disk to qcow2; what comes out is removed. Each with its best options."""
+
+    def contenders(setup, _stack):
+        target = setup.disk.with_name("converted.qcow2")
+        source = setup.disk if "-c" not in options else text_of(setup)
+        best = ["-m", 16, *([] if "-c" in options else ["-W"])]
+
+        def on(argv):
+            def sample():
+                try:
+                    start = time.monotonic()
+                    run([*argv, "-f", source_form, "-O", "qcow2", *options, source, target])
+                    return {"bytes_per_s": source.stat().st_size / (time.monotonic() - start)}
+                finally:
+                    target.unlink(missing_ok=True)
+
+            return sample
+
+        theirs = {
+            "qemu-img": on(["qemu-img", "convert", *best]),
+            "qemu-img -W": on(["qemu-img", "convert", "-m", 16, "-W"]),
+        }
+        ours = {WEIR: on([setup.program, "image", "convert", "-m", 16, "-W"])} if setup.program else {}
+        return ours | theirs
+
+    return contenders
+
+
+def text_of(setup):
+    """A file that compresses as documents do: lines of numbers."""
+    size = min(setup.size_bytes, 256 * MIB)
+    path = setup.disk.with_name(f"text-{size // MIB}M.raw")
+    if not path.exists():
+        unfinished = path.with_suffix(".new")
+        with open(unfinished, "wb") as file:
+            number = 0
+            while file.tell() < size:
+                lines = b"".join(b"%d: %x\n" % (n, n * 2654435761 & 0xFFFFFFFF) for n in range(number, number + 50_000))
+                file.write(lines[: size - file.tell()])
+                number += 50_000
+        unfinished.rename(path)
+    return path
+
+
+def opening(setup, _stack):
+    """From the start of a server of a 10 TiB image to the answer of its first read, and the memory it then holds."""
+    path = setup.disk.with_name("huge.qcow2")
+    if not path.exists():
+        unfinished = path.with_suffix(".new")
+        run(["qemu-img", "create", "-q", "-f", "qcow2", unfinished, "10T"])
+        unfinished.rename(path)
+
+    def on(argv):
+        def sample():
+            start = time.monotonic()
+            with servers.Server(argv) as server:
+                client = nbd.NBD()
+                client.connect_uri(server.uri)
+                client.pread(4096, 5 << 40)
+                elapsed = time.monotonic() - start
+                resident = servers.resident_bytes(server.pid)
+                client.shutdown()
+            return {"start_s": elapsed, "resident_bytes": resident}
+
+        return sample
+
+    theirs = {"qemu-nbd": on(["qemu-nbd", "--persistent", "--format=qcow2", path])}
+    ours = {WEIR: on(servers.weir(setup.program, path, "--format", "qcow2"))} if setup.program else {}
+    return ours | theirs
+
+
+def _milliseconds(value):
+    return f"{value * 1000:.0f} ms"
+
+
+def _mib(value):
+    return f"{value / MIB:.0f} MiB"
+
+
+def _everywhere(kind):
+    return Row(
+        f"qcow2-rand{kind}",
+        f"4 KiB {kind}s everywhere, depth 32, qcow2, in-process, L2 cache for the whole disk, cache none",
+        everywhere(kind),
+        (Faster(WEIR, 0.95, (RAW,)), Faster(WEIR, 1.5, QEMU)),
+    )
+
+
+def _covering(part):
+    asked = (Faster(WEIR, 1.5, QEMU),) if part == 128 else ()
+    name = "the whole" if part == 1 else f"1/{part}"
+    return Row(
+        f"qcow2-cache-{part}",
+        f"4 KiB reads everywhere, depth 32, qcow2 of 16 GiB, in-process, L2 cache for {name} of it, cache none",
+        covering(part),
+        asked,
+    )
+
+
+ROWS = (
+    _everywhere("read"),
+    _everywhere("write"),
+    *(
+        Row(
+            f"qcow2-allocate-{name}",
+            f"writes of a cluster ({name}) one behind the other into an empty qcow2 image, in-process, cache none",
+            allocating(cluster),
+            (Faster(WEIR, 1.2, QEMU, key="bytes_per_s"),),
+            columns=("bytes_per_s", "cpu_us"),
+        )
+        for name, cluster in (("64K", 65536), ("2M", 2 * MIB))
+    ),
+    *(_covering(part) for part in (128, 32, 8, 2, 1)),
+    *(
+        Row(
+            f"qcow2-nbd-{kind}",
+            f"4 KiB {kind}, depth 32, one connection, qcow2 over NBD, L2 cache for the whole disk, cache none",
+            over_nbd(kind),
+            (Faster(WEIR, 0.95, (RAW,)), Faster(WEIR, 1.5, QEMU_NBD)),
+        )
+        for kind in ("randread", "randwrite")
+    ),
+    Row(
+        "qcow2-convert",
+        "convert from raw to qcow2, 16 requests at a time in any order",
+        converting(),
+        (Faster(WEIR, 1.2, ("qemu-img", "qemu-img -W"), key="bytes_per_s"),),
+        columns=("bytes_per_s",),
+    ),
+    Row(
+        "qcow2-convert-zlib",
+        "convert to compressed qcow2 (zlib)",
+        converting("-c"),
+        (Faster(WEIR, 1.2, ("qemu-img", "qemu-img -W"), key="bytes_per_s"),),
+        columns=("bytes_per_s",),
+    ),
+    Row(
+        "qcow2-convert-zstd",
+        "convert to compressed qcow2 (zstd)",
+        converting("-c", "-o", "compression_type=zstd"),
+        (Faster(WEIR, 1.2, ("qemu-img", "qemu-img -W"), key="bytes_per_s"),),
+        columns=("bytes_per_s",),
+    ),
+    Row(
+        "qcow2-open",
+        "from the start of a server of a qcow2 image of 10 TiB to its first answer",
+        opening,
+        (AtMost(0.050, "start_s", _milliseconds, WEIR), AtMost(64 * MIB, "resident_bytes", _mib, WEIR)),
+        columns=("start_s", "resident_bytes"),
+    ),
+)

@@ -1,0 +1,303 @@
+//! qcow2 both ways: what weir writes QEMU reads and finds nothing wrong with, and what QEMU writes weir reads and goes on with.
+//!
+//! Over the product of version × cluster size × width of refcounts × extended L2 × data file × compression × backing file, as far as the
+//! format allows. For each, operations drawn from a seed go to the image, in turn through weir (served over NBD) and through QEMU, and to a flat
+//! model in memory; then everybody must see what the model has.
+//!
+//! A plain run takes one of each handful of combinations, such that every single value occurs; `WEIR_CONFORMANCE=all`, in `make soak`, takes all.
+
+use std::{env, fmt::Write as _, fs, path::PathBuf};
+
+use crate::harness::{Client, MIB, Scratch, Serve, text};
+
+const WEIR: &str = env!("CARGO_BIN_EXE_weir");
+/// Of how many combinations a plain run takes one: no divisor of how many values anything has, so that they mix.
+const ONE_OF: usize = 11;
+/// Operations between two looks at everything.
+const OPERATIONS: usize = 24;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum DataFile {
+    None,
+    Plain,
+    Raw,
+}
+
+/// A combination.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Shape {
+    version: u32,
+    cluster: u64,
+    refcount_bits: u32,
+    extended: bool,
+    data_file: DataFile,
+    compression: Option<&'static str>,
+    backing: bool,
+}
+
+impl Shape {
+    fn all() -> Vec<Self> {
+        let mut all = Vec::new();
+        for version in [2, 3] {
+            for cluster in [512, 4096, 65_536, 2 << 20] {
+                for refcount_bits in [1, 16, 64] {
+                    for extended in [false, true] {
+                        for data_file in [DataFile::None, DataFile::Plain, DataFile::Raw] {
+                            for compression in [None, Some("zlib"), Some("zstd")] {
+                                for backing in [false, true] {
+                                    let shape =
+                                        Self { version, cluster, refcount_bits, extended, data_file, compression, backing };
+                                    all.extend(shape.is_possible().then_some(shape));
+                                }
+                            }
+                        }
+                    }
+                }
+            }
+        }
+        all
+    }
+
+    /// QEMU's rules.
+    fn is_possible(&self) -> bool {
+        let has_data_file = self.data_file != DataFile::None;
+        let version_2 = self.refcount_bits == 16
+            && !self.extended
+            && !has_data_file
+            && self.compression.is_none_or(|kind| kind == "zlib");
+        (self.version == 3 || version_2)
+            && (!self.extended || self.cluster >= 16_384)
+            && !(has_data_file && self.compression.is_some())
+            && !(self.data_file == DataFile::Raw && self.backing)
+    }
+
+    /// For `-o`.
+    fn options(&self, data: &str) -> String {
+        let compat = if self.version == 2 { "0.10" } else { "1.1" };
+        let mut options = format!("compat={compat},cluster_size={}", self.cluster);
+        if self.version == 3 {
+            // Writing to a string cannot fail.
+            let _ = write!(options, ",refcount_bits={}", self.refcount_bits);
+        }
+        if self.extended {
+            options += ",extended_l2=on";
+        }
+        if self.compression == Some("zstd") {
+            options += ",compression_type=zstd";
+        }
+        options += &match self.data_file {
+            DataFile::None => String::new(),
+            DataFile::Plain => format!(",data_file={data}"),
+            DataFile::Raw => format!(",data_file={data},data_file_raw=on"),
+        };
+        options
+    }
+
+    /// No multiple of a cluster, and more than one of everything.
+    fn size(&self) -> u64 {
+        if self.cluster >= MIB { 13 * MIB + 1536 } else { 3 * MIB + 1536 }
+    }
+}
+
+/// Numbers from a seed: xorshift64*.
+struct Random(u64);
+
+impl Random {
+    fn below(&mut self, bound: u64) -> u64 {
+        self.0 ^= self.0 >> 12;
+        self.0 ^= self.0 << 25;
+        self.0 ^= self.0 >> 27;
+        (self.0.wrapping_mul(0x2545_f491_4f6c_dd1d) >> 32) % bound
+    }
+}
+
+/// One image, and what should be in it.
+struct Subject {
+    shape: Shape,
+    scratch: Scratch,
+    image: PathBuf,
+    model: Vec<u8>,
+    random: Random,
+}
+
+impl Subject {
+    /// Made and filled by weir or by QEMU.
+    fn new(shape: Shape, seed: u64) -> Self {
+        let scratch = Scratch::new();
+        let image = scratch.path("image.qcow2");
+        let mut this = Self { shape, scratch, image, model: vec![0; shape.size() as usize], random: Random(seed) };
+        let by_weir = seed.is_multiple_of(2);
+        let options = shape.options("data.raw");
+        if shape.backing {
+            this.make_backing();
+        }
+        if shape.compression.is_some() {
+            this.fill_compressed(&options, by_weir);
+        } else {
+            let size = shape.size().to_string();
+            let backing: &[&str] = if shape.backing { &["-b", "base.qcow2", "-F", "qcow2"] } else { &[] };
+            this.tool(by_weir, &["create", "-q", "-f", "qcow2", "-o", &options])
+                .args(backing)
+                .args([text(&this.image), &size])
+                .succeeds();
+        }
+        this
+    }
+
+    /// `weir image` or `qemu-img`, in the image's directory: names in images are relative.
+    fn tool(&self, weir: bool, arguments: &[&str]) -> Client {
+        let directory = self.image.parent().expect("it lies in one");
+        let client = Client::new("env").arg("--chdir").arg(directory);
+        let client = if weir { client.args([WEIR, "image"]) } else { client.arg("qemu-img") };
+        client.args(arguments)
+    }
+
+    /// A backing file that is shorter than the image, and has something in it.
+    fn make_backing(&mut self) {
+        let bytes = (self.shape.size() / 2) & !511;
+        let base = self.scratch.path("base.qcow2");
+        let size = bytes.to_string();
+        self.tool(false, &["create", "-q", "-f", "qcow2", text(&base), &size]).succeeds();
+        let (at, length) = (bytes / 4, bytes / 2);
+        let write = format!("write -P 0xba {at} {length}");
+        Client::new("qemu-io").args(["-f", "qcow2", "-c", &write]).arg(&base).succeeds();
+        self.model[at as usize..(at + length) as usize].fill(0xba);
+    }
+
+    /// An image full of compressed clusters, of data that shrinks well, badly and not at all.
+    fn fill_compressed(&mut self, options: &str, by_weir: bool) {
+        let mut at = 0;
+        while at < self.model.len() {
+            let end = self.model.len().min(at + 70_000);
+            let spread = [1, 4, 64, 256][self.random.below(4) as usize];
+            for byte in &mut self.model[at..end] {
+                *byte = 1 + self.random.below(spread).min(254) as u8;
+            }
+            at = end + 130_000;
+        }
+        if self.shape.backing {
+            // What is not in the image's own layer comes from the backing file.
+            self.model.fill(0x77);
+        }
+        let source = self.scratch.file("source.raw", &self.model);
+        let backing: &[&str] = if self.shape.backing { &["-B", "base.qcow2", "-F", "qcow2"] } else { &[] };
+        self.tool(by_weir, &["convert", "-c", "-f", "raw", "-O", "qcow2", "-o", options])
+            .args(backing)
+            .args([text(&source), text(&self.image)])
+            .succeeds();
+    }
+
+    /// Commands for qemu-io that change the image, done to the model as well.
+    fn operations(&mut self) -> Vec<String> {
+        let size = self.model.len() as u64;
+        let mut commands = Vec::new();
+        for _ in 0..OPERATIONS {
+            let longest = [700, 5_000, 70_000, size / 3][self.random.below(4) as usize];
+            let length = 1 + self.random.below(longest);
+            let offset = self.random.below(size - length + 1);
+            let range = offset as usize..(offset + length) as usize;
+            match self.random.below(10) {
+                0..6 => {
+                    let byte = 1 + self.random.below(254) as u8;
+                    self.model[range].fill(byte);
+                    commands.push(format!("write -P {byte} {offset} {length}"));
+                }
+                6..8 => {
+                    self.model[range].fill(0);
+                    let unmap = if self.random.below(2) == 0 { "-u " } else { "" };
+                    commands.push(format!("write -z {unmap}{offset} {length}"));
+                }
+                8 => {
+                    // What a discard leaves is anybody's guess, so something known follows.
+                    self.model[range].fill(0);
+                    commands.push(format!("discard {offset} {length}"));
+                    commands.push(format!("write -z {offset} {length}"));
+                }
+                _ => commands.push("flush".to_owned()),
+            }
+        }
+        commands
+    }
+
+    /// Commands that read everything back and compare it: runs of one byte.
+    fn readings(&self) -> Vec<String> {
+        let mut commands = Vec::new();
+        let mut at = 0;
+        while at < self.model.len() && commands.len() < 60 {
+            let run = self.model[at..].iter().take_while(|&&byte| byte == self.model[at]).count();
+            if run >= 512 {
+                commands.push(format!("read -P {} {at} {run}", self.model[at]));
+            }
+            at += run;
+        }
+        commands
+    }
+
+    #[track_caller]
+    fn qemu_io(&self, format: &str, target: &str, commands: &[String]) {
+        let arguments = commands.iter().flat_map(|command| ["-c", command.as_str()]);
+        let printed = Client::new("qemu-io").args(["-f", format]).args(arguments).arg(target).succeeds();
+        let wrong = ["failed", "error", "not support"];
+        assert!(!wrong.iter().any(|word| printed.to_lowercase().contains(word)), "{:?}: {printed}", self.shape);
+    }
+
+    /// Changes it through weir, and reads it back there.
+    fn through_weir(&mut self) {
+        let weir = Serve::new(&self.scratch).arg(&self.image).args(["--format", "qcow2"]).start();
+        let uri = weir.uri("image");
+        let commands = self.operations();
+        self.qemu_io("raw", &uri, &commands);
+        self.qemu_io("raw", &uri, &self.readings());
+        weir.stop();
+    }
+
+    /// The same through QEMU.
+    fn through_qemu(&mut self) {
+        let image = text(&self.image).to_owned();
+        let commands = self.operations();
+        self.qemu_io("qcow2", &image, &commands);
+    }
+
+    /// Whether everybody sees what the model has, and nothing is wrong.
+    fn check(&self) {
+        let what = format!("{:?}", self.shape);
+        let (image, model) = (text(&self.image), self.scratch.file("model.raw", &self.model));
+        for weir in [false, true] {
+            self.tool(weir, &["check", "-f", "qcow2", image]).succeeds();
+            self.tool(weir, &["compare", "-f", "qcow2", "-F", "raw", image, text(&model)]).succeeds();
+        }
+        self.qemu_io("qcow2", image, &self.readings());
+        if !self.shape.extended {
+            // QEMU tells of places kept for subclusters that are not there, which is nobody's business.
+            let map = |weir| {
+                let printed = self.tool(weir, &["map", "--output=json", "-f", "qcow2", image]).succeeds();
+                printed.replace(", \"compressed\": false", "").replace(", \"compressed\": true", "")
+            };
+            assert_eq!(map(true), map(false), "{what}");
+        }
+        if self.shape.data_file == DataFile::Raw {
+            let data = fs::read(self.scratch.path("data.raw")).unwrap();
+            assert!(data[..self.model.len()] == self.model, "{what}: the data file is not the disk");
+        }
+    }
+}
+
+#[test]
+fn weir_and_qemu_read_and_write_each_other_s_images() {
+    let all = env::var("WEIR_CONFORMANCE").is_ok_and(|wish| wish == "all");
+    let shapes = Shape::all();
+    assert!(shapes.len() > 150, "{} combinations", shapes.len());
+    for (number, shape) in shapes.into_iter().enumerate() {
+        if !all && number % ONE_OF != 3 {
+            continue;
+        }
+        let mut subject = Subject::new(shape, number as u64 * 2 + 7 + (number as u64 / 3) % 2);
+        subject.check();
+        subject.through_weir();
+        subject.check();
+        subject.through_qemu();
+        subject.check();
+        subject.through_weir();
+        subject.check();
+    }
+}
