@@ -260,6 +260,43 @@ fn nodes_over_qcow2_are_added_and_deleted() {
 }
 
 #[test]
+fn bitmaps_are_shown_to_clients() {
+    let scratch = Scratch::new();
+    let directory = scratch.path("");
+    qemu_img(&directory, "create -q -f qcow2 DIR/disk.qcow2 4M");
+    qemu_img(&directory, "bitmap --add DIR/disk.qcow2 backup");
+    let image = text(&scratch.path("disk.qcow2")).to_owned();
+    qemu_io(["-f", "qcow2"], &["write -P 1 1M 128k", "write -P 1 3M 1"], &image);
+    let said = serve(&scratch, "disk.qcow2").args(["--bitmap", "backup"]).rejects_usage();
+    assert_says(&said, &["--bitmap backup", "needs read-only"]);
+    let said = serve(&scratch, "disk.qcow2").args(["--read-only", "--bitmap", "other"]).fails();
+    assert_says(&said, &["there is no bitmap \"other\""]);
+    let (weir, mut qmp) =
+        controlled(&scratch, serve(&scratch, "disk.qcow2").args(["--read-only", "--bitmap", "backup"]));
+    let extents = |export: &str| -> Vec<(u64, u64)> {
+        let map =
+            Client::new("nbdinfo").args(["--json", "--map=qemu:dirty-bitmap:backup", &weir.uri(export)]);
+        let map: Value = serde_json::from_str(&map.succeeds()).unwrap();
+        let extent =
+            |extent: &Value| (extent["length"].as_u64().unwrap() >> 16, extent["type"].as_u64().unwrap());
+        map.as_array().unwrap().iter().map(extent).collect()
+    };
+    assert_eq!(extents("disk"), [(16, 0), (2, 1), (30, 0), (1, 1), (15, 0)]);
+    let listed = Client::new("nbdinfo").arg(weir.uri("disk")).succeeds();
+    assert_says(&listed, &["base:allocation", "qemu:dirty-bitmap:backup"]);
+    let export =
+        json!({"type": "nbd", "id": "e", "node-name": "disk", "name": "again", "bitmaps": ["backup"]});
+    qmp.command("block-export-add", export);
+    assert_eq!(extents("again").len(), 5);
+    let export = json!({"type": "nbd", "id": "f", "node-name": "disk", "name": "f", "bitmaps": ["none"]});
+    let (_, said) = qmp.refused("block-export-add", export);
+    assert_says(&said, &["there is no bitmap \"none\""]);
+    weir.stop();
+    // Opened read-only, the bitmap is as good as before.
+    qemu_img(&directory, "bitmap --disable DIR/disk.qcow2 backup");
+}
+
+#[test]
 fn settings_of_qcow2_are_refused_where_they_mean_nothing() {
     let scratch = Scratch::new();
     let raw = scratch.sparse("disk.raw", MIB);

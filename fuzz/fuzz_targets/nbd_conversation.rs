@@ -36,6 +36,7 @@ fn exports() -> ExportTable {
             rotational: false,
         },
         sizes: BlockSizes::new(512, 4096, MAX_PAYLOAD).unwrap(),
+        bitmaps: Arc::default(),
     };
     ExportTable::new(vec![export("disk", false), export("", true)])
 }

@@ -12,6 +12,7 @@ fn exports() -> ExportTable {
         size_bytes: 1 << 20,
         features: Features { flush: true, dont_fragment: true, ..Features::default() },
         sizes: BlockSizes::default(),
+        bitmaps: [Arc::from("b0")].into(),
     };
     ExportTable::new(vec![export("disk"), export("")])
 }

@@ -30,6 +30,9 @@ pub(crate) struct Qcow2Args {
     /// An open descriptor to read the passphrase from
     #[arg(long, value_name = "N", conflicts_with_all = ["config", "secret_file"])]
     secret_fd: Vec<u32>,
+    /// Let clients see which parts this bitmap of the image marks, as qemu:dirty-bitmap:NAME; repeatable, needs --read-only
+    #[arg(long, value_name = "NAME", conflicts_with = "config")]
+    bitmap: Vec<String>,
 }
 
 impl Qcow2Args {
@@ -48,6 +51,11 @@ impl Qcow2Args {
             refcount_cache_size: said("refcount-cache-size", self.refcount_cache_size),
             cache_size: said("cache-size", self.cache_size),
             cache_clean_interval: said("cache-clean-interval", self.cache_clean_interval),
+            bitmaps: self
+                .bitmap
+                .iter()
+                .map(|name| Said::new(name.clone(), Place::option("bitmap", name)))
+                .collect(),
             secrets: self.secret_file.iter().map(file).chain(self.secret_fd.iter().map(descriptor)).collect(),
         }
     }

@@ -189,6 +189,7 @@ impl Reader<'_> {
             refcount_cache_size: section.parse("refcount-cache-size", plan::size)?,
             cache_size: section.parse("cache-size", plan::size)?,
             cache_clean_interval: section.value("cache-clean-interval")?,
+            bitmaps: section.list("bitmap", |name| Ok(name.to_owned()))?,
             secrets: section.list("secret-file", |text| match text {
                 "" => Err("is empty (write one, or leave the key out)".to_owned()),
                 path => Ok(SecretSource::File(self.directory.join(path))),

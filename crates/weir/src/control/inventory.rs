@@ -22,7 +22,10 @@ use std::{
 use block::{
     disk::Disk,
     export::nbd::{self, NotRemoved, Removal},
-    image::{Secret, qcow2::CacheSettings},
+    image::{
+        Secret,
+        qcow2::{CacheSettings, bitmap::BitmapView},
+    },
     layer::throttle::Group,
     reactor,
     storage::{CacheMode, Format, Root},
@@ -103,6 +106,8 @@ pub(crate) struct NewExport {
     pub(crate) disk: String,
     /// Refuse writes, whatever the disk does.
     pub(crate) read_only: bool,
+    /// Bitmaps of the disk's image that clients may look at.
+    pub(crate) bitmaps: Arc<[BitmapView]>,
 }
 
 /// Why something was not done. Nothing has changed.
@@ -475,6 +480,7 @@ impl Inventory {
             description: new.description.into(),
             disk: Arc::clone(&disk.disk),
             read_only: new.read_only,
+            bitmaps: new.bitmaps,
         };
         let Some(number) = serving.server().add(export) else {
             return Err(Refused::ExportNameTaken { name: new.name, address: serving.address() });

@@ -22,6 +22,7 @@ pub(crate) struct Qcow2Draft {
     pub(crate) cache_size: Option<Said<u64>>,
     pub(crate) cache_clean_interval: Option<Said<CleanInterval>>,
     pub(crate) secrets: Vec<Said<SecretSource>>,
+    pub(crate) bitmaps: Vec<Said<String>>,
 }
 
 /// The same, once it is known to make sense.
@@ -31,6 +32,8 @@ pub(crate) struct Qcow2Settings {
     pub(crate) caches: CacheSettings,
     /// One for each encrypted image of the chain, or one for all.
     pub(crate) secrets: Vec<SecretSource>,
+    /// Names of those that clients may look at.
+    pub(crate) bitmaps: Vec<String>,
     /// The first of all that was said, which has no effect on a raw image.
     pub(crate) said: Option<Place>,
 }
@@ -121,6 +124,7 @@ impl Qcow2Draft {
         Ok(Qcow2Settings {
             caches,
             secrets: self.secrets.iter().map(|said| said.value.clone()).collect(),
+            bitmaps: self.bitmaps.iter().map(|said| said.value.clone()).collect(),
             said: self.first_said(),
         })
     }
@@ -134,6 +138,7 @@ impl Qcow2Draft {
             .or_else(|| sizes.into_iter().find_map(|said| place(said.as_ref())))
             .or_else(|| place(self.cache_clean_interval.as_ref()))
             .or_else(|| place(self.secrets.first()))
+            .or_else(|| place(self.bitmaps.first()))
             .cloned()
     }
 }

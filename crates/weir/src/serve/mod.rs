@@ -32,7 +32,7 @@ use crate::{
     cli::ServeArgs,
     config,
     control::{
-        held_back,
+        bitmaps, held_back,
         inventory::{End, Inventory, NewExport, RunningDisk},
         qmp::{Control, Ending},
         serving::Serving,
@@ -131,7 +131,7 @@ impl Daemon {
         // Bound before anything is served, and heard once everything is: a command finds the daemon whole.
         let sockets = plan.service.qmp.iter().map(|path| listen::private(path));
         let sockets = sockets.collect::<anyhow::Result<_>>()?;
-        let uris = listen(plan, inherited, tls, &workers, &inventory)?;
+        let uris = listen(plan, inherited, tls, &workers, &inventory).await?;
         let control = Rc::new(Control::start(&inventory, sockets));
         let pid_file = plan.service.pid_file.as_deref().map(PidFile::write).transpose()?;
         announce(&uris);
@@ -225,7 +225,7 @@ impl Daemon {
 }
 
 /// Binds every address, then lets clients in; returns where they find what.
-fn listen(
+async fn listen(
     plan: &Plan,
     inherited: Inherited,
     tls: Option<nbd::Tls>,
@@ -244,13 +244,13 @@ fn listen(
         inventory.add_server(&serving);
         for export in &planned.exports {
             uris.extend(serving.uris(&export.name, &plan.service.tls));
-            add_export(plan, export, &serving, inventory)?;
+            add_export(plan, export, &serving, inventory).await?;
         }
     }
     Ok(uris)
 }
 
-fn add_export(
+async fn add_export(
     plan: &Plan,
     export: &plan::Export,
     serving: &Rc<Serving>,
@@ -268,6 +268,7 @@ fn add_export(
         description: disk.description.clone(),
         disk: disk.name.clone(),
         read_only: disk.read_only,
+        bitmaps: bitmaps::of_image(&*inventory.disk(&disk.name)?, &disk.qcow2.bitmaps).await?,
     };
     Ok(inventory.add_export(serving, new)?)
 }

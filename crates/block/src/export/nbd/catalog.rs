@@ -141,6 +141,8 @@ pub struct ExportInfo {
     pub features: Features,
     /// Its block sizes.
     pub sizes: BlockSizes,
+    /// The names of the bitmaps it offers, of which as many count as there are contexts for; always the same for one export.
+    pub bitmaps: Arc<[Arc<str>]>,
 }
 
 /// The exports of a server.
@@ -205,6 +207,7 @@ mod tests {
             size_bytes: 0,
             features: Features::default(),
             sizes: BlockSizes::default(),
+            bitmaps: Arc::default(),
         };
         ExportTable::new(names.iter().map(export).collect())
     }

@@ -35,7 +35,7 @@ use super::{
     session::Session,
     stream::Stream,
 };
-use crate::{buffer::Buffer, disk::Disk, reactor};
+use crate::{buffer::Buffer, disk::Disk, image::qcow2::bitmap::BitmapView, reactor};
 
 /// Time for the last bytes of a connection that has ended.
 const FAREWELL: Duration = Duration::from_secs(1);
@@ -53,6 +53,8 @@ pub(super) enum Broken {
 pub(super) struct Connection {
     stream: Stream,
     pub(super) disk: Arc<Disk>,
+    /// By the index that their contexts have.
+    pub(super) bitmaps: Arc<[BitmapView]>,
     pub(super) session: Session,
     pub(super) replier: Replier,
     pub(super) outbox: Outbox,
@@ -77,10 +79,17 @@ enum End {
 }
 
 impl Connection {
-    pub(super) fn new(stream: Stream, disk: Arc<Disk>, session: Session, stop: Arc<AtomicBool>) -> Rc<Self> {
+    pub(super) fn new(
+        stream: Stream,
+        disk: Arc<Disk>,
+        bitmaps: Arc<[BitmapView]>,
+        session: Session,
+        stop: Arc<AtomicBool>,
+    ) -> Rc<Self> {
         Rc::new(Self {
             stream,
             disk,
+            bitmaps,
             session,
             replier: Replier::new(&session),
             outbox: Outbox::default(),

@@ -1,24 +1,39 @@
 //! Metadata contexts: what BLOCK_STATUS can be asked about ("Metadata querying").
 //!
-//! There is one, `base:allocation`. A context is a bit of a set, so a session stays a copyable value; a family with
-//! several members an export (QEMU's `qemu:dirty-bitmap:NAME`) becomes a range of bits, its names looked up in the
-//! export.
+//! There is `base:allocation`, and `qemu:dirty-bitmap:NAME` for each bitmap that an export offers. A context is a bit of a set, so a session
+//! stays a copyable value; the bitmaps' names are looked up in the export, whose list of them never changes.
+
+use std::{borrow::Cow, sync::Arc};
+
+/// The most bitmaps of an export: as many as there are bits beside the one of `base:allocation`.
+pub const MOST_BITMAPS: usize = 31;
+
+/// Before a bitmap's name (QEMU's docs/interop/nbd.txt).
+const BITMAPS: &str = "qemu:dirty-bitmap:";
 
 /// One kind of status.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum MetaContext {
     /// Holes and zeroes, with the flags of [`super::proto::state`].
     BaseAllocation,
+    /// The export's bitmap of this index, below [`MOST_BITMAPS`]: flag 1 where it marks.
+    DirtyBitmap(u8),
 }
 
 impl MetaContext {
-    /// Every context a client may select.
-    pub const ALL: [Self; 1] = [Self::BaseAllocation];
+    /// Every context that a client may select of an export with so many bitmaps.
+    pub fn of_export(bitmaps: usize) -> impl Iterator<Item = Self> {
+        (0..=bitmaps.min(MOST_BITMAPS) as u32).map(Self::of_bit)
+    }
 
-    /// The name on the wire: namespace, colon, leaf.
-    pub const fn name(self) -> &'static str {
+    /// The name on the wire: namespace, colon, leaf. `bitmaps` are the export's.
+    pub fn name(self, bitmaps: &[Arc<str>]) -> Cow<'static, str> {
         match self {
-            Self::BaseAllocation => "base:allocation",
+            Self::BaseAllocation => Cow::Borrowed("base:allocation"),
+            Self::DirtyBitmap(index) => {
+                let name = bitmaps.get(usize::from(index)).map_or("", |name| name);
+                Cow::Owned(format!("{BITMAPS}{name}"))
+            }
         }
     }
 
@@ -30,25 +45,23 @@ impl MetaContext {
     const fn bit(self) -> u32 {
         match self {
             Self::BaseAllocation => 0,
+            Self::DirtyBitmap(index) => 1 + index as u32,
         }
+    }
+
+    fn of_bit(bit: u32) -> Self {
+        if bit == 0 { Self::BaseAllocation } else { Self::DirtyBitmap((bit - 1) as u8) }
     }
 
     /// The context with this number.
     pub fn from_id(id: u32) -> Option<Self> {
-        Self::ALL.into_iter().find(|context| context.id() == id)
+        (1..=1 + MOST_BITMAPS as u32).contains(&id).then(|| Self::of_bit(id - 1))
     }
 
-    /// Whether a query of LIST_META_CONTEXT means this context: its name, or its namespace with an empty leaf.
-    pub fn is_listed_by(self, query: &str) -> bool {
-        query == self.name()
-            || query.ends_with(':')
-                && self.name().starts_with(query)
-                && self.name().find(':') == Some(query.len() - 1)
-    }
-
-    /// Whether a query of SET_META_CONTEXT selects this context: only its full name does.
-    pub fn is_selected_by(self, query: &str) -> bool {
-        query == self.name()
+    /// Whether a query of LIST_META_CONTEXT means the context of this name: the name, its namespace with an empty leaf, or all bitmaps.
+    pub fn is_listed_by(name: &str, query: &str) -> bool {
+        let whole = query.ends_with(':') && name.starts_with(query);
+        query == name || whole && (name.find(':') == Some(query.len() - 1) || query == BITMAPS)
     }
 }
 
@@ -85,7 +98,7 @@ impl MetaContexts {
 
     /// The contexts, in the order of their numbers.
     pub fn iter(self) -> impl Iterator<Item = MetaContext> {
-        MetaContext::ALL.into_iter().filter(move |&context| self.contains(context))
+        MetaContext::of_export(MOST_BITMAPS).filter(move |&context| self.contains(context))
     }
 }
 
@@ -94,26 +107,33 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_namespace_lists_but_does_not_select() {
-        let context = MetaContext::BaseAllocation;
-        assert!(context.is_listed_by("base:"));
-        assert!(context.is_listed_by("base:allocation"));
-        assert!(context.is_selected_by("base:allocation"));
-        for query in ["base:", "base", "", ":", "base:alloc", "qemu:", "base:allocation:"] {
-            assert!(!context.is_selected_by(query), "{query}");
-        }
-        for query in ["base", "", ":", "base:alloc", "qemu:", "base:allocation:", "bas"] {
-            assert!(!context.is_listed_by(query), "{query}");
+    fn a_namespace_lists_but_is_no_name() {
+        let bitmaps = ["b0".into()];
+        let names: Vec<_> = MetaContext::of_export(1).map(|context| context.name(&bitmaps)).collect();
+        assert_eq!(names, ["base:allocation", "qemu:dirty-bitmap:b0"]);
+        let listed =
+            |query: &str| names.iter().map(|name| MetaContext::is_listed_by(name, query)).collect::<Vec<_>>();
+        assert_eq!(listed("base:"), [true, false]);
+        assert_eq!(listed("base:allocation"), [true, false]);
+        assert_eq!(listed("qemu:"), [false, true]);
+        assert_eq!(listed("qemu:dirty-bitmap:"), [false, true]);
+        assert_eq!(listed("qemu:dirty-bitmap:b0"), [false, true]);
+        for query in
+            ["base", "", ":", "base:alloc", "base:allocation:", "bas", "qemu:dirty", "qemu:dirty-bitmap:b"]
+        {
+            assert_eq!(listed(query), [false, false], "{query}");
         }
     }
 
     #[test]
     fn numbers_lead_back_to_their_contexts() {
-        for context in MetaContext::ALL {
+        for context in MetaContext::of_export(100) {
             assert_eq!(MetaContext::from_id(context.id()), Some(context));
         }
-        assert_eq!(MetaContext::from_id(0), None);
-        assert_eq!(MetaContext::from_id(u32::MAX), None);
+        assert_eq!(MetaContext::of_export(100).count(), 32);
+        for id in [0, 33, u32::MAX] {
+            assert_eq!(MetaContext::from_id(id), None);
+        }
     }
 
     #[test]
@@ -122,7 +142,11 @@ mod tests {
         assert!(set.is_empty());
         assert!(set.insert(MetaContext::BaseAllocation));
         assert!(!set.insert(MetaContext::BaseAllocation));
-        assert_eq!(set.iter().collect::<Vec<_>>(), [MetaContext::BaseAllocation]);
-        assert_eq!(set.len(), 1);
+        assert!(set.insert(MetaContext::DirtyBitmap(30)));
+        assert_eq!(
+            set.iter().collect::<Vec<_>>(),
+            [MetaContext::BaseAllocation, MetaContext::DirtyBitmap(30)]
+        );
+        assert_eq!(set.len(), 2);
     }
 }

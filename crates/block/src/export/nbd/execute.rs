@@ -13,6 +13,7 @@ use policy::{merge::Candidate, request::Direction, throttle::Cost};
 
 use super::{
     connection::Connection,
+    context::MetaContext,
     errno::Errno,
     intake::Incoming,
     proto, reply,
@@ -23,7 +24,7 @@ use crate::{
     buffer::Segments,
     disk::Pass,
     error::{Error, Result},
-    storage::{Durability, ZeroOptions},
+    storage::{Durability, Extent, ZeroOptions},
 };
 
 impl Connection {
@@ -146,25 +147,47 @@ impl Connection {
     }
 
     async fn block_status(&self, tag: Tag, query: StatusQuery, bytes: usize) {
-        let extents = match self.disk.block_status(query.offset, query.length).await {
-            Ok(extents) => extents,
-            Err(error) => return self.fail(tag, errno(error), "the status is not to be had", bytes),
-        };
-        let extents: Vec<reply::Extent> = extents
-            .iter()
-            .map(|extent| {
-                let hole = if extent.hole { proto::state::HOLE } else { 0 };
-                let zero = if extent.zero { proto::state::ZERO } else { 0 };
-                reply::Extent { length: extent.length, flags: hole | zero }
-            })
-            .collect();
         let mut reply = Vec::new();
         let contexts = query.contexts.len();
         for (index, context) in query.contexts.iter().enumerate() {
             let last = index + 1 == contexts;
+            let extents = match self.status_of(context, &query).await {
+                Ok(extents) => extents,
+                // Chunks of other contexts may precede the one that says how it ended.
+                Err(error) => {
+                    return self.fail_after(tag, errno(error), "the status is not to be had", reply, bytes);
+                }
+            };
             self.replier.block_status(tag, &query, context, &extents, last, &mut reply);
         }
         self.outbox.push_bytes(&reply, bytes);
+    }
+
+    /// What a context says about the queried range.
+    async fn status_of(&self, context: MetaContext, query: &StatusQuery) -> Result<Vec<reply::Extent>> {
+        match context {
+            MetaContext::BaseAllocation => {
+                let extents = self.disk.block_status(query.offset, query.length).await?;
+                let flags = |extent: &Extent| {
+                    let hole = if extent.hole { proto::state::HOLE } else { 0 };
+                    let zero = if extent.zero { proto::state::ZERO } else { 0 };
+                    hole | zero
+                };
+                Ok(extents
+                    .iter()
+                    .map(|extent| reply::Extent { length: extent.length, flags: flags(extent) })
+                    .collect())
+            }
+            MetaContext::DirtyBitmap(index) => {
+                // Only contexts of the export can have been selected.
+                let bitmap = self.bitmaps.get(usize::from(index)).ok_or(Error::INVALID)?;
+                let runs = bitmap.marked(query.offset, query.length).await?;
+                Ok(runs
+                    .iter()
+                    .map(|run| reply::Extent { length: run.length, flags: u32::from(run.dirty) })
+                    .collect())
+            }
+        }
     }
 
     /// Success, or the error; `bytes` were counted in with the request.
@@ -185,8 +208,12 @@ impl Connection {
     }
 
     fn fail(&self, tag: Tag, errno: Errno, what: &str, bytes: usize) {
+        self.fail_after(tag, errno, what, Vec::new(), bytes);
+    }
+
+    /// As [`fail`](Self::fail), behind the chunks of the reply that are there already.
+    fn fail_after(&self, tag: Tag, errno: Errno, what: &str, mut reply: Vec<u8>, bytes: usize) {
         tracing::debug!(disk = %self.disk.name(), ?errno, what, offset = tag.offset, "request failed");
-        let mut reply = Vec::new();
         self.replier.error(tag, errno, what, &mut reply);
         self.outbox.push_bytes(&reply, bytes);
     }

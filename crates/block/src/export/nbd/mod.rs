@@ -63,7 +63,7 @@ pub mod tls;
 mod wire;
 
 pub use catalog::{BlockSizes, ExportInfo, ExportTable, Exports, Features};
-pub use context::{MetaContext, MetaContexts};
+pub use context::{MOST_BITMAPS, MetaContext, MetaContexts};
 pub use credentials::{TlsError, TlsServer};
 pub use errno::Errno;
 pub use negotiate::{Close, Event, Handshake, Step, TlsPolicy};

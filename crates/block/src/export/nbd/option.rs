@@ -10,6 +10,7 @@ use super::negotiate::Close;
 use super::proto::{self, opt, rep};
 use super::session::{ReplyStyle, Session};
 use super::wire::{self, Fields};
+use std::sync::Arc;
 
 /// What the options so far have agreed on.
 #[derive(Debug, Default)]
@@ -217,6 +218,8 @@ fn extended_headers(terms: &mut Terms, replies: &mut Replies<'_>) -> Result<Outc
 /// An export and the queries about it.
 struct Queries<'a> {
     export: usize,
+    /// The names of the export's bitmaps.
+    bitmaps: Arc<[Arc<str>]>,
     texts: Vec<&'a str>,
 }
 
@@ -235,19 +238,21 @@ fn queries<'a>(data: &'a [u8], exports: &dyn Exports) -> Result<Queries<'a>, Ref
         return Err(malformed);
     }
     let export = exports.find(name).ok_or(Refusal::unknown_export())?;
-    Ok(Queries { export, texts })
+    let bitmaps = exports.get(export).ok_or(Refusal::unknown_export())?.bitmaps;
+    Ok(Queries { export, bitmaps, texts })
 }
 
-fn send_context(replies: &mut Replies<'_>, id: u32, context: MetaContext) {
-    replies.send(rep::META_CONTEXT, &[&id.to_be_bytes(), context.name().as_bytes()]);
+fn send_context(replies: &mut Replies<'_>, id: u32, name: &str) {
+    replies.send(rep::META_CONTEXT, &[&id.to_be_bytes(), name.as_bytes()]);
 }
 
 /// Allowed before structured replies too: the specification leaves that to the server, and it costs nothing.
 fn list_contexts(data: &[u8], exports: &dyn Exports, replies: &mut Replies<'_>) -> Result<Outcome, Refusal> {
-    let queries = queries(data, exports)?.texts;
-    for context in MetaContext::ALL {
-        if queries.is_empty() || queries.iter().any(|query| context.is_listed_by(query)) {
-            send_context(replies, 0, context);
+    let Queries { bitmaps, texts, .. } = queries(data, exports)?;
+    for context in MetaContext::of_export(bitmaps.len()) {
+        let name = context.name(&bitmaps);
+        if texts.is_empty() || texts.iter().any(|query| MetaContext::is_listed_by(&name, query)) {
+            send_context(replies, 0, &name);
         }
     }
     replies.ack();
@@ -263,11 +268,13 @@ fn set_contexts(
     if !terms.style().has_chunks() {
         return Err(Refusal::invalid("metadata contexts need structured replies or extended headers first"));
     }
-    let Queries { export, texts } = queries(data, exports)?;
+    let Queries { export, bitmaps, texts } = queries(data, exports)?;
     let mut contexts = MetaContexts::NONE;
-    for context in MetaContext::ALL {
-        if texts.iter().any(|query| context.is_selected_by(query)) && contexts.insert(context) {
-            send_context(replies, context.id(), context);
+    for context in MetaContext::of_export(bitmaps.len()) {
+        let name = context.name(&bitmaps);
+        // Only a full name selects.
+        if texts.iter().any(|query| *query == name) && contexts.insert(context) {
+            send_context(replies, context.id(), &name);
         }
     }
     terms.contexts = Some((export, contexts));

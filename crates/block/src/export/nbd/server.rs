@@ -39,6 +39,7 @@ use super::{
 };
 use crate::{
     disk::Disk,
+    image::qcow2::bitmap::BitmapView,
     reactor::{
         self, Worker,
         op::{self, Fd},
@@ -82,6 +83,8 @@ pub struct Export {
     pub disk: Arc<Disk>,
     /// Refuse to write, whatever the disk allows.
     pub read_only: bool,
+    /// Bitmaps of the disk's image that clients may look at; at most [`MOST_BITMAPS`](super::MOST_BITMAPS) of them are offered.
+    pub bitmaps: Arc<[BitmapView]>,
 }
 
 /// Exports behind one or more listening sockets.
@@ -320,8 +323,9 @@ impl Server {
             return Ok(None);
         };
         let exports = self.exports.read().unwrap_or_else(PoisonError::into_inner);
-        let disk = exports.get(session.export).map(|export| Arc::clone(&export.disk)).ok_or(REMOVED)?;
-        Ok(Some((Connection::new(stream, disk, session, Arc::clone(stop)), inbox)))
+        let export = exports.get(session.export).ok_or(REMOVED)?;
+        let (disk, bitmaps) = (Arc::clone(&export.disk), Arc::clone(&export.bitmaps));
+        Ok(Some((Connection::new(stream, disk, bitmaps, session, Arc::clone(stop)), inbox)))
     }
 
     /// `None` where the client only looked around.
@@ -493,6 +497,7 @@ impl Export {
                 rotational: false,
             },
             sizes: block_sizes(image.block_size()),
+            bitmaps: self.bitmaps.iter().map(|bitmap| Arc::clone(bitmap.name())).collect(),
         }
     }
 }

@@ -19,7 +19,7 @@ fn export(name: &str) -> Export {
     let storage = Storage::Memory(Memory::new(1 << 20).expect("small"));
     let disk = Disk::new(name, Image::Raw(Raw::new(storage)), DiskSettings::default(), None);
     let disk = Arc::new(disk.expect("no limits"));
-    Export { name: name.into(), description: "".into(), disk, read_only: false }
+    Export { name: name.into(), description: "".into(), disk, read_only: false, bitmaps: Arc::default() }
 }
 
 /// The client's end of a connection to `server`, which lives on this thread.

@@ -186,8 +186,13 @@ fn draw_limits() -> Limits {
 }
 
 fn serve(disk: &Arc<Disk>) -> Arc<Server> {
-    let export =
-        Export { name: "disk".into(), description: "".into(), disk: Arc::clone(disk), read_only: false };
+    let export = Export {
+        name: "disk".into(),
+        description: "".into(),
+        disk: Arc::clone(disk),
+        read_only: false,
+        bitmaps: Arc::default(),
+    };
     let server = Server::new(None, Terms::default());
     server.add(export).expect("the first of its name");
     server

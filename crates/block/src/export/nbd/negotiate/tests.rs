@@ -66,6 +66,7 @@ fn export(name: &str, description: &str, size_bytes: u64) -> ExportInfo {
         size_bytes,
         features: Features { flush: true, fua: true, dont_fragment: true, ..Features::default() },
         sizes: BlockSizes::new(512, 4096, 1 << 20).unwrap(),
+        bitmaps: ["b0".into()].into(),
     }
 }
 

@@ -9,6 +9,7 @@ use block::export::nbd::Removal;
 use serde_json::{Value, json};
 
 use crate::control::{
+    bitmaps,
     inventory::{Inventory, NewExport, Refused},
     qmp::{arguments::Arguments, command::Command, error::Error, json::shown},
     serving::Serving,
@@ -26,6 +27,7 @@ pub(super) struct BlockExportAdd {
     name: String,
     description: String,
     writable: bool,
+    bitmaps: Vec<String>,
     listen: Option<String>,
 }
 
@@ -40,6 +42,7 @@ impl Command for BlockExportAdd {
         }
         let node: String = arguments.required("node-name")?;
         refuse_unsupported(arguments)?;
+        let bitmaps = read_bitmaps(arguments, &node)?;
         let text = |key: &str, what: &str, text: String| {
             if text.len() > MAX_STRING_BYTES {
                 return Err(Error::generic(format!("{what} '{}' too long", shown(&text))));
@@ -54,6 +57,7 @@ impl Command for BlockExportAdd {
         Ok(Self {
             id,
             node,
+            bitmaps,
             name: text("name", "export name", name)?,
             description: text("description", "description", description)?,
             writable: arguments.optional("writable")?.unwrap_or(false),
@@ -72,6 +76,8 @@ impl Command for BlockExportAdd {
         if self.writable && disk.disk.image().is_read_only() {
             return Err(Error::generic("Cannot export read-only node as writable"));
         }
+        let views = bitmaps::of_image(&disk, &self.bitmaps).await;
+        let views = views.map_err(|error| Error::generic(error.to_string()))?;
         let serving = self.serving(&inventory)?;
         let new = NewExport {
             id: self.id,
@@ -79,6 +85,7 @@ impl Command for BlockExportAdd {
             description: self.description,
             disk: self.node,
             read_only: !self.writable,
+            bitmaps: views,
         };
         match inventory.add_export(&serving, new) {
             Ok(()) => Ok(json!({})),
@@ -130,12 +137,24 @@ fn refuse_unsupported(arguments: &mut Arguments) -> Result<(), Error> {
     if arguments.optional("allocation-depth")?.unwrap_or(false) {
         return Err(Error::rule("allocation-depth", "is not supported (leave it out)"));
     }
-    let bitmaps: Vec<Value> = arguments.optional("bitmaps")?.unwrap_or_default();
-    if let Some(bitmap) = bitmaps.first() {
-        let name = bitmap.as_str().or_else(|| bitmap["name"].as_str()).unwrap_or_default();
-        return Err(Error::generic(format!("Bitmap '{}' is not found", shown(name))));
-    }
     Ok(())
+}
+
+/// Names of the exported node's own bitmaps; `{"node", "name"}` where the node is that one.
+fn read_bitmaps(arguments: &mut Arguments, node: &str) -> Result<Vec<String>, Error> {
+    let bitmaps: Vec<Value> = arguments.optional("bitmaps")?.unwrap_or_default();
+    let name = |bitmap: &Value| match bitmap {
+        Value::String(name) => Ok(name.clone()),
+        Value::Object(members) if members.get("node").is_none_or(|of| of == node) => {
+            let name = members.get("name").and_then(Value::as_str).map(str::to_owned);
+            name.ok_or_else(|| Error::missing(&arguments.name_of("bitmaps.name")))
+        }
+        Value::Object(_) => {
+            Err(Error::rule(&arguments.name_of("bitmaps.node"), "is another node than the exported one"))
+        }
+        _ => Err(Error::wrong_type(&arguments.name_of("bitmaps"), "BlockDirtyBitmapOrStr")),
+    };
+    bitmaps.iter().map(name).collect()
 }
 
 /// An id as QEMU's `id_wellformed` has it.

@@ -1,0 +1,266 @@
+//! A bitmap as it lies in an image that is not written to: which ranges it marks.
+//!
+//! For backups: whoever copies a disk asks which parts of it changed since the last copy, and copies those. The bits stay in the file and are
+//! read when they are asked for, so that a bitmap costs the memory of its table alone.
+//!
+//! Never of an image that may be written to: its bitmaps would say less than the truth.
+//!
+//! Source: QEMU's docs/interop/qcow2.rst, "Bitmap table" and "Bitmap data".
+
+use std::sync::Arc;
+
+use super::directory::{self, Bits, Entry, flag};
+use crate::{
+    error::{Error, Result},
+    image::qcow2::{Invalid, MetadataError, Qcow2, bytes, header::autoclear},
+    storage::MOST_EXTENTS,
+};
+
+/// Clusters of bits that one question reads at most.
+const MOST_CLUSTERS: u32 = 16;
+
+/// Why a bitmap cannot be looked at.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum NoView {
+    /// There is none of this name, or its name is no text.
+    #[error("there is no bitmap {0:?}")]
+    NotThere(String),
+    /// The image may be written to.
+    #[error("bitmaps can be looked at only where the image is read-only")]
+    Writable,
+    /// Somebody wrote to the image without keeping it.
+    #[error("bitmap {0:?} was not kept up to date and says nothing")]
+    Inconsistent(String),
+    /// It cannot be read.
+    #[error(transparent)]
+    Metadata(#[from] MetadataError),
+}
+
+/// A bitmap that can be asked.
+#[derive(Debug)]
+pub struct BitmapView {
+    image: Qcow2,
+    name: Arc<str>,
+    granularity_bits: u32,
+    table: Vec<Bits>,
+}
+
+/// A run of the disk that is alike.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Marked {
+    /// Bytes, never zero.
+    pub length: u64,
+    /// Whether the bitmap marks it.
+    pub dirty: bool,
+}
+
+impl Qcow2 {
+    /// The bitmap of this name.
+    ///
+    /// # Errors
+    /// [`NoView`].
+    pub async fn view_bitmap(&self, name: &str) -> std::result::Result<BitmapView, NoView> {
+        if !self.is_read_only() {
+            return Err(NoView::Writable);
+        }
+        let header = self.header();
+        let not_there = || NoView::NotThere(name.to_owned());
+        let bitmaps = header.bitmaps.filter(|_| header.autoclear & autoclear::BITMAPS != 0);
+        let storage = self.file.storage();
+        let entries = directory::read(storage, &header, bitmaps.ok_or_else(not_there)?).await?;
+        let entry = entries.into_iter().find(|entry| entry.name == name.as_bytes()).ok_or_else(not_there)?;
+        if entry.flags & flag::IN_USE != 0 {
+            return Err(NoView::Inconsistent(name.to_owned()));
+        }
+        let place = entry.table();
+        let needed = Entry::entries_for(header.size_bytes, entry.granularity_bits, header.cluster_bits);
+        let is_inside = place.offset.checked_add(place.length).is_some_and(|end| end <= storage.size_bytes());
+        if u64::from(entry.table_entries) < needed || !is_inside {
+            let what = format!("the table of bitmap {name:?} at {:#x} is too short", place.offset);
+            return Err(MetadataError::from(Invalid::new(what)).into());
+        }
+        // No more than the directory's rules allow: a few megabytes.
+        let table =
+            bytes::read(storage, place.offset, place.length as usize).await.map_err(MetadataError::from)?;
+        let table = directory::decode_table(&table, header.cluster_bytes()).map_err(MetadataError::from)?;
+        Ok(BitmapView {
+            image: self.clone(),
+            name: name.into(),
+            granularity_bits: entry.granularity_bits,
+            table,
+        })
+    }
+}
+
+impl BitmapView {
+    /// Its name.
+    pub fn name(&self) -> &Arc<str> {
+        &self.name
+    }
+
+    /// What it marks, from `offset` on: from one to [`MOST_EXTENTS`] runs that follow each other and together cover no more than `length`, perhaps
+    /// less. `length` is not zero.
+    ///
+    /// # Errors
+    /// [`Error::INVALID`] outside of the disk, or the storage's.
+    pub async fn marked(&self, offset: u64, length: u64) -> Result<Vec<Marked>> {
+        let end = offset.checked_add(length).filter(|&end| length > 0 && end <= self.image.size_bytes());
+        let end = end.ok_or(Error::INVALID)?;
+        let cluster_bytes = 1_u64 << self.image.shape.cluster_bits;
+        let mut runs = Vec::new();
+        let mut reads = 0;
+        let mut at = offset;
+        while at < end {
+            let bit = at >> self.granularity_bits;
+            let index = bit / (cluster_bytes * 8);
+            // Bits of so large a disk end below 2⁶³, so nothing overflows.
+            let span_end = end.min(((index + 1) * cluster_bytes * 8) << self.granularity_bits);
+            match self.table.get(index as usize).ok_or(Error::INVALID)? {
+                Bits::Zeroes => push(&mut runs, span_end - at, false),
+                Bits::Ones => push(&mut runs, span_end - at, true),
+                Bits::Stored(_) if reads == MOST_CLUSTERS => break,
+                Bits::Stored(place) => {
+                    reads += 1;
+                    let bits = bytes::read(self.image.file.storage(), *place, cluster_bytes as usize).await?;
+                    if !self.scan(&bits, index * cluster_bytes * 8, at, span_end, &mut runs) {
+                        break;
+                    }
+                }
+            }
+            if runs.len() >= MOST_EXTENTS {
+                break;
+            }
+            at = span_end;
+        }
+        runs.truncate(MOST_EXTENTS);
+        Ok(runs)
+    }
+
+    /// Adds the runs from `at` to `end`, whose bits are in `bits`, the first of which has the number `first`. Whether all of them fitted.
+    fn scan(&self, bits: &[u8], first: u64, mut at: u64, end: u64, runs: &mut Vec<Marked>) -> bool {
+        while at < end {
+            let bit = (at >> self.granularity_bits) - first;
+            let dirty = bits[(bit / 8) as usize] & 1 << (bit % 8) != 0;
+            let next = end.min(((at >> self.granularity_bits) + 1) << self.granularity_bits);
+            push(runs, next - at, dirty);
+            // One more than fits shows that the last that fits is over.
+            if runs.len() > MOST_EXTENTS {
+                return false;
+            }
+            at = next;
+        }
+        true
+    }
+}
+
+fn push(runs: &mut Vec<Marked>, length: u64, dirty: bool) {
+    match runs.last_mut() {
+        Some(last) if last.dirty == dirty => last.length += length,
+        _ => runs.push(Marked { length, dirty }),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{
+        image::qcow2::{
+            CacheSettings, Parts,
+            create::{CreateOptions, create},
+            header::{Bitmaps, Place},
+        },
+        reactor::sim,
+        storage::{Storage, memory::Memory},
+    };
+
+    const SIZE: u64 = 1 << 30;
+
+    /// An image of 512-byte clusters with a bitmap `b`: a bit for 64 KiB, 4096 of them in a cluster.
+    async fn image(flags: u32, table: &[Bits], bits: &[u8], read_only: bool) -> Qcow2 {
+        let storage = Storage::Memory(Memory::new(512).expect("small"));
+        let options = CreateOptions { size_bytes: SIZE, cluster_bytes: 512, ..CreateOptions::default() };
+        let mut header = create(&storage, None, &options).await.expect("valid");
+        let at = storage.size_bytes().next_multiple_of(512);
+        let entry = Entry {
+            table_offset: at + 512,
+            table_entries: table.len() as u32,
+            flags,
+            granularity_bits: 16,
+            name: b"b".to_vec(),
+            extra: Vec::new(),
+        };
+        let place = |bits: &Bits| match bits {
+            Bits::Stored(place) => Bits::Stored(at + place),
+            other => *other,
+        };
+        let stored: Vec<_> = table.iter().map(place).collect();
+        let directory = directory::encode(&[entry]);
+        bytes::write(&storage, at, &directory).await.expect("memory");
+        bytes::write(&storage, at + 512, &directory::encode_table(&stored)).await.expect("memory");
+        bytes::write(&storage, at + 1024, bits).await.expect("memory");
+        bytes::write(&storage, at + 1024 + 512 - 1, &[0]).await.expect("memory");
+        header.bitmaps =
+            Some(Bitmaps { count: 1, directory: Place { offset: at, length: directory.len() as u64 } });
+        header.autoclear = autoclear::BITMAPS;
+        bytes::write(&storage, 0, &header.encode().expect("valid")).await.expect("memory");
+        let parts = Parts {
+            storage,
+            backing: None,
+            data: None,
+            cipher: None,
+            read_only,
+            caches: CacheSettings::default(),
+        };
+        Qcow2::open(parts).await.expect("valid")
+    }
+
+    fn runs(marked: &[Marked]) -> Vec<(u64, bool)> {
+        marked.iter().map(|run| (run.length >> 16, run.dirty)).collect()
+    }
+
+    #[test]
+    fn marks_are_read_across_clusters_of_bits() {
+        sim::run(1, async {
+            let table = [Bits::Ones, Bits::Stored(1024), Bits::Zeroes, Bits::Ones];
+            let view = image(0, &table, &[0b0000_0110], true).await.view_bitmap("b").await.expect("there");
+            let all = view.marked(0, SIZE).await.expect("readable");
+            assert_eq!(runs(&all), [(4096, true), (1, false), (2, true), (8189, false), (4096, true)]);
+            let part = view.marked((4097 << 16) + 512, 512).await.expect("readable");
+            assert_eq!(part, [Marked { length: 512, dirty: true }]);
+            assert_eq!(view.marked(SIZE - 1, 2).await, Err(Error::INVALID));
+        });
+    }
+
+    #[test]
+    fn an_answer_is_bounded_and_goes_on_where_it_ended() {
+        sim::run(1, async {
+            let table = [Bits::Stored(1024); 4];
+            let view = image(0, &table, &[0x55; 512], true).await.view_bitmap("b").await.expect("there");
+            let some = view.marked(0, SIZE).await.expect("readable");
+            assert_eq!(some.len(), MOST_EXTENTS);
+            assert!(
+                some.iter()
+                    .zip([true, false].into_iter().cycle())
+                    .all(|(run, dirty)| *run == Marked { length: 65536, dirty })
+            );
+            let next = view.marked(256 << 16, 65536).await.expect("readable");
+            assert_eq!(next, [Marked { length: 65536, dirty: true }]);
+        });
+    }
+
+    #[test]
+    fn what_says_nothing_is_not_shown() {
+        sim::run(1, async {
+            let table = [Bits::Zeroes; 4];
+            let error =
+                image(flag::IN_USE, &table, &[], true).await.view_bitmap("b").await.expect_err("in use");
+            assert_eq!(error, NoView::Inconsistent("b".to_owned()));
+            let error = image(0, &table, &[], true).await.view_bitmap("c").await.expect_err("another");
+            assert_eq!(error, NoView::NotThere("c".to_owned()));
+            let error = image(0, &table, &[], false).await.view_bitmap("b").await.expect_err("writable");
+            assert_eq!(error, NoView::Writable);
+            let error = image(0, &table[..3], &[], true).await.view_bitmap("b").await.expect_err("too short");
+            assert!(error.to_string().contains("too short"), "{error}");
+        });
+    }
+}
