@@ -408,14 +408,23 @@ fn structured_replies_and_extended_headers_are_negotiated_once() {
 #[test]
 fn contexts_are_listed_by_name_namespace_or_without_a_query() {
     let listed = [rep::META_CONTEXT, rep::ACK];
-    for queried in [&[][..], &["base:"], &["base:allocation"], &["x:", "base:allocation", "base:"]] {
+    for queried in [
+        &["base:"][..],
+        &["base:allocation"],
+        &["x:", "base:allocation", "base:"],
+        &["qemu:"],
+        &["qemu:dirty-bitmap:"],
+    ] {
         assert_eq!(kinds(opt::LIST_META_CONTEXT, &queries("disk", queried)), listed, "{queried:?}");
     }
-    for queried in [&["qemu:"][..], &["base:other"], &["base"], &[""]] {
+    let all = [rep::META_CONTEXT, rep::META_CONTEXT, rep::ACK];
+    assert_eq!(kinds(opt::LIST_META_CONTEXT, &queries("disk", &[])), all);
+    for queried in [&["qemu:dirty-bitmap"][..], &["base:other"], &["base"], &[""]] {
         assert_eq!(kinds(opt::LIST_META_CONTEXT, &queries("disk", queried)), [rep::ACK], "{queried:?}");
     }
     let replies = talk(&Client::fixed().option(opt::LIST_META_CONTEXT, &queries("", &[]))).replies();
     assert_eq!(replies[0].2, b"\0\0\0\0base:allocation");
+    assert_eq!(replies[1].2, b"\0\0\0\0qemu:dirty-bitmap:b0");
 }
 
 /// The contexts in force on the export `go` after a SET_META_CONTEXT for each of `sets`.
