@@ -93,6 +93,36 @@ fn an_encrypted_image_is_described_as_qemu_describes_it() {
 }
 
 #[test]
+fn qemu_opens_what_weir_encrypts() {
+    let scratch = Scratch::new();
+    let (path, key) = (scratch.path("disk.qcow2"), scratch.file("key", "a passphrase"));
+    let object = format!("secret,id=key,file={}", text(&key));
+    let source = format!("driver=qcow2,encrypt.key-secret=key,file.filename={}", text(&path));
+    for more in [
+        &["-o", "encrypt.iter-time=10", "--secret-file", text(&key)][..],
+        &["-o", "encrypt.format=luks,encrypt.key-secret=key,encrypt.iter-time=10", "--object", &object],
+        &[
+            "-o",
+            "preallocation=metadata,encrypt.iter-time=10,encrypt.cipher-alg=aes-128",
+            "--secret-file",
+            text(&key),
+        ],
+    ] {
+        weir(&["create", "-q", "-f", "qcow2"]).args(more).args([text(&path), "4M"]).succeeds();
+        let io = Client::new("qemu-io").args(["--object", &object, "--image-opts"]);
+        let io =
+            io.args(["-c", "read -P 0 0 4M", "-c", "write -P 5 1M 1M", "-c", "read -P 5 1M 1M"]).arg(&source);
+        let printed = io.succeeds();
+        assert!(!printed.contains("failed"), "{printed}");
+        weir(&["check", "-q", text(&path)]).succeeds();
+    }
+    let said = weir(&["create", "-f", "qcow2", "--object", "secret,id=key,data=abc"])
+        .args(["-o", "encrypt.format=luks,encrypt.key-secret=key", text(&path), "4M"])
+        .fails();
+    assert_says(&said, &["everybody on this machine can read that"]);
+}
+
+#[test]
 fn what_cannot_be_is_refused_and_leaves_nothing() {
     let scratch = Scratch::new();
     let path = scratch.path("disk.qcow2");

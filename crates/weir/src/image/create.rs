@@ -21,6 +21,7 @@ use block::{
 use clap::Args;
 
 use super::{
+    encrypt::{Encryption, SecretArgs},
     on_reactor,
     opening::{self, Format, How},
     options::Options,
@@ -35,6 +36,8 @@ Examples:
       An empty disk of 20 GiB.
   weir image create -f qcow2 -b base.qcow2 -F qcow2 vm1.qcow2
       One that begins with what is in base.qcow2, and is as large.
+  weir image create -f qcow2 --secret-file key vm1.qcow2 20G
+      Encrypted with LUKS, and the passphrase in key.
   weir image create -f qcow2 -o cluster_size=2M,preallocation=metadata,lazy_refcounts=on vm1.qcow2 1T
       With options of the format; -o help lists them.
 
@@ -49,6 +52,9 @@ Options of qcow2:
   compression_type=TYPE   of compressed clusters: zlib or zstd [zlib]
   data_file=FILE          a file of its own for the guest's data
   data_file_raw=SWITCH    that file is a raw image by itself [off]
+  encrypt.format=luks     encrypt it; encrypt.key-secret=ID names an --object secret
+  encrypt.cipher-alg=ALG  aes-128, aes-192 or aes-256 [aes-256]; encrypt.cipher-mode=MODE xts or cbc [xts]
+  encrypt.hash-alg=HASH   for the passphrase [sha256]; encrypt.iter-time=MS how long it takes [2000]
   extended_l2=SWITCH      allocate in 32nds of a cluster, which has 16K or more [off]
   lazy_refcounts=SWITCH   write refcounts late [off]
   preallocation=MODE      off, metadata, falloc or full [off]
@@ -83,6 +89,8 @@ pub(crate) struct Arguments {
     /// Options of the format, such as cluster_size=2M,lazy_refcounts=on; help lists them
     #[arg(short, value_name = "OPTIONS")]
     options: Vec<String>,
+    #[command(flatten)]
+    secret: SecretArgs,
     /// Print nothing
     #[arg(short, long)]
     quiet: bool,
@@ -117,12 +125,16 @@ pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
             let size = size(&mut options, &arguments).map_err(usage)?;
             let backing = (arguments.backing.clone(), arguments.backing_format);
             let mut wish = qcow2_options(&mut options, backing).map_err(usage)?;
+            let encryption = Encryption::take(&mut options, &arguments.secret).map_err(usage)?;
             options.finish("qcow2").map_err(usage)?;
             wish.size_bytes = match (size, backing_size(&wish, &arguments, &path)?) {
                 (Some(size), _) | (None, Some(size)) => size,
                 (None, None) => return Err(usage("has no size (give it one: 20G)".to_owned())),
             };
-            let wish = wish.checked().map_err(|rule| usage(rule.to_string()))?;
+            let mut wish = wish.checked().map_err(|rule| usage(rule.to_string()))?;
+            if let Some(encryption) = encryption {
+                wish.luks = Some(encryption.area().map_err(|why| anyhow!("{name}: {why}"))?);
+            }
             create_qcow2(&path, &wish, &name)?;
             say(&arguments, format_args!("{}", formatting(&name, &wish)))
         }
@@ -403,6 +415,9 @@ fn formatting(name: &str, wish: &CreateOptions) -> String {
     }
     if let Some(data) = &wish.data_file {
         line += &format!(" data_file={data} data_file_raw={}", switch(wish.data_file_raw));
+    }
+    if wish.luks.is_some() {
+        line += " encrypt.format=luks";
     }
     line += &format!(" lazy_refcounts={} refcount_bits={}", switch(wish.lazy_refcounts), wish.refcount_bits);
     line.replace(char::is_control, "?")

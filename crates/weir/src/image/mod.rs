@@ -13,6 +13,7 @@ mod convert;
 mod copy;
 mod create;
 mod disk;
+mod encrypt;
 mod info;
 mod map;
 mod opening;
