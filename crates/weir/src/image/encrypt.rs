@@ -41,7 +41,9 @@ impl Encryption {
         match format.as_deref() {
             Some("luks") => {}
             Some("aes") => {
-                return Err("encrypt.format=aes: is not safe, and weir does not make it (use luks)".to_owned());
+                return Err(
+                    "encrypt.format=aes: is not safe, and weir does not make it (use luks)".to_owned()
+                );
             }
             Some(other) => return Err(format!("encrypt.format={other}: is not known (use luks)")),
             None if given.secret_file.is_some() => {}
