@@ -1,6 +1,6 @@
 //! Formats over storage: where the bytes that a guest sees are among those that are stored.
 //!
-//! One enum, for the reason that [`Storage`](crate::storage::Storage) is one. The methods and their contract are Storage's, with the
+//! One enum, for the reason that [`Storage`] is one. The methods and their contract are Storage's, with the
 //! guest's offsets.
 
 pub mod open;
@@ -33,7 +33,7 @@ impl Image {
         }
     }
 
-    /// See [`Storage::size_bytes`](crate::storage::Storage::size_bytes).
+    /// See [`Storage::size_bytes`].
     pub fn size_bytes(&self) -> u64 {
         match self {
             Self::Raw(raw) => raw.storage().size_bytes(),
@@ -41,7 +41,7 @@ impl Image {
         }
     }
 
-    /// See [`Storage::refresh_size`](crate::storage::Storage::refresh_size). A format that stores its size has no other.
+    /// See [`Storage::refresh_size`]. A format that stores its size has no other.
     ///
     /// # Errors
     /// What the file system says.
@@ -52,7 +52,7 @@ impl Image {
         }
     }
 
-    /// See [`Storage::resize`](crate::storage::Storage::resize).
+    /// See [`Storage::resize`].
     ///
     /// # Errors
     /// As there; also where the image was opened read-only.
@@ -88,7 +88,7 @@ impl Image {
         }
     }
 
-    /// See [`Storage::block_size`](crate::storage::Storage::block_size).
+    /// See [`Storage::block_size`].
     pub fn block_size(&self) -> BlockSize {
         match self {
             Self::Raw(raw) => raw.storage().block_size(),
@@ -96,7 +96,7 @@ impl Image {
         }
     }
 
-    /// See [`Storage::can_zero_fast`](crate::storage::Storage::can_zero_fast).
+    /// See [`Storage::can_zero_fast`].
     pub fn can_zero_fast(&self) -> bool {
         match self {
             Self::Raw(raw) => raw.storage().can_zero_fast(),
@@ -104,7 +104,7 @@ impl Image {
         }
     }
 
-    /// Reads `length` bytes at `offset`: see [`Storage::read`](crate::storage::Storage::read). What is in memory already is lent.
+    /// Reads `length` bytes at `offset`: see [`Storage::read`]. What is in memory already is lent.
     ///
     /// # Errors
     /// As there.
@@ -118,7 +118,7 @@ impl Image {
         }
     }
 
-    /// See [`Storage::write`](crate::storage::Storage::write).
+    /// See [`Storage::write`].
     ///
     /// # Errors
     /// As there; [`Error::NOT_PERMITTED`](crate::error::Error::NOT_PERMITTED) also for a header that would change what the image is.
@@ -129,7 +129,7 @@ impl Image {
         }
     }
 
-    /// See [`Storage::will_need`](crate::storage::Storage::will_need). For a format that maps it would be the work that a hint should not make.
+    /// See [`Storage::will_need`]. For a format that maps it would be the work that a hint should not make.
     pub async fn will_need(&self, offset: u64, length: u64) {
         match self {
             Self::Raw(raw) => raw.storage().will_need(offset, length).await,
@@ -137,7 +137,7 @@ impl Image {
         }
     }
 
-    /// See [`Storage::flush`](crate::storage::Storage::flush).
+    /// See [`Storage::flush`].
     ///
     /// # Errors
     /// As there.
@@ -159,7 +159,7 @@ impl Image {
         }
     }
 
-    /// See [`Storage::write_zeroes`](crate::storage::Storage::write_zeroes).
+    /// See [`Storage::write_zeroes`].
     ///
     /// # Errors
     /// As there, and as for [`Image::write`].
@@ -170,7 +170,7 @@ impl Image {
         }
     }
 
-    /// See [`Storage::discard`](crate::storage::Storage::discard).
+    /// See [`Storage::discard`].
     ///
     /// # Errors
     /// As there.
@@ -181,7 +181,7 @@ impl Image {
         }
     }
 
-    /// See [`Storage::block_status`](crate::storage::Storage::block_status).
+    /// See [`Storage::block_status`].
     ///
     /// # Errors
     /// As there.
