@@ -307,7 +307,7 @@ fn what_cannot_be_opened_says_why_and_what_helps() {
         (path("pipe"), "is a pipe or a socket"),
         (path("."), "is a directory"),
         ("/dev/zero".to_owned(), "is a character device"),
-        (path("other"), "looks like qcow2, so its format must be given"),
+        (path("other"), "is not a raw image"),
         ("memory:0".to_owned(), "has size zero"),
         ("memory:1P".to_owned(), "is too large for memory"),
         ("null:much".to_owned(), "'much' is not a size"),
