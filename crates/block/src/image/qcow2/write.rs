@@ -268,6 +268,11 @@ impl Qcow2 {
         }
         // Behind the end of the disk there is nothing.
         let there = to.min(self.size_bytes()).saturating_sub(from);
+        // A data file ends where the disk does, perhaps inside a cluster.
+        let to = if self.data.is_some() { from + there } else { to };
+        if from == to {
+            return Ok(None);
+        }
         let is_zero = self.is_zero(from, there).await?;
         // What is encrypted has no zeroes in the file.
         if is_zero && plan.untouched && self.cipher.is_none() {
