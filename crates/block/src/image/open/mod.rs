@@ -40,6 +40,8 @@ pub struct ImageOptions {
     pub secrets: Vec<Secret>,
     /// Where unallocated clusters are read from.
     pub backing: BackingChoice,
+    /// Read this internal snapshot of the topmost image, by its id or its name, instead of the disk; it cannot be written to.
+    pub snapshot: Option<String>,
 }
 
 /// What is behind the image.
@@ -66,10 +68,11 @@ pub async fn open(spec: &str, options: ImageOptions) -> Result<Image, OpenError>
     while levels.len() > 1
         && let (Some(level), Some(cipher)) = (levels.pop(), ciphers.pop())
     {
-        below = Some(Box::new(assemble(level, below, cipher, options.caches).await?));
+        below = Some(Box::new(assemble(level, below, cipher, options.caches, None).await?));
     }
     let (top, cipher) = (levels.pop(), ciphers.pop());
-    assemble(top.expect("a chain has a beginning"), below, cipher.flatten(), options.caches).await
+    let (top, snapshot) = (top.expect("a chain has a beginning"), options.snapshot.as_deref());
+    assemble(top, below, cipher.flatten(), options.caches, snapshot).await
 }
 
 async fn assemble(
@@ -77,13 +80,21 @@ async fn assemble(
     below: Option<Box<Image>>,
     cipher: Option<Cipher>,
     caches: CacheSettings,
+    snapshot: Option<&str>,
 ) -> Result<Image, OpenError> {
     let Level { name, storage, read_only, guessed, qcow2, .. } = level;
     let Some(parts) = qcow2 else {
+        if snapshot.is_some() {
+            let remedy = "only qcow2 images do";
+            return Err(OpenError::new(&name, "is raw, and so has no snapshots", remedy));
+        }
         return Ok(Image::Raw(Raw::of(storage, guessed, read_only)));
     };
     let parts = Parts { storage, backing: below, data: parts.data, cipher, read_only, caches };
-    let opened = Qcow2::open(parts).await;
+    let opened = match snapshot {
+        Some(snapshot) => Qcow2::open_snapshot(parts, snapshot).await,
+        None => Qcow2::open(parts).await,
+    };
     opened.map(Image::Qcow2).map_err(|failure| said(&name, &failure))
 }
 

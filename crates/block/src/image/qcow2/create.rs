@@ -29,6 +29,8 @@ use crate::{
 
 /// Metadata is written in pieces of this many bytes.
 const PIECE: usize = 1 << 20;
+/// The block of most file systems: zeroes that fill one need not be written.
+const BLOCK: usize = 4096;
 /// What a device writes whole or not at all.
 const SECTOR: u64 = 512;
 
@@ -124,8 +126,9 @@ pub async fn create(
     let layout = Layout::of(&options)?;
     let header = header(&options, &layout);
     let encoded = header.encode()?;
+    let old_end = storage.size_bytes();
     clear_header(storage).await?;
-    let writer = Writer { storage, layout: &layout, options: &options, header: &header };
+    let writer = Writer { storage, old_end, layout: &layout, options: &options, header: &header };
     writer.write_tables().await?;
     match data {
         None => writer.make_room(storage, layout.data_offset, layout.data_bytes).await?,
@@ -135,7 +138,7 @@ pub async fn create(
             data.flush().await?;
         }
     }
-    write_header(storage, &encoded).await?;
+    writer.write_header(&encoded).await?;
     Ok(header)
 }
 
@@ -175,20 +178,10 @@ async fn clear_header(storage: &Storage) -> IoResult<()> {
     storage.flush().await
 }
 
-/// Whatever survives a crash in here, an image is there only if all of its header is.
-async fn write_header(storage: &Storage, encoded: &[u8]) -> IoResult<()> {
-    storage.flush().await?;
-    let (front, rest) = encoded.split_at(SECTOR as usize);
-    if !rest.is_empty() {
-        bytes::write(storage, SECTOR, rest).await?;
-        storage.flush().await?;
-    }
-    bytes::write(storage, 0, front).await?;
-    storage.flush().await
-}
-
 struct Writer<'a> {
     storage: &'a Storage,
+    /// What the file has before this may be anything; from here on it reads as zeroes.
+    old_end: u64,
     layout: &'a Layout,
     options: &'a CreateOptions,
     header: &'a Header,
@@ -196,7 +189,7 @@ struct Writer<'a> {
 
 /// Bytes that follow each other in the file, gathered into larger pieces.
 struct Stream<'a> {
-    storage: &'a Storage,
+    writer: &'a Writer<'a>,
     offset: u64,
     gathered: Vec<u8>,
 }
@@ -208,7 +201,7 @@ impl Stream<'_> {
     }
 
     async fn finish(&mut self) -> IoResult<()> {
-        bytes::write(self.storage, self.offset, &self.gathered).await?;
+        self.writer.put(self.offset, &self.gathered).await?;
         self.offset += self.gathered.len() as u64;
         self.gathered.clear();
         Ok(())
@@ -220,7 +213,7 @@ impl Writer<'_> {
     async fn write_tables(&self) -> IoResult<()> {
         let layout = self.layout;
         let mut stream =
-            Stream { storage: self.storage, offset: layout.refcount_table_offset, gathered: Vec::new() };
+            Stream { writer: self, offset: layout.refcount_table_offset, gathered: Vec::new() };
         // A table has 8 MiB at most, the L1 table 32.
         let blocks = (0..layout.refcount_blocks).map(|block| layout.refcount_block_offset(block));
         stream.put(&self.table(blocks, layout.refcount_table_clusters)).await?;
@@ -240,6 +233,38 @@ impl Writer<'_> {
             stream.put(&self.l2_table(table)).await?;
         }
         stream.finish().await
+    }
+
+    /// Whatever survives a crash in here, an image is there only if all of its header is.
+    async fn write_header(&self, encoded: &[u8]) -> IoResult<()> {
+        self.storage.flush().await?;
+        let (front, rest) = encoded.split_at(SECTOR as usize);
+        if !rest.is_empty() {
+            self.put(SECTOR, rest).await?;
+            self.storage.flush().await?;
+        }
+        bytes::write(self.storage, 0, front).await?;
+        self.storage.flush().await
+    }
+
+    /// Writes what is not zero; zeroes take no room.
+    async fn put(&self, offset: u64, content: &[u8]) -> IoResult<()> {
+        bytes::grow(self.storage, offset + content.len() as u64).await?;
+        let is_zero = |block: &[u8]| block.iter().all(|byte| *byte == 0);
+        let blocks: Vec<_> = content.chunks(BLOCK).collect();
+        let mut from = 0;
+        for run in blocks.chunk_by(|left, right| is_zero(left) == is_zero(right)) {
+            let to = content.len().min(from + run.len() * BLOCK);
+            let at = offset + from as u64;
+            if !is_zero(run[0]) {
+                bytes::write(self.storage, at, &content[from..to]).await?;
+            } else if at < self.old_end {
+                let length = ((to - from) as u64).min(self.old_end - at);
+                self.storage.write_zeroes(at, length, ZEROES).await?;
+            }
+            from = to;
+        }
+        Ok(())
     }
 
     /// Numbers in whole clusters.

@@ -14,7 +14,7 @@
 //! - `gate`: who is inside, so that nothing is used again or changed as a whole under their feet.
 //! - `check`: whether an image is consistent, and repairs, without opening it.
 //! - `snapshot`, `bitmap`: what else an image keeps.
-//! - `quiet`: changes to an image as a whole, with nobody inside; `resize`, `backing`, and the end, [`Qcow2::close`].
+//! - `quiet`: changes to an image as a whole, with nobody inside; `resize`, `preallocate`, `backing`, and the end, [`Qcow2::close`].
 //!
 //! Order of locks, of which a task may hold several: pass of the gate, guest range, L2 table or slice, writing, refcounts, file; `Pending` and the state
 //! of the refcounts are held for nanoseconds and inside all of them.
@@ -39,6 +39,7 @@ pub mod luks;
 mod numbers;
 mod open;
 mod overlap;
+mod preallocate;
 mod quiet;
 mod read;
 mod refcounts;

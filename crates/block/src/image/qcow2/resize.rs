@@ -3,7 +3,11 @@
 //! Growing needs an L1 table with more entries: a new one is written elsewhere, and the header changes to it in one sector. Shrinking gives
 //! back what lies behind the new end first, and keeps the table.
 
-use super::{Qcow2, header::LARGEST_L1};
+use super::{
+    Qcow2,
+    create::Preallocation,
+    header::{LARGEST_L1, autoclear},
+};
 use crate::{
     error::{Error, Result},
     storage::{Durability, ResizeError, ZeroOptions},
@@ -77,6 +81,10 @@ impl Qcow2 {
             let options =
                 ZeroOptions { may_unmap: true, only_if_fast: false, durability: Durability::Cached };
             self.write_zeroes(from, end - from, options).await?;
+        }
+        if self.data.is_some() && self.file.header().autoclear & autoclear::RAW_DATA_FILE != 0 {
+            // Readers of the raw file see what is in it, so the image must not say that nothing is there.
+            self.preallocate(from, to, Preallocation::Metadata).await?;
         }
         Ok(())
     }

@@ -172,12 +172,16 @@ impl Qcow2 {
             Err(error) => Err(error),
         };
         if linked.is_err() && !plan.kept {
-            let clusters =
-                plan.host >> self.shape.cluster_bits..(plan.host >> self.shape.cluster_bits) + plan.clusters;
-            // Never linked, so nobody can be in them.
-            let _ = self.refcounts.give_back(&self.file, &self.overlap, clusters, false).await;
+            self.return_room(plan.host, plan.clusters).await;
         }
         linked
+    }
+
+    /// Clusters that were found and never linked, so nobody can be in them.
+    pub(super) async fn return_room(&self, host: u64, clusters: u64) {
+        let first = host >> self.shape.cluster_bits;
+        let _ =
+            self.refcounts.give_back(&self.file, &self.overlap, first..first + clusters, false).await;
     }
 
     /// Where the bytes from `offset` to `end`, or the first of them, go. `None` if they have a place of their own by now.
@@ -231,7 +235,7 @@ impl Qcow2 {
         Ok(Some(Plan { guest: first, host, clusters, kept: self.data.is_some(), untouched, from, to, whole }))
     }
 
-    async fn find_room(&self, guest: u64, clusters: u64) -> Result<Found> {
+    pub(super) async fn find_room(&self, guest: u64, clusters: u64) -> Result<Found> {
         if self.data.is_some() {
             // In a file of its own data lies where the guest sees it.
             return Ok(Found { offset: guest, clusters, untouched: false });
@@ -418,7 +422,8 @@ impl Qcow2 {
     /// Writes a whole cluster (or what the disk has of its last one) compressed; as it is, where that saves nothing.
     ///
     /// # Errors
-    /// As [`Qcow2::write`]; [`Error::INVALID`] where it is not one cluster; [`Error::UNSUPPORTED`] with an external data file.
+    /// As [`Qcow2::write`]; [`Error::INVALID`] where it is not one cluster; [`Error::UNSUPPORTED`] with an external data file, and where the image is encrypted:
+    /// the format has compressed clusters in the clear.
     pub async fn write_compressed(&self, offset: u64, data: Segments) -> Result<()> {
         let cluster_bytes = 1_u64 << self.shape.cluster_bits;
         self.check_change(offset, data.len() as u64)?;
@@ -426,7 +431,7 @@ impl Qcow2 {
         if !offset.is_multiple_of(cluster_bytes) || data.len() as u64 != cluster_bytes && !is_last {
             return Err(Error::INVALID);
         }
-        if self.data.is_some() {
+        if self.data.is_some() || self.cipher.is_some() {
             return Err(Error::UNSUPPORTED);
         }
         let mut cluster = vec![0; cluster_bytes as usize];

@@ -186,3 +186,35 @@ fn what_a_crash_leaves_is_the_old_image_or_the_new_one_or_none() {
     }
     assert!(left.iter().all(|count| *count > 0), "{left:?}: each happens");
 }
+
+#[test]
+fn zeroes_in_the_metadata_take_no_room_and_old_bytes_are_gone() {
+    let directory = tempfile::tempdir().expect("a temporary directory");
+    let path = directory.path().join("image");
+    let spec = format!("file:{}", path.to_str().expect("UTF-8"));
+    for options in [
+        CreateOptions { size_bytes: 1 << 40, cluster_bytes: 2 << 20, ..CreateOptions::default() },
+        CreateOptions { size_bytes: 1 << 40, preallocation: Preallocation::Off, ..CreateOptions::default() },
+        CreateOptions { size_bytes: 1 << 20, cluster_bytes: 512, ..CreateOptions::default() },
+    ] {
+        for old in [512, 20 << 20] {
+            std::fs::write(&path, vec![0xaa; old]).expect("there is room");
+            let (spec, wish) = (spec.clone(), options.clone());
+            let header = reactor::run(reactor::Polling::OFF, async move {
+                let storage = crate::storage::open_storage(&spec, Default::default()).expect("there");
+                create(&storage, None, &wish).await.expect("valid")
+            });
+            let header = header.expect("io_uring");
+            let content = std::fs::read(&path).expect("there");
+            let l1 = header.l1_offset as usize..header.l1_offset as usize + header.l1_entries as usize * 8;
+            assert!(content[l1].iter().all(|byte| *byte == 0));
+            let metadata = options.cluster_bytes as usize..(4 * options.cluster_bytes) as usize;
+            let not_zero = content[metadata].iter().filter(|byte| **byte != 0).count();
+            assert!(not_zero < 64, "{not_zero} bytes are not zero");
+            if old == 512 {
+                let room = std::os::unix::fs::MetadataExt::blocks(&std::fs::metadata(&path).expect("there"));
+                assert!(room * 512 <= 64 << 10, "{} bytes", room * 512);
+            }
+        }
+    }
+}
