@@ -26,6 +26,7 @@ mod nbdinfo;
 mod probing;
 mod qcow2_check;
 mod qcow2_conformance;
+mod qcow2_convert;
 mod qcow2_crash;
 mod qcow2_create;
 mod qcow2_snapshot;

@@ -66,7 +66,12 @@ pub fn main() -> ExitCode {
         Ok(Cli { command: Command::Probe(arguments) }) => probe::run(arguments),
         Ok(Cli { command: Command::Image(command) }) => image::run(*command),
         Ok(Cli { command: Command::Bench(arguments) }) => lab::bench(*arguments),
-        Err(error) => return answer(&error),
+        Err(mut error) => {
+            let words: Vec<_> = std::env::args_os().skip(1).take(2).collect();
+            let words: Vec<_> = words.iter().map(|word| word.to_string_lossy().into_owned()).collect();
+            image::advise(&mut error, &words);
+            return answer(&error);
+        }
     };
     let (error, status) = match result {
         Ok(()) => return ExitCode::SUCCESS,

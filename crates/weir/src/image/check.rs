@@ -2,8 +2,6 @@
 //!
 //! Never writes unless a repair is asked for, and never while somebody else uses the image.
 
-use std::path::PathBuf;
-
 use anyhow::{Context as _, anyhow};
 use block::{
     image::qcow2::check::{Repair, Report, check},
@@ -14,7 +12,7 @@ use serde_json::{Value, json};
 
 use super::{
     Output, on_reactor,
-    opening::{self, Format, How},
+    opening::{self, Format, How, Subject},
     print,
 };
 use crate::{Failure, plan};
@@ -45,12 +43,8 @@ enum What {
 /// What `weir image check` is told.
 #[derive(Debug, Args)]
 pub(crate) struct Arguments {
-    /// The image
-    #[arg(value_name = "FILE")]
-    file: PathBuf,
-    /// Its format [default: as its signature says]
-    #[arg(short, long, value_name = "FORMAT")]
-    format: Option<Format>,
+    #[command(flatten)]
+    subject: Subject,
     /// How to print
     #[arg(long, value_name = "KIND", value_enum, default_value_t)]
     output: Output,
@@ -76,8 +70,8 @@ pub(crate) struct Arguments {
 /// # Errors
 /// If the image cannot be opened; [`Failure::Found`] with what was found.
 pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
-    let name = arguments.file.display().to_string();
-    let format = opening::format(&arguments.file, arguments.format)?;
+    let name = arguments.subject.name();
+    let format = arguments.subject.format()?;
     if format == Format::Raw {
         eprint(&format!("weir: {name}: raw images have nothing to check\n"));
         return Err(Failure::Found(NOT_SUPPORTED));
@@ -99,7 +93,7 @@ pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
         cache: arguments.cache.unwrap_or_default(),
         ..How::default()
     };
-    let storage = opening::storage(&arguments.file, how)?;
+    let storage = opening::storage(&arguments.subject.file, how)?;
     let report =
         on_reactor(async move { Ok(check(&storage, repair).await) })?.with_context(|| name.clone())?;
     if !arguments.quiet {

@@ -9,14 +9,19 @@ use std::{
 };
 
 use anyhow::{Context as _, bail};
-use block::{image::Image, storage::CacheMode};
+use block::{
+    image::{Image, open::LONGEST_CHAIN},
+    storage::CacheMode,
+};
 use clap::Args;
 
 use super::{
-    copy, disk, on_reactor,
-    opening::{self, Format, How},
+    copy, disk,
+    keys::{KeyArgs, Keys},
+    on_reactor,
+    opening::{Format, How, Subject},
     print,
-    progress::Progress,
+    progress::Talk,
     source::Source,
 };
 use crate::{Failure, plan};
@@ -34,12 +39,8 @@ Exit status: 0 done, 1 failed, 2 wrong use of the command line.";
 /// What `weir image commit` is told.
 #[derive(Debug, Args)]
 pub(crate) struct Arguments {
-    /// The image
-    #[arg(value_name = "FILE")]
-    file: PathBuf,
-    /// Its format [default: as its signature says]
-    #[arg(short, long, value_name = "FORMAT")]
-    format: Option<Format>,
+    #[command(flatten)]
+    subject: Subject,
     /// The image of the chain to move it into, with all that lies above; implies -d [default: the backing file]
     #[arg(short, long, value_name = "FILE")]
     base: Option<String>,
@@ -52,31 +53,28 @@ pub(crate) struct Arguments {
     /// Bytes to write per second at most
     #[arg(short, long, value_name = "SIZE", value_parser = plan::size)]
     rate_limit: Option<u64>,
-    /// Show how far it has come
-    #[arg(short, long)]
-    progress: bool,
-    /// Print nothing but errors
-    #[arg(short, long)]
-    quiet: bool,
+    #[command(flatten)]
+    keys: KeyArgs,
+    #[command(flatten)]
+    talk: Talk,
 }
 
 /// Requests at a time.
 const TASKS: usize = 8;
 /// Bytes that one task copies in one go.
 const UNIT: u64 = 1 << 20;
-/// Images of a chain at most that are gone through.
-const LONGEST_CHAIN: usize = 200;
 
 /// Moves it.
 ///
 /// # Errors
 /// If something cannot be opened, read or written.
 pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
+    let keys = arguments.keys.read()?;
     on_reactor(async move {
-        let name = arguments.file.display().to_string();
+        let name = arguments.subject.name();
         let layers = layers(&arguments).await?;
-        commit(&layers, &arguments).await.with_context(|| name)?;
-        if !arguments.quiet {
+        commit(&layers, &arguments, keys).await.with_context(|| name)?;
+        if !arguments.talk.quiet {
             print("Image committed.\n")?;
         }
         Ok(())
@@ -88,14 +86,14 @@ type Layer = (PathBuf, Format);
 
 /// From the image itself down to the one that everything is moved into.
 async fn layers(arguments: &Arguments) -> anyhow::Result<Vec<Layer>> {
-    let top = opening::format(&arguments.file, arguments.format)?;
-    let mut layers = vec![(arguments.file.clone(), top)];
+    let subject = &arguments.subject;
+    let mut layers = vec![(subject.file.clone(), disk::format_of_chain(subject).await?)];
     loop {
         let (path, format) = layers.last().context("the first is there")?.clone();
         let name = path.display().to_string();
         let backing = match format {
             Format::Raw => None,
-            Format::Qcow2 => disk::backing_of(&path).await?,
+            Format::Qcow2 => disk::backing_in(&path, &disk::header_of(&path).await?)?,
         };
         let Some((below, below_format)) = backing else {
             let what = match &arguments.base {
@@ -111,8 +109,8 @@ async fn layers(arguments: &Arguments) -> anyhow::Result<Vec<Layer>> {
         if is_base {
             return Ok(layers);
         }
-        if layers.len() > LONGEST_CHAIN {
-            bail!("{name}: the chain does not end");
+        if layers.len() == LONGEST_CHAIN {
+            bail!("{name}: the chain of backing files is longer than {LONGEST_CHAIN} images");
         }
     }
 }
@@ -122,22 +120,23 @@ fn is_same(one: &Path, other: &Path) -> bool {
     one == other || real(one).is_some_and(|path| Some(path) == real(other))
 }
 
-async fn commit(layers: &[Layer], arguments: &Arguments) -> anyhow::Result<()> {
+async fn commit(layers: &[Layer], arguments: &Arguments, mut keys: Keys) -> anyhow::Result<()> {
     let Some(((base_path, base_format), above)) = layers.split_last() else { bail!("there is no image") };
     let how = How { cache: arguments.cache, write: true, rate_bps: arguments.rate_limit, ..How::default() };
-    let base = disk::open(base_path, Some(*base_format), how).await?;
     let mut sources = Vec::new();
     for (index, (path, format)) in above.iter().enumerate() {
         // Only the first one is written to. None is looked through: each has what it has itself.
         let how = How { write: index == 0, alone: true, rate_bps: None, ..how };
-        sources.push((path.display().to_string(), disk::open(path, Some(*format), how).await?));
+        sources.push((path.display().to_string(), disk::open(path, Some(*format), how, &mut keys).await?));
     }
+    let base = disk::open(base_path, Some(*base_format), how, &mut keys).await?;
+    keys.check_used()?;
     let size = sources.iter().map(|(_, image)| image.size_bytes()).max().unwrap_or(0);
     if base.size_bytes() < size {
         base.resize(size).await.with_context(|| format!("{}: cannot be made larger", base_path.display()))?;
     }
     let total = size * sources.len() as u64;
-    let progress = Arc::new(Progress::new("committing", total, arguments.progress, arguments.quiet));
+    let progress = Arc::new(arguments.talk.progress("committing", total));
     // From the lowest upwards, so that what is newer goes over what is older.
     for source in sources.iter().rev() {
         let source = Source::new([source.clone()]).only_top();
@@ -174,5 +173,6 @@ fn how_to_copy() -> copy::How {
         align: 1,
         unit: UNIT,
         salvage: false,
+        quiet: false,
     }
 }

@@ -14,10 +14,12 @@ use clap::Args;
 
 use super::{
     copy::{Kind, is_zero},
-    disk, on_reactor,
+    disk,
+    keys::KeyArgs,
+    on_reactor,
     opening::{Format, How},
     print,
-    progress::Progress,
+    progress::{Progress, Talk},
     source::Source,
 };
 use crate::{Failure, plan};
@@ -53,15 +55,13 @@ pub(crate) struct Arguments {
     /// Sizes and what is allocated must be the same too
     #[arg(short, long)]
     strict: bool,
-    /// Show how far it has come
-    #[arg(short, long)]
-    progress: bool,
-    /// Print nothing but errors
-    #[arg(short, long)]
-    quiet: bool,
+    #[command(flatten)]
+    talk: Talk,
     /// Read images although somebody else writes to them
     #[arg(short = 'U', long)]
     force_share: bool,
+    #[command(flatten)]
+    keys: KeyArgs,
 }
 
 /// qemu-img's status for images that differ.
@@ -80,18 +80,21 @@ const TASKS: usize = 8;
 /// # Errors
 /// What keeps it from comparing; that they differ is [`Failure::Found`].
 pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
+    let mut keys = arguments.keys.read()?;
     on_reactor(async move {
         let how = How { cache: arguments.cache, force_share: arguments.force_share, ..How::default() };
         let mut sources = Vec::new();
         for (path, format) in
             [(&arguments.first, arguments.format), (&arguments.second, arguments.second_format)]
         {
-            let image = disk::open(path, format, how).await.map_err(|error| failed(&error, NOT_OPENED))?;
+            let image = disk::open(path, format, how, &mut keys).await;
+            let image = image.map_err(|error| failed(&error, NOT_OPENED))?;
             sources.push(Source::new([(path.display().to_string(), image)]));
         }
-        let outcome = Comparison::of(&sources, arguments.strict, &arguments).await;
+        keys.check_used()?;
+        let outcome = Comparison::of(&sources, arguments.strict, arguments.talk).await;
         let verdict = outcome.map_err(|error| failed(&error, NOT_READ))?;
-        if !arguments.quiet {
+        if !arguments.talk.quiet {
             print(&verdict.text())?;
         }
         if verdict.is_same() { Ok(()) } else { Err(Failure::Found(DIFFERENT)) }
@@ -159,7 +162,7 @@ struct Piece {
 }
 
 impl Comparison {
-    async fn of(sources: &[Source], strict: bool, arguments: &Arguments) -> anyhow::Result<Verdict> {
+    async fn of(sources: &[Source], strict: bool, talk: Talk) -> anyhow::Result<Verdict> {
         let [first, second] = sources else { unreachable!("two images were opened") };
         let sizes = [first.size_bytes(), second.size_bytes()];
         let sizes_differ = sizes[0] != sizes[1];
@@ -167,7 +170,7 @@ impl Comparison {
             return Ok(Verdict::Size);
         }
         let total = sizes[0].max(sizes[1]);
-        let progress = Progress::new("comparing", total, arguments.progress, arguments.quiet);
+        let progress = talk.progress("comparing", total);
         let this = Rc::new(Self {
             sources: [first.clone(), second.clone()],
             progress,
@@ -300,6 +303,7 @@ mod tests {
     use std::{fs::File, os::unix::fs::FileExt as _, path::Path};
 
     use super::*;
+    use crate::image::keys::Keys;
 
     fn image(directory: &Path, name: &str, size: u64, data: &[(u64, &[u8])]) -> PathBuf {
         let path = directory.join(name);
@@ -312,24 +316,14 @@ mod tests {
     }
 
     fn verdict(first: PathBuf, second: PathBuf, strict: bool) -> Verdict {
-        let arguments = Arguments {
-            first,
-            second,
-            format: Some(Format::Raw),
-            second_format: Some(Format::Raw),
-            cache: CacheMode::Writeback,
-            strict,
-            progress: false,
-            quiet: true,
-            force_share: false,
-        };
         on_reactor(async move {
             let mut sources = Vec::new();
-            for path in [&arguments.first, &arguments.second] {
-                let image = disk::open(path, Some(Format::Raw), How::default()).await?;
+            for path in [&first, &second] {
+                let mut keys = Keys::default();
+                let image = disk::open(path, Some(Format::Raw), How::default(), &mut keys).await?;
                 sources.push(Source::new([(String::new(), image)]));
             }
-            Ok(Comparison::of(&sources, strict, &arguments).await?)
+            Ok(Comparison::of(&sources, strict, Talk::default()).await?)
         })
         .unwrap()
     }

@@ -11,16 +11,22 @@ use std::{
 
 use anyhow::{Context as _, anyhow, bail};
 use block::{
-    image::{Image, qcow2::create::CreateOptions},
+    image::{Image, qcow2::header::Crypt},
     storage::CacheMode,
 };
 use clap::Args;
 
 use super::{
-    copy, create, disk, on_reactor,
+    carry::Carry,
+    copy, create, disk,
+    encrypt::Encryption,
+    keys::{self, KeyArgs, Keys},
+    on_reactor,
     opening::{Format, How},
     options::Options,
-    progress::Progress,
+    pick::Pick,
+    print,
+    progress::Talk,
     source::Source,
     unfinished::{Interruption, Unfinished},
 };
@@ -33,6 +39,10 @@ Examples:
       The same disk as qcow2. Holes and zeroes take no room in it.
   weir image convert -f qcow2 -O qcow2 -c -o compression_type=zstd vm1.qcow2 archive.qcow2
       Compressed, on all processors.
+  weir image convert -l before-upgrade -O qcow2 --bitmaps vm1.qcow2 vm2.qcow2
+      What the disk was when that snapshot was taken, with the bitmaps of incremental backups.
+  weir image convert -O qcow2 -o encrypt.format=luks --target-secret-file key vm1.raw vm1.qcow2
+      Encrypted; --secret-file opens a source that is.
   weir image convert -f qcow2 -O raw -m 16 -W -p vm1.qcow2 /dev/vg/vm1
       Onto a device, 16 requests at a time in any order, and how far it has come.
 
@@ -43,7 +53,7 @@ Exit status: 0 copied, 1 failed, 2 wrong use of the command line.";
 #[derive(Debug, Args)]
 pub(crate) struct Arguments {
     /// What is copied, several one behind the other as one disk; and last where to
-    #[arg(value_name = "FILE", num_args = 2.., required = true)]
+    #[arg(value_name = "FILE")]
     files: Vec<PathBuf>,
     /// The source's format [default: as its signature says]
     #[arg(short, long, value_name = "FORMAT")]
@@ -51,9 +61,18 @@ pub(crate) struct Arguments {
     /// The new image's format
     #[arg(short = 'O', long, value_name = "FORMAT", default_value = "raw")]
     output_format: Format,
-    /// Options of the new image, such as cluster_size=2M,lazy_refcounts=on; `weir image create -o help` lists them
+    /// Options of the new image, such as cluster_size=2M,lazy_refcounts=on; help lists them
     #[arg(short, value_name = "OPTIONS", conflicts_with = "no_create")]
     options: Vec<String>,
+    /// Read this internal snapshot instead of the disk: its id or name, or snapshot.id=ID,snapshot.name=NAME
+    #[arg(short = 'l', long, value_name = "SNAPSHOT", value_parser = plan::read::<Pick>)]
+    snapshot: Option<Pick>,
+    /// Copy the persistent bitmaps too; from qcow2 to qcow2
+    #[arg(long)]
+    bitmaps: bool,
+    /// Leave out bitmaps that may be wrong
+    #[arg(long, requires = "bitmaps")]
+    skip_broken_bitmaps: bool,
     /// Compress every cluster; qcow2 alone
     #[arg(short, long)]
     compress: bool,
@@ -93,12 +112,32 @@ pub(crate) struct Arguments {
     /// Read the source although somebody else writes to it
     #[arg(short = 'U', long)]
     force_share: bool,
-    /// Show how far it has come
-    #[arg(short, long)]
-    progress: bool,
-    /// Print nothing but errors
-    #[arg(short, long)]
-    quiet: bool,
+    #[command(flatten)]
+    keys: KeyArgs,
+    #[command(flatten)]
+    target_keys: TargetKeyArgs,
+    #[command(flatten)]
+    talk: Talk,
+}
+
+/// Where the passphrases of the new image are.
+#[derive(Debug, Args)]
+struct TargetKeyArgs {
+    /// The passphrase of the new image, which -o encrypt.format=luks encrypts, or of one that is there; then of those behind it
+    #[arg(long, value_name = "FILE")]
+    target_secret_file: Vec<PathBuf>,
+    /// An open descriptor to read it from
+    #[arg(long, value_name = "N", conflicts_with = "target_secret_file")]
+    target_secret_fd: Vec<u32>,
+    /// The new image's passphrase as qemu-img has it: secret,id=ID,file=FILE, with encrypt.key-secret=ID among the options
+    #[arg(long, value_name = "OBJECT", conflicts_with_all = ["target_secret_file", "target_secret_fd", "no_create"])]
+    object: Vec<String>,
+}
+
+impl TargetKeyArgs {
+    fn is_given(&self) -> bool {
+        !(self.target_secret_file.is_empty() && self.target_secret_fd.is_empty() && self.object.is_empty())
+    }
 }
 
 /// Bytes that one task copies in one go: QEMU's figure, and the largest cluster.
@@ -111,29 +150,55 @@ const FILE_BLOCK: u64 = 4096;
 /// # Errors
 /// Whatever keeps it from being done; the target's name then stands for what it stood for.
 pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
-    let (target, sources) = arguments.files.split_last().context("two files were required")?;
-    check(&arguments).map_err(Failure::Usage)?;
+    if create::asks_for_help(&arguments.options) {
+        return Ok(print(create::OPTIONS)?);
+    }
+    let Some((target, sources)) = arguments.files.split_last().filter(|(_, sources)| !sources.is_empty())
+    else {
+        let what = anyhow!(
+            "two files are needed, what is copied and where to (weir image convert --help has examples)"
+        );
+        return Err(Failure::Usage(what));
+    };
+    check(&arguments, sources).map_err(Failure::Usage)?;
     let interruption = Interruption::watch()?;
-    let source = open_sources(sources, &arguments)?;
-    let size = source.size_bytes();
+    let (source, carry) = open_sources(sources, &arguments)?;
+    let target_keys =
+        keys::read(&arguments.target_keys.target_secret_file, &arguments.target_keys.target_secret_fd)?;
     if arguments.no_create {
-        return on_reactor(copy_into(source, target.clone(), target.clone(), arguments, None));
+        let target = Target { path: target.clone(), name: target.clone(), is_zero: arguments.target_is_zero };
+        return on_reactor(copy_into(source, carry, target, target_keys, arguments));
     }
     let place = Unfinished::new(target, &interruption)?;
-    let wish = make(&place, target, size, &arguments)?;
-    let zero = place.is_new() && wish.as_ref().is_none_or(|wish| wish.backing.is_none());
-    let path = place.path().to_owned();
-    on_reactor(copy_into(source, path, target.clone(), arguments, Some(zero)))?;
+    let made = make(&place, target, source.size_bytes(), &target_keys, &arguments)?;
+    let target = Target {
+        path: place.path().to_owned(),
+        name: target.clone(),
+        is_zero: place.is_new() && !made.has_backing,
+    };
+    on_reactor(copy_into(source, carry, target, made.keys, arguments))?;
     Ok(place.finish()?)
 }
 
-fn check(arguments: &Arguments) -> anyhow::Result<()> {
+fn check(arguments: &Arguments, sources: &[PathBuf]) -> anyhow::Result<()> {
     let raw = arguments.output_format == Format::Raw;
     if raw && arguments.compress {
         bail!("-c: raw images cannot be compressed (use -O qcow2)");
     }
     if raw && arguments.backing.is_some() {
         bail!("-B: raw images have no backing file (use -O qcow2)");
+    }
+    if raw && arguments.bitmaps {
+        bail!("--bitmaps: raw images have no bitmaps (use -O qcow2)");
+    }
+    if raw && arguments.target_keys.is_given() {
+        bail!("raw images are not encrypted (use -O qcow2; --secret-file is for the source)");
+    }
+    if sources.len() > 1 && arguments.bitmaps {
+        bail!("--bitmaps: several images as one disk have no bitmaps (copy them one by one)");
+    }
+    if sources.len() > 1 && arguments.snapshot.is_some() {
+        bail!("-l: is for one image (copy them one by one)");
     }
     if !arguments.sparse_size.is_multiple_of(512) || arguments.sparse_size > UNIT {
         bail!("-S {}: is no multiple of 512 up to {UNIT}", arguments.sparse_size);
@@ -144,27 +209,44 @@ fn check(arguments: &Arguments) -> anyhow::Result<()> {
     Ok(())
 }
 
-fn open_sources(paths: &[PathBuf], arguments: &Arguments) -> Result<Source, Failure> {
+/// What is read, and the bitmaps that are copied with it.
+fn open_sources(paths: &[PathBuf], arguments: &Arguments) -> Result<(Source, Option<Carry>), Failure> {
     let how = How { cache: arguments.source_cache, force_share: arguments.force_share, ..How::default() };
-    let (paths, format) = (paths.to_vec(), arguments.format);
-    let only_top = arguments.backing.is_some();
+    let (paths, format, pick) = (paths.to_vec(), arguments.format, arguments.snapshot.clone());
+    let (only_top, bitmaps) = (arguments.backing.is_some(), arguments.bitmaps);
+    let skip_broken = arguments.skip_broken_bitmaps;
+    let mut keys = arguments.keys.read()?;
     on_reactor(async move {
         let mut images = Vec::new();
         for path in paths {
-            images.push((path.display().to_string(), disk::open(&path, format, how).await?));
+            let image = disk::open_at(&path, format, how, &mut keys, pick.as_ref()).await?;
+            images.push((path.display().to_string(), image));
         }
+        keys.check_used()?;
+        let carry = match &images[..] {
+            [(name, image)] if bitmaps => Some(Carry::of(image, name, skip_broken).await?),
+            _ => None,
+        };
         let source = Source::new(images);
-        Ok(if only_top { source.only_top() } else { source })
+        Ok((if only_top { source.only_top() } else { source }, carry))
     })
 }
 
-/// Makes the new image; for qcow2, what it was asked to be.
+/// A new image.
+struct Made {
+    has_backing: bool,
+    /// Its passphrase, and of what is behind it.
+    keys: Keys,
+}
+
+/// Makes the new image.
 fn make(
     place: &Unfinished,
     target: &Path,
     size: u64,
+    keys: &Keys,
     arguments: &Arguments,
-) -> Result<Option<CreateOptions>, Failure> {
+) -> Result<Made, Failure> {
     let name = target.display().to_string();
     let usage = |text: String| Failure::Usage(anyhow!("{name}: {text}"));
     let mut options = Options::read(&arguments.options).map_err(usage)?;
@@ -175,44 +257,86 @@ fn make(
             let preallocation = create::preallocation(&mut options).map_err(usage)?.unwrap_or_default();
             options.finish("raw").map_err(usage)?;
             create::create_raw(place.path(), size, preallocation, &name)?;
-            Ok(None)
+            Ok(Made { has_backing: false, keys: Keys::default() })
         }
         Format::Qcow2 => {
             let backing = (arguments.backing.clone(), arguments.backing_format);
             let mut wish = create::qcow2_options(&mut options, backing).map_err(usage)?;
+            let encryption = Encryption::take(&mut options, keys.first(), &arguments.target_keys.object);
+            let encryption = encryption.map_err(usage)?;
             options.finish("qcow2").map_err(usage)?;
+            if encryption.is_none() && wish.backing.is_none() && keys.first().is_some() {
+                let what = "there is a passphrase, and encrypt.format=luks is missing among the options";
+                return Err(usage(what.to_owned()));
+            }
             wish.size_bytes = size;
-            let wish = wish.checked().map_err(|rule| usage(rule.to_string()))?;
+            let mut wish = wish.checked().map_err(|rule| usage(rule.to_string()))?;
+            if let Some(encryption) = &encryption {
+                wish.luks = Some(encryption.area().map_err(|why| anyhow!("{name}: {why}"))?);
+            }
             create::create_qcow2(place.path(), &wish, &name)?;
-            Ok(Some(wish))
+            let own = encryption.filter(|_| keys.first().is_none()).map(|own| Keys::one(own.secret));
+            Ok(Made { has_backing: wish.backing.is_some(), keys: own.unwrap_or_else(|| keys.clone()) })
         }
     }
 }
 
-/// Copies into the image at `path`, which is going to be called `name`. `new_is_zero`: whether a new one reads as zeroes; `None` for one that
-/// was there.
+/// Where to.
+struct Target {
+    path: PathBuf,
+    /// What it is going to be called.
+    name: PathBuf,
+    /// What is not written reads as zeroes.
+    is_zero: bool,
+}
+
+/// Copies into the image that is there.
 async fn copy_into(
     source: Source,
-    path: PathBuf,
-    name: PathBuf,
+    carry: Option<Carry>,
+    target: Target,
+    mut keys: Keys,
     arguments: Arguments,
-    new_is_zero: Option<bool>,
 ) -> Result<(), Failure> {
-    let name = name.display().to_string();
+    let name = target.name.display().to_string();
     let how = How { cache: arguments.cache, write: true, rate_bps: arguments.rate_limit, ..How::default() };
-    let target = disk::open(&path, Some(arguments.output_format), how).await?;
-    let (size, room) = (source.size_bytes(), target.size_bytes());
+    let image = disk::open(&target.path, Some(arguments.output_format), how, &mut keys).await?;
+    keys.check_used()?;
+    let (size, room) = (source.size_bytes(), image.size_bytes());
     if room < size {
         return Err(anyhow!("{name}: has {room} bytes, and the source {size} (resize it first)").into());
     }
-    let progress =
-        Arc::new(Progress::new(&format!("copying to {name}"), size, arguments.progress, arguments.quiet));
-    let how = how_to_copy(&target, &arguments, new_is_zero.unwrap_or(arguments.target_is_zero));
-    copy::copy(source, Arc::clone(&target), how, Arc::clone(&progress))
+    check_target(&image, &arguments).with_context(|| name.clone())?;
+    if let Some(carry) = &carry {
+        carry.check_target(&image).await.with_context(|| name.clone())?;
+    }
+    let progress = Arc::new(arguments.talk.progress(&format!("copying to {name}"), size));
+    let how = how_to_copy(&image, &arguments, target.is_zero);
+    copy::copy(source, Arc::clone(&image), how, Arc::clone(&progress))
         .await
         .with_context(|| format!("{name}: copying failed"))?;
-    close(&target).await.with_context(|| format!("{name}: cannot be completed"))?;
+    close(&image).await.with_context(|| format!("{name}: cannot be completed"))?;
+    drop(image);
+    if let Some(carry) = &carry {
+        carry.store(&target.path).await.with_context(|| format!("{name}: --bitmaps"))?;
+    }
     progress.end();
+    Ok(())
+}
+
+/// Whether it can be written to in the way that was asked for.
+fn check_target(target: &Image, arguments: &Arguments) -> anyhow::Result<()> {
+    let Image::Qcow2(qcow2) = target else { return Ok(()) };
+    let header = qcow2.header();
+    if arguments.compress && header.crypt != Crypt::None {
+        bail!("-c: an encrypted image has no compressed clusters (leave out -c, or the encryption)");
+    }
+    if arguments.compress && header.has_data_file() {
+        bail!("-c: an image with an external data file has no compressed clusters (leave out one of them)");
+    }
+    if arguments.target_is_zero && header.backing.is_some() {
+        bail!("--target-is-zero: it has a backing file, and so need not read as zeroes (leave it away)");
+    }
     Ok(())
 }
 
@@ -240,5 +364,6 @@ fn how_to_copy(target: &Image, arguments: &Arguments, target_is_zero: bool) -> c
         align,
         unit,
         salvage: arguments.salvage,
+        quiet: arguments.talk.quiet,
     }
 }

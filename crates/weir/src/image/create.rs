@@ -43,7 +43,7 @@ Examples:
 
 Exit status: 0 created, 1 failed, 2 wrong use of the command line.";
 
-const OPTIONS: &str = "\
+pub(super) const OPTIONS: &str = "\
 Options of qcow2:
   backing_file=FILE       what unallocated clusters are read from (as -b)
   backing_fmt=FORMAT      its format (as -F)
@@ -101,7 +101,7 @@ pub(crate) struct Arguments {
 /// # Errors
 /// If options contradict each other, or the file cannot be made.
 pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
-    if arguments.options.iter().any(|text| text == "help" || text == "?") {
+    if asks_for_help(&arguments.options) {
         return Ok(print(OPTIONS)?);
     }
     let no_file = || Failure::Usage(anyhow!("no file was named (weir image create --help has examples)"));
@@ -114,6 +114,9 @@ pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
             if arguments.backing.is_some() {
                 return Err(usage("-b: raw images have no backing file (use -f qcow2)".to_owned()));
             }
+            if arguments.secret.is_given() {
+                return Err(usage("raw images are not encrypted (use -f qcow2)".to_owned()));
+            }
             let size = size(&mut options, &arguments).map_err(usage)?;
             let preallocation = preallocation(&mut options).map_err(usage)?.unwrap_or_default();
             options.finish("raw").map_err(usage)?;
@@ -125,7 +128,12 @@ pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
             let size = size(&mut options, &arguments).map_err(usage)?;
             let backing = (arguments.backing.clone(), arguments.backing_format);
             let mut wish = qcow2_options(&mut options, backing).map_err(usage)?;
-            let encryption = Encryption::take(&mut options, &arguments.secret).map_err(usage)?;
+            let secret = arguments.secret.read()?;
+            if secret.is_some() {
+                options.set_missing("encrypt.format", "luks");
+            }
+            let encryption = Encryption::take(&mut options, secret.as_ref(), &arguments.secret.object);
+            let encryption = encryption.map_err(usage)?;
             options.finish("qcow2").map_err(usage)?;
             wish.size_bytes = match (size, backing_size(&wish, &arguments, &path)?) {
                 (Some(size), _) | (None, Some(size)) => size,
@@ -139,6 +147,11 @@ pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
             say(&arguments, format_args!("{}", formatting(&name, &wish)))
         }
     }
+}
+
+/// Whether the options are to be listed, instead of anything done.
+pub(super) fn asks_for_help(options: &[String]) -> bool {
+    options.iter().any(|text| text == "help" || text == "?")
 }
 
 fn say(arguments: &Arguments, line: std::fmt::Arguments<'_>) -> Result<(), Failure> {
@@ -155,13 +168,21 @@ fn size(options: &mut Options, arguments: &Arguments) -> Result<Option<u64>, Str
 /// # Errors
 /// If it is no such mode.
 pub(super) fn preallocation(options: &mut Options) -> Result<Option<Preallocation>, String> {
-    options.take_as("preallocation", |value| match value {
+    options.take_as("preallocation", preallocation_mode)
+}
+
+/// The mode of this name.
+///
+/// # Errors
+/// If there is none.
+pub(super) fn preallocation_mode(name: &str) -> Result<Preallocation, String> {
+    match name {
         "off" => Ok(Preallocation::Off),
         "metadata" => Ok(Preallocation::Metadata),
         "falloc" => Ok(Preallocation::Falloc),
         "full" => Ok(Preallocation::Full),
         _ => Err("is none of off, metadata, falloc and full".to_owned()),
-    })
+    }
 }
 
 /// All but the size. `backing` is the backing file that was given beside the options, and its format.

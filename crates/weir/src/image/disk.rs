@@ -7,21 +7,23 @@ use std::{
     sync::Arc,
 };
 
-use anyhow::Context as _;
+use anyhow::{Context as _, bail};
 use block::{
     buffer::Segments,
     error::{Error, Result},
     image::{
         self, Image,
         open::{BackingChoice, ImageOptions},
-        qcow2::{What, read_header},
+        qcow2::{What, header::Header, read_header},
     },
     storage::{self, OpenOptions},
 };
 
 use super::{
     copy::Kind,
-    opening::{self, Format, How},
+    keys::Keys,
+    opening::{self, Format, How, Subject},
+    pick::Pick,
 };
 
 /// Opens the image at `path`, with what lies below it.
@@ -30,7 +32,31 @@ use super::{
 ///
 /// # Errors
 /// What keeps it from being opened.
-pub(super) async fn open(path: &Path, format: Option<Format>, how: How) -> anyhow::Result<Arc<Image>> {
+pub(super) async fn open(
+    path: &Path,
+    format: Option<Format>,
+    how: How,
+    keys: &mut Keys,
+) -> anyhow::Result<Arc<Image>> {
+    open_at(path, format, how, keys, None).await
+}
+
+/// The same, or an internal snapshot of it.
+///
+/// # Errors
+/// As [`open`], and if there is no such snapshot.
+pub(super) async fn open_at(
+    path: &Path,
+    format: Option<Format>,
+    how: How,
+    keys: &mut Keys,
+    pick: Option<&Pick>,
+) -> anyhow::Result<Arc<Image>> {
+    let snapshot = match pick {
+        Some(pick) => Some(pick.id(path, format, how).await?),
+        None => None,
+    };
+    let secrets = keys.of(path, format, how.alone).await?;
     let format = format.map(|format| match format {
         Format::Raw => storage::Format::Raw,
         Format::Qcow2 => storage::Format::Qcow2,
@@ -38,22 +64,54 @@ pub(super) async fn open(path: &Path, format: Option<Format>, how: How) -> anyho
     let options = ImageOptions {
         storage: OpenOptions { format, ..opening::options(how)? },
         backing: if how.alone { BackingChoice::Nothing } else { BackingChoice::AsInImage },
+        secrets,
+        snapshot,
         ..ImageOptions::default()
     };
     Ok(Arc::new(image::open::open(&opening::spec(path)?, options).await?))
 }
 
-/// The backing file of the qcow2 image at `path`, and its format.
+/// The header of the qcow2 image at `path`, also while somebody writes to it.
 ///
 /// # Errors
-/// If the header cannot be read, or does not say the format.
-pub(super) async fn backing_of(path: &Path) -> anyhow::Result<Option<(PathBuf, Format)>> {
-    let name = || path.display().to_string();
+/// If it cannot be read.
+pub(super) async fn header_of(path: &Path) -> anyhow::Result<Header> {
     let storage = opening::storage(path, How { force_share: true, ..How::default() })?;
-    let header = read_header(&storage).await.with_context(name)?;
-    let Some(backing) = header.backing else { return Ok(None) };
+    read_header(&storage).await.with_context(|| path.display().to_string())
+}
+
+/// The format of an image whose chain is written to, or copied from one image to another: one that was given, or a guess where the image names no
+/// other file.
+///
+/// # Errors
+/// If it must be given: a guest could have written the names into its raw disk.
+pub(super) async fn format_of_chain(subject: &Subject) -> anyhow::Result<Format> {
+    let format = subject.format()?;
+    if subject.format.is_none() && format == Format::Qcow2 {
+        let header = header_of(&subject.file).await?;
+        if header.backing.is_some() || header.has_data_file() {
+            bail!(
+                "{}: looks like qcow2 and names other files, so its format must be given (-f qcow2, if it is one: a guest may have written the \
+                 header into a raw disk)",
+                subject.name()
+            );
+        }
+    }
+    Ok(format)
+}
+
+/// The backing file that the header of the image at `path` names, and its format.
+///
+/// # Errors
+/// If it does not say the format.
+pub(super) fn backing_in(path: &Path, header: &Header) -> anyhow::Result<Option<(PathBuf, Format)>> {
+    let Some(backing) = &header.backing else { return Ok(None) };
     let format = opening::format_named(backing.format.as_deref()).with_context(|| {
-        format!("{}: its backing file {} (name its format with `weir image rebase -u`)", name(), backing.name)
+        format!(
+            "{}: its backing file {} (name its format with `weir image rebase -u`)",
+            path.display(),
+            backing.name
+        )
     })?;
     Ok(Some((opening::beside(path, &backing.name), format)))
 }

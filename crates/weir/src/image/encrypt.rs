@@ -2,7 +2,7 @@
 //!
 //! Never takes a passphrase from the command line, where everybody on the machine can read it.
 
-use std::{fs::File, path::PathBuf, time::Duration};
+use std::{path::PathBuf, time::Duration};
 
 use block::image::{
     Secret,
@@ -10,7 +10,7 @@ use block::image::{
 };
 use clap::Args;
 
-use super::options::Options;
+use super::{keys, options::Options};
 
 /// Where the passphrase comes from.
 #[derive(Debug, Args)]
@@ -18,24 +18,47 @@ pub(super) struct SecretArgs {
     /// Encrypt it with LUKS, and the passphrase that this file holds
     #[arg(long, value_name = "FILE")]
     secret_file: Option<PathBuf>,
+    /// The same, with an open descriptor to read the passphrase from
+    #[arg(long, value_name = "N", conflicts_with = "secret_file")]
+    secret_fd: Option<u32>,
     /// The same, as qemu-img has it: secret,id=ID,file=FILE, with encrypt.key-secret=ID among the options
-    #[arg(long, value_name = "OBJECT", conflicts_with = "secret_file")]
-    object: Vec<String>,
+    #[arg(long, value_name = "OBJECT", conflicts_with_all = ["secret_file", "secret_fd"])]
+    pub(super) object: Vec<String>,
+}
+
+impl SecretArgs {
+    /// Whether there is one at all.
+    pub(super) fn is_given(&self) -> bool {
+        self.secret_file.is_some() || self.secret_fd.is_some() || !self.object.is_empty()
+    }
+
+    /// The passphrase in a file or descriptor, if there is one.
+    ///
+    /// # Errors
+    /// If it cannot be read.
+    pub(super) fn read(&self) -> anyhow::Result<Option<Secret>> {
+        let keys = keys::read(self.secret_file.as_slice(), self.secret_fd.as_slice())?;
+        Ok(keys.first().cloned())
+    }
 }
 
 /// What was said of encryption.
 #[derive(Debug)]
 pub(super) struct Encryption {
     luks: LuksOptions,
-    secret: PathBuf,
+    pub(super) secret: Secret,
 }
 
 impl Encryption {
-    /// Takes the options; `None` if the image is not to be encrypted.
+    /// Takes the options; `None` if the image is not to be encrypted. The passphrase is `own`, or that of an object.
     ///
     /// # Errors
     /// Options without a passphrase, or the other way round, and what is not supported.
-    pub(super) fn take(options: &mut Options, given: &SecretArgs) -> Result<Option<Self>, String> {
+    pub(super) fn take(
+        options: &mut Options,
+        own: Option<&Secret>,
+        objects: &[String],
+    ) -> Result<Option<Self>, String> {
         let format = options.take("encrypt.format");
         let key = options.take("encrypt.key-secret");
         match format.as_deref() {
@@ -46,8 +69,7 @@ impl Encryption {
                 );
             }
             Some(other) => return Err(format!("encrypt.format={other}: is not known (use luks)")),
-            None if given.secret_file.is_some() => {}
-            None if key.is_some() || !given.object.is_empty() => {
+            None if key.is_some() || !objects.is_empty() => {
                 return Err(
                     "there is a secret, and encrypt.format=luks is missing among the options".to_owned()
                 );
@@ -55,15 +77,17 @@ impl Encryption {
             None => return Ok(None),
         }
         let luks = luks_options(options)?;
-        let secret = match (&given.secret_file, key) {
-            (Some(file), None) => file.clone(),
+        let secret = match (own, key) {
+            (Some(own), None) => own.clone(),
             (Some(_), Some(_)) => {
-                return Err("encrypt.key-secret and --secret-file: give one of them".to_owned());
+                return Err(
+                    "encrypt.key-secret names an --object, and there is a passphrase of another kind \
+                            (give one of them)"
+                        .to_owned(),
+                );
             }
-            (None, Some(key)) => object(&given.object, &key)?,
-            (None, None) => {
-                return Err("encrypt.format=luks: needs a passphrase (--secret-file FILE)".to_owned());
-            }
+            (None, Some(key)) => object(objects, &key)?,
+            (None, None) => return Err("encrypt.format=luks: needs a passphrase".to_owned()),
         };
         Ok(Some(Self { luks, secret }))
     }
@@ -71,17 +95,14 @@ impl Encryption {
     /// Makes the LUKS header. Takes a few seconds, which is what keeps others from trying many passphrases.
     ///
     /// # Errors
-    /// If the passphrase cannot be read, or openssl fails.
+    /// If openssl fails.
     pub(super) fn area(&self) -> Result<Vec<u8>, String> {
-        let read = File::open(&self.secret).and_then(Secret::read);
-        let secret = read
-            .map_err(|error| format!("{}: the passphrase cannot be read: {error}", self.secret.display()))?;
-        Ok(luks::create(&secret, &self.luks).map_err(|error| error.to_string())?.area)
+        Ok(luks::create(&self.secret, &self.luks).map_err(|error| error.to_string())?.area)
     }
 }
 
-/// The file of the secret object with this id.
-fn object(objects: &[String], key: &str) -> Result<PathBuf, String> {
+/// The passphrase of the secret object with this id.
+fn object(objects: &[String], key: &str) -> Result<Secret, String> {
     for text in objects {
         let Some(rest) = text.strip_prefix("secret,") else {
             return Err(format!("--object {text}: is no secret (secret,id=ID,file=FILE)"));
@@ -96,8 +117,11 @@ fn object(objects: &[String], key: &str) -> Result<PathBuf, String> {
             );
         }
         let file = fields.take("file").ok_or_else(|| format!("--object {text}: has no file=FILE"))?;
-        fields.finish("a secret")?;
-        return Ok(file.into());
+        if let Some(key) = fields.first_left() {
+            return Err(format!("--object {text}: {key} is not known (secret,id=ID,file=FILE)"));
+        }
+        let read = keys::read(&[file.into()], &[]).map_err(|error| format!("{error:#}"))?;
+        return read.first().cloned().ok_or_else(|| format!("--object {text}: is empty"));
     }
     Err(format!("encrypt.key-secret={key}: there is no such secret (--object secret,id={key},file=FILE)"))
 }

@@ -12,11 +12,14 @@ use std::{
 
 use anyhow::{Context as _, bail};
 use block::{
-    image::qcow2::{
-        self, bitmap,
-        header::{Compression, Crypt, Header, autoclear, compatible, incompatible},
-        luks::{self, KeySlot, LuksHeader},
-        snapshot::Snapshot,
+    image::{
+        open::LONGEST_CHAIN,
+        qcow2::{
+            self, bitmap,
+            header::{Compression, Crypt, Header, autoclear, compatible, incompatible},
+            luks::{self, KeySlot, LuksHeader},
+            snapshot::Snapshot,
+        },
     },
     storage::Storage,
 };
@@ -25,7 +28,7 @@ use serde_json::{Map, Value, json};
 
 use super::{
     Output, on_reactor,
-    opening::{self, Format, How},
+    opening::{self, Format, How, Subject},
     print, snapshot,
 };
 use crate::Failure;
@@ -43,12 +46,8 @@ Exit status: 0 shown, 1 failed, 2 wrong use of the command line.";
 /// What `weir image info` is told.
 #[derive(Debug, Args)]
 pub(crate) struct Arguments {
-    /// The image
-    #[arg(value_name = "FILE")]
-    file: PathBuf,
-    /// Its format [default: as its signature says]
-    #[arg(short, long, value_name = "FORMAT")]
-    format: Option<Format>,
+    #[command(flatten)]
+    subject: Subject,
     /// How to print
     #[arg(long, value_name = "KIND", value_enum, default_value_t)]
     output: Output,
@@ -60,21 +59,28 @@ pub(crate) struct Arguments {
     force_share: bool,
 }
 
-/// Most images of a chain: QEMU has no bound, and a chain of so many is a loop made of links.
-const LONGEST_CHAIN: usize = 1000;
-
 /// Prints what the image is.
 ///
 /// # Errors
 /// If it cannot be read, or is wrong.
 pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
     let how = How { force_share: arguments.force_share, ..How::default() };
-    let mut shown = vec![show(&arguments.file, arguments.format, how)?];
+    let Subject { file, format } = &arguments.subject;
+    let mut shown = vec![show(file, *format, how)?];
     if arguments.backing_chain {
-        let mut seen = HashSet::from([identity(&arguments.file)?]);
+        let mut seen = HashSet::from([identity(file)?]);
         while let Some((path, format)) = shown.last().and_then(|last| last.backing.clone()) {
-            if !seen.insert(identity(&path)?) || shown.len() == LONGEST_CHAIN {
-                bail_loop(&path)?;
+            if !seen.insert(identity(&path)?) {
+                bail_in(
+                    &path,
+                    "is its own backing file (give one of the chain another with `weir image rebase`)",
+                )?;
+            }
+            if shown.len() == LONGEST_CHAIN {
+                bail_in(
+                    file,
+                    "has more backing files than weir opens (`weir image commit` or `rebase` make them fewer)",
+                )?;
             }
             shown.push(show(&path, format, how)?);
         }
@@ -88,11 +94,8 @@ pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
     Ok(())
 }
 
-fn bail_loop(path: &Path) -> anyhow::Result<()> {
-    bail!(
-        "{}: is its own backing file (give one of the chain another with `weir image rebase`)",
-        path.display()
-    )
+fn bail_in(path: &Path, what: &str) -> anyhow::Result<()> {
+    bail!("{}: {what}", path.display())
 }
 
 /// The same file under whatever name.

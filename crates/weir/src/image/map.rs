@@ -2,7 +2,7 @@
 //!
 //! Never reads guest data.
 
-use std::{fmt::Write as _, path::PathBuf};
+use std::fmt::Write as _;
 
 use anyhow::{Context as _, bail};
 use block::image::{
@@ -12,8 +12,10 @@ use block::image::{
 use clap::Args;
 
 use super::{
-    Output, disk, on_reactor,
-    opening::{Format, How},
+    Output, disk,
+    keys::KeyArgs,
+    on_reactor,
+    opening::{How, Subject},
     print,
 };
 use crate::{Failure, plan};
@@ -31,12 +33,8 @@ Exit status: 0 shown, 1 failed, 2 wrong use of the command line.";
 /// What `weir image map` is told.
 #[derive(Debug, Args)]
 pub(crate) struct Arguments {
-    /// The image
-    #[arg(value_name = "FILE")]
-    file: PathBuf,
-    /// Its format [default: as its signature says]
-    #[arg(short, long, value_name = "FORMAT")]
-    format: Option<Format>,
+    #[command(flatten)]
+    subject: Subject,
     /// How to print
     #[arg(long, value_name = "KIND", value_enum, default_value_t)]
     output: Output,
@@ -49,6 +47,8 @@ pub(crate) struct Arguments {
     /// Read it although somebody else writes to it
     #[arg(short = 'U', long)]
     force_share: bool,
+    #[command(flatten)]
+    keys: KeyArgs,
 }
 
 /// Shows the map.
@@ -56,10 +56,13 @@ pub(crate) struct Arguments {
 /// # Errors
 /// If it cannot be found out, or cannot be shown in this form.
 pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
+    let mut keys = arguments.keys.read()?;
     on_reactor(async move {
-        let name = arguments.file.display().to_string();
+        let Subject { file, format } = &arguments.subject;
+        let name = arguments.subject.name();
         let how = How { force_share: arguments.force_share, ..How::default() };
-        let image = disk::open(&arguments.file, arguments.format, how).await?;
+        let image = disk::open(file, *format, how, &mut keys).await?;
+        keys.check_used()?;
         let size = image.size_bytes();
         let start = arguments.start_offset.min(size);
         let end = arguments.max_length.and_then(|length| start.checked_add(length)).unwrap_or(size).min(size);

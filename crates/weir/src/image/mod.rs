@@ -6,6 +6,7 @@
 //! Never decides what an image means: that is `block`'s.
 
 mod bitmap;
+mod carry;
 mod check;
 mod commit;
 mod compare;
@@ -13,11 +14,14 @@ mod convert;
 mod copy;
 mod create;
 mod disk;
+mod elsewhere;
 mod encrypt;
 mod info;
+mod keys;
 mod map;
 mod opening;
 mod options;
+mod pick;
 mod progress;
 mod rebase;
 mod resize;
@@ -34,7 +38,7 @@ use anyhow::Context as _;
 use block::reactor::{self, Polling};
 use clap::{Subcommand, ValueEnum};
 
-pub(crate) use self::{info::describe, opening::beside};
+pub(crate) use self::{elsewhere::advise, info::describe, opening::beside};
 use crate::Failure;
 
 /// What to do with images.
@@ -95,13 +99,11 @@ pub(crate) fn run(command: Command) -> Result<(), Failure> {
     }
 }
 
-/// How results are printed.
+/// How results are printed: for people, or for programs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Output {
-    /// For people.
     #[default]
     Human,
-    /// For programs.
     Json,
 }
 

@@ -10,13 +10,13 @@ use block::storage::{
     CacheMode, OpenOptions, Storage, open_storage,
     probe::{self, Probed},
 };
+use clap::Args;
 
-/// The formats that `weir image` works on.
+/// The formats that `weir image` works on: the bytes as they are, and QEMU's copy-on-write format.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub(super) enum Format {
-    /// The bytes are the disk.
+    // What they are would make every --help that has one of them three times as long.
     Raw,
-    /// QEMU's copy-on-write format.
     Qcow2,
 }
 
@@ -46,6 +46,32 @@ pub(super) fn format_named(name: Option<&str>) -> anyhow::Result<Format> {
 /// Where a name in an image points: a relative one is relative to the image's own directory.
 pub(crate) fn beside(image: &Path, name: &str) -> PathBuf {
     image.parent().map_or_else(|| PathBuf::from(name), |directory| directory.join(name))
+}
+
+/// The image that a command is about.
+#[derive(Debug, Args)]
+pub(super) struct Subject {
+    /// The image
+    #[arg(value_name = "FILE")]
+    pub(super) file: PathBuf,
+    /// Its format [default: as its signature says]
+    #[arg(short, long, value_name = "FORMAT")]
+    pub(super) format: Option<Format>,
+}
+
+impl Subject {
+    /// As messages call it.
+    pub(super) fn name(&self) -> String {
+        self.file.display().to_string()
+    }
+
+    /// The format that was given, or else that of the signature.
+    ///
+    /// # Errors
+    /// As [`format`].
+    pub(super) fn format(&self) -> anyhow::Result<Format> {
+        format(&self.file, self.format)
+    }
 }
 
 /// How a file is to be opened.

@@ -17,16 +17,22 @@ impl Options {
         let mut options = Self::default();
         for text in texts {
             for pair in split(text).into_iter().filter(|pair| !pair.is_empty()) {
-                let (key, value) = pair
-                    .split_once('=')
-                    .ok_or_else(|| format!("-o {pair}: has no value (write {pair}=…)"))?;
+                let (key, value) =
+                    pair.split_once('=').ok_or_else(|| format!("{pair}: has no value (write {pair}=…)"))?;
                 if options.0.iter().any(|(known, _)| known == key) {
-                    return Err(format!("-o {key}: is given twice"));
+                    return Err(format!("{key}: is given twice"));
                 }
                 options.0.push((key.to_owned(), value.to_owned()));
             }
         }
         Ok(options)
+    }
+
+    /// Sets a key that was not given.
+    pub(super) fn set_missing(&mut self, key: &str, value: &str) {
+        if !self.0.iter().any(|(known, _)| known == key) {
+            self.0.push((key.to_owned(), value.to_owned()));
+        }
     }
 
     /// The value of a key.
@@ -66,6 +72,11 @@ impl Options {
             "off" | "no" | "false" | "n" => Ok(false),
             _ => Err("is neither on nor off".to_owned()),
         })
+    }
+
+    /// The first key that nobody took.
+    pub(super) fn first_left(&self) -> Option<&str> {
+        self.0.first().map(|(key, _)| &**key)
     }
 
     /// Checks that everything was taken.
@@ -115,8 +126,8 @@ mod tests {
 
     #[test]
     fn nothing_is_ignored() {
-        assert_eq!(read("a").unwrap_err(), "-o a: has no value (write a=…)");
-        assert_eq!(read("a=1,a=2").unwrap_err(), "-o a: is given twice");
+        assert_eq!(read("a").unwrap_err(), "a: has no value (write a=…)");
+        assert_eq!(read("a=1,a=2").unwrap_err(), "a: is given twice");
         assert!(read("a=1").unwrap().finish("raw").unwrap_err().starts_with("a=1: is no option of raw"));
         let said = read("lazy_refcounts=maybe").unwrap().take_switch("lazy_refcounts").unwrap_err();
         assert_eq!(said, "lazy_refcounts=maybe: is neither on nor off");

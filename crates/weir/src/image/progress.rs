@@ -11,10 +11,38 @@ use std::{
     },
 };
 
+use clap::Args;
 use indicatif::{ProgressBar, ProgressStyle};
 
 /// Parts of the whole after which `-p` prints: a percent, as qemu-img does at most.
 const STEPS: u64 = 100;
+
+/// What a long command tells.
+#[derive(Clone, Copy, Debug, Default, Args)]
+pub(super) struct Talk {
+    /// Show how far it has come
+    #[arg(short, long)]
+    progress: bool,
+    /// Print nothing but errors
+    #[arg(short, long)]
+    pub(super) quiet: bool,
+}
+
+impl Talk {
+    /// So many bytes are to be done.
+    pub(super) fn progress(self, what: &str, total: u64) -> Progress {
+        let how = match (stderr().is_terminal(), self.progress) {
+            _ if self.quiet => How::Silent,
+            (true, _) => How::Bar(bar(what, total)),
+            (false, true) => {
+                print(0);
+                How::Lines(Mutex::new(0))
+            }
+            (false, false) => How::Silent,
+        };
+        Progress { how, total, done: AtomicU64::new(0) }
+    }
+}
 
 /// The telling of progress. Shared by the threads that make it.
 pub(super) struct Progress {
@@ -37,20 +65,6 @@ impl fmt::Debug for Progress {
 }
 
 impl Progress {
-    /// So many bytes are to be done. `asked`: `-p` was given; `quiet`: `-q` was.
-    pub(super) fn new(what: &str, total: u64, asked: bool, quiet: bool) -> Self {
-        let how = match (stderr().is_terminal(), asked) {
-            _ if quiet => How::Silent,
-            (true, _) => How::Bar(bar(what, total)),
-            (false, true) => {
-                print(0);
-                How::Lines(Mutex::new(0))
-            }
-            (false, false) => How::Silent,
-        };
-        Self { how, total, done: AtomicU64::new(0) }
-    }
-
     /// So many more are done.
     pub(super) fn advance(&self, bytes: u64) {
         let done = self.done.fetch_add(bytes, Ordering::Relaxed) + bytes;

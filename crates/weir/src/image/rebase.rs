@@ -3,7 +3,7 @@
 //! What the image does not have itself and what the two backing files have differently is copied into the image first, so a guest sees the same disk
 //! before, during and after. With `-u` only the name is changed.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use anyhow::{Context as _, anyhow};
 use block::{
@@ -18,9 +18,11 @@ use clap::Args;
 
 use super::{
     copy::Kind,
-    disk, on_reactor,
-    opening::{self, Format, How},
-    progress::Progress,
+    disk,
+    keys::{KeyArgs, Keys},
+    on_reactor,
+    opening::{self, Format, How, Subject},
+    progress::Talk,
     source::Source,
 };
 use crate::{Failure, plan};
@@ -40,12 +42,8 @@ Exit status: 0 done, 1 failed, 2 wrong use of the command line.";
 /// What `weir image rebase` is told.
 #[derive(Debug, Args)]
 pub(crate) struct Arguments {
-    /// The image; qcow2 alone has backing files
-    #[arg(value_name = "FILE")]
-    file: PathBuf,
-    /// Its format [default: as its signature says]
-    #[arg(short, long, value_name = "FORMAT")]
-    format: Option<Format>,
+    #[command(flatten)]
+    subject: Subject,
     /// The new backing file, relative to the image's directory; nothing for none
     #[arg(short, long, value_name = "FILE")]
     backing: String,
@@ -64,12 +62,10 @@ pub(crate) struct Arguments {
     /// Read backing files although somebody else writes to them
     #[arg(short = 'U', long)]
     force_share: bool,
-    /// Show how far it has come
-    #[arg(short, long)]
-    progress: bool,
-    /// Print nothing but errors
-    #[arg(short, long)]
-    quiet: bool,
+    #[command(flatten)]
+    keys: KeyArgs,
+    #[command(flatten)]
+    talk: Talk,
 }
 
 /// Bytes that are compared in one go.
@@ -80,10 +76,7 @@ const PIECE: u64 = 1 << 20;
 /// # Errors
 /// If something cannot be opened, read or written; the image then has the backing file that it had.
 pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
-    let name = arguments.file.display().to_string();
-    if opening::format(&arguments.file, arguments.format)? == Format::Raw {
-        return Err(Failure::Usage(anyhow!("{name}: raw images have no backing file")));
-    }
+    let name = arguments.subject.name();
     let backing = match (arguments.backing.as_str(), arguments.backing_format) {
         ("", _) => None,
         (_, None) => {
@@ -92,19 +85,36 @@ pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
         }
         (backing, Some(format)) => Some((backing.to_owned(), format)),
     };
-    on_reactor(async move { Ok(rebase(&arguments, backing).await.with_context(|| name)?) })
+    let keys = arguments.keys.read()?;
+    on_reactor(async move {
+        if disk::format_of_chain(&arguments.subject).await? == Format::Raw {
+            return Err(Failure::Usage(anyhow!("{name}: raw images have no backing file")));
+        }
+        Ok(rebase(&arguments, backing, keys).await.with_context(|| name)?)
+    })
 }
 
-async fn rebase(arguments: &Arguments, backing: Option<(String, Format)>) -> anyhow::Result<()> {
-    let how = How { cache: arguments.cache, write: true, alone: arguments.unsafe_backing, ..How::default() };
-    let image = disk::open(&arguments.file, Some(Format::Qcow2), how).await?;
-    let Image::Qcow2(qcow2) = &*image else { unreachable!("it was opened as qcow2") };
-    if !arguments.unsafe_backing {
-        let sources = Below::open(arguments, backing.as_ref()).await?;
-        sources.keep_differences(qcow2, arguments).await?;
-        qcow2.flush().await?;
+async fn rebase(
+    arguments: &Arguments,
+    backing: Option<(String, Format)>,
+    mut keys: Keys,
+) -> anyhow::Result<()> {
+    let how = How { cache: arguments.cache, write: true, ..How::default() };
+    let file = &arguments.subject.file;
+    let named =
+        backing.clone().map(|(name, format)| Backing { name, format: Some(format.name().to_owned()) });
+    if arguments.unsafe_backing {
+        // The name alone takes no key, and nothing that the disk is made of.
+        let qcow2 = Qcow2::open_for_upkeep(opening::storage(file, how)?).await?;
+        qcow2.set_backing(named).await.context("its header cannot be changed")?;
+        return Ok(qcow2.close().await?);
     }
-    let named = backing.map(|(name, format)| Backing { name, format: Some(format.name().to_owned()) });
+    let image = disk::open(file, Some(Format::Qcow2), how, &mut keys).await?;
+    let Image::Qcow2(qcow2) = &*image else { unreachable!("it was opened as qcow2") };
+    let sources = Below::open(arguments, backing.as_ref(), &mut keys).await?;
+    keys.check_used()?;
+    sources.keep_differences(qcow2, arguments).await?;
+    qcow2.flush().await?;
     qcow2.set_backing(named).await.context("its header cannot be changed")?;
     Ok(qcow2.close().await?)
 }
@@ -116,17 +126,25 @@ struct Below {
 }
 
 impl Below {
-    async fn open(arguments: &Arguments, new: Option<&(String, Format)>) -> anyhow::Result<Self> {
+    async fn open(
+        arguments: &Arguments,
+        new: Option<&(String, Format)>,
+        keys: &mut Keys,
+    ) -> anyhow::Result<Self> {
+        let file = &arguments.subject.file;
         let how = How { cache: arguments.source_cache, force_share: arguments.force_share, ..How::default() };
-        let source = async |path: &Path, format| -> anyhow::Result<Source> {
-            Ok(Source::new([(path.display().to_string(), disk::open(path, Some(format), how).await?)]))
+        let source = async |path: &Path, format, keys: &mut Keys| -> anyhow::Result<Source> {
+            let image = disk::open(path, Some(format), how, keys).await?;
+            Ok(Source::new([(path.display().to_string(), image)]))
         };
-        let old = match disk::backing_of(&arguments.file).await? {
-            Some((path, format)) => Some(source(&path, format).await?),
+        let header = disk::header_of(file).await?;
+        let old = match disk::backing_in(file, &header)? {
+            // It is in the image's chain, and so are its passphrases.
+            Some((path, format)) => Some(source(&path, format, &mut keys.behind(&header)).await?),
             None => None,
         };
         let new = match new {
-            Some((name, format)) => Some(source(&opening::beside(&arguments.file, name), *format).await?),
+            Some((name, format)) => Some(source(&opening::beside(file, name), *format, keys).await?),
             None => None,
         };
         Ok(Self { old, new })
@@ -136,7 +154,7 @@ impl Below {
     async fn keep_differences(&self, image: &Qcow2, arguments: &Arguments) -> anyhow::Result<()> {
         let size = image.size_bytes();
         let cluster = image.header().cluster_bytes();
-        let progress = Progress::new("rebasing", size, arguments.progress, arguments.quiet);
+        let progress = arguments.talk.progress("rebasing", size);
         let mut at = 0;
         while at < size {
             for Piece { length, what } in image.map(at, size - at).await? {

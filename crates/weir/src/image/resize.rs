@@ -2,19 +2,19 @@
 //!
 //! Never makes it smaller unless `--shrink` says that what is cut off may go.
 
-use std::path::PathBuf;
-
 use anyhow::{Context as _, anyhow, bail};
 use block::{
     buffer::Buffer,
-    image::Image,
+    image::{Image, qcow2::create::Preallocation},
     storage::{Durability, ZeroOptions, parse_size},
 };
-use clap::{Args, ValueEnum};
+use clap::Args;
 
 use super::{
-    disk, on_reactor,
-    opening::{Format, How},
+    create, disk,
+    keys::KeyArgs,
+    on_reactor,
+    opening::{How, Subject},
     print,
 };
 use crate::Failure;
@@ -24,6 +24,8 @@ pub(super) const EXAMPLES: &str = "\
 Examples:
   weir image resize -f qcow2 vm1.qcow2 +10G
       10 GiB more.
+  weir image resize --preallocation=falloc vm1.qcow2 100G
+      100 GiB, and the room for what is added is set aside.
   weir image resize -f raw --shrink vm1.raw 20G
       20 GiB; what was behind that is gone.
 
@@ -32,36 +34,22 @@ Exit status: 0 resized, 1 failed, 2 wrong use of the command line.";
 /// What `weir image resize` is told.
 #[derive(Debug, Args)]
 pub(crate) struct Arguments {
-    /// The image
-    #[arg(value_name = "FILE")]
-    file: PathBuf,
+    #[command(flatten)]
+    subject: Subject,
     /// The new size; with + or - in front, so much more or less
     #[arg(value_name = "[+|-]SIZE", allow_hyphen_values = true, value_parser = change)]
     size: Change,
-    /// Its format [default: as its signature says]
-    #[arg(short, long, value_name = "FORMAT")]
-    format: Option<Format>,
-    /// What of the new part has its place at once
-    #[arg(long, value_name = "MODE", value_enum, default_value_t)]
+    /// What of the new part has its place at once: off, metadata (qcow2 alone), falloc or full
+    #[arg(long, value_name = "MODE", default_value = "off", value_parser = create::preallocation_mode)]
     preallocation: Preallocation,
     /// Cut off what lies behind the new end
     #[arg(long)]
     shrink: bool,
+    #[command(flatten)]
+    keys: KeyArgs,
     /// Print nothing but errors
     #[arg(short, long)]
     quiet: bool,
-}
-
-/// How much of what is added has its place.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
-enum Preallocation {
-    /// Nothing.
-    #[default]
-    Off,
-    /// The file system sets it aside; raw images alone.
-    Falloc,
-    /// It is filled with zeroes.
-    Full,
 }
 
 /// What becomes of the size.
@@ -89,10 +77,13 @@ const PIECE: u64 = 1 << 20;
 /// # Errors
 /// If it cannot be done; the size is then what it was, unless only filling what was added failed.
 pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
+    let mut keys = arguments.keys.read()?;
     on_reactor(async move {
-        let name = arguments.file.display().to_string();
+        let Subject { file, format } = &arguments.subject;
+        let name = arguments.subject.name();
         let how = How { write: true, ..How::default() };
-        let image = disk::open(&arguments.file, arguments.format, how).await?;
+        let image = disk::open(file, *format, how, &mut keys).await?;
+        keys.check_used()?;
         let old = image.size_bytes();
         let size = wanted(arguments.size, old).with_context(|| name.clone()).map_err(Failure::Usage)?;
         check(&image, old, size, &arguments).with_context(|| name.clone()).map_err(Failure::Usage)?;
@@ -129,8 +120,8 @@ fn check(image: &Image, old: u64, size: u64, arguments: &Arguments) -> anyhow::R
     if size < old && arguments.preallocation != Preallocation::Off {
         bail!("--preallocation is about what is added (leave it away)");
     }
-    if matches!(image, Image::Qcow2(_)) && arguments.preallocation == Preallocation::Falloc {
-        bail!("--preallocation falloc: is for raw images (off and full are possible here)");
+    if matches!(image, Image::Raw(_)) && arguments.preallocation == Preallocation::Metadata {
+        bail!("--preallocation metadata: raw images have none (falloc or full are possible here)");
     }
     Ok(())
 }
@@ -141,12 +132,16 @@ async fn fill(
     size: u64,
     preallocation: Preallocation,
 ) -> Result<(), block::error::Error> {
+    if let Image::Qcow2(qcow2) = image {
+        qcow2.preallocate(old, size, preallocation).await?;
+        return image.flush().await;
+    }
     let zeroes = ZeroOptions { may_unmap: false, only_if_fast: false, durability: Durability::Cached };
     let mut at = old;
     while at < size {
         let length = PIECE.min(size - at);
         match preallocation {
-            Preallocation::Off => return Ok(()),
+            Preallocation::Off | Preallocation::Metadata => return Ok(()),
             Preallocation::Falloc => image.write_zeroes(at, length, zeroes).await?,
             Preallocation::Full => {
                 image.write(at, Buffer::zeroed(length as usize).into(), Durability::Cached).await?;

@@ -91,7 +91,8 @@ pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
         return on_reactor(act(storage, action, name));
     }
     let how = How { force_share: arguments.force_share, ..How::default() };
-    let text = list(&on_reactor(read(opening::storage(path, how)?, path.clone()))?);
+    let (storage, at) = (opening::storage(path, how)?, path.clone());
+    let text = list(&on_reactor(async move { Ok(read(storage, &at).await?) })?);
     if !arguments.quiet {
         print(&text)?;
     }
@@ -124,10 +125,14 @@ async fn act(storage: Storage, action: Action, name: String) -> Result<(), Failu
     Ok(())
 }
 
-async fn read(storage: Storage, path: PathBuf) -> Result<Vec<Snapshot>, Failure> {
-    let context = |path: &Path| path.display().to_string();
-    let header = qcow2::read_header(&storage).await.with_context(|| context(&path))?;
-    Ok(qcow2::snapshot::read(&storage, &header).await.with_context(|| context(&path))?.0)
+/// The snapshots of the image at `path`, whose storage this is.
+///
+/// # Errors
+/// If header or table cannot be read.
+pub(super) async fn read(storage: Storage, path: &Path) -> anyhow::Result<Vec<Snapshot>> {
+    let context = || path.display().to_string();
+    let header = qcow2::read_header(&storage).await.with_context(context)?;
+    Ok(qcow2::snapshot::read(&storage, &header).await.with_context(context)?.0)
 }
 
 /// What qemu-img says of a snapshot for programs.

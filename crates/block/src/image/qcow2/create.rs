@@ -212,8 +212,7 @@ impl Writer<'_> {
     /// Everything between the header and the guest's data, in the order of the drawing above.
     async fn write_tables(&self) -> IoResult<()> {
         let layout = self.layout;
-        let mut stream =
-            Stream { writer: self, offset: layout.refcount_table_offset, gathered: Vec::new() };
+        let mut stream = Stream { writer: self, offset: layout.refcount_table_offset, gathered: Vec::new() };
         // A table has 8 MiB at most, the L1 table 32.
         let blocks = (0..layout.refcount_blocks).map(|block| layout.refcount_block_offset(block));
         stream.put(&self.table(blocks, layout.refcount_table_clusters)).await?;

@@ -180,8 +180,7 @@ impl Qcow2 {
     /// Clusters that were found and never linked, so nobody can be in them.
     pub(super) async fn return_room(&self, host: u64, clusters: u64) {
         let first = host >> self.shape.cluster_bits;
-        let _ =
-            self.refcounts.give_back(&self.file, &self.overlap, first..first + clusters, false).await;
+        let _ = self.refcounts.give_back(&self.file, &self.overlap, first..first + clusters, false).await;
     }
 
     /// Where the bytes from `offset` to `end`, or the first of them, go. `None` if they have a place of their own by now.

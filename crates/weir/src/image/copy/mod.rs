@@ -58,6 +58,8 @@ pub(super) struct How {
     pub(super) unit: u64,
     /// What cannot be read becomes zeroes.
     pub(super) salvage: bool,
+    /// Without a word about it.
+    pub(super) quiet: bool,
 }
 
 /// A copy under way.
@@ -198,7 +200,8 @@ impl Copy {
             let at = offset + (number * SALVAGED_BYTES) as u64;
             match self.source.read(at, part.len()).await {
                 Ok(read) => part.copy_from_slice(&read),
-                Err(error) => tracing::warn!("{error:#}; zeroes are written there"),
+                Err(_) if self.how.quiet => {}
+                Err(error) => crate::complain(&anyhow::anyhow!("{error:#} (zeroes are written there)")),
             }
         }
         data

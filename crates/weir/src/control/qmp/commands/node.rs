@@ -123,6 +123,7 @@ impl Chain {
             caches: self.caches(),
             secrets: secret.into_iter().collect(),
             backing: if no_backing { BackingChoice::Nothing } else { BackingChoice::AsInImage },
+            snapshot: None,
         }
     }
 

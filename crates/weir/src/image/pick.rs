@@ -1,0 +1,97 @@
+//! `-l`: the internal snapshot that is read instead of the disk, named as qemu-img names it.
+
+use std::{path::Path, str::FromStr};
+
+use anyhow::{Context as _, bail};
+use block::image::qcow2::snapshot::Snapshot;
+
+use super::{
+    opening::{self, Format, How},
+    options::Options,
+    snapshot,
+};
+
+/// Which snapshot.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Pick {
+    /// Of this id; or else of this name.
+    Either(String),
+    /// Of both, or of the one that is given.
+    Exactly { id: Option<String>, name: Option<String> },
+}
+
+impl FromStr for Pick {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        if !text.starts_with("snapshot.") {
+            return Ok(Self::Either(text.to_owned()));
+        }
+        let mut options = Options::read(&[text.to_owned()])?;
+        let (id, name) = (options.take("snapshot.id"), options.take("snapshot.name"));
+        match options.first_left() {
+            None => Ok(Self::Exactly { id, name }),
+            Some(key) => Err(format!("{key}: is neither snapshot.id nor snapshot.name")),
+        }
+    }
+}
+
+impl Pick {
+    /// The id of the snapshot in the image at `path`.
+    ///
+    /// # Errors
+    /// If there is none that fits, or the image cannot be read.
+    pub(super) async fn id(&self, path: &Path, format: Option<Format>, how: How) -> anyhow::Result<String> {
+        let name = path.display();
+        if opening::format(path, format)? == Format::Raw {
+            bail!("{name}: raw images have no snapshots (leave -l away)");
+        }
+        let snapshots = snapshot::read(opening::storage(path, how)?, path).await?;
+        let found = self.find(&snapshots);
+        let found = found.with_context(|| {
+            format!("{name}: has no such snapshot (`weir image snapshot -l` lists those it has)")
+        })?;
+        Ok(found.id().into_owned())
+    }
+
+    fn find<'a>(&self, snapshots: &'a [Snapshot]) -> Option<&'a Snapshot> {
+        match self {
+            Self::Either(word) => Snapshot::find(snapshots, word).map(|found| &snapshots[found]),
+            Self::Exactly { id, name } => {
+                let fits = |asked: &Option<String>, own: &[u8]| {
+                    asked.as_ref().is_none_or(|asked| asked.as_bytes() == own)
+                };
+                snapshots.iter().find(|snapshot| fits(id, &snapshot.id) && fits(name, &snapshot.name))
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn found(text: &str) -> Option<String> {
+        let snapshot =
+            |id: &str, name: &str| Snapshot { id: id.into(), name: name.into(), ..Snapshot::default() };
+        let snapshots = [snapshot("1", "2"), snapshot("2", "one"), snapshot("3", "one")];
+        text.parse::<Pick>().unwrap().find(&snapshots).map(|found| found.id().into_owned())
+    }
+
+    #[test]
+    fn snapshots_are_found_by_id_and_by_name() {
+        for (text, id) in [
+            ("2", Some("2")),
+            ("one", Some("2")),
+            ("snapshot.name=2", Some("1")),
+            ("snapshot.id=3,snapshot.name=one", Some("3")),
+            ("snapshot.id=1,snapshot.name=one", None),
+            ("snapshot.id=one", None),
+            ("none", None),
+        ] {
+            assert_eq!(found(text).as_deref(), id, "{text}");
+        }
+        let wrong = "snapshot.ID=1".parse::<Pick>().unwrap_err();
+        assert_eq!(wrong, "snapshot.ID: is neither snapshot.id nor snapshot.name");
+    }
+}

@@ -1,0 +1,379 @@
+//! `weir image convert` beside qemu-img's: snapshots, bitmaps and encryption, each copied by the one and read by the other; and
+//! `weir image resize` with preallocation.
+
+use std::{
+    fs,
+    os::unix::fs::MetadataExt as _,
+    path::{Path, PathBuf},
+};
+
+use serde_json::Value;
+
+use crate::harness::{Client, MIB, Scratch, assert_says, text};
+
+const WEIR: &str = env!("CARGO_BIN_EXE_weir");
+/// Takes no time to make and to open.
+const LUKS: &str = "encrypt.format=luks,encrypt.iter-time=10";
+
+fn qemu_img<'a>(arguments: impl IntoIterator<Item = &'a str>) -> Client {
+    Client::new("qemu-img").args(arguments)
+}
+
+fn weir(arguments: &[&str]) -> Client {
+    Client::new("timeout").args(["60", WEIR, "image"]).args(arguments)
+}
+
+#[track_caller]
+fn qemu_io(path: &Path, commands: &[&str]) {
+    let mut io = Client::new("qemu-io").args(["-f", "qcow2"]);
+    for command in commands {
+        io = io.args(["-c", command]);
+    }
+    let printed = io.arg(path).succeeds();
+    assert!(!printed.contains("failed"), "{printed}");
+}
+
+#[track_caller]
+fn is_same(one: &Path, other: &Path) {
+    qemu_img(["compare", "-q", text(one), text(other)]).succeeds();
+    weir(&["compare", "-q", text(one), text(other)]).succeeds();
+}
+
+/// A disk of 4 MiB with two bitmaps, one of which records, and the snapshots `1` (called `one`) and `2` (called `1`).
+fn original(scratch: &Scratch) -> PathBuf {
+    let path = scratch.path("original.qcow2");
+    qemu_img(["create", "-q", "-f", "qcow2", text(&path), "4M"]).succeeds();
+    qemu_img(["bitmap", "--add", text(&path), "records"]).succeeds();
+    qemu_img(["bitmap", "--add", "-g", "4k", text(&path), "rests"]).succeeds();
+    qemu_io(&path, &["write -P 1 0 1M", "write -P 2 3000k 10k"]);
+    qemu_img(["bitmap", "--disable", text(&path), "rests"]).succeeds();
+    qemu_img(["snapshot", "-c", "one", text(&path)]).succeeds();
+    qemu_io(&path, &["write -P 3 512k 1M", "write -z 3000k 4k"]);
+    qemu_img(["snapshot", "-c", "1", text(&path)]).succeeds();
+    qemu_io(&path, &["write -P 4 0 4M"]);
+    path
+}
+
+#[test]
+fn a_snapshot_is_converted_as_qemu_converts_it() {
+    let scratch = Scratch::new();
+    let original = original(&scratch);
+    let (ours, theirs) = (scratch.path("ours.raw"), scratch.path("theirs.raw"));
+    for snapshot in ["one", "1", "2", "snapshot.name=1", "snapshot.id=1", "snapshot.id=1,snapshot.name=one"] {
+        for from in [&["-f", "qcow2"][..], &[]] {
+            weir(&["convert", "-l", snapshot]).args(from).args([&original, &ours]).succeeds();
+            qemu_img(["convert", "-l", snapshot, "-O", "raw"]).args([&original, &theirs]).succeeds();
+            is_same(&ours, &theirs);
+        }
+    }
+    let raw = ours.clone();
+    for (snapshot, source, why) in [
+        ("none", &original, "has no such snapshot (`weir image snapshot -l` lists"),
+        ("snapshot.id=2,snapshot.name=one", &original, "has no such snapshot"),
+        ("snapshot.colour=1", &original, "is neither snapshot.id nor snapshot.name"),
+        ("one", &raw, "raw images have no snapshots"),
+    ] {
+        let new = scratch.path("new.raw");
+        assert_says(&weir(&["convert", "-l", snapshot]).args([source, &new]).fails(), &[why]);
+        assert!(!new.exists(), "{why}");
+    }
+    let both = weir(&["convert", "-l", "one", text(&original), text(&original), text(&ours)]).fails();
+    assert_says(&both, &["-l: is for one image"]);
+}
+
+/// Names, granularities and flags; and what each marks, as nbdinfo sees it in what qemu-nbd serves.
+fn bitmaps(path: &Path) -> (Value, Vec<String>) {
+    let info: Value =
+        serde_json::from_str(&qemu_img(["info", "--output=json", text(path)]).succeeds()).unwrap();
+    let list = info["format-specific"]["data"]["bitmaps"].clone();
+    let mut maps = Vec::new();
+    for bitmap in list.as_array().into_iter().flatten() {
+        let name = bitmap["name"].as_str().unwrap();
+        let map = Client::new("nbdinfo").arg(format!("--map=qemu:dirty-bitmap:{name}"));
+        maps.push(
+            map.args(["--", "[", "qemu-nbd", "-r", "-f", "qcow2", "-B", name, text(path), "]"]).succeeds(),
+        );
+    }
+    (list, maps)
+}
+
+#[test]
+fn bitmaps_are_copied_as_qemu_copies_them() {
+    let scratch = Scratch::new();
+    let original = original(&scratch);
+    let (ours, theirs) = (scratch.path("ours.qcow2"), scratch.path("theirs.qcow2"));
+    let there = bitmaps(&original);
+    assert_eq!(there.1.len(), 2);
+    for more in [&["-o", "cluster_size=512"][..], &["-c"], &["-o", "cluster_size=2M,refcount_bits=64"]] {
+        weir(&["convert", "--bitmaps", "-O", "qcow2"]).args(more).args([&original, &ours]).succeeds();
+        qemu_img(["convert", "--bitmaps", "-O", "qcow2"]).args(more).args([&original, &theirs]).succeeds();
+        qemu_img(["check", "-q", text(&ours)]).succeeds();
+        weir(&["check", "-q", text(&ours)]).succeeds();
+        is_same(&ours, &original);
+        let copied = bitmaps(&ours);
+        assert_eq!(copied, there, "{more:?}");
+        assert_eq!(copied, bitmaps(&theirs), "{more:?}");
+    }
+    // Into one that is there, and has none of them.
+    qemu_img(["create", "-q", "-f", "qcow2", text(&theirs), "4M"]).succeeds();
+    weir(&["convert", "-n", "--bitmaps", "-O", "qcow2"]).args([&original, &theirs]).succeeds();
+    assert_eq!(bitmaps(&theirs), there);
+    let again = weir(&["convert", "-n", "--bitmaps", "-O", "qcow2"]).args([&original, &theirs]).fails();
+    assert_says(&again, &["--bitmaps: there is a bitmap \"records\" already"]);
+    qemu_img(["create", "-q", "-f", "qcow2", text(&theirs), "5M"]).succeeds();
+    let larger = weir(&["convert", "-n", "--bitmaps", "-O", "qcow2"]).args([&original, &theirs]).fails();
+    assert_says(&larger, &["--bitmaps: the disk has 5242880 bytes"]);
+}
+
+#[test]
+fn a_bitmap_that_may_be_wrong_stops_the_copy_or_is_left_out() {
+    let scratch = Scratch::new();
+    let (original, new) = (original(&scratch), scratch.path("new.qcow2"));
+    // Killed while it has the image open.
+    let killed = Client::new("qemu-io").args(["-f", "qcow2", "-c", "write 0 4k", "-c", "sigraise 9"]);
+    assert!(killed.arg(&original).run().printed().contains("wrote"));
+    qemu_img(["bitmap", "--remove", text(&original), "rests"]).succeeds();
+    qemu_img(["bitmap", "--add", text(&original), "new"]).succeeds();
+    let said = weir(&["convert", "--bitmaps", "-O", "qcow2"]).args([&original, &new]).fails();
+    assert_says(&said, &["bitmap \"records\" was not stored", "--skip-broken-bitmaps leaves it out"]);
+    assert!(!new.exists());
+    weir(&["convert", "--bitmaps", "--skip-broken-bitmaps", "-O", "qcow2"])
+        .args([&original, &new])
+        .succeeds();
+    let (list, _) = bitmaps(&new);
+    let names: Vec<_> = list.as_array().unwrap().iter().map(|bitmap| bitmap["name"].as_str()).collect();
+    assert_eq!(names, [Some("new")]);
+    for (arguments, why) in [
+        (&["--bitmaps"][..], "raw images have no bitmaps (use -O qcow2)"),
+        (&["--skip-broken-bitmaps", "-O", "qcow2"], "--bitmaps"),
+        (
+            &["--bitmaps", "--skip-broken-bitmaps", "-O", "qcow2", "-o", "compat=0.10"],
+            "version 2 have no bitmaps",
+        ),
+    ] {
+        assert_says(&weir(&["convert"]).args(arguments).args([&original, &new]).fails(), &[why]);
+    }
+}
+
+#[test]
+fn encrypted_images_are_converted_both_ways() {
+    let scratch = Scratch::new();
+    let (original, plain) = (original(&scratch), scratch.path("plain.raw"));
+    let (ours, theirs) = (scratch.path("ours.qcow2"), scratch.path("theirs.qcow2"));
+    let (key, other) = (scratch.file("key", "a passphrase"), scratch.file("other", "another\n"));
+    let object = |id: &str, file: &Path| format!("secret,id={id},file={}", text(file));
+    let by_qemu =
+        |path: &Path, id: &str| format!("driver=qcow2,encrypt.key-secret={id},file.filename={}", text(path));
+    // Ours, read by QEMU: the passphrase by file, by descriptor, as an object.
+    let options = format!("{LUKS},encrypt.key-secret=k");
+    let passed = format!("exec 7<{}; exec \"$@\"", text(&key));
+    for (first, more) in [
+        (weir(&["convert"]), vec!["-o", LUKS, "--target-secret-file", text(&key)]),
+        (
+            Client::new("sh").args(["-c", &passed, "sh", "timeout", "60", WEIR, "image", "convert"]),
+            vec!["-o", LUKS, "--target-secret-fd", "7"],
+        ),
+        (weir(&["convert"]), vec!["-o", &options, "--object", &object("k", &key)]),
+    ] {
+        first.args(["-O", "qcow2"]).args(more).args([&original, &ours]).succeeds();
+        qemu_img(["convert", "--object", &object("k", &key), "--image-opts"])
+            .args([&by_qemu(&ours, "k"), "-O", "raw", text(&plain)])
+            .succeeds();
+        is_same(&plain, &original);
+        weir(&["check", "-q", text(&ours)]).succeeds();
+        let info = qemu_img(["info", text(&ours)]).succeeds();
+        assert_says(&info, &["encrypted: yes"]);
+    }
+    // QEMU's, read by us, and given another passphrase.
+    qemu_img(["convert", "--object", &object("o", &other), "-O", "qcow2", "-o"])
+        .args([&format!("{LUKS},encrypt.key-secret=o"), text(&original), text(&theirs)])
+        .succeeds();
+    weir(&["convert", "-O", "qcow2", "-o", LUKS, "--target-secret-file", text(&key)])
+        .args(["--secret-file", text(&other)])
+        .args([&theirs, &ours])
+        .succeeds();
+    weir(&["compare", "-q", "--secret-file", text(&key), text(&ours), text(&original)]).succeeds();
+    weir(&["compare", "-q", "--secret-file", text(&key), "--secret-file", text(&other)])
+        .args([&ours, &theirs])
+        .succeeds();
+    // Into one that is there.
+    weir(&["convert", "-n", "-O", "qcow2", "-l", "one", "--target-secret-file", text(&other)])
+        .args([&original, &theirs])
+        .succeeds();
+    weir(&["convert", "-O", "raw", "--secret-file", text(&other)]).args([&theirs, &plain]).succeeds();
+    let snapshot = scratch.path("snapshot.raw");
+    qemu_img(["convert", "-l", "one", "-O", "raw"]).args([&original, &snapshot]).succeeds();
+    is_same(&plain, &snapshot);
+}
+
+#[test]
+fn what_cannot_be_of_encryption_is_said() {
+    let scratch = Scratch::new();
+    let (original, key) = (original(&scratch), scratch.file("key", "a passphrase"));
+    let (locked, new) = (scratch.path("locked.qcow2"), scratch.path("new.qcow2"));
+    weir(&["convert", "-O", "qcow2", "-o", LUKS, "--target-secret-file", text(&key)])
+        .args([&original, &locked])
+        .succeeds();
+    let wrong = scratch.file("wrong", "not it");
+    for (arguments, source, why) in [
+        (&["-O", "qcow2", "-o", LUKS][..], &original, "needs a passphrase"),
+        (&["-O", "qcow2", "--target-secret-file", "KEY"], &original, "encrypt.format=luks is missing"),
+        (&["--target-secret-file", "KEY"], &original, "raw images are not encrypted"),
+        (&["--secret-file", "KEY"], &original, "no image is encrypted"),
+        (&[], &locked, "give its passphrase with --secret-file"),
+        (&["--secret-file", "WRONG"], &locked, "is it the passphrase of this image?"),
+        (
+            &["-c", "-O", "qcow2", "-o", LUKS, "--target-secret-file", "KEY"],
+            &original,
+            "no compressed clusters",
+        ),
+        (&["--secret-file", "KEY", "--secret-file", "WRONG"], &locked, "2 passphrases were given"),
+    ] {
+        let arguments = arguments.iter().map(|word| match *word {
+            "KEY" => text(&key),
+            "WRONG" => text(&wrong),
+            other => other,
+        });
+        assert_says(&weir(&["convert"]).args(arguments).args([source, &new]).fails(), &[why]);
+        assert!(!new.exists(), "{why}");
+    }
+    let said = weir(&["convert", "-C", text(&original), text(&new)]).fails();
+    assert_says(&said, &["-C", "cp --reflink"]);
+}
+
+/// A chain of encrypted images, each with a passphrase of its own, is looked into, moved down, and given another end.
+#[test]
+fn chains_of_encrypted_images_are_worked_on() {
+    let scratch = Scratch::new();
+    let keys: Vec<_> =
+        (0..3).map(|number| scratch.file(&format!("key{number}"), [b'a' + number; 9])).collect();
+    let at = |number: usize| scratch.path(&format!("{number}.qcow2"));
+    for (number, key) in keys.iter().enumerate() {
+        let backing = format!("{}.qcow2", number.max(1) - 1);
+        let below = if number > 0 { vec!["-b", &backing, "-F", "qcow2"] } else { vec![] };
+        weir(&["create", "-q", "-f", "qcow2", "-o", "encrypt.iter-time=10", "--secret-file", text(key)])
+            .args(below)
+            .args([text(&at(number)), "1M"])
+            .succeeds();
+    }
+    let secrets = |numbers: &[usize]| {
+        let files = numbers.iter().flat_map(|number| ["--secret-file", text(&keys[*number])]);
+        files.map(str::to_owned).collect::<Vec<_>>()
+    };
+    let content = |byte: u8, from: usize| {
+        let mut content = vec![0; MIB as usize];
+        content[from..from + 70_000].fill(byte);
+        content
+    };
+    let raw = scratch.file("raw", content(5, 300_000));
+    let all = secrets(&[2, 1, 0]);
+    weir(&["convert", "-n", "-O", "qcow2"])
+        .args(all.iter().map(|word| word.replace("--secret", "--target-secret")))
+        .args([&raw, &at(2)])
+        .succeeds();
+    weir(&["map", "--output=json", "-f", "qcow2"]).args(&all).arg(at(2)).succeeds();
+    weir(&["commit", "-q", "-f", "qcow2"]).args(&all).arg(at(2)).succeeds();
+    weir(&["compare", "-q", "-f", "qcow2"]).args(secrets(&[1, 0])).args([&at(1), &raw]).succeeds();
+    weir(&["rebase", "-f", "qcow2", "-b", "0.qcow2", "-F", "qcow2"])
+        .args(&all)
+        .args(secrets(&[0]))
+        .arg(at(2))
+        .succeeds();
+    weir(&["compare", "-q", "-f", "qcow2"]).args(secrets(&[2, 0])).args([&at(2), &raw]).succeeds();
+    weir(&["resize", "-q", "-f", "qcow2", "--preallocation=falloc"])
+        .args(secrets(&[2, 0]))
+        .args([text(&at(2)), "+1M"])
+        .succeeds();
+    weir(&["compare", "-q", "-f", "qcow2"]).args(secrets(&[2, 0])).args([&at(2), &raw]).succeeds();
+    for number in 0..3 {
+        weir(&["check", "-q", text(&at(number))]).succeeds();
+    }
+    let one_for_all = weir(&["compare", "-f", "qcow2"]).args(secrets(&[1])).args([&at(1), &raw]).fails();
+    assert_says(&one_for_all, &["0.qcow2", "is it the passphrase of this image?"]);
+}
+
+#[test]
+fn what_is_added_to_a_disk_has_its_place_as_qemu_gives_it() {
+    let scratch = Scratch::new();
+    for (format, modes) in
+        [("qcow2", &["off", "metadata", "falloc", "full"][..]), ("raw", &["off", "falloc", "full"])]
+    {
+        for mode in modes {
+            let mode = format!("--preallocation={mode}");
+            let mut maps = Vec::new();
+            for by_weir in [true, false] {
+                let path = scratch.path(if by_weir { "ours" } else { "theirs" });
+                qemu_img(["create", "-q", "-f", format, text(&path), "1M"]).succeeds();
+                let resize = ["resize", "-q", "-f", format, &mode, text(&path), "+1000k"];
+                let program = if by_weir { weir(&resize) } else { qemu_img(resize) };
+                program.succeeds();
+                if format == "qcow2" {
+                    qemu_img(["check", "-q", text(&path)]).succeeds();
+                }
+                let map = qemu_img(["map", "--output=json", "-f", format, text(&path)]).succeeds();
+                let map: Value = serde_json::from_str(&map).unwrap();
+                let shown = map.as_array().unwrap().iter().map(|entry| {
+                    (
+                        entry["start"].clone(),
+                        entry["length"].clone(),
+                        entry["data"].clone(),
+                        entry["zero"].clone(),
+                    )
+                });
+                maps.push(shown.collect::<Vec<_>>());
+                let room = fs::metadata(&path).unwrap().blocks() * 512;
+                let full = !mode.ends_with("off") && !mode.ends_with("metadata");
+                assert_eq!(room >= 1000 * 1024, full, "{format} {mode}: {room} bytes");
+            }
+            assert_eq!(maps[0], maps[1], "{format} {mode}");
+        }
+    }
+    let path = scratch.sparse("raw", 4 * MIB);
+    for (arguments, why) in [
+        (&["--preallocation=metadata", "FILE", "+1M"][..], "raw images have none"),
+        (&["--preallocation=some", "FILE", "+1M"], "is none of off, metadata, falloc and full"),
+        (&["FILE", "-1M"], "give --shrink"),
+        (&["--shrink", "--preallocation=full", "FILE", "-1M"], "is about what is added"),
+    ] {
+        let arguments = arguments.iter().map(|word| if *word == "FILE" { text(&path) } else { word });
+        assert_says(&weir(&["resize", "-f", "raw"]).args(arguments).fails(), &[why]);
+        assert_eq!(fs::metadata(&path).unwrap().len(), 4 * MIB, "{why}");
+    }
+    weir(&["resize", "-q", "-f", "raw", "--shrink", text(&path), "-1M"]).succeeds();
+    assert_eq!(fs::metadata(&path).unwrap().len(), 3 * MIB);
+}
+
+#[test]
+fn a_new_image_takes_no_more_room_than_qemu_s() {
+    let scratch = Scratch::new();
+    let (ours, theirs) = (scratch.path("ours.qcow2"), scratch.path("theirs.qcow2"));
+    for options in
+        ["cluster_size=2M", "cluster_size=64k", "cluster_size=512", "cluster_size=2M,extended_l2=on"]
+    {
+        weir(&["create", "-q", "-f", "qcow2", "-o", options, text(&ours), "10G"]).succeeds();
+        qemu_img(["create", "-q", "-f", "qcow2", "-o", options, text(&theirs), "10G"]).succeeds();
+        let [ours, theirs] = [&ours, &theirs].map(|path| fs::metadata(path).unwrap().blocks() * 512);
+        assert!(ours <= theirs, "{options}: {ours} bytes, and QEMU's {theirs}");
+        assert!(ours <= 400 << 10, "{options}: {ours} bytes");
+    }
+}
+
+/// A guest that writes a header into its raw disk must not choose what is copied into it, or written to.
+#[test]
+fn an_image_that_names_others_is_believed_only_if_its_format_is_given() {
+    let scratch = Scratch::new();
+    let (base, path) = (scratch.filled("base.raw", MIB), scratch.path("disk"));
+    qemu_img(["create", "-q", "-f", "qcow2", "-b", text(&base), "-F", "raw", text(&path)]).succeeds();
+    let before = fs::read(&path).unwrap();
+    for arguments in
+        [&["commit"][..], &["rebase", "-b", ""], &["rebase", "-u", "-b", ""], &["map"], &["resize"]]
+    {
+        let more = if arguments == ["resize"] { vec!["+1M"] } else { vec![] };
+        let said = weir(arguments).arg(&path).args(more).fails();
+        assert_says(&said, &["looks like qcow2 and names other files, so its format must be given"]);
+        assert!(fs::read(&path).unwrap() == before, "{arguments:?}");
+    }
+    weir(&["rebase", "-f", "qcow2", "-b", "", text(&path)]).succeeds();
+    is_same(&path, &base);
+    assert_says(&weir(&["rebase", "-b", "", text(&base)]).fails(), &["raw images have no backing file"]);
+}
