@@ -92,8 +92,7 @@ pub fn recently() -> Instant {
     })
 }
 
-/// Runs `future` as a task of its own on this thread. It is polled once before this returns, so work that can finish at once never
-/// costs a trip through the queue (in simulation the seed decides).
+/// Runs `future` as a task of its own on this thread. It is polled once before this returns (in simulation the seed decides).
 ///
 /// # Panics
 /// Without a reactor on this thread.
@@ -101,15 +100,7 @@ pub fn spawn(future: impl Future<Output = ()> + 'static) {
     let reactor = with_current(Rc::clone);
     let (runnable, task) = reactor.executor.make_task(future);
     task.detach();
-    let at_once = match &reactor.driver {
-        Driver::Uring(_) => true,
-        Driver::Sim(sim) => sim.coin(),
-    };
-    if at_once {
-        runnable.run();
-    } else {
-        runnable.schedule();
-    }
+    reactor.launch(runnable);
 }
 
 /// As [`spawn`], with a handle to await the result. Dropping the handle cancels the task.
@@ -131,15 +122,7 @@ pub fn spawn_joinable<T: 'static>(future: impl Future<Output = T> + 'static) -> 
 pub fn spawn_to_end<T: 'static>(future: impl Future<Output = T> + 'static) -> ToItsEnd<T> {
     let reactor = with_current(Rc::clone);
     let (runnable, task) = reactor.executor.make_task(future);
-    let at_once = match &reactor.driver {
-        Driver::Uring(_) => true,
-        Driver::Sim(sim) => sim.coin(),
-    };
-    if at_once {
-        runnable.run();
-    } else {
-        runnable.schedule();
-    }
+    reactor.launch(runnable);
     ToItsEnd(Some(task.fallible()))
 }
 
@@ -252,6 +235,19 @@ impl Reactor {
         drop(main);
         let value = result.borrow_mut().take();
         value.expect("the loop above ends once it is there")
+    }
+
+    /// Polls a new task at once, so that work that can finish costs no trip through the queue; in simulation the seed decides.
+    fn launch(&self, task: async_task::Runnable) {
+        let at_once = match &self.driver {
+            Driver::Uring(_) => true,
+            Driver::Sim(sim) => sim.coin(),
+        };
+        if at_once {
+            task.run();
+        } else {
+            task.schedule();
+        }
     }
 
     /// Drops the tasks that are left, as far as the reactor knows them, and waits for what the kernel still does on their behalf.

@@ -266,15 +266,10 @@ impl<D: Device> Align<D> {
 
     /// Runs a read-modify-write to its end, whether this future is awaited to its own end or not.
     async fn modify(&self, offset: u64, data: Segments, durability: Durability) -> Result<()> {
-        let (sender, receiver) = async_channel::bounded(1);
         let (shared, alignment) = (Arc::clone(&self.shared), self.alignment);
-        reactor::spawn(async move {
-            let result = shared.read_modify_write(alignment, offset, data, durability).await;
-            // Nobody listens any more if the client has gone.
-            let _ = sender.send(result).await;
-        });
+        let task = async move { shared.read_modify_write(alignment, offset, data, durability).await };
         // No answer: the reactor drops its tasks, and will drop this one too.
-        receiver.recv().await.unwrap_or(Err(Error::SHUTDOWN))
+        reactor::spawn_to_end(task).await.unwrap_or(Err(Error::SHUTDOWN))
     }
 
     /// See [`Storage::write_zeroes`](super::Storage::write_zeroes).

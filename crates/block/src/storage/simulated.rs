@@ -32,7 +32,7 @@ use super::{
 use crate::{
     buffer::{Buffer, Segments},
     error::{Error, Result},
-    reactor::{now, sim, sleep_until, spawn},
+    reactor::{now, sim, sleep_until, spawn_to_end},
 };
 
 /// How a simulated disk behaves.
@@ -158,14 +158,9 @@ impl Simulated {
     async fn put(&self, offset: u64, data: &[u8], durability: Durability) -> Result<()> {
         self.check(offset, data.len());
         let number = self.lock().accept(offset, data, self.behaviour.block_bytes);
-        let (sender, receiver) = async_channel::bounded(1);
         let disk = self.clone();
-        spawn(async move {
-            let result = disk.carry_out(number, durability).await;
-            // Nobody listens any more if the request was dropped.
-            let _ = sender.send(result).await;
-        });
-        receiver.recv().await.unwrap_or(Err(Error::SHUTDOWN))
+        let task = async move { disk.carry_out(number, durability).await };
+        spawn_to_end(task).await.unwrap_or(Err(Error::SHUTDOWN))
     }
 
     async fn carry_out(&self, number: u64, durability: Durability) -> Result<()> {
@@ -369,7 +364,7 @@ mod tests {
     use std::collections::HashSet;
 
     use super::*;
-    use crate::reactor::spawn_joinable;
+    use crate::reactor::{spawn, spawn_joinable};
 
     const BLOCK: usize = 512;
     const BEHAVIOUR: Behaviour =
