@@ -66,8 +66,7 @@ async fn measure(image: Rc<Image>, arguments: &BenchArgs) -> anyhow::Result<()> 
     if !arguments.quiet && !arguments.json {
         say(&announcement(&load))?;
     }
-    let aligned = arguments.cache.is_direct();
-    let outcome = put(load.clone(), Rc::clone(&image), aligned).await.context("a request failed")?;
+    let outcome = put(load.clone(), Rc::clone(&image)).await.context("a request failed")?;
     if arguments.write {
         image.flush().await.context("the last flush failed")?;
     }

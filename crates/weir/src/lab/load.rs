@@ -20,7 +20,7 @@ use std::{
 };
 
 use block::{
-    buffer::Buffer,
+    buffer::{ALIGNMENT, Buffer},
     error::Result,
     image::Image,
     reactor::{now, spawn_joinable},
@@ -87,10 +87,9 @@ enum Next {
 struct Run {
     load: Load,
     image: Rc<Image>,
-    /// What a write writes; empty if none does.
+    /// What a write writes, from [`Run::first`] on, where memory is aligned for any device; empty if none does.
     content: Arc<[u8]>,
-    /// Writes are aligned for the device, and a copy is what that takes.
-    aligned: bool,
+    first: usize,
     sent: Cell<u64>,
     in_flight: Cell<u32>,
     flush: Cell<FlushState>,
@@ -107,16 +106,17 @@ enum FlushState {
     UnderWay,
 }
 
-/// Puts the load on the image. `aligned`: the image's storage bypasses the page cache.
+/// Puts the load on the image.
 ///
 /// # Errors
 /// That of the first request that failed.
-pub(super) async fn put(load: Load, image: Rc<Image>, aligned: bool) -> Result<Outcome> {
-    let content = load.write.map_or_else(Vec::new, |byte| vec![byte; load.block_bytes]);
+pub(super) async fn put(load: Load, image: Rc<Image>) -> Result<Outcome> {
+    let content: Arc<[u8]> =
+        load.write.map_or_else(Vec::new, |byte| vec![byte; load.block_bytes + ALIGNMENT]).into();
     let run = Rc::new(Run {
         image,
-        content: content.into(),
-        aligned,
+        first: content.as_ptr().align_offset(ALIGNMENT),
+        content,
         sent: Cell::new(0),
         in_flight: Cell::new(0),
         flush: Cell::new(FlushState::NotDue),
@@ -205,11 +205,7 @@ impl Run {
         if self.load.write.is_none() {
             return self.image.read(offset, self.load.block_bytes).await.map(drop);
         }
-        let data = if self.aligned {
-            Buffer::copy_of(&self.content)
-        } else {
-            Buffer::lent(&self.content, 0..self.content.len())
-        };
+        let data = Buffer::lent(&self.content, self.first..self.first + self.load.block_bytes);
         self.image.write(offset, data.into(), Durability::Cached).await
     }
 
@@ -269,7 +265,7 @@ mod tests {
     }
 
     fn put_on(load: Load, rules: &'static [&str]) -> Result<Outcome> {
-        sim::run(1, async move { put(load, Rc::new(image("memory:1M", rules)), false).await })
+        sim::run(1, async move { put(load, Rc::new(image("memory:1M", rules))).await })
     }
 
     #[test]
@@ -309,7 +305,7 @@ mod tests {
         let places = Places { offset: 8192, step_bytes: 500_000, last: (1 << 20) - 4096, random: None };
         let written = sim::run(1, async move {
             let image = Rc::new(image("memory:1M", &[]));
-            put(Load { write: Some(7), places, ..load(6, 1) }, Rc::clone(&image), false).await.unwrap();
+            put(Load { write: Some(7), places, ..load(6, 1) }, Rc::clone(&image)).await.unwrap();
             let mut found = Vec::new();
             for offset in [8192, 508_192, 1_008_192, 459_616, 959_616, 411_040, 0] {
                 let read = image.read(offset, 1).await.unwrap();
@@ -330,7 +326,7 @@ mod tests {
             sim::run(1, async move {
                 let image = Rc::new(image("memory:1M", &[]));
                 let load = Load { write: Some(7), places: places(seed), ..load(256, 16) };
-                put(load, Rc::clone(&image), false).await.unwrap();
+                put(load, Rc::clone(&image)).await.unwrap();
                 let read = image.read(0, 1 << 20).await.unwrap();
                 let mut all = vec![0; 1 << 20];
                 read.copy_to(&mut all);
