@@ -338,3 +338,24 @@ fn weir_and_qemu_read_and_write_each_other_s_images() {
         subject.check();
     }
 }
+
+#[test]
+fn a_data_file_ends_where_the_disk_does() {
+    let shape = Shape {
+        version: 3,
+        cluster: 2 << 20,
+        refcount_bits: 16,
+        extended: false,
+        data_file: DataFile::Plain,
+        compression: None,
+        backing: false,
+    };
+    let mut subject = Subject::new(shape, 1);
+    // Into the last cluster, which QEMU's data file has only in part.
+    let offset = subject.model.len() - 700;
+    subject.model[offset..offset + 300].fill(7);
+    let weir = Serve::new(&subject.scratch).arg(&subject.image).args(["--format", "qcow2"]).start();
+    subject.qemu_io("raw", &weir.uri("image"), &[format!("write -P 7 {offset} 300")]);
+    weir.stop();
+    subject.check();
+}
