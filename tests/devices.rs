@@ -101,3 +101,48 @@ assert not any(h.pread(1 << 20, 6 << 20))
     let allocated = std::os::unix::fs::MetadataExt::blocks(&fs::metadata(&file).unwrap()) * 512;
     assert!(allocated <= 4 * MIB, "{allocated} bytes are still allocated in {}", text(&file));
 }
+
+#[test]
+fn an_image_on_a_device_that_grew_goes_on_and_shows_nothing_of_what_was_there() {
+    let scratch = Scratch::new();
+    let file = scratch.filled("device", 4 * MIB);
+    let device = LoopDevice::attach(&file, 512);
+    Client::new("qemu-img").args(["create", "-q", "-f", "qcow2", text(device.path()), "4G"]).succeeds();
+    let weir = Serve::new(&scratch).args(["--format", "qcow2", "--name", "disk"]).arg(device.path()).start();
+    nbdsh(
+        "
+h.connect_uri(arguments[0])
+full = False
+for cluster in range(64):
+    try:
+        h.pwrite(b'x' * 512, cluster << 16)
+    except nbd.Error as error:
+        assert error.errno == 'ENOSPC', error
+        full = True
+assert full
+h.flush()
+",
+        [weir.uri("disk")],
+    );
+    let more = fs::read(&file).unwrap();
+    let mut grown = fs::File::options().append(true).open(&file).unwrap();
+    std::io::Write::write_all(&mut grown, &more).unwrap();
+    grown.sync_all().unwrap();
+    device.update_size();
+    nbdsh(
+        "
+h.connect_uri(arguments[0])
+h.pwrite(b'y' * 512, 3 << 30)
+for cluster in range(64, 80):
+    h.pwrite(b'y' * 512, cluster << 16)
+for offset in [3 << 30] + [cluster << 16 for cluster in range(64, 80)]:
+    assert h.pread(512, offset) == b'y' * 512
+    assert not any(h.pread(65536 - 512, offset + 512)), hex(offset)
+assert not any(h.pread(1 << 20, (3 << 30) + 65536))
+h.flush()
+",
+        [weir.uri("disk")],
+    );
+    weir.stop();
+    Client::new("qemu-img").args(["check", "-f", "qcow2", text(device.path())]).succeeds();
+}

@@ -196,6 +196,18 @@ impl Storage {
         }
     }
 
+    /// Whether it is made longer by asking, and then reads as zeroes behind its old end. A block device is not: its owner makes it longer, and it
+    /// has there whatever it had before.
+    pub fn can_grow(&self) -> bool {
+        match self {
+            Self::File(file) => file.device().can_grow(),
+            Self::Memory(_) | Self::Null(_) | Self::Simulated(_) => true,
+            Self::Delay(wrapped) => wrapped.inner().can_grow(),
+            Self::Rate(wrapped) => wrapped.inner().can_grow(),
+            Self::Fault(wrapped) => wrapped.inner().can_grow(),
+        }
+    }
+
     /// The alignment that costs least.
     pub fn block_size(&self) -> BlockSize {
         each!(self, inner => inner.block_size())

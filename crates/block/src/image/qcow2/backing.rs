@@ -30,7 +30,7 @@ impl Qcow2 {
         if self.is_read_only() {
             return Err(Error::NOT_PERMITTED);
         }
-        self.forget(0, self.size_bytes()).await?;
-        self.flush().await
+        let _quiet = self.quiesce().await?;
+        self.forget(0, self.size_bytes()).await
     }
 }

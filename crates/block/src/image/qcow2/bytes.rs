@@ -76,11 +76,16 @@ pub(super) async fn grow(storage: &Storage, size_bytes: u64) -> Result<()> {
 /// As [`grow`].
 pub(super) async fn set_size(storage: &Storage, size_bytes: u64) -> Result<()> {
     let block = u64::from(storage.block_size().minimum).max(512);
-    storage.resize(size_bytes.next_multiple_of(block)).await.map_err(|error| match error {
+    storage.resize(size_bytes.next_multiple_of(block)).await.map_err(error_of)
+}
+
+/// What a request is told.
+pub(super) fn error_of(error: ResizeError) -> Error {
+    match error {
         ResizeError::Failed(error) => error,
         ResizeError::ReadOnly => Error::NOT_PERMITTED,
         ResizeError::Device { .. } | ResizeError::Unaligned { .. } | ResizeError::TooLarge { .. } => {
             Error::NO_SPACE
         }
-    })
+    }
 }

@@ -23,7 +23,7 @@ use std::sync::{
 
 use arc_swap::ArcSwapOption;
 
-use super::gate::slot_of_thread;
+use super::gate::{SLOTS, slot_of_thread};
 
 /// Ways of a set.
 const WAYS: usize = 8;
@@ -140,7 +140,7 @@ impl L2Cache {
             sets,
             slice_bytes,
             clock: AtomicU32::new(0),
-            hits: (0..64).map(|_| Hits::default()).collect(),
+            hits: (0..SLOTS).map(|_| Hits::default()).collect(),
             misses: AtomicU64::new(0),
             evictions: AtomicU64::new(0),
             slices: AtomicU64::new(0),
@@ -169,8 +169,11 @@ impl L2Cache {
 
     /// A slice, to be kept beyond a look.
     pub(super) fn get(&self, number: u64) -> Option<Arc<Slice>> {
-        let found = self.set(number).iter().filter_map(ArcSwapOption::load_full);
-        let slice = found.into_iter().find(|slice| slice.number == number)?;
+        let slice = self.set(number).iter().find_map(|way| {
+            // Compared where it is: a count of users that others change too is not touched for nothing.
+            let guard = way.load();
+            guard.as_ref().filter(|slice| slice.number == number).cloned()
+        })?;
         self.touch(&slice);
         Some(slice)
     }

@@ -4,12 +4,13 @@
 
 use std::sync::{
     Mutex, MutexGuard, PoisonError,
-    atomic::{AtomicBool, Ordering::Relaxed},
+    atomic::{AtomicBool, AtomicU64, Ordering::Relaxed},
 };
 
 use super::{
     Invalid, bytes,
     header::{Header, incompatible},
+    header_change,
 };
 use crate::{
     buffer::{Buffer, Segments},
@@ -36,6 +37,10 @@ pub(super) struct ImageFile {
     corrupt: AtomicBool,
     /// The header says that it is corrupt, or cannot.
     marked: AtomicBool,
+    /// It is not cut before here: what it had when it was opened is for `check` to judge.
+    kept_bytes: AtomicU64,
+    /// From here on the file has only what was written since it was opened, and zeroes: it was made longer here.
+    zero_from: AtomicU64,
 }
 
 #[derive(Debug)]
@@ -50,6 +55,8 @@ impl ImageFile {
     pub(super) fn new(storage: Storage, header: Header, bytes: Vec<u8>) -> Self {
         let is_corrupt = header.incompatible & incompatible::CORRUPT != 0;
         Self {
+            kept_bytes: AtomicU64::new(storage.size_bytes()),
+            zero_from: AtomicU64::new(u64::MAX),
             storage,
             header: Mutex::new(Kept { header, bytes }),
             header_turn: RangeLocks::default(),
@@ -90,6 +97,23 @@ impl ImageFile {
 
     pub(super) fn is_corrupt(&self) -> bool {
         self.corrupt.load(Relaxed)
+    }
+
+    /// Keeps everything from being written until the image is opened again: what its header says is not known.
+    fn stop_writing(&self, why: Error) {
+        self.marked.store(true, Relaxed);
+        if !self.corrupt.swap(true, Relaxed) {
+            tracing::error!(
+                image = self.storage.description(),
+                "the header could not be written ({why}), nor what it was before; the image is read-only until it is opened again"
+            );
+        }
+    }
+
+    /// Whether the file reads as zeroes from `offset` on, where nothing was written since it was opened. Never on a block device: one that was
+    /// made longer has what somebody else left there.
+    pub(super) fn is_zero_from(&self, offset: u64) -> bool {
+        offset >= self.zero_from.load(Relaxed)
     }
 
     /// Has the header say that the image is corrupt, if it was found so and is not read-only.
@@ -154,77 +178,90 @@ impl ImageFile {
         if end <= size {
             return Ok(());
         }
+        if !self.storage.can_grow() {
+            // Its owner may have made it longer.
+            return if self.storage.refresh_size()? >= end { Ok(()) } else { Err(Error::NO_SPACE) };
+        }
         let more = (end / GROWTH_PART).clamp(LEAST_GROWTH, MOST_GROWTH);
         let wanted = (end + more).next_multiple_of(LEAST_GROWTH);
         match self.storage.resize(wanted).await {
-            Ok(()) => Ok(()),
             // A file system that is nearly full may still have as much as is needed now.
             Err(ResizeError::Failed(_) | ResizeError::TooLarge { .. }) => {
-                self.resize(end.next_multiple_of(self.multiple())).await
+                bytes::set_size(&self.storage, end).await?;
             }
-            Err(error) => Err(error_of(error)),
+            result => result.map_err(bytes::error_of)?,
         }
+        self.zero_from.fetch_min(size, Relaxed);
+        Ok(())
     }
 
-    /// Has the file end with a whole cluster, and a whole block of the storage.
+    /// Has the file end with a whole cluster, if it can be made longer.
     pub(super) async fn make_whole(&self, cluster_bytes: u64) -> Result<()> {
         let _turn = self.size_turn.exclusive(0..1).await;
-        let size = self.size_bytes();
-        let whole = size.next_multiple_of(cluster_bytes.max(self.multiple()));
-        if whole == size { Ok(()) } else { self.resize(whole).await }
-    }
-
-    /// Gives the file exactly this size, or a little more where it has to end with a block.
-    pub(super) async fn cut(&self, end: u64) -> Result<()> {
-        let _turn = self.size_turn.exclusive(0..1).await;
-        let end = end.next_multiple_of(self.multiple());
-        if end >= self.size_bytes() {
+        let whole = self.size_bytes().next_multiple_of(cluster_bytes);
+        if whole == self.size_bytes() || !self.storage.can_grow() {
             return Ok(());
         }
-        self.resize(end).await
+        bytes::set_size(&self.storage, whole).await
     }
 
-    fn multiple(&self) -> u64 {
-        u64::from(self.storage.block_size().minimum).max(SECTOR as u64)
+    /// The disk was made shorter, or empty: the file may become shorter than it was, too.
+    pub(super) fn may_be_cut(&self) {
+        self.kept_bytes.store(0, Relaxed);
     }
 
-    async fn resize(&self, size: u64) -> Result<()> {
-        self.storage.resize(size).await.map_err(error_of)
+    /// Cuts off what the file has behind `end`, but not more than by what it was made longer since it was opened.
+    pub(super) async fn cut(&self, end: u64) -> Result<()> {
+        let _turn = self.size_turn.exclusive(0..1).await;
+        let end = end.max(self.kept_bytes.load(Relaxed));
+        if end >= self.size_bytes() || !self.storage.can_grow() {
+            return Ok(());
+        }
+        bytes::set_size(&self.storage, end).await
     }
 
     /// Changes the header and makes that durable. What the file had before the change is durable too.
     ///
     /// # Errors
-    /// [`Error::NO_SPACE`] if it does not fit any more; the file's. The header kept is then the old one.
+    /// [`Error::NO_SPACE`] if it does not fit any more; the file's. The header kept, and the file's, is then the old one; where that cannot be
+    /// had either, nothing is written any more.
     pub(super) async fn update_header(&self, change: impl FnOnce(&mut Header)) -> Result<()> {
         let _turn = self.header_turn.exclusive(0..1).await;
-        let (mut header, old) = {
+        let (mut header, old, old_bytes) = {
             let kept = self.kept();
-            (kept.header.clone(), kept.bytes.clone())
+            (kept.header.clone(), kept.header.clone(), kept.bytes.clone())
         };
         change(&mut header);
-        let bytes = header.encode().map_err(|invalid| {
+        let bytes = header_change::changed(&old_bytes, &old, &header).map_err(|invalid| {
             tracing::error!(image = self.storage.description(), "the header cannot be changed: {invalid}");
             Error::NO_SPACE
         })?;
-        for (number, sector) in bytes.chunks(SECTOR).enumerate() {
-            let at = number * SECTOR;
-            if old.get(at..at + sector.len()) != Some(sector) {
-                self.write(at as u64, sector).await?;
+        if let Err(error) = self.write_header(&old_bytes, &bytes).await {
+            if self.write_header(&bytes, &old_bytes).await.is_err() {
+                self.stop_writing(error);
             }
+            return Err(error);
         }
-        self.flush().await?;
         *self.kept() = Kept { header, bytes };
         Ok(())
     }
-}
 
-fn error_of(error: ResizeError) -> Error {
-    match error {
-        ResizeError::Failed(error) => error,
-        ResizeError::ReadOnly => Error::NOT_PERMITTED,
-        ResizeError::Device { .. } | ResizeError::Unaligned { .. } | ResizeError::TooLarge { .. } => {
-            Error::NO_SPACE
+    /// The sectors that differ; the first one last, since it leads to the others.
+    async fn write_header(&self, old: &[u8], new: &[u8]) -> Result<()> {
+        let sectors = new.chunks(SECTOR).enumerate();
+        let differ = sectors
+            .filter(|(number, sector)| old.get(number * SECTOR..(number + 1) * SECTOR) != Some(*sector));
+        let mut differ: Vec<_> = differ.collect();
+        let first = differ.first().is_some_and(|(number, _)| *number == 0).then(|| differ.remove(0));
+        if !differ.is_empty() {
+            for (number, sector) in differ {
+                self.write((number * SECTOR) as u64, sector).await?;
+            }
+            self.flush().await?;
         }
+        if let Some((_, sector)) = first {
+            self.write(0, sector).await?;
+        }
+        self.flush().await
     }
 }

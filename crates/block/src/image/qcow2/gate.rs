@@ -24,7 +24,7 @@ use event_listener::Event;
 use crate::storage::RangeLocks;
 
 /// More threads than this share slots.
-const SLOTS: usize = 64;
+pub(super) const SLOTS: usize = 64;
 /// In the state: which of the two generations is counted.
 const GENERATION: usize = 1;
 /// In the state: nobody is let in.

@@ -27,6 +27,8 @@ pub const MOST_SNAPSHOTS: u32 = 65_536;
 pub const MOST_BITMAPS: u32 = 65_535;
 /// The largest bitmap directory: as many bitmaps as there may be, each with the longest name.
 pub const LARGEST_BITMAP_DIRECTORY: u64 = MOST_BITMAPS as u64 * (24 + 1023 + 1);
+/// The largest LUKS header, in bytes: eight slots with the longest keys that LUKS has stay below 4 MiB.
+pub const LARGEST_LUKS: u64 = 64 << 20;
 /// The longest name of a backing file, in bytes.
 pub const LONGEST_BACKING_NAME: usize = 1023;
 
@@ -391,10 +393,8 @@ impl Header {
         if let Some(Place { offset, length }) = self.encryption {
             put(extension::ENCRYPTION, &[offset.to_be_bytes(), length.to_be_bytes()].concat());
         }
-        if let Some(Bitmaps { count, directory }) = self.bitmaps {
-            let counts = u64::from(count) << 32;
-            let fields = [counts, directory.length, directory.offset].map(u64::to_be_bytes);
-            put(extension::BITMAPS, &fields.concat());
+        if let Some(bitmaps) = self.bitmaps {
+            put(extension::BITMAPS, &bitmaps_extension(bitmaps)[8..]);
         }
         // Where there is room: an image of 512-byte clusters has none.
         let names = FeatureName::table();
@@ -509,6 +509,9 @@ impl Header {
             return Err(Invalid::new(format!("{} snapshots; {MOST_SNAPSHOTS} is the most", self.snapshots)));
         }
         table("the snapshot table", self.snapshots_offset, u64::from(self.snapshots))?;
+        if self.encryption.is_some() && self.crypt != Crypt::Luks {
+            return Err(Invalid::new("it says where a LUKS header is, and is not encrypted with LUKS"));
+        }
         if self.crypt == Crypt::Luks {
             let Some(place) = self.encryption else {
                 return Err(Invalid::new(
@@ -516,6 +519,12 @@ impl Header {
                 ));
             };
             table("the LUKS header", place.offset, place.length)?;
+            if place.length > LARGEST_LUKS {
+                let length = place.length;
+                return Err(Invalid::new(format!(
+                    "a LUKS header of {length} bytes; {LARGEST_LUKS} is the most"
+                )));
+            }
         }
         self.check_bitmaps(table)
     }
@@ -536,6 +545,12 @@ impl Header {
         }
         table("the bitmap directory", directory.offset, directory.length)
     }
+}
+
+/// The bitmaps extension, its kind and length first.
+pub(super) fn bitmaps_extension(Bitmaps { count, directory }: Bitmaps) -> Vec<u8> {
+    let start = u64::from(extension::BITMAPS) << 32 | 24;
+    [start, u64::from(count) << 32, directory.length, directory.offset].map(u64::to_be_bytes).concat()
 }
 
 /// A line of the feature name table.
@@ -608,10 +623,10 @@ fn text(bytes: &[u8], what: &str) -> Result<String, Invalid> {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use super::*;
 
-    fn header() -> Header {
+    pub(in crate::image::qcow2) fn header() -> Header {
         Header {
             version: 3,
             cluster_bits: 16,
@@ -666,7 +681,7 @@ mod tests {
     #[test]
     fn what_breaks_a_rule_is_named() {
         type Change = fn(&mut Vec<u8>);
-        let cases: [(&str, Change); 9] = [
+        let cases: [(&str, Change); 10] = [
             ("signature", |bytes| bytes[0] = 0),
             ("version 4", |bytes| bytes[7] = 4),
             ("2^22", |bytes| bytes[23] = 22),
@@ -676,6 +691,12 @@ mod tests {
             ("refcounts of 2^7", |bytes| bytes[99] = 7),
             ("refcount table", |bytes| bytes[56] = 1),
             ("snapshots", |bytes| bytes[60] = 1),
+            ("not encrypted", |bytes| {
+                // The extension that nobody knows becomes that of encryption.
+                let at = bytes.windows(4).position(|kind| kind == [0x12, 0x34, 0x56, 0x78]).expect("there");
+                let extension = [0x0537_be77_0000_0010, 0x40000, 1_u64 << 50].map(u64::to_be_bytes);
+                bytes[at..at + 24].copy_from_slice(&extension.concat());
+            }),
         ];
         for (part, change) in cases {
             let mut bytes = header().encode().expect("valid");

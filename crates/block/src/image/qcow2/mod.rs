@@ -33,6 +33,7 @@ pub mod entry;
 mod file;
 mod gate;
 pub mod header;
+mod header_change;
 mod l1;
 mod lookup;
 pub mod luks;

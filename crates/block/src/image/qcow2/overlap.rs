@@ -79,10 +79,21 @@ impl Metadata {
     }
 
     pub(super) fn add(&self, offset: u64, length: u64) {
-        self.change(|clusters| clusters.extend(clusters_of(self.cluster_bits, offset, length)));
+        self.add_all(&[(offset, length)]);
+    }
+
+    pub(super) fn add_all(&self, places: &[(u64, u64)]) {
+        self.change(|clusters| {
+            let all =
+                places.iter().flat_map(|(offset, length)| clusters_of(self.cluster_bits, *offset, *length));
+            clusters.extend(all);
+        });
     }
 
     pub(super) fn remove(&self, offset: u64, length: u64) {
+        if !self.contains(offset, length) {
+            return;
+        }
         self.change(|clusters| {
             for cluster in clusters_of(self.cluster_bits, offset, length) {
                 clusters.remove(&cluster);

@@ -39,7 +39,7 @@ impl Qcow2 {
         all.await.unwrap_or(Err(Error::SHUTDOWN))
     }
 
-    async fn preallocate_inside(&self, first: u64, last: u64, how: Preallocation) -> Result<()> {
+    pub(super) async fn preallocate_inside(&self, first: u64, last: u64, how: Preallocation) -> Result<()> {
         let cluster_bytes = 1_u64 << self.shape.cluster_bits;
         let covers = self.slice_covers();
         let mut at = first & !(cluster_bytes - 1);
@@ -78,7 +78,7 @@ impl Qcow2 {
         };
         let placed = placed.await;
         if placed.is_err() && self.data.is_none() {
-            self.return_room(host, clusters).await;
+            self.undo(host, clusters * cluster_bytes).await;
         }
         placed.map(|()| clusters)
     }

@@ -1,6 +1,8 @@
 //! Changes to an image as a whole, and what they are made of: nobody inside, nothing unwritten.
 
-use super::{Qcow2, gate::Closed, header::Header, l1::L1};
+use std::{ops::Range, sync::atomic::Ordering::Release};
+
+use super::{Qcow2, gate::Closed, header::Header, l1::L1, refcounts::Held};
 use crate::{error::Result, storage::RangeGuard};
 
 /// Nobody is inside, and all metadata is in the file, until this is dropped.
@@ -23,7 +25,7 @@ impl Qcow2 {
     }
 
     /// Writes metadata until there is none left. Nobody is inside, or nothing is given back.
-    async fn write_everything(&self) -> Result<()> {
+    pub(super) async fn write_everything(&self) -> Result<()> {
         if self.read_only {
             return Ok(());
         }
@@ -64,14 +66,19 @@ impl Qcow2 {
         Ok(found.offset)
     }
 
-    /// Adds to, or takes from, the refcounts of all clusters that these bytes touch; with `-1`, those that come to zero are free.
+    /// Adds 1 to, or takes it from, the refcounts of all clusters that these bytes touch; those that come to zero are free, and no metadata.
     pub(super) async fn change_refcount(&self, offset: u64, length: u64, by: i64) -> Result<()> {
-        let bits = self.shape.cluster_bits;
-        let clusters = offset >> bits..((offset + length.max(1) - 1) >> bits) + 1;
-        if by == -1 {
-            return self.refcounts.give_back(&self.file, &self.overlap, clusters, false).await;
+        let clusters = self.clusters_of(offset, length);
+        if by < 0 {
+            return self.refcounts.give_back(&self.file, &self.overlap, clusters, Held::Metadata).await;
         }
-        self.refcounts.change(&self.file, clusters, by).await
+        self.refcounts.raise(&self.file, clusters).await
+    }
+
+    /// Every cluster that these bytes touch, one at least.
+    pub(super) fn clusters_of(&self, offset: u64, length: u64) -> Range<u64> {
+        let bits = self.shape.cluster_bits;
+        offset >> bits..((offset + length.max(1) - 1) >> bits) + 1
     }
 
     /// The refcount of the cluster at `offset`.
@@ -106,14 +113,18 @@ impl Qcow2 {
         let bytes = self.file.read(header.l1_offset, u64::from(header.l1_entries) * 8).await?;
         let l1 = L1::parse(header.l1_offset, &bytes, self.shape, self.file.size_bytes())
             .map_err(|invalid| self.file.found(&invalid))?;
-        self.overlap.add(header.l1_offset, bytes.len() as u64);
-        for table in l1.tables() {
-            self.overlap.add(table, 1 << self.shape.cluster_bits);
-        }
+        self.replace_l1(l1);
+        self.size.store(header.size_bytes, Release);
+        Ok(())
+    }
+
+    /// Another L1 table is in force. Only while quiet.
+    pub(super) fn replace_l1(&self, l1: L1) {
+        let tables = l1.tables().map(|table| (table, 1 << self.shape.cluster_bits));
+        let places: Vec<_> = tables.chain([(l1.offset, l1.len() as u64 * 8)]).collect();
+        self.overlap.add_all(&places);
         let _pending = self.pending();
         self.cache.load().clear();
         self.l1.store(l1.into());
-        self.size.store(header.size_bytes, std::sync::atomic::Ordering::Release);
-        Ok(())
     }
 }

@@ -20,10 +20,11 @@ impl Qcow2 {
     /// # Errors
     /// The file's; [`Error::IO`] where the image is corrupt.
     pub async fn read(&self, offset: u64, length: usize) -> Result<Segments> {
+        let _pass = self.gate.enter().await;
+        // Inside, for a resize waits until nobody is.
         if !self.is_inside(offset, length as u64) {
             return Err(Error::INVALID);
         }
-        let _pass = self.gate.enter().await;
         self.read_inside(offset, length).await
     }
 
@@ -126,7 +127,7 @@ impl Qcow2 {
             return Err(self.file.found(&Invalid::new(what)));
         }
         let packed = self.file.storage().read(host, Buffer::new(there as usize)).await?.to_vec();
-        let kind = self.file.header().compression;
+        let kind = self.compression;
         let unpacked = reactor::blocking(move || {
             let mut cluster = vec![0; cluster_bytes];
             compress::decompress(kind, &packed, &mut cluster).map(|()| cluster)

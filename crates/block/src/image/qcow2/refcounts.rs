@@ -33,6 +33,17 @@ use crate::{
     storage::RangeLocks,
 };
 
+/// What a cluster held that is given back.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Held {
+    /// Metadata, which it is protected as until then.
+    Metadata,
+    /// Guest data, or nothing yet. `unmapped`: nothing took its place, so the storage may be told that it is not needed.
+    Data { unmapped: bool },
+    /// Compressed guest data: others may have a part of the same clusters.
+    Compressed,
+}
+
 /// What there is to know about refcounts, shared by the workers.
 #[derive(Debug)]
 pub(super) struct Refcounts {
@@ -57,7 +68,9 @@ struct State {
     clock: u64,
     /// No cluster before this one is free.
     first_free: u64,
-    /// Clusters from here on were never used since the file was made longer: they read as zeroes.
+    /// Nor one of these blocks', which a search was through: it need not read them again.
+    full: BTreeSet<usize>,
+    /// Clusters from here on were never handed out since the image was opened.
     untouched: u64,
     /// Where the last compressed cluster ended, inside a cluster that has room.
     compressed_end: u64,
@@ -122,6 +135,7 @@ impl Refcounts {
                 blocks: BTreeMap::new(),
                 clock: 0,
                 first_free: 0,
+                full: BTreeSet::new(),
                 untouched: file_clusters,
                 compressed_end: 0,
             }),
@@ -188,12 +202,13 @@ impl Refcounts {
                 run.start << self.cluster_bits,
                 (run.end - run.start) << self.cluster_bits,
             )?;
-            file.make_room(run.end << self.cluster_bits).await?;
+            let run = self.with_room(file, run, least).await?;
             for cluster in run.clone() {
                 self.put(cluster, 1);
             }
             let mut state = self.lock();
-            let untouched = run.start >= state.untouched;
+            let is_new = file.is_zero_from(run.start << self.cluster_bits);
+            let untouched = is_new && run.start >= state.untouched;
             state.untouched = state.untouched.max(run.end);
             // With `least` above one, smaller gaps before the run are still free.
             if least == 1 || state.first_free >= run.start {
@@ -207,6 +222,21 @@ impl Refcounts {
         }
     }
 
+    /// Makes the file long enough for a run; where it cannot be, for as much of it as fits, `least` clusters at least.
+    async fn with_room(&self, file: &ImageFile, run: Range<u64>, least: u64) -> Result<Range<u64>> {
+        match file.make_room(run.end << self.cluster_bits).await {
+            Ok(()) => Ok(run),
+            Err(error) => {
+                let there = file.size_bytes() >> self.cluster_bits;
+                if error == Error::NO_SPACE && run.start + least <= there {
+                    Ok(run.start..run.end.min(there))
+                } else {
+                    Err(error)
+                }
+            }
+        }
+    }
+
     /// The first free run of at least `least` clusters from `start` on; no longer than `most`.
     async fn find(&self, file: &ImageFile, start: u64, least: u64, most: u64) -> Result<Range<u64>> {
         let mut run = start..start;
@@ -216,13 +246,21 @@ impl Refcounts {
             if cluster >= header::OFFSET_LIMIT >> self.cluster_bits {
                 return Err(Error::NO_SPACE);
             }
-            if self.has_block(block) {
+            if self.lock().full.contains(&block) {
+                let next = (block as u64 + 1) * self.block_entries();
+                if run.end - run.start >= least {
+                    return Ok(run);
+                }
+                run = next..next;
+            } else if self.has_block(block) {
                 self.load(file, block).await?;
-                let state = self.lock();
+                let mut state = self.lock();
+                let mut is_full = index == 0;
                 // There since the turn is ours: only who has it drops blocks.
                 let bytes = &state.blocks[&block].bytes;
                 for index in index..self.block_entries() as usize {
                     if get(bytes, self.order, index) == 0 {
+                        is_full = false;
                         run.end += 1;
                         if run.end - run.start == most {
                             return Ok(run);
@@ -232,6 +270,9 @@ impl Refcounts {
                     } else {
                         run = run.end + 1..run.end + 1;
                     }
+                }
+                if is_full {
+                    state.full.insert(block);
                 }
             } else {
                 run.end = run.start.max(run.end) + (self.block_entries() - index as u64);
@@ -363,49 +404,52 @@ impl Refcounts {
         Ok(())
     }
 
-    /// Adds to the numbers of clusters, which are in use. All or nothing.
+    /// Adds one to the numbers of clusters, which are in use. All or nothing.
     ///
     /// # Errors
-    /// [`Error::INVALID`] where a number would be more than fits, or less than none.
-    pub(super) async fn change(&self, file: &ImageFile, clusters: Range<u64>, by: i64) -> Result<()> {
+    /// [`Error::INVALID`] where a number would be more than fits, or a cluster is not in use.
+    pub(super) async fn raise(&self, file: &ImageFile, clusters: Range<u64>) -> Result<()> {
         let _turn = self.turn.exclusive(0..1).await;
-        if by < 0 && by != -1 {
-            return Err(Error::INVALID);
-        }
-        if by == -1 {
-            return self.lower(file, clusters).await.map(drop);
-        }
         for cluster in clusters.clone() {
             let now = self.read(file, cluster).await?;
-            if now == 0 || now.checked_add_signed(by).is_none_or(|sum| sum > numbers::largest(self.order)) {
+            if now == 0 || now == numbers::largest(self.order) {
                 return Err(Error::INVALID);
             }
         }
         for cluster in clusters {
             let now = self.read(file, cluster).await?;
-            self.put(cluster, now.saturating_add_signed(by));
+            self.put(cluster, now + 1);
         }
         Ok(())
     }
 
-    /// Gives clusters back that nothing in the file refers to any more. Those that are free then are no metadata, and the storage is told of
-    /// them if `discard` says so.
+    /// Gives clusters back that nothing in the file refers to any more.
+    ///
+    /// # Errors
+    /// The file's; [`Error::IO`], and the image is corrupt, if guest data was where metadata is.
     pub(super) async fn give_back(
         &self,
         file: &ImageFile,
         metadata: &Metadata,
         clusters: Range<u64>,
-        discard: bool,
+        held: Held,
     ) -> Result<()> {
         // Held to the end: nobody may take a cluster that is about to be discarded.
         let _turn = self.turn.exclusive(0..1).await;
+        if held != Held::Metadata {
+            let length = (clusters.end - clusters.start) << self.cluster_bits;
+            metadata.check(file, clusters.start << self.cluster_bits, length)?;
+        }
         for freed in self.lower(file, clusters).await? {
             let (offset, length) =
                 (freed.start << self.cluster_bits, (freed.end - freed.start) << self.cluster_bits);
-            metadata.remove(offset, length);
-            if discard {
-                // A hint: what it does not do costs room and nothing else.
-                let _ = file.storage().discard(offset, length).await;
+            match held {
+                Held::Metadata => metadata.remove(offset, length),
+                Held::Data { unmapped: true } => {
+                    // A hint: what it does not do costs room and nothing else.
+                    let _ = file.storage().discard(offset, length).await;
+                }
+                Held::Data { unmapped: false } | Held::Compressed => {}
             }
         }
         Ok(())
@@ -425,6 +469,7 @@ impl Refcounts {
             }
             let mut state = self.lock();
             state.first_free = state.first_free.min(cluster);
+            state.full.remove(&self.block_of(cluster).0);
             if state.compressed_end >> self.cluster_bits == cluster {
                 state.compressed_end = 0;
             }
@@ -560,7 +605,7 @@ impl Refcounts {
     ///
     /// # Errors
     /// The file's. What could not be written is kept for the next time.
-    pub(super) async fn write(&self, file: &ImageFile) -> Result<Written> {
+    pub(super) async fn write(&self, file: &ImageFile) -> Result<Dirty> {
         let dirty = {
             // Nobody else writes blocks meanwhile, to make room.
             let _turn = self.turn.exclusive(0..1).await;
@@ -573,13 +618,13 @@ impl Refcounts {
             }
             dirty
         };
-        Ok(Written(dirty))
+        Ok(dirty)
     }
 
     /// After a flush: writes the entries of the table that refer to blocks which are in the file now. Says whether there were any, which
     /// need another flush.
-    pub(super) async fn write_entries(&self, file: &ImageFile, written: &Written) -> Result<bool> {
-        for (offset, entry) in &written.0.entries {
+    pub(super) async fn write_entries(&self, file: &ImageFile, written: &Dirty) -> Result<bool> {
+        for (offset, entry) in &written.entries {
             let moved = {
                 let state = self.lock();
                 !(state.table_offset..state.table_offset + state.table.len() as u64 * 8).contains(offset)
@@ -590,15 +635,11 @@ impl Refcounts {
             }
             file.write(*offset, entry).await?;
         }
-        Ok(!written.0.entries.is_empty())
+        Ok(!written.entries.is_empty())
     }
 
     /// Takes back that something was written, after an error.
-    pub(super) fn keep_written(&self, written: &Written) {
-        self.keep(&written.0);
-    }
-
-    fn keep(&self, dirty: &Dirty) {
+    pub(super) fn keep(&self, dirty: &Dirty) {
         let mut state = self.lock();
         for number in &dirty.indices {
             if let Some(block) = state.blocks.get_mut(number) {
@@ -626,12 +667,8 @@ impl Refcounts {
     }
 }
 
-/// What [`Refcounts::write`] has written.
-#[derive(Debug)]
-pub(super) struct Written(Dirty);
-
-impl Written {
+impl Dirty {
     pub(super) fn is_empty(&self) -> bool {
-        self.0.blocks.is_empty() && self.0.entries.is_empty()
+        self.blocks.is_empty() && self.entries.is_empty()
     }
 }

@@ -4,9 +4,10 @@
 //! back what lies behind the new end first, and keeps the table.
 
 use super::{
-    Qcow2,
+    Qcow2, bytes,
     create::Preallocation,
     header::{LARGEST_L1, autoclear},
+    l1::L1,
 };
 use crate::{
     error::{Error, Result},
@@ -34,11 +35,14 @@ impl Qcow2 {
             // Snapshots of version 2 do not say how large the disk was.
             return Err(ResizeError::Failed(Error::UNSUPPORTED));
         }
-        if size_bytes < header.size_bytes {
-            self.shrink(size_bytes, header.size_bytes).await?;
-        } else if size_bytes > header.size_bytes {
-            self.grow(size_bytes, header.size_bytes).await?;
+        let quiet = self.quiesce().await?;
+        let from = self.size_bytes();
+        if size_bytes < from {
+            self.shrink(size_bytes, from).await?;
+        } else if size_bytes > from {
+            self.grow(size_bytes, from).await?;
         }
+        drop(quiet);
         Ok(())
     }
 
@@ -47,31 +51,23 @@ impl Qcow2 {
         if first < from {
             self.forget(first, from).await?;
         }
-        let _quiet = self.quiesce().await?;
         self.set_size(to).await?;
         if let Some(data) = &self.data {
-            data.resize(to.next_multiple_of(u64::from(data.block_size().minimum).max(512)))
-                .await
-                .map_err(|_| Error::IO)?;
+            bytes::set_size(data, to).await?;
         }
         Ok(())
     }
 
     async fn grow(&self, to: u64, from: u64) -> Result<()> {
         if let Some(data) = &self.data {
-            let size = to.next_multiple_of(u64::from(data.block_size().minimum).max(512));
-            data.resize(size).await.map_err(|_| Error::IO)?;
+            bytes::set_size(data, to).await?;
         }
-        {
-            let _quiet = self.quiesce().await?;
-            let header = self.file.header();
-            let entries = header.l1_entries_for(to);
-            if entries > u64::from(header.l1_entries) {
-                self.move_l1(entries).await?;
-            }
-            self.set_size(to).await?;
+        let header = self.file.header();
+        let entries = header.l1_entries_for(to);
+        if entries > u64::from(header.l1_entries) {
+            self.move_l1(entries).await?;
         }
-        // What the last cluster and a larger backing file hold behind the old end must not come to light.
+        // What the last cluster and a larger backing file hold behind the old end must not come to light, so it goes before that end does.
         let end = if self.backing_bytes(from) > 0 {
             to
         } else {
@@ -80,13 +76,14 @@ impl Qcow2 {
         if end > from {
             let options =
                 ZeroOptions { may_unmap: true, only_if_fast: false, durability: Durability::Cached };
-            self.write_zeroes(from, end - from, options).await?;
+            self.zero_inside(from, end - from, options).await?;
         }
-        if self.data.is_some() && self.file.header().autoclear & autoclear::RAW_DATA_FILE != 0 {
+        if self.data.is_some() && header.autoclear & autoclear::RAW_DATA_FILE != 0 {
             // Readers of the raw file see what is in it, so the image must not say that nothing is there.
-            self.preallocate(from, to, Preallocation::Metadata).await?;
+            self.preallocate_inside(from, to, Preallocation::Metadata).await?;
         }
-        Ok(())
+        self.write_everything().await?;
+        self.set_size(to).await
     }
 
     async fn set_size(&self, size_bytes: u64) -> Result<()> {
@@ -106,6 +103,8 @@ impl Qcow2 {
         bytes.resize(entries as usize * 8, 0);
         let clusters = (bytes.len() as u64).div_ceil(cluster_bytes);
         let offset = self.allocate(clusters).await?;
+        let table = L1::parse(offset, &bytes, self.shape, self.file.size_bytes())
+            .map_err(|invalid| self.file.found(&invalid))?;
         bytes.resize((clusters * cluster_bytes) as usize, 0);
         self.write_metadata(offset, &bytes).await?;
         self.flush_metadata().await?;
@@ -114,9 +113,11 @@ impl Qcow2 {
             header.l1_entries = entries as u32;
         })
         .await?;
-        self.reload().await?;
-        if old_bytes > 0 {
-            self.change_refcount(old, old_bytes, -1).await?;
+        self.replace_l1(table);
+        if old_bytes > 0
+            && let Err(error) = self.change_refcount(old, old_bytes, -1).await
+        {
+            tracing::warn!(image = self.description(), "the old L1 table could not be given back: {error}");
         }
         self.flush_metadata().await
     }

@@ -12,8 +12,8 @@ use crate::{
     buffer::Buffer,
     error::Error,
     image::{Image, Raw},
-    reactor::sim,
-    storage::{Durability, Storage, ZeroOptions, memory::Memory},
+    reactor::{self, sim},
+    storage::{Durability, Storage, ZeroOptions, fault::Fault, memory::Memory},
 };
 
 const SIZE: usize = 300 << 10;
@@ -318,4 +318,81 @@ fn a_guest_cannot_write_into_metadata_and_the_image_is_marked() {
             assert_eq!(before[512..], after[512..before.len()], "only the header has changed");
         });
     }
+}
+
+/// The same, over a storage that fails as the rule says.
+async fn failing(content: &[u8], rule: &str) -> Parts {
+    let parts = parts_of(content).await;
+    let rules = vec![rule.parse().expect("a rule")];
+    Parts { storage: Storage::Fault(Box::new(Fault::new(parts.storage, rules))), ..parts }
+}
+
+#[test]
+fn guest_data_that_lies_on_metadata_is_not_given_back() {
+    sim::run(1, async {
+        let mut content = written().await;
+        let table = first_table(&content);
+        word(&mut content, table).copy_from_slice(&(table | 1_u64 << 63).to_be_bytes());
+        let image = Qcow2::open(parts_of(&content).await).await.expect("not seen yet");
+        image.discard(0, 4096).await.expect("a change of the mapping alone");
+        image.flush().await.expect("memory");
+        while !image.is_read_only() {
+            reactor::yield_now().await;
+        }
+        assert_eq!(image.refcount(table).await, Ok(1), "nobody else gets it");
+    });
+}
+
+#[test]
+fn a_write_in_place_that_must_be_durable_waits_for_nobody_elses_metadata() {
+    sim::run(1, async {
+        let content = written().await;
+        let image = Qcow2::open(failing(&content, "kind=flush").await).await.expect("valid");
+        let write = |offset: u64, durability| image.write(offset, Buffer::zeroed(4096).into(), durability);
+        write(200 << 10, Durability::Cached).await.expect("room");
+        assert_eq!(write(8192, Durability::Synchronous).await, Err(Error::IO), "its table has changes");
+        let image = Qcow2::open(failing(&content, "kind=flush").await).await.expect("valid");
+        image.write(8192, Buffer::zeroed(4096).into(), Durability::Synchronous).await.expect("in place");
+        let allocates = image.write(200 << 10, Buffer::zeroed(4096).into(), Durability::Synchronous).await;
+        assert_eq!(allocates, Err(Error::IO), "this one needs a flush");
+    });
+}
+
+#[test]
+fn a_header_that_does_not_arrive_is_the_old_one() {
+    for count in ["count=1", "probability=1"] {
+        sim::run(1, async move {
+            let content = written().await;
+            let image =
+                Qcow2::open(failing(&content, &format!("kind=flush,{count}")).await).await.expect("valid");
+            let changed = image.update_header(|header| header.size_bytes -= 512).await;
+            assert_eq!(changed, Err(Error::IO));
+            assert_eq!(image.header().size_bytes, SIZE as u64);
+            let there = content_of(image.storage()).await;
+            assert_eq!(Header::parse(&there[..4096]).expect("valid").size_bytes, SIZE as u64);
+            // Where not even that is certain, nothing is written any more.
+            assert_eq!(image.is_read_only(), count != "count=1");
+        });
+    }
+}
+
+#[test]
+fn what_was_behind_the_old_end_does_not_come_to_light() {
+    sim::run(1, async {
+        let image = World::new(plain()).await.image;
+        image.write(0, Buffer::copy_of(&[7; SIZE]).into(), Durability::Cached).await.expect("room");
+        for size in [100 << 10, (50 << 10) + 512, 300 << 10, 1 << 30] {
+            image.resize(size).await.expect("room");
+            assert_eq!(image.size_bytes(), size);
+        }
+        let data = image.read(0, 300 << 10).await.expect("reads");
+        let mut bytes = vec![0; 300 << 10];
+        data.copy_to(&mut bytes);
+        let first = bytes.iter().position(|byte| *byte != 7);
+        assert_eq!(first, Some((50 << 10) + 512));
+        assert!(bytes[(50 << 10) + 512..].iter().all(|byte| *byte == 0));
+        image.close().await.expect("memory");
+        let report = check(image.storage(), Repair::Nothing).await.expect("valid");
+        assert_eq!((report.corruptions, report.leaks), (0, 0), "{report:?}");
+    });
 }

@@ -16,7 +16,7 @@ use super::{
     entry::{Cluster, L1Entry, Standard},
     lookup::What,
     luks::SECTOR_BYTES,
-    refcounts::Found,
+    refcounts::{Found, Held},
     writeback::Freed,
 };
 use crate::{
@@ -50,24 +50,27 @@ impl Qcow2 {
     /// # Errors
     /// The file's; [`Error::NOT_PERMITTED`] where it is read-only; [`Error::NO_SPACE`] where nothing is free and the file cannot grow.
     pub async fn write(&self, offset: u64, data: Segments, durability: Durability) -> Result<()> {
-        self.check_change(offset, data.len() as u64)?;
         let image = self.clone();
         let write = reactor::spawn_to_end(async move { image.write_to_end(offset, data, durability).await });
         write.await.unwrap_or(Err(Error::SHUTDOWN))
     }
 
     async fn write_to_end(&self, offset: u64, data: Segments, durability: Durability) -> Result<()> {
+        let length = data.len() as u64;
         {
             let _pass = self.gate.enter().await;
+            // Inside, for a resize waits until nobody is.
+            self.check_change(offset, length)?;
             self.write_inside(offset, data, durability).await?;
         }
-        self.made_durable(durability).await
+        self.made_durable(offset, length, durability).await
     }
 
-    /// After a change: has it reach the disk, if that is asked.
-    pub(super) async fn made_durable(&self, durability: Durability) -> Result<()> {
+    /// After a change of a range: has it reach the disk, if that is asked. Data that was written in place is there already, and its entry perhaps
+    /// too.
+    pub(super) async fn made_durable(&self, offset: u64, length: u64, durability: Durability) -> Result<()> {
         let at_once = durability == Durability::Synchronous || self.writes_through;
-        if at_once && self.is_dirty() {
+        if at_once && !self.is_settled(offset, length) {
             return self.flush().await;
         }
         if self.pending().has_much_freed() {
@@ -97,7 +100,7 @@ impl Qcow2 {
                     }
                     piece.length
                 }
-                _ => Box::pin(self.write_new(offset, &mut data, durability)).await?,
+                _ => Box::pin(self.write_new(offset, &mut data)).await?,
             };
             offset += written;
         }
@@ -146,7 +149,7 @@ impl Qcow2 {
         }
         let _own = self.guest.exclusive(first..last).await;
         let mut sectors = Buffer::new((last - first) as usize);
-        let there = last.min(self.size_bytes()) - first;
+        let there = last.min(self.size_bytes()).saturating_sub(first);
         sectors.fill(0);
         let old = self.read_inside(first, there as usize).await?;
         old.copy_to(&mut sectors[..there as usize]);
@@ -156,7 +159,7 @@ impl Qcow2 {
 
     /// Writes a first part of `data` into clusters that are new, and takes it away; returns how much. Nothing, where somebody else has just
     /// allocated them.
-    async fn write_new(&self, offset: u64, data: &mut Segments, durability: Durability) -> Result<u64> {
+    async fn write_new(&self, offset: u64, data: &mut Segments) -> Result<u64> {
         let cluster_bytes = 1_u64 << self.shape.cluster_bits;
         let first = offset & !(cluster_bytes - 1);
         let covers = self.slice_covers();
@@ -167,20 +170,23 @@ impl Qcow2 {
         let end = end.min(plan.guest + plan.clusters * cluster_bytes).min(plan.to);
         let rest = data.split_off((end - offset) as usize);
         let part = std::mem::replace(data, rest);
-        let linked = match self.fill(&plan, offset, part, durability).await {
+        let linked = match self.fill(&plan, offset, part).await {
             Ok(()) => self.link(&plan).await.map(|()| end - offset),
             Err(error) => Err(error),
         };
         if linked.is_err() && !plan.kept {
-            self.return_room(plan.host, plan.clusters).await;
+            self.undo(plan.host, plan.clusters << self.shape.cluster_bits).await;
         }
         linked
     }
 
-    /// Clusters that were found and never linked, so nobody can be in them.
-    pub(super) async fn return_room(&self, host: u64, clusters: u64) {
-        let first = host >> self.shape.cluster_bits;
-        let _ = self.refcounts.give_back(&self.file, &self.overlap, first..first + clusters, false).await;
+    /// Gives back what was taken and never linked, so that nobody can be in it. Where that fails, it is a leak.
+    pub(super) async fn undo(&self, offset: u64, length: u64) {
+        let clusters = self.clusters_of(offset, length);
+        let _ = self
+            .refcounts
+            .give_back(&self.file, &self.overlap, clusters, Held::Data { unmapped: false })
+            .await;
     }
 
     /// Where the bytes from `offset` to `end`, or the first of them, go. `None` if they have a place of their own by now.
@@ -247,8 +253,9 @@ impl Qcow2 {
         (offset & !(grain - 1), end.next_multiple_of(grain))
     }
 
-    /// Writes what the plan's clusters get: `data`, and around it what was there before.
-    async fn fill(&self, plan: &Plan, offset: u64, data: Segments, durability: Durability) -> Result<()> {
+    /// Writes what the plan's clusters get: `data`, and around it what was there before. If that has to be durable, so has the link that comes
+    /// after it: a flush makes both so.
+    async fn fill(&self, plan: &Plan, offset: u64, data: Segments) -> Result<()> {
         let head = self.below(plan, plan.from, offset).await?;
         let tail = self.below(plan, offset + data.len() as u64, plan.to).await?;
         let mut start = offset;
@@ -261,7 +268,7 @@ impl Qcow2 {
         if let Some(tail) = tail {
             segments.append(tail);
         }
-        self.write_data(plan.host + (start - plan.guest), segments, durability).await
+        self.write_data(plan.host + (start - plan.guest), segments, Durability::Cached).await
     }
 
     /// What the guest sees in a range now, or `None` where it need not be written.
@@ -362,12 +369,13 @@ impl Qcow2 {
         };
         match old {
             Cluster::Compressed { offset, length } => {
-                (new != old).then_some(Freed { offset, length, discard: false })
+                (new != old).then_some(Freed { offset, length, held: Held::Compressed })
             }
             Cluster::Standard(_) if self.data.is_some() || host(old) == host(new) => None,
             Cluster::Standard(_) => {
                 let length = 1 << self.shape.cluster_bits;
-                host(old).map(|offset| Freed { offset, length, discard: host(new).is_none() })
+                let held = Held::Data { unmapped: host(new).is_none() };
+                host(old).map(|offset| Freed { offset, length, held })
             }
         }
     }
@@ -404,8 +412,7 @@ impl Qcow2 {
             }
         };
         if let Err(error) = made.await {
-            let cluster = found.offset >> self.shape.cluster_bits;
-            let _ = self.refcounts.give_back(&self.file, &self.overlap, cluster..cluster + 1, false).await;
+            self.undo(found.offset, cluster_bytes).await;
             return Err(error);
         }
         self.overlap.add(found.offset, cluster_bytes);
@@ -413,7 +420,7 @@ impl Qcow2 {
         self.l1.load().set(index, L1Entry { offset: found.offset, copied: true });
         pending.new_table(index);
         if old.offset != 0 {
-            pending.freed(Freed { offset: old.offset, length: cluster_bytes, discard: false });
+            pending.freed(Freed { offset: old.offset, length: cluster_bytes, held: Held::Metadata });
         }
         Ok(())
     }
@@ -425,9 +432,10 @@ impl Qcow2 {
     /// the format has compressed clusters in the clear.
     pub async fn write_compressed(&self, offset: u64, data: Segments) -> Result<()> {
         let cluster_bytes = 1_u64 << self.shape.cluster_bits;
-        self.check_change(offset, data.len() as u64)?;
-        let is_last = offset + data.len() as u64 == self.size_bytes();
-        if !offset.is_multiple_of(cluster_bytes) || data.len() as u64 != cluster_bytes && !is_last {
+        let length = data.len() as u64;
+        self.check_change(offset, length)?;
+        let is_last = offset + length == self.size_bytes();
+        if !offset.is_multiple_of(cluster_bytes) || length != cluster_bytes && !is_last {
             return Err(Error::INVALID);
         }
         if self.data.is_some() || self.cipher.is_some() {
@@ -435,12 +443,13 @@ impl Qcow2 {
         }
         let mut cluster = vec![0; cluster_bytes as usize];
         data.copy_to(&mut cluster);
-        let kind = self.file.header().compression;
+        let kind = self.compression;
         let packed = reactor::blocking(move || compress::compress(kind, &cluster)).await;
         let Some(packed) = packed else { return self.write(offset, data, Durability::Cached).await };
         let image = self.clone();
         let write = reactor::spawn_to_end(async move {
             let _pass = image.gate.enter().await;
+            image.check_change(offset, length)?;
             image.write_packed(offset, packed).await
         });
         write.await.unwrap_or(Err(Error::SHUTDOWN))
@@ -458,9 +467,7 @@ impl Qcow2 {
         };
         let result = written.await;
         if result.is_err() {
-            let bits = self.shape.cluster_bits;
-            let clusters = offset >> bits..((offset + length - 1) >> bits) + 1;
-            let _ = self.refcounts.give_back(&self.file, &self.overlap, clusters, false).await;
+            self.undo(offset, length).await;
         }
         result
     }

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   1  refcount blocks │ slices of L2 tables that nothing in the file refers to yet     (data was written before)
-//!      ── flush ──
+//!      ── flush, of the data file too ──
 //!   2  refcount table entries of new blocks, if any    ── flush ──
 //!   3  slices of other L2 tables │ L1 entries of the new ones
 //!      ── flush ──
@@ -22,7 +22,12 @@ use std::{
     sync::{Arc, MutexGuard, PoisonError, atomic::Ordering::Relaxed},
 };
 
-use super::{Qcow2, cache::Slice, l1::SECTOR_ENTRIES, refcounts::Written};
+use super::{
+    Qcow2,
+    cache::Slice,
+    l1::SECTOR_ENTRIES,
+    refcounts::{Dirty, Held},
+};
 use crate::{
     error::{Error, Result},
     reactor,
@@ -38,8 +43,8 @@ pub(super) struct Freed {
     pub(super) offset: u64,
     /// Bytes; every cluster they touch counts.
     pub(super) length: u64,
-    /// The storage may be told that it is not needed.
-    pub(super) discard: bool,
+    /// What it was.
+    pub(super) held: Held,
 }
 
 /// Changes that are not in the file.
@@ -88,6 +93,14 @@ impl Pending {
 
     /// Something is no longer referred to.
     pub(super) fn freed(&mut self, freed: Freed) {
+        if let Some(last) = self.freed.last_mut()
+            && matches!(freed.held, Held::Data { .. })
+            && last.held == freed.held
+            && last.offset + last.length == freed.offset
+        {
+            last.length += freed.length;
+            return;
+        }
         self.freed.push(freed);
     }
 
@@ -112,11 +125,8 @@ impl Qcow2 {
     /// # Errors
     /// The file's; then some of it may be lost, and is kept to be written the next time.
     pub async fn flush(&self) -> Result<()> {
-        if let Some(data) = &self.data {
-            data.flush().await?;
-        }
         if !self.write_tables().await? {
-            self.file.flush().await?;
+            self.flush_files().await?;
         }
         self.give_back_later();
         Ok(())
@@ -125,6 +135,21 @@ impl Qcow2 {
     /// Whether metadata is not in the file yet.
     pub(super) fn is_dirty(&self) -> bool {
         !self.pending().is_clean() || self.refcounts.is_dirty()
+    }
+
+    /// Whether the entries of a range are in the file, durable, with everything that leads to them.
+    pub(super) fn is_settled(&self, offset: u64, length: u64) -> bool {
+        /// A longer range is not worth looking through.
+        const MOST: u64 = 1024;
+        let pending = self.pending();
+        let (first, last) = (self.slice_number(offset), self.slice_number(offset + length.saturating_sub(1)));
+        let is_written = |number| {
+            let table = self.table_of_slice(number);
+            let slice = self.cache.load().get(number);
+            !pending.new_tables.contains_key(&table)
+                && slice.is_none_or(|slice| !slice.dirty.load(Relaxed) && !slice.writing.load(Relaxed))
+        };
+        pending.is_clean() || last - first < MOST && (first..=last).all(is_written)
     }
 
     /// Writes all changed metadata, and says whether that came with a flush.
@@ -190,19 +215,19 @@ impl Qcow2 {
         let refcounts = self.refcounts.write(&self.file).await?;
         let result = self.write_in_order(batch, &refcounts).await;
         if result.is_err() {
-            self.refcounts.keep_written(&refcounts);
+            self.refcounts.keep(&refcounts);
         }
         result
     }
 
-    async fn write_in_order(&self, batch: &Batch, refcounts: &Written) -> Result<bool> {
+    async fn write_in_order(&self, batch: &Batch, refcounts: &Dirty) -> Result<bool> {
         let (hidden, visible) = batch.slices.split_at(batch.hidden);
         if hidden.is_empty() && visible.is_empty() && batch.l1_sectors.is_empty() && refcounts.is_empty() {
             // Nothing refers to freed clusters then: what did was written before.
             return Ok(false);
         }
         self.write_slices(hidden).await?;
-        self.file.flush().await?;
+        self.flush_files().await?;
         if self.refcounts.write_entries(&self.file, refcounts).await? {
             self.file.flush().await?;
         }
@@ -215,6 +240,14 @@ impl Qcow2 {
         }
         self.file.flush().await?;
         Ok(true)
+    }
+
+    /// Makes guest data durable, wherever it lies, and what was written of the metadata.
+    async fn flush_files(&self) -> Result<()> {
+        if let Some(data) = &self.data {
+            data.flush().await?;
+        }
+        self.file.flush().await
     }
 
     /// Neighbours are written together.
@@ -256,6 +289,8 @@ impl Qcow2 {
             pending.changed(slice);
         }
         pending.l1_sectors.extend(batch.l1_sectors.iter().map(|(sector, ..)| *sector));
+        // Their L1 entries may have reached the file, so their slices have to wait for the refcounts the next time, as all others do.
+        pending.new_tables.retain(|index, made| batch.new_tables.get(index) != Some(made));
         pending.freed.extend(batch.freed);
     }
 
@@ -298,8 +333,7 @@ impl Qcow2 {
     }
 
     async fn give_back_one(&self, freed: Freed) -> Result<()> {
-        let bits = self.shape.cluster_bits;
-        let clusters = freed.offset >> bits..((freed.offset + freed.length - 1) >> bits) + 1;
-        self.refcounts.give_back(&self.file, &self.overlap, clusters, freed.discard).await
+        let clusters = self.clusters_of(freed.offset, freed.length);
+        self.refcounts.give_back(&self.file, &self.overlap, clusters, freed.held).await
     }
 }

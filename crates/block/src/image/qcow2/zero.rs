@@ -38,19 +38,19 @@ impl Qcow2 {
     /// # Errors
     /// As [`Qcow2::write`]; [`Error::UNSUPPORTED`] with `only_if_fast` where they would have to be written.
     pub async fn write_zeroes(&self, offset: u64, length: u64, options: ZeroOptions) -> Result<()> {
-        self.check_change(offset, length)?;
         let image = self.clone();
         let zero = reactor::spawn_to_end(async move {
             {
                 let _pass = image.gate.enter().await;
+                image.check_change(offset, length)?;
                 image.zero_inside(offset, length, options).await?;
             }
-            image.made_durable(options.durability).await
+            image.made_durable(offset, length, options.durability).await
         });
         zero.await.unwrap_or(Err(Error::SHUTDOWN))
     }
 
-    async fn zero_inside(&self, offset: u64, length: u64, options: ZeroOptions) -> Result<()> {
+    pub(super) async fn zero_inside(&self, offset: u64, length: u64, options: ZeroOptions) -> Result<()> {
         let end = offset + length;
         let (first, last) = self.whole_clusters(offset, end);
         let zero = match self.shape.version {
@@ -79,14 +79,14 @@ impl Qcow2 {
     /// # Errors
     /// As [`Qcow2::write`].
     pub async fn discard(&self, offset: u64, length: u64) -> Result<()> {
-        self.check_change(offset, length)?;
         let image = self.clone();
         let discard = reactor::spawn_to_end(async move {
             {
                 let _pass = image.gate.enter().await;
+                image.check_change(offset, length)?;
                 image.discard_inside(offset, length).await?;
             }
-            image.made_durable(Durability::Cached).await
+            image.made_durable(offset, length, Durability::Cached).await
         });
         discard.await.unwrap_or(Err(Error::SHUTDOWN))
     }
@@ -109,14 +109,21 @@ impl Qcow2 {
         self.change_clusters(first, last, what).await
     }
 
-    /// As if a range of whole clusters had never been written, for a disk that is about to end before it.
+    /// As if a range of whole clusters had never been written. Only while quiet; what is freed is given back at once.
     pub(super) async fn forget(&self, first: u64, last: u64) -> Result<()> {
-        let image = self.clone();
-        let forget = reactor::spawn_to_end(async move {
-            let _pass = image.gate.enter().await;
-            image.change_clusters(first, last, Become::Unallocated).await
-        });
-        forget.await.unwrap_or(Err(Error::SHUTDOWN))
+        // So much at a time that what waits to be given back stays small.
+        let step = self.slice_covers() * 64;
+        let mut at = first;
+        while at < last {
+            let end = last.min(at.saturating_add(step));
+            self.change_clusters(at, end, Become::Unallocated).await?;
+            if self.pending().has_much_freed() {
+                self.write_everything().await?;
+            }
+            at = end;
+        }
+        self.file.may_be_cut();
+        self.write_everything().await
     }
 
     /// The part of a range that is whole clusters; empty, or the wrong way round, if there is none. The disk's last one is whole to its end.

@@ -105,6 +105,10 @@ impl File {
         &self.name
     }
 
+    pub(in crate::storage) fn can_grow(&self) -> bool {
+        self.kind != Kind::BlockDevice
+    }
+
     pub(in crate::storage) fn writes_through(&self) -> bool {
         self.durability(Durability::Cached) == Durability::Synchronous
     }

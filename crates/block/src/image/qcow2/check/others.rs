@@ -15,9 +15,6 @@ use crate::image::qcow2::{
 /// L1 tables: where each is and how many entries it has, and how often there is one there.
 pub(super) type L1Tables = BTreeMap<(u64, u32), u64>;
 
-/// Eight slots with the longest keys that LUKS has stay below 4 MiB.
-const LARGEST_LUKS: u64 = 64 << 20;
-
 impl Pass<'_> {
     /// Counts the snapshot table and the L1 tables that it names, and says which they are.
     pub(super) async fn count_snapshots(&mut self) -> Result<L1Tables, MetadataError> {
@@ -65,10 +62,6 @@ impl Pass<'_> {
 
     pub(super) fn count_luks(&mut self) {
         if let Some(place) = self.header.encryption {
-            if place.length > LARGEST_LUKS {
-                self.is_incomplete = true;
-                return self.corrupt(format!("a LUKS header of {} bytes", place.length));
-            }
             self.count_region("the LUKS header", place.offset, place.length, 1);
         }
     }

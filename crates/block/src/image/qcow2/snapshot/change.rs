@@ -15,7 +15,7 @@ use crate::{
     error::Error,
     image::qcow2::{
         Invalid, MetadataError, Qcow2,
-        header::{Header, MOST_SNAPSHOTS},
+        header::{Header, LARGEST_L1, MOST_SNAPSHOTS},
     },
 };
 
@@ -125,7 +125,8 @@ impl Qcow2 {
         };
         snapshots.push(snapshot.clone());
         let stored = self.replace_snapshots(&header, &snapshots, old_length).await;
-        if stored.is_err() {
+        // Where it is not known what the header says, everything stays: a leak at the worst.
+        if stored.is_err() && !self.is_read_only() {
             // The disk is all that is left of it: as it was before.
             self.change_reach(&tables, -1).await?;
             self.change_refcount(l1_offset, l1.len().max(1) as u64, -1).await?;
@@ -148,6 +149,10 @@ impl Qcow2 {
         let snapshot = &snapshots[find(&snapshots, name)?];
         let size_bytes = snapshot.disk_bytes.unwrap_or(header.size_bytes);
         let entries = u64::from(snapshot.l1_entries).max(header.l1_entries_for(size_bytes));
+        if entries > LARGEST_L1 / 8 {
+            let what = format!("snapshot {name:?} is of a disk of {size_bytes} bytes, which is too large");
+            return Err(Invalid::new(what).into());
+        }
         let old = self.read_l1(header.l1_offset, header.l1_entries).await?;
         let new = self.read_l1(snapshot.l1_offset, snapshot.l1_entries).await?;
         let mut l1 = self.flagged(&new.bytes, Flags::Clear).await?;
@@ -224,10 +229,16 @@ impl Qcow2 {
             .await;
         let (place, length) = match changed {
             Ok(()) => (old.snapshots_offset, old_length),
+            // The header may name the new one.
+            Err(_) if self.is_read_only() => (0, 0),
             Err(_) => (offset, table.len() as u64),
         };
-        if place != 0 && length > 0 {
-            self.change_refcount(place, length, -1).await?;
+        if place != 0
+            && length > 0
+            && let Err(error) = self.change_refcount(place, length, -1).await
+        {
+            // A leak, and no reason to undo what the header says already.
+            tracing::warn!(image = self.description(), "a snapshot table could not be given back: {error}");
         }
         Ok(changed?)
     }
