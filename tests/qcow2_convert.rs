@@ -358,6 +358,37 @@ fn a_new_image_takes_no_more_room_than_qemu_s() {
     }
 }
 
+#[test]
+fn a_disk_in_a_data_file_grows_in_it() {
+    let scratch = Scratch::new();
+    for raw in ["off", "on"] {
+        let mut maps = Vec::new();
+        for by_weir in [true, false] {
+            let (path, data) = (scratch.path("disk.qcow2"), scratch.path("data"));
+            let options = format!("data_file={},data_file_raw={raw}", text(&data));
+            qemu_img(["create", "-q", "-f", "qcow2", "-o", &options, text(&path), "1M"]).succeeds();
+            qemu_io(&path, &["write -P 1 0 1M"]);
+            for more in
+                [&["+100k"][..], &["--preallocation=metadata", "+1M"], &["--preallocation=full", "+200k"]]
+            {
+                let resize = ["resize", "-q", "-f", "qcow2", text(&path)];
+                let program = if by_weir { weir(&resize) } else { qemu_img(resize) };
+                program.args(more).succeeds();
+            }
+            qemu_img(["check", "-q", text(&path)]).succeeds();
+            qemu_io(&path, &["read -P 1 0 1M", "read -P 0 1M 1324k"]);
+            // QEMU rounds it up to a cluster.
+            let length = fs::metadata(&data).unwrap().len();
+            assert!(!by_weir || length == 2 * MIB + 300 * 1024, "data_file_raw={raw}: {length} bytes");
+            let map = qemu_img(["map", "--output=json", "-f", "qcow2", text(&path)]).succeeds();
+            let map: Value = serde_json::from_str(&map).unwrap();
+            let zeroes = map.as_array().unwrap().iter().filter(|entry| entry["present"] == false);
+            maps.push(zeroes.map(|entry| entry["length"].as_u64()).collect::<Vec<_>>());
+        }
+        assert_eq!(maps[0], maps[1], "data_file_raw={raw}");
+    }
+}
+
 /// A guest that writes a header into its raw disk must not choose what is copied into it, or written to.
 #[test]
 fn an_image_that_names_others_is_believed_only_if_its_format_is_given() {
@@ -376,4 +407,20 @@ fn an_image_that_names_others_is_believed_only_if_its_format_is_given() {
     weir(&["rebase", "-f", "qcow2", "-b", "", text(&path)]).succeeds();
     is_same(&path, &base);
     assert_says(&weir(&["rebase", "-b", "", text(&base)]).fails(), &["raw images have no backing file"]);
+}
+
+#[test]
+fn an_image_is_not_its_own_target_nor_its_own_backing_file() {
+    let scratch = Scratch::new();
+    let (one, other) = (scratch.path("one.qcow2"), scratch.path("other.qcow2"));
+    weir(&["create", "-q", "-f", "qcow2", text(&one), "1M"]).succeeds();
+    weir(&["create", "-q", "-f", "qcow2", "-b", "one.qcow2", "-F", "qcow2", text(&other)]).succeeds();
+    let said = weir(&["convert", "-O", "qcow2"]).args([&one, &one]).fails();
+    assert_says(&said, &["is what is copied, and cannot be where to"]);
+    for backing in ["one.qcow2", "other.qcow2"] {
+        let said = weir(&["rebase", "-b", backing, "-F", "qcow2", text(&one)]).fails();
+        assert_says(&said, &["would be its own backing file"]);
+    }
+    let nowhere = scratch.path("nowhere").join("new");
+    assert_says(&weir(&["convert"]).args([&one, &nowhere]).fails(), &["is no directory"]);
 }

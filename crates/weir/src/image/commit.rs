@@ -19,7 +19,7 @@ use super::{
     copy, disk,
     keys::{KeyArgs, Keys},
     on_reactor,
-    opening::{Format, How, Subject},
+    opening::{self, Format, How, Subject},
     print,
     progress::Talk,
     source::Source,
@@ -104,7 +104,7 @@ async fn layers(arguments: &Arguments) -> anyhow::Result<Vec<Layer>> {
             };
             bail!("{name}: {what}");
         };
-        let is_base = arguments.base.as_deref().is_none_or(|base| is_same(&below, Path::new(base)));
+        let is_base = arguments.base.as_deref().is_none_or(|base| opening::is_same(&below, Path::new(base)));
         layers.push((below, below_format));
         if is_base {
             return Ok(layers);
@@ -113,11 +113,6 @@ async fn layers(arguments: &Arguments) -> anyhow::Result<Vec<Layer>> {
             bail!("{name}: the chain of backing files is longer than {LONGEST_CHAIN} images");
         }
     }
-}
-
-fn is_same(one: &Path, other: &Path) -> bool {
-    let real = |path: &Path| path.canonicalize().ok();
-    one == other || real(one).is_some_and(|path| Some(path) == real(other))
 }
 
 async fn commit(layers: &[Layer], arguments: &Arguments, mut keys: Keys) -> anyhow::Result<()> {

@@ -22,7 +22,7 @@ use super::{
     encrypt::Encryption,
     keys::{self, KeyArgs, Keys},
     on_reactor,
-    opening::{Format, How},
+    opening::{self, Format, How},
     options::Options,
     pick::Pick,
     print,
@@ -161,6 +161,13 @@ pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
         return Err(Failure::Usage(what));
     };
     check(&arguments, sources).map_err(Failure::Usage)?;
+    if sources.iter().any(|source| opening::is_same(source, target)) {
+        let what = anyhow!(
+            "{}: is what is copied, and cannot be where to (give the new image another name)",
+            target.display()
+        );
+        return Err(Failure::Usage(what));
+    }
     let interruption = Interruption::watch()?;
     let (source, carry) = open_sources(sources, &arguments)?;
     let target_keys =

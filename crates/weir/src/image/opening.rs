@@ -48,6 +48,12 @@ pub(crate) fn beside(image: &Path, name: &str) -> PathBuf {
     image.parent().map_or_else(|| PathBuf::from(name), |directory| directory.join(name))
 }
 
+/// Whether two names stand for one file.
+pub(super) fn is_same(one: &Path, other: &Path) -> bool {
+    let real = |path: &Path| path.canonicalize().ok();
+    one == other || real(one).is_some_and(|path| Some(path) == real(other))
+}
+
 /// The image that a command is about.
 #[derive(Debug, Args)]
 pub(super) struct Subject {
@@ -68,7 +74,7 @@ impl Subject {
     /// The format that was given, or else that of the signature.
     ///
     /// # Errors
-    /// As [`format`].
+    /// As [`format()`].
     pub(super) fn format(&self) -> anyhow::Result<Format> {
         format(&self.file, self.format)
     }

@@ -3,13 +3,14 @@
 //! What the image does not have itself and what the two backing files have differently is copied into the image first, so a guest sees the same disk
 //! before, during and after. With `-u` only the name is changed.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
-use anyhow::{Context as _, anyhow};
+use anyhow::{Context as _, anyhow, bail};
 use block::{
     buffer::Buffer,
     image::{
         Image, Qcow2,
+        open::LONGEST_CHAIN,
         qcow2::{Piece, What, header::Backing},
     },
     storage::{CacheMode, Durability},
@@ -109,6 +110,9 @@ async fn rebase(
         qcow2.set_backing(named).await.context("its header cannot be changed")?;
         return Ok(qcow2.close().await?);
     }
+    if let Some((name, format)) = &backing {
+        check_no_loop(file, opening::beside(file, name), *format).await?;
+    }
     let image = disk::open(file, Some(Format::Qcow2), how, &mut keys).await?;
     let Image::Qcow2(qcow2) = &*image else { unreachable!("it was opened as qcow2") };
     let sources = Below::open(arguments, backing.as_ref(), &mut keys).await?;
@@ -117,6 +121,22 @@ async fn rebase(
     qcow2.flush().await?;
     qcow2.set_backing(named).await.context("its header cannot be changed")?;
     Ok(qcow2.close().await?)
+}
+
+/// An error if the image is in its new chain. It would only be found to be locked, by this very command.
+async fn check_no_loop(file: &Path, backing: PathBuf, format: Format) -> anyhow::Result<()> {
+    let mut next = Some((backing, format));
+    for _ in 0..LONGEST_CHAIN {
+        let Some((path, format)) = next else { break };
+        if opening::is_same(&path, file) {
+            bail!("{}: would be its own backing file (choose another)", file.display());
+        }
+        next = match format {
+            Format::Raw => None,
+            Format::Qcow2 => disk::backing_in(&path, &disk::header_of(&path).await?)?,
+        };
+    }
+    Ok(())
 }
 
 /// The two backing files; without one, what is below is zeroes.

@@ -15,7 +15,7 @@ use std::{
     sync::{Arc, Mutex, PoisonError},
 };
 
-use anyhow::Context as _;
+use anyhow::{Context as _, bail};
 use tempfile::NamedTempFile;
 
 use super::opening::{self, How};
@@ -89,6 +89,9 @@ impl Unfinished {
             Some(parent) if !parent.as_os_str().is_empty() => parent,
             _ => Path::new("."),
         };
+        if !directory.is_dir() {
+            bail!("{}: is no directory (make it first)", directory.display());
+        }
         let file = tempfile::Builder::new()
             .prefix(&format!(".{}.", name.to_string_lossy()))
             .suffix(".unfinished")
