@@ -56,7 +56,7 @@ const LATE: Instant = Instant::from_nanos(3600 * 1_000_000_000);
 /// A tree of one group with this many operations a second.
 fn group(iops: u64) -> (Arc<Arbiter>, NodeId) {
     let arbiter = Arbiter::new(START);
-    let node = arbiter.lock().add(None, limits(iops), Share::default(), None, START).expect("valid");
+    let node = arbiter.lock().add(None, None, limits(iops), Share::default(), None, START).expect("valid");
     (arbiter, node)
 }
 

@@ -147,6 +147,36 @@ impl<T> Tree<T> {
     ///
     /// If requests wait in `parent` itself: it is a disk.
     pub fn add(&mut self, parent: Option<NodeId>, limits: Limits, share: Share) -> Result<NodeId, Refused> {
+        self.add_beside(None, parent, limits, share)
+    }
+
+    /// Adds a disk, as [`Tree::add`] does, where another is to be removed next: what that one was promised is free for this one, and its own
+    /// no more.
+    ///
+    /// # Errors
+    ///
+    /// [`Refused`], as [`Tree::add`]; everything stays as it was then.
+    ///
+    /// # Panics
+    ///
+    /// As [`Tree::add`].
+    pub fn add_in_place_of(
+        &mut self,
+        leaving: NodeId,
+        parent: Option<NodeId>,
+        limits: Limits,
+        share: Share,
+    ) -> Result<NodeId, Refused> {
+        self.add_beside(Some(self.slot(leaving)), parent, limits, share)
+    }
+
+    fn add_beside(
+        &mut self,
+        leaving: Option<usize>,
+        parent: Option<NodeId>,
+        limits: Limits,
+        share: Share,
+    ) -> Result<NodeId, Refused> {
         limits.validate()?;
         let parent = parent.map_or(ROOT, |parent| self.slot(parent));
         let level = self.nodes[parent].level + 1;
@@ -157,8 +187,13 @@ impl<T> Tree<T> {
         assert!(!waits, "a disk with requests waiting cannot become a group");
         let wanted = demand(share, [0; 2]);
         Supply { limits, capacity: [0; 2] }.check(wanted)?;
-        self.check_promises(parent, [0; 2], wanted)?;
+        let freed = leaving.map(|leaving| self.promised_without(leaving)).unwrap_or_default();
+        self.check_promises(parent, [0; 2], wanted, &freed)?;
 
+        // From here on nothing is refused.
+        if let Some(leaving) = leaving {
+            self.apply_share(leaving, self.nodes[leaving].share.with_reservation(0, 0));
+        }
         let mut node = Node::new(parent, level, limits, share, self.now);
         let slot = self.vacant.pop().unwrap_or(self.nodes.len());
         let schedule = self.nodes[parent].schedule.get_or_insert_with(|| Box::new(Schedule::new()));
@@ -238,7 +273,7 @@ impl<T> Tree<T> {
         let node = &self.nodes[slot];
         let (old, new) = (demand(node.share, node.promised), demand(share, node.promised));
         Supply { limits: node.limits(), capacity: node.capacity }.check(new)?;
-        self.check_promises(node.parent, old, new)?;
+        self.check_promises(node.parent, old, new, &[])?;
         self.now = self.now.max(now);
         self.apply_share(slot, share);
         Ok(())
@@ -263,7 +298,7 @@ impl<T> Tree<T> {
         let node = &self.nodes[slot];
         let (old, new) = (demand(node.share, node.promised), demand(share, node.promised));
         Supply { limits, capacity: node.capacity }.check(new)?;
-        self.check_promises(node.parent, old, new)?;
+        self.check_promises(node.parent, old, new, &[])?;
         let (other_limits, other_share) = (limits != node.limits(), share != node.share);
         self.now = self.now.max(now);
         if other_share {
@@ -448,16 +483,37 @@ impl<T> Tree<T> {
         }
     }
 
-    /// Checks, up from `slot`, that what one of its children demands may change from `old` to `new`.
-    fn check_promises(&self, slot: usize, old: [u64; 2], new: [u64; 2]) -> Result<(), Overbooked> {
+    /// Checks, up from `slot`, that what one of its children demands may change from `old` to `new`, where so much is promised in `freed`
+    /// and not what is noted.
+    fn check_promises(
+        &self,
+        slot: usize,
+        old: [u64; 2],
+        new: [u64; 2],
+        freed: &[(usize, [u64; 2])],
+    ) -> Result<(), Overbooked> {
         let (mut old, mut new) = (old, new);
         for slot in self.path_up(slot) {
             let node = &self.nodes[slot];
-            let promised = exchange(node.promised, old, new);
+            let before = freed.iter().find(|(at, _)| *at == slot).map_or(node.promised, |(_, left)| *left);
+            let promised = exchange(before, old, new);
             Supply { limits: node.limits(), capacity: node.capacity }.check(promised)?;
-            (old, new) = (demand(node.share, node.promised), demand(node.share, promised));
+            (old, new) = (demand(node.share, before), demand(node.share, promised));
         }
         Ok(())
+    }
+
+    /// What is promised in each node above this one, if nothing is to this one.
+    fn promised_without(&self, slot: usize) -> Vec<(usize, [u64; 2])> {
+        let node = &self.nodes[slot];
+        let (mut old, mut new) = (demand(node.share, node.promised), [0; 2]);
+        let above = self.path_up(node.parent).map(|slot| {
+            let node = &self.nodes[slot];
+            let promised = exchange(node.promised, old, new);
+            (old, new) = (demand(node.share, node.promised), demand(node.share, promised));
+            (slot, promised)
+        });
+        above.collect()
     }
 
     /// Notes, up from `slot`, that what one of its children demands has changed from `old` to `new`.

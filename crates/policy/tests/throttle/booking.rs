@@ -1,7 +1,8 @@
 //! Promises that cannot be kept are refused, with the figures.
 
 use crate::timeline::{limits, s};
-use policy::throttle::{Bound, Limits, NodeId, Overbooked, Refused, Share, Tree, Unit};
+use policy::request::Direction;
+use policy::throttle::{Admission, Bound, Cost, Limits, NodeId, Overbooked, Refused, Share, Tree, Unit};
 
 fn promise(iops: u64, bps: u64) -> Share {
     Share::default().with_reservation(iops, bps)
@@ -73,6 +74,40 @@ fn nobody_is_promised_more_than_its_own_limit() {
     let (mut tree, group) = group("");
     let error = tree.add(Some(group), limits("iops-total=10"), promise(11, 0)).unwrap_err();
     assert_eq!(error, overbooked(Unit::Iops, 11, 10, Bound::Limit));
+}
+
+#[test]
+fn who_moves_takes_his_promise_along() {
+    let (mut tree, host) = group("iops-total=1000,iops-total-max=1000");
+    let [one, other] = [(); 2].map(|()| tree.add(Some(host), Limits::default(), promise(200, 0)).unwrap());
+    let disk = tree.add(Some(one), Limits::default(), promise(800, 0)).unwrap();
+    let error = tree.add_in_place_of(disk, Some(other), Limits::default(), promise(801, 0)).unwrap_err();
+    assert_eq!(
+        error,
+        overbooked(Unit::Iops, 1001, 1000, Bound::Limit),
+        "the 200 of the group it leaves stay"
+    );
+    assert_eq!(tree.share(disk), promise(800, 0));
+    assert!(tree.add(Some(other), Limits::default(), promise(800, 0)).is_err(), "and so do its 800");
+    let moved = tree.add_in_place_of(disk, Some(other), Limits::default(), promise(800, 0)).unwrap();
+    assert!(tree.remove(disk).is_empty());
+    assert_eq!(tree.parent(moved), Some(other));
+    assert!(tree.add(Some(one), Limits::default(), promise(201, 0)).is_err());
+    tree.add(Some(one), Limits::default(), promise(200, 0)).unwrap();
+}
+
+#[test]
+fn a_refused_move_leaves_no_trace() {
+    let (mut tree, host) = group("bps-read=1000,bps-write=1000");
+    let disk = tree.add(Some(host), Limits::default(), promise(0, 1000)).unwrap();
+    for direction in [Direction::Write, Direction::Read] {
+        let ask = |tree: &mut Tree<()>| tree.request(disk, direction, Cost::one(400), (), s(0));
+        while matches!(ask(&mut tree), Admission::Admitted(())) {}
+    }
+    let before = [host, disk].map(|node| tree.stats(node, s(0)));
+    assert!(tree.add_in_place_of(disk, Some(host), limits("bps-total=1"), promise(0, 2)).is_err());
+    assert!(tree.add_in_place_of(disk, Some(host), Limits::default(), promise(0, 2001)).is_err());
+    assert_eq!([host, disk].map(|node| tree.stats(node, s(0))), before);
 }
 
 #[test]

@@ -155,9 +155,10 @@ impl Held<'_> {
         &mut self.state.tree
     }
 
-    /// Adds a group, or a disk with its gate.
+    /// Adds a group, or a disk with its gate; in place of one that is to be removed next, if there is one.
     pub(super) fn add(
         &mut self,
+        leaving: Option<NodeId>,
         parent: Option<NodeId>,
         limits: Limits,
         share: Share,
@@ -165,7 +166,10 @@ impl Held<'_> {
         now: Instant,
     ) -> Result<NodeId, Refused> {
         let State { tree, nodes, lifted, .. } = &mut *self.state;
-        let node = tree.add(parent, limits, share)?;
+        let node = match leaving {
+            Some(leaving) => tree.add_in_place_of(leaving, parent, limits, share)?,
+            None => tree.add(parent, limits, share)?,
+        };
         if *lifted {
             tree.enforce(node, Enforcement::Lifted, now);
         }

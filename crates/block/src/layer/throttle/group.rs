@@ -42,7 +42,7 @@ impl Group {
         let now = reactor::now();
         let arbiter = parent.map_or_else(|| Arbiter::new(now), |parent| Arc::clone(&parent.arbiter));
         let GroupSettings { limits, share, .. } = settings;
-        let node = arbiter.lock().add(parent.map(|parent| parent.node), limits, share, None, now)?;
+        let node = arbiter.lock().add(None, parent.map(|parent| parent.node), limits, share, None, now)?;
         let parent = parent.cloned();
         Ok(Arc::new(Self { name: name.into(), parent, arbiter, node, settings: Mutex::new(settings) }))
     }

@@ -89,7 +89,7 @@ impl<K> Seat<K> {
         let gate = Gate::new(AtomicBool::new(false));
         let Destination { arbiter, parent, kept } = at;
         let DiskSettings { limits, share, .. } = settings;
-        let node = arbiter.lock().add(parent, limits, share, Some(Arc::clone(&gate)), now)?;
+        let node = arbiter.lock().add(None, parent, limits, share, Some(Arc::clone(&gate)), now)?;
         Ok(Self {
             place: Mutex::new(Place { arbiter, node, settings, kept, earlier: Earlier::default() }),
             gate,
@@ -166,20 +166,10 @@ impl<K> Seat<K> {
             let (mut old, mut other) = Arbiter::lock_both(&from, &to.arbiter);
             let DiskSettings { limits, share, .. } = settings;
             let gate = Some(Arc::clone(&self.gate));
-            let node = match &mut other {
-                Some(new) => new.add(to.parent, limits, share, gate, now)?,
-                None => {
-                    // What was promised to it is not promised twice where both places have the same groups above.
-                    let held = place.settings.share;
-                    let unreserved = held.with_reservation(0, 0);
-                    old.tree().set_share(place.node, unreserved, now).expect("less than was promised fits");
-                    let added = old.add(to.parent, limits, share, gate, now);
-                    if added.is_err() {
-                        old.tree().set_share(place.node, held, now).expect("what fitted just now fits again");
-                    }
-                    added?
-                }
-            };
+            // What was promised to it is not promised twice where both places have the same groups above.
+            let leaving = other.is_none().then_some(place.node);
+            let new = other.as_mut().unwrap_or(&mut old);
+            let node = new.add(leaving, to.parent, limits, share, gate, now)?;
             let past = old.tree().stats(place.node, now);
             let waiting = old.remove(place.node);
             let new = other.as_mut().unwrap_or(&mut old);
