@@ -15,6 +15,5 @@ pub(crate) mod change;
 pub(crate) mod devices;
 pub(crate) mod held_back;
 pub(crate) mod inventory;
-mod placing;
 pub(crate) mod qmp;
 pub(crate) mod serving;

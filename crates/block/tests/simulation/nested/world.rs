@@ -129,20 +129,8 @@ impl World {
 
     fn set(&self, at: usize) {
         let before = self.nodes.borrow()[at];
-        let mut after = before;
-        if chance(60) {
-            after.limits = draw_limits(self.exact);
-        }
-        if chance(10) {
-            // A total and a part of it: makes no sense.
-            after.limits.limit_mut(LimitKind::IopsTotal).rate = 1000;
-            after.limits.limit_mut(LimitKind::IopsRead).rate = 1000;
-        }
-        if chance(60) {
-            after.share = draw_share();
-        }
-        let change = (after.limits != before.limits).then_some(Change::Limits(after.limits));
-        self.attempt(at, after, change, || match &self.handles[at] {
+        let after = self.draw_settings(before);
+        self.attempt(at, after, &limits_changed(before, after), || match &self.handles[at] {
             Handle::Group(group) => {
                 group.set(GroupSettings { limits: after.limits, share: after.share, ..group.settings() })
             }
@@ -152,19 +140,43 @@ impl World {
         });
     }
 
+    /// Other limits or another share, or both; some of them are valid.
+    fn draw_settings(&self, mut node: Node) -> Node {
+        if chance(60) {
+            node.limits = draw_limits(self.exact);
+        }
+        if chance(10) {
+            // A total and a part of it: makes no sense.
+            node.limits.limit_mut(LimitKind::IopsTotal).rate = 1000;
+            node.limits.limit_mut(LimitKind::IopsRead).rate = 1000;
+        }
+        if chance(60) {
+            node.share = draw_share();
+        }
+        node
+    }
+
+    /// To another group, sometimes with other settings.
     fn move_disk(&self, disk: usize) {
         let at = self.groups + disk;
         let parent = sim::random(|random| random.usize(..=self.groups));
         let parent = (parent < self.groups).then_some(parent);
-        let after = Node { parent, ..self.nodes.borrow()[at] };
+        let before = self.nodes.borrow()[at];
         let group = parent.map(|parent| group_of(&self.handles, parent));
         // Whoever is there already stays as it is.
-        let moves = parent != self.nodes.borrow()[at].parent;
+        let moves = parent != before.parent;
         let waits = moves && self.stats(at).waiting != [0; 2];
-        if self
-            .attempt(at, after, moves.then_some(Change::Moved(parent)), || self.member(disk).move_to(group))
-            && waits
-        {
+        let mut changes: Vec<_> = moves.then_some(Change::Moved(parent)).into_iter().collect();
+        let member = self.member(disk);
+        let moved = if chance(50) {
+            let after = Node { parent, ..self.draw_settings(before) };
+            changes.extend(limits_changed(before, after));
+            let settings = DiskSettings { limits: after.limits, share: after.share, ..member.settings() };
+            self.attempt(at, after, &changes, || member.place(settings, group))
+        } else {
+            self.attempt(at, Node { parent, ..before }, &changes, || member.move_to(group))
+        };
+        if moved && waits {
             self.tally.borrow_mut().moved_waiting += 1;
         }
     }
@@ -174,7 +186,7 @@ impl World {
         &self,
         at: usize,
         after: Node,
-        change: Option<Change>,
+        changes: &[Change],
         make: impl FnOnce() -> Result<(), Refused>,
     ) -> bool {
         let before = self.nodes.borrow()[at];
@@ -185,8 +197,8 @@ impl World {
         }
         let all = || (0..self.handles.len()).map(|node| self.stats(node)).collect::<Vec<_>>();
         let stats = all();
-        if let Some(change) = change.filter(|_| fits) {
-            self.log.borrow_mut().changed(at, change);
+        if fits {
+            changes.iter().for_each(|change| self.log.borrow_mut().changed(at, *change));
         }
         let made = make();
         assert_eq!(made.is_ok(), fits, "a change of node {at}: {made:?}");
@@ -273,6 +285,11 @@ fn group_of(handles: &[Handle], at: usize) -> &Arc<Group> {
         Handle::Group(group) => group,
         Handle::Disk(_) => unreachable!("disks contain nothing"),
     }
+}
+
+/// What becomes of the buckets where a node's settings change so: limits that stay the same keep what has been charged.
+fn limits_changed(before: Node, after: Node) -> Vec<Change> {
+    if after.limits == before.limits { Vec::new() } else { vec![Change::Limits(after.limits)] }
 }
 
 /// A node and all above it.

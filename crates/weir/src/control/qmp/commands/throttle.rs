@@ -22,7 +22,6 @@ use serde_json::{Value, json};
 use crate::control::{
     change::Change,
     inventory::Inventory,
-    placing::place,
     qmp::{
         arguments::Arguments,
         command::Command,
@@ -88,7 +87,8 @@ pub(super) fn device(arguments: &mut Arguments) -> Result<String, Error> {
 
 /// The disk in no group, with limits of its own. Returns whose settings have changed, as the others do.
 fn alone(disk: &Disk, limits: Limits) -> Result<String, Error> {
-    place(disk, DiskSettings { limits, ..disk.throttle().settings() }, None)?;
+    let member = disk.throttle();
+    member.place(DiskSettings { limits, ..member.settings() }, None)?;
     Ok(disk.name().to_string())
 }
 
@@ -103,7 +103,7 @@ fn enter(inventory: &Inventory, disk: &Disk, name: &str, limits: Limits) -> Resu
     let Ok(group) = inventory.group(name) else {
         let group = Group::new(name, GroupSettings { limits, ..GroupSettings::default() }, None)?;
         inventory.add_group(&group)?;
-        if let Err(refused) = place(disk, own, Some(&group)) {
+        if let Err(refused) = disk.throttle().place(own, Some(&group)) {
             // Nobody is in it: it was made a moment ago.
             inventory.remove_group(name)?;
             return Err(refused.into());
@@ -112,7 +112,7 @@ fn enter(inventory: &Inventory, disk: &Disk, name: &str, limits: Limits) -> Resu
     };
     let before = group.settings();
     group.set(GroupSettings { limits, ..before })?;
-    if let Err(refused) = place(disk, own, Some(&group)) {
+    if let Err(refused) = disk.throttle().place(own, Some(&group)) {
         let restored = group.set(before);
         debug_assert!(restored.is_ok(), "{restored:?}");
         return Err(refused.into());

@@ -21,7 +21,6 @@ use crate::control::{
     change::Change,
     devices::Listed,
     inventory::{Inventory, RunningDisk, RunningExport},
-    placing::place,
     qmp::{
         arguments::Arguments,
         caches::{self, CacheChanges},
@@ -93,7 +92,7 @@ impl Set {
             Some("") => None,
             Some(name) => Some(inventory.group(name)?),
         };
-        place(disk, settings, group.as_ref())?;
+        disk.throttle().place(settings, group.as_ref())?;
         if let Some((qcow2, caches)) = caches {
             qcow2
                 .set_caches(caches)
