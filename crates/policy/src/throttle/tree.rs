@@ -246,46 +246,14 @@ impl<T> Tree<T> {
         waiters.into_iter().map(give_back).collect()
     }
 
-    /// Puts other limits in force, at once and for the requests that wait too: poll afterwards.
+    /// Puts limits and a share in force together, at once and for the requests that wait too: poll afterwards.
     ///
-    /// Buckets begin empty again, as QEMU's do, so whoever changes limits all the time grants a burst each time.
-    ///
-    /// # Errors
-    ///
-    /// [`Refused`]: invalid limits, or promises that they rule out. The old stay in force then, levels included.
-    pub fn set_limits(&mut self, node: NodeId, limits: Limits, now: Instant) -> Result<(), Refused> {
-        limits.validate()?;
-        let slot = self.slot(node);
-        let node = &self.nodes[slot];
-        Supply { limits, capacity: node.capacity }.check(demand(node.share, node.promised))?;
-        self.now = self.now.max(now);
-        self.apply_limits(slot, limits);
-        Ok(())
-    }
-
-    /// Gives a node another weight and reservation: poll afterwards.
+    /// Buckets of other limits begin empty again, as QEMU's do, so whoever changes limits all the time grants a burst each time. Limits that
+    /// are the same as before keep what is in their buckets.
     ///
     /// # Errors
     ///
-    /// [`Refused`], if the promise cannot be kept. The old share stays then.
-    pub fn set_share(&mut self, node: NodeId, share: Share, now: Instant) -> Result<(), Refused> {
-        let slot = self.slot(node);
-        let node = &self.nodes[slot];
-        let (old, new) = (demand(node.share, node.promised), demand(share, node.promised));
-        Supply { limits: node.limits(), capacity: node.capacity }.check(new)?;
-        self.check_promises(node.parent, old, new, &[])?;
-        self.now = self.now.max(now);
-        self.apply_share(slot, share);
-        Ok(())
-    }
-
-    /// Puts limits and a share in force together: poll afterwards. For changes of which neither half could stand alone.
-    ///
-    /// Limits that are the same as before keep what is in their buckets.
-    ///
-    /// # Errors
-    ///
-    /// [`Refused`]: invalid limits, or a promise that cannot be kept. Everything stays as it was then.
+    /// [`Refused`]: invalid limits, or promises that cannot be kept. Everything stays as it was then, levels included.
     pub fn configure(
         &mut self,
         node: NodeId,

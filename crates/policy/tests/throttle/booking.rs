@@ -29,9 +29,9 @@ fn reservations_of_members_may_add_up_to_the_group_s_limit_and_not_more() {
         error.to_string(),
         "iops-reservation: 1001 IOPS would be promised, 1 more than the limit of 1000 (lower a reservation, or raise the limit)"
     );
-    assert!(tree.set_share(second, promise(401, 0), s(0)).is_err());
+    assert!(tree.configure(second, Limits::default(), promise(401, 0), s(0)).is_err());
     assert_eq!(tree.share(second), promise(400, 0));
-    tree.set_share(second, promise(100, 0), s(0)).unwrap();
+    tree.configure(second, Limits::default(), promise(100, 0), s(0)).unwrap();
     tree.add(Some(group), Limits::default(), promise(300, 0)).unwrap();
     assert_eq!(tree.remove(second).len(), 0);
     tree.add(Some(group), Limits::default(), promise(100, 0)).unwrap();
@@ -41,10 +41,10 @@ fn reservations_of_members_may_add_up_to_the_group_s_limit_and_not_more() {
 fn a_limit_cannot_be_lowered_below_what_is_promised() {
     let (mut tree, group) = group("bps-total=1000");
     tree.add(Some(group), Limits::default(), promise(0, 600)).unwrap();
-    let error = tree.set_limits(group, limits("bps-total=500"), s(0)).unwrap_err();
+    let error = tree.configure(group, limits("bps-total=500"), Share::default(), s(0)).unwrap_err();
     assert_eq!(error, overbooked(Unit::Bps, 600, 500, Bound::Limit));
     assert_eq!(tree.limits(group), limits("bps-total=1000"));
-    tree.set_limits(group, limits("iops-total=5"), s(0)).unwrap();
+    tree.configure(group, limits("iops-total=5"), Share::default(), s(0)).unwrap();
 }
 
 #[test]
@@ -53,7 +53,7 @@ fn limits_of_reads_and_writes_apart_bound_both_together() {
     let error = tree.add(Some(group), Limits::default(), promise(151, 0)).unwrap_err();
     assert_eq!(error, overbooked(Unit::Iops, 151, 150, Bound::Limit));
     tree.add(Some(group), Limits::default(), promise(150, 0)).unwrap();
-    tree.set_limits(group, limits("iops-read=100"), s(0)).unwrap();
+    tree.configure(group, limits("iops-read=100"), Share::default(), s(0)).unwrap();
 }
 
 #[test]
@@ -115,7 +115,7 @@ fn the_device_s_capacity_bounds_promises_too() {
     let (mut tree, group) = group("");
     tree.set_capacity(group, Some((1000, 0))).unwrap();
     let disk = tree.add(Some(group), Limits::default(), promise(1000, u64::MAX)).unwrap();
-    let error = tree.set_share(disk, promise(1200, 0), s(0)).unwrap_err();
+    let error = tree.configure(disk, Limits::default(), promise(1200, 0), s(0)).unwrap_err();
     assert_eq!(
         error.to_string(),
         "iops-reservation: 1200 IOPS would be promised, 200 more than the device's measured capacity of 1000 \
@@ -123,5 +123,5 @@ fn the_device_s_capacity_bounds_promises_too() {
     );
     assert!(tree.set_capacity(group, Some((999, 0))).is_err());
     tree.set_capacity(group, None).unwrap();
-    tree.set_share(disk, promise(1200, 0), s(0)).unwrap();
+    tree.configure(disk, Limits::default(), promise(1200, 0), s(0)).unwrap();
 }

@@ -47,7 +47,7 @@ fn what_waits_is_charged_by_the_iops_size_in_force_when_it_passes() {
     assert!(matches!(ask(&mut group, Cost::one(32768), "large"), Admission::Queued(_)));
     assert!(matches!(ask(&mut group, Cost::one(512), "next"), Admission::Queued(_)));
     // One operation as limits are now; eight as they will be, of which the empty bucket holds one and takes one more.
-    group.set_limits(disk, limits("iops-total=10,iops-size=4096"), s(0)).unwrap();
+    group.configure(disk, limits("iops-total=10,iops-size=4096"), Share::default(), s(0)).unwrap();
     let mut now = s(0);
     for tenth in 1..=6 {
         assert_eq!(group.poll(now), Decision::Wait { until: ms(tenth * 100) });
@@ -66,7 +66,7 @@ fn invalid_limits_are_refused_and_the_old_stay_in_force() {
     let mut disk = Timeline::new("iops-total=10");
     disk.queue_reads(1000);
     disk.run_until(ms(50));
-    let error = disk.tree.set_limits(disk.group, invalid, ms(50)).unwrap_err();
+    let error = disk.tree.configure(disk.group, invalid, Share::default(), ms(50)).unwrap_err();
     assert_eq!(
         error.to_string(),
         "iops-total (10) and iops-read (5) cannot be set together; use either the total or read and write"
@@ -81,7 +81,9 @@ fn a_change_empties_the_buckets() {
     disk.queue_reads(1000);
     disk.run_until(ms(50));
     disk.change_limits("iops-total=10");
-    assert_eq!(disk.admitted_between(ms(50), ms(51)), 2);
+    assert_eq!(disk.admitted_between(ms(50), ms(51)), 0, "nothing has changed");
+    disk.change_limits("iops-total=10,bps-total=1000000000");
+    assert_eq!(disk.admitted_between(ms(51), ms(52)), 2);
 }
 
 #[test]
@@ -89,7 +91,7 @@ fn a_change_with_an_older_instant_does_not_turn_time_back() {
     let mut group = Tree::new(s(0));
     let disk = group.add(None, Limits::default(), Share::default()).unwrap();
     assert_eq!(group.poll(s(1)), Decision::Idle);
-    group.set_limits(disk, limits("iops-total=10"), ms(999)).unwrap();
+    group.configure(disk, limits("iops-total=10"), Share::default(), ms(999)).unwrap();
     assert_eq!(
         group.request(disk, Direction::Read, Cost::merged(&[0; 2]), 1, ms(999)),
         Admission::Admitted(1)

@@ -97,12 +97,13 @@ impl Run {
             Event::Limit => {
                 self.fast = !self.fast;
                 let text = if self.fast { "iops-total=20" } else { "iops-total=10" };
-                self.tree.set_limits(self.group, limits(text), self.now).unwrap();
+                self.tree.configure(self.group, limits(text), Share::default(), self.now).unwrap();
             }
             Event::Weight => {
                 self.even = !self.even;
                 let weight = if self.even { 100 } else { WEIGHTS[2] };
-                self.tree.set_share(self.disks[2], Share::new(weight).unwrap(), self.now).unwrap();
+                let share = Share::new(weight).unwrap();
+                self.tree.configure(self.disks[2], Limits::default(), share, self.now).unwrap();
             }
         }
         self.poll();

@@ -141,10 +141,11 @@ impl Checked {
             Step::Limit(at, limits) => {
                 let node = self.node(*at);
                 let before = self.tree.limits(node);
-                let taken = self.tree.set_limits(node, *limits, self.now).is_ok();
+                let taken = self.tree.configure(node, *limits, self.tree.share(node), self.now).is_ok();
                 assert_eq!(self.tree.limits(node), if taken { *limits } else { before });
                 if let Some(levels) = &mut self.levels
                     && taken
+                    && *limits != before
                 {
                     levels.insert(node, Levels::new(*limits, self.now));
                 }
@@ -152,7 +153,7 @@ impl Checked {
             Step::Share(at, share) => {
                 let node = self.node(*at);
                 let before = self.tree.share(node);
-                let taken = self.tree.set_share(node, *share, self.now).is_ok();
+                let taken = self.tree.configure(node, self.tree.limits(node), *share, self.now).is_ok();
                 assert_eq!(self.tree.share(node), if taken { *share } else { before });
             }
             Step::Enforce(at, enforcement) if self.levels.is_none() => {

@@ -2,7 +2,7 @@
 
 use crate::timeline::{Timeline, Workload, assert_within_percent, s};
 use policy::request::Direction;
-use policy::throttle::Share;
+use policy::throttle::{Limits, Share};
 use policy::time::Duration;
 
 fn weight(weight: u32) -> Share {
@@ -117,7 +117,7 @@ fn a_new_weight_holds_at_once() {
     let mut disks = Timeline::new("iops-total=1000");
     let [first, second] = [(); 2].map(|()| disks.add(Workload::READS.depth(32)));
     assert_eq!(disks.admitted_of(first, s(1), s(11)), 5000);
-    disks.tree.set_share(disks.disk(second), weight(300), s(11)).unwrap();
+    disks.tree.configure(disks.disk(second), Limits::default(), weight(300), s(11)).unwrap();
     assert_within_percent(1.0, disks.admitted_of(second, s(11), s(21)) as f64, 7500.0);
     assert_within_percent(2.0, disks.admitted_of(second, s(11), s(12)) as f64, 750.0);
 }
@@ -221,7 +221,7 @@ fn who_loses_a_promise_has_turns_again_within_a_slice() {
         disks.add(Workload::READS.depth(64));
     }
     disks.run_until(s(60));
-    disks.tree.set_share(disks.disk(reserved), Share::default(), s(60)).unwrap();
+    disks.tree.configure(disks.disk(reserved), Limits::default(), Share::default(), s(60)).unwrap();
     // A tenth is its share; it had nine tenths for a minute. What counts of that is 100 ms of its own cost.
     let gap = disks.longest_gap_of(reserved, s(60), s(70));
     assert!(gap <= Duration::from_millis(1_020), "{gap:?}");

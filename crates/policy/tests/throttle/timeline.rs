@@ -176,7 +176,7 @@ impl Timeline {
 
     /// Changes the limits at the present instant; waiting requests are judged anew.
     pub(crate) fn change_limits(&mut self, text: &str) {
-        self.tree.set_limits(self.group, limits(text), self.now).unwrap();
+        self.tree.configure(self.group, limits(text), Share::default(), self.now).unwrap();
         self.poll_now();
     }
 
