@@ -153,7 +153,6 @@ pub(super) struct Buckets {
     /// By direction: the limits that are set, of those that apply. Mostly one or two of four.
     applying: [Applying; 2],
     iops_size: u64,
-    unlimited: bool,
     /// Levels are as of this instant.
     now: Instant,
 }
@@ -165,7 +164,6 @@ impl Buckets {
             buckets: LimitKind::ALL.map(|kind| Bucket::new(limits.limit(kind))),
             applying: Direction::ALL.map(|direction| Applying::new(limits, direction)),
             iops_size: limits.iops_size,
-            unlimited: limits.is_unlimited(),
             now,
         }
     }
@@ -178,9 +176,6 @@ impl Buckets {
             return;
         }
         self.now = now;
-        if self.unlimited {
-            return;
-        }
         for bucket in &mut self.buckets {
             if bucket.rate > 0 {
                 bucket.leak(elapsed_ns);
