@@ -60,11 +60,6 @@ impl Root {
         })
     }
 
-    /// As it was named.
-    pub fn path(&self) -> &Path {
-        &self.path
-    }
-
     /// Finds the file of this name without opening it for anything.
     pub(super) fn pin(&self, path: &Path, name: &str) -> Result<Pinned, OpenError> {
         let absolute = std::path::absolute(path)

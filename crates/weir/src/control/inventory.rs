@@ -28,7 +28,7 @@ use block::{
     },
     layer::throttle::Group,
     reactor,
-    storage::{CacheMode, Format, Root},
+    storage::{CacheMode, Root},
 };
 use policy::time::{Duration, Instant};
 
@@ -46,8 +46,6 @@ pub(crate) struct RunningDisk {
     pub(crate) disk: Arc<Disk>,
     /// Where its bytes are.
     pub(crate) image: Image,
-    /// As it was asked for; `None` was found by probing.
-    pub(crate) format: Option<Format>,
     /// How the host's page cache is used.
     pub(crate) cache: CacheMode,
     /// Of a qcow2 image's caches: what was asked for, not what it comes to.

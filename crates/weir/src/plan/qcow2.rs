@@ -55,15 +55,6 @@ impl FromStr for L2CacheSize {
     }
 }
 
-impl fmt::Display for L2CacheSize {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self.0 {
-            L2Size::Full => f.write_str(FULL),
-            L2Size::Bytes(bytes) => write!(f, "{bytes}"),
-        }
-    }
-}
-
 /// `cache-clean-interval`: seconds, as QEMU has it, or a time with its unit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct CleanInterval(pub(crate) Duration);

@@ -74,7 +74,6 @@ async fn disk(
     Ok(RunningDisk {
         disk: Arc::new(disk),
         image: planned.image.clone(),
-        format: planned.format,
         cache: planned.cache,
         caches: Cell::new(planned.qcow2.caches),
         below: Vec::new(),

@@ -98,7 +98,6 @@ fn inventory() -> Rc<Inventory> {
         let running = RunningDisk {
             disk: Arc::new(disk),
             image: "memory:1M".parse().expect("an image"),
-            format: None,
             cache: CacheMode::default(),
             caches: Cell::default(),
             below: Vec::new(),

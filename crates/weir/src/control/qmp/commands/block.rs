@@ -51,7 +51,6 @@ impl Command for BlockdevAdd {
                         group_of(&inventory, &chain)?.as_ref(),
                     )?,
                     image: image.clone(),
-                    format: Some(chain.format()),
                     cache: *cache,
                     caches: Cell::new(chain.caches()),
                     below: inner_nodes(&chain),
@@ -142,11 +141,11 @@ fn rename(
     below: Vec<NodeBelow>,
     group: Option<&Arc<Group>>,
 ) -> Result<(), Error> {
-    let RunningDisk { disk, image, format, cache, caches, .. } = taken;
+    let RunningDisk { disk, image, cache, caches, .. } = taken;
     let settings = disk.throttle().settings();
     let opened = Arc::into_inner(disk).expect("taken when nobody else had it").into_image();
     let disk = build(name, opened, settings, group)?;
-    inventory.add_disk(RunningDisk { disk, image, format, cache, caches, below }).map(drop).map_err(generic)
+    inventory.add_disk(RunningDisk { disk, image, cache, caches, below }).map(drop).map_err(generic)
 }
 
 /// What is said of a disk that cannot be had for itself.
