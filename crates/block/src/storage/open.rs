@@ -106,12 +106,14 @@ fn open_file(path: &Path, options: &OpenOptions) -> Result<(Storage, Probed), Op
         root: options.root.clone(),
     };
     let (file, plain) = file::open(path, &how)?;
-    let probed = probe_file(&plain).map_err(|error| {
-        let why = format!("its first bytes cannot be read: {error}");
-        OpenError::new(&path.display().to_string(), why, "is the device in order?")
-    });
     // Who says the format need not be able to guess it.
-    let probed = if options.format.is_some() { Probed::Raw } else { probed? };
+    let probed = match options.format {
+        Some(_) => Probed::Raw,
+        None => probe_file(&plain).map_err(|error| {
+            let why = format!("its first bytes cannot be read: {error}");
+            OpenError::new(&path.display().to_string(), why, "is the device in order?")
+        })?,
+    };
     Ok((Storage::File(Align::new(file)), probed))
 }
 
