@@ -3,8 +3,8 @@
 //! It is a library so that fuzz targets reach the parsers of bytes that strangers send. It is no interface for others: what is
 //! public serves [`main`] and those targets alone, and changes with them.
 //!
-//! Here is only what the subcommands have in common: the exit status (0 done, 1 failed, 2 wrong use of the command line) and the form of
-//! an error, `weir: <what>: <why> (<what to do>)` on standard error.
+//! Here is only what the subcommands have in common: the exit status (0 done, 1 failed, 2 wrong use of the command line), the form of
+//! an error, `weir: <what>: <why> (<what to do>)` on standard error, a reactor to do I/O on, and where results go.
 
 mod cli;
 mod client;
@@ -35,6 +35,8 @@ use std::{
     process::ExitCode,
 };
 
+use anyhow::Context as _;
+use block::reactor::{self, Polling};
 use clap::{Parser as _, error::ErrorKind};
 
 use cli::{Cli, Command};
@@ -87,6 +89,27 @@ pub fn main() -> ExitCode {
 pub(crate) fn complain(error: &anyhow::Error) {
     // Where standard error is closed there is nobody to tell.
     let _ = writeln!(stderr(), "weir: {error:#}");
+}
+
+/// Why there is no reactor.
+pub(crate) const NO_RING: &str = "io_uring cannot be used (see kernel.io_uring_disabled)";
+
+/// Runs a command's I/O to its end, on a reactor of its own.
+///
+/// # Errors
+/// The command's, or that there is no io_uring.
+pub(crate) fn on_reactor<T: 'static>(
+    work: impl Future<Output = Result<T, Failure>> + 'static,
+) -> Result<T, Failure> {
+    reactor::run(Polling::OFF, work).context(NO_RING)?
+}
+
+/// Prints results.
+///
+/// # Errors
+/// If standard output is closed.
+pub(crate) fn print(text: &str) -> anyhow::Result<()> {
+    stdout().write_all(text.as_bytes()).context("standard output cannot be written")
 }
 
 /// Prints what clap has to say: help and version where results go, everything else as an error.

@@ -21,19 +21,15 @@ mod store;
 mod target;
 
 use std::{
-    io::{Write as _, stdout},
     rc::Rc,
     time::{SystemTime, UNIX_EPOCH},
 };
 
 use anyhow::{Context as _, bail};
-use block::{
-    device::{Identity, Number, Roots},
-    reactor::{self, Polling},
-};
+use block::device::{Identity, Number, Roots};
 use policy::{request::Direction, time::Duration};
 
-use crate::{Failure, cli::ProbeArgs};
+use crate::{Failure, cli::ProbeArgs, on_reactor, print};
 use load::{Field, Figure, Load};
 use progress::Progress;
 use report::Report;
@@ -63,15 +59,14 @@ pub(crate) fn run(arguments: ProbeArgs) -> Result<(), Failure> {
     let progress = Progress::new(arguments.json);
     let read_only = arguments.read_only;
     let seconds = Duration::from_secs(arguments.seconds);
-    let measuring = async move { measure(&target, &name, seconds, read_only, &progress).await };
-    let measured = reactor::run(Polling::OFF, measuring)
-        .context("io_uring cannot be used (see kernel.io_uring_disabled)")?
-        .with_context(|| format!("{}: cannot be measured", arguments.path.display()))?;
+    let measured = on_reactor(async move {
+        let measured = measure(&target, &name, seconds, read_only, &progress).await;
+        Ok(measured.with_context(|| format!("{name}: cannot be measured"))?)
+    })?;
     let store = Store::new(arguments.state.as_deref());
     let report = keep(measured, &store, identity.as_ref(), arguments.path.display().to_string())?;
     let text = if arguments.json { report.json() } else { report.text() };
-    stdout().write_all(text.as_bytes()).context("standard output cannot be written")?;
-    Ok(())
+    Ok(print(&text)?)
 }
 
 /// What was measured, and what was not.

@@ -38,7 +38,7 @@ use crate::{
         serving::Serving,
     },
     listen::{self, Inherited},
-    logging,
+    logging, on_reactor,
     pid_file::PidFile,
     plan::{self, Draft, Plan, Service},
     signals::{Request, Signals},
@@ -59,10 +59,7 @@ pub(crate) fn run(arguments: ServeArgs) -> Result<(), Failure> {
     logging::start(&plan.service.log);
     let signals = Signals::block().context("signals cannot be blocked")?;
     raise_descriptor_limit();
-    let daemon = async move { Daemon::start(&plan, config, inherited, signals).await?.run().await };
-    reactor::run(Polling::OFF, daemon)
-        .context("io_uring cannot be used (see kernel.io_uring_disabled)")??;
-    Ok(())
+    on_reactor(async move { Ok(Daemon::start(&plan, config, inherited, signals).await?.run().await?) })
 }
 
 fn plan(arguments: ServeArgs, inherited: usize) -> Result<Plan, Failure> {

@@ -6,7 +6,7 @@
 mod tables;
 
 use std::{
-    io::{IsTerminal as _, Write as _, stdout},
+    io::{IsTerminal as _, stdout},
     thread,
 };
 
@@ -20,6 +20,7 @@ use crate::{
         rates::{Rate, Rates},
         report::Report,
     },
+    print,
 };
 
 /// Shows what runs.
@@ -44,10 +45,7 @@ pub(crate) fn run(arguments: StatusArgs) -> Result<(), Failure> {
     } else {
         tables::render(&report, &rates, &shown, stdout().is_terminal())
     };
-    stdout()
-        .write_all(text.as_bytes())
-        .map_err(|error| anyhow::anyhow!("standard output: cannot be written: {error}"))?;
-    Ok(())
+    Ok(print(&text)?)
 }
 
 /// Which disks and groups were asked for.

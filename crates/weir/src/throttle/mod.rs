@@ -7,8 +7,6 @@
 mod edit;
 mod save;
 
-use std::io::{Write as _, stdout};
-
 use anyhow::{Context as _, anyhow};
 use serde_json::{Value, json};
 
@@ -20,7 +18,7 @@ use crate::{
         change::{Change, Name},
         report::{Node, Report, Settings},
     },
-    figures,
+    figures, print,
 };
 use save::Saving;
 
@@ -130,10 +128,6 @@ fn told(name: &str, before: &Settings, change: &Change, saved: Option<&str>) -> 
 
 fn pretty(value: &Value) -> String {
     serde_json::to_string_pretty(value).expect("JSON of JSON") + "\n"
-}
-
-fn print(text: &str) -> anyhow::Result<()> {
-    stdout().write_all(text.as_bytes()).context("standard output: cannot be written")
 }
 
 #[cfg(test)]
