@@ -1,12 +1,10 @@
 //! The options of `weir bench`: those of `qemu-img bench`, by the same letters, and a few of its own.
 
-use block::{
-    image::qcow2::CacheSettings,
-    storage::{CacheMode, Format},
-};
+use block::storage::{CacheMode, Format};
 use clap::{Args, ValueEnum};
 
-use crate::plan::{self, Image, L2CacheSize, Place, Qcow2Draft, Said, Wrong};
+use super::CacheArgs;
+use crate::plan::{self, Image, Qcow2Settings, Wrong};
 
 /// Shown below the options.
 pub(super) const EXAMPLES: &str = "\
@@ -91,48 +89,19 @@ pub(crate) struct BenchArgs {
     /// Where the random offsets begin: the same number gives the same offsets
     #[arg(long, value_name = "N", default_value_t = 1, requires = "random")]
     pub(crate) seed: u64,
-    /// Memory for the mapping of a qcow2 image, in bytes, or full: enough for the whole disk [default: what the disk needs, at most 32M]
-    #[arg(long, value_name = "SIZE", value_parser = plan::read::<L2CacheSize>)]
-    l2_cache_size: Option<L2CacheSize>,
-    /// How much of the mapping is read at a time, from 512 to a cluster [default: a cluster, or 4K where not all of it fits]
-    #[arg(long, value_name = "SIZE", value_parser = plan::size)]
-    l2_cache_entry_size: Option<u64>,
-    /// Memory for refcounts [default and minimum: four clusters]
-    #[arg(long, value_name = "SIZE", value_parser = plan::size)]
-    refcount_cache_size: Option<u64>,
-    /// Memory for both together; the mapping has it first
-    #[arg(long, value_name = "SIZE", value_parser = plan::size)]
-    cache_size: Option<u64>,
     /// Print a JSON object
     #[arg(long)]
     pub(crate) json: bool,
+    #[command(flatten)]
+    caches: CacheArgs,
 }
 
 impl BenchArgs {
-    /// How large the caches of a qcow2 image are to be.
+    /// What is said of a qcow2 image's caches, once it is known to make sense.
     ///
     /// # Errors
     /// If more is said of them than can be true.
-    pub(crate) fn caches(&self) -> Result<CacheSettings, Wrong> {
-        Ok(self.draft().check()?.caches)
-    }
-
-    /// An option that was given and is about qcow2 images alone.
-    pub(crate) fn qcow2_option(&self) -> Option<String> {
-        let settings = self.draft().check().ok()?;
-        settings.said.map(|place| place.to_string())
-    }
-
-    fn draft(&self) -> Qcow2Draft {
-        fn said<T: Copy>(option: &str, value: Option<T>) -> Option<Said<T>> {
-            value.map(|value| Said::new(value, Place::new(format!("--{option}"))))
-        }
-        Qcow2Draft {
-            l2_cache_size: said("l2-cache-size", self.l2_cache_size),
-            l2_cache_entry_size: said("l2-cache-entry-size", self.l2_cache_entry_size),
-            refcount_cache_size: said("refcount-cache-size", self.refcount_cache_size),
-            cache_size: said("cache-size", self.cache_size),
-            ..Qcow2Draft::default()
-        }
+    pub(crate) fn qcow2(&self) -> Result<Qcow2Settings, Wrong> {
+        self.caches.draft().check()
     }
 }

@@ -27,7 +27,7 @@ use crate::{
 pub(crate) use bench::{Aio, BenchArgs};
 use limits::LimitArgs;
 pub(crate) use probe::ProbeArgs;
-use qcow2::Qcow2Args;
+use qcow2::{CacheArgs, Qcow2Args};
 use shares::ShareArgs;
 pub(crate) use status::StatusArgs;
 pub(crate) use throttle::ThrottleArgs;
@@ -93,7 +93,7 @@ pub(crate) enum Command {
 #[derive(Debug, Args)]
 pub(crate) struct ServeArgs {
     /// Take the disks from this file; options of an image, its limits and devices to imitate are then its keys
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "FILE", conflicts_with_all = CacheArgs::OPTIONS)]
     pub(crate) config: Option<PathBuf>,
     #[command(flatten)]
     image: ImageArgs,

@@ -1,4 +1,4 @@
-//! Options of qcow2 images: caches and passphrases.
+//! Options of qcow2 images: caches, which `weir bench` has too, and passphrases.
 
 use std::path::PathBuf;
 
@@ -6,21 +6,50 @@ use clap::Args;
 
 use crate::plan::{self, CleanInterval, L2CacheSize, Place, Qcow2Draft, Said, SecretSource};
 
+/// How large the caches are to be. Where there are config files, who takes these in excludes [`CacheArgs::OPTIONS`].
+#[derive(Clone, Debug, Default, Args)]
+#[command(next_help_heading = "qcow2")]
+pub(crate) struct CacheArgs {
+    /// Memory for the mapping, in bytes, or full: enough for the whole disk [default: what the disk needs, at most 32M]
+    #[arg(long, value_name = "SIZE", value_parser = plan::read::<L2CacheSize>)]
+    l2_cache_size: Option<L2CacheSize>,
+    /// How much of the mapping is read at a time, from 512 to a cluster [default: a cluster, or 4K where not all of it fits]
+    #[arg(long, value_name = "SIZE", value_parser = plan::size)]
+    l2_cache_entry_size: Option<u64>,
+    /// Memory for refcounts [default and minimum: four clusters]
+    #[arg(long, value_name = "SIZE", value_parser = plan::size)]
+    refcount_cache_size: Option<u64>,
+    /// Memory for both together; the mapping has it first
+    #[arg(long, value_name = "SIZE", value_parser = plan::size)]
+    cache_size: Option<u64>,
+}
+
+impl CacheArgs {
+    /// All of them, for what they cannot be used with.
+    pub(super) const OPTIONS: [&str; 4] =
+        ["l2_cache_size", "l2_cache_entry_size", "refcount_cache_size", "cache_size"];
+
+    /// What they say of an image.
+    pub(super) fn draft(&self) -> Qcow2Draft {
+        Qcow2Draft {
+            l2_cache_size: said("l2-cache-size", self.l2_cache_size),
+            l2_cache_entry_size: said("l2-cache-entry-size", self.l2_cache_entry_size),
+            refcount_cache_size: said("refcount-cache-size", self.refcount_cache_size),
+            cache_size: said("cache-size", self.cache_size),
+            ..Qcow2Draft::default()
+        }
+    }
+}
+
+fn said<T: Copy>(option: &str, value: Option<T>) -> Option<Said<T>> {
+    value.map(|value| Said::new(value, Place::new(format!("--{option}"))))
+}
+
 #[derive(Clone, Debug, Default, Args)]
 #[command(next_help_heading = "qcow2")]
 pub(crate) struct Qcow2Args {
-    /// Memory for the mapping, in bytes, or full: enough for the whole disk [default: what the disk needs, at most 32M]
-    #[arg(long, value_name = "SIZE", value_parser = plan::read::<L2CacheSize>, conflicts_with = "config")]
-    l2_cache_size: Option<L2CacheSize>,
-    /// How much of the mapping is read at a time, from 512 to a cluster [default: a cluster, or 4K where not all of it fits]
-    #[arg(long, value_name = "SIZE", value_parser = plan::size, conflicts_with = "config")]
-    l2_cache_entry_size: Option<u64>,
-    /// Memory for refcounts [default and minimum: four clusters]
-    #[arg(long, value_name = "SIZE", value_parser = plan::size, conflicts_with = "config")]
-    refcount_cache_size: Option<u64>,
-    /// Memory for both together; the mapping has it first
-    #[arg(long, value_name = "SIZE", value_parser = plan::size, conflicts_with = "config")]
-    cache_size: Option<u64>,
+    #[command(flatten)]
+    caches: CacheArgs,
     /// Free what was not used for so many seconds; 0 never does [default: 600]
     #[arg(long, value_name = "SECONDS", value_parser = plan::read::<CleanInterval>, conflicts_with = "config")]
     cache_clean_interval: Option<CleanInterval>,
@@ -37,19 +66,12 @@ pub(crate) struct Qcow2Args {
 
 impl Qcow2Args {
     pub(super) fn draft(&self) -> Qcow2Draft {
-        fn said<T: Copy>(option: &str, value: Option<T>) -> Option<Said<T>> {
-            value.map(|value| Said::new(value, Place::new(format!("--{option}"))))
-        }
         let file = |path: &PathBuf| {
             Said::new(SecretSource::File(path.clone()), Place::option("secret-file", path.display()))
         };
         let descriptor =
             |number: &u32| Said::new(SecretSource::Descriptor(*number), Place::option("secret-fd", number));
         Qcow2Draft {
-            l2_cache_size: said("l2-cache-size", self.l2_cache_size),
-            l2_cache_entry_size: said("l2-cache-entry-size", self.l2_cache_entry_size),
-            refcount_cache_size: said("refcount-cache-size", self.refcount_cache_size),
-            cache_size: said("cache-size", self.cache_size),
             cache_clean_interval: said("cache-clean-interval", self.cache_clean_interval),
             bitmaps: self
                 .bitmap
@@ -57,6 +79,7 @@ impl Qcow2Args {
                 .map(|name| Said::new(name.clone(), Place::option("bitmap", name)))
                 .collect(),
             secrets: self.secret_file.iter().map(file).chain(self.secret_fd.iter().map(descriptor)).collect(),
+            ..self.caches.draft()
         }
     }
 }

@@ -3,10 +3,7 @@
 //! Never measures the opening and the closing of the image, as qemu-img does not either; but a load that writes is not done before a last flush
 //! has told that the writes arrived.
 
-use std::{
-    io::{Write as _, stdout},
-    rc::Rc,
-};
+use std::rc::Rc;
 
 use anyhow::{Context as _, bail};
 use block::{
@@ -14,7 +11,6 @@ use block::{
         Image,
         open::{ImageOptions, open},
     },
-    reactor::{self, Polling},
     storage::OpenOptions,
 };
 use serde::Serialize;
@@ -23,6 +19,9 @@ use super::load::{Flush, Load, Outcome, Places, put};
 use crate::{
     Failure,
     cli::{Aio, BenchArgs},
+    on_reactor,
+    plan::Qcow2Settings,
+    print,
 };
 
 /// The largest request: the most that one system call moves, rounded to something even.
@@ -37,6 +36,8 @@ const MOST_IN_FLIGHT: u64 = 4 << 30;
 pub(crate) fn run(arguments: BenchArgs) -> Result<(), Failure> {
     check(&arguments).map_err(Failure::Usage)?;
     let spec = arguments.image.spec()?;
+    let Qcow2Settings { caches, said, .. } =
+        arguments.qcow2().map_err(|wrong| Failure::Usage(wrong.into()))?;
     let options = ImageOptions {
         storage: OpenOptions {
             cache: arguments.cache,
@@ -45,26 +46,24 @@ pub(crate) fn run(arguments: BenchArgs) -> Result<(), Failure> {
             force_share: arguments.force_share,
             ..OpenOptions::default()
         },
-        caches: arguments.caches().map_err(|wrong| Failure::Usage(wrong.into()))?,
+        caches,
         ..ImageOptions::default()
     };
     let name = arguments.image.to_string();
     let measuring = async move {
         let image = Rc::new(open(&spec, options).await?);
-        if let (Image::Raw(_), Some(option)) = (&*image, arguments.qcow2_option()) {
+        if let (Image::Raw(_), Some(option)) = (&*image, said) {
             bail!("{option} is for qcow2 images, and this one is raw (leave it away)");
         }
         measure(image, &arguments).await
     };
-    let measured = reactor::run(Polling::OFF, measuring)
-        .context("io_uring cannot be used (see kernel.io_uring_disabled)")?;
-    Ok(measured.context(name)?)
+    on_reactor(async move { Ok(measuring.await.context(name)?) })
 }
 
 async fn measure(image: Rc<Image>, arguments: &BenchArgs) -> anyhow::Result<()> {
     let load = load(arguments, image.size_bytes())?;
     if !arguments.quiet && !arguments.json {
-        say(&announcement(&load))?;
+        print(&announcement(&load))?;
     }
     let outcome = put(load.clone(), Rc::clone(&image)).await.context("a request failed")?;
     if arguments.write {
@@ -72,15 +71,11 @@ async fn measure(image: Rc<Image>, arguments: &BenchArgs) -> anyhow::Result<()> 
     }
     image.close().await.context("the image could not be completed")?;
     if arguments.json {
-        say(&Report::new(arguments.image.to_string(), &load, outcome).json())?;
+        print(&Report::new(arguments.image.to_string(), &load, outcome).json())?;
     } else if !arguments.quiet {
-        say(&format!("Run completed in {:.3} seconds.\n", outcome.elapsed.as_secs_f64()))?;
+        print(&format!("Run completed in {:.3} seconds.\n", outcome.elapsed.as_secs_f64()))?;
     }
     Ok(())
-}
-
-fn say(text: &str) -> anyhow::Result<()> {
-    stdout().write_all(text.as_bytes()).context("standard output cannot be written")
 }
 
 /// What can be said without the image.
