@@ -3,8 +3,8 @@
 //! from `stress`, which is about threads.
 //!
 //! - `disks`: reads, writes, flushes, errors, cancellations and crashes against a model of what each byte may be.
-//! - `limits`: requests in trees of groups against naive buckets: nothing passes too early, nothing waits too long, whatever changes meanwhile.
-//! - `nested`: the same with large requests, refused changes, promises, and limits enforced loosely or not at all.
+//! - `nested`: requests in trees of groups against naive buckets: nothing passes too early, nothing waits too long, whatever changes
+//!   meanwhile; with large requests, refused changes, promises, and limits enforced loosely or not at all.
 //! - `shares`: everybody always wants more, and gets what the weights and promises of a tree come to on paper.
 //! - `qcow2`: the same for an image between clients and disk; after every crash it must be valid (`references`).
 //! - `watermark`: limits that a device with room lifts, beside the figures of those who had the idea.
@@ -15,8 +15,6 @@
 mod bucket;
 mod client;
 mod disks;
-mod ledger;
-mod limits;
 mod model;
 mod nested;
 mod passed;

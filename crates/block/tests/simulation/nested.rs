@@ -4,7 +4,7 @@
 //! What is recorded is held against naive buckets and sums ([`check`]); what cannot be seen from outside is asked for now and then
 //! ([`World::observe`]): what waits is counted right, and waits for a bucket that has no room.
 //!
-//! Half of the seeds draw only requests that are paid at once; of these every bucket is followed exactly. In the others requests are up to
+//! Four of five seeds draw only requests that are paid at once; of these every bucket is followed exactly. In the others requests are up to
 //! many slices long.
 
 mod check;
@@ -32,7 +32,7 @@ const FOREVER: Duration = Duration::from_secs(7 * 24 * 3600);
 #[test]
 fn every_level_holds_whatever_changes() {
     let mut tally = Tally::default();
-    let seeds = seeds::for_each("--test simulation", "every_level_holds_whatever_changes", 1000, |seed| {
+    let seeds = seeds::for_each("--test simulation", "every_level_holds_whatever_changes", 3200, |seed| {
         let of_seed = sim::run(seed, run());
         tally.waited += of_seed.waited;
         tally.changed += of_seed.changed;
@@ -40,11 +40,8 @@ fn every_level_holds_whatever_changes() {
         tally.moved_waiting += of_seed.moved_waiting;
     });
     let Tally { waited, changed, refused, moved_waiting } = tally;
-    let happened = [waited / 20, changed, refused, moved_waiting];
-    assert!(
-        seeds < 100 || happened.iter().all(|count| *count > seeds / 10),
-        "too little happened: {tally:?}"
-    );
+    let enough = waited > 10 * seeds && changed > seeds && refused > seeds / 10 && moved_waiting > seeds / 4;
+    assert!(seeds < 100 || enough, "too little happened in {seeds} seeds: {tally:?}");
 }
 
 /// So that a simulation in which nothing happens does not pass for one that went well.
@@ -59,7 +56,7 @@ struct Tally {
 
 /// One run. Says what happened in it.
 async fn run() -> Tally {
-    let exact = chance(50);
+    let exact = chance(80);
     let world = Rc::new(World::draw(exact));
     let disks: Vec<_> = (0..world.disks())
         .flat_map(|disk| (0..sim::random(|random| random.usize(1..=4))).map(move |_| disk))

@@ -42,9 +42,9 @@ pub(super) struct World {
 }
 
 impl World {
-    /// One to three trees, of up to three levels of groups, and a handful of disks in and beside them.
+    /// Groups in groups, up to four levels of them, and a handful of disks in and beside them.
     pub(super) fn draw(exact: bool) -> Self {
-        let groups = sim::random(|random| random.usize(1..=5));
+        let groups = sim::random(|random| random.usize(0..=5));
         let disks = sim::random(|random| random.usize(1..=6));
         let (mut nodes, mut handles): (Vec<Node>, Vec<Handle>) = (Vec::new(), Vec::new());
         let mut log = Log::default();
@@ -52,7 +52,7 @@ impl World {
             let candidate = sim::random(|random| random.usize(..=at.min(groups)));
             let depth = |node| std::iter::successors(Some(node), |node: &usize| nodes[*node].parent).count();
             let parent =
-                (candidate < at.min(groups) && (at >= groups || depth(candidate) < 3)).then_some(candidate);
+                (candidate < at.min(groups) && (at >= groups || depth(candidate) < 4)).then_some(candidate);
             let node = Node { parent, limits: draw_limits(exact), share: Share::default() };
             let group = parent.map(|parent| group_of(&handles, parent));
             let (limits, share) = (node.limits, node.share);
@@ -331,8 +331,8 @@ fn draw_limits(exact: bool) -> Limits {
         }
         *limits.limit_mut(kind) = sim::random(|random| {
             let rate = (least * 10_f64.powf(2.5 * random.f64())) as u64;
-            let burst_rate = if random.u8(..3) > 0 { 0 } else { rate * random.u64(1..6) };
-            let burst_length_s = if burst_rate == 0 { 1 } else { random.u64(1..4) };
+            let burst_rate = if random.bool() { 0 } else { rate * random.u64(1..8) };
+            let burst_length_s = if burst_rate == 0 { 1 } else { random.u64(1..5) };
             Limit { rate, burst_rate, burst_length_s }
         });
     };
