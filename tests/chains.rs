@@ -4,21 +4,12 @@ use std::{fs, os::fd::AsRawFd as _, os::unix::fs::symlink, path::Path};
 
 use serde_json::{Value, json};
 
-use crate::harness::{Client, MIB, Qmp, Scratch, Serve, Weir, assert_says, text};
+use crate::harness::{self, Client, MIB, Qmp, Scratch, Serve, Weir, assert_says, qemu_io, text};
 
 fn qemu_img(directory: &Path, arguments: &str) -> String {
     let directory = text(directory);
     let arguments = arguments.split(' ').map(|argument| argument.replace("DIR", directory));
-    Client::new("qemu-img").args(arguments).succeeds()
-}
-
-/// Runs commands on something; each must succeed, which qemu-io's exit status alone does not say.
-#[track_caller]
-fn qemu_io<'a>(before: impl IntoIterator<Item = &'a str>, commands: &[&str], name: &str) {
-    let commands = commands.iter().flat_map(|command| ["-c", command]);
-    let printed = Client::new("qemu-io").args(before).args(commands).arg(name).succeeds();
-    let wrong = ["failed", "error", "not support"];
-    assert!(!wrong.iter().any(|word| printed.to_lowercase().contains(word)), "{printed}");
+    harness::qemu_img(arguments).succeeds()
 }
 
 /// `base.raw` (smaller than what stands on it) ◄ `sub/middle.qcow2` ◄ `top.qcow2`, each with a pattern of its own.
@@ -27,9 +18,9 @@ fn chain(scratch: &Scratch) -> std::path::PathBuf {
     fs::create_dir(scratch.path("sub")).unwrap();
     scratch.file("base.raw", vec![1; 3 << 20]);
     qemu_img(&directory, "create -q -f qcow2 -b ../base.raw -F raw DIR/sub/middle.qcow2 6M");
-    qemu_io(["-f", "qcow2"], &["write -P 2 1M 1M"], text(&scratch.path("sub/middle.qcow2")));
+    qemu_io(["-f", "qcow2"], ["write -P 2 1M 1M"], text(&scratch.path("sub/middle.qcow2")));
     qemu_img(&directory, "create -q -f qcow2 -b sub/middle.qcow2 -F qcow2 DIR/top.qcow2 8M");
-    qemu_io(["-f", "qcow2"], &["write -P 3 5M 100k"], text(&scratch.path("top.qcow2")));
+    qemu_io(["-f", "qcow2"], ["write -P 3 5M 100k"], text(&scratch.path("top.qcow2")));
     directory
 }
 
@@ -54,14 +45,14 @@ fn a_chain_is_served_and_only_its_top_is_written() {
             "write -P 4 1000k 2000",
             "flush",
         ];
-        qemu_io(["-f", "raw"], &commands, &weir.uri("top"));
-        qemu_io(["-f", "raw"], &["read -P 4 1000k 2000", "read -P 1 900k 100k"], &weir.uri("top"));
+        qemu_io(["-f", "raw"], commands, weir.uri("top"));
+        qemu_io(["-f", "raw"], ["read -P 4 1000k 2000", "read -P 1 900k 100k"], weir.uri("top"));
         weir.stop();
         qemu_img(&directory, "check -q -f qcow2 DIR/top.qcow2");
         let top = scratch.path("top.qcow2");
         qemu_io(
             ["-f", "qcow2"],
-            &["read -P 4 1000k 2000", "read -P 2 1028k 996k", "read -P 3 5M 100k"],
+            ["read -P 4 1000k 2000", "read -P 2 1028k 996k", "read -P 3 5M 100k"],
             text(&top),
         );
     }
@@ -123,12 +114,12 @@ fn a_data_file_is_served_with_its_image() {
             &format!("create -q -f qcow2 -o data_file=DIR/disk.data,data_file_raw={raw} DIR/disk.qcow2 4M"),
         );
         let weir = serve(&scratch, "disk.qcow2").start();
-        qemu_io(["-f", "raw"], &["write -P 9 1M 100k", "read -P 9 1M 100k", "flush"], &weir.uri("disk"));
+        qemu_io(["-f", "raw"], ["write -P 9 1M 100k", "read -P 9 1M 100k", "flush"], weir.uri("disk"));
         weir.stop();
         qemu_img(&directory, "check -q -f qcow2 DIR/disk.qcow2");
-        qemu_io(["-f", "qcow2"], &["read -P 9 1M 100k", "read -P 0 0 1M"], text(&scratch.path("disk.qcow2")));
+        qemu_io(["-f", "qcow2"], ["read -P 9 1M 100k", "read -P 0 0 1M"], text(&scratch.path("disk.qcow2")));
         if raw == "on" {
-            qemu_io(["-f", "raw"], &["read -P 9 1M 100k"], text(&scratch.path("disk.data")));
+            qemu_io(["-f", "raw"], ["read -P 9 1M 100k"], text(&scratch.path("disk.data")));
         }
     }
 }
@@ -154,13 +145,13 @@ fn encrypted_images_are_served_with_their_passphrase() {
     let weir = serve(&scratch, "e.qcow2").arg("--secret-file").arg(&key).start();
     qemu_io(
         ["-f", "raw"],
-        &["read -P 5 1M 1M", "read -P 0 0 1M", "write -P 6 100 70000", "flush"],
-        &weir.uri("e"),
+        ["read -P 5 1M 1M", "read -P 0 0 1M", "write -P 6 100 70000", "flush"],
+        weir.uri("e"),
     );
     weir.stop();
     let secret = format!("secret,id=s,file={}", text(&key));
     let opened = OPENED.replace("DIR", text(&directory));
-    Client::new("qemu-img").args(["check", "--object", &secret, "--image-opts", &opened]).succeeds();
+    harness::qemu_img(["check", "--object", &secret, "--image-opts", &opened]).succeeds();
     encrypted(&scratch, &["read -P 6 100 70000", "read -P 5 1M 1M", "read -P 0 0 100"]);
     let said = serve(&scratch, "e.qcow2").fails();
     assert_says(&said, &["e.qcow2: is encrypted with LUKS", "--secret-file"]);
@@ -192,13 +183,13 @@ fn caches_are_sized_counted_and_changed() {
     let (weir, mut qmp) =
         controlled(&scratch, serve(&scratch, "disk.qcow2").args(["--l2-cache-size", "16K"]));
     let uri = weir.uri("disk");
-    qemu_io(["-f", "raw"], &["read 0 64M"], &uri);
+    qemu_io(["-f", "raw"], ["read 0 64M"], &uri);
     let small = disk(&mut qmp);
     assert_eq!((&small["format"], &small["l2-cache"]["limit"]), (&json!("qcow2"), &json!(16384)), "{small}");
     assert_eq!(small["l2-cache"]["covered"], 8 * MIB, "16 KiB of 8-byte entries for 4 KiB each");
     assert!(small["l2-cache"]["evictions"].as_u64() > Some(0), "{small}");
     qmp.command("x-weir-set", json!({"name": "disk", "l2-cache-size": "full"}));
-    qemu_io(["-f", "raw"], &["read 0 64M", "read 0 64M"], &uri);
+    qemu_io(["-f", "raw"], ["read 0 64M", "read 0 64M"], &uri);
     let full = disk(&mut qmp);
     assert_eq!(
         (&full["l2-cache"]["covered"], &full["l2-cache"]["evictions"]),
@@ -208,7 +199,7 @@ fn caches_are_sized_counted_and_changed() {
     let (_, said) = qmp
         .refused("x-weir-set", json!({"name": "disk", "cache-size": 1 << 20, "refcount-cache-size": 65536}));
     assert_says(&said, &["cache-size, l2-cache-size and refcount-cache-size may not be set together"]);
-    let shown = Client::new(env!("CARGO_BIN_EXE_weir")).args(["status", "--qmp"]);
+    let shown = harness::weir(&["status", "--qmp"]);
     let shown = shown.arg(format!("unix:{}", text(&scratch.socket("qmp")))).succeeds();
     assert_says(&shown, &["HITS", "COVERS", "100%"]);
     weir.stop();
@@ -231,7 +222,7 @@ fn nodes_over_qcow2_are_added_and_deleted() {
     qmp.command("blockdev-add", node("top", "top.qcow2"));
     let export = |node: &str| json!({"type": "nbd", "id": node, "node-name": node, "writable": true});
     qmp.command("block-export-add", export("top"));
-    qemu_io(["-f", "raw"], &["read -P 2 1M 1M", "write -P 8 0 64k"], &weir.uri("top"));
+    qemu_io(["-f", "raw"], ["read -P 2 1M 1M", "write -P 8 0 64k"], weir.uri("top"));
     let blocks = qmp.command("query-block", json!({}));
     let top = blocks.as_array().unwrap().iter().find(|block| block["device"] == "top").unwrap();
     let inserted = &top["inserted"];
@@ -255,7 +246,7 @@ fn nodes_over_qcow2_are_added_and_deleted() {
     qmp.command("blockdev-del", json!({"node-name": "top"}));
     // Deleted, it is whole again, and anybody's.
     qemu_img(&directory, "check -q -f qcow2 DIR/top.qcow2");
-    qemu_io(["-f", "qcow2"], &["read -P 8 0 64k"], text(&scratch.path("top.qcow2")));
+    qemu_io(["-f", "qcow2"], ["read -P 8 0 64k"], text(&scratch.path("top.qcow2")));
     weir.stop();
 }
 
@@ -266,7 +257,7 @@ fn bitmaps_are_shown_to_clients() {
     qemu_img(&directory, "create -q -f qcow2 DIR/disk.qcow2 4M");
     qemu_img(&directory, "bitmap --add DIR/disk.qcow2 backup");
     let image = text(&scratch.path("disk.qcow2")).to_owned();
-    qemu_io(["-f", "qcow2"], &["write -P 1 1M 128k", "write -P 1 3M 1"], &image);
+    qemu_io(["-f", "qcow2"], ["write -P 1 1M 128k", "write -P 1 3M 1"], &image);
     let said = serve(&scratch, "disk.qcow2").args(["--bitmap", "backup"]).rejects_usage();
     assert_says(&said, &["--bitmap backup", "needs read-only"]);
     let said = serve(&scratch, "disk.qcow2").args(["--read-only", "--bitmap", "other"]).fails();

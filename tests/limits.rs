@@ -149,6 +149,14 @@ fn configured(scratch: &Scratch, config: &str) -> Weir {
     Serve::new(scratch).arg("--config").arg(scratch.file("weir.toml", config)).start()
 }
 
+/// A daemon of a group that has this limit, and two disks in it, each with a setting or none.
+fn tenant(scratch: &Scratch, limit: &str, disks: [(&str, &str); 2]) -> Weir {
+    let disks = disks.map(|(name, setting)| {
+        format!("[disk.{name}]\nimage = \"memory:16M\"\ngroup = \"tenant\"\n{setting}\n")
+    });
+    configured(scratch, &format!("[group.tenant]\n{limit}\n{}", disks.concat()))
+}
+
 /// Measures up to three times until every rate is within [`TOLERANCE`] of what is expected: see [`assert_limited`].
 #[track_caller]
 fn assert_shared<const N: usize>(expected: [f64; N], mut measure: impl FnMut() -> [f64; N]) {
@@ -170,19 +178,7 @@ fn assert_shared<const N: usize>(expected: [f64; N], mut measure: impl FnMut() -
 #[test]
 fn small_reads_get_as_many_bytes_as_large_ones() {
     let scratch = Scratch::new();
-    let weir = configured(
-        &scratch,
-        r#"
-        [group.tenant]
-        bps-total = 8000000
-        [disk.small]
-        image = "memory:16M"
-        group = "tenant"
-        [disk.large]
-        image = "memory:16M"
-        group = "tenant"
-        "#,
-    );
+    let weir = tenant(&scratch, "bps-total = 8000000", [("small", ""), ("large", "")]);
     assert_shared([4e6, 4e6], || {
         let small = Load { uri: weir.uri("small"), block_bytes: 4096, depth: 16 };
         let large = Load { uri: weir.uri("large"), block_bytes: 65_536, depth: 16 };
@@ -193,20 +189,7 @@ fn small_reads_get_as_many_bytes_as_large_ones() {
 #[test]
 fn weights_decide_the_shares_of_a_group() {
     let scratch = Scratch::new();
-    let weir = configured(
-        &scratch,
-        r#"
-        [group.tenant]
-        iops-total = 2000
-        [disk.one]
-        image = "memory:16M"
-        group = "tenant"
-        [disk.three]
-        image = "memory:16M"
-        group = "tenant"
-        weight = 300
-        "#,
-    );
+    let weir = tenant(&scratch, "iops-total = 2000", [("one", ""), ("three", "weight = 300")]);
     assert_shared([500.0, 1500.0], || {
         let loads = ["one", "three"].map(|disk| Load { uri: weir.uri(disk), block_bytes: 4096, depth: 16 });
         fio_apart(loads, RAMP_SECONDS).map(|load| load.iops)
@@ -216,20 +199,10 @@ fn weights_decide_the_shares_of_a_group() {
 #[test]
 fn a_reservation_is_met_beside_heavier_neighbours() {
     let scratch = Scratch::new();
-    let weir = configured(
+    let weir = tenant(
         &scratch,
-        r#"
-        [group.tenant]
-        iops-total = 2000
-        [disk.promised]
-        image = "memory:16M"
-        group = "tenant"
-        iops-reservation = 800
-        [disk.heavy]
-        image = "memory:16M"
-        group = "tenant"
-        weight = 10000
-        "#,
+        "iops-total = 2000",
+        [("promised", "iops-reservation = 800"), ("heavy", "weight = 10000")],
     );
     assert_shared([800.0, 1200.0], || {
         let loads =

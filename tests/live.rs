@@ -1,17 +1,11 @@
 //! Changing and watching what runs: `weir status`, `weir throttle` and `weir top` against a daemon.
 
-use std::{
-    fs,
-    path::Path,
-    process::{Command, Output, Stdio},
-    thread,
-    time::Instant,
-};
+use std::{fs, path::Path, thread, time::Instant};
 
 use nix::sys::signal::Signal;
 use serde_json::Value;
 
-use crate::harness::{Client, DEADLINE, Scratch, Serve, Terminal, Weir, assert_says, text};
+use crate::harness::{Client, DEADLINE, Scratch, Serve, Terminal, Weir, assert_says, text, weir};
 
 /// A daemon's control socket, as the commands are told.
 fn socket(scratch: &Scratch) -> String {
@@ -24,28 +18,26 @@ fn start(scratch: &Scratch, more: &[&str]) -> Weir {
     Serve::new(scratch).args(disks).args(["--qmp", &socket(scratch)]).args(more).start()
 }
 
-fn run(scratch: &Scratch, arguments: &[&str]) -> Output {
+/// A command that is told where the daemon is.
+fn command(scratch: &Scratch, arguments: &[&str]) -> Client {
     let (command, rest) = arguments.split_first().expect("a command");
-    let mut weir = Command::new(env!("CARGO_BIN_EXE_weir"));
-    weir.arg(command).args(["--qmp", &socket(scratch)]).args(rest).env_remove("WEIR_QMP");
-    weir.stdin(Stdio::null()).output().expect("cargo built the program")
+    weir(&[command, "--qmp", &socket(scratch)]).args(rest)
 }
 
 /// What a command prints that succeeds.
 #[track_caller]
 fn prints(scratch: &Scratch, arguments: &[&str]) -> String {
-    let output = run(scratch, arguments);
-    let said = String::from_utf8_lossy(&output.stderr);
-    assert!(output.status.success(), "weir {arguments:?}: {said}");
-    String::from_utf8(output.stdout).expect("it prints UTF-8")
+    let printed = command(scratch, arguments).succeeds();
+    assert!(!printed.contains(char::REPLACEMENT_CHARACTER), "it prints UTF-8");
+    printed
 }
 
 /// What a command says that fails, as it must, with status 1.
 #[track_caller]
 fn fails(scratch: &Scratch, arguments: &[&str]) -> String {
-    let output = run(scratch, arguments);
-    let said = String::from_utf8_lossy(&output.stderr).into_owned();
-    assert_eq!(output.status.code(), Some(1), "weir {arguments:?}: {said}");
+    let outcome = command(scratch, arguments).run();
+    let said = outcome.said();
+    assert_eq!(outcome.code(), 1, "weir {arguments:?}: {said}");
     assert!(said.starts_with("weir: "), "{said}");
     said
 }

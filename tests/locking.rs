@@ -6,7 +6,7 @@ use std::{
     process::{Child, ChildStdin, Command, Stdio},
 };
 
-use crate::harness::{Client, MIB, Scratch, Serve, assert_says, nbdsh, need, text};
+use crate::harness::{Client, MIB, Scratch, Serve, assert_says, nbdsh, need, qemu_img, qemu_io, text};
 
 /// A qemu-io that has an image open until this is dropped.
 struct QemuIo {
@@ -51,8 +51,7 @@ fn qemu_refuses_an_image_that_is_served_and_names_the_lock() {
     let image = scratch.sparse("disk.raw", MIB);
     let _weir = Serve::new(&scratch).arg(&image).start();
     let copy = scratch.path("copy.raw");
-    let reads =
-        Client::new("qemu-img").args(["convert", "-f", "raw", "-O", "raw", text(&image), text(&copy)]);
+    let reads = qemu_img(["convert", "-f", "raw", "-O", "raw", text(&image), text(&copy)]);
     assert_says(
         &reads.fails(),
         &["Failed to get shared \"write\" lock", "Is another process using the image"],
@@ -66,9 +65,9 @@ fn qemu_does_not_describe_an_image_that_is_served_unless_it_insists() {
     let scratch = Scratch::new();
     // Of a raw image QEMU reads nothing to describe it, and asks for no lock.
     let image = scratch.path("disk.qcow2");
-    Client::new("qemu-img").args(["create", "-q", "-f", "qcow2", text(&image), "1M"]).succeeds();
+    qemu_img(["create", "-q", "-f", "qcow2", text(&image), "1M"]).succeeds();
     let _weir = Serve::new(&scratch).arg(&image).args(["--format", "raw"]).start();
-    let info = |more: &[&str]| Client::new("qemu-img").arg("info").args(more).arg(&image);
+    let info = |more: &[&str]| qemu_img(["info"]).args(more).arg(&image);
     assert_says(
         &info(&[]).fails(),
         &["Failed to get shared \"write\" lock", "Is another process using the image"],
@@ -81,7 +80,7 @@ fn qemu_may_read_an_image_that_is_served_read_only() {
     let scratch = Scratch::new();
     let image = scratch.sparse("disk.raw", MIB);
     let _weir = Serve::new(&scratch).arg(&image).arg("--read-only").start();
-    Client::new("qemu-io").args(["-r", "-f", "raw", "-c", "read 0 4k", text(&image)]).succeeds();
+    qemu_io(["-r", "-f", "raw"], ["read 0 4k"], &image);
     let said = Client::new("qemu-io").args(["-f", "raw", "-c", "write 0 4k", text(&image)]).fails();
     assert_says(&said, &["Failed to get \"write\" lock"]);
 }
@@ -91,7 +90,7 @@ fn the_lock_goes_with_the_daemon() {
     let scratch = Scratch::new();
     let image = scratch.sparse("disk.raw", MIB);
     Serve::new(&scratch).arg(&image).start().stop();
-    Client::new("qemu-io").args(["-f", "raw", "-c", "write 0 4k", text(&image)]).succeeds();
+    qemu_io(["-f", "raw"], ["write 0 4k"], &image);
     for _ in 0..3 {
         Serve::new(&scratch).arg(&image).start().crash();
     }
@@ -130,7 +129,7 @@ fn weir_refuses_to_write_what_qemu_reads() {
     let scratch = Scratch::new();
     // Of a raw image that it only reads, QEMU bears that others write to it.
     let image = scratch.path("disk.qcow2");
-    Client::new("qemu-img").args(["create", "-q", "-f", "qcow2", text(&image), "1M"]).succeeds();
+    qemu_img(["create", "-q", "-f", "qcow2", text(&image), "1M"]).succeeds();
     let _qemu = QemuIo::open(&["-r", "-f", "qcow2"], &image);
     let serve = || Serve::new(&scratch).arg(&image).args(["--format", "raw"]);
     assert_says(&serve().fails(), &["disk.qcow2: another process has locked it against writing", "qemu-io"]);

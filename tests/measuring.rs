@@ -2,14 +2,12 @@
 
 use std::fs;
 
-use crate::harness::{Client, LoopDevice, MIB, Scratch, assert_says, text};
-
-const WEIR: &str = env!("CARGO_BIN_EXE_weir");
+use crate::harness::{Client, LoopDevice, MIB, Scratch, assert_says, text, weir};
 
 /// A short probe that keeps its results with the test.
 fn probe(scratch: &Scratch) -> Client {
     let state = scratch.path("state");
-    Client::new("timeout").args(["60", WEIR, "probe", "--seconds", "1", "--state", text(&state)])
+    weir(&["probe", "--seconds", "1", "--state", text(&state)])
 }
 
 #[test]

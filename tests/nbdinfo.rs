@@ -1,6 +1,6 @@
 //! nbdinfo: what an export says of itself, what is allocated, what is there to choose from.
 
-use crate::harness::{Client, MIB, Scratch, Serve, Weir, assert_says, nbdsh};
+use crate::harness::{Client, MIB, Scratch, Serve, WEIR, Weir, assert_says, nbdsh};
 
 fn nbdinfo<'a>(arguments: impl IntoIterator<Item = &'a str>) -> Client {
     Client::new("nbdinfo").args(arguments)
@@ -143,8 +143,7 @@ fn totals_of_the_map_are_the_image_s() {
 fn a_socket_that_the_client_passes_is_served() {
     let scratch = Scratch::new();
     let image = scratch.sparse("disk.raw", 3 * MIB);
-    let weir = env!("CARGO_BIN_EXE_weir");
     let image = image.to_str().expect("UTF-8");
-    let size = nbdinfo(["--size", "--", "[", weir, "serve", "--read-only", image, "]"]).succeeds();
+    let size = nbdinfo(["--size", "--", "[", WEIR, "serve", "--read-only", image, "]"]).succeeds();
     assert_eq!(size.trim(), (3 * MIB).to_string());
 }

@@ -2,14 +2,14 @@
 
 use std::fs;
 
-use crate::harness::{Client, MIB, Scratch, Serve, assert_says, nbdsh, text};
+use crate::harness::{MIB, Scratch, Serve, assert_says, nbdsh, qemu_img, text};
 
 #[test]
 fn an_image_of_another_format_is_not_served_by_guess() {
     let scratch = Scratch::new();
     for (format, name) in [("vmdk", "vmdk"), ("vdi", "vdi"), ("vhdx", "vhdx"), ("qed", "qed")] {
         let image = scratch.path(&format!("disk.{format}"));
-        Client::new("qemu-img").args(["create", "-q", "-f", format, text(&image), "8M"]).succeeds();
+        qemu_img(["create", "-q", "-f", format, text(&image), "8M"]).succeeds();
         let said = Serve::new(&scratch).arg(&image).fails();
         assert_says(&said, &[text(&image), &format!("looks like {name}"), "--format raw"]);
     }

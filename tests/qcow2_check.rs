@@ -5,17 +5,7 @@ use std::{fs, os::unix::fs::FileExt as _, path::Path, path::PathBuf};
 
 use serde_json::Value;
 
-use crate::harness::{Client, Scratch, text};
-
-const WEIR: &str = env!("CARGO_BIN_EXE_weir");
-
-fn qemu_img<'a>(arguments: impl IntoIterator<Item = &'a str>) -> Client {
-    Client::new("qemu-img").args(arguments)
-}
-
-fn weir(arguments: &[&str]) -> Client {
-    Client::new("timeout").args(["60", WEIR, "image"]).args(arguments)
-}
+use crate::harness::{Scratch, qemu_img, qemu_io, text, weir_image as weir};
 
 /// An image of 8 MiB with these options and some data: compressed clusters, zeroes, holes.
 fn image(scratch: &Scratch, name: &str, options: &str) -> PathBuf {
@@ -32,11 +22,7 @@ fn image(scratch: &Scratch, name: &str, options: &str) -> PathBuf {
     if !["data_file", "preallocation", "2M"].iter().any(|word| options.contains(word)) {
         commands.push("write -c -P 3 6M 128k");
     }
-    let mut io = Client::new("qemu-io");
-    for command in commands {
-        io = io.args(["-c", command]);
-    }
-    io.arg(&path).succeeds();
+    qemu_io(["-f", "qcow2"], commands, &path);
     path
 }
 
@@ -79,7 +65,7 @@ fn what_qemu_made_is_found_as_qemu_finds_it() {
         assert_eq!(agree(&path, options).0, 0, "{options}");
         if !options.contains("data_file") {
             qemu_img(["snapshot", "-c", "one", text(&path)]).succeeds();
-            Client::new("qemu-io").args(["-c", "write -P 7 256k 1M"]).arg(&path).succeeds();
+            qemu_io(["-f", "qcow2"], ["write -P 7 256k 1M"], &path);
             qemu_img(["snapshot", "-c", "two", text(&path)]).succeeds();
             agree(&path, &format!("{options} with snapshots"));
         }

@@ -8,9 +8,10 @@
 
 use std::{env, fmt::Write as _, fs, path::PathBuf};
 
-use crate::harness::{Client, MIB, Scratch, Serve, text};
+use fastrand::Rng;
 
-const WEIR: &str = env!("CARGO_BIN_EXE_weir");
+use crate::harness::{Client, MIB, Scratch, Serve, qemu_img, qemu_io, text, weir_image};
+
 /// Of how many combinations a plain run takes one: no divisor of how many values anything has, so that they mix.
 const ONE_OF: usize = 11;
 /// Operations between two looks at everything.
@@ -106,25 +107,13 @@ impl Shape {
     }
 }
 
-/// Numbers from a seed: xorshift64*.
-struct Random(u64);
-
-impl Random {
-    fn below(&mut self, bound: u64) -> u64 {
-        self.0 ^= self.0 >> 12;
-        self.0 ^= self.0 << 25;
-        self.0 ^= self.0 >> 27;
-        (self.0.wrapping_mul(0x2545_f491_4f6c_dd1d) >> 32) % bound
-    }
-}
-
 /// One image, and what should be in it.
 struct Subject {
     shape: Shape,
     scratch: Scratch,
     image: PathBuf,
     model: Vec<u8>,
-    random: Random,
+    random: Rng,
 }
 
 impl Subject {
@@ -132,8 +121,13 @@ impl Subject {
     fn new(shape: Shape, seed: u64) -> Self {
         let scratch = Scratch::new();
         let image = scratch.path("image.qcow2");
-        let mut this =
-            Self { shape, scratch, image, model: vec![0; shape.size() as usize], random: Random(seed) };
+        let mut this = Self {
+            shape,
+            scratch,
+            image,
+            model: vec![0; shape.size() as usize],
+            random: Rng::with_seed(seed),
+        };
         let by_weir = seed.is_multiple_of(2);
         let options = shape.options("data.raw");
         if shape.backing {
@@ -154,10 +148,8 @@ impl Subject {
 
     /// `weir image` or `qemu-img`, in the image's directory: names in images are relative.
     fn tool(&self, weir: bool, arguments: &[&str]) -> Client {
-        let directory = self.image.parent().expect("it lies in one");
-        let client = Client::new("env").arg("--chdir").arg(directory);
-        let client = if weir { client.args([WEIR, "image"]) } else { client.arg("qemu-img") };
-        client.args(arguments)
+        let client = if weir { weir_image(arguments) } else { qemu_img(arguments) };
+        client.inside(self.image.parent().expect("it lies in one"))
     }
 
     /// A backing file that is shorter than the image, and has something in it.
@@ -168,7 +160,7 @@ impl Subject {
         self.tool(false, &["create", "-q", "-f", "qcow2", text(&base), &size]).succeeds();
         let (at, length) = (bytes / 4, bytes / 2);
         let write = format!("write -P 0xba {at} {length}");
-        Client::new("qemu-io").args(["-f", "qcow2", "-c", &write]).arg(&base).succeeds();
+        qemu_io(["-f", "qcow2"], [write], base);
         self.model[at as usize..(at + length) as usize].fill(0xba);
     }
 
@@ -177,9 +169,9 @@ impl Subject {
         let mut at = 0;
         while at < self.model.len() {
             let end = self.model.len().min(at + 70_000);
-            let spread = [1, 4, 64, 256][self.random.below(4) as usize];
+            let spread = [1, 4, 64, 256][self.random.u64(..4) as usize];
             for byte in &mut self.model[at..end] {
-                *byte = 1 + self.random.below(spread).min(254) as u8;
+                *byte = 1 + self.random.u64(..spread).min(254) as u8;
             }
             at = end + 130_000;
         }
@@ -200,19 +192,19 @@ impl Subject {
         let size = self.model.len() as u64;
         let mut commands = Vec::new();
         for _ in 0..OPERATIONS {
-            let longest = [700, 5_000, 70_000, size / 3][self.random.below(4) as usize];
-            let length = 1 + self.random.below(longest);
-            let offset = self.random.below(size - length + 1);
+            let longest = [700, 5_000, 70_000, size / 3][self.random.u64(..4) as usize];
+            let length = 1 + self.random.u64(..longest);
+            let offset = self.random.u64(..size - length + 1);
             let range = offset as usize..(offset + length) as usize;
-            match self.random.below(10) {
+            match self.random.u64(..10) {
                 0..6 => {
-                    let byte = 1 + self.random.below(254) as u8;
+                    let byte = 1 + self.random.u64(..254) as u8;
                     self.model[range].fill(byte);
                     commands.push(format!("write -P {byte} {offset} {length}"));
                 }
                 6..8 => {
                     self.model[range].fill(0);
-                    let unmap = if self.random.below(2) == 0 { "-u " } else { "" };
+                    let unmap = if self.random.u64(..2) == 0 { "-u " } else { "" };
                     commands.push(format!("write -z {unmap}{offset} {length}"));
                 }
                 8 => {
@@ -243,17 +235,10 @@ impl Subject {
 
     #[track_caller]
     fn qemu_io(&self, format: &str, target: &str, commands: &[String]) {
-        let arguments = commands.iter().flat_map(|command| ["-c", command.as_str()]);
         // QEMU looks for a data file where it runs, not where the image is.
         let directory = self.image.parent().expect("it lies in one");
-        let client = Client::new("env").arg("--chdir").arg(directory).args(["qemu-io", "-f", format]);
-        let printed = client.args(arguments).arg(target).succeeds();
-        let wrong = ["failed", "error", "not support"];
-        assert!(
-            !wrong.iter().any(|word| printed.to_lowercase().contains(word)),
-            "{:?}: {printed}",
-            self.shape
-        );
+        let client = Client::new("qemu-io").about(&format!("{:?}", self.shape)).inside(directory);
+        client.args(["-f", format]).does(commands, target);
     }
 
     /// Changes it through weir, and reads it back there.

@@ -9,28 +9,14 @@ use std::{
 
 use serde_json::Value;
 
-use crate::harness::{Client, MIB, Scratch, assert_says, text};
+use crate::harness::{self, Client, MIB, Scratch, WEIR, assert_says, qemu_img, text, weir_image as weir};
 
-const WEIR: &str = env!("CARGO_BIN_EXE_weir");
 /// Takes no time to make and to open.
 const LUKS: &str = "encrypt.format=luks,encrypt.iter-time=10";
 
-fn qemu_img<'a>(arguments: impl IntoIterator<Item = &'a str>) -> Client {
-    Client::new("qemu-img").args(arguments)
-}
-
-fn weir(arguments: &[&str]) -> Client {
-    Client::new("timeout").args(["60", WEIR, "image"]).args(arguments)
-}
-
 #[track_caller]
 fn qemu_io(path: &Path, commands: &[&str]) {
-    let mut io = Client::new("qemu-io").args(["-f", "qcow2"]);
-    for command in commands {
-        io = io.args(["-c", command]);
-    }
-    let printed = io.arg(path).succeeds();
-    assert!(!printed.contains("failed"), "{printed}");
+    harness::qemu_io(["-f", "qcow2"], commands, path);
 }
 
 #[track_caller]

@@ -8,12 +8,13 @@
 
 use std::{env, fs, path::Path, sync::mpsc, thread, time::Instant};
 
+use fastrand::Rng;
+
 use crate::harness::{
-    Client, DEADLINE, MIB, Scratch, Serve, Wire, text,
+    DEADLINE, MIB, Scratch, Serve, Wire, qemu_img, text, weir_image,
     wire::{CMD_FLUSH, CMD_WRITE, CMD_WRITE_ZEROES, Request},
 };
 
-const WEIR: &str = env!("CARGO_BIN_EXE_weir");
 const DISK_BYTES: u64 = 32 * MIB;
 const BLOCK: u64 = 4096;
 const BLOCKS: usize = (DISK_BYTES / BLOCK) as usize;
@@ -41,19 +42,7 @@ struct Block {
 struct Ledger {
     first: usize,
     blocks: Vec<Block>,
-    random: Random,
-}
-
-/// Numbers from a seed: xorshift64*.
-struct Random(u64);
-
-impl Random {
-    fn below(&mut self, bound: u64) -> u64 {
-        self.0 ^= self.0 >> 12;
-        self.0 ^= self.0 << 25;
-        self.0 ^= self.0 >> 27;
-        (self.0.wrapping_mul(0x2545_f491_4f6c_dd1d) >> 32) % bound
-    }
+    random: Rng,
 }
 
 impl Ledger {
@@ -62,7 +51,7 @@ impl Ledger {
         Self {
             first,
             blocks: vec![Block { flushed: vec![0], since: Vec::new() }; BLOCKS / 2],
-            random: Random(seed * 2 + 1),
+            random: Rng::with_seed(seed),
         }
     }
 
@@ -70,10 +59,10 @@ impl Ledger {
     fn send(&mut self, wire: &mut Wire, number: &mut u32) -> bool {
         let room = self.blocks.len() / BATCH;
         for slot in 0..BATCH {
-            let length = 1 + self.random.below(room as u64 / 2) as usize;
-            let at = slot * room + self.random.below((room - length + 1) as u64) as usize;
+            let length = 1 + self.random.u64(..room as u64 / 2) as usize;
+            let at = slot * room + self.random.u64(..(room - length + 1) as u64) as usize;
             *number += 1;
-            let zero = self.random.below(8) == 0;
+            let zero = self.random.u64(..8) == 0;
             let content = if zero { 0 } else { *number };
             for block in &mut self.blocks[at..at + length] {
                 block.since.push(content);
@@ -152,7 +141,7 @@ fn number(name: &str, default: usize) -> usize {
 fn check(path: &Path, what: &str) {
     let end = Instant::now() + DEADLINE;
     let outcome = loop {
-        let outcome = Client::new("qemu-img").args(["check", "-f", "qcow2"]).arg(path).run();
+        let outcome = qemu_img(["check", "-f", "qcow2"]).arg(path).run();
         // The kernel takes a dead process's ring down in its own time, and with it the file and its locks.
         if !outcome.said().contains("Failed to get") || Instant::now() > end {
             break outcome;
@@ -169,8 +158,7 @@ fn a_daemon_killed_under_load_loses_nothing_flushed_and_corrupts_nothing() {
     for (turn, first) in (0..kills).step_by(KILLS_OF_ONE).enumerate() {
         let options = IMAGES[turn % IMAGES.len()];
         let path = scratch.path("disk.qcow2");
-        Client::new(WEIR)
-            .args(["image", "create", "-q", "-f", "qcow2", "-o", options])
+        weir_image(&["create", "-q", "-f", "qcow2", "-o", options])
             .arg(&path)
             .arg(DISK_BYTES.to_string())
             .succeeds();
@@ -182,7 +170,7 @@ fn a_daemon_killed_under_load_loses_nothing_flushed_and_corrupts_nothing() {
             check(&path, &what);
             let raw = scratch.path("disk.raw");
             let convert = ["convert", "-f", "qcow2", "-O", "raw", text(&path), text(&raw)];
-            Client::new("qemu-img").args(convert).succeeds();
+            qemu_img(convert).succeeds();
             let disk = fs::read(&raw).unwrap();
             for ledger in &mut ledgers {
                 ledger.check(&disk, &what);

@@ -3,17 +3,7 @@
 
 use serde_json::Value;
 
-use crate::harness::{Client, Scratch, assert_says, text};
-
-const WEIR: &str = env!("CARGO_BIN_EXE_weir");
-
-fn qemu_img<'a>(arguments: impl IntoIterator<Item = &'a str>) -> Client {
-    Client::new("qemu-img").args(arguments)
-}
-
-fn weir(arguments: &[&str]) -> Client {
-    Client::new("timeout").args(["60", WEIR, "image"]).args(arguments)
-}
+use crate::harness::{Scratch, assert_says, qemu_img, qemu_io, text, weir_image};
 
 fn json(printed: &str) -> Value {
     serde_json::from_str(printed).unwrap()
@@ -39,17 +29,13 @@ fn qemu_takes_what_weir_makes() {
         "data_file=DATA,preallocation=full,extended_l2=on",
     ] {
         let options = options.replace("DATA", text(&data));
-        weir(&["create", "-q", "-f", "qcow2", "-o", &options, text(&path), "9M"]).succeeds();
+        weir_image(&["create", "-q", "-f", "qcow2", "-o", &options, text(&path), "9M"]).succeeds();
         qemu_img(["check", "-q", text(&path)]).succeeds();
-        let io = Client::new("qemu-io")
-            .args(["-c", "read -P 0 0 9M", "-c", "write -P 5 1M 3M"])
-            .arg(&path)
-            .succeeds();
-        assert!(!io.contains("failed"), "{options}: {io}");
+        qemu_io(["-f", "qcow2"], ["read -P 0 0 9M", "write -P 5 1M 3M"], &path);
         qemu_img(["check", "-q", text(&path)]).succeeds();
         let (theirs, ours) = (
             qemu_img(["info", "--output=json", text(&path)]).succeeds(),
-            weir(&["info", "--output=json", text(&path)]).succeeds(),
+            weir_image(&["info", "--output=json", text(&path)]).succeeds(),
         );
         assert_eq!(json(&ours), json(&theirs), "{options}");
     }
@@ -59,20 +45,20 @@ fn qemu_takes_what_weir_makes() {
 fn what_an_image_stands_on_is_told_as_qemu_tells_it() {
     let scratch = Scratch::new();
     let (base, top) = (scratch.path("base.qcow2"), scratch.path("top.qcow2"));
-    weir(&["create", "-q", "-f", "qcow2", text(&base), "5M"]).succeeds();
-    weir(&["create", "-q", "-f", "qcow2", "-b", "base.qcow2", "-F", "qcow2", text(&top)]).succeeds();
+    weir_image(&["create", "-q", "-f", "qcow2", text(&base), "5M"]).succeeds();
+    weir_image(&["create", "-q", "-f", "qcow2", "-b", "base.qcow2", "-F", "qcow2", text(&top)]).succeeds();
     qemu_img(["snapshot", "-c", "one", text(&base)]).succeeds();
     qemu_img(["bitmap", "--add", text(&base), "changes"]).succeeds();
     for arguments in [&["info", "--backing-chain", "--output=json"][..], &["info", "--output=json"]] {
-        let theirs = qemu_img(arguments.iter().copied()).arg(&top).succeeds();
-        let ours = weir(arguments).arg(&top).succeeds();
+        let theirs = qemu_img(arguments).arg(&top).succeeds();
+        let ours = weir_image(arguments).arg(&top).succeeds();
         assert_eq!(json(&ours), json(&theirs));
     }
     assert_says(
-        &weir(&["info", text(&base)]).succeeds(),
+        &weir_image(&["info", text(&base)]).succeeds(),
         &["virtual size: 5 MiB (5242880 bytes)", "one", "changes"],
     );
-    let listed = weir(&["snapshot", "-l", text(&base)]).succeeds();
+    let listed = weir_image(&["snapshot", "-l", text(&base)]).succeeds();
     assert_says(&listed, &["Snapshot list:", "1   one"]);
 }
 
@@ -88,7 +74,7 @@ fn an_encrypted_image_is_described_as_qemu_describes_it() {
     ];
     qemu_img(["create", "-q", "-f", "qcow2"]).args(secret).args([text(&path), "8M"]).succeeds();
     let theirs = qemu_img(["info", "--output=json", text(&path)]).succeeds();
-    let ours = weir(&["info", "--output=json", text(&path)]).succeeds();
+    let ours = weir_image(&["info", "--output=json", text(&path)]).succeeds();
     assert_eq!(json(&ours), json(&theirs));
 }
 
@@ -108,15 +94,12 @@ fn qemu_opens_what_weir_encrypts() {
             text(&key),
         ],
     ] {
-        weir(&["create", "-q", "-f", "qcow2"]).args(more).args([text(&path), "4M"]).succeeds();
-        let io = Client::new("qemu-io").args(["--object", &object, "--image-opts"]);
-        let io =
-            io.args(["-c", "read -P 0 0 4M", "-c", "write -P 5 1M 1M", "-c", "read -P 5 1M 1M"]).arg(&source);
-        let printed = io.succeeds();
-        assert!(!printed.contains("failed"), "{printed}");
-        weir(&["check", "-q", text(&path)]).succeeds();
+        weir_image(&["create", "-q", "-f", "qcow2"]).args(more).args([text(&path), "4M"]).succeeds();
+        let commands = ["read -P 0 0 4M", "write -P 5 1M 1M", "read -P 5 1M 1M"];
+        qemu_io(["--object", &object, "--image-opts"], commands, &source);
+        weir_image(&["check", "-q", text(&path)]).succeeds();
     }
-    let said = weir(&["create", "-f", "qcow2", "--object", "secret,id=key,data=abc"])
+    let said = weir_image(&["create", "-f", "qcow2", "--object", "secret,id=key,data=abc"])
         .args(["-o", "encrypt.format=luks,encrypt.key-secret=key", text(&path), "4M"])
         .fails();
     assert_says(&said, &["everybody on this machine can read that"]);
@@ -136,7 +119,7 @@ fn what_cannot_be_is_refused_and_leaves_nothing() {
     ] {
         let arguments: Vec<_> =
             arguments.iter().map(|word| if *word == "FILE" { text(&path) } else { word }).collect();
-        let said = weir(&["create", "-f", "qcow2"]).args(arguments).fails();
+        let said = weir_image(&["create", "-f", "qcow2"]).args(arguments).fails();
         assert_says(&said, &[expect]);
         assert!(!path.exists(), "{expect}");
     }

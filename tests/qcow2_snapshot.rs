@@ -4,27 +4,7 @@ use std::path::{Path, PathBuf};
 
 use serde_json::Value;
 
-use crate::harness::{Client, Scratch, assert_says, text};
-
-const WEIR: &str = env!("CARGO_BIN_EXE_weir");
-
-fn qemu_img<'a>(arguments: impl IntoIterator<Item = &'a str>) -> Client {
-    Client::new("qemu-img").args(arguments)
-}
-
-fn weir(arguments: &[&str]) -> Client {
-    Client::new("timeout").args(["60", WEIR, "image"]).args(arguments)
-}
-
-#[track_caller]
-fn qemu_io(path: &Path, commands: &[&str]) {
-    let mut io = Client::new("qemu-io").args(["-f", "qcow2"]);
-    for command in commands {
-        io = io.args(["-c", command]);
-    }
-    let printed = io.arg(path).succeeds();
-    assert!(!printed.contains("failed"), "{printed}");
-}
+use crate::harness::{Scratch, assert_says, qemu_img, qemu_io, text, weir_image};
 
 fn image(scratch: &Scratch, options: &str) -> PathBuf {
     let path = scratch.path("disk.qcow2");
@@ -35,7 +15,7 @@ fn image(scratch: &Scratch, options: &str) -> PathBuf {
 #[track_caller]
 fn is_right(path: &Path) {
     qemu_img(["check", "-q", text(path)]).succeeds();
-    weir(&["check", "-q", text(path)]).succeeds();
+    weir_image(&["check", "-q", text(path)]).succeeds();
 }
 
 #[test]
@@ -44,25 +24,33 @@ fn qemu_reads_the_snapshots_that_weir_takes_and_weir_goes_back_to_qemu_s() {
     for options in ["cluster_size=64k", "compat=0.10", "cluster_size=512", "cluster_size=16k,extended_l2=on"]
     {
         let path = image(&scratch, options);
-        qemu_io(&path, &["write -P 1 0 3M", "write -c -P 9 6M 64k"]);
-        weir(&["snapshot", "-c", "ours", text(&path)]).succeeds();
+        qemu_io(["-f", "qcow2"], ["write -P 1 0 3M", "write -c -P 9 6M 64k"], &path);
+        weir_image(&["snapshot", "-c", "ours", text(&path)]).succeeds();
         is_right(&path);
-        qemu_io(&path, &["write -P 2 1M 3M"]);
+        qemu_io(["-f", "qcow2"], ["write -P 2 1M 3M"], &path);
         qemu_img(["snapshot", "-c", "theirs", text(&path)]).succeeds();
-        qemu_io(&path, &["write -P 3 2M 3M", "write -z 0 64k"]);
+        qemu_io(["-f", "qcow2"], ["write -P 3 2M 3M", "write -z 0 64k"], &path);
         is_right(&path);
-        weir(&["snapshot", "-a", "theirs", text(&path)]).succeeds();
+        weir_image(&["snapshot", "-a", "theirs", text(&path)]).succeeds();
         is_right(&path);
-        qemu_io(&path, &["read -P 1 0 1M", "read -P 2 1M 3M", "read -P 0 4M 2M", "read -P 9 6M 64k"]);
+        qemu_io(
+            ["-f", "qcow2"],
+            ["read -P 1 0 1M", "read -P 2 1M 3M", "read -P 0 4M 2M", "read -P 9 6M 64k"],
+            &path,
+        );
         qemu_img(["snapshot", "-a", "ours", text(&path)]).succeeds();
-        qemu_io(&path, &["read -P 1 0 3M", "read -P 0 3M 3M", "read -P 9 6M 64k"]);
-        weir(&["snapshot", "-d", "1", text(&path)]).succeeds();
+        qemu_io(["-f", "qcow2"], ["read -P 1 0 3M", "read -P 0 3M 3M", "read -P 9 6M 64k"], &path);
+        weir_image(&["snapshot", "-d", "1", text(&path)]).succeeds();
         is_right(&path);
-        weir(&["snapshot", "-d", "theirs", text(&path)]).succeeds();
+        weir_image(&["snapshot", "-d", "theirs", text(&path)]).succeeds();
         is_right(&path);
-        qemu_io(&path, &["write -P 4 1M 1M", "read -P 1 2M 1M", "read -P 4 1M 1M", "read -P 9 6M 64k"]);
+        qemu_io(
+            ["-f", "qcow2"],
+            ["write -P 4 1M 1M", "read -P 1 2M 1M", "read -P 4 1M 1M", "read -P 9 6M 64k"],
+            &path,
+        );
         is_right(&path);
-        let said = weir(&["snapshot", "-a", "theirs", text(&path)]).fails();
+        let said = weir_image(&["snapshot", "-a", "theirs", text(&path)]).fails();
         assert_says(&said, &["there is no snapshot \"theirs\""]);
     }
 }
@@ -79,14 +67,14 @@ fn qemu_sees_the_bitmaps_that_weir_makes_and_weir_changes_qemu_s() {
     let scratch = Scratch::new();
     for options in ["cluster_size=64k", "cluster_size=512"] {
         let path = image(&scratch, options);
-        weir(&["bitmap", "--add", "-g", "64K", text(&path), "ours"]).succeeds();
+        weir_image(&["bitmap", "--add", "-g", "64K", text(&path), "ours"]).succeeds();
         is_right(&path);
         // QEMU records in it.
-        qemu_io(&path, &["write -P 1 1M 1M"]);
+        qemu_io(["-f", "qcow2"], ["write -P 1 1M 1M"], &path);
         qemu_img(["bitmap", "--add", "--disable", "-g", "4k", text(&path), "theirs"]).succeeds();
-        weir(&["bitmap", "--merge", "ours", text(&path), "theirs"]).succeeds();
+        weir_image(&["bitmap", "--merge", "ours", text(&path), "theirs"]).succeeds();
         is_right(&path);
-        weir(&["bitmap", "--disable", "--clear", text(&path), "ours"]).succeeds();
+        weir_image(&["bitmap", "--disable", "--clear", text(&path), "ours"]).succeeds();
         is_right(&path);
         assert_eq!(
             bitmaps(&path),
@@ -95,14 +83,14 @@ fn qemu_sees_the_bitmaps_that_weir_makes_and_weir_changes_qemu_s() {
                 { "name": "theirs", "granularity": 4096, "flags": [] },
             ])
         );
-        weir(&["bitmap", "--enable", text(&path), "ours"]).succeeds();
-        weir(&["bitmap", "--remove", text(&path), "ours"]).succeeds();
+        weir_image(&["bitmap", "--enable", text(&path), "ours"]).succeeds();
+        weir_image(&["bitmap", "--remove", text(&path), "ours"]).succeeds();
         is_right(&path);
         assert_says(
-            &weir(&["bitmap", "--add", text(&path), "theirs"]).fails(),
+            &weir_image(&["bitmap", "--add", text(&path), "theirs"]).fails(),
             &["there is a bitmap \"theirs\" already"],
         );
-        weir(&["bitmap", "--remove", text(&path), "theirs"]).succeeds();
+        weir_image(&["bitmap", "--remove", text(&path), "theirs"]).succeeds();
         is_right(&path);
         assert_eq!(bitmaps(&path), Value::Null);
     }

@@ -2,11 +2,7 @@
 
 use std::{fs, path::Path};
 
-use crate::harness::{Client, MIB, Scratch, Serve, assert_says, text};
-
-fn qemu_img<'a>(arguments: impl IntoIterator<Item = &'a str>) -> Client {
-    Client::new("qemu-img").args(arguments)
-}
+use crate::harness::{MIB, Scratch, Serve, assert_says, qemu_img, text};
 
 /// An image of 16 MiB: data, a hole, data that ends in the middle of a sector of 4096 bytes.
 fn original(scratch: &Scratch) -> std::path::PathBuf {

@@ -1,16 +1,6 @@
 //! qemu-io: writes whose pattern a later read verifies, zeroes, discards, a second opening.
 
-use crate::harness::{Client, MIB, Scratch, Serve};
-
-/// Runs commands on an export; each must succeed, which qemu-io's exit status alone does not say.
-#[track_caller]
-fn qemu_io(uri: &str, commands: &[&str]) -> String {
-    let arguments = commands.iter().flat_map(|command| ["-c", command]);
-    let printed = Client::new("qemu-io").args(["-f", "raw"]).args(arguments).arg(uri).succeeds();
-    let wrong = ["failed", "error", "not support"];
-    assert!(!wrong.iter().any(|word| printed.to_lowercase().contains(word)), "{printed}");
-    printed
-}
+use crate::harness::{Client, MIB, Scratch, Serve, qemu_io};
 
 #[test]
 fn patterns_are_read_back_after_reopening() {
@@ -20,8 +10,8 @@ fn patterns_are_read_back_after_reopening() {
             Serve::new(&scratch).arg(scratch.sparse("disk.raw", 8 * MIB)).args(["--cache", cache]).start();
         let uri = weir.uri("disk");
         qemu_io(
-            &uri,
-            &[
+            ["-f", "raw"],
+            [
                 "write -P 0x11 0 1M",
                 "write -P 0x22 1537 5000",
                 "write -f -P 0x33 2M 64k",
@@ -29,10 +19,11 @@ fn patterns_are_read_back_after_reopening() {
                 "aio_flush",
                 "flush",
             ],
+            &uri,
         );
         qemu_io(
-            &uri,
-            &[
+            ["-f", "raw"],
+            [
                 "read -P 0x11 0 1537",
                 "read -P 0x22 1537 5000",
                 "read -P 0x11 6537 1000000",
@@ -40,6 +31,7 @@ fn patterns_are_read_back_after_reopening() {
                 "read -P 0x44 3M 1M",
                 "read -P 0 4M 4M",
             ],
+            &uri,
         );
     }
 }
@@ -53,8 +45,8 @@ fn zeroes_and_discards_are_what_they_should_be() {
             if export == "disk" { scratch.sparse(image, 8 * MIB).into_os_string() } else { image.into() };
         let weir = Serve::new(&scratch).arg(image).start();
         qemu_io(
-            &weir.uri(export),
-            &[
+            ["-f", "raw"],
+            [
                 "write -P 0x77 0 4M",
                 "write -z 64k 1000",
                 "write -z -u 1M 1M",
@@ -65,6 +57,7 @@ fn zeroes_and_discards_are_what_they_should_be() {
                 "read -P 0 1M 1M",
                 "read -P 0x77 3M 1M",
             ],
+            weir.uri(export),
         );
     }
 }

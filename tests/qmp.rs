@@ -4,7 +4,7 @@ use std::{fs, os::unix::fs::PermissionsExt as _, path::PathBuf};
 
 use serde_json::{Value, json};
 
-use crate::harness::{Client, MIB, Qmp, Scratch, Serve, Weir, assert_says, text};
+use crate::harness::{Client, MIB, Qmp, Scratch, Serve, Weir, assert_says, qemu_io, text};
 
 /// A daemon of two disks with a control socket; `b` reads only.
 fn serve(scratch: &Scratch) -> (Weir, PathBuf) {
@@ -198,9 +198,7 @@ fn what_was_done_is_counted() {
     let (weir, path) = serve(&scratch);
     let mut client = Qmp::negotiated(&path);
     client.command("block_set_io_throttle", throttle("a", json!({"iops": 1000})));
-    Client::new("qemu-io")
-        .args(["-f", "raw", "-c", "write 0 64k", "-c", "read 0 4k", &weir.uri("a")])
-        .succeeds();
+    qemu_io(["-f", "raw"], ["write 0 64k", "read 0 4k"], weir.uri("a"));
     let stats = client.command("query-blockstats", json!({}));
     assert_eq!(stats[0]["device"], "a");
     assert_eq!(stats[0]["stats"]["wr_bytes"], 64 << 10);

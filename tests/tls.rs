@@ -8,7 +8,7 @@ use std::{
 };
 
 use crate::harness::{
-    Client, MIB, Scratch, Serve, Weir, Wire, assert_says, text,
+    Client, MIB, Scratch, Serve, Weir, Wire, assert_says, qemu_img, qemu_io, text,
     wire::{OPT_LIST, OPT_STARTTLS, REP_ACK, REP_ERR_TLS_REQD},
 };
 
@@ -137,13 +137,10 @@ fn qemu_speaks_tls_with_certificates() {
     let scratch = Scratch::new();
     let authority = Authority::new(&scratch, "authority");
     let weir = authority.serve(&scratch, &["--tls", "required", "--tls-verify-peer"]);
-    let info = Client::new("qemu-img").arg("info").args(qemu(&weir, &x509(&authority.0))).succeeds();
+    let info = qemu_img(["info"]).args(qemu(&weir, &x509(&authority.0))).succeeds();
     assert_says(&info, &["virtual size: 4 MiB"]);
-    let printed = Client::new("qemu-io")
-        .args(["-c", "write -P 0x5a 1M 1M", "-c", "read -P 0x5a 1M 1M", "-c", "flush"])
-        .args(qemu(&weir, &x509(&authority.0)))
-        .succeeds();
-    assert!(!printed.contains("failed"), "{printed}");
+    let options = ["--object", &x509(&authority.0), "--image-opts"];
+    qemu_io(options, ["write -P 0x5a 1M 1M", "read -P 0x5a 1M 1M", "flush"], image_options(&weir));
 }
 
 #[test]
@@ -184,7 +181,7 @@ fn where_tls_is_required_plain_clients_are_refused() {
     let weir = authority.serve(&scratch, &["--tls", "required"]);
     let said = size(&weir.uri("disk")).fails();
     assert_says(&said, &["TLS"]);
-    let said = Client::new("qemu-img").args(["info", "-f", "raw", &weir.uri("disk")]).fails();
+    let said = qemu_img(["info", "-f", "raw", &weir.uri("disk")]).fails();
     assert_says(&said, &["TLS"]);
 }
 
@@ -241,7 +238,7 @@ fn pre_shared_keys_are_enough() {
 
     let credentials =
         format!("tls-creds-psk,id=t,endpoint=client,username=alice,dir={}", text(&scratch.path("")));
-    let info = Client::new("qemu-img").arg("info").args(qemu(&weir, &credentials)).succeeds();
+    let info = qemu_img(["info"]).args(qemu(&weir, &credentials)).succeeds();
     assert_says(&info, &["virtual size: 4 MiB"]);
 
     // A key of one's own making is not one that the server knows, whatever the name.

@@ -5,6 +5,7 @@ use std::{
     ffi::{OsStr, OsString},
     fs::File,
     io::{Seek as _, Write as _},
+    path::Path,
     process::{Command, Output, Stdio},
 };
 
@@ -28,6 +29,9 @@ const PACKAGES: [(&str, &str); 14] = [
 
 /// Where `scripts/python-clients` puts what Debian does not have.
 const PYTHON_CLIENTS: &str = concat!(env!("CARGO_TARGET_TMPDIR"), "/../python-clients/bin");
+
+/// The program that is tested.
+pub(crate) const WEIR: &str = env!("CARGO_BIN_EXE_weir");
 
 /// Longest that a client may take, in seconds.
 const MOST_SECONDS: &str = "90";
@@ -80,7 +84,8 @@ impl Client {
             .env("LC_ALL", "C.UTF-8")
             .env("PATH", search_path())
             .env_remove("LIBNBD_DEBUG")
-            .env_remove("LISTEN_FDS");
+            .env_remove("LISTEN_FDS")
+            .env_remove("WEIR_QMP");
         Self { command, name: program.to_owned(), input: None }
     }
 
@@ -104,6 +109,17 @@ impl Client {
         Self { input: Some(file), ..self }
     }
 
+    /// What the test is at, for a failure to say.
+    pub(crate) fn about(self, what: &str) -> Self {
+        Self { name: format!("{what}: {}", self.name), ..self }
+    }
+
+    /// Where it runs, and names that are not absolute begin.
+    pub(crate) fn inside(mut self, directory: &Path) -> Self {
+        self.command.current_dir(directory);
+        self
+    }
+
     /// Runs it to its end.
     #[track_caller]
     pub(crate) fn run(mut self) -> Outcome {
@@ -122,6 +138,26 @@ impl Client {
     #[track_caller]
     pub(crate) fn succeeds(self) -> String {
         self.run().succeeded()
+    }
+
+    /// Runs it; it must be qemu-io, and succeed with each of these commands on `target`, which its exit status alone does not say. What it
+    /// printed.
+    #[track_caller]
+    pub(crate) fn does<T: AsRef<OsStr>>(
+        self,
+        commands: impl IntoIterator<Item = T>,
+        target: impl AsRef<OsStr>,
+    ) -> String {
+        let client = commands.into_iter().fold(self, |client, command| client.arg("-c").arg(command));
+        let client = client.arg(target);
+        let name = client.name.clone();
+        let printed = client.succeeds();
+        let wrong = ["failed", "error", "not support"];
+        assert!(
+            !wrong.iter().any(|word| printed.to_lowercase().contains(word)),
+            "{name} printed:\n{printed}"
+        );
+        printed
     }
 
     /// Runs it; it must fail by itself. What it said on standard error.
@@ -174,6 +210,34 @@ impl Outcome {
         );
         printed
     }
+}
+
+/// The program that is tested, for a command that ends by itself.
+#[track_caller]
+pub(crate) fn weir(arguments: &[&str]) -> Client {
+    Client::new(WEIR).args(arguments)
+}
+
+/// `weir image`, whose arguments are qemu-img's.
+#[track_caller]
+pub(crate) fn weir_image(arguments: &[&str]) -> Client {
+    weir(&["image"]).args(arguments)
+}
+
+/// qemu-img.
+#[track_caller]
+pub(crate) fn qemu_img<T: AsRef<OsStr>>(arguments: impl IntoIterator<Item = T>) -> Client {
+    Client::new("qemu-img").args(arguments)
+}
+
+/// Has qemu-io run commands on something: see [`Client::does`].
+#[track_caller]
+pub(crate) fn qemu_io<O: AsRef<OsStr>, C: AsRef<OsStr>>(
+    options: impl IntoIterator<Item = O>,
+    commands: impl IntoIterator<Item = C>,
+    target: impl AsRef<OsStr>,
+) -> String {
+    Client::new("qemu-io").args(options).does(commands, target)
 }
 
 /// An nbdsh that runs a Python script; `h` is a handle that is not connected, `nbd` the module.

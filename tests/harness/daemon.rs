@@ -69,7 +69,7 @@ impl Serve {
     }
 
     fn command(&self) -> Command {
-        let weir = OsStr::new(env!("CARGO_BIN_EXE_weir"));
+        let weir = OsStr::new(client::WEIR);
         let mut command = match self.before.split_first() {
             Some((program, arguments)) => {
                 client::need(text(Path::new(program)));

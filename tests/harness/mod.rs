@@ -22,7 +22,9 @@ pub(crate) mod wire;
 
 use std::time::Duration;
 
-pub(crate) use client::{Client, nbdsh, nbdsh_command, need, search_path};
+pub(crate) use client::{
+    Client, WEIR, nbdsh, nbdsh_command, need, qemu_img, qemu_io, search_path, weir, weir_image,
+};
 pub(crate) use daemon::{Serve, Weir};
 pub(crate) use loop_device::LoopDevice;
 pub(crate) use qmp::Qmp;

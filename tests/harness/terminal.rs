@@ -19,7 +19,7 @@ use nix::{
     unistd::Pid,
 };
 
-use super::DEADLINE;
+use super::{DEADLINE, WEIR};
 
 /// What was drawn, and whether no more will be.
 #[derive(Default)]
@@ -41,7 +41,7 @@ impl Terminal {
         let size = Winsize { ws_row: 24, ws_col: 80, ws_xpixel: 0, ws_ypixel: 0 };
         let OpenptyResult { master, slave } = openpty(Some(&size), None).expect("there are terminals");
         let end = || Stdio::from(slave.try_clone().expect("there are descriptors"));
-        let mut command = Command::new(env!("CARGO_BIN_EXE_weir"));
+        let mut command = Command::new(WEIR);
         command.args(arguments).env("TERM", "xterm-256color").env_remove("WEIR_QMP");
         let child =
             command.stdin(end()).stdout(end()).stderr(end()).spawn().expect("cargo built the program");
