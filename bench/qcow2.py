@@ -3,11 +3,16 @@
 Why QEMU's own tool makes every image: weir and QEMU then work on the very same file, and neither gains from how the other lays one out.
 
 Images lie beside the raw disk file and are made once; what a sample makes is removed with it. Never writes to the raw file.
+
+Rows whose name ends in -ram have their images in a file system in memory: there the disk is not what everybody waits for, and what is compared
+is the programs. The others show what is left of that on this machine's disk.
 """
 
 import resource
+import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import nbd
 
@@ -99,11 +104,21 @@ def qemu_bench(path, aio, count, *options, image_options=""):
     return ["qemu-img", "bench", "-f", "qcow2", "-t", "none", "-i", aio, "-d", DEPTH, "-c", count, *options, path]
 
 
-def everywhere(kind):
+def in_ram(setup, stack):
+    """The same with a directory in memory for the images, which goes with the row."""
+    directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="weir-bench-", dir="/dev/shm"))
+    raw = Path(directory) / setup.disk.name
+    run(["cp", "--sparse=never", setup.disk, raw])
+    return replace(setup, disk=raw)
+
+
+def everywhere(kind, ram):
     """4 KiB requests all over the disk, with an L2 cache that covers it."""
     write = ["-w"] if kind == "write" else []
 
-    def contenders(setup, _stack):
+    def contenders(setup, stack):
+        if ram:
+            setup = in_ram(setup, stack)
         image = Image("random", setup.size_bytes)
         count = requests(setup)
         step = ["-s", 4096, "-S", FAR_STEP]
@@ -194,11 +209,13 @@ def covering(part):
     return contenders
 
 
-def over_nbd(kind):
+def over_nbd(kind, ram):
     """The same over NBD: fio's random requests of 4 KiB."""
     load = Load(kind, 32)
 
-    def contenders(setup, _stack):
+    def contenders(setup, stack):
+        if ram:
+            setup = in_ram(setup, stack)
         path = path_of(setup, Image("random", setup.size_bytes))
 
         def on(argv):
@@ -306,12 +323,23 @@ def _mib(value):
     return f"{value / MIB:.0f} MiB"
 
 
-def _everywhere(kind):
+def _everywhere(kind, ram):
+    where = ", images in memory" if ram else ""
     return Row(
-        f"qcow2-rand{kind}",
-        f"4 KiB {kind}s everywhere, depth 32, qcow2, in-process, L2 cache for the whole disk, cache none",
-        everywhere(kind),
+        f"qcow2-rand{kind}{'-ram' if ram else ''}",
+        f"4 KiB {kind}s everywhere, depth 32, qcow2, in-process, L2 cache for the whole disk, cache none{where}",
+        everywhere(kind, ram),
         (Faster(WEIR, 0.95, (RAW,)), Faster(WEIR, 1.5, QEMU)),
+    )
+
+
+def _over_nbd(kind, ram):
+    where = ", images in memory" if ram else ""
+    return Row(
+        f"qcow2-nbd-{kind}{'-ram' if ram else ''}",
+        f"4 KiB {kind}, depth 32, one connection, qcow2 over NBD, L2 cache for the whole disk, cache none{where}",
+        over_nbd(kind, ram),
+        (Faster(WEIR, 0.95, (RAW,)), Faster(WEIR, 1.5, QEMU_NBD)),
     )
 
 
@@ -327,8 +355,7 @@ def _covering(part):
 
 
 ROWS = (
-    _everywhere("read"),
-    _everywhere("write"),
+    *(_everywhere(kind, ram) for ram in (True, False) for kind in ("read", "write")),
     *(
         Row(
             f"qcow2-allocate-{name}",
@@ -340,15 +367,7 @@ ROWS = (
         for name, cluster in (("64K", 65536), ("2M", 2 * MIB))
     ),
     *(_covering(part) for part in (128, 32, 8, 2, 1)),
-    *(
-        Row(
-            f"qcow2-nbd-{kind}",
-            f"4 KiB {kind}, depth 32, one connection, qcow2 over NBD, L2 cache for the whole disk, cache none",
-            over_nbd(kind),
-            (Faster(WEIR, 0.95, (RAW,)), Faster(WEIR, 1.5, QEMU_NBD)),
-        )
-        for kind in ("randread", "randwrite")
-    ),
+    *(_over_nbd(kind, ram) for ram in (True, False) for kind in ("randread", "randwrite")),
     Row(
         "qcow2-convert",
         "convert from raw to qcow2, 16 requests at a time in any order",
