@@ -3,7 +3,10 @@
 //! Read are the header, the L1 table and the refcount table: 8 bytes for each L2 table and refcount block, so an image of any size opens at once.
 //! Everything else is read, and checked, when it is needed.
 
-use std::sync::{Arc, Mutex, atomic::AtomicU64};
+use std::sync::{
+    Arc, Mutex,
+    atomic::{AtomicU64, Ordering::Relaxed},
+};
 
 use arc_swap::ArcSwap;
 
@@ -109,6 +112,8 @@ pub struct Opened {
     pub(super) cache: ArcSwap<L2Cache>,
     /// Of a slice in bytes, as bits.
     pub(super) slice_size_bits: AtomicU64,
+    /// Which of those who drop unused slices is to go on: the last one.
+    cleaning: AtomicU64,
     pub(super) refcounts: Refcounts,
     pub(super) overlap: Metadata,
     pub(super) pending: Mutex<Pending>,
@@ -226,6 +231,7 @@ impl Qcow2 {
             l1: ArcSwap::from_pointee(l1),
             cache: ArcSwap::from_pointee(L2Cache::new(sizes.l2_bytes, sizes.entry_bytes)),
             slice_size_bits: AtomicU64::new(u64::from(sizes.entry_bytes.trailing_zeros())),
+            cleaning: AtomicU64::new(0),
             refcounts,
             overlap,
             pending: Mutex::default(),
@@ -256,8 +262,9 @@ impl Qcow2 {
         self.file.make_whole(header.cluster_bytes()).await
     }
 
-    /// Drops slices that are not used, from time to time.
+    /// Drops slices that are not used, from time to time; never, if the interval is zero. What was asked before is forgotten.
     fn keep_cache_clean(&self, interval: policy::time::Duration) {
+        let turn = self.cleaning.fetch_add(1, Relaxed) + 1;
         if interval.is_zero() {
             return;
         }
@@ -267,13 +274,16 @@ impl Qcow2 {
             loop {
                 reactor::sleep_until(reactor::now() + interval).await;
                 let Some(image) = image.upgrade().map(Self) else { return };
+                if image.cleaning.load(Relaxed) != turn {
+                    return;
+                }
                 let _pending = image.pending();
                 seen = image.cache.load().drop_unused(seen);
             }
         });
     }
 
-    /// Other sizes for the caches, from now on. What was in them is read again when it is needed.
+    /// Other sizes for the caches, and another interval, from now on. What was in them is read again when it is needed.
     ///
     /// # Errors
     /// [`OpenFailure::Caches`], and the old ones stay; or metadata cannot be written.
@@ -285,6 +295,7 @@ impl Qcow2 {
             .store(u64::from(sizes.entry_bytes.trailing_zeros()), std::sync::atomic::Ordering::Release);
         self.cache.store(Arc::new(L2Cache::new(sizes.l2_bytes, sizes.entry_bytes)));
         self.refcounts.set_cache_bytes(sizes.refcount_bytes);
+        self.keep_cache_clean(settings.clean_interval);
         Ok(sizes)
     }
 }

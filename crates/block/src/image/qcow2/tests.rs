@@ -1,5 +1,6 @@
 //! An open image against a plain array: random requests over every kind of image that weir makes.
 
+use policy::time::Duration;
 use proptest::prelude::*;
 
 use super::{
@@ -394,5 +395,25 @@ fn what_was_behind_the_old_end_does_not_come_to_light() {
         image.close().await.expect("memory");
         let report = check(image.storage(), Repair::Nothing).await.expect("valid");
         assert_eq!((report.corruptions, report.leaks), (0, 0), "{report:?}");
+    });
+}
+
+#[test]
+fn what_is_not_used_goes_as_soon_as_somebody_asks_for_that() {
+    sim::run(1, async {
+        let content = written().await;
+        let never = CacheSettings { clean_interval: Duration::ZERO, ..CacheSettings::default() };
+        let image = Qcow2::open(Parts { caches: never, ..parts_of(&content).await }).await.expect("valid");
+        let pass = async |seconds| {
+            image.read(0, 512).await.expect("reads");
+            reactor::sleep_until(reactor::now() + Duration::from_secs(seconds)).await;
+            image.cache_statistics().bytes > 0
+        };
+        assert!(pass(10_000).await, "never");
+        let often = CacheSettings { clean_interval: Duration::from_secs(1), ..never };
+        image.set_caches(often).await.expect("valid");
+        assert!(!pass(3).await, "after a second, or two");
+        image.set_caches(never).await.expect("valid");
+        assert!(pass(10_000).await, "never again");
     });
 }
