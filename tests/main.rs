@@ -24,6 +24,7 @@ mod measuring;
 mod nbdcopy;
 mod nbdinfo;
 mod probing;
+mod qcow2_bitmaps;
 mod qcow2_check;
 mod qcow2_conformance;
 mod qcow2_convert;

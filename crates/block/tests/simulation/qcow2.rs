@@ -2,7 +2,8 @@
 //!
 //! The clients and the model of what each byte may be are those of `disks`; between them and the simulated disk lies an image. After
 //! every crash the file is what a power failure leaves of it: writes since the last flush lost, torn and in any order. It is then opened as it is;
-//! the guest's bytes must be what the model allows, and every cluster that something refers to must be counted, and referred to once.
+//! the guest's bytes must be what the model allows, and every cluster that something refers to must be counted, and referred to once. A bitmap that
+//! says that it is right must mark all that was changed since it was made.
 
 use std::{
     cell::{Cell, RefCell},
@@ -17,6 +18,7 @@ use block::{
         Image, Qcow2,
         qcow2::{
             CacheSettings, L2Size, Parts,
+            bitmap::BitmapError,
             create::{CreateOptions, create},
         },
     },
@@ -72,7 +74,15 @@ struct Life {
     content: Vec<u8>,
     clients: usize,
     crashes: usize,
+    /// The disk when the bitmap was made, if there is one.
+    before: Option<Vec<u8>>,
+    /// After the last crash, it said that it was right.
+    is_bitmap_good: bool,
 }
+
+/// A bit of it is for so many bytes, as bits.
+const GRANULARITY_BITS: u32 = 9;
+const BITMAP: &str = "changes";
 
 impl Life {
     async fn draw(tally: &Rc<RefCell<Tally>>) -> Self {
@@ -83,7 +93,11 @@ impl Life {
         let options = CreateOptions { size_bytes: (blocks * block_bytes) as u64, ..options };
         let storage = memory(&[]).await;
         create(&storage, None, &options).await.expect("drawn valid");
+        let has_bitmap = options.version >= 3 && chance(50);
         let mut content = content_of(&storage).await;
+        if has_bitmap {
+            content = with_bitmap(&content).await;
+        }
         content.resize(content.len().next_multiple_of(block_bytes), 0);
         let group = Group::new("group", GroupSettings::default(), None).expect("no limits");
         let errors = if chance(30) { sim::random(fastrand::Rng::f64) / 16.0 } else { 0.0 };
@@ -105,6 +119,8 @@ impl Life {
             content,
             clients: sim::random(|random| random.usize(1..=6)),
             crashes: sim::random(|random| random.usize(1..=3)),
+            before: has_bitmap.then(|| vec![0; blocks * block_bytes]),
+            is_bitmap_good: has_bitmap,
         }
     }
 
@@ -113,7 +129,18 @@ impl Life {
             let Some((device, disk)) = self.open().await else { continue };
             let clients = self.start(&disk);
             sleep_until(now() + short_time()).await;
-            if chance(50) {
+            if chance(20) {
+                for client in clients {
+                    client.await;
+                }
+                let closing = spawn_joinable(async move {
+                    // Nobody waits for how it ends.
+                    let _ = disk.image().close().await;
+                });
+                sleep_until(now() + short_time()).await;
+                self.crash(&device).await;
+                closing.cancel().await;
+            } else if chance(50) {
                 stop(clients).await;
                 self.crash(&device).await;
             } else {
@@ -133,6 +160,10 @@ impl Life {
         if chance(50) {
             while disk.image().close().await.is_err() {}
             self.crash(&device).await;
+            assert!(
+                self.before.is_none() || self.is_bitmap_good || self.shared.may_fail,
+                "closed in order, and the bitmap is not right"
+            );
             let now = references::of(&self.content).leaks;
             assert!(now <= leaks || self.shared.may_fail, "closed in order, and {now} leaks, not {leaks}");
         } else {
@@ -172,9 +203,46 @@ impl Life {
             Qcow2::open(Parts { read_only: true, ..parts(storage, self.caches) }).await.expect("valid");
         let mut guest = vec![0; image.size_bytes() as usize];
         image.read(0, guest.len()).await.expect("valid").copy_to(&mut guest);
+        self.look_at_bitmap(&image, &guest).await;
         self.shared.model.borrow_mut().crash(guest);
         self.shared.tally.borrow_mut().crashes += 1;
     }
+
+    /// One that is right marks every difference; one that is not is made again.
+    async fn look_at_bitmap(&mut self, image: &Qcow2, guest: &[u8]) {
+        let Some(before) = &self.before else { return };
+        let bits = match image.bitmap_bits(BITMAP).await {
+            Ok(bits) => bits,
+            Err(BitmapError::InUse(_)) => {
+                self.is_bitmap_good = false;
+                self.content = with_bitmap(&self.content).await;
+                let block_bytes = self.shared.block_bytes;
+                self.content.resize(self.content.len().next_multiple_of(block_bytes), 0);
+                self.before = Some(guest.to_vec());
+                return;
+            }
+            Err(why) => panic!("{why}"),
+        };
+        self.is_bitmap_good = true;
+        let mut marked = vec![false; guest.len()];
+        for range in bits.marked() {
+            marked[range.start as usize..range.end as usize].fill(true);
+        }
+        let unmarked = (0..guest.len()).find(|&at| guest[at] != before[at] && !marked[at]);
+        assert_eq!(unmarked, None, "changed, and not marked");
+    }
+}
+
+/// The file with a bitmap that marks nothing, instead of the one that it may have.
+async fn with_bitmap(content: &[u8]) -> Vec<u8> {
+    let image = Qcow2::open_for_upkeep(memory(content).await).await.expect("valid");
+    match image.remove_bitmap(BITMAP).await {
+        Ok(()) | Err(BitmapError::NotFound(_)) => {}
+        Err(why) => panic!("{why}"),
+    }
+    image.add_bitmap(BITMAP, GRANULARITY_BITS).await.expect("room");
+    image.close().await.expect("memory");
+    content_of(image.storage()).await
 }
 
 fn parts(storage: Storage, caches: CacheSettings) -> Parts {

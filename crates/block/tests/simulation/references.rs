@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 
 use block::image::qcow2::{
+    bitmap::{Bits, decode_table},
     entry::{Cluster, L1Entry, Shape},
     header::Header,
 };
@@ -61,6 +62,9 @@ pub(crate) fn of(file: &[u8]) -> References {
             }
         }
     }
+    for (name, offset, length) in bitmaps(file, &header) {
+        refer(name, offset, length);
+    }
     let refcount_bits = header.refcount_bits() as usize;
     let per_block = cluster_bytes * 8 / refcount_bits;
     for (index, block) in blocks.iter().enumerate().filter(|(_, block)| **block != 0) {
@@ -74,6 +78,30 @@ pub(crate) fn of(file: &[u8]) -> References {
     }
     let leaks = clusters.values().filter(|(who, count)| (who.len() as u64) < *count).count();
     References { clusters, leaks }
+}
+
+/// Directory, tables and bits of the bitmaps: where, and how many bytes. What a directory entry holds is where it is in every version.
+fn bitmaps(file: &[u8], header: &Header) -> Vec<(String, u64, u64)> {
+    let Some(bitmaps) = header.bitmaps else { return Vec::new() };
+    let mut places = vec![("bitmap directory".into(), bitmaps.directory.offset, bitmaps.directory.length)];
+    let directory = at(file, bitmaps.directory.offset, bitmaps.directory.length as usize);
+    let mut entry = 0;
+    for number in 0..bitmaps.count {
+        let field = |at: usize, length: usize| {
+            let bytes = &directory[entry + at..entry + at + length];
+            bytes.iter().fold(0, |value, byte| value << 8 | u64::from(*byte))
+        };
+        let (offset, length) = (field(0, 8), field(8, 4) * 8);
+        places.push((format!("table of bitmap {number}"), offset, length));
+        let table = decode_table(&at(file, offset, length as usize), header.cluster_bytes());
+        for part in table.expect("a valid bitmap table") {
+            if let Bits::Stored(offset) = part {
+                places.push((format!("bits of bitmap {number}"), offset, 1));
+            }
+        }
+        entry += (24 + field(18, 2) as usize + field(20, 4) as usize).next_multiple_of(8);
+    }
+    places
 }
 
 impl References {

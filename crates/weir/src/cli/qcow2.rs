@@ -59,7 +59,7 @@ pub(crate) struct Qcow2Args {
     /// An open descriptor to read the passphrase from
     #[arg(long, value_name = "N", conflicts_with_all = ["config", "secret_file"])]
     secret_fd: Vec<u32>,
-    /// Let clients see which parts this bitmap of the image marks, as qemu:dirty-bitmap:NAME; repeatable, needs --read-only
+    /// Let clients see which parts this bitmap of the image marks, as qemu:dirty-bitmap:NAME; repeatable
     #[arg(long, value_name = "NAME", conflicts_with = "config")]
     bitmap: Vec<String>,
 }

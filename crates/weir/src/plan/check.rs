@@ -146,11 +146,6 @@ fn plan_disk(disk: &DiskDraft, groups: &Groups<'_>) -> Result<Disk, Wrong> {
     let (settings, group) = settings(disk, groups)?;
     let format = disk.format.as_ref().map(|said| said.value);
     let qcow2 = disk.qcow2.check()?;
-    if let (Some(bitmap), false) = (disk.qcow2.bitmaps.first(), disk.read_only) {
-        return Err(bitmap
-            .place
-            .wrong("needs read-only; a bitmap says nothing of an image that is being written to"));
-    }
     if let (Some(Format::Raw), Some(place)) = (format, &qcow2.said) {
         return Err(place.wrong("is for qcow2 images, and this one is raw (leave it out)"));
     }

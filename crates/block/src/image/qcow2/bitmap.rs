@@ -5,13 +5,18 @@
 //! ```
 //!
 //! - `directory`: directory and tables, from bytes to meaning and back.
-//! - `bits`: what one marks, in memory.
+//! - `bits`: what one marks, in memory; `live`: the same while it is being added to.
 //! - `change`: what becomes of them on an open image.
-//! - `view`: what a bitmap marks, in an image that is not written to.
+//! - `record`: those that take down what is written, from the opening of an image to its close.
+//! - `view`: what a bitmap marks, asked range by range.
 
 mod bits;
 mod change;
 mod directory;
+mod live;
+mod record;
+#[cfg(test)]
+mod tests;
 mod view;
 
 pub use bits::DirtyBits;
@@ -19,4 +24,6 @@ pub use change::BitmapError;
 pub use directory::{
     Bits, Entry, GRANULARITY_BITS, LONGEST_NAME, decode_table, encode, encode_table, flag, read,
 };
+use record::Recorded;
+pub(super) use record::Recording;
 pub use view::{BitmapView, Marked, NoView};

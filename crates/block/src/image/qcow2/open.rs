@@ -12,6 +12,7 @@ use arc_swap::ArcSwap;
 
 use super::{
     Invalid, Qcow2,
+    bitmap::Recording,
     bytes::{self, MetadataError, read_header},
     cache::L2Cache,
     cache_settings::{CacheSettings, CacheSizes, InvalidCache},
@@ -117,6 +118,8 @@ pub struct Opened {
     pub(super) refcounts: Refcounts,
     pub(super) overlap: Metadata,
     pub(super) pending: Mutex<Pending>,
+    /// Bitmaps that take down what is written.
+    pub(super) recording: Recording,
     pub(super) gate: Gate,
     /// Guest bytes whose clusters somebody changes.
     pub(super) guest: RangeLocks,
@@ -235,6 +238,7 @@ impl Qcow2 {
             refcounts,
             overlap,
             pending: Mutex::default(),
+            recording: Recording::default(),
             gate: Gate::new(),
             guest: RangeLocks::default(),
             tables: RangeLocks::default(),
@@ -254,9 +258,8 @@ impl Qcow2 {
         if header.autoclear & !autoclear::KNOWN != 0 {
             self.file.update_header(|header| header.autoclear &= autoclear::KNOWN).await?;
         }
-        // What is not kept up to date must not look as if it were.
-        if header.autoclear & autoclear::BITMAPS != 0 && !keeps_bitmaps {
-            self.mark_bitmaps_in_use().await?;
+        if !keeps_bitmaps {
+            self.take_up_bitmaps().await?;
         }
         // The last cluster may be incomplete, and somebody may write to its end.
         self.file.make_whole(header.cluster_bytes()).await

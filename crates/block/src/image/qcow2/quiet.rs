@@ -39,7 +39,7 @@ impl Qcow2 {
         }
     }
 
-    /// Writes everything, and cuts off what the file has behind its last cluster. The image must not be used afterwards.
+    /// Writes everything, also what bitmaps recorded, and cuts off what the file has behind its last cluster. The image must not be used afterwards.
     ///
     /// # Errors
     /// The file's; what was flushed before is safe.
@@ -54,6 +54,7 @@ impl Qcow2 {
             data.flush().await?;
         }
         let _quiet = self.quiesce().await?;
+        self.lay_down_bitmaps().await;
         let end = self.refcounts.end_of_use(&self.file).await?;
         self.file.cut(end).await?;
         self.file.flush().await

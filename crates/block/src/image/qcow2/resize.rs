@@ -1,7 +1,7 @@
 //! Another size for the disk.
 //!
 //! Growing needs an L1 table with more entries: a new one is written elsewhere, and the header changes to it in one sector. Shrinking gives
-//! back what lies behind the new end first, and keeps the table.
+//! back what lies behind the new end first, and keeps the table. Bitmaps get the size of the disk.
 
 use super::{
     Qcow2, bytes,
@@ -27,7 +27,10 @@ impl Qcow2 {
             return Err(ResizeError::Unaligned { multiple: 512 });
         }
         let header = self.file.header();
-        let largest = (LARGEST_L1 / 8) << (header.cluster_bits + header.l2_bits());
+        let mut largest = (LARGEST_L1 / 8) << (header.cluster_bits + header.l2_bits());
+        if header.bitmaps.is_some() {
+            largest = largest.min(self.largest_with_bitmaps().await?).max(header.size_bytes);
+        }
         if size_bytes > largest {
             return Err(ResizeError::TooLarge { largest });
         }
@@ -47,11 +50,22 @@ impl Qcow2 {
     }
 
     async fn shrink(&self, to: u64, from: u64) -> Result<()> {
-        let first = to.next_multiple_of(1 << self.shape.cluster_bits);
+        // What is cut off changes before the disk's size does.
+        self.begin_recording().await?;
+        let first = to.next_multiple_of(1 << self.shape.cluster_bits).min(from);
+        let shrunk = self.cut_off(first, to, from).await;
+        if shrunk.is_err() {
+            // It stays a part of the disk, and is another one by now.
+            self.mark_recorded(first, from - first);
+        }
+        shrunk
+    }
+
+    async fn cut_off(&self, first: u64, to: u64, from: u64) -> Result<()> {
         if first < from {
             self.forget(first, from).await?;
         }
-        self.set_size(to).await?;
+        self.set_size(from, to).await?;
         if let Some(data) = &self.data {
             bytes::set_size(data, to).await?;
         }
@@ -83,13 +97,18 @@ impl Qcow2 {
             self.preallocate_inside(from, to, Preallocation::Metadata).await?;
         }
         self.write_everything().await?;
-        self.set_size(to).await
+        self.set_size(from, to).await
     }
 
-    async fn set_size(&self, size_bytes: u64) -> Result<()> {
-        self.update_header(|header| header.size_bytes = size_bytes).await?;
+    /// Only while quiet.
+    async fn set_size(&self, from: u64, to: u64) -> Result<()> {
+        // A bitmap whose size is not the disk's keeps QEMU from opening the image, unless it is in use.
+        let suspended = self.suspend_bitmaps().await?;
+        let changed = self.update_header(|header| header.size_bytes = to).await;
+        let size_bytes = if changed.is_ok() { to } else { from };
         self.size.store(size_bytes, std::sync::atomic::Ordering::Release);
-        Ok(())
+        self.resize_bitmaps(from, size_bytes, &suspended).await;
+        changed
     }
 
     /// Writes the L1 table to where it has room for so many entries.

@@ -61,6 +61,7 @@ impl Qcow2 {
             let _pass = self.gate.enter().await;
             // Inside, for a resize waits until nobody is.
             self.check_change(offset, length)?;
+            self.record(offset, length).await?;
             self.write_inside(offset, data, durability).await?;
         }
         self.made_durable(offset, length, durability).await
@@ -450,6 +451,7 @@ impl Qcow2 {
         let write = reactor::spawn_to_end(async move {
             let _pass = image.gate.enter().await;
             image.check_change(offset, length)?;
+            image.record(offset, length).await?;
             image.write_packed(offset, packed).await
         });
         write.await.unwrap_or(Err(Error::SHUTDOWN))

@@ -43,6 +43,7 @@ impl Qcow2 {
             {
                 let _pass = image.gate.enter().await;
                 image.check_change(offset, length)?;
+                image.record(offset, length).await?;
                 image.zero_inside(offset, length, options).await?;
             }
             image.made_durable(offset, length, options.durability).await
@@ -84,6 +85,7 @@ impl Qcow2 {
             {
                 let _pass = image.gate.enter().await;
                 image.check_change(offset, length)?;
+                image.record(offset, length).await?;
                 image.discard_inside(offset, length).await?;
             }
             image.made_durable(offset, length, Durability::Cached).await

@@ -19,6 +19,18 @@ impl DirtyBits {
         Self { size_bytes, granularity_bits, bytes: vec![0; bits.div_ceil(8) as usize] }
     }
 
+    /// The bytes that the bits of such a disk take.
+    pub(super) fn bytes_for(size_bytes: u64, granularity_bits: u32) -> u64 {
+        size_bytes.div_ceil(1 << granularity_bits).div_ceil(8)
+    }
+
+    /// The same marks for a disk of another size: what is added is not marked, what is cut off is forgotten.
+    pub(super) fn resized(&self, size_bytes: u64) -> Self {
+        let mut resized = Self::new(size_bytes, self.granularity_bits);
+        resized.fill(0, self.bytes.iter().copied());
+        resized
+    }
+
     /// Of the disk, in bytes.
     pub fn size_bytes(&self) -> u64 {
         self.size_bytes
@@ -110,6 +122,16 @@ mod tests {
         coarse.merge(&bits);
         assert_eq!(coarse.marked().next(), Some(0..100_000));
         assert_eq!(coarse.marked().count(), 1);
+    }
+
+    #[test]
+    fn another_size_keeps_what_is_inside_of_both() {
+        let mut bits = DirtyBits::new(5 << 16, 16);
+        bits.mark(3 << 16..5 << 16);
+        let less = bits.resized((3 << 16) + 512);
+        let only = |bits: &DirtyBits| (bits.marked().next(), bits.marked().count());
+        assert_eq!(only(&less), (Some(3 << 16..(3 << 16) + 512), 1));
+        assert_eq!(only(&less.resized(9 << 16)), (Some(3 << 16..4 << 16), 1));
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! The bitmaps of an open image: read, added, removed, cleared, enabled and disabled, merged; and marked in use.
+//! The bitmaps of an open image as they are in the file: read, added, removed, cleared, enabled and disabled, merged; and marked in use.
 //!
 //! Never writes over a directory or a table that the header leads to, but for the flag that says that a bitmap is in use: new ones are written
 //! elsewhere, the header changes to them in one sector, and then the old ones are freed. A crash leaves the old or the new, and leaks.
@@ -10,7 +10,7 @@ use super::{
 use crate::{
     error::{Error, Result as IoResult},
     image::qcow2::{
-        Invalid, MetadataError, Qcow2,
+        Invalid, MetadataError, Qcow2, bytes,
         header::{Bitmaps, LARGEST_BITMAP_DIRECTORY, MOST_BITMAPS, Place, autoclear},
     },
 };
@@ -53,6 +53,9 @@ impl From<MetadataError> for BitmapError {
     }
 }
 
+/// Bits that are read or written in one go, in bytes.
+const AT_ONCE: usize = 1 << 20;
+
 type Result<T> = std::result::Result<T, BitmapError>;
 
 impl Qcow2 {
@@ -74,23 +77,65 @@ impl Qcow2 {
     /// [`BitmapError`].
     pub async fn bitmap_bits(&self, name: &str) -> Result<DirtyBits> {
         let entries = self.bitmaps().await?;
-        let entry = &entries[usable(&entries, name)?];
-        let mut bits = DirtyBits::new(self.size_bytes(), entry.granularity_bits);
-        let cluster = 1 << self.shape.cluster_bits;
-        for (number, part) in self.bitmap_table(entry).await?.into_iter().enumerate() {
-            let at = number * cluster as usize;
-            match part {
-                Bits::Zeroes => {}
-                Bits::Ones => bits.fill(at, std::iter::repeat_n(u8::MAX, cluster as usize)),
-                Bits::Stored(offset) => bits.fill(at, self.read_metadata(offset, cluster).await?.into_iter()),
-            }
+        self.read_bits(&entries[usable(&entries, name)?], self.size_bytes()).await
+    }
+
+    /// What a bitmap of a disk of this size marks, as the file has it.
+    pub(super) async fn read_bits(&self, entry: &Entry, size_bytes: u64) -> Result<DirtyBits> {
+        let cluster_bits = self.shape.cluster_bits;
+        if Entry::entries_for(size_bytes, entry.granularity_bits, cluster_bits) > entry.table_entries.into() {
+            let what =
+                format!("the table of bitmap {:?} at {:#x} is too short", entry.name(), entry.table_offset);
+            return Err(Invalid::new(what).into());
+        }
+        let table = self.bitmap_table(entry).await?;
+        // As many bits as the table has room for, or fewer: the directory's rules bound them.
+        let mut bits = DirtyBits::new(size_bytes, entry.granularity_bits);
+        let mut number = 0;
+        while number < table.len() {
+            let at = number << cluster_bits;
+            number += match table[number] {
+                Bits::Zeroes => 1,
+                Bits::Ones => {
+                    bits.fill(at, std::iter::repeat_n(u8::MAX, 1 << cluster_bits));
+                    1
+                }
+                Bits::Stored(offset) => {
+                    let run = run_of(&table[number..], offset, cluster_bits);
+                    let read = bytes::read(self.file.storage(), offset, run << cluster_bits).await?;
+                    bits.fill(at, read.into_iter());
+                    run
+                }
+            };
         }
         Ok(bits)
     }
 
-    async fn bitmap_table(&self, entry: &Entry) -> Result<Vec<Bits>> {
+    /// A bitmap's table, of which every entry leads into the file, and no two to the same place.
+    pub(super) async fn bitmap_table(&self, entry: &Entry) -> Result<Vec<Bits>> {
         let Place { offset, length } = entry.table();
-        Ok(decode_table(&self.read_metadata(offset, length).await?, 1 << self.shape.cluster_bits)?)
+        let cluster_bytes = 1 << self.shape.cluster_bits;
+        // The last cluster may be incomplete.
+        let file_end = self.file.size_bytes().next_multiple_of(cluster_bytes);
+        let wrong = |what: &str| Err(Invalid::new(format!("bitmap {:?} {what}", entry.name())).into());
+        if offset.checked_add(length).is_none_or(|end| end > file_end) {
+            return wrong("has its table behind the end of the file");
+        }
+        let table =
+            decode_table(&bytes::read(self.file.storage(), offset, length as usize).await?, cluster_bytes)?;
+        let stored = table.iter().filter_map(|part| match part {
+            Bits::Stored(offset) => Some(*offset),
+            Bits::Zeroes | Bits::Ones => None,
+        });
+        let mut stored: Vec<_> = stored.collect();
+        stored.sort_unstable();
+        if stored.last().is_some_and(|last| last + cluster_bytes > file_end) {
+            return wrong("has bits behind the end of the file");
+        }
+        if stored.windows(2).any(|pair| pair[0] == pair[1]) {
+            return wrong("has the same cluster of bits twice");
+        }
+        Ok(table)
     }
 
     /// Adds a bitmap that marks nothing, and records what is written from the next time the image is opened. A bit is for
@@ -114,10 +159,7 @@ impl Qcow2 {
         if !GRANULARITY_BITS.contains(&granularity_bits) {
             return wrong(format!("a granularity of 2^{granularity_bits} bytes; 512 to 2G is possible"));
         }
-        let table = Entry::entries_for(self.size_bytes(), granularity_bits, self.shape.cluster_bits).max(1);
-        if table > MOST_BITS >> self.shape.cluster_bits {
-            return wrong("the disk has too many parts of that granularity (choose a larger one)".to_owned());
-        }
+        self.check_granularity(granularity_bits)?;
         if entries.len() == MOST_BITMAPS as usize {
             return wrong(format!("it has {MOST_BITMAPS} bitmaps, which is the most (remove some)"));
         }
@@ -133,6 +175,16 @@ impl Qcow2 {
             extra: Vec::new(),
         });
         self.replace_directory(&entries).await
+    }
+
+    /// An error if the disk has more parts of this granularity than the format has bits.
+    fn check_granularity(&self, granularity_bits: u32) -> Result<()> {
+        let table = Entry::entries_for(self.size_bytes(), granularity_bits, self.shape.cluster_bits);
+        if table > MOST_BITS >> self.shape.cluster_bits {
+            let what = "the disk has too many parts of that granularity (choose a larger one)";
+            return Err(BitmapError::Wrong(what.to_owned()));
+        }
+        Ok(())
     }
 
     /// Removes a bitmap, also one that may be wrong.
@@ -154,6 +206,7 @@ impl Qcow2 {
     pub async fn clear_bitmap(&self, name: &str) -> Result<()> {
         let entries = self.changeable_bitmaps().await?;
         let granularity_bits = entries[usable(&entries, name)?].granularity_bits;
+        self.check_granularity(granularity_bits)?;
         self.store_bitmap(name, &DirtyBits::new(self.size_bytes(), granularity_bits)).await
     }
 
@@ -211,23 +264,52 @@ impl Qcow2 {
         if self.is_read_only() { Err(BitmapError::ReadOnly) } else { self.bitmaps().await }
     }
 
-    /// Writes bits and their table to where nothing is.
-    async fn store_bits(&self, bits: &DirtyBits) -> Result<(u64, u32)> {
-        let cluster = 1_usize << self.shape.cluster_bits;
+    /// Writes bits and their table to where nothing is. Nothing is left of them if that fails.
+    pub(super) async fn store_bits(&self, bits: &DirtyBits) -> Result<(u64, u32)> {
         let mut table = Vec::new();
-        for part in bits.bytes().chunks(cluster) {
-            table.push(if part.iter().all(|byte| *byte == 0) {
-                Bits::Zeroes
-            } else if part.len() == cluster && part.iter().all(|byte| *byte == u8::MAX) {
-                Bits::Ones
-            } else {
-                Bits::Stored(self.store_clusters(part).await?)
-            });
+        let stored = match self.store_parts(bits, &mut table).await {
+            Ok(()) => self.store_clusters(&encode_table(&table)).await,
+            Err(error) => Err(error),
+        };
+        match stored {
+            Ok(offset) => Ok((offset, table.len() as u32)),
+            Err(error) => {
+                for part in table {
+                    if let Bits::Stored(offset) = part {
+                        let _ = self.change_refcount(offset, 1, -1).await;
+                    }
+                }
+                Err(error.into())
+            }
+        }
+    }
+
+    /// Writes the bits that have to be, many clusters at a time, and adds what a table says of them.
+    async fn store_parts(&self, bits: &DirtyBits, table: &mut Vec<Bits>) -> IoResult<()> {
+        let cluster = 1_usize << self.shape.cluster_bits;
+        for piece in bits.bytes().chunks(cluster.max(AT_ONCE)) {
+            let is_all = |part: &[u8], value: u8| part.iter().all(|byte| *byte == value);
+            let is_stored = |part: &&[u8]| {
+                let is_ones = part.len() == cluster && is_all(part, u8::MAX);
+                !is_all(part, 0) && !is_ones
+            };
+            let stored = piece.chunks(cluster).filter(is_stored).collect::<Vec<_>>().concat();
+            let mut place = if stored.is_empty() { 0 } else { self.store_clusters(&stored).await? };
+            for part in piece.chunks(cluster) {
+                table.push(match part {
+                    part if is_stored(&part) => {
+                        place += cluster as u64;
+                        Bits::Stored(place - cluster as u64)
+                    }
+                    [0, ..] => Bits::Zeroes,
+                    _ => Bits::Ones,
+                });
+            }
         }
         if table.is_empty() {
             table.push(Bits::Zeroes);
         }
-        Ok((self.store_clusters(&encode_table(&table)).await?, table.len() as u32))
+        Ok(())
     }
 
     async fn store_clusters(&self, bytes: &[u8]) -> IoResult<u64> {
@@ -235,12 +317,17 @@ impl Qcow2 {
         let mut whole = bytes.to_vec();
         whole.resize(bytes.len().next_multiple_of(cluster), 0);
         let offset = self.allocate((whole.len() / cluster) as u64).await?;
-        self.write_metadata(offset, &whole).await?;
-        Ok(offset)
+        match self.write_metadata(offset, &whole).await {
+            Ok(()) => Ok(offset),
+            Err(error) => {
+                let _ = self.change_refcount(offset, whole.len() as u64, -1).await;
+                Err(error)
+            }
+        }
     }
 
     /// Writes another directory, has the header name it, and frees the old one.
-    async fn replace_directory(&self, entries: &[Entry]) -> Result<()> {
+    pub(super) async fn replace_directory(&self, entries: &[Entry]) -> Result<()> {
         let header = self.header();
         let directory = encode(entries);
         let length = directory.len() as u64;
@@ -269,7 +356,7 @@ impl Qcow2 {
     }
 
     /// Frees what nothing leads to any more.
-    async fn free_bits(&self, entry: &Entry) -> Result<()> {
+    pub(super) async fn free_bits(&self, entry: &Entry) -> Result<()> {
         let cluster = 1 << self.shape.cluster_bits;
         for part in self.bitmap_table(entry).await? {
             if let Bits::Stored(offset) = part {
@@ -281,30 +368,46 @@ impl Qcow2 {
         Ok(self.flush_metadata().await?)
     }
 
-    /// Has every bitmap say that it may be wrong, since nobody records in it what is written from now on. QEMU then uses none of them.
+    /// Has every bitmap say that it may be wrong, since the disk becomes another one. QEMU then uses none of them.
     pub(in crate::image::qcow2) async fn mark_bitmaps_in_use(&self) -> IoResult<()> {
-        let header = self.header();
-        let Some(bitmaps) = header.bitmaps.filter(|_| header.autoclear & autoclear::BITMAPS != 0) else {
-            return Ok(());
-        };
-        match read(self.file.storage(), &header, bitmaps).await {
-            Ok(mut entries) => {
-                if entries.iter().all(|entry| entry.flags & flag::IN_USE != 0) {
-                    return Ok(());
-                }
-                entries.iter_mut().for_each(|entry| entry.flags |= flag::IN_USE);
-                let mut directory = encode(&entries);
-                // The last one's padding may be missing.
-                directory.truncate(bitmaps.directory.length as usize);
-                self.write_metadata(bitmaps.directory.offset, &directory).await?;
-                self.file.flush().await
-            }
-            Err(MetadataError::Storage(error)) => Err(error),
-            Err(MetadataError::Invalid(invalid)) => self.drop_mark(&invalid).await,
+        match self.bitmap_entries().await? {
+            Some(entries) => self.mark_in_use(entries, |_| true).await,
+            None => Ok(()),
         }
     }
 
-    async fn drop_mark(&self, why: &Invalid) -> IoResult<()> {
+    /// The directory; `None`, and the header says that there are no bitmaps, if it is wrong.
+    pub(super) async fn bitmap_entries(&self) -> IoResult<Option<Vec<Entry>>> {
+        match self.bitmaps().await {
+            Ok(entries) => Ok(Some(entries).filter(|entries| !entries.is_empty())),
+            Err(BitmapError::Failed(error)) => Err(error),
+            Err(why) => self.drop_mark(&why).await.map(|()| None),
+        }
+    }
+
+    /// Has some of the bitmaps say that they may be wrong; durable when this returns.
+    pub(super) async fn mark_in_use(
+        &self,
+        mut entries: Vec<Entry>,
+        which: impl Fn(&Entry) -> bool,
+    ) -> IoResult<()> {
+        let Some(bitmaps) = self.header().bitmaps else { return Ok(()) };
+        let mut changed = false;
+        for entry in entries.iter_mut().filter(|entry| which(entry) && entry.flags & flag::IN_USE == 0) {
+            entry.flags |= flag::IN_USE;
+            changed = true;
+        }
+        if !changed {
+            return Ok(());
+        }
+        let mut directory = encode(&entries);
+        // The last one's padding may be missing.
+        directory.truncate(bitmaps.directory.length as usize);
+        self.write_metadata(bitmaps.directory.offset, &directory).await?;
+        self.file.flush().await
+    }
+
+    async fn drop_mark(&self, why: &BitmapError) -> IoResult<()> {
         let image = self.file.storage().description();
         tracing::warn!(image, "its bitmaps cannot be used, and are marked so: {why}");
         self.update_header(|header| header.autoclear &= !autoclear::BITMAPS).await
@@ -319,12 +422,25 @@ fn find(entries: &[Entry], name: &str) -> Result<usize> {
 /// One whose bits are right.
 fn usable(entries: &[Entry], name: &str) -> Result<usize> {
     let found = find(entries, name)?;
-    let entry = &entries[found];
-    if entry.flags & flag::IN_USE != 0 {
-        return Err(BitmapError::InUse(name.to_owned()));
+    entries[found].check_usable().map(|()| found)
+}
+
+impl Entry {
+    /// An error unless the bits are right, and known to weir.
+    pub(super) fn check_usable(&self) -> Result<()> {
+        if self.flags & flag::IN_USE != 0 {
+            return Err(BitmapError::InUse(self.name().into_owned()));
+        }
+        if !self.extra.is_empty() && self.flags & flag::EXTRA_COMPATIBLE == 0 {
+            return Err(BitmapError::Extra(self.name().into_owned()));
+        }
+        Ok(())
     }
-    if !entry.extra.is_empty() && entry.flags & flag::EXTRA_COMPATIBLE == 0 {
-        return Err(BitmapError::Extra(name.to_owned()));
-    }
-    Ok(found)
+}
+
+/// How many clusters of bits from the first on lie behind each other in the file, and are read in one go.
+fn run_of(table: &[Bits], first: u64, cluster_bits: u32) -> usize {
+    let together = (AT_ONCE >> cluster_bits).max(1);
+    let expected = (0..together as u64).map(|index| Bits::Stored(first + (index << cluster_bits)));
+    table.iter().zip(expected).take_while(|(part, expected)| *part == expected).count()
 }

@@ -1,18 +1,22 @@
-//! A bitmap as it lies in an image that is not written to: which ranges it marks.
+//! Which ranges a bitmap marks, asked while the image is served.
 //!
-//! For backups: whoever copies a disk asks which parts of it changed since the last copy, and copies those. The bits stay in the file and are
-//! read when they are asked for, so that a bitmap costs the memory of its table alone.
+//! For backups: whoever copies a disk asks which parts of it changed since the last copy, and copies those. A bitmap that records is asked where
+//! it records, in memory, and answers what was written up to now. Where the image is not written to, the bits stay in the file and are read when
+//! they are asked for, so that a bitmap costs the memory of its table alone.
 //!
-//! Never of an image that may be written to: its bitmaps would say less than the truth.
+//! Never one of an image that is written to and that records nothing: it may move in the file, or say less than the truth.
 //!
 //! Source: QEMU's docs/interop/qcow2.rst, "Bitmap table" and "Bitmap data".
 
 use std::sync::Arc;
 
-use super::directory::{self, Bits, Entry, flag};
+use super::{
+    BitmapError, Recorded,
+    directory::{Bits, Entry, flag},
+};
 use crate::{
     error::{Error, Result},
-    image::qcow2::{Invalid, MetadataError, Qcow2, bytes, header::autoclear},
+    image::qcow2::{Invalid, MetadataError, Qcow2, bytes},
     storage::MOST_EXTENTS,
 };
 
@@ -25,9 +29,11 @@ pub enum NoView {
     /// There is none of this name, or its name is no text.
     #[error("there is no bitmap {0:?}")]
     NotThere(String),
-    /// The image may be written to.
-    #[error("bitmaps can be looked at only where the image is read-only")]
-    Writable,
+    /// It does not record, in an image that may be written to.
+    #[error(
+        "bitmap {0:?} does not record what is written, and can be looked at only where the image is read-only"
+    )]
+    Disabled(String),
     /// Somebody wrote to the image without keeping it.
     #[error("bitmap {0:?} was not kept up to date and says nothing")]
     Inconsistent(String),
@@ -41,8 +47,16 @@ pub enum NoView {
 pub struct BitmapView {
     image: Qcow2,
     name: Arc<str>,
-    granularity_bits: u32,
-    table: Vec<Bits>,
+    source: Source,
+}
+
+/// Where the bits are.
+#[derive(Debug)]
+enum Source {
+    /// In the file.
+    Stored { granularity_bits: u32, table: Vec<Bits> },
+    /// In memory, and more of them with every write.
+    Recorded(Arc<Recorded>),
 }
 
 /// A run of the disk that is alike.
@@ -60,34 +74,36 @@ impl Qcow2 {
     /// # Errors
     /// [`NoView`].
     pub async fn view_bitmap(&self, name: &str) -> std::result::Result<BitmapView, NoView> {
-        if !self.is_read_only() {
-            return Err(NoView::Writable);
+        let view = |source| BitmapView { image: self.clone(), name: name.into(), source };
+        if let Some(recorded) = self.recorded_bitmap(name) {
+            return Ok(view(Source::Recorded(Arc::clone(recorded))));
         }
-        let header = self.header();
-        let not_there = || NoView::NotThere(name.to_owned());
-        let bitmaps = header.bitmaps.filter(|_| header.autoclear & autoclear::BITMAPS != 0);
-        let storage = self.file.storage();
-        let entries = directory::read(storage, &header, bitmaps.ok_or_else(not_there)?).await?;
-        let entry = entries.into_iter().find(|entry| entry.name == name.as_bytes()).ok_or_else(not_there)?;
+        let entries = self.bitmaps().await?;
+        let entry = entries.iter().find(|entry| entry.name == name.as_bytes());
+        let entry = entry.ok_or_else(|| NoView::NotThere(name.to_owned()))?;
         if entry.flags & flag::IN_USE != 0 {
             return Err(NoView::Inconsistent(name.to_owned()));
         }
-        let place = entry.table();
-        let needed = Entry::entries_for(header.size_bytes, entry.granularity_bits, header.cluster_bits);
-        let is_inside = place.offset.checked_add(place.length).is_some_and(|end| end <= storage.size_bytes());
-        if u64::from(entry.table_entries) < needed || !is_inside {
-            let what = format!("the table of bitmap {name:?} at {:#x} is too short", place.offset);
+        if !self.is_read_only() {
+            return Err(NoView::Disabled(name.to_owned()));
+        }
+        let (granularity_bits, cluster_bits) = (entry.granularity_bits, self.shape.cluster_bits);
+        let needed = Entry::entries_for(self.size_bytes(), granularity_bits, cluster_bits);
+        if u64::from(entry.table_entries) < needed {
+            let what = format!("the table of bitmap {name:?} at {:#x} is too short", entry.table_offset);
             return Err(MetadataError::from(Invalid::new(what)).into());
         }
         // No more than the directory's rules allow: a few megabytes.
-        let table =
-            bytes::read(storage, place.offset, place.length as usize).await.map_err(MetadataError::from)?;
-        let table = directory::decode_table(&table, header.cluster_bytes()).map_err(MetadataError::from)?;
-        Ok(BitmapView {
-            image: self.clone(),
-            name: name.into(),
-            granularity_bits: entry.granularity_bits,
-            table,
+        Ok(view(Source::Stored { granularity_bits, table: self.bitmap_table(entry).await? }))
+    }
+}
+
+impl From<BitmapError> for NoView {
+    fn from(error: BitmapError) -> Self {
+        Self::Metadata(match error {
+            BitmapError::Failed(error) => error.into(),
+            BitmapError::Invalid(invalid) => invalid.into(),
+            other => Invalid::new(other.to_string()).into(),
         })
     }
 }
@@ -106,6 +122,35 @@ impl BitmapView {
     pub async fn marked(&self, offset: u64, length: u64) -> Result<Vec<Marked>> {
         let end = offset.checked_add(length).filter(|&end| length > 0 && end <= self.image.size_bytes());
         let end = end.ok_or(Error::INVALID)?;
+        match &self.source {
+            Source::Recorded(recorded) => Ok(recorded_runs(recorded, offset, end)),
+            Source::Stored { granularity_bits, table } => {
+                let stored = Stored { image: &self.image, granularity_bits: *granularity_bits, table };
+                stored.runs(offset, end).await
+            }
+        }
+    }
+}
+
+fn recorded_runs(recorded: &Recorded, mut at: u64, end: u64) -> Vec<Marked> {
+    let mut runs = Vec::new();
+    while at < end && runs.len() < MOST_EXTENTS {
+        let (length, dirty) = recorded.run(at, end);
+        push(&mut runs, length, dirty);
+        at += length;
+    }
+    runs
+}
+
+/// A bitmap in the file.
+struct Stored<'a> {
+    image: &'a Qcow2,
+    granularity_bits: u32,
+    table: &'a [Bits],
+}
+
+impl Stored<'_> {
+    async fn runs(&self, offset: u64, end: u64) -> Result<Vec<Marked>> {
         let cluster_bytes = 1_u64 << self.image.shape.cluster_bits;
         let mut runs = Vec::new();
         let mut reads = 0;
@@ -166,8 +211,9 @@ mod tests {
     use crate::{
         image::qcow2::{
             CacheSettings, Parts,
+            bitmap::directory,
             create::{CreateOptions, create},
-            header::{Bitmaps, Place},
+            header::{Bitmaps, Place, autoclear},
         },
         reactor::sim,
         storage::{Storage, memory::Memory},
@@ -198,7 +244,7 @@ mod tests {
         bytes::write(&storage, at, &directory).await.expect("memory");
         bytes::write(&storage, at + 512, &directory::encode_table(&stored)).await.expect("memory");
         bytes::write(&storage, at + 1024, bits).await.expect("memory");
-        bytes::write(&storage, at + 1024 + 512 - 1, &[0]).await.expect("memory");
+        bytes::grow(&storage, at + 1024 + 512).await.expect("memory");
         header.bitmaps =
             Some(Bitmaps { count: 1, directory: Place { offset: at, length: directory.len() as u64 } });
         header.autoclear = autoclear::BITMAPS;
@@ -234,8 +280,8 @@ mod tests {
     #[test]
     fn an_answer_is_bounded_and_goes_on_where_it_ended() {
         sim::run(1, async {
-            let table = [Bits::Stored(1024); 4];
-            let view = image(0, &table, &[0x55; 512], true).await.view_bitmap("b").await.expect("there");
+            let table = [0, 1, 2, 3].map(|cluster| Bits::Stored(1024 + cluster * 512));
+            let view = image(0, &table, &[0x55; 4 * 512], true).await.view_bitmap("b").await.expect("there");
             let some = view.marked(0, SIZE).await.expect("readable");
             assert_eq!(some.len(), MOST_EXTENTS);
             assert!(
@@ -258,7 +304,7 @@ mod tests {
             let error = image(0, &table, &[], true).await.view_bitmap("c").await.expect_err("another");
             assert_eq!(error, NoView::NotThere("c".to_owned()));
             let error = image(0, &table, &[], false).await.view_bitmap("b").await.expect_err("writable");
-            assert_eq!(error, NoView::Writable);
+            assert_eq!(error, NoView::Disabled("b".to_owned()));
             let error = image(0, &table[..3], &[], true).await.view_bitmap("b").await.expect_err("too short");
             assert!(error.to_string().contains("too short"), "{error}");
         });

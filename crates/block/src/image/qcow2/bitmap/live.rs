@@ -1,0 +1,189 @@
+//! The bits of a bitmap that requests add to: set by any worker, at the same time, without a lock.
+//!
+//! ```text
+//!   chunks   │ none │ 4 KiB │ none │ 4 KiB │ …      a chunk comes with its first mark, so what nobody writes to takes no memory
+//! ```
+//!
+//! A bit that is set is only looked at, so workers that write to the same part of a disk again and again share the line without passing it
+//! around. Bits are never taken away here: another size, or nothing marked, is another one of these.
+
+use std::{
+    ops::Range,
+    sync::{
+        OnceLock,
+        atomic::{AtomicU64, Ordering::Relaxed},
+    },
+};
+
+use super::DirtyBits;
+
+const WORD_BITS: u64 = u64::BITS as u64;
+const CHUNK_WORDS: u64 = 512;
+const CHUNK_BITS: u64 = CHUNK_WORDS * WORD_BITS;
+
+type Chunk = Box<[AtomicU64; CHUNK_WORDS as usize]>;
+
+/// See the head of this file.
+#[derive(Debug)]
+pub(super) struct LiveBits {
+    size_bytes: u64,
+    granularity_bits: u32,
+    chunks: Box<[OnceLock<Chunk>]>,
+}
+
+fn new_chunk() -> Chunk {
+    Box::new([const { AtomicU64::new(0) }; CHUNK_WORDS as usize])
+}
+
+impl LiveBits {
+    /// The same marks. How many there may be is the caller's to bound.
+    pub(super) fn of(bits: &DirtyBits) -> Self {
+        let (size_bytes, granularity_bits) = (bits.size_bytes(), bits.granularity_bits());
+        let chunks = bits.bytes().chunks((CHUNK_BITS / 8) as usize).map(|bytes| {
+            let chunk = OnceLock::new();
+            if bytes.iter().any(|byte| *byte != 0) {
+                let words = chunk.get_or_init(new_chunk);
+                for (word, bytes) in words.iter().zip(bytes.chunks((WORD_BITS / 8) as usize)) {
+                    let mut whole = [0; 8];
+                    whole[..bytes.len()].copy_from_slice(bytes);
+                    word.store(u64::from_le_bytes(whole), Relaxed);
+                }
+            }
+            chunk
+        });
+        Self { size_bytes, granularity_bits, chunks: chunks.collect() }
+    }
+
+    /// What is marked now. Marks that are made meanwhile may be in it or not.
+    pub(super) fn copied(&self) -> DirtyBits {
+        let mut bits = DirtyBits::new(self.size_bytes, self.granularity_bits);
+        for (number, chunk) in self.chunks.iter().enumerate() {
+            if let Some(words) = chunk.get() {
+                let bytes = words.iter().flat_map(|word| word.load(Relaxed).to_le_bytes());
+                bits.fill(number * (CHUNK_BITS / 8) as usize, bytes);
+            }
+        }
+        bits
+    }
+
+    /// A bit is for `1 << granularity_bits` bytes.
+    pub(super) fn granularity_bits(&self) -> u32 {
+        self.granularity_bits
+    }
+
+    /// Marks a part of the disk, as far as it is inside: every bit that it touches. Whether any of them was not set.
+    pub(super) fn mark(&self, range: Range<u64>) -> bool {
+        let end = range.end.min(self.size_bytes);
+        if range.start >= end {
+            return false;
+        }
+        let last = (end - 1) >> self.granularity_bits;
+        let mut bit = range.start >> self.granularity_bits;
+        let mut is_new = false;
+        while bit <= last {
+            let word_end = (bit | (WORD_BITS - 1)).min(last);
+            let mask = u64::MAX >> (WORD_BITS - 1 - (word_end - bit)) << (bit % WORD_BITS);
+            let chunk = self.chunks[(bit / CHUNK_BITS) as usize].get_or_init(new_chunk);
+            let word = &chunk[(bit % CHUNK_BITS / WORD_BITS) as usize];
+            if word.load(Relaxed) & mask != mask {
+                is_new |= word.fetch_or(mask, Relaxed) & mask != mask;
+            }
+            bit = word_end + 1;
+        }
+        is_new
+    }
+
+    /// How long the run is that begins at `at` and ends before `end`, and whether it is marked. What lies behind the end of the disk counts as
+    /// marked, for nobody knows it.
+    pub(super) fn run(&self, at: u64, end: u64) -> (u64, bool) {
+        let inside = end.min(self.size_bytes);
+        if at >= inside {
+            return (end - at, true);
+        }
+        let bits = ((inside - 1) >> self.granularity_bits) + 1;
+        let first = at >> self.granularity_bits;
+        let dirty = self.word(first) >> (first % WORD_BITS) & 1 == 1;
+        let mut bit = first;
+        while bit < bits {
+            if !dirty && self.chunks[(bit / CHUNK_BITS) as usize].get().is_none() {
+                bit = (bit / CHUNK_BITS + 1) * CHUNK_BITS;
+                continue;
+            }
+            let word = if dirty { !self.word(bit) } else { self.word(bit) };
+            // Bits that are other than the first, of those that have not been passed.
+            let others = word >> (bit % WORD_BITS);
+            if others != 0 {
+                bit += u64::from(others.trailing_zeros());
+                break;
+            }
+            bit = (bit | (WORD_BITS - 1)) + 1;
+        }
+        let run_end = if bit >= bits { inside } else { bit << self.granularity_bits };
+        (run_end - at, dirty)
+    }
+
+    /// The word that has this bit.
+    fn word(&self, bit: u64) -> u64 {
+        let chunk = self.chunks[(bit / CHUNK_BITS) as usize].get();
+        chunk.map_or(0, |words| words[(bit % CHUNK_BITS / WORD_BITS) as usize].load(Relaxed))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn runs(bits: &LiveBits, mut at: u64, end: u64) -> Vec<(u64, bool)> {
+        let mut runs = Vec::new();
+        while at < end {
+            let (length, dirty) = bits.run(at, end);
+            assert!(length > 0);
+            runs.push((length, dirty));
+            at += length;
+        }
+        runs
+    }
+
+    proptest! {
+        #[test]
+        fn they_are_the_bits_that_are_kept_otherwise(
+            size in 1..200_000_u64,
+            before in prop::collection::vec((0..220_000_u64, 1..40_000_u64), 0..4),
+            marks in prop::collection::vec((0..220_000_u64, 0..70_000_u64), 0..6),
+            asked in 0..200_000_u64,
+        ) {
+            // A bit for 512 bytes is the smallest; so that there are several chunks, the unit here is 512 bytes.
+            let (size, unit) = (size * 512, 512);
+            let mut expected = DirtyBits::new(size, 9);
+            for (at, length) in before {
+                expected.mark(at * unit..(at + length) * unit - 1);
+            }
+            let live = LiveBits::of(&expected);
+            for (at, length) in marks {
+                let range = at * unit + 7..(at + length) * unit;
+                let old = expected.clone();
+                if range.start < range.end {
+                    expected.mark(range.clone());
+                }
+                prop_assert_eq!(live.mark(range), old != expected);
+            }
+            prop_assert_eq!(&live.copied(), &expected);
+            let asked = asked * unit % size;
+            let whole = runs(&live, 0, size);
+            let mut at = 0;
+            let dirty = whole.iter().filter_map(|(length, dirty)| {
+                at += length;
+                dirty.then(|| at - length..at)
+            });
+            prop_assert!(dirty.eq(expected.marked()));
+            // Neighbours differ, and a run that is asked for from its middle ends where it did.
+            prop_assert!(whole.windows(2).all(|pair| pair[0].1 != pair[1].1));
+            let part = runs(&live, asked, size);
+            prop_assert_eq!(part.iter().map(|(length, _)| length).sum::<u64>(), size - asked);
+            prop_assert_eq!(&whole[whole.len() - part.len() + 1..], &part[1..]);
+            prop_assert_eq!(live.run(size, size + 512), (512, true));
+        }
+    }
+}

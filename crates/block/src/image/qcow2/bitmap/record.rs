@@ -1,0 +1,307 @@
+//! Bitmaps that take down what is written, from the opening of an image for writing to its close.
+//!
+//! ```text
+//!             opened: bits are read    first change          closed: bits are written elsewhere, then the directory
+//!   in memory          │                     │▓▓▓ every write, zeroing and discard marks what it touches ▓▓▓│
+//!   in the file   good ┴─────────────────────┴─ in use ─────────────────────────────────────────────────────┴─ good
+//! ```
+//!
+//! Whoever finds one in use knows that it says less than the truth: that is what a crash leaves, and what QEMU then refuses to believe. So the
+//! file needs no care in between, and recording costs a request no I/O, but for the first. QEMU has the file say so when it opens it; here an
+//! image that is opened and not changed keeps its bitmaps, whatever happens.
+//!
+//! Recorded are those that have the flag `auto` and are not in use. Others stay as they are, but for their size, which is the disk's.
+//!
+//! A mark is set before the change that it is for, and stays if that fails: a bitmap may say more than the truth, never less.
+//!
+//! Source: QEMU's docs/interop/qcow2.rst, "Bitmaps extension"; docs/interop/bitmaps.rst. What becomes of them with another size was measured on
+//! qemu-img 7.2: what is added is not marked.
+
+use std::{
+    collections::HashMap,
+    ops::Range,
+    sync::{
+        Arc, OnceLock,
+        atomic::{
+            AtomicBool,
+            Ordering::{Acquire, Relaxed, Release},
+        },
+    },
+};
+
+use arc_swap::ArcSwap;
+
+use super::{
+    BitmapError, Bits, DirtyBits, Entry,
+    directory::{MOST_BITS, flag},
+    live::LiveBits,
+};
+use crate::{
+    error::Result as IoResult,
+    image::qcow2::{Invalid, Qcow2, header::Place},
+    storage::RangeLocks,
+};
+
+/// The most memory that the recorded bitmaps of an image take, in bytes.
+const MOST_RECORDED: u64 = 1 << 30;
+
+/// What an image records.
+#[derive(Debug, Default)]
+pub(in crate::image::qcow2) struct Recording {
+    /// The file says of a bitmap that should record that it is right: not while the disk changes.
+    good: AtomicBool,
+    /// One task at a time has it say something else.
+    turn: RangeLocks,
+    /// Set once, before the first request.
+    bitmaps: OnceLock<Box<[Arc<Recorded>]>>,
+}
+
+/// A bitmap that takes down what is written.
+#[derive(Debug)]
+pub(super) struct Recorded {
+    name: Vec<u8>,
+    bits: ArcSwap<LiveBits>,
+    /// They are not what the file has.
+    changed: AtomicBool,
+}
+
+impl Recorded {
+    fn new(name: &[u8], bits: &DirtyBits) -> Self {
+        let bits = ArcSwap::from_pointee(LiveBits::of(bits));
+        Self { name: name.to_vec(), bits, changed: AtomicBool::new(false) }
+    }
+
+    fn mark(&self, range: Range<u64>) {
+        if self.bits.load().mark(range) && !self.changed.load(Relaxed) {
+            self.changed.store(true, Relaxed);
+        }
+    }
+
+    /// Only while nobody marks.
+    fn resize(&self, size_bytes: u64) {
+        let resized = self.bits.load().copied().resized(size_bytes);
+        self.bits.store(Arc::new(LiveBits::of(&resized)));
+        self.changed.store(true, Relaxed);
+    }
+
+    /// See [`LiveBits::run`].
+    pub(super) fn run(&self, at: u64, end: u64) -> (u64, bool) {
+        self.bits.load().run(at, end)
+    }
+}
+
+impl Qcow2 {
+    fn recorded(&self) -> &[Arc<Recorded>] {
+        self.recording.bitmaps.get().map_or(&[], |recorded| recorded)
+    }
+
+    /// The one of this name.
+    pub(super) fn recorded_bitmap(&self, name: &str) -> Option<&Arc<Recorded>> {
+        self.recorded().iter().find(|recorded| recorded.name == name.as_bytes())
+    }
+
+    /// A part of the disk is about to be changed, by somebody who is inside.
+    ///
+    /// # Errors
+    /// The file's; then nothing may be changed.
+    pub(in crate::image::qcow2) async fn record(&self, offset: u64, length: u64) -> IoResult<()> {
+        if self.recording.good.load(Acquire) {
+            Box::pin(self.begin_recording()).await?;
+        }
+        self.mark_recorded(offset, length);
+        Ok(())
+    }
+
+    /// The same, where the file says already that the bitmaps are in use.
+    pub(in crate::image::qcow2) fn mark_recorded(&self, offset: u64, length: u64) {
+        for recorded in self.recorded() {
+            recorded.mark(offset..offset + length);
+        }
+    }
+
+    /// Has the file say that the bitmaps are in use which should record, also those that cannot; durable when this returns.
+    pub(in crate::image::qcow2) async fn begin_recording(&self) -> IoResult<()> {
+        let _turn = self.recording.turn.exclusive(0..1).await;
+        if !self.recording.good.load(Acquire) {
+            return Ok(());
+        }
+        if let Some(entries) = self.bitmap_entries().await? {
+            self.mark_in_use(entries, |entry| entry.flags & flag::AUTO != 0).await?;
+        }
+        self.recording.good.store(false, Release);
+        Ok(())
+    }
+
+    /// Reads the bitmaps that are to record. Before the first request.
+    pub(in crate::image::qcow2) async fn take_up_bitmaps(&self) -> IoResult<()> {
+        let Some(entries) = self.bitmap_entries().await? else { return Ok(()) };
+        let mut recorded = Vec::new();
+        let mut room = MOST_RECORDED;
+        for entry in entries.iter().filter(|entry| entry.flags & (flag::AUTO | flag::IN_USE) == flag::AUTO) {
+            match self.take_up(entry, &mut room).await {
+                Ok(taken) => recorded.push(Arc::new(taken)),
+                Err(BitmapError::Failed(error)) => return Err(error),
+                Err(why) => self.warn_of_loss(&entry.name(), &why),
+            }
+        }
+        // Nobody else opens this image.
+        let _ = self.recording.bitmaps.set(recorded.into());
+        self.recording.good.store(true, Release);
+        Ok(())
+    }
+
+    async fn take_up(&self, entry: &Entry, room: &mut u64) -> Result<Recorded, BitmapError> {
+        entry.check_usable()?;
+        let bytes = DirtyBits::bytes_for(self.size_bytes(), entry.granularity_bits);
+        *room = room.checked_sub(bytes).ok_or_else(|| {
+            let what = format!("all that record would take more than {MOST_RECORDED} bytes of memory");
+            BitmapError::Wrong(what)
+        })?;
+        let cluster_bytes = 1 << self.shape.cluster_bits;
+        // They are given back when the bitmap is stored elsewhere.
+        let Place { offset, length } = entry.table();
+        let stored = self.bitmap_table(entry).await?.into_iter().filter_map(|part| match part {
+            Bits::Stored(offset) => Some((offset, cluster_bytes)),
+            Bits::Zeroes | Bits::Ones => None,
+        });
+        let mut places = stored.chain([(offset, length)]);
+        if let Some((place, _)) = places.find(|&(offset, length)| self.overlap.contains(offset, length)) {
+            return Err(Invalid::new(format!("it lies on other metadata at {place:#x}")).into());
+        }
+        Ok(Recorded::new(&entry.name, &self.read_bits(entry, self.size_bytes()).await?))
+    }
+
+    /// Stores what was recorded; the bitmaps are good again then. Only while nobody is inside, and with everything else in the file. What cannot
+    /// be stored stays in use, and is named in the log.
+    pub(in crate::image::qcow2) async fn lay_down_bitmaps(&self) {
+        if self.recorded().is_empty() {
+            return;
+        }
+        let result = async {
+            let mut stored = Storing::new(self).await?;
+            for recorded in self.recorded() {
+                let bits = recorded.changed.load(Relaxed).then(|| recorded.bits.load().copied());
+                stored.store(&recorded.name, bits).await;
+            }
+            stored.finish().await
+        };
+        if let Err(error) = result.await {
+            self.warn_of_loss("of any name", &error);
+        }
+    }
+
+    /// Marks as in use whatever is not yet, for the disk is about to have another size, and names it.
+    pub(in crate::image::qcow2) async fn suspend_bitmaps(&self) -> IoResult<Vec<Vec<u8>>> {
+        let Some(entries) = self.bitmap_entries().await? else { return Ok(Vec::new()) };
+        let good = entries.iter().filter(|entry| entry.flags & flag::IN_USE == 0);
+        let names = good.map(|entry| entry.name.clone()).collect();
+        self.mark_in_use(entries, |_| true).await?;
+        Ok(names)
+    }
+
+    /// Gives all bitmaps the disk's new size, and has those say so in the file that were suspended. Only while nobody is inside.
+    pub(in crate::image::qcow2) async fn resize_bitmaps(&self, from: u64, to: u64, suspended: &[Vec<u8>]) {
+        if from != to {
+            self.recorded().iter().for_each(|recorded| recorded.resize(to));
+        }
+        if suspended.is_empty() {
+            return;
+        }
+        let result = async {
+            let mut stored = Storing::new(self).await?;
+            for name in suspended {
+                stored.resize(name, from, to).await;
+            }
+            stored.finish().await
+        };
+        if let Err(error) = result.await {
+            self.warn_of_loss("of any name", &error);
+        }
+    }
+
+    /// The largest disk for which the bitmaps still fit into memory and into the format's bounds.
+    ///
+    /// # Errors
+    /// The file's.
+    pub(in crate::image::qcow2) async fn largest_with_bitmaps(&self) -> IoResult<u64> {
+        let entries = self.bitmap_entries().await?.unwrap_or_default();
+        let good = entries.iter().filter(|entry| entry.flags & flag::IN_USE == 0);
+        let good = good.map(|entry| entry.granularity_bits);
+        let recorded: Vec<_> =
+            self.recorded().iter().map(|recorded| recorded.bits.load().granularity_bits()).collect();
+        let largest = good.chain(recorded.iter().copied()).map(|bits| (MOST_BITS * 8) << bits).min();
+        // Bits for 2 GiB of the disk, which is the coarsest granularity.
+        let together: u128 = recorded.iter().map(|bits| 1 << (31 - bits)).sum();
+        let fit = (u128::from(MOST_RECORDED * 8) << 31).checked_div(together).unwrap_or(u128::MAX);
+        let fit = u64::try_from(fit).unwrap_or(u64::MAX);
+        Ok(largest.unwrap_or(u64::MAX).min(fit) & !511)
+    }
+
+    fn warn_of_loss(&self, name: &str, why: &BitmapError) {
+        let image = self.file.storage().description();
+        tracing::error!(
+            image,
+            bitmap = name,
+            "the bitmap is not kept, and will be marked as in use, or is (remove it): {why}"
+        );
+    }
+}
+
+/// Bitmaps on their way into the file: their bits first, then a directory that leads to all of them.
+struct Storing<'a> {
+    image: &'a Qcow2,
+    entries: Vec<Entry>,
+    by_name: HashMap<Vec<u8>, usize>,
+    /// As they were.
+    old: Vec<Entry>,
+    changed: bool,
+}
+
+impl<'a> Storing<'a> {
+    async fn new(image: &'a Qcow2) -> Result<Self, BitmapError> {
+        let entries = image.bitmaps().await?;
+        // What is not in use was made good, or made, by somebody else meanwhile.
+        let in_use = entries.iter().enumerate().filter(|(_, entry)| entry.flags & flag::IN_USE != 0);
+        let by_name = in_use.map(|(index, entry)| (entry.name.clone(), index)).collect();
+        Ok(Self { image, entries, by_name, old: Vec::new(), changed: false })
+    }
+
+    /// The bitmap is good from now on, with these bits, or with those that it has.
+    async fn store(&mut self, name: &[u8], bits: Option<DirtyBits>) {
+        let Some(entry) = self.by_name.get(name).map(|&index| &mut self.entries[index]) else { return };
+        if let Some(bits) = bits {
+            match self.image.store_bits(&bits).await {
+                Ok((table_offset, table_entries)) => {
+                    self.old.push(entry.clone());
+                    (entry.table_offset, entry.table_entries) = (table_offset, table_entries);
+                }
+                Err(error) => return self.image.warn_of_loss(&entry.name(), &error),
+            }
+        }
+        entry.flags &= !flag::IN_USE;
+        self.changed = true;
+    }
+
+    /// The bitmap is good from now on, with the bits that it has, for a disk of another size.
+    async fn resize(&mut self, name: &[u8], from: u64, to: u64) {
+        let Some(entry) = self.by_name.get(name).map(|&index| &self.entries[index]) else { return };
+        if from == to {
+            return self.store(name, None).await;
+        }
+        match self.image.read_bits(entry, from).await {
+            Ok(bits) => self.store(name, Some(bits.resized(to))).await,
+            Err(error) => self.image.warn_of_loss(&entry.name(), &error),
+        }
+    }
+
+    async fn finish(self) -> Result<(), BitmapError> {
+        if !self.changed {
+            return Ok(());
+        }
+        self.image.replace_directory(&self.entries).await?;
+        for entry in &self.old {
+            self.image.free_bits(entry).await?;
+        }
+        Ok(())
+    }
+}
