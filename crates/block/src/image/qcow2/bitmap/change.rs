@@ -397,13 +397,13 @@ impl Qcow2 {
             entry.flags |= flag::IN_USE;
             changed = true;
         }
-        if !changed {
-            return Ok(());
+        if changed {
+            let mut directory = encode(&entries);
+            // The last one's padding may be missing.
+            directory.truncate(bitmaps.directory.length as usize);
+            self.write_metadata(bitmaps.directory.offset, &directory).await?;
         }
-        let mut directory = encode(&entries);
-        // The last one's padding may be missing.
-        directory.truncate(bitmaps.directory.length as usize);
-        self.write_metadata(bitmaps.directory.offset, &directory).await?;
+        // Even if nothing had to change: it may be there from an attempt whose flush failed.
         self.file.flush().await
     }
 
