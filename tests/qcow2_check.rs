@@ -122,13 +122,18 @@ impl Places {
 /// What is done to an image, by name.
 type Damage = (&'static str, fn(&Places));
 
-const DAMAGES: [Damage; 6] = [
+const DAMAGES: [Damage; 8] = [
     ("a lost entry", |at| at.put(at.l2 + 8 * 4, 0)),
     ("two owners", |at| at.put(at.l2 + 8 * 4, number(&at.file, at.l2 + 8 * 5))),
     ("a flag", |at| at.put(at.l2, number(&at.file, at.l2) & !(1 << 63))),
     ("the table's flag", |at| at.put(at.l1, at.l2)),
     ("refcounts too low and too high", |at| at.put(at.block + 8, 0x0000_0002_0001_0000)),
     ("clusters counted too often", |at| at.put(at.block + 8 * 3, 0x0002_0001_0003_0001)),
+    ("reserved bits", |at| {
+        at.put(at.l2, number(&at.file, at.l2) | 0x2000_0000_0000_0002);
+        at.put(at.l2 + 8 * 4, number(&at.file, at.l2 + 8 * 4) | 0x0100);
+    }),
+    ("reserved bits alone", |at| at.put(at.l2 + 8 * 4, 0x0100_0000_0000_0000)),
 ];
 
 #[test]
@@ -141,6 +146,28 @@ fn damage_is_found_as_qemu_finds_it_and_what_is_repaired_satisfies_both() {
         assert!(code == 2 || code == 3, "{what}: {code}");
         weir(&["check", "-q", "-r", "all", text(&path)]).succeeds();
         assert_eq!(agree(&path, what).0, 0, "{what}: repaired");
+    }
+}
+
+#[test]
+fn snapshots_that_say_too_little_are_found_as_qemu_finds_them() {
+    let scratch = Scratch::new();
+    for (options, code) in [("", 2), ("compat=0.10", 0)] {
+        let path = image(&scratch, "image.qcow2", options);
+        qemu_img(["snapshot", "-c", "one", text(&path)]).succeeds();
+        let at = places(&path);
+        let table = number(&at.file, 64);
+        // Without its extra data: id and name follow the fixed part.
+        let mut names = [0; 8];
+        at.file.read_exact_at(&mut names, table + 64).unwrap();
+        at.put(table + 32, 0);
+        at.put(table + 40, u64::from_be_bytes(names));
+        assert_eq!(agree(&path, options).0, code, "{options}");
+        weir(&["check", "-q", "-r", "all", text(&path)]).succeeds();
+        assert_eq!(agree(&path, options).0, 0, "{options}: repaired");
+        qemu_io(["-f", "qcow2"], ["write -P 9 0 2M"], text(&path));
+        qemu_img(["snapshot", "-a", "one", text(&path)]).succeeds();
+        qemu_io(["-f", "qcow2"], ["read -P 1 128k 512k"], text(&path));
     }
 }
 

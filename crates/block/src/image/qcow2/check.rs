@@ -6,7 +6,7 @@
 //! ```
 //!
 //! - `counts`: how often each cluster is referred to.
-//! - `walk`: header, L1 and L2 tables; `others`: snapshots, bitmaps, the LUKS header.
+//! - `walk`: header, L1 and L2 tables; `others`: snapshots, bitmaps, the LUKS header; `completing`: a better snapshot table.
 //! - `refcounts`: the refcounts in the file against those counted; `rebuild`: new ones.
 //! - `copied`: the flags by which a cluster may be written in place.
 //!
@@ -18,6 +18,7 @@
 //!
 //! Never frees what it does not understand: where a part could not be read, leaks stay leaks.
 
+mod completing;
 mod copied;
 mod counts;
 mod others;
@@ -34,6 +35,7 @@ use super::{
     read_header,
 };
 use crate::{error::Result as IoResult, storage::Storage};
+use completing::Planned;
 use counts::Counts;
 
 /// Findings are told up to so many; the others are counted.
@@ -105,11 +107,16 @@ pub async fn check(storage: &Storage, repair: Repair) -> Result<Report, Metadata
         header.autoclear &= autoclear::KNOWN;
         write_header(storage, &header).await?;
     }
-    let mut report = Pass::new(storage, header, repair).run().await?;
-    if report.corruptions_fixed + report.leaks_fixed > 0 {
+    let (mut report, has_moved) = Pass::new(storage, header, repair).run().await?;
+    if has_moved {
+        // What nothing leads to any more is no finding.
+        let header = read_header(storage).await?;
+        Pass::new(storage, header, Repair::Leaks).run().await?;
+    }
+    if has_moved || report.corruptions_fixed + report.leaks_fixed > 0 {
         // What is left is what a second look finds.
         let header = read_header(storage).await?;
-        let mut second = Pass::new(storage, header, Repair::Nothing).run().await?;
+        let (mut second, _) = Pass::new(storage, header, Repair::Nothing).run().await?;
         second.corruptions_fixed = report.corruptions_fixed;
         second.leaks_fixed = report.leaks_fixed;
         for finding in std::mem::take(&mut second.findings) {
@@ -166,6 +173,8 @@ struct Pass<'a> {
     is_incomplete: bool,
     /// Refcount blocks are not written, because they may be something else too.
     is_frozen: bool,
+    /// A snapshot table that is to take the place of the one in the file.
+    planned: Option<Planned>,
     report: Report,
 }
 
@@ -191,11 +200,13 @@ impl<'a> Pass<'a> {
             stored: Counts::default(),
             is_incomplete: false,
             is_frozen: false,
+            planned: None,
             report,
         }
     }
 
-    async fn run(mut self) -> Result<Report, MetadataError> {
+    /// What was found, and whether it counts in something that has moved, or was to.
+    async fn run(mut self) -> Result<(Report, bool), MetadataError> {
         self.count_region("the header", 0, self.header.cluster_bytes(), 1);
         let tables = self.count_snapshots().await?;
         self.walk(tables).await?;
@@ -206,9 +217,11 @@ impl<'a> Pass<'a> {
         if let Some(structures) = self.count_refcounts().await {
             self.compare(structures).await?;
         }
+        let has_moved = self.planned.is_some();
+        self.put_snapshot_table().await?;
         self.check_copied().await?;
         self.flush_repairs().await?;
-        Ok(self.report)
+        Ok((self.report, has_moved))
     }
 
     async fn flush_repairs(&self) -> IoResult<()> {

@@ -37,6 +37,7 @@ impl Pass<'_> {
             }
         };
         self.count_region("the snapshot table", self.header.snapshots_offset, length as u64, 1);
+        self.plan_snapshot_table(&snapshots).await?;
         // Tables that do not overlap are together no longer than the file.
         let mut bytes = 0;
         for snapshot in snapshots {

@@ -122,6 +122,79 @@ fn wrong_flags_are_corrected() {
 }
 
 #[test]
+fn reserved_bits_are_cleared_and_the_clusters_stay() {
+    sim::run(1, async {
+        let (storage, header) = image(preallocated()).await;
+        let l2 = l2_of(&storage, &header).await;
+        let first = number_at(&storage, l2).await;
+        put(&storage, l2, first | 0x3f00_0000_0000_01fe).await;
+        put(&storage, l2 + 8, 1 << 56).await;
+        let found = check(&storage, Repair::Leaks).await.expect("a header");
+        assert_eq!((found.leaks_fixed, found.corruptions), (1, 2), "{found:?}");
+        let repaired = check(&storage, Repair::All).await.expect("a header");
+        assert_eq!((repaired.corruptions_fixed, repaired.corruptions), (2, 0), "{repaired:?}");
+        assert_eq!((number_at(&storage, l2).await, number_at(&storage, l2 + 8).await), (first, 0));
+    });
+}
+
+/// Snapshots as old programs wrote them, without extra data.
+async fn with_old_snapshots(options: CreateOptions, count: u32) -> (Storage, Header) {
+    let (storage, mut header) = image(options).await;
+    let (l1, table) = (storage.size_bytes(), storage.size_bytes() + 4096);
+    put(&storage, l1, l2_of(&storage, &header).await).await;
+    let entry = snapshot::Snapshot {
+        l1_offset: l1,
+        l1_entries: 1,
+        id: b"1".to_vec(),
+        vm_state_bytes: 77,
+        ..snapshot::Snapshot::default()
+    };
+    let entries = vec![entry; count as usize];
+    bytes::write(&storage, table, &snapshot::encode(&entries).expect("short")).await.expect("memory");
+    (header.snapshots, header.snapshots_offset) = (count, table);
+    write_header(&storage, &header).await.expect("fits");
+    (storage, header)
+}
+
+#[test]
+fn snapshots_without_a_size_are_given_the_disk_s() {
+    sim::run(1, async {
+        for (version, count) in [(3, 1), (3, 200), (2, 3)] {
+            let (storage, header) =
+                with_old_snapshots(CreateOptions { version, ..preallocated() }, count).await;
+            let found = check(&storage, Repair::Nothing).await.expect("a header");
+            let told = found.findings.iter().filter(|finding| finding.contains("is incomplete")).count();
+            assert_eq!(told, if version == 3 { count as usize } else { 0 }, "{found:?}");
+            let repaired = check(&storage, Repair::All).await.expect("a header");
+            assert_eq!((repaired.corruptions, repaired.leaks), (0, 0), "{repaired:?}");
+            let after = read_header(&storage).await.expect("a header");
+            let (snapshots, _) = snapshot::read(&storage, &after).await.expect("a table");
+            assert_eq!(snapshots.len(), count as usize);
+            for snapshot in snapshots {
+                let bytes = (version == 3).then_some(header.size_bytes);
+                assert_eq!((snapshot.disk_bytes, snapshot.vm_state_bytes), (bytes, 77));
+            }
+            assert_eq!(check(&storage, Repair::All).await.expect("a header").corruptions_fixed, 0);
+        }
+    });
+}
+
+#[test]
+fn a_snapshot_table_that_cannot_be_counted_stays() {
+    sim::run(1, async {
+        let (storage, header) = with_old_snapshots(preallocated(), 1).await;
+        // An L1 table that cannot be read keeps refcounts from being made anew, and the block of them is none.
+        put(&storage, header.snapshots_offset, 1 << 40).await;
+        put(&storage, header.refcount_table_offset, 0x200).await;
+        let before = storage.size_bytes();
+        let report = check(&storage, Repair::All).await.expect("a header");
+        assert!(report.findings.iter().any(|finding| finding.contains("is incomplete")), "{report:?}");
+        let after = read_header(&storage).await.expect("a header");
+        assert_eq!((after.snapshots_offset, storage.size_bytes()), (header.snapshots_offset, before));
+    });
+}
+
+#[test]
 fn refcounts_that_are_lost_are_made_anew() {
     // No block at all, one inside a cluster, one beyond the end, one on a guest's cluster.
     for wrong in [0, 0x200, 1 << 40, 0x4000 + 3 * 4096] {

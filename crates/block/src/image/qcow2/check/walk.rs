@@ -18,6 +18,7 @@ use crate::{
 /// Bits 0 to 8 and 56 to 62 of an L1 entry mean nothing.
 const L1_RESERVED: u64 = 0x7f00_0000_0000_01ff;
 /// Bits 1 to 8 and 56 to 61 of a standard L2 entry mean nothing.
+const L2_RESERVED: u64 = 0x3f00_0000_0000_01fe;
 const COPIED: u64 = 1 << 63;
 const COMPRESSED: u64 = 1 << 62;
 /// Tables are read in pieces of this many bytes.
@@ -145,6 +146,34 @@ impl Pass<'_> {
 
     /// Counts what an entry refers to, or says what it is to become.
     fn count_entry(
+        &mut self,
+        raw: u64,
+        map: u64,
+        uses: Uses,
+        place: u64,
+        expected: &mut Option<u64>,
+    ) -> Option<(u64, u64)> {
+        let cleared = self.clear_reserved(raw, place);
+        let changed = self.count_cleared(cleared.unwrap_or(raw), map, uses, place, expected);
+        changed.or(cleared.map(|raw| (raw, map)))
+    }
+
+    /// What an entry with reserved bits is without them, if it is to be corrected. They are ignored by who reads it, and count as wrong all the
+    /// same, as for QEMU: a later version may give them a meaning.
+    fn clear_reserved(&mut self, raw: u64, place: u64) -> Option<u64> {
+        if raw & COMPRESSED != 0 || raw & L2_RESERVED == 0 {
+            return None;
+        }
+        let what = format!("the L2 entry {raw:#x} at {place:#x} has reserved bits");
+        if self.repairs_all() {
+            self.corrected(what);
+            return Some(raw & !L2_RESERVED);
+        }
+        self.corrupt(what);
+        None
+    }
+
+    fn count_cleared(
         &mut self,
         raw: u64,
         map: u64,

@@ -1,0 +1,89 @@
+//! Snapshots that do not say how large their disk was, which version 3 demands: the table is written anew, complete.
+//!
+//! ```text
+//!   plan: room behind the end of the file, counted ─► refcounts are corrected ─► put: the table, then the header ─► the old one is a leak
+//! ```
+//!
+//! What they do not say is what QEMU and weir take for it anyway: the size that the disk has now. Version 2 demands nothing, and old images have
+//! such entries by right.
+//!
+//! Never writes over the table that the header leads to.
+
+use super::{Pass, bytes, write_header};
+use crate::{
+    error::Result,
+    image::qcow2::{
+        MetadataError,
+        snapshot::{self, Snapshot},
+    },
+};
+
+/// A table that the header does not lead to yet.
+#[derive(Debug)]
+pub(super) struct Planned {
+    offset: u64,
+    bytes: Vec<u8>,
+    /// What is wrong with the old one.
+    incomplete: Vec<String>,
+    /// Of the file before there was room for it.
+    file_bytes: u64,
+}
+
+impl Pass<'_> {
+    /// Says which entries are incomplete, or makes room for a table in which they are not.
+    pub(super) async fn plan_snapshot_table(&mut self, snapshots: &[Snapshot]) -> Result<()> {
+        let is_incomplete = |snapshot: &Snapshot| self.header.version >= 3 && snapshot.disk_bytes.is_none();
+        let incomplete: Vec<String> = (0..)
+            .zip(snapshots)
+            .filter(|(_, snapshot)| is_incomplete(snapshot))
+            .map(|(number, snapshot)| {
+                format!("snapshot table entry {number} ({:?}) is incomplete", snapshot.name())
+            })
+            .collect();
+        if incomplete.is_empty() {
+            return Ok(());
+        }
+        let complete: Vec<Snapshot> = snapshots.iter().map(|snapshot| self.complete(snapshot)).collect();
+        // A table that would be too large stays as it is.
+        let (true, Ok(bytes)) = (self.repairs_all(), snapshot::encode(&complete)) else {
+            incomplete.into_iter().for_each(|what| self.corrupt(what));
+            return Ok(());
+        };
+        let file_bytes = self.storage.size_bytes();
+        let offset = self.file_clusters << self.header.cluster_bits;
+        let end = (offset + bytes.len() as u64).next_multiple_of(self.header.cluster_bytes());
+        bytes::grow(self.storage, end).await?;
+        self.file_clusters = end >> self.header.cluster_bits;
+        self.count_region("the new snapshot table", offset, bytes.len() as u64, 1);
+        self.planned = Some(Planned { offset, bytes, incomplete, file_bytes });
+        Ok(())
+    }
+
+    fn complete(&self, snapshot: &Snapshot) -> Snapshot {
+        let mut complete = snapshot.clone();
+        if snapshot.disk_bytes.is_none() {
+            complete.disk_bytes = Some(self.header.size_bytes);
+            complete.instructions = Some(u64::MAX);
+        }
+        complete
+    }
+
+    /// Writes the planned table and has the header lead to it, where the refcounts allow that.
+    pub(super) async fn put_snapshot_table(&mut self) -> std::result::Result<(), MetadataError> {
+        let Some(Planned { offset, bytes, incomplete, file_bytes }) = self.planned.take() else {
+            return Ok(());
+        };
+        let bits = self.header.cluster_bits;
+        let mut clusters = offset >> bits..(offset + bytes.len() as u64).div_ceil(1 << bits);
+        if clusters.any(|cluster| self.stored.get(cluster) != 0) {
+            incomplete.into_iter().for_each(|what| self.corrupt(what));
+            return Ok(bytes::set_size(self.storage, file_bytes).await?);
+        }
+        bytes::write(self.storage, offset, &bytes).await?;
+        self.storage.flush().await?;
+        self.header.snapshots_offset = offset;
+        write_header(self.storage, &self.header).await?;
+        incomplete.into_iter().for_each(|what| self.corrected(what));
+        Ok(())
+    }
+}
