@@ -659,8 +659,21 @@ impl Refcounts {
     pub(super) async fn end_of_use(&self, file: &ImageFile) -> Result<u64> {
         let _turn = self.turn.exclusive(0..1).await;
         let mut cluster = file.size_bytes().div_ceil(1 << self.cluster_bits);
-        while cluster > 0 && self.read(file, cluster - 1).await? == 0 {
-            cluster -= 1;
+        // Block by block: a sparse file may be as long as it likes.
+        let (most, entries) = (self.lock().table.len() as u64, self.block_entries());
+        cluster = cluster.min(most.saturating_mul(entries));
+        while cluster > 0 {
+            let (block, last) = self.block_of(cluster - 1);
+            if self.has_block(block) {
+                self.load(file, block).await?;
+                let state = self.lock();
+                let bytes = &state.blocks[&block].bytes;
+                if let Some(used) = (0..=last).rev().find(|index| get(bytes, self.order, *index) > 0) {
+                    cluster -= (last - used) as u64;
+                    break;
+                }
+            }
+            cluster -= last as u64 + 1;
         }
         self.lock().untouched = cluster;
         Ok(cluster << self.cluster_bits)

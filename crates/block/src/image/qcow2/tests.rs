@@ -280,6 +280,28 @@ fn refcounts_that_were_left_unwritten_are_counted_again() {
 }
 
 #[test]
+fn a_compressed_write_of_nothing_is_refused_also_at_the_end() {
+    sim::run(1, async {
+        let image = Qcow2::open(parts_of(&written().await).await).await.expect("an image");
+        for offset in [0, 4096, SIZE as u64] {
+            let refused = image.write_compressed(offset, Buffer::new(0).into()).await;
+            assert_eq!(refused, Err(Error::INVALID), "{offset}");
+        }
+    });
+}
+
+#[test]
+fn a_long_sparse_file_is_closed_at_once() {
+    sim::run(1, async {
+        let content = written().await;
+        let storage = memory(1 << 47);
+        storage.write(0, Buffer::copy_of(&content).into(), Durability::Cached).await.expect("memory");
+        let image = Qcow2::open(Parts { storage, ..parts_of(&content).await }).await.expect("an image");
+        assert_eq!(image.close().await, Ok(()));
+    });
+}
+
+#[test]
 fn tables_that_lie_on_each_other_are_refused_before_anything_is_written() {
     sim::run(1, async {
         let mut content = written().await;

@@ -436,7 +436,8 @@ impl Qcow2 {
         let length = data.len() as u64;
         self.check_change(offset, length)?;
         let is_last = offset + length == self.size_bytes();
-        if !offset.is_multiple_of(cluster_bytes) || length != cluster_bytes && !is_last {
+        let is_whole = length == cluster_bytes || is_last && 0 < length && length < cluster_bytes;
+        if !offset.is_multiple_of(cluster_bytes) || !is_whole {
             return Err(Error::INVALID);
         }
         if self.data.is_some() || self.cipher.is_some() {
