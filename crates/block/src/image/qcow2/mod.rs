@@ -14,6 +14,7 @@
 //! - `gate`: who is inside, so that nothing is used again or changed as a whole under their feet.
 //! - `check`: whether an image is consistent, and repairs, without opening it.
 //! - `snapshot`, `bitmap`: what else an image keeps.
+//! - `fuzzing`: what the fuzz targets do with images of any bytes.
 //! - `quiet`: changes to an image as a whole, with nobody inside; `resize`, `preallocate`, `backing`, and the end, [`Qcow2::close`].
 //!
 //! Order of locks, of which a task may hold several: pass of the gate, guest range, L2 table or slice, writing, refcounts, file; `Pending` and the state
@@ -31,6 +32,7 @@ pub mod compress;
 pub mod create;
 pub mod entry;
 mod file;
+pub mod fuzzing;
 mod gate;
 pub mod header;
 mod header_change;
