@@ -59,6 +59,15 @@ impl Pass<'_> {
         Ok(())
     }
 
+    /// Whether the cluster was free until it was planned for a table.
+    pub(super) fn is_planned(&self, cluster: u64) -> bool {
+        let bits = self.header.cluster_bits;
+        let places = self.planned.as_ref().map(|planned| (planned.offset, planned.bytes.len() as u64));
+        places.is_some_and(|(offset, length)| {
+            (offset >> bits..(offset + length).div_ceil(1 << bits)).contains(&cluster)
+        })
+    }
+
     fn complete(&self, snapshot: &Snapshot) -> Snapshot {
         let mut complete = snapshot.clone();
         if snapshot.disk_bytes.is_none() {

@@ -170,6 +170,10 @@ impl Pass<'_> {
         let numbers = format!("cluster {cluster} refcount={stored} reference={counted}");
         let is_leak = stored > counted;
         let fits = counted <= numbers::largest(self.header.refcount_order);
+        if (stored, counted) == (0, 1) && !self.is_frozen && self.is_planned(cluster) {
+            // Nothing was wrong with it.
+            return true;
+        }
         let is_repaired = match self.repair {
             _ if self.is_frozen => false,
             Repair::Nothing => false,
