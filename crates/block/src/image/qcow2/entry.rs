@@ -54,7 +54,8 @@ impl L1Entry {
         if raw & !(OFFSET | COPIED) != 0 || offset & ((1 << shape.cluster_bits) - 1) != 0 {
             return Err(Invalid::new(format!("L1 entry {raw:#x} points to no cluster")));
         }
-        Ok(Self { offset, copied: raw & COPIED != 0 })
+        // Without a table there is nothing to own: whoever believed it would wait for the table.
+        Ok(Self { offset, copied: raw & COPIED != 0 && offset != 0 })
     }
 
     /// The number in the image.
@@ -227,6 +228,11 @@ mod tests {
         assert!(L1Entry::decode(0x5_1000, PLAIN).is_err(), "inside a cluster");
         let compressed = PLAIN.encode(Cluster::Compressed { offset: 512, length: 512 }).0;
         assert!(Shape { data_file: true, ..PLAIN }.decode(compressed, 0).is_err());
+    }
+
+    #[test]
+    fn no_table_is_nobody_s() {
+        assert_eq!(L1Entry::decode(COPIED, PLAIN), Ok(L1Entry::NONE));
     }
 
     #[test]

@@ -291,6 +291,20 @@ fn a_compressed_write_of_nothing_is_refused_also_at_the_end() {
 }
 
 #[test]
+fn a_flag_without_a_table_keeps_nobody_from_writing() {
+    sim::run(1, async {
+        let mut content = written().await;
+        let l1 = Header::parse(&content).expect("valid").l1_offset;
+        word(&mut content, l1).copy_from_slice(&(1_u64 << 63).to_be_bytes());
+        let image = Qcow2::open(parts_of(&content).await).await.expect("an image");
+        image.write(0, Buffer::zeroed(5000).into(), Durability::Synchronous).await.expect("room");
+        image.close().await.expect("memory");
+        let report = check(image.storage(), Repair::Nothing).await.expect("a header");
+        assert_eq!(report.corruptions, 0, "{report:?}");
+    });
+}
+
+#[test]
 fn a_long_sparse_file_is_closed_at_once() {
     sim::run(1, async {
         let content = written().await;
