@@ -133,7 +133,7 @@ impl Request {
             kind: bytes[0] & 0xf,
             from_end: bytes[0] & 0x80 != 0,
             offset: (u64::from(bytes[1]) << 8 | u64::from(bytes[2])) * 128 + u64::from(bytes[3]) * 2,
-            length: (1 << (bytes[4] % 18)) + u64::from(bytes[5]),
+            length: (1 << (bytes[4] % 15)) + u64::from(bytes[5]),
             byte: bytes[5],
         }
     }
