@@ -61,6 +61,13 @@ impl L1 {
         self.words[index].store(entry.encode(), Release);
     }
 
+    /// No table is the active L1 table's alone.
+    pub(super) fn clear_copied(&self) {
+        for index in 0..self.len() {
+            self.set(index, L1Entry { copied: false, ..self.get(index) });
+        }
+    }
+
     /// Offsets of all tables.
     pub(super) fn tables(&self) -> impl Iterator<Item = u64> + '_ {
         (0..self.len()).map(|index| self.get(index).offset).filter(|offset| *offset != 0)

@@ -128,4 +128,11 @@ impl Qcow2 {
         self.cache.load().clear();
         self.l1.store(l1.into());
     }
+
+    /// Forgets that anything belongs to the active L1 table alone, as the file does not say so any more. Only while quiet.
+    pub(super) fn forget_copied(&self) {
+        let _pending = self.pending();
+        self.cache.load().clear();
+        self.l1.load().clear_copied();
+    }
 }

@@ -2,9 +2,12 @@
 //!
 //! Order of what reaches the file: refcounts rise before anything refers to a cluster once more; the header changes in one sector; refcounts
 //! fall after nothing refers any more. So a crash leaves the image before the change or after it, and leaks at the worst. Between the change
-//! of refcounts and that of the COPIED flags a check finds flags that do not fit: they err on the side of copying, or of leaks.
+//! of refcounts and that of the COPIED flags a check finds flags that do not fit: they err on the side of copying, or of leaks. Never is a cluster
+//! marked as one owner's that the header may lead to twice; nor is anything freed that a header in doubt may lead to, which costs leaks.
 //!
 //! Never changes guest data, nor clusters that a snapshot can see.
+
+use std::sync::atomic::Ordering::Release;
 
 use super::{
     Snapshot, encode,
@@ -16,6 +19,7 @@ use crate::{
     image::qcow2::{
         Invalid, MetadataError, Qcow2,
         header::{Header, LARGEST_L1, MOST_SNAPSHOTS},
+        l1::L1,
     },
 };
 
@@ -107,13 +111,7 @@ impl Qcow2 {
         }
         let Table { bytes, tables } = self.read_l1(header.l1_offset, header.l1_entries).await?;
         let l1 = self.flagged(&bytes, Flags::Clear).await?;
-        self.change_reach(&tables, 1).await?;
-        let l1_offset = self.store(&l1).await?;
-        self.flush_metadata().await?;
-        // From here on a first write copies, whether there will be a snapshot or not.
-        self.set_active_flags(Flags::Clear).await?;
-        let snapshot = Snapshot {
-            l1_offset,
+        let mut snapshot = Snapshot {
             l1_entries: header.l1_entries,
             id: next_id(&snapshots),
             name: new.name.as_bytes().to_vec(),
@@ -123,18 +121,41 @@ impl Qcow2 {
             instructions: Some(u64::MAX),
             ..Snapshot::default()
         };
-        snapshots.push(snapshot.clone());
-        let stored = self.replace_snapshots(&header, &snapshots, old_length).await;
+        self.change_reach(&tables, 1).await?;
+        let kept = async {
+            snapshot.l1_offset = self.store(&l1).await?;
+            snapshots.push(snapshot.clone());
+            let kept = self.keep(&header, &snapshots, old_length).await;
+            self.undo_unless_done(&kept, snapshot.l1_offset, l1.len()).await?;
+            kept
+        };
+        let kept = kept.await;
         // Where it is not known what the header says, everything stays: a leak at the worst.
-        if stored.is_err() && !self.is_read_only() {
+        if kept.is_err() && !self.is_read_only() {
             // The disk is all that is left of it: as it was before.
             self.change_reach(&tables, -1).await?;
-            self.change_refcount(l1_offset, l1.len().max(1) as u64, -1).await?;
             self.set_active_flags(Flags::Recount).await?;
+            self.flush_metadata().await?;
+            self.reload().await?;
         }
+        kept.map(|()| snapshot)
+    }
+
+    /// Has the header lead to these snapshots, the last of which shares everything with the disk.
+    async fn keep(&self, header: &Header, snapshots: &[Snapshot], old_length: u64) -> Result<()> {
         self.flush_metadata().await?;
-        self.reload().await?;
-        stored.map(|()| snapshot)
+        // From here on a first write copies, whether there will be a snapshot or not; nothing that may fail stands between the header and that.
+        self.set_active_flags(Flags::Clear).await?;
+        self.forget_copied();
+        self.replace_snapshots(header, snapshots, old_length).await
+    }
+
+    /// Gives back an L1 table that the header does not lead to, and certainly never did.
+    async fn undo_unless_done(&self, done: &Result<()>, l1_offset: u64, l1_bytes: usize) -> Result<()> {
+        if done.is_err() && !self.is_read_only() {
+            self.change_refcount(l1_offset, l1_bytes.max(1) as u64, -1).await?;
+        }
+        Ok(())
     }
 
     /// Makes the disk what it was when the snapshot was taken, its size included. What it holds now is lost, unless another snapshot has it.
@@ -159,26 +180,42 @@ impl Qcow2 {
         l1.resize(entries as usize * 8, 0);
         Header { size_bytes, l1_entries: entries as u32, ..header.clone() }.encode()?;
         self.change_reach(&new.tables, 1).await?;
-        let l1_offset = self.store(&l1).await?;
-        self.flush_metadata().await?;
-        // All that it leads to is the snapshot's too.
-        self.set_flags(&new.tables, Flags::Clear).await?;
-        self.mark_bitmaps_in_use().await?;
-        self.flush_metadata().await?;
-        self.update_header(|header| {
-            header.size_bytes = size_bytes;
-            (header.l1_offset, header.l1_entries) = (l1_offset, entries as u32);
-        })
-        .await?;
+        let changed = async {
+            let l1_offset = self.store(&l1).await?;
+            let changed = self.go_back(l1_offset, &l1, &new.tables, size_bytes).await;
+            self.undo_unless_done(&changed, l1_offset, l1.len()).await?;
+            changed
+        };
+        let changed = changed.await;
+        if changed.is_err() && !self.is_read_only() {
+            self.change_reach(&new.tables, -1).await?;
+        }
+        changed?;
+        // Nobody knows what differs. Those that do not record stay in use.
+        self.resize_bitmaps(header.size_bytes, size_bytes, &[]).await;
+        self.mark_recorded(0, size_bytes);
         self.change_reach(&old.tables, -1).await?;
         if !old.bytes.is_empty() {
             self.change_refcount(header.l1_offset, old.bytes.len() as u64, -1).await?;
         }
+        Ok(self.flush_metadata().await?)
+    }
+
+    /// Has the header, and everybody here, use another L1 table, all of which is a snapshot's too.
+    async fn go_back(&self, l1_offset: u64, l1: &[u8], tables: &[u64], size_bytes: u64) -> Result<()> {
+        // What may fail comes before the header.
+        let table = L1::parse(l1_offset, l1, self.shape, self.file.size_bytes())?;
         self.flush_metadata().await?;
-        self.reload().await?;
-        // Nobody knows what differs. Those that do not record stay in use.
-        self.resize_bitmaps(header.size_bytes, size_bytes, &[]).await;
-        self.mark_recorded(0, size_bytes);
+        self.set_flags(tables, Flags::Clear).await?;
+        self.mark_bitmaps_in_use().await?;
+        self.flush_metadata().await?;
+        self.update_header(|header| {
+            header.size_bytes = size_bytes;
+            (header.l1_offset, header.l1_entries) = (l1_offset, (l1.len() / 8) as u32);
+        })
+        .await?;
+        self.replace_l1(table);
+        self.size.store(size_bytes, Release);
         Ok(())
     }
 
@@ -217,7 +254,10 @@ impl Qcow2 {
         let mut bytes = bytes.to_vec();
         bytes.resize(bytes.len().max(1).next_multiple_of(cluster), 0);
         let offset = self.allocate((bytes.len() / cluster) as u64).await?;
-        self.write_metadata(offset, &bytes).await?;
+        if let Err(error) = self.write_metadata(offset, &bytes).await {
+            self.change_refcount(offset, bytes.len() as u64, -1).await?;
+            return Err(error.into());
+        }
         Ok(offset)
     }
 
@@ -225,12 +265,12 @@ impl Qcow2 {
     async fn replace_snapshots(&self, old: &Header, snapshots: &[Snapshot], old_length: u64) -> Result<()> {
         let table = encode(snapshots)?;
         let offset = if snapshots.is_empty() { 0 } else { self.store(&table).await? };
-        self.flush_metadata().await?;
-        let changed = self
-            .update_header(|header| {
-                (header.snapshots, header.snapshots_offset) = (snapshots.len() as u32, offset);
-            })
-            .await;
+        let changed = async {
+            self.flush_metadata().await?;
+            let count = snapshots.len() as u32;
+            self.update_header(|header| (header.snapshots, header.snapshots_offset) = (count, offset)).await
+        };
+        let changed = changed.await;
         let (place, length) = match changed {
             Ok(()) => (old.snapshots_offset, old_length),
             // The header may name the new one.
