@@ -2,8 +2,14 @@
 //!
 //! The clients and the model of what each byte may be are those of `disks`; between them and the simulated disk lies an image. After
 //! every crash the file is what a power failure leaves of it: writes since the last flush lost, torn and in any order. It is then opened as it is;
-//! the guest's bytes must be what the model allows, and every cluster that something refers to must be counted, and referred to once. A bitmap that
-//! says that it is right must mark all that was changed since it was made.
+//! the guest's bytes must be what the model allows, every cluster that something refers to must be counted, and what is marked as one
+//! owner's must have one. A bitmap that says that it is right must mark all that was changed since it was made.
+//!
+//! - `kind`: which image a seed gets: versions, clusters, refcounts, subclusters, a backing file, a data file, encryption.
+//! - `keeper`: snapshots and compressed clusters.
+
+mod keeper;
+mod kind;
 
 use std::{
     cell::{Cell, RefCell},
@@ -12,27 +18,22 @@ use std::{
 };
 
 use block::{
-    buffer::Buffer,
     disk::Disk,
-    image::{
-        Image, Qcow2,
-        qcow2::{
-            CacheSettings, L2Size, Parts,
-            bitmap::BitmapError,
-            create::{CreateOptions, create},
-        },
-    },
+    image::{Image, Qcow2, qcow2::bitmap::BitmapError},
     layer::throttle::{DiskSettings, Group, GroupSettings},
     reactor::{JoinHandle, now, sim, sleep_until, spawn_joinable, timeout},
     storage::{
-        Durability, Storage,
+        Storage,
         align::Align,
-        memory::Memory,
         simulated::{Behaviour, Simulated},
     },
 };
 use policy::time::Duration;
 
+use self::{
+    keeper::{Keeper, Kept},
+    kind::{Files, Kind, content_of, disk, memory},
+};
 use crate::{
     client::{Client, Shared, Tally, chance, short_time},
     model::Model,
@@ -67,11 +68,11 @@ fn images_survive_crashes() {
 
 /// An image from one crash to the next, until the last.
 struct Life {
+    kind: Kind,
     shared: Rc<Shared>,
+    kept: Rc<RefCell<Kept>>,
     behaviour: Behaviour,
-    caches: CacheSettings,
-    /// Of the file.
-    content: Vec<u8>,
+    files: Files,
     clients: usize,
     crashes: usize,
     /// The disk when the bitmap was made, if there is one.
@@ -84,28 +85,36 @@ struct Life {
 const GRANULARITY_BITS: u32 = 9;
 const BITMAP: &str = "changes";
 
+/// The devices that the files are on.
+struct Devices {
+    image: Simulated,
+    data: Option<Simulated>,
+}
+
+impl Devices {
+    /// They lose power together.
+    fn crash(&self) -> Files {
+        Files { image: self.image.crash(), data: self.data.as_ref().map(Simulated::crash) }
+    }
+}
+
 impl Life {
     async fn draw(tally: &Rc<RefCell<Tally>>) -> Self {
-        let options = draw_options();
-        let block_bytes =
-            if options.cluster_bytes >= 4096 && !options.extended_l2 && chance(50) { 4096 } else { 512 };
-        let blocks = sim::random(|random| random.usize(8..100));
-        let options = CreateOptions { size_bytes: (blocks * block_bytes) as u64, ..options };
-        let storage = memory(&[]).await;
-        create(&storage, None, &options).await.expect("drawn valid");
-        let has_bitmap = options.version >= 3 && chance(50);
-        let mut content = content_of(&storage).await;
+        let kind = Kind::draw();
+        let (mut files, disk) = kind.create().await;
+        let has_bitmap = kind.options.version >= 3 && chance(50);
         if has_bitmap {
-            content = with_bitmap(&content).await;
+            files.image = with_bitmap(&files.image).await;
+            files.image.resize(files.image.len().next_multiple_of(kind.block_bytes), 0);
         }
-        content.resize(content.len().next_multiple_of(block_bytes), 0);
+        let before = has_bitmap.then(|| disk.clone());
+        let block_bytes = kind.block_bytes;
         let group = Group::new("group", GroupSettings::default(), None).expect("no limits");
         let errors = if chance(30) { sim::random(fastrand::Rng::f64) / 16.0 } else { 0.0 };
-        let small =
-            CacheSettings { l2: Some(L2Size::Bytes(0)), entry_bytes: Some(512), ..CacheSettings::default() };
         let latency = Duration::from_micros(sim::random(|random| random.u64(..2000)));
+        let kept = if kind.snapshots { Kept::with_first(disk.clone()) } else { Kept::default() };
         let shared = Shared {
-            model: RefCell::new(Model::new(vec![0; blocks * block_bytes], block_bytes)),
+            model: RefCell::new(Model::new(disk, block_bytes)),
             tally: Rc::clone(tally),
             passed: Rc::new(RefCell::new(Passed::new(&group, 1 << 20))),
             may_fail: errors > 0.0,
@@ -113,20 +122,22 @@ impl Life {
             sent: [Cell::new(0), Cell::new(0)],
         };
         Self {
+            kind,
             shared: Rc::new(shared),
+            kept: Rc::new(RefCell::new(kept)),
             behaviour: Behaviour { block_bytes, latency, error_probability: errors },
-            caches: if chance(50) { small } else { CacheSettings::default() },
-            content,
+            files,
             clients: sim::random(|random| random.usize(1..=6)),
             crashes: sim::random(|random| random.usize(1..=3)),
-            before: has_bitmap.then(|| vec![0; blocks * block_bytes]),
+            before,
             is_bitmap_good: has_bitmap,
         }
     }
 
     async fn run(mut self) {
         for _ in 0..self.crashes {
-            let Some((device, disk)) = self.open().await else { continue };
+            let Some((devices, disk)) = self.open().await else { continue };
+            let keeper = self.keep(&disk);
             let clients = self.start(&disk);
             sleep_until(now() + short_time()).await;
             if chance(20) {
@@ -138,46 +149,55 @@ impl Life {
                     let _ = disk.image().close().await;
                 });
                 sleep_until(now() + short_time()).await;
-                self.crash(&device).await;
+                self.files = devices.crash();
                 closing.cancel().await;
             } else if chance(50) {
                 stop(clients).await;
-                self.crash(&device).await;
+                self.files = devices.crash();
             } else {
-                self.crash(&device).await;
+                self.files = devices.crash();
                 stop(clients).await;
             }
+            // Nobody gives up a change of the whole image halfway.
+            keeper.cancel().await;
+            self.check().await;
         }
-        let Some((device, disk)) = self.open().await else { return };
-        let leaks = references::of(&self.content).leaks;
+        let Some((devices, disk)) = self.open().await else { return };
+        let leaks = references::of(&self.files.image).leaks;
+        let keeper = self.keep(&disk);
         for client in self.start(&disk) {
             client.await;
         }
+        keeper.await;
         let client = Client { disk: Arc::clone(&disk), shared: Rc::clone(&self.shared) };
         let size = self.shared.model.borrow().size_bytes();
         client.read(0..size).await;
-        while !client.flush().await {}
+        while !client.flush().await && !disk.image().is_read_only() {}
         if chance(50) {
-            while disk.image().close().await.is_err() {}
-            self.crash(&device).await;
+            while disk.image().close().await.is_err() && !disk.image().is_read_only() {}
+            self.files = devices.crash();
+            self.check().await;
             assert!(
                 self.before.is_none() || self.is_bitmap_good || self.shared.may_fail,
                 "closed in order, and the bitmap is not right"
             );
-            let now = references::of(&self.content).leaks;
+            let now = references::of(&self.files.image).leaks;
             assert!(now <= leaks || self.shared.may_fail, "closed in order, and {now} leaks, not {leaks}");
         } else {
-            self.crash(&device).await;
+            self.files = devices.crash();
+            self.check().await;
         }
     }
 
     /// `None` where an error kept it from being opened: the next time it may be.
-    async fn open(&self) -> Option<(Simulated, Arc<Disk>)> {
+    async fn open(&self) -> Option<(Devices, Arc<Disk>)> {
         self.shared.sent.iter().for_each(|sent| sent.set(0));
-        let device = Simulated::new(self.content.clone(), self.behaviour);
-        let storage = Storage::Simulated(Align::new(device.clone()));
-        let opened = Qcow2::open(parts(storage, self.caches)).await;
-        let image = match opened {
+        let device = |content: &Vec<u8>| Simulated::new(content.clone(), self.behaviour);
+        let devices =
+            Devices { image: device(&self.files.image), data: self.files.data.as_ref().map(device) };
+        let storage = |device: &Simulated| Storage::Simulated(Align::new(device.clone()));
+        let parts = self.kind.parts(storage(&devices.image), devices.data.as_ref().map(storage), false).await;
+        let image = match Qcow2::open(parts).await {
             Ok(image) => image,
             Err(why) => {
                 assert!(self.shared.may_fail, "{why}");
@@ -186,7 +206,7 @@ impl Life {
         };
         let disk = Disk::new("disk", Image::Qcow2(image), DiskSettings::default(), None)
             .expect("nothing is promised");
-        Some((device, Arc::new(disk)))
+        Some((devices, Arc::new(disk)))
     }
 
     fn start(&self, disk: &Arc<Disk>) -> Vec<JoinHandle<()>> {
@@ -195,16 +215,26 @@ impl Life {
         (0..self.clients).map(|_| spawn_joinable(client().run(requests()))).collect()
     }
 
-    async fn crash(&mut self, device: &Simulated) {
-        self.content = device.crash();
-        references::of(&self.content).check();
-        let storage = memory(&self.content).await;
-        let image =
-            Qcow2::open(Parts { read_only: true, ..parts(storage, self.caches) }).await.expect("valid");
-        let mut guest = vec![0; image.size_bytes() as usize];
-        image.read(0, guest.len()).await.expect("valid").copy_to(&mut guest);
-        self.look_at_bitmap(&image, &guest).await;
-        self.shared.model.borrow_mut().crash(guest);
+    fn keep(&self, disk: &Arc<Disk>) -> JoinHandle<()> {
+        let keeper = Keeper {
+            kind: self.kind.clone(),
+            disk: Arc::clone(disk),
+            shared: Rc::clone(&self.shared),
+            kept: Rc::clone(&self.kept),
+        };
+        spawn_joinable(keeper.run(sim::random(|random| random.usize(..12))))
+    }
+
+    /// What a crash has left.
+    async fn check(&mut self) {
+        references::of(&self.files.image).check();
+        let mut kept = self.kept.take();
+        kept.check(&self.kind, &self.files, &self.shared).await;
+        self.kept.replace(kept);
+        let image = Qcow2::open(self.kind.in_memory(&self.files, true).await).await.expect("valid");
+        let found = disk(&image).await;
+        self.look_at_bitmap(&image, &found).await;
+        self.shared.model.borrow_mut().crash(found);
         self.shared.tally.borrow_mut().crashes += 1;
     }
 
@@ -215,9 +245,9 @@ impl Life {
             Ok(bits) => bits,
             Err(BitmapError::InUse(_)) => {
                 self.is_bitmap_good = false;
-                self.content = with_bitmap(&self.content).await;
+                self.files.image = with_bitmap(&self.files.image).await;
                 let block_bytes = self.shared.block_bytes;
-                self.content.resize(self.content.len().next_multiple_of(block_bytes), 0);
+                self.files.image.resize(self.files.image.len().next_multiple_of(block_bytes), 0);
                 self.before = Some(guest.to_vec());
                 return;
             }
@@ -243,37 +273,6 @@ async fn with_bitmap(content: &[u8]) -> Vec<u8> {
     image.add_bitmap(BITMAP, GRANULARITY_BITS).await.expect("room");
     image.close().await.expect("memory");
     content_of(image.storage()).await
-}
-
-fn parts(storage: Storage, caches: CacheSettings) -> Parts {
-    Parts { storage, backing: None, data: None, cipher: None, read_only: false, caches }
-}
-
-fn draw_options() -> CreateOptions {
-    let extended_l2 = chance(25);
-    let version = if !extended_l2 && chance(25) { 2 } else { 3 };
-    let bits = if extended_l2 { 14 } else { sim::random(|random| [9, 9, 10, 12, 16][random.usize(..5)]) };
-    let refcount_bits = if version == 2 { 16 } else { sim::random(|random| 1 << random.u32(..7)) };
-    CreateOptions {
-        version,
-        extended_l2,
-        cluster_bytes: 1 << bits,
-        refcount_bits,
-        ..CreateOptions::default()
-    }
-}
-
-async fn memory(content: &[u8]) -> Storage {
-    let storage = Storage::Memory(Memory::new((content.len() as u64).max(512)).expect("small"));
-    if !content.is_empty() {
-        let data = Buffer::copy_of(content).into();
-        storage.write(0, data, Durability::Cached).await.expect("memory");
-    }
-    storage
-}
-
-async fn content_of(storage: &Storage) -> Vec<u8> {
-    storage.read(0, Buffer::new(storage.size_bytes() as usize)).await.expect("memory").to_vec()
 }
 
 async fn stop(clients: Vec<JoinHandle<()>>) {

@@ -1,4 +1,4 @@
-//! What a qcow2 file without snapshots refers to, against what it counts. Deliberately simple, and apart from weir's own check.
+//! What a qcow2 file refers to, against what it counts. Deliberately simple, and apart from weir's own check.
 
 use std::collections::BTreeMap;
 
@@ -10,10 +10,29 @@ use block::image::qcow2::{
 
 /// References to a file's clusters.
 pub(crate) struct References {
-    /// By cluster: who refers to it, and the number that the file has.
-    clusters: BTreeMap<u64, (Vec<String>, u64)>,
-    /// Clusters that are counted and that nothing refers to.
+    clusters: BTreeMap<u64, Uses>,
+    /// Clusters that are counted and that nothing refers to, or less often.
     pub(crate) leaks: usize,
+}
+
+/// One cluster's.
+#[derive(Debug, Default)]
+struct Uses {
+    who: Vec<Use>,
+    /// The number that the file has.
+    count: u64,
+    /// An entry says that it has one owner.
+    is_copied: bool,
+}
+
+#[derive(Clone, Debug)]
+struct Use {
+    #[expect(dead_code, reason = "for whoever reads the failure")]
+    what: String,
+    /// Which L1 table leads to it, the active one being 0; none where it belongs to the image as a whole.
+    tree: Option<usize>,
+    /// It is shared with other compressed clusters of the same tree.
+    is_compressed: bool,
 }
 
 /// Walks the file.
@@ -23,61 +42,117 @@ pub(crate) struct References {
 pub(crate) fn of(file: &[u8]) -> References {
     let header = Header::parse(file).expect("a valid header");
     let bits = header.cluster_bits;
-    let cluster_bytes = header.cluster_bytes() as usize;
-    let mut clusters: BTreeMap<u64, (Vec<String>, u64)> = BTreeMap::new();
-    let mut refer = |what: String, offset: u64, length: u64| {
-        for cluster in offset >> bits..(offset + length).div_ceil(1 << bits) {
-            clusters.entry(cluster).or_default().0.push(what.clone());
-        }
-    };
-    refer("header".into(), 0, 1);
-    let l1_bytes = u64::from(header.l1_entries) * 8;
-    refer("L1 table".into(), header.l1_offset, l1_bytes);
+    let mut walk = Walk { file, header: &header, clusters: BTreeMap::new() };
+    walk.refer("header", 0, 1);
     let table_bytes = u64::from(header.refcount_table_clusters) << bits;
-    refer("refcount table".into(), header.refcount_table_offset, table_bytes);
+    walk.refer("refcount table", header.refcount_table_offset, table_bytes);
     let blocks = words(file, header.refcount_table_offset, table_bytes as usize);
     for (index, block) in blocks.iter().enumerate().filter(|(_, block)| **block != 0) {
-        refer(format!("refcount block {index}"), *block, 1);
+        walk.refer(&format!("refcount block {index}"), *block, 1);
     }
-    let shape = Shape {
-        cluster_bits: bits,
-        extended: header.has_subclusters(),
-        data_file: false,
-        version: header.version,
-    };
-    for (index, word) in words(file, header.l1_offset, l1_bytes as usize).iter().enumerate() {
-        let table = L1Entry::decode(*word, shape).expect("a valid L1 entry").offset;
-        if table == 0 {
-            continue;
-        }
-        refer(format!("L2 table {index}"), table, 1);
-        let entries = words(file, table, cluster_bytes);
-        for (number, entry) in entries.chunks(shape.entry_bytes() / 8).enumerate() {
-            let map = entry.get(1).copied().unwrap_or(0);
-            let Cluster::Standard(standard) = shape.decode(entry[0], map).expect("a valid L2 entry") else {
-                continue;
-            };
-            if let Some(host) = standard.host {
-                refer(format!("guest cluster {number} of table {index}"), host, 1);
-            }
-        }
+    if let Some(place) = header.encryption {
+        walk.refer("LUKS header", place.offset, place.length);
     }
-    for (name, offset, length) in bitmaps(file, &header) {
-        refer(name, offset, length);
+    for (what, offset, length) in bitmaps(file, &header) {
+        walk.refer(&what, offset, length);
     }
+    walk.tree(0, header.l1_offset, u64::from(header.l1_entries) * 8);
+    walk.snapshots();
+    let mut clusters = walk.clusters;
     let refcount_bits = header.refcount_bits() as usize;
-    let per_block = cluster_bytes * 8 / refcount_bits;
+    let per_block = (8 << bits) / refcount_bits;
     for (index, block) in blocks.iter().enumerate().filter(|(_, block)| **block != 0) {
-        let bytes = at(file, *block, cluster_bytes);
+        let bytes = at(file, *block, 1 << bits);
         for number in 0..per_block {
             let value = number_at(&bytes, refcount_bits, number);
             if value > 0 {
-                clusters.entry((index * per_block + number) as u64).or_default().1 = value;
+                clusters.entry((index * per_block + number) as u64).or_default().count = value;
             }
         }
     }
-    let leaks = clusters.values().filter(|(who, count)| (who.len() as u64) < *count).count();
+    let leaks = clusters.values().filter(|uses| (uses.who.len() as u64) < uses.count).count();
     References { clusters, leaks }
+}
+
+struct Walk<'a> {
+    file: &'a [u8],
+    header: &'a Header,
+    clusters: BTreeMap<u64, Uses>,
+}
+
+impl Walk<'_> {
+    fn refer(&mut self, what: &str, offset: u64, length: u64) {
+        self.add(offset, length, &Use { what: what.to_owned(), tree: None, is_compressed: false });
+    }
+
+    fn add(&mut self, offset: u64, length: u64, new: &Use) {
+        let bits = self.header.cluster_bits;
+        for cluster in offset >> bits..(offset + length).div_ceil(1 << bits) {
+            self.clusters.entry(cluster).or_default().who.push(new.clone());
+        }
+    }
+
+    /// An L1 table with everything that it leads to. Only the active one's flags mean anything.
+    fn tree(&mut self, tree: usize, offset: u64, length: u64) {
+        self.refer(&format!("L1 table of tree {tree}"), offset, length);
+        let shape = self.shape();
+        for (index, word) in words(self.file, offset, length as usize).iter().enumerate() {
+            let entry = L1Entry::decode(*word, shape).expect("a valid L1 entry");
+            if entry.offset == 0 {
+                continue;
+            }
+            let what = format!("L2 table {index} of tree {tree}");
+            self.own(&what, tree, entry.offset, tree == 0 && entry.copied);
+            let entries = words(self.file, entry.offset, 1 << self.header.cluster_bits);
+            for (number, entry) in entries.chunks(shape.entry_bytes() / 8).enumerate() {
+                let map = entry.get(1).copied().unwrap_or(0);
+                let what = format!("guest cluster {number} of table {index} of tree {tree}");
+                match shape.decode(entry[0], map).expect("a valid L2 entry") {
+                    Cluster::Standard(standard) => {
+                        let host = standard.host.filter(|_| !shape.data_file);
+                        host.inspect(|host| self.own(&what, tree, *host, tree == 0 && standard.copied));
+                    }
+                    Cluster::Compressed { offset, length } => {
+                        self.add(offset, length, &Use { what, tree: Some(tree), is_compressed: true });
+                    }
+                }
+            }
+        }
+    }
+
+    fn own(&mut self, what: &str, tree: usize, offset: u64, is_copied: bool) {
+        self.add(offset, 1, &Use { what: what.to_owned(), tree: Some(tree), is_compressed: false });
+        if is_copied {
+            self.clusters.entry(offset >> self.header.cluster_bits).or_default().is_copied = true;
+        }
+    }
+
+    /// The snapshot table is read as the specification has it: fixed parts of 40 bytes, extra data, id and name, and padding.
+    fn snapshots(&mut self) {
+        let mut place = self.header.snapshots_offset as usize;
+        for number in 0..self.header.snapshots as usize {
+            let entry = at(self.file, place as u64, 40);
+            let field = |from: usize, to: usize| {
+                entry[from..to].iter().fold(0, |sum, byte| sum << 8 | u64::from(*byte))
+            };
+            self.tree(number + 1, field(0, 8), field(8, 12) * 8);
+            let length = 40 + field(36, 40) + field(12, 14) + field(14, 16);
+            place += (length as usize).next_multiple_of(8);
+        }
+        let length = place as u64 - self.header.snapshots_offset;
+        if length > 0 {
+            self.refer("snapshot table", self.header.snapshots_offset, length);
+        }
+    }
+
+    fn shape(&self) -> Shape {
+        Shape {
+            cluster_bits: self.header.cluster_bits,
+            extended: self.header.has_subclusters(),
+            data_file: self.header.has_data_file(),
+            version: self.header.version,
+        }
+    }
 }
 
 /// Directory, tables and bits of the bitmaps: where, and how many bytes. What a directory entry holds is where it is in every version.
@@ -105,11 +180,23 @@ fn bitmaps(file: &[u8], header: &Header) -> Vec<(String, u64, u64)> {
 }
 
 impl References {
-    /// Panics unless every cluster is counted at least as often as it is referred to, and only once.
+    /// Panics unless every cluster is counted at least as often as it is referred to, once by each tree that may share it; and has one owner
+    /// where an entry says so.
     pub(crate) fn check(&self) {
-        for (cluster, (who, count)) in &self.clusters {
-            assert!(who.len() as u64 <= *count, "cluster {cluster} has {who:?} and is counted {count} times");
-            assert!(who.len() <= 1, "cluster {cluster} has {who:?}");
+        for (cluster, uses) in &self.clusters {
+            let Uses { who, count, is_copied } = uses;
+            assert!(who.len() as u64 <= *count, "cluster {cluster} is counted too low: {uses:?}");
+            assert!(!is_copied || who.len() == 1, "cluster {cluster} is marked as one owner's: {uses:?}");
+            for (index, first) in who.iter().enumerate() {
+                for second in &who[index + 1..] {
+                    let both_compressed = first.is_compressed && second.is_compressed;
+                    let may_share = first.is_compressed == second.is_compressed
+                        && (first.tree != second.tree || both_compressed)
+                        && first.tree.is_some()
+                        && second.tree.is_some();
+                    assert!(may_share, "cluster {cluster} is two things: {uses:?}");
+                }
+            }
         }
     }
 }

@@ -1,0 +1,171 @@
+//! Whoever takes and deletes snapshots while clients use the disk, and writes compressed clusters beside them.
+//!
+//! A snapshot holds what a read of the whole disk could have found while it was taken, and nothing else ever; it is there after a crash if
+//! that was acknowledged, and not there if its deletion was.
+
+use std::{cell::RefCell, collections::BTreeMap, rc::Rc, sync::Arc};
+
+use block::{
+    buffer::Buffer,
+    disk::Disk,
+    error::Error,
+    image::{
+        Image, Qcow2,
+        qcow2::snapshot::{NewSnapshot, SnapshotError},
+    },
+    reactor::{now, sim, sleep_until},
+};
+
+use super::kind::{Files, Kind, disk};
+use crate::{
+    client::{Shared, chance, short_time},
+    model::Outcome,
+};
+
+/// What is known of the snapshots of one image, by name; none is ever used twice.
+#[derive(Debug, Default)]
+pub(crate) struct Kept {
+    known: BTreeMap<String, Known>,
+    taken: u64,
+}
+
+#[derive(Clone, Debug)]
+struct Known {
+    /// When taking it began, in the model's time.
+    began: u64,
+    /// Taking it was acknowledged, and nobody has begun to delete it.
+    certain: bool,
+    /// What it held when it was looked at first.
+    content: Option<Vec<u8>>,
+}
+
+impl Kept {
+    pub(crate) fn with_first(content: Vec<u8>) -> Self {
+        let first = Known { began: 0, certain: true, content: Some(content) };
+        Self { known: BTreeMap::from([("first".to_owned(), first)]), taken: 0 }
+    }
+
+    /// What a crash has left of them: all that were certain, nothing that is gone, and each as it was.
+    pub(crate) async fn check(&mut self, kind: &Kind, files: &Files, shared: &Shared) {
+        let image = Qcow2::open(kind.in_memory(files, true).await).await.expect("valid");
+        let mut found = BTreeMap::new();
+        for snapshot in image.snapshots().await.expect("valid") {
+            let name = snapshot.name().into_owned();
+            let known =
+                self.known.remove(&name).unwrap_or_else(|| panic!("snapshot {name:?} is there again"));
+            let parts = kind.in_memory(files, true).await;
+            let content = disk(&Qcow2::open_snapshot(parts, &snapshot.id()).await.expect("valid")).await;
+            match &known.content {
+                Some(old) => assert!(*old == content, "snapshot {name:?} has changed"),
+                None => shared.model.borrow().check_read(known.began, 0, &content),
+            }
+            found.insert(name, Known { certain: true, content: Some(content), ..known });
+        }
+        let lost: Vec<_> =
+            self.known.iter().filter(|(_, known)| known.certain).map(|(name, _)| name).collect();
+        assert!(lost.is_empty(), "snapshots that were taken are lost: {lost:?}");
+        self.known = found;
+    }
+}
+
+/// The one beside the clients.
+pub(crate) struct Keeper {
+    pub(crate) kind: Kind,
+    pub(crate) disk: Arc<Disk>,
+    pub(crate) shared: Rc<Shared>,
+    pub(crate) kept: Rc<RefCell<Kept>>,
+}
+
+impl Keeper {
+    /// Does so many things.
+    pub(crate) async fn run(self, things: usize) {
+        for _ in 0..things {
+            sleep_until(now() + short_time()).await;
+            match sim::random(|random| random.u8(..3)) {
+                0 if self.kind.snapshots => self.take().await,
+                1 if self.kind.snapshots => self.delete().await,
+                _ if self.kind.compressed => self.write_compressed().await,
+                _ => {}
+            }
+        }
+    }
+
+    fn image(&self) -> &Qcow2 {
+        match self.disk.image() {
+            Image::Qcow2(image) => image,
+            Image::Raw(_) => unreachable!("every image here is qcow2"),
+        }
+    }
+
+    async fn take(&self) {
+        let name = {
+            let mut kept = self.kept.borrow_mut();
+            kept.taken += 1;
+            let began = self.shared.model.borrow_mut().begin();
+            let name = format!("taken {}", kept.taken);
+            kept.known.insert(name.clone(), Known { began, certain: false, content: None });
+            name
+        };
+        let taken = self.image().create_snapshot(NewSnapshot { name: &name, date_s: 1, date_ns: 2 }).await;
+        match taken {
+            Ok(_) => self.kept.borrow_mut().known.get_mut(&name).expect("just added").certain = true,
+            // Small refcounts are at their largest soon.
+            Err(SnapshotError::Refcount { .. }) => {}
+            Err(error) => self.failed(&error),
+        }
+    }
+
+    async fn delete(&self) {
+        let name = {
+            let mut kept = self.kept.borrow_mut();
+            let count = kept.known.len();
+            if count == 0 {
+                return;
+            }
+            let (name, known) =
+                kept.known.iter_mut().nth(sim::random(|random| random.usize(..count))).expect("there");
+            known.certain = false;
+            name.clone()
+        };
+        match self.image().delete_snapshot(&name).await {
+            Ok(()) => drop(self.kept.borrow_mut().known.remove(&name)),
+            // It failed before, and nobody knows.
+            Err(SnapshotError::NotFound(_)) => {}
+            Err(error) => self.failed(&error),
+        }
+    }
+
+    fn failed(&self, error: &SnapshotError) {
+        let is_over = self.disk.image().is_read_only();
+        let is_expected = match error {
+            SnapshotError::Failed(Error::IO | Error::NO_SPACE) => true,
+            SnapshotError::Failed(Error::NOT_PERMITTED) | SnapshotError::ReadOnly => is_over,
+            _ => false,
+        };
+        assert!(self.shared.may_fail && is_expected, "{error}");
+        self.shared.tally.borrow_mut().failed += 1;
+    }
+
+    async fn write_compressed(&self) {
+        let cluster = self.kind.options.cluster_bytes as usize;
+        let size = self.shared.model.borrow().size_bytes();
+        let start = sim::random(|random| random.usize(..size.div_ceil(cluster))) * cluster;
+        let range = start..(start + cluster).min(size);
+        let (number, data) = if chance(50) {
+            (self.shared.model.borrow_mut().begin_zeroes(range.clone()), vec![0; range.len()])
+        } else {
+            self.shared.model.borrow_mut().begin_write(range.clone())
+        };
+        let result = self.image().write_compressed(start as u64, Buffer::copy_of(&data).into()).await;
+        let outcome = match result {
+            Ok(()) => Outcome::Applied,
+            Err(error) => {
+                let is_over = error == Error::NOT_PERMITTED && self.disk.image().is_read_only();
+                let is_expected = [Error::IO, Error::NO_SPACE].contains(&error) || is_over;
+                assert!(self.shared.may_fail && is_expected, "{error}");
+                Outcome::Open
+            }
+        };
+        self.shared.model.borrow_mut().end_change(number, outcome);
+    }
+}
