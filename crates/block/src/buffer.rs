@@ -338,6 +338,15 @@ impl Segments {
     }
 }
 
+impl IntoIterator for Segments {
+    type Item = Buffer;
+    type IntoIter = smallvec::IntoIter<[Buffer; 1]>;
+
+    fn into_iter(self) -> Self::IntoIter {
+        self.0.into_iter()
+    }
+}
+
 impl From<Buffer> for Segments {
     fn from(buffer: Buffer) -> Self {
         let mut segments = SmallVec::new();

@@ -26,7 +26,7 @@ pub(super) const MAX_BYTES: usize = 64 << 20;
 const MAX_READY: usize = 256 << 10;
 /// A block for headers, in bytes.
 const HEADER_BLOCK: usize = 4096;
-/// Segments in one message; the kernel takes at most 1024 (IOV_MAX). The largest payload there is, lent by memory, has 513.
+/// Segments in one message; the kernel takes at most 1024 (IOV_MAX). A payload may have more, read from an image in many small pieces.
 const MAX_SEGMENTS: usize = 1000;
 
 /// A message to send, and what has left with it.
@@ -113,16 +113,14 @@ impl Outbox {
         self.ready.set(self.ready.get() + header.len() + payload.len());
         {
             let mut queue = self.queue.borrow_mut();
-            // Two more: the headers before the payload, and those after it.
-            if queue.open.segments.as_slice().len() + payload.as_slice().len() + 2 > MAX_SEGMENTS {
-                queue.close_headers();
-                let message = std::mem::take(&mut queue.open);
-                queue.full.push_back(message);
-            }
+            queue.close_if_full();
             queue.write_header(header);
             if !payload.is_empty() {
                 queue.close_headers();
-                queue.open.segments.append(payload);
+                for segment in payload {
+                    queue.close_if_full();
+                    queue.open.segments.push(segment);
+                }
             }
             queue.open.requests += 1;
             queue.open.bytes += bytes;
@@ -158,6 +156,15 @@ impl Queue {
         let block = self.headers.get_or_insert_with(|| Buffer::new(HEADER_BLOCK));
         block[self.written..self.written + header.len()].copy_from_slice(header);
         self.written += header.len();
+    }
+
+    /// Begins another message where this one could not take the headers before a payload, those after it and a segment. A reply counts with the
+    /// last message that it is part of.
+    fn close_if_full(&mut self) {
+        if self.open.segments.as_slice().len() + 3 > MAX_SEGMENTS {
+            self.close_headers();
+            self.full.push_back(std::mem::take(&mut self.open));
+        }
     }
 
     /// Moves the headers written so far into the message; the rest of the block is used on.
@@ -219,6 +226,30 @@ mod tests {
         }
         assert_eq!(sent, expected);
         assert!(outbox.is_idle());
+    }
+
+    #[test]
+    fn a_payload_of_many_pieces_makes_several_messages() {
+        let outbox = Outbox::default();
+        let mut expected = Vec::new();
+        for length in [999, 3000, 1, 1000] {
+            let bytes: Vec<u8> = (0..length).map(|number| number as u8).collect();
+            let mut payload = Segments::default();
+            bytes.iter().for_each(|byte| payload.push(Buffer::copy_of(&[*byte])));
+            outbox.begin(length);
+            outbox.push(b"head", payload, length);
+            expected.extend(b"head");
+            expected.extend(bytes);
+        }
+        let mut sent = Vec::new();
+        while let Some(message) = outbox.take() {
+            assert!(message.segments.as_slice().len() <= 1024);
+            sent.extend(text(&message));
+            outbox.sent(message.requests, message.bytes, message.segments.len());
+        }
+        assert_eq!(sent, expected);
+        assert!(outbox.is_idle());
+        assert_eq!(outbox.ready.get(), 0);
     }
 
     #[test]
