@@ -301,3 +301,23 @@ fn settings_of_qcow2_are_refused_where_they_mean_nothing() {
     let said = Serve::new(&scratch).arg("--config").arg(config).fails();
     assert_says(&said, &["weir.toml:5: disk.d.cache-size", "may not be set together"]);
 }
+
+#[test]
+fn a_backing_file_that_somebody_writes_to_all_the_same_is_read_no_more() {
+    let scratch = Scratch::new();
+    let directory = chain(&scratch);
+    let weir = serve(&scratch, "top.qcow2").start();
+    let whole = ["read -P 1 0 1000k", "write -P 4 0 64k", "read -P 3 5M 100k"];
+    qemu_io(["-f", "raw"], whole, weir.uri("top"));
+    // No lock keeps out who does not ask for one.
+    let base = fs::OpenOptions::new().write(true).open(scratch.path("base.raw")).unwrap();
+    std::os::unix::fs::FileExt::write_at(&base, b"other", 512 << 10).unwrap();
+    let said = weir.wait_for_log("was written to by somebody else");
+    assert_says(&said, &["base.raw"]);
+    let uri = weir.uri("top");
+    let refused = Client::new("qemu-io").args(["-f", "raw", "-c", "read 512k 64k", &uri]).run();
+    assert_says(&refused.printed(), &["read failed: Input/output error"]);
+    qemu_io(["-f", "raw"], ["read -P 4 0 64k", "write -P 5 5M 64k", "read -P 5 5M 64k", "flush"], &uri);
+    weir.stop();
+    qemu_img(&directory, "check -q -f qcow2 DIR/top.qcow2");
+}

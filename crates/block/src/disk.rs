@@ -81,6 +81,7 @@ impl Disk {
         group: Option<&Arc<Group>>,
     ) -> std::result::Result<Self, Refused> {
         let member = Member::new(settings, group)?;
+        image.watch_backing();
         Ok(Self { name: name.into(), image, member, counters: Counters::default() })
     }
 

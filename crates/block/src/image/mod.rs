@@ -72,6 +72,21 @@ impl Image {
         }
     }
 
+    /// What the image reads from where it has nothing itself.
+    pub fn backing(&self) -> Option<&Self> {
+        match self {
+            Self::Raw(_) => None,
+            Self::Qcow2(qcow2) => qcow2.backing(),
+        }
+    }
+
+    /// For an image that is in use for long: see [`Qcow2::watch_backing`].
+    pub fn watch_backing(&self) {
+        if let Self::Qcow2(qcow2) = self {
+            qcow2.watch_backing();
+        }
+    }
+
     /// Format and storage, for people.
     pub fn description(&self) -> String {
         match self {

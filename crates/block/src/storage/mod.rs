@@ -88,6 +88,14 @@ pub struct BlockSize {
     pub preferred: u32,
 }
 
+/// When a file was last written to, and how long it then was.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Stamp {
+    modified_s: i64,
+    modified_ns: i64,
+    size_bytes: i64,
+}
+
 /// Storage of any kind.
 #[derive(Debug)]
 pub enum Storage {
@@ -161,6 +169,17 @@ impl Storage {
             Self::Delay(wrapped) => wrapped.inner().file_identity(),
             Self::Rate(wrapped) => wrapped.inner().file_identity(),
             Self::Fault(wrapped) => wrapped.inner().file_identity(),
+        }
+    }
+
+    /// What the file at the bottom looks like from outside: another stamp, another content. None where that is no file.
+    pub(crate) fn stamp(&self) -> Option<Stamp> {
+        match self {
+            Self::File(file) => file.device().stamp(),
+            Self::Memory(_) | Self::Null(_) | Self::Simulated(_) => None,
+            Self::Delay(wrapped) => wrapped.inner().stamp(),
+            Self::Rate(wrapped) => wrapped.inner().stamp(),
+            Self::Fault(wrapped) => wrapped.inner().stamp(),
         }
     }
 

@@ -1,11 +1,64 @@
-//! What lies below an image: naming another backing file, and leaving everything to it.
+//! What lies below an image: naming another backing file, leaving everything to it, and noticing that it changes.
 //!
 //! Never reads a backing file, and never opens one: whether the disk is still the same afterwards is the caller's to see to.
 
+use std::sync::{Arc, atomic::Ordering::Relaxed};
+
+use policy::time::Duration;
+
 use super::{Qcow2, header::Backing};
-use crate::error::{Error, Result};
+use crate::{
+    error::{Error, Result},
+    image::Image,
+    reactor,
+    storage::Stamp,
+};
+
+/// How often it is looked whether a backing file has changed.
+const LOOK_EVERY: Duration = Duration::from_secs(2);
 
 impl Qcow2 {
+    /// Looks from now on, every two seconds, whether a file below was written to by somebody who keeps to no locks. From then on what would be read
+    /// from there fails with [`Error::IO`]: it would be neither what the disk had nor what somebody meant it to have. What the image has itself
+    /// stays as it was, and can be written.
+    ///
+    /// # Panics
+    /// Without a reactor on this thread.
+    pub fn watch_backing(&self) {
+        let stamps = |image: &Self| -> Vec<Option<Stamp>> {
+            let below = std::iter::successors(image.backing(), |image| image.backing());
+            below.map(|image| image.storage().stamp()).collect()
+        };
+        let before = stamps(self);
+        if before.iter().all(Option::is_none) {
+            return;
+        }
+        let image = Arc::downgrade(&self.0);
+        reactor::spawn(async move {
+            loop {
+                reactor::sleep_until(reactor::now() + LOOK_EVERY).await;
+                let Some(image) = image.upgrade().map(Self) else { return };
+                let now = stamps(&image);
+                let changed = before.iter().zip(&now).position(|(before, now)| before != now);
+                if let Some(changed) = changed {
+                    image.lose_backing(changed);
+                    return;
+                }
+            }
+        });
+    }
+
+    fn lose_backing(&self, level: usize) {
+        let changed = std::iter::successors(self.backing(), |image| image.backing()).nth(level);
+        tracing::error!(
+            image = self.description(),
+            "its backing file was written to by somebody else ({}): what it does not have itself cannot be read any more (end the disk, see what \
+             became of the backing file, and start again)",
+            changed.map(Image::description).unwrap_or_default()
+        );
+        self.backing_changed.store(true, Relaxed);
+    }
+
     /// Names another backing file in the header, or none. The image as it is open goes on reading from the one it was opened with.
     ///
     /// # Errors

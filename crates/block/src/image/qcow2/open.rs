@@ -5,7 +5,7 @@
 
 use std::sync::{
     Arc, Mutex,
-    atomic::{AtomicU64, Ordering::Relaxed},
+    atomic::{AtomicBool, AtomicU64, Ordering::Relaxed},
 };
 
 use arc_swap::ArcSwap;
@@ -113,6 +113,8 @@ pub struct Opened {
     pub(super) cache: ArcSwap<L2Cache>,
     /// Of a slice in bytes, as bits.
     pub(super) slice_size_bits: AtomicU64,
+    /// Somebody wrote to a backing file, so what it has is not the disk's any more.
+    pub(super) backing_changed: AtomicBool,
     /// Which of those who drop unused slices is to go on: the last one.
     cleaning: AtomicU64,
     pub(super) refcounts: Refcounts,
@@ -234,6 +236,7 @@ impl Qcow2 {
             l1: ArcSwap::from_pointee(l1),
             cache: ArcSwap::from_pointee(L2Cache::new(sizes.l2_bytes, sizes.entry_bytes)),
             slice_size_bits: AtomicU64::new(u64::from(sizes.entry_bytes.trailing_zeros())),
+            backing_changed: AtomicBool::new(false),
             cleaning: AtomicU64::new(0),
             refcounts,
             overlap,

@@ -1,5 +1,7 @@
 //! Reading: from pieces in the file, its backing file, and nowhere.
 
+use std::sync::atomic::Ordering::Relaxed;
+
 use super::{
     Invalid, Qcow2, compress,
     lookup::{Piece, What},
@@ -103,6 +105,9 @@ impl Qcow2 {
     /// From the backing file, and zeroes behind its end.
     async fn read_backing(&self, offset: u64, length: usize) -> Result<Segments> {
         let there = self.backing_bytes(offset).min(length as u64) as usize;
+        if there > 0 && self.backing_changed.load(Relaxed) {
+            return Err(Error::IO);
+        }
         let mut data = Segments::default();
         if let Some(backing) = self.backing.as_ref().filter(|_| there > 0) {
             data = backing.read(offset, there).await?;

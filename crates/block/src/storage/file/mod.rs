@@ -30,7 +30,7 @@ use nix::unistd::{Whence, lseek};
 pub use self::cache_mode::CacheMode;
 pub(super) use self::open::{FileOptions, open};
 use super::{
-    BlockSize, Durability, Extent, ZeroOptions,
+    BlockSize, Durability, Extent, Stamp, ZeroOptions,
     align::{Alignment, Device},
     resize::ResizeError,
 };
@@ -149,6 +149,17 @@ impl File {
     pub(crate) fn identity(&self) -> Option<FileIdentity> {
         let status = nix::sys::stat::fstat(&self.buffered).ok()?;
         Some(FileIdentity::of(status.st_dev, status.st_ino, status.st_rdev, self.kind == Kind::BlockDevice))
+    }
+
+    /// See [`Storage::stamp`](crate::storage::Storage::stamp). A block device has none.
+    pub(crate) fn stamp(&self) -> Option<Stamp> {
+        let status = nix::sys::stat::fstat(&self.buffered).ok()?;
+        let stamp = Stamp {
+            modified_s: status.st_mtime,
+            modified_ns: status.st_mtime_nsec,
+            size_bytes: status.st_size,
+        };
+        (self.kind != Kind::BlockDevice).then_some(stamp)
     }
 
     /// See [`Storage::will_need`](crate::storage::Storage::will_need). With O_DIRECT there is no cache to fill.
