@@ -392,18 +392,12 @@ impl Qcow2 {
         which: impl Fn(&Entry) -> bool,
     ) -> IoResult<()> {
         let Some(bitmaps) = self.header().bitmaps else { return Ok(()) };
-        let mut changed = false;
-        for entry in entries.iter_mut().filter(|entry| which(entry) && entry.flags & flag::IN_USE == 0) {
-            entry.flags |= flag::IN_USE;
-            changed = true;
-        }
-        if changed {
-            let mut directory = encode(&entries);
-            // The last one's padding may be missing.
-            directory.truncate(bitmaps.directory.length as usize);
-            self.write_metadata(bitmaps.directory.offset, &directory).await?;
-        }
-        // Even if nothing had to change: it may be there from an attempt whose flush failed.
+        entries.iter_mut().filter(|entry| which(entry)).for_each(|entry| entry.flags |= flag::IN_USE);
+        let mut directory = encode(&entries);
+        // The last one's padding may be missing.
+        directory.truncate(bitmaps.directory.length as usize);
+        // Even if nothing has to change: what an attempt that failed has left may be read, and yet never reach the disk.
+        self.write_metadata(bitmaps.directory.offset, &directory).await?;
         self.file.flush().await
     }
 
