@@ -2,7 +2,7 @@
 //!
 //! | | Done | Holds |
 //! | --- | --- | --- |
-//! | [`check`] | checked and repaired | it ends; what a repair calls consistent is |
+//! | [`check()`] | checked and repaired | it ends; what a repair calls consistent is |
 //! | [`open`] | opened, with everything it keeps; looked at from end to end | it ends; block status covers the disk |
 //! | [`lookup`] | read, written, zeroed, discarded, resized, with snapshots taken and deleted | what is written is read; what was consistent stays so |
 //!

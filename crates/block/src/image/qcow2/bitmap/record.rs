@@ -177,6 +177,8 @@ impl Qcow2 {
         if self.recorded().is_empty() {
             return;
         }
+        // Whatever comes of it: who changes the disk all the same, has the file say so first.
+        self.recording.good.store(true, Release);
         let result = async {
             let mut stored = Storing::new(self).await?;
             for recorded in self.recorded() {
