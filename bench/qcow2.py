@@ -105,11 +105,11 @@ def qemu_bench(path, aio, count, *options, image_options=""):
 
 
 def in_ram(setup, stack):
-    """The same with a directory in memory for the images, which goes with the row."""
+    """The same with a directory in memory for the images, which goes with the row, and the raw copy in it."""
     directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="weir-bench-", dir="/dev/shm"))
-    raw = Path(directory) / setup.disk.name
-    run(["cp", "--sparse=never", setup.disk, raw])
-    return replace(setup, disk=raw)
+    ram = replace(setup, disk=Path(directory) / setup.disk.name)
+    run(["cp", "--sparse=never", setup.disk, scratch_of(ram)])
+    return ram
 
 
 def everywhere(kind, ram):
@@ -145,9 +145,14 @@ def everywhere(kind, ram):
     return contenders
 
 
+def scratch_of(setup):
+    """Where a raw file of the disk's size lies that may be written to."""
+    return setup.disk.with_name(f"scratch-{setup.size_bytes // MIB}M.raw")
+
+
 def raw_copy(setup):
-    """A raw file of the disk's size that may be written to."""
-    path = setup.disk.with_name(f"scratch-{setup.size_bytes // MIB}M.raw")
+    """That file, made if it is not there."""
+    path = scratch_of(setup)
     if not path.exists():
         unfinished = path.with_suffix(".new")
         run(["cp", "--sparse=never", setup.disk, unfinished])
@@ -323,24 +328,25 @@ def _mib(value):
     return f"{value / MIB:.0f} MiB"
 
 
-def _everywhere(kind, ram):
-    where = ", images in memory" if ram else ""
+def _random(name, requests_of, contenders, peers, ram):
+    """4 KiB requests at random, with an L2 cache that covers the disk: the images on the disk, or in memory."""
+    ending, where = ("-ram", ", images in memory") if ram else ("", "")
     return Row(
-        f"qcow2-rand{kind}{'-ram' if ram else ''}",
-        f"4 KiB {kind}s everywhere, depth 32, qcow2, in-process, L2 cache for the whole disk, cache none{where}",
-        everywhere(kind, ram),
-        (Faster(WEIR, 0.95, (RAW,)), Faster(WEIR, 1.5, QEMU)),
+        f"qcow2-{name}{ending}",
+        f"4 KiB {requests_of}, L2 cache for the whole disk, cache none{where}",
+        contenders,
+        (Faster(WEIR, 0.95, (RAW,)), Faster(WEIR, 1.5, peers)),
     )
+
+
+def _everywhere(kind, ram):
+    requests_of = f"{kind}s everywhere, depth 32, qcow2, in-process"
+    return _random(f"rand{kind}", requests_of, everywhere(kind, ram), QEMU, ram)
 
 
 def _over_nbd(kind, ram):
-    where = ", images in memory" if ram else ""
-    return Row(
-        f"qcow2-nbd-{kind}{'-ram' if ram else ''}",
-        f"4 KiB {kind}, depth 32, one connection, qcow2 over NBD, L2 cache for the whole disk, cache none{where}",
-        over_nbd(kind, ram),
-        (Faster(WEIR, 0.95, (RAW,)), Faster(WEIR, 1.5, QEMU_NBD)),
-    )
+    requests_of = f"{kind}, depth 32, one connection, qcow2 over NBD"
+    return _random(f"nbd-{kind}", requests_of, over_nbd(kind, ram), QEMU_NBD, ram)
 
 
 def _covering(part):

@@ -161,26 +161,25 @@ impl Storage {
         }
     }
 
+    /// The file at the bottom, whatever is around it; none where that is no file.
+    fn file(&self) -> Option<&File> {
+        match self {
+            Self::File(file) => Some(file.device()),
+            Self::Memory(_) | Self::Null(_) | Self::Simulated(_) => None,
+            Self::Delay(wrapped) => wrapped.inner().file(),
+            Self::Rate(wrapped) => wrapped.inner().file(),
+            Self::Fault(wrapped) => wrapped.inner().file(),
+        }
+    }
+
     /// Which file is at the bottom; none where that is no file.
     pub(crate) fn file_identity(&self) -> Option<FileIdentity> {
-        match self {
-            Self::File(file) => file.device().identity(),
-            Self::Memory(_) | Self::Null(_) | Self::Simulated(_) => None,
-            Self::Delay(wrapped) => wrapped.inner().file_identity(),
-            Self::Rate(wrapped) => wrapped.inner().file_identity(),
-            Self::Fault(wrapped) => wrapped.inner().file_identity(),
-        }
+        self.file().and_then(File::identity)
     }
 
     /// What the file at the bottom looks like from outside: another stamp, another content. None where that is no file.
     pub(crate) fn stamp(&self) -> Option<Stamp> {
-        match self {
-            Self::File(file) => file.device().stamp(),
-            Self::Memory(_) | Self::Null(_) | Self::Simulated(_) => None,
-            Self::Delay(wrapped) => wrapped.inner().stamp(),
-            Self::Rate(wrapped) => wrapped.inner().stamp(),
-            Self::Fault(wrapped) => wrapped.inner().stamp(),
-        }
+        self.file().and_then(File::stamp)
     }
 
     /// What it is, for people: kind, place, cache mode, wrappers.
@@ -190,13 +189,7 @@ impl Storage {
 
     /// The path of the file or device at the bottom; `None` where there is none.
     pub fn path(&self) -> Option<&str> {
-        match self {
-            Self::File(file) => Some(file.device().name()),
-            Self::Memory(_) | Self::Null(_) | Self::Simulated(_) => None,
-            Self::Delay(wrapped) => wrapped.inner().path(),
-            Self::Rate(wrapped) => wrapped.inner().path(),
-            Self::Fault(wrapped) => wrapped.inner().path(),
-        }
+        self.file().map(File::name)
     }
 
     /// Whether writes fail with [`Error::NOT_PERMITTED`](crate::error::Error::NOT_PERMITTED).
@@ -206,25 +199,13 @@ impl Storage {
 
     /// Whether every write is durable when it has completed, whatever it asked for: the cache modes `writethrough` and `directsync`.
     pub fn writes_through(&self) -> bool {
-        match self {
-            Self::File(file) => file.device().writes_through(),
-            Self::Memory(_) | Self::Null(_) | Self::Simulated(_) => false,
-            Self::Delay(wrapped) => wrapped.inner().writes_through(),
-            Self::Rate(wrapped) => wrapped.inner().writes_through(),
-            Self::Fault(wrapped) => wrapped.inner().writes_through(),
-        }
+        self.file().is_some_and(File::writes_through)
     }
 
     /// Whether it is made longer by asking, and then reads as zeroes behind its old end. A block device is not: its owner makes it longer, and it
     /// has there whatever it had before.
     pub fn can_grow(&self) -> bool {
-        match self {
-            Self::File(file) => file.device().can_grow(),
-            Self::Memory(_) | Self::Null(_) | Self::Simulated(_) => true,
-            Self::Delay(wrapped) => wrapped.inner().can_grow(),
-            Self::Rate(wrapped) => wrapped.inner().can_grow(),
-            Self::Fault(wrapped) => wrapped.inner().can_grow(),
-        }
+        self.file().is_none_or(File::can_grow)
     }
 
     /// The alignment that costs least.

@@ -12,7 +12,7 @@ use block::image::{
     Image,
     qcow2::{
         Qcow2,
-        bitmap::{DirtyBits, Entry, flag},
+        bitmap::{Entry, flag},
     },
 };
 
@@ -91,35 +91,19 @@ impl Carry {
     }
 
     async fn store_all(&self, image: &Qcow2) -> anyhow::Result<()> {
+        let Image::Qcow2(source) = &*self.source else { unreachable!("others have no bitmaps") };
         for entry in &self.bitmaps {
             let name = &*entry.name();
             let context = || format!("bitmap {name:?}");
             // It refuses what is too large to be in memory.
             image.add_bitmap(name, entry.granularity_bits).await.with_context(context)?;
-            let bits = self.bits(entry).await.with_context(context)?;
+            let bits = source.bitmap_bits(name).await.with_context(context)?;
             image.merge_bitmap(name, &bits).await.with_context(context)?;
             if entry.flags & flag::AUTO == 0 {
                 image.enable_bitmap(name, false).await.with_context(context)?;
             }
         }
         Ok(())
-    }
-
-    async fn bits(&self, entry: &Entry) -> anyhow::Result<DirtyBits> {
-        let Image::Qcow2(source) = &*self.source else { unreachable!("others have no bitmaps") };
-        let view = source.view_bitmap(&entry.name()).await?;
-        let size = source.size_bytes();
-        let mut bits = DirtyBits::new(size, entry.granularity_bits);
-        let mut at = 0;
-        while at < size {
-            for run in view.marked(at, size - at).await? {
-                if run.dirty {
-                    bits.mark(at..at + run.length);
-                }
-                at += run.length;
-            }
-        }
-        Ok(bits)
     }
 }
 

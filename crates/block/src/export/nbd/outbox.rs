@@ -190,6 +190,18 @@ mod tests {
         bytes
     }
 
+    /// All that is to be sent, in messages that the kernel takes.
+    fn drained(outbox: &Outbox) -> Vec<u8> {
+        let mut sent = Vec::new();
+        while let Some(message) = outbox.take() {
+            assert!(message.segments.as_slice().len() <= 1024);
+            sent.extend(text(&message));
+            outbox.sent(message.requests, message.bytes, message.segments.len());
+        }
+        assert!(outbox.is_idle());
+        sent
+    }
+
     #[test]
     fn headers_without_payload_share_a_segment() {
         let outbox = Outbox::default();
@@ -218,14 +230,7 @@ mod tests {
             expected.extend(number.to_be_bytes());
             expected.extend(number.to_le_bytes());
         }
-        let mut sent = Vec::new();
-        while let Some(message) = outbox.take() {
-            assert!(message.segments.as_slice().len() <= 1024);
-            sent.extend(text(&message));
-            outbox.sent(message.requests, message.bytes, message.segments.len());
-        }
-        assert_eq!(sent, expected);
-        assert!(outbox.is_idle());
+        assert_eq!(drained(&outbox), expected);
     }
 
     #[test]
@@ -241,14 +246,7 @@ mod tests {
             expected.extend(b"head");
             expected.extend(bytes);
         }
-        let mut sent = Vec::new();
-        while let Some(message) = outbox.take() {
-            assert!(message.segments.as_slice().len() <= 1024);
-            sent.extend(text(&message));
-            outbox.sent(message.requests, message.bytes, message.segments.len());
-        }
-        assert_eq!(sent, expected);
-        assert!(outbox.is_idle());
+        assert_eq!(drained(&outbox), expected);
         assert_eq!(outbox.ready.get(), 0);
     }
 

@@ -11,7 +11,6 @@ use crate::{
     error::{Error, Result},
     image::Image,
     reactor,
-    storage::Stamp,
 };
 
 /// How often it is looked whether a backing file has changed.
@@ -25,11 +24,7 @@ impl Qcow2 {
     /// # Panics
     /// Without a reactor on this thread.
     pub fn watch_backing(&self) {
-        let stamps = |image: &Self| -> Vec<Option<Stamp>> {
-            let below = std::iter::successors(image.backing(), |image| image.backing());
-            below.map(|image| image.storage().stamp()).collect()
-        };
-        let before = stamps(self);
+        let before: Vec<_> = self.images_below().map(|image| image.storage().stamp()).collect();
         if before.iter().all(Option::is_none) {
             return;
         }
@@ -38,9 +33,9 @@ impl Qcow2 {
             loop {
                 reactor::sleep_until(reactor::now() + LOOK_EVERY).await;
                 let Some(image) = image.upgrade().map(Self) else { return };
-                let now = stamps(&image);
-                let changed = before.iter().zip(&now).position(|(before, now)| before != now);
-                if let Some(changed) = changed {
+                let mut below = image.images_below().zip(&before);
+                if let Some((changed, _)) = below.find(|(image, before)| image.storage().stamp() != **before)
+                {
                     image.lose_backing(changed);
                     return;
                 }
@@ -48,13 +43,16 @@ impl Qcow2 {
         });
     }
 
-    fn lose_backing(&self, level: usize) {
-        let changed = std::iter::successors(self.backing(), |image| image.backing()).nth(level);
+    fn images_below(&self) -> impl Iterator<Item = &Image> {
+        std::iter::successors(self.backing(), |image| image.backing())
+    }
+
+    fn lose_backing(&self, changed: &Image) {
         tracing::error!(
             image = self.description(),
             "its backing file was written to by somebody else ({}): what it does not have itself cannot be read any more (end the disk, see what \
              became of the backing file, and start again)",
-            changed.map(Image::description).unwrap_or_default()
+            changed.description()
         );
         self.backing_changed.store(true, Relaxed);
     }

@@ -227,10 +227,11 @@ impl ImageFile {
     /// had either, nothing is written any more.
     pub(super) async fn update_header(&self, change: impl FnOnce(&mut Header)) -> Result<()> {
         let _turn = self.header_turn.exclusive(0..1).await;
-        let (mut header, old, old_bytes) = {
+        let (old, old_bytes) = {
             let kept = self.kept();
-            (kept.header.clone(), kept.header.clone(), kept.bytes.clone())
+            (kept.header.clone(), kept.bytes.clone())
         };
+        let mut header = old.clone();
         change(&mut header);
         let bytes = header_change::changed(&old_bytes, &old, &header).map_err(|invalid| {
             tracing::error!(image = self.storage.description(), "the header cannot be changed: {invalid}");

@@ -220,8 +220,7 @@ impl Qcow2 {
         if !read_only {
             overlap.check_apart(&places)?;
         }
-        let file_clusters = file_bytes.div_ceil(cluster_bytes);
-        let refcounts = Refcounts::new(&header, table, file_clusters, sizes.refcount_bytes);
+        let refcounts = Refcounts::new(&header, table, sizes.refcount_bytes);
         let image = Self(Arc::new(Opened {
             file,
             data,

@@ -34,7 +34,7 @@ impl Qcow2 {
             // Nobody is inside: what is not used can be given back at once, which changes refcounts again.
             self.give_back_quietly().await?;
             if !self.is_dirty() {
-                return self.file.flush().await;
+                return self.flush_files().await;
             }
         }
     }
@@ -49,9 +49,6 @@ impl Qcow2 {
         }
         if self.read_only || self.file.is_corrupt() {
             return Ok(());
-        }
-        if let Some(data) = &self.data {
-            data.flush().await?;
         }
         let _quiet = self.quiesce().await?;
         self.lay_down_bitmaps().await;

@@ -70,7 +70,8 @@ struct State {
     first_free: u64,
     /// Nor one of these blocks', which a search was through: it need not read them again.
     full: BTreeSet<usize>,
-    /// Clusters from here on were never handed out since the image was opened.
+    /// Clusters from here on were never handed out since the image was opened. What the file had then is not zero all the same: see
+    /// [`ImageFile::is_zero_from`].
     untouched: u64,
     /// Where the last compressed cluster ended, inside a cluster that has room.
     compressed_end: u64,
@@ -118,12 +119,7 @@ pub(super) struct Dirty {
 
 impl Refcounts {
     /// `table` as it is in the file, checked.
-    pub(super) fn new(
-        header: &header::Header,
-        table: Vec<u64>,
-        file_clusters: u64,
-        cache_bytes: u64,
-    ) -> Self {
+    pub(super) fn new(header: &header::Header, table: Vec<u64>, cache_bytes: u64) -> Self {
         Self {
             cluster_bits: header.cluster_bits,
             order: header.refcount_order,
@@ -136,7 +132,7 @@ impl Refcounts {
                 clock: 0,
                 first_free: 0,
                 full: BTreeSet::new(),
-                untouched: file_clusters,
+                untouched: 0,
                 compressed_end: 0,
             }),
             most_blocks: AtomicU64::new((cache_bytes >> header.cluster_bits).max(1)),
@@ -606,18 +602,15 @@ impl Refcounts {
     /// # Errors
     /// The file's. What could not be written is kept for the next time.
     pub(super) async fn write(&self, file: &ImageFile) -> Result<Dirty> {
-        let dirty = {
-            // Nobody else writes blocks meanwhile, to make room.
-            let _turn = self.turn.exclusive(0..1).await;
-            let dirty = self.collect_dirty();
-            for (offset, bytes) in &dirty.blocks {
-                if let Err(error) = file.write(*offset, bytes).await {
-                    self.keep(&dirty);
-                    return Err(error);
-                }
+        // Nobody else writes blocks meanwhile, to make room.
+        let _turn = self.turn.exclusive(0..1).await;
+        let dirty = self.collect_dirty();
+        for (offset, bytes) in &dirty.blocks {
+            if let Err(error) = file.write(*offset, bytes).await {
+                self.keep(&dirty);
+                return Err(error);
             }
-            dirty
-        };
+        }
         Ok(dirty)
     }
 
@@ -675,7 +668,6 @@ impl Refcounts {
             }
             cluster -= last as u64 + 1;
         }
-        self.lock().untouched = cluster;
         Ok(cluster << self.cluster_bits)
     }
 }

@@ -38,14 +38,13 @@ impl Qcow2 {
             // Snapshots of version 2 do not say how large the disk was.
             return Err(ResizeError::Failed(Error::UNSUPPORTED));
         }
-        let quiet = self.quiesce().await?;
+        let _quiet = self.quiesce().await?;
         let from = self.size_bytes();
         if size_bytes < from {
             self.shrink(size_bytes, from).await?;
         } else if size_bytes > from {
             self.grow(size_bytes, from).await?;
         }
-        drop(quiet);
         Ok(())
     }
 

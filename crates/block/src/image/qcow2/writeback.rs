@@ -243,7 +243,7 @@ impl Qcow2 {
     }
 
     /// Makes guest data durable, wherever it lies, and what was written of the metadata.
-    async fn flush_files(&self) -> Result<()> {
+    pub(super) async fn flush_files(&self) -> Result<()> {
         if let Some(data) = &self.data {
             data.flush().await?;
         }

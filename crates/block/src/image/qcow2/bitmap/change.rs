@@ -83,11 +83,7 @@ impl Qcow2 {
     /// What a bitmap of a disk of this size marks, as the file has it.
     pub(super) async fn read_bits(&self, entry: &Entry, size_bytes: u64) -> Result<DirtyBits> {
         let cluster_bits = self.shape.cluster_bits;
-        if Entry::entries_for(size_bytes, entry.granularity_bits, cluster_bits) > entry.table_entries.into() {
-            let what =
-                format!("the table of bitmap {:?} at {:#x} is too short", entry.name(), entry.table_offset);
-            return Err(Invalid::new(what).into());
-        }
+        self.check_table(entry, size_bytes)?;
         let table = self.bitmap_table(entry).await?;
         // As many bits as the table has room for, or fewer: the directory's rules bound them.
         let mut bits = DirtyBits::new(size_bytes, entry.granularity_bits);
@@ -109,6 +105,17 @@ impl Qcow2 {
             };
         }
         Ok(bits)
+    }
+
+    /// An error, if the table has no room for the bits of a disk of this size.
+    pub(super) fn check_table(&self, entry: &Entry, size_bytes: u64) -> std::result::Result<(), Invalid> {
+        let needed = Entry::entries_for(size_bytes, entry.granularity_bits, self.shape.cluster_bits);
+        if needed > entry.table_entries.into() {
+            let what =
+                format!("the table of bitmap {:?} at {:#x} is too short", entry.name(), entry.table_offset);
+            return Err(Invalid::new(what));
+        }
+        Ok(())
     }
 
     /// A bitmap's table, of which every entry leads into the file, and no two to the same place.

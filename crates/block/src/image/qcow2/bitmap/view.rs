@@ -12,7 +12,7 @@ use std::sync::Arc;
 
 use super::{
     BitmapError, Recorded,
-    directory::{Bits, Entry, flag},
+    directory::{Bits, flag},
 };
 use crate::{
     error::{Error, Result},
@@ -87,12 +87,8 @@ impl Qcow2 {
         if !self.is_read_only() {
             return Err(NoView::Disabled(name.to_owned()));
         }
-        let (granularity_bits, cluster_bits) = (entry.granularity_bits, self.shape.cluster_bits);
-        let needed = Entry::entries_for(self.size_bytes(), granularity_bits, cluster_bits);
-        if u64::from(entry.table_entries) < needed {
-            let what = format!("the table of bitmap {name:?} at {:#x} is too short", entry.table_offset);
-            return Err(MetadataError::from(Invalid::new(what)).into());
-        }
+        self.check_table(entry, self.size_bytes()).map_err(MetadataError::from)?;
+        let granularity_bits = entry.granularity_bits;
         // No more than the directory's rules allow: a few megabytes.
         Ok(view(Source::Stored { granularity_bits, table: self.bitmap_table(entry).await? }))
     }
@@ -211,7 +207,7 @@ mod tests {
     use crate::{
         image::qcow2::{
             CacheSettings, Parts,
-            bitmap::directory,
+            bitmap::directory::{self, Entry},
             create::{CreateOptions, create},
             header::{Bitmaps, Place, autoclear},
         },

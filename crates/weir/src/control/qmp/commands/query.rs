@@ -123,13 +123,7 @@ fn header(image: &Image) -> Option<Header> {
 
 /// How many images are behind this one.
 fn depth(image: &Image) -> usize {
-    fn below(image: &Image) -> Option<&Image> {
-        match image {
-            Image::Qcow2(qcow2) => qcow2.backing(),
-            Image::Raw(_) => None,
-        }
-    }
-    iter::successors(below(image), |image| below(image)).count()
+    iter::successors(image.backing(), |image| image.backing()).count()
 }
 
 /// An `ImageInfo`, without those of the images behind it.
