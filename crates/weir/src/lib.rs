@@ -18,6 +18,7 @@ mod logging;
 mod pid_file;
 mod plan;
 mod probe;
+mod saving;
 mod secret;
 mod serve;
 mod signals;

@@ -3,12 +3,10 @@
 //! A limit under virsh's name also does what virsh does: it clears the other limits of its kind. So a script that
 //! replaces a limit on reads by one on all requests works as it did.
 
-use std::path::PathBuf;
-
 use clap::{Arg, ArgMatches, Args, Command, FromArgMatches};
 use policy::throttle::{LimitKind, Part, Setting};
 
-use super::limits;
+use super::{SaveArgs, limits};
 use crate::{
     client::{
         Target,
@@ -76,18 +74,6 @@ struct SchedulerArgs {
     /// Take it out of its group
     #[arg(long)]
     no_group: bool,
-}
-
-/// Where a change is written to.
-#[derive(Debug, Args)]
-#[command(next_help_heading = "Keeping the change")]
-pub(crate) struct SaveArgs {
-    /// Also write the change into the config file, for the next start
-    #[arg(long)]
-    pub(crate) save: bool,
-    /// The config file [default: the one that the daemon was started with]
-    #[arg(long, value_name = "FILE", requires = "save")]
-    pub(crate) config: Option<PathBuf>,
 }
 
 /// The limits that were given, under which names.

@@ -1,26 +1,20 @@
 //! `weir throttle`: shows what a disk or a group is held to, or changes it while it runs.
 //!
-//! The daemon judges a change and applies all of it or nothing. With `--save` the config file gets it too: everything
-//! that can be found out about the file is found out before the daemon is asked, so that a change is not in force and then not
-//! saved.
+//! Never judges a setting: the daemon does, and applies all of a change or nothing.
 
-mod edit;
-mod save;
-
-use anyhow::{Context as _, anyhow};
-use serde_json::{Value, json};
+use anyhow::anyhow;
+use serde_json::Value;
 
 use crate::{
     Failure,
     cli::ThrottleArgs,
     client::{
-        Client, Error, Target,
-        change::{Change, Name},
-        report::{Node, Report, Settings},
+        Client, Target,
+        change::Name,
+        report::{Node, Report},
     },
-    figures, print,
+    figures, print, saving,
 };
-use save::Saving;
 
 /// Shows or changes settings.
 ///
@@ -41,39 +35,8 @@ pub(crate) fn run(arguments: ThrottleArgs) -> Result<(), Failure> {
         let json = arguments.json.then(|| entry(&answer, node.kind(), &arguments.name));
         return Ok(print(&json.unwrap_or_else(|| show(&report, &arguments.name, node)))?);
     }
-    let saved = apply(&mut client, &report, node, &arguments, &change)?;
-    let text = if arguments.json {
-        pretty(&changed(&arguments.name, node.settings(), &change, saved.as_deref()))
-    } else {
-        told(&arguments.name, node.settings(), &change, saved.as_deref())
-    };
-    Ok(print(&text)?)
-}
-
-/// Has the change made, and saved if that is asked for: the file's name then.
-fn apply(
-    client: &mut Client,
-    report: &Report,
-    node: Node<'_>,
-    arguments: &ThrottleArgs,
-    change: &Change,
-) -> anyhow::Result<Option<String>> {
-    let name = arguments.name.as_str();
-    let saving = arguments.save.save.then(|| {
-        let named = arguments.save.config.clone();
-        let known = named.or_else(|| report.config.as_ref().map(Into::into));
-        let path = known.context(
-            "--save: the daemon was started without a config file, so there is none to write to (name one with --config FILE)",
-        )?;
-        Saving::prepare(&path, node.kind(), name, change)
-    });
-    let saving = saving.transpose()?;
-    client.set(name, change.arguments()).map_err(|error| match error {
-        Error::Refused(said) if !said.starts_with(&format!("{name}:")) => anyhow!("{name}: {said}"),
-        error => error.into(),
-    })?;
-    let saved = saving.map(Saving::commit).transpose();
-    saved.with_context(|| format!("{name}: the change is in force, but not saved"))
+    let saved = saving::apply(&mut client, &report, (&arguments.name, node), &arguments.save, &change)?;
+    Ok(print(&saving::told(&arguments.name, node.settings(), &change, saved.as_deref(), arguments.json))?)
 }
 
 /// The settings of one for people, and what holds it from above.
@@ -100,34 +63,7 @@ fn show(report: &Report, name: &str, node: Node<'_>) -> String {
 fn entry(answer: &Value, kind: &str, name: &str) -> String {
     let list = answer[format!("{kind}s")].as_array();
     let entry = list.into_iter().flatten().find(|entry| entry["name"] == name);
-    pretty(entry.unwrap_or(&Value::Null))
-}
-
-fn changed(name: &str, before: &Settings, change: &Change, saved: Option<&str>) -> Value {
-    let value = |(setting, value): (Name, &_)| {
-        let both =
-            json!({ "before": Value::from(setting.of(before)), "after": Value::from(Clone::clone(value)) });
-        (setting.text().to_owned(), both)
-    };
-    let settings: serde_json::Map<String, Value> = change.iter().map(value).collect();
-    let mut changed = json!({ "name": name, "changed": settings });
-    if let Some(path) = saved {
-        changed["saved"] = path.into();
-    }
-    changed
-}
-
-fn told(name: &str, before: &Settings, change: &Change, saved: Option<&str>) -> String {
-    let mut text: String =
-        change.describe(before).into_iter().map(|line| format!("{name}: {line}\n")).collect();
-    if let Some(path) = saved {
-        text += &format!("{name}: saved in {path}\n");
-    }
-    text
-}
-
-fn pretty(value: &Value) -> String {
-    serde_json::to_string_pretty(value).expect("JSON of JSON") + "\n"
+    saving::pretty(entry.unwrap_or(&Value::Null))
 }
 
 #[cfg(test)]

@@ -1,0 +1,124 @@
+//! A change of settings as the commands make it that are for that: put in force by the daemon, written into the config file where
+//! that is asked for, and told.
+//!
+//! The daemon judges a change and applies all of it or nothing. With `--save` the config file gets it too: everything
+//! that can be found out about the file is found out before the daemon is asked, so that a change is not in force and then not
+//! saved.
+
+mod edit;
+mod save;
+
+use anyhow::{Context as _, anyhow};
+use serde_json::{Value, json};
+
+use crate::{
+    cli::SaveArgs,
+    client::{
+        Client, Error,
+        change::{Change, Name},
+        report::{Node, Report, Settings},
+    },
+};
+use save::Saving;
+
+/// Has a change of the disk or group `name` made, and saved if that is asked for: the file's name then.
+///
+/// # Errors
+/// If the daemon refuses or cannot be asked, or the config file cannot be written.
+pub(crate) fn apply(
+    client: &mut Client,
+    report: &Report,
+    (name, node): (&str, Node<'_>),
+    arguments: &SaveArgs,
+    change: &Change,
+) -> anyhow::Result<Option<String>> {
+    let saving = arguments.save.then(|| {
+        let named = arguments.config.clone();
+        let known = named.or_else(|| report.config.as_ref().map(Into::into));
+        let path = known.context(
+            "--save: the daemon was started without a config file, so there is none to write to (name one with --config FILE)",
+        )?;
+        Saving::prepare(&path, node.kind(), name, change)
+    });
+    let saving = saving.transpose()?;
+    client.set(name, change.arguments()).map_err(|error| match error {
+        Error::Refused(said) if !said.starts_with(&format!("{name}:")) => anyhow!("{name}: {said}"),
+        error => error.into(),
+    })?;
+    let saved = saving.map(Saving::commit).transpose();
+    saved.with_context(|| format!("{name}: the change is in force, but not saved"))
+}
+
+/// What was changed, and where it was saved, for people or as JSON.
+pub(crate) fn told(
+    name: &str,
+    before: &Settings,
+    change: &Change,
+    saved: Option<&str>,
+    as_json: bool,
+) -> String {
+    if as_json {
+        pretty(&changed(name, before, change, saved))
+    } else {
+        described(name, before, change, saved)
+    }
+}
+
+fn changed(name: &str, before: &Settings, change: &Change, saved: Option<&str>) -> Value {
+    let value = |(setting, value): (Name, &_)| {
+        let both =
+            json!({ "before": Value::from(setting.of(before)), "after": Value::from(Clone::clone(value)) });
+        (setting.text().to_owned(), both)
+    };
+    let settings: serde_json::Map<String, Value> = change.iter().map(value).collect();
+    let mut changed = json!({ "name": name, "changed": settings });
+    if let Some(path) = saved {
+        changed["saved"] = path.into();
+    }
+    changed
+}
+
+fn described(name: &str, before: &Settings, change: &Change, saved: Option<&str>) -> String {
+    let mut text: String =
+        change.describe(before).into_iter().map(|line| format!("{name}: {line}\n")).collect();
+    if let Some(path) = saved {
+        text += &format!("{name}: saved in {path}\n");
+    }
+    text
+}
+
+/// JSON as the commands print it.
+pub(crate) fn pretty(value: &Value) -> String {
+    serde_json::to_string_pretty(value).expect("JSON of JSON") + "\n"
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::client::change::Setpoint;
+
+    #[test]
+    fn a_change_is_told_with_what_was_before() {
+        let settings = json!({ "group": "gold", "weight": 200, "limits": { "iops-total": 1000 } });
+        let before = serde_json::from_value(settings).unwrap();
+        let mut change = Change::default();
+        change.set(Name::find("iops-total").unwrap(), Setpoint::Number(2000));
+        change.set(Name::Weight, Setpoint::Number(200));
+        change.set(Name::Group, Setpoint::Text(String::new()));
+        let expect = "\
+vm1: iops-total: 1000 → 2000
+vm1: weight: 200, as before
+vm1: group: gold → none
+vm1: saved in /etc/weir.toml
+";
+        assert_eq!(told("vm1", &before, &change, Some("/etc/weir.toml"), false), expect);
+        let json = json!({
+            "name": "vm1", "saved": "/etc/weir.toml",
+            "changed": {
+                "iops-total": { "before": 1000, "after": 2000 }, "weight": { "before": 200, "after": 200 },
+                "group": { "before": "gold", "after": "" }
+            }
+        });
+        assert_eq!(changed("vm1", &before, &change, Some("/etc/weir.toml")), json);
+    }
+}
