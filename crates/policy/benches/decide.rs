@@ -2,13 +2,14 @@
 //!
 //! One iteration is one request admitted by a group at its limit: its turn comes, the group's bucket is charged, and the
 //! next request of that disk queues. That is two calls of `poll` (one admits, one says until when) and one of
-//! `request`. `idle` is one disk that keeps asking, alone or among 10,000 that do not.
+//! `request`. `idle` is one disk that keeps asking, alone or among 10,000 that do not. `spare` is what reading ahead costs: the question whether it
+//! may be done, answered with yes and with no, and a request that passes at once where something has been read ahead before.
 //!
 //! A figure is that of the fastest of many batches: what else runs on the machine only ever adds to it.
 
 use criterion::{BenchmarkId, Criterion, criterion_group, criterion_main};
 use policy::request::Direction;
-use policy::throttle::{Admission, Cost, Decision, LimitKind, Limits, NodeId, Share, Tree};
+use policy::throttle::{Admission, Cost, Decision, GivenBack, LimitKind, Limits, NodeId, Share, Tree};
 use policy::time::{Duration, Instant};
 use std::hint::black_box;
 use std::time::Instant as Clock;
@@ -140,12 +141,52 @@ fn idle(criterion: &mut Criterion) {
     group.finish();
 }
 
+fn spare(criterion: &mut Criterion) {
+    let mut group = criterion.benchmark_group("spare");
+    let ahead = Cost::one(8 * 4096);
+    let mut used = GivenBack::NOTHING;
+    used.add(8 * 4096, 8 * 4096);
+    for (answer, given_back) in [("yes", used), ("no", GivenBack::NOTHING)] {
+        let mut tree = Tree::<u32>::new(Instant::ZERO);
+        let host = tree.add(None, limits(), Share::default()).unwrap();
+        let disk = tree.add(Some(host), Limits::default(), Share::default()).unwrap();
+        // More than full, until as much is given back.
+        while tree.spare(disk, &ahead, GivenBack::NOTHING, Instant::ZERO) {}
+        group.bench_function(answer, |bencher| {
+            bencher.iter_custom(|iterations| {
+                fastest(iterations, || {
+                    let may = tree.spare(disk, black_box(&ahead), given_back, Instant::ZERO);
+                    assert_eq!(may, answer == "yes");
+                })
+            });
+        });
+    }
+
+    let mut in_operations = limits();
+    in_operations.iops_size = 4096;
+    let mut tree = Tree::<u32>::new(Instant::ZERO);
+    let host = tree.add(None, in_operations, Share::default()).unwrap();
+    let disk = tree.add(Some(host), Limits::default(), Share::default()).unwrap();
+    let mut now = Instant::ZERO;
+    // So much that it does not run out meanwhile.
+    assert!(tree.spare(disk, &Cost::one(u64::MAX), GivenBack::NOTHING, now));
+    group.bench_function("request below the limit", |bencher| {
+        bencher.iter_custom(|iterations| {
+            fastest(iterations, || {
+                now += Duration::from_nanos(2_000_000_000 / IOPS);
+                assert!(tree.pass(disk, Direction::Read, black_box(&Cost::one(4096)), now));
+            })
+        });
+    });
+    group.finish();
+}
+
 criterion_group! {
     name = decisions;
     config = Criterion::default()
         .warm_up_time(Duration::from_millis(300))
         .measurement_time(Duration::from_secs(1))
         .sample_size(30);
-    targets = busy, idle
+    targets = busy, idle, spare
 }
 criterion_main!(decisions);

@@ -41,7 +41,7 @@ use std::{
 use loom::{future::block_on, thread};
 use policy::{
     request::Direction,
-    throttle::{Cost, Limit, LimitKind, Limits, NodeId, Share},
+    throttle::{Cost, GivenBack, Limit, LimitKind, Limits, NodeId, Share},
     time::Instant,
 };
 
@@ -267,6 +267,28 @@ fn disks_that_change_places_do_not_block_each_other() {
         });
         let _unarmed = there.move_to(to_one, None, START).expect("nothing is promised");
         thread.join().expect("it moves");
+    });
+}
+
+/// Whoever waits has the bucket to itself, wherever the disk that would read ahead is by then.
+#[test]
+fn reading_ahead_while_disks_move_and_wait_holds_nobody_up() {
+    loom::model(|| {
+        let (from, to) = (group(10), group(10));
+        let (disk, neighbour) = (disk(&from), disk(&to));
+        let neighbours = ask_until_one_waits(&neighbour);
+        let reading_ahead = Arc::clone(&disk);
+        let thread = thread::spawn(move || {
+            for _ in 0..2 {
+                reading_ahead.spare(&Cost::one(4096), GivenBack::NOTHING, START);
+            }
+        });
+        let _unarmed = disk.move_to(destination(&to), None, START).expect("nothing is promised");
+        thread.join().expect("it ends");
+        assert!(!disk.spare(&Cost::one(4096), GivenBack::NOTHING, LATE), "somebody has not been told yet");
+        fire(to.0.release(LATE));
+        assert!(is_ready(neighbours), "it waited for nothing but its turn");
+        assert!(disk.spare(&Cost::one(4096), GivenBack::NOTHING, LATE));
     });
 }
 

@@ -17,6 +17,8 @@
 //! Levels are whole billionths of a unit. A rate in units per second is then a leak in billionths per nanosecond,
 //! without a remainder: no rounding, no drift, and a wait that is right to the nanosecond.
 //!
+//! What is read ahead has levels of its own on top of these, and guests never wait for them (`bucket/spare.rs`).
+//!
 //! Never refuses: a request larger than the bucket is added whole and paid for by those after it.
 
 use super::cost::Cost;
@@ -26,6 +28,10 @@ use super::price::{WHOLE, divide, part_of};
 use crate::request::Direction;
 use crate::time::Instant;
 use core::ops::Range;
+
+mod spare;
+
+use spare::Spare;
 
 /// Billionths in a unit.
 const UNIT: u128 = 1_000_000_000;
@@ -155,6 +161,8 @@ pub(super) struct Buckets {
     iops_size: u64,
     /// Levels are as of this instant.
     now: Instant,
+    /// What read-ahead took beside them. Nothing that is asked for guests looks at it.
+    spare: Spare,
 }
 
 impl Buckets {
@@ -165,6 +173,7 @@ impl Buckets {
             applying: Direction::ALL.map(|direction| Applying::new(limits, direction)),
             iops_size: limits.iops_size,
             now,
+            spare: Spare::default(),
         }
     }
 
@@ -176,6 +185,9 @@ impl Buckets {
             return;
         }
         self.now = now;
+        if self.spare.in_use {
+            self.leak_spare(elapsed_ns);
+        }
         for bucket in &mut self.buckets {
             if bucket.rate > 0 {
                 bucket.leak(elapsed_ns);

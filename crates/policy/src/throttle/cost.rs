@@ -31,7 +31,12 @@ enum Lengths {
 impl Cost {
     /// The cost of one request of `length` bytes. One of no bytes still counts as an operation.
     pub const fn one(length: u64) -> Self {
-        Self { bytes: length, lengths: Lengths::Equal { count: 1, length } }
+        Self::equal(1, length)
+    }
+
+    /// The cost of `count` requests of `length` bytes each.
+    pub const fn equal(count: u64, length: u64) -> Self {
+        Self { bytes: count.saturating_mul(length), lengths: Lengths::Equal { count, length } }
     }
 
     /// The cost of the requests of these lengths, which pass as one I/O. No lengths cost nothing.

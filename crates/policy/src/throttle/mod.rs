@@ -33,6 +33,11 @@
 //! **The two directions** are apart, as in QEMU: a read passes waiting writes, unless they wait for a total limit,
 //! which is both directions' business. Then they have turns like siblings, and alternate within a disk.
 //!
+//! **Read-ahead** (`bucket/spare.rs`, `tree/spare.rs`) lives on what guests leave. Each bucket has a second level on top of the guests', which
+//! drains only once theirs is empty; a read-ahead may be made while both together are not more than full at every level, and nobody
+//! waits there. Guests' waits look at their own level alone, so no decision for them depends on what was read ahead. What they then have
+//! from memory they pay for like everything, and the spare level is given it back ([`GivenBack`]).
+//!
 //! **Time** comes in as an argument and deadlines go out as values ([`Decision::Wait`]). The arithmetic is in whole
 //! billionths of a unit, so a deadline is exact to the nanosecond, nothing drifts over a year of uptime, and a
 //! property test can demand equality.
@@ -52,6 +57,7 @@ mod node;
 mod price;
 mod schedule;
 mod share;
+mod spare;
 mod stats;
 mod tree;
 
@@ -61,5 +67,6 @@ pub use enforcement::{Enforcement, Scale};
 pub use limits::{Invalid, Limit, LimitKind, Limits, MAX_BURST_LENGTH_S, MAX_VALUE, Part, Rule, Setting};
 pub use node::{NodeId, Ticket};
 pub use share::Share;
+pub use spare::GivenBack;
 pub use stats::{Counters, Stats, WaitSummary};
 pub use tree::{Admission, Decision, MAX_LEVELS, Returned, Tree};

@@ -137,12 +137,17 @@ impl<T> Node<T> {
 
     /// The buckets that have to be asked, if any, as of `now`.
     pub(super) fn enforced(&mut self, now: Instant) -> Option<&mut Buckets> {
+        let buckets = self.enforced_as_they_are()?;
+        buckets.leak_to(now);
+        Some(buckets)
+    }
+
+    /// The same, as of the instant at which somebody asked last.
+    pub(super) fn enforced_as_they_are(&mut self) -> Option<&mut Buckets> {
         if self.enforcement == Enforcement::Lifted {
             return None;
         }
-        let limited = self.limited.as_mut()?;
-        limited.buckets.leak_to(now);
-        Some(&mut limited.buckets)
+        Some(&mut self.limited.as_mut()?.buckets)
     }
 
     /// Whether something in or below this node could pass now as far as those below are concerned.

@@ -36,6 +36,7 @@ use alloc::boxed::Box;
 use alloc::vec::Vec;
 
 mod serve;
+mod spare;
 
 use serve::Path;
 

@@ -16,4 +16,5 @@ mod properties;
 mod queueing;
 mod shares;
 mod slices;
+mod spare;
 mod timeline;

@@ -11,7 +11,7 @@ use proptest::prelude::*;
 use std::collections::{HashMap, VecDeque};
 
 /// Valid limits of every shape: some kinds unlimited, total or split, with and without bursts.
-fn any_limits() -> impl Strategy<Value = Limits> {
+pub(crate) fn any_limits() -> impl Strategy<Value = Limits> {
     let one = (0..5_000u64, 0..6u64, 1..8u64);
     (prop::array::uniform6(one), any::<[bool; 2]>(), prop_oneof![Just(0), 512..65_536u64]).prop_map(
         |(numbers, use_total, iops_size)| {
@@ -32,7 +32,7 @@ fn any_limits() -> impl Strategy<Value = Limits> {
     )
 }
 
-fn any_direction() -> impl Strategy<Value = Direction> {
+pub(crate) fn any_direction() -> impl Strategy<Value = Direction> {
     prop::sample::select(&Direction::ALL[..])
 }
 
@@ -45,7 +45,7 @@ fn any_share() -> impl Strategy<Value = Share> {
         .prop_map(|(weight, iops, bps)| Share::new(weight).unwrap().with_reservation(iops, bps))
 }
 
-fn any_enforcement() -> impl Strategy<Value = Enforcement> {
+pub(crate) fn any_enforcement() -> impl Strategy<Value = Enforcement> {
     prop_oneof![
         Just(Enforcement::Enforced),
         Just(Enforcement::Lifted),

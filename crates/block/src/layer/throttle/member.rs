@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use policy::{
     request::Direction,
-    throttle::{Cost, Enforcement, Refused, Stats},
+    throttle::{Cost, Enforcement, GivenBack, Refused, Stats},
     watermark::Watermark,
 };
 
@@ -163,6 +163,21 @@ impl Member {
             drop(arbiter);
             passage.await;
         }
+    }
+
+    /// Whether a read of this cost may be made ahead of any request for it; if so it is charged to what the guests of its groups leave of their limits,
+    /// which no request ever waits for. If not, it is to be left: nothing says when it may be made.
+    ///
+    /// `given_back` is what requests have had from memory of what was read ahead, since this was asked last: it is taken note of in either case, so
+    /// begin a new sum. Where nothing is limited it need not be, and nothing was charged.
+    ///
+    /// Waits for nobody but whoever holds a lock for a decision; does not allocate, wakes nobody.
+    ///
+    /// # Panics
+    /// Outside a reactor.
+    pub fn spare(&self, cost: &Cost, given_back: GivenBack) -> bool {
+        // The turn's clock is never ahead of another thread's; that it may be behind only says no a little too often.
+        self.seat.is_open() || self.seat.spare(cost, given_back, reactor::recently())
     }
 }
 

@@ -15,6 +15,9 @@
 //! has to wait. A request waits to be told that it is admitted, never for a time to pass: so whatever changes, limits, shares, watermarks, the
 //! group it is in, holds for it at once.
 //!
+//! What the prefetch layer reads ahead is not a request: it asks the same tree whether there are tokens to spare ([`Member::spare`]), never waits for them
+//! and never has anybody wait.
+//!
 //! | | |
 //! | --- | --- |
 //! | [`Group`], [`Member`] | what the rest of the program knows: groups and disks, their settings, changed while they run |

@@ -21,7 +21,7 @@ use std::{
 
 use policy::{
     request::Direction,
-    throttle::{Admission, Cost, Counters, NodeId, Refused, Stats},
+    throttle::{Admission, Cost, Counters, GivenBack, NodeId, Refused, Stats},
     time::Instant,
 };
 
@@ -123,6 +123,12 @@ impl<K> Seat<K> {
                 Asked::Waits(Passage { seat: self, waiter }, Arc::clone(&place.arbiter))
             }
         }
+    }
+
+    /// Asks whether something may be read ahead, and charges it to what guests leave if so. See [`policy::throttle::Tree::spare`].
+    pub(super) fn spare(&self, cost: &Cost, given_back: GivenBack, now: Instant) -> bool {
+        let place = self.lock();
+        place.arbiter.lock().tree().spare(place.node, cost, given_back, now)
     }
 
     /// What happened here and in the seats before: counters and the longest wait of all, percentiles of the waits since it came here.

@@ -1,0 +1,145 @@
+//! What read-ahead takes of the buckets: a second level in each, which guests never see.
+//!
+//! ```text
+//!     a read-ahead fits while both together are not more than full
+//!
+//!     ▕       ▏ ─┬─ size
+//!     ▕ spare ▏  │          leaks with what is left once the level below is empty
+//!     ▕▓level▓▏ ─┴───────►  leaks first, at `rate`: what guests were admitted
+//! ```
+//!
+//! Both together are one ordinary leaky bucket that is fed by guests and read-ahead alike, so what is read ahead lives on what guests
+//! leave. The part below is the guests' bucket as it would be without any read-ahead: never changed here, and never asked elsewhere
+//! with this on top.
+//!
+//! Never lets an instant pass for guests: the buckets' instant is theirs alone. So a read-ahead that comes later than the last of them
+//! is noted as of that one's instant, together with what will have run out for nothing by the time it came.
+
+use super::{Bucket, Buckets, UNIT};
+use crate::request::Direction;
+use crate::throttle::cost::Cost;
+use crate::throttle::limits::LimitKind;
+use crate::throttle::spare::GivenBack;
+use crate::time::Instant;
+
+/// Limits that writes wait for and reads have no part in.
+const OF_WRITES_ALONE: [LimitKind; 2] = [LimitKind::BpsWrite, LimitKind::IopsWrite];
+
+/// The spare levels of a node's six buckets.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Spare {
+    /// Whether any level is above 0. Where nothing is read ahead, guests pay for a look at this.
+    pub(super) in_use: bool,
+    levels: [Levels; 6],
+}
+
+/// What read-ahead took of one bucket, in billionths of a unit, as of the buckets' instant.
+#[derive(Clone, Copy, Debug, Default)]
+struct Levels {
+    main: u128,
+    /// 0 where the burst has no rate of its own to keep.
+    burst: u128,
+}
+
+impl Levels {
+    const fn is_empty(self) -> bool {
+        self.main == 0 && self.burst == 0
+    }
+
+    /// Lets run out what guests leave of `elapsed_ns` worth. Before the bucket itself leaks.
+    fn leak(&mut self, bucket: &Bucket, elapsed_ns: u64) {
+        let left = |rate: u64, level: u128| worth(rate, elapsed_ns).saturating_sub(level);
+        self.main = self.main.saturating_sub(left(bucket.rate, bucket.level));
+        self.burst = self.burst.saturating_sub(left(bucket.burst_rate, bucket.burst_level));
+    }
+
+    /// Whether the bucket, this included, is not more than full in `elapsed_ns`.
+    fn fit(self, bucket: &Bucket, elapsed_ns: u64) -> bool {
+        let level = |spare: u128, level: u128, rate: u64| {
+            level.saturating_add(spare).saturating_sub(worth(rate, elapsed_ns))
+        };
+        level(self.main, bucket.level, bucket.rate) <= bucket.size
+            && (bucket.burst_rate == 0
+                || level(self.burst, bucket.burst_level, bucket.burst_rate) <= bucket.burst_size)
+    }
+
+    /// Adds what is read ahead `elapsed_ns` from the buckets' instant.
+    fn add(&mut self, bucket: &Bucket, billionths: u128, elapsed_ns: u64) {
+        let add = |spare: u128, level: u128, rate: u64| {
+            // What leaks out of an empty bucket until then must not count against what comes then.
+            let for_nothing = worth(rate, elapsed_ns).saturating_sub(level.saturating_add(spare));
+            spare.saturating_add(for_nothing).saturating_add(billionths)
+        };
+        self.main = add(self.main, bucket.level, bucket.rate);
+        if bucket.burst_rate > 0 {
+            self.burst = add(self.burst, bucket.burst_level, bucket.burst_rate);
+        }
+    }
+
+    fn take(&mut self, billionths: u128) {
+        self.main = self.main.saturating_sub(billionths);
+        self.burst = self.burst.saturating_sub(billionths);
+    }
+}
+
+/// What leaks in so long, in billionths of a unit. At most 10¹⁸ × 2⁶⁴ < 2¹²⁴.
+const fn worth(rate: u64, elapsed_ns: u64) -> u128 {
+    rate as u128 * elapsed_ns as u128
+}
+
+impl Buckets {
+    /// Lets the spare levels run out. Before the levels that guests fill, and only where there are any.
+    pub(super) fn leak_spare(&mut self, elapsed_ns: u64) {
+        let Self { buckets, spare, .. } = self;
+        spare.in_use = false;
+        for (levels, bucket) in spare.levels.iter_mut().zip(buckets) {
+            if !levels.is_empty() {
+                levels.leak(bucket, elapsed_ns);
+                spare.in_use |= !levels.is_empty();
+            }
+        }
+    }
+
+    /// Whether a read-ahead may be charged: no bucket of reads is more than full with what was read ahead on top.
+    pub(in crate::throttle) fn has_spare(&self, now: Instant) -> bool {
+        let elapsed_ns = now.nanos_since(self.now);
+        self.applying(Direction::Read)
+            .all(|(kind, bucket)| self.spare.levels[kind.index()].fit(bucket, elapsed_ns))
+    }
+
+    /// Charges a read-ahead to the spare levels of the buckets of reads.
+    pub(in crate::throttle) fn charge_spare(&mut self, cost: &Cost, now: Instant) {
+        let elapsed_ns = now.nanos_since(self.now);
+        let applying = self.applying[Direction::Read.index()];
+        for kind in applying.kinds() {
+            let units = self.units(*kind, cost);
+            self.spare.levels[kind.index()].add(&self.buckets[kind.index()], units, elapsed_ns);
+            self.spare.in_use = true;
+        }
+    }
+
+    /// Takes off the spare levels what guests have been charged for instead.
+    pub(in crate::throttle) fn give_back(&mut self, given_back: GivenBack) {
+        if !self.spare.in_use {
+            return;
+        }
+        let applying = self.applying[Direction::Read.index()];
+        for kind in applying.kinds() {
+            let units = if kind.counts_bytes() {
+                u128::from(given_back.bytes()) * UNIT
+            } else {
+                given_back.operations(self.iops_size)
+            };
+            self.spare.levels[kind.index()].take(units);
+        }
+    }
+
+    /// Whether writes have to wait for a limit that reads have no part in.
+    pub(in crate::throttle) fn hold_back_writes_alone(&self, now: Instant) -> bool {
+        let elapsed_ns = now.nanos_since(self.now);
+        OF_WRITES_ALONE.iter().any(|kind| self.buckets[kind.index()].wait_ns() > elapsed_ns)
+    }
+}
+
+#[cfg(test)]
+mod tests;

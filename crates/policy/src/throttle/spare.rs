@@ -1,0 +1,92 @@
+//! What is given back of the tokens that read-ahead took: the account of data that guests then found in memory.
+//!
+//! A guest is charged for what it asks, wherever the answer comes from. What was read ahead and then asked for would so be paid for
+//! twice, once with spare tokens and once with the guest's own; the spare ones are given back.
+//!
+//! Never knows whose data it was: levels are sums. Never gives back more than was taken for it.
+
+use super::cost::BILLION;
+
+/// What guests had from memory of what was read ahead, added up since it was last [told](super::Tree::spare).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct GivenBack {
+    bytes: u64,
+    /// How many read-aheads that is, in billionths.
+    requests: u64,
+}
+
+impl GivenBack {
+    /// Nothing.
+    pub const NOTHING: Self = Self { bytes: 0, requests: 0 };
+
+    /// Adds bytes that guests had for the first time from a read-ahead of `read_ahead_bytes`, as it was charged; no more than that.
+    ///
+    /// It gives back the same fraction of the operations as of the bytes.
+    pub fn add(&mut self, bytes: u64, read_ahead_bytes: u64) {
+        let bytes = bytes.min(read_ahead_bytes);
+        let billionths = (u128::from(bytes) * u128::from(BILLION)).checked_div(u128::from(read_ahead_bytes));
+        self.bytes = self.bytes.saturating_add(bytes);
+        // No more than a billion.
+        self.requests = self.requests.saturating_add(billionths.unwrap_or(0) as u64);
+    }
+
+    /// Bytes, of all of them together.
+    pub const fn bytes(self) -> u64 {
+        self.bytes
+    }
+
+    /// Operations that were charged for it under this `iops-size`, in billionths: exactly, to the last few, if the read-aheads were
+    /// all above it or none was, and else no more than were.
+    pub(super) fn operations(self, iops_size: u64) -> u128 {
+        // Each counted as the larger of the two, and the sum of the larger ones is no less than the larger sum.
+        let by_size = (u128::from(self.bytes) * u128::from(BILLION)).checked_div(u128::from(iops_size));
+        u128::from(self.requests).max(by_size.unwrap_or(0))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::throttle::cost::Cost;
+    use proptest::prelude::*;
+
+    const OPERATION: u128 = BILLION as u128;
+
+    fn given_back(parts: &[(u64, u64)]) -> GivenBack {
+        let mut sum = GivenBack::NOTHING;
+        parts.iter().for_each(|(bytes, of)| sum.add(*bytes, *of));
+        sum
+    }
+
+    #[test]
+    fn a_read_ahead_used_bit_by_bit_gives_back_what_it_was_charged() {
+        let bits = given_back(&[(4096, 131_072); 32]);
+        assert_eq!(bits.bytes(), 131_072);
+        assert_eq!(bits.operations(0), OPERATION);
+        assert_eq!(bits.operations(1 << 20), OPERATION);
+        assert_eq!(bits.operations(4096), 32 * OPERATION);
+        assert_eq!(given_back(&[(65_536, 131_072)]).operations(0), OPERATION / 2);
+    }
+
+    #[test]
+    fn no_more_is_given_back_than_there_was() {
+        assert_eq!(given_back(&[(8192, 4096), (1, 0)]), given_back(&[(4096, 4096)]));
+        let endless = given_back(&[(u64::MAX, u64::MAX); 3]);
+        assert_eq!((endless.bytes(), endless.operations(0)), (u64::MAX, 3 * OPERATION));
+    }
+
+    proptest! {
+        #[test]
+        fn operations_are_never_more_than_were_charged(
+            parts in prop::collection::vec((1..1_000_000u64, 1..1_000_000u64), 1..20),
+            iops_size in prop_oneof![Just(0), 512..300_000u64],
+        ) {
+            let charged: u128 = parts.iter().map(|(_, of)| Cost::one(*of).operations(iops_size)).sum();
+            prop_assert!(given_back(&parts).operations(iops_size) <= charged);
+            // Told at once or one by one.
+            let one_by_one: u128 =
+                parts.iter().map(|part| given_back(&[*part]).operations(iops_size)).sum();
+            prop_assert!(one_by_one <= charged);
+        }
+    }
+}

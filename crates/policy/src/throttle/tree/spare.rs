@@ -1,0 +1,74 @@
+//! What may be read ahead: on tokens that no guest has used, where none waits for any.
+//!
+//! Apart from the turns and from time: a read-ahead is nobody's request, is never queued and never served. All that it leaves behind is in the
+//! spare levels of the buckets on its way, which nothing looks at but this; so whatever is read ahead, and whenever, guests' requests pass
+//! at the same instants and in the same order.
+
+use super::super::cost::Cost;
+use super::super::node::Node;
+use super::super::spare::GivenBack;
+use super::{NodeId, ROOT, Tree};
+use crate::request::Direction;
+use crate::time::Instant;
+
+impl<T> Tree<T> {
+    /// Whether a disk may be read ahead of now; it is charged to the spare level of every limit on the way if so. If not, nobody is told
+    /// when it may: ask again when there is a reason to.
+    ///
+    /// It may if nothing waits at any level of the way that it would come before, and if no bucket there that reads draw from
+    /// is more than full with what was read ahead before on top, whatever the size of this one. `given_back` is taken off first, whatever the answer;
+    /// levels that have run down in the meantime stay at 0.
+    ///
+    /// Nowhere does this change what becomes of a request, or when: so there is no need to poll after it. It does not allocate.
+    ///
+    /// An instant before the last counts as that one, as everywhere; but those of requests are not held against a later one given here.
+    ///
+    /// # Panics
+    ///
+    /// If the node was removed.
+    pub fn spare(&mut self, disk: NodeId, cost: &Cost, given_back: GivenBack, now: Instant) -> bool {
+        let slot = self.slot(disk);
+        // All the way, also past a level that refuses: each is to have back what it is given.
+        let mut free = true;
+        self.each_up(slot, |node| {
+            if let Some(buckets) = node.enforced_as_they_are() {
+                buckets.give_back(given_back);
+            }
+            free = free && is_free(node, now);
+        });
+        if free {
+            self.each_up(slot, |node| {
+                if let Some(buckets) = node.enforced_as_they_are() {
+                    buckets.charge_spare(cost, now);
+                }
+            });
+        }
+        free
+    }
+
+    /// Visits a node and all above it, the root included.
+    fn each_up(&mut self, slot: usize, mut visit: impl FnMut(&mut Node<T>)) {
+        let mut at = slot;
+        loop {
+            let node = &mut self.nodes[at];
+            visit(node);
+            if at == ROOT {
+                return;
+            }
+            at = node.parent;
+        }
+    }
+}
+
+/// Whether a read-ahead may pass this level.
+fn is_free<T>(node: &mut Node<T>, now: Instant) -> bool {
+    let reads_wait = node.has_work(Direction::Read);
+    // Where writes draw from a limit of reads too, here or above; unless something else holds them up in any case.
+    let writes_wait = node.shared && node.has_work(Direction::Write);
+    match node.enforced_as_they_are() {
+        Some(buckets) => {
+            !reads_wait && (!writes_wait || buckets.hold_back_writes_alone(now)) && buckets.has_spare(now)
+        }
+        None => !reads_wait && !writes_wait,
+    }
+}

@@ -1,0 +1,446 @@
+//! Read-ahead lives on what guests leave: it takes no more than that, and they cannot tell that it is there.
+
+use crate::properties::{any_direction, any_enforcement, any_limits};
+use crate::timeline::{limits, ms, s};
+use policy::request::Direction::{self, Read, Write};
+use policy::throttle::{
+    Admission, Cost, Decision, Enforcement, GivenBack, LimitKind, Limits, NodeId, Scale, Share, Stats,
+    Ticket, Tree,
+};
+use policy::time::{Duration, Instant};
+use proptest::prelude::*;
+
+/// A tree of one group, and a disk of each of these limits in it.
+fn group<const N: usize>(of_group: &str, of_disks: [&str; N]) -> (Tree<u32>, NodeId, [NodeId; N]) {
+    let mut tree = Tree::new(s(0));
+    let group = tree.add(None, limits(of_group), Share::default()).unwrap();
+    let disks = of_disks.map(|text| tree.add(Some(group), limits(text), Share::default()).unwrap());
+    (tree, group, disks)
+}
+
+fn read_ahead(tree: &mut Tree<u32>, disk: NodeId, length: u64, now: Instant) -> bool {
+    tree.spare(disk, &Cost::one(length), GivenBack::NOTHING, now)
+}
+
+/// How many read-aheads of this length may be made at an instant.
+fn fill(tree: &mut Tree<u32>, disk: NodeId, length: u64, now: Instant) -> usize {
+    (0..).take_while(|_| read_ahead(tree, disk, length, now)).count()
+}
+
+#[track_caller]
+fn pass(tree: &mut Tree<u32>, disk: NodeId, direction: Direction, length: u64, now: Instant) {
+    assert!(tree.pass(disk, direction, &Cost::one(length), now));
+}
+
+#[track_caller]
+fn queue(tree: &mut Tree<u32>, disk: NodeId, direction: Direction, now: Instant) -> Ticket {
+    match tree.request(disk, direction, Cost::one(1), 0, now) {
+        Admission::Queued(ticket) => ticket,
+        Admission::Admitted(_) => panic!("it did not wait"),
+    }
+}
+
+fn whole(length: u64) -> GivenBack {
+    let mut given_back = GivenBack::NOTHING;
+    given_back.add(length, length);
+    given_back
+}
+
+#[test]
+fn read_ahead_passes_until_the_bucket_is_more_than_full_and_again_when_it_is_not() {
+    let (mut tree, _, [disk]) = group("bps-total=1000000", [""]);
+    assert_eq!(fill(&mut tree, disk, 100_000, s(0)), 2, "one that fills it, and one whatever its size");
+    let just_before = Instant::from_nanos(ms(100).as_nanos() - 1);
+    assert!(!read_ahead(&mut tree, disk, 1, just_before));
+    assert!(read_ahead(&mut tree, disk, 1, ms(100)));
+}
+
+#[test]
+fn a_guest_s_wait_is_what_it_was() {
+    let (mut tree, _, [disk]) = group("bps-total=1000000", [""]);
+    assert_eq!(fill(&mut tree, disk, 10_000_000, s(0)), 1);
+    pass(&mut tree, disk, Read, 60_000, s(0));
+    pass(&mut tree, disk, Read, 60_000, s(0));
+    queue(&mut tree, disk, Read, s(0));
+    assert_eq!(tree.poll(s(0)), Decision::Wait { until: ms(20) });
+    assert_eq!(tree.poll(ms(20)), Decision::Admit(0));
+}
+
+#[test]
+fn what_guests_use_is_not_spare() {
+    let (mut tree, _, [disk]) = group("bps-total=1000000", [""]);
+    pass(&mut tree, disk, Write, 100_000, s(0));
+    assert_eq!(fill(&mut tree, disk, 100_000, s(0)), 1);
+    pass(&mut tree, disk, Read, 50_000, ms(50));
+    // 250,000 in all, of which a bucket may stay.
+    assert!(!read_ahead(&mut tree, disk, 1, ms(149)));
+    assert!(read_ahead(&mut tree, disk, 1, ms(150)));
+}
+
+#[test]
+fn read_ahead_gets_all_that_guests_leave() {
+    let (mut tree, _, [disk, other]) = group("bps-total=1000000", ["", ""]);
+    let mut bytes = 0;
+    for millisecond in 0..10_000 {
+        if millisecond % 2 == 0 {
+            pass(&mut tree, other, Write, 1000, ms(millisecond));
+        }
+        bytes += 500 * fill(&mut tree, disk, 500, ms(millisecond));
+    }
+    // Half of ten seconds' worth; and the bucket, which one of 500 makes run over, less what a guest has in it at first.
+    assert_eq!(bytes, 5_000_000 - 500 + 100_000);
+}
+
+#[test]
+fn what_was_used_makes_room_again() {
+    let (mut tree, _, [disk]) = group("bps-total=1000000,iops-read=100", [""]);
+    assert_eq!(fill(&mut tree, disk, 50_000, s(0)), 3);
+    pass(&mut tree, disk, Read, 50_000, s(0));
+    // The guest's 50,000 leak first, so all three are there still.
+    let now = ms(50);
+    let mut half = GivenBack::NOTHING;
+    half.add(25_000, 50_000);
+    assert!(!tree.spare(disk, &Cost::one(1), half, now), "125,000 in a bucket of 100,000");
+    assert!(tree.spare(disk, &Cost::one(1), half, now), "what is refused is not given back in vain");
+    assert!(!read_ahead(&mut tree, disk, 1, now));
+    // More than there is changes nothing for what comes then.
+    assert!(tree.spare(disk, &Cost::one(100_000), whole(1 << 40), now));
+    assert_eq!(fill(&mut tree, disk, 100_000, now), 1);
+}
+
+#[test]
+fn operations_are_given_back_with_the_bytes() {
+    let (mut tree, _, [disk]) = group("iops-total=100,iops-size=4096", [""]);
+    assert_eq!(fill(&mut tree, disk, 40_960, s(0)), 2, "ten operations each");
+    let mut quarter = GivenBack::NOTHING;
+    quarter.add(10_240, 40_960);
+    for _ in 0..3 {
+        assert!(!tree.spare(disk, &Cost::one(1), quarter, s(0)));
+    }
+    assert!(tree.spare(disk, &Cost::one(1), quarter, s(0)));
+}
+
+#[test]
+fn a_burst_may_be_used_but_at_its_rate() {
+    let (mut tree, _, [disk]) = group("iops-total=100,iops-total-max=1000,iops-total-max-length=3", [""]);
+    let passed: Vec<_> = (0..80)
+        .map(|tenth| (0..10).map(|step| fill(&mut tree, disk, 1, ms(tenth * 100 + step * 10))).sum())
+        .collect();
+    let in_second = |second: usize| passed[second * 10..(second + 1) * 10].iter().sum::<usize>();
+    assert_eq!(in_second(0), 1000 + 100 - 10 + 1, "a tenth of a second's worth at once, one over");
+    assert_eq!(in_second(1), 1000);
+    assert_eq!(in_second(5), 100, "the burst is over");
+    // A guest has all of it for itself.
+    let guest: usize = (0..100)
+        .map(|step| (0..).take_while(|_| tree.pass(disk, Read, &Cost::one(1), ms(8000 + step * 10))).count())
+        .sum();
+    assert_eq!(guest, 1000 + 100 - 10 + 1);
+}
+
+#[test]
+fn whoever_waits_for_the_group_comes_before_read_ahead_in_it() {
+    let (mut tree, _, [disk, other]) = group("iops-total=10", ["", ""]);
+    pass(&mut tree, other, Read, 1, s(0));
+    pass(&mut tree, other, Read, 1, s(0));
+    let ticket = queue(&mut tree, other, Read, s(0));
+    assert_eq!(tree.poll(s(0)), Decision::Wait { until: ms(100) });
+    assert!(!read_ahead(&mut tree, disk, 1, ms(50)));
+    // There is room now, and somebody who has not been told yet.
+    assert!(!read_ahead(&mut tree, disk, 1, ms(100)));
+    assert!(!read_ahead(&mut tree, other, 1, ms(100)));
+    assert_eq!(tree.cancel(ticket), Some(0));
+    assert!(read_ahead(&mut tree, disk, 1, ms(100)));
+}
+
+#[test]
+fn whoever_waits_for_a_limit_of_its_own_holds_up_only_its_own_read_ahead() {
+    let (mut tree, _, [disk, other]) = group("iops-total=1000", ["", "iops-total=10"]);
+    pass(&mut tree, other, Read, 1, s(0));
+    pass(&mut tree, other, Read, 1, s(0));
+    queue(&mut tree, other, Read, s(0));
+    assert!(matches!(tree.poll(s(0)), Decision::Wait { .. }));
+    assert!(!read_ahead(&mut tree, other, 1, s(0)));
+    assert!(read_ahead(&mut tree, disk, 1, s(0)));
+}
+
+#[test]
+fn writes_come_first_where_they_wait_for_what_reads_take_too() {
+    let (mut tree, _, [disk, writer]) = group("iops-total=10", ["", ""]);
+    pass(&mut tree, writer, Write, 1, s(0));
+    pass(&mut tree, writer, Write, 1, s(0));
+    queue(&mut tree, writer, Write, s(0));
+    assert!(!read_ahead(&mut tree, disk, 1, ms(100)), "there is room, and it is the write's");
+    assert_eq!(tree.poll(ms(100)), Decision::Admit(0));
+    assert!(!read_ahead(&mut tree, disk, 1, ms(199)));
+    assert!(read_ahead(&mut tree, disk, 1, ms(200)));
+
+    let (mut tree, _, [disk]) = group("iops-total=1000", ["iops-write=10"]);
+    pass(&mut tree, disk, Write, 1, s(0));
+    pass(&mut tree, disk, Write, 1, s(0));
+    queue(&mut tree, disk, Write, s(0));
+    assert!(matches!(tree.poll(s(0)), Decision::Wait { .. }));
+    assert!(read_ahead(&mut tree, disk, 1, ms(99)), "the write has to wait whatever reads do");
+    assert!(!read_ahead(&mut tree, disk, 1, ms(100)), "and now it need not");
+    assert_eq!(tree.poll(ms(100)), Decision::Admit(0));
+    assert!(read_ahead(&mut tree, disk, 1, ms(100)));
+}
+
+#[test]
+fn every_level_counts_and_where_nothing_is_limited_nothing_is_kept() {
+    let (mut tree, _, [disk, slow]) = group("bps-total=1000000", ["", "bps-read=1000"]);
+    assert_eq!(fill(&mut tree, slow, 200, s(0)), 1);
+    assert_eq!(fill(&mut tree, disk, 100_000, s(0)), 1, "200 there are also the group's");
+    let (mut tree, _, [disk]) = group("", [""]);
+    assert!((0..1000).all(|_| read_ahead(&mut tree, disk, u64::MAX, s(0))));
+}
+
+#[test]
+fn limits_that_rest_are_not_asked_and_those_that_are_scaled_hold_more() {
+    let (mut tree, group, [disk]) = group("bps-total=1000000", [""]);
+    tree.enforce(group, Enforcement::Lifted, s(0));
+    assert!((0..10).all(|_| read_ahead(&mut tree, disk, 1 << 30, s(0))));
+    tree.enforce(group, Enforcement::Enforced, s(0));
+    assert_eq!(fill(&mut tree, disk, 100_000, s(0)), 2, "nothing was charged meanwhile");
+    tree.enforce(group, Enforcement::Scaled(Scale::from_thousandths(3000)), s(0));
+    assert_eq!(fill(&mut tree, disk, 100_000, s(0)), 2, "300,000 fill it");
+    assert!(!read_ahead(&mut tree, disk, 1, ms(33)));
+    assert!(read_ahead(&mut tree, disk, 1, ms(34)), "and it leaks three times as fast");
+}
+
+#[test]
+fn other_limits_begin_with_nothing_read_ahead() {
+    let (mut tree, group, [disk]) = group("bps-total=1000000", [""]);
+    assert_eq!(fill(&mut tree, disk, 100_000, s(0)), 2);
+    tree.configure(group, limits("bps-total=1000000"), Share::default(), s(0)).unwrap();
+    assert!(!read_ahead(&mut tree, disk, 1, s(0)), "the same as before");
+    tree.configure(group, limits("bps-total=2000000"), Share::default(), s(0)).unwrap();
+    assert_eq!(fill(&mut tree, disk, 100_000, s(0)), 3);
+}
+
+/// What happens to a tree, apart from read-ahead.
+#[derive(Clone, Debug)]
+enum Step {
+    Request(usize, Direction, u64),
+    Poll,
+    Cancel(usize),
+    Enforce(usize, Enforcement),
+    Limit(usize, Limits),
+    Pass(u64),
+    /// Reads ahead, so much later than the present; and gives back so much.
+    ReadAhead(usize, u64, u64, u64),
+}
+
+fn any_step() -> impl Strategy<Value = Step> {
+    let node = 0..NODES;
+    prop_oneof![
+        8 => (node.clone(), any_direction(), 0..300_000u64).prop_map(|(at, direction, length)| Step::Request(at, direction, length)),
+        4 => Just(Step::Poll),
+        1 => (0..16usize).prop_map(Step::Cancel),
+        1 => (node.clone(), any_enforcement()).prop_map(|(at, enforcement)| Step::Enforce(at, enforcement)),
+        1 => (node.clone(), any_limits()).prop_map(|(at, limits)| Step::Limit(at, limits)),
+        4 => (0..100_000_000u64).prop_map(Step::Pass),
+        8 => (node, 0..2_000_000u64, 0..1_000_000u64, prop_oneof![Just(0), 0..50_000_000u64])
+            .prop_map(|(at, length, back, later)| Step::ReadAhead(at, length, back, later)),
+    ]
+}
+
+const NODES: usize = 8;
+
+/// Two tenants of a host with two disks each, and a disk beside them.
+fn host(all: &[Limits]) -> (Tree<u32>, [NodeId; NODES]) {
+    let mut tree = Tree::new(s(0));
+    let mut add =
+        |at: usize, parent| tree.add(parent, all[at], Share::new(100 + at as u32).unwrap()).unwrap();
+    let host = add(0, None);
+    let [one, other] = [1, 2].map(|at| add(at, Some(host)));
+    let disks =
+        [(3, one), (4, one), (5, other), (6, other), (7, host)].map(|(at, group)| add(at, Some(group)));
+    (tree, [host, one, other, disks[0], disks[1], disks[2], disks[3], disks[4]])
+}
+
+/// Everything that a tree answers on the way, and what there is to say of it afterwards.
+fn run(all: &[Limits], steps: &[Step], with_read_ahead: bool) -> (Vec<String>, [Stats; NODES]) {
+    let (mut tree, nodes) = host(all);
+    let disk = |at: usize| nodes[3 + at % 5];
+    let (mut answers, mut tickets, mut now, mut token) = (Vec::new(), Vec::new(), s(0), 0);
+    for step in steps {
+        match step {
+            Step::Request(at, direction, length) => {
+                token += 1;
+                let answer = tree.request(disk(*at), *direction, Cost::one(*length), token, now);
+                answers.push(format!("{answer:?}"));
+                if let Admission::Queued(ticket) = answer {
+                    tickets.push(ticket);
+                }
+            }
+            Step::Poll => answers.push(format!("{:?}", tree.poll(now))),
+            Step::Cancel(at) if !tickets.is_empty() => {
+                let ticket = tickets.swap_remove(*at % tickets.len());
+                answers.push(format!("{:?}", tree.cancel(ticket)));
+            }
+            Step::Cancel(_) => {}
+            Step::Enforce(at, enforcement) => tree.enforce(nodes[*at], *enforcement, now),
+            Step::Limit(at, limits) => {
+                tree.configure(nodes[*at], *limits, tree.share(nodes[*at]), now).unwrap();
+            }
+            Step::Pass(elapsed_ns) => now += Duration::from_nanos(*elapsed_ns),
+            Step::ReadAhead(at, length, back, later_ns) if with_read_ahead => {
+                let later = now + Duration::from_nanos(*later_ns);
+                tree.spare(disk(*at), &Cost::one(*length), whole(*back), later);
+            }
+            Step::ReadAhead(..) => {}
+        }
+    }
+    loop {
+        let answer = tree.poll(now);
+        answers.push(format!("{answer:?}"));
+        match answer {
+            Decision::Admit(_) => {}
+            Decision::Wait { until } => now = until,
+            Decision::Idle => return (answers, nodes.map(|node| tree.stats(node, now))),
+        }
+    }
+}
+
+/// What a disk's device does, under limits of the disk and of its group.
+struct Device {
+    tree: Tree<u32>,
+    disk: NodeId,
+    limits: [Limits; 2],
+    now: Instant,
+    /// By direction, the lengths of all that it was asked for: by guests, or ahead of them.
+    asked: [Vec<u64>; 2],
+    largest: u64,
+    /// What was read ahead and no guest has asked for.
+    in_memory: Vec<u64>,
+    given_back: GivenBack,
+}
+
+#[derive(Clone, Debug)]
+enum Ask {
+    Guest(Direction, u64),
+    /// A guest reads what was read ahead.
+    Hit,
+    Ahead(u64),
+}
+
+fn any_ask() -> impl Strategy<Value = Ask> {
+    prop_oneof![
+        2 => (any_direction(), 1..200_000u64).prop_map(|(direction, length)| Ask::Guest(direction, length)),
+        1 => Just(Ask::Hit),
+        4 => (1..200_000u64).prop_map(Ask::Ahead),
+    ]
+}
+
+fn units(kind: LimitKind, iops_size: u64, length: u64) -> u128 {
+    match u128::from(length) {
+        length if kind.counts_bytes() => length * BILLION,
+        length if iops_size > 0 && length > iops_size.into() => (length * BILLION).div_ceil(iops_size.into()),
+        _ => BILLION,
+    }
+}
+
+const BILLION: u128 = 1_000_000_000;
+
+impl Device {
+    fn new(limits: [Limits; 2]) -> Self {
+        let mut tree = Tree::new(s(0));
+        let group = tree.add(None, limits[0], Share::default()).unwrap();
+        let disk = tree.add(Some(group), limits[1], Share::default()).unwrap();
+        Self {
+            tree,
+            disk,
+            limits,
+            now: s(0),
+            asked: [Vec::new(), Vec::new()],
+            largest: 1,
+            in_memory: Vec::new(),
+            given_back: GivenBack::NOTHING,
+        }
+    }
+
+    /// What has to wait is not asked for at all.
+    fn ask(&mut self, ask: &Ask) {
+        match *ask {
+            Ask::Guest(direction, length) => {
+                if self.tree.pass(self.disk, direction, &Cost::one(length), self.now) {
+                    self.count(direction, length);
+                }
+                self.has_done_at_most(2);
+            }
+            Ask::Hit => {
+                if let Some(length) = self.in_memory.last().copied()
+                    && self.tree.pass(self.disk, Read, &Cost::one(length), self.now)
+                {
+                    self.in_memory.pop();
+                    self.given_back.add(length, length);
+                }
+            }
+            Ask::Ahead(length) => {
+                let given_back = core::mem::take(&mut self.given_back);
+                if self.tree.spare(self.disk, &Cost::one(length), given_back, self.now) {
+                    self.in_memory.push(length);
+                    self.count(Read, length);
+                    self.has_done_at_most(1);
+                }
+            }
+        }
+    }
+
+    fn count(&mut self, direction: Direction, length: u64) {
+        self.asked[direction.index()].push(length);
+        self.largest = self.largest.max(length);
+    }
+
+    /// What every limit leaks by now, and so many of its buckets, each with a request that makes it run over.
+    fn has_done_at_most(&self, buckets: u128) {
+        let ns = u128::from(self.now.as_nanos());
+        for limits in &self.limits {
+            for kind in LimitKind::ALL.into_iter().filter(|kind| limits.limit(*kind).rate > 0) {
+                let units = |length: &u64| units(kind, limits.iops_size, *length);
+                let applying =
+                    Direction::ALL.into_iter().filter(|way| LimitKind::applying_to(*way).contains(&kind));
+                let sum: u128 = applying.flat_map(|way| &self.asked[way.index()]).map(units).sum();
+                let limit = limits.limit(kind);
+                let at_most =
+                    |rate: u64, size: u128| ns * u128::from(rate) + buckets * (size + units(&self.largest));
+                let tenth = |rate: u64| u128::from(rate) * BILLION / 10;
+                let size = match limit.burst_rate {
+                    0 => tenth(limit.rate),
+                    burst_rate => u128::from(burst_rate) * u128::from(limit.burst_length_s) * BILLION,
+                };
+                assert!(sum <= at_most(limit.rate, size), "{kind:?}: {sum}");
+                if limit.burst_length_s > 1 {
+                    assert!(
+                        sum <= at_most(limit.burst_rate, tenth(limit.burst_rate)),
+                        "{kind:?}: {sum} in a burst"
+                    );
+                }
+            }
+        }
+    }
+}
+
+proptest! {
+    #[test]
+    fn guests_cannot_tell_that_anything_is_read_ahead(
+        limits in prop::collection::vec(any_limits(), NODES),
+        steps in prop::collection::vec(any_step(), 1..120),
+    ) {
+        prop_assert_eq!(run(&limits, &steps, true), run(&limits, &steps, false));
+    }
+
+    /// Whenever something is read ahead: the rate, one bucket, and the request itself. At any other time guests may have come after it, and
+    /// have a bucket for themselves.
+    #[test]
+    fn a_device_does_no_more_than_the_limits_let_pass(
+        limits in prop::array::uniform2(any_limits()),
+        asks in prop::collection::vec((0..100_000_000u64, any_ask()), 1..200),
+    ) {
+        let mut device = Device::new(limits);
+        for (elapsed_ns, ask) in asks {
+            device.now += Duration::from_nanos(elapsed_ns);
+            device.ask(&ask);
+        }
+    }
+}
