@@ -10,6 +10,7 @@
 extern crate alloc;
 
 pub mod merge;
+pub mod prefetch;
 pub mod request;
 pub mod throttle;
 pub mod time;

@@ -1,0 +1,144 @@
+//! A chunk: what one read-ahead brings, and which of its blocks somebody has read.
+//!
+//! The unit of memory and of eviction. A chunk's bytes are found through the map of [extents](super::extents); writes may cut holes into it
+//! there, and the chunk stays in memory until nothing of it is left to be found.
+
+use core::ops::Range;
+
+use super::Ahead;
+use super::lists::Links;
+use super::streams::StreamId;
+use crate::time::Instant;
+
+/// Bytes of a block, the unit in which "read" is remembered: the field's page.
+pub(super) const BLOCK_BYTES: u64 = 4096;
+/// Most bytes of a chunk: as much as one request to a device usefully asks for, and as many blocks as [`Blocks`] has bits.
+pub(super) const CHUNK_MAX_BYTES: u64 = 1 << 20;
+
+/// What a buffer of so many bytes takes of memory: allocators of I/O memory round up to a power of two, from a page on.
+pub(super) fn footprint(length: u64) -> u64 {
+    length.max(BLOCK_BYTES).next_power_of_two()
+}
+
+/// A set of the blocks of a chunk.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Blocks([u64; 4]);
+
+impl Blocks {
+    fn has(&self, block: u64) -> bool {
+        self.0[(block / 64) as usize] >> (block % 64) & 1 == 1
+    }
+
+    /// Adds those that `from..to` (bytes of the chunk, not empty) touches; returns how many were not in it.
+    pub(super) fn add(&mut self, from: u64, to: u64) -> u64 {
+        let (first, last) = (from / BLOCK_BYTES, (to - 1) / BLOCK_BYTES);
+        let mut added = 0;
+        for (index, word) in self.0.iter_mut().enumerate() {
+            let base = index as u64 * 64;
+            if last < base || first >= base + 64 {
+                continue;
+            }
+            let (low, high) = (first.max(base) - base, last.min(base + 63) - base);
+            let mask = (u64::MAX >> (63 - (high - low))) << low;
+            added += u64::from((mask & !*word).count_ones());
+            *word |= mask;
+        }
+        added
+    }
+}
+
+/// One read-ahead, on its way or there.
+#[derive(Debug)]
+pub(super) struct Chunk<T> {
+    /// The caller's word for the data.
+    pub(super) token: T,
+    /// The bytes of the disk that were asked for.
+    pub(super) offset: u64,
+    pub(super) length: u64,
+    /// Extents in the map that show parts of it.
+    pub(super) extents: u32,
+    /// Blocks that were read or dropped.
+    pub(super) settled: Blocks,
+    /// How many were not.
+    pub(super) open_blocks: u64,
+    /// For whom it was read.
+    pub(super) stream: StreamId,
+    /// The stream was new and the gate lent it what this took.
+    pub(super) on_trial: bool,
+    /// What was charged for the range that it is a part of, in bytes.
+    pub(super) charged_bytes: u64,
+    /// When it was asked for; `None` once it is there.
+    pub(super) begun: Option<Instant>,
+    pub(super) links: Links,
+}
+
+impl<T> Chunk<T> {
+    /// A part of one of the ranges of `ahead`.
+    pub(super) fn new(token: T, range: &Range<u64>, ahead: &Ahead, now: Instant) -> Self {
+        let (offset, length) = (range.start, range.end - range.start);
+        Self {
+            token,
+            offset,
+            length,
+            extents: 1,
+            settled: Blocks::default(),
+            open_blocks: length.div_ceil(BLOCK_BYTES),
+            stream: ahead.stream,
+            on_trial: ahead.on_trial,
+            charged_bytes: ahead.range_bytes(),
+            begun: Some(now),
+            links: Links::default(),
+        }
+    }
+
+    /// Marks bytes of the chunk as read or dropped; returns how many bytes that is news of.
+    pub(super) fn settle(&mut self, from: u64, to: u64) -> u64 {
+        let before = self.open_bytes();
+        self.open_blocks -= self.settled.add(from, to);
+        before - self.open_bytes()
+    }
+
+    /// Bytes that were neither read nor dropped.
+    fn open_bytes(&self) -> u64 {
+        let last = (self.length - 1) / BLOCK_BYTES;
+        let missing = if self.settled.has(last) { 0 } else { (last + 1) * BLOCK_BYTES - self.length };
+        self.open_blocks * BLOCK_BYTES - missing
+    }
+
+    /// Marks all that is left; returns its bytes.
+    pub(super) fn settle_rest(&mut self) -> u64 {
+        let bytes = self.open_bytes();
+        self.open_blocks = 0;
+        self.settled = Blocks([u64::MAX; 4]);
+        bytes
+    }
+
+    pub(super) fn footprint(&self) -> u64 {
+        footprint(self.length)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use alloc::collections::BTreeSet;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn blocks_are_counted_once(ranges in prop::collection::vec((0..CHUNK_MAX_BYTES, 1..200_000_u64), 1..20)) {
+            let (mut blocks, mut model) = (Blocks::default(), BTreeSet::new());
+            for (from, length) in ranges {
+                let to = (from + length).min(CHUNK_MAX_BYTES);
+                let before = model.len();
+                model.extend(from / BLOCK_BYTES..=(to - 1) / BLOCK_BYTES);
+                prop_assert_eq!(blocks.add(from, to) as usize, model.len() - before);
+            }
+        }
+    }
+
+    #[test]
+    fn a_footprint_is_what_an_allocator_takes() {
+        assert_eq!([1, 4096, 4097, 98304, 131_072].map(footprint), [4096, 4096, 8192, 131_072, 131_072]);
+    }
+}

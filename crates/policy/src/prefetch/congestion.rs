@@ -1,0 +1,200 @@
+//! Congestion: how much of what is read ahead may be on its way at a time, and whose turn it is.
+//!
+//! What is on its way stands in the device's queue before guests' own requests. So how long read-aheads of a size take is held against the best
+//! that was seen of late. While they take several times that, and longer than a fast device's queue is worth, less may be on its way, and nothing
+//! is asked for earlier; otherwise more: delay tells of congestion as in TCP Vegas, and the answer is a larger step down than up, as everywhere.
+//!
+//! Readers who have run out of data and are refused wait in a queue, though they know nothing of it: they go on reading for themselves, and ask
+//! again with each request; what is free is kept for those who have waited longest. Without that, whoever has just been given data would be
+//! the first to ask for more, and the others would never have any.
+//!
+//! Never looks at whether reading ahead pays: that is the [gate](super::gate)'s.
+
+use super::chunk::CHUNK_MAX_BYTES;
+use super::streams::StreamId;
+use alloc::collections::VecDeque;
+
+/// A read-ahead that takes so many times the best is one of a congested device: a window's own requests queue behind each other, up to four deep...
+const CONGESTED: u64 = 4;
+/// ... if it takes this long. A flash device answers one small request in a tenth of that, and does many times the work at the depth where it takes as
+/// long as this; nobody notices a request that waits for so much.
+const TOLERATED_NS: u64 = 2_000_000;
+/// What may be on its way at first, and what always may, in bytes: a few requests of a size that suits any device.
+const ALLOWED_AT_FIRST: u64 = 2 << 20;
+const LEAST_ALLOWED: u64 = 512 << 10;
+/// What each may have at a time while others wait for theirs.
+const SHARE: u64 = LEAST_ALLOWED / 2;
+/// A window is not cut down to less than this, in bytes: it would not be worth a request.
+const LEAST_WORTH: u64 = 32 << 10;
+/// Who has not come again while others asked so often, and four times for each that waits, will not.
+const REMEMBERED: u64 = 64;
+/// Sizes are told apart by their power of two, up to the largest chunk.
+const SIZES: usize = CHUNK_MAX_BYTES.ilog2() as usize + 1;
+
+/// See the file's documentation.
+#[derive(Debug)]
+pub(super) struct Congestion {
+    paces: [Pace; SIZES],
+    is_congested: bool,
+    /// Bytes on their way, and how many may be.
+    on_its_way: u64,
+    allowed: u64,
+    most_allowed: u64,
+    /// Streams without data that were refused, and the number of such questions when they last were.
+    waiting: VecDeque<(StreamId, u64)>,
+    questions: u64,
+}
+
+/// How long read-aheads of one size take.
+#[derive(Clone, Copy, Debug, Default)]
+struct Pace {
+    best_ns: u64,
+    smoothed_ns: u64,
+}
+
+impl Congestion {
+    /// Of a cache with so much memory.
+    pub(super) fn new(memory_bytes: u64) -> Self {
+        Self {
+            paces: [Pace::default(); SIZES],
+            is_congested: false,
+            on_its_way: 0,
+            allowed: ALLOWED_AT_FIRST,
+            most_allowed: memory_bytes.max(LEAST_ALLOWED),
+            waiting: VecDeque::new(),
+            questions: 0,
+        }
+    }
+
+    /// The same with another memory.
+    pub(super) fn resize(&mut self, memory_bytes: u64) {
+        self.most_allowed = memory_bytes.max(LEAST_ALLOWED);
+        self.allowed = self.allowed.min(self.most_allowed);
+    }
+
+    /// How much of what is wanted for a stream may be on its way besides what is; 0 if nothing worth a request. `has_data` says whether its reader has
+    /// something to read meanwhile.
+    ///
+    /// A quarter of what may be, at most, or large windows would keep small ones out.
+    pub(super) fn room(&mut self, stream: StreamId, wanted: u64, has_data: bool) -> u64 {
+        self.forget_those_who_left();
+        let place = self.waiting.iter().position(|(waiting, _)| *waiting == stream);
+        let before = place.unwrap_or(self.waiting.len()) as u64;
+        let free = self.allowed.saturating_sub(self.on_its_way).saturating_sub(before * SHARE);
+        // While others wait everybody has as much at a time.
+        let is_alone = self.waiting.len() == usize::from(place.is_some());
+        let most = if is_alone { (self.allowed / 4).max(SHARE) } else { SHARE };
+        let room = wanted.min(free).min(most);
+        if room >= wanted.min(LEAST_WORTH) {
+            place.map(|place| self.waiting.remove(place));
+            return room;
+        }
+        if !has_data {
+            self.questions += 1;
+            match place {
+                Some(place) => self.waiting[place].1 = self.questions,
+                None => self.waiting.push_back((stream, self.questions)),
+            }
+        }
+        0
+    }
+
+    fn forget_those_who_left(&mut self) {
+        let patience = REMEMBERED + 4 * self.waiting.len() as u64;
+        while self.waiting.front().is_some_and(|(_, asked)| self.questions - asked > patience) {
+            self.waiting.pop_front();
+        }
+    }
+
+    /// So much is.
+    pub(super) fn begun(&mut self, bytes: u64) {
+        self.on_its_way += bytes;
+    }
+
+    /// It is there, or is not to be had.
+    pub(super) fn ended(&mut self, bytes: u64) {
+        self.on_its_way -= bytes;
+    }
+
+    /// A read-ahead of so many bytes took so long.
+    pub(super) fn took(&mut self, bytes: u64, took_ns: u64) {
+        let pace = &mut self.paces[(bytes.max(1).ilog2() as usize).min(SIZES - 1)];
+        let took_ns = took_ns.max(1);
+        if pace.best_ns == 0 {
+            *pace = Pace { best_ns: took_ns, smoothed_ns: took_ns };
+        }
+        // What was best once is so no more when the device has changed: twice as long after some hundred.
+        pace.best_ns = took_ns.min(pace.best_ns + pace.best_ns / 512 + 1);
+        pace.smoothed_ns = pace.smoothed_ns - pace.smoothed_ns / 8 + took_ns / 8;
+        let bound_ns = pace.best_ns.saturating_mul(CONGESTED).max(TOLERATED_NS);
+        self.is_congested = pace.smoothed_ns > bound_ns;
+        self.allowed = if took_ns > bound_ns {
+            (self.allowed - self.allowed / 8).max(LEAST_ALLOWED)
+        } else {
+            (self.allowed + bytes / 8).min(self.most_allowed)
+        };
+    }
+
+    pub(super) const fn is_congested(&self) -> bool {
+        self.is_congested
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::prefetch::streams::{Step, Streams};
+    use crate::prefetch::window::Window;
+
+    const WINDOW: u64 = 128 << 10;
+
+    #[test]
+    fn a_device_that_takes_ten_times_as_long_is_congested_until_it_is_as_fast_again() {
+        let mut congestion = Congestion::new(0);
+        for _ in 0..50 {
+            congestion.took(WINDOW, 500_000);
+        }
+        assert!(!congestion.is_congested());
+        for _ in 0..50 {
+            congestion.took(WINDOW, 8_000_000);
+        }
+        assert!(congestion.is_congested());
+        for _ in 0..50 {
+            congestion.took(WINDOW, 600_000);
+        }
+        assert!(!congestion.is_congested());
+    }
+
+    #[test]
+    fn on_a_congested_device_less_is_on_its_way_and_who_has_waited_longest_comes_first() {
+        let mut streams = Streams::new(3);
+        let window = Window::new(WINDOW, 1 << 20);
+        let [one, other, third] =
+            [1, 2, 3].map(|place: u64| streams.join(Step::Forward, place << 30, 4096, window));
+        let mut congestion = Congestion::new(64 << 20);
+        congestion.begun(1 << 20);
+        assert_eq!(congestion.room(one, 1 << 20, true), 512 << 10, "a quarter");
+        for _ in 0..1000 {
+            congestion.took(WINDOW, 500_000);
+        }
+        assert_eq!(congestion.room(one, 1 << 20, true), 1 << 20, "nothing takes longer than it should");
+        for _ in 0..100 {
+            congestion.took(WINDOW, 20_000_000);
+        }
+        assert_eq!(congestion.room(other, WINDOW, false), 0);
+        assert_eq!(congestion.room(third, WINDOW, false), 0);
+        congestion.ended(1 << 20);
+        congestion.begun(SHARE);
+        assert_eq!(congestion.room(one, WINDOW, true), 0, "others have waited");
+        assert_eq!(congestion.room(third, WINDOW, false), 0, "one of them longer");
+        assert_eq!(congestion.room(other, 1 << 20, false), SHARE, "as much as everybody, while others wait");
+        assert_eq!(congestion.room(third, 1 << 20, false), SHARE);
+        congestion.begun(SHARE);
+        assert_eq!(congestion.room(other, 1 << 20, false), 0);
+        for _ in 0..=REMEMBERED + 8 {
+            congestion.room(third, WINDOW, false);
+        }
+        congestion.ended(SHARE);
+        assert_eq!(congestion.room(third, 1 << 20, false), SHARE, "the other has not come again");
+    }
+}

@@ -1,0 +1,176 @@
+//! What might be read next: the candidates for a stream, before it is known to be one.
+//!
+//! A request that belongs to no stream leaves word of where the next would begin, if this was the first, or the second, of a scan:
+//!
+//! ```text
+//!            ┌─ backward              ┌─ forward: where this one ends
+//!   …  ▕▁▁▁▁▁▏  ▕▁▁▁ this ▁▁▁▏  ▕▁▁▁▁▁▏  …  as far again as from one of the last requests: strided
+//! ```
+//!
+//! The next request looks whether it was expected: one lookup by its exact offset. So it does not matter who else reads in between, nor from how
+//! many clients, nor in which order requests of a deep queue arrive, as long as most come after the one before them. At random offsets
+//! expectations come to nothing and are overwritten: a table of fixed size, a few stores for a request.
+
+use super::streams::{Step, StreamId};
+use alloc::boxed::Box;
+use alloc::vec;
+
+/// Slots; a power of two. At four a request, one is forgotten after about 500 requests at random.
+const SLOTS: usize = 2048;
+/// An expectation older than this many requests is none: chance alone meets old ones on a small disk.
+const LIFETIME: u32 = 2048;
+/// How many of the last requests a strided scan may have begun with: as many scans as may be mixed.
+const RECENT: usize = 2;
+/// The longest stride, in bytes. A slot is half a cache line, and has 32 bits for it.
+const LONGEST_STRIDE: u64 = 1 << 30;
+
+/// A scan that is expected to go on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Expected {
+    pub(super) step: Step,
+    /// Requests of it so far.
+    pub(super) run: u8,
+    /// Whose it is, if it is a stream already.
+    pub(super) stream: StreamId,
+}
+
+/// Aligned, so that a request at random, which looks at one slot and leaves word in four, touches a cache line for each and not two.
+#[derive(Clone, Copy, Debug)]
+#[repr(align(32))]
+struct Slot {
+    offset: u64,
+    made: u32,
+    what: Expected,
+}
+
+const _: () = assert!(size_of::<Slot>() == 32);
+
+/// The table.
+#[derive(Debug)]
+pub(super) struct Expectations {
+    slots: Box<[Slot]>,
+    /// Requests seen.
+    clock: u32,
+    recent: [u64; RECENT],
+    next_recent: usize,
+}
+
+impl Expectations {
+    pub(super) fn new() -> Self {
+        let what = Expected { step: Step::Forward, run: 0, stream: StreamId::NONE };
+        // Nothing begins at u64::MAX.
+        let slot = Slot { offset: u64::MAX, made: 0, what };
+        Self { slots: vec![slot; SLOTS].into(), clock: 0, recent: [u64::MAX; RECENT], next_recent: 0 }
+    }
+
+    /// Whether a request at `offset` was expected. Each expectation is met once.
+    pub(super) fn meet(&mut self, offset: u64) -> Option<Expected> {
+        self.clock = self.clock.wrapping_add(1);
+        let slot = &mut self.slots[place(offset)];
+        if slot.offset != offset || self.clock.wrapping_sub(slot.made) > LIFETIME {
+            return None;
+        }
+        slot.offset = u64::MAX;
+        Some(slot.what)
+    }
+
+    /// Expects a request at `offset`. A scan that is known better is not forgotten for it; and of two that lead to the same place one without gaps is
+    /// preferred: readers that begin at regular distances and take turns look like one with a stride.
+    pub(super) fn expect(&mut self, offset: u64, what: Expected) {
+        let slot = &mut self.slots[place(offset)];
+        let is_young = self.clock.wrapping_sub(slot.made) <= LIFETIME;
+        if slot.offset != u64::MAX && is_young {
+            let order = |expected: &Expected| (!expected.step.has_gaps(), expected.run);
+            let is_better = if slot.offset == offset {
+                order(&slot.what) > order(&what)
+            } else {
+                slot.what.run > what.run
+            };
+            if is_better {
+                return;
+            }
+        }
+        *slot = Slot { offset, made: self.clock, what };
+    }
+
+    /// Expects whatever may follow a request that nobody expected.
+    pub(super) fn expect_any(&mut self, offset: u64, length: u64) {
+        let begin = |step| Expected { step, run: 1, stream: StreamId::NONE };
+        for recent in self.recent {
+            let distance = offset.abs_diff(recent);
+            // Closer ones are scans of their own kind, or overlap.
+            if recent == u64::MAX || distance <= length || distance > LONGEST_STRIDE {
+                continue;
+            }
+            let step = Step::Stride(offset.wrapping_sub(recent) as i32);
+            if let Some(next) = step.next(offset, length) {
+                self.expect(next, begin(step));
+            }
+        }
+        self.recent[self.next_recent] = offset;
+        self.next_recent = (self.next_recent + 1) % RECENT;
+        if let Some(next) = offset.checked_sub(length) {
+            self.expect(next, begin(Step::Backward));
+        }
+        self.expect_forward(offset.saturating_add(length));
+    }
+
+    /// Expects that `offset` is the second place of a scan forward.
+    pub(super) fn expect_forward(&mut self, offset: u64) {
+        self.expect(offset, Expected { step: Step::Forward, run: 1, stream: StreamId::NONE });
+    }
+}
+
+/// Fibonacci hashing: requests are aligned, so the low bits alone would say little.
+fn place(offset: u64) -> usize {
+    let mixed = (offset >> 9).wrapping_mul(0x9E37_79B9_7F4A_7C15);
+    (mixed >> (64 - SLOTS.trailing_zeros())) as usize
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn follow(offsets: impl IntoIterator<Item = u64>) -> Option<Expected> {
+        let mut table = Expectations::new();
+        let mut last = None;
+        for offset in offsets {
+            last = table.meet(offset);
+            match last {
+                None => table.expect_any(offset, 4096),
+                Some(met) => {
+                    if let Some(next) = met.step.next(offset, 4096) {
+                        table.expect(next, Expected { run: met.run + 1, ..met });
+                    }
+                    if met.step.has_gaps() {
+                        table.expect_forward(offset + 4096);
+                    }
+                }
+            }
+        }
+        last
+    }
+
+    #[test]
+    fn scans_are_told_apart_after_two_or_three_requests() {
+        let expect = |offsets: [u64; 5], step, run| {
+            let expected = Expected { step, run, stream: StreamId::NONE };
+            assert_eq!(follow(offsets.map(|block| block * 4096)), Some(expected), "{offsets:?}");
+        };
+        expect([10, 11, 12, 13, 14], Step::Forward, 4);
+        expect([14, 13, 12, 11, 10], Step::Backward, 4);
+        expect([0, 16, 32, 48, 64], Step::Stride(65536), 3);
+        expect([64, 48, 32, 16, 0], Step::Stride(-65536), 3);
+        assert_eq!(follow([5, 700, 3, 80, 41].map(|block| block * 4096)), None);
+    }
+
+    #[test]
+    fn what_was_expected_long_ago_is_expected_no_more() {
+        let mut table = Expectations::new();
+        table.expect_any(4096, 4096);
+        for other in 0..u64::from(LIFETIME) {
+            assert_eq!(table.meet((1 << 40) + other * 512), None);
+        }
+        assert_eq!(table.meet(8192), None);
+    }
+}

@@ -1,0 +1,158 @@
+//! Which bytes of the disk are shown by which part of which chunk: an ordered map of extents that do not overlap.
+//!
+//! ```text
+//!   disk     ──▕▁▁▁▁ extent ▁▁▁▁▏──▕▁ extent ▁▏────▕▁ extent ▁▏──
+//!   chunks       ▕▁▁▁▁▁▁▁ 7 ▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▏        ▕▁▁▁▁ 3 ▁▁▁▁▏
+//! ```
+//!
+//! A write cuts what it overlaps out of the map. What is left of a chunk is still found; a chunk none of which is, is nothing but memory.
+
+use alloc::collections::BTreeMap;
+use alloc::vec::Vec;
+use core::ops::Range;
+
+/// A part of a chunk, by the offset on the disk at which it begins.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Extent {
+    pub(super) offset: u64,
+    pub(super) length: u64,
+    pub(super) chunk: u32,
+    /// Where it begins in the chunk.
+    pub(super) from: u64,
+}
+
+impl Extent {
+    pub(super) const fn end(&self) -> u64 {
+        self.offset + self.length
+    }
+
+    /// What of it lies in a range that it overlaps.
+    pub(super) fn within(&self, range: &Range<u64>) -> Self {
+        let offset = self.offset.max(range.start);
+        let end = self.end().min(range.end);
+        Self { offset, length: end - offset, chunk: self.chunk, from: self.from + (offset - self.offset) }
+    }
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Value {
+    length: u64,
+    chunk: u32,
+    from: u64,
+}
+
+/// The map.
+#[derive(Debug, Default)]
+pub(super) struct Extents(BTreeMap<u64, Value>);
+
+impl Extents {
+    /// Those that overlap the range, the last first.
+    pub(super) fn overlapping(&self, range: &Range<u64>) -> impl Iterator<Item = Extent> {
+        let start = range.start;
+        let before = self.0.range(..range.end).rev();
+        before
+            .map(|(&offset, &Value { length, chunk, from })| Extent { offset, length, chunk, from })
+            // They do not overlap: one that ends before the range has none behind it that does not.
+            .take_while(move |extent| extent.end() > start)
+    }
+
+    /// The parts of the range that no extent covers, in order.
+    pub(super) fn gaps(&self, range: &Range<u64>) -> Vec<Range<u64>> {
+        let mut gaps = Vec::new();
+        let mut end = range.end;
+        for extent in self.overlapping(range) {
+            if extent.end() < end {
+                gaps.push(extent.end()..end);
+            }
+            end = extent.offset;
+        }
+        if range.start < end {
+            gaps.push(range.start..end);
+        }
+        gaps.reverse();
+        gaps
+    }
+
+    /// Adds one; it overlaps none.
+    pub(super) fn insert(&mut self, extent: Extent) {
+        let Extent { offset, length, chunk, from } = extent;
+        self.0.insert(offset, Value { length, chunk, from });
+    }
+
+    /// Takes the range out. `cut` is told of each part that goes, and of how many extents its chunk has more or fewer by that.
+    pub(super) fn cut(&mut self, range: &Range<u64>, mut cut: impl FnMut(Extent, i32)) {
+        loop {
+            let Some(extent) = self.overlapping(range).next() else { return };
+            self.0.remove(&extent.offset);
+            let gone = extent.within(range);
+            let left = Extent { length: gone.offset - extent.offset, ..extent };
+            let right = Extent {
+                offset: gone.end(),
+                length: extent.end() - gone.end(),
+                from: gone.from + gone.length,
+                ..extent
+            };
+            let mut extents = -1;
+            for rest in [left, right] {
+                if rest.length > 0 {
+                    self.insert(rest);
+                    extents += 1;
+                }
+            }
+            cut(gone, extents);
+        }
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use alloc::vec;
+    use proptest::prelude::*;
+
+    const SIZE: usize = 200;
+
+    /// What each byte shows: a chunk and a place in it.
+    fn flat(extents: &Extents) -> Vec<Option<(u32, u64)>> {
+        let mut bytes = vec![None; SIZE];
+        for extent in extents.overlapping(&(0..SIZE as u64)) {
+            for at in 0..extent.length {
+                let byte = &mut bytes[(extent.offset + at) as usize];
+                assert!(byte.is_none(), "two extents overlap");
+                *byte = Some((extent.chunk, extent.from + at));
+            }
+        }
+        bytes
+    }
+
+    proptest! {
+        #[test]
+        fn does_what_a_map_of_bytes_does(steps in prop::collection::vec((any::<bool>(), 0..SIZE as u64, 1..60u64), 1..60)) {
+            let mut extents = Extents::default();
+            let mut model = vec![None; SIZE];
+            for (chunk, (insert, start, length)) in steps.into_iter().enumerate() {
+                let chunk = chunk as u32;
+                let range = start..(start + length).min(SIZE as u64);
+                let covered = (0..SIZE as u64).filter(|at| range.contains(at) && model[*at as usize].is_none());
+                let gaps = extents.gaps(&range);
+                prop_assert_eq!(gaps.iter().cloned().flatten().collect::<Vec<_>>(), covered.collect::<Vec<_>>());
+                if insert {
+                    for gap in gaps {
+                        extents.insert(Extent { offset: gap.start, length: gap.end - gap.start, chunk, from: 0 });
+                        (gap.clone()).for_each(|at| model[at as usize] = Some((chunk, at - gap.start)));
+                    }
+                } else {
+                    let mut gone = 0;
+                    extents.cut(&range, |part, _| gone += part.length);
+                    let before = range.clone().filter(|at| model[*at as usize].take().is_some()).count();
+                    prop_assert_eq!(gone, before as u64);
+                }
+                prop_assert_eq!(&flat(&extents), &model);
+            }
+        }
+    }
+}

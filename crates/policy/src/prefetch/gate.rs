@@ -1,0 +1,118 @@
+//! The gate: whether reading ahead pays, and what it may cost where that is not known.
+//!
+//! ```text
+//!   bytes that readers asked for   × 1/64 ─┐
+//!   bytes used of what was read ahead × 1/8 ┴─► credit ──► lent to streams that are new, back when it is used
+//!                                                 └──► bytes that nobody read
+//! ```
+//!
+//! A stream has to prove itself: until it has used two of the smallest windows, and as much again as was wasted, what it reads ahead is on trial, on credit. What is used comes back with interest,
+//! what is wasted does not. So where sequential runs keep ending the moment they are noticed, the credit runs out and the gate
+//! is closed; and as one byte in 64 that is asked for adds to it, now and then it is tried again. Accuracy is thus not measured
+//! and compared: it is what the credit is made of. Streams that have proved themselves pass a closed gate.
+
+/// Least credit that there is at first, in bytes: the default memory of a cache. With more memory there is as much credit, so that as many streams as
+/// find room in it can begin at once.
+const LEAST_CREDIT: u64 = 4 << 20;
+/// One byte in so many that are asked for may be wasted: what a user may lose where nothing is to be gained, half of what is noticed.
+const ASKED_PART: u64 = 64;
+/// Interest on what is used: one in so many bytes.
+const USED_PART: u64 = 8;
+
+/// See the file's documentation.
+#[derive(Debug)]
+pub(super) struct Gate {
+    credit: i64,
+    most_credit: i64,
+    /// What is left over of a byte of credit, in 64ths.
+    rest: u64,
+}
+
+impl Gate {
+    /// Of a cache with so much memory.
+    pub(super) fn new(memory_bytes: u64) -> Self {
+        let most_credit = memory_bytes.max(LEAST_CREDIT).cast_signed();
+        Self { credit: most_credit, most_credit, rest: 0 }
+    }
+
+    /// The same with another memory.
+    pub(super) fn resize(&mut self, memory_bytes: u64) {
+        self.most_credit = memory_bytes.max(LEAST_CREDIT).cast_signed();
+        self.credit = self.credit.min(self.most_credit);
+    }
+
+    /// So many bytes were asked for.
+    pub(super) fn asked(&mut self, bytes: u64) {
+        let rest = self.rest + bytes;
+        self.rest = rest % ASKED_PART;
+        self.add(rest / ASKED_PART);
+    }
+
+    /// Whether so much may be read ahead on trial.
+    pub(super) fn lends(&self, bytes: u64) -> bool {
+        // One that is more than there can ever be is not refused for ever.
+        self.credit >= bytes.cast_signed().min(self.most_credit)
+    }
+
+    /// So much is.
+    pub(super) fn lend(&mut self, bytes: u64) {
+        self.credit -= bytes.cast_signed();
+    }
+
+    /// So much of what was read ahead was used.
+    pub(super) fn used(&mut self, bytes: u64, on_trial: bool) {
+        self.add(bytes / USED_PART + if on_trial { bytes } else { 0 });
+    }
+
+    /// So much was not. On trial it has been paid for.
+    pub(super) fn wasted(&mut self, bytes: u64, on_trial: bool) {
+        if !on_trial {
+            self.credit = (self.credit - bytes.cast_signed()).max(-self.most_credit);
+        }
+    }
+
+    fn add(&mut self, bytes: u64) {
+        self.credit = self.credit.saturating_add_unsigned(bytes).min(self.most_credit);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const WINDOW: u64 = 128 << 10;
+
+    fn try_in_vain(gate: &mut Gate) -> bool {
+        let lends = gate.lends(WINDOW);
+        if lends {
+            gate.lend(WINDOW);
+            gate.wasted(WINDOW, true);
+        }
+        lends
+    }
+
+    #[test]
+    fn it_closes_when_nothing_is_used_and_tries_again_for_one_byte_in_64() {
+        let mut gate = Gate::new(0);
+        while try_in_vain(&mut gate) {}
+        let mut tries = 0;
+        for _ in 0..64_000 {
+            gate.asked(16 << 10);
+            tries += u64::from(try_in_vain(&mut gate));
+        }
+        assert_eq!(tries, 64_000 * (16 << 10) / 64 / WINDOW);
+    }
+
+    #[test]
+    fn what_is_used_pays_for_itself_and_for_others() {
+        let mut gate = Gate::new(0);
+        while try_in_vain(&mut gate) {}
+        gate.asked(64 * WINDOW);
+        for _ in 0..8 {
+            assert!(gate.lends(WINDOW));
+            gate.lend(WINDOW);
+            gate.used(WINDOW, true);
+        }
+        assert!(gate.lends(2 * WINDOW - 1));
+    }
+}

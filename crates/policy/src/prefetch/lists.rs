@@ -1,0 +1,247 @@
+//! Two lists of chunks in the order in which they were last used, and how memory is divided between them.
+//!
+//! ```text
+//!   newest ◄──────────────── ahead ────────────────► oldest      has blocks that nobody has read yet
+//!   newest ◄── behind ──► oldest                                 all read once; kept for those who read it again
+//! ```
+//!
+//! SARC (Gill and Modha, FAST 2005) divides a cache between what was read ahead and what was read at random, by what a little more memory for
+//! either would be worth: hits near a list's oldest end are hits that a slightly shorter list would have missed. What was read
+//! at random is not cached here; what takes its place is data that was read ahead, has been read, and may be read again: by the other readers of
+//! the same file, or by a guest that reads everything twice.
+//!
+//! Whether a chunk stands near the end is told from stamps: bytes that had passed through the list when it was put there.
+//!
+//! Never decides to evict; says only from which list, when somebody must.
+
+use super::chunk::Chunk;
+use alloc::vec::Vec;
+
+/// In links: nobody.
+const NONE: u32 = u32::MAX;
+/// The oldest part of a list in which a hit counts as one near the end: a sixteenth of its bytes.
+const BOTTOM: u64 = 16;
+
+/// Which list.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Part {
+    /// Not read yet, or not whole.
+    Ahead,
+    /// Read.
+    Behind,
+}
+
+/// A chunk's place in a list.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Links {
+    part: Option<Part>,
+    newer: u32,
+    older: u32,
+    stamp: u64,
+}
+
+impl Default for Links {
+    fn default() -> Self {
+        Self { part: None, newer: NONE, older: NONE, stamp: 0 }
+    }
+}
+
+/// One of the two.
+#[derive(Clone, Copy, Debug)]
+struct List {
+    newest: u32,
+    oldest: u32,
+    bytes: u64,
+    /// Bytes that were ever put in.
+    passed: u64,
+}
+
+/// Chunks by number; a number is used again.
+#[derive(Debug)]
+pub(super) struct Chunks<T> {
+    slots: Vec<Option<Chunk<T>>>,
+    vacant: Vec<u32>,
+    lists: [List; 2],
+    /// Bytes that the list of what is ahead should have, of all memory.
+    wanted_ahead: u64,
+    memory_bytes: u64,
+}
+
+impl<T> Chunks<T> {
+    pub(super) fn new(memory_bytes: u64) -> Self {
+        let list = List { newest: NONE, oldest: NONE, bytes: 0, passed: 0 };
+        let mut chunks = Self {
+            slots: Vec::new(),
+            vacant: Vec::new(),
+            lists: [list; 2],
+            wanted_ahead: 0,
+            memory_bytes: 0,
+        };
+        chunks.divide(memory_bytes);
+        chunks
+    }
+
+    /// Divides so much memory: three quarters for what is ahead, to begin with.
+    pub(super) fn divide(&mut self, memory_bytes: u64) {
+        self.memory_bytes = memory_bytes;
+        self.wanted_ahead = memory_bytes / 4 * 3;
+    }
+
+    /// Bytes of all memory that what is ahead should have.
+    pub(super) const fn wanted_ahead(&self) -> u64 {
+        self.wanted_ahead
+    }
+
+    pub(super) fn insert(&mut self, chunk: Chunk<T>) -> u32 {
+        if let Some(number) = self.vacant.pop() {
+            self.slots[number as usize] = Some(chunk);
+            return number;
+        }
+        // Chunks are at least a page of memory each, so their number is far below 2³².
+        self.slots.push(Some(chunk));
+        (self.slots.len() - 1) as u32
+    }
+
+    pub(super) fn get(&self, number: u32) -> &Chunk<T> {
+        self.slots[number as usize].as_ref().expect("an extent's chunk is there")
+    }
+
+    pub(super) fn get_mut(&mut self, number: u32) -> &mut Chunk<T> {
+        self.slots[number as usize].as_mut().expect("an extent's chunk is there")
+    }
+
+    /// Takes a chunk out, of its list too.
+    pub(super) fn remove(&mut self, number: u32) -> Chunk<T> {
+        self.unlink(number);
+        self.vacant.push(number);
+        self.slots[number as usize].take().expect("removed once")
+    }
+
+    /// Makes a chunk that is there the newest of its list, which depends on whether all of it has been read.
+    pub(super) fn touch(&mut self, number: u32) {
+        self.learn(number);
+        self.unlink(number);
+        let chunk = self.get(number);
+        let part = if chunk.open_blocks > 0 { Part::Ahead } else { Part::Behind };
+        let bytes = chunk.footprint();
+        let list = &mut self.lists[part as usize];
+        let older = core::mem::replace(&mut list.newest, number);
+        list.bytes += bytes;
+        list.passed += bytes;
+        let stamp = list.passed;
+        if older == NONE {
+            list.oldest = number;
+        } else {
+            self.get_mut(older).links.newer = number;
+        }
+        self.get_mut(number).links = Links { part: Some(part), newer: NONE, older, stamp };
+    }
+
+    /// Which chunk is to go, when one must.
+    pub(super) fn victim(&self) -> Option<u32> {
+        let [ahead, behind] = &self.lists;
+        let behind_first =
+            behind.bytes > self.memory_bytes - self.wanted_ahead || ahead.bytes <= self.wanted_ahead;
+        let (first, second) = if behind_first { (behind, ahead) } else { (ahead, behind) };
+        [first.oldest, second.oldest].into_iter().find(|number| *number != NONE)
+    }
+
+    /// Moves the division by a hit near the end of a list: there a little less memory would have been a miss.
+    fn learn(&mut self, number: u32) {
+        let chunk = self.get(number);
+        let (Some(part), bytes) = (chunk.links.part, chunk.footprint()) else { return };
+        let list = &self.lists[part as usize];
+        let total = self.lists[0].bytes + self.lists[1].bytes;
+        // As long as there is room for all, nothing is lost at either end.
+        if total + total / BOTTOM < self.memory_bytes || list.oldest == NONE {
+            return;
+        }
+        let oldest = self.get(list.oldest).links.stamp;
+        if chunk.links.stamp - oldest > list.bytes / BOTTOM {
+            return;
+        }
+        let (least, most) = (self.memory_bytes / 4, self.memory_bytes / 16 * 15);
+        self.wanted_ahead = match part {
+            Part::Ahead => (self.wanted_ahead + bytes).min(most),
+            Part::Behind => self.wanted_ahead.saturating_sub(bytes).max(least),
+        };
+    }
+
+    fn unlink(&mut self, number: u32) {
+        let chunk = self.get_mut(number);
+        let bytes = chunk.footprint();
+        let Links { part, newer, older, .. } = core::mem::take(&mut chunk.links);
+        let Some(part) = part else { return };
+        self.lists[part as usize].bytes -= bytes;
+        if newer == NONE {
+            self.lists[part as usize].newest = older;
+        } else {
+            self.get_mut(newer).links.older = older;
+        }
+        if older == NONE {
+            self.lists[part as usize].oldest = newer;
+        } else {
+            self.get_mut(older).links.newer = newer;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::prefetch::Ahead;
+    use crate::time::Instant;
+
+    const CHUNK: u64 = 128 << 10;
+
+    fn full(count: u64) -> (Chunks<()>, Vec<u32>) {
+        let mut chunks = Chunks::new(count * CHUNK);
+        let numbers: Vec<_> = (0..count)
+            .map(|_| chunks.insert(Chunk::new((), &(0..CHUNK), &Ahead::NOTHING, Instant::ZERO)))
+            .collect();
+        numbers.iter().for_each(|number| chunks.touch(*number));
+        (chunks, numbers)
+    }
+
+    fn read(chunks: &mut Chunks<()>, number: u32) {
+        chunks.get_mut(number).settle_rest();
+        chunks.touch(number);
+    }
+
+    #[test]
+    fn what_was_read_goes_before_what_was_not_and_the_oldest_first() {
+        let (mut chunks, numbers) = full(8);
+        assert_eq!(chunks.victim(), Some(numbers[0]), "nothing was read");
+        read(&mut chunks, numbers[5]);
+        read(&mut chunks, numbers[2]);
+        // Ahead has what it should: what has been read makes room.
+        assert_eq!(chunks.victim(), Some(numbers[5]));
+        chunks.remove(numbers[5]);
+        assert_eq!(chunks.victim(), Some(numbers[2]));
+        chunks.remove(numbers[2]);
+        assert_eq!(chunks.victim(), Some(numbers[0]));
+        chunks.touch(numbers[0]);
+        assert_eq!(chunks.victim(), Some(numbers[1]));
+    }
+
+    #[test]
+    fn memory_goes_where_more_of_it_would_be_hit() {
+        let (mut chunks, numbers) = full(32);
+        for number in &numbers[..8] {
+            read(&mut chunks, *number);
+        }
+        let begin = chunks.wanted_ahead();
+        for _ in 0..4 {
+            // The oldest of what was read is read again: a little less, and it had been gone.
+            let oldest = chunks.lists[Part::Behind as usize].oldest;
+            chunks.touch(oldest);
+        }
+        assert!(chunks.wanted_ahead() < begin);
+        let less = chunks.wanted_ahead();
+        for _ in 0..8 {
+            let oldest = chunks.lists[Part::Ahead as usize].oldest;
+            chunks.touch(oldest);
+        }
+        assert!(chunks.wanted_ahead() > less);
+    }
+}

@@ -1,0 +1,47 @@
+//! What a prefetch cache did, counted since it was made, and what it holds now.
+
+/// Counters and levels of one disk's cache.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Stats {
+    /// Reads answered from memory alone, also where the data was still on its way.
+    pub hits: u64,
+    /// Reads of which a part was in memory.
+    pub partial_hits: u64,
+    /// Reads of which nothing was.
+    pub misses: u64,
+    /// Reads that were too large to be looked at.
+    pub skipped: u64,
+    /// Of the hits, those that had to wait for data on its way.
+    pub waited: u64,
+    /// Bytes that readers had from memory.
+    pub hit_bytes: u64,
+    /// Bytes that were read ahead, or are being.
+    pub read_ahead_bytes: u64,
+    /// Of these, bytes that somebody then read.
+    pub used_bytes: u64,
+    /// Of these, bytes that were dropped before anybody read them.
+    pub wasted_bytes: u64,
+    /// Bytes of memory in use now.
+    pub memory_bytes: u64,
+    /// Streams that have something read ahead which nobody has read yet.
+    pub streams: u32,
+    /// Whether nothing new is read ahead of now, because it does not pay.
+    pub closed: bool,
+}
+
+impl Stats {
+    /// The share of reads that were answered from memory, partly or whole, from 0 to 1; none before the first.
+    pub fn hit_rate(&self) -> Option<f64> {
+        let hits = self.hits + self.partial_hits;
+        share(hits, hits + self.misses)
+    }
+
+    /// The share of what was read ahead that was used, from 0 to 1, of that whose fate is known; none before.
+    pub fn accuracy(&self) -> Option<f64> {
+        share(self.used_bytes, self.used_bytes + self.wasted_bytes)
+    }
+}
+
+fn share(part: u64, whole: u64) -> Option<f64> {
+    (whole > 0).then(|| part as f64 / whole as f64)
+}

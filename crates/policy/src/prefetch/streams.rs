@@ -1,0 +1,371 @@
+//! The streams that are known, each with how far it has come and how far was read ahead of it.
+//!
+//! ```text
+//!            head               ahead
+//!   ─ read ────┤── read ahead ────┤──────► not yet         forward; backward is its mirror image
+//! ```
+//!
+//! A stream is a place and a rule, not a client: whoever reads there next goes on with it, be it another connection or another
+//! reader of the same file. Those that are lost are forgotten when others need their slot (second chance: one that has gone on since the
+//! hand last came by is spared).
+//!
+//! Never knows what is in memory.
+
+use super::Ahead;
+use super::chunk::BLOCK_BYTES;
+use super::window::Window;
+use alloc::vec::Vec;
+
+/// Most places of a strided stream that are read ahead at a time: each is a request to the device.
+const MOST_PLACES: u64 = 64;
+/// How far a new scan may be from a stream to be part of it, in bytes: as far as requests of a deep queue may overtake each other.
+const NEAR_BYTES: u64 = 512 << 10;
+
+/// By what rule requests follow each other.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Step {
+    /// Each begins where the one before ended.
+    Forward,
+    /// Each ends where the one before began.
+    Backward,
+    /// Each begins so many bytes behind where the one before began; negative is before. Not 0.
+    Stride(i32),
+}
+
+impl Step {
+    /// Whether there are bytes between its requests that it does not ask for.
+    pub(super) const fn has_gaps(self) -> bool {
+        matches!(self, Self::Stride(_))
+    }
+
+    /// Where the request after one at `offset` begins; `None` outside any disk.
+    pub(super) fn next(self, offset: u64, length: u64) -> Option<u64> {
+        match self {
+            Self::Forward => offset.checked_add(length),
+            Self::Backward => offset.checked_sub(length),
+            Self::Stride(step) => offset.checked_add_signed(step.into()),
+        }
+    }
+}
+
+/// Which stream. One that was forgotten is not found by it any more.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct StreamId {
+    index: u32,
+    generation: u32,
+}
+
+impl StreamId {
+    /// No stream.
+    pub(super) const NONE: Self = Self { index: u32::MAX, generation: 0 };
+}
+
+/// A stream.
+#[derive(Clone, Debug)]
+pub(super) struct Stream {
+    step: Step,
+    /// Bytes of its requests; only strided ones must know.
+    length: u64,
+    head: u64,
+    ahead: u64,
+    /// It was read ahead down to the beginning of the disk.
+    is_at_its_end: bool,
+    pub(super) window: Window,
+    /// Bytes read ahead of it that nobody has read yet.
+    unread_bytes: u64,
+    /// Bytes read ahead of it that were read.
+    used_bytes: u64,
+    wasted_bytes: u64,
+    generation: u32,
+    went_on: bool,
+}
+
+impl Stream {
+    /// Takes in that a request of it was there.
+    pub(super) fn advance(&mut self, offset: u64, length: u64) {
+        self.went_on = true;
+        let end = offset.saturating_add(length);
+        match self.step {
+            Step::Forward => self.head = self.head.max(end),
+            Step::Backward => self.head = self.head.min(offset),
+            Step::Stride(step) => {
+                self.length = length;
+                let next = self.step.next(offset, length).unwrap_or(self.head);
+                if is_before(self.head, next, step) {
+                    self.head = next;
+                }
+            }
+        }
+        let overtaken = match self.step {
+            Step::Forward => self.ahead < self.head,
+            Step::Backward => self.ahead > self.head,
+            Step::Stride(step) => is_before(self.ahead, self.head, step),
+        };
+        if overtaken {
+            self.ahead = self.head;
+        }
+    }
+
+    /// Whether so much of what was read ahead of it was used, and as much again as was wasted.
+    pub(super) const fn has_used(&self, bytes: u64) -> bool {
+        self.used_bytes >= bytes + self.wasted_bytes
+    }
+
+    /// Where its next request begins, if the next is like this one.
+    pub(super) fn next(&self, length: u64) -> Option<u64> {
+        match self.step {
+            Step::Forward | Step::Stride(_) => Some(self.head),
+            Step::Backward => self.head.checked_sub(length),
+        }
+    }
+
+    pub(super) const fn step(&self) -> Step {
+        self.step
+    }
+
+    /// Bytes that were read ahead and not reached yet.
+    pub(super) fn lead_bytes(&self) -> u64 {
+        let distance = self.head.abs_diff(self.ahead);
+        match self.step {
+            Step::Forward | Step::Backward => distance,
+            Step::Stride(step) => distance / u64::from(step.unsigned_abs()) * self.length.max(BLOCK_BYTES),
+        }
+    }
+
+    /// What to read ahead next: about so many bytes, inside a disk of `size_bytes`. `None` at its end. [`Stream::lead`] makes it so.
+    pub(super) fn plan(&self, id: StreamId, bytes: u64, size_bytes: u64) -> Option<Ahead> {
+        let (first, length, step, count) = match self.step {
+            Step::Forward => {
+                // Up to a boundary of blocks, so that what comes behind is aligned.
+                let end = (self.ahead.saturating_add(bytes) / BLOCK_BYTES * BLOCK_BYTES).min(size_bytes);
+                (self.ahead, end.checked_sub(self.ahead)?, 0, 1)
+            }
+            Step::Backward => {
+                let from = self.ahead.saturating_sub(bytes).next_multiple_of(BLOCK_BYTES).min(self.ahead);
+                (from, self.ahead - from, 0, 1)
+            }
+            Step::Stride(step) => {
+                // What is read, and kept, are whole blocks.
+                let most = bytes.div_ceil(self.length.max(BLOCK_BYTES)).min(MOST_PLACES);
+                let there = if step > 0 {
+                    let room = size_bytes.checked_sub(self.ahead.checked_add(self.length)?)?;
+                    room / u64::from(step.unsigned_abs()) + 1
+                } else {
+                    self.ahead / u64::from(step.unsigned_abs()) + 1
+                };
+                (self.ahead, self.length, step.into(), most.min(there))
+            }
+        };
+        let is_inside = first.checked_add(length).is_some_and(|end| end <= size_bytes);
+        (length > 0 && count > 0 && is_inside && !self.is_at_its_end).then_some(Ahead {
+            stream: id,
+            first,
+            length,
+            step,
+            count,
+            size_bytes,
+            on_trial: false,
+        })
+    }
+
+    /// Takes in that this was read ahead.
+    pub(super) fn lead(&mut self, ahead: &Ahead) {
+        self.ahead = match self.step {
+            Step::Forward => ahead.first + ahead.length,
+            Step::Backward => ahead.first,
+            Step::Stride(step) => {
+                let distance = i64::from(step) * ahead.count.cast_signed();
+                let next = ahead.first.checked_add_signed(distance);
+                self.is_at_its_end = next.is_none();
+                next.unwrap_or(0)
+            }
+        };
+    }
+
+    /// Whether a scan of this rule that has come to `next` is this stream.
+    fn is_near(&self, step: Step, next: u64) -> bool {
+        let (low, high) = (self.head.min(self.ahead), self.head.max(self.ahead));
+        step == self.step && next.saturating_add(NEAR_BYTES) >= low && next <= high.saturating_add(NEAR_BYTES)
+    }
+}
+
+/// Whether `place` comes before `other` on the way of a stride.
+const fn is_before(place: u64, other: u64, step: i32) -> bool {
+    if step > 0 { place < other } else { place > other }
+}
+
+/// The streams.
+#[derive(Debug)]
+pub(super) struct Streams {
+    slots: Vec<Stream>,
+    most: usize,
+    hand: usize,
+    /// How many have something read ahead that nobody has read yet.
+    leading: u32,
+    next_generation: u32,
+}
+
+impl Streams {
+    pub(super) const fn new(most: u32) -> Self {
+        Self { slots: Vec::new(), most: most as usize, hand: 0, leading: 0, next_generation: 0 }
+    }
+
+    /// Forgets all, and knows at most so many from now on.
+    pub(super) fn forget_all(&mut self, most: u32) {
+        // Generations go on, so that nobody takes a new stream for an old one.
+        *self = Self { next_generation: self.next_generation, ..Self::new(most) };
+    }
+
+    /// The stream, if it is still known.
+    pub(super) fn get_mut(&mut self, id: StreamId) -> Option<&mut Stream> {
+        self.slots.get_mut(id.index as usize).filter(|stream| stream.generation == id.generation)
+    }
+
+    /// How many have something read ahead that nobody has read yet.
+    pub(super) const fn leading(&self) -> u32 {
+        self.leading
+    }
+
+    /// Counts bytes of a stream that were read ahead.
+    pub(super) fn count_unread(&mut self, id: StreamId, bytes: u64) {
+        let Some(stream) = self.get_mut(id) else { return };
+        let begins = stream.unread_bytes == 0 && bytes > 0;
+        stream.unread_bytes += bytes;
+        self.leading += u32::from(begins);
+    }
+
+    /// Counts bytes that were read ahead of a stream, and now have been read.
+    pub(super) fn count_used(&mut self, id: StreamId, bytes: u64) {
+        self.settle(id, bytes, |stream| stream.used_bytes += bytes);
+    }
+
+    /// Counts bytes that were read ahead of a stream, and will not be read by anybody.
+    pub(super) fn count_wasted(&mut self, id: StreamId, bytes: u64) {
+        self.settle(id, bytes, |stream| stream.wasted_bytes += bytes);
+    }
+
+    fn settle(&mut self, id: StreamId, bytes: u64, count: impl FnOnce(&mut Stream)) {
+        let Some(stream) = self.get_mut(id) else { return };
+        count(stream);
+        let left = stream.unread_bytes.saturating_sub(bytes);
+        let ends = stream.unread_bytes > 0 && left == 0;
+        stream.unread_bytes = left;
+        self.leading -= u32::from(ends);
+    }
+
+    /// The stream that a scan belongs to which has come to `next`: one that is near, or a new one.
+    pub(super) fn join(&mut self, step: Step, next: u64, length: u64, window: Window) -> StreamId {
+        if let Some(index) = self.slots.iter().position(|stream| stream.is_near(step, next)) {
+            return StreamId { index: index as u32, generation: self.slots[index].generation };
+        }
+        self.next_generation = self.next_generation.wrapping_add(1);
+        let generation = self.next_generation;
+        let stream = Stream {
+            step,
+            length,
+            head: next,
+            ahead: next,
+            is_at_its_end: false,
+            window,
+            unread_bytes: 0,
+            used_bytes: 0,
+            wasted_bytes: 0,
+            generation,
+            went_on: false,
+        };
+        if self.slots.len() < self.most {
+            self.slots.push(stream);
+            return StreamId { index: (self.slots.len() - 1) as u32, generation };
+        }
+        let index = self.oldest();
+        self.leading -= u32::from(self.slots[index].unread_bytes > 0);
+        self.slots[index] = stream;
+        StreamId { index: index as u32, generation }
+    }
+
+    fn oldest(&mut self) -> usize {
+        loop {
+            let index = self.hand;
+            self.hand = (self.hand + 1) % self.slots.len();
+            if !core::mem::take(&mut self.slots[index].went_on) {
+                return index;
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const DISK: u64 = 1 << 30;
+    const BLOCK: u64 = 4096;
+
+    fn streams() -> Streams {
+        Streams::new(2)
+    }
+
+    fn plan(streams: &mut Streams, id: StreamId, bytes: u64) -> Option<(u64, u64, u64)> {
+        let stream = streams.get_mut(id).unwrap();
+        let ahead = stream.plan(id, bytes, DISK)?;
+        stream.lead(&ahead);
+        Some((ahead.first, ahead.length, ahead.count))
+    }
+
+    #[test]
+    fn each_rule_reads_ahead_its_own_way() {
+        let mut streams = Streams::new(3);
+        let window = Window::new(128 << 10, 1 << 20);
+        let forward = streams.join(Step::Forward, 5 * BLOCK, BLOCK, window);
+        assert_eq!(plan(&mut streams, forward, 8 * BLOCK), Some((5 * BLOCK, 8 * BLOCK, 1)));
+        assert_eq!(plan(&mut streams, forward, 8 * BLOCK), Some((13 * BLOCK, 8 * BLOCK, 1)));
+        let backward = streams.join(Step::Backward, 5 * BLOCK, BLOCK, window);
+        assert_eq!(plan(&mut streams, backward, 3 * BLOCK), Some((2 * BLOCK, 3 * BLOCK, 1)));
+        assert_eq!(plan(&mut streams, backward, 3 * BLOCK), Some((0, 2 * BLOCK, 1)));
+        assert_eq!(plan(&mut streams, backward, 3 * BLOCK), None, "the beginning of the disk");
+        let strided = streams.join(Step::Stride(65536), DISK - 2 * 65536, BLOCK, window);
+        assert_eq!(plan(&mut streams, strided, 8 * BLOCK), Some((DISK - 2 * 65536, BLOCK, 2)));
+        assert_eq!(plan(&mut streams, strided, 8 * BLOCK), None, "the end of the disk");
+        let mut streams = Streams::new(1);
+        let strided = streams.join(Step::Stride(-65536), 3 * 65536 + 512, 512, window);
+        assert_eq!(plan(&mut streams, strided, 8 * BLOCK), Some((3 * 65536 + 512, 512, 4)));
+        assert_eq!(plan(&mut streams, strided, 8 * BLOCK), None, "the beginning of the disk");
+    }
+
+    #[test]
+    fn a_request_out_of_order_takes_nothing_back() {
+        let mut streams = streams();
+        let id = streams.join(Step::Forward, 5 * BLOCK, BLOCK, Window::new(128 << 10, 1 << 20));
+        plan(&mut streams, id, 8 * BLOCK);
+        let stream = streams.get_mut(id).unwrap();
+        stream.advance(7 * BLOCK, BLOCK);
+        assert_eq!(stream.lead_bytes(), 5 * BLOCK);
+        stream.advance(6 * BLOCK, BLOCK);
+        assert_eq!(stream.lead_bytes(), 5 * BLOCK);
+        stream.advance(20 * BLOCK, BLOCK);
+        assert_eq!((stream.lead_bytes(), stream.next(BLOCK)), (0, Some(21 * BLOCK)));
+    }
+
+    #[test]
+    fn a_scan_close_to_a_stream_is_that_stream() {
+        let mut streams = streams();
+        let window = Window::new(128 << 10, 1 << 20);
+        let first = streams.join(Step::Forward, DISK / 2, BLOCK, window);
+        assert_eq!(streams.join(Step::Forward, DISK / 2 + 40 * BLOCK, BLOCK, window), first);
+        assert_ne!(streams.join(Step::Backward, DISK / 2, BLOCK, window), first);
+    }
+
+    #[test]
+    fn who_went_on_last_keeps_his_slot() {
+        let mut streams = streams();
+        let window = Window::new(128 << 10, 1 << 20);
+        let ids = [0, 1].map(|place| streams.join(Step::Forward, place * DISK / 4, BLOCK, window));
+        streams.count_unread(ids[1], 4096);
+        assert_eq!(streams.leading(), 1);
+        streams.get_mut(ids[0]).unwrap().advance(0, BLOCK);
+        let third = streams.join(Step::Forward, DISK / 2, BLOCK, window);
+        assert!(streams.get_mut(ids[0]).is_some() && streams.get_mut(ids[1]).is_none());
+        assert!(streams.get_mut(third).is_some());
+        assert_eq!(streams.leading(), 0, "what was read ahead of the one that is gone");
+    }
+}

@@ -1,0 +1,91 @@
+//! A stream's window: how much is read ahead at a time, and how early.
+//!
+//! ```text
+//!   reader                    ahead
+//!     ├──────── trigger ────────┤            lead down to the trigger: read `size` more
+//!     ├──────── trigger ────────┼──── size ────┤
+//! ```
+//!
+//! As in AMP (Gill and Bathen, FAST 2007), each stream has both for itself, and both adapt: a larger `size` when one was used up, since large
+//! requests cost the device less; a larger `trigger` when the reader came before its data, since then it was asked for too late, and
+//! more must be on its way at a time; both smaller when something was dropped before anybody read it, since then there is no memory for so
+//! much. AMP moves by a page at a time; here steps are by the size, so that a reader of slow storage waits a few times and not
+//! hundreds of times.
+
+use super::chunk::{BLOCK_BYTES, CHUNK_MAX_BYTES};
+
+/// A window, in bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Window {
+    pub(super) size: u64,
+    pub(super) trigger: u64,
+}
+
+impl Window {
+    /// What a stream begins with: `min`, and earlier by half of it.
+    pub(super) fn new(min: u64, most: u64) -> Self {
+        let size = largest(min, most);
+        Self { size, trigger: size / 2 }.within(most)
+    }
+
+    /// The same where no more than `most` may be read ahead.
+    pub(super) fn within(self, most: u64) -> Self {
+        let size = largest(self.size, most);
+        Self { size, trigger: self.trigger.min(most.saturating_sub(size)) }
+    }
+
+    /// All of a read-ahead was used.
+    pub(super) fn used_up(&mut self, most: u64) {
+        *self = Self { size: self.size * 2, ..*self }.within(most);
+    }
+
+    /// The reader had to wait.
+    pub(super) fn came_late(&mut self, most: u64) {
+        *self = Self { trigger: self.trigger + self.size, ..*self }.within(most);
+    }
+
+    /// Something was dropped unread.
+    pub(super) fn was_wasted(&mut self) {
+        self.size = (self.size / 2).max(BLOCK_BYTES);
+        self.trigger = self.trigger.min(self.size);
+    }
+}
+
+/// The largest size that is at most `wanted`, that is a power of two as buffers are, and of which two are at most `most`.
+fn largest(wanted: u64, most: u64) -> u64 {
+    let size = wanted.min(most / 2).clamp(BLOCK_BYTES, CHUNK_MAX_BYTES);
+    1 << size.ilog2()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const K: u64 = 1 << 10;
+
+    #[test]
+    fn it_grows_when_used_up_and_comes_earlier_when_waited_for() {
+        let most = 2 << 20;
+        let mut window = Window::new(128 * K, most);
+        assert_eq!(window, Window { size: 128 * K, trigger: 64 * K });
+        window.came_late(most);
+        assert_eq!(window, Window { size: 128 * K, trigger: 192 * K });
+        for _ in 0..10 {
+            window.used_up(most);
+            window.came_late(most);
+        }
+        assert_eq!(window, Window { size: 1 << 20, trigger: 1 << 20 });
+    }
+
+    #[test]
+    fn it_shrinks_when_memory_does_not_hold_it() {
+        let mut window = Window::new(512 * K, 4 << 20);
+        window.was_wasted();
+        assert_eq!(window, Window { size: 256 * K, trigger: 256 * K });
+        for _ in 0..20 {
+            window.was_wasted();
+        }
+        assert_eq!(window, Window { size: BLOCK_BYTES, trigger: BLOCK_BYTES });
+        assert_eq!(Window::new(128 * K, 40 * K), Window { size: 16 * K, trigger: 8 * K });
+    }
+}

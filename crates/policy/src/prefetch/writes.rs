@@ -1,0 +1,41 @@
+//! The writes that are under way: what may not be read ahead meanwhile.
+//!
+//! Data that is read while a write to the same place is under way may be old or new, and only once the write is done is it known that it should
+//! have been new. So nothing is read ahead there before that.
+
+use alloc::vec::Vec;
+use core::ops::Range;
+
+/// A write under way.
+#[derive(Debug, PartialEq, Eq)]
+#[must_use = "what it writes to is read ahead again only after its end"]
+pub struct WriteId(u32);
+
+/// All of them, as many as there are requests in flight.
+#[derive(Debug, Default)]
+pub(super) struct Writes {
+    slots: Vec<Option<Range<u64>>>,
+    vacant: Vec<u32>,
+}
+
+impl Writes {
+    pub(super) fn begin(&mut self, range: Range<u64>) -> WriteId {
+        if let Some(slot) = self.vacant.pop() {
+            self.slots[slot as usize] = Some(range);
+            return WriteId(slot);
+        }
+        self.slots.push(Some(range));
+        WriteId((self.slots.len() - 1) as u32)
+    }
+
+    pub(super) fn end(&mut self, WriteId(slot): WriteId) {
+        self.slots[slot as usize] = None;
+        self.vacant.push(slot);
+    }
+
+    pub(super) fn overlaps(&self, range: &Range<u64>) -> bool {
+        // Mostly there is none.
+        self.vacant.len() < self.slots.len()
+            && self.slots.iter().flatten().any(|write| write.start < range.end && range.start < write.end)
+    }
+}
