@@ -12,6 +12,8 @@
 //! A buffer may also be *lent*: a view of bytes that others hold too and that nobody changes while it exists. That is how data
 //! that is in memory already reaches a client without being copied first.
 //!
+//! A buffer that is [frozen](Buffer::freeze) leaves its thread: nobody changes it any more, and everybody may read it.
+//!
 //! Never hands out uninitialised memory: fresh blocks are zeroed. A reused block holds *old data*, so whoever takes a buffer
 //! fills all of it before anyone else reads it (debug builds poison it); storages zero what they cannot fill.
 
@@ -178,6 +180,20 @@ impl Buffer {
         self.len = self.len.min(len);
     }
 
+    /// The bytes as they are, for good and for all threads. Not copied where no other buffer is a view of the same block.
+    pub fn freeze(mut self) -> Frozen {
+        let block = match &mut self.bytes {
+            Bytes::Own(block) => block.take(),
+            Bytes::Lent(_) => None,
+        };
+        match block.map(Rc::try_unwrap) {
+            Some(Ok(block)) => return Frozen { block: Some(block), start: self.start, len: self.len },
+            Some(Err(block)) => self.bytes = Bytes::Own(Some(block)),
+            None => {}
+        }
+        Self::copy_of(&self).freeze()
+    }
+
     /// Forgets the first `count` bytes.
     ///
     /// # Panics
@@ -225,18 +241,61 @@ impl Drop for Buffer {
     fn drop(&mut self) {
         let Bytes::Own(block) = &mut self.bytes else { return };
         let Some(block) = block.take() else { return };
-        let size = block.layout.size();
-        if Rc::strong_count(&block) > 1 || size > 1 << LARGEST_CLASS {
-            return;
+        if Rc::strong_count(&block) == 1 {
+            give_back(block);
         }
-        // `try_with`: a buffer may outlive the pool while its thread ends; then it is simply freed.
-        let _ = POOL.try_with(|pool| {
-            let mut pool = pool.borrow_mut();
-            if pool.bytes + size <= POOL_BYTES {
-                pool.bytes += size;
-                pool.free[(class_of(size) - SMALLEST_CLASS) as usize].push(block);
-            }
-        });
+    }
+}
+
+/// Keeps a block that nothing refers to any more for the next buffer, if there is room for it.
+fn give_back(block: Rc<Block>) {
+    let size = block.layout.size();
+    if size > 1 << LARGEST_CLASS {
+        return;
+    }
+    // `try_with`: a buffer may outlive the pool while its thread ends; then it is simply freed.
+    let _ = POOL.try_with(|pool| {
+        let mut pool = pool.borrow_mut();
+        if pool.bytes + size <= POOL_BYTES {
+            pool.bytes += size;
+            pool.free[(class_of(size) - SMALLEST_CLASS) as usize].push(block);
+        }
+    });
+}
+
+/// Bytes that stay as they are, and that all threads may read: see [`Buffer::freeze`].
+pub struct Frozen {
+    /// `Some` until dropped.
+    block: Option<Block>,
+    start: usize,
+    len: usize,
+}
+
+// SAFETY: the block is plain memory that no thread has a part in; nothing else refers to it.
+unsafe impl Send for Frozen {}
+// SAFETY: through a shared reference it is only read.
+unsafe impl Sync for Frozen {}
+
+impl Deref for Frozen {
+    type Target = [u8];
+    fn deref(&self) -> &[u8] {
+        let block = self.block.as_ref().expect("present until drop");
+        // SAFETY: the range lies in the block, as it did in the buffer's; it is initialised, and nothing writes to it any more.
+        unsafe { std::slice::from_raw_parts(block.memory.as_ptr().add(self.start), self.len) }
+    }
+}
+
+impl Drop for Frozen {
+    fn drop(&mut self) {
+        if let Some(block) = self.block.take() {
+            give_back(Rc::new(block));
+        }
+    }
+}
+
+impl std::fmt::Debug for Frozen {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Frozen({} bytes)", self.len)
     }
 }
 
@@ -396,6 +455,32 @@ mod tests {
         tail[0] = b'x';
         assert_eq!((&tail[..], &shared[..]), (&b"xe"[..], &b"abcdef"[..]));
         assert_eq!(Arc::strong_count(&shared), 2, "the copy has let go");
+    }
+
+    #[test]
+    fn frozen_bytes_are_not_copied_and_come_back_to_the_pool() {
+        let mut buffer = Buffer::zeroed(8192);
+        buffer.fill(7);
+        buffer.advance(4096);
+        let address = buffer.as_ptr();
+        let frozen = buffer.freeze();
+        assert_eq!(frozen.as_ptr(), address);
+        std::thread::scope(|scope| {
+            scope.spawn(|| assert!(frozen.iter().all(|&byte| byte == 7) && frozen.len() == 4096));
+        });
+        drop(frozen);
+        assert_eq!(Buffer::new(8192).as_ptr().wrapping_add(4096), address);
+    }
+
+    #[test]
+    fn what_others_have_a_part_of_is_copied_when_frozen() {
+        let mut head = Buffer::zeroed(8192);
+        let mut tail = head.split_off(4096);
+        let frozen = head.freeze();
+        tail.fill(9);
+        assert!(frozen.iter().all(|&byte| byte == 0));
+        let shared: Arc<[u8]> = Arc::from(&b"abcdef"[..]);
+        assert_eq!(&Buffer::lent(&shared, 1..5).freeze()[..], b"bcde");
     }
 
     #[test]

@@ -17,6 +17,7 @@
 
 mod executor;
 pub mod op;
+mod priority;
 mod signal;
 pub mod sim;
 mod timer;
@@ -29,6 +30,7 @@ use policy::time::Instant;
 
 use executor::Executor;
 pub use executor::JoinHandle;
+pub use priority::{in_background, is_in_background};
 pub use signal::Signal;
 pub use timer::{Sleep, Timeout, timeout};
 pub use uring::Polling;

@@ -12,7 +12,7 @@ use std::{
 use io_uring::{opcode, types};
 use smallvec::SmallVec;
 
-use super::uring::Op;
+use super::{priority, uring::Op};
 use crate::buffer::{Buffer, Segments};
 
 /// An open file, socket or device, shared between threads and operations in flight.
@@ -47,8 +47,10 @@ fn length(bytes: usize) -> u32 {
 /// # Errors
 /// As `pread(2)`.
 pub async fn read_at(fd: &Fd, mut buffer: Buffer, offset: u64) -> (io::Result<usize>, Buffer) {
-    let entry =
-        opcode::Read::new(fd.target(), buffer.as_mut_ptr(), length(buffer.len())).offset(offset).build();
+    let entry = opcode::Read::new(fd.target(), buffer.as_mut_ptr(), length(buffer.len()))
+        .offset(offset)
+        .ioprio(priority::current())
+        .build();
     // SAFETY: a Buffer's memory stays where it is when the Buffer moves, and the descriptor is held with it.
     let op = unsafe { Op::start(&entry, (fd.clone(), buffer)) };
     let (result, (_, buffer)) = op.await;

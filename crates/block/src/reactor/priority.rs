@@ -1,0 +1,60 @@
+//! Whose I/O it is: a guest's, or work in the background that the device may put behind it.
+//!
+//! The kernel takes a priority with each request (`ioprio_set(2)` has the values). Schedulers that know priorities, such as bfq, give a larger part
+//! of the device to the higher; the others ignore it. Background work is best-effort like everything else, at the lowest level of it, and not of the
+//! idle class: somebody may come to wait for it, and idle requests may starve.
+//!
+//! What looks where nobody has asked can tell, too, so that what it finds is not taken for a client's trouble ([`is_in_background`]).
+
+use std::{cell::Cell, future::Future, pin::pin};
+
+/// `IOPRIO_PRIO_VALUE(IOPRIO_CLASS_BE, 7)`.
+const BEST_EFFORT_LOWEST: u16 = 2 << 13 | 7;
+/// The process's own.
+const UNCHANGED: u16 = 0;
+
+thread_local! {
+    static CURRENT: Cell<u16> = const { Cell::new(UNCHANGED) };
+}
+
+/// Runs `future` so that what it reads goes behind what others read. Not the tasks that it spawns.
+pub async fn in_background<T>(future: impl Future<Output = T>) -> T {
+    let mut future = pin!(future);
+    std::future::poll_fn(|context| {
+        let before = CURRENT.replace(BEST_EFFORT_LOWEST);
+        let result = future.as_mut().poll(context);
+        CURRENT.set(before);
+        result
+    })
+    .await
+}
+
+/// Whether the task that runs now does so by [`in_background`].
+pub fn is_in_background() -> bool {
+    CURRENT.get() == BEST_EFFORT_LOWEST
+}
+
+/// The priority of what the task that runs now asks the kernel for.
+pub(super) fn current() -> u16 {
+    CURRENT.get()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::reactor::{sim, yield_now};
+
+    #[test]
+    fn only_what_runs_in_the_background_has_the_lower_priority() {
+        sim::run(1, async {
+            assert_eq!(current(), UNCHANGED);
+            in_background(async {
+                assert!(is_in_background());
+                yield_now().await;
+                assert_eq!(current(), BEST_EFFORT_LOWEST);
+            })
+            .await;
+            assert_eq!(current(), UNCHANGED);
+        });
+    }
+}
