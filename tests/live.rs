@@ -1,64 +1,20 @@
 //! Changing and watching what runs: `weir status`, `weir throttle` and `weir top` against a daemon.
 
-use std::{fs, path::Path, thread, time::Instant};
+use std::{fs, path::Path, thread};
 
 use nix::sys::signal::Signal;
 use serde_json::Value;
 
-use crate::harness::{Client, DEADLINE, Scratch, Serve, Terminal, Weir, assert_says, text, weir};
-
-/// A daemon's control socket, as the commands are told.
-fn socket(scratch: &Scratch) -> String {
-    format!("unix:{}", text(&scratch.socket("qmp")))
-}
+use crate::harness::{
+    Client, Scratch, Serve, Terminal, Weir, assert_says,
+    operator::{fails, find, prints, socket, status, wait_until},
+    text,
+};
 
 /// Two disks of memory, `a` and `b`, that can be controlled.
 fn start(scratch: &Scratch, more: &[&str]) -> Weir {
     let disks = ["memory:16M", "memory:16M", "--name", "a", "--name", "b"];
     Serve::new(scratch).args(disks).args(["--qmp", &socket(scratch)]).args(more).start()
-}
-
-/// A command that is told where the daemon is.
-fn command(scratch: &Scratch, arguments: &[&str]) -> Client {
-    let (command, rest) = arguments.split_first().expect("a command");
-    weir(&[command, "--qmp", &socket(scratch)]).args(rest)
-}
-
-/// What a command prints that succeeds.
-#[track_caller]
-fn prints(scratch: &Scratch, arguments: &[&str]) -> String {
-    let printed = command(scratch, arguments).succeeds();
-    assert!(!printed.contains(char::REPLACEMENT_CHARACTER), "it prints UTF-8");
-    printed
-}
-
-/// What a command says that fails, as it must, with status 1.
-#[track_caller]
-fn fails(scratch: &Scratch, arguments: &[&str]) -> String {
-    let outcome = command(scratch, arguments).run();
-    let said = outcome.said();
-    assert_eq!(outcome.code(), 1, "weir {arguments:?}: {said}");
-    assert!(said.starts_with("weir: "), "{said}");
-    said
-}
-
-fn status(scratch: &Scratch, interval: &str) -> Value {
-    let printed = prints(scratch, &["status", "--json", "--interval", interval]);
-    serde_json::from_str(&printed).expect("it prints JSON")
-}
-
-fn find<'a>(status: &'a Value, list: &str, name: &str) -> &'a Value {
-    let entries = status[list].as_array().expect("a list");
-    entries.iter().find(|entry| entry["name"] == name).expect("it is there")
-}
-
-/// Looks until the daemon's state is as wanted.
-#[track_caller]
-fn wait_until(scratch: &Scratch, is_so: impl Fn(&Value) -> bool) {
-    let until = Instant::now() + DEADLINE;
-    while !is_so(&status(scratch, "0")) {
-        assert!(Instant::now() < until, "{:#}", status(scratch, "0"));
-    }
 }
 
 /// Fails unless the disk does about so many operations a second, in one of three looks: the machine may be busy.

@@ -23,6 +23,7 @@ mod locking;
 mod measuring;
 mod nbdcopy;
 mod nbdinfo;
+mod prefetch;
 mod probing;
 mod qcow2_bitmaps;
 mod qcow2_check;

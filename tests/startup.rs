@@ -125,8 +125,8 @@ fn a_config_error_names_file_line_key_value_and_rule() {
         &[":3: disk.vm1.group = \"gold\"", "is no group of this file", "[group.gold]"],
     );
     check(
-        &format!("{disk}prefetch = true\n"),
-        &[":3: disk.vm1.prefetch", "this version of weir does not know this setting"],
+        &format!("{disk}prefetch = \"maybe\"\n"),
+        &[":3: disk.vm1.prefetch = \"maybe\"", "is none of on, off and auto"],
     );
     check("[disk.vm1]\nimage = \"memory:1M\n", &[":2", "not TOML"]);
     check("[disk.vm1]\n", &["disk.vm1", "no image"]);

@@ -5,6 +5,7 @@
 //!   Serve ────► Weir ─── a running daemon; dropping it asks it to end and fails the test unless it ends cleanly
 //!   Client ───► Outcome ─── a foreign program under a deadline, and what it said
 //!   Wire, Qmp ── clients of our own, that can also misbehave
+//!   operator ─── the program's own commands at a daemon's control socket
 //!   Terminal ─── the program on a screen of its own, with keys to press
 //! ```
 //!
@@ -15,6 +16,7 @@ mod client;
 mod daemon;
 mod log;
 mod loop_device;
+pub(crate) mod operator;
 mod qmp;
 mod scratch;
 mod terminal;

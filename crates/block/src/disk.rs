@@ -1,7 +1,7 @@
 //! A disk: an image, the layers above it, and what a client may ask of both. The only place that composes.
 //!
 //! ```text
-//!   export ──► Disk ──► throttle ──► image ──► storage
+//!   export ──► Disk ──► throttle ──► prefetch ──► image ──► storage
 //! ```
 //!
 //! A request comes here validated by its export: inside the disk, not too long, permitted. It leaves with data or an error, exactly
@@ -15,6 +15,7 @@ use std::sync::{
 };
 
 use policy::{
+    prefetch::Ahead,
     request::Direction,
     throttle::{Cost, Refused},
 };
@@ -23,23 +24,30 @@ use crate::{
     buffer::Segments,
     error::{Error, Result},
     image::Image,
-    layer::throttle::{DiskSettings, Group, Member},
-    storage::{Durability, Extent, ZeroOptions},
+    layer::{
+        prefetch::Prefetch,
+        throttle::{DiskSettings, Group, Member},
+    },
+    storage::{Durability, Extent, ResizeError, ZeroOptions},
 };
 
 /// A virtual disk.
 #[derive(Debug)]
 pub struct Disk {
     name: Arc<str>,
-    image: Image,
+    image: Arc<Image>,
     member: Member,
+    prefetch: Prefetch,
     counters: Counters,
 }
 
 /// A request's permission to move data, from [`Disk::admit`]: nothing that limits hold for can be done without.
 #[derive(Debug)]
 #[must_use = "it has been charged for"]
-pub struct Pass(());
+pub struct Pass {
+    /// How many requests of the client's it stands for.
+    requests: u64,
+}
 
 /// What has been done, since the disk was opened. Counted as clients asked, before anything was merged.
 #[derive(Debug, Default)]
@@ -82,7 +90,9 @@ impl Disk {
     ) -> std::result::Result<Self, Refused> {
         let member = Member::new(settings, group)?;
         image.watch_backing();
-        Ok(Self { name: name.into(), image, member, counters: Counters::default() })
+        let image = Arc::new(image);
+        let prefetch = Prefetch::new(&image);
+        Ok(Self { name: name.into(), image, member, prefetch, counters: Counters::default() })
     }
 
     /// The name in config, logs and exports.
@@ -100,9 +110,15 @@ impl Disk {
         &self.member
     }
 
-    /// Its image, to be put under another disk.
-    pub fn into_image(self) -> Image {
-        self.image
+    /// What is read ahead of its readers: to look at and to change while it runs.
+    pub fn prefetch(&self) -> &Prefetch {
+        &self.prefetch
+    }
+
+    /// The same disk under another name: image, limits and what is in memory are what they were.
+    #[must_use]
+    pub fn renamed(self, name: &str) -> Self {
+        Self { name: name.into(), ..self }
     }
 
     /// Bytes, now.
@@ -127,16 +143,18 @@ impl Disk {
     /// Apart from the I/O itself so that whoever asks can give up while nothing has happened: a dropped future is charged nothing.
     pub async fn admit(&self, direction: Direction, cost: Cost) -> Pass {
         self.counters.count(direction, &cost);
+        let requests = cost.requests();
         self.member.admit(direction, cost).await;
-        Pass(())
+        Pass { requests }
     }
 
-    /// Reads `length` bytes at `offset`; those that are in memory already are not copied.
+    /// Reads `length` bytes at `offset`; those that are in memory already are not read again.
     ///
     /// # Errors
     /// The image's.
-    pub async fn read(&self, _: Pass, offset: u64, length: usize) -> Result<Segments> {
-        self.retry_read(offset, length).await
+    pub async fn read(&self, pass: Pass, offset: u64, length: usize) -> Result<Segments> {
+        let may = |ahead: &Ahead, given_back| self.member.spare(&ahead.cost(), given_back);
+        self.prefetch.read(offset, length, pass.requests, may).await
     }
 
     /// Reads a part of what [`Disk::read`] failed to read, and was charged for, as a whole.
@@ -158,7 +176,8 @@ impl Disk {
     /// [`Error::NOT_PERMITTED`] on a read-only disk, or the image's.
     pub async fn write(&self, _: Pass, offset: u64, data: Segments, durability: Durability) -> Result<()> {
         self.check_writable()?;
-        self.image.write(offset, data, durability).await
+        let length = data.len() as u64;
+        self.prefetch.change(offset, length, self.image.write(offset, data, durability)).await
     }
 
     /// Makes all completed writes durable. Never throttled: it moves no data of its own.
@@ -175,7 +194,7 @@ impl Disk {
     /// [`Error::UNSUPPORTED`] where it was to be fast and is not, [`Error::NOT_PERMITTED`] on a read-only disk, or the image's.
     pub async fn write_zeroes(&self, _: Pass, offset: u64, length: u64, options: ZeroOptions) -> Result<()> {
         self.check_writable()?;
-        self.image.write_zeroes(offset, length, options).await
+        self.prefetch.change(offset, length, self.image.write_zeroes(offset, length, options)).await
     }
 
     /// Says that `length` bytes at `offset` are no longer needed; what they read as afterwards is undefined.
@@ -184,7 +203,7 @@ impl Disk {
     /// [`Error::NOT_PERMITTED`] on a read-only disk, or the image's.
     pub async fn discard(&self, _: Pass, offset: u64, length: u64, durability: Durability) -> Result<()> {
         self.check_writable()?;
-        self.image.discard(offset, length).await?;
+        self.prefetch.change(offset, length, self.image.discard(offset, length)).await?;
         match durability {
             Durability::Cached => Ok(()),
             Durability::Synchronous => self.image.flush().await,
@@ -197,6 +216,37 @@ impl Disk {
     /// The image's.
     pub async fn block_status(&self, offset: u64, length: u64) -> Result<Vec<Extent>> {
         self.image.block_status(offset, length).await
+    }
+
+    /// Gives it another size: see [`Image::resize`].
+    ///
+    /// # Errors
+    /// As there.
+    pub async fn resize(&self, size_bytes: u64) -> std::result::Result<(), ResizeError> {
+        // All of it: it may have been cut off from outside, too, and nobody has looked since.
+        self.prefetch.change(0, u64::MAX, self.image.resize(size_bytes)).await
+    }
+
+    /// Looks whether the image was resized from outside; returns its size in bytes.
+    ///
+    /// # Errors
+    /// What the file system says.
+    pub fn refresh_size(&self) -> Result<u64> {
+        let before = self.size_bytes();
+        let size_bytes = self.image.refresh_size()?;
+        if size_bytes != before {
+            self.prefetch.forget();
+        }
+        Ok(size_bytes)
+    }
+
+    /// The last thing that is done with a disk: nothing is read ahead any more, and what a format keeps in memory reaches the file.
+    ///
+    /// # Errors
+    /// As for [`Disk::flush`].
+    pub async fn close(&self) -> Result<()> {
+        self.prefetch.stop().await;
+        self.image.close().await
     }
 
     fn check_writable(&self) -> Result<()> {

@@ -17,6 +17,7 @@ mod listen;
 mod logging;
 mod pid_file;
 mod plan;
+mod prefetch;
 mod probe;
 mod saving;
 mod secret;
@@ -65,6 +66,7 @@ pub fn main() -> ExitCode {
         Ok(Cli { command: Command::Serve(arguments) }) => serve::run(*arguments),
         Ok(Cli { command: Command::Status(arguments) }) => status::run(arguments),
         Ok(Cli { command: Command::Throttle(arguments) }) => throttle::run(*arguments),
+        Ok(Cli { command: Command::Prefetch(arguments) }) => prefetch::run(arguments),
         Ok(Cli { command: Command::Top(arguments) }) => top::run(arguments),
         Ok(Cli { command: Command::Probe(arguments) }) => probe::run(arguments),
         Ok(Cli { command: Command::Image(command) }) => image::run(*command),

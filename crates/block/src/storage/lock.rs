@@ -103,18 +103,20 @@ impl Conflict {
 
 /// Takes the locks for `wanted` on an open file, or says who is in the way. A lock whose holder cannot be found may be that of
 /// a process that has just died, and is given a moment to go: a daemon that crashed can be started again at once.
-pub(super) fn acquire(file: &fs::File, name: &str, wanted: Use) -> Result<(), OpenError> {
+///
+/// Returns whether others are kept from writing.
+pub(super) fn acquire(file: &fs::File, name: &str, wanted: Use) -> Result<bool, OpenError> {
     let until = Instant::now() + AFTERLIFE;
     loop {
         match try_acquire(file, name, wanted) {
-            Ok(()) => return Ok(()),
+            Ok(is_protected) => return Ok(is_protected),
             Err(conflict) if conflict.holder.is_none() && Instant::now() < until => thread::sleep(LOOK_AGAIN),
             Err(conflict) => return Err(conflict.into_error(name)),
         }
     }
 }
 
-fn try_acquire(file: &fs::File, name: &str, wanted: Use) -> Result<(), Conflict> {
+fn try_acquire(file: &fs::File, name: &str, wanted: Use) -> Result<bool, Conflict> {
     let bytes =
         wanted.used().iter().map(|n| USED + n).chain(wanted.forbidden().iter().map(|n| FORBIDDEN + n));
     for byte in bytes {
@@ -130,7 +132,7 @@ fn try_acquire(file: &fs::File, name: &str, wanted: Use) -> Result<(), Conflict>
                     error = errno.desc(),
                     "this file system has no locks: nothing keeps others from opening the image"
                 );
-                return Ok(());
+                return Ok(false);
             }
         }
     }
@@ -148,7 +150,7 @@ fn try_acquire(file: &fs::File, name: &str, wanted: Use) -> Result<(), Conflict>
             return Err(Conflict::new(file, FORBIDDEN + n, what, remedy(wanted, n)));
         }
     }
-    Ok(())
+    Ok(wanted.forbidden().contains(&WRITE))
 }
 
 fn remedy(wanted: Use, permission: i64) -> &'static str {

@@ -202,6 +202,11 @@ impl Storage {
         self.file().is_some_and(File::writes_through)
     }
 
+    /// Whether others may write to it meanwhile, for all that is known here: it was opened although somebody does, or the file system has no locks.
+    pub(crate) fn may_be_written_by_others(&self) -> bool {
+        self.file().is_some_and(|file| !file.is_protected())
+    }
+
     /// Whether it is made longer by asking, and then reads as zeroes behind its old end. A block device is not: its owner makes it longer, and it
     /// has there whatever it had before.
     pub fn can_grow(&self) -> bool {

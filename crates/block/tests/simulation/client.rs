@@ -16,8 +16,12 @@ use block::{
     reactor::{sim, timeout},
     storage::{Durability, ZeroOptions},
 };
-use policy::request::Direction;
-use policy::{throttle::Cost, time::Duration};
+use policy::{
+    prefetch::{Mode, Settings},
+    request::Direction,
+    throttle::Cost,
+    time::Duration,
+};
 
 use crate::{
     model::{Model, Outcome},
@@ -33,6 +37,8 @@ pub(crate) struct Tally {
     pub(crate) flushed: u64,
     pub(crate) crashes: u64,
     pub(crate) waited: u64,
+    /// Bytes that were read ahead and then read.
+    pub(crate) read_ahead: u64,
 }
 
 /// What the clients of one disk share.
@@ -43,6 +49,8 @@ pub(crate) struct Shared {
     /// Requests fail now and then; otherwise none may.
     pub(crate) may_fail: bool,
     pub(crate) block_bytes: usize,
+    /// Somebody changes the image beside the disk, so that nothing may be read ahead.
+    pub(crate) beside: Cell<bool>,
     /// Requests that the disk counts: reads and writes, since it was opened.
     pub(crate) sent: [Cell<u64>; 2],
 }
@@ -74,8 +82,12 @@ impl Client {
 
     async fn request(&self) {
         self.shared.passed.borrow_mut().look();
+        if chance(2) && !self.shared.beside.get() {
+            self.disk.prefetch().set(draw_prefetch()).expect("in range");
+        }
         match sim::random(|random| random.u32(..100)) {
-            0..30 => self.read(self.range()).await,
+            0..5 => self.scan().await,
+            5..30 => self.read(self.range()).await,
             30..65 => self.write(Durability::Cached).await,
             65..75 => self.write(Durability::Synchronous).await,
             75..84 => _ = self.flush().await,
@@ -103,6 +115,28 @@ impl Client {
             let start = random.usize(..size);
             start..random.usize(start + 1..=size.min(start + longest))
         })
+    }
+
+    /// Reads in sequence, forward or backward, with gaps or without, as far as the disk goes.
+    async fn scan(&self) {
+        let (size, block) = (self.shared.model.borrow().size_bytes(), self.shared.block_bytes);
+        let (start, length, step, count) = sim::random(|random| {
+            let length = if random.bool() { block } else { random.usize(1..=2 * block) };
+            let gap = if random.u8(..3) == 0 { random.usize(..4 * block) } else { 0 };
+            let step = (length + gap) as i64 * if random.u8(..3) == 0 { -1 } else { 1 };
+            (random.usize(..size), length, step, random.usize(3..30))
+        });
+        let mut at = start;
+        for _ in 0..count {
+            if at + length > size {
+                break;
+            }
+            self.read(at..at + length).await;
+            match at.checked_add_signed(step as isize) {
+                Some(next) => at = next,
+                None => break,
+            }
+        }
     }
 
     fn count(&self, direction: usize) {
@@ -207,6 +241,21 @@ impl Client {
         }
         result
     }
+}
+
+/// Settings of a prefetch cache: any mode, and windows that suit a small disk.
+pub(crate) fn draw_prefetch() -> Settings {
+    sim::random(|random| {
+        let window_min_bytes = 4096 << random.u32(..4);
+        Settings {
+            mode: random.choice(Mode::ALL).expect("there are some"),
+            memory_bytes: 256 << 10,
+            largest_request_bytes: 512 << random.u32(..8),
+            window_min_bytes,
+            window_max_bytes: window_min_bytes << random.u32(..4),
+            streams: random.u32(1..8),
+        }
+    })
 }
 
 /// From almost nothing to a second, short times as likely as long ones.

@@ -25,7 +25,7 @@ use policy::{
 };
 
 use crate::{
-    client::{Client, Shared, Tally, chance, short_time},
+    client::{Client, Shared, Tally, chance, draw_prefetch, short_time},
     model::Model,
     passed::Passed,
     seeds,
@@ -47,7 +47,8 @@ fn disks_keep_their_promises() {
     });
     let tally = *tally.borrow();
     if seeds >= 100 {
-        let happened = [tally.failed, tally.cancelled, tally.flushed, tally.crashes, tally.waited];
+        let happened =
+            [tally.failed, tally.cancelled, tally.flushed, tally.crashes, tally.waited, tally.read_ahead];
         assert!(
             happened.iter().all(|&count| count > seeds / 10),
             "too little happened in {seeds} seeds: {tally:?}"
@@ -138,6 +139,7 @@ impl Life {
             passed: Rc::clone(passed),
             may_fail: errors > 0.0 || faults,
             block_bytes,
+            beside: Cell::new(false),
             sent: [Cell::new(0), Cell::new(0)],
         };
         Self {
@@ -165,6 +167,7 @@ impl Life {
                 stop(clients).await;
             }
             self.check_count(&disk);
+            self.shared.tally.borrow_mut().read_ahead += disk.prefetch().stats().used_bytes;
         }
         let (device, disk) = self.open();
         for client in self.start(&disk) {
@@ -185,6 +188,7 @@ impl Life {
         let image = Image::Raw(Raw::new(storage));
         let settings = DiskSettings::default();
         let disk = Disk::new("disk", image, settings, Some(&self.group)).expect("nothing is promised");
+        disk.prefetch().set(draw_prefetch()).expect("in range");
         (device, Arc::new(disk))
     }
 

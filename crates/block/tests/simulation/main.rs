@@ -6,7 +6,9 @@
 //! - `nested`: requests in trees of groups against naive buckets: nothing passes too early, nothing waits too long, whatever changes
 //!   meanwhile; with large requests, refused changes, promises, and limits enforced loosely or not at all.
 //! - `shares`: everybody always wants more, and gets what the weights and promises of a tree come to on paper.
+//! - `spare`: what is read ahead takes what guests leave, and they cannot tell.
 //! - `qcow2`: the same for an image between clients and disk; after every crash it must be valid (`references`).
+//! - `prefetch`: reading ahead, where storage takes its time.
 //! - `watermark`: limits that a device with room lifts, beside the figures of those who had the idea.
 //! - `stress`: the parts of the throttle layer that threads share, on two real workers.
 //!
@@ -18,9 +20,11 @@ mod disks;
 mod model;
 mod nested;
 mod passed;
+mod prefetch;
 mod qcow2;
 mod references;
 mod seeds;
 mod shares;
+mod spare;
 mod stress;
 mod watermark;

@@ -35,7 +35,7 @@ use self::{
     kind::{Files, Kind, content_of, disk, memory},
 };
 use crate::{
-    client::{Client, Shared, Tally, chance, short_time},
+    client::{Client, Shared, Tally, chance, draw_prefetch, short_time},
     model::Model,
     passed::Passed,
     references, seeds,
@@ -58,7 +58,7 @@ fn images_survive_crashes() {
     });
     let tally = *tally.borrow();
     if seeds >= 100 {
-        let happened = [tally.failed, tally.cancelled, tally.flushed, tally.crashes];
+        let happened = [tally.failed, tally.cancelled, tally.flushed, tally.crashes, tally.read_ahead];
         assert!(
             happened.iter().all(|&count| count > seeds / 10),
             "too little happened in {seeds} seeds: {tally:?}"
@@ -119,6 +119,7 @@ impl Life {
             passed: Rc::new(RefCell::new(Passed::new(&group, 1 << 20))),
             may_fail: errors > 0.0,
             block_bytes,
+            beside: Cell::new(false),
             sent: [Cell::new(0), Cell::new(0)],
         };
         Self {
@@ -146,7 +147,7 @@ impl Life {
                 }
                 let closing = spawn_joinable(async move {
                     // Nobody waits for how it ends.
-                    let _ = disk.image().close().await;
+                    let _ = disk.close().await;
                 });
                 sleep_until(now() + short_time()).await;
                 self.files = devices.crash();
@@ -169,12 +170,13 @@ impl Life {
             client.await;
         }
         keeper.await;
+        self.shared.tally.borrow_mut().read_ahead += disk.prefetch().stats().used_bytes;
         let client = Client { disk: Arc::clone(&disk), shared: Rc::clone(&self.shared) };
         let size = self.shared.model.borrow().size_bytes();
         client.read(0..size).await;
         while !client.flush().await && !disk.image().is_read_only() {}
         if chance(50) {
-            while disk.image().close().await.is_err() && !disk.image().is_read_only() {}
+            while disk.close().await.is_err() && !disk.image().is_read_only() {}
             self.files = devices.crash();
             self.check().await;
             assert!(
@@ -192,6 +194,7 @@ impl Life {
     /// `None` where an error kept it from being opened: the next time it may be.
     async fn open(&self) -> Option<(Devices, Arc<Disk>)> {
         self.shared.sent.iter().for_each(|sent| sent.set(0));
+        self.shared.beside.set(false);
         let device = |content: &Vec<u8>| Simulated::new(content.clone(), self.behaviour);
         let devices =
             Devices { image: device(&self.files.image), data: self.files.data.as_ref().map(device) };
@@ -206,6 +209,7 @@ impl Life {
         };
         let disk = Disk::new("disk", Image::Qcow2(image), DiskSettings::default(), None)
             .expect("nothing is promised");
+        disk.prefetch().set(draw_prefetch()).expect("in range");
         Some((devices, Arc::new(disk)))
     }
 

@@ -1,9 +1,11 @@
 //! The options of `weir bench`: those of `qemu-img bench`, by the same letters, and a few of its own.
 
-use block::storage::{CacheMode, Format};
+use block::storage::{CacheMode, Format, delay::DelayOptions, rate::RateOptions};
 use clap::{Args, ValueEnum};
 
-use super::CacheArgs;
+use policy::prefetch::Settings;
+
+use super::{CacheArgs, prefetch::LongArgs};
 use crate::plan::{self, Image, Qcow2Settings, Wrong};
 
 /// Shown below the options.
@@ -13,6 +15,8 @@ Examples:
       75000 random reads of 4 KiB past the page cache, 64 in flight.
   weir bench -f raw -w -c 10000 -d 32 -s 64K --flush-interval 64 scratch.raw
       10000 writes of 64 KiB one behind the other, with a flush after every 64. What was there is gone.
+  weir bench -f raw -t none -d 1 --prefetch on vm1.raw
+      One sequential reader with one request in flight, read ahead of. Without --prefetch, nothing is.
   weir bench --json memory:1G
       What the data path costs where the disk costs nothing.
 
@@ -89,11 +93,28 @@ pub(crate) struct BenchArgs {
     /// Where the random offsets begin: the same number gives the same offsets
     #[arg(long, value_name = "N", default_value_t = 1, requires = "random")]
     pub(crate) seed: u64,
+    /// So many requests one behind the other from each random place
+    #[arg(long, value_name = "N", default_value_t = 1, requires = "random", value_parser = clap::value_parser!(u64).range(1..=1 << 40))]
+    pub(crate) run: u64,
+    /// From the end to the beginning
+    #[arg(long, conflicts_with = "random")]
+    pub(crate) backward: bool,
+    /// So many go each their own way, from places at equal distances, with DEPTH requests in flight each
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=65_536))]
+    pub(crate) readers: u32,
+    /// A slower device: each request takes longer, such as read=5ms,write=1ms,parallel=4
+    #[arg(long, value_name = "TIMES", value_parser = plan::read::<DelayOptions>)]
+    pub(crate) delay: Option<DelayOptions>,
+    /// A narrower device: so much passes per second, such as bytes=22M
+    #[arg(long, value_name = "RATES", value_parser = plan::read::<RateOptions>)]
+    pub(crate) rate: Option<RateOptions>,
     /// Print a JSON object
     #[arg(long)]
     pub(crate) json: bool,
     #[command(flatten)]
     caches: CacheArgs,
+    #[command(flatten)]
+    prefetch: LongArgs<false>,
 }
 
 impl BenchArgs {
@@ -103,5 +124,13 @@ impl BenchArgs {
     /// If more is said of them than can be true.
     pub(crate) fn qcow2(&self) -> Result<Qcow2Settings, Wrong> {
         self.caches.draft().check()
+    }
+
+    /// What is read ahead.
+    ///
+    /// # Errors
+    /// A number out of its range.
+    pub(crate) fn prefetch(&self) -> Result<Settings, Wrong> {
+        self.prefetch.draft().check()
     }
 }

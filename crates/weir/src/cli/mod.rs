@@ -5,6 +5,7 @@
 
 mod bench;
 mod limits;
+mod prefetch;
 mod probe;
 mod qcow2;
 mod save;
@@ -21,12 +22,14 @@ use clap::{Args, Parser, Subcommand};
 use crate::{
     logging,
     plan::{
-        self, Address, DiskDraft, Draft, GroupDraft, Image, LogFormat, Place, Qcow2Draft, Said, ServiceDraft,
-        SettingsDraft, TlsDraft, TlsMode, Wrong,
+        self, Address, DiskDraft, Draft, GroupDraft, Image, LogFormat, Place, PrefetchDraft, Qcow2Draft,
+        Said, ServiceDraft, SettingsDraft, TlsDraft, TlsMode, Wrong,
     },
 };
 pub(crate) use bench::{Aio, BenchArgs};
 use limits::LimitArgs;
+use prefetch::LongArgs;
+pub(crate) use prefetch::PrefetchArgs;
 pub(crate) use probe::ProbeArgs;
 use qcow2::{CacheArgs, Qcow2Args};
 pub(crate) use save::SaveArgs;
@@ -77,6 +80,9 @@ pub(crate) enum Command {
     /// Show what a disk or a group is held to, or change it while it runs
     #[command(after_help = throttle::EXAMPLES)]
     Throttle(Box<ThrottleArgs>),
+    /// Show what is read ahead of a disk's readers, or change it while it runs
+    #[command(after_help = prefetch::EXAMPLES)]
+    Prefetch(PrefetchArgs),
     /// The same as `status`, live on the whole terminal
     #[command(after_help = top::EXAMPLES)]
     Top(TopArgs),
@@ -101,6 +107,8 @@ pub(crate) struct ServeArgs {
     image: ImageArgs,
     #[command(flatten)]
     qcow2: Qcow2Args,
+    #[command(flatten)]
+    prefetch: LongArgs<true>,
     #[command(flatten)]
     limits: LimitArgs,
     #[command(flatten)]
@@ -228,11 +236,11 @@ impl ServeArgs {
     /// # Errors
     /// If there are more or fewer names than images.
     pub(crate) fn into_draft(self) -> Result<Draft, Wrong> {
-        let Self { image, qcow2, limits, shares, network, tls, imitate, process, log, .. } = self;
+        let Self { image, qcow2, prefetch, limits, shares, network, tls, imitate, process, log, .. } = self;
         let of_disk = if image.group.is_some() { shares.of_member() } else { shares.of_loner(&limits) };
         Ok(Draft {
             groups: image.groups(&shares.settings(&limits)),
-            disks: image.disks(&of_disk, &qcow2.draft(), &imitate)?,
+            disks: image.disks(&of_disk, &qcow2.draft(), &prefetch.draft(), &imitate)?,
             service: service(network, tls, process, log),
         })
     }
@@ -252,6 +260,7 @@ impl ImageArgs {
         &self,
         settings: &SettingsDraft,
         qcow2: &Qcow2Draft,
+        prefetch: &PrefetchDraft,
         imitate: &ImitateArgs,
     ) -> Result<Vec<DiskDraft>, Wrong> {
         for (option, given) in [("name", self.name.len()), ("description", self.description.len())] {
@@ -266,7 +275,7 @@ impl ImageArgs {
             .images
             .iter()
             .enumerate()
-            .map(|(index, image)| self.disk(index, image, settings, qcow2, imitate))
+            .map(|(index, image)| self.disk(index, image, settings, qcow2, prefetch, imitate))
             .collect())
     }
 
@@ -276,6 +285,7 @@ impl ImageArgs {
         image: &Image,
         settings: &SettingsDraft,
         qcow2: &Qcow2Draft,
+        prefetch: &PrefetchDraft,
         imitate: &ImitateArgs,
     ) -> DiskDraft {
         let image = Said::new(image.clone(), Place::new(image.to_string()));
@@ -290,6 +300,7 @@ impl ImageArgs {
             cache: self.cache.map(|cache| Said::new(cache, Place::new("--cache"))),
             image,
             qcow2: qcow2.clone(),
+            prefetch: prefetch.clone(),
             read_only: self.read_only,
             force_share: self.force_share.then(|| Place::new("--force-share")),
             settings: settings.clone(),

@@ -16,7 +16,8 @@ Examples:
       The share of time during which each disk waited for limits.
 
 THROTTLED is the share of the interval during which requests waited for limits; BINDING the limit they wait for now; \
-P99 WAIT how long 99 of 100 requests that had to wait have waited at most, since the daemon started.";
+P99 WAIT how long 99 of 100 requests that had to wait have waited at most, since the daemon started. Of what is \
+read ahead, HIT RATE is the share of reads that were answered from memory, and ACCURACY the share that was used.";
 
 /// What `weir status` is told.
 #[derive(Debug, Args)]

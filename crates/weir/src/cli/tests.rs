@@ -147,9 +147,24 @@ fn values_that_make_no_sense_are_refused() {
 }
 
 #[test]
-fn options_of_later_versions_are_not_accepted() {
-    let refused = plan("a --prefetch 1").unwrap_err();
-    assert!(refused.starts_with("unexpected argument '--prefetch' found"), "{refused}");
+fn what_is_read_ahead_is_every_disk_s() {
+    use policy::prefetch::{Mode, Settings};
+    assert_eq!(plan("a").unwrap().disks[0].prefetch, Settings::default());
+    let numbers = "--prefetch-memory 64M --prefetch-largest-request 1M --prefetch-window-min 64K \
+                   --prefetch-window-max 8M --prefetch-streams 7";
+    let expect = Settings {
+        mode: Mode::Off,
+        memory_bytes: 64 << 20,
+        largest_request_bytes: 1 << 20,
+        window_min_bytes: 64 << 10,
+        window_max_bytes: 8 << 20,
+        streams: 7,
+    };
+    let planned = plan(&format!("a b --prefetch off {numbers}")).unwrap();
+    assert!(planned.disks.iter().all(|disk| disk.prefetch == expect), "numbers are kept for later");
+    check("a --prefetch yes", "invalid value 'yes' for '--prefetch <MODE>': is none of on, off and auto");
+    check("a --prefetch-memory 4K", "--prefetch-memory 4K: is out of range; it may be from 256K to 1T");
+    check("a --prefetch-streams 0", "--prefetch-streams 0: is out of range; it may be from 1 to 4096");
 }
 
 #[test]
@@ -178,6 +193,8 @@ fn a_config_file_excludes_what_it_says_itself() {
         ("--delay read=1ms", "--delay <TIMES>"),
         ("--l2-cache-size full", "--l2-cache-size <SIZE>"),
         ("--secret-file key", "--secret-file <FILE>"),
+        ("--prefetch on", "--prefetch <MODE>"),
+        ("--prefetch-memory 1M", "--prefetch-memory <SIZE>"),
     ] {
         let refused = plan(&format!("--config f {options}")).unwrap_err();
         let both = refused.contains("'--config <FILE>'") && refused.contains(&format!("'{named}'"));

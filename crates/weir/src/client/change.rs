@@ -1,11 +1,14 @@
 //! A change of settings: which, to what; how it is written down, sent, and told.
 //!
 //! All settings a disk or a group can have go by one name each, on the command line, in the config file and to the
-//! daemon: the nineteen limits of the policy's table, and those of the scheduler listed here.
+//! daemon: the nineteen limits of the policy's table, those of the scheduler listed here, and, of disks alone, what is read ahead.
 //!
 //! Never judges a value beyond its type: rules between settings are the daemon's, which knows all of them.
 
-use policy::throttle::{Part, Setting};
+use policy::{
+    prefetch::{self, Mode},
+    throttle::{Part, Setting},
+};
 use serde_json::{Map, Value};
 
 use super::report::Settings;
@@ -26,14 +29,28 @@ pub(crate) enum Name {
     Watermark,
     /// The group it is in.
     Group,
+    /// Whether to read ahead of a disk's readers.
+    Prefetch,
+    /// How.
+    PrefetchNumber(prefetch::Setting),
 }
 
 impl Name {
     /// All of them, in the order in which they are listed.
     pub(crate) fn all() -> impl Iterator<Item = Self> {
+        Self::of_throttle().chain(Self::of_prefetch())
+    }
+
+    /// Those that say what a disk or a group is held and entitled to.
+    pub(crate) fn of_throttle() -> impl Iterator<Item = Self> {
         let scheduler =
             [Self::Weight, Self::IopsReservation, Self::BpsReservation, Self::Watermark, Self::Group];
         Setting::ALL.into_iter().map(Self::Limit).chain(scheduler)
+    }
+
+    /// Those that say what is read ahead.
+    pub(crate) fn of_prefetch() -> impl Iterator<Item = Self> {
+        std::iter::once(Self::Prefetch).chain(prefetch::Setting::ALL.into_iter().map(Self::PrefetchNumber))
     }
 
     /// As users write it.
@@ -45,6 +62,8 @@ impl Name {
             Self::BpsReservation => "bps-reservation",
             Self::Watermark => "watermark",
             Self::Group => "group",
+            Self::Prefetch => plan::prefetch::MODE,
+            Self::PrefetchNumber(setting) => setting.name(),
         }
     }
 
@@ -56,7 +75,7 @@ impl Name {
         Self::all().find(|name| name.text() == text).ok_or_else(|| {
             match suggest::nearest(text, Self::all().map(Self::text)) {
                 Some(near) => format!("{text}: no such setting (did you mean {near:?}?)"),
-                None => format!("{text}: no such setting (they are named as the options of `weir throttle`)"),
+                None => format!("{text}: no such setting (they are named as the options of `weir serve`)"),
             }
         })
     }
@@ -64,6 +83,7 @@ impl Name {
     fn is_size(self) -> bool {
         match self {
             Self::Limit(setting) => setting.is_size(),
+            Self::PrefetchNumber(setting) => plan::prefetch::is_size(setting),
             name => name == Self::BpsReservation,
         }
     }
@@ -74,6 +94,8 @@ impl Name {
             Self::Group => Setpoint::Text(String::new()),
             Self::Weight => Setpoint::Number(100),
             Self::Limit(Setting::Limit(_, Part::BurstLength)) => Setpoint::Number(1),
+            Self::Prefetch => Setpoint::Text(Mode::default().to_string()),
+            Self::PrefetchNumber(setting) => Setpoint::Number(prefetch::Settings::default().get(setting)),
             _ => Setpoint::Number(0),
         }
     }
@@ -87,6 +109,14 @@ impl Name {
             Self::BpsReservation => settings.bps_reservation,
             Self::Watermark => settings.watermark,
             Self::Group => return Setpoint::Text(settings.group.clone().unwrap_or_default()),
+            Self::Prefetch => {
+                let mode = settings.prefetch.as_ref().map(|prefetch| Setpoint::Text(prefetch.mode.clone()));
+                return mode.unwrap_or_else(|| self.default());
+            }
+            Self::PrefetchNumber(setting) => {
+                let name = plan::prefetch::short_name(setting);
+                settings.prefetch.as_ref().and_then(|prefetch| prefetch.numbers.get(name).copied())
+            }
         };
         number.map_or_else(|| self.default(), Setpoint::Number)
     }
@@ -96,12 +126,13 @@ impl Name {
     /// # Errors
     /// If it is not of its type.
     pub(crate) fn read(self, text: &str) -> Result<Setpoint, String> {
-        let number = match self {
-            Self::Group => return Ok(Setpoint::Text(text.to_owned())),
-            _ if self.is_size() => plan::size(text),
-            _ => plan::count(text),
+        let value = match self {
+            Self::Group => Ok(Setpoint::Text(text.to_owned())),
+            Self::Prefetch => plan::read::<Mode>(text).map(|mode| Setpoint::Text(mode.to_string())),
+            _ if self.is_size() => plan::size(text).map(Setpoint::Number),
+            _ => plan::count(text).map(Setpoint::Number),
         };
-        number.map(Setpoint::Number).map_err(|rule| format!("{} = {text}: {rule}", self.text()))
+        value.map_err(|rule| format!("{} = {text}: {rule}", self.text()))
     }
 
     /// A value of it as users write it: `none` for what is not set.
@@ -119,9 +150,9 @@ impl Name {
 /// What a setting is set to.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Setpoint {
-    /// A limit, a weight, a percentage.
+    /// A limit, a weight, a percentage, a size.
     Number(u64),
-    /// The name of a group; empty for none.
+    /// The name of a group; empty for none. Or a mode.
     Text(String),
 }
 
@@ -250,7 +281,7 @@ mod tests {
         };
         check("iops", "iops: is not of the form name=value");
         check("iops-totl=1", "iops-totl: no such setting (did you mean \"iops-total\"?)");
-        check("zzz=1", "zzz: no such setting (they are named as the options of `weir throttle`)");
+        check("zzz=1", "zzz: no such setting (they are named as the options of `weir serve`)");
         check("iops-total=1 iops-total=2", "iops-total: is there twice");
         check("iops-total=-1", "iops-total = -1: is not a whole number of 0 or more");
     }

@@ -7,8 +7,11 @@
 
 use std::collections::BTreeMap;
 
+use policy::prefetch::{Mode, Setting};
 use serde::Deserialize;
 use serde_json::Value;
+
+use crate::plan::prefetch::short_name;
 
 /// Settings by their names, such as `iops-total`; those that are 0 may be missing.
 pub(crate) type Limits = BTreeMap<String, u64>;
@@ -62,6 +65,40 @@ pub(crate) struct Disk {
     pub(crate) settings: Settings,
     /// What became of it.
     pub(crate) throttle: Throttle,
+    /// What came of reading ahead.
+    pub(crate) read_ahead: ReadAhead,
+}
+
+/// What was read ahead of a disk's readers since it was opened, and what is held now.
+#[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq)]
+#[serde(rename_all = "kebab-case", default)]
+pub(crate) struct ReadAhead {
+    /// Reads answered from memory alone.
+    pub(crate) hits: u64,
+    /// Reads of which a part was in memory.
+    pub(crate) partial_hits: u64,
+    /// Reads of which nothing was.
+    pub(crate) misses: u64,
+    /// Reads that were too large to be looked at.
+    pub(crate) skipped: u64,
+    /// Of the hits, those that had to wait for data on its way.
+    pub(crate) waited: u64,
+    /// Bytes that were read ahead.
+    pub(crate) read_ahead_bytes: u64,
+    /// Of these, bytes that somebody then read.
+    pub(crate) used_bytes: u64,
+    /// Of these, bytes that were dropped unread.
+    pub(crate) wasted_bytes: u64,
+    /// Bytes of memory in use.
+    pub(crate) memory: u64,
+    /// Streams that are known.
+    pub(crate) streams: u64,
+    /// Whether nothing new is read ahead, because it does not pay.
+    pub(crate) closed: bool,
+    /// The share of reads answered from memory, wholly or in part, 0 to 1.
+    pub(crate) hit_rate: Option<f64>,
+    /// The share of what was read ahead that was used, 0 to 1.
+    pub(crate) accuracy: Option<f64>,
 }
 
 /// What a cache has done since the image was opened or the cache was given another size.
@@ -117,6 +154,37 @@ pub(crate) struct Settings {
     pub(crate) watermark: Option<u64>,
     /// The nineteen, as far as they are set.
     pub(crate) limits: Limits,
+    /// Of a disk: what is read ahead.
+    pub(crate) prefetch: Option<Prefetch>,
+}
+
+/// What is read ahead of a disk's readers.
+#[derive(Clone, Debug, Default, Deserialize, PartialEq, Eq)]
+#[serde(rename_all = "kebab-case", default)]
+pub(crate) struct Prefetch {
+    /// `on`, `off` or `auto`.
+    pub(crate) mode: String,
+    /// The others, by their names without `prefetch-`.
+    #[serde(flatten)]
+    pub(crate) numbers: BTreeMap<String, u64>,
+}
+
+impl Prefetch {
+    /// Whether anything may be read ahead.
+    pub(crate) fn is_on(&self) -> bool {
+        self.mode != Mode::Off.name()
+    }
+
+    /// The mode, and whether the gate is closed: `auto`, `auto closed`.
+    pub(crate) fn state(&self, read_ahead: &ReadAhead) -> String {
+        let is_closed = self.is_on() && read_ahead.closed;
+        format!("{}{}", self.mode, if is_closed { " closed" } else { "" })
+    }
+
+    /// Memory that may be used, in bytes.
+    pub(crate) fn memory(&self) -> u64 {
+        self.numbers.get(short_name(Setting::Memory)).copied().unwrap_or(0)
+    }
 }
 
 /// Work done since the start.

@@ -21,14 +21,14 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use policy::throttle::Setting;
+use policy::{prefetch, throttle::Setting};
 use toml::de::DeTable;
 
 use crate::{
     logging,
     plan::{
-        self, Address, DiskDraft, Draft, ExportDraft, GroupDraft, Image, LimitsDraft, Place, Qcow2Draft,
-        Said, SecretSource, ServiceDraft, SettingsDraft, Wrong,
+        self, Address, DiskDraft, Draft, ExportDraft, GroupDraft, Image, LimitsDraft, Place, PrefetchDraft,
+        Qcow2Draft, Said, SecretSource, ServiceDraft, SettingsDraft, Wrong,
     },
 };
 use section::{Entry, Section, Source};
@@ -114,6 +114,19 @@ fn limits(section: &Section<'_>) -> Result<LimitsDraft, Wrong> {
     Ok(limits)
 }
 
+/// What is read ahead of a disk's readers.
+fn prefetch(section: &Section<'_>) -> Result<PrefetchDraft, Wrong> {
+    let mode = section.switch(plan::prefetch::MODE)?;
+    let mut numbers = Vec::new();
+    for setting in prefetch::Setting::ALL {
+        let parser = if plan::prefetch::is_size(setting) { plan::size } else { plan::count };
+        if let Some(said) = section.parse(setting.name(), parser)? {
+            numbers.push(Said::new((setting, said.value), said.place));
+        }
+    }
+    Ok(PrefetchDraft { mode, numbers })
+}
+
 /// Reads what holds paths.
 struct Reader<'a> {
     directory: &'a Path,
@@ -149,6 +162,7 @@ impl Reader<'_> {
         let format = section.value("format")?;
         let cache = section.value("cache")?;
         let qcow2 = self.qcow2(section)?;
+        let prefetch = prefetch(section)?;
         let read_only = section.flag("read-only")?.is_some_and(|said| said.value);
         let force_share = section.flag("force-share")?.filter(|said| said.value).map(|said| said.place);
         let settings = settings(section)?;
@@ -171,6 +185,7 @@ impl Reader<'_> {
             format,
             cache,
             qcow2,
+            prefetch,
             read_only,
             force_share,
             settings,

@@ -18,8 +18,6 @@ use crate::{
     suggest,
 };
 
-/// Settings of the design that this version does not have, so that nobody looks for the slip in a right name.
-const NOT_YET: [&str; 1] = ["prefetch"];
 /// Characters of a value that a message shows.
 const MAX_SHOWN: usize = 60;
 
@@ -137,6 +135,15 @@ impl<'a> Section<'a> {
         Ok(Some(Said::new(value, entry.place())))
     }
 
+    /// A value read by its type, where `true` means `on` and `false` means `off`.
+    pub(super) fn switch<T: FromStr<Err: Rule>>(&self, key: &'static str) -> Result<Option<Said<T>>, Wrong> {
+        let Some(entry) = self.get(key) else { return Ok(None) };
+        let Some(on) = entry.value.get_ref().as_bool() else { return entry.parse(plan::read).map(Some) };
+        let place = entry.place();
+        let value = plan::read(if on { "on" } else { "off" }).map_err(|rule| place.wrong(rule))?;
+        Ok(Some(Said::new(value, place)))
+    }
+
     /// One value or an array of them.
     pub(super) fn list<T>(
         &self,
@@ -180,9 +187,6 @@ impl<'a> Section<'a> {
         };
         let name = key.get_ref().as_ref();
         let place = Place::new(format!("{}: {}", self.source.line_of(key.span().start), self.path_of(name)));
-        if NOT_YET.contains(&name) {
-            return Err(place.wrong("this version of weir does not know this setting (remove it)"));
-        }
         Err(place.wrong(match suggest::nearest(name, asked.iter().copied()) {
             Some(near) => format!("unknown key (did you mean {near:?}?)"),
             None => format!("unknown key; here may be {}", asked.join(", ")),

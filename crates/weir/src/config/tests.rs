@@ -169,10 +169,36 @@ fn unknown_keys_name_the_nearest() {
 }
 
 #[test]
-fn keys_of_later_versions_are_not_taken_for_slips() {
+fn what_is_read_ahead() {
+    use policy::prefetch::{Mode, Settings};
+    let prefetch =
+        |lines: &str| plan(&format!("[disk.vm1]\nimage = \"vm1.raw\"\n{lines}\n")).disks[0].prefetch;
+    assert_eq!(prefetch(""), Settings::default());
+    for (value, mode) in
+        [("true", Mode::On), ("false", Mode::Off), ("\"on\"", Mode::On), ("\"auto\"", Mode::Auto)]
+    {
+        assert_eq!(prefetch(&format!("prefetch = {value}")).mode, mode, "{value}");
+    }
+    let all = "prefetch-memory = \"1G\"\nprefetch-largest-request = 4096\nprefetch-window-min = \"8K\"\n\
+               prefetch-window-max = \"64M\"\nprefetch-streams = 9";
+    let expect = Settings {
+        mode: Mode::Auto,
+        memory_bytes: 1 << 30,
+        largest_request_bytes: 4096,
+        window_min_bytes: 8 << 10,
+        window_max_bytes: 64 << 20,
+        streams: 9,
+    };
+    assert_eq!(prefetch(all), expect);
+    check_disk("prefetch = 1", "weir.toml:3: disk.vm1.prefetch = 1: is none of on, off and auto");
     check_disk(
-        "prefetch = 1",
-        "weir.toml:3: disk.vm1.prefetch: this version of weir does not know this setting (remove it)",
+        "prefetch-window-max = \"1G\"",
+        "weir.toml:3: disk.vm1.prefetch-window-max = \"1G\": is out of range; it may be from 4K to 64M",
+    );
+    check_disk(
+        "prefetch = false\nprefetch-window-max = \"64K\"",
+        "weir.toml:4: disk.vm1.prefetch-window-max = \"64K\": prefetch-window-min (131072) is above \
+         prefetch-window-max (65536); the smallest window may not be larger than the largest",
     );
 }
 

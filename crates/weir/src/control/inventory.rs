@@ -335,7 +335,7 @@ impl Inventory {
         if let Err(error) = disk.disk.flush().await {
             tracing::error!(disk = name, %error, "the last flush of a disk that is removed failed");
         }
-        if let Err(error) = disk.disk.image().close().await {
+        if let Err(error) = disk.disk.close().await {
             tracing::error!(disk = name, %error, "a disk that is removed could not be closed");
         }
         Ok(())

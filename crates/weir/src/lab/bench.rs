@@ -3,16 +3,19 @@
 //! Never measures the opening and the closing of the image, as qemu-img does not either; but a load that writes is not done before a last flush
 //! has told that the writes arrived.
 
-use std::rc::Rc;
+use std::sync::Arc;
 
 use anyhow::{Context as _, bail};
 use block::{
+    disk::Disk,
     image::{
         Image,
         open::{ImageOptions, open},
     },
+    layer::throttle::DiskSettings,
     storage::OpenOptions,
 };
+use policy::prefetch::Stats;
 use serde::Serialize;
 
 use super::load::{Flush, Load, Outcome, Places, put};
@@ -38,12 +41,15 @@ pub(crate) fn run(arguments: BenchArgs) -> Result<(), Failure> {
     let spec = arguments.image.spec()?;
     let Qcow2Settings { caches, said, .. } =
         arguments.qcow2().map_err(|wrong| Failure::Usage(wrong.into()))?;
+    let prefetch = arguments.prefetch().map_err(|wrong| Failure::Usage(wrong.into()))?;
     let options = ImageOptions {
         storage: OpenOptions {
             cache: arguments.cache,
             format: arguments.format,
             read_only: !arguments.write,
             force_share: arguments.force_share,
+            delay: arguments.delay,
+            rate: arguments.rate.clone(),
             ..OpenOptions::default()
         },
         caches,
@@ -51,27 +57,30 @@ pub(crate) fn run(arguments: BenchArgs) -> Result<(), Failure> {
     };
     let name = arguments.image.to_string();
     let measuring = async move {
-        let image = Rc::new(open(&spec, options).await?);
-        if let (Image::Raw(_), Some(option)) = (&*image, said) {
+        let image = open(&spec, options).await?;
+        if let (Image::Raw(_), Some(option)) = (&image, said) {
             bail!("{option} is for qcow2 images, and this one is raw (leave it away)");
         }
-        measure(image, &arguments).await
+        let disk = Arc::new(Disk::new("bench", image, DiskSettings::default(), None)?);
+        disk.prefetch().set(prefetch)?;
+        measure(disk, &arguments).await
     };
     on_reactor(async move { Ok(measuring.await.context(name)?) })
 }
 
-async fn measure(image: Rc<Image>, arguments: &BenchArgs) -> anyhow::Result<()> {
-    let load = load(arguments, image.size_bytes())?;
+async fn measure(disk: Arc<Disk>, arguments: &BenchArgs) -> anyhow::Result<()> {
+    let load = load(arguments, disk.size_bytes())?;
     if !arguments.quiet && !arguments.json {
         print(&announcement(&load))?;
     }
-    let outcome = put(load.clone(), Rc::clone(&image)).await.context("a request failed")?;
+    let outcome = put(load.clone(), Arc::clone(&disk)).await.context("a request failed")?;
     if arguments.write {
-        image.flush().await.context("the last flush failed")?;
+        disk.flush().await.context("the last flush failed")?;
     }
-    image.close().await.context("the image could not be completed")?;
+    let prefetch = disk.prefetch().stats();
+    disk.close().await.context("the image could not be completed")?;
     if arguments.json {
-        print(&Report::new(arguments.image.to_string(), &load, outcome).json())?;
+        print(&Report::new(arguments.image.to_string(), &load, outcome, prefetch).json())?;
     } else if !arguments.quiet {
         print(&format!("Run completed in {:.3} seconds.\n", outcome.elapsed.as_secs_f64()))?;
     }
@@ -88,7 +97,8 @@ fn check(arguments: &BenchArgs) -> anyhow::Result<()> {
     if !(1..=LARGEST_REQUEST).contains(&arguments.buffer_size) {
         bail!("-s {}: a request has from 1 byte to {LARGEST_REQUEST}", arguments.buffer_size);
     }
-    if arguments.buffer_size * u64::from(arguments.depth) > MOST_IN_FLIGHT {
+    let in_flight = u64::from(arguments.depth) * u64::from(arguments.readers);
+    if arguments.buffer_size.saturating_mul(in_flight) > MOST_IN_FLIGHT {
         bail!(
             "-d {}: with requests of {} bytes more than {MOST_IN_FLIGHT} bytes would be in flight (choose one of them smaller)",
             arguments.depth,
@@ -97,6 +107,13 @@ fn check(arguments: &BenchArgs) -> anyhow::Result<()> {
     }
     if arguments.step_size == Some(0) && arguments.random {
         bail!("-S 0: random places are multiples of it (choose one larger than 0)");
+    }
+    if u64::from(arguments.readers) > arguments.count {
+        bail!(
+            "--readers {}: are more than requests, {} (send more with -c)",
+            arguments.readers,
+            arguments.count
+        );
     }
     if arguments.flush_interval == Some(0) {
         bail!("--flush-interval 0: that is never (leave it away)");
@@ -122,13 +139,16 @@ fn load(arguments: &BenchArgs, size_bytes: u64) -> anyhow::Result<Load> {
     Ok(Load {
         count: arguments.count,
         depth: arguments.depth,
+        readers: arguments.readers,
         block_bytes: usize::try_from(block).context("that is too large for this machine")?,
         places: Places {
             offset: arguments.offset,
             // As with qemu-img, 0 is the default.
             step_bytes: if step == 0 { block } else { step },
             last,
+            backward: arguments.backward,
             random: arguments.random.then_some(arguments.seed),
+            run: arguments.run,
         },
         write: arguments.write.then_some(arguments.pattern.unwrap_or(0)),
         flush: arguments.flush_interval.map(flush),
@@ -137,12 +157,22 @@ fn load(arguments: &BenchArgs, size_bytes: u64) -> anyhow::Result<Load> {
 
 /// What qemu-img says before it begins.
 fn announcement(load: &Load) -> String {
-    let Places { offset, step_bytes, random, .. } = load.places;
+    let Places { offset, step_bytes, backward, random, run, .. } = load.places;
     let kind = if load.write.is_some() { "write" } else { "read" };
     let places = match random {
         None => format!("starting at offset {offset}, step size {step_bytes}"),
         Some(seed) => format!("at random multiples of {step_bytes} from offset {offset}, seed {seed}"),
     };
+    let mut places = places;
+    if run > 1 {
+        places += &format!(", {run} from each");
+    }
+    if backward {
+        places += ", backward";
+    }
+    if load.readers > 1 {
+        places += &format!(", {} readers", load.readers);
+    }
     let mut text = format!(
         "Sending {} {kind} requests, {} bytes each, {} in parallel ({places})\n",
         load.count, load.block_bytes, load.depth
@@ -166,14 +196,21 @@ struct Report {
     step_size: u64,
     offset: u64,
     random_seed: Option<u64>,
+    run: u64,
+    backward: bool,
+    readers: u32,
+    /// How many requests of the slowest reader were answered, of what each had on average.
+    slowest_reader: f64,
     flush_interval: Option<u64>,
     seconds: f64,
     iops: f64,
     bytes_per_second: f64,
+    hit_rate: Option<f64>,
+    accuracy: Option<f64>,
 }
 
 impl Report {
-    fn new(image: String, load: &Load, outcome: Outcome) -> Self {
+    fn new(image: String, load: &Load, outcome: Outcome, prefetch: Stats) -> Self {
         // A load that took no time on the clock took some all the same.
         let seconds = outcome.elapsed.as_secs_f64().max(1e-9);
         let iops = load.count as f64 / seconds;
@@ -186,10 +223,16 @@ impl Report {
             step_size: load.places.step_bytes,
             offset: load.places.offset,
             random_seed: load.places.random,
+            run: load.places.run,
+            backward: load.places.backward,
+            readers: load.readers,
+            slowest_reader: outcome.slowest as f64 * f64::from(load.readers) / load.count as f64,
             flush_interval: load.flush.map(|flush| flush.interval),
             seconds,
             iops,
             bytes_per_second: iops * load.block_bytes as f64,
+            hit_rate: prefetch.hit_rate(),
+            accuracy: prefetch.accuracy(),
         }
     }
 

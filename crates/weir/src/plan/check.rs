@@ -156,6 +156,7 @@ fn plan_disk(disk: &DiskDraft, groups: &Groups<'_>) -> Result<Disk, Wrong> {
         format,
         cache: disk.cache.as_ref().map(|said| said.value).unwrap_or_default(),
         qcow2,
+        prefetch: disk.prefetch.check()?,
         read_only: disk.read_only,
         force_share: disk.force_share.is_some(),
         delay: disk.delay.as_ref().map(|said| said.value),

@@ -5,7 +5,9 @@ use std::{path::PathBuf, time::Duration};
 use block::storage::{CacheMode, Format, delay::DelayOptions, fault::FaultRule, rate::RateOptions};
 use policy::throttle::Setting;
 
-use super::{Address, Image, LogFormat, Place, Qcow2Draft, Said, SettingsDraft, tls::TlsDraft};
+use super::{
+    Address, Image, LogFormat, Place, PrefetchDraft, Qcow2Draft, Said, SettingsDraft, tls::TlsDraft,
+};
 
 /// All that the command line and the config file said.
 #[derive(Clone, Debug, Default)]
@@ -27,6 +29,7 @@ pub(crate) struct DiskDraft {
     pub(crate) format: Option<Said<Format>>,
     pub(crate) cache: Option<Said<CacheMode>>,
     pub(crate) qcow2: Qcow2Draft,
+    pub(crate) prefetch: PrefetchDraft,
     pub(crate) read_only: bool,
     /// Where it was asked for, if it was.
     pub(crate) force_share: Option<Place>,

@@ -17,6 +17,7 @@ mod draft;
 mod groups;
 mod image;
 mod place;
+pub(crate) mod prefetch;
 mod qcow2;
 mod remarks;
 mod settings;
@@ -31,6 +32,7 @@ pub(crate) use address::{Address, socket};
 pub(crate) use draft::{DiskDraft, Draft, ExportDraft, GroupDraft, LimitsDraft, ServiceDraft};
 pub(crate) use image::Image;
 pub(crate) use place::{Place, Said, Wrong};
+pub(crate) use prefetch::PrefetchDraft;
 pub(crate) use qcow2::{CleanInterval, L2CacheSize, Qcow2Draft, Qcow2Settings, SecretSource};
 pub(crate) use settings::{Settings, SettingsDraft};
 pub(crate) use tls::{Credentials, Tls, TlsDraft, TlsMode};
@@ -64,6 +66,8 @@ pub(crate) struct Disk {
     pub(crate) cache: CacheMode,
     /// What a qcow2 image is opened with.
     pub(crate) qcow2: Qcow2Settings,
+    /// What is read ahead.
+    pub(crate) prefetch: policy::prefetch::Settings,
     /// Refuses writes.
     pub(crate) read_only: bool,
     /// Opens the image though somebody else writes to it.

@@ -28,7 +28,7 @@ pub(super) fn edited(text: &str, kind: &str, name: &str, change: &Change) -> Res
     })?;
     for (setting, value) in change.iter() {
         match written(setting, value) {
-            Some(value) => set(table, is_inline, setting, value),
+            Some(written) => set(table, is_inline, setting, written, *value == setting.default()),
             None => remove(table, setting.text()),
         }
     }
@@ -66,12 +66,12 @@ fn written(name: Name, value: &Setpoint) -> Option<Value> {
     }
 }
 
-fn set(table: &mut dyn TableLike, is_inline: bool, name: Name, mut value: Value) {
+fn set(table: &mut dyn TableLike, is_inline: bool, name: Name, mut value: Value, is_default: bool) {
     if let Some(present) = table.get_mut(name.text()).and_then(Item::as_value_mut) {
         // With the spaces around it, and the comment behind it.
         *value.decor_mut() = present.decor().clone();
         *present = value;
-    } else if name == Name::Group || !is_default(name, &value) {
+    } else if !is_default {
         let last = table.iter().last().map(|(key, _)| key.to_owned());
         let last = last.filter(|_| is_inline).and_then(|key| table.get_mut(&key)?.as_value_mut());
         if let Some(decor) = last.map(Value::decor_mut) {
@@ -82,10 +82,6 @@ fn set(table: &mut dyn TableLike, is_inline: bool, name: Name, mut value: Value)
         }
         table.insert(name.text(), Item::Value(value));
     }
-}
-
-fn is_default(name: Name, value: &Value) -> bool {
-    matches!((name.default(), value.as_integer()), (Setpoint::Number(default), Some(number)) if i64::try_from(default) == Ok(number))
 }
 
 /// Takes a key out, but not the comment lines above it: they may be about what follows.
@@ -185,7 +181,8 @@ group = \"gold\"
 
     #[test]
     fn a_default_is_not_written_where_nothing_was() {
-        assert_eq!(edit("disk", "vm1", "iops-total=0 weight=100 iops-read-max-length=1").unwrap(), FILE);
+        let defaults = "iops-total=0 weight=100 iops-read-max-length=1 prefetch=auto prefetch-memory=4M";
+        assert_eq!(edit("disk", "vm1", defaults).unwrap(), FILE);
     }
 
     #[test]

@@ -71,6 +71,7 @@ async fn disk(
     tracing::debug!(disk = planned.name, image = image.description(), "opened");
     let disk = Disk::new(&planned.name, image, planned.settings.of_disk(), group)
         .with_context(|| format!("disk {}", planned.name))?;
+    disk.prefetch().set(planned.prefetch).with_context(|| format!("disk {}", planned.name))?;
     Ok(RunningDisk {
         disk: Arc::new(disk),
         image: planned.image.clone(),

@@ -282,7 +282,7 @@ async fn flush_and_close(disks: &[Rc<RunningDisk>]) -> anyhow::Result<()> {
             )));
             continue;
         }
-        if let Err(error) = disk.image().close().await {
+        if let Err(error) = disk.close().await {
             tracing::error!(disk = %disk.name(), %error, "closing the image failed");
             let name = disk.name();
             outcome = outcome.and(Err(anyhow!(

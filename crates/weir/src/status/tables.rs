@@ -1,10 +1,10 @@
-//! The tables of `weir status`: disks, the caches of their images, groups, devices; all but the first where there are any.
+//! The tables of `weir status`: disks, the caches of their images, what was read ahead, groups, devices; all but the first where there are any.
 
 use super::Shown;
 use crate::{
     client::{
         rates::{self, Rate, Rates},
-        report::{Capacity, Device, Disk, Group, MetadataCache, Node, Report, Throttle},
+        report::{Capacity, Device, Disk, Group, MetadataCache, Node, ReadAhead, Report, Throttle},
     },
     figures,
     table::{Side, Table},
@@ -18,6 +18,7 @@ pub(super) fn render(report: &Report, rates: &Rates, shown: &Shown, bold: bool) 
     let tables = [
         disks(report, rates, shown),
         caches(report, shown),
+        read_ahead(report, shown),
         groups(report, rates, shown),
         devices(report, shown),
     ];
@@ -68,6 +69,40 @@ fn caches(report: &Report, shown: &Shown) -> Table {
             figures::count(misses as f64),
             figures::count(evictions as f64),
             refcount_cache.map_or_else(nothing, |cache| figures::bytes(cache.bytes as f64)),
+        ]);
+    }
+    table
+}
+
+/// What was read ahead of the disks' readers, in totals since they were opened; without those where that is off.
+fn read_ahead(report: &Report, shown: &Shown) -> Table {
+    let mut table = Table::new([
+        ("DISK", Side::Left),
+        ("PREFETCH", Side::Left),
+        ("HIT RATE", Side::Right),
+        ("ACCURACY", Side::Right),
+        ("READ AHEAD", Side::Right),
+        ("WASTED", Side::Right),
+        ("MEMORY", Side::Right),
+        ("OF", Side::Right),
+        ("STREAMS", Side::Right),
+    ]);
+    for disk in report.disks.iter().filter(|disk| shown.has(&disk.name)) {
+        let Some(prefetch) = disk.settings.prefetch.as_ref().filter(|prefetch| prefetch.is_on()) else {
+            continue;
+        };
+        let ReadAhead { hit_rate, accuracy, read_ahead_bytes, wasted_bytes, memory, streams, .. } =
+            disk.read_ahead;
+        table.row(vec![
+            disk.name.clone(),
+            prefetch.state(&disk.read_ahead),
+            hit_rate.map_or_else(nothing, figures::share),
+            accuracy.map_or_else(nothing, figures::share),
+            figures::bytes(read_ahead_bytes as f64),
+            figures::bytes(wasted_bytes as f64),
+            figures::bytes(memory as f64),
+            figures::bytes(prefetch.memory() as f64),
+            streams.to_string(),
         ]);
     }
     table

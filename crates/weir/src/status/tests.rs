@@ -19,6 +19,12 @@ fn answer(uptime_ns: u64, reads: u64) -> Value {
                     "writes": { "requests": 0, "bytes": 0, "throttled": 0, "waited-ns": 0 },
                     "waiting": { "reads": 31, "writes": 0 }, "wait-ns": waits,
                     "limited-ns": uptime_ns / 4 * 3, "binding": "iops-total", "tokens": { "iops-total": 0 }
+                },
+                "prefetch": { "mode": "auto", "memory": 4 << 20, "streams": 256 },
+                "read-ahead": {
+                    "hits": 930, "partial-hits": 1, "misses": 69, "read-ahead-bytes": 1_u64 << 30,
+                    "used-bytes": 1_u64 << 29, "wasted-bytes": 24 << 20, "memory": 3 << 20, "streams": 12,
+                    "closed": true, "hit-rate": 0.931, "accuracy": 0.955
                 }
             },
             {
@@ -26,7 +32,8 @@ fn answer(uptime_ns: u64, reads: u64) -> Value {
                 "l2-cache": {
                     "hits": 123_456, "misses": 300, "evictions": 44, "bytes": 1 << 20, "limit": 1 << 20, "covered": 8_u64 << 30
                 },
-                "refcount-cache": { "hits": 5, "misses": 1, "bytes": 65536 }
+                "refcount-cache": { "hits": 5, "misses": 1, "bytes": 65536 },
+                "prefetch": { "mode": "off", "memory": 4 << 20, "streams": 256 }, "read-ahead": { "hits": 7 }
             }
         ],
         "groups": [{
@@ -63,6 +70,9 @@ vm2   -      -                     0       0        0        0         0%       
 
 DISK  FORMAT  L2 CACHE    OF  COVERS  HITS  MISSES  EVICTED  REFCOUNTS
 vm2   qcow2       1.0M  1.0M     50%  123K     300       44      64.0K
+
+DISK  PREFETCH     HIT RATE  ACCURACY  READ AHEAD  WASTED  MEMORY    OF  STREAMS
+vm1   auto closed       93%       96%        1.0G   24.0M    3.0M  4.0M       12
 
 GROUP  IN  DISKS  LIMITS   WATERMARK        IOPS  READ/s  WRITE/s  WAITING  THROTTLED  P99 WAIT  BINDING
 gold   -       1  bps 20M  90% scaled ×3.5  1.0K    3.9M        0        0         0%         -  -

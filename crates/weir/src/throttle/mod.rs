@@ -44,7 +44,7 @@ fn show(report: &Report, name: &str, node: Node<'_>) -> String {
     let settings = node.settings();
     let mut text = format!("{} {name}\n", node.kind());
     let is_shown = |known: &Name| known.of(settings) != known.default() || *known == Name::Weight;
-    let shown: Vec<_> = Name::all().filter(is_shown).collect();
+    let shown: Vec<_> = Name::of_throttle().filter(is_shown).collect();
     let width = shown.iter().map(|name| name.text().len()).max().unwrap_or(0);
     for name in shown {
         text += &format!("  {:width$}  {}\n", name.text(), name.show(&name.of(settings)));

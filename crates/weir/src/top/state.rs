@@ -41,7 +41,7 @@ pub(super) enum Mode {
     /// Typing a filter.
     Filter(Field),
     /// Changing settings.
-    Edit(Edit),
+    Edit(Box<Edit>),
     /// Reading about the keys.
     Help,
 }
@@ -216,10 +216,10 @@ impl State {
         let field = Field::new(if text.is_empty() { text } else { text + " " });
         let name = row.name.to_owned();
         let edit = Edit { name, field, error: None, is_waiting: false, before, told: String::new() };
-        self.mode = Mode::Edit(edit);
+        self.mode = Mode::Edit(Box::new(edit));
     }
 
-    fn press_in_edit(&mut self, mut edit: Edit, key: KeyEvent) -> Option<Action> {
+    fn press_in_edit(&mut self, mut edit: Box<Edit>, key: KeyEvent) -> Option<Action> {
         let mut action = None;
         match key.code {
             KeyCode::Esc => return None,

@@ -475,7 +475,7 @@ impl Export {
     /// As it is now: an image that was resized from outside has its new size for every client that comes after.
     pub(super) fn info(&self) -> ExportInfo {
         let image = self.disk.image();
-        if let Err(error) = image.refresh_size() {
+        if let Err(error) = self.disk.refresh_size() {
             tracing::warn!(disk = %self.disk.name(), %error, "cannot see whether the image was resized");
         }
         ExportInfo {

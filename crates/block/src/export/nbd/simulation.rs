@@ -139,7 +139,7 @@ async fn resize_now_and_then(disk: &Disk) {
         sleep_until(now() + some_time() / 10).await;
         let sectors = (MOST_CLIENTS * REGION).div_ceil(512)..=SIZE / 512;
         let size_bytes = sim::random(|random| random.u64(sectors)) * 512;
-        disk.image().resize(size_bytes).await.expect("memory takes any size");
+        disk.resize(size_bytes).await.expect("memory takes any size");
         assert_eq!(disk.size_bytes(), size_bytes);
     }
 }

@@ -43,6 +43,11 @@ impl Qcow2 {
         });
     }
 
+    /// Whether that has happened, here or further below.
+    pub fn has_changed_below(&self) -> bool {
+        self.backing_changed.load(Relaxed) || self.backing().is_some_and(Image::has_changed_below)
+    }
+
     fn images_below(&self) -> impl Iterator<Item = &Image> {
         std::iter::successors(self.backing(), |image| image.backing())
     }

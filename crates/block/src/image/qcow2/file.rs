@@ -15,6 +15,7 @@ use super::{
 use crate::{
     buffer::{Buffer, Segments},
     error::{Error, Result},
+    reactor,
     storage::{Durability, RangeLocks, ResizeError, Storage},
 };
 
@@ -84,8 +85,12 @@ impl ImageFile {
         self.kept().header.clone()
     }
 
-    /// Says that something in the image is wrong, and gives the error for the request that found it.
+    /// Says that something in the image is wrong, and gives the error for the request that found it. What is found in the background, by looking where
+    /// nobody has asked, is not held against the image: who asks finds it himself.
     pub(super) fn found(&self, what: &Invalid) -> Error {
+        if reactor::is_in_background() {
+            return Error::IO;
+        }
         if !self.corrupt.swap(true, Relaxed) {
             tracing::error!(
                 image = self.storage.description(),

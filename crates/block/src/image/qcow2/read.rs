@@ -52,7 +52,12 @@ impl Qcow2 {
             done += piece.length;
             let image = self.clone();
             // They end with this future, which holds the pass for them.
-            others.push(reactor::spawn_joinable(async move { image.read_piece(at, piece).await }));
+            let reading = async move { image.read_piece(at, piece).await };
+            others.push(if reactor::is_in_background() {
+                reactor::spawn_joinable(reactor::in_background(reading))
+            } else {
+                reactor::spawn_joinable(reading)
+            });
         }
         let mut data = self.read_piece(offset, first).await?;
         for other in others {

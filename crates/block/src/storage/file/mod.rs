@@ -84,6 +84,8 @@ pub struct File {
     kind: Kind,
     cache: CacheMode,
     read_only: bool,
+    /// Locks keep others from writing to it.
+    is_protected: bool,
     alignment: Alignment,
     /// To what zeroing and discarding must be aligned; 1 for regular files.
     zero_alignment: u64,
@@ -103,6 +105,10 @@ impl File {
     /// The path that it was opened by.
     pub(in crate::storage) fn name(&self) -> &str {
         &self.name
+    }
+
+    pub(in crate::storage) fn is_protected(&self) -> bool {
+        self.is_protected
     }
 
     pub(in crate::storage) fn can_grow(&self) -> bool {

@@ -53,7 +53,7 @@ pub(in crate::storage) fn open(path: &Path, options: &FileOptions) -> Result<(Fi
     } else {
         (buffered.try_clone().map_err(|error| failed(&error))?, Alignment::NONE)
     };
-    lock::acquire(&main, &name, lock::Use::of(options.read_only, options.force_share))?;
+    let is_protected = lock::acquire(&main, &name, lock::Use::of(options.read_only, options.force_share))?;
     let size_bytes = buffered.seek(SeekFrom::End(0)).map_err(|error| failed(&error))?;
     if size_bytes == 0 {
         return Err(empty(name, kind));
@@ -68,6 +68,7 @@ pub(in crate::storage) fn open(path: &Path, options: &FileOptions) -> Result<(Fi
         kind,
         cache: options.cache,
         read_only: options.read_only,
+        is_protected,
         alignment,
         zero_alignment,
         page_bytes: page_bytes(),

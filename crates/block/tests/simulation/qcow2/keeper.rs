@@ -17,6 +17,8 @@ use block::{
 };
 
 use super::kind::{Files, Kind, disk};
+use policy::prefetch::Settings;
+
 use crate::{
     client::{Shared, chance, short_time},
     model::Outcome,
@@ -156,7 +158,13 @@ impl Keeper {
         } else {
             self.shared.model.borrow_mut().begin_write(range.clone())
         };
+        // It goes past the disk, which could not know that what it has read ahead is stale.
+        let settings = self.disk.prefetch().settings();
+        self.shared.beside.set(true);
+        self.disk.prefetch().set(Settings::off()).expect("valid");
         let result = self.image().write_compressed(start as u64, Buffer::copy_of(&data).into()).await;
+        self.disk.prefetch().set(settings).expect("it was in force");
+        self.shared.beside.set(false);
         let outcome = match result {
             Ok(()) => Outcome::Applied,
             Err(error) => {

@@ -127,6 +127,7 @@ async fn check_inventory(inventory: &Rc<Inventory>, commands: &Commands) {
     }
     for running in inventory.disks() {
         running.disk.throttle().settings().limits.validate().expect("limits in force are valid");
+        running.disk.prefetch().settings().check().expect("settings in force are valid");
     }
     for question in [
         "query-block",
@@ -146,7 +147,7 @@ mod tests {
     use super::*;
 
     /// Pieces of which conversations are made, right ones and wrong ones.
-    const PIECES: [&str; 40] = [
+    const PIECES: [&str; 42] = [
         "{",
         "}",
         "[",
@@ -185,6 +186,8 @@ mod tests {
         "{\"execute\":\"x-weir-set\",\"arguments\":{\"name\":\"b\",\"group\":\"inner\",\"iops-reservation\":4,\"weight\":7}}",
         "{\"execute\":\"x-weir-set\",\"arguments\":{\"name\":\"a\",\"group\":\"\"}}",
         "{\"execute\":\"x-weir-set\",\"arguments\":{\"name\":\"inner\",\"watermark\":90,\"bps-read\":1}}",
+        "{\"execute\":\"x-weir-set\",\"arguments\":{\"name\":\"a\",\"prefetch\":\"on\",\"prefetch-window-min\":4194304}}",
+        "{\"execute\":\"x-weir-set\",\"arguments\":{\"name\":\"b\",\"prefetch\":\"off\",\"prefetch-window-max\":65536,\"prefetch-memory\":262144}}",
         "{\"execute\":\"x-weir-query-status\"}",
         "é",
     ];
@@ -201,7 +204,7 @@ mod tests {
         }
 
         #[test]
-        fn a_session_survives_whole_commands_in_any_order(pieces in vec(select(&PIECES[22..39]), 0..60)) {
+        fn a_session_survives_whole_commands_in_any_order(pieces in vec(select(&PIECES[22..41]), 0..60)) {
             qmp_session(pieces.concat().as_bytes());
         }
     }

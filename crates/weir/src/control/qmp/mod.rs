@@ -24,6 +24,7 @@ pub mod fuzzing;
 mod identifier;
 mod json;
 mod outbox;
+mod prefetch;
 mod server;
 mod session;
 mod settings;

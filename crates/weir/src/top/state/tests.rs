@@ -20,7 +20,10 @@ pub(in crate::top) fn report(second: u64, disks: &[&str]) -> Report {
                 "waiting": { "reads": 31, "writes": 0 }, "limited-ns": second * 750_000_000,
                 "wait-ns": { "p50": 9_000_000, "p99": 31_000_000, "max": 40_000_000 },
                 "binding": "iops-total", "tokens": { "iops-total": 0 }
-            }
+            },
+            "prefetch": { "mode": "auto", "memory": 8 << 20, "largest-request": 64 << 10, "window-min": 128 << 10,
+                          "window-max": 2 << 20, "streams": 256 },
+            "read-ahead": { "hit-rate": 0.93, "accuracy": 0.98, "wasted-bytes": 24 << 20, "memory": 3 << 20, "streams": 3 }
         })
     };
     let disks: Vec<Value> = disks.iter().map(disk).collect();
@@ -114,7 +117,7 @@ fn a_filter_holds_while_it_is_typed_and_until_escape() {
 fn a_limit_is_edited_asked_for_and_told() {
     let mut state = watched(1, &["vm1"]);
     write(&mut state, "jt");
-    let listed = "iops-total=1000 iops-total-max=5000 iops-total-max-length=5 group=gold ";
+    let listed = "iops-total=1000 iops-total-max=5000 iops-total-max-length=5 group=gold prefetch-memory=8M ";
     assert_eq!(edit(&state).field.text(), listed);
     write(&mut state, "weight=200");
     let Some(Action::Change { name, change }) = press(&mut state, KeyCode::Enter) else {

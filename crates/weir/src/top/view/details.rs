@@ -1,4 +1,5 @@
-//! Four lines about the chosen disk or group: its settings, its state, its waits, how it was held back over time.
+//! Five lines about the chosen disk or group: its settings, its state, its waits, how it was held back over time, and of a disk what was
+//! read ahead of its readers.
 
 use ratatui::{
     Frame,
@@ -12,7 +13,7 @@ use crate::{
     client::{
         change::Name,
         rates,
-        report::{Disk, Group, Node, Report},
+        report::{Disk, Group, Node, ReadAhead, Report},
     },
     figures,
     top::{list::Row, state::State},
@@ -29,6 +30,7 @@ pub(super) fn draw(frame: &mut Frame<'_>, area: Rect, state: &State, row: &Row<'
         fact("set", settings(&state.report, row.node)),
         waits(&state.report, row.node),
         held(state, row, width),
+        ahead(row.node),
     ];
     frame.render_widget(ratatui::text::Text::from(lines.to_vec()), area);
 }
@@ -95,6 +97,27 @@ fn waits(report: &Report, node: Node<'_>) -> Line<'static> {
         line.push_span(Span::raw(format!(" · {limit} left {tokens}")));
     }
     line
+}
+
+/// What is read ahead, and what came of it since the disk was opened; of a group nothing.
+fn ahead(node: Node<'_>) -> Line<'static> {
+    let Node::Disk(disk) = node else { return Line::default() };
+    let Some(prefetch) = &disk.settings.prefetch else { return Line::default() };
+    let mut text = prefetch.state(&disk.read_ahead);
+    if prefetch.is_on() {
+        let ReadAhead { hit_rate, accuracy, memory, streams, wasted_bytes, .. } = disk.read_ahead;
+        let share = |share: Option<f64>| share.map_or_else(|| "-".to_owned(), figures::share);
+        text += &format!(
+            " · hits {} · accuracy {} · wasted {} · {} of {} · {}",
+            share(hit_rate),
+            share(accuracy),
+            figures::bytes(wasted_bytes as f64),
+            figures::bytes(memory as f64),
+            figures::exact_size(prefetch.memory()),
+            super::count(usize::try_from(streams).unwrap_or(usize::MAX), "stream"),
+        );
+    }
+    fact("ahead", text)
 }
 
 /// The share of time in which it waited, newest at the right.

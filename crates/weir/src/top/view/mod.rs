@@ -4,7 +4,7 @@
 //!   title      which daemon, how long it has run
 //!   list       disks and groups, as many as fit
 //!   charts     operations and bytes of the chosen one, its limits drawn in
-//!   details    its settings, its waits
+//!   details    its settings, its waits, what is read ahead
 //!   keys       or what was last done
 //! ```
 
@@ -40,13 +40,13 @@ pub(super) fn draw(frame: &mut Frame<'_>, state: &mut State) {
     if area.width < LEAST.0 || area.height < LEAST.1 {
         return draw_too_small(frame, area);
     }
-    // A third for the charts, but never so much that the list has less than eight rows.
+    // A third for the charts, but never so much that the list has less than seven rows.
     let charts = (area.height / 3).clamp(9, 20);
     let [title, list, pictures, facts, keys] = Layout::vertical([
         Constraint::Length(1),
-        Constraint::Min(9),
+        Constraint::Min(8),
         Constraint::Length(charts),
-        Constraint::Length(4),
+        Constraint::Length(5),
         Constraint::Length(1),
     ])
     .areas(area);

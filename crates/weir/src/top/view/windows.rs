@@ -17,7 +17,7 @@ const HELP: &str = "\
 s                            sort by the next column
 r                            the other way round
 /                            only names that contain …; Esc: all again
-t Enter                      change limits, weight, group … of the chosen one
+t Enter                      change limits, prefetch … of the chosen one
 ?                            this page
 Ctrl-Z                       stop; `fg` continues
 q Ctrl-C                     quit
@@ -25,6 +25,7 @@ q Ctrl-C                     quit
 HELD is the share of the time in which requests waited for limits, of its
 own or of a group above; WAIT how many wait now; P99 how long 99 of 100 that
 had to wait waited at most. In the charts, lines that never move are limits.
+Of what is read ahead, accuracy is the share that was used.
 ";
 
 /// A window of this size in the middle, empty.
@@ -59,7 +60,8 @@ pub(super) fn draw_edit(frame: &mut Frame<'_>, area: Rect, edit: &Edit) {
         (None, false) => Text::styled(
             "name=value, separated by spaces; what is left out is unset.\n\
              bps-total bps-read bps-write iops-total iops-read iops-write, each also with -max (burst) and \
-             -max-length (its seconds); iops-size; weight iops-reservation bps-reservation watermark group.\n\
+             -max-length (its seconds); iops-size; weight iops-reservation bps-reservation watermark group; of \
+             disks prefetch and prefetch-memory, -largest-request, -window-min, -window-max, -streams.\n\
              Enter: change it at once · Esc: leave it",
             DIM,
         ),

@@ -15,6 +15,7 @@ use block::{
     reactor,
     storage::{OpenError, OpenOptions, ResizeError},
 };
+use policy::prefetch;
 use serde_json::{Value, json};
 
 use super::node::{Bottom, Chain};
@@ -40,6 +41,7 @@ impl Command for BlockdevAdd {
         match &chain.bottom {
             Bottom::Node(bottom) => put_over(&inventory, &chain, bottom)?,
             Bottom::Storage { image, cache, .. } => {
+                let prefetch = chain.prefetch.apply_to(prefetch::Settings::default())?;
                 let opened = open_bottom(&inventory, &chain).await?;
                 // Others had their turn while it was opened.
                 check_names(&inventory, &chain)?;
@@ -48,6 +50,7 @@ impl Command for BlockdevAdd {
                         &chain.names[0],
                         opened,
                         DiskSettings::default(),
+                        prefetch,
                         group_of(&inventory, &chain)?.as_ref(),
                     )?,
                     image: image.clone(),
@@ -92,9 +95,12 @@ fn build(
     name: &str,
     image: Opened,
     settings: DiskSettings,
+    prefetch: prefetch::Settings,
     group: Option<&Arc<Group>>,
 ) -> Result<Arc<Disk>, Error> {
-    Disk::new(name, image, settings, group).map(Arc::new).map_err(generic)
+    let disk = Disk::new(name, image, settings, group).map_err(generic)?;
+    disk.prefetch().set(prefetch).map_err(generic)?;
+    Ok(Arc::new(disk))
 }
 
 /// Makes a disk that is there the bottom of another.
@@ -120,31 +126,35 @@ fn put_over(inventory: &Inventory, chain: &Chain, bottom: &str) -> Result<(), Er
         }
         (one, other) => one.or(other),
     };
+    let prefetch = chain.prefetch.apply_to(below.disk.prefetch().settings())?;
     drop(below);
     let taken = inventory.take_disk(bottom).map_err(in_use(bottom))?;
-    // As it is, with what it was promised: where the group cannot keep that, nothing has happened.
-    if let Err(refused) = taken.disk.throttle().move_to(group.as_ref()) {
-        inventory.add_disk(taken).expect("its name was free a moment ago");
-        return Err(refused.into());
-    }
+    let taken = move_taken(inventory, taken, group.as_ref())?;
+    taken.disk.prefetch().set(prefetch).expect("checked a moment ago");
     let mut nodes = inner_nodes(chain);
     nodes.push(NodeBelow { name: bottom.to_owned(), stays: true });
     nodes.extend(taken.below.iter().cloned());
-    rename(inventory, taken, &chain.names[0], nodes, group.as_ref())
+    rename(inventory, taken, &chain.names[0], nodes)
 }
 
-/// Puts a disk that was taken out back under another name, held to what it was held to.
-fn rename(
+/// Moves a disk that was taken out to a group, or out of any, with what it was promised; where that cannot be kept, nothing has happened.
+fn move_taken(
     inventory: &Inventory,
     taken: RunningDisk,
-    name: &str,
-    below: Vec<NodeBelow>,
     group: Option<&Arc<Group>>,
-) -> Result<(), Error> {
+) -> Result<RunningDisk, Error> {
+    if let Err(refused) = taken.disk.throttle().move_to(group) {
+        inventory.add_disk(taken).expect("its name was free a moment ago");
+        return Err(refused.into());
+    }
+    Ok(taken)
+}
+
+/// Puts a disk that was taken out back under another name.
+fn rename(inventory: &Inventory, taken: RunningDisk, name: &str, below: Vec<NodeBelow>) -> Result<(), Error> {
     let RunningDisk { disk, image, cache, caches, .. } = taken;
-    let settings = disk.throttle().settings();
-    let opened = Arc::into_inner(disk).expect("taken when nobody else had it").into_image();
-    let disk = build(name, opened, settings, group)?;
+    let disk = Arc::into_inner(disk).expect("taken when nobody else had it").renamed(name);
+    let disk = Arc::new(disk);
     inventory.add_disk(RunningDisk { disk, image, cache, caches, below }).map(drop).map_err(generic)
 }
 
@@ -226,8 +236,9 @@ impl Command for BlockdevDel {
             None => inventory.remove_disk(&self.node).await.map_err(in_use(&name))?,
             Some(next) => {
                 let taken = inventory.take_disk(&self.node).map_err(in_use(&name))?;
+                let taken = move_taken(&inventory, taken, None)?;
                 let (name, below) = (taken.below[next].name.clone(), taken.below[next + 1..].to_vec());
-                rename(&inventory, taken, &name, below, None)?;
+                rename(&inventory, taken, &name, below)?;
             }
         }
         Ok(json!({}))
@@ -262,7 +273,7 @@ impl Command for BlockResize {
             generic(format_args!("Cannot find device='{device}' nor node-name='{node}'"))
         })?;
         let before = disk.disk.size_bytes();
-        disk.disk.image().resize(self.size_bytes).await.map_err(|error| match error {
+        disk.disk.resize(self.size_bytes).await.map_err(|error| match error {
             ResizeError::Unaligned { .. } | ResizeError::TooLarge { .. } => {
                 Error::rule("size", format_args!("({}) cannot be: {error}", self.size_bytes))
             }

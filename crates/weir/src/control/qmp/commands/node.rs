@@ -9,6 +9,8 @@
 //!
 //! A `qcow2` node is an image with whatever it names behind it: those files are the image's own, and no nodes.
 //!
+//! What is read ahead is said at the topmost node, with `x-weir-` before the names, because it is the disk's.
+//!
 //! Options that a node does not give are those of the node above it, where QEMU has it so (`read-only`, `cache`).
 //!
 //! Source: `BlockdevOptions` of QEMU's `qapi/block-core.json`.
@@ -29,6 +31,7 @@ use crate::{
         caches::CacheChanges,
         error::Error,
         json::shown,
+        prefetch::PrefetchChanges,
     },
     plan::Image,
 };
@@ -50,6 +53,8 @@ pub(super) struct Chain {
     pub(super) read_only: bool,
     /// What a `qcow2` node says.
     pub(super) qcow2: Option<Qcow2Node>,
+    /// What the topmost node says of reading ahead.
+    pub(super) prefetch: PrefetchChanges,
     /// What is at the bottom.
     pub(super) bottom: Bottom,
 }
@@ -98,6 +103,7 @@ impl Chain {
             group: None,
             read_only: false,
             qcow2: None,
+            prefetch: PrefetchChanges::read(arguments, "x-weir-")?,
             bottom: Bottom::Node(String::new()),
         };
         let driver = driver(arguments)?;

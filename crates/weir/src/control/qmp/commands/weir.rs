@@ -1,7 +1,7 @@
 //! weir's own commands: everything that runs in one answer, and one command for every setting.
 //!
 //! Their names begin with `x-weir-`, so that none can ever collide with QEMU's. `weir status`, `weir top` and `weir throttle` are clients of
-//! these two; the answer's form is theirs to rely on and described in `docs/reference/qmp.md`.
+//! these two, as is `weir prefetch`; the answer's form is theirs to rely on and described in `docs/reference/qmp.md`.
 
 use std::{rc::Rc, sync::Arc};
 
@@ -26,6 +26,7 @@ use crate::control::{
         caches::{self, CacheChanges},
         command::Command,
         error::Error,
+        prefetch::{self, PrefetchChanges},
         settings::{self, Changes, LimitChanges, Naming},
     },
 };
@@ -38,6 +39,7 @@ pub(super) struct Set {
     group: Option<String>,
     changes: Changes,
     caches: CacheChanges,
+    prefetch: PrefetchChanges,
 }
 
 impl Command for Set {
@@ -49,7 +51,8 @@ impl Command for Set {
         let limits = LimitChanges::read(arguments, Naming::Plain)?;
         let own = Changes::read_own(arguments, "")?;
         let caches = CacheChanges::read(arguments)?;
-        Ok(Self { name, group, changes: own.with_limits(limits), caches })
+        let prefetch = PrefetchChanges::read(arguments, "")?;
+        Ok(Self { name, group, changes: own.with_limits(limits), caches, prefetch })
     }
 
     async fn run(self, inventory: Rc<Inventory>) -> Result<Value, Error> {
@@ -70,6 +73,12 @@ impl Set {
                 group.name()
             )));
         }
+        if !self.prefetch.is_empty() {
+            return Err(Error::generic(format!(
+                "group {}: nothing is read ahead for it; its disks have that",
+                group.name()
+            )));
+        }
         let parent = group.parent().map_or("", |parent| parent.name());
         if self.group.as_deref().is_some_and(|wanted| wanted != parent) {
             let rule = "cannot be changed for a group: it stays in the group it was made in (disks can move)";
@@ -84,6 +93,7 @@ impl Set {
         let running = inventory.disk(&self.name)?;
         let disk = &running.disk;
         let caches = self.new_caches(&running)?;
+        let prefetch = self.prefetch.apply_to(disk.prefetch().settings())?;
         let DiskSettings { limits, share, watermark } = disk.throttle().settings();
         let (limits, share, watermark) = self.changes.apply_to(limits, share, watermark)?;
         let settings = DiskSettings { limits, share, watermark };
@@ -93,6 +103,7 @@ impl Set {
             Some(name) => Some(inventory.group(name)?),
         };
         disk.throttle().place(settings, group.as_ref())?;
+        disk.prefetch().set(prefetch).map_err(|invalid| Error::generic(invalid.to_string()))?;
         if let Some((qcow2, caches)) = caches {
             qcow2
                 .set_caches(caches)
@@ -167,6 +178,8 @@ fn disk(running: &Rc<RunningDisk>, exports: &[Rc<RunningExport>]) -> Value {
         "writes": { "requests": totals.writes, "bytes": totals.written_bytes },
         "merged-requests": totals.merged_requests,
         "throttle": throttle(&disk.throttle().stats()),
+        "prefetch": prefetch::settings(&disk.prefetch().settings()),
+        "read-ahead": prefetch::statistics(&disk.prefetch().stats()),
     });
     answer["format"] = json!(disk.image().format().name());
     if let Image::Qcow2(qcow2) = disk.image() {

@@ -1,0 +1,124 @@
+//! The task that reads ahead: one range of the disk, as far as it has data, into chunks.
+//!
+//! It belongs to the worker that began it and ends with it: a task that is dropped tells everybody who waits for its data to read it himself.
+
+use std::{
+    future::Future,
+    ops::Range,
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering},
+    },
+};
+
+use event_listener::Event;
+use policy::prefetch::{Ahead, Fetch, FetchId};
+
+use super::{Chunk, Shared};
+use crate::{
+    buffer::{Buffer, Frozen, Segments},
+    reactor,
+};
+
+/// How many tasks are reading ahead.
+#[derive(Debug, Default)]
+pub(super) struct Flights {
+    count: AtomicUsize,
+    landed: Event,
+}
+
+/// One of them.
+struct Flight(Arc<Shared>);
+
+/// A chunk on its way, until it is told how that ended.
+struct Pending {
+    flight: Flight,
+    /// `None` once told.
+    id: Option<FetchId>,
+    chunk: Arc<Chunk>,
+}
+
+impl Flights {
+    /// Waits until there are none.
+    pub(super) async fn all_landed(&self) {
+        while self.count.load(Ordering::Acquire) > 0 {
+            let landed = self.landed.listen();
+            if self.count.load(Ordering::Acquire) > 0 {
+                landed.await;
+            }
+        }
+    }
+}
+
+impl Flight {
+    fn begin(shared: Arc<Shared>) -> Self {
+        shared.flights.count.fetch_add(1, Ordering::AcqRel);
+        Self(shared)
+    }
+}
+
+impl Drop for Flight {
+    fn drop(&mut self) {
+        if self.0.flights.count.fetch_sub(1, Ordering::AcqRel) == 1 {
+            self.0.flights.landed.notify(usize::MAX);
+        }
+    }
+}
+
+impl Pending {
+    /// The data is there, or it is not to be had.
+    fn end(&mut self, data: Option<Frozen>) {
+        let Some(id) = self.id.take() else { return };
+        let is_there = data.is_some();
+        self.chunk.arrive(data);
+        self.flight.0.with(|state| {
+            if is_there { state.cache.complete(id, reactor::now()) } else { state.cache.fail(id) }
+        });
+    }
+}
+
+impl Drop for Pending {
+    fn drop(&mut self) {
+        self.end(None);
+    }
+}
+
+/// Reads a range of `ahead` into memory. What fails is not heard of.
+pub(super) fn fetch(shared: Arc<Shared>, ahead: Ahead, range: Range<u64>) -> impl Future<Output = ()> {
+    let flight = Flight::begin(Arc::clone(&shared));
+    async move {
+        // Where there is no data a guest's read costs nothing either.
+        let Ok(pieces) = reactor::in_background(shared.image.data_in(range)).await else { return };
+        for piece in pieces {
+            let now = reactor::now();
+            let fetches = shared.with(|state| state.cache.begin(&ahead, piece, now, Arc::<Chunk>::default));
+            // Mostly one. All on their way at once, for each may be what somebody waits for next.
+            for fetch in fetches {
+                reactor::spawn(bring(Flight::begin(Arc::clone(&shared)), fetch));
+            }
+        }
+        drop(flight);
+    }
+}
+
+/// Reads a chunk.
+fn bring(flight: Flight, fetch: Fetch<Arc<Chunk>>) -> impl Future<Output = ()> {
+    let Fetch { id, range, token } = fetch;
+    let mut pending = Pending { flight, id: Some(id), chunk: token };
+    async move {
+        let length = (range.end - range.start) as usize;
+        let reading = pending.flight.0.image.read(range.start, length);
+        let data = reactor::in_background(reading).await;
+        pending.end(data.ok().map(|data| joined(data).freeze()));
+    }
+}
+
+/// One buffer, so that a chunk takes the memory that it is counted with.
+fn joined(data: Segments) -> Buffer {
+    if data.as_slice().len() != 1 {
+        let mut whole = Buffer::new(data.len());
+        data.copy_to(&mut whole);
+        return whole;
+    }
+    data.into_iter().next().expect("there is one")
+}

@@ -1,0 +1,254 @@
+//! The prefetch layer: reads are answered from memory where what they ask for was read ahead, and more is read ahead of those who read in sequence.
+//!
+//! ```text
+//!   read ──► policy::prefetch::Cache ── found ────► copy it out of its chunk, waiting for those on their way      chunk.rs
+//!               │        │
+//!               │        └─ missing ──► image
+//!               └─ Ahead ──► a task: image ──► chunk                                                              fetch.rs
+//!
+//!   write ──► what it overlaps is found no more ──► image ──► may be read ahead again
+//! ```
+//!
+//! What to read ahead and what to keep is decided in `policy`, behind a lock that is held for a decision and never across an `.await`. Data lies in
+//! chunks that all workers share; a guest gets a copy, so that memory is given back when the cache lets go of it and not when the slowest client has
+//! read his answer.
+//!
+//! A read-ahead that fails is not heard of: who wants the data reads it himself, and sees what the image says.
+//!
+//! Never caches what was asked for, only what was read ahead; never delays a read for a read-ahead but for the one that brings its own data.
+
+mod chunk;
+mod fetch;
+
+use std::{
+    future::Future,
+    ops::Range,
+    pin::pin,
+    sync::{
+        Arc, Mutex, PoisonError,
+        atomic::{AtomicBool, Ordering::Relaxed},
+    },
+};
+
+use policy::{
+    prefetch::{Ahead, Cache, Cached, Found, Invalid, Mode, Part, Settings, Stats},
+    throttle::GivenBack,
+};
+
+use self::{
+    chunk::Chunk,
+    fetch::{Flights, fetch},
+};
+use crate::{
+    buffer::{Buffer, Segments},
+    error::Result,
+    image::Image,
+    reactor,
+    storage::Storage,
+};
+
+/// A disk's prefetch cache: to look at and to change while it runs.
+#[derive(Debug)]
+pub struct Prefetch {
+    shared: Arc<Shared>,
+}
+
+/// What the disk and its read-aheads share.
+#[derive(Debug)]
+struct Shared {
+    image: Arc<Image>,
+    state: Mutex<State>,
+    /// Whether the cache is on: where it is not, reads are spared the lock.
+    is_on: AtomicBool,
+    flights: Flights,
+}
+
+#[derive(Debug)]
+struct State {
+    cache: Cache<Arc<Chunk>>,
+    /// As they were set; where there is nothing to gain, [`Mode::Auto`] is off.
+    settings: Settings,
+    /// Nothing is read ahead any more, for good.
+    stopped: bool,
+}
+
+impl Prefetch {
+    /// Of a disk with this image; nothing is read ahead until it is [set](Prefetch::set).
+    pub(crate) fn new(image: &Arc<Image>) -> Self {
+        let settings = Settings::off();
+        let cache = Cache::default();
+        let state = Mutex::new(State { cache, settings, stopped: false });
+        let is_on = AtomicBool::new(false);
+        let shared = Shared { image: Arc::clone(image), state, is_on, flights: Flights::default() };
+        Self { shared: Arc::new(shared) }
+    }
+
+    /// The settings, as they were set.
+    pub fn settings(&self) -> Settings {
+        self.shared.with(|state| state.settings)
+    }
+
+    /// Puts other settings in force, at once. What is in memory stays as far as they allow.
+    ///
+    /// # Errors
+    /// [`Invalid`]: everything stays as it was.
+    pub fn set(&self, settings: Settings) -> std::result::Result<(), Invalid> {
+        let mut in_force = settings;
+        if settings.mode == Mode::Auto && !is_worth_it(&self.shared.image) {
+            in_force.mode = Mode::Off;
+        }
+        self.shared.with(|state| {
+            if state.stopped {
+                in_force.mode = Mode::Off;
+            }
+            state.cache.set(in_force)?;
+            state.settings = settings;
+            Ok(())
+        })
+    }
+
+    /// What it did so far, and what it holds now.
+    pub fn stats(&self) -> Stats {
+        self.shared.with(|state| state.cache.stats())
+    }
+
+    /// Reads `length` bytes at `offset`, inside the disk, for `requests` of a client's that were merged. `may` has the last word on what is
+    /// read ahead: see [`Cache::read`].
+    ///
+    /// # Errors
+    /// The image's.
+    pub(crate) async fn read(
+        &self,
+        offset: u64,
+        length: usize,
+        requests: u64,
+        may: impl FnOnce(&Ahead, GivenBack) -> bool,
+    ) -> Result<Segments> {
+        let (image, size_bytes) = (&self.shared.image, self.shared.image.size_bytes());
+        // Exports let no others through, but a disk has other callers, and the image knows what to say to them.
+        let end = offset.checked_add(length as u64).filter(|&end| end <= size_bytes && length > 0);
+        let may_look = self.shared.is_on.load(Relaxed) && !image.has_changed_below();
+        let Some(end) = end.filter(|_| may_look) else {
+            return image.read(offset, length).await;
+        };
+        let (found, ahead) =
+            self.shared.with(|state| state.cache.read(offset..end, requests, size_bytes, may));
+        match found {
+            Found::Nothing => self.start_behind(image.read(offset, length), ahead).await,
+            Found::Whole(cached) => {
+                if let Some(ahead) = ahead {
+                    self.start(&ahead);
+                }
+                match copy_of(&cached).await {
+                    Some(data) => Ok(data.into()),
+                    None => image.read(offset, length).await,
+                }
+            }
+            Found::Parts(parts) => Box::pin(self.start_behind(self.read_parts(offset, parts), ahead)).await,
+        }
+    }
+
+    /// What is missing in one place is read there, and all of it where it is missing in several: one read from the image takes less time than
+    /// several, one after the other.
+    async fn read_parts(&self, offset: u64, parts: Vec<Part<Arc<Chunk>>>) -> Result<Segments> {
+        let image = &self.shared.image;
+        let length = parts.iter().map(Part::length).sum::<u64>() as usize;
+        let mut missing = parts.iter().filter_map(|part| match part {
+            Part::Missing(range) => Some(range.clone()),
+            Part::Cached(_) => None,
+        });
+        // Before the wait for what is on its way, which comes by itself.
+        let mut rest = match (missing.next(), missing.next()) {
+            (Some(_), Some(_)) => return image.read(offset, length).await,
+            (Some(range), None) => image.read(range.start, (range.end - range.start) as usize).await?,
+            (None, _) => Segments::default(),
+        };
+        let mut data = Segments::default();
+        for part in parts {
+            match part {
+                Part::Missing(_) => data.append(std::mem::take(&mut rest)),
+                Part::Cached(cached) => match copy_of(&cached).await {
+                    Some(copy) => data.push(copy),
+                    None => return image.read(offset, length).await,
+                },
+            }
+        }
+        Ok(data)
+    }
+
+    /// Has a read on its way before the read-ahead that it gave rise to, if there is one, and then waits for it.
+    async fn start_behind<T>(&self, reading: impl Future<Output = T>, mut ahead: Option<Ahead>) -> T {
+        let mut reading = pin!(reading);
+        std::future::poll_fn(|context| {
+            let result = reading.as_mut().poll(context);
+            if let Some(ahead) = ahead.take() {
+                self.start(&ahead);
+            }
+            result
+        })
+        .await
+    }
+
+    fn start(&self, ahead: &Ahead) {
+        for range in ahead.ranges() {
+            reactor::spawn(fetch(Arc::clone(&self.shared), *ahead, range));
+        }
+    }
+
+    /// Carries out something that changes what `length` bytes at `offset` read as: a write, zeroing, discarding, resizing. From its beginning nothing of
+    /// it is found any more, and until its end nothing is read ahead there. Where the end never comes, since the request was given up, nobody knows
+    /// when the change takes effect: then nothing is read ahead there any more.
+    pub(crate) async fn change<T>(&self, offset: u64, length: u64, changing: impl Future<Output = T>) -> T {
+        let range = offset..offset.saturating_add(length);
+        let write = self.shared.with(|state| state.cache.write_begins(range));
+        let result = changing.await;
+        self.shared.with(|state| state.cache.write_ends(write));
+        result
+    }
+
+    /// Lets go of all that is in memory: the image may not be what it was.
+    pub(crate) fn forget(&self) {
+        self.shared.with(|state| {
+            let write = state.cache.write_begins(0..u64::MAX);
+            state.cache.write_ends(write);
+        });
+    }
+
+    /// Reads nothing ahead any more, for good, and waits for what is on its way.
+    pub(crate) async fn stop(&self) {
+        self.shared.with(|state| {
+            state.stopped = true;
+            state.cache.set(Settings::off()).expect("the defaults are valid");
+        });
+        self.shared.flights.all_landed().await;
+    }
+}
+
+impl Shared {
+    /// Decides something. What goes from memory by that is let go of after the lock.
+    fn with<T>(&self, decide: impl FnOnce(&mut State) -> T) -> T {
+        // A panic under the lock is a bug in policy, and the release build ends with it.
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let decided = decide(&mut state);
+        // Relaxed: a read that just misses it is one that came before.
+        self.is_on.store(state.cache.is_on(), Relaxed);
+        let dropped = state.cache.take_dropped();
+        drop(state);
+        drop(dropped);
+        decided
+    }
+}
+
+/// A copy of bytes of a chunk, once they are there; `None` if they could not be read.
+async fn copy_of(cached: &Cached<Arc<Chunk>>) -> Option<Buffer> {
+    let Range { start, end } = cached.range;
+    let data = cached.token.data().await?;
+    Some(Buffer::copy_of(&data[start as usize..end as usize]))
+}
+
+/// Whether something is gained by keeping what an image says: not if it is in memory already, and not if others may change it meanwhile.
+fn is_worth_it(image: &Image) -> bool {
+    let is_in_memory = |image: &Image| matches!(image.storage(), Storage::Memory(_) | Storage::Null(_));
+    let mut chain = std::iter::successors(Some(image), |image| image.backing());
+    !image.storage().may_be_written_by_others() && !chain.all(is_in_memory)
+}

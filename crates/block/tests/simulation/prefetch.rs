@@ -1,0 +1,249 @@
+//! Reading ahead on the data path: what only shows where storage takes its time. That answers are right, whatever is read ahead meanwhile, is for
+//! `disks` and `qcow2` to show, whose disks have prefetch caches of all settings.
+
+use std::{cell::Cell, rc::Rc, sync::Arc};
+
+use block::{
+    buffer::Buffer,
+    disk::Disk,
+    image::{
+        Image, Qcow2, Raw,
+        qcow2::{
+            CacheSettings, Parts,
+            create::{CreateOptions, create},
+        },
+    },
+    layer::throttle::DiskSettings,
+    reactor::{now, sim, sleep_until, spawn_joinable},
+    storage::{
+        Durability, Storage,
+        align::Align,
+        delay::Delay,
+        fault::{Fault, FaultRule, Kind},
+        memory::Memory,
+        rate::{Budget, Rate, RateOptions},
+        simulated::{Behaviour, Simulated},
+    },
+};
+use policy::{
+    prefetch::{Mode, Settings},
+    request::Direction,
+    throttle::Cost,
+    time::Duration,
+};
+
+use crate::seeds;
+
+const BLOCK: usize = 4096;
+const MIB: usize = 1 << 20;
+
+fn disk(storage: Storage, settings: Settings) -> Arc<Disk> {
+    disk_of(Image::Raw(Raw::new(storage)), settings)
+}
+
+fn disk_of(image: Image, settings: Settings) -> Arc<Disk> {
+    let disk = Disk::new("disk", image, DiskSettings::default(), None).expect("no limits");
+    disk.prefetch().set(settings).expect("in range");
+    Arc::new(disk)
+}
+
+fn slow(size_bytes: usize, delay: &str) -> Storage {
+    let memory = Storage::Memory(Memory::new(size_bytes as u64).expect("small"));
+    Storage::Delay(Box::new(Delay::new(memory, delay.parse().expect("valid"))))
+}
+
+async fn read(disk: &Disk, block: usize) -> block::error::Result<u8> {
+    let pass = disk.admit(Direction::Read, Cost::one(BLOCK as u64)).await;
+    let data = disk.read(pass, (block * BLOCK) as u64, BLOCK).await?;
+    assert_eq!(data.len(), BLOCK);
+    Ok(data.as_slice()[0][0])
+}
+
+async fn write(disk: &Disk, block: usize, byte: u8) {
+    let mut data = Buffer::new(BLOCK);
+    data.fill(byte);
+    let pass = disk.admit(Direction::Write, Cost::one(BLOCK as u64)).await;
+    let offset = (block * BLOCK) as u64;
+    disk.write(pass, offset, data.into(), Durability::Cached).await.expect("the disk is sound");
+}
+
+#[test]
+fn a_read_ahead_that_a_write_overtakes_is_never_served() {
+    let overtaken = Rc::new(Cell::new(0));
+    let count = seeds::for_each("--test simulation", "a_read_ahead_that_a_write_overtakes", 500, |seed| {
+        let overtaken = Rc::clone(&overtaken);
+        sim::run(seed, async move {
+            let behaviour = Behaviour { latency: Duration::from_millis(10), ..Behaviour::default() };
+            let device = Simulated::new(vec![1; 64 * BLOCK], behaviour);
+            let disk = disk(Storage::Simulated(Align::new(device)), Settings::default());
+            for block in 0..3 {
+                read(&disk, block).await.expect("sound");
+            }
+            // The fourth to the 35th are on their way.
+            let block = sim::random(|random| random.usize(3..35));
+            sleep_until(now() + Duration::from_micros(sim::random(|random| random.u64(..5000)))).await;
+            let other = spawn_joinable({
+                let (disk, other) = (Arc::clone(&disk), if block == 34 { 3 } else { block + 1 });
+                async move { read(&disk, other).await }
+            });
+            sleep_until(now() + Duration::from_micros(1)).await;
+            // It has to wait for what is on its way: so is what is written over now.
+            let was_overtaken = disk.prefetch().stats().waited > 0;
+            write(&disk, block, 2).await;
+            assert_eq!(other.await, Ok(1));
+            assert_eq!(read(&disk, block).await, Ok(2), "block {block}");
+            sleep_until(now() + Duration::from_secs(1)).await;
+            assert_eq!(read(&disk, block).await, Ok(2), "block {block}, later");
+            overtaken.set(overtaken.get() + u64::from(was_overtaken));
+        });
+    });
+    assert!(
+        overtaken.get() >= count / 10,
+        "{} of {count} writes overtook what was on its way",
+        overtaken.get()
+    );
+}
+
+#[test]
+fn slow_storage_is_read_nearly_as_fast_by_one_request_at_a_time_as_by_many() {
+    sim::run(1, async {
+        // 200 MB/s, each request 5 ms late: what a disk behind a network is like.
+        let (size, rate) = (64 * MIB, 200_000_000);
+        let budget = Arc::new(Budget::new(RateOptions { read: Some(rate), ..RateOptions::default() }));
+        let storage = Rate::new(slow(size, "read=5ms"), budget);
+        let disk = disk(Storage::Rate(Box::new(storage)), Settings { mode: Mode::On, ..Settings::default() });
+        let began = now();
+        for block in 0..size / BLOCK {
+            read(&disk, block).await.expect("sound");
+        }
+        let seconds = (now() - began).as_secs_f64();
+        let reached = size as f64 / seconds / rate as f64;
+        assert!(reached >= 0.8, "{:.0} % of the bandwidth", reached * 100.0);
+    });
+}
+
+#[test]
+fn a_read_ahead_that_fails_is_not_heard_of_until_its_data_is_asked_for() {
+    sim::run(1, async {
+        let bad: FaultRule = FaultRule {
+            kind: Some(Kind::Read),
+            range: Some((20 * BLOCK) as u64..(21 * BLOCK) as u64),
+            error: block::error::Error::IO,
+            count: None,
+            probability: 1.0,
+            seed: 0,
+        };
+        let storage = Fault::new(slow(MIB, "read=1ms"), vec![bad]);
+        let disk = disk(Storage::Fault(Box::new(storage)), Settings::default());
+        for block in 0..60 {
+            let expect = if block == 20 { Err(block::error::Error::IO) } else { Ok(0) };
+            assert_eq!(read(&disk, block).await, expect, "block {block}");
+        }
+        assert!(disk.prefetch().stats().hits > 10);
+    });
+}
+
+#[test]
+fn a_disk_is_closed_once_what_it_reads_ahead_has_landed() {
+    sim::run(1, async {
+        let disk = disk(slow(MIB, "read=50ms"), Settings::default());
+        for block in 0..2 {
+            read(&disk, block).await.expect("sound");
+        }
+        let reader = |block| {
+            let disk = Arc::clone(&disk);
+            spawn_joinable(async move { read(&disk, block).await })
+        };
+        // What the third read has read ahead of it comes when that does.
+        let (third, fourth) = (reader(2), reader(3));
+        let began = now();
+        sleep_until(began + Duration::from_millis(25)).await;
+        disk.close().await.expect("memory");
+        assert_eq!(now() - began, Duration::from_millis(50));
+        assert_eq!((third.await, fourth.await), (Ok(0), Ok(0)));
+        assert_eq!(disk.prefetch().stats().memory_bytes, 0);
+        // Still readable, and nothing more is read ahead.
+        for block in 4..20 {
+            read(&disk, block).await.expect("sound");
+        }
+        assert_eq!(disk.prefetch().stats().memory_bytes, 0);
+    });
+}
+
+#[test]
+fn what_is_in_memory_already_is_not_read_ahead_unless_told_to() {
+    sim::run(1, async {
+        let memory = || Storage::Memory(Memory::new(MIB as u64).expect("small"));
+        for mode in [Mode::Auto, Mode::On] {
+            let disk = disk(memory(), Settings { mode, ..Settings::default() });
+            for block in 0..100 {
+                read(&disk, block).await.expect("sound");
+            }
+            let hits = disk.prefetch().stats().hits;
+            assert_eq!((disk.prefetch().settings().mode, hits > 0), (mode, mode == Mode::On), "{hits} hits");
+        }
+    });
+}
+
+#[test]
+fn a_hundred_readers_at_once_are_read_ahead_of_alike() {
+    const READERS: usize = 100;
+    sim::run(1, async {
+        let size = READERS * 8 * MIB;
+        let budget = Arc::new(Budget::new(RateOptions { read: Some(600_000_000), ..RateOptions::default() }));
+        let storage = Rate::new(slow(size, "read=100us"), budget);
+        let settings = Settings { memory_bytes: 64 << 20, ..Settings::default() };
+        let disk = disk(Storage::Rate(Box::new(storage)), settings);
+        let answered: Rc<Vec<Cell<usize>>> = Rc::new((0..READERS).map(|_| Cell::new(0)).collect());
+        let readers: Vec<_> = (0..READERS)
+            .map(|reader| {
+                let (disk, answered) = (Arc::clone(&disk), Rc::clone(&answered));
+                spawn_joinable(async move {
+                    for block in 0.. {
+                        read(&disk, reader * (8 * MIB / BLOCK) + block).await.expect("sound");
+                        answered[reader].set(block + 1);
+                    }
+                })
+            })
+            .collect();
+        sleep_until(now() + Duration::from_secs(1)).await;
+        let total: usize = answered.iter().map(Cell::get).sum();
+        let slowest = answered.iter().map(Cell::get).min().expect("there are readers");
+        for reader in readers {
+            reader.cancel().await;
+        }
+        assert!(
+            slowest * READERS * 3 >= total,
+            "the slowest had {slowest} of {total}: {answered:?} {:?}",
+            disk.prefetch().stats()
+        );
+        assert!(total * BLOCK > 400_000_000, "{total} in a second");
+    });
+}
+
+#[test]
+fn what_is_not_allocated_is_not_read_ahead() {
+    sim::run(1, async {
+        let storage = slow(512, "read=100us");
+        let options = CreateOptions { size_bytes: 4 * MIB as u64, ..CreateOptions::default() };
+        create(&storage, None, &options).await.expect("memory");
+        let parts = Parts {
+            storage,
+            backing: None,
+            data: None,
+            cipher: None,
+            read_only: false,
+            caches: CacheSettings::default(),
+        };
+        let image = Qcow2::open(parts).await.expect("new");
+        let disk = disk_of(Image::Qcow2(image), Settings::default());
+        write(&disk, 512, 7).await;
+        for block in 0..4 * MIB / BLOCK {
+            assert_eq!(read(&disk, block).await, Ok(if block == 512 { 7 } else { 0 }));
+        }
+        let stats = disk.prefetch().stats();
+        // The one cluster that there is.
+        assert_eq!(stats.read_ahead_bytes, 65536);
+        assert!(stats.hits > 10, "{stats:?}");
+    });
+}

@@ -1,0 +1,106 @@
+//! Reading ahead on what guests leave, through the layer that asks for it: guests pass at the same instants, and a disk without limits asks nobody.
+
+use std::sync::Arc;
+
+use block::{
+    layer::throttle::{DiskSettings, Group, GroupSettings, Member},
+    reactor::{now, sim, sleep_until, spawn_joinable},
+};
+use policy::{
+    request::Direction,
+    throttle::{Cost, GivenBack, Limit, LimitKind, Limits},
+    time::{Duration, Instant},
+};
+
+use crate::seeds;
+
+const LENGTH: u64 = 64 << 10;
+/// A tenth of a second's worth is a MiB.
+const RATE: u64 = 10 << 20;
+
+fn limits(rate: u64) -> Limits {
+    let mut limits = Limits::default();
+    *limits.limit_mut(LimitKind::BpsTotal) = Limit { rate, ..Limit::NONE };
+    limits
+}
+
+fn group(rate: u64) -> Arc<Group> {
+    let settings = GroupSettings { limits: limits(rate), ..GroupSettings::default() };
+    Group::new("shared", settings, None).expect("valid")
+}
+
+fn member(group: Option<&Arc<Group>>) -> Member {
+    Member::new(DiskSettings::default(), group).expect("no promises")
+}
+
+fn read_ahead(member: &Member) -> bool {
+    member.spare(&Cost::one(LENGTH), GivenBack::NOTHING)
+}
+
+/// How many may be made at once.
+fn fill(member: &Member) -> usize {
+    (0..1000).take_while(|_| read_ahead(member)).count()
+}
+
+#[test]
+fn requests_pass_at_the_same_instants_whatever_is_read_ahead() {
+    seeds::for_each(
+        "--test simulation",
+        "requests_pass_at_the_same_instants_whatever_is_read_ahead",
+        50,
+        |seed| {
+            let (undisturbed, none) = sim::run(seed, run(false));
+            let (passed, read_ahead) = sim::run(seed, run(true));
+            assert_eq!(passed, undisturbed);
+            assert!(none == 0 && read_ahead > 16, "{read_ahead} is no more than the bucket holds");
+        },
+    );
+}
+
+/// When a disk's requests passed that come in bursts, and how much was read ahead for its neighbour.
+async fn run(with_read_ahead: bool) -> (Vec<Instant>, usize) {
+    let group = group(RATE);
+    let (disk, neighbour) = (member(Some(&group)), member(Some(&group)));
+    let guest = spawn_joinable(async move {
+        let mut passed = Vec::new();
+        for request in 0..200 {
+            disk.admit(Direction::ALL[request % 2], Cost::one(LENGTH)).await;
+            passed.push(now());
+            if request % 40 == 0 {
+                sleep_until(now() + Duration::from_millis(300)).await;
+            }
+        }
+        passed
+    });
+    let mut count = 0;
+    for _ in 0..1000 {
+        sleep_until(now() + Duration::from_nanos(2_345_678)).await;
+        if with_read_ahead {
+            count += usize::from(read_ahead(&neighbour));
+        }
+    }
+    (guest.await, count)
+}
+
+#[test]
+fn what_is_spare_is_the_tree_s_that_the_disk_is_in() {
+    sim::run(1, async {
+        let [full, empty] = [group(RATE), group(RATE)];
+        let disk = member(Some(&full));
+        // The bucket holds 16, and one may make it run over.
+        assert_eq!(fill(&disk), 17);
+        assert_eq!(fill(&member(Some(&full))), 0);
+        disk.move_to(Some(&empty)).expect("no promises");
+        assert_eq!(fill(&disk), 17);
+        disk.set(DiskSettings { limits: limits(RATE / 2), ..DiskSettings::default() }).expect("valid");
+        assert!(!read_ahead(&disk), "the group's is still more than full");
+        disk.move_to(None).expect("no promises");
+        assert_eq!(fill(&disk), 9, "its own limits begin with empty buckets");
+        disk.set(DiskSettings::default()).expect("valid");
+        assert_eq!(fill(&disk), 1000, "nothing is limited");
+        disk.move_to(Some(&full)).expect("no promises");
+        assert!(!read_ahead(&disk));
+        full.lift();
+        assert_eq!(fill(&disk), 1000);
+    });
+}

@@ -1,0 +1,151 @@
+//! `weir prefetch`: shows what is read ahead of a disk's readers and what came of it, or changes it while it runs.
+//!
+//! Never judges a setting: the daemon does, and applies all of a change or nothing.
+
+use anyhow::anyhow;
+use serde_json::{Value, json};
+
+use crate::{
+    Failure,
+    cli::PrefetchArgs,
+    client::{
+        Client, Target,
+        change::Name,
+        report::{Disk, Node, ReadAhead, Report},
+    },
+    figures, print, saving,
+};
+
+/// Shows or changes what is read ahead.
+///
+/// # Errors
+/// If the daemon cannot be asked or refuses, the name is no disk's, or the config file cannot be written.
+pub(crate) fn run(arguments: PrefetchArgs) -> Result<(), Failure> {
+    let target = Target::choose(arguments.qmp.clone());
+    let target = target.map_err(|said| Failure::Usage(anyhow::Error::msg(said)))?;
+    let mut client = Client::connect(&target)?;
+    let (answer, report) = client.status()?;
+    let name = arguments.name.as_str();
+    let disk = find(&report, name).map_err(anyhow::Error::msg)?;
+    let change = arguments.change();
+    if change.is_empty() {
+        if arguments.save.save {
+            let said = "--save: there is no setting to save (name one, such as off or --memory 64M)";
+            return Err(Failure::Usage(anyhow!(said)));
+        }
+        let text = if arguments.json { saving::pretty(&entry(&answer, name)) } else { show(disk) };
+        return Ok(print(&text)?);
+    }
+    let saved = saving::apply(&mut client, &report, (name, Node::Disk(disk)), &arguments.save, &change)?;
+    Ok(print(&saving::told(name, &disk.settings, &change, saved.as_deref(), arguments.json))?)
+}
+
+fn find<'a>(report: &'a Report, name: &str) -> Result<&'a Disk, String> {
+    match report.find(name) {
+        Some(Node::Disk(disk)) => Ok(disk),
+        Some(Node::Group(_)) => {
+            Err(format!("{name}: is a group, and what is read ahead is a disk's (name one of its disks)"))
+        }
+        None => Err(report.no_such(name)),
+    }
+}
+
+/// Settings and figures of a disk for people.
+fn show(disk: &Disk) -> String {
+    let mut text = format!("disk {}\n", disk.name);
+    let settings = Name::of_prefetch().map(|name| (name.text(), name.show(&name.of(&disk.settings))));
+    let settings: Vec<_> = settings.collect();
+    let width = settings.iter().map(|(name, _)| name.len()).max().unwrap_or(0);
+    for (name, value) in settings.into_iter().chain(figures(&disk.read_ahead)) {
+        text += &format!("  {name:width$}  {value}\n");
+    }
+    text
+}
+
+/// What came of it, line by line.
+fn figures(read_ahead: &ReadAhead) -> Vec<(&'static str, String)> {
+    let ReadAhead { hits, partial_hits, misses, skipped, waited, memory, streams, .. } = *read_ahead;
+    let [ahead, used, wasted] = [read_ahead.read_ahead_bytes, read_ahead.used_bytes, read_ahead.wasted_bytes]
+        .map(|bytes| figures::bytes(bytes as f64));
+    let share = |share: Option<f64>| share.map_or_else(|| "-".to_owned(), figures::share);
+    let gate = if read_ahead.closed { "; closed, because it does not pay now" } else { "" };
+    vec![
+        (
+            "reads",
+            format!(
+                "{hits} hits ({waited} of them waited), {partial_hits} partial, {misses} misses, {skipped} too large"
+            ),
+        ),
+        ("hit rate", share(read_ahead.hit_rate)),
+        ("read ahead", format!("{ahead}, {used} used, {wasted} wasted{gate}")),
+        ("accuracy", share(read_ahead.accuracy)),
+        ("in memory", figures::bytes(memory as f64)),
+        ("streams", streams.to_string()),
+    ]
+}
+
+/// The part of the daemon's answer that is about this.
+fn entry(answer: &Value, name: &str) -> Value {
+    let disk = answer["disks"].as_array().into_iter().flatten().find(|disk| disk["name"] == name);
+    let part = |key: &str| disk.map_or(Value::Null, |disk| disk[key].clone());
+    json!({ "name": name, "prefetch": part("prefetch"), "read-ahead": part("read-ahead") })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn report() -> (Value, Report) {
+        let answer = json!({
+            "disks": [{
+                "name": "vm1", "limits": {},
+                "prefetch": {
+                    "mode": "on", "memory": 64 << 20, "largest-request": 64 << 10, "window-min": 128 << 10,
+                    "window-max": 2 << 20, "streams": 256
+                },
+                "read-ahead": {
+                    "hits": 960, "partial-hits": 10, "misses": 30, "skipped": 2, "waited": 7, "hit-bytes": 9,
+                    "read-ahead-bytes": 5 << 20, "used-bytes": 4 << 20, "wasted-bytes": 512 << 10,
+                    "memory": 512 << 10, "streams": 3, "closed": true, "hit-rate": 0.97, "accuracy": 0.89
+                }
+            }],
+            "groups": [{ "name": "gold" }]
+        });
+        let report = Report::read(&answer).unwrap();
+        (answer, report)
+    }
+
+    #[test]
+    fn settings_and_what_came_of_them() {
+        let (answer, report) = report();
+        let expect = "\
+disk vm1
+  prefetch                  on
+  prefetch-memory           64M
+  prefetch-largest-request  64K
+  prefetch-window-min       128K
+  prefetch-window-max       2M
+  prefetch-streams          256
+  reads                     960 hits (7 of them waited), 10 partial, 30 misses, 2 too large
+  hit rate                  97%
+  read ahead                5.0M, 4.0M used, 512K wasted; closed, because it does not pay now
+  accuracy                  89%
+  in memory                 512K
+  streams                   3
+";
+        assert_eq!(show(find(&report, "vm1").unwrap()), expect);
+        let printed = entry(&answer, "vm1");
+        let disk = &answer["disks"][0];
+        assert_eq!((&printed["prefetch"], &printed["read-ahead"]), (&disk["prefetch"], &disk["read-ahead"]));
+    }
+
+    #[test]
+    fn only_disks_have_it() {
+        let (_, report) = report();
+        assert_eq!(
+            find(&report, "gold").unwrap_err(),
+            "gold: is a group, and what is read ahead is a disk's (name one of its disks)"
+        );
+        assert!(find(&report, "vm2").unwrap_err().contains("did you mean \"vm1\"?"));
+    }
+}

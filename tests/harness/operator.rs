@@ -1,0 +1,64 @@
+//! Whoever watches and changes what runs: the commands that speak to a daemon's control socket, which is `qmp` in the scratch directory.
+
+use std::time::Instant;
+
+use serde_json::Value;
+
+use super::{Client, DEADLINE, Scratch, scratch::text, weir};
+
+/// The control socket, as daemon and commands are told.
+pub(crate) fn socket(scratch: &Scratch) -> String {
+    format!("unix:{}", text(&scratch.socket("qmp")))
+}
+
+/// A command that is told where the daemon is.
+fn command(scratch: &Scratch, arguments: &[&str]) -> Client {
+    let (command, rest) = arguments.split_first().expect("a command");
+    weir(&[command, "--qmp", &socket(scratch)]).args(rest)
+}
+
+/// What a command prints that succeeds.
+#[track_caller]
+pub(crate) fn prints(scratch: &Scratch, arguments: &[&str]) -> String {
+    let printed = command(scratch, arguments).succeeds();
+    assert!(!printed.contains(char::REPLACEMENT_CHARACTER), "it prints UTF-8");
+    printed
+}
+
+/// What a command prints that succeeds and prints JSON.
+#[track_caller]
+pub(crate) fn prints_json(scratch: &Scratch, arguments: &[&str]) -> Value {
+    serde_json::from_str(&prints(scratch, arguments)).expect("it prints JSON")
+}
+
+/// What a command says that fails, as it must, with status 1.
+#[track_caller]
+pub(crate) fn fails(scratch: &Scratch, arguments: &[&str]) -> String {
+    let outcome = command(scratch, arguments).run();
+    let said = outcome.said();
+    assert_eq!(outcome.code(), 1, "weir {arguments:?}: {said}");
+    assert!(said.starts_with("weir: "), "{said}");
+    said
+}
+
+/// What `weir status` says of everything, with rates over `interval`.
+#[track_caller]
+pub(crate) fn status(scratch: &Scratch, interval: &str) -> Value {
+    prints_json(scratch, &["status", "--json", "--interval", interval])
+}
+
+/// The entry of this name in a list of the status.
+#[track_caller]
+pub(crate) fn find<'a>(status: &'a Value, list: &str, name: &str) -> &'a Value {
+    let entries = status[list].as_array().expect("a list");
+    entries.iter().find(|entry| entry["name"] == name).expect("it is there")
+}
+
+/// Looks until the daemon's state is as wanted.
+#[track_caller]
+pub(crate) fn wait_until(scratch: &Scratch, is_so: impl Fn(&Value) -> bool) {
+    let until = Instant::now() + DEADLINE;
+    while !is_so(&status(scratch, "0")) {
+        assert!(Instant::now() < until, "{:#}", status(scratch, "0"));
+    }
+}

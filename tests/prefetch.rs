@@ -1,0 +1,279 @@
+//! Reading ahead as users set and see it: on the command line, in the config file, over QMP and with `weir prefetch`, while a disk is
+//! in use.
+
+use std::{fs, path::Path};
+
+use serde_json::{Value, json};
+
+use crate::harness::{
+    MIB, Qmp, Scratch, Serve, Weir, assert_says, nbdsh,
+    operator::{fails, find, prints, prints_json, socket, status},
+    text,
+};
+
+/// Two disks of memory, `a` and `b`, that can be controlled.
+fn start(scratch: &Scratch, more: &[&str]) -> Weir {
+    let disks = ["memory:16M", "memory:16M", "--name", "a", "--name", "b"];
+    Serve::new(scratch).args(disks).args(["--qmp", &socket(scratch)]).args(more).start()
+}
+
+/// What is set for a disk.
+#[track_caller]
+fn settings(scratch: &Scratch, disk: &str) -> Value {
+    prints_json(scratch, &["prefetch", disk, "--json"])["prefetch"].clone()
+}
+
+/// The settings of a disk of which nothing was said, but for those that are `changed`.
+fn defaults(changed: Value) -> Value {
+    let mut settings = json!({
+        "mode": "auto", "memory": 4 << 20, "largest-request": 64 << 10,
+        "window-min": 128 << 10, "window-max": 2 << 20, "streams": 256
+    });
+    if let Value::Object(changed) = changed {
+        settings.as_object_mut().expect("an object").extend(changed);
+    }
+    settings
+}
+
+#[test]
+fn the_command_line_sets_every_disk() {
+    let scratch = Scratch::new();
+    let weir = start(&scratch, &[]);
+    assert_eq!(settings(&scratch, "a"), defaults(json!({})));
+    weir.stop();
+    let numbers = ["--prefetch-memory", "64M", "--prefetch-window-max", "8M", "--prefetch-streams", "7"];
+    let _weir = start(&scratch, &[&["--prefetch", "off"][..], &numbers].concat());
+    let expect = json!({"mode": "off", "memory": 64 << 20, "window-max": 8 << 20, "streams": 7});
+    for disk in ["a", "b"] {
+        assert_eq!(settings(&scratch, disk), defaults(expect.clone()), "numbers are kept for later");
+    }
+}
+
+/// A config file with three disks that say something different each.
+fn config(scratch: &Scratch) -> String {
+    format!(
+        "[daemon]\nqmp = \"{}\"\nnbd = \"unix:{}\"\n\n[disk.a]\nimage = \"memory:1M\"\nprefetch = true # why not\n\
+         prefetch-largest-request = 4096\n\n[disk.b]\nimage = \"memory:1M\"\nprefetch = false\n\n\
+         [disk.c]\nimage = \"memory:1M\"\n",
+        socket(scratch),
+        text(&scratch.socket("nbd"))
+    )
+}
+
+fn serve(scratch: &Scratch, file: &Path) -> Weir {
+    Serve::new(scratch).where_said().arg("--config").arg(file).start()
+}
+
+#[test]
+fn the_config_file_sets_each_disk_and_keeps_what_is_saved() {
+    let scratch = Scratch::new();
+    let before = config(&scratch);
+    let file = scratch.file("weir.toml", &before);
+    let weir = serve(&scratch, &file);
+    assert_eq!(settings(&scratch, "a"), defaults(json!({"mode": "on", "largest-request": 4096})));
+    assert_eq!(settings(&scratch, "b"), defaults(json!({"mode": "off"})));
+    assert_eq!(settings(&scratch, "c"), defaults(json!({})));
+
+    let said = prints(&scratch, &["prefetch", "a", "auto", "--memory", "1G", "--save"]);
+    assert_says(&said, &["a: prefetch: on → auto\n", "a: prefetch-memory: 4M → 1G\n", "a: saved in "]);
+    prints(&scratch, &["prefetch", "b", "--streams", "9", "--save"]);
+    let expect = before
+        .replace("prefetch = true #", "prefetch = \"auto\" #")
+        .replace("= 4096\n", "= 4096\nprefetch-memory = \"1G\"\n")
+        .replace("prefetch = false\n", "prefetch = false\nprefetch-streams = 9\n");
+    assert_eq!(fs::read_to_string(&file).expect("it is there"), expect);
+    let live = ["a", "b", "c"].map(|disk| settings(&scratch, disk));
+    weir.stop();
+    let _weir = serve(&scratch, &file);
+    assert_eq!(["a", "b", "c"].map(|disk| settings(&scratch, disk)), live);
+}
+
+#[test]
+fn what_cannot_be_is_refused_before_anything_is_served() {
+    let scratch = Scratch::new();
+    let refused =
+        |option: &str, value: &str| Serve::new(&scratch).args(["memory:1M", option, value]).rejects_usage();
+    assert_says(&refused("--prefetch", "yes"), &["--prefetch", "'yes'", "is none of on, off and auto"]);
+    let said = refused("--prefetch-memory", "255K");
+    assert_says(&said, &["--prefetch-memory 255K: is out of range; it may be from 256K to 1T"]);
+    let said = refused("--prefetch-window-max", "64K");
+    assert_says(&said, &["--prefetch-window-max 64K: prefetch-window-min (131072) is above"]);
+    let file = scratch.file("weir.toml", "[disk.a]\nimage = \"memory:1M\"\nprefetch-streams = 4097\n");
+    let said = Serve::new(&scratch).where_said().arg("--config").arg(&file).fails();
+    assert_says(&said, &[":3: disk.a.prefetch-streams = 4097: is out of range; it may be from 1 to 4096"]);
+}
+
+#[test]
+fn a_live_change_is_whole_or_not_at_all() {
+    let scratch = Scratch::new();
+    let _weir = start(&scratch, &["--iops-total", "500"]);
+    let said = prints(&scratch, &["prefetch", "a", "on", "--memory", "8M", "--window-min", "64K"]);
+    let expect = "a: prefetch: auto → on\na: prefetch-memory: 4M → 8M\na: prefetch-window-min: 128K → 64K\n";
+    assert_eq!(said, expect);
+    let before = defaults(json!({"mode": "on", "memory": 8 << 20, "window-min": 64 << 10}));
+    assert_eq!(settings(&scratch, "a"), before);
+    assert_eq!(settings(&scratch, "b"), defaults(json!({})), "it is each disk's own");
+
+    let said = fails(&scratch, &["prefetch", "a", "off", "--memory", "4K"]);
+    assert_says(&said, &["weir: a: ", "prefetch-memory", "(4096)", "from 262144 to 1099511627776"]);
+    let said = fails(&scratch, &["prefetch", "a", "off", "--window-max", "32K"]);
+    assert_says(&said, &["prefetch-window-min (65536) is above prefetch-window-max (32768)"]);
+    let mut client = Qmp::negotiated(&scratch.socket("qmp"));
+    let refused = |client: &mut Qmp, arguments: Value| {
+        let answer = client.ask("x-weir-set", arguments);
+        answer["error"]["desc"].as_str().expect("it is refused").to_owned()
+    };
+    // Beside something that is right, and the other way round.
+    let said = refused(&mut client, json!({"name": "a", "iops-total": 7, "prefetch-streams": 0}));
+    assert_says(&said, &["prefetch-streams", "(0)", "from 1 to 4096"]);
+    let said = refused(&mut client, json!({"name": "a", "prefetch": "off", "iops-total-max": 7}));
+    assert_says(&said, &["iops-total-max (7) is below iops-total (500)"]);
+    let said = refused(&mut client, json!({"name": "a", "prefetch": "off", "group": "nobody"}));
+    assert_says(&said, &["nobody"]);
+    let said = refused(&mut client, json!({"name": "a", "prefetch": true}));
+    assert_says(&said, &["'prefetch', expected: string"]);
+    assert_eq!(settings(&scratch, "a"), before);
+    assert_says(&prints(&scratch, &["throttle", "a"]), &["  iops-total  500\n"]);
+
+    client.command(
+        "x-weir-set",
+        json!({"name": "a", "prefetch": "auto", "prefetch-memory": 4 << 20, "iops-total": 7}),
+    );
+    assert_eq!(settings(&scratch, "a"), defaults(json!({"window-min": 64 << 10})));
+    assert_says(&prints(&scratch, &["throttle", "a"]), &["  iops-total  7\n"]);
+}
+
+#[test]
+fn a_group_reads_nothing_ahead() {
+    let scratch = Scratch::new();
+    let _weir = start(&scratch, &["--group", "gold"]);
+    assert_says(&fails(&scratch, &["prefetch", "gold"]), &["gold: is a group", "name one of its disks"]);
+    assert_says(&fails(&scratch, &["prefetch", "c"]), &["c: no disk and no group has this name"]);
+    let mut client = Qmp::negotiated(&scratch.socket("qmp"));
+    let answer = client.ask("x-weir-set", json!({"name": "gold", "prefetch": "on", "iops-total": 5}));
+    assert_says(
+        answer["error"]["desc"].as_str().expect("it is refused"),
+        &["group gold: nothing is read ahead"],
+    );
+    assert_says(&prints(&scratch, &["throttle", "gold"]), &["no limits of its own"]);
+}
+
+#[test]
+fn the_status_shows_disks_that_read_ahead() {
+    let scratch = Scratch::new();
+    let _weir = start(&scratch, &["--prefetch", "on"]);
+    prints(&scratch, &["prefetch", "b", "off"]);
+    let shown = prints(&scratch, &["status", "--interval", "0"]);
+    assert_says(&shown, &["DISK  PREFETCH  HIT RATE  ACCURACY", "\na     on "]);
+    assert!(!shown.contains("\nb     off"), "{shown}");
+    let status = status(&scratch, "0");
+    let a = find(&status, "disks", "a");
+    assert_eq!(a["prefetch"], defaults(json!({"mode": "on"})));
+    let figures = a["read-ahead"].as_object().expect("an object");
+    for figure in ["hits", "partial-hits", "misses", "skipped", "waited", "wasted-bytes", "memory", "streams"]
+    {
+        assert!(figures[figure].is_u64(), "{figure}: {figures:?}");
+    }
+    let shown = prints(&scratch, &["prefetch", "b"]);
+    assert_says(
+        &shown,
+        &["disk b\n  prefetch                  off\n", "  prefetch-memory           4M\n", "\n  hit rate "],
+    );
+    prints(&scratch, &["prefetch", "b", "auto"]);
+    assert_says(&prints(&scratch, &["status", "--interval", "0"]), &["\nb     auto "]);
+}
+
+#[test]
+fn disks_that_are_added_live_read_ahead_as_they_are_told() {
+    let scratch = Scratch::new();
+    let _weir = start(&scratch, &[]);
+    let mut client = Qmp::negotiated(&scratch.socket("qmp"));
+    let memory = |name: &str| json!({"driver": "x-weir-memory", "node-name": name, "size": 1 << 20});
+    client.command("blockdev-add", memory("plain"));
+    assert_eq!(settings(&scratch, "plain"), defaults(json!({})));
+    let mut told = memory("told");
+    told["x-weir-prefetch"] = json!("on");
+    told["x-weir-prefetch-memory"] = json!(1 << 20);
+    client.command("blockdev-add", told);
+    let expect = defaults(json!({"mode": "on", "memory": 1 << 20}));
+    assert_eq!(settings(&scratch, "told"), expect);
+
+    // Under another node it keeps what it had, but for what that says; and so it does once that is gone.
+    let over = json!({"driver": "raw", "node-name": "over", "file": "told", "x-weir-prefetch-streams": 3});
+    client.command("blockdev-add", over);
+    let expect = defaults(json!({"mode": "on", "memory": 1 << 20, "streams": 3}));
+    assert_eq!(settings(&scratch, "over"), expect);
+    client.command("blockdev-del", json!({"node-name": "over"}));
+    assert_eq!(settings(&scratch, "told"), expect);
+
+    for (wrong, expected) in [
+        (json!({"x-weir-prefetch": "yes"}), "'x-weir-prefetch' does not accept value 'yes'"),
+        (
+            json!({"x-weir-prefetch-memory": 1}),
+            "'x-weir-prefetch-memory' (1) is out of range; it is from 262144",
+        ),
+        (json!({"x-weir-prefetch-window-max": 4096}), "prefetch-window-min (131072) is above"),
+    ] {
+        let mut arguments = memory("wrong");
+        arguments.as_object_mut().expect("an object").extend(wrong.as_object().expect("an object").clone());
+        let answer = client.ask("blockdev-add", arguments);
+        assert_says(answer["error"]["desc"].as_str().expect("it is refused"), &[expected]);
+    }
+    assert_says(&fails(&scratch, &["prefetch", "wrong"]), &["wrong: no disk and no group has this name"]);
+    let inner =
+        json!({"driver": "raw", "node-name": "w", "file": {"driver": "null-co", "x-weir-prefetch": "on"}});
+    let answer = client.ask("blockdev-add", inner);
+    assert_says(
+        answer["error"]["desc"].as_str().expect("it is refused"),
+        &["Parameter 'file.x-weir-prefetch' is unexpected"],
+    );
+}
+
+/// Reads the image from its beginning, 4 KiB at a time and one at a time, through the daemon and beside it.
+#[track_caller]
+fn read_in_sequence(weir: &Weir, image: &Path) {
+    let script = r#"
+h.connect_uri(arguments[0])
+with open(arguments[1], "rb") as image:
+    for offset in range(0, h.get_size(), 4096):
+        assert h.pread(4096, offset) == image.read(4096), offset
+"#;
+    nbdsh(script, [&weir.uri("vm1"), text(image)]);
+}
+
+#[test]
+fn a_sequential_reader_is_answered_from_memory_until_that_is_switched_off() {
+    let scratch = Scratch::new();
+    let image = scratch.filled("vm1.raw", 4 * MIB);
+    let weir = Serve::new(&scratch)
+        .arg(&image)
+        .args(["--format", "raw", "--prefetch", "on", "--prefetch-memory", "1M", "--qmp", &socket(&scratch)])
+        .start();
+    let figures = || prints_json(&scratch, &["prefetch", "vm1", "--json"])["read-ahead"].clone();
+    let count = |figures: &Value, name: &str| figures[name].as_u64().expect("a counter");
+    assert_eq!((figures()["hits"].as_u64(), figures().get("hit-rate")), (Some(0), None));
+
+    read_in_sequence(&weir, &image);
+    let after = figures();
+    let reads = count(&after, "hits") + count(&after, "partial-hits") + count(&after, "misses");
+    assert_eq!(reads, 4 * MIB / 4096, "{after:#}");
+    assert!(after["hit-rate"].as_f64() > Some(0.8), "{after:#}");
+    assert!(after["accuracy"].as_f64() > Some(0.8), "{after:#}");
+    assert!(count(&after, "used-bytes") <= count(&after, "read-ahead-bytes"), "{after:#}");
+    assert!(count(&after, "memory") <= MIB, "{after:#}");
+    let shown = prints(&scratch, &["status", "--interval", "0"]);
+    let row = shown.lines().find(|line| line.starts_with("vm1   on ")).expect("the table has it");
+    assert_eq!(row.matches('%').count(), 2, "{shown}");
+
+    prints(&scratch, &["prefetch", "vm1", "off"]);
+    let before = figures();
+    assert_eq!(count(&before, "memory"), 0, "it is given back at once: {before:#}");
+    read_in_sequence(&weir, &image);
+    let after = figures();
+    for counter in ["hits", "partial-hits", "read-ahead-bytes"] {
+        assert_eq!(count(&after, counter), count(&before, counter), "{counter}: {after:#}");
+    }
+    prints(&scratch, &["prefetch", "vm1", "on"]);
+    read_in_sequence(&weir, &image);
+    assert!(count(&figures(), "hits") > count(&after, "hits"));
+}
