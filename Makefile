@@ -42,7 +42,7 @@ test-e2e: ## tests with real clients: the program's own, a guest's kernel, every
 	tests/guest/against-weir "$(TARGET)/debug/weir"
 	bench/run.py --short --weir "$(TARGET)/debug/weir"
 
-bench: ## weir and its peers side by side, as ratios (about 25 minutes); BENCH="--rows 'file-*'" for a part
+bench: ## weir and its peers side by side, as ratios (about 50 minutes); BENCH="--rows 'file-*'" for a part
 	@scripts/deps build clients
 	$(CARGO) build --release --locked -p weir
 	bench/run.py $(BENCH)

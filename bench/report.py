@@ -10,6 +10,8 @@ MIB = 1 << 20
 TITLES = {
     "iops": "IOPS",
     "cpu_us": "CPU/request",
+    "ns": "request",
+    "slowest": "slowest",
     "bytes_per_s": "bytes/s",
     "rate": "per second",
     "start_s": "start",
@@ -31,6 +33,8 @@ TITLES = {
 SHOW = {
     "iops": "{:,.0f}".format,
     "cpu_us": "{:.1f} µs".format,
+    "ns": "{:,.0f} ns".format,
+    "slowest": "{:.2f} of mean".format,
     "bytes_per_s": lambda value: f"{value / 1e9:.2f} GB/s",
     "rate": "{:,.1f}".format,
     "start_s": "{:.2f} s".format,

@@ -54,24 +54,25 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Faster:
-    """Asks that a contender reach `factor` times the best of `peers`, or `cap` times the limit if that is less.
+    """Asks that a contender reach `factor` times the best of `peers`, or `cap` times a limit if that is less.
 
-    The limit is what the disk gives with nothing in between: where the peers are close to it no factor over
-    them is possible.
+    A limit is what the disk, or a socket, gives with nothing in between: where the peers are close to it no factor over
+    them is possible. Of several the narrowest counts.
     """
 
     who: str
     factor: float
     peers: tuple
     key: str = "iops"
-    cap: tuple = None  # (factor, contender)
+    cap: tuple = None  # (factor, contender, ...)
 
     def judge(self, results):
         peer = results.best(self.peers, self.key, largest=True)
         ratio = results.ratio(self.who, peer, self.key)
         asked, measured, passed = f"≥ {self.factor:.2f} × {peer}", f"{ratio:.2f} ×", ratio >= self.factor
         if self.cap:
-            cap_factor, limit = self.cap
+            cap_factor, *limits = self.cap
+            limit = min(limits, key=lambda name: results.median(name, self.key))
             of_limit = results.ratio(self.who, limit, self.key)
             asked += f" or ≥ {cap_factor:.2f} × {limit}"
             measured += f", {of_limit:.2f} ×"
@@ -159,3 +160,19 @@ class About:
         error = results.median(self.who, self.key) / self.asked - 1
         asked = f"{self.who}: {self.key} = {self.show(self.asked)} within {self.tolerance:.0%}"
         return Verdict(asked, f"{error:+.2%}", abs(error) <= self.tolerance)
+
+
+@dataclass(frozen=True)
+class AtMostMore:
+    """Asks that a contender's figure be at most so much above another's, in the median of the rounds."""
+
+    who: str
+    other: str
+    bound: float
+    key: str
+
+    def judge(self, results):
+        pairs = zip(results.of(self.who), results.of(self.other), strict=True)
+        more = median(mine[self.key] - theirs[self.key] for mine, theirs in pairs)
+        asked = f"{self.who}: at most {self.bound:.0f} {self.key} more than {self.other}"
+        return Verdict(asked, f"{more:+.0f} {self.key}", more <= self.bound)

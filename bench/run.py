@@ -29,6 +29,7 @@ import idle
 import limits
 import machine
 import members
+import prefetch
 import qcow2
 import qmp
 import report
@@ -42,7 +43,7 @@ from servers import ServerFailed
 
 ROOT = Path(__file__).resolve().parent.parent
 TARGET = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target"))
-SUBJECTS = (rows, qcow2, limits, idle, shares, members, waits, watermark)
+SUBJECTS = (rows, qcow2, prefetch, limits, idle, shares, members, waits, watermark)
 ROWS = tuple(row for subject in SUBJECTS for row in subject.ROWS)
 # What a row may fail with: a client, a server, a monitor, a connection of our own.
 FAILURES = (LoadFailed, ServerFailed, qmp.CommandFailed, nbd.Error)

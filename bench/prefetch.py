@@ -1,0 +1,288 @@
+"""Rows for the prefetch cache: sequential readers with it and without, in-process and over NBD, and what it costs where it is of no use.
+
+The first rows are the experiment of the talk that pcache was shown in (KVM Forum 2016: `qemu-img bench -d 1|8|64 -c 262144 -s 4096 -S 4096 -t none`),
+the rows fio-* its table. How much there is to be gained is the device's to say: it is measured beside them, by large requests, several at a time.
+
+Never measures through the page cache, which reads ahead itself.
+"""
+
+import json
+
+import loads
+import rows
+import servers
+from loads import Load
+from qcow2 import QEMU, QEMU_NBD, Image, bench_sample, path_of
+from results import AtLeast, AtMost, AtMostMore, Faster
+from rows import Row, settle, under_load
+
+NONE = "none"
+PREFETCH = "prefetch"
+DEVICE = "device, 1 MiB at a time"
+MEMORY = "memory"
+# A part of the device's bandwidth, or of what the socket lets through, that is enough where the gain would be more than all of it.
+NEAR = 0.80
+BLOCK = 4096
+# What the talk's runs sent: 1 GiB.
+COUNT = 262_144
+# What a reader asks for who wants what the device gives.
+LARGE = Load("read", 4, block_bytes=1 << 20)
+
+
+def count(setup):
+    """Requests of a sample: the talk's, or few where only running counts."""
+    return COUNT if setup.seconds >= 1 else 4096
+
+
+def device(setup):
+    """What the disk gives to large requests."""
+    return rows.on_direct(setup, LARGE)
+
+
+def in_process(setup, path, form, *options, requests=None):
+    """A sample of `weir bench`: requests of 4 KiB past the page cache."""
+    requests = requests or count(setup)
+    argv = [setup.program, "bench", "-f", form, "-t", "none", "-c", requests, "-s", BLOCK, *options, path]
+
+    def sample():
+        settle(path)
+        return bench_sample(argv, requests)
+
+    return sample
+
+
+def with_and_without(setup, path, form, *options, requests=None):
+    """The same load read ahead of and not."""
+    return {
+        PREFETCH: in_process(setup, path, form, *options, "--prefetch", "auto", requests=requests),
+        NONE: in_process(setup, path, form, *options, requests=requests),
+    }
+
+
+def talk(form, depth):
+    """The talk's experiment, with QEMU's own tool beside it."""
+
+    def contenders(setup, _stack):
+        path = setup.disk if form == "raw" else path_of(setup, Image("random", setup.size_bytes))
+        options = ["-d", depth, "-S", BLOCK]
+
+        def qemu(aio):
+            argv = ["qemu-img", "bench", "-f", form, "-t", "none", "-i", aio, "-c", count(setup), "-s", BLOCK, *options, path]
+
+            def sample():
+                settle(path)
+                return bench_sample(argv, count(setup))
+
+            return sample
+
+        theirs = {name: qemu(name.split()[1]) for name in QEMU}
+        ours = with_and_without(setup, path, form, *options) if setup.program else {}
+        return ours | theirs | {DEVICE: device(setup)}
+
+    return contenders
+
+
+def over_nbd(setup, stack):
+    """The same at depth 1 through a socket, and through it what memory gives."""
+    load = Load("read", 1)
+
+    def use(server):
+        return under_load(server, load, setup.seconds)
+
+    def weir(mode):
+        return rows.on_file(setup, servers.weir_file(setup.program, setup.disk, "--prefetch", mode), use)
+
+    memory = rows.in_memory(setup, stack, servers.weir(setup.program, f"memory:{setup.size_bytes}"))
+    theirs = {
+        name: rows.on_file(setup, servers.qemu_nbd(setup.disk, name.split()[1]), use) for name in QEMU_NBD
+    }
+    return {PREFETCH: weir("auto"), NONE: weir("off"), MEMORY: lambda: use(memory)} | theirs
+
+
+def fio(kind, threads, depth):
+    """One row of the talk's table: fio through exports, a connection a thread, all threads from the beginning of the disk."""
+    load = Load(kind, depth, connections=threads)
+
+    def contenders(setup, stack):
+        seconds = setup.seconds / 2
+
+        def use(server):
+            return under_load(server, load, seconds)
+
+        def weir(mode):
+            return rows.on_file(setup, servers.weir_file(setup.program, setup.disk, "--prefetch", mode), use)
+
+        both = {PREFETCH: weir("auto"), NONE: weir("off")}
+        if kind == "randread":
+            return both
+        memory = rows.in_memory(setup, stack, servers.weir(setup.program, f"memory:{setup.size_bytes}"))
+        return both | {MEMORY: lambda: use(memory), DEVICE: device(setup)}
+
+    return contenders
+
+
+def readers(setup, _stack):
+    """100 sequential readers, one request in flight each."""
+    options = ["-d", 1, "--readers", 100, "--json"]
+    requests = count(setup)
+
+    def sample(*more):
+        argv = [setup.program, "bench", "-f", "raw", "-t", "none", "-c", requests, "-s", BLOCK, *options, *more, setup.disk]
+
+        def run():
+            settle(setup.disk)
+            report = json.loads(loads.run(argv, 600))
+            return {
+                "iops": report["iops"],
+                "bytes_per_s": report["bytes-per-second"],
+                "slowest": report["slowest-reader"],
+            }
+
+        return run
+
+    return {
+        PREFETCH: sample("--prefetch", "auto", "--prefetch-memory", "64M"),
+        f"{PREFETCH}, 4 MiB": sample("--prefetch", "auto"),
+        NONE: sample(),
+        DEVICE: device(setup),
+    }
+
+
+def scan(*options):
+    """One reader with one request in flight, whose offsets are as `options` say."""
+
+    def contenders(setup, _stack):
+        requests = count(setup) // 8
+        return with_and_without(setup, setup.disk, "raw", "-d", 1, *options, requests=requests)
+
+    return contenders
+
+
+def slow(setup, _stack):
+    """Storage as behind a network: 5 ms late, 200 MB/s."""
+    imitated = ["--delay", "read=5ms", "--rate", "read=200000000"]
+    path = setup.disk
+    # As many bytes, in requests of 128 KiB.
+    at_depth = [setup.program, "bench", "-f", "raw", "-t", "none", "-c", count(setup) // 32, "-s", "128K", "-d", 64]
+
+    def deep():
+        settle(path)
+        return bench_sample([*at_depth, *imitated, path], count(setup) // 32, 128 << 10)
+
+    return {
+        PREFETCH: in_process(setup, path, "raw", "-d", 1, "--prefetch", "auto", *imitated),
+        f"{NONE}, 128 KiB, depth 64": deep,
+        f"{NONE}, depth 1": in_process(setup, path, "raw", "-d", 1, *imitated, requests=count(setup) // 1024),
+    }
+
+
+def cost(*options):
+    """What a request costs where storage costs nothing: memory, in nanoseconds."""
+
+    def contenders(setup, _stack):
+        requests = 4 * count(setup)
+
+        def sample(*more):
+            argv = [setup.program, "bench", "-d", 1, "-c", requests, "-s", BLOCK, *options, *more, f"memory:{setup.size_bytes}"]
+            return lambda: {"ns": 1e9 / bench_sample(argv, requests)["iops"]}
+
+        return {PREFETCH: sample("--prefetch", "on"), NONE: sample()}
+
+    return contenders
+
+
+# What the talk's table says was gained by the cache alone, in percent, by threads and requests in flight of each.
+GAINS = {
+    (1, 1): 341, (4, 1): 231, (16, 1): 80.3,
+    (1, 4): 190, (4, 4): 79.0, (16, 4): 77.6,
+    (1, 32): -0.8, (4, 32): 21.8, (16, 32): 46.4,
+}  # fmt: skip
+
+
+def _talk(form, depth, factor):
+    asked = [Faster(PREFETCH, factor, (NONE,), key="bytes_per_s", cap=(NEAR, DEVICE))]
+    if depth == 1:
+        asked.append(Faster(PREFETCH, 10, QEMU, key="bytes_per_s", cap=(NEAR, DEVICE)))
+    return Row(
+        f"prefetch-{form}-{depth}",
+        f"4 KiB sequential reads, depth {depth}, {form}, in-process, cache none",
+        talk(form, depth),
+        tuple(asked),
+        columns=("bytes_per_s", "cpu_us"),
+    )
+
+
+def _sequential(threads, depth):
+    gain = GAINS[threads, depth]
+    asked = Faster(PREFETCH, 1 + gain / 100, (NONE,), cap=(NEAR, DEVICE, MEMORY), key="bytes_per_s")
+    title = f"4 KiB sequential reads over NBD, threads {threads}, depth {depth} each (the talk: {gain:+} %)"
+    return Row(f"fio-seq-{threads}-{depth}", title, fio("read", threads, depth), (asked,), columns=("bytes_per_s", "cpu_us"), needs_weir=True)
+
+
+def _random(threads, depth):
+    title = f"4 KiB random reads over NBD, threads {threads}, depth {depth} each"
+    # A percent is far below this machine's noise: more pairs.
+    return Row(f"fio-rnd-{threads}-{depth}", title, fio("randread", threads, depth), (Faster(PREFETCH, 0.99, (NONE,)),), needs_weir=True, rounds_factor=3)
+
+
+def _scan(name, title, *options):
+    return Row(f"prefetch-{name}", title, scan(*options), (Faster(PREFETCH, 4, (NONE,)),), needs_weir=True)
+
+
+ROWS = (
+    *(_talk(form, depth, factor) for form in ("raw", "qcow2") for depth, factor in ((1, 10), (8, 4), (64, 1.5))),
+    Row(
+        "prefetch-nbd-1",
+        "4 KiB sequential reads, depth 1, one connection, raw file, cache none",
+        over_nbd,
+        (Faster(PREFETCH, 10, (NONE,), cap=(NEAR, MEMORY)), Faster(PREFETCH, 10, QEMU_NBD, cap=(NEAR, MEMORY))),
+        needs_weir=True,
+    ),
+    *(_sequential(threads, depth) for depth in (1, 4, 32) for threads in (1, 4, 16)),
+    *(_random(threads, depth) for depth in (1, 4, 32) for threads in (1, 4, 16)),
+    Row(
+        "prefetch-readers",
+        "4 KiB sequential reads, 100 readers with one request in flight each, raw file, in-process, 64 MiB of memory",
+        readers,
+        (
+            Faster(PREFETCH, 5, (NONE,), key="bytes_per_s", cap=(NEAR, DEVICE)),
+            AtLeast(PREFETCH, 1 / 3, "slowest", "{:.2f} of the mean".format),
+        ),
+        columns=("bytes_per_s", "slowest"),
+        needs_weir=True,
+    ),
+    _scan("backward", "4 KiB reads from the end to the beginning, depth 1, in-process", "--backward"),
+    _scan("strided", "4 KiB reads 64 KiB from each other, depth 1, in-process", "-S", "64K"),
+    Row(
+        "prefetch-fooled",
+        "runs of three 4 KiB reads at random places, depth 1, in-process",
+        scan("--random", "--run", 3),
+        (Faster(PREFETCH, 0.97, (NONE,)),),
+        needs_weir=True,
+        rounds_factor=3,
+    ),
+    Row(
+        "prefetch-slow",
+        "4 KiB sequential reads, depth 1, in-process, storage that is 5 ms late and gives 200 MB/s",
+        slow,
+        (Faster(PREFETCH, 0.8, (f"{NONE}, 128 KiB, depth 64",), key="bytes_per_s"),),
+        columns=("bytes_per_s",),
+        needs_weir=True,
+    ),
+    Row(
+        "prefetch-miss",
+        "what looking for it adds to a 4 KiB random read from memory",
+        cost("--random"),
+        (AtMostMore(PREFETCH, NONE, 150, "ns"),),
+        columns=("ns",),
+        needs_weir=True,
+    ),
+    Row(
+        "prefetch-hit",
+        "what a 4 KiB sequential read costs that was read ahead, the reading ahead included",
+        cost(),
+        (AtMost(1000, "ns", "{:.0f} ns".format, PREFETCH),),
+        columns=("ns",),
+        needs_weir=True,
+    ),
+)
