@@ -19,6 +19,7 @@ from rows import Row, settle, under_load
 NONE = "none"
 PREFETCH = "prefetch"
 DEVICE = "device, 1 MiB at a time"
+SMALL = "device, 4 KiB, depth 32"
 MEMORY = "memory"
 # A part of the device's bandwidth, or of what the socket lets through, that is enough where the gain would be more than all of it.
 NEAR = 0.80
@@ -149,13 +150,18 @@ def readers(setup, _stack):
 
 
 def scan(*options):
-    """One reader with one request in flight, whose offsets are as `options` say."""
+    """One reader with one request in flight, whose offsets are as `options` say; and what the device gives to many small requests at a time."""
 
     def contenders(setup, _stack):
-        requests = count(setup) // 8
-        return with_and_without(setup, setup.disk, "raw", "-d", 1, *options, requests=requests)
+        both = with_and_without(setup, setup.disk, "raw", "-d", 1, *options, requests=count(setup) // 8)
+        return both | {SMALL: rows.on_direct(setup, Load("randread", 32))}
 
     return contenders
+
+
+def fooled(setup, _stack):
+    """Runs at random places that end when they are noticed. Long enough that the gate is closed for most of it."""
+    return with_and_without(setup, setup.disk, "raw", "-d", 1, "--random", "--run", 3)
 
 
 def slow(setup, _stack):
@@ -226,7 +232,8 @@ def _random(threads, depth):
 
 
 def _scan(name, title, *options):
-    return Row(f"prefetch-{name}", title, scan(*options), (Faster(PREFETCH, 4, (NONE,)),), needs_weir=True)
+    asked = (Faster(PREFETCH, 4, (NONE,), cap=(NEAR, SMALL)),)
+    return Row(f"prefetch-{name}", title, scan(*options), asked, needs_weir=True)
 
 
 ROWS = (
@@ -256,10 +263,9 @@ ROWS = (
     Row(
         "prefetch-fooled",
         "runs of three 4 KiB reads at random places, depth 1, in-process",
-        scan("--random", "--run", 3),
+        fooled,
         (Faster(PREFETCH, 0.97, (NONE,)),),
         needs_weir=True,
-        rounds_factor=3,
     ),
     Row(
         "prefetch-slow",
