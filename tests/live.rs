@@ -1,21 +1,15 @@
 //! Changing and watching what runs: `weir status`, `weir throttle` and `weir top` against a daemon.
 
-use std::{fs, path::Path, thread};
+use std::{fs, thread};
 
 use nix::sys::signal::Signal;
 use serde_json::Value;
 
 use crate::harness::{
-    Client, Scratch, Serve, Terminal, Weir, assert_says,
-    operator::{fails, find, prints, socket, status, wait_until},
+    Client, Scratch, Terminal, assert_says,
+    operator::{fails, find, prints, serve, socket, start, status, wait_until},
     text,
 };
-
-/// Two disks of memory, `a` and `b`, that can be controlled.
-fn start(scratch: &Scratch, more: &[&str]) -> Weir {
-    let disks = ["memory:16M", "memory:16M", "--name", "a", "--name", "b"];
-    Serve::new(scratch).args(disks).args(["--qmp", &socket(scratch)]).args(more).start()
-}
 
 /// Fails unless the disk does about so many operations a second, in one of three looks: the machine may be busy.
 #[track_caller]
@@ -82,10 +76,6 @@ fn config(scratch: &Scratch) -> String {
         socket(scratch),
         text(&scratch.socket("nbd"))
     )
-}
-
-fn serve(scratch: &Scratch, file: &Path) -> Weir {
-    Serve::new(scratch).where_said().arg("--config").arg(file).start()
 }
 
 #[test]

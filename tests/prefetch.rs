@@ -7,15 +7,9 @@ use serde_json::{Value, json};
 
 use crate::harness::{
     MIB, Qmp, Scratch, Serve, Weir, assert_says, nbdsh,
-    operator::{fails, find, prints, prints_json, socket, status},
+    operator::{fails, find, prints, prints_json, serve, socket, start, status},
     text,
 };
-
-/// Two disks of memory, `a` and `b`, that can be controlled.
-fn start(scratch: &Scratch, more: &[&str]) -> Weir {
-    let disks = ["memory:16M", "memory:16M", "--name", "a", "--name", "b"];
-    Serve::new(scratch).args(disks).args(["--qmp", &socket(scratch)]).args(more).start()
-}
 
 /// What is set for a disk.
 #[track_caller]
@@ -58,10 +52,6 @@ fn config(scratch: &Scratch) -> String {
         socket(scratch),
         text(&scratch.socket("nbd"))
     )
-}
-
-fn serve(scratch: &Scratch, file: &Path) -> Weir {
-    Serve::new(scratch).where_said().arg("--config").arg(file).start()
 }
 
 #[test]

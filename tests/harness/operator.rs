@@ -1,14 +1,25 @@
 //! Whoever watches and changes what runs: the commands that speak to a daemon's control socket, which is `qmp` in the scratch directory.
 
-use std::time::Instant;
+use std::{path::Path, time::Instant};
 
 use serde_json::Value;
 
-use super::{Client, DEADLINE, Scratch, scratch::text, weir};
+use super::{Client, DEADLINE, Scratch, Serve, Weir, scratch::text, weir};
 
 /// The control socket, as daemon and commands are told.
 pub(crate) fn socket(scratch: &Scratch) -> String {
     format!("unix:{}", text(&scratch.socket("qmp")))
+}
+
+/// A daemon with two disks of memory, `a` and `b`.
+pub(crate) fn start(scratch: &Scratch, more: &[&str]) -> Weir {
+    let disks = ["memory:16M", "memory:16M", "--name", "a", "--name", "b"];
+    Serve::new(scratch).args(disks).args(["--qmp", &socket(scratch)]).args(more).start()
+}
+
+/// A daemon with the disks of a config file.
+pub(crate) fn serve(scratch: &Scratch, file: &Path) -> Weir {
+    Serve::new(scratch).where_said().arg("--config").arg(file).start()
 }
 
 /// A command that is told where the daemon is.

@@ -8,13 +8,9 @@ pub mod qcow2;
 mod raw;
 pub mod secret;
 
-use std::ops::Range;
-
-use smallvec::SmallVec;
-
 pub use self::{qcow2::Qcow2, raw::Raw, secret::Secret};
 use crate::{
-    buffer::{ALIGNMENT, Buffer, Segments},
+    buffer::{Buffer, Segments},
     error::Result,
     storage::{BlockSize, Durability, Extent, Format, ResizeError, Storage, ZeroOptions},
 };
@@ -82,6 +78,11 @@ impl Image {
             Self::Raw(_) => None,
             Self::Qcow2(qcow2) => qcow2.backing(),
         }
+    }
+
+    /// The image, and one after the other those that it reads from where it has nothing itself.
+    pub fn chain(&self) -> impl Iterator<Item = &Self> {
+        std::iter::successors(Some(self), |image| image.backing())
     }
 
     /// Whether a file below was changed by others since it was opened, so that what was read from it is not to be had any more.
@@ -217,36 +218,5 @@ impl Image {
             Self::Raw(raw) => raw.storage().block_status(offset, length).await,
             Self::Qcow2(qcow2) => qcow2.block_status(offset, length).await,
         }
-    }
-
-    /// The parts of a range, inside the disk, that are worth reading ahead: not those that a format knows to be zeroes without reading them.
-    ///
-    /// # Errors
-    /// As [`Image::block_status`].
-    pub async fn data_in(&self, range: Range<u64>) -> Result<SmallVec<[Range<u64>; 1]>> {
-        let mut parts = SmallVec::new();
-        let Self::Qcow2(qcow2) = self else {
-            // Asking a file system takes longer than reading a hole.
-            parts.push(range);
-            return Ok(parts);
-        };
-        let mut at = range.start;
-        while at < range.end {
-            for extent in qcow2.block_status(at, range.end - at).await? {
-                let end = at + extent.length;
-                if !extent.zero {
-                    // Whole blocks: a reader may have one side of a border from memory, and the other from here, while both change.
-                    let block = ALIGNMENT as u64;
-                    let part =
-                        (at / block * block).max(range.start)..end.next_multiple_of(block).min(range.end);
-                    match parts.last_mut() {
-                        Some(Range { end: last, .. }) if *last >= part.start => *last = part.end,
-                        _ => parts.push(part),
-                    }
-                }
-                at = end;
-            }
-        }
-        Ok(parts)
     }
 }

@@ -149,11 +149,6 @@ impl<T: Clone> Cache<T> {
         self.settings
     }
 
-    /// Whether it does anything at all; otherwise [`Cache::read`] finds nothing.
-    pub const fn is_on(&self) -> bool {
-        self.expectations.is_some()
-    }
-
     /// Puts other settings in force. What is in memory stays as far as it may; with [`Mode::Off`] nothing does.
     ///
     /// # Errors

@@ -96,8 +96,8 @@ impl Ahead {
     }
 }
 
-/// The blocks that a range touches.
-fn whole_blocks(range: &Range<u64>) -> Range<u64> {
+/// The blocks that a range touches. What is read ahead, and what a change drops, are whole blocks: see [`Ahead::ranges`].
+pub fn whole_blocks(range: &Range<u64>) -> Range<u64> {
     let start = range.start / BLOCK_BYTES * BLOCK_BYTES;
     start..range.end.checked_next_multiple_of(BLOCK_BYTES).unwrap_or(u64::MAX)
 }

@@ -159,11 +159,10 @@ fn load(arguments: &BenchArgs, size_bytes: u64) -> anyhow::Result<Load> {
 fn announcement(load: &Load) -> String {
     let Places { offset, step_bytes, backward, random, run, .. } = load.places;
     let kind = if load.write.is_some() { "write" } else { "read" };
-    let places = match random {
+    let mut places = match random {
         None => format!("starting at offset {offset}, step size {step_bytes}"),
         Some(seed) => format!("at random multiples of {step_bytes} from offset {offset}, seed {seed}"),
     };
-    let mut places = places;
     if run > 1 {
         places += &format!(", {run} from each");
     }

@@ -49,7 +49,7 @@ impl Qcow2 {
     }
 
     fn images_below(&self) -> impl Iterator<Item = &Image> {
-        std::iter::successors(self.backing(), |image| image.backing())
+        self.backing().into_iter().flat_map(Image::chain)
     }
 
     fn lose_backing(&self, changed: &Image) {

@@ -12,11 +12,14 @@ use std::{
 };
 
 use event_listener::Event;
-use policy::prefetch::{Ahead, Fetch, FetchId};
+use policy::prefetch::{Ahead, Fetch, FetchId, whole_blocks};
+use smallvec::SmallVec;
 
 use super::{Chunk, Shared};
 use crate::{
     buffer::{Buffer, Frozen, Segments},
+    error::Result,
+    image::Image,
     reactor,
 };
 
@@ -88,7 +91,7 @@ pub(super) fn fetch(shared: Arc<Shared>, ahead: Ahead, range: Range<u64>) -> imp
     let flight = Flight::begin(Arc::clone(&shared));
     async move {
         // Where there is no data a guest's read costs nothing either.
-        let Ok(pieces) = reactor::in_background(shared.image.data_in(range)).await else { return };
+        let Ok(pieces) = reactor::in_background(data_in(&shared.image, range)).await else { return };
         for piece in pieces {
             let now = reactor::now();
             let fetches = shared.with(|state| state.cache.begin(&ahead, piece, now, Arc::<Chunk>::default));
@@ -99,6 +102,32 @@ pub(super) fn fetch(shared: Arc<Shared>, ahead: Ahead, range: Range<u64>) -> imp
         }
         drop(flight);
     }
+}
+
+/// The parts of a range, inside the disk, that are worth reading ahead: not those that a format knows to be zeroes without reading them.
+async fn data_in(image: &Image, range: Range<u64>) -> Result<SmallVec<[Range<u64>; 1]>> {
+    let mut parts = SmallVec::new();
+    let Image::Qcow2(qcow2) = image else {
+        // Asking a file system takes longer than reading a hole.
+        parts.push(range);
+        return Ok(parts);
+    };
+    let mut at = range.start;
+    while at < range.end {
+        for extent in qcow2.block_status(at, range.end - at).await? {
+            let end = at + extent.length;
+            if !extent.zero {
+                let blocks = whole_blocks(&(at..end));
+                let part = blocks.start.max(range.start)..blocks.end.min(range.end);
+                match parts.last_mut() {
+                    Some(Range { end: last, .. }) if *last >= part.start => *last = part.end,
+                    _ => parts.push(part),
+                }
+            }
+            at = end;
+        }
+    }
+    Ok(parts)
 }
 
 /// Reads a chunk.

@@ -101,7 +101,7 @@ impl Prefetch {
             if state.stopped {
                 in_force.mode = Mode::Off;
             }
-            state.cache.set(in_force)?;
+            self.shared.put(state, in_force)?;
             state.settings = settings;
             Ok(())
         })
@@ -218,20 +218,26 @@ impl Prefetch {
     pub(crate) async fn stop(&self) {
         self.shared.with(|state| {
             state.stopped = true;
-            state.cache.set(Settings::off()).expect("the defaults are valid");
+            self.shared.put(state, Settings::off()).expect("the defaults are valid");
         });
         self.shared.flights.all_landed().await;
     }
 }
 
 impl Shared {
+    /// Puts settings in force for the cache.
+    fn put(&self, state: &mut State, in_force: Settings) -> std::result::Result<(), Invalid> {
+        state.cache.set(in_force)?;
+        // Relaxed: a read that just misses it is one that came before.
+        self.is_on.store(in_force.mode != Mode::Off, Relaxed);
+        Ok(())
+    }
+
     /// Decides something. What goes from memory by that is let go of after the lock.
     fn with<T>(&self, decide: impl FnOnce(&mut State) -> T) -> T {
         // A panic under the lock is a bug in policy, and the release build ends with it.
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         let decided = decide(&mut state);
-        // Relaxed: a read that just misses it is one that came before.
-        self.is_on.store(state.cache.is_on(), Relaxed);
         let dropped = state.cache.take_dropped();
         drop(state);
         drop(dropped);
@@ -249,6 +255,5 @@ async fn copy_of(cached: &Cached<Arc<Chunk>>) -> Option<Buffer> {
 /// Whether something is gained by keeping what an image says: not if it is in memory already, and not if others may change it meanwhile.
 fn is_worth_it(image: &Image) -> bool {
     let is_in_memory = |image: &Image| matches!(image.storage(), Storage::Memory(_) | Storage::Null(_));
-    let mut chain = std::iter::successors(Some(image), |image| image.backing());
-    !image.storage().may_be_written_by_others() && !chain.all(is_in_memory)
+    !image.storage().may_be_written_by_others() && !image.chain().all(is_in_memory)
 }

@@ -3,7 +3,7 @@
 //! A disk is a device and a node at once, both called by its name. What weir does not know or does not have is absent: a zero
 //! would say that it had been counted.
 
-use std::{iter, os::unix::fs::MetadataExt as _, rc::Rc};
+use std::{os::unix::fs::MetadataExt as _, rc::Rc};
 
 use block::{
     image::{
@@ -123,7 +123,7 @@ fn header(image: &Image) -> Option<Header> {
 
 /// How many images are behind this one.
 fn depth(image: &Image) -> usize {
-    iter::successors(image.backing(), |image| image.backing()).count()
+    image.chain().skip(1).count()
 }
 
 /// An `ImageInfo`, without those of the images behind it.
