@@ -34,8 +34,8 @@ test-unit: ## tests in virtual time: units, properties, simulation
 	@scripts/deps build
 	$(CARGO) test --locked -p weir-policy -p weir-block
 
-test-e2e: ## tests with real clients: the program's own, a guest's kernel, every row of the bench
-	@scripts/deps build clients guest
+test-e2e: ## tests with real clients: the program's own, a browser, a guest's kernel, every row of the bench
+	@scripts/deps build clients browser guest
 	@scripts/python-clients
 	$(CARGO) test --locked -p weir
 	$(CARGO) build --locked -p weir
@@ -80,7 +80,7 @@ fmt: ## format the sources
 	$(CARGO) fmt --all
 
 deps: ## install, or name, every Debian package that some target needs
-	@scripts/deps build clients guest
+	@scripts/deps build clients browser guest
 
 clean: ## remove what was built and measured, the guest's kernel included
 	$(CARGO) clean

@@ -132,7 +132,7 @@ def readers(setup, _stack):
 
         def run():
             settle(setup.disk)
-            report = json.loads(loads.run(argv, 600))
+            report = json.loads(loads.run(argv, 600))["weir"]
             return {
                 "iops": report["iops"],
                 "bytes_per_s": report["bytes-per-second"],

@@ -26,6 +26,7 @@ from pathlib import Path
 import nbd
 
 import idle
+import inprocess
 import limits
 import machine
 import members
@@ -43,7 +44,7 @@ from servers import ServerFailed
 
 ROOT = Path(__file__).resolve().parent.parent
 TARGET = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target"))
-SUBJECTS = (rows, qcow2, prefetch, limits, idle, shares, members, waits, watermark)
+SUBJECTS = (rows, inprocess, qcow2, prefetch, limits, idle, shares, members, waits, watermark)
 ROWS = tuple(row for subject in SUBJECTS for row in subject.ROWS)
 # What a row may fail with: a client, a server, a monitor, a connection of our own.
 FAILURES = (LoadFailed, ServerFailed, qmp.CommandFailed, nbd.Error)
@@ -150,7 +151,7 @@ def main():
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     args = arguments()
     if args.list:
-        print("\n".join(f"{row.name:<22}{row.title}" for row in ROWS))
+        print("\n".join(f"{row.name:<24}{row.title}" for row in ROWS))
         return 0
     wanted = chosen(args.rows, args.peers_only)
     setup = prepare(args)

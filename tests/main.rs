@@ -9,6 +9,7 @@
 
 mod harness;
 
+mod bench;
 mod cache_modes;
 mod chains;
 mod devices;
@@ -37,6 +38,7 @@ mod qemu_io;
 mod qmp;
 mod qmp_hostile;
 mod qmp_qemu;
+mod report;
 mod startup;
 mod stopping;
 mod tls;

@@ -10,7 +10,8 @@ use std::{
 };
 
 /// Which Debian package has which program. `scripts/deps` installs them all.
-const PACKAGES: [(&str, &str); 14] = [
+const PACKAGES: [(&str, &str); 16] = [
+    ("chromium", "chromium"),
     ("fio", "fio"),
     ("losetup", "mount"),
     ("nbdcopy", "libnbd-bin"),
@@ -20,6 +21,7 @@ const PACKAGES: [(&str, &str); 14] = [
     ("psktool", "gnutls-bin"),
     ("qemu-img", "qemu-utils"),
     ("qemu-io", "qemu-utils"),
+    ("qemu-nbd", "qemu-utils"),
     ("qemu-storage-daemon", "qemu-system-common"),
     ("qemu-system-x86_64", "qemu-system-x86"),
     ("setpriv", "util-linux"),

@@ -19,6 +19,7 @@ mod pid_file;
 mod plan;
 mod prefetch;
 mod probe;
+mod progress;
 mod saving;
 mod secret;
 mod serve;
@@ -71,6 +72,7 @@ pub fn main() -> ExitCode {
         Ok(Cli { command: Command::Probe(arguments) }) => probe::run(arguments),
         Ok(Cli { command: Command::Image(command) }) => image::run(*command),
         Ok(Cli { command: Command::Bench(arguments) }) => lab::bench(*arguments),
+        Ok(Cli { command: Command::Report(arguments) }) => lab::report(arguments),
         Err(mut error) => {
             let words: Vec<_> = std::env::args_os().skip(1).take(2).collect();
             let words: Vec<_> = words.iter().map(|word| word.to_string_lossy().into_owned()).collect();
@@ -113,6 +115,15 @@ pub(crate) fn on_reactor<T: 'static>(
 /// If standard output is closed.
 pub(crate) fn print(text: &str) -> anyhow::Result<()> {
     stdout().write_all(text.as_bytes()).context("standard output cannot be written")
+}
+
+/// Prints results for a program.
+///
+/// # Errors
+/// If standard output is closed.
+pub(crate) fn print_json(value: &impl serde::Serialize) -> anyhow::Result<()> {
+    let text = serde_json::to_string_pretty(value).context("this cannot be told as JSON")?;
+    print(&(text + "\n"))
 }
 
 /// Prints what clap has to say: help and version where results go, everything else as an error.

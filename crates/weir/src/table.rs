@@ -15,21 +15,21 @@ pub(crate) enum Side {
 /// Rows under a heading.
 #[derive(Debug)]
 pub(crate) struct Table {
-    columns: Vec<(&'static str, Side)>,
+    columns: Vec<(String, Side)>,
     rows: Vec<Vec<String>>,
 }
 
 impl Table {
     /// Without rows.
-    pub(crate) fn new(columns: impl Into<Vec<(&'static str, Side)>>) -> Self {
-        Self { columns: columns.into(), rows: Vec::new() }
+    pub(crate) fn new<'a>(columns: impl IntoIterator<Item = (&'a str, Side)>) -> Self {
+        let columns = columns.into_iter().map(|(name, side)| (clean(name), side));
+        Self { columns: columns.collect(), rows: Vec::new() }
     }
 
     /// Adds a row, which has a cell for each column.
     pub(crate) fn row(&mut self, cells: Vec<String>) {
         debug_assert_eq!(cells.len(), self.columns.len(), "a cell for each column");
-        let clean = |cell: String| cell.replace(char::is_control, "?");
-        self.rows.push(cells.into_iter().map(clean).collect());
+        self.rows.push(cells.iter().map(|cell| clean(cell)).collect());
     }
 
     /// The text, each line ended; empty without rows. With `bold` the heading stands out, as terminals do it.
@@ -37,7 +37,7 @@ impl Table {
         if self.rows.is_empty() {
             return String::new();
         }
-        let heading: Vec<String> = self.columns.iter().map(|(name, _)| (*name).to_owned()).collect();
+        let heading: Vec<String> = self.columns.iter().map(|(name, _)| name.clone()).collect();
         let heading = self.line(&heading);
         let mut text = if bold { format!("\x1b[1m{heading}\x1b[0m\n") } else { heading + "\n" };
         for row in &self.rows {
@@ -67,6 +67,10 @@ impl Table {
         let cells = self.rows.iter().map(|row| row[column].chars().count());
         cells.chain([self.columns[column].0.chars().count()]).max().unwrap_or(0)
     }
+}
+
+fn clean(text: &str) -> String {
+    text.replace(char::is_control, "?")
 }
 
 #[cfg(test)]

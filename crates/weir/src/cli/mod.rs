@@ -8,6 +8,8 @@ mod limits;
 mod prefetch;
 mod probe;
 mod qcow2;
+mod report;
+mod results;
 mod save;
 mod shares;
 mod status;
@@ -32,6 +34,8 @@ use prefetch::LongArgs;
 pub(crate) use prefetch::PrefetchArgs;
 pub(crate) use probe::ProbeArgs;
 use qcow2::{CacheArgs, Qcow2Args};
+pub(crate) use report::ReportArgs;
+pub(crate) use results::ResultArgs;
 pub(crate) use save::SaveArgs;
 use shares::ShareArgs;
 pub(crate) use status::StatusArgs;
@@ -95,6 +99,9 @@ pub(crate) enum Command {
     /// Send requests to an image, and tell how long they took
     #[command(after_help = bench::EXAMPLES)]
     Bench(Box<BenchArgs>),
+    /// Show what a measurement found, or compare two
+    #[command(after_help = report::EXAMPLES)]
+    Report(ReportArgs),
 }
 
 /// What `weir serve` is told.

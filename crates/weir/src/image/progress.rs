@@ -12,10 +12,14 @@ use std::{
 };
 
 use clap::Args;
-use indicatif::{ProgressBar, ProgressStyle};
+use indicatif::ProgressBar;
+
+use crate::progress::bar;
 
 /// Parts of the whole after which `-p` prints: a percent, as qemu-img does at most.
 const STEPS: u64 = 100;
+
+const TEMPLATE: &str = "{msg} {wide_bar} {bytes}/{total_bytes} {eta}";
 
 /// What a long command tells.
 #[derive(Clone, Copy, Debug, Default, Args)]
@@ -33,7 +37,7 @@ impl Talk {
     pub(super) fn progress(self, what: &str, total: u64) -> Progress {
         let how = match (stderr().is_terminal(), self.progress) {
             _ if self.quiet => How::Silent,
-            (true, _) => How::Bar(bar(what, total)),
+            (true, _) => How::Bar(bar(TEMPLATE, total).with_message(what.to_owned())),
             (false, true) => {
                 print(0);
                 How::Lines(Mutex::new(0))
@@ -94,14 +98,6 @@ impl Progress {
             How::Silent => {}
         }
     }
-}
-
-fn bar(what: &str, total: u64) -> ProgressBar {
-    let bar = ProgressBar::new(total).with_message(what.to_owned());
-    let style = ProgressStyle::with_template("{msg} {wide_bar} {bytes}/{total_bytes} {eta}");
-    // The template is a constant; a bar in the standard style is still a bar.
-    bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
-    bar
 }
 
 fn print(step: u64) {

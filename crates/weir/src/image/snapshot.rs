@@ -23,7 +23,7 @@ use super::{
     print,
 };
 use crate::{
-    Failure,
+    Failure, figures,
     table::{Side, Table},
 };
 
@@ -171,7 +171,7 @@ pub(super) fn list(snapshots: &[Snapshot]) -> String {
             snapshot.id().into_owned(),
             snapshot.name().into_owned(),
             human(snapshot.vm_state_bytes),
-            date(snapshot.date_s),
+            figures::date(snapshot.date_s),
             clock(snapshot.vm_clock_ns),
             snapshot
                 .instructions
@@ -180,21 +180,6 @@ pub(super) fn list(snapshots: &[Snapshot]) -> String {
         ]);
     }
     format!("Snapshot list:\n{}", table.render(false))
-}
-
-/// A date of UTC: this machine's zone says nothing about where an image was made.
-fn date(seconds: u32) -> String {
-    let (days, second) = (seconds / 86_400, seconds % 86_400);
-    // Civil date from days since 1970, by eras of 400 years that begin in March; Howard Hinnant, "chrono-Compatible Low-Level Date Algorithms".
-    let days = days + 719_468;
-    let (era, day) = (days / 146_097, days % 146_097);
-    let year = (day - day / 1460 + day / 36_524 - day / 146_096) / 365;
-    let day = day - (365 * year + year / 4 - year / 100);
-    let month = (5 * day + 2) / 153;
-    let (date, month) = (day - (153 * month + 2) / 5 + 1, if month < 10 { month + 3 } else { month - 9 });
-    let year = era * 400 + year + u32::from(month <= 2);
-    let (hours, minutes, seconds) = (second / 3600, second / 60 % 60, second % 60);
-    format!("{year}-{month:02}-{date:02} {hours:02}:{minutes:02}:{seconds:02}")
 }
 
 fn clock(nanos: u64) -> String {
@@ -207,12 +192,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn dates_are_the_calendar_s() {
-        assert_eq!(date(0), "1970-01-01 00:00:00");
-        assert_eq!(date(951_782_399), "2000-02-28 23:59:59");
-        assert_eq!(date(951_782_400), "2000-02-29 00:00:00");
-        assert_eq!(date(1_795_241_721), "2026-11-21 06:15:21");
-        assert_eq!(date(u32::MAX), "2106-02-07 06:28:15");
+    fn a_clock_has_milliseconds() {
         assert_eq!(clock(3_661_002_000_000), "01:01:01.002");
     }
 }

@@ -4,7 +4,7 @@
 //! exclusively (all kernel users do, swap and RAID members included), and does it begin like something known. The third alone keeps out
 //! everything that is in use now, and goes on doing so while the device is written to; the others say what it is.
 //!
-//! Only the last can be overruled.
+//! Only the last can be overruled. A device that is only read is asked the third alone.
 
 use std::{fs, io, os::unix::fs::OpenOptionsExt as _, path::Path};
 
@@ -17,7 +17,7 @@ use nix::{errno::Errno, fcntl::OFlag};
 
 /// A device held exclusively. Nobody can mount it meanwhile.
 #[derive(Debug)]
-pub(super) struct Claim {
+pub(crate) struct Claim {
     _file: fs::File,
 }
 
@@ -25,7 +25,7 @@ pub(super) struct Claim {
 ///
 /// # Errors
 /// Who uses it, or what it holds; the latter not with `force`.
-pub(super) fn claim(path: &Path, device_number: u64, force: bool) -> anyhow::Result<Claim> {
+pub(crate) fn claim(path: &Path, device_number: u64, force: bool) -> anyhow::Result<Claim> {
     let name = path.display();
     let number = Number::unpack(device_number);
     let roots = Roots::default();
@@ -34,12 +34,12 @@ pub(super) fn claim(path: &Path, device_number: u64, force: bool) -> anyhow::Res
     for part in parts.iter().chain([&number]) {
         if let Some(place) = mounted_at(&mounts, *part) {
             bail!(
-                "{name}: is mounted at {place}, so it is not written to (unmount it, or probe without --write)"
+                "{name}: is mounted at {place}, so it is not written to (unmount it, or leave out --write)"
             );
         }
         if let Some(holder) = holder_of(*part, &roots) {
             bail!(
-                "{name}: {holder} lies on it, so it is not written to (take that down, or probe without --write)"
+                "{name}: {holder} lies on it, so it is not written to (take that down, or leave out --write)"
             );
         }
     }
@@ -48,7 +48,7 @@ pub(super) fn claim(path: &Path, device_number: u64, force: bool) -> anyhow::Res
         Ok(file) => file,
         Err(error) if error.raw_os_error() == Some(Errno::EBUSY as i32) => {
             bail!(
-                "{name}: the system holds it, as swap or a RAID member perhaps (free it, or probe without --write)"
+                "{name}: the system holds it, as swap or a RAID member perhaps (free it, or leave out --write)"
             )
         }
         Err(error) => return Err(error).with_context(|| format!("{name}: cannot be opened for writing")),
@@ -58,6 +58,23 @@ pub(super) fn claim(path: &Path, device_number: u64, force: bool) -> anyhow::Res
         bail!("{name}: begins like {what}, which writing would destroy (add --force if nobody needs it)");
     }
     Ok(Claim { _file: file })
+}
+
+/// Takes hold of a device that is only read, so that nobody begins to use it meanwhile.
+///
+/// # Errors
+/// If somebody has it: what they do there would be measured too.
+pub(crate) fn claim_to_read(path: &Path) -> anyhow::Result<Claim> {
+    let name = path.display();
+    match fs::OpenOptions::new().read(true).custom_flags(OFlag::O_EXCL.bits()).open(path) {
+        Ok(file) => Ok(Claim { _file: file }),
+        Err(error) if error.raw_os_error() == Some(Errno::EBUSY as i32) => {
+            bail!(
+                "{name}: the system holds it, as a mounted file system or swap perhaps, and what happens there would be measured too (free it first)"
+            )
+        }
+        Err(error) => Err(error).with_context(|| format!("{name}: cannot be opened for reading")),
+    }
 }
 
 /// The partitions of a disk; none of a partition.

@@ -22,7 +22,7 @@ use policy::{
 };
 
 /// Requests in flight: enough for every queue of a disk to be busy, as a few guests together have.
-pub(super) const DEPTH: usize = 32;
+pub(crate) const DEPTH: usize = 32;
 /// Windows whose rates are compared, after one that does not count: a device needs a moment to get up to speed.
 const WINDOWS: u32 = 7;
 

@@ -13,9 +13,8 @@
 //! Measures through the very storage that serves disks, past the page cache. Never writes to a device in use ([`in_use`]), and leaves nothing
 //! behind in a directory, however it ends.
 
-mod in_use;
+pub(crate) mod in_use;
 mod load;
-mod progress;
 mod report;
 mod store;
 mod target;
@@ -29,9 +28,10 @@ use anyhow::{Context as _, bail};
 use block::device::{Identity, Number, Roots};
 use policy::{request::Direction, time::Duration};
 
+pub(crate) use crate::progress::Progress;
 use crate::{Failure, cli::ProbeArgs, on_reactor, print};
+pub(crate) use load::DEPTH;
 use load::{Field, Figure, Load};
-use progress::Progress;
 use report::Report;
 pub(crate) use store::Store;
 use store::{Figures, Record};

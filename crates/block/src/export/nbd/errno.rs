@@ -56,6 +56,20 @@ impl Errno {
     }
 }
 
+/// What a number on the wire means to a client: Linux's for the same thing, and EINVAL for one that is not known ("Error values").
+pub const fn to_linux(code: u32) -> i32 {
+    match code {
+        1 => libc::EPERM,
+        5 => libc::EIO,
+        12 => libc::ENOMEM,
+        28 => libc::ENOSPC,
+        75 => libc::EOVERFLOW,
+        95 => libc::EOPNOTSUPP,
+        108 => libc::ESHUTDOWN,
+        _ => libc::EINVAL,
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -87,6 +101,23 @@ mod tests {
         assert_eq!(Errno::from_linux_fast_zero(libc::EOPNOTSUPP), Errno::NotSup);
         assert_eq!(Errno::from_linux_fast_zero(libc::ENOSPC), Errno::NoSpc);
         assert_eq!(Errno::from_linux(libc::EOPNOTSUPP), Errno::Inval);
+    }
+
+    #[test]
+    fn a_client_understands_what_the_server_means() {
+        for raw in [
+            libc::EPERM,
+            libc::EIO,
+            libc::ENOMEM,
+            libc::EINVAL,
+            libc::ENOSPC,
+            libc::EOVERFLOW,
+            libc::ESHUTDOWN,
+        ] {
+            assert_eq!(to_linux(Errno::from_linux(raw).code()), raw);
+        }
+        assert_eq!(to_linux(Errno::NotSup.code()), libc::EOPNOTSUPP);
+        assert_eq!(to_linux(77), libc::EINVAL);
     }
 
     #[test]

@@ -32,11 +32,14 @@
 //! 3. [`reply::Replier`] writes headers into arrays; payloads are never copied: header and buffers go out together
 //!    with one `writev`.
 //!
+//! The other side of all this, for measuring servers, is [`client`].
+//!
 //! Promises: no input panics, hangs, or makes this module hold more than [`negotiate::MAX_OPTION_BYTES`]; parsing
 //! a request and writing its reply allocate nothing. Deadlines, limits on connections and on requests in flight
 //! are the connection's.
 
 pub mod catalog;
+pub mod client;
 mod connection;
 pub mod context;
 pub mod credentials;

@@ -1,4 +1,6 @@
-//! What a probe is at: a bar on a terminal, a line for each step elsewhere. On standard error, since results go to standard output.
+//! What a long command is at: a bar on a terminal, a line for each step elsewhere. On standard error, since results go to standard output.
+//!
+//! Never draws a bar where nobody looks on.
 
 use std::{
     cell::RefCell,
@@ -11,9 +13,20 @@ use indicatif::{ProgressBar, ProgressStyle};
 /// How often a bar that nobody advances shows that it is alive.
 const TICK: Duration = Duration::from_millis(100);
 
+/// A bar of this length and form, in the standard one if the template is none.
+pub(crate) fn bar(template: &str, length: u64) -> ProgressBar {
+    styled(ProgressBar::new(length), template)
+}
+
+fn styled(bar: ProgressBar, template: &str) -> ProgressBar {
+    // Templates are constants; a bar in the standard style is still a bar.
+    bar.set_style(ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar()));
+    bar
+}
+
 /// The telling of progress.
 #[derive(Debug)]
-pub(super) struct Progress {
+pub(crate) struct Progress {
     how: How,
     bar: RefCell<Option<ProgressBar>>,
 }
@@ -26,36 +39,36 @@ enum How {
 }
 
 impl Progress {
-    /// Silent where the results are for a program and nobody looks on.
-    pub(super) fn new(json: bool) -> Self {
-        let how = match (stderr().is_terminal(), json) {
-            (true, _) => How::Bars,
-            (false, true) => How::Silent,
+    /// Silent where the results are for a program.
+    pub(crate) fn new(json: bool) -> Self {
+        let how = match (json, stderr().is_terminal()) {
+            (true, _) => How::Silent,
+            (false, true) => How::Bars,
             (false, false) => How::Lines,
         };
         Self { how, bar: RefCell::default() }
     }
 
     /// A step of so many bytes begins.
-    pub(super) fn begin(&self, what: &str, bytes: u64) {
+    pub(crate) fn begin(&self, what: &str, bytes: u64) {
         let template = "{msg} {wide_bar} {bytes}/{total_bytes}";
         self.show(what, || ProgressBar::new(bytes), template);
     }
 
     /// So many of them are done.
-    pub(super) fn advance(&self, bytes: u64) {
+    pub(crate) fn advance(&self, bytes: u64) {
         if let Some(bar) = &*self.bar.borrow() {
             bar.set_position(bytes);
         }
     }
 
     /// A step begins of which only the time is known.
-    pub(super) fn step(&self, what: &str) {
+    pub(crate) fn step(&self, what: &str) {
         self.show(what, ProgressBar::new_spinner, "{spinner} {msg} {elapsed}");
     }
 
     /// It has ended.
-    pub(super) fn end(&self) {
+    pub(crate) fn end(&self) {
         if let Some(bar) = self.bar.borrow_mut().take() {
             bar.finish_and_clear();
         }
@@ -69,10 +82,7 @@ impl Progress {
                 let _ = writeln!(stderr(), "{what}");
             }
             How::Bars => {
-                let style = ProgressStyle::with_template(template);
-                let bar = bar().with_message(what.to_owned());
-                // The templates are constants of this file; a bar in the standard style is still a bar.
-                bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
+                let bar = styled(bar(), template).with_message(what.to_owned());
                 bar.enable_steady_tick(TICK);
                 *self.bar.borrow_mut() = Some(bar);
             }

@@ -1,0 +1,67 @@
+"""Rows of `weir bench` beside `qemu-img bench`: the same options, the same file, what each tool says itself.
+
+Reads of 4 KiB one behind the other, as both tools send them unless told otherwise. Past the page cache it is the disk that answers, and what is
+compared is what the programs add; in the page cache nothing but the programs is left. That both touch the same bytes is tested in tests/bench.rs.
+
+Never writes to the images.
+"""
+
+from qcow2 import Image, bench_sample, path_of
+from results import Faster
+from rows import WEIR, Row, settle
+
+# Ways of doing I/O by cache mode; Linux AIO works past the page cache alone.
+QEMU = {"none": ("qemu-img native", "qemu-img io_uring"), "writeback": ("qemu-img threads", "qemu-img io_uring")}
+BLOCK = 4096
+# As many requests as fit into the time of a sample, where the disk answers or memory does, by requests in flight.
+RATES = {"none": {1: 8_000, 8: 40_000, 64: 60_000}, "writeback": {1: 60_000, 8: 100_000, 64: 150_000}}
+
+
+def count(setup, cache, depth):
+    """Requests of a sample; not more than the disk has blocks."""
+    return min(max(1000, int(setup.seconds * RATES[cache][depth])), setup.size_bytes // BLOCK)
+
+
+def warm(path):
+    """Reads a file into the page cache."""
+    with open(path, "rb", buffering=0) as file:
+        while file.read(1 << 20):
+            pass
+
+
+def side_by_side(form, cache, depth):
+    """Both tools, with the same options."""
+
+    def contenders(setup, _stack):
+        path = setup.disk if form == "raw" else path_of(setup, Image("random", setup.size_bytes))
+        requests = count(setup, cache, depth)
+        options = ["-f", form, "-t", cache, "-d", depth, "-c", requests, "-s", BLOCK]
+
+        def on(*tool):
+            def sample():
+                (settle if cache == "none" else warm)(path)
+                return bench_sample([*tool, *options, path], requests)
+
+            return sample
+
+        theirs = {name: on("qemu-img", "bench", "-i", name.split()[1]) for name in QEMU[cache]}
+        ours = {WEIR: on(setup.program, "bench")} if setup.program else {}
+        return ours | theirs
+
+    return contenders
+
+
+def _row(form, cache, depth):
+    factor = 1.5 if (cache, depth) == ("writeback", 64) else 1.0
+    where = "past the page cache" if cache == "none" else "from the page cache"
+    return Row(
+        f"bench-{form}-{cache}-{depth}",
+        f"weir bench and qemu-img bench, 4 KiB reads {where}, {form}, depth {depth}",
+        side_by_side(form, cache, depth),
+        (Faster(WEIR, factor, QEMU[cache]),),
+    )
+
+
+ROWS = tuple(
+    _row(form, cache, depth) for form in ("raw", "qcow2") for cache in ("none", "writeback") for depth in (1, 8, 64)
+)

@@ -1,0 +1,79 @@
+//! Reaching a server: a socket, and the handshake on it, within a time.
+//!
+//! Never waits longer than it was told to, whatever the server does.
+
+use std::{
+    io,
+    net::{TcpStream, ToSocketAddrs as _},
+    os::{fd::OwnedFd, unix::net::UnixStream},
+    path::PathBuf,
+};
+
+use policy::time::Duration;
+
+use super::{
+    super::{inbox::Inbox, stream::Stream},
+    Client,
+    handshake::{NotConnected, negotiate},
+};
+use crate::reactor::{blocking, op::Fd, timeout};
+
+/// Where a server is.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Endpoint {
+    /// A Unix socket with this path.
+    Unix(PathBuf),
+    /// TCP.
+    Tcp {
+        /// A name or an address, IPv6 without brackets.
+        host: String,
+        /// The port.
+        port: u16,
+    },
+}
+
+/// Connects to an export, which is there when this returns.
+///
+/// # Errors
+/// Nobody there, no such export, no protocol, or no answer within `limit`.
+pub async fn connect(endpoint: &Endpoint, export: &str, limit: Duration) -> Result<Client, NotConnected> {
+    let endpoint = endpoint.clone();
+    let connecting = async {
+        // On a thread of its own: a full backlog of a Unix socket blocks, and so does looking up a name.
+        let socket = blocking(move || dial(&endpoint, limit)).await?;
+        shake_hands(Stream::Plain(Fd::from(socket)), export).await
+    };
+    match timeout(limit, connecting).await {
+        Ok(result) => result,
+        Err(_) => Err(NotConnected::TooLate(limit.as_secs())),
+    }
+}
+
+/// The handshake, on a stream that leads to a server.
+pub(super) async fn shake_hands(stream: Stream, export: &str) -> Result<Client, NotConnected> {
+    let mut inbox = Inbox::new();
+    let about = negotiate(&stream, &mut inbox, export).await?;
+    Ok(Client::start(stream, about, inbox))
+}
+
+fn dial(endpoint: &Endpoint, limit: Duration) -> Result<OwnedFd, NotConnected> {
+    match endpoint {
+        Endpoint::Unix(path) => Ok(UnixStream::connect(path)?.into()),
+        Endpoint::Tcp { host, port } => {
+            let mut failed = None;
+            for address in (host.as_str(), *port).to_socket_addrs()? {
+                match TcpStream::connect_timeout(&address, limit).and_then(without_delay) {
+                    Ok(socket) => return Ok(socket.into()),
+                    Err(error) => failed = Some(error),
+                }
+            }
+            Err(failed.map_or(NotConnected::NoAddress, NotConnected::Io))
+        }
+    }
+}
+
+/// A request is not kept back to be sent with the next one.
+fn without_delay(socket: TcpStream) -> io::Result<TcpStream> {
+    socket.set_nodelay(true)?;
+    Ok(socket)
+}

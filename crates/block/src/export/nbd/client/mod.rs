@@ -1,0 +1,430 @@
+//! An NBD client: the other half of the protocol, so that a server can be measured as its clients see it.
+//!
+//! ```text
+//!   read, write, flush ──► outgoing ──► sender ───► stream
+//!          ▲                                          │
+//!          └─────── woken by its cookie ◄── receiver ◄┘
+//! ```
+//!
+//! One connection, as many requests in flight as there are callers. What callers ask for between two sends goes out in one message. Replies
+//! come in any order, simple or structured, and find their request by its cookie.
+//!
+//! The server is not trusted: a length is never more than what was asked for, a cookie that was not sent, or any other breach of the
+//! protocol, ends the connection, and whatever is in flight then fails. There is no bound on how long a request may take: a disk may be slow. Whoever
+//! has waited long enough drops the request, or the client.
+//!
+//! Never speaks TLS, never connects again by itself, and never asks for extended headers.
+
+mod connect;
+mod handshake;
+mod outgoing;
+mod reply;
+#[cfg(test)]
+mod tests;
+
+use std::{
+    cell::{Cell, RefCell},
+    future::poll_fn,
+    io,
+    rc::Rc,
+    task::{Poll, Waker},
+};
+
+use policy::time::Duration;
+use slab::Slab;
+
+pub use self::{
+    connect::{Endpoint, connect},
+    handshake::{About, NotConnected},
+};
+use self::{
+    outgoing::Outgoing,
+    reply::{Chunk, Header},
+};
+use super::{errno, inbox::Inbox, proto::cmd, stream::Stream};
+use crate::{
+    buffer::{Buffer, Segments},
+    error::{Error, Result},
+    reactor::{JoinHandle, Signal, spawn_joinable, timeout},
+};
+
+/// What requests fail with once the connection is gone; [`Client::fault`] says why it is.
+pub const GONE: Error = Error::from_errno(libc::ENOTCONN);
+
+/// Errors that one reply may tell: one for each part of a large request, and no more than somebody could want to know.
+const MOST_ERRORS: u32 = 1024;
+
+/// Time for the last bytes of a connection that has ended.
+const FAREWELL: Duration = Duration::from_secs(1);
+
+/// A connection to an export. Belongs to the reactor it was made on; dropping it ends the connection.
+#[derive(Debug)]
+pub struct Client {
+    connection: Rc<Connection>,
+    sender: JoinHandle<()>,
+    /// Held, because a task that nobody holds is cancelled.
+    _receiver: JoinHandle<()>,
+}
+
+/// Why there is no connection any more.
+#[derive(Debug, thiserror::Error)]
+enum Fault {
+    #[error("the server has closed the connection")]
+    Closed,
+    #[error("the connection broke: {0}")]
+    Broken(#[from] io::Error),
+    #[error("the server broke the protocol: {0}")]
+    Breach(&'static str),
+}
+
+/// What was taken in, or why nothing more will be.
+type Taken<T> = std::result::Result<T, Fault>;
+
+/// What the client's tasks share.
+#[derive(Debug)]
+struct Connection {
+    stream: Stream,
+    about: About,
+    in_flight: RefCell<Slab<InFlight>>,
+    /// Tells requests apart that have the same place in the slab, one after the other.
+    sequence: Cell<u32>,
+    outgoing: RefCell<Outgoing>,
+    something_to_send: Signal,
+    leaving: Cell<bool>,
+    fault: RefCell<Option<Fault>>,
+}
+
+/// A request without its answer.
+#[derive(Debug)]
+struct InFlight {
+    cookie: u64,
+    /// Of a read; `None` for everything else.
+    read: Option<Read>,
+    error: Option<Error>,
+    errors: u32,
+    answered: bool,
+    /// Nobody waits for it any more; the answer has to be taken in all the same.
+    abandoned: bool,
+    waiting: Option<Waker>,
+}
+
+/// What a read has got so far.
+#[derive(Debug)]
+struct Read {
+    offset: u64,
+    length: usize,
+    covered: usize,
+    data: Option<Buffer>,
+}
+
+impl Client {
+    /// A connection whose handshake is done; `inbox` has what came behind it.
+    fn start(stream: Stream, about: About, inbox: Inbox) -> Self {
+        let connection = Rc::new(Connection {
+            stream,
+            about,
+            in_flight: RefCell::default(),
+            sequence: Cell::new(0),
+            outgoing: RefCell::default(),
+            something_to_send: Signal::default(),
+            leaving: Cell::new(false),
+            fault: RefCell::default(),
+        });
+        let sender = spawn_joinable(Rc::clone(&connection).send());
+        let receiver = spawn_joinable(Rc::clone(&connection).receive(inbox));
+        Self { connection, sender, _receiver: receiver }
+    }
+
+    /// What the server said of the export.
+    pub fn about(&self) -> &About {
+        &self.connection.about
+    }
+
+    /// Why the connection is gone; `None` while it is there.
+    pub fn fault(&self) -> Option<String> {
+        self.connection.fault.borrow().as_ref().map(ToString::to_string)
+    }
+
+    /// Reads `length` bytes at `offset`.
+    ///
+    /// # Errors
+    /// The server's, or [`GONE`]; [`Error::INVALID`] for more than [`About::maximum_payload`].
+    pub async fn read(&self, offset: u64, length: usize) -> Result<Buffer> {
+        let read = Read { offset, length, covered: 0, data: None };
+        let data = self.connection.request(cmd::READ, offset, length, Some(read), None).await?;
+        data.ok_or(Error::IO)
+    }
+
+    /// Writes `data` at `offset`.
+    ///
+    /// # Errors
+    /// As for reads; [`Error::NOT_PERMITTED`], without asking, where the export is read-only.
+    pub async fn write(&self, offset: u64, data: Segments) -> Result<()> {
+        if self.about().is_read_only() {
+            return Err(Error::NOT_PERMITTED);
+        }
+        self.connection.request(cmd::WRITE, offset, data.len(), None, Some(data)).await.map(drop)
+    }
+
+    /// Makes what was answered durable. Where the server knows no flush there is nothing to do.
+    ///
+    /// # Errors
+    /// The server's, or [`GONE`].
+    pub async fn flush(&self) -> Result<()> {
+        if !self.about().can_flush() {
+            return Ok(());
+        }
+        self.connection.request(cmd::FLUSH, 0, 0, None, None).await.map(drop)
+    }
+
+    /// Takes leave, and waits for that to be sent, though not for long. What is still in flight is not awaited.
+    pub async fn disconnect(self) {
+        let Self { connection, sender, _receiver } = self;
+        connection.outgoing.borrow_mut().push(cmd::DISC, 0, 0, 0, None);
+        connection.leaving.set(true);
+        connection.something_to_send.raise();
+        // A server that reads nothing is left without a word.
+        let _ = timeout(FAREWELL, sender).await;
+        connection.stream.close();
+    }
+}
+
+impl Connection {
+    /// Sends a request and waits for its answer; the data, if it was a read.
+    async fn request(
+        &self,
+        command: u16,
+        offset: u64,
+        length: usize,
+        read: Option<Read>,
+        payload: Option<Segments>,
+    ) -> Result<Option<Buffer>> {
+        if self.fault.borrow().is_some() {
+            return Err(GONE);
+        }
+        let length = u32::try_from(length).ok().filter(|&length| length <= self.about.maximum_payload);
+        let length = length.ok_or(Error::INVALID)?;
+        let ticket = self.enter(read);
+        self.outgoing.borrow_mut().push(command, ticket.cookie, offset, length, payload);
+        self.something_to_send.raise();
+        ticket.answer().await
+    }
+
+    fn enter(&self, read: Option<Read>) -> Ticket<'_> {
+        let mut in_flight = self.in_flight.borrow_mut();
+        let entry = in_flight.vacant_entry();
+        let key = entry.key();
+        let sequence = self.sequence.replace(self.sequence.get().wrapping_add(1));
+        let cookie = u64::from(sequence) << 32 | key as u64;
+        entry.insert(InFlight {
+            cookie,
+            read,
+            error: None,
+            errors: 0,
+            answered: false,
+            abandoned: false,
+            waiting: None,
+        });
+        Ticket { connection: self, key, cookie }
+    }
+
+    /// Sends what there is to send, until the client leaves or the connection is gone.
+    async fn send(self: Rc<Self>) {
+        loop {
+            let batch = self.outgoing.borrow_mut().take();
+            match batch {
+                Some(batch) => {
+                    if let Err(error) = self.stream.send(batch).await {
+                        // What the receiver has to say of it comes first, if there is anything left to receive.
+                        self.stream.close();
+                        self.lose(error.into());
+                        return;
+                    }
+                }
+                None if self.leaving.get() || self.fault.borrow().is_some() => return,
+                None => self.something_to_send.wait().await,
+            }
+        }
+    }
+
+    /// Takes replies in, until the connection is gone.
+    async fn receive(self: Rc<Self>, mut inbox: Inbox) {
+        let fault = loop {
+            if let Err(fault) = self.reply(&mut inbox).await {
+                break fault;
+            }
+        };
+        self.stream.close();
+        self.lose(fault);
+        self.something_to_send.raise();
+    }
+
+    /// Fails everything that is in flight; the first reason counts.
+    fn lose(&self, fault: Fault) {
+        self.fault.borrow_mut().get_or_insert(fault);
+        let waiting: Vec<Waker> =
+            self.in_flight.borrow_mut().iter_mut().filter_map(|(_, entry)| entry.waiting.take()).collect();
+        waiting.into_iter().for_each(Waker::wake);
+    }
+
+    /// Takes in one reply, or one chunk of one.
+    async fn reply(&self, inbox: &mut Inbox) -> Taken<()> {
+        let (header, length) = loop {
+            match reply::parse(inbox.bytes(), self.about.structured).map_err(Fault::Breach)? {
+                Some(found) => break found,
+                None if inbox.fill(&self.stream).await? => {}
+                None => return Err(Fault::Closed),
+            }
+        };
+        inbox.consume(length);
+        match header {
+            Header::Simple { cookie, error: 0 } => {
+                let key = self.find(cookie)?;
+                let length = self.in_flight.borrow()[key].read.as_ref().map(|read| read.length);
+                if let Some(length) = length {
+                    if self.about.structured {
+                        return Err(Fault::Breach(
+                            "a simple reply to a read, after structured ones were agreed on",
+                        ));
+                    }
+                    let data = inbox.payload(length, &self.stream).await?;
+                    self.cover(key, 0, data)?;
+                }
+                self.finish(key)
+            }
+            Header::Simple { cookie, error } => {
+                let key = self.find(cookie)?;
+                self.fail(key, error)?;
+                self.finish(key)
+            }
+            Header::Chunk { cookie, last, chunk } => self.chunk(inbox, cookie, last, chunk).await,
+        }
+    }
+
+    async fn chunk(&self, inbox: &mut Inbox, cookie: u64, last: bool, chunk: Chunk) -> Taken<()> {
+        let key = self.find(cookie)?;
+        match chunk {
+            Chunk::None => {}
+            Chunk::Data { offset, length } => {
+                let at = self.place(key, offset, length)?;
+                let data = inbox.payload(length, &self.stream).await?;
+                self.cover(key, at, data)?;
+            }
+            Chunk::Hole { offset, length } => {
+                let at = self.place(key, offset, length)?;
+                self.cover(key, at, Buffer::zeroed(length))?;
+            }
+            Chunk::Error { error, rest } => {
+                self.fail(key, error)?;
+                inbox.skip(rest, &self.stream).await?;
+            }
+        }
+        if last { self.finish(key) } else { Ok(()) }
+    }
+
+    /// The request with this cookie.
+    fn find(&self, cookie: u64) -> Taken<usize> {
+        // The lower half is a place in the slab, if it is a cookie at all.
+        let key = (cookie & u64::from(u32::MAX)) as usize;
+        let in_flight = self.in_flight.borrow();
+        let found = in_flight.get(key).is_some_and(|entry| entry.cookie == cookie && !entry.answered);
+        if found { Ok(key) } else { Err(Fault::Breach("a reply to a request that was not sent")) }
+    }
+
+    /// Where in a read's buffer a chunk belongs.
+    fn place(&self, key: usize, offset: u64, length: usize) -> Taken<usize> {
+        let in_flight = self.in_flight.borrow();
+        let Some(read) = &in_flight[key].read else {
+            return Err(Fault::Breach("data in a reply to what was no read"));
+        };
+        let at = offset.checked_sub(read.offset).and_then(|at| usize::try_from(at).ok());
+        let fits = at.filter(|&at| at <= read.length && length <= read.length - at);
+        let fits = fits.filter(|_| length <= read.length - read.covered);
+        fits.ok_or(Fault::Breach("more data than was asked for"))
+    }
+
+    /// Puts data into a read's buffer; it fits there. The first piece becomes the buffer, if it is all of it.
+    fn cover(&self, key: usize, at: usize, data: Buffer) -> Taken<()> {
+        let mut in_flight = self.in_flight.borrow_mut();
+        let Some(read) = &mut in_flight[key].read else {
+            return Err(Fault::Breach("data in a reply to what was no read"));
+        };
+        read.covered += data.len();
+        if data.len() == read.length {
+            read.data = Some(data);
+        } else {
+            let whole = read.data.get_or_insert_with(|| Buffer::zeroed(read.length));
+            whole[at..at + data.len()].copy_from_slice(&data);
+        }
+        Ok(())
+    }
+
+    /// Notes an error of the server's.
+    fn fail(&self, key: usize, error: u32) -> Taken<()> {
+        let entry = &mut self.in_flight.borrow_mut()[key];
+        entry.error.get_or_insert(Error::from_errno(errno::to_linux(error)));
+        entry.errors += 1;
+        if entry.errors > MOST_ERRORS {
+            Err(Fault::Breach("more errors than one reply can have"))
+        } else {
+            Ok(())
+        }
+    }
+
+    /// The answer is complete.
+    fn finish(&self, key: usize) -> Taken<()> {
+        let mut in_flight = self.in_flight.borrow_mut();
+        let entry = &mut in_flight[key];
+        if entry.error.is_none() && entry.read.as_ref().is_some_and(|read| read.covered < read.length) {
+            return Err(Fault::Breach("less data than was asked for"));
+        }
+        entry.answered = true;
+        let waiting = entry.waiting.take();
+        if entry.abandoned {
+            in_flight.remove(key);
+        }
+        drop(in_flight);
+        if let Some(waiting) = waiting {
+            waiting.wake();
+        }
+        Ok(())
+    }
+}
+
+/// The right to a request's answer. Whoever drops it early leaves the answer to be taken in for nobody.
+struct Ticket<'a> {
+    connection: &'a Connection,
+    key: usize,
+    cookie: u64,
+}
+
+impl Ticket<'_> {
+    async fn answer(self) -> Result<Option<Buffer>> {
+        poll_fn(|context| {
+            let mut in_flight = self.connection.in_flight.borrow_mut();
+            let entry = &mut in_flight[self.key];
+            if entry.answered {
+                let data = entry.read.as_mut().and_then(|read| read.data.take());
+                return Poll::Ready(entry.error.map_or(Ok(data), Err));
+            }
+            if self.connection.fault.borrow().is_some() {
+                return Poll::Ready(Err(GONE));
+            }
+            entry.waiting = Some(context.waker().clone());
+            Poll::Pending
+        })
+        .await
+    }
+}
+
+impl Drop for Ticket<'_> {
+    fn drop(&mut self) {
+        let mut in_flight = self.connection.in_flight.borrow_mut();
+        let entry = &mut in_flight[self.key];
+        if entry.answered {
+            in_flight.remove(self.key);
+        } else {
+            entry.abandoned = true;
+        }
+    }
+}

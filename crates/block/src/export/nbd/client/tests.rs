@@ -1,0 +1,306 @@
+//! The client against the server of this very program, and against servers that break the rules. Simulated: streams cut anywhere.
+
+use std::{cell::RefCell, rc::Rc, sync::Arc, sync::atomic::AtomicBool};
+
+use policy::time::Duration;
+
+use super::{
+    super::{
+        pipe::Pipe,
+        proto::{self, info, opt, rep, reply_flag, reply_type},
+        server::{Export, Server, Terms},
+        stream::Stream,
+    },
+    Client, GONE, NotConnected,
+    connect::shake_hands,
+};
+use crate::{
+    buffer::Buffer,
+    disk::Disk,
+    error::Error,
+    image::{Image, Raw},
+    layer::throttle::DiskSettings,
+    reactor::{now, sim, sleep_until, spawn, spawn_joinable, timeout},
+    storage::{Storage, memory::Memory},
+};
+
+const SIZE: u64 = 100_000;
+
+/// Serves a disk of [`SIZE`] at the other end of what is returned.
+fn serve(read_only: bool) -> Pipe {
+    let storage = Storage::Memory(Memory::new(SIZE).unwrap());
+    let disk = Disk::new("disk", Image::Raw(Raw::new(storage)), DiskSettings::default(), None).unwrap();
+    let (name, disk) = ("disk".into(), Arc::new(disk));
+    let server = Server::new(None, Terms::default());
+    server
+        .add(Export { name, description: "".into(), disk, read_only, bitmaps: Arc::default() })
+        .expect("the first of its name");
+    let (ours, theirs) = Pipe::pair();
+    spawn(async move {
+        let stop = Arc::new(AtomicBool::new(false));
+        if let Ok(Some((connection, inbox))) = server.open(Stream::Simulated(theirs.clone()), &stop, 0).await
+        {
+            let _ = connection.serve(inbox).await;
+        }
+        theirs.close();
+    });
+    ours
+}
+
+async fn client_of(pipe: Pipe, export: &str) -> Result<Client, NotConnected> {
+    let hands = shake_hands(Stream::Simulated(pipe), export);
+    timeout(Duration::from_secs(5), hands).await.expect("the handshake ends")
+}
+
+#[test]
+fn what_was_written_is_read_whatever_else_is_in_flight() {
+    for seed in 0..20 {
+        sim::run(seed, async move {
+            let client = Rc::new(client_of(serve(false), "disk").await.unwrap());
+            assert_eq!(client.about().size_bytes, SIZE);
+            let known = Rc::new(RefCell::new(vec![0; SIZE as usize]));
+            // Each task has a part of the disk to itself.
+            let tasks = (0..5_usize).map(|task| {
+                let (client, known) = (Rc::clone(&client), Rc::clone(&known));
+                spawn_joinable(async move {
+                    for _ in 0..20 {
+                        let (at, length, byte, write) = sim::random(|random| {
+                            let at = task * 20_000 + random.usize(..10_000);
+                            (at, random.usize(1..10_000), random.u8(..), random.bool())
+                        });
+                        if write {
+                            let data = Buffer::copy_of(&vec![byte; length]);
+                            client.write(at as u64, data.into()).await.unwrap();
+                            known.borrow_mut()[at..at + length].fill(byte);
+                        } else {
+                            let read = client.read(at as u64, length).await.unwrap();
+                            assert!(read[..] == known.borrow()[at..at + length], "seed {seed}");
+                        }
+                    }
+                })
+            });
+            for task in tasks.collect::<Vec<_>>() {
+                task.await;
+            }
+            client.flush().await.unwrap();
+            assert_eq!(client.read(SIZE, 1).await.unwrap_err(), Error::INVALID);
+            assert_eq!(client.fault(), None);
+            Rc::try_unwrap(client).unwrap().disconnect().await;
+        });
+    }
+}
+
+#[test]
+fn a_request_that_nobody_waits_for_any_more_harms_no_other() {
+    sim::run(1, async {
+        let client = client_of(serve(false), "disk").await.unwrap();
+        for _ in 0..10 {
+            let dropped = timeout(Duration::ZERO, client.read(0, 60_000)).await;
+            assert!(dropped.is_err());
+            assert_eq!(client.read(7, 9).await.unwrap().len(), 9);
+        }
+        assert!(client.connection.in_flight.borrow().is_empty());
+    });
+}
+
+#[test]
+fn a_read_only_export_is_not_even_asked() {
+    sim::run(1, async {
+        let client = client_of(serve(true), "disk").await.unwrap();
+        let written = client.write(0, Buffer::zeroed(512).into()).await;
+        assert_eq!(written, Err(Error::NOT_PERMITTED));
+        assert_eq!(client.connection.sequence.get(), 0, "nothing was sent");
+    });
+}
+
+#[test]
+fn an_export_that_is_not_there_is_named() {
+    let refused = sim::run(1, async { client_of(serve(false), "vm1").await.unwrap_err().to_string() });
+    assert!(refused.starts_with("refused export \"vm1\": no export of this name"), "{refused}");
+}
+
+/// A server that says what it is told to, whatever the client does, and goes.
+fn scripted(script: Vec<u8>) -> Pipe {
+    let (ours, theirs) = Pipe::pair();
+    let end = theirs.clone();
+    spawn(async move {
+        // As much as the client wants to send, or it would wait for that.
+        loop {
+            let (result, _) = theirs.receive(Buffer::new(4096), 0).await;
+            if !matches!(result, Ok(1..)) {
+                break;
+            }
+        }
+    });
+    spawn(async move {
+        if end.send(Buffer::copy_of(&script).into()).await.is_ok() {
+            // Behind the client's requests, which a script cannot see.
+            sleep_until(now() + Duration::from_secs(1)).await;
+        }
+        end.close();
+    });
+    ours
+}
+
+fn greeting(flags: u16) -> Vec<u8> {
+    let magic = [proto::INIT_MAGIC, proto::OPTION_MAGIC].map(u64::to_be_bytes).concat();
+    [magic, flags.to_be_bytes().to_vec()].concat()
+}
+
+fn option_reply(option: u32, kind: u32, data: &[u8]) -> Vec<u8> {
+    let mut reply = proto::OPTION_REPLY_MAGIC.to_be_bytes().to_vec();
+    reply.extend([option, kind, data.len() as u32].map(u32::to_be_bytes).concat());
+    reply.extend(data);
+    reply
+}
+
+/// A handshake that ends well, with structured replies or without.
+fn welcome(structured: bool) -> Vec<u8> {
+    let mut export = info::EXPORT.to_be_bytes().to_vec();
+    export.extend(SIZE.to_be_bytes());
+    export.extend(1_u16.to_be_bytes());
+    let chunks = if structured { rep::ACK } else { rep::ERR_UNSUP };
+    [
+        greeting(3),
+        option_reply(opt::STRUCTURED_REPLY, chunks, &[]),
+        option_reply(opt::GO, rep::INFO, &export),
+        option_reply(opt::GO, rep::ACK, &[]),
+    ]
+    .concat()
+}
+
+#[test]
+fn a_server_that_does_not_shake_hands_rightly_is_left() {
+    let no = option_reply(opt::STRUCTURED_REPLY, rep::ERR_UNSUP, &[]);
+    let go = |kind, data: &[u8]| [greeting(3), no.clone(), option_reply(opt::GO, kind, data)].concat();
+    let mut long = option_reply(opt::GO, rep::INFO, &[]);
+    long.splice(16..20, u32::MAX.to_be_bytes());
+    for (script, why) in [
+        (vec![], "cannot be connected to"),
+        (b"HTTP/1.1 400 Bad Request\r\n".to_vec(), "it does not greet"),
+        (greeting(0), "it is too old"),
+        (greeting(3)[..17].to_vec(), "cannot be connected to"),
+        ([greeting(3), vec![0; 20]].concat(), "another magic number"),
+        (
+            [greeting(3), option_reply(opt::GO, rep::ACK, &[])].concat(),
+            "it answers an option that was not sent",
+        ),
+        (go(rep::ACK, &[]), "it does not tell the export's size"),
+        (go(rep::SERVER, &[]), "with something else"),
+        (go(rep::ERR_TLS_REQD, b""), "the server wants TLS"),
+        (go(rep::ERR_POLICY, b"no\x1b[2J"), "refused export \"disk\": no?[2J"),
+        ([greeting(3), no.clone(), long].concat(), "longer than any option needs"),
+    ] {
+        let error = sim::run(1, async move { client_of(scripted(script), "disk").await.unwrap_err() });
+        assert!(error.to_string().contains(why), "{error}, not {why}");
+    }
+}
+
+fn simple(cookie: u64, error: u32) -> Vec<u8> {
+    let head = [proto::SIMPLE_REPLY_MAGIC, error].map(u32::to_be_bytes).concat();
+    [head, cookie.to_be_bytes().to_vec()].concat()
+}
+
+fn chunk(flags: u16, kind: u16, data: &[u8]) -> Vec<u8> {
+    let mut bytes = proto::STRUCTURED_REPLY_MAGIC.to_be_bytes().to_vec();
+    bytes.extend([flags, kind].map(u16::to_be_bytes).concat());
+    bytes.extend(0_u64.to_be_bytes());
+    bytes.extend((data.len() as u32).to_be_bytes());
+    bytes.extend(data);
+    bytes
+}
+
+/// What becomes of one read of 100 bytes at 1000, and of the connection; its cookie is 0.
+fn read_from(structured: bool, replies: &[Vec<u8>]) -> (Result<Buffer, Error>, Option<String>) {
+    let script = [welcome(structured), replies.concat()].concat();
+    sim::run(1, async move {
+        let client = client_of(scripted(script), "disk").await.unwrap();
+        let read = timeout(Duration::from_secs(5), client.read(1000, 100)).await.expect("it does not hang");
+        (read, client.fault())
+    })
+}
+
+fn data(offset: u64, bytes: &[u8]) -> Vec<u8> {
+    [&offset.to_be_bytes()[..], bytes].concat()
+}
+
+#[test]
+fn replies_come_simple_and_in_pieces() {
+    let (read, _) = read_from(false, &[simple(0, 0), vec![7; 100]]);
+    assert!(read.unwrap()[..] == [7; 100]);
+    let pieces = [
+        chunk(0, reply_type::OFFSET_DATA, &data(1040, &[7; 60])),
+        chunk(reply_flag::DONE, reply_type::OFFSET_HOLE, &data(1000, &40_u32.to_be_bytes())),
+    ];
+    let (read, _) = read_from(true, &pieces);
+    assert!(read.unwrap()[..] == [vec![0; 40], vec![7; 60]].concat());
+}
+
+#[test]
+fn errors_are_the_server_s() {
+    assert_eq!(read_from(false, &[simple(0, 5)]).0.unwrap_err(), Error::IO);
+    let message = [&28_u32.to_be_bytes()[..], &4_u16.to_be_bytes(), b"full"].concat();
+    let (read, _) = read_from(true, &[chunk(reply_flag::DONE, reply_type::ERROR, &message)]);
+    assert_eq!(read.unwrap_err(), Error::NO_SPACE);
+}
+
+#[test]
+fn a_server_that_breaks_the_rules_or_goes_ends_everything_in_flight() {
+    let whole = data(1000, &[7; 100]);
+    let error = chunk(0, reply_type::ERROR, &[0, 0, 0, 5, 0, 0]);
+    for (structured, replies, why) in [
+        (false, vec![], "has closed the connection"),
+        (false, vec![simple(0, 0), vec![7; 99]], "the connection broke"),
+        (false, vec![simple(1, 0)], "a reply to a request that was not sent"),
+        (false, vec![simple(u64::MAX, 0)], "a reply to a request that was not sent"),
+        (false, vec![vec![0xff; 16]], "another magic number"),
+        (false, vec![chunk(1, reply_type::OFFSET_DATA, &whole)], "which was not agreed on"),
+        (true, vec![simple(0, 0)], "a simple reply to a read"),
+        (true, vec![chunk(1, reply_type::NONE, &[])], "less data than was asked for"),
+        (true, vec![chunk(0, reply_type::OFFSET_DATA, &data(999, &[7; 100]))], "more data than"),
+        (true, vec![chunk(0, reply_type::OFFSET_DATA, &data(1001, &[7; 100]))], "more data than"),
+        (true, vec![chunk(0, reply_type::OFFSET_DATA, &data(u64::MAX, &[7; 100]))], "more data than"),
+        (true, vec![chunk(0, reply_type::OFFSET_DATA, &whole); 2], "more data than"),
+        (true, vec![chunk(1, reply_type::OFFSET_HOLE, &data(1000, &[0xff; 4]))], "more data than"),
+        (true, vec![error; 1025], "more errors than one reply can have"),
+    ] {
+        let (read, fault) = read_from(structured, &replies);
+        assert_eq!(read.unwrap_err(), GONE, "{why}");
+        let fault = fault.expect(why);
+        assert!(fault.contains(why), "{fault}, not {why}");
+    }
+}
+
+#[test]
+fn whatever_a_server_says_everything_ends() {
+    let mut ends = [0, 0];
+    for seed in 0..1000 {
+        let read = sim::run(seed, async move {
+            let structured = sim::random(fastrand::Rng::bool);
+            let pieces = [
+                chunk(0, reply_type::OFFSET_DATA, &data(1040, &[7; 60])),
+                chunk(reply_flag::DONE, reply_type::OFFSET_HOLE, &data(1000, &40_u32.to_be_bytes())),
+            ];
+            let replies = if structured { pieces.concat() } else { [simple(0, 0), vec![7; 100]].concat() };
+            let mut script = [welcome(structured), replies].concat();
+            sim::random(|random| {
+                for _ in 0..random.usize(0..4) {
+                    let at = random.usize(..script.len());
+                    script[at] = if random.bool() { random.u8(..) } else { script[at] ^ 1 << random.u8(..8) };
+                }
+            });
+            let hands = shake_hands(Stream::Simulated(scripted(script)), "disk");
+            let Ok(client) = timeout(Duration::from_secs(5), hands).await.expect("it does not hang") else {
+                return false;
+            };
+            let read =
+                timeout(Duration::from_secs(5), client.read(1000, 100)).await.expect("it does not hang");
+            let flushed = timeout(Duration::from_secs(5), client.flush()).await.expect("it does not hang");
+            assert!(flushed.is_ok() || client.fault().is_some() || read.is_ok(), "seed {seed}");
+            assert!(read.as_ref().map_or(true, |data| data.len() == 100), "seed {seed}");
+            read.is_ok()
+        });
+        ends[usize::from(read)] += 1;
+    }
+    assert!(ends.iter().all(|&count| count > 100), "both happen: {ends:?}");
+}

@@ -1,0 +1,17 @@
+//! Options of the commands that measure or predict: where what they find is kept.
+
+use std::path::PathBuf;
+
+use clap::Args;
+
+/// Where results are kept, beside what is printed.
+#[derive(Clone, Debug, Default, Args)]
+#[command(next_help_heading = "Keeping the results")]
+pub(crate) struct ResultArgs {
+    /// Keep everything that was found in this file (JSON), for `weir report`
+    #[arg(long, value_name = "FILE.json")]
+    pub(crate) result: Option<PathBuf>,
+    /// Draw it on one page, which needs nothing else to be looked at (HTML)
+    #[arg(long, value_name = "FILE.html")]
+    pub(crate) report: Option<PathBuf>,
+}

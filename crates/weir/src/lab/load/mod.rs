@@ -1,0 +1,160 @@
+//! A load on a disk: so many requests, so many in flight, with flushes in between, as `qemu-img bench` sends them; and what it cannot send:
+//! reads among writes, requests that come at a rate of their own, for a time, several jobs at once.
+//!
+//! ```text
+//!   places, zipf ─► where ─┐
+//!   arrivals ─────► when ──┼─► run ─► target: a disk, or an export of a server
+//!   watch ─────► how long ─┘    └───► measured: latencies, requests each second
+//!                                jobs: several of these, on a thread each
+//! ```
+//!
+//! Never retries: the first request that fails ends the load.
+
+mod arrivals;
+mod jobs;
+mod measured;
+mod places;
+mod run;
+mod target;
+#[cfg(test)]
+mod tests;
+mod watch;
+mod zipf;
+
+use policy::time::Duration;
+
+pub(crate) use self::arrivals::Spacing;
+pub(super) use self::{
+    arrivals::Arrivals,
+    jobs::{Ran, Source, put_all},
+    measured::{Measured, Second},
+    places::{Locality, Part, Places},
+    run::put,
+    target::Target,
+    watch::{Count, Stop},
+};
+
+/// What is sent.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Load {
+    /// Requests in all; not 0.
+    pub(super) count: u64,
+    /// Requests in flight of each reader; not 0.
+    pub(super) depth: u32,
+    /// How many go each their own way, beginning at equal distances; not 0.
+    pub(super) readers: u32,
+    /// Bytes of a request; not 0, and at most the image's.
+    pub(super) block_bytes: usize,
+    /// Where requests begin.
+    pub(super) places: Places,
+    /// Write this byte; `None` reads.
+    pub(super) write: Option<u8>,
+    /// Flush after so many writes.
+    pub(super) flush: Option<Flush>,
+}
+
+/// When to flush.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Flush {
+    /// After so many writes; not 0.
+    pub(super) interval: u64,
+    /// Let what is in flight finish first, and send nothing until the flush is done.
+    pub(super) drain: bool,
+}
+
+/// A load, and how it is put on.
+#[derive(Clone, Debug)]
+pub(super) struct Job {
+    /// What is sent; of a job that is a part of something, its part.
+    pub(super) load: Load,
+    /// Of a hundred requests of a load that writes, so many read instead.
+    pub(super) read_percent: u8,
+    /// Which places are asked for more than others; even, unless they are random.
+    pub(super) locality: Locality,
+    /// Requests come by themselves; `None` sends the next when one is answered.
+    pub(super) arrivals: Option<Arrivals>,
+    /// So long nothing counts, neither as measured nor as sent.
+    pub(super) ramp: Duration,
+    /// After so long, the ramp not counted, nothing more is sent.
+    pub(super) runtime: Option<Duration>,
+    /// The part of several jobs that this is.
+    pub(super) part: Part,
+    /// Ends it early.
+    pub(super) stop: Stop,
+    /// Tells how far it is.
+    pub(super) answered: Count,
+}
+
+impl From<Load> for Job {
+    fn from(load: Load) -> Self {
+        Self {
+            load,
+            read_percent: 0,
+            locality: Locality::Even,
+            arrivals: None,
+            ramp: Duration::ZERO,
+            runtime: None,
+            part: Part::WHOLE,
+            stop: Stop::default(),
+            answered: Count::default(),
+        }
+    }
+}
+
+impl Job {
+    /// The same, done by so many at once: each sends its share of the requests and of the rate, with as many in flight. `count` is not 0, and not
+    /// above that of the requests.
+    pub(super) fn split(self, count: u32) -> Vec<Self> {
+        let of = |number: u32| {
+            let all = self.load.count;
+            let share = all / u64::from(count) + u64::from(u64::from(number) < all % u64::from(count));
+            let rate = |arrivals: Arrivals| Arrivals {
+                per_second: arrivals.per_second / f64::from(count),
+                ..arrivals
+            };
+            Self {
+                load: Load { count: share, ..self.load.clone() },
+                arrivals: self.arrivals.map(rate),
+                part: Part { number, of: count },
+                answered: Count::default(),
+                ..self.clone()
+            }
+        };
+        (0..count).map(of).collect()
+    }
+}
+
+/// What became of a load.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub(super) struct Outcome {
+    /// From the first request that counted to the last answer.
+    pub(super) elapsed: Duration,
+    /// How many answers the reader had who had the fewest.
+    pub(super) slowest: u64,
+    /// Requests and flushes that a server had not answered long after the load was ended, and that nobody waits for any more.
+    pub(super) unanswered: u64,
+    /// How long requests took, and what was answered when.
+    pub(super) measured: Measured,
+}
+
+impl Outcome {
+    /// How long it took; a load that took no time on the clock took some all the same.
+    pub(super) fn seconds(&self) -> f64 {
+        self.elapsed.as_secs_f64().max(1e-9)
+    }
+
+    /// So many requests as so many a second.
+    pub(super) fn iops(&self, requests: u64) -> f64 {
+        requests as f64 / self.seconds()
+    }
+}
+
+/// A load that ended with a request that failed.
+#[derive(Debug, thiserror::Error)]
+#[error("{error}")]
+pub(super) struct Failed {
+    /// Why.
+    pub(super) error: block::error::Error,
+    /// What became of it until then.
+    pub(super) outcome: Box<Outcome>,
+}

@@ -1,0 +1,246 @@
+//! Loads in virtual time, on a disk whose requests take as long as they are told to.
+
+use std::sync::Arc;
+
+use block::{
+    disk::Disk,
+    error::Error,
+    layer::throttle::DiskSettings,
+    reactor::{now, sim, sleep_until, spawn},
+    storage::{OpenOptions, open},
+};
+
+use super::*;
+
+/// One behind the other, on the whole of 1 MiB.
+fn places() -> Places {
+    Places { offset: 0, step_bytes: 4096, last: (1 << 20) - 4096, backward: false, random: None, run: 1 }
+}
+
+fn load(count: u64, depth: u32) -> Load {
+    Load { count, depth, readers: 1, block_bytes: 4096, places: places(), write: None, flush: None }
+}
+
+fn disk(spec: &str, rules: &[&str]) -> Arc<Disk> {
+    let faults = rules.iter().map(|rule| rule.parse().unwrap()).collect();
+    let delay = Some("read=1ms,write=1ms,flush=10ms".parse().unwrap());
+    let image = open(spec, OpenOptions { faults, delay, ..OpenOptions::default() }).unwrap();
+    Arc::new(Disk::new("load", image, DiskSettings::default(), None).unwrap())
+}
+
+fn put_on(job: impl Into<Job>, rules: &'static [&str]) -> Result<Outcome, Error> {
+    let job = job.into();
+    sim::run(1, async move { put(job, disk("memory:1M", rules)).await.map_err(|failed| failed.error) })
+}
+
+#[test]
+fn as_many_requests_are_in_flight_as_were_asked_for() {
+    for depth in [1, 8, 64] {
+        let outcome = put_on(load(640, depth), &[]).unwrap();
+        assert_eq!(outcome.elapsed, Duration::from_millis(640 / u64::from(depth)), "depth {depth}");
+    }
+}
+
+#[test]
+fn a_flush_comes_after_every_so_many_writes_and_nothing_is_in_flight_with_it() {
+    let flush = Some(Flush { interval: 64, drain: true });
+    let outcome = put_on(Load { write: Some(7), flush, ..load(640, 32) }, &[]).unwrap();
+    assert_eq!(outcome.elapsed, Duration::from_millis(10 * (2 + 10)));
+}
+
+#[test]
+fn without_draining_writes_go_on_during_a_flush() {
+    let flush = Some(Flush { interval: 64, drain: false });
+    let outcome = put_on(Load { write: Some(7), flush, ..load(640, 32) }, &[]).unwrap();
+    assert!(outcome.elapsed < Duration::from_millis(50), "{:?}", outcome.elapsed);
+}
+
+#[test]
+fn the_first_failure_ends_it_also_while_others_wait_for_a_flush() {
+    let flush = Some(Flush { interval: 64, drain: true });
+    let load = Load { write: Some(7), flush, ..load(640, 32) };
+    for rule in ["kind=flush,error=EIO", "kind=write,offset=128K-129K,error=EIO"] {
+        let rules: &'static [&str] = Box::leak(Box::new([rule]));
+        assert_eq!(put_on(load.clone(), rules), Err(Error::IO), "{rule}");
+    }
+}
+
+#[test]
+fn places_follow_each_other_as_if_the_end_were_the_beginning() {
+    let places = Places { offset: 8192, step_bytes: 500_000, ..places() };
+    let written = sim::run(1, async move {
+        let disk = disk("memory:1M", &[]);
+        put(Load { write: Some(7), places, ..load(6, 1) }, Arc::clone(&disk)).await.unwrap();
+        let mut found = Vec::new();
+        for offset in [8192, 508_192, 1_008_192, 459_616, 959_616, 411_040, 0] {
+            let read = disk.image().read(offset, 1).await.unwrap();
+            found.push((offset, read.as_slice()[0][0]));
+        }
+        found
+    });
+    let expect = [(8192, 7), (508_192, 7), (1_008_192, 7), (459_616, 7), (959_616, 7), (411_040, 7), (0, 0)];
+    assert_eq!(written, expect);
+}
+
+#[test]
+fn random_places_are_everywhere_and_the_same_for_one_seed() {
+    let written = |seed| {
+        sim::run(1, async move {
+            let disk = disk("memory:1M", &[]);
+            let load =
+                Load { write: Some(7), places: Places { random: Some(seed), ..places() }, ..load(256, 16) };
+            put(load, Arc::clone(&disk)).await.unwrap();
+            let read = disk.image().read(0, 1 << 20).await.unwrap();
+            let mut all = vec![0; 1 << 20];
+            read.copy_to(&mut all);
+            all.chunks(4096).map(|block| block[0] == 7).collect::<Vec<_>>()
+        })
+    };
+    let blocks = written(3).iter().filter(|&&block| block).count();
+    assert!((120..200).contains(&blocks), "256 draws of 256 blocks hit {blocks}");
+    assert_eq!(written(3), written(3));
+    assert_ne!(written(3), written(4));
+}
+
+/// Which blocks a load writes to.
+fn blocks(load: Load) -> Vec<usize> {
+    sim::run(1, async move {
+        let disk = disk("memory:1M", &[]);
+        put(Load { write: Some(7), ..load }, Arc::clone(&disk)).await.unwrap();
+        let mut all = vec![0; 1 << 20];
+        disk.image().read(0, 1 << 20).await.unwrap().copy_to(&mut all);
+        let blocks = all.chunks(4096).enumerate();
+        blocks.filter(|(_, block)| block[0] == 7).map(|(number, _)| number).collect()
+    })
+}
+
+#[test]
+fn readers_begin_at_equal_distances_and_the_slowest_is_told() {
+    let load = Load { readers: 4, ..load(20, 1) };
+    let expect: Vec<usize> = (0..4).flat_map(|reader| (0..5).map(move |block| reader * 63 + block)).collect();
+    assert_eq!(blocks(load.clone()), expect);
+    assert_eq!(put_on(load, &[]).map(|outcome| outcome.slowest), Ok(5));
+}
+
+#[test]
+fn backward_comes_the_end_after_the_beginning() {
+    let load = Load { places: Places { offset: 8192, backward: true, ..places() }, ..load(5, 1) };
+    assert_eq!(blocks(load), [0, 1, 2, 254, 255]);
+}
+
+#[test]
+fn a_run_goes_on_from_each_random_place() {
+    let written = blocks(Load { places: Places { random: Some(1), run: 4, ..places() }, ..load(12, 1) });
+    assert!((9..=12).contains(&written.len()), "{written:?}");
+    let follow = written.windows(2).filter(|pair| pair[0] + 1 == pair[1]).count();
+    assert!(follow >= 8, "{written:?}");
+}
+
+#[test]
+fn latencies_are_those_of_the_disk() {
+    let outcome = put_on(load(640, 8), &[]).unwrap();
+    let reads = &outcome.measured.reads;
+    assert_eq!((reads.len(), outcome.measured.writes.len()), (640, 0));
+    assert!(
+        reads.equivalent(reads.min(), 1_000_000) && reads.equivalent(reads.max(), 1_000_000),
+        "{reads:?}"
+    );
+}
+
+#[test]
+fn so_many_of_a_hundred_read_and_the_places_are_the_same() {
+    let mixed = |percent| {
+        let places = Places { random: Some(3), ..places() };
+        let job = Job { read_percent: percent, ..Load { write: Some(7), places, ..load(10_000, 16) }.into() };
+        put_on(job, &[]).unwrap().measured
+    };
+    let measured = mixed(70);
+    assert!((6850..7150).contains(&measured.reads.len()), "{} reads", measured.reads.len());
+    assert_eq!(measured.answered(), 10_000);
+    assert_eq!(mixed(0).reads.len(), 0);
+}
+
+#[test]
+fn a_flush_counts_writes_alone() {
+    let flush = Some(Flush { interval: 64, drain: true });
+    let job = Job { read_percent: 50, ..Load { write: Some(7), flush, ..load(6400, 32) }.into() };
+    let measured = put_on(job, &[]).unwrap().measured;
+    assert_eq!(measured.flushes.len(), measured.writes.len() / 64);
+}
+
+#[test]
+fn time_ends_it_and_what_was_warming_up_does_not_count() {
+    let job = Job {
+        ramp: Duration::from_millis(2500),
+        runtime: Some(Duration::from_millis(3500)),
+        ..load(u64::MAX, 4).into()
+    };
+    let outcome = put_on(job.clone(), &[]).unwrap();
+    assert_eq!(outcome.elapsed, Duration::from_millis(3500));
+    let seconds: Vec<_> = outcome.measured.seconds.iter().map(|second| second.reads).collect();
+    assert!(seconds.len() == 3 && seconds.iter().all(|reads| (3996..=4004).contains(reads)), "{seconds:?}");
+    // Whichever comes first; requests of the warming up are not among the thousand.
+    let outcome = put_on(Job { load: load(1000, 4), ..job }, &[]).unwrap();
+    assert!((249..=251).contains(&outcome.elapsed.as_millis()), "{:?}", outcome.elapsed);
+}
+
+/// 100 requests a second, at equal distances.
+fn slowly() -> Option<Arrivals> {
+    Some(Arrivals { per_second: 100.0, spacing: Spacing::Fixed })
+}
+
+#[test]
+fn requests_come_by_themselves_and_wait_where_too_many_are_in_flight() {
+    let outcome = put_on(Job { arrivals: slowly(), ..load(101, 8).into() }, &[]).unwrap();
+    assert_eq!(outcome.elapsed, Duration::from_millis(1001), "the last is due after a second");
+    assert_eq!((outcome.measured.late.max(), outcome.measured.behind), (0, Duration::ZERO));
+    // 1000 a second are what one in flight can do; 2000 come. The hundredth has waited for half of the others.
+    let arrivals = Some(Arrivals { per_second: 2000.0, spacing: Spacing::Fixed });
+    let outcome = put_on(Job { arrivals, ..load(100, 1).into() }, &[]).unwrap();
+    let reads = &outcome.measured.reads;
+    assert!(reads.equivalent(reads.max(), 50_500_000), "{}", reads.max());
+    assert!(reads.equivalent(reads.min(), 1_000_000), "{}", reads.min());
+    assert!(outcome.measured.late.equivalent(outcome.measured.late.max(), 49_500_000));
+}
+
+#[test]
+fn how_far_behind_a_schedule_it_was_at_the_end_is_told() {
+    let arrivals = Some(Arrivals { per_second: 2000.0, spacing: Spacing::Fixed });
+    let runtime = Some(Duration::from_secs(1));
+    let outcome = put_on(Job { arrivals, runtime, ..load(u64::MAX, 1).into() }, &[]).unwrap();
+    assert_eq!(outcome.measured.reads.len(), 1000);
+    assert_eq!(outcome.measured.behind, Duration::from_millis(500));
+}
+
+#[test]
+fn whoever_stops_it_need_not_wait_for_the_next_request() {
+    let stop = Stop::default();
+    let arrivals = Some(Arrivals { per_second: 0.001, spacing: Spacing::Fixed });
+    let job = Job { arrivals, stop: stop.clone(), ..load(1000, 2).into() };
+    let outcome = sim::run(1, async move {
+        spawn(async move {
+            sleep_until(now() + Duration::from_secs(1)).await;
+            assert!(stop.stop() && !stop.stop(), "it is stopped once");
+        });
+        put(job, disk("memory:1M", &[])).await.unwrap()
+    });
+    assert_eq!((outcome.elapsed, outcome.measured.reads.len()), (Duration::from_secs(1), 1));
+}
+
+#[test]
+fn what_was_measured_before_a_failure_is_kept() {
+    let failed = sim::run(1, async {
+        put(load(640, 1), disk("memory:1M", &["kind=read,offset=128K-129K,error=EIO"])).await.unwrap_err()
+    });
+    assert_eq!((failed.error, failed.outcome.measured.reads.len()), (Error::IO, 32));
+}
+
+#[test]
+fn jobs_share_requests_and_rate() {
+    let parts = Job { arrivals: slowly(), ..load(10, 4).into() }.split(3);
+    assert_eq!(parts.iter().map(|job| job.load.count).collect::<Vec<_>>(), [4, 3, 3]);
+    let rate: f64 = parts.iter().filter_map(|job| job.arrivals).map(|arrivals| arrivals.per_second).sum();
+    assert!((rate - 100.0).abs() < 1e-9);
+    assert!(parts[0].stop.stop() && parts[2].stop.is_stopped(), "all of them stop together");
+    assert_eq!(parts[2].part, Part { number: 2, of: 3 });
+}

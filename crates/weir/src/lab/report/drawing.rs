@@ -1,0 +1,157 @@
+//! A sheet that plotters draws on, and what becomes of it: an SVG element inside of a page.
+//!
+//! plotters' coordinates are whole numbers, so that a line drawn in pixels has steps. Sheets are therefore [`SCALE`] times as large as they
+//! are shown, and whatever is drawn on them too: [`px`] and [`letters`] do that.
+//!
+//! Never writes a text that was not cleaned; plotters does the escaping.
+
+use std::fmt::Write as _;
+
+use plotters::{
+    coord::Shift,
+    prelude::{
+        DrawingArea, DrawingAreaErrorKind, IntoDrawingArea as _, PathElement, Rectangle, SVGBackend, Text,
+    },
+    style::{
+        Color as _, IntoFont as _, RGBColor, TextStyle,
+        text_anchor::{HPos, Pos, VPos},
+    },
+};
+
+use super::{
+    html::{clean, escape},
+    palette::{GROUND, INK, code, dash_rules},
+};
+
+/// Units of a drawing in a pixel.
+pub(super) const SCALE: i32 = 10;
+/// The height of letters, in pixels, where a drawing is as wide as it wants to be.
+const LETTERS: f64 = 14.0;
+/// About how wide a letter is, in pixels: fonts are the reader's, so nobody knows exactly.
+pub(super) const LETTER_WIDTH: f64 = 7.6;
+/// plotters takes the size that letters' boxes have, and divides by this.
+const BOX: f64 = 1.24;
+
+/// Of a chart in a file of its own, in pixels: the room for its title, that of a legend's row, that of a line in it, and beside things.
+const TITLE: f64 = 34.0;
+const ROW: f64 = 20.0;
+const SAMPLE: f64 = 28.0;
+const MARGIN: f64 = 8.0;
+
+/// A sheet.
+pub(super) type Sheet<'a> = DrawingArea<SVGBackend<'a>, Shift>;
+/// Whether drawing worked. Into a string it always does, but plotters also draws elsewhere.
+pub(super) type Drawn = Result<(), DrawingAreaErrorKind<std::io::Error>>;
+
+/// Pixels as plotters takes them.
+pub(super) fn px(pixels: f64) -> i32 {
+    (pixels * f64::from(SCALE)).round() as i32
+}
+
+/// Letters of this colour, and where in a text its position is.
+pub(super) fn letters(colour: RGBColor, horizontal: HPos, vertical: VPos) -> TextStyle<'static> {
+    let size = LETTERS * BOX * f64::from(SCALE);
+    ("sans-serif", size).into_font().color(&colour).pos(Pos::new(horizontal, vertical))
+}
+
+/// Writes a text at (x, y), in pixels.
+pub(super) fn write(sheet: &Sheet, text: &str, (x, y): (f64, f64), style: TextStyle) -> Drawn {
+    sheet.draw(&Text::new(clean(text), (px(x), px(y)), style))
+}
+
+/// Draws a line between two places, in pixels.
+pub(super) fn line(sheet: &Sheet, from: (f64, f64), to: (f64, f64), colour: RGBColor, width: f64) -> Drawn {
+    let ends = [from, to].map(|(x, y)| (px(x), px(y)));
+    sheet.draw(&PathElement::new(ends, colour.stroke_width(px(width).unsigned_abs())))
+}
+
+/// Fills what lies between two corners, in pixels.
+pub(super) fn fill(sheet: &Sheet, from: (f64, f64), to: (f64, f64), colour: RGBColor) -> Drawn {
+    let corners = [from, to].map(|(x, y)| (px(x), px(y)));
+    sheet.draw(&Rectangle::new(corners, colour.filled()))
+}
+
+/// Something drawn on a sheet.
+pub(super) struct Drawing {
+    /// In pixels.
+    size: (f64, f64),
+    /// What it shows, for who does not see it.
+    shows: String,
+    /// Behind the tag that opens the SVG element, to its end.
+    shapes: String,
+}
+
+/// Has something drawn on a sheet of so many pixels.
+///
+/// # Errors
+/// If drawing does not work.
+pub(super) fn drawing(
+    (width, height): (f64, f64),
+    shows: &str,
+    paint: impl FnOnce(&Sheet) -> Drawn,
+) -> anyhow::Result<Drawing> {
+    let mut drawn = String::new();
+    let sheet = SVGBackend::with_string(&mut drawn, (px(width).unsigned_abs(), px(height).unsigned_abs()));
+    let sheet = sheet.into_drawing_area();
+    paint(&sheet)?;
+    sheet.present()?;
+    drop(sheet);
+    // plotters' own tag fixes the size and says nothing of what is shown.
+    let shapes = drawn.split_once('>').map_or("", |(_, shapes)| shapes).to_owned();
+    Ok(Drawing { size: (width, height), shows: escape(shows), shapes })
+}
+
+impl Drawing {
+    /// An element of a page, whose rules give it the page's colours.
+    ///
+    /// On a narrow screen it shrinks to three quarters, where its letters are still read, and no further.
+    pub(super) fn inline(&self) -> String {
+        let Self { size: (width, height), shows, shapes } = self;
+        format!(
+            "<svg viewBox=\"0 0 {} {}\" role=\"img\" aria-label=\"{shows}\" \
+             style=\"max-width:{width}px;min-width:{:.0}px\">\n<title>{shows}</title>{shapes}",
+            px(*width),
+            px(*height),
+            width * 0.75
+        )
+    }
+
+    /// A file of its own, below its title and its legend: light, on a ground, so that it can be read wherever it is shown.
+    pub(super) fn alone(&self, legend: &[(&str, RGBColor)]) -> String {
+        let Self { size: (width, height), shows, shapes } = self;
+        let (ground, ink, version) = (code(GROUND.light), code(INK.light), env!("CARGO_PKG_VERSION"));
+        let mut marks = String::new();
+        let (mut x, mut y) = (MARGIN, TITLE);
+        for (name, colour) in legend.iter().filter(|(name, _)| !name.is_empty()) {
+            let wide = SAMPLE + name.chars().count() as f64 * LETTER_WIDTH + 2.0 * MARGIN;
+            if x > MARGIN && x + wide > *width {
+                (x, y) = (MARGIN, y + ROW);
+            }
+            let (colour, units, at) = (code(*colour), px(SAMPLE), x + SAMPLE + MARGIN / 2.0);
+            // In the drawing's units, which the lines' dashes are in too.
+            let _ = writeln!(
+                marks,
+                "<svg x=\"{x}\" y=\"{}\" width=\"{SAMPLE}\" height=\"4\" viewBox=\"0 0 {units} 40\">\
+                 <line x2=\"{units}\" y1=\"20\" y2=\"20\" stroke=\"{colour}\" stroke-width=\"30\"/></svg>\
+                 <text x=\"{at:.1}\" y=\"{:.1}\" fill=\"{ink}\">{}</text>",
+                y + 5.0,
+                y + 12.0,
+                escape(name)
+            );
+            x += wide;
+        }
+        let top = if marks.is_empty() { TITLE } else { y + ROW };
+        format!(
+            "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{width}\" height=\"{all}\" viewBox=\"0 0 {width} {all}\" \
+             font-family=\"sans-serif\" font-size=\"{LETTERS}\" role=\"img\" aria-label=\"{shows}\">\n\
+             <!-- weir {version} -->\n<title>{shows}</title>\n<style>\n{dashes}</style>\n\
+             <rect width=\"100%\" height=\"100%\" fill=\"{ground}\"/>\n\
+             <text x=\"{MARGIN}\" y=\"22\" font-weight=\"bold\" fill=\"{ink}\">{shows}</text>\n{marks}\
+             <svg y=\"{top}\" width=\"{width}\" height=\"{height}\" viewBox=\"0 0 {} {}\">{shapes}</svg>\n",
+            px(*width),
+            px(*height),
+            all = top + height,
+            dashes = dash_rules(SCALE),
+        )
+    }
+}

@@ -1,0 +1,73 @@
+//! Text that becomes part of a page.
+//!
+//! Names and notes come from a result file, which comes from anywhere: a disk may be called `<script>`. Everything that is not this
+//! program's own goes through here.
+//!
+//! Never lets a character of a text begin a tag, an entity or the end of an attribute.
+
+/// For between tags, and inside of quoted attributes.
+pub(super) fn escape(text: &str) -> String {
+    let mut escaped = String::with_capacity(text.len());
+    for character in text.chars() {
+        match character {
+            '&' => escaped += "&amp;",
+            '<' => escaped += "&lt;",
+            '>' => escaped += "&gt;",
+            '"' => escaped += "&quot;",
+            '\'' => escaped += "&#39;",
+            character => escaped.push(shown(character)),
+        }
+    }
+    escaped
+}
+
+/// Without characters that HTML does not allow and terminals obey; lines stay lines. plotters escapes texts itself, but these it lets pass.
+pub(super) fn clean(text: &str) -> String {
+    text.chars().map(shown).collect()
+}
+
+/// Cut to so many characters, with an ellipsis in the middle: what tells names apart is often at their ends.
+pub(super) fn cut(text: &str, most: usize) -> String {
+    let count = text.chars().count();
+    if count <= most {
+        return text.to_owned();
+    }
+    let kept = most.saturating_sub(1);
+    let start: String = text.chars().take(kept.div_ceil(2)).collect();
+    let end: String = text.chars().skip(count - kept / 2).collect();
+    format!("{}…{}", start.trim_end(), end.trim_start())
+}
+
+fn shown(character: char) -> char {
+    // Noncharacters too (Unicode 16, section 23.7): a document that has one is not well-formed.
+    let noncharacter = matches!(character as u32 & 0xFFFF, 0xFFFE | 0xFFFF)
+        || ('\u{FDD0}'..='\u{FDEF}').contains(&character);
+    if character != '\n' && character.is_control() || noncharacter { '?' } else { character }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[test]
+    fn a_disk_may_be_called_anything() {
+        let name = "<script>alert(\"1\" + '&')</script>\u{1b}[2J\0";
+        let escaped = "&lt;script&gt;alert(&quot;1&quot; + &#39;&amp;&#39;)&lt;/script&gt;?[2J?";
+        assert_eq!(escape(name), escaped);
+        assert_eq!(clean("a\nb\x07\u{FFFE}"), "a\nb??");
+        assert_eq!(["häuser", "read, depth 64", ""].map(|name| cut(name, 6)), ["häuser", "rea…64", ""]);
+        assert_eq!(cut("abc", 0), "…");
+    }
+
+    proptest! {
+        #[test]
+        fn nothing_begins_a_tag(text in any::<String>()) {
+            let escaped = escape(&text);
+            prop_assert!(!escaped.contains(['<', '>', '"', '\'']), "{escaped}");
+            let back = escaped.replace("&lt;", "<").replace("&gt;", ">").replace("&quot;", "\"");
+            prop_assert_eq!(back.replace("&#39;", "'").replace("&amp;", "&"), clean(&text));
+        }
+    }
+}

@@ -1,0 +1,186 @@
+//! The colours of charts, for light and for dark.
+//!
+//! plotters writes colours into its shapes' attributes, as they are on a light page. A rule of CSS wins over such an attribute, so the dark
+//! page is a list of rules, `[stroke="#0072B2"] { stroke: … }`, over the very same drawing: nothing is drawn twice and nothing is rewritten,
+//! and a drawing that somebody cuts out of the page is right by itself. Each colour here therefore means one thing.
+//!
+//! The lines' colours are those of Okabe and Ito (*Color Universal Design*, 2008), which people with any kind of colour vision tell apart.
+//! Some of them are too faint for a thin line; made strong enough, not all eight remain apart. So five lines are solid, and three dashed.
+
+use plotters::style::RGBColor;
+
+/// A colour, and what it is on a dark page.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Pair {
+    pub(super) light: RGBColor,
+    dark: RGBColor,
+}
+
+const fn pair(light: u32, dark: u32) -> Pair {
+    Pair { light: rgb(light), dark: rgb(dark) }
+}
+
+const fn rgb(code: u32) -> RGBColor {
+    RGBColor((code >> 16) as u8, (code >> 8) as u8, code as u8)
+}
+
+/// What charts stand on; the page's style has the same.
+pub(super) const GROUND: Pair = pair(0xFF_FFFF, 0x17_191D);
+/// Letters, and the axes' own lines.
+pub(super) const INK: Pair = pair(0x33_3B46, 0xC9_D1DC);
+/// Lines at ticks.
+pub(super) const GRID: Pair = pair(0xDF_E3E8, 0x33_3841);
+/// Of the lines, in their order: the first [`SOLID`] are solid.
+pub(super) const LINES: [Pair; 8] = [
+    pair(0x00_72B2, 0x2B_8FD6),
+    pair(0xD5_5E00, 0xE8_702A),
+    pair(0x00_9E73, 0x00_A87C),
+    pair(0xCC_79A7, 0xDB_8DB8),
+    pair(0x00_0000, 0xF2_F2F2),
+    pair(0xB8_7A00, 0xF2_B134),
+    pair(0x2C_9BDB, 0x8C_D0FA),
+    pair(0x76_7676, 0x9A_9A9A),
+];
+/// How many lines are solid.
+pub(super) const SOLID: usize = 5;
+/// From the worst to the best. On a dark page the best shine, on a light one they are dark: what counts stands out from the ground.
+pub(super) const CELLS: [Pair; 7] = [
+    pair(0xF1_F6FB, 0x20_2A36),
+    pair(0xD6_E6F4, 0x1D_3850),
+    pair(0xB0_D2E8, 0x18_4A70),
+    pair(0x7A_B8DA, 0x15_6396),
+    pair(0x2A_78B6, 0x58_A6DC),
+    pair(0x0F_5FA3, 0x8C_C4EA),
+    pair(0x08_3E7A, 0xC6_E4F8),
+];
+/// Of the first so many cells the letters are [`ON_FAINT`], of the others [`ON_STRONG`].
+pub(super) const FAINT: usize = 4;
+/// Letters on cells that are near to the ground.
+pub(super) const ON_FAINT: Pair = pair(0x10_1418, 0xF5_F7FA);
+/// Letters on cells that stand out.
+pub(super) const ON_STRONG: Pair = pair(0xFE_FEFE, 0x0B_0E12);
+/// A cell without a value.
+pub(super) const NO_CELL: Pair = pair(0xE9_EBED, 0x2A_2D33);
+
+/// Everything that differs between light and dark, and lines from bottom to top.
+const ALL: [&[Pair]; 3] = [&[GROUND, INK, GRID, ON_FAINT, ON_STRONG, NO_CELL], &LINES, &CELLS];
+
+/// As plotters writes it, and CSS reads it.
+pub(super) fn code(RGBColor(red, green, blue): RGBColor) -> String {
+    format!("#{red:02X}{green:02X}{blue:02X}")
+}
+
+/// The rules that make charts dark.
+pub(super) fn dark_rules() -> String {
+    let rule = |pair: &Pair| {
+        let (light, dark) = (code(pair.light), code(pair.dark));
+        format!("svg [fill=\"{light}\"]{{fill:{dark}}}svg [stroke=\"{light}\"]{{stroke:{dark}}}\n")
+    };
+    ALL.into_iter().flatten().map(rule).collect()
+}
+
+/// The rules that dash lines; `scale` is how many units of a drawing a pixel has.
+pub(super) fn dash_rules(scale: i32) -> String {
+    let dashes = [[7, 4], [2, 3], [12, 4]];
+    let rule = |(pair, [on, off]): (&Pair, [i32; 2])| {
+        let (code, on, off) = (code(pair.light), on * scale, off * scale);
+        format!("svg [stroke=\"{code}\"]{{stroke-dasharray:{on} {off}}}\n")
+    };
+    LINES[SOLID..].iter().zip(dashes).map(rule).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A colour's parts, linear in light (IEC 61966-2-1).
+    fn linear(RGBColor(red, green, blue): RGBColor) -> [f64; 3] {
+        [red, green, blue].map(|part| {
+            let part = f64::from(part) / 255.0;
+            if part <= 0.040_45 { part / 12.92 } else { ((part + 0.055) / 1.055).powf(2.4) }
+        })
+    }
+
+    /// Web Content Accessibility Guidelines 2.1, "contrast ratio".
+    fn contrast(one: RGBColor, other: RGBColor) -> f64 {
+        let luminance = |colour| {
+            let [red, green, blue] = linear(colour);
+            0.2126 * red + 0.7152 * green + 0.0722 * blue + 0.05
+        };
+        let (one, other) = (luminance(one), luminance(other));
+        (one / other).max(other / one)
+    }
+
+    const MODES: [fn(&Pair) -> RGBColor; 2] = [|pair| pair.light, |pair| pair.dark];
+
+    #[test]
+    fn lines_and_letters_stand_out_from_the_ground() {
+        for of in MODES {
+            let ground = of(&GROUND);
+            assert!(LINES.iter().all(|line| contrast(of(line), ground) >= 3.0), "success criterion 1.4.11");
+            assert!(contrast(of(&INK), ground) >= 4.5, "success criterion 1.4.3");
+        }
+    }
+
+    #[test]
+    fn letters_stand_out_from_cells() {
+        for of in MODES {
+            for (index, cell) in CELLS.iter().enumerate() {
+                let letters = if index < FAINT { ON_FAINT } else { ON_STRONG };
+                let contrast = contrast(of(cell), of(&letters));
+                assert!(contrast >= 4.5, "cell {index}: {contrast}");
+            }
+            assert!(contrast(of(&NO_CELL), of(&ON_FAINT)) >= 4.5);
+        }
+    }
+
+    #[test]
+    fn each_colour_means_one_thing() {
+        let mut codes: Vec<String> = ALL.into_iter().flatten().map(|pair| code(pair.light)).collect();
+        let count = codes.len();
+        codes.sort();
+        codes.dedup();
+        assert_eq!(codes.len(), count);
+        assert_eq!(dark_rules().lines().count(), count);
+    }
+
+    /// How a colour looks to who lacks one kind of cones: Machado, Oliveira and Fernandes, *A Physiologically-based Model for Simulation of
+    /// Color Vision Deficiency*, 2009, severity 1.
+    const DEFICIENCIES: [[[f64; 3]; 3]; 4] = [
+        [[1.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 1.0]],
+        [[0.152, 1.053, -0.205], [0.115, 0.786, 0.099], [-0.004, -0.048, 1.052]],
+        [[0.367, 0.861, -0.228], [0.280, 0.673, 0.047], [-0.012, 0.043, 0.969]],
+        [[1.256, -0.077, -0.179], [-0.078, 0.931, 0.148], [0.005, 0.691, 0.304]],
+    ];
+
+    /// In CIE 1976 L*a*b*, of what is left of a colour.
+    fn seen(colour: RGBColor, deficiency: &[[f64; 3]; 3]) -> [f64; 3] {
+        let light = linear(colour);
+        let dot = |row: &[f64; 3]| row.iter().zip(light).map(|(weight, part)| weight * part).sum::<f64>();
+        let [red, green, blue] = deficiency.each_ref().map(|row| dot(row).clamp(0.0, 1.0));
+        let root = |part: f64| if part > 0.008_856 { part.cbrt() } else { 7.787 * part + 16.0 / 116.0 };
+        let x = root((0.4124 * red + 0.3576 * green + 0.1805 * blue) / 0.950_47);
+        let y = root(0.2126 * red + 0.7152 * green + 0.0722 * blue);
+        let z = root((0.0193 * red + 0.1192 * green + 0.9505 * blue) / 1.088_83);
+        [116.0 * y - 16.0, 500.0 * (x - y), 200.0 * (y - z)]
+    }
+
+    #[test]
+    fn lines_are_told_apart_without_every_kind_of_cones() {
+        for of in MODES {
+            for deficiency in &DEFICIENCIES {
+                for same_stroke in [&LINES[..SOLID], &LINES[SOLID..]] {
+                    for (index, one) in same_stroke.iter().enumerate() {
+                        for other in &same_stroke[index + 1..] {
+                            let [one, other] = [one, other].map(|pair| seen(of(pair), deficiency));
+                            let distance =
+                                one.iter().zip(other).map(|(a, b)| (a - b).powi(2)).sum::<f64>().sqrt();
+                            // About 2.3 is a just noticeable difference; lines that are thin and apart need several.
+                            assert!(distance >= 12.0, "{one:?} and {other:?}: {distance}");
+                        }
+                    }
+                }
+            }
+        }
+    }
+}

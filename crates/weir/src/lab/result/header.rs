@@ -1,0 +1,150 @@
+//! Where and how a result came about: without that a figure is worth nothing.
+
+use std::{
+    fs,
+    path::Path,
+    time::{Instant, SystemTime, UNIX_EPOCH},
+};
+
+use block::device::{Identity, Number, Roots};
+use serde::{Deserialize, Serialize};
+
+/// Where and how a result came about.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) struct Header {
+    /// The command's words, as they were given.
+    pub(crate) command: Vec<String>,
+    /// When it began, in seconds since 1970 (UTC).
+    pub(crate) began: u64,
+    /// How long it took, in seconds.
+    pub(crate) seconds: f64,
+    /// weir's version.
+    pub(crate) weir: String,
+    /// What it ran on.
+    pub(crate) machine: Machine,
+    /// What was measured lies on; none where that is no device, or nothing was measured.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) device: Option<Device>,
+}
+
+/// A machine.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) struct Machine {
+    /// Its kernel's release and version.
+    pub(crate) kernel: String,
+    /// Its processor's name.
+    pub(crate) processor: String,
+    /// How many processors this process may use.
+    pub(crate) processors: usize,
+    /// Its memory.
+    pub(crate) memory_bytes: u64,
+}
+
+/// A device.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) struct Device {
+    /// Its node, such as `/dev/sda`.
+    pub(crate) node: String,
+    /// By which it is known after a restart too, such as its serial number.
+    pub(crate) key: String,
+    /// The file system that was measured on, if it was one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) file_system: Option<String>,
+}
+
+/// Begins to be made when the command begins, and is complete when it ends.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Begun {
+    clock: SystemTime,
+    at: Instant,
+}
+
+impl Header {
+    /// Notes the time.
+    pub(crate) fn begin() -> Begun {
+        Begun { clock: SystemTime::now(), at: Instant::now() }
+    }
+}
+
+impl Begun {
+    /// The header of what began then, and has ended now; `place` is what was measured.
+    pub(crate) fn end(self, place: Option<&Path>) -> Header {
+        Header {
+            command: std::env::args_os().map(|word| word.to_string_lossy().into_owned()).collect(),
+            began: self.clock.duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs()),
+            seconds: self.at.elapsed().as_secs_f64(),
+            weir: env!("CARGO_PKG_VERSION").to_owned(),
+            machine: Machine::this(),
+            device: place.and_then(Device::under),
+        }
+    }
+}
+
+impl Machine {
+    /// The one this runs on; what it does not tell is empty.
+    pub(crate) fn this() -> Self {
+        let read = |path| fs::read_to_string(path).unwrap_or_default();
+        let kernel = |name: &str| read(format!("/proc/sys/kernel/{name}")).trim().to_owned();
+        let field = |text: &str, name: &str| {
+            let line = text.lines().find(|line| line.starts_with(name))?;
+            Some(line.split_once(':')?.1.trim().to_owned())
+        };
+        let memory = field(&read("/proc/meminfo".to_owned()), "MemTotal");
+        let kib: u64 = memory.and_then(|text| text.split(' ').next()?.parse().ok()).unwrap_or(0);
+        Self {
+            kernel: format!("{} {} {}", kernel("ostype"), kernel("osrelease"), kernel("version")),
+            processor: field(&read("/proc/cpuinfo".to_owned()), "model name").unwrap_or_default(),
+            processors: std::thread::available_parallelism().map_or(1, usize::from),
+            memory_bytes: kib << 10,
+        }
+    }
+}
+
+impl Device {
+    /// What a file, a directory or a device lies on, if that is known.
+    pub(crate) fn under(place: &Path) -> Option<Self> {
+        use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _};
+        let meta = fs::metadata(place).ok()?;
+        let is_device = meta.file_type().is_block_device();
+        let number = Number::unpack(if is_device { meta.rdev() } else { meta.dev() });
+        let identity = Identity::resolve(number, &Roots::default()).ok()?;
+        let mounts = fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
+        let file_system = if is_device { None } else { file_system(&mounts, number) };
+        Some(Self { node: identity.node(), key: identity.key().to_owned(), file_system })
+    }
+}
+
+/// The type of the file system with this number, by the text of proc_pid_mountinfo(5): the third field is the number, the first
+/// behind the ` - ` the type.
+fn file_system(mounts: &str, number: Number) -> Option<String> {
+    let number = number.to_string();
+    let line = mounts.lines().find(|line| line.split(' ').nth(2) == Some(&number))?;
+    line.split_once(" - ")?.1.split(' ').next().map(str::to_owned)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_header_names_this_machine() {
+        let header = Header::begin().end(None);
+        assert!(header.machine.kernel.starts_with("Linux "), "{header:?}");
+        assert!(header.machine.memory_bytes > 0 && header.machine.processors > 0, "{header:?}");
+        assert!(header.began > 1_700_000_000 && header.seconds >= 0.0, "{header:?}");
+        assert_eq!(header.weir, env!("CARGO_PKG_VERSION"));
+    }
+
+    #[test]
+    fn a_file_system_is_found_by_its_number() {
+        let mounts =
+            "24 1 254:0 / / rw shared:1 - ext4 /dev/root rw\n25 24 0:23 / /dev/shm rw - tmpfs tmpfs rw\n";
+        let at = |major, minor| file_system(mounts, Number { major, minor });
+        assert_eq!(at(254, 0).as_deref(), Some("ext4"));
+        assert_eq!(at(0, 23).as_deref(), Some("tmpfs"));
+        assert_eq!(at(9, 9), None);
+    }
+}

@@ -1,0 +1,207 @@
+//! Whether one thing differs from another, or chance does.
+//!
+//! The rank-sum test (Mann and Whitney, 1947), turned round to say by how much (Hodges and Lehmann, 1963): of all quotients of one sample of
+//! each, the middle one is the difference, and those so many places from both ends are between what it lies. How many places, is
+//! what the test says of 95 %. A single run that was disturbed moves the middle of the quotients hardly at all, and nothing is
+//! assumed about how the noise is distributed, but that it is the same for both.
+//!
+//! So the interval and the verdict can never contradict each other.
+
+use super::estimate::{Estimate, median};
+
+/// How often chance may look like a difference: one in twenty times, half of it on each side.
+pub(super) const TAIL: f64 = 0.02;
+/// Beyond so many samples of either the normal approximation is good to the third digit.
+pub(super) const EXACT_UP_TO: usize = 25;
+/// More samples than that are represented by so many of them, evenly chosen in their order of size.
+const MOST_SAMPLES: usize = 400;
+
+/// How one thing compares with another.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct Comparison {
+    /// How many times as much the other is, and between what that lies in 95 of 100 cases.
+    ///
+    /// With fewer than four samples of each nothing can be told: then it is between the smallest quotient and the largest.
+    pub(crate) ratio: Estimate,
+    /// Whether that is a difference.
+    pub(crate) verdict: Verdict,
+}
+
+/// What a comparison comes to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Verdict {
+    /// No difference that can be told from noise.
+    Same,
+    /// The other is higher.
+    Higher,
+    /// The other is lower.
+    Lower,
+}
+
+/// Compares two things by their samples, which are all above 0; if there are none, they are the same.
+pub(crate) fn compare(base: &[f64], other: &[f64]) -> Comparison {
+    let (base, other) = (representatives(base), representatives(other));
+    let mut quotients: Vec<f64> =
+        base.iter().flat_map(|base| other.iter().map(move |other| other / base)).collect();
+    quotients.retain(|quotient| quotient.is_finite());
+    quotients.sort_unstable_by(f64::total_cmp);
+    let Some(last) = quotients.len().checked_sub(1) else {
+        return Comparison { ratio: Estimate { median: 1.0, low: 1.0, high: 1.0 }, verdict: Verdict::Same };
+    };
+    let places = places(base.len(), other.len());
+    let cut = places.unwrap_or(0).min(last / 2);
+    let ratio = Estimate { median: median(&quotients), low: quotients[cut], high: quotients[last - cut] };
+    let verdict = match places {
+        Some(_) if ratio.low > 1.0 => Verdict::Higher,
+        Some(_) if ratio.high < 1.0 => Verdict::Lower,
+        _ => Verdict::Same,
+    };
+    Comparison { ratio, verdict }
+}
+
+/// All samples, or evenly many of each size.
+pub(super) fn representatives(samples: &[f64]) -> Vec<f64> {
+    let mut sorted = samples.to_vec();
+    sorted.sort_unstable_by(f64::total_cmp);
+    if sorted.len() <= MOST_SAMPLES {
+        return sorted;
+    }
+    (0..MOST_SAMPLES).map(|part| sorted[(2 * part + 1) * sorted.len() / (2 * MOST_SAMPLES)]).collect()
+}
+
+/// How many quotients at each end do not count: as many as the rank sum is below with a chance of less than [`TAIL`]. `None` if even
+/// the clearest outcome is more likely than that.
+fn places(base: usize, other: usize) -> Option<usize> {
+    if base.max(other) > EXACT_UP_TO {
+        let (base, other) = (base as f64, other as f64);
+        let deviation = (base * other * (base + other + 1.0) / 12.0).sqrt();
+        // The quantile of the normal distribution at 98 %, and half a place because ranks are whole.
+        let places = base * other / 2.0 - 2.053_749 * deviation - 0.5;
+        return (places >= 0.0).then_some(places as usize);
+    }
+    let ways = ways(base, other);
+    let all: f64 = ways.iter().sum();
+    let mut chance = 0.0;
+    let within = ways.iter().take_while(|&&count| {
+        chance += count / all;
+        chance <= TAIL
+    });
+    within.count().checked_sub(1)
+}
+
+/// In how many ways, of all orders of so many samples of both, a base sample comes behind one of the other's so many times: the
+/// distribution of Mann and Whitney's U, by their recursion over which of the two the largest sample belongs to.
+fn ways(base: usize, other: usize) -> Vec<f64> {
+    // By the number of base samples so far.
+    let mut rows = vec![vec![1.0]; base + 1];
+    for others in 1..=other {
+        for bases in 1..=base {
+            let mut row = vec![0.0; bases * others + 1];
+            for (count, ways) in rows[bases].iter().enumerate() {
+                // The largest is the other's: it comes behind all, and behind it comes nothing.
+                row[count] += ways;
+            }
+            for (count, ways) in rows[bases - 1].iter().enumerate() {
+                // It is the base's: it comes behind each of the other's.
+                row[count + others] += ways;
+            }
+            rows[bases] = row;
+        }
+    }
+    rows.pop().unwrap_or_default()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Noise of a machine that others use too: a few percent, and now and then a run that was disturbed.
+    fn runs(random: &mut fastrand::Rng, count: usize, value: f64, noise: f64) -> Vec<f64> {
+        let normal = |random: &mut fastrand::Rng| (0..12).map(|_| random.f64()).sum::<f64>() - 6.0;
+        let run = |_| {
+            let disturbed = if random.f64() < 0.05 { 0.5 + 0.5 * random.f64() } else { 1.0 };
+            value * (noise * normal(random)).exp() * disturbed
+        };
+        (0..count).map(run).collect()
+    }
+
+    /// How many of 2000 comparisons find a difference.
+    fn found(count: usize, noise: f64, factor: f64) -> f64 {
+        let mut random = fastrand::Rng::with_seed(7);
+        let different = (0..2000).filter(|_| {
+            let base = runs(&mut random, count, 50_000.0, noise);
+            let other = runs(&mut random, count, 50_000.0 * factor, noise);
+            compare(&base, &other).verdict != Verdict::Same
+        });
+        different.count() as f64 / 2000.0
+    }
+
+    #[test]
+    fn chance_is_seldom_taken_for_a_difference() {
+        for count in [4, 5, 7, 10, 20, 40] {
+            let false_ones = found(count, 0.03, 1.0);
+            assert!(false_ones <= 0.05, "{count} samples: {false_ones}");
+        }
+    }
+
+    #[test]
+    fn a_tenth_more_or_less_is_found() {
+        for (count, noise) in [(8, 0.02), (10, 0.03), (15, 0.04), (20, 0.05)] {
+            for factor in [1.1, 0.9] {
+                let found = found(count, noise, factor);
+                assert!(found >= 0.95, "{count} samples, noise {noise}, {factor}: {found}");
+            }
+        }
+    }
+
+    #[test]
+    fn the_interval_holds_what_is_true() {
+        let mut random = fastrand::Rng::with_seed(11);
+        for count in [5, 12, 40] {
+            let holds = (0..500).filter(|_| {
+                let base = runs(&mut random, count, 100.0, 0.05);
+                let other = runs(&mut random, count, 130.0, 0.05);
+                let ratio = compare(&base, &other).ratio;
+                ratio.low <= 1.3
+                    && 1.3 <= ratio.high
+                    && ratio.low <= ratio.median
+                    && ratio.median <= ratio.high
+            });
+            let share = holds.count() as f64 / 500.0;
+            assert!(share >= 0.95, "{count} samples: {share}");
+        }
+    }
+
+    #[test]
+    fn the_distribution_is_that_of_all_orders() {
+        // Nine samples in order; a bit for each of the four that are the base's.
+        let mut counted = vec![0.0; 4 * 5 + 1];
+        for order in (0_u32..1 << 9).filter(|order| order.count_ones() == 4) {
+            let is_base = |at: u32| order >> at & 1 == 1;
+            let behind = |at: u32| (0..at).filter(|&before| !is_base(before)).count();
+            counted[(0..9).filter(|&at| is_base(at)).map(behind).sum::<usize>()] += 1.0;
+        }
+        assert_eq!(ways(4, 5), counted);
+        // Of 252 orders of five and five, four have a U of 2 or less, and seven one of 3 or less: 1.6 and 2.8 %.
+        assert_eq!(places(5, 5), Some(2));
+        assert_eq!(places(3, 3), None, "a twentieth is the least that three and three can have");
+        let (exact, approximate) = (places(25, 25).unwrap(), places(26, 24).unwrap());
+        assert!(
+            exact.abs_diff(approximate) <= 2,
+            "{exact}, {approximate}: the approximation goes on where the exact ends"
+        );
+    }
+
+    #[test]
+    fn few_or_odd_samples_are_no_difference() {
+        for (base, other) in
+            [(&[][..], &[][..]), (&[1.0], &[]), (&[1.0, 1.0], &[9.0, 9.0]), (&[0.0; 9], &[0.0; 9])]
+        {
+            assert_eq!(compare(base, other).verdict, Verdict::Same, "{base:?}, {other:?}");
+        }
+        assert_eq!(compare(&[2.0; 8], &[2.0; 8]).verdict, Verdict::Same);
+        assert_eq!(compare(&[2.0; 8], &[1.0; 8]).verdict, Verdict::Lower);
+        let many: Vec<f64> = (1..=100_000).map(f64::from).collect();
+        assert_eq!(compare(&many, &many).verdict, Verdict::Same);
+    }
+}

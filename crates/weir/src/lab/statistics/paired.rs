@@ -1,0 +1,135 @@
+//! Whether one thing differs from another that was measured beside it, round by round.
+//!
+//! The signed-rank test (Wilcoxon, 1945), turned round to say by how much (Hodges and Lehmann, 1963): of the quotients of each round and of the
+//! geometric means of each two of them, the middle one is the difference, and those so many places from both ends are between what it lies. What
+//! a round had in common, such as a machine that became slower, is in no quotient.
+//!
+//! Six rounds are the least with which anything can be called a difference.
+
+use super::{
+    compare::{Comparison, EXACT_UP_TO, TAIL, Verdict, representatives},
+    estimate::{Estimate, median},
+};
+
+/// Compares two things by their quotients, other to base, a quotient of each round; all above 0. If there are none, they are the same.
+pub(crate) fn compare_rounds(quotients: &[f64]) -> Comparison {
+    let logs: Vec<f64> = representatives(quotients).iter().map(|quotient| quotient.ln()).collect();
+    let mut means: Vec<f64> = logs
+        .iter()
+        .enumerate()
+        .flat_map(|(index, one)| logs[index..].iter().map(move |other| f64::midpoint(*one, *other)))
+        .filter(|mean| mean.is_finite())
+        .collect();
+    means.sort_unstable_by(f64::total_cmp);
+    let Some(last) = means.len().checked_sub(1) else {
+        return Comparison { ratio: Estimate { median: 1.0, low: 1.0, high: 1.0 }, verdict: Verdict::Same };
+    };
+    let places = places(logs.len());
+    let cut = places.unwrap_or(0).min(last / 2);
+    let ratio =
+        Estimate { median: median(&means).exp(), low: means[cut].exp(), high: means[last - cut].exp() };
+    let verdict = match places {
+        Some(_) if ratio.low > 1.0 => Verdict::Higher,
+        Some(_) if ratio.high < 1.0 => Verdict::Lower,
+        _ => Verdict::Same,
+    };
+    Comparison { ratio, verdict }
+}
+
+/// How many means at each end do not count: as many as the sum of ranks is below with a chance of less than [`TAIL`]. `None` if even
+/// the clearest outcome is more likely than that.
+fn places(rounds: usize) -> Option<usize> {
+    if rounds > EXACT_UP_TO {
+        let rounds = rounds as f64;
+        let deviation = (rounds * (rounds + 1.0) * (2.0 * rounds + 1.0) / 24.0).sqrt();
+        // The quantile of the normal distribution at 98 %, and half a place because ranks are whole.
+        let places = rounds * (rounds + 1.0) / 4.0 - 2.053_749 * deviation - 0.5;
+        return (places >= 0.0).then_some(places as usize);
+    }
+    let ways = ways(rounds);
+    let all: f64 = ways.iter().sum();
+    let mut chance = 0.0;
+    let within = ways.iter().take_while(|&&count| {
+        chance += count / all;
+        chance <= TAIL
+    });
+    within.count().checked_sub(1)
+}
+
+/// In how many ways the ranks of so many rounds can be given signs so that the positive ones have this sum.
+fn ways(rounds: usize) -> Vec<f64> {
+    let mut ways = vec![0.0; rounds * (rounds + 1) / 2 + 1];
+    ways[0] = 1.0;
+    for rank in 1..=rounds {
+        for sum in (rank..ways.len()).rev() {
+            ways[sum] += ways[sum - rank];
+        }
+    }
+    ways
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A run of a machine that others use too: noise, one of twenty disturbed.
+    fn run(random: &mut fastrand::Rng, value: f64, noise: f64) -> f64 {
+        let normal = (0..12).map(|_| random.f64()).sum::<f64>() - 6.0;
+        let disturbed = if random.f64() < 0.05 { 0.5 + 0.5 * random.f64() } else { 1.0 };
+        value * (noise * normal).exp() * disturbed
+    }
+
+    /// How many of 2000 comparisons come to `verdict`, on a machine that becomes slower by half.
+    fn found(count: u32, noise: f64, factor: f64, verdict: Verdict) -> f64 {
+        let mut random = fastrand::Rng::with_seed(7);
+        let found = (0..2000).filter(|_| {
+            let quotient = |round| {
+                let speed = 1.0 - 0.5 * f64::from(round) / f64::from(count);
+                run(&mut random, speed * factor, noise) / run(&mut random, speed, noise)
+            };
+            compare_rounds(&(0..count).map(quotient).collect::<Vec<_>>()).verdict == verdict
+        });
+        found.count() as f64 / 2000.0
+    }
+
+    #[test]
+    fn chance_is_seldom_taken_for_a_difference() {
+        for count in [5, 6, 8, 12, 20, 40] {
+            let same = found(count, 0.05, 1.0, Verdict::Same);
+            assert!(same >= 0.95, "{count} rounds: {same}");
+        }
+    }
+
+    #[test]
+    fn a_tenth_more_or_less_is_found() {
+        for (count, noise) in [(18, 0.02), (18, 0.04), (24, 0.05)] {
+            for (factor, verdict) in [(1.1, Verdict::Higher), (0.9, Verdict::Lower)] {
+                let found = found(count, noise, factor, verdict);
+                assert!(found >= 0.95, "{count} rounds, noise {noise}, {factor}: {found}");
+            }
+        }
+    }
+
+    #[test]
+    fn the_distribution_is_that_of_all_signs() {
+        let mut counted = vec![0.0; 16];
+        for signs in 0_u32..1 << 5 {
+            counted[(0..5).filter(|rank| signs >> rank & 1 == 1).map(|rank| rank + 1).sum::<usize>()] += 1.0;
+        }
+        assert_eq!(ways(5), counted);
+        // One of 64 has all signs alike; of 32, one is more than one in fifty.
+        assert_eq!((places(5), places(6)), (None, Some(0)));
+        let (exact, approximate) = (places(25).unwrap(), places(26).unwrap());
+        assert!(approximate > exact && approximate - exact <= 13, "{exact}, {approximate}");
+    }
+
+    #[test]
+    fn few_or_odd_quotients_are_no_difference() {
+        for quotients in [&[][..], &[9.0], &[2.0; 5], &[1.0; 9], &[0.0; 9], &[f64::NAN; 9]] {
+            assert_eq!(compare_rounds(quotients).verdict, Verdict::Same, "{quotients:?}");
+        }
+        assert_eq!(compare_rounds(&[2.0; 6]).verdict, Verdict::Higher);
+        assert_eq!(compare_rounds(&[0.5; 6]).verdict, Verdict::Lower);
+        assert_eq!(compare_rounds(&[1.1; 6]).ratio.median, compare_rounds(&[1.1; 6]).ratio.low);
+    }
+}

@@ -1,0 +1,359 @@
+//! `weir bench`: the same bytes as qemu-img bench touches, servers of ours and of others, fio's JSON, and an end that is asked for.
+
+use std::{
+    collections::BTreeSet,
+    fs,
+    io::{BufRead as _, BufReader, Read as _},
+    os::unix::net::UnixListener,
+    path::Path,
+    process::{Command, Stdio},
+    sync::mpsc,
+};
+
+use nix::{
+    sys::signal::{Signal, kill},
+    unistd::Pid,
+};
+use serde_json::Value;
+
+use crate::harness::{
+    Client, MIB, Scratch, Serve, Terminal, WEIR, assert_says, need, qemu_img, qemu_io, text, weir,
+};
+
+const SIZE: u64 = 4 * MIB;
+
+/// `weir bench` with its image or URI last.
+fn bench(options: &str, target: impl AsRef<std::ffi::OsStr>) -> Client {
+    weir(&["bench"]).args(options.split_whitespace()).arg(target)
+}
+
+/// Its JSON.
+fn told(options: &str, target: impl AsRef<std::ffi::OsStr>) -> Value {
+    let printed = bench(options, target).arg("--json").succeeds();
+    serde_json::from_str(&printed).expect("JSON")
+}
+
+#[test]
+fn the_same_options_touch_the_same_bytes_as_qemu_img_s() {
+    let scratch = Scratch::new();
+    for form in ["raw", "qcow2"] {
+        for options in [
+            "-c 100 -d 8 -s 4096",
+            "-c 100 -d 8 -s 4096 -S 12288",
+            "-c 3000 -d 64 -s 512 -S 8192 -o 4096",
+            "-c 50 -d 1 -s 64K -S 1000000",
+            "-c 200 -d 4 -s 4096 -S 40960 --flush-interval=8",
+            "-c 200 -d 4 -s 4096 -S 40960 --flush-interval=8 --no-drain",
+        ] {
+            let [ours, theirs] = ["ours", "theirs"].map(|name| {
+                let path = scratch.path(name);
+                qemu_img(["create", "-q", "-f", form, text(&path), &SIZE.to_string()]).succeeds();
+                path
+            });
+            let with = |client: Client, path: &Path| {
+                let written = format!("-f {form} -w --pattern 165 {options}");
+                client.args(written.split_whitespace()).arg(path).about(options).succeeds()
+            };
+            let said = with(weir(&["bench"]), &ours);
+            let expect = with(qemu_img(["bench"]), &theirs);
+            // qemu-img says nothing of not draining.
+            let before = |printed: &str| printed.split("Run completed in ").next().map(str::to_owned);
+            let said = before(&said).map(|said| said.replace(" without draining", ""));
+            assert_eq!(said, before(&expect), "{form} {options}");
+            qemu_img(["compare", "-f", form, "-F", form, text(&ours), text(&theirs)])
+                .about(options)
+                .succeeds();
+            fs::remove_file(&ours).and_then(|()| fs::remove_file(&theirs)).unwrap();
+        }
+    }
+}
+
+#[test]
+fn a_pattern_that_was_written_is_there() {
+    let scratch = Scratch::new();
+    let path = scratch.sparse("disk.raw", SIZE);
+    bench("-f raw -w --pattern 90 -c 64 -d 16 -s 64K", &path).succeeds();
+    qemu_io(["-f", "raw"], ["read -P 90 0 4M"], &path);
+    // Half of them read, so that not all of it changes, and what does is written as asked.
+    bench("-f raw -w --pattern 165 --rwmixread 50 -c 1024 -d 16 -s 4K", &path).succeeds();
+    let bytes = fs::read(&path).unwrap();
+    let blocks: Vec<&[u8]> = bytes.chunks(4096).collect();
+    let written = blocks.iter().filter(|block| block.iter().all(|&byte| byte == 165)).count();
+    let kept = blocks.iter().filter(|block| block.iter().all(|&byte| byte == 90)).count();
+    assert_eq!(written + kept, 1024);
+    assert!((400..624).contains(&written), "{written}");
+}
+
+#[test]
+fn every_request_of_several_jobs_is_sent() {
+    let scratch = Scratch::new();
+    let path = scratch.sparse("disk.raw", SIZE);
+    let told = told("-f raw -w --pattern 7 --jobs 4 -c 1024 -d 4 -s 4K", &path);
+    assert_eq!(told["jobs"][0]["write"]["total_ios"], 1024);
+    // Each job begins a quarter further on, and does a quarter.
+    let bytes = fs::read(&path).unwrap();
+    let written = bytes.chunks(4096).filter(|block| block.iter().all(|&byte| byte == 7)).count();
+    assert!(written > 1000, "{written} of 1024 blocks");
+}
+
+#[test]
+fn a_server_is_measured_as_a_disk_is() {
+    let scratch = Scratch::new();
+    let disk = scratch.sparse("disk.raw", SIZE);
+    let servers =
+        [Serve::new(&scratch).arg(&disk).start(), Serve::new(&scratch).arg("memory:4M").on_tcp().start()];
+    for (server, export) in servers.iter().zip(["disk", "memory"]) {
+        let uri = server.uri(export);
+        let printed = bench("-f raw -w --pattern 90 -c 64 -d 16 -s 64K --flush-interval 16", &uri).succeeds();
+        assert_says(
+            &printed,
+            &["Sending 64 write requests, 65536 bytes each, 16 in parallel", "Run completed in "],
+        );
+        qemu_io(["-f", "raw"], ["read -P 90 0 4M"], &uri);
+        let told = told("-c 5000 -d 16 --jobs 3 --random", &uri);
+        assert_eq!(told["jobs"][0]["read"]["total_ios"], 5000);
+        assert_eq!(told["weir"]["image"], uri);
+    }
+}
+
+#[test]
+fn another_server_is_measured_too() {
+    let scratch = Scratch::new();
+    let disk = scratch.filled("disk.raw", SIZE);
+    let socket = scratch.socket("qemu.sock");
+    need("qemu-nbd");
+    let mut server = Command::new("qemu-nbd")
+        .args(["--persistent", "--shared=8", "--format=raw", "--export-name=vm1", "--fork"])
+        .arg(format!("--socket={}", text(&socket)))
+        .arg(format!("--pid-file={}", text(&scratch.path("pid"))))
+        .arg(&disk)
+        .spawn()
+        .unwrap();
+    // It serves when the process that was started has ended.
+    assert!(server.wait().unwrap().success());
+    let pid = fs::read_to_string(scratch.path("pid")).unwrap().trim().parse().unwrap();
+    let uri = format!("nbd+unix:///vm1?socket={}", text(&socket));
+    let read = bench("-c 5000 -d 64 --jobs 2 --stats", &uri).run();
+    let refused = bench("-c 1", format!("nbd+unix:///vm2?socket={}", text(&socket))).run();
+    kill(Pid::from_raw(pid), Signal::SIGTERM).unwrap();
+    assert_says(&read.succeeded(), &["read: 5000 requests", "p99.99"]);
+    assert_eq!(refused.code(), 1);
+    assert_says(&refused.said(), &["vm2", "refused export \"vm2\""]);
+}
+
+#[test]
+fn what_a_server_cannot_do_is_said_before_anything_is_sent() {
+    let scratch = Scratch::new();
+    let disk = scratch.filled("disk.raw", MIB);
+    let server = Serve::new(&scratch).arg(&disk).arg("--read-only").start();
+    let uri = server.uri("disk");
+    assert_says(&bench("-w -c 1", &uri).fails(), &["is read-only (leave -w away"]);
+    assert_says(&bench("-s 64M -d 1 -c 1", &uri).fails(), &["takes requests of 33554432 bytes at most"]);
+    assert_says(&bench("-s 2M -d 1 -c 1", &uri).fails(), &["has 1048576 bytes, and a request 2097152"]);
+    assert_eq!(bench("-t none", &uri).run().code(), 2);
+    assert_eq!(bench("", uri.replace("nbd+unix", "nbds+unix")).run().code(), 2);
+    let nobody = format!("nbd+unix:///a?socket={}", text(&scratch.socket("nobody")));
+    assert_says(&bench("", nobody).fails(), &["cannot be connected to: No such file or directory"]);
+}
+
+#[test]
+fn a_server_that_goes_ends_the_load() {
+    let scratch = Scratch::new();
+    let server = Serve::new(&scratch).args(["memory:1M", "--delay", "read=10ms"]).start();
+    let mut client =
+        started(&["bench", "-d", "4", "--runtime", "60s", &server.uri("memory")], Stdio::piped());
+    first_line(&mut client);
+    // The daemon finishes what is in flight, and hangs up.
+    drop(server);
+    let output = client.wait_with_output().unwrap();
+    assert_eq!(output.status.code(), Some(1));
+    let said = String::from_utf8(output.stderr).unwrap();
+    assert!(said.contains("a request failed: ") && said.contains("connection"), "{said}");
+}
+
+#[test]
+fn a_server_that_talks_nonsense_is_left() {
+    let scratch = Scratch::new();
+    let socket = scratch.socket("odd.sock");
+    let listener = UnixListener::bind(&socket).unwrap();
+    let uri = format!("nbd+unix:///a?socket={}", text(&socket));
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let (mut stream, _) = listener.accept().unwrap();
+            std::io::Write::write_all(&mut stream, b"SSH-2.0-OpenSSH_9.2p1\r\n").unwrap();
+            let _ = stream.read(&mut [0; 100]);
+        });
+        assert_says(&bench("", uri).fails(), &["does not speak NBD as it should"]);
+    });
+}
+
+/// Serves what is enough for two handshakes, and takes requests in without a word. Tells once so many bytes of them have come.
+fn stalled(listener: &UnixListener, enough: usize, told: &mpsc::Sender<()>) {
+    let reply = |option: u32, kind: u32, data: &[u8]| {
+        let head = 0x0003_e889_0455_65a9_u64.to_be_bytes().to_vec();
+        let numbers = [option, kind, data.len() as u32].map(u32::to_be_bytes).concat();
+        [head, numbers, data.to_vec()].concat()
+    };
+    let export = [&[0, 0][..], &MIB.to_be_bytes(), &[0, 1]].concat();
+    let welcome = [
+        b"NBDMAGICIHAVEOPT\0\x03".to_vec(),
+        reply(8, (1 << 31) + 1, &[]),
+        reply(7, 3, &export),
+        reply(7, 1, &[]),
+    ]
+    .concat();
+    // The first asks for the size alone.
+    for _ in 0..2 {
+        let (mut stream, _) = listener.accept().unwrap();
+        std::io::Write::write_all(&mut stream, &welcome).unwrap();
+        let mut taken = vec![0; enough];
+        if std::io::Read::read_exact(&mut stream, &mut taken).is_ok() {
+            told.send(()).unwrap();
+            std::io::copy(&mut stream, &mut std::io::sink()).unwrap();
+        }
+    }
+}
+
+#[test]
+fn an_interrupted_run_does_not_wait_for_a_server_that_says_nothing_any_more() {
+    let scratch = Scratch::new();
+    let (socket, file) = (scratch.socket("stalled.sock"), scratch.path("result.json"));
+    let listener = UnixListener::bind(&socket).unwrap();
+    let uri = format!("nbd+unix:///a?socket={}", text(&socket));
+    std::thread::scope(|scope| {
+        let (tell, told) = mpsc::channel();
+        // Most of the data of the four that are in flight.
+        scope.spawn(move || stalled(&listener, 4 * 4096, &tell));
+        let mut client = started(&["bench", "-w", "-d", "4", "--result", text(&file), &uri], Stdio::piped());
+        first_line(&mut client);
+        told.recv().unwrap();
+        kill(Pid::from_raw(client.id().cast_signed()), Signal::SIGINT).unwrap();
+        let output = client.wait_with_output().unwrap();
+        assert_eq!(output.status.code(), Some(1));
+        assert_says(&String::from_utf8(output.stderr).unwrap(), &[": interrupted after "]);
+        let said = String::from_utf8(output.stdout).unwrap();
+        assert_says(&said, &["Not answered when nobody waited any longer: 4"]);
+    });
+    let kept: Value = serde_json::from_str(&fs::read_to_string(&file).unwrap()).unwrap();
+    assert_eq!(kept["partial"], "interrupted");
+}
+
+#[test]
+fn the_keys_that_fio_has_are_there() {
+    let scratch = Scratch::new();
+    let file = scratch.filled("disk.raw", MIB);
+    let theirs = Client::new("fio")
+        .args(["--name=a", "--ioengine=psync", "--rw=randrw", "--bs=4k", "--size=1M", "--output-format=json"])
+        .args(["--fsync=16", &format!("--filename={}", text(&file))])
+        .arg(format!("--aux-path={}", scratch.path("").display()))
+        .succeeds();
+    let theirs: Value = serde_json::from_str(&theirs[theirs.find('{').unwrap()..]).unwrap();
+    let ours = told("-f raw -w --rwmixread 50 --random -c 500 -d 16 --flush-interval 16", &file);
+    let keys = |value: &Value| -> BTreeSet<String> { value.as_object().unwrap().keys().cloned().collect() };
+    for way in ["read", "write", "trim"] {
+        let [ours, theirs] = [&ours, &theirs].map(|told| &told["jobs"][0][way]);
+        let missing: Vec<_> = keys(theirs).difference(&keys(ours)).cloned().collect();
+        assert!(missing.is_empty(), "{way}: {missing:?} are missing");
+        for part in ["slat_ns", "clat_ns", "lat_ns"] {
+            let missing: Vec<_> = keys(&theirs[part]).difference(&keys(&ours[part])).cloned().collect();
+            assert!(missing.is_empty(), "{way}, {part}: {missing:?} are missing");
+        }
+    }
+    let percentiles = |told: &Value| keys(&told["jobs"][0]["read"]["clat_ns"]["percentile"]);
+    assert_eq!(percentiles(&ours), percentiles(&theirs));
+    assert!(ours["jobs"][0]["sync"]["total_ios"].as_u64() > Some(0));
+}
+
+#[test]
+fn a_rate_is_kept_and_latency_counts_from_when_a_request_was_due() {
+    // 100 a second are what the disk can do; 200 come.
+    let told = told("-d 1 --rate-iops 200 --arrivals fixed --runtime 1s --delay read=10ms", "memory:1M");
+    let read = &told["jobs"][0]["read"];
+    let count = read["total_ios"].as_u64().unwrap();
+    assert!((20..=101).contains(&count), "{count}");
+    let p50 = read["clat_ns"]["percentile"]["50.000000"].as_u64().unwrap();
+    assert!(p50 > 100_000_000, "half of them waited for {p50} ns");
+    let behind = told["weir"]["behind-seconds"].as_f64().unwrap();
+    assert!((0.4..1.0).contains(&behind), "{behind}");
+}
+
+#[test]
+fn results_are_kept() {
+    let scratch = Scratch::new();
+    let file = scratch.path("result.json");
+    bench("-c 1000 -w --rwmixread 50 -q", "memory:1M").args(["--result", text(&file)]).succeeds();
+    let kept: Value = serde_json::from_str(&fs::read_to_string(&file).unwrap()).unwrap();
+    let measures = kept["findings"]["measures"].as_array().unwrap();
+    let names: Vec<_> = measures.iter().map(|measure| measure["name"].as_str().unwrap()).collect();
+    assert!(names.contains(&"read IOPS") && names.contains(&"write latency, p99.99"), "{names:?}");
+    assert_eq!(kept["partial"], Value::Null);
+}
+
+#[test]
+fn a_name_that_is_not_weir_s_is_refused_before_anything_is_measured() {
+    let scratch = Scratch::new();
+    let image = scratch.filled("vm1.raw", MIB);
+    let before = fs::read(&image).unwrap();
+    for options in ["--result", "--report"] {
+        let said = bench("--runtime 60s", "memory:1M").args([options, text(&image)]).fails();
+        assert_says(&said, &["vm1.raw: cannot be written: is there already"]);
+    }
+    assert!(fs::read(&image).unwrap() == before);
+    bench("-q -c 100", "memory:1M").args(["--result", "/dev/null"]).succeeds();
+    assert!(!fs::metadata("/dev/null").unwrap().is_file());
+}
+
+#[test]
+fn what_was_found_is_kept_where_it_cannot_be_printed() {
+    let scratch = Scratch::new();
+    let file = scratch.path("result.json");
+    let mut command = Command::new(WEIR);
+    command.args(["bench", "--json", "-c", "100", "--result", text(&file), "memory:1M"]);
+    let full = fs::OpenOptions::new().write(true).open("/dev/full").unwrap();
+    assert_eq!(command.stdout(full).stderr(Stdio::null()).status().unwrap().code(), Some(1));
+    assert!(fs::read_to_string(&file).unwrap().contains("weir-result"));
+}
+
+/// `weir` under way.
+fn started(arguments: &[&str], errors: Stdio) -> std::process::Child {
+    let mut command = Command::new(WEIR);
+    command.args(arguments).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(errors);
+    command.spawn().expect("cargo built the program")
+}
+
+/// Waits until it begins to send.
+fn first_line(child: &mut std::process::Child) {
+    let mut line = Vec::new();
+    // One byte at a time: what comes behind the line is for whoever reads next.
+    let mut output = BufReader::with_capacity(1, child.stdout.as_mut().expect("piped"));
+    output.read_until(b'\n', &mut line).unwrap();
+    assert!(line.starts_with(b"Sending "), "{line:?}");
+}
+
+#[test]
+fn an_interrupted_run_tells_what_it_measured() {
+    let scratch = Scratch::new();
+    let file = scratch.path("result.json");
+    let options = ["bench", "--runtime", "60s", "--delay", "read=1ms", "--result", text(&file), "memory:1M"];
+    let mut client = started(&options, Stdio::piped());
+    first_line(&mut client);
+    kill(Pid::from_raw(client.id().cast_signed()), Signal::SIGINT).unwrap();
+    let output = client.wait_with_output().unwrap();
+    assert_eq!(output.status.code(), Some(1));
+    assert_says(&String::from_utf8(output.stderr).unwrap(), &["weir: memory:1048576: interrupted after "]);
+    assert!(!String::from_utf8(output.stdout).unwrap().contains("Run completed"));
+    let kept: Value = serde_json::from_str(&fs::read_to_string(&file).unwrap()).unwrap();
+    assert_eq!(kept["partial"], "interrupted");
+}
+
+#[test]
+fn a_terminal_shows_how_far_it_is() {
+    let terminal =
+        Terminal::weir(["bench", "-d", "4", "--runtime", "2s", "--delay", "read=1ms", "memory:1M"]);
+    terminal.wait_for("Sending read requests");
+    terminal.wait_for(" IOPS");
+    terminal.wait_for("Run completed in ");
+    terminal.wait_for("read: ");
+    terminal.wait_for("IOPS each second: ");
+    assert!(terminal.wait().success());
+}

@@ -1,0 +1,324 @@
+//! `weir report`: results as tables, as a page that a browser shows as it should, and two of them compared.
+//!
+//! The page is looked at by Chromium, in the widths and the colours that readers have: a page of [`MEASURING`] has it in frames, and
+//! writes down what it finds there. Pictures are measured too, for what a layout does not tell: whether anything is seen at all.
+
+use std::{f64::consts::TAU, fs, path::Path};
+
+use serde_json::{Value, json};
+
+use crate::harness::{Client, Scratch, assert_says, text, weir};
+
+/// Writes down what a browser makes of `page.html` in frames of several kinds, and of pictures.
+///
+/// `outside` are letters that leave their chart, `touching` letters that touch others of the same chart: both cannot be read.
+const MEASURING: &str = r##"<!DOCTYPE html><html><body>
+<iframe src="page.html" style="width:1200px;height:900px;border:0"></iframe>
+<iframe src="page.html" style="width:360px;height:800px;border:0"></iframe>
+<iframe src="page.html" style="width:360px;height:800px;border:0;color-scheme:dark"></iframe>
+<img src="wide.png"><img src="phone.png"><img src="dark.png">
+<script>
+const box = (element) => element.getBoundingClientRect();
+const inside = (inner, outer) => inner.left >= outer.left - 1 && inner.right <= outer.right + 1
+    && inner.top >= outer.top - 1 && inner.bottom <= outer.bottom + 1;
+const touch = (a, b) => a.left < b.right && b.left < a.right && a.top + 2 < b.bottom && b.top + 2 < a.bottom;
+function frame(of) {
+    const page = of.contentDocument, style = (element) => of.contentWindow.getComputedStyle(element);
+    const charts = [...page.querySelectorAll('figure svg[role=img]')];
+    const letters = charts.map((chart) => [...chart.querySelectorAll('text')].map((text) => [text, box(text)]));
+    const of_charts = letters.flatMap((texts, index) => texts.map(([text, at]) => [text, at, box(charts[index])]));
+    const pairs = letters.flatMap((texts) => texts.flatMap(([a, at], i) => texts.slice(i + 1).map(([b, bt]) => [a, at, b, bt])));
+    return {
+        wide: of.contentWindow.innerWidth, content: page.documentElement.scrollWidth,
+        dark: of.contentWindow.matchMedia('(prefers-color-scheme: dark)').matches,
+        ground: style(page.body).backgroundColor, ink: style(page.body).color,
+        letters: style(page.querySelector('figure svg text')).fill,
+        line: style(page.querySelector('figure polyline[stroke="#0072B2"]')).stroke,
+        charts: charts.length, drawn: charts.filter((chart) => box(chart).width > 250 && box(chart).height > 50).length,
+        lowest: Math.min(...of_charts.map(([, at]) => at.height)),
+        outside: of_charts.filter(([, at, chart]) => !inside(at, chart)).map(([text]) => text.textContent.trim()),
+        touching: pairs.filter(([, at, , bt]) => touch(at, bt)).map(([a, , b]) => a.textContent.trim() + ' ' + b.textContent.trim()),
+        scripts: page.scripts.length,
+    };
+}
+function picture(image) {
+    const canvas = document.createElement('canvas');
+    [canvas.width, canvas.height] = [image.naturalWidth, image.naturalHeight];
+    const context = canvas.getContext('2d');
+    context.drawImage(image, 0, 0);
+    const pixels = new Uint32Array(context.getImageData(0, 0, canvas.width, canvas.height).data.buffer);
+    const counts = new Map();
+    for (const pixel of pixels) counts.set(pixel, (counts.get(pixel) ?? 0) + 1);
+    const [ground, most] = [...counts].reduce((one, other) => one[1] > other[1] ? one : other);
+    return { wide: canvas.width, colours: counts.size, ground: ground & 255, empty: most / pixels.length };
+}
+addEventListener('load', () => {
+    const found = { frames: [...document.querySelectorAll('iframe')].map(frame), pictures: [...document.images].map(picture) };
+    document.body.textContent = JSON.stringify(found);
+});
+</script></body></html>"##;
+
+/// Samples around a middle, each elsewhere, and the same in every run.
+fn samples(middle: f64) -> Vec<f64> {
+    (0..9).map(|number| middle * (1.0 + 0.01 * (f64::from(number) * TAU / 9.0).sin())).collect()
+}
+
+fn measure(name: &str, unit: &str, better: &str, middle: f64) -> Value {
+    json!({ "name": name, "unit": unit, "better": better, "samples": samples(middle) })
+}
+
+/// A result with something of everything; `speed` is how fast everything was.
+fn result(speed: f64) -> Value {
+    let modes = ["writeback", "writethrough", "none", "directsync", "<script>alert(1)</script>"];
+    let series = |mode: &&str| {
+        let points: Vec<(u32, f64)> =
+            (0..60).map(|second| (second, f64::from(second * 400) * speed)).collect();
+        json!({ "name": mode, "points": points })
+    };
+    let axis = |label, unit, logarithmic| json!({ "label": label, "unit": unit, "logarithmic": logarithmic });
+    let shares: Vec<(f64, f64)> =
+        (0..50).map(|step| (1e4 * 1.2f64.powi(step), f64::from(step) / 49.0)).collect();
+    let row = |mode: &&'static str| {
+        [*mode, "18.2K", "0.85ms", "1.9 GiB/s", "yes", "what it means for a guest that never flushes"]
+    };
+    json!({
+        "format": "weir-result",
+        "version": 1,
+        "header": {
+            "command": ["weir", "tune", "/srv/<images>"],
+            "began": 1_795_241_721,
+            "seconds": 598.2,
+            "weir": "0.1.0",
+            "machine": { "kernel": "Linux 6.18", "processor": "P", "processors": 2, "memory-bytes": 1u64 << 34 },
+        },
+        "partial": "it was interrupted",
+        "findings": {
+            "summary": ["Use cache mode none.", "weir serve vm1.qcow2 \\\n  --cache none --a-word-that-is-far-too-long-for-a-phone-and-cannot-be-broken"],
+            "measures": [
+                measure("random read", "iops", "higher", 20_000.0 * speed),
+                measure("p99", "nanoseconds", "lower", 850_000.0),
+                measure("\u{1b}[2Jname", "count", "higher", 5.0),
+            ],
+            "tables": [{
+                "title": "What each costs",
+                "columns": ["mode", "IOPS", "p99", "rate", "safe", "remark"],
+                "rows": modes.iter().map(row).collect::<Vec<_>>(),
+            }],
+            "charts": [
+                { "kind": "lines", "title": "IOPS over time", "x": axis("time", "seconds", false), "y": axis("IOPS", "iops", false),
+                  "series": modes.iter().map(series).collect::<Vec<_>>() },
+                { "kind": "lines", "title": "Latency", "x": axis("latency", "nanoseconds", true), "y": axis("share", "share", false),
+                  "series": [{ "name": "all", "points": shares }] },
+                { "kind": "heat-map", "title": "All", "unit": "iops", "better": "higher", "columns": ["64K", "128K", "2M"], "rows": modes,
+                  "values": vec![vec![Some(20_000.0), Some(1234.5), None]; modes.len()] },
+            ],
+        },
+    })
+}
+
+/// Writes a result to a file of this name.
+fn keep(scratch: &Scratch, name: &str, result: &Value) -> String {
+    text(&scratch.file(name, result.to_string())).to_owned()
+}
+
+/// A browser in this directory, which shows one of its pages and ends.
+fn chromium(directory: &Path, page: &str, options: &[&str]) -> Client {
+    let profile = format!("--user-data-dir={}", directory.join("profile").display());
+    // Its sandbox needs what root in a container does not have, and the pages are our own.
+    let always = [
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--hide-scrollbars",
+        "--enable-logging=stderr",
+        &profile,
+    ];
+    let address = format!("file://{}", directory.join(page).display());
+    Client::new("chromium").args(always).args(options).arg(address)
+}
+
+/// Takes a picture of the page; the browser must have nothing to complain of.
+fn photograph(directory: &Path, file: &str, size: &str, options: &[&str]) {
+    let picture = format!("--screenshot={}", directory.join(file).display());
+    let outcome =
+        chromium(directory, "page.html", &[&picture, &format!("--window-size={size}")]).args(options).run();
+    let said = outcome.said();
+    outcome.succeeded();
+    assert!(!said.contains("CONSOLE"), "{said}");
+}
+
+#[test]
+fn a_page_can_be_read_on_a_desk_on_a_phone_and_in_the_dark() {
+    let scratch = Scratch::new();
+    let a = keep(&scratch, "a.json", &result(1.0));
+    let page = scratch.path("page.html");
+    weir(&["report", &a, "--report", text(&page)]).succeeds();
+    let directory = page.parent().expect("it lies in a directory");
+    photograph(directory, "wide.png", "1200,900", &[]);
+    photograph(directory, "phone.png", "360,800", &[]);
+    photograph(directory, "dark.png", "1200,900", &["--blink-settings=preferredColorScheme=0"]);
+    scratch.file("measuring.html", MEASURING);
+    let dumped =
+        chromium(directory, "measuring.html", &["--allow-file-access-from-files", "--dump-dom"]).succeeds();
+    let found =
+        dumped.split_once("<body>").and_then(|(_, rest)| rest.split_once("</body>")).expect("a document").0;
+    let found = found.replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&");
+    let found: Value = serde_json::from_str(&found).unwrap_or_else(|error| panic!("{error} in {dumped}"));
+    let frames = found["frames"].as_array().expect("a list");
+    assert_eq!(frames.len(), 3, "{found:#}");
+    for (frame, (wide, dark)) in frames.iter().zip([(1200, false), (360, false), (360, true)]) {
+        assert_eq!((&frame["wide"], &frame["dark"]), (&json!(wide), &json!(dark)), "{frame:#}");
+        assert!(frame["content"].as_u64() <= Some(wide), "it moves sideways: {frame:#}");
+        assert_eq!((&frame["charts"], &frame["drawn"]), (&json!(3), &json!(3)), "{frame:#}");
+        assert!(frame["lowest"].as_f64() >= Some(10.0), "letters are too small: {frame:#}");
+        assert_eq!((&frame["outside"], &frame["touching"]), (&json!([]), &json!([])), "{frame:#}");
+        assert_eq!(frame["scripts"], 0, "{frame:#}");
+        let colours =
+            ["ground", "ink", "letters", "line"].map(|what| frame[what].as_str().unwrap_or_default());
+        let expected = if dark {
+            ["rgb(23, 25, 29)", "rgb(228, 232, 237)", "rgb(201, 209, 220)", "rgb(43, 143, 214)"]
+        } else {
+            ["rgb(255, 255, 255)", "rgb(27, 33, 40)", "rgb(51, 59, 70)", "rgb(0, 114, 178)"]
+        };
+        assert_eq!(colours, expected, "{frame:#}");
+    }
+    for (picture, ground) in found["pictures"].as_array().expect("a list").iter().zip([255, 255, 23]) {
+        assert!(
+            picture["colours"].as_u64() > Some(20) && picture["empty"].as_f64() < Some(0.97),
+            "{picture}"
+        );
+        assert_eq!(picture["ground"], ground, "{picture}");
+    }
+}
+
+#[test]
+fn a_page_can_be_printed() {
+    let scratch = Scratch::new();
+    let a = keep(&scratch, "a.json", &result(1.0));
+    let page = scratch.path("page.html");
+    weir(&["report", &a, "--report", text(&page)]).succeeds();
+    let directory = page.parent().expect("it lies in a directory");
+    let printed = scratch.path("page.pdf");
+    chromium(
+        directory,
+        "page.html",
+        &[&format!("--print-to-pdf={}", printed.display()), "--no-pdf-header-footer"],
+    )
+    .succeeds();
+    let document = fs::read(&printed).expect("it was printed");
+    assert!(document.starts_with(b"%PDF-"), "it is a PDF");
+    // ISO 32000-1, 7.7.3: each page is an object of type Page; Pages is their list.
+    let document = String::from_utf8_lossy(&document).into_owned();
+    let pages = document.matches("/Type /Page").count() - document.matches("/Type /Pages").count();
+    assert!((1..=5).contains(&pages), "{pages} pages");
+}
+
+#[test]
+fn a_result_is_shown_as_tables() {
+    let scratch = Scratch::new();
+    let a = keep(&scratch, "a.json", &result(1.0));
+    let printed = weir(&["report", &a]).succeeds();
+    assert_says(
+        &printed,
+        &[
+            "weir tune '/srv/<images>'\n",
+            "This result is not complete: it was interrupted.",
+            "\nwriteback                  18.2K  0.85ms  1.9 GiB/s  yes   what it means",
+            "random read   20.0K  19.8K … 20.2K        9\n",
+            "?[2Jname",
+            "Charts, which --report FILE.html and --charts DIR draw: IOPS over time; Latency; All\n",
+        ],
+    );
+    let told: Value = serde_json::from_str(&weir(&["report", &a, "--json"]).succeeds()).expect("JSON");
+    assert_eq!(told["measures"][0]["estimate"]["median"], 20_000.0, "{told:#}");
+    assert_eq!(told["partial"], "it was interrupted", "{told:#}");
+}
+
+#[test]
+fn charts_are_drawn_into_files_of_their_own() {
+    let scratch = Scratch::new();
+    let a = keep(&scratch, "a.json", &result(1.0));
+    let directory = scratch.path("charts");
+    weir(&["report", &a, "--charts", text(&directory)]).succeeds();
+    for name in ["iops-over-time", "latency", "all"] {
+        let drawn = fs::read_to_string(directory.join(format!("{name}.svg"))).expect(name);
+        assert!(drawn.starts_with("<svg xmlns=") && !drawn.contains("<script>"), "{name}");
+    }
+    assert_eq!(weir(&["report", &a, &a, "--charts", text(&directory)]).run().code(), 2);
+}
+
+#[test]
+fn what_the_bench_kept_is_shown_and_compared() {
+    let scratch = Scratch::new();
+    let (a, page) = (scratch.path("a.json"), scratch.path("page.html"));
+    let bench = ["bench", "-q", "-c", "5000", "--result", text(&a), "--report", text(&page), "memory:16M"];
+    weir(&bench).succeeds();
+    let drawn = fs::read_to_string(&page).expect("it was drawn");
+    assert_says(&drawn, &["<title>weir bench</title>", "Requests and their latencies", "role=\"img\""]);
+    weir(&["report", text(&a), "--report", text(&page)]).succeeds();
+    assert_eq!(
+        fs::read_to_string(&page).expect("it was drawn again"),
+        drawn,
+        "the file has all that is drawn"
+    );
+    let printed = weir(&["report", text(&a), text(&a)]).succeeds();
+    assert_says(&printed, &["read IOPS", "No real difference"]);
+}
+
+#[test]
+fn two_results_are_compared() {
+    let scratch = Scratch::new();
+    let (a, same) = (keep(&scratch, "a.json", &result(1.0)), keep(&scratch, "same.json", &result(1.0)));
+    let mut slower = result(0.8);
+    slower["header"]["machine"]["kernel"] = json!("Linux 7.0");
+    slower["findings"]["measures"][2]["name"] = json!("another");
+    let slower = keep(&scratch, "slower.json", &slower);
+    let page = scratch.path("page.html");
+    let printed = weir(&["report", &a, &slower, "--report", text(&page)]).succeeds();
+    assert_says(
+        &printed,
+        &[
+            "Kernel  Linux 6.18  Linux 7.0\n",
+            "random read  worse              -20.0%",
+            "p99          no difference        0.0%",
+            "only in B: another\n\n1 of 2 measures differs by more than noise: B is better in 0 and worse in 1.\n",
+        ],
+    );
+    assert_says(&fs::read_to_string(&page).expect("it was drawn"), &["<svg ", "Linux 7.0", "no difference"]);
+    assert_eq!(weir(&["report", &a, &slower, "--fail-on-worse"]).run().code(), 1);
+    assert_eq!(weir(&["report", &slower, &a, "--fail-on-worse"]).run().code(), 0, "better is not worse");
+    let printed = weir(&["report", &a, &same, "--fail-on-worse"]).succeeds();
+    assert_says(&printed, &["No real difference: none of 3 measures differs by more than noise.\n"]);
+    let told = weir(&["report", &a, &slower, "--json"]).succeeds();
+    let told: Value = serde_json::from_str(&told).expect("JSON");
+    assert_eq!((&told["worse"], &told["better"]), (&json!(1), &json!(0)), "{told:#}");
+    assert_eq!(told["measures"][0]["verdict"], "worse", "{told:#}");
+}
+
+#[test]
+fn what_is_no_result_is_refused() {
+    let scratch = Scratch::new();
+    let a = keep(&scratch, "a.json", &result(1.0));
+    let mut newer = result(1.0);
+    newer["version"] = json!(2);
+    let newer = keep(&scratch, "newer.json", &newer);
+    let mut damaged = result(1.0);
+    damaged["findings"]["charts"][0]["series"] = json!(5);
+    let damaged = keep(&scratch, "damaged.json", &damaged);
+    let other = text(&scratch.file("other.json", "{\"jobs\": []}")).to_owned();
+    let missing = text(&scratch.path("missing.json")).to_owned();
+    for (file, why) in [
+        (newer, "is of version 2, and this weir reads up to 1 (use a newer one)"),
+        (damaged, "is a damaged result file"),
+        (other, "is JSON, but no result file of weir"),
+        (missing, "No such file"),
+    ] {
+        for arguments in [vec!["report", &file], vec!["report", &a, &file]] {
+            let outcome = weir(&arguments).run();
+            assert_eq!(outcome.code(), 1);
+            assert_says(&outcome.said(), &[&format!("weir: {file}: "), why]);
+        }
+    }
+    assert_eq!(weir(&["report", &a, "--fail-on-worse"]).run().code(), 2, "there is nothing to be worse than");
+    assert_eq!(weir(&["report"]).run().code(), 2);
+}
