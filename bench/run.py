@@ -36,6 +36,7 @@ import qmp
 import report
 import rows
 import shares
+import simulate
 import waits
 import watermark
 from loads import LoadFailed
@@ -44,7 +45,7 @@ from servers import ServerFailed
 
 ROOT = Path(__file__).resolve().parent.parent
 TARGET = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target"))
-SUBJECTS = (rows, inprocess, qcow2, prefetch, limits, idle, shares, members, waits, watermark)
+SUBJECTS = (rows, inprocess, qcow2, prefetch, limits, idle, shares, members, waits, watermark, simulate)
 ROWS = tuple(row for subject in SUBJECTS for row in subject.ROWS)
 # What a row may fail with: a client, a server, a monitor, a connection of our own.
 FAILURES = (LoadFailed, ServerFailed, qmp.CommandFailed, nbd.Error)

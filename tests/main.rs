@@ -39,6 +39,7 @@ mod qmp;
 mod qmp_hostile;
 mod qmp_qemu;
 mod report;
+mod simulate;
 mod startup;
 mod stopping;
 mod tls;

@@ -32,6 +32,8 @@ mod top;
 
 #[doc(hidden)]
 pub use control::qmp::fuzzing;
+#[doc(hidden)]
+pub use lab::trace::fuzzing as trace_fuzzing;
 
 use std::{
     io::{Write as _, stderr, stdout},
@@ -72,6 +74,7 @@ pub fn main() -> ExitCode {
         Ok(Cli { command: Command::Probe(arguments) }) => probe::run(arguments),
         Ok(Cli { command: Command::Image(command) }) => image::run(*command),
         Ok(Cli { command: Command::Bench(arguments) }) => lab::bench(*arguments),
+        Ok(Cli { command: Command::Simulate(arguments) }) => lab::simulate(*arguments),
         Ok(Cli { command: Command::Report(arguments) }) => lab::report(arguments),
         Err(mut error) => {
             let words: Vec<_> = std::env::args_os().skip(1).take(2).collect();

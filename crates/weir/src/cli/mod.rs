@@ -12,6 +12,7 @@ mod report;
 mod results;
 mod save;
 mod shares;
+mod simulate;
 mod status;
 mod throttle;
 mod top;
@@ -38,6 +39,7 @@ pub(crate) use report::ReportArgs;
 pub(crate) use results::ResultArgs;
 pub(crate) use save::SaveArgs;
 use shares::ShareArgs;
+pub(crate) use simulate::{SimulateArgs, Terms};
 pub(crate) use status::StatusArgs;
 pub(crate) use throttle::ThrottleArgs;
 pub(crate) use top::TopArgs;
@@ -99,6 +101,9 @@ pub(crate) enum Command {
     /// Send requests to an image, and tell how long they took
     #[command(after_help = bench::EXAMPLES)]
     Bench(Box<BenchArgs>),
+    /// Replay a trace through limits, groups and prefetching, in virtual time
+    #[command(after_help = simulate::EXAMPLES)]
+    Simulate(Box<SimulateArgs>),
     /// Show what a measurement found, or compare two
     #[command(after_help = report::EXAMPLES)]
     Report(ReportArgs),

@@ -15,8 +15,12 @@ mod latencies;
 mod load;
 mod report;
 mod result;
+mod simulate;
 mod statistics;
+pub(crate) mod trace;
 
 pub(crate) use bench::{BenchTarget, run as bench};
 pub(crate) use load::Spacing;
 pub(crate) use report::run as report;
+pub(crate) use simulate::{DeviceSpec, Sweep, Workload, generators, run as simulate};
+pub(crate) use trace::Format as TraceFormat;

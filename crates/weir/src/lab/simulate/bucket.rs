@@ -1,0 +1,133 @@
+//! Which limit held a disk's requests up, and for how long.
+//!
+//! The policy says who waits until when, and not what each waits for; that is found out where it can be more than one limit, each time a queue gets a
+//! new head. With one limit in reach of a direction there is nothing to find out, and that is nearly always.
+//!
+//! Never decides who waits.
+
+use policy::{
+    request::Direction,
+    throttle::{LimitKind, Limits, MAX_LEVELS},
+};
+
+use super::world::{Disk, World};
+
+/// A limit on a disk's way: which, and on what level. [`Bucket::NONE`] is none.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub(crate) struct Bucket(u8);
+
+const KINDS: usize = LimitKind::ALL.len();
+
+impl Bucket {
+    pub(crate) const NONE: Self = Self(u8::MAX);
+
+    /// Level 0 is the disk itself, 1 its group, and so on up.
+    pub(super) const fn new(level: u8, kind: LimitKind) -> Self {
+        Self(level * KINDS as u8 + kind.index() as u8)
+    }
+
+    /// The level and the limit there.
+    pub(crate) fn limit(self) -> Option<(usize, LimitKind)> {
+        let number = usize::from(self.0);
+        (self != Self::NONE).then(|| (number / KINDS, LimitKind::ALL[number % KINDS]))
+    }
+
+    /// As people call it: `iops-total`, `bps-read@gold`; `-` for none. `groups` are the disk's, from its own up.
+    pub(crate) fn name(self, groups: &[&str]) -> String {
+        match self.limit() {
+            None => "-".to_owned(),
+            Some((0, kind)) => name(kind).to_owned(),
+            Some((level, kind)) => format!("{}@{}", name(kind), groups.get(level - 1).unwrap_or(&"?")),
+        }
+    }
+}
+
+fn name(kind: LimitKind) -> &'static str {
+    policy::throttle::Setting::Limit(kind, policy::throttle::Part::Rate).name()
+}
+
+/// What holds up a disk's two queues.
+#[derive(Clone, Debug)]
+pub(crate) struct Held {
+    /// By direction: all limits that it could be.
+    reach: [Vec<(u8, LimitKind)>; 2],
+    /// By direction: what it is, and since when; while something waits.
+    by: [Option<(Bucket, u64)>; 2],
+    /// By bucket: nanoseconds, those of both directions added up.
+    ns: [u64; (MAX_LEVELS + 1) * KINDS],
+}
+
+impl Held {
+    /// Nothing waits.
+    pub(super) fn new(world: &World, disk: &Disk) -> Self {
+        let above = world.groups_above(disk).map(|group| &world.groups[group].hold.limits);
+        let levels: Vec<&Limits> = std::iter::once(&disk.hold.limits).chain(above).collect();
+        let reach = Direction::ALL.map(|direction| {
+            let of_level = |(level, limits): (usize, &&Limits)| {
+                let set = LimitKind::applying_to(direction)
+                    .map(|kind| (limits.limit(kind).rate > 0).then_some(kind));
+                set.into_iter().flatten().map(move |kind| (level as u8, kind)).collect::<Vec<_>>()
+            };
+            levels.iter().enumerate().flat_map(of_level).collect()
+        });
+        Self { reach, by: [None; 2], ns: [0; (MAX_LEVELS + 1) * KINDS] }
+    }
+
+    /// Something waits, where nothing did.
+    pub(super) fn begin(
+        &mut self,
+        direction: Direction,
+        now: u64,
+        judge: impl Fn(&[(u8, LimitKind)]) -> Bucket,
+    ) {
+        self.by[direction.index()] = Some((self.find(direction, judge), now));
+    }
+
+    /// The first that waits has passed; says for what it waited. `more` wait behind it.
+    pub(super) fn end(
+        &mut self,
+        direction: Direction,
+        now: u64,
+        more: bool,
+        judge: impl Fn(&[(u8, LimitKind)]) -> Bucket,
+    ) -> Bucket {
+        let ended = self.by[direction.index()].take();
+        if let Some((bucket, since)) = ended {
+            self.add(bucket, now - since);
+        }
+        if more {
+            self.begin(direction, now, judge);
+        }
+        ended.map_or(Bucket::NONE, |(bucket, _)| bucket)
+    }
+
+    /// Up to `now`, for what still waits.
+    pub(super) fn settle(&mut self, now: u64) {
+        for direction in Direction::ALL {
+            if let Some((bucket, since)) = self.by[direction.index()] {
+                self.add(bucket, now - since);
+                self.by[direction.index()] = Some((bucket, now));
+            }
+        }
+    }
+
+    /// Every limit that held something up, and for how many nanoseconds; the longest first.
+    pub(crate) fn times(&self) -> Vec<(Bucket, u64)> {
+        let mut times: Vec<_> = (0_u8..).map(Bucket).zip(self.ns).filter(|(_, ns)| *ns > 0).collect();
+        times.sort_by_key(|&(bucket, ns)| (std::cmp::Reverse(ns), bucket));
+        times
+    }
+
+    fn find(&self, direction: Direction, judge: impl Fn(&[(u8, LimitKind)]) -> Bucket) -> Bucket {
+        match *self.reach[direction.index()] {
+            [(level, kind)] => Bucket::new(level, kind),
+            ref several => judge(several),
+        }
+    }
+
+    fn add(&mut self, bucket: Bucket, ns: u64) {
+        if let Some(sum) = self.ns.get_mut(usize::from(bucket.0)) {
+            *sum = sum.saturating_add(ns);
+        }
+    }
+}

@@ -1,0 +1,151 @@
+//! Reading ahead of a disk's readers, as the daemon does it: the same cache of the policy's, driven in the same order.
+//!
+//! ```text
+//!   read ──► Cache::read ── found ────► served when the last of its chunks is there
+//!               │        └─ missing ──► device
+//!               └─ Ahead ──► Cache::begin ──► device ──► a chunk arrives: Cache::complete
+//!
+//!   write ──► Cache::write_begins ──► device ──► Cache::write_ends
+//! ```
+//!
+//! The twin of block's `layer/prefetch`, without data: a chunk is the instant at which it is there. What has to be read in several places of the disk is
+//! read as a whole, as there.
+
+use policy::{
+    prefetch::{Cache, Cached, Fetch, FetchId, Found, Invalid, Mode, Part, Stats, WriteId},
+    throttle::{Cost, GivenBack},
+    time::Instant,
+};
+
+use super::{
+    device::Place,
+    engine::{Flow, What},
+    request::{Op, Request},
+    world::Disk,
+};
+
+/// A disk's cache.
+#[derive(Debug)]
+pub(super) struct Ahead {
+    cache: Cache<u32>,
+    place: Place,
+    size_bytes: u64,
+    /// By the cache's word for a chunk: when it is there.
+    chunks: Vec<u64>,
+    free: Vec<u32>,
+}
+
+impl Ahead {
+    /// An empty cache; `None` where nothing is to be read ahead.
+    ///
+    /// # Errors
+    /// If the settings cannot be.
+    pub(super) fn new(disk: &Disk) -> Result<Option<Self>, Invalid> {
+        disk.prefetch.check()?;
+        // Of a device that takes no time there is nothing to gain, as of a disk that is in memory.
+        let worth_it = disk.place != Place::default();
+        if disk.prefetch.mode == Mode::Off || disk.prefetch.mode == Mode::Auto && !worth_it {
+            return Ok(None);
+        }
+        let mut cache = Cache::default();
+        cache.set(disk.prefetch)?;
+        let Disk { place, size_bytes, .. } = *disk;
+        Ok(Some(Self { cache, place, size_bytes, chunks: Vec::new(), free: Vec::new() }))
+    }
+
+    pub(super) fn stats(&self) -> Stats {
+        self.cache.stats()
+    }
+
+    /// A read that has passed the limits; returns when it is done. `may` has the last word on what is read ahead.
+    pub(super) fn read(
+        &mut self,
+        request: &Request,
+        now: u64,
+        flow: &mut Flow,
+        may: impl FnOnce(&Cost, GivenBack) -> bool,
+    ) -> u64 {
+        let Request { disk, offset, length, .. } = *request;
+        let may = |ahead: &policy::prefetch::Ahead, given_back| may(&ahead.cost(), given_back);
+        let (found, ahead) = self.cache.read(offset..offset + length, 1, self.size_bytes, may);
+        // What is missing is on its way before what is read ahead because of it.
+        let mut done = now;
+        match found {
+            Found::Nothing => done = flow.devices.begin(self.place, Op::Read, length, now),
+            Found::Whole(cached) => done = done.max(self.there(&cached)),
+            Found::Parts(parts) => done = self.read_parts(&parts, length, now, flow),
+        }
+        if let Some(ahead) = ahead {
+            for range in ahead.ranges() {
+                let at = Instant::from_nanos(now);
+                let (chunks, free) = (&mut self.chunks, &mut self.free);
+                let make = || {
+                    free.pop().unwrap_or_else(|| {
+                        chunks.push(0);
+                        (chunks.len() - 1) as u32
+                    })
+                };
+                for fetch in self.cache.begin(&ahead, range, at, make) {
+                    let Fetch { id, range, token } = fetch;
+                    let arrives = flow.devices.begin(self.place, Op::Read, range.end - range.start, now);
+                    self.chunks[token as usize] = arrives;
+                    flow.foresee(arrives, What::Chunk(disk, id));
+                }
+            }
+        }
+        self.let_go();
+        done
+    }
+
+    fn read_parts(&self, parts: &[Part<u32>], length: u64, now: u64, flow: &mut Flow) -> u64 {
+        let mut missing = parts.iter().filter(|part| matches!(part, Part::Missing(_)));
+        let mut done = now;
+        match (missing.next(), missing.next()) {
+            (Some(_), Some(_)) => return flow.devices.begin(self.place, Op::Read, length, now),
+            (Some(part), None) => done = flow.devices.begin(self.place, Op::Read, part.length(), now),
+            (None, _) => {}
+        }
+        for part in parts {
+            if let Part::Cached(cached) = part {
+                done = done.max(self.there(cached));
+            }
+        }
+        done
+    }
+
+    fn there(&self, cached: &Cached<u32>) -> u64 {
+        self.chunks[cached.token as usize]
+    }
+
+    /// Anything but a read that has passed the limits; returns when it is done.
+    pub(super) fn change(&mut self, request: &Request, now: u64, flow: &mut Flow) -> u64 {
+        let Request { disk, op, offset, length, .. } = *request;
+        let done = flow.devices.begin(self.place, op, length, now);
+        if op != Op::Flush {
+            let write = self.cache.write_begins(offset..offset.saturating_add(length));
+            self.let_go();
+            if done == now {
+                self.cache.write_ends(write);
+            } else {
+                flow.foresee(done, What::Written(disk, write));
+            }
+        }
+        done
+    }
+
+    /// A chunk is there.
+    pub(super) fn arrived(&mut self, fetch: FetchId, now: u64) {
+        self.cache.complete(fetch, Instant::from_nanos(now));
+        self.let_go();
+    }
+
+    /// A change has ended.
+    pub(super) fn written(&mut self, write: WriteId) {
+        self.cache.write_ends(write);
+    }
+
+    /// Nobody is given these chunks any more; who was has been told when they are there.
+    fn let_go(&mut self) {
+        self.free.extend(self.cache.take_dropped());
+    }
+}

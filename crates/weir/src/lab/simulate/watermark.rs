@@ -1,0 +1,278 @@
+//! Watermarks: looks at the devices twenty times a second, and lifts, scales or enforces the limits that have one.
+//!
+//! The twin of block's `device/sampler.rs`, with the same controller, interval and sums. What is in use of a device is how long it has worked of the
+//! time since the last look, as the daemon has it of devices that it imitates; of a device that was probed, this model knows the same.
+//!
+//! Looks are at whole multiples of the interval, whoever comes when: what one disk sees of them does not depend on others that it shares nothing with.
+//! While nobody has anything to do and the devices are idle, a look finds what the last one found; after [`IDLE_LOOKS`] of these there are none until a
+//! request comes, so that a year without requests costs nothing.
+//!
+//! Nothing is looked at where nothing has a watermark. Where a daemon would find no device, limits are always enforced.
+
+use policy::{
+    throttle::{Counters, Enforcement, LimitKind, Limits, NodeId},
+    time::{Instant, NANOS_PER_SECOND},
+    watermark::{Controller, Sample, Watermark},
+};
+
+use super::{
+    device::Place,
+    engine::{Engine, Flow, What},
+    world::{Disk, DiskSettings},
+};
+
+/// Between two looks, in nanoseconds: as the daemon's.
+const INTERVAL_NS: u64 = 50_000_000;
+/// So many looks at idle devices, 10 s, after which a controller has settled: what it remembers of use, smoothed over 150 ms, is by then less than
+/// the last digit of anything that it sees.
+const IDLE_LOOKS: u32 = 200;
+
+/// What is looked at.
+#[derive(Debug, Default)]
+pub(super) struct Watch {
+    targets: Vec<Target>,
+    devices: Vec<Observed>,
+    /// The next look is foreseen.
+    awake: bool,
+    /// Looks in a row at which all devices were idle and nobody had anything to do.
+    idle_looks: u32,
+}
+
+/// A group, or a disk in none, with a watermark.
+#[derive(Debug)]
+struct Target {
+    who: Who,
+    limits: Limits,
+    watermark: Watermark,
+    /// Its devices, by index in [`Watch::devices`].
+    devices: Vec<usize>,
+    /// When it was last looked at, and what had passed by then.
+    last: (u64, [Counters; 2]),
+    enforcement: Enforcement,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Who {
+    Group(usize),
+    Disk(usize),
+}
+
+#[derive(Debug)]
+struct Observed {
+    place: Place,
+    controller: Controller,
+    /// When it was last looked at, and how long it had worked by then.
+    last: (u64, u64),
+}
+
+impl Watch {
+    /// A group, which is watched if it has a watermark.
+    pub(super) fn add_group(&mut self, index: usize, hold: &DiskSettings, now: u64) {
+        self.add(Who::Group(index), hold, now);
+    }
+
+    /// A disk that has just been added to the engine, and with it its device for all groups above. It is as if all had been looked at before, and
+    /// idle: a daemon serves a disk before anybody asks anything of it.
+    pub(super) fn add_disk(&mut self, index: usize, disk: &Disk, engine: &mut Engine) {
+        if disk.group.is_none() {
+            self.add(Who::Disk(index), &disk.hold, engine.now);
+        }
+        let Some(place) = disk.watched else { return };
+        let groups = std::iter::successors(disk.group, |&group| engine.groups[group].parent);
+        let all: Vec<Who> = groups.map(Who::Group).chain([Who::Disk(index)]).collect();
+        for who in all {
+            let Some(target) = self.targets.iter_mut().find(|target| target.who == who) else { continue };
+            let known = self.devices.iter().position(|device| device.place == place);
+            let device = known.unwrap_or_else(|| {
+                self.devices.push(Observed::new(place, engine));
+                self.devices.len() - 1
+            });
+            if !target.devices.contains(&device) {
+                target.devices.push(device);
+            }
+            target.decide(&mut self.devices, engine);
+        }
+    }
+
+    fn add(&mut self, who: Who, hold: &DiskSettings, now: u64) {
+        if hold.watermark != Watermark::ALWAYS {
+            let DiskSettings { limits, watermark, .. } = *hold;
+            self.targets.push(Target {
+                who,
+                limits,
+                watermark,
+                devices: Vec::new(),
+                last: (last_look(now), [Counters::default(); 2]),
+                enforcement: Enforcement::Enforced,
+            });
+        }
+    }
+
+    /// Looks at the world's first instant, if there is anything to look at.
+    pub(super) fn begin(&mut self, flow: &mut Flow) {
+        if !self.devices.is_empty() {
+            self.awake = true;
+            flow.foresee(0, What::Watch);
+        }
+    }
+
+    /// A request comes: whether a look is due, namely at the last instant for one, of what nothing has looked at since it was idle.
+    pub(super) fn wakes(&mut self) -> bool {
+        self.idle_looks = 0;
+        !self.awake && !self.devices.is_empty()
+    }
+
+    /// Looks again at the next instant for it, if there is one and anything may change until then.
+    pub(super) fn go_on(&mut self, flow: &mut Flow, now: u64) {
+        let next = last_look(now).checked_add(INTERVAL_NS);
+        self.awake = self.idle_looks < IDLE_LOOKS && next.is_some();
+        if let (true, Some(next)) = (self.awake, next) {
+            flow.foresee(next, What::Watch);
+        }
+    }
+
+    /// Looks at all devices, and puts in force what follows. Says in which trees something may pass now.
+    pub(super) fn look(&mut self, engine: &mut Engine) -> Vec<usize> {
+        let at = last_look(engine.now);
+        let mut idle = engine.is_idle();
+        let mut consumed: Vec<Consumed> = self.devices.iter().map(|_| Consumed::default()).collect();
+        for target in &mut self.targets {
+            let Some(taken) = target.taken(engine, at) else { continue };
+            for &device in &target.devices {
+                consumed[device].add(&taken);
+            }
+        }
+        for (observed, consumed) in self.devices.iter_mut().zip(consumed) {
+            idle &= !observed.observe(engine.worked_ns(observed.place), at, &consumed);
+        }
+        self.idle_looks = if idle { self.idle_looks + 1 } else { 0 };
+        let Self { targets, devices, .. } = self;
+        targets.iter_mut().filter_map(|target| target.decide(devices, engine)).collect()
+    }
+}
+
+/// The last instant for a look that is not after this one.
+const fn last_look(now: u64) -> u64 {
+    now - now % INTERVAL_NS
+}
+
+/// The stricter of two enforcements: the smaller factor.
+fn stricter(one: Enforcement, other: Enforcement) -> Enforcement {
+    let factor = |enforcement: Enforcement| match enforcement {
+        Enforcement::Enforced => 0,
+        Enforcement::Scaled(scale) => scale.thousandths(),
+        Enforcement::Lifted => u64::MAX,
+    };
+    if factor(one) <= factor(other) { one } else { other }
+}
+
+impl Who {
+    fn place(self, engine: &Engine) -> (usize, NodeId) {
+        match self {
+            Self::Group(index) => (engine.groups[index].arbiter, engine.groups[index].node),
+            Self::Disk(index) => (engine.disks[index].arbiter, engine.disks[index].node),
+        }
+    }
+}
+
+impl Observed {
+    /// As if looked at until now, and idle.
+    fn new(place: Place, engine: &Engine) -> Self {
+        let at = last_look(engine.now);
+        let mut controller = Controller::new();
+        controller.observe(Instant::from_nanos(at), Sample { used: 0, consumed: 0 });
+        Self { place, controller, last: (at, engine.worked_ns(place)) }
+    }
+
+    /// Whether it has worked since the last time.
+    fn observe(&mut self, worked_ns: u64, at: u64, consumed: &Consumed) -> bool {
+        let (earlier, before) = std::mem::replace(&mut self.last, (at, worked_ns));
+        let elapsed_ns = at.saturating_sub(earlier);
+        let worked_ns = worked_ns.saturating_sub(before);
+        if elapsed_ns > 0 {
+            let used = u128::from(worked_ns) * 1000 / u128::from(elapsed_ns);
+            let used = u64::try_from(used).unwrap_or(u64::MAX);
+            let sample = Sample { used, consumed: consumed.thousandths() };
+            self.controller.observe(Instant::from_nanos(at), sample);
+        }
+        worked_ns > 0
+    }
+}
+
+impl Target {
+    /// Puts in force what its devices say. Says in which tree, if that is something else than before.
+    fn decide(&mut self, devices: &mut [Observed], engine: &mut Engine) -> Option<usize> {
+        let says = self.devices.iter();
+        let says = says.map(|&device| devices[device].controller.enforcement(self.watermark));
+        let enforcement = says.reduce(stricter).unwrap_or_default();
+        if enforcement == self.enforcement {
+            return None;
+        }
+        self.enforcement = enforcement;
+        let (arbiter, node) = self.who.place(engine);
+        let now = Instant::from_nanos(engine.now);
+        engine.arbiters[arbiter].tree.enforce(node, enforcement, now);
+        Some(arbiter)
+    }
+
+    /// What has passed since the last time, beside what the limits would have let pass; `None` where that was the same instant.
+    fn taken(&mut self, engine: &Engine, at: u64) -> Option<Taken> {
+        let (arbiter, node) = self.who.place(engine);
+        let stats = engine.arbiters[arbiter].tree.stats(node, Instant::from_nanos(engine.now));
+        let passed = [stats.reads, stats.writes];
+        let (earlier, before) = std::mem::replace(&mut self.last, (at, passed));
+        let elapsed_ns = at.checked_sub(earlier).filter(|&elapsed| elapsed > 0)?;
+        let since = |part: fn(&Counters) -> u64| {
+            [0, 1].map(|index: usize| part(&passed[index]) - part(&before[index]))
+        };
+        let (requests, bytes) = (since(|counters| counters.requests), since(|counters| counters.bytes));
+        let operations = [0, 1].map(|index: usize| match self.limits.iops_size {
+            0 => requests[index],
+            size => requests[index].max(bytes[index] / size),
+        });
+        Some(Taken { limits: self.limits, elapsed_ns, bytes, operations })
+    }
+}
+
+/// What one target took in a time: read, written.
+#[derive(Debug)]
+struct Taken {
+    limits: Limits,
+    elapsed_ns: u64,
+    bytes: [u64; 2],
+    operations: [u64; 2],
+}
+
+/// What the targets on one device took together, in units, and what their limits would have let pass, in billionths of them: by
+/// [`LimitKind::index`].
+#[derive(Debug, Default)]
+struct Consumed([(u128, u128); LimitKind::ALL.len()]);
+
+impl Consumed {
+    fn add(&mut self, taken: &Taken) {
+        for kind in LimitKind::ALL {
+            let rate = taken.limits.limit(kind).rate;
+            if rate == 0 {
+                continue;
+            }
+            let [read, written] = if kind.counts_bytes() { taken.bytes } else { taken.operations };
+            let units = match kind {
+                LimitKind::BpsTotal | LimitKind::IopsTotal => read.saturating_add(written),
+                LimitKind::BpsRead | LimitKind::IopsRead => read,
+                LimitKind::BpsWrite | LimitKind::IopsWrite => written,
+            };
+            let (passed, allowed) = &mut self.0[kind.index()];
+            *passed += u128::from(units);
+            *allowed += u128::from(rate) * u128::from(taken.elapsed_ns);
+        }
+    }
+
+    /// How many times their limits, by the limit they exceed most.
+    fn thousandths(&self) -> u64 {
+        let times = |&(passed, allowed): &(u128, u128)| {
+            let scaled = passed.saturating_mul(1000 * u128::from(NANOS_PER_SECOND));
+            u64::try_from(scaled / allowed.max(1)).unwrap_or(u64::MAX)
+        };
+        self.0.iter().filter(|(_, allowed)| *allowed > 0).map(times).max().unwrap_or(0)
+    }
+}

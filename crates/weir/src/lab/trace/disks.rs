@@ -1,0 +1,133 @@
+//! The names of a trace's disks, each with a number.
+//!
+//! A name is looked up for every record, so the common case (one of the last few names again) costs one comparison and no hashing.
+
+use std::collections::HashMap;
+
+use super::{error::shown, record::DiskId};
+
+/// How many disks a trace may have. The largest published trace has 5584; a column taken for the disk by mistake has as many as lines.
+const MAX_DISKS: usize = 1_000_000;
+/// The longest name: PATH_MAX of Linux, as fio's traces name files.
+const MAX_NAME_BYTES: usize = 4096;
+/// What all names together may have.
+const MAX_NAMES_BYTES: usize = 64 << 20;
+/// Places to remember recent names in; a power of two.
+const RECENT: usize = 256;
+
+/// The names so far.
+pub(super) struct Disks {
+    names: Vec<String>,
+    ids: HashMap<String, DiskId>,
+    /// The disk whose name last had this mark.
+    recent: [DiskId; RECENT],
+    bytes: usize,
+}
+
+impl Disks {
+    pub(super) fn new() -> Self {
+        Self { names: Vec::new(), ids: HashMap::new(), recent: [DiskId(0); RECENT], bytes: 0 }
+    }
+
+    /// The names, by the disks' numbers.
+    pub(super) fn names(&self) -> &[String] {
+        &self.names
+    }
+
+    /// The number of the disk of this name, a new one if it is new.
+    ///
+    /// # Errors
+    /// If it is no name, or there are too many.
+    #[inline(always)]
+    pub(super) fn id(&mut self, name: &[u8]) -> Result<DiskId, String> {
+        let place = mark(name);
+        let recent = self.recent[place];
+        if self.names.get(recent.index()).is_some_and(|known| known.as_bytes() == name) {
+            return Ok(recent);
+        }
+        let id = self.search(name)?;
+        self.recent[place] = id;
+        Ok(id)
+    }
+
+    #[cold]
+    fn search(&mut self, name: &[u8]) -> Result<DiskId, String> {
+        let text = std::str::from_utf8(name).ok().filter(|name| !name.contains(char::is_control));
+        let Some(text) = text else { return Err(format!("the disk's name {} is not text", shown(name))) };
+        if let Some(&id) = self.ids.get(text) {
+            return Ok(id);
+        }
+        if text.is_empty() {
+            return Err("the disk's name is missing".to_owned());
+        }
+        if text.len() > MAX_NAME_BYTES {
+            return Err(format!("the disk's name {} is longer than {MAX_NAME_BYTES} bytes", shown(name)));
+        }
+        self.bytes += text.len();
+        if self.names.len() == MAX_DISKS || self.bytes > MAX_NAMES_BYTES {
+            return Err(format!(
+                "disk {} is one too many: a trace has at most {MAX_DISKS} disks, their names at most {} MiB together",
+                shown(name),
+                MAX_NAMES_BYTES >> 20,
+            ));
+        }
+        let id = DiskId(u32::try_from(self.names.len()).expect("bounded by MAX_DISKS"));
+        self.names.push(text.to_owned());
+        self.ids.insert(text.to_owned(), id);
+        Ok(id)
+    }
+}
+
+/// Where a name is remembered: by its length and last bytes, where names of disks differ.
+#[inline]
+fn mark(name: &[u8]) -> usize {
+    let byte = |back: usize| name.len().checked_sub(back).map_or(0, |at| usize::from(name[at]));
+    (byte(1) ^ byte(2) << 3 ^ byte(3) << 5 ^ name.len() << 7) % RECENT
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_name_keeps_its_number() {
+        let mut disks = Disks::new();
+        let names: Vec<_> = (0..2000).map(|number| format!("vm{number}")).collect();
+        for _ in 0..3 {
+            for (number, name) in names.iter().enumerate() {
+                assert_eq!(disks.id(name.as_bytes()).unwrap().index(), number);
+            }
+        }
+        assert_eq!(disks.names(), names);
+    }
+
+    #[test]
+    fn what_is_no_name_is_refused() {
+        let mut disks = Disks::new();
+        let long = "x".repeat(MAX_NAME_BYTES + 1);
+        for (name, why) in [
+            (&b""[..], "the disk's name is missing"),
+            (b"a\xff", r"the disk's name 'a\xff' is not text"),
+            (b"a\x1b[1m", r"the disk's name 'a\x1b[1m' is not text"),
+            (long.as_bytes(), "is longer than 4096 bytes"),
+        ] {
+            let error = disks.id(name).unwrap_err();
+            assert!(error.contains(why), "{error}");
+        }
+        assert!(disks.names().is_empty());
+    }
+
+    #[test]
+    fn there_is_a_bound_to_names() {
+        let mut disks = Disks::new();
+        for number in 0..MAX_DISKS {
+            disks.id(number.to_string().as_bytes()).unwrap();
+        }
+        let error = disks.id(b"more").unwrap_err();
+        assert!(
+            error.starts_with("disk 'more' is one too many: a trace has at most 1000000 disks"),
+            "{error}"
+        );
+        assert_eq!(disks.id(b"999999").unwrap(), DiskId(999_999));
+    }
+}

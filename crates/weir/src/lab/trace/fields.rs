@@ -1,0 +1,322 @@
+//! The fields of a line and the numbers in them: nothing is copied.
+//!
+//! What is called for every field is inlined by force. Each format's loop is then one function, in which a number is in a register and an
+//! error costs nothing until there is one; left to the compiler, a record took half as long again.
+
+use super::error::shown;
+
+/// The fields of a line that a byte separates.
+pub(super) struct Fields<'a> {
+    /// What is left; `None` once the last field is taken.
+    rest: Option<&'a [u8]>,
+}
+
+impl<'a> Fields<'a> {
+    pub(super) fn new(line: &'a [u8]) -> Self {
+        Self { rest: Some(line) }
+    }
+
+    /// The next field, which ends at a comma or with the line.
+    ///
+    /// # Errors
+    /// If there is none.
+    #[inline(always)]
+    pub(super) fn text(&mut self, what: &str) -> Result<&'a [u8], String> {
+        let rest = self.rest.ok_or_else(|| missing(what))?;
+        match rest.iter().position(|&byte| byte == b',') {
+            Some(end) => {
+                self.rest = Some(&rest[end + 1..]);
+                Ok(&rest[..end])
+            }
+            None => {
+                self.rest = None;
+                Ok(rest)
+            }
+        }
+    }
+
+    /// The next field, without the quotes that it may stand in; what quotes inside it are doubled for (RFC 4180, section 2) is put together in `buffer`.
+    ///
+    /// # Errors
+    /// If there is none, or its quotes do not end where it does.
+    #[inline(always)]
+    pub(super) fn quotable<'b>(&mut self, what: &str, buffer: &'b mut Vec<u8>) -> Result<&'b [u8], String>
+    where
+        'a: 'b,
+    {
+        match self.rest {
+            Some([b'"', ..]) => self.unquote(what, buffer),
+            _ => self.text(what),
+        }
+    }
+
+    #[cold]
+    fn unquote<'b>(&mut self, what: &str, buffer: &'b mut Vec<u8>) -> Result<&'b [u8], String> {
+        let field = self.rest.take().unwrap_or_default();
+        let wrong = || format!("the quotes of the {what} {} do not end where it does", shown(field));
+        buffer.clear();
+        let mut inside = field.get(1..).unwrap_or_default();
+        loop {
+            let end = inside.iter().position(|&byte| byte == b'"').ok_or_else(wrong)?;
+            buffer.extend_from_slice(&inside[..end]);
+            match &inside[end + 1..] {
+                [b'"', rest @ ..] => {
+                    buffer.push(b'"');
+                    inside = rest;
+                }
+                [b',', rest @ ..] => {
+                    self.rest = Some(rest);
+                    return Ok(buffer);
+                }
+                [] => return Ok(buffer),
+                _ => return Err(wrong()),
+            }
+        }
+    }
+
+    /// The next field, which is a whole number.
+    ///
+    /// # Errors
+    /// If there is none, or it is something else.
+    #[inline(always)]
+    pub(super) fn number(&mut self, what: &str) -> Result<u64, String> {
+        let Some(rest) = self.rest else { return Err(missing(what)) };
+        let (value, digits) = leading_number(rest);
+        // As many digits as surely fit; longer ones are looked at again, with care, as is what is no number.
+        if (1..=MAX_PLAIN_DIGITS).contains(&digits) {
+            match rest.get(digits) {
+                Some(b',') => {
+                    self.rest = Some(&rest[digits + 1..]);
+                    return Ok(value);
+                }
+                None => {
+                    self.rest = None;
+                    return Ok(value);
+                }
+                Some(_) => {}
+            }
+        }
+        self.uncommon_number(what)
+    }
+
+    #[cold]
+    fn uncommon_number(&mut self, what: &str) -> Result<u64, String> {
+        let field = self.text(what)?;
+        number(field, what)
+    }
+
+    /// That there is nothing more.
+    ///
+    /// # Errors
+    /// If there is.
+    #[inline]
+    pub(super) fn end(&self) -> Result<(), String> {
+        match self.rest {
+            None => Ok(()),
+            Some(rest) => Err(format!("the line has more fields than the format: {}", shown(rest))),
+        }
+    }
+}
+
+/// The value of the digits that text begins with, and how many they are. Of no meaning if those are more than [`MAX_PLAIN_DIGITS`].
+///
+/// Most of what reading a trace costs is here, so eight digits are taken at once, as one number of eight bytes.
+#[inline(always)]
+fn leading_number(text: &[u8]) -> (u64, usize) {
+    const TENS: [u64; 9] = [1, 10, 100, 1000, 10_000, 100_000, 1_000_000, 10_000_000, 100_000_000];
+    let (mut value, mut digits) = (0u64, 0);
+    let mut rest = text;
+    while let Some((eight, more)) = rest.split_first_chunk() {
+        let (part, count) = up_to_eight(*eight);
+        value = value.wrapping_mul(TENS[count]).wrapping_add(part);
+        digits += count;
+        if count < 8 {
+            return (value, digits);
+        }
+        rest = more;
+    }
+    for &byte in rest {
+        let digit = byte.wrapping_sub(b'0');
+        if digit > 9 {
+            break;
+        }
+        value = value.wrapping_mul(10).wrapping_add(u64::from(digit));
+        digits += 1;
+    }
+    (value, digits)
+}
+
+/// The value of the digits that eight bytes begin with, and how many they are.
+#[inline(always)]
+fn up_to_eight(text: [u8; 8]) -> (u64, usize) {
+    const fn each(byte: u8) -> u64 {
+        u64::from_le_bytes([byte; 8])
+    }
+    // The first byte is the lowest. A byte is now a digit's value if it is one, and above 9 if it is not.
+    let values = u64::from_le_bytes(text) ^ each(b'0');
+    // The highest bit of each byte that is above 9: by itself, or because 0x76 more than its other bits reach it. None carries over.
+    let others = (((values & each(0x7f)) + each(0x76)) | values) & each(0x80);
+    let count = others.trailing_zeros() as usize / 8;
+    if count == 0 {
+        return (0, 0);
+    }
+    // As if zeroes stood before the digits, and nothing behind them.
+    let values = values << (64 - 8 * count);
+    // Pairs of digits, then pairs of those, then the two halves.
+    let values = (values.wrapping_mul(10) + (values >> 8)) & 0x00ff_00ff_00ff_00ff;
+    let values = (values.wrapping_mul(100) + (values >> 16)) & 0x0000_ffff_0000_ffff;
+    let value = (values.wrapping_mul(10_000) + (values >> 32)) & 0xffff_ffff;
+    (value, count)
+}
+
+/// The number of decimal digits that fit into 64 bits whatever they are.
+const MAX_PLAIN_DIGITS: usize = 19;
+
+/// The value of a field that is a whole number.
+///
+/// # Errors
+/// If it is something else, with what it is.
+#[inline]
+pub(super) fn number(field: &[u8], what: &str) -> Result<u64, String> {
+    let (value, digits) = leading_number(field);
+    if digits == field.len() && (1..=MAX_PLAIN_DIGITS).contains(&digits) {
+        return Ok(value);
+    }
+    careful_number(field, what)
+}
+
+#[cold]
+fn careful_number(field: &[u8], what: &str) -> Result<u64, String> {
+    let value = |value: u64, &byte: &u8| {
+        let digit = byte.wrapping_sub(b'0');
+        if digit > 9 { None } else { value.checked_mul(10)?.checked_add(u64::from(digit)) }
+    };
+    match field.iter().try_fold(0, value) {
+        Some(value) if !field.is_empty() => Ok(value),
+        _ => Err(not_a_number(field, what)),
+    }
+}
+
+#[cold]
+fn missing(what: &str) -> String {
+    format!("the {what} is missing (a line that was cut off?)")
+}
+
+#[cold]
+fn not_a_number(field: &[u8], what: &str) -> String {
+    let digits = |field: &[u8]| !field.is_empty() && field.iter().all(u8::is_ascii_digit);
+    let why = match field {
+        [] => return missing(what),
+        [b'-', rest @ ..] if digits(rest) => "is negative",
+        _ if digits(field) => "does not fit into 64 bits",
+        _ => "is not a whole number",
+    };
+    format!("the {what} {} {why}", shown(field))
+}
+
+/// Appends a number in decimal.
+pub(crate) fn push_decimal(text: &mut Vec<u8>, mut value: u64) {
+    // 2^64 has 20 digits.
+    let mut digits = [0; 20];
+    let mut at = digits.len();
+    loop {
+        at -= 1;
+        digits[at] = b'0' + (value % 10) as u8;
+        value /= 10;
+        if value == 0 {
+            break;
+        }
+    }
+    text.extend_from_slice(&digits[at..]);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_are_read_and_anything_else_is_named() {
+        let read = |text: &'static str| Fields::new(text.as_bytes()).number("offset");
+        for (text, value) in [
+            ("0", 0),
+            ("7,x", 7),
+            ("0000000000000000000000000001,", 1),
+            ("18446744073709551615", u64::MAX),
+            ("18446744073709551615,1", u64::MAX),
+            ("9999999999999999999,", 9_999_999_999_999_999_999),
+        ] {
+            assert_eq!(read(text), Ok(value), "{text}");
+        }
+        for (text, why) in [
+            ("", "the offset is missing (a line that was cut off?)"),
+            (",1", "the offset is missing (a line that was cut off?)"),
+            ("18446744073709551616,", "the offset '18446744073709551616' does not fit into 64 bits"),
+            ("99999999999999999999999", "the offset '99999999999999999999999' does not fit into 64 bits"),
+            ("-5,", "the offset '-5' is negative"),
+            ("-", "the offset '-' is not a whole number"),
+            ("1.5,2", "the offset '1.5' is not a whole number"),
+            ("+1", "the offset '+1' is not a whole number"),
+            (" 1", "the offset ' 1' is not a whole number"),
+            ("0x10", "the offset '0x10' is not a whole number"),
+        ] {
+            assert_eq!(read(text).unwrap_err(), why, "{text}");
+        }
+    }
+
+    #[test]
+    fn digits_end_where_they_end() {
+        // Every byte that may follow, behind every number of digits up to three steps of eight.
+        let digits = b"123456789012345678901234";
+        for count in 0..digits.len() {
+            for other in (0..=u8::MAX).filter(|byte| !byte.is_ascii_digit()) {
+                let mut text = digits[..count].to_vec();
+                text.push(other);
+                text.extend_from_slice(b"99999999");
+                let (value, found) = leading_number(&text);
+                assert_eq!(found, count);
+                if (1..=MAX_PLAIN_DIGITS).contains(&count) {
+                    assert_eq!(Ok(value), careful_number(&digits[..count], "number"));
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn what_is_written_is_read() {
+        for value in [0, 1, 9, 10, 99, 100, 12_345_678_901, u64::MAX - 1, u64::MAX] {
+            let mut text = Vec::new();
+            push_decimal(&mut text, value);
+            assert_eq!(text, value.to_string().into_bytes());
+            assert_eq!(number(&text, "number"), Ok(value));
+        }
+    }
+
+    #[test]
+    fn a_field_in_quotes_may_have_commas_and_quotes() {
+        let read = |line: &'static str| {
+            let mut buffer = Vec::new();
+            let mut fields = Fields::new(line.as_bytes());
+            let name = fields.quotable("disk", &mut buffer).map(<[u8]>::to_vec)?;
+            Ok::<_, String>((String::from_utf8(name).unwrap(), fields.text("next").is_ok()))
+        };
+        let field = |name: &str, more| Ok((name.to_owned(), more));
+        assert_eq!(read("8,0"), field("8", true));
+        assert_eq!(read("\"8,0\",x"), field("8,0", true));
+        assert_eq!(read("\"\"\"a\"\"\""), field("\"a\"", false));
+        assert_eq!(read("a\"b,x"), field("a\"b", true));
+        for line in ["\"8,0", "\"", "\"a\"b,x", "\"a\"\""] {
+            assert!(read(line).unwrap_err().contains("do not end where it does"), "{line}");
+        }
+    }
+
+    #[test]
+    fn a_line_has_the_fields_it_should() {
+        let mut fields = Fields::new(b"a,,c");
+        assert_eq!(fields.text("one"), Ok(&b"a"[..]));
+        assert!(fields.end().is_err());
+        assert_eq!(fields.text("two"), Ok(&b""[..]));
+        assert_eq!(fields.text("three"), Ok(&b"c"[..]));
+        assert_eq!(fields.end(), Ok(()));
+        assert_eq!(fields.text("four"), Err("the four is missing (a line that was cut off?)".to_owned()));
+    }
+}

@@ -1,0 +1,65 @@
+//! The CSV of Alibaba's block traces: `device_id,opcode,offset,length,timestamp`.
+//!
+//! `opcode` is `R` or `W`, offset and length are bytes, the time is in microseconds since 1970. The file as published has no header; a
+//! header is skipped. A disk is called by its number.
+//!
+//! Source: README of github.com/alibaba/block-traces, "Schema", `io_traces.csv`.
+
+use super::{
+    super::{error::shown, fields::Fields, record::Op},
+    Found, Parse, is_header, nanoseconds,
+};
+
+/// A microsecond.
+const US_NS: u64 = 1000;
+/// The first line, where there is one.
+const HEADER: &str = "device_id,opcode,offset,length,timestamp";
+
+/// Reads lines.
+#[derive(Default)]
+pub(in super::super) struct Alibaba {
+    /// The first line has been read.
+    begun: bool,
+}
+
+/// Whether a line is one of this format, or its header.
+pub(super) fn is_line(line: &[u8]) -> bool {
+    let mut fields = Fields::new(line);
+    let mut first = || {
+        fields.number("device")?;
+        op(fields.text("opcode")?)?;
+        fields.number("offset")?;
+        fields.number("length")?;
+        fields.number("timestamp")
+    };
+    is_header(line, HEADER) || first().is_ok()
+}
+
+impl Parse for Alibaba {
+    #[inline]
+    fn line(&mut self, line: &[u8], found: &mut Found<'_>) -> Result<(), String> {
+        if !self.begun {
+            self.begun = true;
+            if is_header(line, HEADER) {
+                return Ok(());
+            }
+        }
+        let mut fields = Fields::new(line);
+        let disk = fields.text("device_id")?;
+        let op = op(fields.text("opcode")?)?;
+        let offset = fields.number("offset")?;
+        let length = fields.number("length")?;
+        let time_ns = nanoseconds(fields.number("timestamp")?, US_NS)?;
+        fields.end()?;
+        found.push(time_ns, disk, op, offset, length)
+    }
+}
+
+#[inline]
+fn op(code: &[u8]) -> Result<Op, String> {
+    match code {
+        b"R" => Ok(Op::Read),
+        b"W" => Ok(Op::Write),
+        _ => Err(format!("the opcode {} is neither R nor W", shown(code))),
+    }
+}

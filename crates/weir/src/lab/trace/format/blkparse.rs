@@ -1,0 +1,184 @@
+//! blktrace's events as `blkparse` prints them by default.
+//!
+//! ```text
+//!     8,0    3        1     0.000000000   697  Q  WS 223490 + 8 [kjournald]
+//!   device  cpu  sequence         time    pid  │  │  sector + sectors
+//!                                         action  RWBS
+//! ```
+//!
+//! A request passes several actions. One of them is taken for it: `Q`, when it was queued, which is what the guest or the program asked
+//! for; where the trace has none, `D`, when it was sent to the device; and where it has not even those, `C`, when it was complete. Which
+//! it is, is seen from the first mebibyte.
+//!
+//! RWBS: a leading `F` is a flush before the request, then `R`, `W` or `D` (discard) says what it is; `F` behind that (FUA), `A`, `S` and
+//! `M` say how, which makes no difference here. `N`, requests without sectors and SCSI commands move no data and are skipped. `B` (the
+//! barriers of old kernels) without sectors is a flush. A device's name is its numbers, `8,0`.
+//!
+//! Source: blkparse(1), "OUTPUT DESCRIPTION AND FORMATTING"; the letters as blkparse 1.2 prints them. What it prints about the whole run
+//! behind the last event is ignored.
+
+use super::{
+    super::{fields, record::Op},
+    Found, Parse, bytes,
+};
+
+/// A second.
+const S_NS: u64 = 1_000_000_000;
+
+/// Reads lines.
+pub(in super::super) struct Blkparse {
+    /// The action that is taken for a request.
+    taken: u8,
+    /// There was an event.
+    begun: bool,
+    /// What comes is about the whole run.
+    summary: bool,
+}
+
+/// What a line says of an event, as far as it matters.
+struct Event<'a> {
+    device: &'a [u8],
+    time_ns: u64,
+    /// Its first letter alone counts: all actions of two are others'.
+    action: &'a [u8],
+    rwbs: &'a [u8],
+    /// What follows.
+    rest: &'a [u8],
+}
+
+impl Blkparse {
+    /// For a trace that begins with these bytes, of which the last line may be cut off.
+    pub(in super::super) fn new(ahead: &[u8]) -> Self {
+        let seen = |action: u8| {
+            let mut lines = ahead.split(|&byte| byte == b'\n');
+            lines.any(|line| event(line).is_some_and(|event| event.action == [action]))
+        };
+        let taken = [b'Q', b'D'].into_iter().find(|&action| seen(action)).unwrap_or(b'C');
+        Self { taken, begun: false, summary: false }
+    }
+}
+
+/// Whether a line tells of an event.
+pub(super) fn is_event(line: &[u8]) -> bool {
+    event(line).is_some()
+}
+
+/// Whether a line may stand before the first event: blkparse says there what it reads, if both go to the same place.
+pub(super) fn is_preface(line: &[u8]) -> bool {
+    line.starts_with(b"Input file ")
+}
+
+impl Parse for Blkparse {
+    fn line(&mut self, line: &[u8], found: &mut Found<'_>) -> Result<(), String> {
+        if self.summary || (!self.begun && is_preface(line)) {
+            return Ok(());
+        }
+        let Some(event) = event(line) else {
+            self.summary = self.begun && is_summary(line);
+            return if self.summary {
+                Ok(())
+            } else {
+                Err("this is no event of blkparse's default output".to_owned())
+            };
+        };
+        self.begun = true;
+        if event.action == b"Q" && self.taken != b'Q' {
+            return Err(format!(
+                "an event Q after a mebibyte without one, where {} was taken for the requests (print one action only: \
+                 blkparse -a queue)",
+                char::from(self.taken)
+            ));
+        }
+        if event.action != [self.taken] {
+            return Ok(());
+        }
+        request(&event, found)
+    }
+}
+
+/// Hands on what an event asks for: nothing, a flush, something with a place, or a flush and that.
+fn request(event: &Event<'_>, found: &mut Found<'_>) -> Result<(), String> {
+    let place = place(event.rest)?;
+    let (flush, letters) = match event.rwbs {
+        [b'F', letters @ ..] => (true, letters),
+        letters => (letters.contains(&b'B') && place.is_none(), letters),
+    };
+    if flush {
+        found.push(event.time_ns, event.device, Op::Flush, 0, 0)?;
+    }
+    let op = match letters.first() {
+        Some(b'R') => Op::Read,
+        Some(b'W') => Op::Write,
+        Some(b'D') => Op::Discard,
+        _ => return Ok(()),
+    };
+    match place {
+        Some((offset, length)) => found.push(event.time_ns, event.device, op, offset, length),
+        None => Ok(()),
+    }
+}
+
+/// The offset and length of `<sector> + <sectors> …`; `None` where there is no such thing.
+fn place(rest: &[u8]) -> Result<Option<(u64, u64)>, String> {
+    let mut words = words(rest);
+    let (Some(sector), Some(b"+"), Some(sectors)) = (words.next(), words.next(), words.next()) else {
+        return Ok(None);
+    };
+    let offset = bytes(fields::number(sector, "sector")?)?;
+    let length = bytes(fields::number(sectors, "number of sectors")?)?;
+    Ok(Some((offset, length)))
+}
+
+/// The parts of a line that tells of an event; `None` if it does not.
+fn event(line: &[u8]) -> Option<Event<'_>> {
+    let (device, line) = word(line)?;
+    let comma = memchr::memchr(b',', device)?;
+    if !is_number(&device[..comma]) {
+        return None;
+    }
+    let (device, line) = match &device[comma + 1..] {
+        minor if is_number(minor) => (device, line),
+        _ => return None,
+    };
+    let (cpu, line) = word(line)?;
+    let (sequence, line) = word(line)?;
+    let (time, line) = word(line)?;
+    let (pid, line) = word(line)?;
+    let (action, line) = word(line)?;
+    let (rwbs, rest) = word(line)?;
+    let counts = is_number(cpu) && is_number(sequence) && is_number(pid);
+    let event = Event { device, time_ns: time_ns(time)?, action, rwbs, rest };
+    counts.then_some(event)
+}
+
+/// The nanoseconds of `<seconds>.<nine digits>`.
+fn time_ns(time: &[u8]) -> Option<u64> {
+    let (seconds, dot_fraction) = time.split_at_checked(time.len().checked_sub(10)?)?;
+    let [b'.', fraction @ ..] = dot_fraction else { return None };
+    let seconds = fields::number(seconds, "time").ok()?;
+    let fraction = fields::number(fraction, "time").ok()?;
+    seconds.checked_mul(S_NS)?.checked_add(fraction)
+}
+
+/// Whether what is no event begins what blkparse prints of the whole run: `CPU0 (sda):`, `Total (sda):`, and with `-s` first
+/// `kjournald (697)` of each process.
+fn is_summary(line: &[u8]) -> bool {
+    let line = line.trim_ascii_end();
+    let total = line.starts_with(b"CPU") || line.starts_with(b"Total (");
+    total && line.ends_with(b"):") || line.ends_with(b")") && memchr::memmem::find(line, b" (").is_some()
+}
+
+fn is_number(word: &[u8]) -> bool {
+    !word.is_empty() && word.iter().all(u8::is_ascii_digit)
+}
+
+/// The first word of a line and what follows it.
+fn word(line: &[u8]) -> Option<(&[u8], &[u8])> {
+    let line = line.trim_ascii_start();
+    let end = line.iter().position(u8::is_ascii_whitespace).unwrap_or(line.len());
+    (end > 0).then(|| line.split_at(end))
+}
+
+fn words(line: &[u8]) -> impl Iterator<Item = &[u8]> {
+    line.split(u8::is_ascii_whitespace).filter(|word| !word.is_empty())
+}

@@ -1,0 +1,88 @@
+//! CloudPhysics' traces of virtual disks in the CSV that libCacheSim has of them: `version,time,op,size,lbn`.
+//!
+//! `time` is in seconds, `op` a SCSI command in hexadecimal (`28` is READ(10), `2a` is WRITE(10)), `size` in bytes, `lbn` in sectors of 512
+//! bytes. The header says which column is which, in any order; other columns are ignored. A file is one disk, which is called as the file
+//! is, without its endings.
+//!
+//! Source: data/cloudPhysicsIO.csv of github.com/1a1a11a/libCacheSim and what its vscsi reader makes of the original; the commands are those
+//! of SBC-4 and SPC-5. A second is coarse: requests of the same second come at once.
+
+use super::{
+    super::{error::shown, fields, record::Op},
+    Found, Parse, bytes, nanoseconds,
+};
+
+/// A second.
+const S_NS: u64 = 1_000_000_000;
+/// As many columns as a header may have.
+const MAX_COLUMNS: usize = 64;
+/// The columns that are needed, in the order of [`CloudPhysics::columns`].
+const NEEDED: [&str; 4] = ["time", "op", "size", "lbn"];
+
+/// Reads lines.
+pub(in super::super) struct CloudPhysics {
+    disk: String,
+    /// Where each of [`NEEDED`] is; `None` before the header was read.
+    columns: Option<[usize; 4]>,
+}
+
+impl CloudPhysics {
+    /// For a file of this name.
+    pub(in super::super) fn new(file: &str) -> Self {
+        let name = file.rsplit('/').next().unwrap_or(file);
+        let stem = name.find('.').filter(|&at| at > 0).map_or(name, |at| &name[..at]);
+        Self { disk: stem.to_owned(), columns: None }
+    }
+}
+
+/// Where a header has what is needed; `None` if it is no header of this format.
+pub(super) fn columns(line: &[u8]) -> Option<[usize; 4]> {
+    let place = |needed: &str| {
+        let mut names = line.split(|&byte| byte == b',').take(MAX_COLUMNS);
+        names.position(|name| name.trim_ascii().eq_ignore_ascii_case(needed.as_bytes()))
+    };
+    let [time, op, size, lbn] = NEEDED.map(place);
+    Some([time?, op?, size?, lbn?])
+}
+
+impl Parse for CloudPhysics {
+    fn line(&mut self, line: &[u8], found: &mut Found<'_>) -> Result<(), String> {
+        let Some(columns) = self.columns else {
+            let columns = columns(line);
+            self.columns =
+                Some(columns.ok_or("the header with the columns time, op, size and lbn is missing")?);
+            return Ok(());
+        };
+        let mut values: [Option<&[u8]>; 4] = [None; 4];
+        for (at, field) in line.split(|&byte| byte == b',').enumerate().take(MAX_COLUMNS) {
+            if let Some(which) = columns.iter().position(|&column| column == at) {
+                values[which] = Some(field);
+            }
+        }
+        let number = |which: usize| fields::number(values[which].unwrap_or_default(), NEEDED[which]);
+        let time_ns = nanoseconds(number(0)?, S_NS)?;
+        let Some(op) = op(values[1].unwrap_or_default())? else { return Ok(()) };
+        found.push(time_ns, self.disk.as_bytes(), op, bytes(number(3)?)?, number(2)?)
+    }
+}
+
+/// What a SCSI command does; `None` if it neither moves nor makes sure of data.
+fn op(code: &[u8]) -> Result<Option<Op>, String> {
+    let text = std::str::from_utf8(code).ok().filter(|text| (1..=2).contains(&text.len()));
+    let code = text
+        .and_then(|text| u8::from_str_radix(text, 16).ok())
+        .ok_or_else(|| format!("the op {} is not a SCSI command in hexadecimal", shown(code)))?;
+    Ok(match code {
+        // READ (6), (10), (12), (16).
+        0x08 | 0x28 | 0xa8 | 0x88 => Some(Op::Read),
+        // WRITE (6), (10), (12), (16); WRITE AND VERIFY (10), (12), (16).
+        0x0a | 0x2a | 0xaa | 0x8a | 0x2e | 0xae | 0x8e => Some(Op::Write),
+        // WRITE SAME (10), (16): what is repeated is in practice zeroes.
+        0x41 | 0x93 => Some(Op::WriteZeroes),
+        // UNMAP.
+        0x42 => Some(Op::Discard),
+        // SYNCHRONIZE CACHE (10), (16).
+        0x35 | 0x91 => Some(Op::Flush),
+        _ => None,
+    })
+}

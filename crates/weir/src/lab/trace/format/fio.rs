@@ -1,0 +1,100 @@
+//! fio's iolog, versions 2 and 3: what `fio --write_iolog` writes and `--read_iolog` replays.
+//!
+//! ```text
+//!   version 2:             <file> <action> [<offset> <length>]      action: add, open, close; read, write, trim,
+//!   version 3:      <time> <file> <action> [<offset> <length>]              sync, datasync, wait (version 2 alone)
+//! ```
+//!
+//! Source: fio's HOWTO, "Trace file format v2" and "v3". It does not say in what unit the times of version 3 are; what fio writes are
+//! microseconds (`utime_since_now` in its iolog.c, since version 3 is there), and what it replays too.
+//!
+//! Version 2 has no times: requests come at once, one after the other, but for `wait`. A file is a disk; one that is opened and never
+//! used is none.
+
+use super::{
+    super::{
+        error::shown,
+        fields::{self},
+        record::Op,
+    },
+    Found, Parse, nanoseconds,
+};
+
+/// A microsecond.
+const US_NS: u64 = 1000;
+/// "Wait for `offset` microseconds. Everything below 100 is discarded."
+const SHORTEST_WAIT_US: u64 = 100;
+
+/// The first line of a version.
+pub(super) const HEADERS: [(&str, u8); 2] = [("fio version 2 iolog", 2), ("fio version 3 iolog", 3)];
+
+/// Reads lines.
+pub(in super::super) struct Fio {
+    version: u8,
+    /// The header has been read.
+    begun: bool,
+    /// What was waited so far.
+    waited_ns: u64,
+}
+
+impl Fio {
+    /// For version 2 or 3.
+    pub(in super::super) fn new(version: u8) -> Self {
+        Self { version, begun: false, waited_ns: 0 }
+    }
+
+    fn begin(&mut self, line: &[u8]) -> Result<(), String> {
+        let version = HEADERS.iter().find(|(header, _)| line.trim_ascii() == header.as_bytes());
+        if version.map(|&(_, version)| version) != Some(self.version) {
+            return Err(format!("the first line is not 'fio version {} iolog'", self.version));
+        }
+        self.begun = true;
+        Ok(())
+    }
+
+    fn wait(&mut self, us: u64) -> Result<(), String> {
+        if self.version == 3 {
+            return Err("version 3 of fio's iolog has no wait: every line has its time".to_owned());
+        }
+        if us >= SHORTEST_WAIT_US {
+            let waited_ns = self.waited_ns.checked_add(nanoseconds(us, US_NS)?);
+            self.waited_ns = waited_ns.ok_or("the waits together do not fit into 64 bits of nanoseconds")?;
+        }
+        Ok(())
+    }
+}
+
+impl Parse for Fio {
+    fn line(&mut self, line: &[u8], found: &mut Found<'_>) -> Result<(), String> {
+        if !self.begun {
+            return self.begin(line);
+        }
+        let mut words = line.split(u8::is_ascii_whitespace).filter(|word| !word.is_empty());
+        let mut next = |what: &str| {
+            words.next().ok_or_else(|| format!("the {what} is missing (a line that was cut off?)"))
+        };
+        let time_ns = match self.version {
+            2 => self.waited_ns,
+            _ => nanoseconds(fields::number(next("time")?, "time")?, US_NS)?,
+        };
+        let (file, action) = (next("file")?, next("action")?);
+        let op = match action {
+            b"add" | b"open" | b"close" => None,
+            b"wait" => None,
+            b"read" => Some(Op::Read),
+            b"write" => Some(Op::Write),
+            b"trim" => Some(Op::Discard),
+            b"sync" | b"datasync" | b"sync_file_range" | b"syncfs" => Some(Op::Flush),
+            _ => return Err(format!("the action {} is none of fio's iolog", shown(action))),
+        };
+        if op.is_none() && action != b"wait" {
+            return Ok(());
+        }
+        let offset = fields::number(next("offset")?, "offset")?;
+        let length = fields::number(next("length")?, "length")?;
+        match op {
+            Some(op) => found.push(time_ns, file, op, offset, length),
+            None => self.wait(offset),
+        }
+    }
+}

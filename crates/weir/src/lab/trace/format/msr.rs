@@ -1,0 +1,75 @@
+//! The CSV of the servers of Microsoft Research in Cambridge:
+//! `Timestamp,Hostname,DiskNumber,Type,Offset,Size,ResponseTime`.
+//!
+//! `Timestamp` is when the request came, as Windows counts time: steps of 100 ns since 1601. `Type` is `Read` or `Write`, offset and size
+//! are bytes, `ResponseTime` is not used. The files as published have no header; a header is skipped. A disk is called `hm.0`: host, dot,
+//! number.
+//!
+//! Source: README.txt of the traces (SNIA IOTTA, "MSR Cambridge Traces"; Narayanan, Donnelly and Rowstron, *Write Off-Loading*, FAST 2008).
+
+use super::{
+    super::{error::shown, fields::Fields, record::Op},
+    Found, Parse, is_header, nanoseconds,
+};
+
+/// A step of Windows' clock.
+const TICK_NS: u64 = 100;
+/// The first line, where there is one.
+const HEADER: &str = "Timestamp,Hostname,DiskNumber,Type,Offset,Size";
+
+/// Reads lines.
+#[derive(Default)]
+pub(in super::super) struct Msr {
+    /// The first line has been read.
+    begun: bool,
+    /// The last disk's name: kept, so that a name costs no allocation.
+    disk: Vec<u8>,
+}
+
+/// Whether a line is one of this format, or its header.
+pub(super) fn is_line(line: &[u8]) -> bool {
+    let mut fields = Fields::new(line);
+    let mut first = || {
+        fields.number("time")?;
+        fields.text("host")?;
+        fields.number("disk")?;
+        op(fields.text("type")?)
+    };
+    is_header(line, HEADER) || first().is_ok()
+}
+
+impl Parse for Msr {
+    #[inline]
+    fn line(&mut self, line: &[u8], found: &mut Found<'_>) -> Result<(), String> {
+        if !self.begun {
+            self.begun = true;
+            if is_header(line, HEADER) {
+                return Ok(());
+            }
+        }
+        let mut fields = Fields::new(line);
+        let time_ns = nanoseconds(fields.number("timestamp")?, TICK_NS)?;
+        self.disk.clear();
+        self.disk.extend_from_slice(fields.text("host name")?);
+        self.disk.push(b'.');
+        self.disk.extend_from_slice(fields.text("disk number")?);
+        let op = op(fields.text("type")?)?;
+        let offset = fields.number("offset")?;
+        let length = fields.number("size")?;
+        // A line that ends here was cut off.
+        fields.text("response time")?;
+        fields.end()?;
+        found.push(time_ns, &self.disk, op, offset, length)
+    }
+}
+
+#[inline]
+fn op(name: &[u8]) -> Result<Op, String> {
+    match name {
+        b"Read" => Ok(Op::Read),
+        b"Write" => Ok(Op::Write),
+        _ if name.eq_ignore_ascii_case(b"read") => Ok(Op::Read),
+        _ if name.eq_ignore_ascii_case(b"write") => Ok(Op::Write),
+        _ => Err(format!("the type {} is neither Read nor Write", shown(name))),
+    }
+}

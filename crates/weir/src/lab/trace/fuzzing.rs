@@ -1,0 +1,84 @@
+//! What the fuzz target does with the bytes of a trace, and what has to hold whatever they are.
+//!
+//! Here and not in `fuzz/`, because tests run the same checks for a short time on every change.
+
+use std::io::Cursor;
+
+use clap::ValueEnum as _;
+
+use super::{
+    error::TraceError,
+    format::Format,
+    reader::{Options, Reader},
+    record::{Op, Record},
+    write::Writer,
+};
+
+/// The longest error that may come of any input: a trace's own text is repeated in parts only.
+const MAX_ERROR_BYTES: usize = 1024;
+/// The name that errors have to say.
+const NAME: &str = "fuzz";
+
+/// Reads a trace. The first byte says in which format, or that it is to be seen, and how large the window is.
+pub fn trace(data: &[u8]) {
+    let Some((&choice, text)) = data.split_first() else { return };
+    let formats = Format::value_variants();
+    let format = formats.get(usize::from(choice & 7)).copied();
+    let options = Options { format, window: usize::from(choice >> 3), absolute_time: false };
+    let (records, disks, error) = read(text, &options);
+    if let Some(error) = error {
+        let error = error.to_string();
+        assert!(error.starts_with(NAME) && error.len() < MAX_ERROR_BYTES, "{} bytes", error.len());
+    }
+    check(&records, disks.len());
+    again(&records, &disks);
+}
+
+/// Everything that comes of a trace.
+fn read(text: &[u8], options: &Options) -> (Vec<Record>, Vec<String>, Option<TraceError>) {
+    let mut reader = match Reader::new(NAME, Box::new(Cursor::new(text.to_vec())), options) {
+        Ok(reader) => reader,
+        Err(error) => return (Vec::new(), Vec::new(), Some(error)),
+    };
+    let mut records = Vec::new();
+    let error = loop {
+        match reader.next() {
+            Ok(Some(record)) => records.push(record),
+            Ok(None) => break None,
+            Err(error) => break Some(error),
+        }
+    };
+    if error.is_some() {
+        assert!(matches!(reader.next(), Ok(None)), "an error is said once");
+    }
+    (records, reader.disks().to_vec(), error)
+}
+
+/// What has to hold of records.
+fn check(records: &[Record], disks: usize) {
+    assert!(records.first().is_none_or(|first| first.time_ns == 0));
+    assert!(records.is_sorted_by_key(|record| record.time_ns));
+    for record in records {
+        assert!(record.disk.index() < disks && record.line > 0);
+        assert!((record.length == 0) == (record.op == Op::Flush));
+        assert!(record.offset.checked_add(record.length).is_some());
+    }
+}
+
+/// What was read, written in weir's CSV, is read as the same.
+fn again(records: &[Record], disks: &[String]) {
+    let mut writer = Writer::new(Vec::new());
+    for record in records {
+        let disk = &disks[record.disk.index()];
+        writer.write(record.time_ns, disk, record.op, record.offset, record.length).expect("to memory");
+    }
+    let text = writer.finish().expect("to memory");
+    let (read, names, error) = read(&text, &Options::default());
+    assert!(error.is_none(), "{error:?}");
+    assert_eq!(read.len(), records.len());
+    for (read, record) in read.iter().zip(records) {
+        let of = |record: &Record| (record.time_ns, record.op, record.offset, record.length);
+        assert_eq!(of(read), of(record));
+        assert_eq!(names[read.disk.index()], disks[record.disk.index()]);
+    }
+}

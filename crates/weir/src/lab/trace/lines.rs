@@ -1,0 +1,141 @@
+//! A stream cut into lines, in blocks of a mebibyte.
+//!
+//! Never holds more than a block and a line, however long a line of the input is.
+
+use std::io::{self, Read as _};
+
+use super::{
+    error::TraceError,
+    input::{self, Input},
+};
+
+/// Bytes read at once.
+const BLOCK_BYTES: usize = 1 << 20;
+/// The longest line there may be. Lines of traces have some dozens of bytes; a file that is not a trace may have no line end at all.
+const MAX_LINE_BYTES: usize = 64 << 10;
+
+/// The lines of a trace.
+pub(super) struct Lines {
+    input: Input,
+    buffer: Box<[u8]>,
+    /// What is in the buffer and not handed out is `start..end`.
+    start: usize,
+    end: usize,
+    /// The input has no more.
+    ended: bool,
+    /// Why it cannot be read on, to be said when what was read before has been handed out.
+    failed: Option<io::Error>,
+    /// Lines handed out: the number of the last one, from 1.
+    number: u64,
+}
+
+impl Lines {
+    pub(super) fn new(input: Input) -> Self {
+        let buffer = vec![0; BLOCK_BYTES].into_boxed_slice();
+        Self { input, buffer, start: 0, end: 0, ended: false, failed: None, number: 0 }
+    }
+
+    /// The trace's name.
+    pub(super) fn name(&self) -> &str {
+        &self.input.name
+    }
+
+    /// The number of the last line handed out, from 1.
+    pub(super) fn number(&self) -> u64 {
+        self.number
+    }
+
+    /// An error at the last line handed out.
+    pub(super) fn wrong(&self, why: String) -> TraceError {
+        TraceError::Line { file: self.input.name.clone(), line: self.number, why }
+    }
+
+    /// As much of the text as fits into the buffer, from what has not been handed out. A whole mebibyte unless there is less.
+    ///
+    /// # Errors
+    /// If nothing can be read. An error behind the first bytes comes when those have been handed out.
+    pub(super) fn ahead(&mut self) -> Result<&[u8], TraceError> {
+        while !self.ended && self.failed.is_none() && self.end - self.start < self.buffer.len() {
+            self.failed = self.read().err();
+        }
+        if self.start == self.end {
+            self.refill()?;
+        }
+        Ok(&self.buffer[self.start..self.end])
+    }
+
+    /// The next line, without its end; `None` after the last.
+    ///
+    /// # Errors
+    /// If the input cannot be read or decompressed, or a line is too long.
+    #[inline(always)]
+    pub(super) fn next(&mut self) -> Result<Option<&[u8]>, TraceError> {
+        let rest = &self.buffer[self.start..self.end];
+        let found = match memchr::memchr(b'\n', rest) {
+            Some(length) if length <= MAX_LINE_BYTES => Some((length, 1)),
+            _ => self.search()?,
+        };
+        let Some((length, newline)) = found else { return Ok(None) };
+        self.number += 1;
+        let line = &self.buffer[self.start..self.start + length];
+        self.start += length + newline;
+        // Traces come from other systems as well.
+        Ok(Some(line.strip_suffix(b"\r").unwrap_or(line)))
+    }
+
+    /// The length of the next line and of its end, where the buffer does not hold it yet; `None` after the last.
+    #[cold]
+    fn search(&mut self) -> Result<Option<(usize, usize)>, TraceError> {
+        let mut searched = 0;
+        loop {
+            let rest = &self.buffer[self.start..self.end];
+            let found = memchr::memchr(b'\n', &rest[searched..]).map(|more| searched + more);
+            if found.unwrap_or(rest.len()) > MAX_LINE_BYTES {
+                self.number += 1;
+                return Err(self.wrong(format!("the line is longer than {MAX_LINE_BYTES} bytes")));
+            }
+            if let Some(length) = found {
+                return Ok(Some((length, 1)));
+            }
+            searched = rest.len();
+            if self.ended {
+                // The last line may lack its end.
+                return Ok((searched > 0).then_some((searched, 0)));
+            }
+            self.refill()?;
+        }
+    }
+
+    /// Reads once, unless that failed before.
+    fn refill(&mut self) -> Result<(), TraceError> {
+        let read = self.failed.take().map_or_else(|| self.read(), Err);
+        read.map_err(|error| self.unreadable(error))
+    }
+
+    /// Reads once, behind what is there.
+    fn read(&mut self) -> io::Result<()> {
+        if self.end == self.buffer.len() {
+            self.buffer.copy_within(self.start..self.end, 0);
+            self.end -= self.start;
+            self.start = 0;
+        }
+        let bytes = loop {
+            match self.input.text.read(&mut self.buffer[self.end..]) {
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                read => break read?,
+            }
+        };
+        self.ended = bytes == 0;
+        self.end += bytes;
+        Ok(())
+    }
+
+    fn unreadable(&self, why: io::Error) -> TraceError {
+        let file = self.input.name.clone();
+        match self.input.compression {
+            Some(_) if input::is_window(&why) => TraceError::Window { file },
+            Some(compression) => TraceError::Compressed { file, compression, lines: self.number, why },
+            None => TraceError::File { file, why },
+        }
+    }
+}

@@ -1,0 +1,160 @@
+//! Several traces as one: their records by time, disks of the same name as the same disk.
+//!
+//! Each begins at time 0, as if all had been recorded together; or, where all have times of a clock that they share, they keep the distance
+//! that they have in it.
+
+use std::{
+    cmp::Reverse,
+    collections::BinaryHeap,
+    path::{Path, PathBuf},
+};
+
+use super::{
+    disks::Disks,
+    error::TraceError,
+    reader::{Options, Reader},
+    record::{DiskId, Record},
+};
+
+/// One or more traces.
+pub(crate) struct Merged {
+    /// Not empty, and at most 65,536.
+    sources: Vec<Source>,
+    /// The disks of all; not used where there is one trace.
+    disks: Disks,
+    /// The time of each source's next record, and which source that is: of two at the same time the first named comes first.
+    upcoming: BinaryHeap<Reverse<(u64, u16)>>,
+    /// Why there are no more, to be said after the record that was read before it.
+    failed: Option<TraceError>,
+    begun: bool,
+}
+
+/// One of the traces.
+struct Source {
+    reader: Reader,
+    /// The merged number of each of its disks.
+    ids: Vec<DiskId>,
+    /// Its next record, which `upcoming` knows of.
+    head: Option<Record>,
+}
+
+impl Merged {
+    /// Opens traces; `-` is standard input.
+    ///
+    /// # Errors
+    /// As [`Reader::open`]; and if there are none or too many, standard input is named twice, or their times are to be those of a common
+    /// clock and one of them has none.
+    pub(crate) fn open(paths: &[PathBuf], options: &Options) -> Result<Self, TraceError> {
+        let together =
+            |file: &str, why: &str| TraceError::Together { file: file.to_owned(), why: why.to_owned() };
+        if paths.iter().filter(|path| path.as_path() == Path::new("-")).count() > 1 {
+            return Err(together("-", "standard input can be read once only"));
+        }
+        let readers = paths.iter().map(|path| Reader::open(path, options)).collect::<Result<Vec<_>, _>>()?;
+        Self::new(readers, options.absolute_time)
+    }
+
+    /// Merges readers that nothing has been read from.
+    ///
+    /// # Errors
+    /// As [`open`](Self::open).
+    pub(crate) fn new(mut readers: Vec<Reader>, absolute_time: bool) -> Result<Self, TraceError> {
+        if readers.is_empty() || readers.len() > usize::from(u16::MAX) {
+            let why = format!("between 1 and {} traces can be read as one", u16::MAX);
+            return Err(TraceError::Together { file: format!("{} traces", readers.len()), why });
+        }
+        if absolute_time {
+            share_clock(&mut readers)?;
+        }
+        let sources =
+            readers.into_iter().map(|reader| Source { reader, ids: Vec::new(), head: None }).collect();
+        Ok(Self { sources, disks: Disks::new(), upcoming: BinaryHeap::new(), failed: None, begun: false })
+    }
+
+    /// The names of the disks so far, by [`DiskId`]. Those of all records that have been handed out are among them.
+    pub(crate) fn disks(&self) -> &[String] {
+        match &self.sources[..] {
+            [only] => only.reader.disks(),
+            _ => self.disks.names(),
+        }
+    }
+
+    /// Where a record is from: `<file>:<line>`.
+    pub(crate) fn place(&self, record: &Record) -> String {
+        let name = self.sources.get(usize::from(record.file)).map_or("", |source| source.reader.name());
+        format!("{name}:{}", record.line)
+    }
+
+    /// The next record; `None` after the last.
+    ///
+    /// # Errors
+    /// As [`Reader::next`]: one trace that cannot be read on ends all.
+    #[inline]
+    pub(crate) fn next(&mut self) -> Result<Option<Record>, TraceError> {
+        match &mut self.sources[..] {
+            [only] => only.reader.next(),
+            _ => self.next_of_several(),
+        }
+    }
+
+    /// Appends up to `count` records; fewer only if there are no more.
+    ///
+    /// # Errors
+    /// As [`next`](Self::next); what was read before has been appended.
+    pub(crate) fn fill(&mut self, records: &mut Vec<Record>, count: usize) -> Result<(), TraceError> {
+        for _ in 0..count {
+            let Some(record) = self.next()? else { break };
+            records.push(record);
+        }
+        Ok(())
+    }
+
+    fn next_of_several(&mut self) -> Result<Option<Record>, TraceError> {
+        if !self.begun {
+            self.begun = true;
+            for which in 0..self.sources.len() {
+                self.advance(which)?;
+            }
+        }
+        if let Some(error) = self.failed.take() {
+            self.upcoming.clear();
+            return Err(error);
+        }
+        let Some(Reverse((_, which))) = self.upcoming.pop() else { return Ok(None) };
+        let which = usize::from(which);
+        let record = self.sources[which].head.take();
+        self.failed = self.advance(which).err();
+        Ok(record)
+    }
+
+    /// Reads the next record of a source.
+    fn advance(&mut self, which: usize) -> Result<(), TraceError> {
+        let Source { reader, ids, head } = &mut self.sources[which];
+        let Some(mut record) = reader.next()? else { return Ok(()) };
+        for name in &reader.disks()[ids.len()..] {
+            let why = |why| TraceError::Together { file: reader.name().to_owned(), why };
+            ids.push(self.disks.id(name.as_bytes()).map_err(why)?);
+        }
+        record.disk = ids[record.disk.index()];
+        record.file = u16::try_from(which).expect("bounded when they were opened");
+        self.upcoming.push(Reverse((record.time_ns, record.file)));
+        *head = Some(record);
+        Ok(())
+    }
+}
+
+/// Makes the times of all count from the earliest record of any.
+fn share_clock(readers: &mut [Reader]) -> Result<(), TraceError> {
+    if let Some(other) = readers.iter().find(|reader| !reader.format().is_absolute()) {
+        let why = format!(
+            "times of the format {} count from the trace's own beginning, so that its distance to others is not known \
+             (leave out --absolute-time)",
+            other.format().name()
+        );
+        return Err(TraceError::Together { file: other.name().to_owned(), why });
+    }
+    if let Some(origin_ns) = readers.iter_mut().filter_map(Reader::first_ns).min() {
+        readers.iter_mut().for_each(|reader| reader.count_from(origin_ns));
+    }
+    Ok(())
+}

@@ -1,0 +1,217 @@
+//! One trace, from bytes to records in order.
+
+use std::{io::Read, path::Path};
+
+use super::{
+    disks::Disks,
+    error::TraceError,
+    format::{Alibaba, Blkparse, CloudPhysics, Fio, Format, Found, Msr, Parse, Weir, detect},
+    input::Input,
+    lines::Lines,
+    record::Record,
+    window::Window,
+};
+
+/// How many records are held back to put them in order, unless something else is asked for: 2.5 MiB.
+pub(crate) const DEFAULT_WINDOW: usize = 65_536;
+/// How many may be held back at the most: 640 MiB.
+pub(crate) const MAX_WINDOW: usize = 1 << 24;
+/// Records read at once beyond the window, so that reading them is a tight loop.
+const BATCH: usize = 1024;
+
+/// How to read traces.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Options {
+    /// Their format; seen from how each begins if `None`.
+    pub(crate) format: Option<Format>,
+    /// How many records are held back to put them in order: at least so far from its place may a record be. At most [`MAX_WINDOW`].
+    pub(crate) window: usize,
+    /// Several traces keep the distance that they have in the clock of their times, instead of each beginning at 0.
+    pub(crate) absolute_time: bool,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Self { format: None, window: DEFAULT_WINDOW, absolute_time: false }
+    }
+}
+
+/// Reads one trace. Its records come in the order of their times, which count from the first.
+pub(crate) struct Reader {
+    lines: Lines,
+    format: Format,
+    parser: Parser,
+    disks: Disks,
+    window: Window,
+    /// [`Options::window`].
+    held: usize,
+    /// What time 0 is, in the trace's clock; `None` until there is a record.
+    origin_ns: Option<u64>,
+    /// There are no more lines, or none that can be read.
+    ended: bool,
+    /// Why there are no more, to be said when what was held back has been handed out.
+    failed: Option<TraceError>,
+}
+
+/// The parser of each format; one loop for each reads lines, without a call through a pointer.
+enum Parser {
+    Weir(Weir),
+    Fio(Fio),
+    Blkparse(Blkparse),
+    Msr(Msr),
+    Alibaba(Alibaba),
+    CloudPhysics(CloudPhysics),
+}
+
+impl Reader {
+    /// Opens a trace; standard input if the path is `-`.
+    ///
+    /// # Errors
+    /// If it cannot be read, is empty or of no known format, or the window is above [`MAX_WINDOW`].
+    pub(crate) fn open(path: &Path, options: &Options) -> Result<Self, TraceError> {
+        let input = Input::open(path).map_err(|(file, why)| TraceError::File { file, why })?;
+        Self::over(input, options)
+    }
+
+    /// Reads a trace from anything that has bytes, which may be compressed as a file may. `name` is what errors call it.
+    ///
+    /// # Errors
+    /// As [`open`](Self::open).
+    pub(crate) fn new(
+        name: &str,
+        bytes: Box<dyn Read + Send>,
+        options: &Options,
+    ) -> Result<Self, TraceError> {
+        let failed = |why| TraceError::File { file: name.to_owned(), why };
+        Self::over(Input::new(name.to_owned(), bytes).map_err(failed)?, options)
+    }
+
+    fn over(input: Input, options: &Options) -> Result<Self, TraceError> {
+        let file = input.name.clone();
+        if options.window > MAX_WINDOW {
+            let why = format!("the window of {} records is above the largest, {MAX_WINDOW}", options.window);
+            return Err(TraceError::Together { file, why });
+        }
+        let mut lines = Lines::new(input);
+        let ahead = lines.ahead()?;
+        if ahead.trim_ascii().is_empty() {
+            return Err(TraceError::Empty { file });
+        }
+        let format = match options.format {
+            Some(format) => format,
+            None => detect(ahead).map_err(|hint| TraceError::Unknown { file: file.clone(), hint })?,
+        };
+        let parser = match format {
+            Format::Weir => Parser::Weir(Weir::default()),
+            Format::FioV2 => Parser::Fio(Fio::new(2)),
+            Format::FioV3 => Parser::Fio(Fio::new(3)),
+            Format::Blkparse => Parser::Blkparse(Blkparse::new(ahead)),
+            Format::Msr => Parser::Msr(Msr::default()),
+            Format::Alibaba => Parser::Alibaba(Alibaba::default()),
+            Format::CloudPhysics => Parser::CloudPhysics(CloudPhysics::new(&file)),
+        };
+        Ok(Self {
+            lines,
+            format,
+            parser,
+            disks: Disks::new(),
+            window: Window::new(options.window),
+            held: options.window,
+            origin_ns: None,
+            ended: false,
+            failed: None,
+        })
+    }
+
+    /// The trace's name, as errors say it.
+    pub(crate) fn name(&self) -> &str {
+        self.lines.name()
+    }
+
+    /// The trace's format.
+    pub(crate) fn format(&self) -> Format {
+        self.format
+    }
+
+    /// The names of the disks so far, by [`DiskId`](super::DiskId). Disks of records that have been handed out are among them; so may be
+    /// some whose records are held back.
+    pub(crate) fn disks(&self) -> &[String] {
+        self.disks.names()
+    }
+
+    /// The next record; `None` after the last.
+    ///
+    /// # Errors
+    /// Once, when everything that could be read has been handed out and something could not: a line that does not parse or is too far out of
+    /// order, compressed data that ends too early. After that there are no more records.
+    #[inline]
+    pub(crate) fn next(&mut self) -> Result<Option<Record>, TraceError> {
+        if self.window.len() <= self.held && !self.ended {
+            self.refill();
+        }
+        match self.window.pop() {
+            Some(mut record) => {
+                record.time_ns -= *self.origin_ns.get_or_insert(record.time_ns);
+                Ok(Some(record))
+            }
+            None => self.failed.take().map_or(Ok(None), Err),
+        }
+    }
+
+    /// The time of the first record in the trace's own clock; `None` if there is none. To be asked before [`next`](Self::next).
+    pub(super) fn first_ns(&mut self) -> Option<u64> {
+        if self.window.len() <= self.held && !self.ended {
+            self.refill();
+        }
+        self.window.first_ns()
+    }
+
+    /// Makes times count from this instant of the trace's own clock, which must not be later than the first record.
+    pub(super) fn count_from(&mut self, origin_ns: u64) {
+        self.origin_ns = Some(origin_ns);
+    }
+
+    /// Reads until the window holds more than it has to, or there is no more.
+    #[cold]
+    fn refill(&mut self) {
+        let Self { lines, disks, window, held, .. } = self;
+        let enough = *held + BATCH;
+        let more = match &mut self.parser {
+            Parser::Weir(parser) => read(parser, lines, disks, window, enough),
+            Parser::Fio(parser) => read(parser, lines, disks, window, enough),
+            Parser::Blkparse(parser) => read(parser, lines, disks, window, enough),
+            Parser::Msr(parser) => read(parser, lines, disks, window, enough),
+            Parser::Alibaba(parser) => read(parser, lines, disks, window, enough),
+            Parser::CloudPhysics(parser) => read(parser, lines, disks, window, enough),
+        };
+        match more {
+            Ok(more) => self.ended = !more,
+            Err(error) => {
+                self.ended = true;
+                self.failed = Some(error);
+            }
+        }
+    }
+}
+
+/// Reads lines until the window has `enough` records; false if there are no more lines.
+fn read(
+    parser: &mut impl Parse,
+    lines: &mut Lines,
+    disks: &mut Disks,
+    window: &mut Window,
+    enough: usize,
+) -> Result<bool, TraceError> {
+    while window.len() < enough {
+        let number = lines.number() + 1;
+        let Some(line) = lines.next()? else { return Ok(false) };
+        if line.is_empty() {
+            continue;
+        }
+        let mut found = Found { disks, window, line: number };
+        if let Err(why) = parser.line(line, &mut found) {
+            return Err(lines.wrong(why));
+        }
+    }
+    Ok(true)
+}

@@ -1,0 +1,116 @@
+//! Puts records in order that are nearly so.
+//!
+//! ```text
+//!             a record that is not before the last one ─► run ──┐
+//!   push ─────┤                                                 ├─► the earlier of the two ─► pop
+//!             one that is ─────────────────────────────► late ──┘
+//! ```
+//!
+//! Tracers on several processors, and servers that log when a request completes, write records a little out of order. So as many are held
+//! back as the window has, and what comes out is in order as long as no record is further from its place than that. A trace that is in
+//! order pays a comparison and a copy for it: it never touches the heap.
+//!
+//! Never reorders records of the same time.
+
+use std::{
+    cmp::{Ordering, Reverse},
+    collections::{BinaryHeap, VecDeque},
+};
+
+use super::record::Record;
+
+/// Records on their way into order.
+pub(super) struct Window {
+    /// In order.
+    run: VecDeque<Record>,
+    /// Each came after one that it belongs before.
+    late: BinaryHeap<Reverse<Late>>,
+    /// The time of the last record that has left, in the trace's clock.
+    left_ns: u64,
+    /// How many are held back; for the message alone.
+    window: usize,
+}
+
+/// A record as the heap sorts it.
+struct Late(Record);
+
+impl Window {
+    pub(super) fn new(window: usize) -> Self {
+        Self { run: VecDeque::new(), late: BinaryHeap::new(), left_ns: 0, window }
+    }
+
+    /// How many are in it.
+    #[inline]
+    pub(super) fn len(&self) -> usize {
+        self.run.len() + self.late.len()
+    }
+
+    /// The time of the earliest.
+    pub(super) fn first_ns(&self) -> Option<u64> {
+        let late = self.late.peek().map(|late| late.0.0.time_ns);
+        self.run.front().map(|first| first.time_ns).into_iter().chain(late).min()
+    }
+
+    /// Takes a record, whose time is still in the trace's clock.
+    ///
+    /// # Errors
+    /// If one that belongs behind it has left.
+    #[inline(always)]
+    pub(super) fn push(&mut self, record: Record) -> Result<(), String> {
+        if self.run.back().is_none_or(|last| last.time_ns <= record.time_ns) && record.time_ns >= self.left_ns
+        {
+            self.run.push_back(record);
+            return Ok(());
+        }
+        self.push_late(record)
+    }
+
+    #[cold]
+    fn push_late(&mut self, record: Record) -> Result<(), String> {
+        if record.time_ns < self.left_ns {
+            return Err(format!(
+                "the time {} ns is before {} ns, and more than {} records too late to be put in order (--window N \
+                 holds back more, or sort the trace by time)",
+                record.time_ns, self.left_ns, self.window
+            ));
+        }
+        self.late.push(Reverse(Late(record)));
+        Ok(())
+    }
+
+    /// The earliest record.
+    #[inline]
+    pub(super) fn pop(&mut self) -> Option<Record> {
+        let record = if self.late.is_empty() { self.run.pop_front() } else { self.pop_earlier() }?;
+        self.left_ns = record.time_ns;
+        Some(record)
+    }
+
+    fn pop_earlier(&mut self) -> Option<Record> {
+        let late = self.late.peek()?;
+        if self.run.front().is_some_and(|first| first.order() < late.0.0.order()) {
+            return self.run.pop_front();
+        }
+        self.late.pop().map(|Reverse(Late(record))| record)
+    }
+}
+
+impl Ord for Late {
+    fn cmp(&self, other: &Self) -> Ordering {
+        self.0.order().cmp(&other.0.order())
+    }
+}
+
+impl PartialOrd for Late {
+    fn partial_cmp(&self, other: &Self) -> Option<Ordering> {
+        Some(self.cmp(other))
+    }
+}
+
+impl PartialEq for Late {
+    fn eq(&self, other: &Self) -> bool {
+        self.cmp(other) == Ordering::Equal
+    }
+}
+
+impl Eq for Late {}

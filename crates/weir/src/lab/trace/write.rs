@@ -1,0 +1,95 @@
+//! Writes weir's CSV: what `weir simulate --events` leaves, and what tests make traces with.
+//!
+//! One way to write a request, whoever writes it: what is written here is read by `format/weir.rs`. Never writes a name that a reader refuses.
+
+use std::{
+    borrow::Cow,
+    io::{self, Write},
+};
+
+use super::{fields::push_decimal, format::HEADER, record::Op};
+
+/// Bytes gathered before they are written.
+const BUFFER_BYTES: usize = 256 << 10;
+
+/// Appends the columns of a request, without the line's end: a writer may have more columns. The disk's name is as it stands in the file
+/// ([`quoted`]).
+#[inline]
+pub(crate) fn push_request(
+    text: &mut Vec<u8>,
+    time_ns: u64,
+    quoted_disk: &str,
+    op: Op,
+    offset: u64,
+    length: u64,
+) {
+    push_decimal(text, time_ns);
+    text.push(b',');
+    text.extend_from_slice(quoted_disk.as_bytes());
+    text.push(b',');
+    text.extend_from_slice(op.name().as_bytes());
+    text.push(b',');
+    push_decimal(text, offset);
+    text.push(b',');
+    push_decimal(text, length);
+}
+
+/// A field as it stands in the file: in quotes where it needs them (RFC 4180, section 2).
+pub(crate) fn quoted(text: &str) -> Cow<'_, str> {
+    if text.contains(['"', ',', '\n', '\r']) {
+        format!("\"{}\"", text.replace('"', "\"\"")).into()
+    } else {
+        text.into()
+    }
+}
+
+/// A trace being written. What is not [`finished`](Self::finish) lacks its end.
+pub(crate) struct Writer<W> {
+    out: W,
+    text: Vec<u8>,
+}
+
+impl<W: Write> Writer<W> {
+    /// Begins a trace.
+    pub(crate) fn new(out: W) -> Self {
+        let mut text = Vec::with_capacity(BUFFER_BYTES + 1024);
+        text.extend_from_slice(HEADER.as_bytes());
+        text.push(b'\n');
+        Self { out, text }
+    }
+
+    /// Writes one request of a disk that has this name.
+    ///
+    /// # Errors
+    /// If the name is none that can be read again, or it cannot be written.
+    pub(crate) fn write(
+        &mut self,
+        time_ns: u64,
+        disk: &str,
+        op: Op,
+        offset: u64,
+        length: u64,
+    ) -> io::Result<()> {
+        if disk.is_empty() || disk.contains(char::is_control) {
+            let why = format!("the disk's name '{}' is empty or has control characters", disk.escape_debug());
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, why));
+        }
+        push_request(&mut self.text, time_ns, &quoted(disk), op, offset, length);
+        self.text.push(b'\n');
+        if self.text.len() >= BUFFER_BYTES {
+            self.out.write_all(&self.text)?;
+            self.text.clear();
+        }
+        Ok(())
+    }
+
+    /// Writes what is left, and gives back what it was written to.
+    ///
+    /// # Errors
+    /// If it cannot be written.
+    pub(crate) fn finish(mut self) -> io::Result<W> {
+        self.out.write_all(&self.text)?;
+        self.out.flush()?;
+        Ok(self.out)
+    }
+}

@@ -1,0 +1,215 @@
+//! `weir simulate` against `weir serve`: the same requests, the same limits, the same instants; and what the command prints and refuses.
+
+use std::{
+    fmt::Write as _,
+    fs,
+    io::{Read as _, Write as _},
+    os::unix::net::UnixStream,
+    path::Path,
+    thread,
+    time::{Duration, Instant},
+};
+
+use crate::harness::{
+    DEADLINE, Scratch, Serve, assert_says, text, weir,
+    wire::{CMD_FLUSH, CMD_READ, CMD_WRITE, OPT_GO, REP_ACK, Request, go_data, option_header},
+};
+
+/// A request of a trace.
+#[derive(Clone, Copy)]
+struct Asked {
+    at: Duration,
+    write: bool,
+    offset: u64,
+    length: u32,
+}
+
+/// 300 requests in two seconds, in bursts, of different sizes, each away from all others so that none are merged.
+fn requests() -> Vec<Asked> {
+    let mut random = fastrand::Rng::with_seed(42);
+    let mut at = Duration::ZERO;
+    let request = |number: u64| {
+        at += Duration::from_micros(random.u64(0..13_000));
+        let length = [4096, 8192, 16_384, 32_768][random.usize(..4)];
+        Asked { at, write: random.bool(), offset: number * (3 << 20), length }
+    };
+    let mut requests: Vec<Asked> = (0..300).map(request).collect();
+    // The clocks begin with the first.
+    let first = requests[0].at;
+    requests.iter_mut().for_each(|request| request.at -= first);
+    requests
+}
+
+fn csv(requests: &[Asked]) -> String {
+    let mut csv = "time_ns,disk,op,offset,length\n".to_owned();
+    for Asked { at, write, offset, length } in requests {
+        let op = if *write { "write" } else { "read" };
+        writeln!(csv, "{},null,{op},{offset},{length}", at.as_nanos()).unwrap();
+    }
+    csv
+}
+
+/// When each request is done by the simulation, in the order of the trace.
+fn simulated(scratch: &Scratch, requests: &[Asked], limits: &[&str]) -> Vec<Duration> {
+    let trace = scratch.file("trace.csv", csv(requests));
+    let events = scratch.path("events.csv");
+    let arguments = ["simulate", text(&trace), "--size", "1G", "--events", text(&events)];
+    weir(&[&arguments[..], limits].concat()).succeeds();
+    let events = fs::read_to_string(&events).unwrap();
+    let mut done = vec![Duration::ZERO; requests.len()];
+    for line in events.lines().skip(1) {
+        let fields: Vec<&str> = line.split(',').collect();
+        let number = fields[3].parse::<u64>().unwrap() / (3 << 20);
+        done[number as usize] = Duration::from_nanos(fields[6].parse().unwrap());
+    }
+    done
+}
+
+/// What became of a replay: by request, how late it was sent, and when it was done.
+struct Replayed {
+    late: Vec<Duration>,
+    done: Vec<Duration>,
+}
+
+/// Sends every request at its time, whatever has become of the others.
+fn replayed(socket: &Path, requests: &[Asked]) -> Replayed {
+    let mut stream = connected(socket);
+    let mut answers = stream.try_clone().unwrap();
+    thread::scope(|scope| {
+        let clock = Instant::now();
+        let reader = scope.spawn(move || {
+            let mut done = vec![Duration::ZERO; requests.len()];
+            for _ in requests {
+                let mut reply = [0; 16];
+                answers.read_exact(&mut reply).unwrap();
+                let at = clock.elapsed();
+                assert_eq!(reply[4..8], [0; 4], "no error");
+                let number = u64::from_be_bytes(reply[8..].try_into().unwrap()) as usize;
+                done[number] = at;
+                if !requests[number].write {
+                    answers.read_exact(&mut vec![0; requests[number].length as usize]).unwrap();
+                }
+            }
+            done
+        });
+        let mut late = Vec::new();
+        // The first is on time, however long it takes to get here: a bucket's clock begins with it.
+        let began = Instant::now();
+        for (number, request) in (0..).zip(requests) {
+            let Asked { at, write, offset, length } = *request;
+            let header = Request {
+                flags: 0,
+                kind: if write { CMD_WRITE } else { CMD_READ },
+                cookie: number,
+                offset,
+                length: length.into(),
+            };
+            let mut bytes = header.compact();
+            bytes.resize(bytes.len() + if write { length as usize } else { 0 }, 0);
+            // Asleep for most of it: what is awaited is the clock.
+            while let Some(rest) = at.checked_sub(began.elapsed()).filter(|rest| !rest.is_zero()) {
+                if rest > Duration::from_millis(1) {
+                    thread::sleep(rest - Duration::from_millis(1));
+                }
+            }
+            stream.write_all(&bytes).unwrap();
+            late.push(began.elapsed() - at);
+        }
+        let before = began - clock;
+        let done = reader.join().unwrap().into_iter().map(|done| done.saturating_sub(before)).collect();
+        Replayed { late, done }
+    })
+}
+
+/// A connection in transmission with simple replies, on which a flush has been answered: the daemon has all that it needs for it, and no limit has
+/// noticed.
+fn connected(socket: &Path) -> UnixStream {
+    let mut stream = UnixStream::connect(socket).unwrap();
+    stream.set_read_timeout(Some(DEADLINE)).unwrap();
+    stream.read_exact(&mut [0; 18]).unwrap();
+    let go = go_data("null");
+    stream.write_all(&3_u32.to_be_bytes()).unwrap();
+    stream.write_all(&option_header(OPT_GO, go.len() as u32)).unwrap();
+    stream.write_all(&go).unwrap();
+    loop {
+        let mut reply = [0; 20];
+        stream.read_exact(&mut reply).unwrap();
+        let number = |at: usize| u32::from_be_bytes(reply[at..at + 4].try_into().unwrap());
+        stream.read_exact(&mut vec![0; number(16) as usize]).unwrap();
+        if number(12) == REP_ACK {
+            break;
+        }
+    }
+    let flush = Request { flags: 0, kind: CMD_FLUSH, cookie: 0, offset: 0, length: 0 };
+    stream.write_all(&flush.compact()).unwrap();
+    stream.read_exact(&mut [0; 16]).unwrap();
+    stream
+}
+
+/// The requests that were not done when the simulation says: each with its simulated and its real instant, and how late it was sent.
+fn apart(simulated: &[Duration], replayed: &Replayed) -> Vec<String> {
+    let mut apart = Vec::new();
+    for (number, expected) in simulated.iter().enumerate() {
+        let (done, late) = (replayed.done[number], replayed.late[number]);
+        let tolerance = Duration::from_millis(1).max(*expected / 100);
+        // What was sent late may be done as much later, and need not be: it may have had to wait in any case.
+        let off = expected.saturating_sub(done).max(done.saturating_sub(*expected + late));
+        if off > tolerance {
+            apart.push(format!("{number}: {expected:?}, done {done:?}, sent {late:?} late"));
+        }
+    }
+    apart
+}
+
+#[test]
+fn a_daemon_does_what_was_simulated_when_it_was_simulated() {
+    let scratch = Scratch::new();
+    let requests = requests();
+    // Reads and writes apart: where they share a limit, whose turn it is depends on which came first by a microsecond.
+    let limits = [
+        ["--iops-read", "60"],
+        ["--iops-read-max", "80"],
+        ["--iops-size", "8K"],
+        ["--bps-write", "500K"],
+        ["--bps-write-max", "600K"],
+    ]
+    .concat();
+    let expected = simulated(&scratch, &requests, &limits);
+    let waited = requests.iter().zip(&expected).filter(|(request, done)| **done > request.at).count();
+    assert!(waited > 100 && waited < 250, "{waited} of 300 wait, or this shows nothing");
+    let mut all = Vec::new();
+    // Other work of the machine delays a daemon, and the simulation knows of none.
+    for _ in 0..3 {
+        let weir = Serve::new(&scratch).arg("null:1G").args(&limits).start();
+        let replayed = replayed(weir.socket(), &requests);
+        weir.stop();
+        let apart = apart(&expected, &replayed);
+        if apart.is_empty() {
+            return;
+        }
+        all.push(apart);
+    }
+    panic!("more than 1 ms and 1 % apart: {all:#?}");
+}
+
+#[test]
+fn what_the_limits_do_is_printed_before_and_after() {
+    let scratch = Scratch::new();
+    let trace = scratch.file("trace.csv", csv(&requests()));
+    let printed =
+        weir(&["simulate", text(&trace), "--iops-total", "100", "--delay", "read=1ms,parallel=4"]).succeeds();
+    assert_says(&printed, &["LIMITS", "without", "with", "waited", "served", "THROTTLED", "iops-total "]);
+    let printed =
+        weir(&["simulate", text(&trace), "--sweep", "iops-total=50..400:50", "--p99", "50ms"]).succeeds();
+    assert_says(
+        &printed,
+        &["iops-total", "P99.9", "The smallest that keeps 99 of 100 requests below 50ms: iops-total="],
+    );
+}
+
+#[test]
+fn the_two_streams_of_2009_are_simulated_in_all_eight_cases() {
+    let printed = weir(&["simulate", "--workload", "two-streams"]).succeeds();
+    assert_says(&printed, &["STREAM 1", "2009", "4 and 2 MB/s from 90 % on", "writeback"]);
+    assert_eq!(printed.lines().filter(|line| line.contains("direct")).count(), 4, "{printed}");
+}
