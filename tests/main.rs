@@ -43,4 +43,5 @@ mod simulate;
 mod startup;
 mod stopping;
 mod tls;
+mod tune;
 mod wire;

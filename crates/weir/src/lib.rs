@@ -76,6 +76,7 @@ pub fn main() -> ExitCode {
         Ok(Cli { command: Command::Bench(arguments) }) => lab::bench(*arguments),
         Ok(Cli { command: Command::Simulate(arguments) }) => lab::simulate(*arguments),
         Ok(Cli { command: Command::Report(arguments) }) => lab::report(arguments),
+        Ok(Cli { command: Command::Tune(arguments) }) => lab::tune(*arguments),
         Err(mut error) => {
             let words: Vec<_> = std::env::args_os().skip(1).take(2).collect();
             let words: Vec<_> = words.iter().map(|word| word.to_string_lossy().into_owned()).collect();

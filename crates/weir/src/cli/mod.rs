@@ -16,6 +16,7 @@ mod simulate;
 mod status;
 mod throttle;
 mod top;
+mod tune;
 
 use std::path::PathBuf;
 
@@ -43,6 +44,7 @@ pub(crate) use simulate::{SimulateArgs, Terms};
 pub(crate) use status::StatusArgs;
 pub(crate) use throttle::ThrottleArgs;
 pub(crate) use top::TopArgs;
+pub(crate) use tune::TuneArgs;
 
 const ABOUT: &str = "Throttle, prefetch, cache and tune the disks of virtual machines and containers";
 
@@ -107,6 +109,9 @@ pub(crate) enum Command {
     /// Show what a measurement found, or compare two
     #[command(after_help = report::EXAMPLES)]
     Report(ReportArgs),
+    /// Measure cache modes, cluster sizes, caches and prefetch, and tell what to choose
+    #[command(after_help = tune::EXAMPLES)]
+    Tune(Box<TuneArgs>),
 }
 
 /// What `weir serve` is told.

@@ -18,9 +18,11 @@ mod result;
 mod simulate;
 mod statistics;
 pub(crate) mod trace;
+mod tune;
 
 pub(crate) use bench::{BenchTarget, run as bench};
 pub(crate) use load::Spacing;
 pub(crate) use report::run as report;
 pub(crate) use simulate::{DeviceSpec, Sweep, Workload, generators, run as simulate};
 pub(crate) use trace::Format as TraceFormat;
+pub(crate) use tune::{Goal, Preset, run as tune};

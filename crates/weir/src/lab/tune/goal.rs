@@ -1,0 +1,137 @@
+//! What a disk can be tuned for: which patterns count, and which cache modes may be recommended.
+//!
+//! Which modes are safe for whom is QEMU's documentation of `cache` (qemu-system-x86_64(1)) and what both measurements say that this command
+//! grew from: with flushes, all modes but `unsafe` survive a power failure; without, only those that make every write durable.
+//!
+//! Never counts what a goal is not about: a gain there would hide a loss.
+
+use block::storage::CacheMode;
+use clap::ValueEnum;
+
+use super::matrix::{Configuration, Operation, Pattern, Space};
+
+/// What to tune for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, ValueEnum)]
+pub(crate) enum Goal {
+    /// Much at a time: large requests, and many in flight
+    Throughput,
+    /// One after the other: how soon a small request is answered
+    Latency,
+    /// Safe even for a guest that sends no flushes
+    Integrity,
+    /// Everything counts the same
+    Balanced,
+}
+
+impl Goal {
+    /// Every goal, in the order in which they are shown.
+    pub(super) const ALL: [Self; 4] = [Self::Throughput, Self::Latency, Self::Integrity, Self::Balanced];
+
+    /// As on the command line.
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            Self::Throughput => "throughput",
+            Self::Latency => "latency",
+            Self::Integrity => "integrity",
+            Self::Balanced => "balanced",
+        }
+    }
+
+    /// Whether the pattern counts. What is in the host's memory counts for none: a guest has read it into its own.
+    pub(super) fn counts(self, pattern: &Pattern) -> bool {
+        let Pattern { operation, block_bytes, depth, .. } = *pattern;
+        if operation == Operation::Reread {
+            return false;
+        }
+        let is_large = block_bytes >= 1 << 20;
+        match self {
+            // Once a cluster is allocated it stays so: what that cost is told as a cost.
+            Self::Throughput => (is_large || depth > 1) && operation != Operation::FirstWrite,
+            Self::Latency => !is_large && depth == 1 && operation != Operation::FirstWrite,
+            Self::Integrity | Self::Balanced => true,
+        }
+    }
+
+    /// Whether this mode may be recommended for it.
+    pub(super) fn allows(self, cache: CacheMode) -> bool {
+        match self {
+            Self::Integrity => Safety::of(cache) == Safety::Always,
+            _ => Safety::of(cache) != Safety::Never,
+        }
+    }
+
+    /// What is preferred unless something else is better: of what is allowed, what differs least from the default.
+    pub(super) fn base(self, space: &Space) -> Option<Configuration> {
+        let cache = space.caches.iter().copied().find(|&cache| self.allows(cache))?;
+        Some(Configuration { cache, ..space.default_configuration() })
+    }
+}
+
+/// What a cache mode does to data when the host loses power.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Safety {
+    /// Every write that was answered is there.
+    Always,
+    /// Every write that the guest flushed is there.
+    WithFlushes,
+    /// Nothing is promised.
+    Never,
+}
+
+impl Safety {
+    /// That of a mode.
+    pub(super) fn of(cache: CacheMode) -> Self {
+        match cache {
+            CacheMode::Writethrough | CacheMode::Directsync => Self::Always,
+            CacheMode::Writeback | CacheMode::None => Self::WithFlushes,
+            CacheMode::Unsafe => Self::Never,
+        }
+    }
+
+    /// For people.
+    pub(super) fn words(self) -> &'static str {
+        match self {
+            Self::Always => {
+                "survives a power failure of the host also with guests that send no flushes: a write is durable when it is answered"
+            }
+            Self::WithFlushes => {
+                "survives a power failure of the host with guests that flush, as every current system does; one that sends no flushes may lose what it wrote last"
+            }
+            Self::Never => {
+                "flushes are ignored: a power failure or a crash of the host may lose the whole disk"
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn unsafe_is_recommended_for_nothing_and_integrity_needs_no_flushes() {
+        for goal in Goal::ALL {
+            assert!(!goal.allows(CacheMode::Unsafe), "{goal:?}");
+        }
+        let allowed: Vec<_> =
+            CacheMode::ALL.into_iter().filter(|&cache| Goal::Integrity.allows(cache)).collect();
+        assert_eq!(allowed, [CacheMode::Writethrough, CacheMode::Directsync]);
+        let base = Goal::Integrity.base(&Space::of_made_images(1 << 30)).unwrap();
+        assert_eq!(base.to_string(), "writethrough, 64K");
+        assert_eq!(
+            Goal::Latency.base(&Space::of_made_images(1 << 30)).unwrap().to_string(),
+            "writeback, 64K"
+        );
+    }
+
+    #[test]
+    fn each_goal_has_reads_and_writes_and_none_has_reads_from_memory() {
+        for goal in Goal::ALL {
+            let patterns: Vec<_> =
+                Pattern::all().into_iter().filter(|pattern| goal.counts(pattern)).collect();
+            assert!(patterns.iter().any(Pattern::writes), "{goal:?}");
+            assert!(patterns.iter().any(|pattern| pattern.operation == Operation::Read), "{goal:?}");
+            assert!(!patterns.iter().any(|pattern| pattern.operation == Operation::Reread), "{goal:?}");
+        }
+    }
+}

@@ -1,0 +1,242 @@
+//! `weir tune`: measures a directory, a device and an image, recommends what other programs take, and leaves nothing behind, however it ends.
+//! Some tests need root.
+
+use std::{
+    fs,
+    io::{BufRead as _, BufReader, Read as _},
+    os::unix::fs::OpenOptionsExt as _,
+    path::{Path, PathBuf},
+    process::{Command, Stdio},
+};
+
+use nix::{
+    sys::signal::{Signal, kill},
+    unistd::Pid,
+};
+use serde_json::Value;
+
+use crate::harness::{
+    Client, LoopDevice, MIB, Scratch, Serve, WEIR, assert_says, nbdsh, qemu_img, qemu_io, text, weir,
+};
+
+/// Long enough for every image to be written and something to be measured; nothing is settled by then.
+const BRIEFLY: [&str; 4] = ["--budget", "8s", "--size", "16M"];
+
+fn directory(scratch: &Scratch) -> PathBuf {
+    let path = scratch.path("images");
+    fs::create_dir(&path).unwrap();
+    path
+}
+
+#[track_caller]
+fn is_empty(directory: &Path) {
+    let left: Vec<_> = fs::read_dir(directory).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+    assert!(left.is_empty(), "left behind: {left:?}");
+}
+
+fn json(path: &Path) -> Value {
+    serde_json::from_str(&fs::read_to_string(path).unwrap()).unwrap()
+}
+
+/// How often each cell was sampled, of the one that was most often.
+fn most_samples(result: &Value) -> usize {
+    let measures = result["findings"]["measures"].as_array().unwrap();
+    measures.iter().map(|measure| measure["samples"].as_array().unwrap().len()).max().unwrap_or(0)
+}
+
+#[test]
+fn a_directory_is_measured_and_what_is_recommended_is_what_others_take() {
+    let scratch = Scratch::new();
+    let directory = directory(&scratch);
+    let kept = scratch.path("tune.json");
+    let printed =
+        weir(&["tune", text(&directory), "--result", text(&kept), "--disk", "1G"]).args(BRIEFLY).succeeds();
+    for goal in ["throughput", "latency", "integrity", "balanced"] {
+        assert_says(&printed, &[&format!("\nFor {goal}: ")]);
+    }
+    assert_says(
+        &printed,
+        &["CONFIGURATION", "Safety: survives a power failure", "fewest changes to it, least memory"],
+    );
+    is_empty(&directory);
+    let result = json(&kept);
+    assert_eq!(result["partial"], Value::Null);
+    assert!(most_samples(&result) >= 1);
+
+    let tables = result["findings"]["tables"].as_array().unwrap();
+    let integrity = tables.iter().find(|table| table["title"].as_str().unwrap().starts_with("For integrity"));
+    let rows = integrity.unwrap()["rows"].as_array().unwrap();
+    let image = scratch.path("made.qcow2");
+    let line = |what: &str| {
+        let row = rows.iter().find(|row| row[0] == what).unwrap();
+        row[1].as_str().unwrap().replace("DISK", text(&image))
+    };
+    let create = line("image");
+    let words: Vec<_> = create.split(' ').skip(1).collect();
+    qemu_img(["create", "-q"].into_iter().chain(words[1..].iter().copied())).succeeds();
+    let blockdev = line("or");
+    let options = blockdev.split(' ').nth(1).unwrap();
+    qemu_io(["--image-opts"], ["write 0 4k", "read 0 4k"], options);
+    let serve = line("weir");
+    let words: Vec<_> = serve.split(' ').skip(2).map(str::to_owned).collect();
+    Serve::new(&scratch).args(words).start().stop();
+    let driver = line("libvirt");
+    nbdsh(
+        "
+import xml.etree.ElementTree as tree
+driver = tree.fromstring(arguments[0])
+assert driver.tag == 'driver' and driver.get('cache') in ('writethrough', 'directsync'), driver.attrib
+assert int(driver.find('metadata_cache/max_size').text) > 0
+",
+        [driver],
+    );
+}
+
+/// Starts it, sends SIGINT once a line of its progress contains `mark`, and returns the exit status and what it printed.
+fn interrupted_at(mark: &str, arguments: &[&str]) -> (i32, String) {
+    let mut child = Command::new(WEIR)
+        .arg("tune")
+        .args(arguments)
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("it was built");
+    let mut said = BufReader::new(child.stderr.take().expect("it is a pipe")).lines().map(Result::unwrap);
+    assert!(said.any(|line| line.contains(mark)), "{mark:?} never came");
+    kill(Pid::from_raw(child.id().cast_signed()), Signal::SIGINT).unwrap();
+    let rest: Vec<_> = said.collect();
+    let mut printed = String::new();
+    child.stdout.take().expect("it is a pipe").read_to_string(&mut printed).unwrap();
+    let status = child.wait().unwrap();
+    (status.code().unwrap_or_else(|| panic!("{status}: {rest:?}")), printed)
+}
+
+#[test]
+fn an_interrupted_run_leaves_no_image_and_is_taken_up_again() {
+    let scratch = Scratch::new();
+    let directory = directory(&scratch);
+    let kept = scratch.path("tune.json");
+    let arguments = [text(&directory), "--size", "32M", "--budget", "60s", "--result", text(&kept)];
+    let (status, printed) = interrupted_at("round 2 ", &arguments);
+    assert_eq!(status, 1, "{printed}");
+    assert_says(&printed, &["Partial: it was interrupted", "\nFor balanced: "]);
+    is_empty(&directory);
+    let first = json(&kept);
+    assert_eq!(first["partial"], "it was interrupted");
+    assert!(most_samples(&first) >= 1);
+
+    let again =
+        ["tune", text(&directory), "--budget", "30s", "--result", text(&kept), "--resume", text(&kept)];
+    weir(&again).succeeds();
+    assert!(most_samples(&json(&kept)) > most_samples(&first), "it went on with the samples of the first");
+    is_empty(&directory);
+    let elsewhere = weir(&["tune", text(kept.parent().unwrap()), "--resume", text(&kept)]).fails();
+    assert_says(&elsewhere, &["the samples to go on with are of", text(&directory)]);
+}
+
+#[test]
+fn an_interruption_while_images_are_written_leaves_none() {
+    let scratch = Scratch::new();
+    let directory = directory(&scratch);
+    let (status, _) = interrupted_at("writing base.raw", &[text(&directory), "--size", "64M"]);
+    assert_eq!(status, 1);
+    is_empty(&directory);
+}
+
+/// Mounts a tmpfs of 200 MiB at `$0` and tunes it; everything else there is taken by somebody else as soon as the first image is written to.
+const ON_A_DISK_THAT_FILLS_UP: &str = r#"
+mount -t tmpfs -o size=200M tmpfs "$0" || exit 9
+"$1" tune "$0" --size 16M --budget 60s --result "$2" 2>&1 >/dev/null | { read line; head -c 1G /dev/zero >"$0/others"; cat; }
+ls -A "$0"
+"#;
+
+#[test]
+fn a_disk_that_becomes_full_is_told_and_what_was_made_is_removed() {
+    assert!(
+        nix::unistd::geteuid().is_root(),
+        "mounts need root (run the tests as root, as `make test` in CI does)"
+    );
+    let scratch = Scratch::new();
+    let mount = directory(&scratch);
+    let kept = scratch.path("tune.json");
+    let printed = Client::new("unshare")
+        .args(["--mount", "sh", "-c", ON_A_DISK_THAT_FILLS_UP, text(&mount), WEIR, text(&kept)])
+        .run()
+        .printed();
+    assert_says(&printed, &["cannot be measured to the end", "No space left on device"]);
+    assert_eq!(printed.lines().last(), Some("others"), "{printed}");
+    assert_says(json(&kept)["partial"].as_str().unwrap(), &["it failed: ", "No space left on device"]);
+}
+
+#[test]
+fn a_place_without_room_is_refused_before_anything_is_made() {
+    let scratch = Scratch::new();
+    let directory = directory(&scratch);
+    let said = weir(&["tune", text(&directory), "--size", "100T"]).fails();
+    assert_says(
+        &said,
+        &["needs ", " bytes for images of 100T, and ", "(make room, or give a smaller --size)"],
+    );
+    is_empty(&directory);
+}
+
+#[test]
+fn a_device_is_read_and_refused_where_somebody_has_it() {
+    let scratch = Scratch::new();
+    let file = scratch.filled("device", 16 * MIB);
+    let before = fs::read(&file).unwrap();
+    let device = LoopDevice::attach(&file, 512);
+    let printed = weir(&["tune", text(device.path()), "--budget", "3s"]).succeeds();
+    assert_says(&printed, &["Not measured: writes: they would destroy", "--format raw --cache "]);
+    assert!(fs::read(&file).unwrap() == before, "reading changes nothing");
+
+    let user = fs::OpenOptions::new()
+        .read(true)
+        .write(true)
+        .custom_flags(nix::fcntl::OFlag::O_EXCL.bits())
+        .open(device.path())
+        .unwrap();
+    let refused = weir(&["tune", text(device.path()), "--budget", "3s"]).fails();
+    assert_says(&refused, &["the system holds it"]);
+    drop(user);
+    weir(&["tune", text(device.path()), "--budget", "3s", "--write", "--force"]).succeeds();
+    assert!(fs::read(&file).unwrap() != before, "it was written to");
+}
+
+#[test]
+fn an_image_is_read_and_stays_as_it_is() {
+    let scratch = Scratch::new();
+    let image = scratch.path("vm.qcow2");
+    qemu_img(["create", "-q", "-f", "qcow2", "-o", "cluster_size=128K", text(&image), "32M"]).succeeds();
+    let refused = weir(&["tune", text(&image), "--format", "qcow2", "--budget", "3s"]).fails();
+    assert_says(&refused, &["0 % of it hold data, and the rest are holes"]);
+    let full = scratch.filled("full", 32 * MIB);
+    let convert =
+        ["convert", "-f", "raw", "-O", "qcow2", "-o", "cluster_size=128K", text(&full), text(&image)];
+    qemu_img(convert).succeeds();
+    let before = fs::read(&image).unwrap();
+    let printed = weir(&["tune", text(&image), "--format", "qcow2", "--budget", "3s"]).succeeds();
+    assert_says(&printed, &["writeback, 128K", "Not measured: writes and cluster sizes"]);
+    assert!(!printed.contains("qemu-img create"), "it would empty the image: {printed}");
+    assert!(fs::read(&image).unwrap() == before);
+}
+
+#[test]
+fn a_published_table_is_measured_and_each_conclusion_is_judged() {
+    let scratch = Scratch::new();
+    let directory = directory(&scratch);
+    let printed = weir(&["tune", text(&directory), "--preset", "cache-modes"]).args(BRIEFLY).succeeds();
+    assert_says(
+        &printed,
+        &[
+            "Cache modes: sequential requests beside the raw disk",
+            "read performance is better with the page cache",
+            "none has much better writes",
+            "agree",
+        ],
+    );
+    is_empty(&directory);
+    let image = scratch.filled("a.raw", 16 * MIB);
+    let refused = weir(&["tune", text(&image), "--format", "raw", "--preset", "pcache"]).run();
+    assert_eq!(refused.code(), 2, "{}", refused.said());
+}
