@@ -24,6 +24,10 @@
 //!
 //! Pure as everything here: samples come in, an [`Enforcement`] comes out. Never looks at a device itself.
 
+mod consumption;
+
+pub use consumption::{Consumed, Taken};
+
 use crate::throttle::{Enforcement, Scale};
 use crate::time::Instant;
 

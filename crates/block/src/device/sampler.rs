@@ -22,9 +22,9 @@ use std::{
 };
 
 use policy::{
-    throttle::{Counters, Enforcement, LimitKind, Limits},
-    time::{Duration, Instant, NANOS_PER_SECOND},
-    watermark::{Controller, Sample, Watermark},
+    throttle::{Counters, Enforcement, Limits},
+    time::{Duration, Instant},
+    watermark::{Consumed, Controller, Sample, Taken, Watermark},
 };
 
 use super::{Device, DeviceId, Meter};
@@ -170,23 +170,13 @@ impl State {
             let of_device = |device: &Arc<Device>| devices.get_mut(&device.id())?.enforcement(watermark);
             let says: Vec<_> = watched.subject.devices.iter().map(of_device).collect();
             watched.apply(
-                says.into_iter().map(Option::unwrap_or_default).fold(None, strictest).unwrap_or_default(),
+                says.into_iter()
+                    .map(Option::unwrap_or_default)
+                    .reduce(Enforcement::stricter)
+                    .unwrap_or_default(),
             );
         }
     }
-}
-
-/// The stricter of two enforcements: the smaller factor.
-fn strictest(one: Option<Enforcement>, other: Enforcement) -> Option<Enforcement> {
-    let factor = |enforcement: Enforcement| match enforcement {
-        Enforcement::Enforced => 0,
-        Enforcement::Scaled(scale) => scale.thousandths(),
-        Enforcement::Lifted => u64::MAX,
-    };
-    Some(match one {
-        Some(one) if factor(one) <= factor(other) => one,
-        _ => other,
-    })
 }
 
 impl Observed {
@@ -244,62 +234,7 @@ impl Watched {
         let target = self.subject.target.upgrade()?;
         let passed = target.passed();
         let (at, before) = self.last.replace((now, passed))?;
-        let since = |part: fn(&Counters) -> u64| {
-            let one = |direction: usize| part(&passed[direction]).saturating_sub(part(&before[direction]));
-            [one(0), one(1)]
-        };
-        let (requests, bytes) = (since(|counters| counters.requests), since(|counters| counters.bytes));
-        let limits = target.limits();
-        let operations = [0, 1].map(|direction: usize| match limits.iops_size {
-            0 => requests[direction],
-            size => requests[direction].max(bytes[direction] / size),
-        });
-        Some(Taken { limits, elapsed: now - at, bytes, operations })
-    }
-}
-
-/// What one target took in a time.
-#[derive(Debug)]
-struct Taken {
-    limits: Limits,
-    elapsed: Duration,
-    /// Read, written.
-    bytes: [u64; 2],
-    /// Read, written.
-    operations: [u64; 2],
-}
-
-/// What the targets on one device took together, in units, and what their limits would have let pass, in billionths of them: by
-/// [`LimitKind::index`].
-#[derive(Debug, Default)]
-struct Consumed([(u128, u128); 6]);
-
-impl Consumed {
-    fn add(&mut self, taken: &Taken) {
-        for kind in LimitKind::ALL {
-            let rate = taken.limits.limit(kind).rate;
-            if rate == 0 {
-                continue;
-            }
-            let [read, written] = if kind.counts_bytes() { taken.bytes } else { taken.operations };
-            let units = match kind {
-                LimitKind::BpsTotal | LimitKind::IopsTotal => read.saturating_add(written),
-                LimitKind::BpsRead | LimitKind::IopsRead => read,
-                LimitKind::BpsWrite | LimitKind::IopsWrite => written,
-            };
-            let (passed, allowed) = &mut self.0[kind.index()];
-            *passed += u128::from(units);
-            *allowed += u128::from(rate).saturating_mul(taken.elapsed.as_nanos());
-        }
-    }
-
-    /// How many times their limits, by the limit they exceed most.
-    fn thousandths(&self) -> u64 {
-        let times = |&(passed, allowed): &(u128, u128)| {
-            let scaled = passed.saturating_mul(1000 * u128::from(NANOS_PER_SECOND));
-            u64::try_from(scaled / allowed.max(1)).unwrap_or(u64::MAX)
-        };
-        self.0.iter().filter(|(_, allowed)| *allowed > 0).map(times).max().unwrap_or(0)
+        Some(Taken::since(&before, &passed, now - at, target.limits()))
     }
 }
 

@@ -43,6 +43,17 @@ pub enum Enforcement {
 }
 
 impl Enforcement {
+    /// The stricter of two: the one with the smaller factor. What lies on several devices goes by the one that is shortest.
+    #[must_use]
+    pub fn stricter(self, other: Self) -> Self {
+        let factor = |enforcement: Self| match enforcement {
+            Self::Enforced => 0,
+            Self::Scaled(scale) => scale.thousandths(),
+            Self::Lifted => u64::MAX,
+        };
+        if factor(self) <= factor(other) { self } else { other }
+    }
+
     pub(super) const fn scale(self) -> Scale {
         match self {
             Self::Scaled(scale) => scale,

@@ -2,6 +2,8 @@
 
 use std::sync::Mutex;
 
+use policy::throttle::LimitKind;
+
 use super::*;
 use crate::{
     buffer::Buffer,
@@ -179,12 +181,8 @@ fn what_is_consumed_is_told_in_multiples_of_the_limits() {
         pause(2000).await;
         consumed.add(&watched.taken(now()).expect("a second look"));
         assert_eq!(consumed.thousandths(), 2000, "four seconds' worth in two");
-        let idle = Taken {
-            limits: target.limits(),
-            elapsed: Duration::from_secs(2),
-            bytes: [0; 2],
-            operations: [0; 2],
-        };
+        let nothing = [counters(0, 0), counters(0, 0)];
+        let idle = Taken::since(&nothing, &nothing, Duration::from_secs(2), target.limits());
         consumed.add(&idle);
         assert_eq!(consumed.thousandths(), 1000, "and another that took nothing");
     });

@@ -10,9 +10,9 @@
 //! Nothing is looked at where nothing has a watermark. Where a daemon would find no device, limits are always enforced.
 
 use policy::{
-    throttle::{Counters, Enforcement, LimitKind, Limits, NodeId},
-    time::{Instant, NANOS_PER_SECOND},
-    watermark::{Controller, Sample, Watermark},
+    throttle::{Counters, Enforcement, Limits, NodeId},
+    time::{Duration, Instant},
+    watermark::{Consumed, Controller, Sample, Taken, Watermark},
 };
 
 use super::{
@@ -156,16 +156,6 @@ const fn last_look(now: u64) -> u64 {
     now - now % INTERVAL_NS
 }
 
-/// The stricter of two enforcements: the smaller factor.
-fn stricter(one: Enforcement, other: Enforcement) -> Enforcement {
-    let factor = |enforcement: Enforcement| match enforcement {
-        Enforcement::Enforced => 0,
-        Enforcement::Scaled(scale) => scale.thousandths(),
-        Enforcement::Lifted => u64::MAX,
-    };
-    if factor(one) <= factor(other) { one } else { other }
-}
-
 impl Who {
     fn place(self, engine: &Engine) -> (usize, NodeId) {
         match self {
@@ -204,7 +194,7 @@ impl Target {
     fn decide(&mut self, devices: &mut [Observed], engine: &mut Engine) -> Option<usize> {
         let says = self.devices.iter();
         let says = says.map(|&device| devices[device].controller.enforcement(self.watermark));
-        let enforcement = says.reduce(stricter).unwrap_or_default();
+        let enforcement = says.reduce(Enforcement::stricter).unwrap_or_default();
         if enforcement == self.enforcement {
             return None;
         }
@@ -222,57 +212,6 @@ impl Target {
         let passed = [stats.reads, stats.writes];
         let (earlier, before) = std::mem::replace(&mut self.last, (at, passed));
         let elapsed_ns = at.checked_sub(earlier).filter(|&elapsed| elapsed > 0)?;
-        let since = |part: fn(&Counters) -> u64| {
-            [0, 1].map(|index: usize| part(&passed[index]) - part(&before[index]))
-        };
-        let (requests, bytes) = (since(|counters| counters.requests), since(|counters| counters.bytes));
-        let operations = [0, 1].map(|index: usize| match self.limits.iops_size {
-            0 => requests[index],
-            size => requests[index].max(bytes[index] / size),
-        });
-        Some(Taken { limits: self.limits, elapsed_ns, bytes, operations })
-    }
-}
-
-/// What one target took in a time: read, written.
-#[derive(Debug)]
-struct Taken {
-    limits: Limits,
-    elapsed_ns: u64,
-    bytes: [u64; 2],
-    operations: [u64; 2],
-}
-
-/// What the targets on one device took together, in units, and what their limits would have let pass, in billionths of them: by
-/// [`LimitKind::index`].
-#[derive(Debug, Default)]
-struct Consumed([(u128, u128); LimitKind::ALL.len()]);
-
-impl Consumed {
-    fn add(&mut self, taken: &Taken) {
-        for kind in LimitKind::ALL {
-            let rate = taken.limits.limit(kind).rate;
-            if rate == 0 {
-                continue;
-            }
-            let [read, written] = if kind.counts_bytes() { taken.bytes } else { taken.operations };
-            let units = match kind {
-                LimitKind::BpsTotal | LimitKind::IopsTotal => read.saturating_add(written),
-                LimitKind::BpsRead | LimitKind::IopsRead => read,
-                LimitKind::BpsWrite | LimitKind::IopsWrite => written,
-            };
-            let (passed, allowed) = &mut self.0[kind.index()];
-            *passed += u128::from(units);
-            *allowed += u128::from(rate) * u128::from(taken.elapsed_ns);
-        }
-    }
-
-    /// How many times their limits, by the limit they exceed most.
-    fn thousandths(&self) -> u64 {
-        let times = |&(passed, allowed): &(u128, u128)| {
-            let scaled = passed.saturating_mul(1000 * u128::from(NANOS_PER_SECOND));
-            u64::try_from(scaled / allowed.max(1)).unwrap_or(u64::MAX)
-        };
-        self.0.iter().filter(|(_, allowed)| *allowed > 0).map(times).max().unwrap_or(0)
+        Some(Taken::since(&before, &passed, Duration::from_nanos(elapsed_ns), self.limits))
     }
 }
