@@ -1,6 +1,6 @@
 //! Limits hold under a real client: coarse checks with fio, since exact ones are made in virtual time beside the code.
 
-use crate::harness::{Client, MIB, Scratch, Serve, Weir};
+use crate::harness::{ATTEMPTS, Client, MIB, Scratch, Serve, Weir, one_at_a_time};
 
 /// How long each load lasts, in seconds.
 const SECONDS: f64 = 3.0;
@@ -66,12 +66,13 @@ fn expected(rate: f64) -> f64 {
     rate + rate / 10.0 / SECONDS
 }
 
-/// Measures up to three times: a limit is never exceeded, and reached at least once. A machine that stops the daemon or the client
-/// for longer than the tenth of a second that a bucket holds makes any one measurement miss.
+/// Measures up to [`ATTEMPTS`] times: a limit is never exceeded, and reached at least once. A machine that stops the daemon or the
+/// client for longer than the tenth of a second that a bucket holds makes any one measurement miss.
 #[track_caller]
 fn assert_limited(expected: f64, mut measure: impl FnMut() -> f64) {
+    let _alone = one_at_a_time();
     let mut all = Vec::new();
-    for _ in 0..3 {
+    for _ in 0..ATTEMPTS {
         let measured = measure();
         all.push(measured);
         assert!(measured <= expected * (1.0 + TOLERANCE), "{measured:.0} instead of {expected:.0}");
@@ -157,11 +158,12 @@ fn tenant(scratch: &Scratch, limit: &str, disks: [(&str, &str); 2]) -> Weir {
     configured(scratch, &format!("[group.tenant]\n{limit}\n{}", disks.concat()))
 }
 
-/// Measures up to three times until every rate is within [`TOLERANCE`] of what is expected: see [`assert_limited`].
+/// Measures up to [`ATTEMPTS`] times until every rate is within [`TOLERANCE`] of what is expected: see [`assert_limited`].
 #[track_caller]
 fn assert_shared<const N: usize>(expected: [f64; N], mut measure: impl FnMut() -> [f64; N]) {
+    let _alone = one_at_a_time();
     let mut all = Vec::new();
-    for _ in 0..3 {
+    for _ in 0..ATTEMPTS {
         let measured = measure();
         all.push(measured);
         if measured

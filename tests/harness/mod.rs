@@ -22,7 +22,10 @@ mod scratch;
 mod terminal;
 pub(crate) mod wire;
 
-use std::time::Duration;
+use std::{
+    sync::{Mutex, MutexGuard, PoisonError},
+    time::Duration,
+};
 
 pub(crate) use client::{
     Client, WEIR, nbdsh, nbdsh_command, need, qemu_img, qemu_io, search_path, weir, weir_image,
@@ -40,6 +43,16 @@ pub(crate) const MIB: u64 = 1 << 20;
 /// How long anything may take that should happen at once. Two busy cores in debug mode are slow; a test that waits
 /// this long has failed.
 pub(crate) const DEADLINE: Duration = Duration::from_secs(30);
+
+/// How often a test that measures tries: other work of the machine may spoil any one measurement, and a fault of weir spoils all.
+pub(crate) const ATTEMPTS: usize = 10;
+
+/// Keeps tests that measure from disturbing each other: each holds this while it does.
+pub(crate) fn one_at_a_time() -> MutexGuard<'static, ()> {
+    static MEASURING: Mutex<()> = Mutex::new(());
+    // One that failed has nothing to leave half done.
+    MEASURING.lock().unwrap_or_else(PoisonError::into_inner)
+}
 
 /// Fails unless `text` contains each of `parts`: messages are part of the contract, and a failure shows all of it.
 #[track_caller]
