@@ -39,7 +39,7 @@ test-e2e: ## tests with real clients: the program's own, a browser, a guest's ke
 	@scripts/python-clients
 	$(CARGO) test --locked -p weir
 	$(CARGO) build --locked -p weir
-	tests/guest/against-weir "$(TARGET)/debug/weir"
+	tests/guest/nbd/against-weir "$(TARGET)/debug/weir"
 	bench/run.py --short --weir "$(TARGET)/debug/weir"
 
 bench: ## weir and its peers side by side, as ratios (about 50 minutes); BENCH="--rows 'file-*'" for a part
