@@ -7,36 +7,10 @@
 //!
 //! So the interval and the verdict can never contradict each other.
 
-use super::estimate::{Estimate, median};
+use super::ranks::{Comparison, EXACT_UP_TO, comparison, exact_places, normal_places};
 
-/// How often chance may look like a difference: one in twenty times, half of it on each side.
-pub(super) const TAIL: f64 = 0.02;
-/// Beyond so many samples of either the normal approximation is good to the third digit.
-pub(super) const EXACT_UP_TO: usize = 25;
 /// More samples than that are represented by so many of them, evenly chosen in their order of size.
 const MOST_SAMPLES: usize = 400;
-
-/// How one thing compares with another.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) struct Comparison {
-    /// How many times as much the other is, and between what that lies in 95 of 100 cases.
-    ///
-    /// With fewer than four samples of each nothing can be told: then it is between the smallest quotient and the largest.
-    pub(crate) ratio: Estimate,
-    /// Whether that is a difference.
-    pub(crate) verdict: Verdict,
-}
-
-/// What a comparison comes to.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Verdict {
-    /// No difference that can be told from noise.
-    Same,
-    /// The other is higher.
-    Higher,
-    /// The other is lower.
-    Lower,
-}
 
 /// Compares two things by their samples, which are all above 0; if there are none, they are the same.
 pub(crate) fn compare(base: &[f64], other: &[f64]) -> Comparison {
@@ -45,18 +19,7 @@ pub(crate) fn compare(base: &[f64], other: &[f64]) -> Comparison {
         base.iter().flat_map(|base| other.iter().map(move |other| other / base)).collect();
     quotients.retain(|quotient| quotient.is_finite());
     quotients.sort_unstable_by(f64::total_cmp);
-    let Some(last) = quotients.len().checked_sub(1) else {
-        return Comparison { ratio: Estimate { median: 1.0, low: 1.0, high: 1.0 }, verdict: Verdict::Same };
-    };
-    let places = places(base.len(), other.len());
-    let cut = places.unwrap_or(0).min(last / 2);
-    let ratio = Estimate { median: median(&quotients), low: quotients[cut], high: quotients[last - cut] };
-    let verdict = match places {
-        Some(_) if ratio.low > 1.0 => Verdict::Higher,
-        Some(_) if ratio.high < 1.0 => Verdict::Lower,
-        _ => Verdict::Same,
-    };
-    Comparison { ratio, verdict }
+    comparison(&quotients, places(base.len(), other.len()), |quotient| quotient)
 }
 
 /// All samples, or evenly many of each size.
@@ -69,24 +32,15 @@ pub(super) fn representatives(samples: &[f64]) -> Vec<f64> {
     (0..MOST_SAMPLES).map(|part| sorted[(2 * part + 1) * sorted.len() / (2 * MOST_SAMPLES)]).collect()
 }
 
-/// How many quotients at each end do not count: as many as the rank sum is below with a chance of less than [`TAIL`]. `None` if even
+/// How many quotients at each end do not count: as many as the rank sum is below with a chance of less than [`TAIL`](super::ranks::TAIL). `None` if even
 /// the clearest outcome is more likely than that.
 fn places(base: usize, other: usize) -> Option<usize> {
     if base.max(other) > EXACT_UP_TO {
         let (base, other) = (base as f64, other as f64);
         let deviation = (base * other * (base + other + 1.0) / 12.0).sqrt();
-        // The quantile of the normal distribution at 98 %, and half a place because ranks are whole.
-        let places = base * other / 2.0 - 2.053_749 * deviation - 0.5;
-        return (places >= 0.0).then_some(places as usize);
+        return normal_places(base * other / 2.0, deviation);
     }
-    let ways = ways(base, other);
-    let all: f64 = ways.iter().sum();
-    let mut chance = 0.0;
-    let within = ways.iter().take_while(|&&count| {
-        chance += count / all;
-        chance <= TAIL
-    });
-    within.count().checked_sub(1)
+    exact_places(&ways(base, other))
 }
 
 /// In how many ways, of all orders of so many samples of both, a base sample comes behind one of the other's so many times: the
@@ -113,7 +67,7 @@ fn ways(base: usize, other: usize) -> Vec<f64> {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use super::{super::ranks::Verdict, *};
 
     /// Noise of a machine that others use too: a few percent, and now and then a run that was disturbed.
     fn runs(random: &mut fastrand::Rng, count: usize, value: f64, noise: f64) -> Vec<f64> {

@@ -15,9 +15,11 @@
 mod compare;
 mod estimate;
 mod paired;
+mod ranks;
 mod steady;
 
-pub(crate) use compare::{Comparison, Verdict, compare};
+pub(crate) use compare::compare;
 pub(crate) use estimate::{Estimate, estimate, median};
 pub(crate) use paired::compare_rounds;
+pub(crate) use ranks::{Comparison, Verdict};
 pub(crate) use steady::steady;

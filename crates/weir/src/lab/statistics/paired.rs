@@ -7,8 +7,8 @@
 //! Six rounds are the least with which anything can be called a difference.
 
 use super::{
-    compare::{Comparison, EXACT_UP_TO, TAIL, Verdict, representatives},
-    estimate::{Estimate, median},
+    compare::representatives,
+    ranks::{Comparison, EXACT_UP_TO, comparison, exact_places, normal_places},
 };
 
 /// Compares two things by their quotients, other to base, a quotient of each round; all above 0. If there are none, they are the same.
@@ -21,39 +21,18 @@ pub(crate) fn compare_rounds(quotients: &[f64]) -> Comparison {
         .filter(|mean| mean.is_finite())
         .collect();
     means.sort_unstable_by(f64::total_cmp);
-    let Some(last) = means.len().checked_sub(1) else {
-        return Comparison { ratio: Estimate { median: 1.0, low: 1.0, high: 1.0 }, verdict: Verdict::Same };
-    };
-    let places = places(logs.len());
-    let cut = places.unwrap_or(0).min(last / 2);
-    let ratio =
-        Estimate { median: median(&means).exp(), low: means[cut].exp(), high: means[last - cut].exp() };
-    let verdict = match places {
-        Some(_) if ratio.low > 1.0 => Verdict::Higher,
-        Some(_) if ratio.high < 1.0 => Verdict::Lower,
-        _ => Verdict::Same,
-    };
-    Comparison { ratio, verdict }
+    comparison(&means, places(logs.len()), f64::exp)
 }
 
-/// How many means at each end do not count: as many as the sum of ranks is below with a chance of less than [`TAIL`]. `None` if even
+/// How many means at each end do not count: as many as the sum of ranks is below with a chance of less than [`TAIL`](super::ranks::TAIL). `None` if even
 /// the clearest outcome is more likely than that.
 fn places(rounds: usize) -> Option<usize> {
     if rounds > EXACT_UP_TO {
         let rounds = rounds as f64;
         let deviation = (rounds * (rounds + 1.0) * (2.0 * rounds + 1.0) / 24.0).sqrt();
-        // The quantile of the normal distribution at 98 %, and half a place because ranks are whole.
-        let places = rounds * (rounds + 1.0) / 4.0 - 2.053_749 * deviation - 0.5;
-        return (places >= 0.0).then_some(places as usize);
+        return normal_places(rounds * (rounds + 1.0) / 4.0, deviation);
     }
-    let ways = ways(rounds);
-    let all: f64 = ways.iter().sum();
-    let mut chance = 0.0;
-    let within = ways.iter().take_while(|&&count| {
-        chance += count / all;
-        chance <= TAIL
-    });
-    within.count().checked_sub(1)
+    exact_places(&ways(rounds))
 }
 
 /// In how many ways the ranks of so many rounds can be given signs so that the positive ones have this sum.
@@ -70,7 +49,7 @@ fn ways(rounds: usize) -> Vec<f64> {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use super::{super::ranks::Verdict, *};
 
     /// A run of a machine that others use too: noise, one of twenty disturbed.
     fn run(random: &mut fastrand::Rng, value: f64, noise: f64) -> f64 {

@@ -7,7 +7,7 @@
 
 use super::{
     super::{error::shown, fields::Fields, record::Op},
-    Found, Parse, is_header, nanoseconds,
+    FirstLine, Found, Parse, is_header, nanoseconds,
 };
 
 /// A microsecond.
@@ -18,8 +18,7 @@ const HEADER: &str = "device_id,opcode,offset,length,timestamp";
 /// Reads lines.
 #[derive(Default)]
 pub(in super::super) struct Alibaba {
-    /// The first line has been read.
-    begun: bool,
+    first: FirstLine,
 }
 
 /// Whether a line is one of this format, or its header.
@@ -38,11 +37,8 @@ pub(super) fn is_line(line: &[u8]) -> bool {
 impl Parse for Alibaba {
     #[inline]
     fn line(&mut self, line: &[u8], found: &mut Found<'_>) -> Result<(), String> {
-        if !self.begun {
-            self.begun = true;
-            if is_header(line, HEADER) {
-                return Ok(());
-            }
+        if self.first.is_header(line, HEADER) {
+            return Ok(());
         }
         let mut fields = Fields::new(line);
         let disk = fields.text("device_id")?;

@@ -139,3 +139,18 @@ const SECTOR_BYTES: u64 = 512;
 fn is_header(line: &[u8], header: &str) -> bool {
     line.get(..header.len()).is_some_and(|start| start.eq_ignore_ascii_case(header.as_bytes()))
 }
+
+/// The first line of a file, which may be a header or not.
+#[derive(Default)]
+struct FirstLine {
+    /// It has been read.
+    is_past: bool,
+}
+
+impl FirstLine {
+    /// Whether a line is the first, and this header. To be asked of every line.
+    #[inline]
+    fn is_header(&mut self, line: &[u8], header: &str) -> bool {
+        !std::mem::replace(&mut self.is_past, true) && is_header(line, header)
+    }
+}

@@ -9,7 +9,7 @@
 
 use super::{
     super::{error::shown, fields::Fields, record::Op},
-    Found, Parse, is_header, nanoseconds,
+    FirstLine, Found, Parse, is_header, nanoseconds,
 };
 
 /// A step of Windows' clock.
@@ -20,8 +20,7 @@ const HEADER: &str = "Timestamp,Hostname,DiskNumber,Type,Offset,Size";
 /// Reads lines.
 #[derive(Default)]
 pub(in super::super) struct Msr {
-    /// The first line has been read.
-    begun: bool,
+    first: FirstLine,
     /// The last disk's name: kept, so that a name costs no allocation.
     disk: Vec<u8>,
 }
@@ -41,11 +40,8 @@ pub(super) fn is_line(line: &[u8]) -> bool {
 impl Parse for Msr {
     #[inline]
     fn line(&mut self, line: &[u8], found: &mut Found<'_>) -> Result<(), String> {
-        if !self.begun {
-            self.begun = true;
-            if is_header(line, HEADER) {
-                return Ok(());
-            }
+        if self.first.is_header(line, HEADER) {
+            return Ok(());
         }
         let mut fields = Fields::new(line);
         let time_ns = nanoseconds(fields.number("timestamp")?, TICK_NS)?;
