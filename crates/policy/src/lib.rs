@@ -12,6 +12,7 @@ extern crate alloc;
 pub mod merge;
 pub mod prefetch;
 pub mod request;
+pub mod steering;
 pub mod throttle;
 pub mod time;
 pub mod watermark;

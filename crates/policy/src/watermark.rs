@@ -243,7 +243,10 @@ impl Controller {
     fn steer(&mut self, elapsed_s: f64) {
         let change = if self.used >= SATURATED {
             self.saturated_s += elapsed_s;
-            -(FALL + FALL_FASTER * self.saturated_s).min(FALL_FASTEST)
+            let fall = (FALL + FALL_FASTER * self.saturated_s).min(FALL_FASTEST);
+            // Where requests come in lumps (writeback), use is far above what the device can do at times, and nothing in between. What it
+            // lacks then makes the factor rise; what it exceeds must make it fall by as much, or the factor would rise for ever.
+            -fall.max(GAIN * (self.used - TARGET) / TARGET)
         } else {
             self.saturated_s = 0.0;
             GAIN * (TARGET - self.used) / TARGET

@@ -321,3 +321,45 @@ fn use_is_the_larger_of_operations_and_bytes() {
     assert_eq!(capacity.reservable(), (500, 0));
     assert!(Watermark::new(100).is_some() && Watermark::new(101).is_none());
 }
+
+/// A device that takes what passes in pieces of 4 MiB, as writeback comes, so that most samples see nothing and some see four times what it
+/// can do; limits of 6 MB/s together, scaled, let pass what the device can take at the most. The factor after a minute, and the share of the device
+/// that was in use during its second half.
+fn in_lumps(watermark: u8) -> (f64, f64) {
+    const LIMITS: f64 = 6e6;
+    const DEVICE: f64 = 20e6;
+    const LUMP: f64 = 4_194_304.0;
+    let watermark = Watermark::new(watermark).unwrap();
+    let mut controller = Controller::new();
+    let (mut gathered, mut factor, mut done) = (0.0, f64::INFINITY, 0.0);
+    for sample in 1..=1200_u64 {
+        gathered += (LIMITS * factor).min(DEVICE) * 0.05;
+        let mut passed = 0.0;
+        while gathered >= LUMP {
+            gathered -= LUMP;
+            passed += LUMP;
+        }
+        if sample > 600 {
+            done += passed;
+        }
+        let thousandths = |of: f64| (passed / 0.05 / of * 1000.0) as u64;
+        let seen = Sample { used: thousandths(DEVICE), consumed: thousandths(LIMITS) };
+        controller.observe(Instant::from_nanos(sample * 50_000_000), seen);
+        factor = match controller.enforcement(watermark) {
+            Enforcement::Lifted => f64::INFINITY,
+            Enforcement::Enforced => 1.0,
+            Enforcement::Scaled(scale) => scale.thousandths() as f64 / 1000.0,
+        };
+    }
+    (factor, done / 30.0 / DEVICE)
+}
+
+#[test]
+fn lumps_do_not_wind_the_factor_up() {
+    for watermark in [90, 100] {
+        let (factor, used) = in_lumps(watermark);
+        // 20 of 6 are 3.33: much above that, nothing is held back and nobody's proportion is kept.
+        assert!((2.8..4.2).contains(&factor), "watermark {watermark}: {factor:.2} times, {used:.3} used");
+        assert!(used > 0.93, "watermark {watermark}: {used:.3} of the device used");
+    }
+}

@@ -104,6 +104,14 @@ impl Identity {
         &self.key
     }
 
+    /// Whether it can be the disk that had this [`key`](Identity::key). One that was made longer or shorter since still is, as is a loop device
+    /// with another file; and of one that says nothing of itself nothing else is known.
+    pub fn can_be(&self, key: &str) -> bool {
+        let who = |key: &str| key.rsplit_once(", ").map_or_else(|| key.to_owned(), |(who, _)| who.to_owned());
+        let now = who(&self.key);
+        now.starts_with("number ") || now.starts_with("file ") || now == who(key)
+    }
+
     /// Its directory in sysfs.
     pub fn directory(&self) -> &Path {
         &self.directory

@@ -17,10 +17,12 @@
 
 mod identity;
 mod limited;
+mod observed;
 mod sampler;
 mod statistics;
 
 pub use identity::{Identity, Number, Roots};
+pub use observed::Observed;
 pub use sampler::{Sampler, Subject, Target};
 pub use statistics::{Source, Statistics};
 
@@ -152,7 +154,11 @@ impl Device {
         }
     }
 
-    fn physical(identity: Identity, capacity: Option<Capacity>) -> io::Result<Self> {
+    /// A disk of the machine, with what was measured of it.
+    ///
+    /// # Errors
+    /// If it has no statistics.
+    pub fn physical(identity: Identity, capacity: Option<Capacity>) -> io::Result<Self> {
         let source = Source::open(identity.directory())?;
         let name = identity.node();
         Ok(Self::new(Kind::Physical { identity, source }, name, capacity))

@@ -24,10 +24,10 @@ use std::{
 use policy::{
     throttle::{Counters, Enforcement, Limits},
     time::{Duration, Instant},
-    watermark::{Consumed, Controller, Sample, Taken, Watermark},
+    watermark::{Consumed, Taken, Watermark},
 };
 
-use super::{Device, DeviceId, Meter};
+use super::{Device, DeviceId, Observed};
 use crate::reactor::{JoinHandle, now, sleep_until, spawn_joinable};
 
 /// Time between two samples. Within a second the controller is to have found its way, and a device does something in most of them.
@@ -75,14 +75,6 @@ struct Watched {
     /// When it was last looked at, and what had passed by then.
     last: Option<(Instant, [Counters; 2])>,
     enforcement: Enforcement,
-}
-
-#[derive(Debug)]
-struct Observed {
-    device: Arc<Device>,
-    meter: Meter,
-    controller: Controller,
-    failing: bool,
 }
 
 impl Sampler {
@@ -176,48 +168,6 @@ impl State {
                     .unwrap_or_default(),
             );
         }
-    }
-}
-
-impl Observed {
-    fn new(device: Arc<Device>) -> Self {
-        let source = device.capacity_source();
-        let capacity = device.capacity().unwrap_or_default();
-        tracing::info!(
-            device = device.name(),
-            %source,
-            read_iops = capacity.read_iops,
-            write_iops = capacity.write_iops,
-            read_bps = capacity.read_bps,
-            write_bps = capacity.write_bps,
-            "watermarks look at this device"
-        );
-        Self { device, meter: Meter::default(), controller: Controller::new(), failing: false }
-    }
-
-    fn observe(&mut self, now: Instant, consumed: u64) {
-        match self.meter.measure(&self.device, now) {
-            Ok(Some(used)) => {
-                self.failing = false;
-                self.controller.observe(now, Sample { used: used.into(), consumed });
-            }
-            Ok(None) => {}
-            Err(error) => {
-                if !self.failing {
-                    tracing::warn!(
-                        device = self.device.name(),
-                        %error,
-                        "the device's statistics cannot be read; limits with a watermark are enforced"
-                    );
-                }
-                self.failing = true;
-            }
-        }
-    }
-
-    /// `None` while nothing is known.
-    fn enforcement(&mut self, watermark: Watermark) -> Option<Enforcement> {
-        (!self.failing).then(|| self.controller.enforcement(watermark))
     }
 }
 

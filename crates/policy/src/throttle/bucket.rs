@@ -272,6 +272,26 @@ impl Buckets {
         (bucket.rate > 0).then(|| u64::try_from(bucket.room() / UNIT).unwrap_or(u64::MAX))
     }
 
+    /// Whole units until this limit's bucket is full, whatever the rate of a burst; `None` if it is not set.
+    pub(super) fn remaining(&self, kind: LimitKind) -> Option<u64> {
+        let bucket = &self.buckets[kind.index()];
+        let remaining = bucket.size.saturating_sub(bucket.level) / UNIT;
+        (bucket.rate > 0).then(|| u64::try_from(remaining).unwrap_or(u64::MAX))
+    }
+
+    /// How full this limit's bucket is, in whole units.
+    pub(super) fn level(&self, kind: LimitKind) -> u64 {
+        u64::try_from(self.buckets[kind.index()].level / UNIT).unwrap_or(u64::MAX)
+    }
+
+    /// Fills this limit's bucket up to so many units, if it is set; at most to the brim.
+    pub(super) fn fill(&mut self, kind: LimitKind, units: u64) {
+        let bucket = &mut self.buckets[kind.index()];
+        if bucket.rate > 0 {
+            bucket.level = (u128::from(units) * UNIT).min(bucket.size);
+        }
+    }
+
     /// What a request counts for this limit, in billionths of its unit.
     fn units(&self, kind: LimitKind, cost: &Cost) -> u128 {
         if kind.counts_bytes() { u128::from(cost.bytes()) * UNIT } else { cost.operations(self.iops_size) }

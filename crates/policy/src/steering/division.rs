@@ -1,0 +1,98 @@
+//! Divides a rate among those who ask for it: by what they ask, and by weight where that is more than there is.
+//!
+//! Never gives out more than there is, and always gives out all of it: what nobody asks for is there for who asks next, in parts by weight.
+
+use alloc::vec::Vec;
+
+/// Somebody's part in a division.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) struct Claim {
+    /// Its share of what is contended, beside the others'. More than 0.
+    pub(super) weight: f64,
+    /// Units per second that it can use; infinite if it takes whatever it gets.
+    pub(super) demand: f64,
+}
+
+/// The part of `rate` that each gets, in their order.
+///
+/// Who asks for less than its share by weight gets that, and the others share the rest, again by weight (max-min fairness). What is left
+/// when everybody has what he asks for is added to all by weight.
+pub(super) fn divide(rate: f64, claims: &[Claim]) -> Vec<f64> {
+    let mut parts: Vec<f64> = claims.iter().map(|_| 0.0).collect();
+    let mut open: Vec<usize> = (0..claims.len()).collect();
+    let mut left = rate;
+    // Those who ask for the least beside their weight are satisfied first: one pass over them in that order does.
+    open.sort_by(|&one, &other| {
+        let level = |index: usize| claims[index].demand / claims[index].weight;
+        level(one).total_cmp(&level(other))
+    });
+    let mut weights: f64 = claims.iter().map(|claim| claim.weight).sum();
+    for &index in &open {
+        let Claim { weight, demand } = claims[index];
+        let share = left * weight / weights;
+        parts[index] = demand.min(share);
+        left -= parts[index];
+        weights -= weight;
+    }
+    let weights: f64 = claims.iter().map(|claim| claim.weight).sum();
+    for (part, claim) in parts.iter_mut().zip(claims) {
+        *part += left.max(0.0) * claim.weight / weights;
+    }
+    parts
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const ALL: f64 = f64::INFINITY;
+
+    #[track_caller]
+    fn check(rate: f64, claims: &[(f64, f64)], expect: &[f64]) {
+        let claims: Vec<Claim> = claims.iter().map(|&(weight, demand)| Claim { weight, demand }).collect();
+        let parts = divide(rate, &claims);
+        assert!(
+            parts.iter().zip(expect).all(|(part, expect)| (part - expect).abs() < 1e-6),
+            "{parts:?} instead of {expect:?}"
+        );
+    }
+
+    #[test]
+    fn weights_decide_where_all_want_more() {
+        check(600.0, &[(100.0, ALL), (200.0, ALL)], &[200.0, 400.0]);
+        check(600.0, &[(100.0, ALL)], &[600.0]);
+        check(600.0, &[], &[]);
+    }
+
+    #[test]
+    fn who_wants_less_leaves_the_rest_to_the_others() {
+        check(600.0, &[(100.0, 50.0), (100.0, ALL), (100.0, ALL)], &[50.0, 275.0, 275.0]);
+        check(600.0, &[(300.0, 90.0), (100.0, 1000.0), (200.0, ALL)], &[90.0, 170.0, 340.0]);
+    }
+
+    #[test]
+    fn what_nobody_wants_is_there_for_who_asks_next() {
+        check(600.0, &[(100.0, 0.0), (200.0, 0.0)], &[200.0, 400.0]);
+        check(600.0, &[(100.0, 100.0), (100.0, 200.0)], &[250.0, 350.0]);
+    }
+
+    proptest! {
+        #[test]
+        fn all_is_given_out_and_nobody_is_starved(
+            rate in 1.0..1e12,
+            claims in prop::collection::vec((1.0..10_000.0, prop_oneof![Just(ALL), 0.0..1e12]), 1..40),
+        ) {
+            let claims: Vec<Claim> = claims.into_iter().map(|(weight, demand)| Claim { weight, demand }).collect();
+            let parts = divide(rate, &claims);
+            let sum: f64 = parts.iter().sum();
+            prop_assert!((sum - rate).abs() <= rate * 1e-9, "{} given out of {}", sum, rate);
+            let weights: f64 = claims.iter().map(|claim| claim.weight).sum();
+            for (part, claim) in parts.iter().zip(&claims) {
+                let share = rate * claim.weight / weights;
+                prop_assert!(*part >= claim.demand.min(share) * (1.0 - 1e-9), "{:?} got {}", claim, part);
+            }
+        }
+    }
+}

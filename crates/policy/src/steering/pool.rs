@@ -1,0 +1,475 @@
+//! One set of limits and those who share it: what each may have now, and when to look again.
+//!
+//! Calling protocol: [`observe`](Pool::observe) each member when it is due, then [`decide`](Pool::decide) once, and tell the kernel the
+//! changes in the order they come; [`due`](Pool::due) says when to look at a member again. A control group alone is a pool of one.
+//!
+//! **Why so few looks are enough.** A burst passes at its burst rate at most, because the kernel keeps that. So a bucket is full
+//! no sooner than what remains of it ÷ (burst rate − rate), and the last look before that is made exactly then. Who does nothing is looked at
+//! once a second, which is how late a beginning is noticed; and a pool without bursts that nobody shares is never looked at.
+//!
+//! Never tells anybody more than the limits allow at that moment: parts add up to at most the limit, and those that fall come first.
+
+use alloc::vec::Vec;
+
+use super::Rates;
+use super::demand::Demand;
+use super::division::{Claim, divide};
+use crate::request::Direction;
+use crate::throttle::{Counters, Enforcement, Ledger, Limit, LimitKind, Limits};
+use crate::time::{Duration, Instant};
+
+/// What a member's reads and writes come to since somebody began to count.
+pub type Passed = [Counters; 2];
+
+/// How soon a member is looked at again, at the soonest.
+const SHORTEST: Duration = Duration::from_millis(20);
+/// Longest time ahead that is told, which is years.
+const LONGEST_S: f64 = 1e9;
+/// The same while it does something; a division follows demand in so many steps.
+const ACTIVE: Duration = Duration::from_millis(100);
+/// The same while it does nothing.
+const IDLE: Duration = Duration::from_secs(1);
+/// For so long after it did something it may do more at once.
+const STILL_ACTIVE: Duration = Duration::from_secs(2);
+/// A burst whose bucket is full within this time is over: whoever is told takes some time as well.
+const NEARLY_FULL_S: f64 = 0.01;
+/// A burst is there again once its bucket has room for so many seconds of it. What bursts always hold ([`throttle`](crate::throttle)).
+const ROOM_AGAIN_S: f64 = 0.1;
+/// Of whom nothing passes or waits for so long, and the kernel would tell, is not coming back at once: what it wanted is forgotten.
+const FORGOTTEN_AFTER_S: f64 = 0.5;
+/// Who waits for longer than this, and nothing passes though it was given its share, waits for something else: another device, a network.
+const STUCK_AT_MOST_S: f64 = 5.0;
+/// What an idle member keeps of its share, so that it can begin: a little where the kernel tells of waiting, more where only what passes shows.
+const IDLE_PART: f64 = 0.02;
+const IDLE_PART_UNSEEN: f64 = 0.1;
+/// The least rate that the kernel takes.
+const LEAST: u64 = 2;
+/// A rate is told anew if it rises by this factor, or falls by that. Each time costs the kernel some precision: what it had saved up for
+/// a request that waits is lost (measured: 4 % of 4 MB/s where the same was told every 50 ms).
+const RISE_WORTH_TELLING: f64 = 1.03;
+const FALL_WORTH_TELLING: f64 = 0.995;
+/// The same while another member gains: nearly all of what that gets, so that the parts add up.
+const SHARED_FALL_WORTH_TELLING: f64 = 0.999;
+/// The same where the rates follow a watermark, which is no promise to the last percent; and for who does nothing with them.
+const LOOSE_FALL_WORTH_TELLING: f64 = 0.97;
+const IDLE_FALL_WORTH_TELLING: f64 = 0.9;
+
+/// Bytes and operations: the units that rates are in, and the limits on each.
+const UNITS: [Unit; 2] = [
+    Unit { total: LimitKind::BpsTotal, of: [LimitKind::BpsRead, LimitKind::BpsWrite] },
+    Unit { total: LimitKind::IopsTotal, of: [LimitKind::IopsRead, LimitKind::IopsWrite] },
+];
+
+struct Unit {
+    total: LimitKind,
+    /// By direction.
+    of: [LimitKind; 2],
+}
+
+/// Who shares the limits of a pool.
+#[derive(Clone, Debug)]
+pub struct Member {
+    weight: u32,
+    seen: Option<(Instant, Passed)>,
+    /// When anything last passed or waited.
+    active: Option<Instant>,
+    /// Whether the kernel tells of its waiting.
+    waiting_seen: bool,
+    /// By unit and direction.
+    demand: [[Demand; 2]; 2],
+    told: Option<Rates>,
+    /// Seconds for which something has waited and nothing passed.
+    stuck_s: f64,
+    /// Seconds for which nothing has passed or waited, as far as the kernel tells.
+    idle_s: f64,
+    /// It is not there at present, and leaves its part to the others.
+    is_gone: bool,
+    /// Nobody can see what it does at present.
+    is_unseen: bool,
+}
+
+impl Member {
+    /// One with this weight, of which nothing is known: its part is kept for it until it is seen.
+    pub fn new(weight: u32) -> Self {
+        Self {
+            weight: weight.max(1),
+            seen: None,
+            active: None,
+            waiting_seen: false,
+            demand: Default::default(),
+            told: None,
+            stuck_s: 0.0,
+            idle_s: 0.0,
+            is_gone: false,
+            is_unseen: true,
+        }
+    }
+
+    /// What the kernel was told last.
+    pub const fn told(&self) -> Option<Rates> {
+        self.told
+    }
+
+    /// What had passed at the last look.
+    pub fn passed(&self) -> Option<Passed> {
+        self.seen.map(|(_, passed)| passed)
+    }
+}
+
+/// Limits and their members.
+#[derive(Clone, Debug)]
+pub struct Pool {
+    ledger: Ledger,
+    members: Vec<Member>,
+    /// By [`LimitKind::index`]: the burst rate is allowed.
+    bursting: [bool; 6],
+    /// What passed for all, ever: for whoever compares it with the limits.
+    passed: Passed,
+}
+
+impl Pool {
+    /// A pool without members yet. The limits must be valid.
+    pub fn new(limits: &Limits, now: Instant) -> Self {
+        Self {
+            ledger: Ledger::new(limits, now),
+            members: Vec::new(),
+            bursting: LimitKind::ALL.map(|kind| limits.limit(kind).burst_rate > 0),
+            passed: Passed::default(),
+        }
+    }
+
+    /// Adds a member, whose number is the count of those before.
+    pub fn add(&mut self, member: Member) {
+        self.members.push(member);
+    }
+
+    /// All members.
+    pub fn members(&self) -> &[Member] {
+        &self.members
+    }
+
+    /// What its limits are.
+    pub fn limits(&self) -> &Limits {
+        self.ledger.limits()
+    }
+
+    /// What passed for all members since the pool was made.
+    pub const fn passed(&self) -> &Passed {
+        &self.passed
+    }
+
+    /// How full the buckets are, by [`LimitKind::index`], to go on from with [`resume`](Pool::resume).
+    pub fn levels(&self) -> [u64; 6] {
+        self.ledger.levels()
+    }
+
+    /// Goes on from where another left off, at the instant that this was made for: with buckets so full, and members of which so much had
+    /// passed. What has passed since is charged at the next look.
+    pub fn resume(&mut self, since: Instant, levels: [u64; 6], passed: &[Option<Passed>]) {
+        self.ledger.restore(levels);
+        for (member, passed) in self.members.iter_mut().zip(passed) {
+            member.seen = passed.map(|passed| (since, passed));
+        }
+    }
+
+    /// Applies the limits so from now on; [`decide`](Pool::decide) tells.
+    pub fn enforce(&mut self, enforcement: Enforcement) {
+        self.ledger.enforce(enforcement);
+    }
+
+    /// How they are applied at present.
+    pub const fn enforcement(&self) -> Enforcement {
+        self.ledger.enforcement()
+    }
+
+    /// Forgets what a member was told, because that did not arrive: the next decision tells it again.
+    pub fn not_told(&mut self, member: usize) {
+        self.members[member].told = None;
+    }
+
+    /// A member is not there any more: until it is observed again, the others have its part.
+    pub fn gone(&mut self, member: usize) {
+        let member = &mut self.members[member];
+        *member = Member { is_gone: true, ..Member::new(member.weight) };
+    }
+
+    /// What a member does cannot be seen: until it is observed again it counts as wanting all it can get. So what the others have leaves
+    /// room for what [`settled`](Pool::settled) grants it, which is what to tell it meanwhile.
+    pub fn unseen(&mut self, member: usize) {
+        let member = &mut self.members[member];
+        *member = Member::new(member.weight);
+    }
+
+    /// Takes in what has passed for a member by `now`, and whether it waited since the last time (`None` if nobody knows).
+    pub fn observe(&mut self, member: usize, now: Instant, passed: Passed, waited: Option<bool>) {
+        let of = &mut self.members[member];
+        (of.is_gone, of.is_unseen) = (false, false);
+        let Some((before_at, before)) = of.seen.replace((now, passed)) else { return };
+        of.waiting_seen = waited.is_some();
+        let elapsed_s = now.nanos_since(before_at) as f64 / 1e9;
+        // A counter that falls began anew: the group was removed and made again.
+        let since = [0, 1].map(|direction: usize| {
+            let part =
+                |of: fn(&Counters) -> u64| of(&passed[direction]).saturating_sub(of(&before[direction]));
+            [part(|counters| counters.bytes), part(|counters| counters.requests)]
+        });
+        let nothing = since.iter().flatten().all(|units| *units == 0);
+        of.stuck_s = if waited == Some(true) && nothing { of.stuck_s + elapsed_s } else { 0.0 };
+        of.idle_s = if waited == Some(false) && nothing { of.idle_s + elapsed_s } else { 0.0 };
+        if of.idle_s >= FORGOTTEN_AFTER_S {
+            of.demand = Default::default();
+        }
+        let is_stuck = of.stuck_s > 0.0 && of.stuck_s < STUCK_AT_MOST_S;
+        let stuck = if is_stuck { of.lately() } else { [false; 2] };
+        let told = of.told.unwrap_or_default();
+        for direction in Direction::ALL {
+            let index = direction.index();
+            let [bytes, operations] = since[index];
+            for (unit, told) in [told.bps[index], told.iops[index]].into_iter().enumerate() {
+                let allowed = told.map(|rate| rate as f64);
+                of.demand[unit][index].observe(since[index][unit], elapsed_s, allowed, stuck[index]);
+            }
+            self.ledger.charge(direction, operations, bytes);
+            let sum = &mut self.passed[index];
+            sum.bytes = sum.bytes.saturating_add(bytes);
+            sum.requests = sum.requests.saturating_add(operations);
+        }
+        let any = !nothing || waited == Some(true);
+        if any {
+            of.active = Some(now);
+        }
+    }
+
+    /// What the kernel is to be told by now, by member: those that get less first. Nothing, if all is as it was told.
+    pub fn decide(&mut self, now: Instant) -> Vec<(usize, Rates)> {
+        self.ledger.leak_to(now);
+        for kind in LimitKind::ALL {
+            self.bursting[kind.index()] = self.may_burst(kind);
+        }
+        let rates = self.divided(|limit, kind| self.rate_now(limit, kind), Demand::wants);
+        let scaled = matches!(self.enforcement(), Enforcement::Scaled(_));
+        let fall = |member: &Member| match (member.is_active(now), scaled) {
+            (false, _) => IDLE_FALL_WORTH_TELLING,
+            (true, true) => LOOSE_FALL_WORTH_TELLING,
+            (true, false) => FALL_WORTH_TELLING,
+        };
+        let worth = |member: &Member, rates: &Rates, fall: f64| {
+            if member.is_gone || member.is_unseen { None } else { worth_telling(member.told, *rates, fall) }
+        };
+        let both = || self.members.iter().zip(&rates);
+        // What somebody gains others lose, and then that is told as well.
+        let somebody_gains = both().any(|(member, rates)| {
+            worth(member, rates, fall(member)).is_some() && gains(member.told, *rates)
+        });
+        let order = |(member, rates): (&Member, &Rates)| {
+            let least = if somebody_gains { SHARED_FALL_WORTH_TELLING } else { fall(member) };
+            worth(member, rates, least)
+        };
+        let orders: Vec<Option<u8>> = both().map(order).collect();
+        let mut changes = Vec::new();
+        for (index, (order, rates)) in orders.into_iter().zip(rates).enumerate() {
+            if let Some(order) = order {
+                self.members[index].told = Some(rates);
+                changes.push((order, index, rates));
+            }
+        }
+        changes.sort_by_key(|&(order, index, _)| (order, index));
+        changes.into_iter().map(|(_, index, rates)| (index, rates)).collect()
+    }
+
+    /// When a member is to be looked at again, at the latest; `None` if its rates can never change, unless a watermark changes them.
+    pub fn due(&self, member: usize, now: Instant) -> Option<Instant> {
+        self.is_steered().then(|| self.next_look(member, now))
+    }
+
+    /// The same for who watches a pool in any case, for a watermark.
+    pub fn next_look(&self, member: usize, now: Instant) -> Instant {
+        let member = &self.members[member];
+        let Some((seen, _)) = member.seen else { return now };
+        let at_the_latest = seen + if member.is_active(now) { ACTIVE } else { IDLE };
+        self.bursts_end(now).map_or(at_the_latest, |end| at_the_latest.min(end))
+    }
+
+    /// When a burst can be over at the earliest: by then all members are to be looked at, however many others are due. `None` if none is
+    /// allowed.
+    pub fn bursts_end(&self, now: Instant) -> Option<Instant> {
+        let scale = self.scale();
+        let there = self.members.iter().filter(|member| !member.is_gone);
+        // What passed for whoever was not looked at since is not in the bucket yet.
+        let oldest = there.filter_map(|member| Some(member.seen?.0)).min().unwrap_or(now);
+        let unknown_s = now.nanos_since(oldest) as f64 / 1e9;
+        let lasts_s = |kind: LimitKind| {
+            let Limit { rate, burst_rate, .. } = self.limits().limit(kind);
+            let remaining = self.ledger.remaining(kind).filter(|_| self.bursting[kind.index()])?;
+            let surplus = burst_rate.saturating_sub(rate) as f64 * scale;
+            let known = (remaining as f64 - burst_rate as f64 * scale * unknown_s).max(0.0);
+            (surplus > 0.0).then(|| known / surplus)
+        };
+        let shortest_s = LimitKind::ALL.into_iter().filter_map(lasts_s).reduce(f64::min)?;
+        Some(now + Duration::from_secs_f64(shortest_s.min(LONGEST_S)).max(SHORTEST))
+    }
+
+    /// Whether there is anything to steer: see [`is_steered`].
+    pub fn is_steered(&self) -> bool {
+        is_steered(self.limits(), self.members.len())
+    }
+
+    /// What each member is held to when nobody steers: the limits without bursts, divided by weight alone.
+    pub fn settled(&self) -> Vec<Rates> {
+        let rate = |limit: Limit, _| (limit.rate > 0).then_some(limit.rate as f64);
+        self.divided(rate, |_| f64::INFINITY)
+    }
+
+    /// Whether what is left of a burst allows it.
+    fn may_burst(&self, kind: LimitKind) -> bool {
+        let Limit { rate, burst_rate, .. } = self.limits().limit(kind);
+        let Some(remaining) = self.ledger.remaining(kind).filter(|_| burst_rate > 0) else { return false };
+        let scale = self.scale();
+        if self.bursting[kind.index()] {
+            remaining as f64 > burst_rate.saturating_sub(rate) as f64 * scale * NEARLY_FULL_S
+        } else {
+            remaining as f64 >= burst_rate as f64 * scale * ROOM_AGAIN_S
+        }
+    }
+
+    fn scale(&self) -> f64 {
+        match self.enforcement() {
+            Enforcement::Scaled(scale) => scale.thousandths() as f64 / 1000.0,
+            Enforcement::Enforced | Enforcement::Lifted => 1.0,
+        }
+    }
+
+    /// What a limit lets pass at present, per second; `None` if anything may.
+    fn rate_now(&self, limit: Limit, kind: LimitKind) -> Option<f64> {
+        if limit.rate == 0 || self.enforcement() == Enforcement::Lifted {
+            return None;
+        }
+        let rate = if self.bursting[kind.index()] { limit.burst_rate } else { limit.rate };
+        Some(rate as f64 * self.scale())
+    }
+
+    /// The rates of all members where each limit lets pass what `rate` says, and each member wants what `wants` does.
+    fn divided(
+        &self,
+        rate: impl Fn(Limit, LimitKind) -> Option<f64>,
+        wants: impl Fn(&Demand) -> f64,
+    ) -> Vec<Rates> {
+        let mut all: Vec<Rates> = self.members.iter().map(|_| Rates::NONE).collect();
+        for (unit, Unit { total, of }) in UNITS.iter().enumerate() {
+            for (kind, directions) in [(*total, 0..2), (of[0], 0..1), (of[1], 1..2)] {
+                let Some(rate) = rate(self.limits().limit(kind), kind) else { continue };
+                let parts = self.parts(rate, unit, directions.clone(), &wants);
+                for (rates, parts) in all.iter_mut().zip(parts) {
+                    let told = if unit == 0 { &mut rates.bps } else { &mut rates.iops };
+                    for direction in directions.clone() {
+                        // The kernel takes no less than 2 (block/blk-throttle.c, tg_set_limit).
+                        let part = (parts[direction] as u64).max(LEAST);
+                        told[direction] = Some(told[direction].map_or(part, |told| told.min(part)));
+                    }
+                }
+            }
+        }
+        let iops_size = self.limits().iops_size;
+        if iops_size > 0 {
+            all.iter_mut().for_each(|rates| bound_sizes(rates, iops_size));
+        }
+        all
+    }
+
+    /// One limit in parts: by member, then by direction.
+    fn parts(
+        &self,
+        rate: f64,
+        unit: usize,
+        directions: core::ops::Range<usize>,
+        wants: impl Fn(&Demand) -> f64,
+    ) -> Vec<[f64; 2]> {
+        let there = || self.members.iter().filter(|member| !member.is_gone);
+        let weights: f64 = there().map(|member| f64::from(member.weight)).sum();
+        let claim = |member: &Member| {
+            let weight = f64::from(member.weight);
+            let seen = || member.demand[unit][directions.clone()].iter().map(&wants).sum();
+            let wanted: f64 = if member.is_unseen { f64::INFINITY } else { seen() };
+            Claim { weight, demand: wanted.max(rate * weight / weights * member.idle_part()) }
+        };
+        let claims: Vec<Claim> = there().map(claim).collect();
+        let mut of_members = divide(rate, &claims).into_iter();
+        let of_directions = |(member, part): (&Member, f64)| {
+            if directions.len() == 1 {
+                return [part; 2];
+            }
+            let claim = |demand: &Demand| Claim {
+                weight: 1.0,
+                demand: wants(demand).max(part / 2.0 * member.idle_part()),
+            };
+            let parts = divide(part, &member.demand[unit].each_ref().map(claim));
+            [parts[0], parts[1]]
+        };
+        let part = |member: &Member| if member.is_gone { 0.0 } else { of_members.next().unwrap_or(0.0) };
+        let parts: Vec<f64> = self.members.iter().map(part).collect();
+        self.members.iter().zip(parts).map(of_directions).collect()
+    }
+}
+
+/// Whether these limits of so many members are more than the kernel keeps by itself: bursts, totals, or limits that several share.
+pub fn is_steered(limits: &Limits, members: usize) -> bool {
+    LimitKind::ALL.into_iter().any(|kind| {
+        let Limit { rate, burst_rate, .. } = limits.limit(kind);
+        let total = matches!(kind, LimitKind::BpsTotal | LimitKind::IopsTotal);
+        burst_rate > 0 || (rate > 0 && (total || members > 1))
+    })
+}
+
+impl Member {
+    fn is_active(&self, now: Instant) -> bool {
+        self.active.is_some_and(|active| now.nanos_since(active) < STILL_ACTIVE.as_nanos() as u64)
+    }
+
+    /// By direction: whether it was in use lately; both, if none was. What waits then is of that direction, as far as anybody knows.
+    fn lately(&self) -> [bool; 2] {
+        let operations = self.demand[1].each_ref().map(Demand::rate);
+        let all: f64 = operations.iter().sum();
+        operations.map(|operations| operations >= all / 10.0)
+    }
+
+    fn idle_part(&self) -> f64 {
+        if self.waiting_seen { IDLE_PART } else { IDLE_PART_UNSEEN }
+    }
+}
+
+/// An operation larger than `iops-size` counts as several, which the kernel does not know: as many bytes as that many operations of that
+/// size pass. So neither small nor large ones exceed the limit; a mixture of both may, to twice as much at the worst.
+fn bound_sizes(rates: &mut Rates, iops_size: u64) {
+    for direction in Direction::ALL.map(Direction::index) {
+        let Some(operations) = rates.iops[direction] else { continue };
+        let bytes = operations.saturating_mul(iops_size);
+        rates.bps[direction] = Some(rates.bps[direction].map_or(bytes, |told| told.min(bytes)));
+    }
+}
+
+/// Whether a change is worth telling, and when: 0 before 1, so that what some lose is taken before others get it.
+fn worth_telling(told: Option<Rates>, rates: Rates, fall: f64) -> Option<u8> {
+    let Some(told) = told else { return Some(1) };
+    let (mut falls, mut rises) = (false, false);
+    for (before, after) in told.bps.iter().chain(&told.iops).zip(rates.bps.iter().chain(&rates.iops)) {
+        match (before, after) {
+            (None, None) => {}
+            (None, Some(_)) => falls = true,
+            (Some(_), None) => rises = true,
+            (Some(before), Some(after)) => {
+                let factor = *after as f64 / *before as f64;
+                falls |= factor < fall;
+                rises |= factor > RISE_WORTH_TELLING;
+            }
+        }
+    }
+    (falls || rises).then_some(u8::from(!falls))
+}
+
+/// Whether any of them is more than was told.
+fn gains(told: Option<Rates>, rates: Rates) -> bool {
+    let most = |rate: Option<u64>| rate.unwrap_or(u64::MAX);
+    let Some(told) = told else { return true };
+    let before = told.bps.into_iter().chain(told.iops).map(most);
+    before.zip(rates.bps.into_iter().chain(rates.iops).map(most)).any(|(before, after)| after > before)
+}
