@@ -29,6 +29,7 @@ mod suggest;
 mod table;
 mod throttle;
 mod top;
+mod undo;
 
 #[doc(hidden)]
 pub use control::qmp::fuzzing;
@@ -96,8 +97,15 @@ pub fn main() -> ExitCode {
 
 /// Says what is wrong, in the form of all errors.
 pub(crate) fn complain(error: &anyhow::Error) {
+    say(&format!("{error:#}"));
+}
+
+/// Says on standard error what the user should know.
+pub(crate) fn say(text: &str) {
     // Where standard error is closed there is nobody to tell.
-    let _ = writeln!(stderr(), "weir: {error:#}");
+    // Names in it may be somebody else's choice; lines may be several.
+    let _ =
+        writeln!(stderr(), "weir: {}", text.replace(|c: char| c.is_control() && c != '\n' && c != '\t', "?"));
 }
 
 /// Why there is no reactor.

@@ -28,9 +28,9 @@ use super::{
     print,
     progress::Talk,
     source::Source,
-    unfinished::{Interruption, Unfinished},
+    unfinished::Unfinished,
 };
-use crate::{Failure, plan};
+use crate::{Failure, plan, undo::Undo};
 
 /// Shown below the options.
 pub(super) const EXAMPLES: &str = "\
@@ -168,7 +168,7 @@ pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
         );
         return Err(Failure::Usage(what));
     }
-    let interruption = Interruption::watch()?;
+    let undo = Undo::watch()?;
     let (source, carry) = open_sources(sources, &arguments)?;
     let target_keys =
         keys::read(&arguments.target_keys.target_secret_file, &arguments.target_keys.target_secret_fd)?;
@@ -176,7 +176,7 @@ pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
         let target = Target { path: target.clone(), name: target.clone(), is_zero: arguments.target_is_zero };
         return on_reactor(copy_into(source, carry, target, target_keys, arguments));
     }
-    let place = Unfinished::new(target, &interruption)?;
+    let place = Unfinished::new(target, &undo)?;
     let made = make(&place, target, source.size_bytes(), &target_keys, &arguments)?;
     let target = Target {
         path: place.path().to_owned(),

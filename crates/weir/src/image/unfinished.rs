@@ -8,52 +8,18 @@
 
 use std::{
     fs::{self, Permissions},
-    io::{Write as _, stderr},
     os::unix::fs::{FileTypeExt as _, PermissionsExt as _},
     path::{Path, PathBuf},
-    process,
-    sync::{Arc, Mutex, PoisonError},
 };
 
 use anyhow::{Context as _, bail};
 use tempfile::NamedTempFile;
 
 use super::opening::{self, How};
-use crate::signals::Signals;
+use crate::undo::Undo;
 
 /// What a new file may be, before the process's mask.
 const NEW_FILE: u32 = 0o666;
-
-/// Files that are removed if a signal ends the process.
-#[derive(Clone, Debug, Default)]
-pub(super) struct Interruption(Arc<Mutex<Vec<PathBuf>>>);
-
-impl Interruption {
-    /// From now on signals remove what is entered here and end the process. To be called before any other thread starts.
-    ///
-    /// # Errors
-    /// Where no thread can be had.
-    pub(super) fn watch() -> anyhow::Result<Self> {
-        let this = Self::default();
-        let files = this.clone();
-        let signals = Signals::block().context("signals cannot be awaited")?;
-        let hear = move |_| {
-            let files = files.0.lock().unwrap_or_else(PoisonError::into_inner);
-            for file in &*files {
-                // It may have got its name in this moment.
-                let _ = fs::remove_file(file);
-            }
-            let _ = writeln!(stderr(), "weir: interrupted: nothing was left behind (run the command again)");
-            process::exit(1)
-        };
-        signals.forward(hear).context("no thread can be started")?;
-        Ok(this)
-    }
-
-    fn enter(&self, path: &Path) {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).push(path.to_owned());
-    }
-}
 
 /// A file on its way to its name.
 #[derive(Debug)]
@@ -70,7 +36,7 @@ impl Unfinished {
     ///
     /// # Errors
     /// Where none can be made there, or where somebody else uses what stands there.
-    pub(super) fn new(target: &Path, interruption: &Interruption) -> anyhow::Result<Self> {
+    pub(super) fn new(target: &Path, undo: &Undo) -> anyhow::Result<Self> {
         // A link stays one: what it points to is replaced.
         let target = fs::canonicalize(target).unwrap_or_else(|_| target.to_owned());
         let earlier = fs::metadata(&target).ok();
@@ -92,16 +58,21 @@ impl Unfinished {
         if !directory.is_dir() {
             bail!("{}: is no directory (make it first)", directory.display());
         }
-        let file = tempfile::Builder::new()
-            .prefix(&format!(".{}.", name.to_string_lossy()))
-            .suffix(".unfinished")
-            .permissions(Permissions::from_mode(NEW_FILE))
-            .tempfile_in(directory)
-            .with_context(|| format!("{}: no file can be made there", directory.display()))?;
+        let file = undo.making(|| {
+            let file = tempfile::Builder::new()
+                .prefix(&format!(".{}.", name.to_string_lossy()))
+                .suffix(".unfinished")
+                .permissions(Permissions::from_mode(NEW_FILE))
+                .tempfile_in(directory)
+                .with_context(|| format!("{}: no file can be made there", directory.display()))?;
+            let path = file.path().to_owned();
+            // It may have its name by then.
+            let removal = move || drop(fs::remove_file(&path));
+            Ok((file, removal))
+        })?;
         if let Some(earlier) = earlier {
             let _ = file.as_file().set_permissions(earlier.permissions());
         }
-        interruption.enter(file.path());
         Ok(Self { target, file: Some(file), _earlier: held })
     }
 
@@ -145,7 +116,7 @@ mod tests {
         let target = directory.path().join("disk");
         fs::write(&target, "old").unwrap();
         fs::set_permissions(&target, Permissions::from_mode(0o640)).unwrap();
-        let unfinished = Unfinished::new(&target, &Interruption::default()).unwrap();
+        let unfinished = Unfinished::new(&target, &Undo::default()).unwrap();
         fs::write(unfinished.path(), "new").unwrap();
         assert_eq!(fs::read_to_string(&target).unwrap(), "old");
         unfinished.finish().unwrap();
@@ -158,7 +129,7 @@ mod tests {
     fn what_is_given_up_leaves_nothing() {
         let directory = tempfile::tempdir().unwrap();
         let target = directory.path().join("disk");
-        let unfinished = Unfinished::new(&target, &Interruption::default()).unwrap();
+        let unfinished = Unfinished::new(&target, &Undo::default()).unwrap();
         assert_eq!(names(directory.path()).len(), 1);
         drop(unfinished);
         assert!(names(directory.path()).is_empty());
@@ -170,7 +141,7 @@ mod tests {
         let (target, link) = (directory.path().join("disk"), directory.path().join("link"));
         fs::write(&target, "old").unwrap();
         std::os::unix::fs::symlink("disk", &link).unwrap();
-        let unfinished = Unfinished::new(&link, &Interruption::default()).unwrap();
+        let unfinished = Unfinished::new(&link, &Undo::default()).unwrap();
         fs::write(unfinished.path(), "new").unwrap();
         unfinished.finish().unwrap();
         assert_eq!(fs::read_to_string(&target).unwrap(), "new");
@@ -183,7 +154,7 @@ mod tests {
         let target = directory.path().join("disk");
         fs::write(&target, [0; 512]).unwrap();
         let _user = opening::storage(&target, How { write: true, ..How::default() }).unwrap();
-        Unfinished::new(&target, &Interruption::default()).unwrap_err();
+        Unfinished::new(&target, &Undo::default()).unwrap_err();
         assert_eq!(names(directory.path()), ["disk"]);
     }
 }
