@@ -30,6 +30,7 @@ mod table;
 mod throttle;
 mod top;
 mod undo;
+mod whole_file;
 
 #[doc(hidden)]
 pub use control::qmp::fuzzing;

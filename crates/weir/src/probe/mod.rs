@@ -127,7 +127,7 @@ fn capacity(figures: &[Figure]) -> Figures {
         };
         figures.iter().filter(of).map(part).max().unwrap_or(0)
     };
-    let iops = |direction| best(direction, 4096, |figure| figure.iops, true);
+    let iops = |direction| best(direction, 4096, Figure::iops, true);
     let bps = |direction| best(direction, 1 << 20, Figure::bps, false);
     Figures {
         read_iops: iops(Direction::Read),
@@ -170,17 +170,17 @@ mod tests {
     use super::*;
     use load::Pattern;
 
-    fn figure(pattern: Pattern, direction: Direction, block_bytes: usize, iops: u64) -> Figure {
-        Figure { load: Load { pattern, direction, block_bytes }, iops, spread: 0.0 }
+    fn figure(pattern: Pattern, direction: Direction, block_bytes: usize, rate: f64) -> Figure {
+        Figure { load: Load { pattern, direction, block_bytes }, rate, spread: 0.0 }
     }
 
     #[test]
     fn operations_are_those_of_random_requests_and_bytes_those_of_the_better_pattern() {
         let figures = [
-            figure(Pattern::Random, Direction::Read, 4096, 100),
-            figure(Pattern::Sequential, Direction::Read, 4096, 20_000),
-            figure(Pattern::Random, Direction::Read, 1 << 20, 70),
-            figure(Pattern::Sequential, Direction::Read, 1 << 20, 90),
+            figure(Pattern::Random, Direction::Read, 4096, 100.0),
+            figure(Pattern::Sequential, Direction::Read, 4096, 20_000.0),
+            figure(Pattern::Random, Direction::Read, 1 << 20, 70.0),
+            figure(Pattern::Sequential, Direction::Read, 1 << 20, 90.0),
         ];
         let expect = Figures { read_iops: 100, read_bps: 90 << 20, write_iops: 0, write_bps: 0 };
         assert_eq!(capacity(&figures), expect);

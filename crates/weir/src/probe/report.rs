@@ -38,7 +38,7 @@ impl Report {
             let block = size(figure.load.block_bytes as u64);
             let mib = figure.bps() as f64 / f64::from(1 << 20);
             let spread = figure.spread * 100.0;
-            let (name, iops) = (figure.load.name(), figure.iops);
+            let (name, iops) = (figure.load.name(), figure.iops());
             let _ = writeln!(text, "{name:<18}{block:>7}{iops:>12}{mib:>12.1}{spread:>8.0}%");
         }
         text.push('\n');
@@ -60,7 +60,7 @@ impl Report {
                 "direction": match figure.load.direction { Direction::Read => "read", Direction::Write => "write" },
                 "block-bytes": figure.load.block_bytes,
                 "depth": DEPTH,
-                "iops": figure.iops,
+                "iops": figure.iops(),
                 "bps": figure.bps(),
                 "spread": figure.spread,
             })
@@ -100,7 +100,7 @@ mod tests {
             target: "/srv".to_owned(),
             device: Some(("/dev/vda".to_owned(), "serial x, 5 bytes".to_owned())),
             size_bytes: 1 << 30,
-            figures: vec![Figure { load, iops: 25_600, spread: 0.054 }],
+            figures: vec![Figure { load, rate: 25_600.0, spread: 0.054 }],
             capacity: Figures { read_iops: 25_600, ..Figures::default() },
             not_measured: vec!["writes: not asked for (--read-only)"],
             kept: Some("/var/lib/weir/capacity/x.json".into()),

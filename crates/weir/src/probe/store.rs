@@ -9,13 +9,14 @@
 
 use std::{
     env, fs,
-    io::Write as _,
     path::{Path, PathBuf},
 };
 
 use anyhow::{Context as _, bail};
 use policy::watermark::Capacity;
 use serde::{Deserialize, Serialize};
+
+use crate::whole_file;
 
 /// Largest file that is read; they have two kilobytes.
 const MAX_FILE_BYTES: u64 = 64 << 10;
@@ -79,14 +80,11 @@ impl Store {
     /// If there is a file and it cannot be used.
     pub(super) fn load(&self, key: &str) -> anyhow::Result<Option<Record>> {
         let path = self.file(key);
-        let metadata = match fs::metadata(&path) {
-            Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
-            other => other.with_context(|| shown(&path))?,
+        let read = whole_file::read(&path, MAX_FILE_BYTES);
+        let Some(text) = read.with_context(|| format!("{} (remove it and probe again)", shown(&path)))?
+        else {
+            return Ok(None);
         };
-        if metadata.len() > MAX_FILE_BYTES {
-            bail!("{}: is too large for a capacity (remove it and probe again)", shown(&path));
-        }
-        let text = fs::read(&path).with_context(|| shown(&path))?;
         let record: Record = serde_json::from_slice(&text)
             .with_context(|| format!("{}: is no capacity (remove it and probe again)", shown(&path)))?;
         if record.key != key {
@@ -114,14 +112,9 @@ impl Store {
         let path = self.file(&record.key);
         let write = || -> anyhow::Result<()> {
             fs::create_dir_all(&self.0)?;
-            let mut file = tempfile::NamedTempFile::new_in(&self.0)?;
-            serde_json::to_writer_pretty(&mut file, record)?;
-            file.write_all(b"\n")?;
-            file.as_file().sync_all()?;
-            // Nothing in it is secret, and a daemon that is not root's may be the one to read it.
-            fs::set_permissions(file.path(), std::os::unix::fs::PermissionsExt::from_mode(0o644))?;
-            file.persist(&path)?;
-            fs::File::open(&self.0)?.sync_all()?;
+            let mut text = serde_json::to_vec_pretty(record)?;
+            text.push(b'\n');
+            whole_file::write(&path, &text, true)?;
             Ok(())
         };
         write().with_context(|| {
