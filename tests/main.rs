@@ -11,6 +11,10 @@ mod harness;
 
 mod bench;
 mod cache_modes;
+mod cgroup_explain;
+mod cgroup_limit;
+mod cgroup_run;
+mod cgroup_show;
 mod chains;
 mod devices;
 mod failures;

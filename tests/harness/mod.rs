@@ -6,12 +6,14 @@
 //!   Client ───► Outcome ─── a foreign program under a deadline, and what it said
 //!   Wire, Qmp ── clients of our own, that can also misbehave
 //!   operator ─── the program's own commands at a daemon's control socket
+//!   BlkioGroup ── a control group of this machine's kernel
 //!   Terminal ─── the program on a screen of its own, with keys to press
 //! ```
 //!
 //! Never sleeps: it awaits lines of a log, ends of processes and bytes of sockets, each with a deadline that only a
 //! failing test reaches.
 
+mod blkio_group;
 mod client;
 mod daemon;
 mod log;
@@ -27,6 +29,7 @@ use std::{
     time::Duration,
 };
 
+pub(crate) use blkio_group::BlkioGroup;
 pub(crate) use client::{
     Client, WEIR, nbdsh, nbdsh_command, need, qemu_img, qemu_io, search_path, weir, weir_image,
 };

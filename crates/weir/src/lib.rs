@@ -6,6 +6,7 @@
 //! Here is only what the subcommands have in common: the exit status (0 done, 1 failed, 2 wrong use of the command line), the form of
 //! an error, `weir: <what>: <why> (<what to do>)` on standard error, a reactor to do I/O on, and where results go.
 
+mod cgroup;
 mod cli;
 mod client;
 mod config;
@@ -32,6 +33,8 @@ mod top;
 mod undo;
 mod whole_file;
 
+#[doc(hidden)]
+pub use cgroup::kernel::fuzzing as kernel_fuzzing;
 #[doc(hidden)]
 pub use control::qmp::fuzzing;
 #[doc(hidden)]
@@ -75,6 +78,7 @@ pub fn main() -> ExitCode {
         Ok(Cli { command: Command::Top(arguments) }) => top::run(arguments),
         Ok(Cli { command: Command::Probe(arguments) }) => probe::run(arguments),
         Ok(Cli { command: Command::Image(command) }) => image::run(*command),
+        Ok(Cli { command: Command::Cgroup(command) }) => cgroup::run(command),
         Ok(Cli { command: Command::Bench(arguments) }) => lab::bench(*arguments),
         Ok(Cli { command: Command::Simulate(arguments) }) => lab::simulate(*arguments),
         Ok(Cli { command: Command::Report(arguments) }) => lab::report(arguments),

@@ -69,7 +69,8 @@ impl Table {
     }
 }
 
-fn clean(text: &str) -> String {
+/// Without characters that a terminal would act on.
+pub(crate) fn clean(text: &str) -> String {
     text.replace(char::is_control, "?")
 }
 

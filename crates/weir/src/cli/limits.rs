@@ -12,6 +12,11 @@ pub(crate) struct LimitArgs {
 }
 
 impl LimitArgs {
+    /// Each that was given, with its value.
+    pub(super) fn given(&self) -> &[(Setting, u64)] {
+        &self.given
+    }
+
     /// The limits with their options as places.
     pub(crate) fn draft(&self) -> LimitsDraft {
         let said = |&(setting, value): &(Setting, u64)| {
@@ -59,7 +64,7 @@ pub(super) fn option(setting: Setting) -> Arg {
 
 impl Args for LimitArgs {
     fn augment_args(command: Command) -> Command {
-        command.args(Setting::ALL.map(|setting| option(setting).conflicts_with("config")))
+        command.args(Setting::ALL.map(option))
     }
 
     fn augment_args_for_update(command: Command) -> Command {

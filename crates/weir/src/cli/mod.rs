@@ -4,6 +4,7 @@
 //! which options there are, what they say of themselves, and which cannot go with `--config`.
 
 mod bench;
+pub(crate) mod cgroup;
 mod limits;
 mod prefetch;
 mod probe;
@@ -22,6 +23,7 @@ use std::path::PathBuf;
 
 use block::storage::{CacheMode, Format, delay::DelayOptions, fault::FaultRule, rate::RateOptions};
 use clap::{Args, Parser, Subcommand};
+use policy::throttle::Setting;
 
 use crate::{
     logging,
@@ -100,6 +102,9 @@ pub(crate) enum Command {
     /// Make, look into, check and change images
     #[command(subcommand)]
     Image(Box<crate::image::Command>),
+    /// Limit control groups, explain what a limit misses, and show who does what
+    #[command(subcommand, after_help = cgroup::ABOUT)]
+    Cgroup(cgroup::Command),
     /// Send requests to an image, and tell how long they took
     #[command(after_help = bench::EXAMPLES)]
     Bench(Box<BenchArgs>),
@@ -118,7 +123,7 @@ pub(crate) enum Command {
 #[derive(Debug, Args)]
 pub(crate) struct ServeArgs {
     /// Take the disks from this file; options of an image, its limits and devices to imitate are then its keys
-    #[arg(long, value_name = "FILE", conflicts_with_all = CacheArgs::OPTIONS)]
+    #[arg(long, value_name = "FILE", conflicts_with_all = CacheArgs::OPTIONS.into_iter().chain(Setting::ALL.map(Setting::name)))]
     pub(crate) config: Option<PathBuf>,
     #[command(flatten)]
     image: ImageArgs,
@@ -231,6 +236,9 @@ struct ProcessArgs {
     /// Refuse images outside of this directory, and those that name files outside of it
     #[arg(long, value_name = "DIR")]
     image_root: Option<PathBuf>,
+    /// Also run the bursts, watermarks and groups of these limits of control groups, as `weir cgroup watch` does
+    #[arg(long, value_name = "FILE")]
+    cgroup_limits: Option<PathBuf>,
     /// Where `weir probe` left what devices can do [default: /var/lib/weir, or ~/.local/state/weir if not root]
     #[arg(long, value_name = "DIR")]
     state: Option<PathBuf>,
@@ -356,6 +364,7 @@ fn service(network: NetworkArgs, tls: TlsArgs, process: ProcessArgs, log: LogArg
         pid_file: said("pid-file", process.pid_file),
         state: said("state", process.state),
         image_root: said("image-root", process.image_root),
+        cgroup_limits: said("cgroup-limits", process.cgroup_limits),
     }
 }
 

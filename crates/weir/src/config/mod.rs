@@ -151,6 +151,7 @@ impl Reader<'_> {
             pid_file: self.path(section, "pid-file")?,
             state: self.path(section, "state")?,
             image_root: self.path(section, "image-root")?,
+            cgroup_limits: self.path(section, "cgroup-limits")?,
         };
         section.finish()?;
         Ok(draft)

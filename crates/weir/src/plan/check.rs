@@ -282,6 +282,7 @@ fn service(draft: ServiceDraft) -> Result<Service, Wrong> {
         pid_file: draft.pid_file.map(|said| said.value),
         state: draft.state.map(|said| said.value),
         image_root: draft.image_root.map(|said| said.value),
+        cgroup_limits: draft.cgroup_limits.map(|said| said.value),
     })
 }
 

@@ -75,6 +75,8 @@ pub(crate) struct ServiceDraft {
     pub(crate) pid_file: Option<Said<PathBuf>>,
     pub(crate) state: Option<Said<PathBuf>>,
     pub(crate) image_root: Option<Said<PathBuf>>,
+    /// The file of control groups' limits to watch.
+    pub(crate) cgroup_limits: Option<Said<PathBuf>>,
 }
 
 impl ServiceDraft {
@@ -92,6 +94,7 @@ impl ServiceDraft {
             pid_file: self.pid_file.or(other.pid_file),
             state: self.state.or(other.state),
             image_root: self.image_root.or(other.image_root),
+            cgroup_limits: self.cgroup_limits.or(other.cgroup_limits),
         }
     }
 }

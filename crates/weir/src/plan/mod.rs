@@ -143,6 +143,8 @@ pub(crate) struct Service {
     pub(crate) state: Option<PathBuf>,
     /// Where images and everything they name must lie.
     pub(crate) image_root: Option<PathBuf>,
+    /// The file of control groups' limits to watch; `None`: none are.
+    pub(crate) cgroup_limits: Option<PathBuf>,
 }
 
 /// What is logged, and how.

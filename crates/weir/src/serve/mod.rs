@@ -28,7 +28,7 @@ use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use sd_notify::NotifyState;
 
 use crate::{
-    Failure,
+    Failure, cgroup,
     cli::ServeArgs,
     config,
     control::{
@@ -41,6 +41,7 @@ use crate::{
     logging, on_reactor,
     pid_file::PidFile,
     plan::{self, Draft, Plan, Service},
+    probe::Store,
     signals::{Request, Signals},
 };
 
@@ -77,7 +78,7 @@ fn plan(arguments: ServeArgs, inherited: usize) -> Result<Plan, Failure> {
 
 /// As many descriptors as the administrator allows: a socket or two and a file for each disk add up. The usual soft
 /// limit of 1024 is for programs that use select(2).
-fn raise_descriptor_limit() {
+pub(crate) fn raise_descriptor_limit() {
     let raised = getrlimit(Resource::RLIMIT_NOFILE)
         .and_then(|(_, hard)| setrlimit(Resource::RLIMIT_NOFILE, hard, hard));
     if let Err(error) = raised {
@@ -101,6 +102,8 @@ struct Daemon {
     /// Says who is held back by limits, until it is dropped.
     _held_back: reactor::JoinHandle<()>,
     _pid_file: Option<PidFile>,
+    /// Steers limits of control groups; at the end they hold as they are configured.
+    _cgroups: Option<cgroup::watch::Running>,
     events: (async_channel::Sender<Event>, async_channel::Receiver<Event>),
 }
 
@@ -128,12 +131,16 @@ impl Daemon {
         // Bound before anything is served, and heard once everything is: a command finds the daemon whole.
         let sockets = plan.service.qmp.iter().map(|path| listen::private(path));
         let sockets = sockets.collect::<anyhow::Result<_>>()?;
+        let cgroups = plan.service.cgroup_limits.as_deref();
+        let state = plan.service.state.as_deref();
+        let cgroups =
+            cgroups.map(|path| cgroup::watch::Running::start(path, Store::new(state))).transpose()?;
         let uris = listen(plan, inherited, tls, &workers, &inventory).await?;
         let control = Rc::new(Control::start(&inventory, sockets));
         let pid_file = plan.service.pid_file.as_deref().map(PidFile::write).transpose()?;
         announce(&uris);
         let held_back = held_back::watch(&inventory);
-        Ok(Self { inventory, control, _held_back: held_back, _pid_file: pid_file, events })
+        Ok(Self { inventory, control, _held_back: held_back, _pid_file: pid_file, _cgroups: cgroups, events })
     }
 
     /// Waits for the end, and sees to it that it is orderly.

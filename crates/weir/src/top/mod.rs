@@ -11,20 +11,20 @@
 //! `state` and all below it know no terminal and no socket, so tests press keys and hand in reports; `view` draws what
 //! it is given and decides nothing.
 //!
+//! `screen` and `input` serve every command that draws on the whole terminal.
+//!
 //! Never leaves the terminal as it is on the way out: not at the end, not after a panic, a signal or a stop.
 
 mod field;
 mod history;
+pub(crate) mod input;
 mod list;
-mod screen;
+pub(crate) mod screen;
 mod source;
 mod state;
 mod view;
 
-use std::{
-    io::{self, IsTerminal as _},
-    time::Instant,
-};
+use std::{io, time::Instant};
 
 use anyhow::{Context as _, anyhow};
 
@@ -33,6 +33,7 @@ use crate::{
     cli::TopArgs,
     client::{Client, Target},
 };
+use input::Input;
 use screen::Screen;
 use source::{Asked, Event, Source};
 use state::{Action, State};
@@ -43,7 +44,7 @@ use state::{Action, State};
 /// If there is no terminal, or no daemon at the start. One that goes away later is waited for.
 pub(crate) fn run(arguments: TopArgs) -> Result<(), Failure> {
     let target = Target::choose(arguments.qmp).map_err(|said| Failure::Usage(anyhow::Error::msg(said)))?;
-    if !io::stdin().is_terminal() || !io::stdout().is_terminal() {
+    if !screen::is_possible() {
         return Err(anyhow!(
             "top: standard input and output are no terminal to draw on (`weir status` prints the same)"
         )
@@ -62,8 +63,10 @@ fn watch(screen: &mut Screen, source: &Source, mut state: State) -> io::Result<(
     loop {
         screen.draw(|frame| view::draw(frame, &mut state))?;
         let action = match source.next() {
-            Event::Key(key) => state.press(key),
-            Event::Resized => None,
+            Event::Input(Input::Key(key)) => state.press(key),
+            Event::Input(Input::Resized) => None,
+            Event::Input(Input::Stop) => Some(Action::Stop),
+            Event::Input(Input::End) => Some(Action::End),
             Event::Report(report) => {
                 state.learn(*report, began.elapsed());
                 None
@@ -76,8 +79,6 @@ fn watch(screen: &mut Screen, source: &Source, mut state: State) -> io::Result<(
                 state.changed(result);
                 None
             }
-            Event::Stop => Some(Action::Stop),
-            Event::End => Some(Action::End),
         };
         match action {
             Some(Action::End) => return Ok(()),

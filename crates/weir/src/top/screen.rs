@@ -1,7 +1,7 @@
 //! The terminal while it is ours, and giving it back.
 
 use std::{
-    io::{self, Stdout, stdout},
+    io::{self, IsTerminal as _, Stdout, stdin, stdout},
     panic,
 };
 
@@ -18,8 +18,13 @@ use ratatui::{
     },
 };
 
+/// Whether there is a terminal to draw on and to read keys from.
+pub(crate) fn is_possible() -> bool {
+    stdin().is_terminal() && stdout().is_terminal()
+}
+
 /// A terminal in raw mode with an empty screen of its own. Dropped, it is as it was.
-pub(super) struct Screen {
+pub(crate) struct Screen {
     terminal: Terminal<CrosstermBackend<Stdout>>,
 }
 
@@ -28,7 +33,7 @@ impl Screen {
     ///
     /// # Errors
     /// If it cannot be set up; it is then as it was.
-    pub(super) fn enter() -> io::Result<Self> {
+    pub(crate) fn enter() -> io::Result<Self> {
         let before = panic::take_hook();
         panic::set_hook(Box::new(move |information| {
             // First, or the message would be drawn over, in a terminal that does not even break lines.
@@ -44,7 +49,7 @@ impl Screen {
     ///
     /// # Errors
     /// If the terminal is gone.
-    pub(super) fn draw(&mut self, draw: impl FnOnce(&mut Frame<'_>)) -> io::Result<()> {
+    pub(crate) fn draw(&mut self, draw: impl FnOnce(&mut Frame<'_>)) -> io::Result<()> {
         self.terminal.draw(draw).map(drop)
     }
 
@@ -52,7 +57,7 @@ impl Screen {
     ///
     /// # Errors
     /// If the terminal is gone by then.
-    pub(super) fn stop(&mut self) -> io::Result<()> {
+    pub(crate) fn stop(&mut self) -> io::Result<()> {
         leave();
         // Not SIGTSTP, which is awaited like the others: this cannot be.
         raise(Signal::SIGSTOP)?;

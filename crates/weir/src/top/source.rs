@@ -1,4 +1,4 @@
-//! Everything that happens, from three threads, in one channel.
+//! Everything that happens, from three threads, in one channel: keys and signals (`input`), and the daemon's answers.
 //!
 //! The daemon has a thread because it may be slow or gone, and then keys must work all the same. It is asked every
 //! interval, and at once after a change; connected to anew when it comes back.
@@ -10,28 +10,20 @@ use std::{
     time::{Duration, Instant},
 };
 
-use nix::sys::signal::{SigSet, Signal};
-use ratatui::crossterm::event::{self, KeyEvent, KeyEventKind};
-
+use super::input::{self, Input};
 use crate::client::{Client, Error, Target, change::Change, report::Report};
 
 /// Something that happened.
 #[derive(Debug)]
 pub(super) enum Event {
-    /// A key was pressed.
-    Key(KeyEvent),
-    /// The terminal has another size.
-    Resized,
+    /// Something of the terminal or the system.
+    Input(Input),
     /// The daemon answered.
     Report(Box<Report>),
     /// It did not, and why; it is tried again.
     Unreachable(String),
     /// What became of the last [`Asked`].
     Changed(Result<(), String>),
-    /// SIGTSTP.
-    Stop,
-    /// SIGTERM, SIGINT or SIGHUP, or there are no more keys to come.
-    End,
 }
 
 /// A change for the daemon.
@@ -57,53 +49,23 @@ impl Source {
     pub(super) fn start(client: Client, interval: Duration) -> io::Result<Self> {
         let (events, receiver) = mpsc::channel();
         let (asked, requests) = mpsc::channel();
-        // Before there is a thread: a signal goes to any that does not block it.
-        let set: SigSet =
-            [Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP, Signal::SIGTSTP].into_iter().collect();
-        set.thread_block()?;
-        let spawn = |name: &str, run: Box<dyn FnOnce() + Send>| {
-            thread::Builder::new().name(name.to_owned()).spawn(run).map(drop)
-        };
-        let (signals, keys) = (events.clone(), events.clone());
-        spawn("signals", Box::new(move || await_signals(set, &signals)))?;
-        spawn("keys", Box::new(move || await_keys(&keys)))?;
-        spawn("daemon", Box::new(move || ask(client, &requests, &events, interval)))?;
+        // Before there is another thread: it blocks the signals.
+        let inputs = events.clone();
+        input::listen(move |input| inputs.send(Event::Input(input)).is_ok())?;
+        let run = move || ask(client, &requests, &events, interval);
+        thread::Builder::new().name("daemon".to_owned()).spawn(run)?;
         Ok(Self { events: receiver, asked })
     }
 
     /// Waits for what happens next.
     pub(super) fn next(&self) -> Event {
-        self.events.recv().unwrap_or(Event::End)
+        self.events.recv().unwrap_or(Event::Input(Input::End))
     }
 
     /// Has the daemon change something; [`Event::Changed`] follows.
     pub(super) fn ask(&self, asked: Asked) {
         // The thread at the other end lasts as long as this one listens.
         let _ = self.asked.send(asked);
-    }
-}
-
-fn await_signals(set: SigSet, events: &Sender<Event>) {
-    while let Ok(signal) = set.wait() {
-        let event = if signal == Signal::SIGTSTP { Event::Stop } else { Event::End };
-        if events.send(event).is_err() {
-            return;
-        }
-    }
-}
-
-fn await_keys(events: &Sender<Event>) {
-    loop {
-        let event = match event::read() {
-            Ok(event::Event::Key(key)) if key.kind != KeyEventKind::Release => Event::Key(key),
-            Ok(event::Event::Resize(..)) => Event::Resized,
-            Ok(_) => continue,
-            Err(_) => Event::End,
-        };
-        let is_end = matches!(event, Event::End);
-        if events.send(event).is_err() || is_end {
-            return;
-        }
     }
 }
 

@@ -1,0 +1,127 @@
+//! A cgroup's files, those around it, and how controllers come to it.
+
+use nix::errno::Errno;
+
+use super::{super::machine::Machine, *};
+
+#[test]
+fn files_are_read_and_written() {
+    let machine = Machine::v2("io");
+    let group = machine.group("/a");
+    machine.write("/a", "io.max", "8:0 rbps=1 wbps=max riops=max wiops=max\n");
+    group.write("io.max", "8:0 rbps=2").expect("written");
+    assert_eq!(group.read("io.max").expect("there"), "8:0 rbps=2", "as a shell's `>` does");
+    assert_eq!(group.write("io.weight", "1").expect_err("no such file").kind(), io::ErrorKind::NotFound);
+    assert!(!group.directory.join("io.weight").exists(), "a file that the kernel does not have is not made");
+    assert_eq!(group.read("io.weight").expect_err("no such file").kind(), io::ErrorKind::NotFound);
+}
+
+#[test]
+fn processes_are_listed_but_for_those_without_a_number_here() {
+    let machine = Machine::v2("io");
+    let group = machine.group("/a");
+    machine.write("/a", "cgroup.procs", "17\n0\n4194303\n0\n");
+    assert_eq!(group.processes().expect("there"), [17, 4_194_303]);
+    machine.write("/a", "cgroup.procs", "");
+    assert_eq!(group.processes().expect("there"), [0_i32; 0]);
+    machine.write("/a", "cgroup.procs", "17\nx\n");
+    assert_eq!(group.processes().expect_err("not a pid").to_string(), "cgroup.procs: not a pid");
+}
+
+#[test]
+fn a_tree_is_walked_both_ways() {
+    let machine = Machine::v2("io");
+    let (a, b) = (machine.group("/a"), machine.group("/a/b.slice"));
+    machine.group("/a/a b");
+    machine.write("/a", "io.max", "");
+    let names: Vec<_> = a.children().expect("there").into_iter().map(|child| child.name).collect();
+    assert_eq!(names, [Path::new("/a/a b"), Path::new("/a/b.slice")]);
+    assert_eq!(b.parent(), Some(a.clone()));
+    let root = a.parent().expect("the root");
+    assert!(root.is_root() && !a.is_root());
+    assert_eq!((root.name.as_path(), root.directory.as_path()), (Path::new("/"), machine.root().as_path()));
+    assert_eq!(root.parent(), None);
+}
+
+#[test]
+fn one_is_made_and_removed() {
+    let machine = Machine::v2("io");
+    let parent = machine.group("/a");
+    let group = ControlGroup::create(&parent, "weir-1").expect("made");
+    assert_eq!(group, machine.group("/a/weir-1"));
+    assert!(group.exists());
+    let again = ControlGroup::create(&parent, "weir-1").expect_err("there already");
+    assert_eq!(again.kind(), io::ErrorKind::AlreadyExists);
+    group.clone().remove().expect("empty");
+    assert!(!group.exists());
+    assert_eq!(group.remove().expect_err("gone").kind(), io::ErrorKind::NotFound);
+    for name in ["", ".", "..", "a/b", "../b", "a\nb", "a\0b"] {
+        let error = ControlGroup::create(&parent, name).expect_err("no name");
+        assert_eq!(error.kind(), io::ErrorKind::InvalidInput, "{name:?}");
+    }
+}
+
+/// A machine with cgroups down to `/a/b/c`, those between with these controllers, of which the root hands down `io`.
+fn levels(controllers: &str) -> (Machine, ControlGroup) {
+    let machine = Machine::v2("cpu io memory");
+    let group = machine.group("/a/b/c");
+    for (level, hands_down) in [("/", "io\n"), ("/a", "\n"), ("/a/b", "")] {
+        machine.write(level, SUBTREE, hands_down);
+    }
+    for level in ["/a", "/a/b"] {
+        machine.write(level, CONTROLLERS, controllers);
+    }
+    machine.write("/a/b/c", CONTROLLERS, "");
+    (machine, group)
+}
+
+#[test]
+fn every_level_above_hands_down_what_it_does_not_yet() {
+    let (machine, group) = levels("io memory");
+    group.enable(&["io", "memory"]).expect("enabled");
+    let written = ["/", "/a", "/a/b"].map(|level| machine.group(level).read(SUBTREE).expect("there"));
+    assert_eq!(written, ["+memory", "+io +memory", "+io +memory"]);
+    assert!(group.read(SUBTREE).is_err(), "its own children are not concerned");
+}
+
+#[test]
+fn a_cgroup_that_has_the_controllers_is_left_alone() {
+    let (machine, group) = levels("");
+    machine.write("/a/b/c", CONTROLLERS, "cpu io\n");
+    group.enable(&["io"]).expect("there already");
+    assert_eq!(machine.group("/").read(SUBTREE).expect("there"), "io\n");
+    let v1 = Machine::v1();
+    v1.group("/a").enable(&["io"]).expect("nothing to do");
+}
+
+#[test]
+fn the_level_that_lacks_a_controller_is_named() {
+    let (_machine, group) = levels("memory");
+    let error = group.enable(&["io"]).expect_err("not handed down").to_string();
+    assert!(error.starts_with("cgroup /a: it has no io controller (the kernel lacks it"), "{error}");
+}
+
+#[test]
+fn a_refusal_says_why_and_what_to_do() {
+    let machine = Machine::v2("io");
+    let group = machine.group("/a");
+    let check = |errno: Errno, expect: &str| {
+        let error = group.refusal("+io", &errno.into()).to_string();
+        assert!(error.starts_with("cgroup /a: cgroup.subtree_control refuses \"+io\": "), "{error}");
+        assert!(error.contains(expect), "{error}");
+    };
+    check(Errno::EBUSY, "it has processes of its own");
+    check(Errno::EPERM, "run as root");
+    check(Errno::EACCES, "run as root");
+    check(Errno::EROFS, "mounted read-only");
+    check(Errno::EOPNOTSUPP, "it is of threads");
+    check(Errno::ENODEV, "it has been removed");
+}
+
+#[test]
+fn what_cannot_be_read_is_said_with_its_file() {
+    let machine = Machine::v2("io");
+    let group = machine.group("/a");
+    let error = format!("{:#}", group.enable(&["io"]).expect_err("no such file"));
+    assert!(error.starts_with("cgroup /a: cgroup.controllers cannot be read: No such file"), "{error}");
+}

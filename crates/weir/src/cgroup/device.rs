@@ -1,0 +1,186 @@
+//! What the command line calls a device, and which whole disk that is.
+//!
+//! ```text
+//!   /dev/vda, a link to it          the disk
+//!   /dev/vda1                       its disk, with a notice
+//!   254:0                           the disk of that number
+//!   /srv, /srv/a-file               the disk of the file system there; of an overlay, that of its upper directory
+//! ```
+//!
+//! The kernel limits whole disks only. Where bytes do not reach a disk of this machine's in the name of the cgroup (on the network, in memory, through
+//! a FUSE daemon or ZFS's own threads), that is an error which says what to limit instead.
+//!
+//! Never opens the device.
+
+use std::{
+    fs,
+    os::unix::fs::{FileTypeExt as _, MetadataExt as _},
+    path::{Path, PathBuf},
+};
+
+use anyhow::{Context as _, anyhow, bail};
+use block::device::{Identity, Number};
+
+use super::{
+    hierarchy::Roots,
+    kernel::{
+        self,
+        mountinfo::{self, Mount},
+    },
+};
+
+/// File systems upon file systems that are followed: the kernel's own limit is 2 (FILESYSTEM_MAX_STACK_DEPTH), and the last is a device.
+const MAX_STEPS: usize = 4;
+
+/// A disk to limit.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Target {
+    /// The whole disk.
+    pub(crate) identity: Identity,
+    /// What the user should know, such as that a partition was meant.
+    pub(crate) notices: Vec<String>,
+}
+
+/// The disk that a text means.
+///
+/// # Errors
+/// If there is none, or limits on it would reach nothing.
+pub(crate) fn resolve(roots: &Roots, text: &str) -> anyhow::Result<Target> {
+    let mut notices = Vec::new();
+    let number = match kernel::number(text) {
+        Some(number) => number,
+        None => number_of_path(roots, text, &mut notices)?,
+    };
+    let identity = Identity::resolve(number, &roots.of_devices()).map_err(|error| {
+        anyhow!("device {text:?}: no disk of number {number} here: {error} (`lsblk` lists disks and their numbers)")
+    })?;
+    // A file system without a device has a number of its own, of which `Identity` has found the device.
+    if number.major != 0 && identity.number() != number {
+        let part = name(roots, number).map_or_else(|| number.to_string(), |name| format!("/dev/{name}"));
+        let disk = identity.node();
+        notices.push(format!("{part} is a partition; limits are for the whole disk {disk}"));
+    }
+    Ok(Target { identity, notices })
+}
+
+/// The number of what a path leads to: a device, or the device of the file system of anything else.
+fn number_of_path(roots: &Roots, text: &str, notices: &mut Vec<String>) -> anyhow::Result<Number> {
+    let mut path = PathBuf::from(text);
+    let mut of_btrfs = false;
+    for _ in 0..MAX_STEPS {
+        let metadata = fs::metadata(&path).map_err(|error| {
+            let path = path.display();
+            anyhow!("device {text:?}: {path}: {error} (give a disk such as /dev/vda, its number such as 254:0, or a path on it)")
+        })?;
+        let kind = metadata.file_type();
+        if kind.is_block_device() {
+            let number = Number::unpack(metadata.rdev());
+            if of_btrfs {
+                notices.extend(others_of_btrfs(roots, text, number));
+            }
+            return Ok(number);
+        }
+        if kind.is_char_device() {
+            bail!(
+                "device {text:?}: {} is a character device, not a block device (`lsblk` lists disks)",
+                path.display()
+            );
+        }
+        let number = Number::unpack(metadata.dev());
+        if number.major != 0 {
+            return Ok(number);
+        }
+        let real = path.canonicalize().with_context(|| format!("device {text:?}"))?;
+        let mounts = roots.mounts()?;
+        let Some(mount) = mount_of(&mounts, number, &real) else {
+            bail!("device {text:?}: nothing is known of the file system it is on (give the disk itself)");
+        };
+        path = below(text, mount)?;
+        of_btrfs = mount.kind == "btrfs";
+        if mount.kind == "overlay" {
+            let upper = path.display();
+            notices.push(format!(
+                "{text} is on an overlay; limits are for the disk of its upper directory {upper}"
+            ));
+        }
+    }
+    bail!("device {text:?}: overlays upon overlays (give the disk itself)")
+}
+
+/// The mount that holds a path. Its number need not be the file's own: Btrfs has one for each subvolume.
+fn mount_of<'a>(mounts: &'a [Mount], number: Number, path: &Path) -> Option<&'a Mount> {
+    let of_number = mounts.iter().filter(|mount| mount.number == number);
+    mountinfo::holding(of_number, path).or_else(|| mountinfo::holding(mounts, path))
+}
+
+/// Where to look on for a file system without a device of its own: at its source if that is one, in the upper directory of an overlay.
+///
+/// # Errors
+/// If no disk here does its I/O in the name of who asked.
+fn below(text: &str, mount: &Mount) -> anyhow::Result<PathBuf> {
+    let at = mount.point.display();
+    let source = &mount.source;
+    match mount.kind.as_str() {
+        "overlay" => match mount.option("upperdir") {
+            Some(upper) if upper.is_dir() => Ok(upper),
+            Some(upper) => bail!(
+                "device {text:?}: it is on an overlay, whose upper directory {} cannot be seen from here (limits must go to the disk \
+                 of that directory: give it, on the host)",
+                upper.display()
+            ),
+            None => bail!(
+                "device {text:?}: it is on an overlay that is read-only (limits must go to the disk of its lower directories: give that)"
+            ),
+        },
+        "nfs" | "nfs4" | "cifs" | "smb3" | "9p" | "ceph" | "afs" | "lustre" | "beegfs" | "virtiofs" => bail!(
+            "device {text:?}: {at} is on another machine ({}, {source}), not on a disk of this one (limit it there)",
+            mount.kind
+        ),
+        "zfs" => bail!(
+            "device {text:?}: {at} is on ZFS, whose own threads do the I/O, in no cgroup but the root (no limit reaches it; ZFS \
+             volumes and other file systems can be limited)"
+        ),
+        "tmpfs" | "ramfs" | "devtmpfs" | "hugetlbfs" => bail!(
+            "device {text:?}: {at} is in memory ({}), on no disk (swapping it out can be limited: give the disk with the swap)",
+            mount.kind
+        ),
+        kind if kind == "fuse" || kind.starts_with("fuse.") => bail!(
+            "device {text:?}: {at} is on FUSE ({kind}, {source}): its daemon does the I/O (limit the daemon's cgroup on the disk it \
+             uses)"
+        ),
+        _ if source.starts_with("/dev/") => Ok(source.into()),
+        kind => bail!(
+            "device {text:?}: {at} is on no disk, its file system is {kind} (give a disk such as /dev/vda, its number such as 254:0, or a path on it)"
+        ),
+    }
+}
+
+/// What to say of a Btrfs that lies on other devices too: mountinfo names one of them.
+fn others_of_btrfs(roots: &Roots, text: &str, number: Number) -> Option<String> {
+    let own = name(roots, number)?;
+    let systems = fs::read_dir(roots.sys.join("fs/btrfs")).ok()?;
+    let devices = systems.flatten().find_map(|system| {
+        let links = fs::read_dir(system.path().join("devices")).ok()?;
+        let mut names: Vec<_> =
+            links.flatten().map(|link| link.file_name().to_string_lossy().replace('!', "/")).collect();
+        names.sort();
+        names.contains(&own).then_some(names)
+    })?;
+    let others: Vec<_> =
+        devices.iter().filter(|name| **name != own).map(|name| format!("/dev/{name}")).collect();
+    (!others.is_empty()).then(|| {
+        format!(
+            "{text} is on a Btrfs of several devices; limits are for /dev/{own} only, not for {}",
+            others.join(", ")
+        )
+    })
+}
+
+/// The name of a device in sysfs, where a slash is an exclamation mark.
+fn name(roots: &Roots, number: Number) -> Option<String> {
+    let directory = roots.sys.join("dev/block").join(number.to_string()).canonicalize().ok()?;
+    Some(directory.file_name()?.to_str()?.replace('!', "/"))
+}
+
+#[cfg(test)]
+mod tests;

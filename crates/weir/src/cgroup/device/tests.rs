@@ -1,0 +1,147 @@
+//! What users write, and which disks they get or why none.
+
+use super::{super::machine::Machine, *};
+
+/// A machine with two disks, one of them with a partition.
+fn machine() -> Machine {
+    let machine = Machine::v2("io");
+    machine.disk("254:0", "vda");
+    machine.disk("254:1", "vda/vda1");
+    machine.disk("254:16", "vdb");
+    machine
+}
+
+/// Has `/proc`, which is on no disk on any machine, be mounted as something else.
+fn mounted(what: &str) -> Machine {
+    let machine = machine();
+    fs::write(machine.roots().mountinfo(), format!("30 25 0:999999 / /proc rw - {what}\n")).expect("written");
+    machine
+}
+
+#[track_caller]
+fn check(machine: &Machine, text: &str, disk: &str, notices: &[&str]) {
+    let target = resolve(&machine.roots(), text).unwrap_or_else(|error| panic!("{text}: {error:#}"));
+    assert_eq!(target.identity.node(), disk);
+    assert_eq!(target.notices, notices);
+}
+
+#[track_caller]
+fn refused(machine: &Machine, text: &str, expect: &str) {
+    let error = format!("{:#}", resolve(&machine.roots(), text).expect_err(text));
+    assert!(error.starts_with(&format!("device {text:?}: ")) && error.contains(expect), "{error}");
+}
+
+#[test]
+fn a_number_is_a_disk_and_a_partition_s_that_of_its_disk() {
+    let machine = machine();
+    check(&machine, "254:16", "/dev/vdb", &[]);
+    check(
+        &machine,
+        "254:1",
+        "/dev/vda",
+        &["/dev/vda1 is a partition; limits are for the whole disk /dev/vda"],
+    );
+    refused(&machine, "8:0", "no disk of number 8:0 here: No such file or directory");
+    refused(&machine, "0:7", "no disk of number 0:7 here: the file system is on no disk of this machine");
+}
+
+#[test]
+fn what_is_no_disk_is_refused() {
+    let machine = machine();
+    refused(
+        &machine,
+        "/dev/null",
+        "/dev/null is a character device, not a block device (`lsblk` lists disks)",
+    );
+    refused(&machine, "/no/such/path", "No such file or directory");
+    refused(&machine, "", "No such file or directory");
+    refused(&machine, "8:", "No such file or directory");
+    refused(&machine, "/proc/self", "nothing is known of the file system it is on");
+}
+
+#[test]
+fn a_path_on_no_disk_of_this_machine_is_refused_with_what_to_limit_instead() {
+    for (what, expect) in [
+        (
+            "nfs4 server:/home rw",
+            "/proc is on another machine (nfs4, server:/home), not on a disk of this one",
+        ),
+        ("virtiofs share rw", "/proc is on another machine (virtiofs, share)"),
+        (
+            "fuse.sshfs host:/ rw",
+            "/proc is on FUSE (fuse.sshfs, host:/): its daemon does the I/O (limit the daemon's",
+        ),
+        ("fuse /dev/fuse rw", "/proc is on FUSE (fuse, /dev/fuse)"),
+        ("tmpfs tmpfs rw,size=4k", "/proc is in memory (tmpfs), on no disk"),
+        ("zfs tank/data rw", "/proc is on ZFS, whose own threads do the I/O"),
+        ("proc proc rw", "/proc is on no disk, its file system is proc (give a disk"),
+        ("overlay overlay rw,lowerdir=/a:/b", "limits must go to the disk of its lower directories"),
+        (
+            "overlay overlay rw,lowerdir=/a,upperdir=/no/such/diff",
+            "whose upper directory /no/such/diff cannot be seen from here",
+        ),
+        ("overlay overlay rw,lowerdir=/a,upperdir=/proc/self", "overlays upon overlays"),
+        ("btrfs /dev/no-such-disk rw", "/dev/no-such-disk: No such file or directory"),
+        ("btrfs /dev/null rw", "/dev/null is a character device"),
+    ] {
+        refused(&mounted(what), "/proc/self/stat", expect);
+    }
+}
+
+#[test]
+fn a_path_is_on_the_disk_of_its_file_system_also_below_an_overlay() {
+    let upper = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).expect("a directory");
+    let number = Number::unpack(fs::metadata(upper.path()).expect("there").dev());
+    // Where this directory is on an overlay itself, or the like, the kernel gives it no disk that could be imitated.
+    if number.major == 0 {
+        return;
+    }
+    let path = upper.path().to_str().expect("UTF-8");
+    let machine = mounted(&format!("overlay overlay rw,lowerdir=/a,upperdir={path},workdir=/w"));
+    machine.disk(&number.to_string(), "sdz");
+    check(&machine, path, "/dev/sdz", &[]);
+    let link = upper.path().join("link");
+    std::os::unix::fs::symlink("/proc/self/stat", &link).expect("linked");
+    for text in ["/proc/self/stat", link.to_str().expect("UTF-8")] {
+        let notice =
+            format!("{text} is on an overlay; limits are for the disk of its upper directory {path}");
+        check(&machine, text, "/dev/sdz", &[&notice]);
+    }
+}
+
+#[test]
+fn a_path_is_in_the_mount_of_its_number_even_if_another_seems_nearer() {
+    let text =
+        "1 0 0:5 / /a rw - tmpfs one rw\n2 1 0:6 / /a/b rw - nfs two rw\n3 1 0:7 / /a rw - btrfs three rw\n";
+    let mounts = mountinfo::parse(text).expect("known");
+    let source = |minor| {
+        let mount = mount_of(&mounts, Number { major: 0, minor }, Path::new("/a/b/c")).expect("mounted");
+        mount.source.as_str()
+    };
+    assert_eq!((source(5), source(6), source(7)), ("one", "two", "three"));
+    assert_eq!(source(99), "two", "a subvolume's own number is in no mount");
+}
+
+#[test]
+fn a_btrfs_of_several_devices_is_limited_on_one_and_that_is_said() {
+    let machine = machine();
+    let of = |minor| others_of_btrfs(&machine.roots(), "/srv", Number { major: 254, minor });
+    assert_eq!(of(0), None, "no Btrfs is known");
+    for device in ["vda1", "vdb"] {
+        fs::create_dir_all(machine.path("sys/fs/btrfs/4a-uuid/devices").join(device)).expect("made");
+    }
+    fs::create_dir_all(machine.path("sys/fs/btrfs/features")).expect("made");
+    assert_eq!(of(0), None, "this one lies on others");
+    let expect = "/srv is on a Btrfs of several devices; limits are for /dev/vda1 only, not for /dev/vdb";
+    assert_eq!(of(1).as_deref(), Some(expect));
+    fs::remove_dir(machine.path("sys/fs/btrfs/4a-uuid/devices/vdb")).expect("removed");
+    assert_eq!(of(1), None);
+}
+
+#[test]
+fn the_disk_below_this_very_test_is_found_or_it_is_said_why_not() {
+    match resolve(&Roots::default(), env!("CARGO_MANIFEST_DIR")) {
+        Ok(target) => assert!(target.identity.directory().join("stat").exists(), "{target:?}"),
+        Err(error) => assert!(error.to_string().starts_with("device \""), "{error:#}"),
+    }
+}

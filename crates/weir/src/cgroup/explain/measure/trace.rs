@@ -1,0 +1,203 @@
+//! Who sent requests to a disk, and who was made to wait: from the kernel's tracepoints, in a trace of our own.
+//!
+//! ```text
+//!   block:block_bio_queue            a request goes to the disk. In whose context says what had become of it:
+//!        the writer                    nothing held it
+//!        kworker/u8:2                  a writeback worker (they are unbound, so their names have a `u`)
+//!        kworker/1:0                   blk-throttle's: the request had to wait for the limit
+//!        jbd2/vda-8                    a journal's thread
+//!   writeback:balance_dirty_pages    a writer is held because too much waits to be written
+//! ```
+//!
+//! A request that had to wait for a limit is sent by another thread than made it (`blk_throtl_dispatch_work_fn` in block/blk-throttle.c), which is how it
+//! is known. Source: Documentation/trace/ftrace.rst, "Instances"; Documentation/core-api/workqueue.rst for the names.
+//!
+//! The instance is removed when this is dropped; nobody else's trace is touched.
+
+use std::{
+    fs, io,
+    path::{Path, PathBuf},
+    thread,
+    time::{Duration, Instant},
+};
+
+use block::device::Number;
+
+/// How long other threads may take to let go of it.
+const LEFT_WITHIN: Duration = Duration::from_secs(5);
+
+/// What happened in a time.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(super) struct Traced {
+    /// Bytes that the process itself sent.
+    pub(super) by_process: u64,
+    /// That had waited for the limit.
+    pub(super) by_throttle: u64,
+    /// That a writeback worker sent.
+    pub(super) by_writeback: u64,
+    /// That anybody else did, such as a journal's thread.
+    pub(super) by_others: u64,
+    /// For how long the process was held in `balance_dirty_pages`, in milliseconds.
+    pub(super) held_ms: u64,
+}
+
+/// A trace of our own.
+#[derive(Debug)]
+pub(super) struct Trace {
+    directory: PathBuf,
+}
+
+impl Trace {
+    /// Begins one, of what goes to a disk.
+    ///
+    /// # Errors
+    /// If there is no tracefs that may be written to, or no such tracepoint.
+    pub(super) fn begin(tracefs: &Path, name: &str, disk: Number) -> io::Result<Self> {
+        let directory = tracefs.join("instances").join(name);
+        fs::create_dir(&directory)?;
+        let trace = Self { directory };
+        // dev_t as the kernel packs it (include/linux/kdev_t.h), which is not how stat(2) does.
+        let dev = disk.major << 20 | disk.minor;
+        trace.write("events/block/block_bio_queue/filter", &format!("dev == {dev}"))?;
+        trace.write("events/block/block_bio_queue/enable", "1")?;
+        trace.write("events/writeback/balance_dirty_pages/enable", "1")?;
+        Ok(trace)
+    }
+
+    /// What removes it, for whoever hears a signal.
+    pub(super) fn removal(&self) -> impl Fn() + Send + 'static + use<> {
+        let directory = self.directory.clone();
+        move || remove(&directory)
+    }
+
+    /// Forgets what has been.
+    pub(super) fn clear(&self) -> io::Result<()> {
+        self.write("trace", "\n")
+    }
+
+    /// What has been since, as seen from this process.
+    pub(super) fn read(&self, process: u32) -> io::Result<Traced> {
+        let text = fs::read(self.directory.join("trace"))?;
+        Ok(parse(&String::from_utf8_lossy(&text), process))
+    }
+
+    fn write(&self, file: &str, text: &str) -> io::Result<()> {
+        fs::write(self.directory.join(file), text)
+    }
+}
+
+impl Drop for Trace {
+    fn drop(&mut self) {
+        remove(&self.directory);
+    }
+}
+
+/// Removes a trace; its events go with it. The kernel refuses while any file of it is open, as one is that another thread empties: that takes
+/// tens of milliseconds.
+fn remove(directory: &Path) {
+    let begin = Instant::now();
+    while let Err(error) = fs::remove_dir(directory) {
+        if error.kind() != io::ErrorKind::ResourceBusy || begin.elapsed() > LEFT_WITHIN {
+            return;
+        }
+        thread::yield_now();
+    }
+}
+
+/// What a trace's text says. Lines of other forms are passed over.
+fn parse(text: &str, process: u32) -> Traced {
+    let mut traced = Traced::default();
+    for line in text.lines() {
+        let Some((who, event, what)) = split(line) else {
+            continue;
+        };
+        match event {
+            "block_bio_queue" => {
+                if let Some(bytes) = bytes(what) {
+                    *sender(&mut traced, who, process) += bytes;
+                }
+            }
+            "balance_dirty_pages" if pid(who) == Some(process) => {
+                traced.held_ms += field(what, "pause=").and_then(|pause| pause.parse().ok()).unwrap_or(0);
+            }
+            _ => {}
+        }
+    }
+    traced
+}
+
+/// `dd-1234  [000] ..... 12.3: block_bio_queue: 254,0 WS 8 + 8 [dd]`: who, which event, and the rest.
+fn split(line: &str) -> Option<(&str, &str, &str)> {
+    let (before, rest) = line.split_once(": ")?;
+    let (event, what) = rest.split_once(": ")?;
+    let (who, _) = before.split_once(" [")?;
+    Some((who.trim(), event, what))
+}
+
+fn pid(who: &str) -> Option<u32> {
+    // In a trace that records thread groups, the group's number follows in brackets.
+    who.split_once(" (").map_or(who, |(who, _)| who).trim().rsplit_once('-')?.1.parse().ok()
+}
+
+/// Which sum a request of this sender belongs to.
+fn sender<'a>(traced: &'a mut Traced, who: &str, process: u32) -> &'a mut u64 {
+    if pid(who) == Some(process) {
+        &mut traced.by_process
+    } else if who.starts_with("kworker/u") || who.starts_with("writeback-") {
+        &mut traced.by_writeback
+    } else if who.starts_with("kworker/") || who.starts_with("kthrotld") {
+        &mut traced.by_throttle
+    } else {
+        &mut traced.by_others
+    }
+}
+
+/// `254,0 WS 1260299776 + 1024 [x]`: 512 bytes to the sector.
+fn bytes(what: &str) -> Option<u64> {
+    let sectors = what.split_once(" + ")?.1.split(' ').next()?;
+    sectors.parse::<u64>().ok()?.checked_mul(512)
+}
+
+fn field<'a>(what: &'a str, name: &str) -> Option<&'a str> {
+    what.split(' ').find_map(|word| word.strip_prefix(name))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// As 6.18 prints it; the second is of kernels that had a thread for it.
+    const TEXT: &str = "\
+# tracer: nop
+#           TASK-PID     CPU#  |||||  TIMESTAMP  FUNCTION
+     kworker/1:0-323     [001] ..... 10929.540355: block_bio_queue: 254,0 WS 1260299776 + 1024 [kworker/1:0]
+        kthrotld-77      [001] ..... 10929.640390: block_bio_queue: 254,0 WS 1260300800 + 1024 [kthrotld]
+            weir-4711    [000] ..... 10929.700000: block_bio_queue: 254,0 WS 8 + 128 [weir]
+            weir-4712    [000] ..... 10929.700000: block_bio_queue: 254,0 WS 8 + 8 [weir]
+    kworker/u8:2-99      [000] ..... 10929.800000: block_bio_queue: 254,0 W 8 + 2048 [kworker/u8:2]
+     jbd2/vda-8-120      [000] ..... 10929.900000: block_bio_queue: 254,0 FWS 0 + 0 []
+            weir-4711    [000] ..... 10930.000000: balance_dirty_pages: bdi 254:0: limit=1 setpoint=2 dirty=3 paused=0 pause=48 period=48 think=0 cgroup_ino=71
+            weir-4711    [000] ..... 10930.100000: balance_dirty_pages: bdi 254:0: limit=1 paused=48 pause=-4 period=0 think=9 cgroup_ino=71
+             dd-5        [000] ..... 10930.100000: balance_dirty_pages: bdi 254:0: limit=1 paused=0 pause=100 period=0 think=9 cgroup_ino=71
+garbage: block_bio_queue: + x
+";
+
+    #[test]
+    fn who_sent_what_is_told_by_names() {
+        let expect = Traced {
+            by_process: 128 * 512,
+            by_throttle: 2048 * 512,
+            by_writeback: 2048 * 512,
+            by_others: 8 * 512,
+            held_ms: 48,
+        };
+        assert_eq!(parse(TEXT, 4711), expect);
+        assert_eq!(parse("", 1), Traced::default());
+    }
+
+    #[test]
+    fn a_thread_group_may_follow_the_pid() {
+        let line = "weir-4711  ( 4711) [000] ..... 1.0: block_bio_queue: 254,0 R 8 + 8 [weir]";
+        assert_eq!(parse(line, 4711).by_process, 4096);
+    }
+}

@@ -1,0 +1,101 @@
+//! The process inside the cgroup, from outside: started, moved, told, ended.
+
+use std::{
+    io::{BufRead as _, BufReader, Write as _},
+    path::Path,
+    process::{Child, ChildStdin, Command, Stdio},
+    sync::mpsc::{self, Receiver},
+    thread,
+    time::Duration,
+};
+
+use anyhow::{Context as _, bail};
+use nix::{
+    sys::signal::{Signal, kill},
+    unistd::Pid,
+};
+
+use super::load::{Answer, Order};
+
+/// The process. Killed when dropped.
+#[derive(Debug)]
+pub(super) struct Worker {
+    child: Child,
+    orders: ChildStdin,
+    answers: Receiver<String>,
+}
+
+impl Worker {
+    /// Starts it; it does nothing until it is told to.
+    ///
+    /// # Errors
+    /// If no process or thread can be had.
+    pub(super) fn start(directory: &Path) -> anyhow::Result<Self> {
+        // This very program, also where its file has been replaced since.
+        let mut child = Command::new("/proc/self/exe")
+            .args(["cgroup", "load"])
+            .arg(directory)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .context("the process that is to be measured cannot be started")?;
+        let (Some(orders), Some(out)) = (child.stdin.take(), child.stdout.take()) else {
+            bail!("the process that is to be measured has no pipes");
+        };
+        let (sender, answers) = mpsc::channel();
+        let listen = move || {
+            for line in BufReader::new(out).lines() {
+                let Ok(line) = line else { return };
+                if sender.send(line).is_err() {
+                    return;
+                }
+            }
+        };
+        thread::Builder::new()
+            .name("answers".to_owned())
+            .spawn(listen)
+            .context("no thread can be started")?;
+        Ok(Self { child, orders, answers })
+    }
+
+    /// Its id.
+    pub(super) fn process(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// What ends it, for whoever hears a signal.
+    pub(super) fn end(&self) -> impl Fn() + Send + 'static + use<> {
+        let process = i32::try_from(self.child.id()).ok();
+        move || {
+            if let Some(process) = process {
+                let _ = kill(Pid::from_raw(process), Signal::SIGKILL);
+            }
+        }
+    }
+
+    /// Has it do something, within a time.
+    ///
+    /// # Errors
+    /// What it says, or that it says nothing.
+    pub(super) fn order(&mut self, order: &Order, within: Duration) -> anyhow::Result<Answer> {
+        let mut line = serde_json::to_string(order).context("an order")?;
+        line.push('\n');
+        self.orders.write_all(line.as_bytes()).context("the process that is measured has ended")?;
+        let answer = self.answers.recv_timeout(within);
+        let Ok(answer) = answer else {
+            bail!("no end within {} s", within.as_secs());
+        };
+        let answer: Answer = serde_json::from_str(&answer).context("an answer of unknown form")?;
+        match answer.error {
+            Some(error) => bail!("{error}"),
+            None => Ok(answer),
+        }
+    }
+}
+
+impl Drop for Worker {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}

@@ -1,0 +1,218 @@
+//! Where cgroups are mounted, and which version of them limits block I/O.
+//!
+//! ```text
+//!   unified   /sys/fs/cgroup           cgroup2                        v2 has `io`
+//!   hybrid    /sys/fs/cgroup/unified   cgroup2, without `io`
+//!             /sys/fs/cgroup/blkio     cgroup, with blkio             v1 has it
+//! ```
+//!
+//! A controller is in one hierarchy at a time, so one version limits block I/O on a machine, or none does. Nothing is guessed from
+//! the places: mountinfo says where, and cgroup.controllers what. Source: cgroups(7).
+//!
+//! Looks once, when the program begins: controllers do not move while they are in use.
+
+use std::{
+    fs, io,
+    path::{Component, Path, PathBuf},
+};
+
+use anyhow::{Context as _, anyhow, bail};
+
+use super::{
+    control_group::ControlGroup,
+    kernel::{mountinfo, proc_cgroup},
+};
+
+/// Where the kernel's trees are; other places in tests.
+#[derive(Debug, Clone)]
+pub(crate) struct Roots {
+    /// `/proc`.
+    pub(crate) proc: PathBuf,
+    /// `/sys`.
+    pub(crate) sys: PathBuf,
+    /// `/run`, where systemd says that it is there.
+    pub(crate) run: PathBuf,
+}
+
+impl Default for Roots {
+    fn default() -> Self {
+        Self { proc: "/proc".into(), sys: "/sys".into(), run: "/run".into() }
+    }
+}
+
+impl Roots {
+    /// The mounts as this process sees them.
+    ///
+    /// # Errors
+    /// If they cannot be read, or are of no known form.
+    pub(crate) fn mounts(&self) -> anyhow::Result<Vec<mountinfo::Mount>> {
+        let path = self.mountinfo();
+        let text = read(&path).with_context(|| path.display().to_string())?;
+        Ok(mountinfo::parse(&text)?)
+    }
+
+    /// The same for who looks for devices.
+    pub(crate) fn of_devices(&self) -> block::device::Roots {
+        block::device::Roots { sys: self.sys.clone(), mounts: self.mountinfo() }
+    }
+
+    /// The file that lists the mounts.
+    pub(crate) fn mountinfo(&self) -> PathBuf {
+        self.proc.join("self/mountinfo")
+    }
+}
+
+/// The text of a file of the kernel. A name in it that is not UTF-8 is then not found, which is better than that nothing is.
+fn read(path: &Path) -> io::Result<String> {
+    Ok(String::from_utf8_lossy(&fs::read(path)?).into_owned())
+}
+
+/// A version of cgroups.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) enum Version {
+    /// A hierarchy for each controller: `blkio`.
+    V1,
+    /// One for all: `io`.
+    V2,
+}
+
+/// The hierarchies of this machine, as far as they matter for block I/O. Made by [`Hierarchy::discover`].
+#[derive(Debug, Clone)]
+pub(crate) struct Hierarchy {
+    /// Where the kernel's trees are.
+    pub(crate) roots: Roots,
+    /// Where cgroup v2 is mounted.
+    pub(crate) unified: Option<PathBuf>,
+    /// Where v1's blkio is.
+    pub(crate) blkio: Option<PathBuf>,
+    /// Where v1's memory is.
+    pub(crate) memory_v1: Option<PathBuf>,
+    version: Option<Version>,
+    /// The cgroup that is mounted at [`Hierarchy::root`]: not the topmost in a container without a cgroup namespace.
+    top: PathBuf,
+}
+
+impl Hierarchy {
+    /// What mountinfo says.
+    ///
+    /// # Errors
+    /// If it cannot be read. That no cgroups are mounted is no error.
+    pub(crate) fn discover(roots: Roots) -> anyhow::Result<Self> {
+        let mounts = roots.mounts()?;
+        // The first is the machine's own; containers' are mounted later.
+        let v2 = mounts.iter().find(|mount| mount.kind == "cgroup2");
+        let v1 = |controller| {
+            mounts.iter().find(|mount| mount.kind == "cgroup" && mount.option(controller).is_some())
+        };
+        let blkio = v1("blkio");
+        let has_io = v2.is_some_and(|mount| {
+            let controllers = read(&mount.point.join("cgroup.controllers")).unwrap_or_default();
+            controllers.split_ascii_whitespace().any(|controller| controller == "io")
+        });
+        let (version, mount) = match (has_io, blkio) {
+            (true, _) => (Some(Version::V2), v2),
+            (false, Some(_)) => (Some(Version::V1), blkio),
+            (false, None) => (None, None),
+        };
+        let point = |mount: Option<&mountinfo::Mount>| mount.map(|mount| mount.point.clone());
+        Ok(Self {
+            unified: point(v2),
+            blkio: point(blkio),
+            memory_v1: point(v1("memory")),
+            version,
+            top: mount.map_or_else(|| "/".into(), |mount| mount.root.clone()),
+            roots,
+        })
+    }
+
+    /// Which version limits block I/O; `None` if none does.
+    pub(crate) fn version(&self) -> Option<Version> {
+        self.version
+    }
+
+    /// Where that version is mounted.
+    pub(crate) fn root(&self) -> Option<&Path> {
+        match self.version? {
+            Version::V1 => self.blkio.as_deref(),
+            Version::V2 => self.unified.as_deref(),
+        }
+    }
+
+    /// The root cgroup of that version.
+    ///
+    /// # Errors
+    /// If no version limits block I/O.
+    pub(crate) fn root_group(&self) -> anyhow::Result<ControlGroup> {
+        let (Some(version), Some(root)) = (self.version, self.root()) else {
+            bail!(
+                "cgroups: no hierarchy that is mounted has a controller of block I/O (mount cgroup v2, as \
+                 `mount -t cgroup2 none /sys/fs/cgroup`, on a kernel with CONFIG_BLK_CGROUP, and not with \
+                 cgroup_disable=io)"
+            )
+        };
+        Ok(ControlGroup { version, directory: root.to_owned(), name: "/".into() })
+    }
+
+    /// The cgroup of this name, `/system.slice/x.service`, whether or not there is one.
+    ///
+    /// # Errors
+    /// If no version limits block I/O, or the name leads upwards.
+    pub(crate) fn group(&self, name: &Path) -> anyhow::Result<ControlGroup> {
+        let mut group = self.root_group()?;
+        for component in name.components() {
+            match component {
+                Component::RootDir | Component::CurDir => {}
+                Component::Normal(part) => {
+                    group.directory.push(part);
+                    group.name.push(part);
+                }
+                Component::ParentDir | Component::Prefix(_) => {
+                    bail!("cgroup {name:?}: it leads out of the tree by \"..\" (write the path without)")
+                }
+            }
+        }
+        Ok(group)
+    }
+
+    /// The cgroup that a process is in, in the hierarchy that limits block I/O.
+    ///
+    /// # Errors
+    /// If there is no such process, or its cgroup is not in what is mounted here.
+    pub(crate) fn of_pid(&self, pid: i32) -> anyhow::Result<ControlGroup> {
+        let root = self.root_group()?;
+        let file = self.roots.proc.join(pid.to_string()).join("cgroup");
+        let text = read(&file).map_err(|error| match error.kind() {
+            io::ErrorKind::NotFound => anyhow!("process {pid}: there is none of that id (it may have ended)"),
+            _ => anyhow!("{}: {error}", file.display()),
+        })?;
+        let memberships = proc_cgroup::parse(&text)?;
+        let here = memberships.iter().find(|membership| match root.version {
+            Version::V2 => membership.hierarchy == 0,
+            Version::V1 => membership.controllers.iter().any(|name| name == "blkio"),
+        });
+        let path =
+            &here.with_context(|| format!("{}: it names no cgroup of block I/O", file.display()))?.path;
+        let outside = || {
+            format!(
+                "process {pid}: its cgroup {} is outside of what is mounted at {} (ask on the host, or from its \
+                 own container)",
+                path.display(),
+                root.directory.display()
+            )
+        };
+        let name = path.strip_prefix(&self.top).ok().with_context(outside)?;
+        let group = self.group(name).ok().with_context(outside)?;
+        if !group.exists() {
+            bail!("process {pid}: its cgroup {} has been removed (it is about to end)", path.display());
+        }
+        Ok(group)
+    }
+
+    /// Whether systemd manages this machine's cgroups, as sd_booted(3) tells.
+    pub(crate) fn systemd(&self) -> bool {
+        self.roots.run.join("systemd/system").is_dir()
+    }
+}
+
+#[cfg(test)]
+mod tests;

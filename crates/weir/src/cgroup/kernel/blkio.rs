@@ -1,0 +1,146 @@
+//! The limits and totals of a cgroup of version 1: blkio.throttle.*.
+//!
+//! ```text
+//!   read_bps_device   8:0 20971520          a device without a limit has no line; a tab between in Linux 2.6
+//!   io_service_bytes  8:0 Read 4096
+//!                     8:0 Write 8192
+//!                     8:0 Sync 4096         the same again, by another division
+//!                     8:0 Async 8192
+//!                     8:0 Discard 0         since Linux 4.19
+//!                     8:0 Total 12288
+//!                     Total 12288           of all devices
+//!   io_serviced       the same, in operations
+//! ```
+//!
+//! Each limit is a file of its own here, so four writes make a change. Totals do not include descendants. Source:
+//! Documentation/admin-guide/cgroup-v1/blkio-controller.rst.
+
+use block::device::Number;
+
+use super::{Unknown, count, io_max::Rates, io_stat::Usage, nested::NAMELESS, number};
+
+/// The four files of limits, in the order of [`Rates`]: `blkio.throttle.` and then these.
+pub(crate) const LIMITS: [&str; 4] = [
+    "blkio.throttle.read_bps_device",
+    "blkio.throttle.write_bps_device",
+    "blkio.throttle.read_iops_device",
+    "blkio.throttle.write_iops_device",
+];
+/// The file of bytes.
+pub(crate) const BYTES: &str = "blkio.throttle.io_service_bytes";
+/// The file of operations.
+pub(crate) const OPERATIONS: &str = "blkio.throttle.io_serviced";
+
+/// The key of cgroup v2 that a file of [`LIMITS`] is.
+pub(crate) fn key<'a>(rates: &'a mut Rates, file: &str) -> &'a mut Option<u64> {
+    let [read_bps, write_bps, read_iops, _] = LIMITS;
+    match file {
+        file if file == read_bps => &mut rates.read_bps,
+        file if file == write_bps => &mut rates.write_bps,
+        file if file == read_iops => &mut rates.read_iops,
+        _ => &mut rates.write_iops,
+    }
+}
+
+/// The devices that a file of limits lists, and their limits.
+///
+/// # Errors
+/// If a line is of no known form.
+pub(crate) fn limits(text: &str) -> Result<Vec<(Number, u64)>, Unknown> {
+    let parse = |line: &str| {
+        let mut words = line.split_ascii_whitespace();
+        let limit = (number(words.next()?)?, count(words.next()?)?);
+        words.next().is_none().then_some(limit)
+    };
+    text.lines().map(|line| parse(line).ok_or_else(|| Unknown::new("blkio.throttle", line))).collect()
+}
+
+/// What a cgroup has done to each device, from the text of [`BYTES`] and [`OPERATIONS`], in the order of their numbers.
+///
+/// # Errors
+/// If a line is of no known form.
+pub(crate) fn usage(bytes: &str, operations: &str) -> Result<Vec<(Number, Usage)>, Unknown> {
+    let mut found = std::collections::BTreeMap::<Number, Usage>::new();
+    each(BYTES, bytes, |device, kind, total| kind.set_bytes(found.entry(device).or_default(), total))?;
+    each(OPERATIONS, operations, |device, kind, total| {
+        kind.set_operations(found.entry(device).or_default(), total);
+    })?;
+    Ok(found.into_iter().collect())
+}
+
+/// One device of the two files; `None` if the cgroup has done nothing to it. Allocates nothing.
+///
+/// # Errors
+/// If a line is of no known form.
+pub(crate) fn find(bytes: &str, operations: &str, device: Number) -> Result<Option<Usage>, Unknown> {
+    let mut found = None;
+    each(BYTES, bytes, |number, kind, total| {
+        if number == device {
+            kind.set_bytes(found.get_or_insert_default(), total);
+        }
+    })?;
+    each(OPERATIONS, operations, |number, kind, total| {
+        if number == device {
+            kind.set_operations(found.get_or_insert_default(), total);
+        }
+    })?;
+    Ok(found)
+}
+
+/// What a line counts.
+#[derive(Debug, Clone, Copy)]
+enum Kind {
+    Read,
+    Write,
+    Discard,
+    /// The same as the others, by another division.
+    Again,
+}
+
+impl Kind {
+    fn set_bytes(self, usage: &mut Usage, total: u64) {
+        match self {
+            Self::Read => usage.read_bytes = total,
+            Self::Write => usage.written_bytes = total,
+            Self::Discard => usage.discarded_bytes = total,
+            Self::Again => {}
+        }
+    }
+
+    fn set_operations(self, usage: &mut Usage, total: u64) {
+        match self {
+            Self::Read => usage.reads = total,
+            Self::Write => usage.writes = total,
+            Self::Discard => usage.discards = total,
+            Self::Again => {}
+        }
+    }
+}
+
+/// Shows every line that is about a device.
+fn each(what: &'static str, text: &str, mut show: impl FnMut(Number, Kind, u64)) -> Result<(), Unknown> {
+    for line in text.lines() {
+        let unknown = || Unknown::new(what, line);
+        let mut words = line.split_ascii_whitespace();
+        let (first, second, third) = (words.next(), words.next(), words.next());
+        match (first, second, third, words.next()) {
+            (Some(device), Some(kind), Some(total), None) => {
+                let kind = match kind {
+                    "Read" => Kind::Read,
+                    "Write" => Kind::Write,
+                    "Discard" => Kind::Discard,
+                    _ => Kind::Again,
+                };
+                let total = count(total).ok_or_else(unknown)?;
+                if !NAMELESS.contains(&device) {
+                    show(number(device).ok_or_else(unknown)?, kind, total);
+                }
+            }
+            (Some("Total"), Some(total), None, None) => {
+                count::<u64>(total).ok_or_else(unknown)?;
+            }
+            _ => return Err(unknown()),
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,109 @@
+//! What the fuzz target does with a text, and what has to hold whatever it is.
+//!
+//! Here and not in `fuzz/`, because tests run the same checks for a short time on every change. Every parser gets every text: a sample of one
+//! format, half changed into another, is what none of them expects.
+
+use std::path::Path;
+
+use super::{
+    MAX_LINE_CHARS, Unknown, blkio, io_latency, io_max, io_stat, memory_stat, mountinfo, number, pressure,
+    proc_cgroup, proc_io, proc_stat, weight,
+};
+
+/// A device that texts hardly name.
+const OTHER: block::device::Number = block::device::Number { major: 4_094, minor: 1_048_574 };
+
+/// Reads a text as every file of the kernel.
+pub fn kernel_files(data: &[u8]) {
+    let text = &String::from_utf8_lossy(data);
+    nested_files(text);
+    blkio_files(text);
+    weight_files(text);
+    process_files(text);
+    mounts(text);
+}
+
+/// What a parser made of a text; what it refuses, it refuses in bounds.
+fn accepted<T>(parsed: Result<T, Unknown>) -> Option<T> {
+    match parsed {
+        Ok(value) => Some(value),
+        Err(unknown) => {
+            assert!(unknown.line.chars().count() <= MAX_LINE_CHARS + 1, "{} characters", unknown.line.len());
+            assert!(unknown.to_string().starts_with(unknown.what));
+            None
+        }
+    }
+}
+
+fn nested_files(text: &str) {
+    if let Some(all) = accepted(io_stat::parse(text)) {
+        for (device, _) in &all {
+            let first = all.iter().find(|(number, _)| number == device).map(|(_, usage)| *usage);
+            assert_eq!(io_stat::find(text, *device), Ok(first));
+            assert_eq!(number(&device.to_string()), Some(*device));
+        }
+        let other = all.iter().find(|(number, _)| *number == OTHER).map(|(_, usage)| *usage);
+        assert_eq!(io_stat::find(text, OTHER), Ok(other));
+        for (one, other) in all.iter().zip(all.iter().skip(1)) {
+            assert_eq!(one.1.since(&one.1), io_stat::Usage::default());
+            let _ = one.1.since(&other.1);
+        }
+    }
+    for (device, rates) in accepted(io_max::parse(text)).unwrap_or_default() {
+        assert_eq!(io_max::parse(&rates.line(device)), Ok(vec![(device, rates)]));
+    }
+    let _ = accepted(io_latency::targets(text));
+    if let Some(waiting) = accepted(memory_stat::parse(text)) {
+        assert!(waiting.total() >= waiting.dirty.max(waiting.writeback));
+    }
+    if let Some(pressure) = accepted(pressure::parse(text)) {
+        for stall in [Some(pressure.some), pressure.full].into_iter().flatten() {
+            for share in [stall.avg10, stall.avg60, stall.avg300] {
+                assert!(share.is_finite() && share >= 0.0, "{share}");
+            }
+        }
+    }
+}
+
+fn blkio_files(text: &str) {
+    if let Some(all) = accepted(blkio::usage(text, text)) {
+        for (device, usage) in all {
+            assert_eq!(blkio::find(text, text, device), Ok(Some(usage)));
+            assert_eq!((usage.read_bytes, usage.written_bytes), (usage.reads, usage.writes));
+        }
+    }
+    let _ = accepted(blkio::limits(text));
+}
+
+fn weight_files(text: &str) {
+    if let Some(weights) = accepted(weight::weights(text)) {
+        for (device, _) in &weights.devices {
+            assert!(weights.on(*device).is_some());
+        }
+    }
+    let _ = accepted(weight::cost_enabled(text));
+    if let Some(Some(scheduler)) = accepted(weight::scheduler(text)) {
+        assert!(text.contains(scheduler));
+    }
+}
+
+fn process_files(text: &str) {
+    for membership in accepted(proc_cgroup::parse(text)).unwrap_or_default() {
+        assert!(membership.path.is_absolute());
+    }
+    let _ = accepted(proc_io::parse(text));
+    if let Some(stat) = accepted(proc_stat::parse(text)) {
+        assert!(stat.pid >= 0 && stat.name.len() < text.len());
+    }
+}
+
+fn mounts(text: &str) {
+    let Some(mounts) = accepted(mountinfo::parse(text)) else { return };
+    for mount in &mounts {
+        let _ = mount.option("upperdir");
+        if let Some(holding) = mountinfo::holding(&mounts, &mount.point) {
+            assert!(mount.point.starts_with(&holding.point));
+        }
+    }
+    let _ = mountinfo::holding(&mounts, Path::new("/"));
+}

@@ -1,0 +1,48 @@
+//! What a cgroup has in memory: memory.stat of cgroup v2, one `key number` a line.
+//!
+//! ```text
+//!   file_dirty 1048576
+//!   file_writeback 40960
+//! ```
+//!
+//! Only what waits to be written matters here. Version 1 has other keys, of which none
+//! is asked for. Source: Documentation/admin-guide/cgroup-v2.rst, "memory.stat".
+
+use super::{Unknown, count};
+
+const FILE: &str = "memory.stat";
+
+/// Bytes that were written into the page cache and are not on their disk.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) struct Waiting {
+    /// That nobody has begun to write back.
+    pub(crate) dirty: u64,
+    /// On their way to a disk.
+    pub(crate) writeback: u64,
+}
+
+impl Waiting {
+    /// Both.
+    pub(crate) fn total(self) -> u64 {
+        self.dirty.saturating_add(self.writeback)
+    }
+}
+
+/// What waits; nothing, where the file does not say.
+///
+/// # Errors
+/// If a line of these keys is of no known form.
+pub(crate) fn parse(text: &str) -> Result<Waiting, Unknown> {
+    let mut waiting = Waiting::default();
+    for line in text.lines() {
+        let (field, rest) = if let Some(rest) = line.strip_prefix("file_dirty ") {
+            (&mut waiting.dirty, rest)
+        } else if let Some(rest) = line.strip_prefix("file_writeback ") {
+            (&mut waiting.writeback, rest)
+        } else {
+            continue;
+        };
+        *field = count(rest).ok_or_else(|| Unknown::new(FILE, line))?;
+    }
+    Ok(waiting)
+}

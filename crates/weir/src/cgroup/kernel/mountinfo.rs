@@ -1,0 +1,117 @@
+//! What is mounted where: /proc/PID/mountinfo.
+//!
+//! ```text
+//!   36 35 98:0 /mnt1 /mnt2 rw,noatime master:1 - ext3 /dev/root rw,errors=continue
+//!         │    │     │     │          └ optional, any number up to the hyphen
+//!         │    │     │     options    kind   source   super options
+//!         │    root  point
+//!         number
+//! ```
+//!
+//! Blanks, tabs, newlines, backslashes and hashes in names are written as octal numbers, `\040`. In the super options a comma inside a value is
+//! too, so those are unescaped one by one ([`Mount::option`]). Source: proc_pid_mountinfo(5).
+
+use std::{
+    ffi::OsString,
+    os::unix::ffi::OsStringExt as _,
+    path::{Path, PathBuf},
+};
+
+use block::device::Number;
+
+use super::{Unknown, number};
+
+const FILE: &str = "mountinfo";
+
+/// One mount.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Mount {
+    /// The file system's device, whose major number is 0 if it has none of its own.
+    pub(crate) number: Number,
+    /// The directory of the file system that is mounted, such as `/`.
+    pub(crate) root: PathBuf,
+    /// Where.
+    pub(crate) point: PathBuf,
+    /// The file system's kind, such as `ext4` or `fuse.sshfs`.
+    pub(crate) kind: String,
+    /// What is mounted, in the file system's own words, such as `/dev/vda`.
+    pub(crate) source: String,
+    /// The mount's options, such as `rw,noatime`.
+    pub(crate) options: String,
+    /// The file system's, such as `rw,lowerdir=/a:/b`, as the kernel escapes them.
+    pub(crate) super_options: String,
+}
+
+impl Mount {
+    /// The value of an option of the file system; empty for one without a value.
+    pub(crate) fn option(&self, name: &str) -> Option<PathBuf> {
+        self.super_options.split(',').find_map(|option| match option.split_once('=') {
+            Some((key, value)) => (key == name).then(|| unescape(value)),
+            None => (option == name).then(PathBuf::new),
+        })
+    }
+}
+
+/// Every mount, in the order in which they were made: a later one hides what is below its point.
+///
+/// # Errors
+/// If a line is of no known form.
+pub(crate) fn parse(text: &str) -> Result<Vec<Mount>, Unknown> {
+    text.lines().map(|line| parse_line(line).ok_or_else(|| Unknown::new(FILE, line))).collect()
+}
+
+/// The one of these mounts in which a path lies; the path must be absolute and without links.
+pub(crate) fn holding<'a>(mounts: impl IntoIterator<Item = &'a Mount>, path: &Path) -> Option<&'a Mount> {
+    // Of two at the same point the later hides the earlier, which is what `max_by_key` takes.
+    mounts
+        .into_iter()
+        .filter(|mount| path.starts_with(&mount.point))
+        .max_by_key(|mount| mount.point.components().count())
+}
+
+fn parse_line(line: &str) -> Option<Mount> {
+    // One blank between fields: a source may be empty.
+    let mut fields = line.split(' ');
+    let number = number(fields.nth(2)?)?;
+    let (root, point, options) = (fields.next()?, fields.next()?, fields.next()?);
+    fields.find(|field| *field == "-")?;
+    let (kind, source) = (fields.next()?, fields.next()?);
+    // A file system may write blanks here that should have been escaped.
+    let super_options = fields.collect::<Vec<_>>().join(" ");
+    Some(Mount {
+        number,
+        root: unescape(root),
+        point: unescape(point),
+        kind: kind.to_owned(),
+        source: unescape(source).to_string_lossy().into_owned(),
+        options: options.to_owned(),
+        super_options,
+    })
+}
+
+/// Text with its octal numbers as the bytes they stand for. A backslash that begins none stays.
+fn unescape(text: &str) -> PathBuf {
+    let mut bytes = Vec::with_capacity(text.len());
+    let mut rest = text.as_bytes();
+    while let Some((&first, after)) = rest.split_first() {
+        if first == b'\\'
+            && let Some((byte, after)) = octal(after)
+        {
+            bytes.push(byte);
+            rest = after;
+        } else {
+            bytes.push(first);
+            rest = after;
+        }
+    }
+    OsString::from_vec(bytes).into()
+}
+
+/// The byte that three octal digits say, and what follows them.
+fn octal(text: &[u8]) -> Option<(u8, &[u8])> {
+    let (digits, after) = text.split_at_checked(3)?;
+    let value = digits.iter().try_fold(0_u32, |value, digit| {
+        matches!(digit, b'0'..=b'7').then(|| value * 8 + u32::from(digit - b'0'))
+    })?;
+    Some((u8::try_from(value).ok()?, after))
+}

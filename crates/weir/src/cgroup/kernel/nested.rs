@@ -1,0 +1,78 @@
+//! The form that io.stat, io.max and io.cost.qos share: a device and its keys on every line.
+//!
+//! ```text
+//!   8:16 rbytes=1459200 wbytes=314773504
+//!   253:10 253:5 rbytes=0 wbytes=4096          Linux 5.15 to 5.18: a device without keys does not end its line
+//!   (unknown) rbytes=0                         a device without a name: it has gone, or is one path of several to a disk
+//!   11:2 rbytes=0 [NONE] dispatched=0          Android: what its scheduler counts, by class of request
+//! ```
+//!
+//! Keys belong to the device before them. Source: "Nested keyed" in Documentation/admin-guide/cgroup-v2.rst. Lines did not end between the commits "stop
+//! using seq_get_buf" and "always terminate io.stat lines" of block/blk-cgroup.c.
+//!
+//! Allocates nothing but the error: io.stat is read many times a second.
+
+use std::ops::ControlFlow;
+
+use block::device::Number;
+
+use super::{Unknown, number};
+
+/// What the kernel calls a device without a name, since 5.7 and before.
+pub(super) const NAMELESS: [&str; 2] = ["(unknown)", "(null)"];
+
+/// Shows every device, in the file's order, until told to break.
+///
+/// `set` takes one key into the value and gives `None` if its text is not of its form; keys that it does not know it passes over.
+///
+/// # Errors
+/// At the first line that is neither. What came before has been shown.
+pub(super) fn scan<V: Default>(
+    what: &'static str,
+    text: &str,
+    set: impl Fn(&mut V, &str, &str) -> Option<()>,
+    mut show: impl FnMut(Number, V) -> ControlFlow<()>,
+) -> Result<(), Unknown> {
+    for line in text.lines() {
+        let unknown = || Unknown::new(what, line);
+        // The device, none if it has no name, and what is known of it.
+        let mut current: Option<(Option<Number>, V)> = None;
+        for word in line.split_ascii_whitespace() {
+            if let Some((key, value)) = word.split_once('=') {
+                let (_, values) = current.as_mut().ok_or_else(unknown)?;
+                set(values, key, value).ok_or_else(unknown)?;
+                continue;
+            }
+            if current.is_some() && word.starts_with('[') && word.ends_with(']') {
+                continue;
+            }
+            let device =
+                if NAMELESS.contains(&word) { None } else { Some(number(word).ok_or_else(unknown)?) };
+            if let Some((Some(before), values)) = current.replace((device, V::default()))
+                && show(before, values).is_break()
+            {
+                return Ok(());
+            }
+        }
+        if let Some((Some(device), values)) = current
+            && show(device, values).is_break()
+        {
+            return Ok(());
+        }
+    }
+    Ok(())
+}
+
+/// Every device of a file, in its order.
+pub(super) fn all<V: Default>(
+    what: &'static str,
+    text: &str,
+    set: impl Fn(&mut V, &str, &str) -> Option<()>,
+) -> Result<Vec<(Number, V)>, Unknown> {
+    let mut found = Vec::new();
+    scan(what, text, set, |device, values| {
+        found.push((device, values));
+        ControlFlow::Continue(())
+    })?;
+    Ok(found)
+}

@@ -1,0 +1,45 @@
+//! Which cgroups a process is in: /proc/PID/cgroup.
+//!
+//! ```text
+//!   7:blkio:/system.slice            cgroup v1: a hierarchy's number, its controllers, the path from its root
+//!   1:name=systemd:/user.slice       one without controllers, but with a name
+//!   0::/user.slice/session-1.scope   cgroup v2
+//! ```
+//!
+//! Paths are as the reader's cgroup namespace sees them: what lies outside it begins with `/..`. The path of a cgroup that was removed under
+//! its last process, a zombie, ends in ` (deleted)`. Source: cgroups(7), cgroup_namespaces(7).
+
+use std::path::PathBuf;
+
+use super::{Unknown, count};
+
+const FILE: &str = "/proc/PID/cgroup";
+
+/// Where a process is in one hierarchy.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Membership {
+    /// The hierarchy's number; 0 for cgroup v2.
+    pub(crate) hierarchy: u32,
+    /// Its controllers, none for cgroup v2; `name=systemd` for a named hierarchy.
+    pub(crate) controllers: Vec<String>,
+    /// The cgroup, from the hierarchy's root.
+    pub(crate) path: PathBuf,
+}
+
+/// Every hierarchy, in the file's order.
+///
+/// # Errors
+/// If a line is of no known form.
+pub(crate) fn parse(text: &str) -> Result<Vec<Membership>, Unknown> {
+    text.lines().map(|line| parse_line(line).ok_or_else(|| Unknown::new(FILE, line))).collect()
+}
+
+fn parse_line(line: &str) -> Option<Membership> {
+    // A cgroup's name may hold colons.
+    let mut fields = line.splitn(3, ':');
+    let hierarchy = count(fields.next()?)?;
+    let controllers = fields.next()?;
+    let path = fields.next().filter(|path| path.starts_with('/'))?;
+    let controllers = controllers.split(',').filter(|name| !name.is_empty()).map(str::to_owned).collect();
+    Some(Membership { hierarchy, controllers, path: path.into() })
+}

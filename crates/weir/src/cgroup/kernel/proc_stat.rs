@@ -1,0 +1,62 @@
+//! A task's name, state, beginning and time waited for I/O: /proc/PID/stat and /proc/PID/task/TID/stat.
+//!
+//! ```text
+//!   2301 (kworker/u8:2-ev) I 2 0 …
+//!   17 (a) (b) S 1 …                  a name may hold anything: it ends at the last parenthesis
+//! ```
+//!
+//! Source: proc_pid_stat(5), whose numbers of fields are used here.
+
+use super::{Unknown, count};
+
+const FILE: &str = "/proc/PID/stat";
+/// starttime.
+const START: usize = 22;
+/// delayacct_blkio_ticks.
+const BLKIO_DELAY: usize = 42;
+/// ppid, the first field taken after the state.
+const PARENT: usize = 4;
+
+/// One task.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct TaskStat {
+    /// Its id.
+    pub(crate) pid: i32,
+    /// Its name, up to 15 bytes, longer for the kernel's own workers; with newlines and backslashes as `\n` and `\\`.
+    pub(crate) name: String,
+    /// `R` running, `S` asleep, `D` waiting for I/O, and others.
+    pub(crate) state: char,
+    /// Its parent's id; 0 if it has none in this namespace.
+    pub(crate) parent: i32,
+    /// When it began, in ticks (sysconf(3), `_SC_CLK_TCK`) since the machine did: with its id, this tells it from all others.
+    pub(crate) start_ticks: u64,
+    /// Time waited for I/O, in ticks; 0 where delay accounting is off (`kernel.task_delayacct`), its default since Linux 5.14.
+    pub(crate) blkio_delay_ticks: u64,
+}
+
+/// The whole file.
+///
+/// # Errors
+/// If it is of no known form.
+pub(crate) fn parse(text: &str) -> Result<TaskStat, Unknown> {
+    parse_text(text).ok_or_else(|| Unknown::new(FILE, text))
+}
+
+fn parse_text(text: &str) -> Option<TaskStat> {
+    let (pid, rest) = text.split_once(" (")?;
+    let (name, rest) = rest.rsplit_once(") ")?;
+    let mut fields = rest.split_ascii_whitespace();
+    let state = fields.next()?;
+    let parent = count(fields.next()?)?;
+    let start_ticks = count(fields.nth(START - PARENT - 1)?)?;
+    let blkio_delay_ticks = count(fields.nth(BLKIO_DELAY - START - 1)?)?;
+    let mut state = state.chars();
+    Some(TaskStat {
+        pid: count(pid)?,
+        name: name.to_owned(),
+        state: state.next().filter(|_| state.next().is_none())?,
+        parent,
+        start_ticks,
+        blkio_delay_ticks,
+    })
+}

@@ -1,0 +1,84 @@
+//! Weights, and whether anything on the device heeds them: io.weight, io.bfq.weight, io.cost.qos, queue/scheduler.
+//!
+//! ```text
+//!   io.weight         default 100            for devices without a line of their own
+//!                     8:0 200
+//!   blkio.bfq.weight  100                    cgroup v1, and io.bfq.weight before Linux 5.4
+//!   io.cost.qos       8:0 enable=1 ctrl=auto rpct=95.00 …
+//!   queue/scheduler   none [mq-deadline] kyber bfq
+//! ```
+//!
+//! Source: Documentation/admin-guide/cgroup-v2.rst, "IO Interface Files"; Documentation/block/bfq-iosched.rst;
+//! Documentation/ABI/stable/sysfs-block.
+
+use block::device::Number;
+
+use super::{Unknown, count, nested, number};
+
+/// The weights of a cgroup.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub(crate) struct Weights {
+    /// On devices that are not in the list.
+    pub(crate) default: Option<u32>,
+    /// On these.
+    pub(crate) devices: Vec<(Number, u32)>,
+}
+
+impl Weights {
+    /// The weight on a device.
+    pub(crate) fn on(&self, device: Number) -> Option<u32> {
+        let own = self.devices.iter().find(|(number, _)| *number == device);
+        own.map(|(_, weight)| *weight).or(self.default)
+    }
+}
+
+/// The whole of io.weight or io.bfq.weight.
+///
+/// # Errors
+/// If a line is of no known form.
+pub(crate) fn weights(text: &str) -> Result<Weights, Unknown> {
+    let mut weights = Weights::default();
+    for line in text.lines() {
+        let unknown = || Unknown::new("io.weight", line);
+        let mut words = line.split_ascii_whitespace();
+        match (words.next(), words.next(), words.next()) {
+            (Some(weight), None, _) | (Some("default"), Some(weight), None) => {
+                weights.default = Some(count(weight).ok_or_else(unknown)?);
+            }
+            (Some(device), Some(weight), None) => {
+                weights.devices.push(number(device).zip(count(weight)).ok_or_else(unknown)?);
+            }
+            _ => return Err(unknown()),
+        }
+    }
+    Ok(weights)
+}
+
+/// The devices that io.cost.qos lists, and whether io.cost is in force on them.
+///
+/// # Errors
+/// If a line is of no known form.
+pub(crate) fn cost_enabled(text: &str) -> Result<Vec<(Number, bool)>, Unknown> {
+    nested::all("io.cost.qos", text, |enabled: &mut bool, key, value| {
+        if key == "enable" {
+            *enabled = count::<u8>(value)? != 0;
+        }
+        Some(())
+    })
+}
+
+/// The scheduler in force, of those that queue/scheduler lists; `None` if the device has none to choose from and says so with nothing.
+///
+/// # Errors
+/// If several are listed and none is marked.
+pub(crate) fn scheduler(text: &str) -> Result<Option<&str>, Unknown> {
+    let mut words = text.split_ascii_whitespace();
+    let marked = words.clone().find_map(|word| word.strip_prefix('[')?.strip_suffix(']'));
+    match (marked, words.next(), words.next()) {
+        (Some(marked), ..) => Ok(Some(marked)),
+        (None, None, _) => Ok(None),
+        // A device that bypasses the queue says `none`, without brackets.
+        (None, Some(only), None) => Ok(Some(only)),
+        (None, Some(_), Some(_)) => Err(Unknown::new("queue/scheduler", text.trim_end())),
+    }
+}

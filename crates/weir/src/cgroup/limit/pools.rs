@@ -1,0 +1,75 @@
+//! From what was asked for to pools that can be steered: one for each group, one for each control group without.
+
+use std::collections::BTreeMap;
+
+use policy::{
+    steering::{Member, Pool, is_steered},
+    throttle::{LimitKind, Limits},
+    time::Instant,
+    watermark::Watermark,
+};
+
+use super::kept::{Entry, Kept};
+
+/// Limits, and who shares them.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Sharing {
+    /// What it is called: `group tenant`, or `/system.slice/nginx.service on 254:0`.
+    pub(crate) name: String,
+    /// Valid.
+    pub(crate) limits: Limits,
+    pub(crate) watermark: Watermark,
+    /// One at least.
+    pub(crate) members: Vec<Entry>,
+}
+
+impl Sharing {
+    /// All that is kept.
+    ///
+    /// # Errors
+    /// None for what [`Kept::load`] or a change returned: it has been checked.
+    pub(crate) fn all(kept: &Kept) -> anyhow::Result<Vec<Self>> {
+        let mut alone = Vec::new();
+        let mut groups: BTreeMap<&str, Self> = BTreeMap::new();
+        for entry in &kept.limits {
+            let shared = kept.shared(entry);
+            let sharing = |name: String| -> anyhow::Result<Self> {
+                let (limits, watermark) = (shared.limits()?, shared.watermark()?);
+                Ok(Self { name, limits, watermark, members: vec![entry.clone()] })
+            };
+            match &entry.group {
+                None => alone.push(sharing(format!("{} on {}", entry.cgroup.display(), entry.device()?))?),
+                Some(name) => match groups.get_mut(name.as_str()) {
+                    Some(group) => group.members.push(entry.clone()),
+                    None => drop(groups.insert(name, sharing(format!("group {name}"))?)),
+                },
+            }
+        }
+        Ok(alone.into_iter().chain(groups.into_values()).collect())
+    }
+
+    /// The same without the members that are not there.
+    pub(crate) fn of_those(mut self, are_there: impl Fn(&Entry) -> bool) -> Self {
+        self.members.retain(are_there);
+        self
+    }
+
+    /// A pool of these limits and members, with empty buckets.
+    pub(crate) fn pool(&self, now: Instant) -> Pool {
+        let mut pool = Pool::new(&self.limits, now);
+        self.members.iter().for_each(|entry| pool.add(Member::new(entry.weight())));
+        pool
+    }
+
+    /// Whether a limit is in parts, of several or of reads and writes.
+    pub(crate) fn limits_are_divided(&self) -> bool {
+        let total =
+            [LimitKind::BpsTotal, LimitKind::IopsTotal].iter().any(|kind| self.limits.limit(*kind).rate > 0);
+        total || self.members.len() > 1
+    }
+
+    /// Whether the kernel alone does not keep these limits: somebody must watch.
+    pub(crate) fn needs_watch(&self) -> bool {
+        self.watermark != Watermark::ALWAYS || is_steered(&self.limits, self.members.len())
+    }
+}

@@ -1,0 +1,172 @@
+//! What holds when nobody steers: limits without bursts, whatever the watermark, divided by weight among those who are there.
+//!
+//! What `weir cgroup limit` tells at once, and what a watch, its guard, and whoever comes after them fall back to.
+
+use std::{collections::HashMap, path::PathBuf};
+
+use block::device::{Identity, Number, Roots};
+use policy::{steering::Rates, time::Instant};
+
+use super::{
+    kept::{Entry, Kept},
+    pools::Sharing,
+    tell::{self, Telling},
+};
+use crate::{
+    cgroup::{control_group::ControlGroup, hierarchy::Hierarchy},
+    complain,
+};
+
+/// A control group on a device that is there, and what it is held to.
+pub(crate) type Settled = (ControlGroup, Number, Rates);
+
+/// What each control group that is there is held to when nobody steers. One whose disk is gone, or another's by now, is held to nothing and
+/// leaves its part to the others.
+///
+/// # Errors
+/// None for what [`Kept::load`] or a change returned.
+pub(crate) fn settled(hierarchy: &Hierarchy, kept: &Kept) -> anyhow::Result<Vec<Settled>> {
+    let mut all = Vec::new();
+    let roots = hierarchy.roots.of_devices();
+    let is_there = |entry: &Entry| {
+        hierarchy
+            .group(&entry.cgroup)
+            .is_ok_and(|group| group.exists() && same_disk(&group, entry, &roots).is_ok())
+    };
+    for sharing in Sharing::all(kept)? {
+        let sharing = sharing.of_those(is_there);
+        let rates = sharing.pool(Instant::ZERO).settled();
+        for (entry, rates) in sharing.members.iter().zip(rates) {
+            all.push((hierarchy.group(&entry.cgroup)?, entry.device()?, rates));
+        }
+    }
+    Ok(all)
+}
+
+/// Whether an entry's disk is there, and no other by now. Where the kernel holds the control group to something there, it is: limits go with
+/// their disk. Only where it does not the disk itself is asked, which may take its time.
+///
+/// # Errors
+/// Which of both it is.
+pub(crate) fn same_disk(group: &ControlGroup, entry: &Entry, roots: &Roots) -> anyhow::Result<()> {
+    let number = entry.device()?;
+    if tell::told(group, number).is_ok_and(|told| told != Rates::NONE) {
+        return Ok(());
+    }
+    entry.disk(roots).map(drop)
+}
+
+/// Tells the kernel, and systemd, what holds after a change, wherever that differs from before; who gets less first. Returns what `of`
+/// was told, which is told in any case.
+///
+/// # Errors
+/// If one is refused; then all are as they were.
+pub(super) fn change(
+    hierarchy: &Hierarchy,
+    before: &Kept,
+    after: &Kept,
+    of: Option<(&ControlGroup, Number)>,
+) -> anyhow::Result<Option<Rates>> {
+    let before = settled(hierarchy, before)?;
+    let before: HashMap<_, _> =
+        before.into_iter().map(|(group, device, rates)| ((group, device), rates)).collect();
+    let is_asked = |group: &ControlGroup, number| of == Some((group, number));
+    let mut changes: Vec<((ControlGroup, Number), Rates)> = settled(hierarchy, after)?
+        .into_iter()
+        .map(|(group, device, rates)| ((group, device), rates))
+        .collect();
+    let shared = of.map(|of| sharing_with(after, of)).transpose()?.unwrap_or_default();
+    let differs = |(group, number): &(ControlGroup, Number), rates: &Rates| {
+        // Who shares with it may be held to something else than this was computed from: it was alone for a while.
+        shared.contains(&(group.name.clone(), *number))
+            && tell::told(group, *number).is_ok_and(|told| told != *rates)
+    };
+    changes.retain(|(place, rates)| {
+        is_asked(&place.0, place.1) || before.get(place) != Some(rates) || differs(place, rates)
+    });
+    changes.sort_by_key(|(place, rates)| before.get(place).is_none_or(|was| sum(rates) >= sum(was)));
+    let found = changes.iter().find(|(place, _)| is_asked(&place.0, place.1)).map(|(_, rates)| *rates);
+    let telling = |((group, number), rates): ((ControlGroup, Number), Rates)| {
+        let place = (group, number);
+        // What nobody here knew of may have a limit all the same.
+        let found = || tell::told(&place.0, number).unwrap_or(Rates::NONE);
+        let before = before.get(&place).copied().unwrap_or_else(found);
+        Telling { group: place.0, device: (number, node(hierarchy, number)), rates, before }
+    };
+    let changes: Vec<Telling> = changes.into_iter().map(telling).collect();
+    tell::tell_all(hierarchy, &changes)?;
+    Ok(found)
+}
+
+/// Who shares limits with one, by name and device.
+fn sharing_with(
+    kept: &Kept,
+    (group, number): (&ControlGroup, Number),
+) -> anyhow::Result<Vec<(PathBuf, Number)>> {
+    let place = |entry: &Entry| Some((entry.cgroup.clone(), entry.device().ok()?));
+    let asked = (group.name.clone(), number);
+    let all = Sharing::all(kept)?.into_iter();
+    let mut places = all.map(|sharing| sharing.members.iter().filter_map(place).collect::<Vec<_>>());
+    Ok(places.find(|places| places.contains(&asked)).unwrap_or_default())
+}
+
+/// All four rates together, to tell who loses.
+fn sum(Rates { bps, iops }: &Rates) -> u128 {
+    bps.iter().chain(iops).map(|rate| rate.map_or(u128::from(u64::MAX), u128::from)).sum()
+}
+
+/// Holds every control group to what was configured, without bursts. One that refuses does not keep it from the others.
+///
+/// # Errors
+/// The last of what was refused; the others have been complained of.
+pub(crate) fn settle(hierarchy: &Hierarchy, kept: &Kept) -> anyhow::Result<()> {
+    let mut failed: Option<anyhow::Error> = None;
+    for (group, device, rates) in settled(hierarchy, kept)? {
+        let Err(error) = hold(&group, device, rates) else { continue };
+        if let Some(earlier) = failed.replace(error) {
+            complain(&earlier);
+        }
+    }
+    failed.map_or(Ok(()), Err)
+}
+
+/// Tells the kernel, unless it has been told the same; and has the levels above hand down the controllers first, if they do not, as after the
+/// machine's start.
+///
+/// # Errors
+/// If it refuses.
+pub(crate) fn hold(group: &ControlGroup, device: Number, rates: Rates) -> anyhow::Result<()> {
+    if rates != Rates::NONE && !group.has("io.stat") {
+        group.enable(&["io"])?;
+        // Without it buffered writes are missed, which is no reason to miss the others.
+        let _ = group.enable(&["memory"]);
+    }
+    tell_if_different(group, device, rates)
+}
+
+/// Tells the kernel, unless it has been told the same: each time costs it some precision.
+///
+/// # Errors
+/// If it refuses.
+pub(crate) fn tell_if_different(group: &ControlGroup, device: Number, rates: Rates) -> anyhow::Result<()> {
+    tell_after(group, device, tell::told(group, device).ok(), rates)
+}
+
+/// The same for who knows already what it has been told.
+///
+/// # Errors
+/// If it refuses.
+pub(crate) fn tell_after(
+    group: &ControlGroup,
+    device: Number,
+    told: Option<Rates>,
+    rates: Rates,
+) -> anyhow::Result<()> {
+    if told == Some(tell::as_kept(rates)) { Ok(()) } else { tell::tell(group, device, rates) }
+}
+
+/// The device's node, for systemd; one that is gone is called by its number.
+pub(super) fn node(hierarchy: &Hierarchy, number: Number) -> String {
+    Identity::resolve(number, &hierarchy.roots.of_devices())
+        .map_or_else(|_| format!("/dev/block/{number}"), |identity| identity.node())
+}

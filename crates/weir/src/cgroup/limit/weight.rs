@@ -1,0 +1,113 @@
+//! Weights: handed to the kernel where something there divides by them, and otherwise kept for the division of a group's limits.
+//!
+//! ```text
+//!   io.cost on the device   io.weight        its root's io.cost.qos says enable=1
+//!   BFQ on the device       io.bfq.weight    its queue's scheduler is bfq
+//!   neither                 a group's limits are divided by weight; a weight without a group would mean nothing
+//! ```
+//!
+//! Source: Documentation/admin-guide/cgroup-v2.rst, "IO Interface Files"; Documentation/block/bfq-iosched.rst.
+
+use anyhow::{Context as _, bail};
+use block::device::{Identity, Number};
+
+use super::tell::{about, set_properties};
+use crate::cgroup::{
+    control_group::ControlGroup,
+    hierarchy::Hierarchy,
+    kernel::weight::{cost_enabled, scheduler},
+};
+
+/// What divides by weight on a device, in the kernel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Divider {
+    IoCost,
+    Bfq,
+}
+
+/// A weight to tell the kernel, or one that is kept for weir's own division.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Weight {
+    weight: u32,
+    device: Number,
+    divider: Option<Divider>,
+}
+
+/// What becomes of a weight; `None` if none was given.
+///
+/// # Errors
+/// If nothing would go by it.
+pub(super) fn plan(
+    hierarchy: &Hierarchy,
+    group: &ControlGroup,
+    device: &Identity,
+    weight: Option<u32>,
+    in_group: bool,
+) -> anyhow::Result<Option<Weight>> {
+    let Some(weight) = weight else { return Ok(None) };
+    let divider = divider(hierarchy, device)?;
+    if divider.is_none() && !in_group {
+        bail!(
+            "weight {weight} for cgroup {}: nothing divides {} by weight, as neither io.cost nor BFQ is active there \
+             (name a --group with limits, whose parts then go by weight; or enable io.cost or BFQ)",
+            group.name.display(),
+            device.node()
+        );
+    }
+    Ok(Some(Weight { weight, device: device.number(), divider }))
+}
+
+/// What divides by weight on this device.
+///
+/// # Errors
+/// If what the kernel says is of no known form.
+pub(crate) fn divider(hierarchy: &Hierarchy, device: &Identity) -> anyhow::Result<Option<Divider>> {
+    let root = hierarchy.root_group()?;
+    // Without io.cost in the kernel there is no such file.
+    let cost = root.read("io.cost.qos").unwrap_or_default();
+    if cost_enabled(&cost)?.contains(&(device.number(), true)) {
+        return Ok(Some(Divider::IoCost));
+    }
+    let path = device.directory().join("queue/scheduler");
+    let text = std::fs::read_to_string(path).unwrap_or_default();
+    Ok((scheduler(&text)? == Some("bfq")).then_some(Divider::Bfq))
+}
+
+impl Weight {
+    /// Tells the kernel, if something there goes by it. Says what does.
+    ///
+    /// # Errors
+    /// If the kernel refuses.
+    pub(super) fn tell(
+        self,
+        hierarchy: &Hierarchy,
+        group: &ControlGroup,
+        node: &str,
+    ) -> anyhow::Result<String> {
+        let Self { weight, device, divider } = self;
+        let (file, most, who) = match divider {
+            Some(Divider::IoCost) => ("io.weight", 10_000, "io.cost"),
+            // Its weights end at 1000.
+            Some(Divider::Bfq) => ("io.bfq.weight", 1000, "BFQ"),
+            None => return Ok(format!("weight {weight} decides the parts of its group's limits")),
+        };
+        let told = weight.min(most);
+        group.write(file, &format!("{device} {told}")).with_context(|| about(group, file))?;
+        set_properties(hierarchy, group, &[format!("IODeviceWeight={node} {told}")])?;
+        let capped = if told < weight { format!(" (as {told}, its largest)") } else { String::new() };
+        Ok(format!("weight {weight}{capped} is {who}'s to enforce ({file})"))
+    }
+}
+
+/// Sets a weight back to what it is without one.
+///
+/// # Errors
+/// If the kernel refuses.
+pub(super) fn reset(hierarchy: &Hierarchy, group: &ControlGroup, device: &Identity) -> anyhow::Result<()> {
+    let file = match divider(hierarchy, device)? {
+        Some(Divider::IoCost) => "io.weight",
+        Some(Divider::Bfq) => "io.bfq.weight",
+        None => return Ok(()),
+    };
+    group.write(file, &format!("{} default", device.number())).with_context(|| about(group, file))
+}

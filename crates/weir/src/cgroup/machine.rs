@@ -1,0 +1,123 @@
+//! A machine made of files, for tests: mounts, cgroups, processes and disks that are as a test says.
+//!
+//! ```text
+//!   proc/self/mountinfo    proc/PID/cgroup
+//!   sys/fs/cgroup/…        cgroups are directories with the files that a test writes; a kernel's own are not there
+//!   sys/dev/block/8:0 ──►  sys/devices/sda
+//! ```
+//!
+//! What a kernel would refuse is taken here, so what depends on a refusal is tested in the guest.
+
+use std::{
+    fs,
+    os::unix::fs::symlink,
+    path::{Path, PathBuf},
+};
+
+use super::{
+    control_group::ControlGroup,
+    hierarchy::{Hierarchy, Roots, Version},
+};
+
+/// A machine in a directory of its own, which goes with it.
+#[derive(Debug)]
+pub(crate) struct Machine {
+    directory: tempfile::TempDir,
+    version: Version,
+}
+
+impl Machine {
+    /// One with cgroup v2 alone, whose root has these controllers: `cpu io memory`.
+    pub(crate) fn v2(controllers: &str) -> Self {
+        let machine = Self::empty(Version::V2);
+        machine.mount(&machine.root(), "/", "cgroup2 cgroup2 rw,nsdelegate");
+        machine.write("/", "cgroup.controllers", &format!("{controllers}\n"));
+        machine
+    }
+
+    /// One with blkio and memory of cgroup v1, and cgroup v2 without controllers beside them.
+    pub(crate) fn v1() -> Self {
+        let machine = Self::empty(Version::V1);
+        let place = |name: &str| machine.path("sys/fs/cgroup").join(name);
+        machine.mount(&place("unified"), "/", "cgroup2 cgroup2 rw");
+        machine.mount(&place("systemd"), "/", "cgroup cgroup rw,xattr,name=systemd");
+        machine.mount(&place("memory"), "/", "cgroup cgroup rw,memory");
+        machine.mount(&machine.root(), "/", "cgroup cgroup rw,blkio");
+        fs::write(place("unified").join("cgroup.controllers"), "hugetlb\n").expect("written");
+        machine
+    }
+
+    fn empty(version: Version) -> Self {
+        let machine = Self { directory: tempfile::tempdir().expect("a directory"), version };
+        fs::create_dir_all(machine.path("proc/self")).expect("made");
+        fs::create_dir_all(machine.path("sys/dev/block")).expect("made");
+        fs::write(machine.path("proc/self/mountinfo"), "").expect("written");
+        machine
+    }
+
+    /// A path of this machine.
+    pub(crate) fn path(&self, path: &str) -> PathBuf {
+        self.directory.path().join(path)
+    }
+
+    /// Where its kernel's trees are.
+    pub(crate) fn roots(&self) -> Roots {
+        Roots { proc: self.path("proc"), sys: self.path("sys"), run: self.path("run") }
+    }
+
+    /// Its hierarchies, as discovered.
+    pub(crate) fn hierarchy(&self) -> Hierarchy {
+        Hierarchy::discover(self.roots()).expect("discovered")
+    }
+
+    /// Where the hierarchy that limits block I/O is mounted.
+    pub(crate) fn root(&self) -> PathBuf {
+        self.path(match self.version {
+            Version::V1 => "sys/fs/cgroup/blkio",
+            Version::V2 => "sys/fs/cgroup",
+        })
+    }
+
+    /// Mounts something: the directory `root` of what has this kind, source and options.
+    pub(crate) fn mount(&self, point: &Path, root: &str, what: &str) {
+        fs::create_dir_all(point).expect("made");
+        let path = self.path("proc/self/mountinfo");
+        let text = fs::read_to_string(&path).expect("there");
+        let line = format!("30 25 0:26 {root} {} rw,nosuid shared:9 - {what}\n", point.display());
+        fs::write(path, text + &line).expect("written");
+    }
+
+    /// Makes a cgroup, with those above it.
+    pub(crate) fn group(&self, name: &str) -> ControlGroup {
+        let directory = self.root().join(name.trim_start_matches('/'));
+        fs::create_dir_all(&directory).expect("made");
+        ControlGroup { version: self.version, directory, name: name.into() }
+    }
+
+    /// Writes a file of a cgroup that is there.
+    pub(crate) fn write(&self, group: &str, file: &str, text: &str) {
+        fs::write(self.root().join(group.trim_start_matches('/')).join(file), text).expect("written");
+    }
+
+    /// Has a process be in these cgroups, as /proc/PID/cgroup says.
+    pub(crate) fn process(&self, pid: i32, memberships: &str) {
+        let directory = self.path("proc").join(pid.to_string());
+        fs::create_dir_all(&directory).expect("made");
+        fs::write(directory.join("cgroup"), memberships).expect("written");
+    }
+
+    /// Adds a disk of 1 MiB, or with a slash in its name a partition of one: `vda`, `vda/vda1`. It takes the place of another
+    /// of its number.
+    pub(crate) fn disk(&self, number: &str, name: &str) {
+        let directory = self.path("sys/devices").join(name);
+        fs::create_dir_all(&directory).expect("made");
+        fs::write(directory.join("dev"), format!("{number}\n")).expect("written");
+        fs::write(directory.join("size"), "2048\n").expect("written");
+        if name.contains('/') {
+            fs::write(directory.join("partition"), "1\n").expect("written");
+        }
+        let link = self.path("sys/dev/block").join(number);
+        let _ = fs::remove_file(&link);
+        symlink(&directory, link).expect("linked");
+    }
+}

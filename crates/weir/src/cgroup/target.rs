@@ -1,0 +1,187 @@
+//! What the command line calls a cgroup, and which it is.
+//!
+//! ```text
+//!   /sys/fs/cgroup/system.slice/x.service   a path, from / or from the hierarchy's root
+//!   system.slice/x.service
+//!   1234, self                              a process
+//!   nginx, nginx.service, user.slice        a systemd unit, anywhere in the tree
+//!   4f2e91d0c7aa, docker://4f2e91d0c7aa…    a container: its id, or 12 digits of it at least
+//! ```
+//!
+//! Units and containers are known by the names of their cgroups, not by asking systemd or a runtime: so it works for all of them, and for
+//! those in machines without. Container ids are 64 hexadecimal digits, which runtimes name cgroups by: `docker-ID.scope`,
+//! `libpod-ID.scope`, `cri-containerd-ID.scope`, `crio-ID.scope`, and `ID` itself with the cgroupfs driver.
+//!
+//! What fits several cgroups is an error that lists them, and never one of them.
+
+use std::path::{Component, Path, PathBuf};
+
+use anyhow::{Context as _, bail};
+
+use super::{
+    control_group::ControlGroup,
+    hierarchy::{Hierarchy, Version},
+};
+
+/// Digits of a container's id.
+const ID_DIGITS: usize = 64;
+/// The fewest that a container is known by: as many as `docker ps` prints.
+const LEAST_ID_DIGITS: usize = 12;
+/// The most digits of a pid: the kernel's limit is 2²² (proc_sys_kernel(5), pid_max).
+const MAX_PID_DIGITS: usize = 10;
+/// How `kubectl` and others say which runtime an id is of.
+const SCHEMES: [&str; 5] = ["docker://", "containerd://", "cri-o://", "podman://", "libpod://"];
+/// Longest list in an error.
+const MAX_LISTED: usize = 10;
+
+/// Whether a text means a process.
+pub(crate) fn is_process(text: &str) -> bool {
+    let is_pid =
+        !text.is_empty() && text.len() <= MAX_PID_DIGITS && text.bytes().all(|byte| byte.is_ascii_digit());
+    is_pid || text == "self"
+}
+
+/// The cgroup that a text means, which is there.
+///
+/// # Errors
+/// If there is none, or several.
+pub(crate) fn resolve(hierarchy: &Hierarchy, text: &str) -> anyhow::Result<ControlGroup> {
+    let root = hierarchy.root_group()?;
+    if text.is_empty() {
+        bail!("cgroup \"\": empty (give a path, a systemd unit, a container's id or a pid)");
+    }
+    if text == "self" {
+        let pid = i32::try_from(std::process::id()).context("this process has no pid")?;
+        return hierarchy.of_pid(pid).with_context(|| format!("cgroup {text:?}"));
+    }
+    if is_process(text) {
+        let pid = text.parse().with_context(|| format!("cgroup {text:?}: not a pid"))?;
+        return hierarchy.of_pid(pid).with_context(|| format!("cgroup {text:?}"));
+    }
+    if let Some(id) = SCHEMES.iter().find_map(|scheme| text.strip_prefix(scheme)) {
+        if !is_id(id) {
+            bail!("cgroup {text:?}: {id:?} is no container's id (it has 12 to 64 hexadecimal digits)");
+        }
+        return one(text, root.version, find(&root, |name| is_container(name, id)));
+    }
+    if let Some(group) = by_path(hierarchy, text)? {
+        return Ok(group);
+    }
+    if text.contains('/') {
+        bail!(
+            "cgroup {text:?}: there is none of that path below {} (`weir cgroup show` lists them)",
+            root.directory.display()
+        );
+    }
+    one(
+        text,
+        root.version,
+        find(&root, |name| is_unit(name, text) || (is_id(text) && is_container(name, text))),
+    )
+}
+
+/// The cgroup of a path, if there is one.
+fn by_path(hierarchy: &Hierarchy, text: &str) -> anyhow::Result<Option<ControlGroup>> {
+    let path = Path::new(text);
+    if path.components().any(|component| component == Component::ParentDir) {
+        bail!("cgroup {text:?}: \"..\" leads out of it (write the path without)");
+    }
+    let root = hierarchy.root_group()?.directory;
+    // Some distributions have the mount's usual place be a link.
+    let real: PathBuf = path.canonicalize().unwrap_or_else(|_| path.to_owned());
+    let below = [path, &real].into_iter().find_map(|path| path.strip_prefix(&root).ok());
+    if below.is_none() {
+        in_another(hierarchy, text, &real)?;
+    }
+    let group = hierarchy.group(below.unwrap_or(path))?;
+    Ok(group.exists().then_some(group))
+}
+
+/// Refuses the path of a cgroup in a hierarchy that does not limit block I/O.
+fn in_another(hierarchy: &Hierarchy, text: &str, path: &Path) -> anyhow::Result<()> {
+    if !path.is_absolute() || !path.is_dir() {
+        return Ok(());
+    }
+    let mounts = hierarchy.roots.mounts()?;
+    let mount = super::kernel::mountinfo::holding(&mounts, path);
+    if let Some(mount) = mount.filter(|mount| mount.kind.starts_with("cgroup")) {
+        let here = hierarchy.root_group()?.directory;
+        bail!(
+            "cgroup {text:?}: the hierarchy mounted at {} does not limit block I/O (give one below {})",
+            mount.point.display(),
+            here.display()
+        );
+    }
+    Ok(())
+}
+
+/// Every cgroup with a name that fits, by path.
+fn find(root: &ControlGroup, fits: impl Fn(&str) -> bool) -> Vec<ControlGroup> {
+    let (mut found, mut left) = (Vec::new(), vec![root.clone()]);
+    while let Some(group) = left.pop() {
+        // One that goes while it is looked at has nothing to show.
+        for child in group.children().unwrap_or_default() {
+            if child.name.file_name().and_then(|name| name.to_str()).is_some_and(&fits) {
+                found.push(child.clone());
+            }
+            left.push(child);
+        }
+    }
+    found.sort_by(|one, other| one.name.cmp(&other.name));
+    found
+}
+
+/// The only one.
+fn one(text: &str, version: Version, mut found: Vec<ControlGroup>) -> anyhow::Result<ControlGroup> {
+    // systemd.resource-control(5): where the hierarchies are apart, a unit is in those that its settings need.
+    let mend = match version {
+        Version::V1 => {
+            "a unit and a container have one while they run, and on cgroup v1 a unit has one for block I/O after `systemctl \
+             set-property --runtime UNIT IOAccounting=yes`"
+        }
+        Version::V2 => {
+            "a unit and a container have one while they run; a container's is found by its id, such as `docker inspect --format \
+             '{{.Id}}' NAME` prints"
+        }
+    };
+    match (found.pop(), found.len()) {
+        (Some(only), 0) => Ok(only),
+        (None, _) => bail!(
+            "cgroup {text:?}: no cgroup, unit, container or process of that name ({mend}; `weir cgroup show` lists all)"
+        ),
+        (Some(last), others) => {
+            found.push(last);
+            let mut list: Vec<_> =
+                found.iter().take(MAX_LISTED).map(|group| group.name.display().to_string()).collect();
+            if found.len() > MAX_LISTED {
+                list.push(format!("and {} more", found.len() - MAX_LISTED));
+            }
+            bail!("cgroup {text:?}: {} fit: {} (give the path of one)", others + 1, list.join(", "))
+        }
+    }
+}
+
+/// Whether a cgroup's name is that of a unit. Without a kind, a unit is a service, as for systemctl(1).
+fn is_unit(name: &str, unit: &str) -> bool {
+    // systemd puts an underscore before a unit's name that the kernel could take for one of its files (cg_escape): `_io.service`.
+    let plain = name.strip_prefix('_').unwrap_or(name);
+    [name, plain].iter().any(|name| *name == unit || name.strip_suffix(".service") == Some(unit))
+}
+
+/// Whether a text can be a container's id or its beginning.
+fn is_id(text: &str) -> bool {
+    (LEAST_ID_DIGITS..=ID_DIGITS).contains(&text.len())
+        && text.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'))
+}
+
+/// Whether a cgroup's name is that of the container whose id begins so.
+fn is_container(name: &str, id: &str) -> bool {
+    let name = name.strip_suffix(".scope").unwrap_or(name);
+    let (runtime, whole) = name.rsplit_once('-').unwrap_or(("", name));
+    // `libpod-conmon-ID.scope` holds the process that watches the container.
+    let watcher = runtime.ends_with("conmon");
+    whole.len() == ID_DIGITS && is_id(whole) && whole.starts_with(id) && !watcher
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,260 @@
+//! `weir cgroup explain` on this machine's own kernel: the case that it was asked about, a limit of cgroup v1 that a buffered `dd` ignores, told
+//! and proved. What needs cgroup v2 is tested in a guest (`tests/guest/cgroups`), and each cause beside the code. Needs root, and cgroup v1's blkio.
+
+use std::{
+    fs,
+    io::Write as _,
+    os::unix::fs::MetadataExt as _,
+    path::Path,
+    process::{Child, ChildStdin, Command, Stdio},
+    thread,
+    time::{Duration, Instant},
+};
+
+use nix::{
+    sys::{
+        signal::{Signal, kill},
+        stat::{major, minor},
+    },
+    unistd::{Pid, syncfs},
+};
+use serde_json::Value;
+
+use crate::harness::{
+    ATTEMPTS, BlkioGroup, Client, DEADLINE, MIB, Scratch, WEIR, assert_says, one_at_a_time, text, weir,
+};
+
+/// What the cgroups may write, in bytes per second.
+const LIMIT: u64 = 2 * MIB;
+
+/// A cgroup with a limit on the disk below a test's files.
+struct Group(BlkioGroup);
+
+impl Group {
+    /// `None` on a machine that has cgroup v2 alone.
+    fn new(what: &str, scratch: &Scratch) -> Option<Self> {
+        let group = BlkioGroup::new(&format!("explain-{what}"))?;
+        let limit = format!("{} {LIMIT}", disk(&scratch.path("")));
+        fs::write(group.directory.join("blkio.throttle.write_bps_device"), limit).expect("a limit");
+        Some(Self(group))
+    }
+
+    /// A `dd` in it, from a pipe that is to be filled, to a file.
+    fn dd(&self, output: &Path, options: &str) -> Dd {
+        let script = format!(
+            "echo $$ > {}/cgroup.procs && exec dd of={} bs=64K iflag=fullblock status=none {options}",
+            self.0.directory.display(),
+            output.display()
+        );
+        let mut child = Command::new("sh")
+            .args(["-c", &script])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .spawn()
+            .expect("a shell");
+        let input = child.stdin.take();
+        Dd { child, input }
+    }
+
+    /// Bytes that were charged to it.
+    fn written(&self) -> u64 {
+        written(&self.0.directory).expect("counted")
+    }
+
+    fn explain(&self) -> Client {
+        weir(&["cgroup", "explain", &self.0.name])
+    }
+}
+
+/// A `dd` that goes on for as long as its input does.
+struct Dd {
+    child: Child,
+    input: Option<ChildStdin>,
+}
+
+impl Dd {
+    fn feed(&mut self, bytes: u64) {
+        let zeros = vec![0; usize::try_from(bytes).expect("it fits into memory")];
+        self.input.as_mut().expect("still open").write_all(&zeros).expect("`dd` reads");
+    }
+
+    fn end(&mut self) {
+        drop(self.input.take());
+        assert!(self.child.wait().expect("a child").success());
+    }
+}
+
+impl Drop for Dd {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// Bytes written that were charged to a cgroup; `None` if it is not there.
+fn written(directory: &Path) -> Option<u64> {
+    let text = fs::read_to_string(directory.join("blkio.throttle.io_service_bytes")).ok()?;
+    let writes = text.lines().filter_map(|line| line.split_once(" Write "));
+    Some(writes.map(|(_, bytes)| bytes.parse::<u64>().expect("a number")).sum())
+}
+
+/// The number of the whole disk that a directory is on.
+fn disk(directory: &Path) -> String {
+    let device = fs::metadata(directory).expect("a directory").dev();
+    let link = format!("/sys/dev/block/{}:{}", major(device), minor(device));
+    let mut known = fs::canonicalize(link).expect("tests run on a disk");
+    if known.join("partition").exists() {
+        known.pop();
+    }
+    fs::read_to_string(known.join("dev")).expect("a disk has a number").trim().to_owned()
+}
+
+/// The findings of a cause.
+fn of_cause<'a>(answer: &'a Value, cause: &str) -> Vec<&'a Value> {
+    let findings = answer["findings"].as_array().expect("a list");
+    findings.iter().filter(|finding| finding["cause"] == cause).collect()
+}
+
+/// Which of the files that these tests make the answer's findings of a coverage name by kind of I/O.
+fn ios(answer: &Value, coverage: &str, pid: u32) -> Vec<String> {
+    let findings = answer["findings"].as_array().expect("a list");
+    let findings = findings.iter().filter(|finding| finding["coverage"] == coverage);
+    let acts = findings.flat_map(|finding| finding["io"].as_array().expect("a list"));
+    acts.filter(|act| act["pid"] == pid).map(|act| act["io"].as_str().expect("a name").to_owned()).collect()
+}
+
+#[test]
+fn a_limit_of_v1_that_a_buffered_dd_ignores_is_told_to_be_ignored() {
+    let scratch = Scratch::new();
+    let Some(group) = Group::new("dd", &scratch) else { return };
+    let _alone = one_at_a_time();
+    let bytes = 3 * LIMIT;
+    let (buffered, direct) = (scratch.path("buffered"), scratch.path("direct"));
+
+    let mut dd = group.dd(&buffered, "");
+    dd.feed(bytes);
+    let answer: Value = serde_json::from_str(&group.explain().arg("--json").succeeds()).expect("JSON");
+    assert_eq!(answer["verdict"], "missed", "{answer:#}");
+    assert_eq!(ios(&answer, "escapes", dd.child.id()), ["buffered-writes"], "{answer:#}");
+    let told = of_cause(&answer, "version-1")[0];
+    let file = group.0.directory.join("blkio.throttle.write_bps_device");
+    let cited =
+        told["evidence"].as_array().expect("a list").iter().find(|cited| cited["file"] == text(&file));
+    let value = cited.unwrap_or_else(|| panic!("{answer:#}"))["value"].clone();
+    assert_eq!(value, format!("{} {LIMIT}", disk(&scratch.path(""))));
+    dd.end();
+    syncfs(fs::File::open(&buffered).expect("written")).expect("a file system");
+    assert!(group.written() < bytes / 4, "{} of {bytes} were charged", group.written());
+
+    let begin = Instant::now();
+    let mut dd = group.dd(&direct, "oflag=direct");
+    // The pipe holds 64 KiB, and what it held in the middle was not yet limited.
+    dd.feed(bytes);
+    let answer: Value = serde_json::from_str(&group.explain().arg("--json").succeeds()).expect("JSON");
+    assert_eq!(
+        (ios(&answer, "escapes", dd.child.id()).len(), &answer["verdict"]),
+        (0, &"covered".into()),
+        "{answer:#}"
+    );
+    dd.end();
+    // A tenth of a second's worth may pass at once.
+    assert!(begin.elapsed() > Duration::from_millis(2500), "{:?} for three seconds' worth", begin.elapsed());
+    assert!(group.written() >= bytes, "{} of {bytes} were charged", group.written());
+}
+
+#[test]
+fn measuring_shows_which_path_the_limit_is_kept_on() {
+    let scratch = Scratch::new();
+    let Some(group) = Group::new("measure", &scratch) else { return };
+    let directory = scratch.path("files");
+    fs::create_dir(&directory).expect("a directory");
+    let mut seen = Vec::new();
+    for _ in 0..ATTEMPTS {
+        let _alone = one_at_a_time();
+        let measure =
+            ["--measure", "--directory", text(&directory), "--size", "4M", "--seconds", "2", "--json"];
+        let answer: Value = serde_json::from_str(&group.explain().args(measure).succeeds()).expect("JSON");
+        assert_eq!(fs::read_dir(&directory).expect("still there").count(), 0, "nothing is left");
+        let paths = answer["measured"]["paths"].as_array().expect("a list");
+        let of = |path: &str, key: &str| {
+            paths.iter().find(|known| known["path"] == path).unwrap_or_else(|| panic!("{answer:#}"))[key]
+                .clone()
+        };
+        // What the process sends itself is charged and limited; what a worker sends later is not.
+        for path in ["direct-writes", "writes-and-fsync"] {
+            assert!(of(path, "charged-bytes").as_u64() >= of(path, "bytes").as_u64(), "{answer:#}");
+            assert!(of(path, "bps").as_f64().is_some_and(|bps| bps < 1.25 * LIMIT as f64), "{answer:#}");
+        }
+        assert!(
+            of("buffered-writes", "charged-bytes").as_u64().is_some_and(|bytes| bytes < MIB),
+            "{answer:#}"
+        );
+        assert_eq!(of("reads-from-the-page-cache", "limit-is"), "not asked");
+        assert_eq!(of("reads", "limit-is"), "not set");
+        seen.push(of("buffered-writes", "limit-is"));
+        if seen.last().is_some_and(|seen| seen == "IGNORED") {
+            return;
+        }
+    }
+    panic!("a buffered write was never faster than the limit: {seen:?}");
+}
+
+#[test]
+fn what_measuring_made_is_removed_on_a_signal() {
+    let scratch = Scratch::new();
+    let Some(group) = Group::new("signal", &scratch) else { return };
+    let directory = scratch.path("");
+    let options = ["--measure", "--directory", text(&directory), "--seconds", "60", "--size", "64M"];
+    // At once, when it has just begun to make things, and in the midst of writing.
+    for (signal, least) in [(Signal::SIGTERM, 0), (Signal::SIGINT, 1)] {
+        let mut measuring = Command::new(WEIR)
+            .args(["cgroup", "explain", &group.0.name])
+            .args(options)
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .spawn()
+            .expect("weir runs");
+        let made = group.0.directory.with_file_name(format!("weir-explain-{}", measuring.id()));
+        let begin = Instant::now();
+        while written(&made).is_none_or(|bytes| bytes < least) {
+            assert!(begin.elapsed() < DEADLINE, "{} never had a write", made.display());
+            thread::yield_now();
+        }
+        let pid = i32::try_from(measuring.id()).expect("a pid");
+        kill(Pid::from_raw(pid), signal).expect("it runs");
+        let status = measuring.wait().expect("it ends");
+        assert_eq!(status.code(), Some(1), "{signal}");
+        assert!(!made.exists(), "{} is left", made.display());
+        let instance = Path::new("/sys/kernel/tracing/instances").join(format!("weir-explain-{pid}"));
+        assert!(!instance.exists(), "{} is left", instance.display());
+    }
+    assert_eq!(fs::read_dir(scratch.path("")).expect("a directory").count(), 0, "files are left");
+}
+
+#[test]
+fn what_cannot_be_looked_at_is_an_error() {
+    let said = weir(&["cgroup", "explain", "no-such-thing"]).fails();
+    assert_says(&said, &["weir: cgroup \"no-such-thing\": "]);
+    let outcome = weir(&["cgroup", "explain", "self", "--size", "1M"]).run();
+    assert_eq!(outcome.code(), 2, "{}", outcome.said());
+    assert_says(&outcome.said(), &["--measure"]);
+
+    let scratch = Scratch::new();
+    let Some(group) = Group::new("errors", &scratch) else { return };
+    fs::write(
+        group.0.directory.join("blkio.throttle.write_bps_device"),
+        format!("{} 0", disk(&scratch.path(""))),
+    )
+    .expect("no limit");
+    let printed = group.explain().succeeds();
+    assert_says(
+        &printed,
+        &["(cgroup v1): nothing is limited\n", "ESCAPES   no-limit\n", "mend: set a limit"],
+    );
+    let outcome = group.explain().args(["--measure", "--directory", text(&scratch.path(""))]).run();
+    assert_eq!(outcome.code(), 1);
+    assert_says(&outcome.said(), &["nothing is limited on its disk ", "(set a limit"]);
+    let outcome = group.explain().args(["--measure", "--directory", "/proc"]).run();
+    assert_eq!(outcome.code(), 1, "{}", outcome.said());
+}

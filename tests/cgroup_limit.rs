@@ -1,0 +1,109 @@
+//! `weir cgroup limit` on this machine's own kernel, in control groups that each test makes and removes. What needs cgroup v2 is tested in a
+//! guest (`tests/guest/cgroups`). Needs root, and the blkio controller of cgroup v1 or the io controller of v2.
+
+use std::{fs, time::Instant};
+
+use crate::harness::{ATTEMPTS, BlkioGroup, Client, MIB, Scratch, assert_says, one_at_a_time, text, weir};
+
+fn limit(scratch: &Scratch, group: &str) -> Client {
+    let kept = scratch.path("cgroups.json");
+    weir(&["cgroup", "limit", "--limits", text(&kept), "--device", text(&scratch.path("")), group])
+}
+
+/// What it said when it failed, with this exit status.
+#[track_caller]
+fn refused(status: i32, client: Client) -> String {
+    let outcome = client.run();
+    assert_eq!(outcome.code(), status, "{}", outcome.said());
+    outcome.said()
+}
+
+#[test]
+fn a_limit_of_v1_holds_direct_writes_and_says_what_it_misses() {
+    let Some(group) = BlkioGroup::new("rates") else { return };
+    let scratch = Scratch::new();
+    let said = limit(&scratch, &group.name).args(["--bps-write", "2M", "--iops-read", "500"]).succeeds();
+    assert_says(&said, &[&group.name, "bps-write 2M, iops-read 500", "note: cgroup v1", "buffered writes"]);
+    assert_says(&group.read("blkio.throttle.write_bps_device"), &[" 2097152\n"]);
+    assert_says(&group.read("blkio.throttle.read_iops_device"), &[" 500\n"]);
+    let _alone = one_at_a_time();
+    let script = format!(
+        "echo $$ > {0}/cgroup.procs; dd if=/dev/zero of={1} bs=256K count=16 oflag=direct conv=notrunc 2>/dev/null",
+        group.directory.display(),
+        scratch.filled("file", 4 * MIB).display()
+    );
+    let mut all = Vec::new();
+    for _ in 0..ATTEMPTS {
+        let begin = Instant::now();
+        Client::new("timeout").args(["60", "sh", "-c", &script]).succeeds();
+        let rate = 4.0 * MIB as f64 / begin.elapsed().as_secs_f64();
+        // The first slice of a tenth of a second may pass at once.
+        assert!(rate < 2.4 * MIB as f64, "{rate:.0} bytes a second");
+        all.push(rate);
+        if rate > 1.6 * MIB as f64 {
+            break;
+        }
+    }
+    assert!(all.last().is_some_and(|rate| *rate > 1.6 * MIB as f64), "{all:.0?} bytes a second");
+    let said = limit(&scratch, &group.name).args(["--remove", "--json"]).succeeds();
+    let said: serde_json::Value = serde_json::from_str(&said).unwrap();
+    assert!(said["bps-write"].is_null() && said["iops-read"].is_null(), "{said}");
+    assert_eq!(group.read("blkio.throttle.write_bps_device"), "");
+}
+
+#[test]
+fn what_v1_cannot_do_is_refused_and_nothing_is_changed() {
+    let Some(group) = BlkioGroup::new("refusals") else { return };
+    let scratch = Scratch::new();
+    for (asked, what) in [
+        (&["--bps-write", "2M", "--bps-write-max", "4M"][..], "bursts"),
+        (&["--iops-total", "100"][..], "limits on reads and writes together"),
+        (&["--bps-write", "2M", "--watermark", "90"][..], "watermarks"),
+        (&["--bps-write", "2M", "--group", "tenant"][..], "groups"),
+        (&["--weight", "200"][..], "weights"),
+    ] {
+        let said = refused(1, limit(&scratch, &group.name).args(asked));
+        assert_says(&said, &["weir: ", what, "need cgroup v2"]);
+        assert_eq!(group.read("blkio.throttle.write_bps_device"), "");
+    }
+    assert!(!scratch.path("cgroups.json").exists());
+    let said = refused(1, weir(&["cgroup", "watch", "--limits", text(&scratch.path("cgroups.json"))]));
+    assert_says(&said, &["need cgroup v2", "weir cgroup limit"]);
+    let kept = scratch.path("cgroups.json");
+    let said =
+        refused(1, weir(&["serve", "null:1M", "--nbd", "127.0.0.1:0", "--cgroup-limits", text(&kept)]));
+    assert_says(&said, &["need cgroup v2"]);
+}
+
+#[test]
+fn wrong_use_is_told_from_failure() {
+    let Some(group) = BlkioGroup::new("use") else { return };
+    let scratch = Scratch::new();
+    assert_says(&limit(&scratch, &group.name).succeeds(), &[&group.name, "no limit"]);
+    assert_says(
+        &refused(2, limit(&scratch, &group.name).args(["--remove", "--bps-read", "1M"])),
+        &["--remove"],
+    );
+    assert_says(
+        &refused(2, limit(&scratch, &group.name).args(["--weight", "0"])),
+        &["--weight", "1..=10000"],
+    );
+    assert_says(&refused(1, limit(&scratch, &group.name).arg("--remove")), &["has no limit on"]);
+    assert_says(
+        &refused(1, limit(&scratch, "/").args(["--bps-read", "1M"])),
+        &["the root cgroup has no limits"],
+    );
+    assert_says(
+        &refused(1, limit(&scratch, "weir-no-such-group").args(["--bps-read", "1M"])),
+        &["weir-no-such-group"],
+    );
+    let contradiction =
+        refused(1, limit(&scratch, &group.name).args(["--bps-read", "2M", "--bps-read-max", "1M"]));
+    assert_says(&contradiction, &["bps-read-max", &group.name]);
+    fs::write(scratch.path("cgroups.json"), "{").unwrap();
+    let broken = refused(1, limit(&scratch, &group.name).args(["--bps-read", "2M"]));
+    assert_says(&broken, &["cgroups.json: these limits cannot be used", "mend the file"]);
+    let no_disk =
+        refused(1, weir(&["cgroup", "limit", &group.name, "--device", "/proc", "--bps-read", "1M"]));
+    assert_says(&no_disk, &["/proc"]);
+}

@@ -1,0 +1,245 @@
+//! `weir cgroup run` on this machine's own cgroups: each test in one that the program makes and removes.
+//!
+//! Needs root, and a hierarchy with a controller of block I/O, of either version.
+
+use std::{
+    fs,
+    io::{BufRead as _, BufReader},
+    path::{Path, PathBuf},
+    process::{Child, Command, Stdio},
+    thread,
+    time::Instant,
+};
+
+use nix::{
+    sys::signal::{Signal, kill},
+    unistd::Pid,
+};
+use serde_json::Value;
+
+use crate::harness::{Client, DEADLINE, Scratch, WEIR, assert_says, text, weir};
+
+/// Where the cgroups are that limit block I/O.
+pub(crate) fn root() -> PathBuf {
+    assert!(
+        nix::unistd::geteuid().is_root(),
+        "cgroups need root (run the tests as root, as `make test` in CI does)"
+    );
+    let [v1, v2] = ["/sys/fs/cgroup/blkio", "/sys/fs/cgroup"].map(Path::new);
+    let root = if v1.is_dir() { v1 } else { v2 };
+    assert!(root.join("cgroup.procs").is_file(), "{}: no cgroups are mounted there", root.display());
+    root.to_owned()
+}
+
+/// A name that no other test uses, nor another run of this one.
+pub(crate) fn name(test: &str) -> String {
+    format!("test-{test}-{}", std::process::id())
+}
+
+/// The directory of the cgroup that the program makes for that name.
+pub(crate) fn directory(name: &str) -> PathBuf {
+    root().join("weir").join(name)
+}
+
+/// `weir cgroup run` below a directory of the test's, with this name and these options.
+fn run(scratch: &Scratch, name: &str, options: &[&str]) -> Client {
+    root();
+    weir(&["cgroup", "run", "--name", name]).args(options).inside(&scratch.path(""))
+}
+
+#[test]
+fn status_streams_and_arguments_are_the_command_s() {
+    let scratch = Scratch::new();
+    let name = name("status");
+    let script = "cat; echo \"$1\"; echo to error >&2; cat /proc/self/cgroup; exit 3";
+    let outcome =
+        run(&scratch, &name, &["--", "sh", "-c", script, "sh", "--json"]).reading("from input\n").run();
+    assert_eq!(outcome.code(), 3);
+    assert!(outcome.printed().starts_with("from input\n--json\n"), "{}", outcome.printed());
+    assert_says(&outcome.printed(), &[&format!(":/weir/{name}\n")]);
+    let said = outcome.said();
+    assert!(said.starts_with("to error\n"), "{said}");
+    assert_says(&said, &[&format!("weir: /weir/{name} in "), ", status 3\n", "\nwaited for I/O: "]);
+    assert!(!directory(&name).exists());
+
+    for (command, status) in [("kill -TERM $$", 143), ("exit 0", 0)] {
+        assert_eq!(run(&scratch, &name, &["sh", "-c", command]).run().code(), status);
+    }
+    let missing = run(&scratch, &name, &["no-such-program"]).run();
+    assert_eq!(missing.code(), 127);
+    assert_says(&missing.said(), &["weir: no-such-program: cannot be run: No such file"]);
+    assert_eq!(run(&scratch, &name, &["/"]).run().code(), 126);
+    assert!(!directory(&name).exists());
+}
+
+#[test]
+fn a_limit_is_held_and_the_summary_counts() {
+    let scratch = Scratch::new();
+    let (name, output) = (name("limit"), scratch.path("summary.json"));
+    let dd = "dd if=/dev/zero of=data bs=64K count=64 oflag=direct";
+    let options = ["--bps-write", "2M", "--json", "--output", text(&output), "--", "sh", "-c", dd];
+    run(&scratch, &name, &options).succeeds();
+    let summary: Value = serde_json::from_slice(&fs::read(&output).unwrap()).unwrap();
+    assert_eq!(
+        summary["settings"],
+        serde_json::json!({ "bps-write": 2 << 20, "bps-write-max": 0, "bps-write-max-length": 1 })
+    );
+    let device = &summary["devices"][0];
+    assert_eq!((&device["limited"], &summary["status"]), (&Value::Bool(true), &Value::from(0)));
+    let (bytes, bps) =
+        (device["writes"]["bytes"].as_u64().unwrap(), device["writes"]["bps"].as_f64().unwrap());
+    // What the file system writes of itself may come on top.
+    assert!((4 << 20..6 << 20).contains(&bytes), "{summary:#}");
+    // The kernel lets the first slice of a tenth of a second through; the rest takes 4 MiB / 2 MiB/s.
+    assert!(bps < 1.2 * f64::from(2 << 20), "{summary:#}");
+    assert!(!directory(&name).exists());
+}
+
+/// A shell that runs in a cgroup and waits for its input. Dropped, it is ended.
+pub(crate) struct Running<'a> {
+    child: Child,
+    /// Where it runs.
+    _scratch: &'a Scratch,
+}
+
+impl<'a> Running<'a> {
+    /// Starts it, and waits until it says that it is ready.
+    pub(crate) fn start(scratch: &'a Scratch, name: &str, options: &[&str], script: &str) -> Self {
+        root();
+        let mut child = Command::new(WEIR)
+            .args(["cgroup", "run", "--name", name])
+            .args(options)
+            .args(["--", "sh", "-c", script])
+            .current_dir(scratch.path(""))
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::null())
+            .spawn()
+            .expect("cargo built the program");
+        let mut line = String::new();
+        let printed = child.stdout.as_mut().expect("it is a pipe");
+        BufReader::new(printed).read_line(&mut line).expect("it is a pipe");
+        let running = Self { child, _scratch: scratch };
+        assert_eq!(line, "ready\n");
+        running
+    }
+
+    /// Waits for its end.
+    fn status(&mut self) -> Option<i32> {
+        // Held meanwhile: to wait closes it, and that would end the shell before a signal does.
+        let _input = self.child.stdin.take();
+        self.child.wait().expect("it is a child").code()
+    }
+
+    /// Ends it by the end of its input, and waits.
+    #[track_caller]
+    pub(crate) fn stop(mut self) {
+        drop(self.child.stdin.take());
+        assert!(self.status().is_some(), "it ends by itself");
+    }
+}
+
+impl Drop for Running<'_> {
+    fn drop(&mut self) {
+        // Where it has not ended, the test has failed; it ends its command too.
+        if let Ok(None) = self.child.try_wait() {
+            let _ = kill(Pid::from_raw(self.child.id().cast_signed()), Signal::SIGTERM);
+            let _ = self.child.wait();
+        }
+    }
+}
+
+#[test]
+fn signals_are_passed_on_and_the_cgroup_goes() {
+    let scratch = Scratch::new();
+    for (signal, trapped) in [(Signal::SIGTERM, "TERM"), (Signal::SIGINT, "INT"), (Signal::SIGHUP, "HUP")] {
+        let name = name(trapped);
+        // Built in: a child of the shell would not be told.
+        let script = format!("trap 'exit 7' {trapped}; echo ready; read line");
+        let mut running = Running::start(&scratch, &name, &[], &script);
+        assert!(directory(&name).is_dir());
+        kill(Pid::from_raw(running.child.id().cast_signed()), signal).unwrap();
+        assert_eq!(running.status(), Some(7), "{signal}");
+        assert!(!directory(&name).exists(), "{signal}");
+    }
+}
+
+/// A process that is not the test's child. Dropped, it and the cgroup that stayed for it are gone.
+struct Outlived {
+    pid: Pid,
+    directory: PathBuf,
+}
+
+impl Drop for Outlived {
+    fn drop(&mut self) {
+        let _ = kill(self.pid, Signal::SIGKILL);
+        let until = Instant::now() + DEADLINE;
+        // Nobody tells when another's child has ended; the kernel removes no cgroup with a process in it.
+        while fs::remove_dir(&self.directory).is_err() && self.directory.exists() && Instant::now() < until {
+            thread::yield_now();
+        }
+    }
+}
+
+#[test]
+fn what_outlives_the_command_keeps_the_cgroup_or_is_killed() {
+    let scratch = Scratch::new();
+    let command = ["--", "sh", "-c", "sleep 1000 >/dev/null 2>&1 & echo $!"];
+    let kept = name("kept");
+    let outcome = run(&scratch, &kept, &[&["--bps-write", "1M"], &command[..]].concat()).run();
+    let pid = outcome.printed();
+    let directory = directory(&kept);
+    let outlived = Outlived { pid: Pid::from_raw(pid.trim().parse().unwrap()), directory: directory.clone() };
+    assert_says(
+        &outcome.said(),
+        &["the cgroup stays with its limits for a process that", pid.trim(), "--kill"],
+    );
+    assert_eq!(fs::read_to_string(directory.join("cgroup.procs")).unwrap(), pid);
+    drop(outlived);
+    assert!(!directory.exists());
+
+    let killed = name("killed");
+    let outcome = run(&scratch, &killed, &[&["--kill"], &command[..]].concat()).run();
+    assert!(!outcome.said().contains("the cgroup stays"), "{}", outcome.said());
+    assert!(!self::directory(&killed).exists());
+}
+
+#[test]
+fn what_cannot_be_is_said_and_leaves_nothing() {
+    let scratch = Scratch::new();
+    let name = name("wrong");
+    let check = |options: &[&str], status, parts: &[&str]| {
+        let outcome = run(&scratch, &name, &[options, &["--", "true"]].concat()).run();
+        assert_eq!(outcome.code(), status, "{}", outcome.said());
+        assert_says(&outcome.said(), parts);
+        assert!(!directory(&name).exists());
+    };
+    check(&["--bps-write-max", "2M"], 2, &["weir: --bps-write-max (2097152) is set without bps-write"]);
+    check(&["--watermark", "101"], 2, &["--watermark", "101 is not in 0..=100"]);
+    check(&["--device", "/nowhere"], 1, &["weir: device \"/nowhere\": ", "No such file"]);
+    check(&["--device", "/proc"], 1, &["weir: device \"/proc\""]);
+    check(&["--parent", "/no-such-cgroup"], 1, &["no-such-cgroup"]);
+    if root().ends_with("blkio") {
+        check(&["--bps-write", "1M", "--bps-write-max", "2M"], 1, &["bursts", "need cgroup v2"]);
+    }
+    let without = weir(&["cgroup", "run", "--bps-write", "1M"]).run();
+    assert_eq!(without.code(), 2);
+    assert_says(&without.said(), &["COMMAND"]);
+
+    let denied = Client::new("setpriv")
+        .args([
+            "--reuid",
+            "65534",
+            "--clear-groups",
+            WEIR,
+            "cgroup",
+            "run",
+            "--name",
+            &name,
+            "--device",
+            "/",
+            "true",
+        ])
+        .fails();
+    assert_says(&denied, &["weir: cgroup /weir", "cannot be made", "Permission denied", "run as root"]);
+}

@@ -1,0 +1,141 @@
+//! `weir cgroup show` and `top` beside commands that `weir cgroup run` has at work in cgroups of this machine.
+//!
+//! Needs root, and a hierarchy with a controller of block I/O, of either version.
+
+use std::{
+    fs,
+    sync::atomic::{AtomicBool, Ordering},
+    thread,
+};
+
+use serde_json::Value;
+
+use crate::{
+    cgroup_run::{Running, directory, name, root},
+    harness::{Scratch, Terminal, assert_says, weir},
+};
+
+/// A shell in a cgroup that writes 64 KiB at a time to the disk, a MiB per second, until its input ends.
+fn writing<'a>(scratch: &'a Scratch, name: &str) -> Running<'a> {
+    let dd = "dd if=/dev/zero of=data bs=64K count=100000 oflag=direct conv=notrunc 2>/dev/null";
+    Running::start(
+        scratch,
+        name,
+        &["--kill", "--bps-write", "1M"],
+        &format!("echo ready; {dd} & read line; kill $!"),
+    )
+}
+
+#[test]
+fn programs_are_told_of_cgroups_devices_and_tasks() {
+    let scratch = Scratch::new();
+    let name = name("show");
+    let running = writing(&scratch, &name);
+    let path = format!("weir/{name}");
+    let look = |options: &[&str]| -> Value {
+        let printed =
+            weir(&["cgroup", "show", &path, "--json"]).args(options).inside(&scratch.path("")).succeeds();
+        serde_json::from_str(&printed).expect("it is JSON")
+    };
+    let answer = look(&["--device", ".", "--tasks", "--all", "--interval", "1s"]);
+    let group = &answer["cgroups"][0];
+    assert_eq!(group["name"], format!("/weir/{name}"));
+    let device = &group["devices"][0];
+    assert_eq!(device["limits"], serde_json::json!({ "bps-write": 1 << 20 }));
+    let bps = device["rate"]["writes"]["bps"].as_f64().expect("a second was measured");
+    assert!((f64::from(1 << 19)..f64::from(2 << 20)).contains(&bps), "{answer:#}");
+    let tasks = group["tasks"].as_array().unwrap();
+    let dd = tasks.iter().find(|task| task["name"] == "dd").unwrap_or_else(|| panic!("{answer:#}"));
+    assert!(
+        dd["writes"]["bytes"].as_u64().unwrap() > 0 && dd["rate"]["writes"]["bps"].as_f64().unwrap() > 0.0,
+        "{answer:#}"
+    );
+    assert!(tasks.iter().any(|task| task["name"] == "sh"), "{answer:#}");
+    if answer["task-waits-counted"] == false && group["pressure"].is_null() {
+        assert_eq!((&dd["waited-ns"], &group["waited-share"]), (&Value::Null, &Value::Null));
+    } else {
+        assert!(group["waited-share"].as_f64().unwrap() > 0.5, "{answer:#}");
+    }
+    let totals = look(&["--interval", "0"]);
+    let group = &totals["cgroups"][0];
+    assert_eq!((&totals["interval-ns"], &group["devices"][0]["rate"]), (&Value::Null, &Value::Null));
+    assert_eq!(group["tasks"], serde_json::json!([]));
+    running.stop();
+}
+
+#[test]
+fn people_see_those_with_limits_or_io_and_their_tasks() {
+    let scratch = Scratch::new();
+    let name = name("table");
+    let running = writing(&scratch, &name);
+    let printed = weir(&["cgroup", "show", "--tasks", "--interval", "500ms"]).succeeds();
+    let line = printed
+        .lines()
+        .find(|line| line.starts_with(&format!("/weir/{name} ")))
+        .unwrap_or_else(|| panic!("{printed}"));
+    assert_says(line, &["/dev/", "bps-w 1M"]);
+    assert!(
+        printed.lines().any(|line| line.contains("  dd ") && line.ends_with(&format!("/weir/{name}"))),
+        "{printed}"
+    );
+    running.stop();
+    let said = weir(&["cgroup", "show", &format!("weir/{name}")]).fails();
+    assert_says(&said, &[&name]);
+}
+
+#[test]
+fn cgroups_that_come_and_go_are_no_error() {
+    let parent = root().join(name("churn"));
+    fs::create_dir(&parent).unwrap();
+    let is_over = AtomicBool::new(false);
+    let children = || (0..20).map(|child| parent.join(child.to_string()));
+    let looks: Vec<_> = thread::scope(|scope| {
+        scope.spawn(|| {
+            while !is_over.load(Ordering::Relaxed) {
+                children().for_each(|child| drop(fs::create_dir(child)));
+                children().for_each(|child| drop(fs::remove_dir(child)));
+            }
+        });
+        let group = format!("/{}", name("churn"));
+        let looks =
+            (0..20).map(|_| weir(&["cgroup", "show", &group, "--all", "--interval", "1ms"]).run()).collect();
+        is_over.store(true, Ordering::Relaxed);
+        looks
+    });
+    fs::remove_dir(&parent).unwrap();
+    for look in looks {
+        assert_eq!((look.code(), look.said().as_str()), (0, ""));
+    }
+}
+
+#[test]
+fn what_is_not_there_is_said() {
+    root();
+    assert_says(&weir(&["cgroup", "show", "no-such-cgroup"]).fails(), &["weir: ", "no-such-cgroup"]);
+    assert_says(&weir(&["cgroup", "show", "--device", "/proc"]).fails(), &["weir: device \"/proc\""]);
+    assert_says(
+        &weir(&["cgroup", "top"]).fails(),
+        &["no terminal to draw on (`weir cgroup show` prints the same)"],
+    );
+    let usage = weir(&["cgroup", "top", "--interval", "10ms"]).run();
+    assert_eq!(usage.code(), 2);
+    assert_says(&usage.said(), &["is too short; it may be 100ms at least"]);
+}
+
+#[test]
+fn top_shows_cgroups_and_their_tasks_and_gives_the_terminal_back() {
+    let scratch = Scratch::new();
+    let name = name("top");
+    let running = writing(&scratch, &name);
+    let mut top = Terminal::weir(["cgroup", "top", &format!("weir/{name}"), "--interval", "100ms"]);
+    top.wait_for(&format!("/weir/{name}"));
+    top.press("\r");
+    top.wait_for(&format!("tasks in /weir/{name}"));
+    top.wait_for(" dd ");
+    running.stop();
+    top.wait_for("removed meanwhile");
+    top.press("\u{7f}q");
+    top.wait_for("\u{1b}[?1049l");
+    assert!(top.wait().success());
+    assert!(!directory(&name).exists());
+}
