@@ -34,12 +34,13 @@ test-unit: ## tests in virtual time: units, properties, simulation
 	@scripts/deps build
 	$(CARGO) test --locked -p weir-policy -p weir-block
 
-test-e2e: ## tests with real clients: the program's own, a browser, a guest's kernel, every row of the bench
+test-e2e: ## tests with real clients: the program's own, a browser, a guest's kernel and its cgroups, every row of the bench
 	@scripts/deps build clients browser guest
 	@scripts/python-clients
 	$(CARGO) test --locked -p weir
 	$(CARGO) build --locked -p weir
 	tests/guest/nbd/against-weir "$(TARGET)/debug/weir"
+	tests/guest/cgroups/against-weir "$(TARGET)/debug/weir"
 	bench/run.py --short --weir "$(TARGET)/debug/weir"
 
 bench: ## weir and its peers side by side, as ratios (about 50 minutes); BENCH="--rows 'file-*'" for a part
@@ -61,10 +62,12 @@ fuzz: ## fuzz every parser of untrusted bytes, FUZZ_SECONDS (600) each
 	@scripts/deps build
 	@scripts/fuzz $(FUZZ_SECONDS)
 
-soak: ## the properties and the simulation with many more cases and seeds; qcow2 in every combination, and killed
-	@scripts/deps build clients
+soak: ## the properties and the simulation with many more cases and seeds; qcow2 in every combination, and killed; cgroups for longer
+	@scripts/deps build clients guest
 	WEIR_SEEDS=$(SOAK_SEEDS) PROPTEST_CASES=$(SOAK_CASES) $(CARGO) test --release --locked -p weir-policy -p weir-block
 	WEIR_CONFORMANCE=all WEIR_KILLS=$(SOAK_KILLS) $(CARGO) test --release --locked -p weir --test e2e qcow2_c
+	$(CARGO) build --release --locked -p weir
+	tests/guest/cgroups/against-weir --full "$(TARGET)/release/weir"
 
 doc: ## build the documentation of the crates, private items included
 	@scripts/deps build

@@ -1,0 +1,80 @@
+"""What a case showed, beside what it should have: checks, their verdicts, and how often a case is tried.
+
+Why a case is tried again: the machine is emulated on processors that do other work too. One that is stopped for a while makes a
+measurement miss; it does not make one pass. Nor does a kernel that the emulator has broken. Checks that neither can explain are
+`exact`, and fail a case at once.
+
+Never measures anything.
+"""
+
+from dataclasses import dataclass
+
+from guest import GuestDied, GuestFailed, ScriptFailed
+
+ATTEMPTS = 5
+
+
+@dataclass(frozen=True)
+class Check:
+    """One figure or fact, and the verdict on it."""
+
+    what: str
+    holds: bool
+    seen: str
+    asked: str
+    exact: bool = False
+
+    def __str__(self):
+        verdict = "ok  " if self.holds else "FAIL"
+        return f"  {verdict} {self.what}: {self.seen} (asked: {self.asked})"
+
+
+def near(what, value, wanted, tolerance, unit="MB/s", scale=1e6):
+    """A figure that is to be this one, give or take a part of it."""
+    asked = f"{wanted / scale:.2f} {unit}, {tolerance:.0%} off at most"
+    return Check(what, abs(value - wanted) <= tolerance * wanted, f"{value / scale:.3f} {unit}, {value / wanted - 1:+.1%}", asked)
+
+
+def least(what, value, wanted, unit="MB/s", scale=1e6):
+    """A figure that is to be this one or more."""
+    return Check(what, value >= wanted, f"{value / scale:.2f} {unit}", f"at least {wanted / scale:.2f} {unit}")
+
+
+def most(what, value, wanted, unit="MB/s", scale=1.0):
+    """A figure that is to be this one or less."""
+    return Check(what, value <= wanted, f"{value / scale:.3g} {unit}", f"at most {wanted / scale:.3g} {unit}")
+
+
+def fact(what, holds, seen, asked):
+    """Something that is so or not, however slow the machine."""
+    return Check(what, bool(holds), seen, asked, exact=True)
+
+
+def contains(what, text, part):
+    """A text in which another is found."""
+    return fact(what, part in text, repr(text[-600:]) if part not in text else repr(part), f"{part!r} in it")
+
+
+def checks_of(case, guest):
+    """Its checks in a guest that is alive; one that fails, if it did not get so far."""
+    try:
+        guest.alive()
+        return case()
+    except (ScriptFailed, GuestDied) as error:
+        return [Check("the case", False, str(error), "comes to its end")]
+    except GuestFailed as error:
+        return [fact("the case", False, str(error), "comes to its end")]
+
+
+def attempt(case, guest, print_line=print):
+    """Runs a case, a function that returns its checks, until all hold or it was tried often enough. Whether they do."""
+    for number in range(1, ATTEMPTS + 1):
+        checks = checks_of(case, guest)
+        failed = [check for check in checks if not check.holds]
+        again = failed and number < ATTEMPTS and not any(check.exact for check in failed)
+        for check in failed if again else checks:
+            print_line(str(check))
+        if not again:
+            return not failed
+        print_line(f"  once more, after attempt {number}")
+    return False
