@@ -29,7 +29,7 @@ pub(crate) fn read(path: &Path, most_bytes: u64) -> io::Result<Option<Vec<u8>>> 
 /// # Errors
 /// If that fails; the file is then as it was.
 pub(crate) fn write(path: &Path, content: &[u8], durably: bool) -> io::Result<()> {
-    let directory = path.parent().unwrap_or(Path::new("."));
+    let directory = path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let mut file = tempfile::NamedTempFile::new_in(directory)?;
     file.write_all(content)?;
     fs::set_permissions(file.path(), fs::Permissions::from_mode(0o644))?;

@@ -8,7 +8,7 @@ import re
 
 import streams
 from commands import Watch, limit, unlimit
-from outcome import Check, contains, most, near
+from outcome import Check, contains, fact, most, near
 
 MIB = 1 << 20
 RATE, BURST, LENGTH = 4 * MIB, 20 * MIB, 5
@@ -68,7 +68,8 @@ class Bursts:
     def cases(self):
         """Name and function of each."""
         yield "a burst: 4M/s, 20M/s for 5 s", self.burst
-        yield "the watch killed in a burst", self.killed
+        yield "the watch killed in a burst, with all in its group", self.killed
+        yield "a group made again under the watch", self.made_again
 
     def new_group(self):
         """A control group that has not used its burst: what one has used is remembered for as long as it takes to leak."""
@@ -127,6 +128,23 @@ class Bursts:
             # Some 3.5 s of it were spent before; what leaked while nobody watched is a second or so.
             most("burst of the next watch", length(taken, taken[0].seconds), BURST_SECONDS - 2, unit="s"),
             contains("io.max when it has ended", after, io_max(RATE)),
+        ]
+
+    def made_again(self):
+        """A group of the same name has the limits of the one before, and nobody is warned of it: a service that is started anew."""
+        name = self.new_group()
+        try:
+            with Watch(self.guest) as watch:
+                before = self.guest.run(f"pause 1; cat $cgroups/{name}/io.max")
+                after = self.guest.run(f"rmdir $cgroups/{name}; mkdir $cgroups/{name}; pause 3; cat $cgroups/{name}/io.max")
+                log = watch.log()
+        finally:
+            self.remove(name)
+        warnings = [line for line in log.splitlines() if " WARN " in line]
+        return [
+            contains("io.max with a burst to spend", before, io_max(BURST)),
+            contains("io.max of the one made again", after, io_max(BURST)),
+            fact("warnings", not warnings, str(warnings), "none"),
         ]
 
     def sampling(self, name, seconds):

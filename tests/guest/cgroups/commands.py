@@ -32,7 +32,9 @@ def unlimit(guest, disk, *names):
 
 
 class Watch:
-    """`weir cgroup watch`, running. Use it in a `with` statement; it is ended as a service manager would, unless it was killed before."""
+    """`weir cgroup watch`, running in a control group of its own. Use it in a `with` statement; it is ended as a service manager would,
+    unless it was killed before.
+    """
 
     def __init__(self, guest, log="weir=trace"):
         self.guest = guest
@@ -40,7 +42,9 @@ class Watch:
 
     def __enter__(self):
         self.guest.run(f"""
-            weir cgroup watch --state {STATE} --log {self.filter} >{LOG} 2>&1 &
+            mkdir -p $cgroups/watch
+            # Not with in_group: in the background, that would leave the number of a shell.
+            sh -c 'echo $$ >"$0" && exec "$@"' $cgroups/watch/cgroup.procs weir cgroup watch --state {STATE} --log {self.filter} >{LOG} 2>&1 &
             echo $! >{PID}
             tries=0
             until grep -q ready {LOG}; do
@@ -75,8 +79,8 @@ class Watch:
         return self.guest.run(f"cat {LOG}")
 
     def kill(self):
-        """Ends it as nobody can prepare for; the instant, in seconds since boot."""
-        return float(self.guest.run(f"now; kill -KILL $(cat {PID}); echo $now"))
+        """Ends it and all in its group, as nobody can prepare for; the instant, in seconds since boot."""
+        return float(self.guest.run("now; kill_group watch; echo $now"))
 
     def processor_seconds(self):
         """What it has used so far, of its own and in system calls, in steps of 10 ms."""

@@ -9,6 +9,8 @@ use std::{
     fs::{self, OpenOptions},
     io::{self, Write as _},
     path::{Path, PathBuf},
+    thread,
+    time::{Duration, Instant},
 };
 
 use anyhow::{Context as _, anyhow, bail};
@@ -115,6 +117,24 @@ impl ControlGroup {
     /// If a process or a cgroup is in it (EBUSY), or it may not be removed.
     pub(crate) fn remove(self) -> io::Result<()> {
         fs::remove_dir(&self.directory)
+    }
+
+    /// Removes it as soon as its last process has left it: one that was waited for is gone before the kernel has taken it out. One that is not
+    /// there any more is no error.
+    ///
+    /// # Errors
+    /// As [`remove`](Self::remove), after so long.
+    pub(crate) fn remove_within(&self, longest: Duration) -> io::Result<()> {
+        let begin = Instant::now();
+        loop {
+            match self.clone().remove() {
+                Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
+                Err(error) if error.kind() == io::ErrorKind::ResourceBusy && begin.elapsed() < longest => {
+                    thread::yield_now();
+                }
+                removed => return removed,
+            }
+        }
     }
 
     /// Whether it is there at present.

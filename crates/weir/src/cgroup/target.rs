@@ -80,6 +80,20 @@ pub(crate) fn resolve(hierarchy: &Hierarchy, text: &str) -> anyhow::Result<Contr
     )
 }
 
+/// Whether a text could mean the cgroup of that name, which need not be there any more.
+pub(crate) fn could_mean(hierarchy: &Hierarchy, text: &str, name: &Path) -> bool {
+    let last = name.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+    if let Some(id) = SCHEMES.iter().find_map(|scheme| text.strip_prefix(scheme)) {
+        return is_id(id) && is_container(last, id);
+    }
+    if text.contains('/') {
+        let path = Path::new(text);
+        let below = hierarchy.root().and_then(|root| path.strip_prefix(root).ok()).unwrap_or(path);
+        return Path::new("/").join(below) == name;
+    }
+    !text.is_empty() && (is_unit(last, text) || (is_id(text) && is_container(last, text)))
+}
+
 /// The cgroup of a path, if there is one.
 fn by_path(hierarchy: &Hierarchy, text: &str) -> anyhow::Result<Option<ControlGroup>> {
     let path = Path::new(text);

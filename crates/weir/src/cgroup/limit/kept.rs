@@ -4,7 +4,7 @@
 //!   weir cgroup limit ──► /run/weir/cgroups.json ──► weir cgroup watch, its guard, weir cgroup show
 //! ```
 //!
-//! Beside the kernel's cgroups, and gone with them when the machine ends. Written whole or not at all, under a lock (`locks.rs`); a file that is not of
+//! Beside the kernel's cgroups, and gone with them when the machine ends, unless the user wants them elsewhere. Written whole or not at all, under a lock (`locks.rs`); a file that is not of
 //! this form is an error that names it, and is never written over.
 //!
 //! Never touches a cgroup.
@@ -136,11 +136,22 @@ impl Shared {
             let is_length = matches!(setting, Setting::Limit(_, Part::BurstLength));
             if *value == 0 && !is_length {
                 self.limits.remove(setting.name());
+                self.drop_burst_of(*setting, change);
             } else {
                 self.limits.insert(setting.name().to_owned(), *value);
             }
         }
         self.watermark = change.watermark.unwrap_or(self.watermark);
+    }
+
+    /// A burst goes with its limit, unless it is asked for.
+    fn drop_burst_of(&mut self, limit: Setting, change: &Change) {
+        let Setting::Limit(kind, Part::Rate) = limit else { return };
+        for part in [Part::BurstRate, Part::BurstLength].map(|part| Setting::Limit(kind, part)) {
+            if change.limits.iter().all(|(asked, _)| *asked != part) {
+                self.limits.remove(part.name());
+            }
+        }
     }
 }
 
@@ -182,17 +193,12 @@ impl Entry {
         Ok(number)
     }
 
-    /// Whether it is what these words meant when it was there: a path or the last part of one, and a disk's number or any path.
-    pub(crate) fn is_called(&self, cgroup: &str, device: &str, known: Option<Number>) -> bool {
-        let words = Path::new(cgroup.trim_start_matches('/'));
-        let named = self.cgroup.strip_prefix("/").is_ok_and(|path| path.ends_with(words));
-        let container = cgroup.len() >= 12 && cgroup.bytes().all(|byte| byte.is_ascii_hexdigit());
-        let last = self.cgroup.file_name().unwrap_or_default().to_string_lossy();
-        let on_device = match known {
+    /// Whether a text could mean its disk, which need not be there: then its number does, and any path.
+    pub(crate) fn could_be_on(&self, device: &str, known: Option<Number>) -> bool {
+        match known {
             Some(number) => self.device().is_ok_and(|own| own == number),
             None => self.device == device || device.starts_with('/'),
-        };
-        (named || (container && last.contains(cgroup))) && on_device
+        }
     }
 
     /// Its share beside others'.
@@ -333,6 +339,12 @@ impl Kept {
         })
     }
 
+    /// What is in the file; what was there before, if that cannot be used or was removed.
+    pub(crate) fn latest(path: &Path, before: &Self) -> Self {
+        let latest = path.exists().then(|| Self::load(path).ok()).flatten();
+        latest.unwrap_or_else(|| before.clone())
+    }
+
     /// Writes the file, in place of an earlier one.
     ///
     /// # Errors
@@ -341,8 +353,8 @@ impl Kept {
         let write = || -> anyhow::Result<()> {
             let mut text = serde_json::to_vec_pretty(self)?;
             text.push(b'\n');
-            // Gone with the machine's cgroups in any case.
-            Ok(whole_file::write(path, &text, false)?)
+            // It may be kept where it outlives the machine's end.
+            Ok(whole_file::write(path, &text, true)?)
         };
         write().with_context(|| {
             format!("{} cannot be written (give another file with --limits)", path.display())

@@ -25,6 +25,9 @@ use super::kept::Kept;
 const LOOKS_AT_A_LOCK: usize = 10;
 /// The same of a guard's, which settles what the watch before has left.
 const LOOKS_AT_A_GUARD: usize = 500;
+/// The same of a change, which may have to wait for systemd; and for who has no time to wait, since a limit is to hold within a second.
+const LOOKS_AT_A_CHANGE: usize = 1500;
+const SHORT_LOOKS_AT_A_CHANGE: usize = 25;
 const LOOK: Duration = Duration::from_millis(20);
 
 /// The file, locked against others who would change it, until this is dropped.
@@ -40,10 +43,15 @@ impl Locked {
     /// Waits until nobody else changes it; makes its directory if that is missing.
     ///
     /// # Errors
-    /// If it cannot be read or locked.
+    /// If it cannot be read or locked, or somebody else changes it for half a minute.
     pub(crate) fn open(path: &Path) -> anyhow::Result<Self> {
-        let lock = lock(path, "lock", FlockArg::LockExclusive)?;
-        let lock = lock.context("somebody else has it locked")?;
+        let lock = lock_soon(path, "lock", LOOKS_AT_A_CHANGE)?;
+        let lock = lock.with_context(|| {
+            format!(
+                "{}: somebody else changes these limits, for half a minute now (is another `weir cgroup limit` waiting for systemd?)",
+                path.display()
+            )
+        })?;
         Ok(Self { path: path.to_owned(), _lock: lock, kept: Kept::load(path)? })
     }
 
@@ -53,6 +61,17 @@ impl Locked {
     /// If that fails; the file is then as it was.
     pub(crate) fn save(&self) -> anyhow::Result<()> {
         self.kept.save(&self.path)
+    }
+}
+
+/// Held while limits are settled, so that nobody changes them meanwhile: who does has told the kernel and not kept it yet.
+#[derive(Debug)]
+pub(super) struct Unchanged(#[expect(dead_code, reason = "held")] Option<Flock<File>>);
+
+impl Unchanged {
+    /// Waits for who changes them, and not for long: to take a burst back matters more.
+    pub(super) fn take(path: &Path) -> Self {
+        Self(lock_soon(path, "lock", SHORT_LOOKS_AT_A_CHANGE).ok().flatten())
     }
 }
 

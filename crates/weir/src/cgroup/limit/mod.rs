@@ -6,8 +6,8 @@
 //!                           └──────────────────► weir cgroup watch: bursts, watermarks, groups   within a tenth of a second
 //! ```
 //!
-//! The kernel is told first, and only what it took is kept. All of a change is made, or none of it: also where a group's other members
-//! get less by it.
+//! The kernel is told first, and only what it took is kept; what is to be removed is forgotten first, and kept again if the kernel refuses. All
+//! of a change is made, or none of it: also where a group's other members get less by it.
 
 pub(crate) mod asked;
 pub(crate) mod kept;
@@ -113,7 +113,10 @@ pub(crate) fn set(
     let has_limits = group.version == Version::V1 || group.has("io.max");
     let found = if is_new && has_limits { tell::told(group, device.number())? } else { Rates::NONE };
     let mut notices = Vec::new();
-    if found != Rates::NONE && change.group.as_ref().is_none_or(String::is_empty) {
+    if let (true, Some(name)) = (found != Rates::NONE, change.group.as_ref().filter(|name| !name.is_empty()))
+    {
+        notices.push(format!("it had limits that were not set by weir; those of group {name} hold instead"));
+    } else if found != Rates::NONE {
         // What is not named stays, also where it was not weir that set it.
         locked.kept.change(group, place, &Change::of_rates(found))?;
         notices.push(
@@ -168,28 +171,29 @@ pub(crate) fn remove(
     let mut locked = Locked::open(file)?;
     let before = locked.kept.clone();
     let weighted = before.entry(group, device.number()).and_then(Entry::given_weight);
-    if !locked.kept.remove(group, device.number()) && tell::told(group, device.number())? == Rates::NONE {
+    let told = tell::told(group, device.number())?;
+    if !locked.kept.remove(group, device.number()) && told == Rates::NONE {
         bail!("{} has no limit on {} (see `weir cgroup show`)", group.name.display(), device.node());
     }
-    // Forgotten first: a watch that has not heard of it yet would tell the old limits again.
-    locked.save()?;
     let place = (device.number(), device.node());
     // A burst is nothing to be set back to.
     let settled = settling::settled(hierarchy, &before)?.into_iter();
     let mut settled = settled.filter(|(other, number, _)| other == group && *number == device.number());
-    let told = tell::told(group, device.number())?;
     let before_rates = settled.next().map_or(told, |(.., rates)| rates);
     let telling = Telling { group: group.clone(), device: place, rates: Rates::NONE, before: before_rates };
+    // Forgotten first: a watch that has not heard of it yet would tell the old limits again.
+    locked.save()?;
     let removed = tell::tell_all(hierarchy, &[telling])
-        .and_then(|()| settling::change(hierarchy, &before, &locked.kept, None));
+        .and_then(|()| settling::change(hierarchy, &before, &locked.kept, None))
+        .and_then(|_| match weighted {
+            Some(_) => weight::reset(hierarchy, group, device, &locked.kept),
+            None => Ok(()),
+        });
     if let Err(error) = removed {
         locked.kept = before;
         // Then it is still limited, and what is kept says so; if not, the first error says more.
         let _ = locked.save();
         return Err(error);
-    }
-    if weighted.is_some() {
-        weight::reset(hierarchy, group, device)?;
     }
     Ok(Outcome::new(group, device, Rates::NONE, None, Vec::new()))
 }
@@ -214,9 +218,23 @@ fn forget(
                 .device()
                 .is_ok_and(|number| !hierarchy.roots.sys.join(format!("dev/block/{number}")).exists())
     };
-    let forgotten = locked.kept.forget(|entry| is_gone(entry) && entry.is_called(cgroup, device, known));
+    let forgotten = locked.kept.forget(|entry| {
+        is_gone(entry)
+            && target::could_mean(hierarchy, cgroup, &entry.cgroup)
+            && entry.could_be_on(device, known)
+    });
     if forgotten.is_empty() {
         return Err(why.into());
+    }
+    if forgotten.len() > 1 {
+        let fit = |entry: &Entry| format!("{} on {}", entry.cgroup.display(), entry.device_text());
+        let all: Vec<String> = forgotten.iter().map(fit).collect();
+        let what = anyhow!(
+            "cgroup {cgroup:?} on {device:?}: {} that are gone fit: {} (give the path of one, and its disk's number)",
+            all.len(),
+            all.join(", ")
+        );
+        return Err(what.into());
     }
     locked.save()?;
     settling::change(hierarchy, &before, &locked.kept, None)?;

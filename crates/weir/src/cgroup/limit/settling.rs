@@ -2,13 +2,17 @@
 //!
 //! What `weir cgroup limit` tells at once, and what a watch, its guard, and whoever comes after them fall back to.
 
-use std::{collections::HashMap, path::PathBuf};
+use std::{
+    collections::HashMap,
+    path::{Path, PathBuf},
+};
 
 use block::device::{Identity, Number, Roots};
 use policy::{steering::Rates, time::Instant};
 
 use super::{
     kept::{Entry, Kept},
+    locks::Unchanged,
     pools::Sharing,
     tell::{self, Telling},
 };
@@ -27,20 +31,29 @@ pub(crate) type Settled = (ControlGroup, Number, Rates);
 /// None for what [`Kept::load`] or a change returned.
 pub(crate) fn settled(hierarchy: &Hierarchy, kept: &Kept) -> anyhow::Result<Vec<Settled>> {
     let mut all = Vec::new();
+    for sharing in Sharing::all(kept)? {
+        all.extend(settled_of(hierarchy, sharing)?);
+    }
+    Ok(all)
+}
+
+/// The same of those who share a limit.
+///
+/// # Errors
+/// As [`settled`].
+pub(crate) fn settled_of(hierarchy: &Hierarchy, sharing: Sharing) -> anyhow::Result<Vec<Settled>> {
     let roots = hierarchy.roots.of_devices();
-    let is_there = |entry: &Entry| {
+    let sharing = sharing.of_those(|entry| {
         hierarchy
             .group(&entry.cgroup)
             .is_ok_and(|group| group.exists() && same_disk(&group, entry, &roots).is_ok())
+    });
+    let rates = sharing.pool(Instant::ZERO).settled();
+    let place = |entry: &Entry| -> anyhow::Result<(ControlGroup, Number)> {
+        Ok((hierarchy.group(&entry.cgroup)?, entry.device()?))
     };
-    for sharing in Sharing::all(kept)? {
-        let sharing = sharing.of_those(is_there);
-        let rates = sharing.pool(Instant::ZERO).settled();
-        for (entry, rates) in sharing.members.iter().zip(rates) {
-            all.push((hierarchy.group(&entry.cgroup)?, entry.device()?, rates));
-        }
-    }
-    Ok(all)
+    let held = sharing.members.iter().zip(rates);
+    held.map(|(entry, rates)| place(entry).map(|(group, device)| (group, device, rates))).collect()
 }
 
 /// Whether an entry's disk is there, and no other by now. Where the kernel holds the control group to something there, it is: limits go with
@@ -130,18 +143,38 @@ pub(crate) fn settle(hierarchy: &Hierarchy, kept: &Kept) -> anyhow::Result<()> {
     failed.map_or(Ok(()), Err)
 }
 
-/// Tells the kernel, unless it has been told the same; and has the levels above hand down the controllers first, if they do not, as after the
-/// machine's start.
+/// The same with what is in the file now, or was last if that cannot be used, while nobody changes it.
+///
+/// # Errors
+/// As [`settle`].
+pub(crate) fn settle_latest(hierarchy: &Hierarchy, path: &Path, last: &Kept) -> anyhow::Result<()> {
+    let _unchanged = Unchanged::take(path);
+    settle(hierarchy, &Kept::latest(path, last))
+}
+
+/// Tells the kernel, unless it has been told the same; and has the controllers handed down first.
 ///
 /// # Errors
 /// If it refuses.
 pub(crate) fn hold(group: &ControlGroup, device: Number, rates: Rates) -> anyhow::Result<()> {
-    if rates != Rates::NONE && !group.has("io.stat") {
-        group.enable(&["io"])?;
-        // Without it buffered writes are missed, which is no reason to miss the others.
-        let _ = group.enable(&["memory"]);
+    if rates != Rates::NONE {
+        hand_down(group)?;
     }
     tell_if_different(group, device, rates)
+}
+
+/// Has the levels above hand down the controllers that limits need, if they do not, as after the machine's start.
+///
+/// # Errors
+/// If they cannot.
+pub(crate) fn hand_down(group: &ControlGroup) -> anyhow::Result<()> {
+    if group.has("io.stat") {
+        return Ok(());
+    }
+    group.enable(&["io"])?;
+    // Without it buffered writes are missed, which is no reason to miss the others.
+    let _ = group.enable(&["memory"]);
+    Ok(())
 }
 
 /// Tells the kernel, unless it has been told the same: each time costs it some precision.

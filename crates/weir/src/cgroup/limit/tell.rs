@@ -52,7 +52,13 @@ pub(crate) fn as_kept(rates: Rates) -> Rates {
 pub(crate) fn told(group: &ControlGroup, device: Number) -> anyhow::Result<Rates> {
     match group.version {
         Version::V2 => {
-            let text = group.read("io.max").with_context(|| about(group, "io.max"))?;
+            let text = match group.read("io.max") {
+                // Without the controller there is nothing that could be limited; the root never is.
+                Err(error) if error.kind() == io::ErrorKind::NotFound && group.exists() => {
+                    return Ok(Rates::NONE);
+                }
+                other => other.with_context(|| about(group, "io.max"))?,
+            };
             let all = io_max::parse(&text).with_context(|| about(group, "io.max"))?;
             Ok(all
                 .into_iter()
@@ -78,6 +84,7 @@ pub(crate) fn told(group: &ControlGroup, device: Number) -> anyhow::Result<Rates
 /// If the kernel refuses; then all is as it was.
 pub(crate) fn tell(group: &ControlGroup, device: Number, rates: Rates) -> anyhow::Result<()> {
     match group.version {
+        Version::V2 if rates == Rates::NONE && !group.has("io.max") && group.exists() => Ok(()),
         Version::V2 => {
             let line = io_max::Rates::from(rates).line(device);
             group.write("io.max", &line).map_err(|error| refused(group, "io.max", &line, &error))

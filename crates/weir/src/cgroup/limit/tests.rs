@@ -74,6 +74,25 @@ fn a_limit_is_told_kept_and_removed() {
 }
 
 #[test]
+fn one_that_has_lost_its_controller_has_its_limit_removed_all_the_same() {
+    let bench = Bench::v2(&["a"]);
+    bench.set(0, &change(&[("bps-write", 20)])).unwrap();
+    std::fs::remove_file(bench.machine.root().join("a/io.max")).unwrap();
+    assert_eq!(bench.told(0), None);
+    bench.remove(0).unwrap();
+    assert_eq!(Kept::load(&bench.file()).unwrap(), Kept::default());
+    assert!(!bench.machine.root().join("a/io.max").exists());
+}
+
+#[test]
+fn who_joins_a_group_is_told_that_limits_of_somebody_else_s_are_gone() {
+    let bench = Bench::v2(&["a"]);
+    bench.machine.write("a", "io.max", "254:0 rbps=7 wbps=8 riops=max wiops=max\n");
+    let outcome = bench.set(0, &in_group(&[("bps-write", 100)], None)).unwrap();
+    assert!(outcome.notices.iter().any(|notice| notice.contains("not set by weir")), "{:?}", outcome.notices);
+}
+
+#[test]
 fn what_somebody_else_has_set_stays_unless_it_is_named() {
     let bench = Bench::v2(&["/a"]);
     bench.machine.write("/a", "io.max", "254:0 rbps=1000000 wbps=2000000 riops=max wiops=max\n");

@@ -11,7 +11,11 @@
 use anyhow::{Context as _, bail};
 use block::device::{Identity, Number};
 
-use super::tell::{about, set_properties};
+use super::{
+    kept::Kept,
+    settling::node,
+    tell::{about, set_properties},
+};
 use crate::cgroup::{
     control_group::ControlGroup,
     hierarchy::Hierarchy,
@@ -103,11 +107,25 @@ impl Weight {
 ///
 /// # Errors
 /// If the kernel refuses.
-pub(super) fn reset(hierarchy: &Hierarchy, group: &ControlGroup, device: &Identity) -> anyhow::Result<()> {
+pub(super) fn reset(
+    hierarchy: &Hierarchy,
+    group: &ControlGroup,
+    device: &Identity,
+    kept: &Kept,
+) -> anyhow::Result<()> {
     let file = match divider(hierarchy, device)? {
         Some(Divider::IoCost) => "io.weight",
         Some(Divider::Bfq) => "io.bfq.weight",
         None => return Ok(()),
     };
-    group.write(file, &format!("{} default", device.number())).with_context(|| about(group, file))
+    group.write(file, &format!("{} default", device.number())).with_context(|| about(group, file))?;
+    // systemd can only forget those of all devices at once: it is told the others' again (systemd.resource-control(5)).
+    let mut properties = vec!["IODeviceWeight=".to_owned()];
+    for entry in kept.limits.iter().filter(|entry| entry.cgroup == group.name) {
+        let weight = entry.given_weight().zip(entry.device().ok());
+        properties.extend(
+            weight.map(|(weight, number)| format!("IODeviceWeight={} {weight}", node(hierarchy, number))),
+        );
+    }
+    set_properties(hierarchy, group, &properties)
 }

@@ -26,7 +26,7 @@ use nix::{
     errno::Errno,
     libc,
     sys::{
-        signal::{SigSet, SigmaskHow, Signal, kill},
+        signal::{SigHandler, SigSet, SigmaskHow, Signal, kill, signal},
         signalfd::{SfdFlags, SignalFd},
     },
     unistd::Pid,
@@ -65,6 +65,9 @@ impl Signals {
     /// # Errors
     /// If there are no more descriptors.
     pub(super) fn block() -> io::Result<Self> {
+        // Who ignores children is not told of their end, and a parent may have left it so (`trap '' CHLD`).
+        // SAFETY: no function is installed that could run at a bad moment.
+        unsafe { signal(Signal::SIGCHLD, SigHandler::SigDfl) }?;
         let set: SigSet = PASSED_ON.into_iter().chain([Signal::SIGCHLD]).collect();
         set.thread_block()?;
         Ok(Self(SignalFd::with_flags(&set, SfdFlags::SFD_CLOEXEC)?))
@@ -73,7 +76,7 @@ impl Signals {
     /// Waits for the child's end; passes on what comes until then.
     ///
     /// # Errors
-    /// If it cannot be waited for, because SIGCHLD is ignored perhaps.
+    /// If it cannot be waited for.
     pub(super) fn await_end(&self, child: &mut Child, proc: &Path) -> io::Result<Ended> {
         let pid = Pid::from_raw(child.id().cast_signed());
         loop {
@@ -95,9 +98,9 @@ impl Signals {
             if signal.ssi_code == libc::SI_KERNEL {
                 continue;
             }
-            let signal = Signal::try_from(signal.ssi_signo.cast_signed())?;
+            let passed_on = Signal::try_from(signal.ssi_signo.cast_signed())?;
             // It may have ended just now; that comes next.
-            let _ = kill(pid, signal);
+            let _ = kill(pid, passed_on);
         }
     }
 }

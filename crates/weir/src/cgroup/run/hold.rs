@@ -26,7 +26,6 @@ use crate::{
         limit::{
             self,
             kept::{self, Change, Kept},
-            locks::Watched,
             pools::Sharing,
             tell,
         },
@@ -100,10 +99,10 @@ pub(super) fn hold<'a>(
         held._own = Some(own);
         file
     };
-    if group.version == Version::V2 && needs_watch(group, device, change)? && !Watched::is_taken(&file) {
+    if group.version == Version::V2 && needs_watch(group, device, change)? {
         // The command's standard error is no place for more than what goes wrong.
         logging::start(&LogSettings { filter: "warn".to_owned(), format: LogFormat::Text });
-        held.watch = Some(watch::Running::start(&file, Store::new(places.state))?);
+        held.watch = Some(watch::Running::start_or_stand_by(&file, &Store::new(places.state))?);
     }
     held.notices = limit::set(hierarchy, &file, group, device, change)?.notices;
     Ok(held)

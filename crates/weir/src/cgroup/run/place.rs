@@ -42,6 +42,8 @@ const TRIES: usize = 100;
 /// Killed processes are waited for this long altogether, and looked at this often. One that hangs in a device does not die.
 const LONGEST_END: Duration = Duration::from_secs(10);
 const LOOK: Duration = Duration::from_millis(10);
+/// How long a cgroup may take to be left by a process that has ended.
+const LEFT_WITHIN: Duration = Duration::from_secs(1);
 
 /// What stays behind, and why.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -100,7 +102,7 @@ impl Place {
     /// Removes it, unless these processes are in it. `None` if it is gone.
     pub(super) fn remove(self, processes: Vec<i32>) -> Option<Left> {
         if processes.is_empty() {
-            match remove_all(&self.group) {
+            match remove_all(&self.group, LEFT_WITHIN) {
                 Ok(()) => return None,
                 Err(error) => complain(&anyhow::Error::new(error).context(format!(
                     "cgroup {}: cannot be removed (remove it with rmdir {})",
@@ -116,7 +118,7 @@ impl Place {
 impl Drop for Place {
     fn drop(&mut self) {
         // Gone already where all went well; with a process in it, it stays for that.
-        let _ = remove_all(&self.group);
+        let _ = remove_all(&self.group, Duration::ZERO);
         if let Some(parent) = self.group.parent().filter(|_| self.is_ours_above) {
             // It goes with the last of those below.
             let _ = parent.remove();
@@ -162,17 +164,17 @@ fn sweep(parent: &ControlGroup, proc: &Path) {
         let name = group.name.file_name().and_then(|name| name.to_str()).unwrap_or_default();
         let pid = name.strip_prefix(PREFIX).filter(|pid| pid.parse::<u32>().is_ok());
         if pid.is_some_and(|pid| !proc.join(pid).exists()) {
-            let _ = remove_all(&group);
+            let _ = remove_all(&group, Duration::ZERO);
         }
     }
 }
 
-/// Removes a cgroup and those below it, which the command may have made.
-fn remove_all(group: &ControlGroup) -> io::Result<()> {
+/// Removes a cgroup and those below it, which the command may have made; their last processes may take so long to leave each.
+fn remove_all(group: &ControlGroup, longest: Duration) -> io::Result<()> {
     for child in group.children()? {
-        remove_all(&child)?;
+        remove_all(&child, longest)?;
     }
-    group.clone().remove()
+    group.remove_within(longest)
 }
 
 fn processes_below(group: &ControlGroup) -> Vec<i32> {

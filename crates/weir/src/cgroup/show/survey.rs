@@ -102,7 +102,7 @@ impl Survey {
         // Of a cgroup too, how long anybody waited is known best from its tasks, where they count it.
         let has_tasks = has_tasks || self.wish().are_waits_counted;
         for group in &self.named {
-            self.gather(group, true, has_tasks, &mut found, &mut snapshot.wrong);
+            self.gather(group, true, has_tasks, &mut found, &mut snapshot);
         }
         if found.is_empty() && !self.named.iter().any(ControlGroup::exists) {
             let names: Vec<_> = self.named.iter().map(|group| group.name.display().to_string()).collect();
@@ -119,22 +119,32 @@ impl Survey {
         is_named: bool,
         has_tasks: bool,
         found: &mut BTreeMap<PathBuf, Seen>,
-        wrong: &mut Vec<String>,
+        snapshot: &mut Snapshot,
     ) {
-        match self.see(group, is_named, has_tasks) {
+        match self.see(group, is_named, has_tasks, &snapshot.kept) {
             Ok(Some(seen)) => drop(found.insert(group.name.clone(), seen)),
             Ok(None) => {}
-            Err(error) => wrong.push(format!("{error:#}")),
+            Err(error) => snapshot.wrong.push(format!("{error:#}")),
         }
         // It may go just now; then there is nothing below it.
         for child in group.children().unwrap_or_default() {
-            self.gather(&child, false, has_tasks, found, wrong);
+            self.gather(&child, false, has_tasks, found, snapshot);
         }
     }
 
     /// One cgroup, if there is something to say of it.
-    fn see(&self, group: &ControlGroup, is_named: bool, has_tasks: bool) -> anyhow::Result<Option<Seen>> {
-        let Some(reading) = reading::read(group)? else { return Ok(None) };
+    fn see(
+        &self,
+        group: &ControlGroup,
+        is_named: bool,
+        has_tasks: bool,
+        kept: &Kept,
+    ) -> anyhow::Result<Option<Seen>> {
+        let Some(mut reading) = reading::read(group)? else { return Ok(None) };
+        // What was asked for is shown also where the kernel knows nothing of it at present.
+        for entry in kept.limits.iter().filter(|entry| entry.cgroup == group.name) {
+            reading.devices.entry(entry.device()?).or_default();
+        }
         let has_devices = match self.device {
             Some(device) => reading.devices.contains_key(&device),
             None => !reading.devices.is_empty(),
@@ -186,6 +196,19 @@ mod tests {
         assert_eq!(look(&["/a"], false), ["/a", "/a/b"]);
         assert_eq!(look(&["/a/b", "/a"], false), ["/a", "/a/b"], "once each");
         assert_eq!(look(&["/a"], true), ["/a", "/a/b", "/a/b/c"]);
+    }
+
+    #[test]
+    fn what_was_asked_for_is_shown_also_where_the_kernel_knows_nothing_of_it() {
+        let machine = machine(&[("/a", ""), ("/b", "")]);
+        let file = machine.path("limits.json");
+        let kept = r#"{"limits": [{"cgroup": "/a", "device": "8:16", "device-key": "x", "own": {"limits": {"bps-read": 7}}}]}"#;
+        fs::write(&file, kept).unwrap();
+        let survey = Survey::new(machine.hierarchy(), &file, &[], None, false).unwrap();
+        let snapshot = survey.look(false).unwrap();
+        assert_eq!(names(&snapshot), [Path::new("/"), Path::new("/a")]);
+        let device = Number { major: 8, minor: 16 };
+        assert!(snapshot.groups[1].reading.devices.contains_key(&device));
     }
 
     #[test]

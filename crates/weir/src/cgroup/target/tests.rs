@@ -223,3 +223,26 @@ fn where_nothing_limits_block_io_there_is_no_cgroup_to_find() {
         "{error}"
     );
 }
+
+#[test]
+fn what_is_gone_is_known_by_what_it_was_called() {
+    let machine = server();
+    let hierarchy = machine.hierarchy();
+    let root = machine.root();
+    let means = |text: &str, name: &str| could_mean(&hierarchy, text, Path::new(name));
+    let service = "/system.slice/nginx.service";
+    let below = root.join("system.slice/nginx.service");
+    for text in ["nginx", "nginx.service", service, "system.slice/nginx.service", below.to_str().unwrap()] {
+        assert!(means(text, service), "{text}");
+    }
+    // A path is all of one, and nothing means everything.
+    for text in ["", "/", "/nginx.service", "ginx", "slice/nginx.service"] {
+        assert!(!means(text, service), "{text}");
+    }
+    let id = "4f2e91d0c7aa".repeat(6)[..64].to_owned();
+    let container = format!("/system.slice/docker-{id}.scope");
+    for text in [&id, &id[..12], &format!("docker://{id}")] {
+        assert!(means(text, &container), "{text}");
+    }
+    assert!(!means(&id[..11], &container) && !means(&id[1..20], &container));
+}

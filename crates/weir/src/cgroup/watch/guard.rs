@@ -7,7 +7,8 @@
 //! ```
 //!
 //! A kernel file keeps what was written last, and nobody else would take a burst back. The guard has a process group of its own and waits for no
-//! signal, so what ends the watch by name or by terminal leaves it alone; who kills both at once must call `weir cgroup watch --settle`.
+//! signal, so what ends the watch by name or by terminal leaves it alone. And it moves to the root of the control groups, so that what kills all
+//! of a service, systemd or the kernel where memory is short, does too. Who kills both one by one must call `weir cgroup watch --settle`.
 //!
 //! While it may still write, nobody else grants a burst: it holds a lock that the next watch waits for.
 //!
@@ -119,6 +120,10 @@ pub(crate) fn run(arguments: &GuardArgs) -> Result<(), Failure> {
     let _signals = Signals::block().context("signals cannot be blocked")?;
     let path = arguments.kept.path();
     let hierarchy = Hierarchy::discover(Roots::default())?;
+    if let Ok(root) = hierarchy.root_group() {
+        // 0 is who writes it. Refused in a container, whose root is none: there all of it ends together.
+        let _ = root.write("cgroup.procs", "0");
+    }
     // As the watch has adopted it; when it dies, the file may be broken.
     let mut kept = Kept::load(path)?;
     let mut is_settled = false;
@@ -128,24 +133,18 @@ pub(crate) fn run(arguments: &GuardArgs) -> Result<(), Failure> {
             Heard::Word if word[0] == DONE => return Ok(()),
             Heard::Word => {
                 is_settled = false;
-                kept = latest(path, kept);
+                kept = Kept::latest(path, &kept);
             }
-            Heard::End => return Ok(settling::settle(&hierarchy, &latest(path, kept))?),
+            Heard::End => return Ok(settling::settle_latest(&hierarchy, path, &kept)?),
             Heard::Nothing if is_settled => {}
             Heard::Nothing => {
                 is_settled = true;
-                kept = latest(path, kept);
-                if let Err(error) = settling::settle(&hierarchy, &kept) {
+                if let Err(error) = settling::settle_latest(&hierarchy, path, &kept) {
                     complain(&error);
                 }
             }
         }
     }
-}
-
-/// What is in the file; what was there before, if that cannot be used or was removed.
-fn latest(path: &Path, before: Kept) -> Kept {
-    if path.exists() { Kept::load(path).unwrap_or(before) } else { before }
 }
 
 /// What came from the watch.

@@ -5,6 +5,7 @@
 
 use std::{
     collections::BTreeMap,
+    fs,
     path::{Path, PathBuf},
 };
 
@@ -17,6 +18,18 @@ use crate::whole_file;
 
 /// Largest file that is read.
 const MAX_FILE_BYTES: u64 = 16 << 20;
+
+/// Another one since each start of the machine (random(4)).
+const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
+
+/// The file.
+#[derive(Debug, Default, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+struct Stored {
+    /// The machine's start that instants and counters are of.
+    boot: String,
+    pools: BTreeMap<String, Written>,
+}
 
 /// What is left of the bursts of one pool.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -97,19 +110,28 @@ fn file(limits: &Path) -> PathBuf {
 /// What was left, by the pools' names; nothing of later than `now`, which is of before the machine started.
 pub(super) fn load(limits: &Path, now: Instant) -> BTreeMap<String, Left> {
     let path = file(limits);
-    let read = || -> anyhow::Result<BTreeMap<String, Written>> {
+    let read = || -> anyhow::Result<Stored> {
         let text = whole_file::read(&path, MAX_FILE_BYTES)?;
         Ok(text.map(|text| serde_json::from_slice(&text)).transpose()?.unwrap_or_default())
     };
-    let written = read().unwrap_or_else(|error| {
+    let stored = read().unwrap_or_else(|error| {
         tracing::warn!("{}: what is left of bursts is not known, they begin anew: {error:#}", path.display());
-        BTreeMap::new()
+        Stored::default()
     });
-    written
+    if stored.boot != boot() {
+        return BTreeMap::new();
+    }
+    stored
+        .pools
         .into_iter()
         .map(|(name, written)| (name, Left::from(written)))
         .filter(|(_, left)| left.at <= now)
         .collect()
+}
+
+/// Empty where the kernel does not tell: then only the instants do.
+fn boot() -> String {
+    fs::read_to_string(BOOT_ID).unwrap_or_default().trim().to_owned()
 }
 
 /// Keeps what is left.
@@ -118,9 +140,8 @@ pub(super) fn load(limits: &Path, now: Instant) -> BTreeMap<String, Left> {
 /// If it cannot be written; what was there before still is.
 pub(super) fn save(limits: &Path, left: &BTreeMap<String, Left>) -> anyhow::Result<()> {
     let path = file(limits);
-    let written: BTreeMap<&String, Written> =
-        left.iter().map(|(name, left)| (name, Written::from(left))).collect();
-    let written = serde_json::to_vec(&written).map_err(anyhow::Error::from);
+    let pools = left.iter().map(|(name, left)| (name.clone(), Written::from(left))).collect();
+    let written = serde_json::to_vec(&Stored { boot: boot(), pools }).map_err(anyhow::Error::from);
     written
         .and_then(|written| Ok(whole_file::write(&path, &written, false)?))
         .with_context(|| format!("{} cannot be written", path.display()))
@@ -128,8 +149,6 @@ pub(super) fn save(limits: &Path, left: &BTreeMap<String, Left>) -> anyhow::Resu
 
 #[cfg(test)]
 mod tests {
-    use std::fs;
-
     use super::*;
 
     #[test]
@@ -148,6 +167,9 @@ mod tests {
         assert_eq!(found["group x"].passed(Path::new("/a"), device), None);
         // Of before the machine started: its clock began anew.
         assert!(load(&limits, Instant::from_nanos(4_000_000_000)).is_empty());
+        let text = fs::read_to_string(file(&limits)).unwrap();
+        fs::write(file(&limits), text.replace(&boot(), "another")).unwrap();
+        assert!(load(&limits, Instant::MAX).is_empty(), "the clock of another start, and its counters");
     }
 
     #[test]

@@ -19,7 +19,7 @@ mod reading;
 mod steered;
 
 use std::{
-    collections::{BTreeMap, HashMap},
+    collections::{BTreeMap, HashMap, HashSet},
     fs,
     os::unix::fs::MetadataExt as _,
     path::{Path, PathBuf},
@@ -47,7 +47,7 @@ use super::{
         kept::{Kept, Stamp},
         locks::Watched,
         pools::Sharing,
-        settling,
+        settling, tell,
     },
 };
 use crate::{
@@ -71,10 +71,12 @@ const SAMPLE: Duration = Duration::from_millis(50);
 const ROUND: Duration = Duration::from_millis(10);
 /// How soon a change of the file of limits is seen.
 const FILE: Duration = Duration::from_millis(100);
+/// How often who stands by looks whether a watch has ended.
+const STAND_BY: Duration = Duration::from_millis(500);
 /// How often levels are kept, and the guard is looked after.
 const KEEP: Duration = Duration::from_secs(2);
-/// How many pools are verified each time, and how many control groups are looked for: more would be a load of its own where there are
-/// thousands.
+/// How many pools, and limits that need no watch, are verified each time, and how many control groups are looked for: more would be a load
+/// of its own where there are thousands.
 const VERIFIED: usize = 64;
 const LOOKED_FOR: usize = 1024;
 /// How much of a core looking at control groups may take.
@@ -97,11 +99,12 @@ pub(crate) fn run(arguments: WatchArgs) -> Result<(), Failure> {
             )
             .into());
         };
-        return Ok(settling::settle(&hierarchy, &Kept::load(path)?)?);
+        return Ok(settling::settle_latest(&hierarchy, path, &Kept::load(path)?)?);
     }
     let filter = arguments.log.unwrap_or_else(|| "info".to_owned());
     logging::start(&LogSettings { filter, format: LogFormat::Text });
     let signals = Signals::block().context("signals cannot be blocked")?;
+    raise_descriptor_limit();
     let watch = Watch::new(hierarchy, path, Store::new(arguments.state.as_deref()))?;
     let (stop, stopped) = mpsc::channel();
     let hear = move |request| match request {
@@ -132,9 +135,42 @@ impl Running {
     /// As [`run`].
     pub(crate) fn start(path: &Path, store: Store) -> anyhow::Result<Self> {
         let watch = Watch::new(Hierarchy::discover(Roots::default())?, path, store)?;
+        Self::run(move |stopped| watch.until(stopped))
+    }
+
+    /// The same; where somebody else watches them, from when that ends.
+    ///
+    /// # Errors
+    /// As [`run`], but for that one.
+    pub(crate) fn start_or_stand_by(path: &Path, store: &Store) -> anyhow::Result<Self> {
+        match Self::start(path, store.clone()) {
+            Err(_) if Watched::is_taken(path) => {}
+            started => return started,
+        }
+        let (path, store) = (path.to_owned(), store.clone());
+        Self::run(move |stopped| {
+            loop {
+                match stopped.recv_timeout(STAND_BY) {
+                    Err(RecvTimeoutError::Timeout) if Watched::is_taken(&path) => {}
+                    Err(RecvTimeoutError::Timeout) => {
+                        match Watch::new(Hierarchy::discover(Roots::default())?, &path, store.clone()) {
+                            // Another that stood by was sooner.
+                            Err(_) if Watched::is_taken(&path) => {}
+                            watch => return watch?.until(stopped),
+                        }
+                    }
+                    Ok(()) | Err(RecvTimeoutError::Disconnected) => return Ok(()),
+                }
+            }
+        })
+    }
+
+    fn run(
+        watch: impl FnOnce(&mpsc::Receiver<()>) -> anyhow::Result<()> + Send + 'static,
+    ) -> anyhow::Result<Self> {
         let (stop, stopped) = mpsc::channel();
         let body = move || {
-            if let Err(error) = watch.until(&stopped) {
+            if let Err(error) = watch(&stopped) {
                 tracing::error!("limits of control groups: {error:#}");
             }
         };
@@ -148,7 +184,7 @@ impl Drop for Running {
     fn drop(&mut self) {
         drop(self.stop.take());
         if let Some(thread) = self.thread.take() {
-            // A panic there has been printed; the guard has settled.
+            // It has said what went wrong; if it could not settle, the guard has.
             let _ = thread.join();
         }
     }
@@ -174,7 +210,14 @@ struct Watch {
     /// Whose turn it is to be looked for there, and to have its limits verified.
     looked_for: usize,
     verified: usize,
+    held: usize,
     steered: Vec<Steered>,
+    /// Those that the kernel keeps by itself.
+    unsteered: Vec<Sharing>,
+    /// What was said of those, once each.
+    said: HashSet<String>,
+    /// A device could not be looked at, and is tried again.
+    device_is_missing: bool,
     devices: HashMap<Number, Observed>,
     /// Where files are read into.
     buffer: Vec<u8>,
@@ -195,7 +238,6 @@ impl Watch {
                 path.display()
             )
         })?;
-        raise_descriptor_limit();
         let guard = Guard::start(path)?;
         Self::over(hierarchy, path, store, Some((watched, guard)))
     }
@@ -229,7 +271,11 @@ impl Watch {
             present: Vec::new(),
             looked_for: 0,
             verified: 0,
+            held: 0,
             steered: Vec::new(),
+            unsteered: Vec::new(),
+            said: HashSet::new(),
+            device_is_missing: false,
             devices: HashMap::new(),
             buffer: Vec::new(),
             pace: Pace::new(now, cpu_now()),
@@ -276,7 +322,7 @@ impl Watch {
         // Their files are closed: settling needs some.
         self.steered.clear();
         // If it fails, the guard is not dismissed, and tries as well.
-        settling::settle(&self.hierarchy, &self.kept)?;
+        settling::settle_latest(&self.hierarchy, &self.path, &self.kept)?;
         if let Some((_watched, guard)) = self.alone {
             guard.dismiss();
         }
@@ -290,7 +336,12 @@ impl Watch {
             return;
         }
         let left = self.left(now);
-        match Kept::load(&self.path).and_then(|kept| self.adopt(kept, &left, now)) {
+        let kept = if self.path.exists() || self.kept == Kept::default() {
+            Kept::load(&self.path)
+        } else {
+            Err(anyhow!("{}: is gone (remove limits with `weir cgroup limit --remove`)", self.path.display()))
+        };
+        match kept.and_then(|kept| self.adopt(kept, &left, now)) {
             Ok(()) => self.stamp = stamp,
             Err(error) if self.refused.replace(stamp) != Some(stamp) => {
                 tracing::error!("{error:#}; what held before still does");
@@ -319,7 +370,17 @@ impl Watch {
         self.steered = same;
         self.steered.extend(fresh.into_values());
         self.leave(&replaced, &kept);
-        self.look_at_devices(&kept)?;
+        let unsteered = all.into_iter().filter(|sharing| !sharing.needs_watch()).collect();
+        let before = std::mem::replace(&mut self.unsteered, unsteered);
+        self.said.clear();
+        // Who changed the file by hand has told nobody.
+        let before: HashMap<&str, &Sharing> =
+            before.iter().map(|sharing| (sharing.name.as_str(), sharing)).collect();
+        let is_changed = |sharing: &Sharing| before.get(sharing.name.as_str()) != Some(&sharing);
+        let changed: Vec<usize> =
+            (0..self.unsteered.len()).filter(|index| is_changed(&self.unsteered[*index])).collect();
+        changed.into_iter().for_each(|index| self.hold(index));
+        self.look_at_devices(&kept, true)?;
         // Whoever changed the file has told those that are there.
         self.present = kept.limits.iter().map(|entry| inode(&self.hierarchy, &entry.cgroup)).collect();
         self.kept = kept;
@@ -348,8 +409,9 @@ impl Watch {
         }
     }
 
-    fn look_at_devices(&mut self, kept: &Kept) -> anyhow::Result<()> {
+    fn look_at_devices(&mut self, kept: &Kept, say: bool) -> anyhow::Result<()> {
         let mut before = std::mem::take(&mut self.devices);
+        self.device_is_missing = false;
         for entry in &kept.limits {
             let number = entry.device()?;
             let looked_at = kept.shared(entry).watermark()? != Watermark::ALWAYS;
@@ -359,7 +421,12 @@ impl Watch {
             match before.remove(&number).map_or_else(|| self.observed(number), Ok) {
                 Ok(observed) => drop(self.devices.insert(number, observed)),
                 Err(error) => {
-                    tracing::warn!("device {number}: {error:#}; limits with a watermark always hold there");
+                    self.device_is_missing = true;
+                    if say {
+                        tracing::warn!(
+                            "device {number}: {error:#}; limits with a watermark always hold there meanwhile"
+                        );
+                    }
                 }
             }
         }
@@ -450,30 +517,60 @@ impl Watch {
         for index in in_turn(&mut self.verified, self.steered.len(), VERIFIED) {
             self.steered[index].verify();
         }
-        self.look_for_new();
+        if self.device_is_missing {
+            let kept = self.kept.clone();
+            let _ = self.look_at_devices(&kept, false);
+        }
+        // What was removed a moment ago is not to be told again.
+        self.look_at_file(now);
+        let new = self.new_groups();
+        let in_turn: Vec<usize> = in_turn(&mut self.held, self.unsteered.len(), VERIFIED).collect();
+        let is_new = |sharing: &Sharing| sharing.members.iter().any(|entry| new.contains(&entry.cgroup));
+        let due: Vec<usize> = (0..self.unsteered.len())
+            .filter(|index| in_turn.contains(index) || is_new(&self.unsteered[*index]))
+            .collect();
+        due.into_iter().for_each(|index| self.hold(index));
     }
 
-    /// A control group that was made again under its name has no limits: those that nobody steers are told theirs.
-    fn look_for_new(&mut self) {
-        let mut is_new = false;
+    /// Control groups that were made, or made again under their name, since they were looked for: they have no limits.
+    fn new_groups(&mut self) -> HashSet<PathBuf> {
+        let mut new = HashSet::new();
         for index in in_turn(&mut self.looked_for, self.kept.limits.len(), LOOKED_FOR) {
             let cgroup = &self.kept.limits[index].cgroup;
             let inode = inode(&self.hierarchy, cgroup);
-            is_new |= inode.is_some() && inode != self.present[index];
+            if inode.is_some() && inode != self.present[index] {
+                new.insert(cgroup.clone());
+            }
             self.present[index] = inode;
         }
-        if !is_new {
-            return;
+        new
+    }
+
+    /// Tells what the kernel is to keep by itself, if it does not: a control group that was made again has no limits, nor has one whose disk
+    /// was away. Of a disk that is not there it is said once.
+    fn hold(&mut self, index: usize) {
+        let sharing = &self.unsteered[index];
+        let roots = self.hierarchy.roots.of_devices();
+        let mut wrong = Vec::new();
+        for entry in &sharing.members {
+            let there = self.hierarchy.group(&entry.cgroup).ok().filter(ControlGroup::exists);
+            let disk = there.map_or(Ok(()), |group| settling::same_disk(&group, entry, &roots));
+            wrong.extend(disk.err().map(|error| format!("{}: {error:#}", entry.cgroup.display())));
         }
-        let steered = |group: &ControlGroup, device| {
-            self.steered.iter().any(|steered| steered.members().any(|member| member == (group, device)))
-        };
-        for (group, device, rates) in settling::settled(&self.hierarchy, &self.kept).unwrap_or_default() {
-            if steered(&group, device) {
-                continue;
+        let held = settling::settled_of(&self.hierarchy, sharing.clone()).unwrap_or_default();
+        for (group, device, rates) in held {
+            let differs = tell::told(&group, device).is_ok_and(|told| told != tell::as_kept(rates));
+            match settling::hold(&group, device, rates) {
+                Ok(()) if differs => {
+                    tracing::info!(cgroup = %group.name.display(), %device, "the kernel had other limits; it is told these again");
+                }
+                Ok(()) => {}
+                Err(error) => wrong.push(format!("{error:#}")),
             }
-            if let Err(error) = settling::hold(&group, device, rates) {
-                tracing::warn!("{error:#}");
+        }
+        for text in wrong {
+            if self.said.insert(text.clone()) {
+                tracing::warn!("{text}");
             }
         }
     }

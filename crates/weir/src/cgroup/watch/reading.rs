@@ -10,6 +10,7 @@ use std::{fs::File, io, os::unix::fs::FileExt as _};
 
 use anyhow::Context as _;
 use block::device::Number;
+use nix::errno::Errno;
 use policy::{steering::Passed, throttle::Counters};
 
 use crate::cgroup::{
@@ -79,6 +80,12 @@ impl Reading {
         let waiting = memory_stat::parse(text(memory, buffer).unwrap_or_default());
         Some(waiting.is_ok_and(|waiting| waiting.writeback > 0))
     }
+}
+
+/// Whether that is what an open file of a cgroup that was removed answers.
+pub(super) fn is_removed(error: &anyhow::Error) -> bool {
+    let error = error.downcast_ref::<io::Error>().and_then(io::Error::raw_os_error);
+    error == Some(Errno::ENODEV as i32)
 }
 
 /// The whole file, from its beginning.

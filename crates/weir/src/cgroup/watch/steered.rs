@@ -9,13 +9,16 @@ use std::path::PathBuf;
 
 use block::device::{Number, Roots};
 use policy::{
-    steering::{Pool, Rates},
+    steering::{Passed, Pool, Rates},
     throttle::{Counters, Enforcement},
     time::{Duration, Instant},
     watermark::{Taken, Watermark},
 };
 
-use super::{levels, reading::Reading};
+use super::{
+    levels,
+    reading::{self, Reading},
+};
 use crate::cgroup::{
     control_group::ControlGroup,
     hierarchy::Hierarchy,
@@ -28,8 +31,9 @@ const AGAIN: Duration = Duration::from_secs(1);
 const UNHURRIED: Duration = Duration::from_millis(500);
 const TOGETHER: Duration = Duration::from_millis(100);
 
-/// What becomes of a control group that is in trouble.
+/// What becomes of a control group that is in trouble: as it is to be, and where the kernel refuses that.
 const WITHOUT_BURSTS: &str = "it has its limits without bursts meanwhile, others carry on";
+const AS_BEFORE: &str = "what it was told before, if anything, still holds; others carry on";
 
 /// A pool, its control groups, and how its limits are applied.
 #[derive(Debug)]
@@ -65,6 +69,22 @@ struct Controlled {
     due: Option<Instant>,
     /// What is wrong with it, said already.
     trouble: Option<String>,
+}
+
+impl Controlled {
+    fn read(&mut self, divided: bool, buffer: &mut Vec<u8>) -> anyhow::Result<(Passed, Option<bool>)> {
+        let reading = match &mut self.reading {
+            Some(reading) => reading,
+            none => {
+                // After the machine's start, or where it was made again with its parent, the controller is not there.
+                if self.group.exists() {
+                    settling::hand_down(&self.group)?;
+                }
+                none.insert(Reading::open(&self.group, divided)?)
+            }
+        };
+        reading.read(self.device, buffer)
+    }
 }
 
 /// What became of a round.
@@ -248,12 +268,15 @@ impl Steered {
             self.undecided = true;
             return;
         }
-        let (device, divided) = (member.device, self.divided);
-        let opened = match &mut member.reading {
-            Some(reading) => Ok(reading),
-            none => Reading::open(&member.group, divided).map(|reading| none.insert(reading)),
-        };
-        match opened.and_then(|reading| reading.read(device, buffer)) {
+        let (device, was_open) = (member.device, member.reading.is_some());
+        let mut seen = member.read(self.divided, buffer);
+        if was_open && seen.as_ref().is_err_and(reading::is_removed) {
+            // One of that name may have been made since: it knows nothing of what the other was told.
+            member.reading = None;
+            self.pool.not_told(index);
+            seen = member.read(self.divided, buffer);
+        }
+        match seen {
             Ok((passed, waited)) => {
                 self.pool.observe(index, now, passed, waited);
                 if member.trouble.is_some() {
@@ -262,6 +285,7 @@ impl Steered {
             }
             Err(mut error) => {
                 member.reading = None;
+                let mut meanwhile = WITHOUT_BURSTS;
                 if member.group.exists() {
                     // Nobody knows what it does: no burst, then.
                     self.pool.unseen(index);
@@ -270,11 +294,12 @@ impl Steered {
                     member.in_force = told.is_ok();
                     if let Err(refused) = told {
                         error = error.context(format!("{refused:#}"));
+                        meanwhile = AS_BEFORE;
                     }
                 } else {
                     self.pool.gone(index);
                 }
-                self.complain(index, &error, WITHOUT_BURSTS);
+                self.complain(index, &error, meanwhile);
                 self.undecided = true;
             }
         }
@@ -308,7 +333,7 @@ impl Steered {
                 self.pool.not_told(index);
                 // Perhaps its disk is gone: looked for again.
                 (self.members[index].reading, self.members[index].in_force) = (None, false);
-                self.complain(index, &error, WITHOUT_BURSTS);
+                self.complain(index, &error, AS_BEFORE);
                 false
             }
         }

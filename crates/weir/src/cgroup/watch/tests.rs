@@ -3,6 +3,7 @@ use crate::cgroup::{
     limit::kept::{Change, Kept},
     machine::Machine,
 };
+use crate::whole_file;
 use policy::throttle::Setting;
 
 const DISK: (Number, &str) = (Number { major: 254, minor: 0 }, "number 254:0, 1048576 bytes");
@@ -177,6 +178,62 @@ fn a_disk_that_has_the_number_of_another_is_told_nothing() {
     steered[0].round(at(10), 9, &mut buffer);
     assert_eq!(max(&machine, "a"), "");
     assert_eq!(steered[0].due(), at(1010), "perhaps it comes back");
+}
+
+#[test]
+fn one_without_the_controller_has_it_handed_down() {
+    let machine = Machine::v2("io memory");
+    let mut steered = steered(&machine, &["a"], None);
+    fs::remove_file(machine.root().join("a/io.stat")).unwrap();
+    machine.write("a", "cgroup.controllers", "");
+    machine.write("/", "cgroup.subtree_control", "");
+    steered[0].round(at(0), 9, &mut Vec::new());
+    let handed_down = fs::read_to_string(machine.root().join("cgroup.subtree_control")).unwrap();
+    // What was written last is there: memory comes after io.
+    assert!(handed_down.contains("+memory"), "{handed_down}");
+}
+
+/// A watch of a plain limit of 4 MiB/s, and the file that it is in.
+fn of_a_plain_limit(machine: &Machine) -> (Watch, PathBuf, Kept) {
+    machine.disk("254:0", "vda");
+    fs::create_dir_all(machine.path("run")).unwrap();
+    let (path, group) = (machine.path("run/cgroups.json"), machine.group("a"));
+    machine.write("a", "io.max", "");
+    machine.write("a", "io.stat", "");
+    let mut kept = Kept::default();
+    let limits = vec![(Setting::from_name("bps-write").unwrap(), 4 * MIB)];
+    kept.change(&group, DISK, &Change { limits, ..Change::default() }).unwrap();
+    fs::write(&path, serde_json::to_vec(&kept).unwrap()).unwrap();
+    let store = Store::new(Some(&machine.path("state")));
+    (Watch::over(machine.hierarchy(), &path, store, None).unwrap(), path, kept)
+}
+
+#[test]
+fn what_the_kernel_keeps_by_itself_is_told_again_if_it_is_lost() {
+    let machine = Machine::v2("io");
+    let (mut watch, ..) = of_a_plain_limit(&machine);
+    assert!(max(&machine, "a").contains("wbps=4194304"));
+    // As when its disk was away for a while.
+    machine.write("a", "io.max", "");
+    watch.keep(now());
+    assert!(max(&machine, "a").contains("wbps=4194304"));
+}
+
+#[test]
+fn a_file_that_is_changed_by_hand_is_followed_and_one_that_is_removed_is_not() {
+    let machine = Machine::v2("io");
+    let (mut watch, path, mut kept) = of_a_plain_limit(&machine);
+    let limits = vec![(Setting::from_name("bps-write").unwrap(), 5 * MIB)];
+    kept.change(&machine.group("a"), DISK, &Change { limits, ..Change::default() }).unwrap();
+    whole_file::write(&path, &serde_json::to_vec(&kept).unwrap(), false).unwrap();
+    watch.look_at_file(now());
+    assert!(max(&machine, "a").contains("wbps=5242880"));
+    fs::remove_file(&path).unwrap();
+    watch.look_at_file(now());
+    assert_eq!(watch.kept, kept);
+    machine.write("a", "io.max", "");
+    watch.keep(now());
+    assert!(max(&machine, "a").contains("wbps=5242880"));
 }
 
 #[test]

@@ -20,7 +20,7 @@ Examples:
   weir cgroup limit nginx.service --device /var/lib --remove
       No limit any more.
 
-What is not named stays as it is, and without any setting nothing changes; a limit set to 0 is none. All of a change is made, or nothing.
+What is not named stays as it is, and without any setting nothing changes; a limit set to 0 is none, and its burst goes with it. All of a change is made, or nothing.
 Sizes take K, M, G or T (powers of 1024).
 Exit status: 0 done, 1 failed, 2 wrong use of the command line.";
 

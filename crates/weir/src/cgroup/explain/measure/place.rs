@@ -9,10 +9,7 @@
 //! Process Constraint" in Documentation/admin-guide/cgroup-v2.rst), while a parent that gave them to one child gives them to the next. So what is measured takes
 //! nothing of the examined cgroup's own share, but of its parents'. Version 1, where limits are not inherited, is done alike.
 
-use std::{
-    io, thread,
-    time::{Duration, Instant},
-};
+use std::{io, time::Duration};
 
 use anyhow::{Context as _, anyhow, bail};
 use block::device::Number;
@@ -143,16 +140,7 @@ fn remove(group: &ControlGroup, disks: &[Number]) {
             }
         };
     }
-    let begin = Instant::now();
-    // A process has been waited for before the kernel has taken it out of its cgroup.
-    while let Err(error) = group.clone().remove() {
-        if error.kind() == io::ErrorKind::NotFound {
-            return;
-        }
-        if begin.elapsed() > LEFT_WITHIN {
-            complain(&anyhow!("{}: left behind: {error} (remove it with rmdir)", group.directory.display()));
-            return;
-        }
-        thread::yield_now();
+    if let Err(error) = group.remove_within(LEFT_WITHIN) {
+        complain(&anyhow!("{}: left behind: {error} (remove it with rmdir)", group.directory.display()));
     }
 }

@@ -35,8 +35,9 @@ const GRACE: Duration = Duration::from_secs(60);
 const TOLERANCE: f64 = 0.25;
 /// Below this share of it, it is something else that held the I/O.
 const SLOW: f64 = 0.5;
-/// The least that is done on a path.
-const LEAST_BYTES: u64 = 16 * BLOCK as u64;
+/// The least that is done on a path, and the least that may be asked for.
+const LEAST_BYTES: u64 = BLOCK as u64;
+const LEAST_WISH_BYTES: u64 = 16 * BLOCK as u64;
 
 /// What is done on a path, with so many bytes.
 type Try<'a> = fn(&mut Proof<'a>, u64) -> anyhow::Result<Figures>;
@@ -60,8 +61,7 @@ impl<'a> Proof<'a> {
     pub(super) fn all(&mut self) -> Vec<Way> {
         let progress = Progress::new(self.wish.quiet);
         let mut ways = Vec::new();
-        let write_bps = least(self.rates.write_bps, self.rates.write_iops);
-        let read_bps = least(self.rates.read_bps, self.rates.read_iops);
+        let (write_bps, read_bps) = (self.write_bps(), self.read_bps());
         let writes: [(&'static str, Try<'a>); 3] = [
             ("direct writes", Self::direct_writes),
             ("buffered writes", Self::buffered_writes),
@@ -99,9 +99,18 @@ impl<'a> Proof<'a> {
         ways
     }
 
+    /// What the limits let through.
+    fn write_bps(&self) -> Option<u64> {
+        least(self.rates.write_bps, self.rates.write_iops)
+    }
+
+    fn read_bps(&self) -> Option<u64> {
+        least(self.rates.read_bps, self.rates.read_iops)
+    }
+
     /// How much a path does: as much as the limit lets through in the time.
     fn amount(&self, limit_bps: Option<u64>) -> u64 {
-        let most = self.wish.most_bytes.max(LEAST_BYTES);
+        let most = self.wish.most_bytes.max(LEAST_WISH_BYTES);
         let seconds = self.wish.time.as_secs_f64();
         let bytes = limit_bps.map_or(most, |bps| (bps as f64 * seconds) as u64);
         bytes.clamp(LEAST_BYTES, most) / BLOCK as u64 * BLOCK as u64
@@ -166,21 +175,21 @@ impl<'a> Proof<'a> {
     }
 
     fn direct_writes(&mut self, bytes: u64) -> anyhow::Result<Figures> {
-        let limit = self.rates.write_bps;
+        let limit = self.write_bps();
         self.counted(false, |this| {
             Ok((this.order(&Order::DirectWrites { bytes }, bytes, limit)?, Duration::ZERO))
         })
     }
 
     fn synced_writes(&mut self, bytes: u64) -> anyhow::Result<Figures> {
-        let limit = self.rates.write_bps;
+        let limit = self.write_bps();
         self.counted(false, |this| {
             Ok((this.order(&Order::SyncedWrites { bytes }, bytes, limit)?, Duration::ZERO))
         })
     }
 
     fn buffered_writes(&mut self, bytes: u64) -> anyhow::Result<Figures> {
-        let limit = self.rates.write_bps;
+        let limit = self.write_bps();
         let narrowed = self.charged && self.place.narrow(bytes);
         let directory = File::open(&self.directory).with_context(|| self.directory.display().to_string())?;
         if !self.charged {
@@ -208,7 +217,7 @@ impl<'a> Proof<'a> {
     }
 
     fn read(&mut self, path: &Path, bytes: u64, io: Io, forget: bool) -> anyhow::Result<Figures> {
-        let limit = self.rates.read_bps;
+        let limit = self.read_bps();
         let order = match io {
             Io::DirectReads => Order::DirectReads { path: path.to_owned(), bytes },
             _ => Order::Reads { path: path.to_owned(), bytes, forget },

@@ -23,6 +23,8 @@ pub(super) struct Worker {
     child: Child,
     orders: ChildStdin,
     answers: Receiver<String>,
+    /// It has not answered yet, and what it says next is of something before.
+    is_behind: bool,
 }
 
 impl Worker {
@@ -55,7 +57,7 @@ impl Worker {
             .name("answers".to_owned())
             .spawn(listen)
             .context("no thread can be started")?;
-        Ok(Self { child, orders, answers })
+        Ok(Self { child, orders, answers, is_behind: false })
     }
 
     /// Its id.
@@ -78,11 +80,15 @@ impl Worker {
     /// # Errors
     /// What it says, or that it says nothing.
     pub(super) fn order(&mut self, order: &Order, within: Duration) -> anyhow::Result<Answer> {
+        if self.is_behind {
+            bail!("what was tried before has not ended yet");
+        }
         let mut line = serde_json::to_string(order).context("an order")?;
         line.push('\n');
         self.orders.write_all(line.as_bytes()).context("the process that is measured has ended")?;
         let answer = self.answers.recv_timeout(within);
         let Ok(answer) = answer else {
+            self.is_behind = true;
             bail!("no end within {} s", within.as_secs());
         };
         let answer: Answer = serde_json::from_str(&answer).context("an answer of unknown form")?;

@@ -36,6 +36,19 @@ fn what_is_not_named_stays_and_0_is_none() {
 }
 
 #[test]
+fn a_burst_goes_with_its_limit() {
+    let mut kept = Kept::default();
+    let burst = [("bps-write", 4), ("bps-write-max", 20), ("bps-write-max-length", 5), ("bps-read", 4)];
+    kept.change(&group("/a"), DISK, &change(&burst)).unwrap();
+    kept.change(&group("/a"), DISK, &change(&[("bps-write", 0)])).unwrap();
+    let limits = kept.shared(&kept.limits[0]).limits().unwrap();
+    assert_eq!(limits.limit(LimitKind::BpsWrite), policy::throttle::Limit::default());
+    assert_eq!(limits.limit(LimitKind::BpsRead).rate, 4);
+    // Unless it is asked for, which makes no sense.
+    kept.change(&group("/a"), DISK, &change(&[("bps-write", 0), ("bps-write-max", 20)])).unwrap_err();
+}
+
+#[test]
 fn what_makes_no_sense_changes_nothing() {
     let mut kept = Kept::default();
     kept.change(&group("/a"), DISK, &change(&[("bps-write", 100)])).unwrap();
