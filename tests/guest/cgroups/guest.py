@@ -11,6 +11,7 @@ import hashlib
 import os
 import shutil
 import socket
+import string
 import subprocess
 import tempfile
 from dataclasses import dataclass
@@ -102,10 +103,12 @@ def program_archive(program, directory):
 class Guest:
     """One running machine. Use it in a `with` statement."""
 
-    def __init__(self, cache, program, disks):
+    def __init__(self, cache, program, disks, system=None):
         self.cache = Path(cache)
         self.program = program
         self.disks = {disk.name: disk for disk in disks}
+        # A disk whose own process 1 is to run, as `debian` beside this makes it; it stays as it is.
+        self.system = system
 
     def __enter__(self):
         subprocess.run([HERE.parent / "build", self.cache, "cgroups"], check=True)
@@ -188,10 +191,12 @@ class Guest:
             "-serial", f"file:{self._console}",
             "-chardev", f"socket,id=scripts,fd={theirs.fileno()}", "-serial", "chardev:scripts",
             "-kernel", self.cache / "vmlinuz", "-initrd", initramfs,
-            "-append", KERNEL,
+            "-append", KERNEL if self.system is None else f"{KERNEL} SYSTEM=vd{string.ascii_lowercase[len(self.disks)]}",
         ]  # fmt: skip
         for disk in self.disks.values():
             command += ["-drive", disk.drive(directory)]
+        if self.system is not None:
+            command += ["-drive", f"if=virtio,format=raw,snapshot=on,file={self.system}"]
         with theirs:
             self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
         self._received = self._socket.makefile("rb")

@@ -17,7 +17,10 @@ use super::{
     tell::{self, Telling},
 };
 use crate::{
-    cgroup::{control_group::ControlGroup, hierarchy::Hierarchy},
+    cgroup::{
+        control_group::ControlGroup,
+        hierarchy::{Hierarchy, Version},
+    },
     complain,
 };
 
@@ -135,7 +138,7 @@ fn sum(Rates { bps, iops }: &Rates) -> u128 {
 pub(crate) fn settle(hierarchy: &Hierarchy, kept: &Kept) -> anyhow::Result<()> {
     let mut failed: Option<anyhow::Error> = None;
     for (group, device, rates) in settled(hierarchy, kept)? {
-        let Err(error) = hold(&group, device, rates) else { continue };
+        let Err(error) = hold(hierarchy, &group, device, rates) else { continue };
         if let Some(earlier) = failed.replace(error) {
             complain(&earlier);
         }
@@ -156,25 +159,36 @@ pub(crate) fn settle_latest(hierarchy: &Hierarchy, path: &Path, last: &Kept) -> 
 ///
 /// # Errors
 /// If it refuses.
-pub(crate) fn hold(group: &ControlGroup, device: Number, rates: Rates) -> anyhow::Result<()> {
+pub(crate) fn hold(
+    hierarchy: &Hierarchy,
+    group: &ControlGroup,
+    device: Number,
+    rates: Rates,
+) -> anyhow::Result<()> {
     if rates != Rates::NONE {
-        hand_down(group)?;
+        hand_down(hierarchy, group, device, || rates)?;
     }
     tell_if_different(group, device, rates)
 }
 
-/// Has the levels above hand down the controllers that limits need, if they do not, as after the machine's start.
+/// Has the levels above hand down the controllers that limits need, if they do not, as after the machine's start. Systemd is told the rates
+/// too: it takes back a controller that none of its units asks for (seen with version 252).
 ///
 /// # Errors
 /// If they cannot.
-pub(crate) fn hand_down(group: &ControlGroup) -> anyhow::Result<()> {
-    if group.has("io.stat") {
+pub(crate) fn hand_down(
+    hierarchy: &Hierarchy,
+    group: &ControlGroup,
+    device: Number,
+    rates: impl FnOnce() -> Rates,
+) -> anyhow::Result<()> {
+    if group.version == Version::V1 || group.has("io.stat") {
         return Ok(());
     }
     group.enable(&["io"])?;
     // Without it buffered writes are missed, which is no reason to miss the others.
     let _ = group.enable(&["memory"]);
-    Ok(())
+    tell::of_systemd(hierarchy, group, &node(hierarchy, device), rates())
 }
 
 /// Tells the kernel, unless it has been told the same: each time costs it some precision.

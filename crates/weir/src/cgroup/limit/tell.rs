@@ -145,7 +145,12 @@ pub(crate) fn tell_all(hierarchy: &Hierarchy, all: &[Telling]) -> anyhow::Result
 ///
 /// # Errors
 /// If it cannot be asked, or refuses.
-fn of_systemd(hierarchy: &Hierarchy, group: &ControlGroup, node: &str, rates: Rates) -> anyhow::Result<()> {
+pub(super) fn of_systemd(
+    hierarchy: &Hierarchy,
+    group: &ControlGroup,
+    node: &str,
+    rates: Rates,
+) -> anyhow::Result<()> {
     set_properties(hierarchy, group, &properties(node, rates))
 }
 

@@ -560,7 +560,7 @@ impl Watch {
         let held = settling::settled_of(&self.hierarchy, sharing.clone()).unwrap_or_default();
         for (group, device, rates) in held {
             let differs = tell::told(&group, device).is_ok_and(|told| told != tell::as_kept(rates));
-            match settling::hold(&group, device, rates) {
+            match settling::hold(&self.hierarchy, &group, device, rates) {
                 Ok(()) if differs => {
                     tracing::info!(cgroup = %group.name.display(), %device, "the kernel had other limits; it is told these again");
                 }

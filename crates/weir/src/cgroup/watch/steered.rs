@@ -39,6 +39,7 @@ const AS_BEFORE: &str = "what it was told before, if anything, still holds; othe
 #[derive(Debug)]
 pub(super) struct Steered {
     pub(super) sharing: Sharing,
+    hierarchy: Hierarchy,
     roots: Roots,
     pool: Pool,
     members: Vec<Controlled>,
@@ -69,22 +70,6 @@ struct Controlled {
     due: Option<Instant>,
     /// What is wrong with it, said already.
     trouble: Option<String>,
-}
-
-impl Controlled {
-    fn read(&mut self, divided: bool, buffer: &mut Vec<u8>) -> anyhow::Result<(Passed, Option<bool>)> {
-        let reading = match &mut self.reading {
-            Some(reading) => reading,
-            none => {
-                // After the machine's start, or where it was made again with its parent, the controller is not there.
-                if self.group.exists() {
-                    settling::hand_down(&self.group)?;
-                }
-                none.insert(Reading::open(&self.group, divided)?)
-            }
-        };
-        reading.read(self.device, buffer)
-    }
 }
 
 /// What became of a round.
@@ -144,6 +129,7 @@ impl Steered {
         let divided = sharing.limits_are_divided();
         Ok(Self {
             sharing: sharing.clone(),
+            hierarchy: hierarchy.clone(),
             roots: hierarchy.roots.of_devices(),
             pool,
             members,
@@ -269,13 +255,14 @@ impl Steered {
             return;
         }
         let (device, was_open) = (member.device, member.reading.is_some());
-        let mut seen = member.read(self.divided, buffer);
+        let mut seen = self.read(index, buffer);
         if was_open && seen.as_ref().is_err_and(reading::is_removed) {
             // One of that name may have been made since: it knows nothing of what the other was told.
-            member.reading = None;
+            self.members[index].reading = None;
             self.pool.not_told(index);
-            seen = member.read(self.divided, buffer);
+            seen = self.read(index, buffer);
         }
+        let member = &mut self.members[index];
         match seen {
             Ok((passed, waited)) => {
                 self.pool.observe(index, now, passed, waited);
@@ -303,6 +290,22 @@ impl Steered {
                 self.undecided = true;
             }
         }
+    }
+
+    fn read(&mut self, index: usize, buffer: &mut Vec<u8>) -> anyhow::Result<(Passed, Option<bool>)> {
+        let member = &mut self.members[index];
+        let reading = match &mut member.reading {
+            Some(reading) => reading,
+            none => {
+                // After the machine's start, or where it was made again with its parent, the controller is not there.
+                if member.group.exists() {
+                    let settled = || self.pool.settled()[index];
+                    settling::hand_down(&self.hierarchy, &member.group, member.device, settled)?;
+                }
+                none.insert(Reading::open(&member.group, self.divided)?)
+            }
+        };
+        reading.read(member.device, buffer)
     }
 
     /// Whether it was told, of what was decided on what was seen `now`.
