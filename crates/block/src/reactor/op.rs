@@ -23,6 +23,11 @@ impl Fd {
     fn target(&self) -> types::Fd {
         types::Fd(self.0.as_raw_fd())
     }
+
+    /// Whether nothing else holds it: no other owner, and no operation in flight.
+    pub(crate) fn is_unshared(&self) -> bool {
+        Arc::strong_count(&self.0) == 1
+    }
 }
 
 impl<T: Into<OwnedFd>> From<T> for Fd {

@@ -15,7 +15,7 @@
 //! qcow2 read-write takes 100, 101, 103 and 201, 203; read-only 100 and 201, 203. weir takes what a guest's disk does: 100, 101 and
 //! 201, 203 to write, 100 and 201, 203 to read, 100 alone to read although somebody writes.
 //!
-//! Locks go when the file is closed, also by a crash. File systems without them are served unlocked, with a warning, as QEMU does.
+//! Locks are released when the file is not used any more, and go with a crash. File systems without them are served unlocked, with a warning, as QEMU does.
 
 use std::{
     fs,
@@ -153,6 +153,14 @@ fn try_acquire(file: &fs::File, name: &str, wanted: Use) -> Result<bool, Conflic
     Ok(wanted.forbidden().contains(&WRITE))
 }
 
+/// Releases them now. To close the file does too, but not at once: a worker of the kernel that has done an operation of an io_uring still
+/// holds it for a moment, in which QEMU, started by the next line of a script, would find the image in use (seen on a busy machine).
+pub(super) fn release(file: impl AsFd) {
+    let all = libc::flock { l_len: FORBIDDEN + RESIZE + 1 - USED, ..request(libc::F_UNLCK, USED) };
+    // Where there are no locks there is nothing to release.
+    let _ = fcntl(file, FcntlArg::F_OFD_SETLK(&all));
+}
+
 fn remedy(wanted: Use, permission: i64) -> &'static str {
     match wanted {
         Use::Write if permission == WRITE => "stop it, or serve the image with --read-only --force-share",
@@ -253,6 +261,19 @@ mod tests {
             drop(one);
             acquire(&two, "image", second).expect("the other has gone");
         }
+    }
+
+    #[test]
+    fn what_is_released_is_free_though_somebody_still_holds_the_file() {
+        let image = image();
+        let (one, two) = (open(&image), open(&image));
+        acquire(&one, "image", Use::Write).expect("nobody else is there");
+        // As the kernel does for a moment.
+        let _held = one.try_clone().expect("a descriptor");
+        release(&one);
+        drop(one);
+        let conflict = try_acquire(&two, "image", Use::Write).err().map(|conflict| conflict.what);
+        assert_eq!(conflict, None, "at once");
     }
 
     #[test]

@@ -32,6 +32,7 @@ pub(super) use self::open::{FileOptions, open};
 use super::{
     BlockSize, Durability, Extent, Stamp, ZeroOptions,
     align::{Alignment, Device},
+    lock,
     resize::ResizeError,
 };
 use crate::{
@@ -99,6 +100,15 @@ pub struct File {
     /// The kernel reports it once and then holds the pages for clean, though the disk does not have them. A later sync would succeed and
     /// acknowledge what is lost; so it fails from then on.
     lost: AtomicI32,
+}
+
+impl Drop for File {
+    fn drop(&mut self) {
+        // What is in flight may still write: then they last until that is done.
+        if self.fd.is_unshared() && self.buffered.is_unshared() {
+            lock::release(&self.fd);
+        }
+    }
 }
 
 impl File {

@@ -3,7 +3,10 @@
 use std::{
     future::Future,
     io::Write,
-    os::unix::fs::{FileExt, symlink},
+    os::{
+        fd::AsFd,
+        unix::fs::{FileExt, symlink},
+    },
     path::{Path, PathBuf},
     rc::Rc,
 };
@@ -71,6 +74,27 @@ fn everywhere<F: Future<Output = ()>>(
             real(async move { test(image, content, path).await });
         }
     }
+}
+
+#[test]
+fn an_image_is_free_once_it_is_dropped_and_nothing_is_in_flight() {
+    let file = tempfile::NamedTempFile::new().unwrap();
+    file.as_file().set_len(4096).unwrap();
+    let options =
+        FileOptions { cache: CacheMode::Writeback, read_only: false, force_share: false, root: None };
+    let locked = || open_file(file.path(), &options).is_err();
+    let (image, _) = open_file(file.path(), &options).unwrap();
+    // As the kernel does for a moment, after an operation.
+    let held = image.fd.as_fd().try_clone_to_owned().unwrap();
+    drop(image);
+    assert!(!locked());
+    drop(held);
+    let (image, _) = open_file(file.path(), &options).unwrap();
+    let in_flight = image.fd.clone();
+    drop(image);
+    assert!(locked(), "it may still write");
+    drop(in_flight);
+    assert!(!locked());
 }
 
 async fn read(image: &Image, offset: usize, length: usize) -> Vec<u8> {
