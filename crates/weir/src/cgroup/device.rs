@@ -27,6 +27,7 @@ use super::{
         self,
         mountinfo::{self, Mount},
     },
+    nature::Nature,
 };
 
 /// File systems upon file systems that are followed: the kernel's own limit is 2 (FILESYSTEM_MAX_STACK_DEPTH), and the last is a device.
@@ -120,8 +121,9 @@ fn mount_of<'a>(mounts: &'a [Mount], number: Number, path: &Path) -> Option<&'a 
 fn below(text: &str, mount: &Mount) -> anyhow::Result<PathBuf> {
     let at = mount.point.display();
     let source = &mount.source;
-    match mount.kind.as_str() {
-        "overlay" => match mount.option("upperdir") {
+    let kind = mount.kind.as_str();
+    match Nature::of(kind) {
+        _ if kind == "overlay" => match mount.option("upperdir") {
             Some(upper) if upper.is_dir() => Ok(upper),
             Some(upper) => bail!(
                 "device {text:?}: it is on an overlay, whose upper directory {} cannot be seen from here (limits must go to the disk \
@@ -132,24 +134,23 @@ fn below(text: &str, mount: &Mount) -> anyhow::Result<PathBuf> {
                 "device {text:?}: it is on an overlay that is read-only (limits must go to the disk of its lower directories: give that)"
             ),
         },
-        "nfs" | "nfs4" | "cifs" | "smb3" | "9p" | "ceph" | "afs" | "lustre" | "beegfs" | "virtiofs" => bail!(
-            "device {text:?}: {at} is on another machine ({}, {source}), not on a disk of this one (limit it there)",
-            mount.kind
+        Nature::Network => bail!(
+            "device {text:?}: {at} is on another machine ({kind}, {source}), not on a disk of this one (limit it there)"
         ),
-        "zfs" => bail!(
+        Nature::Zfs => bail!(
             "device {text:?}: {at} is on ZFS, whose own threads do the I/O, in no cgroup but the root (no limit reaches it; ZFS \
              volumes and other file systems can be limited)"
         ),
-        "tmpfs" | "ramfs" | "devtmpfs" | "hugetlbfs" => bail!(
-            "device {text:?}: {at} is in memory ({}), on no disk (swapping it out can be limited: give the disk with the swap)",
-            mount.kind
+        Nature::Memory => bail!(
+            "device {text:?}: {at} is in memory ({kind}), on no disk (swapping it out can be limited: give the disk with the swap)"
         ),
-        kind if kind == "fuse" || kind.starts_with("fuse.") => bail!(
+        // `fuseblk` names its disk.
+        Nature::Fuse if kind != "fuseblk" => bail!(
             "device {text:?}: {at} is on FUSE ({kind}, {source}): its daemon does the I/O (limit the daemon's cgroup on the disk it \
              uses)"
         ),
         _ if source.starts_with("/dev/") => Ok(source.into()),
-        kind => bail!(
+        _ => bail!(
             "device {text:?}: {at} is on no disk, its file system is {kind} (give a disk such as /dev/vda, its number such as 254:0, or a path on it)"
         ),
     }

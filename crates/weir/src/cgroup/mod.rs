@@ -26,6 +26,7 @@ pub(crate) mod kernel;
 pub(crate) mod limit;
 #[cfg(test)]
 pub(crate) mod machine;
+mod nature;
 mod run;
 mod show;
 pub(crate) mod target;

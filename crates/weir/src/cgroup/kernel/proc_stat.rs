@@ -7,9 +7,13 @@
 //!
 //! Source: proc_pid_stat(5), whose numbers of fields are used here.
 
+use std::time::Duration;
+
 use super::{Unknown, count};
 
 const FILE: &str = "/proc/PID/stat";
+/// What times are counted in. The kernel's USER_HZ is 100 on every architecture that Rust knows a Linux of (include/uapi/asm-generic/param.h).
+pub(crate) const TICK: Duration = Duration::from_millis(10);
 /// starttime.
 const START: usize = 22;
 /// delayacct_blkio_ticks.

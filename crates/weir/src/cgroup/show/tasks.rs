@@ -18,12 +18,9 @@ use crate::cgroup::{
     control_group::ControlGroup,
     kernel::{
         proc_io::{self, TaskIo},
-        proc_stat,
+        proc_stat::{self, TICK},
     },
 };
-
-/// A tick of /proc/PID/stat. The kernel's USER_HZ is 100 on every architecture that Rust knows a Linux of (include/uapi/asm-generic/param.h).
-const TICK: Duration = Duration::from_millis(10);
 
 /// A task for as long as the machine runs: numbers are used again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]

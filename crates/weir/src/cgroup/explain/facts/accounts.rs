@@ -16,13 +16,11 @@ use std::{
     time::{Duration, SystemTime, UNIX_EPOCH},
 };
 
-use nix::unistd::{SysconfVar, sysconf};
-
 use super::{Accounts, Evidence, Process, collect::Reader};
 use crate::cgroup::{
     control_group::ControlGroup,
     hierarchy::Version,
-    kernel::{io_stat, memory_stat, proc_io},
+    kernel::{io_stat, memory_stat, proc_io, proc_stat::TICK},
 };
 
 /// Counts of version 2; `None` where they cannot be had, or for the root, which is charged with what nobody is.
@@ -60,7 +58,6 @@ const CLOCK_ERROR: Duration = Duration::from_secs(2);
 #[derive(Debug)]
 pub(super) struct Clock {
     booted: Option<SystemTime>,
-    ticks_per_second: u64,
 }
 
 impl Clock {
@@ -68,16 +65,13 @@ impl Clock {
     pub(super) fn new(proc: &Path) -> Self {
         let text = fs::read_to_string(proc.join("stat")).unwrap_or_default();
         let seconds = text.lines().find_map(|line| line.strip_prefix("btime ")?.trim().parse().ok());
-        let ticks = sysconf(SysconfVar::CLK_TCK).ok().flatten().and_then(|ticks| u64::try_from(ticks).ok());
-        Self {
-            booted: seconds.and_then(|seconds| UNIX_EPOCH.checked_add(Duration::from_secs(seconds))),
-            ticks_per_second: ticks.unwrap_or(100).max(1),
-        }
+        Self { booted: seconds.and_then(|seconds| UNIX_EPOCH.checked_add(Duration::from_secs(seconds))) }
     }
 
     /// When a task of these ticks began.
     pub(super) fn began(&self, ticks: u64) -> Option<SystemTime> {
-        self.booted?.checked_add(Duration::from_millis(ticks.saturating_mul(1000) / self.ticks_per_second))
+        let tick_ms = u64::try_from(TICK.as_millis()).ok()?;
+        self.booted?.checked_add(Duration::from_millis(ticks.saturating_mul(tick_ms)))
     }
 }
 

@@ -14,13 +14,14 @@ use std::{
 use block::device::{Identity, Number};
 
 use super::{
-    Below, Disk, DiskKind, Evidence, FileSystem, Mapper, Nature,
+    Below, Disk, DiskKind, Evidence, FileSystem, Mapper,
     mounts::{MountTable, Row, holding},
     uses::number_of_node,
 };
 use crate::cgroup::{
     hierarchy::Roots,
     kernel::{self, mountinfo::Mount},
+    nature::Nature,
 };
 
 /// Overlays upon overlays are not followed further: the kernel's limit is 2 (FILESYSTEM_MAX_STACK_DEPTH).

@@ -19,7 +19,6 @@ mod collect;
 mod disks;
 mod levels;
 mod mounts;
-mod nature;
 mod sharing;
 mod uses;
 
@@ -28,9 +27,8 @@ use std::{path::PathBuf, time::SystemTime};
 use block::device::Number;
 
 pub(crate) use collect::{Subject, collect, spot};
-pub(crate) use nature::Nature;
 
-use super::super::{hierarchy::Version, kernel::io_max::Rates};
+use super::super::{hierarchy::Version, kernel::io_max::Rates, nature::Nature};
 
 /// A file and what it says, for somebody to look at it himself.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -10,8 +10,11 @@ use std::{
 
 use block::device::Number;
 
-use super::{Below, Evidence, FileSystem, collect::Reader, disks::Disks, nature::Nature};
-use crate::cgroup::kernel::mountinfo::{self, Mount};
+use super::{Below, Evidence, FileSystem, collect::Reader, disks::Disks};
+use crate::cgroup::{
+    kernel::mountinfo::{self, Mount},
+    nature::Nature,
+};
 
 /// A line of mountinfo.
 #[derive(Debug, Clone)]

@@ -23,8 +23,8 @@ use super::{
     Evidence, Identity, Place, Use, Way,
     collect::{Reader, is_gone},
     mounts::{MountTable, Row},
-    nature::Nature,
 };
+use crate::cgroup::nature::Nature;
 
 /// Most open files of a process that are looked at.
 const MAX_FILES: usize = 65_536;

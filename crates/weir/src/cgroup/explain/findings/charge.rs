@@ -14,8 +14,9 @@
 
 use super::{Cause, Coverage, Io, Judgement};
 use crate::cgroup::{
-    explain::facts::{Evidence, Facts, FileSystem, Memory, Nature, Place, Use},
+    explain::facts::{Evidence, Facts, FileSystem, Memory, Place, Use},
     hierarchy::Version,
+    nature::Nature,
 };
 
 /// Whom it is charged to.
