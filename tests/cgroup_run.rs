@@ -106,8 +106,9 @@ impl<'a> Running<'a> {
     /// Starts it, and waits until it says that it is ready.
     pub(crate) fn start(scratch: &'a Scratch, name: &str, options: &[&str], script: &str) -> Self {
         root();
-        let mut child = Command::new(WEIR)
-            .args(["cgroup", "run", "--name", name])
+        // A shell cannot trap what it was started to ignore, as whatever runs in the background of a script is: SIGINT.
+        let mut child = Command::new("env")
+            .args(["--default-signal", WEIR, "cgroup", "run", "--name", name])
             .args(options)
             .args(["--", "sh", "-c", script])
             .current_dir(scratch.path(""))

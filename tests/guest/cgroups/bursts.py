@@ -70,6 +70,7 @@ class Bursts:
         yield "a burst: 4M/s, 20M/s for 5 s", self.burst
         yield "the watch killed in a burst, with all in its group", self.killed
         yield "a group made again under the watch", self.made_again
+        yield "a command that steers while no watch does", self.stands_in
 
     def new_group(self):
         """A control group that has not used its burst: what one has used is remembered for as long as it takes to leak."""
@@ -145,6 +146,29 @@ class Bursts:
             contains("io.max with a burst to spend", before, io_max(BURST)),
             contains("io.max of the one made again", after, io_max(BURST)),
             fact("warnings", not warnings, str(warnings), "none"),
+        ]
+
+    def stands_in(self):
+        """A command with a group's limits steers all, makes way for a watch, and steers again when that has ended."""
+        guest, name = self.guest, self.new_group()
+        run = f"weir cgroup run --device /dev/{self.disk.name} --group tenant --bps-write 6M -- sleep 60"
+        try:
+            guest.run(f"{run} >/tmp/run.log 2>&1 & echo $! >/tmp/run.pid; pause 3")
+            steered = guest.run(f"cat $cgroups/{name}/io.max /tmp/run.log")
+            with Watch(guest):
+                watched = guest.run(f"pause 0.5; cat $cgroups/{name}/io.max")
+            guest.run("pause 2")
+            again = guest.run(f"cat $cgroups/{name}/io.max /tmp/run.log")
+            guest.run("kill $(cat /tmp/run.pid); while kill -0 $(cat /tmp/run.pid) 2>/dev/null; do pause 0.05; done")
+            after = guest.run(f"cat $cgroups/{name}/io.max")
+        finally:
+            guest.run("kill $(cat /tmp/run.pid) 2>/dev/null", check=False)
+            self.remove(name)
+        return [
+            contains("io.max while the command runs", steered, io_max(BURST)),
+            contains("under a watch", watched, io_max(BURST)),
+            contains("when that has ended", again, io_max(BURST)),
+            contains("when the command has", after, io_max(RATE)),
         ]
 
     def sampling(self, name, seconds):

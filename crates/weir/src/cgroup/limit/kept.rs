@@ -367,6 +367,9 @@ impl Kept {
 pub(crate) struct Stamp(Option<(u64, i64, i64)>);
 
 impl Stamp {
+    /// Of no file.
+    pub(crate) const NONE: Self = Self(None);
+
     /// Of the file as it is now.
     pub(crate) fn of(path: &Path) -> Self {
         Self(

@@ -3,6 +3,7 @@
 //! ```text
 //!   cgroups.json.lock    whoever changes the limits, for as long as that takes
 //!   cgroups.json.watch   the one that steers them
+//!   cgroups.json.wanted  one that is about to, for as long as another does that makes way
 //!   cgroups.json.guard   it and its guard: as long as either may still settle them
 //! ```
 //!
@@ -25,6 +26,8 @@ use super::kept::Kept;
 const LOOKS_AT_A_LOCK: usize = 10;
 /// The same of a guard's, which settles what the watch before has left.
 const LOOKS_AT_A_GUARD: usize = 500;
+/// The same of a watch that may make way, after settling all limits.
+const LOOKS_AT_A_CLAIM: usize = 150;
 /// The same of a change, which may have to wait for systemd; and for who has no time to wait, since a limit is to hold within a second.
 const LOOKS_AT_A_CHANGE: usize = 1500;
 const SHORT_LOOKS_AT_A_CHANGE: usize = 25;
@@ -64,6 +67,15 @@ impl Locked {
     }
 }
 
+/// Writes the file anew, if it has been removed.
+///
+/// # Errors
+/// If that fails.
+pub(crate) fn restore(path: &Path, kept: &Kept) -> anyhow::Result<()> {
+    let _unchanged = Unchanged::take(path);
+    if path.exists() { Ok(()) } else { kept.save(path) }
+}
+
 /// Held while limits are settled, so that nobody changes them meanwhile: who does has told the kernel and not kept it yet.
 #[derive(Debug)]
 pub(super) struct Unchanged(#[expect(dead_code, reason = "held")] Option<Flock<File>>);
@@ -87,6 +99,20 @@ impl Watched {
     pub(crate) fn take(path: &Path) -> anyhow::Result<Option<Self>> {
         // Perhaps it is only being looked at (`is_taken`), which nobody tells.
         Ok(lock_soon(path, "watch", LOOKS_AT_A_LOCK)?.map(Self))
+    }
+
+    /// The same, once who steers them for one command alone has made way.
+    ///
+    /// # Errors
+    /// If a lock's file cannot be made.
+    pub(crate) fn claim(path: &Path) -> anyhow::Result<Option<Self>> {
+        let _wanted = lock_soon(path, "wanted", LOOKS_AT_A_LOCK)?;
+        Ok(lock_soon(path, "watch", LOOKS_AT_A_CLAIM)?.map(Self))
+    }
+
+    /// Whether somebody claims them.
+    pub(crate) fn is_wanted(path: &Path) -> bool {
+        matches!(lock(path, "wanted", FlockArg::LockSharedNonblock), Ok(None))
     }
 
     /// Whether somebody steers them.

@@ -190,8 +190,13 @@ pub(crate) fn remove(
             None => Ok(()),
         });
     if let Err(error) = removed {
-        locked.kept = before;
-        // Then it is still limited, and what is kept says so; if not, the first error says more.
+        // Then it is limited as before, and what is kept says so; if not, the first error says more.
+        let after = std::mem::replace(&mut locked.kept, before);
+        let place = (device.number(), device.node());
+        let telling =
+            Telling { group: group.clone(), device: place, rates: before_rates, before: before_rates };
+        let _ = tell::tell_all(hierarchy, &[telling]);
+        let _ = settling::change(hierarchy, &after, &locked.kept, None);
         let _ = locked.save();
         return Err(error);
     }

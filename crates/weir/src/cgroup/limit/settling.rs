@@ -3,7 +3,7 @@
 //! What `weir cgroup limit` tells at once, and what a watch, its guard, and whoever comes after them fall back to.
 
 use std::{
-    collections::HashMap,
+    collections::{HashMap, HashSet},
     path::{Path, PathBuf},
 };
 
@@ -138,7 +138,11 @@ fn sum(Rates { bps, iops }: &Rates) -> u128 {
 pub(crate) fn settle(hierarchy: &Hierarchy, kept: &Kept) -> anyhow::Result<()> {
     let mut failed: Option<anyhow::Error> = None;
     for (group, device, rates) in settled(hierarchy, kept)? {
-        let Err(error) = hold(hierarchy, &group, device, rates) else { continue };
+        // Who has a weight alone is nobody's to limit: what somebody else has set there stays.
+        if rates == Rates::NONE {
+            continue;
+        }
+        let Err(error) = hold(&group, device, rates) else { continue };
         if let Some(earlier) = failed.replace(error) {
             complain(&earlier);
         }
@@ -159,36 +163,53 @@ pub(crate) fn settle_latest(hierarchy: &Hierarchy, path: &Path, last: &Kept) -> 
 ///
 /// # Errors
 /// If it refuses.
-pub(crate) fn hold(
-    hierarchy: &Hierarchy,
-    group: &ControlGroup,
-    device: Number,
-    rates: Rates,
-) -> anyhow::Result<()> {
-    if rates != Rates::NONE {
-        hand_down(hierarchy, group, device, || rates)?;
-    }
+pub(crate) fn hold(group: &ControlGroup, device: Number, rates: Rates) -> anyhow::Result<()> {
+    hand_down(group)?;
     tell_if_different(group, device, rates)
 }
 
-/// Has the levels above hand down the controllers that limits need, if they do not, as after the machine's start. Systemd is told the rates
-/// too: it takes back a controller that none of its units asks for (seen with version 252).
+/// Has the levels above hand down the controllers that limits need, if they do not, as after the machine's start.
 ///
 /// # Errors
 /// If they cannot.
-pub(crate) fn hand_down(
-    hierarchy: &Hierarchy,
-    group: &ControlGroup,
-    device: Number,
-    rates: impl FnOnce() -> Rates,
-) -> anyhow::Result<()> {
+pub(crate) fn hand_down(group: &ControlGroup) -> anyhow::Result<()> {
     if group.version == Version::V1 || group.has("io.stat") {
         return Ok(());
     }
     group.enable(&["io"])?;
     // Without it buffered writes are missed, which is no reason to miss the others.
     let _ = group.enable(&["memory"]);
-    tell::of_systemd(hierarchy, group, &node(hierarchy, device), rates())
+    Ok(())
+}
+
+/// What systemd has not been told of what is kept of some control groups, as after the machine's start: it takes back a controller that none of its units asks for, and
+/// the limits with it (seen with version 252). With the rates of each beside all others, there or not.
+///
+/// # Errors
+/// None for what [`Kept::load`] or a change returned.
+pub(crate) fn unknown_to_systemd(
+    hierarchy: &Hierarchy,
+    kept: &Kept,
+    among: &HashSet<PathBuf>,
+) -> anyhow::Result<Vec<Telling>> {
+    let mut unknown = Vec::new();
+    if !hierarchy.systemd() {
+        return Ok(unknown);
+    }
+    for sharing in Sharing::all(kept)? {
+        let rates = sharing.pool(Instant::ZERO).settled();
+        for (entry, rates) in sharing.members.iter().zip(rates) {
+            let (group, number) = (hierarchy.group(&entry.cgroup)?, entry.device()?);
+            if rates == Rates::NONE || !among.contains(&entry.cgroup) || !group.exists() {
+                continue;
+            }
+            let device = (number, node(hierarchy, number));
+            if !tell::is_known_to_systemd(hierarchy, &group, &device.1) {
+                unknown.push(Telling { group, device, rates, before: rates });
+            }
+        }
+    }
+    Ok(unknown)
 }
 
 /// Tells the kernel, unless it has been told the same: each time costs it some precision.

@@ -10,7 +10,7 @@
 
 use std::{
     io,
-    path::{Component, Path},
+    path::{Component, Path, PathBuf},
     process::Command,
 };
 
@@ -145,13 +145,27 @@ pub(crate) fn tell_all(hierarchy: &Hierarchy, all: &[Telling]) -> anyhow::Result
 ///
 /// # Errors
 /// If it cannot be asked, or refuses.
-pub(super) fn of_systemd(
+pub(crate) fn of_systemd(
     hierarchy: &Hierarchy,
     group: &ControlGroup,
     node: &str,
     rates: Rates,
 ) -> anyhow::Result<()> {
     set_properties(hierarchy, group, &properties(node, rates))
+}
+
+/// Whether systemd has been told something of a control group on a device, since the machine's start; also if it is not systemd's. It keeps that in
+/// files of /run (systemd.unit(5), "Unit File Load Path"), one for each property, with scopes among what is transient.
+pub(super) fn is_known_to_systemd(hierarchy: &Hierarchy, group: &ControlGroup, node: &str) -> bool {
+    let Some(unit) = unit_of(group) else { return true };
+    let names_node = |path: PathBuf| {
+        let text = std::fs::read_to_string(path).unwrap_or_default();
+        text.split(['=', ' ', '\n']).any(|word| word == node)
+    };
+    ["system.control", "transient"].iter().any(|place| {
+        let directory = hierarchy.roots.run.join("systemd").join(place).join(format!("{unit}.d"));
+        PROPERTIES.iter().any(|property| names_node(directory.join(format!("50-{property}.conf"))))
+    })
 }
 
 /// Sets properties of a control group that is systemd's, until the machine ends.
@@ -204,15 +218,15 @@ pub(super) fn is_of_a_user(group: &ControlGroup) -> bool {
 }
 
 /// The same in systemd's words. No limit is `infinity`; numbers have no suffix, since its K is 1000.
-fn properties(node: &str, Rates { bps, iops }: Rates) -> [String; 4] {
+fn properties(node: &str, Rates { bps, iops }: Rates) -> Vec<String> {
     let text = |rate: Option<u64>| rate.map_or_else(|| "infinity".to_owned(), |rate| rate.to_string());
-    [
-        format!("IOReadBandwidthMax={node} {}", text(bps[0])),
-        format!("IOWriteBandwidthMax={node} {}", text(bps[1])),
-        format!("IOReadIOPSMax={node} {}", text(iops[0])),
-        format!("IOWriteIOPSMax={node} {}", text(iops[1])),
-    ]
+    let rates = bps.into_iter().chain(iops);
+    PROPERTIES.iter().zip(rates).map(|(property, rate)| format!("{property}={node} {}", text(rate))).collect()
 }
+
+/// For bytes per second, read and written, and for operations.
+const PROPERTIES: [&str; 4] =
+    ["IOReadBandwidthMax", "IOWriteBandwidthMax", "IOReadIOPSMax", "IOWriteIOPSMax"];
 
 /// What an error about one of a control group's files begins with.
 pub(crate) fn about(group: &ControlGroup, file: &str) -> String {

@@ -196,3 +196,29 @@ fn the_root_and_v1_say_what_they_cannot_do() {
     }
     assert_eq!(bench.told(0), Some(5000));
 }
+
+#[test]
+fn what_systemd_has_not_heard_of_is_found_beside_all_that_shares_with_it() {
+    let bench = Bench::v2(&["/system.slice/a.service", "/system.slice/b.scope", "/other"]);
+    let hierarchy = bench.machine.hierarchy();
+    for index in 0..3 {
+        bench.set(index, &in_group(&[("bps-write", 90)], None)).unwrap();
+    }
+    let kept = Kept::load(&bench.file()).unwrap();
+    let among = kept.limits.iter().map(|entry| entry.cgroup.clone()).collect();
+    let unknown = || settling::unknown_to_systemd(&hierarchy, &kept, &among).unwrap();
+    assert!(unknown().is_empty(), "there is no systemd");
+    std::fs::create_dir_all(bench.machine.path("run/systemd/system")).unwrap();
+    let units: Vec<_> = unknown().into_iter().map(|telling| (telling.group, telling.rates.bps[1])).collect();
+    assert_eq!(units, [(bench.groups[0].clone(), Some(30)), (bench.groups[1].clone(), Some(30))]);
+    let heard = |place: &str, unit: &str, property: &str, text: &str| {
+        let directory = bench.machine.path("run/systemd").join(place).join(format!("{unit}.d"));
+        std::fs::create_dir_all(&directory).unwrap();
+        std::fs::write(directory.join(format!("50-{property}.conf")), format!("[Service]\n{text}\n"))
+            .unwrap();
+    };
+    heard("system.control", "a.service", "IOWriteBandwidthMax", "IOWriteBandwidthMax=/dev/vdb 30");
+    heard("transient", "b.scope", "IOReadIOPSMax", "IOReadIOPSMax=/dev/vda 30");
+    let units: Vec<_> = unknown().into_iter().map(|telling| telling.group).collect();
+    assert_eq!(units, [bench.groups[0].clone()], "that was another disk");
+}

@@ -13,7 +13,6 @@ use block::device::{Identity, Number};
 
 use super::{
     kept::Kept,
-    settling::node,
     tell::{about, set_properties},
 };
 use crate::cgroup::{
@@ -27,6 +26,31 @@ use crate::cgroup::{
 pub(crate) enum Divider {
     IoCost,
     Bfq,
+}
+
+impl Divider {
+    /// Where it is told weights.
+    fn file(self) -> &'static str {
+        match self {
+            Self::IoCost => "io.weight",
+            Self::Bfq => "io.bfq.weight",
+        }
+    }
+
+    fn name(self) -> &'static str {
+        match self {
+            Self::IoCost => "io.cost",
+            Self::Bfq => "BFQ",
+        }
+    }
+
+    /// Its largest weight.
+    fn most(self) -> u32 {
+        match self {
+            Self::IoCost => 10_000,
+            Self::Bfq => 1000,
+        }
+    }
 }
 
 /// A weight to tell the kernel, or one that is kept for weir's own division.
@@ -89,13 +113,11 @@ impl Weight {
         node: &str,
     ) -> anyhow::Result<String> {
         let Self { weight, device, divider } = self;
-        let (file, most, who) = match divider {
-            Some(Divider::IoCost) => ("io.weight", 10_000, "io.cost"),
-            // Its weights end at 1000.
-            Some(Divider::Bfq) => ("io.bfq.weight", 1000, "BFQ"),
-            None => return Ok(format!("weight {weight} decides the parts of its group's limits")),
+        let Some(divider) = divider else {
+            return Ok(format!("weight {weight} decides the parts of its group's limits"));
         };
-        let told = weight.min(most);
+        let (file, who) = (divider.file(), divider.name());
+        let told = weight.min(divider.most());
         group.write(file, &format!("{device} {told}")).with_context(|| about(group, file))?;
         set_properties(hierarchy, group, &[format!("IODeviceWeight={node} {told}")])?;
         let capped = if told < weight { format!(" (as {told}, its largest)") } else { String::new() };
@@ -113,19 +135,17 @@ pub(super) fn reset(
     device: &Identity,
     kept: &Kept,
 ) -> anyhow::Result<()> {
-    let file = match divider(hierarchy, device)? {
-        Some(Divider::IoCost) => "io.weight",
-        Some(Divider::Bfq) => "io.bfq.weight",
-        None => return Ok(()),
-    };
+    let Some(file) = divider(hierarchy, device)?.map(Divider::file) else { return Ok(()) };
     group.write(file, &format!("{} default", device.number())).with_context(|| about(group, file))?;
     // systemd can only forget those of all devices at once: it is told the others' again (systemd.resource-control(5)).
     let mut properties = vec!["IODeviceWeight=".to_owned()];
+    let roots = hierarchy.roots.of_devices();
     for entry in kept.limits.iter().filter(|entry| entry.cgroup == group.name) {
-        let weight = entry.given_weight().zip(entry.device().ok());
-        properties.extend(
-            weight.map(|(weight, number)| format!("IODeviceWeight={} {weight}", node(hierarchy, number))),
-        );
+        let other = entry.device().ok().and_then(|number| Identity::resolve(number, &roots).ok());
+        let Some((weight, other)) = entry.given_weight().zip(other) else { continue };
+        if let Some(divider) = divider(hierarchy, &other)? {
+            properties.push(format!("IODeviceWeight={} {}", other.node(), weight.min(divider.most())));
+        }
     }
     set_properties(hierarchy, group, &properties)
 }

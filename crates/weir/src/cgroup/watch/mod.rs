@@ -44,10 +44,11 @@ use super::{
     control_group::ControlGroup,
     hierarchy::{Hierarchy, Roots, Version},
     limit::{
-        kept::{Kept, Stamp},
-        locks::Watched,
+        kept::{Entry, Kept, Stamp},
+        locks::{self, Watched},
         pools::Sharing,
-        settling, tell,
+        settling,
+        tell::{self, Telling},
     },
 };
 use crate::{
@@ -79,6 +80,8 @@ const KEEP: Duration = Duration::from_secs(2);
 /// of its own where there are thousands.
 const VERIFIED: usize = 64;
 const LOOKED_FOR: usize = 1024;
+/// Limits for which the files that a process may have open do, in any case.
+const FEW: usize = 200;
 /// How much of a core looking at control groups may take.
 const SHARE_OF_A_CORE: f64 = 0.015;
 /// Looks in a round that are always allowed, whatever they cost.
@@ -104,8 +107,7 @@ pub(crate) fn run(arguments: WatchArgs) -> Result<(), Failure> {
     let filter = arguments.log.unwrap_or_else(|| "info".to_owned());
     logging::start(&LogSettings { filter, format: LogFormat::Text });
     let signals = Signals::block().context("signals cannot be blocked")?;
-    raise_descriptor_limit();
-    let watch = Watch::new(hierarchy, path, Store::new(arguments.state.as_deref()))?;
+    let watch = Watch::claim(hierarchy, path, Store::new(arguments.state.as_deref()))?;
     let (stop, stopped) = mpsc::channel();
     let hear = move |request| match request {
         Request::End(signal) => {
@@ -118,7 +120,8 @@ pub(crate) fn run(arguments: WatchArgs) -> Result<(), Failure> {
     tracing::info!(limits = %path.display(), "ready");
     // Where there is no service manager, nobody needs to know.
     let _ = sd_notify::notify(&[sd_notify::NotifyState::Ready]);
-    Ok(watch.until(&stopped)?)
+    watch.until(&stopped)?;
+    Ok(())
 }
 
 /// A watch in a thread of its own; dropping this ends it, with all limits settled.
@@ -134,31 +137,26 @@ impl Running {
     /// # Errors
     /// As [`run`].
     pub(crate) fn start(path: &Path, store: Store) -> anyhow::Result<Self> {
-        let watch = Watch::new(Hierarchy::discover(Roots::default())?, path, store)?;
-        Self::run(move |stopped| watch.until(stopped))
+        let watch = Watch::claim(Hierarchy::discover(Roots::default())?, path, store)?;
+        Self::run(move |stopped| watch.until(stopped).map(drop))
     }
 
-    /// The same; where somebody else watches them, from when that ends.
+    /// The same for a command that has its limits only as long as it runs: it steers while nobody else does, and makes way for who claims to.
     ///
     /// # Errors
-    /// As [`run`], but for that one.
-    pub(crate) fn start_or_stand_by(path: &Path, store: &Store) -> anyhow::Result<Self> {
-        match Self::start(path, store.clone()) {
-            Err(_) if Watched::is_taken(path) => {}
-            started => return started,
-        }
-        let (path, store) = (path.to_owned(), store.clone());
+    /// As [`run`], but for who watches them already.
+    pub(crate) fn start_or_stand_by(path: &Path, store: Store) -> anyhow::Result<Self> {
+        let hierarchy = Hierarchy::discover(Roots::default())?;
+        let path = path.to_owned();
+        let mut watch = Watch::stand_in(&hierarchy, &path, &store)?;
         Self::run(move |stopped| {
             loop {
+                match watch.take().map(|watch| watch.until(stopped)).transpose()? {
+                    Some(Ended::MadeWay) | None => {}
+                    Some(Ended::AsAsked) => return Ok(()),
+                }
                 match stopped.recv_timeout(STAND_BY) {
-                    Err(RecvTimeoutError::Timeout) if Watched::is_taken(&path) => {}
-                    Err(RecvTimeoutError::Timeout) => {
-                        match Watch::new(Hierarchy::discover(Roots::default())?, &path, store.clone()) {
-                            // Another that stood by was sooner.
-                            Err(_) if Watched::is_taken(&path) => {}
-                            watch => return watch?.until(stopped),
-                        }
-                    }
+                    Err(RecvTimeoutError::Timeout) => watch = Watch::stand_in(&hierarchy, &path, &store)?,
                     Ok(()) | Err(RecvTimeoutError::Disconnected) => return Ok(()),
                 }
             }
@@ -190,6 +188,12 @@ impl Drop for Running {
     }
 }
 
+/// Why a watch ended.
+enum Ended {
+    AsAsked,
+    MadeWay,
+}
+
 /// All that is watched.
 struct Watch {
     hierarchy: Hierarchy,
@@ -197,6 +201,8 @@ struct Watch {
     store: Store,
     /// That nobody else steers, and who takes back what this one grants; `None` in tests.
     alone: Option<(Watched, Guard)>,
+    /// Whether it ends for who claims these limits.
+    makes_way: bool,
     /// When the file, the devices, and what is to be kept are looked at next.
     file_at: Instant,
     sample_at: Instant,
@@ -214,8 +220,11 @@ struct Watch {
     steered: Vec<Steered>,
     /// Those that the kernel keeps by itself.
     unsteered: Vec<Sharing>,
-    /// What was said of those, once each.
-    said: HashSet<String>,
+    /// What was said of those, by their names: once each.
+    said: HashMap<String, Vec<String>>,
+    /// Control groups of which systemd has perhaps not heard, and who tells it: it may take its time.
+    unheard: HashSet<PathBuf>,
+    teller: Option<thread::JoinHandle<()>>,
     /// A device could not be looked at, and is tried again.
     device_is_missing: bool,
     devices: HashMap<Number, Observed>,
@@ -225,14 +234,10 @@ struct Watch {
 }
 
 impl Watch {
-    fn new(hierarchy: Hierarchy, path: &Path, store: Store) -> anyhow::Result<Self> {
-        if hierarchy.version() != Some(Version::V2) {
-            return Err(anyhow!(
-                "bursts, watermarks and groups of control groups need cgroup v2 with its io controller, and there is none \
-                 here (rates alone work with v1: `weir cgroup limit`)"
-            ));
-        }
-        let watched = Watched::take(path)?.ok_or_else(|| {
+    /// One that steers for as long as it is wanted.
+    fn claim(hierarchy: Hierarchy, path: &Path, store: Store) -> anyhow::Result<Self> {
+        check(&hierarchy)?;
+        let watched = Watched::claim(path)?.ok_or_else(|| {
             anyhow!(
                 "{}: somebody watches these limits already (`weir cgroup watch` or `weir serve`)",
                 path.display()
@@ -240,6 +245,18 @@ impl Watch {
         })?;
         let guard = Guard::start(path)?;
         Self::over(hierarchy, path, store, Some((watched, guard)))
+    }
+
+    /// One that makes way; none, where somebody else steers, or claims to.
+    fn stand_in(hierarchy: &Hierarchy, path: &Path, store: &Store) -> anyhow::Result<Option<Self>> {
+        check(hierarchy)?;
+        if Watched::is_wanted(path) {
+            return Ok(None);
+        }
+        let Some(watched) = Watched::take(path)? else { return Ok(None) };
+        let guard = Guard::start(path)?;
+        let watch = Self::over(hierarchy.clone(), path, store.clone(), Some((watched, guard)))?;
+        Ok(Some(Self { makes_way: true, ..watch }))
     }
 
     /// One of what is kept; whoever has no guard must not grant what would have to be taken back.
@@ -262,6 +279,7 @@ impl Watch {
             path: path.to_owned(),
             store,
             alone,
+            makes_way: false,
             file_at: now + FILE,
             sample_at: now,
             keep_at: now + KEEP,
@@ -274,7 +292,9 @@ impl Watch {
             held: 0,
             steered: Vec::new(),
             unsteered: Vec::new(),
-            said: HashSet::new(),
+            said: HashMap::new(),
+            unheard: kept.limits.iter().map(|entry| entry.cgroup.clone()).collect(),
+            teller: None,
             device_is_missing: false,
             devices: HashMap::new(),
             buffer: Vec::new(),
@@ -284,13 +304,17 @@ impl Watch {
         Ok(watch)
     }
 
-    /// Steers until somebody says so, or nobody can any more.
-    fn until(mut self, stopped: &mpsc::Receiver<()>) -> anyhow::Result<()> {
+    /// Steers until somebody says so, nobody can any more, or another is to.
+    fn until(mut self, stopped: &mpsc::Receiver<()>) -> anyhow::Result<Ended> {
         loop {
+            let file_at = self.file_at;
             let next = self.turn(now());
+            if self.makes_way && self.file_at != file_at && Watched::is_wanted(&self.path) {
+                return self.end().map(|()| Ended::MadeWay);
+            }
             match stopped.recv_timeout(next - now()) {
                 Err(RecvTimeoutError::Timeout) => {}
-                Ok(()) | Err(RecvTimeoutError::Disconnected) => return self.end(),
+                Ok(()) | Err(RecvTimeoutError::Disconnected) => return self.end().map(|()| Ended::AsAsked),
             }
         }
     }
@@ -331,22 +355,35 @@ impl Watch {
 
     /// Takes over what is kept now, if it has changed.
     fn look_at_file(&mut self, now: Instant) {
-        let stamp = Stamp::of(&self.path);
-        if stamp == self.stamp {
+        let mut stamp = Stamp::of(&self.path);
+        if stamp == self.stamp || self.refused == Some(stamp) {
             return;
         }
-        let left = self.left(now);
-        let kept = if self.path.exists() || self.kept == Kept::default() {
-            Kept::load(&self.path)
-        } else {
-            Err(anyhow!("{}: is gone (remove limits with `weir cgroup limit --remove`)", self.path.display()))
-        };
-        match kept.and_then(|kept| self.adopt(kept, &left, now)) {
-            Ok(()) => self.stamp = stamp,
-            Err(error) if self.refused.replace(stamp) != Some(stamp) => {
-                tracing::error!("{error:#}; what held before still does");
+        if stamp == Stamp::NONE && self.kept != Kept::default() {
+            let path = self.path.display();
+            match locks::restore(&self.path, &self.kept) {
+                Ok(()) => {
+                    tracing::warn!(
+                        "{path}: was removed, and is written again (remove limits with `weir cgroup limit --remove`)"
+                    );
+                    stamp = Stamp::of(&self.path);
+                }
+                Err(error) => {
+                    tracing::error!("{path}: was removed: {error:#}; what held before still does");
+                    self.refused = Some(stamp);
+                    return;
+                }
             }
-            Err(_) => {}
+        }
+        match Kept::load(&self.path).and_then(|kept| {
+            let left = self.left(now);
+            self.adopt(kept, &left, now)
+        }) {
+            Ok(()) => (self.stamp, self.refused) = (stamp, None),
+            Err(error) => {
+                tracing::error!("{error:#}; what held before still does");
+                self.refused = Some(stamp);
+            }
         }
     }
 
@@ -370,9 +407,10 @@ impl Watch {
         self.steered = same;
         self.steered.extend(fresh.into_values());
         self.leave(&replaced, &kept);
-        let unsteered = all.into_iter().filter(|sharing| !sharing.needs_watch()).collect();
-        let before = std::mem::replace(&mut self.unsteered, unsteered);
-        self.said.clear();
+        // Who has a weight alone is nobody's to limit.
+        let is_kernels = |sharing: &Sharing| !sharing.needs_watch() && !sharing.limits.is_unlimited();
+        let before = std::mem::replace(&mut self.unsteered, all.into_iter().filter(is_kernels).collect());
+        self.lift(&before, &kept);
         // Who changed the file by hand has told nobody.
         let before: HashMap<&str, &Sharing> =
             before.iter().map(|sharing| (sharing.name.as_str(), sharing)).collect();
@@ -381,8 +419,25 @@ impl Watch {
             (0..self.unsteered.len()).filter(|index| is_changed(&self.unsteered[*index])).collect();
         changed.into_iter().for_each(|index| self.hold(index));
         self.look_at_devices(&kept, true)?;
-        // Whoever changed the file has told those that are there.
-        self.present = kept.limits.iter().map(|entry| inode(&self.hierarchy, &entry.cgroup)).collect();
+        if kept.limits.len() > FEW {
+            // Only then: a command that is started here would inherit it.
+            raise_descriptor_limit();
+        }
+        // One that was made again since it was last looked for still is to be found.
+        let known: HashMap<&Path, Option<u64>> = self
+            .kept
+            .limits
+            .iter()
+            .map(|entry| entry.cgroup.as_path())
+            .zip(self.present.iter().copied())
+            .collect();
+        let present = |entry: &Entry| {
+            known
+                .get(entry.cgroup.as_path())
+                .copied()
+                .unwrap_or_else(|| inode(&self.hierarchy, &entry.cgroup))
+        };
+        self.present = kept.limits.iter().map(present).collect();
         self.kept = kept;
         tracing::info!(
             pools = self.steered.len(),
@@ -390,6 +445,51 @@ impl Watch {
             "limits of control groups are watched"
         );
         Ok(())
+    }
+
+    /// Takes back what was told to those that are kept no more, where that is still what the kernel has: a limit that was removed in the moment
+    /// in which it was told anew, or whose entry somebody has taken out of the file.
+    fn lift(&self, before: &[Sharing], kept: &Kept) {
+        let places: HashSet<(&Path, &str)> =
+            kept.limits.iter().map(|entry| (entry.cgroup.as_path(), entry.device_text())).collect();
+        for sharing in before {
+            let is_kept = |entry: &Entry| places.contains(&(entry.cgroup.as_path(), entry.device_text()));
+            if sharing.members.iter().all(is_kept) {
+                continue;
+            }
+            for (group, device, rates) in
+                settling::settled_of(&self.hierarchy, sharing.clone()).unwrap_or_default()
+            {
+                let is_kept = places.contains(&(group.name.as_path(), device.to_string().as_str()));
+                let is_told = tell::told(&group, device).is_ok_and(|told| told == tell::as_kept(rates));
+                if !is_kept
+                    && is_told
+                    && let Err(error) = tell::tell(&group, device, Rates::NONE)
+                {
+                    tracing::warn!("{error:#}");
+                }
+            }
+        }
+    }
+
+    /// Tells systemd what it has not heard of, in a thread of its own: whoever is told by the kernel's files waits for nobody.
+    fn tell_systemd(&mut self) {
+        let is_at_it = self.teller.as_ref().is_some_and(|teller| !teller.is_finished());
+        if self.unheard.is_empty() || is_at_it {
+            return;
+        }
+        let (hierarchy, kept) = (self.hierarchy.clone(), self.kept.clone());
+        let unheard = std::mem::take(&mut self.unheard);
+        let body = move || {
+            for Telling { group, device: (_, node), rates, .. } in
+                settling::unknown_to_systemd(&hierarchy, &kept, &unheard).unwrap_or_default()
+            {
+                if let Err(error) = tell::of_systemd(&hierarchy, &group, &node, rates) {
+                    tracing::warn!("{error:#}");
+                }
+            }
+        };
+        self.teller = thread::Builder::new().name("systemd".to_owned()).spawn(body).ok();
     }
 
     /// Takes back what was granted to those that are steered no more: they may have been told something after the file was changed.
@@ -530,6 +630,8 @@ impl Watch {
             .filter(|index| in_turn.contains(index) || is_new(&self.unsteered[*index]))
             .collect();
         due.into_iter().for_each(|index| self.hold(index));
+        self.unheard.extend(new);
+        self.tell_systemd();
     }
 
     /// Control groups that were made, or made again under their name, since they were looked for: they have no limits.
@@ -560,7 +662,7 @@ impl Watch {
         let held = settling::settled_of(&self.hierarchy, sharing.clone()).unwrap_or_default();
         for (group, device, rates) in held {
             let differs = tell::told(&group, device).is_ok_and(|told| told != tell::as_kept(rates));
-            match settling::hold(&self.hierarchy, &group, device, rates) {
+            match settling::hold(&group, device, rates) {
                 Ok(()) if differs => {
                     tracing::info!(cgroup = %group.name.display(), %device, "the kernel had other limits; it is told these again");
                 }
@@ -568,12 +670,24 @@ impl Watch {
                 Err(error) => wrong.push(format!("{error:#}")),
             }
         }
-        for text in wrong {
-            if self.said.insert(text.clone()) {
-                tracing::warn!("{text}");
-            }
+        let name = sharing.name.clone();
+        let said = self.said.remove(&name).unwrap_or_default();
+        wrong.iter().filter(|text| !said.contains(*text)).for_each(|text| tracing::warn!("{text}"));
+        if !wrong.is_empty() {
+            self.said.insert(name, wrong);
         }
     }
+}
+
+/// Whether there is something that can be steered.
+fn check(hierarchy: &Hierarchy) -> anyhow::Result<()> {
+    if hierarchy.version() != Some(Version::V2) {
+        return Err(anyhow!(
+            "bursts, watermarks and groups of control groups need cgroup v2 with its io controller, and there is none \
+             here (rates alone work with v1: `weir cgroup limit`)"
+        ));
+    }
+    Ok(())
 }
 
 /// The next of so many, from where it stopped the last time.

@@ -39,7 +39,6 @@ const AS_BEFORE: &str = "what it was told before, if anything, still holds; othe
 #[derive(Debug)]
 pub(super) struct Steered {
     pub(super) sharing: Sharing,
-    hierarchy: Hierarchy,
     roots: Roots,
     pool: Pool,
     members: Vec<Controlled>,
@@ -129,7 +128,6 @@ impl Steered {
         let divided = sharing.limits_are_divided();
         Ok(Self {
             sharing: sharing.clone(),
-            hierarchy: hierarchy.clone(),
             roots: hierarchy.roots.of_devices(),
             pool,
             members,
@@ -299,8 +297,7 @@ impl Steered {
             none => {
                 // After the machine's start, or where it was made again with its parent, the controller is not there.
                 if member.group.exists() {
-                    let settled = || self.pool.settled()[index];
-                    settling::hand_down(&self.hierarchy, &member.group, member.device, settled)?;
+                    settling::hand_down(&member.group)?;
                 }
                 none.insert(Reading::open(&member.group, self.divided)?)
             }
