@@ -145,6 +145,10 @@ fn disks_without_a_group_have_a_limit_each() {
 /// Long enough for every client to be connected and for what passed at once to be paid for.
 const RAMP_SECONDS: f64 = 0.5;
 
+/// As many requests in flight as keep a client asking for its share, of 1,500 a second at the most, though it is not scheduled for some 40 ms: who
+/// asks for less gets less, and the others have the rest.
+const ALWAYS_ASKING: u32 = 64;
+
 /// A daemon of these groups and disks.
 fn configured(scratch: &Scratch, config: &str) -> Weir {
     Serve::new(scratch).arg("--config").arg(scratch.file("weir.toml", config)).start()
@@ -182,7 +186,7 @@ fn small_reads_get_as_many_bytes_as_large_ones() {
     let scratch = Scratch::new();
     let weir = tenant(&scratch, "bps-total = 8000000", [("small", ""), ("large", "")]);
     assert_shared([4e6, 4e6], || {
-        let small = Load { uri: weir.uri("small"), block_bytes: 4096, depth: 16 };
+        let small = Load { uri: weir.uri("small"), block_bytes: 4096, depth: ALWAYS_ASKING };
         let large = Load { uri: weir.uri("large"), block_bytes: 65_536, depth: 16 };
         fio_apart([small, large], RAMP_SECONDS).map(|load| load.bytes_per_second)
     });
@@ -193,7 +197,11 @@ fn weights_decide_the_shares_of_a_group() {
     let scratch = Scratch::new();
     let weir = tenant(&scratch, "iops-total = 2000", [("one", ""), ("three", "weight = 300")]);
     assert_shared([500.0, 1500.0], || {
-        let loads = ["one", "three"].map(|disk| Load { uri: weir.uri(disk), block_bytes: 4096, depth: 16 });
+        let loads = ["one", "three"].map(|disk| Load {
+            uri: weir.uri(disk),
+            block_bytes: 4096,
+            depth: ALWAYS_ASKING,
+        });
         fio_apart(loads, RAMP_SECONDS).map(|load| load.iops)
     });
 }
@@ -207,8 +215,11 @@ fn a_reservation_is_met_beside_heavier_neighbours() {
         [("promised", "iops-reservation = 800"), ("heavy", "weight = 10000")],
     );
     assert_shared([800.0, 1200.0], || {
-        let loads =
-            ["promised", "heavy"].map(|disk| Load { uri: weir.uri(disk), block_bytes: 4096, depth: 16 });
+        let loads = ["promised", "heavy"].map(|disk| Load {
+            uri: weir.uri(disk),
+            block_bytes: 4096,
+            depth: ALWAYS_ASKING,
+        });
         fio_apart(loads, RAMP_SECONDS).map(|load| load.iops)
     });
 }
@@ -239,7 +250,7 @@ fn the_limits_of_every_level_hold() {
     // Tenant and neighbour have a thousand each of the host's; of the tenant's, the limited disk takes what it may.
     assert_shared([300.0, 700.0, 1000.0], || {
         let disks = ["limited", "free", "neighbour"];
-        let loads = disks.map(|disk| Load { uri: weir.uri(disk), block_bytes: 4096, depth: 16 });
+        let loads = disks.map(|disk| Load { uri: weir.uri(disk), block_bytes: 4096, depth: ALWAYS_ASKING });
         fio_apart(loads, RAMP_SECONDS).map(|load| load.iops)
     });
 }
