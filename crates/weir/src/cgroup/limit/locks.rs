@@ -78,12 +78,17 @@ pub(crate) fn restore(path: &Path, kept: &Kept) -> anyhow::Result<()> {
 
 /// Held while limits are settled, so that nobody changes them meanwhile: who does has told the kernel and not kept it yet.
 #[derive(Debug)]
-pub(super) struct Unchanged(#[expect(dead_code, reason = "held")] Option<Flock<File>>);
+pub(super) struct Unchanged(Option<Flock<File>>);
 
 impl Unchanged {
     /// Waits for who changes them, and not for long: to take a burst back matters more.
     pub(super) fn take(path: &Path) -> Self {
         Self(lock_soon(path, "lock", SHORT_LOOKS_AT_A_CHANGE).ok().flatten())
+    }
+
+    /// Whether it was let go in time.
+    pub(super) fn is_held(&self) -> bool {
+        self.0.is_some()
     }
 }
 

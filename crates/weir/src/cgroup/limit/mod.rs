@@ -197,6 +197,9 @@ pub(crate) fn remove(
             Telling { group: group.clone(), device: place, rates: before_rates, before: before_rates };
         let _ = tell::tell_all(hierarchy, &[telling]);
         let _ = settling::change(hierarchy, &after, &locked.kept, None);
+        if let Ok(Some(weight)) = weight::plan(hierarchy, group, device, weighted, true) {
+            let _ = weight.tell(hierarchy, group, &device.node());
+        }
         let _ = locked.save();
         return Err(error);
     }

@@ -182,8 +182,29 @@ pub(crate) fn hand_down(group: &ControlGroup) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// What systemd has not been told of what is kept of some control groups, as after the machine's start: it takes back a controller that none of its units asks for, and
-/// the limits with it (seen with version 252). With the rates of each beside all others, there or not.
+/// Tells systemd what it has not been told of a control group, as after the machine's start: it takes back a controller that none of its units
+/// asks for, and the limits with it (seen with version 252). Nobody changes limits meanwhile; false if somebody does, and it is to be tried
+/// again.
+///
+/// # Errors
+/// If systemd cannot be asked, or refuses.
+pub(crate) fn tell_systemd(hierarchy: &Hierarchy, path: &Path, group: &ControlGroup) -> anyhow::Result<bool> {
+    let unchanged = Unchanged::take(path);
+    if !unchanged.is_held() {
+        return Ok(false);
+    }
+    // What was to be told may have been removed since.
+    let among = HashSet::from([group.name.clone()]);
+    for Telling { group, device: (_, node), rates, .. } in
+        unknown_to_systemd(hierarchy, &Kept::load(path)?, &among)?
+    {
+        tell::of_systemd(hierarchy, &group, &node, rates)?;
+    }
+    Ok(true)
+}
+
+/// What systemd has not been told of what is kept of some control groups, of those that are there and whose disk is. With the rates of each beside
+/// all others, there or not.
 ///
 /// # Errors
 /// None for what [`Kept::load`] or a change returned.
@@ -196,13 +217,16 @@ pub(crate) fn unknown_to_systemd(
     if !hierarchy.systemd() {
         return Ok(unknown);
     }
+    let roots = hierarchy.roots.of_devices();
     for sharing in Sharing::all(kept)? {
         let rates = sharing.pool(Instant::ZERO).settled();
         for (entry, rates) in sharing.members.iter().zip(rates) {
-            let (group, number) = (hierarchy.group(&entry.cgroup)?, entry.device()?);
-            if rates == Rates::NONE || !among.contains(&entry.cgroup) || !group.exists() {
+            if rates == Rates::NONE || !among.contains(&entry.cgroup) {
                 continue;
             }
+            let group = hierarchy.group(&entry.cgroup)?;
+            // Not `same_disk`: that something is limited there may be systemd's own doing.
+            let Some(number) = entry.disk(&roots).ok().filter(|_| group.exists()) else { continue };
             let device = (number, node(hierarchy, number));
             if !tell::is_known_to_systemd(hierarchy, &group, &device.1) {
                 unknown.push(Telling { group, device, rates, before: rates });

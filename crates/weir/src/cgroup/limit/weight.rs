@@ -143,7 +143,8 @@ pub(super) fn reset(
     for entry in kept.limits.iter().filter(|entry| entry.cgroup == group.name) {
         let other = entry.device().ok().and_then(|number| Identity::resolve(number, &roots).ok());
         let Some((weight, other)) = entry.given_weight().zip(other) else { continue };
-        if let Some(divider) = divider(hierarchy, &other)? {
+        // Of one that cannot be looked at, systemd has been told nothing either.
+        if let Ok(Some(divider)) = divider(hierarchy, &other) {
             properties.push(format!("IODeviceWeight={} {}", other.node(), weight.min(divider.most())));
         }
     }

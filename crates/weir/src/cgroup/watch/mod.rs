@@ -149,16 +149,25 @@ impl Running {
         let hierarchy = Hierarchy::discover(Roots::default())?;
         let path = path.to_owned();
         let mut watch = Watch::stand_in(&hierarchy, &path, &store)?;
+        let mut said = None;
         Self::run(move |stopped| {
             loop {
-                match watch.take().map(|watch| watch.until(stopped)).transpose()? {
-                    Some(Ended::MadeWay) | None => {}
-                    Some(Ended::AsAsked) => return Ok(()),
+                let ended = watch.take().map_or(Ok(Ended::MadeWay), |watch| watch.until(stopped));
+                if let Ok(Ended::AsAsked) = ended {
+                    return Ok(());
                 }
                 match stopped.recv_timeout(STAND_BY) {
-                    Err(RecvTimeoutError::Timeout) => watch = Watch::stand_in(&hierarchy, &path, &store)?,
-                    Ok(()) | Err(RecvTimeoutError::Disconnected) => return Ok(()),
+                    Err(RecvTimeoutError::Timeout) => {}
+                    Ok(()) | Err(RecvTimeoutError::Disconnected) => return ended.map(drop),
                 }
+                let next = ended.and_then(|_| Watch::stand_in(&hierarchy, &path, &store));
+                watch = next.unwrap_or_else(|error| {
+                    let text = format!("limits of control groups: {error:#}");
+                    if said.replace(text.clone()).as_ref() != Some(&text) {
+                        tracing::error!("{text}");
+                    }
+                    None
+                });
             }
         })
     }
@@ -209,7 +218,7 @@ struct Watch {
     keep_at: Instant,
     /// Of the file that was adopted, and of the last that could not be.
     stamp: Stamp,
-    refused: Option<Stamp>,
+    refused: Option<(Stamp, String)>,
     kept: Kept,
     /// Which directory each control group of those kept was, to tell one that was made again.
     present: Vec<Option<u64>>,
@@ -224,7 +233,7 @@ struct Watch {
     said: HashMap<String, Vec<String>>,
     /// Control groups of which systemd has perhaps not heard, and who tells it: it may take its time.
     unheard: HashSet<PathBuf>,
-    teller: Option<thread::JoinHandle<()>>,
+    teller: Option<thread::JoinHandle<HashSet<PathBuf>>>,
     /// A device could not be looked at, and is tried again.
     device_is_missing: bool,
     devices: HashMap<Number, Observed>,
@@ -293,7 +302,7 @@ impl Watch {
             steered: Vec::new(),
             unsteered: Vec::new(),
             said: HashMap::new(),
-            unheard: kept.limits.iter().map(|entry| entry.cgroup.clone()).collect(),
+            unheard: HashSet::new(),
             teller: None,
             device_is_missing: false,
             devices: HashMap::new(),
@@ -322,7 +331,7 @@ impl Watch {
     /// Does what is due by now, and says when something is next.
     fn turn(&mut self, now: Instant) -> Instant {
         if now >= self.file_at {
-            self.look_at_file(now);
+            self.look_at_file(now, false);
             self.file_at = now + FILE;
         }
         if now >= self.sample_at {
@@ -340,7 +349,7 @@ impl Watch {
     }
 
     fn end(mut self) -> anyhow::Result<()> {
-        self.look_at_file(now());
+        self.look_at_file(now(), true);
         self.round(now());
         self.keep(now());
         // Their files are closed: settling needs some.
@@ -353,38 +362,39 @@ impl Watch {
         Ok(())
     }
 
-    /// Takes over what is kept now, if it has changed.
-    fn look_at_file(&mut self, now: Instant) {
-        let mut stamp = Stamp::of(&self.path);
-        if stamp == self.stamp || self.refused == Some(stamp) {
+    /// Takes over what is kept now, if it has changed; what could not be taken over before only with `again`.
+    fn look_at_file(&mut self, now: Instant, again: bool) {
+        let stamp = Stamp::of(&self.path);
+        let was_refused = self.refused.as_ref().is_some_and(|(refused, _)| *refused == stamp);
+        if stamp == self.stamp || (was_refused && !again) {
             return;
         }
+        match self.take_over(stamp, now) {
+            Ok(()) => self.refused = None,
+            Err(error) => {
+                let text = format!("{error:#}");
+                if self.refused.as_ref().is_none_or(|(_, said)| *said != text) {
+                    tracing::error!("{text}; what held before still does");
+                }
+                self.refused = Some((stamp, text));
+            }
+        }
+    }
+
+    fn take_over(&mut self, mut stamp: Stamp, now: Instant) -> anyhow::Result<()> {
         if stamp == Stamp::NONE && self.kept != Kept::default() {
             let path = self.path.display();
-            match locks::restore(&self.path, &self.kept) {
-                Ok(()) => {
-                    tracing::warn!(
-                        "{path}: was removed, and is written again (remove limits with `weir cgroup limit --remove`)"
-                    );
-                    stamp = Stamp::of(&self.path);
-                }
-                Err(error) => {
-                    tracing::error!("{path}: was removed: {error:#}; what held before still does");
-                    self.refused = Some(stamp);
-                    return;
-                }
-            }
+            locks::restore(&self.path, &self.kept).with_context(|| format!("{path}: was removed"))?;
+            tracing::warn!(
+                "{path}: was removed, and is written again (remove limits with `weir cgroup limit --remove`)"
+            );
+            stamp = Stamp::of(&self.path);
         }
-        match Kept::load(&self.path).and_then(|kept| {
-            let left = self.left(now);
-            self.adopt(kept, &left, now)
-        }) {
-            Ok(()) => (self.stamp, self.refused) = (stamp, None),
-            Err(error) => {
-                tracing::error!("{error:#}; what held before still does");
-                self.refused = Some(stamp);
-            }
-        }
+        let kept = Kept::load(&self.path)?;
+        let left = self.left(now);
+        self.adopt(kept, &left, now)?;
+        self.stamp = stamp;
+        Ok(())
     }
 
     /// Watches these limits from now on. What has not changed goes on; a pool that has, and is left something, from there.
@@ -409,8 +419,11 @@ impl Watch {
         self.leave(&replaced, &kept);
         // Who has a weight alone is nobody's to limit.
         let is_kernels = |sharing: &Sharing| !sharing.needs_watch() && !sharing.limits.is_unlimited();
+        let limited = all.iter().filter(|sharing| !sharing.limits.is_unlimited());
+        let limited = limited.flat_map(|sharing| &sharing.members);
+        let limited = limited.map(|entry| (entry.cgroup.clone(), entry.device_text().to_owned())).collect();
         let before = std::mem::replace(&mut self.unsteered, all.into_iter().filter(is_kernels).collect());
-        self.lift(&before, &kept);
+        self.lift(&before, &limited);
         // Who changed the file by hand has told nobody.
         let before: HashMap<&str, &Sharing> =
             before.iter().map(|sharing| (sharing.name.as_str(), sharing)).collect();
@@ -437,7 +450,10 @@ impl Watch {
                 .copied()
                 .unwrap_or_else(|| inode(&self.hierarchy, &entry.cgroup))
         };
-        self.present = kept.limits.iter().map(present).collect();
+        let present = kept.limits.iter().map(present).collect();
+        let is_new = |entry: &&Entry| !known.contains_key(entry.cgroup.as_path());
+        self.unheard.extend(kept.limits.iter().filter(is_new).map(|entry| entry.cgroup.clone()));
+        self.present = present;
         self.kept = kept;
         tracing::info!(
             pools = self.steered.len(),
@@ -447,22 +463,19 @@ impl Watch {
         Ok(())
     }
 
-    /// Takes back what was told to those that are kept no more, where that is still what the kernel has: a limit that was removed in the moment
-    /// in which it was told anew, or whose entry somebody has taken out of the file.
-    fn lift(&self, before: &[Sharing], kept: &Kept) {
-        let places: HashSet<(&Path, &str)> =
-            kept.limits.iter().map(|entry| (entry.cgroup.as_path(), entry.device_text())).collect();
+    /// Takes back what was told to those that are limited no more, where that is still what the kernel has: a limit that was removed in the
+    /// moment in which it was told anew, or that somebody has taken out of the file.
+    fn lift(&self, before: &[Sharing], limited: &HashSet<(PathBuf, String)>) {
         for sharing in before {
-            let is_kept = |entry: &Entry| places.contains(&(entry.cgroup.as_path(), entry.device_text()));
-            if sharing.members.iter().all(is_kept) {
+            let place = |entry: &Entry| (entry.cgroup.clone(), entry.device_text().to_owned());
+            if sharing.members.iter().all(|entry| limited.contains(&place(entry))) {
                 continue;
             }
-            for (group, device, rates) in
-                settling::settled_of(&self.hierarchy, sharing.clone()).unwrap_or_default()
-            {
-                let is_kept = places.contains(&(group.name.as_path(), device.to_string().as_str()));
+            let held = settling::settled_of(&self.hierarchy, sharing.clone()).unwrap_or_default();
+            for (group, device, rates) in held {
+                let is_limited = limited.contains(&(group.name.clone(), device.to_string()));
                 let is_told = tell::told(&group, device).is_ok_and(|told| told == tell::as_kept(rates));
-                if !is_kept
+                if !is_limited
                     && is_told
                     && let Err(error) = tell::tell(&group, device, Rates::NONE)
                 {
@@ -474,20 +487,26 @@ impl Watch {
 
     /// Tells systemd what it has not heard of, in a thread of its own: whoever is told by the kernel's files waits for nobody.
     fn tell_systemd(&mut self) {
-        let is_at_it = self.teller.as_ref().is_some_and(|teller| !teller.is_finished());
-        if self.unheard.is_empty() || is_at_it {
+        if let Some(teller) = self.teller.take_if(|teller| teller.is_finished()) {
+            // A panic there has been printed.
+            self.unheard.extend(teller.join().unwrap_or_default());
+        }
+        if self.unheard.is_empty() || self.teller.is_some() {
             return;
         }
-        let (hierarchy, kept) = (self.hierarchy.clone(), self.kept.clone());
+        let (hierarchy, path, kept) = (self.hierarchy.clone(), self.path.clone(), self.kept.clone());
         let unheard = std::mem::take(&mut self.unheard);
         let body = move || {
-            for Telling { group, device: (_, node), rates, .. } in
-                settling::unknown_to_systemd(&hierarchy, &kept, &unheard).unwrap_or_default()
-            {
-                if let Err(error) = tell::of_systemd(&hierarchy, &group, &node, rates) {
-                    tracing::warn!("{error:#}");
+            let mut still = HashSet::new();
+            let unknown = settling::unknown_to_systemd(&hierarchy, &kept, &unheard).unwrap_or_default();
+            for Telling { group, .. } in unknown {
+                match settling::tell_systemd(&hierarchy, &path, &group) {
+                    Ok(true) => {}
+                    Ok(false) => drop(still.insert(group.name)),
+                    Err(error) => tracing::warn!("{error:#}"),
                 }
             }
+            still
         };
         self.teller = thread::Builder::new().name("systemd".to_owned()).spawn(body).ok();
     }
@@ -622,7 +641,7 @@ impl Watch {
             let _ = self.look_at_devices(&kept, false);
         }
         // What was removed a moment ago is not to be told again.
-        self.look_at_file(now);
+        self.look_at_file(now, true);
         let new = self.new_groups();
         let in_turn: Vec<usize> = in_turn(&mut self.held, self.unsteered.len(), VERIFIED).collect();
         let is_new = |sharing: &Sharing| sharing.members.iter().any(|entry| new.contains(&entry.cgroup));
@@ -664,6 +683,7 @@ impl Watch {
             let differs = tell::told(&group, device).is_ok_and(|told| told != tell::as_kept(rates));
             match settling::hold(&group, device, rates) {
                 Ok(()) if differs => {
+                    self.unheard.insert(group.name.clone());
                     tracing::info!(cgroup = %group.name.display(), %device, "the kernel had other limits; it is told these again");
                 }
                 Ok(()) => {}

@@ -226,14 +226,14 @@ fn a_file_that_is_changed_by_hand_is_followed_and_one_that_is_removed_is_not() {
     let limits = vec![(Setting::from_name("bps-write").unwrap(), 5 * MIB)];
     kept.change(&machine.group("a"), DISK, &Change { limits, ..Change::default() }).unwrap();
     whole_file::write(&path, &serde_json::to_vec(&kept).unwrap(), false).unwrap();
-    watch.look_at_file(now());
+    watch.look_at_file(now(), false);
     assert!(max(&machine, "a").contains("wbps=5242880"));
     fs::remove_file(&path).unwrap();
-    watch.look_at_file(now());
+    watch.look_at_file(now(), false);
     assert_eq!(Kept::load(&path).unwrap(), kept, "it is written again");
     // One that is taken out of it has no limit any more, unless somebody else has given it one since.
     whole_file::write(&path, b"{}", false).unwrap();
-    watch.look_at_file(now());
+    watch.look_at_file(now(), false);
     assert!(max(&machine, "a").contains("wbps=max"), "{}", max(&machine, "a"));
 }
 
