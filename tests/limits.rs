@@ -145,9 +145,11 @@ fn disks_without_a_group_have_a_limit_each() {
 /// Long enough for every client to be connected and for what passed at once to be paid for.
 const RAMP_SECONDS: f64 = 0.5;
 
-/// As many requests in flight as keep a client asking for its share, of 1,500 a second at the most, though it is not scheduled for some 40 ms: who
-/// asks for less gets less, and the others have the rest.
-const ALWAYS_ASKING: u32 = 64;
+/// As many requests in flight as keep a client asking for its share, of so many a second, though it is not scheduled for some 30 ms: who asks
+/// for less gets less, and the others have the rest. And no more: what is in flight at the end is not counted.
+fn in_flight(iops: f64) -> u32 {
+    (iops * 0.032).ceil() as u32
+}
 
 /// A daemon of these groups and disks.
 fn configured(scratch: &Scratch, config: &str) -> Weir {
@@ -181,12 +183,25 @@ fn assert_shared<const N: usize>(expected: [f64; N], mut measure: impl FnMut() -
     panic!("{all:.0?} instead of {expected:.0?}");
 }
 
+/// Asserts that disks whose clients all ask for more get so many operations a second each.
+#[track_caller]
+fn assert_iops<const N: usize>(weir: &Weir, shares: [(&str, f64); N]) {
+    assert_shared(shares.map(|(_, iops)| iops), || {
+        let loads = shares.map(|(disk, iops)| Load {
+            uri: weir.uri(disk),
+            block_bytes: 4096,
+            depth: in_flight(iops),
+        });
+        fio_apart(loads, RAMP_SECONDS).map(|load| load.iops)
+    });
+}
+
 #[test]
 fn small_reads_get_as_many_bytes_as_large_ones() {
     let scratch = Scratch::new();
     let weir = tenant(&scratch, "bps-total = 8000000", [("small", ""), ("large", "")]);
     assert_shared([4e6, 4e6], || {
-        let small = Load { uri: weir.uri("small"), block_bytes: 4096, depth: ALWAYS_ASKING };
+        let small = Load { uri: weir.uri("small"), block_bytes: 4096, depth: in_flight(4e6 / 4096.0) };
         let large = Load { uri: weir.uri("large"), block_bytes: 65_536, depth: 16 };
         fio_apart([small, large], RAMP_SECONDS).map(|load| load.bytes_per_second)
     });
@@ -196,14 +211,7 @@ fn small_reads_get_as_many_bytes_as_large_ones() {
 fn weights_decide_the_shares_of_a_group() {
     let scratch = Scratch::new();
     let weir = tenant(&scratch, "iops-total = 2000", [("one", ""), ("three", "weight = 300")]);
-    assert_shared([500.0, 1500.0], || {
-        let loads = ["one", "three"].map(|disk| Load {
-            uri: weir.uri(disk),
-            block_bytes: 4096,
-            depth: ALWAYS_ASKING,
-        });
-        fio_apart(loads, RAMP_SECONDS).map(|load| load.iops)
-    });
+    assert_iops(&weir, [("one", 500.0), ("three", 1500.0)]);
 }
 
 #[test]
@@ -214,14 +222,7 @@ fn a_reservation_is_met_beside_heavier_neighbours() {
         "iops-total = 2000",
         [("promised", "iops-reservation = 800"), ("heavy", "weight = 10000")],
     );
-    assert_shared([800.0, 1200.0], || {
-        let loads = ["promised", "heavy"].map(|disk| Load {
-            uri: weir.uri(disk),
-            block_bytes: 4096,
-            depth: ALWAYS_ASKING,
-        });
-        fio_apart(loads, RAMP_SECONDS).map(|load| load.iops)
-    });
+    assert_iops(&weir, [("promised", 800.0), ("heavy", 1200.0)]);
 }
 
 #[test]
@@ -248,9 +249,5 @@ fn the_limits_of_every_level_hold() {
         "#,
     );
     // Tenant and neighbour have a thousand each of the host's; of the tenant's, the limited disk takes what it may.
-    assert_shared([300.0, 700.0, 1000.0], || {
-        let disks = ["limited", "free", "neighbour"];
-        let loads = disks.map(|disk| Load { uri: weir.uri(disk), block_bytes: 4096, depth: ALWAYS_ASKING });
-        fio_apart(loads, RAMP_SECONDS).map(|load| load.iops)
-    });
+    assert_iops(&weir, [("limited", 300.0), ("free", 700.0), ("neighbour", 1000.0)]);
 }
