@@ -13,6 +13,7 @@ use std::{io, time::Duration};
 
 use anyhow::{Context as _, anyhow, bail};
 use block::device::Number;
+use policy::steering;
 
 use crate::{
     cgroup::{
@@ -23,6 +24,7 @@ use crate::{
             io_max::Rates,
             io_stat::{self, Usage},
         },
+        limit::tell,
     },
     complain,
 };
@@ -64,23 +66,10 @@ impl Place {
         })?;
         let place = Self { group, disks: limits.iter().map(|(disk, _)| *disk).collect() };
         for (disk, rates) in limits {
-            place.limit(*disk, *rates).with_context(|| format!("the limits on {disk} cannot be copied"))?;
+            tell::tell(&place.group, *disk, (*rates).into())
+                .with_context(|| format!("the limits on {disk} cannot be copied"))?;
         }
         Ok(place)
-    }
-
-    fn limit(&self, disk: Number, rates: Rates) -> io::Result<()> {
-        let group = &self.group;
-        if group.version == Version::V2 {
-            return group.write("io.max", &rates.line(disk));
-        }
-        let rates = [rates.read_bps, rates.write_bps, rates.read_iops, rates.write_iops];
-        for (file, rate) in blkio::LIMITS.into_iter().zip(rates) {
-            if let Some(rate) = rate {
-                group.write(file, &format!("{disk} {rate}"))?;
-            }
-        }
-        Ok(())
     }
 
     /// What removes it, for whoever hears a signal.
@@ -133,12 +122,7 @@ impl Drop for Place {
 fn remove(group: &ControlGroup, disks: &[Number]) {
     // What still waits for a limit is let go, or a process in the midst of it could not end.
     for disk in disks {
-        let _ = match group.version {
-            Version::V2 => group.write("io.max", &Rates::default().line(*disk)),
-            Version::V1 => {
-                blkio::LIMITS.into_iter().try_for_each(|file| group.write(file, &format!("{disk} 0")))
-            }
-        };
+        let _ = tell::tell(group, *disk, steering::Rates::NONE);
     }
     if let Err(error) = group.remove_within(LEFT_WITHIN) {
         complain(&anyhow!("{}: left behind: {error} (remove it with rmdir)", group.directory.display()));
