@@ -135,7 +135,7 @@ fn top_shows_cgroups_and_their_tasks_and_gives_the_terminal_back() {
     running.stop();
     top.wait_for("removed meanwhile");
     top.press("\u{7f}q");
-    top.wait_for("\u{1b}[?1049l");
+    top.wait_until_given_back();
     assert!(top.wait().success());
     assert!(!directory(&name).exists());
 }

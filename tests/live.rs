@@ -136,9 +136,6 @@ fn where_no_daemon_is_that_is_said() {
     assert_says(&fails(&scratch, &["top"]), &["no terminal to draw on (`weir status` prints the same)"]);
 }
 
-/// What gives a terminal its own screen back.
-const LEFT: &str = "\u{1b}[?1049l";
-
 #[test]
 fn top_draws_edits_stops_and_gives_the_terminal_back() {
     let scratch = Scratch::new();
@@ -159,17 +156,17 @@ fn top_draws_edits_stops_and_gives_the_terminal_back() {
 
     top.signal(Signal::SIGTSTP);
     top.wait_for_stop();
-    top.wait_for(LEFT);
+    top.wait_until_given_back();
     top.signal(Signal::SIGCONT);
     top.wait_for("0.1.0");
     top.press("q");
-    top.wait_for(LEFT);
+    top.wait_until_given_back();
     assert!(top.wait().success());
 
     let top = Terminal::weir(arguments);
     top.wait_for("0.1.0");
     top.signal(Signal::SIGTERM);
-    top.wait_for(LEFT);
+    top.wait_until_given_back();
     assert!(top.wait().success());
 }
 

@@ -1,9 +1,13 @@
-//! A terminal of its own for a program that wants one: what it draws is gathered, keys are sent.
+//! A terminal of its own for a program that wants one: what its screen shows is kept, keys are sent.
+//!
+//! A program draws only what changes, so what it sends need not have a word in one piece that its screen has.
 
 use std::{
     ffi::OsStr,
     fs::File,
     io::{Read as _, Write as _},
+    mem,
+    num::NonZero,
     process::{Child, Command, ExitStatus, Stdio},
     sync::{Arc, Condvar, Mutex},
     thread,
@@ -21,12 +25,23 @@ use nix::{
 
 use super::{DEADLINE, WEIR};
 
-/// What was drawn, and whether no more will be.
+/// What a screen shows.
+#[derive(PartialEq)]
+struct Shown {
+    text: String,
+    /// Whether the program has the screen for itself, and gives back what was on it before.
+    is_own: bool,
+}
+
+/// All that was shown one after another, and whether no more will be.
 #[derive(Default)]
 struct Drawn {
-    text: String,
+    screens: Vec<Shown>,
     is_over: bool,
 }
+
+const ROWS: NonZero<u16> = NonZero::new(24).unwrap();
+const COLUMNS: NonZero<u16> = NonZero::new(80).unwrap();
 
 /// A program on a terminal. Dropped, the program is ended.
 pub(crate) struct Terminal {
@@ -38,7 +53,7 @@ pub(crate) struct Terminal {
 impl Terminal {
     /// Starts `weir` with these arguments on a terminal of 80×24.
     pub(crate) fn weir<T: AsRef<OsStr>>(arguments: impl IntoIterator<Item = T>) -> Self {
-        let size = Winsize { ws_row: 24, ws_col: 80, ws_xpixel: 0, ws_ypixel: 0 };
+        let size = Winsize { ws_row: ROWS.get(), ws_col: COLUMNS.get(), ws_xpixel: 0, ws_ypixel: 0 };
         let OpenptyResult { master, slave } = openpty(Some(&size), None).expect("there are terminals");
         let end = || Stdio::from(slave.try_clone().expect("there are descriptors"));
         let mut command = Command::new(WEIR);
@@ -55,25 +70,35 @@ impl Terminal {
         Self { child, keys, drawn }
     }
 
-    /// Waits until it has drawn this, and forgets all up to there.
-    ///
-    /// Only what changes is drawn: `what` is to be new on the screen, and of one colour.
+    /// Waits until its screen shows this, and forgets all screens before that one.
     #[track_caller]
     pub(crate) fn wait_for(&self, what: &str) {
+        self.wait_until(&format!("{what:?} was not drawn"), |shown| shown.text.contains(what));
+    }
+
+    /// Waits until it has given back the screen that it had for itself.
+    #[track_caller]
+    pub(crate) fn wait_until_given_back(&self) {
+        self.wait_until("the screen was not given back", |shown| !shown.is_own);
+    }
+
+    #[track_caller]
+    fn wait_until(&self, complaint: &str, is_wanted: impl Fn(&Shown) -> bool) {
         let until = Instant::now() + DEADLINE;
         let (drawn, changed) = &*self.drawn;
         let mut drawn = drawn.lock().expect("no holder panics");
         loop {
-            if let Some(place) = drawn.text.find(what) {
-                drawn.text.drain(..place + what.len());
+            if let Some(place) = drawn.screens.iter().position(&is_wanted) {
+                drawn.screens.drain(..place);
                 return;
             }
             let left = until.saturating_duration_since(Instant::now());
             if left.is_zero() || drawn.is_over {
-                let text = drawn.text.clone();
+                let screens = mem::take(&mut drawn.screens);
                 // Not to be poisoned for whoever gathers.
                 drop(drawn);
-                panic!("{what:?} was not drawn; since then:\n{text:?}");
+                let last = screens.last().map(|shown| shown.text.as_str()).unwrap_or_default();
+                panic!("{complaint} on {} screens, of which this is the last:\n{last}", screens.len());
             }
             drawn = changed.wait_timeout(drawn, left).expect("no holder panics").0;
         }
@@ -116,12 +141,18 @@ impl Drop for Terminal {
 }
 
 fn gather(mut screen: File, drawn: &(Mutex<Drawn>, Condvar)) {
+    let mut terminal = vt100::Parser::new(ROWS, COLUMNS, 0);
     let mut buffer = [0; 4096];
     loop {
         // The end is an error, EIO: there is no terminal any more.
         let read = screen.read(&mut buffer).unwrap_or(0);
+        terminal.process(&buffer[..read]);
+        let shown =
+            Shown { text: terminal.screen().contents(), is_own: terminal.screen().alternate_screen() };
         let mut gathered = drawn.0.lock().expect("no holder panics");
-        gathered.text.push_str(&String::from_utf8_lossy(&buffer[..read]));
+        if gathered.screens.last() != Some(&shown) {
+            gathered.screens.push(shown);
+        }
         gathered.is_over = read == 0;
         drawn.1.notify_all();
         if read == 0 {
