@@ -1,3 +1,5 @@
+use std::{fs, thread};
+
 use super::*;
 use crate::cgroup::{
     limit::kept::{Change, Kept},
@@ -131,28 +133,6 @@ fn what_somebody_else_wrote_is_told_again() {
     steered[0].verify();
     steered[0].round(at(10), 9, &mut buffer);
     assert!(max(&machine, "a").contains("wbps=20971520"));
-}
-
-#[test]
-fn looking_costs_no_more_than_its_share() {
-    let mut pace = Pace::new(at(0), Duration::ZERO);
-    let (mut looks, mut cpu) = (0, Duration::ZERO);
-    // A thousand are always due, and each takes 20 µs.
-    for round in 1..=1000 {
-        let allowed = pace.allowed(at(round * 10)).min(1000);
-        cpu += Duration::from_micros(20) * allowed as u32;
-        pace.spent(cpu, allowed);
-        looks += allowed;
-    }
-    let share = looks as f64 * 20e-6 / 10.0;
-    assert!((share / SHARE_OF_A_CORE - 1.0).abs() < 0.1, "{share}");
-    // And where each takes 10 ms, some are looked at all the same.
-    for round in 1001..=1100 {
-        let allowed = pace.allowed(at(round * 10));
-        assert!(allowed >= ALWAYS_ALLOWED);
-        cpu += Duration::from_millis(10) * allowed as u32;
-        pace.spent(cpu, allowed);
-    }
 }
 
 #[test]

@@ -1,0 +1,94 @@
+//! How much of a processor the watch takes: no more than its share, however many control groups there are to look at.
+
+use nix::time::{ClockId, clock_gettime};
+use policy::time::{Duration, Instant};
+
+/// How much of a core looking at control groups may take.
+const SHARE_OF_A_CORE: f64 = 0.015;
+/// Looks in a round that are always allowed, whatever they cost.
+const ALWAYS_ALLOWED: usize = 4;
+
+/// How many control groups may be looked at, so that the watch as a whole costs no more than it should.
+#[derive(Debug)]
+pub(super) struct Pace {
+    last: Instant,
+    /// What the thread had used at the last round.
+    cpu: Duration,
+    /// Seconds of a processor that one look takes, with its part of all else; smoothed.
+    look_s: f64,
+    /// Looks that may be made.
+    saved: f64,
+}
+
+impl Pace {
+    /// Before anything is known: what a slow machine takes.
+    const FIRST_LOOK_S: f64 = 50e-6;
+    /// As many as so much of a second's worth may be made at once.
+    const MOST_SAVED_S: f64 = 0.2;
+
+    pub(super) fn new(now: Instant, cpu: Duration) -> Self {
+        Self { last: now, cpu, look_s: Self::FIRST_LOOK_S, saved: 0.0 }
+    }
+
+    /// How many may be looked at now.
+    pub(super) fn allowed(&mut self, now: Instant) -> usize {
+        let elapsed_s = now.nanos_since(self.last) as f64 / 1e9;
+        self.last = now;
+        let affordable = SHARE_OF_A_CORE / self.look_s;
+        self.saved = (self.saved + elapsed_s * affordable).min(Self::MOST_SAVED_S * affordable);
+        (self.saved as usize).max(ALWAYS_ALLOWED)
+    }
+
+    /// So many looks were made, and the thread has used so much ever since.
+    pub(super) fn spent(&mut self, cpu: Duration, looks: usize) {
+        if looks > 0 {
+            let used = cpu.saturating_sub(self.cpu).as_secs_f64();
+            self.cpu = cpu;
+            self.look_s += (used / looks as f64 - self.look_s) * 0.05;
+            self.look_s = self.look_s.max(1e-7);
+        }
+        self.saved = (self.saved - looks as f64).max(0.0);
+    }
+}
+
+/// What this thread has used of a processor.
+pub(super) fn cpu_now() -> Duration {
+    clock(ClockId::CLOCK_THREAD_CPUTIME_ID)
+}
+
+/// What a clock shows.
+pub(super) fn clock(id: ClockId) -> Duration {
+    // Both clocks are always there (clock_gettime(2)).
+    clock_gettime(id).map(Duration::from).unwrap_or_default()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn at(milliseconds: u64) -> Instant {
+        Instant::from_nanos(milliseconds * 1_000_000)
+    }
+
+    #[test]
+    fn looking_costs_no_more_than_its_share() {
+        let mut pace = Pace::new(at(0), Duration::ZERO);
+        let (mut looks, mut cpu) = (0, Duration::ZERO);
+        // A thousand are always due, and each takes 20 µs.
+        for round in 1..=1000 {
+            let allowed = pace.allowed(at(round * 10)).min(1000);
+            cpu += Duration::from_micros(20) * allowed as u32;
+            pace.spent(cpu, allowed);
+            looks += allowed;
+        }
+        let share = looks as f64 * 20e-6 / 10.0;
+        assert!((share / SHARE_OF_A_CORE - 1.0).abs() < 0.1, "{share}");
+        // And where each takes 10 ms, some are looked at all the same.
+        for round in 1001..=1100 {
+            let allowed = pace.allowed(at(round * 10));
+            assert!(allowed >= ALWAYS_ALLOWED);
+            cpu += Duration::from_millis(10) * allowed as u32;
+            pace.spent(cpu, allowed);
+        }
+    }
+}
