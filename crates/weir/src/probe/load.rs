@@ -2,7 +2,8 @@
 //!
 //! As many requests as fit are in flight all the time ([`DEPTH`]): what a device can do shows when it never has to wait for work. The time
 //! is cut into windows, and the median of their rates counts, so that a pause of the device (or of this machine) in one of them
-//! does not. How far the windows are apart is reported with it: a device whose rate depends on what it did before shows there.
+//! does not; of a slow device, which answers seldom, there are fewer and longer ones. How far the windows are apart is reported with it: a
+//! device whose rate depends on what it did before shows there.
 
 use std::{
     cell::{Cell, RefCell},
@@ -25,6 +26,9 @@ use policy::{
 pub(crate) const DEPTH: usize = 32;
 /// Windows whose rates are compared, after one that does not count: a device needs a moment to get up to speed.
 const WINDOWS: u32 = 7;
+/// Answers in a window, on average, from which on its rate says something: when one comes by chance a little later, that is no more than some percent. Of a
+/// slow device there are fewer, and windows are put together.
+const ANSWERS: u64 = 10;
 
 /// Where requests go.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -71,7 +75,7 @@ impl Load {
 pub(super) struct Figure {
     /// What was asked.
     pub(super) load: Load,
-    /// Operations per second: the median of the windows. Of large blocks there may be few, and a fraction of one counts.
+    /// Operations per second: the median of windows that are long enough. Of large blocks there may be few, and a fraction of one counts.
     pub(super) rate: f64,
     /// The fastest window less the slowest, beside the median: 0 is perfectly steady.
     pub(super) spread: f64,
@@ -122,24 +126,20 @@ impl Field {
         let began = now();
         let run = Run::start(self, load, began + window * (WINDOWS + 1));
         let tasks: Vec<_> = (0..DEPTH).map(|_| spawn_joinable(Rc::clone(&run).requests())).collect();
-        let mut rates = Vec::new();
-        // From the last answer of one window to the last of the next: of a slow device there are few in each, and one more or less by
-        // chance would be a tenth of its rate.
-        let mut before = (began, 0);
+        let mut marks = Vec::new();
         for number in 1..=WINDOWS + 1 {
-            sleep_until(began + window * number).await;
+            let end = began + window * number;
+            sleep_until(end).await;
             let (last, done) = run.done.get();
-            let elapsed_s = (last - before.0).as_secs_f64();
-            if number > 1 {
-                rates.push(if done > before.1 { (done - before.1) as f64 / elapsed_s } else { 0.0 });
-            }
-            before = (last, done);
+            // In a window without any answer the device did nothing until its end.
+            let is_silent = marks.last().is_some_and(|&(_, before)| before == done);
+            marks.push((if is_silent { end } else { last }, done));
         }
         for task in tasks {
             task.await;
         }
         run.outcome().with_context(|| format!("{} of {} bytes", load.name(), load.block_bytes))?;
-        Ok(figure(load, rates))
+        Ok(figure(load, &marks))
     }
 
     /// Writes it from beginning to end, for so long at most; what is left is cut off. Returns the bytes written.
@@ -220,11 +220,30 @@ impl Run {
     }
 }
 
-fn figure(load: Load, mut rates: Vec<f64>) -> Figure {
-    rates.sort_by(f64::total_cmp);
-    let median = rates[rates.len() / 2];
-    let range = rates[rates.len() - 1] - rates[0];
+/// By the last answer in each window, and how many there were until then.
+fn figure(load: Load, marks: &[(Instant, u64)]) -> Figure {
+    let windows = marks.len() - 1;
+    let answers = marks[windows].1 - marks[0].1;
+    // An odd number has a median.
+    let counted =
+        (1..=windows).rev().filter(|count| count % 2 == 1).find(|count| answers / *count as u64 >= ANSWERS);
+    let (each, long) = (rates(marks, windows), rates(marks, counted.unwrap_or(1)));
+    let median = long[long.len() / 2];
+    let range = each[windows - 1] - each[0];
     Figure { load, rate: median, spread: if median > 0.0 { range / median } else { 0.0 } }
+}
+
+/// The rates of the time in so many parts, whole windows each, the lowest first. From the last answer of one to the last of the next: where there are few in each,
+/// one more or less by chance would be a tenth of the rate.
+fn rates(marks: &[(Instant, u64)], count: usize) -> Vec<f64> {
+    let mark = |number: usize| marks[number * (marks.len() - 1) / count];
+    let rate = |number: usize| {
+        let ((from, before), (until, done)) = (mark(number), mark(number + 1));
+        if done > before { (done - before) as f64 / (until - from).as_secs_f64() } else { 0.0 }
+    };
+    let mut rates: Vec<f64> = (0..count).map(rate).collect();
+    rates.sort_by(f64::total_cmp);
+    rates
 }
 
 #[cfg(test)]
@@ -235,10 +254,33 @@ mod tests {
 
     #[test]
     fn the_median_counts_and_the_range_is_told() {
-        let figure = figure(LOAD, vec![100.0, 5.0, 90.0, 110.0, 95.0, 120.0, 100.0]);
+        let figure = figure(LOAD, &marks(1, [100, 5, 90, 110, 95, 120, 100]));
         assert_eq!((figure.iops(), figure.bps()), (100, 409_600));
         assert!((figure.spread - 1.15).abs() < 1e-9);
-        assert_eq!(super::figure(LOAD, vec![0.0; 7]).spread.to_bits(), 0);
+        assert_eq!(super::figure(LOAD, &marks(1, [0; 7])).spread.to_bits(), 0);
+    }
+
+    #[test]
+    fn few_answers_are_counted_over_a_longer_time() {
+        // Windows of 100 ms that say 20 a second, or 30, or 40; all of them together 29.
+        let figure = figure(LOAD, &marks(10, [2, 4, 2, 3, 2, 4, 3]));
+        assert!((figure.rate - 20.0 / 0.7).abs() < 1e-9 && figure.spread > 0.5, "{figure:?}");
+        // Three that are longer say 60, 40 and 60: a pause in one of them does not count.
+        let figure = super::figure(LOAD, &marks(10, [6, 6, 6, 0, 6, 6, 6]));
+        assert!((figure.rate - 60.0).abs() < 1e-9, "{figure:?}");
+    }
+
+    /// So many answers in each window, of which there are so many in a second.
+    fn marks(a_second: u64, answers: [u64; WINDOWS as usize]) -> Vec<(Instant, u64)> {
+        let mut done = 0;
+        let ends = (0..).map(|number| Instant::from_nanos(number * 1_000_000_000 / a_second));
+        let marks = [0].into_iter().chain(answers).zip(ends);
+        marks
+            .map(|(answers, end)| {
+                done += answers;
+                (end, done)
+            })
+            .collect()
     }
 
     #[test]
