@@ -351,7 +351,7 @@ fn a_terminal_shows_how_far_it_is() {
     let terminal =
         Terminal::weir(["bench", "-d", "4", "--runtime", "2s", "--delay", "read=1ms", "memory:1M"]);
     terminal.wait_for("Sending read requests");
-    terminal.wait_for("K IOPS █");
+    terminal.wait_for(" IOPS █");
     terminal.wait_for("Run completed in ");
     terminal.wait_for("read: ");
     terminal.wait_for("IOPS each second: ");

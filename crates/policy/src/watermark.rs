@@ -20,7 +20,8 @@
 //! of how far the factor is off, so there it falls faster the longer that lasts. When the factor rises and use does not
 //! follow, limits are not what holds the groups back: it stops at four times, and below the watermark limits are lifted
 //! instead. This test, not the level alone, keeps a single busy group of many from going round in circles: what the factor
-//! must be for that one is far from what they take together.
+//! must be for that one is far from what they take together. Nor does the factor rise while not one group takes what it allows
+//! already: a device that stalls would wind it up, and be shared by nobody's limits for seconds after that.
 //!
 //! Pure as everything here: samples come in, an [`Enforcement`] comes out. Never looks at a device itself.
 
@@ -124,9 +125,17 @@ impl Watermark {
 pub struct Sample {
     /// How much of the device was in use, in thousandths ([`Capacity::use_of`], or its busy time).
     pub used: u64,
-    /// How many times their limits, in thousandths, all the groups with a watermark took together: the sum of what passed
-    /// over the sum of their limits.
-    pub consumed: u64,
+    /// How many times their limits, in thousandths, all the groups with a watermark took together ([`Consumed::together`]).
+    pub together: u64,
+    /// The same of the one that took most of its own ([`Consumed::most`]).
+    pub most: u64,
+}
+
+impl Sample {
+    /// Of a device that was in use so much, by those who took this.
+    pub fn new(used: u64, consumed: &Consumed) -> Self {
+        Self { used, together: consumed.together(), most: consumed.most() }
+    }
 }
 
 /// What use is steered to while limits hold: below saturation, where the device and not the limits would share.
@@ -148,6 +157,10 @@ const UNANSWERED: f64 = 4.0;
 /// Use has risen if it has by this factor, and by so much of the device.
 const ANSWER: f64 = 1.1;
 const LEAST_ANSWER: f64 = 0.02;
+/// A factor so many times above what the one took that is furthest above its limits holds nobody. Where requests come in lumps, that is true in
+/// between of any factor: so what was taken is forgotten as slowly as this, in seconds.
+const UNBOUND: f64 = 1.25;
+const LATELY_S: f64 = 2.0;
 /// Samples further apart than this, in seconds, say nothing of what was between them.
 const STALE_S: f64 = 1.0;
 
@@ -160,8 +173,11 @@ pub struct Controller {
     last: Option<Instant>,
     /// Smoothed, 1 being all of the device.
     used: f64,
-    /// Smoothed, 1 being the limits.
-    consumed: f64,
+    /// Smoothed, 1 being the limits: what all took together, and who took most of its own.
+    together: f64,
+    most: f64,
+    /// The largest of the latter for a while.
+    most_lately: f64,
     /// By watermark: asked for since the last sample.
     asked: u128,
     /// By watermark: limits hold.
@@ -169,8 +185,9 @@ pub struct Controller {
     factor: f64,
     /// Factor and use when use last answered to the factor.
     answered: (f64, f64),
-    /// Seconds for which the device has been saturated.
+    /// Seconds for which the device has been saturated, by its smoothed use, and for which every sample was.
     saturated_s: f64,
+    full_s: f64,
 }
 
 impl Default for Controller {
@@ -185,12 +202,15 @@ impl Controller {
         Self {
             last: None,
             used: 0.0,
-            consumed: 0.0,
+            together: 0.0,
+            most: 0.0,
+            most_lately: 0.0,
             asked: 0,
             holding: 0,
             factor: 1.0,
             answered: (1.0, 0.0),
             saturated_s: 0.0,
+            full_s: 0.0,
         }
     }
 
@@ -220,20 +240,23 @@ impl Controller {
         self.last = Some(now);
         if elapsed_s >= STALE_S {
             // Begins anew, and from nothing: one sample alone proves no use.
-            (self.used, self.consumed, self.saturated_s) = (0.0, 0.0, 0.0);
+            (self.used, self.together, self.most, self.most_lately) = (0.0, 0.0, 0.0, 0.0);
+            (self.saturated_s, self.full_s) = (0.0, 0.0);
         }
         let elapsed_s = elapsed_s.min(SMOOTHING_S);
         let fresh = elapsed_s / (SMOOTHING_S + elapsed_s);
         self.used += (in_ones(sample.used) - self.used) * fresh;
-        self.consumed += (in_ones(sample.consumed) - self.consumed) * fresh;
-
+        self.together += (in_ones(sample.together) - self.together) * fresh;
+        self.most += (in_ones(sample.most) - self.most) * fresh;
+        self.full_s = if in_ones(sample.used) >= SATURATED { self.full_s + elapsed_s } else { 0.0 };
+        self.most_lately = self.most.max(self.most_lately * (1.0 - elapsed_s / LATELY_S));
         let held = self.holding != 0;
         if held {
             self.steer(elapsed_s);
         }
         self.judge();
         if self.holding != 0 && !held {
-            self.factor = self.consumed.clamp(1.0, most());
+            self.factor = self.together.clamp(1.0, largest());
             self.answered = (self.factor, self.used);
             self.saturated_s = 0.0;
         }
@@ -241,7 +264,8 @@ impl Controller {
 
     /// Moves the factor so that use comes to the target.
     fn steer(&mut self, elapsed_s: f64) {
-        let change = if self.used >= SATURATED {
+        let is_saturated = self.used >= SATURATED;
+        let change = if is_saturated {
             self.saturated_s += elapsed_s;
             let fall = (FALL + FALL_FASTER * self.saturated_s).min(FALL_FASTEST);
             // Where requests come in lumps (writeback), use is far above what the device can do at times, and nothing in between. What it
@@ -260,12 +284,25 @@ impl Controller {
         } else if self.factor >= factor_then * UNANSWERED {
             return;
         }
-        self.factor = (self.factor * (1.0 + change * elapsed_s)).clamp(1.0, most());
+        let is_full = is_saturated || self.full_s >= SMOOTHING_S;
+        // A larger one would hold back nobody less, and a device that is full needs none.
+        if change <= 0.0 || !(self.is_unbound() || is_full) {
+            self.factor *= 1.0 + change * elapsed_s;
+        }
+        if is_full {
+            self.factor = self.factor.min(self.most_lately * UNBOUND);
+        }
+        self.factor = self.factor.clamp(1.0, largest());
+    }
+
+    /// Whether nobody is held back.
+    fn is_unbound(&self) -> bool {
+        self.factor > self.most_lately * UNBOUND
     }
 
     /// Decides for every watermark whether limits hold.
     fn judge(&mut self) {
-        let unanswered = self.factor >= (self.answered.0 * UNANSWERED).min(most());
+        let unanswered = self.is_unbound() || self.factor >= (self.answered.0 * UNANSWERED).min(largest());
         let mut holding = 0;
         for percent in 1..=100 {
             let watermark = Watermark(percent);
@@ -291,6 +328,6 @@ fn in_ones(thousandths: u64) -> f64 {
     thousandths as f64 / 1000.0
 }
 
-fn most() -> f64 {
+fn largest() -> f64 {
     Scale::MAX.thousandths() as f64 / 1000.0
 }

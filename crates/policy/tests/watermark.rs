@@ -5,10 +5,13 @@
 //! first, and from there to the device. Two clients write 1 MiB at a time, as dd did.
 
 use policy::request::Direction;
-use policy::throttle::{Admission, Cost, Decision, Enforcement, LimitKind, Limits, NodeId, Share, Tree};
+use policy::throttle::{
+    Admission, Cost, Counters, Decision, Enforcement, LimitKind, Limits, NodeId, Share, Tree,
+};
 use policy::time::{Duration, Instant};
-use policy::watermark::{Capacity, Controller, Rates, Sample, Watermark};
+use policy::watermark::{Capacity, Consumed, Controller, Rates, Sample, Taken, Watermark};
 use std::collections::VecDeque;
+use std::mem;
 
 const MB: u64 = 1_000_000;
 const REQUEST: u64 = 1 << 20;
@@ -29,6 +32,7 @@ struct Client {
     sent: Instant,
     idle: bool,
     passed: u64,
+    sampled: u64,
 }
 
 struct Model {
@@ -41,9 +45,11 @@ struct Model {
     ticks: u64,
     /// At the device: whose request, and how much of it is left.
     queue: VecDeque<(usize, u64)>,
+    /// Between these it serves nobody.
+    stall: (Instant, Instant),
     dirty: u64,
     done: u64,
-    sampled: (u64, u64),
+    sampled: u64,
     changes: Vec<(Instant, Enforcement)>,
 }
 
@@ -58,9 +64,10 @@ impl Model {
             now: Instant::ZERO,
             ticks: 0,
             queue: VecDeque::new(),
+            stall: (Instant::ZERO, Instant::ZERO),
             dirty: 0,
             done: 0,
-            sampled: (0, 0),
+            sampled: 0,
             changes: Vec::new(),
         }
     }
@@ -79,6 +86,7 @@ impl Model {
             sent: Instant::ZERO,
             idle: true,
             passed: 0,
+            sampled: 0,
         });
         self.clients.len() - 1
     }
@@ -110,6 +118,9 @@ impl Model {
     }
 
     fn serve(&mut self) {
+        if self.stall.0 <= self.now && self.now < self.stall.1 {
+            return;
+        }
         let mut capacity = DEVICE_BPS / (1_000_000_000 / TICK.as_nanos() as u64);
         if self.cached {
             let drained = capacity.min(self.dirty);
@@ -145,17 +156,20 @@ impl Model {
     }
 
     fn sample(&mut self) {
-        let taken: u64 =
-            self.clients.iter().filter(|client| client.limit_bps > 0).map(|client| client.passed).sum();
-        let limits: u64 = self.clients.iter().map(|client| client.limit_bps).sum();
         let per_second = 1_000_000_000 / (TICK.as_nanos() as u64 * SAMPLE_TICKS);
-        let (done, took) = (self.done - self.sampled.0, taken - self.sampled.1);
-        self.sampled = (self.done, taken);
+        let done = self.done - mem::replace(&mut self.sampled, self.done);
+        let mut consumed = Consumed::default();
+        for client in self.clients.iter_mut().filter(|client| client.limit_bps > 0) {
+            let mut limits = Limits::default();
+            limits.limit_mut(LimitKind::BpsWrite).rate = client.limit_bps;
+            let passed = |bytes| [Counters::default(), Counters { bytes, ..Counters::default() }];
+            let before = passed(mem::replace(&mut client.sampled, client.passed));
+            consumed.add(&Taken::since(&before, &passed(client.passed), TICK * SAMPLE_TICKS as u32, limits));
+        }
         let capacity = Capacity { write_bps: DEVICE_BPS, ..Capacity::default() };
         let rates = Rates { write_bps: done * per_second, ..Rates::default() };
         let used = capacity.use_of(rates).unwrap();
-        let consumed = (took * per_second * 1000).checked_div(limits).unwrap_or(0);
-        self.controller.observe(self.now, Sample { used, consumed });
+        self.controller.observe(self.now, Sample::new(used, &consumed));
         let enforcement = self.controller.enforcement(self.watermark);
         if self.changes.last().is_none_or(|(_, last)| *last != enforcement) {
             self.changes.push((self.now, enforcement));
@@ -168,9 +182,14 @@ impl Model {
     /// Bytes per second of every client, between two seconds.
     fn rates(&mut self, from_s: u64, until_s: u64) -> Vec<f64> {
         self.run_until(s(from_s));
+        self.rates_until(s(until_s))
+    }
+
+    /// The same from now on.
+    fn rates_until(&mut self, end: Instant) -> Vec<f64> {
         let before: Vec<_> = self.clients.iter().map(|client| client.passed).collect();
-        self.run_until(s(until_s));
-        let seconds = (until_s - from_s) as f64;
+        let seconds = (end - self.now).as_secs_f64();
+        self.run_until(end);
         self.clients
             .iter()
             .zip(before)
@@ -258,13 +277,20 @@ fn with_a_watermark_the_device_is_used_up_and_the_proportion_kept() {
 
 #[test]
 fn a_stream_alone_gets_the_device() {
-    for watermark in [50, 90, 100] {
-        let mut model = Model::new(watermark, false);
-        model.add(2 * MB, 0, 1000);
-        let idle: Vec<_> = (0..30).map(|_| model.add(2 * MB, 1000, 1000)).collect();
-        let rates = model.rates(5, 30);
-        assert!(rates[0] >= 0.95 * DEVICE_BPS as f64, "{} of {}", rates[0], idle.len());
-        assert_eq!(model.flaps_after(5), 0, "{:?}", model.changes);
+    for (limit, idle) in [(2 * MB, 30), (MB, 30), (MB / 4, 100)] {
+        for (watermark, stall_ms) in [(50, 0), (90, 0), (100, 0), (90, 300), (90, 1000)] {
+            let mut model = Model::new(watermark, false);
+            model.add(limit, 0, 1000);
+            for _ in 0..idle {
+                model.add(limit, 1000, 1000);
+            }
+            model.stall = (s(2), s(2) + Duration::from_millis(stall_ms));
+            let rates = model.rates(5, 30);
+            let told =
+                format!("{limit}, watermark {watermark}, {stall_ms} ms: {rates:?}, {:?}", model.changes);
+            assert!(rates[0] >= 0.95 * DEVICE_BPS as f64, "{told}");
+            assert_eq!(model.flaps_after(5), 0, "{told}");
+        }
     }
 }
 
@@ -312,6 +338,21 @@ fn when_demand_ends_limits_are_lifted_within_two_seconds() {
 }
 
 #[test]
+fn a_device_that_stalled_is_shared_as_before_within_a_second() {
+    for milliseconds in [100, 200, 300, 500, 700, 1000, 1500, 3000] {
+        let mut model = Model::new(90, false);
+        model.add(4 * MB, 0, 1000);
+        model.add(2 * MB, 0, 1000);
+        let end = s(10) + Duration::from_millis(milliseconds);
+        model.stall = (s(10), end);
+        model.run_until(end + Duration::from_secs(1));
+        let rates = model.rates_until(end + Duration::from_secs(4));
+        assert!(rates[0] + rates[1] >= 0.9 * DEVICE_BPS as f64, "after {milliseconds} ms: {rates:?}");
+        assert_within(12.0, rates[0] / rates[1], 2.0);
+    }
+}
+
+#[test]
 fn use_is_the_larger_of_operations_and_bytes() {
     let capacity = Capacity { read_iops: 1000, write_iops: 500, read_bps: 10_000, write_bps: 0 };
     let rates = Rates { read_iops: 100, write_iops: 100, read_bps: 9000, write_bps: 5 };
@@ -323,15 +364,16 @@ fn use_is_the_larger_of_operations_and_bytes() {
 }
 
 /// A device that takes what passes in pieces of 4 MiB, as writeback comes, so that most samples see nothing and some see four times what it
-/// can do; limits of 6 MB/s together, scaled, let pass what the device can take at the most. The factor after a minute, and the share of the device
-/// that was in use during its second half.
-fn in_lumps(watermark: u8) -> (f64, f64) {
+/// can do; limits of 6 MB/s together, scaled, let pass what the device can take at the most. What they take is seen at every so manieth sample
+/// only, as of control groups. The factor after a minute, and the share of the device that was in use during its second half.
+fn in_lumps(watermark: u8, every: u64) -> (f64, f64) {
     const LIMITS: f64 = 6e6;
     const DEVICE: f64 = 20e6;
     const LUMP: f64 = 4_194_304.0;
     let watermark = Watermark::new(watermark).unwrap();
     let mut controller = Controller::new();
     let (mut gathered, mut factor, mut done) = (0.0, f64::INFINITY, 0.0);
+    let (mut taken, mut since_look) = (0, 0.0);
     for sample in 1..=1200_u64 {
         gathered += (LIMITS * factor).min(DEVICE) * 0.05;
         let mut passed = 0.0;
@@ -342,8 +384,13 @@ fn in_lumps(watermark: u8) -> (f64, f64) {
         if sample > 600 {
             done += passed;
         }
-        let thousandths = |of: f64| (passed / 0.05 / of * 1000.0) as u64;
-        let seen = Sample { used: thousandths(DEVICE), consumed: thousandths(LIMITS) };
+        since_look += passed;
+        if sample.is_multiple_of(every) {
+            taken = (since_look / 0.05 / every as f64 / LIMITS * 1000.0) as u64;
+            since_look = 0.0;
+        }
+        let used = (passed / 0.05 / DEVICE * 1000.0) as u64;
+        let seen = Sample { used, together: taken, most: taken };
         controller.observe(Instant::from_nanos(sample * 50_000_000), seen);
         factor = match controller.enforcement(watermark) {
             Enforcement::Lifted => f64::INFINITY,
@@ -356,10 +403,11 @@ fn in_lumps(watermark: u8) -> (f64, f64) {
 
 #[test]
 fn lumps_do_not_wind_the_factor_up() {
-    for watermark in [90, 100] {
-        let (factor, used) = in_lumps(watermark);
+    for (watermark, every) in [(90, 1), (100, 1), (90, 2), (100, 2), (90, 3)] {
+        let (factor, used) = in_lumps(watermark, every);
         // 20 of 6 are 3.33: much above that, nothing is held back and nobody's proportion is kept.
-        assert!((2.8..4.2).contains(&factor), "watermark {watermark}: {factor:.2} times, {used:.3} used");
-        assert!(used > 0.93, "watermark {watermark}: {used:.3} of the device used");
+        let told = format!("watermark {watermark}, every {every}: {factor:.2} times, {used:.3} used");
+        assert!((2.8..4.2).contains(&factor), "{told}");
+        assert!(used > 0.93, "{told}");
     }
 }

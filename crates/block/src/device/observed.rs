@@ -8,7 +8,7 @@ use std::sync::Arc;
 use policy::{
     throttle::Enforcement,
     time::Instant,
-    watermark::{Controller, Sample, Watermark},
+    watermark::{Consumed, Controller, Sample, Watermark},
 };
 
 use super::{Device, Meter};
@@ -39,12 +39,12 @@ impl Observed {
         Self { device, meter: Meter::default(), controller: Controller::new(), failing: false }
     }
 
-    /// Takes in what the device did, and how many times their limits, in thousandths, all with a watermark took together.
-    pub fn observe(&mut self, now: Instant, consumed: u64) {
+    /// Takes in what the device did, and what all with a watermark took of it.
+    pub fn observe(&mut self, now: Instant, consumed: &Consumed) {
         match self.meter.measure(&self.device, now) {
             Ok(Some(used)) => {
                 self.failing = false;
-                self.controller.observe(now, Sample { used: used.into(), consumed });
+                self.controller.observe(now, Sample::new(used.into(), consumed));
             }
             Ok(None) => {}
             Err(error) => {
@@ -58,6 +58,11 @@ impl Observed {
                 self.failing = true;
             }
         }
+    }
+
+    /// How much of it is in use, in thousandths, smoothed.
+    pub fn used(&self) -> u64 {
+        self.controller.used()
     }
 
     /// How limits with this watermark are to be enforced; `None` while nothing is known.

@@ -151,9 +151,9 @@ impl State {
                 consumed.entry(device.id()).or_default().add(&taken);
             }
         }
+        let nothing = Consumed::default();
         for (id, observed) in &mut self.devices {
-            let consumed = consumed.get(id).map_or(0, Consumed::thousandths);
-            observed.observe(now, consumed);
+            observed.observe(now, consumed.get(id).unwrap_or(&nothing));
         }
         let Self { watched, devices } = self;
         for watched in watched {

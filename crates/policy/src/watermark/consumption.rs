@@ -15,8 +15,8 @@ pub struct Taken {
     elapsed: Duration,
     /// Read, written.
     bytes: [u64; 2],
-    /// Read, written.
-    operations: [u64; 2],
+    /// Read, written: at least, and at most. What a request larger than `iops-size` was charged is known of each alone.
+    operations: [[u64; 2]; 2],
 }
 
 impl Taken {
@@ -28,17 +28,24 @@ impl Taken {
         };
         let (requests, bytes) = (since(|counters| counters.requests), since(|counters| counters.bytes));
         let operations = [0, 1].map(|direction: usize| match limits.iops_size {
-            0 => requests[direction],
-            size => requests[direction].max(bytes[direction] / size),
+            0 => [requests[direction]; 2],
+            size => {
+                let parts = bytes[direction] / size;
+                [requests[direction].max(parts), requests[direction].saturating_add(parts)]
+            }
         });
         Self { limits, elapsed, bytes, operations }
     }
 }
 
-/// What all on one device took together, in units, and what their limits would have let pass, in billionths of them: by
-/// [`LimitKind::index`].
+/// What all on one device took, beside what their limits would have let pass.
 #[derive(Debug, Default)]
-pub struct Consumed([(u128, u128); LimitKind::ALL.len()]);
+pub struct Consumed {
+    /// All together, in units, and what was allowed, in billionths of them: by [`LimitKind::index`].
+    together: [(u128, u128); LimitKind::ALL.len()],
+    /// The largest multiple that one of them may have taken of one of its limits, in thousandths.
+    most: u64,
+}
 
 impl Consumed {
     /// Adds what one of them took.
@@ -48,24 +55,35 @@ impl Consumed {
             if rate == 0 {
                 continue;
             }
-            let [read, written] = if kind.counts_bytes() { taken.bytes } else { taken.operations };
-            let units = match kind {
-                LimitKind::BpsTotal | LimitKind::IopsTotal => read.saturating_add(written),
-                LimitKind::BpsRead | LimitKind::IopsRead => read,
-                LimitKind::BpsWrite | LimitKind::IopsWrite => written,
-            };
-            let (passed, allowed) = &mut self.0[kind.index()];
-            *passed += u128::from(units);
-            *allowed += u128::from(rate).saturating_mul(taken.elapsed.as_nanos());
+            let [read, written] =
+                if kind.counts_bytes() { taken.bytes.map(|bytes| [bytes; 2]) } else { taken.operations };
+            let [least, most] = [0, 1].map(|bound: usize| match kind {
+                LimitKind::BpsTotal | LimitKind::IopsTotal => read[bound].saturating_add(written[bound]),
+                LimitKind::BpsRead | LimitKind::IopsRead => read[bound],
+                LimitKind::BpsWrite | LimitKind::IopsWrite => written[bound],
+            });
+            let own = u128::from(rate).saturating_mul(taken.elapsed.as_nanos());
+            self.most = self.most.max(times((most.into(), own)));
+            let (passed, allowed) = &mut self.together[kind.index()];
+            *passed += u128::from(least);
+            *allowed += own;
         }
     }
 
-    /// How many times their limits, by the limit they exceed most; in thousandths, 0 if nothing is limited.
-    pub fn thousandths(&self) -> u64 {
-        let times = |&(passed, allowed): &(u128, u128)| {
-            let scaled = passed.saturating_mul(1000 * u128::from(NANOS_PER_SECOND));
-            u64::try_from(scaled / allowed.max(1)).unwrap_or(u64::MAX)
-        };
-        self.0.iter().filter(|(_, allowed)| *allowed > 0).map(times).max().unwrap_or(0)
+    /// How many times their limits all of them together took, by the limit they exceed most; in thousandths, 0 if nothing is limited.
+    pub fn together(&self) -> u64 {
+        let limited = self.together.iter().filter(|(_, allowed)| *allowed > 0);
+        limited.copied().map(times).max().unwrap_or(0)
     }
+
+    /// How many times its limits the one took that is furthest above them; in thousandths, never too little, 0 if nothing is limited.
+    pub fn most(&self) -> u64 {
+        self.most
+    }
+}
+
+/// In thousandths.
+fn times((passed, allowed): (u128, u128)) -> u64 {
+    let scaled = passed.saturating_mul(1000 * u128::from(NANOS_PER_SECOND));
+    u64::try_from(scaled / allowed.max(1)).unwrap_or(u64::MAX)
 }

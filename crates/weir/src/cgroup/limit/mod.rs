@@ -16,7 +16,7 @@ mod outcome;
 pub(crate) mod pools;
 pub(crate) mod settling;
 pub(crate) mod tell;
-mod weight;
+pub(crate) mod weight;
 
 use std::path::Path;
 

@@ -8,17 +8,23 @@
 //!
 //! Source: Documentation/admin-guide/cgroup-v2.rst, "IO Interface Files"; Documentation/block/bfq-iosched.rst.
 
+use std::path::Path;
+
 use anyhow::{Context as _, bail};
 use block::device::{Identity, Number};
 
 use super::{
-    kept::Kept,
+    kept::{Entry, Kept},
+    settling::hand_down,
     tell::{about, set_properties},
 };
-use crate::cgroup::{
-    control_group::ControlGroup,
-    hierarchy::Hierarchy,
-    kernel::weight::{cost_enabled, scheduler},
+use crate::{
+    cgroup::{
+        control_group::ControlGroup,
+        hierarchy::Hierarchy,
+        kernel::weight::{cost_enabled, scheduler},
+    },
+    complain,
 };
 
 /// What divides by weight on a device, in the kernel.
@@ -112,17 +118,61 @@ impl Weight {
         group: &ControlGroup,
         node: &str,
     ) -> anyhow::Result<String> {
-        let Self { weight, device, divider } = self;
-        let Some(divider) = divider else {
+        let weight = self.weight;
+        let Some((divider, told)) = self.tell_kernel(group)? else {
             return Ok(format!("weight {weight} decides the parts of its group's limits"));
         };
-        let (file, who) = (divider.file(), divider.name());
-        let told = weight.min(divider.most());
-        group.write(file, &format!("{device} {told}")).with_context(|| about(group, file))?;
         set_properties(hierarchy, group, &[format!("IODeviceWeight={node} {told}")])?;
+        let (file, who) = (divider.file(), divider.name());
         let capped = if told < weight { format!(" (as {told}, its largest)") } else { String::new() };
         Ok(format!("weight {weight}{capped} is {who}'s to enforce ({file})"))
     }
+
+    /// Who goes by it in the kernel, and which weight that was told.
+    fn tell_kernel(self, group: &ControlGroup) -> anyhow::Result<Option<(Divider, u32)>> {
+        let Some(divider) = self.divider else { return Ok(None) };
+        let (file, told) = (divider.file(), self.weight.min(divider.most()));
+        group.write(file, &format!("{} {told}", self.device)).with_context(|| about(group, file))?;
+        Ok(Some((divider, told)))
+    }
+}
+
+/// Tells the kernel all weights that are kept of some control groups, of those that are there and whose disk is, where it has none: it has
+/// forgotten them since the machine's start, or since a control group was made again.
+///
+/// # Errors
+/// The last of what was refused; the others have been complained of.
+pub(crate) fn tell_again(
+    hierarchy: &Hierarchy,
+    kept: &Kept,
+    is_among: impl Fn(&Path) -> bool,
+) -> anyhow::Result<()> {
+    let roots = hierarchy.roots.of_devices();
+    let again = |entry: &Entry, weight: u32| -> anyhow::Result<()> {
+        let group = hierarchy.group(&entry.cgroup)?;
+        let there = entry.disk(&roots).ok().and_then(|number| Identity::resolve(number, &roots).ok());
+        let Some(device) = there.filter(|_| group.exists()) else { return Ok(()) };
+        hand_down(&group)?;
+        let weight = plan(hierarchy, &group, &device, Some(weight), entry.group.is_some())?;
+        let Some(weight @ Weight { divider: Some(divider), .. }) = weight else { return Ok(()) };
+        let told = group.read(divider.file()).unwrap_or_default();
+        let own = format!("{} ", device.number());
+        // Where it has another by now, somebody has changed it.
+        if told.lines().any(|line| line.starts_with(&own)) {
+            return Ok(());
+        }
+        weight.tell_kernel(&group).map(drop)
+    };
+    let mut failed: Option<anyhow::Error> = None;
+    for entry in kept.limits.iter().filter(|entry| is_among(&entry.cgroup)) {
+        let Some(weight) = entry.given_weight() else { continue };
+        let Err(error) = again(entry, weight) else { continue };
+        let named = error.context(format!("the weight of {}", entry.cgroup.display()));
+        if let Some(earlier) = failed.replace(named) {
+            complain(&earlier);
+        }
+    }
+    failed.map_or(Ok(()), Err)
 }
 
 /// Sets a weight back to what it is without one.

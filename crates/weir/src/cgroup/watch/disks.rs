@@ -14,6 +14,9 @@ use crate::{
     probe::Store,
 };
 
+/// From so much use on, in thousandths, a disk is worth a look at who uses it: before any watermark is likely to be reached.
+const BUSY: u64 = 250;
+
 /// The disks that are looked at.
 pub(super) struct Disks {
     /// What they can do, if that was measured.
@@ -86,11 +89,18 @@ impl Disks {
         Ok(Observed::new(Arc::new(device)))
     }
 
-    /// Looks at all of them, beside what those with a watermark took there.
-    pub(super) fn observe(&mut self, now: Instant, consumed: &HashMap<Number, Consumed>) {
+    /// Looks at all of them, beside what those with a watermark took there. Returns those that have become busy.
+    pub(super) fn observe(&mut self, now: Instant, consumed: &HashMap<Number, Consumed>) -> Vec<Number> {
+        let nothing = Consumed::default();
+        let mut busy = Vec::new();
         for (number, observed) in &mut self.observed {
-            observed.observe(now, consumed.get(number).map_or(0, Consumed::thousandths));
+            let before = observed.used();
+            observed.observe(now, consumed.get(number).unwrap_or(&nothing));
+            if before < BUSY && observed.used() >= BUSY {
+                busy.push(*number);
+            }
         }
+        busy
     }
 
     /// How limits with this watermark are applied to those who use all of these disks: as on the one with the least room. One that cannot be

@@ -46,7 +46,7 @@ use super::{
         kept::{Kept, Stamp},
         locks::{self, Watched},
         pools::Sharing,
-        settling,
+        settling, weight,
     },
 };
 use crate::{
@@ -98,7 +98,9 @@ pub(crate) fn run(arguments: WatchArgs) -> Result<(), Failure> {
             )
             .into());
         };
-        return Ok(settling::settle_latest(&hierarchy, path, &Kept::load(path)?)?);
+        let kept = Kept::load(path)?;
+        let weighted = weight::tell_again(&hierarchy, &kept, |_| true);
+        return Ok(settling::settle_latest(&hierarchy, path, &kept).and(weighted)?);
     }
     let filter = arguments.log.unwrap_or_else(|| "info".to_owned());
     logging::start(&LogSettings { filter, format: LogFormat::Text });
@@ -191,8 +193,10 @@ impl Watch {
         let stamp = Stamp::of(path);
         let kept = Kept::load(path)?;
         // Also those that need no steering: the file may be of before the machine started.
-        if let Err(error) = settling::settle(&hierarchy, &kept) {
-            tracing::warn!("{error:#}");
+        for result in [settling::settle(&hierarchy, &kept), weight::tell_again(&hierarchy, &kept, |_| true)] {
+            if let Err(error) = result {
+                tracing::warn!("{error:#}");
+            }
         }
         let now = now();
         let mut watch = Self {
@@ -373,10 +377,14 @@ impl Watch {
                 }
             }
         }
-        self.disks.observe(now, &consumed);
+        let busy = self.disks.observe(now, &consumed);
         for steered in
             self.steered.iter_mut().filter(|steered| steered.sharing.watermark != Watermark::ALWAYS)
         {
+            if steered.devices().any(|device| busy.contains(&device)) {
+                // Who was idle may be who uses it now: how much they take is to be known when limits come to hold.
+                steered.look_now(now);
+            }
             let says = self.disks.enforcement(steered.devices(), steered.sharing.watermark);
             steered.enforce(says, now, &mut self.buffer);
         }
@@ -434,6 +442,9 @@ impl Watch {
         self.look_at_file(now, true);
         let new = self.present.new_groups(&self.hierarchy);
         let told = self.unsteered.verify(&new);
+        if let Err(error) = weight::tell_again(&self.hierarchy, &self.kept, |cgroup| new.contains(cgroup)) {
+            tracing::warn!("{error:#}");
+        }
         self.systemd.is_to_hear_of(told);
         self.systemd.is_to_hear_of(new);
         self.systemd.tell(&self.hierarchy, &self.path, &self.kept);

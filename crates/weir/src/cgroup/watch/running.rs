@@ -29,7 +29,7 @@ impl Running {
     /// Watches the limits in this file. What devices can do is in the store.
     ///
     /// # Errors
-    /// As [`run`].
+    /// As [`run`](super::run).
     pub(crate) fn start(path: &Path, store: Store) -> anyhow::Result<Self> {
         let watch = Watch::claim(Hierarchy::discover(Roots::default())?, path, store)?;
         Self::run(move |stopped| watch.until(stopped).map(drop))
@@ -38,7 +38,7 @@ impl Running {
     /// The same for a command that has its limits only as long as it runs: it steers while nobody else does, and makes way for who claims to.
     ///
     /// # Errors
-    /// As [`run`], but for who watches them already.
+    /// As [`run`](super::run), but for who watches them already.
     pub(crate) fn start_or_stand_by(path: &Path, store: Store) -> anyhow::Result<Self> {
         let hierarchy = Hierarchy::discover(Roots::default())?;
         let path = path.to_owned();

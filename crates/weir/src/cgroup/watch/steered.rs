@@ -187,6 +187,13 @@ impl Steered {
         }
     }
 
+    /// All members are due, those first that were before.
+    pub(super) fn look_now(&mut self, now: Instant) {
+        let sooner = |due: Option<Instant>| Some(due.map_or(now, |due| due.min(now)));
+        self.members.iter_mut().for_each(|member| member.due = sooner(member.due));
+        self.due = self.due.min(now);
+    }
+
     /// Looks at the members that are due, at most so many unless a burst may be over, and tells all what has changed.
     pub(super) fn round(&mut self, now: Instant, most: usize, buffer: &mut Vec<u8>) -> Round {
         let mut round = Round::default();

@@ -200,6 +200,32 @@ fn what_the_kernel_keeps_by_itself_is_told_again_if_it_is_lost() {
 }
 
 #[test]
+fn a_weight_is_told_anew_at_the_start_and_when_its_control_group_is_made_again() {
+    let machine = Machine::v2("io");
+    machine.write("/", "io.cost.qos", "254:0 enable=1 ctrl=auto rpct=0.00\n");
+    let (watch, path, mut kept) = of_a_plain_limit(&machine);
+    let change = Change { weight: Some(300), ..Change::default() };
+    kept.change(&machine.group("a"), DISK, &change).unwrap();
+    whole_file::write(&path, &serde_json::to_vec(&kept).unwrap(), false).unwrap();
+    drop(watch);
+    let weight = || fs::read_to_string(machine.root().join("a/io.weight")).unwrap();
+    machine.write("a", "io.weight", "default 100\n");
+    let store = Store::new(Some(&machine.path("state")));
+    let mut watch = Watch::over(machine.hierarchy(), &path, store, None).unwrap();
+    assert_eq!(weight(), "254:0 300");
+    fs::rename(machine.root().join("a"), machine.root().join("old")).unwrap();
+    machine.group("a");
+    for file in ["io.max", "io.stat", "io.weight"] {
+        machine.write("a", file, "");
+    }
+    watch.keep(now());
+    assert_eq!(weight(), "254:0 300");
+    machine.write("a", "io.weight", "254:0 200");
+    watch.keep(now());
+    assert_eq!(weight(), "254:0 200", "whoever changes it meanwhile may");
+}
+
+#[test]
 fn a_file_that_is_changed_by_hand_is_followed_and_one_that_is_removed_is_not() {
     let machine = Machine::v2("io");
     let (mut watch, path, mut kept) = of_a_plain_limit(&machine);

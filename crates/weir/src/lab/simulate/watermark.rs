@@ -170,7 +170,7 @@ impl Observed {
     fn new(place: Place, engine: &Engine) -> Self {
         let at = last_look(engine.now);
         let mut controller = Controller::new();
-        controller.observe(Instant::from_nanos(at), Sample { used: 0, consumed: 0 });
+        controller.observe(Instant::from_nanos(at), Sample::new(0, &Consumed::default()));
         Self { place, controller, last: (at, engine.worked_ns(place)) }
     }
 
@@ -182,7 +182,7 @@ impl Observed {
         if elapsed_ns > 0 {
             let used = u128::from(worked_ns) * 1000 / u128::from(elapsed_ns);
             let used = u64::try_from(used).unwrap_or(u64::MAX);
-            let sample = Sample { used, consumed: consumed.thousandths() };
+            let sample = Sample::new(used, consumed);
             self.controller.observe(Instant::from_nanos(at), sample);
         }
         worked_ns > 0
