@@ -15,14 +15,14 @@ use crate::{
     harness::{Scratch, Terminal, assert_says, weir},
 };
 
-/// A shell in a cgroup that writes 64 KiB at a time to the disk, a MiB per second, until its input ends.
+/// A shell in a cgroup that writes 64 KiB at a time to the disk, a MiB per second, until its input ends. It has begun to.
 fn writing<'a>(scratch: &'a Scratch, name: &str) -> Running<'a> {
     let dd = "dd if=/dev/zero of=data bs=64K count=100000 oflag=direct conv=notrunc 2>/dev/null";
     Running::start(
         scratch,
         name,
         &["--kill", "--bps-write", "1M"],
-        &format!("echo ready; {dd} & read line; kill $!"),
+        &format!("{dd} & while ! [ -s data ]; do :; done; echo ready; read line; kill $!"),
     )
 }
 

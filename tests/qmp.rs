@@ -4,7 +4,9 @@ use std::{fs, os::unix::fs::PermissionsExt as _, path::PathBuf};
 
 use serde_json::{Value, json};
 
-use crate::harness::{Client, MIB, Qmp, Scratch, Serve, Weir, assert_says, qemu_io, text};
+use crate::harness::{
+    Client, MIB, Qmp, Scratch, Serve, Weir, assert_says, operator::wait_until, qemu_io, text,
+};
 
 /// A daemon of two disks with a control socket; `b` reads only.
 fn serve(scratch: &Scratch) -> (Weir, PathBuf) {
@@ -207,7 +209,8 @@ fn what_was_done_is_counted() {
     let throttle = &status["disks"][0]["throttle"];
     assert_eq!(throttle["writes"]["bytes"], 64 << 10);
     assert!(throttle["tokens"]["iops-total"].as_u64().is_some(), "{throttle}");
-    assert_eq!(status["exports"][0]["connections"], 0);
+    // The daemon hears of a hang-up after the client is gone.
+    wait_until(&scratch, |status| status["exports"][0]["connections"] == 0);
 }
 
 #[test]

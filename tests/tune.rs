@@ -19,8 +19,8 @@ use crate::harness::{
     Client, LoopDevice, MIB, Scratch, Serve, WEIR, assert_says, nbdsh, qemu_img, qemu_io, text, weir,
 };
 
-/// Long enough for every image to be written and something to be measured; nothing is settled by then.
-const BRIEFLY: [&str; 4] = ["--budget", "8s", "--size", "16M"];
+/// Long enough for every image to be written, also while others write, and something to be measured; nothing is settled by then.
+const BRIEFLY: [&str; 4] = ["--budget", "20s", "--size", "16M"];
 
 fn directory(scratch: &Scratch) -> PathBuf {
     let path = scratch.path("images");

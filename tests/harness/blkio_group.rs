@@ -4,7 +4,10 @@ use std::{
     fs,
     path::{Path, PathBuf},
     process, thread,
+    time::Instant,
 };
+
+use super::DEADLINE;
 
 /// Where it is mounted, as everywhere.
 const BLKIO: &str = "/sys/fs/cgroup/blkio";
@@ -36,7 +39,14 @@ impl BlkioGroup {
 
 impl Drop for BlkioGroup {
     fn drop(&mut self) {
-        let removed = fs::remove_dir(&self.directory);
+        let until = Instant::now() + DEADLINE;
+        // The kernel takes a process out of its cgroup a little after it has ended.
+        let removed = loop {
+            let removed = fs::remove_dir(&self.directory);
+            if removed.is_ok() || Instant::now() > until {
+                break removed;
+            }
+        };
         assert!(removed.is_ok() || thread::panicking(), "{}: is left: {removed:?}", self.directory.display());
     }
 }

@@ -2,14 +2,17 @@
 
 use std::{
     ffi::{OsStr, OsString},
-    fs,
-    os::unix::process::ExitStatusExt as _,
+    fs::{self, File},
+    os::unix::{net::UnixStream, process::ExitStatusExt as _},
     path::{Path, PathBuf},
     process::{Child, Command, ExitStatus, Stdio},
     thread,
+    time::Instant,
 };
 
 use nix::{
+    fcntl::{FcntlArg, fcntl},
+    libc,
     sys::signal::{Signal, kill},
     unistd::Pid,
 };
@@ -235,12 +238,30 @@ impl Weir {
         log
     }
 
-    /// Ends it with SIGKILL, as a crash of the machine's memory would.
+    /// Ends it with SIGKILL, as a crash of the machine's memory would. Its socket and the locks on its images are gone then.
     pub(crate) fn crash(mut self) {
         self.ended = true;
+        let locked = self.open_files();
         self.child.kill().expect("the daemon is a child that was not waited for");
         let status = self.child.wait().expect("the daemon is a child that was not waited for");
         assert_eq!(status.signal(), Some(Signal::SIGKILL as i32));
+        // The kernel takes a dead process's ring down in its own time, and with it what the ring held open. Nobody tells when.
+        let until = Instant::now() + DEADLINE;
+        while Instant::now() < until && (self.is_heard() || locked.iter().any(is_locked)) {
+            thread::yield_now();
+        }
+    }
+
+    /// The files that it has open, by descriptors of the test's.
+    fn open_files(&self) -> Vec<File> {
+        let descriptors = fs::read_dir(format!("/proc/{}/fd", self.pid())).expect("the daemon runs");
+        let paths = descriptors.filter_map(|entry| fs::read_link(entry.ok()?.path()).ok());
+        paths.filter(|path| path.is_file()).filter_map(|path| File::open(path).ok()).collect()
+    }
+
+    /// Whether somebody listens at its Unix socket, if it has one.
+    fn is_heard(&self) -> bool {
+        matches!(&self.listen, Listen::Unix(path) if UnixStream::connect(path).is_ok())
     }
 }
 
@@ -269,4 +290,17 @@ impl Drop for Weir {
 #[track_caller]
 fn assert_clean(status: ExitStatus, log: &str) {
     assert!(status.success() && !log.contains("panicked"), "weir ended with {status}; its log:\n{log}");
+}
+
+/// Whether another descriptor holds a lock on any byte of a file: fcntl(2), open file description locks.
+fn is_locked(file: &File) -> bool {
+    let mut lock = libc::flock {
+        l_type: libc::F_WRLCK as i16,
+        l_whence: libc::SEEK_SET as i16,
+        l_start: 0,
+        l_len: 0,
+        l_pid: 0,
+    };
+    fcntl(file, FcntlArg::F_OFD_GETLK(&mut lock)).expect("a file can be asked for its locks");
+    lock.l_type != libc::F_UNLCK as i16
 }

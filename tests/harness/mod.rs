@@ -8,6 +8,7 @@
 //!   operator ─── the program's own commands at a daemon's control socket
 //!   BlkioGroup ── a control group of this machine's kernel
 //!   Terminal ─── the program on a screen of its own, with keys to press
+//!   Alone ────── who measures, tries again where the machine spoils it
 //! ```
 //!
 //! Never sleeps: it awaits lines of a log, ends of processes and bytes of sockets, each with a deadline that only a
@@ -18,16 +19,14 @@ mod client;
 mod daemon;
 mod log;
 mod loop_device;
+mod measurement;
 pub(crate) mod operator;
 mod qmp;
 mod scratch;
 mod terminal;
 pub(crate) mod wire;
 
-use std::{
-    sync::{Mutex, MutexGuard, PoisonError},
-    time::Duration,
-};
+use std::time::Duration;
 
 pub(crate) use blkio_group::BlkioGroup;
 pub(crate) use client::{
@@ -35,6 +34,7 @@ pub(crate) use client::{
 };
 pub(crate) use daemon::{Serve, Weir};
 pub(crate) use loop_device::LoopDevice;
+pub(crate) use measurement::{ATTEMPTS, Alone, one_at_a_time};
 pub(crate) use qmp::Qmp;
 pub(crate) use scratch::{Scratch, pattern, text};
 pub(crate) use terminal::Terminal;
@@ -46,16 +46,6 @@ pub(crate) const MIB: u64 = 1 << 20;
 /// How long anything may take that should happen at once. Two busy cores in debug mode are slow; a test that waits
 /// this long has failed.
 pub(crate) const DEADLINE: Duration = Duration::from_secs(30);
-
-/// How often a test that measures tries: other work of the machine may spoil any one measurement, and a fault of weir spoils all.
-pub(crate) const ATTEMPTS: usize = 10;
-
-/// Keeps tests that measure from disturbing each other: each holds this while it does.
-pub(crate) fn one_at_a_time() -> MutexGuard<'static, ()> {
-    static MEASURING: Mutex<()> = Mutex::new(());
-    // One that failed has nothing to leave half done.
-    MEASURING.lock().unwrap_or_else(PoisonError::into_inner)
-}
 
 /// Fails unless `text` contains each of `parts`: messages are part of the contract, and a failure shows all of it.
 #[track_caller]

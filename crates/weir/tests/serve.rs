@@ -100,7 +100,7 @@ fn sigint_ends_it_and_sighup_does_not() {
 fn what_is_in_flight_is_finished_first() {
     let scratch = Scratch::new("inflight");
     let mut daemon = Daemon::start(
-        weir().args(["serve", "memory:1M", "--delay", "read=200ms", "--nbd"]).arg(scratch.address("s")),
+        weir().args(["serve", "memory:1M", "--delay", "read=5s", "--nbd"]).arg(scratch.address("s")),
     );
     let mut client = connected(&scratch.path("s"), "memory");
     request(&mut client, READ, 1);

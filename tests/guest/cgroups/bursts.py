@@ -8,7 +8,7 @@ import re
 
 import streams
 from commands import Watch, limit, unlimit
-from outcome import Check, contains, fact, most, near
+from outcome import Check, by_now, contains, fact, most, near
 
 MIB = 1 << 20
 RATE, BURST, LENGTH = 4 * MIB, 20 * MIB, 5
@@ -123,12 +123,12 @@ class Bursts:
         finally:
             self.remove(name)
         return [
-            contains("io.max in the burst", during, io_max(BURST)),
+            by_now("io.max in the burst", during, io_max(BURST)),
             most("the hard limit back after", settled - killed, GUARD_SECONDS, unit="s"),
             near("what passes then", streams.Rates.of(hard).groups[0], RATE, TOLERANCE, unit="MiB/s", scale=MIB),
             # Some 3.5 s of it were spent before; what leaked while nobody watched is a second or so.
             most("burst of the next watch", length(taken, taken[0].seconds), BURST_SECONDS - 2, unit="s"),
-            contains("io.max when it has ended", after, io_max(RATE)),
+            by_now("io.max when it has ended", after, io_max(RATE)),
         ]
 
     def made_again(self):
@@ -143,8 +143,8 @@ class Bursts:
             self.remove(name)
         warnings = [line for line in log.splitlines() if " WARN " in line]
         return [
-            contains("io.max with a burst to spend", before, io_max(BURST)),
-            contains("io.max of the one made again", after, io_max(BURST)),
+            by_now("io.max with a burst to spend", before, io_max(BURST)),
+            by_now("io.max of the one made again", after, io_max(BURST)),
             fact("warnings", not warnings, str(warnings), "none"),
         ]
 
@@ -165,9 +165,9 @@ class Bursts:
             guest.run("kill $(cat /tmp/run.pid) 2>/dev/null", check=False)
             self.remove(name)
         return [
-            contains("io.max while the command runs", steered, io_max(BURST)),
-            contains("under a watch", watched, io_max(BURST)),
-            contains("when that has ended", again, io_max(BURST)),
+            by_now("io.max while the command runs", steered, io_max(BURST)),
+            by_now("under a watch", watched, io_max(BURST)),
+            by_now("when that has ended", again, io_max(BURST)),
             contains("when the command has", after, io_max(RATE)),
         ]
 

@@ -53,13 +53,13 @@ impl Qcow2 {
     }
 
     fn lose_backing(&self, changed: &Image) {
+        self.backing_changed.store(true, Relaxed);
         tracing::error!(
             image = self.description(),
             "its backing file was written to by somebody else ({}): what it does not have itself cannot be read any more (end the disk, see what \
              became of the backing file, and start again)",
             changed.description()
         );
-        self.backing_changed.store(true, Relaxed);
     }
 
     /// Names another backing file in the header, or none. The image as it is open goes on reading from the one it was opened with.
