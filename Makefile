@@ -34,11 +34,12 @@ test-unit: ## tests in virtual time: units, properties, simulation
 	@scripts/deps build
 	$(CARGO) test --locked -p weir-policy -p weir-block
 
+# The guests and the bench take the program that the tests have made and run: `cargo build` would make another, with other features of its
+# dependencies, for minutes.
 test-e2e: ## tests with real clients: the program's own, a browser, a guest's kernel and its cgroups, every row of the bench
 	@scripts/deps build clients browser guest
 	@scripts/python-clients
 	$(CARGO) test --locked -p weir
-	$(CARGO) build --locked -p weir
 	tests/guest/nbd/against-weir "$(TARGET)/debug/weir"
 	tests/guest/cgroups/against-weir "$(TARGET)/debug/weir"
 	bench/run.py --short --weir "$(TARGET)/debug/weir"
