@@ -2,22 +2,23 @@
 
 Why a case is tried again: the machine is emulated on processors that do other work too. One that is stopped for a while makes a
 measurement miss; it does not make one pass. Nor does a kernel that the emulator has broken. Checks that neither can explain are
-`exact`, and fail a case at once. Where a host took the processors away for most of the tries, it was not weir that was judged: the
-short form says so and goes on, the full one fails.
+`exact`, and fail a case at once. Where the machine stood still in most of the tries, it was not weir that was judged: the short form
+says so and goes on, the full one fails.
 
 Never measures anything.
 """
 
-import os
+import threading
 import time
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from guest import GuestDied, GuestFailed, ScriptFailed
 
 ATTEMPTS = 5
-# How much of the processors' time the host may take from a try that says something.
-MOST_STOLEN = 0.05
+# A thread that wants to run again after so many seconds, how late a busy machine lets it be, and the part of a try in which it may be
+# later, if the try is to say something.
+WINK, STILL = 0.001, 0.02
+MOST_STILL = 0.03
 
 
 @dataclass(frozen=True)
@@ -77,27 +78,45 @@ def checks_of(case, guest):
         return [fact("the case", False, str(error), "comes to its end")]
 
 
-def stolen_seconds():
-    """Time that the host gave to others while this machine had work, of all processors: proc_stat(5), in hundredths of a second."""
-    fields = Path("/proc/stat").read_text(encoding="ascii").splitlines()[0].split()
-    return int(fields[8]) / 100 if len(fields) > 8 else 0.0
+class Stillness:
+    """While it is entered, sees in which part of the time the machine stood still: the time in which a thread could not run."""
+
+    def __enter__(self):
+        self.part = 0.0
+        self.over = threading.Event()
+        self.watch = threading.Thread(target=self._look, daemon=True)
+        self.watch.start()
+        return self
+
+    def __exit__(self, *_):
+        self.over.set()
+        self.watch.join()
+
+    def _look(self):
+        begin, still, is_over = time.monotonic(), 0.0, False
+        while not is_over:
+            before = time.monotonic()
+            is_over = self.over.wait(WINK)
+            late = time.monotonic() - before - WINK
+            still += late if late > STILL else 0.0
+        self.part = still / (time.monotonic() - begin)
 
 
 def attempt(case, guest, must_judge, print_line=print):
     """Runs a case, a function that returns its checks, until all hold or it was tried often enough. Whether they do, or need not be judged."""
-    robbed = 0
+    spoilt = 0
     for number in range(1, ATTEMPTS + 1):
-        begin, before = time.monotonic(), stolen_seconds()
-        checks = checks_of(case, guest)
+        with Stillness() as stillness:
+            checks = checks_of(case, guest)
         failed = [check for check in checks if not check.holds]
-        robbed += stolen_seconds() - before > MOST_STOLEN * (time.monotonic() - begin) * os.cpu_count()
+        spoilt += stillness.part > MOST_STILL
         again = failed and number < ATTEMPTS and not any(check.exact for check in failed)
         for check in failed if again else checks:
             print_line(str(check))
         if not again:
             break
         print_line(f"  once more, after attempt {number}")
-    if not failed or any(check.exact for check in failed) or must_judge or 2 * robbed <= ATTEMPTS:
+    if not failed or any(check.exact for check in failed) or must_judge or 2 * spoilt <= ATTEMPTS:
         return not failed
-    print_line("  not judged: the host took the processors away")
+    print_line("  not judged: the machine stood still")
     return True
