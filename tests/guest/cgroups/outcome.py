@@ -110,13 +110,14 @@ def attempt(case, guest, must_judge, print_line=print):
             checks = checks_of(case, guest)
         failed = [check for check in checks if not check.holds]
         spoilt += stillness.part > MOST_STILL
-        again = failed and number < ATTEMPTS and not any(check.exact for check in failed)
+        is_to_judge = must_judge or 2 * spoilt <= ATTEMPTS
+        again = failed and number < ATTEMPTS and is_to_judge and not any(check.exact for check in failed)
         for check in failed if again else checks:
             print_line(str(check))
         if not again:
             break
         print_line(f"  once more, after attempt {number}")
-    if not failed or any(check.exact for check in failed) or must_judge or 2 * spoilt <= ATTEMPTS:
+    if not failed or any(check.exact for check in failed) or is_to_judge:
         return not failed
     print_line("  not judged: the machine stood still")
     return True
