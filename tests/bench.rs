@@ -273,7 +273,7 @@ fn a_rate_is_kept_and_latency_counts_from_when_a_request_was_due() {
     assert!((20..=101).contains(&count), "{count}");
     // 1 s where nothing stops the machine: the last are 2 s late.
     let p50 = read["clat_ns"]["percentile"]["50.000000"].as_u64().unwrap();
-    assert!(p50 > 100_000_000, "half of them waited for {p50} ns");
+    assert!(p50 > 400_000_000, "half of them waited for {p50} ns");
     let behind = told["weir"]["behind-seconds"].as_f64().unwrap();
     assert!((1.6..4.0).contains(&behind), "{behind}");
 }

@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use crate::harness::{Client, MIB, Scratch, Serve, assert_says, nbdsh, text};
+use crate::harness::{Client, MIB, Scratch, Serve, assert_says, nbdsh, one_at_a_time, text};
 
 #[test]
 fn a_delayed_device_takes_its_time() {
@@ -21,7 +21,7 @@ while cookies:
     cookies = [cookie for cookie in cookies if not h.aio_command_completed(cookie)]
 took = time.monotonic() - began
 # One after the other they would take 8 s; a busy machine may add some to the 2 s.
-assert 2 <= took < 8, took
+assert 2 <= took < 6, took
 ",
         [weir.uri("memory")],
     );
@@ -32,12 +32,16 @@ fn a_narrow_device_lets_so_much_through() {
     let scratch = Scratch::new();
     let weir = Serve::new(&scratch).args(["memory:32M", "--rate", "bytes=10M"]).start();
     let source = scratch.filled("source", 20 * MIB);
-    let copy = Client::new("nbdcopy").args([text(&source), &weir.uri("memory")]);
-    let began = Instant::now();
-    copy.succeeds();
-    let took = began.elapsed().as_secs_f64();
-    // Never faster than asked; a busy machine may be slower, and starting nbdcopy takes its time too. At a tenth of the rate it would be 20 s.
-    assert!((1.9..15.0).contains(&took), "20 MiB at 10 MiB a second took {took:.2} s");
+    let copy = || {
+        let copy = Client::new("nbdcopy").args([text(&source), &weir.uri("memory")]);
+        let began = Instant::now();
+        copy.succeeds();
+        let took = began.elapsed().as_secs_f64();
+        // Never faster than asked; a busy machine may be slower, and starting nbdcopy takes its time too.
+        assert!(took >= 1.9, "20 MiB at 10 MiB a second took {took:.2} s");
+        took
+    };
+    one_at_a_time().measured("2 s for 20 MiB", copy, |took| *took < 3.0);
 }
 
 #[test]
