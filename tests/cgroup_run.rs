@@ -7,8 +7,6 @@ use std::{
     io::{BufRead as _, BufReader},
     path::{Path, PathBuf},
     process::{Child, Command, Stdio},
-    thread,
-    time::Instant,
 };
 
 use nix::{
@@ -17,7 +15,7 @@ use nix::{
 };
 use serde_json::Value;
 
-use crate::harness::{Client, DEADLINE, Scratch, WEIR, assert_says, text, weir};
+use crate::harness::{Client, Scratch, WEIR, assert_says, remove_emptied, text, weir};
 
 /// Where the cgroups are that limit block I/O.
 pub(crate) fn root() -> PathBuf {
@@ -174,11 +172,8 @@ struct Outlived {
 impl Drop for Outlived {
     fn drop(&mut self) {
         let _ = kill(self.pid, Signal::SIGKILL);
-        let until = Instant::now() + DEADLINE;
-        // Nobody tells when another's child has ended; the kernel removes no cgroup with a process in it.
-        while fs::remove_dir(&self.directory).is_err() && self.directory.exists() && Instant::now() < until {
-            thread::yield_now();
-        }
+        // Gone already where the command's end took it along.
+        let _ = remove_emptied(&self.directory);
     }
 }
 

@@ -2,6 +2,7 @@
 
 use std::{
     fs,
+    io::{self, ErrorKind},
     path::{Path, PathBuf},
     process, thread,
     time::Instant,
@@ -39,14 +40,20 @@ impl BlkioGroup {
 
 impl Drop for BlkioGroup {
     fn drop(&mut self) {
-        let until = Instant::now() + DEADLINE;
-        // The kernel takes a process out of its cgroup a little after it has ended.
-        let removed = loop {
-            let removed = fs::remove_dir(&self.directory);
-            if removed.is_ok() || Instant::now() > until {
-                break removed;
-            }
-        };
+        let removed = remove_emptied(&self.directory);
         assert!(removed.is_ok() || thread::panicking(), "{}: is left: {removed:?}", self.directory.display());
+    }
+}
+
+/// Removes a control group whose processes have been ended: the kernel takes a process out of it a little after its end, and tells nobody.
+pub(crate) fn remove_emptied(directory: &Path) -> io::Result<()> {
+    let until = Instant::now() + DEADLINE;
+    loop {
+        match fs::remove_dir(directory) {
+            Err(error) if error.kind() == ErrorKind::ResourceBusy && Instant::now() < until => {
+                thread::yield_now();
+            }
+            removed => return removed,
+        }
     }
 }

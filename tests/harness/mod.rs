@@ -28,7 +28,7 @@ pub(crate) mod wire;
 
 use std::time::Duration;
 
-pub(crate) use blkio_group::BlkioGroup;
+pub(crate) use blkio_group::{BlkioGroup, remove_emptied};
 pub(crate) use client::{
     Client, WEIR, nbdsh, nbdsh_command, need, qemu_img, qemu_io, search_path, weir, weir_image,
 };
