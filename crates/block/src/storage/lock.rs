@@ -102,17 +102,22 @@ impl Conflict {
 }
 
 /// Takes the locks for `wanted` on an open file, or says who is in the way. A lock whose holder cannot be found may be that of
-/// a process that has just died, and is given a moment to go: a daemon that crashed can be started again at once.
+/// a process that has just died, and is given a moment to go: a daemon that crashed can be started again at once. Who fails, or waits,
+/// is in nobody's way.
 ///
 /// Returns whether others are kept from writing.
 pub(super) fn acquire(file: &fs::File, name: &str, wanted: Use) -> Result<bool, OpenError> {
     let until = Instant::now() + AFTERLIFE;
     loop {
-        match try_acquire(file, name, wanted) {
+        let conflict = match try_acquire(file, name, wanted) {
             Ok(is_protected) => return Ok(is_protected),
-            Err(conflict) if conflict.holder.is_none() && Instant::now() < until => thread::sleep(LOOK_AGAIN),
-            Err(conflict) => return Err(conflict.into_error(name)),
+            Err(conflict) => conflict,
+        };
+        release(file);
+        if conflict.holder.is_some() || Instant::now() >= until {
+            return Err(conflict.into_error(name));
         }
+        thread::sleep(LOOK_AGAIN);
     }
 }
 
@@ -154,7 +159,8 @@ fn try_acquire(file: &fs::File, name: &str, wanted: Use) -> Result<bool, Conflic
 }
 
 /// Releases them now. To close the file does too, but not at once: a worker of the kernel that has done an operation of an io_uring still
-/// holds it for a moment, in which QEMU, started by the next line of a script, would find the image in use (seen on a busy machine).
+/// holds it for a moment, and so does a child between `fork` and `exec`, in which QEMU, started by the next line of a script, would find
+/// the image in use (seen on a busy machine).
 pub(super) fn release(file: impl AsFd) {
     let all = libc::flock { l_len: FORBIDDEN + RESIZE + 1 - USED, ..request(libc::F_UNLCK, USED) };
     // Where there are no locks there is nothing to release.
@@ -194,12 +200,16 @@ fn is_held(file: impl AsFd, byte: i64) -> bool {
 
 /// `pid 123, qemu-nbd`, or nothing if it cannot be found: the kernel does not tell who holds an OFD lock, but
 /// `/proc/PID/fdinfo` lists the locks of each descriptor to those who may look.
+///
+/// This process's own children are passed over: between `fork` and `exec` a child has every descriptor of its parent, and would be
+/// named for what its parent holds, or for what its parent has just closed, which is free again in a moment.
 fn holder(file: &fs::File, byte: i64) -> Option<String> {
     let metadata = file.metadata().ok()?;
     let processes = fs::read_dir("/proc").into_iter().flatten().flatten();
     let pids = processes.filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
+    let own = std::process::id();
     let mut looked_at = 0;
-    for pid in pids.filter(|&pid| pid != std::process::id()) {
+    for pid in pids.filter(|&pid| pid != own && parent(pid) != Some(own)) {
         let descriptors = fs::read_dir(format!("/proc/{pid}/fdinfo")).into_iter().flatten().flatten();
         for descriptor in descriptors {
             looked_at += 1;
@@ -216,6 +226,11 @@ fn holder(file: &fs::File, byte: i64) -> Option<String> {
     None
 }
 
+fn parent(pid: u32) -> Option<u32> {
+    let status = fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
+    status.lines().find_map(|line| line.strip_prefix("PPid:"))?.trim().parse().ok()
+}
+
 /// `lock:    1: OFDLCK  ADVISORY  READ -1 fe:00:10084644 100 101` covers bytes 100 and 101 of inode 10084644. The device is
 /// not compared: btrfs shows another than stat.
 fn is_lock_on(line: &str, inode: u64, byte: i64) -> bool {
@@ -229,6 +244,8 @@ fn is_lock_on(line: &str, inode: u64, byte: i64) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use std::process::{Command, Stdio};
+
     use super::*;
 
     fn image() -> tempfile::NamedTempFile {
@@ -258,7 +275,7 @@ mod tests {
             acquire(&one, "image", first).expect("nobody else is there");
             let result = acquire(&two, "image", second);
             assert_eq!(result.is_ok(), together, "{first:?} then {second:?}: {result:?}");
-            drop(one);
+            release(one);
             acquire(&two, "image", second).expect("the other has gone");
         }
     }
@@ -269,11 +286,14 @@ mod tests {
         let (one, two) = (open(&image), open(&image));
         acquire(&one, "image", Use::Write).expect("nobody else is there");
         // As the kernel does for a moment.
-        let _held = one.try_clone().expect("a descriptor");
+        let held = one.try_clone().expect("a descriptor");
+        assert!(try_acquire(&two, "image", Use::Write).is_err());
+        release(&two);
         release(&one);
         drop(one);
         let conflict = try_acquire(&two, "image", Use::Write).err().map(|conflict| conflict.what);
         assert_eq!(conflict, None, "at once");
+        drop(held);
     }
 
     #[test]
@@ -286,6 +306,26 @@ mod tests {
             error,
             "vm1.raw: locked for writing by another process (stop it, or read what it writes with --force-share)"
         );
+    }
+
+    #[test]
+    fn a_child_that_has_what_its_parent_opened_is_not_named_and_is_waited_for() {
+        let image = image();
+        let (one, two) = (open(&image), open(&image));
+        acquire(&one, "image", Use::Write).expect("nobody else is there");
+        // As any child has it until it runs another program; this one until its input ends.
+        let inherited = one.try_clone().expect("a descriptor");
+        let mut child =
+            Command::new("cat").stdin(Stdio::piped()).stdout(inherited).spawn().expect("cat is there");
+        drop(one);
+        let conflict = try_acquire(&two, "image", Use::Write).expect_err("the child has it");
+        assert_eq!(conflict.holder, None);
+        let ended = thread::spawn(move || {
+            drop(child.stdin.take());
+            child.wait()
+        });
+        acquire(&two, "image", Use::Write).expect("the child has gone");
+        ended.join().expect("no panic").expect("cat has ended");
     }
 
     #[test]
