@@ -10,9 +10,9 @@ LOG = "/tmp/watch.log"
 PID = "/tmp/watch.pid"
 
 
-def weir(guest, *words, seconds=60):
+def weir(guest, *words):
     """Runs a command that must succeed; what it printed."""
-    return guest.run(shlex.join(["weir", *map(str, words)]), seconds=seconds)
+    return guest.run(shlex.join(["weir", *map(str, words)]))
 
 
 def group(name):
@@ -50,7 +50,7 @@ class Watch:
             until grep -q ready {LOG}; do
                 pause 0.05
                 tries=$((tries + 1))
-                if [ $tries -gt 400 ] || ! kill -0 $(cat {PID}); then cat {LOG}; exit 1; fi
+                if [ $tries -gt 2000 ] || ! kill -0 $(cat {PID}); then cat {LOG}; exit 1; fi
             done
         """)
         return self
@@ -63,7 +63,7 @@ class Watch:
             while kill -0 $pid 2>/dev/null; do
                 pause 0.05
                 tries=$((tries + 1))
-                if [ $tries -gt 400 ]; then
+                if [ $tries -gt 2000 ]; then
                     echo "the watch does not end; its state, where it is in the kernel, and its log:"
                     head -n 3 /proc/$pid/status
                     cat /proc/$pid/task/*/stack

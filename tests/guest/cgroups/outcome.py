@@ -2,8 +2,9 @@
 
 Why a case is tried again: the machine is emulated on processors that do other work too. One that is stopped for a while makes a
 measurement miss; it does not make one pass. Nor does a kernel that the emulator has broken. Checks that neither can explain are
-`exact`, and fail a case at once. Where the machine stood still in most of the tries, it was not weir that was judged: the short form
-says so and goes on, the full one fails.
+`exact`, and fail a case at once, or, where the machine stood still so long that a program may not have come to what it was started for, in
+every try. Where it stood still in most of the tries, it was not weir that was measured: the short form says so and goes on, the full one
+fails.
 
 Never measures anything.
 """
@@ -109,15 +110,17 @@ def attempt(case, guest, must_judge, print_line=print):
         with Stillness() as stillness:
             checks = checks_of(case, guest)
         failed = [check for check in checks if not check.holds]
-        spoilt += stillness.part > MOST_STILL
+        is_wrong = any(check.exact for check in failed)
+        is_spoilt = stillness.part > MOST_STILL
+        spoilt += is_spoilt
         is_to_judge = must_judge or 2 * spoilt <= ATTEMPTS
-        again = failed and number < ATTEMPTS and is_to_judge and not any(check.exact for check in failed)
+        again = failed and number < ATTEMPTS and (is_spoilt if is_wrong else is_to_judge)
         for check in failed if again else checks:
             print_line(str(check))
         if not again:
             break
         print_line(f"  once more, after attempt {number}")
-    if not failed or any(check.exact for check in failed) or is_to_judge:
+    if not failed or is_wrong or is_to_judge:
         return not failed
     print_line("  not judged: the machine stood still")
     return True

@@ -47,7 +47,7 @@ class SeedTable:
     def probe(self):
         """What a watermark goes by: QEMU's figure, as weir measures it."""
         for _ in range(PROBES):
-            told = json.loads(weir(self.guest, *self.probing(), "--json", seconds=120))["capacity"]["write-bps"]
+            told = json.loads(weir(self.guest, *self.probing(), "--json"))["capacity"]["write-bps"]
             if abs(told / self.disk.bps - 1) <= PROBED_WELL:
                 break
         return [near("bytes written per second", told, self.disk.bps, self.speed())]
@@ -97,7 +97,7 @@ class SeedTable:
                 return streams.two_streams(self.guest, self.disk, mode, seconds, before_stop=self.unlimit)
             # Not there if this case is run alone, or in a machine that was started again.
             probing = shlex.join(map(str, ("weir", *self.probing())))
-            self.guest.run(f"ls {STATE}/* >/dev/null 2>&1 || {probing}", seconds=120)
+            self.guest.run(f"ls {STATE}/* >/dev/null 2>&1 || {probing}")
             with Watch(self.guest):
                 return streams.two_streams(self.guest, self.disk, mode, seconds, before_stop=self.unlimit)
         finally:

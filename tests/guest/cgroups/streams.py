@@ -82,7 +82,7 @@ def stop(guest, disk, groups=GROUPS):
 def measure(guest, disk, seconds, interval=INTERVAL, groups=GROUPS):
     """Samples of a window that begins now."""
     script = f"sample_for {seconds} {interval} {disk.name} {guest.number(disk.name)} {' '.join(groups)}"
-    return samples(guest.run(script, seconds=seconds + 60))
+    return samples(guest.run(script))
 
 
 def two_streams(guest, disk, mode, seconds, before_stop=None):
