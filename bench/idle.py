@@ -16,7 +16,7 @@ import servers
 from results import AtMost
 from rows import WEIR, Row
 
-READY_SECONDS = 30
+READY_SECONDS = 120
 MIB = 1 << 20
 
 

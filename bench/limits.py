@@ -22,7 +22,7 @@ MIB = 1 << 20
 def passed_per_second(times_ms, skip_ms, window_ms):
     """Completions per second between the first and the last one of `[skip_ms, skip_ms + window_ms]`."""
     inside = [time for time in times_ms if skip_ms <= time <= skip_ms + window_ms]
-    if len(inside) < 2:
+    if not inside or inside[0] == inside[-1]:
         raise loads.LoadFailed(f"{len(inside)} of {len(times_ms)} completions lie in the window measured")
     # Several completions may carry the first millisecond: those after the first belong to the window.
     return (len(inside) - 1) * 1000 / (inside[-1] - inside[0])

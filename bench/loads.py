@@ -75,7 +75,7 @@ def on_file(path):
 
 def fio(load, where, seconds):
     """Runs a load and counts what completed."""
-    out = run([*fio_argv(load, where, seconds), "--output-format=json"], seconds + 60)
+    out = run([*fio_argv(load, where, seconds), "--output-format=json"], seconds + 300)
     job = json.loads(out[out.index("{") :])["jobs"][0]
     both = [job["read"], job["write"]]
     requests = sum(way["total_ios"] for way in both)
@@ -92,7 +92,7 @@ def completions(load, where, seconds):
     """Runs a load and gives the time of every completion, in milliseconds from its start."""
     with tempfile.TemporaryDirectory(prefix="weir-bench.") as directory:
         logs = ["--disable_clat=1", "--disable_slat=1", f"--write_lat_log={directory}/log"]
-        run([*fio_argv(load, where, seconds), *logs], seconds + 60)
+        run([*fio_argv(load, where, seconds), *logs], seconds + 300)
         lines = Path(directory, "log_lat.1.log").read_text().splitlines()
     return sorted(int(line.split(",", 1)[0]) for line in lines)
 
@@ -108,7 +108,7 @@ def together(jobs, seconds):
         for number, (load, uri) in enumerate(jobs):
             argv += [f"--name=load{number}", f"--uri={uri}", f"--rw={load.kind}", f"--bs={load.block_bytes}",
                      f"--iodepth={load.depth}", f"--write_lat_log={directory}/{number}"]  # fmt: skip
-        run(argv, seconds + 60)
+        run(argv, seconds + 300)
         # fio counts its jobs through, from one, in the names of their logs.
         logs = [Path(directory, f"{number}_lat.{number + 1}.log") for number in range(len(jobs))]
         return [sorted(int(line.split(",", 1)[0]) for line in log.read_text().splitlines()) for log in logs]
@@ -121,7 +121,7 @@ def in_total(jobs, seconds):
     for number, (load, uri) in enumerate(jobs):
         argv += [f"--name=load{number}", f"--uri={uri}", f"--rw={load.kind}", f"--bs={load.block_bytes}",
                  f"--iodepth={load.depth}"]  # fmt: skip
-    out = run(argv, seconds + 60)
+    out = run(argv, seconds + 300)
     job = json.loads(out[out.index("{") :])["jobs"][0]
     if job["error"] != 0 or job["read"]["total_ios"] == 0:
         raise LoadFailed(f"fio: {job['read']['total_ios']} reads completed, error {job['error']}")

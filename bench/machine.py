@@ -21,7 +21,7 @@ PROGRAMS = {
 def first_line(argv):
     """The first line a program prints, or that it cannot be run."""
     try:
-        done = subprocess.run(argv, capture_output=True, text=True, timeout=10, check=False)
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False)
     except OSError as error:
         return f"not available ({error.strerror})"
     return (done.stdout or done.stderr).partition("\n")[0]

@@ -37,7 +37,7 @@ def idle_members(setup, stack):
     for daemon in running.values():
         stack.enter_context(daemon)
         # The first to be greeted waits until all members exist; that is no part of the figure.
-        loads.run(["nbdinfo", daemon.uri_of(ACTIVE.name)], 60)
+        loads.run(["nbdinfo", daemon.uri_of(ACTIVE.name)], 300)
 
     def sample(daemon):
         before = daemon.cpu_seconds()

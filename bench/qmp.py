@@ -9,7 +9,7 @@ Never reconnects, and drops events.
 import json
 import socket
 
-TIMEOUT_SECONDS = 20
+TIMEOUT_SECONDS = 120
 
 
 class CommandFailed(Exception):

@@ -49,6 +49,8 @@ SUBJECTS = (rows, inprocess, qcow2, prefetch, limits, idle, shares, members, wai
 ROWS = tuple(row for subject in SUBJECTS for row in subject.ROWS)
 # What a row may fail with: a client, a server, a monitor, a connection of our own.
 FAILURES = (LoadFailed, ServerFailed, qmp.CommandFailed, nbd.Error)
+# A fraction of a second is short enough for a busy machine to do nothing at all in it; a fault fails every time.
+SHORT_TRIES = 5
 MIB = 1 << 20
 
 
@@ -130,12 +132,16 @@ def measure(row, setup, rounds):
     return Results(samples)
 
 
-def outcome_of(row, setup, rounds, judged):
-    """One row's outcome. A row that fails does not end the table: the others may still be what was wanted."""
-    try:
-        results = measure(row, setup, rounds)
-    except FAILURES as error:
-        return Outcome(row, failure=str(error))
+def outcome_of(row, setup, rounds, judged, tries):
+    """One row's outcome. A row that fails in all tries does not end the table: the others may still be what was wanted."""
+    for left in reversed(range(tries)):
+        try:
+            results = measure(row, setup, rounds)
+            break
+        except FAILURES as error:
+            if left == 0:
+                return Outcome(row, failure=str(error))
+            print(f"\n{row.name}: once more, after: {error}", flush=True)
     verdicts = [asked.judge(results) for asked in row.asked] if judged else []
     return Outcome(row, results, verdicts)
 
@@ -164,7 +170,7 @@ def main():
     # Samples of a fraction of a second say that everything runs; they are no ground for a verdict.
     judged = not (args.short or args.peers_only)
     for row in wanted:
-        outcome = outcome_of(row, setup, 1 if args.short else args.rounds, judged)
+        outcome = outcome_of(row, setup, 1 if args.short else args.rounds, judged, SHORT_TRIES if args.short else 1)
         outcomes.append(outcome)
         progress("")
         text = f"{row.name}: FAILED: {outcome.failure}" if outcome.failure else report.block(

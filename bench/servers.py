@@ -18,7 +18,7 @@ from pathlib import Path
 # The three programs expect their sockets from descriptor 3 on, and LISTEN_PID to be their own process: only a
 # process that then becomes the server can set that. The socket arrives as its standard input.
 ACTIVATE = 'exec 3<&0 </dev/null; LISTEN_PID=$$ LISTEN_FDS=1 exec "$@"'
-STOP_SECONDS = 20
+STOP_SECONDS = 120
 TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 
 
