@@ -5,6 +5,7 @@ The bucket (crates/policy/src/throttle/bucket.rs) holds 5 s of 20M and leaks at 
 """
 
 import re
+from statistics import median
 
 import streams
 from commands import Watch, limit, unlimit
@@ -49,20 +50,25 @@ def took(log):
     return [int(number) / 1e6 for number in re.findall(r" told .*after_us=([0-9]+)", log)]
 
 
-def soon(decisions):
-    """The check that decisions are in io.max as soon as they should."""
-    what = "a decision's way into io.max, the longest"
+def soon(decisions, full):
+    """The check that decisions are in io.max as soon as they should: each of them, or, where the machine may stop for a moment, most.
+
+    One stop of 50 ms among a hundred decisions is nothing that a machine could be seen to stand still by.
+    """
+    which, of = ("the longest", max) if full else ("the median", median)
+    what = f"a decision's way into io.max, {which}"
     if not decisions:
         return Check(what, False, "none in the watch's log", "at least one")
-    return most(what, max(decisions), DECISION_SECONDS, unit="ms", scale=1e-3)
+    return most(what, of(decisions), DECISION_SECONDS, unit="ms", scale=1e-3)
 
 
 class Bursts:
     """The cases, on one disk that is faster than the burst."""
 
-    def __init__(self, guest, disk):
+    def __init__(self, guest, disk, full):
         self.guest = guest
         self.disk = disk
+        self.full = full
         self.tried = 0
 
     def cases(self):
@@ -104,7 +110,7 @@ class Bursts:
             near("its first 5 s", rate, BURST, TOLERANCE, unit="MiB/s", scale=MIB),
             near("after it", after, RATE, TOLERANCE, unit="MiB/s", scale=MIB),
             near("its length", length(taken, start), BURST_SECONDS, TOLERANCE, unit="s", scale=1),
-            soon(decisions),
+            soon(decisions, self.full),
         ]
 
     def killed(self):

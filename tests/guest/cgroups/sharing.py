@@ -13,9 +13,10 @@ TOLERANCE = 0.05
 class Sharing:
     """The case, on one disk that is faster than the limit."""
 
-    def __init__(self, guest, disk):
+    def __init__(self, guest, disk, full):
         self.guest = guest
         self.disk = disk
+        self.full = full
 
     def cases(self):
         """Name and function."""
@@ -43,5 +44,5 @@ class Sharing:
             near("both together", first + second, RATE, TOLERANCE),
             near("the first to the second", first / max(second, 1), proportion, 0.10, unit="to 1", scale=1),
             near("the first alone", alone.groups[0], RATE, TOLERANCE),
-            soon(decisions),
+            soon(decisions, self.full),
         ]
