@@ -32,7 +32,7 @@ test: test-unit test-e2e ## run every test; installs the clients it needs
 
 test-unit: ## tests in virtual time: units, properties, simulation
 	@scripts/deps build
-	$(CARGO) test --locked -p weir-policy -p weir-block
+	$(CARGO) test --locked --workspace --exclude weir
 
 # The guests and the bench take the program that the tests have made and run: `cargo build` would make another, with other features of its
 # dependencies, for minutes.

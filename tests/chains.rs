@@ -1,6 +1,10 @@
 //! qcow2 images with files behind them, made by qemu-img, served, written to, and looked at by qemu-img again.
 
-use std::{fs, os::fd::AsRawFd as _, os::unix::fs::symlink, path::Path};
+use std::{
+    fs,
+    os::{fd::AsRawFd as _, unix::fs::symlink},
+    path::Path,
+};
 
 use serde_json::{Value, json};
 

@@ -1,7 +1,11 @@
 //! `weir image check` beside `qemu-img check`: the same verdict and the same numbers, on images that QEMU made with every feature, whole and
 //! damaged; and what was repaired satisfies both.
 
-use std::{fs, os::unix::fs::FileExt as _, path::Path, path::PathBuf};
+use std::{
+    fs,
+    os::unix::fs::FileExt as _,
+    path::{Path, PathBuf},
+};
 
 use serde_json::Value;
 

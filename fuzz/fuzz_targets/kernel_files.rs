@@ -3,4 +3,4 @@
 
 use libfuzzer_sys::fuzz_target;
 
-fuzz_target!(|data: &[u8]| weir::kernel_fuzzing::kernel_files(data));
+fuzz_target!(|data: &[u8]| cgroup::fuzzing::kernel_files(data));

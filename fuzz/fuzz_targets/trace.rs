@@ -3,4 +3,4 @@
 
 use libfuzzer_sys::fuzz_target;
 
-fuzz_target!(|data: &[u8]| weir::trace_fuzzing::trace(data));
+fuzz_target!(|data: &[u8]| lab::fuzzing::trace(data));

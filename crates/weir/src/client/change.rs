@@ -10,9 +10,9 @@ use policy::{
     throttle::{Part, Setting},
 };
 use serde_json::{Map, Value};
+use settings::suggest;
 
 use super::report::Settings;
-use crate::{figures, plan, suggest};
 
 /// A setting by its kind.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -62,7 +62,7 @@ impl Name {
             Self::BpsReservation => "bps-reservation",
             Self::Watermark => "watermark",
             Self::Group => "group",
-            Self::Prefetch => plan::prefetch::MODE,
+            Self::Prefetch => settings::prefetch::MODE,
             Self::PrefetchNumber(setting) => setting.name(),
         }
     }
@@ -83,7 +83,7 @@ impl Name {
     fn is_size(self) -> bool {
         match self {
             Self::Limit(setting) => setting.is_size(),
-            Self::PrefetchNumber(setting) => plan::prefetch::is_size(setting),
+            Self::PrefetchNumber(setting) => settings::prefetch::is_size(setting),
             name => name == Self::BpsReservation,
         }
     }
@@ -114,7 +114,7 @@ impl Name {
                 return mode.unwrap_or_else(|| self.default());
             }
             Self::PrefetchNumber(setting) => {
-                let name = plan::prefetch::short_name(setting);
+                let name = settings::prefetch::short_name(setting);
                 settings.prefetch.as_ref().and_then(|prefetch| prefetch.numbers.get(name).copied())
             }
         };
@@ -128,9 +128,9 @@ impl Name {
     pub(crate) fn read(self, text: &str) -> Result<Setpoint, String> {
         let value = match self {
             Self::Group => Ok(Setpoint::Text(text.to_owned())),
-            Self::Prefetch => plan::read::<Mode>(text).map(|mode| Setpoint::Text(mode.to_string())),
-            _ if self.is_size() => plan::size(text).map(Setpoint::Number),
-            _ => plan::count(text).map(Setpoint::Number),
+            Self::Prefetch => settings::read::<Mode>(text).map(|mode| Setpoint::Text(mode.to_string())),
+            _ if self.is_size() => settings::size(text).map(Setpoint::Number),
+            _ => settings::count(text).map(Setpoint::Number),
         };
         value.map_err(|rule| format!("{} = {text}: {rule}", self.text()))
     }
@@ -141,7 +141,7 @@ impl Name {
             Setpoint::Text(text) if text.is_empty() => "none".to_owned(),
             Setpoint::Text(text) => text.clone(),
             Setpoint::Number(0) => "none".to_owned(),
-            Setpoint::Number(number) if self.is_size() => figures::exact_size(*number),
+            Setpoint::Number(number) if self.is_size() => settings::exact_size(*number),
             Setpoint::Number(number) => number.to_string(),
         }
     }

@@ -21,10 +21,9 @@ use std::{
     time::Duration,
 };
 
-use serde_json::{Value, json};
-
 use answer::{Answer, Refusal};
 use report::Report;
+use serde_json::{Value, json};
 
 /// Where a daemon is looked for that nobody named.
 const STANDARD_SOCKET: &str = "/run/weir/qmp.sock";

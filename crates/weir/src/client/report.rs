@@ -7,14 +7,11 @@
 
 use std::collections::BTreeMap;
 
+use console::figures::Limits;
 use policy::prefetch::{Mode, Setting};
 use serde::Deserialize;
 use serde_json::Value;
-
-use crate::plan::prefetch::short_name;
-
-/// Settings by their names, such as `iops-total`; those that are 0 may be missing.
-pub(crate) type Limits = BTreeMap<String, u64>;
+use settings::prefetch::short_name;
 
 /// Everything that runs.
 #[derive(Clone, Debug, Default, Deserialize, PartialEq)]
@@ -365,7 +362,7 @@ impl Report {
 
     /// What to say of a name that nothing has.
     pub(crate) fn no_such(&self, name: &str) -> String {
-        let advice = match crate::suggest::nearest(name, self.names()) {
+        let advice = match settings::suggest::nearest(name, self.names()) {
             Some(near) => format!("did you mean {near:?}?"),
             None => "`weir status` lists them".to_owned(),
         };

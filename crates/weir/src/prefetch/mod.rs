@@ -2,18 +2,20 @@
 //!
 //! Never judges a setting: the daemon does, and applies all of a change or nothing.
 
+mod arguments;
+
 use anyhow::anyhow;
+pub(crate) use arguments::{EXAMPLES, PrefetchArgs};
+use console::{Failure, figures, print};
 use serde_json::{Value, json};
 
 use crate::{
-    Failure,
-    cli::PrefetchArgs,
     client::{
         Client, Target,
         change::Name,
         report::{Disk, Node, ReadAhead, Report},
     },
-    figures, print, saving,
+    saving,
 };
 
 /// Shows or changes what is read ahead.

@@ -8,10 +8,7 @@
 
 use toml_edit::{Decor, DocumentMut, Item, TableLike, Value};
 
-use crate::{
-    client::change::{Change, Name, Setpoint},
-    figures,
-};
+use crate::client::change::{Change, Name, Setpoint};
 
 /// The file's text with the change made to the table `[kind.name]`.
 ///
@@ -56,7 +53,7 @@ fn written(name: Name, value: &Setpoint) -> Option<Value> {
         Setpoint::Number(number) => {
             let shown = name.show(value);
             // `10M` is told from `10485760` as the operator would: with a suffix it is a string.
-            let suffixed = shown.ends_with(['K', 'M', 'G', 'T']) && shown == figures::exact_size(*number);
+            let suffixed = shown.ends_with(['K', 'M', 'G', 'T']) && shown == settings::exact_size(*number);
             match i64::try_from(*number) {
                 Ok(_) if suffixed => Some(shown.into()),
                 Ok(number) => Some(number.into()),

@@ -5,21 +5,20 @@
 //! that can be found out about the file is found out before the daemon is asked, so that a change is not in force and then not
 //! saved.
 
+mod arguments;
 mod edit;
 mod save;
 
 use anyhow::{Context as _, anyhow};
+pub(crate) use arguments::SaveArgs;
+use save::Saving;
 use serde_json::{Value, json};
 
-use crate::{
-    cli::SaveArgs,
-    client::{
-        Client, Error,
-        change::{Change, Name},
-        report::{Node, Report, Settings},
-    },
+use crate::client::{
+    Client, Error,
+    change::{Change, Name},
+    report::{Node, Report, Settings},
 };
-use save::Saving;
 
 /// Has a change of the disk or group `name` made, and saved if that is asked for: the file's name then.
 ///

@@ -21,10 +21,11 @@ use std::{
 
 use anyhow::{Context as _, anyhow, bail};
 use nix::fcntl::{Flock, FlockArg};
+use settings::{Plan, config};
 use tempfile::NamedTempFile;
 
 use super::edit;
-use crate::{client::change::Change, config, plan::Plan};
+use crate::client::change::Change;
 
 /// A new config file that waits to take the old one's place. Dropped, it is gone.
 pub(super) struct Saving {

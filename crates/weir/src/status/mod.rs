@@ -3,6 +3,7 @@
 //! Two reports some time apart become rates. A table for people, or the daemon's own words with the rates added for
 //! programs.
 
+mod arguments;
 mod tables;
 
 use std::{
@@ -10,17 +11,14 @@ use std::{
     thread,
 };
 
+pub(crate) use arguments::{EXAMPLES, StatusArgs};
+use console::{Failure, print};
 use serde_json::{Value, json};
 
-use crate::{
-    Failure,
-    cli::StatusArgs,
-    client::{
-        Client, Target,
-        rates::{Rate, Rates},
-        report::Report,
-    },
-    print,
+use crate::client::{
+    Client, Target,
+    rates::{Rate, Rates},
+    report::Report,
 };
 
 /// Shows what runs.

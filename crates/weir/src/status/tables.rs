@@ -1,13 +1,15 @@
 //! The tables of `weir status`: disks, the caches of their images, what was read ahead, groups, devices; all but the first where there are any.
 
-use super::Shown;
-use crate::{
-    client::{
-        rates::{self, Rate, Rates},
-        report::{Capacity, Device, Disk, Group, MetadataCache, Node, ReadAhead, Report, Throttle},
-    },
+use console::{
     figures,
     table::{Side, Table},
+};
+
+use super::Shown;
+use crate::client::{
+    rates,
+    rates::{Rate, Rates},
+    report::{Capacity, Device, Disk, Group, MetadataCache, Node, ReadAhead, Report, Throttle},
 };
 
 /// What a cell holds that has nothing to say.

@@ -2,18 +2,20 @@
 //!
 //! Never judges a setting: the daemon does, and applies all of a change or nothing.
 
+mod arguments;
+
 use anyhow::anyhow;
+pub(crate) use arguments::{EXAMPLES, ThrottleArgs};
+use console::{Failure, figures, print};
 use serde_json::Value;
 
 use crate::{
-    Failure,
-    cli::ThrottleArgs,
     client::{
         Client, Target,
         change::Name,
         report::{Node, Report},
     },
-    figures, print, saving,
+    saving,
 };
 
 /// Shows or changes settings.

@@ -15,11 +15,10 @@
 //!
 //! Never leaves the terminal as it is on the way out: not at the end, not after a panic, a signal or a stop.
 
+mod arguments;
 mod field;
 mod history;
-pub(crate) mod input;
 mod list;
-pub(crate) mod screen;
 mod source;
 mod state;
 mod view;
@@ -27,16 +26,16 @@ mod view;
 use std::{io, time::Instant};
 
 use anyhow::{Context as _, anyhow};
-
-use crate::{
+pub(crate) use arguments::{EXAMPLES, TopArgs};
+use console::{
     Failure,
-    cli::TopArgs,
-    client::{Client, Target},
+    input::Input,
+    screen::{self, Screen},
 };
-use input::Input;
-use screen::Screen;
 use source::{Asked, Event, Source};
 use state::{Action, State};
+
+use crate::client::{Client, Target};
 
 /// Shows what runs until the user has seen enough.
 ///

@@ -10,7 +10,8 @@ use std::{
     time::{Duration, Instant},
 };
 
-use super::input::{self, Input};
+use console::input::{self, Input};
+
 use crate::client::{Client, Error, Target, change::Change, report::Report};
 
 /// Something that happened.

@@ -2,6 +2,7 @@
 //!
 //! The limits drawn are its own; where it has none of that unit, those of the nearest group above that has.
 
+use console::{figures, figures::Limits};
 use policy::throttle::{LimitKind, Part, Setting};
 use ratatui::{
     Frame,
@@ -14,8 +15,7 @@ use ratatui::{
 
 use super::{DIM, HELD};
 use crate::{
-    client::report::{Limits, Report, Settings},
-    figures,
+    client::report::{Report, Settings},
     top::{
         history::{Point, WINDOW},
         list::Row,

@@ -1,6 +1,7 @@
 //! Five lines about the chosen disk or group: its settings, its state, its waits, how it was held back over time, and of a disk what was
 //! read ahead of its readers.
 
+use console::figures;
 use ratatui::{
     Frame,
     layout::Rect,
@@ -15,7 +16,6 @@ use crate::{
         rates,
         report::{Disk, Group, Node, ReadAhead, Report},
     },
-    figures,
     top::{list::Row, state::State},
 };
 
@@ -51,7 +51,7 @@ fn about_disk(disk: &Disk) -> String {
     let cache = cache.as_ref().map(|cache| format!(" · cache {cache}")).unwrap_or_default();
     let read_only = if *read_only { " · read-only" } else { "" };
     let clients = super::count(*connections as usize, "client");
-    format!("{} · {clients}{cache}{read_only} · {image}", figures::exact_size(*size))
+    format!("{} · {clients}{cache}{read_only} · {image}", settings::exact_size(*size))
 }
 
 fn about_group(group: &Group) -> String {
@@ -113,7 +113,7 @@ fn ahead(node: Node<'_>) -> Line<'static> {
             share(accuracy),
             figures::bytes(wasted_bytes as f64),
             figures::bytes(memory as f64),
-            figures::exact_size(prefetch.memory()),
+            settings::exact_size(prefetch.memory()),
             super::count(usize::try_from(streams).unwrap_or(usize::MAX), "stream"),
         );
     }

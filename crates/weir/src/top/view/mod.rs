@@ -13,6 +13,7 @@ mod details;
 mod rows;
 mod windows;
 
+use console::figures;
 use ratatui::{
     Frame,
     layout::{Constraint, Layout, Rect},
@@ -22,7 +23,6 @@ use ratatui::{
 };
 
 use super::state::{Mode, State};
-use crate::figures;
 
 /// The least that all of it fits into.
 const LEAST: (u16, u16) = (80, 24);

@@ -1,5 +1,6 @@
 //! The list of disks and groups.
 
+use console::figures;
 use ratatui::{
     Frame,
     layout::{Alignment, Constraint, Rect},
@@ -11,11 +12,7 @@ use ratatui::{
 use super::{DIM, HELD};
 use crate::{
     client::{rates::Rate, report::Node},
-    figures,
-    top::{
-        list::{self, Column},
-        state::State,
-    },
+    top::{list, list::Column, state::State},
 };
 
 /// Columns of the group and the numbers; names and limits share what is left.

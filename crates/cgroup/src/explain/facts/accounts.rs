@@ -1,0 +1,93 @@
+//! Whether what the cgroup's processes wrote was charged to it: their own counts against its.
+//!
+//! ```text
+//!   /proc/PID/io      write_bytes − cancelled_write_bytes    what they dirtied or sent
+//!   memory.stat       file_dirty + file_writeback            what of it still waits
+//!   io.stat           wbytes                                 what was charged to the cgroup
+//! ```
+//!
+//! A page belongs to the cgroup that first used it, for as long as it is cached, and a file to whose pages were most of those written
+//! (Documentation/admin-guide/cgroup-v2.rst, "Writeback"). So a file that was there before is written in somebody else's name until its old pages are
+//! gone, which no file of the kernel says; the counts show it. Processes that have ended are counted by the cgroup alone, so this errs towards silence.
+
+use std::{
+    fs,
+    path::Path,
+    time::{Duration, SystemTime, UNIX_EPOCH},
+};
+
+use super::{Accounts, Evidence, Process, collect::Reader};
+use crate::{
+    control_group::ControlGroup,
+    hierarchy::Version,
+    kernel::{io_stat, memory_stat, proc_io, proc_stat::TICK},
+};
+
+/// Counts of version 2; `None` where they cannot be had, or for the root, which is charged with what nobody is.
+pub(super) fn look(reader: &mut Reader<'_>, group: &ControlGroup, processes: &[Process]) -> Option<Accounts> {
+    if group.version == Version::V1 || group.is_root() {
+        return None;
+    }
+    let mut accounts =
+        Accounts { written_bytes: 0, charged_bytes: 0, waiting_bytes: 0, evidence: Vec::new() };
+    for process in processes {
+        let file = reader.hierarchy.roots.proc.join(process.pid.to_string()).join("io");
+        let Some(io) = reader.text(&file).and_then(|text| proc_io::parse(&text).ok()) else {
+            continue;
+        };
+        let bytes = io.write_bytes.saturating_sub(io.cancelled_write_bytes);
+        accounts.written_bytes = accounts.written_bytes.saturating_add(bytes);
+        accounts
+            .evidence
+            .push(Evidence::new(file.display().to_string(), format!("write_bytes {}", io.write_bytes)));
+    }
+    let charged = group.read("io.stat").ok()?;
+    let usages = io_stat::parse(&charged).ok()?;
+    accounts.charged_bytes = usages.iter().map(|(_, usage)| usage.written_bytes).sum();
+    let waiting = group.read("memory.stat").unwrap_or_default();
+    accounts.waiting_bytes = memory_stat::parse(&waiting).unwrap_or_default().total();
+    let cited = format!("wbytes of all disks {}", accounts.charged_bytes);
+    accounts.evidence.insert(0, Evidence::new(group.directory.join("io.stat").display().to_string(), cited));
+    Some(accounts)
+}
+
+/// Ticks and seconds are not finer, and the boot's time is rounded.
+const CLOCK_ERROR: Duration = Duration::from_secs(2);
+
+/// When processes began, from ticks since the machine did.
+#[derive(Debug)]
+pub(super) struct Clock {
+    booted: Option<SystemTime>,
+}
+
+impl Clock {
+    /// From `btime` of /proc/stat (proc_stat(5)).
+    pub(super) fn new(proc: &Path) -> Self {
+        let text = fs::read_to_string(proc.join("stat")).unwrap_or_default();
+        let seconds = text.lines().find_map(|line| line.strip_prefix("btime ")?.trim().parse().ok());
+        Self { booted: seconds.and_then(|seconds| UNIX_EPOCH.checked_add(Duration::from_secs(seconds))) }
+    }
+
+    /// When a task of these ticks began.
+    pub(super) fn began(&self, ticks: u64) -> Option<SystemTime> {
+        let tick_ms = u64::try_from(TICK.as_millis()).ok()?;
+        self.booted?.checked_add(Duration::from_millis(ticks.saturating_mul(tick_ms)))
+    }
+}
+
+/// Marks the files that were there before any process of the cgroup was: others may have used them first.
+pub(super) fn mark_older(processes: &mut [Process]) {
+    let Some(first) = processes.iter().filter_map(|process| process.began).min() else {
+        return;
+    };
+    for used in processes.iter_mut().flat_map(|process| &mut process.uses) {
+        let Some(created) = used.created else {
+            continue;
+        };
+        let before = first.duration_since(created).unwrap_or_default();
+        if before > CLOCK_ERROR {
+            let value = format!("made {} s before the first process of the cgroup began", before.as_secs());
+            used.older = Some(Evidence::new(used.path.clone(), value));
+        }
+    }
+}

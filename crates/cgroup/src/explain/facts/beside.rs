@@ -1,0 +1,112 @@
+//! Swap space, and what else has a hand in I/O of the same disks.
+
+use std::path::Path;
+
+use block::device::Number;
+
+use super::{Below, Beside, BesideKind, Evidence, Swap, collect::Reader, mounts::MountTable};
+use crate::{
+    control_group::ControlGroup,
+    hierarchy::Version,
+    kernel::{io_latency, memory_stat, memory_stat::Waiting, weight},
+};
+
+/// The swap space in use: /proc/swaps, a line for each partition or file (proc_swaps(5)).
+pub(super) fn swaps(reader: &mut Reader<'_>, mounts: &mut MountTable) -> Vec<Swap> {
+    let file = reader.hierarchy.roots.proc.join("swaps");
+    let text = reader.text(&file).unwrap_or_default();
+    let mut swaps = Vec::new();
+    for line in text.lines().skip(1) {
+        let Some(name) = line.split_ascii_whitespace().next() else {
+            continue;
+        };
+        let path = Path::new(name);
+        let disk = reader.disks.of_node(path).or_else(|| {
+            let index = mounts.of_path(&mut reader.disks, path)?;
+            match mounts.found[index].below {
+                Below::Disk(disk) => Some(disk),
+                Below::NoDisk | Below::Unknown(_) => None,
+            }
+        });
+        let value = line.split_ascii_whitespace().collect::<Vec<_>>().join(" ");
+        swaps.push(Swap { disk, evidence: Evidence::new(file.display().to_string(), value) });
+    }
+    swaps
+}
+
+/// What the cgroup has in swap space, if anything.
+pub(super) fn swapped(group: &ControlGroup) -> Option<Evidence> {
+    let text = group.read("memory.swap.current").ok()?;
+    let bytes = text.trim().parse::<u64>().ok().filter(|bytes| *bytes > 0)?;
+    Some(Evidence::new(group.directory.join("memory.swap.current").display().to_string(), bytes.to_string()))
+}
+
+/// Pages that wait to be written in the name of a cgroup without processes.
+pub(super) fn left_dirty(reader: &mut Reader<'_>, group: &ControlGroup, empty: bool) -> Option<Evidence> {
+    if !empty || group.version == Version::V1 || group.is_root() {
+        return None;
+    }
+    let file = group.directory.join("memory.stat");
+    let text = reader.text(&file)?;
+    let Waiting { dirty, writeback } = memory_stat::parse(&text).ok()?;
+    let parts = [("file_dirty", dirty), ("file_writeback", writeback)];
+    let lines = parts.iter().filter(|(_, bytes)| *bytes > 0).map(|(key, bytes)| format!("{key} {bytes}"));
+    let lines: Vec<String> = lines.collect();
+    (!lines.is_empty()).then(|| Evidence::new(file.display().to_string(), lines.join(", ")))
+}
+
+/// Other controls that are active on the limited disks.
+pub(super) fn controls(reader: &mut Reader<'_>, group: &ControlGroup, limited: &[Number]) -> Vec<Beside> {
+    let mut found = Vec::new();
+    if group.version == Version::V2 {
+        found.extend(cost(reader, limited));
+        found.extend(latency(reader, group, limited));
+    }
+    let mut seen = Vec::new();
+    for &disk in limited {
+        if seen.contains(&disk) {
+            continue;
+        }
+        seen.push(disk);
+        let file =
+            reader.hierarchy.roots.sys.join("dev/block").join(disk.to_string()).join("queue/scheduler");
+        let text = reader.text(&file).unwrap_or_default();
+        if weight::scheduler(&text) == Ok(Some("bfq")) {
+            let evidence = Evidence::new(file.display().to_string(), text.trim());
+            found.push(Beside { what: BesideKind::Bfq, disk, evidence });
+        }
+    }
+    found
+}
+
+fn cost(reader: &mut Reader<'_>, limited: &[Number]) -> Vec<Beside> {
+    let Some(file) = reader.hierarchy.unified.as_ref().map(|root| root.join("io.cost.qos")) else {
+        return Vec::new();
+    };
+    let text = reader.text(&file).unwrap_or_default();
+    let enabled = weight::cost_enabled(&text).unwrap_or_default();
+    let enabled = enabled.into_iter().filter(|(disk, enabled)| *enabled && limited.contains(disk));
+    let beside = |(disk, _): (Number, bool)| {
+        let line = line_of(&text, disk);
+        Beside { what: BesideKind::Cost, disk, evidence: Evidence::new(file.display().to_string(), line) }
+    };
+    enabled.map(beside).collect()
+}
+
+fn latency(reader: &mut Reader<'_>, group: &ControlGroup, limited: &[Number]) -> Vec<Beside> {
+    let file = group.directory.join("io.latency");
+    let text = reader.text(&file).unwrap_or_default();
+    let disks = io_latency::targets(&text).unwrap_or_default().into_iter().map(|(disk, _)| disk);
+    let disks = disks.filter(|disk| limited.contains(disk));
+    let beside = |disk| {
+        let line = line_of(&text, disk);
+        Beside { what: BesideKind::Latency, disk, evidence: Evidence::new(file.display().to_string(), line) }
+    };
+    disks.map(beside).collect()
+}
+
+fn line_of(text: &str, disk: Number) -> String {
+    let number = disk.to_string();
+    let line = text.lines().find(|line| line.split_ascii_whitespace().next() == Some(&number));
+    line.unwrap_or_default().to_owned()
+}

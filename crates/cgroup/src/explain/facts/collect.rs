@@ -1,0 +1,314 @@
+//! Reads all of it, from the cgroup outwards.
+//!
+//! A process that ends meanwhile is passed over; what may not be read is a gap, which a finding tells. Bounds keep a machine of
+//! millions of files from taking minutes: past them there is a gap too.
+
+use std::{
+    fs,
+    path::{Path, PathBuf},
+};
+
+use anyhow::Context as _;
+use block::device::Number;
+
+use super::{
+    Below, Evidence, Facts, FileSystem, Kernel, Memory, Place, Process, Use, Way,
+    accounts::{self, Clock},
+    beside,
+    disks::Disks,
+    levels,
+    mounts::MountTable,
+    sharing, uses,
+};
+use crate::{
+    control_group::ControlGroup,
+    hierarchy::{Hierarchy, Roots, Version},
+    kernel::proc_stat,
+};
+
+/// Most processes that are looked at.
+const MAX_PROCESSES: usize = 4096;
+/// Most cgroups below the one asked about.
+const MAX_GROUPS: usize = 4096;
+/// kthreadd, the parent of all threads of the kernel.
+const KTHREADD: i32 = 2;
+
+/// What was asked about.
+#[derive(Debug, Clone)]
+pub(crate) struct Subject {
+    pub(crate) group: ControlGroup,
+    /// A process of it alone.
+    pub(crate) only: Option<i32>,
+    /// The file of what weir keeps.
+    pub(crate) limits: PathBuf,
+}
+
+/// What the collectors have in common.
+pub(super) struct Reader<'a> {
+    pub(super) hierarchy: &'a Hierarchy,
+    pub(super) disks: Disks<'a>,
+    pub(super) clock: Clock,
+    pub(super) gaps: Vec<Evidence>,
+}
+
+impl<'a> Reader<'a> {
+    fn new(hierarchy: &'a Hierarchy) -> Self {
+        let roots = &hierarchy.roots;
+        Self { hierarchy, disks: Disks::new(roots), clock: Clock::new(&roots.proc), gaps: Vec::new() }
+    }
+
+    /// The text of a file; a gap if it may not be read, nothing if it is not there.
+    pub(super) fn text(&mut self, path: &Path) -> Option<String> {
+        match fs::read(path) {
+            Ok(bytes) => Some(String::from_utf8_lossy(&bytes).into_owned()),
+            Err(error) if is_gone(&error) => None,
+            Err(error) => {
+                self.gaps.push(Evidence::new(path.display().to_string(), error.to_string()));
+                None
+            }
+        }
+    }
+}
+
+/// Whether a process or a cgroup ended between two looks, which is nothing to be told.
+pub(super) fn is_gone(error: &std::io::Error) -> bool {
+    matches!(
+        nix::errno::Errno::from_raw(error.raw_os_error().unwrap_or(0)),
+        nix::errno::Errno::ENOENT | nix::errno::Errno::ESRCH | nix::errno::Errno::ENODEV
+    )
+}
+
+/// Reads all of it.
+///
+/// # Errors
+/// If the cgroup itself cannot be read.
+pub(crate) fn collect(hierarchy: &Hierarchy, subject: &Subject) -> anyhow::Result<Facts> {
+    let roots = &hierarchy.roots;
+    let group = &subject.group;
+    let mut reader = Reader::new(hierarchy);
+    let mut levels =
+        levels::up(&mut reader, group).with_context(|| format!("cgroup {}", group.name.display()))?;
+    levels::as_kept(hierarchy, &subject.limits, &mut levels);
+    let groups = descend(&mut reader, group);
+    let inner =
+        groups[1..].iter().map(|group| levels::one(&mut reader, group)).collect::<Result<Vec<_>, _>>();
+    let inner = inner.with_context(|| format!("cgroups below {}", group.name.display()))?;
+    let mut mounts = MountTable::new(&mut reader, "self");
+    let mut processes = Vec::new();
+    for group in &groups {
+        processes.extend(of_group(&mut reader, group, subject.only, &mut mounts));
+    }
+    sharing::look(&mut reader, group, &mut processes, &mut mounts);
+    accounts::mark_older(&mut processes);
+    let accounts = accounts::look(&mut reader, group, &processes);
+    let limited: Vec<Number> =
+        levels.iter().chain(&inner).flat_map(|level| &level.limits).map(|limit| limit.disk).collect();
+    reader.disks.enter_limited(&limited);
+    let possible = possible(&mut reader, &mut mounts, &limited, &processes);
+    let swaps = beside::swaps(&mut reader, &mut mounts);
+    reader.disks.follow_loops(&mut mounts);
+    let beside = beside::controls(&mut reader, group, &limited);
+    let left_dirty = beside::left_dirty(&mut reader, group, processes.is_empty());
+    Ok(Facts {
+        name: group.name.display().to_string(),
+        only: subject.only,
+        version: group.version,
+        hierarchy: hierarchy.root().map(|root| {
+            let kind = if group.version == Version::V1 { "cgroup (v1), blkio" } else { "cgroup2" };
+            Evidence::new(roots.mountinfo().display().to_string(), format!("{} is {kind}", root.display()))
+        }),
+        kernel: kernel(roots),
+        levels,
+        inner: inner
+            .into_iter()
+            .filter(|level| {
+                processes.iter().any(|process| process.group == level.name) || !level.limits.is_empty()
+            })
+            .collect(),
+        memory: memory(hierarchy),
+        processes,
+        possible,
+        file_systems: mounts.found,
+        disks: reader.disks.finish(),
+        swaps,
+        swapped: beside::swapped(group),
+        left_dirty,
+        accounts,
+        beside,
+        gaps: reader.gaps,
+    })
+}
+
+fn kernel(roots: &Roots) -> Kernel {
+    let file = roots.proc.join("sys/kernel/osrelease");
+    let text = fs::read_to_string(&file).unwrap_or_default();
+    // `6.12.9+deb12-amd64`: what follows the third number is the distribution's.
+    let mut numbers = text.split(|c: char| !c.is_ascii_digit()).map(|part| part.parse().unwrap_or(0));
+    let mut next = || numbers.next().unwrap_or(0);
+    let release = (next(), next(), next());
+    Kernel { release, evidence: Evidence::new(file.display().to_string(), text.trim()) }
+}
+
+fn memory(hierarchy: &Hierarchy) -> Memory {
+    let root = hierarchy.unified.as_ref().map(|root| root.join("cgroup.controllers"));
+    let text = root.as_ref().and_then(|file| fs::read_to_string(file).ok()).unwrap_or_default();
+    let controllers =
+        Evidence::new(root.map_or_else(String::new, |file| file.display().to_string()), text.trim());
+    if text.split_ascii_whitespace().any(|controller| controller == "memory") {
+        return Memory::Unified;
+    }
+    match &hierarchy.memory_v1 {
+        Some(mount) => Memory::Legacy(Evidence::new(
+            hierarchy.roots.mountinfo().display().to_string(),
+            format!("{} is cgroup (v1), memory", mount.display()),
+        )),
+        None => Memory::Absent(controllers),
+    }
+}
+
+/// A cgroup and those below it.
+fn descend(reader: &mut Reader<'_>, group: &ControlGroup) -> Vec<ControlGroup> {
+    let mut found = vec![group.clone()];
+    let mut next = 0;
+    while next < found.len() {
+        match found[next].children() {
+            Ok(children) => found.extend(children),
+            Err(error) if is_gone(&error) => {}
+            Err(error) => {
+                let directory = found[next].directory.display().to_string();
+                reader.gaps.push(Evidence::new(directory, error.to_string()));
+            }
+        }
+        next += 1;
+        if found.len() > MAX_GROUPS {
+            found.truncate(MAX_GROUPS);
+            reader.gaps.push(Evidence::new(
+                group.directory.display().to_string(),
+                format!("more than {MAX_GROUPS} cgroups below it: the others were not looked at"),
+            ));
+            break;
+        }
+    }
+    found
+}
+
+/// The processes of one cgroup.
+fn of_group(
+    reader: &mut Reader<'_>,
+    group: &ControlGroup,
+    only: Option<i32>,
+    mounts: &mut MountTable,
+) -> Vec<Process> {
+    let mut pids = match group.processes() {
+        Ok(pids) => pids,
+        Err(error) => {
+            if !is_gone(&error) {
+                let file = group.directory.join("cgroup.procs");
+                reader.gaps.push(Evidence::new(file.display().to_string(), error.to_string()));
+            }
+            Vec::new()
+        }
+    };
+    pids.retain(|pid| only.is_none_or(|only| *pid == only));
+    if pids.len() > MAX_PROCESSES {
+        let text = format!("more than {MAX_PROCESSES} processes: the others were not looked at");
+        reader.gaps.push(Evidence::new(group.directory.join("cgroup.procs").display().to_string(), text));
+        pids.truncate(MAX_PROCESSES);
+    }
+    pids.into_iter().filter_map(|pid| process(reader, group, pid, mounts)).collect()
+}
+
+fn process(
+    reader: &mut Reader<'_>,
+    group: &ControlGroup,
+    pid: i32,
+    mounts: &mut MountTable,
+) -> Option<Process> {
+    let directory = reader.hierarchy.roots.proc.join(pid.to_string());
+    let file = directory.join("stat");
+    let text = reader.text(&file)?;
+    let stat = proc_stat::parse(&text).ok()?;
+    let kernel = (stat.parent == KTHREADD || stat.pid == KTHREADD).then(|| {
+        Evidence::new(
+            file.display().to_string(),
+            format!("{} ({}) … ppid {}", stat.pid, stat.name, stat.parent),
+        )
+    });
+    let uses = if kernel.is_some() { Vec::new() } else { uses::of(reader, &directory, mounts) };
+    let status = directory.join("status");
+    let swapped = reader.text(&status).and_then(|text| {
+        let line = text.lines().find(|line| line.starts_with("VmSwap:"))?;
+        let kib = line.split_ascii_whitespace().nth(1)?.parse::<u64>().ok()?;
+        (kib > 0).then(|| {
+            Evidence::new(
+                status.display().to_string(),
+                line.split_ascii_whitespace().collect::<Vec<_>>().join(" "),
+            )
+        })
+    });
+    let began = reader.clock.began(stat.start_ticks);
+    Some(Process {
+        pid,
+        began,
+        name: stat.name,
+        group: group.name.display().to_string(),
+        kernel,
+        uses,
+        swapped,
+    })
+}
+
+/// What processes could do to limited disks that none of them has a file on: direct, buffered, and reads.
+fn possible(
+    reader: &mut Reader<'_>,
+    mounts: &mut MountTable,
+    limited: &[Number],
+    processes: &[Process],
+) -> Vec<Use> {
+    // Somebody uses a disk: what he does says more than what one could do.
+    if processes.iter().any(|process| !process.uses.is_empty()) {
+        return Vec::new();
+    }
+    let mut possible = Vec::new();
+    for index in mounts.on(&mut reader.disks, limited) {
+        let (point, evidence) = mounts.describe(index);
+        for way in [Way::Direct, Way::Buffered] {
+            possible.push(Use {
+                place: Place::FileSystem(index),
+                path: point.clone(),
+                way,
+                reads: true,
+                writes: true,
+                evidence: evidence.clone(),
+                identity: None,
+                created: None,
+                older: None,
+                others: Vec::new(),
+            });
+        }
+    }
+    possible
+}
+
+/// What is below a directory.
+#[derive(Debug)]
+pub(crate) struct Spot {
+    /// Its disk, and those that is made of, the uppermost first.
+    pub(crate) stack: Vec<Number>,
+    /// Its file system.
+    pub(crate) file_system: Option<FileSystem>,
+}
+
+/// Looks below a directory of weir's own namespace.
+pub(crate) fn spot(hierarchy: &Hierarchy, directory: &Path) -> Spot {
+    let mut reader = Reader::new(hierarchy);
+    let mut mounts = MountTable::new(&mut reader, "self");
+    let directory = directory.canonicalize().unwrap_or_else(|_| directory.to_owned());
+    let found = mounts.of_path(&mut reader.disks, &directory).map(|index| mounts.found[index].clone());
+    reader.disks.follow_loops(&mut mounts);
+    let stack = match found.as_ref().map(|found| &found.below) {
+        Some(Below::Disk(disk)) => [*disk].into_iter().chain(reader.disks.below(*disk)).collect(),
+        _ => Vec::new(),
+    };
+    Spot { stack, file_system: found }
+}

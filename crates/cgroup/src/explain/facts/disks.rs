@@ -1,0 +1,240 @@
+//! Disks by their numbers, what they are made of, and which of them a file system is on.
+//!
+//! ```text
+//!   /sys/dev/block/253:0 → …/dm-0     slaves/ (what it is made of)   dm/uuid (CRYPT-…)   md/level   loop/backing_file, loop/dio
+//! ```
+//!
+//! Source: Documentation/ABI/testing/sysfs-block, sysfs-block-dm, sysfs-block-loop; Documentation/admin-guide/md.rst.
+
+use std::{
+    fs,
+    path::{Path, PathBuf},
+};
+
+use block::device::{Identity, Number};
+
+use super::{
+    Below, Disk, DiskKind, Evidence, FileSystem, Mapper,
+    mounts::{MountTable, Row, holding},
+    uses::number_of_node,
+};
+use crate::{hierarchy::Roots, kernel, kernel::mountinfo::Mount, nature::Nature};
+
+/// Overlays upon overlays are not followed further: the kernel's limit is 2 (FILESYSTEM_MAX_STACK_DEPTH).
+const MAX_LAYERS: usize = 3;
+/// Disks upon disks likewise.
+const MAX_DEPTH: usize = 8;
+
+/// The disks that were met.
+pub(super) struct Disks<'a> {
+    roots: &'a Roots,
+    known: Vec<Disk>,
+}
+
+impl<'a> Disks<'a> {
+    pub(super) fn new(roots: &'a Roots) -> Self {
+        Self { roots, known: Vec::new() }
+    }
+
+    /// The disk of a node below /dev, if the path is one.
+    pub(super) fn of_node(&mut self, path: &Path) -> Option<Number> {
+        let name = path.strip_prefix("/dev").ok()?.to_str()?.replace('/', "!");
+        let file = self.roots.sys.join("class/block").join(name).join("dev");
+        let number = match fs::read_to_string(file) {
+            Ok(text) => kernel::number(text.trim())?,
+            Err(_) => number_of_node(path)?,
+        };
+        self.whole(number)
+    }
+
+    /// The whole disk that a number is, or is a part of.
+    fn whole(&mut self, number: Number) -> Option<Number> {
+        let identity = self.identity(number)?;
+        let whole = identity.number();
+        self.enter(&identity, 0);
+        Some(whole)
+    }
+
+    fn identity(&self, number: Number) -> Option<Identity> {
+        Identity::resolve(number, &self.roots.of_devices()).ok()
+    }
+
+    /// Gets to know a disk and those it is made of.
+    fn enter(&mut self, identity: &Identity, depth: usize) {
+        let number = identity.number();
+        if depth > MAX_DEPTH || self.known.iter().any(|disk| disk.number == number) {
+            return;
+        }
+        let directory = identity.directory().to_owned();
+        let (kind, mut evidence) = kind(&directory, identity.node().trim_start_matches("/dev/"));
+        self.known.push(Disk {
+            number,
+            node: identity.node(),
+            kind,
+            parts: Vec::new(),
+            evidence: Vec::new(),
+        });
+        let mut parts = Vec::new();
+        for entry in fs::read_dir(directory.join("slaves")).into_iter().flatten().flatten() {
+            let text = fs::read_to_string(entry.path().join("dev")).unwrap_or_default();
+            let Some(part) = kernel::number(text.trim()).and_then(|number| self.identity(number)) else {
+                continue;
+            };
+            self.enter(&part, depth + 1);
+            if !parts.contains(&part.number()) {
+                parts.push(part.number());
+            }
+            evidence.push(Evidence::new(
+                directory.join("slaves").display().to_string(),
+                entry.file_name().to_string_lossy().into_owned(),
+            ));
+        }
+        let disk = self.known.iter_mut().find(|disk| disk.number == number).expect("entered above");
+        (disk.parts, disk.evidence) = (parts, evidence);
+    }
+
+    /// The disks below a disk, at any depth.
+    pub(super) fn below(&self, disk: Number) -> Vec<Number> {
+        let mut found = vec![disk];
+        let mut next = 0;
+        while next < found.len() {
+            let parts =
+                self.known.iter().find(|known| known.number == found[next]).map(|disk| disk.parts.clone());
+            for part in parts.unwrap_or_default() {
+                if !found.contains(&part) {
+                    found.push(part);
+                }
+            }
+            next += 1;
+        }
+        found.split_off(1)
+    }
+
+    /// What a mount is of: for an overlay, the file system of its upper directory.
+    pub(super) fn file_system(&mut self, own: &[Row], file: &str, row: &Row) -> FileSystem {
+        let (mut row, mut file) = (row, file.to_owned());
+        let number = row.mount.number;
+        let overlay = (row.mount.kind == "overlay").then(|| Evidence::new(file.clone(), row.line.clone()));
+        for _ in 0..MAX_LAYERS {
+            if row.mount.kind != "overlay" {
+                break;
+            }
+            // Its directories are named as whoever mounted it saw them: the host.
+            let Some(below) = row.mount.option("upperdir").and_then(|upper| holding(own, &upper)) else {
+                break;
+            };
+            row = below;
+            file = self.roots.mountinfo().display().to_string();
+        }
+        let mount = &row.mount;
+        let (below, partition) = self.below_file_system(mount);
+        FileSystem {
+            number,
+            kind: mount.kind.clone(),
+            nature: Nature::of(&mount.kind),
+            point: mount.point.display().to_string(),
+            super_options: mount.super_options.clone(),
+            evidence: Evidence::new(file, row.line.clone()),
+            below,
+            partition,
+            used: false,
+            overlay,
+        }
+    }
+
+    fn below_file_system(&mut self, mount: &Mount) -> (Below, Option<Evidence>) {
+        // fuseblk has a disk, which its daemon reads.
+        if Nature::of(&mount.kind) != Nature::Disk {
+            return (Below::NoDisk, None);
+        }
+        let unknown = || (Below::Unknown(mount.source.clone()), None);
+        let number = match mount.number.major {
+            // Btrfs and others have no number of their own.
+            0 => match self.of_node(Path::new(&mount.source)) {
+                Some(number) => return (Below::Disk(number), None),
+                None => return unknown(),
+            },
+            _ => mount.number,
+        };
+        let Some(whole) = self.whole(number) else {
+            return unknown();
+        };
+        let partition = (whole != number).then(|| {
+            let file = self.roots.sys.join("dev/block").join(number.to_string()).join("partition");
+            let text = fs::read_to_string(&file).unwrap_or_default();
+            Evidence::new(file.display().to_string(), text.trim())
+        });
+        (Below::Disk(whole), partition)
+    }
+
+    /// Finds the file systems that loop devices' files are in, and what those are on, which may be loop devices again.
+    pub(super) fn follow_loops(&mut self, mounts: &mut MountTable) {
+        let mut next = 0;
+        while next < self.known.len() {
+            let Disk { kind, evidence, .. } = &self.known[next];
+            if let DiskKind::Loop { on: None, direct } = *kind {
+                let path = evidence.first().map(|file| PathBuf::from(&file.value)).unwrap_or_default();
+                let on = mounts.of_path(self, &path);
+                let below = on.map(|index| mounts.found[index].below.clone());
+                let known = &mut self.known[next];
+                known.kind = DiskKind::Loop { on, direct };
+                if let Some(Below::Disk(disk)) = below {
+                    known.parts = vec![disk];
+                }
+            }
+            next += 1;
+        }
+    }
+
+    /// Gets to know the disks that limits are for.
+    pub(super) fn enter_limited(&mut self, limited: &[Number]) {
+        for &number in limited {
+            if self.whole(number).is_none() && !self.known.iter().any(|disk| disk.number == number) {
+                let directory = self.roots.sys.join("dev/block").join(number.to_string());
+                let evidence = vec![Evidence::new(directory.display().to_string(), "not there")];
+                let (node, parts) = (number.to_string(), Vec::new());
+                self.known.push(Disk { number, node, kind: DiskKind::Gone, parts, evidence });
+            }
+        }
+    }
+
+    /// All that were met.
+    pub(super) fn finish(self) -> Vec<Disk> {
+        self.known
+    }
+}
+
+/// What a disk is, and what says so.
+fn kind(directory: &Path, name: &str) -> (DiskKind, Vec<Evidence>) {
+    let read = |file: &str| {
+        let path = directory.join(file);
+        let text = fs::read_to_string(&path).ok()?;
+        Some(Evidence::new(path.display().to_string(), text.trim()))
+    };
+    if let Some(uuid) = read("dm/uuid") {
+        // cryptsetup marks what it makes so; LVM calls the parts of a RAID so.
+        let part = fs::read_dir(directory.join("slaves")).into_iter().flatten().flatten();
+        let part = part.map(|entry| entry.path().join("dm/name"));
+        let part = part.filter_map(|file| Some((fs::read_to_string(&file).ok()?, file)));
+        let part = part.into_iter().find(|(name, _)| name.contains("_rimage_"));
+        if let Some((name, file)) = part {
+            let evidence = vec![uuid, Evidence::new(file.display().to_string(), name.trim())];
+            return (DiskKind::Mapper(Mapper::Raid), evidence);
+        }
+        let mapper = if uuid.value.starts_with("CRYPT-") { Mapper::Crypt } else { Mapper::Other };
+        return (DiskKind::Mapper(mapper), vec![uuid]);
+    }
+    if let Some(level) = read("md/level") {
+        return (DiskKind::Raid(level.value.clone()), vec![level]);
+    }
+    if let Some(file) = read("loop/backing_file") {
+        let direct = read("loop/dio");
+        let kind =
+            DiskKind::Loop { on: None, direct: direct.as_ref().is_some_and(|direct| direct.value == "1") };
+        return (kind, [Some(file), direct].into_iter().flatten().collect());
+    }
+    if name.starts_with("zram") || name.starts_with("ram") {
+        return (DiskKind::Memory, Vec::new());
+    }
+    (DiskKind::Plain, Vec::new())
+}

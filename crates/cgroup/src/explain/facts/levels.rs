@@ -1,0 +1,145 @@
+//! The cgroup and those above it: controllers and limits, version 1 and 2.
+
+use std::{io, path::Path};
+
+use super::{
+    Evidence, Level, Limit,
+    collect::{Reader, is_gone},
+};
+use crate::{
+    control_group::ControlGroup,
+    hierarchy::{Hierarchy, Version},
+    kernel::{blkio, io_max, io_max::Rates},
+    limit::{
+        asked::Asked,
+        kept::{Entry, Kept},
+        locks::Watched,
+        pools::Sharing,
+        settling,
+    },
+};
+
+/// The file of limits of version 2.
+const IO_MAX: &str = "io.max";
+
+/// From a cgroup to the root.
+pub(super) fn up(reader: &mut Reader<'_>, group: &ControlGroup) -> anyhow::Result<Vec<Level>> {
+    let chain = std::iter::successors(Some(group.clone()), ControlGroup::parent);
+    let levels = chain.map(|group| one(reader, &group)).collect::<Result<Vec<_>, _>>()?;
+    if let Some(top) = levels.last().filter(|top| !top.root) {
+        let text = "the topmost cgroup that can be seen has others above it, whose limits hold too";
+        reader.gaps.push(Evidence::new(top.name.clone(), text));
+    }
+    Ok(levels)
+}
+
+/// Where somebody steers what weir keeps in this file, that is the limit, whatever the kernel is told at the moment: a burst, or nothing while a
+/// watermark lifts it. Where nobody does, the kernel's is.
+pub(super) fn as_kept(hierarchy: &Hierarchy, file: &Path, levels: &mut [Level]) {
+    // A file that cannot be used is the watch's trouble, and says so there.
+    let Ok(kept) = Kept::load(file) else { return };
+    let steered = Sharing::all(&kept).unwrap_or_default().into_iter().filter(Sharing::needs_watch);
+    let steered: Vec<Entry> = steered.flat_map(|sharing| sharing.members).collect();
+    if steered.is_empty() || !Watched::is_taken(file) {
+        return;
+    }
+    for (group, disk, rates) in settling::settled(hierarchy, &kept).unwrap_or_default() {
+        let is_it =
+            |entry: &Entry| entry.cgroup == group.name && entry.device().is_ok_and(|number| number == disk);
+        if !steered.iter().any(is_it) {
+            continue;
+        }
+        let name = group.name.display().to_string();
+        let Some(level) = levels.iter_mut().find(|level| level.name == name) else { continue };
+        let told = level
+            .limits
+            .iter()
+            .find(|limit| limit.disk == disk)
+            .map_or(Rates::default(), |limit| limit.rates);
+        let rates = Rates::from(rates);
+        if told == rates {
+            continue;
+        }
+        let asked = Asked::of(&kept, &group.name, disk).map(|asked| asked.text()).unwrap_or_default();
+        let now = Evidence::new(
+            group.directory.join(IO_MAX).display().to_string(),
+            format!("{} (now)", told.line(disk)),
+        );
+        let evidence = vec![Evidence::new(file.display().to_string(), asked), now];
+        level.limits.retain(|limit| limit.disk != disk);
+        level.limits.push(Limit { disk, rates, evidence });
+    }
+}
+
+/// One of them.
+///
+/// # Errors
+/// If it is gone, or says what no kernel known here does.
+pub(super) fn one(reader: &mut Reader<'_>, group: &ControlGroup) -> anyhow::Result<Level> {
+    let mut files = Vec::new();
+    let limits = match group.version {
+        Version::V1 => version_one(group, &mut files)?,
+        Version::V2 => version_two(group, &mut files)?,
+    };
+    let name = group.name.display().to_string();
+    let mut cited = |file: &str| {
+        let path = group.directory.join(file);
+        let text = reader.text(&path)?;
+        Some(Evidence::new(path.display().to_string(), text.trim()))
+    };
+    let (controllers, subtree, kind) = match group.version {
+        Version::V1 => (None, None, None),
+        Version::V2 => (cited("cgroup.controllers"), cited("cgroup.subtree_control"), cited("cgroup.type")),
+    };
+    // The root of all has no type; the root of a namespace, which looks like it, has.
+    let root = group.is_root() && kind.is_none();
+    let kind = kind.filter(|kind| kind.value != "domain");
+    Ok(Level { name, root, has_limits: !files.is_empty(), controllers, subtree, kind, limits, files })
+}
+
+fn text(group: &ControlGroup, file: &str) -> io::Result<Option<String>> {
+    match group.read(file) {
+        Ok(text) => Ok(Some(text)),
+        Err(error) if is_gone(&error) => Ok(None),
+        Err(error) => Err(io::Error::new(error.kind(), format!("{file}: {error}"))),
+    }
+}
+
+fn shown(text: &str) -> String {
+    if text.trim().is_empty() { "(empty)".to_owned() } else { text.trim().to_owned() }
+}
+
+fn version_two(group: &ControlGroup, files: &mut Vec<Evidence>) -> anyhow::Result<Vec<Limit>> {
+    let Some(text) = text(group, IO_MAX)? else {
+        return Ok(Vec::new());
+    };
+    let file = group.directory.join(IO_MAX).display().to_string();
+    files.push(Evidence::new(file.clone(), shown(&text)));
+    let limits = io_max::parse(&text)?.into_iter().filter(|(_, rates)| *rates != Rates::default());
+    let limit = |(disk, rates): (_, Rates)| {
+        let evidence = vec![Evidence::new(file.clone(), rates.line(disk))];
+        Limit { disk, rates, evidence }
+    };
+    Ok(limits.map(limit).collect())
+}
+
+fn version_one(group: &ControlGroup, files: &mut Vec<Evidence>) -> anyhow::Result<Vec<Limit>> {
+    let mut limits: Vec<Limit> = Vec::new();
+    for name in blkio::LIMITS {
+        let Some(text) = text(group, name)? else {
+            continue;
+        };
+        let file = group.directory.join(name).display().to_string();
+        files.push(Evidence::new(file.clone(), shown(&text)));
+        for (disk, rate) in blkio::limits(&text)? {
+            let known = limits.iter().position(|limit| limit.disk == disk).unwrap_or_else(|| {
+                limits.push(Limit { disk, rates: Rates::default(), evidence: Vec::new() });
+                limits.len() - 1
+            });
+            let Limit { rates, evidence, .. } = &mut limits[known];
+            *blkio::key(rates, name) = Some(rate);
+            evidence.push(Evidence::new(file.clone(), format!("{disk} {rate}")));
+        }
+    }
+    Ok(limits)
+}

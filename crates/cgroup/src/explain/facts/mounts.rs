@@ -1,0 +1,138 @@
+//! The mounts that processes see, and the file systems found on them.
+//!
+//! A process's files are on the mounts of its namespace, which /proc/PID/mountinfo lists by the ids that fdinfo names. What belongs to no process, such as
+//! swap space or the file of a loop device, is looked for on weir's own.
+
+use std::{
+    fs,
+    path::{Path, PathBuf},
+};
+
+use block::device::Number;
+
+use super::{Below, Evidence, FileSystem, collect::Reader, disks::Disks};
+use crate::{
+    kernel::{mountinfo, mountinfo::Mount},
+    nature::Nature,
+};
+
+/// A line of mountinfo.
+#[derive(Debug, Clone)]
+pub(super) struct Row {
+    /// What fdinfo calls it by.
+    pub(super) id: u64,
+    pub(super) mount: Mount,
+    /// All of it, to be shown.
+    pub(super) line: String,
+}
+
+/// Both.
+#[derive(Debug)]
+pub(super) struct MountTable {
+    /// Those of weir's own namespace, for paths that belong to nobody.
+    own: Vec<Row>,
+    own_file: String,
+    /// Those of the process that was looked at last, by its file: processes beside each other mostly share them.
+    last: Option<(PathBuf, Vec<Row>)>,
+    pub(super) found: Vec<FileSystem>,
+}
+
+impl MountTable {
+    /// With the mounts of a process, or of `self`.
+    pub(super) fn new(reader: &mut Reader<'_>, process: &str) -> Self {
+        let file = reader.hierarchy.roots.proc.join(process).join("mountinfo");
+        let own = reader.text(&file).map(|text| parse(&text)).unwrap_or_default();
+        Self { own, own_file: file.display().to_string(), last: None, found: Vec::new() }
+    }
+
+    /// Reads the mounts of a process.
+    pub(super) fn turn_to(&mut self, reader: &mut Reader<'_>, process: &Path) {
+        // The namespace's own name, where there is one: thousands of processes share a table of thousands of mounts.
+        let namespace = fs::read_link(process.join("ns/mnt")).unwrap_or_else(|_| process.to_owned());
+        if self.last.as_ref().is_some_and(|(last, _)| *last == namespace) {
+            return;
+        }
+        let text = reader.text(&process.join("mountinfo"));
+        self.last = Some((namespace, text.map(|text| parse(&text)).unwrap_or_default()));
+    }
+
+    /// The file system of a mount, by its place among those found.
+    pub(super) fn enter(&mut self, disks: &mut Disks<'_>, file: &str, row: &Row) -> usize {
+        let file_system = disks.file_system(&self.own, file, row);
+        let same = |known: &FileSystem| {
+            known.number == file_system.number
+                && known.point == file_system.point
+                && known.below == file_system.below
+        };
+        self.found.iter().position(same).unwrap_or_else(|| {
+            self.found.push(file_system);
+            self.found.len() - 1
+        })
+    }
+
+    /// The file systems on these disks, as weir sees them, each once.
+    pub(super) fn on(&mut self, disks: &mut Disks<'_>, limited: &[Number]) -> Vec<usize> {
+        let mut found = Vec::new();
+        let (own, file) = (self.own.clone(), self.own_file.clone());
+        let mut seen = Vec::new();
+        for row in &own {
+            let mount = &row.mount;
+            if Nature::of(&mount.kind) == Nature::Pseudo
+                || mount.kind == "overlay"
+                || seen.contains(&mount.number)
+            {
+                continue;
+            }
+            seen.push(mount.number);
+            let index = self.enter(disks, &file, row);
+            let Below::Disk(disk) = self.found[index].below else {
+                continue;
+            };
+            if limited.contains(&disk) || disks.below(disk).iter().any(|part| limited.contains(part)) {
+                self.found[index].used = true;
+                found.push(index);
+            }
+        }
+        found
+    }
+
+    /// The mount that a path of weir's own namespace is on.
+    pub(super) fn of_path(&mut self, disks: &mut Disks<'_>, path: &Path) -> Option<usize> {
+        let row = holding(&self.own, path)?.clone();
+        let file = self.own_file.clone();
+        Some(self.enter(disks, &file, &row))
+    }
+
+    /// The mount of the process that was turned to with this id, or where the path is.
+    pub(super) fn row(&self, id: Option<u64>, path: &Path) -> Option<Row> {
+        let (_, table) = self.last.as_ref()?;
+        table.iter().find(|row| Some(row.id) == id).or_else(|| holding(table, path)).cloned()
+    }
+
+    /// Its mount of the file system with this number.
+    pub(super) fn row_of_number(&self, number: Number) -> Option<Row> {
+        let (_, table) = self.last.as_ref()?;
+        table.iter().find(|row| row.mount.number == number).cloned()
+    }
+
+    /// Where a file system is mounted, and what says so.
+    pub(super) fn describe(&self, index: usize) -> (String, Evidence) {
+        (self.found[index].point.clone(), self.found[index].evidence.clone())
+    }
+}
+
+/// The mount that a path is on.
+pub(super) fn holding<'a>(rows: &'a [Row], path: &Path) -> Option<&'a Row> {
+    let found = mountinfo::holding(rows.iter().map(|row| &row.mount), path)?;
+    rows.iter().rfind(|row| row.mount == *found)
+}
+
+/// Every line of a known form.
+fn parse(text: &str) -> Vec<Row> {
+    let one = |line: &str| {
+        let id = line.split(' ').next()?.parse().ok()?;
+        let mount = mountinfo::parse(line).ok()?.pop()?;
+        Some(Row { id, mount, line: line.to_owned() })
+    };
+    text.lines().filter_map(one).collect()
+}

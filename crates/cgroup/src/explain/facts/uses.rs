@@ -1,0 +1,298 @@
+//! What processes have open: files on disks, and disks themselves.
+//!
+//! ```text
+//!   /proc/PID/fd/3        → /data/log                       which file
+//!   /proc/PID/fdinfo/3    flags: 02100001  mnt_id: 36       how it was opened, and on which mount (proc_pid_fdinfo(5))
+//!   /proc/PID/mountinfo   36 25 254:16 / /data … ext4 …     which file system that is
+//!   /proc/PID/maps        … rw-s … fe:10 131 /data/map      shared mappings that can be written to
+//! ```
+//!
+//! What is on no disk by nature (pipes, sockets, /proc, memory files) is left out. Files of the same place that are used in the same way are
+//! told once: the first stands for them.
+
+use std::{
+    fs,
+    os::unix::fs::{FileTypeExt as _, MetadataExt as _},
+    path::{Path, PathBuf},
+};
+
+use block::device::Number;
+use nix::fcntl::OFlag;
+
+use super::{
+    Evidence, Identity, Place, Use, Way,
+    collect::{Reader, is_gone},
+    mounts::{MountTable, Row},
+};
+use crate::nature::Nature;
+
+/// Most open files of a process that are looked at.
+const MAX_FILES: usize = 65_536;
+
+/// An open file, as fdinfo tells it.
+pub(super) struct Open {
+    pub(super) path: PathBuf,
+    pub(super) flags: OFlag,
+    pub(super) mount: Option<u64>,
+    /// Since Linux 5.14.
+    pub(super) inode: Option<u64>,
+    /// Its link below /proc, which leads to the very file.
+    link: PathBuf,
+    pub(super) evidence: Evidence,
+}
+
+/// The open files of a process that have a path.
+pub(super) fn open(reader: &mut Reader<'_>, process: &Path) -> Vec<Open> {
+    let directory = process.join("fd");
+    let entries = match fs::read_dir(&directory) {
+        Ok(entries) => entries,
+        Err(error) => {
+            if !is_gone(&error) {
+                reader.gaps.push(Evidence::new(directory.display().to_string(), error.to_string()));
+            }
+            return Vec::new();
+        }
+    };
+    let mut files = Vec::new();
+    for entry in entries.flatten() {
+        if files.len() == MAX_FILES {
+            let text = format!("more than {MAX_FILES} open files: the others were not looked at");
+            reader.gaps.push(Evidence::new(directory.display().to_string(), text));
+            break;
+        }
+        // Links to what has no path, `pipe:[1]`, do not begin with a slash.
+        let Some(path) = fs::read_link(entry.path()).ok().filter(|path| path.is_absolute()) else {
+            continue;
+        };
+        files.extend(file(process, &entry.file_name().to_string_lossy(), path));
+    }
+    files
+}
+
+fn file(process: &Path, number: &str, path: PathBuf) -> Option<Open> {
+    let info = process.join("fdinfo").join(number);
+    let text = fs::read_to_string(&info).ok()?;
+    let field =
+        |name: &str| text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':')).map(str::trim);
+    let flags = field("flags")?;
+    let bits = i32::from_str_radix(flags, 8).ok()?;
+    let shown = path.display();
+    Some(Open {
+        flags: OFlag::from_bits_truncate(bits),
+        mount: field("mnt_id").and_then(|id| id.parse().ok()),
+        inode: field("ino").and_then(|inode| inode.parse().ok()),
+        evidence: Evidence::new(info.display().to_string(), format!("{shown}: flags {flags}{}", named(bits))),
+        link: process.join("fd").join(number),
+        path,
+    })
+}
+
+/// The flags that matter, by their names.
+fn named(bits: i32) -> String {
+    let flags = OFlag::from_bits_truncate(bits);
+    let access = match bits & OFlag::O_ACCMODE.bits() {
+        bits if bits == OFlag::O_WRONLY.bits() => "O_WRONLY",
+        bits if bits == OFlag::O_RDWR.bits() => "O_RDWR",
+        _ => "O_RDONLY",
+    };
+    let mut text = format!(" ({access}");
+    for (flag, name) in
+        [(OFlag::O_DIRECT, "O_DIRECT"), (OFlag::O_SYNC, "O_SYNC"), (OFlag::O_DSYNC, "O_DSYNC")]
+    {
+        // O_SYNC contains O_DSYNC.
+        if flags.contains(flag) && !(flag == OFlag::O_DSYNC && flags.contains(OFlag::O_SYNC)) {
+            text += "|";
+            text += name;
+        }
+    }
+    text + ")"
+}
+
+impl Open {
+    pub(super) fn way(&self) -> Way {
+        if self.flags.contains(OFlag::O_DIRECT) {
+            Way::Direct
+        } else if self.flags.contains(OFlag::O_DSYNC) {
+            Way::Synchronous
+        } else {
+            Way::Buffered
+        }
+    }
+
+    pub(super) fn writes(&self) -> bool {
+        self.flags.bits() & OFlag::O_ACCMODE.bits() != OFlag::O_RDONLY.bits()
+    }
+
+    fn reads(&self) -> bool {
+        self.flags.bits() & OFlag::O_ACCMODE.bits() != OFlag::O_WRONLY.bits()
+    }
+}
+
+/// What a process does, by what it has open.
+pub(super) fn of(reader: &mut Reader<'_>, process: &Path, mounts: &mut MountTable) -> Vec<Use> {
+    mounts.turn_to(reader, process);
+    let mut uses: Vec<Use> = Vec::new();
+    for open in open(reader, process) {
+        if open.flags.intersects(OFlag::O_PATH | OFlag::O_DIRECTORY) {
+            continue;
+        }
+        let Some(place) = place(reader, mounts, process, &open.path, open.mount) else {
+            continue;
+        };
+        let metadata = metadata(mounts, place, &open.link);
+        // Terminals and pipes that have names.
+        if metadata
+            .as_ref()
+            .is_some_and(|metadata| !metadata.is_file() && !metadata.file_type().is_block_device())
+        {
+            continue;
+        }
+        let path = open.path.display().to_string();
+        let (way, reads, writes) = (open.way(), open.reads(), open.writes());
+        let identity = writes.then(|| identity(mounts, place, open.inode, &open.path));
+        let same = |known: &Use| {
+            known.place == place && known.way == way && (known.reads, known.writes) == (reads, writes)
+        };
+        // Files that are written to are kept apart: each may be shared with others.
+        if uses.iter().any(|known| same(known) && (!writes || known.path == path)) {
+            continue;
+        }
+        let cached = writes && way == Way::Buffered;
+        // Where the file system does not tell, it is not known.
+        let created = metadata.filter(|_| cached).and_then(|metadata| metadata.created().ok());
+        uses.push(Use {
+            place,
+            path,
+            way,
+            reads,
+            writes,
+            identity,
+            created,
+            evidence: open.evidence,
+            older: None,
+            others: Vec::new(),
+        });
+    }
+    uses.extend(mapped(reader, process, mounts));
+    uses
+}
+
+/// What is told of an open file, unless asking could mean to wait for another machine.
+fn metadata(mounts: &MountTable, place: Place, link: &Path) -> Option<fs::Metadata> {
+    let Place::FileSystem(index) = place else {
+        return None;
+    };
+    let near = matches!(mounts.found[index].nature, Nature::Disk | Nature::Memory);
+    near.then(|| fs::metadata(link).ok()).flatten()
+}
+
+/// Shared mappings that can be written to.
+fn mapped(reader: &mut Reader<'_>, process: &Path, mounts: &mut MountTable) -> Vec<Use> {
+    let file = process.join("maps");
+    let Some(text) = reader.text(&file) else {
+        return Vec::new();
+    };
+    let mut uses: Vec<Use> = Vec::new();
+    for line in text.lines() {
+        let mut fields = line.split_ascii_whitespace();
+        let (Some(mode), Some(device), Some(inode)) = (fields.nth(1), fields.nth(1), fields.next()) else {
+            continue;
+        };
+        let path = line.find('/').map(|start| PathBuf::from(&line[start..]));
+        let (Some(path), true) = (path, mode.get(1..2) == Some("w") && mode.get(3..4) == Some("s")) else {
+            continue;
+        };
+        let Some(number) = hexadecimal(device) else {
+            continue;
+        };
+        let Some(row) = mounts.row_of_number(number) else {
+            continue;
+        };
+        let Some(place) = placed(reader, mounts, process, &row) else {
+            continue;
+        };
+        let identity = Some(identity(mounts, place, inode.parse().ok(), &path));
+        let path = path.display().to_string();
+        if uses.iter().any(|known| known.place == place && known.path == path) {
+            continue;
+        }
+        let shown = format!("{mode} {device} {path}");
+        let evidence = Evidence::new(file.display().to_string(), shown);
+        uses.push(Use {
+            place,
+            path,
+            way: Way::Mapped,
+            reads: false,
+            writes: true,
+            identity,
+            created: None,
+            evidence,
+            older: None,
+            others: Vec::new(),
+        });
+    }
+    uses
+}
+
+/// maps writes devices' numbers in hexadecimal.
+fn hexadecimal(text: &str) -> Option<Number> {
+    let (major, minor) = text.split_once(':')?;
+    Some(Number { major: u64::from_str_radix(major, 16).ok()?, minor: u64::from_str_radix(minor, 16).ok()? })
+}
+
+/// Where an open file is; `None` if that is nothing with data.
+fn place(
+    reader: &mut Reader<'_>,
+    mounts: &mut MountTable,
+    process: &Path,
+    path: &Path,
+    id: Option<u64>,
+) -> Option<Place> {
+    if let Some(disk) = reader.disks.of_node(path) {
+        return Some(Place::Disk(disk));
+    }
+    let row = mounts.row(id, path)?;
+    placed(reader, mounts, process, &row)
+}
+
+fn placed(reader: &mut Reader<'_>, mounts: &mut MountTable, process: &Path, row: &Row) -> Option<Place> {
+    if Nature::of(&row.mount.kind) == Nature::Pseudo {
+        return None;
+    }
+    let file = process.join("mountinfo").display().to_string();
+    let index = mounts.enter(&mut reader.disks, &file, row);
+    mounts.found[index].used = true;
+    Some(Place::FileSystem(index))
+}
+
+/// What tells a file from all others.
+fn identity(mounts: &MountTable, place: Place, inode: Option<u64>, path: &Path) -> Identity {
+    match (place, inode) {
+        // Nodes of one disk may be many; its pages are the same.
+        (Place::Disk(disk), _) => Identity { device: disk, inode: None, path: None },
+        (Place::FileSystem(index), Some(_)) => {
+            Identity { device: mounts.found[index].number, inode, path: None }
+        }
+        (Place::FileSystem(index), None) => {
+            Identity { device: mounts.found[index].number, inode, path: Some(path.to_owned()) }
+        }
+    }
+}
+
+/// Which file of all a process has open; `None` if it is none with data.
+pub(super) fn identify(
+    reader: &mut Reader<'_>,
+    mounts: &mut MountTable,
+    process: &Path,
+    open: &Open,
+) -> Option<Identity> {
+    mounts.turn_to(reader, process);
+    let place = place(reader, mounts, process, &open.path, open.mount)?;
+    Some(identity(mounts, place, open.inode, &open.path))
+}
+
+/// The number of the block device that a path is, where sysfs does not know its name.
+pub(super) fn number_of_node(path: &Path) -> Option<Number> {
+    let metadata = fs::metadata(path).ok()?;
+    metadata.file_type().is_block_device().then(|| Number::unpack(metadata.rdev()))
+}

@@ -1,0 +1,251 @@
+//! What is not about one request: swap space, limits above, other controls beside, and what deserves a note.
+//!
+//! A note never says that a limit fails; it says what somebody who measures would otherwise stumble over.
+
+use std::collections::BTreeSet;
+
+use block::device::Number;
+
+use super::{
+    Cause, Coverage, Finding, Io, Judgement, charge, gather,
+    reach::{self, Reach},
+    wording,
+};
+use crate::{
+    explain::facts::{Below, BesideKind, DiskKind, Evidence, Facts, Memory, Place, Process, Way},
+    hierarchy::Version,
+    kernel::io_max::Rates,
+};
+
+/// What is swapped out is charged to the page's owner since 4.19 (commit 0d1e0c7cdeb7), and was to whoever reclaimed it.
+const SWAP_CHARGES: (u32, u32, u32) = (4, 19, 0);
+
+/// What a process has in swap space, and where that is.
+pub(super) fn swapping(facts: &Facts, process: &Process, found: &mut Vec<Finding>) {
+    let Some(swapped) = process.swapped.as_ref().or(facts.swapped.as_ref()) else {
+        return;
+    };
+    for swap in &facts.swaps {
+        let evidence = vec![swapped.clone(), swap.evidence.clone()];
+        let Some(disk) = swap.disk else {
+            let judged = Judgement {
+                coverage: Coverage::Note,
+                cause: Cause::UnknownDisk,
+                evidence,
+                detail: swap.evidence.value.clone(),
+            };
+            gather(facts, found, judged, None, (Some(process.pid), Io::Swapping));
+            continue;
+        };
+        let judged = swapping_on(facts, process, disk, evidence);
+        gather(facts, found, judged, Some(Place::Disk(disk)), (Some(process.pid), Io::Swapping));
+    }
+}
+
+fn swapping_on(facts: &Facts, process: &Process, disk: Number, mut evidence: Vec<Evidence>) -> Judgement {
+    let detail = facts.node(disk);
+    if facts.disk(disk).is_some_and(|disk| disk.kind == DiskKind::Memory) {
+        return Judgement { coverage: Coverage::Note, cause: Cause::InMemory, evidence, detail };
+    }
+    let own = charge::Charge::Own(Vec::new());
+    match reach::from(facts, &process.group, disk, Io::Swapping, own) {
+        (_, Reach::Limit(limit)) => {
+            let charged = facts.version == Version::V2
+                && facts.memory == Memory::Unified
+                && facts.kernel.release >= SWAP_CHARGES;
+            evidence.extend(limit.evidence);
+            if charged {
+                Judgement { coverage: Coverage::Covered, cause: Cause::Covered, evidence, detail: limit.rate }
+            } else {
+                evidence.push(facts.kernel.evidence.clone());
+                Judgement { coverage: Coverage::Escapes, cause: Cause::SwapNotCharged, evidence, detail }
+            }
+        }
+        (_, Reach::Nothing(nothing)) => {
+            evidence.extend(nothing.evidence);
+            let (coverage, cause) = match nothing.cause {
+                Cause::OtherDisk | Cause::DiskWithoutLimit => (Coverage::Escapes, Cause::SwapElsewhere),
+                cause => (nothing.coverage, cause),
+            };
+            Judgement { coverage, cause, evidence, detail }
+        }
+    }
+}
+
+/// Everything else.
+pub(super) fn look(facts: &Facts, found: &mut Vec<Finding>) {
+    whole_cgroup(facts, found);
+    memory_not_enabled(facts, found);
+    lower_above(facts, found);
+    file_systems(facts, found);
+    page_cache(facts, found);
+    older_files(facts, found);
+    for beside in &facts.beside {
+        let detail = match beside.what {
+            BesideKind::Cost => "io.cost",
+            BesideKind::Latency => "io.latency",
+            BesideKind::Bfq => "BFQ",
+        };
+        found.push(note(
+            facts,
+            Cause::OtherControl,
+            detail,
+            Some(beside.disk),
+            vec![beside.evidence.clone()],
+        ));
+    }
+    for level in facts.levels.iter().chain(&facts.inner) {
+        for limit in &level.limits {
+            if facts.disk(limit.disk).is_some_and(|disk| disk.kind == DiskKind::Gone) {
+                let evidence = facts.disk(limit.disk).map(|disk| disk.evidence.clone()).unwrap_or_default();
+                let evidence = limit.evidence.iter().cloned().chain(evidence).collect();
+                found.push(note(facts, Cause::DiskGone, &level.name, Some(limit.disk), evidence));
+            }
+        }
+    }
+    let threads = facts.processes.iter().filter_map(|process| Some((process, process.kernel.clone()?)));
+    let (names, evidence): (Vec<&str>, Vec<Evidence>) =
+        threads.map(|(process, evidence)| (process.name.as_str(), evidence)).unzip();
+    if let Some(first) = names.first() {
+        let told = if names.len() == 1 {
+            (*first).to_owned()
+        } else {
+            format!("{first} and {} others", names.len() - 1)
+        };
+        let evidence = evidence.into_iter().take(super::MAX_EVIDENCE).collect();
+        found.push(note(facts, Cause::KernelThread, &told, None, evidence));
+    }
+    if let Some(evidence) = &facts.left_dirty {
+        found.push(note(facts, Cause::LeftDirty, &facts.name, None, vec![evidence.clone()]));
+    }
+    if !facts.gaps.is_empty() {
+        let mut gaps = facts.gaps.clone();
+        gaps.truncate(super::MAX_EVIDENCE);
+        found.push(note(facts, Cause::NotSeen, &facts.gaps.len().to_string(), None, gaps));
+    }
+}
+
+fn note(facts: &Facts, cause: Cause, detail: &str, disk: Option<Number>, evidence: Vec<Evidence>) -> Finding {
+    let (why, mend) = wording::of(facts, cause, detail);
+    let place = disk.map_or_else(String::new, |disk| facts.node(disk));
+    Finding { coverage: Coverage::Note, cause, acts: BTreeSet::new(), disk, place, why, evidence, mend }
+}
+
+/// What there is to say even if no process has anything open.
+fn whole_cgroup(facts: &Facts, found: &mut Vec<Finding>) {
+    let own = facts.own();
+    let told = |cause: Cause| found.iter().any(|finding| finding.cause == cause);
+    let limited = facts.levels.iter().chain(&facts.inner).any(|level| !level.limits.is_empty());
+    let escape = |cause: Cause, detail: &str, evidence: Vec<Evidence>| {
+        let mut finding = note(facts, cause, detail, None, evidence);
+        finding.coverage = Coverage::Escapes;
+        finding
+    };
+    let two = facts.version == Version::V2;
+    if two && own.root {
+        if !told(Cause::RootCgroup) {
+            found.push(escape(Cause::RootCgroup, "", own.subtree.iter().cloned().collect()));
+        }
+    } else if !limited {
+        let told = [Cause::NoLimit, Cause::IoNotEnabled, Cause::NoThrottling].into_iter().any(told);
+        if !told {
+            let disk = Number { major: 0, minor: 0 };
+            let nothing = reach::nothing(facts, &own.name, &reach::in_force(facts, &own.name), disk);
+            found.push(escape(nothing.cause, &nothing.detail, nothing.evidence));
+        }
+    }
+}
+
+/// Where `io` is given and `memory` is not, the kernel gives it all the same, without its files.
+fn memory_not_enabled(facts: &Facts, found: &mut Vec<Finding>) {
+    let own = facts.own();
+    let silent = facts.version == Version::V2
+        && facts.memory == Memory::Unified
+        && !own.root
+        && own.has("io")
+        && !own.has("memory");
+    if silent {
+        let evidence = own.controllers.iter().cloned().collect();
+        found.push(note(facts, Cause::MemoryNotEnabled, &own.name, None, evidence));
+    }
+}
+
+/// A limit of a cgroup above that is lower than the cgroup's own.
+fn lower_above(facts: &Facts, found: &mut Vec<Finding>) {
+    if facts.version == Version::V1 {
+        return;
+    }
+    let own = facts.own();
+    for limit in &own.limits {
+        let above = facts.levels[1..].iter().filter_map(|level| Some((level, level.limit(limit.disk)?)));
+        for (level, above) in above.filter(|(_, above)| lower(above.rates, limit.rates)) {
+            let evidence = limit.evidence.iter().chain(&above.evidence).cloned().collect();
+            found.push(note(facts, Cause::LowerAbove, &level.name, Some(limit.disk), evidence));
+        }
+    }
+}
+
+/// Whether any of the rates is below the other's.
+fn lower(these: Rates, those: Rates) -> bool {
+    let below =
+        |this: Option<u64>, that: Option<u64>| this.is_some_and(|this| that.is_some_and(|that| this < that));
+    below(these.read_bps, those.read_bps)
+        || below(these.write_bps, those.write_bps)
+        || below(these.read_iops, those.read_iops)
+        || below(these.write_iops, those.write_iops)
+}
+
+/// Notes on the file systems that are used.
+fn file_systems(facts: &Facts, found: &mut Vec<Finding>) {
+    for file_system in facts.file_systems.iter().filter(|file_system| file_system.used) {
+        let Below::Disk(disk) = file_system.below else {
+            continue;
+        };
+        let disk = Some(disk);
+        if let Some(overlay) = &file_system.overlay {
+            let evidence = vec![overlay.clone(), file_system.evidence.clone()];
+            found.push(note(facts, Cause::Overlay, &file_system.point, disk, evidence));
+        }
+        if let Some(partition) = &file_system.partition {
+            found.push(note(facts, Cause::Partition, &file_system.point, disk, vec![partition.clone()]));
+        }
+        let journal = matches!(file_system.kind.as_str(), "ext3" | "ext4");
+        if journal && facts.version == Version::V2 {
+            let evidence = vec![file_system.evidence.clone()];
+            found.push(note(facts, Cause::JournalThread, &file_system.point, disk, evidence));
+        }
+    }
+}
+
+/// Reads that a limit covers are those that miss the page cache.
+fn page_cache(facts: &Facts, found: &mut Vec<Finding>) {
+    let covered = found
+        .iter()
+        .find(|finding| finding.coverage == Coverage::Covered && finding.ios().contains(&Io::Reads));
+    let Some(disk) = covered.map(|finding| finding.disk) else {
+        return;
+    };
+    let uses = facts.processes.iter().flat_map(|process| &process.uses).chain(&facts.possible);
+    let evidence =
+        uses.filter(|used| used.reads && used.way != Way::Direct).map(|used| used.evidence.clone());
+    let evidence = evidence.take(1).collect();
+    found.push(note(facts, Cause::PageCache, "", disk, evidence));
+}
+
+/// Files that were there before: whether they are charged to others cannot be seen, unless so much was that the counts show it.
+fn older_files(facts: &Facts, found: &mut Vec<Finding>) {
+    if found.iter().any(|finding| finding.cause == Cause::EarlierOwner) {
+        return;
+    }
+    let covered = |disk| {
+        let this = |finding: &&Finding| finding.disk == disk && finding.coverage == Coverage::Covered;
+        found.iter().filter(this).any(|finding| finding.ios().contains(&Io::BufferedWrites))
+    };
+    let uses = facts.processes.iter().flat_map(|process| &process.uses);
+    let older = uses.filter(|used| covered(facts.disk_of(used.place)));
+    let evidence: Vec<Evidence> =
+        older.filter_map(|used| used.older.clone()).take(super::MAX_EVIDENCE).collect();
+    if !evidence.is_empty() && facts.version == Version::V2 {
+        found.push(note(facts, Cause::EarlierOwner, "", None, evidence));
+    }
+}

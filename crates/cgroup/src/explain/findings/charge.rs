@@ -1,0 +1,159 @@
+//! In whose name a request is sent: the cgroup of the process, or somebody else's.
+//!
+//! ```text
+//!   direct I/O, reads, O_SYNC, fsync   the process sends it itself                       its own cgroup
+//!   buffered writes, shared mappings   a worker writes them back, later                  the owner of the inode …
+//!                                                                          … or the root, unless all of these hold:
+//!                                         io and memory both in version 2's hierarchy    (fs.h, inode_cgwb_enabled)
+//!                                         the file system says it can                    (SB_I_CGROUPWB)
+//! ```
+//!
+//! Sources: Documentation/admin-guide/cgroup-v2.rst, "Writeback" and "Filesystem Support for Writeback"; `inode_cgwb_enabled` in
+//! include/linux/backing-dev.h. A bio without another owner is charged to the task that makes it (`bio_associate_blkg`), which is why
+//! fsync(2) and `O_SYNC` are charged to the process even where writing back is not.
+
+use super::{Cause, Coverage, Io, Judgement};
+use crate::{
+    explain::facts::{Evidence, Facts, FileSystem, Memory, Place, Use},
+    hierarchy::Version,
+    nature::Nature,
+};
+
+/// Whom it is charged to.
+#[derive(Debug, Clone)]
+pub(super) enum Charge {
+    /// The cgroup of the process.
+    Own(Vec<Evidence>),
+    /// That, or the cgroup of somebody else who writes to the same file.
+    Several(Cause, Vec<Evidence>),
+    /// Another cgroup, mostly the root.
+    Elsewhere(Cause, Vec<Evidence>),
+}
+
+/// File systems that charge what is written back to its owner, with the release from which on they do.
+///
+/// ext2 and ext4 (which also mounts ext3) since 4.2 and 4.3, Btrfs since 4.3, f2fs since 4.16 (commit 578c647879f7), XFS since 5.3 (commit
+/// adfb5fb46af0). Cgroup v2 itself is official since 4.5.
+const CHARGE_WRITEBACK: [(&str, (u32, u32, u32)); 6] = [
+    ("ext2", (4, 2, 0)),
+    ("ext3", (4, 3, 0)),
+    ("ext4", (4, 3, 0)),
+    ("btrfs", (4, 3, 0)),
+    ("f2fs", (4, 16, 0)),
+    ("xfs", (5, 3, 0)),
+];
+
+/// Why a file system of this nature is charged to nobody, or to somebody else.
+fn without_disk(nature: Nature) -> Option<Cause> {
+    match nature {
+        Nature::Network => Some(Cause::NetworkFileSystem),
+        Nature::Fuse => Some(Cause::Fuse),
+        Nature::Zfs => Some(Cause::Zfs),
+        Nature::Memory | Nature::Pseudo => Some(Cause::InMemory),
+        Nature::Disk => None,
+    }
+}
+
+/// Who is charged for this kind of I/O of a use, as far as cgroup and file system decide it.
+pub(super) fn of(facts: &Facts, used: &Use, io: Io) -> Charge {
+    let file_system = match used.place {
+        Place::FileSystem(index) => Some(&facts.file_systems[index]),
+        Place::Disk(_) => None,
+    };
+    if let Some(file_system) = file_system
+        && let Some(cause) = without_disk(file_system.nature)
+    {
+        return Charge::Elsewhere(cause, vec![file_system.evidence.clone()]);
+    }
+    // ext4 has no direct I/O in this mode: such requests go through the page cache (Documentation/admin-guide/ext4.rst, `data=journal`).
+    let journaled = file_system.filter(|file_system| is_data_journal(file_system));
+    if let Some(file_system) = journaled.filter(|_| io.writes()) {
+        return Charge::Elsewhere(Cause::DataJournal, vec![file_system.evidence.clone()]);
+    }
+    if !io.written_back() {
+        return Charge::Own(Vec::new());
+    }
+    let mut evidence = match written_back(facts, file_system) {
+        Ok(evidence) => evidence,
+        Err((cause, evidence)) => return Charge::Elsewhere(cause, evidence),
+    };
+    if used.others.is_empty() {
+        let accounts = facts.accounts.as_ref().filter(|accounts| accounts.charged_elsewhere());
+        return match (&used.older, accounts) {
+            (Some(older), Some(accounts)) => {
+                evidence.push(older.clone());
+                evidence.extend(accounts.evidence.iter().cloned());
+                Charge::Several(Cause::EarlierOwner, evidence)
+            }
+            _ => Charge::Own(evidence),
+        };
+    }
+    evidence.push(used.evidence.clone());
+    evidence.extend(used.others.iter().map(|other| other.evidence.clone()));
+    Charge::Several(Cause::SeveralCgroups, evidence)
+}
+
+/// Whether what a worker writes back is charged to the owner of the inode; if not, why.
+pub(super) fn written_back(
+    facts: &Facts,
+    file_system: Option<&FileSystem>,
+) -> Result<Vec<Evidence>, (Cause, Vec<Evidence>)> {
+    if facts.version == Version::V1 {
+        return Err((
+            Cause::VersionOne,
+            facts.hierarchy.iter().chain([&facts.kernel.evidence]).cloned().collect(),
+        ));
+    }
+    match &facts.memory {
+        Memory::Unified => {}
+        Memory::Legacy(evidence) => {
+            return Err((Cause::MemoryInVersionOne, vec![evidence.clone()]));
+        }
+        Memory::Absent(evidence) => {
+            return Err((Cause::NoMemoryController, vec![evidence.clone()]));
+        }
+    }
+    // A disk's own pages are charged too: SB_I_CGROUPWB is set for `bdev` (block/bdev.c; fs/block_dev.c before 5.14).
+    let Some(file_system) = file_system else {
+        return Ok(Vec::new());
+    };
+    let mut evidence = vec![file_system.evidence.clone()];
+    if charges_writeback(&file_system.kind, facts.kernel.release) {
+        return Ok(evidence);
+    }
+    evidence.push(facts.kernel.evidence.clone());
+    Err((Cause::NoCgroupWriteback, evidence))
+}
+
+/// Whether a file system of this kind charges what is written back to its owner.
+fn charges_writeback(kind: &str, release: (u32, u32, u32)) -> bool {
+    CHARGE_WRITEBACK.iter().any(|&(name, since)| name == kind && release >= since)
+}
+
+fn is_data_journal(file_system: &FileSystem) -> bool {
+    matches!(file_system.kind.as_str(), "ext3" | "ext4")
+        && file_system.super_options.split(',').any(|option| option == "data=journal")
+}
+
+impl Charge {
+    /// With more evidence.
+    pub(super) fn citing(mut self, more: Vec<Evidence>) -> Self {
+        let (Self::Own(evidence) | Self::Several(_, evidence) | Self::Elsewhere(_, evidence)) = &mut self;
+        evidence.extend(more);
+        self
+    }
+
+    /// What that means for a file that is on no disk.
+    pub(super) fn without_disk(self, used: &Use) -> Judgement {
+        let (cause, mut evidence) = match self {
+            Self::Elsewhere(cause, evidence) => (cause, evidence),
+            Self::Own(evidence) | Self::Several(_, evidence) => (Cause::UnknownDisk, evidence),
+        };
+        let coverage = match cause {
+            Cause::InMemory | Cause::UnknownDisk => Coverage::Note,
+            _ => Coverage::Escapes,
+        };
+        evidence.push(used.evidence.clone());
+        Judgement { coverage, cause, evidence, detail: used.path.clone() }
+    }
+}

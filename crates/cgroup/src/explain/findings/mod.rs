@@ -1,0 +1,270 @@
+//! What the facts mean: which I/O a limit covers, which escapes it, why, and what to do about it.
+//!
+//! ```text
+//!   a use (process, file, way) ──► requests ──► who is charged?        charge.rs    its cgroup │ the root │ nobody
+//!                                          └──► is he limited there?   reach.rs     on this disk │ one below │ not
+//!                                          ──► covered │ partly │ escapes │ unlimited
+//!   everything else worth knowing                                      around.rs
+//! ```
+//!
+//! Each rule is what a kernel does, with the document or the commit that says so. Where kernels differ the release decides; a
+//! distribution that carries a change back is judged too harshly, never too kindly, and `--measure` shows it.
+//!
+//! Facts in, findings out: reads nothing, knows no clock.
+
+mod around;
+mod cause;
+mod charge;
+mod reach;
+mod wording;
+
+use std::{collections::BTreeSet, fmt};
+
+use block::device::Number;
+pub(crate) use cause::Cause;
+pub(crate) use wording::rates;
+
+use self::{charge::Charge, reach::Reach};
+use super::facts::{Evidence, Facts, FileSystem, Place, Use, Way};
+
+/// What becomes of a kind of I/O.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Coverage {
+    /// The limit is not kept for it.
+    Escapes,
+    /// It is kept for a part.
+    Partly,
+    /// The limit is kept.
+    Covered,
+    /// No limit of that direction was set for that disk.
+    Unlimited,
+    /// Nothing of it, but worth knowing.
+    Note,
+}
+
+impl Coverage {
+    /// Its name in JSON.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::Escapes => "escapes",
+            Self::Partly => "partly",
+            Self::Covered => "covered",
+            Self::Unlimited => "unlimited",
+            Self::Note => "note",
+        }
+    }
+
+    /// Whether somebody who set the limit would want to know.
+    pub(crate) fn alarms(self) -> bool {
+        matches!(self, Self::Escapes | Self::Partly)
+    }
+}
+
+/// A kind of I/O.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Io {
+    DirectReads,
+    DirectWrites,
+    Reads,
+    BufferedWrites,
+    SynchronousWrites,
+    MappedWrites,
+    Swapping,
+}
+
+impl Io {
+    /// Those that a use makes.
+    fn of(used: &Use) -> Vec<Self> {
+        let read = if used.way == Way::Direct { Self::DirectReads } else { Self::Reads };
+        let write = match used.way {
+            Way::Direct => Self::DirectWrites,
+            Way::Buffered => Self::BufferedWrites,
+            Way::Synchronous => Self::SynchronousWrites,
+            Way::Mapped => Self::MappedWrites,
+        };
+        [used.reads.then_some(read), used.writes.then_some(write)].into_iter().flatten().collect()
+    }
+
+    /// Whether it reads; swapping does both.
+    fn reads(self) -> bool {
+        matches!(self, Self::DirectReads | Self::Reads | Self::Swapping)
+    }
+
+    /// Whether it writes.
+    fn writes(self) -> bool {
+        !matches!(self, Self::DirectReads | Self::Reads)
+    }
+
+    /// Whether it is written later, by somebody else.
+    fn written_back(self) -> bool {
+        matches!(self, Self::BufferedWrites | Self::MappedWrites)
+    }
+
+    /// Its name in JSON.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::DirectReads => "direct-reads",
+            Self::DirectWrites => "direct-writes",
+            Self::Reads => "reads",
+            Self::BufferedWrites => "buffered-writes",
+            Self::SynchronousWrites => "synchronous-writes",
+            Self::MappedWrites => "mapped-writes",
+            Self::Swapping => "swapping",
+        }
+    }
+}
+
+impl fmt::Display for Io {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::DirectReads => "direct reads",
+            Self::DirectWrites => "direct writes",
+            Self::Reads => "reads",
+            Self::BufferedWrites => "buffered writes",
+            Self::SynchronousWrites => "synchronous writes",
+            Self::MappedWrites => "writes to mappings",
+            Self::Swapping => "swapping",
+        })
+    }
+}
+
+/// One answer.
+#[derive(Debug, Clone)]
+pub(crate) struct Finding {
+    pub(crate) coverage: Coverage,
+    pub(crate) cause: Cause,
+    /// Who does what; `None` if nobody does it now. Empty if it is about nothing in particular.
+    pub(crate) acts: BTreeSet<(Option<i32>, Io)>,
+    /// The disk it is about.
+    pub(crate) disk: Option<Number>,
+    /// Where: a disk's node, with the file system on it; empty if nowhere in particular.
+    pub(crate) place: String,
+    /// Why it is so, in a sentence.
+    pub(crate) why: String,
+    pub(crate) evidence: Vec<Evidence>,
+    /// What to do about it, if anything.
+    pub(crate) mend: Option<String>,
+}
+
+impl Finding {
+    /// The kinds of I/O it is about.
+    pub(crate) fn ios(&self) -> BTreeSet<Io> {
+        self.acts.iter().map(|(_, io)| *io).collect()
+    }
+}
+
+/// What is found about one request, before those alike are told together.
+#[derive(Debug)]
+struct Judgement {
+    coverage: Coverage,
+    cause: Cause,
+    evidence: Vec<Evidence>,
+    /// What the sentences need beyond the cause.
+    detail: String,
+}
+
+/// How much evidence a finding carries, in files: the first of many alike says it all.
+const MAX_EVIDENCE: usize = 8;
+
+/// Whether what is written back of a file system is charged to the cgroup that wrote it.
+pub(crate) fn charges_writeback(facts: &Facts, file_system: &FileSystem) -> bool {
+    charge::written_back(facts, Some(file_system)).is_ok()
+}
+
+/// Everything there is to say, the worst first.
+pub(crate) fn find(facts: &Facts) -> Vec<Finding> {
+    let mut found = Vec::new();
+    for process in &facts.processes {
+        for used in &process.uses {
+            for io in Io::of(used) {
+                let judged = judge(facts, &process.group, used, io);
+                gather(facts, &mut found, judged, Some(used.place), (Some(process.pid), io));
+            }
+        }
+        around::swapping(facts, process, &mut found);
+    }
+    for used in &facts.possible {
+        for io in Io::of(used) {
+            let judged = judge(facts, &facts.own().name, used, io);
+            gather(facts, &mut found, judged, Some(used.place), (None, io));
+        }
+    }
+    around::look(facts, &mut found);
+    found.sort_by_key(|finding| finding.coverage);
+    found
+}
+
+/// One kind of I/O of one use.
+fn judge(facts: &Facts, group: &str, used: &Use, io: Io) -> Judgement {
+    let charge = charge::of(facts, used, io);
+    let Some(disk) = facts.disk_of(used.place) else {
+        return charge.without_disk(used);
+    };
+    let (charge, reach) = reach::from(facts, group, disk, io, charge);
+    match (charge, reach) {
+        // Nothing is limited, and this would escape any limit.
+        (Charge::Elsewhere(cause, mut evidence), Reach::Nothing(nothing))
+            if nothing.cause == Cause::NoLimit =>
+        {
+            evidence.push(used.evidence.clone());
+            Judgement { coverage: Coverage::Escapes, cause, evidence, detail: nothing.detail }
+        }
+        (_, Reach::Nothing(nothing)) => nothing,
+        (Charge::Own(mut evidence), Reach::Limit(limit)) => {
+            evidence.splice(0..0, limit.evidence);
+            evidence.push(used.evidence.clone());
+            let cause = if limit.below { Cause::LimitBelow } else { Cause::Covered };
+            Judgement { coverage: Coverage::Covered, cause, evidence, detail: limit.rate }
+        }
+        (Charge::Several(cause, mut evidence), Reach::Limit(limit)) => {
+            evidence.extend(limit.evidence);
+            Judgement { coverage: Coverage::Partly, cause, evidence, detail: limit.rate }
+        }
+        (Charge::Elsewhere(cause, mut evidence), Reach::Limit(limit)) => {
+            evidence.extend(limit.evidence);
+            evidence.push(used.evidence.clone());
+            Judgement { coverage: Coverage::Escapes, cause, evidence, detail: limit.rate }
+        }
+    }
+}
+
+/// Puts a judgement with those that say the same of the same place.
+fn gather(
+    facts: &Facts,
+    found: &mut Vec<Finding>,
+    judged: Judgement,
+    place: Option<Place>,
+    act: (Option<i32>, Io),
+) {
+    let named = place.map_or_else(String::new, |place| wording::place(facts, place));
+    let same = |finding: &&mut Finding| {
+        finding.coverage == judged.coverage && finding.cause == judged.cause && finding.place == named
+    };
+    if let Some(finding) = found.iter_mut().find(same) {
+        finding.acts.insert(act);
+        cite(&mut finding.evidence, judged.evidence);
+        return;
+    }
+    let (why, mend) = wording::of(facts, judged.cause, &judged.detail);
+    let mut evidence = Vec::new();
+    cite(&mut evidence, judged.evidence);
+    found.push(Finding {
+        coverage: judged.coverage,
+        cause: judged.cause,
+        acts: BTreeSet::from([act]),
+        disk: place.and_then(|place| facts.disk_of(place)),
+        place: named,
+        why,
+        evidence,
+        mend,
+    });
+}
+
+/// Adds evidence that is not there yet.
+fn cite(cited: &mut Vec<Evidence>, more: Vec<Evidence>) {
+    for evidence in more {
+        if cited.len() < MAX_EVIDENCE && !cited.contains(&evidence) {
+            cited.push(evidence);
+        }
+    }
+}

@@ -1,0 +1,266 @@
+//! Whether the charged cgroup has a limit where the request goes: on this very disk, or on one that it is made of.
+//!
+//! ```text
+//!   file system ──► dm-0 (linear) ──► vda      a limit on dm-0 or on vda: the request keeps its owner on its way down
+//!               ──► md0  (raid5)  ──► vdb …    on vdb: stripes are written by a thread, in the root's name
+//!               ──► loop0 ──► file ──► vda     on vda: since 5.14 the loop driver writes in the sender's name
+//! ```
+//!
+//! RAID without parity clones the request, and a clone keeps the owner (`__bio_clone` in block/bio.c). RAID 4, 5 and 6 make requests of their own
+//! in a kernel thread (`ops_run_io` in drivers/md/raid5.c), which are the root's. Device mapper lost the owner of what is written back from 5.18
+//! (commit ca522482e3ea) until commit 2df8b310bcfe; that one also gave dm-crypt's writes, made by threads, an owner for the first time.
+//!
+//! In version 2 the limits of all cgroups up to the root hold (Documentation/admin-guide/cgroup-v2.rst, "Limits"); in version 1 only those of
+//! the process's own (`throtl_pd_init` in block/blk-throttle.c; Documentation/admin-guide/cgroup-v1/blkio-controller.rst, "Hierarchical Cgroups").
+
+use std::path::Path;
+
+use block::device::Number;
+
+use super::{
+    Cause, Coverage, Io, Judgement,
+    charge::{Charge, written_back},
+    wording,
+};
+use crate::{
+    explain::facts::{Disk, DiskKind, Evidence, Facts, Level, Limit, Mapper},
+    hierarchy::Version,
+    kernel::io_max::Rates,
+};
+
+/// Disks on disks are not followed further than this: the kernel stacks fewer.
+const MAX_DEPTH: usize = 8;
+
+/// Limits reach a loop device's file in the sender's name since 5.14 (commit c74d40e8b5e2), with direct I/O since 4.15 (commit d4478e92d618).
+const LOOP_CHARGES: (u32, u32, u32) = (5, 14, 0);
+const DIRECT_LOOP_CHARGES: (u32, u32, u32) = (4, 15, 0);
+
+/// Device mapper loses the owner of what is written back from this release on …
+const MAPPER_LOSES: (u32, u32, u32) = (5, 18, 0);
+/// … until these, of each series that was mended, and 7.0 (commit 2df8b310bcfe).
+const MAPPER_MENDED: [(u32, u32, u32); 5] = [(6, 1, 165), (6, 6, 128), (6, 12, 75), (6, 18, 16), (6, 19, 6)];
+
+/// Whether this kernel's device mapper keeps the owner of every request, dm-crypt's included.
+fn mapper_mended((major, minor, patch): (u32, u32, u32)) -> bool {
+    major >= 7
+        || MAPPER_MENDED.iter().any(|mended| (mended.0, mended.1) == (major, minor) && patch >= mended.2)
+}
+
+/// What was found on the way down.
+pub(super) enum Reach {
+    /// A limit.
+    Limit(Reached),
+    /// None, and why.
+    Nothing(Judgement),
+}
+
+/// A limit on the way.
+pub(super) struct Reached {
+    pub(super) evidence: Vec<Evidence>,
+    /// In words.
+    pub(super) rate: String,
+    /// Whether it is on a disk below.
+    pub(super) below: bool,
+}
+
+/// Looks for a limit from `disk` downwards. Who is charged may change on the way.
+pub(super) fn from(facts: &Facts, group: &str, disk: Number, io: Io, charge: Charge) -> (Charge, Reach) {
+    let levels = in_force(facts, group);
+    if let Some(reached) = limit_on(&levels, disk, io) {
+        return (charge, Reach::Limit(reached));
+    }
+    let mut way = Vec::new();
+    if let Some((reached, crossed)) = below(facts, &levels, disk, io, &mut way) {
+        let charge = match (charge, crossed) {
+            (Charge::Own(own) | Charge::Several(_, own), Some(crossed)) => crossed.citing(own),
+            (charge, _) => charge,
+        };
+        return (charge, Reach::Limit(reached));
+    }
+    (charge, Reach::Nothing(nothing(facts, group, &levels, disk)))
+}
+
+/// The levels whose limits hold for a process of this cgroup.
+pub(super) fn in_force<'a>(facts: &'a Facts, group: &str) -> Vec<&'a Level> {
+    match facts.version {
+        Version::V1 => vec![facts.level_of(group)],
+        Version::V2 => {
+            let inner = facts.inner.iter().filter(|level| Path::new(group).starts_with(&level.name));
+            inner.chain(&facts.levels).collect()
+        }
+    }
+}
+
+fn limit_on(levels: &[&Level], disk: Number, io: Io) -> Option<Reached> {
+    let limits: Vec<&Limit> =
+        levels.iter().filter_map(|level| level.limit(disk)).filter(|limit| holds(limit.rates, io)).collect();
+    let evidence: Vec<Evidence> = limits.iter().flat_map(|limit| limit.evidence.clone()).collect();
+    (!limits.is_empty()).then(|| Reached {
+        evidence,
+        rate: wording::lowest(limits.iter().map(|limit| limit.rates)),
+        below: false,
+    })
+}
+
+/// Whether there is a rate for what this kind of I/O does.
+fn holds(rates: Rates, io: Io) -> bool {
+    io.reads() && (rates.read_bps.is_some() || rates.read_iops.is_some())
+        || io.writes() && (rates.write_bps.is_some() || rates.write_iops.is_some())
+}
+
+/// The first limit below a disk, and who is charged there if it is not the sender any more.
+fn below(
+    facts: &Facts,
+    levels: &[&Level],
+    disk: Number,
+    io: Io,
+    way: &mut Vec<Number>,
+) -> Option<(Reached, Option<Charge>)> {
+    if way.len() >= MAX_DEPTH || way.contains(&disk) {
+        return None;
+    }
+    way.push(disk);
+    let disk = facts.disk(disk)?;
+    let crossed = crossing(facts, disk, io);
+    disk.parts.iter().find_map(|&part| {
+        if let Some(mut reached) = limit_on(levels, part, io) {
+            reached.evidence.splice(0..0, disk.evidence.iter().cloned());
+            reached.below = true;
+            return Some((reached, crossed.clone()));
+        }
+        let (mut reached, deeper) = below(facts, levels, part, io, way)?;
+        reached.evidence.splice(0..0, disk.evidence.iter().cloned());
+        Some((reached, crossed.clone().or(deeper)))
+    })
+}
+
+/// Who is charged for what a disk does to those it is made of, if not the sender.
+fn crossing(facts: &Facts, disk: &Disk, io: Io) -> Option<Charge> {
+    let because = |cause| Some(Charge::Elsewhere(cause, disk.evidence.clone()));
+    let of_kernel = |cause| because(cause).map(|charge| charge.citing(vec![facts.kernel.evidence.clone()]));
+    match &disk.kind {
+        // A mirror keeps the owner of what the process sends itself, one with parity that of nothing; which it is, is not told.
+        DiskKind::Mapper(Mapper::Raid) if io.writes() => {
+            Some(Charge::Several(Cause::RaidThreads, disk.evidence.clone()))
+        }
+        DiskKind::Mapper(mapper) => {
+            let release = facts.kernel.release;
+            let cause = match () {
+                () if mapper_mended(release) || !io.writes() => return None,
+                () if *mapper == Mapper::Crypt => Cause::CryptThreads,
+                () if release >= MAPPER_LOSES && io.written_back() => Cause::MapperWriteback,
+                () => return None,
+            };
+            of_kernel(cause)
+        }
+        // What is read of a healthy array is cloned, and keeps its owner.
+        DiskKind::Raid(level) if io.writes() && matches!(level.as_str(), "raid4" | "raid5" | "raid6") => {
+            because(Cause::RaidThreads)
+        }
+        DiskKind::Loop { on, direct } => {
+            let since = if *direct { DIRECT_LOOP_CHARGES } else { LOOP_CHARGES };
+            if facts.kernel.release < since {
+                return of_kernel(Cause::OldLoop);
+            }
+            if *direct || !io.writes() {
+                return None;
+            }
+            // Its file is written through the page cache, as any other file.
+            let file_system = on.map(|index| &facts.file_systems[index]);
+            let cited = disk.evidence.clone();
+            Some(match written_back(facts, file_system) {
+                // Its owner is whoever wrote to the file first, and the sender only after a while.
+                Ok(evidence) => Charge::Several(Cause::BufferedLoop, cited).citing(evidence),
+                Err((_, evidence)) => Charge::Elsewhere(Cause::BufferedLoop, cited).citing(evidence),
+            })
+        }
+        DiskKind::Plain | DiskKind::Memory | DiskKind::Raid(_) | DiskKind::Gone => None,
+    }
+}
+
+/// Why there is no limit for this.
+pub(super) fn nothing(facts: &Facts, group: &str, levels: &[&Level], disk: Number) -> Judgement {
+    let judged =
+        |coverage, cause, evidence| Judgement { coverage, cause, evidence, detail: facts.node(disk) };
+    let own = facts.level_of(group);
+    let all = facts.levels.iter().chain(&facts.inner);
+    let evidence = |levels: &[&Level], disk: Number| -> Vec<Evidence> {
+        levels.iter().filter_map(|level| level.limit(disk)).flat_map(|limit| limit.evidence.clone()).collect()
+    };
+    if facts.version == Version::V2 && own.root {
+        let evidence = own.subtree.iter().cloned().collect();
+        return judged(Coverage::Escapes, Cause::RootCgroup, evidence);
+    }
+    let here: Vec<&Level> = levels.iter().copied().filter(|level| level.limit(disk).is_some()).collect();
+    if !here.is_empty() {
+        return judged(Coverage::Unlimited, Cause::OtherDirection, evidence(&here, disk));
+    }
+    if facts.version == Version::V1 {
+        let above: Vec<&Level> = all.clone().filter(|level| level.limit(disk).is_some()).collect();
+        if !above.is_empty() {
+            return judged(Coverage::Escapes, Cause::NotInherited, evidence(&above, disk));
+        }
+    }
+    if facts.version == Version::V2 && !own.has("io") {
+        return not_enabled(facts, own, judged);
+    }
+    if facts.version == Version::V2 && !own.has_limits {
+        let evidence = own.controllers.iter().cloned().collect();
+        return judged(Coverage::Escapes, Cause::NoThrottling, evidence);
+    }
+    let limited: Vec<(&Level, &Limit)> =
+        levels.iter().flat_map(|level| level.limits.iter().map(move |limit| (*level, limit))).collect();
+    if let Some((_, limit)) = limited.iter().find(|(_, limit)| lies_on(facts, limit.disk, disk, 0)) {
+        let mut evidence = limit.evidence.clone();
+        evidence.extend(facts.disk(limit.disk).into_iter().flat_map(|disk| disk.evidence.clone()));
+        return judged(Coverage::Escapes, Cause::LimitAbove, evidence);
+    }
+    let Some((_, other)) = limited.first() else {
+        let evidence = levels.iter().flat_map(|level| level.files.clone()).collect();
+        return judged(Coverage::Escapes, Cause::NoLimit, evidence);
+    };
+    let evidence = other.evidence.clone();
+    let used = |disk: Number| facts.disks_in_use().any(|used| used == disk || lies_on(facts, used, disk, 0));
+    if limited.iter().any(|(_, limit)| used(limit.disk)) {
+        return judged(Coverage::Unlimited, Cause::DiskWithoutLimit, evidence);
+    }
+    judged(Coverage::Escapes, Cause::OtherDisk, evidence)
+}
+
+/// The level that keeps the io controller from a cgroup.
+fn not_enabled(
+    facts: &Facts,
+    own: &Level,
+    judged: impl Fn(Coverage, Cause, Vec<Evidence>) -> Judgement,
+) -> Judgement {
+    let mut evidence: Vec<Evidence> = own.controllers.iter().cloned().collect();
+    // Top down: the first that has it and does not give it.
+    let closed = facts
+        .levels
+        .iter()
+        .rev()
+        .find(|level| level.name != own.name && level.has("io") && !level.gives("io"));
+    evidence.extend(closed.and_then(|level| level.subtree.clone()));
+    evidence.extend(own.kind.clone());
+    let mut judgement = judged(Coverage::Escapes, Cause::IoNotEnabled, evidence);
+    judgement.detail = match (closed, &own.kind) {
+        (_, Some(kind)) if kind.value == "threaded" => "threaded".to_owned(),
+        (Some(level), _) => level.name.clone(),
+        (None, _) => String::new(),
+    };
+    judgement
+}
+
+/// Whether `upper` is made of `lower`.
+fn lies_on(facts: &Facts, upper: Number, lower: Number, depth: usize) -> bool {
+    let parts = facts.disk(upper).map_or(&[][..], |disk| &disk.parts);
+    depth < MAX_DEPTH && parts.iter().any(|&part| part == lower || lies_on(facts, part, lower, depth + 1))
+}
+
+impl Facts {
+    /// The disks that processes have files on.
+    fn disks_in_use(&self) -> impl Iterator<Item = Number> {
+        let uses = self.processes.iter().flat_map(|process| &process.uses);
+        uses.filter_map(|used| self.disk_of(used.place))
+    }
+}

@@ -1,0 +1,280 @@
+//! What causes mean, in sentences, and what to do about each.
+//!
+//! One place for all of them, so that they can be read side by side. A mend is something to type or to change; where there is none but to
+//! live with it, there is no mend.
+
+use super::Cause;
+use crate::{
+    explain::facts::{Facts, Place},
+    kernel::io_max::Rates,
+};
+
+/// A place in words: `ext4 on /data (/dev/vdb)`.
+pub(super) fn place(facts: &Facts, place: Place) -> String {
+    match place {
+        Place::Disk(number) => facts.node(number),
+        Place::FileSystem(index) => {
+            let file_system = &facts.file_systems[index];
+            let disk = facts.disk_of(place).map(|number| format!(" ({})", facts.node(number)));
+            format!("{} on {}{}", file_system.kind, file_system.point, disk.unwrap_or_default())
+        }
+    }
+}
+
+/// A limit in words: `read 20M/s, write 100 operations/s`.
+pub(crate) fn rates(rates: Rates) -> String {
+    lowest([rates].into_iter())
+}
+
+/// The lowest of several limits.
+pub(super) fn lowest(all: impl Iterator<Item = Rates> + Clone) -> String {
+    let lowest = |rate: fn(&Rates) -> Option<u64>| all.clone().filter_map(|rates| rate(&rates)).min();
+    let bytes = |rate: Option<u64>, what| rate.map(|rate| format!("{what} {}/s", settings::exact_size(rate)));
+    let operations = |rate: Option<u64>, what| rate.map(|rate| format!("{what} {rate} operations/s"));
+    let told = [
+        bytes(lowest(|rates| rates.read_bps), "read"),
+        bytes(lowest(|rates| rates.write_bps), "write"),
+        operations(lowest(|rates| rates.read_iops), "read"),
+        operations(lowest(|rates| rates.write_iops), "write"),
+    ];
+    told.into_iter().flatten().collect::<Vec<_>>().join(", ")
+}
+
+/// Why, and what to do.
+pub(super) fn of(facts: &Facts, cause: Cause, detail: &str) -> (String, Option<String>) {
+    let (why, mend) = match cause {
+        Cause::Covered
+        | Cause::VersionOne
+        | Cause::NotInherited
+        | Cause::MemoryInVersionOne
+        | Cause::NoMemoryController
+        | Cause::IoNotEnabled
+        | Cause::NoThrottling
+        | Cause::MemoryNotEnabled
+        | Cause::RootCgroup
+        | Cause::NoLimit => of_cgroup(facts, cause, detail),
+        Cause::LimitAbove
+        | Cause::LimitBelow
+        | Cause::CryptThreads
+        | Cause::MapperWriteback
+        | Cause::RaidThreads
+        | Cause::OldLoop
+        | Cause::BufferedLoop
+        | Cause::OtherDisk
+        | Cause::DiskWithoutLimit
+        | Cause::OtherDirection
+        | Cause::Partition
+        | Cause::DiskGone => of_disk(cause, detail),
+        Cause::NoCgroupWriteback
+        | Cause::DataJournal
+        | Cause::SeveralCgroups
+        | Cause::EarlierOwner
+        | Cause::NetworkFileSystem
+        | Cause::Fuse
+        | Cause::Zfs
+        | Cause::InMemory
+        | Cause::UnknownDisk
+        | Cause::Overlay
+        | Cause::JournalThread => of_file_system(cause, detail),
+        Cause::SwapNotCharged
+        | Cause::SwapElsewhere
+        | Cause::PageCache
+        | Cause::LowerAbove
+        | Cause::KernelThread
+        | Cause::LeftDirty
+        | Cause::OtherControl
+        | Cause::NotSeen => of_the_rest(cause, detail),
+    };
+    (why, mend.map(str::to_owned))
+}
+
+type Sentences = (String, Option<&'static str>);
+
+fn of_cgroup(facts: &Facts, cause: Cause, detail: &str) -> Sentences {
+    match cause {
+        Cause::Covered => (format!("charged to the cgroup, which may {detail}"), None),
+        Cause::VersionOne => (
+            "cgroup v1 does not know whose pages a worker writes back: they are charged to the root, and the limit sees only what \
+             the process writes itself, by O_DIRECT, O_SYNC or fsync"
+                .to_owned(),
+            Some("use cgroup v2 (boot with systemd.unified_cgroup_hierarchy=1 or cgroup_no_v1=all), or write with O_DIRECT"),
+        ),
+        Cause::NotInherited => (
+            "in cgroup v1 a limit is for the processes of its own cgroup alone, not for cgroups below it".to_owned(),
+            Some("set the limit on the cgroup that the processes are in, or use cgroup v2"),
+        ),
+        Cause::MemoryInVersionOne => (
+            "the memory controller is in a hierarchy of cgroup v1, so the io controller of v2 cannot tell whose pages are written back: \
+             they are charged to the root"
+                .to_owned(),
+            Some("boot with cgroup_no_v1=memory, so that both are in cgroup v2"),
+        ),
+        Cause::NoMemoryController => (
+            "there is no memory controller, which says whose pages are written back: they are charged to the root".to_owned(),
+            Some("boot without cgroup_disable=memory, on a kernel with CONFIG_MEMCG"),
+        ),
+        Cause::IoNotEnabled => (
+            match detail {
+                "" => "no cgroup of this hierarchy has the io controller: it is bound to cgroup v1, or disabled".to_owned(),
+                "threaded" => "the cgroup is threaded, and the io controller is for whole processes".to_owned(),
+                level => format!("{level} does not give the io controller to the cgroups below it"),
+            },
+            Some(match detail {
+                "" => "boot with cgroup_no_v1=blkio, or without cgroup_disable=io",
+                "threaded" => "set the limit on the nearest cgroup above whose cgroup.type is `domain threaded`",
+                _ => "write `+io +memory` to that level's cgroup.subtree_control; under systemd, set IOAccounting=yes on the unit",
+            }),
+        ),
+        Cause::NoThrottling => (
+            "the cgroup has the io controller, but no io.max: the kernel was built without limits".to_owned(),
+            Some("use a kernel with CONFIG_BLK_DEV_THROTTLING"),
+        ),
+        Cause::MemoryNotEnabled => (
+            format!("{detail} has io but not memory; the kernel enables memory unseen, so written back pages are charged all the same"),
+            None,
+        ),
+        Cause::RootCgroup => (
+            "the root cgroup has no limits, by design".to_owned(),
+            Some("move the processes into a cgroup and limit that, as `weir cgroup run` does"),
+        ),
+        _ => (
+            format!("neither {} nor a cgroup above it limits anything", facts.name),
+            Some("set a limit: `weir cgroup limit CGROUP --device DEV --bps-write 20M`"),
+        ),
+    }
+}
+
+fn of_disk(cause: Cause, detail: &str) -> Sentences {
+    match cause {
+        Cause::LimitAbove => (
+            format!("the limit is on a disk that lies on {detail}, and these requests do not pass that one"),
+            Some("set the limit on this disk, which everything above it passes"),
+        ),
+        Cause::LimitBelow => (
+            format!("the limit is on a disk below, which the requests reach in the cgroup's name: it may {detail}"),
+            None,
+        ),
+        Cause::CryptThreads => (
+            "this kernel's dm-crypt writes by threads of its own, so the disk below sees what it writes in the root's name".to_owned(),
+            Some("set the limit on the encrypted device (dm-N) or on what lies on it, or use Linux 7.0, 6.18.16, 6.12.75, 6.6.128 or 6.1.165"),
+        ),
+        Cause::MapperWriteback => (
+            "this kernel's device mapper passes on what is written back in the root's name".to_owned(),
+            Some("set the limit on the mapped device (dm-N), or use Linux 7.0, 6.18.16, 6.12.75, 6.6.128 or 6.1.165"),
+        ),
+        Cause::RaidThreads => (
+            "RAID reads and writes its members by a thread of its own, in the root's name: with parity always, without in part".to_owned(),
+            Some("set the limit on the array (mdN, or LVM's dm-N)"),
+        ),
+        Cause::OldLoop => (
+            "this kernel's loop devices read and write their file in the root's name (since 5.14 in the sender's)".to_owned(),
+            Some("set the limit on the loop device"),
+        ),
+        Cause::BufferedLoop => (
+            "the loop device writes its file through the page cache, in the name of the file's owner: the root, or whoever wrote to it first"
+                .to_owned(),
+            Some("set the limit on the loop device, or attach it with `losetup --direct-io=on`"),
+        ),
+        Cause::OtherDisk => (
+            format!("the limit is for another disk than {detail}, and no process has a file on that one"),
+            Some("set the limit on this disk: `weir cgroup limit CGROUP --device DEV` takes the path of a file on it"),
+        ),
+        Cause::DiskWithoutLimit => (format!("{detail} has no limit; others have"), None),
+        Cause::OtherDirection => (format!("the limit on {detail} is for the other direction alone"), None),
+        Cause::Partition => (
+            format!("{detail} is on a partition; limits are for the whole disk, and all of its partitions share them"),
+            None,
+        ),
+        _ => (
+            format!("{detail} has a limit for a disk that is not there, which limits nothing"),
+            Some("set it again for the disk's present number, which `lsblk` shows"),
+        ),
+    }
+}
+
+fn of_file_system(cause: Cause, detail: &str) -> Sentences {
+    match cause {
+        Cause::NoCgroupWriteback => (
+            "this file system does not tell the kernel whose pages it writes back: they are charged to the root".to_owned(),
+            Some("put the files on ext4, XFS, Btrfs or f2fs, or write with O_DIRECT or O_SYNC"),
+        ),
+        Cause::DataJournal => (
+            "with data=journal ext4 writes data by its journal's thread, in the root's name, and has no direct I/O".to_owned(),
+            Some("mount it with data=ordered, the default"),
+        ),
+        Cause::SeveralCgroups => (
+            "other cgroups write to the same file, which has one owner at a time: all that is written back is charged to that one".to_owned(),
+            Some("give each cgroup files of its own, or limit a cgroup above them all"),
+        ),
+        Cause::EarlierOwner => (
+            "the file was there before: while its old pages are cached, what is written to them is charged to whoever used them first"
+                .to_owned(),
+            Some(
+                "have its pages forgotten once (`dd of=FILE oflag=nocache conv=notrunc,fdatasync count=0`), or write a new file",
+            ),
+        ),
+        Cause::NetworkFileSystem => (
+            "a network file system sends packets and asks no block device, so there is nothing to limit here".to_owned(),
+            Some("limit the server's disk, or the network (tc)"),
+        ),
+        Cause::Fuse => (
+            "a FUSE file system's I/O is done by its daemon, in the daemon's cgroup".to_owned(),
+            Some("limit the cgroup of the daemon"),
+        ),
+        Cause::Zfs => (
+            "ZFS reads and writes by threads of its own, in the root's name".to_owned(),
+            Some("put the files on a zvol with another file system on it, and limit that disk"),
+        ),
+        Cause::InMemory => ("it is in memory: no disk is asked, unless it is swapped out".to_owned(), None),
+        Cause::UnknownDisk => (format!("the disk below {detail} was not found, so it is not known what covers it"), None),
+        Cause::Overlay => (
+            format!("an overlay's changed files are in its upper directory, on {detail}; unchanged ones are read from the lower ones"),
+            None,
+        ),
+        _ => (
+            format!("the journal of {detail}, and data that a commit has to write first, are written by the thread jbd2, in the root's name"),
+            None,
+        ),
+    }
+}
+
+fn of_the_rest(cause: Cause, detail: &str) -> Sentences {
+    match cause {
+        Cause::SwapNotCharged => (
+            "what is swapped out is charged to whoever makes room, mostly the kernel's own threads"
+                .to_owned(),
+            Some(
+                "use cgroup v2 with io and memory, on Linux 4.19 or newer, or keep the cgroup from swapping",
+            ),
+        ),
+        Cause::SwapElsewhere => (
+            format!("swap space is on {detail}, for which the cgroup has no limit"),
+            Some("set a limit on that disk too, or set memory.swap.max"),
+        ),
+        Cause::PageCache => {
+            ("reads that the page cache answers are no I/O: a limit delays those that miss".to_owned(), None)
+        }
+        Cause::LowerAbove => {
+            (format!("{detail}, a cgroup above, has a lower limit, which binds first"), None)
+        }
+        Cause::KernelThread => (
+            format!(
+                "of the kernel's own threads ({detail}) nothing is said: what they write back is charged to the owners of the pages"
+            ),
+            None,
+        ),
+        Cause::LeftDirty => (
+            format!(
+                "{detail} has no process, but pages that wait to be written: those who dirtied them have ended or moved, and the pages stay"
+            ),
+            None,
+        ),
+        Cause::OtherControl => {
+            (format!("{detail} is active on this disk too, and may hold I/O below the limit"), None)
+        }
+        _ => (
+            format!("{detail} things could not be looked at, so more may escape than is told here"),
+            Some("run it as root, in the host's namespaces"),
+        ),
+    }
+}

@@ -1,0 +1,59 @@
+//! What was found, for programs: one object, with numbers as the kernel has them.
+
+use serde_json::{Value, json};
+
+use super::{
+    facts::{Evidence, Facts},
+    findings::Finding,
+    verdict::Verdict,
+};
+use crate::hierarchy::Version;
+
+/// All of it.
+pub(super) fn json(facts: &Facts, findings: &[Finding]) -> Value {
+    let limits = facts.levels.iter().flat_map(|level| {
+        level.limits.iter().map(|limit| {
+            json!({
+                "cgroup": level.name,
+                "device": facts.node(limit.disk),
+                "device-number": limit.disk.to_string(),
+                "read-bps": limit.rates.read_bps,
+                "write-bps": limit.rates.write_bps,
+                "read-iops": limit.rates.read_iops,
+                "write-iops": limit.rates.write_iops,
+                "evidence": evidence(&limit.evidence),
+            })
+        })
+    });
+    json!({
+        "cgroup": facts.name,
+        "process": facts.only,
+        "version": if facts.version == Version::V1 { 1 } else { 2 },
+        "kernel": facts.kernel.evidence.value,
+        "verdict": Verdict::of(findings).name(),
+        "limits": limits.collect::<Vec<_>>(),
+        "findings": findings.iter().map(|finding| one(facts, finding)).collect::<Vec<_>>(),
+    })
+}
+
+fn one(facts: &Facts, finding: &Finding) -> Value {
+    let acts = finding.acts.iter().map(|(pid, io)| {
+        let process = pid.and_then(|pid| facts.processes.iter().find(|process| process.pid == pid));
+        json!({ "pid": pid, "name": process.map(|process| process.name.as_str()), "io": io.name() })
+    });
+    json!({
+        "coverage": finding.coverage.name(),
+        "cause": finding.cause.name(),
+        "device": finding.disk.map(|disk| facts.node(disk)),
+        "device-number": finding.disk.map(|disk| disk.to_string()),
+        "place": finding.place,
+        "io": acts.collect::<Vec<_>>(),
+        "why": finding.why,
+        "evidence": evidence(&finding.evidence),
+        "mend": finding.mend,
+    })
+}
+
+fn evidence(all: &[Evidence]) -> Vec<Value> {
+    all.iter().map(|Evidence { file, value }| json!({ "file": file, "value": value })).collect()
+}

@@ -1,0 +1,199 @@
+//! The process that reads and writes inside the cgroup: weir again, told what to do line by line.
+//!
+//! ```text
+//!   explain --measure ──► weir cgroup load DIR          started, then moved into the cgroup, then told
+//!        "direct-writes 4194304\n" ──► stdin
+//!                         stdout ──► {"bytes":4194304,"nanoseconds":1002003004}
+//! ```
+//!
+//! A process of its own, since a cgroup holds whole processes, and because what it dirties is charged to the cgroup it is in. Its files have no
+//! names, so nothing of them remains however it ends; when standard input ends, so does it.
+
+use std::{
+    fs::{File, OpenOptions},
+    io::{self, BufRead as _, Read as _, Seek as _, SeekFrom, Write as _},
+    os::{fd::AsRawFd as _, unix::fs::OpenOptionsExt as _},
+    path::{Path, PathBuf},
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context as _, bail};
+use block::buffer::Buffer;
+use console::Failure;
+use nix::fcntl::{OFlag, PosixFadviseAdvice, posix_fadvise};
+use serde::{Deserialize, Serialize};
+
+use crate::explain::arguments::LoadArgs;
+
+/// Bytes of a request. Every disk takes as many at once, and it is no less than a page anywhere.
+pub(super) const BLOCK: usize = 64 << 10;
+/// Blocks between two flushes.
+const FLUSH_BLOCKS: u64 = 16;
+
+/// What it can be told to do, with the words that say so.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub(super) enum Order {
+    /// Write past the page cache.
+    DirectWrites {
+        /// So much.
+        bytes: u64,
+    },
+    /// Write into it, and keep the file.
+    BufferedWrites {
+        /// So much at most.
+        bytes: u64,
+        /// For so long at most, in milliseconds.
+        ms: u64,
+    },
+    /// Write into it and flush, again and again.
+    SyncedWrites {
+        /// So much.
+        bytes: u64,
+    },
+    /// Read past it.
+    DirectReads {
+        /// From this file.
+        path: PathBuf,
+        /// So much.
+        bytes: u64,
+    },
+    /// Read what is not in it, and then the same again.
+    Reads {
+        /// From this file.
+        path: PathBuf,
+        /// So much.
+        bytes: u64,
+        /// Whether it is forgotten first.
+        forget: bool,
+    },
+}
+
+/// What it answers.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Answer {
+    /// What was done.
+    pub(super) bytes: u64,
+    /// In how long.
+    pub(super) nanoseconds: u64,
+    /// The descriptor of the file that was kept.
+    #[serde(default)]
+    pub(super) kept: Option<i32>,
+    /// Why nothing was.
+    #[serde(default)]
+    pub(super) error: Option<String>,
+}
+
+/// Does what standard input says, until it ends.
+///
+/// # Errors
+/// If that cannot be read or answered.
+pub(crate) fn run(arguments: &LoadArgs) -> Result<(), Failure> {
+    let mut kept = None;
+    for line in io::stdin().lock().lines() {
+        let line = line.context("standard input")?;
+        let answer = match serde_json::from_str(&line).context("an order of unknown form") {
+            Ok(order) => act(&arguments.directory, &order, &mut kept),
+            Err(error) => Err(error),
+        };
+        let answer =
+            answer.unwrap_or_else(|error| Answer { error: Some(format!("{error:#}")), ..Answer::default() });
+        let mut text = serde_json::to_string(&answer).context("an answer")?;
+        text.push('\n');
+        let mut out = io::stdout().lock();
+        out.write_all(text.as_bytes()).and_then(|()| out.flush()).context("standard output")?;
+    }
+    Ok(())
+}
+
+fn act(directory: &Path, order: &Order, kept: &mut Option<File>) -> anyhow::Result<Answer> {
+    // The last one's pages need not be written any more.
+    if let Some(file) = kept.take() {
+        let _ = file.set_len(0);
+    }
+    match order {
+        Order::DirectWrites { bytes } => {
+            let file = without_name(directory)?;
+            let file = again(&file, OFlag::O_DIRECT)?;
+            timed(*bytes, None, |buffer, _| (&file).write_all(buffer))
+        }
+        Order::BufferedWrites { bytes, ms } => {
+            let file = without_name(directory)?;
+            let mut answer =
+                timed(*bytes, Some(Duration::from_millis(*ms)), |buffer, _| (&file).write_all(buffer))?;
+            answer.kept = Some(file.as_raw_fd());
+            *kept = Some(file);
+            Ok(answer)
+        }
+        Order::SyncedWrites { bytes } => {
+            let file = without_name(directory)?;
+            timed(*bytes, None, |buffer, block| {
+                (&file).write_all(buffer)?;
+                if block % FLUSH_BLOCKS == FLUSH_BLOCKS - 1 { file.sync_data() } else { Ok(()) }
+            })
+        }
+        Order::DirectReads { path, bytes } => {
+            let file = open(path, OFlag::O_DIRECT)?;
+            timed(*bytes, None, |buffer, _| (&file).read_exact(buffer))
+        }
+        Order::Reads { path, bytes, forget } => {
+            let mut file = open(path, OFlag::empty())?;
+            if *forget {
+                posix_fadvise(&file, 0, 0, PosixFadviseAdvice::POSIX_FADV_DONTNEED)
+                    .context("forgetting the file")?;
+            }
+            file.seek(SeekFrom::Start(0))?;
+            timed(*bytes, None, |buffer, _| file.read_exact(buffer))
+        }
+    }
+}
+
+/// Calls `one` for each block, until all are done or the time is over.
+fn timed(
+    bytes: u64,
+    most: Option<Duration>,
+    mut one: impl FnMut(&mut Buffer, u64) -> io::Result<()>,
+) -> anyhow::Result<Answer> {
+    let mut buffer = Buffer::zeroed(BLOCK);
+    // No disk and no file system makes less of noise.
+    buffer.iter_mut().for_each(|byte| *byte = fastrand::u8(..));
+    let begin = Instant::now();
+    let mut done = 0;
+    for block in 0..bytes.div_ceil(BLOCK as u64) {
+        one(&mut buffer, block).with_context(|| format!("after {done} bytes"))?;
+        done += BLOCK as u64;
+        if most.is_some_and(|most| begin.elapsed() >= most) {
+            break;
+        }
+    }
+    let nanoseconds = u64::try_from(begin.elapsed().as_nanos()).unwrap_or(u64::MAX);
+    Ok(Answer { bytes: done, nanoseconds, kept: None, error: None })
+}
+
+/// Writes noise to a file from its beginning.
+pub(super) fn fill(mut file: &File, bytes: u64) -> anyhow::Result<()> {
+    timed(bytes, None, |buffer, _| file.write_all(buffer)).map(drop)
+}
+
+/// A file that nobody else can find.
+pub(super) fn without_name(directory: &Path) -> anyhow::Result<File> {
+    tempfile::tempfile_in(directory)
+        .with_context(|| format!("{}: no file can be made there", directory.display()))
+}
+
+/// The same file, opened once more with these flags, as open(2) says of `/proc/self/fd`.
+pub(super) fn again(file: &File, flags: OFlag) -> anyhow::Result<File> {
+    open(Path::new(&format!("/proc/self/fd/{}", file.as_raw_fd())), flags | OFlag::O_RDWR)
+}
+
+fn open(path: &Path, flags: OFlag) -> anyhow::Result<File> {
+    let writes = flags.contains(OFlag::O_RDWR);
+    let opened =
+        OpenOptions::new().read(true).write(writes).custom_flags((flags - OFlag::O_RDWR).bits()).open(path);
+    match opened {
+        Err(error) if error.raw_os_error() == Some(nix::libc::EINVAL) && flags.contains(OFlag::O_DIRECT) => {
+            bail!("the file system has no direct I/O")
+        }
+        opened => opened.with_context(|| path.display().to_string()),
+    }
+}

@@ -1,0 +1,273 @@
+//! The paths, one after the other: what is done on each, and what is counted meanwhile.
+
+use std::{
+    fs::File,
+    os::fd::AsRawFd as _,
+    path::{Path, PathBuf},
+    process,
+    time::{Duration, Instant},
+};
+
+use anyhow::Context as _;
+use block::device::{Identity, Number, Source};
+use console::progress::Progress;
+use nix::{fcntl::OFlag, unistd::syncfs};
+
+use super::{
+    Figures, Kept, Way, Wish,
+    load::{self, Answer, BLOCK, Order},
+    place::Place,
+    trace::Trace,
+    worker::Worker,
+};
+use crate::{
+    explain::findings::Io,
+    kernel::{io_max::Rates, io_stat::Usage},
+};
+
+/// A path takes this much longer than the limit would have it before it is given up.
+const PATIENCE: u32 = 4;
+/// Beside that, for a slow machine.
+const GRACE: Duration = Duration::from_secs(60);
+/// Above the limit by more than this share, it was not kept. The kernel counts in slices of a tenth of a second, and writes back in chunks.
+const TOLERANCE: f64 = 0.25;
+/// Below this share of it, it is something else that held the I/O.
+const SLOW: f64 = 0.5;
+/// The least that is done on a path, and the least that may be asked for.
+const LEAST_BYTES: u64 = BLOCK as u64;
+const LEAST_WISH_BYTES: u64 = 16 * BLOCK as u64;
+
+/// What is done on a path, with so many bytes.
+type Try<'a> = fn(&mut Proof<'a>, u64) -> anyhow::Result<Figures>;
+
+/// Everything that a path needs. Fields are dropped in order: the worker leaves the cgroup before that is removed.
+pub(super) struct Proof<'a> {
+    pub(super) directory: PathBuf,
+    pub(super) worker: Worker,
+    pub(super) place: Place,
+    pub(super) trace: Option<Trace>,
+    pub(super) disk: Number,
+    pub(super) identity: Identity,
+    pub(super) rates: Rates,
+    /// Whether what is written back is charged to the cgroup.
+    pub(super) charged: bool,
+    pub(super) wish: Wish<'a>,
+}
+
+impl<'a> Proof<'a> {
+    /// Tries all of them, one after the other.
+    pub(super) fn all(&mut self) -> Vec<Way> {
+        let progress = Progress::new(self.wish.quiet);
+        let mut ways = Vec::new();
+        let (write_bps, read_bps) = (self.write_bps(), self.read_bps());
+        let writes: [(&'static str, Try<'a>); 3] = [
+            ("direct writes", Self::direct_writes),
+            ("buffered writes", Self::buffered_writes),
+            ("writes and fsync", Self::synced_writes),
+        ];
+        for (name, way) in writes {
+            progress.step(name);
+            ways.push(self.way(name, write_bps, way));
+            progress.end();
+        }
+        let file = self.file_to_read(read_bps);
+        let reads = [
+            ("direct reads", Io::DirectReads, false),
+            ("reads", Io::Reads, true),
+            ("reads from the page cache", Io::Reads, false),
+        ];
+        for (name, io, forget) in reads {
+            progress.step(name);
+            let limit_bps = if name.ends_with("cache") { None } else { read_bps };
+            let way = self.way(name, limit_bps, |this, bytes| {
+                let (path, file_bytes) = file
+                    .as_ref()
+                    .map(|(_, path, bytes)| (path, *bytes))
+                    .map_err(|error| anyhow::anyhow!("{error:#}"))?;
+                this.read(path, bytes.min(file_bytes), io, forget)
+            });
+            ways.push(way);
+            progress.end();
+        }
+        if let Some(way) = ways.last_mut()
+            && let Ok(figures) = &mut way.result
+        {
+            figures.kept = Kept::NoIo;
+        }
+        ways
+    }
+
+    /// What the limits let through.
+    fn write_bps(&self) -> Option<u64> {
+        least(self.rates.write_bps, self.rates.write_iops)
+    }
+
+    fn read_bps(&self) -> Option<u64> {
+        least(self.rates.read_bps, self.rates.read_iops)
+    }
+
+    /// How much a path does: as much as the limit lets through in the time.
+    fn amount(&self, limit_bps: Option<u64>) -> u64 {
+        let most = self.wish.most_bytes.max(LEAST_WISH_BYTES);
+        let seconds = self.wish.time.as_secs_f64();
+        let bytes = limit_bps.map_or(most, |bps| (bps as f64 * seconds) as u64);
+        bytes.clamp(LEAST_BYTES, most) / BLOCK as u64 * BLOCK as u64
+    }
+
+    /// How long it may take.
+    fn patience(&self, bytes: u64, limit_bps: Option<u64>) -> Duration {
+        let expected = limit_bps.map_or(0.0, |bps| bytes as f64 / bps.max(1) as f64);
+        Duration::try_from_secs_f64(expected).unwrap_or(GRACE) * PATIENCE + GRACE
+    }
+
+    fn way(
+        &mut self,
+        name: &'static str,
+        limit_bps: Option<u64>,
+        way: impl FnOnce(&mut Self, u64) -> anyhow::Result<Figures>,
+    ) -> Way {
+        let bytes = self.amount(limit_bps);
+        let result =
+            way(self, bytes).map(|figures| Figures { kept: kept(figures.bps(), limit_bps), ..figures });
+        Way { name, limit_bps, result: result.map_err(|error| format!("{error:#}")) }
+    }
+
+    /// What is done, and what is counted meanwhile.
+    fn counted(
+        &mut self,
+        reads: bool,
+        act: impl FnOnce(&mut Self) -> anyhow::Result<(Answer, Duration)>,
+    ) -> anyhow::Result<Figures> {
+        let source = Source::open(self.identity.directory()).context("the disk's statistics")?;
+        let of_usage = |usage: Usage| {
+            if reads { usage.read_bytes } else { usage.written_bytes }
+        };
+        let (usage, disk) = (self.place.usage(self.disk)?, source.read()?);
+        if let Some(trace) = &self.trace {
+            trace.clear().context("the trace")?;
+        }
+        let (answer, later) = act(self)?;
+        let traced = self
+            .trace
+            .as_ref()
+            .map(|trace| trace.read(self.worker.process()))
+            .transpose()
+            .context("the trace")?;
+        let charged = of_usage(self.place.usage(self.disk)?).saturating_sub(of_usage(usage));
+        let disk = source.read()?.since(&disk);
+        let calls = Duration::from_nanos(answer.nanoseconds);
+        Ok(Figures {
+            bytes: answer.bytes,
+            seconds: (calls + later).as_secs_f64(),
+            calls_seconds: calls.as_secs_f64(),
+            charged_bytes: charged,
+            disk_bytes: if reads { disk.read_bytes } else { disk.written_bytes },
+            traced,
+            kept: Kept::NotLimited,
+        })
+    }
+
+    fn order(&mut self, order: &Order, bytes: u64, limit_bps: Option<u64>) -> anyhow::Result<Answer> {
+        let patience = self.patience(bytes, limit_bps);
+        self.worker.order(order, patience)
+    }
+
+    fn direct_writes(&mut self, bytes: u64) -> anyhow::Result<Figures> {
+        let limit = self.write_bps();
+        self.counted(false, |this| {
+            Ok((this.order(&Order::DirectWrites { bytes }, bytes, limit)?, Duration::ZERO))
+        })
+    }
+
+    fn synced_writes(&mut self, bytes: u64) -> anyhow::Result<Figures> {
+        let limit = self.write_bps();
+        self.counted(false, |this| {
+            Ok((this.order(&Order::SyncedWrites { bytes }, bytes, limit)?, Duration::ZERO))
+        })
+    }
+
+    fn buffered_writes(&mut self, bytes: u64) -> anyhow::Result<Figures> {
+        let limit = self.write_bps();
+        let narrowed = self.charged && self.place.narrow(bytes);
+        let directory = File::open(&self.directory).with_context(|| self.directory.display().to_string())?;
+        if !self.charged {
+            // What others wrote before is not to be counted as ours.
+            syncfs(&directory).context("syncfs")?;
+        }
+        let ms = u64::try_from(self.wish.time.as_millis()).unwrap_or(u64::MAX).saturating_mul(2);
+        let order = Order::BufferedWrites { bytes, ms };
+        let figures = self.counted(false, |this| {
+            let answer = this.order(&order, bytes, limit)?;
+            let begin = Instant::now();
+            if this.charged {
+                let kept = answer.kept.context("the file that was written")?;
+                let path = format!("/proc/{}/fd/{kept}", this.worker.process());
+                File::open(&path).and_then(|file| file.sync_data()).context("flushing what was written")?;
+            } else {
+                syncfs(&directory).context("syncfs")?;
+            }
+            Ok((answer, begin.elapsed()))
+        });
+        if narrowed {
+            self.place.widen();
+        }
+        figures
+    }
+
+    fn read(&mut self, path: &Path, bytes: u64, io: Io, forget: bool) -> anyhow::Result<Figures> {
+        let limit = self.read_bps();
+        let order = match io {
+            Io::DirectReads => Order::DirectReads { path: path.to_owned(), bytes },
+            _ => Order::Reads { path: path.to_owned(), bytes, forget },
+        };
+        self.counted(true, |this| Ok((this.order(&order, bytes, limit)?, Duration::ZERO)))
+    }
+
+    /// A file to read, written from outside of the cgroup; it stays while it is held.
+    fn file_to_read(&self, read_bps: Option<u64>) -> anyhow::Result<(File, PathBuf, u64)> {
+        let bytes = self.amount(read_bps);
+        let file = load::without_name(&self.directory)?;
+        let direct = load::again(&file, OFlag::O_DIRECT);
+        load::fill(direct.as_ref().unwrap_or(&file), bytes)?;
+        file.sync_data().context("flushing the file to be read")?;
+        let path = format!("/proc/{}/fd/{}", process::id(), file.as_raw_fd());
+        Ok((file, path.into(), bytes))
+    }
+}
+
+/// The limit in bytes per second: of operations as many as there are blocks.
+fn least(bps: Option<u64>, iops: Option<u64>) -> Option<u64> {
+    let of_operations = iops.map(|iops| iops.saturating_mul(BLOCK as u64));
+    bps.into_iter().chain(of_operations).min()
+}
+
+fn kept(bps: f64, limit_bps: Option<u64>) -> Kept {
+    match limit_bps {
+        None => Kept::NotLimited,
+        Some(limit) if bps > limit as f64 * (1.0 + TOLERANCE) => Kept::No,
+        Some(limit) if bps < limit as f64 * SLOW => Kept::Slower,
+        Some(_) => Kept::Yes,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_limit_is_kept_within_a_tolerance() {
+        let limit = Some(4_000_000);
+        assert_eq!(kept(4_500_000.0, limit), Kept::Yes);
+        assert_eq!(kept(5_100_000.0, limit), Kept::No);
+        assert_eq!(kept(1_900_000.0, limit), Kept::Slower);
+        assert_eq!(kept(1e12, None), Kept::NotLimited);
+    }
+
+    #[test]
+    fn operations_limit_bytes_by_the_size_of_a_block() {
+        assert_eq!(least(Some(1 << 20), Some(2)), Some(2 * BLOCK as u64));
+        assert_eq!(least(Some(4096), Some(2)), Some(4096));
+        assert_eq!(least(None, None), None);
+        assert_eq!(least(None, Some(u64::MAX)), Some(u64::MAX));
+    }
+}

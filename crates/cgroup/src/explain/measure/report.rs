@@ -1,0 +1,193 @@
+//! What was measured, for people and for programs.
+
+use std::fmt::Write as _;
+
+use console::{
+    figures,
+    table::{Side, Table},
+};
+use serde_json::{Value, json};
+
+use super::{Figures, Kept, Measured, Way, trace::Traced};
+use crate::explain::text::clean;
+
+/// For people.
+pub(in super::super) fn text(measured: &Measured) -> String {
+    let mut text =
+        format!("\nmeasured in {} on {}:\n", clean(&measured.directory.display().to_string()), measured.node);
+    let columns = [
+        ("PATH", Side::Left),
+        ("LIMIT", Side::Right),
+        ("RATE", Side::Right),
+        ("CHARGED", Side::Right),
+        ("LIMIT IS", Side::Left),
+        ("WHERE IT WAITED", Side::Left),
+    ];
+    let mut table = Table::new(columns);
+    for way in &measured.ways {
+        let limit = way.limit_bps.map_or_else(|| "-".to_owned(), |limit| rate(limit as f64));
+        let row = match &way.result {
+            Ok(figures) => {
+                [limit, rate(figures.bps()), charged(figures), kept(figures.kept).to_owned(), waited(figures)]
+            }
+            Err(error) => [limit, "-".to_owned(), "-".to_owned(), "not measured".to_owned(), error.clone()],
+        };
+        table.row([way.name.to_owned()].into_iter().chain(row).collect());
+    }
+    text += &table.render(false);
+    if let Some(untraced) = &measured.untraced {
+        let _ = writeln!(text, "no trace, so where it waited is told by times: {}", clean(untraced));
+    }
+    text
+}
+
+/// For programs.
+pub(in super::super) fn json(measured: &Measured) -> Value {
+    json!({
+        "directory": measured.directory.display().to_string(),
+        "device": measured.node,
+        "untraced": measured.untraced,
+        "paths": measured.ways.iter().map(one).collect::<Vec<_>>(),
+    })
+}
+
+fn one(way: &Way) -> Value {
+    let mut answer = json!({ "path": way.name.replace(' ', "-"), "limit-bps": way.limit_bps });
+    match &way.result {
+        Err(error) => answer["error"] = json!(error),
+        Ok(figures) => {
+            answer["bytes"] = json!(figures.bytes);
+            answer["seconds"] = json!(figures.seconds);
+            answer["calls-seconds"] = json!(figures.calls_seconds);
+            answer["bps"] = json!(figures.bps());
+            answer["charged-bytes"] = json!(figures.charged_bytes);
+            answer["device-bytes"] = json!(figures.disk_bytes);
+            answer["limit-is"] = json!(kept(figures.kept));
+            answer["waited"] = json!(waited(figures));
+            if let Some(traced) = figures.traced {
+                answer["trace"] = json!({
+                    "sent-by-process-bytes": traced.by_process,
+                    "sent-by-throttle-bytes": traced.by_throttle,
+                    "sent-by-writeback-bytes": traced.by_writeback,
+                    "sent-by-others-bytes": traced.by_others,
+                    "held-in-balance-dirty-pages-ms": traced.held_ms,
+                });
+            }
+        }
+    }
+    answer
+}
+
+fn rate(bps: f64) -> String {
+    format!("{}/s", figures::bytes(bps))
+}
+
+/// Which share of what was done is charged to the cgroup. Metadata counts too, and what was written but cut off does not.
+fn charged(figures: &Figures) -> String {
+    figures::share((figures.charged_bytes as f64 / figures.bytes.max(1) as f64).min(1.0))
+}
+
+fn kept(kept: Kept) -> &'static str {
+    match kept {
+        Kept::Yes => "kept",
+        Kept::No => "IGNORED",
+        Kept::Slower => "not reached",
+        Kept::NotLimited => "not set",
+        Kept::NoIo => "not asked",
+    }
+}
+
+/// Where time went, in words.
+fn waited(figures: &Figures) -> String {
+    let Some(traced) = figures.traced else {
+        return by_times(figures);
+    };
+    let mut told = Vec::new();
+    if traced.held_ms > 0 {
+        let held = figures::time(traced.held_ms.saturating_mul(1_000_000));
+        told.push(format!("{held} in balance_dirty_pages"));
+    }
+    // What others send to the disk is theirs, as far as the tracepoint tells.
+    let Traced { by_process, by_throttle, by_writeback, .. } = traced;
+    let all = by_process + by_throttle + by_writeback;
+    let senders = [
+        (by_throttle, "held by blk-throttle"),
+        (by_writeback, "sent by a writeback worker at once"),
+        (by_process, "sent by the process at once"),
+    ];
+    for (bytes, what) in senders {
+        if bytes > 0 {
+            told.push(format!("{} {what}", figures::share(bytes as f64 / all as f64)));
+        }
+    }
+    if told.is_empty() { "no request reached the disk".to_owned() } else { told.join(", ") }
+}
+
+fn by_times(figures: &Figures) -> String {
+    let later = (figures.seconds - figures.calls_seconds).max(0.0);
+    let calls = figures::time((figures.calls_seconds * 1e9) as u64);
+    if later < 0.001 {
+        format!("{calls} in the calls themselves")
+    } else {
+        format!(
+            "{calls} in the calls themselves, {} until it was written",
+            figures::time((later * 1e9) as u64)
+        )
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn figures() -> Figures {
+        Figures {
+            bytes: 8 << 20,
+            seconds: 4.0,
+            calls_seconds: 1.0,
+            charged_bytes: 6 << 20,
+            disk_bytes: 9 << 20,
+            traced: Some(Traced {
+                by_throttle: 6 << 20,
+                by_writeback: 2 << 20,
+                held_ms: 950,
+                ..Traced::default()
+            }),
+            kept: Kept::Yes,
+        }
+    }
+
+    #[test]
+    fn where_it_waited_is_told() {
+        let told =
+            "950ms in balance_dirty_pages, 75% held by blk-throttle, 25% sent by a writeback worker at once";
+        assert_eq!(waited(&figures()), told);
+        let untraced = Figures { traced: None, ..figures() };
+        assert_eq!(waited(&untraced), "1.0s in the calls themselves, 3.0s until it was written");
+        let cached = Figures { traced: Some(Traced::default()), ..figures() };
+        assert_eq!(waited(&cached), "no request reached the disk");
+    }
+
+    #[test]
+    fn a_row_for_each_path() {
+        let ways = vec![
+            Way { name: "direct writes", limit_bps: Some(2 << 20), result: Ok(figures()) },
+            Way {
+                name: "direct reads",
+                limit_bps: None,
+                result: Err("the file system has no direct I/O".to_owned()),
+            },
+        ];
+        let measured =
+            Measured { directory: "/data".into(), node: "/dev/vda".to_owned(), untraced: None, ways };
+        let told = text(&measured);
+        let lines: Vec<&str> = told.lines().collect();
+        assert_eq!(lines[1], "measured in /data on /dev/vda:");
+        assert!(lines[3].starts_with("direct writes  2.0M/s  2.0M/s      75%  kept"), "{told}");
+        assert!(lines[4].ends_with("not measured  the file system has no direct I/O"), "{told}");
+        let told = json(&measured);
+        assert_eq!(told["paths"][0]["charged-bytes"], 6 << 20);
+        assert_eq!(told["paths"][0]["trace"]["held-in-balance-dirty-pages-ms"], 950);
+        assert_eq!(told["paths"][1]["error"], "the file system has no direct I/O");
+    }
+}

@@ -1,0 +1,296 @@
+//! A machine of files in a temporary directory: cgroups, processes, mounts and disks, as the kernel would show them.
+//!
+//! Begins healthy: cgroup v2 with io and memory at every level, `/app` limited on `/dev/vda` to 4 MB/s of writes and reads, ext4 on `/data`.
+
+use std::{
+    fs,
+    os::unix::fs::symlink,
+    path::{Path, PathBuf},
+    time::{SystemTime, UNIX_EPOCH},
+};
+
+use tempfile::TempDir;
+
+use super::super::{
+    facts::{self, Facts, Subject},
+    findings::{self, Cause, Coverage, Finding},
+};
+use crate::{
+    hierarchy::{Hierarchy, Roots},
+    limit::locks::Watched,
+    target,
+};
+
+/// What weir keeps.
+pub(super) const LIMITS: &str = "run/weir/cgroups.json";
+/// The mount of /data, by its id.
+pub(super) const DATA: u32 = 40;
+
+/// The machine.
+pub(super) struct Machine {
+    directory: TempDir,
+    mounts: Vec<String>,
+    watched: Option<Watched>,
+}
+
+impl Machine {
+    /// With version 2.
+    pub(super) fn new() -> Self {
+        let mut machine = Self { directory: tempfile::tempdir().unwrap(), mounts: Vec::new(), watched: None };
+        machine.disk("254:0", "vda").release("6.12.117+deb12-amd64");
+        machine.mount_two();
+        machine.mount(DATA, "254:0", "/data", "ext4", "/dev/vda", "rw");
+        machine.group("/", "cpu io memory", "cpu io memory").group("/app", "io memory", "");
+        machine.write("cgroup/app/io.max", "254:0 rbps=4000000 wbps=4000000 riops=max wiops=max\n");
+        machine
+    }
+
+    /// With version 1: blkio and memory.
+    pub(super) fn version_one() -> Self {
+        let mut machine = Self { directory: tempfile::tempdir().unwrap(), mounts: Vec::new(), watched: None };
+        machine.disk("254:0", "vda").release("5.10.0");
+        for controller in ["blkio", "memory"] {
+            let point = machine.path(&format!("v1/{controller}"));
+            let point = point.to_str().unwrap();
+            machine.mounts.push(format!("30 20 0:30 / {point} rw - cgroup cgroup rw,{controller}"));
+        }
+        machine.mount(DATA, "254:0", "/data", "ext4", "/dev/vda", "rw");
+        machine.group_one("/", "").group_one("/app", "254:0 20971520\n");
+        machine
+    }
+
+    fn mount_two(&mut self) {
+        let point = self.path("cgroup");
+        self.mounts.push(format!("29 20 0:29 / {} rw - cgroup2 cgroup2 rw", point.display()));
+    }
+
+    pub(super) fn path(&self, path: &str) -> PathBuf {
+        self.directory.path().join(path.trim_start_matches('/'))
+    }
+
+    /// Writes a file.
+    pub(super) fn write(&mut self, path: &str, text: &str) -> &mut Self {
+        let path = self.path(path);
+        fs::create_dir_all(path.parent().unwrap()).unwrap();
+        fs::write(path, text).unwrap();
+        self
+    }
+
+    pub(super) fn remove(&mut self, path: &str) -> &mut Self {
+        fs::remove_file(self.path(path)).unwrap();
+        self
+    }
+
+    pub(super) fn release(&mut self, release: &str) -> &mut Self {
+        self.write("proc/sys/kernel/osrelease", &format!("{release}\n"))
+    }
+
+    /// Has somebody steer what weir keeps.
+    pub(super) fn watched(&mut self) -> &mut Self {
+        self.watched = Watched::take(&self.path(LIMITS)).unwrap();
+        self
+    }
+
+    /// Mounts something, instead of what was there.
+    pub(super) fn mount(
+        &mut self,
+        id: u32,
+        number: &str,
+        point: &str,
+        kind: &str,
+        source: &str,
+        options: &str,
+    ) -> &mut Self {
+        let place = format!(" / {point} ");
+        self.mounts.retain(|mount| !mount.contains(&place));
+        self.mounts
+            .push(format!("{id} 20 {number} / {point} rw,relatime shared:1 - {kind} {source} {options}"));
+        self
+    }
+
+    /// Adds a disk.
+    pub(super) fn disk(&mut self, number: &str, name: &str) -> &mut Self {
+        let directory = self.path(&format!("sys/devices/{name}"));
+        self.write(&format!("sys/devices/{name}/dev"), &format!("{number}\n"));
+        self.write(&format!("sys/devices/{name}/queue/scheduler"), "[none] mq-deadline\n");
+        self.known_as(number, name, &directory);
+        self
+    }
+
+    /// Adds a part of a disk.
+    pub(super) fn partition(&mut self, number: &str, disk: &str, name: &str) -> &mut Self {
+        let directory = self.path(&format!("sys/devices/{disk}/{name}"));
+        self.write(&format!("sys/devices/{disk}/{name}/dev"), &format!("{number}\n"));
+        self.write(&format!("sys/devices/{disk}/{name}/partition"), "1\n");
+        self.known_as(number, name, &directory);
+        self
+    }
+
+    fn known_as(&self, number: &str, name: &str, directory: &Path) {
+        for link in [format!("sys/dev/block/{number}"), format!("sys/class/block/{name}")] {
+            let link = self.path(&link);
+            fs::create_dir_all(link.parent().unwrap()).unwrap();
+            symlink(directory, link).unwrap();
+        }
+    }
+
+    /// Says that a disk is made of another.
+    pub(super) fn made_of(&mut self, disk: &str, part: &str) -> &mut Self {
+        let slaves = self.path(&format!("sys/devices/{disk}/slaves"));
+        fs::create_dir_all(&slaves).unwrap();
+        symlink(self.path(&format!("sys/class/block/{part}")), slaves.join(part)).unwrap();
+        self
+    }
+
+    /// A cgroup of version 2.
+    pub(super) fn group(&mut self, name: &str, controllers: &str, subtree: &str) -> &mut Self {
+        let at = format!("cgroup{}", name.trim_end_matches('/'));
+        self.write(&format!("{at}/cgroup.controllers"), &format!("{controllers}\n"));
+        self.write(&format!("{at}/cgroup.subtree_control"), &format!("{subtree}\n"));
+        self.write(&format!("{at}/cgroup.procs"), "");
+        if name != "/" {
+            self.write(&format!("{at}/cgroup.type"), "domain\n");
+            if controllers.contains("io") {
+                self.write(&format!("{at}/io.max"), "");
+            }
+        }
+        self
+    }
+
+    /// A cgroup of version 1 with a limit on bytes written.
+    pub(super) fn group_one(&mut self, name: &str, write_bps: &str) -> &mut Self {
+        let at = format!("v1/blkio{}", name.trim_end_matches('/'));
+        for file in crate::kernel::blkio::LIMITS {
+            self.write(
+                &format!("{at}/{file}"),
+                if file.ends_with("write_bps_device") { write_bps } else { "" },
+            );
+        }
+        self.write(&format!("{at}/cgroup.procs"), "")
+    }
+
+    /// A process in a cgroup, without files.
+    pub(super) fn process(&mut self, pid: i32, name: &str, group: &str) -> &mut Self {
+        let zeros = "0 ".repeat(60);
+        self.write(&format!("proc/{pid}/stat"), &format!("{pid} ({name}) S 1 {zeros}\n"));
+        self.write(&format!("proc/{pid}/status"), &format!("Name:\t{name}\nVmSwap:\t0 kB\n"));
+        self.write(&format!("proc/{pid}/maps"), "7f00-7f01 r-xp 00000000 fe:00 12 /usr/bin/x\n");
+        self.write(&format!("proc/{pid}/cgroup"), &format!("7:blkio:{group}\n0::{group}\n"));
+        for tree in ["cgroup", "v1/blkio"] {
+            let file = format!("{tree}{}/cgroup.procs", group.trim_end_matches('/'));
+            if let Ok(text) = fs::read_to_string(self.path(&file)) {
+                self.write(&file, &format!("{text}{pid}\n"));
+            }
+        }
+        fs::create_dir_all(self.path(&format!("proc/{pid}/fd"))).unwrap();
+        self
+    }
+
+    /// Has a process open a file, on a mount, with open(2)'s flags.
+    pub(super) fn opens(&mut self, pid: i32, path: &str, mount: u32, flags: i32) -> &mut Self {
+        let inode = path.bytes().map(u64::from).sum::<u64>();
+        self.opens_inode(pid, path, mount, flags, inode)
+    }
+
+    /// The same, of a file with this inode.
+    pub(super) fn opens_inode(
+        &mut self,
+        pid: i32,
+        path: &str,
+        mount: u32,
+        flags: i32,
+        inode: u64,
+    ) -> &mut Self {
+        let directory = self.path(&format!("proc/{pid}/fd"));
+        let number = fs::read_dir(&directory).unwrap().count();
+        symlink(path, directory.join(number.to_string())).unwrap();
+        let info = format!("pos:\t0\nflags:\t0{flags:o}\nmnt_id:\t{mount}\nino:\t{inode}\n");
+        self.write(&format!("proc/{pid}/fdinfo/{number}"), &info)
+    }
+
+    /// Puts the memory controller into version 1.
+    pub(super) fn memory_in_version_one(&mut self) -> &mut Self {
+        let point = self.path("v1/memory");
+        self.mounts.push(format!("31 20 0:31 / {} rw - cgroup cgroup rw,memory", point.display()));
+        self
+    }
+
+    /// Puts a disk made of vda below /data, with a file of sysfs that says what it is.
+    pub(super) fn stacked(&mut self, name: &str, file: &str, text: &str) -> &mut Self {
+        self.disk("253:0", name).made_of(name, "vda").write(&format!("sys/devices/{name}/{file}"), text);
+        self.mount(DATA, "253:0", "/data", "ext4", "/dev/mapper/x", "rw")
+    }
+
+    /// Puts a loop device below /data whose file is in /images, on vda.
+    pub(super) fn loop_device(&mut self, direct: &str) -> &mut Self {
+        if !self.mounts.iter().any(|mount| mount.contains(" /images ")) {
+            self.mount(43, "254:0", "/images", "ext4", "/dev/vda", "rw");
+        }
+        self.disk("7:0", "loop0").write("sys/devices/loop0/loop/backing_file", "/images/disk.raw\n");
+        self.write("sys/devices/loop0/loop/dio", &format!("{direct}\n"));
+        self.mount(DATA, "7:0", "/data", "ext4", "/dev/loop0", "rw")
+    }
+
+    /// Has process 100 be swapped out, to this device.
+    pub(super) fn swaps(&mut self, device: &str) -> &mut Self {
+        self.write("proc/100/status", "Name:\tdd\nVmSwap:\t    512 kB\n");
+        self.write("proc/swaps", &format!("Filename Type Size Used Priority\n{device} partition 9 1 -2\n"))
+    }
+
+    /// A `dd` of process 100 in /app that writes /data/out through the page cache.
+    pub(super) fn dd(&mut self) -> &mut Self {
+        self.process(100, "dd", "/app").opens(100, "/data/out", DATA, WRITE)
+    }
+
+    /// A `dd` of process 100 to a file that was there before, which has written so much, of which the cgroup was charged with so much.
+    pub(super) fn dd_to_an_old_file(&mut self, written: u64, charged: u64) -> &mut Self {
+        let file = self.path("old");
+        self.write("old", "").process(100, "dd", "/app");
+        self.opens(100, file.to_str().unwrap(), DATA, WRITE);
+        // The machine began an hour from now, so that the file is older than its processes.
+        let booted = SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_secs() + 3600;
+        self.write("proc/stat", &format!("cpu 0\nbtime {booted}\n"));
+        self.write("proc/100/io", &format!("rchar: 0\nwrite_bytes: {written}\ncancelled_write_bytes: 0\n"));
+        self.write(
+            "cgroup/app/io.stat",
+            &format!("254:0 rbytes=0 wbytes={charged} rios=0 wios=9 dbytes=0 dios=0\n"),
+        );
+        self.write("cgroup/app/memory.stat", "file_dirty 1048576\nfile_writeback 0\n")
+    }
+
+    /// What is read of it about a cgroup or a pid.
+    pub(super) fn facts(&mut self, subject: &str) -> Facts {
+        let text = self.mounts.join("\n") + "\n";
+        let processes: Vec<String> = fs::read_dir(self.path("proc"))
+            .unwrap()
+            .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+            .filter(|name| name.bytes().all(|byte| byte.is_ascii_digit()))
+            .collect();
+        for process in processes.iter().map(String::as_str).chain(["self"]) {
+            self.write(&format!("proc/{process}/mountinfo"), &text);
+        }
+        let roots = Roots { proc: self.path("proc"), sys: self.path("sys"), run: self.path("run") };
+        let hierarchy = Hierarchy::discover(roots).unwrap();
+        let group = target::resolve(&hierarchy, subject).unwrap();
+        let limits = self.path(LIMITS);
+        facts::collect(&hierarchy, &Subject { group, only: subject.parse().ok(), limits }).unwrap()
+    }
+
+    /// What is found about /app.
+    pub(super) fn explain(&mut self) -> Vec<Finding> {
+        findings::find(&self.facts("/app"))
+    }
+
+    /// The causes of that which somebody would want to know.
+    pub(super) fn alarms(&mut self) -> Vec<(Coverage, Cause)> {
+        let findings = self.explain();
+        let alarms = findings.iter().filter(|finding| finding.coverage.alarms());
+        alarms.map(|finding| (finding.coverage, finding.cause)).collect()
+    }
+}
+
+/// open(2)'s flags.
+pub(super) const READ: i32 = 0;
+pub(super) const WRITE: i32 = 1;
+pub(super) const DIRECT: i32 = nix::libc::O_DIRECT;
+pub(super) const SYNC: i32 = nix::libc::O_SYNC;

@@ -1,0 +1,142 @@
+//! What was found, for people: the verdict, then disk by disk, then process by process.
+//!
+//! Never prints a control character of a name that somebody else chose.
+
+use std::fmt::Write as _;
+
+use block::device::Number;
+use console::table::{Side, Table};
+
+use super::{
+    facts::{Evidence, Facts, Level},
+    findings::{Cause, Coverage, Finding},
+    verdict::Verdict,
+};
+use crate::hierarchy::Version;
+
+/// All of it.
+pub(super) fn text(facts: &Facts, findings: &[Finding]) -> String {
+    let mut text = String::new();
+    let version = if facts.version == Version::V1 { 1 } else { 2 };
+    let subject = match facts.only {
+        Some(pid) => format!("process {pid} in {}", facts.name),
+        None => facts.name.clone(),
+    };
+    let _ = writeln!(text, "{} (cgroup v{version}): {}", clean(&subject), Verdict::of(findings));
+    let mut disks: Vec<Option<Number>> = Vec::new();
+    let limited = facts.levels.iter().flat_map(|level| &level.limits).map(|limit| Some(limit.disk));
+    let told =
+        findings.iter().filter(|finding| finding.coverage != Coverage::Note).map(|finding| finding.disk);
+    for disk in limited.chain(told) {
+        if !disks.contains(&disk) {
+            disks.push(disk);
+        }
+    }
+    // What is on no disk comes last.
+    disks.sort_by_key(Option::is_none);
+    for disk in disks {
+        text.push('\n');
+        text += &of_disk(facts, findings, disk);
+    }
+    text += &processes(facts, findings);
+    let notes: Vec<&Finding> = findings.iter().filter(|finding| finding.coverage == Coverage::Note).collect();
+    if !notes.is_empty() {
+        text += "\nto know:\n";
+        for note in notes {
+            text += &one(note);
+        }
+    }
+    text
+}
+
+/// A disk, the limits on it, and what becomes of the I/O there.
+fn of_disk(facts: &Facts, findings: &[Finding], disk: Option<Number>) -> String {
+    let mut text = match disk {
+        Some(disk) => {
+            let limits: Vec<String> = facts.levels.iter().filter_map(|level| limit(level, disk)).collect();
+            let limits = if limits.is_empty() { "no limit".to_owned() } else { limits.join("; ") };
+            format!("{} ({disk}): {}\n", clean(&facts.node(disk)), clean(&limits))
+        }
+        None => "elsewhere:\n".to_owned(),
+    };
+    for finding in
+        findings.iter().filter(|finding| finding.disk == disk && finding.coverage != Coverage::Note)
+    {
+        text += &one(finding);
+    }
+    text
+}
+
+fn limit(level: &Level, disk: Number) -> Option<String> {
+    let limit = level.limit(disk)?;
+    Some(format!("{} in {}", super::findings::rates(limit.rates), level.name))
+}
+
+/// A finding: what, why, what to do, and what shows it.
+fn one(finding: &Finding) -> String {
+    let ios: Vec<String> = finding.ios().iter().map(ToString::to_string).collect();
+    let about = [ios.join(", "), finding.place.clone()].into_iter().filter(|part| !part.is_empty());
+    let about = about.collect::<Vec<_>>().join(", ");
+    let word = match finding.coverage {
+        Coverage::Escapes => "ESCAPES",
+        Coverage::Partly => "PARTLY",
+        Coverage::Covered => "covered",
+        Coverage::Unlimited => "no limit",
+        Coverage::Note => "note",
+    };
+    let name = finding.cause.name();
+    let about = match finding.cause {
+        Cause::Covered => about,
+        _ if about.is_empty() => name.to_owned(),
+        _ => format!("{about} [{name}]"),
+    };
+    let mut text = format!("  {word:<9} {}\n            {}\n", clean(&about), clean(&finding.why));
+    if let Some(mend) = &finding.mend {
+        let _ = writeln!(text, "            mend: {}", clean(mend));
+    }
+    for Evidence { file, value } in &finding.evidence {
+        let _ = writeln!(text, "            {}: {}", clean(file), clean(value));
+    }
+    text
+}
+
+/// A row for each process and what it does.
+fn processes(facts: &Facts, findings: &[Finding]) -> String {
+    let columns = [
+        ("PID", Side::Right),
+        ("NAME", Side::Left),
+        ("I/O", Side::Left),
+        ("WHERE", Side::Left),
+        ("LIMIT", Side::Left),
+    ];
+    let mut table = Table::new(columns);
+    for process in &facts.processes {
+        for finding in findings.iter().filter(|finding| finding.coverage != Coverage::Note) {
+            let ios = finding.acts.iter().filter(|(pid, _)| *pid == Some(process.pid));
+            let ios: Vec<String> = ios.map(|(_, io)| io.to_string()).collect();
+            if !ios.is_empty() {
+                table.row(vec![
+                    process.pid.to_string(),
+                    process.name.clone(),
+                    ios.join(", "),
+                    finding.place.clone(),
+                    word(finding),
+                ]);
+            }
+        }
+    }
+    let table = table.render(false);
+    if table.is_empty() { table } else { format!("\n{table}") }
+}
+
+fn word(finding: &Finding) -> String {
+    match finding.coverage {
+        Coverage::Covered => "covered".to_owned(),
+        coverage => format!("{}: {}", coverage.name(), finding.cause.name()),
+    }
+}
+
+/// Lines of a file in one line, and nothing that moves a cursor.
+pub(super) fn clean(text: &str) -> String {
+    text.replace('\n', "; ").replace(char::is_control, "?")
+}

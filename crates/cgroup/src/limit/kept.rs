@@ -1,0 +1,380 @@
+//! The limits that were asked for, in one file: what the kernel's own files cannot say (bursts, watermarks, groups), and what they fall back to.
+//!
+//! ```text
+//!   weir cgroup limit ──► /run/weir/cgroups.json ──► weir cgroup watch, its guard, weir cgroup show
+//! ```
+//!
+//! Beside the kernel's cgroups, and gone with them when the machine ends, unless the user wants them elsewhere. Written whole or not at all, under a lock (`locks.rs`); a file that is not of
+//! this form is an error that names it, and is never written over.
+//!
+//! Never touches a cgroup.
+
+use std::{
+    collections::{BTreeMap, HashSet},
+    fs,
+    os::unix::fs::MetadataExt as _,
+    path::{Component, Path, PathBuf},
+};
+
+use anyhow::{Context as _, bail};
+use block::device::{Identity, Number, Roots};
+use policy::{
+    steering::Rates,
+    throttle::{LimitKind, Limits, Part, Setting, Share},
+    watermark::Watermark,
+};
+use serde::{Deserialize, Serialize};
+use settings::state::whole_file;
+
+use crate::{control_group::ControlGroup, kernel};
+
+/// Where limits are kept if nothing else is said.
+pub(crate) const USUAL: &str = "/run/weir/cgroups.json";
+/// Largest file that is read: some ten thousand control groups.
+const MAX_FILE_BYTES: u64 = 16 << 20;
+/// The weight of who was given none.
+pub(crate) const DEFAULT_WEIGHT: u32 = 100;
+
+/// All that was asked for.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+pub(crate) struct Kept {
+    /// Limits that several share, by their group's name.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub(crate) groups: BTreeMap<String, Shared>,
+    /// Who is limited, and on which device.
+    #[serde(default)]
+    pub(crate) limits: Vec<Entry>,
+}
+
+/// Limits with their watermark.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+pub(crate) struct Shared {
+    /// By their names; what is not named is not limited.
+    #[serde(default)]
+    limits: BTreeMap<String, u64>,
+    #[serde(default)]
+    watermark: u8,
+}
+
+/// One control group on one device.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+pub(crate) struct Entry {
+    /// Its path from where cgroups are mounted.
+    pub(crate) cgroup: PathBuf,
+    /// The disk's number.
+    device: String,
+    /// What the disk is called for good, for its capacity.
+    pub(crate) device_key: String,
+    /// `None`: the limits are its own.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) group: Option<String>,
+    /// 0: none was given.
+    #[serde(default)]
+    weight: u32,
+    #[serde(default)]
+    own: Shared,
+}
+
+/// What is asked to be different. What is not named stays.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Change {
+    /// Limits, 0 for none.
+    pub(crate) limits: Vec<(Setting, u64)>,
+    pub(crate) watermark: Option<u8>,
+    pub(crate) weight: Option<u32>,
+    /// An empty name: none any more.
+    pub(crate) group: Option<String>,
+}
+
+impl Change {
+    /// To what the kernel holds somebody to.
+    pub(crate) fn of_rates(Rates { bps, iops }: Rates) -> Self {
+        const KINDS: [LimitKind; 4] =
+            [LimitKind::BpsRead, LimitKind::BpsWrite, LimitKind::IopsRead, LimitKind::IopsWrite];
+        let rates = bps.into_iter().chain(iops).zip(KINDS);
+        let limits = rates.filter_map(|(rate, kind)| Some((Setting::Limit(kind, Part::Rate), rate?)));
+        Self { limits: limits.collect(), ..Self::default() }
+    }
+
+    /// Whether nothing is asked for.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.limits.is_empty() && self.watermark.is_none() && self.weight.is_none() && self.group.is_none()
+    }
+}
+
+impl Shared {
+    /// The limits.
+    ///
+    /// # Errors
+    /// If a name is unknown, a value out of range, or they contradict each other.
+    pub(crate) fn limits(&self) -> anyhow::Result<Limits> {
+        let mut limits = Limits::default();
+        for (name, &value) in &self.limits {
+            let Some(setting) = Setting::from_name(name) else { bail!("{name} is no limit") };
+            limits.set(setting, value).map_err(|invalid| anyhow::anyhow!("{invalid}"))?;
+        }
+        limits.validate().map_err(|invalid| anyhow::anyhow!("{invalid}"))?;
+        Ok(limits)
+    }
+
+    /// The watermark.
+    ///
+    /// # Errors
+    /// If it is above 100.
+    pub(crate) fn watermark(&self) -> anyhow::Result<Watermark> {
+        Watermark::new(self.watermark).with_context(|| format!("watermark {} is above 100", self.watermark))
+    }
+
+    fn change(&mut self, change: &Change) {
+        for (setting, value) in &change.limits {
+            // A burst of 0 seconds is not none, but wrong.
+            let is_length = matches!(setting, Setting::Limit(_, Part::BurstLength));
+            if *value == 0 && !is_length {
+                self.limits.remove(setting.name());
+                self.drop_burst_of(*setting, change);
+            } else {
+                self.limits.insert(setting.name().to_owned(), *value);
+            }
+        }
+        self.watermark = change.watermark.unwrap_or(self.watermark);
+    }
+
+    /// A burst goes with its limit, unless it is asked for.
+    fn drop_burst_of(&mut self, limit: Setting, change: &Change) {
+        let Setting::Limit(kind, Part::Rate) = limit else { return };
+        for part in [Part::BurstRate, Part::BurstLength].map(|part| Setting::Limit(kind, part)) {
+            if change.limits.iter().all(|(asked, _)| *asked != part) {
+                self.limits.remove(part.name());
+            }
+        }
+    }
+}
+
+impl Entry {
+    /// The disk's number.
+    ///
+    /// # Errors
+    /// If it is none.
+    pub(crate) fn device(&self) -> anyhow::Result<Number> {
+        kernel::number(&self.device).with_context(|| format!("{:?} is no device's number", self.device))
+    }
+
+    /// The disk's number as it is written, `254:0`.
+    pub(crate) fn device_text(&self) -> &str {
+        &self.device
+    }
+
+    /// The disk's number, if that disk is there and no other has got its number since.
+    ///
+    /// # Errors
+    /// Which of both it is.
+    pub(crate) fn disk(&self, roots: &Roots) -> anyhow::Result<Number> {
+        let number = self.device()?;
+        let identity = match Identity::resolve(number, roots) {
+            Ok(identity) => identity,
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
+                bail!("device {number} is not there (its limits wait for it)")
+            }
+            // That it cannot be asked does not make it another.
+            Err(_) => return Ok(number),
+        };
+        if !identity.can_be(&self.device_key) {
+            bail!(
+                "device {number} is another disk now, {} and not {} (set its limits anew: `weir cgroup limit`)",
+                identity.key(),
+                self.device_key
+            );
+        }
+        Ok(number)
+    }
+
+    /// Whether a text could mean its disk, which need not be there: then its number does, and any path.
+    pub(crate) fn could_be_on(&self, device: &str, known: Option<Number>) -> bool {
+        match known {
+            Some(number) => self.device().is_ok_and(|own| own == number),
+            None => self.device == device || device.starts_with('/'),
+        }
+    }
+
+    /// Its share beside others'.
+    pub(crate) fn weight(&self) -> u32 {
+        if self.weight == 0 { DEFAULT_WEIGHT } else { self.weight }
+    }
+
+    /// The weight, if one was asked for.
+    pub(crate) fn given_weight(&self) -> Option<u32> {
+        (self.weight != 0).then_some(self.weight)
+    }
+}
+
+impl Kept {
+    /// The limits that hold for an entry: its own, or its group's.
+    pub(crate) fn shared<'a>(&'a self, entry: &'a Entry) -> &'a Shared {
+        static NONE: Shared = Shared { limits: BTreeMap::new(), watermark: 0 };
+        match &entry.group {
+            None => &entry.own,
+            Some(group) => self.groups.get(group).unwrap_or(&NONE),
+        }
+    }
+
+    /// What is kept of a control group on a device.
+    pub(crate) fn entry(&self, group: &ControlGroup, device: Number) -> Option<&Entry> {
+        let device = device.to_string();
+        self.limits.iter().find(|entry| entry.cgroup == group.name && entry.device == device)
+    }
+
+    /// Makes a change to a control group's limits on a device, which is called `device_key` for good.
+    ///
+    /// # Errors
+    /// If what holds then makes no sense; nothing is changed.
+    pub(crate) fn change(
+        &mut self,
+        group: &ControlGroup,
+        (device, device_key): (Number, &str),
+        change: &Change,
+    ) -> anyhow::Result<()> {
+        let mut next = self.clone();
+        let number = device.to_string();
+        let known = next.limits.iter().position(|entry| entry.cgroup == group.name && entry.device == number);
+        let index = known.unwrap_or_else(|| {
+            next.limits.push(Entry {
+                cgroup: group.name.clone(),
+                device: number,
+                device_key: device_key.to_owned(),
+                group: None,
+                weight: 0,
+                own: Shared::default(),
+            });
+            next.limits.len() - 1
+        });
+        let entry = &mut next.limits[index];
+        entry.device_key = device_key.to_owned();
+        entry.weight = change.weight.unwrap_or(entry.weight);
+        if let Some(name) = &change.group {
+            if name.is_empty() {
+                entry.group = None;
+            } else {
+                entry.group = Some(name.clone());
+                entry.own = Shared::default();
+            }
+        }
+        let shared = match &entry.group {
+            None => &mut entry.own,
+            Some(name) => next.groups.entry(name.clone()).or_default(),
+        };
+        shared.change(change);
+        next.drop_empty_groups();
+        next.check()?;
+        *self = next;
+        Ok(())
+    }
+
+    /// Forgets a control group's limits on a device. False if there were none.
+    pub(crate) fn remove(&mut self, group: &ControlGroup, device: Number) -> bool {
+        let device = device.to_string();
+        !self.forget(|entry| entry.cgroup == group.name && entry.device == device).is_empty()
+    }
+
+    /// Forgets every entry that this is true of, and says which they were.
+    pub(crate) fn forget(&mut self, is_meant: impl Fn(&Entry) -> bool) -> Vec<Entry> {
+        let (forgotten, limits) = std::mem::take(&mut self.limits).into_iter().partition(is_meant);
+        self.limits = limits;
+        self.drop_empty_groups();
+        forgotten
+    }
+
+    fn drop_empty_groups(&mut self) {
+        let limits = &self.limits;
+        self.groups.retain(|name, _| limits.iter().any(|entry| entry.group.as_ref() == Some(name)));
+    }
+
+    /// Whether all of it makes sense.
+    fn check(&self) -> anyhow::Result<()> {
+        for (name, shared) in &self.groups {
+            shared.limits().and_then(|_| shared.watermark()).with_context(|| format!("group {name}"))?;
+        }
+        let mut places = HashSet::new();
+        for entry in &self.limits {
+            if !places.insert((&entry.cgroup, &entry.device)) {
+                bail!("cgroup {} is there twice on {}", entry.cgroup.display(), entry.device);
+            }
+            let about = || format!("cgroup {}", entry.cgroup.display());
+            if entry.cgroup.components().any(|component| component == Component::ParentDir) {
+                return Err(anyhow::anyhow!("the path leads out of the tree by \"..\"")).with_context(about);
+            }
+            entry.own.limits().and_then(|_| entry.own.watermark()).with_context(about)?;
+            entry.device().with_context(about)?;
+            if entry.weight != 0 && !Share::WEIGHTS.contains(&entry.weight) {
+                return Err(anyhow::anyhow!("weight {} is not from 1 to 10000", entry.weight))
+                    .with_context(about);
+            }
+            if let Some(name) = entry.group.as_ref().filter(|name| !self.groups.contains_key(*name)) {
+                return Err(anyhow::anyhow!("there is no group {name}")).with_context(about);
+            }
+        }
+        Ok(())
+    }
+
+    /// What is in the file; nothing if there is none.
+    ///
+    /// # Errors
+    /// If it cannot be read or is not of this form.
+    pub(crate) fn load(path: &Path) -> anyhow::Result<Self> {
+        let read = || -> anyhow::Result<Self> {
+            let Some(text) = whole_file::read(path, MAX_FILE_BYTES)? else { return Ok(Self::default()) };
+            let kept: Self = serde_json::from_slice(&text)?;
+            kept.check()?;
+            Ok(kept)
+        };
+        read().with_context(|| {
+            format!(
+                "{}: these limits cannot be used (mend the file, or remove it and set them again)",
+                path.display()
+            )
+        })
+    }
+
+    /// What is in the file; what was there before, if that cannot be used or was removed.
+    pub(crate) fn latest(path: &Path, before: &Self) -> Self {
+        let latest = path.exists().then(|| Self::load(path).ok()).flatten();
+        latest.unwrap_or_else(|| before.clone())
+    }
+
+    /// Writes the file, in place of an earlier one.
+    ///
+    /// # Errors
+    /// If that fails; the file is then as it was.
+    pub(super) fn save(&self, path: &Path) -> anyhow::Result<()> {
+        let write = || -> anyhow::Result<()> {
+            let mut text = serde_json::to_vec_pretty(self)?;
+            text.push(b'\n');
+            // It may be kept where it outlives the machine's end.
+            Ok(whole_file::write(path, &text, true)?)
+        };
+        write().with_context(|| {
+            format!("{} cannot be written (give another file with --limits)", path.display())
+        })
+    }
+}
+
+/// Which version of the file this is: different after each change.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Stamp(Option<(u64, i64, i64)>);
+
+impl Stamp {
+    /// Of no file.
+    pub(crate) const NONE: Self = Self(None);
+
+    /// Of the file as it is now.
+    pub(crate) fn of(path: &Path) -> Self {
+        Self(
+            fs::metadata(path).ok().map(|metadata| (metadata.ino(), metadata.mtime(), metadata.mtime_nsec())),
+        )
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,131 @@
+use super::*;
+use crate::{
+    hierarchy::Version,
+    limit::locks::{Locked, Watched},
+};
+
+const DISK: (Number, &str) = (Number { major: 254, minor: 0 }, "serial x, 1048576 bytes");
+
+fn group(name: &str) -> ControlGroup {
+    ControlGroup {
+        version: Version::V2,
+        directory: format!("/sys/fs/cgroup{name}").into(),
+        name: name.into(),
+    }
+}
+
+fn change(limits: &[(&str, u64)]) -> Change {
+    let setting = |&(name, value): &(&str, u64)| (Setting::from_name(name).expect("a setting"), value);
+    Change { limits: limits.iter().map(setting).collect(), ..Change::default() }
+}
+
+fn in_group(name: &str, limits: &[(&str, u64)]) -> Change {
+    Change { group: Some(name.to_owned()), ..change(limits) }
+}
+
+#[test]
+fn what_is_not_named_stays_and_0_is_none() {
+    let mut kept = Kept::default();
+    kept.change(&group("/a"), DISK, &change(&[("bps-write", 100), ("iops-read", 5)])).unwrap();
+    kept.change(&group("/a"), DISK, &change(&[("bps-write", 200), ("bps-write-max", 400)])).unwrap();
+    kept.change(&group("/a"), DISK, &change(&[("iops-read", 0)])).unwrap();
+    let limits = kept.shared(kept.entry(&group("/a"), DISK.0).unwrap()).limits().unwrap();
+    assert_eq!(limits.limit(LimitKind::BpsWrite).burst_rate, 400);
+    assert_eq!(limits.limit(LimitKind::BpsWrite).rate, 200);
+    assert_eq!(limits.limit(LimitKind::IopsRead).rate, 0);
+}
+
+#[test]
+fn a_burst_goes_with_its_limit() {
+    let mut kept = Kept::default();
+    let burst = [("bps-write", 4), ("bps-write-max", 20), ("bps-write-max-length", 5), ("bps-read", 4)];
+    kept.change(&group("/a"), DISK, &change(&burst)).unwrap();
+    kept.change(&group("/a"), DISK, &change(&[("bps-write", 0)])).unwrap();
+    let limits = kept.shared(&kept.limits[0]).limits().unwrap();
+    assert_eq!(limits.limit(LimitKind::BpsWrite), policy::throttle::Limit::default());
+    assert_eq!(limits.limit(LimitKind::BpsRead).rate, 4);
+    // Unless it is asked for, which makes no sense.
+    kept.change(&group("/a"), DISK, &change(&[("bps-write", 0), ("bps-write-max", 20)])).unwrap_err();
+}
+
+#[test]
+fn what_makes_no_sense_changes_nothing() {
+    let mut kept = Kept::default();
+    kept.change(&group("/a"), DISK, &change(&[("bps-write", 100)])).unwrap();
+    let before = kept.clone();
+    let error = kept.change(&group("/a"), DISK, &change(&[("bps-total", 100)])).unwrap_err();
+    assert!(format!("{error:#}").contains("/a"), "{error:#}");
+    kept.change(&group("/a"), DISK, &change(&[("bps-write-max", 50)])).unwrap_err();
+    assert_eq!(kept, before);
+}
+
+#[test]
+fn a_group_has_limits_as_long_as_somebody_is_in_it() {
+    let mut kept = Kept::default();
+    kept.change(&group("/a"), DISK, &change(&[("iops-total", 7)])).unwrap();
+    kept.change(&group("/a"), DISK, &in_group("tenant", &[("bps-write", 100)])).unwrap();
+    kept.change(&group("/b"), DISK, &in_group("tenant", &[])).unwrap();
+    let limits = |kept: &Kept, name| kept.shared(kept.entry(&group(name), DISK.0).unwrap()).limits().unwrap();
+    assert_eq!(limits(&kept, "/a"), limits(&kept, "/b"));
+    assert_eq!(limits(&kept, "/a").limit(LimitKind::IopsTotal).rate, 0, "its own are gone");
+    assert!(kept.remove(&group("/a"), DISK.0));
+    assert!(!kept.remove(&group("/a"), DISK.0));
+    assert_eq!(kept.groups.len(), 1);
+    // Out of the group, with limits of its own.
+    kept.change(&group("/b"), DISK, &in_group("", &[("bps-read", 9)])).unwrap();
+    assert!(kept.groups.is_empty());
+    assert_eq!(limits(&kept, "/b").limit(LimitKind::BpsRead).rate, 9);
+}
+
+#[test]
+fn the_file_is_read_as_it_was_written() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("deeper/cgroups.json");
+    assert_eq!(Kept::load(&path).unwrap(), Kept::default());
+    let stamp = Stamp::of(&path);
+    let mut locked = Locked::open(&path).unwrap();
+    let change =
+        Change { weight: Some(300), watermark: Some(90), ..in_group("tenant", &[("bps-write", 1 << 40)]) };
+    locked.kept.change(&group("/a b.slice"), DISK, &change).unwrap();
+    locked.save().unwrap();
+    assert_ne!(Stamp::of(&path), stamp);
+    let kept = Kept::load(&path).unwrap();
+    assert_eq!(kept, locked.kept);
+    let entry = kept.entry(&group("/a b.slice"), DISK.0).unwrap();
+    assert_eq!((entry.weight(), entry.given_weight()), (300, Some(300)));
+    assert_eq!(kept.shared(entry).watermark().unwrap().percent(), 90);
+}
+
+#[test]
+fn a_file_of_another_form_is_named_and_left_alone() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("cgroups.json");
+    for broken in [
+        "",
+        "3",
+        "{\"limits\": [{\"cgroup\": \"/a\"}]}",
+        "{\"limits\": [], \"more\": 1}",
+        r#"{"limits": [{"cgroup": "/a", "device": "x", "device-key": ""}]}"#,
+        r#"{"limits": [{"cgroup": "/a", "device": "8:0", "device-key": "", "weight": 10001}]}"#,
+        r#"{"limits": [{"cgroup": "/a", "device": "8:0", "device-key": "", "group": "none"}]}"#,
+        r#"{"limits": [{"cgroup": "/a", "device": "8:0", "device-key": "", "own": {"limits": {"bps": 1}}}]}"#,
+        r#"{"limits": [{"cgroup": "/a", "device": "8:0", "device-key": "", "own": {"watermark": 101}}]}"#,
+    ] {
+        fs::write(&path, broken).unwrap();
+        let error = format!("{:#}", Locked::open(&path).map(drop).unwrap_err());
+        assert!(error.contains("cgroups.json: these limits cannot be used"), "{broken}: {error}");
+        assert_eq!(fs::read_to_string(&path).unwrap(), broken);
+    }
+}
+
+#[test]
+fn one_watches_at_a_time() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("cgroups.json");
+    assert!(!Watched::is_taken(&path));
+    let watched = Watched::take(&path).unwrap().expect("the first");
+    assert!(Watched::is_taken(&path));
+    assert!(Watched::take(&path).unwrap().is_none());
+    drop(watched);
+    assert!(!Watched::is_taken(&path));
+}

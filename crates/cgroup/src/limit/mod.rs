@@ -1,0 +1,328 @@
+//! `weir cgroup limit`: what a control group may do to a disk.
+//!
+//! ```text
+//!   CGROUP, DEV ──► change to what is kept ──► rates without bursts ──► io.max, systemd          at once
+//!                        (kept.rs)               (settling.rs)            (tell.rs)
+//!                           └──────────────────► weir cgroup watch: bursts, watermarks, groups   within a tenth of a second
+//! ```
+//!
+//! The kernel is told first, and only what it took is kept; what is to be removed is forgotten first, and kept again if the kernel refuses. All
+//! of a change is made, or none of it: also where a group's other members get less by it.
+
+pub(crate) mod arguments;
+pub(crate) mod asked;
+pub(crate) mod kept;
+pub(crate) mod locks;
+mod outcome;
+pub(crate) mod pools;
+pub(crate) mod settling;
+pub(crate) mod tell;
+pub(crate) mod weight;
+
+use std::path::Path;
+
+use anyhow::{Context as _, anyhow, bail};
+use asked::Asked;
+use block::device::{Identity, Number};
+use console::{Failure, print, print_json, signals::Signals};
+use kept::{Change, Entry, Kept};
+use locks::{Locked, Watched};
+use outcome::Outcome;
+use policy::{steering::Rates, throttle::Limits, time::Instant, watermark::Watermark};
+use pools::Sharing;
+use tell::Telling;
+
+use super::{
+    control_group::ControlGroup,
+    device,
+    hierarchy::{Hierarchy, Roots, Version},
+    target,
+};
+use crate::limit::arguments::LimitArgs;
+
+/// Does what `weir cgroup limit` was asked.
+///
+/// # Errors
+/// [`Failure::Usage`] if nothing was asked for, [`Failure::Failed`] if it cannot be done.
+pub(crate) fn run(arguments: LimitArgs) -> Result<(), Failure> {
+    let change = arguments.settings.change();
+    if arguments.remove && !change.is_empty() {
+        return Err(Failure::Usage(anyhow!("--remove removes all limits: it goes with no other setting")));
+    }
+    // A change is made or not; half of one would be left if the command ended in between.
+    let _signals = Signals::block().context("signals cannot be blocked")?;
+    let hierarchy = Hierarchy::discover(Roots::default())?;
+    let group = target::resolve(&hierarchy, &arguments.cgroup);
+    let device = device::resolve(&hierarchy.roots, &arguments.device);
+    let (group, device) = match (group, device) {
+        (Ok(group), Ok(device)) => (group, device),
+        (Err(why), device) if arguments.remove => {
+            let known = device.ok().map(|device| device.identity.number());
+            return forget(&hierarchy, &arguments, known, why);
+        }
+        (_, Err(why)) if arguments.remove => return forget(&hierarchy, &arguments, None, why),
+        (Err(why), _) | (_, Err(why)) => return Err(why.into()),
+    };
+    let mut outcome = if arguments.remove {
+        remove(&hierarchy, arguments.kept.path(), &group, &device.identity)?
+    } else if change.is_empty() {
+        holds(arguments.kept.path(), &group, &device.identity)?
+    } else {
+        set(&hierarchy, arguments.kept.path(), &group, &device.identity, &change)?
+    };
+    outcome.notices.splice(0..0, device.notices);
+    if target::is_process(&arguments.cgroup) && !arguments.remove && !change.is_empty() {
+        let (name, all) = (group.name.display(), group.processes().map_or(0, |all| all.len()));
+        outcome
+            .notices
+            .insert(0, format!("the limit is for all of {name}, where that process is one of {all}"));
+    }
+    if arguments.json {
+        print_json(&outcome)?;
+    } else {
+        print(&outcome.text())?;
+    }
+    Ok(())
+}
+
+/// What holds now: what the kernel was told last, and what was asked for.
+fn holds(file: &Path, group: &ControlGroup, device: &Identity) -> anyhow::Result<Outcome> {
+    let kept = Kept::load(file)?;
+    let asked = Asked::of(&kept, &group.name, device.number());
+    let told = tell::told(group, device.number())?;
+    Ok(Outcome::new(group, device, told, asked, Vec::new()))
+}
+
+/// Changes what a control group may do on a device, and keeps it in the file.
+///
+/// # Errors
+/// If the change makes no sense, the kernel or systemd refuse it, or the file cannot be written. Then all is as it was.
+pub(crate) fn set(
+    hierarchy: &Hierarchy,
+    file: &Path,
+    group: &ControlGroup,
+    device: &Identity,
+    change: &Change,
+) -> anyhow::Result<Outcome> {
+    if group.is_root() {
+        bail!("the root cgroup has no limits (limit a cgroup below it, or several with --group)");
+    }
+    let mut locked = Locked::open(file)?;
+    let before = locked.kept.clone();
+    let place = (device.number(), device.key());
+    let is_new = before.entry(group, device.number()).is_none();
+    // Where the controller is not enabled yet there is nothing to be found.
+    let has_limits = group.version == Version::V1 || group.has("io.max");
+    let found = if is_new && has_limits { tell::told(group, device.number())? } else { Rates::NONE };
+    let mut notices = Vec::new();
+    if let (true, Some(name)) = (found != Rates::NONE, change.group.as_ref().filter(|name| !name.is_empty()))
+    {
+        notices.push(format!("it had limits that were not set by weir; those of group {name} hold instead"));
+    } else if found != Rates::NONE {
+        // What is not named stays, also where it was not weir that set it.
+        locked.kept.change(group, place, &Change::of_rates(found))?;
+        notices.push(
+            "it had limits that were not set by weir; those that are not named stay, and are weir's now"
+                .to_owned(),
+        );
+    }
+    locked.kept.change(group, place, change)?;
+    let entry = locked.kept.entry(group, device.number()).context("a change keeps its entry")?;
+    if group.version == Version::V1 {
+        only_rates(&locked.kept.shared(entry).limits()?, change)?;
+        notices.push(V1.to_owned());
+    } else {
+        enable(group, &mut notices)?;
+    }
+    let weight = weight::plan(hierarchy, group, device, change.weight, entry.group.is_some())?;
+    let rates = settling::change(hierarchy, &before, &locked.kept, Some((group, device.number())))?;
+    let told = weight.map(|weight| weight.tell(hierarchy, group, &device.node())).transpose();
+    match told.and_then(|notice| locked.save().map(|()| notice)) {
+        Ok(notice) => notices.extend(notice),
+        Err(error) => {
+            // What the kernel took a moment ago it takes again; if not, the first error says more.
+            let _ = settling::change(hierarchy, &locked.kept, &before, None);
+            if is_new {
+                let place = (device.number(), device.node());
+                let telling = Telling { group: group.clone(), device: place, rates: found, before: found };
+                let _ = tell::tell_all(hierarchy, &[telling]);
+            }
+            return Err(error);
+        }
+    }
+    remarks(&before, &locked.kept, file, (group, device.number()), &mut notices)?;
+    if hierarchy.systemd() && tell::is_of_a_user(group) {
+        notices.push(
+            "it is a unit of a user's systemd, which may undo this change at its next occasion".to_owned(),
+        );
+    }
+    let asked = Asked::of(&locked.kept, &group.name, device.number());
+    Ok(Outcome::new(group, device, rates.unwrap_or(Rates::NONE), asked, notices))
+}
+
+/// Removes all that is kept of a control group on a device.
+///
+/// # Errors
+/// If there is nothing, or the kernel or systemd refuse.
+pub(crate) fn remove(
+    hierarchy: &Hierarchy,
+    file: &Path,
+    group: &ControlGroup,
+    device: &Identity,
+) -> anyhow::Result<Outcome> {
+    let mut locked = Locked::open(file)?;
+    let before = locked.kept.clone();
+    let weighted = before.entry(group, device.number()).and_then(Entry::given_weight);
+    let told = tell::told(group, device.number())?;
+    if !locked.kept.remove(group, device.number()) && told == Rates::NONE {
+        bail!("{} has no limit on {} (see `weir cgroup show`)", group.name.display(), device.node());
+    }
+    let place = (device.number(), device.node());
+    // A burst is nothing to be set back to.
+    let settled = settling::settled(hierarchy, &before)?.into_iter();
+    let mut settled = settled.filter(|(other, number, _)| other == group && *number == device.number());
+    let before_rates = settled.next().map_or(told, |(.., rates)| rates);
+    let telling = Telling { group: group.clone(), device: place, rates: Rates::NONE, before: before_rates };
+    // Forgotten first: a watch that has not heard of it yet would tell the old limits again.
+    locked.save()?;
+    let removed = tell::tell_all(hierarchy, &[telling])
+        .and_then(|()| settling::change(hierarchy, &before, &locked.kept, None))
+        .and_then(|_| match weighted {
+            Some(_) => weight::reset(hierarchy, group, device, &locked.kept),
+            None => Ok(()),
+        });
+    if let Err(error) = removed {
+        // Then it is limited as before, and what is kept says so; if not, the first error says more.
+        let after = std::mem::replace(&mut locked.kept, before);
+        let place = (device.number(), device.node());
+        let telling =
+            Telling { group: group.clone(), device: place, rates: before_rates, before: before_rates };
+        let _ = tell::tell_all(hierarchy, &[telling]);
+        let _ = settling::change(hierarchy, &after, &locked.kept, None);
+        if let Ok(Some(weight)) = weight::plan(hierarchy, group, device, weighted, true) {
+            let _ = weight.tell(hierarchy, group, &device.node());
+        }
+        let _ = locked.save();
+        return Err(error);
+    }
+    Ok(Outcome::new(group, device, Rates::NONE, None, Vec::new()))
+}
+
+/// Forgets what is kept of a control group or a disk that is not there any more, and gives its part to the others.
+///
+/// # Errors
+/// `why` it is not there, if nothing of that name is kept either.
+fn forget(
+    hierarchy: &Hierarchy,
+    arguments: &LimitArgs,
+    known: Option<Number>,
+    why: anyhow::Error,
+) -> Result<(), Failure> {
+    let (cgroup, device) = (arguments.cgroup.as_str(), arguments.device.as_str());
+    let mut locked = Locked::open(arguments.kept.path())?;
+    let before = locked.kept.clone();
+    let is_gone = |entry: &Entry| {
+        let there = hierarchy.group(&entry.cgroup).is_ok_and(|group| group.exists());
+        !there
+            || entry
+                .device()
+                .is_ok_and(|number| !hierarchy.roots.sys.join(format!("dev/block/{number}")).exists())
+    };
+    let forgotten = locked.kept.forget(|entry| {
+        is_gone(entry)
+            && target::could_mean(hierarchy, cgroup, &entry.cgroup)
+            && entry.could_be_on(device, known)
+    });
+    if forgotten.is_empty() {
+        return Err(why.into());
+    }
+    if forgotten.len() > 1 {
+        let fit = |entry: &Entry| format!("{} on {}", entry.cgroup.display(), entry.device_text());
+        let all: Vec<String> = forgotten.iter().map(fit).collect();
+        let what = anyhow!(
+            "cgroup {cgroup:?} on {device:?}: {} that are gone fit: {} (give the path of one, and its disk's number)",
+            all.len(),
+            all.join(", ")
+        );
+        return Err(what.into());
+    }
+    locked.save()?;
+    settling::change(hierarchy, &before, &locked.kept, None)?;
+    let forgotten: Vec<String> = forgotten.iter().map(|entry| entry.cgroup.display().to_string()).collect();
+    if arguments.json {
+        return Ok(print_json(&serde_json::json!({ "forgotten": forgotten }))?);
+    }
+    let line = |cgroup: &String| format!("{cgroup} is gone, and its limits are forgotten\n");
+    Ok(print(&forgotten.iter().map(line).collect::<String>())?)
+}
+
+/// What cgroup v1 cannot do, for whoever sets a limit there.
+const V1: &str = "cgroup v1 limits direct I/O and reads; buffered writes are charged to nobody's limit there \
+                  (`weir cgroup explain` shows it; boot with systemd.unified_cgroup_hierarchy=1 for v2)";
+
+/// Of v1 nothing is steered.
+fn only_rates(limits: &Limits, change: &Change) -> anyhow::Result<()> {
+    let mut pool = policy::steering::Pool::new(limits, Instant::ZERO);
+    pool.add(policy::steering::Member::new(kept::DEFAULT_WEIGHT));
+    let what = if pool.is_steered() {
+        "bursts and limits on reads and writes together"
+    } else if change.watermark.is_some_and(|percent| percent > 0) {
+        "watermarks"
+    } else if change.group.as_ref().is_some_and(|group| !group.is_empty()) {
+        "groups"
+    } else if change.weight.is_some() {
+        "weights"
+    } else {
+        return Ok(());
+    };
+    bail!(
+        "{what} need cgroup v2, and this machine limits block I/O with v1 (set --bps-read, --bps-write, --iops-read and --iops-write alone)"
+    )
+}
+
+/// Sees to it that the control group has the controllers that limits need: io, and memory to know whose a buffered write is.
+fn enable(group: &ControlGroup, notices: &mut Vec<String>) -> anyhow::Result<()> {
+    group.enable(&["io"])?;
+    if let Err(error) = group.enable(&["memory"]) {
+        notices.push(format!("buffered writes escape this limit: {error:#}"));
+    }
+    Ok(())
+}
+
+/// What the caller should know of what he asked for.
+fn remarks(
+    before: &Kept,
+    kept: &Kept,
+    file: &Path,
+    (group, device): (&ControlGroup, Number),
+    notices: &mut Vec<String>,
+) -> anyhow::Result<()> {
+    let mine =
+        |entry: &Entry| entry.cgroup == group.name && entry.device().is_ok_and(|number| number == device);
+    let sharing = Sharing::all(kept)?.into_iter().find(|sharing| sharing.members.iter().any(mine));
+    let Some(sharing) = sharing else { return Ok(()) };
+    let joined = kept.entry(group, device).and_then(|entry| entry.group.as_ref());
+    let alone_before = before.entry(group, device).filter(|entry| entry.group.is_none());
+    if let (Some(name), Some(alone)) = (joined, alone_before)
+        && !before.shared(alone).limits()?.is_unlimited()
+    {
+        notices.push(format!("its own limits are gone: those of group {name} hold instead"));
+    }
+    let weighted = notices.iter().any(|notice| notice.contains("to enforce"));
+    if sharing.limits.is_unlimited() && weighted && sharing.watermark == Watermark::ALWAYS {
+        // A weight alone is the kernel's, and does something.
+    } else if sharing.limits.is_unlimited() {
+        let who = joined.map_or_else(|| "it".to_owned(), |name| format!("group {name}"));
+        notices.push(format!("{who} has no limits yet: a watermark, a weight or a group does nothing without (set one, such as --bps-write 20M)"));
+    } else if sharing.needs_watch() && !Watched::is_taken(file) {
+        notices.push(
+            "bursts, watermarks, totals and groups are run by `weir cgroup watch`, and none runs: until then the limits hold \
+             without bursts, in equal parts of totals and by weight in groups"
+                .to_owned(),
+        );
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests;

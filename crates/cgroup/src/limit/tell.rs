@@ -1,0 +1,258 @@
+//! Tells the kernel what a control group may do on a device: all four keys or none, for one or for several.
+//!
+//! ```text
+//!   cgroup v2   io.max                         one write(2), which the kernel takes whole or not at all
+//!   cgroup v1   blkio.throttle.*_device × 4    one each; if one is refused, those before are set back
+//!   systemd     IOReadBandwidthMax= × 4        in its own words as well, or it would undo the change at its next occasion
+//! ```
+//!
+//! Never decides what to tell.
+
+use std::{
+    io,
+    path::{Component, Path, PathBuf},
+    process::Command,
+};
+
+use anyhow::{Context as _, anyhow, bail};
+use block::device::Number;
+use policy::steering::Rates;
+
+use crate::{
+    control_group::ControlGroup,
+    hierarchy::{Hierarchy, Version},
+    kernel::{blkio, io_max},
+};
+
+/// Operations are 32 bits wide in the kernel (block/blk-throttle.c, tg_set_limit), and so many a second are no limit.
+const MOST_OPERATIONS: u64 = u32::MAX as u64;
+
+impl From<Rates> for io_max::Rates {
+    fn from(Rates { bps, iops }: Rates) -> Self {
+        let iops = iops.map(|rate| rate.filter(|rate| *rate < MOST_OPERATIONS));
+        Self { read_bps: bps[0], write_bps: bps[1], read_iops: iops[0], write_iops: iops[1] }
+    }
+}
+
+impl From<io_max::Rates> for Rates {
+    fn from(rates: io_max::Rates) -> Self {
+        Self { bps: [rates.read_bps, rates.write_bps], iops: [rates.read_iops, rates.write_iops] }
+    }
+}
+
+/// These rates as the kernel gives them back.
+pub(crate) fn as_kept(rates: Rates) -> Rates {
+    io_max::Rates::from(rates).into()
+}
+
+/// What the kernel holds a control group to on a device.
+///
+/// # Errors
+/// If it cannot be read, or is of no known form.
+pub(crate) fn told(group: &ControlGroup, device: Number) -> anyhow::Result<Rates> {
+    match group.version {
+        Version::V2 => {
+            let text = match group.read("io.max") {
+                // Without the controller there is nothing that could be limited; the root never is.
+                Err(error) if error.kind() == io::ErrorKind::NotFound && group.exists() => {
+                    return Ok(Rates::NONE);
+                }
+                other => other.with_context(|| about(group, "io.max"))?,
+            };
+            let all = io_max::parse(&text).with_context(|| about(group, "io.max"))?;
+            Ok(all
+                .into_iter()
+                .find(|(number, _)| *number == device)
+                .map_or(Rates::NONE, |(_, rates)| rates.into()))
+        }
+        Version::V1 => {
+            let mut rates = io_max::Rates::default();
+            for file in blkio::LIMITS {
+                let text = group.read(file).with_context(|| about(group, file))?;
+                let all = blkio::limits(&text).with_context(|| about(group, file))?;
+                let own = all.into_iter().find(|(number, _)| *number == device);
+                *blkio::key(&mut rates, file) = own.map(|(_, limit)| limit);
+            }
+            Ok(rates.into())
+        }
+    }
+}
+
+/// Holds a control group to these rates on a device from now on.
+///
+/// # Errors
+/// If the kernel refuses; then all is as it was.
+pub(crate) fn tell(group: &ControlGroup, device: Number, rates: Rates) -> anyhow::Result<()> {
+    match group.version {
+        Version::V2 if rates == Rates::NONE && !group.has("io.max") && group.exists() => Ok(()),
+        Version::V2 => {
+            let line = io_max::Rates::from(rates).line(device);
+            group.write("io.max", &line).map_err(|error| refused(group, "io.max", &line, &error))
+        }
+        Version::V1 => {
+            let before = told(group, device)?;
+            tell_v1(group, device, rates).inspect_err(|_| {
+                // What the kernel took a moment ago it takes again; if not, the first error says more.
+                let _ = tell_v1(group, device, before);
+            })
+        }
+    }
+}
+
+fn tell_v1(group: &ControlGroup, device: Number, rates: Rates) -> anyhow::Result<()> {
+    let io_max::Rates { read_bps, write_bps, read_iops, write_iops } = rates.into();
+    for (file, rate) in blkio::LIMITS.into_iter().zip([read_bps, write_bps, read_iops, write_iops]) {
+        // 0 is how a limit is removed there.
+        let line = format!("{device} {}", rate.unwrap_or(0));
+        group.write(file, &line).map_err(|error| refused(group, file, &line, &error))?;
+    }
+    Ok(())
+}
+
+/// What a control group is to be held to on a device, given with its node for systemd; and what it was before.
+#[derive(Clone, Debug)]
+pub(crate) struct Telling {
+    pub(crate) group: ControlGroup,
+    pub(crate) device: (Number, String),
+    pub(crate) rates: Rates,
+    /// Without bursts, as it would be set back: a burst is not systemd's to keep.
+    pub(crate) before: Rates,
+}
+
+/// Tells several, in this order; systemd too, of those that are its.
+///
+/// # Errors
+/// If one is refused; then all are set back.
+pub(crate) fn tell_all(hierarchy: &Hierarchy, all: &[Telling]) -> anyhow::Result<()> {
+    let both = |telling: &Telling, rates| {
+        let Telling { group, device: (number, node), .. } = telling;
+        tell(group, *number, rates)?;
+        of_systemd(hierarchy, group, node, rates)
+    };
+    for (index, telling) in all.iter().enumerate() {
+        if let Err(error) = both(telling, telling.rates) {
+            // What was taken a moment ago is taken again; if not, the first error says more.
+            for done in all[..=index].iter().rev() {
+                let _ = both(done, done.before);
+            }
+            return Err(error);
+        }
+    }
+    Ok(())
+}
+
+/// Tells systemd, if it runs and the control group is one of its units.
+///
+/// # Errors
+/// If it cannot be asked, or refuses.
+pub(crate) fn of_systemd(
+    hierarchy: &Hierarchy,
+    group: &ControlGroup,
+    node: &str,
+    rates: Rates,
+) -> anyhow::Result<()> {
+    set_properties(hierarchy, group, &properties(node, rates))
+}
+
+/// Whether systemd has been told something of a control group on a device, since the machine's start; also if it is not systemd's. It keeps that in
+/// files of /run (systemd.unit(5), "Unit File Load Path"), one for each property, with scopes among what is transient.
+pub(super) fn is_known_to_systemd(hierarchy: &Hierarchy, group: &ControlGroup, node: &str) -> bool {
+    let Some(unit) = unit_of(group) else { return true };
+    let names_node = |path: PathBuf| {
+        let text = std::fs::read_to_string(path).unwrap_or_default();
+        text.split(['=', ' ', '\n']).any(|word| word == node)
+    };
+    ["system.control", "transient"].iter().any(|place| {
+        let directory = hierarchy.roots.run.join("systemd").join(place).join(format!("{unit}.d"));
+        PROPERTIES.iter().any(|property| names_node(directory.join(format!("50-{property}.conf"))))
+    })
+}
+
+/// Sets properties of a control group that is systemd's, until the machine ends.
+///
+/// # Errors
+/// If systemd cannot be asked, or refuses.
+pub(super) fn set_properties(
+    hierarchy: &Hierarchy,
+    group: &ControlGroup,
+    properties: &[String],
+) -> anyhow::Result<()> {
+    let Some(unit) = unit_of(group).filter(|_| hierarchy.systemd()) else { return Ok(()) };
+    let output = Command::new("systemctl")
+        .args(["--no-ask-password", "set-property", "--runtime", "--", unit])
+        .args(properties)
+        .output()
+        .with_context(|| format!("systemctl cannot be run, and systemd would undo a change to {unit}"))?;
+    if !output.status.success() {
+        let said = String::from_utf8_lossy(&output.stderr);
+        bail!("systemctl set-property {unit}: {} (see `systemctl status {unit}`)", said.trim());
+    }
+    Ok(())
+}
+
+/// The unit of the machine's systemd that a control group is, by its place: below slices alone. What lies deeper belongs to a user's manager, or
+/// to one in a container, and this one knows nothing of it. systemd.resource-control(5) has properties for services, scopes, slices, and what is mounted.
+pub(crate) fn unit_of(group: &ControlGroup) -> Option<&str> {
+    let mut above = group.name.parent()?.components();
+    let is_slice = |component: Component<'_>| match component {
+        Component::RootDir => true,
+        other => Path::new(other.as_os_str()).extension().is_some_and(|suffix| suffix == "slice"),
+    };
+    if !above.all(is_slice) {
+        return None;
+    }
+    // systemd puts a `_` before names that the kernel might take for a file of its own.
+    let name = group.name.file_name()?.to_str()?;
+    let name = name.strip_prefix('_').unwrap_or(name);
+    let suffix = Path::new(name).extension()?;
+    ["service", "scope", "slice", "mount", "swap", "socket"]
+        .iter()
+        .any(|known| suffix == *known)
+        .then_some(name)
+}
+
+/// Whether it lies below a user's systemd, which this one's properties do not reach.
+pub(super) fn is_of_a_user(group: &ControlGroup) -> bool {
+    let of_user = |component: Component<'_>| component.as_os_str().to_string_lossy().starts_with("user@");
+    group.name.parent().is_some_and(|above| above.components().any(of_user))
+}
+
+/// The same in systemd's words. No limit is `infinity`; numbers have no suffix, since its K is 1000.
+fn properties(node: &str, Rates { bps, iops }: Rates) -> Vec<String> {
+    let text = |rate: Option<u64>| rate.map_or_else(|| "infinity".to_owned(), |rate| rate.to_string());
+    let rates = bps.into_iter().chain(iops);
+    PROPERTIES.iter().zip(rates).map(|(property, rate)| format!("{property}={node} {}", text(rate))).collect()
+}
+
+/// For bytes per second, read and written, and for operations.
+const PROPERTIES: [&str; 4] =
+    ["IOReadBandwidthMax", "IOWriteBandwidthMax", "IOReadIOPSMax", "IOWriteIOPSMax"];
+
+/// What an error about one of a control group's files begins with.
+pub(crate) fn about(group: &ControlGroup, file: &str) -> String {
+    format!("cgroup {}: {file}", group.name.display())
+}
+
+fn refused(group: &ControlGroup, file: &str, line: &str, error: &io::Error) -> anyhow::Error {
+    let mend = match error.raw_os_error().map(nix::errno::Errno::from_raw) {
+        Some(nix::errno::Errno::ENOENT) if group.is_root() => {
+            "the root has no limits: limit a cgroup below it"
+        }
+        Some(nix::errno::Errno::ENOENT | nix::errno::Errno::EACCES)
+            if group.exists() && group.version == Version::V2 =>
+        {
+            "is the io controller enabled for it, and are you root? `weir cgroup explain` looks"
+        }
+        Some(nix::errno::Errno::ENOENT) => "it has been removed",
+        Some(nix::errno::Errno::EACCES | nix::errno::Errno::EPERM) => {
+            "run as root, or have the cgroup delegated"
+        }
+        Some(nix::errno::Errno::ENODEV) => "the device or the cgroup is gone",
+        Some(nix::errno::Errno::EROFS) => "cgroups are mounted read-only here: do it on the host",
+        _ => "is it a whole disk?",
+    };
+    anyhow!("{}: \"{line}\" is refused: {error} ({mend})", about(group, file))
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,103 @@
+use std::fs;
+
+use super::*;
+use crate::machine::Machine;
+
+const DISK: Number = Number { major: 254, minor: 0 };
+
+fn rates(bps_write: u64, iops_read: u64) -> Rates {
+    Rates { bps: [None, Some(bps_write)], iops: [Some(iops_read), None] }
+}
+
+#[test]
+fn all_keys_are_told_in_one_write() {
+    let machine = Machine::v2("io memory");
+    let group = machine.group("/a");
+    machine.write("/a", "io.max", "");
+    tell(&group, DISK, rates(20 << 20, 100)).unwrap();
+    assert_eq!(group.read("io.max").unwrap().trim_end(), "254:0 rbps=max wbps=20971520 riops=100 wiops=max");
+    assert_eq!(told(&group, DISK).unwrap(), rates(20 << 20, 100));
+    assert_eq!(told(&group, Number { major: 8, minor: 0 }).unwrap(), Rates::NONE);
+}
+
+#[test]
+fn more_operations_than_the_kernel_counts_are_no_limit() {
+    let machine = Machine::v2("io");
+    let group = machine.group("/a");
+    machine.write("/a", "io.max", "");
+    tell(&group, DISK, rates(5, 1 << 32)).unwrap();
+    assert_eq!(told(&group, DISK).unwrap().iops, [None; 2]);
+}
+
+fn v1_files(machine: &Machine, name: &str) {
+    blkio::LIMITS.into_iter().for_each(|file| machine.write(name, file, ""));
+}
+
+#[test]
+fn v1_has_a_file_for_each_key() {
+    let machine = Machine::v1();
+    let group = machine.group("/a");
+    v1_files(&machine, "/a");
+    tell(&group, DISK, rates(20 << 20, 100)).unwrap();
+    assert_eq!(group.read("blkio.throttle.write_bps_device").unwrap().trim_end(), "254:0 20971520");
+    assert_eq!(group.read("blkio.throttle.read_bps_device").unwrap().trim_end(), "254:0 0");
+}
+
+#[test]
+fn what_v1_took_before_it_refused_is_set_back() {
+    let machine = Machine::v1();
+    let group = machine.group("/a");
+    v1_files(&machine, "/a");
+    machine.write("/a", "blkio.throttle.write_bps_device", "254:0 4096\n");
+    let refusing = group.directory.join("blkio.throttle.read_iops_device");
+    fs::set_permissions(&refusing, std::os::unix::fs::PermissionsExt::from_mode(0o444)).unwrap();
+    // Root may write to anything, and a directory to nobody's.
+    fs::remove_file(&refusing).unwrap();
+    fs::create_dir(&refusing).unwrap();
+    assert!(told(&group, DISK).is_err());
+    // It is read before it is written, so that nothing is told at all.
+    tell(&group, DISK, rates(1 << 20, 100)).unwrap_err();
+    assert_eq!(group.read("blkio.throttle.write_bps_device").unwrap(), "254:0 4096\n");
+}
+
+#[test]
+fn all_are_told_or_none() {
+    let machine = Machine::v2("io");
+    let (a, b) = (machine.group("/a"), machine.group("/b"));
+    machine.write("/a", "io.max", "254:0 rbps=max wbps=4096 riops=max wiops=max\n");
+    let hierarchy = machine.hierarchy();
+    let before = Rates { bps: [None, Some(4096)], iops: [None; 2] };
+    let telling = |group: &ControlGroup, before| Telling {
+        group: group.clone(),
+        device: (DISK, "/dev/vda".to_owned()),
+        rates: rates(1, 2),
+        before,
+    };
+    let error = tell_all(&hierarchy, &[telling(&a, before), telling(&b, Rates::NONE)]).unwrap_err();
+    assert!(format!("{error:#}").contains("/b"), "{error:#}");
+    assert_eq!(told(&a, DISK).unwrap(), Rates { bps: [None, Some(4096)], iops: [None; 2] });
+}
+
+#[test]
+fn units_are_told_from_other_cgroups_and_their_properties_have_no_suffix() {
+    let machine = Machine::v2("io");
+    assert_eq!(unit_of(&machine.group("/system.slice/db.service")), Some("db.service"));
+    assert_eq!(unit_of(&machine.group("/system.slice/db.service/worker")), None);
+    assert_eq!(unit_of(&machine.group("/weir/run-1")), None);
+    assert_eq!(unit_of(&machine.group("/system.slice/_cpu.service")), Some("cpu.service"));
+    // A user's own manager, and systemd in a container: not the machine's units of that name.
+    assert_eq!(
+        unit_of(&machine.group("/user.slice/user-1000.slice/user@1000.service/app.slice/db.service")),
+        None
+    );
+    assert_eq!(unit_of(&machine.group("/machine.slice/docker-3f1c.scope/system.slice/nginx.service")), None);
+    assert_eq!(
+        properties("/dev/vda", rates(20 << 20, 100)),
+        [
+            "IOReadBandwidthMax=/dev/vda infinity",
+            "IOWriteBandwidthMax=/dev/vda 20971520",
+            "IOReadIOPSMax=/dev/vda 100",
+            "IOWriteIOPSMax=/dev/vda infinity",
+        ]
+    );
+}

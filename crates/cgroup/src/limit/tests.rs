@@ -1,0 +1,224 @@
+use policy::throttle::Setting;
+
+use super::*;
+use crate::machine::Machine;
+
+/// A machine with a disk, control groups with an io.max each, and a file for limits.
+struct Bench {
+    machine: Machine,
+    groups: Vec<ControlGroup>,
+    disk: Identity,
+}
+
+impl Bench {
+    fn v2(names: &[&str]) -> Self {
+        let machine = Machine::v2("cpu io memory");
+        let group = |name: &&str| {
+            let group = machine.group(name);
+            machine.write(name, "io.max", "");
+            machine.write(name, "cgroup.controllers", "cpu io memory\n");
+            group
+        };
+        let groups = names.iter().map(group).collect();
+        Self::new(machine, groups)
+    }
+
+    fn new(machine: Machine, groups: Vec<ControlGroup>) -> Self {
+        machine.disk("254:0", "vda");
+        let disk = device::resolve(&machine.roots(), "254:0").expect("a disk").identity;
+        Self { machine, groups, disk }
+    }
+
+    fn file(&self) -> std::path::PathBuf {
+        self.machine.path("run/weir/cgroups.json")
+    }
+
+    fn set(&self, index: usize, change: &Change) -> anyhow::Result<Outcome> {
+        set(&self.machine.hierarchy(), &self.file(), &self.groups[index], &self.disk, change)
+    }
+
+    fn remove(&self, index: usize) -> anyhow::Result<Outcome> {
+        remove(&self.machine.hierarchy(), &self.file(), &self.groups[index], &self.disk)
+    }
+
+    /// Bytes written per second that the kernel was told.
+    fn told(&self, index: usize) -> Option<u64> {
+        tell::told(&self.groups[index], self.disk.number()).expect("told").bps[1]
+    }
+}
+
+fn change(limits: &[(&str, u64)]) -> Change {
+    let setting = |&(name, value): &(&str, u64)| (Setting::from_name(name).expect("a setting"), value);
+    Change { limits: limits.iter().map(setting).collect(), ..Change::default() }
+}
+
+fn in_group(limits: &[(&str, u64)], weight: Option<u32>) -> Change {
+    Change { group: Some("tenant".to_owned()), weight, ..change(limits) }
+}
+
+#[test]
+fn a_limit_is_told_kept_and_removed() {
+    let bench = Bench::v2(&["/a"]);
+    let outcome = bench.set(0, &change(&[("bps-write", 4_000_000), ("iops-read", 100)])).unwrap();
+    assert_eq!(
+        outcome.text(),
+        "/a on /dev/vda: bps-write 4000000, iops-read 100\nasked for: bps-w 4000000, iops-r 100\n"
+    );
+    assert_eq!(bench.told(0), Some(4_000_000));
+    let kept = Kept::load(&bench.file()).unwrap();
+    assert!(kept.entry(&bench.groups[0], bench.disk.number()).is_some());
+    assert_eq!(bench.remove(0).unwrap().text(), "/a on /dev/vda: no limit\n");
+    assert_eq!(bench.told(0), None);
+    let error = format!("{:#}", bench.remove(0).unwrap_err());
+    assert!(error.contains("has no limit on /dev/vda"), "{error}");
+}
+
+#[test]
+fn one_that_has_lost_its_controller_has_its_limit_removed_all_the_same() {
+    let bench = Bench::v2(&["a"]);
+    bench.set(0, &change(&[("bps-write", 20)])).unwrap();
+    std::fs::remove_file(bench.machine.root().join("a/io.max")).unwrap();
+    assert_eq!(bench.told(0), None);
+    bench.remove(0).unwrap();
+    assert_eq!(Kept::load(&bench.file()).unwrap(), Kept::default());
+    assert!(!bench.machine.root().join("a/io.max").exists());
+}
+
+#[test]
+fn who_joins_a_group_is_told_that_limits_of_somebody_else_s_are_gone() {
+    let bench = Bench::v2(&["a"]);
+    bench.machine.write("a", "io.max", "254:0 rbps=7 wbps=8 riops=max wiops=max\n");
+    let outcome = bench.set(0, &in_group(&[("bps-write", 100)], None)).unwrap();
+    assert!(outcome.notices.iter().any(|notice| notice.contains("not set by weir")), "{:?}", outcome.notices);
+}
+
+#[test]
+fn what_somebody_else_has_set_stays_unless_it_is_named() {
+    let bench = Bench::v2(&["/a"]);
+    bench.machine.write("/a", "io.max", "254:0 rbps=1000000 wbps=2000000 riops=max wiops=max\n");
+    let outcome = bench.set(0, &change(&[("bps-write", 5_000_000)])).unwrap();
+    assert!(outcome.notices[0].contains("not set by weir"), "{:?}", outcome.notices);
+    let told = tell::told(&bench.groups[0], bench.disk.number()).unwrap();
+    assert_eq!(told.bps, [Some(1_000_000), Some(5_000_000)]);
+    // And a change that is refused leaves it alone.
+    let bench = Bench::v2(&["/b"]);
+    bench.machine.write("/b", "io.max", "254:0 rbps=1000000 wbps=max riops=max wiops=max\n");
+    assert!(bench.set(0, &change(&[("bps-write-max", 5_000_000)])).is_err());
+    assert_eq!(tell::told(&bench.groups[0], bench.disk.number()).unwrap().bps, [Some(1_000_000), None]);
+}
+
+#[test]
+fn a_burst_is_told_without_it_and_who_runs_it_is_named() {
+    let bench = Bench::v2(&["/a"]);
+    let burst = change(&[("bps-write", 4 << 20), ("bps-write-max", 20 << 20), ("bps-write-max-length", 5)]);
+    let outcome = bench.set(0, &burst).unwrap();
+    assert_eq!(bench.told(0), Some(4 << 20));
+    assert!(
+        outcome.notices.iter().any(|notice| notice.contains("weir cgroup watch")),
+        "{:?}",
+        outcome.notices
+    );
+    let _watched = Watched::take(&bench.file()).unwrap().unwrap();
+    assert!(bench.set(0, &burst).unwrap().notices.is_empty());
+}
+
+#[test]
+fn who_joins_a_group_takes_from_the_others_by_weight() {
+    let bench = Bench::v2(&["/a", "/b"]);
+    bench.set(0, &in_group(&[("bps-write", 9_000_000)], None)).unwrap();
+    assert_eq!(bench.told(0), Some(9_000_000));
+    bench.set(1, &in_group(&[], Some(200))).unwrap();
+    assert_eq!((bench.told(0), bench.told(1)), (Some(3_000_000), Some(6_000_000)));
+    bench.remove(1).unwrap();
+    assert_eq!((bench.told(0), bench.told(1)), (Some(9_000_000), None));
+}
+
+#[test]
+fn what_is_refused_changes_nobody() {
+    let bench = Bench::v2(&["/a", "/b"]);
+    bench.set(0, &in_group(&[("bps-write", 9_000_000)], None)).unwrap();
+    let before = std::fs::read_to_string(bench.file()).unwrap();
+    // As if its controller had been taken away.
+    std::fs::remove_file(bench.groups[1].directory.join("io.max")).unwrap();
+    let error = format!("{:#}", bench.set(1, &in_group(&[], Some(200))).unwrap_err());
+    assert!(error.contains("/b: io.max"), "{error}");
+    assert_eq!(bench.told(0), Some(9_000_000));
+    assert_eq!(std::fs::read_to_string(bench.file()).unwrap(), before);
+}
+
+#[test]
+fn a_weight_goes_to_whom_it_means_something() {
+    let bench = Bench::v2(&["/a"]);
+    let weight = Change { weight: Some(300), ..Change::default() };
+    let error = format!("{:#}", bench.set(0, &weight).unwrap_err());
+    assert!(error.contains("nothing divides /dev/vda by weight"), "{error}");
+    let queue = bench.disk.directory().join("queue");
+    std::fs::create_dir(&queue).unwrap();
+    std::fs::write(queue.join("scheduler"), "none mq-deadline [bfq]\n").unwrap();
+    bench.machine.write("/a", "io.bfq.weight", "default 100\n");
+    let outcome = bench.set(0, &Change { weight: Some(3000), ..Change::default() }).unwrap();
+    assert_eq!(bench.groups[0].read("io.bfq.weight").unwrap(), "254:0 1000");
+    assert!(
+        outcome.notices[0].contains("as 1000, its largest") && outcome.notices[0].contains("BFQ"),
+        "{:?}",
+        outcome.notices
+    );
+    bench.machine.write("/", "io.cost.qos", "254:0 enable=1 ctrl=auto rpct=0.00\n");
+    bench.machine.write("/a", "io.weight", "default 100\n");
+    bench.set(0, &weight).unwrap();
+    assert_eq!(bench.groups[0].read("io.weight").unwrap(), "254:0 300");
+    bench.remove(0).unwrap();
+    assert_eq!(bench.groups[0].read("io.weight").unwrap(), "254:0 default");
+}
+
+#[test]
+fn the_root_and_v1_say_what_they_cannot_do() {
+    let bench = Bench::v2(&["/"]);
+    let error = format!("{:#}", bench.set(0, &change(&[("bps-write", 5)])).unwrap_err());
+    assert!(error.contains("the root cgroup has no limits"), "{error}");
+
+    let machine = Machine::v1();
+    let group = machine.group("/a");
+    crate::kernel::blkio::LIMITS.into_iter().for_each(|file| machine.write("/a", file, ""));
+    let bench = Bench::new(machine, vec![group]);
+    let outcome = bench.set(0, &change(&[("bps-write", 5000)])).unwrap();
+    assert!(outcome.notices[0].contains("buffered writes"), "{:?}", outcome.notices);
+    assert_eq!(bench.told(0), Some(5000));
+    for (refused, what) in [
+        (change(&[("bps-write", 5000), ("bps-write-max", 9000)]), "bursts"),
+        (change(&[("bps-write", 0), ("bps-total", 9000)]), "bursts and limits on reads and writes together"),
+        (Change { watermark: Some(90), ..change(&[]) }, "watermarks"),
+        (in_group(&[("bps-write", 5000)], None), "groups"),
+        (Change { weight: Some(90), ..change(&[]) }, "weights"),
+    ] {
+        let error = format!("{:#}", bench.set(0, &refused).unwrap_err());
+        assert!(error.contains(what) && error.contains("cgroup v2"), "{error}");
+    }
+    assert_eq!(bench.told(0), Some(5000));
+}
+
+#[test]
+fn what_systemd_has_not_heard_of_is_found_beside_all_that_shares_with_it() {
+    let bench = Bench::v2(&["/system.slice/a.service", "/system.slice/b.scope", "/other"]);
+    let hierarchy = bench.machine.hierarchy();
+    for index in 0..3 {
+        bench.set(index, &in_group(&[("bps-write", 90)], None)).unwrap();
+    }
+    let kept = Kept::load(&bench.file()).unwrap();
+    let among = kept.limits.iter().map(|entry| entry.cgroup.clone()).collect();
+    let unknown = || settling::unknown_to_systemd(&hierarchy, &kept, &among).unwrap();
+    assert!(unknown().is_empty(), "there is no systemd");
+    std::fs::create_dir_all(bench.machine.path("run/systemd/system")).unwrap();
+    let units: Vec<_> = unknown().into_iter().map(|telling| (telling.group, telling.rates.bps[1])).collect();
+    assert_eq!(units, [(bench.groups[0].clone(), Some(30)), (bench.groups[1].clone(), Some(30))]);
+    let heard = |place: &str, unit: &str, property: &str, text: &str| {
+        let directory = bench.machine.path("run/systemd").join(place).join(format!("{unit}.d"));
+        std::fs::create_dir_all(&directory).unwrap();
+        std::fs::write(directory.join(format!("50-{property}.conf")), format!("[Service]\n{text}\n"))
+            .unwrap();
+    };
+    heard("system.control", "a.service", "IOWriteBandwidthMax", "IOWriteBandwidthMax=/dev/vdb 30");
+    heard("transient", "b.scope", "IOReadIOPSMax", "IOReadIOPSMax=/dev/vda 30");
+    let units: Vec<_> = unknown().into_iter().map(|telling| telling.group).collect();
+    assert_eq!(units, [bench.groups[0].clone()], "that was another disk");
+}

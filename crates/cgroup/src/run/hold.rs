@@ -1,0 +1,193 @@
+//! The limits of one command, while it runs.
+//!
+//! ```text
+//!   rates alone                        the kernel holds them by itself
+//!   bursts, totals, a watermark        a watch in this process, on a file of its own
+//!   --group                            the file that `weir cgroup watch` looks at; without a watch there, one in this process
+//! ```
+//!
+//! They are set and steered by what `weir cgroup limit` and `weir cgroup watch` are made of, so a command is held as a service is.
+//!
+//! Never outlives the command: what is kept for it is forgotten when this is dropped, unless its cgroup stays.
+
+use std::path::{Path, PathBuf};
+
+use anyhow::Context as _;
+use block::device::Identity;
+use console::logging;
+use policy::{
+    steering::Rates,
+    throttle::{Invalid, Limits},
+};
+use settings::{LogFormat, LogSettings, state::Store};
+
+use crate::{
+    control_group::ControlGroup,
+    hierarchy::{Hierarchy, Version},
+    limit,
+    limit::{
+        kept,
+        kept::{Change, Kept},
+        pools::Sharing,
+        tell,
+    },
+    watch,
+};
+
+/// What is in force. Dropped, nothing is kept of it any more; limits stay in the kernel as long as the cgroup does.
+pub(super) struct Held<'a> {
+    hierarchy: &'a Hierarchy,
+    group: ControlGroup,
+    /// The limits' disk, if there are any.
+    device: Option<&'a Identity>,
+    /// Ends, with all limits settled, before what it looks at is removed.
+    watch: Option<watch::Running>,
+    /// The file of all, where this one is to be removed from.
+    shared: Option<PathBuf>,
+    /// The file of this command alone, gone with it.
+    _own: Option<tempfile::TempDir>,
+    /// What the user should know.
+    pub(super) notices: Vec<String>,
+}
+
+/// Where a command's limits are kept if it shares them, and what its device can do.
+pub(super) struct Places<'a> {
+    /// The limits of all control groups; `None` is the usual place.
+    pub(super) limits: Option<&'a Path>,
+    /// What `weir probe` left; `None` is the usual place.
+    pub(super) state: Option<&'a Path>,
+}
+
+/// Puts limits in force on a cgroup that was just made.
+///
+/// # Errors
+/// If they make no sense, or the kernel cannot hold them. None of them holds then.
+pub(super) fn hold<'a>(
+    hierarchy: &'a Hierarchy,
+    group: &ControlGroup,
+    device: Option<&'a Identity>,
+    change: &Change,
+    places: &Places<'_>,
+) -> anyhow::Result<Held<'a>> {
+    let mut held = Held {
+        hierarchy,
+        group: group.clone(),
+        device,
+        watch: None,
+        shared: None,
+        _own: None,
+        notices: Vec::new(),
+    };
+    if change.is_empty() {
+        // Before the first limit, even of none, version 1 counts nothing.
+        if let Some(device) = device.filter(|_| group.version == Version::V1) {
+            tell::tell(group, device.number(), Rates::NONE)?;
+        }
+        return Ok(held);
+    }
+    let device = device.context("limits are for a disk")?;
+    let file = if change.group.as_ref().is_some_and(|name| !name.is_empty()) {
+        let file = places.limits.unwrap_or(Path::new(kept::USUAL)).to_owned();
+        held.shared = Some(file.clone());
+        file
+    } else {
+        let own = tempfile::Builder::new().prefix("weir-cgroup.").tempdir();
+        let own = own.context("the command's limits: there is no room for a file of them")?;
+        let file = own.path().join("limits.json");
+        held._own = Some(own);
+        file
+    };
+    if group.version == Version::V2 && needs_watch(group, device, change)? {
+        // The command's standard error is no place for more than what goes wrong.
+        logging::start(&LogSettings { filter: "warn".to_owned(), format: LogFormat::Text });
+        held.watch = Some(watch::Running::start_or_stand_by(&file, Store::new(places.state))?);
+    }
+    held.notices = limit::set(hierarchy, &file, group, device, change)?.notices;
+    Ok(held)
+}
+
+impl Held<'_> {
+    /// Ends the steering and keeps what is kept: the cgroup stays.
+    pub(super) fn leave(mut self) {
+        self.shared = None;
+    }
+}
+
+impl Drop for Held<'_> {
+    fn drop(&mut self) {
+        drop(self.watch.take());
+        if let (Some(file), Some(device)) = (self.shared.take(), self.device) {
+            // Where the limits were never set there is nothing to remove.
+            let _ = limit::remove(self.hierarchy, &file, &self.group, device);
+        }
+    }
+}
+
+/// Whether the kernel alone cannot do it. A group is shared with others, of which a watch knows.
+///
+/// # Errors
+/// If the change makes no sense.
+fn needs_watch(group: &ControlGroup, device: &Identity, change: &Change) -> anyhow::Result<bool> {
+    let mut kept = Kept::default();
+    kept.change(group, (device.number(), device.key()), change)?;
+    Ok(!kept.groups.is_empty() || Sharing::all(&kept)?.iter().any(Sharing::needs_watch))
+}
+
+/// The limits that are asked for, if they obey their rules.
+///
+/// # Errors
+/// The first that does not.
+pub(super) fn limits(change: &Change) -> Result<Limits, Invalid> {
+    let mut limits = Limits::default();
+    change.limits.iter().try_for_each(|&(setting, value)| limits.set(setting, value))?;
+    limits.validate()?;
+    Ok(limits)
+}
+
+#[cfg(test)]
+mod tests {
+    use block::device::Number;
+    use policy::throttle::{LimitKind, Setting};
+
+    use super::*;
+    use crate::machine::Machine;
+
+    fn asked(name: &str, value: u64) -> Change {
+        let setting = Setting::from_name(name).expect("a setting");
+        Change { limits: vec![(setting, value)], ..Change::default() }
+    }
+
+    fn needs_watch(change: &Change) -> bool {
+        let machine = Machine::v2("io");
+        machine.disk("254:0", "vda");
+        let number = Number { major: 254, minor: 0 };
+        let disk = Identity::resolve(number, &machine.roots().of_devices()).unwrap();
+        super::needs_watch(&machine.group("/a"), &disk, change).unwrap()
+    }
+
+    fn burst(name: &str) -> Change {
+        let max = format!("{name}-max");
+        Change { limits: [asked(name, 1000).limits, asked(&max, 2000).limits].concat(), ..Change::default() }
+    }
+
+    #[test]
+    fn rates_alone_are_the_kernel_s_own_business() {
+        for name in ["bps-read", "bps-write", "iops-read", "iops-write"] {
+            assert!(!needs_watch(&asked(name, 1000)), "{name}");
+            assert!(needs_watch(&burst(name)), "{name}");
+        }
+        for name in ["bps-total", "iops-total"] {
+            assert!(needs_watch(&asked(name, 1000)) && !needs_watch(&asked(name, 0)), "{name}");
+        }
+        assert!(needs_watch(&Change { watermark: Some(90), ..Change::default() }));
+        assert!(!needs_watch(&Change { watermark: Some(0), ..Change::default() }));
+        assert!(needs_watch(&Change { group: Some("tenant".to_owned()), ..Change::default() }));
+    }
+
+    #[test]
+    fn limits_that_break_a_rule_are_found_before_anything_is_made() {
+        assert_eq!(limits(&asked("bps-write", 7)).unwrap().limit(LimitKind::BpsWrite).rate, 7);
+        let said = limits(&asked("bps-write-max", 7)).unwrap_err().to_string();
+        assert!(said.starts_with("bps-write-max"), "{said}");
+    }
+}

@@ -1,0 +1,195 @@
+//! `weir cgroup run`: a command in a cgroup of its own, under limits, and what it did in the end.
+//!
+//! ```text
+//!   make the cgroup ─► set limits ─► start the command in it ─► pass signals on ─► read totals ─► remove the cgroup
+//!   place.rs           hold.rs       command.rs                                    summary.rs     place.rs
+//! ```
+//!
+//! Standard input, output and error belong to the command, and its exit status becomes weir's. What weir has to say, it says on
+//! standard error once the command has ended, or in a file.
+//!
+//! Never leaves an empty cgroup behind: not when a step fails, not at a signal. Where processes outlive the command, the cgroup
+//! stays for them with its limits, as a scope of systemd's would, unless they are to be killed.
+
+pub(crate) mod arguments;
+mod command;
+mod hold;
+mod place;
+mod summary;
+
+use std::{
+    ffi::OsString,
+    fs,
+    io::{Write as _, stderr},
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context as _, anyhow};
+use block::device::{Identity, Number};
+pub(crate) use command::enter;
+use command::{Ended, Signals};
+use console::{Failure, complain, say};
+use hold::Places;
+use place::Place;
+use summary::{Summary, Waited};
+
+use super::{
+    control_group::ControlGroup,
+    device,
+    hierarchy::{Hierarchy, Roots, Version},
+    kernel::{
+        io_stat::Usage,
+        memory_stat::{self, Waiting},
+    },
+    limit::asked::Asked,
+    show::{
+        reading::{self, Reading},
+        tasks,
+    },
+    target,
+};
+use crate::run::arguments::RunArgs;
+
+/// Runs a command; ends with its status.
+///
+/// # Errors
+/// If it cannot be started under these limits; nothing is left behind then. [`Failure::Found`] is the command's own status.
+pub(crate) fn run(arguments: RunArgs) -> Result<(), Failure> {
+    let change = arguments.settings.change();
+    let limits = hold::limits(&change).map_err(|invalid| Failure::Usage(anyhow!("--{invalid}")))?;
+    let hierarchy = Hierarchy::discover(Roots::default())?;
+    // Without limits no disk is needed, and the current directory may be on none.
+    let device = match device::resolve(&hierarchy.roots, arguments.device.as_deref().unwrap_or(".")) {
+        Err(_) if arguments.device.is_none() && change.is_empty() => None,
+        device => Some(device?),
+    };
+    let disk = device.as_ref().map(|device| &device.identity);
+    let parent = arguments.parent.as_ref().map(|parent| target::resolve(&hierarchy, parent)).transpose()?;
+    // Before there is anything to clean up: from here on a signal is heard, and ends nothing by itself.
+    let signals = Signals::block().context("signals cannot be awaited")?;
+    let place = Place::make(&hierarchy, parent, arguments.name.as_deref())?;
+    let places = Places { limits: arguments.limits.as_deref(), state: arguments.state.as_deref() };
+    let held = hold::hold(&hierarchy, place.group(), disk, &change, &places)?;
+    let notices = device.iter().flat_map(|device| &device.notices);
+    for notice in notices.chain(&held.notices) {
+        say(notice);
+    }
+
+    let ran = see_it_run(place.group(), &arguments.command, &signals, &hierarchy)?;
+    let asked = Asked {
+        limits,
+        watermark: change.watermark.unwrap_or(0),
+        weight: change.weight,
+        group: change.group.filter(|name| !name.is_empty()),
+    };
+    let mut summary = Summary {
+        cgroup: place.group().name.clone(),
+        status: ran.ended.status,
+        wall: ran.wall,
+        limited: disk.map(Identity::number),
+        asked,
+        devices: done(&ran, disk.map(Identity::number)),
+        waited: waited(&ran, &hierarchy),
+        dirty_bytes: dirty_bytes(place.group()),
+        left: None,
+    };
+    let outlived = place.end(arguments.kill);
+    if outlived.is_empty() {
+        drop(held);
+    } else {
+        held.leave();
+    }
+    summary.left = place.remove(outlived);
+    if let Err(error) = tell(&arguments, &summary) {
+        // The command's status is its own, whether or not this can be told.
+        complain(&error);
+    }
+    match ran.ended.status {
+        0 => Ok(()),
+        status => Err(Failure::Found(status)),
+    }
+}
+
+/// A command's life.
+struct Ran {
+    before: Reading,
+    after: Reading,
+    ended: Ended,
+    wall: Duration,
+}
+
+/// Runs a command in a cgroup to its end, and reads what that says before and afterwards.
+fn see_it_run(
+    group: &ControlGroup,
+    command: &[OsString],
+    signals: &Signals,
+    hierarchy: &Hierarchy,
+) -> anyhow::Result<Ran> {
+    let began = Instant::now();
+    let before = look(group)?;
+    let mut child = command::start(group, command)?;
+    let ended = signals.await_end(&mut child, &hierarchy.roots.proc);
+    let ended = ended.context("the command cannot be awaited")?;
+    let wall = began.elapsed();
+    // The command's status is its own, whatever it did to its cgroup.
+    let after = look(group).unwrap_or_else(|error| {
+        complain(&error);
+        before.clone()
+    });
+    Ok(Ran { before, after, ended, wall })
+}
+
+/// What was done to each device, by number; the limited one is among them in any case.
+fn done(Ran { before, after, .. }: &Ran, limited: Option<Number>) -> Vec<(Number, String, Usage)> {
+    let usage = |reading: &Reading, number| {
+        reading.devices.get(&number).map(|account| account.usage).unwrap_or_default()
+    };
+    let others = after.devices.keys().copied().filter(|&number| Some(number) != limited);
+    let numbers: Vec<Number> = limited.into_iter().chain(others).collect();
+    let of = |number| (number, reading::node(number), usage(after, number).since(&usage(before, number)));
+    numbers
+        .into_iter()
+        .map(of)
+        .filter(|(number, _, done)| Some(*number) == limited || *done != Usage::default())
+        .collect()
+}
+
+/// How long the command waited for I/O, from the best that tells.
+fn waited(Ran { before, after, ended, .. }: &Ran, hierarchy: &Hierarchy) -> Waited {
+    let pressure = before.pressure.zip(after.pressure).map(|(before, after)| {
+        Duration::from_micros(after.some.total_us.saturating_sub(before.some.total_us))
+    });
+    // Each says how long somebody waited at least.
+    match (pressure, ended.waited) {
+        (Some(anyone), Some(first)) if first > anyone => Waited::First(first),
+        (Some(anyone), _) => Waited::Anyone(anyone),
+        (None, Some(first)) => Waited::First(first),
+        (None, None) if tasks::are_waits_counted(&hierarchy.roots.proc) => Waited::Unknown,
+        (None, None) => Waited::NotCounted,
+    }
+}
+
+/// Bytes that were written to files and not yet to a disk; `None` where the kernel does not say.
+fn dirty_bytes(group: &ControlGroup) -> Option<u64> {
+    if group.version == Version::V1 {
+        return None;
+    }
+    let text = group.read("memory.stat").ok()?;
+    memory_stat::parse(&text).ok().map(Waiting::total)
+}
+
+fn look(group: &ControlGroup) -> anyhow::Result<Reading> {
+    reading::read(group)?.with_context(|| {
+        format!("cgroup {}: somebody has removed it (the command may have)", group.name.display())
+    })
+}
+
+/// Puts the summary where it was asked for.
+fn tell(arguments: &RunArgs, summary: &Summary) -> anyhow::Result<()> {
+    let text = if arguments.json { summary.json() } else { summary.text() };
+    match &arguments.output {
+        Some(path) => fs::write(path, text).with_context(|| format!("{}: cannot be written", path.display())),
+        // In one write: the command's processes may be writing there too.
+        None => stderr().write_all(text.as_bytes()).context("standard error cannot be written"),
+    }
+}

@@ -1,0 +1,287 @@
+//! The cgroup of one command: where it is made, and how it goes.
+//!
+//! ```text
+//!   version 2   /sys/fs/cgroup/weir/run-PID          or below --parent
+//!   version 1   /sys/fs/cgroup/blkio/weir/run-PID
+//! ```
+//!
+//! All of them are below one cgroup that holds no process itself, as version 2 wants it. What was left for processes that outlived
+//! their command is removed by a later command, once they are gone.
+//!
+//! Never removes a cgroup with a process in it: the kernel refuses, and that is relied on.
+
+use std::{
+    io,
+    path::{Path, PathBuf},
+    process, thread,
+    time::Duration,
+};
+
+use anyhow::{anyhow, bail};
+use console::complain;
+use nix::{
+    sys::signal::{Signal, kill},
+    unistd::Pid,
+};
+
+use crate::{
+    control_group::ControlGroup,
+    hierarchy::{Hierarchy, Version},
+};
+
+/// Where cgroups are made if nobody says otherwise, below the root.
+const PARENT: &str = "weir";
+/// What comes before the number of the process that made it.
+const PREFIX: &str = "run-";
+
+/// How often [`PARENT`] may go just when a cgroup is to be made below it.
+const TRIES: usize = 100;
+
+/// Killed processes are waited for this long altogether, and looked at this often. One that hangs in a device does not die.
+const LONGEST_END: Duration = Duration::from_secs(10);
+const LOOK: Duration = Duration::from_millis(10);
+/// How long a cgroup may take to be left by a process that has ended.
+const LEFT_WITHIN: Duration = Duration::from_secs(1);
+
+/// What stays behind, and why.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Left {
+    /// The cgroup's directory.
+    pub(super) directory: PathBuf,
+    /// Processes that are in it.
+    pub(super) processes: Vec<i32>,
+}
+
+/// A cgroup for one command. Dropped, it is removed if it can be.
+pub(super) struct Place {
+    group: ControlGroup,
+    /// Whether [`PARENT`] is above it, to be removed with the last.
+    is_ours_above: bool,
+}
+
+impl Place {
+    /// Makes it, with the controllers that limits need.
+    ///
+    /// # Errors
+    /// If it may not be made, there is one of that name, or a level above does not hand the controllers down. Nothing is left then.
+    pub(super) fn make(
+        hierarchy: &Hierarchy,
+        parent: Option<ControlGroup>,
+        name: Option<&str>,
+    ) -> anyhow::Result<Self> {
+        let is_ours_above = parent.is_none();
+        let own = format!("{PREFIX}{}", process::id());
+        let name = name.unwrap_or(&own);
+        let group = match parent {
+            Some(parent) => create(&parent, name)?,
+            None => create_below_ours(hierarchy, name)?,
+        };
+        let place = Self { group, is_ours_above };
+        let root = hierarchy.root_group()?;
+        if root.version == Version::V2 {
+            // Without memory the kernel does not know whose a dirty page is, and no limit reaches buffered writes.
+            let has_memory = root.controllers().is_ok_and(|has| has.iter().any(|name| name == "memory"));
+            let wanted: &[&str] = if has_memory { &["io", "memory"] } else { &["io"] };
+            place.group.enable(wanted)?;
+        }
+        Ok(place)
+    }
+
+    /// The cgroup.
+    pub(super) fn group(&self) -> &ControlGroup {
+        &self.group
+    }
+
+    /// The processes that are still in it or below it; with `kill`, after killing them: then only those that would not die.
+    pub(super) fn end(&self, kill: bool) -> Vec<i32> {
+        if kill { end_all(&self.group) } else { processes_below(&self.group) }
+    }
+
+    /// Removes it, unless these processes are in it. `None` if it is gone.
+    pub(super) fn remove(self, processes: Vec<i32>) -> Option<Left> {
+        if processes.is_empty() {
+            match remove_all(&self.group, LEFT_WITHIN) {
+                Ok(()) => return None,
+                Err(error) => complain(&anyhow::Error::new(error).context(format!(
+                    "cgroup {}: cannot be removed (remove it with rmdir {})",
+                    self.group.name.display(),
+                    self.group.directory.display()
+                ))),
+            }
+        }
+        Some(Left { directory: self.group.directory.clone(), processes })
+    }
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        // Gone already where all went well; with a process in it, it stays for that.
+        let _ = remove_all(&self.group, Duration::ZERO);
+        if let Some(parent) = self.group.parent().filter(|_| self.is_ours_above) {
+            // It goes with the last of those below.
+            let _ = parent.remove();
+        }
+    }
+}
+
+/// Makes a cgroup below the one that all are below, which goes with the last of them: another command's may be that at any moment.
+fn create_below_ours(hierarchy: &Hierarchy, name: &str) -> anyhow::Result<ControlGroup> {
+    let ours = hierarchy.group(Path::new(PARENT))?;
+    for _ in 0..TRIES {
+        match ControlGroup::create(&hierarchy.root_group()?, PARENT) {
+            Err(error) if error.kind() != io::ErrorKind::AlreadyExists => {
+                return Err(unmade(&ours.name, &error));
+            }
+            Ok(_) | Err(_) => sweep(&ours, &hierarchy.roots.proc),
+        }
+        match ControlGroup::create(&ours, name) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+            made => return made.map_err(|error| unmade(&ours.name.join(name), &error)),
+        }
+    }
+    bail!("cgroup {}: it comes and goes (give --parent)", ours.name.display())
+}
+
+fn create(parent: &ControlGroup, name: &str) -> anyhow::Result<ControlGroup> {
+    ControlGroup::create(parent, name).map_err(|error| unmade(&parent.name.join(name), &error))
+}
+
+fn unmade(name: &Path, error: &io::Error) -> anyhow::Error {
+    let mend = match error.kind() {
+        io::ErrorKind::AlreadyExists => "give another --name",
+        io::ErrorKind::PermissionDenied => "run as root, or give a --parent that is delegated to you",
+        io::ErrorKind::ReadOnlyFilesystem => "cgroups are mounted read-only here: do it on the host",
+        _ => "give another --name or --parent",
+    };
+    anyhow!("cgroup {}: cannot be made: {error} ({mend})", name.display())
+}
+
+/// Removes what earlier commands left whose processes are gone. One that was just made for a command is that of a process that is there.
+fn sweep(parent: &ControlGroup, proc: &Path) {
+    for group in parent.children().unwrap_or_default() {
+        let name = group.name.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+        let pid = name.strip_prefix(PREFIX).filter(|pid| pid.parse::<u32>().is_ok());
+        if pid.is_some_and(|pid| !proc.join(pid).exists()) {
+            let _ = remove_all(&group, Duration::ZERO);
+        }
+    }
+}
+
+/// Removes a cgroup and those below it, which the command may have made; their last processes may take so long to leave each.
+fn remove_all(group: &ControlGroup, longest: Duration) -> io::Result<()> {
+    for child in group.children()? {
+        remove_all(&child, longest)?;
+    }
+    group.remove_within(longest)
+}
+
+fn processes_below(group: &ControlGroup) -> Vec<i32> {
+    let mut processes = group.processes().unwrap_or_default();
+    for child in group.children().unwrap_or_default() {
+        processes.extend(processes_below(&child));
+    }
+    processes
+}
+
+/// Kills all that is in a cgroup or below it, until nothing is; returns who would not die.
+fn end_all(group: &ControlGroup) -> Vec<i32> {
+    let mut waited = Duration::ZERO;
+    loop {
+        let processes = processes_below(group);
+        if processes.is_empty() || waited >= LONGEST_END {
+            return processes;
+        }
+        // At once for all, also for those that are being forked; since Linux 5.14, in version 2.
+        if group.write("cgroup.kill", "1").is_err() {
+            for &pid in &processes {
+                // It may have ended since.
+                let _ = kill(Pid::from_raw(pid), Signal::SIGKILL);
+            }
+        }
+        // Others' children cannot be awaited, and version 1 tells nobody that a cgroup has become empty.
+        thread::sleep(LOOK);
+        waited += LOOK;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use super::*;
+    use crate::machine::Machine;
+
+    /// A machine of version 1, where cgroups are made and removed as directories are, on which this process runs.
+    fn machine() -> Machine {
+        let machine = Machine::v1();
+        machine.process(process::id().cast_signed(), "7:blkio:/\n");
+        machine
+    }
+
+    fn groups(machine: &Machine) -> Vec<PathBuf> {
+        let mut found = vec![machine.hierarchy().root_group().unwrap()];
+        let mut next = 0;
+        while next < found.len() {
+            found.extend(found[next].children().unwrap());
+            next += 1;
+        }
+        found.into_iter().skip(1).map(|group| group.name).collect()
+    }
+
+    fn made(machine: &Machine, name: Option<&str>) -> anyhow::Result<Place> {
+        Place::make(&machine.hierarchy(), None, name)
+    }
+
+    #[test]
+    fn it_is_below_one_of_ours_and_goes_with_it() {
+        let machine = machine();
+        let place = made(&machine, None).unwrap();
+        let own = PathBuf::from(format!("/weir/run-{}", process::id()));
+        assert_eq!(groups(&machine), [PathBuf::from("/weir"), own]);
+        let second = made(&machine, Some("second")).unwrap();
+        ControlGroup::create(second.group(), "of the command").unwrap();
+        assert_eq!(second.remove(Vec::new()), None);
+        assert_eq!(groups(&machine).len(), 2, "the other is still there");
+        drop(place);
+        assert!(groups(&machine).is_empty());
+    }
+
+    #[test]
+    fn a_name_is_used_once_and_names_no_other_place() {
+        let machine = machine();
+        let _first = made(&machine, Some("a")).unwrap();
+        for name in ["a", "..", "b/c", ""] {
+            let said = format!("{:#}", made(&machine, Some(name)).map(drop).unwrap_err());
+            assert!(said.contains("cannot be made") && said.contains("--name"), "{name}: {said}");
+        }
+        assert_eq!(groups(&machine).len(), 2);
+    }
+
+    #[test]
+    fn what_earlier_commands_left_is_removed_once_nobody_is_in_it() {
+        let machine = machine();
+        let ours = machine.root().join("weir");
+        for name in ["run-100", "run-200", "run-300", "by hand"] {
+            fs::create_dir_all(ours.join(name)).unwrap();
+        }
+        machine.process(200, "7:blkio:/weir/run-200\n");
+        // As a process in it would: the directory cannot be removed.
+        fs::write(ours.join("run-300/cgroup.procs"), "7\n").unwrap();
+        let _place = made(&machine, Some("new")).unwrap();
+        let left = ["/weir", "/weir/by hand", "/weir/new", "/weir/run-200", "/weir/run-300"];
+        assert_eq!(groups(&machine), left.map(PathBuf::from));
+    }
+
+    #[test]
+    fn processes_that_outlive_the_command_keep_it() {
+        let machine = machine();
+        let place = made(&machine, Some("a")).unwrap();
+        let directory = place.group().directory.clone();
+        fs::create_dir(directory.join("below")).unwrap();
+        fs::write(directory.join("below/cgroup.procs"), "7\n8\n").unwrap();
+        let processes = place.end(false);
+        assert_eq!(processes, [7, 8]);
+        assert_eq!(place.remove(processes), Some(Left { directory, processes: vec![7, 8] }));
+        assert_eq!(groups(&machine).len(), 3);
+    }
+}

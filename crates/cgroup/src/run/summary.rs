@@ -1,0 +1,358 @@
+//! What a command did in its cgroup, for people and for programs.
+//!
+//! Rates are over the whole time from the command's start to its end. What is still in the page cache then has not been written, is in no
+//! total, and is said.
+
+use std::{fmt::Write as _, path::PathBuf, time::Duration};
+
+use block::device::Number;
+use console::{
+    figures,
+    figures::Limits,
+    table::{Side, Table},
+};
+use policy::{
+    request::Direction,
+    throttle::{LimitKind, Part, Setting},
+};
+use serde_json::{Value, json};
+
+use super::place::Left;
+use crate::{kernel::io_stat::Usage, limit::asked::Asked, show::rates::Rate};
+
+/// How long the command waited for I/O: for a limit or for a device, which the kernel does not tell apart.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Waited {
+    /// As long as any of its tasks did: the growth of io.pressure.
+    Anyone(Duration),
+    /// As long as its first task did: there is no pressure, or it counts less.
+    First(Duration),
+    /// Nothing can be known: there is no pressure, and waits are not counted.
+    NotCounted,
+    /// It could be, and is not.
+    Unknown,
+}
+
+impl Waited {
+    fn time(self) -> Option<Duration> {
+        match self {
+            Self::Anyone(time) | Self::First(time) => Some(time),
+            Self::NotCounted | Self::Unknown => None,
+        }
+    }
+}
+
+/// Everything there is to say.
+#[derive(Debug)]
+pub(super) struct Summary {
+    /// The cgroup's path below the mount.
+    pub(super) cgroup: PathBuf,
+    /// As shells have it: above 128 a signal's.
+    pub(super) status: u8,
+    /// From the command's start to its end.
+    pub(super) wall: Duration,
+    /// The device that the limits are for; none, where there are no limits and no disk.
+    pub(super) limited: Option<Number>,
+    /// What was asked.
+    pub(super) asked: Asked,
+    /// The limited device, then others: number, node, what was done there.
+    pub(super) devices: Vec<(Number, String, Usage)>,
+    /// How long it waited.
+    pub(super) waited: Waited,
+    /// Bytes written to files and not yet to a disk.
+    pub(super) dirty_bytes: Option<u64>,
+    /// The cgroup, if it is still there.
+    pub(super) left: Option<Left>,
+}
+
+impl Summary {
+    /// For people.
+    pub(super) fn text(&self) -> String {
+        let mut text = format!(
+            "weir: {} in {}{}\n",
+            self.cgroup.display(),
+            seconds(self.wall),
+            if self.status == 0 { String::new() } else { format!(", status {}", self.status) }
+        );
+        text += &self.table();
+        text += &self.waits();
+        let others = Asked { limits: Default::default(), ..self.asked.clone() };
+        if others != Asked::default() {
+            let _ = writeln!(text, "held with {}", others.text());
+        }
+        if let Some(bytes @ 1..) = self.dirty_bytes {
+            let _ = writeln!(
+                text,
+                "{} in the page cache are not yet written, in no total here, and may be written when the limits are gone",
+                figures::bytes(bytes as f64)
+            );
+        }
+        if let Some(Left { directory, processes }) =
+            self.left.as_ref().filter(|left| !left.processes.is_empty())
+        {
+            let _ = writeln!(
+                text,
+                "the cgroup stays with its limits for {} that outlive the command: {} (rmdir {} when they are gone, or --kill)",
+                if processes.len() == 1 { "a process" } else { "processes" },
+                listed(processes),
+                directory.display()
+            );
+        }
+        text
+    }
+
+    fn table(&self) -> String {
+        let mut table = Table::new([
+            ("DEVICE", Side::Left),
+            ("", Side::Left),
+            ("BYTES", Side::Right),
+            ("OPERATIONS", Side::Right),
+            ("BYTES/s", Side::Right),
+            ("IOPS", Side::Right),
+            ("LIMITS", Side::Left),
+        ]);
+        for (number, node, usage) in &self.devices {
+            let rate = Rate::of(usage, self.wall);
+            let limits = |direction| {
+                if Some(*number) == self.limited { self.limits(direction) } else { "-".to_owned() }
+            };
+            let mut row = |name: &str, bytes: u64, operations: u64, bps: f64, iops: f64, limits: String| {
+                let device = if name == "read" { node.clone() } else { String::new() };
+                let figures = [bytes as f64, operations as f64, bps, iops];
+                let [bytes, operations, bps, iops] = figures;
+                table.row(vec![
+                    device,
+                    name.to_owned(),
+                    figures::bytes(bytes),
+                    figures::count(operations),
+                    figures::bytes(bps),
+                    figures::count(iops),
+                    limits,
+                ]);
+            };
+            row(
+                "read",
+                usage.read_bytes,
+                usage.reads,
+                rate.read_bps,
+                rate.read_iops,
+                limits(Direction::Read),
+            );
+            row(
+                "write",
+                usage.written_bytes,
+                usage.writes,
+                rate.write_bps,
+                rate.write_iops,
+                limits(Direction::Write),
+            );
+        }
+        table.render(false)
+    }
+
+    /// Those that hold for a direction, in short.
+    fn limits(&self, direction: Direction) -> String {
+        let applying = LimitKind::applying_to(direction);
+        let parts = [Part::Rate, Part::BurstRate, Part::BurstLength];
+        let settings = applying.into_iter().flat_map(|kind| parts.map(|part| Setting::Limit(kind, part)));
+        let limits: Limits =
+            settings.map(|setting| (setting.name().to_owned(), self.asked.limits.get(setting))).collect();
+        figures::limits(&limits)
+    }
+
+    fn waits(&self) -> String {
+        let share = |time: Duration| {
+            let share = time.as_secs_f64() / self.wall.as_secs_f64().max(f64::MIN_POSITIVE);
+            format!("{} of {} ({})", seconds(time), seconds(self.wall), figures::share(share.min(1.0)))
+        };
+        match self.waited {
+            Waited::Anyone(time) => format!("waited for I/O: {}\n", share(time)),
+            Waited::First(time) => format!("waited for I/O: {}, the command's first task\n", share(time)),
+            Waited::NotCounted => {
+                "waited for I/O: not known; there is no io.pressure (cgroup v1, or psi=0), and kernel.task_delayacct \
+                 is 0 (sysctl kernel.task_delayacct=1)\n"
+                    .to_owned()
+            }
+            Waited::Unknown => "waited for I/O: not known\n".to_owned(),
+        }
+    }
+
+    /// For programs: one line, since the command may write to the same place.
+    pub(super) fn json(&self) -> String {
+        let device = |(number, node, usage): &(Number, String, Usage)| {
+            let rate = Rate::of(usage, self.wall);
+            json!({
+                "name": node,
+                "number": number.to_string(),
+                "limited": Some(*number) == self.limited,
+                "reads": { "bytes": usage.read_bytes, "operations": usage.reads, "bps": rate.read_bps, "iops": rate.read_iops },
+                "writes": { "bytes": usage.written_bytes, "operations": usage.writes, "bps": rate.write_bps, "iops": rate.write_iops },
+                "discards": { "bytes": usage.discarded_bytes, "operations": usage.discards },
+            })
+        };
+        let waited = self.waited.time();
+        let answer = json!({
+            "cgroup": self.cgroup.display().to_string(),
+            "status": self.status,
+            "wall-ns": nanoseconds(self.wall),
+            "settings": self.settings_json(),
+            "devices": self.devices.iter().map(device).collect::<Vec<_>>(),
+            "waited-ns": waited.map(nanoseconds),
+            "waited-share": waited.map(|time| (time.as_secs_f64() / self.wall.as_secs_f64()).min(1.0)),
+            "waited-by": match self.waited {
+                Waited::Anyone(_) => Some("io.pressure"),
+                Waited::First(_) => Some("first task"),
+                Waited::NotCounted | Waited::Unknown => None,
+            },
+            "dirty-bytes": self.dirty_bytes,
+            "left": self.left.as_ref().map(|left| json!({
+                "directory": left.directory.display().to_string(),
+                "processes": left.processes,
+            })),
+        });
+        format!("{answer}\n")
+    }
+
+    /// What was asked for, without what is as it would be anyhow.
+    fn settings_json(&self) -> Value {
+        let Asked { watermark, weight, group, .. } = &self.asked;
+        let mut settings = json!(self.asked.named());
+        let others = [
+            ("watermark", (*watermark > 0).then(|| json!(watermark))),
+            ("weight", weight.map(|weight| json!(weight))),
+            ("group", group.as_ref().map(|group| json!(group))),
+        ];
+        for (name, value) in others {
+            if let Some(value) = value {
+                settings[name] = value;
+            }
+        }
+        settings
+    }
+}
+
+fn seconds(time: Duration) -> String {
+    format!("{:.1}s", time.as_secs_f64())
+}
+
+fn nanoseconds(time: Duration) -> u64 {
+    u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
+}
+
+/// The first few; a command may leave thousands.
+fn listed(processes: &[i32]) -> String {
+    const MOST: usize = 5;
+    let mut text = processes.iter().take(MOST).map(i32::to_string).collect::<Vec<_>>().join(", ");
+    if processes.len() > MOST {
+        let _ = write!(text, " and {} more", processes.len() - MOST);
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const DISK: Number = Number { major: 254, minor: 0 };
+
+    fn summary() -> Summary {
+        let mut asked = Asked { watermark: 90, ..Asked::default() };
+        for (name, value) in [
+            ("bps-write", 4 << 20),
+            ("bps-write-max", 20 << 20),
+            ("bps-write-max-length", 5),
+            ("iops-total", 100),
+        ] {
+            asked.limits.set(Setting::from_name(name).unwrap(), value).unwrap();
+        }
+        let usage = Usage {
+            written_bytes: 40 << 20,
+            writes: 640,
+            discarded_bytes: 5,
+            discards: 1,
+            ..Usage::default()
+        };
+        Summary {
+            cgroup: "/weir/run-7".into(),
+            status: 0,
+            wall: Duration::from_secs(10),
+            limited: Some(DISK),
+            asked,
+            devices: vec![(DISK, "/dev/vda".to_owned(), usage)],
+            waited: Waited::Anyone(Duration::from_millis(6500)),
+            dirty_bytes: Some(0),
+            left: None,
+        }
+    }
+
+    #[test]
+    fn people_see_what_was_asked_beside_what_was_done() {
+        let expect = "\
+weir: /weir/run-7 in 10.0s
+DEVICE           BYTES  OPERATIONS  BYTES/s  IOPS  LIMITS
+/dev/vda  read       0           0        0     0  iops 100
+          write  40.0M         640     4.0M    64  bps-w 4M↑20M×5s, iops 100
+waited for I/O: 6.5s of 10.0s (65%)
+held with watermark 90%
+";
+        assert_eq!(summary().text(), expect);
+    }
+
+    #[test]
+    fn people_are_told_what_is_not_over() {
+        let left = Left { directory: "/sys/fs/cgroup/weir/run-7".into(), processes: (1..=7).collect() };
+        let text = Summary {
+            status: 137,
+            dirty_bytes: Some(12 << 20),
+            left: Some(left),
+            waited: Waited::NotCounted,
+            ..summary()
+        }
+        .text();
+        for part in [
+            "weir: /weir/run-7 in 10.0s, status 137\n",
+            "\n12.0M in the page cache are not yet written",
+            "for processes that outlive the command: 1, 2, 3, 4, 5 and 2 more (rmdir /sys/fs/cgroup/weir/run-7 when",
+            "not known; there is no io.pressure (cgroup v1, or psi=0), and kernel.task_delayacct is 0 (sysctl",
+        ] {
+            assert!(text.contains(part), "{part}: {text}");
+        }
+        let text = Summary { waited: Waited::First(Duration::from_secs(20)), ..summary() }.text();
+        assert!(text.contains("20.0s of 10.0s (100%), the command's first task\n"), "{text}");
+    }
+
+    #[test]
+    fn programs_get_one_line_with_numbers() {
+        let other = (
+            Number { major: 8, minor: 16 },
+            "/dev/sdb".to_owned(),
+            Usage { reads: 1, read_bytes: 4096, ..Usage::default() },
+        );
+        let mut summary = summary();
+        summary.devices.push(other);
+        let text = summary.json();
+        assert_eq!(text.lines().count(), 1);
+        let answer: Value = serde_json::from_str(&text).unwrap();
+        assert_eq!(answer["wall-ns"], 10_000_000_000_u64);
+        assert_eq!(
+            answer["settings"],
+            json!({ "bps-write": 4 << 20, "bps-write-max": 20 << 20, "bps-write-max-length": 5, "iops-total": 100, "iops-total-max": 0, "iops-total-max-length": 1, "watermark": 90 })
+        );
+        assert_eq!(
+            answer["devices"][0]["writes"],
+            json!({ "bytes": 40 << 20, "operations": 640, "bps": 4_194_304.0, "iops": 64.0 })
+        );
+        assert_eq!(answer["devices"][0]["discards"]["bytes"], 5);
+        assert_eq!(
+            (&answer["devices"][1]["number"], &answer["devices"][1]["limited"]),
+            (&json!("8:16"), &json!(false))
+        );
+        assert_eq!(
+            (&answer["waited-ns"], &answer["waited-share"], &answer["left"]),
+            (&json!(6_500_000_000_u64), &json!(0.65), &Value::Null)
+        );
+        let asked = Asked { group: Some("tenant".to_owned()), weight: Some(7), ..Asked::default() };
+        let settings = Summary { asked, ..summary }.settings_json();
+        assert_eq!(settings, json!({ "group": "tenant", "weight": 7 }));
+    }
+}

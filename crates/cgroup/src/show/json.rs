@@ -1,0 +1,117 @@
+//! What `weir cgroup show` prints for programs: totals in bytes and operations, times in nanoseconds, shares from 0 to 1.
+//!
+//! What is not known is null, and never 0.
+
+use std::time::Duration;
+
+use serde_json::{Value, json};
+
+use super::{
+    rates::{DeviceRow, Rate, Row, TaskRow, Wish},
+    reading, text,
+};
+use crate::{
+    kernel::pressure::{Pressure, Stall},
+    limit::asked::Asked,
+};
+
+/// Everything, with the interval that rates are over.
+pub(super) fn json(rows: &[Row], interval: Option<Duration>, wish: Wish) -> Value {
+    json!({
+        "interval-ns": interval.map(nanoseconds),
+        "task-waits-counted": wish.are_waits_counted,
+        "cgroups": rows.iter().map(|row| group(row, wish)).collect::<Vec<_>>(),
+    })
+}
+
+fn group(row: &Row, wish: Wish) -> Value {
+    json!({
+        "name": row.name.display().to_string(),
+        "waited-share": row.waited,
+        "pressure": row.pressure.map(|Pressure { some, full }| json!({ "some": stall(some), "full": full.map(stall) })),
+        "devices": row.devices.iter().map(device).collect::<Vec<_>>(),
+        "tasks": row.tasks.iter().map(|row| task(row, wish)).collect::<Vec<_>>(),
+    })
+}
+
+fn stall(stall: Stall) -> Value {
+    json!({
+        "avg10-percent": stall.avg10,
+        "avg60-percent": stall.avg60,
+        "avg300-percent": stall.avg300,
+        "total-ns": stall.total_us.saturating_mul(1000),
+    })
+}
+
+fn device(row: &DeviceRow) -> Value {
+    let usage = row.account.usage;
+    json!({
+        "name": reading::node(row.number),
+        "number": row.number.to_string(),
+        "reads": { "bytes": usage.read_bytes, "operations": usage.reads },
+        "writes": { "bytes": usage.written_bytes, "operations": usage.writes },
+        "discards": { "bytes": usage.discarded_bytes, "operations": usage.discards },
+        "rate": row.rate.map(|rate| rate_json(&rate)),
+        "limits": text::named(&row.account.limits),
+        "asked": row.asked.as_ref().map(Asked::json),
+    })
+}
+
+fn rate_json(rate: &Rate) -> Value {
+    json!({
+        "reads": { "bps": rate.read_bps, "iops": rate.read_iops },
+        "writes": { "bps": rate.write_bps, "iops": rate.write_iops },
+    })
+}
+
+fn task(row: &TaskRow, wish: Wish) -> Value {
+    let TaskRow { id, task, rate, waited } = row;
+    json!({
+        "pid": id.pid,
+        "tid": id.tid,
+        "name": task.name,
+        "state": task.state.to_string(),
+        "reads": task.io.map(|io| json!({ "bytes": io.read_bytes, "calls": io.syscr, "bytes-asked": io.rchar })),
+        "writes": task.io.map(|io| json!({ "bytes": io.write_bytes, "calls": io.syscw, "bytes-asked": io.wchar, "cancelled-bytes": io.cancelled_write_bytes })),
+        "rate": rate.map(|rate| json!({
+            "reads": { "bps": rate.read_bps, "calls": rate.read_iops },
+            "writes": { "bps": rate.write_bps, "calls": rate.write_iops },
+        })),
+        "waited-ns": wish.are_waits_counted.then(|| nanoseconds(task.waited)),
+        "waited-share": waited,
+    })
+}
+
+fn nanoseconds(time: Duration) -> u64 {
+    u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::show::rates::tests::sample;
+
+    #[test]
+    fn every_number_has_its_unit_and_what_is_not_known_is_null() {
+        let (interval, rows) = sample();
+        let wish = Wish { device: None, are_waits_counted: true };
+        let answer = json(&rows, Some(interval), wish);
+        assert_eq!(answer["interval-ns"], 2_000_000_000_u64);
+        let group = &answer["cgroups"][1];
+        assert_eq!((&group["name"], &group["waited-share"]), (&json!("/system/a.db"), &json!(0.75)));
+        assert_eq!(group["pressure"]["some"]["total-ns"], 2_500_000_000_u64);
+        assert_eq!(group["pressure"]["full"], Value::Null);
+        let device = &group["devices"][0];
+        assert_eq!(device["writes"], json!({ "bytes": 10 << 20, "operations": 2560 }));
+        assert_eq!(device["rate"]["writes"], json!({ "bps": 2_097_152.0, "iops": 512.0 }));
+        assert_eq!(device["limits"], json!({ "bps-write": 4 << 20, "iops-write": 100 }));
+        assert_eq!(group["devices"][1]["rate"], Value::Null);
+        let task = &group["tasks"][0];
+        assert_eq!((&task["name"], &task["waited-ns"]), (&json!("dd"), &json!(1_800_000_000_u64)));
+        assert_eq!(task["rate"]["writes"], json!({ "bps": 2_097_152.0, "calls": 2.0 }));
+        assert_eq!((&group["tasks"][1]["reads"], &group["tasks"][1]["rate"]), (&Value::Null, &Value::Null));
+        let uncounted = json(&rows, None, Wish { are_waits_counted: false, ..wish });
+        assert_eq!(uncounted["cgroups"][1]["tasks"][0]["waited-ns"], Value::Null);
+        assert_eq!(uncounted["interval-ns"], Value::Null);
+    }
+}

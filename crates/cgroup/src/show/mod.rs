@@ -1,0 +1,76 @@
+//! `weir cgroup show` and `weir cgroup top`: what cgroups and the tasks in them read and write, how fast, and how long they wait.
+//!
+//! ```text
+//!   reading.rs  one cgroup ─┐
+//!   tasks.rs    its tasks  ─┼─► survey.rs  all of them ─► rates.rs  rows ─┬─► text.rs, json.rs   show
+//!                           │              at a moment    from two        └─► top/               top
+//! ```
+//!
+//! `rates` and all behind it know no kernel and no clock: tests hand in what was read.
+//!
+//! `kept` is what `weir cgroup limit` was asked for, which the kernel does not know.
+//!
+//! Never changes anything of a cgroup. One that is removed, or a task that ends, between two looks is not there any more, and no error.
+
+pub(crate) mod arguments;
+mod json;
+pub(crate) mod rates;
+pub(crate) mod reading;
+mod survey;
+pub(crate) mod tasks;
+mod text;
+mod top;
+
+use std::{
+    io::{IsTerminal as _, stdout},
+    thread,
+};
+
+use anyhow::anyhow;
+use console::{Failure, complain, print, print_json, say};
+use rates::rows;
+use survey::Survey;
+pub(crate) use top::top;
+
+use super::hierarchy::{Hierarchy, Roots};
+use crate::show::arguments::ShowArgs;
+
+/// Prints what cgroups do.
+///
+/// # Errors
+/// If a cgroup or the device is not there, or the kernel cannot be asked.
+pub(crate) fn show(arguments: ShowArgs) -> Result<(), Failure> {
+    let hierarchy = Hierarchy::discover(Roots::default())?;
+    let survey = Survey::new(
+        hierarchy,
+        arguments.kept.path(),
+        &arguments.groups,
+        arguments.device.as_deref(),
+        arguments.all,
+    )?;
+    let earlier = if arguments.interval.is_zero() {
+        None
+    } else {
+        let earlier = survey.look(arguments.tasks)?;
+        thread::sleep(arguments.interval);
+        Some(earlier)
+    };
+    let later = survey.look(arguments.tasks)?;
+    let missing = if arguments.groups.is_empty() { survey.missing(&later.kept) } else { Vec::new() };
+    for notice in survey.notices.iter().chain(&missing) {
+        say(notice);
+    }
+    for said in &later.wrong {
+        complain(&anyhow!("{said}"));
+    }
+    let mut rows = rows(earlier.as_ref(), &later, survey.wish());
+    for row in &mut rows {
+        row.tasks.retain(|task| arguments.tasks && (arguments.all || task.has_done_something()));
+    }
+    if arguments.json {
+        let interval = earlier.map(|earlier| later.at.saturating_sub(earlier.at));
+        return Ok(print_json(&json::json(&rows, interval, survey.wish()))?);
+    }
+    let bold = stdout().is_terminal();
+    Ok(print(&text::render(&rows, survey.wish(), bold))?)
+}

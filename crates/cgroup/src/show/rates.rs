@@ -1,0 +1,416 @@
+//! What happened between two readings of cgroups and their tasks: totals become rates, waits become shares of the time.
+//!
+//! Pure: readings go in, rows come out. What was not there before has no rate, rather than a wrong one; what is gone has no row.
+
+use std::{
+    collections::{BTreeMap, HashMap},
+    path::{Path, PathBuf},
+    time::Duration,
+};
+
+use block::device::Number;
+
+use super::{
+    reading::{Account, Reading},
+    tasks::{Task, TaskId},
+};
+use crate::{
+    kernel::{io_stat::Usage, pressure::Pressure},
+    limit::{asked::Asked, kept::Kept},
+};
+
+/// Every cgroup that was looked at, at one moment.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub(crate) struct Snapshot {
+    /// When, since some beginning.
+    pub(crate) at: Duration,
+    /// A cgroup before those below it.
+    pub(crate) groups: Vec<Seen>,
+    /// What weir keeps for them.
+    pub(crate) kept: Kept,
+    /// What kept others from being looked at.
+    pub(crate) wrong: Vec<String>,
+}
+
+/// One cgroup at one moment.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub(crate) struct Seen {
+    /// Its path below the mount.
+    pub(crate) name: PathBuf,
+    /// Of it and those below it.
+    pub(crate) reading: Reading,
+    /// Those in itself; empty where nobody asked for them.
+    pub(crate) tasks: BTreeMap<TaskId, Task>,
+}
+
+/// How fast something went on, per second.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub(crate) struct Rate {
+    /// Bytes.
+    pub(crate) read_bps: f64,
+    /// Bytes.
+    pub(crate) write_bps: f64,
+    /// Operations of a cgroup, system calls of a task.
+    pub(crate) read_iops: f64,
+    /// Operations of a cgroup, system calls of a task.
+    pub(crate) write_iops: f64,
+}
+
+impl Rate {
+    /// Of what was done in this time, which is not 0.
+    pub(crate) fn of(done: &Usage, time: Duration) -> Self {
+        let per_second = |amount: u64| amount as f64 / time.as_secs_f64();
+        Self {
+            read_bps: per_second(done.read_bytes),
+            write_bps: per_second(done.written_bytes),
+            read_iops: per_second(done.reads),
+            write_iops: per_second(done.writes),
+        }
+    }
+
+    /// Operations of both directions.
+    pub(crate) fn iops(&self) -> f64 {
+        self.read_iops + self.write_iops
+    }
+
+    /// Both together.
+    pub(crate) fn plus(&self, other: &Self) -> Self {
+        Self {
+            read_bps: self.read_bps + other.read_bps,
+            write_bps: self.write_bps + other.write_bps,
+            read_iops: self.read_iops + other.read_iops,
+            write_iops: self.write_iops + other.write_iops,
+        }
+    }
+}
+
+/// What there is to say of a cgroup.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub(crate) struct Row {
+    /// Its path below the mount.
+    pub(crate) name: PathBuf,
+    /// In the order of their numbers.
+    pub(crate) devices: Vec<DeviceRow>,
+    /// As the kernel tells it.
+    pub(crate) pressure: Option<Pressure>,
+    /// The share of the time, 0 to 1, in which a task in it or below it waited for I/O: for a limit, or for the device.
+    pub(crate) waited: Option<f64>,
+    /// Those in itself, in the order of their numbers.
+    pub(crate) tasks: Vec<TaskRow>,
+}
+
+impl Row {
+    /// Of all devices; `None` where none is known.
+    pub(crate) fn rate(&self) -> Option<Rate> {
+        self.devices.iter().filter_map(|device| device.rate).reduce(|sum, rate| sum.plus(&rate))
+    }
+}
+
+/// What there is to say of a cgroup on one device.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct DeviceRow {
+    /// The device's.
+    pub(crate) number: Number,
+    /// Totals and limits.
+    pub(crate) account: Account,
+    /// What weir keeps for it, which may be more than limits.
+    pub(crate) asked: Option<Asked>,
+    /// `None` where there is nothing to compare with.
+    pub(crate) rate: Option<Rate>,
+}
+
+/// What there is to say of a task.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct TaskRow {
+    /// Which.
+    pub(crate) id: TaskId,
+    /// As it was last.
+    pub(crate) task: Task,
+    /// `None` where there is nothing to compare with.
+    pub(crate) rate: Option<Rate>,
+    /// The share of the time, 0 to 1, in which it waited for I/O; `None` where nobody counts.
+    pub(crate) waited: Option<f64>,
+}
+
+impl TaskRow {
+    /// Whether it has ever read or written a disk, or waited for one, as far as this process may know.
+    pub(crate) fn has_done_something(&self) -> bool {
+        let Task { io, waited, .. } = &self.task;
+        io.is_some_and(|io| io.read_bytes > 0 || io.write_bytes > 0) || !waited.is_zero()
+    }
+}
+
+/// What to look at.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Wish {
+    /// This device alone.
+    pub(crate) device: Option<Number>,
+    /// Whether the kernel counts how long tasks wait.
+    pub(crate) are_waits_counted: bool,
+}
+
+/// The rows of the later snapshot, compared with an earlier one where there is one.
+pub(crate) fn rows(earlier: Option<&Snapshot>, later: &Snapshot, wish: Wish) -> Vec<Row> {
+    let time = earlier.map(|earlier| later.at.saturating_sub(earlier.at)).unwrap_or_default();
+    // In no time nothing has a rate.
+    let earlier = earlier.filter(|_| !time.is_zero());
+    let before: HashMap<&Path, &Seen> = earlier
+        .into_iter()
+        .flat_map(|earlier| &earlier.groups)
+        .map(|seen| (seen.name.as_path(), seen))
+        .collect();
+    let comparison = Comparison { time, wish, kept: &later.kept };
+    let mut rows: Vec<Row> = later
+        .groups
+        .iter()
+        .map(|seen| comparison.row(before.get(seen.name.as_path()).copied(), seen))
+        .collect();
+    // The task in it or below it that waited longest says how long somebody waited at least. So does the pressure, which takes
+    // the mean over processors and therefore counts a task too little that goes from one to another.
+    let longest: Vec<(PathBuf, f64)> = rows.iter().filter_map(longest_wait).collect();
+    for row in &mut rows {
+        let below = longest.iter().filter(|(name, _)| name.starts_with(&row.name));
+        row.waited = below.map(|&(_, share)| share).chain(row.waited).reduce(f64::max);
+    }
+    rows
+}
+
+fn longest_wait(row: &Row) -> Option<(PathBuf, f64)> {
+    let longest = row.tasks.iter().filter_map(|task| task.waited).reduce(f64::max)?;
+    Some((row.name.clone(), longest))
+}
+
+struct Comparison<'a> {
+    time: Duration,
+    wish: Wish,
+    kept: &'a Kept,
+}
+
+impl Comparison<'_> {
+    fn row(&self, before: Option<&Seen>, now: &Seen) -> Row {
+        let devices = now
+            .reading
+            .devices
+            .iter()
+            .filter(|(number, _)| self.wish.device.is_none_or(|one| one == **number));
+        let earlier = |number: &Number| {
+            // A cgroup that was there and had done nothing to the device is listed without it.
+            before.map(|before| before.reading.devices.get(number).copied().unwrap_or_default())
+        };
+        let device = |(number, account): (&Number, &Account)| DeviceRow {
+            number: *number,
+            account: *account,
+            asked: Asked::of(self.kept, &now.name, *number),
+            rate: earlier(number).map(|earlier| Rate::of(&account.usage.since(&earlier.usage), self.time)),
+        };
+        let pressure = now.reading.pressure;
+        let pressure_before = before.and_then(|before| before.reading.pressure);
+        let waited = pressure.zip(pressure_before).map(|(now, before)| {
+            self.share(Duration::from_micros(now.some.total_us.saturating_sub(before.some.total_us)))
+        });
+        let task_before = |id| before.and_then(|before| before.tasks.get(id));
+        Row {
+            name: now.name.clone(),
+            devices: devices.map(device).collect(),
+            pressure,
+            waited,
+            tasks: now.tasks.iter().map(|(id, task)| self.task(*id, task_before(id), task)).collect(),
+        }
+    }
+
+    fn task(&self, id: TaskId, before: Option<&Task>, now: &Task) -> TaskRow {
+        let rate = before.and_then(|before| Some(Rate::of(&usage(now)?.since(&usage(before)?), self.time)));
+        let waited = before.filter(|_| self.wish.are_waits_counted);
+        let waited = waited.map(|before| self.share(now.waited.saturating_sub(before.waited)));
+        TaskRow { id, task: now.clone(), rate, waited }
+    }
+
+    fn share(&self, part: Duration) -> f64 {
+        (part.as_secs_f64() / self.time.as_secs_f64()).min(1.0)
+    }
+}
+
+/// What a task has done, with its system calls as operations.
+fn usage(task: &Task) -> Option<Usage> {
+    let io = task.io?;
+    Some(Usage {
+        read_bytes: io.read_bytes,
+        written_bytes: io.write_bytes,
+        reads: io.syscr,
+        writes: io.syscw,
+        ..Usage::default()
+    })
+}
+
+#[cfg(test)]
+pub(super) mod tests {
+    use super::*;
+    use crate::{
+        kernel::{io_max::Rates, pressure::Stall, proc_io::TaskIo},
+        show::tasks::tests::id,
+    };
+
+    const DISK: Number = Number { major: 8, minor: 0 };
+    const OTHER: Number = Number { major: 8, minor: 16 };
+    const ALL: Wish = Wish { device: None, are_waits_counted: true };
+
+    fn wrote(bytes: u64) -> Account {
+        Account {
+            usage: Usage { written_bytes: bytes, writes: bytes / 4096, ..Usage::default() },
+            ..Account::default()
+        }
+    }
+
+    fn seen(name: &str, devices: &[(Number, Account)]) -> Seen {
+        let reading = Reading { devices: devices.iter().copied().collect(), pressure: None };
+        Seen { name: name.into(), reading, tasks: BTreeMap::new() }
+    }
+
+    fn at(seconds: u64, groups: Vec<Seen>) -> Snapshot {
+        Snapshot { at: Duration::from_secs(seconds), groups, ..Snapshot::default() }
+    }
+
+    fn with_pressure(mut seen: Seen, total_us: u64) -> Seen {
+        let some = Stall { total_us, ..Stall::default() };
+        seen.reading.pressure = Some(Pressure { some, full: None });
+        seen
+    }
+
+    fn with_task(mut seen: Seen, tid: i32, start: u64, waited_ms: u64, io: Option<TaskIo>) -> Seen {
+        let waited = Duration::from_millis(waited_ms);
+        seen.tasks.insert(id(tid, start), Task { name: "dd".to_owned(), state: 'D', io, waited });
+        seen
+    }
+
+    /// Two moments of a cgroup with two tasks, of which the second is not ours to know, and of one that does nothing.
+    pub(in crate::show) fn snapshots() -> (Snapshot, Snapshot) {
+        // No driver has this major number, so the device is called by its number on any machine.
+        let device = Number { major: 4095, minor: 1 };
+        let group = |mib: u64, stalled_us, waited_ms, calls| {
+            let mut account = wrote(mib << 20);
+            account.limits = Rates { write_bps: Some(4 << 20), write_iops: Some(100), ..Rates::default() };
+            let seen = with_pressure(seen("/system/a.db", &[(device, account)]), stalled_us);
+            let io = TaskIo { write_bytes: mib << 20, syscw: calls, ..TaskIo::default() };
+            with_task(seen, 7, 1, waited_ms, Some(io))
+        };
+        let earlier = at(10, vec![seen("/idle", &[]), group(6, 1_000_000, 1000, 6)]);
+        let mut busy = group(10, 2_500_000, 1800, 10);
+        if let Some(pressure) = &mut busy.reading.pressure {
+            pressure.some.avg10 = 12.0;
+        }
+        let second_of_7 = TaskId { pid: 7, ..id(8, 2) };
+        let task = Task { name: "a\nb".to_owned(), state: 'S', io: None, waited: Duration::from_millis(10) };
+        let idle = Task { waited: Duration::ZERO, ..task.clone() };
+        busy.tasks.insert(id(9, 2), idle);
+        busy.tasks.insert(second_of_7, task);
+        (earlier, at(12, vec![seen("/idle", &[]), busy]))
+    }
+
+    /// How the two compare, with a device added of which there is no rate.
+    pub(in crate::show) fn sample() -> (Duration, Vec<Row>) {
+        let (earlier, later) = snapshots();
+        let mut rows = rows(Some(&earlier), &later, ALL);
+        let usage = Usage { read_bytes: 4096, reads: 1, ..Usage::default() };
+        let number = Number { major: 4095, minor: 2 };
+        rows[1].devices.push(DeviceRow {
+            number,
+            account: Account { usage, ..Account::default() },
+            asked: None,
+            rate: None,
+        });
+        (later.at - earlier.at, rows)
+    }
+
+    #[test]
+    fn rates_are_what_was_done_over_the_time() {
+        let earlier = at(10, vec![seen("/a", &[(DISK, wrote(4096))])]);
+        let later = at(
+            12,
+            vec![
+                seen("/a", &[(DISK, wrote(4096 + 8192)), (OTHER, wrote(40_960))]),
+                seen("/new", &[(DISK, wrote(1))]),
+            ],
+        );
+        let rows = rows(Some(&earlier), &later, ALL);
+        let disk = rows[0].devices[0].rate.unwrap();
+        assert_eq!((disk.write_bps, disk.write_iops, disk.read_bps), (4096.0, 1.0, 0.0));
+        let other = rows[0].devices[1].rate.unwrap();
+        assert_eq!(other.write_bps, 20_480.0, "the first it does to a device counts from nothing");
+        assert_eq!(rows[0].rate().unwrap().write_bps, 24_576.0);
+        assert_eq!(rows[1].devices[0].rate, None, "it was not there before");
+        assert_eq!(rows[1].rate(), None);
+    }
+
+    #[test]
+    fn without_an_earlier_moment_there_are_totals_alone() {
+        let now = at(5, vec![with_pressure(seen("/a", &[(DISK, wrote(4096))]), 100)]);
+        for earlier in [None, Some(&now)] {
+            let row = &rows(earlier, &now, ALL)[0];
+            assert_eq!((row.devices[0].account, row.devices[0].rate, row.waited), (wrote(4096), None, None));
+        }
+    }
+
+    #[test]
+    fn one_device_may_be_looked_at_alone() {
+        let now = at(5, vec![seen("/a", &[(DISK, wrote(1)), (OTHER, wrote(2))])]);
+        let row = &rows(None, &now, Wish { device: Some(OTHER), ..ALL })[0];
+        assert_eq!(row.devices.iter().map(|device| device.number).collect::<Vec<_>>(), [OTHER]);
+    }
+
+    #[test]
+    fn the_share_of_time_waited_is_the_pressure_s_or_a_task_s() {
+        let earlier = at(0, vec![with_pressure(seen("/a", &[]), 1_000_000)]);
+        let later = at(2, vec![with_task(with_pressure(seen("/a", &[]), 2_500_000), 1, 1, 9000, None)]);
+        assert_eq!(rows(Some(&earlier), &later, ALL)[0].waited, Some(0.75));
+        let mut later = later;
+        let (one, now) = (id(1, 1), with_task(seen("/a", &[]), 1, 1, 10_800, None));
+        later.groups[0].tasks = now.tasks.clone();
+        let mut earlier = earlier;
+        let before = Task { waited: Duration::from_millis(9000), ..now.tasks[&one].clone() };
+        earlier.groups[0].tasks.insert(one, before);
+        assert_eq!(
+            rows(Some(&earlier), &later, ALL)[0].waited,
+            Some(0.9),
+            "or that of a task, if it is larger"
+        );
+        let much = at(2, vec![with_pressure(seen("/a", &[]), 9_000_000)]);
+        assert_eq!(rows(Some(&earlier), &much, ALL)[0].waited, Some(1.0), "never more than all of it");
+    }
+
+    #[test]
+    fn without_pressure_it_is_that_of_the_task_that_waited_longest_there_or_below() {
+        let groups = |first: u64, second: u64| {
+            vec![
+                seen("/a", &[]),
+                with_task(seen("/a/b", &[]), 1, 1, first, None),
+                with_task(seen("/a/c", &[]), 2, 1, second, None),
+                seen("/ab", &[]),
+            ]
+        };
+        let (earlier, later) = (at(0, groups(500, 0)), at(1, groups(700, 600)));
+        let waited =
+            |wish| rows(Some(&earlier), &later, wish).iter().map(|row| row.waited).collect::<Vec<_>>();
+        assert_eq!(waited(ALL), [Some(0.6), Some(0.2), Some(0.6), None]);
+        assert_eq!(waited(Wish { are_waits_counted: false, ..ALL }), [None; 4]);
+    }
+
+    #[test]
+    fn a_task_is_compared_with_itself_and_not_with_who_had_its_number() {
+        let io =
+            |bytes: u64, calls: u64| Some(TaskIo { write_bytes: bytes, syscw: calls, ..TaskIo::default() });
+        let group = |start, bytes, calls| vec![with_task(seen("/a", &[]), 7, start, 0, io(bytes, calls))];
+        let (earlier, later) = (at(0, group(1, 100, 1)), at(2, group(1, 300, 5)));
+        let row = &rows(Some(&earlier), &later, ALL)[0].tasks[0];
+        let rate = row.rate.unwrap();
+        assert_eq!((rate.write_bps, rate.write_iops, row.waited), (100.0, 2.0, Some(0.0)));
+        let another = at(2, group(2, 300, 5));
+        let row = &rows(Some(&earlier), &another, ALL)[0].tasks[0];
+        assert_eq!((row.rate, row.waited), (None, None));
+        assert!(row.has_done_something());
+        let hidden = at(2, vec![with_task(seen("/a", &[]), 7, 1, 0, None)]);
+        let row = &rows(Some(&earlier), &hidden, ALL)[0].tasks[0];
+        assert_eq!((row.rate, row.has_done_something()), (None, false), "not ours to know");
+        let waited = at(2, vec![with_task(seen("/a", &[]), 7, 1, 10, None)]);
+        assert!(rows(None, &waited, ALL)[0].tasks[0].has_done_something());
+    }
+}

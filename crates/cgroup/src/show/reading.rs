@@ -1,0 +1,211 @@
+//! What the kernel says of one cgroup at one moment: totals, limits and pressure, whichever version it is of.
+//!
+//! ```text
+//!              version 2      version 1
+//!   totals     io.stat        blkio.throttle.io_service_bytes[_recursive], …io_serviced[_recursive]
+//!   limits     io.max         blkio.throttle.{read,write}_{bps,iops}_device
+//!   pressure   io.pressure    none
+//! ```
+//!
+//! Totals are those of the cgroup and all below it. Version 1 counts nothing on a disk before the first limit of any cgroup there
+//! (since Linux 6.10 that is when its throttling starts).
+//!
+//! Never modifies anything, and never fails because a cgroup is gone: one that is removed while it is read is not there.
+
+use std::{collections::BTreeMap, fs, io, os::unix::fs::MetadataExt as _};
+
+use anyhow::Context as _;
+use block::device::{Identity, Number, Roots};
+use nix::errno::Errno;
+
+use crate::{
+    control_group::ControlGroup,
+    hierarchy::Version,
+    kernel::{blkio, io_max, io_max::Rates, io_stat, io_stat::Usage, pressure, pressure::Pressure},
+};
+
+/// What a cgroup has done to a device, and what it may do.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Account {
+    /// Since the cgroup began.
+    pub(crate) usage: Usage,
+    /// None where the kernel lists none.
+    pub(crate) limits: Rates,
+}
+
+impl Account {
+    /// Whether there is anything to say.
+    fn is_empty(&self) -> bool {
+        *self == Self::default()
+    }
+}
+
+/// One cgroup.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub(crate) struct Reading {
+    /// The devices that it has limits for, or has done something to.
+    pub(crate) devices: BTreeMap<Number, Account>,
+    /// How long tasks in it waited; `None` where the kernel does not say.
+    pub(crate) pressure: Option<Pressure>,
+}
+
+/// Reads a cgroup; `None` if there is no such cgroup any more.
+///
+/// One that the controller is not enabled for has no devices.
+///
+/// # Errors
+/// If a file cannot be read or has an unknown form, with its name.
+pub(crate) fn read(group: &ControlGroup) -> anyhow::Result<Option<Reading>> {
+    // The directory's number: another cgroup may be made under its name at any moment.
+    let number = || fs::metadata(&group.directory).map(|metadata| metadata.ino()).ok();
+    let Some(before) = number() else { return Ok(None) };
+    let reading = match group.version {
+        Version::V2 => read_v2(group),
+        Version::V1 => read_v1(group),
+    };
+    // Files of one that goes fail in more than one way.
+    if reading.is_err() && number() != Some(before) {
+        return Ok(None);
+    }
+    reading.with_context(|| format!("cgroup {}", group.name.display())).map(Some)
+}
+
+fn read_v2(group: &ControlGroup) -> anyhow::Result<Reading> {
+    let usage = io_stat::parse(&file(group, "io.stat")?)?;
+    let limits = io_max::parse(&file(group, "io.max")?)?;
+    let pressure = match file(group, "io.pressure")?.as_str() {
+        "" => None,
+        text => Some(pressure::parse(text)?),
+    };
+    Ok(Reading { devices: merged(usage, limits), pressure })
+}
+
+fn read_v1(group: &ControlGroup) -> anyhow::Result<Reading> {
+    let totals = |name: &str| -> anyhow::Result<String> {
+        // With what is below it, as version 2 counts; since Linux 5.0.
+        let text = file(group, &format!("{name}_recursive"))?;
+        if text.is_empty() { file(group, name) } else { Ok(text) }
+    };
+    let usage = blkio::usage(&totals(blkio::BYTES)?, &totals(blkio::OPERATIONS)?)?;
+    let mut limits: BTreeMap<Number, Rates> = BTreeMap::new();
+    for name in blkio::LIMITS {
+        for (device, limit) in blkio::limits(&file(group, name)?)? {
+            *blkio::key(limits.entry(device).or_default(), name) = Some(limit);
+        }
+    }
+    Ok(Reading { devices: merged(usage, limits), pressure: None })
+}
+
+fn merged(
+    usage: impl IntoIterator<Item = (Number, Usage)>,
+    limits: impl IntoIterator<Item = (Number, Rates)>,
+) -> BTreeMap<Number, Account> {
+    let mut devices: BTreeMap<Number, Account> = BTreeMap::new();
+    for (device, usage) in usage {
+        devices.entry(device).or_default().usage = usage;
+    }
+    for (device, limits) in limits {
+        devices.entry(device).or_default().limits = limits;
+    }
+    devices.retain(|_, account| !account.is_empty());
+    devices
+}
+
+/// The text of a file; empty where the cgroup has no such file, or the kernel has it switched off.
+fn file(group: &ControlGroup, name: &str) -> anyhow::Result<String> {
+    let is_off = |error: &io::Error| {
+        // Pressure with `psi=0` in the kernel's command line is there, and is not supported.
+        error.kind() == io::ErrorKind::NotFound && group.exists()
+            || error.raw_os_error() == Some(Errno::EOPNOTSUPP as i32)
+    };
+    match group.read(name) {
+        Ok(text) => Ok(text),
+        Err(error) if is_off(&error) => Ok(String::new()),
+        Err(error) => Err(error).with_context(|| format!("{name}: cannot be read")),
+    }
+}
+
+/// What people call a device, `/dev/vda`; its number if it is gone.
+pub(crate) fn node(number: Number) -> String {
+    let identity = Identity::resolve(number, &Roots::default());
+    identity.map_or_else(|_| number.to_string(), |identity| identity.node())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn group(version: Version, files: &[(&str, &str)]) -> (tempfile::TempDir, ControlGroup) {
+        let directory = tempfile::tempdir().unwrap();
+        for (name, text) in files {
+            fs::write(directory.path().join(name), text).unwrap();
+        }
+        let group = ControlGroup { version, directory: directory.path().into(), name: "/a".into() };
+        (directory, group)
+    }
+
+    const DISK: Number = Number { major: 8, minor: 0 };
+
+    #[test]
+    fn version_2_has_all_in_three_files() {
+        let (_directory, group) = group(
+            Version::V2,
+            &[
+                (
+                    "io.stat",
+                    "8:16 rbytes=0 wbytes=0 rios=0 wios=0\n8:0 rbytes=4096 wbytes=8192 rios=1 wios=2 dbytes=0 dios=0\n",
+                ),
+                ("io.max", "8:0 rbps=max wbps=4000000 riops=max wiops=100\n"),
+                (
+                    "io.pressure",
+                    "some avg10=1.50 avg60=0.00 avg300=0.00 total=7000\nfull avg10=0.00 avg60=0.00 avg300=0.00 total=5000\n",
+                ),
+            ],
+        );
+        let reading = read(&group).unwrap().unwrap();
+        let usage = Usage { read_bytes: 4096, written_bytes: 8192, reads: 1, writes: 2, ..Usage::default() };
+        let limits = Rates { write_bps: Some(4_000_000), write_iops: Some(100), ..Rates::default() };
+        assert_eq!(
+            reading.devices,
+            BTreeMap::from([(DISK, Account { usage, limits })]),
+            "and no idle device"
+        );
+        assert_eq!(reading.pressure.unwrap().some.total_us, 7000);
+    }
+
+    #[test]
+    fn version_1_has_a_file_for_each_limit() {
+        let counted = |name: &str| format!("8:0 Read {name}\n8:0 Write 8192\n8:0 Total 9000\nTotal 9000\n");
+        let bytes = counted("4096");
+        let (_directory, group) = group(
+            Version::V1,
+            &[
+                ("blkio.throttle.io_service_bytes", "Total 0\n"),
+                ("blkio.throttle.io_service_bytes_recursive", &bytes),
+                ("blkio.throttle.io_serviced", "8:0 Read 1\n8:0 Write 2\n8:0 Total 3\nTotal 3\n"),
+                ("blkio.throttle.read_bps_device", ""),
+                ("blkio.throttle.write_bps_device", "8:0 4000000\n"),
+                ("blkio.throttle.read_iops_device", "8:16 7\n"),
+                ("blkio.throttle.write_iops_device", ""),
+            ],
+        );
+        let reading = read(&group).unwrap().unwrap();
+        let disk = reading.devices[&DISK];
+        assert_eq!((disk.usage.read_bytes, disk.usage.writes), (4096, 2), "with what is below it where told");
+        assert_eq!(disk.limits, Rates { write_bps: Some(4_000_000), ..Rates::default() });
+        let other = reading.devices[&Number { major: 8, minor: 16 }];
+        assert_eq!(other.limits, Rates { read_iops: Some(7), ..Rates::default() });
+        assert_eq!(reading.pressure, None);
+    }
+
+    #[test]
+    fn what_is_not_there_is_not_said_and_what_is_gone_is_gone() {
+        let (directory, group) = group(Version::V2, &[]);
+        assert_eq!(read(&group).unwrap(), Some(Reading::default()), "the controller is not enabled for it");
+        fs::write(group.directory.join("io.max"), "8:0 rbps=many\n").unwrap();
+        let said = format!("{:#}", read(&group).unwrap_err());
+        assert!(said.starts_with("cgroup /a: io.max: a line of unknown form"), "{said}");
+        drop(directory);
+        assert_eq!(read(&group).unwrap(), None);
+    }
+}

@@ -1,0 +1,243 @@
+//! All cgroups that were asked for, and what is below them, at one moment.
+//!
+//! Those that have no limits and have done nothing are passed over, except those that were named, and unless all are wanted. A cgroup that is removed, or made, while the tree
+//! is gone through may be missed: the next look has it.
+
+use std::{
+    collections::BTreeMap,
+    path::{Path, PathBuf},
+    time::Instant,
+};
+
+use anyhow::bail;
+use block::device::Number;
+
+use super::{
+    rates::{Seen, Snapshot, Wish},
+    reading, tasks,
+};
+use crate::{
+    control_group::ControlGroup,
+    device,
+    hierarchy::Hierarchy,
+    limit::kept::{Entry, Kept},
+    target,
+};
+
+/// What is looked at, again and again.
+pub(super) struct Survey {
+    hierarchy: Hierarchy,
+    named: Vec<ControlGroup>,
+    /// The file of what weir keeps.
+    limits: PathBuf,
+    device: Option<Number>,
+    has_all: bool,
+    /// What the user should know of the device.
+    pub(super) notices: Vec<String>,
+    began: Instant,
+}
+
+impl Survey {
+    /// Of these cgroups and those below them, or of the root and all below; with `has_all` also of those that there is nothing to say of.
+    ///
+    /// # Errors
+    /// If one of them or the device is not there.
+    pub(super) fn new(
+        hierarchy: Hierarchy,
+        limits: &Path,
+        groups: &[String],
+        device: Option<&str>,
+        has_all: bool,
+    ) -> anyhow::Result<Self> {
+        let mut named = groups
+            .iter()
+            .map(|group| target::resolve(&hierarchy, group))
+            .collect::<anyhow::Result<Vec<_>>>()?;
+        if named.is_empty() {
+            named.push(hierarchy.root_group()?);
+        }
+        let device = device.map(|device| device::resolve(&hierarchy.roots, device)).transpose()?;
+        Ok(Self {
+            named,
+            limits: limits.to_owned(),
+            device: device.as_ref().map(|target| target.identity.number()),
+            has_all,
+            notices: device.map(|target| target.notices).unwrap_or_default(),
+            began: Instant::now(),
+            hierarchy,
+        })
+    }
+
+    /// Limits that are kept of cgroups which are not there, for the user to know.
+    pub(super) fn missing(&self, kept: &Kept) -> Vec<String> {
+        let is_missing =
+            |entry: &&Entry| !self.hierarchy.group(&entry.cgroup).is_ok_and(|group| group.exists());
+        let line = |entry: &Entry| {
+            let (cgroup, device) = (entry.cgroup.display(), entry.device_text());
+            format!(
+                "{cgroup} is gone, and its limits on {device} wait for one of that name (forget them: `weir cgroup limit {cgroup} \
+                 --device {device} --remove`)"
+            )
+        };
+        kept.limits.iter().filter(is_missing).map(line).collect()
+    }
+
+    /// What the rows are to be made of.
+    pub(super) fn wish(&self) -> Wish {
+        Wish { device: self.device, are_waits_counted: tasks::are_waits_counted(&self.hierarchy.roots.proc) }
+    }
+
+    /// Reads all of them, with their tasks if those are asked for.
+    ///
+    /// # Errors
+    /// If none of those that were named is there any more. What is wrong with one cgroup is said in the snapshot, and the others are read.
+    pub(super) fn look(&self, has_tasks: bool) -> anyhow::Result<Snapshot> {
+        let mut snapshot = Snapshot { at: self.began.elapsed(), ..Snapshot::default() };
+        // What the kernel says is worth telling without it.
+        match Kept::load(&self.limits) {
+            Ok(kept) => snapshot.kept = kept,
+            Err(error) => snapshot.wrong.push(format!("{error:#}")),
+        }
+        let mut found = BTreeMap::new();
+        // Of a cgroup too, how long anybody waited is known best from its tasks, where they count it.
+        let has_tasks = has_tasks || self.wish().are_waits_counted;
+        for group in &self.named {
+            self.gather(group, true, has_tasks, &mut found, &mut snapshot);
+        }
+        if found.is_empty() && !self.named.iter().any(ControlGroup::exists) {
+            let names: Vec<_> = self.named.iter().map(|group| group.name.display().to_string()).collect();
+            bail!("cgroup {}: removed meanwhile", names.join(", "));
+        }
+        snapshot.groups = found.into_values().collect();
+        Ok(snapshot)
+    }
+
+    /// A cgroup and what is below it.
+    fn gather(
+        &self,
+        group: &ControlGroup,
+        is_named: bool,
+        has_tasks: bool,
+        found: &mut BTreeMap<PathBuf, Seen>,
+        snapshot: &mut Snapshot,
+    ) {
+        match self.see(group, is_named, has_tasks, &snapshot.kept) {
+            Ok(Some(seen)) => drop(found.insert(group.name.clone(), seen)),
+            Ok(None) => {}
+            Err(error) => snapshot.wrong.push(format!("{error:#}")),
+        }
+        // It may go just now; then there is nothing below it.
+        for child in group.children().unwrap_or_default() {
+            self.gather(&child, false, has_tasks, found, snapshot);
+        }
+    }
+
+    /// One cgroup, if there is something to say of it.
+    fn see(
+        &self,
+        group: &ControlGroup,
+        is_named: bool,
+        has_tasks: bool,
+        kept: &Kept,
+    ) -> anyhow::Result<Option<Seen>> {
+        let Some(mut reading) = reading::read(group)? else { return Ok(None) };
+        // What was asked for is shown also where the kernel knows nothing of it at present.
+        for entry in kept.limits.iter().filter(|entry| entry.cgroup == group.name) {
+            reading.devices.entry(entry.device()?).or_default();
+        }
+        let has_devices = match self.device {
+            Some(device) => reading.devices.contains_key(&device),
+            None => !reading.devices.is_empty(),
+        };
+        if !is_named && !has_devices && !self.has_all {
+            return Ok(None);
+        }
+        let tasks = if has_tasks { tasks::read(group, &self.hierarchy.roots.proc)? } else { BTreeMap::new() };
+        Ok(Some(Seen { name: group.name.clone(), reading, tasks }))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use super::*;
+    use crate::machine::Machine;
+
+    /// A machine with these cgroups, and the text of their io.stat.
+    fn machine(groups: &[(&str, &str)]) -> Machine {
+        let machine = Machine::v2("cpu io memory");
+        for (name, stat) in [("/", "")].iter().chain(groups) {
+            machine.group(name);
+            machine.write(name, "io.stat", stat);
+        }
+        machine
+    }
+
+    const WROTE: &str = "8:0 rbytes=0 wbytes=4096 rios=0 wios=1\n";
+
+    fn names(snapshot: &Snapshot) -> Vec<&Path> {
+        snapshot.groups.iter().map(|seen| seen.name.as_path()).collect()
+    }
+
+    #[test]
+    fn those_that_did_something_are_found_below_those_that_were_named() {
+        let machine = machine(&[("/a", ""), ("/a/b", WROTE), ("/a/b/c", ""), ("/d", WROTE)]);
+        let look = |groups: &[&str], has_all| {
+            let groups: Vec<String> = groups.iter().map(|&group| group.to_owned()).collect();
+            let survey =
+                Survey::new(machine.hierarchy(), Path::new("/nowhere"), &groups, None, has_all).unwrap();
+            names(&survey.look(false).unwrap())
+                .iter()
+                .map(|name| name.display().to_string())
+                .collect::<Vec<_>>()
+        };
+        assert_eq!(look(&[], false), ["/", "/a/b", "/d"]);
+        assert_eq!(look(&["/a"], false), ["/a", "/a/b"]);
+        assert_eq!(look(&["/a/b", "/a"], false), ["/a", "/a/b"], "once each");
+        assert_eq!(look(&["/a"], true), ["/a", "/a/b", "/a/b/c"]);
+    }
+
+    #[test]
+    fn what_was_asked_for_is_shown_also_where_the_kernel_knows_nothing_of_it() {
+        let machine = machine(&[("/a", ""), ("/b", "")]);
+        let file = machine.path("limits.json");
+        let kept = r#"{"limits": [{"cgroup": "/a", "device": "8:16", "device-key": "x", "own": {"limits": {"bps-read": 7}}}]}"#;
+        fs::write(&file, kept).unwrap();
+        let survey = Survey::new(machine.hierarchy(), &file, &[], None, false).unwrap();
+        let snapshot = survey.look(false).unwrap();
+        assert_eq!(names(&snapshot), [Path::new("/"), Path::new("/a")]);
+        let device = Number { major: 8, minor: 16 };
+        assert!(snapshot.groups[1].reading.devices.contains_key(&device));
+    }
+
+    #[test]
+    fn one_that_cannot_be_read_does_not_keep_the_others_from_it() {
+        let machine = machine(&[("/a", "what is this\n"), ("/b", WROTE)]);
+        let snapshot = Survey::new(machine.hierarchy(), Path::new("/nowhere"), &[], None, false)
+            .unwrap()
+            .look(false)
+            .unwrap();
+        assert_eq!(names(&snapshot), [Path::new("/"), Path::new("/b")]);
+        assert_eq!(snapshot.wrong.len(), 1);
+        assert!(snapshot.wrong[0].starts_with("cgroup /a: io.stat: "), "{:?}", snapshot.wrong);
+    }
+
+    #[test]
+    fn those_that_are_removed_are_missed_until_none_is_left() {
+        let machine = machine(&[("/a", WROTE), ("/b", WROTE)]);
+        let survey = Survey::new(
+            machine.hierarchy(),
+            Path::new("/nowhere"),
+            &["/a".to_owned(), "/b".to_owned()],
+            None,
+            false,
+        )
+        .unwrap();
+        fs::remove_dir_all(machine.root().join("a")).unwrap();
+        assert_eq!(names(&survey.look(false).unwrap()), [Path::new("/b")]);
+        fs::remove_dir_all(machine.root().join("b")).unwrap();
+        let said = survey.look(false).unwrap_err().to_string();
+        assert_eq!(said, "cgroup /a, /b: removed meanwhile");
+    }
+}

@@ -1,0 +1,145 @@
+//! What the kernel says of the tasks in a cgroup at one moment.
+//!
+//! ```text
+//!   /proc/PID/task/TID/io     bytes and calls of this task        needs the right to trace it, else not told
+//!   /proc/PID/task/TID/stat   name, state, time waited for I/O    field 42, where kernel.task_delayacct is 1
+//! ```
+//!
+//! Bytes are those that the task caused to be read from and written to disks. A buffered write is counted when the page becomes dirty, so a
+//! task's bytes may run ahead of its cgroup's.
+//!
+//! A task that ends while it is read is not there. Source: proc_pid_io(5), proc_pid_stat(5), Documentation/accounting/delay-accounting.rst.
+
+use std::{collections::BTreeMap, fs, path::Path, time::Duration};
+
+use anyhow::Context as _;
+
+use crate::{
+    control_group::ControlGroup,
+    kernel::{proc_io, proc_io::TaskIo, proc_stat, proc_stat::TICK},
+};
+
+/// A task for as long as the machine runs: numbers are used again.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct TaskId {
+    /// Of its process.
+    pub(crate) pid: i32,
+    /// Its own; the first task of a process has that of the process.
+    pub(crate) tid: i32,
+    /// When it began, in ticks since the machine did.
+    pub(crate) start_ticks: u64,
+}
+
+/// One task.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Task {
+    /// At most 15 bytes; whatever it calls itself.
+    pub(crate) name: String,
+    /// `R` runs, `S` sleeps, `D` waits for a device, and others.
+    pub(crate) state: char,
+    /// `None` where this process may not know.
+    pub(crate) io: Option<TaskIo>,
+    /// How long it waited for I/O, in steps of 10 ms; 0 where nobody counts.
+    pub(crate) waited: Duration,
+}
+
+/// The tasks in a cgroup itself, without those in cgroups below it; none if it is gone, or has its processes elsewhere (a threaded one).
+///
+/// # Errors
+/// If a file of the kernel has an unknown form, with its name.
+pub(crate) fn read(group: &ControlGroup, proc: &Path) -> anyhow::Result<BTreeMap<TaskId, Task>> {
+    let mut tasks = BTreeMap::new();
+    for pid in group.processes().unwrap_or_default() {
+        // Each name twice in one process would be the kernel's mistake; a process that has just ended has no tasks.
+        let Ok(entries) = fs::read_dir(proc.join(pid.to_string()).join("task")) else { continue };
+        for entry in entries.flatten() {
+            let Some(tid) = entry.file_name().to_str().and_then(|name| name.parse().ok()) else { continue };
+            if let Some((id, task)) = read_one(pid, tid, &entry.path())? {
+                tasks.insert(id, task);
+            }
+        }
+    }
+    Ok(tasks)
+}
+
+fn read_one(pid: i32, tid: i32, directory: &Path) -> anyhow::Result<Option<(TaskId, Task)>> {
+    // A name may be any bytes.
+    let Ok(stat) = fs::read(directory.join("stat")) else { return Ok(None) };
+    let stat = proc_stat::parse(&String::from_utf8_lossy(&stat)).with_context(|| format!("task {tid}"))?;
+    let io = match fs::read_to_string(directory.join("io")) {
+        Ok(text) => Some(proc_io::parse(&text).with_context(|| format!("task {tid}"))?),
+        Err(_) => None,
+    };
+    let waited = TICK.saturating_mul(u32::try_from(stat.blkio_delay_ticks).unwrap_or(u32::MAX));
+    let id = TaskId { pid, tid, start_ticks: stat.start_ticks };
+    Ok(Some((id, Task { name: stat.name, state: stat.state, io, waited })))
+}
+
+/// How long a process that has ended, and that nobody has waited for yet, waited for I/O; `None` where that is not known.
+pub(crate) fn waited(pid: u32, proc: &Path) -> Option<Duration> {
+    if !are_waits_counted(proc) {
+        return None;
+    }
+    let text = fs::read(proc.join(pid.to_string()).join("stat")).ok()?;
+    let ticks = proc_stat::parse(&String::from_utf8_lossy(&text)).ok()?.blkio_delay_ticks;
+    Some(TICK.saturating_mul(u32::try_from(ticks).unwrap_or(u32::MAX)))
+}
+
+/// Whether the kernel counts how long tasks wait. Before Linux 5.14 there is no switch, and it does unless built or started without.
+pub(crate) fn are_waits_counted(proc: &Path) -> bool {
+    fs::read_to_string(proc.join("sys/kernel/task_delayacct")).map_or(true, |text| text.trim() != "0")
+}
+
+#[cfg(test)]
+pub(super) mod tests {
+    use super::*;
+    use crate::hierarchy::Version;
+
+    /// The first task of a process that began at `start_ticks`.
+    pub(in crate::show) fn id(tid: i32, start_ticks: u64) -> TaskId {
+        TaskId { pid: tid, tid, start_ticks }
+    }
+
+    /// Fields 4 to 41 of proc_pid_stat(5) with the start at field 22, and the waiting after them.
+    fn stat(tid: i32, name: &str, start: u64, ticks: u64) -> String {
+        let middle = "0 ".repeat(17);
+        let after = "0 ".repeat(19);
+        format!("{tid} ({name}) D 1 {middle}{start} {after}{ticks} 0 0\n")
+    }
+
+    #[test]
+    fn tasks_are_those_of_every_process_that_is_still_there() {
+        let root = tempfile::tempdir().unwrap();
+        let (proc, cgroup) = (root.path().join("proc"), root.path().join("cgroup"));
+        fs::create_dir_all(&cgroup).unwrap();
+        fs::write(cgroup.join("cgroup.procs"), "7\n9\n").unwrap();
+        for (tid, ticks) in [(7, 150), (8, 0)] {
+            let task = proc.join(format!("7/task/{tid}"));
+            fs::create_dir_all(&task).unwrap();
+            fs::write(task.join("stat"), stat(tid, "a) (b", 33, ticks)).unwrap();
+        }
+        let io = "rchar: 1\nwchar: 2\nsyscr: 3\nsyscw: 4\nread_bytes: 4096\nwrite_bytes: 8192\ncancelled_write_bytes: 0\n";
+        fs::write(proc.join("7/task/7/io"), io).unwrap();
+
+        let group = ControlGroup { version: Version::V2, directory: cgroup, name: "/a".into() };
+        let tasks = read(&group, &proc).unwrap();
+        assert_eq!(tasks.keys().map(|id| (id.pid, id.tid)).collect::<Vec<_>>(), [(7, 7), (7, 8)]);
+        let (first, second) = (tasks.values().next().unwrap(), tasks.values().last().unwrap());
+        assert_eq!((first.name.as_str(), first.state), ("a) (b", 'D'));
+        assert_eq!(first.waited, Duration::from_millis(1500));
+        assert_eq!(first.io.map(|io| io.write_bytes), Some(8192));
+        assert_eq!(second.io, None, "not ours to know");
+    }
+
+    #[test]
+    fn waits_are_counted_unless_the_kernel_says_no() {
+        let root = tempfile::tempdir().unwrap();
+        assert!(are_waits_counted(root.path()), "before Linux 5.14 there is no switch");
+        fs::create_dir_all(root.path().join("sys/kernel")).unwrap();
+        fs::write(root.path().join("sys/kernel/task_delayacct"), "0\n").unwrap();
+        assert!(!are_waits_counted(root.path()));
+        assert_eq!(waited(std::process::id(), root.path()), None);
+        fs::write(root.path().join("sys/kernel/task_delayacct"), "1\n").unwrap();
+        assert!(are_waits_counted(root.path()));
+    }
+}

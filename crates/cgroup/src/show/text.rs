@@ -1,0 +1,206 @@
+//! The tables of `weir cgroup show`: cgroups with their devices, then tasks, then what is not known and why.
+
+use console::{
+    figures,
+    figures::Limits,
+    table::{Side, Table},
+};
+
+use super::{
+    rates::{DeviceRow, Rate, Row, TaskRow, Wish},
+    reading,
+};
+use crate::{kernel::io_max::Rates, limit::asked::Asked};
+
+/// What a cell holds that has nothing to say.
+pub(super) const NOTHING: &str = "-";
+
+/// What to say where nobody knows who waited.
+const NOT_COUNTED: &str = "WAITED is not known: there is no io.pressure (cgroup v1, or psi=0), and kernel.task_delayacct is 0 \
+     (`sysctl kernel.task_delayacct=1` counts from then on)";
+/// The same, where cgroups say it and tasks do not.
+const NOT_COUNTED_OF_TASKS: &str = "WAITED of tasks is not known: kernel.task_delayacct is 0 (`sysctl kernel.task_delayacct=1` counts from then on)";
+
+/// Everything, for people. `bold` is for terminals.
+pub(super) fn render(rows: &[Row], wish: Wish, bold: bool) -> String {
+    let mut text = groups(rows).render(bold);
+    if text.is_empty() {
+        return "no cgroup has limits or has read or written anything\n".to_owned();
+    }
+    let tasks = tasks(rows).render(bold);
+    let has_tasks = !tasks.is_empty();
+    if has_tasks {
+        text = format!("{text}\n{tasks}");
+    }
+    let has_pressure = rows.iter().any(|row| row.pressure.is_some());
+    let said = match wish.are_waits_counted {
+        true => None,
+        false if !has_pressure => Some(NOT_COUNTED),
+        false => has_tasks.then_some(NOT_COUNTED_OF_TASKS),
+    };
+    if let Some(said) = said {
+        text = format!("{text}\n{said}\n");
+    }
+    text
+}
+
+fn groups(rows: &[Row]) -> Table {
+    let mut table = Table::new([
+        ("CGROUP", Side::Left),
+        ("WAITED", Side::Right),
+        ("PRESSURE", Side::Right),
+        ("DEVICE", Side::Left),
+        ("READ", Side::Right),
+        ("WRITTEN", Side::Right),
+        ("READ/s", Side::Right),
+        ("WRITE/s", Side::Right),
+        ("IOPS", Side::Right),
+        ("LIMITS", Side::Left),
+    ]);
+    for row in rows {
+        let pressure = row.pressure.map(|pressure| figures::share(pressure.some.avg10 / 100.0));
+        let group = [row.name.display().to_string(), cell(row.waited.map(figures::share)), cell(pressure)];
+        if row.devices.is_empty() {
+            table.row(group.into_iter().chain(vec![NOTHING.to_owned(); 7]).collect());
+            continue;
+        }
+        for (index, device) in row.devices.iter().enumerate() {
+            // What is the cgroup's is said once.
+            let group = if index == 0 { group.clone() } else { [const { String::new() }; 3] };
+            let usage = device.account.usage;
+            let of = |figure: fn(&Rate) -> String| cell(device.rate.as_ref().map(figure));
+            let figures = [
+                reading::node(device.number),
+                figures::bytes(usage.read_bytes as f64),
+                figures::bytes(usage.written_bytes as f64),
+                of(|rate| figures::bytes(rate.read_bps)),
+                of(|rate| figures::bytes(rate.write_bps)),
+                of(|rate| figures::count(rate.iops())),
+                limits(device),
+            ];
+            table.row(group.into_iter().chain(figures).collect());
+        }
+    }
+    table
+}
+
+fn tasks(rows: &[Row]) -> Table {
+    let mut table = Table::new([
+        ("PID", Side::Right),
+        ("TID", Side::Right),
+        ("TASK", Side::Left),
+        ("STATE", Side::Left),
+        ("READ", Side::Right),
+        ("WRITTEN", Side::Right),
+        ("READ/s", Side::Right),
+        ("WRITE/s", Side::Right),
+        ("CALLS/s", Side::Right),
+        ("WAITED", Side::Right),
+        ("CGROUP", Side::Left),
+    ]);
+    for row in rows {
+        for TaskRow { id, task, rate, waited } in &row.tasks {
+            let of = |figure: fn(&Rate) -> String| cell(rate.as_ref().map(figure));
+            table.row(vec![
+                id.pid.to_string(),
+                id.tid.to_string(),
+                task.name.clone(),
+                task.state.to_string(),
+                cell(task.io.map(|io| figures::bytes(io.read_bytes as f64))),
+                cell(task.io.map(|io| figures::bytes(io.write_bytes as f64))),
+                of(|rate| figures::bytes(rate.read_bps)),
+                of(|rate| figures::bytes(rate.write_bps)),
+                of(|rate| figures::count(rate.iops())),
+                cell(waited.map(figures::share)),
+                row.name.display().to_string(),
+            ]);
+        }
+    }
+    table
+}
+
+/// The kernel's limits under the names of weir's own.
+pub(super) fn named(rates: &Rates) -> Limits {
+    let named = [
+        ("bps-read", rates.read_bps),
+        ("bps-write", rates.write_bps),
+        ("iops-read", rates.read_iops),
+        ("iops-write", rates.write_iops),
+    ];
+    named.into_iter().filter_map(|(name, rate)| Some((name.to_owned(), rate?))).collect()
+}
+
+/// What was asked for in short, and what the kernel holds it to, where those differ: as in a burst, or while limits are lifted.
+pub(super) fn limits(device: &DeviceRow) -> String {
+    let now = figures::limits(&named(&device.account.limits));
+    match device.asked.as_ref().map(Asked::text) {
+        None => now,
+        Some(asked) if asked == now => now,
+        Some(asked) => format!("{asked} (now {})", if now == NOTHING { "none" } else { &now }),
+    }
+}
+
+/// A figure, or that there is none.
+pub(super) fn cell(figure: Option<String>) -> String {
+    figure.unwrap_or_else(|| NOTHING.to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use policy::throttle::LimitKind;
+
+    use super::*;
+    use crate::show::rates::tests::sample;
+
+    const COUNTED: Wish = Wish { device: None, are_waits_counted: true };
+
+    #[test]
+    fn cgroups_are_told_once_and_each_device_in_a_line() {
+        let (_, rows) = sample();
+        let expect = "\
+CGROUP        WAITED  PRESSURE  DEVICE  READ  WRITTEN  READ/s  WRITE/s  IOPS  LIMITS
+/idle              -         -  -          -        -       -        -     -  -
+/system/a.db     75%       12%  4095:1     0    10.0M       0     2.0M   512  bps-w 4M, iops-w 100
+                                4095:2  4.0K        0       -        -     -  -
+";
+        let without: Vec<Row> = rows.iter().cloned().map(|row| Row { tasks: Vec::new(), ..row }).collect();
+        assert_eq!(render(&without, COUNTED, false), expect);
+        assert_eq!(render(&[], COUNTED, false), "no cgroup has limits or has read or written anything\n");
+    }
+
+    #[test]
+    fn what_was_asked_for_stands_before_what_the_kernel_has_been_told() {
+        let (_, mut rows) = sample();
+        let device = &mut rows[1].devices[0];
+        let mut asked = Asked::default();
+        asked.limits.limit_mut(LimitKind::BpsWrite).rate = 4 << 20;
+        asked.limits.limit_mut(LimitKind::IopsWrite).rate = 100;
+        device.asked = Some(asked.clone());
+        assert_eq!(limits(device), "bps-w 4M, iops-w 100", "once, where they are the same");
+        device.asked = Some(Asked { watermark: 90, ..asked });
+        device.account.limits = Rates::default();
+        assert_eq!(limits(device), "bps-w 4M, iops-w 100, watermark 90% (now none)");
+    }
+
+    #[test]
+    fn tasks_follow_and_what_is_not_known_is_said() {
+        let (interval, rows) = sample();
+        assert_eq!(interval, Duration::from_secs(2));
+        let text = render(&rows, COUNTED, false);
+        let tasks = text.split_once("\n\n").expect("a second table").1;
+        let expect = "\
+PID  TID  TASK  STATE  READ  WRITTEN  READ/s  WRITE/s  CALLS/s  WAITED  CGROUP
+  7    7  dd    D         0    10.0M       0     2.0M        2     40%  /system/a.db
+  7    8  a?b   S         -        -       -        -        -       -  /system/a.db
+  9    9  a?b   S         -        -       -        -        -       -  /system/a.db
+";
+        assert_eq!(tasks, expect);
+        let not_counted = Wish { are_waits_counted: false, ..COUNTED };
+        assert!(render(&rows, not_counted, false).ends_with(&format!("\n{NOT_COUNTED_OF_TASKS}\n")));
+        let mut rows = rows;
+        rows.iter_mut().for_each(|row| row.pressure = None);
+        assert!(render(&rows, not_counted, false).ends_with(&format!("\n{NOT_COUNTED}\n")));
+    }
+}

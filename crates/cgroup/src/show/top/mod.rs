@@ -1,0 +1,110 @@
+//! `weir cgroup top`: cgroups, and the tasks in one of them, live on the whole screen of a terminal.
+//!
+//! ```text
+//!   keyboard, signals ─► console::input ─┐
+//!   survey, every interval ─────────────────┴─► one channel ─► state (what to show, what a key means) ─► view (how it looks)
+//! ```
+//!
+//! The terminal is taken and given back by the same code as `weir top`'s. `state` and `view` know neither a terminal nor a kernel.
+
+mod state;
+mod view;
+
+use std::{
+    io,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+        mpsc::{self, Receiver, Sender},
+    },
+    thread,
+    time::Duration,
+};
+
+use anyhow::{Context as _, anyhow};
+use console::{Failure, input, input::Input, screen, screen::Screen};
+use state::{Action, State};
+
+use super::{
+    rates::{Snapshot, Wish},
+    survey::Survey,
+};
+use crate::{
+    hierarchy::{Hierarchy, Roots},
+    show::arguments::TopArgs,
+};
+
+/// Something that happened.
+enum Event {
+    /// Of the terminal or the system.
+    Input(Input),
+    /// The cgroups were looked at, or why not.
+    Looked(Wish, anyhow::Result<Snapshot>),
+}
+
+/// Shows cgroups until the user has seen enough.
+///
+/// # Errors
+/// If there is no terminal, or no such cgroup or device at the start. What goes away later is waited for.
+pub(crate) fn top(arguments: TopArgs) -> Result<(), Failure> {
+    if !screen::is_possible() {
+        let said = "cgroup top: standard input and output are no terminal to draw on (`weir cgroup show` prints the same)";
+        return Err(anyhow!(said).into());
+    }
+    let named: Vec<String> = arguments.group.into_iter().collect();
+    let hierarchy = Hierarchy::discover(Roots::default())?;
+    let survey = Survey::new(hierarchy, arguments.kept.path(), &named, arguments.device.as_deref(), false)?;
+    let state = State::new(survey.wish());
+    // Tasks are many, and looked at only while they are shown.
+    let has_tasks = Arc::new(AtomicBool::new(false));
+    let (events, happened) = mpsc::channel();
+    let inputs = events.clone();
+    let heard = input::listen(move |input| inputs.send(Event::Input(input)).is_ok());
+    heard.context("cgroup top: cannot start a thread")?;
+    let wanted = Arc::clone(&has_tasks);
+    thread::Builder::new()
+        .name("survey".to_owned())
+        .spawn(move || look(&survey, &wanted, &events, arguments.interval))
+        .context("cgroup top: cannot start a thread")?;
+    let mut screen = Screen::enter().context("the terminal: cannot be drawn on")?;
+    Ok(watch(&mut screen, &happened, state, &has_tasks).context("the terminal: cannot be drawn on")?)
+}
+
+/// Draws what is, waits for what happens, until somebody wants an end.
+fn watch(
+    screen: &mut Screen,
+    happened: &Receiver<Event>,
+    mut state: State,
+    has_tasks: &AtomicBool,
+) -> io::Result<()> {
+    loop {
+        screen.draw(|frame| view::draw(frame, &mut state))?;
+        let action = match happened.recv().unwrap_or(Event::Input(Input::End)) {
+            Event::Input(Input::Key(key)) => state.press(key),
+            Event::Input(Input::Resized) => None,
+            Event::Input(Input::Stop) => Some(Action::Stop),
+            Event::Input(Input::End) => Some(Action::End),
+            Event::Looked(wish, result) => {
+                state.learn(wish, result);
+                None
+            }
+        };
+        has_tasks.store(state.has_tasks(), Ordering::Relaxed);
+        match action {
+            Some(Action::End) => return Ok(()),
+            Some(Action::Stop) => screen.stop()?,
+            None => {}
+        }
+    }
+}
+
+/// Looks every interval, until nobody listens.
+fn look(survey: &Survey, has_tasks: &AtomicBool, events: &Sender<Event>, interval: Duration) {
+    loop {
+        let looked = survey.look(has_tasks.load(Ordering::Relaxed));
+        if events.send(Event::Looked(survey.wish(), looked)).is_err() {
+            return;
+        }
+        thread::sleep(interval);
+    }
+}

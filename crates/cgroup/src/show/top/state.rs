@@ -1,0 +1,262 @@
+//! What `weir cgroup top` shows, and what a key does to it.
+//!
+//! Snapshots come in, lines go out. Never draws and never reads.
+
+use std::{cmp::Ordering, path::PathBuf};
+
+use ratatui::crossterm::event::{KeyCode, KeyEvent, KeyModifiers};
+
+use crate::show::{
+    rates,
+    rates::{Rate, Row, Snapshot, TaskRow, Wish},
+    text,
+};
+
+/// What somebody else has to do.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum Action {
+    /// End the program.
+    End,
+    /// Stop it until it is continued.
+    Stop,
+}
+
+/// A column that the list can be sorted by.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Column {
+    /// The cgroup's or the task's.
+    Name,
+    /// Bytes read per second.
+    Reads,
+    /// Bytes written per second.
+    Writes,
+    /// Operations of a cgroup per second, system calls of a task.
+    Operations,
+    /// The share of the time in which it waited.
+    Waited,
+}
+
+impl Column {
+    /// From left to right.
+    pub(super) const ALL: [Self; 5] = [Self::Name, Self::Reads, Self::Writes, Self::Operations, Self::Waited];
+
+    /// The one to its right; after the last the first.
+    fn next(self) -> Self {
+        let index = Self::ALL.iter().position(|&column| column == self).unwrap_or(0);
+        Self::ALL[(index + 1) % Self::ALL.len()]
+    }
+}
+
+/// A line of the list.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) struct Line {
+    /// The cgroup's path, or the task's number and name.
+    pub(super) name: String,
+    /// Of all devices.
+    pub(super) rate: Option<Rate>,
+    /// The share of the time in which it waited.
+    pub(super) waited: Option<f64>,
+    /// Of a cgroup, its limits; of a task, its cgroup.
+    pub(super) rest: String,
+}
+
+/// Everything there is to show.
+pub(super) struct State {
+    /// How the last two snapshots compare.
+    pub(super) rows: Vec<Row>,
+    /// What is wrong, until it is not.
+    pub(super) wrong: Option<String>,
+    /// The cgroup whose tasks are shown, with those below it; `None` shows cgroups.
+    pub(super) tasks_of: Option<PathBuf>,
+    /// By which column; then by name.
+    pub(super) column: Column,
+    /// The other way round than is usual: the smallest number first, the last name first.
+    pub(super) reversed: bool,
+    /// Whether the keys are explained.
+    pub(super) has_help: bool,
+    /// Lines that a page has; the view knows.
+    pub(super) page: usize,
+    /// Whether tasks' waits are known.
+    pub(super) wish: Wish,
+    last: Option<Snapshot>,
+    /// The line that was last known to be chosen: a name, since lines move, and its place, in case it goes.
+    chosen: (String, usize),
+    /// Whether that was the user's choice; otherwise it is the first, whichever that is.
+    has_chosen: bool,
+}
+
+impl State {
+    /// Before the first look.
+    pub(super) fn new(wish: Wish) -> Self {
+        Self {
+            rows: Vec::new(),
+            wrong: None,
+            tasks_of: None,
+            column: Column::Writes,
+            reversed: false,
+            has_help: false,
+            page: 1,
+            wish,
+            last: None,
+            chosen: (String::new(), 0),
+            has_chosen: false,
+        }
+    }
+
+    /// Takes what was seen, or why nothing was. After the latter rates begin anew.
+    pub(super) fn learn(&mut self, wish: Wish, result: anyhow::Result<Snapshot>) {
+        self.wish = wish;
+        match result {
+            Ok(snapshot) => {
+                self.rows = rates::rows(self.last.as_ref(), &snapshot, self.wish);
+                self.wrong = snapshot.wrong.first().cloned();
+                self.last = Some(snapshot);
+            }
+            Err(error) => {
+                self.rows.clear();
+                self.wrong = Some(format!("{error:#}"));
+                self.last = None;
+            }
+        }
+        self.settle();
+    }
+
+    /// Whether tasks are to be looked at.
+    pub(super) fn has_tasks(&self) -> bool {
+        self.tasks_of.is_some()
+    }
+
+    /// The lines of the list, in its order.
+    pub(super) fn lines(&self) -> Vec<Line> {
+        let mut lines = match &self.tasks_of {
+            None => self.rows.iter().map(of_group).collect::<Vec<_>>(),
+            Some(name) => {
+                let below = self.rows.iter().filter(|row| row.name.starts_with(name));
+                let tasks = below.flat_map(|row| row.tasks.iter().map(move |task| (row, task)));
+                let shown = tasks.filter(|(_, task)| task.has_done_something());
+                shown.map(|(row, task)| of_task(row, task)).collect()
+            }
+        };
+        lines.sort_by(|a, b| {
+            let by_column = match self.column {
+                Column::Name => Ordering::Equal,
+                column => number(b, column).total_cmp(&number(a, column)),
+            };
+            let order = by_column.then_with(|| a.name.cmp(&b.name));
+            if self.reversed { order.reverse() } else { order }
+        });
+        lines
+    }
+
+    /// Which of the lines is chosen; 0 where there is none.
+    pub(super) fn chosen(&self, lines: &[Line]) -> usize {
+        lines.iter().position(|line| line.name == self.chosen.0).unwrap_or(0)
+    }
+
+    /// What a key means.
+    pub(super) fn press(&mut self, key: KeyEvent) -> Option<Action> {
+        if key.modifiers.contains(KeyModifiers::CONTROL) {
+            return match key.code {
+                KeyCode::Char('c') => Some(Action::End),
+                KeyCode::Char('z') => Some(Action::Stop),
+                _ => None,
+            };
+        }
+        if std::mem::take(&mut self.has_help) {
+            return None;
+        }
+        let page = self.page.cast_signed();
+        match key.code {
+            KeyCode::Char('q') => return Some(Action::End),
+            KeyCode::Up | KeyCode::Char('k') => self.step(-1),
+            KeyCode::Down | KeyCode::Char('j') => self.step(1),
+            KeyCode::PageUp => self.step(-page),
+            KeyCode::PageDown => self.step(page),
+            KeyCode::Home | KeyCode::Char('g') => self.step(isize::MIN),
+            KeyCode::End | KeyCode::Char('G') => self.step(isize::MAX),
+            KeyCode::Char('s') => (self.column, self.reversed) = (self.column.next(), false),
+            KeyCode::Char('r') => self.reversed = !self.reversed,
+            KeyCode::Char('?' | 'h') | KeyCode::F(1) => self.has_help = true,
+            KeyCode::Enter | KeyCode::Char('t') => self.enter(),
+            KeyCode::Esc | KeyCode::Backspace => self.leave(),
+            _ => {}
+        }
+        None
+    }
+
+    /// From the cgroups to the tasks of the chosen one.
+    fn enter(&mut self) {
+        if self.tasks_of.is_some() {
+            return;
+        }
+        let lines = self.lines();
+        if let Some(line) = lines.get(self.chosen(&lines)) {
+            self.tasks_of = Some(PathBuf::from(&line.name));
+            self.has_chosen = false;
+            self.settle();
+        }
+    }
+
+    /// Back to the cgroups, at the one whose tasks were shown.
+    fn leave(&mut self) {
+        if let Some(name) = self.tasks_of.take() {
+            self.chosen.0 = name.display().to_string();
+            self.has_chosen = true;
+            self.settle();
+        }
+    }
+
+    /// Chooses the line that is `by` lines below, or the first or last.
+    fn step(&mut self, by: isize) {
+        let lines = self.lines();
+        let last = lines.len().saturating_sub(1);
+        let next = self.chosen(&lines).saturating_add_signed(by).min(last);
+        if let Some(line) = lines.get(next) {
+            self.has_chosen = true;
+            self.chosen = (line.name.clone(), next);
+        }
+    }
+
+    /// Chooses the first line, unless the user has chosen one; if that is gone, what stands there now.
+    fn settle(&mut self) {
+        let lines = self.lines();
+        if self.has_chosen && lines.iter().any(|line| line.name == self.chosen.0) {
+            return;
+        }
+        let place = if self.has_chosen { self.chosen.1.min(lines.len().saturating_sub(1)) } else { 0 };
+        if let Some(line) = lines.get(place) {
+            self.chosen = (line.name.clone(), place);
+        }
+    }
+}
+
+fn of_group(row: &Row) -> Line {
+    let limited = row.devices.iter().map(text::limits);
+    let limits = limited.filter(|limits| limits != text::NOTHING).collect::<Vec<_>>().join(" · ");
+    Line { name: row.name.display().to_string(), rate: row.rate(), waited: row.waited, rest: limits }
+}
+
+fn of_task(row: &Row, task: &TaskRow) -> Line {
+    Line {
+        name: format!("{:>7} {}", task.id.tid, task.task.name),
+        rate: task.rate,
+        waited: task.waited,
+        rest: row.name.display().to_string(),
+    }
+}
+
+/// What a line is sorted by; what is not known comes last.
+fn number(line: &Line, column: Column) -> f64 {
+    let of = |figure: fn(&Rate) -> f64| line.rate.as_ref().map(figure);
+    let figure = match column {
+        Column::Name => None,
+        Column::Reads => of(|rate| rate.read_bps),
+        Column::Writes => of(|rate| rate.write_bps),
+        Column::Operations => of(Rate::iops),
+        Column::Waited => line.waited,
+    };
+    figure.unwrap_or(-1.0)
+}
+
+#[cfg(test)]
+pub(super) mod tests;

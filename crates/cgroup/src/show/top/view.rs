@@ -1,0 +1,214 @@
+//! How `weir cgroup top` looks: a title, the list, the keys.
+
+use console::figures;
+use ratatui::{
+    Frame,
+    layout::{Alignment, Constraint, Layout, Rect},
+    style::{Color, Modifier, Style},
+    text::{Line as Text, Span},
+    widgets::{Block, Cell, Clear, Paragraph, Row, Table, TableState, Wrap},
+};
+
+use super::state::{Column, Line, State};
+use crate::show::{rates::Rate, text};
+
+/// The least that all of it fits into; `weir top`'s.
+const LEAST: (u16, u16) = (80, 24);
+
+const DIM: Style = Style::new().fg(Color::DarkGray);
+const HELD: Style = Style::new().fg(Color::Yellow);
+const WRONG: Style = Style::new().fg(Color::Red);
+
+/// What the keys do.
+const HELP: &str = "\
+↑ ↓ k j PgUp PgDn Home End   choose
+Enter t                      the tasks in the chosen cgroup and below it
+Esc                          back to the cgroups
+s                            sort by the next column
+r                            the other way round
+?                            this page
+Ctrl-Z                       stop; `fg` continues
+q Ctrl-C                     quit
+
+WAITED is the share of the time in which a task of it waited for I/O, for a
+limit or for the device. Rates are of all devices together, those of a task
+are what it caused to be read and written, its CALLS those of the system.
+";
+
+/// Draws everything.
+pub(super) fn draw(frame: &mut Frame<'_>, state: &mut State) {
+    let area = frame.area();
+    if area.width < LEAST.0 || area.height < LEAST.1 {
+        let (width, height) = LEAST;
+        let said = format!(
+            "weir cgroup top needs {width}×{height}; this terminal is {}×{} (make it larger, or press q)",
+            area.width, area.height
+        );
+        return frame.render_widget(Paragraph::new(said).wrap(Wrap { trim: true }), area);
+    }
+    let rows = [Constraint::Length(1), Constraint::Min(8), Constraint::Length(1)];
+    let [title, list, keys] = Layout::vertical(rows).areas(area);
+    state.page = usize::from(list.height.saturating_sub(1)).max(1);
+    draw_title(frame, title, state);
+    draw_list(frame, list, state);
+    draw_keys(frame, keys, state);
+    if state.has_help {
+        draw_help(frame, area);
+    }
+}
+
+fn draw_title(frame: &mut Frame<'_>, area: Rect, state: &State) {
+    let name = Span::styled(format!(" weir {} ", env!("CARGO_PKG_VERSION")), Modifier::BOLD);
+    let said = match (&state.wrong, &state.tasks_of) {
+        (Some(wrong), _) => Span::styled(wrong.clone(), WRONG),
+        (None, Some(group)) => {
+            Span::raw(format!("· tasks in {} and below", shown(&group.display().to_string())))
+        }
+        (None, None) => Span::raw(format!("· cgroups with limits or I/O: {}", state.rows.len())),
+    };
+    frame.render_widget(Text::from(vec![name, said]), area);
+}
+
+fn draw_list(frame: &mut Frame<'_>, area: Rect, state: &State) {
+    let lines = state.lines();
+    if lines.is_empty() {
+        let said = if state.has_tasks() {
+            " no task (Esc: back)"
+        } else {
+            " no cgroup has limits or has done any I/O"
+        };
+        return frame.render_widget(Text::styled(said, DIM), area);
+    }
+    let widths = [
+        Constraint::Fill(3),
+        Constraint::Length(8),
+        Constraint::Length(8),
+        Constraint::Length(8),
+        Constraint::Length(7),
+        Constraint::Fill(2),
+    ];
+    let heading = Column::ALL.map(|column| heading(state, column));
+    let rest = if state.has_tasks() { "CGROUP" } else { "LIMITS" };
+    let table = Table::new(lines.iter().map(row), widths)
+        .header(Row::new(heading.into_iter().chain([Cell::from(rest)])).style(Modifier::BOLD))
+        .column_spacing(1)
+        .row_highlight_style(Modifier::REVERSED);
+    let mut place = TableState::new().with_selected(state.chosen(&lines));
+    frame.render_stateful_widget(table, area, &mut place);
+}
+
+fn heading(state: &State, column: Column) -> Cell<'static> {
+    let title = match column {
+        Column::Name if state.has_tasks() => "    TID TASK",
+        Column::Name => "CGROUP",
+        Column::Reads => "READ/s",
+        Column::Writes => "WRITE/s",
+        Column::Operations if state.has_tasks() => "CALLS/s",
+        Column::Operations => "IOPS",
+        Column::Waited => "WAITED",
+    };
+    let arrow = match (state.column == column, state.reversed) {
+        (false, _) => "",
+        (true, false) => "▾",
+        (true, true) => "▴",
+    };
+    let text = format!("{title}{arrow}");
+    if column == Column::Name { Cell::from(text) } else { right(text) }
+}
+
+fn row(line: &Line) -> Row<'static> {
+    let of = |figure: fn(&Rate) -> String| right(text::cell(line.rate.as_ref().map(figure)));
+    let waited = right(text::cell(line.waited.map(figures::share)));
+    let is_held = line.waited.is_some_and(|share| share > 0.0);
+    Row::new([
+        Cell::from(shown(&line.name)),
+        of(|rate| figures::bytes(rate.read_bps)),
+        of(|rate| figures::bytes(rate.write_bps)),
+        of(|rate| figures::count(rate.iops())),
+        if is_held { waited.style(HELD) } else { waited },
+        Cell::from(shown(&line.rest)),
+    ])
+}
+
+fn draw_keys(frame: &mut Frame<'_>, area: Rect, state: &State) {
+    let is_unknown = !state.wish.are_waits_counted && state.rows.iter().all(|row| row.pressure.is_none());
+    let line = if is_unknown && !state.rows.is_empty() {
+        Text::styled(" WAITED is not known here: sysctl kernel.task_delayacct=1 · ? help · q quit", DIM)
+    } else {
+        let enter = if state.has_tasks() { "Esc cgroups" } else { "Enter tasks" };
+        Text::styled(format!(" ↑↓ choose · {enter} · s sort · r reverse · ? help · q quit"), DIM)
+    };
+    frame.render_widget(line, area);
+}
+
+fn draw_help(frame: &mut Frame<'_>, area: Rect) {
+    let height = HELP.lines().count() as u16 + 2;
+    let place = area.centered(Constraint::Length(LEAST.0), Constraint::Length(height));
+    let block = Block::bordered().title(" keys; any key closes ").border_style(Style::new().fg(Color::Cyan));
+    frame.render_widget(Clear, place);
+    frame.render_widget(Paragraph::new(HELP).block(block), place);
+}
+
+/// A task or a cgroup may be called anything; what it is called must not move the cursor.
+fn shown(name: &str) -> String {
+    name.replace(char::is_control, "?")
+}
+
+fn right(text: String) -> Cell<'static> {
+    Cell::from(ratatui::text::Text::from(text).alignment(Alignment::Right))
+}
+
+#[cfg(test)]
+mod tests {
+    use ratatui::{Terminal, backend::TestBackend};
+
+    use super::*;
+    use crate::show::top::state::tests::{WISH, press, sampled};
+
+    fn drawn(state: &mut State, width: u16, height: u16) -> String {
+        let mut terminal = Terminal::new(TestBackend::new(width, height)).unwrap();
+        terminal.draw(|frame| draw(frame, state)).unwrap();
+        let buffer = terminal.backend().buffer();
+        let line = |y| (0..width).map(|x| buffer[(x, y)].symbol()).collect::<String>().trim_end().to_owned();
+        (0..height).map(line).collect::<Vec<_>>().join("\n").trim_end().to_owned()
+    }
+
+    #[test]
+    fn cgroups_and_then_the_tasks_of_one() {
+        let mut state = sampled();
+        let text = drawn(&mut state, 100, 24);
+        let lines: Vec<&str> = text.lines().collect();
+        assert!(lines[0].ends_with("· cgroups with limits or I/O: 2"), "{text}");
+        assert!(lines[1].contains("WRITE/s▾") && lines[1].ends_with("LIMITS"), "{text}");
+        assert!(lines[2].starts_with("/system/a.db"), "{text}");
+        for part in ["2.0M", "512", "75%", "bps-w 4M, iops-w 100"] {
+            assert!(lines[2].contains(part), "{part}: {text}");
+        }
+        press(&mut state, "t");
+        let text = drawn(&mut state, 100, 24);
+        for part in
+            ["· tasks in /system/a.db and below", "TID TASK", "CALLS/s", "7 dd", "8 a?b", "Esc cgroups"]
+        {
+            assert!(text.contains(part), "{part}: {text}");
+        }
+        press(&mut state, "?");
+        assert!(drawn(&mut state, 80, 24).contains("any key closes"));
+    }
+
+    #[test]
+    fn what_is_wrong_and_what_is_missing_is_said() {
+        let mut state = sampled();
+        state.learn(WISH, Err(anyhow::anyhow!("cgroup /a: removed meanwhile")));
+        let text = drawn(&mut state, 80, 24);
+        assert!(
+            text.contains("cgroup /a: removed meanwhile") && text.contains("no cgroup has limits"),
+            "{text}"
+        );
+        assert!(drawn(&mut state, 79, 24).starts_with("weir cgroup top needs 80×24; this terminal is 79×24"));
+        let mut state = sampled();
+        state.wish.are_waits_counted = false;
+        assert!(!drawn(&mut state, 80, 24).contains("task_delayacct"), "the cgroup's pressure tells");
+        state.rows.iter_mut().for_each(|row| row.pressure = None);
+        assert!(drawn(&mut state, 80, 24).contains("sysctl kernel.task_delayacct=1"));
+    }
+}

@@ -1,0 +1,182 @@
+//! How much of each burst is spent, kept beside the limits: who watches next goes on from there, and grants no burst twice.
+//!
+//! With every level goes what had passed by then, so that what passes while nobody watches is charged as well. Written while bursts change, every other
+//! second, and at the end. Losing it grants a burst too many and nothing worse, so what cannot be read is left out, and said.
+
+use std::{
+    collections::BTreeMap,
+    fs,
+    path::{Path, PathBuf},
+};
+
+use anyhow::Context as _;
+use block::device::Number;
+use policy::{steering::Passed, throttle::Counters, time::Instant};
+use serde::{Deserialize, Serialize};
+use settings::state::whole_file;
+
+/// Largest file that is read.
+const MAX_FILE_BYTES: u64 = 16 << 20;
+
+/// Another one since each start of the machine (random(4)).
+const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
+
+/// The file.
+#[derive(Debug, Default, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+struct Stored {
+    /// The machine's start that instants and counters are of.
+    boot: String,
+    pools: BTreeMap<String, Written>,
+}
+
+/// What is left of the bursts of one pool.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+struct Written {
+    /// Nanoseconds since the machine started, asleep or not.
+    at_ns: u64,
+    levels: [u64; 6],
+    /// By control group and device: bytes and operations, read and written.
+    passed: BTreeMap<String, [u64; 4]>,
+}
+
+/// What is left of the bursts of one pool.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) struct Left {
+    /// When.
+    pub(super) at: Instant,
+    /// As [`policy::steering::Pool::levels`] has them.
+    pub(super) levels: [u64; 6],
+    passed: BTreeMap<String, Passed>,
+}
+
+impl Left {
+    pub(super) fn new(
+        at: Instant,
+        levels: [u64; 6],
+        passed: impl Iterator<Item = (PathBuf, Number, Passed)>,
+    ) -> Self {
+        Self {
+            at,
+            levels,
+            passed: passed.map(|(group, device, passed)| (name(&group, device), passed)).collect(),
+        }
+    }
+
+    /// What had passed of a control group by then.
+    pub(super) fn passed(&self, group: &Path, device: Number) -> Option<Passed> {
+        self.passed.get(&name(group, device)).copied()
+    }
+}
+
+fn name(group: &Path, device: Number) -> String {
+    format!("{} on {device}", group.display())
+}
+
+impl From<&Left> for Written {
+    fn from(left: &Left) -> Self {
+        let flat = |[read, write]: &Passed| [read.bytes, write.bytes, read.requests, write.requests];
+        Self {
+            at_ns: left.at.as_nanos(),
+            levels: left.levels,
+            passed: left.passed.iter().map(|(name, passed)| (name.clone(), flat(passed))).collect(),
+        }
+    }
+}
+
+impl From<Written> for Left {
+    fn from(written: Written) -> Self {
+        let counters = |requests, bytes| Counters { requests, bytes, ..Counters::default() };
+        let passed = |[read_bytes, written_bytes, reads, writes]: [u64; 4]| {
+            [counters(reads, read_bytes), counters(writes, written_bytes)]
+        };
+        Self {
+            at: Instant::from_nanos(written.at_ns),
+            levels: written.levels,
+            passed: written.passed.into_iter().map(|(name, flat)| (name, passed(flat))).collect(),
+        }
+    }
+}
+
+/// The file beside the limits.
+fn file(limits: &Path) -> PathBuf {
+    let mut name = limits.as_os_str().to_owned();
+    name.push(".levels");
+    PathBuf::from(name)
+}
+
+/// What was left, by the pools' names; nothing of later than `now`, which is of before the machine started.
+pub(super) fn load(limits: &Path, now: Instant) -> BTreeMap<String, Left> {
+    let path = file(limits);
+    let read = || -> anyhow::Result<Stored> {
+        let text = whole_file::read(&path, MAX_FILE_BYTES)?;
+        Ok(text.map(|text| serde_json::from_slice(&text)).transpose()?.unwrap_or_default())
+    };
+    let stored = read().unwrap_or_else(|error| {
+        tracing::warn!("{}: what is left of bursts is not known, they begin anew: {error:#}", path.display());
+        Stored::default()
+    });
+    if stored.boot != boot() {
+        return BTreeMap::new();
+    }
+    stored
+        .pools
+        .into_iter()
+        .map(|(name, written)| (name, Left::from(written)))
+        .filter(|(_, left)| left.at <= now)
+        .collect()
+}
+
+/// Empty where the kernel does not tell: then only the instants do.
+fn boot() -> String {
+    fs::read_to_string(BOOT_ID).unwrap_or_default().trim().to_owned()
+}
+
+/// Keeps what is left.
+///
+/// # Errors
+/// If it cannot be written; what was there before still is.
+pub(super) fn save(limits: &Path, left: &BTreeMap<String, Left>) -> anyhow::Result<()> {
+    let path = file(limits);
+    let pools = left.iter().map(|(name, left)| (name.clone(), Written::from(left))).collect();
+    let written = serde_json::to_vec(&Stored { boot: boot(), pools }).map_err(anyhow::Error::from);
+    written
+        .and_then(|written| Ok(whole_file::write(&path, &written, false)?))
+        .with_context(|| format!("{} cannot be written", path.display()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_kept_is_found_again() {
+        let directory = tempfile::tempdir().unwrap();
+        let limits = directory.path().join("cgroups.json");
+        let device = Number { major: 254, minor: 0 };
+        let counters = |requests, bytes| Counters { requests, bytes, ..Counters::default() };
+        let passed = [counters(1, 4096), counters(2, 1 << 40)];
+        let at = Instant::from_nanos(5_000_000_000);
+        let left = Left::new(at, [1, 2, 3, 4, 5, u64::MAX], [("/a b".into(), device, passed)].into_iter());
+        save(&limits, &BTreeMap::from([("group x".to_owned(), left.clone())])).unwrap();
+        let found = load(&limits, at);
+        assert_eq!(found["group x"], left);
+        assert_eq!(found["group x"].passed(Path::new("/a b"), device), Some(passed));
+        assert_eq!(found["group x"].passed(Path::new("/a"), device), None);
+        // Of before the machine started: its clock began anew.
+        assert!(load(&limits, Instant::from_nanos(4_000_000_000)).is_empty());
+        let text = fs::read_to_string(file(&limits)).unwrap();
+        fs::write(file(&limits), text.replace(&boot(), "another")).unwrap();
+        assert!(load(&limits, Instant::MAX).is_empty(), "the clock of another start, and its counters");
+    }
+
+    #[test]
+    fn what_cannot_be_read_is_nothing() {
+        let directory = tempfile::tempdir().unwrap();
+        let limits = directory.path().join("cgroups.json");
+        assert!(load(&limits, Instant::MAX).is_empty());
+        fs::write(file(&limits), "{\"x\":").unwrap();
+        assert!(load(&limits, Instant::MAX).is_empty());
+    }
+}

@@ -1,0 +1,476 @@
+//! `weir cgroup watch`: runs what the kernel's limits cannot do by themselves: bursts, watermarks, limits of groups.
+//!
+//! ```text
+//!   /run/weir/cgroups.json ──► pools ──────┐ due: io.stat, io.pressure ──► policy::steering ──► io.max      steered.rs
+//!                                          │                                     ▲
+//!   /sys/block/*/stat ──► watermark's controller, every 50 ms ── enforcement ────┘                         disks.rs; capacity by `weir probe`
+//!
+//!   beside it: what the kernel keeps by itself is told again where it is lost (unsteered.rs, present.rs), to systemd too (systemd.rs);
+//!              what is left of bursts, for the next watch (levels.rs); a process that settles all if this one dies (guard.rs)
+//! ```
+//!
+//! One thread and no lock: every file it reads answers within microseconds. It looks at what is due and sleeps until the next is; looking
+//! has its pace (pace.rs), so that with many thousands of busy control groups it comes round later rather than take the machine.
+//!
+//! Never leaves a burst behind: what ends it settles all limits first, and what kills it leaves that to the guard.
+
+pub(crate) mod arguments;
+mod disks;
+mod guard;
+mod levels;
+mod pace;
+mod present;
+mod reading;
+mod running;
+mod steered;
+mod systemd;
+mod unsteered;
+
+use std::{
+    collections::{BTreeMap, HashMap},
+    path::{Path, PathBuf},
+    sync::mpsc::{self, RecvTimeoutError},
+};
+
+use anyhow::{Context as _, anyhow};
+use block::device::Number;
+use console::{
+    Failure, descriptors, logging,
+    signals::{Request, Signals},
+};
+use disks::Disks;
+use guard::Guard;
+pub(crate) use guard::run as guard;
+use levels::Left;
+use nix::time::ClockId;
+use pace::{Pace, cpu_now};
+use policy::{
+    steering::Rates,
+    time::{Duration, Instant},
+    watermark::{Consumed, Watermark},
+};
+use present::Present;
+pub use running::Running;
+use settings::{LogFormat, LogSettings, state::Store};
+use steered::Steered;
+use systemd::Systemd;
+use unsteered::Unsteered;
+
+use super::{
+    hierarchy::{Hierarchy, Roots, Version},
+    limit::{
+        kept::{Kept, Stamp},
+        locks::{self, Watched},
+        pools::Sharing,
+        settling, weight,
+    },
+};
+use crate::watch::arguments::WatchArgs;
+
+/// Time between two samples of a device, as for weir's own disks.
+const SAMPLE: Duration = Duration::from_millis(50);
+/// Rounds are at least so far apart: members that are due nearly together are looked at together.
+const ROUND: Duration = Duration::from_millis(10);
+/// How soon a change of the file of limits is seen.
+const FILE: Duration = Duration::from_millis(100);
+/// How often levels are kept, and the guard is looked after.
+const KEEP: Duration = Duration::from_secs(2);
+/// How many pools are verified each time: more would be a load of its own where there are thousands.
+const VERIFIED: usize = 64;
+/// Limits for which the files that a process may have open do, in any case.
+const FEW: usize = 200;
+
+/// Does what `weir cgroup watch` was asked.
+///
+/// # Errors
+/// If cgroups cannot be limited here, the limits cannot be used, or somebody watches them already.
+pub(crate) fn run(arguments: WatchArgs) -> Result<(), Failure> {
+    let path = arguments.kept.path();
+    let hierarchy = Hierarchy::discover(Roots::default())?;
+    if arguments.settle {
+        let Some(_watched) = Watched::take(path)? else {
+            return Err(anyhow!(
+                "{}: somebody watches these limits, and would change them again (end that first)",
+                path.display()
+            )
+            .into());
+        };
+        let kept = Kept::load(path)?;
+        let weighted = weight::tell_again(&hierarchy, &kept, |_| true);
+        return Ok(settling::settle_latest(&hierarchy, path, &kept).and(weighted)?);
+    }
+    let filter = arguments.log.unwrap_or_else(|| "info".to_owned());
+    logging::start(&LogSettings { filter, format: LogFormat::Text });
+    let signals = Signals::block().context("signals cannot be blocked")?;
+    let watch = Watch::claim(hierarchy, path, Store::new(arguments.state.as_deref()))?;
+    let (stop, stopped) = mpsc::channel();
+    let hear = move |request| match request {
+        Request::End(signal) => {
+            tracing::info!(signal, "ending");
+            stop.send(()).is_ok()
+        }
+        Request::HangUp => true,
+    };
+    signals.forward(hear).context("the thread that waits for signals")?;
+    tracing::info!(limits = %path.display(), "ready");
+    // Where there is no service manager, nobody needs to know.
+    let _ = sd_notify::notify(&[sd_notify::NotifyState::Ready]);
+    watch.until(&stopped)?;
+    Ok(())
+}
+
+/// Why a watch ended.
+enum Ended {
+    AsAsked,
+    MadeWay,
+}
+
+/// All that is watched.
+struct Watch {
+    hierarchy: Hierarchy,
+    path: PathBuf,
+    /// That nobody else steers, and who takes back what this one grants; `None` in tests.
+    alone: Option<(Watched, Guard)>,
+    /// Whether it ends for who claims these limits.
+    makes_way: bool,
+    /// When the file, the devices, and what is to be kept are looked at next.
+    file_at: Instant,
+    sample_at: Instant,
+    keep_at: Instant,
+    /// Of the file that was adopted, and of the last that could not be.
+    stamp: Stamp,
+    refused: Option<(Stamp, String)>,
+    kept: Kept,
+    present: Present,
+    steered: Vec<Steered>,
+    /// Whose turn it is to have what it was told verified.
+    verified: usize,
+    unsteered: Unsteered,
+    systemd: Systemd,
+    disks: Disks,
+    /// Where files are read into.
+    buffer: Vec<u8>,
+    pace: Pace,
+}
+
+impl Watch {
+    /// One that steers for as long as it is wanted.
+    fn claim(hierarchy: Hierarchy, path: &Path, store: Store) -> anyhow::Result<Self> {
+        check(&hierarchy)?;
+        let watched = Watched::claim(path)?.ok_or_else(|| {
+            anyhow!(
+                "{}: somebody watches these limits already (`weir cgroup watch` or `weir serve`)",
+                path.display()
+            )
+        })?;
+        let guard = Guard::start(path)?;
+        Self::over(hierarchy, path, store, Some((watched, guard)))
+    }
+
+    /// One that makes way; none, where somebody else steers, or claims to.
+    fn stand_in(hierarchy: &Hierarchy, path: &Path, store: &Store) -> anyhow::Result<Option<Self>> {
+        check(hierarchy)?;
+        if Watched::is_wanted(path) {
+            return Ok(None);
+        }
+        let Some(watched) = Watched::take(path)? else { return Ok(None) };
+        let guard = Guard::start(path)?;
+        let watch = Self::over(hierarchy.clone(), path, store.clone(), Some((watched, guard)))?;
+        Ok(Some(Self { makes_way: true, ..watch }))
+    }
+
+    /// One of what is kept; whoever has no guard must not grant what would have to be taken back.
+    fn over(
+        hierarchy: Hierarchy,
+        path: &Path,
+        store: Store,
+        alone: Option<(Watched, Guard)>,
+    ) -> anyhow::Result<Self> {
+        // Before it is read: what changes in between is seen as a change.
+        let stamp = Stamp::of(path);
+        let kept = Kept::load(path)?;
+        // Also those that need no steering: the file may be of before the machine started.
+        for result in [settling::settle(&hierarchy, &kept), weight::tell_again(&hierarchy, &kept, |_| true)] {
+            if let Err(error) = result {
+                tracing::warn!("{error:#}");
+            }
+        }
+        let now = now();
+        let mut watch = Self {
+            path: path.to_owned(),
+            alone,
+            makes_way: false,
+            file_at: now + FILE,
+            sample_at: now,
+            keep_at: now + KEEP,
+            stamp,
+            refused: None,
+            kept: Kept::default(),
+            present: Present::default(),
+            steered: Vec::new(),
+            verified: 0,
+            unsteered: Unsteered::new(hierarchy.clone()),
+            systemd: Systemd::default(),
+            disks: Disks::new(store),
+            buffer: Vec::new(),
+            pace: Pace::new(now, cpu_now()),
+            hierarchy,
+        };
+        watch.adopt(kept, &levels::load(path, now), now)?;
+        Ok(watch)
+    }
+
+    /// Steers until somebody says so, nobody can any more, or another is to.
+    fn until(mut self, stopped: &mpsc::Receiver<()>) -> anyhow::Result<Ended> {
+        loop {
+            let file_at = self.file_at;
+            let next = self.turn(now());
+            if self.makes_way && self.file_at != file_at && Watched::is_wanted(&self.path) {
+                return self.end().map(|()| Ended::MadeWay);
+            }
+            match stopped.recv_timeout(next - now()) {
+                Err(RecvTimeoutError::Timeout) => {}
+                Ok(()) | Err(RecvTimeoutError::Disconnected) => return self.end().map(|()| Ended::AsAsked),
+            }
+        }
+    }
+
+    /// Does what is due by now, and says when something is next.
+    fn turn(&mut self, now: Instant) -> Instant {
+        if now >= self.file_at {
+            self.look_at_file(now, false);
+            self.file_at = now + FILE;
+        }
+        if now >= self.sample_at {
+            self.sample(now);
+            self.sample_at = now + SAMPLE;
+        }
+        self.round(now);
+        if now >= self.keep_at {
+            self.keep(now);
+            self.keep_at = now + KEEP;
+        }
+        let due = self.steered.iter().map(Steered::due).min();
+        let next = self.file_at.min(self.keep_at).min(due.unwrap_or(Instant::MAX).max(now + ROUND));
+        if self.disks.is_empty() { next } else { next.min(self.sample_at) }
+    }
+
+    fn end(mut self) -> anyhow::Result<()> {
+        self.look_at_file(now(), true);
+        self.round(now());
+        self.keep(now());
+        // Their files are closed: settling needs some.
+        self.steered.clear();
+        // If it fails, the guard is not dismissed, and tries as well.
+        settling::settle_latest(&self.hierarchy, &self.path, &self.kept)?;
+        if let Some((_watched, guard)) = self.alone {
+            guard.dismiss();
+        }
+        Ok(())
+    }
+
+    /// Takes over what is kept now, if it has changed; what could not be taken over before only with `again`.
+    fn look_at_file(&mut self, now: Instant, again: bool) {
+        let stamp = Stamp::of(&self.path);
+        let was_refused = self.refused.as_ref().is_some_and(|(refused, _)| *refused == stamp);
+        if stamp == self.stamp || (was_refused && !again) {
+            return;
+        }
+        match self.take_over(stamp, now) {
+            Ok(()) => self.refused = None,
+            Err(error) => {
+                let text = format!("{error:#}");
+                if self.refused.as_ref().is_none_or(|(_, said)| *said != text) {
+                    tracing::error!("{text}; what held before still does");
+                }
+                self.refused = Some((stamp, text));
+            }
+        }
+    }
+
+    fn take_over(&mut self, mut stamp: Stamp, now: Instant) -> anyhow::Result<()> {
+        if stamp == Stamp::NONE && self.kept != Kept::default() {
+            let path = self.path.display();
+            locks::restore(&self.path, &self.kept).with_context(|| format!("{path}: was removed"))?;
+            tracing::warn!(
+                "{path}: was removed, and is written again (remove limits with `weir cgroup limit --remove`)"
+            );
+            stamp = Stamp::of(&self.path);
+        }
+        let kept = Kept::load(&self.path)?;
+        let left = self.left(now);
+        self.adopt(kept, &left, now)?;
+        self.stamp = stamp;
+        Ok(())
+    }
+
+    /// Watches these limits from now on. What has not changed goes on; a pool that has, and is left something, from there.
+    fn adopt(&mut self, kept: Kept, left: &BTreeMap<String, Left>, now: Instant) -> anyhow::Result<()> {
+        let all = Sharing::all(&kept)?;
+        let asked: HashMap<&str, &Sharing> =
+            all.iter().map(|sharing| (sharing.name.as_str(), sharing)).collect();
+        let steered: HashMap<&str, &Sharing> =
+            self.steered.iter().map(|steered| (steered.sharing.name.as_str(), &steered.sharing)).collect();
+        let mut fresh = HashMap::new();
+        for sharing in all.iter().filter(|sharing| sharing.needs_watch()) {
+            if steered.get(sharing.name.as_str()) != Some(&sharing) {
+                let steered = Steered::new(&self.hierarchy, sharing, left.get(&sharing.name), now)?;
+                fresh.insert(sharing.name.clone(), steered);
+            }
+        }
+        let (same, replaced): (Vec<_>, Vec<_>) = std::mem::take(&mut self.steered)
+            .into_iter()
+            .partition(|steered| asked.get(steered.sharing.name.as_str()) == Some(&&steered.sharing));
+        self.steered = same;
+        self.steered.extend(fresh.into_values());
+        self.leave(&replaced, &kept);
+        let told = self.unsteered.adopt(all);
+        self.systemd.is_to_hear_of(told);
+        self.disks.adopt(&self.hierarchy, &kept)?;
+        if kept.limits.len() > FEW {
+            // Only then: a command that is started here would inherit it.
+            descriptors::raise_limit();
+        }
+        let unknown = self.present.adopt(&self.hierarchy, &kept);
+        self.systemd.is_to_hear_of(unknown);
+        self.kept = kept;
+        tracing::info!(
+            pools = self.steered.len(),
+            devices = self.disks.len(),
+            "limits of control groups are watched"
+        );
+        Ok(())
+    }
+
+    /// Takes back what was granted to those that are steered no more: they may have been told something after the file was changed.
+    fn leave(&self, replaced: &[Steered], kept: &Kept) {
+        let settled = settling::settled(&self.hierarchy, kept).unwrap_or_default();
+        for (group, device) in replaced.iter().flat_map(Steered::members) {
+            let steered =
+                self.steered.iter().any(|steered| steered.members().any(|member| member == (group, device)));
+            if steered || !group.exists() {
+                continue;
+            }
+            let own = settled.iter().find(|(other, number, _)| other == group && *number == device);
+            let rates = own.map_or(Rates::NONE, |(.., rates)| *rates);
+            if let Err(error) = settling::tell_if_different(group, device, rates) {
+                tracing::warn!("{error:#}");
+            }
+        }
+    }
+
+    /// Looks at the devices, and decides how limits with a watermark are applied.
+    fn sample(&mut self, now: Instant) {
+        let mut consumed: HashMap<Number, Consumed> = HashMap::new();
+        for steered in
+            self.steered.iter_mut().filter(|steered| steered.sharing.watermark != Watermark::ALWAYS)
+        {
+            let Some(taken) = steered.taken() else { continue };
+            let mut added = Vec::new();
+            for device in steered.devices() {
+                if !added.contains(&device) {
+                    consumed.entry(device).or_default().add(&taken);
+                    added.push(device);
+                }
+            }
+        }
+        let busy = self.disks.observe(now, &consumed);
+        for steered in
+            self.steered.iter_mut().filter(|steered| steered.sharing.watermark != Watermark::ALWAYS)
+        {
+            if steered.devices().any(|device| busy.contains(&device)) {
+                // Who was idle may be who uses it now: how much they take is to be known when limits come to hold.
+                steered.look_now(now);
+            }
+            let says = self.disks.enforcement(steered.devices(), steered.sharing.watermark);
+            steered.enforce(says, now, &mut self.buffer);
+        }
+    }
+
+    /// Looks at who is due, as far as that is affordable, and tells what has changed.
+    fn round(&mut self, now: Instant) {
+        let mut left = self.pace.allowed(now);
+        let mut looks = 0;
+        let due = |(index, steered): (usize, &Steered)| {
+            let key = if steered.is_urgent(now) { Instant::ZERO } else { steered.due() };
+            (steered.due() <= now).then_some((key, index))
+        };
+        let mut order: Vec<(Instant, usize)> = self.steered.iter().enumerate().filter_map(due).collect();
+        let urgent = order.iter().filter(|(key, _)| *key == Instant::ZERO).count();
+        // Who has waited longest comes first. Only as many as can be looked at are put in order: where a thousand are always due, that would
+        // take more than looking at them.
+        if order.len() > left + urgent {
+            order.select_nth_unstable(left + urgent);
+            order.truncate(left + urgent);
+        }
+        order.sort_unstable();
+        for (_, index) in order {
+            let round = self.steered[index].round(now, left, &mut self.buffer);
+            left = left.saturating_sub(round.looks);
+            looks += round.looks;
+        }
+        self.pace.spent(cpu_now(), looks);
+    }
+
+    fn left(&self, now: Instant) -> BTreeMap<String, Left> {
+        let left = |steered: &'_ Steered| Some((steered.sharing.name.clone(), steered.left(now)?));
+        self.steered.iter().filter_map(left).collect()
+    }
+
+    /// Keeps what is left of bursts, and looks after the guard.
+    fn keep(&mut self, now: Instant) {
+        let kept = if self.steered.iter().any(Steered::has_spent) {
+            levels::save(&self.path, &self.left(now))
+        } else {
+            Ok(())
+        };
+        let guarded = self.alone.as_mut().map_or(Ok(()), |(_, guard)| guard.look_after());
+        for result in [kept, guarded] {
+            if let Err(error) = result {
+                tracing::warn!("{error:#}");
+            }
+        }
+        self.steered.iter_mut().for_each(Steered::kept);
+        for index in in_turn(&mut self.verified, self.steered.len(), VERIFIED) {
+            self.steered[index].verify();
+        }
+        self.disks.look_for_missing(&self.hierarchy, &self.kept);
+        // What was removed a moment ago is not to be told again.
+        self.look_at_file(now, true);
+        let new = self.present.new_groups(&self.hierarchy);
+        let told = self.unsteered.verify(&new);
+        if let Err(error) = weight::tell_again(&self.hierarchy, &self.kept, |cgroup| new.contains(cgroup)) {
+            tracing::warn!("{error:#}");
+        }
+        self.systemd.is_to_hear_of(told);
+        self.systemd.is_to_hear_of(new);
+        self.systemd.tell(&self.hierarchy, &self.path, &self.kept);
+    }
+}
+
+/// Whether there is something that can be steered.
+fn check(hierarchy: &Hierarchy) -> anyhow::Result<()> {
+    if hierarchy.version() != Some(Version::V2) {
+        return Err(anyhow!(
+            "bursts, watermarks and groups of control groups need cgroup v2 with its io controller, and there is none \
+             here (rates alone work with v1: `weir cgroup limit`)"
+        ));
+    }
+    Ok(())
+}
+
+/// The next of so many, from where it stopped the last time.
+fn in_turn(next: &mut usize, all: usize, at_a_time: usize) -> impl Iterator<Item = usize> + use<> {
+    let first = if *next < all { *next } else { 0 };
+    let many = all.min(at_a_time);
+    *next = first + many;
+    (first..first + many).map(move |index| index % all)
+}
+
+/// Since the machine started, asleep or not: levels outlive the process.
+fn now() -> Instant {
+    Instant::from_nanos(pace::clock(ClockId::CLOCK_BOOTTIME).as_nanos() as u64)
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,99 @@
+//! Which control groups are there, to find those that were made, or made again under their name: they have no limits.
+
+use std::{
+    collections::{HashMap, HashSet},
+    fs,
+    os::unix::fs::MetadataExt as _,
+    path::{Path, PathBuf},
+};
+
+use super::in_turn;
+use crate::{hierarchy::Hierarchy, limit::kept::Kept};
+
+/// How many are looked for each time: more would be a load of its own where there are thousands.
+const LOOKED_FOR: usize = 1024;
+
+/// The control groups that something is kept of, there or not.
+#[derive(Default)]
+pub(super) struct Present {
+    /// Which directory each was when it was last looked for.
+    inodes: HashMap<PathBuf, Option<u64>>,
+    /// In the order of their turns, and whose it is.
+    order: Vec<PathBuf>,
+    next: usize,
+}
+
+impl Present {
+    /// Knows those that something is kept of now. Returns those that it did not know.
+    pub(super) fn adopt(&mut self, hierarchy: &Hierarchy, kept: &Kept) -> Vec<PathBuf> {
+        let mut unknown = Vec::new();
+        let mut inodes = HashMap::new();
+        self.order.clear();
+        for entry in &kept.limits {
+            if inodes.contains_key(&entry.cgroup) {
+                continue;
+            }
+            let inode = self.inodes.get(&entry.cgroup).copied().unwrap_or_else(|| {
+                unknown.push(entry.cgroup.clone());
+                inode(hierarchy, &entry.cgroup)
+            });
+            inodes.insert(entry.cgroup.clone(), inode);
+            self.order.push(entry.cgroup.clone());
+        }
+        // One that was made again since it was last looked for still is to be found.
+        self.inodes = inodes;
+        unknown
+    }
+
+    /// Looks for some, each time for others. Returns those that were made, or made again, since they were looked for.
+    pub(super) fn new_groups(&mut self, hierarchy: &Hierarchy) -> HashSet<PathBuf> {
+        let mut new = HashSet::new();
+        for index in in_turn(&mut self.next, self.order.len(), LOOKED_FOR) {
+            let cgroup = &self.order[index];
+            let inode = inode(hierarchy, cgroup);
+            let before = self.inodes.insert(cgroup.clone(), inode).flatten();
+            if inode.is_some() && inode != before {
+                new.insert(cgroup.clone());
+            }
+        }
+        new
+    }
+}
+
+/// Which directory a control group is; `None` if there is none.
+fn inode(hierarchy: &Hierarchy, cgroup: &Path) -> Option<u64> {
+    let group = hierarchy.group(cgroup).ok()?;
+    fs::metadata(&group.directory).ok().map(|metadata| metadata.ino())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::machine::Machine;
+
+    #[test]
+    fn one_that_was_made_again_is_found_also_after_the_file_has_changed() {
+        let machine = Machine::v2("io");
+        machine.group("a");
+        let hierarchy = machine.hierarchy();
+        let kept = |names: &[&str]| -> Kept {
+            let entry = |name: &&str| {
+                format!(
+                    r#"{{"cgroup": "/{name}", "device": "254:0", "device-key": "x", "own": {{"limits": {{"bps-read": 7}}}}}}"#
+                )
+            };
+            let entries: Vec<String> = names.iter().map(entry).collect();
+            serde_json::from_str(&format!(r#"{{"limits": [{}]}}"#, entries.join(", "))).unwrap()
+        };
+        let mut present = Present::default();
+        assert_eq!(present.adopt(&hierarchy, &kept(&["a", "b"])), ["/a", "/b"].map(PathBuf::from));
+        assert_eq!(present.new_groups(&hierarchy), HashSet::new());
+        // Both at a time: no file system gives the number of one to the other.
+        fs::rename(machine.root().join("a"), machine.root().join("old")).unwrap();
+        machine.group("a");
+        machine.group("b");
+        assert_eq!(present.adopt(&hierarchy, &kept(&["a", "b", "old"])), [PathBuf::from("/old")]);
+        assert_eq!(present.new_groups(&hierarchy), ["/a", "/b"].map(PathBuf::from).into());
+        assert_eq!(present.new_groups(&hierarchy), HashSet::new());
+    }
+}

@@ -1,0 +1,108 @@
+//! What the kernel counts for one control group on one device, read again and again from files that stay open.
+//!
+//! io.stat counts what has passed the kernel's limits, never what waits for them. That something waits is seen in io.pressure, as far as a
+//! process waits for it; and where only writeback is left waiting (measured: io.pressure does not grow then), in memory.stat.
+//!
+//! An open file costs a tenth of opening it anew. A cgroup that was removed answers ENODEV for good, also if one of the same name is
+//! made again: then the files are opened anew.
+
+use std::{fs::File, io, os::unix::fs::FileExt as _};
+
+use anyhow::Context as _;
+use block::device::Number;
+use nix::errno::Errno;
+use policy::{steering::Passed, throttle::Counters};
+
+use crate::{
+    control_group::ControlGroup,
+    kernel::{io_stat, memory_stat, pressure},
+    limit::tell::about,
+};
+
+/// Bytes of a file that are looked at: io.stat of some hundred devices.
+const MAX_BYTES: usize = 64 << 10;
+
+/// The files of one control group.
+#[derive(Debug)]
+pub(super) struct Reading {
+    stat: File,
+    pressure: Option<File>,
+    memory: Option<File>,
+    /// Microseconds that something waited, ever.
+    stalled_us: Option<u64>,
+}
+
+impl Reading {
+    /// Opens them: those that tell of waiting only where that matters, since a process may have a thousand files open and no more.
+    ///
+    /// # Errors
+    /// If io.stat cannot be opened: the cgroup is gone, or has no io controller.
+    pub(super) fn open(group: &ControlGroup, wants_waiting: bool) -> anyhow::Result<Self> {
+        let open = |file: &str| File::open(group.directory.join(file));
+        let stat = open("io.stat").with_context(|| about(group, "io.stat"))?;
+        let optional = |file: &str| if wants_waiting { open(file).ok() } else { None };
+        Ok(Self {
+            stat,
+            pressure: optional("io.pressure"),
+            memory: optional("memory.stat"),
+            stalled_us: None,
+        })
+    }
+
+    /// What has passed on a device, and whether anything waited since the last time; `buffer` is scratch space.
+    ///
+    /// # Errors
+    /// If io.stat cannot be read, or is of no known form.
+    pub(super) fn read(
+        &mut self,
+        device: Number,
+        buffer: &mut Vec<u8>,
+    ) -> anyhow::Result<(Passed, Option<bool>)> {
+        let usage = io_stat::find(text(&self.stat, buffer)?, device)?.unwrap_or_default();
+        let counters = |requests, bytes| Counters { requests, bytes, ..Counters::default() };
+        let passed = [
+            counters(usage.reads, usage.read_bytes),
+            // Without discards: the kernel's limits take one for 512 bytes (block/blk-throttle.c, throtl_bio_data_size).
+            counters(usage.writes, usage.written_bytes),
+        ];
+        Ok((passed, self.waited(buffer)))
+    }
+
+    /// `None` if the kernel does not tell. Never an error: without it the steering is a little slower.
+    fn waited(&mut self, buffer: &mut Vec<u8>) -> Option<bool> {
+        let text_of_pressure = text(self.pressure.as_ref()?, buffer).ok()?;
+        let total = pressure::parse(text_of_pressure).ok()?.some.total_us;
+        let before = self.stalled_us.replace(total);
+        if before.is_some_and(|before| total > before) {
+            return Some(true);
+        }
+        let Some(memory) = &self.memory else { return Some(false) };
+        let waiting = memory_stat::parse(text(memory, buffer).unwrap_or_default());
+        Some(waiting.is_ok_and(|waiting| waiting.writeback > 0))
+    }
+}
+
+/// Whether that is what an open file of a cgroup that was removed answers.
+pub(super) fn is_removed(error: &anyhow::Error) -> bool {
+    let error = error.downcast_ref::<io::Error>().and_then(io::Error::raw_os_error);
+    error == Some(Errno::ENODEV as i32)
+}
+
+/// The whole file, from its beginning.
+fn text<'a>(file: &File, buffer: &'a mut Vec<u8>) -> anyhow::Result<&'a str> {
+    buffer.resize(MAX_BYTES, 0);
+    let mut length = 0;
+    while length < MAX_BYTES {
+        match file.read_at(&mut buffer[length..], length as u64) {
+            Ok(0) => break,
+            Ok(read) => length += read,
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(error.into()),
+        }
+        // Nearly always the kernel gives all at once: a page at the most, and io.stat of a few disks is shorter.
+        if length % 4096 != 0 {
+            break;
+        }
+    }
+    Ok(std::str::from_utf8(&buffer[..length])?)
+}

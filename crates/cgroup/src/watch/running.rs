@@ -1,0 +1,90 @@
+//! A watch beside something else: beside the disks that a daemon serves, or beside a command that has its limits only as long as it runs.
+
+use std::{
+    path::Path,
+    sync::mpsc::{self, RecvTimeoutError},
+    thread,
+    time::Duration,
+};
+
+use anyhow::Context as _;
+use settings::state::Store;
+
+use super::{Ended, Watch};
+use crate::hierarchy::{Hierarchy, Roots};
+
+/// How often who stands by looks whether a watch has ended.
+const STAND_BY: Duration = Duration::from_millis(500);
+
+/// A watch in a thread of its own; dropping this ends it, with all limits settled.
+#[derive(Debug)]
+pub struct Running {
+    stop: Option<mpsc::Sender<()>>,
+    thread: Option<thread::JoinHandle<()>>,
+}
+
+impl Running {
+    /// Watches the limits in this file. What devices can do is in the store.
+    ///
+    /// # Errors
+    /// As [`run`](super::run).
+    pub fn start(path: &Path, store: Store) -> anyhow::Result<Self> {
+        let watch = Watch::claim(Hierarchy::discover(Roots::default())?, path, store)?;
+        Self::run(move |stopped| watch.until(stopped).map(drop))
+    }
+
+    /// The same for a command that has its limits only as long as it runs: it steers while nobody else does, and makes way for who claims to.
+    ///
+    /// # Errors
+    /// As [`run`](super::run), but for who watches them already.
+    pub fn start_or_stand_by(path: &Path, store: Store) -> anyhow::Result<Self> {
+        let hierarchy = Hierarchy::discover(Roots::default())?;
+        let path = path.to_owned();
+        let mut watch = Watch::stand_in(&hierarchy, &path, &store)?;
+        let mut said = None;
+        Self::run(move |stopped| {
+            loop {
+                let ended = watch.take().map_or(Ok(Ended::MadeWay), |watch| watch.until(stopped));
+                if let Ok(Ended::AsAsked) = ended {
+                    return Ok(());
+                }
+                match stopped.recv_timeout(STAND_BY) {
+                    Err(RecvTimeoutError::Timeout) => {}
+                    Ok(()) | Err(RecvTimeoutError::Disconnected) => return ended.map(drop),
+                }
+                let next = ended.and_then(|_| Watch::stand_in(&hierarchy, &path, &store));
+                watch = next.unwrap_or_else(|error| {
+                    let text = format!("limits of control groups: {error:#}");
+                    if said.replace(text.clone()).as_ref() != Some(&text) {
+                        tracing::error!("{text}");
+                    }
+                    None
+                });
+            }
+        })
+    }
+
+    fn run(
+        watch: impl FnOnce(&mpsc::Receiver<()>) -> anyhow::Result<()> + Send + 'static,
+    ) -> anyhow::Result<Self> {
+        let (stop, stopped) = mpsc::channel();
+        let body = move || {
+            if let Err(error) = watch(&stopped) {
+                tracing::error!("limits of control groups: {error:#}");
+            }
+        };
+        let thread = thread::Builder::new().name("cgroups".to_owned()).spawn(body);
+        let thread = thread.context("the thread that watches control groups")?;
+        Ok(Self { stop: Some(stop), thread: Some(thread) })
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        drop(self.stop.take());
+        if let Some(thread) = self.thread.take() {
+            // It has said what went wrong; if it could not settle, the guard has.
+            let _ = thread.join();
+        }
+    }
+}

@@ -1,0 +1,302 @@
+use std::{fs, thread};
+
+use policy::throttle::Setting;
+use settings::state::whole_file;
+
+use super::*;
+use crate::{
+    limit::kept::{Change, Kept},
+    machine::Machine,
+};
+
+const DISK: (Number, &str) = (Number { major: 254, minor: 0 }, "number 254:0, 1048576 bytes");
+const MIB: u64 = 1 << 20;
+
+fn at(milliseconds: u64) -> Instant {
+    Instant::from_nanos(1_000_000_000 + milliseconds * 1_000_000)
+}
+
+/// Control groups with a burst from 4 to 20 MiB/s for 5 s each, or in a group.
+fn steered(machine: &Machine, names: &[&str], group: Option<&str>) -> Vec<Steered> {
+    let mut kept = Kept::default();
+    machine.disk("254:0", "vda");
+    for name in names {
+        let limited = machine.group(name);
+        machine.write(name, "io.max", "");
+        machine.write(name, "io.stat", "");
+        let limits = [("bps-write", 4 * MIB), ("bps-write-max", 20 * MIB), ("bps-write-max-length", 5)];
+        let limits = limits.iter().map(|(name, value)| (Setting::from_name(name).unwrap(), *value)).collect();
+        let change = Change { limits, group: group.map(str::to_owned), ..Change::default() };
+        kept.change(&limited, DISK, &change).unwrap();
+    }
+    let hierarchy = machine.hierarchy();
+    Sharing::all(&kept)
+        .unwrap()
+        .iter()
+        .map(|sharing| Steered::new(&hierarchy, sharing, None, at(0)).unwrap())
+        .collect()
+}
+
+fn written(machine: &Machine, name: &str, bytes: u64) {
+    machine.write(
+        name,
+        "io.stat",
+        &format!("254:0 rbytes=0 wbytes={bytes} rios=0 wios={} dbytes=0 dios=0\n", bytes / 4096),
+    );
+}
+
+fn max(machine: &Machine, name: &str) -> String {
+    fs::read_to_string(machine.root().join(name).join("io.max")).unwrap()
+}
+
+#[test]
+fn a_burst_is_granted_taken_back_and_looked_at_in_time() {
+    let machine = Machine::v2("io");
+    let [steered] = &mut steered(&machine, &["a"], None)[..] else { panic!("one pool") };
+    let mut buffer = Vec::new();
+    assert_eq!(steered.round(at(0), 9, &mut buffer).told, 1);
+    assert!(max(&machine, "a").contains("wbps=20971520"), "{}", max(&machine, "a"));
+    assert_eq!(steered.due(), at(1000), "idle: once a second");
+    let mut now = at(1000);
+    let mut ended = None;
+    while now < at(9000) {
+        written(&machine, "a", now.nanos_since(at(0)) / 1000 * 20 * MIB / 1_000_000);
+        steered.round(now, 9, &mut buffer);
+        if max(&machine, "a").contains("wbps=4194304") {
+            ended = Some(now);
+            break;
+        }
+        now = steered.due();
+    }
+    // 100 MiB at 20 − 4.
+    let ended = ended.expect("an end of the burst").nanos_since(at(0)) / 1_000_000;
+    assert!((6230..=6270).contains(&ended), "ended after {ended} ms");
+    assert!(steered.has_spent());
+}
+
+#[test]
+fn one_that_is_gone_leaves_the_others_alone_and_is_found_again() {
+    let machine = Machine::v2("io");
+    let mut steered = steered(&machine, &["a", "b"], Some("tenant"));
+    let steered = &mut steered[0];
+    let mut buffer = Vec::new();
+    steered.round(at(0), 9, &mut buffer);
+    assert!(max(&machine, "a").contains("wbps=10485760"));
+    let gone = machine.root().join("a");
+    fs::remove_dir_all(&gone).unwrap();
+    // An open file of a removed cgroup fails; one that stands for it here is still there, so it is opened anew.
+    steered.forget_files();
+    steered.round(at(1000), 9, &mut buffer);
+    assert!(max(&machine, "b").contains("wbps=20971520"), "the other has its part: {}", max(&machine, "b"));
+    assert_eq!(steered.due(), at(2000));
+    machine.group("a");
+    machine.write("a", "io.max", "");
+    machine.write("a", "io.stat", "");
+    assert_eq!(steered.round(at(2000), 9, &mut buffer).told, 2);
+    assert!(max(&machine, "a").contains("wbps=10485760") && max(&machine, "b").contains("wbps=10485760"));
+}
+
+#[test]
+fn who_cannot_be_looked_at_now_is_looked_at_next() {
+    let machine = Machine::v2("io");
+    let mut steered = steered(&machine, &["a", "b", "c"], Some("tenant"));
+    let steered = &mut steered[0];
+    let mut buffer = Vec::new();
+    assert_eq!(steered.round(at(0), 2, &mut buffer).looks, 2);
+    assert_eq!(steered.due(), at(0), "the third still is");
+    assert_eq!(steered.round(at(10), 2, &mut buffer).looks, 1);
+}
+
+#[test]
+fn one_that_cannot_be_read_has_no_burst() {
+    let machine = Machine::v2("io");
+    let mut steered = steered(&machine, &["a"], None);
+    let mut buffer = Vec::new();
+    steered[0].round(at(0), 9, &mut buffer);
+    assert!(max(&machine, "a").contains("wbps=20971520"));
+    machine.write("a", "io.stat", "254:0 wbytes=many\n");
+    steered[0].round(at(1000), 9, &mut buffer);
+    assert!(max(&machine, "a").contains("wbps=4194304"));
+    written(&machine, "a", 0);
+    steered[0].round(at(2000), 9, &mut buffer);
+    assert!(max(&machine, "a").contains("wbps=20971520"));
+}
+
+#[test]
+fn what_somebody_else_wrote_is_told_again() {
+    let machine = Machine::v2("io");
+    let mut steered = steered(&machine, &["a"], None);
+    let mut buffer = Vec::new();
+    steered[0].round(at(0), 9, &mut buffer);
+    steered[0].verify();
+    assert!(steered[0].due() > at(0));
+    machine.write("a", "io.max", "254:0 rbps=max wbps=4194304 riops=max wiops=max\n");
+    steered[0].verify();
+    steered[0].round(at(10), 9, &mut buffer);
+    assert!(max(&machine, "a").contains("wbps=20971520"));
+}
+
+#[test]
+fn all_have_their_turn() {
+    let mut next = 0;
+    assert_eq!(in_turn(&mut next, 0, 64).count(), 0);
+    assert_eq!(in_turn(&mut next, 3, 64).collect::<Vec<_>>(), [0, 1, 2]);
+    let all = 74;
+    let turns: Vec<usize> = (0..2).flat_map(|_| in_turn(&mut next, all, 64)).collect();
+    assert!((0..all).all(|index| turns.contains(&index)), "{turns:?}");
+}
+
+#[test]
+fn a_disk_that_has_the_number_of_another_is_told_nothing() {
+    let machine = Machine::v2("io");
+    let mut steered = steered(&machine, &["a"], None);
+    let mut buffer = Vec::new();
+    steered[0].round(at(0), 9, &mut buffer);
+    // The disk is pulled out, and another gets its number; what the kernel was told went with the first.
+    fs::write(machine.path("sys/devices/vda/wwid"), "eui.2").unwrap();
+    machine.write("a", "io.max", "");
+    steered[0].verify();
+    steered[0].round(at(10), 9, &mut buffer);
+    assert_eq!(max(&machine, "a"), "");
+    assert_eq!(steered[0].due(), at(1010), "perhaps it comes back");
+}
+
+#[test]
+fn one_without_the_controller_has_it_handed_down() {
+    let machine = Machine::v2("io memory");
+    let mut steered = steered(&machine, &["a"], None);
+    fs::remove_file(machine.root().join("a/io.stat")).unwrap();
+    machine.write("a", "cgroup.controllers", "");
+    machine.write("/", "cgroup.subtree_control", "");
+    steered[0].round(at(0), 9, &mut Vec::new());
+    let handed_down = fs::read_to_string(machine.root().join("cgroup.subtree_control")).unwrap();
+    // What was written last is there: memory comes after io.
+    assert!(handed_down.contains("+memory"), "{handed_down}");
+}
+
+/// A watch of a plain limit of 4 MiB/s, and the file that it is in.
+fn of_a_plain_limit(machine: &Machine) -> (Watch, PathBuf, Kept) {
+    machine.disk("254:0", "vda");
+    fs::create_dir_all(machine.path("run")).unwrap();
+    let (path, group) = (machine.path("run/cgroups.json"), machine.group("a"));
+    machine.write("a", "io.max", "");
+    machine.write("a", "io.stat", "");
+    let mut kept = Kept::default();
+    let limits = vec![(Setting::from_name("bps-write").unwrap(), 4 * MIB)];
+    kept.change(&group, DISK, &Change { limits, ..Change::default() }).unwrap();
+    fs::write(&path, serde_json::to_vec(&kept).unwrap()).unwrap();
+    let store = Store::new(Some(&machine.path("state")));
+    (Watch::over(machine.hierarchy(), &path, store, None).unwrap(), path, kept)
+}
+
+#[test]
+fn what_the_kernel_keeps_by_itself_is_told_again_if_it_is_lost() {
+    let machine = Machine::v2("io");
+    let (mut watch, ..) = of_a_plain_limit(&machine);
+    assert!(max(&machine, "a").contains("wbps=4194304"));
+    // As when its disk was away for a while.
+    machine.write("a", "io.max", "");
+    watch.keep(now());
+    assert!(max(&machine, "a").contains("wbps=4194304"));
+}
+
+#[test]
+fn a_weight_is_told_anew_at_the_start_and_when_its_control_group_is_made_again() {
+    let machine = Machine::v2("io");
+    machine.write("/", "io.cost.qos", "254:0 enable=1 ctrl=auto rpct=0.00\n");
+    let (watch, path, mut kept) = of_a_plain_limit(&machine);
+    let change = Change { weight: Some(300), ..Change::default() };
+    kept.change(&machine.group("a"), DISK, &change).unwrap();
+    whole_file::write(&path, &serde_json::to_vec(&kept).unwrap(), false).unwrap();
+    drop(watch);
+    let weight = || fs::read_to_string(machine.root().join("a/io.weight")).unwrap();
+    machine.write("a", "io.weight", "default 100\n");
+    let store = Store::new(Some(&machine.path("state")));
+    let mut watch = Watch::over(machine.hierarchy(), &path, store, None).unwrap();
+    assert_eq!(weight(), "254:0 300");
+    fs::rename(machine.root().join("a"), machine.root().join("old")).unwrap();
+    machine.group("a");
+    for file in ["io.max", "io.stat", "io.weight"] {
+        machine.write("a", file, "");
+    }
+    watch.keep(now());
+    assert_eq!(weight(), "254:0 300");
+    machine.write("a", "io.weight", "254:0 200");
+    watch.keep(now());
+    assert_eq!(weight(), "254:0 200", "whoever changes it meanwhile may");
+}
+
+#[test]
+fn a_file_that_is_changed_by_hand_is_followed_and_one_that_is_removed_is_not() {
+    let machine = Machine::v2("io");
+    let (mut watch, path, mut kept) = of_a_plain_limit(&machine);
+    let limits = vec![(Setting::from_name("bps-write").unwrap(), 5 * MIB)];
+    kept.change(&machine.group("a"), DISK, &Change { limits, ..Change::default() }).unwrap();
+    whole_file::write(&path, &serde_json::to_vec(&kept).unwrap(), false).unwrap();
+    watch.look_at_file(now(), false);
+    assert!(max(&machine, "a").contains("wbps=5242880"));
+    fs::remove_file(&path).unwrap();
+    watch.look_at_file(now(), false);
+    assert_eq!(Kept::load(&path).unwrap(), kept, "it is written again");
+    // One that is taken out of it has no limit any more, unless somebody else has given it one since.
+    whole_file::write(&path, b"{}", false).unwrap();
+    watch.look_at_file(now(), false);
+    assert!(max(&machine, "a").contains("wbps=max"), "{}", max(&machine, "a"));
+}
+
+#[test]
+#[expect(clippy::print_stdout, reason = "the figure, for whoever asks with --nocapture")]
+fn a_thousand_take_less_than_a_fiftieth_of_a_processor() {
+    // To begin takes its time once: the first span does not count. What else this machine does adds to some of the others, and takes from none.
+    const SPANS: u64 = 4;
+    const SPAN: Duration = Duration::from_secs(5);
+    let machine = Machine::v2("io");
+    machine.disk("254:0", "vda");
+    let path = machine.path("run/cgroups.json");
+    fs::create_dir_all(machine.path("run")).unwrap();
+    let mut kept = Kept::default();
+    let limits = [("bps-write", MIB), ("bps-write-max", 4 * MIB), ("bps-write-max-length", 10)];
+    let limits: Vec<_> =
+        limits.iter().map(|(name, value)| (Setting::from_name(name).unwrap(), *value)).collect();
+    let names: Vec<String> = (0..1000).map(|number| format!("g{number}")).collect();
+    for name in &names {
+        let group = machine.group(name);
+        machine.write(name, "io.max", "");
+        machine.write(name, "io.stat", "254:0 \n");
+        let change = Change { limits: limits.clone(), ..Change::default() };
+        kept.limits.extend({
+            let mut one = Kept::default();
+            one.change(&group, DISK, &change).unwrap();
+            one.limits
+        });
+    }
+    fs::write(&path, serde_json::to_vec(&kept).unwrap()).unwrap();
+    let store = Store::new(Some(&machine.path("state")));
+    let mut watch = Watch::over(machine.hierarchy(), &path, store, None).unwrap();
+    let began = now();
+    // Ten of them write as fast as they may; in a thread of its own, whose time is not this one's.
+    let write = |at: Instant| {
+        for name in &names[..10] {
+            written(&machine, name, at.nanos_since(began) / 1000 * 4 * MIB / 1_000_000);
+        }
+    };
+    let (mut at, mut turns) = (began, 0);
+    let mut used = [Duration::ZERO; SPANS as usize];
+    loop {
+        if turns % 10 == 0 {
+            thread::scope(|scope| drop(scope.spawn(|| write(at))));
+        }
+        let span = at.nanos_since(began) as usize / SPAN.as_nanos() as usize;
+        if span >= used.len() {
+            break;
+        }
+        let before = cpu_now();
+        at = watch.turn(at);
+        used[span] += cpu_now() - before;
+        turns += 1;
+    }
+    let least = used[1..].iter().min().copied().unwrap_or_default();
+    let share = least.as_secs_f64() / SPAN.as_secs_f64();
+    println!("{:.2} % of a processor, in {turns} turns", share * 100.0);
+    assert!(share < 0.02, "{share}");
+}

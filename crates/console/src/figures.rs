@@ -1,0 +1,166 @@
+//! Numbers as people read them: rates, sizes, times, and a limit in a few characters.
+//!
+//! Rates are rounded to what the eye takes in. Settings are exact, so that what is shown can be typed back.
+
+use std::collections::BTreeMap;
+
+use policy::throttle::{LimitKind, Part, Setting};
+
+/// Settings by their names, such as `iops-total`; those that are 0 may be missing.
+pub type Limits = BTreeMap<String, u64>;
+
+const UNITS: [&str; 5] = ["", "K", "M", "G", "T"];
+
+/// A measured number, in three or four characters: `0`, `998`, `12.3K`. Powers of 1000.
+pub fn count(value: f64) -> String {
+    scaled(value, 1000.0)
+}
+
+/// Measured bytes: `0`, `512`, `9.8M`. Powers of 1024.
+pub fn bytes(value: f64) -> String {
+    scaled(value, 1024.0)
+}
+
+fn scaled(value: f64, base: f64) -> String {
+    let mut value = value.max(0.0);
+    let mut unit = 0;
+    // Rounded as it will be shown, or 999.7 would become 1000 and not 1.0K.
+    while value.round() >= base && unit + 1 < UNITS.len() {
+        value /= base;
+        unit += 1;
+    }
+    if value < 99.95 && unit > 0 || value < 9.95 && value.fract() > 0.05 {
+        format!("{value:.1}{}", UNITS[unit])
+    } else {
+        format!("{value:.0}{}", UNITS[unit])
+    }
+}
+
+/// A time in nanoseconds: `85us`, `1.2ms`, `31ms`, `4.1s`.
+pub fn time(nanoseconds: u64) -> String {
+    let value = nanoseconds as f64;
+    let (value, unit) = match nanoseconds {
+        0..1_000 => return format!("{nanoseconds}ns"),
+        1_000..999_500 => (value / 1e3, "us"),
+        999_500..999_500_000 => (value / 1e6, "ms"),
+        _ => (value / 1e9, "s"),
+    };
+    if value < 9.95 { format!("{value:.1}{unit}") } else { format!("{value:.0}{unit}") }
+}
+
+/// How long something has been running: `45s`, `12m`, `3h 5m`, `2d 7h`.
+pub fn age(nanoseconds: u64) -> String {
+    let seconds = nanoseconds / 1_000_000_000;
+    let (minutes, hours, days) = (seconds / 60, seconds / 3600, seconds / 86_400);
+    match (days, hours, minutes) {
+        (0, 0, 0) => format!("{seconds}s"),
+        (0, 0, _) => format!("{minutes}m"),
+        (0, ..) => format!("{hours}h {}m", minutes % 60),
+        _ => format!("{days}d {}h", hours % 24),
+    }
+}
+
+/// A share, 0 to 1: `0%`, `<1%`, `42%`.
+pub fn share(value: f64) -> String {
+    match value {
+        0.0 => "0%".to_owned(),
+        value if value < 0.005 => "<1%".to_owned(),
+        value => format!("{:.0}%", value * 100.0),
+    }
+}
+
+/// Limits in short, `-` if there are none: `iops 1000↑5000×5s, bps-r 10M`.
+pub fn limits(limits: &Limits) -> String {
+    let shown: Vec<String> = LimitKind::ALL.iter().filter_map(|&kind| limit(limits, kind)).collect();
+    if shown.is_empty() { "-".to_owned() } else { shown.join(", ") }
+}
+
+fn limit(limits: &Limits, kind: LimitKind) -> Option<String> {
+    let value = |part| limits.get(Setting::Limit(kind, part).name()).copied().unwrap_or(0);
+    let rate = value(Part::Rate);
+    if rate == 0 {
+        return None;
+    }
+    let number = |value| if kind.counts_bytes() { settings::exact_size(value) } else { value.to_string() };
+    let mut text = format!("{} {}", short(kind), number(rate));
+    if value(Part::BurstRate) > 0 {
+        text += &format!("↑{}", number(value(Part::BurstRate)));
+    }
+    if value(Part::BurstLength) > 1 {
+        text += &format!("×{}s", value(Part::BurstLength));
+    }
+    Some(text)
+}
+
+fn short(kind: LimitKind) -> &'static str {
+    match kind {
+        LimitKind::BpsTotal => "bps",
+        LimitKind::BpsRead => "bps-r",
+        LimitKind::BpsWrite => "bps-w",
+        LimitKind::IopsTotal => "iops",
+        LimitKind::IopsRead => "iops-r",
+        LimitKind::IopsWrite => "iops-w",
+    }
+}
+
+/// A date of UTC, from seconds since 1970: this machine's zone says nothing about where something was made.
+pub fn date(seconds: u32) -> String {
+    let (days, second) = (seconds / 86_400, seconds % 86_400);
+    // Civil date from days since 1970, by eras of 400 years that begin in March; Howard Hinnant, "chrono-Compatible Low-Level Date Algorithms".
+    let days = days + 719_468;
+    let (era, day) = (days / 146_097, days % 146_097);
+    let year = (day - day / 1460 + day / 36_524 - day / 146_096) / 365;
+    let day = day - (365 * year + year / 4 - year / 100);
+    let month = (5 * day + 2) / 153;
+    let (date, month) = (day - (153 * month + 2) / 5 + 1, if month < 10 { month + 3 } else { month - 9 });
+    let year = era * 400 + year + u32::from(month <= 2);
+    let (hours, minutes, seconds) = (second / 3600, second / 60 % 60, second % 60);
+    format!("{year}-{month:02}-{date:02} {hours:02}:{minutes:02}:{seconds:02}")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn measured_numbers_are_short() {
+        let counts = [0.0, 0.4, 9.0, 998.4, 999.7, 12_345.0, 123_456.0, 1e12, 1e18].map(count);
+        assert_eq!(counts, ["0", "0.4", "9", "998", "1.0K", "12.3K", "123K", "1.0T", "1000000T"]);
+        let sizes = [512.0, 1024.0, 10_485_760.0, 1_073_741_824.0].map(bytes);
+        assert_eq!(sizes, ["512", "1.0K", "10.0M", "1.0G"]);
+        let times = [0, 999, 85_000, 1_234_567, 31_000_000, 999_600_000, 4_100_000_000].map(time);
+        assert_eq!(times, ["0ns", "999ns", "85us", "1.2ms", "31ms", "1.0s", "4.1s"]);
+        assert_eq!([0.0, 0.001, 0.42, 1.0].map(share), ["0%", "<1%", "42%", "100%"]);
+        let ages = [9, 700, 11_100, 200_000].map(|seconds| age(seconds * 1_000_000_000));
+        assert_eq!(ages, ["9s", "11m", "3h 5m", "2d 7h"]);
+    }
+
+    #[test]
+    fn set_sizes_are_exact() {
+        let sizes = [0, 1000, 1024, 10 << 20, 1536 << 20, 1 << 40, 3 << 50].map(exact_size);
+        assert_eq!(sizes, ["0", "1000", "1K", "10M", "1536M", "1T", "3072T"]);
+    }
+
+    #[test]
+    fn limits_are_told_in_short() {
+        let set = |pairs: &[(&str, u64)]| {
+            limits(&pairs.iter().map(|&(name, value)| (name.to_owned(), value)).collect())
+        };
+        assert_eq!(set(&[]), "-");
+        let burst = [("iops-total", 1000), ("iops-total-max", 5000), ("iops-total-max-length", 5)];
+        assert_eq!(set(&burst), "iops 1000↑5000×5s");
+        assert_eq!(
+            set(&[("bps-read", 10 << 20), ("bps-read-max-length", 1), ("iops-write", 7)]),
+            "bps-r 10M, iops-w 7"
+        );
+    }
+
+    #[test]
+    fn dates_are_the_calendar_s() {
+        assert_eq!(date(0), "1970-01-01 00:00:00");
+        assert_eq!(date(951_782_399), "2000-02-28 23:59:59");
+        assert_eq!(date(951_782_400), "2000-02-29 00:00:00");
+        assert_eq!(date(1_795_241_721), "2026-11-21 06:15:21");
+        assert_eq!(date(u32::MAX), "2106-02-07 06:28:15");
+    }
+}

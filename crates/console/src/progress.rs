@@ -1,0 +1,91 @@
+//! What a long command is at: a bar on a terminal, a line for each step elsewhere. On standard error, since results go to standard output.
+//!
+//! Never draws a bar where nobody looks on.
+
+use std::{
+    cell::RefCell,
+    io::{IsTerminal as _, Write as _, stderr},
+    time::Duration,
+};
+
+use indicatif::{ProgressBar, ProgressStyle};
+
+/// How often a bar that nobody advances shows that it is alive.
+const TICK: Duration = Duration::from_millis(100);
+
+/// A bar of this length and form, in the standard one if the template is none.
+pub fn bar(template: &str, length: u64) -> ProgressBar {
+    styled(ProgressBar::new(length), template)
+}
+
+fn styled(bar: ProgressBar, template: &str) -> ProgressBar {
+    // Templates are constants; a bar in the standard style is still a bar.
+    bar.set_style(ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar()));
+    bar
+}
+
+/// The telling of progress.
+#[derive(Debug)]
+pub struct Progress {
+    how: How,
+    bar: RefCell<Option<ProgressBar>>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum How {
+    Bars,
+    Lines,
+    Silent,
+}
+
+impl Progress {
+    /// Silent where the results are for a program.
+    pub fn new(json: bool) -> Self {
+        let how = match (json, stderr().is_terminal()) {
+            (true, _) => How::Silent,
+            (false, true) => How::Bars,
+            (false, false) => How::Lines,
+        };
+        Self { how, bar: RefCell::default() }
+    }
+
+    /// A step of so many bytes begins.
+    pub fn begin(&self, what: &str, bytes: u64) {
+        let template = "{msg} {wide_bar} {bytes}/{total_bytes}";
+        self.show(what, || ProgressBar::new(bytes), template);
+    }
+
+    /// So many of them are done.
+    pub fn advance(&self, bytes: u64) {
+        if let Some(bar) = &*self.bar.borrow() {
+            bar.set_position(bytes);
+        }
+    }
+
+    /// A step begins of which only the time is known.
+    pub fn step(&self, what: &str) {
+        self.show(what, ProgressBar::new_spinner, "{spinner} {msg} {elapsed}");
+    }
+
+    /// It has ended.
+    pub fn end(&self) {
+        if let Some(bar) = self.bar.borrow_mut().take() {
+            bar.finish_and_clear();
+        }
+    }
+
+    fn show(&self, what: &str, bar: impl Fn() -> ProgressBar, template: &str) {
+        match self.how {
+            How::Silent => {}
+            How::Lines => {
+                // Where standard error is closed there is nobody to tell.
+                let _ = writeln!(stderr(), "{what}");
+            }
+            How::Bars => {
+                let bar = styled(bar(), template).with_message(what.to_owned());
+                bar.enable_steady_tick(TICK);
+                *self.bar.borrow_mut() = Some(bar);
+            }
+        }
+    }
+}

@@ -1,0 +1,90 @@
+//! Columns of text for a terminal or a pipe: as wide as their content, separated by two spaces.
+//!
+//! Never emits a control character of a cell's content, which may come from a client's configuration: a name must not move
+//! somebody's cursor.
+
+/// Which side of a column its cells stand at.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Side {
+    /// Words.
+    Left,
+    /// Numbers.
+    Right,
+}
+
+/// Rows under a heading.
+#[derive(Debug)]
+pub struct Table {
+    columns: Vec<(String, Side)>,
+    rows: Vec<Vec<String>>,
+}
+
+impl Table {
+    /// Without rows.
+    pub fn new<'a>(columns: impl IntoIterator<Item = (&'a str, Side)>) -> Self {
+        let columns = columns.into_iter().map(|(name, side)| (clean(name), side));
+        Self { columns: columns.collect(), rows: Vec::new() }
+    }
+
+    /// Adds a row, which has a cell for each column.
+    pub fn row(&mut self, cells: Vec<String>) {
+        debug_assert_eq!(cells.len(), self.columns.len(), "a cell for each column");
+        self.rows.push(cells.iter().map(|cell| clean(cell)).collect());
+    }
+
+    /// The text, each line ended; empty without rows. With `bold` the heading stands out, as terminals do it.
+    pub fn render(&self, bold: bool) -> String {
+        if self.rows.is_empty() {
+            return String::new();
+        }
+        let heading: Vec<String> = self.columns.iter().map(|(name, _)| name.clone()).collect();
+        let heading = self.line(&heading);
+        let mut text = if bold { format!("\x1b[1m{heading}\x1b[0m\n") } else { heading + "\n" };
+        for row in &self.rows {
+            text += &self.line(row);
+            text.push('\n');
+        }
+        text
+    }
+
+    fn line(&self, cells: &[String]) -> String {
+        let mut line = String::new();
+        for (index, cell) in cells.iter().enumerate() {
+            let padding = " ".repeat(self.width(index).saturating_sub(cell.chars().count()));
+            if index > 0 {
+                line += "  ";
+            }
+            match self.columns[index].1 {
+                Side::Left => line.extend([cell.as_str(), &padding]),
+                Side::Right => line.extend([&padding, cell.as_str()]),
+            }
+        }
+        line.truncate(line.trim_end().len());
+        line
+    }
+
+    fn width(&self, column: usize) -> usize {
+        let cells = self.rows.iter().map(|row| row[column].chars().count());
+        cells.chain([self.columns[column].0.chars().count()]).max().unwrap_or(0)
+    }
+}
+
+/// Without characters that a terminal would act on.
+pub fn clean(text: &str) -> String {
+    text.replace(char::is_control, "?")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn columns_are_as_wide_as_their_content() {
+        let mut table = Table::new([("DISK", Side::Left), ("IOPS", Side::Right)]);
+        assert_eq!(table.render(false), "");
+        table.row(vec!["a\x1b[2J".to_owned(), "1".to_owned()]);
+        table.row(vec!["vm×1".to_owned(), "10000".to_owned()]);
+        assert_eq!(table.render(false), "DISK    IOPS\na?[2J      1\nvm×1   10000\n");
+        assert!(table.render(true).starts_with("\x1b[1mDISK    IOPS\x1b[0m\n"));
+    }
+}

@@ -1,0 +1,164 @@
+//! The devices under the disks that run: found once for each disk, watched where something has a watermark, shown to whoever asks.
+//!
+//! ```text
+//!   Inventory ── a change ──► Devices::refresh ──► which groups have disks on which device ──► block's Sampler
+//!                                    └──► what a probe measured bounds what groups can promise
+//! ```
+//!
+//! Belongs to the main thread, as the inventory does, and follows it: nothing is told to this that is not in there.
+//!
+//! Never keeps a disk from being served: a device that cannot be found is logged, and limits are enforced as they are set.
+
+use std::{
+    cell::RefCell,
+    collections::{BTreeMap, HashMap},
+    path::Path,
+    rc::Rc,
+    sync::{Arc, Weak},
+};
+
+use anyhow::Context as _;
+use block::{
+    device::{Device, DeviceId, Roots, Sampler, Subject, id_of},
+    disk::Disk,
+    layer::throttle::Group,
+};
+use settings::state::Store;
+
+use super::{change::Change, inventory::Inventory};
+
+/// A disk, and the device that was found below it.
+type Found = (Weak<Disk>, Option<Arc<Device>>);
+
+/// The devices of a daemon.
+#[derive(Debug)]
+pub(crate) struct Devices {
+    roots: Roots,
+    store: Store,
+    /// By the disk's name. The disk itself tells whether it is still the one of that name.
+    of_disks: RefCell<HashMap<String, Found>>,
+    sampler: Sampler,
+}
+
+/// A device, and the names of the disks on it.
+#[derive(Debug)]
+pub(crate) struct Listed {
+    /// The device.
+    pub(crate) device: Arc<Device>,
+    /// In the order of their names.
+    pub(crate) disks: Vec<String>,
+}
+
+impl Devices {
+    /// Follows the inventory from now on. What was measured is in the state directory, or the usual one.
+    ///
+    /// # Errors
+    /// If more is reserved than a device was measured to do. Later, that is refused to whoever asks for it.
+    pub(crate) fn follow(inventory: &Rc<Inventory>, state: Option<&Path>) -> anyhow::Result<Rc<Self>> {
+        let devices = Rc::new(Self {
+            roots: Roots::default(),
+            store: Store::new(state),
+            of_disks: RefCell::default(),
+            sampler: Sampler::default(),
+        });
+        devices.refresh(inventory)?;
+        let (followed, following) = (Rc::downgrade(inventory), Rc::downgrade(&devices));
+        inventory.listen(move |change| {
+            if matches!(change, Change::ExportDeleted { .. }) {
+                return;
+            }
+            if let (Some(inventory), Some(devices)) = (followed.upgrade(), following.upgrade())
+                && let Err(error) = devices.refresh(&inventory)
+            {
+                tracing::warn!("{error:#}");
+            }
+        });
+        Ok(devices)
+    }
+
+    /// All devices under disks, in the order of their names.
+    pub(crate) fn list(&self, inventory: &Inventory) -> Vec<Listed> {
+        let mut found: BTreeMap<String, Listed> = BTreeMap::new();
+        for disk in inventory.disks() {
+            let Some(device) = self.under(&disk.disk) else { continue };
+            let name = device.name().to_owned();
+            let listed = found.entry(name).or_insert_with(|| Listed { device, disks: Vec::new() });
+            listed.disks.push(disk.disk.name().to_string());
+        }
+        found.into_values().collect()
+    }
+
+    /// The device under a disk; `None` for one in memory, or where it cannot be found.
+    fn under(&self, disk: &Arc<Disk>) -> Option<Arc<Device>> {
+        if let Some((known, device)) = self.of_disks.borrow().get(&**disk.name())
+            && std::ptr::eq(known.as_ptr(), Arc::as_ptr(disk))
+        {
+            return device.clone();
+        }
+        let device = self.find(disk).unwrap_or_else(|error| {
+            tracing::warn!(disk = %disk.name(), %error, "the device below is not known; a watermark has no effect");
+            None
+        });
+        let mut of_disks = self.of_disks.borrow_mut();
+        of_disks.retain(|_, (disk, _)| disk.strong_count() > 0);
+        of_disks.insert(disk.name().to_string(), (Arc::downgrade(disk), device.clone()));
+        device
+    }
+
+    /// Disks on one device have one [`Device`].
+    fn find(&self, disk: &Disk) -> std::io::Result<Option<Arc<Device>>> {
+        let Some(id) = id_of(disk, &self.roots)? else { return Ok(None) };
+        if let Some(known) = self.known(&id) {
+            return Ok(Some(known));
+        }
+        let measured = |identity: &block::device::Identity| self.store.capacity(identity.key());
+        Device::under(disk, &self.roots, measured).map(|device| device.map(Arc::new))
+    }
+
+    fn known(&self, id: &DeviceId) -> Option<Arc<Device>> {
+        let of_disks = self.of_disks.borrow();
+        of_disks.values().filter_map(|(_, device)| device.as_ref()).find(|device| device.id() == *id).cloned()
+    }
+
+    /// Looks again at who is on which device.
+    fn refresh(&self, inventory: &Inventory) -> anyhow::Result<()> {
+        let mut on: HashMap<*const Group, Vec<Arc<Device>>> = HashMap::new();
+        let mut subjects = Vec::new();
+        for running in inventory.disks() {
+            let device = self.under(&running.disk);
+            let mut group = running.disk.throttle().group();
+            if group.is_none() {
+                let disk: Weak<Disk> = Arc::downgrade(&running.disk);
+                subjects.push(Subject { target: disk, devices: device.iter().cloned().collect() });
+            }
+            while let Some(here) = group {
+                let devices = on.entry(Arc::as_ptr(&here)).or_default();
+                if let Some(device) =
+                    device.as_ref().filter(|device| !devices.iter().any(|one| one.id() == device.id()))
+                {
+                    devices.push(Arc::clone(device));
+                }
+                group = here.parent().cloned();
+            }
+        }
+        for group in inventory.groups() {
+            let devices = on.remove(&Arc::as_ptr(&group)).unwrap_or_default();
+            if group.parent().is_none() {
+                bound(&group, &devices)?;
+            }
+            let group: Weak<Group> = Arc::downgrade(&group);
+            subjects.push(Subject { target: group, devices });
+        }
+        self.sampler.watch(subjects);
+        Ok(())
+    }
+}
+
+/// A group can promise what its device can do; one on several, or on one that was not measured, what its limits say.
+fn bound(group: &Group, devices: &[Arc<Device>]) -> anyhow::Result<()> {
+    let capacity = match devices {
+        [device] => device.capacity().map(|capacity| capacity.reservable()),
+        _ => None,
+    };
+    group.set_capacity(capacity).with_context(|| format!("group {}", group.name()))
+}

@@ -1,0 +1,523 @@
+//! What runs: disks, groups, servers and exports, each by its name.
+//!
+//! ```text
+//!   export ──► disk ──► group ──► group …
+//!      └──► server
+//! ```
+//!
+//! An arrow is a use: nothing is removed while something uses it. Disks and groups share one space of names, so that a command that
+//! takes either can tell which is meant. Listings are in the order of the names.
+//!
+//! Keeps what others opened and built, and the rules between them; it opens, parses and prints nothing. Belongs to the main thread,
+//! and never holds a borrow across an await.
+
+use std::{
+    cell::{Cell, OnceCell, RefCell},
+    collections::{BTreeMap, btree_map::Entry},
+    path::{Path, PathBuf},
+    rc::Rc,
+    sync::Arc,
+};
+
+use block::{
+    disk::Disk,
+    export::nbd::{self, NotRemoved, Removal},
+    image::{
+        Secret,
+        qcow2::{CacheSettings, bitmap::BitmapView},
+    },
+    layer::throttle::Group,
+    reactor,
+    storage::{CacheMode, Root},
+};
+use policy::time::{Duration, Instant};
+use settings::Image;
+
+use super::{
+    change::{Change, Listeners},
+    devices::{Devices, Listed},
+    serving::Serving,
+};
+
+/// A disk that runs, and how it was opened.
+#[derive(Debug)]
+pub(crate) struct RunningDisk {
+    /// The disk.
+    pub(crate) disk: Arc<Disk>,
+    /// Where its bytes are.
+    pub(crate) image: Image,
+    /// How the host's page cache is used.
+    pub(crate) cache: CacheMode,
+    /// Of a qcow2 image's caches: what was asked for, not what it comes to.
+    pub(crate) caches: Cell<CacheSettings>,
+    /// The nodes that `blockdev-add` named below the disk's own, topmost first.
+    pub(crate) below: Vec<NodeBelow>,
+}
+
+/// A node below a disk, which has no life of its own but keeps its name from being given again.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct NodeBelow {
+    /// Its name.
+    pub(crate) name: String,
+    /// Whether it was a disk before another was put over it, and is one again when that goes.
+    pub(crate) stays: bool,
+}
+
+/// A disk that clients can reach.
+pub(crate) struct RunningExport {
+    /// Unique among the exports.
+    pub(crate) id: String,
+    /// The name clients ask for; unique at its server.
+    pub(crate) name: String,
+    /// The disk.
+    pub(crate) disk: Rc<RunningDisk>,
+    /// Where.
+    pub(crate) serving: Rc<Serving>,
+    /// Refuses writes, whatever the disk does.
+    pub(crate) read_only: bool,
+    number: usize,
+    ending: Cell<bool>,
+}
+
+impl RunningExport {
+    /// Clients connected to it now.
+    pub(crate) fn connections(&self) -> usize {
+        self.serving.server().connections_of(self.number)
+    }
+
+    /// Whether it was removed, and its last clients are on their way out.
+    pub(crate) fn is_ending(&self) -> bool {
+        self.ending.get()
+    }
+}
+
+/// An export to be added.
+#[derive(Clone, Debug)]
+pub(crate) struct NewExport {
+    /// None of the exports there are may have it.
+    pub(crate) id: String,
+    /// The name clients ask for.
+    pub(crate) name: String,
+    /// A line for people; may be empty.
+    pub(crate) description: String,
+    /// The name of the disk.
+    pub(crate) disk: String,
+    /// Refuse writes, whatever the disk does.
+    pub(crate) read_only: bool,
+    /// Bitmaps of the disk's image that clients may look at.
+    pub(crate) bitmaps: Arc<[BitmapView]>,
+}
+
+/// Why something was not done. Nothing has changed.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub(crate) enum Refused {
+    /// There is no disk of this name.
+    #[error("disk {0}: there is none of this name (`weir status` lists them)")]
+    NoDisk(String),
+    /// There is no group of this name.
+    #[error("group {0}: there is none of this name (`weir status` lists them)")]
+    NoGroup(String),
+    /// There is no export with this id.
+    #[error("export {0}: there is none with this id (`weir status` lists them)")]
+    NoExport(String),
+    /// There is no passphrase of this name.
+    #[error("secret {0}: there is none of this name (`object-add` makes one)")]
+    NoSecret(String),
+    /// The name of a new disk or group is a disk's or group's already.
+    #[error("{0}: a disk or a group has this name already (choose another)")]
+    NameTaken(String),
+    /// The id of a new export is another's.
+    #[error("export {0}: there is one with this id already (choose another)")]
+    IdTaken(String),
+    /// The name of a new export is another's at the same server.
+    #[error("export {name}: there is one of this name at {address} already (choose another)")]
+    ExportNameTaken {
+        /// The name clients would ask for.
+        name: String,
+        /// The server's.
+        address: String,
+    },
+    /// Something else is being done to the disk.
+    #[error("disk {0}: another command is at work on it (try again)")]
+    Busy(String),
+    /// The disk has exports.
+    #[error("disk {disk}: it is exported as {export} (remove the export first)")]
+    Exported {
+        /// The disk.
+        disk: String,
+        /// The id of one of them.
+        export: String,
+    },
+    /// The group has members.
+    #[error("group {group}: {member} is in it (move it out first)")]
+    HasMembers {
+        /// The group.
+        group: String,
+        /// One of them.
+        member: String,
+    },
+    /// The export has clients.
+    #[error("export {id}: {connections} clients are connected (disconnect them, or remove it in mode hard)")]
+    HasClients {
+        /// The export.
+        id: String,
+        /// How many.
+        connections: usize,
+    },
+}
+
+/// Why the daemon is to end.
+#[derive(Debug)]
+pub(crate) enum End {
+    /// A client of the control socket said `quit`.
+    Asked,
+    /// It can accept no more clients.
+    Broken(anyhow::Error),
+}
+
+/// Asks the daemon to end: it begins once the main thread is free, so what was answered before can still be sent.
+pub(crate) type Ender = Rc<dyn Fn(End)>;
+
+/// All that runs.
+pub(crate) struct Inventory {
+    started: Instant,
+    config: Option<PathBuf>,
+    disks: RefCell<BTreeMap<String, Rc<RunningDisk>>>,
+    groups: RefCell<BTreeMap<String, Arc<Group>>>,
+    servers: RefCell<Vec<Rc<Serving>>>,
+    exports: RefCell<BTreeMap<String, Rc<RunningExport>>>,
+    devices: OnceCell<Rc<Devices>>,
+    image_root: OnceCell<Root>,
+    secrets: RefCell<BTreeMap<String, Secret>>,
+    listeners: Listeners,
+    ender: Ender,
+}
+
+impl Inventory {
+    /// Nothing yet, for a daemon that was configured by this file and ends when `ender` is called.
+    pub(crate) fn new(config: Option<PathBuf>, ender: Ender) -> Rc<Self> {
+        Rc::new(Self {
+            started: reactor::now(),
+            config,
+            disks: RefCell::default(),
+            groups: RefCell::default(),
+            servers: RefCell::default(),
+            exports: RefCell::default(),
+            devices: OnceCell::new(),
+            image_root: OnceCell::new(),
+            secrets: RefCell::default(),
+            listeners: Listeners::default(),
+            ender,
+        })
+    }
+
+    /// Time since the daemon started.
+    pub(crate) fn uptime(&self) -> Duration {
+        reactor::now() - self.started
+    }
+
+    /// The config file it was started with.
+    pub(crate) fn config(&self) -> Option<&PathBuf> {
+        self.config.as_ref()
+    }
+
+    /// Images that are opened from now on must lie in this directory, and all they name.
+    pub(crate) fn confine(&self, root: Root) {
+        // Nobody widens it again.
+        let _ = self.image_root.set(root);
+    }
+
+    /// Where images must lie.
+    pub(crate) fn image_root(&self) -> Option<&Root> {
+        self.image_root.get()
+    }
+
+    /// Calls `listener` for each change from now on.
+    pub(crate) fn listen(&self, listener: impl Fn(&Change) + 'static) {
+        self.listeners.add(listener);
+    }
+
+    /// Tells those who listen.
+    pub(crate) fn tell(&self, change: &Change) {
+        self.listeners.tell(change);
+    }
+
+    /// What ends the daemon.
+    pub(crate) fn ender(&self) -> &Ender {
+        &self.ender
+    }
+
+    /// Finds out about the devices below the disks, and keeps at it while disks and groups change. What was measured of them is in the
+    /// state directory, or the usual one.
+    ///
+    /// # Errors
+    /// If more is reserved than a device was measured to do.
+    pub(crate) fn look_at_devices(self: &Rc<Self>, state: Option<&Path>) -> anyhow::Result<()> {
+        let devices = Devices::follow(self, state)?;
+        // Whoever looked first is looking still.
+        let _ = self.devices.set(devices);
+        Ok(())
+    }
+
+    /// The devices below the disks, in the order of their names; none before anybody has looked.
+    pub(crate) fn devices(&self) -> Vec<Listed> {
+        self.devices.get().map(|devices| devices.list(self)).unwrap_or_default()
+    }
+
+    // Secrets.
+
+    /// Keeps a passphrase under a name.
+    ///
+    /// # Errors
+    /// If there is one of this name.
+    pub(crate) fn add_secret(&self, id: &str, secret: Secret) -> Result<(), Refused> {
+        match self.secrets.borrow_mut().entry(id.to_owned()) {
+            Entry::Occupied(_) => Err(Refused::NameTaken(id.to_owned())),
+            Entry::Vacant(free) => {
+                free.insert(secret);
+                Ok(())
+            }
+        }
+    }
+
+    /// The passphrase of this name.
+    pub(crate) fn secret(&self, id: &str) -> Result<Secret, Refused> {
+        self.secrets.borrow().get(id).cloned().ok_or_else(|| Refused::NoSecret(id.to_owned()))
+    }
+
+    /// Forgets it; images that it opened stay open. Whether there was one.
+    pub(crate) fn remove_secret(&self, id: &str) -> bool {
+        self.secrets.borrow_mut().remove(id).is_some()
+    }
+
+    /// The names of all.
+    pub(crate) fn secrets(&self) -> Vec<String> {
+        self.secrets.borrow().keys().cloned().collect()
+    }
+
+    // Disks.
+
+    /// All disks.
+    pub(crate) fn disks(&self) -> Vec<Rc<RunningDisk>> {
+        self.disks.borrow().values().cloned().collect()
+    }
+
+    /// The disk of this name.
+    pub(crate) fn disk(&self, name: &str) -> Result<Rc<RunningDisk>, Refused> {
+        self.disks.borrow().get(name).cloned().ok_or_else(|| Refused::NoDisk(name.to_owned()))
+    }
+
+    /// Adds a disk.
+    ///
+    /// # Errors
+    /// If its name is taken.
+    pub(crate) fn add_disk(&self, disk: RunningDisk) -> Result<Rc<RunningDisk>, Refused> {
+        let name = disk.disk.name().to_string();
+        self.check_name(&name)?;
+        let disk = Rc::new(disk);
+        self.disks.borrow_mut().insert(name.clone(), Rc::clone(&disk));
+        self.tell(&Change::Listed { name });
+        Ok(disk)
+    }
+
+    /// Removes a disk that nobody uses, flushes and closes it. A flush that fails does not keep it, for it would keep it for ever; it is
+    /// logged.
+    ///
+    /// # Errors
+    /// If there is none, or it is exported.
+    pub(crate) async fn remove_disk(&self, name: &str) -> Result<(), Refused> {
+        let disk = self.disk(name)?;
+        if let Some(export) = self.exports_of(&disk).first() {
+            return Err(Refused::Exported { disk: name.to_owned(), export: export.id.clone() });
+        }
+        self.disks.borrow_mut().remove(name);
+        self.tell(&Change::Listed { name: name.to_owned() });
+        if let Err(error) = disk.disk.flush().await {
+            tracing::error!(disk = name, %error, "the last flush of a disk that is removed failed");
+        }
+        if let Err(error) = disk.disk.close().await {
+            tracing::error!(disk = name, %error, "a disk that is removed could not be closed");
+        }
+        Ok(())
+    }
+
+    /// Takes a disk that nobody uses out, to be put back as a part of another.
+    ///
+    /// # Errors
+    /// If there is none, it is exported, or another command is at work on it.
+    pub(crate) fn take_disk(&self, name: &str) -> Result<RunningDisk, Refused> {
+        let disk = self.disk(name)?;
+        if let Some(export) = self.exports_of(&disk).first() {
+            return Err(Refused::Exported { disk: name.to_owned(), export: export.id.clone() });
+        }
+        self.disks.borrow_mut().remove(name);
+        // Whoever watches it lets go.
+        self.tell(&Change::Listed { name: name.to_owned() });
+        let kept = match Rc::try_unwrap(disk) {
+            Ok(disk) if Arc::strong_count(&disk.disk) == 1 => return Ok(disk),
+            Ok(disk) => Rc::new(disk),
+            Err(disk) => disk,
+        };
+        self.disks.borrow_mut().insert(name.to_owned(), kept);
+        self.tell(&Change::Listed { name: name.to_owned() });
+        Err(Refused::Busy(name.to_owned()))
+    }
+
+    /// Whether a node below some disk has this name.
+    pub(crate) fn is_below(&self, name: &str) -> bool {
+        self.disks.borrow().values().any(|disk| disk.below.iter().any(|node| node.name == name))
+    }
+
+    /// The exports of a disk.
+    pub(crate) fn exports_of(&self, disk: &Rc<RunningDisk>) -> Vec<Rc<RunningExport>> {
+        let exports = self.exports.borrow();
+        exports.values().filter(|export| Rc::ptr_eq(&export.disk, disk)).cloned().collect()
+    }
+
+    // Groups.
+
+    /// All groups.
+    pub(crate) fn groups(&self) -> Vec<Arc<Group>> {
+        self.groups.borrow().values().cloned().collect()
+    }
+
+    /// The group of this name.
+    pub(crate) fn group(&self, name: &str) -> Result<Arc<Group>, Refused> {
+        self.groups.borrow().get(name).cloned().ok_or_else(|| Refused::NoGroup(name.to_owned()))
+    }
+
+    /// Adds a group.
+    ///
+    /// # Errors
+    /// If its name is taken.
+    pub(crate) fn add_group(&self, group: &Arc<Group>) -> Result<(), Refused> {
+        self.check_name(group.name())?;
+        self.groups.borrow_mut().insert(group.name().to_owned(), Arc::clone(group));
+        self.tell(&Change::Listed { name: group.name().to_owned() });
+        Ok(())
+    }
+
+    /// Removes a group that has no members.
+    ///
+    /// # Errors
+    /// If there is none, or it has members.
+    pub(crate) fn remove_group(&self, name: &str) -> Result<(), Refused> {
+        let group = self.group(name)?;
+        if let Some(member) = self.members_of(&group).into_iter().next() {
+            return Err(Refused::HasMembers { group: name.to_owned(), member });
+        }
+        self.groups.borrow_mut().remove(name);
+        self.tell(&Change::Listed { name: name.to_owned() });
+        Ok(())
+    }
+
+    /// The names of the disks and groups that are in a group.
+    pub(crate) fn members_of(&self, group: &Arc<Group>) -> Vec<String> {
+        let disks = self.disks.borrow();
+        let inside = |disk: &&Rc<RunningDisk>| {
+            disk.disk.throttle().group().is_some_and(|of_disk| Arc::ptr_eq(&of_disk, group))
+        };
+        let disks = disks.values().filter(inside).map(|disk| disk.disk.name().to_string());
+        let groups = self.groups.borrow();
+        let below = |other: &&Arc<Group>| other.parent().is_some_and(|parent| Arc::ptr_eq(parent, group));
+        disks.chain(groups.values().filter(below).map(|group| group.name().to_owned())).collect()
+    }
+
+    /// Whether a new disk or group may have this name.
+    ///
+    /// # Errors
+    /// If it is taken.
+    pub(crate) fn check_name(&self, name: &str) -> Result<(), Refused> {
+        let taken = self.disks.borrow().contains_key(name) || self.groups.borrow().contains_key(name);
+        if taken || self.is_below(name) {
+            return Err(Refused::NameTaken(name.to_owned()));
+        }
+        Ok(())
+    }
+
+    // Servers.
+
+    /// All servers, in the order they were started.
+    pub(crate) fn servers(&self) -> Vec<Rc<Serving>> {
+        self.servers.borrow().clone()
+    }
+
+    /// Adds a server.
+    pub(crate) fn add_server(&self, serving: &Rc<Serving>) {
+        self.servers.borrow_mut().push(Rc::clone(serving));
+    }
+
+    /// Clients connected to any server.
+    pub(crate) fn connections(&self) -> usize {
+        self.servers.borrow().iter().map(|serving| serving.server().connections()).sum()
+    }
+
+    // Exports.
+
+    /// All exports, those included whose last clients are on their way out.
+    pub(crate) fn exports(&self) -> Vec<Rc<RunningExport>> {
+        self.exports.borrow().values().cloned().collect()
+    }
+
+    /// The export with this id.
+    pub(crate) fn export(&self, id: &str) -> Result<Rc<RunningExport>, Refused> {
+        self.exports.borrow().get(id).cloned().ok_or_else(|| Refused::NoExport(id.to_owned()))
+    }
+
+    /// Lets clients of `serving` reach a disk, from now on.
+    ///
+    /// # Errors
+    /// If there is no such disk, or the id or the name is taken.
+    pub(crate) fn add_export(&self, serving: &Rc<Serving>, new: NewExport) -> Result<(), Refused> {
+        let disk = self.disk(&new.disk)?;
+        if self.exports.borrow().contains_key(&new.id) {
+            return Err(Refused::IdTaken(new.id));
+        }
+        let export = nbd::Export {
+            name: new.name.as_str().into(),
+            description: new.description.into(),
+            disk: Arc::clone(&disk.disk),
+            read_only: new.read_only,
+            bitmaps: new.bitmaps,
+        };
+        let Some(number) = serving.server().add(export) else {
+            return Err(Refused::ExportNameTaken { name: new.name, address: serving.address() });
+        };
+        let export = RunningExport {
+            id: new.id.clone(),
+            name: new.name,
+            disk,
+            serving: Rc::clone(serving),
+            read_only: new.read_only,
+            number,
+            ending: Cell::new(false),
+        };
+        self.exports.borrow_mut().insert(new.id, Rc::new(export));
+        Ok(())
+    }
+
+    /// Removes an export. No client finds it any more when this returns; once the last that was connected is gone,
+    /// [`Change::ExportDeleted`] follows, and until then its id and its disk are in use.
+    ///
+    /// # Errors
+    /// If there is none, or `removal` is safe and it has clients.
+    pub(crate) fn remove_export(self: &Rc<Self>, id: &str, removal: Removal) -> Result<(), Refused> {
+        let export = self.export(id)?;
+        match export.serving.server().remove(export.number, removal) {
+            Ok(()) => {}
+            // Removed already, and on its way out: nothing is left to refuse.
+            Err(NotRemoved::Unknown) => return Ok(()),
+            Err(NotRemoved::InUse { connections }) => {
+                return Err(Refused::HasClients { id: id.to_owned(), connections });
+            }
+        }
+        export.ending.set(true);
+        let inventory = Rc::clone(self);
+        reactor::spawn(async move {
+            export.serving.server().wait_until_unused(export.number).await;
+            inventory.exports.borrow_mut().remove(&export.id);
+            inventory.tell(&Change::ExportDeleted { id: export.id.clone() });
+        });
+        Ok(())
+    }
+}

@@ -1,0 +1,255 @@
+//! A command's arguments, read key by key, each with its full name.
+//!
+//! As with the config file's sections, what is read is what exists: a key that nobody asked for is an error. Reading takes
+//! a value out, so that what is left at the end is what was too much.
+//!
+//! Never guesses: `"100"` is no integer and `1` no boolean, as in QEMU.
+
+use std::ops::RangeInclusive;
+
+use serde_json::{Map, Value};
+use settings::suggest;
+
+use super::{error::Error, json::shown};
+
+/// The members of an object, and where it is.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub(crate) struct Arguments {
+    /// Empty for the command's own arguments, else the object's name with a dot.
+    prefix: String,
+    members: Map<String, Value>,
+    asked: Vec<String>,
+}
+
+impl Arguments {
+    /// A command's own arguments.
+    pub(crate) fn new(members: Map<String, Value>) -> Self {
+        Self { prefix: String::new(), members, asked: Vec::new() }
+    }
+
+    /// The full name of a key, as errors have it: `limits.iops-total`.
+    pub(crate) fn name_of(&self, key: &str) -> String {
+        format!("{}{key}", self.prefix)
+    }
+
+    /// Takes the value of a key, which is known from now on.
+    fn take(&mut self, key: &str) -> Option<Value> {
+        self.asked.push(key.to_owned());
+        self.members.remove(key)
+    }
+
+    /// A value that need not be there.
+    ///
+    /// # Errors
+    /// If it is of another type, or out of its type's range.
+    pub(crate) fn optional<T: Read>(&mut self, key: &str) -> Result<Option<T>, Error> {
+        let Some(value) = self.take(key) else { return Ok(None) };
+        T::read(&self.name_of(key), value).map(Some)
+    }
+
+    /// A value that must be there.
+    ///
+    /// # Errors
+    /// If it is missing, and as [`Arguments::optional`].
+    pub(crate) fn required<T: Read>(&mut self, key: &str) -> Result<T, Error> {
+        self.optional(key)?.ok_or_else(|| Error::missing(&self.name_of(key)))
+    }
+
+    /// Whether a value is there and a string, for keys that take one or a number.
+    pub(crate) fn is_text(&self, key: &str) -> bool {
+        self.members.get(key).is_some_and(Value::is_string)
+    }
+
+    /// Whether a value is there and `null`, which is taken out then.
+    pub(crate) fn take_null(&mut self, key: &str) -> bool {
+        let is_null = self.members.get(key).is_some_and(Value::is_null);
+        if is_null {
+            self.take(key);
+        }
+        is_null
+    }
+
+    /// A number in a range, if it is there.
+    ///
+    /// # Errors
+    /// If it is no integer or out of the range.
+    pub(crate) fn number(&mut self, key: &str, range: RangeInclusive<u64>) -> Result<Option<u64>, Error> {
+        let Some(value) = self.take(key) else { return Ok(None) };
+        let name = self.name_of(key);
+        let number = value.as_number().ok_or_else(|| Error::wrong_type(&name, "integer"))?;
+        if number.is_f64() {
+            return Err(Error::wrong_type(&name, "integer"));
+        }
+        match number.as_u64().filter(|number| range.contains(number)) {
+            Some(number) => Ok(Some(number)),
+            None => Err(Error::rule(
+                &name,
+                format_args!("({number}) is out of range; it is from {} to {}", range.start(), range.end()),
+            )),
+        }
+    }
+
+    /// One of a few words, if it is there: its place in `words`.
+    ///
+    /// # Errors
+    /// If it is no string or another one.
+    pub(crate) fn choice(&mut self, key: &str, words: &[&str]) -> Result<Option<usize>, Error> {
+        let Some(word) = self.optional::<String>(key)? else { return Ok(None) };
+        match words.iter().position(|known| *known == word) {
+            Some(place) => Ok(Some(place)),
+            None => Err(Error::not_accepted(&self.name_of(key), &shown(&word), words)),
+        }
+    }
+
+    /// An object whose members are read one by one, if it is there. To be [finished](Arguments::finish) like this one.
+    ///
+    /// # Errors
+    /// If it is no object.
+    pub(crate) fn object(&mut self, key: &str) -> Result<Option<Self>, Error> {
+        let Some(value) = self.take(key) else { return Ok(None) };
+        let name = self.name_of(key);
+        match value {
+            Value::Object(members) => Ok(Some(Self { prefix: name + ".", members, asked: Vec::new() })),
+            _ => Err(Error::wrong_type(&name, "object")),
+        }
+    }
+
+    /// The name of something there is, or an object that describes it, if either is there. QMP's type has the name `expected`.
+    ///
+    /// # Errors
+    /// If it is neither.
+    pub(crate) fn reference(&mut self, key: &str, expected: &str) -> Result<Option<Reference>, Error> {
+        match self.members.get(key) {
+            Some(Value::String(_)) => Ok(self.optional(key)?.map(Reference::Name)),
+            Some(Value::Object(_)) => Ok(self.object(key)?.map(Reference::Description)),
+            Some(_) => Err(Error::wrong_type(&self.name_of(key), expected)),
+            None => self.optional::<String>(key).map(|_| None),
+        }
+    }
+
+    /// Whether nothing is left to read.
+    #[cfg(test)]
+    pub(crate) fn is_empty(&self) -> bool {
+        self.members.is_empty()
+    }
+
+    /// Ends the reading.
+    ///
+    /// # Errors
+    /// If there is a key that nobody asked for.
+    pub(crate) fn finish(self) -> Result<(), Error> {
+        let Some(key) = self.members.keys().next() else { return Ok(()) };
+        let name = shown(&self.name_of(key));
+        let known = self.asked.iter().map(String::as_str);
+        Err(Error::generic(match suggest::nearest(&shown(key), known) {
+            Some(near) => format!("Parameter '{name}' is unexpected (did you mean '{near}'?)"),
+            None => format!("Parameter '{name}' is unexpected"),
+        }))
+    }
+}
+
+/// Something that is named or described.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) enum Reference {
+    /// By the name of one there is.
+    Name(String),
+    /// By what makes a new one.
+    Description(Arguments),
+}
+
+/// What a value can be read as.
+pub(crate) trait Read: Sized {
+    /// The value, or why it is none; `name` is its full name.
+    fn read(name: &str, value: Value) -> Result<Self, Error>;
+}
+
+impl Read for String {
+    fn read(name: &str, value: Value) -> Result<Self, Error> {
+        match value {
+            Value::String(text) => Ok(text),
+            _ => Err(Error::wrong_type(name, "string")),
+        }
+    }
+}
+
+impl Read for bool {
+    fn read(name: &str, value: Value) -> Result<Self, Error> {
+        value.as_bool().ok_or_else(|| Error::wrong_type(name, "boolean"))
+    }
+}
+
+impl Read for u64 {
+    fn read(name: &str, value: Value) -> Result<Self, Error> {
+        let number = value.as_number().filter(|number| !number.is_f64());
+        let number = number.ok_or_else(|| Error::wrong_type(name, "integer"))?;
+        number.as_u64().ok_or_else(|| Error::rule(name, format_args!("({number}) is negative")))
+    }
+}
+
+impl<T: Read> Read for Vec<T> {
+    fn read(name: &str, value: Value) -> Result<Self, Error> {
+        let Value::Array(items) = value else { return Err(Error::wrong_type(name, "array")) };
+        let item = |(index, item)| T::read(&format!("{name}[{index}]"), item);
+        items.into_iter().enumerate().map(item).collect()
+    }
+}
+
+/// Whatever it is.
+impl Read for Value {
+    fn read(_: &str, value: Value) -> Result<Self, Error> {
+        Ok(value)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn arguments(value: Value) -> Arguments {
+        let Value::Object(members) = value else { panic!("an object") };
+        Arguments::new(members)
+    }
+
+    #[track_caller]
+    fn refused<T: std::fmt::Debug>(result: Result<T, Error>, expected: &str) {
+        assert_eq!(result.unwrap_err().to_string(), expected);
+    }
+
+    #[test]
+    fn what_is_read_is_what_was_sent() {
+        let mut given = arguments(json!({"s": "x", "b": true, "n": 7, "l": ["a"], "o": {"in": 1}}));
+        assert_eq!(given.required("s"), Ok("x".to_owned()));
+        assert_eq!(given.required("b"), Ok(true));
+        assert_eq!(given.number("n", 0..=7), Ok(Some(7)));
+        assert_eq!(given.required("l"), Ok(vec!["a".to_owned()]));
+        assert_eq!(given.optional::<u64>("absent"), Ok(None));
+        let mut inner = given.object("o").unwrap().unwrap();
+        assert_eq!(inner.required("in"), Ok(1_u64));
+        inner.finish().unwrap();
+        assert!(given.is_empty());
+        given.finish().unwrap();
+    }
+
+    #[test]
+    fn a_wrong_value_is_refused_in_qemus_words() {
+        let mut given = arguments(json!({"s": 5, "n": "5", "f": 1.5, "m": -1, "w": "x", "l": [1, "a"]}));
+        refused(given.required::<String>("s"), "Invalid parameter type for 's', expected: string");
+        refused(given.required::<u64>("n"), "Invalid parameter type for 'n', expected: integer");
+        refused(given.number("f", 0..=9), "Invalid parameter type for 'f', expected: integer");
+        refused(given.number("m", 0..=9), "Parameter 'm' (-1) is out of range; it is from 0 to 9");
+        refused(given.choice("w", &["a", "b"]), "Parameter 'w' does not accept value 'x' (there are: a, b)");
+        refused(given.required::<Vec<u64>>("l"), "Invalid parameter type for 'l[1]', expected: integer");
+        refused(given.required::<u64>("gone"), "Parameter 'gone' is missing");
+    }
+
+    #[test]
+    fn a_key_too_many_is_named_with_where_it_is() {
+        let mut given = arguments(json!({"limits": {"iops-totl": 1}, "zzz": 1}));
+        let mut limits = given.object("limits").unwrap().unwrap();
+        limits.number("iops-total", 0..=9).unwrap();
+        refused(limits.finish(), "Parameter 'limits.iops-totl' is unexpected (did you mean 'iops-total'?)");
+        refused(given.finish(), "Parameter 'zzz' is unexpected");
+    }
+}

@@ -1,0 +1,89 @@
+//! What a command is, and the way from its name to its execution.
+//!
+//! ```text
+//!   name ─► Entry ─► Command::read ─► Arguments::finish ─► Command::run
+//!                    all wrong input ends here ┘              └ changes what runs
+//! ```
+//!
+//! Reading and running are apart so that no command can act on arguments of which some are wrong: by the time it runs, there are none
+//! that it has not understood.
+
+use std::{fmt, rc::Rc};
+
+use serde_json::Value;
+use settings::suggest;
+
+use super::{
+    arguments::Arguments,
+    error::{Class, Error},
+    json::shown,
+    server::{Execute, Running},
+};
+use crate::control::inventory::Inventory;
+
+/// A command of the protocol, with its arguments as its fields.
+pub(crate) trait Command: Sized + 'static {
+    /// The name it is called by.
+    const NAME: &'static str;
+
+    /// Takes what it needs out of the arguments. What it leaves is refused.
+    ///
+    /// # Errors
+    /// The first argument that is missing or wrong.
+    fn read(arguments: &mut Arguments) -> Result<Self, Error>;
+
+    /// Does it: all, or nothing where it fails.
+    fn run(self, inventory: Rc<Inventory>) -> impl Future<Output = Result<Value, Error>> + 'static;
+}
+
+/// A command in the table.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Entry {
+    /// [`Command::NAME`].
+    pub(crate) name: &'static str,
+    start: fn(&Rc<Inventory>, Arguments) -> Result<Running, Error>,
+}
+
+impl Entry {
+    /// The entry of a command.
+    pub(crate) const fn of<C: Command>() -> Self {
+        Self { name: C::NAME, start: start::<C> }
+    }
+}
+
+fn start<C: Command>(inventory: &Rc<Inventory>, mut arguments: Arguments) -> Result<Running, Error> {
+    let command = C::read(&mut arguments)?;
+    arguments.finish()?;
+    Ok(Box::pin(command.run(Rc::clone(inventory))))
+}
+
+/// The commands of a table, on what runs.
+pub(crate) struct Commands {
+    table: &'static [Entry],
+    inventory: Rc<Inventory>,
+}
+
+impl Commands {
+    /// These commands.
+    pub(crate) fn new(table: &'static [Entry], inventory: Rc<Inventory>) -> Self {
+        Self { table, inventory }
+    }
+}
+
+impl fmt::Debug for Commands {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} commands", self.table.len())
+    }
+}
+
+impl Execute for Commands {
+    fn execute(&self, name: &str, arguments: Arguments) -> Result<Running, Error> {
+        if let Some(entry) = self.table.iter().find(|entry| entry.name == name) {
+            return (entry.start)(&self.inventory, arguments);
+        }
+        let name = shown(name);
+        let near = suggest::nearest(&name, self.table.iter().map(|entry| entry.name));
+        let near = near.map(|near| format!(" (did you mean '{near}'?)")).unwrap_or_default();
+        Err(Error::new(Class::CommandNotFound, format!("The command {name} has not been found{near}")))
+    }
+}

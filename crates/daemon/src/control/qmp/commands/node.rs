@@ -1,0 +1,478 @@
+//! What `blockdev-add` describes: a node over a node, down to the one that has the bytes.
+//!
+//! ```text
+//!   throttle t0 ─► raw r0 ─► file f0        three nodes of QEMU's, one disk of weir's: t0
+//! ```
+//!
+//! A disk has the name of its topmost node. Below it may be nodes described in place, and at the bottom one described or one that is there
+//! already. What weir cannot do is refused by name, never passed over; what it does anyway (image locks, unmapping) may be asked for.
+//!
+//! A `qcow2` node is an image with whatever it names behind it: those files are the image's own, and no nodes.
+//!
+//! What is read ahead is said at the topmost node, with `x-weir-` before the names, because it is the disk's.
+//!
+//! Options that a node does not give are those of the node above it, where QEMU has it so (`read-only`, `cache`).
+//!
+//! Source: `BlockdevOptions` of QEMU's `qapi/block-core.json`.
+
+use block::{
+    image::{
+        Secret,
+        open::{BackingChoice, ImageOptions},
+        qcow2::CacheSettings,
+    },
+    storage::{CacheMode, Format, OpenOptions, Root, delay::DelayOptions},
+};
+use policy::time::Duration;
+use settings::Image;
+
+use crate::control::qmp::{
+    arguments::{Arguments, Reference},
+    caches::CacheChanges,
+    error::Error,
+    json::shown,
+    prefetch::PrefetchChanges,
+};
+
+/// Bytes of a node's name, as in QEMU.
+const MAX_NODE_NAME: usize = 31;
+/// The size of `null-co` that says none.
+const NULL_BYTES: u64 = 1 << 30;
+const DRIVERS: [&str; 7] = ["file", "host_device", "null-co", "qcow2", "raw", "throttle", "x-weir-memory"];
+
+/// A chain of nodes.
+#[derive(Debug, PartialEq)]
+pub(super) struct Chain {
+    /// The names given to them, topmost first; the first is the disk's.
+    pub(super) names: Vec<String>,
+    /// The group that a `throttle` node names.
+    pub(super) group: Option<String>,
+    /// Whether the disk is read-only; only without an existing node below.
+    pub(super) read_only: bool,
+    /// What a `qcow2` node says.
+    pub(super) qcow2: Option<Qcow2Node>,
+    /// What the topmost node says of reading ahead.
+    pub(super) prefetch: PrefetchChanges,
+    /// What is at the bottom.
+    pub(super) bottom: Bottom,
+}
+
+/// What a `qcow2` node says.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub(super) struct Qcow2Node {
+    /// Of its caches.
+    pub(super) caches: CacheSettings,
+    /// Whether it has no backing file, whatever the image says.
+    pub(super) no_backing: bool,
+    /// The id of the object that has its passphrase.
+    pub(super) key_secret: Option<String>,
+}
+
+/// What is at the bottom of a chain.
+#[derive(Debug, PartialEq)]
+pub(super) enum Bottom {
+    /// A node there is.
+    Node(String),
+    /// Storage to be opened.
+    Storage {
+        /// Which.
+        image: Image,
+        /// Whether the path must be a block device's (true) or a regular file's (false); nothing where there is none.
+        device: Option<bool>,
+        /// How the page cache is used.
+        cache: CacheMode,
+        /// Open it read-only where it cannot be written.
+        auto_read_only: bool,
+        /// See [`OpenOptions::force_share`].
+        force_share: bool,
+        /// Latency added.
+        latency: Option<Duration>,
+    },
+}
+
+impl Chain {
+    /// Reads the arguments of `blockdev-add`.
+    ///
+    /// # Errors
+    /// The first that is missing or wrong.
+    pub(super) fn read(arguments: &mut Arguments) -> Result<Self, Error> {
+        let mut chain = Self {
+            names: Vec::new(),
+            group: None,
+            read_only: false,
+            qcow2: None,
+            prefetch: PrefetchChanges::read(arguments, "x-weir-")?,
+            bottom: Bottom::Node(String::new()),
+        };
+        let driver = driver(arguments)?;
+        chain.node(driver, arguments, Inherited::default(), true)?;
+        Ok(chain)
+    }
+
+    /// The format of the bytes at the bottom.
+    pub(super) fn format(&self) -> Format {
+        if self.qcow2.is_some() { Format::Qcow2 } else { Format::Raw }
+    }
+
+    /// Of the caches.
+    pub(super) fn caches(&self) -> CacheSettings {
+        self.qcow2.as_ref().map(|node| node.caches).unwrap_or_default()
+    }
+
+    /// How the image at the bottom is opened, below `root` if there is one.
+    pub(super) fn open_options(&self, root: Option<Root>, secret: Option<Secret>) -> ImageOptions {
+        let no_backing = self.qcow2.as_ref().is_some_and(|node| node.no_backing);
+        ImageOptions {
+            storage: OpenOptions { root, ..self.storage_options() },
+            caches: self.caches(),
+            secrets: secret.into_iter().collect(),
+            backing: if no_backing { BackingChoice::Nothing } else { BackingChoice::AsInImage },
+            snapshot: None,
+        }
+    }
+
+    fn storage_options(&self) -> OpenOptions {
+        let Bottom::Storage { cache, force_share, latency, .. } = &self.bottom else {
+            return OpenOptions::default();
+        };
+        let delay = latency.map(|time| DelayOptions {
+            read: time,
+            write: time,
+            zero: time,
+            flush: time,
+            parallel: None,
+        });
+        OpenOptions {
+            cache: *cache,
+            // A node says what its bytes are; nothing is guessed.
+            format: Some(self.format()),
+            read_only: self.read_only,
+            force_share: *force_share,
+            delay,
+            ..OpenOptions::default()
+        }
+    }
+
+    /// Reads one node, and those below it.
+    fn node(
+        &mut self,
+        driver: &str,
+        arguments: &mut Arguments,
+        above: Inherited,
+        root: bool,
+    ) -> Result<(), Error> {
+        let name: Option<String> = arguments.optional("node-name")?;
+        if let Some(name) = &name {
+            check_name(name)?;
+        } else if root {
+            return Err(Error::generic("'node-name' must be specified for the root node"));
+        }
+        self.names.extend(name);
+        let common = Inherited::read(arguments, above)?;
+        self.read_only |= common.read_only;
+        match driver {
+            "raw" => self.below(arguments, common),
+            "qcow2" => {
+                if self.qcow2.replace(qcow2(arguments)?).is_some() {
+                    let rule = "does not go into another 'qcow2' (one image, one node)";
+                    return Err(Error::rule(&arguments.name_of("driver"), rule));
+                }
+                self.below(arguments, common)
+            }
+            "throttle" => {
+                let group: String = arguments.required("throttle-group")?;
+                if let Some(other) = self.group.replace(group) {
+                    return Err(Error::rule(
+                        "throttle-group",
+                        format!("is given twice; a disk is in one group, '{}' already", shown(&other)),
+                    ));
+                }
+                self.below(arguments, common)
+            }
+            driver => {
+                self.bottom = bottom(driver, arguments, common)?;
+                Ok(())
+            }
+        }
+    }
+
+    fn below(&mut self, arguments: &mut Arguments, above: Inherited) -> Result<(), Error> {
+        match arguments.reference("file", "BlockdevRef")? {
+            None => Err(Error::missing(&arguments.name_of("file"))),
+            Some(Reference::Name(name)) if self.qcow2.is_some() => Err(Error::rule(
+                &arguments.name_of("file"),
+                format_args!(
+                    "is described in place for 'qcow2'; the node '{}' is a disk of its own",
+                    shown(&name)
+                ),
+            )),
+            Some(Reference::Name(name)) => {
+                self.bottom = Bottom::Node(name);
+                Ok(())
+            }
+            Some(Reference::Description(mut inner)) => {
+                let driver = driver(&mut inner)?;
+                self.node(driver, &mut inner, above, false)?;
+                inner.finish()
+            }
+        }
+    }
+}
+
+/// Options that nodes below take over.
+#[derive(Clone, Copy, Debug, Default)]
+struct Inherited {
+    read_only: bool,
+    auto_read_only: bool,
+    force_share: bool,
+    direct: bool,
+    no_flush: bool,
+}
+
+impl Inherited {
+    /// What holds for a node below `above`.
+    fn read(arguments: &mut Arguments, above: Self) -> Result<Self, Error> {
+        let mut flag = |key: &str, default: bool| -> Result<bool, Error> {
+            Ok(arguments.optional(key)?.unwrap_or(default))
+        };
+        let mut own = Self {
+            read_only: flag("read-only", above.read_only)?,
+            auto_read_only: flag("auto-read-only", above.auto_read_only)?,
+            force_share: flag("force-share", above.force_share)?,
+            ..above
+        };
+        if own.force_share && !own.read_only {
+            return Err(Error::generic("force-share=on can only be used with read-only images"));
+        }
+        if let Some(mut cache) = arguments.object("cache")? {
+            own.direct = cache.optional("direct")?.unwrap_or(above.direct);
+            own.no_flush = cache.optional("no-flush")?.unwrap_or(above.no_flush);
+            if own.direct && own.no_flush {
+                return Err(Error::rule(&cache.name_of("no-flush"), "does not go with 'direct' (give one)"));
+            }
+            cache.finish()?;
+        }
+        always(arguments, "discard", &["unmap", "ignore"], &["unmap"])?;
+        always(arguments, "detect-zeroes", &["off", "on", "unmap"], &["off"])?;
+        Ok(own)
+    }
+
+    fn cache_mode(self) -> CacheMode {
+        match (self.direct, self.no_flush) {
+            (true, _) => CacheMode::None,
+            (false, true) => CacheMode::Unsafe,
+            (false, false) => CacheMode::Writeback,
+        }
+    }
+}
+
+/// A choice of QEMU's that weir has made: only `possible` may be asked for.
+fn always(arguments: &mut Arguments, key: &str, words: &[&str], possible: &[&str]) -> Result<(), Error> {
+    match arguments.choice(key, words)? {
+        Some(place) if !possible.contains(&words[place]) => Err(Error::rule(
+            &arguments.name_of(key),
+            format!("is always '{}' here; '{}' is not to be had", possible[0], words[place]),
+        )),
+        _ => Ok(()),
+    }
+}
+
+fn driver(arguments: &mut Arguments) -> Result<&'static str, Error> {
+    let place = arguments.choice("driver", &DRIVERS)?;
+    place.map(|place| DRIVERS[place]).ok_or_else(|| Error::missing(&arguments.name_of("driver")))
+}
+
+fn bottom(driver: &str, arguments: &mut Arguments, common: Inherited) -> Result<Bottom, Error> {
+    let (mut latency, mut device) = (None, None);
+    let spec = match driver {
+        "file" | "host_device" => {
+            device = Some(driver == "host_device");
+            let path: String = arguments.required("filename")?;
+            always(arguments, "locking", &["on", "auto", "off"], &["on", "auto"])?;
+            always(arguments, "aio", &["io_uring", "threads", "native"], &["io_uring"])?;
+            format!("file:{path}")
+        }
+        "null-co" => {
+            let nanos = arguments.optional::<u64>("latency-ns")?.filter(|&nanos| nanos > 0);
+            latency = nanos.map(Duration::from_nanos);
+            // Without it what is read is undefined: zeroes will do.
+            let _: Option<bool> = arguments.optional("read-zeroes")?;
+            format!("null:{}", size(arguments)?.unwrap_or(NULL_BYTES))
+        }
+        _ => {
+            let bytes = size(arguments)?.ok_or_else(|| Error::missing(&arguments.name_of("size")))?;
+            format!("memory:{bytes}")
+        }
+    };
+    let image = spec.parse().map_err(|error| Error::generic(format!("{error}")))?;
+    Ok(Bottom::Storage {
+        image,
+        device,
+        cache: common.cache_mode(),
+        auto_read_only: common.auto_read_only,
+        force_share: common.force_share,
+        latency,
+    })
+}
+
+/// What a `qcow2` node says beside its `file`.
+fn qcow2(arguments: &mut Arguments) -> Result<Qcow2Node, Error> {
+    let no_backing = arguments.take_null("backing");
+    if arguments.reference("backing", "BlockdevRefOrNull")?.is_some() {
+        let rule = "is what the image says, or null; backing files are no nodes here";
+        return Err(Error::rule(&arguments.name_of("backing"), rule));
+    }
+    let caches = CacheChanges::read(arguments)?.apply_to(CacheSettings::default());
+    let mut key_secret = None;
+    if let Some(mut encrypt) = arguments.object("encrypt")? {
+        if encrypt.choice("format", &["aes", "luks"])? == Some(0) {
+            let rule = "is 'luks' here; the old 'aes' is broken and not supported";
+            return Err(Error::rule(&encrypt.name_of("format"), rule));
+        }
+        key_secret = encrypt.optional("key-secret")?;
+        encrypt.finish()?;
+    }
+    Ok(Qcow2Node { caches, no_backing, key_secret })
+}
+
+fn size(arguments: &mut Arguments) -> Result<Option<u64>, Error> {
+    arguments.number("size", 1..=1 << 63)
+}
+
+/// As QEMU judges a node's name.
+fn check_name(name: &str) -> Result<(), Error> {
+    let mut bytes = name.bytes();
+    let begins = bytes.next().is_some_and(|byte| byte.is_ascii_alphabetic());
+    let goes_on = |byte: u8| byte.is_ascii_alphanumeric() || b"-._".contains(&byte);
+    if !begins || !bytes.all(goes_on) {
+        return Err(Error::generic(format!("Invalid node-name: '{}'", shown(name))));
+    }
+    if name.len() > MAX_NODE_NAME {
+        return Err(Error::generic(format!("Node name too long (it has {MAX_NODE_NAME} bytes at most)")));
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::{Value, json};
+
+    use super::*;
+
+    fn read(value: Value) -> Result<Chain, String> {
+        let Value::Object(members) = value else { panic!("an object") };
+        let mut arguments = Arguments::new(members);
+        let chain = Chain::read(&mut arguments).map_err(|error| error.to_string())?;
+        arguments.finish().map_err(|error| error.to_string())?;
+        Ok(chain)
+    }
+
+    #[track_caller]
+    fn refused(value: Value, expected: &str) {
+        assert_eq!(read(value).unwrap_err(), expected);
+    }
+
+    #[test]
+    fn a_chain_is_read_to_its_bottom() {
+        let chain = read(json!({
+            "driver": "throttle", "node-name": "t0", "throttle-group": "gold", "read-only": true,
+            "file": {
+                "driver": "raw", "cache": {"direct": true},
+                "file": {"driver": "file", "node-name": "f0", "filename": "memory:1", "aio": "io_uring"},
+            },
+        }))
+        .unwrap();
+        assert_eq!(chain.names, ["t0", "f0"]);
+        assert_eq!(chain.group.as_deref(), Some("gold"));
+        assert!(chain.read_only);
+        let options = chain.open_options(None, None).storage;
+        assert_eq!(
+            (options.cache, options.format, options.read_only),
+            (CacheMode::None, Some(Format::Raw), true)
+        );
+        let Bottom::Storage { image, device: Some(false), .. } = chain.bottom else { panic!("{chain:?}") };
+        assert_eq!(
+            image.path().unwrap().to_str(),
+            Some("memory:1"),
+            "a file name is one, whatever it looks like"
+        );
+    }
+
+    #[test]
+    fn a_qcow2_node_has_caches_and_a_file() {
+        let file = json!({"driver": "file", "filename": "a.qcow2"});
+        let chain = read(json!({
+            "driver": "qcow2", "node-name": "q", "backing": null, "l2-cache-size": 4096, "cache-clean-interval": 5,
+            "encrypt": {"format": "luks", "key-secret": "s"}, "file": file,
+        }))
+        .unwrap();
+        let node = chain.qcow2.as_ref().unwrap();
+        assert_eq!((node.no_backing, node.key_secret.as_deref()), (true, Some("s")));
+        assert_eq!(chain.caches().l2, Some(block::image::qcow2::L2Size::Bytes(4096)));
+        assert_eq!(chain.open_options(None, None).storage.format, Some(Format::Qcow2));
+        let with = |key: &str, value: Value| {
+            let mut arguments = json!({"driver": "qcow2", "node-name": "q", "file": file});
+            arguments[key] = value;
+            arguments
+        };
+        refused(
+            with("backing", json!("base")),
+            "Parameter 'backing' is what the image says, or null; backing files are no nodes here",
+        );
+        refused(
+            with("encrypt", json!({"format": "aes"})),
+            "Parameter 'encrypt.format' is 'luks' here; the old 'aes' is broken and not supported",
+        );
+        refused(
+            with("file", json!("f0")),
+            "Parameter 'file' is described in place for 'qcow2'; the node 'f0' is a disk of its own",
+        );
+        refused(
+            with("file", with("node-name", json!("inner"))),
+            "Parameter 'file.driver' does not go into another 'qcow2' (one image, one node)",
+        );
+    }
+
+    #[test]
+    fn a_bottom_may_be_there_already() {
+        let chain = read(json!({"driver": "raw", "node-name": "r0", "file": "f0"})).unwrap();
+        assert_eq!((chain.names, chain.bottom), (vec!["r0".to_owned()], Bottom::Node("f0".to_owned())));
+    }
+
+    #[test]
+    fn what_is_wrong_is_refused_in_qemus_words() {
+        refused(json!({"node-name": "a"}), "Parameter 'driver' is missing");
+        refused(
+            json!({"driver": "qcow", "node-name": "a"}),
+            "Parameter 'driver' does not accept value 'qcow' (there are: file, host_device, null-co, qcow2, raw, throttle, x-weir-memory)",
+        );
+        let file = |key: &str, value: Value| {
+            let mut arguments = json!({"driver": "file", "node-name": "a", "filename": "x"});
+            arguments[key] = value;
+            arguments
+        };
+        refused(json!({"driver": "null-co"}), "'node-name' must be specified for the root node");
+        refused(file("node-name", json!("1x")), "Invalid node-name: '1x'");
+        refused(file("node-name", json!("a".repeat(32))), "Node name too long (it has 31 bytes at most)");
+        refused(file("bogus", json!(1)), "Parameter 'bogus' is unexpected");
+        refused(file("force-share", json!(true)), "force-share=on can only be used with read-only images");
+        refused(
+            file("cache", json!({"direct": true, "no-flush": true})),
+            "Parameter 'cache.no-flush' does not go with 'direct' (give one)",
+        );
+        refused(
+            file("locking", json!("off")),
+            "Parameter 'locking' is always 'on' here; 'off' is not to be had",
+        );
+        refused(
+            json!({"driver": "raw", "node-name": "a", "file": 5}),
+            "Invalid parameter type for 'file', expected: BlockdevRef",
+        );
+        refused(json!({"driver": "raw", "node-name": "a"}), "Parameter 'file' is missing");
+        refused(
+            json!({"driver": "raw", "node-name": "a", "file": {"driver": "null-co", "sise": 5}}),
+            "Parameter 'file.sise' is unexpected (did you mean 'size'?)",
+        );
+        refused(json!({"driver": "x-weir-memory", "node-name": "a"}), "Parameter 'size' is missing");
+    }
+}

@@ -1,0 +1,354 @@
+//! Throttle groups as QEMU's object model has them: `object-add`, `object-del`, `qom-list`, `qom-get`, `qom-set`.
+//!
+//! ```text
+//!   /                    container
+//!   └─ objects           container
+//!      └─ NAME           throttle-group: limits, x-…, x-weir-…; or secret
+//! ```
+//!
+//! Every group is an object, however it came to be: from the config file, from `object-add` or from `block_set_io_throttle`.
+//! Beside them there are passphrases (`secret`), which can be made and deleted, and never looked into.
+
+use std::rc::Rc;
+
+use block::{
+    image::Secret,
+    layer::throttle::{Group, GroupSettings},
+    reactor,
+};
+use policy::throttle::Setting;
+use serde_json::{Map, Value, json};
+
+use crate::control::{
+    change::Change,
+    inventory::Inventory,
+    qmp::{
+        arguments::Arguments,
+        command::Command,
+        error::{Class, Error},
+        identifier,
+        json::shown,
+        settings,
+        settings::{Changes, LimitChanges, Naming},
+    },
+};
+
+/// The type of a group.
+const TYPE: &str = "throttle-group";
+/// The type of a passphrase.
+const SECRET: &str = "secret";
+const TYPES: [&str; 2] = [SECRET, TYPE];
+/// Groups within each other, at most.
+const MAX_LEVELS: usize = 8;
+/// weir's own properties, with their types.
+const OWN: [(&str, &str); 5] = [
+    ("x-weir-weight", "int"),
+    ("x-weir-iops-reservation", "int"),
+    ("x-weir-bps-reservation", "int"),
+    ("x-weir-watermark", "int"),
+    ("x-weir-parent", "string"),
+];
+
+/// `object-add`.
+#[derive(Debug)]
+pub(super) enum ObjectAdd {
+    /// A group.
+    Group { id: String, parent: Option<String>, changes: Changes },
+    /// A passphrase.
+    Secret { id: String, from: SecretFrom },
+}
+
+/// Where the passphrase of a `secret` object is.
+#[derive(Debug)]
+pub(super) enum SecretFrom {
+    /// In the command: for who trusts the way to the socket.
+    Data(Secret),
+    /// It is all of this file.
+    File(String),
+}
+
+impl Command for ObjectAdd {
+    const NAME: &'static str = "object-add";
+
+    fn read(arguments: &mut Arguments) -> Result<Self, Error> {
+        // In QEMU's order, so that of two slips the same one is named.
+        let kind = arguments.choice("qom-type", &TYPES)?.ok_or_else(|| Error::missing("qom-type"))?;
+        if TYPES[kind] == SECRET {
+            return read_secret(arguments);
+        }
+        let id: String = arguments.required("id")?;
+        identifier::check("id", &id)?;
+        let mut limits = LimitChanges::default();
+        if let Some(mut inner) = arguments.object("limits")? {
+            limits = LimitChanges::read(&mut inner, Naming::Plain)?;
+            inner.finish()?;
+        }
+        let properties = LimitChanges::read(arguments, Naming::Property)?;
+        let own = Changes::read_own(arguments, "x-weir-")?;
+        let parent = arguments.optional("x-weir-parent")?;
+        Ok(Self::Group { id, parent, changes: own.with_limits(limits.then(properties)) })
+    }
+
+    async fn run(self, inventory: Rc<Inventory>) -> Result<Value, Error> {
+        let (id, parent, changes) = match self {
+            Self::Group { id, parent, changes } => (id, parent, changes),
+            Self::Secret { id, from } => return add_secret(&inventory, &id, from).await,
+        };
+        let parent = parent.map(|name| inventory.group(&name)).transpose()?;
+        let above = std::iter::successors(parent.as_ref(), |group| group.parent()).count();
+        if above >= MAX_LEVELS {
+            let rule = format!("is {above} levels deep already; groups nest {MAX_LEVELS} deep at most");
+            return Err(Error::rule("x-weir-parent", rule));
+        }
+        let GroupSettings { limits, share, watermark } = GroupSettings::default();
+        let (limits, share, watermark) = changes.apply_to(limits, share, watermark)?;
+        // Before it takes its reservation from its parent.
+        if inventory.group(&id).is_ok() || inventory.secret(&id).is_ok() {
+            return Err(duplicate(&id));
+        }
+        inventory.check_name(&id)?;
+        let group = Group::new(&id, GroupSettings { limits, share, watermark }, parent.as_ref())?;
+        inventory.add_group(&group)?;
+        Ok(json!({}))
+    }
+}
+
+fn duplicate(id: &str) -> Error {
+    Error::generic(format!("attempt to add duplicate property '{id}' to object (type 'container')"))
+}
+
+fn read_secret(arguments: &mut Arguments) -> Result<ObjectAdd, Error> {
+    let id: String = arguments.required("id")?;
+    identifier::check("id", &id)?;
+    if arguments.choice("format", &["raw", "base64"])? == Some(1) {
+        return Err(Error::rule("format", "is always 'raw' here; 'base64' is not to be had"));
+    }
+    let data: Option<String> = arguments.optional("data")?;
+    let data = data.map(|text| Secret::new(text.into_bytes()));
+    let from = match (data, arguments.optional("file")?) {
+        (Some(data), None) => SecretFrom::Data(data),
+        (None, Some(file)) => SecretFrom::File(file),
+        // In QEMU's words.
+        (Some(_), Some(_)) => return Err(Error::generic("'file' and 'data' are mutually exclusive")),
+        (None, None) => return Err(Error::generic("Must provide 'file' or 'data'")),
+    };
+    Ok(ObjectAdd::Secret { id, from })
+}
+
+async fn add_secret(inventory: &Inventory, id: &str, from: SecretFrom) -> Result<Value, Error> {
+    let secret = match from {
+        SecretFrom::Data(secret) => secret,
+        SecretFrom::File(path) => {
+            let opened = path.clone();
+            let read = reactor::blocking(move || std::fs::File::open(opened).and_then(Secret::read)).await;
+            read.map_err(|error| Error::generic(format!("Unable to read {}: {error}", shown(&path))))?
+        }
+    };
+    if inventory.group(id).is_ok() {
+        return Err(duplicate(id));
+    }
+    inventory.add_secret(id, secret).map_err(|_| duplicate(id))?;
+    Ok(json!({}))
+}
+
+/// `object-del`.
+#[derive(Debug)]
+pub(super) struct ObjectDel {
+    id: String,
+}
+
+impl Command for ObjectDel {
+    const NAME: &'static str = "object-del";
+
+    fn read(arguments: &mut Arguments) -> Result<Self, Error> {
+        Ok(Self { id: arguments.required("id")? })
+    }
+
+    async fn run(self, inventory: Rc<Inventory>) -> Result<Value, Error> {
+        if inventory.remove_secret(&self.id) {
+            return Ok(json!({}));
+        }
+        let Ok(group) = inventory.group(&self.id) else {
+            return Err(Error::generic(format!("object '{}' not found", shown(&self.id))));
+        };
+        if group.members() > 0 {
+            let members = group.members();
+            let why = format!("object '{}' is in use, can not be deleted ({members} in it)", self.id);
+            return Err(Error::generic(why));
+        }
+        drop(group);
+        inventory.remove_group(&self.id)?;
+        Ok(json!({}))
+    }
+}
+
+/// What a path leads to.
+enum Place {
+    Root,
+    Objects,
+    Group(String),
+}
+
+/// Resolves an absolute path, or the name of a group alone, which is a path's end in QEMU too.
+fn resolve(inventory: &Inventory, path: &str) -> Result<Place, Error> {
+    let not_found = || Error::new(Class::DeviceNotFound, format!("Device '{}' not found", shown(path)));
+    let name = match path.strip_prefix('/') {
+        Some("") => return Ok(Place::Root),
+        Some("objects" | "objects/") => return Ok(Place::Objects),
+        Some(inner) => inner.strip_prefix("objects/").ok_or_else(not_found)?,
+        None if path == "objects" => return Ok(Place::Objects),
+        None => path.strip_prefix("objects/").unwrap_or(path),
+    };
+    if inventory.group(name).is_err() {
+        return Err(not_found());
+    }
+    Ok(Place::Group(name.to_owned()))
+}
+
+/// `qom-list`.
+#[derive(Debug)]
+pub(super) struct QomList {
+    path: String,
+}
+
+impl Command for QomList {
+    const NAME: &'static str = "qom-list";
+
+    fn read(arguments: &mut Arguments) -> Result<Self, Error> {
+        Ok(Self { path: arguments.required("path")? })
+    }
+
+    async fn run(self, inventory: Rc<Inventory>) -> Result<Value, Error> {
+        let property = |name: &str, kind: &str| json!({ "name": name, "type": kind });
+        let mut list = vec![property("type", "string")];
+        match resolve(&inventory, &self.path)? {
+            Place::Root => list.push(property("objects", "child<container>")),
+            Place::Objects => {
+                list.extend(
+                    inventory.groups().iter().map(|group| property(group.name(), "child<throttle-group>")),
+                );
+                list.extend(inventory.secrets().iter().map(|id| property(id, "child<secret>")));
+            }
+            Place::Group(_) => {
+                list.push(property("limits", "ThrottleLimits"));
+                let settings = Setting::ALL.iter();
+                list.extend(settings.map(|setting| property(&Naming::Property.name(*setting), "int")));
+                list.extend(OWN.iter().map(|(name, kind)| property(name, kind)));
+            }
+        }
+        Ok(Value::Array(list))
+    }
+}
+
+/// `qom-get`.
+#[derive(Debug)]
+pub(super) struct QomGet {
+    path: String,
+    property: String,
+}
+
+impl Command for QomGet {
+    const NAME: &'static str = "qom-get";
+
+    fn read(arguments: &mut Arguments) -> Result<Self, Error> {
+        Ok(Self { path: arguments.required("path")?, property: arguments.required("property")? })
+    }
+
+    async fn run(self, inventory: Rc<Inventory>) -> Result<Value, Error> {
+        let property = self.property.as_str();
+        let group = match resolve(&inventory, &self.path)? {
+            Place::Root | Place::Objects if property == "type" => return Ok(json!("container")),
+            Place::Root | Place::Objects => return Err(no_property("container", property)),
+            Place::Group(name) => inventory.group(&name)?,
+        };
+        let GroupSettings { limits, share, watermark } = group.settings();
+        Ok(match property {
+            "type" => json!(TYPE),
+            "limits" => settings::all(&limits),
+            "x-weir-weight" => json!(share.weight()),
+            "x-weir-iops-reservation" => json!(share.iops_reservation()),
+            "x-weir-bps-reservation" => json!(share.bps_reservation()),
+            "x-weir-watermark" => json!(watermark.percent()),
+            "x-weir-parent" => json!(group.parent().map_or("", |parent| parent.name())),
+            _ => match limit_property(property) {
+                Some(setting) => json!(limits.get(setting)),
+                None => return Err(no_property(TYPE, property)),
+            },
+        })
+    }
+}
+
+/// `qom-set`.
+#[derive(Debug)]
+pub(super) struct QomSet {
+    path: String,
+    property: String,
+    value: Value,
+}
+
+impl Command for QomSet {
+    const NAME: &'static str = "qom-set";
+
+    fn read(arguments: &mut Arguments) -> Result<Self, Error> {
+        Ok(Self {
+            path: arguments.required("path")?,
+            property: arguments.required("property")?,
+            value: arguments.required("value")?,
+        })
+    }
+
+    async fn run(self, inventory: Rc<Inventory>) -> Result<Value, Error> {
+        let group = match resolve(&inventory, &self.path)? {
+            Place::Root | Place::Objects if self.property == "type" => {
+                return Err(read_only("container", "type"));
+            }
+            Place::Root | Place::Objects => return Err(no_property("container", &self.property)),
+            Place::Group(name) => inventory.group(&name)?,
+        };
+        let changes = changes(self.property, self.value)?;
+        let GroupSettings { limits, share, watermark } = group.settings();
+        let (limits, share, watermark) = changes.apply_to(limits, share, watermark)?;
+        group.set(GroupSettings { limits, share, watermark })?;
+        inventory.tell(&Change::SettingsChanged { name: group.name().to_owned() });
+        Ok(json!({}))
+    }
+}
+
+/// What setting a property to a value changes. The `x-` limits are for creation alone, as in QEMU: one of several could not be set
+/// where only all of them together make sense.
+fn changes(property: String, value: Value) -> Result<Changes, Error> {
+    if property == "type" || property == "x-weir-parent" {
+        return Err(read_only(TYPE, &property));
+    }
+    if limit_property(&property).is_some() {
+        return Err(Error::generic("Property cannot be set after initialization"));
+    }
+    let is_limits = property == "limits";
+    if !is_limits && !OWN.iter().any(|(name, _)| *name == property) {
+        return Err(no_property(TYPE, &property));
+    }
+    let mut arguments = Arguments::new(Map::from_iter([(property, value)]));
+    let changes = match arguments.object("limits") {
+        Ok(Some(mut inner)) => {
+            let limits = LimitChanges::read(&mut inner, Naming::Plain)?;
+            inner.finish()?;
+            Changes::default().with_limits(limits)
+        }
+        Ok(None) => Changes::read_own(&mut arguments, "x-weir-")?,
+        Err(wrong) => return Err(wrong),
+    };
+    arguments.finish()?;
+    Ok(changes)
+}
+
+fn limit_property(property: &str) -> Option<Setting> {
+    Setting::from_name(property.strip_prefix("x-")?)
+}
+
+fn no_property(kind: &str, property: &str) -> Error {
+    Error::generic(format!("Property '{kind}.{}' not found", shown(property)))
+}
+
+fn read_only(kind: &str, property: &str) -> Error {
+    Error::generic(format!("Property '{kind}.{property}' is not writable"))
+}

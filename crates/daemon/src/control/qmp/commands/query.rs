@@ -1,0 +1,192 @@
+//! What a client may ask about disks: `query-block`, `query-named-block-nodes`, `query-blockstats`.
+//!
+//! A disk is a device and a node at once, both called by its name. What weir does not know or does not have is absent: a zero
+//! would say that it had been counted.
+
+use std::{os::unix::fs::MetadataExt as _, rc::Rc};
+
+use block::{
+    image::{
+        Image,
+        qcow2::header::{Crypt, Header},
+    },
+    reactor,
+};
+use image_tool::{beside, describe};
+use serde_json::{Value, json};
+
+use crate::control::{
+    inventory::{Inventory, RunningDisk},
+    qmp::{arguments::Arguments, command::Command, error::Error, settings},
+};
+
+/// `query-block`.
+#[derive(Debug)]
+pub(super) struct QueryBlock;
+
+impl Command for QueryBlock {
+    const NAME: &'static str = "query-block";
+
+    fn read(_: &mut Arguments) -> Result<Self, Error> {
+        Ok(Self)
+    }
+
+    async fn run(self, inventory: Rc<Inventory>) -> Result<Value, Error> {
+        let mut list = Vec::new();
+        for running in inventory.disks() {
+            list.push(json!({
+                "device": &**running.disk.name(),
+                // QEMU's own answer to everything.
+                "type": "unknown",
+                "removable": false,
+                "locked": false,
+                "inserted": node(&running).await,
+            }));
+        }
+        Ok(Value::Array(list))
+    }
+}
+
+/// `query-named-block-nodes`.
+#[derive(Debug)]
+pub(super) struct QueryNamedBlockNodes;
+
+impl Command for QueryNamedBlockNodes {
+    const NAME: &'static str = "query-named-block-nodes";
+
+    fn read(arguments: &mut Arguments) -> Result<Self, Error> {
+        // Leaves out backing images, of which there are none.
+        arguments.optional::<bool>("flat")?;
+        Ok(Self)
+    }
+
+    async fn run(self, inventory: Rc<Inventory>) -> Result<Value, Error> {
+        let mut list = Vec::new();
+        for running in inventory.disks() {
+            list.push(node(&running).await);
+        }
+        Ok(Value::Array(list))
+    }
+}
+
+/// A `BlockDeviceInfo`.
+async fn node(running: &RunningDisk) -> Value {
+    let disk = &running.disk;
+    let own = disk.throttle().settings().limits;
+    // QEMU knows one level of limits. A disk's own say most about it; one that has none is held by its group.
+    let group = disk.throttle().group().filter(|_| own.is_unlimited());
+    let limits = group.as_ref().map_or(own, |group| group.settings().limits);
+    let mut info = settings::of_device(&limits);
+    if let Some(group) = group {
+        info.insert("group".to_owned(), json!(group.name()));
+    } else if !own.is_unlimited() {
+        info.insert("group".to_owned(), json!(&**disk.name()));
+    }
+    let cache = running.cache;
+    let file = running.image.to_string();
+    let header = header(disk.image());
+    let others = json!({
+        "node-name": &**disk.name(),
+        "drv": driver(running),
+        "file": file,
+        "ro": disk.image().is_read_only(),
+        "active": true,
+        "encrypted": header.as_ref().is_some_and(|header| header.crypt != Crypt::None),
+        "detect_zeroes": "off",
+        "write_threshold": 0,
+        "backing_file_depth": depth(disk.image()),
+        "cache": {
+            "writeback": cache.has_write_cache(),
+            "direct": cache.is_direct(),
+            "no-flush": cache == block::storage::CacheMode::Unsafe,
+        },
+        "image": image(running, &file).await,
+    });
+    if let Value::Object(others) = others {
+        info.extend(others);
+    }
+    if let Some(backing) = header.as_ref().and_then(|header| header.backing.as_ref()) {
+        info.insert("backing_file".to_owned(), json!(backing.name));
+    }
+    Value::Object(info)
+}
+
+/// What a qcow2 image says of itself now.
+fn header(image: &Image) -> Option<Header> {
+    match image {
+        Image::Qcow2(qcow2) => Some(qcow2.header()),
+        Image::Raw(_) => None,
+    }
+}
+
+/// How many images are behind this one.
+fn depth(image: &Image) -> usize {
+    image.chain().skip(1).count()
+}
+
+/// An `ImageInfo`, without those of the images behind it.
+async fn image(running: &RunningDisk, file: &str) -> Value {
+    let mut info = json!({
+        "filename": file,
+        "format": driver(running),
+        "virtual-size": running.disk.size_bytes(),
+    });
+    if let Some(header) = header(running.disk.image()) {
+        describe(&header, &mut info);
+        if let (Some(path), Some(backing)) = (running.image.path(), &header.backing) {
+            info["full-backing-filename"] = json!(beside(path, &backing.name).display().to_string());
+        }
+    }
+    if let Some(path) = running.image.path().map(ToOwned::to_owned) {
+        // A file system may take its time.
+        let metadata = reactor::blocking(move || std::fs::metadata(path)).await;
+        if let Ok(metadata) = metadata.as_ref().map(|metadata| metadata.blocks() * 512) {
+            info["actual-size"] = json!(metadata);
+        }
+    }
+    info
+}
+
+/// The name QEMU has for what answers the disk's requests, or weir's own.
+fn driver(running: &RunningDisk) -> &'static str {
+    match running.image.to_string().split(':').next() {
+        _ if matches!(running.disk.image(), Image::Qcow2(_)) => "qcow2",
+        _ if running.image.path().is_some() => "raw",
+        Some("null") => "null-co",
+        _ => "x-weir-memory",
+    }
+}
+
+/// `query-blockstats`.
+#[derive(Debug)]
+pub(super) struct QueryBlockstats;
+
+impl Command for QueryBlockstats {
+    const NAME: &'static str = "query-blockstats";
+
+    fn read(arguments: &mut Arguments) -> Result<Self, Error> {
+        // Asks for nodes that no device shows; here every node is a device.
+        arguments.optional::<bool>("query-nodes")?;
+        Ok(Self)
+    }
+
+    async fn run(self, inventory: Rc<Inventory>) -> Result<Value, Error> {
+        Ok(inventory.disks().iter().map(|running| statistics(running)).collect())
+    }
+}
+
+/// A `BlockStats`. Operations and bytes are as clients asked, discards among the writes.
+fn statistics(running: &RunningDisk) -> Value {
+    let totals = running.disk.totals();
+    json!({
+        "device": &**running.disk.name(),
+        "node-name": &**running.disk.name(),
+        "stats": {
+            "rd_operations": totals.reads,
+            "wr_operations": totals.writes,
+            "rd_bytes": totals.read_bytes,
+            "wr_bytes": totals.written_bytes,
+            "x-weir-merged": totals.merged_requests,
+        },
+    })
+}

@@ -1,0 +1,318 @@
+//! weir's own commands: everything that runs in one answer, and one command for every setting.
+//!
+//! Their names begin with `x-weir-`, so that none can ever collide with QEMU's. `weir status`, `weir top` and `weir throttle` are clients of
+//! these two, as is `weir prefetch`; the answer's form is theirs to rely on and described in `docs/reference/qmp.md`.
+
+use std::{rc::Rc, sync::Arc};
+
+use block::{
+    image::{
+        Image,
+        qcow2::{CacheSettings, Qcow2},
+    },
+    layer::throttle::{DiskSettings, Group, GroupSettings},
+    reactor,
+};
+use policy::{
+    throttle::{Counters, Enforcement, LimitKind, Limits, Part, Setting, Share, Stats},
+    watermark::{Capacity, Watermark},
+};
+use serde_json::{Map, Value, json};
+
+use crate::control::{
+    change::Change,
+    devices::Listed,
+    inventory::{Inventory, RunningDisk, RunningExport},
+    qmp::{
+        arguments::Arguments,
+        caches,
+        caches::CacheChanges,
+        command::Command,
+        error::Error,
+        prefetch,
+        prefetch::PrefetchChanges,
+        settings,
+        settings::{Changes, LimitChanges, Naming},
+    },
+};
+
+/// `x-weir-set`.
+#[derive(Debug)]
+pub(super) struct Set {
+    name: String,
+    /// Empty leaves the group.
+    group: Option<String>,
+    changes: Changes,
+    caches: CacheChanges,
+    prefetch: PrefetchChanges,
+}
+
+impl Command for Set {
+    const NAME: &'static str = "x-weir-set";
+
+    fn read(arguments: &mut Arguments) -> Result<Self, Error> {
+        let name = arguments.required("name")?;
+        let group = arguments.optional("group")?;
+        let limits = LimitChanges::read(arguments, Naming::Plain)?;
+        let own = Changes::read_own(arguments, "")?;
+        let caches = CacheChanges::read(arguments)?;
+        let prefetch = PrefetchChanges::read(arguments, "")?;
+        Ok(Self { name, group, changes: own.with_limits(limits), caches, prefetch })
+    }
+
+    async fn run(self, inventory: Rc<Inventory>) -> Result<Value, Error> {
+        match inventory.group(&self.name) {
+            Ok(group) => self.set_group(&group)?,
+            Err(_) => self.set_disk(&inventory).await?,
+        }
+        inventory.tell(&Change::SettingsChanged { name: self.name });
+        Ok(json!({}))
+    }
+}
+
+impl Set {
+    fn set_group(&self, group: &Group) -> Result<(), Error> {
+        if !self.caches.is_empty() {
+            return Err(Error::generic(format!(
+                "group {}: it has no caches; its disks' images have",
+                group.name()
+            )));
+        }
+        if !self.prefetch.is_empty() {
+            return Err(Error::generic(format!(
+                "group {}: nothing is read ahead for it; its disks have that",
+                group.name()
+            )));
+        }
+        let parent = group.parent().map_or("", |parent| parent.name());
+        if self.group.as_deref().is_some_and(|wanted| wanted != parent) {
+            let rule = "cannot be changed for a group: it stays in the group it was made in (disks can move)";
+            return Err(Error::rule("group", rule));
+        }
+        let GroupSettings { limits, share, watermark } = group.settings();
+        let (limits, share, watermark) = self.changes.apply_to(limits, share, watermark)?;
+        Ok(group.set(GroupSettings { limits, share, watermark })?)
+    }
+
+    async fn set_disk(&self, inventory: &Inventory) -> Result<(), Error> {
+        let running = inventory.disk(&self.name)?;
+        let disk = &running.disk;
+        let caches = self.new_caches(&running)?;
+        let prefetch = self.prefetch.apply_to(disk.prefetch().settings())?;
+        let DiskSettings { limits, share, watermark } = disk.throttle().settings();
+        let (limits, share, watermark) = self.changes.apply_to(limits, share, watermark)?;
+        let settings = DiskSettings { limits, share, watermark };
+        let group = match self.group.as_deref() {
+            None => disk.throttle().group(),
+            Some("") => None,
+            Some(name) => Some(inventory.group(name)?),
+        };
+        disk.throttle().place(settings, group.as_ref())?;
+        disk.prefetch().set(prefetch).map_err(|invalid| Error::generic(invalid.to_string()))?;
+        if let Some((qcow2, caches)) = caches {
+            qcow2
+                .set_caches(caches)
+                .await
+                .map_err(|error| Error::generic(format!("disk {}: {error}", self.name)))?;
+            running.caches.set(caches);
+        }
+        Ok(())
+    }
+
+    /// The image and what its caches are to be, where they are to be changed and can be.
+    fn new_caches<'a>(&self, running: &'a RunningDisk) -> Result<Option<(&'a Qcow2, CacheSettings)>, Error> {
+        if self.caches.is_empty() {
+            return Ok(None);
+        }
+        let qcow2 = caches::qcow2_of(running.disk.image(), &self.name)?;
+        let settings = self.caches.apply_to(running.caches.get());
+        // Before anything else is changed.
+        settings
+            .sizes(&qcow2.header())
+            .map_err(|error| Error::generic(format!("disk {}: {error}", self.name)))?;
+        Ok(Some((qcow2, settings)))
+    }
+}
+
+/// `x-weir-query-status`.
+#[derive(Debug)]
+pub(super) struct QueryStatus;
+
+impl Command for QueryStatus {
+    const NAME: &'static str = "x-weir-query-status";
+
+    fn read(_: &mut Arguments) -> Result<Self, Error> {
+        Ok(Self)
+    }
+
+    async fn run(self, inventory: Rc<Inventory>) -> Result<Value, Error> {
+        let exports = inventory.exports();
+        let list_disk = |running: &Rc<RunningDisk>| disk(running, &exports);
+        let mut answer = json!({
+            "version": env!("CARGO_PKG_VERSION"),
+            "uptime-ns": nanoseconds(inventory.uptime()),
+            "disks": inventory.disks().iter().map(list_disk).collect::<Vec<_>>(),
+            "groups": inventory.groups().iter().map(|one| group(&inventory, one)).collect::<Vec<_>>(),
+            "devices": inventory.devices().iter().map(device).collect::<Vec<_>>(),
+            "exports": exports.iter().map(|one| export(one)).collect::<Vec<_>>(),
+        });
+        if let Some(config) = inventory.config() {
+            answer["config"] = json!(config);
+        }
+        Ok(answer)
+    }
+}
+
+fn nanoseconds(duration: policy::time::Duration) -> u64 {
+    u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX)
+}
+
+fn disk(running: &Rc<RunningDisk>, exports: &[Rc<RunningExport>]) -> Value {
+    let disk = &running.disk;
+    let DiskSettings { limits, share, watermark } = disk.throttle().settings();
+    let totals = disk.totals();
+    let of_this = exports.iter().filter(|export| Rc::ptr_eq(&export.disk, running));
+    let mut answer = json!({
+        "name": &**disk.name(),
+        "image": running.image.to_string(),
+        "size": disk.size_bytes(),
+        "read-only": disk.image().is_read_only(),
+        "cache": running.cache.name(),
+        "connections": of_this.map(|export| export.connections()).sum::<usize>(),
+        "reads": { "requests": totals.reads, "bytes": totals.read_bytes },
+        "writes": { "requests": totals.writes, "bytes": totals.written_bytes },
+        "merged-requests": totals.merged_requests,
+        "throttle": throttle(&disk.throttle().stats()),
+        "prefetch": prefetch::settings(&disk.prefetch().settings()),
+        "read-ahead": prefetch::statistics(&disk.prefetch().stats()),
+    });
+    answer["format"] = json!(disk.image().format().name());
+    if let Image::Qcow2(qcow2) = disk.image() {
+        (answer["l2-cache"], answer["refcount-cache"]) = caches::statistics(qcow2);
+    }
+    add_settings(&mut answer, &limits, share, watermark, disk.throttle().enforcement());
+    if let Some(group) = disk.throttle().group() {
+        answer["group"] = json!(group.name());
+    }
+    answer
+}
+
+/// What is not known of a device is absent.
+fn device(listed: &Listed) -> Value {
+    let Listed { device, disks } = listed;
+    let mut answer = json!({
+        "name": device.name(),
+        "disks": disks,
+        "capacity-source": device.capacity_source().to_string(),
+    });
+    if let Some(Capacity { read_iops, write_iops, read_bps, write_bps }) = device.capacity() {
+        let figures = [
+            ("read-iops", read_iops),
+            ("write-iops", write_iops),
+            ("read-bps", read_bps),
+            ("write-bps", write_bps),
+        ];
+        let known = figures.into_iter().filter(|&(_, figure)| figure > 0);
+        answer["capacity"] =
+            known.map(|(name, figure)| (name.to_owned(), json!(figure))).collect::<Map<_, _>>().into();
+    }
+    if let Ok(thousandths) = device.use_now(reactor::now()) {
+        answer["use"] = json!(f64::from(thousandths) / 1000.0);
+    }
+    answer
+}
+
+fn group(inventory: &Inventory, group: &Arc<Group>) -> Value {
+    let GroupSettings { limits, share, watermark } = group.settings();
+    let mut answer = json!({
+        "name": group.name(),
+        "disks": inventory.members_of(group),
+        "throttle": throttle(&group.stats()),
+    });
+    add_settings(&mut answer, &limits, share, watermark, group.enforcement());
+    if let Some(parent) = group.parent() {
+        answer["group"] = json!(parent.name());
+    }
+    answer
+}
+
+/// What disks and groups have in common. Reservations and the watermark are absent where there are none.
+fn add_settings(
+    answer: &mut Value,
+    limits: &Limits,
+    share: Share,
+    watermark: Watermark,
+    enforcement: Enforcement,
+) {
+    answer["weight"] = json!(share.weight());
+    answer["limits"] = settings::set(limits);
+    for (name, reservation) in
+        [("iops-reservation", share.iops_reservation()), ("bps-reservation", share.bps_reservation())]
+    {
+        if reservation > 0 {
+            answer[name] = json!(reservation);
+        }
+    }
+    if watermark.percent() > 0 {
+        answer["watermark"] = json!(watermark.percent());
+        let (word, scale) = match enforcement {
+            Enforcement::Enforced => ("enforced", None),
+            Enforcement::Lifted => ("lifted", None),
+            Enforcement::Scaled(scale) => ("scaled", Some(scale.thousandths())),
+        };
+        answer["enforcement"] = json!(word);
+        if let Some(thousandths) = scale {
+            // Thousandths are exact to the third place, and a double holds them all.
+            answer["scale"] = json!(thousandths as f64 / 1000.0);
+        }
+    }
+}
+
+fn export(export: &RunningExport) -> Value {
+    json!({
+        "name": export.name,
+        "id": export.id,
+        "disk": &**export.disk.disk.name(),
+        "address": export.serving.address(),
+        "connections": export.connections(),
+        "read-only": export.read_only || export.disk.disk.image().is_read_only(),
+    })
+}
+
+/// What limits have done to a disk or a group.
+fn throttle(stats: &Stats) -> Value {
+    let Stats { reads, writes, waits, limited_ns, binding, tokens, waiting: [reads_waiting, writes_waiting] } =
+        stats;
+    let mut answer = json!({
+        "reads": counters(reads),
+        "writes": counters(writes),
+        "waiting": { "reads": reads_waiting, "writes": writes_waiting },
+        "limited-ns": limited_ns,
+        "tokens": token_counts(tokens),
+    });
+    if waits.max_ns > 0 {
+        answer["wait-ns"] = json!({ "p50": waits.p50_ns, "p99": waits.p99_ns, "max": waits.max_ns });
+    }
+    if let Some(kind) = binding {
+        answer["binding"] = json!(limit_name(*kind));
+    }
+    answer
+}
+
+fn counters(counters: &Counters) -> Value {
+    json!({
+        "requests": counters.requests,
+        "bytes": counters.bytes,
+        "throttled": counters.throttled,
+        "waited-ns": counters.waited_ns,
+    })
+}
+
+fn token_counts(tokens: &[Option<u64>; 6]) -> Value {
+    let entry = |kind: LimitKind| Some((limit_name(kind).to_owned(), json!(tokens[kind.index()]?)));
+    Value::Object(LimitKind::ALL.into_iter().filter_map(entry).collect::<Map<_, _>>())
+}
+
+const fn limit_name(kind: LimitKind) -> &'static str {
+    Setting::Limit(kind, Part::Rate).name()
+}

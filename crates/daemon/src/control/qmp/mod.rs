@@ -1,0 +1,34 @@
+//! The QMP server: QEMU's control protocol, so that what steers QEMU's disks steers weir's.
+//!
+//! ```text
+//!   socket ─► server ─► session ─► stream ─► json        bytes to requests
+//!                │         └─► arguments, error          what is asked, and what is wrong with it
+//!                ├─► command ─► commands/…               what it does
+//!                └─► outbox ◄─ event                     answers and news, on their way back
+//! ```
+//!
+//! `stream` and `session` know no sockets, so they are fuzzed; `server` knows no commands, so it is tested without a disk; `control` puts
+//! them together for the daemon. JSON is read and written here alone: what runs is changed through [`inventory`](super::inventory), in
+//! plain values.
+//!
+//! Source: QEMU's `docs/interop/qmp-spec.rst` and its QAPI schema; what differs is in `docs/reference/qmp.md`.
+
+mod arguments;
+mod caches;
+mod command;
+mod commands;
+mod control;
+mod error;
+mod event;
+pub mod fuzzing;
+mod identifier;
+mod json;
+mod outbox;
+mod prefetch;
+mod server;
+mod session;
+mod settings;
+mod stream;
+
+pub(crate) use control::Control;
+pub(crate) use server::Ending;

@@ -1,0 +1,146 @@
+//! Reading ahead as arguments and as answers: the settings by the names that they have everywhere in weir, the figures as counters.
+//!
+//! QEMU has nothing of the kind, so where a command is QEMU's the names have `x-weir-` before them. Where a change leaves something
+//! out, it stays as it is. Never judges how settings go together: that is the policy's, asked before anything changes.
+
+use policy::prefetch::{Mode, Setting, Settings, Stats};
+use serde_json::{Value, json};
+use settings::prefetch::{MODE, short_name};
+
+use super::{arguments::Arguments, error::Error};
+
+/// Settings that a client gave.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(super) struct PrefetchChanges {
+    mode: Option<Mode>,
+    numbers: Vec<(Setting, u64)>,
+}
+
+impl PrefetchChanges {
+    /// Takes those that are there, each with `prefix` before its name.
+    ///
+    /// # Errors
+    /// A value of the wrong type or out of its range.
+    pub(super) fn read(arguments: &mut Arguments, prefix: &str) -> Result<Self, Error> {
+        let key = |name: &str| format!("{prefix}{name}");
+        let mode = arguments.choice(&key(MODE), &Mode::ALL.map(Mode::name))?.map(|place| Mode::ALL[place]);
+        let mut numbers = Vec::new();
+        for setting in Setting::ALL {
+            if let Some(value) = arguments.number(&key(setting.name()), setting.range())? {
+                numbers.push((setting, value));
+            }
+        }
+        Ok(Self { mode, numbers })
+    }
+
+    /// Whether there were none.
+    pub(super) fn is_empty(&self) -> bool {
+        *self == Self::default()
+    }
+
+    /// `settings` with these changes.
+    ///
+    /// # Errors
+    /// If the whole cannot be.
+    pub(super) fn apply_to(&self, mut settings: Settings) -> Result<Settings, Error> {
+        settings.mode = self.mode.unwrap_or(settings.mode);
+        for &(setting, value) in &self.numbers {
+            settings.set(setting, value);
+        }
+        settings.check().map(|()| settings).map_err(|invalid| Error::generic(invalid.to_string()))
+    }
+}
+
+/// What is set.
+pub(super) fn settings(settings: &Settings) -> Value {
+    let number = |setting| (short_name(setting).to_owned(), json!(settings.get(setting)));
+    let mode = ("mode".to_owned(), json!(settings.mode.name()));
+    Setting::ALL.into_iter().map(number).chain([mode]).collect()
+}
+
+/// What came of it. The shares are absent while nothing has happened that they could be of.
+pub(super) fn statistics(stats: &Stats) -> Value {
+    let mut answer = json!({
+        "hits": stats.hits,
+        "partial-hits": stats.partial_hits,
+        "misses": stats.misses,
+        "skipped": stats.skipped,
+        "waited": stats.waited,
+        "hit-bytes": stats.hit_bytes,
+        "read-ahead-bytes": stats.read_ahead_bytes,
+        "used-bytes": stats.used_bytes,
+        "wasted-bytes": stats.wasted_bytes,
+        "memory": stats.memory_bytes,
+        "streams": stats.streams,
+        "closed": stats.closed,
+    });
+    for (name, share) in [("hit-rate", stats.hit_rate()), ("accuracy", stats.accuracy())] {
+        if let Some(share) = share {
+            answer[name] = json!(share);
+        }
+    }
+    answer
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn read(prefix: &str, value: Value) -> Result<PrefetchChanges, String> {
+        let Value::Object(members) = value else { panic!("an object") };
+        let mut arguments = Arguments::new(members);
+        let changes = PrefetchChanges::read(&mut arguments, prefix).map_err(|error| error.to_string())?;
+        arguments.finish().map_err(|error| error.to_string())?;
+        Ok(changes)
+    }
+
+    #[test]
+    fn what_is_left_out_stays() {
+        let before = Settings { streams: 7, ..Settings::off() };
+        let changes = read("", json!({"prefetch": "on", "prefetch-memory": 1 << 20})).unwrap();
+        let expect = Settings { mode: Mode::On, memory_bytes: 1 << 20, ..before };
+        assert_eq!(changes.apply_to(before), Ok(expect));
+        assert!(read("", json!({})).unwrap().is_empty());
+        let prefixed = read("x-weir-", json!({"x-weir-prefetch": "on", "x-weir-prefetch-memory": 1 << 20}));
+        assert_eq!(prefixed, Ok(changes));
+    }
+
+    #[test]
+    fn what_is_wrong_is_named_with_its_range() {
+        let refused = |value| read("", value).unwrap_err();
+        assert_eq!(
+            refused(json!({"prefetch": "maybe"})),
+            "Parameter 'prefetch' does not accept value 'maybe' (there are: off, on, auto)"
+        );
+        assert_eq!(
+            refused(json!({"prefetch-streams": 0})),
+            "Parameter 'prefetch-streams' (0) is out of range; it is from 1 to 4096"
+        );
+        assert_eq!(
+            refused(json!({"prefetch": true})),
+            "Invalid parameter type for 'prefetch', expected: string"
+        );
+        let changes = read("", json!({"prefetch-window-max": 64 << 10})).unwrap();
+        let error = changes.apply_to(Settings::default()).unwrap_err().to_string();
+        assert!(
+            error.starts_with("prefetch-window-min (131072) is above prefetch-window-max (65536)"),
+            "{error}"
+        );
+    }
+
+    #[test]
+    fn answers_have_every_setting_and_no_share_of_nothing() {
+        let shown = settings(&Settings::default());
+        let expect = json!({
+            "mode": "auto", "memory": 4 << 20, "largest-request": 64 << 10, "window-min": 128 << 10,
+            "window-max": 2 << 20, "streams": 256
+        });
+        assert_eq!(shown, expect);
+        let idle = statistics(&Stats::default());
+        assert_eq!((idle.get("hit-rate"), idle.get("accuracy")), (None, None));
+        let stats =
+            Stats { hits: 2, partial_hits: 1, misses: 1, used_bytes: 3, wasted_bytes: 1, ..Stats::default() };
+        let shown = statistics(&stats);
+        assert_eq!((&shown["hit-rate"], &shown["accuracy"]), (&json!(0.75), &json!(0.75)));
+    }
+}

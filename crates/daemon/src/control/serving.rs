@@ -1,0 +1,82 @@
+//! A place where clients connect: a server with its listening sockets, accepting on the main thread.
+//!
+//! Ends in two steps, because the daemon closes all its places before it waits for the clients of any: [`Serving::close`] lets nobody
+//! in any more, [`Serving::stop`] sees those who are in to the door.
+
+use std::{cell::RefCell, rc::Rc, sync::Arc};
+
+use anyhow::anyhow;
+use block::{
+    export::nbd,
+    reactor::{self, JoinHandle, Worker},
+};
+use settings::Tls;
+
+use crate::listen::{Authority, Listener, SocketFile};
+
+/// A server that accepts clients.
+pub(crate) struct Serving {
+    authorities: Vec<Authority>,
+    server: Arc<nbd::Server>,
+    /// Dropping one ends the accepting.
+    accepting: RefCell<Vec<JoinHandle<()>>>,
+    /// Where its clients live: the threads end, and the clients with them, once nobody holds these.
+    _workers: Rc<Vec<Worker>>,
+    /// Removed when dropped.
+    socket_files: RefCell<Vec<SocketFile>>,
+}
+
+impl Serving {
+    /// Accepts on `listeners` and gives each client to the next of `workers`. Calls `broken` if that ends before it should.
+    pub(crate) fn start(
+        server: Arc<nbd::Server>,
+        listeners: Vec<Listener>,
+        workers: &Rc<Vec<Worker>>,
+        broken: impl Fn(anyhow::Error) + Clone + 'static,
+    ) -> Rc<Self> {
+        let authorities = listeners.iter().map(|listener| listener.authority().clone()).collect();
+        let (mut accepting, mut socket_files) = (Vec::new(), Vec::new());
+        for listener in listeners {
+            let (socket, file) = listener.into_parts();
+            socket_files.extend(file);
+            let (server, workers, broken) = (Arc::clone(&server), Rc::clone(workers), broken.clone());
+            accepting.push(reactor::spawn_joinable(async move {
+                if let Err(error) = server.listen(socket.into(), workers).await {
+                    broken(anyhow!("connections cannot be accepted any more: {error} (restart weir)"));
+                }
+            }));
+        }
+        let (accepting, socket_files) = (RefCell::new(accepting), RefCell::new(socket_files));
+        Rc::new(Self { authorities, server, accepting, _workers: Rc::clone(workers), socket_files })
+    }
+
+    /// The server behind the sockets.
+    pub(crate) fn server(&self) -> &Arc<nbd::Server> {
+        &self.server
+    }
+
+    /// Where it listens, as text: `unix:PATH` or `HOST:PORT`, the first where there are several.
+    pub(crate) fn address(&self) -> String {
+        self.authorities.first().map(Authority::to_string).unwrap_or_default()
+    }
+
+    /// The URIs of an export here; one for each address.
+    pub(crate) fn uris(&self, export: &str, tls: &Tls) -> Vec<String> {
+        let mut uris: Vec<_> = self.authorities.iter().map(|authority| authority.uri(export, tls)).collect();
+        // A host name may stand for two addresses, which are one for those who use the name.
+        uris.dedup();
+        uris
+    }
+
+    /// Lets nobody in any more, and removes the files of its sockets, so that the next daemon need not wonder.
+    pub(crate) fn close(&self) {
+        self.accepting.take();
+        self.socket_files.take();
+    }
+
+    /// Lets every client finish what it has in flight; returns when the last is gone.
+    pub(crate) async fn stop(&self) {
+        self.close();
+        self.server.stop().await;
+    }
+}

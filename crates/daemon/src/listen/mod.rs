@@ -1,0 +1,196 @@
+//! Sockets that clients connect to: bound to an address, or passed by the service manager.
+//!
+//! Only listening sockets come out; who accepts and what is spoken is not known here.
+
+mod inherited;
+mod unix;
+mod uri;
+
+use std::{
+    io::{self, ErrorKind},
+    net::{SocketAddr, TcpListener, ToSocketAddrs as _},
+    os::fd::OwnedFd,
+    path::Path,
+    thread,
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context as _, anyhow, bail};
+pub(crate) use inherited::Inherited;
+use settings::{Address, Endpoint};
+pub(crate) use unix::SocketFile;
+pub(crate) use uri::Authority;
+
+/// A listening socket.
+#[derive(Debug)]
+pub(crate) struct Listener {
+    socket: OwnedFd,
+    authority: Authority,
+    /// Removes the file of a Unix socket that was made here.
+    file: Option<SocketFile>,
+}
+
+impl Listener {
+    /// How clients reach it.
+    pub(crate) fn authority(&self) -> &Authority {
+        &self.authority
+    }
+
+    /// The socket, and what removes its file when it is dropped.
+    pub(crate) fn into_parts(self) -> (OwnedFd, Option<SocketFile>) {
+        (self.socket, self.file)
+    }
+}
+
+/// The sockets of an endpoint. Those of the service manager can be had once.
+///
+/// # Errors
+/// As [`bind`], or if what was passed is not a listening socket.
+pub(crate) fn open(endpoint: &Endpoint, inherited: &mut Option<Inherited>) -> anyhow::Result<Vec<Listener>> {
+    match endpoint {
+        Endpoint::Address(address) => bind(address),
+        Endpoint::Inherited => inherited.take().context("the inherited sockets are in use")?.into_listeners(),
+    }
+}
+
+/// A Unix socket that only its owner and root may connect to.
+///
+/// # Errors
+/// As [`open`].
+pub(crate) fn private(path: &Path) -> anyhow::Result<Listener> {
+    let bound = unix::bind_private(path);
+    let (listener, file) = bound.with_context(|| Address::Unix(path.to_owned()).to_string())?;
+    let authority = Authority::of_unix(file.path());
+    Ok(Listener { socket: listener.into(), authority, file: Some(file) })
+}
+
+/// How long an address may outlive the process that listened there: what a process had in flight on an io_uring is ended after it
+/// is gone, and keeps its sockets open until then (measured: 10 ms after a kill).
+const AFTERLIFE: Duration = Duration::from_millis(500);
+/// How often it is tried again. The kernel tells nobody when such a socket goes.
+const TRY_AGAIN: Duration = Duration::from_millis(50);
+
+/// Tries again for a moment what fails because an address is in use.
+fn patiently<T>(mut attempt: impl FnMut() -> io::Result<T>) -> io::Result<T> {
+    let until = Instant::now() + AFTERLIFE;
+    loop {
+        match attempt() {
+            Err(error) if error.kind() == ErrorKind::AddrInUse && Instant::now() < until => {
+                thread::sleep(TRY_AGAIN);
+            }
+            result => return result,
+        }
+    }
+}
+
+/// Listens on an address: one socket, or one for each address that a host name resolves to. An address that is in use is
+/// tried again for a moment, so that a daemon that crashed can be started again at once.
+///
+/// # Errors
+/// If the address is in use, not this machine's, not permitted, or its name unknown.
+fn bind(address: &Address) -> anyhow::Result<Vec<Listener>> {
+    match address {
+        Address::Unix(path) => {
+            let (listener, file) = unix::bind(path).with_context(|| address.to_string())?;
+            Ok(vec![Listener {
+                socket: listener.into(),
+                authority: Authority::of_unix(file.path()),
+                file: Some(file),
+            }])
+        }
+        Address::Tcp { host, port } => tcp(address, host, *port),
+    }
+}
+
+fn tcp(address: &Address, host: &str, port: u16) -> anyhow::Result<Vec<Listener>> {
+    let resolved = (host, port).to_socket_addrs();
+    let resolved = resolved
+        .map_err(|error| anyhow!("{address}: the host name is not known: {error} (use an IP address)"))?;
+    let mut addresses: Vec<SocketAddr> = resolved.collect();
+    addresses.dedup();
+    let mut listeners = Vec::new();
+    // Any free port is chosen once, so that every address of the name has the same.
+    let mut chosen = port;
+    let mut absent = None;
+    for mut one in addresses {
+        one.set_port(chosen);
+        match patiently(|| TcpListener::bind(one)) {
+            Ok(listener) => {
+                chosen = listener.local_addr()?.port();
+                listeners.push(Listener {
+                    socket: listener.into(),
+                    authority: Authority::of_tcp(host, chosen),
+                    file: None,
+                });
+            }
+            // A name may stand for IPv6 where the machine has none; its other addresses will do.
+            Err(error) if is_absent(&error) => absent = Some(error),
+            Err(error) => return Err(refused(address, chosen, &error)),
+        }
+    }
+    if listeners.is_empty() {
+        match absent {
+            Some(error) => {
+                bail!("{address}: not an address of this machine: {error} (`ip address` lists them)")
+            }
+            None => bail!("{address}: the host name has no address (use an IP address)"),
+        }
+    }
+    Ok(listeners)
+}
+
+fn is_absent(error: &io::Error) -> bool {
+    error.kind() == ErrorKind::AddrNotAvailable || error.raw_os_error() == Some(nix::libc::EAFNOSUPPORT)
+}
+
+fn refused(address: &Address, port: u16, error: &io::Error) -> anyhow::Error {
+    match error.kind() {
+        ErrorKind::AddrInUse => anyhow!(
+            "{address}: the port is in use by another program (`ss -ltnp 'sport = {port}'` shows which; stop it, or choose another port with --nbd)"
+        ),
+        ErrorKind::PermissionDenied => {
+            anyhow!(
+                "{address}: {error} (ports below 1024 need CAP_NET_BIND_SERVICE; choose another with --nbd)"
+            )
+        }
+        _ => anyhow!("{address}: cannot listen: {error}"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::TcpStream;
+
+    use super::*;
+
+    #[test]
+    fn a_free_port_is_the_same_on_every_address_of_a_name() {
+        let listeners = bind(&"localhost:0".parse().unwrap()).unwrap();
+        let first = listeners[0].authority().to_string();
+        assert!(listeners.iter().all(|listener| listener.authority().to_string() == first));
+        let port: u16 = first.rsplit_once(':').unwrap().1.parse().unwrap();
+        assert_ne!(port, 0);
+        TcpStream::connect(("localhost", port)).unwrap();
+    }
+
+    #[test]
+    fn a_port_in_use_says_who_could_tell() {
+        let taken = TcpListener::bind("127.0.0.1:0").unwrap();
+        let port = taken.local_addr().unwrap().port();
+        let error = bind(&format!("127.0.0.1:{port}").parse().unwrap()).unwrap_err();
+        assert_eq!(
+            error.to_string(),
+            format!(
+                "127.0.0.1:{port}: the port is in use by another program (`ss -ltnp 'sport = {port}'` shows which; \
+                 stop it, or choose another port with --nbd)"
+            )
+        );
+    }
+
+    #[test]
+    fn an_address_of_another_machine_is_refused() {
+        // From the block that RFC 5737 keeps for documentation.
+        let error = bind(&"192.0.2.1:10809".parse().unwrap()).unwrap_err().to_string();
+        assert!(error.starts_with("192.0.2.1:10809: not an address of this machine: "), "{error}");
+    }
+}

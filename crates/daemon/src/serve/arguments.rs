@@ -1,0 +1,290 @@
+//! The options of `weir serve`, and the draft that they make.
+//!
+//! Values are parsed by the same functions as the config file's, and rules between them are the plan's: here is only
+//! which options there are, what they say of themselves, and which cannot go with `--config`.
+
+use std::path::PathBuf;
+
+use block::storage::{CacheMode, Format, delay::DelayOptions, fault::FaultRule, rate::RateOptions};
+use clap::Args;
+use policy::throttle::Setting;
+use settings::{
+    Address, DiskDraft, Draft, GroupDraft, Image, LogFormat, Place, PrefetchDraft, Qcow2Draft, Said,
+    ServiceDraft, SettingsDraft, TlsDraft, TlsMode, Wrong,
+    arguments::{CacheArgs, LimitArgs, LongArgs, Qcow2Args, ShareArgs},
+    log,
+};
+
+/// Shown below the options.
+pub const EXAMPLES: &str = "\
+Examples:
+  weir serve vm1.raw
+      The image at nbd://localhost, as `qemu-nbd vm1.raw` would, for any number of clients.
+  weir serve vm1.raw --cache none --nbd unix:/run/vm1.sock \\
+      --iops-total 1000 --iops-total-max 5000 --iops-total-max-length 5
+      1000 operations per second, after idle time 5000 for up to 5 seconds.
+  weir serve a.raw b.raw --group tenant --bps-total 100M
+      Two disks, nbd://localhost/a and nbd://localhost/b, that share 100 MiB per second.
+  weir serve vm1.raw --iops-total 1000 --watermark 90 --qmp unix:/run/weir/qmp.sock
+      1000 operations per second once the device is nine tenths busy; limits can be changed at the socket.
+  nbdinfo -- [ weir serve --read-only vm1.raw ]
+      On the socket that the caller passes.
+  weir serve --config /etc/weir.toml
+      Many disks; docs/reference/config.md lists the keys.
+
+Sizes take K, M, G or T (powers of 1024), times ns, us, ms or s.
+SIGTERM and SIGINT finish what is in flight, flush and exit with status 0; a second one exits at once with status 1.
+Exit status: 0 ended as asked, 1 failed, 2 wrong use of the command line.";
+
+/// What `weir serve` is told.
+#[derive(Debug, Args)]
+pub struct ServeArgs {
+    /// Take the disks from this file; options of an image, its limits and devices to imitate are then its keys
+    #[arg(long, value_name = "FILE", conflicts_with_all = CacheArgs::OPTIONS.into_iter().chain(Setting::ALL.map(Setting::name)))]
+    pub(crate) config: Option<PathBuf>,
+    #[command(flatten)]
+    image: ImageArgs,
+    #[command(flatten)]
+    qcow2: Qcow2Args,
+    #[command(flatten)]
+    prefetch: LongArgs<true>,
+    #[command(flatten)]
+    limits: LimitArgs,
+    #[command(flatten)]
+    shares: ShareArgs,
+    #[command(flatten)]
+    network: NetworkArgs,
+    #[command(flatten)]
+    tls: TlsArgs,
+    #[command(flatten)]
+    imitate: ImitateArgs,
+    #[command(flatten)]
+    process: ProcessArgs,
+    #[command(flatten)]
+    log: LogArgs,
+}
+
+#[derive(Debug, Args)]
+#[command(next_help_heading = "Image")]
+struct ImageArgs {
+    /// A file, a block device, memory:SIZE or null:SIZE; several are several disks
+    #[arg(value_name = "IMAGE", value_parser = settings::read::<Image>, display_order = 0, required_unless_present = "config", conflicts_with = "config")]
+    images: Vec<Image>,
+    /// How the image's bytes are laid out: raw or qcow2 [default: found by probing, where that is safe]
+    #[arg(long, value_name = "FORMAT", value_parser = settings::read::<Format>, conflicts_with = "config")]
+    format: Option<Format>,
+    /// The host's page cache: writeback, writethrough, none, directsync or unsafe [default: writeback]
+    #[arg(long, value_name = "MODE", value_parser = settings::read::<CacheMode>, conflicts_with = "config")]
+    cache: Option<CacheMode>,
+    /// Refuse writes
+    #[arg(long, conflicts_with = "config")]
+    read_only: bool,
+    /// Read an image that somebody else has locked for writing; needs --read-only
+    #[arg(long, conflicts_with = "config")]
+    force_share: bool,
+    /// The disk's name, which clients ask for; once for each IMAGE [default: the file's, without its extension]
+    #[arg(long, value_name = "NAME", conflicts_with = "config")]
+    name: Vec<String>,
+    /// What clients are told about the disk; once for each IMAGE
+    #[arg(long, value_name = "TEXT", conflicts_with = "config")]
+    description: Vec<String>,
+    /// Put the disks into one group, which limits, reservations and watermark are then for: they share them
+    #[arg(long, value_name = "GROUP", conflicts_with = "config")]
+    group: Option<String>,
+}
+
+#[derive(Debug, Args)]
+#[command(next_help_heading = "Network")]
+struct NetworkArgs {
+    /// Serve NBD at unix:PATH or HOST:PORT; repeatable [default: inherited sockets, else localhost:10809]
+    #[arg(long, value_name = "ADDRESS")]
+    nbd: Vec<Address>,
+    /// Clients at a time at each address; 0 is any number [default: 100]
+    #[arg(long, value_name = "N", value_parser = settings::connections)]
+    max_connections: Option<u32>,
+    /// Take commands of QEMU's machine protocol at unix:PATH, from root and the daemon's own user; repeatable
+    #[arg(long, value_name = "unix:PATH", value_parser = settings::socket)]
+    qmp: Vec<PathBuf>,
+}
+
+#[derive(Debug, Args)]
+#[command(next_help_heading = "TLS")]
+struct TlsArgs {
+    /// Encrypt: off, on (where the client asks) or required [default: off]
+    #[arg(long, value_name = "MODE")]
+    tls: Option<TlsMode>,
+    /// Directory with server-cert.pem and server-key.pem, and ca-cert.pem to verify clients
+    #[arg(long, value_name = "DIR")]
+    tls_certificates: Option<PathBuf>,
+    /// Refuse clients without a certificate that ca-cert.pem signs
+    #[arg(long)]
+    tls_verify_peer: bool,
+    /// File of pre-shared keys, user:hexkey lines as psktool writes them
+    #[arg(long, value_name = "FILE")]
+    tls_psk: Option<PathBuf>,
+}
+
+#[derive(Debug, Args)]
+#[command(next_help_heading = "Devices to imitate")]
+struct ImitateArgs {
+    /// A slower device: each request takes longer, such as read=5ms,write=1ms,parallel=4
+    #[arg(long, value_name = "TIMES", value_parser = settings::read::<DelayOptions>, conflicts_with = "config")]
+    delay: Option<DelayOptions>,
+    /// A narrower device: so much passes per second, such as bytes=22M; with shared=NAME for all disks together
+    #[arg(long, value_name = "RATES", value_parser = settings::read::<RateOptions>, conflicts_with = "config")]
+    rate: Option<RateOptions>,
+    /// A failing device, such as kind=read,offset=1M-2M,error=EIO,count=3; repeatable
+    #[arg(long, value_name = "RULE", value_parser = settings::read::<FaultRule>, conflicts_with = "config")]
+    fault: Vec<FaultRule>,
+}
+
+#[derive(Debug, Args)]
+#[command(next_help_heading = "Process")]
+struct ProcessArgs {
+    /// Threads that do I/O, from 1 to 256 [default: one for each CPU, at most 8]
+    #[arg(long, value_name = "N", value_parser = settings::workers)]
+    workers: Option<usize>,
+    /// How long a thread looks for completions before it sleeps, at most 1s; 0 never polls [default: 0]
+    #[arg(long, value_name = "TIME", value_parser = settings::duration)]
+    poll: Option<std::time::Duration>,
+    /// Leave the process's number in this file while it serves
+    #[arg(long, value_name = "FILE")]
+    pid_file: Option<PathBuf>,
+    /// Refuse images outside of this directory, and those that name files outside of it
+    #[arg(long, value_name = "DIR")]
+    image_root: Option<PathBuf>,
+    /// Also run the bursts, watermarks and groups of these limits of control groups, as `weir cgroup watch` does
+    #[arg(long, value_name = "FILE")]
+    cgroup_limits: Option<PathBuf>,
+    /// Where `weir probe` left what devices can do [default: /var/lib/weir, or ~/.local/state/weir if not root]
+    #[arg(long, value_name = "DIR")]
+    state: Option<PathBuf>,
+}
+
+#[derive(Debug, Args)]
+#[command(next_help_heading = "Logging")]
+struct LogArgs {
+    /// off, error, warn, info, debug or trace, or for a part MODULE=LEVEL, separated by commas [default: info]
+    #[arg(long, value_name = "FILTER", value_parser = log::filter)]
+    log: Option<String>,
+    /// Lines for people or JSON objects: text or json [default: text]
+    #[arg(long, value_name = "FORMAT")]
+    log_format: Option<LogFormat>,
+}
+
+impl ServeArgs {
+    /// What was said on the command line; without disks if `--config` was given.
+    ///
+    /// # Errors
+    /// If there are more or fewer names than images.
+    pub(crate) fn into_draft(self) -> Result<Draft, Wrong> {
+        let Self { image, qcow2, prefetch, limits, shares, network, tls, imitate, process, log, .. } = self;
+        let of_disk = if image.group.is_some() { shares.of_member() } else { shares.of_loner(&limits) };
+        Ok(Draft {
+            groups: image.groups(&shares.settings(&limits)),
+            disks: image.disks(&of_disk, &qcow2.draft(), &prefetch.draft(), &imitate)?,
+            service: service(network, tls, process, log),
+        })
+    }
+}
+
+impl ImageArgs {
+    fn groups(&self, settings: &SettingsDraft) -> Vec<GroupDraft> {
+        let group = |name: &String| GroupDraft {
+            name: Said::new(name.clone(), Place::option("group", name)),
+            settings: settings.clone(),
+            group: None,
+        };
+        self.group.iter().map(group).collect()
+    }
+
+    fn disks(
+        &self,
+        settings: &SettingsDraft,
+        qcow2: &Qcow2Draft,
+        prefetch: &PrefetchDraft,
+        imitate: &ImitateArgs,
+    ) -> Result<Vec<DiskDraft>, Wrong> {
+        for (option, given) in [("name", self.name.len()), ("description", self.description.len())] {
+            let images = self.images.len();
+            if given != 0 && given != images {
+                let rule =
+                    format!("given {given} times for {images} images (give one for each, in their order)");
+                return Err(Place::new(format!("--{option}")).wrong(rule));
+            }
+        }
+        Ok(self
+            .images
+            .iter()
+            .enumerate()
+            .map(|(index, image)| self.disk(index, image, settings, qcow2, prefetch, imitate))
+            .collect())
+    }
+
+    fn disk(
+        &self,
+        index: usize,
+        image: &Image,
+        settings: &SettingsDraft,
+        qcow2: &Qcow2Draft,
+        prefetch: &PrefetchDraft,
+        imitate: &ImitateArgs,
+    ) -> DiskDraft {
+        let image = Said::new(image.clone(), Place::new(image.to_string()));
+        let said = |option: &str, text: &String| Said::new(text.clone(), Place::option(option, text));
+        DiskDraft {
+            name: match self.name.get(index) {
+                Some(name) => said("name", name),
+                None => Said::new(image.value.default_name(), image.place.clone()),
+            },
+            description: self.description.get(index).map(|text| said("description", text)),
+            format: self.format.map(|format| Said::new(format, Place::new("--format"))),
+            cache: self.cache.map(|cache| Said::new(cache, Place::new("--cache"))),
+            image,
+            qcow2: qcow2.clone(),
+            prefetch: prefetch.clone(),
+            read_only: self.read_only,
+            force_share: self.force_share.then(|| Place::new("--force-share")),
+            settings: settings.clone(),
+            group: self.group.as_ref().map(|name| said("group", name)),
+            delay: imitate.delay.map(|delay| Said::new(delay, Place::new("--delay"))),
+            rate: imitate.rate.as_ref().map(|rate| Said::new(rate.clone(), Place::new("--rate"))),
+            faults: imitate.fault.iter().map(|rule| Said::new(rule.clone(), Place::new("--fault"))).collect(),
+            exports: Vec::new(),
+        }
+    }
+}
+
+fn service(network: NetworkArgs, tls: TlsArgs, process: ProcessArgs, log: LogArgs) -> ServiceDraft {
+    fn said<T>(option: &'static str, value: Option<T>) -> Option<Said<T>> {
+        value.map(|value| Said::new(value, Place::new(format!("--{option}"))))
+    }
+    let address = |address: Address| Said { place: Place::option("nbd", &address), value: address };
+    let socket = |path: PathBuf| {
+        let place = Place::option("qmp", format_args!("unix:{}", path.display()));
+        Said { value: path, place }
+    };
+    ServiceDraft {
+        nbd: network.nbd.into_iter().map(address).collect(),
+        qmp: network.qmp.into_iter().map(socket).collect(),
+        workers: said("workers", process.workers),
+        poll: said("poll", process.poll),
+        max_connections: said("max-connections", network.max_connections),
+        tls: TlsDraft {
+            mode: said("tls", tls.tls),
+            certificates: said("tls-certificates", tls.tls_certificates),
+            verify_peer: said("tls-verify-peer", tls.tls_verify_peer.then_some(true)),
+            psk: said("tls-psk", tls.tls_psk),
+        },
+        log: said("log", log.log),
+        log_format: said("log-format", log.log_format),
+        pid_file: said("pid-file", process.pid_file),
+        state: said("state", process.state),
+        image_root: said("image-root", process.image_root),
+        cgroup_limits: said("cgroup-limits", process.cgroup_limits),
+    }
+}
+
+#[cfg(test)]
+#[path = "arguments_tests.rs"]
+mod tests;

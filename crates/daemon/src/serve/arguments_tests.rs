@@ -1,0 +1,228 @@
+//! What the command line accepts, and what it says to the rest.
+
+use clap::Parser as _;
+use policy::throttle::LimitKind;
+use settings::{Endpoint, Plan, Settings};
+
+use super::*;
+
+/// A command line of this command alone.
+#[derive(Debug, clap::Parser)]
+struct Line {
+    #[command(flatten)]
+    arguments: ServeArgs,
+}
+
+/// The plan of a command line after `weir serve`, or what is said on standard error after `weir: `.
+fn plan(line: &str) -> Result<Plan, String> {
+    let words = ["serve"].into_iter().chain(line.split_whitespace());
+    let Line { arguments } = Line::try_parse_from(words).map_err(|error| {
+        let text = error.render().to_string();
+        text.trim_start_matches("error: ").split("\n\n").next().unwrap_or_default().to_owned()
+    })?;
+    arguments.into_draft().and_then(|draft| Plan::new(draft, 0)).map_err(|wrong| wrong.to_string())
+}
+
+#[track_caller]
+fn check(line: &str, expect: &str) {
+    assert_eq!(plan(line).unwrap_err(), expect, "{line}");
+}
+
+#[test]
+fn an_image_is_enough() {
+    let plan = plan("vm1.raw").unwrap();
+    assert_eq!(plan.disks[0].image, "vm1.raw".parse().unwrap());
+    assert_eq!((plan.disks[0].settings, plan.disks[0].group), (Settings::default(), None));
+    assert_eq!(plan.servers[0].endpoint, Endpoint::Address(Address::standard()));
+    assert_eq!(plan.servers[0].exports[0].name, "vm1");
+}
+
+#[test]
+fn limits_carry_qemu_s_names() {
+    let plan =
+        plan("a --iops-total 1000 --iops-total-max 5000 --iops-total-max-length 5 --bps-write 10M").unwrap();
+    let limits = plan.disks[0].settings.limits;
+    let iops = limits.limit(LimitKind::IopsTotal);
+    assert_eq!((iops.rate, iops.burst_rate, iops.burst_length_s), (1000, 5000, 5));
+    assert_eq!(limits.limit(LimitKind::BpsWrite).rate, 10 << 20);
+}
+
+#[test]
+fn a_group_shares_the_limits_and_without_one_each_disk_has_them() {
+    let shared = plan("a b --group g --iops-total 10").unwrap();
+    assert_eq!(shared.groups.len(), 1);
+    assert_eq!(shared.groups[0].settings.limits.limit(LimitKind::IopsTotal).rate, 10);
+    assert!(shared.disks.iter().all(|disk| disk.group == Some(0) && disk.settings == Settings::default()));
+    let apart = plan("a b --iops-total 10").unwrap();
+    assert!(apart.groups.is_empty());
+    assert!(apart.disks.iter().all(|disk| disk.group.is_none()));
+    assert!(apart.disks.iter().all(|disk| disk.settings == shared.groups[0].settings));
+}
+
+#[test]
+fn a_group_has_all_but_the_weight() {
+    let options = "--weight 300 --iops-reservation 50 --bps-reservation 1M --watermark 90";
+    let loner = plan(&format!("a {options}")).unwrap();
+    let all = Settings {
+        weight: 300,
+        iops_reservation: 50,
+        bps_reservation: 1 << 20,
+        watermark: 90,
+        ..Settings::default()
+    };
+    assert_eq!(loner.disks[0].settings, all);
+    let shared = plan(&format!("a b --group g {options}")).unwrap();
+    assert_eq!(shared.groups[0].settings, Settings { weight: 100, ..all });
+    let weighted = Settings { weight: 300, ..Settings::default() };
+    assert!(shared.disks.iter().all(|disk| disk.settings == weighted && disk.group == Some(0)));
+    check("a --weight 0", "--weight 0: is out of range; a weight is from 1 to 10000");
+    check("a --watermark 101", "--watermark 101: is out of range; a watermark is from 0 to 100 percent");
+}
+
+#[test]
+fn a_group_is_not_called_as_a_disk_is() {
+    check("a.raw --group a", "--group a: a disk is called \"a\" too, and commands take both (rename one)");
+}
+
+#[test]
+fn the_daemon_is_controlled_at_unix_sockets() {
+    let service = plan("a --qmp unix:/run/q --qmp unix:r --state /s").unwrap().service;
+    assert_eq!(service.qmp, [PathBuf::from("/run/q"), PathBuf::from("r")]);
+    assert_eq!(service.state, Some(PathBuf::from("/s")));
+    check("a --qmp unix:q --qmp unix:q", "--qmp unix:q: is given twice (remove one)");
+    check("a --qmp unix:q --nbd unix:q", "--qmp unix:q: disks are exported at this socket (use another)");
+    check(
+        "a --qmp localhost:4444",
+        "invalid value 'localhost:4444' for '--qmp <unix:PATH>': is not a Unix socket; write unix:PATH",
+    );
+}
+
+#[test]
+fn every_disk_is_served_at_every_address() {
+    let plan = plan("a b --nbd unix:/s --nbd localhost:0").unwrap();
+    assert_eq!(plan.servers.len(), 2);
+    assert!(plan.servers.iter().all(|server| server.exports.len() == 2));
+}
+
+#[test]
+fn names_are_given_to_the_images_in_order() {
+    let named = plan("memory:1 memory:1 --name x --name y --description one --description two").unwrap();
+    assert_eq!((named.disks[0].name.as_str(), named.disks[1].description.as_str()), ("x", "two"));
+    check("a b --name x", "--name: given 1 times for 2 images (give one for each, in their order)");
+    check(
+        "memory:1 memory:1",
+        "memory:1: another disk is called \"memory\" (give each a name of its own, with --name)",
+    );
+}
+
+#[test]
+fn limits_that_make_no_sense_are_refused() {
+    check(
+        "a --iops-total 1000 --iops-total-max 500",
+        "--iops-total-max 500: is below iops-total (1000); a burst rate must be at least the rate",
+    );
+    check(
+        "a --iops-total-max-length 0",
+        "--iops-total-max-length 0: is too short; a burst length must be at least 1 second",
+    );
+}
+
+#[test]
+fn values_that_make_no_sense_are_refused() {
+    check(
+        "a --cache fast",
+        "invalid value 'fast' for '--cache <MODE>': \
+         is not a cache mode (writeback, writethrough, none, directsync, unsafe)",
+    );
+    check(
+        "a --bps-total 10Q",
+        "invalid value '10Q' for '--bps-total <SIZE>': \
+         is not a size (a number of bytes, perhaps with K, M, G, T, P or E for powers of 1024: 512, 64K, 1.5G)",
+    );
+    check(
+        "a --max-connections 5000000000",
+        "invalid value '5000000000' for '--max-connections <N>': \
+         is too large; it may be 4294967295 at most, or 0 for any number",
+    );
+    check("a --workers 0", "--workers: is out of range; it is from 1 to 256");
+    check(
+        "a --force-share",
+        "--force-share: needs read-only; sharing an image that others write is for reading alone",
+    );
+    check("a --tls on", "--tls: has no credentials (set tls-certificates or tls-psk)");
+}
+
+#[test]
+fn what_is_read_ahead_is_every_disk_s() {
+    use policy::prefetch::{Mode, Settings};
+    assert_eq!(plan("a").unwrap().disks[0].prefetch, Settings::default());
+    let numbers = "--prefetch-memory 64M --prefetch-largest-request 1M --prefetch-window-min 64K \
+                   --prefetch-window-max 8M --prefetch-streams 7";
+    let expect = Settings {
+        mode: Mode::Off,
+        memory_bytes: 64 << 20,
+        largest_request_bytes: 1 << 20,
+        window_min_bytes: 64 << 10,
+        window_max_bytes: 8 << 20,
+        streams: 7,
+    };
+    let planned = plan(&format!("a b --prefetch off {numbers}")).unwrap();
+    assert!(planned.disks.iter().all(|disk| disk.prefetch == expect), "numbers are kept for later");
+    check("a --prefetch yes", "invalid value 'yes' for '--prefetch <MODE>': is none of on, off and auto");
+    check("a --prefetch-memory 4K", "--prefetch-memory 4K: is out of range; it may be from 256K to 1T");
+    check("a --prefetch-streams 0", "--prefetch-streams 0: is out of range; it may be from 1 to 4096");
+}
+
+#[test]
+fn options_of_qcow2_are_every_disk_s() {
+    let planned =
+        plan("a b --format qcow2 --l2-cache-size full --cache-clean-interval 5 --secret-fd 3").unwrap();
+    for disk in &planned.disks {
+        assert_eq!(disk.qcow2.caches.l2, Some(block::image::qcow2::L2Size::Full));
+        assert_eq!(disk.qcow2.caches.clean_interval.as_secs(), 5);
+        assert_eq!(disk.qcow2.secrets, [settings::SecretSource::Descriptor(3)]);
+    }
+    let refused = plan("a --format raw --refcount-cache-size 1M").unwrap_err();
+    assert_eq!(refused, "--refcount-cache-size: is for qcow2 images, and this one is raw (leave it out)");
+    assert!(plan("a --secret-file k --secret-fd 3").unwrap_err().contains("cannot be used with"));
+}
+
+#[test]
+fn a_config_file_excludes_what_it_says_itself() {
+    for (options, named) in [
+        ("a", "[IMAGE]..."),
+        ("--cache none", "--cache <MODE>"),
+        ("--iops-total 5", "--iops-total <N>"),
+        ("--group g", "--group <GROUP>"),
+        ("--weight 5", "--weight <N>"),
+        ("--watermark 5", "--watermark <PERCENT>"),
+        ("--delay read=1ms", "--delay <TIMES>"),
+        ("--l2-cache-size full", "--l2-cache-size <SIZE>"),
+        ("--secret-file key", "--secret-file <FILE>"),
+        ("--prefetch on", "--prefetch <MODE>"),
+        ("--prefetch-memory 1M", "--prefetch-memory <SIZE>"),
+    ] {
+        let refused = plan(&format!("--config f {options}")).unwrap_err();
+        let both = refused.contains("'--config <FILE>'") && refused.contains(&format!("'{named}'"));
+        assert!(both && refused.contains(" cannot be used with "), "{refused}");
+    }
+    let words = [
+        "serve",
+        "--config",
+        "f",
+        "--workers",
+        "2",
+        "--nbd",
+        "h:1",
+        "--log",
+        "debug",
+        "--qmp",
+        "unix:q",
+    ];
+    assert!(Line::try_parse_from(words).is_ok(), "what holds for the process goes with a file");
+}
+
+#[test]
+fn something_must_be_served() {
+    assert!(plan("").unwrap_err().starts_with("the following required arguments were not provided:"));
+}

@@ -1,0 +1,125 @@
+//! From a plan to the parts of the data path: opened images, groups, disks, servers.
+
+use std::{cell::Cell, path::Path, sync::Arc};
+
+use anyhow::Context as _;
+use block::{
+    disk::Disk,
+    export::nbd,
+    image::{
+        Image, Secret,
+        open::{ImageOptions, open},
+    },
+    layer::throttle::Group,
+    storage::{OpenOptions, Root, rate::Budgets},
+};
+use settings::{Credentials, Plan, Service, Tls, secret::Secrets};
+
+use crate::control::inventory::{Inventory, RunningDisk};
+
+/// Opens every image and puts it under its limits; all groups and disks are in the inventory then.
+///
+/// # Errors
+/// The first image that cannot be served, with the reason.
+pub(super) async fn disks(plan: &Plan, inventory: &Inventory) -> anyhow::Result<()> {
+    let mut groups = Vec::new();
+    for planned in &plan.groups {
+        let parent = planned.parent.map(|parent| &groups[parent]);
+        let group = Group::new(&planned.name, planned.settings.of_group(), parent)
+            .with_context(|| format!("group {}", planned.name))?;
+        inventory.add_group(&group)?;
+        groups.push(group);
+    }
+    for remark in plan.remarks() {
+        tracing::warn!(name = remark.name, "{}", remark.remark);
+    }
+    if let Some(path) = &plan.service.image_root {
+        inventory.confine(root(path)?);
+    }
+    let budgets = Budgets::default();
+    let mut secrets = Secrets::default();
+    for planned in &plan.disks {
+        let group = planned.group.map(|index| &groups[index]);
+        let own = planned.qcow2.secrets.iter().map(|source| secrets.get(source));
+        let own = own.collect::<anyhow::Result<_>>().with_context(|| format!("disk {}", planned.name))?;
+        let options = options(planned, &budgets, inventory.image_root().cloned(), own);
+        inventory.add_disk(disk(planned, group, options).await?)?;
+    }
+    Ok(())
+}
+
+fn root(path: &Path) -> anyhow::Result<Root> {
+    Root::open(path).with_context(|| format!("image root {}", path.display()))
+}
+
+/// Opens a disk's image.
+///
+/// # Errors
+/// If the image cannot be served, with the reason.
+async fn disk(
+    planned: &settings::Disk,
+    group: Option<&Arc<Group>>,
+    options: ImageOptions,
+) -> anyhow::Result<RunningDisk> {
+    let image = open(&planned.image.spec()?, options).await?;
+    if let (Image::Raw(_), Some(place)) = (&image, &planned.qcow2.said) {
+        return Err(place.wrong("is for qcow2 images, and this one is raw (leave it out)").into());
+    }
+    tracing::debug!(disk = planned.name, image = image.description(), "opened");
+    let disk = Disk::new(&planned.name, image, planned.settings.of_disk(), group)
+        .with_context(|| format!("disk {}", planned.name))?;
+    disk.prefetch().set(planned.prefetch).with_context(|| format!("disk {}", planned.name))?;
+    Ok(RunningDisk {
+        disk: Arc::new(disk),
+        image: planned.image.clone(),
+        cache: planned.cache,
+        caches: Cell::new(planned.qcow2.caches),
+        below: Vec::new(),
+    })
+}
+
+fn options(
+    disk: &settings::Disk,
+    budgets: &Budgets,
+    root: Option<Root>,
+    secrets: Vec<Secret>,
+) -> ImageOptions {
+    let storage = OpenOptions {
+        cache: disk.cache,
+        root,
+        format: disk.format,
+        read_only: disk.read_only,
+        force_share: disk.force_share,
+        delay: disk.delay,
+        rate: disk.rate.clone(),
+        budgets: budgets.clone(),
+        faults: disk.faults.clone(),
+    };
+    ImageOptions { storage, caches: disk.qcow2.caches, secrets, ..ImageOptions::default() }
+}
+
+/// What every server of this daemon allows its clients.
+pub(super) fn terms(service: &Service) -> nbd::Terms {
+    nbd::Terms {
+        // A count that does not fit is more than there can ever be.
+        max_connections: usize::try_from(service.max_connections).unwrap_or(usize::MAX),
+        ..nbd::Terms::default()
+    }
+}
+
+/// Whether TLS is required, and the keys; `None` without TLS.
+///
+/// # Errors
+/// If the keys cannot be used.
+pub(super) fn credentials(tls: &Tls) -> anyhow::Result<Option<nbd::Tls>> {
+    let (required, credentials) = match tls {
+        Tls::Off => return Ok(None),
+        Tls::On(credentials) => (false, credentials),
+        Tls::Required(credentials) => (true, credentials),
+    };
+    let keys = match credentials {
+        Credentials::Certificates { directory, verify_peer } => nbd::TlsServer::x509(directory, *verify_peer),
+        Credentials::PreShared(file) => nbd::TlsServer::psk(file),
+    };
+    Ok(Some(nbd::Tls { required, keys: keys.context("TLS")? }))
+}

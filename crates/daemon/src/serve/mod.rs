@@ -1,0 +1,314 @@
+//! `weir serve`: from what was said to a running daemon, and back to nothing.
+//!
+//! ```text
+//!   main thread     accepts, hears signals, sees to the end
+//!   worker threads  a reactor each; every connection lives on one of them
+//!   signals         waits for SIGTERM, SIGINT, SIGHUP and tells the main thread
+//! ```
+//!
+//! Everything that can be wrong with a plan shows before the first client is let in: images are opened and locked, keys
+//! are read and addresses bound first. Then the log says `ready`, the service manager is told, and the pid file is written.
+//!
+//! Never leaves what it acknowledged unwritten: at the end every disk is flushed, and a flush that fails is a failure.
+
+mod arguments;
+mod assemble;
+
+use std::{
+    path::{self, PathBuf},
+    rc::Rc,
+};
+
+use anyhow::{Context as _, anyhow};
+pub use arguments::{EXAMPLES, ServeArgs};
+use block::{
+    disk::Totals,
+    export::nbd,
+    reactor::{self, Polling, Worker},
+};
+use console::{
+    Failure, descriptors, logging, on_reactor,
+    signals::{Request, Signals},
+};
+use sd_notify::NotifyState;
+use settings::{Draft, Plan, Service, config, state::Store};
+
+use crate::{
+    control::{
+        bitmaps, held_back,
+        inventory::{End, Inventory, NewExport, RunningDisk},
+        qmp::{Control, Ending},
+        serving::Serving,
+    },
+    listen,
+    listen::Inherited,
+    pid_file::PidFile,
+};
+
+/// URIs in the line that says `ready`.
+const MOST_URIS_SHOWN: usize = 16;
+
+/// Serves until a signal ends it.
+///
+/// # Errors
+/// [`Failure::Usage`] where the command line contradicts itself, [`Failure::Failed`] for everything else.
+pub fn run(arguments: ServeArgs) -> Result<(), Failure> {
+    let inherited = Inherited::take();
+    // Whole, because it is told to clients, which may be somewhere else.
+    let config = arguments.config.as_deref().map(path::absolute).transpose()?;
+    let plan = plan(arguments, inherited.count())?;
+    logging::start(&plan.service.log);
+    let signals = Signals::block().context("signals cannot be blocked")?;
+    descriptors::raise_limit();
+    on_reactor(async move { Ok(Daemon::start(&plan, config, inherited, signals).await?.run().await?) })
+}
+
+fn plan(arguments: ServeArgs, inherited: usize) -> Result<Plan, Failure> {
+    let config = arguments.config.clone();
+    let said = arguments.into_draft().map_err(|wrong| Failure::Usage(wrong.into()))?;
+    match config {
+        None => Plan::new(said, inherited).map_err(|wrong| Failure::Usage(wrong.into())),
+        Some(path) => {
+            let file = config::load(&path)?;
+            let draft = Draft { service: said.service.or(file.service), ..file };
+            Ok(Plan::new(draft, inherited)?)
+        }
+    }
+}
+
+/// What the main thread hears of.
+enum Event {
+    Signal(Request),
+    /// Somebody on the main thread wants the end.
+    End(End),
+    /// Every connection has ended and every disk is flushed, or could not be.
+    Finished(anyhow::Result<()>),
+}
+
+/// A daemon that serves.
+struct Daemon {
+    inventory: Rc<Inventory>,
+    control: Rc<Control>,
+    /// Says who is held back by limits, until it is dropped.
+    _held_back: reactor::JoinHandle<()>,
+    _pid_file: Option<PidFile>,
+    /// Steers limits of control groups; at the end they hold as they are configured.
+    _cgroups: Option<cgroup::watch::Running>,
+    events: (async_channel::Sender<Event>, async_channel::Receiver<Event>),
+}
+
+impl Daemon {
+    /// Opens, binds and starts everything, and says so.
+    async fn start(
+        plan: &Plan,
+        config: Option<PathBuf>,
+        inherited: Inherited,
+        signals: Signals,
+    ) -> anyhow::Result<Self> {
+        let events = async_channel::unbounded();
+        let sender = events.0.clone();
+        signals
+            .forward(move |request| sender.try_send(Event::Signal(request)).is_ok())
+            .context("the thread that waits for signals")?;
+        let sender = events.0.clone();
+        // Nobody listens only when all ends anyway.
+        let ender = Rc::new(move |end| drop(sender.try_send(Event::End(end))));
+        let inventory = Inventory::new(config, ender);
+        assemble::disks(plan, &inventory).await?;
+        inventory.look_at_devices(plan.service.state.as_deref())?;
+        let tls = assemble::credentials(&plan.service.tls)?;
+        let workers = Rc::new(start_workers(&plan.service)?);
+        // Bound before anything is served, and heard once everything is: a command finds the daemon whole.
+        let sockets = plan.service.qmp.iter().map(|path| listen::private(path));
+        let sockets = sockets.collect::<anyhow::Result<_>>()?;
+        let cgroups = plan.service.cgroup_limits.as_deref();
+        let state = plan.service.state.as_deref();
+        let cgroups =
+            cgroups.map(|path| cgroup::watch::Running::start(path, Store::new(state))).transpose()?;
+        let uris = listen(plan, inherited, tls, &workers, &inventory).await?;
+        let control = Rc::new(Control::start(&inventory, sockets));
+        let pid_file = plan.service.pid_file.as_deref().map(PidFile::write).transpose()?;
+        announce(&uris);
+        let held_back = held_back::watch(&inventory);
+        Ok(Self { inventory, control, _held_back: held_back, _pid_file: pid_file, _cgroups: cgroups, events })
+    }
+
+    /// Waits for the end, and sees to it that it is orderly.
+    async fn run(self) -> anyhow::Result<()> {
+        let mut outcome = Ok(());
+        let mut ending = false;
+        loop {
+            // The daemon itself holds a sender, so there is always a next event.
+            match self.events.1.recv().await.context("the daemon's events ended")? {
+                Event::Signal(Request::HangUp) => {
+                    tracing::info!("SIGHUP ignored: there is nothing to reload");
+                }
+                Event::Signal(Request::End(signal)) if ending => {
+                    return Err(anyhow!(
+                        "{signal}: ended at once, as asked twice (check what was being written)"
+                    ));
+                }
+                Event::Signal(Request::End(signal)) => {
+                    ending = true;
+                    self.finish(signal, Ending::Signal);
+                }
+                Event::End(_) if ending => {}
+                Event::End(End::Asked) => {
+                    ending = true;
+                    self.finish("quit", Ending::Quit);
+                }
+                Event::End(End::Broken(error)) => {
+                    tracing::error!("{error:#}");
+                    outcome = Err(error);
+                    ending = true;
+                    self.finish("broken", Ending::Failure);
+                }
+                Event::Finished(result) => {
+                    self.sum_up();
+                    tracing::info!("stopped");
+                    return outcome.and(result);
+                }
+            }
+        }
+    }
+
+    /// Logs what each disk has done, for those that did anything.
+    fn sum_up(&self) {
+        for RunningDisk { disk, .. } in self.inventory.disks().iter().map(AsRef::as_ref) {
+            let totals = disk.totals();
+            if totals == Totals::default() {
+                continue;
+            }
+            tracing::info!(
+                disk = %disk.name(),
+                reads = totals.reads,
+                read_bytes = totals.read_bytes,
+                writes = totals.writes,
+                written_bytes = totals.written_bytes,
+                merged_requests = totals.merged_requests,
+                "served"
+            );
+        }
+    }
+
+    /// Starts the end: no more clients, what is in flight completes, disks are flushed. `signal` is why: a signal's name, or another word.
+    fn finish(&self, signal: &str, ending: Ending) {
+        tracing::info!(signal, connections = self.inventory.connections(), "stopping");
+        notify(&[NotifyState::Stopping]);
+        let servers = self.inventory.servers();
+        for serving in &servers {
+            serving.close();
+        }
+        let disks = self.inventory.disks();
+        for RunningDisk { disk, .. } in disks.iter().map(AsRef::as_ref) {
+            // What is in flight is to be finished, and a limit could hold it for hours. QEMU's drain lifts limits too.
+            disk.throttle().lift();
+        }
+        let control = Rc::clone(&self.control);
+        let control = reactor::spawn_joinable(async move { control.stop(ending).await });
+        let events = self.events.0.clone();
+        reactor::spawn(async move {
+            for serving in servers {
+                serving.stop().await;
+            }
+            control.await;
+            let result = flush_and_close(&disks).await;
+            let _ = events.try_send(Event::Finished(result));
+        });
+    }
+}
+
+/// Binds every address, then lets clients in; returns where they find what.
+async fn listen(
+    plan: &Plan,
+    inherited: Inherited,
+    tls: Option<nbd::Tls>,
+    workers: &Rc<Vec<Worker>>,
+    inventory: &Rc<Inventory>,
+) -> anyhow::Result<Vec<String>> {
+    let mut inherited = Some(inherited);
+    // All addresses first: where one cannot be had, no client should have seen the others.
+    let open = |server: &settings::Server| listen::open(&server.endpoint, &mut inherited);
+    let listeners: Vec<_> = plan.servers.iter().map(open).collect::<Result<_, _>>()?;
+    let mut uris = Vec::new();
+    for (planned, listeners) in plan.servers.iter().zip(listeners) {
+        let server = nbd::Server::new(tls.clone(), assemble::terms(&plan.service));
+        let ender = Rc::clone(inventory.ender());
+        let serving = Serving::start(server, listeners, workers, move |error| ender(End::Broken(error)));
+        inventory.add_server(&serving);
+        for export in &planned.exports {
+            uris.extend(serving.uris(&export.name, &plan.service.tls));
+            add_export(plan, export, &serving, inventory).await?;
+        }
+    }
+    Ok(uris)
+}
+
+async fn add_export(
+    plan: &Plan,
+    export: &settings::Export,
+    serving: &Rc<Serving>,
+    inventory: &Inventory,
+) -> anyhow::Result<()> {
+    let disk = &plan.disks[export.disk];
+    // The name is the id, unless a disk has the same name at several servers.
+    let id = match inventory.export(&export.name) {
+        Ok(_) => format!("{}@{}", export.name, serving.address()),
+        Err(_) => export.name.clone(),
+    };
+    let new = NewExport {
+        id,
+        name: export.name.clone(),
+        description: disk.description.clone(),
+        disk: disk.name.clone(),
+        read_only: disk.read_only,
+        bitmaps: bitmaps::of_image(&*inventory.disk(&disk.name)?, &disk.qcow2.bitmaps).await?,
+    };
+    Ok(inventory.add_export(serving, new)?)
+}
+
+/// Flushes every disk and closes its image, also those after one that fails, and reports the first failure.
+async fn flush_and_close(disks: &[Rc<RunningDisk>]) -> anyhow::Result<()> {
+    let mut outcome = Ok(());
+    for RunningDisk { disk, .. } in disks.iter().map(AsRef::as_ref) {
+        if let Err(error) = disk.flush().await {
+            tracing::error!(disk = %disk.name(), %error, "the last flush failed");
+            let name = disk.name();
+            outcome = outcome.and(Err(anyhow!(
+                "disk {name}: the last flush failed: {error} (what was written since the one before may be lost)"
+            )));
+            continue;
+        }
+        if let Err(error) = disk.close().await {
+            tracing::error!(disk = %disk.name(), %error, "closing the image failed");
+            let name = disk.name();
+            outcome = outcome.and(Err(anyhow!(
+                "disk {name}: its image could not be closed: {error} (`weir image check` tells what is left to mend)"
+            )));
+        }
+    }
+    outcome
+}
+
+fn start_workers(service: &Service) -> anyhow::Result<Vec<Worker>> {
+    let polling = Polling { limit: service.poll };
+    let start = |number: usize| Worker::start(&format!("worker {number}"), polling);
+    let workers: std::io::Result<_> = (0..service.workers).map(start).collect();
+    workers.context("a worker cannot be started (is kernel.io_uring_disabled set, or memory locked scarce?)")
+}
+
+fn announce(uris: &[String]) {
+    let shown = uris[..uris.len().min(MOST_URIS_SHOWN)].join(" ");
+    match uris.len().saturating_sub(MOST_URIS_SHOWN) {
+        0 => tracing::info!(exports = %shown, "ready"),
+        more => tracing::info!(exports = %shown, more, "ready"),
+    }
+    notify(&[NotifyState::Ready]);
+}
+
+/// Tells the service manager, if there is one.
+fn notify(state: &[NotifyState<'_>]) {
+    if let Err(error) = sd_notify::notify(state) {
+        tracing::warn!(%error, "the service manager at NOTIFY_SOCKET cannot be told");
+    }
+}

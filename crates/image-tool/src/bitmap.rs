@@ -1,0 +1,193 @@
+//! `weir image bitmap`: the persistent bitmaps of a qcow2 image, with the options of `qemu-img bitmap`.
+
+use std::path::PathBuf;
+
+use anyhow::{Context as _, anyhow};
+use block::image::qcow2::{Qcow2, bitmap::DirtyBits};
+use clap::{ArgAction, ArgMatches, Args, FromArgMatches};
+use console::Failure;
+
+use super::{
+    on_reactor,
+    opening::{self, Format, How},
+};
+
+/// Shown below the options.
+pub(super) const EXAMPLES: &str = "\
+Examples:
+  weir image bitmap --add -g 64K vm1.qcow2 since-monday
+      Record from now on what is written.
+  weir image bitmap --disable --merge monday --merge tuesday vm1.qcow2 week
+      Stop recording in week, and mark there what the two others mark; in this order.
+  weir image bitmap --remove vm1.qcow2 since-monday
+
+A bitmap that was not stored by who used the image last may be wrong; it can only be removed.
+Exit status: 0 done, 1 failed, 2 wrong use of the command line.";
+
+/// What is done to a bitmap.
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum Action {
+    Add,
+    Remove,
+    Clear,
+    Enable,
+    Disable,
+    Merge(String),
+}
+
+/// What `weir image bitmap` is told, but for the actions.
+#[derive(Debug, Args)]
+struct Options {
+    /// The image
+    #[arg(value_name = "FILE")]
+    file: PathBuf,
+    /// The bitmap's name
+    #[arg(value_name = "BITMAP")]
+    bitmap: String,
+    /// Bytes for which a new bitmap has a bit, a power of two [default: a cluster, at least 4K]
+    #[arg(short, long, value_name = "SIZE", value_parser = settings::size, requires = "add")]
+    granularity: Option<u64>,
+    /// The image that has the bitmaps to merge [default: the same]
+    #[arg(short = 'b', long, value_name = "FILE")]
+    source_file: Option<PathBuf>,
+    /// Its format: qcow2
+    #[arg(short = 'F', long, value_name = "FORMAT", requires = "source_file")]
+    source_format: Option<Format>,
+    /// The image's format: qcow2
+    #[arg(short, long, value_name = "FORMAT")]
+    format: Option<Format>,
+}
+
+#[derive(Debug, Args)]
+#[group(required = true, multiple = true)]
+#[command(next_help_heading = "Actions, in their order")]
+struct Actions {
+    /// Add it, recording
+    #[arg(long, action = ArgAction::Count)]
+    add: u8,
+    /// Remove it
+    #[arg(long, action = ArgAction::Count)]
+    remove: u8,
+    /// Have it mark nothing
+    #[arg(long, action = ArgAction::Count)]
+    clear: u8,
+    /// Have it record what is written
+    #[arg(long, action = ArgAction::Count)]
+    enable: u8,
+    /// Have it record nothing
+    #[arg(long, action = ArgAction::Count)]
+    disable: u8,
+    /// Have it mark what this one marks too; repeatable
+    #[arg(long, value_name = "SOURCE")]
+    merge: Vec<String>,
+}
+
+/// What `weir image bitmap` is told.
+#[derive(Debug)]
+pub struct Arguments {
+    options: Options,
+    actions: Vec<Action>,
+}
+
+impl FromArgMatches for Arguments {
+    fn from_arg_matches(matches: &ArgMatches) -> Result<Self, clap::Error> {
+        let options = Options::from_arg_matches(matches)?;
+        let plain = [
+            ("add", Action::Add),
+            ("remove", Action::Remove),
+            ("clear", Action::Clear),
+            ("enable", Action::Enable),
+            ("disable", Action::Disable),
+        ];
+        let mut actions: Vec<(usize, Action)> = Vec::new();
+        for (name, action) in plain {
+            if matches.get_count(name) > 0 {
+                actions.extend(matches.indices_of(name).into_iter().flatten().map(|at| (at, action.clone())));
+            }
+        }
+        let merges = matches.get_many::<String>("merge").into_iter().flatten();
+        let places = matches.indices_of("merge").into_iter().flatten();
+        actions.extend(places.zip(merges).map(|(at, source)| (at, Action::Merge(source.clone()))));
+        actions.sort_by_key(|(at, _)| *at);
+        Ok(Self { options, actions: actions.into_iter().map(|(_, action)| action).collect() })
+    }
+
+    fn update_from_arg_matches(&mut self, matches: &ArgMatches) -> Result<(), clap::Error> {
+        *self = Self::from_arg_matches(matches)?;
+        Ok(())
+    }
+}
+
+impl Args for Arguments {
+    fn augment_args(command: clap::Command) -> clap::Command {
+        Actions::augment_args(Options::augment_args(command))
+    }
+
+    fn augment_args_for_update(command: clap::Command) -> clap::Command {
+        Self::augment_args(command)
+    }
+}
+
+/// Does what was asked for, in the order in which it was.
+///
+/// # Errors
+/// The first thing that cannot be done; what came before is.
+pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
+    let Arguments { options, actions } = arguments;
+    let name = options.file.display().to_string();
+    for (path, given) in
+        [(Some(&options.file), options.format), (options.source_file.as_ref(), options.source_format)]
+    {
+        let Some(path) = path else { continue };
+        if opening::format(path, given)? != Format::Qcow2 {
+            return Err(anyhow!(
+                "{}: raw images have no bitmaps (weir image convert -O qcow2 makes one that has)",
+                path.display()
+            )
+            .into());
+        }
+    }
+    if let Some(granularity) = options.granularity.filter(|size| !size.is_power_of_two()) {
+        return Err(Failure::Usage(anyhow!("--granularity {granularity}: is not a power of two")));
+    }
+    on_reactor(async move {
+        let storage = opening::storage(&options.file, How { write: true, ..How::default() })?;
+        let image = Qcow2::open_for_upkeep(storage).await.with_context(|| name.clone())?;
+        let done = act(&image, &options, &actions).await;
+        // What was done before an error stays.
+        let closed = image.close().await;
+        done.with_context(|| name.clone())?;
+        closed.with_context(|| name.clone())?;
+        Ok(())
+    })
+}
+
+async fn act(image: &Qcow2, options: &Options, actions: &[Action]) -> anyhow::Result<()> {
+    let bitmap = &options.bitmap;
+    for action in actions {
+        match action {
+            Action::Add => {
+                let cluster = image.header().cluster_bytes().max(4096);
+                let granularity = options.granularity.unwrap_or(cluster);
+                image.add_bitmap(bitmap, granularity.trailing_zeros()).await?;
+            }
+            Action::Remove => image.remove_bitmap(bitmap).await?,
+            Action::Clear => image.clear_bitmap(bitmap).await?,
+            Action::Enable => image.enable_bitmap(bitmap, true).await?,
+            Action::Disable => image.enable_bitmap(bitmap, false).await?,
+            Action::Merge(source) => {
+                let bits = source_bits(image, options, source).await?;
+                image.merge_bitmap(bitmap, &bits).await?;
+            }
+        }
+    }
+    Ok(())
+}
+
+async fn source_bits(image: &Qcow2, options: &Options, source: &str) -> anyhow::Result<DirtyBits> {
+    let Some(path) = &options.source_file else { return Ok(image.bitmap_bits(source).await?) };
+    let context = || path.display().to_string();
+    let storage = opening::storage(path, How::default())?;
+    let other = Qcow2::open_for_upkeep(storage).await.with_context(context)?;
+    other.bitmap_bits(source).await.with_context(context)
+}

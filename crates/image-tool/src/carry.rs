@@ -1,0 +1,118 @@
+//! `--bitmaps`: the persistent bitmaps of the disk that is copied, in the new image too.
+//!
+//! They are stored after the disk, when nobody writes to the new image any more, and record or do not as they did before. One that may be wrong
+//! stops the copy before it begins, unless it is to be left out.
+//!
+//! Never changes the source.
+
+use std::{path::Path, sync::Arc};
+
+use anyhow::{Context as _, anyhow, bail};
+use block::image::{
+    Image,
+    qcow2::{
+        Qcow2,
+        bitmap::{Entry, flag},
+    },
+};
+
+use super::opening::{self, How};
+
+/// The bitmaps of an image.
+#[derive(Debug)]
+pub(super) struct Carry {
+    source: Arc<Image>,
+    bitmaps: Vec<Entry>,
+}
+
+impl Carry {
+    /// Those of `source`, which is opened read-only and called `name`.
+    ///
+    /// # Errors
+    /// If it can have none, or one of them cannot be copied.
+    pub(super) async fn of(source: &Arc<Image>, name: &str, skip_broken: bool) -> anyhow::Result<Self> {
+        let Image::Qcow2(qcow2) = &**source else {
+            bail!("--bitmaps: {name}: raw images have no bitmaps (leave it away)");
+        };
+        let mut bitmaps = Vec::new();
+        for entry in qcow2.bitmaps().await.with_context(|| name.to_owned())? {
+            let bitmap = entry.name();
+            if entry.flags & flag::IN_USE == 0 {
+                check(&entry).with_context(|| format!("{name}: bitmap {bitmap:?}"))?;
+                bitmaps.push(entry);
+            } else if skip_broken {
+                console::complain(&anyhow!("{name}: bitmap {bitmap:?} may be wrong; it is left out"));
+            } else {
+                bail!(
+                    "{name}: bitmap {bitmap:?} was not stored by who used it last, and may be wrong (--skip-broken-bitmaps leaves it out, \
+                     `weir image bitmap --remove` removes it)"
+                );
+            }
+        }
+        Ok(Self { source: Arc::clone(source), bitmaps })
+    }
+
+    /// Whether the new image can have them, before anything is copied.
+    ///
+    /// # Errors
+    /// Why not.
+    pub(super) async fn check_target(&self, target: &Image) -> anyhow::Result<()> {
+        let Image::Qcow2(qcow2) = target else {
+            bail!("--bitmaps: raw images have no bitmaps (use -O qcow2)");
+        };
+        if qcow2.header().version < 3 {
+            bail!("--bitmaps: images of version 2 have no bitmaps (use compat=1.1)");
+        }
+        let (ours, theirs) = (qcow2.size_bytes(), self.source.size_bytes());
+        if ours != theirs {
+            bail!("--bitmaps: the disk has {ours} bytes, and the source's bitmaps are of {theirs}");
+        }
+        let there = qcow2.bitmaps().await?;
+        match self.bitmaps.iter().find(|entry| there.iter().any(|other| other.name == entry.name)) {
+            Some(entry) => bail!("--bitmaps: there is a bitmap {:?} already (remove it)", entry.name()),
+            None => Ok(()),
+        }
+    }
+
+    /// Stores them in the image at `path`, which is not open any more.
+    ///
+    /// # Errors
+    /// The first one that cannot be stored.
+    pub(super) async fn store(&self, path: &Path) -> anyhow::Result<()> {
+        if self.bitmaps.is_empty() {
+            return Ok(());
+        }
+        let image =
+            Qcow2::open_for_upkeep(opening::storage(path, How { write: true, ..How::default() })?).await?;
+        let stored = self.store_all(&image).await;
+        let closed = image.close().await;
+        stored?;
+        Ok(closed?)
+    }
+
+    async fn store_all(&self, image: &Qcow2) -> anyhow::Result<()> {
+        let Image::Qcow2(source) = &*self.source else { unreachable!("others have no bitmaps") };
+        for entry in &self.bitmaps {
+            let name = &*entry.name();
+            let context = || format!("bitmap {name:?}");
+            // It refuses what is too large to be in memory.
+            image.add_bitmap(name, entry.granularity_bits).await.with_context(context)?;
+            let bits = source.bitmap_bits(name).await.with_context(context)?;
+            image.merge_bitmap(name, &bits).await.with_context(context)?;
+            if entry.flags & flag::AUTO == 0 {
+                image.enable_bitmap(name, false).await.with_context(context)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+fn check(entry: &Entry) -> anyhow::Result<()> {
+    if std::str::from_utf8(&entry.name).is_err() {
+        bail!("its name is no text");
+    }
+    if !entry.extra.is_empty() && entry.flags & flag::EXTRA_COMPATIBLE == 0 {
+        bail!("has extra data that weir does not know");
+    }
+    Ok(())
+}

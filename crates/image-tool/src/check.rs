@@ -1,0 +1,193 @@
+//! `weir image check`: whether an image is consistent, with what `qemu-img check` prints and its exit statuses.
+//!
+//! Never writes unless a repair is asked for, and never while somebody else uses the image.
+
+use anyhow::{Context as _, anyhow};
+use block::{
+    image::qcow2::check::{Repair, Report, check},
+    storage::CacheMode,
+};
+use clap::Args;
+use console::Failure;
+use serde_json::{Value, json};
+
+use super::{
+    Output, on_reactor,
+    opening::{self, Format, How, Subject},
+    print,
+};
+
+/// Shown below the options.
+pub(super) const EXAMPLES: &str = "\
+Examples:
+  weir image check vm1.qcow2
+      What is wrong, and how much of the disk has a place.
+  weir image check --repair=leaks vm1.qcow2
+      Free what nothing refers to.
+  weir image check --repair vm1.qcow2
+      Mend everything that can be mended. What it costs is said: entries that point nowhere become unallocated.
+
+Exit status: 0 consistent, 1 not checked to the end, 2 corrupt, 3 leaks, 63 the format has nothing to check.
+A wrong command line exits with 2 as well, and prints usage.";
+
+/// Of a format without metadata: qemu-img's.
+const NOT_SUPPORTED: u8 = 63;
+
+/// What is repaired.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+enum What {
+    Leaks,
+    All,
+}
+
+/// What `weir image check` is told.
+#[derive(Debug, Args)]
+pub struct Arguments {
+    #[command(flatten)]
+    subject: Subject,
+    /// How to print
+    #[arg(long, value_name = "KIND", value_enum, default_value_t)]
+    output: Output,
+    /// Repair it: leaks, or all
+    #[arg(long, value_name = "WHAT", num_args = 0..=1, require_equals = true, default_missing_value = "all", conflicts_with = "short_repair")]
+    repair: Option<What>,
+    /// The same, as qemu-img has it
+    #[arg(short = 'r', value_name = "WHAT")]
+    short_repair: Option<What>,
+    /// The host's page cache: writeback, writethrough, none, directsync or unsafe [default: writeback]
+    #[arg(short = 'T', long, value_name = "MODE", value_parser = settings::read::<CacheMode>)]
+    cache: Option<CacheMode>,
+    /// Check it although somebody else writes to it
+    #[arg(short = 'U', long)]
+    force_share: bool,
+    /// Print nothing
+    #[arg(short, long)]
+    quiet: bool,
+}
+
+/// Checks, and says what was found.
+///
+/// # Errors
+/// If the image cannot be opened; [`Failure::Found`] with what was found.
+pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
+    let name = arguments.subject.name();
+    let format = arguments.subject.format()?;
+    if format == Format::Raw {
+        eprint(&format!("weir: {name}: raw images have nothing to check\n"));
+        return Err(Failure::Found(NOT_SUPPORTED));
+    }
+    let repair = match arguments.repair.or(arguments.short_repair) {
+        None => Repair::Nothing,
+        Some(What::Leaks) => Repair::Leaks,
+        Some(What::All) => Repair::All,
+    };
+    let write = repair != Repair::Nothing;
+    if write && arguments.force_share {
+        return Err(Failure::Usage(anyhow!(
+            "{name}: repairing it while somebody writes to it would ruin it (leave out -U)"
+        )));
+    }
+    let how = How {
+        write,
+        force_share: arguments.force_share,
+        cache: arguments.cache.unwrap_or_default(),
+        ..How::default()
+    };
+    let storage = opening::storage(&arguments.subject.file, how)?;
+    let report =
+        on_reactor(async move { Ok(check(&storage, repair).await) })?.with_context(|| name.clone())?;
+    if !arguments.quiet {
+        for finding in &report.findings {
+            eprint(&format!("{}\n", finding.replace(char::is_control, "?")));
+        }
+        if report.unsaid > 0 {
+            eprint(&format!("and {} more\n", report.unsaid));
+        }
+        print(&match arguments.output {
+            Output::Human => text(&report),
+            Output::Json => super::json(&json(&report, &name)),
+        })?;
+    }
+    status(&report)
+}
+
+fn status(report: &Report) -> Result<(), Failure> {
+    match report {
+        Report { check_errors: 1.., .. } => Err(Failure::Found(1)),
+        Report { corruptions: 1.., .. } => Err(Failure::Found(2)),
+        Report { leaks: 1.., .. } => Err(Failure::Found(3)),
+        _ => Ok(()),
+    }
+}
+
+fn eprint(text: &str) {
+    use std::io::Write as _;
+    // Where standard error is closed there is nobody to tell.
+    let _ = std::io::stderr().write_all(text.as_bytes());
+}
+
+/// As qemu-img prints it: what is zero is left out, but for the errors.
+fn json(report: &Report, name: &str) -> Value {
+    let mut json = json!({ "filename": name, "format": "qcow2", "check-errors": report.check_errors });
+    for (key, value) in [
+        ("image-end-offset", report.image_end_offset),
+        ("corruptions", report.corruptions),
+        ("leaks", report.leaks),
+        ("corruptions-fixed", report.corruptions_fixed),
+        ("leaks-fixed", report.leaks_fixed),
+        ("total-clusters", report.total_clusters),
+        ("allocated-clusters", report.allocated_clusters),
+        ("fragmented-clusters", report.fragmented_clusters),
+        ("compressed-clusters", report.compressed_clusters),
+    ] {
+        if value > 0 {
+            json[key] = value.into();
+        }
+    }
+    json
+}
+
+/// As qemu-img prints it.
+fn text(report: &Report) -> String {
+    let mut text = String::new();
+    if report.leaks_fixed + report.corruptions_fixed > 0 {
+        text += &format!(
+            "The following inconsistencies were found and repaired:\n\n    {} leaked clusters\n    {} corruptions\n\n\
+             Double checking the fixed image now...\n",
+            report.leaks_fixed, report.corruptions_fixed
+        );
+    }
+    if report.corruptions + report.leaks + report.check_errors == 0 {
+        text += "No errors were found on the image.\n";
+    }
+    if report.corruptions > 0 {
+        text += &format!(
+            "\n{} errors were found on the image.\n\
+             Data may be corrupted, or further writes to the image may corrupt it.\n",
+            report.corruptions
+        );
+    }
+    if report.leaks > 0 {
+        text += &format!(
+            "\n{} leaked clusters were found on the image.\nThis means waste of disk space, but no harm to data.\n",
+            report.leaks
+        );
+    }
+    if report.check_errors > 0 {
+        text += &format!("\n{} internal errors have occurred during the check.\n", report.check_errors);
+    }
+    let percent = |part: u64, whole: u64| part as f64 * 100.0 / whole as f64;
+    if report.total_clusters > 0 && report.allocated_clusters > 0 {
+        let (all, there) = (report.total_clusters, report.allocated_clusters);
+        text += &format!(
+            "{there}/{all} = {:.2}% allocated, {:.2}% fragmented, {:.2}% compressed clusters\n",
+            percent(there, all),
+            percent(report.fragmented_clusters, there),
+            percent(report.compressed_clusters, there)
+        );
+    }
+    if report.image_end_offset > 0 {
+        text += &format!("Image end offset: {}\n", report.image_end_offset);
+    }
+    text
+}

@@ -1,0 +1,173 @@
+//! `weir image commit`: moves what an image has itself down into its backing file, as `qemu-img commit` does.
+//!
+//! The backing file is complete and flushed before anything is taken out of the image: however it ends, a guest would see the same disk as
+//! before in the image.
+
+use std::{
+    path::{Path, PathBuf},
+    sync::Arc,
+};
+
+use anyhow::{Context as _, bail};
+use block::{
+    image::{Image, open::LONGEST_CHAIN},
+    storage::CacheMode,
+};
+use clap::Args;
+use console::Failure;
+
+use super::{
+    copy, disk,
+    keys::{KeyArgs, Keys},
+    on_reactor,
+    opening::{self, Format, How, Subject},
+    print,
+    progress::Talk,
+    source::Source,
+};
+
+/// Shown below the options.
+pub(super) const EXAMPLES: &str = "\
+Examples:
+  weir image commit -f qcow2 snapshot.qcow2
+      Into the backing file; the image is empty afterwards.
+  weir image commit -f qcow2 -d -b base.qcow2 newest.qcow2
+      Into an image further down, with what those in between have; newest.qcow2 stays as it is.
+
+Exit status: 0 done, 1 failed, 2 wrong use of the command line.";
+
+/// What `weir image commit` is told.
+#[derive(Debug, Args)]
+pub struct Arguments {
+    #[command(flatten)]
+    subject: Subject,
+    /// The image of the chain to move it into, with all that lies above; implies -d [default: the backing file]
+    #[arg(short, long, value_name = "FILE")]
+    base: Option<String>,
+    /// Leave the image as it is afterwards
+    #[arg(short, long)]
+    drop: bool,
+    /// The host's page cache: writeback, writethrough, none, directsync or unsafe
+    #[arg(short = 't', long, value_name = "MODE", default_value_t, value_parser = settings::read::<CacheMode>)]
+    cache: CacheMode,
+    /// Bytes to write per second at most
+    #[arg(short, long, value_name = "SIZE", value_parser = settings::size)]
+    rate_limit: Option<u64>,
+    #[command(flatten)]
+    keys: KeyArgs,
+    #[command(flatten)]
+    talk: Talk,
+}
+
+/// Requests at a time.
+const TASKS: usize = 8;
+/// Bytes that one task copies in one go.
+const UNIT: u64 = 1 << 20;
+
+/// Moves it.
+///
+/// # Errors
+/// If something cannot be opened, read or written.
+pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
+    let keys = arguments.keys.read()?;
+    on_reactor(async move {
+        let name = arguments.subject.name();
+        let layers = layers(&arguments).await?;
+        commit(&layers, &arguments, keys).await.with_context(|| name)?;
+        if !arguments.talk.quiet {
+            print("Image committed.\n")?;
+        }
+        Ok(())
+    })
+}
+
+/// An image of the chain, by name and format.
+type Layer = (PathBuf, Format);
+
+/// From the image itself down to the one that everything is moved into.
+async fn layers(arguments: &Arguments) -> anyhow::Result<Vec<Layer>> {
+    let subject = &arguments.subject;
+    let mut layers = vec![(subject.file.clone(), disk::format_of_chain(subject).await?)];
+    loop {
+        let (path, format) = layers.last().context("the first is there")?.clone();
+        let name = path.display().to_string();
+        let backing = match format {
+            Format::Raw => None,
+            Format::Qcow2 => disk::backing_in(&path, &disk::header_of(&path).await?)?,
+        };
+        let Some((below, below_format)) = backing else {
+            let what = match &arguments.base {
+                Some(base) => {
+                    format!("{base} is not behind it (`weir image info --backing-chain` shows what is)")
+                }
+                None => "has no backing file (there is nothing to commit to)".to_owned(),
+            };
+            bail!("{name}: {what}");
+        };
+        let is_base = arguments.base.as_deref().is_none_or(|base| opening::is_same(&below, Path::new(base)));
+        layers.push((below, below_format));
+        if is_base {
+            return Ok(layers);
+        }
+        if layers.len() == LONGEST_CHAIN {
+            bail!("{name}: the chain of backing files is longer than {LONGEST_CHAIN} images");
+        }
+    }
+}
+
+async fn commit(layers: &[Layer], arguments: &Arguments, mut keys: Keys) -> anyhow::Result<()> {
+    let Some(((base_path, base_format), above)) = layers.split_last() else { bail!("there is no image") };
+    let how = How { cache: arguments.cache, write: true, rate_bps: arguments.rate_limit, ..How::default() };
+    let mut sources = Vec::new();
+    for (index, (path, format)) in above.iter().enumerate() {
+        // Only the first one is written to. None is looked through: each has what it has itself.
+        let how = How { write: index == 0, alone: true, rate_bps: None, ..how };
+        sources.push((path.display().to_string(), disk::open(path, Some(*format), how, &mut keys).await?));
+    }
+    let base = disk::open(base_path, Some(*base_format), how, &mut keys).await?;
+    keys.check_used()?;
+    let size = sources.iter().map(|(_, image)| image.size_bytes()).max().unwrap_or(0);
+    if base.size_bytes() < size {
+        base.resize(size).await.with_context(|| format!("{}: cannot be made larger", base_path.display()))?;
+    }
+    let total = size * sources.len() as u64;
+    let progress = Arc::new(arguments.talk.progress("committing", total));
+    // From the lowest upwards, so that what is newer goes over what is older.
+    for source in sources.iter().rev() {
+        let source = Source::new([source.clone()]).only_top();
+        copy::copy(source, Arc::clone(&base), how_to_copy(), Arc::clone(&progress)).await?;
+    }
+    base.flush().await.with_context(|| format!("{}: cannot be flushed", base_path.display()))?;
+    base.close().await.with_context(|| format!("{}: cannot be completed", base_path.display()))?;
+    let (_, top) = &sources[0];
+    if !arguments.drop && arguments.base.is_none() {
+        empty(top).await?;
+    }
+    top.close().await?;
+    progress.end();
+    Ok(())
+}
+
+async fn empty(image: &Image) -> anyhow::Result<()> {
+    if let Image::Qcow2(qcow2) = image {
+        qcow2.make_empty().await.context("everything was committed, but the image could not be emptied")?;
+    }
+    Ok(())
+}
+
+fn how_to_copy() -> copy::How {
+    copy::How {
+        tasks: TASKS,
+        in_order: false,
+        compressed: false,
+        target_is_zero: false,
+        // What is zero in the image hides what is below: as zeroes, or as data that happens to be zero.
+        sparse: 65_536,
+        grain: 65_536,
+        // No more than the image has itself: around it, the backing file is right.
+        align: 1,
+        unit: UNIT,
+        salvage: false,
+        quiet: false,
+    }
+}

@@ -1,0 +1,364 @@
+//! `weir image compare`: whether two images hold the same, with the messages and exit statuses of `qemu-img compare`.
+//!
+//! What both say is zero is not read. Where one is longer, the rest of it must be zeroes, unless `-s` asks for the same size.
+
+use std::{
+    cell::{Cell, RefCell},
+    collections::VecDeque,
+    path::PathBuf,
+    rc::Rc,
+};
+
+use block::{reactor::spawn_joinable, storage::CacheMode};
+use clap::Args;
+use console::Failure;
+
+use super::{
+    copy::{Kind, is_zero},
+    disk,
+    keys::KeyArgs,
+    on_reactor,
+    opening::{Format, How},
+    print,
+    progress::{Progress, Talk},
+    source::Source,
+};
+
+/// Shown below the options.
+pub(super) const EXAMPLES: &str = "\
+Examples:
+  weir image compare -f raw -F qcow2 vm1.raw vm1.qcow2
+      Whether a guest would see the same.
+  weir image compare -s vm1.raw copy.raw
+      Whether size and holes are the same as well.
+
+Exit status: 0 the same, 1 different, 2 wrong use of the command line or an image that cannot be opened, 4 one that cannot be read.";
+
+/// What `weir image compare` is told.
+#[derive(Debug, Args)]
+pub struct Arguments {
+    /// One image
+    #[arg(value_name = "FILE1")]
+    first: PathBuf,
+    /// The other
+    #[arg(value_name = "FILE2")]
+    second: PathBuf,
+    /// The first one's format [default: as its signature says]
+    #[arg(short, long, value_name = "FORMAT")]
+    format: Option<Format>,
+    /// The second one's format [default: as its signature says]
+    #[arg(short = 'F', long, value_name = "FORMAT")]
+    second_format: Option<Format>,
+    /// The host's page cache: writeback, writethrough, none, directsync or unsafe
+    #[arg(short = 'T', long, value_name = "MODE", default_value_t, value_parser = settings::read::<CacheMode>)]
+    cache: CacheMode,
+    /// Sizes and what is allocated must be the same too
+    #[arg(short, long)]
+    strict: bool,
+    #[command(flatten)]
+    talk: Talk,
+    /// Read images although somebody else writes to them
+    #[arg(short = 'U', long)]
+    force_share: bool,
+    #[command(flatten)]
+    keys: KeyArgs,
+}
+
+/// qemu-img's status for images that differ.
+const DIFFERENT: u8 = 1;
+/// And for one that cannot be opened.
+const NOT_OPENED: u8 = 2;
+/// And for one that cannot be read.
+const NOT_READ: u8 = 4;
+/// Bytes that are compared in one go.
+const PIECE: u64 = 1 << 20;
+/// Pieces under way.
+const TASKS: usize = 8;
+
+/// Compares.
+///
+/// # Errors
+/// What keeps it from comparing; that they differ is [`Failure::Found`].
+pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
+    let mut keys = arguments.keys.read()?;
+    on_reactor(async move {
+        let how = How { cache: arguments.cache, force_share: arguments.force_share, ..How::default() };
+        let mut sources = Vec::new();
+        for (path, format) in
+            [(&arguments.first, arguments.format), (&arguments.second, arguments.second_format)]
+        {
+            let image = disk::open(path, format, how, &mut keys).await;
+            let image = image.map_err(|error| failed(&error, NOT_OPENED))?;
+            sources.push(Source::new([(path.display().to_string(), image)]));
+        }
+        keys.check_used()?;
+        let outcome = Comparison::of(&sources, arguments.strict, arguments.talk).await;
+        let verdict = outcome.map_err(|error| failed(&error, NOT_READ))?;
+        if !arguments.talk.quiet {
+            print(&verdict.text())?;
+        }
+        if verdict.is_same() { Ok(()) } else { Err(Failure::Found(DIFFERENT)) }
+    })
+}
+
+/// Says what is wrong, and leaves the exit status.
+fn failed(error: &anyhow::Error, status: u8) -> Failure {
+    console::complain(error);
+    Failure::Found(status)
+}
+
+/// What was found.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Verdict {
+    Same {
+        /// The longer one is longer by zeroes.
+        sizes_differ: bool,
+    },
+    Size,
+    Content {
+        at: u64,
+        sizes_differ: bool,
+    },
+    Status {
+        at: u64,
+    },
+}
+
+impl Verdict {
+    fn is_same(self) -> bool {
+        matches!(self, Self::Same { .. })
+    }
+
+    /// qemu-img's words.
+    fn text(self) -> String {
+        let warning = |differ| if differ { "Warning: Image size mismatch!\n" } else { "" };
+        match self {
+            Self::Same { sizes_differ } => format!("{}Images are identical.\n", warning(sizes_differ)),
+            Self::Size => "Strict mode: Image size mismatch!\n".to_owned(),
+            Self::Content { at, sizes_differ } => {
+                format!("{}Content mismatch at offset {at}!\n", warning(sizes_differ))
+            }
+            Self::Status { at } => format!("Strict mode: Offset {at} block status mismatch!\n"),
+        }
+    }
+}
+
+/// What the tasks share. The range both have is compared piece by piece; then what one has more.
+struct Comparison {
+    sources: [Source; 2],
+    progress: Progress,
+    /// Where the first difference was found so far. Tasks take pieces in order and finish what they took, so in the end it is the first.
+    different: Cell<Option<u64>>,
+    failed: RefCell<Option<anyhow::Error>>,
+    work: RefCell<VecDeque<Piece>>,
+}
+
+/// A range of which both are of one kind throughout; [`Kind::Below`] is what an image does not have, behind its end.
+#[derive(Clone, Copy, Debug)]
+struct Piece {
+    offset: u64,
+    length: u64,
+    kinds: [Kind; 2],
+}
+
+impl Comparison {
+    async fn of(sources: &[Source], strict: bool, talk: Talk) -> anyhow::Result<Verdict> {
+        let [first, second] = sources else { unreachable!("two images were opened") };
+        let sizes = [first.size_bytes(), second.size_bytes()];
+        let sizes_differ = sizes[0] != sizes[1];
+        if strict && sizes_differ {
+            return Ok(Verdict::Size);
+        }
+        let total = sizes[0].max(sizes[1]);
+        let progress = talk.progress("comparing", total);
+        let this = Rc::new(Self {
+            sources: [first.clone(), second.clone()],
+            progress,
+            different: Cell::new(None),
+            failed: RefCell::new(None),
+            work: RefCell::default(),
+        });
+        let mut walk = Walk::new(&this.sources);
+        let mut status = None;
+        while let Some(pieces) = walk.next().await? {
+            status = pieces
+                .iter()
+                .find(|piece| strict && piece.kinds[0] != piece.kinds[1])
+                .map(|piece| piece.offset);
+            this.compare(pieces).await?;
+            if status.is_some() || this.different.get().is_some() {
+                break;
+            }
+        }
+        this.progress.end();
+        Ok(match (this.different.get(), status) {
+            (Some(at), Some(status)) if status <= at => Verdict::Status { at: status },
+            (Some(at), _) => Verdict::Content { at, sizes_differ },
+            (None, Some(at)) => Verdict::Status { at },
+            (None, None) => Verdict::Same { sizes_differ },
+        })
+    }
+
+    /// Compares the pieces, several at a time.
+    async fn compare(self: &Rc<Self>, pieces: Vec<Piece>) -> anyhow::Result<()> {
+        self.work.borrow_mut().extend(pieces);
+        let tasks: Vec<_> = (0..TASKS).map(|_| spawn_joinable(Rc::clone(self).task())).collect();
+        for task in tasks {
+            task.await;
+        }
+        self.failed.borrow_mut().take().map_or(Ok(()), Err)
+    }
+
+    async fn task(self: Rc<Self>) {
+        loop {
+            let next = self.work.borrow_mut().pop_front();
+            let Some(piece) = next else { return };
+            match self.piece(piece).await {
+                Ok(None) => self.progress.advance(piece.length),
+                Ok(Some(at)) => {
+                    let earlier = self.different.get().unwrap_or(u64::MAX);
+                    self.different.set(Some(earlier.min(at)));
+                    self.work.borrow_mut().clear();
+                }
+                Err(error) => {
+                    self.failed.borrow_mut().get_or_insert(error);
+                    self.work.borrow_mut().clear();
+                }
+            }
+        }
+    }
+
+    /// Where the first difference in a piece is.
+    async fn piece(&self, piece: Piece) -> anyhow::Result<Option<u64>> {
+        let length = piece.length as usize;
+        let mut data = Vec::new();
+        for (source, kind) in self.sources.iter().zip(piece.kinds) {
+            if kind == Kind::Data {
+                data.push(source.read(piece.offset, length).await?);
+            }
+        }
+        let at = match &data[..] {
+            [] => None,
+            [one] if is_zero(one) => None,
+            [one] => one.iter().position(|&byte| byte != 0),
+            [one, other, ..] if one[..] == other[..] => None,
+            [one, other, ..] => one.iter().zip(&other[..]).position(|(one, other)| one != other),
+        };
+        Ok(at.map(|at| piece.offset + at as u64))
+    }
+}
+
+/// Goes through both images at once.
+struct Walk<'a> {
+    sources: &'a [Source; 2],
+    at: u64,
+    /// What is known of each from `at` on: lengths and kinds.
+    ahead: [VecDeque<(u64, Kind)>; 2],
+}
+
+impl<'a> Walk<'a> {
+    fn new(sources: &'a [Source; 2]) -> Self {
+        Self { sources, at: 0, ahead: Default::default() }
+    }
+
+    /// The next pieces; `None` at the end.
+    async fn next(&mut self) -> anyhow::Result<Option<Vec<Piece>>> {
+        let end = self.sources.iter().map(Source::size_bytes).max().unwrap_or(0);
+        if self.at == end {
+            return Ok(None);
+        }
+        for (source, ahead) in self.sources.iter().zip(&mut self.ahead) {
+            if ahead.is_empty() {
+                let left = source.size_bytes().saturating_sub(self.at);
+                if left == 0 {
+                    ahead.push_back((end - self.at, Kind::Below));
+                } else {
+                    ahead.extend(source.status(self.at, left).await?);
+                }
+            }
+        }
+        let mut pieces = Vec::new();
+        let [first, second] = &mut self.ahead;
+        while let (Some(one), Some(other)) = (first.front_mut(), second.front_mut()) {
+            let kinds = [one.1, other.1];
+            let whole = one.0.min(other.0);
+            let length = if kinds.contains(&Kind::Data) { whole.min(PIECE - self.at % PIECE) } else { whole };
+            pieces.push(Piece { offset: self.at, length, kinds });
+            self.at += length;
+            one.0 -= length;
+            other.0 -= length;
+            if one.0 == 0 {
+                first.pop_front();
+            }
+            if second.front().is_some_and(|other| other.0 == 0) {
+                second.pop_front();
+            }
+        }
+        Ok(Some(pieces))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{fs::File, os::unix::fs::FileExt as _, path::Path};
+
+    use super::*;
+    use crate::keys::Keys;
+
+    fn image(directory: &Path, name: &str, size: u64, data: &[(u64, &[u8])]) -> PathBuf {
+        let path = directory.join(name);
+        let file = File::create(&path).unwrap();
+        file.set_len(size).unwrap();
+        for (at, bytes) in data {
+            file.write_all_at(bytes, *at).unwrap();
+        }
+        path
+    }
+
+    fn verdict(first: PathBuf, second: PathBuf, strict: bool) -> Verdict {
+        on_reactor(async move {
+            let mut sources = Vec::new();
+            for path in [&first, &second] {
+                let mut keys = Keys::default();
+                let image = disk::open(path, Some(Format::Raw), How::default(), &mut keys).await?;
+                sources.push(Source::new([(String::new(), image)]));
+            }
+            Ok(Comparison::of(&sources, strict, Talk::default()).await?)
+        })
+        .unwrap()
+    }
+
+    #[test]
+    fn the_first_difference_is_found_wherever_it_is() {
+        let directory = tempfile::tempdir().unwrap();
+        let size = 20 << 20;
+        let one = image(directory.path(), "one", size, &[(5 << 20, &[1; 300])]);
+        for at in [0, (5 << 20) - 1, (5 << 20) + 299, size - 1] {
+            let other =
+                image(directory.path(), "other", size, &[(5 << 20, &[1; 300]), (size - 1, &[7]), (at, &[9])]);
+            let expect = Verdict::Content { at, sizes_differ: false };
+            assert_eq!(verdict(one.clone(), other, false), expect);
+        }
+    }
+
+    #[test]
+    fn zeroes_are_zeroes_whether_they_are_written_or_not() {
+        let directory = tempfile::tempdir().unwrap();
+        let one = image(directory.path(), "one", 3 << 20, &[(0, &[1])]);
+        let other = image(directory.path(), "other", 3 << 20, &[(0, &[1]), (1 << 20, &[0; 8192])]);
+        assert_eq!(verdict(one.clone(), other.clone(), false), Verdict::Same { sizes_differ: false });
+        assert_eq!(verdict(one, other, true), Verdict::Status { at: 1 << 20 });
+    }
+
+    #[test]
+    fn what_one_has_more_must_be_zeroes() {
+        let directory = tempfile::tempdir().unwrap();
+        let one = image(directory.path(), "one", 1 << 20, &[]);
+        let longer = image(directory.path(), "longer", 3 << 20, &[]);
+        let other = image(directory.path(), "other", 3 << 20, &[(2 << 20, &[0, 1])]);
+        assert_eq!(verdict(one.clone(), longer.clone(), false), Verdict::Same { sizes_differ: true });
+        assert_eq!(verdict(longer, one.clone(), true), Verdict::Size);
+        let expect = Verdict::Content { at: (2 << 20) + 1, sizes_differ: true };
+        assert_eq!(verdict(other, one, false), expect);
+    }
+}

@@ -1,0 +1,376 @@
+//! `weir image convert`: copies a disk into a new image, with the options of `qemu-img convert`.
+//!
+//! The new image gets its name when it is complete ([`unfinished`](super::unfinished)): whatever ends the command, nothing half-made has it.
+//!
+//! Compressed clusters are packed by all processors and written as they become ready; `-W` is about plain ones.
+
+use std::{
+    path::{Path, PathBuf},
+    sync::Arc,
+};
+
+use anyhow::{Context as _, anyhow, bail};
+use block::{
+    image::{Image, qcow2::header::Crypt},
+    storage::CacheMode,
+};
+use clap::Args;
+use console::{Failure, undo::Undo};
+
+use super::{
+    carry::Carry,
+    copy, create, disk,
+    encrypt::Encryption,
+    keys::{self, KeyArgs, Keys},
+    on_reactor,
+    opening::{self, Format, How},
+    options::Options,
+    pick::Pick,
+    print,
+    progress::Talk,
+    source::Source,
+    unfinished::Unfinished,
+};
+
+/// Shown below the options.
+pub(super) const EXAMPLES: &str = "\
+Examples:
+  weir image convert -O qcow2 vm1.raw vm1.qcow2
+      The same disk as qcow2. Holes and zeroes take no room in it.
+  weir image convert -f qcow2 -O qcow2 -c -o compression_type=zstd vm1.qcow2 archive.qcow2
+      Compressed, on all processors.
+  weir image convert -l before-upgrade -O qcow2 --bitmaps vm1.qcow2 vm2.qcow2
+      What the disk was when that snapshot was taken, with the bitmaps of incremental backups.
+  weir image convert -O qcow2 -o encrypt.format=luks --target-secret-file key vm1.raw vm1.qcow2
+      Encrypted; --secret-file opens a source that is.
+  weir image convert -f qcow2 -O raw -m 16 -W -p vm1.qcow2 /dev/vg/vm1
+      Onto a device, 16 requests at a time in any order, and how far it has come.
+
+The new image has its name once it is complete; until then, and if the command is interrupted, the name is what it was.
+Exit status: 0 copied, 1 failed, 2 wrong use of the command line.";
+
+/// What `weir image convert` is told.
+#[derive(Debug, Args)]
+pub struct Arguments {
+    /// What is copied, several one behind the other as one disk; and last where to
+    #[arg(value_name = "FILE")]
+    files: Vec<PathBuf>,
+    /// The source's format [default: as its signature says]
+    #[arg(short, long, value_name = "FORMAT")]
+    format: Option<Format>,
+    /// The new image's format
+    #[arg(short = 'O', long, value_name = "FORMAT", default_value = "raw")]
+    output_format: Format,
+    /// Options of the new image, such as cluster_size=2M,lazy_refcounts=on; help lists them
+    #[arg(short, value_name = "OPTIONS", conflicts_with = "no_create")]
+    options: Vec<String>,
+    /// Read this internal snapshot instead of the disk: its id or name, or snapshot.id=ID,snapshot.name=NAME
+    #[arg(short = 'l', long, value_name = "SNAPSHOT", value_parser = settings::read::<Pick>)]
+    snapshot: Option<Pick>,
+    /// Copy the persistent bitmaps too; from qcow2 to qcow2
+    #[arg(long)]
+    bitmaps: bool,
+    /// Leave out bitmaps that may be wrong
+    #[arg(long, requires = "bitmaps")]
+    skip_broken_bitmaps: bool,
+    /// Compress every cluster; qcow2 alone
+    #[arg(short, long)]
+    compress: bool,
+    /// The new image's backing file, whose content what the source does not have itself must be
+    #[arg(short = 'B', short_alias = 'b', long, value_name = "FILE", conflicts_with = "no_create")]
+    backing: Option<String>,
+    /// The backing file's format
+    #[arg(short = 'F', long, value_name = "FORMAT", requires = "backing")]
+    backing_format: Option<Format>,
+    /// Write into an image that is there
+    #[arg(short, long)]
+    no_create: bool,
+    /// That image reads as zeroes, so zeroes need not be written
+    #[arg(long, requires = "no_create")]
+    target_is_zero: bool,
+    /// Leave out zeroes in runs of at least so many bytes; 0 leaves out none, and the new image is allocated throughout
+    #[arg(short = 'S', long, value_name = "SIZE", default_value = "4K", value_parser = settings::size)]
+    sparse_size: u64,
+    /// Requests at a time, from 1 to 64
+    #[arg(short = 'm', long, value_name = "N", default_value_t = 8, value_parser = clap::value_parser!(u8).range(1..=64))]
+    parallel: u8,
+    /// Write in any order, which is faster; what was written first may then not lie first
+    #[arg(short = 'W', long)]
+    out_of_order: bool,
+    /// Bytes to write per second at most
+    #[arg(short, long, value_name = "SIZE", value_parser = settings::size)]
+    rate_limit: Option<u64>,
+    /// The page cache for the new image: writeback, writethrough, none, directsync or unsafe
+    #[arg(short = 't', long, value_name = "MODE", default_value = "unsafe", value_parser = settings::read::<CacheMode>)]
+    cache: CacheMode,
+    /// The page cache for the source
+    #[arg(short = 'T', long, value_name = "MODE", default_value_t, value_parser = settings::read::<CacheMode>)]
+    source_cache: CacheMode,
+    /// Write zeroes for what cannot be read, and say so
+    #[arg(long)]
+    salvage: bool,
+    /// Read the source although somebody else writes to it
+    #[arg(short = 'U', long)]
+    force_share: bool,
+    #[command(flatten)]
+    keys: KeyArgs,
+    #[command(flatten)]
+    target_keys: TargetKeyArgs,
+    #[command(flatten)]
+    talk: Talk,
+}
+
+/// Where the passphrases of the new image are.
+#[derive(Debug, Args)]
+struct TargetKeyArgs {
+    /// The passphrase of the new image, which -o encrypt.format=luks encrypts, or of one that is there; then of those behind it
+    #[arg(long, value_name = "FILE")]
+    target_secret_file: Vec<PathBuf>,
+    /// An open descriptor to read it from
+    #[arg(long, value_name = "N", conflicts_with = "target_secret_file")]
+    target_secret_fd: Vec<u32>,
+    /// The new image's passphrase as qemu-img has it: secret,id=ID,file=FILE, with encrypt.key-secret=ID among the options
+    #[arg(long, value_name = "OBJECT", conflicts_with_all = ["target_secret_file", "target_secret_fd", "no_create"])]
+    object: Vec<String>,
+}
+
+impl TargetKeyArgs {
+    fn is_given(&self) -> bool {
+        !(self.target_secret_file.is_empty() && self.target_secret_fd.is_empty() && self.object.is_empty())
+    }
+}
+
+/// Bytes that one task copies in one go: QEMU's figure, and the largest cluster.
+const UNIT: u64 = 2 << 20;
+/// The block of most file systems.
+const FILE_BLOCK: u64 = 4096;
+
+/// Copies.
+///
+/// # Errors
+/// Whatever keeps it from being done; the target's name then stands for what it stood for.
+pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
+    if create::asks_for_help(&arguments.options) {
+        return Ok(print(create::OPTIONS)?);
+    }
+    let Some((target, sources)) = arguments.files.split_last().filter(|(_, sources)| !sources.is_empty())
+    else {
+        let what = anyhow!(
+            "two files are needed, what is copied and where to (weir image convert --help has examples)"
+        );
+        return Err(Failure::Usage(what));
+    };
+    check(&arguments, sources).map_err(Failure::Usage)?;
+    if sources.iter().any(|source| opening::is_same(source, target)) {
+        let what = anyhow!(
+            "{}: is what is copied, and cannot be where to (give the new image another name)",
+            target.display()
+        );
+        return Err(Failure::Usage(what));
+    }
+    let undo = Undo::watch()?;
+    let (source, carry) = open_sources(sources, &arguments)?;
+    let target_keys =
+        keys::read(&arguments.target_keys.target_secret_file, &arguments.target_keys.target_secret_fd)?;
+    if arguments.no_create {
+        let target = Target { path: target.clone(), name: target.clone(), is_zero: arguments.target_is_zero };
+        return on_reactor(copy_into(source, carry, target, target_keys, arguments));
+    }
+    let place = Unfinished::new(target, &undo)?;
+    let made = make(&place, target, source.size_bytes(), &target_keys, &arguments)?;
+    let target = Target {
+        path: place.path().to_owned(),
+        name: target.clone(),
+        is_zero: place.is_new() && !made.has_backing,
+    };
+    on_reactor(copy_into(source, carry, target, made.keys, arguments))?;
+    Ok(place.finish()?)
+}
+
+fn check(arguments: &Arguments, sources: &[PathBuf]) -> anyhow::Result<()> {
+    let raw = arguments.output_format == Format::Raw;
+    if raw && arguments.compress {
+        bail!("-c: raw images cannot be compressed (use -O qcow2)");
+    }
+    if raw && arguments.backing.is_some() {
+        bail!("-B: raw images have no backing file (use -O qcow2)");
+    }
+    if raw && arguments.bitmaps {
+        bail!("--bitmaps: raw images have no bitmaps (use -O qcow2)");
+    }
+    if raw && arguments.target_keys.is_given() {
+        bail!("raw images are not encrypted (use -O qcow2; --secret-file is for the source)");
+    }
+    if sources.len() > 1 && arguments.bitmaps {
+        bail!("--bitmaps: several images as one disk have no bitmaps (copy them one by one)");
+    }
+    if sources.len() > 1 && arguments.snapshot.is_some() {
+        bail!("-l: is for one image (copy them one by one)");
+    }
+    if !arguments.sparse_size.is_multiple_of(512) || arguments.sparse_size > UNIT {
+        bail!("-S {}: is no multiple of 512 up to {UNIT}", arguments.sparse_size);
+    }
+    if arguments.rate_limit == Some(0) {
+        bail!("-r 0: nothing would ever be written (leave it away for no limit)");
+    }
+    Ok(())
+}
+
+/// What is read, and the bitmaps that are copied with it.
+fn open_sources(paths: &[PathBuf], arguments: &Arguments) -> Result<(Source, Option<Carry>), Failure> {
+    let how = How { cache: arguments.source_cache, force_share: arguments.force_share, ..How::default() };
+    let (paths, format, pick) = (paths.to_vec(), arguments.format, arguments.snapshot.clone());
+    let (only_top, bitmaps) = (arguments.backing.is_some(), arguments.bitmaps);
+    let skip_broken = arguments.skip_broken_bitmaps;
+    let mut keys = arguments.keys.read()?;
+    on_reactor(async move {
+        let mut images = Vec::new();
+        for path in paths {
+            let image = disk::open_at(&path, format, how, &mut keys, pick.as_ref()).await?;
+            images.push((path.display().to_string(), image));
+        }
+        keys.check_used()?;
+        let carry = match &images[..] {
+            [(name, image)] if bitmaps => Some(Carry::of(image, name, skip_broken).await?),
+            _ => None,
+        };
+        let source = Source::new(images);
+        Ok((if only_top { source.only_top() } else { source }, carry))
+    })
+}
+
+/// A new image.
+struct Made {
+    has_backing: bool,
+    /// Its passphrase, and of what is behind it.
+    keys: Keys,
+}
+
+/// Makes the new image.
+fn make(
+    place: &Unfinished,
+    target: &Path,
+    size: u64,
+    keys: &Keys,
+    arguments: &Arguments,
+) -> Result<Made, Failure> {
+    let name = target.display().to_string();
+    let usage = |text: String| Failure::Usage(anyhow!("{name}: {text}"));
+    let mut options = Options::read(&arguments.options).map_err(usage)?;
+    let larger = options.take_size("size").map_err(usage)?;
+    let size = larger.unwrap_or(size);
+    match arguments.output_format {
+        Format::Raw => {
+            let preallocation = create::preallocation(&mut options).map_err(usage)?.unwrap_or_default();
+            options.finish("raw").map_err(usage)?;
+            create::create_raw(place.path(), size, preallocation, &name)?;
+            Ok(Made { has_backing: false, keys: Keys::default() })
+        }
+        Format::Qcow2 => {
+            let backing = (arguments.backing.clone(), arguments.backing_format);
+            let mut wish = create::qcow2_options(&mut options, backing).map_err(usage)?;
+            let encryption = Encryption::take(&mut options, keys.first(), &arguments.target_keys.object);
+            let encryption = encryption.map_err(usage)?;
+            options.finish("qcow2").map_err(usage)?;
+            if encryption.is_none() && wish.backing.is_none() && keys.first().is_some() {
+                let what = "there is a passphrase, and encrypt.format=luks is missing among the options";
+                return Err(usage(what.to_owned()));
+            }
+            wish.size_bytes = size;
+            let mut wish = wish.checked().map_err(|rule| usage(rule.to_string()))?;
+            if let Some(encryption) = &encryption {
+                wish.luks = Some(encryption.area().map_err(|why| anyhow!("{name}: {why}"))?);
+            }
+            create::create_qcow2(place.path(), &wish, &name)?;
+            let own = encryption.filter(|_| keys.first().is_none()).map(|own| Keys::one(own.secret));
+            Ok(Made { has_backing: wish.backing.is_some(), keys: own.unwrap_or_else(|| keys.clone()) })
+        }
+    }
+}
+
+/// Where to.
+struct Target {
+    path: PathBuf,
+    /// What it is going to be called.
+    name: PathBuf,
+    /// What is not written reads as zeroes.
+    is_zero: bool,
+}
+
+/// Copies into the image that is there.
+async fn copy_into(
+    source: Source,
+    carry: Option<Carry>,
+    target: Target,
+    mut keys: Keys,
+    arguments: Arguments,
+) -> Result<(), Failure> {
+    let name = target.name.display().to_string();
+    let how = How { cache: arguments.cache, write: true, rate_bps: arguments.rate_limit, ..How::default() };
+    let image = disk::open(&target.path, Some(arguments.output_format), how, &mut keys).await?;
+    keys.check_used()?;
+    let (size, room) = (source.size_bytes(), image.size_bytes());
+    if room < size {
+        return Err(anyhow!("{name}: has {room} bytes, and the source {size} (resize it first)").into());
+    }
+    check_target(&image, &arguments).with_context(|| name.clone())?;
+    if let Some(carry) = &carry {
+        carry.check_target(&image).await.with_context(|| name.clone())?;
+    }
+    let progress = Arc::new(arguments.talk.progress(&format!("copying to {name}"), size));
+    let how = how_to_copy(&image, &arguments, target.is_zero);
+    copy::copy(source, Arc::clone(&image), how, Arc::clone(&progress))
+        .await
+        .with_context(|| format!("{name}: copying failed"))?;
+    close(&image).await.with_context(|| format!("{name}: cannot be completed"))?;
+    drop(image);
+    if let Some(carry) = &carry {
+        carry.store(&target.path).await.with_context(|| format!("{name}: --bitmaps"))?;
+    }
+    progress.end();
+    Ok(())
+}
+
+/// Whether it can be written to in the way that was asked for.
+fn check_target(target: &Image, arguments: &Arguments) -> anyhow::Result<()> {
+    let Image::Qcow2(qcow2) = target else { return Ok(()) };
+    let header = qcow2.header();
+    if arguments.compress && header.crypt != Crypt::None {
+        bail!("-c: an encrypted image has no compressed clusters (leave out -c, or the encryption)");
+    }
+    if arguments.compress && header.has_data_file() {
+        bail!("-c: an image with an external data file has no compressed clusters (leave out one of them)");
+    }
+    if arguments.target_is_zero && header.backing.is_some() {
+        bail!("--target-is-zero: it has a backing file, and so need not read as zeroes (leave it away)");
+    }
+    Ok(())
+}
+
+/// Ends the use of the image: everything is where it belongs, and on stable storage as far as the cache mode cares.
+async fn close(image: &Image) -> block::error::Result<()> {
+    image.flush().await?;
+    image.close().await
+}
+
+fn how_to_copy(target: &Image, arguments: &Arguments, target_is_zero: bool) -> copy::How {
+    let sparse = arguments.sparse_size;
+    let blocks = disk::blocks(target);
+    // Less than a file's block saves nothing; and who asks for less than that is given it.
+    let grain =
+        blocks.map_or(FILE_BLOCK.min(sparse.next_power_of_two().max(512)), |blocks| blocks.subcluster);
+    let align = blocks.map_or(grain, |blocks| blocks.cluster);
+    let unit = if arguments.compress { align } else { UNIT };
+    copy::How {
+        tasks: arguments.parallel.into(),
+        in_order: !arguments.out_of_order && !arguments.compress,
+        compressed: arguments.compress,
+        target_is_zero,
+        sparse: sparse as usize,
+        grain: if arguments.compress { align } else { grain } as usize,
+        align,
+        unit,
+        salvage: arguments.salvage,
+        quiet: arguments.talk.quiet,
+    }
+}

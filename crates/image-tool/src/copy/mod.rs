@@ -1,0 +1,244 @@
+//! Copying what is in one image into another, with many requests under way: the engine of `convert` and `commit`.
+//!
+//! ```text
+//!   scout ──► what is where? ──► items ──► tasks on several threads: read ─► leave out zeroes ─► (whose turn is it?) ─► write
+//! ```
+//!
+//! The scout goes ahead through what the source says of itself, so holes cost nothing. Tasks take items as they come; where writes must be in
+//! order they read ahead all the same.
+//!
+//! Never writes outside what was asked for, and ends with the first error: what the target then holds is undefined.
+
+mod plan;
+mod turn;
+mod zero;
+
+use std::{
+    ops::Range,
+    sync::{Arc, Mutex, PoisonError},
+    thread,
+};
+
+use anyhow::Context as _;
+use async_channel::{Receiver, Sender};
+use block::{
+    buffer::Buffer,
+    image::Image,
+    reactor::{Polling, Worker},
+    storage::{Durability, ZeroOptions},
+};
+
+use self::{plan::Item, turn::Turns};
+pub(super) use self::{plan::Kind, zero::is_zero};
+use super::{progress::Progress, source::Source};
+
+/// Threads at most: beyond that a disk is what limits.
+const MOST_THREADS: usize = 4;
+/// Where a read has failed, it is tried again in pieces of this size, to save the others.
+const SALVAGED_BYTES: usize = 4096;
+
+/// How to copy.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct How {
+    /// Items under way at a time; not 0.
+    pub(super) tasks: usize,
+    /// Writes follow each other in the order of their offsets.
+    pub(super) in_order: bool,
+    /// Each cluster is compressed.
+    pub(super) compressed: bool,
+    /// What the target has not been written reads as zeroes, so zeroes need not be written.
+    pub(super) target_is_zero: bool,
+    /// Leave out zeroes among data: in runs of at least so many bytes. 0 leaves out none, and reads what the source says is zero.
+    pub(super) sparse: usize,
+    /// Less than this, and aligned to it, is not left out, in bytes: a block or a cluster of the target. A power of two.
+    pub(super) grain: usize,
+    /// Data is copied in blocks of this size, aligned to it: 1, or the grain. More may be copied than is there in the source's layer.
+    pub(super) align: u64,
+    /// The most that one item covers, in bytes; a multiple of the grain.
+    pub(super) unit: u64,
+    /// What cannot be read becomes zeroes.
+    pub(super) salvage: bool,
+    /// Without a word about it.
+    pub(super) quiet: bool,
+}
+
+/// A copy under way.
+#[derive(Debug)]
+struct Copy {
+    source: Source,
+    target: Arc<Image>,
+    how: How,
+    progress: Arc<Progress>,
+    turns: Turns,
+    failed: Mutex<Option<anyhow::Error>>,
+}
+
+/// Copies.
+///
+/// # Errors
+/// The first one, with where it was.
+pub(super) async fn copy(
+    source: Source,
+    target: Arc<Image>,
+    how: How,
+    progress: Arc<Progress>,
+) -> anyhow::Result<()> {
+    let threads = thread::available_parallelism().map_or(1, usize::from).min(MOST_THREADS).min(how.tasks);
+    let workers = (0..threads)
+        .map(|number| Worker::start(&format!("copy {number}"), Polling::OFF))
+        .collect::<Result<Vec<_>, _>>()
+        .context("io_uring cannot be used (see kernel.io_uring_disabled)")?;
+    let failed = Mutex::new(None);
+    let copy = Arc::new(Copy { source, target, how, progress, turns: Turns::default(), failed });
+    let (items, incoming) = async_channel::bounded(2 * how.tasks);
+    let (end, ends) = async_channel::bounded::<()>(how.tasks);
+    for number in 0..how.tasks {
+        let (copy, incoming, end) = (Arc::clone(&copy), incoming.clone(), end.clone());
+        workers[number % threads].spawn(move || async move {
+            copy.task(&incoming).await;
+            // The receiver is there until all have said so.
+            let _ = end.send(()).await;
+        });
+    }
+    drop((incoming, end));
+    let scouted = copy.scout(items).await;
+    for _ in 0..how.tasks {
+        let _ = ends.recv().await;
+    }
+    for worker in workers {
+        worker.stop().context("a worker ended with an error")?;
+    }
+    let failed = copy.failed.lock().unwrap_or_else(PoisonError::into_inner).take();
+    failed.map_or(scouted, Err)
+}
+
+impl Copy {
+    /// Goes through the source and hands out the items. Ends early if nobody takes them any more.
+    async fn scout(&self, items: Sender<(u64, Item)>) -> anyhow::Result<()> {
+        let size = self.source.size_bytes();
+        let mut planner = plan::Planner::new(size, self.how.align, self.how.unit);
+        let (mut at, mut number, mut told) = (0, 0, 0);
+        let mut ready = Vec::new();
+        while at < size {
+            if self.how.sparse == 0 {
+                let end = size.min(at + self.how.unit);
+                planner.piece(at..end, Kind::Data, &mut ready);
+                at = end;
+            } else {
+                for (length, kind) in self.source.status(at, size - at).await? {
+                    planner.piece(at..at + length, kind, &mut ready);
+                    at += length;
+                }
+            }
+            if at == size {
+                planner.complete(&mut ready);
+            }
+            for item in ready.drain(..) {
+                // What lies between items is done without doing anything.
+                self.progress.advance(item.range.start - told);
+                told = item.range.end;
+                if item.kind == Kind::Zero && self.how.target_is_zero {
+                    self.progress.advance(item.range.end - item.range.start);
+                    continue;
+                }
+                if items.send((number, item)).await.is_err() {
+                    return Ok(());
+                }
+                number += 1;
+            }
+        }
+        self.progress.advance(size - told);
+        Ok(())
+    }
+
+    /// Takes items until there are none, or something has failed.
+    async fn task(&self, incoming: &Receiver<(u64, Item)>) {
+        while let Ok((number, item)) = incoming.recv().await {
+            if let Err(error) = self.item(number, item).await {
+                self.failed.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
+                incoming.close();
+                self.turns.end();
+                return;
+            }
+        }
+    }
+
+    async fn item(&self, number: u64, item: Item) -> anyhow::Result<()> {
+        let Range { start, end } = item.range;
+        let data = match item.kind {
+            Kind::Data => Some(self.read(start, (end - start) as usize).await?),
+            Kind::Zero | Kind::Below => None,
+        };
+        if self.how.in_order && !self.turns.wait(number).await {
+            return Ok(());
+        }
+        match data {
+            None => self.zero(start, end - start).await?,
+            Some(data) if self.how.sparse == 0 => self.write(start, data).await?,
+            Some(data) => self.write_parts(start, data).await?,
+        }
+        self.progress.advance(end - start);
+        if self.how.in_order {
+            self.turns.advance();
+        }
+        Ok(())
+    }
+
+    async fn read(&self, offset: u64, length: usize) -> anyhow::Result<Buffer> {
+        let read = self.source.read(offset, length).await;
+        match read {
+            Ok(data) => Ok(data),
+            Err(_) if self.how.salvage => Ok(self.salvage(offset, length).await),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// What can be read; zeroes for the rest.
+    async fn salvage(&self, offset: u64, length: usize) -> Buffer {
+        let mut data = Buffer::zeroed(length);
+        for (number, part) in data.chunks_mut(SALVAGED_BYTES).enumerate() {
+            let at = offset + (number * SALVAGED_BYTES) as u64;
+            match self.source.read(at, part.len()).await {
+                Ok(read) => part.copy_from_slice(&read),
+                Err(_) if self.how.quiet => {}
+                Err(error) => console::complain(&anyhow::anyhow!("{error:#} (zeroes are written there)")),
+            }
+        }
+        data
+    }
+
+    async fn write_parts(&self, offset: u64, mut data: Buffer) -> anyhow::Result<()> {
+        let parts = zero::parts(&data, offset, self.how.grain, self.how.sparse);
+        let mut at = offset;
+        for (range, is_data) in parts {
+            let rest = data.split_off(range.len());
+            let length = range.len() as u64;
+            if is_data {
+                self.write(at, data).await?;
+            } else if !self.how.target_is_zero {
+                self.zero(at, length).await?;
+            }
+            data = rest;
+            at += length;
+        }
+        Ok(())
+    }
+
+    async fn write(&self, offset: u64, data: Buffer) -> anyhow::Result<()> {
+        let length = data.len();
+        let written = if self.how.compressed {
+            super::disk::write_compressed(&self.target, offset, data.into()).await
+        } else {
+            self.target.write(offset, data.into(), Durability::Cached).await
+        };
+        written.with_context(|| format!("writing {length} bytes at {offset}"))
+    }
+
+    async fn zero(&self, offset: u64, length: u64) -> anyhow::Result<()> {
+        let how = ZeroOptions { may_unmap: true, only_if_fast: false, durability: Durability::Cached };
+        self.target
+            .write_zeroes(offset, length, how)
+            .await
+            .with_context(|| format!("zeroing {length} bytes at {offset}"))
+    }
+}

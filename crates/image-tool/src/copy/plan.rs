@@ -1,0 +1,155 @@
+//! What is to be copied, as items of work: from what the source says of itself, to ranges that one task copies in one go.
+//!
+//! Items begin and end where a block of the target does, so that no two of them write to one. Pure arithmetic: never reads a byte.
+
+use std::ops::Range;
+
+/// What a part of the source is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Kind {
+    /// It must be read to be known.
+    Data,
+    /// It reads as zeroes.
+    Zero,
+    /// It is not in this layer; what lies below has it already.
+    Below,
+}
+
+/// A range that one task takes.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Item {
+    pub(super) range: Range<u64>,
+    /// Never [`Kind::Below`].
+    pub(super) kind: Kind,
+}
+
+/// Makes items of pieces that follow each other.
+#[derive(Debug)]
+pub(super) struct Planner {
+    /// Items begin at multiples of this, in bytes; data is widened to that.
+    align: u64,
+    /// Items of data do not reach across multiples of this, which is a multiple of `align`.
+    unit: u64,
+    size: u64,
+    /// Up to where items have been made.
+    done: u64,
+    /// The last piece, while it may still grow.
+    last: Option<(Range<u64>, Kind)>,
+}
+
+impl Planner {
+    pub(super) fn new(size: u64, align: u64, unit: u64) -> Self {
+        Self { align, unit, size, done: 0, last: None }
+    }
+
+    /// The next piece, which begins where the last one ended. Adds the items that are known then.
+    pub(super) fn piece(&mut self, range: Range<u64>, kind: Kind, items: &mut Vec<Item>) {
+        match &mut self.last {
+            Some((last, same)) if *same == kind => last.end = range.end,
+            _ => {
+                self.complete(items);
+                self.last = Some((range, kind));
+            }
+        }
+        // Data is made into items at once, or a large image of data would be one that nobody may begin with.
+        if let Some((last, Kind::Data)) = &mut self.last {
+            let last = last.clone();
+            self.data(last, items);
+        }
+    }
+
+    /// There are no more pieces. Adds the items that are left.
+    pub(super) fn complete(&mut self, items: &mut Vec<Item>) {
+        let Some((range, kind)) = self.last.take() else { return };
+        match kind {
+            Kind::Data => self.data(range, items),
+            Kind::Below => {}
+            Kind::Zero => {
+                let range = range.start.max(self.done)..range.end;
+                if !range.is_empty() {
+                    self.done = range.end;
+                    items.push(Item { range, kind });
+                }
+            }
+        }
+    }
+
+    fn data(&mut self, range: Range<u64>, items: &mut Vec<Item>) {
+        let mut at = (range.start - range.start % self.align).max(self.done);
+        let end = range.end.next_multiple_of(self.align).min(self.size);
+        while at < end {
+            let next = (at + 1).next_multiple_of(self.unit).min(end);
+            items.push(Item { range: at..next, kind: Kind::Data });
+            at = next;
+        }
+        self.done = self.done.max(end);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn plan(size: u64, align: u64, unit: u64, pieces: &[(u64, Kind)]) -> Vec<Item> {
+        let mut planner = Planner::new(size, align, unit);
+        let (mut at, mut items) = (0, Vec::new());
+        for &(length, kind) in pieces {
+            planner.piece(at..at + length, kind, &mut items);
+            at += length;
+        }
+        planner.complete(&mut items);
+        items
+    }
+
+    fn item(range: Range<u64>, kind: Kind) -> Item {
+        Item { range, kind }
+    }
+
+    #[test]
+    fn data_is_widened_to_blocks_and_cut_at_units() {
+        let pieces = [(5, Kind::Zero), (1, Kind::Data), (4, Kind::Below), (30, Kind::Data), (3, Kind::Zero)];
+        assert_eq!(
+            plan(43, 4, 16, &pieces),
+            [
+                item(0..5, Kind::Zero),
+                item(5..8, Kind::Data),
+                item(8..16, Kind::Data),
+                item(16..32, Kind::Data),
+                item(32..40, Kind::Data),
+                item(40..43, Kind::Zero),
+            ]
+        );
+    }
+
+    proptest! {
+        #[test]
+        fn all_data_is_copied_nothing_twice_and_zeroes_stay_where_they_are(
+            pieces in prop::collection::vec((1_u64..40, prop_oneof![Just(Kind::Data), Just(Kind::Zero), Just(Kind::Below)]), 1..20),
+            align in prop_oneof![Just(1_u64), Just(4), Just(8)],
+        ) {
+            let size = pieces.iter().map(|(length, _)| length).sum();
+            let truth: Vec<Kind> = pieces.iter().flat_map(|&(length, kind)| vec![kind; length as usize]).collect();
+            let items = plan(size, align, 16, &pieces);
+            let mut end = 0;
+            let mut copied = vec![None; truth.len()];
+            for Item { range, kind } in items {
+                prop_assert!(range.start >= end && range.end > range.start && range.end <= size);
+                end = range.end;
+                copied[range.start as usize..range.end as usize].fill(Some(kind));
+                if kind == Kind::Data {
+                    prop_assert!(range.end - range.start <= 16);
+                    prop_assert!(range.end % align == 0 || range.end == size);
+                }
+            }
+            for (truth, copied) in truth.iter().zip(copied) {
+                match truth {
+                    Kind::Data => prop_assert_eq!(copied, Some(Kind::Data)),
+                    Kind::Zero => prop_assert!(copied.is_some()),
+                    Kind::Below => prop_assert!(copied != Some(Kind::Zero)),
+                }
+            }
+        }
+    }
+}

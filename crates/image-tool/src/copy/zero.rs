@@ -1,0 +1,102 @@
+//! Where data is nothing but zeroes: which parts of what was read need not be written.
+//!
+//! Looks at whole grains, because less than a grain saves nothing: a file system's block, or a cluster of the target.
+
+use std::ops::Range;
+
+/// Whether all bytes are zero. Stops at the first block that is not.
+pub(crate) fn is_zero(bytes: &[u8]) -> bool {
+    // Blocks of a size that compilers turn into a few wide instructions.
+    let blocks = bytes.chunks_exact(256);
+    let rest = blocks.remainder();
+    blocks.into_iter().all(|block| block.iter().fold(0, |all, &byte| all | byte) == 0)
+        && rest.iter().all(|&byte| byte == 0)
+}
+
+/// The parts of `bytes`, which begin at `offset` on the disk, in order and without a gap: where, and whether it is worth writing.
+///
+/// A part that is not is nothing but zeroes, begins and ends at a multiple of `grain` on the disk (or where the bytes do), and has at least
+/// `least` bytes.
+pub(super) fn parts(bytes: &[u8], offset: u64, grain: usize, least: usize) -> Vec<(Range<usize>, bool)> {
+    let mut parts: Vec<(Range<usize>, bool)> = Vec::new();
+    let mut at = 0;
+    while at < bytes.len() {
+        let into = ((offset + at as u64) % grain as u64) as usize;
+        let end = bytes.len().min(at + grain - into);
+        let data = !is_zero(&bytes[at..end]);
+        match parts.last_mut() {
+            Some((range, kind)) if *kind == data => range.end = end,
+            _ => parts.push((at..end, data)),
+        }
+        at = end;
+    }
+    if least > grain {
+        join_short(&mut parts, least);
+    }
+    parts
+}
+
+/// Runs of zeroes that are too short become data, and join what they lie between.
+fn join_short(parts: &mut Vec<(Range<usize>, bool)>, least: usize) {
+    let mut joined: Vec<(Range<usize>, bool)> = Vec::with_capacity(parts.len());
+    for (range, data) in parts.drain(..) {
+        let data = data || range.len() < least;
+        match joined.last_mut() {
+            Some((last, kind)) if *kind == data => last.end = range.end,
+            _ => joined.push((range, data)),
+        }
+    }
+    *parts = joined;
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn bytes(blocks: &str) -> Vec<u8> {
+        blocks.bytes().flat_map(|block| [if block == b'0' { 0 } else { block }; 512]).collect()
+    }
+
+    fn data_of(blocks: &str, offset: u64, grain: usize, least: usize) -> Vec<(usize, usize)> {
+        let parts = parts(&bytes(blocks), offset * 512, grain * 512, least * 512);
+        let data = parts.into_iter().filter(|(_, data)| *data);
+        data.map(|(range, _)| (range.start / 512, range.end / 512)).collect()
+    }
+
+    #[test]
+    fn only_whole_grains_of_zeroes_are_left_out() {
+        assert_eq!(data_of("a00b0000", 0, 2, 2), [(0, 4)]);
+        assert_eq!(data_of("a000b000", 0, 2, 2), [(0, 2), (4, 6)]);
+        assert_eq!(data_of("0a00", 1, 2, 2), [(1, 3)], "grains lie where they lie on the disk");
+        assert_eq!(data_of("0000", 0, 1, 1), []);
+    }
+
+    #[test]
+    fn runs_that_are_too_short_are_written() {
+        assert_eq!(data_of("a0b000c0", 0, 1, 3), [(0, 3), (6, 8)]);
+    }
+
+    proptest! {
+        #[test]
+        fn what_is_left_out_is_zero(blocks in "[0a]{1,40}", offset in 0_u64..9, grain in 1_usize..5, least in 1_usize..9) {
+            let bytes = bytes(&blocks);
+            let mut end = 0;
+            for (range, data) in parts(&bytes, offset * 512, grain * 512, least * 512) {
+                prop_assert_eq!(range.start, end);
+                prop_assert!(data || bytes[range.clone()].iter().all(|&byte| byte == 0));
+                end = range.end;
+            }
+            prop_assert_eq!(end, bytes.len());
+        }
+
+        #[test]
+        fn one_byte_anywhere_is_found(length in 1_usize..2000, at in 0_usize..2000) {
+            let mut bytes = vec![0; length];
+            prop_assert!(is_zero(&bytes));
+            bytes[at % length] = 1;
+            prop_assert!(!is_zero(&bytes));
+        }
+    }
+}

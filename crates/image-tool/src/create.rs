@@ -1,0 +1,445 @@
+//! `weir image create`: makes a raw or qcow2 image, with the options of `qemu-img create`.
+//!
+//! An image that was there is replaced, but not while somebody uses it. A new file that could not be finished is removed again.
+
+use std::{
+    fs::{self, OpenOptions},
+    io,
+    os::unix::fs::FileTypeExt as _,
+    path::{Path, PathBuf},
+};
+
+use anyhow::{Context as _, anyhow};
+use block::{
+    image::qcow2::{
+        self,
+        create::{CreateOptions, Preallocation},
+        header::{Backing, Compression},
+    },
+    storage::{Durability, Storage, ZeroOptions},
+};
+use clap::Args;
+use console::Failure;
+
+use super::{
+    encrypt::{Encryption, SecretArgs},
+    on_reactor,
+    opening::{self, Format, How},
+    options::Options,
+    print,
+};
+
+/// Shown below the options.
+pub(super) const EXAMPLES: &str = "\
+Examples:
+  weir image create -f qcow2 vm1.qcow2 20G
+      An empty disk of 20 GiB.
+  weir image create -f qcow2 -b base.qcow2 -F qcow2 vm1.qcow2
+      One that begins with what is in base.qcow2, and is as large.
+  weir image create -f qcow2 --secret-file key vm1.qcow2 20G
+      Encrypted with LUKS, and the passphrase in key.
+  weir image create -f qcow2 -o cluster_size=2M,preallocation=metadata,lazy_refcounts=on vm1.qcow2 1T
+      With options of the format; -o help lists them.
+
+Exit status: 0 created, 1 failed, 2 wrong use of the command line.";
+
+pub(super) const OPTIONS: &str = "\
+Options of qcow2:
+  backing_file=FILE       what unallocated clusters are read from (as -b)
+  backing_fmt=FORMAT      its format (as -F)
+  cluster_size=SIZE       512 to 2M, a power of two [64K]
+  compat=LEVEL            0.10 (version 2) or 1.1 (version 3) [1.1]
+  compression_type=TYPE   of compressed clusters: zlib or zstd [zlib]
+  data_file=FILE          a file of its own for the guest's data
+  data_file_raw=SWITCH    that file is a raw image by itself [off]
+  encrypt.format=luks     encrypt it; encrypt.key-secret=ID names an --object secret
+  encrypt.cipher-alg=ALG  aes-128, aes-192 or aes-256 [aes-256]; encrypt.cipher-mode=MODE xts or cbc [xts]
+  encrypt.hash-alg=HASH   for the passphrase [sha256]; encrypt.iter-time=MS how long it takes [2000]
+  extended_l2=SWITCH      allocate in 32nds of a cluster, which has 16K or more [off]
+  lazy_refcounts=SWITCH   write refcounts late [off]
+  preallocation=MODE      off, metadata, falloc or full [off]
+  refcount_bits=N         1 to 64, a power of two [16]
+  size=SIZE               the disk's size
+Options of raw:
+  preallocation=MODE      off, falloc or full [off]
+  size=SIZE               the disk's size
+";
+
+/// What `weir image create` is told.
+#[derive(Debug, Args)]
+pub struct Arguments {
+    /// The image to make
+    #[arg(value_name = "FILE")]
+    file: Option<PathBuf>,
+    /// The disk's size [default: the backing file's]
+    #[arg(value_name = "SIZE", value_parser = settings::size)]
+    size: Option<u64>,
+    /// The format: raw or qcow2
+    #[arg(short, long, value_name = "FORMAT", default_value = "raw")]
+    format: Format,
+    /// What unallocated clusters are read from; relative to the image's directory
+    #[arg(short, long, value_name = "FILE")]
+    backing: Option<String>,
+    /// The backing file's format
+    #[arg(short = 'F', long, value_name = "FORMAT")]
+    backing_format: Option<Format>,
+    /// Do not look at the backing file, which may be missing; a size is then needed
+    #[arg(short, long)]
+    unsafe_backing: bool,
+    /// Options of the format, such as cluster_size=2M,lazy_refcounts=on; help lists them
+    #[arg(short, value_name = "OPTIONS")]
+    options: Vec<String>,
+    #[command(flatten)]
+    secret: SecretArgs,
+    /// Print nothing
+    #[arg(short, long)]
+    quiet: bool,
+}
+
+/// Makes the image.
+///
+/// # Errors
+/// If options contradict each other, or the file cannot be made.
+pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
+    if asks_for_help(&arguments.options) {
+        return Ok(print(OPTIONS)?);
+    }
+    let no_file = || Failure::Usage(anyhow!("no file was named (weir image create --help has examples)"));
+    let path = arguments.file.clone().ok_or_else(no_file)?;
+    let name = path.display().to_string();
+    let usage = |text: String| Failure::Usage(anyhow!("{name}: {text}"));
+    let mut options = Options::read(&arguments.options).map_err(usage)?;
+    match arguments.format {
+        Format::Raw => {
+            if arguments.backing.is_some() {
+                return Err(usage("-b: raw images have no backing file (use -f qcow2)".to_owned()));
+            }
+            if arguments.secret.is_given() {
+                return Err(usage("raw images are not encrypted (use -f qcow2)".to_owned()));
+            }
+            let size = size(&mut options, &arguments).map_err(usage)?;
+            let preallocation = preallocation(&mut options).map_err(usage)?.unwrap_or_default();
+            options.finish("raw").map_err(usage)?;
+            let size = size.ok_or_else(|| usage("has no size (give it one: 20G)".to_owned()))?;
+            create_raw(&path, size, preallocation, &name)?;
+            say(&arguments, format_args!("Formatting '{name}', fmt=raw size={size}"))
+        }
+        Format::Qcow2 => {
+            let size = size(&mut options, &arguments).map_err(usage)?;
+            let backing = (arguments.backing.clone(), arguments.backing_format);
+            let mut wish = qcow2_options(&mut options, backing).map_err(usage)?;
+            let secret = arguments.secret.read()?;
+            if secret.is_some() {
+                options.set_missing("encrypt.format", "luks");
+            }
+            let encryption = Encryption::take(&mut options, secret.as_ref(), &arguments.secret.object);
+            let encryption = encryption.map_err(usage)?;
+            options.finish("qcow2").map_err(usage)?;
+            wish.size_bytes = match (size, backing_size(&wish, &arguments, &path)?) {
+                (Some(size), _) | (None, Some(size)) => size,
+                (None, None) => return Err(usage("has no size (give it one: 20G)".to_owned())),
+            };
+            let mut wish = wish.checked().map_err(|rule| usage(rule.to_string()))?;
+            if let Some(encryption) = encryption {
+                wish.luks = Some(encryption.area().map_err(|why| anyhow!("{name}: {why}"))?);
+            }
+            create_qcow2(&path, &wish, &name)?;
+            say(&arguments, format_args!("{}", formatting(&name, &wish)))
+        }
+    }
+}
+
+/// Whether the options are to be listed, instead of anything done.
+pub(super) fn asks_for_help(options: &[String]) -> bool {
+    options.iter().any(|text| text == "help" || text == "?")
+}
+
+fn say(arguments: &Arguments, line: std::fmt::Arguments<'_>) -> Result<(), Failure> {
+    if arguments.quiet { Ok(()) } else { Ok(print(&format!("{line}\n"))?) }
+}
+
+fn size(options: &mut Options, arguments: &Arguments) -> Result<Option<u64>, String> {
+    let option = options.take_size("size")?;
+    Ok(arguments.size.or(option))
+}
+
+/// How much has its place from the beginning, if that was said.
+///
+/// # Errors
+/// If it is no such mode.
+pub(super) fn preallocation(options: &mut Options) -> Result<Option<Preallocation>, String> {
+    options.take_as("preallocation", preallocation_mode)
+}
+
+/// The mode of this name.
+///
+/// # Errors
+/// If there is none.
+pub(super) fn preallocation_mode(name: &str) -> Result<Preallocation, String> {
+    match name {
+        "off" => Ok(Preallocation::Off),
+        "metadata" => Ok(Preallocation::Metadata),
+        "falloc" => Ok(Preallocation::Falloc),
+        "full" => Ok(Preallocation::Full),
+        _ => Err("is none of off, metadata, falloc and full".to_owned()),
+    }
+}
+
+/// All but the size. `backing` is the backing file that was given beside the options, and its format.
+pub(super) fn qcow2_options(
+    options: &mut Options,
+    backing: (Option<String>, Option<Format>),
+) -> Result<CreateOptions, String> {
+    let default = CreateOptions::default();
+    let backing_file = options.take("backing_file");
+    let backing_format = options.take("backing_fmt").or(backing.1.map(|format| format.name().to_owned()));
+    let compat = options.take_as("compat", |value| match value {
+        "0.10" | "v2" => Ok(2),
+        "1.1" | "v3" => Ok(3),
+        _ => Err("is neither 0.10 nor 1.1".to_owned()),
+    })?;
+    let compression = options.take_as("compression_type", |value| match value {
+        "zlib" => Ok(Compression::Zlib),
+        "zstd" => Ok(Compression::Zstd),
+        _ => Err("is neither zlib nor zstd".to_owned()),
+    })?;
+    let number = |value: &str| value.parse().map_err(|_| "is not a whole number".to_owned());
+    let backing = backing.0.or(backing_file).filter(|name| !name.is_empty());
+    if backing.is_none() && backing_format.is_some() {
+        return Err("a format of the backing file was given, and no backing file (-b)".to_owned());
+    }
+    if backing.is_some() && backing_format.is_none() {
+        return Err("the backing file's format is not said (-F raw or -F qcow2)".to_owned());
+    }
+    Ok(CreateOptions {
+        version: compat.unwrap_or(default.version),
+        cluster_bytes: options.take_size("cluster_size")?.unwrap_or(default.cluster_bytes),
+        refcount_bits: options.take_as("refcount_bits", number)?.unwrap_or(default.refcount_bits),
+        lazy_refcounts: options.take_switch("lazy_refcounts")?.unwrap_or(false),
+        extended_l2: options.take_switch("extended_l2")?.unwrap_or(false),
+        compression: compression.unwrap_or(default.compression),
+        backing: backing.map(|name| Backing { name, format: backing_format }),
+        data_file: options.take("data_file"),
+        data_file_raw: options.take_switch("data_file_raw")?.unwrap_or(false),
+        preallocation: preallocation(options)?.unwrap_or_default(),
+        ..default
+    })
+}
+
+/// The size of the disk in the backing file, which is there and of its format then.
+fn backing_size(wish: &CreateOptions, arguments: &Arguments, path: &Path) -> Result<Option<u64>, Failure> {
+    let Some(backing) = wish.backing.as_ref().filter(|_| !arguments.unsafe_backing) else {
+        return Ok(None);
+    };
+    let place = opening::beside(path, &backing.name);
+    let format = opening::format_named(backing.format.as_deref())
+        .with_context(|| format!("{}: is the backing file", place.display()))?;
+    virtual_size(&place, format).map(Some)
+}
+
+fn virtual_size(path: &Path, format: Format) -> Result<u64, Failure> {
+    let storage = opening::storage(path, How { force_share: true, ..How::default() })?;
+    if format == Format::Raw {
+        return Ok(storage.size_bytes());
+    }
+    let header = on_reactor(async move { Ok(qcow2::read_header(&storage).await) })?;
+    Ok(header.with_context(|| path.display().to_string())?.size_bytes)
+}
+
+/// A file that is gone again unless its image was finished.
+struct NewFile {
+    path: PathBuf,
+    is_new: bool,
+}
+
+impl NewFile {
+    /// Makes it, or empties what is there unless it is in use or a device.
+    fn open(path: &Path) -> anyhow::Result<(Self, Storage)> {
+        let name = path.display();
+        let made = OpenOptions::new().write(true).create_new(true).open(path);
+        let is_new = match made {
+            Ok(file) => {
+                // Storage has a size; this one becomes what it is to be when it is written.
+                file.set_len(LEAST_FILE).with_context(|| format!("{name}: cannot be made"))?;
+                true
+            }
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => false,
+            Err(error) => return Err(anyhow!("{name}: cannot be made: {error} (check the directory)")),
+        };
+        let this = Self { path: path.to_owned(), is_new };
+        let metadata = fs::metadata(path).with_context(|| format!("{name}: cannot be read"))?;
+        if metadata.is_file() && metadata.len() == 0 {
+            let file = OpenOptions::new().write(true).open(path);
+            file.and_then(|file| file.set_len(LEAST_FILE))
+                .with_context(|| format!("{name}: cannot be made"))?;
+        }
+        let storage = opening::storage(path, How { write: true, ..How::default() })?;
+        Ok((this, storage))
+    }
+
+    fn finish(mut self) {
+        self.is_new = false;
+    }
+}
+
+impl Drop for NewFile {
+    fn drop(&mut self) {
+        if self.is_new {
+            // There is nothing more to be done about a file that cannot be removed.
+            let _ = fs::remove_file(&self.path);
+        }
+    }
+}
+
+/// What a file is made with, so that it can be opened.
+const LEAST_FILE: u64 = 512;
+
+/// Makes a qcow2 image at `path`; messages call it `name`.
+///
+/// # Errors
+/// If a file cannot be made, or an option breaks a rule.
+pub(super) fn create_qcow2(path: &Path, wish: &CreateOptions, name: &str) -> Result<(), Failure> {
+    let (file, storage) = NewFile::open(path)?;
+    let data = match &wish.data_file {
+        None => None,
+        Some(data) => {
+            let place = opening::beside(path, data);
+            if place == path {
+                return Err(Failure::Usage(anyhow!("data_file={data}: is the image itself (name another)")));
+            }
+            Some(NewFile::open(&place)?)
+        }
+    };
+    let is_file = is_regular(path)?;
+    let wish = wish.clone();
+    let (data_file, data) = data.unzip();
+    let work = async move {
+        if is_file {
+            empty(&storage).await?;
+        }
+        if let Some(data) = &data {
+            empty(data).await?;
+        }
+        Ok(qcow2::create::create(&storage, data.as_ref(), &wish).await)
+    };
+    on_reactor(work)?.with_context(|| name.to_owned())?;
+    file.finish();
+    if let Some(file) = data_file {
+        file.finish();
+    }
+    Ok(())
+}
+
+fn is_regular(path: &Path) -> anyhow::Result<bool> {
+    let kind = fs::metadata(path).with_context(|| format!("{}: cannot be read", path.display()))?.file_type();
+    Ok(!kind.is_block_device())
+}
+
+/// What was in a file is gone: the new image reads as zeroes where nothing is written. Devices keep their size.
+async fn empty(storage: &Storage) -> anyhow::Result<()> {
+    if storage.size_bytes() <= LEAST_FILE {
+        return Ok(());
+    }
+    let least = u64::from(storage.block_size().minimum).max(LEAST_FILE);
+    match storage.resize(least).await {
+        Ok(()) | Err(block::storage::ResizeError::Device { .. }) => Ok(()),
+        Err(error) => Err(error).context("cannot be emptied"),
+    }
+}
+
+/// Makes a raw image at `path`; messages call it `name`.
+///
+/// # Errors
+/// As for [`create_qcow2`].
+pub(super) fn create_raw(
+    path: &Path,
+    size: u64,
+    preallocation: Preallocation,
+    name: &str,
+) -> Result<(), Failure> {
+    let size = size.next_multiple_of(512);
+    if preallocation == Preallocation::Metadata {
+        return Err(Failure::Usage(anyhow!("{name}: preallocation=metadata: raw images have no metadata")));
+    }
+    if size == 0 {
+        return Err(Failure::Usage(anyhow!(
+            "{name}: has size zero, so there is no disk (give it a size: 20G)"
+        )));
+    }
+    let (file, storage) = NewFile::open(path)?;
+    let is_file = is_regular(path)?;
+    on_reactor(async move {
+        if is_file {
+            empty(&storage).await?;
+            // The first sector of an old file is still there.
+            storage.write_zeroes(0, storage.size_bytes(), ZEROES).await?;
+            storage.resize(size).await.context("cannot have this size")?;
+        } else if storage.size_bytes() < size {
+            return Err(Failure::Failed(anyhow!("the device has {} bytes", storage.size_bytes())));
+        }
+        match preallocation {
+            Preallocation::Off | Preallocation::Metadata => {}
+            Preallocation::Falloc => {
+                storage.write_zeroes(0, size, ZeroOptions { may_unmap: false, ..ZEROES }).await?;
+            }
+            Preallocation::Full => fill(&storage, size).await?,
+        }
+        Ok(storage.flush().await?)
+    })
+    .map_err(|failure| named(failure, name))?;
+    file.finish();
+    Ok(())
+}
+
+const ZEROES: ZeroOptions =
+    ZeroOptions { may_unmap: true, only_if_fast: false, durability: Durability::Cached };
+
+async fn fill(storage: &Storage, size: u64) -> anyhow::Result<()> {
+    const PIECE: u64 = 1 << 20;
+    let mut at = 0;
+    while at < size {
+        let length = PIECE.min(size - at) as usize;
+        storage.write(at, block::buffer::Buffer::zeroed(length).into(), Durability::Cached).await?;
+        at += length as u64;
+    }
+    Ok(())
+}
+
+fn named(failure: Failure, name: &str) -> Failure {
+    match failure {
+        Failure::Failed(error) => Failure::Failed(error.context(name.to_owned())),
+        other => other,
+    }
+}
+
+/// The line that qemu-img prints.
+fn formatting(name: &str, wish: &CreateOptions) -> String {
+    let switch = |is_on: bool| if is_on { "on" } else { "off" };
+    let compression = match wish.compression {
+        Compression::Zlib => "zlib",
+        Compression::Zstd => "zstd",
+    };
+    let mut line = format!(
+        "Formatting '{name}', fmt=qcow2 cluster_size={} extended_l2={} compression_type={compression} size={}",
+        wish.cluster_bytes,
+        switch(wish.extended_l2),
+        wish.size_bytes
+    );
+    if wish.version < 3 {
+        line += " compat=0.10";
+    }
+    if let Some(Backing { name, format }) = &wish.backing {
+        line += &format!(" backing_file={name}");
+        if let Some(format) = format {
+            line += &format!(" backing_fmt={format}");
+        }
+    }
+    if let Some(data) = &wish.data_file {
+        line += &format!(" data_file={data} data_file_raw={}", switch(wish.data_file_raw));
+    }
+    if wish.luks.is_some() {
+        line += " encrypt.format=luks";
+    }
+    line += &format!(" lazy_refcounts={} refcount_bits={}", switch(wish.lazy_refcounts), wish.refcount_bits);
+    line.replace(char::is_control, "?")
+}

@@ -1,0 +1,90 @@
+//! What qemu-img has and `weir image` has not, and what does it instead: so that a command from memory is refused with a way on.
+
+use clap::error::{ContextKind, ContextValue};
+
+/// For a subcommand, or any, and what stood there: what to do instead.
+const INSTEAD: [(&str, &str, &str); 9] = [
+    (
+        "convert",
+        "-C",
+        "copies are never offloaded (leave -C away; `cp --reflink` makes a copy that shares its blocks)",
+    ),
+    ("convert", "-s", "-l SNAPSHOT reads a snapshot"),
+    ("", "--image-opts", "name the file, its format with -f, and its passphrase with --secret-file FILE"),
+    (
+        "",
+        "--target-image-opts",
+        "name the file, its format with -O, and its passphrase with --target-secret-file FILE",
+    ),
+    ("", "--object", "a passphrase is given with --secret-file FILE or --secret-fd N"),
+    ("", "measure", "`weir image map --output=json` shows how much of a disk is data; qemu-img measures"),
+    (
+        "",
+        "amend",
+        "`weir image convert -o …` makes a copy with other options, `weir image rebase` changes the backing file; \
+         qemu-img amends in place",
+    ),
+    ("", "dd", "`weir image convert` copies a whole disk; qemu-img, or dd(1) on a raw image, a part"),
+    ("", "bench", "`weir bench` has the options of `qemu-img bench`"),
+];
+
+/// Puts what to do instead into an error about a command line that begins with these words.
+pub fn advise(error: &mut clap::Error, words: &[String]) {
+    let [image, subcommand, ..] = words else { return };
+    if image != "image" {
+        return;
+    }
+    let unknown =
+        error.get(ContextKind::InvalidArg).or_else(|| error.get(ContextKind::InvalidSubcommand)).cloned();
+    let Some(ContextValue::String(unknown)) = unknown else { return };
+    let instead = INSTEAD
+        .iter()
+        .find(|(of, what, _)| (of.is_empty() || of == subcommand) && *what == unknown)
+        .map(|(.., instead)| (*instead).into());
+    if let Some(instead) = instead {
+        // "Similar" ones are not.
+        error.remove(ContextKind::SuggestedSubcommand);
+        error.insert(ContextKind::Suggested, ContextValue::StyledStrs(vec![instead]));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser as _;
+    /// The part of the program's command line that is about images.
+    #[derive(Debug, clap::Parser)]
+    struct Line {
+        #[command(subcommand)]
+        _command: Words,
+    }
+
+    #[derive(Debug, clap::Subcommand)]
+    enum Words {
+        #[command(subcommand)]
+        Image(Box<crate::Command>),
+        Serve,
+    }
+
+    fn said(line: &str) -> String {
+        let words: Vec<_> = line.split(' ').map(str::to_owned).collect();
+        let mut error = Line::try_parse_from(&words).unwrap_err();
+        super::advise(&mut error, &words[1..]);
+        error.render().to_string()
+    }
+
+    #[test]
+    fn what_qemu_img_has_is_refused_with_a_way_on() {
+        for (line, instead) in [
+            ("weir image convert -C a b", "cp --reflink"),
+            ("weir image convert -s one a b", "-l SNAPSHOT"),
+            ("weir image map --image-opts driver=qcow2", "with --secret-file FILE"),
+            ("weir image measure a", "qemu-img measures"),
+            ("weir image bench a", "`weir bench`"),
+        ] {
+            let said = said(line);
+            assert!(said.contains(instead), "{line}: {said}");
+            assert!(!said.contains("as a value"), "{line}: {said}");
+        }
+        assert!(!said("weir serve -C a").contains("reflink"));
+    }
+}

@@ -1,0 +1,351 @@
+//! `weir image info`: what an image's header says, with the fields of `qemu-img info`.
+//!
+//! Never reads guest data, and follows backing files only if asked to.
+
+use std::{
+    collections::HashSet,
+    fmt::Write as _,
+    fs,
+    os::unix::fs::MetadataExt as _,
+    path::{Path, PathBuf},
+};
+
+use anyhow::{Context as _, bail};
+use block::{
+    image::{
+        open::LONGEST_CHAIN,
+        qcow2::{
+            self, bitmap,
+            header::{Compression, Crypt, Header, autoclear, compatible, incompatible},
+            luks::{self, KeySlot, LuksHeader},
+            snapshot::Snapshot,
+        },
+    },
+    storage::Storage,
+};
+use clap::Args;
+use console::Failure;
+use serde_json::{Map, Value, json};
+
+use super::{
+    Output, on_reactor,
+    opening::{self, Format, How, Subject},
+    print, snapshot,
+};
+
+/// Shown below the options.
+pub(super) const EXAMPLES: &str = "\
+Examples:
+  weir image info vm1.qcow2
+      Size, format and features.
+  weir image info --backing-chain --output=json vm1.qcow2
+      The same of all the images that it stands on, as qemu-img prints it for programs.
+
+Exit status: 0 shown, 1 failed, 2 wrong use of the command line.";
+
+/// What `weir image info` is told.
+#[derive(Debug, Args)]
+pub struct Arguments {
+    #[command(flatten)]
+    subject: Subject,
+    /// How to print
+    #[arg(long, value_name = "KIND", value_enum, default_value_t)]
+    output: Output,
+    /// Show the backing files too
+    #[arg(long)]
+    backing_chain: bool,
+    /// Read it although somebody else writes to it
+    #[arg(short = 'U', long)]
+    force_share: bool,
+}
+
+/// Prints what the image is.
+///
+/// # Errors
+/// If it cannot be read, or is wrong.
+pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
+    let how = How { force_share: arguments.force_share, ..How::default() };
+    let Subject { file, format } = &arguments.subject;
+    let mut shown = vec![show(file, *format, how)?];
+    if arguments.backing_chain {
+        let mut seen = HashSet::from([identity(file)?]);
+        while let Some((path, format)) = shown.last().and_then(|last| last.backing.clone()) {
+            if !seen.insert(identity(&path)?) {
+                bail_in(
+                    &path,
+                    "is its own backing file (give one of the chain another with `weir image rebase`)",
+                )?;
+            }
+            if shown.len() == LONGEST_CHAIN {
+                bail_in(
+                    file,
+                    "has more backing files than weir opens (`weir image commit` or `rebase` make them fewer)",
+                )?;
+            }
+            shown.push(show(&path, format, how)?);
+        }
+    }
+    let text = match (arguments.output, arguments.backing_chain) {
+        (Output::Human, _) => shown.iter().map(Shown::text).collect::<Vec<_>>().join("\n"),
+        (Output::Json, false) => super::json(&shown[0].json),
+        (Output::Json, true) => super::json(&shown.into_iter().map(|shown| shown.json).collect()),
+    };
+    print(&text)?;
+    Ok(())
+}
+
+fn bail_in(path: &Path, what: &str) -> anyhow::Result<()> {
+    bail!("{}: {what}", path.display())
+}
+
+/// The same file under whatever name.
+fn identity(path: &Path) -> anyhow::Result<(u64, u64)> {
+    let metadata = fs::metadata(path).with_context(|| format!("{}: cannot be read", path.display()))?;
+    Ok((metadata.dev(), metadata.ino()))
+}
+
+/// One image.
+struct Shown {
+    json: Value,
+    snapshots: Vec<Snapshot>,
+    backing: Option<(PathBuf, Option<Format>)>,
+}
+
+fn show(path: &Path, format: Option<Format>, how: How) -> Result<Shown, Failure> {
+    let format = opening::format(path, format)?;
+    let metadata = fs::metadata(path).with_context(|| format!("{}: cannot be read", path.display()))?;
+    let mut json = json!({
+        "filename": path.display().to_string(),
+        "format": format.name(),
+        "actual-size": metadata.blocks() * 512,
+        "dirty-flag": false,
+    });
+    let storage = opening::storage(path, how)?;
+    let mut backing = None;
+    let mut listed = Vec::new();
+    match format {
+        Format::Raw => json["virtual-size"] = storage.size_bytes().into(),
+        Format::Qcow2 => {
+            let read = on_reactor(async move { Ok(read(&storage).await) })?;
+            let Inside { header, snapshots, bitmaps, luks } =
+                read.with_context(|| path.display().to_string())?;
+            describe(&header, &mut json);
+            let data = &mut json["format-specific"]["data"];
+            if let Some(luks) = luks {
+                data["encrypt"] = encryption(&luks);
+            }
+            if !bitmaps.is_empty() {
+                data["bitmaps"] = bitmaps.iter().map(bitmap_json).collect();
+            }
+            if !snapshots.is_empty() {
+                json["snapshots"] = snapshots.iter().map(snapshot::to_json).collect();
+            }
+            listed = snapshots;
+            backing = header.backing.as_ref().map(|backing| {
+                let format = opening::format_named(backing.format.as_deref()).ok();
+                (opening::beside(path, &backing.name), format)
+            });
+            if let Some((full, _)) = &backing {
+                json["full-backing-filename"] = full.display().to_string().into();
+            }
+        }
+    }
+    Ok(Shown { json, snapshots: listed, backing })
+}
+
+/// What an image says of itself.
+struct Inside {
+    header: Header,
+    snapshots: Vec<Snapshot>,
+    bitmaps: Vec<bitmap::Entry>,
+    luks: Option<LuksHeader>,
+}
+
+async fn read(storage: &Storage) -> Result<Inside, anyhow::Error> {
+    let header = qcow2::read_header(storage).await?;
+    let (snapshots, _) = qcow2::snapshot::read(storage, &header).await?;
+    let bitmaps = match header.bitmaps {
+        Some(bitmaps) if header.autoclear & autoclear::BITMAPS != 0 => {
+            bitmap::read(storage, &header, bitmaps).await?
+        }
+        _ => Vec::new(),
+    };
+    let luks = match header.encryption {
+        Some(place) => Some(luks::read_header(storage, place).await?),
+        None => None,
+    };
+    Ok(Inside { header, snapshots, bitmaps, luks })
+}
+
+fn encryption(luks: &LuksHeader) -> Value {
+    let slot = |slot: &KeySlot| {
+        let mut shown = json!({ "active": slot.active, "key-offset": slot.offset });
+        if slot.active {
+            shown["iters"] = slot.iterations.into();
+            shown["stripes"] = slot.stripes.into();
+        }
+        shown
+    };
+    json!({
+        "format": "luks",
+        "cipher-alg": format!("aes-{}", luks.cipher.key_bits()),
+        "cipher-mode": luks.cipher.chaining_name(),
+        "ivgen-alg": luks.cipher.iv_name().split(':').next(),
+        "hash-alg": luks.hash.name(),
+        "uuid": luks.uuid,
+        "payload-offset": luks.payload_offset,
+        "master-key-iters": luks.digest_iterations,
+        "slots": luks.slots.iter().map(slot).collect::<Vec<_>>(),
+    })
+}
+
+fn bitmap_json(entry: &bitmap::Entry) -> Value {
+    let flags = [(bitmap::flag::IN_USE, "in-use"), (bitmap::flag::AUTO, "auto")];
+    let flags: Vec<_> =
+        flags.iter().filter(|(bit, _)| entry.flags & bit != 0).map(|(_, name)| *name).collect();
+    json!({ "name": entry.name(), "granularity": 1_u64 << entry.granularity_bits, "flags": flags })
+}
+
+/// Adds what a header says, as `ImageInfo` has it.
+pub fn describe(header: &Header, json: &mut Value) {
+    json["virtual-size"] = header.size_bytes.into();
+    json["cluster-size"] = header.cluster_bytes().into();
+    json["dirty-flag"] = (header.incompatible & incompatible::DIRTY != 0).into();
+    if let Some(backing) = &header.backing {
+        json["backing-filename"] = backing.name.clone().into();
+        if let Some(format) = &backing.format {
+            json["backing-filename-format"] = format.clone().into();
+        }
+    }
+    if header.crypt != Crypt::None {
+        json["encrypted"] = true.into();
+    }
+    json["format-specific"] = json!({ "type": "qcow2", "data": specific(header) });
+}
+
+fn specific(header: &Header) -> Value {
+    let compression = match header.compression {
+        Compression::Zlib => "zlib",
+        Compression::Zstd => "zstd",
+    };
+    let mut data = json!({
+        "compat": if header.version < 3 { "0.10" } else { "1.1" },
+        "compression-type": compression,
+        "refcount-bits": header.refcount_bits(),
+    });
+    if header.version >= 3 {
+        data["lazy-refcounts"] = (header.compatible & compatible::LAZY_REFCOUNTS != 0).into();
+        data["corrupt"] = (header.incompatible & incompatible::CORRUPT != 0).into();
+        data["extended-l2"] = header.has_subclusters().into();
+    }
+    if header.has_data_file() {
+        if let Some(name) = &header.data_file {
+            data["data-file"] = name.clone().into();
+        }
+        data["data-file-raw"] = (header.autoclear & autoclear::RAW_DATA_FILE != 0).into();
+    }
+    if header.crypt == Crypt::Aes {
+        data["encrypt"] = json!({ "format": "aes" });
+    }
+    data
+}
+
+impl Shown {
+    /// The lines that qemu-img prints.
+    fn text(&self) -> String {
+        let json = &self.json;
+        let word = |key: &str| json[key].as_str().unwrap_or_default().to_owned();
+        let size = |key: &str| json[key].as_u64().unwrap_or(0);
+        let mut text = String::new();
+        let mut line = |name: &str, value: String| {
+            // A name in an image must not move somebody's cursor.
+            let value = value.replace(char::is_control, "?");
+            let _ = writeln!(text, "{name}: {value}");
+        };
+        line("image", word("filename"));
+        line("file format", word("format"));
+        line("virtual size", format!("{} ({} bytes)", human(size("virtual-size")), size("virtual-size")));
+        line("disk size", human(size("actual-size")));
+        if json["encrypted"] == true {
+            line("encrypted", "yes".into());
+        }
+        if json["cluster-size"].is_u64() {
+            line("cluster_size", size("cluster-size").to_string());
+        }
+        if json["dirty-flag"] == true {
+            line("cleanly shut down", "no".into());
+        }
+        if json["backing-filename"].is_string() {
+            let (name, full) = (word("backing-filename"), word("full-backing-filename"));
+            let actual = if name == full { String::new() } else { format!(" (actual path: {full})") };
+            line("backing file", name + &actual);
+        }
+        if json["backing-filename-format"].is_string() {
+            line("backing file format", word("backing-filename-format"));
+        }
+        text.push_str(&snapshot::list(&self.snapshots));
+        if let Some(data) = json["format-specific"]["data"].as_object() {
+            text.push_str("Format specific information:\n");
+            members(&mut text, data, 1);
+        }
+        text
+    }
+}
+
+/// Nested values, indented as qemu-img does it.
+fn members(text: &mut String, values: &Map<String, Value>, depth: usize) {
+    for (key, value) in values {
+        one(text, &key.replace('-', " "), value, depth);
+    }
+}
+
+fn one(text: &mut String, key: &str, value: &Value, depth: usize) {
+    let indent = "    ".repeat(depth);
+    let _ = match value {
+        Value::Object(values) => {
+            let _ = writeln!(text, "{indent}{key}:");
+            return members(text, values, depth + 1);
+        }
+        Value::Array(values) => {
+            let _ = writeln!(text, "{indent}{key}:");
+            for (index, value) in values.iter().enumerate() {
+                one(text, &format!("[{index}]"), value, depth + 1);
+            }
+            return;
+        }
+        Value::String(word) => writeln!(text, "{indent}{key}: {}", word.replace(char::is_control, "?")),
+        other => writeln!(text, "{indent}{key}: {other}"),
+    };
+}
+
+/// As qemu-img writes sizes: three digits and a unit of 1024.
+pub(super) fn human(bytes: u64) -> String {
+    const UNITS: [&str; 7] = ["B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"];
+    let (mut value, mut unit) = (bytes as f64, 0);
+    while value >= 1000.0 && unit + 1 < UNITS.len() {
+        value /= 1024.0;
+        unit += 1;
+    }
+    let digits = match value {
+        ..1.0 => 3,
+        ..10.0 => 2,
+        ..100.0 => 1,
+        _ => 0,
+    };
+    let mut number = format!("{value:.digits$}");
+    if number.contains('.') {
+        number.truncate(number.trim_end_matches('0').trim_end_matches('.').len());
+    }
+    format!("{number} {}", UNITS[unit])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_are_written_as_qemu_img_writes_them() {
+        let sizes = [0, 512, 999, 1000, 200_704, 3 << 30, 2_297_856, 104_857_600].map(human);
+        assert_eq!(sizes, ["0 B", "512 B", "999 B", "0.977 KiB", "196 KiB", "3 GiB", "2.19 MiB", "100 MiB"]);
+    }
+}

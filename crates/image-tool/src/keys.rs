@@ -1,0 +1,155 @@
+//! Passphrases of encrypted images that are there, and which of them is whose.
+//!
+//! Given is one for each encrypted image, in the order in which a command names its images and in each from the top of its chain; or one that
+//! opens them all, and then images that are not encrypted may be among them.
+//!
+//! Never takes a passphrase from the command line, where everybody on the machine can read it.
+
+use std::path::{Path, PathBuf};
+
+use anyhow::bail;
+use block::image::{
+    Secret,
+    open::LONGEST_CHAIN,
+    qcow2::header::{Crypt, Header},
+};
+use clap::Args;
+use settings::{SecretSource, secret::Secrets};
+
+use super::{
+    disk,
+    opening::{self, Format},
+};
+
+/// Where the passphrases are.
+#[derive(Debug, Args)]
+pub(super) struct KeyArgs {
+    /// A file that is the passphrase of an encrypted image, whole; once for each in the chain from the top, or one for all
+    #[arg(long, value_name = "FILE")]
+    secret_file: Vec<PathBuf>,
+    /// An open descriptor to read the passphrase from
+    #[arg(long, value_name = "N", conflicts_with = "secret_file")]
+    secret_fd: Vec<u32>,
+}
+
+impl KeyArgs {
+    /// Reads them.
+    ///
+    /// # Errors
+    /// If there is none where there should be one.
+    pub(super) fn read(&self) -> anyhow::Result<Keys> {
+        read(&self.secret_file, &self.secret_fd)
+    }
+}
+
+/// Reads those in files, then those that come from descriptors.
+///
+/// # Errors
+/// If there is none where there should be one.
+pub(super) fn read(files: &[PathBuf], descriptors: &[u32]) -> anyhow::Result<Keys> {
+    let mut secrets = Secrets::default();
+    let files = files.iter().cloned().map(SecretSource::File);
+    let sources = files.chain(descriptors.iter().copied().map(SecretSource::Descriptor));
+    let given = sources.map(|source| secrets.get(&source)).collect::<Result<_, _>>()?;
+    Ok(Keys { given, next: 0 })
+}
+
+/// Passphrases, in the order in which images are opened.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Keys {
+    given: Vec<Secret>,
+    next: usize,
+}
+
+impl Keys {
+    /// One for all images.
+    pub(super) fn one(secret: Secret) -> Self {
+        Self { given: vec![secret], next: 0 }
+    }
+
+    /// The first of them.
+    pub(super) fn first(&self) -> Option<&Secret> {
+        self.given.first()
+    }
+
+    /// Those of the image at `path` and of what is below it, unless it is opened alone.
+    ///
+    /// # Errors
+    /// If headers cannot be read, or there are fewer than needed.
+    pub(super) async fn of(
+        &mut self,
+        path: &Path,
+        format: Option<Format>,
+        alone: bool,
+    ) -> anyhow::Result<Vec<Secret>> {
+        if self.given.is_empty() {
+            // Whoever opens it says what is missing.
+            return Ok(Vec::new());
+        }
+        let count = encrypted(path, format, alone).await?;
+        let first = self.next;
+        self.next += count;
+        if let [one] = &self.given[..] {
+            return Ok(if count > 0 { vec![one.clone()] } else { Vec::new() });
+        }
+        match self.given.get(first..self.next) {
+            Some(own) => Ok(own.to_vec()),
+            None => bail!(
+                "{}: there are {} passphrases, and more encrypted images (give one for each in the order of the images and from the top of \
+                 each chain, or one for all)",
+                path.display(),
+                self.given.len()
+            ),
+        }
+    }
+
+    /// Those of the backing file of the first image, whose header this is.
+    pub(super) fn behind(&self, header: &Header) -> Self {
+        let next = usize::from(header.crypt == Crypt::Luks);
+        Self { given: self.given.clone(), next }
+    }
+
+    /// Whether all were for something, once everything is open.
+    ///
+    /// # Errors
+    /// If not.
+    pub(super) fn check_used(&self) -> anyhow::Result<()> {
+        match (self.given.len(), self.next) {
+            (0, _) | (1, 1..) => Ok(()),
+            (1, 0) => bail!("a passphrase was given, and no image is encrypted (leave it out)"),
+            (given, used) if given <= used => Ok(()),
+            (given, used) => bail!("{given} passphrases were given, and {used} images are encrypted"),
+        }
+    }
+}
+
+/// How many images of the chain are encrypted.
+async fn encrypted(path: &Path, format: Option<Format>, alone: bool) -> anyhow::Result<usize> {
+    let mut count = 0;
+    let mut next = Some((path.to_owned(), opening::format(path, format)?));
+    for _ in 0..LONGEST_CHAIN {
+        let Some((path, Format::Qcow2)) = next else { break };
+        let header = disk::header_of(&path).await?;
+        count += usize::from(header.crypt == Crypt::Luks);
+        next = if alone { None } else { disk::backing_in(&path, &header)? };
+    }
+    Ok(count)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn keys(given: usize, next: usize) -> Keys {
+        Keys { given: (0..given).map(|number| Secret::new(vec![number as u8 + 1])).collect(), next }
+    }
+
+    #[test]
+    fn a_passphrase_for_nothing_is_a_mistake() {
+        for (given, used, right) in
+            [(0, 0, true), (0, 2, true), (1, 0, false), (1, 3, true), (2, 1, false), (2, 2, true)]
+        {
+            assert_eq!(keys(given, used).check_used().is_ok(), right, "{given} given, {used} used");
+        }
+    }
+}

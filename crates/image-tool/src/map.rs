@@ -1,0 +1,248 @@
+//! `weir image map`: what a disk is made of and where it lies, through the chain of backing files, as `qemu-img map` prints it.
+//!
+//! Never reads guest data.
+
+use std::fmt::Write as _;
+
+use anyhow::{Context as _, bail};
+use block::image::{
+    Image, Qcow2,
+    qcow2::{Piece, What},
+};
+use clap::Args;
+use console::Failure;
+
+use super::{
+    Output, disk,
+    keys::KeyArgs,
+    on_reactor,
+    opening::{How, Subject},
+    print,
+};
+
+/// Shown below the options.
+pub(super) const EXAMPLES: &str = "\
+Examples:
+  weir image map -f qcow2 vm1.qcow2
+      Where in which file the data is.
+  weir image map -f qcow2 --output=json -s 1G -l 64M vm1.qcow2
+      Everything between 1 GiB and 64 MiB further, zeroes and what is not there included, for programs.
+
+Exit status: 0 shown, 1 failed, 2 wrong use of the command line.";
+
+/// What `weir image map` is told.
+#[derive(Debug, Args)]
+pub struct Arguments {
+    #[command(flatten)]
+    subject: Subject,
+    /// How to print
+    #[arg(long, value_name = "KIND", value_enum, default_value_t)]
+    output: Output,
+    /// Begin here
+    #[arg(short, long, value_name = "OFFSET", default_value = "0", value_parser = settings::size)]
+    start_offset: u64,
+    /// Bytes to show [default: to the end]
+    #[arg(short = 'l', long, value_name = "SIZE", value_parser = settings::size)]
+    max_length: Option<u64>,
+    /// Read it although somebody else writes to it
+    #[arg(short = 'U', long)]
+    force_share: bool,
+    #[command(flatten)]
+    keys: KeyArgs,
+}
+
+/// Shows the map.
+///
+/// # Errors
+/// If it cannot be found out, or cannot be shown in this form.
+pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
+    let mut keys = arguments.keys.read()?;
+    on_reactor(async move {
+        let Subject { file, format } = &arguments.subject;
+        let name = arguments.subject.name();
+        let how = How { force_share: arguments.force_share, ..How::default() };
+        let image = disk::open(file, *format, how, &mut keys).await?;
+        keys.check_used()?;
+        let size = image.size_bytes();
+        let start = arguments.start_offset.min(size);
+        let end = arguments.max_length.and_then(|length| start.checked_add(length)).unwrap_or(size).min(size);
+        let mut map = Map::default();
+        map.add(&image, start, end)
+            .await
+            .with_context(|| format!("{name}: what is where cannot be found out"))?;
+        print(&match arguments.output {
+            Output::Json => map.json(),
+            Output::Human => map.text().with_context(|| name)?,
+        })?;
+        Ok(())
+    })
+}
+
+/// A run of the disk: `MapEntry` of QEMU's qapi/block-core.json.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Entry {
+    start: u64,
+    length: u64,
+    /// How many backing files down.
+    depth: u32,
+    /// Some image of the chain has it.
+    present: bool,
+    zero: bool,
+    data: bool,
+    compressed: bool,
+    /// Where in the file.
+    offset: Option<u64>,
+    file: String,
+}
+
+impl Entry {
+    /// Whether `next` goes on where this one ends, in every respect.
+    fn goes_on(&self, next: &Self) -> bool {
+        let same = |entry: &Self| (entry.depth, entry.present, entry.zero, entry.data, entry.compressed);
+        same(self) == same(next)
+            && self.offset.map(|offset| offset + self.length) == next.offset
+            && self.file == next.file
+    }
+}
+
+/// Entries that follow each other.
+#[derive(Debug, Default)]
+struct Map(Vec<Entry>);
+
+impl Map {
+    fn push(&mut self, entry: Entry) {
+        match self.0.last_mut() {
+            Some(last) if last.goes_on(&entry) => last.length += entry.length,
+            _ => self.0.push(entry),
+        }
+    }
+
+    /// What there is from `start` to `end`. Goes down the chain by itself, since its length is the image's to say.
+    async fn add(&mut self, top: &Image, start: u64, end: u64) -> anyhow::Result<()> {
+        // What an image leaves to the one below: a stack instead of a recursion.
+        let mut left = vec![(top, 0, start, end)];
+        while let Some((image, depth, start, end)) = left.pop() {
+            match image {
+                Image::Raw(_) => self.add_raw(image, depth, start, end).await?,
+                Image::Qcow2(qcow2) => {
+                    let file = disk::data_file(image);
+                    let (covered, below) = self.add_qcow2(qcow2, &file, depth, start, end).await?;
+                    if covered < end {
+                        left.push((image, depth, covered, end));
+                    }
+                    if let (Some((from, to)), Some(backing)) = (below, qcow2.backing()) {
+                        left.push((backing, depth + 1, from, to));
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    async fn add_raw(&mut self, image: &Image, depth: u32, mut start: u64, end: u64) -> anyhow::Result<()> {
+        while start < end {
+            for extent in image.block_status(start, end - start).await? {
+                let (zero, length) = (extent.zero, extent.length);
+                self.push(Entry {
+                    present: true,
+                    zero,
+                    data: !zero,
+                    offset: Some(start),
+                    ..Entry::nothing(start, length, depth, disk::data_file(image))
+                });
+                start += length;
+            }
+        }
+        Ok(())
+    }
+
+    /// Adds what the image has itself, up to the first range that its backing file may have. Returns how far that is known, and the range.
+    async fn add_qcow2(
+        &mut self,
+        qcow2: &Qcow2,
+        file: &str,
+        depth: u32,
+        start: u64,
+        end: u64,
+    ) -> anyhow::Result<(u64, Option<(u64, u64)>)> {
+        let encrypted = qcow2.header().encryption.is_some();
+        let mut at = start;
+        // Behind its end a shorter backing file has nothing.
+        let below_end = qcow2.backing().map_or(0, Image::size_bytes);
+        for Piece { length, what } in qcow2.map(start, end - start).await? {
+            let nothing = Entry::nothing(at, length, depth, file.to_owned());
+            at += length;
+            let entry = match what {
+                What::Unallocated if nothing.start < below_end => {
+                    let end = at.min(below_end);
+                    return Ok((end, Some((nothing.start, end))));
+                }
+                What::Unallocated => nothing,
+                What::Zero { host } => Entry { present: true, offset: host, ..nothing },
+                What::Data { host, .. } => {
+                    let offset = (!encrypted).then_some(host);
+                    Entry { present: true, zero: false, data: true, offset, ..nothing }
+                }
+                What::Compressed { .. } => {
+                    Entry { present: true, zero: false, data: true, compressed: true, ..nothing }
+                }
+            };
+            self.push(entry);
+        }
+        Ok((at, None))
+    }
+
+    /// One entry a line, as qemu-img has it.
+    fn json(&self) -> String {
+        let lines: Vec<_> = self.0.iter().map(Entry::json).collect();
+        format!("[{}]\n", lines.join(",\n"))
+    }
+
+    /// The data, and where it is.
+    fn text(&self) -> anyhow::Result<String> {
+        let mut text = format!("{:<16}{:<16}{:<16}{}\n", "Offset", "Length", "Mapped to", "File");
+        for entry in self.0.iter().filter(|entry| entry.data && !entry.zero) {
+            let Some(offset) = entry.offset else {
+                bail!(
+                    "has encrypted or compressed clusters, which are nowhere as they are (use --output=json)"
+                );
+            };
+            let file = entry.file.replace(char::is_control, "?");
+            // Writing to a string cannot fail.
+            let _ =
+                writeln!(text, "{:<16}{:<16}{:<16}{file}", hex(entry.start), hex(entry.length), hex(offset));
+        }
+        Ok(text)
+    }
+}
+
+impl Entry {
+    /// What no image has.
+    fn nothing(start: u64, length: u64, depth: u32, file: String) -> Self {
+        Self {
+            start,
+            length,
+            depth,
+            present: false,
+            zero: true,
+            data: false,
+            compressed: false,
+            offset: None,
+            file,
+        }
+    }
+
+    fn json(&self) -> String {
+        let Self { start, length, depth, present, zero, data, compressed, offset, .. } = self;
+        let offset = offset.map_or_else(String::new, |offset| format!(", \"offset\": {offset}"));
+        format!(
+            "{{ \"start\": {start}, \"length\": {length}, \"depth\": {depth}, \"present\": {present}, \"zero\": {zero}, \
+             \"data\": {data}, \"compressed\": {compressed}{offset}}}"
+        )
+    }
+}
+
+/// As C's `%#x` writes it.
+fn hex(number: u64) -> String {
+    if number == 0 { "0".to_owned() } else { format!("{number:#x}") }
+}

@@ -1,0 +1,152 @@
+//! From a file's name to its storage and its format, for commands that look at the bytes themselves.
+//!
+//! Guesses a format only to show or check an image, never to write into it as a guest would; who writes has said the format, or the image
+//! has a signature.
+
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context as _, bail};
+use block::storage::{
+    CacheMode, OpenOptions, Storage, open_storage,
+    probe::{self, Probed},
+};
+use clap::Args;
+
+/// The formats that `weir image` works on: the bytes as they are, and QEMU's copy-on-write format.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub(super) enum Format {
+    // What they are would make every --help that has one of them three times as long.
+    Raw,
+    Qcow2,
+}
+
+impl Format {
+    /// As it is written.
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            Self::Raw => "raw",
+            Self::Qcow2 => "qcow2",
+        }
+    }
+}
+
+/// The format of a name, as it stands in images.
+///
+/// # Errors
+/// If it was not said, or weir does not know it.
+pub(super) fn format_named(name: Option<&str>) -> anyhow::Result<Format> {
+    match name {
+        Some("raw") => Ok(Format::Raw),
+        Some("qcow2") => Ok(Format::Qcow2),
+        Some(other) => bail!("weir does not know the format {other} (raw and qcow2 it does)"),
+        None => bail!("its format is not said"),
+    }
+}
+
+/// Where a name in an image points: a relative one is relative to the image's own directory.
+pub fn beside(image: &Path, name: &str) -> PathBuf {
+    image.parent().map_or_else(|| PathBuf::from(name), |directory| directory.join(name))
+}
+
+/// Whether two names stand for one file.
+pub(super) fn is_same(one: &Path, other: &Path) -> bool {
+    let real = |path: &Path| path.canonicalize().ok();
+    one == other || real(one).is_some_and(|path| Some(path) == real(other))
+}
+
+/// The image that a command is about.
+#[derive(Debug, Args)]
+pub(super) struct Subject {
+    /// The image
+    #[arg(value_name = "FILE")]
+    pub(super) file: PathBuf,
+    /// Its format [default: as its signature says]
+    #[arg(short, long, value_name = "FORMAT")]
+    pub(super) format: Option<Format>,
+}
+
+impl Subject {
+    /// As messages call it.
+    pub(super) fn name(&self) -> String {
+        self.file.display().to_string()
+    }
+
+    /// The format that was given, or else that of the signature.
+    ///
+    /// # Errors
+    /// As [`format()`].
+    pub(super) fn format(&self) -> anyhow::Result<Format> {
+        format(&self.file, self.format)
+    }
+}
+
+/// How a file is to be opened.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct How {
+    pub(super) cache: CacheMode,
+    pub(super) write: bool,
+    /// Also while somebody else writes to it.
+    pub(super) force_share: bool,
+    /// Bytes per second at most; not 0.
+    pub(super) rate_bps: Option<u64>,
+    /// Without what lies below it.
+    pub(super) alone: bool,
+}
+
+/// The format that was given, or else that of the signature.
+///
+/// # Errors
+/// If the file cannot be read, or its format is another one.
+pub(super) fn format(path: &Path, given: Option<Format>) -> anyhow::Result<Format> {
+    if let Some(format) = given {
+        return Ok(format);
+    }
+    let name = path.display();
+    match probe::probe(path).with_context(|| format!("{name}: cannot be read"))? {
+        Probed::Raw => Ok(Format::Raw),
+        Probed::Looks("qcow2") => Ok(Format::Qcow2),
+        Probed::Looks(other) => {
+            bail!(
+                "{name}: is of the format {other}, which weir does not know (convert it with qemu-img first)"
+            )
+        }
+    }
+}
+
+/// The file's storage.
+///
+/// # Errors
+/// What keeps it from being opened.
+pub(super) fn storage(path: &Path, how: How) -> anyhow::Result<Storage> {
+    Ok(open_storage(&spec(path)?, options(how)?)?)
+}
+
+/// The path as `block` takes it.
+///
+/// # Errors
+/// If it is not UTF-8.
+pub(super) fn spec(path: &Path) -> anyhow::Result<String> {
+    let text =
+        path.to_str().with_context(|| format!("{}: not UTF-8 (use another name of it)", path.display()))?;
+    Ok(format!("file:{text}"))
+}
+
+/// The same for how.
+///
+/// # Errors
+/// If there is no such rate.
+pub(super) fn options(how: How) -> anyhow::Result<OpenOptions> {
+    let rate = match how.rate_bps {
+        Some(rate) => {
+            Some(format!("bytes={rate}").parse().with_context(|| format!("{rate} bytes per second"))?)
+        }
+        None => None,
+    };
+    Ok(OpenOptions {
+        cache: how.cache,
+        read_only: !how.write,
+        force_share: how.force_share,
+        rate,
+        ..OpenOptions::default()
+    })
+}

@@ -1,0 +1,106 @@
+//! How far a long command has come: a bar on a terminal, or with `-p` what `qemu-img -p` prints.
+//!
+//! Never prints where nobody asked for it and nobody looks on.
+
+use std::{
+    fmt,
+    io::{IsTerminal as _, Write as _, stderr, stdout},
+    sync::{
+        Mutex, PoisonError,
+        atomic::{AtomicU64, Ordering},
+    },
+};
+
+use clap::Args;
+use console::progress::bar;
+use indicatif::ProgressBar;
+
+/// Parts of the whole after which `-p` prints: a percent, as qemu-img does at most.
+const STEPS: u64 = 100;
+
+const TEMPLATE: &str = "{msg} {wide_bar} {bytes}/{total_bytes} {eta}";
+
+/// What a long command tells.
+#[derive(Clone, Copy, Debug, Default, Args)]
+pub(super) struct Talk {
+    /// Show how far it has come
+    #[arg(short, long)]
+    progress: bool,
+    /// Print nothing but errors
+    #[arg(short, long)]
+    pub(super) quiet: bool,
+}
+
+impl Talk {
+    /// So many bytes are to be done.
+    pub(super) fn progress(self, what: &str, total: u64) -> Progress {
+        let how = match (stderr().is_terminal(), self.progress) {
+            _ if self.quiet => How::Silent,
+            (true, _) => How::Bar(bar(TEMPLATE, total).with_message(what.to_owned())),
+            (false, true) => {
+                print(0);
+                How::Lines(Mutex::new(0))
+            }
+            (false, false) => How::Silent,
+        };
+        Progress { how, total, done: AtomicU64::new(0) }
+    }
+}
+
+/// The telling of progress. Shared by the threads that make it.
+pub(super) struct Progress {
+    how: How,
+    total: u64,
+    done: AtomicU64,
+}
+
+enum How {
+    Bar(ProgressBar),
+    /// The step that was printed last.
+    Lines(Mutex<u64>),
+    Silent,
+}
+
+impl fmt::Debug for Progress {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Progress({} of {})", self.done.load(Ordering::Relaxed), self.total)
+    }
+}
+
+impl Progress {
+    /// So many more are done.
+    pub(super) fn advance(&self, bytes: u64) {
+        let done = self.done.fetch_add(bytes, Ordering::Relaxed) + bytes;
+        match &self.how {
+            How::Bar(bar) => bar.set_position(done),
+            How::Lines(printed) => {
+                let step = (u128::from(done) * u128::from(STEPS) / u128::from(self.total.max(1))) as u64;
+                let mut printed = printed.lock().unwrap_or_else(PoisonError::into_inner);
+                if step > *printed {
+                    *printed = step;
+                    print(step);
+                }
+            }
+            How::Silent => {}
+        }
+    }
+
+    /// All of it is.
+    pub(super) fn end(&self) {
+        match &self.how {
+            How::Bar(bar) => bar.finish_and_clear(),
+            How::Lines(_) => {
+                print(STEPS);
+                // Where standard output is closed there is nobody to tell.
+                let _ = writeln!(stdout());
+            }
+            How::Silent => {}
+        }
+    }
+}
+
+fn print(step: u64) {
+    let mut stdout = stdout();
+    let _ = write!(stdout, "    ({:.2}/100%)\r", step as f64);
+    let _ = stdout.flush();
+}

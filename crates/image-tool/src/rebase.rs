@@ -1,0 +1,239 @@
+//! `weir image rebase`: gives an image another backing file, as `qemu-img rebase` does.
+//!
+//! What the image does not have itself and what the two backing files have differently is copied into the image first, so a guest sees the same disk
+//! before, during and after. With `-u` only the name is changed.
+
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context as _, anyhow, bail};
+use block::{
+    buffer::Buffer,
+    image::{
+        Image, Qcow2,
+        open::LONGEST_CHAIN,
+        qcow2::{Piece, What, header::Backing},
+    },
+    storage::{CacheMode, Durability},
+};
+use clap::Args;
+use console::Failure;
+
+use super::{
+    copy::Kind,
+    disk,
+    keys::{KeyArgs, Keys},
+    on_reactor,
+    opening::{self, Format, How, Subject},
+    progress::Talk,
+    source::Source,
+};
+
+/// Shown below the options.
+pub(super) const EXAMPLES: &str = "\
+Examples:
+  weir image rebase -f qcow2 -b new-base.qcow2 -F qcow2 vm1.qcow2
+      Another backing file; where it differs from the old one, vm1.qcow2 keeps the old one's content.
+  weir image rebase -f qcow2 -b '' vm1.qcow2
+      None: everything is in vm1.qcow2 afterwards.
+  weir image rebase -f qcow2 -u -b /images/base.qcow2 -F qcow2 vm1.qcow2
+      The same backing file under another name.
+
+Exit status: 0 done, 1 failed, 2 wrong use of the command line.";
+
+/// What `weir image rebase` is told.
+#[derive(Debug, Args)]
+pub struct Arguments {
+    #[command(flatten)]
+    subject: Subject,
+    /// The new backing file, relative to the image's directory; nothing for none
+    #[arg(short, long, value_name = "FILE")]
+    backing: String,
+    /// The new backing file's format
+    #[arg(short = 'F', long, value_name = "FORMAT")]
+    backing_format: Option<Format>,
+    /// Change the name alone; both are said to have the same content, and need not be there
+    #[arg(short, long)]
+    unsafe_backing: bool,
+    /// The page cache for the image: writeback, writethrough, none, directsync or unsafe
+    #[arg(short = 't', long, value_name = "MODE", default_value_t, value_parser = settings::read::<CacheMode>)]
+    cache: CacheMode,
+    /// The page cache for the backing files
+    #[arg(short = 'T', long, value_name = "MODE", default_value_t, value_parser = settings::read::<CacheMode>)]
+    source_cache: CacheMode,
+    /// Read backing files although somebody else writes to them
+    #[arg(short = 'U', long)]
+    force_share: bool,
+    #[command(flatten)]
+    keys: KeyArgs,
+    #[command(flatten)]
+    talk: Talk,
+}
+
+/// Bytes that are compared in one go.
+const PIECE: u64 = 1 << 20;
+
+/// Rebases.
+///
+/// # Errors
+/// If something cannot be opened, read or written; the image then has the backing file that it had.
+pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
+    let name = arguments.subject.name();
+    let backing = match (arguments.backing.as_str(), arguments.backing_format) {
+        ("", _) => None,
+        (_, None) => {
+            let what = "the new backing file's format is not said (-F raw or -F qcow2)";
+            return Err(Failure::Usage(anyhow!("{name}: {what}")));
+        }
+        (backing, Some(format)) => Some((backing.to_owned(), format)),
+    };
+    let keys = arguments.keys.read()?;
+    on_reactor(async move {
+        if disk::format_of_chain(&arguments.subject).await? == Format::Raw {
+            return Err(Failure::Usage(anyhow!("{name}: raw images have no backing file")));
+        }
+        Ok(rebase(&arguments, backing, keys).await.with_context(|| name)?)
+    })
+}
+
+async fn rebase(
+    arguments: &Arguments,
+    backing: Option<(String, Format)>,
+    mut keys: Keys,
+) -> anyhow::Result<()> {
+    let how = How { cache: arguments.cache, write: true, ..How::default() };
+    let file = &arguments.subject.file;
+    let named =
+        backing.clone().map(|(name, format)| Backing { name, format: Some(format.name().to_owned()) });
+    if arguments.unsafe_backing {
+        // The name alone takes no key, and nothing that the disk is made of.
+        let qcow2 = Qcow2::open_for_upkeep(opening::storage(file, how)?).await?;
+        qcow2.set_backing(named).await.context("its header cannot be changed")?;
+        return Ok(qcow2.close().await?);
+    }
+    if let Some((name, format)) = &backing {
+        check_no_loop(file, opening::beside(file, name), *format).await?;
+    }
+    let image = disk::open(file, Some(Format::Qcow2), how, &mut keys).await?;
+    let Image::Qcow2(qcow2) = &*image else { unreachable!("it was opened as qcow2") };
+    let sources = Below::open(arguments, backing.as_ref(), &mut keys).await?;
+    keys.check_used()?;
+    sources.keep_differences(qcow2, arguments).await?;
+    qcow2.flush().await?;
+    qcow2.set_backing(named).await.context("its header cannot be changed")?;
+    Ok(qcow2.close().await?)
+}
+
+/// An error if the image is in its new chain. It would only be found to be locked, by this very command.
+async fn check_no_loop(file: &Path, backing: PathBuf, format: Format) -> anyhow::Result<()> {
+    let mut next = Some((backing, format));
+    for _ in 0..LONGEST_CHAIN {
+        let Some((path, format)) = next else { break };
+        if opening::is_same(&path, file) {
+            bail!("{}: would be its own backing file (choose another)", file.display());
+        }
+        next = match format {
+            Format::Raw => None,
+            Format::Qcow2 => disk::backing_in(&path, &disk::header_of(&path).await?)?,
+        };
+    }
+    Ok(())
+}
+
+/// The two backing files; without one, what is below is zeroes.
+struct Below {
+    old: Option<Source>,
+    new: Option<Source>,
+}
+
+impl Below {
+    async fn open(
+        arguments: &Arguments,
+        new: Option<&(String, Format)>,
+        keys: &mut Keys,
+    ) -> anyhow::Result<Self> {
+        let file = &arguments.subject.file;
+        let how = How { cache: arguments.source_cache, force_share: arguments.force_share, ..How::default() };
+        let source = async |path: &Path, format, keys: &mut Keys| -> anyhow::Result<Source> {
+            let image = disk::open(path, Some(format), how, keys).await?;
+            Ok(Source::new([(path.display().to_string(), image)]))
+        };
+        let header = disk::header_of(file).await?;
+        let old = match disk::backing_in(file, &header)? {
+            // It is in the image's chain, and so are its passphrases.
+            Some((path, format)) => Some(source(&path, format, &mut keys.behind(&header)).await?),
+            None => None,
+        };
+        let new = match new {
+            Some((name, format)) => Some(source(&opening::beside(file, name), *format, keys).await?),
+            None => None,
+        };
+        Ok(Self { old, new })
+    }
+
+    /// Copies into the image what it leaves to the old backing file, and the new one has not.
+    async fn keep_differences(&self, image: &Qcow2, arguments: &Arguments) -> anyhow::Result<()> {
+        let size = image.size_bytes();
+        let cluster = image.header().cluster_bytes();
+        let progress = arguments.talk.progress("rebasing", size);
+        let mut at = 0;
+        while at < size {
+            for Piece { length, what } in image.map(at, size - at).await? {
+                let end = at + length;
+                while what == What::Unallocated && at < end {
+                    let next = end.min((at / PIECE + 1) * PIECE);
+                    self.keep(image, at, next, cluster).await?;
+                    progress.advance(next - at);
+                    at = next;
+                }
+                progress.advance(end - at);
+                at = end;
+            }
+        }
+        progress.end();
+        Ok(())
+    }
+
+    /// The same for a range that the image does not have.
+    ///
+    /// Zeroes are written as data: told to make zeroes of what reads as zeroes already, an image has nothing to do.
+    async fn keep(&self, image: &Qcow2, start: u64, end: u64, cluster: u64) -> anyhow::Result<()> {
+        let length = (end - start) as usize;
+        let old = content(self.old.as_ref(), start, length).await?;
+        let new = content(self.new.as_ref(), start, length).await?;
+        if old.is_none() && new.is_none() {
+            return Ok(());
+        }
+        let [old, new] = [old, new].map(|content| content.unwrap_or_else(|| Buffer::zeroed(length)));
+        let mut at = 0;
+        while at < length {
+            let into = (start + at as u64) % cluster;
+            let next = length.min(at + (cluster - into) as usize);
+            if old[at..next] != new[at..next] {
+                let (offset, part) = (start + at as u64, Buffer::copy_of(&old[at..next]));
+                let what = || format!("writing {} bytes at {offset}", next - at);
+                image.write(offset, part.into(), Durability::Cached).await.with_context(what)?;
+            }
+            at = next;
+        }
+        Ok(())
+    }
+}
+
+/// What is in a backing file there, zeroes behind its end; `None` where all of it is zeroes by what it says of itself.
+async fn content(source: Option<&Source>, start: u64, length: usize) -> anyhow::Result<Option<Buffer>> {
+    let Some(source) = source else { return Ok(None) };
+    let there = source.size_bytes().saturating_sub(start).min(length as u64);
+    let (mut at, mut data) = (0, false);
+    while at < there && !data {
+        for (length, kind) in source.status(start + at, there - at).await? {
+            at += length;
+            data |= kind == Kind::Data;
+        }
+    }
+    if !data {
+        return Ok(None);
+    }
+    let mut bytes = Buffer::zeroed(length);
+    bytes[..there as usize].copy_from_slice(&source.read(start, there as usize).await?);
+    Ok(Some(bytes))
+}

@@ -1,0 +1,170 @@
+//! `weir image resize`: gives a disk another size, with the options of `qemu-img resize`.
+//!
+//! Never makes it smaller unless `--shrink` says that what is cut off may go.
+
+use anyhow::{Context as _, anyhow, bail};
+use block::{
+    buffer::Buffer,
+    image::{Image, qcow2::create::Preallocation},
+    storage::{Durability, ZeroOptions, parse_size},
+};
+use clap::Args;
+use console::Failure;
+
+use super::{
+    create, disk,
+    keys::KeyArgs,
+    on_reactor,
+    opening::{How, Subject},
+    print,
+};
+
+/// Shown below the options.
+pub(super) const EXAMPLES: &str = "\
+Examples:
+  weir image resize -f qcow2 vm1.qcow2 +10G
+      10 GiB more.
+  weir image resize --preallocation=falloc vm1.qcow2 100G
+      100 GiB, and the room for what is added is set aside.
+  weir image resize -f raw --shrink vm1.raw 20G
+      20 GiB; what was behind that is gone.
+
+Exit status: 0 resized, 1 failed, 2 wrong use of the command line.";
+
+/// What `weir image resize` is told.
+#[derive(Debug, Args)]
+pub struct Arguments {
+    #[command(flatten)]
+    subject: Subject,
+    /// The new size; with + or - in front, so much more or less
+    #[arg(value_name = "[+|-]SIZE", allow_hyphen_values = true, value_parser = change)]
+    size: Change,
+    /// What of the new part has its place at once: off, metadata (qcow2 alone), falloc or full
+    #[arg(long, value_name = "MODE", default_value = "off", value_parser = create::preallocation_mode)]
+    preallocation: Preallocation,
+    /// Cut off what lies behind the new end
+    #[arg(long)]
+    shrink: bool,
+    #[command(flatten)]
+    keys: KeyArgs,
+    /// Print nothing but errors
+    #[arg(short, long)]
+    quiet: bool,
+}
+
+/// What becomes of the size.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Change {
+    To(u64),
+    More(u64),
+    Less(u64),
+}
+
+fn change(text: &str) -> Result<Change, String> {
+    let size = |text: &str| parse_size(text).map_err(|error| error.rule.to_owned());
+    match (text.strip_prefix('+'), text.strip_prefix('-')) {
+        (Some(more), _) => size(more).map(Change::More),
+        (_, Some(less)) => size(less).map(Change::Less),
+        _ => size(text).map(Change::To),
+    }
+}
+
+/// What is filled in one go.
+const PIECE: u64 = 1 << 20;
+
+/// Resizes.
+///
+/// # Errors
+/// If it cannot be done; the size is then what it was, unless only filling what was added failed.
+pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
+    let mut keys = arguments.keys.read()?;
+    on_reactor(async move {
+        let Subject { file, format } = &arguments.subject;
+        let name = arguments.subject.name();
+        let how = How { write: true, ..How::default() };
+        let image = disk::open(file, *format, how, &mut keys).await?;
+        keys.check_used()?;
+        let old = image.size_bytes();
+        let size = wanted(arguments.size, old).with_context(|| name.clone()).map_err(Failure::Usage)?;
+        check(&image, old, size, &arguments).with_context(|| name.clone()).map_err(Failure::Usage)?;
+        image.resize(size).await.with_context(|| name.clone())?;
+        let filled = fill(&image, old, size, arguments.preallocation).await;
+        let closed = image.close().await;
+        filled
+            .and(closed)
+            .with_context(|| format!("{name}: has its new size, but could not be completed"))?;
+        if !arguments.quiet {
+            print("Image resized.\n")?;
+        }
+        Ok(())
+    })
+}
+
+/// The new size, a multiple of 512 bytes as QEMU has it.
+fn wanted(change: Change, old: u64) -> anyhow::Result<u64> {
+    let size = match change {
+        Change::To(size) => Some(size),
+        Change::More(size) => old.checked_add(size),
+        Change::Less(size) => old.checked_sub(size),
+    };
+    let size = size.filter(|&size| size > 0).and_then(|size| size.checked_next_multiple_of(512));
+    size.ok_or_else(|| anyhow!("has {old} bytes, which leaves no size that can be (choose another change)"))
+}
+
+fn check(image: &Image, old: u64, size: u64, arguments: &Arguments) -> anyhow::Result<()> {
+    if size < old && !arguments.shrink {
+        bail!(
+            "has {old} bytes, and {size} are less: what lies behind them would be lost (give --shrink if it may)"
+        );
+    }
+    if size < old && arguments.preallocation != Preallocation::Off {
+        bail!("--preallocation is about what is added (leave it away)");
+    }
+    if matches!(image, Image::Raw(_)) && arguments.preallocation == Preallocation::Metadata {
+        bail!("--preallocation metadata: raw images have none (falloc or full are possible here)");
+    }
+    Ok(())
+}
+
+async fn fill(
+    image: &Image,
+    old: u64,
+    size: u64,
+    preallocation: Preallocation,
+) -> Result<(), block::error::Error> {
+    if let Image::Qcow2(qcow2) = image {
+        qcow2.preallocate(old, size, preallocation).await?;
+        return image.flush().await;
+    }
+    let zeroes = ZeroOptions { may_unmap: false, only_if_fast: false, durability: Durability::Cached };
+    let mut at = old;
+    while at < size {
+        let length = PIECE.min(size - at);
+        match preallocation {
+            Preallocation::Off | Preallocation::Metadata => return Ok(()),
+            Preallocation::Falloc => image.write_zeroes(at, length, zeroes).await?,
+            Preallocation::Full => {
+                image.write(at, Buffer::zeroed(length as usize).into(), Durability::Cached).await?;
+            }
+        }
+        at += length;
+    }
+    image.flush().await
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_are_absolute_or_changes() {
+        assert_eq!(change("2G"), Ok(Change::To(2 << 30)));
+        assert_eq!(change("+1M"), Ok(Change::More(1 << 20)));
+        assert_eq!(change("-1M"), Ok(Change::Less(1 << 20)));
+        assert!(change("+-1M").is_err());
+        assert_eq!(wanted(Change::Less(1), 1024).unwrap(), 1024, "rounded up to a sector");
+        assert_eq!(wanted(Change::More(1000), 1024).unwrap(), 2048);
+        assert!(wanted(Change::Less(1024), 1024).is_err());
+        assert!(wanted(Change::More(u64::MAX), 1024).is_err());
+    }
+}

@@ -1,0 +1,198 @@
+//! `weir image snapshot`: internal snapshots of a qcow2 image, with the options of `qemu-img snapshot`.
+
+use std::{
+    path::{Path, PathBuf},
+    time::{SystemTime, UNIX_EPOCH},
+};
+
+use anyhow::{Context as _, anyhow};
+use block::{
+    image::qcow2::{
+        self, Qcow2,
+        snapshot::{NewSnapshot, Snapshot},
+    },
+    storage::Storage,
+};
+use clap::Args;
+use console::{
+    Failure, figures,
+    table::{Side, Table},
+};
+use serde_json::{Value, json};
+
+use super::{
+    info::human,
+    on_reactor,
+    opening::{self, Format, How},
+    print,
+};
+
+/// Shown below the options.
+pub(super) const EXAMPLES: &str = "\
+Examples:
+  weir image snapshot -l vm1.qcow2
+      The snapshots in the image.
+  weir image snapshot -c before-upgrade vm1.qcow2
+      Keep the disk as it is now.
+  weir image snapshot -a before-upgrade vm1.qcow2
+      Make it again what it was then. What is there now is lost.
+  weir image snapshot -d before-upgrade vm1.qcow2
+      Free what only the snapshot uses.
+
+A snapshot is named by its id or its name; where a name is another's id, the id counts.
+Exit status: 0 done, 1 failed, 2 wrong use of the command line.";
+
+/// What `weir image snapshot` is told.
+#[derive(Debug, Args)]
+pub struct Arguments {
+    /// The image
+    #[arg(value_name = "FILE")]
+    file: PathBuf,
+    /// List the snapshots; the default
+    #[arg(short, long)]
+    list: bool,
+    /// Take a snapshot of this name
+    #[arg(short, long, value_name = "NAME", conflicts_with = "list")]
+    create: Option<String>,
+    /// Go back to this snapshot
+    #[arg(short, long, value_name = "SNAPSHOT", conflicts_with_all = ["list", "create"])]
+    apply: Option<String>,
+    /// Delete this snapshot
+    #[arg(short, long, value_name = "SNAPSHOT", conflicts_with_all = ["list", "create", "apply"])]
+    delete: Option<String>,
+    /// Read it although somebody else writes to it
+    #[arg(short = 'U', long)]
+    force_share: bool,
+    /// Print nothing
+    #[arg(short, long)]
+    quiet: bool,
+}
+
+/// Does what was asked for.
+///
+/// # Errors
+/// What keeps it from being done.
+pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
+    let path = &arguments.file;
+    let name = path.display().to_string();
+    if opening::format(path, None)? != Format::Qcow2 {
+        return Err(anyhow!(
+            "{name}: raw images have no snapshots (weir image convert -O qcow2 makes one that has)"
+        )
+        .into());
+    }
+    let action = [
+        arguments.create.map(Action::Create),
+        arguments.apply.map(Action::Apply),
+        arguments.delete.map(Action::Delete),
+    ];
+    if let Some(action) = action.into_iter().flatten().next() {
+        let storage = opening::storage(path, How { write: true, ..How::default() })?;
+        return on_reactor(act(storage, action, name));
+    }
+    let how = How { force_share: arguments.force_share, ..How::default() };
+    let (storage, at) = (opening::storage(path, how)?, path.clone());
+    let text = list(&on_reactor(async move { Ok(read(storage, &at).await?) })?);
+    if !arguments.quiet {
+        print(&text)?;
+    }
+    Ok(())
+}
+
+/// What is to be changed.
+enum Action {
+    Create(String),
+    Apply(String),
+    Delete(String),
+}
+
+async fn act(storage: Storage, action: Action, name: String) -> Result<(), Failure> {
+    let image = Qcow2::open_for_upkeep(storage).await.with_context(|| name.clone())?;
+    let done = match action {
+        Action::Create(title) => {
+            let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+            // The format counts to 2106.
+            let date_s = u32::try_from(now.as_secs()).unwrap_or(u32::MAX);
+            let new = NewSnapshot { name: &title, date_s, date_ns: now.subsec_nanos() };
+            image.create_snapshot(new).await.map(drop)
+        }
+        Action::Apply(snapshot) => image.apply_snapshot(&snapshot).await,
+        Action::Delete(snapshot) => image.delete_snapshot(&snapshot).await,
+    };
+    let closed = image.close().await;
+    done.with_context(|| name.clone())?;
+    closed.with_context(|| name.clone())?;
+    Ok(())
+}
+
+/// The snapshots of the image at `path`, whose storage this is.
+///
+/// # Errors
+/// If header or table cannot be read.
+pub(super) async fn read(storage: Storage, path: &Path) -> anyhow::Result<Vec<Snapshot>> {
+    let context = || path.display().to_string();
+    let header = qcow2::read_header(&storage).await.with_context(context)?;
+    Ok(qcow2::snapshot::read(&storage, &header).await.with_context(context)?.0)
+}
+
+/// What qemu-img says of a snapshot for programs.
+pub(super) fn to_json(snapshot: &Snapshot) -> Value {
+    const NANOS: u64 = 1_000_000_000;
+    let mut json = json!({
+        "id": snapshot.id(),
+        "name": snapshot.name(),
+        "vm-state-size": snapshot.vm_state_bytes,
+        "date-sec": snapshot.date_s,
+        "date-nsec": snapshot.date_ns,
+        "vm-clock-sec": snapshot.vm_clock_ns / NANOS,
+        "vm-clock-nsec": snapshot.vm_clock_ns % NANOS,
+    });
+    if let Some(instructions) = snapshot.instructions.filter(|count| *count != u64::MAX) {
+        json["icount"] = instructions.into();
+    }
+    json
+}
+
+/// The list for people; nothing where there are none.
+pub(super) fn list(snapshots: &[Snapshot]) -> String {
+    if snapshots.is_empty() {
+        return String::new();
+    }
+    let mut table = Table::new([
+        ("ID", Side::Left),
+        ("TAG", Side::Left),
+        ("VM SIZE", Side::Right),
+        ("DATE", Side::Right),
+        ("VM CLOCK", Side::Right),
+        ("ICOUNT", Side::Right),
+    ]);
+    for snapshot in snapshots {
+        table.row(vec![
+            snapshot.id().into_owned(),
+            snapshot.name().into_owned(),
+            human(snapshot.vm_state_bytes),
+            figures::date(snapshot.date_s),
+            clock(snapshot.vm_clock_ns),
+            snapshot
+                .instructions
+                .filter(|count| *count != u64::MAX)
+                .map_or_else(String::new, |count| count.to_string()),
+        ]);
+    }
+    format!("Snapshot list:\n{}", table.render(false))
+}
+
+fn clock(nanos: u64) -> String {
+    let (seconds, millis) = (nanos / 1_000_000_000, nanos / 1_000_000 % 1000);
+    format!("{:02}:{:02}:{:02}.{millis:03}", seconds / 3600, seconds / 60 % 60, seconds % 60)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_clock_has_milliseconds() {
+        assert_eq!(clock(3_661_002_000_000), "01:01:01.002");
+    }
+}

@@ -1,0 +1,160 @@
+//! A file that gets its name once it is complete.
+//!
+//! What is written goes to a file of another name beside it, which takes the name with a rename. So whatever ends the command, an error, a
+//! signal, a crash, the name stands for what it stood for before, or for something whole. On SIGINT, SIGTERM and SIGHUP the other file is
+//! removed.
+//!
+//! Never renames over anything but a regular file: a device is written in place.
+
+use std::{
+    fs::{self, Permissions},
+    os::unix::fs::{FileTypeExt as _, PermissionsExt as _},
+    path::{Path, PathBuf},
+};
+
+use anyhow::{Context as _, bail};
+use console::undo::Undo;
+use tempfile::NamedTempFile;
+
+use super::opening::{self, How};
+
+/// What a new file may be, before the process's mask.
+const NEW_FILE: u32 = 0o666;
+
+/// A file on its way to its name.
+#[derive(Debug)]
+pub(super) struct Unfinished {
+    target: PathBuf,
+    /// `None` where the target is written in place.
+    file: Option<NamedTempFile>,
+    /// What stands under the name now, held so that nobody else begins to write to it.
+    _earlier: Option<block::storage::Storage>,
+}
+
+impl Unfinished {
+    /// An empty file that is going to be `target`.
+    ///
+    /// # Errors
+    /// Where none can be made there, or where somebody else uses what stands there.
+    pub(super) fn new(target: &Path, undo: &Undo) -> anyhow::Result<Self> {
+        // A link stays one: what it points to is replaced.
+        let target = fs::canonicalize(target).unwrap_or_else(|_| target.to_owned());
+        let earlier = fs::metadata(&target).ok();
+        if let Some(earlier) = &earlier {
+            let kind = earlier.file_type();
+            if kind.is_block_device() || kind.is_char_device() {
+                return Ok(Self { target, file: None, _earlier: None });
+            }
+        }
+        let held = match &earlier {
+            Some(_) => Some(opening::storage(&target, How { write: true, ..How::default() })?),
+            None => None,
+        };
+        let name = target.file_name().with_context(|| format!("{}: is no file", target.display()))?;
+        let directory = match target.parent() {
+            Some(parent) if !parent.as_os_str().is_empty() => parent,
+            _ => Path::new("."),
+        };
+        if !directory.is_dir() {
+            bail!("{}: is no directory (make it first)", directory.display());
+        }
+        let file = undo.making(|| {
+            let file = tempfile::Builder::new()
+                .prefix(&format!(".{}.", name.to_string_lossy()))
+                .suffix(".unfinished")
+                .permissions(Permissions::from_mode(NEW_FILE))
+                .tempfile_in(directory)
+                .with_context(|| format!("{}: no file can be made there", directory.display()))?;
+            let path = file.path().to_owned();
+            // It may have its name by then.
+            let removal = move || drop(fs::remove_file(&path));
+            Ok((file, removal))
+        })?;
+        if let Some(earlier) = earlier {
+            let _ = file.as_file().set_permissions(earlier.permissions());
+        }
+        Ok(Self { target, file: Some(file), _earlier: held })
+    }
+
+    /// Where to write.
+    pub(super) fn path(&self) -> &Path {
+        self.file.as_ref().map_or(&self.target, NamedTempFile::path)
+    }
+
+    /// Whether what is written begins as nothing but zeroes.
+    pub(super) fn is_new(&self) -> bool {
+        self.file.is_some()
+    }
+
+    /// Gives it its name.
+    ///
+    /// # Errors
+    /// What the file system says; the name then stands for what it stood for.
+    pub(super) fn finish(self) -> anyhow::Result<()> {
+        let Some(file) = self.file else { return Ok(()) };
+        file.persist(&self.target)
+            .with_context(|| format!("{}: cannot get this name", self.target.display()))?;
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn names(directory: &Path) -> Vec<String> {
+        let entries = fs::read_dir(directory).unwrap();
+        let mut names: Vec<_> =
+            entries.map(|entry| entry.unwrap().file_name().to_string_lossy().into_owned()).collect();
+        names.sort();
+        names
+    }
+
+    #[test]
+    fn the_name_stands_for_the_old_file_until_the_new_one_is_complete() {
+        let directory = tempfile::tempdir().unwrap();
+        let target = directory.path().join("disk");
+        fs::write(&target, "old").unwrap();
+        fs::set_permissions(&target, Permissions::from_mode(0o640)).unwrap();
+        let unfinished = Unfinished::new(&target, &Undo::default()).unwrap();
+        fs::write(unfinished.path(), "new").unwrap();
+        assert_eq!(fs::read_to_string(&target).unwrap(), "old");
+        unfinished.finish().unwrap();
+        assert_eq!(fs::read_to_string(&target).unwrap(), "new");
+        assert_eq!(fs::metadata(&target).unwrap().permissions().mode() & 0o777, 0o640);
+        assert_eq!(names(directory.path()), ["disk"]);
+    }
+
+    #[test]
+    fn what_is_given_up_leaves_nothing() {
+        let directory = tempfile::tempdir().unwrap();
+        let target = directory.path().join("disk");
+        let unfinished = Unfinished::new(&target, &Undo::default()).unwrap();
+        assert_eq!(names(directory.path()).len(), 1);
+        drop(unfinished);
+        assert!(names(directory.path()).is_empty());
+    }
+
+    #[test]
+    fn a_link_stays_a_link() {
+        let directory = tempfile::tempdir().unwrap();
+        let (target, link) = (directory.path().join("disk"), directory.path().join("link"));
+        fs::write(&target, "old").unwrap();
+        std::os::unix::fs::symlink("disk", &link).unwrap();
+        let unfinished = Unfinished::new(&link, &Undo::default()).unwrap();
+        fs::write(unfinished.path(), "new").unwrap();
+        unfinished.finish().unwrap();
+        assert_eq!(fs::read_to_string(&target).unwrap(), "new");
+        assert!(fs::symlink_metadata(&link).unwrap().is_symlink());
+    }
+
+    #[test]
+    fn a_file_that_somebody_writes_to_is_not_replaced() {
+        let directory = tempfile::tempdir().unwrap();
+        let target = directory.path().join("disk");
+        fs::write(&target, [0; 512]).unwrap();
+        let _user = opening::storage(&target, How { write: true, ..How::default() }).unwrap();
+        Unfinished::new(&target, &Undo::default()).unwrap_err();
+        assert_eq!(names(directory.path()), ["disk"]);
+    }
+}

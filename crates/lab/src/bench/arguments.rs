@@ -1,0 +1,218 @@
+//! The options of `weir bench`: those of `qemu-img bench`, by the same letters, some of fio's by its names, and a few of its own.
+
+use block::storage::{CacheMode, Format, delay::DelayOptions, rate::RateOptions};
+use clap::{ArgGroup, Args, ValueEnum};
+use policy::{prefetch::Settings, time::Duration};
+use settings::{
+    Qcow2Settings, Wrong,
+    arguments::{CacheArgs, LongArgs},
+};
+
+use crate::{bench::BenchTarget, load::Spacing, result::arguments::ResultArgs};
+
+/// Shown below the options.
+pub const EXAMPLES: &str = "\
+Examples:
+  weir bench -f raw -t none -s 4K --random vm1.raw
+      75000 random reads of 4 KiB past the page cache, 64 in flight.
+  weir bench -f raw -w -c 10000 -d 32 -s 64K --flush-interval 64 scratch.raw
+      10000 writes of 64 KiB one behind the other, with a flush after every 64. What was there is gone.
+  weir bench -f raw -t none -d 1 --prefetch on vm1.raw
+      One sequential reader with one request in flight, read ahead of. Without --prefetch, nothing is.
+  weir bench -f raw -t none -w --rwmixread 70 --zipf 0.99 --rate-iops 5000 --runtime 30s scratch.raw
+      5000 requests a second that come by themselves, seven of ten reading, some places much more often than others.
+  weir bench --jobs 4 -d 16 --runtime 10s --report vm1.html nbd+unix:///vm1?socket=/run/weir.sock
+      What four clients get from a server, as a page to look at.
+  weir bench --json memory:1G
+      What the data path costs where the disk costs nothing.
+
+Requests go through the very code that `weir serve` runs, on one thread for each job, without a client and a socket in between; those for an
+NBD URI through a connection for each job.
+Sizes take K, M, G or T (powers of 1024), times ns, us, ms or s. With --json, what fio prints with its own, and \"weir\" beside it.
+Ctrl-C ends the sending; what was measured until then is told.
+Exit status: 0 measured, 1 failed or interrupted, 2 wrong use of the command line.";
+
+/// So many percent of the requests go to so many percent of the disk: `90/10`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Hot {
+    /// Percent of the requests.
+    pub(crate) requests: u8,
+    /// Percent of the disk, from its beginning.
+    pub(crate) places: u8,
+}
+
+impl std::str::FromStr for Hot {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let percent = |text: &str| settings::count(text).ok().filter(|value| (1..=99).contains(value));
+        let both = text.split_once('/').and_then(|(one, other)| percent(one).zip(percent(other)));
+        let (requests, places) = both.ok_or(
+            "is not REQUESTS/DISK, two percentages from 1 to 99 (90/10: 90 % of the requests to 10 % of the disk)",
+        )?;
+        // Both are below 100.
+        Ok(Self { requests: requests as u8, places: places as u8 })
+    }
+}
+
+/// An exponent of Zipf's law.
+fn theta(text: &str) -> Result<f64, String> {
+    let value = text.parse().ok().filter(|value| (0.01..=100.0).contains(value));
+    value.ok_or_else(|| "is not a number from 0.01 to 100; around 1 is usual".to_owned())
+}
+
+/// Operations per second.
+fn iops(text: &str) -> Result<f64, String> {
+    let value = text.parse().ok().filter(|value| (0.001..=1e9).contains(value));
+    value.ok_or_else(|| "is not a number of requests in a second, from 0.001 to 1000000000".to_owned())
+}
+
+/// How `qemu-img bench -i` calls the ways of doing I/O.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Aio {
+    /// A pool of threads.
+    Threads,
+    /// Linux AIO.
+    Native,
+    /// The one that weir has.
+    #[value(name = "io_uring")]
+    IoUring,
+}
+
+/// What `weir bench` is told.
+#[derive(Debug, Args)]
+#[command(group = ArgGroup::new("anywhere").args(["random", "zipf", "hot"]))]
+pub struct BenchArgs {
+    /// A file, a block device, memory:SIZE, null:SIZE, nbd://HOST:PORT/EXPORT or nbd+unix:///EXPORT?socket=PATH
+    #[arg(value_name = "IMAGE|URI", value_parser = settings::read::<BenchTarget>)]
+    pub(crate) target: BenchTarget,
+    /// Requests in all [default: 75000, or as many as fit into --runtime]
+    #[arg(short = 'c', long, value_name = "COUNT", value_parser = clap::value_parser!(u64).range(1..=1 << 40))]
+    pub(crate) count: Option<u64>,
+    /// Requests in flight, of each job
+    #[arg(short = 'd', long, value_name = "DEPTH", default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..=65_536))]
+    pub(crate) depth: u32,
+    /// How the image's bytes are laid out [default: found by probing, where that is safe]
+    #[arg(short = 'f', long, value_name = "FORMAT", value_parser = settings::read::<Format>)]
+    pub(crate) format: Option<Format>,
+    /// Flush after every N writes, once those in flight are done; N is at least DEPTH
+    #[arg(long, value_name = "N", requires = "write")]
+    pub(crate) flush_interval: Option<u64>,
+    /// Send requests on while a flush is under way
+    #[arg(long, requires = "flush_interval")]
+    pub(crate) no_drain: bool,
+    /// How I/O is done; weir has io_uring alone
+    #[arg(short = 'i', long, value_name = "AIO")]
+    pub(crate) aio: Option<Aio>,
+    /// The same as -i native
+    #[arg(short = 'n', long, conflicts_with = "aio")]
+    pub(crate) native: bool,
+    /// Where the first request begins, in bytes
+    #[arg(short = 'o', long, value_name = "OFFSET", default_value = "0", value_parser = settings::size)]
+    pub(crate) offset: u64,
+    /// The byte that is written, from 0 to 255 [default: 0]
+    #[arg(long, value_name = "BYTE", requires = "write")]
+    pub(crate) pattern: Option<u8>,
+    /// Print nothing but errors
+    #[arg(short = 'q', long, conflicts_with = "json")]
+    pub(crate) quiet: bool,
+    /// Bytes of a request
+    #[arg(short = 's', long, value_name = "SIZE", default_value = "4K", value_parser = settings::size)]
+    pub(crate) buffer_size: u64,
+    /// From the beginning of a request to that of the next; past the end it goes on at the beginning [default: SIZE of a request]
+    #[arg(short = 'S', long, value_name = "SIZE", value_parser = settings::size)]
+    pub(crate) step_size: Option<u64>,
+    /// The host's page cache: writeback, writethrough, none, directsync or unsafe
+    #[arg(short = 't', long, value_name = "MODE", default_value_t, value_parser = settings::read::<CacheMode>)]
+    pub(crate) cache: CacheMode,
+    /// Write instead of reading, which destroys what is in the image
+    #[arg(short = 'w', long)]
+    pub(crate) write: bool,
+    /// Read an image that somebody else has locked for writing
+    #[arg(short = 'U', long, conflicts_with = "write")]
+    pub(crate) force_share: bool,
+    /// Requests at random multiples of the step behind OFFSET
+    #[arg(long)]
+    pub(crate) random: bool,
+    /// Where the random offsets begin: the same number gives the same offsets
+    #[arg(long, value_name = "N", default_value_t = 1, requires = "anywhere")]
+    pub(crate) seed: u64,
+    /// Random places of which the k-th is asked for in proportion to 1/k^THETA; the hot ones lie all over the disk
+    #[arg(long, value_name = "THETA", value_parser = theta)]
+    pub(crate) zipf: Option<f64>,
+    /// Random places, so many percent of the requests going to the first so many percent of the disk: 90/10
+    #[arg(long, value_name = "REQUESTS/DISK", value_parser = settings::read::<Hot>)]
+    pub(crate) hot: Option<Hot>,
+    /// So many requests one behind the other from each random place
+    #[arg(long, value_name = "N", default_value_t = 1, requires = "anywhere", value_parser = clap::value_parser!(u64).range(1..=1 << 40))]
+    pub(crate) run: u64,
+    /// From the end to the beginning
+    #[arg(long, conflicts_with = "anywhere")]
+    pub(crate) backward: bool,
+    /// So many go each their own way, from places at equal distances, with DEPTH requests in flight each
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=65_536))]
+    pub(crate) readers: u32,
+    /// Of 100 requests of a load that writes, so many read instead
+    #[arg(long, value_name = "N", requires = "write", value_parser = clap::value_parser!(u8).range(0..=100))]
+    pub(crate) rwmixread: Option<u8>,
+    /// So many at once, each on a thread of its own, sharing COUNT and the rate; with a URI each has its own connection
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1024))]
+    pub(crate) jobs: u32,
+    /// Requests come by themselves, so many a second in all, and latency counts from when they were due
+    #[arg(long, value_name = "N", value_parser = iops)]
+    pub(crate) rate_iops: Option<f64>,
+    /// How they come
+    #[arg(long, value_name = "HOW", default_value = "poisson", requires = "rate_iops")]
+    pub(crate) arrivals: Spacing,
+    /// So long nothing counts yet, such as 5s
+    #[arg(long, value_name = "TIME", value_parser = settings::duration)]
+    pub(crate) ramp_time: Option<Duration>,
+    /// Send for so long, such as 30s; with -c, whichever ends first
+    #[arg(long, value_name = "TIME", value_parser = settings::duration)]
+    pub(crate) runtime: Option<Duration>,
+    /// Tell latencies and the IOPS of each second too; --rwmixread, --zipf, --hot, --jobs, --rate-iops, --ramp-time and --runtime do so by themselves
+    #[arg(long)]
+    pub(crate) stats: bool,
+    /// A slower device: each request takes longer, such as read=5ms,write=1ms,parallel=4
+    #[arg(long, value_name = "TIMES", value_parser = settings::read::<DelayOptions>)]
+    pub(crate) delay: Option<DelayOptions>,
+    /// A narrower device: so much passes per second, such as bytes=22M
+    #[arg(long, value_name = "RATES", value_parser = settings::read::<RateOptions>)]
+    pub(crate) rate: Option<RateOptions>,
+    /// Print a JSON object
+    #[arg(long)]
+    pub(crate) json: bool,
+    #[command(flatten)]
+    pub(crate) results: ResultArgs,
+    #[command(flatten)]
+    caches: CacheArgs,
+    #[command(flatten)]
+    prefetch: LongArgs<false>,
+}
+
+impl BenchArgs {
+    /// Whether latencies are told: where that was asked for, or a load that `qemu-img bench` does not have and that latencies are the point of. Other
+    /// places than its own, such as those of `--random` or `--readers`, leave its output as it is.
+    pub(crate) fn has_statistics(&self) -> bool {
+        let more =
+            [self.rwmixread.is_some(), self.zipf.is_some(), self.hot.is_some(), self.rate_iops.is_some()];
+        let times = self.ramp_time.is_some() || self.runtime.is_some();
+        self.stats || times || self.jobs > 1 || more.contains(&true)
+    }
+
+    /// What is said of a qcow2 image's caches, once it is known to make sense.
+    ///
+    /// # Errors
+    /// If more is said of them than can be true.
+    pub(crate) fn qcow2(&self) -> Result<Qcow2Settings, Wrong> {
+        self.caches.draft().check()
+    }
+
+    /// What is read ahead.
+    ///
+    /// # Errors
+    /// A number out of its range.
+    pub(crate) fn prefetch(&self) -> Result<Settings, Wrong> {
+        self.prefetch.draft().check()
+    }
+}

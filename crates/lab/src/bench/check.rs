@@ -1,0 +1,271 @@
+//! What the options ask for, and whether that makes sense.
+//!
+//! Never looks at an image: its size is an argument.
+
+use anyhow::{Context as _, bail};
+use policy::{
+    prefetch::{Mode, Settings},
+    time::Duration,
+};
+
+use super::target::BenchTarget;
+use crate::{
+    bench::arguments::{Aio, BenchArgs},
+    load::{Arrivals, Flush, Job, Load, Locality, Places},
+};
+
+/// The largest request: the most that one system call moves, rounded to something even.
+const LARGEST_REQUEST: u64 = 1 << 30;
+/// The most memory that requests in flight may take together.
+const MOST_IN_FLIGHT: u64 = 4 << 30;
+/// The most requests in flight: each is a task with its memory.
+const MOST_TASKS: u64 = 1 << 20;
+/// Requests that are sent unless something else is said: qemu-img's number.
+const COUNT: u64 = 75_000;
+/// The longest that a load may take: its seconds are kept, each of them.
+const LONGEST: Duration = Duration::from_secs(7 * 24 * 3600);
+
+/// What can be said without the image.
+///
+/// # Errors
+/// What makes no sense, and what to do.
+pub(super) fn check(arguments: &BenchArgs) -> anyhow::Result<()> {
+    let aio = arguments.aio.or(arguments.native.then_some(Aio::Native));
+    if let Some(aio @ (Aio::Threads | Aio::Native)) = aio {
+        let name = if aio == Aio::Threads { "threads" } else { "native" };
+        bail!("-i {name}: weir does its I/O through io_uring alone (leave it away)");
+    }
+    check_requests(arguments)?;
+    check_times(arguments)?;
+    arguments.qcow2()?;
+    arguments.prefetch()?;
+    if arguments.flush_interval == Some(0) {
+        bail!("--flush-interval 0: that is never (leave it away)");
+    }
+    // QEMU's rule, too: what is in flight has to be drained first, so more cannot have been sent.
+    if let Some(interval) = arguments.flush_interval.filter(|&interval| interval < arguments.depth.into()) {
+        bail!("--flush-interval {interval}: is below the depth, {} (let it be as large)", arguments.depth);
+    }
+    if let BenchTarget::Nbd(_) = arguments.target {
+        check_remote(arguments)?;
+    }
+    Ok(())
+}
+
+fn check_requests(arguments: &BenchArgs) -> anyhow::Result<()> {
+    let BenchArgs { buffer_size, depth, readers, jobs, .. } = *arguments;
+    if !(1..=LARGEST_REQUEST).contains(&buffer_size) {
+        bail!("-s {buffer_size}: a request has from 1 byte to {LARGEST_REQUEST}");
+    }
+    let in_flight = u64::from(depth).saturating_mul(readers.into()).saturating_mul(jobs.into());
+    if in_flight > MOST_TASKS {
+        bail!(
+            "-d {depth}: with {readers} readers of each of {jobs} jobs more than {MOST_TASKS} requests would be in flight (choose one of them smaller)"
+        );
+    }
+    if buffer_size.saturating_mul(in_flight) > MOST_IN_FLIGHT {
+        bail!(
+            "-d {depth}: with requests of {buffer_size} bytes more than {MOST_IN_FLIGHT} bytes would be in flight (choose one of them smaller)"
+        );
+    }
+    let random = arguments.random || arguments.zipf.is_some() || arguments.hot.is_some();
+    if arguments.step_size == Some(0) && random {
+        bail!("-S 0: random places are multiples of it (choose one larger than 0)");
+    }
+    let count = count(arguments);
+    if u64::from(readers) * u64::from(jobs) > count {
+        let option = if readers > jobs { format!("--readers {readers}") } else { format!("--jobs {jobs}") };
+        bail!("{option}: are more than requests, {count} (send more with -c)");
+    }
+    Ok(())
+}
+
+fn check_times(arguments: &BenchArgs) -> anyhow::Result<()> {
+    let times = [("--runtime", arguments.runtime), ("--ramp-time", arguments.ramp_time)];
+    for (option, time) in times {
+        if time.is_some_and(|time| time > LONGEST) {
+            bail!("{option}: is longer than a week");
+        }
+    }
+    if arguments.runtime == Some(Duration::ZERO) {
+        bail!("--runtime 0: nothing would be sent (leave it away, or choose a time)");
+    }
+    Ok(())
+}
+
+/// What is the server's to choose.
+fn check_remote(arguments: &BenchArgs) -> anyhow::Result<()> {
+    let prefetch = arguments.prefetch()?;
+    let settings = arguments.qcow2()?;
+    let said = [
+        ("-f", arguments.format.is_some_and(|format| format != block::storage::Format::Raw)),
+        ("-t", arguments.cache != block::storage::CacheMode::default()),
+        ("-U", arguments.force_share),
+        ("--delay", arguments.delay.is_some()),
+        ("--rate", arguments.rate.is_some()),
+        ("--prefetch", prefetch != Settings { mode: Mode::Off, ..Settings::default() }),
+    ];
+    if let Some((option, _)) = said.iter().find(|(_, said)| *said) {
+        bail!("{option}: is for images, and what a server does with its own is its choice (leave it away)");
+    }
+    if let Some(option) = settings.said {
+        bail!("{option} is for images, and what a server does with its own is its choice (leave it away)");
+    }
+    Ok(())
+}
+
+fn count(arguments: &BenchArgs) -> u64 {
+    arguments.count.unwrap_or(if arguments.runtime.is_some() { u64::MAX } else { COUNT })
+}
+
+/// What the options ask for, of a disk of this size: all jobs together.
+///
+/// # Errors
+/// Where no request fits.
+pub(super) fn job(arguments: &BenchArgs, size_bytes: u64) -> anyhow::Result<Job> {
+    let block = arguments.buffer_size;
+    let Some(last) = size_bytes.checked_sub(block) else {
+        bail!("has {size_bytes} bytes, and a request {block} (choose a smaller one with -s)");
+    };
+    if arguments.offset > last {
+        bail!("a request at {} does not fit into {size_bytes} bytes (choose another -o)", arguments.offset);
+    }
+    let step = arguments.step_size.unwrap_or(0);
+    let flush = |interval| Flush { interval, drain: !arguments.no_drain };
+    let locality = locality(arguments);
+    let load = Load {
+        count: count(arguments),
+        depth: arguments.depth,
+        readers: arguments.readers,
+        block_bytes: usize::try_from(block).context("that is too large for this machine")?,
+        places: Places {
+            offset: arguments.offset,
+            // As with qemu-img, 0 is the default.
+            step_bytes: if step == 0 { block } else { step },
+            last,
+            backward: arguments.backward,
+            random: (arguments.random || locality != Locality::Even).then_some(arguments.seed),
+            run: arguments.run,
+        },
+        write: arguments.write.then_some(arguments.pattern.unwrap_or(0)),
+        flush: arguments.flush_interval.map(flush),
+    };
+    Ok(Job {
+        read_percent: arguments.rwmixread.unwrap_or(0),
+        locality,
+        arrivals: arguments.rate_iops.map(|per_second| Arrivals { per_second, spacing: arguments.arrivals }),
+        ramp: arguments.ramp_time.unwrap_or_default(),
+        runtime: arguments.runtime,
+        ..load.into()
+    })
+}
+
+fn locality(arguments: &BenchArgs) -> Locality {
+    match (arguments.zipf, arguments.hot) {
+        (Some(theta), _) => Locality::Zipf(theta),
+        (None, Some(hot)) => Locality::Hot { requests: hot.requests, places: hot.places },
+        (None, None) => Locality::Even,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser as _;
+
+    use super::{super::tests::{Line, arguments}, *};
+    use crate::load::Spacing;
+
+    #[test]
+    fn what_makes_no_sense_is_refused() {
+        for (text, why) in [
+            ("a -i threads", "-i threads: weir does its I/O through io_uring alone"),
+            ("a -n", "-i native: "),
+            ("a -s 0", "-s 0: a request has"),
+            ("a -s 1G -d 8", "-d 8: with requests of"),
+            ("a -s 1G -d 1 --jobs 8", "-d 1: with requests of"),
+            ("a -s 1 -d 65536 --readers 65536", "-d 65536: with 65536 readers of each of 1 jobs"),
+            ("a -s 1 -d 1024 --readers 2 --jobs 1024", "-d 1024: with 2 readers"),
+            ("a -S 0 --random", "-S 0: "),
+            ("a -S 0 --zipf 1", "-S 0: "),
+            ("a -c 3 --jobs 4", "--jobs 4: are more than requests, 3"),
+            ("a -c 3 --readers 4", "--readers 4: are more than requests, 3"),
+            ("a -w --flush-interval 0", "--flush-interval 0: "),
+            ("a -w -d 8 --flush-interval 7", "--flush-interval 7: is below the depth, 8"),
+            ("a --runtime 0", "--runtime 0: "),
+            ("a --runtime 900000s", "--runtime: is longer than a week"),
+            ("a --ramp-time 900000s", "--ramp-time: is longer than a week"),
+            ("nbd://h/a -t none", "-t: is for images"),
+            ("nbd://h/a -f qcow2", "-f: is for images"),
+            ("nbd://h/a --prefetch on", "--prefetch: is for images"),
+            ("nbd://h/a --prefetch-memory 64M", "--prefetch: is for images"),
+            ("nbd://h/a --l2-cache-size 1M", "--l2-cache-size is for images"),
+            ("nbd://h/a --delay read=1ms", "--delay: is for images"),
+        ] {
+            let error = check(&arguments(text)).expect_err(text).to_string();
+            assert!(error.starts_with(why), "{text}: {error}");
+        }
+        for text in [
+            "a -i io_uring",
+            "a -w -d 8 --flush-interval 8 --no-drain",
+            "a -s 1G -d 4",
+            "nbd://h/a -f raw -w",
+        ] {
+            check(&arguments(text)).expect(text);
+        }
+    }
+
+    #[test]
+    fn what_belongs_together_is_known_to_the_command_line() {
+        for text in [
+            "a --flush-interval 64",
+            "a --pattern 3",
+            "a -w --no-drain",
+            "a -w -U",
+            "a --seed 3",
+            "a --run 3",
+            "a --rwmixread 50",
+            "a -w --rwmixread 101",
+            "a --zipf 0",
+            "a --zipf inf",
+            "a --zipf 1 --hot 90/10",
+            "a --zipf 1 --random",
+            "a --hot 90/10 --backward",
+            "a --hot 90",
+            "a --hot 0/10",
+            "a --hot 90/100",
+            "a --jobs 0",
+            "a --rate-iops 0",
+            "a --rate-iops -1",
+            "a --rate-iops nan",
+            "a --arrivals fixed",
+            "a --runtime 30",
+            "nbds://h/a",
+        ] {
+            let words = ["weir", "bench"].into_iter().chain(text.split_whitespace());
+            assert!(Line::try_parse_from(words).is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn options_become_a_load() {
+        let of = |text| job(&arguments(text), 1 << 30).unwrap();
+        assert_eq!((of("a").load.count, of("a -c 7").load.count), (75_000, 7));
+        assert_eq!((of("a --runtime 3s").load.count, of("a --runtime 3s -c 7").load.count), (u64::MAX, 7));
+        assert_eq!(of("a --zipf 1.1 --seed 4").locality, Locality::Zipf(1.1));
+        assert_eq!(of("a --zipf 1.1 --seed 4").load.places.random, Some(4));
+        assert_eq!(of("a --hot 90/10").locality, Locality::Hot { requests: 90, places: 10 });
+        assert_eq!((of("a").load.places.random, of("a --random").load.places.random), (None, Some(1)));
+        let arrivals = |text| of(text).arrivals.unwrap();
+        assert_eq!(arrivals("a --rate-iops 1.5"), Arrivals { per_second: 1.5, spacing: Spacing::Poisson });
+        assert_eq!(arrivals("a --rate-iops 9 --arrivals fixed").spacing, Spacing::Fixed);
+        assert_eq!(of("a -w --rwmixread 70").read_percent, 70);
+    }
+
+    #[test]
+    fn a_request_must_fit_into_the_image() {
+        let options = arguments("a -s 8K -o 4K");
+        assert_eq!(job(&options, 12 << 10).unwrap().load.places.last, 4 << 10);
+        assert!(job(&options, 11 << 10).unwrap_err().to_string().contains("does not fit"));
+        assert!(job(&options, 7 << 10).unwrap_err().to_string().contains("choose a smaller one"));
+    }
+}

@@ -1,0 +1,171 @@
+//! What is kept of a run: numbers that another run's can be compared with, and what is drawn.
+//!
+//! Never keeps a number of nothing: a direction in which nothing was answered is left out.
+
+use console::figures;
+
+use crate::{
+    latencies,
+    latencies::{Latencies, percentile_names, percentiles},
+    load::{Outcome, Second},
+    result::{Axis, Better, Chart, Findings, Lines, Measure, SamplesAre, Series, Table, Unit},
+};
+
+/// Samples are seconds, where there are so many; else all of the run is one.
+const FEWEST_SECONDS: usize = 3;
+
+/// One direction.
+struct Direction<'a> {
+    name: &'static str,
+    latencies: &'a Latencies,
+    part: fn(&Second) -> u64,
+    part_ns: fn(&Second) -> u64,
+}
+
+/// What was found; `told` is what people were told.
+pub(super) fn findings(outcome: &Outcome, told: Vec<String>) -> Findings {
+    let measured = &outcome.measured;
+    let both = [
+        Direction {
+            name: "read",
+            latencies: &measured.reads,
+            part: |second| second.reads,
+            part_ns: |second| second.reads_ns,
+        },
+        Direction {
+            name: "write",
+            latencies: &measured.writes,
+            part: |second| second.writes,
+            part_ns: |second| second.writes_ns,
+        },
+    ];
+    let directions: Vec<_> = both.into_iter().filter(|direction| !direction.latencies.is_empty()).collect();
+    let mut charts = Vec::new();
+    if measured.seconds.len() >= 2 {
+        charts.push(over_time(outcome, &directions));
+    }
+    if !directions.is_empty() {
+        charts.push(distribution(&directions));
+    }
+    Findings {
+        summary: told,
+        measures: directions.iter().flat_map(|direction| measures(outcome, direction)).collect(),
+        tables: vec![table(outcome, &directions)],
+        charts,
+    }
+}
+
+fn measures(outcome: &Outcome, direction: &Direction<'_>) -> Vec<Measure> {
+    let Direction { name, latencies, part, part_ns } = direction;
+    let seconds = &outcome.measured.seconds;
+    let are_few = seconds.len() < FEWEST_SECONDS;
+    let rates = if are_few {
+        vec![outcome.iops(latencies.len())]
+    } else {
+        seconds.iter().map(|second| part(second) as f64).collect()
+    };
+    // A second without an answer has no mean.
+    let means = seconds.iter().filter(|second| part(second) > 0);
+    let means: Vec<f64> = means.map(|second| part_ns(second) as f64 / part(second) as f64).collect();
+    let means = if are_few || means.is_empty() { vec![latencies.mean()] } else { means };
+    let latency = |what: &str, samples| {
+        Measure::new(format!("{name} latency, {what}"), Unit::Nanoseconds, Better::Lower, samples)
+    };
+    let rate = Measure::new(format!("{name} IOPS"), Unit::Iops, Better::Higher, rates);
+    let mean = latency("mean", means);
+    let percentile = |(what, value): (&str, u64)| latency(what, vec![value as f64]);
+    let all = [rate, mean].into_iter().chain(percentiles(latencies).map(percentile));
+    all.map(|measure| Measure { samples_are: SamplesAre::Seconds, ..measure }).collect()
+}
+
+fn table(outcome: &Outcome, directions: &[Direction<'_>]) -> Table {
+    let flushes = &outcome.measured.flushes;
+    let rows = directions.iter().map(|direction| (direction.name, direction.latencies));
+    let flushes = (!flushes.is_empty()).then_some(("flush", flushes));
+    let row = |(name, latencies): (&str, &Latencies)| {
+        let iops = figures::count(outcome.iops(latencies.len()));
+        let mut cells = vec![name.to_owned(), latencies.len().to_string(), iops];
+        cells.push(figures::time(latencies.min()));
+        cells.push(figures::time(latencies.mean() as u64));
+        cells.extend(percentiles(latencies).map(|(_, value)| figures::time(value)));
+        cells.push(figures::time(latencies.max()));
+        cells
+    };
+    let columns = ["", "requests", "a second", "min", "mean"].into_iter();
+    let columns = columns.chain(percentile_names()).chain(["max"]);
+    Table::new("Requests and their latencies", columns, rows.chain(flushes).map(row).collect())
+}
+
+fn over_time(outcome: &Outcome, directions: &[Direction<'_>]) -> Chart {
+    let line = |direction: &Direction<'_>| {
+        let counts = outcome.measured.seconds.iter().map(direction.part);
+        // Each second's point is where it ends.
+        let points = counts.enumerate().map(|(second, count)| (second as f64 + 1.0, count as f64));
+        Series { name: direction.name.to_owned(), points: points.collect() }
+    };
+    Chart::Lines(Lines {
+        title: "Requests answered each second".to_owned(),
+        x: Axis::new("time", Unit::Seconds),
+        y: Axis::new("requests", Unit::Iops),
+        series: directions.iter().map(line).collect(),
+    })
+}
+
+/// The share of requests that took no longer than so long.
+fn distribution(directions: &[Direction<'_>]) -> Chart {
+    let line = |direction: &Direction<'_>| {
+        let (name, points) = (direction.name.to_owned(), latencies::distribution(direction.latencies));
+        Series { name, points }
+    };
+    let series = directions.iter().map(line).collect();
+    Chart::Lines(Lines::distribution("Share of requests that took no longer", series))
+}
+
+#[cfg(test)]
+mod tests {
+    use policy::time::Duration;
+
+    use super::*;
+    use crate::load::Measured;
+
+    fn outcome(seconds: usize) -> Outcome {
+        let mut measured = Measured::default();
+        (1..=1000).for_each(|number| measured.reads.record(number * 1000).unwrap());
+        measured.seconds = vec![Second { reads: 200, reads_ns: 200_000, ..Second::default() }; seconds];
+        Outcome { elapsed: Duration::from_secs(4), measured, ..Outcome::default() }
+    }
+
+    #[test]
+    fn rates_and_mean_latencies_have_a_sample_each_second_and_percentiles_one() {
+        let found = findings(&outcome(4), vec!["told".to_owned()]);
+        let names: Vec<_> = found.measures.iter().map(|measure| measure.name.as_str()).collect();
+        assert_eq!(names[..3], ["read IOPS", "read latency, mean", "read latency, p50"]);
+        assert_eq!(found.measures[0].samples, [200.0; 4]);
+        assert_eq!(found.measures[1].samples, [1000.0; 4]);
+        assert!(found.measures[2..].iter().all(|measure| measure.samples.len() == 1));
+        assert!(found.measures.iter().all(|measure| measure.samples_are == SamplesAre::Seconds));
+        assert_eq!(findings(&outcome(2), vec![]).measures[0].samples, [250.0], "all of it");
+        assert!(found.tables[0].rows.iter().all(|row| row.len() == found.tables[0].columns.len()));
+    }
+
+    #[test]
+    fn lines_go_forward_and_end_at_the_slowest() {
+        let found = findings(&outcome(4), vec![]);
+        assert_eq!(found.charts.len(), 2);
+        for chart in &found.charts {
+            let Chart::Lines(lines) = chart else { panic!("{chart:?}") };
+            let points = &lines.series[0].points;
+            assert!(points.windows(2).all(|pair| pair[0].0 <= pair[1].0), "{points:?}");
+            assert!(points.iter().all(|point| point.0 > 0.0));
+        }
+        let Chart::Lines(lines) = &found.charts[1] else { panic!() };
+        let (slowest, share) = *lines.series[0].points.last().unwrap();
+        assert!((1e6..1.001e6).contains(&slowest) && share > 0.9999, "{slowest} {share}");
+    }
+
+    #[test]
+    fn of_nothing_there_are_no_numbers() {
+        let found = findings(&Outcome::default(), vec![]);
+        assert!(found.measures.is_empty() && found.charts.is_empty());
+    }
+}

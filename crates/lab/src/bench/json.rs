@@ -1,0 +1,315 @@
+//! What a program is told: what fio would print of the same load, so that whatever reads that reads this, and beside it what is weir's own.
+//!
+//! The names and units are those of `fio --output-format=json` (fio's HOWTO, "JSON output"). All jobs are one, as with fio's
+//! `group_reporting`. A request's latency is one number here: `clat_ns`, with percentiles, and `lat_ns` are the same, and `slat_ns` is empty.
+//! Where requests come by themselves it counts from the instant a request was due.
+//!
+//! Never leaves a key out because there was nothing to count: readers index them.
+
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use policy::prefetch::Stats;
+use serde::Serialize;
+use serde_json::{Map, Value, json};
+
+use crate::{
+    bench::arguments::BenchArgs,
+    latencies,
+    latencies::Latencies,
+    load::{Job, Measured, Outcome, Second},
+};
+
+/// The percentiles that fio tells unless it is asked for others.
+const PERCENTILES: [f64; 17] =
+    [1.0, 5.0, 10.0, 20.0, 30.0, 40.0, 50.0, 60.0, 70.0, 80.0, 90.0, 95.0, 99.0, 99.5, 99.9, 99.95, 99.99];
+
+/// What is weir's own.
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub(super) struct Own {
+    image: String,
+    operation: &'static str,
+    count: u64,
+    depth: u32,
+    jobs: u32,
+    buffer_size: u64,
+    step_size: u64,
+    offset: u64,
+    random_seed: Option<u64>,
+    run: u64,
+    backward: bool,
+    readers: u32,
+    /// How many requests of the slowest reader were answered, of what each had on average.
+    slowest_reader: f64,
+    flush_interval: Option<u64>,
+    seconds: f64,
+    iops: f64,
+    bytes_per_second: f64,
+    iops_each_second: Vec<u64>,
+    /// How much later than due requests were sent, on average; none of those that wait for each other.
+    late_ns: Option<f64>,
+    behind_seconds: f64,
+    hit_rate: Option<f64>,
+    accuracy: Option<f64>,
+    /// Why it is not complete.
+    partial: Option<&'static str>,
+}
+
+impl Own {
+    pub(super) fn new(
+        arguments: &BenchArgs,
+        job: &Job,
+        outcome: &Outcome,
+        prefetch: Option<Stats>,
+        partial: Option<&'static str>,
+    ) -> Self {
+        let (load, measured) = (&job.load, &outcome.measured);
+        let count = measured.answered();
+        let iops = outcome.iops(count);
+        let readers = f64::from(load.readers) * f64::from(arguments.jobs);
+        let operation = match (load.write, job.read_percent) {
+            (None, _) => "read",
+            (Some(_), 0) => "write",
+            (Some(_), _) => "mixed",
+        };
+        Self {
+            image: arguments.target.to_string(),
+            operation,
+            count,
+            depth: load.depth,
+            jobs: arguments.jobs,
+            buffer_size: load.block_bytes as u64,
+            step_size: load.places.step_bytes,
+            offset: load.places.offset,
+            random_seed: load.places.random,
+            run: load.places.run,
+            backward: load.places.backward,
+            readers: load.readers,
+            slowest_reader: outcome.slowest as f64 * readers / count.max(1) as f64,
+            flush_interval: load.flush.map(|flush| flush.interval),
+            seconds: outcome.seconds(),
+            iops,
+            bytes_per_second: iops * load.block_bytes as f64,
+            iops_each_second: measured.seconds.iter().map(|second| second.reads + second.writes).collect(),
+            late_ns: (!measured.late.is_empty()).then(|| measured.late.mean()),
+            behind_seconds: measured.behind.as_secs_f64(),
+            hit_rate: prefetch.and_then(|stats| stats.hit_rate()),
+            accuracy: prefetch.and_then(|stats| stats.accuracy()),
+            partial,
+        }
+    }
+}
+
+/// The whole of it.
+pub(super) fn report(arguments: &BenchArgs, job: &Job, outcome: &Outcome, own: &Own) -> Value {
+    let Measured { reads, writes, flushes, .. } = &outcome.measured;
+    let direction = |latencies: &Latencies, part: fn(&Second) -> u64| {
+        let each: Vec<u64> = outcome.measured.seconds.iter().map(part).collect();
+        direction(latencies, job.load.block_bytes as u64, outcome, &each)
+    };
+    let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    json!({
+        "fio version": concat!("weir-", env!("CARGO_PKG_VERSION")),
+        "timestamp": since.as_secs(),
+        "timestamp_ms": u64::try_from(since.as_millis()).unwrap_or(u64::MAX),
+        "jobs": [{
+            "jobname": "weir",
+            "groupid": 0,
+            "error": 0,
+            "eta": 0,
+            "elapsed": outcome.seconds().ceil() as u64,
+            "job options": options(arguments, job),
+            "read": direction(reads, |second| second.reads),
+            "write": direction(writes, |second| second.writes),
+            // What is never sent: there, because it is in fio's.
+            "trim": direction(&latencies::new(), |_| 0),
+            "sync": { "total_ios": flushes.len(), "lat_ns": latency(flushes, true) },
+            "job_runtime": milliseconds(outcome),
+        }],
+        "weir": own,
+    })
+}
+
+fn milliseconds(outcome: &Outcome) -> u64 {
+    u64::try_from(outcome.elapsed.as_millis()).unwrap_or(u64::MAX)
+}
+
+/// The options that fio has a name for, as it would be given them.
+fn options(arguments: &BenchArgs, job: &Job) -> Value {
+    let load = &job.load;
+    let random = load.places.random.is_some();
+    let mut options = Map::new();
+    let mut put = |name: &str, value: String| options.insert(name.to_owned(), Value::String(value));
+    let kind = match (load.write, job.read_percent) {
+        (None, _) => "read",
+        (Some(_), 0) => "write",
+        (Some(_), _) => "rw",
+    };
+    put("name", "weir".to_owned());
+    put("filename", arguments.target.to_string());
+    put("rw", if random { format!("rand{kind}") } else { kind.to_owned() });
+    put("bs", load.block_bytes.to_string());
+    put("iodepth", load.depth.to_string());
+    put("numjobs", arguments.jobs.to_string());
+    if job.read_percent > 0 {
+        put("rwmixread", job.read_percent.to_string());
+    }
+    // What all share here, fio gives to each.
+    if load.count < u64::MAX {
+        put("number_ios", load.count.div_ceil(arguments.jobs.into()).to_string());
+    }
+    if let Some(runtime) = job.runtime {
+        put("runtime", format!("{}ms", runtime.as_millis()));
+    }
+    if let Some(arrivals) = job.arrivals {
+        put("rate_iops", (arrivals.per_second / f64::from(arguments.jobs)).to_string());
+    }
+    Value::Object(options)
+}
+
+/// One direction; `each` are its requests in each second.
+fn direction(latencies: &Latencies, block_bytes: u64, outcome: &Outcome, each: &[u64]) -> Value {
+    let count = latencies.len();
+    let bytes = count.saturating_mul(block_bytes);
+    let rate = outcome.iops(count) * block_bytes as f64;
+    let iops = Spread::of(each.iter().map(|&count| count as f64));
+    let kib = block_bytes as f64 / 1024.0;
+    json!({
+        "io_bytes": bytes,
+        "io_kbytes": bytes / 1024,
+        "bw_bytes": rate as u64,
+        "bw": (rate / 1024.0) as u64,
+        "iops": outcome.iops(count),
+        "runtime": if count > 0 { milliseconds(outcome) } else { 0 },
+        "total_ios": count,
+        "short_ios": 0,
+        "drop_ios": 0,
+        "slat_ns": latency(&latencies::new(), false),
+        "clat_ns": latency(latencies, true),
+        "lat_ns": latency(latencies, false),
+        "bw_min": (iops.min * kib) as u64,
+        "bw_max": (iops.max * kib) as u64,
+        "bw_agg": if count > 0 { 100.0 } else { 0.0 },
+        "bw_mean": iops.mean * kib,
+        "bw_dev": iops.deviation * kib,
+        "bw_samples": each.len(),
+        "iops_min": iops.min as u64,
+        "iops_max": iops.max as u64,
+        "iops_mean": iops.mean,
+        "iops_stddev": iops.deviation,
+        "iops_samples": each.len(),
+    })
+}
+
+fn latency(latencies: &Latencies, with_percentiles: bool) -> Value {
+    let mut value = json!({
+        "min": latencies.min(),
+        "max": latencies.max(),
+        "mean": latencies.mean(),
+        "stddev": latencies.stdev(),
+        "N": latencies.len(),
+    });
+    if with_percentiles && !latencies.is_empty() {
+        let at = |percent: f64| {
+            let found = latencies.value_at_percentile(percent);
+            (format!("{percent:.6}"), Value::from(found))
+        };
+        value["percentile"] = Value::Object(PERCENTILES.map(at).into_iter().collect());
+    }
+    value
+}
+
+/// How far samples are spread.
+struct Spread {
+    min: f64,
+    max: f64,
+    mean: f64,
+    deviation: f64,
+}
+
+impl Spread {
+    /// Zeroes, of nothing.
+    fn of(samples: impl Iterator<Item = f64> + Clone) -> Self {
+        let count = samples.clone().count().max(1) as f64;
+        let mean = samples.clone().sum::<f64>() / count;
+        let variance = samples.clone().map(|sample| (sample - mean).powi(2)).sum::<f64>() / count;
+        let (min, max) = (samples.clone().reduce(f64::min), samples.reduce(f64::max));
+        Self { min: min.unwrap_or(0.0), max: max.unwrap_or(0.0), mean, deviation: variance.sqrt() }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use policy::time::Duration;
+
+    use super::{
+        super::{check::job, tests::arguments},
+        *,
+    };
+
+    /// A second and a half: 3 reads in the first second, 1 read and 1 write after it.
+    fn outcome() -> Outcome {
+        let mut measured = Measured::default();
+        (1..=4).for_each(|number| measured.reads.record(number * 1000).unwrap());
+        measured.writes.record(5000).unwrap();
+        measured.seconds.push(Second { reads: 3, ..Second::default() });
+        Outcome { elapsed: Duration::from_millis(1500), measured, ..Outcome::default() }
+    }
+
+    fn told() -> Value {
+        let arguments = arguments("a -w --rwmixread 80 --random --runtime 2s");
+        let (job, outcome) = (job(&arguments, 1 << 20).unwrap(), outcome());
+        let own = Own::new(&arguments, &job, &outcome, None, Some("interrupted"));
+        report(&arguments, &job, &outcome, &own)
+    }
+
+    #[test]
+    fn fio_gives_each_job_its_share() {
+        let arguments = arguments("a -c 1001 --jobs 4 --rate-iops 500");
+        let told = options(&arguments, &job(&arguments, 1 << 20).unwrap());
+        assert_eq!((&told["number_ios"], &told["rate_iops"]), (&json!("251"), &json!("125")));
+    }
+
+    #[test]
+    fn numbers_are_in_fio_s_units() {
+        let told = told();
+        let job = &told["jobs"][0];
+        let read = &job["read"];
+        assert_eq!(read["io_bytes"], 4 * 4096);
+        assert_eq!(
+            (&read["io_kbytes"], &read["bw"], &read["runtime"]),
+            (&json!(16), &json!(10), &json!(1500))
+        );
+        assert_eq!(read["iops"], 4.0 / 1.5);
+        assert_eq!(
+            (&read["iops_min"], &read["iops_samples"], &read["bw_max"]),
+            (&json!(3), &json!(1), &json!(12))
+        );
+        assert_eq!((&read["clat_ns"]["N"], &read["clat_ns"]["min"]), (&json!(4), &json!(1000)));
+        // Three digits are kept.
+        let p99 = read["clat_ns"]["percentile"]["99.000000"].as_u64().unwrap();
+        assert!((4000..4004).contains(&p99), "{p99}");
+        assert_eq!(job["write"]["total_ios"], 1);
+        assert_eq!(job["job options"]["rw"], "randrw");
+    }
+
+    #[test]
+    fn what_was_told_before_is_told_still() {
+        let own = &told()["weir"];
+        assert_eq!((&own["count"], &own["operation"]), (&json!(5), &json!("mixed")));
+        assert_eq!(own["iops-each-second"], json!([3]));
+        assert_eq!(own["partial"], "interrupted");
+        for key in [
+            "image",
+            "depth",
+            "buffer-size",
+            "seconds",
+            "iops",
+            "bytes-per-second",
+            "slowest-reader",
+            "hit-rate",
+        ] {
+            assert!(own.get(key).is_some(), "{key}");
+        }
+    }
+}

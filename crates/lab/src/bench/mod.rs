@@ -1,0 +1,250 @@
+//! `weir bench`: a load through weir's data path or on a server's export, and how it was answered. Options and output are those of `qemu-img bench`,
+//! and more where more was asked for.
+//!
+//! ```text
+//!   options ─► check ─► Job ─► load ─► Outcome ─┬─► text       what qemu-img prints, and latencies
+//!   image or URI ─► target ──────┘              ├─► json       what fio prints, and weir's own
+//!                   progress                    └─► findings   what is kept and drawn
+//! ```
+//!
+//! Never measures the opening and the closing of the image, as qemu-img does not either; but a load that writes is not done before a last flush
+//! has told that the writes arrived.
+
+mod arguments;
+mod check;
+mod findings;
+mod json;
+mod progress;
+mod target;
+mod text;
+
+use std::{
+    fs,
+    os::unix::fs::{FileTypeExt as _, MetadataExt as _},
+    sync::Arc,
+};
+
+use anyhow::{Context as _, anyhow, bail};
+pub use arguments::{BenchArgs, EXAMPLES};
+use block::{
+    disk::Disk,
+    image::{
+        Image,
+        open::{ImageOptions, open},
+    },
+    layer::throttle::DiskSettings,
+    storage::OpenOptions,
+};
+use console::{Failure, complain, on_reactor, print, print_json};
+use policy::prefetch::Stats;
+use settings::Qcow2Settings;
+
+pub(crate) use self::target::BenchTarget;
+use self::{json::Own, progress::Progress, target::Export};
+use super::{
+    interruption::Interruption,
+    load::{Job, Outcome, Ran, Source, Stop, put_all},
+    result::{Begun, Header, INTERRUPTED, ResultFile},
+};
+use crate::probe::in_use::{Claim, claim};
+
+/// Measures, and prints how it went.
+///
+/// # Errors
+/// Where the options make no sense, or the first request that fails; also that it was interrupted, once what was measured has been told.
+pub fn run(arguments: BenchArgs) -> Result<(), Failure> {
+    check::check(&arguments).map_err(Failure::Usage)?;
+    arguments.results.check()?;
+    let begun = Header::begin();
+    let stop = Stop::default();
+    let stopped = stop.clone();
+    let interruption = Interruption::watch(move || _ = stopped.stop(), || {})?;
+    let _claim = claimed(&arguments)?;
+    let name = arguments.target.to_string();
+    on_reactor(async move {
+        let run = Run { arguments, begun, interruption, stop };
+        Ok(run.measure().await.context(name)?)
+    })
+}
+
+/// A device that is to be written to, held exclusively; one that is mounted, or part of another, is not written to. What it begins like does not
+/// matter: `-w` says that it is not needed.
+fn claimed(arguments: &BenchArgs) -> anyhow::Result<Option<Claim>> {
+    let BenchTarget::Image(image) = &arguments.target else { return Ok(None) };
+    let Some(path) = image.path().filter(|_| arguments.write) else { return Ok(None) };
+    // What is not there says so when it is opened.
+    let meta = fs::metadata(path).ok().filter(|meta| meta.file_type().is_block_device());
+    meta.map(|meta| claim(path, meta.rdev(), true)).transpose()
+}
+
+/// One run of the command.
+struct Run {
+    arguments: BenchArgs,
+    begun: Begun,
+    interruption: Interruption,
+    /// What the interruption ends.
+    stop: Stop,
+}
+
+impl Run {
+    async fn measure(&self) -> anyhow::Result<()> {
+        match &self.arguments.target {
+            BenchTarget::Image(image) => self.measure_image(image).await,
+            BenchTarget::Nbd(export) => self.measure_export(export).await,
+        }
+    }
+
+    async fn measure_image(&self, image: &settings::Image) -> anyhow::Result<()> {
+        let disk = Arc::new(open_disk(&self.arguments, image).await?);
+        let (job, ran) = self.put(disk.size_bytes(), Source::Disk(Arc::clone(&disk))).await?;
+        let prefetch = disk.prefetch().stats();
+        let closed = disk.close().await.context("the image could not be completed");
+        // A request's error is the reason of whatever comes after it.
+        self.tell(&job, ran, Some(prefetch)).and(closed)
+    }
+
+    async fn measure_export(&self, export: &Export) -> anyhow::Result<()> {
+        let client = Source::client(&export.server, &export.name).await?;
+        let about = client.about().clone();
+        client.disconnect().await;
+        if self.arguments.write && about.is_read_only() {
+            bail!("is read-only (leave -w away to read)");
+        }
+        if self.arguments.buffer_size > about.maximum_payload.into() {
+            let (asked, most) = (self.arguments.buffer_size, about.maximum_payload);
+            bail!("takes requests of {most} bytes at most, and these have {asked} (choose a smaller -s)");
+        }
+        let BenchArgs { offset, step_size, buffer_size, .. } = self.arguments;
+        let over =
+            [offset, step_size.unwrap_or(0), buffer_size].map(|bytes| bytes % u64::from(about.minimum_block));
+        if over != [0; 3] {
+            bail!("takes multiples of {} bytes alone (choose another -o, -s or -S)", about.minimum_block);
+        }
+        if self.arguments.flush_interval.is_some() && !about.can_flush() {
+            bail!("has no flushes (leave --flush-interval away)");
+        }
+        let source = Source::Nbd { server: export.server.clone(), export: export.name.clone() };
+        let (job, ran) = self.put(about.size_bytes, source).await?;
+        self.tell(&job, ran, None)
+    }
+
+    /// Puts the load on it.
+    async fn put(&self, size_bytes: u64, source: Source) -> anyhow::Result<(Job, Ran)> {
+        let BenchArgs { jobs, quiet, json, .. } = self.arguments;
+        let job = check::job(&self.arguments, size_bytes)?;
+        let job = Job { stop: self.stop.clone(), ..job };
+        let parts = job.clone().split(jobs);
+        let counts: Vec<_> = parts.iter().map(|part| part.answered.clone()).collect();
+        let mut progress = Progress::default();
+        let begin = || {
+            if !quiet && !json {
+                print(&text::announcement(&job, jobs))?;
+            }
+            progress = Progress::begin(quiet || json, &job, &counts);
+            Ok(())
+        };
+        let ran = put_all(parts, source, begin).await?;
+        drop(progress);
+        Ok((job, ran))
+    }
+
+    /// Tells and keeps what was found. What comes of a request that failed is kept, but not told.
+    fn tell(&self, job: &Job, ran: Ran, prefetch: Option<Stats>) -> anyhow::Result<()> {
+        let Ran { outcome, failed } = ran;
+        let partial = match (&failed, self.interruption.happened()) {
+            (Some(_), _) => Some("a request failed"),
+            (None, true) => Some(INTERRUPTED),
+            (None, false) => None,
+        };
+        // Each is tried, whatever becomes of the others; the first error counts.
+        let kept = self.keep(job, &outcome, partial);
+        if let Some(failed) = failed {
+            kept.err().iter().for_each(complain);
+            return Err(failed);
+        }
+        let printed = self.print(job, &outcome, prefetch, partial);
+        let ended = match partial {
+            Some(why) => Err(anyhow!("{why} after {:.3} seconds", outcome.elapsed.as_secs_f64())),
+            None => Ok(()),
+        };
+        printed.and(kept).and(ended)
+    }
+
+    fn print(
+        &self,
+        job: &Job,
+        outcome: &Outcome,
+        prefetch: Option<Stats>,
+        partial: Option<&'static str>,
+    ) -> anyhow::Result<()> {
+        if self.arguments.json {
+            let own = Own::new(&self.arguments, job, outcome, prefetch, partial);
+            return print_json(&json::report(&self.arguments, job, outcome, &own));
+        }
+        if self.arguments.quiet {
+            return Ok(());
+        }
+        if partial.is_none() {
+            print(&text::completion(outcome))?;
+        }
+        if self.arguments.has_statistics() || partial.is_some() {
+            print(&text::statistics(job, outcome))?;
+        }
+        Ok(())
+    }
+
+    fn keep(&self, job: &Job, outcome: &Outcome, partial: Option<&str>) -> anyhow::Result<()> {
+        let place = match &self.arguments.target {
+            BenchTarget::Image(image) => image.path(),
+            BenchTarget::Nbd(_) => None,
+        };
+        let told = text::announcement(job, self.arguments.jobs) + &text::statistics(job, outcome);
+        let told = told.lines().map(|line| line.trim().to_owned()).collect();
+        let result = ResultFile::new(self.begun.end(place), findings::findings(outcome, told));
+        self.arguments.results.keep(&ResultFile { partial: partial.map(str::to_owned), ..result })
+    }
+}
+
+async fn open_disk(arguments: &BenchArgs, image: &settings::Image) -> anyhow::Result<Disk> {
+    let Qcow2Settings { caches, said, .. } = arguments.qcow2()?;
+    let options = ImageOptions {
+        storage: OpenOptions {
+            cache: arguments.cache,
+            format: arguments.format,
+            read_only: !arguments.write,
+            force_share: arguments.force_share,
+            delay: arguments.delay,
+            rate: arguments.rate.clone(),
+            ..OpenOptions::default()
+        },
+        caches,
+        ..ImageOptions::default()
+    };
+    let image = open(&image.spec()?, options).await?;
+    if let (Image::Raw(_), Some(option)) = (&image, said) {
+        bail!("{option} is for qcow2 images, and this one is raw (leave it away)");
+    }
+    let disk = Disk::new("bench", image, DiskSettings::default(), None)?;
+    disk.prefetch().set(arguments.prefetch()?)?;
+    Ok(disk)
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser as _;
+
+    use super::*;
+
+    /// A command line of this command alone.
+    #[derive(Debug, clap::Parser)]
+    pub(super) struct Line {
+        #[command(flatten)]
+        pub(super) arguments: BenchArgs,
+    }
+
+    /// What the command is told by a line.
+    pub(super) fn arguments(text: &str) -> BenchArgs {
+        let words = ["bench"].into_iter().chain(text.split_whitespace());
+        Line::try_parse_from(words).unwrap_or_else(|error| panic!("{text}: {error}")).arguments
+    }
+}

@@ -1,0 +1,73 @@
+//! How far a run is, as a bar on a terminal, with the requests of the moment; nothing elsewhere. On standard error, since results go to
+//! standard output.
+//!
+//! Drawn by a thread of its own, which looks at what the jobs have counted: a load that never waits would leave it no turn on its reactor.
+
+use std::{
+    io::{IsTerminal as _, stderr},
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    thread::{self, JoinHandle},
+    time::{Duration, Instant},
+};
+
+use console::{figures, progress::bar};
+
+use crate::load::{Count, Job};
+
+/// How often it is drawn: often enough to be alive, seldom enough to be read.
+const TICK: Duration = Duration::from_millis(250);
+const OF_REQUESTS: &str = "{msg:>14} {wide_bar} {pos}/{len}";
+const OF_TIME: &str = "{msg:>14} {wide_bar} {elapsed}";
+
+/// The telling of progress; ends when it is dropped.
+#[derive(Debug, Default)]
+pub(super) struct Progress(Option<(Arc<AtomicBool>, JoinHandle<()>)>);
+
+impl Progress {
+    /// Begins, where somebody looks on. `counts` are those of the jobs that share all of `whole`.
+    pub(super) fn begin(silent: bool, whole: &Job, counts: &[Count]) -> Self {
+        if silent || !stderr().is_terminal() {
+            return Self::default();
+        }
+        let counts = counts.to_vec();
+        let time = whole.runtime.map(|runtime| whole.ramp + runtime);
+        let requests = whole.load.count;
+        let ended = Arc::new(AtomicBool::new(false));
+        let seen = Arc::clone(&ended);
+        let draw = move || draw(&counts, requests, time, &seen);
+        // Without a thread there is no bar, and that is all.
+        let thread = thread::Builder::new().name("progress".to_owned()).spawn(draw);
+        Self(thread.ok().map(|thread| (ended, thread)))
+    }
+}
+
+impl Drop for Progress {
+    fn drop(&mut self) {
+        if let Some((ended, thread)) = self.0.take() {
+            ended.store(true, Ordering::Relaxed);
+            thread.thread().unpark();
+            // It has nothing to say but that it is gone from the screen.
+            let _ = thread.join();
+        }
+    }
+}
+
+fn draw(counts: &[Count], requests: u64, time: Option<Duration>, ended: &AtomicBool) {
+    let length = time.map_or(requests, |time| u64::try_from(time.as_millis()).unwrap_or(u64::MAX));
+    let bar = bar(if time.is_some() { OF_TIME } else { OF_REQUESTS }, length);
+    let began = Instant::now();
+    let (mut at, mut before) = (began, 0);
+    while !ended.load(Ordering::Relaxed) {
+        let answered: u64 = counts.iter().map(Count::get).sum();
+        let rate = (answered - before) as f64 / at.elapsed().as_secs_f64().max(1e-9);
+        (at, before) = (Instant::now(), answered);
+        bar.set_message(format!("{} IOPS", figures::count(rate)));
+        let elapsed = u64::try_from(began.elapsed().as_millis()).unwrap_or(u64::MAX);
+        bar.set_position(if time.is_some() { elapsed.min(length) } else { answered });
+        thread::park_timeout(TICK);
+    }
+    bar.finish_and_clear();
+}

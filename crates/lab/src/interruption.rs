@@ -1,0 +1,57 @@
+//! Ctrl-C in the lab: the first ends what is under way, so that what was found can be told; the second ends the process.
+//!
+//! Never decides what the first one means: that is the command's.
+
+use std::{
+    io::{Write as _, stderr},
+    process,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+};
+
+use anyhow::Context as _;
+use console::signals::Signals;
+
+/// Whether somebody has asked for the end: by SIGINT, SIGTERM or SIGHUP.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Interruption(Arc<AtomicBool>);
+
+impl Interruption {
+    /// From now on calls `first` for the first signal, and `second` before the next one ends the process. To be called before any other thread
+    /// starts.
+    ///
+    /// # Errors
+    /// Where no thread can be had.
+    pub(super) fn watch(
+        first: impl Fn() + Send + 'static,
+        second: impl Fn() + Send + 'static,
+    ) -> anyhow::Result<Self> {
+        let this = Self::default();
+        let heard = this.clone();
+        let signals = Signals::block().context("signals cannot be awaited")?;
+        let hear = move |_| {
+            if heard.0.swap(true, Ordering::SeqCst) {
+                second();
+                let _ = writeln!(stderr(), "weir: interrupted twice: what was found is not told");
+                process::exit(1);
+            }
+            first();
+            true
+        };
+        signals.forward(hear).context("no thread can be started")?;
+        Ok(this)
+    }
+
+    /// As if there had been one.
+    #[cfg(test)]
+    pub(super) fn happens(&self) {
+        self.0.store(true, Ordering::SeqCst);
+    }
+
+    /// Whether there was a signal.
+    pub(super) fn happened(&self) -> bool {
+        self.0.load(Ordering::SeqCst)
+    }
+}

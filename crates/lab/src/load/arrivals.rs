@@ -1,0 +1,105 @@
+//! When requests are due that come by themselves, whether those before them were answered or not: an open loop.
+//!
+//! A closed loop sends less while the disk is slow, and so asks least when waiting would show most (Gil Tene's "coordinated omission"). Here a
+//! request that could not be sent in time is sent late, and its latency counts from the instant it was due.
+//!
+//! Never knows the time: instants go in and come out.
+
+use clap::ValueEnum;
+use policy::time::{Duration, Instant, NANOS_PER_SECOND};
+
+use super::places::Part;
+
+/// How requests come.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct Arrivals {
+    /// In a second; above 0, finite.
+    pub(crate) per_second: f64,
+    /// The times between them.
+    pub(crate) spacing: Spacing,
+}
+
+/// The times between requests.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Spacing {
+    /// As those of many clients that know nothing of each other: exponentially distributed
+    Poisson,
+    /// All the same
+    Fixed,
+}
+
+/// The instants at which requests are due.
+#[derive(Debug)]
+pub(super) struct Schedule {
+    arrivals: Arrivals,
+    began: Instant,
+    /// Since it began, in nanoseconds; a fraction counts, or a rate of a million would be off.
+    next_ns: f64,
+    random: fastrand::Rng,
+}
+
+impl Schedule {
+    /// From an instant on; `arrivals` are those of this part alone.
+    pub(super) fn new(arrivals: Arrivals, began: Instant, seed: u64, part: Part) -> Self {
+        let mut random = fastrand::Rng::with_seed(part.seed(seed));
+        let gap_ns = NANOS_PER_SECOND as f64 / arrivals.per_second;
+        let next_ns = match arrivals.spacing {
+            Spacing::Poisson => exponential(gap_ns, &mut random),
+            // Those of other parts are between them.
+            Spacing::Fixed => gap_ns * f64::from(part.number) / f64::from(part.of),
+        };
+        Self { arrivals, began, next_ns, random }
+    }
+
+    /// When the next request is due.
+    pub(super) fn next(&self) -> Instant {
+        // A float beyond what a Duration has becomes its largest.
+        self.began + Duration::from_nanos(self.next_ns as u64)
+    }
+
+    /// As [`Schedule::next`], and goes on to the one after it.
+    pub(super) fn take(&mut self) -> Instant {
+        let next = self.next();
+        let gap_ns = NANOS_PER_SECOND as f64 / self.arrivals.per_second;
+        self.next_ns += match self.arrivals.spacing {
+            Spacing::Poisson => exponential(gap_ns, &mut self.random),
+            Spacing::Fixed => gap_ns,
+        };
+        next
+    }
+}
+
+/// A draw of the exponential distribution with this mean.
+fn exponential(mean: f64, random: &mut fastrand::Rng) -> f64 {
+    // 1 less the draw is never 0.
+    -(1.0 - random.f64()).ln() * mean
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn drawn(spacing: Spacing, part: Part, count: usize) -> Vec<u64> {
+        let arrivals = Arrivals { per_second: 1000.0, spacing };
+        let mut schedule = Schedule::new(arrivals, Instant::from_nanos(5), 1, part);
+        (0..count).map(|_| schedule.take().as_nanos() - 5).collect()
+    }
+
+    #[test]
+    fn fixed_ones_come_at_equal_distances_and_parts_in_between() {
+        assert_eq!(drawn(Spacing::Fixed, Part::WHOLE, 3), [0, 1_000_000, 2_000_000]);
+        assert_eq!(drawn(Spacing::Fixed, Part { number: 1, of: 2 }, 2), [500_000, 1_500_000]);
+    }
+
+    #[test]
+    fn gaps_between_poisson_s_are_exponential() {
+        let drawn = drawn(Spacing::Poisson, Part::WHOLE, 100_000);
+        let gaps: Vec<f64> = drawn.windows(2).map(|pair| (pair[1] - pair[0]) as f64 / 1e6).collect();
+        let mean = gaps.iter().sum::<f64>() / gaps.len() as f64;
+        assert!((mean - 1.0).abs() < 0.02, "{mean}");
+        for limit in [0.1, 1.0, 3.0] {
+            let longer = gaps.iter().filter(|&&gap| gap > limit).count() as f64 / gaps.len() as f64;
+            assert!((longer - (-limit).exp()).abs() < 0.01, "longer than {limit}: {longer}");
+        }
+    }
+}

@@ -1,0 +1,199 @@
+//! Several jobs at once, each on a thread with a reactor of its own; a server gives each a connection of its own.
+//!
+//! They begin together, once all of them are ready, and end together where one fails.
+//!
+//! Never puts a single job on another thread: it runs where it is asked for, as a daemon's requests do.
+
+use std::{rc::Rc, sync::Arc};
+
+use anyhow::{Context as _, anyhow};
+use async_channel::{Receiver, Sender};
+use block::{
+    disk::Disk,
+    export::nbd::client::{Client, Endpoint, connect},
+    reactor::{Polling, Worker},
+};
+use console::NO_RING;
+use policy::time::Duration;
+
+use super::{Failed, Job, Outcome, Stop, Target, put};
+
+/// How long a server may take to be connected to.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+/// What all jobs are put on.
+#[derive(Clone, Debug)]
+pub(crate) enum Source {
+    /// One disk.
+    Disk(Arc<Disk>),
+    /// An export.
+    Nbd {
+        /// Where its server is.
+        server: Endpoint,
+        /// Its name.
+        export: String,
+    },
+}
+
+/// What became of jobs.
+#[derive(Debug)]
+pub(crate) struct Ran {
+    /// Of all of them together, also where one failed.
+    pub(crate) outcome: Outcome,
+    /// The first that failed.
+    pub(crate) failed: Option<anyhow::Error>,
+}
+
+/// What a job tells.
+enum Told {
+    Ready,
+    Ended(Box<Ran>),
+}
+
+impl Source {
+    /// Connects to the export.
+    ///
+    /// # Errors
+    /// That it cannot be connected to.
+    pub(crate) async fn client(server: &Endpoint, export: &str) -> anyhow::Result<Client> {
+        Ok(connect(server, export, PATIENCE).await?)
+    }
+
+    async fn open(self) -> anyhow::Result<Target> {
+        match self {
+            Self::Disk(disk) => Ok(disk.into()),
+            Self::Nbd { server, export } => Ok(Target::Nbd(Rc::new(Self::client(&server, &export).await?))),
+        }
+    }
+}
+
+/// Puts the jobs on it, and waits for all to end. `begin` is called once all are ready, before the first request; if it fails, none is sent.
+///
+/// # Errors
+/// Where there are no threads, or no io_uring. What the jobs themselves fail with is in what is returned.
+pub(crate) async fn put_all(
+    jobs: Vec<Job>,
+    source: Source,
+    begin: impl FnOnce() -> anyhow::Result<()>,
+) -> anyhow::Result<Ran> {
+    let count = jobs.len();
+    let (tell, told) = async_channel::bounded(2 * count.max(1));
+    let (gate, opened) = async_channel::bounded(1);
+    let stop = jobs.first().map(|job| job.stop.clone()).unwrap_or_default();
+    let mut workers = Vec::new();
+    if count == 1 {
+        let alone = jobs.into_iter().map(|job| one(job, source.clone(), tell.clone(), opened.clone()));
+        alone.for_each(block::reactor::spawn);
+    } else {
+        for (number, job) in jobs.into_iter().enumerate() {
+            let worker = Worker::start(&format!("job {number}"), Polling::OFF).context(NO_RING)?;
+            let (source, tell, opened) = (source.clone(), tell.clone(), opened.clone());
+            worker.spawn(move || one(job, source, tell, opened));
+            workers.push(worker);
+        }
+    }
+    drop((tell, opened));
+    let ran = gather(count, &told, &gate, begin, || _ = stop.stop()).await;
+    for worker in workers {
+        worker.stop().context("a job's thread ended with an error")?;
+    }
+    Ok(ran)
+}
+
+/// Opens the gate once all are ready, and adds up what they tell at their ends. `fail` is called if one does.
+async fn gather(
+    count: usize,
+    told: &Receiver<Told>,
+    gate: &Sender<()>,
+    begin: impl FnOnce() -> anyhow::Result<()>,
+    fail: impl Fn(),
+) -> Ran {
+    let nothing = Outcome { slowest: u64::MAX, ..Outcome::default() };
+    let mut sum = Ran { outcome: nothing, failed: None };
+    let mut begin = Some(begin);
+    let (mut ready, mut ended) = (0, 0);
+    while ended < count {
+        match told.recv().await {
+            Ok(Told::Ready) => ready += 1,
+            Ok(Told::Ended(ran)) => {
+                ended += 1;
+                sum.add(*ran);
+            }
+            // A thread panicked, which stopping it will say.
+            Err(_) => break,
+        }
+        // A job that could not get ready has ended without ever being so.
+        if ready == count
+            && let Some(begin) = begin.take()
+        {
+            sum.failed = begin().err();
+        }
+        if sum.failed.is_some() {
+            fail();
+        }
+        if ready + ended >= count {
+            gate.close();
+        }
+    }
+    sum
+}
+
+impl Ran {
+    fn add(&mut self, other: Self) {
+        self.outcome.elapsed = self.outcome.elapsed.max(other.outcome.elapsed);
+        self.outcome.slowest = self.outcome.slowest.min(other.outcome.slowest);
+        self.outcome.unanswered += other.outcome.unanswered;
+        self.outcome.measured.add(&other.outcome.measured);
+        self.failed = self.failed.take().or(other.failed);
+    }
+}
+
+/// One job, from getting ready to its end.
+async fn one(job: Job, source: Source, tell: Sender<Told>, opened: Receiver<()>) {
+    let (writes, stop) = (job.load.write.is_some(), job.stop.clone());
+    let ran = match source.open().await {
+        Ok(target) => {
+            // The gatherer hears everybody out.
+            let _ = tell.send(Told::Ready).await;
+            let _ = opened.recv().await;
+            let ran = measured(put(job, target.clone()).await, &target);
+            end(ran, target, writes, &stop).await
+        }
+        Err(error) => Ran { outcome: Outcome::default(), failed: Some(error) },
+    };
+    let _ = tell.send(Told::Ended(Box::new(ran))).await;
+}
+
+fn measured(result: Result<Outcome, Failed>, target: &Target) -> Ran {
+    match result {
+        Ok(outcome) => Ran { outcome, failed: None },
+        Err(Failed { error, outcome }) => {
+            let error = target.fault().map_or_else(|| anyhow::Error::from(error), |fault| anyhow!(fault));
+            Ran { outcome: *outcome, failed: Some(error.context("a request failed")) }
+        }
+    }
+}
+
+/// Writes are not done before a flush has told that they arrived. A server that left requests unanswered is not asked for one.
+async fn end(mut ran: Ran, target: Target, writes: bool, stop: &Stop) -> Ran {
+    if ran.outcome.unanswered > 0 {
+        return ran;
+    }
+    if writes && ran.failed.is_none() {
+        let flush = target.flush();
+        let flushed = if target.is_remote() { stop.unless_overdue(flush).await } else { Some(flush.await) };
+        match flushed {
+            Some(flushed) => ran.failed = flushed.context("the last flush failed").err(),
+            None => {
+                ran.outcome.unanswered = 1;
+                return ran;
+            }
+        }
+    }
+    if let Target::Nbd(client) = target
+        && let Ok(client) = Rc::try_unwrap(client)
+    {
+        client.disconnect().await;
+    }
+    ran
+}

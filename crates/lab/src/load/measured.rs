@@ -1,0 +1,174 @@
+//! What a load has measured: how long each request took, and how many were answered each second.
+//!
+//! Never allocates for a request: one number each second.
+
+use policy::time::{Duration, Instant};
+
+use crate::{latencies, latencies::Latencies};
+
+const SECOND: Duration = Duration::from_secs(1);
+
+/// What was done.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Kind {
+    Read,
+    Write,
+    Flush,
+}
+
+/// What was measured of a load, or of several together.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Measured {
+    /// From the instant a read was due to its answer.
+    pub(crate) reads: Latencies,
+    /// The same of writes.
+    pub(crate) writes: Latencies,
+    /// The same of the flushes in between.
+    pub(crate) flushes: Latencies,
+    /// What was answered in each second that passed completely.
+    pub(crate) seconds: Vec<Second>,
+    /// How long after it was due a request was sent; empty for those that are due when others are answered.
+    pub(crate) late: Latencies,
+    /// How far behind its schedule it was when it was ended.
+    pub(crate) behind: Duration,
+}
+
+/// What was answered in a second.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Second {
+    pub(crate) reads: u64,
+    pub(crate) writes: u64,
+    /// How long the reads took, added up.
+    pub(crate) reads_ns: u64,
+    /// How long the writes took, added up.
+    pub(crate) writes_ns: u64,
+}
+
+impl Default for Measured {
+    fn default() -> Self {
+        let [reads, writes, flushes, late] = [(); 4].map(|()| latencies::new());
+        Self { reads, writes, flushes, seconds: Vec::new(), late, behind: Duration::ZERO }
+    }
+}
+
+impl Measured {
+    /// Adds what another measured at the same time.
+    pub(crate) fn add(&mut self, other: &Self) {
+        let pairs = [
+            (&mut self.reads, &other.reads),
+            (&mut self.writes, &other.writes),
+            (&mut self.flushes, &other.flushes),
+            (&mut self.late, &other.late),
+        ];
+        for (ours, theirs) in pairs {
+            ours.add(theirs).expect("all have the same bounds");
+        }
+        self.seconds.resize(self.seconds.len().max(other.seconds.len()), Second::default());
+        for (ours, theirs) in self.seconds.iter_mut().zip(&other.seconds) {
+            ours.reads += theirs.reads;
+            ours.writes += theirs.writes;
+            ours.reads_ns = ours.reads_ns.saturating_add(theirs.reads_ns);
+            ours.writes_ns = ours.writes_ns.saturating_add(theirs.writes_ns);
+        }
+        self.behind = self.behind.max(other.behind);
+    }
+
+    /// Reads and writes that were answered.
+    pub(crate) fn answered(&self) -> u64 {
+        self.reads.len() + self.writes.len()
+    }
+}
+
+/// Takes down what was due from an instant on. What was due before is forgotten, also where it was sent or answered late: the queue that a
+/// warming up leaves behind is no part of what is measured.
+#[derive(Debug)]
+pub(super) struct Recorder {
+    from: Instant,
+    second_ends: Instant,
+    second: Second,
+    measured: Measured,
+}
+
+impl Recorder {
+    pub(super) fn new(from: Instant) -> Self {
+        Self { from, second_ends: from + SECOND, second: Second::default(), measured: Measured::default() }
+    }
+
+    /// Something was answered that was due at `due`.
+    pub(super) fn answered(&mut self, kind: Kind, due: Instant, at: Instant) {
+        if due < self.from {
+            return;
+        }
+        while at >= self.second_ends {
+            self.measured.seconds.push(std::mem::take(&mut self.second));
+            self.second_ends += SECOND;
+        }
+        let took_ns = at.nanos_since(due);
+        let latencies = match kind {
+            Kind::Read => {
+                self.second.reads += 1;
+                self.second.reads_ns = self.second.reads_ns.saturating_add(took_ns);
+                &mut self.measured.reads
+            }
+            Kind::Write => {
+                self.second.writes += 1;
+                self.second.writes_ns = self.second.writes_ns.saturating_add(took_ns);
+                &mut self.measured.writes
+            }
+            Kind::Flush => &mut self.measured.flushes,
+        };
+        latencies.saturating_record(took_ns);
+    }
+
+    /// Something was sent that was due at `due`.
+    pub(super) fn sent(&mut self, due: Instant, at: Instant) {
+        if due >= self.from {
+            self.measured.late.saturating_record(at.nanos_since(due));
+        }
+    }
+
+    /// What was taken down.
+    pub(super) fn end(self, behind: Duration) -> Measured {
+        Measured { behind, ..self.measured }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn at(milliseconds: u64) -> Instant {
+        Instant::from_nanos(milliseconds * 1_000_000)
+    }
+
+    #[test]
+    fn each_second_counts_what_was_answered_in_it() {
+        let mut recorder = Recorder::new(at(1000));
+        for answered in [900, 1099, 1100, 1999, 2000, 4500] {
+            recorder.answered(Kind::Read, at(answered - 100), at(answered));
+        }
+        let measured = recorder.end(Duration::ZERO);
+        let reads: Vec<_> = measured.seconds.iter().map(|second| second.reads).collect();
+        assert_eq!(reads, [2, 1, 0], "the first two are of the warming up, the last second is not complete");
+        assert_eq!((measured.reads.len(), measured.writes.len()), (4, 0));
+        assert!(measured.reads.equivalent(measured.reads.max(), 100_000_000));
+    }
+
+    #[test]
+    fn what_several_measured_is_added() {
+        let one = |kinds: &[Kind], seconds| {
+            let mut recorder = Recorder::new(at(0));
+            for &kind in kinds {
+                recorder.answered(kind, at(1), at(2));
+            }
+            recorder.answered(Kind::Write, at(0), at(seconds * 1000));
+            recorder.end(Duration::from_millis(seconds))
+        };
+        let mut sum = one(&[Kind::Read, Kind::Flush], 1);
+        sum.add(&one(&[Kind::Read, Kind::Write], 2));
+        assert_eq!((sum.reads.len(), sum.writes.len(), sum.flushes.len()), (2, 3, 1));
+        let first = Second { reads: 2, writes: 1, reads_ns: 2_000_000, writes_ns: 1_000_000 };
+        assert_eq!(sum.seconds, [first, Second::default()]);
+        assert_eq!(sum.behind, Duration::from_millis(2));
+    }
+}

@@ -1,0 +1,222 @@
+//! Where requests begin: one behind the other, in strides, backward, at random, or at random with some places asked for more than others.
+//!
+//! Never gives a place where a request does not fit.
+
+use std::cell::{Cell, RefCell};
+
+use super::zipf::Zipf;
+
+/// Where requests begin: at first `offset`, then `step_bytes` further each time, as if the image's beginning came behind its end; at its beginning
+/// where one would reach across the end. Backward, it is all the other way round.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Places {
+    /// In bytes; a request fits there.
+    pub(crate) offset: u64,
+    /// In bytes; not 0.
+    pub(crate) step_bytes: u64,
+    /// The last place where a request fits.
+    pub(crate) last: u64,
+    /// From the end to the beginning.
+    pub(crate) backward: bool,
+    /// At any number of steps behind `offset` instead, drawn from this seed.
+    pub(crate) random: Option<u64>,
+    /// So many one behind the other at each of these places; not 0.
+    pub(crate) run: u64,
+}
+
+impl Places {
+    /// The number of the last step behind `offset`.
+    fn last_step(&self) -> u64 {
+        (self.last - self.offset) / self.step_bytes
+    }
+}
+
+/// How much more often some random places are asked for than others.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub(crate) enum Locality {
+    /// All alike.
+    #[default]
+    Even,
+    /// By Zipf's law, with this exponent: above 0, finite.
+    Zipf(f64),
+    /// So many percent of the requests go to the first so many percent of the places; both from 1 to 99.
+    Hot { requests: u8, places: u8 },
+}
+
+/// The part of several jobs that one does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Part {
+    /// Which: from 0.
+    pub(crate) number: u32,
+    /// Of how many; not 0.
+    pub(crate) of: u32,
+}
+
+impl Part {
+    /// Everything.
+    pub(crate) const WHOLE: Self = Self { number: 0, of: 1 };
+
+    /// What this part draws from, when all of them were given `seed`: the first draws what it would alone.
+    pub(super) fn seed(self, seed: u64) -> u64 {
+        // The golden section of 64 bits, by which Steele and others' SplitMix64 tells streams apart (OOPSLA 2014).
+        seed.wrapping_add(u64::from(self.number).wrapping_mul(0x9E37_79B9_7F4A_7C15))
+    }
+}
+
+/// The places of one job, as its readers get to them.
+#[derive(Debug)]
+pub(super) struct Course {
+    places: Places,
+    block_bytes: u64,
+    random: RefCell<fastrand::Rng>,
+    draw: Draw,
+}
+
+/// How the number of a step is drawn.
+#[derive(Debug)]
+enum Draw {
+    Even,
+    Zipf(Box<Zipf>),
+    /// `percent` of the time below `cold`, which is above 0.
+    Hot {
+        percent: u8,
+        cold: u64,
+    },
+}
+
+/// Where a reader is.
+#[derive(Debug)]
+pub(super) struct Reader {
+    next_offset: Cell<u64>,
+    /// Until the next random place.
+    left_of_run: Cell<u64>,
+    pub(super) answered: Cell<u64>,
+}
+
+impl Course {
+    /// For requests of so many bytes. What is hot is so for every part.
+    pub(super) fn new(places: Places, block_bytes: u64, locality: Locality, part: Part) -> Self {
+        let last_step = places.last_step();
+        let seed = places.random.unwrap_or_default();
+        let draw = match locality {
+            Locality::Even => Draw::Even,
+            Locality::Zipf(theta) => {
+                Draw::Zipf(Box::new(Zipf::new(last_step.saturating_add(1), theta, seed)))
+            }
+            Locality::Hot { requests, places } => {
+                let cold = u128::from(last_step) * u128::from(places) / 100 + 1;
+                Draw::Hot { percent: requests, cold: u64::try_from(cold).unwrap_or(u64::MAX) }
+            }
+        };
+        let random = RefCell::new(fastrand::Rng::with_seed(part.seed(seed)));
+        Self { places, block_bytes, random, draw }
+    }
+
+    /// So many readers, each where it begins: at equal distances, those of other parts between them.
+    pub(super) fn readers(&self, count: u32, part: Part) -> Vec<Reader> {
+        let Places { offset, step_bytes, .. } = self.places;
+        let all = u64::from(count) * u64::from(part.of);
+        let distance = self.places.last_step() / all * step_bytes;
+        let first = u64::from(part.number) * u64::from(count);
+        let reader = |number| Reader {
+            next_offset: Cell::new(offset + (first + u64::from(number)) * distance),
+            left_of_run: Cell::new(0),
+            answered: Cell::new(0),
+        };
+        (0..count).map(reader).collect()
+    }
+
+    /// Where a reader's next request begins.
+    pub(super) fn next(&self, reader: &Reader) -> u64 {
+        let Places { offset, step_bytes, last, backward, random, run } = self.places;
+        let mut place = reader.next_offset.get();
+        if random.is_some() {
+            if reader.left_of_run.get() == 0 {
+                place = offset + self.draw() * step_bytes;
+                reader.left_of_run.set(run);
+            }
+            reader.left_of_run.set(reader.left_of_run.get() - 1);
+        }
+        let size = last + self.block_bytes;
+        let next = if backward {
+            place.checked_sub(step_bytes).unwrap_or(last - (last - offset) % step_bytes)
+        } else {
+            let next = (u128::from(place) + u128::from(step_bytes)) % u128::from(size);
+            u64::try_from(next).ok().filter(|&next| next <= last).unwrap_or(0)
+        };
+        reader.next_offset.set(next);
+        place
+    }
+
+    fn draw(&self) -> u64 {
+        let mut random = self.random.borrow_mut();
+        let last_step = self.places.last_step();
+        match &self.draw {
+            Draw::Even => random.u64(0..=last_step),
+            Draw::Zipf(zipf) => zipf.draw(&mut random),
+            &Draw::Hot { percent, cold } => {
+                let hot = random.u8(0..100) < percent;
+                if hot || cold > last_step { random.u64(0..cold) } else { random.u64(cold..=last_step) }
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const BLOCKS: u64 = 256;
+
+    fn course(locality: Locality, part: Part) -> Course {
+        let last = (BLOCKS - 1) * 4096;
+        let places = Places { offset: 0, step_bytes: 4096, last, backward: false, random: Some(5), run: 1 };
+        Course::new(places, 4096, locality, part)
+    }
+
+    fn blocks(course: &Course, count: usize) -> Vec<u64> {
+        let reader = &course.readers(1, Part::WHOLE)[0];
+        (0..count).map(|_| course.next(reader) / 4096).collect()
+    }
+
+    #[test]
+    fn ninety_percent_go_to_the_first_ten_and_none_is_left_out() {
+        let hot = Locality::Hot { requests: 90, places: 10 };
+        let drawn = blocks(&course(hot, Part::WHOLE), 100_000);
+        let hits = drawn.iter().filter(|&&block| block < 26).count();
+        assert!((89_500..90_500).contains(&hits), "{hits}");
+        assert!((0..BLOCKS).all(|block| drawn.contains(&block)));
+    }
+
+    #[test]
+    fn what_is_hot_is_so_for_every_part_though_each_draws_its_own() {
+        let hottest = |number| {
+            let drawn = blocks(&course(Locality::Zipf(1.2), Part { number, of: 2 }), 10_000);
+            let count = |block| drawn.iter().filter(|&&other| other == block).count();
+            (drawn[..20].to_vec(), (0..BLOCKS).max_by_key(|&block| count(block)))
+        };
+        let (one, other) = (hottest(0), hottest(1));
+        assert_eq!(one.1, other.1);
+        assert_ne!(one.0, other.0);
+    }
+
+    #[test]
+    fn a_disk_of_one_block_has_one_place() {
+        for locality in [Locality::Even, Locality::Zipf(1.0), Locality::Hot { requests: 50, places: 99 }] {
+            let places =
+                Places { offset: 0, step_bytes: 4096, last: 0, backward: false, random: Some(1), run: 1 };
+            let course = Course::new(places, 4096, locality, Part::WHOLE);
+            assert_eq!(blocks(&course, 10), [0; 10]);
+        }
+    }
+
+    #[test]
+    fn parts_begin_where_as_many_readers_would() {
+        let begins = |readers, part| {
+            let readers = course(Locality::Even, part).readers(readers, part);
+            readers.iter().map(|reader| reader.next_offset.get()).collect::<Vec<_>>()
+        };
+        let parts = [0, 1].map(|number| begins(2, Part { number, of: 2 })).concat();
+        assert_eq!(parts, begins(4, Part::WHOLE));
+    }
+}

@@ -1,0 +1,320 @@
+//! One job: as many tasks as requests may be in flight, each with one request at a time.
+//!
+//! ```text
+//!   task 1 ─► take ─► request ─► finished ─┐      a flush that drains: who takes next waits, until the request that was the last
+//!   task 2 ─► take ─► …                    │      in flight is finished; whoever finished it takes the flush, and wakes the others
+//!      …  ◄────────────────────────────────┘
+//! ```
+//!
+//! Where requests come by themselves, each task first takes the instant at which the next one is due, and waits for it. While all tasks
+//! have a request in flight nobody takes an instant, and that request is sent late: the queue of those that wait costs nothing, however long it is.
+//!
+//! Nothing is allocated for a request but what the data path itself allocates, and the clock is read once: what a request of a closed loop waits
+//! for is the answer to the one before it.
+//!
+//! Several readers have each a place of their own, and as many tasks.
+
+use std::{
+    cell::{Cell, RefCell},
+    future::poll_fn,
+    rc::Rc,
+    sync::Arc,
+    task::{Poll, Waker},
+};
+
+use block::{
+    buffer::{ALIGNMENT, Buffer},
+    error::Result,
+    reactor::{now, spawn_joinable},
+};
+use policy::time::{Duration, Instant};
+
+use super::{
+    Failed, Job, Outcome, Target,
+    arrivals::Schedule,
+    measured::{Kind, Recorder},
+    places::{Course, Reader},
+};
+
+/// What a task is to do next.
+enum Next {
+    Request { offset: u64, kind: Kind },
+    Flush,
+    Wait,
+    Done,
+}
+
+/// What the tasks share.
+struct Run {
+    job: Job,
+    target: Target,
+    /// What a write writes, from [`Run::first`] on, where memory is aligned for any device; empty if none does.
+    content: Arc<[u8]>,
+    first: usize,
+    course: Course,
+    readers: Vec<Reader>,
+    /// Which of the requests read, where some do.
+    kinds: RefCell<fastrand::Rng>,
+    schedule: Option<RefCell<Schedule>>,
+    recorder: RefCell<Recorder>,
+    /// From here on requests count.
+    from: Instant,
+    /// From here on none is sent.
+    until: Instant,
+    /// Of those that count.
+    sent: Cell<u64>,
+    /// Of those, how many instants tasks have taken: each of them is sent, unless it ends before.
+    promised: Cell<u64>,
+    answered: Cell<u64>,
+    written: Cell<u64>,
+    in_flight: Cell<u32>,
+    flush: Cell<FlushState>,
+    failed: Cell<Option<block::error::Error>>,
+    waiting: RefCell<Vec<Waker>>,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum FlushState {
+    NotDue,
+    Due,
+    UnderWay,
+}
+
+/// Puts a load on a disk or an export.
+///
+/// # Errors
+/// That of the first request that failed.
+pub(crate) async fn put(
+    job: impl Into<Job>,
+    target: impl Into<Target>,
+) -> std::result::Result<Outcome, Failed> {
+    let run = Rc::new(Run::new(job.into(), target.into()));
+    let tasks: Vec<_> = (0..run.job.load.depth)
+        .flat_map(|_| 0..run.readers.len())
+        .map(|reader| spawn_joinable(Rc::clone(&run).task(reader)))
+        .collect();
+    let all = async {
+        for task in tasks {
+            task.await;
+        }
+    };
+    // Tasks that are not awaited any more are cancelled.
+    let overdue = if run.target.is_remote() {
+        run.job.stop.unless_overdue(all).await.is_none()
+    } else {
+        all.await;
+        false
+    };
+    let ended = now();
+    let outcome = Outcome {
+        elapsed: ended - run.from,
+        slowest: run.readers.iter().map(|reader| reader.answered.get()).min().unwrap_or_default(),
+        // What is not answered is a flush, where it is no request.
+        unanswered: if overdue { run.in_flight.get().max(1).into() } else { 0 },
+        measured: run.recorder.replace(Recorder::new(ended)).end(run.behind(ended)),
+    };
+    match run.failed.get() {
+        Some(error) => Err(Failed { error, outcome: Box::new(outcome) }),
+        None => Ok(outcome),
+    }
+}
+
+impl Run {
+    fn new(job: Job, target: Target) -> Self {
+        let load = &job.load;
+        let content: Arc<[u8]> =
+            load.write.map_or_else(Vec::new, |byte| vec![byte; load.block_bytes + ALIGNMENT]).into();
+        let seed = load.places.random.unwrap_or_default();
+        let course = Course::new(load.places.clone(), load.block_bytes as u64, job.locality, job.part);
+        let began = now();
+        let from = began + job.ramp;
+        let schedule = |arrivals| RefCell::new(Schedule::new(arrivals, began, seed, job.part));
+        Self {
+            first: content.as_ptr().align_offset(ALIGNMENT),
+            content,
+            readers: course.readers(load.readers, job.part),
+            course,
+            // Not those of the places, which are to be the same with some reads as with none.
+            kinds: RefCell::new(fastrand::Rng::with_seed(job.part.seed(!seed))),
+            schedule: job.arrivals.map(schedule),
+            recorder: RefCell::new(Recorder::new(from)),
+            from,
+            until: job.runtime.map_or(Instant::MAX, |runtime| from + runtime),
+            sent: Cell::new(0),
+            promised: Cell::new(0),
+            answered: Cell::new(0),
+            written: Cell::new(0),
+            in_flight: Cell::new(0),
+            flush: Cell::new(FlushState::NotDue),
+            failed: Cell::new(None),
+            waiting: RefCell::default(),
+            target,
+            job,
+        }
+    }
+
+    async fn task(self: Rc<Self>, reader: usize) {
+        let reader = &self.readers[reader];
+        let mut at = now();
+        let mut due = None;
+        loop {
+            if let (None, Some(schedule)) = (due, &self.schedule) {
+                due = self.arrival(schedule, at).await;
+                if due.is_none() {
+                    break;
+                }
+                at = now();
+            }
+            match self.take(reader, due.unwrap_or(at), at) {
+                Next::Request { offset, kind } => {
+                    if let Some(due) = due {
+                        self.recorder.borrow_mut().sent(due, at);
+                    }
+                    let began = due.take().unwrap_or(at);
+                    let result = self.request(offset, kind).await;
+                    at = now();
+                    self.in_flight.set(self.in_flight.get() - 1);
+                    self.answer(reader, kind, began, at, result);
+                }
+                Next::Flush => {
+                    let result = self.target.flush().await;
+                    let began = at;
+                    at = now();
+                    if self.flush.get() == FlushState::UnderWay {
+                        self.flush.set(FlushState::NotDue);
+                    }
+                    self.recorder.borrow_mut().answered(Kind::Flush, began, at);
+                    self.note(result);
+                    self.wake();
+                }
+                Next::Wait => {
+                    self.wait().await;
+                    at = now();
+                }
+                Next::Done => break,
+            }
+        }
+        // Who waits for a flush that now never comes.
+        self.wake();
+    }
+
+    /// Takes the instant at which the next request is due, and waits for it; `None` if there is none any more.
+    async fn arrival(&self, schedule: &RefCell<Schedule>, at: Instant) -> Option<Instant> {
+        if self.is_over(at) || self.promised.get() >= self.job.load.count {
+            return None;
+        }
+        let due = schedule.borrow().next();
+        if due >= self.until {
+            return None;
+        }
+        schedule.borrow_mut().take();
+        if due >= self.from {
+            self.promised.set(self.promised.get() + 1);
+        }
+        let early = due - at;
+        if early > Duration::ZERO {
+            self.job.stop.wait(early).await;
+        }
+        Some(due)
+    }
+
+    /// How far behind its schedule it was when its time was over.
+    fn behind(&self, ended: Instant) -> Duration {
+        let Some(schedule) = &self.schedule else { return Duration::ZERO };
+        if self.sent.get() >= self.job.load.count {
+            return Duration::ZERO;
+        }
+        self.until.min(ended) - schedule.borrow().next()
+    }
+
+    /// Whether nothing more is sent, at this instant.
+    fn is_over(&self, at: Instant) -> bool {
+        self.failed.get().is_some() || self.job.stop.is_stopped() || at >= self.until
+    }
+
+    /// What to do at this instant, and, where that is a request, one that is due at `due`.
+    fn take(&self, reader: &Reader, due: Instant, at: Instant) -> Next {
+        if self.is_over(at) {
+            return Next::Done;
+        }
+        let drain = self.job.load.flush.is_some_and(|flush| flush.drain);
+        match self.flush.get() {
+            FlushState::NotDue => {}
+            FlushState::Due if drain && self.in_flight.get() > 0 => return Next::Wait,
+            FlushState::Due => {
+                self.flush.set(if drain { FlushState::UnderWay } else { FlushState::NotDue });
+                return Next::Flush;
+            }
+            FlushState::UnderWay => return Next::Wait,
+        }
+        let sent = self.sent.get();
+        if sent == self.job.load.count {
+            return Next::Done;
+        }
+        if due >= self.from {
+            self.sent.set(sent + 1);
+        }
+        self.in_flight.set(self.in_flight.get() + 1);
+        let kind = self.kind();
+        if kind == Kind::Write {
+            let written = self.written.get() + 1;
+            self.written.set(written);
+            if self.job.load.flush.is_some_and(|flush| written.is_multiple_of(flush.interval)) {
+                self.flush.set(FlushState::Due);
+            }
+        }
+        Next::Request { offset: self.course.next(reader), kind }
+    }
+
+    fn kind(&self) -> Kind {
+        let percent = self.job.read_percent;
+        let reads =
+            self.job.load.write.is_none() || percent > 0 && self.kinds.borrow_mut().u8(..100) < percent;
+        if reads { Kind::Read } else { Kind::Write }
+    }
+
+    async fn request(&self, offset: u64, kind: Kind) -> Result<()> {
+        let length = self.job.load.block_bytes;
+        if kind == Kind::Read {
+            return self.target.read(offset, length).await;
+        }
+        self.target.write(offset, Buffer::lent(&self.content, self.first..self.first + length)).await
+    }
+
+    fn answer(&self, reader: &Reader, kind: Kind, began: Instant, at: Instant, result: Result<()>) {
+        if result.is_ok() {
+            self.answered.set(self.answered.get() + 1);
+            self.job.answered.set(self.answered.get());
+            reader.answered.set(reader.answered.get() + 1);
+            self.recorder.borrow_mut().answered(kind, began, at);
+        }
+        self.note(result);
+    }
+
+    fn note(&self, result: Result<()>) {
+        if let (Err(error), None) = (result, self.failed.get()) {
+            self.failed.set(Some(error));
+            self.wake();
+        }
+    }
+
+    /// Until something has changed.
+    async fn wait(&self) {
+        let mut waited = false;
+        poll_fn(|context| {
+            if waited {
+                return Poll::Ready(());
+            }
+            waited = true;
+            self.waiting.borrow_mut().push(context.waker().clone());
+            Poll::Pending
+        })
+        .await;
+    }
+
+    fn wake(&self) {
+        for waker in self.waiting.take() {
+            waker.wake();
+        }
+    }
+}

@@ -1,0 +1,70 @@
+//! What a load is put on: a disk in this process, or an export of a server.
+//!
+//! Never chosen again for each request at a cost: the two are branches, not objects.
+
+use std::{rc::Rc, sync::Arc};
+
+use block::{buffer::Buffer, disk::Disk, error::Result, export::nbd::client::Client, storage::Durability};
+use policy::{request::Direction, throttle::Cost};
+
+/// What takes requests.
+#[derive(Clone, Debug)]
+pub(crate) enum Target {
+    /// A disk, through its layers.
+    Disk(Arc<Disk>),
+    /// An export, through a connection.
+    Nbd(Rc<Client>),
+}
+
+impl From<Arc<Disk>> for Target {
+    fn from(disk: Arc<Disk>) -> Self {
+        Self::Disk(disk)
+    }
+}
+
+impl Target {
+    /// Reads, and looks at nothing.
+    pub(super) async fn read(&self, offset: u64, length: usize) -> Result<()> {
+        match self {
+            Self::Disk(disk) => {
+                let pass = disk.admit(Direction::Read, Cost::one(length as u64)).await;
+                disk.read(pass, offset, length).await.map(drop)
+            }
+            Self::Nbd(client) => client.read(offset, length).await.map(drop),
+        }
+    }
+
+    pub(super) async fn write(&self, offset: u64, data: Buffer) -> Result<()> {
+        match self {
+            Self::Disk(disk) => {
+                let pass = disk.admit(Direction::Write, Cost::one(data.len() as u64)).await;
+                disk.write(pass, offset, data.into(), Durability::Cached).await
+            }
+            Self::Nbd(client) => client.write(offset, data.into()).await,
+        }
+    }
+
+    /// Makes durable what was answered.
+    ///
+    /// # Errors
+    /// The disk's, or the server's.
+    pub(crate) async fn flush(&self) -> Result<()> {
+        match self {
+            Self::Disk(disk) => disk.flush().await,
+            Self::Nbd(client) => client.flush().await,
+        }
+    }
+
+    /// Whether answers may never come: a server's, which the kernel does not vouch for.
+    pub(super) fn is_remote(&self) -> bool {
+        matches!(self, Self::Nbd(_))
+    }
+
+    /// Why nothing works any more, where that is more than the last error says.
+    pub(crate) fn fault(&self) -> Option<String> {
+        match self {
+            Self::Disk(_) => None,
+            Self::Nbd(client) => client.fault(),
+        }
+    }
+}

@@ -1,0 +1,187 @@
+//! `weir probe`: what a device can do, measured once, so that a watermark knows how much of that is in use.
+//!
+//! ```text
+//!   DIR ────► a file of its own ─┐                       ┌─► a table, or JSON
+//!                                ├─► eight loads ────────┤
+//!   DEVICE ─► as it is ──────────┘    random, sequential └─► a record under the device's name: `serve` reads it
+//!                                     × read, write × 4 KiB, 1 MiB
+//! ```
+//!
+//! The capacity in operations is that of random requests of 4 KiB, that in bytes the better of the two patterns at 1 MiB. What was not
+//! measured is said, and never guessed: a daemon then goes by the device's busy time.
+//!
+//! Measures through the very storage that serves disks, past the page cache. Never writes to a device in use ([`in_use`]), and leaves nothing
+//! behind in a directory, however it ends.
+
+mod arguments;
+pub(crate) mod in_use;
+mod load;
+mod report;
+mod target;
+
+use std::{
+    rc::Rc,
+    time::{SystemTime, UNIX_EPOCH},
+};
+
+use anyhow::{Context as _, bail};
+pub use arguments::{EXAMPLES, ProbeArgs};
+use block::device::{Identity, Number, Roots};
+use console::{Failure, on_reactor, print, progress::Progress};
+pub(crate) use load::DEPTH;
+use load::{Field, Figure, Load};
+use policy::{request::Direction, time::Duration};
+use report::Report;
+use settings::state::{Figures, Record, Store};
+use target::{Kind, LEAST_SIZE, Target, Wish};
+
+/// Filling the file takes as long as this many loads at most; a slower device gets a smaller file.
+const FILL_TIMES: u32 = 5;
+
+/// Measures, prints and keeps what was measured.
+///
+/// # Errors
+/// Whatever keeps it from being measured or kept.
+pub fn run(arguments: ProbeArgs) -> Result<(), Failure> {
+    let wish = Wish {
+        path: &arguments.path,
+        size_bytes: arguments.size,
+        write: arguments.write,
+        force: arguments.force,
+    };
+    let target = Target::open(wish)?;
+    let roots = Roots::default();
+    // Where there is none, a file system in memory perhaps, measuring it is still allowed.
+    let identity = Identity::resolve(Number::unpack(target.device_number), &roots).ok();
+    let name = arguments.path.display().to_string();
+    let progress = Progress::new(arguments.json);
+    let read_only = arguments.read_only;
+    let seconds = Duration::from_secs(arguments.seconds);
+    let measured = on_reactor(async move {
+        let measured = measure(&target, &name, seconds, read_only, &progress).await;
+        Ok(measured.with_context(|| format!("{name}: cannot be measured"))?)
+    })?;
+    let store = Store::new(arguments.state.as_deref());
+    let report = keep(measured, &store, identity.as_ref(), arguments.path.display().to_string())?;
+    let text = if arguments.json { report.json() } else { report.text() };
+    Ok(print(&text)?)
+}
+
+/// What was measured, and what was not.
+#[derive(Debug)]
+struct Measured {
+    size_bytes: u64,
+    figures: Vec<Figure>,
+    not_measured: Vec<&'static str>,
+}
+
+async fn measure(
+    target: &Target,
+    name: &str,
+    time: Duration,
+    read_only: bool,
+    progress: &Progress,
+) -> anyhow::Result<Measured> {
+    let noise: Rc<[u8]> = (0..1 << 20).map(|_| fastrand::u8(..)).collect();
+    let mut field = Field { image: Rc::clone(&target.image), size_bytes: target.size_bytes, noise };
+    if target.kind == Kind::File {
+        progress.begin(&format!("{name}: writing a file to measure"), field.size_bytes);
+        // Else reads would be of holes, which no device is asked for.
+        field.size_bytes = field.fill(time * FILL_TIMES, |done| progress.advance(done)).await?;
+        target.image.flush().await.context("flushing the file to be measured")?;
+        progress.end();
+        if field.size_bytes < LEAST_SIZE {
+            bail!(
+                "only {} bytes were written in {} seconds (give more --seconds)",
+                field.size_bytes,
+                (time * FILL_TIMES).as_secs()
+            );
+        }
+    }
+    let mut not_measured = Vec::new();
+    let writes = match target.kind {
+        _ if read_only => Err("writes: not asked for (--read-only)"),
+        Kind::Device { writable: false } => Err("writes: they would destroy what is on the device (--write)"),
+        Kind::File | Kind::Device { writable: true } => Ok(()),
+    };
+    not_measured.extend(writes.err());
+    let loads = Load::all().filter(|load| load.direction == Direction::Read || writes.is_ok());
+    let mut figures = Vec::new();
+    for load in loads {
+        progress.step(&format!("{} of {}", load.name(), report::size(load.block_bytes as u64)));
+        figures.push(field.measure(load, time).await?);
+        progress.end();
+    }
+    Ok(Measured { size_bytes: field.size_bytes, figures, not_measured })
+}
+
+/// The capacity that the figures make: 0 where there are none.
+fn capacity(figures: &[Figure]) -> Figures {
+    let best = |direction: Direction, block_bytes: usize, part: fn(&Figure) -> u64, random_only: bool| {
+        let of = |figure: &&Figure| {
+            figure.load.direction == direction
+                && figure.load.block_bytes == block_bytes
+                && (!random_only || figure.load.pattern == load::Pattern::Random)
+        };
+        figures.iter().filter(of).map(part).max().unwrap_or(0)
+    };
+    let iops = |direction| best(direction, 4096, Figure::iops, true);
+    let bps = |direction| best(direction, 1 << 20, Figure::bps, false);
+    Figures {
+        read_iops: iops(Direction::Read),
+        write_iops: iops(Direction::Write),
+        read_bps: bps(Direction::Read),
+        write_bps: bps(Direction::Write),
+    }
+}
+
+/// Keeps the capacity under the device's name, if it has one, and makes the report.
+fn keep(
+    measured: Measured,
+    store: &Store,
+    identity: Option<&Identity>,
+    target: String,
+) -> anyhow::Result<Report> {
+    let Measured { size_bytes, figures, mut not_measured } = measured;
+    let mut capacity = capacity(&figures);
+    let mut kept = None;
+    if let Some(identity) = identity {
+        // A record that cannot be used is replaced.
+        let earlier = store.load(identity.key()).ok().flatten();
+        if let Some(earlier) = earlier.filter(|_| capacity.write_bps == 0 && capacity.write_iops == 0) {
+            capacity.write_iops = earlier.capacity.write_iops;
+            capacity.write_bps = earlier.capacity.write_bps;
+            if capacity.write_bps > 0 {
+                not_measured.push("writes: what an earlier probe measured is kept");
+            }
+        }
+        let time = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs());
+        let record = Record { key: identity.key().to_owned(), device: identity.node(), time, capacity };
+        kept = Some(store.save(&record)?);
+    }
+    let device = identity.map(|identity| (identity.node(), identity.key().to_owned()));
+    Ok(Report { target, device, size_bytes, figures, capacity, not_measured, kept })
+}
+
+#[cfg(test)]
+mod tests {
+    use load::Pattern;
+
+    use super::*;
+
+    fn figure(pattern: Pattern, direction: Direction, block_bytes: usize, rate: f64) -> Figure {
+        Figure { load: Load { pattern, direction, block_bytes }, rate, spread: 0.0 }
+    }
+
+    #[test]
+    fn operations_are_those_of_random_requests_and_bytes_those_of_the_better_pattern() {
+        let figures = [
+            figure(Pattern::Random, Direction::Read, 4096, 100.0),
+            figure(Pattern::Sequential, Direction::Read, 4096, 20_000.0),
+            figure(Pattern::Random, Direction::Read, 1 << 20, 70.0),
+            figure(Pattern::Sequential, Direction::Read, 1 << 20, 90.0),
+        ];
+        let expect = Figures { read_iops: 100, read_bps: 90 << 20, write_iops: 0, write_bps: 0 };
+        assert_eq!(capacity(&figures), expect);
+    }
+}

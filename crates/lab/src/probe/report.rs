@@ -1,0 +1,145 @@
+//! What a probe prints: a table for people, one JSON object for programs.
+
+use std::{fmt::Write as _, path::PathBuf};
+
+use policy::request::Direction;
+use serde_json::json;
+use settings::state::Figures;
+
+use super::load::{DEPTH, Figure, Pattern};
+
+/// Everything there is to say.
+#[derive(Debug)]
+pub(super) struct Report {
+    /// The directory or device as it was named.
+    pub(super) target: String,
+    /// The device's node, and its name for good; `None` if it lies on none.
+    pub(super) device: Option<(String, String)>,
+    pub(super) size_bytes: u64,
+    pub(super) figures: Vec<Figure>,
+    pub(super) capacity: Figures,
+    pub(super) not_measured: Vec<&'static str>,
+    /// The file that the capacity is kept in.
+    pub(super) kept: Option<PathBuf>,
+}
+
+impl Report {
+    /// For people.
+    pub(super) fn text(&self) -> String {
+        let mut text = match &self.device {
+            Some((node, key)) => format!("{} on {node} ({key})\n", self.target),
+            None => format!("{}, on no disk of this machine\n", self.target),
+        };
+        let _ = writeln!(text, "{} measured, {DEPTH} requests at a time\n", size(self.size_bytes));
+        let _ = writeln!(text, "{:<18}{:>7}{:>12}{:>12}{:>9}", "load", "block", "IOPS", "MiB/s", "spread");
+        for figure in &self.figures {
+            let block = size(figure.load.block_bytes as u64);
+            let mib = figure.bps() as f64 / f64::from(1 << 20);
+            let spread = figure.spread * 100.0;
+            let (name, iops) = (figure.load.name(), figure.iops());
+            let _ = writeln!(text, "{name:<18}{block:>7}{iops:>12}{mib:>12.1}{spread:>8.0}%");
+        }
+        text.push('\n');
+        for what in &self.not_measured {
+            let _ = writeln!(text, "not measured: {what}");
+        }
+        let _ = match &self.kept {
+            Some(path) => writeln!(text, "kept in {}", path.display()),
+            None => writeln!(text, "not kept: a capacity is kept for disks of this machine"),
+        };
+        text
+    }
+
+    /// For programs.
+    pub(super) fn json(&self) -> String {
+        let load = |figure: &Figure| {
+            json!({
+                "pattern": match figure.load.pattern { Pattern::Random => "random", Pattern::Sequential => "sequential" },
+                "direction": match figure.load.direction { Direction::Read => "read", Direction::Write => "write" },
+                "block-bytes": figure.load.block_bytes,
+                "depth": DEPTH,
+                "iops": figure.iops(),
+                "bps": figure.bps(),
+                "spread": figure.spread,
+            })
+        };
+        let mut answer = json!({
+            "target": self.target,
+            "size-bytes": self.size_bytes,
+            "loads": self.figures.iter().map(load).collect::<Vec<_>>(),
+            "capacity": self.capacity,
+            "not-measured": self.not_measured,
+        });
+        if let Some((node, key)) = &self.device {
+            answer["device"] = json!({ "name": node, "key": key });
+        }
+        if let Some(path) = &self.kept {
+            answer["kept"] = json!(path.display().to_string());
+        }
+        format!("{answer:#}\n")
+    }
+}
+
+/// Bytes in the largest unit that they are a whole number of.
+pub(super) fn size(bytes: u64) -> String {
+    let units = [(30, "GiB"), (20, "MiB"), (10, "KiB")];
+    let whole = units.iter().find(|(shift, _)| bytes > 0 && bytes.is_multiple_of(1 << shift));
+    whole.map_or_else(|| format!("{bytes} B"), |(shift, unit)| format!("{} {unit}", bytes >> shift))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::probe::load::Load;
+
+    fn report() -> Report {
+        let load = Load { pattern: Pattern::Random, direction: Direction::Read, block_bytes: 4096 };
+        Report {
+            target: "/srv".to_owned(),
+            device: Some(("/dev/vda".to_owned(), "serial x, 5 bytes".to_owned())),
+            size_bytes: 1 << 30,
+            figures: vec![Figure { load, rate: 25_600.0, spread: 0.054 }],
+            capacity: Figures { read_iops: 25_600, ..Figures::default() },
+            not_measured: vec!["writes: not asked for (--read-only)"],
+            kept: Some("/var/lib/weir/capacity/x.json".into()),
+        }
+    }
+
+    #[test]
+    fn people_get_a_table() {
+        let expect = "\
+/srv on /dev/vda (serial x, 5 bytes)
+1 GiB measured, 32 requests at a time
+
+load                block        IOPS       MiB/s   spread
+random read         4 KiB       25600       100.0       5%
+
+not measured: writes: not asked for (--read-only)
+kept in /var/lib/weir/capacity/x.json
+";
+        assert_eq!(report().text(), expect);
+        let nowhere = Report { device: None, kept: None, ..report() };
+        assert!(nowhere.text().starts_with("/srv, on no disk of this machine\n"));
+        assert!(nowhere.text().ends_with("not kept: a capacity is kept for disks of this machine\n"));
+    }
+
+    #[test]
+    fn programs_get_an_object() {
+        let answer: serde_json::Value = serde_json::from_str(&report().json()).unwrap();
+        assert_eq!(answer["loads"][0]["bps"], 104_857_600);
+        assert_eq!(answer["capacity"]["read-iops"], 25_600);
+        assert_eq!(answer["device"]["name"], "/dev/vda");
+        let nowhere = Report { device: None, kept: None, ..report() };
+        let answer: serde_json::Value = serde_json::from_str(&nowhere.json()).unwrap();
+        assert!(answer.get("device").is_none() && answer.get("kept").is_none());
+    }
+
+    #[test]
+    fn sizes_are_whole() {
+        for (bytes, text) in
+            [(0, "0 B"), (5, "5 B"), (4096, "4 KiB"), (3 << 20, "3 MiB"), (1 << 40, "1024 GiB")]
+        {
+            assert_eq!(size(bytes), text);
+        }
+    }
+}

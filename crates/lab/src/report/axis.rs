@@ -1,0 +1,260 @@
+//! The scale of one direction of a chart: where a value stands, and which values are named.
+//!
+//! ```text
+//!   values ─► low … high ─► ticks at 1, 2 or 5 × a power of ten ─► positions from 0 to 1, where plotters draws them
+//! ```
+//!
+//! plotters has scales of its own. They are not used because they take the values as they are: a span of 10³⁰⁰, or of nothing, makes them
+//! loop or panic, and a file from elsewhere may hold any number. Here every number becomes one from 0 to 1, and plotters never sees
+//! another.
+//!
+//! Never shows a linear scale that hides its distance from zero, if it is asked to begin there.
+
+use super::quantity;
+use crate::result::{Axis, Unit};
+
+/// What is larger is drawn at the edge: no quantity of a disk comes near, and the differences of two such numbers are still numbers.
+const MOST: f64 = 1e30;
+/// The smallest that a logarithmic scale shows.
+const LEAST: f64 = 1e-30;
+/// A span below this share of the values is taken for none: it is the rounding of their arithmetic.
+const NO_SPAN: f64 = 1e-9;
+/// Below so many decades a logarithmic scale has ticks at equal differences, because hardly one of 1, 2 and 5 falls into it.
+const NARROW: f64 = 0.7;
+
+/// Where a scale begins and ends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Ends {
+    /// At the smallest and the largest value.
+    Values,
+    /// At zero, or a power of ten if it is logarithmic, and at a tick.
+    Ticks,
+}
+
+/// A value that is named.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) struct Tick {
+    /// From 0 to 1.
+    pub(super) position: f64,
+    /// Its name.
+    pub(super) label: String,
+}
+
+/// The scale of one direction.
+#[derive(Clone, Debug)]
+pub(super) struct Scale {
+    logarithmic: bool,
+    /// Of the values, or of their logarithms; finite, `low < high`.
+    low: f64,
+    high: f64,
+    /// In rising order.
+    pub(super) ticks: Vec<Tick>,
+}
+
+impl Scale {
+    /// The scale for these values, with `most` ticks or a few less. Values that cannot stand on it are passed over.
+    pub(super) fn over(values: impl Iterator<Item = f64>, axis: &Axis, ends: Ends, most: usize) -> Self {
+        let shown = values.filter_map(|value| placed(value, axis.logarithmic));
+        let (low, high) = shown
+            .fold((f64::INFINITY, f64::NEG_INFINITY), |(low, high), value| (low.min(value), high.max(value)));
+        let mut scale = Self { logarithmic: axis.logarithmic, low, high, ticks: Vec::new() };
+        if axis.logarithmic {
+            scale.widen_logarithmic(ends);
+        } else {
+            scale.widen_linear(axis.unit, ends, most);
+        }
+        scale.ticks = scale
+            .named(axis.unit, most)
+            .into_iter()
+            .map(|(value, label)| Tick { position: scale.along(transformed(value, axis.logarithmic)), label })
+            .filter(|tick| (-1e-6..=1.0 + 1e-6).contains(&tick.position))
+            .map(|tick| Tick { position: tick.position.clamp(0.0, 1.0), ..tick })
+            .collect();
+        scale
+    }
+
+    /// Where a value stands: 0 is the beginning, 1 the end. `None` if it cannot stand on this scale.
+    pub(super) fn position(&self, value: f64) -> Option<f64> {
+        Some(self.along(placed(value, self.logarithmic)?))
+    }
+
+    fn along(&self, transformed: f64) -> f64 {
+        (transformed - self.low) / (self.high - self.low)
+    }
+
+    fn widen_logarithmic(&mut self, ends: Ends) {
+        if self.low > self.high {
+            (self.low, self.high) = (0.0, 1.0);
+        }
+        if ends == Ends::Ticks && self.high - self.low >= NARROW {
+            (self.low, self.high) = (self.low.floor(), self.high.ceil());
+        }
+        if self.high - self.low < NO_SPAN {
+            (self.low, self.high) = (self.low - 0.15, self.high + 0.15);
+        }
+    }
+
+    fn widen_linear(&mut self, unit: Unit, ends: Ends, most: usize) {
+        if self.low > self.high {
+            (self.low, self.high) = (0.0, 0.0);
+        }
+        if ends == Ends::Ticks {
+            (self.low, self.high) = (self.low.min(0.0), self.high.max(0.0));
+        }
+        let magnitude = self.low.abs().max(self.high.abs());
+        if magnitude < LEAST {
+            (self.low, self.high) = (0.0, quantity::scale(unit, 0.0).0);
+        } else if self.high - self.low <= magnitude * NO_SPAN {
+            (self.low, self.high) = (self.low - magnitude / 10.0, self.high + magnitude / 10.0);
+        }
+        if ends == Ends::Ticks {
+            let (step, _) = self.step(unit, most);
+            self.low = (self.low / step + 1e-6).floor().min(0.0) * step;
+            self.high = (self.high / step - 1e-6).ceil().max(0.0) * step;
+        }
+    }
+
+    /// The difference between two ticks, and the unit they are written in.
+    fn step(&self, unit: Unit, most: usize) -> (f64, (f64, &'static str)) {
+        let shown = quantity::scale(unit, self.low.abs().max(self.high.abs()));
+        (nice((self.high - self.low) / shown.0 / most.max(1) as f64) * shown.0, shown)
+    }
+
+    fn named(&self, unit: Unit, most: usize) -> Vec<(f64, String)> {
+        if !self.logarithmic {
+            return self.at_equal_differences(unit, most);
+        }
+        if self.high - self.low < NARROW {
+            let (low, high) = (10f64.powf(self.low), 10f64.powf(self.high));
+            return Self { logarithmic: false, low, high, ticks: Vec::new() }
+                .at_equal_differences(unit, most);
+        }
+        self.at_equal_factors(unit, most)
+    }
+
+    fn at_equal_differences(&self, unit: Unit, most: usize) -> Vec<(f64, String)> {
+        let (step, shown) = self.step(unit, most);
+        let digits = (-(step / shown.0).log10() - 1e-6).ceil().clamp(0.0, 9.0) as usize;
+        let (first, last) = ((self.low / step - 1e-6).ceil(), (self.high / step + 1e-6).floor());
+        // The step was chosen for `most`; rounding adds one at each end. What is so far off that steps are lost has no ticks.
+        let count = if last - first <= (most + 2) as f64 { (last - first) as usize + 1 } else { 0 };
+        let value = |number: usize| (first + number as f64) * step;
+        (0..count).map(|number| (value(number), quantity::written(value(number), shown, digits))).collect()
+    }
+
+    fn at_equal_factors(&self, unit: Unit, most: usize) -> Vec<(f64, String)> {
+        // Sizes are powers of two, and a tick at 100000 bytes would say nothing.
+        let binary = matches!(unit, Unit::Bytes | Unit::BytesPerSecond);
+        let (base, mantissas): (f64, &[f64]) = if binary { (2.0, &[1.0]) } else { (10.0, &[1.0, 2.0, 5.0]) };
+        let per_decade = base.log10();
+        let (first, last) = ((self.low / per_decade).floor() as i32, (self.high / per_decade).ceil() as i32);
+        let powers = (self.high - self.low) / per_decade;
+        let mantissas = if powers * mantissas.len() as f64 <= most as f64 { mantissas } else { &[1.0] };
+        let stride = ((powers / most.max(1) as f64).ceil() as i32).max(1);
+        let powers = (first..=last).filter(|power| power.rem_euclid(stride) == 0);
+        powers
+            .flat_map(|power| mantissas.iter().map(move |mantissa| mantissa * base.powi(power)))
+            .map(|value| (value, quantity::short(value, unit)))
+            .collect()
+    }
+}
+
+/// What is measured along the scale, within its bounds; `None` if the value has no place on it.
+fn placed(value: f64, logarithmic: bool) -> Option<f64> {
+    let exists = value.is_finite() && !(logarithmic && value <= 0.0);
+    let bounded = if logarithmic { value.clamp(LEAST, MOST) } else { value.clamp(-MOST, MOST) };
+    exists.then(|| transformed(bounded, logarithmic))
+}
+
+fn transformed(value: f64, logarithmic: bool) -> f64 {
+    if logarithmic { value.log10() } else { value }
+}
+
+/// The next number of the form 1, 2 or 5 × a power of ten.
+fn nice(value: f64) -> f64 {
+    let power = 10f64.powf(value.log10().floor());
+    let mantissa = value / power;
+    power * [1.0, 2.0, 5.0].into_iter().find(|nice| mantissa <= nice + 1e-9).unwrap_or(10.0)
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn axis(unit: Unit, logarithmic: bool) -> Axis {
+        Axis { label: String::new(), unit, logarithmic }
+    }
+
+    fn labels(values: &[f64], unit: Unit, logarithmic: bool, ends: Ends) -> Vec<String> {
+        let scale = Scale::over(values.iter().copied(), &axis(unit, logarithmic), ends, 6);
+        scale.ticks.into_iter().map(|tick| tick.label).collect()
+    }
+
+    #[test]
+    fn ticks_are_round_numbers() {
+        let iops = labels(&[9_100.0, 23_456.0], Unit::Iops, false, Ends::Ticks);
+        assert_eq!(iops, ["0", "5K", "10K", "15K", "20K", "25K"]);
+        let seconds = labels(&[0.0, 30.0], Unit::Seconds, false, Ends::Values);
+        assert_eq!(seconds, ["0s", "5s", "10s", "15s", "20s", "25s", "30s"]);
+        assert_eq!(
+            labels(&[0.9, 1.1], Unit::Ratio, false, Ends::Values),
+            ["0.9×", "0.95×", "1×", "1.05×", "1.1×"]
+        );
+        assert_eq!(
+            labels(&[-30.0, 20.0], Unit::Count, false, Ends::Ticks),
+            ["-30", "-20", "-10", "0", "10", "20"]
+        );
+    }
+
+    #[test]
+    fn logarithmic_ticks_are_powers() {
+        let times = labels(&[2e3, 3e8], Unit::Nanoseconds, true, Ends::Values);
+        assert_eq!(times, ["10us", "100us", "1ms", "10ms", "100ms"]);
+        let sizes = labels(&[65_536.0, 2_097_152.0], Unit::Bytes, true, Ends::Values);
+        assert_eq!(sizes, ["64K", "128K", "256K", "512K", "1M", "2M"]);
+        let narrow = labels(&[0.95, 1.05], Unit::Ratio, true, Ends::Values);
+        assert_eq!(narrow, ["0.96×", "0.98×", "1×", "1.02×", "1.04×"]);
+        assert_eq!(labels(&[3e3, 4e5], Unit::Iops, true, Ends::Ticks), ["1K", "10K", "100K", "1M"]);
+    }
+
+    #[test]
+    fn nothing_and_a_single_value_have_a_scale() {
+        assert_eq!(labels(&[], Unit::Iops, false, Ends::Ticks).first().map(String::as_str), Some("0"));
+        for ends in [Ends::Values, Ends::Ticks] {
+            for logarithmic in [false, true] {
+                let scale = Scale::over([7.0; 3].into_iter(), &axis(Unit::Iops, logarithmic), ends, 6);
+                assert!((0.0..=1.0).contains(&scale.position(7.0).unwrap()), "{scale:?}");
+                assert!(!scale.ticks.is_empty(), "{scale:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn zero_is_not_on_a_logarithmic_scale() {
+        let scale = Scale::over([0.0, -5.0, 1.0, 10.0].into_iter(), &axis(Unit::Iops, true), Ends::Values, 6);
+        assert_eq!((scale.position(0.0), scale.position(-5.0)), (None, None));
+        assert_eq!((scale.position(1.0), scale.position(10.0)), (Some(0.0), Some(1.0)));
+    }
+
+    proptest! {
+        #[test]
+        fn any_numbers_have_a_scale(
+            values in prop::collection::vec(any::<f64>(), 0..6),
+            logarithmic: bool,
+            rounded: bool,
+            unit in prop::sample::select(vec![Unit::Iops, Unit::Bytes, Unit::Nanoseconds, Unit::Seconds, Unit::Share]),
+        ) {
+            let ends = if rounded { Ends::Ticks } else { Ends::Values };
+            let scale = Scale::over(values.iter().copied(), &axis(unit, logarithmic), ends, 6);
+            for position in values.iter().filter_map(|&value| scale.position(value)) {
+                prop_assert!((-1e-6..=1.0 + 1e-6).contains(&position), "{position} {scale:?}");
+            }
+            prop_assert!(scale.ticks.len() <= 24, "{scale:?}");
+            // What needs an exponent is no quantity of a disk, and may read alike.
+            let differ = |one: &Tick, other: &Tick| one.label != other.label || one.label.contains('e');
+            prop_assert!(scale.ticks.is_sorted_by(|a, b| a.position < b.position && differ(a, b)), "{scale:?}");
+        }
+    }
+}

@@ -1,0 +1,71 @@
+//! Which columns of a table of text hold numbers: those stand at the right, so that their digits do below each other.
+
+use console::table::Side;
+
+use crate::result::Table;
+
+/// More letters than this behind a number are words, and no unit.
+const UNIT: usize = 6;
+
+/// The side of each column. A table's first column names its rows, whatever it holds.
+pub(super) fn sides(table: &Table) -> Vec<Side> {
+    let side = |column: usize| {
+        let cells = || table.rows.iter().filter_map(|row| row.get(column)).map(|cell| cell.trim());
+        let holds =
+            column > 0 && cells().any(is_number) && cells().all(|cell| is_number(cell) || is_nothing(cell));
+        if holds { Side::Right } else { Side::Left }
+    };
+    (0..table.columns.len()).map(side).collect()
+}
+
+fn is_nothing(cell: &str) -> bool {
+    matches!(cell, "" | "-" | "–" | "—" | "exact")
+}
+
+/// `12`, `-4.2%`, `85us`, `1.2 GiB/s`, `1.2K [1.1K, 1.3K]`, `9K … 10K`; not `4 KiB random read`.
+fn is_number(cell: &str) -> bool {
+    let unsigned = cell.trim_start_matches(['+', '-', '−', '±', '<', '>', '≤', '≥', '~', ' ']);
+    let value = unsigned.split(['[', '(', '…']).next().unwrap_or_default();
+    let value = value.split(" to ").next().unwrap_or_default().trim_end();
+    let behind = value.trim_start_matches(|letter: char| letter.is_ascii_digit() || ".,".contains(letter));
+    unsigned.starts_with(|letter: char| letter.is_ascii_digit())
+        && behind.chars().count() <= UNIT
+        && !behind.trim().contains([' ', '-', '='])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_are_told_from_words() {
+        for number in [
+            "0",
+            "-4.2%",
+            "85us",
+            "1.2 GiB/s",
+            "1.2K [1.1K, 1.3K]",
+            "-1% … +2%",
+            "9.9K to 10K",
+            "< 1%",
+            "12,345",
+            "1.02×",
+        ] {
+            assert!(is_number(number), "{number}");
+        }
+        for words in ["", "none", "4 KiB random read", "2-way", "64K cluster", "v1.2", "-"] {
+            assert!(!is_number(words), "{words}");
+        }
+    }
+
+    #[test]
+    fn a_column_of_numbers_stands_at_the_right() {
+        let row = |cells: [&str; 4]| cells.map(str::to_owned).to_vec();
+        let table = Table {
+            columns: row(["size", "IOPS", "mode", "nothing"]),
+            rows: vec![row(["4", "12.3K", "none", "-"]), row(["8", "-", "2", ""]), vec!["16".to_owned()]],
+            ..Table::default()
+        };
+        assert_eq!(sides(&table), [Side::Left, Side::Right, Side::Left, Side::Left]);
+    }
+}

@@ -1,0 +1,130 @@
+//! `weir report`: a result as tables or as a page, or two of them compared.
+//!
+//! Never changes a result file.
+
+use std::{
+    io::{IsTerminal as _, stdout},
+    path::Path,
+};
+
+use console::{Failure, print, print_json};
+use serde_json::{Value, json};
+
+use super::{
+    differences::{Differences, Outcome},
+    pictures,
+    samples::estimated,
+    text,
+};
+use crate::{
+    report::arguments::ReportArgs,
+    result::{Kind, Measure, ResultFile, load, write},
+    statistics::Estimate,
+};
+
+/// Shows a result, or compares two.
+///
+/// # Errors
+/// If a file cannot be read, is no result, or the page cannot be written; and, if that is asked for, if something got worse.
+pub fn run(arguments: ReportArgs) -> Result<(), Failure> {
+    let a = load(&arguments.a)?;
+    match &arguments.b {
+        Some(path) => {
+            let b = load(path)?;
+            compare(&arguments, (&name(&arguments.a), &a), (&name(path), &b))
+        }
+        None => Ok(show(&arguments, &a)?),
+    }
+}
+
+fn name(path: &Path) -> String {
+    path.display().to_string()
+}
+
+fn show(arguments: &ReportArgs, result: &ResultFile) -> anyhow::Result<()> {
+    if let Some(path) = &arguments.report {
+        write(path, Kind::Page, &super::page(result)?)?;
+    }
+    if let Some(directory) = &arguments.charts {
+        pictures::save(&result.findings.charts, directory)?;
+    }
+    if arguments.json {
+        return print_json(&of_one(result));
+    }
+    print(&text::result(result, stdout().is_terminal()))
+}
+
+fn compare(arguments: &ReportArgs, a: (&str, &ResultFile), b: (&str, &ResultFile)) -> Result<(), Failure> {
+    let differences = Differences::between(a.1, b.1);
+    if let Some(path) = &arguments.report {
+        write(path, Kind::Page, &super::comparison(a, b)?)?;
+    }
+    if arguments.json {
+        print_json(&of_two(&differences, a.0, b.0))?;
+    } else {
+        print(&text::comparison(&differences, a, b, stdout().is_terminal()))?;
+    }
+    if arguments.fail_on_worse && differences.count(Outcome::Worse) > 0 {
+        return Err(Failure::Found(1));
+    }
+    Ok(())
+}
+
+/// A median and its interval; what is not finite is null.
+fn told(estimate: Estimate) -> Value {
+    json!({ "median": estimate.median, "low": estimate.low, "high": estimate.high })
+}
+
+/// What the file has samples of, as estimates.
+fn of_one(result: &ResultFile) -> Value {
+    let measure = |measure: &Measure| {
+        json!({
+            "name": measure.name,
+            "unit": measure.unit,
+            "better": measure.better,
+            "estimate": told(estimated(measure)),
+            "samples": measure.samples.len(),
+            "samples-are": measure.samples_are,
+        })
+    };
+    json!({
+        "header": result.header,
+        "partial": result.partial,
+        "summary": result.findings.summary,
+        "measures": result.findings.measures.iter().map(measure).collect::<Vec<_>>(),
+    })
+}
+
+fn of_two(differences: &Differences, a: &str, b: &str) -> Value {
+    let verdict = |outcome| match outcome {
+        Outcome::Better => "better",
+        Outcome::Worse => "worse",
+        Outcome::Same => "same",
+        Outcome::Unknown => "unknown",
+    };
+    let rows = differences.rows.iter().map(|row| {
+        json!({
+            "name": row.name,
+            "unit": row.unit,
+            "a": told(row.a),
+            "b": told(row.b),
+            "ratio": told(row.ratio),
+            "verdict": verdict(row.outcome),
+            "samples-are": row.samples_are,
+        })
+    });
+    let others =
+        differences.others.iter().map(|other| json!({ "what": other.what, "a": other.a, "b": other.b }));
+    json!({
+        "a": a,
+        "b": b,
+        "not-the-same": others.collect::<Vec<_>>(),
+        "measures": rows.collect::<Vec<_>>(),
+        "only-in-a": differences.only_a,
+        "only-in-b": differences.only_b,
+        "better": differences.count(Outcome::Better),
+        "worse": differences.count(Outcome::Worse),
+        "expected-by-chance": differences.expected_by_chance(),
+        "conclusion": differences.conclusion(),
+    })
+}

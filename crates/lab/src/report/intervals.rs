@@ -1,0 +1,140 @@
+//! Differences, drawn: how far each lies from none, and how sure that is.
+//!
+//! ```text
+//!   read, depth 1      ──●──      │
+//!   read, depth 64                │      ───●─────
+//!                      0.9×      1×      1.1×
+//! ```
+//!
+//! The scale is logarithmic, so that twice is as far to one side as half is to the other.
+
+use plotters::{
+    prelude::Circle,
+    style::{
+        Color as _,
+        text_anchor::{HPos, VPos},
+    },
+};
+
+use super::{
+    axis::{Ends, Scale},
+    differences::{Outcome, Row},
+    drawing::{self, Drawn, LETTER_WIDTH, Sheet, letters, px},
+    html::cut,
+    palette::{GRID, GROUND, INK, LINES, Pair},
+};
+use crate::result::{Axis, Unit};
+
+const WIDTH: f64 = 760.0;
+const ROW: f64 = 24.0;
+const ABOVE: f64 = 10.0;
+const BELOW: f64 = 34.0;
+const NAMES: (f64, f64) = (80.0, 300.0);
+const RIGHT: f64 = 30.0;
+const TICKS: usize = 6;
+/// More rows are no picture any more; those that differ come first.
+const MOST: usize = 50;
+
+/// The drawing; `None` if there is nothing to draw.
+///
+/// # Errors
+/// If drawing does not work.
+pub(super) fn html(rows: &[Row]) -> anyhow::Result<Option<String>> {
+    let rows = shown(rows);
+    if rows.is_empty() {
+        return Ok(None);
+    }
+    let axis = Axis::new("", Unit::Ratio).logarithmic();
+    let values = rows.iter().flat_map(|row| [row.ratio.low, row.ratio.high]).chain([1.0]);
+    let scale = Scale::over(values, &axis, Ends::Values, TICKS);
+    let longest = rows.iter().map(|row| row.name.chars().count()).max().unwrap_or(0) as f64;
+    let left = (longest * LETTER_WIDTH + 16.0).clamp(NAMES.0, NAMES.1);
+    let height = ABOVE + rows.len() as f64 * ROW + BELOW;
+    let drawing = drawing::drawing((WIDTH, height), "B in terms of A, with intervals", |sheet| {
+        paint(sheet, &rows, &scale, left)
+    })?;
+    Ok(Some(format!("<div class=\"wide\">{}</div>", drawing.inline())))
+}
+
+/// Those that can be drawn: the differences first, if not all can.
+fn shown(rows: &[Row]) -> Vec<&Row> {
+    let drawable = |row: &&Row| {
+        let ratio = row.ratio;
+        [ratio.low, ratio.median, ratio.high].iter().all(|value| value.is_finite() && *value > 0.0)
+    };
+    let mut shown: Vec<&Row> = rows.iter().filter(drawable).collect();
+    if shown.len() > MOST {
+        shown.sort_by_key(|row| !differs(row));
+        shown.truncate(MOST);
+    }
+    shown
+}
+
+fn differs(row: &Row) -> bool {
+    matches!(row.outcome, Outcome::Better | Outcome::Worse)
+}
+
+fn colour(outcome: Outcome) -> Pair {
+    match outcome {
+        Outcome::Better => LINES[0],
+        Outcome::Worse => LINES[1],
+        Outcome::Same | Outcome::Unknown => INK,
+    }
+}
+
+fn paint(sheet: &Sheet, rows: &[&Row], scale: &Scale, left: f64) -> Drawn {
+    let bottom = ABOVE + rows.len() as f64 * ROW;
+    let x = |position: f64| left + position * (WIDTH - left - RIGHT);
+    let at = |value: f64| x(scale.position(value).unwrap_or(0.0));
+    for tick in &scale.ticks {
+        let x = x(tick.position);
+        drawing::line(sheet, (x, ABOVE), (x, bottom), GRID.light, 1.0)?;
+        let style = letters(INK.light, HPos::Center, VPos::Top);
+        drawing::write(sheet, &tick.label, (x, bottom + 8.0), style)?;
+    }
+    drawing::line(sheet, (at(1.0), ABOVE), (at(1.0), bottom), INK.light, 1.5)?;
+    for (index, row) in rows.iter().enumerate() {
+        let y = ABOVE + (index as f64 + 0.5) * ROW;
+        let name = cut(&row.name, ((left - 16.0) / LETTER_WIDTH) as usize);
+        drawing::write(sheet, &name, (left - 10.0, y), letters(INK.light, HPos::Right, VPos::Center))?;
+        let colour = colour(row.outcome).light;
+        drawing::line(sheet, (at(row.ratio.low), y), (at(row.ratio.high), y), colour, 3.0)?;
+        let middle = (px(at(row.ratio.median)), px(y));
+        // What is no difference is hollow, which is seen without colours too.
+        let inside = if differs(row) { colour } else { GROUND.light };
+        sheet.draw(&Circle::new(middle, px(5.0), colour.filled()))?;
+        sheet.draw(&Circle::new(middle, px(3.0), inside.filled()))?;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{result::SamplesAre, statistics::Estimate};
+
+    fn row(name: &str, ratio: (f64, f64, f64), outcome: Outcome) -> Row {
+        let (low, median, high) = ratio;
+        let ratio = Estimate { median, low, high };
+        let samples_are = SamplesAre::Runs;
+        Row { name: name.to_owned(), unit: Unit::Iops, a: ratio, b: ratio, ratio, outcome, samples_are }
+    }
+
+    #[test]
+    fn what_has_no_ratio_is_not_drawn() {
+        let infinite = row("new", (1.0, f64::INFINITY, f64::INFINITY), Outcome::Same);
+        assert_eq!(html(&[infinite.clone(), row("gone", (0.0, 0.0, 0.0), Outcome::Worse)]).unwrap(), None);
+        let svg = html(&[infinite, row("reads", (0.9, 0.95, 0.99), Outcome::Worse)]).unwrap().unwrap();
+        assert!(svg.contains(">\nreads\n") && !svg.contains(">\nnew\n"), "{svg}");
+        assert!(svg.contains(">\n1×\n"), "no difference is on the scale: {svg}");
+    }
+
+    #[test]
+    fn of_many_those_that_differ_are_drawn() {
+        let mut rows = vec![row("same", (0.9, 1.0, 1.1), Outcome::Same); 2 * MOST];
+        rows.push(row("differs", (1.1, 1.2, 1.3), Outcome::Better));
+        let svg = html(&rows).unwrap().unwrap();
+        assert_eq!(svg.matches(">\nsame\n").count(), MOST - 1);
+        assert!(svg.contains(">\ndiffers\n"), "{svg}");
+    }
+}

@@ -1,0 +1,265 @@
+//! Lines over one x-axis, drawn: IOPS over time, a growing cache, the share of requests over latency.
+//!
+//! Never draws more than a line has places for: of thousands of points in one column of pixels the lowest and the highest are what is seen.
+
+use std::{fmt::Write as _, ops::Range};
+
+use plotters::{
+    coord::ranged1d::{KeyPointHint, NoDefaultFormatting, Ranged, ValueFormatter},
+    prelude::{ChartBuilder, Circle, PathElement},
+    style::{
+        Color as _,
+        text_anchor::{HPos, VPos},
+    },
+};
+
+use super::{
+    axis::{Ends, Scale},
+    drawing::{self, Drawing, Drawn, Sheet, letters, px},
+    html::escape,
+    palette::{GRID, INK, LINES, code},
+};
+use crate::result::{Axis, Lines, Series};
+
+const WIDTH: f64 = 760.0;
+const HEIGHT: f64 = 330.0;
+/// Beside and below the plot, for the ticks' labels.
+const LEFT: f64 = 72.0;
+const BELOW: f64 = 46.0;
+/// Above the plot, for what is counted upwards.
+const ABOVE: f64 = 30.0;
+/// Behind the plot: the last label's half.
+const RIGHT: f64 = 30.0;
+const X_TICKS: usize = 8;
+const Y_TICKS: usize = 5;
+/// Columns of pixels that a line's points fall into.
+const COLUMNS: usize = 600;
+
+/// The chart: its legend, its drawing, and what is not shown.
+///
+/// # Errors
+/// If drawing does not work.
+pub(super) fn html(lines: &Lines) -> anyhow::Result<String> {
+    let mut html = legend(&drawn(lines));
+    let _ = write!(html, "<div class=\"wide\">{}</div>", drawing(lines)?.inline());
+    let hidden = lines.series.len().saturating_sub(LINES.len());
+    if hidden > 0 {
+        let shown = LINES.len();
+        let _ = write!(
+            html,
+            "<p class=\"note\">The first {shown} lines are drawn; the file has {hidden} more.</p>"
+        );
+    }
+    Ok(html)
+}
+
+/// The chart in a file of its own.
+///
+/// # Errors
+/// If drawing does not work.
+pub(super) fn alone(lines: &Lines) -> anyhow::Result<String> {
+    let series = drawn(lines);
+    let legend: Vec<_> =
+        series.iter().zip(LINES).map(|(series, colour)| (series.name.as_str(), colour.light)).collect();
+    Ok(drawing(lines)?.alone(&legend))
+}
+
+/// The lines that are drawn: more cannot be told apart.
+fn drawn(lines: &Lines) -> Vec<&Series> {
+    lines.series.iter().take(LINES.len()).collect()
+}
+
+fn drawing(lines: &Lines) -> anyhow::Result<Drawing> {
+    let series = drawn(lines);
+    let points = || series.iter().flat_map(|series| &series.points);
+    // A point that has no place in one direction has none in the other.
+    let placed = |axis: &Axis, value: f64| value.is_finite() && !(axis.logarithmic && value <= 0.0);
+    let points = || points().filter(|(x, y)| placed(&lines.x, *x) && placed(&lines.y, *y));
+    let x = Scale::over(points().map(|point| point.0), &lines.x, Ends::Values, X_TICKS);
+    let y = Scale::over(points().map(|point| point.1), &lines.y, Ends::Ticks, Y_TICKS);
+    drawing::drawing((WIDTH, HEIGHT), &lines.title, |sheet| {
+        paint(sheet, lines, &series, &x, &y)?;
+        if points().next().is_none() {
+            let at = (WIDTH / 2.0, HEIGHT / 2.0);
+            drawing::write(sheet, "no values", at, letters(INK.light, HPos::Center, VPos::Center))?;
+        }
+        Ok(())
+    })
+}
+
+/// Which line is whose; nothing for a single line without a name.
+fn legend(series: &[&Series]) -> String {
+    if series.iter().all(|series| series.name.is_empty()) {
+        return String::new();
+    }
+    let mut html = "<ul class=\"legend\">".to_owned();
+    for (series, colour) in series.iter().zip(LINES) {
+        let (colour, name, scale) = (code(colour.light), escape(&series.name), drawing::SCALE);
+        let _ = write!(
+            html,
+            "<li><svg viewBox=\"0 0 {} {}\" aria-hidden=\"true\"><line x1=\"0\" y1=\"{}\" x2=\"{}\" y2=\"{}\" \
+             stroke=\"{colour}\" stroke-width=\"{}\"/></svg>{name}</li>",
+            28 * scale,
+            10 * scale,
+            5 * scale,
+            28 * scale,
+            5 * scale,
+            3 * scale
+        );
+    }
+    html + "</ul>"
+}
+
+fn paint(sheet: &Sheet, lines: &Lines, series: &[&Series], x: &Scale, y: &Scale) -> Drawn {
+    let mut chart = ChartBuilder::on(sheet)
+        .margin_top(px(ABOVE))
+        .margin_right(px(RIGHT))
+        .x_label_area_size(px(BELOW))
+        .y_label_area_size(px(LEFT))
+        .build_cartesian_2d(Direction(x), Direction(y))?;
+    let style = || letters(INK.light, HPos::Center, VPos::Center);
+    chart
+        .configure_mesh()
+        .disable_x_mesh()
+        .bold_line_style(GRID.light.stroke_width(px(1.0).unsigned_abs()))
+        .axis_style(INK.light.stroke_width(px(1.0).unsigned_abs()))
+        .set_all_tick_mark_size(px(4.0))
+        .label_style(style())
+        .draw()?;
+    let upwards = letters(INK.light, HPos::Left, VPos::Top);
+    drawing::write(sheet, &lines.y.label, (4.0, 4.0), upwards)?;
+    let rightwards = letters(INK.light, HPos::Right, VPos::Bottom);
+    drawing::write(sheet, &lines.x.label, (WIDTH - RIGHT, HEIGHT - 4.0), rightwards)?;
+    for (series, colour) in series.iter().zip(LINES) {
+        let style = colour.light.stroke_width(px(2.0).unsigned_abs());
+        let points = places(series, x, y);
+        if let &[only] = points.as_slice() {
+            chart.draw_series([Circle::new(only, px(3.5), colour.light.filled())])?;
+        }
+        chart.draw_series([PathElement::new(points, style)])?;
+    }
+    Ok(())
+}
+
+/// A scale as plotters takes it: positions from 0 to 1, and labels at its ticks alone.
+struct Direction<'a>(&'a Scale);
+
+impl Ranged for Direction<'_> {
+    type FormatOption = NoDefaultFormatting;
+    type ValueType = f64;
+
+    fn map(&self, position: &f64, (from, to): (i32, i32)) -> i32 {
+        from + (position * f64::from(to - from)).round() as i32
+    }
+
+    fn key_points<Hint: KeyPointHint>(&self, hint: Hint) -> Vec<f64> {
+        // Light points are lines between ticks.
+        let ticks = if hint.weight().allow_light_points() { &[] } else { self.0.ticks.as_slice() };
+        ticks.iter().map(|tick| tick.position).collect()
+    }
+
+    fn range(&self) -> Range<f64> {
+        0.0..1.0
+    }
+}
+
+impl ValueFormatter<f64> for Direction<'_> {
+    fn format_ext(&self, position: &f64) -> String {
+        let tick = self.0.ticks.iter().find(|tick| (tick.position - position).abs() < 1e-12);
+        tick.map_or_else(String::new, |tick| tick.label.clone())
+    }
+}
+
+/// Where a line goes, from 0 to 1 both ways; not more than four points for each column of pixels.
+fn places(series: &Series, x: &Scale, y: &Scale) -> Vec<(f64, f64)> {
+    let place = |&(at, value): &(f64, f64)| Some((x.position(at)?, y.position(value)?));
+    let all: Vec<(f64, f64)> = series.points.iter().filter_map(place).collect();
+    if all.len() <= 2 * COLUMNS {
+        return all;
+    }
+    let column = |point: &(f64, f64)| (point.0 * COLUMNS as f64) as usize;
+    let mut kept = Vec::new();
+    for column in all.chunk_by(|one, other| column(one) == column(other)) {
+        let by_value = |one: &&(f64, f64), other: &&(f64, f64)| one.1.total_cmp(&other.1);
+        let extremes = [column.iter().min_by(by_value), column.iter().max_by(by_value)];
+        let mut shown: Vec<&(f64, f64)> =
+            [column.first(), column.last()].into_iter().chain(extremes).flatten().collect();
+        // By where they lie in the series, which is the order the line goes.
+        shown.sort_by_key(|point| std::ptr::from_ref(*point));
+        shown.dedup_by_key(|point| std::ptr::from_ref(*point));
+        kept.extend(shown.into_iter().copied());
+    }
+    kept
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::result::Unit;
+
+    fn lines(series: Vec<Series>) -> Lines {
+        Lines {
+            title: "IOPS over time".to_owned(),
+            x: Axis::new("time", Unit::Seconds),
+            y: Axis::new("IOPS", Unit::Iops),
+            series,
+        }
+    }
+
+    fn series(name: &str, points: &[(f64, f64)]) -> Series {
+        Series { name: name.to_owned(), points: points.to_vec() }
+    }
+
+    #[test]
+    fn a_line_goes_from_corner_to_corner() {
+        let svg = html(&lines(vec![series("a<b", &[(0.0, 0.0), (10.0, 20_000.0)])])).unwrap();
+        assert!(svg.contains("aria-label=\"IOPS over time\""), "{svg}");
+        assert!(svg.contains("</svg>a&lt;b</li>"), "{svg}");
+        // From the lower left of the plot to its upper right, in tenths of pixels.
+        let right = px(WIDTH - RIGHT) - 1;
+        let bottom = px(HEIGHT - BELOW) - 1;
+        let path = format!("points=\"{},{bottom} {right},{} \"", px(LEFT), px(ABOVE));
+        assert!(svg.contains(&path), "{path} in {svg}");
+        for text in ["5K", "20K", "10s", "time", "IOPS"] {
+            assert!(svg.contains(&format!(">\n{text}\n</text>")), "{text} in {svg}");
+        }
+    }
+
+    #[test]
+    fn more_lines_than_can_be_told_apart_are_not_drawn() {
+        let many =
+            (0..11).map(|number| series(&format!("line {number}"), &[(0.0, 1.0), (1.0, 2.0)])).collect();
+        let svg = html(&lines(many)).unwrap();
+        assert_eq!(
+            svg.matches("<polyline fill=\"none\" opacity=\"1\" stroke=\"#0072B2\"").count(),
+            1,
+            "{svg}"
+        );
+        assert!(svg.contains("line 7") && !svg.contains("line 8"), "{svg}");
+        assert!(svg.contains("The first 8 lines are drawn; the file has 3 more."), "{svg}");
+    }
+
+    #[test]
+    fn nothing_and_one_point_are_drawn() {
+        assert!(html(&lines(vec![])).unwrap().contains("no values"));
+        assert!(html(&lines(vec![series("", &[])])).unwrap().contains("no values"));
+        let svg = html(&lines(vec![series("", &[(1.0, 5.0)])])).unwrap();
+        assert!(svg.contains("<circle") && !svg.contains("no values"), "{svg}");
+    }
+
+    #[test]
+    fn a_long_line_keeps_its_spikes() {
+        let mut points: Vec<(f64, f64)> = (0..100_000).map(|second| (f64::from(second), 100.0)).collect();
+        points[54_321].1 = 0.0;
+        points[77_777].1 = 200.0;
+        let (x, y) = (&lines(vec![]).x, &lines(vec![]).y);
+        let x = Scale::over(points.iter().map(|point| point.0), x, Ends::Values, 6);
+        let y = Scale::over(points.iter().map(|point| point.1), y, Ends::Ticks, 6);
+        let places = places(&series("", &points), &x, &y);
+        assert!(places.len() <= 4 * (COLUMNS + 1), "{}", places.len());
+        assert!(places.is_sorted_by(|one, other| one.0 <= other.0));
+        for extreme in [0.0, 1.0] {
+            assert_eq!(places.iter().filter(|place| place.1 == extreme).count(), 1);
+        }
+    }
+}

@@ -1,0 +1,110 @@
+//! Results to look at: one page of HTML, a table on a terminal, and two results side by side.
+//!
+//! ```text
+//!                    ┌─► page ─────┬─► lines ──────┐
+//!   ResultFile ──────┤             ├─► heat_map ───┼─► drawing (plotters) ─► SVG in the page
+//!   two of them ─► differences ────┴─► intervals ──┘      palette, axis, quantity
+//!                    └─► text (a terminal)
+//! ```
+//!
+//! Never measures anything and never looks into what only one kind of result knows: a report shows what is in the file, so that a file can
+//! be drawn again years later, on another machine.
+
+mod arguments;
+mod axis;
+mod columns;
+mod command;
+mod differences;
+mod drawing;
+mod heat_map;
+mod html;
+mod intervals;
+mod keeping;
+mod lines;
+mod page;
+mod palette;
+mod pictures;
+mod quantity;
+mod samples;
+mod text;
+
+pub use arguments::{EXAMPLES, ReportArgs};
+pub use command::run;
+use differences::Differences;
+use page::Page;
+
+use super::result::ResultFile;
+
+/// A result as a page.
+///
+/// # Errors
+/// If a chart cannot be drawn.
+pub(crate) fn page(result: &ResultFile) -> anyhow::Result<String> {
+    let ResultFile { header, findings, .. } = result;
+    let mut page = Page::new(&title(result));
+    page.command(header);
+    if let Some(warning) = result.warning() {
+        page.warning(&warning);
+    }
+    page.summary(&findings.summary);
+    for chart in &findings.charts {
+        page.chart(chart)?;
+    }
+    for table in &findings.tables {
+        page.table(table);
+    }
+    if !findings.measures.is_empty() {
+        page.heading("Numbers that other runs can be compared with");
+        page.measures(&findings.measures);
+    }
+    page.heading("Where and how");
+    page.facts(header);
+    Ok(page.finish())
+}
+
+/// Two results, A and B, as a page.
+fn comparison((name_a, a): (&str, &ResultFile), (name_b, b): (&str, &ResultFile)) -> anyhow::Result<String> {
+    let differences = Differences::between(a, b);
+    let mut page = Page::new(&format!("{name_b} beside {name_a}"));
+    page.summary(&[differences.conclusion()]);
+    for text in text::warnings((name_a, a), (name_b, b)) {
+        page.warning(&text);
+    }
+    if !differences.others.is_empty() {
+        page.table(&differences.others_table());
+    }
+    if let Some(drawn) = intervals::html(&differences.rows)? {
+        page.figure(
+            "B in terms of A: to the right of 1× it is higher. Blue is better, orange worse, hollow no difference.",
+            &drawn,
+        );
+    }
+    if !differences.rows.is_empty() {
+        page.table(&differences.table());
+    }
+    for (name, only) in [("A", &differences.only_a), ("B", &differences.only_b)] {
+        if !only.is_empty() {
+            page.summary(&[format!("Only in {name}: {}.", only.join(", "))]);
+        }
+    }
+    for (letter, name, result) in [("A", name_a, a), ("B", name_b, b)] {
+        page.heading(&format!("{letter}: {name}"));
+        page.command(&result.header);
+        page.facts(&result.header);
+    }
+    Ok(page.finish())
+}
+
+/// What a result is about: the command and what it was pointed at, which is most of what people ask first.
+fn title(result: &ResultFile) -> String {
+    let header = &result.header;
+    let name = header.command.get(1).filter(|word| !word.starts_with('-'));
+    let name = name.map_or_else(|| "weir".to_owned(), |name| format!("weir {name}"));
+    match &header.device {
+        Some(device) => format!("{name} on {}", device.node),
+        None => name,
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,217 @@
+//! One page of HTML: what every report is made of, from the head to the last table.
+//!
+//! A page needs nothing else: no script, no font, no picture from elsewhere. It can be mailed, kept beside the result, and opened in ten
+//! years.
+//!
+//! Never holds a text that was not escaped.
+
+use std::fmt::Write as _;
+
+use console::{figures, table::Side};
+
+use super::{
+    columns,
+    drawing::SCALE,
+    heat_map,
+    html::escape,
+    lines, palette,
+    quantity::{self, short},
+    samples::estimated,
+};
+use crate::result::{Chart, Header, Measure, SamplesAre, Table, Unit};
+
+const STYLE: &str = include_str!("page.css");
+/// A cell of more letters is broken into lines.
+const LONG: usize = 48;
+/// Longer lists of measures are closed until somebody opens them.
+const MANY: usize = 40;
+
+/// A page that grows.
+#[derive(Debug)]
+pub(super) struct Page {
+    title: String,
+    body: String,
+}
+
+impl Page {
+    /// With nothing but its title.
+    pub(super) fn new(title: &str) -> Self {
+        Self { title: title.to_owned(), body: format!("<h1>{}</h1>\n", escape(title)) }
+    }
+
+    /// The whole document.
+    pub(super) fn finish(self) -> String {
+        let (title, body, version) = (escape(&self.title), self.body, env!("CARGO_PKG_VERSION"));
+        let (dark, dashes) = (palette::dark_rules(), palette::dash_rules(SCALE));
+        format!(
+            "<!DOCTYPE html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n\
+             <meta name=\"viewport\" content=\"width=device-width, initial-scale=1\">\n\
+             <meta name=\"generator\" content=\"weir {version}\">\n<title>{title}</title>\n<style>\n{STYLE}{dashes}\
+             @media screen and (prefers-color-scheme: dark) {{\n{dark}}}\n</style>\n</head>\n<body>\n<main>\n{body}</main>\n\
+             <footer>Drawn by weir {version}. <code>weir report A.json B.json</code> compares two results.</footer>\n\
+             </body>\n</html>\n"
+        )
+    }
+
+    /// The command that led here.
+    pub(super) fn command(&mut self, header: &Header) {
+        self.put(&format!("<p class=\"command\"><code>{}</code></p>", escape(&command(header))));
+    }
+
+    /// Where and how it came about.
+    pub(super) fn facts(&mut self, header: &Header) {
+        self.put("<dl>");
+        for (name, fact) in facts(header) {
+            self.put(&format!("<dt>{}</dt><dd>{}</dd>", escape(name), escape(&fact)));
+        }
+        self.put("</dl>");
+    }
+
+    /// That something is missing, or not as one would expect.
+    pub(super) fn warning(&mut self, text: &str) {
+        self.put(&format!("<p class=\"partial\" role=\"note\">{}</p>", escape(text)));
+    }
+
+    /// What it comes to. What has several lines, for example a configuration, is shown as it is.
+    pub(super) fn summary(&mut self, paragraphs: &[String]) {
+        for paragraph in paragraphs {
+            let text = escape(paragraph.trim_end());
+            let html = if text.contains('\n') {
+                format!("<pre>{text}</pre>")
+            } else {
+                format!("<p class=\"summary\">{text}</p>")
+            };
+            self.put(&html);
+        }
+    }
+
+    /// Begins a part.
+    pub(super) fn heading(&mut self, text: &str) {
+        self.put(&format!("<h2>{}</h2>", escape(text)));
+    }
+
+    /// A table of text.
+    pub(super) fn table(&mut self, shown: &Table) {
+        self.put("<section class=\"table\">");
+        if !shown.title.is_empty() {
+            self.put(&format!("<h3>{}</h3>", escape(&shown.title)));
+        }
+        self.put(&format!("<div class=\"wide\">{}</div>", table(shown)));
+        if let Some(note) = &shown.note {
+            self.put(&format!("<p class=\"note\">{}</p>", escape(note)));
+        }
+        self.put("</section>");
+    }
+
+    /// A chart.
+    ///
+    /// # Errors
+    /// If it cannot be drawn.
+    pub(super) fn chart(&mut self, chart: &Chart) -> anyhow::Result<()> {
+        let (title, drawn) = match chart {
+            Chart::Lines(lines) => (&lines.title, lines::html(lines)?),
+            Chart::HeatMap(map) => (&map.title, heat_map::html(map)?),
+        };
+        self.figure(title, &drawn);
+        Ok(())
+    }
+
+    /// A drawing, which is HTML, with its title, which is not.
+    pub(super) fn figure(&mut self, title: &str, drawn: &str) {
+        self.put(&format!("<figure><figcaption>{}</figcaption>{drawn}</figure>", escape(title)));
+    }
+
+    /// The numbers that another run's can be compared with.
+    pub(super) fn measures(&mut self, list: &[Measure]) {
+        let table = table(&measures(list));
+        let open = if list.len() <= MANY { " open" } else { "" };
+        let count = list.len();
+        self.put(&format!(
+            "<details{open}><summary>{count} measured</summary><div class=\"wide\">{table}</div></details>"
+        ));
+    }
+
+    fn put(&mut self, html: &str) {
+        self.body += html;
+        self.body.push('\n');
+    }
+}
+
+/// The command's words, as one would type them; the program by its name alone.
+pub(super) fn command(header: &Header) -> String {
+    let program = |word: &String| word.rsplit('/').next().unwrap_or_default().to_owned();
+    let quoted = |word: &String| {
+        let plain = |letter: char| letter.is_alphanumeric() || "-_./:=,+@%".contains(letter);
+        let is_plain = !word.is_empty() && word.chars().all(plain);
+        if is_plain { word.clone() } else { format!("'{}'", word.replace('\'', r"'\''")) }
+    };
+    let words = header.command.iter().skip(1).map(quoted);
+    header.command.first().map(program).into_iter().chain(words).collect::<Vec<_>>().join(" ")
+}
+
+/// Where and how a result came about, for people; what is not known is left out.
+pub(super) fn facts(header: &Header) -> Vec<(&'static str, String)> {
+    let machine = &header.machine;
+    let began = figures::date(u32::try_from(header.began).unwrap_or(u32::MAX));
+    let took = if header.seconds < 60.0 {
+        short(header.seconds, Unit::Seconds)
+    } else {
+        figures::age((header.seconds * 1e9) as u64)
+    };
+    let device = header.device.as_ref().map_or_else(String::new, |device| {
+        let system = device.file_system.as_ref().map(|name| format!(", {name}")).unwrap_or_default();
+        format!("{} ({}){system}", device.node, device.key)
+    });
+    let (processors, memory) = (machine.processors, short(machine.memory_bytes as f64, Unit::Bytes));
+    let facts = [
+        ("When", format!("{began} UTC, for {took}")),
+        ("Device", device),
+        ("Machine", format!("{processors} × {}, {memory} of memory", machine.processor)),
+        ("Kernel", machine.kernel.clone()),
+        ("weir", header.weir.clone()),
+    ];
+    facts.into_iter().filter(|(_, fact)| !fact.is_empty()).collect()
+}
+
+/// Measures as a table of text, in their order.
+pub(super) fn measures(list: &[Measure]) -> Table {
+    let row = |measure: &Measure| {
+        let [median, low, high] = quantity::estimate(estimated(measure), measure.unit);
+        let interval = match measure.samples_are {
+            SamplesAre::Exact => "exact".to_owned(),
+            // One sample says nothing of how far another would be off.
+            _ if measure.samples.len() == 1 => "–".to_owned(),
+            _ => format!("{low} … {high}"),
+        };
+        vec![measure.name.clone(), median, interval, measure.samples.len().to_string()]
+    };
+    let columns = ["measure", "median", "95 of 100 in", "samples"];
+    Table::new("Measured", columns, list.iter().map(row).collect())
+}
+
+fn table(shown: &Table) -> String {
+    let sides = columns::sides(shown);
+    let class = |column: usize, text: &str| {
+        let right = sides.get(column) == Some(&Side::Right);
+        match text {
+            _ if right => " class=\"number\"",
+            // A configuration, for example: its indentation is part of it.
+            text if text.contains('\n') => " class=\"lines\"",
+            text if text.chars().count() > LONG => " class=\"long\"",
+            _ => "",
+        }
+    };
+    let mut html = "<table><thead><tr>".to_owned();
+    for (column, name) in shown.columns.iter().enumerate() {
+        let _ = write!(html, "<th scope=\"col\"{}>{}</th>", class(column, ""), escape(name));
+    }
+    html += "</tr></thead><tbody>\n";
+    for row in &shown.rows {
+        html += "<tr>";
+        for (column, cell) in row.iter().enumerate() {
+            let _ = write!(html, "<td{}>{}</td>", class(column, cell), escape(cell));
+        }
+        html += "</tr>\n";
+    }
+    html + "</tbody></table>"
+}

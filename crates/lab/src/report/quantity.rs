@@ -1,0 +1,162 @@
+//! Quantities as a report shows them: a number, its scale and its unit in a few characters.
+//!
+//! `figures` does this for what runs now: rounded to what the eye takes in, and never negative. Here two neighbouring ticks of an axis
+//! must not read the same, a difference may be negative, and a result file may hold any number.
+//!
+//! Never prints more than about ten characters, whatever the number.
+
+use crate::{result::Unit, statistics::Estimate};
+
+/// What a unit's numbers are divided by, and what is written behind them then; the smallest first.
+type Step = (f64, &'static str);
+
+const DECIMAL: [Step; 5] = [(1.0, ""), (1e3, "K"), (1e6, "M"), (1e9, "G"), (1e12, "T")];
+const KIB: f64 = 1024.0;
+const BINARY: [Step; 5] =
+    [(1.0, ""), (KIB, "K"), (KIB * KIB, "M"), (KIB * KIB * KIB, "G"), (KIB * KIB * KIB * KIB, "T")];
+const BINARY_RATE: [Step; 5] =
+    [(1.0, "/s"), (KIB, "K/s"), (KIB * KIB, "M/s"), (KIB * KIB * KIB, "G/s"), (KIB * KIB * KIB * KIB, "T/s")];
+const NANOSECONDS: [Step; 4] = [(1.0, "ns"), (1e3, "us"), (1e6, "ms"), (1e9, "s")];
+const SECONDS: [Step; 4] = [(1e-9, "ns"), (1e-6, "us"), (1e-3, "ms"), (1.0, "s")];
+const SHARE: [Step; 1] = [(0.01, "%")];
+const RATIO: [Step; 1] = [(1.0, "×")];
+
+/// From here on a number is written with an exponent, and below its inverse too.
+const WRITTEN_OUT: f64 = 1e7;
+
+fn steps(unit: Unit) -> &'static [Step] {
+    match unit {
+        Unit::Iops | Unit::Count => &DECIMAL,
+        Unit::Bytes => &BINARY,
+        Unit::BytesPerSecond => &BINARY_RATE,
+        Unit::Nanoseconds => &NANOSECONDS,
+        Unit::Seconds => &SECONDS,
+        Unit::Share => &SHARE,
+        Unit::Ratio => &RATIO,
+    }
+}
+
+/// Which scale a number of this size is shown in.
+pub(super) fn scale(unit: Unit, magnitude: f64) -> Step {
+    let steps = steps(unit);
+    let zero = || if unit == Unit::Seconds { SECONDS[3] } else { steps[0] };
+    if magnitude == 0.0 {
+        return zero();
+    }
+    // As it will be shown, to three digits, or 999.7 would become 1000 and not 1K.
+    let reaches = |&&(factor, _): &&Step| magnitude.abs() / factor >= 0.9995;
+    steps.iter().rev().find(reaches).copied().unwrap_or(steps[0])
+}
+
+/// To three digits: `0`, `1.23K`, `85us`, `-4.2%`, `1.02×`.
+pub(super) fn short(value: f64, unit: Unit) -> String {
+    let step = scale(unit, value);
+    let magnitude = (value / step.0).abs();
+    let digits = if magnitude > 0.0 { 2.0 - magnitude.log10().floor() } else { 0.0 };
+    written(value, step, digits.clamp(0.0, 9.0) as usize)
+}
+
+/// A median and the ends of its interval, all to the digits that tell the ends apart: `10.00K`, `9.97K`, `10.03K`.
+pub(super) fn estimate(estimate: Estimate, unit: Unit) -> [String; 3] {
+    let Estimate { median, low, high } = estimate;
+    let step = scale(unit, median);
+    let digits = |value: f64| {
+        let magnitude = (value / step.0).abs();
+        if magnitude > 0.0 && magnitude.is_finite() { -magnitude.log10().floor() } else { 0.0 }
+    };
+    // The width's own first digit, and one more if that is a 1 or a 2; beyond six digits of the median nobody measures.
+    let digits = digits((high - low) / 3.0).min(digits(median) + 5.0).max(digits(median) + 2.0);
+    let digits = digits.clamp(0.0, 9.0) as usize;
+    let alone = low == median && high == median;
+    [median, low, high].map(
+        |value| {
+            if alone { written(value, step, digits) } else { in_full(value, step, digits) }
+        },
+    )
+}
+
+/// With so many digits behind the point.
+fn in_full(value: f64, (factor, suffix): Step, digits: usize) -> String {
+    let value = value / factor;
+    if is_far_off(value) { format!("{value:.1e}{suffix}") } else { format!("{value:.digits$}{suffix}") }
+}
+
+fn is_far_off(value: f64) -> bool {
+    value != 0.0 && !(1.0 / WRITTEN_OUT..WRITTEN_OUT).contains(&value.abs())
+}
+
+/// With so many digits behind the point, at most: zeros at the end are left out.
+pub(super) fn written(value: f64, (factor, suffix): Step, digits: usize) -> String {
+    let value = value / factor;
+    if is_far_off(value) {
+        return format!("{value:.1e}{suffix}");
+    }
+    let text = format!("{value:.digits$}");
+    let text = if text.contains('.') { text.trim_end_matches('0').trim_end_matches('.') } else { &text };
+    // What rounds to nothing has no sign, and nothing needs no thousands.
+    match (text, suffix) {
+        ("0" | "-0", "K" | "M" | "G" | "T") => "0".to_owned(),
+        ("-0", _) => format!("0{suffix}"),
+        _ => format!("{text}{suffix}"),
+    }
+}
+
+/// A difference: with its sign, in percent.
+pub(super) fn percent(ratio: f64) -> String {
+    let percent = (ratio - 1.0) * 100.0;
+    if !percent.is_finite() {
+        return "-".to_owned();
+    }
+    if percent.abs() >= 10_000.0 {
+        return format!("{percent:+.1e}%");
+    }
+    let text = format!("{percent:+.1}%");
+    if matches!(text.as_str(), "+0.0%" | "-0.0%") { "0.0%".to_owned() } else { text }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn three_digits_and_a_unit() {
+        let iops =
+            [0.0, 0.4, 998.4, 999.7, 12_345.0, 123_456.0, 1e12, -1500.0].map(|it| short(it, Unit::Iops));
+        assert_eq!(iops, ["0", "0.4", "998", "1K", "12.3K", "123K", "1T", "-1.5K"]);
+        let times = [0.0, 85_000.0, 1_234_567.0, 4.1e9, 90e9].map(|it| short(it, Unit::Nanoseconds));
+        assert_eq!(times, ["0ns", "85us", "1.23ms", "4.1s", "90s"]);
+        assert_eq!([0.0, 0.0025, 61.0].map(|it| short(it, Unit::Seconds)), ["0s", "2.5ms", "61s"]);
+        assert_eq!([4096.0, 1_073_741_824.0].map(|it| short(it, Unit::Bytes)), ["4K", "1G"]);
+        assert_eq!(short(10_485_760.0, Unit::BytesPerSecond), "10M/s");
+        assert_eq!([0.0, 0.4237, 1.0].map(|it| short(it, Unit::Share)), ["0%", "42.4%", "100%"]);
+        assert_eq!(short(1.018, Unit::Ratio), "1.02×");
+    }
+
+    #[test]
+    fn the_ends_of_an_interval_are_told_apart() {
+        let told = |median, low, high| estimate(Estimate { median, low, high }, Unit::Iops);
+        assert_eq!(told(1e4, 9970.0, 10_030.0), ["10.00K", "9.97K", "10.03K"]);
+        assert_eq!(told(1e4, 5e3, 2e4), ["10.0K", "5.0K", "20.0K"]);
+        assert_eq!(told(999.0, 998.0, 1001.0), ["999", "998", "1001"]);
+        assert_eq!(told(5.0, 5.0, 5.0), ["5", "5", "5"]);
+        assert_eq!(told(0.0, 0.0, 0.0), ["0", "0", "0"]);
+        assert_eq!(told(f64::MAX, f64::MIN, f64::MAX)[0], "1.8e296T");
+    }
+
+    #[test]
+    fn no_number_is_too_long_to_show() {
+        for value in [f64::MAX, f64::MIN, f64::MIN_POSITIVE, 5e-324, -1e-30, 123_456_789.123, 1e19] {
+            for unit in [Unit::Iops, Unit::Bytes, Unit::Nanoseconds, Unit::Seconds, Unit::Share, Unit::Ratio]
+            {
+                let text = short(value, unit);
+                assert!(text.len() <= 12, "{text}");
+            }
+        }
+    }
+
+    #[test]
+    fn differences_have_a_sign() {
+        let told = [1.0, 1.124, 0.5, 1.000_01, f64::INFINITY, f64::NAN, 1e9].map(percent);
+        assert_eq!(told, ["0.0%", "+12.4%", "-50.0%", "0.0%", "-", "-", "+1.0e11%"]);
+    }
+}

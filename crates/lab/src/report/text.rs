@@ -1,0 +1,100 @@
+//! Results on a terminal: the same tables as on the page, and what only a page can show by name.
+//!
+//! Never emits a control character of a result file: what is printed goes through `table` or [`clean`].
+
+use std::fmt::Write as _;
+
+use console::table;
+
+use super::{columns, differences::Differences, html::clean, page};
+use crate::result::{Chart, ResultFile, Table};
+
+/// A result; `bold` where terminals show it.
+pub(super) fn result(result: &ResultFile, bold: bool) -> String {
+    let ResultFile { header, findings, .. } = result;
+    let mut text = format!("{}\n", clean(&page::command(header)));
+    for (name, fact) in page::facts(header) {
+        let _ = writeln!(text, "{name:<8} {}", clean(&fact));
+    }
+    if let Some(warning) = result.warning() {
+        let _ = writeln!(text, "\n{}", clean(&warning));
+    }
+    for paragraph in &findings.summary {
+        let _ = writeln!(text, "\n{}", clean(paragraph.trim_end()));
+    }
+    for table in &findings.tables {
+        text += &titled(table, bold);
+    }
+    text += &titled(&page::measures(&findings.measures), bold);
+    let charts: Vec<String> = findings.charts.iter().map(|chart| clean(chart_title(chart))).collect();
+    if !charts.is_empty() {
+        let _ =
+            writeln!(text, "\nCharts, which --report FILE.html and --charts DIR draw: {}", charts.join("; "));
+    }
+    text
+}
+
+/// Two results, A and B.
+pub(super) fn comparison(
+    differences: &Differences,
+    a: (&str, &ResultFile),
+    b: (&str, &ResultFile),
+    bold: bool,
+) -> String {
+    let mut text = String::new();
+    for (letter, (name, result)) in [("A", a), ("B", b)] {
+        let command = page::command(&result.header);
+        let _ = writeln!(text, "{letter}: {} ({})", clean(name), clean(&command));
+    }
+    for warning in warnings(a, b) {
+        let _ = writeln!(text, "{}", clean(&warning));
+    }
+    text += &titled(&differences.others_table(), bold);
+    text += &titled(&differences.table(), bold);
+    for (letter, only) in [("A", &differences.only_a), ("B", &differences.only_b)] {
+        for (index, name) in only.iter().enumerate() {
+            let apart = if index == 0 { "\n" } else { "" };
+            let _ = writeln!(text, "{apart}only in {letter}: {}", clean(name));
+        }
+    }
+    let _ = writeln!(text, "\n{}", differences.conclusion());
+    text
+}
+
+/// Which of two results is not complete.
+pub(super) fn warnings(a: (&str, &ResultFile), b: (&str, &ResultFile)) -> Vec<String> {
+    let warning = |letter, (name, result): (&str, &ResultFile)| {
+        let why = result.partial.as_ref()?;
+        Some(format!("{letter} ({name}) is not complete: {why}."))
+    };
+    [warning("A", a), warning("B", b)].into_iter().flatten().collect()
+}
+
+/// What a chart shows.
+pub(super) fn chart_title(chart: &Chart) -> &str {
+    match chart {
+        Chart::Lines(lines) => &lines.title,
+        Chart::HeatMap(map) => &map.title,
+    }
+}
+
+/// A table below its title; nothing without rows.
+fn titled(shown: &Table, bold: bool) -> String {
+    let columns = shown.columns.iter().map(String::as_str).zip(columns::sides(shown));
+    let mut table = table::Table::new(columns.collect::<Vec<_>>());
+    for row in &shown.rows {
+        // A cell of several lines, such as a configuration, takes as many rows; a file from elsewhere may have rows of any length.
+        let line =
+            |column, number| row.get(column).and_then(|cell: &String| cell.lines().nth(number)).unwrap_or("");
+        let lines = row.iter().map(|cell| cell.lines().count()).max().unwrap_or(0);
+        for number in 0..lines.max(1) {
+            table.row((0..shown.columns.len()).map(|column| line(column, number).to_owned()).collect());
+        }
+    }
+    if shown.rows.is_empty() {
+        return String::new();
+    }
+    let note = shown.note.as_ref().map(|note| clean(note) + "\n").unwrap_or_default();
+    let title = if shown.title.is_empty() { String::new() } else { clean(&shown.title) + "\n" };
+    format!("\n{title}{}{note}", table.render(bold))
+}

@@ -1,0 +1,293 @@
+//! Result files, and the pages that are drawn of them, on disk.
+//!
+//! A name may be mistyped, and results come at the end of long measurements. So what is there already is looked at, before anything is measured too
+//! ([`check`]): a file of the same kind is replaced, at once and completely; what is no file (`/dev/null`, a pipe) is written into; anything else,
+//! such as an image, is left as it is.
+//!
+//! Never leaves half a file under the name that was asked for, and never replaces what weir has not written.
+
+use std::{
+    fs,
+    io::{self, Read as _, Write as _},
+    os::unix::fs::{FileTypeExt as _, OpenOptionsExt as _, PermissionsExt as _},
+    path::{Path, PathBuf},
+};
+
+use anyhow::{Context as _, bail};
+use nix::libc;
+
+use super::{FORMAT, ResultFile, VERSION};
+
+/// The largest file that is read: a result of hundreds of configurations takes a few MiB.
+const LARGEST_BYTES: u64 = 64 << 20;
+/// What tells a file's kind is in its beginning.
+const BEGINNING_BYTES: u64 = 1024;
+/// The links that are followed, one to the next, as the kernel does it.
+const MOST_LINKS: u32 = 40;
+
+/// What is written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Kind {
+    /// A result, as JSON.
+    Result,
+    /// A page, as HTML.
+    Page,
+    /// A chart, as SVG.
+    Chart,
+}
+
+impl Kind {
+    /// Whether a file that begins so is of this kind, and weir's. One that is empty was made to be written.
+    fn is_ours(self, beginning: &str) -> bool {
+        let (first, mark) = match self {
+            Self::Result => ("{", FORMAT),
+            Self::Page => ("<!DOCTYPE html>", "content=\"weir "),
+            Self::Chart => ("<svg ", "<!-- weir "),
+        };
+        beginning.is_empty() || beginning.trim_start().starts_with(first) && beginning.contains(mark)
+    }
+
+    fn name(self) -> &'static str {
+        match self {
+            Self::Result => "a result of weir's",
+            Self::Page => "a page of weir's",
+            Self::Chart => "a chart of weir's",
+        }
+    }
+}
+
+/// Where a file goes.
+enum Place {
+    /// A file of its own: this one, whatever links lead there.
+    File(PathBuf),
+    /// Into what is there.
+    Into,
+}
+
+impl Place {
+    fn of(path: &Path, kind: Kind) -> anyhow::Result<Self> {
+        let Ok(meta) = fs::metadata(path) else { return Ok(Self::File(followed(path)?)) };
+        let is = meta.file_type();
+        if is.is_dir() {
+            bail!("is a directory (name a file in it)");
+        }
+        if is.is_block_device() {
+            bail!("is a block device, and what it holds would be lost (choose another name)");
+        }
+        if !is.is_file() {
+            return Ok(Self::Into);
+        }
+        let mut beginning = Vec::new();
+        fs::File::open(path)?.take(BEGINNING_BYTES).read_to_end(&mut beginning)?;
+        if !kind.is_ours(&String::from_utf8_lossy(&beginning)) {
+            bail!("is there already and is not {}, so it is not replaced (choose another name)", kind.name());
+        }
+        Ok(Self::File(fs::canonicalize(path)?))
+    }
+}
+
+/// Where a name leads that nothing has: a link may point to what is to be.
+fn followed(path: &Path) -> io::Result<PathBuf> {
+    let mut path = path.to_owned();
+    for _ in 0..MOST_LINKS {
+        match fs::read_link(&path) {
+            Ok(target) => path = directory(&path).join(target),
+            Err(_) => return Ok(path),
+        }
+    }
+    Err(io::Error::from_raw_os_error(libc::ELOOP))
+}
+
+fn directory(path: &Path) -> &Path {
+    path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."))
+}
+
+/// A file without its name yet, beside what it will be.
+fn unnamed(path: &Path) -> io::Result<tempfile::NamedTempFile> {
+    tempfile::Builder::new().permissions(fs::Permissions::from_mode(0o644)).tempfile_in(directory(path))
+}
+
+/// Whether something of this kind can be written there, as far as that can be known before.
+///
+/// # Errors
+/// Why not.
+pub(crate) fn check(path: &Path, kind: Kind) -> anyhow::Result<()> {
+    let look = || {
+        if let Place::File(path) = Place::of(path, kind)? {
+            unnamed(&path)?;
+        }
+        anyhow::Ok(())
+    };
+    look().with_context(|| cannot(path))
+}
+
+/// Keeps a result; one that was there is replaced, at once and completely.
+///
+/// # Errors
+/// As for [`write()`].
+pub(crate) fn save(result: &ResultFile, path: &Path) -> anyhow::Result<()> {
+    let text = serde_json::to_string_pretty(result).context("the result cannot be told as JSON")?;
+    write(path, Kind::Result, &(text + "\n"))
+}
+
+/// Writes a text to a file that is there completely, or not at all.
+///
+/// # Errors
+/// If the directory cannot be written to, or is full; or if there is something that weir has not written.
+pub(crate) fn write(path: &Path, kind: Kind, text: &str) -> anyhow::Result<()> {
+    let write = || {
+        match Place::of(path, kind)? {
+            Place::File(path) => {
+                let mut file = unnamed(&path)?;
+                file.write_all(text.as_bytes())?;
+                file.persist(path).map_err(|error| error.error)?;
+            }
+            Place::Into => fs::OpenOptions::new().write(true).open(path)?.write_all(text.as_bytes())?,
+        }
+        anyhow::Ok(())
+    };
+    write().with_context(|| cannot(path))
+}
+
+fn cannot(path: &Path) -> String {
+    format!("{}: cannot be written", path.display())
+}
+
+/// Reads a result.
+///
+/// # Errors
+/// If it cannot be read, or is none that this version knows.
+pub(crate) fn load(path: &Path) -> anyhow::Result<ResultFile> {
+    let read = || {
+        // A pipe that nobody writes to would keep whoever opens it waiting.
+        let file = fs::OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(path)?;
+        if !file.metadata()?.is_file() {
+            bail!("is no result file: it is no regular file");
+        }
+        let mut text = Vec::new();
+        file.take(LARGEST_BYTES + 1).read_to_end(&mut text)?;
+        if text.len() as u64 > LARGEST_BYTES {
+            bail!("is no result file: it has more than {LARGEST_BYTES} bytes");
+        }
+        parse(&text)
+    };
+    read().with_context(|| path.display().to_string())
+}
+
+fn parse(text: &[u8]) -> anyhow::Result<ResultFile> {
+    let value: serde_json::Value = serde_json::from_slice(text).context(
+        "is no result file (those of `weir bench --result`, `weir tune` and `weir simulate --result` are)",
+    )?;
+    if value["format"] != FORMAT {
+        bail!("is JSON, but no result file of weir: its format is not {FORMAT:?}");
+    }
+    if value["version"].as_u64().is_none_or(|version| version > VERSION.into()) {
+        bail!("is of version {}, and this weir reads up to {VERSION} (use a newer one)", value["version"]);
+    }
+    let result: ResultFile = serde_json::from_value(value).context("is a damaged result file")?;
+    let measures = &result.findings.measures;
+    if let Some(measure) = measures.iter().find(|measure| measure.samples.is_empty()) {
+        bail!("is a damaged result file: {:?} has no samples", measure.name);
+    }
+    Ok(result)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::result::{Better, Findings, Header, Measure, Unit};
+
+    fn result() -> ResultFile {
+        let measure = Measure::new("read", Unit::Iops, Better::Higher, vec![0.1, 1e300, 3.0]);
+        ResultFile::new(
+            Header::begin().end(None),
+            Findings { measures: vec![measure], ..Findings::default() },
+        )
+    }
+
+    #[test]
+    fn what_was_kept_is_read_again() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("a.json");
+        save(&result(), &path).unwrap();
+        let again = load(&path).unwrap();
+        assert_eq!(again.findings, result().findings);
+        save(&again, &path).unwrap();
+        assert_eq!(load(&path).unwrap(), again);
+        assert_eq!(directory.path().read_dir().unwrap().count(), 1, "nothing else is left");
+    }
+
+    #[test]
+    fn what_weir_has_not_written_is_left_as_it_is() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = |name| directory.path().join(name);
+        fs::write(path("image"), b"QFI\xfb").unwrap();
+        fs::write(path("page"), "<!DOCTYPE html><p>mine").unwrap();
+        fs::write(path("other.json"), "{\"format\":\"other\"}").unwrap();
+        for (name, kind) in [
+            ("image", Kind::Result),
+            ("image", Kind::Page),
+            ("page", Kind::Page),
+            ("other.json", Kind::Result),
+            ("", Kind::Result),
+            ("nowhere/a.json", Kind::Result),
+        ] {
+            let before = fs::read(path(name)).ok();
+            let error = format!("{:#}", check(&path(name), kind).unwrap_err());
+            assert!(error.contains("cannot be written: "), "{error}");
+            assert!(write(&path(name), kind, "{}").is_err());
+            assert_eq!(fs::read(path(name)).ok(), before, "{name}");
+        }
+        assert_eq!(directory.path().read_dir().unwrap().count(), 3, "nothing else is left");
+    }
+
+    #[test]
+    fn links_are_followed_and_what_is_no_file_is_written_into() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = |name| directory.path().join(name);
+        std::os::unix::fs::symlink("a.json", path("link")).unwrap();
+        std::os::unix::fs::symlink("/dev/null", path("null")).unwrap();
+        for _ in 0..2 {
+            check(&path("link"), Kind::Result).unwrap();
+            save(&result(), &path("link")).unwrap();
+            assert!(path("link").is_symlink() && load(&path("a.json")).is_ok());
+        }
+        check(&path("null"), Kind::Result).unwrap();
+        save(&result(), &path("null")).unwrap();
+        assert!(path("null").is_symlink());
+        assert!(fs::metadata("/dev/null").unwrap().file_type().is_char_device());
+        std::os::unix::fs::symlink("round", path("round")).unwrap();
+        assert!(check(&path("round"), Kind::Result).is_err());
+    }
+
+    #[test]
+    fn what_never_ends_is_not_read() {
+        for path in ["/dev/zero", "/dev"] {
+            let error = format!("{:#}", load(Path::new(path)).unwrap_err());
+            assert!(error.contains("it is no regular file"), "{error}");
+        }
+        let directory = tempfile::tempdir().unwrap();
+        let pipe = directory.path().join("pipe");
+        nix::unistd::mkfifo(&pipe, nix::sys::stat::Mode::S_IRWXU).unwrap();
+        assert!(load(&pipe).is_err());
+        let large = directory.path().join("large");
+        fs::File::create(&large).unwrap().set_len(LARGEST_BYTES + 1).unwrap();
+        assert!(format!("{:#}", load(&large).unwrap_err()).contains("has more than"));
+    }
+
+    #[test]
+    fn what_is_no_result_says_so() {
+        let mut empty = serde_json::to_value(result()).unwrap();
+        empty["findings"]["measures"][0]["samples"] = serde_json::json!([]);
+        for (text, why) in [
+            ("", "is no result file"),
+            ("{}", "its format is not"),
+            (r#"{"format":"weir-result","version":2}"#, "is of version 2"),
+            (r#"{"format":"weir-result","version":1}"#, "is a damaged result file"),
+            (&empty.to_string(), "has no samples"),
+        ] {
+            let error = format!("{:#}", parse(text.as_bytes()).unwrap_err());
+            assert!(error.contains(why), "{text}: {error}");
+        }
+    }
+}

@@ -1,0 +1,210 @@
+//! The options of `weir simulate`: those of `weir serve` that say what disks are held to, and what to hold against them.
+
+use std::{num::NonZeroUsize, path::PathBuf, time::Duration};
+
+use block::storage::{delay::DelayOptions, rate::RateOptions};
+use clap::{ArgMatches, Args, Command, FromArgMatches, parser::ValueSource};
+use policy::prefetch;
+use settings::{
+    Place, Said, Settings, Wrong,
+    arguments::{LimitArgs, LongArgs, ShareArgs},
+};
+
+use crate::{
+    result::arguments::ResultArgs,
+    simulate::{DeviceSpec, Sweep, Workload, generators},
+    trace::Format as TraceFormat,
+};
+
+/// Shown below the options.
+pub const EXAMPLES: &str = "\
+Examples:
+  weir simulate vm1.csv.zst --iops-total 1000 --iops-total-max 5000 --iops-total-max-length 5
+      What these limits would have done to the disks of the trace, each by itself.
+  weir simulate a.csv b.csv --config /etc/weir.toml
+      What a daemon with this file would have done: its groups, weights, watermarks and what it reads ahead.
+  weir simulate vm1.csv --device /var/lib/images --bps-total 50M --report vm1.html
+      On the device below that directory, as `weir probe` measured it; with pictures.
+  weir simulate vm1.csv --sweep iops-total=500..5000:500 --p99 10ms
+      A simulation for each limit, and the smallest that keeps 99 of 100 requests below 10 ms.
+  weir simulate --workload random:iops=5000,size=4K,seconds=10 --iops-total 4000
+      Requests of a generator instead of a trace's.
+  weir simulate --workload two-streams
+      The table of io-throttle v16 (2009), beside its own figures.
+
+Traces: weir's CSV (time_ns,disk,op,offset,length), fio's iolog 2 and 3, blkparse, MSR Cambridge, Alibaba, CloudPhysics; plain, gz or zst; - is
+standard input. Requests come when the trace says, however long those before them take.
+Sizes take K, M, G or T (powers of 1024), times ns, us, ms or s.
+Exit status: 0 simulated, 1 failed or not to the end, 2 wrong use of the command line.";
+
+/// What `weir simulate` is told.
+#[derive(Debug, Args)]
+pub struct SimulateArgs {
+    /// Before all others: who takes an argument's value takes it away.
+    #[command(flatten)]
+    pub(crate) given: Given,
+    /// Traces, read as one by their times; - is standard input
+    #[arg(value_name = "TRACE", required_unless_present = "workload")]
+    pub(crate) traces: Vec<PathBuf>,
+    /// Take disks, groups and limits from this file of `weir serve`; images are not opened
+    #[arg(long, value_name = "FILE")]
+    pub(crate) config: Option<PathBuf>,
+    /// Put the disks into one group, which limits, reservations and watermark are then for: they share them
+    #[arg(long, value_name = "GROUP", conflicts_with = "config")]
+    pub(crate) group: Option<String>,
+    #[command(flatten)]
+    pub(crate) input: InputArgs,
+    #[command(flatten)]
+    pub(crate) devices: DeviceArgs,
+    #[command(flatten)]
+    limits: LimitArgs,
+    #[command(flatten)]
+    shares: ShareArgs,
+    #[command(flatten)]
+    prefetch: LongArgs<true>,
+    #[command(flatten)]
+    pub(crate) sweep: SweepArgs,
+    #[command(flatten)]
+    pub(crate) output: OutputArgs,
+    #[command(flatten)]
+    pub(crate) results: ResultArgs,
+}
+
+#[derive(Debug, Args)]
+#[command(next_help_heading = "Requests")]
+pub(crate) struct InputArgs {
+    /// The traces' format [default: seen from how each begins]
+    #[arg(long, value_name = "FORMAT", conflicts_with = "workload")]
+    pub(crate) format: Option<TraceFormat>,
+    /// How many records are held back to put them in order, up to 16777216
+    #[arg(long, value_name = "N", default_value_t = 65_536, value_parser = clap::value_parser!(u32).range(1..=1 << 24), conflicts_with = "workload")]
+    pub(crate) window: u32,
+    /// Traces keep the distance that they have in the clock of their times, instead of each beginning at 0
+    #[arg(long, conflicts_with = "workload")]
+    pub(crate) absolute_time: bool,
+    #[arg(long, value_name = "SPEC", conflicts_with = "traces", value_parser = settings::read::<Workload>,
+        help = format!("Requests of a generator instead: {}; with :key=value,…", generators()))]
+    pub(crate) workload: Option<Workload>,
+    /// Where the generator begins: the same number gives the same requests
+    #[arg(long, value_name = "N", default_value_t = 1, conflicts_with = "traces")]
+    pub(crate) seed: u64,
+}
+
+#[derive(Debug, Args)]
+#[command(next_help_heading = "Devices")]
+pub(crate) struct DeviceArgs {
+    /// What disks lie on: read=TIME,write=TIME,flush=TIME,parallel=N,read-bps=SIZE,… or what `weir probe` found of DIR or DEVICE [default: takes no time]
+    #[arg(long, value_name = "SPEC|DIR|DEVICE", value_parser = settings::read::<DeviceSpec>)]
+    pub(crate) device: Option<DeviceSpec>,
+    /// Each disk's device, as `weir serve` imitates it, such as read=5ms,write=1ms,parallel=4
+    #[arg(long, value_name = "TIMES", value_parser = settings::read::<DelayOptions>, conflicts_with_all = ["config", "device"])]
+    pub(crate) delay: Option<DelayOptions>,
+    /// Each disk's device, as `weir serve` imitates it, such as bytes=22M; with shared=NAME of all disks together
+    #[arg(long, value_name = "RATES", value_parser = settings::read::<RateOptions>, conflicts_with_all = ["config", "device"])]
+    pub(crate) rate: Option<RateOptions>,
+    /// Each disk's size, past which a request is an error [default: any]
+    #[arg(long, value_name = "SIZE", value_parser = settings::size, conflicts_with = "config")]
+    pub(crate) size: Option<u64>,
+    /// Where `weir probe` left what devices can do [default: /var/lib/weir, or ~/.local/state/weir if not root]
+    #[arg(long, value_name = "DIR")]
+    pub(crate) state: Option<PathBuf>,
+}
+
+#[derive(Debug, Args)]
+#[command(next_help_heading = "Which limit")]
+pub(crate) struct SweepArgs {
+    /// A simulation for each value of one limit, such as iops-total=500..5000:500
+    #[arg(long, value_name = "LIMIT=FROM..TO:STEP", value_parser = settings::read::<Sweep>, conflicts_with = "events")]
+    pub(crate) sweep: Option<Sweep>,
+    /// The disk or group whose limit it is [default: the only group, or all disks]
+    #[arg(long, value_name = "NAME", requires = "sweep")]
+    pub(crate) sweep_of: Option<String>,
+    /// End with the smallest limit that keeps 99 of 100 requests below this
+    #[arg(long, value_name = "TIME", value_parser = settings::duration, requires = "sweep")]
+    pub(crate) p99: Option<Duration>,
+}
+
+#[derive(Debug, Args)]
+#[command(next_help_heading = "Output")]
+pub(crate) struct OutputArgs {
+    /// Write what became of each request to this file (CSV); on one thread
+    #[arg(long, value_name = "FILE")]
+    pub(crate) events: Option<PathBuf>,
+    /// Threads that simulate; results do not depend on it [default: one for each CPU]
+    #[arg(long, value_name = "N")]
+    pub(crate) threads: Option<NonZeroUsize>,
+    /// Print a JSON object
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+/// The names of the options that were given.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Given(Vec<String>);
+
+impl Given {
+    /// One that is none of these, if there is one.
+    pub(crate) fn first_but(&self, taken: &[&str]) -> Option<&str> {
+        self.0.iter().map(String::as_str).find(|given| !taken.contains(given))
+    }
+
+    /// One of these, if one was given.
+    pub(crate) fn first_of(&self, named: &[&str]) -> Option<&str> {
+        self.0.iter().map(String::as_str).find(|given| named.contains(given))
+    }
+}
+
+impl Args for Given {
+    fn augment_args(command: Command) -> Command {
+        command
+    }
+
+    fn augment_args_for_update(command: Command) -> Command {
+        command
+    }
+}
+
+impl FromArgMatches for Given {
+    fn from_arg_matches(matches: &ArgMatches) -> Result<Self, clap::Error> {
+        // Groups of options are among them, under the names of their types.
+        let is_option = |name: &str| !name.contains(char::is_uppercase);
+        let ids = matches.ids().map(clap::Id::as_str).filter(|id| is_option(id));
+        let given = ids.filter(|id| matches.value_source(id) == Some(ValueSource::CommandLine));
+        Ok(Self(given.map(|id| id.replace('_', "-")).collect()))
+    }
+
+    fn update_from_arg_matches(&mut self, matches: &ArgMatches) -> Result<(), clap::Error> {
+        *self = Self::from_arg_matches(matches)?;
+        Ok(())
+    }
+}
+
+/// What disks are held to that no config file names.
+#[derive(Debug)]
+pub(crate) struct Terms {
+    /// All of them together, under this name.
+    pub(crate) group: Option<(String, Settings)>,
+    /// Each by itself.
+    pub(crate) disk: Settings,
+    /// What is read ahead of its readers.
+    pub(crate) prefetch: prefetch::Settings,
+}
+
+impl SimulateArgs {
+    /// What the options say of disks.
+    ///
+    /// # Errors
+    /// The first that makes no sense.
+    pub(crate) fn terms(&self) -> Result<Terms, Wrong> {
+        let group = self.group.as_ref().map(|name| {
+            let said = Said::new(name.clone(), Place::option("group", name));
+            if said.value.is_empty() {
+                return Err(said.place.wrong("the name is empty (give it one)"));
+            }
+            Ok((said.value, self.shares.settings(&self.limits).check()?))
+        });
+        let group = group.transpose()?;
+        let disk = if group.is_some() { self.shares.of_member() } else { self.shares.of_loner(&self.limits) };
+        Ok(Terms { group, disk: disk.check()?, prefetch: self.prefetch.draft().check()? })
+    }
+}

@@ -1,0 +1,470 @@
+//! A simulation from its first request to its last: reads them, finds their disks, and has engines simulate them, on several threads where
+//! there is something to divide.
+//!
+//! ```text
+//!                                 ┌─► shard 0: after (with limits), before (without) ─┐
+//!   Source ─► records ─► requests ┤                                                   ├─► Outcome
+//!             a batch    disks by └─► shard 1 … ──────────────────────────────────────┘
+//!                        number
+//! ```
+//!
+//! What shares neither group nor device is simulated apart, so results do not depend on the number of shards. Every request is simulated twice: as
+//! things would be with the limits, and without, on the same devices.
+//!
+//! Memory is bounded: where [`MOST_WAITING`] requests wait, the simulation ends. That of an interruption ends with what has been done by then; who
+//! still waits is left out, and the outcome says how many that are.
+//!
+//! What is wrong with a trace ends the simulation there; what has come before is simulated to its end, and the outcome says why it is
+//! not complete.
+
+use std::{
+    ops::ControlFlow,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+        mpsc::{Receiver, SyncSender, sync_channel},
+    },
+    thread::{self, ScopedJoinHandle},
+};
+
+use anyhow::anyhow;
+use policy::prefetch;
+
+use super::{
+    client::{Client, ClientSpec},
+    engine::{Engine, Impossible, MOST_WAITING, STEPS},
+    events::Events,
+    request::Request,
+    setup::{Names, Setup},
+    tally::{Queue, Tally},
+    world::{Disk, UNKNOWN_SIZE, World},
+};
+use crate::trace::{Merged, Record};
+
+/// Records at a time: enough that handing them on costs nothing, few enough that a cache holds them.
+const BATCH: usize = 4096;
+/// Batches that a shard may lag behind.
+const LAG: usize = 16;
+
+/// Where requests come from that come by themselves.
+pub(crate) trait Source {
+    /// Appends up to `count` records, in the order of their time; none only if there are no more.
+    ///
+    /// # Errors
+    /// Why there are no more; what was read before has been appended.
+    fn fill(&mut self, records: &mut Vec<Record>, count: usize) -> anyhow::Result<()>;
+    /// Names of the disks of all records so far.
+    fn disks(&self) -> &[String];
+    /// Where a record is from, for messages.
+    fn place(&self, record: &Record) -> String;
+}
+
+impl Source for Merged {
+    fn fill(&mut self, records: &mut Vec<Record>, count: usize) -> anyhow::Result<()> {
+        Ok(Self::fill(self, records, count)?)
+    }
+
+    fn disks(&self) -> &[String] {
+        Self::disks(self)
+    }
+
+    fn place(&self, record: &Record) -> String {
+        Self::place(self, record)
+    }
+}
+
+/// No requests but those of clients.
+#[derive(Debug)]
+pub(crate) struct Silence;
+
+impl Source for Silence {
+    fn fill(&mut self, _: &mut Vec<Record>, _: usize) -> anyhow::Result<()> {
+        Ok(())
+    }
+
+    fn disks(&self) -> &[String] {
+        &[]
+    }
+
+    fn place(&self, _: &Record) -> String {
+        String::new()
+    }
+}
+
+/// What is to be simulated, and how.
+pub(crate) struct Job<'a> {
+    pub(crate) setup: &'a Setup,
+    pub(crate) source: &'a mut dyn Source,
+    /// Disks that the source need not name, and the clients that use them, the disk being its index here.
+    pub(crate) clients: (&'a [String], &'a [ClientSpec]),
+    /// At most; not 0.
+    pub(crate) threads: usize,
+    /// Whether to simulate also what things would be without limits.
+    pub(crate) before: bool,
+    /// Gets what becomes of every request; on one thread then.
+    pub(crate) events: Option<&'a mut Events>,
+    /// Ends it early.
+    pub(crate) stop: &'a AtomicBool,
+    /// Is told now and then how many requests there have been, and when the last came.
+    pub(crate) tell: &'a (dyn Fn(u64, u64) + Sync),
+}
+
+/// What came of it.
+#[derive(Debug)]
+pub(crate) struct Outcome {
+    /// With all disks that there were.
+    pub(crate) world: World,
+    /// By disk.
+    pub(crate) disks: Vec<OfDisk>,
+    /// By group: who waited there.
+    pub(crate) groups: Vec<Queue>,
+    /// Why it is not complete.
+    pub(crate) partial: Option<String>,
+}
+
+/// What came of a disk's requests.
+#[derive(Debug)]
+pub(crate) struct OfDisk {
+    pub(crate) after: Tally,
+    /// Without limits; where that was simulated.
+    pub(crate) before: Option<Tally>,
+    pub(crate) queue: Queue,
+    /// By name: nanoseconds that a limit held something up; the longest first.
+    pub(crate) held: Vec<(String, u64)>,
+    pub(crate) prefetch: Option<prefetch::Stats>,
+}
+
+/// Simulates.
+///
+/// # Errors
+/// If nothing can be simulated: settings that contradict each other, a trace that does not begin.
+pub(crate) fn simulate(job: Job<'_>) -> anyhow::Result<Outcome> {
+    let mut names = Names::new(job.setup);
+    let mut world = job.setup.world().clone();
+    let (named, clients) = job.clients;
+    for name in named {
+        names.add(name, &mut world).map_err(|why| anyhow!("the workload: {why}"))?;
+    }
+    let of_world = |spec: &ClientSpec| ClientSpec { disk: names.known()[spec.disk], ..spec.clone() };
+    let clients: Vec<ClientSpec> = clients.iter().map(of_world).collect();
+    if let Some(spec) = clients.iter().find(|spec| spec.region.end > world.disks[spec.disk].size_bytes) {
+        let Disk { name, size_bytes, .. } = &world.disks[spec.disk];
+        return Err(anyhow!(
+            "the workload: span={} goes past the end of the disk {name:?}, which has {size_bytes} bytes",
+            spec.region.end
+        ));
+    }
+    let first = names.known().len();
+    let reading = Reading { names, first, world, requests: 0, partial: None };
+    let shards = if job.events.is_some() { 1 } else { job.setup.parts().min(job.threads) };
+    if shards > 1 {
+        reading.read_in_shards(job, shards, &clients)
+    } else {
+        reading.read_in_one(job, &clients)
+    }
+}
+
+/// The state of reading.
+struct Reading<'a> {
+    names: Names<'a>,
+    first: usize,
+    world: World,
+    requests: u64,
+    partial: Option<String>,
+}
+
+impl Reading<'_> {
+    /// Reads to the end, and hands on each batch: the world, whether it has grown, and the requests. Whoever takes them may want no more.
+    fn read(
+        &mut self,
+        source: &mut dyn Source,
+        stop: &AtomicBool,
+        tell: &dyn Fn(u64, u64),
+        mut hand_on: impl FnMut(&World, bool, &mut Vec<Request>) -> anyhow::Result<ControlFlow<()>>,
+    ) -> anyhow::Result<()> {
+        let (mut records, mut requests) = (Vec::with_capacity(BATCH), Vec::with_capacity(BATCH));
+        loop {
+            records.clear();
+            let filled = source.fill(&mut records, BATCH);
+            let disks = self.world.disks.len();
+            let taken = records.iter().try_for_each(|record| {
+                requests.push(self.request(source, record)?);
+                Ok(())
+            });
+            let grown = self.world.disks.len() > disks;
+            self.requests += requests.len() as u64;
+            if let Some(last) = requests.last() {
+                tell(self.requests, last.at_ns);
+            }
+            let more = hand_on(&self.world, grown, &mut requests)?;
+            if let Err(error) = taken.and(filled) {
+                if self.requests == 0 {
+                    return Err(error);
+                }
+                self.partial = Some(format!("{error:#}"));
+                return Ok(());
+            }
+            if records.is_empty() || more.is_break() || stop.load(Ordering::Relaxed) {
+                return Ok(());
+            }
+        }
+    }
+
+    /// What a record means in this world.
+    #[inline]
+    fn request(&mut self, source: &dyn Source, record: &Record) -> anyhow::Result<Request> {
+        let number = self.first + record.disk.index();
+        while self.names.known().len() <= number {
+            let name = &source.disks()[self.names.known().len() - self.first];
+            self.names
+                .add(name, &mut self.world)
+                .map_err(|why| anyhow!("{}: {why}", source.place(record)))?;
+        }
+        let disk = self.names.known()[number];
+        let size_bytes = self.world.disks[disk].size_bytes;
+        if record.offset.saturating_add(record.length) > size_bytes {
+            let name = &self.world.disks[disk].name;
+            let size = if size_bytes == UNKNOWN_SIZE {
+                "any disk".to_owned()
+            } else {
+                format!("the disk {name:?}, which has {size_bytes} bytes")
+            };
+            return Err(anyhow!(
+                "{}: a {} of {} bytes at {} goes past the end of {size}",
+                source.place(record),
+                record.op.name(),
+                record.length,
+                record.offset
+            ));
+        }
+        let Record { time_ns: at_ns, op, offset, length, .. } = *record;
+        Ok(Request { at_ns, disk, op, offset, length })
+    }
+
+    fn read_in_one(mut self, job: Job<'_>, clients: &[ClientSpec]) -> anyhow::Result<Outcome> {
+        let Job { source, stop, tell, mut events, before, .. } = job;
+        let mut pair = Pair::new(&self.world, before, events.is_some(), clients)?;
+        let mut note = |world: &World, after: &mut Engine| {
+            if let Some(events) = &mut events {
+                events.write(world, after.take_rows());
+            }
+        };
+        self.read(source, stop, tell, |world, _, requests| {
+            for request in requests.drain(..) {
+                pair.arrive(world, request, stop)?;
+            }
+            // Batch by batch, so that memory need not hold all of them.
+            note(world, &mut pair.after);
+            Ok(if pair.is_full() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) })
+        })?;
+        pair.finish(&self.world, stop, |after| note(&self.world, after))?;
+        Ok(self.outcome(vec![pair], |_| 0, stop))
+    }
+
+    fn read_in_shards(
+        mut self,
+        job: Job<'_>,
+        shards: usize,
+        clients: &[ClientSpec],
+    ) -> anyhow::Result<Outcome> {
+        let Job { setup, source, stop, tell, before, .. } = job;
+        let shard_of = setup.shards(&self.world, shards);
+        let mut pairs = Vec::with_capacity(shards);
+        for shard in 0..shards {
+            let own = |client: &&ClientSpec| shard_of(client.disk) == shard;
+            let own: Vec<_> = clients.iter().filter(own).cloned().collect();
+            pairs.push(Pair::new(&self.world, before, false, &own)?);
+        }
+        let full = AtomicBool::new(false);
+        let pairs = thread::scope(|scope| {
+            let full = &full;
+            let (mut workers, mut channels) = (Vec::new(), Vec::new());
+            for pair in pairs {
+                let (give, take): (SyncSender<Batch>, _) = sync_channel(LAG);
+                channels.push(give);
+                let world = Arc::new(self.world.clone());
+                workers.push(scope.spawn(move || pair.work(world, &take, stop, full)));
+            }
+            let mut divided: Vec<Vec<Request>> = vec![Vec::new(); shards];
+            let read = self.read(source, stop, tell, |world, grown, requests| {
+                let grown = grown.then(|| Arc::new(world.clone()));
+                for request in requests.drain(..) {
+                    divided[shard_of(request.disk)].push(request);
+                }
+                for (channel, requests) in channels.iter().zip(&mut divided) {
+                    let batch = Batch { grown: grown.clone(), requests: std::mem::take(requests) };
+                    // Who does not take it has failed, and says why when he is joined.
+                    let _ = channel.send(batch);
+                }
+                Ok(if full.load(Ordering::Relaxed) {
+                    ControlFlow::Break(())
+                } else {
+                    ControlFlow::Continue(())
+                })
+            });
+            drop(channels);
+            let join = |worker: ScopedJoinHandle<'_, anyhow::Result<Pair>>| {
+                worker.join().expect("it does not panic")
+            };
+            let pairs: Vec<_> = workers.into_iter().map(join).collect();
+            read.and_then(|()| pairs.into_iter().collect::<anyhow::Result<Vec<Pair>>>())
+        })?;
+        Ok(self.outcome(pairs, shard_of, stop))
+    }
+
+    /// Why it is not complete, if it is not.
+    fn why_partial(&mut self, pairs: &[Pair], stop: &AtomicBool) -> Option<String> {
+        if pairs.iter().any(Pair::is_full) {
+            return Some(format!(
+                "{MOST_WAITING} requests waited for limits at once, and memory has no place for more (raise the limits, or split the trace)"
+            ));
+        }
+        if stop.load(Ordering::Relaxed) && self.partial.is_none() {
+            let waiting: usize = pairs.iter().map(|pair| pair.after.waiting()).sum();
+            return Some(match waiting {
+                0 => "interrupted".to_owned(),
+                1 => "interrupted; one request that still waited is left out".to_owned(),
+                _ => format!("interrupted; {waiting} requests that still waited are left out"),
+            });
+        }
+        self.partial.take()
+    }
+
+    fn outcome(
+        mut self,
+        mut pairs: Vec<Pair>,
+        shard_of: impl Fn(usize) -> usize,
+        stop: &AtomicBool,
+    ) -> Outcome {
+        let partial = self.why_partial(&pairs, stop);
+        let Self { world, .. } = self;
+        let mut groups = vec![Queue::default(); world.groups.len()];
+        let mut disks = Vec::with_capacity(world.disks.len());
+        for (index, disk) in world.disks.iter().enumerate() {
+            let pair = &mut pairs[shard_of(index)];
+            let above: Vec<usize> = world.groups_above(disk).collect();
+            for &group in &above {
+                groups[group] = *pair.after.group(group);
+            }
+            let names: Vec<&str> = above.iter().map(|&group| world.groups[group].name.as_str()).collect();
+            let prefetch = pair.after.prefetch(index);
+            let (_, queue, held) = pair.after.disk(index);
+            let held = held.times().into_iter().map(|(bucket, ns)| (bucket.name(&names), ns)).collect();
+            let queue = *queue;
+            disks.push(OfDisk {
+                after: pair.after.take_tally(index),
+                before: pair.before.as_mut().map(|before| before.take_tally(index)),
+                queue,
+                held,
+                prefetch,
+            });
+        }
+        Outcome { world, disks, groups, partial }
+    }
+}
+
+/// A part of what is simulated: with the limits, and without.
+#[derive(Debug)]
+struct Pair {
+    after: Engine,
+    before: Option<Engine>,
+}
+
+/// What a shard is sent.
+struct Batch {
+    /// The world, if it has grown.
+    grown: Option<Arc<World>>,
+    requests: Vec<Request>,
+}
+
+impl Pair {
+    fn new(world: &World, before: bool, rows: bool, clients: &[ClientSpec]) -> anyhow::Result<Self> {
+        let mut after = Engine::new(world, rows)?;
+        let mut before = before.then(|| Engine::unlimited(world)).transpose()?;
+        for engine in std::iter::once(&mut after).chain(&mut before) {
+            clients.iter().for_each(|spec| engine.add_client(Client::new(spec.clone())));
+        }
+        Ok(Self { after, before })
+    }
+
+    /// Adds the world's disks that are not there yet, up to so many.
+    fn follow(&mut self, world: &World, disks: usize) -> Result<(), Impossible> {
+        for engine in std::iter::once(&mut self.after).chain(&mut self.before) {
+            if engine.disks() < disks {
+                engine.follow(world, disks)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn arrive(&mut self, world: &World, request: Request, stop: &AtomicBool) -> Result<(), Impossible> {
+        if request.disk >= self.after.disks() {
+            self.meet(world, request, stop)?;
+        }
+        if self.is_full() {
+            return Ok(());
+        }
+        self.after.arrive(request, stop);
+        if let Some(before) = &mut self.before {
+            before.arrive(request, stop);
+        }
+        Ok(())
+    }
+
+    /// A disk begins to be with its first request, whenever that was read.
+    #[cold]
+    fn meet(&mut self, world: &World, request: Request, stop: &AtomicBool) -> Result<(), Impossible> {
+        for engine in std::iter::once(&mut self.after).chain(&mut self.before) {
+            engine.run_until(request.at_ns, stop);
+        }
+        self.follow(world, request.disk + 1)
+    }
+
+    /// So many wait that no more are taken.
+    fn is_full(&self) -> bool {
+        self.after.waiting() >= MOST_WAITING
+    }
+
+    /// Simulates to the end, and calls `between` now and then.
+    fn finish(
+        &mut self,
+        world: &World,
+        stop: &AtomicBool,
+        mut between: impl FnMut(&mut Engine),
+    ) -> Result<(), Impossible> {
+        // Those that nothing was asked of are told of as well.
+        self.follow(world, world.disks.len())?;
+        let is_over = self.is_full();
+        let is_stopped = || is_over || stop.load(Ordering::Relaxed);
+        while self.after.run(STEPS) && !is_stopped() {
+            between(&mut self.after);
+        }
+        between(&mut self.after);
+        self.after.settle();
+        if let Some(before) = &mut self.before {
+            while before.run(STEPS) && !is_stopped() {}
+            before.settle();
+        }
+        Ok(())
+    }
+
+    fn work(
+        mut self,
+        mut world: Arc<World>,
+        batches: &Receiver<Batch>,
+        stop: &AtomicBool,
+        full: &AtomicBool,
+    ) -> anyhow::Result<Self> {
+        for Batch { grown, requests } in batches {
+            world = grown.unwrap_or(world);
+            for request in requests {
+                self.arrive(&world, request, stop)?;
+            }
+            if self.is_full() {
+                full.store(true, Ordering::Relaxed);
+            }
+        }
+        self.finish(&world, stop, |_| ())?;
+        Ok(self)
+    }
+}

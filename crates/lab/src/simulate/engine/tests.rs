@@ -1,0 +1,338 @@
+//! The engine beside arithmetic that was written without it, to the nanosecond, and one mechanism at a time.
+
+use std::sync::atomic::AtomicBool;
+
+use policy::{
+    throttle::{Limit, LimitKind, Limits},
+    time::NANOS_PER_SECOND,
+};
+use proptest::prelude::*;
+
+use super::*;
+use crate::simulate::{
+    client::ClientSpec,
+    device::{BudgetSpec, Service, StationSpec},
+    world::{DiskSettings, UNKNOWN_SIZE},
+};
+
+const MS: u64 = 1_000_000;
+
+fn disk(limits: Limits) -> Disk {
+    Disk {
+        name: "vm1".to_owned(),
+        hold: DiskSettings { limits, ..DiskSettings::default() },
+        group: None,
+        prefetch: policy::prefetch::Settings::off(),
+        size_bytes: UNKNOWN_SIZE,
+        place: Place::default(),
+        watched: None,
+    }
+}
+
+fn limits(set: &[(LimitKind, Limit)]) -> Limits {
+    let mut limits = Limits::default();
+    for &(kind, limit) in set {
+        *limits.limit_mut(kind) = limit;
+    }
+    limits
+}
+
+fn rate(rate: u64) -> Limit {
+    Limit { rate, ..Limit::NONE }
+}
+
+fn alone(disk: Disk) -> World {
+    World { disks: vec![disk], ..World::default() }
+}
+
+fn run(world: &World, requests: impl IntoIterator<Item = Request>) -> (Engine, Vec<Row>) {
+    let mut engine = Engine::new(world, true).unwrap();
+    requests.into_iter().for_each(|request| engine.arrive(request, &GO_ON));
+    while engine.run(1000) {}
+    engine.settle();
+    let rows = engine.take_rows().collect();
+    (engine, rows)
+}
+
+/// Nobody stops it.
+static GO_ON: AtomicBool = AtomicBool::new(false);
+
+fn read(at_ns: u64, length: u64) -> Request {
+    Request { at_ns, disk: 0, op: Op::Read, offset: 0, length }
+}
+
+/// The leaky bucket as docs/throttle.txt of QEMU has it, in whole billionths of a unit, without regard to speed: one queue, one direction.
+struct Naive {
+    /// By limit: rate, size, level, for bytes or operations.
+    buckets: Vec<(u128, u128, u128, bool)>,
+    iops_size: u128,
+    now: u128,
+}
+
+impl Naive {
+    const UNIT: u128 = NANOS_PER_SECOND as u128;
+
+    fn new(limits: &Limits, direction: Direction) -> Self {
+        let mut buckets = Vec::new();
+        for kind in LimitKind::applying_to(direction) {
+            let Limit { rate, burst_rate, burst_length_s } = limits.limit(kind);
+            let (rate, max, length) = (u128::from(rate), u128::from(burst_rate), u128::from(burst_length_s));
+            if rate == 0 {
+                continue;
+            }
+            let size = if max == 0 { rate * Self::UNIT / 10 } else { max * length * Self::UNIT };
+            buckets.push((rate, size, 0, kind.counts_bytes()));
+            if length > 1 {
+                buckets.push((max, max * Self::UNIT / 10, 0, kind.counts_bytes()));
+            }
+        }
+        Self { buckets, iops_size: limits.iops_size.into(), now: 0 }
+    }
+
+    /// When a request passes that comes at `at`, behind all that came before.
+    fn pass(&mut self, at: u64, length: u64) -> u64 {
+        let start = self.now.max(at.into());
+        let elapsed = start - self.now;
+        let mut wait = 0;
+        for (rate, size, level, _) in &mut self.buckets {
+            *level = level.saturating_sub(*rate * elapsed);
+            wait = wait.max(level.saturating_sub(*size).div_ceil(*rate));
+        }
+        let length = u128::from(length);
+        for (rate, _, level, counts_bytes) in &mut self.buckets {
+            let operations = if self.iops_size > 0 && length > self.iops_size {
+                (length * Self::UNIT).div_ceil(self.iops_size)
+            } else {
+                Self::UNIT
+            };
+            *level = level.saturating_sub(*rate * wait);
+            *level += if *counts_bytes { length * Self::UNIT } else { operations };
+        }
+        self.now = start + wait;
+        u64::try_from(self.now).unwrap()
+    }
+}
+
+fn a_limit(rates: std::ops::Range<u64>) -> impl Strategy<Value = Limit> {
+    (rates, prop::option::of((1..20_u64, 1..8_u64))).prop_map(|(rate, burst)| match burst {
+        None => Limit { rate, ..Limit::NONE },
+        Some((times, length)) => Limit { rate, burst_rate: rate * times, burst_length_s: length },
+    })
+}
+
+/// Limits of operations and of bytes, each for both directions together or for reads and writes apart; with and without bursts and `iops-size`.
+fn some_limits() -> impl Strategy<Value = Limits> {
+    let iops = prop::option::of(a_limit(12..5000));
+    let bps = prop::option::of(a_limit(100_000..50_000_000));
+    let size = prop_oneof![Just(0), 512..20_000_u64];
+    (iops, bps, size, any::<[bool; 2]>()).prop_map(|(iops, bps, iops_size, [apart, bytes_apart])| {
+        use LimitKind::{BpsRead, BpsTotal, BpsWrite, IopsRead, IopsTotal, IopsWrite};
+        let mut limits = Limits::default();
+        let mut set = |kinds: &[LimitKind], limit: Option<Limit>| {
+            for kind in kinds {
+                *limits.limit_mut(*kind) = limit.unwrap_or_default();
+            }
+        };
+        set(if apart { &[IopsRead, IopsWrite] } else { &[IopsTotal] }, iops);
+        set(if bytes_apart { &[BpsRead, BpsWrite] } else { &[BpsTotal] }, bps);
+        limits.iops_size = if iops.is_some() { iops_size } else { 0 };
+        limits
+    })
+}
+
+/// The largest request that is paid for at once: what takes more than 90 ms of its scarcest limit is paid for in slices, which the naive model does
+/// not know. (The policy's own tests are about them.)
+fn largest(limits: &Limits) -> u64 {
+    let mut largest = 4 << 20;
+    for kind in LimitKind::ALL {
+        let rate = limits.limit(kind).rate;
+        if rate > 0 && kind.counts_bytes() {
+            largest = largest.min(rate * 85 / 1000);
+        } else if rate > 0 && limits.iops_size > 0 {
+            largest = largest.min(limits.iops_size.max(limits.iops_size * rate * 85 / 1000));
+        }
+    }
+    largest.max(1)
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(400))]
+
+    #[test]
+    fn waits_are_those_of_a_naive_model_to_the_nanosecond(
+        limits in some_limits(),
+        arrivals in prop::collection::vec((prop_oneof![Just(0), 0..1000_u64, 0..20 * MS, 0..3000 * MS], 1..u64::MAX, any::<bool>()), 1..300),
+    ) {
+        // Where both directions draw from one limit they take turns, which the naive model does not know: then all go the same way.
+        let shares = [LimitKind::IopsTotal, LimitKind::BpsTotal].iter().any(|kind| limits.limit(*kind).rate > 0);
+        let largest = largest(&limits);
+        let mut at = 0;
+        let requests: Vec<Request> = arrivals.iter().map(|&(after, length, write)| {
+            at += after;
+            let op = if write && !shares { Op::Write } else { Op::Read };
+            Request { at_ns: at, disk: 0, op, offset: 0, length: 1 + length % largest }
+        }).collect();
+        let (engine, mut rows) = run(&alone(disk(limits)), requests.iter().copied());
+        let mut models = Direction::ALL.map(|direction| Naive::new(&limits, direction));
+        prop_assert_eq!(rows.len(), requests.len());
+        // Those of one direction pass in their order; among each other they are put back into the order in which they came.
+        for direction in Direction::ALL {
+            let of_direction = |request: &Request| request.op.direction() == Some(direction);
+            let passed = rows.extract_if(.., |row| of_direction(&row.request));
+            for (request, row) in requests.iter().filter(|request| of_direction(request)).zip(passed.collect::<Vec<_>>()) {
+                prop_assert_eq!(&row.request, request);
+                let expect = models[direction.index()].pass(request.at_ns, request.length);
+                prop_assert_eq!(row.admitted_ns, expect, "{:?} under {:?}", request, limits);
+                prop_assert_eq!(row.completed_ns, row.admitted_ns, "there is no device");
+                prop_assert_eq!(row.bucket == Bucket::NONE, row.admitted_ns == request.at_ns);
+            }
+        }
+        let (tally, queue, held) = engine.disk(0);
+        prop_assert_eq!(tally.requests, requests.len() as u64);
+        let held: u64 = held.times().iter().map(|(_, ns)| ns).sum();
+        prop_assert!(held >= queue.throttled_ns && held <= 2 * queue.throttled_ns, "{} of {}", held, queue.throttled_ns);
+    }
+}
+
+#[test]
+fn a_burst_of_2000_for_60_s_then_100() {
+    let burst = Limit { rate: 100, burst_rate: 2000, burst_length_s: 60 };
+    let world = alone(disk(limits(&[(LimitKind::IopsTotal, burst)])));
+    let (_, rows) = run(&world, (0..130_000).map(|_| read(0, 4096)));
+    let between = |from: u64, to: u64| {
+        let passed = |row: &&Row| (from..to).contains(&(row.admitted_ns / NANOS_PER_SECOND));
+        rows.iter().filter(passed).count()
+    };
+    assert!(between(0, 60).abs_diff(120_000) <= 300, "{}", between(0, 60));
+    assert!(between(70, 80).abs_diff(1000) <= 2, "{}", between(70, 80));
+}
+
+#[test]
+fn a_flush_is_never_asked_about() {
+    let world = alone(disk(limits(&[(LimitKind::IopsTotal, rate(1))])));
+    let flush = Request { op: Op::Flush, length: 0, ..read(10, 0) };
+    let (_, rows) = run(&world, [read(0, 512), read(1, 512), read(2, 512), flush]);
+    let row = rows.iter().find(|row| row.request.op == Op::Flush).unwrap();
+    assert_eq!((row.admitted_ns, row.bucket), (10, Bucket::NONE));
+}
+
+#[test]
+fn what_a_request_waited_for_is_told() {
+    let world = World {
+        groups: vec![Group {
+            name: "gold".to_owned(),
+            hold: DiskSettings {
+                limits: limits(&[(LimitKind::BpsRead, rate(1_000_000))]),
+                ..DiskSettings::default()
+            },
+            parent: None,
+        }],
+        disks: vec![Disk { group: Some(0), ..disk(limits(&[(LimitKind::IopsTotal, rate(100))])) }],
+        ..World::default()
+    };
+    // 10 operations and 100,000 bytes may be in the buckets.
+    let (engine, rows) =
+        run(&world, (0..13).map(|_| read(0, 1)).chain((0..8).map(|_| read(5000 * MS, 60_000))));
+    let names: Vec<_> = rows.iter().map(|row| row.bucket.name(&["gold"])).collect();
+    assert_eq!(names[..11], ["-"; 11]);
+    assert_eq!(names[11..13], ["iops-total"; 2]);
+    assert_eq!(names[13..15], ["-"; 2]);
+    assert_eq!(names[15..], ["bps-read@gold"; 6]);
+    let (_, queue, held) = engine.disk(0);
+    let names: Vec<_> = held.times().iter().map(|(bucket, _)| bucket.name(&["gold"])).collect();
+    assert_eq!(names, ["bps-read@gold", "iops-total"]);
+    assert_eq!((queue.longest, engine.group(0).longest), (6, 6));
+    assert_eq!(engine.group(0).throttled_ns, queue.throttled_ns);
+}
+
+#[test]
+fn clients_wait_for_their_answers() {
+    let station = StationSpec { read: Service::fixed(5 * MS), parallel: Some(1), ..StationSpec::default() };
+    let place = Place { station: Some(0), budget: None };
+    let world = World { stations: vec![station], ..alone(Disk { place, ..disk(Limits::default()) }) };
+    let client = ClientSpec {
+        disk: 0,
+        op: Op::Read,
+        length: 4096,
+        region: 0..8192,
+        random: None,
+        depth: 2,
+        think_ns: MS,
+        count: Some(5),
+        time: 0..u64::MAX,
+    };
+    let mut engine = Engine::new(&world, true).unwrap();
+    engine.add_client(Client::new(client));
+    while engine.run(1000) {}
+    engine.settle();
+    let rows: Vec<Row> = engine.take_rows().collect();
+    let times: Vec<_> =
+        rows.iter().map(|row| (row.request.at_ns / MS, row.completed_ns / MS, row.request.offset)).collect();
+    assert_eq!(times, [(0, 5, 0), (0, 10, 4096), (6, 15, 0), (11, 20, 4096), (16, 25, 0)]);
+}
+
+#[test]
+fn a_sequential_reader_finds_what_was_read_ahead() {
+    let station = StationSpec { read: Service::fixed(MS), ..StationSpec::default() };
+    let place = Place { station: Some(0), budget: None };
+    let prefetch = policy::prefetch::Settings::default();
+    let ahead = |prefetch| {
+        let disk = Disk { place, prefetch, size_bytes: 1 << 30, ..disk(Limits::default()) };
+        let world = World { stations: vec![station], ..alone(disk) };
+        let reads = (0..1000).map(|number| Request { offset: number * 4096, ..read(number * 100_000, 4096) });
+        let (engine, rows) = run(&world, reads);
+        let served: u64 = rows.iter().map(|row| row.completed_ns - row.admitted_ns).sum();
+        (served / 1000, engine.prefetch(0))
+    };
+    let (without, none) = ahead(policy::prefetch::Settings::off());
+    let (with, stats) = ahead(prefetch);
+    assert_eq!((without, none), (MS, None));
+    assert!(with < MS / 5, "{with}");
+    let stats = stats.unwrap();
+    assert!(stats.hit_rate().unwrap() > 0.9, "{stats:?}");
+    assert!(stats.accuracy().unwrap() > 0.9, "{stats:?}");
+}
+
+/// A disk of 1 MiB/s with this watermark, on a device of 22 MiB/s.
+fn watched(watermark: u8) -> World {
+    let hold = DiskSettings {
+        limits: limits(&[(LimitKind::BpsWrite, rate(1 << 20))]),
+        watermark: policy::watermark::Watermark::new(watermark).unwrap(),
+        ..DiskSettings::default()
+    };
+    let place = Place { station: None, budget: Some(0) };
+    let disk = Disk { hold, place, watched: Some(place), ..disk(Limits::default()) };
+    let budgets = vec![BudgetSpec { bytes: Some(22 << 20), ..BudgetSpec::default() }];
+    World { budgets, ..alone(disk) }
+}
+
+#[test]
+fn a_watermark_lifts_limits_while_the_device_has_room() {
+    // 4 MiB a second, of 22 that the device can.
+    let writes = || (0..160).map(|number| Request { op: Op::Write, ..read(number * 62_500_000, 1 << 18) });
+    let longest = |watermark| {
+        let (_, rows) = run(&watched(watermark), writes());
+        rows.iter().map(|row| row.admitted_ns - row.request.at_ns).max().unwrap()
+    };
+    assert!(longest(90) < MS, "{}", longest(90));
+    assert!(longest(0) > 1000 * MS, "{}", longest(0));
+}
+
+#[test]
+fn ages_without_requests_cost_no_looks_and_change_nothing() {
+    // More than the device can, then nothing, then the same again: what a controller has learned is over after a second.
+    let burst = |from: u64| {
+        (0..400).map(move |number| Request { op: Op::Write, ..read(from + number * 10_000_000, 1 << 18) })
+    };
+    let second_burst = |gap_ns: u64| {
+        let (engine, rows) = run(&watched(90), burst(0).chain(burst(gap_ns)));
+        assert!(engine.foreseen() < 20_000, "{} events", engine.foreseen());
+        rows[400..].iter().map(|row| row.admitted_ns - gap_ns).collect::<Vec<_>>()
+    };
+    let after_a_minute = second_burst(60_000 * MS);
+    assert!(after_a_minute.iter().zip(0..).any(|(passed, number)| *passed > number * 10_000_000));
+    assert_eq!(second_burst(365 * 86_400 * 1000 * MS), after_a_minute);
+    // To the end of time.
+    let (_, rows) = run(&watched(90), [read(0, 512), read(u64::MAX, 512)]);
+    assert_eq!(rows.len(), 2);
+}

@@ -1,0 +1,289 @@
+//! What a simulation came to: tables for people, and the same as JSON.
+//!
+//! A group's figures are those of all disks below it together. Times are right within a hundredth, as histograms have them.
+
+use console::{
+    figures,
+    table::{Side, Table},
+};
+use serde::Serialize;
+
+use super::{
+    drive::{OfDisk, Outcome},
+    tally::{Queue, Tally, Times},
+};
+
+/// Everything that is told of a simulation.
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) struct Summary {
+    pub(crate) disks: Vec<Line>,
+    pub(crate) groups: Vec<Line>,
+    /// What is not simulated, for people.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub(crate) remarks: Vec<String>,
+    /// Why it is not complete.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) partial: Option<String>,
+}
+
+/// A disk or a group.
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) struct Line {
+    pub(crate) name: String,
+    /// Without limits, on the same device.
+    pub(crate) before: Option<Figures>,
+    pub(crate) after: Figures,
+    /// The share of the time in which somebody waited for limits, from 0 to 1.
+    pub(crate) throttled: f64,
+    /// Most that waited at a time.
+    pub(crate) longest_queue: u64,
+    /// By limit: the share of the time in which it held something up; the longest first.
+    pub(crate) held_by: Vec<HeldBy>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) prefetch: Option<Prefetched>,
+}
+
+/// How much, how fast, and how long it took.
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) struct Figures {
+    pub(crate) requests: u64,
+    pub(crate) bytes: u64,
+    pub(crate) seconds: f64,
+    pub(crate) iops: f64,
+    pub(crate) bps: f64,
+    pub(crate) latency_ns: Percentiles,
+    pub(crate) waited_ns: Percentiles,
+    pub(crate) served_ns: Percentiles,
+}
+
+/// Within which time how many were done, in nanoseconds.
+#[derive(Clone, Copy, Debug, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) struct Percentiles {
+    pub(crate) mean: f64,
+    pub(crate) p50: u64,
+    pub(crate) p90: u64,
+    pub(crate) p99: u64,
+    pub(crate) p99_9: u64,
+    pub(crate) max: u64,
+}
+
+/// A limit that held something up.
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) struct HeldBy {
+    pub(crate) limit: String,
+    pub(crate) seconds: f64,
+    pub(crate) share: f64,
+}
+
+/// What reading ahead came to.
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) struct Prefetched {
+    pub(crate) hit_rate: Option<f64>,
+    pub(crate) accuracy: Option<f64>,
+    pub(crate) read_ahead_bytes: u64,
+}
+
+impl Percentiles {
+    pub(super) fn of(times: &Times) -> Self {
+        let [p50, p90, p99, p99_9] = [0.5, 0.9, 0.99, 0.999].map(|share| times.quantile(share));
+        Self { mean: times.mean(), p50, p90, p99, p99_9, max: times.longest() }
+    }
+}
+
+impl Figures {
+    fn of(tally: &Tally) -> Self {
+        Self {
+            requests: tally.requests,
+            bytes: tally.bytes,
+            seconds: tally.seconds(),
+            iops: tally.a_second(tally.requests),
+            bps: tally.a_second(tally.bytes),
+            latency_ns: Percentiles::of(&tally.latency),
+            waited_ns: Percentiles::of(&tally.waited),
+            served_ns: Percentiles::of(&tally.served),
+        }
+    }
+}
+
+impl Line {
+    fn new(name: &str, after: &Tally, before: Option<&Tally>, queue: &Queue) -> Self {
+        let seconds = after.seconds();
+        Self {
+            name: name.to_owned(),
+            before: before.map(Figures::of),
+            after: Figures::of(after),
+            throttled: share(queue.throttled_ns, seconds),
+            longest_queue: queue.longest,
+            held_by: Vec::new(),
+            prefetch: None,
+        }
+    }
+
+    fn of_disk(name: &str, disk: &OfDisk) -> Self {
+        let mut line = Self::new(name, &disk.after, disk.before.as_ref(), &disk.queue);
+        let seconds = line.after.seconds;
+        let held = |(limit, ns): &(String, u64)| HeldBy {
+            limit: limit.clone(),
+            seconds: *ns as f64 / 1e9,
+            share: share(*ns, seconds),
+        };
+        line.held_by = disk.held.iter().map(held).collect();
+        line.prefetch = disk.prefetch.map(|stats| Prefetched {
+            hit_rate: stats.hit_rate(),
+            accuracy: stats.accuracy(),
+            read_ahead_bytes: stats.read_ahead_bytes,
+        });
+        line
+    }
+}
+
+/// So many nanoseconds of so many seconds, from 0 to 1.
+fn share(ns: u64, seconds: f64) -> f64 {
+    if seconds > 0.0 { (ns as f64 / 1e9 / seconds).min(1.0) } else { 0.0 }
+}
+
+impl Summary {
+    /// What an outcome comes to. Disks that nothing was asked of are left out.
+    pub(crate) fn new(outcome: &Outcome, remarks: &[String]) -> Self {
+        let Outcome { world, disks, groups, partial } = outcome;
+        let used = disks.iter().zip(&world.disks).filter(|(disk, _)| disk.after.requests > 0);
+        let lines = used.map(|(disk, named)| Line::of_disk(&named.name, disk)).collect();
+        let of_group = |(index, queue): (usize, &Queue)| {
+            let (mut after, mut before) = (Tally::default(), Tally::default());
+            for (disk, of) in world.disks.iter().zip(disks) {
+                if world.groups_above(disk).any(|group| group == index) {
+                    after.add(&of.after);
+                    of.before.iter().for_each(|one| before.add(one));
+                }
+            }
+            let is_known = disks.iter().any(|disk| disk.before.is_some());
+            Line::new(&world.groups[index].name, &after, is_known.then_some(&before), queue)
+        };
+        let groups = groups.iter().enumerate().map(of_group).filter(|line| line.after.requests > 0).collect();
+        Self { disks: lines, groups, remarks: remarks.to_vec(), partial: partial.clone() }
+    }
+
+    /// As tables.
+    pub(crate) fn text(&self) -> String {
+        let mut tables = vec![self.latencies(), self.parts(), self.limits()];
+        tables.extend(self.prefetched());
+        let mut text: Vec<String> = tables.iter().map(|table| table.render(false)).collect();
+        text.extend(self.remarks.iter().map(|remark| format!("{remark}\n")));
+        if let Some(why) = &self.partial {
+            text.push(format!("Not complete: {why}. The figures are of what came before.\n"));
+        }
+        text.join("\n")
+    }
+
+    /// # Errors
+    /// None that is known.
+    pub(crate) fn json(&self) -> anyhow::Result<String> {
+        Ok(serde_json::to_string_pretty(self)? + "\n")
+    }
+
+    /// All lines, with what each is of.
+    pub(crate) fn lines(&self) -> impl Iterator<Item = (&'static str, &Line)> {
+        self.disks.iter().map(|line| ("disk", line)).chain(self.groups.iter().map(|line| ("group", line)))
+    }
+
+    fn latencies(&self) -> Table {
+        let numbers = ["REQUESTS", "BYTES", "IOPS", "BYTES/S", "P50", "P90", "P99", "P99.9", "MAX"];
+        let mut table = Table::new(columns(["DISK", "LIMITS"], numbers));
+        for (what, line) in self.lines() {
+            let rows = line.before.iter().map(|before| ("without", before)).chain([("with", &line.after)]);
+            for (when, figures) in rows {
+                let mut row = vec![shown(what, line), when.to_owned()];
+                row.extend([
+                    figures.requests.to_string(),
+                    figures::bytes(figures.bytes as f64),
+                    figures::count(figures.iops),
+                    figures::bytes(figures.bps),
+                ]);
+                row.extend(times(&figures.latency_ns));
+                table.row(row);
+            }
+        }
+        table
+    }
+
+    fn parts(&self) -> Table {
+        let mut table = Table::new(columns(["DISK", "TIME"], ["P50", "P90", "P99", "P99.9", "MAX", "MEAN"]));
+        for (what, line) in self.lines() {
+            for (part, percentiles) in [("waited", &line.after.waited_ns), ("served", &line.after.served_ns)]
+            {
+                let mut row = vec![shown(what, line), part.to_owned()];
+                row.extend(times(percentiles));
+                row.push(figures::time(percentiles.mean as u64));
+                table.row(row);
+            }
+        }
+        table
+    }
+
+    fn limits(&self) -> Table {
+        let mut table = Table::new([
+            ("DISK", Side::Left),
+            ("THROTTLED", Side::Right),
+            ("LONGEST QUEUE", Side::Right),
+            ("HELD BY", Side::Left),
+        ]);
+        for (what, line) in self.lines() {
+            let held =
+                line.held_by.iter().map(|held| format!("{} {}", held.limit, figures::share(held.share)));
+            let held: Vec<_> = held.collect();
+            table.row(vec![
+                shown(what, line),
+                figures::share(line.throttled),
+                line.longest_queue.to_string(),
+                if held.is_empty() { "-".to_owned() } else { held.join(", ") },
+            ]);
+        }
+        table
+    }
+
+    fn prefetched(&self) -> Option<Table> {
+        let mut table = Table::new([
+            ("DISK", Side::Left),
+            ("HITS", Side::Right),
+            ("ACCURACY", Side::Right),
+            ("READ AHEAD", Side::Right),
+        ]);
+        let ahead = self.disks.iter().filter_map(|line| Some((line, line.prefetch.as_ref()?)));
+        let mut any = false;
+        for (line, prefetch) in ahead {
+            any = true;
+            let share = |share: Option<f64>| share.map_or_else(|| "-".to_owned(), figures::share);
+            table.row(vec![
+                line.name.clone(),
+                share(prefetch.hit_rate),
+                share(prefetch.accuracy),
+                figures::bytes(prefetch.read_ahead_bytes as f64),
+            ]);
+        }
+        any.then_some(table)
+    }
+}
+
+fn shown(what: &str, line: &Line) -> String {
+    if what == "disk" { line.name.clone() } else { format!("{what} {}", line.name) }
+}
+
+fn times(percentiles: &Percentiles) -> [String; 5] {
+    let Percentiles { p50, p90, p99, p99_9, max, .. } = *percentiles;
+    [p50, p90, p99, p99_9, max].map(figures::time)
+}
+
+/// Columns of words, then of numbers.
+fn columns<const W: usize, const N: usize>(
+    words: [&'static str; W],
+    numbers: [&'static str; N],
+) -> Vec<(&'static str, Side)> {
+    let words = words.into_iter().map(|word| (word, Side::Left));
+    words.chain(numbers.into_iter().map(|number| (number, Side::Right))).collect()
+}

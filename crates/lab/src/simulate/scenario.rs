@@ -1,0 +1,286 @@
+//! What the documents that weir grew from tell of, simulated: a burst, groups, queues of different depth, and the two streams of 2009.
+//!
+//! Each is a small world with its own limits and clients, and a table of what came of it beside what was said or measured then. They take no
+//! options for limits: theirs are part of the story.
+
+use console::table::{Side, Table};
+use policy::{
+    prefetch,
+    throttle::{Limit, LimitKind, Limits},
+};
+
+use super::{
+    client::{Client, ClientSpec},
+    device::Place,
+    engine::{Engine, Impossible, Row},
+    request::Op,
+    two_streams,
+    workload::Tale,
+    world::{Disk, DiskSettings, Group, UNKNOWN_SIZE, World},
+};
+use crate::result;
+
+/// A table, and what to know when reading it.
+#[derive(Debug)]
+pub(crate) struct Story {
+    pub(crate) title: &'static str,
+    pub(crate) columns: Vec<(&'static str, Side)>,
+    pub(crate) rows: Vec<Vec<String>>,
+    pub(crate) note: String,
+    /// Numbers for `weir report` to compare, by name.
+    pub(crate) measures: Vec<(String, f64)>,
+}
+
+impl Story {
+    /// For people.
+    pub(crate) fn text(&self) -> String {
+        let mut table = Table::new(self.columns.clone());
+        self.rows.iter().for_each(|row| table.row(row.clone()));
+        format!("{}\n\n{}\n{}\n", self.title, table.render(false), self.note)
+    }
+
+    /// For a result file.
+    pub(crate) fn table(&self) -> result::Table {
+        result::Table {
+            title: self.title.to_owned(),
+            columns: self.columns.iter().map(|(name, _)| (*name).to_owned()).collect(),
+            rows: self.rows.clone(),
+            note: Some(self.note.clone()),
+        }
+    }
+}
+
+/// Simulates a tale.
+///
+/// # Errors
+/// None that is known: the worlds are possible.
+pub(crate) fn told(tale: &Tale) -> Result<Story, Impossible> {
+    match tale {
+        Tale::TwoStreams { cache_bytes } => two_streams::tell(*cache_bytes),
+        Tale::Burst => burst(),
+        Tale::Group => group(),
+        Tale::Depths => depths(),
+    }
+}
+
+/// A disk without a device.
+pub(super) fn disk(name: &str, limits: Limits, group: Option<usize>) -> Disk {
+    Disk {
+        name: name.to_owned(),
+        hold: DiskSettings { limits, ..DiskSettings::default() },
+        group,
+        prefetch: prefetch::Settings::off(),
+        size_bytes: UNKNOWN_SIZE,
+        place: Place::default(),
+        watched: None,
+    }
+}
+
+pub(super) fn one_limit(kind: LimitKind, rate: u64) -> Limits {
+    let mut limits = Limits::default();
+    limits.limit_mut(kind).rate = rate;
+    limits
+}
+
+/// All that becomes of these clients' requests.
+pub(super) fn run(world: &World, clients: &[ClientSpec]) -> Result<Vec<Row>, Impossible> {
+    let mut engine = Engine::new(world, true)?;
+    clients.iter().for_each(|spec| engine.add_client(Client::new(spec.clone())));
+    while engine.run(1 << 16) {}
+    Ok(engine.take_rows().collect())
+}
+
+/// Somebody who reads at random places for so many seconds.
+fn reader(disk: usize, length: u64, depth: u32, seconds: u64) -> ClientSpec {
+    ClientSpec {
+        disk,
+        op: Op::Read,
+        length,
+        region: 0..1 << 30,
+        random: Some(disk as u64),
+        depth,
+        think_ns: 0,
+        count: None,
+        time: 0..seconds * SECOND,
+    }
+}
+
+const SECOND: u64 = 1_000_000_000;
+
+/// How many of a disk's requests passed a second, from one second to another.
+fn rate(rows: &[Row], disk: usize, seconds: std::ops::Range<u64>) -> f64 {
+    let time = seconds.start * SECOND..seconds.end * SECOND;
+    let passed =
+        rows.iter().filter(|row| row.request.disk == disk && time.contains(&row.admitted_ns)).count();
+    passed as f64 / (seconds.end - seconds.start) as f64
+}
+
+fn said(value: f64) -> String {
+    if value.fract() == 0.0 { format!("{value:.0}") } else { format!("{value:.1}") }
+}
+
+/// A rate that was simulated, beside the one that was said.
+fn beside(name: &str, simulated: f64, said_rate: f64, story: &mut Vec<(String, f64)>) -> [String; 2] {
+    story.push((name.to_owned(), simulated));
+    [said(simulated), said(said_rate)]
+}
+
+/// "Perform I/O on hd0.qcow2 at a rate of 2000 IOPS for 1 minute before it's throttled down to 100 IOPS", where 8 KiB count as two operations
+/// and 6 KiB as one and a half.
+fn burst() -> Result<Story, Impossible> {
+    let mut limits = Limits::default();
+    *limits.limit_mut(LimitKind::IopsTotal) = Limit { rate: 100, burst_rate: 2000, burst_length_s: 60 };
+    limits.iops_size = 4096;
+    let sizes = [4096, 6144, 8192];
+    let disks = sizes.map(|size| disk(&format!("of {} KiB", size / 1024), limits, None));
+    let world = World { disks: disks.into(), ..World::default() };
+    let clients: Vec<_> = sizes.iter().enumerate().map(|(disk, size)| reader(disk, *size, 64, 80)).collect();
+    let rows = run(&world, &clients)?;
+    let mut measures = Vec::new();
+    let row = |(index, size): (usize, &u64)| {
+        let counts = *size as f64 / 4096.0;
+        let mut row = vec![settings::exact_size(*size), said(counts)];
+        row.extend(beside(
+            &format!("burst of {size}"),
+            rate(&rows, index, 0..60),
+            2000.0 / counts,
+            &mut measures,
+        ));
+        row.extend(beside(
+            &format!("after of {size}"),
+            rate(&rows, index, 70..80),
+            100.0 / counts,
+            &mut measures,
+        ));
+        row
+    };
+    Ok(Story {
+        title: "iops-total=100,iops-total-max=2000,iops-total-max-length=60,iops-size=4096: requests a second",
+        columns: vec![
+            ("REQUEST", Side::Left),
+            ("COUNTS AS", Side::Right),
+            ("FIRST MINUTE", Side::Right),
+            ("SAID", Side::Right),
+            ("FROM 70 S ON", Side::Right),
+            ("SAID", Side::Right),
+        ],
+        rows: sizes.iter().enumerate().map(row).collect(),
+        note: "Three disks with these limits, each with a client that always has 64 requests waiting. The bucket holds 2000 × 60 operations and \
+               meanwhile runs out at 100 a second, so the burst ends after 63 seconds."
+            .to_owned(),
+        measures,
+    })
+}
+
+/// "Hd1, hd2 and hd4 are all members of a group named 'foo'; hd3 and hd5 are members of 'bar', hd6 is left alone."
+fn group() -> Result<Story, Impossible> {
+    let group = |name: &str, rate| Group {
+        name: name.to_owned(),
+        hold: DiskSettings { limits: one_limit(LimitKind::IopsTotal, rate), ..DiskSettings::default() },
+        parent: None,
+    };
+    let of = [Some(0), Some(0), Some(1), Some(0), Some(1), None];
+    let alone = one_limit(LimitKind::IopsTotal, 5000);
+    let disk = |(index, group): (usize, &Option<usize>)| {
+        let limits = if group.is_none() { alone } else { Limits::default() };
+        disk(&format!("hd{}", index + 1), limits, *group)
+    };
+    let world = World {
+        groups: vec![group("foo", 6000), group("bar", 3000)],
+        disks: of.iter().enumerate().map(disk).collect(),
+        ..World::default()
+    };
+    let clients: Vec<_> = (0..of.len()).map(|disk| reader(disk, 4096, 32, 11)).collect();
+    let rows = run(&world, &clients)?;
+    let mut measures = Vec::new();
+    let row = |(index, group): (usize, &Option<usize>)| {
+        let (name, limit, share) = match group {
+            Some(0) => ("foo", 6000, 2000.0),
+            Some(_) => ("bar", 3000, 1500.0),
+            None => ("-", 5000, 5000.0),
+        };
+        let disk = format!("hd{}", index + 1);
+        let mut row = vec![disk.clone(), name.to_owned(), limit.to_string()];
+        row.extend(beside(&disk, rate(&rows, index, 1..11), share, &mut measures));
+        row
+    };
+    Ok(Story {
+        title: "Disks that share limits: requests a second",
+        columns: vec![
+            ("DISK", Side::Left),
+            ("GROUP", Side::Left),
+            ("IOPS-TOTAL", Side::Right),
+            ("SIMULATED", Side::Right),
+            ("AN EQUAL SHARE", Side::Right),
+        ],
+        rows: of.iter().enumerate().map(row).collect(),
+        note: "Each disk has a client that always has 32 requests waiting; from the second second on."
+            .to_owned(),
+        measures,
+    })
+}
+
+/// Two clients of one limit, one with a request at a time and one with 64: in QEMU the latter gets more.
+fn depths() -> Result<Story, Impossible> {
+    /// What qemu-storage-daemon 7.2 gave them (weir's design, section 6).
+    const QEMU: [f64; 2] = [738.0, 1290.0];
+    let hold = DiskSettings { limits: one_limit(LimitKind::IopsTotal, 2000), ..DiskSettings::default() };
+    let world = World {
+        groups: vec![Group { name: "group".to_owned(), hold, parent: None }],
+        disks: vec![
+            disk("depth 1", Limits::default(), Some(0)),
+            disk("depth 64", Limits::default(), Some(0)),
+        ],
+        ..World::default()
+    };
+    let clients = [reader(0, 4096, 1, 11), reader(1, 4096, 64, 11)];
+    let rows = run(&world, &clients)?;
+    let mut measures = Vec::new();
+    let row = |disk: usize| {
+        let name = &world.disks[disk].name;
+        let mut row = vec![name.clone()];
+        row.extend(beside(name, rate(&rows, disk, 1..11), QEMU[disk], &mut measures));
+        row
+    };
+    Ok(Story {
+        title: "Two clients of a group with iops-total=2000: requests a second",
+        columns: vec![("CLIENT", Side::Left), ("SIMULATED", Side::Right), ("QEMU 7.2", Side::Right)],
+        rows: (0..2).map(row).collect(),
+        note:
+            "A short queue is at no disadvantage: siblings share the time of the scarcest limit, not turns."
+                .to_owned(),
+        measures,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn measures(tale: &Tale) -> Vec<(String, f64)> {
+        told(tale).unwrap().measures
+    }
+
+    #[test]
+    fn a_burst_is_what_it_was_said_to_be() {
+        let expected = [2000.0, 100.0, 2000.0 / 1.5, 100.0 / 1.5, 1000.0, 50.0];
+        for ((name, simulated), expected) in measures(&Tale::Burst).iter().zip(expected) {
+            assert!((simulated / expected - 1.0).abs() < 0.02, "{name}: {simulated} instead of {expected}");
+        }
+    }
+
+    #[test]
+    fn groups_share_and_others_do_not() {
+        let expected = [2000.0, 2000.0, 1500.0, 2000.0, 1500.0, 5000.0];
+        for ((name, simulated), expected) in measures(&Tale::Group).iter().zip(expected) {
+            assert!((simulated / expected - 1.0).abs() < 0.01, "{name}: {simulated} instead of {expected}");
+        }
+    }
+
+    #[test]
+    fn a_short_queue_gets_its_share() {
+        for (name, simulated) in measures(&Tale::Depths) {
+            assert!((simulated / 1000.0 - 1.0).abs() < 0.05, "{name}: {simulated}");
+        }
+    }
+}

@@ -1,0 +1,374 @@
+//! From options and a config file to the world that is simulated.
+//!
+//! ```text
+//!   --config FILE ─► config::load ─► settings::Plan ─► disks that are known by name ─┐
+//!                                                                                ├─► Setup ─► World, which grows with the
+//!   --iops-total … ─► checked settings ─► what every disk of a trace is held to ─┘            disks that a trace names
+//! ```
+//!
+//! Rules are the plan's: what a daemon would refuse is refused here, with the same words. Images are not opened; of one that is there, the size
+//! is looked at.
+
+use std::{collections::HashMap, fs, io::Read as _, path::Path};
+
+use anyhow::Context as _;
+use block::{
+    device::{Identity, Number, Roots},
+    storage::{Spec, delay::DelayOptions, rate::RateOptions},
+};
+use policy::throttle::{Limits, Setting};
+use settings::{Plan, config, state::Store};
+
+use super::{
+    device::{BudgetSpec, Place, Service, StationSpec, measured, places},
+    device_spec::DeviceSpec,
+    world::{Disk, Group, UNKNOWN_SIZE, World},
+};
+use crate::{
+    probe,
+    simulate::arguments::{SimulateArgs, Terms},
+};
+
+/// Disks in a simulation at most: each has tables of some 200 KiB.
+pub(crate) const MOST_DISKS: usize = 10_000;
+
+/// What is simulated, before it is known which disks there are.
+#[derive(Clone, Debug)]
+pub(crate) struct Setup {
+    world: World,
+    /// What a daemon would do with this config file and is not simulated, for people.
+    remarks: Vec<String>,
+    kind: Kind,
+}
+
+#[derive(Clone, Debug)]
+enum Kind {
+    /// The disks are those of the config file, by name.
+    Config {
+        /// As the user named it.
+        file: String,
+        by_name: HashMap<String, usize>,
+    },
+    /// Whatever disk a trace names is held to the same, on a device of its own unless it is shared.
+    Any(Box<Any>),
+}
+
+/// What every disk is held to, and what each has for itself.
+#[derive(Clone, Debug)]
+struct Any {
+    disk: Disk,
+    station: Option<StationSpec>,
+    budget: Option<BudgetSpec>,
+}
+
+impl Setup {
+    /// What the command line says.
+    ///
+    /// # Errors
+    /// Whatever a daemon would refuse; a device that nothing is known of.
+    pub(crate) fn new(arguments: &SimulateArgs) -> Result<Self, console::Failure> {
+        let device = match &arguments.devices.device {
+            Some(DeviceSpec::Given { delay, rate }) => Some((station_of(delay), budget_of(rate))),
+            Some(DeviceSpec::Probed(path)) => {
+                let store = Store::new(arguments.devices.state.as_deref());
+                Some((probed(path, &store)?, BudgetSpec::default()))
+            }
+            None => None,
+        };
+        match &arguments.config {
+            Some(path) => Ok(Self::of_config(path, device)?),
+            None => {
+                let terms = arguments.terms().map_err(|wrong| console::Failure::Usage(wrong.into()))?;
+                let size = arguments.devices.size.unwrap_or(UNKNOWN_SIZE);
+                let devices = (arguments.devices.delay.as_ref(), arguments.devices.rate.as_ref());
+                Ok(Self::of_terms(&terms, size, devices, device))
+            }
+        }
+    }
+
+    fn of_config(path: &Path, device: Option<(StationSpec, BudgetSpec)>) -> anyhow::Result<Self> {
+        let plan = Plan::new(config::load(path)?, 0)?;
+        let mut world = World::default();
+        let shared = device.map(|device| world.add_device(device));
+        for group in &plan.groups {
+            let hold = group.settings.of_disk();
+            world.groups.push(Group { name: group.name.clone(), hold, parent: group.parent });
+        }
+        let mut budgets = HashMap::new();
+        for disk in &plan.disks {
+            let mut place = Place::default();
+            if let Some(delay) = &disk.delay {
+                place.station = Some(world.add_station(station_of(delay)));
+            }
+            if let Some(rate) = &disk.rate {
+                let mut add = || world.add_budget(budget_of(rate));
+                place.budget = Some(match &rate.shared {
+                    Some(name) => *budgets.entry(name.clone()).or_insert_with(add),
+                    None => add(),
+                });
+            }
+            let watched = place.budget.map(|_| Place { station: None, ..place });
+            let (place, watched) = match shared {
+                Some(shared) if place == Place::default() => (shared, Some(shared)),
+                _ => (place, watched),
+            };
+            world.disks.push(Disk {
+                name: disk.name.clone(),
+                hold: disk.settings.of_disk(),
+                group: disk.group,
+                prefetch: disk.prefetch,
+                size_bytes: size_of(&disk.image)?,
+                place,
+                watched,
+            });
+        }
+        let names = world.disks.iter().enumerate().map(|(index, disk)| (disk.name.clone(), index));
+        let by_name = names.collect();
+        let faulty = plan.disks.iter().filter(|disk| !disk.faults.is_empty());
+        let remark = |name| {
+            format!(
+                "The fault rules of the disk {name:?} are not simulated: its requests neither fail nor hang."
+            )
+        };
+        let remarks = faulty.map(|disk| remark(&disk.name)).collect();
+        Ok(Self { world, remarks, kind: Kind::Config { file: path.display().to_string(), by_name } })
+    }
+
+    /// Of disks that nothing names beforehand. `device` is shared by all; `delay` and `rate` are each disk's own.
+    pub(crate) fn of_terms(
+        terms: &Terms,
+        size_bytes: u64,
+        (delay, rate): (Option<&DelayOptions>, Option<&RateOptions>),
+        device: Option<(StationSpec, BudgetSpec)>,
+    ) -> Self {
+        let mut world = World::default();
+        let group = terms.group.as_ref().map(|(name, settings)| {
+            world.groups.push(Group { name: name.clone(), hold: settings.of_disk(), parent: None });
+            0
+        });
+        let mut disk = Disk {
+            name: String::new(),
+            hold: terms.disk.of_disk(),
+            group,
+            prefetch: terms.prefetch,
+            size_bytes,
+            place: Place::default(),
+            watched: None,
+        };
+        if let Some(device) = device {
+            disk.place = world.add_device(device);
+            disk.watched = Some(disk.place);
+        }
+        let mut budget = rate.map(budget_of);
+        if rate.is_some_and(|rate| rate.shared.is_some()) {
+            disk.place.budget = budget.take().map(|budget| world.add_budget(budget));
+            disk.watched = Some(disk.place);
+        }
+        let any = Any { disk, station: delay.map(station_of), budget };
+        Self { world, remarks: Vec::new(), kind: Kind::Any(Box::new(any)) }
+    }
+
+    /// The world without the disks that are not known yet.
+    pub(crate) fn world(&self) -> &World {
+        &self.world
+    }
+
+    /// What a daemon would do and is not simulated, for people.
+    pub(crate) fn remarks(&self) -> &[String] {
+        &self.remarks
+    }
+
+    /// How many parts there may be that have nothing to do with each other.
+    pub(crate) fn parts(&self) -> usize {
+        match &self.kind {
+            Kind::Config { .. } => self.world.parts().into_iter().max().map_or(1, |last| last + 1),
+            Kind::Any(any) if any.disk.group.is_some() || any.disk.place != Place::default() => 1,
+            Kind::Any(_) => usize::MAX,
+        }
+    }
+
+    /// Which of so many shards each disk of a world is in, by its index; also of disks that are yet to come.
+    pub(crate) fn shards(&self, world: &World, shards: usize) -> impl Fn(usize) -> usize + use<> {
+        let parts = match &self.kind {
+            Kind::Config { .. } => world.parts(),
+            Kind::Any(_) => Vec::new(),
+        };
+        move |disk| parts.get(disk).copied().unwrap_or(disk) % shards
+    }
+
+    /// The same with another value of one limit, of the disk or group of this name; without a name of the only group, or else of all disks.
+    ///
+    /// # Errors
+    /// If nothing has that name, or the limits make no sense then.
+    pub(crate) fn with(&self, of: Option<&str>, setting: Setting, value: u64) -> anyhow::Result<Self> {
+        let mut setup = self.clone();
+        let change = |name: &str, limits: &mut Limits| -> anyhow::Result<()> {
+            let name = if name.is_empty() { "each disk" } else { name };
+            let place = || format!("{name}: {setting}={value}");
+            limits.set(setting, value).map_err(|invalid| anyhow::anyhow!("{}: {}", place(), invalid.rule))?;
+            limits
+                .validate()
+                .map_err(|invalid| anyhow::anyhow!("{}: {} {}", place(), invalid.setting, invalid.rule))
+        };
+        let World { groups, disks, .. } = &mut setup.world;
+        let group = match of {
+            Some(name) => groups.iter_mut().find(|group| group.name == name),
+            None if groups.len() == 1 => groups.first_mut(),
+            None => None,
+        };
+        match (group, of, &mut setup.kind) {
+            (Some(group), _, _) => change(&group.name, &mut group.hold.limits)?,
+            (None, Some(name), Kind::Config { file, .. }) => {
+                let disk = disks.iter_mut().find(|disk| disk.name == name);
+                let disk = disk.with_context(|| format!("{name}: is no disk and no group of {file}"))?;
+                change(&disk.name, &mut disk.hold.limits)?;
+            }
+            (None, Some(name), Kind::Any(_)) => {
+                anyhow::bail!("{name}: is no group here (name it with --group, or leave --sweep-of out)")
+            }
+            (None, None, Kind::Config { .. }) => match &mut disks[..] {
+                [disk] => change(&disk.name, &mut disk.hold.limits)?,
+                _ => {
+                    anyhow::bail!("--sweep: there are several disks and groups (choose one with --sweep-of)")
+                }
+            },
+            (None, None, Kind::Any(any)) => change("", &mut any.disk.hold.limits)?,
+        }
+        Ok(setup)
+    }
+}
+
+/// Finds the disks that a trace names, and adds those that are new to the world.
+#[derive(Debug)]
+pub(crate) struct Names<'a> {
+    setup: &'a Setup,
+    /// By the trace's number of a disk: its index in the world.
+    known: Vec<usize>,
+    /// The trace's first disk, where a config file has one disk only and another name for it.
+    taken: Option<String>,
+}
+
+impl<'a> Names<'a> {
+    pub(crate) fn new(setup: &'a Setup) -> Self {
+        Self { setup, known: Vec::new(), taken: None }
+    }
+
+    /// By the trace's number of a disk: its index in the world.
+    pub(crate) fn known(&self) -> &[usize] {
+        &self.known
+    }
+
+    /// The trace's next disk. The world has grown by it if it was not in there.
+    ///
+    /// # Errors
+    /// If it is none of the config file's; if there are too many. To follow the place in the trace.
+    pub(crate) fn add(&mut self, name: &str, world: &mut World) -> Result<(), String> {
+        let index = match &self.setup.kind {
+            Kind::Any(any) => {
+                let Any { disk, station, budget } = &**any;
+                if world.disks.len() == MOST_DISKS {
+                    return Err(format!("there are more than {MOST_DISKS} disks (split the trace)"));
+                }
+                let mut place = disk.place;
+                let mut watched = disk.watched;
+                if let Some(station) = station {
+                    place.station = Some(world.add_station(*station));
+                }
+                if let Some(budget) = budget {
+                    place.budget = Some(world.add_budget(*budget));
+                    watched = Some(Place { station: None, ..place });
+                }
+                world.disks.push(Disk { name: name.to_owned(), place, watched, ..disk.clone() });
+                world.disks.len() - 1
+            }
+            Kind::Config { file, by_name } => match by_name.get(name) {
+                Some(index) if self.taken.is_none() => *index,
+                _ if by_name.len() == 1 && self.known.is_empty() => {
+                    self.taken = Some(name.to_owned());
+                    0
+                }
+                _ => return Err(self.unknown(name, file, &world.disks)),
+            },
+        };
+        self.known.push(index);
+        Ok(())
+    }
+
+    fn unknown(&self, name: &str, file: &str, disks: &[Disk]) -> String {
+        const MOST_NAMED: usize = 5;
+        if let Some(taken) = &self.taken {
+            let only = &disks[0].name;
+            return format!(
+                "the disk {name:?} is the trace's second, and {file} has {only:?} alone, which {taken:?} was taken for (add [disk.{name:?}])"
+            );
+        }
+        let mut names: Vec<_> =
+            disks.iter().take(MOST_NAMED).map(|disk| format!("{:?}", disk.name)).collect();
+        if disks.len() > MOST_NAMED {
+            names.push(format!("{} more", disks.len() - MOST_NAMED));
+        }
+        format!("the disk {name:?} is not in {file}, which has {} (add [disk.{name:?}])", names.join(", "))
+    }
+}
+
+fn station_of(delay: &DelayOptions) -> StationSpec {
+    let fixed =
+        |time: std::time::Duration| Service::fixed(u64::try_from(time.as_nanos()).unwrap_or(u64::MAX));
+    StationSpec {
+        read: fixed(delay.read),
+        write: fixed(delay.write),
+        zero: fixed(delay.zero),
+        flush: fixed(delay.flush),
+        parallel: delay.parallel,
+    }
+}
+
+fn budget_of(rate: &RateOptions) -> BudgetSpec {
+    BudgetSpec { bytes: rate.bytes, iops: rate.iops, read: rate.read, write: rate.write }
+}
+
+/// What `weir probe` found of the device below a directory, or of a device. What it did not measure of writes is as of reads.
+fn probed(path: &Path, store: &Store) -> anyhow::Result<StationSpec> {
+    use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _};
+    let name = path.display();
+    let metadata = fs::metadata(path).with_context(|| {
+        format!("{name}: is no device that is known (name a directory or a device, or say read=100us,…)")
+    })?;
+    let is_device = metadata.file_type().is_block_device();
+    let number = Number::unpack(if is_device { metadata.rdev() } else { metadata.dev() });
+    let identity = Identity::resolve(number, &Roots::default())
+        .with_context(|| format!("{name}: lies on no device (say what it takes: --device read=100us,…)"))?;
+    let capacity = store.capacity(identity.key()).with_context(|| {
+        format!("{name}: nothing is known of {} (measure it: weir probe {name})", identity.node())
+    })?;
+    let parallel = places(capacity.read_iops.max(capacity.write_iops), probe::DEPTH);
+    let read = measured(capacity.read_iops, capacity.read_bps, parallel);
+    let write = match (capacity.write_iops, capacity.write_bps) {
+        (0, 0) => read,
+        (iops, bps) => measured(iops, bps, parallel),
+    };
+    // A flush was not measured, and takes what a small write does.
+    let flush = Service { byte_ns: 0.0, ..write };
+    Ok(StationSpec { read, write, zero: flush, flush, parallel: Some(parallel) })
+}
+
+/// The size of a disk with this image, as far as that is known without opening it.
+fn size_of(image: &settings::Image) -> anyhow::Result<u64> {
+    Ok(match image.spec()?.parse::<Spec>()? {
+        Spec::Memory(bytes) | Spec::Null(bytes) => bytes,
+        Spec::File(path) => size_of_file(&path).unwrap_or(UNKNOWN_SIZE),
+    })
+}
+
+/// The bytes of a raw file, or those that a qcow2 image says it has (its header's eight bytes at 24, docs/interop/qcow2.txt of QEMU).
+fn size_of_file(path: &Path) -> Option<u64> {
+    const MAGIC: &[u8] = b"QFI\xfb";
+    let metadata = fs::metadata(path).ok().filter(fs::Metadata::is_file)?;
+    let mut head = [0; 32];
+    let is_image = fs::File::open(path).and_then(|mut file| file.read_exact(&mut head)).is_ok();
+    let size = match is_image && head.starts_with(MAGIC) {
+        true => u64::from_be_bytes(head[24..].try_into().ok()?),
+        false => metadata.len(),
+    };
+    Some(size.min(UNKNOWN_SIZE))
+}

@@ -1,0 +1,427 @@
+//! A simulation as a whole, from a file to what is told of it.
+
+use std::{fs, path::Path, sync::atomic::AtomicBool};
+
+use clap::Parser as _;
+
+use super::*;
+
+const HEADER: &str = "time_ns,disk,op,offset,length\n";
+
+/// A command line of this command alone.
+#[derive(Debug, clap::Parser)]
+struct Line {
+    #[command(flatten)]
+    arguments: SimulateArgs,
+}
+
+fn arguments(words: &str) -> SimulateArgs {
+    let words = ["simulate"].into_iter().chain(words.split_whitespace());
+    Line::try_parse_from(words).unwrap().arguments
+}
+
+/// Files that are gone afterwards.
+struct Files(tempfile::TempDir);
+
+impl Files {
+    fn new() -> Self {
+        Self(tempfile::tempdir().unwrap())
+    }
+
+    fn with(&self, name: &str, text: &str) -> String {
+        let path = self.0.path().join(name);
+        fs::write(&path, text).unwrap();
+        path.display().to_string()
+    }
+
+    fn path(&self) -> &Path {
+        self.0.path()
+    }
+}
+
+fn outcome(words: &str, threads: usize) -> anyhow::Result<Outcome> {
+    let arguments = arguments(words);
+    let setup = Setup::new(&arguments).map_err(|failure| match failure {
+        Failure::Usage(error) | Failure::Failed(error) => error,
+        Failure::Found(_) => unreachable!("it finds nothing"),
+    })?;
+    let how = How { threads, before: true, events: None, tell: &|_, _| () };
+    simulated(input(&arguments)?, &setup, how, &AtomicBool::new(false))
+}
+
+fn told(words: &str, threads: usize) -> String {
+    Summary::new(&outcome(words, threads).unwrap(), &[]).json().unwrap()
+}
+
+/// A trace of so many disks.
+fn trace(disks: u64, requests: u64) -> String {
+    let mut random = fastrand::Rng::with_seed(disks);
+    let mut text = HEADER.to_owned();
+    let mut at = 0;
+    for _ in 0..requests {
+        at += random.u64(0..200_000);
+        let op = ["read", "write", "discard", "write-zeroes", "flush"][random.usize(..5)];
+        let length = if op == "flush" { 0 } else { random.u64(1..64) * 512 };
+        let offset = if op == "flush" { 0 } else { random.u64(0..10_000) * 4096 };
+        text += &format!("{at},vm{},{op},{offset},{length}\n", random.u64(0..disks));
+    }
+    text
+}
+
+const CONFIG: &str = "
+[group.gold]
+iops-total = 3000
+[group.silver]
+bps-total = \"30M\"
+group = \"gold\"
+watermark = 50
+[disk.vm0]
+image = \"null:1G\"
+group = \"gold\"
+weight = 300
+[disk.vm1]
+image = \"null:1G\"
+group = \"silver\"
+delay = \"read=200us,write=300us,parallel=4\"
+[disk.vm2]
+image = \"null:1G\"
+iops-read = 500
+[disk.vm3]
+image = \"null:1G\"
+iops-total = 400
+watermark = 90
+rate = \"bytes=20M,shared=slow\"
+[disk.vm4]
+image = \"null:1G\"
+rate = \"bytes=20M,shared=slow\"
+prefetch = \"on\"
+";
+
+#[test]
+fn results_do_not_depend_on_the_number_of_threads() {
+    let files = Files::new();
+    let trace = files.with("a.csv", &trace(5, 20_000));
+    let config = files.with("weir.toml", CONFIG);
+    let words = format!("{trace} --config {config}");
+    let one = told(&words, 1);
+    assert!(one.contains("\"name\": \"silver\""), "{one}");
+    for threads in [1, 2, 3, 8] {
+        assert_eq!(told(&words, threads), one, "with {threads} threads");
+    }
+    let words = format!("{trace} --iops-total 300 --delay read=1ms,parallel=1");
+    let one = told(&words, 1);
+    assert_eq!(told(&words, 4), one);
+    // Disks that appear late, on devices of their own that a watermark looks at.
+    let mut late = HEADER.to_owned();
+    let mut random = fastrand::Rng::with_seed(7);
+    for number in 0..40_000_u64 {
+        let disk = random.u64(0..=number / 5000);
+        late += &format!("{},vm{disk},write,0,65536\n", number * 400_000 + random.u64(0..400_000));
+    }
+    let late = files.with("late.csv", &late);
+    let words = format!("{late} --bps-write 4M --watermark 80 --rate bytes=20M --window 1000");
+    let one = told(&words, 1);
+    for threads in [2, 3, 8] {
+        assert_eq!(told(&words, threads), one, "with {threads} threads");
+    }
+}
+
+#[test]
+fn a_disk_is_the_same_in_whichever_company() {
+    let files = Files::new();
+    let all = trace(3, 9000);
+    let only: String = all
+        .lines()
+        .filter(|line| !line.contains(",vm0,") && !line.contains(",vm2,"))
+        .fold(String::new(), |text, line| text + line + "\n");
+    // Its first request is not the trace's first; a flush keeps the time.
+    let first: u64 = all.lines().nth(1).unwrap().split(',').next().unwrap().parse().unwrap();
+    let only = only.replacen(HEADER, &format!("{HEADER}{first},other,flush,0,0\n"), 1);
+    let (all, only) = (files.with("all.csv", &all), files.with("only.csv", &only));
+    let line = |trace: &str| {
+        let summary = Summary::new(
+            &outcome(&format!("{trace} --iops-total 500 --iops-total-max 900"), 1).unwrap(),
+            &[],
+        );
+        serde_json::to_string(summary.disks.iter().find(|line| line.name == "vm1").unwrap()).unwrap()
+    };
+    assert_eq!(line(&all), line(&only));
+}
+
+#[test]
+fn the_same_again_is_the_same_and_another_seed_is_not() {
+    let words = "--workload zipf:iops=3000,seconds=2,disks=3,read=60 --iops-total 1500 --seed";
+    assert_eq!(told(&format!("{words} 1"), 2), told(&format!("{words} 1"), 2));
+    assert_ne!(told(&format!("{words} 1"), 2), told(&format!("{words} 2"), 2));
+}
+
+#[test]
+fn larger_limits_make_nobody_wait_longer() {
+    let words = "--workload random:iops=2000,seconds=5 --sweep iops-total=500..4000:500 --p99 10ms";
+    let arguments = arguments(words);
+    let setup = Setup::new(&arguments).unwrap();
+    let values = arguments.sweep.sweep.clone().unwrap();
+    let points: Vec<Point> = values
+        .values
+        .iter()
+        .map(|&value| {
+            let setup = setup.with(None, values.setting, value).unwrap();
+            let how = How { threads: 1, before: false, events: None, tell: &|_, _| () };
+            let input = input(&arguments).unwrap();
+            Point::new(value, &simulated(input, &setup, how, &AtomicBool::new(false)).unwrap(), None)
+        })
+        .collect();
+    assert!(points.is_sorted_by_key(|point| std::cmp::Reverse(point.latency_ns.p99)), "{points:?}");
+    assert!(points.is_sorted_by(|one, other| one.throttled >= other.throttled), "{points:?}");
+    let swept = Swept::new(&values, points, Some(10_000_000), None);
+    // 2000 come a second, at random; what a bucket holds takes up their swings.
+    assert_eq!(swept.p99.unwrap().smallest, Some(2000));
+}
+
+#[test]
+fn without_limits_nobody_waits() {
+    let outcome = outcome("--workload random:iops=5000,seconds=2 --delay read=1ms,parallel=8", 1).unwrap();
+    let line = &Summary::new(&outcome, &[]).disks[0];
+    assert_eq!((line.throttled, line.longest_queue, line.after.waited_ns.max), (0.0, 0, 0));
+    assert_eq!(line.after.latency_ns.p99, line.before.as_ref().unwrap().latency_ns.p99);
+}
+
+#[test]
+fn clients_wait_for_the_limits_and_not_for_a_clock() {
+    let outcome =
+        outcome("--workload sequential:op=write,size=1M,seconds=4,depth=2 --bps-write 10M", 1).unwrap();
+    let line = &Summary::new(&outcome, &[]).disks[0];
+    assert!((line.after.bps / f64::from(10 << 20) - 1.0).abs() < 0.1, "{}", line.after.bps);
+    assert_eq!(line.longest_queue, 2);
+}
+
+#[test]
+fn a_trace_with_one_disk_is_that_of_a_config_with_one() {
+    let files = Files::new();
+    let config = files.with("weir.toml", "[disk.only]\nimage = \"null:1G\"\niops-total = 1\n");
+    let other = files.with("other.csv", &format!("{HEADER}0,sda,read,0,512\n1,sda,read,0,512\n"));
+    let summary = Summary::new(&outcome(&format!("{other} --config {config}"), 1).unwrap(), &[]);
+    assert_eq!(summary.disks[0].name, "only");
+    assert_eq!(summary.disks[0].after.requests, 2);
+}
+
+#[track_caller]
+fn check_error(words: &str, expect: &str) {
+    let error = format!("{:#}", outcome(words, 1).map(drop).unwrap_err());
+    assert_eq!(error, expect, "{words}");
+}
+
+#[test]
+fn what_does_not_apply_is_said_of_its_place() {
+    let files = Files::new();
+    let dir = files.path().display().to_string();
+    let config = files.with("weir.toml", "[disk.a]\nimage = \"null:1M\"\n[disk.b]\nimage = \"null:1M\"\n");
+    let one = files.with("one.toml", "[disk.a]\nimage = \"null:1M\"\n");
+    let (c, past) = (
+        files.with("c.csv", &format!("{HEADER}0,c,read,0,512\n")),
+        files.with("past.csv", &format!("{HEADER}5,a,write,1048064,1024\n")),
+    );
+    let two = files.with("two.csv", &format!("{HEADER}0,c,read,0,512\n1,d,read,0,512\n"));
+    let odd = files.with("odd.csv", "what is this\n");
+    check_error(
+        &format!("{c} --config {config}"),
+        &format!(
+            "{dir}/c.csv:2: the disk \"c\" is not in {dir}/weir.toml, which has \"a\", \"b\" (add [disk.\"c\"])"
+        ),
+    );
+    check_error(
+        &format!("{past} --config {config}"),
+        &format!(
+            "{dir}/past.csv:2: a write of 1024 bytes at 1048064 goes past the end of the disk \"a\", which has 1048576 bytes"
+        ),
+    );
+    check_error(
+        &format!("{past} --size 1M"),
+        &format!(
+            "{dir}/past.csv:2: a write of 1024 bytes at 1048064 goes past the end of the disk \"a\", which has 1048576 bytes"
+        ),
+    );
+    let partial = outcome(&format!("{two} --config {one}"), 1).unwrap().partial.unwrap();
+    assert_eq!(
+        partial,
+        format!(
+            "{dir}/two.csv:3: the disk \"d\" is the trace's second, and {dir}/one.toml has \"a\" alone, which \"c\" was taken for (add [disk.\"d\"])"
+        )
+    );
+    check_error(
+        &format!("{c} --iops-total 1 --iops-read 1"),
+        "--iops-total 1: and iops-read (1) cannot be set together; use either the total or read and write",
+    );
+    check_error(
+        &format!("{c} --device {dir}/none"),
+        &format!(
+            "{dir}/none: is no device that is known (name a directory or a device, or say read=100us,…): No such file or directory (os error 2)"
+        ),
+    );
+    let error = format!("{:#}", outcome(&odd, 1).map(drop).unwrap_err());
+    assert!(error.starts_with(&format!("{dir}/odd.csv")) && error.contains("what is this"), "{error}");
+}
+
+#[test]
+fn what_came_before_a_broken_line_is_kept_and_marked() {
+    let files = Files::new();
+    let broken = files.with("a.csv", &format!("{HEADER}0,a,read,0,512\n1,a,read,0,512\n2,a,read,zero,512\n"));
+    let outcome = outcome(&broken, 1).unwrap();
+    assert_eq!(outcome.disks[0].after.requests, 2);
+    let summary = Summary::new(&outcome, &[]);
+    assert!(summary.partial.as_deref().unwrap().contains("a.csv:4: "), "{:?}", summary.partial);
+    assert!(summary.text().contains("Not complete: "), "{}", summary.text());
+}
+
+/// What `--events` leaves of these arguments.
+fn events(files: &Files, words: &str) -> (String, String) {
+    let arguments = arguments(words);
+    let setup = Setup::new(&arguments).unwrap();
+    let path = files.path().join("events.csv");
+    let mut events = Events::create(&path, &arguments.traces).unwrap();
+    let how = How { threads: 4, before: true, events: Some(&mut events), tell: &|_, _| () };
+    simulated(input(&arguments).unwrap(), &setup, how, &AtomicBool::new(false)).unwrap();
+    events.finish().unwrap();
+    (path.display().to_string(), fs::read_to_string(&path).unwrap())
+}
+
+#[test]
+fn events_are_a_line_a_request_and_a_trace_again() {
+    let files = Files::new();
+    let trace = files.with(
+        "a.csv",
+        &format!("{HEADER}0,\"8,0\",read,0,512\n5,\"8,0\",write,4096,512\n9,\"8,0\",flush,0,0\n10,\"8,0\",read,0,512\n"),
+    );
+    let words = "--group g --iops-total 10 --delay read=1us,write=2us,flush=3us";
+    let (path, written) = events(&files, &format!("{trace} {words}"));
+    // One operation may be in the bucket; the second makes it more than full.
+    let expect = "time_ns,disk,op,offset,length,admitted_ns,completed_ns,bucket\n\
+                  0,\"8,0\",read,0,512,0,1000,-\n\
+                  5,\"8,0\",write,4096,512,5,2005,-\n\
+                  9,\"8,0\",flush,0,0,9,3009,-\n\
+                  10,\"8,0\",read,0,512,100000000,100001000,iops-total@g\n";
+    assert_eq!(written, expect);
+    assert_eq!(told(&format!("{path} {words}"), 1), told(&format!("{trace} {words}"), 1));
+    // Several disks, which wait for different times: rows are not in the order of their arrival.
+    let many = files.with("many.csv", &self::trace(5, 5000));
+    let words = "--iops-read 200 --bps-write 3M";
+    let (path, written) = events(&files, &format!("{many} {words}"));
+    let times = written.lines().skip(1).map(|line| line.split(',').next().unwrap().parse::<u64>().unwrap());
+    assert!(!times.is_sorted());
+    let again = |path: &str| {
+        let mut all: serde_json::Value = serde_json::from_str(&told(&format!("{path} {words}"), 1)).unwrap();
+        all["disks"].as_array_mut().unwrap().sort_by_key(|disk| disk["name"].to_string());
+        all
+    };
+    assert_eq!(again(&path), again(&many));
+}
+
+#[test]
+fn events_never_replace_what_is_read_and_keep_what_was_there_until_they_are_complete() {
+    let files = Files::new();
+    let trace = files.with("a.csv", HEADER);
+    let link = files.path().join("link.csv");
+    std::os::unix::fs::symlink(&trace, &link).unwrap();
+    let error = |path: &Path| Events::create(path, &[trace.clone().into()]).unwrap_err().to_string();
+    assert_eq!(
+        error(Path::new(&trace)),
+        format!("--events: {trace} is {trace}, which is read (name another file)")
+    );
+    assert!(error(&link).contains("which is read"));
+    assert_eq!(fs::read_to_string(&trace).unwrap(), HEADER);
+    let old = files.with("old.csv", "old");
+    drop(Events::create(Path::new(&old), &[]).unwrap());
+    assert_eq!(fs::read_to_string(&old).unwrap(), "old");
+    assert_eq!(fs::read_dir(files.path()).unwrap().count(), 3, "nothing is left beside it");
+}
+
+#[test]
+fn a_full_disk_ends_the_events_and_not_the_simulation() {
+    let mut events = Events::create(Path::new("/dev/full"), &[]).unwrap();
+    let arguments = arguments("--workload random:iops=20000,seconds=1");
+    let setup = Setup::new(&arguments).unwrap();
+    let how = How { threads: 1, before: true, events: Some(&mut events), tell: &|_, _| () };
+    let outcome = simulated(input(&arguments).unwrap(), &setup, how, &AtomicBool::new(false)).unwrap();
+    assert!(outcome.partial.is_none() && outcome.disks[0].after.requests > 15_000);
+    let error = format!("{:#}", events.finish().unwrap_err());
+    assert!(error.starts_with("/dev/full: cannot be written: No space left"), "{error}");
+}
+
+#[test]
+fn lengths_that_no_sum_holds_are_simulated() {
+    let files = Files::new();
+    let half = 1_u64 << 63;
+    let trace = files.with(
+        "a.csv",
+        &format!("{HEADER}0,a,read,0,{half}\n1,a,discard,0,{half}\n{},a,read,0,{half}\n", u64::MAX),
+    );
+    let outcome = outcome(&format!("{trace} --iops-total 100 --delay read=1ms"), 1).unwrap();
+    assert_eq!((outcome.disks[0].after.requests, outcome.disks[0].after.bytes), (3, u64::MAX));
+}
+
+#[test]
+fn what_a_workload_does_not_take_is_refused() {
+    let refused = |words: &str| match run(arguments(words)) {
+        Err(Failure::Usage(error)) => error.to_string(),
+        other => panic!("{words}: {other:?}"),
+    };
+    for option in [
+        "config=x",
+        "iops-total=5",
+        "group=g",
+        "device=/",
+        "delay=read=1ms",
+        "rate=bytes=1M",
+        "weight=5",
+        "prefetch=on",
+    ]
+    .into_iter()
+    .chain([
+        "sweep=iops-total=1..2",
+        "events=x",
+        "threads=2",
+        "size=1G",
+        "prefetch-memory=1M",
+        "watermark=5",
+    ]) {
+        let name = option.split('=').next().unwrap();
+        let error = refused(&format!("--workload burst --{option}"));
+        assert!(error.starts_with(&format!("--{name}: this workload brings its own")), "{error}");
+    }
+    assert!(refused("--workload sequential --seed 5").starts_with("--seed: nothing of the workload"));
+    assert!(refused("x --sweep iops-size=1..2 --p99 1ms").starts_with("--p99: iops-size is no rate"));
+    for words in ["x --seed 1", "--workload burst --window 9", "--workload random --absolute-time"] {
+        let words = format!("simulate {words}");
+        assert!(Line::try_parse_from(words.split_whitespace()).is_err(), "{words}");
+    }
+}
+
+#[test]
+fn an_interruption_leaves_what_there_is() {
+    let arguments = arguments("--workload sequential:seconds=1000000,size=4K --iops-total 100");
+    let setup = Setup::new(&arguments).unwrap();
+    let how = How { threads: 1, before: true, events: None, tell: &|_, _| () };
+    let outcome = simulated(input(&arguments).unwrap(), &setup, how, &AtomicBool::new(true)).unwrap();
+    // Between two events its only request waits, or does not.
+    assert!(outcome.partial.as_deref().unwrap().starts_with("interrupted"));
+    assert!(outcome.disks[0].after.requests > 0);
+}
+
+#[test]
+fn a_sweep_of_what_is_not_there_is_an_error() {
+    let files = Files::new();
+    let config = files.with("weir.toml", CONFIG);
+    let error = |words: &str, of: Option<&str>, value| {
+        let arguments = arguments(&format!("x {words} --sweep iops-total=1..2"));
+        let setup = Setup::new(&arguments).unwrap();
+        format!("{:#}", setup.with(of, arguments.sweep.sweep.unwrap().setting, value).map(drop).unwrap_err())
+    };
+    let config = format!("--config {config}");
+    assert_eq!(
+        error(&config, None, 1),
+        "--sweep: there are several disks and groups (choose one with --sweep-of)"
+    );
+    assert!(error(&config, Some("vm9"), 1).starts_with("vm9: is no disk and no group of "));
+    assert!(error("", Some("gold"), 1).starts_with("gold: is no group here"));
+    assert!(error("--iops-read 5", None, 1).starts_with("each disk: iops-total=1: "));
+}

@@ -1,0 +1,198 @@
+//! The two streams of io-throttle v16 for Linux (2009), in their eight cases, beside the figures of then.
+//!
+//! Two `dd if=/dev/zero bs=1M count=256` write each a file of its own on one disk that writes some 22 MB/s, under no limits, under 4 and 2 MB/s, and
+//! under these where they hold from a watermark of 90 or 100 percent on.
+//!
+//! What is modelled: the device is a line of 22 MiB a second and nothing else, no head that seeks. With `oflag=direct`, a stream has one write at a time.
+//! Without, its pages are dirtied at once while fewer than `cache` bytes of it are dirty, all of which are on their way to the device, and it waits
+//! for one of them otherwise; `dd` has ended when its last page is dirty. How much that was in 2009 is not known; the figures of then imply some 30 to
+//! 100 MiB a stream.
+
+use console::table::Side;
+use policy::{throttle::LimitKind, watermark::Watermark};
+
+use super::{
+    client::ClientSpec,
+    device::{BudgetSpec, Place},
+    engine::Impossible,
+    request::Op,
+    scenario::{Story, disk, one_limit, run},
+    world::{Disk, DiskSettings, World},
+};
+
+const MIB: u64 = 1 << 20;
+/// Writes of a stream, of a MiB each.
+const COUNT: u64 = 256;
+/// What the device writes a second.
+const DEVICE_BPS: u64 = 22 * MIB;
+
+/// One of the eight.
+struct Case {
+    /// 4 and 2 MiB a second.
+    limited: bool,
+    watermark: u8,
+    direct: bool,
+    /// What `dd` said then, in MB/s.
+    then: [f64; 2],
+}
+
+const fn case(limited: bool, watermark: u8, direct: bool, then: [f64; 2]) -> Case {
+    Case { limited, watermark, direct, then }
+}
+
+/// In the order of the original.
+const CASES: [Case; 8] = [
+    case(false, 0, false, [19.7, 21.1]),
+    case(false, 0, true, [12.0, 11.7]),
+    case(true, 0, false, [6.3, 2.4]),
+    case(true, 0, true, [4.2, 2.1]),
+    case(true, 90, false, [32.0, 21.4]),
+    case(true, 90, true, [14.0, 11.0]),
+    case(true, 100, false, [28.2, 23.4]),
+    case(true, 100, true, [14.3, 11.7]),
+];
+
+/// What a case came to.
+struct Figures {
+    /// What each `dd` would say, in MB/s.
+    streams: [f64; 2],
+    /// What each wrote to the device a second while both did, in MB/s.
+    together: [f64; 2],
+}
+
+/// All eight cases, with so many bytes of each stream dirty at the most.
+///
+/// # Errors
+/// None that is known: the worlds are possible.
+pub(super) fn tell(cache_bytes: u64) -> Result<Story, Impossible> {
+    let mut rows = Vec::new();
+    let mut measures = Vec::new();
+    for (number, case) in (1..).zip(&CASES) {
+        let Figures { streams, together } = simulate(case, cache_bytes)?;
+        let [one, other] = streams.map(|rate| format!("{rate:.1}"));
+        let [then_one, then_other] = case.then.map(|rate| format!("{rate:.1}"));
+        rows.push(vec![
+            number.to_string(),
+            match (case.limited, case.watermark) {
+                (false, _) => "none".to_owned(),
+                (true, 0) => "4 and 2 MB/s".to_owned(),
+                (true, percent) => format!("4 and 2 MB/s from {percent} % on"),
+            },
+            if case.direct { "direct" } else { "writeback" }.to_owned(),
+            one,
+            then_one,
+            other,
+            then_other,
+            format!("{:.1} + {:.1}", together[0], together[1]),
+        ]);
+        for (stream, rate) in (1..).zip(streams) {
+            measures.push((format!("case {number}, stream {stream}"), rate));
+        }
+    }
+    let note = format!(
+        "MB/s as dd says it, of 10⁶ bytes; limits and the device's 22 MB/s are of 2²⁰. The device is a line of bytes, without seeks; a stream in writeback \
+         has at most {} MiB dirty and ends when its last page is (cache=SIZE), which is why its figures may exceed the device's. WHILE BOTH is what each \
+         wrote to the device while both did.",
+        cache_bytes / MIB
+    );
+    Ok(Story {
+        title: "Two streams on one device of 22 MB/s, as io-throttle v16 had them in 2009",
+        columns: vec![
+            ("CASE", Side::Right),
+            ("LIMITS", Side::Left),
+            ("I/O", Side::Left),
+            ("STREAM 1", Side::Right),
+            ("2009", Side::Right),
+            ("STREAM 2", Side::Right),
+            ("2009", Side::Right),
+            ("WHILE BOTH", Side::Right),
+        ],
+        rows,
+        note,
+        measures,
+    })
+}
+
+fn simulate(case: &Case, cache_bytes: u64) -> Result<Figures, Impossible> {
+    let place = Place { station: None, budget: Some(0) };
+    let stream = |name: &str, rate: u64| {
+        let limits = one_limit(LimitKind::BpsWrite, if case.limited { rate } else { 0 });
+        // No more than 100.
+        let watermark = Watermark::new(case.watermark).unwrap_or_default();
+        let hold = DiskSettings { limits, watermark, ..DiskSettings::default() };
+        Disk { hold, place, watched: Some(place), ..disk(name, limits, None) }
+    };
+    let world = World {
+        disks: vec![stream("cgrp1", 4 * MIB), stream("cgrp2", 2 * MIB)],
+        budgets: vec![BudgetSpec { bytes: Some(DEVICE_BPS), ..BudgetSpec::default() }],
+        ..World::default()
+    };
+    let depth = if case.direct { 1 } else { (cache_bytes / MIB).clamp(1, COUNT) as u32 };
+    let client = |disk| ClientSpec {
+        disk,
+        op: Op::Write,
+        length: MIB,
+        region: 0..COUNT * MIB,
+        random: None,
+        depth,
+        think_ns: 0,
+        count: Some(COUNT),
+        time: 0..u64::MAX,
+    };
+    let rows = run(&world, &[client(0), client(1)])?;
+    let of = |disk: usize| rows.iter().filter(move |row| row.request.disk == disk);
+    let ended = [0, 1].map(|disk| {
+        let ends = of(disk).map(|row| if case.direct { row.completed_ns } else { row.request.at_ns });
+        ends.max().unwrap_or(0)
+    });
+    let written = [0, 1].map(|disk| of(disk).map(|row| row.completed_ns).max().unwrap_or(0));
+    let both = written[0].min(written[1]);
+    let megabytes = |count: u64, ns: u64| (count * MIB) as f64 / 1e6 / (ns.max(1) as f64 / 1e9);
+    let until = |disk| of(disk).filter(|row| row.completed_ns <= both).count() as u64;
+    Ok(Figures {
+        streams: ended.map(|end| megabytes(COUNT, end)),
+        together: [0, 1].map(|disk| megabytes(until(disk), both)),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn figures(case: usize) -> Figures {
+        simulate(&CASES[case - 1], 64 * MIB).unwrap()
+    }
+
+    fn assert_near(simulated: f64, expected: f64) {
+        assert!((simulated / expected - 1.0).abs() < 0.05, "{simulated} instead of {expected}");
+    }
+
+    #[test]
+    fn limits_hold_as_in_2009() {
+        let [one, other] = figures(4).streams;
+        assert_near(one, 4.2);
+        assert_near(other, 2.1);
+    }
+
+    #[test]
+    fn without_limits_both_get_half_of_the_device() {
+        let [one, other] = figures(2).together;
+        assert_near(one, 11.5);
+        assert_near(other, 11.5);
+    }
+
+    #[test]
+    fn above_the_watermark_the_device_is_busy_and_shared_as_the_limits_say() {
+        for case in [6, 8] {
+            let [one, other] = figures(case).together;
+            assert!(one + other > 0.9 * 22.0 * 1.048, "case {case}: {one} + {other}");
+            assert!((1.6..2.4).contains(&(one / other)), "case {case}: {one} / {other}");
+        }
+    }
+
+    #[test]
+    fn a_stream_through_a_cache_seems_faster_than_the_device() {
+        let [one, other] = figures(1).streams;
+        assert!(one + other > 23.0, "{one} + {other}");
+    }
+}

@@ -1,0 +1,67 @@
+//! Which format a trace has, from how it begins.
+//!
+//! Never goes by a file's name: names of traces say little, and standard input has none.
+
+use clap::ValueEnum as _;
+
+use super::{super::error::shown, Format, alibaba, blkparse, cloud_physics, fio, msr, weir};
+
+/// As many lines are looked at for an event of blkparse: it says first what it reads.
+const LINES: usize = 64;
+
+/// What is often taken for a trace: what it has at which place, and what to do with it.
+const OTHERS: [(usize, &[u8], &str); 5] = [
+    (0, b"\xfd7zXZ\0", "it is compressed with xz (decompress it first: xz -dc FILE, and - as the trace)"),
+    (0, b"BZh", "it is compressed with bzip2 (decompress it first: bzip2 -dc FILE, and - as the trace)"),
+    (0, b"PK\x03\x04", "it is a zip archive (take the trace out first: unzip -p FILE, and - as the trace)"),
+    // BLK_IO_TRACE_MAGIC of linux/blktrace_api.h, little-endian, behind the version.
+    (1, b"tae", "it is blktrace's binary form (make text of it first: blkparse -i FILE, and - as the trace)"),
+    // POSIX ustar.
+    (257, b"ustar", "it is a tar archive (take the trace out first: tar -xOf FILE, and - as the trace)"),
+];
+
+/// The format of a trace that begins so; the last line may be cut off.
+///
+/// # Errors
+/// What it looks like instead.
+pub(in super::super) fn detect(ahead: &[u8]) -> Result<Format, String> {
+    // First: the text in an archive may look like a trace.
+    if let Some(what) = other(ahead) {
+        return Err(what.to_owned());
+    }
+    let mut lines =
+        ahead.split(|&byte| byte == b'\n').map(<[u8]>::trim_ascii).filter(|line| !line.is_empty());
+    let first = lines.next().unwrap_or_default();
+    if let Some(&(_, version)) = fio::HEADERS.iter().find(|(header, _)| first == header.as_bytes()) {
+        return Ok(if version == 2 { Format::FioV2 } else { Format::FioV3 });
+    }
+    if weir::header(first).is_some() {
+        return Ok(Format::Weir);
+    }
+    if msr::is_line(first) {
+        return Ok(Format::Msr);
+    }
+    if alibaba::is_line(first) {
+        return Ok(Format::Alibaba);
+    }
+    if cloud_physics::columns(first).is_some() {
+        return Ok(Format::CloudPhysics);
+    }
+    let mut lines =
+        std::iter::once(first).chain(lines).take(LINES).skip_while(|line| blkparse::is_preface(line));
+    if lines.next().is_some_and(blkparse::is_event) {
+        return Ok(Format::Blkparse);
+    }
+    let known: Vec<_> = Format::value_variants().iter().map(|format| format.name()).collect();
+    Err(format!(
+        "its first line is {} (--format names the format, one of {})",
+        shown(first),
+        known.join(", ")
+    ))
+}
+
+/// What bytes are that are no text.
+fn other(ahead: &[u8]) -> Option<&'static str> {
+    let at = |place: usize, magic: &[u8]| ahead.get(place..).is_some_and(|rest| rest.starts_with(magic));
+    OTHERS.iter().find(|&&(place, magic, _)| at(place, magic)).map(|&(_, _, what)| what)
+}

@@ -1,0 +1,160 @@
+//! The formats of traces: how each is told from the others, and what a line of it says.
+//!
+//! | Format | From |
+//! | --- | --- |
+//! | [`weir`] | weir's own |
+//! | [`fio`] | `fio --write_iolog`, versions 2 and 3 |
+//! | [`blkparse`] | blktrace's `blkparse`, its default text |
+//! | [`msr`] | Microsoft Research's servers in Cambridge |
+//! | [`alibaba`] | Alibaba's block traces |
+//! | [`cloud_physics`] | the CSV of CloudPhysics' traces that libCacheSim has |
+//!
+//! `docs/reference/traces.md` says for each what its fields mean, and where that is written.
+//!
+//! A parser sees one line at a time and knows neither files nor other lines, but for what a header or a `wait` says. It hands on what it
+//! read with the time of the trace's own clock; the reader makes it relative.
+
+mod alibaba;
+mod blkparse;
+mod cloud_physics;
+mod detect;
+mod fio;
+mod msr;
+mod weir;
+
+use clap::ValueEnum;
+
+pub(crate) use self::weir::HEADER;
+pub(super) use self::{
+    alibaba::Alibaba, blkparse::Blkparse, cloud_physics::CloudPhysics, detect::detect, fio::Fio, msr::Msr,
+    weir::Weir,
+};
+use super::{
+    disks::Disks,
+    record::{Op, Record},
+    window::Window,
+};
+
+/// A format of traces.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Format {
+    /// weir's CSV: time_ns,disk,op,offset,length
+    Weir,
+    /// fio's iolog, version 2
+    FioV2,
+    /// fio's iolog, version 3
+    FioV3,
+    /// The text of blkparse
+    Blkparse,
+    /// CSV of Microsoft Research, Cambridge
+    Msr,
+    /// CSV of Alibaba's block traces
+    Alibaba,
+    /// CSV of CloudPhysics' traces, as libCacheSim has it
+    CloudPhysics,
+}
+
+impl Format {
+    /// Its name on the command line.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::Weir => "weir",
+            Self::FioV2 => "fio-v2",
+            Self::FioV3 => "fio-v3",
+            Self::Blkparse => "blkparse",
+            Self::Msr => "msr",
+            Self::Alibaba => "alibaba",
+            Self::CloudPhysics => "cloud-physics",
+        }
+    }
+
+    /// Whether its times are those of a clock that other traces share, and not since the trace began.
+    pub(super) fn is_absolute(self) -> bool {
+        matches!(self, Self::Weir | Self::Msr | Self::Alibaba)
+    }
+}
+
+/// What reads the lines of a format.
+pub(super) trait Parse {
+    /// Reads one line, not empty, and hands on the requests that it tells of.
+    ///
+    /// # Errors
+    /// Why the line is not one of this format; who calls adds where it is.
+    fn line(&mut self, line: &[u8], found: &mut Found<'_>) -> Result<(), String>;
+}
+
+/// Where parsers put what they found.
+pub(super) struct Found<'a> {
+    pub(super) disks: &'a mut Disks,
+    pub(super) window: &'a mut Window,
+    /// The number of the line.
+    pub(super) line: u64,
+}
+
+impl Found<'_> {
+    /// Hands on a request. The place and length of a flush are ignored: it has none.
+    ///
+    /// # Errors
+    /// If there is no such request, its disk has no name, or it is too far out of order.
+    #[inline(always)]
+    fn push(&mut self, time_ns: u64, disk: &[u8], op: Op, offset: u64, length: u64) -> Result<(), String> {
+        let (offset, length) = if op == Op::Flush { (0, 0) } else { (offset, length) };
+        if (length == 0 && op != Op::Flush) || offset.checked_add(length).is_none() {
+            return Err(no_request(op, offset, length));
+        }
+        let disk = self.disks.id(disk)?;
+        self.window.push(Record { time_ns, offset, length, line: self.line, disk, file: 0, op })
+    }
+}
+
+#[cold]
+fn no_request(op: Op, offset: u64, length: u64) -> String {
+    match length {
+        0 => format!("the length of a {} is 0", op.name()),
+        _ => format!("offset {offset} and length {length} together do not fit into 64 bits"),
+    }
+}
+
+/// A time in nanoseconds, from a trace's own unit.
+///
+/// # Errors
+/// If it is more than 64 bits hold: 584 years.
+#[inline]
+fn nanoseconds(time: u64, unit_ns: u64) -> Result<u64, String> {
+    time.checked_mul(unit_ns)
+        .ok_or_else(|| format!("the time {time} does not fit into 64 bits of nanoseconds"))
+}
+
+/// A number of bytes, from 512-byte sectors.
+///
+/// # Errors
+/// If it is more than 64 bits hold.
+#[inline]
+fn bytes(sectors: u64) -> Result<u64, String> {
+    sectors
+        .checked_mul(SECTOR_BYTES)
+        .ok_or_else(|| format!("sector {sectors} does not fit into 64 bits of bytes"))
+}
+
+/// The kernel's and SCSI disks' unit of places.
+const SECTOR_BYTES: u64 = 512;
+
+/// Whether a line is this header, whatever its case.
+fn is_header(line: &[u8], header: &str) -> bool {
+    line.get(..header.len()).is_some_and(|start| start.eq_ignore_ascii_case(header.as_bytes()))
+}
+
+/// The first line of a file, which may be a header or not.
+#[derive(Default)]
+struct FirstLine {
+    /// It has been read.
+    is_past: bool,
+}
+
+impl FirstLine {
+    /// Whether a line is the first, and this header. To be asked of every line.
+    #[inline]
+    fn is_header(&mut self, line: &[u8], header: &str) -> bool {
+        !std::mem::replace(&mut self.is_past, true) && is_header(line, header)
+    }
+}

@@ -1,0 +1,207 @@
+//! The options that apply a configuration: for weir, for QEMU, for libvirt.
+//!
+//! Sources: docs/reference/cli.md; QEMU's qemu-system-x86_64(1) (`-drive`, `-blockdev`) and docs/qcow2-cache.txt; libvirt's formatdomain
+//! (`driver`, `metadata_cache`, since 7.0.0). What somebody else has no option for is said.
+
+use block::storage::CacheMode;
+use settings::exact_size;
+
+use super::matrix::{Configuration, L2Share, Qcow2};
+
+/// Clusters of QEMU's cache of reference counts, unless more is asked for: `max_size` is its `cache-size`, which both caches share, and this one
+/// has its least first where that is little (QEMU's docs/qcow2-cache.txt).
+const REFCOUNT_CLUSTERS: u64 = 4;
+
+/// The disk that options are for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Target<'a> {
+    /// Its path, or what stands for one.
+    pub(super) name: &'a str,
+    /// The whole of it, whatever part was measured.
+    pub(super) disk_bytes: u64,
+    pub(super) kind: Written,
+}
+
+/// Whether there is something already that must not be made again.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Written {
+    /// An image that is yet to be made.
+    New,
+    /// An image that is there.
+    Image,
+    /// A device.
+    Device,
+}
+
+/// What to type.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Commands {
+    /// Makes the image, with these clusters; nothing for what is there, which it would empty.
+    pub(super) create: Option<String>,
+    pub(super) weir: String,
+    /// `-drive`, in one piece.
+    pub(super) qemu_drive: String,
+    /// `-blockdev` and `-device`, as libvirt and management programs use them.
+    pub(super) qemu_blockdev: String,
+    /// The disk's `driver`, with what is in it.
+    pub(super) libvirt: String,
+    /// What QEMU and libvirt cannot do.
+    pub(super) without: Option<&'static str>,
+}
+
+impl Commands {
+    /// For this disk; each in words that a shell takes as they are.
+    pub(super) fn new(configuration: &Configuration, target: Target<'_>) -> Self {
+        let Target { name, disk_bytes, kind } = target;
+        let Configuration { cache, qcow2, prefetch } = *configuration;
+        let mode = cache.name();
+        let format = if qcow2.is_some() { "qcow2" } else { "raw" };
+        let l2_bytes = qcow2.map(|Qcow2 { cluster_bytes, l2 }| l2.bytes(disk_bytes, cluster_bytes));
+        let option = l2_bytes.map_or(String::new(), |bytes| format!(",l2-cache-size={bytes}"));
+        let own = qcow2.map_or(String::new(), |qcow2| match qcow2.l2 {
+            L2Share::Full => " --l2-cache-size full".to_owned(),
+            L2Share::Part(_) => format!(" --l2-cache-size {}", l2_bytes.unwrap_or(0)),
+        });
+        let ahead = if prefetch { "on" } else { "off" };
+        Self {
+            create: qcow2.filter(|_| kind == Written::New).map(|Qcow2 { cluster_bytes, .. }| {
+                let (cluster, size) = (exact_size(cluster_bytes), exact_size(disk_bytes));
+                format!("qemu-img create -f qcow2 -o cluster_size={cluster} {} {size}", word(name))
+            }),
+            weir: format!("weir serve {} --format {format} --cache {mode}{own} --prefetch {ahead}", word(name)),
+            qemu_drive: format!(
+                "-drive {}",
+                word(&format!(
+                    "file={},format={format},if=virtio,cache={mode}{option}",
+                    name.replace(',', ",,")
+                ))
+            ),
+            qemu_blockdev: blockdev(cache, format, target, &option),
+            libvirt: libvirt(mode, format, qcow2, l2_bytes),
+            without: prefetch.then_some(
+                "prefetch: neither QEMU nor libvirt has it; serve the disk with weir and let QEMU use it over NBD",
+            ),
+        }
+    }
+}
+
+/// What `cache=MODE` is in parts (qemu-system-x86_64(1), `-drive`).
+fn blockdev(cache: CacheMode, format: &str, target: Target<'_>, option: &str) -> String {
+    let driver = if target.kind == Written::Device { "host_device" } else { "file" };
+    // A comma ends a value, unless it is doubled.
+    let name = target.name.replace(',', ",,");
+    let switch = |is_on: bool| if is_on { "on" } else { "off" };
+    let direct = switch(cache.is_direct());
+    let no_flush = switch(cache == CacheMode::Unsafe);
+    let node = format!(
+        "driver={format},node-name=disk0,cache.direct={direct},cache.no-flush={no_flush}{option},\
+         file.driver={driver},file.filename={name},file.cache.direct={direct},file.cache.no-flush={no_flush}"
+    );
+    let write_cache = switch(cache.has_write_cache());
+    format!("-blockdev {} -device virtio-blk-pci,drive=disk0,write-cache={write_cache}", word(&node))
+}
+
+/// As one word of a POSIX shell.
+fn word(text: &str) -> String {
+    let is_plain = |letter: char| letter.is_ascii_alphanumeric() || "_./,:=@%+-".contains(letter);
+    if text.chars().all(is_plain) { text.to_owned() } else { format!("'{}'", text.replace('\'', r"'\''")) }
+}
+
+fn libvirt(mode: &str, format: &str, qcow2: Option<Qcow2>, l2_bytes: Option<u64>) -> String {
+    let open = format!("<driver name='qemu' type='{format}' cache='{mode}'");
+    match qcow2.zip(l2_bytes) {
+        None => open + "/>",
+        Some((Qcow2 { cluster_bytes, .. }, l2_bytes)) => {
+            // Of both caches together.
+            let bytes = l2_bytes + REFCOUNT_CLUSTERS * cluster_bytes;
+            format!(
+                "{open}>\n  <metadata_cache>\n    <max_size unit='bytes'>{bytes}</max_size>\n  </metadata_cache>\n</driver>"
+            )
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn configuration(cache: CacheMode, prefetch: bool) -> Configuration {
+        let qcow2 = Some(Qcow2 { cluster_bytes: 2 << 20, l2: L2Share::Full });
+        Configuration { cache, qcow2, prefetch }
+    }
+
+    #[test]
+    fn every_option_says_what_the_configuration_is() {
+        let target = Target { name: "vm1.qcow2", disk_bytes: 100 << 30, kind: Written::New };
+        let commands = Commands::new(&configuration(CacheMode::None, true), target);
+        assert_eq!(commands.create.unwrap(), "qemu-img create -f qcow2 -o cluster_size=2M vm1.qcow2 100G");
+        assert_eq!(
+            commands.weir,
+            "weir serve vm1.qcow2 --format qcow2 --cache none --l2-cache-size full --prefetch on"
+        );
+        assert_eq!(
+            commands.qemu_drive,
+            "-drive file=vm1.qcow2,format=qcow2,if=virtio,cache=none,l2-cache-size=409600"
+        );
+        assert_eq!(
+            commands.libvirt,
+            "<driver name='qemu' type='qcow2' cache='none'>\n  <metadata_cache>\n    \
+             <max_size unit='bytes'>8798208</max_size>\n  </metadata_cache>\n</driver>"
+        );
+        assert!(commands.without.unwrap().starts_with("prefetch: neither QEMU nor libvirt has it"));
+    }
+
+    #[test]
+    fn modes_in_parts_are_those_of_qemu_s_table() {
+        // qemu-system-x86_64(1): cache.writeback, cache.direct, cache.no-flush.
+        let parts = [
+            (CacheMode::Writeback, "off", "off", "on"),
+            (CacheMode::Writethrough, "off", "off", "off"),
+            (CacheMode::None, "on", "off", "on"),
+            (CacheMode::Directsync, "on", "off", "off"),
+            (CacheMode::Unsafe, "off", "on", "on"),
+        ];
+        for (cache, direct, no_flush, write_cache) in parts {
+            let target = Target { name: "a", disk_bytes: 1 << 30, kind: Written::New };
+            let text = Commands::new(&configuration(cache, false), target).qemu_blockdev;
+            assert!(text.contains(&format!(",cache.direct={direct},cache.no-flush={no_flush},")), "{text}");
+            assert!(text.ends_with(&format!("write-cache={write_cache}")), "{text}");
+        }
+    }
+
+    #[test]
+    fn a_raw_disk_has_no_clusters_and_no_l2_cache() {
+        let raw = Configuration { cache: CacheMode::Directsync, qcow2: None, prefetch: false };
+        let target = Target { name: "/dev/sdb", disk_bytes: 1 << 30, kind: Written::Device };
+        let commands = Commands::new(&raw, target);
+        assert!(commands.qemu_blockdev.contains(",file.driver=host_device,file.filename=/dev/sdb,"));
+        assert_eq!((commands.create, commands.without), (None, None));
+        assert_eq!(commands.libvirt, "<driver name='qemu' type='raw' cache='directsync'/>");
+        assert_eq!(commands.weir, "weir serve /dev/sdb --format raw --cache directsync --prefetch off");
+        assert!(!commands.qemu_drive.contains("l2-cache-size"));
+    }
+
+    #[test]
+    fn an_image_that_is_there_is_not_made_again() {
+        let target = Target { name: "vm1.qcow2", disk_bytes: 1 << 30, kind: Written::Image };
+        assert_eq!(Commands::new(&configuration(CacheMode::None, false), target).create, None);
+    }
+
+    #[test]
+    fn odd_names_are_one_word_and_one_value() {
+        let target = Target { name: "/vm's/a, b.qcow2", disk_bytes: 1 << 30, kind: Written::New };
+        let commands = Commands::new(&configuration(CacheMode::None, false), target);
+        assert!(commands.weir.starts_with(r"weir serve '/vm'\''s/a, b.qcow2' --format"), "{commands:?}");
+        assert!(
+            commands.qemu_drive.starts_with(r"-drive 'file=/vm'\''s/a,, b.qcow2,format="),
+            "{commands:?}"
+        );
+        let blockdev = &commands.qemu_blockdev;
+        assert!(blockdev.starts_with("-blockdev 'driver=qcow2,"), "{blockdev}");
+        assert!(blockdev.contains(r",file.filename=/vm'\''s/a,, b.qcow2,file.cache"), "{blockdev}");
+        assert!(
+            blockdev.ends_with("no-flush=off' -device virtio-blk-pci,drive=disk0,write-cache=on"),
+            "{blockdev}"
+        );
+    }
+}

@@ -1,0 +1,261 @@
+//! What a run found, in the form of all results: paragraphs, numbers, tables, charts.
+//!
+//! Never tells a number that is not in the samples.
+
+use console::{figures, table};
+
+use super::{
+    apply::Target,
+    choice::{Choice, RULE},
+    goal::Goal,
+    matrix::{Configuration, Pattern},
+    recommend::{Recommendation, percent},
+    search::Search,
+};
+use crate::{
+    result::{Axis, Better, Chart, Findings, HeatMap, Lines, Measure, Series, Table, Unit},
+    statistics::{Comparison, Verdict, estimate, median, steady},
+};
+
+/// How the first run on fresh clusters, and what is in memory, are told apart from the rest.
+const NOTE: &str = "Operations per second, medians with the interval of 95 %. Reads begin with an empty page cache, rereads are of what is in it. A \
+     write counts once a flush at the end of its slice is answered. First writes go to an empty overlay over a backing file.";
+
+/// IOPS over time, from a cold L2 cache.
+#[derive(Clone, Debug)]
+pub(super) struct Growth {
+    pub(super) configuration: Configuration,
+    /// (seconds, operations per second).
+    pub(super) points: Vec<(f64, f64)>,
+}
+
+/// Everything that a run came to.
+#[derive(Debug)]
+pub(super) struct Found<'a> {
+    pub(super) search: &'a Search,
+    pub(super) growth: &'a [Growth],
+    /// What holds for the whole of it.
+    pub(super) remarks: &'a [String],
+    /// What the options are for.
+    pub(super) target: Target<'a>,
+}
+
+impl Found<'_> {
+    /// What to choose, for each goal.
+    pub(super) fn recommendations(&self) -> Vec<Recommendation> {
+        let choices = self.search.choices();
+        choices.iter().map(|choice| self.recommendation(choice)).collect()
+    }
+
+    fn recommendation(&self, choice: &Choice) -> Recommendation {
+        let search = self.search;
+        Recommendation::new(choice, search.samples(), search.patterns(), search.space(), self.target)
+    }
+
+    /// In the form of all results.
+    pub(super) fn findings(&self) -> Findings {
+        let recommendations = self.recommendations();
+        let mut summary: Vec<_> = recommendations.iter().map(Recommendation::sentence).collect();
+        if !recommendations.is_empty() {
+            summary.push(RULE.to_owned());
+        }
+        summary.extend(self.remarks.iter().cloned());
+        let mut tables = vec![self.scores()];
+        tables.extend(recommendations.iter().map(apply));
+        tables.extend(self.search.patterns().iter().filter_map(|pattern| self.pattern(pattern)));
+        Findings { summary, measures: self.measures(), tables, charts: self.charts() }
+    }
+
+    /// For people at a terminal.
+    pub(super) fn text(&self, bold: bool) -> String {
+        let mut text = String::new();
+        let Table { columns, rows, .. } = self.scores();
+        // At a terminal a handful of names: those of the goals.
+        let heads: Vec<_> = std::iter::once(("CONFIGURATION", table::Side::Left))
+            .chain(std::iter::once(("ROUNDS", table::Side::Right)))
+            .chain(Goal::ALL.map(|goal| (heading(goal), table::Side::Right)))
+            .collect();
+        if columns.len() == heads.len() {
+            let mut shown = table::Table::new(heads);
+            rows.into_iter().for_each(|row| shown.row(row));
+            text += &shown.render(bold);
+        }
+        let recommendations = self.recommendations();
+        for (index, recommendation) in recommendations.iter().enumerate() {
+            text += &format!("\n{}\n", recommendation.sentence());
+            let is_same = |earlier: &&Recommendation| earlier.configuration == recommendation.configuration;
+            if let Some(earlier) = recommendations[..index].iter().find(is_same) {
+                text += &format!("  with the same options as for {}\n", earlier.goal.name());
+                continue;
+            }
+            for (what, line) in recommendation.how() {
+                let line = line.replace('\n', &format!("\n{:12}", ""));
+                text += &format!("  {what:<9} {line}\n");
+            }
+        }
+        text += &match recommendations.as_slice() {
+            [] => "Nothing was measured.\n".to_owned(),
+            _ => format!("\n{RULE}\n"),
+        };
+        for remark in self.remarks {
+            text += &format!("{remark}\n");
+        }
+        text
+    }
+
+    /// What each configuration comes to for each goal.
+    fn scores(&self) -> Table {
+        let search = self.search;
+        let scores = search.scores();
+        let row = |configuration: &Configuration| {
+            let of = |goal: Goal| {
+                let quotients = scores.of(goal, configuration);
+                match (quotients.is_empty(), goal.allows(configuration.cache)) {
+                    (true, _) => "-".to_owned(),
+                    (false, allowed) => {
+                        let text = format!("{:.2}", median(&quotients));
+                        if allowed { text } else { format!("({text})") }
+                    }
+                }
+            };
+            let rounds = search.samples().rounds(configuration, search.patterns());
+            [configuration.to_string(), rounds.to_string()].into_iter().chain(Goal::ALL.map(of)).collect()
+        };
+        Table {
+            title: "Speed beside the default".to_owned(),
+            columns: ["Configuration", "Rounds"]
+                .map(str::to_owned)
+                .into_iter()
+                .chain(Goal::ALL.map(|goal| goal.name().to_owned()))
+                .collect(),
+            rows: search.samples().configurations().iter().map(row).collect(),
+            note: Some(
+                "The geometric mean over what counts for the goal, by quotients of the same round; 1 is as fast as the default. In brackets: not safe enough for the goal."
+                    .to_owned(),
+            ),
+        }
+    }
+
+    /// One pattern with every configuration.
+    fn pattern(&self, pattern: &Pattern) -> Option<Table> {
+        let samples = self.search.samples();
+        let default = self.search.space().default_configuration();
+        let row = |configuration: &Configuration| {
+            let own = samples.of(configuration, pattern);
+            if own.is_empty() {
+                return None;
+            }
+            let all = estimate(&own);
+            let beside = samples.compare_cells((&default, pattern), (configuration, pattern));
+            let [median, low, high] = [all.median, all.low, all.high].map(figures::count);
+            Some(vec![
+                configuration.to_string(),
+                median,
+                format!("{low} to {high}"),
+                beside.map_or_else(String::new, |comparison| beside_default(&comparison)),
+                own.len().to_string(),
+            ])
+        };
+        let rows: Vec<_> = samples.configurations().iter().filter_map(row).collect();
+        (!rows.is_empty()).then(|| Table {
+            title: pattern.to_string(),
+            columns: ["Configuration", "IOPS", "Interval", "Beside the default", "Samples"]
+                .map(str::to_owned)
+                .to_vec(),
+            rows,
+            note: Some(NOTE.to_owned()),
+        })
+    }
+
+    fn measures(&self) -> Vec<Measure> {
+        let samples = self.search.samples();
+        let mut measures = Vec::new();
+        for configuration in samples.configurations() {
+            for pattern in self.search.patterns() {
+                let samples = samples.of(configuration, pattern);
+                if !samples.is_empty() {
+                    let name = format!("{configuration}: {pattern}");
+                    measures.push(Measure::new(name, Unit::Iops, Better::Higher, samples));
+                }
+            }
+        }
+        measures
+    }
+
+    fn charts(&self) -> Vec<Chart> {
+        let samples = self.search.samples();
+        let default = self.search.space().default_configuration();
+        let patterns = self.search.patterns();
+        let value = |configuration: &Configuration, pattern: &Pattern| {
+            samples
+                .compare_cells((&default, pattern), (configuration, pattern))
+                .map(|comparison| comparison.ratio.median)
+        };
+        let mut charts = Vec::new();
+        if !samples.configurations().is_empty() {
+            charts.push(Chart::HeatMap(HeatMap {
+                title: "Speed beside the default, by pattern".to_owned(),
+                unit: Unit::Ratio,
+                better: Better::Higher,
+                columns: patterns.iter().map(ToString::to_string).collect(),
+                rows: samples.configurations().iter().map(ToString::to_string).collect(),
+                values: samples
+                    .configurations()
+                    .iter()
+                    .map(|configuration| {
+                        patterns.iter().map(|pattern| value(configuration, pattern)).collect()
+                    })
+                    .collect(),
+            }));
+        }
+        if !self.growth.is_empty() {
+            charts.push(Chart::Lines(self.growth_chart()));
+        }
+        charts
+    }
+
+    fn growth_chart(&self) -> Lines {
+        let series = |growth: &Growth| {
+            let rates: Vec<_> = growth.points.iter().map(|&(_, rate)| rate).collect();
+            let steady = steady(&rates);
+            let begins = growth.points.get(steady.start).map_or(0.0, |&(at, _)| at);
+            Series {
+                name: format!("{} (steady from {begins:.1} s)", growth.configuration),
+                points: growth.points.clone(),
+            }
+        };
+        let axis = |label: &str, unit| Axis { label: label.to_owned(), unit, logarithmic: false };
+        Lines {
+            title: "Random reads of 4K from a cold L2 cache".to_owned(),
+            x: axis("Time", Unit::Seconds),
+            y: axis("Operations per second", Unit::Iops),
+            series: self.growth.iter().map(series).collect(),
+        }
+    }
+}
+
+/// A configuration beside the default: a difference, or that there is none.
+fn beside_default(comparison: &Comparison) -> String {
+    match comparison.verdict {
+        Verdict::Same => "no difference".to_owned(),
+        Verdict::Higher | Verdict::Lower => percent(&comparison.ratio),
+    }
+}
+
+fn apply(recommendation: &Recommendation) -> Table {
+    Table {
+        title: format!("For {}: {}", recommendation.goal.name(), recommendation.configuration),
+        columns: ["For", "What to type"].map(str::to_owned).to_vec(),
+        rows: recommendation.how().into_iter().map(|(what, line)| vec![what.to_owned(), line]).collect(),
+        note: None,
+    }
+}
+
+fn heading(goal: Goal) -> &'static str {
+    match goal {
+        Goal::Throughput => "THROUGHPUT",
+        Goal::Latency => "LATENCY",
+        Goal::Integrity => "INTEGRITY",
+        Goal::Balanced => "BALANCED",
+    }
+}

@@ -1,0 +1,285 @@
+//! The images that are measured: made, filled, and opened as a configuration says.
+//!
+//! Everything is filled with bytes that do not compress before it is read: a hole is answered by nobody's disk.
+//!
+//! Never opens an image twice at a time: it is locked as every image is.
+
+use std::{
+    cell::{Cell, RefCell},
+    fs,
+    path::{Path, PathBuf},
+    rc::Rc,
+    sync::Arc,
+};
+
+use anyhow::{Context as _, bail};
+use block::{
+    buffer::{ALIGNMENT, Buffer},
+    disk::Disk,
+    image::{
+        Image,
+        open::{ImageOptions, open},
+        qcow2::{
+            CacheSettings, L2Size,
+            create::{CreateOptions, create},
+            header::Backing,
+        },
+    },
+    layer::throttle::DiskSettings,
+    reactor::{blocking, spawn_joinable},
+    storage::{CacheMode, Durability, Format, OpenOptions, open_storage},
+};
+use console::progress::Progress;
+use nix::fcntl::{PosixFadviseAdvice, posix_fadvise};
+use policy::prefetch::{Mode, Settings};
+use settings::exact_size;
+
+use super::{
+    matrix::{Configuration, L2Share, Qcow2},
+    place::{Kind, Place},
+    stop::Stop,
+};
+
+/// What overlays lie over; also the raw disk that presets compare with.
+pub(super) const BASE: &str = "base.raw";
+/// The image for first writes.
+const OVERLAY: &str = "overlay.qcow2";
+/// Bytes of a write, when an image is filled.
+const PIECE: u64 = 1 << 20;
+/// Writes in flight meanwhile.
+const DEPTH: usize = 8;
+/// A new file's length before it is an image: storage has a size.
+const LEAST_FILE: u64 = 512;
+
+/// Opens images of a place.
+#[derive(Debug)]
+pub(super) struct Images {
+    pub(super) place: Rc<Place>,
+    /// Bytes that do not compress, for [`PIECE`] of them from `first` on, where memory is aligned.
+    noise: Arc<[u8]>,
+    first: usize,
+}
+
+impl Images {
+    /// Those of this place.
+    pub(super) fn new(place: Rc<Place>) -> Self {
+        let noise: Arc<[u8]> = (0..PIECE as usize + ALIGNMENT).map(|_| fastrand::u8(..)).collect();
+        let first = noise.as_ptr().align_offset(ALIGNMENT);
+        Self { place, noise, first }
+    }
+
+    /// Makes and fills the base, and an image for each cluster size; returns the cluster sizes for which there was time. The first is always
+    /// among them.
+    ///
+    /// # Errors
+    /// A disk that is full or fails, or too slow for the base and the first image.
+    pub(super) async fn make(
+        &self,
+        clusters: &[u64],
+        stop: &Stop,
+        progress: &Rc<Progress>,
+    ) -> anyhow::Result<Vec<u64>> {
+        let mut made = Vec::new();
+        let Some(base) = self.place.made(BASE) else { return Ok(clusters.to_vec()) };
+        fs::File::create(&base)
+            .and_then(|file| file.set_len(self.place.size_bytes))
+            .context("cannot be made")?;
+        if !self.fill(&base, Format::Raw, stop, progress).await? {
+            bail!("writing the images took too long (give a smaller --size or a longer --budget)");
+        }
+        for &cluster_bytes in clusters {
+            let path = self.path(cluster_bytes)?;
+            self.create(&path, cluster_bytes, None).await?;
+            if !self.fill(&path, Format::Qcow2, stop, progress).await? {
+                fs::remove_file(&path).context("a file cannot be removed")?;
+                break;
+            }
+            made.push(cluster_bytes);
+        }
+        if made.is_empty() {
+            bail!("writing the images took too long (give a smaller --size or a longer --budget)");
+        }
+        Ok(made)
+    }
+
+    /// The image as the configuration says.
+    ///
+    /// # Errors
+    /// What keeps it from being opened.
+    pub(super) async fn open(&self, configuration: &Configuration) -> anyhow::Result<Arc<Disk>> {
+        let (path, format, read_only) = match (&self.place.kind, configuration.qcow2) {
+            (Kind::Made { .. }, Some(Qcow2 { cluster_bytes, .. })) => {
+                (self.path(cluster_bytes)?, Some(Format::Qcow2), false)
+            }
+            (Kind::Made { .. }, None) => (self.base()?, Some(Format::Raw), false),
+            (Kind::Device { writable, .. }, _) => (self.place.path.clone(), Some(Format::Raw), !writable),
+            (Kind::Image { format, .. }, _) => (self.place.path.clone(), *format, true),
+        };
+        self.disk(&path, format, read_only, configuration).await
+    }
+
+    /// A new overlay over the base, with nothing allocated.
+    ///
+    /// # Errors
+    /// What keeps it from being made or opened.
+    pub(super) async fn open_overlay(&self, configuration: &Configuration) -> anyhow::Result<Arc<Disk>> {
+        let path = self.place.made(OVERLAY).context("there is no directory for an overlay")?;
+        let cluster_bytes = configuration.qcow2.map_or(0, |qcow2| qcow2.cluster_bytes);
+        let backing = Backing { name: BASE.to_owned(), format: Some("raw".to_owned()) };
+        self.create(&path, cluster_bytes, Some(backing)).await?;
+        self.disk(&path, Some(Format::Qcow2), false, configuration).await
+    }
+
+    /// Removes the overlay, which nobody has open any more.
+    ///
+    /// # Errors
+    /// The file system's.
+    pub(super) async fn remove_overlay(&self) -> anyhow::Result<()> {
+        let path = self.place.made(OVERLAY).context("there is no directory for an overlay")?;
+        // A long file takes a while.
+        blocking(move || fs::remove_file(path)).await.context("the overlay cannot be removed")
+    }
+
+    /// Has what was read and written leave the page cache, as far as the kernel does that.
+    ///
+    /// # Errors
+    /// The file system's.
+    pub(super) async fn forget(&self, disk: &Disk) -> anyhow::Result<()> {
+        let paths: Vec<_> =
+            disk.image().chain().filter_map(|image| image.storage().path().map(PathBuf::from)).collect();
+        let forget = move || -> anyhow::Result<()> {
+            for path in paths {
+                let file = fs::File::open(&path)?;
+                // Pages that are not written yet stay.
+                file.sync_data()?;
+                posix_fadvise(&file, 0, 0, PosixFadviseAdvice::POSIX_FADV_DONTNEED)?;
+            }
+            Ok(())
+        };
+        blocking(forget).await.context("the page cache cannot be emptied")
+    }
+
+    fn path(&self, cluster_bytes: u64) -> anyhow::Result<PathBuf> {
+        self.place
+            .made(&format!("{}.qcow2", exact_size(cluster_bytes)))
+            .context("there is no directory for images")
+    }
+
+    fn base(&self) -> anyhow::Result<PathBuf> {
+        self.place.made(BASE).context("there is no directory for images")
+    }
+
+    async fn create(&self, path: &Path, cluster_bytes: u64, backing: Option<Backing>) -> anyhow::Result<()> {
+        fs::File::create(path)
+            .and_then(|file| file.set_len(LEAST_FILE))
+            .context("an image cannot be made")?;
+        let storage = open_storage(&spec(path)?, OpenOptions::default())?;
+        let size_bytes = self.place.size_bytes;
+        let wish = CreateOptions { size_bytes, cluster_bytes, backing, ..CreateOptions::default() };
+        create(&storage, None, &wish).await.context("an image cannot be made")?;
+        Ok(())
+    }
+
+    async fn disk(
+        &self,
+        path: &Path,
+        format: Option<Format>,
+        read_only: bool,
+        configuration: &Configuration,
+    ) -> anyhow::Result<Arc<Disk>> {
+        let options = ImageOptions {
+            storage: OpenOptions { cache: configuration.cache, format, read_only, ..OpenOptions::default() },
+            caches: configuration.qcow2.map_or_else(CacheSettings::default, |qcow2| self.caches(qcow2)),
+            ..ImageOptions::default()
+        };
+        let disk = Disk::new("tune", open(&spec(path)?, options).await?, DiskSettings::default(), None)?;
+        let mode = if configuration.prefetch { Mode::On } else { Mode::Off };
+        disk.prefetch().set(Settings { mode, ..Settings::default() })?;
+        Ok(Arc::new(disk))
+    }
+
+    fn caches(&self, Qcow2 { cluster_bytes, l2 }: Qcow2) -> CacheSettings {
+        if l2 == L2Share::Full {
+            return CacheSettings { l2: Some(L2Size::Full), ..CacheSettings::default() };
+        }
+        let bytes = l2.bytes(self.place.size_bytes, cluster_bytes);
+        CacheSettings {
+            l2: Some(L2Size::Bytes(bytes)),
+            entry_bytes: Some(L2Share::slice_bytes(bytes).min(cluster_bytes)),
+            ..CacheSettings::default()
+        }
+    }
+
+    /// Writes an image from beginning to end; false if it had to stop before.
+    async fn fill(
+        &self,
+        path: &Path,
+        format: Format,
+        stop: &Stop,
+        progress: &Rc<Progress>,
+    ) -> anyhow::Result<bool> {
+        let storage =
+            OpenOptions { cache: CacheMode::Writeback, format: Some(format), ..OpenOptions::default() };
+        let image = open(&spec(path)?, ImageOptions { storage, ..ImageOptions::default() }).await?;
+        let pieces = self.place.size_bytes / PIECE;
+        let name = path.file_name().unwrap_or_default().to_string_lossy();
+        progress.begin(&format!("writing {name}"), pieces * PIECE);
+        let filling = Rc::new(Filling {
+            image,
+            noise: Arc::clone(&self.noise),
+            first: self.first,
+            pieces,
+            next: Cell::new(0),
+            failed: RefCell::new(None),
+            written: Cell::new(0),
+            progress: Rc::clone(progress),
+            stop: stop.clone(),
+        });
+        let tasks: Vec<_> = (0..DEPTH).map(|_| spawn_joinable(Rc::clone(&filling).write())).collect();
+        for task in tasks {
+            task.await;
+        }
+        progress.end();
+        if let Some(error) = filling.failed.borrow_mut().take() {
+            return Err(error).with_context(|| format!("writing {name}"));
+        }
+        filling.image.flush().await.with_context(|| format!("writing {name}"))?;
+        filling.image.close().await.with_context(|| format!("writing {name}"))?;
+        Ok(filling.next.get() >= pieces)
+    }
+}
+
+/// An image that is being filled.
+struct Filling {
+    image: Image,
+    noise: Arc<[u8]>,
+    first: usize,
+    pieces: u64,
+    next: Cell<u64>,
+    /// Pieces.
+    written: Cell<u64>,
+    progress: Rc<Progress>,
+    failed: RefCell<Option<block::error::Error>>,
+    stop: Stop,
+}
+
+impl Filling {
+    async fn write(self: Rc<Self>) {
+        while self.next.get() < self.pieces && self.failed.borrow().is_none() && !self.stop.is_due() {
+            let at = self.next.replace(self.next.get() + 1) * PIECE;
+            let data = Buffer::lent(&self.noise, self.first..self.first + PIECE as usize);
+            let result = self.image.write(at, data.into(), Durability::Cached).await;
+            self.written.set(self.written.get() + 1);
+            self.progress.advance(self.written.get() * PIECE);
+            if let Err(error) = result {
+                self.failed.borrow_mut().get_or_insert(error);
+            }
+        }
+    }
+}
+
+fn spec(path: &Path) -> anyhow::Result<String> {
+    let text =
+        path.to_str().with_context(|| format!("{}: not UTF-8 (use another name of it)", path.display()))?;
+    Ok(format!("file:{text}"))
+}

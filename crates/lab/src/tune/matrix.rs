@@ -1,0 +1,356 @@
+//! What can be chosen for a virtual disk, and what is asked of it: configurations and patterns.
+//!
+//! ```text
+//!   cache mode × cluster size × L2 cache × prefetch     the default, one factor changed at a time, combinations
+//!        ×
+//!   random, sequential × read, write × 4K, 1M × depth 1, 32, and: synchronous writes, first writes, reads of what is in memory
+//! ```
+//!
+//! The default is what QEMU does where nothing is said: writeback, clusters of 64 KiB, an L2 cache for the whole disk (QEMU: up to 256 GiB of it),
+//! nothing read ahead. Everything else is told as changes to it.
+//!
+//! Never decides what is worth measuring: that is the search's.
+
+use std::{
+    collections::HashSet,
+    fmt,
+    hash::{Hash, Hasher},
+};
+
+use block::storage::CacheMode;
+use policy::prefetch::Settings;
+
+/// The default cluster, which is QEMU's.
+pub(super) const DEFAULT_CLUSTER: u64 = 64 << 10;
+/// The cluster sizes that are compared.
+pub(super) const CLUSTERS: [u64; 6] = [DEFAULT_CLUSTER, 128 << 10, 256 << 10, 512 << 10, 1 << 20, 2 << 20];
+/// Bytes of an entry of an L2 table, which maps one cluster (QEMU's docs/interop/qcow2.rst).
+const L2_ENTRY_BYTES: u64 = 8;
+/// The least slice of an L2 table that the cache loads, and the default (QEMU's docs/qcow2-cache.txt).
+const SLICE_BYTES: std::ops::RangeInclusive<u64> = 512..=4096;
+
+/// How much of the mapping the L2 cache holds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) enum L2Share {
+    /// What maps the whole disk.
+    Full,
+    /// One part of so many.
+    Part(u64),
+}
+
+impl L2Share {
+    /// Those that are compared; 1/128 is the one of the seed's measurement.
+    pub(super) const ALL: [Self; 4] = [Self::Full, Self::Part(4), Self::Part(16), Self::Part(128)];
+
+    /// Bytes of the cache for a disk of `size_bytes` with these clusters; at least two of the smallest slices.
+    ///
+    /// Source: QEMU's docs/qcow2-cache.txt, `disk_size = l2_cache_size * cluster_size / 8`.
+    pub(super) fn bytes(self, size_bytes: u64, cluster_bytes: u64) -> u64 {
+        let all = size_bytes.div_ceil(cluster_bytes) * L2_ENTRY_BYTES;
+        let part = match self {
+            Self::Full => all,
+            Self::Part(parts) => all / parts,
+        };
+        part.max(2 * SLICE_BYTES.start())
+    }
+
+    /// The slice that a cache of so many bytes is made of: the default, or a smaller one where there would be less than two.
+    pub(super) fn slice_bytes(l2_bytes: u64) -> u64 {
+        let largest = (l2_bytes / 2).max(1);
+        (1 << largest.ilog2()).clamp(*SLICE_BYTES.start(), *SLICE_BYTES.end())
+    }
+}
+
+impl fmt::Display for L2Share {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Full => f.write_str("full"),
+            Self::Part(parts) => write!(f, "1/{parts}"),
+        }
+    }
+}
+
+/// What is chosen for a qcow2 image.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) struct Qcow2 {
+    /// From 64 KiB to 2 MiB, a power of two, where weir makes the image; else what the image has.
+    pub(super) cluster_bytes: u64,
+    pub(super) l2: L2Share,
+}
+
+/// What is chosen for a disk.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Configuration {
+    pub(super) cache: CacheMode,
+    /// Nothing of a raw disk.
+    pub(super) qcow2: Option<Qcow2>,
+    pub(super) prefetch: bool,
+}
+
+impl Configuration {
+    /// Memory that it takes for a disk of this size, beside the page cache: that is given back when somebody needs it.
+    pub(super) fn memory_bytes(&self, size_bytes: u64) -> u64 {
+        let l2 = self.qcow2.map_or(0, |Qcow2 { cluster_bytes, l2 }| l2.bytes(size_bytes, cluster_bytes));
+        l2 + if self.prefetch { Settings::default().memory_bytes } else { 0 }
+    }
+}
+
+/// By the cache mode's name, because the mode itself has no hash.
+impl Hash for Configuration {
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        (self.cache.name(), self.qcow2, self.prefetch).hash(state);
+    }
+}
+
+/// Names are unique, and are what results are kept under.
+impl fmt::Display for Configuration {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.cache.name())?;
+        if let Some(Qcow2 { cluster_bytes, l2 }) = self.qcow2 {
+            write!(f, ", {}", settings::exact_size(cluster_bytes))?;
+            if l2 != L2Share::Full {
+                write!(f, ", L2 {l2}")?;
+            }
+        }
+        f.write_str(if self.prefetch { ", prefetch" } else { "" })
+    }
+}
+
+/// What can be chosen where it is measured.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Space {
+    /// The first is the default's; so are those of the others.
+    pub(super) caches: Vec<CacheMode>,
+    /// None of a raw disk.
+    pub(super) clusters: Vec<u64>,
+    pub(super) l2: Vec<L2Share>,
+    pub(super) prefetch: Vec<bool>,
+    /// Of the disk that is measured: shares that come to the same number of bytes are the same.
+    pub(super) size_bytes: u64,
+}
+
+impl Space {
+    /// Everything, for images that weir makes.
+    pub(super) fn of_made_images(size_bytes: u64) -> Self {
+        Self {
+            caches: CacheMode::ALL.to_vec(),
+            clusters: CLUSTERS.to_vec(),
+            l2: L2Share::ALL.to_vec(),
+            prefetch: vec![false, true],
+            size_bytes,
+        }
+    }
+
+    /// For an image that is there: its clusters are what they are; none of a raw one.
+    pub(super) fn of_image(size_bytes: u64, cluster_bytes: Option<u64>) -> Self {
+        Self { clusters: cluster_bytes.into_iter().collect(), ..Self::of_made_images(size_bytes) }
+    }
+
+    /// The first of everything.
+    pub(super) fn default_configuration(&self) -> Configuration {
+        Configuration {
+            cache: self.caches[0],
+            qcow2: self.clusters.first().map(|&cluster_bytes| Qcow2 { cluster_bytes, l2: self.l2[0] }),
+            prefetch: self.prefetch[0],
+        }
+    }
+
+    /// The default, and each other level of each factor with the rest as in the default.
+    pub(super) fn one_at_a_time(&self) -> Vec<Configuration> {
+        let default = self.default_configuration();
+        let mut list: Vec<_> = self.caches.iter().map(|&cache| Configuration { cache, ..default }).collect();
+        if let Some(qcow2) = default.qcow2 {
+            let with = |qcow2| Configuration { qcow2: Some(qcow2), ..default };
+            list.extend(self.clusters.iter().map(|&cluster_bytes| with(Qcow2 { cluster_bytes, ..qcow2 })));
+            list.extend(self.l2.iter().map(|&l2| with(Qcow2 { l2, ..qcow2 })));
+        }
+        list.extend(self.prefetch.iter().map(|&prefetch| Configuration { prefetch, ..default }));
+        self.distinct(list)
+    }
+
+    /// Every combination, the default first; those with fewer changes come before those with more.
+    pub(super) fn all(&self) -> Vec<Configuration> {
+        let mut images: Vec<_> = self
+            .clusters
+            .iter()
+            .flat_map(|&cluster_bytes| self.l2.iter().map(move |&l2| Some(Qcow2 { cluster_bytes, l2 })))
+            .collect();
+        if images.is_empty() {
+            images.push(None);
+        }
+        let mut list = Vec::new();
+        for &cache in &self.caches {
+            for &qcow2 in &images {
+                list.extend(self.prefetch.iter().map(|&prefetch| Configuration { cache, qcow2, prefetch }));
+            }
+        }
+        let mut list = self.distinct(list);
+        list.sort_by_key(|configuration| self.changes(configuration));
+        list
+    }
+
+    /// In how many factors it differs from the default.
+    pub(super) fn changes(&self, configuration: &Configuration) -> usize {
+        let default = self.default_configuration();
+        let l2 = |qcow2: Option<Qcow2>| qcow2.map(|qcow2| qcow2.l2);
+        let cluster = |qcow2: Option<Qcow2>| qcow2.map(|qcow2| qcow2.cluster_bytes);
+        [
+            configuration.cache != default.cache,
+            cluster(configuration.qcow2) != cluster(default.qcow2),
+            l2(configuration.qcow2) != l2(default.qcow2),
+            configuration.prefetch != default.prefetch,
+        ]
+        .into_iter()
+        .filter(|&differs| differs)
+        .count()
+    }
+
+    /// The same without those that are the same as an earlier one: a small disk's whole mapping may fit into the smallest cache.
+    fn distinct(&self, list: Vec<Configuration>) -> Vec<Configuration> {
+        let key = |configuration: &Configuration| {
+            let Configuration { cache, qcow2, prefetch } = *configuration;
+            let sizes = qcow2
+                .map(|Qcow2 { cluster_bytes, l2 }| (cluster_bytes, l2.bytes(self.size_bytes, cluster_bytes)));
+            (cache.name(), sizes, prefetch)
+        };
+        let mut seen = HashSet::new();
+        list.into_iter().filter(|configuration| seen.insert(key(configuration))).collect()
+    }
+}
+
+/// Where requests go.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) enum Order {
+    /// Anywhere.
+    Random,
+    /// One after the other.
+    Sequential,
+}
+
+/// What is asked.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) enum Operation {
+    /// Reads of what the host does not have in memory, as far as that can be had.
+    Read,
+    /// Reads of what the page cache has, if the configuration uses one.
+    Reread,
+    /// Writes to allocated clusters, and a flush at the end that counts.
+    Write,
+    /// Each with a flush behind it.
+    SyncWrite,
+    /// To an empty overlay over a backing file: clusters are allocated, and what is around the data is copied.
+    FirstWrite,
+}
+
+/// What is asked of a disk, and how.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) struct Pattern {
+    pub(super) order: Order,
+    pub(super) operation: Operation,
+    pub(super) block_bytes: u64,
+    /// Requests in flight.
+    pub(super) depth: u32,
+}
+
+const SMALL: u64 = 4 << 10;
+const LARGE: u64 = 1 << 20;
+
+impl Pattern {
+    /// Every pattern, reads first.
+    pub(super) fn all() -> Vec<Self> {
+        let mut list = Vec::new();
+        for operation in [Operation::Read, Operation::Write] {
+            for order in [Order::Random, Order::Sequential] {
+                for block_bytes in [SMALL, LARGE] {
+                    list.extend([1, 32].map(|depth| Self { order, operation, block_bytes, depth }));
+                }
+            }
+        }
+        for operation in [Operation::SyncWrite, Operation::FirstWrite, Operation::Reread] {
+            list.push(Self { order: Order::Random, operation, block_bytes: SMALL, depth: 1 });
+            list.push(Self { order: Order::Sequential, operation, block_bytes: LARGE, depth: 1 });
+        }
+        list
+    }
+
+    /// Whether it changes the disk.
+    pub(super) fn writes(&self) -> bool {
+        !matches!(self.operation, Operation::Read | Operation::Reread)
+    }
+}
+
+/// Names are unique, and are what results are kept under.
+impl fmt::Display for Pattern {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let order = match self.order {
+            Order::Random => "random",
+            Order::Sequential => "sequential",
+        };
+        let operation = match self.operation {
+            Operation::Read => "read",
+            Operation::Reread => "reread",
+            Operation::Write => "write",
+            Operation::SyncWrite => "sync write",
+            Operation::FirstWrite => "first write",
+        };
+        write!(f, "{order} {operation} {}", settings::exact_size(self.block_bytes))?;
+        write!(f, " ×{}", self.depth)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_are_unique() {
+        let space = Space::of_made_images(16 << 30);
+        let all = space.all();
+        assert_eq!(all.len(), 5 * 6 * 4 * 2);
+        let names: HashSet<_> = all.iter().map(ToString::to_string).collect();
+        assert_eq!(names.len(), all.len());
+        assert!(names.contains("none, 2M, L2 1/128, prefetch"), "{names:?}");
+        let patterns = Pattern::all();
+        let names: HashSet<_> = patterns.iter().map(ToString::to_string).collect();
+        assert_eq!(names.len(), 22);
+        assert!(names.contains("random sync write 4K ×1"), "{names:?}");
+    }
+
+    #[test]
+    fn the_default_comes_first_and_one_factor_changes_at_a_time() {
+        let space = Space::of_made_images(16 << 30);
+        let list = space.one_at_a_time();
+        assert_eq!(list.len(), 1 + 4 + 5 + 3 + 1);
+        assert_eq!(list[0], space.default_configuration());
+        assert_eq!(list[0].to_string(), "writeback, 64K");
+        assert!(list[1..].iter().all(|configuration| space.changes(configuration) == 1), "{list:?}");
+        assert_eq!(space.all()[0], list[0]);
+    }
+
+    #[test]
+    fn the_cache_is_sized_by_the_formula_of_qemu_and_the_seed() {
+        // 16 GiB with clusters of 64 KiB, as the seed has it: 2 MiB, and 16 KiB for 128 MiB.
+        assert_eq!(L2Share::Full.bytes(16 << 30, 64 << 10), 2_097_152);
+        assert_eq!(L2Share::Part(128).bytes(16 << 30, 64 << 10), 16_384);
+        assert_eq!(L2Share::Part(128).bytes(64 << 20, 64 << 10), 1024, "never less than two slices");
+        assert_eq!([1024, 3000, 16_384].map(L2Share::slice_bytes), [512, 1024, 4096]);
+    }
+
+    #[test]
+    fn shares_that_come_to_the_same_size_are_measured_once() {
+        let space = Space::of_made_images(64 << 20);
+        // 8 KiB of mapping: 1/16 and 1/128 are both the least there can be.
+        let l2 = |configuration: &&Configuration| {
+            configuration.qcow2.is_some_and(|qcow2| qcow2.l2 != L2Share::Full)
+        };
+        assert_eq!(space.one_at_a_time().iter().filter(l2).count(), 2);
+    }
+
+    #[test]
+    fn a_raw_disk_has_cache_modes_and_prefetch() {
+        let space = Space::of_image(1 << 30, None);
+        assert_eq!(space.one_at_a_time().len(), 6);
+        assert_eq!(space.all().len(), 10);
+        assert_eq!(space.all()[9].qcow2, None);
+    }
+}

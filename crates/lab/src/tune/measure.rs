@@ -1,0 +1,357 @@
+//! One sample: how many operations per second one pattern came to, on one disk, in a moment.
+//!
+//! ```text
+//!   ├ batch ┤ batch ┤ batch ┤ … ┤ flush ┤      a slice of time, cut into batches of requests
+//! ```
+//!
+//! A slice is short, so that every configuration has its turn in each round; what is compared are many slices, from all over the run. Reads
+//! begin with nothing in the page cache, unless they are to be from it: the median batch of the steady part counts. Writes end with a flush that
+//! counts, or a disk that only remembers them would look fast, after the same amount for every configuration; what a mode does not flush is
+//! written back afterwards, so that the next slice does not pay for it.
+//!
+//! Never judges a sample: that a slice was held up is for the statistics to see.
+
+use std::{
+    collections::HashMap,
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use anyhow::Context as _;
+use block::disk::Disk;
+
+use super::{
+    images::Images,
+    matrix::{CLUSTERS, Configuration, Operation, Order, Pattern},
+    place::OVERLAY_BYTES,
+    search::Turn,
+    stop::Stop,
+};
+use crate::{
+    load::{Flush, Load, Places, put},
+    statistics::{median, steady},
+};
+
+/// How long a slice may be: shorter ones are all beginning, longer ones tell nothing more.
+pub(super) const SLICES: std::ops::RangeInclusive<Duration> =
+    Duration::from_millis(10)..=Duration::from_millis(200);
+/// Batches of a slice, unless so many requests are in flight that there are fewer: enough to see where it is steady, which takes ten.
+const BATCHES: u32 = 24;
+/// The most requests of a batch.
+const LARGEST_BATCH: f64 = 1e6;
+/// What is read again and again, where it is to be from memory.
+const REREAD_BYTES: u64 = 16 << 20;
+/// What is written before the flush at the end of a slice, in small requests and in large ones; less where that takes longer than a slice.
+const SMALL_WRITES_BYTES: u64 = 4 << 20;
+const LARGE_WRITES_BYTES: u64 = 32 << 20;
+/// Written by loads that write.
+const BYTE: u8 = 0xA5;
+
+/// Measures.
+#[derive(Debug)]
+pub(super) struct Meter {
+    images: Images,
+    slice: Duration,
+    stop: Stop,
+    random: fastrand::Rng,
+    /// What was seen last, from which the size of a batch follows.
+    rates: HashMap<(Configuration, Pattern), f64>,
+}
+
+/// A rate, batch by batch.
+#[derive(Clone, Debug, Default)]
+struct Series {
+    rates: Vec<f64>,
+    requests: u64,
+    elapsed: Duration,
+}
+
+impl Meter {
+    /// Slices of so much time.
+    pub(super) fn new(images: Images, slice: Duration, stop: Stop, seed: u64) -> Self {
+        Self { images, slice, stop, random: fastrand::Rng::with_seed(seed), rates: HashMap::new() }
+    }
+
+    /// When it stops.
+    pub(super) fn stop(&self) -> &Stop {
+        &self.stop
+    }
+
+    /// From now on stops then.
+    pub(super) fn until(&mut self, stop: Stop) {
+        self.stop = stop;
+    }
+
+    /// Measures everything of a turn, until it is time to stop; hands each sample to `record`.
+    ///
+    /// # Errors
+    /// [`TurnError`].
+    pub(super) async fn turn(
+        &mut self,
+        turn: &Turn,
+        mut record: impl FnMut(Pattern, f64),
+    ) -> Result<(), TurnError> {
+        let configuration = turn.configuration;
+        let disk = self.images.open(&configuration).await.map_err(TurnError::NotOpened)?;
+        for &pattern in &turn.patterns {
+            if self.stop.is_due() {
+                break;
+            }
+            let measured = if pattern.operation == Operation::FirstWrite {
+                self.first_write(&configuration, pattern).await
+            } else {
+                self.sample(&disk, &configuration, pattern).await
+            };
+            // What was cut short is no sample.
+            if let Some(rate) = measured.with_context(|| format!("{configuration}: {pattern}"))? {
+                record(pattern, rate);
+            }
+        }
+        disk.close().await.with_context(|| configuration.to_string())?;
+        Ok(())
+    }
+
+    /// A sample on a fresh overlay.
+    async fn first_write(
+        &mut self,
+        configuration: &Configuration,
+        pattern: Pattern,
+    ) -> anyhow::Result<Option<f64>> {
+        let disk = self.images.open_overlay(configuration).await?;
+        let measured = self.sample(&disk, configuration, pattern).await;
+        let closed = disk.close().await;
+        drop(disk);
+        self.images.remove_overlay().await?;
+        let measured = measured?;
+        closed?;
+        Ok(measured)
+    }
+
+    async fn sample(
+        &mut self,
+        disk: &Arc<Disk>,
+        configuration: &Configuration,
+        pattern: Pattern,
+    ) -> anyhow::Result<Option<f64>> {
+        let whole = self.images.place.size_bytes;
+        let size_bytes = match pattern.operation {
+            Operation::Reread => whole.min(REREAD_BYTES),
+            _ => whole,
+        };
+        match pattern.operation {
+            Operation::Read => self.images.forget(disk).await?,
+            Operation::Reread => warm(disk, size_bytes).await?,
+            Operation::Write | Operation::SyncWrite | Operation::FirstWrite => {}
+        }
+        let stop = self.stop.clone();
+        let series = self.batches(disk, configuration, pattern, size_bytes, &stop).await?;
+        if series.requests == 0 || self.stop.is_interrupted() {
+            return Ok(None);
+        }
+        if !pattern.writes() {
+            return Ok(Some(steady_rate(&series.rates)));
+        }
+        let began = Instant::now();
+        disk.flush().await.context("the last flush failed")?;
+        let elapsed = series.elapsed + began.elapsed();
+        // Outside of the time: a mode that ignores flushes is to be as fast as it is, but at nobody else's cost.
+        self.images.forget(disk).await?;
+        Ok(Some(series.requests as f64 / elapsed.as_secs_f64().max(1e-9)))
+    }
+
+    /// Batches for the time of a slice, after one that tells how large they are to be where that is not known.
+    async fn batches(
+        &mut self,
+        disk: &Arc<Disk>,
+        configuration: &Configuration,
+        pattern: Pattern,
+        size_bytes: u64,
+        stop: &Stop,
+    ) -> anyhow::Result<Series> {
+        let mut walk = Walk::new(pattern, size_bytes, &mut self.random);
+        let most = most_requests(pattern, size_bytes);
+        let mut series = Series::default();
+        let mut rate = self.rates.get(&(*configuration, pattern)).copied();
+        while series.elapsed < self.slice && series.requests < most && !stop.is_due() {
+            let wanted = rate.map_or(0.0, |rate| rate * self.slice.as_secs_f64() / f64::from(BATCHES));
+            let count =
+                (wanted.min(LARGEST_BATCH) as u64).max(pattern.depth.into()).min(most - series.requests);
+            let outcome = put(walk.load(count), Arc::clone(disk)).await?;
+            let is_first = rate.is_none();
+            let now = count as f64 / outcome.elapsed.as_secs_f64().max(1e-9);
+            rate = Some(now);
+            if !is_first || outcome.elapsed * 4 > self.slice || pattern.operation == Operation::FirstWrite {
+                series.rates.push(now);
+                series.requests += count;
+                series.elapsed += outcome.elapsed;
+            }
+        }
+        if let (Some(rate), false) = (rate, series.rates.is_empty()) {
+            self.rates.insert((*configuration, pattern), rate.min(median(&series.rates) * 2.0));
+        }
+        Ok(series)
+    }
+
+    /// Random reads from the moment on when neither the L2 cache nor the page cache has anything: (seconds, operations per second), batch by batch.
+    ///
+    /// # Errors
+    /// What keeps it from being measured.
+    pub(super) async fn growth(
+        &mut self,
+        configuration: &Configuration,
+        time: Duration,
+    ) -> anyhow::Result<Vec<(f64, f64)>> {
+        let disk = self.images.open(configuration).await?;
+        self.images.forget(&disk).await?;
+        let pattern =
+            Pattern { order: Order::Random, operation: Operation::Read, block_bytes: 4096, depth: 1 };
+        let mut walk = Walk::new(pattern, self.images.place.size_bytes, &mut self.random);
+        let stop = self.stop.within(time);
+        let mut points = Vec::new();
+        let began = Instant::now();
+        let mut count = 8;
+        while !stop.is_due() {
+            let outcome = put(walk.load(count), Arc::clone(&disk)).await?;
+            let rate = count as f64 / outcome.elapsed.as_secs_f64().max(1e-9);
+            points.push((began.elapsed().as_secs_f64(), rate));
+            // Fifty points, however fast the disk is.
+            count = ((rate * time.as_secs_f64() / 50.0) as u64).clamp(8, 1 << 20);
+        }
+        disk.close().await?;
+        Ok(points)
+    }
+}
+
+/// Why a turn was not finished.
+#[derive(Debug)]
+pub(super) enum TurnError {
+    /// The configuration cannot be opened here.
+    NotOpened(anyhow::Error),
+    /// A request failed.
+    Failed(anyhow::Error),
+}
+
+impl From<anyhow::Error> for TurnError {
+    fn from(error: anyhow::Error) -> Self {
+        Self::Failed(error)
+    }
+}
+
+/// The middle of where a slice is like itself.
+fn steady_rate(rates: &[f64]) -> f64 {
+    median(&rates[steady(rates)])
+}
+
+/// Requests after which a slice ends though its time is not over; of reads there is no bound.
+///
+/// The same for every configuration: what a flush costs is shared by what was written before it.
+fn most_requests(pattern: Pattern, size_bytes: u64) -> u64 {
+    let written = if pattern.block_bytes < 1 << 20 { SMALL_WRITES_BYTES } else { LARGE_WRITES_BYTES };
+    let all = written / pattern.block_bytes;
+    match pattern.operation {
+        Operation::Read | Operation::Reread => u64::MAX,
+        Operation::Write | Operation::SyncWrite => all,
+        // As if each allocated one of the largest clusters.
+        Operation::FirstWrite => {
+            let cluster_bytes = CLUSTERS.into_iter().max().unwrap_or(pattern.block_bytes);
+            all.min(OVERLAY_BYTES.min(size_bytes) / pattern.block_bytes.max(cluster_bytes)).max(1)
+        }
+    }
+}
+
+/// Has it all in memory.
+async fn warm(disk: &Arc<Disk>, size_bytes: u64) -> anyhow::Result<()> {
+    let pattern =
+        Pattern { order: Order::Sequential, operation: Operation::Reread, block_bytes: 1 << 20, depth: 4 };
+    let mut walk = Walk { pattern, size_bytes, offset: 0, seed: 0 };
+    put(walk.load(size_bytes >> 20), Arc::clone(disk)).await?;
+    Ok(())
+}
+
+/// Where a pattern's batches go, each on from the one before.
+#[derive(Clone, Copy, Debug)]
+struct Walk {
+    pattern: Pattern,
+    size_bytes: u64,
+    offset: u64,
+    seed: u64,
+}
+
+impl Walk {
+    /// From anywhere.
+    fn new(pattern: Pattern, size_bytes: u64, random: &mut fastrand::Rng) -> Self {
+        let blocks = size_bytes / pattern.block_bytes;
+        Self { pattern, size_bytes, offset: random.u64(..blocks) * pattern.block_bytes, seed: random.u64(..) }
+    }
+
+    /// The next batch.
+    fn load(&mut self, count: u64) -> Load {
+        let Self { pattern, size_bytes, .. } = *self;
+        let block = pattern.block_bytes;
+        let is_random = pattern.order == Order::Random;
+        let load = Load {
+            count,
+            depth: pattern.depth,
+            readers: 1,
+            block_bytes: usize::try_from(block).unwrap_or(usize::MAX),
+            places: Places {
+                offset: if is_random { 0 } else { self.offset },
+                step_bytes: block,
+                last: size_bytes - block,
+                backward: false,
+                random: is_random.then_some(self.seed),
+                run: 1,
+            },
+            write: pattern.writes().then_some(BYTE),
+            flush: (pattern.operation == Operation::SyncWrite).then_some(Flush { interval: 1, drain: true }),
+        };
+        // Other places in each batch.
+        self.seed = self.seed.wrapping_add(1);
+        self.offset = (self.offset / block + count) % (size_bytes / block) * block;
+        load
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn pattern(order: Order, operation: Operation) -> Pattern {
+        Pattern { order, operation, block_bytes: 1 << 20, depth: 1 }
+    }
+
+    #[test]
+    fn sequential_batches_follow_each_other_and_random_ones_are_not_the_same() {
+        let mut walk = Walk {
+            offset: 0,
+            seed: 7,
+            size_bytes: 10 << 20,
+            pattern: pattern(Order::Sequential, Operation::Read),
+        };
+        let begins: Vec<_> = [4, 4, 4].map(|count| walk.load(count).places.offset >> 20).to_vec();
+        assert_eq!(begins, [0, 4, 8], "and the last goes on at the beginning");
+        assert_eq!(walk.load(1).places.offset >> 20, 2);
+        let mut walk = Walk { pattern: pattern(Order::Random, Operation::SyncWrite), ..walk };
+        let loads = [walk.load(1), walk.load(1)];
+        assert_ne!(loads[0].places.random, loads[1].places.random);
+        assert_eq!(loads[0].flush, Some(Flush { interval: 1, drain: true }));
+        assert_eq!(loads[0].write, Some(BYTE));
+    }
+
+    #[test]
+    fn a_slice_with_a_slow_beginning_counts_from_where_it_is_steady() {
+        let rate = |batch: u32| if batch < BATCHES * 5 / 12 { 50.0 } else { 100.0 + f64::from(batch % 5) };
+        let rates: Vec<f64> = (0..BATCHES).map(rate).collect();
+        assert!((steady_rate(&rates) - 102.0).abs() < 1e-9, "{}", steady_rate(&rates));
+        assert!(median(&rates) < 101.0, "with its beginning it would be another");
+    }
+
+    #[test]
+    fn every_configuration_writes_the_same_and_an_overlay_does_not_grow_beyond_its_room() {
+        let small = Pattern { block_bytes: 4096, ..pattern(Order::Random, Operation::FirstWrite) };
+        assert_eq!(most_requests(small, 1 << 30), 32, "each may allocate 2 MiB");
+        assert_eq!(most_requests(small, 16 << 20), 8);
+        assert_eq!(most_requests(pattern(Order::Random, Operation::Write), 1 << 30), 32);
+        assert_eq!(most_requests(pattern(Order::Random, Operation::Read), 1 << 30), u64::MAX);
+    }
+}

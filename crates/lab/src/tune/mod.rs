@@ -1,0 +1,174 @@
+//! `weir tune`: measures what can be chosen for a disk, on the storage that the user names, and tells what to choose.
+//!
+//! ```text
+//!   place ─► images ─► search ──turn──► measure ──samples──► search ─► … ─► choice ─► recommend ─► findings ─► text, JSON, HTML
+//!   where    made,     what next         one slice                          per goal   gain, cost,
+//!            filled    and when enough   of time                                       how to apply
+//! ```
+//!
+//! Decisions (`search`, `choice`, `samples`) are apart from I/O (`images`, `measure`) and know no clock, so they are tested against machines
+//! whose truth is known. Reads and writes go through the very disk that `weir serve` runs.
+//!
+//! Never leaves an image behind, and never writes to what it did not make, but to a device where that was asked for.
+
+mod apply;
+mod arguments;
+mod choice;
+mod findings;
+mod goal;
+mod images;
+mod matrix;
+mod measure;
+mod place;
+mod preset;
+mod recommend;
+mod resume;
+mod samples;
+mod search;
+mod session;
+mod stop;
+
+use std::{io::IsTerminal as _, path::Path, rc::Rc};
+
+use anyhow::{Context as _, anyhow};
+pub use arguments::{EXAMPLES, TuneArgs};
+use block::{
+    image::{
+        Image,
+        open::{ImageOptions, open},
+    },
+    storage::{CacheMode, Format, OpenOptions},
+};
+use console::{Failure, on_reactor, print, progress::Progress};
+pub(crate) use goal::Goal;
+pub(crate) use preset::Preset;
+
+use self::{
+    place::{Kind, Place, Seen, Wish},
+    resume::Kept,
+    samples::Samples,
+    session::Session,
+    stop::Stop,
+};
+use super::result::{Begun, Findings, Header, ResultFile};
+
+/// What a run came to.
+#[derive(Debug)]
+struct Outcome {
+    findings: Findings,
+    /// For people at a terminal.
+    text: String,
+    /// What a later run goes on with.
+    details: serde_json::Value,
+    /// Why it ended early.
+    failed: Option<anyhow::Error>,
+}
+
+/// Measures, and tells what to choose.
+///
+/// # Errors
+/// What keeps it from being measured; what was found until then is told and kept all the same.
+pub fn run(arguments: TuneArgs) -> Result<(), Failure> {
+    let begun = Header::begin();
+    arguments.results.check()?;
+    let stop = Stop::after(arguments.budget)?;
+    let earlier = arguments.resume.as_deref().map(Kept::load).transpose()?;
+    let wish = Wish {
+        path: &arguments.path,
+        size_bytes: arguments.size.or(earlier.as_ref().map(Kept::size_bytes)),
+        format: arguments.format,
+        write: arguments.write,
+        force: arguments.force,
+        budget_seconds: arguments.budget.as_secs(),
+    };
+    let place = Rc::new(Place::open(wish, look)?);
+    place.removed_by(&stop);
+    let progress = Progress::new(arguments.json);
+    let outcome = if let Some(preset) = arguments.preset {
+        if !matches!(place.kind, Kind::Made { .. }) {
+            return Err(Failure::Usage(anyhow!(
+                "{}: a published table is measured on images that are made for it (name a directory)",
+                arguments.path.display()
+            )));
+        }
+        let run = preset::Run::new(preset, place, stop.clone(), progress, &arguments);
+        on_reactor(async move { Ok(run.work().await) })?
+    } else {
+        let samples = match &earlier {
+            Some(earlier) => (earlier.samples(&place, &place.space())?, Some(earlier.slice())),
+            None => (Samples::default(), None),
+        };
+        let session = Session::new(place, samples, stop.clone(), progress, &arguments);
+        on_reactor(async move { Ok(session.work().await) })?
+    };
+    tell(outcome, stop.is_interrupted(), &arguments, begun)
+}
+
+/// What an image is like, and how much data there are in its first `part` bytes, or in all of it.
+fn look(path: &Path, format: Option<Format>, part: Option<u64>) -> anyhow::Result<Seen> {
+    let name = path.display().to_string();
+    let text = path.to_str().with_context(|| format!("{name}: not UTF-8 (use another name of it)"))?;
+    let spec = format!("file:{text}");
+    let storage =
+        OpenOptions { cache: CacheMode::Writeback, format, read_only: true, ..OpenOptions::default() };
+    let found = on_reactor(async move {
+        let image = open(&spec, ImageOptions { storage, ..ImageOptions::default() }).await?;
+        let cluster_bytes = match &image {
+            Image::Raw(_) => None,
+            Image::Qcow2(qcow2) => Some(qcow2.header().cluster_bytes()),
+        };
+        let size_bytes = image.size_bytes();
+        let end = part.unwrap_or(size_bytes).min(size_bytes);
+        let (mut at, mut data_bytes) = (0, 0);
+        while at < end {
+            for extent in image.block_status(at, end - at).await? {
+                at += extent.length;
+                data_bytes += if extent.hole || extent.zero { 0 } else { extent.length };
+            }
+        }
+        let found = Seen { size_bytes, cluster_bytes, data_bytes };
+        image.close().await?;
+        Ok(found)
+    });
+    found.map_err(|failure| match failure {
+        Failure::Usage(error) | Failure::Failed(error) => error,
+        Failure::Found(status) => anyhow::anyhow!("{name}: cannot be opened ({status})"),
+    })
+}
+
+/// Prints and keeps what was found. Everything that was made is gone by now.
+fn tell(outcome: Outcome, interrupted: bool, arguments: &TuneArgs, begun: Begun) -> Result<(), Failure> {
+    let Outcome { findings, text, details, failed } = outcome;
+    let mut result = ResultFile::new(begun.end(Some(&arguments.path)), findings);
+    result.details = details;
+    result.partial = match &failed {
+        Some(error) => Some(format!("it failed: {error:#}")),
+        None => interrupted.then(|| "it was interrupted".to_owned()),
+    };
+    let printed = if arguments.json {
+        let json = serde_json::to_string_pretty(&result).context("the result cannot be told as JSON")?;
+        print(&(json + "\n"))
+    } else {
+        let mark = result.partial.as_ref().map_or(String::new(), |why| format!("Partial: {why}.\n\n"));
+        print(&(mark + &text))
+    };
+    // Ten minutes of measuring are not lost because nobody reads what is printed.
+    let kept = arguments.results.keep(&result);
+    printed?;
+    kept?;
+    match failed {
+        Some(error) => {
+            let place = arguments.path.display();
+            Err(Failure::Failed(error.context(format!("{place}: cannot be measured to the end"))))
+        }
+        None if interrupted => Err(Failure::Failed(anyhow!(
+            "interrupted: nothing was left behind (--resume goes on with what --result kept)"
+        ))),
+        None => Ok(()),
+    }
+}
+
+/// Whether what is printed may stand out.
+fn is_bold() -> bool {
+    std::io::stdout().is_terminal()
+}

@@ -1,0 +1,392 @@
+//! Where it is measured: a directory, in which images are made; a device; or an image that is there.
+//!
+//! ```text
+//!   DIR     .weir-tune-PID-XXXXXX/   base.raw   64K.qcow2 … 2M.qcow2   overlay.qcow2 (over base.raw, made again for each first write)
+//!   DEVICE  as it is, raw: held so that nobody else begins to use it; written to only if that was asked for
+//!   IMAGE   as it is, read alone
+//! ```
+//!
+//! Whatever keeps it from being measured is found before anything is touched: too little space, a device that is in use, an image that
+//! somebody writes to. The directory is removed however the command ends, but for a kill that no program notices.
+
+use std::{
+    fs,
+    os::unix::fs::{FileTypeExt as _, MetadataExt as _},
+    path::{Path, PathBuf},
+    process,
+};
+
+use anyhow::{Context as _, bail, ensure};
+use block::storage::Format;
+use nix::{
+    fcntl::{Flock, FlockArg},
+    sys::statvfs::statvfs,
+};
+use settings::exact_size;
+use tempfile::TempDir;
+
+use super::{
+    matrix::{CLUSTERS, Operation, Pattern, Space},
+    stop::Stop,
+};
+use crate::probe::{in_use, in_use::Claim};
+
+/// The least that is measured: a few dozen of the largest requests.
+const LEAST_SIZE: u64 = 16 << 20;
+/// The most that is chosen where nothing is said.
+const USUAL_SIZE: u64 = 1 << 30;
+/// Bytes of each image for each second of the budget: seven are written before anything is measured, and even a disk that writes no more than
+/// 60 MB/s shall need no more than a quarter of the time for that.
+const BYTES_PER_SECOND: u64 = 2 << 20;
+/// The most that is written to an overlay before it is made again.
+pub(super) const OVERLAY_BYTES: u64 = 64 << 20;
+/// Of an image that is there, how much holds data at least; with less, what is measured is how holes are read.
+const LEAST_DATA_PERCENT: u64 = 50;
+/// What the names of our directories begin with; the number of the process follows.
+const PREFIX: &str = ".weir-tune-";
+/// Room for the images' metadata, and for the file system's own.
+const SPARE_BYTES: u64 = 32 << 20;
+
+/// What was asked to be measured.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Wish<'a> {
+    pub(super) path: &'a Path,
+    pub(super) size_bytes: Option<u64>,
+    pub(super) format: Option<Format>,
+    /// Write to a device.
+    pub(super) write: bool,
+    /// Also where it holds something that is known.
+    pub(super) force: bool,
+    pub(super) budget_seconds: u64,
+}
+
+/// Something to be measured.
+#[derive(Debug)]
+pub(super) struct Place {
+    pub(super) kind: Kind,
+    /// As it was named.
+    pub(super) path: PathBuf,
+    /// Bytes of a disk that are measured.
+    pub(super) size_bytes: u64,
+    /// Bytes of the disk as it is.
+    pub(super) whole_bytes: u64,
+    /// What is to be said of it.
+    remarks: Vec<String>,
+}
+
+/// What an image is like.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Seen {
+    /// The disk's.
+    pub(super) size_bytes: u64,
+    /// Of a qcow2 image.
+    pub(super) cluster_bytes: Option<u64>,
+    /// Of what is to be measured, bytes that hold data; the rest are holes, which are read without the disk.
+    pub(super) data_bytes: u64,
+}
+
+/// What it is.
+#[derive(Debug)]
+pub(super) enum Kind {
+    /// Images are made in this directory of ours, which is locked so that nobody takes it for left behind.
+    Made {
+        directory: TempDir,
+        /// Where the file system knows locks.
+        _lock: Option<Flock<fs::File>>,
+    },
+    /// A device.
+    Device {
+        /// May be written to.
+        writable: bool,
+        /// Keeps others away.
+        _claim: Claim,
+    },
+    /// An image that is only read; of a qcow2 image its clusters.
+    Image {
+        /// As it was said.
+        format: Option<Format>,
+        /// Of a qcow2 image.
+        cluster_bytes: Option<u64>,
+    },
+}
+
+impl Place {
+    /// Finds what is there, and whether it can be measured. `image` looks at an image of this format, so many bytes of it, or all.
+    ///
+    /// # Errors
+    /// Why it cannot be measured; nothing was touched then.
+    pub(super) fn open(
+        wish: Wish<'_>,
+        image: impl FnOnce(&Path, Option<Format>, Option<u64>) -> anyhow::Result<Seen>,
+    ) -> anyhow::Result<Self> {
+        let name = wish.path.display();
+        let metadata = fs::metadata(wish.path).with_context(|| format!("{name}: cannot be measured"))?;
+        let is_device = metadata.file_type().is_block_device();
+        ensure!(
+            is_device || !(wish.write || wish.force),
+            "{name}: is no device, and --write and --force are for devices (leave them out)"
+        );
+        if metadata.is_dir() {
+            ensure!(
+                wish.format.is_none(),
+                "{name}: is a directory, and --format is for an image (leave it out)"
+            );
+            return Self::directory(wish);
+        }
+        let mut remarks = Vec::new();
+        let (kind, whole_bytes) = if is_device {
+            let claim = if wish.write {
+                in_use::claim(wish.path, metadata.rdev(), wish.force)?
+            } else {
+                in_use::claim_to_read(wish.path)?
+            };
+            // Whatever a device is read for, it is asked.
+            let seen = image(wish.path, Some(Format::Raw), Some(0))?;
+            (Kind::Device { writable: wish.write, _claim: claim }, seen.size_bytes)
+        } else if metadata.is_file() {
+            let seen = image(wish.path, wish.format, wish.size_bytes)?;
+            let measured = wish.size_bytes.unwrap_or(seen.size_bytes).min(seen.size_bytes);
+            remarks.extend(holes(wish.path, measured, seen.data_bytes)?);
+            (Kind::Image { format: wish.format, cluster_bytes: seen.cluster_bytes }, seen.size_bytes)
+        } else {
+            bail!(
+                "{name}: is neither a directory nor a block device nor an image (name the directory that it is in)"
+            )
+        };
+        let size_bytes = whole_blocks(wish.size_bytes.unwrap_or(whole_bytes).min(whole_bytes));
+        is_enough(wish.path, size_bytes)?;
+        Ok(Self { kind, path: wish.path.to_owned(), size_bytes, whole_bytes, remarks })
+    }
+
+    fn directory(wish: Wish<'_>) -> anyhow::Result<Self> {
+        let name = wish.path.display();
+        let remarks = remove_left_behind(wish.path);
+        let space = statvfs(wish.path).with_context(|| format!("{name}: its free space is not known"))?;
+        let free = space.fragment_size().saturating_mul(space.blocks_available());
+        let by_time = wish.budget_seconds.saturating_mul(BYTES_PER_SECOND);
+        let usual = by_time.min(free / 16).clamp(LEAST_SIZE, USUAL_SIZE);
+        let size_bytes = whole_blocks(wish.size_bytes.unwrap_or(usual));
+        is_enough(wish.path, size_bytes)?;
+        let needed = needed_bytes(size_bytes);
+        ensure!(
+            needed <= free,
+            "{name}: needs {} bytes for images of {}, and {free} are free (make room, or give a smaller --size)",
+            needed,
+            exact_size(size_bytes)
+        );
+        let made = tempfile::Builder::new()
+            .prefix(&format!("{PREFIX}{}-", process::id()))
+            .tempdir_in(wish.path)
+            .with_context(|| {
+                format!("{name}: nothing can be made there (choose a directory that you may write to)")
+            })?;
+        let held = fs::File::open(made.path()).with_context(|| format!("{name}: cannot be looked into"))?;
+        let lock = lock(held);
+        let kind = Kind::Made { directory: made, _lock: lock };
+        Ok(Self { kind, path: wish.path.to_owned(), size_bytes, whole_bytes: size_bytes, remarks })
+    }
+
+    /// Has what was made removed by the second signal, too.
+    pub(super) fn removed_by(&self, stop: &Stop) {
+        if let Kind::Made { directory, .. } = &self.kind {
+            stop.removes(directory.path());
+        }
+    }
+
+    /// What can be chosen there.
+    pub(super) fn space(&self) -> Space {
+        match self.kind {
+            Kind::Made { .. } => Space::of_made_images(self.size_bytes),
+            Kind::Device { .. } => Space::of_image(self.size_bytes, None),
+            Kind::Image { cluster_bytes, .. } => Space::of_image(self.size_bytes, cluster_bytes),
+        }
+    }
+
+    /// What can be asked of it.
+    pub(super) fn patterns(&self) -> Vec<Pattern> {
+        let can = |pattern: &Pattern| match self.kind {
+            Kind::Made { .. } => true,
+            Kind::Device { writable, .. } => {
+                !pattern.writes() || writable && pattern.operation != Operation::FirstWrite
+            }
+            Kind::Image { .. } => !pattern.writes(),
+        };
+        Pattern::all().into_iter().filter(can).collect()
+    }
+
+    /// What is to be said of it beside what is measured.
+    pub(super) fn remarks(&self) -> Vec<String> {
+        let not_measured = self.not_measured().map(|what| format!("Not measured: {what}."));
+        self.remarks.iter().cloned().chain(not_measured).collect()
+    }
+
+    /// What is not measured there, and why.
+    fn not_measured(&self) -> Option<&'static str> {
+        match self.kind {
+            Kind::Made { .. } => None,
+            Kind::Device { writable: false, .. } => Some(
+                "writes: they would destroy what is on the device (--write); cluster sizes and L2 caches: a device has none",
+            ),
+            Kind::Device { writable: true, .. } => {
+                Some("cluster sizes, L2 caches and first writes: a device has none")
+            }
+            Kind::Image { .. } => Some(
+                "writes and cluster sizes: an image that is there is only read (name its directory to have images made and written)",
+            ),
+        }
+    }
+
+    /// A file in the directory of ours.
+    pub(super) fn made(&self, name: &str) -> Option<PathBuf> {
+        match &self.kind {
+            Kind::Made { directory, .. } => Some(directory.path().join(name)),
+            Kind::Device { .. } | Kind::Image { .. } => None,
+        }
+    }
+}
+
+/// What images of this size take together, at most.
+fn needed_bytes(size_bytes: u64) -> u64 {
+    let images = (CLUSTERS.len() as u64 + 1).saturating_mul(size_bytes);
+    // Each write to an overlay allocates a cluster.
+    let overlay = size_bytes.min(OVERLAY_BYTES);
+    images.saturating_add(overlay + SPARE_BYTES).saturating_add(images / 256)
+}
+
+/// Holds a lock, unless somebody else has one or the file system knows none.
+fn lock(directory: fs::File) -> Option<Flock<fs::File>> {
+    Flock::lock(directory, FlockArg::LockExclusiveNonblock).ok()
+}
+
+/// Removes the directories of runs that were killed, and tells which. One of a run that goes on is locked, wherever its number is known.
+fn remove_left_behind(path: &Path) -> Vec<String> {
+    let Ok(entries) = fs::read_dir(path) else { return Vec::new() };
+    let remove = |entry: fs::DirEntry| {
+        let name = entry.file_name().into_string().ok()?;
+        let process: u32 = name.strip_prefix(PREFIX)?.split('-').next()?.parse().ok()?;
+        let is_gone = !Path::new("/proc").join(process.to_string()).exists();
+        if !entry.file_type().ok()?.is_dir() || !is_gone {
+            return None;
+        }
+        let _lock = lock(fs::File::open(entry.path()).ok()?)?;
+        fs::remove_dir_all(entry.path()).ok()?;
+        Some(format!("Removed {}, which a run that was killed had left.", entry.path().display()))
+    };
+    entries.filter_map(Result::ok).filter_map(remove).collect()
+}
+
+/// What is to be said of an image's holes.
+///
+/// # Errors
+/// If it is mostly holes.
+fn holes(path: &Path, measured_bytes: u64, data_bytes: u64) -> anyhow::Result<Option<String>> {
+    let percent = data_bytes.saturating_mul(100) / measured_bytes.max(1);
+    ensure!(
+        percent >= LEAST_DATA_PERCENT,
+        "{}: {percent} % of it hold data, and the rest are holes, which are read without the disk (name the directory it is in, to have full images made \
+         and measured there)",
+        path.display()
+    );
+    Ok((percent < 99).then(|| {
+        format!("Of the image {percent} % hold data: the rest are holes, which are read without the disk, so reads look faster than they are.")
+    }))
+}
+
+fn is_enough(path: &Path, size_bytes: u64) -> anyhow::Result<()> {
+    ensure!(
+        size_bytes >= LEAST_SIZE,
+        "{}: {size_bytes} bytes are too few to be measured (it takes {} at least)",
+        path.display(),
+        exact_size(LEAST_SIZE)
+    );
+    Ok(())
+}
+
+fn whole_blocks(bytes: u64) -> u64 {
+    bytes >> 21 << 21
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn wish(path: &Path) -> Wish<'_> {
+        Wish { path, size_bytes: None, format: None, write: false, force: false, budget_seconds: 600 }
+    }
+
+    fn open(wish: Wish<'_>) -> anyhow::Result<Place> {
+        opened(wish, 60 << 20)
+    }
+
+    fn opened(wish: Wish<'_>, data_bytes: u64) -> anyhow::Result<Place> {
+        let size_bytes = 100 << 20;
+        Place::open(wish, |_, _, _| Ok(Seen { size_bytes, cluster_bytes: Some(65_536), data_bytes }))
+    }
+
+    #[test]
+    fn what_cannot_be_measured_is_said_and_nothing_is_made() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path();
+        let refused = |wish: Wish<'_>| format!("{:#}", open(wish).unwrap_err());
+        let usual = wish(path);
+        assert!(
+            refused(Wish { size_bytes: Some(1 << 60), ..usual })
+                .contains("are free (make room, or give a smaller --size)")
+        );
+        assert!(
+            refused(Wish { size_bytes: Some(1 << 20), ..usual })
+                .contains("too few to be measured (it takes 16M")
+        );
+        assert!(refused(Wish { write: true, ..usual }).contains("is no device, and --write"));
+        assert!(refused(Wish { format: Some(Format::Raw), ..usual }).contains("--format is for an image"));
+        assert!(refused(wish(&path.join("none"))).contains("cannot be measured: No such file"));
+        assert!(refused(wish(Path::new("/dev/null"))).contains("is neither a directory nor"));
+        assert_eq!(fs::read_dir(path).unwrap().count(), 0);
+    }
+
+    #[test]
+    fn what_is_made_is_gone_with_it() {
+        let directory = tempfile::tempdir().unwrap();
+        let place = open(wish(directory.path())).unwrap();
+        fs::write(place.made("64K.qcow2").unwrap(), "x").unwrap();
+        assert_eq!(fs::read_dir(directory.path()).unwrap().count(), 1);
+        drop(place);
+        assert_eq!(fs::read_dir(directory.path()).unwrap().count(), 0);
+    }
+
+    #[test]
+    fn what_a_killed_run_left_is_removed_and_what_a_running_one_has_is_not() {
+        let directory = tempfile::tempdir().unwrap();
+        let running = open(wish(directory.path())).unwrap();
+        // Larger than any number of a process (proc_sys_kernel(5), pid_max).
+        let [left, locked] =
+            ["4194305-aaaaaa", "4194306-bbbbbb"].map(|name| directory.path().join(format!("{PREFIX}{name}")));
+        let others = directory.path().join(".weir-tune-mine");
+        for path in [&left, &locked, &others] {
+            fs::create_dir(path).unwrap();
+            fs::write(path.join("base.raw"), "x").unwrap();
+        }
+        let _lock = lock(fs::File::open(&locked).unwrap()).unwrap();
+        let place = open(wish(directory.path())).unwrap();
+        assert!(place.remarks()[0].contains("4194305-aaaaaa"), "{:?}", place.remarks());
+        assert_eq!([&left, &locked, &others].map(|path| path.exists()), [false, true, true]);
+        assert!(running.made("").unwrap().exists());
+    }
+
+    #[test]
+    fn an_image_is_only_read_and_its_clusters_are_what_they_are() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("a.qcow2");
+        fs::write(&path, "x").unwrap();
+        let place = open(wish(&path)).unwrap();
+        assert_eq!((place.size_bytes, place.space().clusters), (100 << 20, vec![65_536]));
+        assert!(place.patterns().iter().all(|pattern| !pattern.writes()));
+        let remarks = place.remarks();
+        assert!(remarks[0].starts_with("Of the image 60 % hold data"), "{remarks:?}");
+        assert!(remarks[1].contains("only read"), "{remarks:?}");
+        let refused = opened(wish(&path), 49 << 20).unwrap_err().to_string();
+        assert!(refused.contains("a.qcow2: 49 % of it hold data"), "{refused}");
+        assert_eq!(opened(wish(&path), 100 << 20).unwrap().remarks().len(), 1, "full: nothing to say");
+        assert_eq!(place.made("x"), None);
+    }
+}

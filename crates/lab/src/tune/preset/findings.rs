@@ -1,0 +1,158 @@
+//! A published table and this machine's beside each other, and what agrees.
+//!
+//! Never shows a figure without the row that it is told beside.
+
+use console::{figures, table};
+
+use super::{Agreement, Published, Relation};
+use crate::{
+    result::{Better, Chart, Findings, HeatMap, Measure, Table, Unit},
+    tune::samples::Samples,
+};
+
+/// Tables as they were measured.
+#[derive(Debug)]
+pub(super) struct Measured<'a> {
+    pub(super) tables: &'a [Published],
+    pub(super) samples: &'a Samples,
+    pub(super) remarks: &'a [String],
+}
+
+impl Measured<'_> {
+    /// In the form of all results.
+    pub(super) fn findings(&self) -> Findings {
+        let mut findings = Findings::default();
+        for published in self.tables {
+            let claims = self.claims(published);
+            findings.summary.extend(
+                claims.rows.iter().map(|row| format!("{}: \"{}\": {}.", published.title, row[0], row[1])),
+            );
+            findings.tables.extend([self.table(published), claims]);
+            findings.charts.push(Chart::HeatMap(self.heat_map(published)));
+            findings.measures.extend(self.measures(published));
+        }
+        findings.summary.extend(self.remarks.iter().cloned());
+        findings
+    }
+
+    /// The published ratio of a row and a column, and the one measured.
+    fn ratios(&self, published: &Published, row: usize, column: usize) -> (Option<f64>, Option<f64>) {
+        let figure = published.columns[column].figure;
+        let samples = |name: &str| published.samples(self.samples, name, column);
+        let (own, base) = (samples(&published.rows[row].name), samples(published.reference));
+        let measured = (!own.is_empty() && !base.is_empty()).then(|| figure.of(&own) / figure.of(&base));
+        let of = |row: &super::Row| row.published.get(column).copied();
+        let theirs = of(&published.rows[row]).zip(published.row(published.reference).and_then(of));
+        (theirs.map(|(own, base)| own / base), measured)
+    }
+
+    fn table(&self, published: &Published) -> Table {
+        let beside = published.reference;
+        let heads = published.columns.iter().flat_map(|column| {
+            [format!("{}: IOPS", column.name), "beside".to_owned(), "published".to_owned()]
+        });
+        let row = |index: usize| {
+            let name = published.rows[index].name.clone();
+            let cells = (0..published.columns.len()).flat_map(|column| {
+                let samples = published.samples(self.samples, &name, column);
+                let own = (!samples.is_empty()).then(|| published.columns[column].figure.of(&samples));
+                let (theirs, ratio) = self.ratios(published, index, column);
+                [own.map_or_else(dash, figures::count), shown(ratio), shown(theirs)]
+            });
+            std::iter::once(name.clone()).chain(cells).collect()
+        };
+        Table {
+            title: published.title.to_owned(),
+            columns: std::iter::once(String::new()).chain(heads).collect(),
+            rows: (0..published.rows.len()).map(row).collect(),
+            note: Some(format!(
+                "\"beside\" and \"published\" are ratios to the row {beside}, here and there."
+            )),
+        }
+    }
+
+    fn claims(&self, published: &Published) -> Table {
+        let row = |claim: &super::Claim| {
+            let words = match (published.agreement(self.samples, claim), claim.relation) {
+                (Agreement::Agrees, Relation::NotLower) => "agrees (if it does harm, then less than 5 %)",
+                (Agreement::Agrees, _) => "agrees",
+                (Agreement::Contradicted, _) => "does not agree: here it is the other way round",
+                (Agreement::NotSeen, Relation::NotLower) => {
+                    "not told apart: more rounds are needed to rule out harm"
+                }
+                (Agreement::NotSeen, _) => "does not agree: no difference beyond noise is to be seen here",
+                (Agreement::NotMeasured, _) => "not measured",
+            };
+            vec![claim.text.to_owned(), words.to_owned()]
+        };
+        Table {
+            title: format!("{}: what was concluded", published.title),
+            columns: vec!["Conclusion".to_owned(), "Here".to_owned()],
+            rows: published.claims.iter().map(row).collect(),
+            note: None,
+        }
+    }
+
+    fn heat_map(&self, published: &Published) -> HeatMap {
+        let columns = published.columns.iter();
+        let row = |row: usize| {
+            (0..published.columns.len())
+                .flat_map(|column| {
+                    let (theirs, ours) = self.ratios(published, row, column);
+                    [theirs, ours]
+                })
+                .collect()
+        };
+        HeatMap {
+            title: format!("{}, beside {}", published.title, published.reference),
+            unit: Unit::Ratio,
+            better: Better::Higher,
+            columns: columns
+                .flat_map(|column| [format!("{}, published", column.name), format!("{}, here", column.name)])
+                .collect(),
+            rows: published.rows.iter().map(|row| row.name.clone()).collect(),
+            values: (0..published.rows.len()).map(row).collect(),
+        }
+    }
+
+    fn measures(&self, published: &Published) -> Vec<Measure> {
+        let mut measures = Vec::new();
+        for row in &published.rows {
+            for (index, column) in published.columns.iter().enumerate() {
+                let samples = published.samples(self.samples, &row.name, index);
+                if !samples.is_empty() {
+                    let name = format!("{}: {}: {}", published.title, row.name, column.name);
+                    measures.push(Measure::new(name, Unit::Iops, Better::Higher, samples));
+                }
+            }
+        }
+        measures
+    }
+}
+
+/// Findings for people at a terminal.
+pub(super) fn text(findings: &Findings) -> String {
+    let mut text = String::new();
+    for found in &findings.tables {
+        // Heads are many and long: at a terminal they are a row.
+        let count = found.columns.len();
+        let sides = (0..count)
+            .map(|index| ("", if index == 0 || count == 2 { table::Side::Left } else { table::Side::Right }));
+        let mut shown = table::Table::new(sides.collect::<Vec<_>>());
+        shown.row(found.columns.clone());
+        found.rows.iter().for_each(|row| shown.row(row.clone()));
+        text += &format!("{}{}\n", found.title, shown.render(false));
+        if let Some(note) = &found.note {
+            text += &format!("{note}\n\n");
+        }
+    }
+    text
+}
+
+fn shown(ratio: Option<f64>) -> String {
+    ratio.map_or_else(dash, |ratio| format!("{ratio:.2}"))
+}
+
+fn dash() -> String {
+    "-".to_owned()
+}

@@ -1,0 +1,458 @@
+//! Published tables, measured again here: what holds of them, and what does not.
+//!
+//! The rows of a table take turns in random order, round by round, as configurations of a search do. A conclusion agrees where the
+//! samples show what it says, and does not where they show nothing or the opposite: other machines come to other results, and that is what is to
+//! be seen.
+//!
+//! Never compares a figure of one machine with one of another: both are told beside a row of their own table.
+
+mod findings;
+mod published;
+
+use std::{rc::Rc, time::Duration};
+
+use clap::ValueEnum;
+use console::progress::Progress;
+
+use self::findings::Measured;
+use super::{
+    Outcome,
+    choice::MARGIN,
+    images::Images,
+    matrix::{Configuration, Pattern},
+    measure::{Meter, SLICES, TurnError},
+    place::Place,
+    samples::{LEAST_ROUNDS, Samples},
+    search::Turn,
+    stop::Stop,
+};
+use crate::{
+    statistics::{Comparison, Verdict, median},
+    tune::arguments::TuneArgs,
+};
+
+/// All of a run, where there is time for so many: what they do not show is too small to matter. A table is not complete any sooner, because who
+/// looks again and again until something is to be seen will see it.
+const MOST_ROUNDS: usize = 20;
+/// Slices of a cell that a budget should suffice for: twelve rounds, and what opening and flushing take beside them.
+const SLICES_PER_CELL: u32 = 48;
+/// Kept back of the budget for putting away and telling.
+const SHARE_FOR_END: u32 = 50;
+
+/// A published table.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Preset {
+    /// Cache modes: random requests, and streams beside the raw disk
+    CacheModes,
+    /// Cluster sizes: streams beside the raw disk
+    ClusterSize,
+    /// An L2 cache for 1/128 of the disk beside one for all of it
+    L2Cache,
+    /// Prefetch: qemu-img bench with 1, 8 and 64 in flight, and random reads
+    Pcache,
+}
+
+impl Preset {
+    /// Its tables.
+    pub(super) fn tables(self) -> Vec<Published> {
+        match self {
+            Self::CacheModes => vec![published::random_by_cache_mode(), published::streams_by_cache_mode()],
+            Self::ClusterSize => vec![published::streams_by_cluster_size()],
+            Self::L2Cache => vec![published::random_by_l2_cache()],
+            Self::Pcache => vec![published::reads_by_prefetch()],
+        }
+    }
+
+    /// The cluster sizes that are needed.
+    pub(super) fn clusters(self) -> Vec<u64> {
+        let tables = self.tables();
+        let rows = tables.iter().flat_map(|table| &table.rows);
+        let mut clusters: Vec<_> =
+            rows.filter_map(|row| Some(row.configuration.qcow2?.cluster_bytes)).collect();
+        clusters.sort_unstable();
+        clusters.dedup();
+        clusters
+    }
+
+    /// Slices of one round of all its tables.
+    pub(super) fn slices(self) -> u32 {
+        let slices = |table: &Published| table.rows.len() * table.columns.len();
+        self.tables().iter().map(slices).sum::<usize>() as u32
+    }
+}
+
+/// A table, and what was concluded from it.
+#[derive(Clone, Debug)]
+pub(super) struct Published {
+    title: &'static str,
+    columns: Vec<Column>,
+    rows: Vec<Row>,
+    /// The row beside which all others are told.
+    reference: &'static str,
+    claims: Vec<Claim>,
+}
+
+/// A column: what was asked of each configuration.
+#[derive(Clone, Debug)]
+struct Column {
+    name: &'static str,
+    pattern: Pattern,
+    /// Of a raw disk, where that has no such thing.
+    of_raw: Option<Pattern>,
+    figure: Figure,
+}
+
+/// How samples became a figure in the published table.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Figure {
+    Median,
+    /// The average of the fastest three of five runs; here, of three fifths of the samples.
+    FastestThree,
+}
+
+/// A row: a configuration.
+#[derive(Clone, Debug)]
+struct Row {
+    name: String,
+    configuration: Configuration,
+    /// A figure for each column, in a unit of the table's own; none where only pictures were published.
+    published: Vec<f64>,
+}
+
+/// What was concluded: something of each pair of rows, in one column.
+#[derive(Clone, Debug)]
+struct Claim {
+    text: &'static str,
+    pairs: Vec<(String, String)>,
+    column: usize,
+    relation: Relation,
+}
+
+/// How the first of a pair stands to the second.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Relation {
+    Higher,
+    Lower,
+    NotLower,
+}
+
+/// What became of a conclusion.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Agreement {
+    Agrees,
+    /// No difference is to be seen, or not well enough that there is none.
+    NotSeen,
+    /// The samples show the opposite.
+    Contradicted,
+    NotMeasured,
+}
+
+impl Column {
+    fn new(name: &'static str, pattern: Pattern, figure: Figure) -> Self {
+        Self { name, pattern, of_raw: None, figure }
+    }
+
+    fn of_raw(self, pattern: Pattern) -> Self {
+        Self { of_raw: Some(pattern), ..self }
+    }
+
+    fn pattern(&self, configuration: &Configuration) -> Pattern {
+        match self.of_raw {
+            Some(pattern) if configuration.qcow2.is_none() => pattern,
+            _ => self.pattern,
+        }
+    }
+}
+
+impl Figure {
+    fn of(self, samples: &[f64]) -> f64 {
+        match self {
+            Self::Median => median(samples),
+            Self::FastestThree => {
+                let mut sorted = samples.to_vec();
+                sorted.sort_unstable_by(|one, other| other.total_cmp(one));
+                let count = (sorted.len() * 3 / 5).max(1).min(sorted.len());
+                sorted[..count].iter().sum::<f64>() / count.max(1) as f64
+            }
+        }
+    }
+}
+
+impl Published {
+    fn row(&self, name: &str) -> Option<&Row> {
+        self.rows.iter().find(|row| row.name == name)
+    }
+
+    /// A row's samples of a column.
+    fn samples(&self, samples: &Samples, row: &str, column: usize) -> Vec<f64> {
+        let Some(row) = self.row(row) else { return Vec::new() };
+        samples.of(&row.configuration, &self.columns[column].pattern(&row.configuration))
+    }
+
+    fn patterns(&self, row: &Row) -> Vec<Pattern> {
+        let mut patterns: Vec<Pattern> = Vec::new();
+        for column in &self.columns {
+            let pattern = column.pattern(&row.configuration);
+            if !patterns.contains(&pattern) {
+                patterns.push(pattern);
+            }
+        }
+        patterns
+    }
+
+    fn agreement(&self, samples: &Samples, claim: &Claim) -> Agreement {
+        let column = &self.columns[claim.column];
+        let cell = |name: &str| {
+            let configuration = self.row(name)?.configuration;
+            Some((configuration, column.pattern(&configuration)))
+        };
+        let judge = |(one, other): &(String, String)| {
+            let (Some(one), Some(other)) = (cell(one), cell(other)) else { return Agreement::NotMeasured };
+            let Some(Comparison { ratio, verdict }) =
+                samples.compare_cells((&other.0, &other.1), (&one.0, &one.1))
+            else {
+                return Agreement::NotMeasured;
+            };
+            let is_known = [one, other]
+                .iter()
+                .all(|(configuration, pattern)| samples.rounds(configuration, &[*pattern]) >= LEAST_ROUNDS);
+            match (claim.relation, verdict) {
+                (Relation::Higher, Verdict::Higher) | (Relation::Lower, Verdict::Lower) => Agreement::Agrees,
+                // That nothing is to be seen says nothing, unless it would be.
+                (Relation::NotLower, _) if is_known && ratio.low >= 1.0 - MARGIN => Agreement::Agrees,
+                (_, Verdict::Same) => Agreement::NotSeen,
+                _ => Agreement::Contradicted,
+            }
+        };
+        // The worst of its pairs.
+        claim.pairs.iter().map(judge).max().unwrap_or(Agreement::NotMeasured)
+    }
+
+    fn rounds(&self, samples: &Samples, without: &[Configuration]) -> usize {
+        let rows = self.rows.iter().filter(|row| !without.contains(&row.configuration));
+        rows.map(|row| samples.rounds(&row.configuration, &self.patterns(row))).min().unwrap_or(MOST_ROUNDS)
+    }
+
+    /// Whether it has all its rounds.
+    fn is_complete(&self, samples: &Samples, without: &[Configuration]) -> bool {
+        self.rounds(samples, without) >= MOST_ROUNDS
+    }
+}
+
+/// A preset being measured.
+#[derive(Debug)]
+pub(super) struct Run {
+    preset: Preset,
+    place: Rc<Place>,
+    stop: Stop,
+    progress: Rc<Progress>,
+    budget: Duration,
+    seed: u64,
+    samples: Samples,
+    remarks: Vec<String>,
+    /// Cannot be measured here.
+    refused: Vec<Configuration>,
+}
+
+impl Run {
+    /// Of this preset, at this place.
+    pub(super) fn new(
+        preset: Preset,
+        place: Rc<Place>,
+        stop: Stop,
+        progress: Progress,
+        arguments: &TuneArgs,
+    ) -> Self {
+        Self {
+            preset,
+            remarks: place.remarks(),
+            place,
+            stop,
+            progress: Rc::new(progress),
+            budget: arguments.budget,
+            seed: arguments.seed,
+            samples: Samples::default(),
+            refused: Vec::new(),
+        }
+    }
+
+    /// Measures, as far as there is time, and tells what was found.
+    pub(super) async fn work(mut self) -> Outcome {
+        let tables = self.preset.tables();
+        let failed = self.measure(&tables).await.err();
+        self.progress.end();
+        let measured = Measured { tables: &tables, samples: &self.samples, remarks: &self.remarks };
+        let findings = measured.findings();
+        let text = findings::text(&findings);
+        Outcome { findings, text, details: serde_json::Value::Null, failed }
+    }
+
+    async fn measure(&mut self, tables: &[Published]) -> anyhow::Result<()> {
+        let images = Images::new(Rc::clone(&self.place));
+        let clusters = self.preset.clusters();
+        let stop = self.stop.within(self.budget / 2);
+        let made = match images.make(&clusters, &stop, &self.progress).await {
+            // Then it is no fault of the disk's.
+            Err(_) if self.stop.is_interrupted() => return Ok(()),
+            made => made?,
+        };
+        let is_made = |row: &Row| row.configuration.qcow2.is_none_or(|own| made.contains(&own.cluster_bytes));
+        let rows = tables.iter().flat_map(|table| &table.rows).filter(|row| !is_made(row));
+        for row in rows {
+            self.refused.push(row.configuration);
+            self.remarks.push(format!(
+                "Not measured: {}: writing the images took too long (give a smaller --size or a longer --budget).",
+                row.name
+            ));
+        }
+        let slice =
+            (self.budget / (self.preset.slices() * SLICES_PER_CELL)).clamp(*SLICES.start(), *SLICES.end());
+        let stop = self.stop.within(self.stop.left().saturating_sub(self.budget / SHARE_FOR_END));
+        let mut meter = Meter::new(images, slice, stop, self.seed);
+        let mut random = fastrand::Rng::with_seed(self.seed);
+        for round in 0.. {
+            let turns = self.turns(tables, round, &mut random);
+            if turns.is_empty() || meter.stop().is_due() {
+                break;
+            }
+            self.progress.end();
+            self.progress.step(&format!("round {} of {} rows", round + 1, turns.len()));
+            for turn in turns {
+                self.turn(&turn, &mut meter).await?;
+            }
+        }
+        Ok(())
+    }
+
+    /// A round of the tables that are not complete yet.
+    fn turns(&self, tables: &[Published], round: u32, random: &mut fastrand::Rng) -> Vec<Turn> {
+        let mut turns: Vec<Turn> = Vec::new();
+        for table in
+            tables.iter().filter(|table| round == 0 || !table.is_complete(&self.samples, &self.refused))
+        {
+            for row in table.rows.iter().filter(|row| !self.refused.contains(&row.configuration)) {
+                let mut patterns = table.patterns(row);
+                random.shuffle(&mut patterns);
+                turns.push(Turn { configuration: row.configuration, patterns, round });
+            }
+        }
+        random.shuffle(&mut turns);
+        turns
+    }
+
+    async fn turn(&mut self, turn: &Turn, meter: &mut Meter) -> anyhow::Result<()> {
+        let configuration = turn.configuration;
+        if meter.stop().is_due() || self.refused.contains(&configuration) {
+            return Ok(());
+        }
+        let samples = &mut self.samples;
+        let done = meter.turn(turn, |pattern, value| samples.add(configuration, pattern, turn.round, value));
+        match done.await {
+            Ok(()) => {}
+            Err(TurnError::NotOpened(why)) if configuration.cache.is_direct() => {
+                self.remarks.push(format!("Not measured: {configuration}: {why:#}."));
+                self.refused.push(configuration);
+            }
+            Err(TurnError::NotOpened(error) | TurnError::Failed(error)) => return Err(error),
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const ALL: [Preset; 4] = [Preset::CacheModes, Preset::ClusterSize, Preset::L2Cache, Preset::Pcache];
+
+    #[test]
+    fn every_conclusion_is_about_rows_and_columns_that_are_there() {
+        for table in ALL.into_iter().flat_map(Preset::tables) {
+            assert!(table.row(table.reference).is_some(), "{}", table.title);
+            for row in &table.rows {
+                let count = row.published.len();
+                assert!(count == 0 || count == table.columns.len(), "{}: {}", table.title, row.name);
+            }
+            for claim in &table.claims {
+                assert!(claim.column < table.columns.len(), "{}", claim.text);
+                for (one, other) in &claim.pairs {
+                    assert!(table.row(one).is_some() && table.row(other).is_some(), "{}", claim.text);
+                }
+            }
+        }
+    }
+
+    /// The published figures bear out their own conclusions: what is measured is judged as they were.
+    #[test]
+    fn the_published_figures_agree_with_themselves() {
+        for table in ALL.into_iter().flat_map(Preset::tables) {
+            let mut samples = Samples::default();
+            for row in table.rows.iter().filter(|row| !row.published.is_empty()) {
+                for (column, value) in table.columns.iter().zip(&row.published) {
+                    let pattern = column.pattern(&row.configuration);
+                    for round in 0..8 {
+                        let noise = 1.0 + f64::from(round % 3) * 0.001;
+                        samples.add(row.configuration, pattern, round, value * noise);
+                    }
+                }
+            }
+            for claim in &table.claims {
+                let expect = match table.rows[0].published.is_empty() {
+                    true => Agreement::NotMeasured,
+                    false => Agreement::Agrees,
+                };
+                assert_eq!(table.agreement(&samples, claim), expect, "{}", claim.text);
+            }
+        }
+    }
+
+    #[test]
+    fn the_opposite_and_nothing_are_told_apart() {
+        let table = published::streams_by_cluster_size();
+        let claim = &table.claims[0];
+        let judged = |small: f64, large: f64| {
+            let mut samples = Samples::default();
+            for (name, value) in [("64K", small), ("2M", large)] {
+                let row = table.row(name).unwrap();
+                for round in 0..8 {
+                    let noise = 1.0 + f64::from(round) * 0.01;
+                    samples.add(row.configuration, table.columns[2].pattern, round, value * noise);
+                }
+            }
+            table.agreement(&samples, claim)
+        };
+        assert_eq!(judged(100.0, 200.0), Agreement::Agrees);
+        assert_eq!(judged(200.0, 100.0), Agreement::Contradicted);
+        assert_eq!(judged(100.0, 100.0), Agreement::NotSeen);
+    }
+
+    #[test]
+    fn no_harm_is_concluded_only_where_harm_would_be_seen() {
+        let table = published::reads_by_prefetch();
+        let claim = table.claims.iter().find(|claim| claim.relation == Relation::NotLower).unwrap();
+        let judged = |rounds: u32, noise: f64, factor: f64| {
+            let mut samples = Samples::default();
+            for (name, value) in [("without", 100.0), ("with", 100.0 * factor)] {
+                let row = table.row(name).unwrap();
+                for round in 0..rounds {
+                    let off = if name == "with" { noise * (f64::from(round % 5) - 2.0) } else { 0.0 };
+                    let pattern = table.columns[claim.column].pattern;
+                    samples.add(row.configuration, pattern, round, value * (1.0 + off));
+                }
+            }
+            table.agreement(&samples, claim)
+        };
+        assert_eq!(judged(5, 0.0, 1.0), Agreement::NotSeen, "five rounds show nothing");
+        assert_eq!(judged(20, 0.2, 1.0), Agreement::NotSeen, "nor does so much noise");
+        assert_eq!(judged(20, 0.01, 1.0), Agreement::Agrees);
+        assert_eq!(judged(20, 0.01, 0.8), Agreement::Contradicted);
+    }
+
+    #[test]
+    fn the_fastest_three_of_five_are_averaged_as_published() {
+        // Of the published runs of writethrough and their average: 577, 735, 637, 596, 574 and 656.
+        let figure = Figure::FastestThree.of(&[577.0, 735.0, 637.0, 596.0, 574.0]);
+        assert!((figure - 656.0).abs() < 0.5, "{figure}");
+        assert!((Figure::FastestThree.of(&[7.0]) - 7.0).abs() < 1e-9);
+    }
+}

@@ -1,0 +1,189 @@
+//! What is recommended for a goal: the configuration, what it gains and what it costs, what it means for safety, and how to apply it.
+//!
+//! Never shows a difference that noise makes.
+
+use console::figures;
+
+use super::{
+    apply::{Commands, Target},
+    choice::Choice,
+    goal::{Goal, Safety},
+    matrix::{Configuration, Pattern, Space},
+    samples::{LEAST_ROUNDS, Samples},
+};
+use crate::statistics::{Estimate, Verdict};
+
+/// How many gains and costs are told; all are in the result's tables.
+const MOST_TOLD: usize = 4;
+
+/// A recommendation.
+#[derive(Clone, Debug)]
+pub(super) struct Recommendation {
+    pub(super) goal: Goal,
+    pub(super) configuration: Configuration,
+    /// More rounds would not change it.
+    pub(super) settled: bool,
+    /// Beside the default, the largest first.
+    pub(super) gains: Vec<Difference>,
+    /// Beside the default, the largest first.
+    pub(super) costs: Vec<Difference>,
+    /// Memory beyond the default's, for the disk that the options are for.
+    pub(super) more_memory_bytes: u64,
+    pub(super) commands: Commands,
+    is_default: bool,
+    /// Whether there are samples enough to tell gains and costs.
+    is_compared: bool,
+}
+
+/// A pattern that is faster or slower than with the default, and by how much.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) struct Difference {
+    pub(super) pattern: Pattern,
+    /// 1 is as fast as with the default.
+    pub(super) ratio: Estimate,
+}
+
+impl Recommendation {
+    /// What a choice comes to.
+    pub(super) fn new(
+        choice: &Choice,
+        samples: &Samples,
+        patterns: &[Pattern],
+        space: &Space,
+        target: Target<'_>,
+    ) -> Self {
+        let default = space.default_configuration();
+        let configuration = choice.configuration;
+        let mut gains = differences(samples, patterns, &default, &configuration);
+        let mut costs = gains.clone();
+        gains.retain(|difference| difference.ratio.median > 1.0);
+        gains.sort_by(|one, other| other.ratio.median.total_cmp(&one.ratio.median));
+        costs.retain(|difference| difference.ratio.median < 1.0);
+        costs.sort_by(|one, other| one.ratio.median.total_cmp(&other.ratio.median));
+        let memory = |configuration: &Configuration| configuration.memory_bytes(target.disk_bytes);
+        Self {
+            goal: choice.goal,
+            configuration,
+            settled: choice.settled,
+            gains,
+            costs,
+            more_memory_bytes: memory(&configuration).saturating_sub(memory(&default)),
+            commands: Commands::new(&configuration, target),
+            is_default: configuration == default,
+            is_compared: [default, configuration]
+                .iter()
+                .all(|one| samples.rounds(one, patterns) >= LEAST_ROUNDS),
+        }
+    }
+
+    /// In one paragraph.
+    pub(super) fn sentence(&self) -> String {
+        let mut text = format!("For {}: {}", self.goal.name(), self.configuration);
+        if self.is_default {
+            text += " (the default: nothing was shown to be better)";
+        }
+        text += ".";
+        let told = |list: &[Difference]| {
+            let told: Vec<_> = list.iter().take(MOST_TOLD).map(Difference::text).collect();
+            let more = list.len().saturating_sub(MOST_TOLD);
+            told.join("; ") + &if more > 0 { format!("; and {more} more") } else { String::new() }
+        };
+        if !self.is_default && !self.is_compared {
+            text += " What it gains and costs beside the default is not known: there are too few samples.";
+        } else if !self.is_default {
+            let none = |what: &str| format!(" {what} nothing beyond noise.");
+            text += &match self.gains.as_slice() {
+                [] => none("Gains"),
+                gains => format!(" Gains beside the default: {}.", told(gains)),
+            };
+            text += &match self.costs.as_slice() {
+                [] => none("Costs"),
+                costs => format!(" Costs: {}.", told(costs)),
+            };
+        }
+        if self.more_memory_bytes > 0 {
+            text += &format!(" Takes {} of memory more.", figures::bytes(self.more_memory_bytes as f64));
+        }
+        text += &format!(" Safety: {}.", Safety::of(self.configuration.cache).words());
+        if !self.settled {
+            text += " Not settled: with more --budget it could become another one.";
+        }
+        text
+    }
+
+    /// How to apply it, a line each.
+    pub(super) fn how(&self) -> Vec<(&'static str, String)> {
+        let Commands { create, weir, qemu_drive, qemu_blockdev, libvirt, without } = self.commands.clone();
+        let create = create.map(|line| ("image", line));
+        let without = without.map(|line| ("not there", line.to_owned()));
+        create
+            .into_iter()
+            .chain([("weir", weir), ("QEMU", qemu_drive), ("or", qemu_blockdev), ("libvirt", libvirt)])
+            .chain(without)
+            .collect()
+    }
+}
+
+impl Difference {
+    /// Such as `+42 % [+35, +50] sequential read 1M ×1`.
+    fn text(&self) -> String {
+        format!("{} {}", percent(&self.ratio), self.pattern)
+    }
+}
+
+/// A ratio as a difference, with its interval: `+42 % [+35, +50]`.
+pub(super) fn percent(ratio: &Estimate) -> String {
+    let percent = |value: f64| (value - 1.0) * 100.0;
+    format!("{:+.0} % [{:+.0}, {:+.0}]", percent(ratio.median), percent(ratio.low), percent(ratio.high))
+}
+
+/// The patterns in which two configurations differ by more than noise.
+fn differences(
+    samples: &Samples,
+    patterns: &[Pattern],
+    base: &Configuration,
+    other: &Configuration,
+) -> Vec<Difference> {
+    let difference = |pattern: &Pattern| {
+        let comparison = samples.compare_cells((base, pattern), (other, pattern))?;
+        let is_one = comparison.verdict != Verdict::Same;
+        is_one.then_some(Difference { pattern: *pattern, ratio: comparison.ratio })
+    };
+    patterns.iter().filter_map(difference).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::tune::apply::Written;
+
+    #[test]
+    fn gains_and_costs_are_told_with_their_intervals() {
+        let space = Space::of_made_images(1 << 30);
+        let patterns = Pattern::all();
+        let [default, other] = [space.default_configuration(), space.one_at_a_time()[2]];
+        let mut samples = Samples::default();
+        for round in 0..8 {
+            for pattern in &patterns {
+                let noise = 1.0 + f64::from(round % 3) * 0.01;
+                let gain = if pattern.writes() { 2.0 } else { 0.5 };
+                samples.add(default, *pattern, round, 1000.0 * noise);
+                samples.add(other, *pattern, round, 1000.0 * noise * gain);
+            }
+        }
+        let target = Target { name: "a.qcow2", disk_bytes: 100 << 30, kind: Written::New };
+        let choice = Choice { goal: Goal::Balanced, configuration: other, leader: other, settled: true };
+        let made = Recommendation::new(&choice, &samples, &patterns, &space, target);
+        let text = made.sentence();
+        assert!(text.starts_with("For balanced: none, 64K. Gains beside the default: +100 % ["), "{text}");
+        assert!(text.contains("Costs: -50 % ["), "{text}");
+        assert!(
+            text.contains("Safety: survives a power failure of the host with guests that flush"),
+            "{text}"
+        );
+        let choice = Choice { configuration: default, settled: false, ..choice };
+        let text = Recommendation::new(&choice, &samples, &patterns, &space, target).sentence();
+        assert!(text.contains("(the default: nothing was shown to be better)"), "{text}");
+        assert!(text.contains("Not settled"), "{text}");
+    }
+}

@@ -1,0 +1,216 @@
+//! The samples in a result file, so that an interrupted run can be taken up where it ended.
+//!
+//! Never takes samples of another place, device, size, format or version for these: they would be compared with what they cannot be compared
+//! with. How long a sample takes is taken over.
+
+use std::{path::Path, time::Duration};
+
+use anyhow::{Context as _, ensure};
+use serde::{Deserialize, Serialize};
+use settings::exact_size;
+
+use super::{
+    matrix::{Configuration, Pattern, Space},
+    place::Place,
+    samples::Samples,
+};
+use crate::result::{Header, ResultFile, load};
+
+/// Rounds that a run comes to, at most: a hundred of the longest.
+const MOST_ROUNDS: u32 = 100_000;
+
+/// What a result file's details hold.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub(super) struct Kept {
+    /// What was measured.
+    path: String,
+    /// What it lies on, where that is a device that is known again.
+    device: Option<String>,
+    /// weir's version.
+    weir: String,
+    size_bytes: u64,
+    /// The formats and cluster sizes that can be measured there.
+    clusters: Vec<u64>,
+    /// Of time, for one sample.
+    slice_ns: u64,
+    cells: Vec<Cell>,
+}
+
+/// The samples of one pattern with one configuration.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+struct Cell {
+    configuration: String,
+    pattern: String,
+    /// As many as samples.
+    rounds: Vec<u32>,
+    operations_per_second: Vec<f64>,
+}
+
+impl Kept {
+    /// What is kept of a run.
+    pub(super) fn new(place: &Place, slice: Duration, samples: &Samples) -> Self {
+        let mut cells = Vec::new();
+        for configuration in samples.configurations() {
+            for pattern in Pattern::all() {
+                let (rounds, operations_per_second): (Vec<_>, Vec<_>) =
+                    samples.cell(configuration, &pattern).unzip();
+                if !rounds.is_empty() {
+                    let (configuration, pattern) = (configuration.to_string(), pattern.to_string());
+                    cells.push(Cell { configuration, pattern, rounds, operations_per_second });
+                }
+            }
+        }
+        Self {
+            path: whole_name(&place.path),
+            device: device(&place.path),
+            weir: env!("CARGO_PKG_VERSION").to_owned(),
+            size_bytes: place.size_bytes,
+            clusters: place.space().clusters,
+            slice_ns: u64::try_from(slice.as_nanos()).unwrap_or(u64::MAX),
+            cells,
+        }
+    }
+
+    /// What an earlier run kept in this file.
+    ///
+    /// # Errors
+    /// If it is no result of `weir tune`.
+    pub(super) fn load(path: &Path) -> anyhow::Result<Self> {
+        let ResultFile { details, .. } = load(path)?;
+        serde_json::from_value(details).with_context(|| {
+            format!("{}: has no samples of `weir tune` (name a file that its --result kept)", path.display())
+        })
+    }
+
+    /// The bytes of each image that were measured.
+    pub(super) fn size_bytes(&self) -> u64 {
+        self.size_bytes
+    }
+
+    /// How long a sample took.
+    pub(super) fn slice(&self) -> Duration {
+        Duration::from_nanos(self.slice_ns)
+    }
+
+    /// The samples, if they are of this place as it is now.
+    ///
+    /// # Errors
+    /// What differs.
+    pub(super) fn samples(&self, place: &Place, space: &Space) -> anyhow::Result<Samples> {
+        let here = whole_name(&place.path);
+        ensure!(self.path == here, "the samples to go on with are of {}, not of {here}", self.path);
+        ensure!(
+            self.size_bytes == place.size_bytes,
+            "the samples to go on with are of {} bytes, not of {} (give --size {})",
+            self.size_bytes,
+            place.size_bytes,
+            self.size_bytes
+        );
+        self.is_of_the_same(place, space)?;
+        let configurations: Vec<(String, Configuration)> =
+            space.all().into_iter().map(|one| (one.to_string(), one)).collect();
+        let patterns: Vec<(String, Pattern)> =
+            Pattern::all().into_iter().map(|one| (one.to_string(), one)).collect();
+        let mut samples = Samples::default();
+        for cell in &self.cells {
+            // What this version or this machine does not have is not gone on with.
+            let configuration = configurations.iter().find(|(name, _)| *name == cell.configuration);
+            let pattern = patterns.iter().find(|(name, _)| *name == cell.pattern);
+            let (Some((_, configuration)), Some((_, pattern))) = (configuration, pattern) else { continue };
+            ensure!(
+                cell.rounds.iter().all(|&round| round < MOST_ROUNDS),
+                "the samples to go on with are damaged: no run has so many rounds (begin anew, without --resume)"
+            );
+            for (round, value) in cell.rounds.iter().zip(&cell.operations_per_second) {
+                samples.add(*configuration, *pattern, *round, *value);
+            }
+        }
+        Ok(samples)
+    }
+}
+
+impl Kept {
+    fn is_of_the_same(&self, place: &Place, space: &Space) -> anyhow::Result<()> {
+        let name = |device: Option<&str>| device.unwrap_or("none that is known").to_owned();
+        let clusters = |clusters: &[u64]| match clusters {
+            [] => "a raw disk".to_owned(),
+            sizes => format!(
+                "clusters of {}",
+                sizes.iter().copied().map(exact_size).collect::<Vec<_>>().join(", ")
+            ),
+        };
+        let differences = [
+            ("on the device", name(self.device.as_deref()), name(device(&place.path).as_deref())),
+            ("by weir", self.weir.clone(), env!("CARGO_PKG_VERSION").to_owned()),
+            ("of", clusters(&self.clusters), clusters(&space.clusters)),
+        ];
+        for (what, theirs, here) in differences {
+            ensure!(
+                theirs == here,
+                "the samples to go on with are {what} {theirs}, not {here}: they cannot be compared (begin anew, without --resume)"
+            );
+        }
+        Ok(())
+    }
+}
+
+/// What a place lies on, by what it is known by after a restart too.
+fn device(path: &Path) -> Option<String> {
+    Header::begin().end(Some(path)).device.map(|device| device.key)
+}
+
+/// The place's name from the root on: one run may have been started in another directory.
+fn whole_name(path: &Path) -> String {
+    path.canonicalize().unwrap_or_else(|_| path.to_owned()).display().to_string()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::tune::place::Wish;
+
+    fn place(directory: &Path, size_bytes: u64) -> Place {
+        let size_bytes = Some(size_bytes);
+        let wish =
+            Wish { path: directory, size_bytes, format: None, write: false, force: false, budget_seconds: 9 };
+        Place::open(wish, |_, _, _| unreachable!("a directory has no image")).unwrap()
+    }
+
+    #[test]
+    fn what_was_kept_is_gone_on_with_at_the_same_place_alone() {
+        let directory = tempfile::tempdir().unwrap();
+        let here = place(directory.path(), 16 << 20);
+        let space = here.space();
+        let (configuration, pattern) = (space.all()[5], Pattern::all()[3]);
+        let mut samples = Samples::default();
+        samples.add(configuration, pattern, 2, 100.5);
+        samples.add(configuration, pattern, 4, 99.0);
+        let kept = Kept::new(&here, Duration::from_millis(20), &samples);
+        let text = serde_json::to_string(&kept).unwrap();
+        let again: Kept = serde_json::from_str(&text).unwrap();
+        let found = again.samples(&here, &space).unwrap();
+        assert!(found.cell(&configuration, &pattern).eq([(2, 100.5), (4, 99.0)]));
+        assert_eq!(again.slice(), Duration::from_millis(20));
+        let larger = place(directory.path(), 32 << 20);
+        let wrong = again.samples(&larger, &space).unwrap_err().to_string();
+        assert!(wrong.ends_with("(give --size 16777216)"), "{wrong}");
+        let elsewhere = tempfile::tempdir().unwrap();
+        let wrong = again.samples(&place(elsewhere.path(), 16 << 20), &space).unwrap_err().to_string();
+        assert!(wrong.contains("not of"), "{wrong}");
+        let wrong = |change: fn(&mut Kept)| {
+            let mut kept = again.clone();
+            change(&mut kept);
+            kept.samples(&here, &space).unwrap_err().to_string()
+        };
+        assert!(wrong(|kept| kept.weir = "0.0.0".to_owned()).contains("are by weir 0.0.0, not "));
+        assert!(
+            wrong(|kept| kept.device = Some("other".to_owned())).contains("are on the device other, not ")
+        );
+        assert!(
+            wrong(|kept| kept.clusters = vec![4096]).contains("are of clusters of 4K, not clusters of 64K, ")
+        );
+        assert!(wrong(|kept| kept.cells[0].rounds[1] = u32::MAX).contains("are damaged"));
+    }
+}

@@ -1,0 +1,209 @@
+//! What was measured so far: of each configuration and pattern a sample for each round; and how two configurations stand to each other.
+//!
+//! Two are compared by the rounds that both were in, as quotients of the samples of the same round: what made a round slower than another is
+//! the machine's, and is in no quotient. So it does not matter that a combination was measured in the second half alone. The default is in every
+//! round; through it two are compared that were in no round together.
+//!
+//! For a goal a round comes to the geometric mean of the quotients of its patterns. One request that the host held up for a second would count
+//! as much there as everything else, so a quotient counts as at most so far from the middle one of its pattern as noise usually puts it (Tukey's
+//! fences: three times the median of the distances).
+//!
+//! Never drops a sample: what is kept and shown is what was measured.
+
+use std::collections::{BTreeMap, HashMap};
+
+use super::matrix::{Configuration, Pattern};
+use crate::statistics::{Comparison, compare, compare_rounds, median};
+
+/// How many times the median distance from the median is still noise.
+const FENCE: f64 = 3.0;
+/// With fewer quotients it is not known what is usual.
+const LEAST_FENCED: usize = 5;
+/// With fewer rounds nothing is called different.
+pub(super) const LEAST_ROUNDS: usize = 6;
+
+/// Everything that was measured, in operations per second.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Samples {
+    /// By round.
+    cells: HashMap<(Configuration, Pattern), BTreeMap<u32, f64>>,
+    /// In the order in which they were first measured, so that nothing depends on a hash.
+    configurations: Vec<Configuration>,
+}
+
+impl Samples {
+    /// Adds one; what is not a number above zero is left out, as nothing was measured then, and so is a second one of the same round.
+    pub(super) fn add(&mut self, configuration: Configuration, pattern: Pattern, round: u32, value: f64) {
+        if !(value.is_finite() && value > 0.0) {
+            return;
+        }
+        if !self.configurations.contains(&configuration) {
+            self.configurations.push(configuration);
+        }
+        self.cells.entry((configuration, pattern)).or_default().entry(round).or_insert(value);
+    }
+
+    /// Those that were measured, in the order in which they first were.
+    pub(super) fn configurations(&self) -> &[Configuration] {
+        &self.configurations
+    }
+
+    /// The samples of one pattern with one configuration, in order.
+    pub(super) fn of(&self, configuration: &Configuration, pattern: &Pattern) -> Vec<f64> {
+        self.cell(configuration, pattern).map(|(_, value)| value).collect()
+    }
+
+    /// With the rounds they are of.
+    pub(super) fn cell(
+        &self,
+        configuration: &Configuration,
+        pattern: &Pattern,
+    ) -> impl Iterator<Item = (u32, f64)> {
+        let cell = self.cells.get(&(*configuration, *pattern));
+        cell.into_iter().flatten().map(|(&round, &value)| (round, value))
+    }
+
+    /// In how many rounds each of these patterns was measured with it.
+    pub(super) fn rounds(&self, configuration: &Configuration, patterns: &[Pattern]) -> usize {
+        patterns.iter().map(|pattern| self.cell(configuration, pattern).count()).min().unwrap_or(0)
+    }
+
+    /// One behind the last round of all.
+    pub(super) fn next_round(&self) -> u32 {
+        self.cells.values().flatten().map(|(&round, _)| round.saturating_add(1)).max().unwrap_or(0)
+    }
+
+    /// How many times as fast `other` was as `base`, for each round in which both were measured with all of these patterns.
+    pub(super) fn quotients(
+        &self,
+        base: &Configuration,
+        other: &Configuration,
+        patterns: &[Pattern],
+    ) -> Vec<f64> {
+        let mut rounds: BTreeMap<u32, (usize, f64)> = BTreeMap::new();
+        for pattern in patterns {
+            for (round, log) in fenced(self.logs((base, pattern), (other, pattern))) {
+                let (count, sum) = rounds.entry(round).or_default();
+                *count += 1;
+                *sum += log;
+            }
+        }
+        rounds.retain(|_, (count, _)| *count == patterns.len());
+        rounds.into_values().map(|(count, sum)| (sum / count as f64).exp()).collect()
+    }
+
+    /// How one cell stands to another, round by round.
+    pub(super) fn compare_cells(
+        &self,
+        base: (&Configuration, &Pattern),
+        other: (&Configuration, &Pattern),
+    ) -> Option<Comparison> {
+        let quotients: Vec<f64> = self.logs(base, other).into_iter().map(|(_, log)| log.exp()).collect();
+        (!quotients.is_empty()).then(|| compare_rounds(&quotients))
+    }
+
+    /// How `other` stands to `base` in these patterns, and from how many rounds that is known; `through` was in every round.
+    pub(super) fn compare(
+        &self,
+        base: &Configuration,
+        other: &Configuration,
+        patterns: &[Pattern],
+        through: &Configuration,
+    ) -> (Comparison, usize) {
+        let together = self.quotients(base, other, patterns);
+        let [of_base, of_other] = [base, other].map(|one| self.quotients(through, one, patterns));
+        let apart = of_base.len().min(of_other.len());
+        if together.len() >= LEAST_ROUNDS || apart < LEAST_ROUNDS {
+            (compare_rounds(&together), together.len())
+        } else {
+            (compare(&of_base, &of_other), apart)
+        }
+    }
+
+    /// The logarithms of one cell's quotients to another's.
+    fn logs(&self, base: (&Configuration, &Pattern), other: (&Configuration, &Pattern)) -> Vec<(u32, f64)> {
+        let Some(of_base) = self.cells.get(&(*base.0, *base.1)) else { return Vec::new() };
+        let log = |(round, value): (u32, f64)| Some((round, (value / of_base.get(&round)?).ln()));
+        self.cell(other.0, other.1).filter_map(log).collect()
+    }
+}
+
+/// What is far off is brought to where noise usually ends.
+fn fenced(mut logs: Vec<(u32, f64)>) -> Vec<(u32, f64)> {
+    if logs.len() >= LEAST_FENCED {
+        let centre = median(&logs.iter().map(|&(_, log)| log).collect::<Vec<_>>());
+        let distances: Vec<_> = logs.iter().map(|&(_, log)| (log - centre).abs()).collect();
+        let fence = FENCE * median(&distances);
+        logs.iter_mut().for_each(|(_, log)| *log = log.clamp(centre - fence, centre + fence));
+    }
+    logs
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{statistics::Verdict, tune::matrix::Space};
+
+    #[test]
+    fn drift_that_hits_all_alike_and_one_outlier_change_no_comparison() {
+        let list = Space::of_made_images(1 << 30).one_at_a_time();
+        let (default, faster) = (list[0], list[13]);
+        let patterns = Pattern::all();
+        let mut samples = Samples::default();
+        for round in 0..8 {
+            // The machine slows down by half, and the last configuration is 20 % faster than the others.
+            let drift = 1.0 - f64::from(round) / 14.0;
+            for configuration in &list {
+                let speed = if *configuration == faster { 1.2 } else { 1.0 };
+                for pattern in &patterns {
+                    let held_up = round == 3 && pattern == &patterns[0] && configuration == &list[1];
+                    let value = 1000.0 * drift * speed * if held_up { 0.001 } else { 1.0 };
+                    samples.add(*configuration, *pattern, round, value);
+                }
+            }
+        }
+        let quotients = samples.quotients(&default, &faster, &patterns);
+        assert!(quotients.iter().all(|quotient| (quotient - 1.2).abs() < 1e-9), "{quotients:?}");
+        let quotients = samples.quotients(&default, &list[1], &patterns);
+        assert!(quotients.iter().all(|quotient| (quotient - 1.0).abs() < 1e-9), "{quotients:?}");
+    }
+
+    #[test]
+    fn those_that_were_in_no_round_together_are_compared_through_the_default() {
+        let list = Space::of_made_images(1 << 30).one_at_a_time();
+        let patterns = Pattern::all();
+        let mut samples = Samples::default();
+        for round in 0..16 {
+            // Of the second half the machine is twice as fast.
+            let (other, speed) = if round < 8 { (list[1], 1.5) } else { (list[2], 1.0) };
+            let machine = if round < 8 { 1000.0 } else { 2000.0 };
+            for pattern in &patterns {
+                let noise = 1.0 + f64::from(round % 4) * 0.002;
+                samples.add(list[0], *pattern, round, machine);
+                samples.add(other, *pattern, round, machine * speed * noise);
+            }
+        }
+        let (comparison, rounds) = samples.compare(&list[1], &list[2], &patterns, &list[0]);
+        assert_eq!((comparison.verdict, rounds), (Verdict::Lower, 8));
+        assert!((comparison.ratio.median - 1.0 / 1.5).abs() < 0.01, "{comparison:?}");
+    }
+
+    #[test]
+    fn a_round_counts_when_it_is_complete_and_once() {
+        let list = Space::of_made_images(1 << 30).one_at_a_time();
+        let patterns = Pattern::all();
+        let mut samples = Samples::default();
+        for pattern in &patterns {
+            samples.add(list[0], *pattern, 0, 100.0);
+            samples.add(list[1], *pattern, 0, 200.0);
+        }
+        samples.add(list[0], patterns[0], 0, 999.0);
+        samples.add(list[0], patterns[0], 1, 100.0);
+        samples.add(list[1], patterns[0], 1, f64::NAN);
+        assert_eq!(samples.quotients(&list[0], &list[1], &patterns), [2.0]);
+        assert_eq!((samples.rounds(&list[0], &patterns), samples.next_round()), (1, 2));
+        assert!(samples.quotients(&list[0], &list[2], &patterns).is_empty());
+        samples.add(list[0], patterns[0], u32::MAX, 100.0);
+        assert_eq!(samples.next_round(), u32::MAX);
+    }
+}

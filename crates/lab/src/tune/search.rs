@@ -1,0 +1,329 @@
+//! What to measure next, and when enough is known.
+//!
+//! ```text
+//!   stage 1   the default, and each factor changed alone                 rounds: every configuration once, in random order
+//!      │                                                                   │
+//!      │  levels that gained something for some goal                        │ after five: who is behind for every goal drops out
+//!      ▼                                                                   │ until every goal is settled, or the stage's time is over
+//!   stage 2   their combinations, the most promising, with the best so far ─┘
+//! ```
+//!
+//! All configurations of a stage take turns, so that a machine which becomes slower in the meantime does so for all of them. Each stage ends
+//! early where more rounds would change nothing. Which combinations are tried follows from the samples alone: a search that is continued with the
+//! samples of an earlier one goes on where that ended.
+//!
+//! Never measures and knows no clock: what was measured and which share of the time is left are told to it.
+
+use std::collections::HashMap;
+
+use super::{
+    choice::{Choice, Scores, Standing, choose, standing},
+    goal::Goal,
+    matrix::{Configuration, Pattern, Qcow2, Space},
+    samples::{LEAST_ROUNDS, Samples},
+};
+use crate::statistics::median;
+
+/// What of the time is left when stage 2 begins, at the latest.
+const LEFT_FOR_COMBINATIONS: f64 = 0.45;
+/// Rounds of a stage, at most: what thirty do not show is too small to matter.
+const MOST_ROUNDS: usize = 30;
+/// Combinations that are tried, at most.
+const MOST_COMBINATIONS: usize = 12;
+
+/// A search under way.
+#[derive(Debug)]
+pub(super) struct Search {
+    space: Space,
+    patterns: Vec<Pattern>,
+    goals: Vec<Goal>,
+    samples: Samples,
+    random: fastrand::Rng,
+    stage: Stage,
+    candidates: Vec<Configuration>,
+    /// Rounds of this stage that are complete.
+    rounds: usize,
+    round: u32,
+    /// Left of this round.
+    queue: Vec<Configuration>,
+}
+
+/// Where a search is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Stage {
+    /// Each factor by itself.
+    Factors,
+    /// Combinations of what gained.
+    Combinations,
+    /// Everything is known, or as much as there was time for.
+    Done,
+}
+
+/// One turn: all of `patterns`, in this order, with this configuration.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Turn {
+    pub(super) configuration: Configuration,
+    pub(super) patterns: Vec<Pattern>,
+    /// To be told with each sample.
+    pub(super) round: u32,
+}
+
+impl Search {
+    /// A search for the best of `space` for these goals, by these patterns. `samples` are those of an earlier one, or none.
+    pub(super) fn new(
+        space: Space,
+        patterns: Vec<Pattern>,
+        goals: Vec<Goal>,
+        samples: Samples,
+        seed: u64,
+    ) -> Self {
+        let candidates = space.one_at_a_time();
+        let round = samples.next_round();
+        let mut this = Self {
+            space,
+            patterns,
+            goals,
+            samples,
+            random: fastrand::Rng::with_seed(seed),
+            stage: Stage::Factors,
+            candidates,
+            rounds: 0,
+            round,
+            queue: Vec::new(),
+        };
+        this.rounds = this.rounds_so_far();
+        this
+    }
+
+    /// What to measure next; `left` is the share of the time for all of it that is left, from 1 to 0. `None`: nothing more.
+    pub(super) fn next(&mut self, left: f64) -> Option<Turn> {
+        if left <= 0.0 {
+            self.stage = Stage::Done;
+        }
+        while self.queue.is_empty() && self.stage != Stage::Done {
+            self.begin_round(left);
+        }
+        if self.stage == Stage::Done {
+            return None;
+        }
+        let configuration = self.queue.pop()?;
+        let mut patterns = self.patterns.clone();
+        self.random.shuffle(&mut patterns);
+        Some(Turn { configuration, patterns, round: self.round })
+    }
+
+    /// What one pattern of a turn came to, in operations per second.
+    pub(super) fn record(&mut self, turn: &Turn, pattern: Pattern, value: f64) {
+        self.samples.add(turn.configuration, pattern, turn.round, value);
+    }
+
+    /// This configuration cannot be measured here, and neither can others with its cache mode.
+    pub(super) fn refuse(&mut self, configuration: Configuration) {
+        let is_out = |other: &Configuration| other.cache == configuration.cache;
+        self.candidates.retain(|candidate| !is_out(candidate));
+        self.queue.retain(|candidate| !is_out(candidate));
+        self.space.caches.retain(|&cache| cache != configuration.cache);
+    }
+
+    /// Images with these clusters cannot be measured here.
+    pub(super) fn leave_out(&mut self, cluster_bytes: u64) {
+        let has = |one: &Configuration| one.qcow2.is_some_and(|qcow2| qcow2.cluster_bytes == cluster_bytes);
+        self.candidates.retain(|candidate| !has(candidate));
+        self.queue.retain(|candidate| !has(candidate));
+        self.space.clusters.retain(|&other| other != cluster_bytes);
+    }
+
+    /// The round of this stage that is under way, from 1 on.
+    pub(super) fn rounds(&self) -> usize {
+        self.rounds
+    }
+
+    /// How many configurations take turns.
+    pub(super) fn candidates(&self) -> usize {
+        self.candidates.len()
+    }
+
+    /// Where it is.
+    pub(super) fn stage(&self) -> Stage {
+        self.stage
+    }
+
+    /// What was measured.
+    pub(super) fn samples(&self) -> &Samples {
+        &self.samples
+    }
+
+    /// What can be chosen.
+    pub(super) fn space(&self) -> &Space {
+        &self.space
+    }
+
+    /// What is asked.
+    pub(super) fn patterns(&self) -> &[Pattern] {
+        &self.patterns
+    }
+
+    /// What is recommended, as far as is known; nothing if nothing was measured.
+    pub(super) fn choices(&self) -> Vec<Choice> {
+        if self.samples.configurations().is_empty() {
+            return Vec::new();
+        }
+        let scores = self.scores();
+        self.goals.iter().filter_map(|&goal| choose(goal, &scores, self.samples.configurations())).collect()
+    }
+
+    /// How they come out for the goals.
+    pub(super) fn scores(&self) -> Scores<'_> {
+        Scores { samples: &self.samples, patterns: &self.patterns, space: &self.space }
+    }
+
+    /// Rounds that all candidates have behind them.
+    fn rounds_so_far(&self) -> usize {
+        let rounds = |candidate| self.samples.rounds(candidate, &self.patterns);
+        self.candidates.iter().map(rounds).min().unwrap_or(0)
+    }
+
+    fn begin_round(&mut self, left: f64) {
+        if self.rounds >= LEAST_ROUNDS {
+            self.candidates = self.those_not_behind();
+            let is_late = self.stage == Stage::Factors && left < LEFT_FOR_COMBINATIONS;
+            if is_late || self.rounds >= MOST_ROUNDS || self.is_settled() {
+                return self.end_stage();
+            }
+        }
+        self.rounds += 1;
+        self.round = self.samples.next_round();
+        self.queue = self.candidates.clone();
+        self.random.shuffle(&mut self.queue);
+    }
+
+    fn end_stage(&mut self) {
+        self.stage = match self.stage {
+            Stage::Factors => Stage::Combinations,
+            Stage::Combinations | Stage::Done => Stage::Done,
+        };
+        if self.stage == Stage::Combinations {
+            let combinations = self.combinations();
+            if combinations.is_empty() {
+                self.stage = Stage::Done;
+                return;
+            }
+            // What they have to beat takes turns with them.
+            let mut candidates = vec![self.space.default_configuration()];
+            let scores = self.scores();
+            for goal in &self.goals {
+                let choice = choose(*goal, &scores, self.samples.configurations());
+                candidates.extend(goal.base(&self.space));
+                candidates.extend(choice.map(|choice| choice.leader));
+            }
+            candidates.extend(combinations);
+            let mut distinct: Vec<Configuration> = Vec::new();
+            for candidate in candidates {
+                if !distinct.contains(&candidate) && self.space.caches.contains(&candidate.cache) {
+                    distinct.push(candidate);
+                }
+            }
+            self.candidates = distinct;
+            self.rounds = self.rounds_so_far();
+        }
+    }
+
+    /// Whether more rounds of these candidates would change nothing, for any goal.
+    fn is_settled(&self) -> bool {
+        let scores = self.scores();
+        self.goals
+            .iter()
+            .all(|&goal| choose(goal, &scores, &self.candidates).is_none_or(|choice| choice.settled))
+    }
+
+    /// The candidates without those behind for every goal that allows them; always with the default, which everything is told beside, and the
+    /// goals' bases.
+    fn those_not_behind(&self) -> Vec<Configuration> {
+        let scores = self.scores();
+        let leaders: Vec<_> = self
+            .goals
+            .iter()
+            .filter_map(|&goal| choose(goal, &scores, &self.candidates))
+            .map(|choice| (choice.goal, choice.leader))
+            .collect();
+        let keeps = |candidate: &Configuration| {
+            leaders.iter().any(|(goal, leader)| {
+                goal.base(&self.space).as_ref() == Some(candidate)
+                    || goal.allows(candidate.cache)
+                        && standing(*goal, &scores, leader, candidate) != Standing::Behind
+            })
+        };
+        let default = self.space.default_configuration();
+        self.candidates
+            .iter()
+            .copied()
+            .filter(|candidate| *candidate == default || keeps(candidate))
+            .collect()
+    }
+
+    /// The most promising combinations of levels that gained something, which are not measured yet.
+    fn combinations(&self) -> Vec<Configuration> {
+        let scores = self.scores();
+        let default = self.space.default_configuration();
+        let factors = self.space.one_at_a_time();
+        let gains: HashMap<(Goal, Configuration), f64> = self
+            .goals
+            .iter()
+            .flat_map(|&goal| factors.iter().map(move |one| (goal, *one)))
+            .map(|(goal, one)| {
+                let quotients = scores.of(goal, &one);
+                ((goal, one), if quotients.is_empty() { 1.0 } else { median(&quotients) })
+            })
+            .collect();
+        let gains = |goal: Goal, one: &Configuration| gains.get(&(goal, *one)).copied().unwrap_or(1.0);
+        let mattered = |configuration: &Configuration| {
+            self.goals.iter().any(|&goal| {
+                // A mode that is safe is what integrity's combinations are made with.
+                let is_needed = goal == Goal::Integrity && goal.allows(configuration.cache);
+                is_needed || goal.allows(configuration.cache) && scores.gains(goal, &default, configuration)
+            })
+        };
+        let kept: Vec<_> = factors.iter().copied().filter(|one| *one == default || mattered(one)).collect();
+        let is_kept = |part: Configuration| kept.contains(&part);
+        let promise = |combination: &Configuration| {
+            let parts = parts(combination, &default);
+            let of = |goal: &Goal| parts.iter().map(|part| gains(*goal, part)).product::<f64>();
+            // Beside what the goal has already: a combination need not be good for every goal.
+            let best = |goal: &Goal| {
+                let allowed = factors.iter().filter(|one| goal.allows(one.cache));
+                allowed.map(|one| gains(*goal, one)).fold(f64::MIN_POSITIVE, f64::max)
+            };
+            let allowed = self.goals.iter().filter(|goal| goal.allows(combination.cache));
+            allowed.map(|goal| of(goal) / best(goal)).fold(0.0, f64::max)
+        };
+        let mut list: Vec<_> = self
+            .space
+            .all()
+            .into_iter()
+            .filter(|one| self.space.changes(one) >= 2 && parts(one, &default).into_iter().all(is_kept))
+            .map(|one| (promise(&one), one))
+            .filter(|(promise, _)| *promise > 1.0)
+            .collect();
+        list.sort_by(|(one, _), (other, _)| other.total_cmp(one));
+        list.truncate(MOST_COMBINATIONS);
+        list.into_iter().map(|(_, one)| one).collect()
+    }
+}
+
+/// The changes that a configuration is made of, each alone.
+fn parts(configuration: &Configuration, default: &Configuration) -> Vec<Configuration> {
+    let mut parts = vec![
+        Configuration { cache: configuration.cache, ..*default },
+        Configuration { prefetch: configuration.prefetch, ..*default },
+    ];
+    if let (Some(own), Some(usual)) = (configuration.qcow2, default.qcow2) {
+        let with = |qcow2| Configuration { qcow2: Some(qcow2), ..*default };
+        parts.push(with(Qcow2 { cluster_bytes: own.cluster_bytes, ..usual }));
+        parts.push(with(Qcow2 { l2: own.l2, ..usual }));
+    }
+    parts.retain(|part| part != default);
+    parts
+}
+
+#[cfg(test)]
+mod tests;

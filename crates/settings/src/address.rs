@@ -1,0 +1,133 @@
+//! Where clients connect: `unix:PATH` or `HOST:PORT`.
+//!
+//! Only the text is judged here; whether the address can be had shows when it is bound.
+
+use std::{fmt, net::Ipv6Addr, path::PathBuf, str::FromStr};
+
+/// Longest path of a Unix socket, in bytes: `sun_path` of unix(7) less the terminating zero.
+const MAX_SOCKET_PATH: usize = 107;
+
+/// An address to listen on.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub enum Address {
+    /// A Unix socket with this path.
+    Unix(PathBuf),
+    /// TCP on every address that the host name resolves to. Port 0 is any free one.
+    Tcp {
+        /// A name, an IPv4 address, or an IPv6 address without its brackets.
+        host: String,
+        /// The port.
+        port: u16,
+    },
+}
+
+impl Address {
+    /// The address of a server that was told none: NBD's registered port, reachable from this machine alone.
+    pub fn standard() -> Self {
+        Self::Tcp { host: "localhost".to_owned(), port: 10809 }
+    }
+}
+
+impl FromStr for Address {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        if let Some(path) = text.strip_prefix("unix:") {
+            return socket_path(path).map(Self::Unix);
+        }
+        let usage = "is not an address; write unix:PATH, HOST:PORT or [IPv6]:PORT";
+        let (host, port) = text.rsplit_once(':').ok_or(usage)?;
+        let host = match host.strip_prefix('[') {
+            Some(rest) => rest.strip_suffix(']').ok_or(usage)?,
+            None if host.parse::<Ipv6Addr>().is_ok() => {
+                return Err("is an IPv6 address without brackets; write [::1]:10809".to_owned());
+            }
+            None => host,
+        };
+        if host.is_empty() {
+            return Err("has no host; write localhost, or [::] for every address of this machine".to_owned());
+        }
+        // A colon may be left in brackets only, where an address of IPv6 stands (with its zone, perhaps).
+        if host.contains(['/', '\0'])
+            || (host.contains(':') && !text.starts_with('['))
+            || host.contains(char::is_whitespace)
+        {
+            return Err(usage.to_owned());
+        }
+        let plain = !port.is_empty() && port.bytes().all(|byte| byte.is_ascii_digit());
+        let port = port.parse().ok().filter(|_| plain);
+        let port = port.ok_or("has no port; that is a number from 0 (any free port) to 65535")?;
+        Ok(Self::Tcp { host: host.to_owned(), port })
+    }
+}
+
+fn socket_path(path: &str) -> Result<PathBuf, String> {
+    if path.is_empty() {
+        return Err("has no path; write unix:PATH".to_owned());
+    }
+    if path.contains('\0') {
+        return Err("holds a zero byte, which no path can".to_owned());
+    }
+    if path.len() > MAX_SOCKET_PATH {
+        let length = path.len();
+        return Err(format!(
+            "has {length} bytes; a Unix socket's path has {MAX_SOCKET_PATH} at most (use a shorter one)"
+        ));
+    }
+    Ok(PathBuf::from(path))
+}
+
+/// A Unix socket written as `unix:PATH`, where nothing else will do.
+///
+/// # Errors
+/// The rule that the text breaks.
+pub fn socket(text: &str) -> Result<PathBuf, String> {
+    let path = text.strip_prefix("unix:");
+    path.map_or_else(|| Err("is not a Unix socket; write unix:PATH".to_owned()), socket_path)
+}
+
+impl fmt::Display for Address {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Unix(path) => write!(f, "unix:{}", path.display()),
+            Self::Tcp { host, port } if host.contains(':') => write!(f, "[{host}]:{port}"),
+            Self::Tcp { host, port } => write!(f, "{host}:{port}"),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn addresses_are_read_and_written_alike() {
+        for text in
+            ["unix:/run/weir.sock", "unix:relative", "localhost:10809", "[::1]:10809", "0.0.0.0:0", "[::]:1"]
+        {
+            assert_eq!(text.parse::<Address>().unwrap().to_string(), text);
+        }
+        assert_eq!("[::1]:7".parse(), Ok(Address::Tcp { host: "::1".to_owned(), port: 7 }));
+        assert_eq!(Address::standard().to_string(), "localhost:10809");
+    }
+
+    #[test]
+    fn what_is_no_address_is_refused() {
+        let check =
+            |text: &str, expect: &str| assert_eq!(text.parse::<Address>().unwrap_err(), expect, "{text}");
+        let usage = "is not an address; write unix:PATH, HOST:PORT or [IPv6]:PORT";
+        let port = "has no port; that is a number from 0 (any free port) to 65535";
+        check("", usage);
+        check("localhost", usage);
+        check("[::1:10809", usage);
+        check("tcp://host:1", usage);
+        check("::1:10809", "is an IPv6 address without brackets; write [::1]:10809");
+        check(":10809", "has no host; write localhost, or [::] for every address of this machine");
+        check("host:", port);
+        check("host:+1", port);
+        check("host:65536", port);
+        check("unix:", "has no path; write unix:PATH");
+        let long = format!("unix:/{}", "x".repeat(107));
+        check(&long, "has 108 bytes; a Unix socket's path has 107 at most (use a shorter one)");
+    }
+}

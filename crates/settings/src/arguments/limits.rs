@@ -1,0 +1,85 @@
+//! The nineteen limits as options, made from the policy's own table so that a name cannot differ.
+
+use clap::{Arg, ArgMatches, Args, Command, FromArgMatches};
+use policy::throttle::{LimitKind, Part, Setting};
+
+use crate::{LimitsDraft, Place, Said};
+
+/// The limits that were given, in the table's order.
+#[derive(Clone, Debug, Default)]
+pub struct LimitArgs {
+    given: Vec<(Setting, u64)>,
+}
+
+impl LimitArgs {
+    /// Each that was given, with its value.
+    pub fn given(&self) -> &[(Setting, u64)] {
+        &self.given
+    }
+
+    /// The limits with their options as places.
+    pub fn draft(&self) -> LimitsDraft {
+        let said = |&(setting, value): &(Setting, u64)| {
+            Said::new((setting, value), Place::option(setting.name(), value))
+        };
+        self.given.iter().map(said).collect()
+    }
+}
+
+fn help(setting: Setting) -> String {
+    let Setting::Limit(kind, part) = setting else {
+        return "Bytes after which one request counts as more than one operation; 0 is never".to_owned();
+    };
+    let unit = if kind.counts_bytes() { "Bytes" } else { "Operations" };
+    let which = match kind {
+        LimitKind::BpsTotal | LimitKind::IopsTotal => "of reads and writes together",
+        LimitKind::BpsRead | LimitKind::IopsRead => "of reads",
+        LimitKind::BpsWrite | LimitKind::IopsWrite => "of writes and discards",
+    };
+    match part {
+        Part::Rate => format!("{unit} per second {which}; 0 is no limit"),
+        Part::BurstRate => format!("{unit} per second {which} during a burst; 0 is no burst"),
+        Part::BurstLength => "Seconds that such a burst may last [default: 1]".to_owned(),
+    }
+}
+
+fn value_name(setting: Setting) -> &'static str {
+    match setting {
+        Setting::Limit(_, Part::BurstLength) => "SECONDS",
+        _ if setting.is_size() => "SIZE",
+        _ => "N",
+    }
+}
+
+/// The option of a setting.
+pub fn option(setting: Setting) -> Arg {
+    let parser = if setting.is_size() { crate::size } else { crate::count };
+    Arg::new(setting.name())
+        .long(setting.name())
+        .value_name(value_name(setting))
+        .value_parser(parser)
+        .help(help(setting))
+        .help_heading("Limits")
+}
+
+impl Args for LimitArgs {
+    fn augment_args(command: Command) -> Command {
+        command.args(Setting::ALL.map(option))
+    }
+
+    fn augment_args_for_update(command: Command) -> Command {
+        Self::augment_args(command)
+    }
+}
+
+impl FromArgMatches for LimitArgs {
+    fn from_arg_matches(matches: &ArgMatches) -> Result<Self, clap::Error> {
+        let given = |setting: Setting| Some((setting, *matches.get_one(setting.name())?));
+        Ok(Self { given: Setting::ALL.into_iter().filter_map(given).collect() })
+    }
+
+    fn update_from_arg_matches(&mut self, matches: &ArgMatches) -> Result<(), clap::Error> {
+        *self = Self::from_arg_matches(matches)?;
+        Ok(())
+    }
+}

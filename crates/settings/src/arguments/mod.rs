@@ -1,0 +1,14 @@
+//! Options that several commands have: what disks are held to, what they are entitled to, caches, and what is read ahead.
+//!
+//! Made from the policy's own tables where there is one, so that names, ranges and defaults cannot differ from what holds. Each becomes
+//! a part of the draft that the config file makes too.
+
+pub mod limits;
+pub mod prefetch;
+mod qcow2;
+mod shares;
+
+pub use limits::LimitArgs;
+pub use prefetch::LongArgs;
+pub use qcow2::{CacheArgs, Qcow2Args};
+pub use shares::ShareArgs;

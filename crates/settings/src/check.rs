@@ -1,0 +1,294 @@
+//! From a draft to a plan: every rule that ties one setting to another, each broken one said of its place.
+//!
+//! Limits of a disk are its own, also where it is in a group with limits: both hold. docs/decisions/0006 has the reasons.
+
+use std::{
+    collections::{HashMap, HashSet, hash_map::Entry},
+    hash::Hash,
+    path::{Path, PathBuf},
+    thread,
+    time::Duration,
+};
+
+use block::storage::{Format, rate::RateOptions};
+
+use super::{
+    Address, Disk, DiskDraft, Draft, Endpoint, Export, ExportDraft, GroupDraft, LogSettings, Place, Plan,
+    Said, Server, Service, ServiceDraft, Settings, Wrong, groups::Groups,
+};
+
+/// Threads a daemon takes of itself at most: past them a disk's own queue is what limits.
+const MAX_DEFAULT_WORKERS: usize = 8;
+/// Threads it can be told to take at most: each holds rings and buffers of several MiB.
+pub const MAX_WORKERS: usize = 256;
+/// As QEMU's `max-connections`.
+const DEFAULT_MAX_CONNECTIONS: u32 = 100;
+/// Polling makes the first of a few requests faster and all of them dearer; docs/decisions/0002 has the figures.
+const DEFAULT_POLL: Duration = Duration::ZERO;
+/// Beyond this, polling is a busy loop in all but name.
+pub const MAX_POLL: Duration = Duration::from_secs(1);
+/// Bytes of a name in the NBD protocol ("Values", strings).
+const MAX_NAME_BYTES: usize = 4096;
+
+impl Plan {
+    /// The plan that a draft describes. `inherited` is how many sockets the service manager passed.
+    ///
+    /// # Errors
+    /// The first rule that is broken.
+    pub fn new(draft: Draft, inherited: usize) -> Result<Self, Wrong> {
+        if draft.disks.is_empty() {
+            return Err(
+                Place::new("no disks").wrong("there is nothing to serve (add a [disk.NAME] with an image)")
+            );
+        }
+        check_names(&draft)?;
+        check_images(&draft.disks)?;
+        check_rates(&draft.disks)?;
+        let (by_name, groups) = Groups::plan(&draft.groups)?;
+        let disks = draft.disks.iter().map(|disk| plan_disk(disk, &by_name)).collect::<Result<_, _>>()?;
+        let standard = standard_endpoints(&draft, inherited)?;
+        let servers = servers(&draft.disks, &standard)?;
+        let control = draft.service.qmp.clone();
+        let service = service(draft.service)?;
+        check_sockets(&servers, &control)?;
+        Ok(Self { disks, groups, servers, service })
+    }
+}
+
+/// The first of `items` that was said before.
+fn repeated<'a, T: Eq + Hash>(items: impl IntoIterator<Item = &'a Said<T>>) -> Option<&'a Said<T>> {
+    let mut seen = HashSet::new();
+    items.into_iter().find(|item| !seen.insert(&item.value))
+}
+
+fn check_names(draft: &Draft) -> Result<(), Wrong> {
+    let disks = draft.disks.iter().map(|disk| &disk.name);
+    let groups = draft.groups.iter().map(|group| &group.name);
+    for name in disks.clone().chain(groups) {
+        if name.value.is_empty() {
+            return Err(name.place.wrong("the name is empty (give it one)"));
+        }
+        check_name(name)?;
+    }
+    if let Some(again) = repeated(disks) {
+        let name = &again.value;
+        return Err(again
+            .place
+            .wrong(format!("another disk is called {name:?} (give each a name of its own, with --name)")));
+    }
+    let disks: HashSet<_> = draft.disks.iter().map(|disk| &disk.name.value).collect();
+    // Commands take either by its name.
+    match draft.groups.iter().find(|group| disks.contains(&group.name.value)) {
+        Some(GroupDraft { name, .. }) => Err(name
+            .place
+            .wrong(format!("a disk is called {:?} too, and commands take both (rename one)", name.value))),
+        None => Ok(()),
+    }
+}
+
+/// What the NBD protocol can carry and a log line can show.
+fn check_name(name: &Said<String>) -> Result<(), Wrong> {
+    if name.value.len() > MAX_NAME_BYTES {
+        return Err(name.place.wrong(format!("the name is too long; it has {MAX_NAME_BYTES} bytes at most")));
+    }
+    if name.value.chars().any(char::is_control) {
+        return Err(name.place.wrong("the name holds a control character (leave it out)"));
+    }
+    Ok(())
+}
+
+/// Two disks over one file would not see each other's writes in time, unless nobody writes.
+fn check_images(disks: &[DiskDraft]) -> Result<(), Wrong> {
+    for disk in disks {
+        if let Some(place) = disk.force_share.as_ref().filter(|_| !disk.read_only) {
+            return Err(
+                place.wrong("needs read-only; sharing an image that others write is for reading alone")
+            );
+        }
+    }
+    let mut writer_of: HashMap<&Path, bool> = HashMap::new();
+    for disk in disks {
+        let Some(path) = disk.image.value.path() else { continue };
+        match writer_of.entry(path) {
+            Entry::Occupied(other) if *other.get() || !disk.read_only => {
+                let rule = "another disk has this image (export one disk twice, or make both read-only)";
+                return Err(disk.image.place.wrong(rule));
+            }
+            Entry::Occupied(_) => {}
+            Entry::Vacant(free) => {
+                free.insert(!disk.read_only);
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Disks on one imitated device say the same of it.
+fn check_rates(disks: &[DiskDraft]) -> Result<(), Wrong> {
+    let mut first: HashMap<&str, &RateOptions> = HashMap::new();
+    for said in disks.iter().filter_map(|disk| disk.rate.as_ref()) {
+        let Some(name) = &said.value.shared else { continue };
+        if *first.entry(name).or_insert(&said.value) != &said.value {
+            return Err(said.place.wrong(format!(
+                "another disk shares {name:?} with other rates (give both the same, or another name)"
+            )));
+        }
+    }
+    Ok(())
+}
+
+fn plan_disk(disk: &DiskDraft, groups: &Groups<'_>) -> Result<Disk, Wrong> {
+    let value = |said: &Said<String>| said.value.clone();
+    if let Some(description) = &disk.description {
+        check_name(description)
+            .map_err(|_| description.place.wrong("a description is one line of 4096 bytes at most"))?;
+    }
+    let (settings, group) = settings(disk, groups)?;
+    let format = disk.format.as_ref().map(|said| said.value);
+    let qcow2 = disk.qcow2.check()?;
+    if let (Some(Format::Raw), Some(place)) = (format, &qcow2.said) {
+        return Err(place.wrong("is for qcow2 images, and this one is raw (leave it out)"));
+    }
+    Ok(Disk {
+        name: disk.name.value.clone(),
+        description: disk.description.as_ref().map(value).unwrap_or_default(),
+        image: disk.image.value.clone(),
+        format,
+        cache: disk.cache.as_ref().map(|said| said.value).unwrap_or_default(),
+        qcow2,
+        prefetch: disk.prefetch.check()?,
+        read_only: disk.read_only,
+        force_share: disk.force_share.is_some(),
+        delay: disk.delay.as_ref().map(|said| said.value),
+        rate: disk.rate.as_ref().map(|said| said.value.clone()),
+        faults: disk.faults.iter().map(|said| said.value.clone()).collect(),
+        settings,
+        group,
+    })
+}
+
+/// A disk's settings with the index of its group.
+fn settings(disk: &DiskDraft, groups: &Groups<'_>) -> Result<(Settings, Option<usize>), Wrong> {
+    let group = disk.group.as_ref().map(|name| groups.index_of(name)).transpose()?;
+    if let (Some(name), Some(watermark)) = (&disk.group, &disk.settings.watermark) {
+        return Err(watermark.place.wrong(format!(
+            "the disk is in group {0:?}, which has the watermark for its members (set it at [group.{0}])",
+            name.value
+        )));
+    }
+    Ok((disk.settings.check()?, group))
+}
+
+/// Where disks are served that do not say.
+fn standard_endpoints(draft: &Draft, inherited: usize) -> Result<Vec<Endpoint>, Wrong> {
+    let all_say = draft.disks.iter().all(|disk| !disk.exports.is_empty());
+    if let Some(first) = draft.service.nbd.first() {
+        if inherited > 0 {
+            return Err(first
+                .place
+                .wrong("the service manager passed sockets too, in LISTEN_FDS (use one or the other)"));
+        }
+        if all_say {
+            return Err(first
+                .place
+                .wrong("is not used, because every disk says where it is exported (remove it)"));
+        }
+        if let Some(again) = repeated(&draft.service.nbd) {
+            return Err(again.place.wrong("is given twice (remove one)"));
+        }
+        return Ok(draft.service.nbd.iter().map(|said| Endpoint::Address(said.value.clone())).collect());
+    }
+    match (inherited, all_say) {
+        (0, _) => Ok(vec![Endpoint::Address(Address::standard())]),
+        (_, false) => Ok(vec![Endpoint::Inherited]),
+        (_, true) => Err(Place::new("LISTEN_FDS").wrong(format!(
+            "{inherited} sockets were passed and none is used, because every disk says where it is exported (remove `export` from one)"
+        ))),
+    }
+}
+
+fn servers(disks: &[DiskDraft], standard: &[Endpoint]) -> Result<Vec<Server>, Wrong> {
+    let mut servers: Vec<Server> = Vec::new();
+    let mut at: HashMap<Endpoint, usize> = HashMap::new();
+    let mut taken: HashSet<(usize, String)> = HashSet::new();
+    for (disk, draft) in disks.iter().enumerate() {
+        for (endpoint, name) in exports_of(draft, standard) {
+            check_name(&name)?;
+            let index = *at.entry(endpoint.clone()).or_insert_with(|| {
+                servers.push(Server { endpoint, exports: Vec::new() });
+                servers.len() - 1
+            });
+            if !taken.insert((index, name.value.clone())) {
+                let rule = format!(
+                    "another export has the name {:?} at this address (give it another name)",
+                    name.value
+                );
+                return Err(name.place.wrong(rule));
+            }
+            servers[index].exports.push(Export { name: name.value, disk });
+        }
+    }
+    Ok(servers)
+}
+
+/// Where a disk is exported, and under which names.
+fn exports_of(disk: &DiskDraft, standard: &[Endpoint]) -> Vec<(Endpoint, Said<String>)> {
+    if disk.exports.is_empty() {
+        return standard.iter().map(|endpoint| (endpoint.clone(), disk.name.clone())).collect();
+    }
+    let export = |export: &ExportDraft| {
+        let default = || Said::new(disk.name.value.clone(), export.listen.place.clone());
+        (Endpoint::Address(export.listen.value.clone()), export.name.clone().unwrap_or_else(default))
+    };
+    disk.exports.iter().map(export).collect()
+}
+
+/// A path can be one socket only.
+fn check_sockets(servers: &[Server], control: &[Said<PathBuf>]) -> Result<(), Wrong> {
+    let taken = |path: &PathBuf| {
+        servers
+            .iter()
+            .any(|server| matches!(&server.endpoint, Endpoint::Address(Address::Unix(nbd)) if nbd == path))
+    };
+    match control.iter().find(|said| taken(&said.value)) {
+        Some(said) => Err(said.place.wrong("disks are exported at this socket (use another)")),
+        None => Ok(()),
+    }
+}
+
+fn service(draft: ServiceDraft) -> Result<Service, Wrong> {
+    let workers = match draft.workers {
+        None => thread::available_parallelism().map_or(1, usize::from).min(MAX_DEFAULT_WORKERS),
+        Some(said) if (1..=MAX_WORKERS).contains(&said.value) => said.value,
+        Some(said) => {
+            return Err(said.place.wrong(format!("is out of range; it is from 1 to {MAX_WORKERS}")));
+        }
+    };
+    let poll = match draft.poll {
+        None => DEFAULT_POLL,
+        Some(said) if said.value <= MAX_POLL => said.value,
+        Some(said) => return Err(said.place.wrong("is too long; it is 1s at most (0 never polls)")),
+    };
+    Ok(Service {
+        workers,
+        poll,
+        max_connections: draft.max_connections.map_or(DEFAULT_MAX_CONNECTIONS, |said| said.value),
+        qmp: qmp(draft.qmp)?,
+        tls: draft.tls.check()?,
+        log: LogSettings {
+            filter: draft.log.map_or_else(|| "info".to_owned(), |said| said.value),
+            format: draft.log_format.map(|said| said.value).unwrap_or_default(),
+        },
+        pid_file: draft.pid_file.map(|said| said.value),
+        state: draft.state.map(|said| said.value),
+        image_root: draft.image_root.map(|said| said.value),
+        cgroup_limits: draft.cgroup_limits.map(|said| said.value),
+    })
+}
+
+fn qmp(sockets: Vec<Said<PathBuf>>) -> Result<Vec<PathBuf>, Wrong> {
+    if let Some(again) = repeated(&sockets) {
+        return Err(again.place.wrong("is given twice (remove one)"));
+    }
+    Ok(sockets.into_iter().map(|said| said.value).collect())
+}

@@ -1,0 +1,253 @@
+//! The config file: TOML whose keys are the options' names.
+//!
+//! ```text
+//!   [daemon]       the process: where to listen, workers, TLS, logging
+//!   [group.NAME]   what disks and other groups are held to together
+//!   [disk.NAME]    an image, how it is opened, what it is held to, where it is exported
+//! ```
+//!
+//! Read by hand over a parsed document rather than through derived structures, because every message names file, line,
+//! key and value, and because the nineteen limits come from one table.
+//!
+//! Paths in the file are seen from the file's own directory. Nothing in it is ignored: an unknown key is an error.
+
+mod section;
+#[cfg(test)]
+mod tests;
+
+use std::{
+    fs::File,
+    io::Read as _,
+    path::{Path, PathBuf},
+};
+
+use policy::{prefetch, throttle::Setting};
+use section::{Entry, Section, Source};
+use toml::de::DeTable;
+
+use crate::{
+    Address, DiskDraft, Draft, ExportDraft, GroupDraft, Image, LimitsDraft, Place, PrefetchDraft, Qcow2Draft,
+    Said, SecretSource, ServiceDraft, SettingsDraft, Wrong, log,
+};
+
+/// Largest config file that is read: some hundred thousand disks.
+pub const MAX_FILE_BYTES: u64 = 64 << 20;
+
+/// Reads a config file.
+///
+/// # Errors
+/// If it cannot be read, is no TOML, or holds something that is not known or not well formed.
+pub fn load(path: &Path) -> Result<Draft, Wrong> {
+    let name = path.display().to_string();
+    let place = Place::new(name.as_str());
+    let mut text = String::new();
+    let read = File::open(path).and_then(|file| file.take(MAX_FILE_BYTES + 1).read_to_string(&mut text));
+    read.map_err(|error| place.wrong(format!("cannot be read: {error}")))?;
+    if text.len() as u64 > MAX_FILE_BYTES {
+        return Err(place.wrong(format!("larger than {MAX_FILE_BYTES} bytes (is this the right file?)")));
+    }
+    let directory = path.parent().unwrap_or(Path::new(""));
+    parse(&name, &text, directory)
+}
+
+/// Reads the text of a config file called `name`, with paths seen from `directory`.
+///
+/// # Errors
+/// As [`load`], once it has the text.
+pub fn parse(name: &str, text: &str, directory: &Path) -> Result<Draft, Wrong> {
+    let source = Source::new(name, text);
+    let document = DeTable::parse(text).map_err(|error| {
+        let line = source.line_of(error.span().map_or(0, |span| span.start));
+        Place::new(line).wrong(format!("not TOML: {}", error.message().replace('\n', "; ")))
+    })?;
+    let reader = Reader { directory };
+    let root = Section::root(&source, document.get_ref());
+    let service = root.get("daemon").map(|entry| reader.daemon(&entry.section()?)).transpose()?;
+    let groups = sections(&root, "group")?;
+    let disks = sections(&root, "disk")?;
+    root.finish()?;
+    Ok(Draft {
+        service: service.unwrap_or_default(),
+        groups: groups.into_iter().map(|(name, section)| group(name, &section)).collect::<Result<_, _>>()?,
+        disks: disks
+            .into_iter()
+            .map(|(name, section)| reader.disk(name, &section))
+            .collect::<Result<_, _>>()?,
+    })
+}
+
+/// The tables `[kind.NAME]`.
+fn sections<'a>(root: &Section<'a>, kind: &'static str) -> Result<Vec<(Said<String>, Section<'a>)>, Wrong> {
+    root.get(kind).map_or(Ok(Vec::new()), |entry| entry.section()?.named_sections())
+}
+
+fn group(name: Said<String>, section: &Section<'_>) -> Result<GroupDraft, Wrong> {
+    let settings = settings(section)?;
+    let group = section.text("group")?;
+    section.finish()?;
+    Ok(GroupDraft { name, settings, group })
+}
+
+/// What a disk and a group may both be held to and entitled to.
+fn settings(section: &Section<'_>) -> Result<SettingsDraft, Wrong> {
+    Ok(SettingsDraft {
+        limits: limits(section)?,
+        weight: section.parse("weight", crate::count)?,
+        iops_reservation: section.parse("iops-reservation", crate::count)?,
+        bps_reservation: section.parse("bps-reservation", crate::size)?,
+        watermark: section.parse("watermark", crate::count)?,
+    })
+}
+
+/// Every limit that the section sets.
+fn limits(section: &Section<'_>) -> Result<LimitsDraft, Wrong> {
+    let mut limits = LimitsDraft::new();
+    for setting in Setting::ALL {
+        let parser = if setting.is_size() { crate::size } else { crate::count };
+        if let Some(said) = section.parse(setting.name(), parser)? {
+            limits.push(Said::new((setting, said.value), said.place));
+        }
+    }
+    Ok(limits)
+}
+
+/// What is read ahead of a disk's readers.
+fn prefetch(section: &Section<'_>) -> Result<PrefetchDraft, Wrong> {
+    let mode = section.switch(crate::prefetch::MODE)?;
+    let mut numbers = Vec::new();
+    for setting in prefetch::Setting::ALL {
+        let parser = if crate::prefetch::is_size(setting) { crate::size } else { crate::count };
+        if let Some(said) = section.parse(setting.name(), parser)? {
+            numbers.push(Said::new((setting, said.value), said.place));
+        }
+    }
+    Ok(PrefetchDraft { mode, numbers })
+}
+
+/// Reads what holds paths.
+struct Reader<'a> {
+    directory: &'a Path,
+}
+
+impl Reader<'_> {
+    fn daemon(&self, section: &Section<'_>) -> Result<ServiceDraft, Wrong> {
+        let draft = ServiceDraft {
+            nbd: section.list("nbd", |text| self.address(text))?,
+            qmp: section.list("qmp", |text| self.socket(text))?,
+            workers: section.parse("workers", crate::workers)?,
+            poll: section.parse("poll", crate::duration)?,
+            max_connections: section.parse("max-connections", crate::connections)?,
+            tls: crate::TlsDraft {
+                mode: section.value("tls")?,
+                certificates: self.path(section, "tls-certificates")?,
+                verify_peer: section.flag("tls-verify-peer")?,
+                psk: self.path(section, "tls-psk")?,
+            },
+            log: section.parse("log", log::filter)?,
+            log_format: section.value("log-format")?,
+            pid_file: self.path(section, "pid-file")?,
+            state: self.path(section, "state")?,
+            image_root: self.path(section, "image-root")?,
+            cgroup_limits: self.path(section, "cgroup-limits")?,
+        };
+        section.finish()?;
+        Ok(draft)
+    }
+
+    fn disk(&self, name: Said<String>, section: &Section<'_>) -> Result<DiskDraft, Wrong> {
+        let image = section.value::<Image>("image")?;
+        let description = section.text("description")?;
+        let format = section.value("format")?;
+        let cache = section.value("cache")?;
+        let qcow2 = self.qcow2(section)?;
+        let prefetch = prefetch(section)?;
+        let read_only = section.flag("read-only")?.is_some_and(|said| said.value);
+        let force_share = section.flag("force-share")?.filter(|said| said.value).map(|said| said.place);
+        let settings = settings(section)?;
+        let group = section.text("group")?;
+        let delay = section.value("delay")?;
+        let rate = section.value("rate")?;
+        let faults = section.list("fault", crate::read)?;
+        let exports = section.items("export")?;
+        let exports = exports.into_iter().map(|entry| self.export(entry)).collect::<Result<_, _>>()?;
+        section.finish()?;
+        // After the end, because a misspelt `image` is an unknown key in the first place.
+        let missing =
+            || section.place().wrong("no image (add image = \"PATH\", \"memory:SIZE\" or \"null:SIZE\")");
+        let Said { value, place } = image.ok_or_else(missing)?;
+        let image = Said::new(value.relative_to(self.directory), place);
+        Ok(DiskDraft {
+            name,
+            description,
+            image,
+            format,
+            cache,
+            qcow2,
+            prefetch,
+            read_only,
+            force_share,
+            settings,
+            group,
+            delay,
+            rate,
+            faults,
+            exports,
+        })
+    }
+
+    fn qcow2(&self, section: &Section<'_>) -> Result<Qcow2Draft, Wrong> {
+        Ok(Qcow2Draft {
+            l2_cache_size: section.value("l2-cache-size")?,
+            l2_cache_entry_size: section.parse("l2-cache-entry-size", crate::size)?,
+            refcount_cache_size: section.parse("refcount-cache-size", crate::size)?,
+            cache_size: section.parse("cache-size", crate::size)?,
+            cache_clean_interval: section.value("cache-clean-interval")?,
+            bitmaps: section.list("bitmap", |name| Ok(name.to_owned()))?,
+            secrets: section.list("secret-file", |text| match text {
+                "" => Err("is empty (write one, or leave the key out)".to_owned()),
+                path => Ok(SecretSource::File(self.directory.join(path))),
+            })?,
+        })
+    }
+
+    fn export(&self, entry: Entry<'_>) -> Result<ExportDraft, Wrong> {
+        let section = entry.section()?;
+        let kind = section.parse("type", |text| match text {
+            "nbd" => Ok(()),
+            _ => Err("is not a type of export that weir has; there is \"nbd\"".to_owned()),
+        })?;
+        let listen = section.parse("listen", |text| self.address(text))?;
+        let missing = |what| section.place().wrong(what);
+        kind.ok_or_else(|| missing("no type (add type = \"nbd\")"))?;
+        let listen =
+            listen.ok_or_else(|| missing("no address (add listen = \"unix:PATH\" or \"HOST:PORT\")"))?;
+        let name = section.text("name")?;
+        section.finish()?;
+        Ok(ExportDraft { listen, name })
+    }
+
+    fn address(&self, text: &str) -> Result<Address, String> {
+        match text.parse()? {
+            Address::Unix(path) => self.socket_at(&path).map(Address::Unix),
+            address @ Address::Tcp { .. } => Ok(address),
+        }
+    }
+
+    fn socket(&self, text: &str) -> Result<PathBuf, String> {
+        self.socket_at(&crate::socket(text)?)
+    }
+
+    /// A socket's path seen from the directory, which may make it too long.
+    fn socket_at(&self, path: &Path) -> Result<PathBuf, String> {
+        let path = self.directory.join(path);
+        let text = path.to_str().ok_or("the directory of the config file is not UTF-8 (move it)")?;
+        crate::socket(&format!("unix:{text}"))
+    }
+
+    fn path(&self, section: &Section<'_>, key: &'static str) -> Result<Option<Said<PathBuf>>, Wrong> {
+        section.parse(key, |text| match text {
+            "" => Err("is empty (write one, or leave the key out)".to_owned()),
+            path => Ok(self.directory.join(path)),
+        })
+    }
+}

@@ -1,0 +1,230 @@
+//! One table of the config file, read key by key, each value with its line and its full name.
+//!
+//! A section remembers which keys it was asked for: those are the ones that exist, and any other in the file is an
+//! error that names the nearest. So a key that is read is a key that is known, and none is ignored.
+//!
+//! Values are handed on as text, to the very parsers that the command line's options have: `1000`, `"1000"` and
+//! `--iops-total 1000` are the same.
+
+use std::{borrow::Cow, cell::RefCell, ops::Range, str::FromStr};
+
+use toml::{
+    Spanned,
+    de::{DeTable, DeValue},
+};
+
+use crate::{Place, Rule, Said, Wrong, suggest};
+
+/// Characters of a value that a message shows.
+const MAX_SHOWN: usize = 60;
+
+/// The text of a config file, to turn positions into lines.
+pub(super) struct Source<'a> {
+    name: &'a str,
+    text: &'a str,
+    line_starts: Vec<usize>,
+}
+
+impl<'a> Source<'a> {
+    /// A file called `name` with this text.
+    pub(super) fn new(name: &'a str, text: &'a str) -> Self {
+        let line_starts = text.match_indices('\n').map(|(at, _)| at + 1).collect();
+        Self { name, text, line_starts }
+    }
+
+    /// The file and line of a byte of the text.
+    pub(super) fn line_of(&self, position: usize) -> String {
+        let line = 1 + self.line_starts.partition_point(|&start| start <= position);
+        format!("{}:{line}", self.name)
+    }
+
+    /// A value as it stands in the file, cut to what a message can show.
+    fn shown(&self, span: Range<usize>) -> Cow<'a, str> {
+        let raw = self.text.get(span).unwrap_or_default();
+        let line = raw.lines().next().unwrap_or_default();
+        match line.char_indices().nth(MAX_SHOWN) {
+            Some((end, _)) => Cow::Owned(format!("{}…", &line[..end])),
+            None if line.len() < raw.len() => Cow::Owned(format!("{line} …")),
+            None => Cow::Borrowed(line),
+        }
+    }
+}
+
+/// A table, with its name.
+pub(super) struct Section<'a> {
+    source: &'a Source<'a>,
+    /// Empty for the whole file.
+    path: String,
+    table: &'a DeTable<'a>,
+    place: Place,
+    asked: RefCell<Vec<&'static str>>,
+}
+
+/// A value, with its name.
+pub(super) struct Entry<'a> {
+    source: &'a Source<'a>,
+    path: String,
+    value: &'a Spanned<DeValue<'a>>,
+    key: Range<usize>,
+}
+
+impl<'a> Section<'a> {
+    /// The whole file.
+    pub(super) fn root(source: &'a Source<'a>, table: &'a DeTable<'a>) -> Self {
+        Self { source, path: String::new(), table, place: Place::new(source.name), asked: RefCell::default() }
+    }
+
+    /// Where the table begins.
+    pub(super) fn place(&self) -> &Place {
+        &self.place
+    }
+
+    fn path_of(&self, key: &str) -> String {
+        let plain = |byte: u8| byte.is_ascii_alphanumeric() || byte == b'-' || byte == b'_';
+        let quoted =
+            if !key.is_empty() && key.bytes().all(plain) { key.to_owned() } else { format!("{key:?}") };
+        if self.path.is_empty() { quoted } else { format!("{}.{quoted}", self.path) }
+    }
+
+    /// The value of a key, which is known from now on.
+    pub(super) fn get(&self, key: &'static str) -> Option<Entry<'a>> {
+        self.asked.borrow_mut().push(key);
+        let (name, value) = self.table.get_key_value(key)?;
+        Some(Entry { source: self.source, path: self.path_of(key), value, key: name.span() })
+    }
+
+    /// All of the keys with their tables, in the order of the file: for tables whose keys are names.
+    pub(super) fn named_sections(&self) -> Result<Vec<(Said<String>, Self)>, Wrong> {
+        let mut entries: Vec<_> = self.table.iter().collect();
+        entries.sort_by_key(|(key, _)| key.span().start);
+        let section = |(key, value): (&'a Spanned<Cow<'a, str>>, &'a Spanned<DeValue<'a>>)| {
+            let path = self.path_of(key.get_ref());
+            let section = Entry { source: self.source, path, value, key: key.span() }.section()?;
+            Ok((Said::new(key.get_ref().clone().into_owned(), section.place.clone()), section))
+        };
+        entries.into_iter().map(section).collect()
+    }
+
+    /// A value read by a parser of one's own.
+    pub(super) fn parse<T>(
+        &self,
+        key: &'static str,
+        parser: impl Fn(&str) -> Result<T, String>,
+    ) -> Result<Option<Said<T>>, Wrong> {
+        self.get(key).map(|entry| entry.parse(parser)).transpose()
+    }
+
+    /// A value read by its type.
+    pub(super) fn value<T: FromStr<Err: Rule>>(&self, key: &'static str) -> Result<Option<Said<T>>, Wrong> {
+        self.parse(key, crate::read)
+    }
+
+    /// A string as it is.
+    pub(super) fn text(&self, key: &'static str) -> Result<Option<Said<String>>, Wrong> {
+        self.parse(key, |text| Ok(text.to_owned()))
+    }
+
+    /// `true` or `false`.
+    pub(super) fn flag(&self, key: &'static str) -> Result<Option<Said<bool>>, Wrong> {
+        let Some(entry) = self.get(key) else { return Ok(None) };
+        let value = entry.value.get_ref().as_bool();
+        let value = value.ok_or_else(|| entry.place().wrong("is not a flag; write true or false"))?;
+        Ok(Some(Said::new(value, entry.place())))
+    }
+
+    /// A value read by its type, where `true` means `on` and `false` means `off`.
+    pub(super) fn switch<T: FromStr<Err: Rule>>(&self, key: &'static str) -> Result<Option<Said<T>>, Wrong> {
+        let Some(entry) = self.get(key) else { return Ok(None) };
+        let Some(on) = entry.value.get_ref().as_bool() else { return entry.parse(crate::read).map(Some) };
+        let place = entry.place();
+        let value = crate::read(if on { "on" } else { "off" }).map_err(|rule| place.wrong(rule))?;
+        Ok(Some(Said::new(value, place)))
+    }
+
+    /// One value or an array of them.
+    pub(super) fn list<T>(
+        &self,
+        key: &'static str,
+        parser: impl Fn(&str) -> Result<T, String>,
+    ) -> Result<Vec<Said<T>>, Wrong> {
+        self.items(key)?.into_iter().map(|entry| entry.parse(&parser)).collect()
+    }
+
+    /// An array, value by value; what is no array is its only value.
+    pub(super) fn items(&self, key: &'static str) -> Result<Vec<Entry<'a>>, Wrong> {
+        let Some(entry) = self.get(key) else { return Ok(Vec::new()) };
+        let Some(array) = entry.value.get_ref().as_array() else { return Ok(vec![entry]) };
+        if array.is_empty() {
+            return Err(entry.place().wrong("is empty (leave the key out, or give a value)"));
+        }
+        let item = |(index, value): (usize, &'a Spanned<DeValue<'a>>)| Entry {
+            source: self.source,
+            path: format!("{}[{index}]", entry.path),
+            value,
+            key: value.span(),
+        };
+        Ok(array.iter().enumerate().map(item).collect())
+    }
+
+    /// The keys it was asked for.
+    #[cfg(test)]
+    pub(super) fn asked(&self) -> Vec<&'static str> {
+        self.asked.borrow().clone()
+    }
+
+    /// Ends the reading.
+    ///
+    /// # Errors
+    /// If the table holds a key that nobody asked for.
+    pub(super) fn finish(&self) -> Result<(), Wrong> {
+        let asked = self.asked.borrow();
+        let unknown = |key: &&Spanned<Cow<'_, str>>| !asked.contains(&key.get_ref().as_ref());
+        let Some(key) = self.table.keys().filter(unknown).min_by_key(|key| key.span().start) else {
+            return Ok(());
+        };
+        let name = key.get_ref().as_ref();
+        let place = Place::new(format!("{}: {}", self.source.line_of(key.span().start), self.path_of(name)));
+        Err(place.wrong(match suggest::nearest(name, asked.iter().copied()) {
+            Some(near) => format!("unknown key (did you mean {near:?}?)"),
+            None => format!("unknown key; here may be {}", asked.join(", ")),
+        }))
+    }
+}
+
+impl<'a> Entry<'a> {
+    /// Where the value is, with the value.
+    pub(super) fn place(&self) -> Place {
+        let line = self.source.line_of(self.key.start);
+        Place::new(format!("{line}: {} = {}", self.path, self.source.shown(self.value.span())))
+    }
+
+    /// The table that the value is.
+    pub(super) fn section(self) -> Result<Section<'a>, Wrong> {
+        let Some(table) = self.value.get_ref().as_table() else {
+            return Err(self
+                .place()
+                .wrong("is not a table; write its settings as KEY = VALUE lines below it"));
+        };
+        let place = Place::new(format!("{}: {}", self.source.line_of(self.key.start), self.path));
+        Ok(Section { source: self.source, path: self.path, table, place, asked: RefCell::default() })
+    }
+
+    /// The value as the text an option would have.
+    fn parse<T>(&self, parser: impl Fn(&str) -> Result<T, String>) -> Result<Said<T>, Wrong> {
+        let place = self.place();
+        let text = match self.value.get_ref() {
+            DeValue::String(text) => Cow::Borrowed(text.as_ref()),
+            DeValue::Integer(integer) if integer.radix() == 10 => Cow::Borrowed(integer.as_str()),
+            DeValue::Integer(integer) => match u64::from_str_radix(integer.as_str(), integer.radix()) {
+                Ok(value) => Cow::Owned(value.to_string()),
+                Err(_) => return Err(place.wrong("is too large (write a smaller number)")),
+            },
+            DeValue::Float(float) => Cow::Borrowed(float.as_str()),
+            other => {
+                let kind = other.type_str();
+                return Err(place.wrong(format!("is a {kind}; a string or a number is needed")));
+            }
+        };
+        parser(&text).map(|value| Said::new(value, place.clone())).map_err(|rule| place.wrong(rule))
+    }
+}

@@ -1,0 +1,661 @@
+//! Every rule of the config file with its message, and that the documentation speaks of every key.
+
+use block::storage::CacheMode;
+use policy::throttle::LimitKind;
+
+use super::*;
+use crate::{Credentials, Endpoint, Plan, Settings, Tls};
+
+/// The file as all of these tests know it: `/etc/weir/weir.toml`, called by its base name.
+fn plan_with(text: &str, inherited: usize) -> Result<Plan, String> {
+    let draft = parse("weir.toml", text, Path::new("/etc/weir"));
+    draft.and_then(|draft| Plan::new(draft, inherited)).map_err(|wrong| wrong.to_string())
+}
+
+fn plan(text: &str) -> Plan {
+    plan_with(text, 0).unwrap()
+}
+
+#[track_caller]
+fn check(text: &str, expect: &str) {
+    assert_eq!(plan_with(text, 0).unwrap_err(), expect, "\n{text}");
+}
+
+/// A disk with one more line, which is line 3.
+#[track_caller]
+fn check_disk(line: &str, expect: &str) {
+    check(&format!("[disk.vm1]\nimage = \"vm1.raw\"\n{line}\n"), expect);
+}
+
+/// The daemon with one more line, which is line 2.
+#[track_caller]
+fn check_daemon(line: &str, expect: &str) {
+    check(&format!("[daemon]\n{line}\n[disk.vm1]\nimage = \"vm1.raw\"\n"), expect);
+}
+
+#[test]
+fn a_disk_with_everything() {
+    let plan = plan(
+        r#"
+        [group.gold]
+        iops-total = 6000
+        iops-total-max = 12_000
+        iops-total-max-length = "30"
+        bps-total = "100M"
+        weight = 300
+        iops-reservation = 600
+        bps-reservation = "2M"
+        watermark = 90
+        group = "host"
+
+        [group.host]
+        iops-total = 50000
+
+        [disk.vm1]
+        image = "vm1.raw"
+        format = "raw"
+        cache = "none"
+        description = "the first"
+        read-only = true
+        force-share = true
+        group = "gold"
+        iops-read = 500
+        weight = 200
+        iops-reservation = 50
+        bps-reservation = "1M"
+        fault = ["kind=read,error=EIO", "kind=write,error=ENOSPC"]
+        delay = "read=5ms"
+        rate = "bytes=22M"
+        export = [{ type = "nbd", listen = "unix:vm1.sock" }, { type = "nbd", listen = "[::1]:7", name = "" }]
+        "#,
+    );
+    let disk = &plan.disks[0];
+    assert_eq!(disk.image.to_string(), "/etc/weir/vm1.raw", "paths are seen from the file's directory");
+    assert_eq!((disk.cache, disk.read_only, disk.force_share), (CacheMode::None, true, true));
+    assert_eq!((disk.name.as_str(), disk.description.as_str()), ("vm1", "the first"));
+    assert_eq!(disk.faults.len(), 2);
+    assert_eq!(disk.settings.limits.limit(LimitKind::IopsRead).rate, 500, "a member's limits are its own");
+    let Settings { limits: _, weight, iops_reservation, bps_reservation, watermark } = disk.settings;
+    assert_eq!((weight, iops_reservation, bps_reservation, watermark), (200, 50, 1 << 20, 0));
+    let names: Vec<_> = plan.groups.iter().map(|group| (group.name.as_str(), group.parent)).collect();
+    assert_eq!(names, [("host", None), ("gold", Some(0))], "a group comes after the one it lies in");
+    assert_eq!(disk.group, Some(1));
+    let Settings { limits, weight, iops_reservation, bps_reservation, watermark } = plan.groups[1].settings;
+    assert_eq!((weight, iops_reservation, bps_reservation, watermark), (300, 600, 2 << 20, 90));
+    let iops = limits.limit(LimitKind::IopsTotal);
+    assert_eq!((iops.rate, iops.burst_rate, iops.burst_length_s), (6000, 12_000, 30));
+    assert_eq!(limits.limit(LimitKind::BpsTotal).rate, 100 << 20);
+    let at: Vec<_> =
+        plan.servers.iter().map(|server| (&server.endpoint, server.exports[0].name.as_str())).collect();
+    let address = |text: &str| Endpoint::Address(text.parse().unwrap());
+    assert_eq!(at, [(&address("unix:/etc/weir/vm1.sock"), "vm1"), (&address("[::1]:7"), "")]);
+}
+
+#[test]
+fn a_disk_with_nothing_but_an_image() {
+    let plan = plan("[disk.vm1]\nimage = \"memory:1G\"\n");
+    assert_eq!(plan.disks[0].cache, CacheMode::Writeback);
+    assert_eq!((plan.disks[0].settings, plan.disks[0].group), (Settings::default(), None));
+    assert_eq!((plan.service.qmp, plan.service.state), (Vec::<PathBuf>::new(), None));
+    assert_eq!(plan.servers[0].endpoint, Endpoint::Address(Address::standard()));
+    assert_eq!(plan.service.max_connections, 100);
+    assert!(plan.service.poll.is_zero());
+    assert_eq!(plan.service.log.filter, "info");
+    assert!((1..=8).contains(&plan.service.workers));
+}
+
+#[test]
+fn disks_keep_the_order_of_the_file() {
+    let plan =
+        plan("[disk.z]\nimage = \"null:1\"\n[disk.a]\nimage = \"null:1\"\n[disk.m]\nimage = \"null:1\"\n");
+    let names: Vec<_> = plan.servers[0].exports.iter().map(|export| export.name.as_str()).collect();
+    assert_eq!(names, ["z", "a", "m"]);
+}
+
+#[test]
+fn the_daemon_with_everything() {
+    let plan = plan(
+        r#"
+        [daemon]
+        nbd = ["unix:weir.sock", "localhost:1"]
+        workers = 3
+        poll = "100us"
+        max-connections = 0
+        tls = "required"
+        tls-certificates = "pki"
+        tls-verify-peer = true
+        log = "debug"
+        log-format = "json"
+        pid-file = "/run/weir.pid"
+        qmp = ["unix:qmp.sock", "unix:/run/weir/qmp.sock"]
+        state = "state"
+        [disk.vm1]
+        image = "null:1G"
+        "#,
+    );
+    let service = plan.service;
+    assert_eq!((service.workers, service.poll.as_micros(), service.max_connections), (3, 100, 0));
+    let directory = PathBuf::from("/etc/weir/pki");
+    assert_eq!(service.tls, Tls::Required(Credentials::Certificates { directory, verify_peer: true }));
+    assert_eq!(service.pid_file, Some(PathBuf::from("/run/weir.pid")));
+    assert_eq!(service.qmp, [PathBuf::from("/etc/weir/qmp.sock"), PathBuf::from("/run/weir/qmp.sock")]);
+    assert_eq!(service.state, Some(PathBuf::from("/etc/weir/state")));
+    assert_eq!(plan.servers.len(), 2);
+}
+
+#[test]
+fn what_is_no_toml_is_refused_with_its_line() {
+    let refused = plan_with("[disk.vm1]\nimage = \n", 0).unwrap_err();
+    assert!(refused.starts_with("weir.toml:2: not TOML: "), "{refused}");
+    let twice = plan_with("[disk.vm1]\nimage = \"a\"\nimage = \"b\"\n", 0).unwrap_err();
+    assert!(twice.starts_with("weir.toml:3: not TOML: duplicate key"), "{twice}");
+    let deep = "a = ".to_owned() + &"[".repeat(100_000);
+    assert!(plan_with(&deep, 0).unwrap_err().starts_with("weir.toml:1: not TOML: "));
+}
+
+#[test]
+fn unknown_keys_name_the_nearest() {
+    check_disk("cahce = \"none\"", "weir.toml:3: disk.vm1.cahce: unknown key (did you mean \"cache\"?)");
+    check_disk(
+        "iops_total = 5",
+        "weir.toml:3: disk.vm1.iops_total: unknown key (did you mean \"iops-total\"?)",
+    );
+    check("[disks.vm1]\nimage = \"a\"\n", "weir.toml:1: disks: unknown key (did you mean \"disk\"?)");
+    check("[group.g]\niops = 5\n", "weir.toml:2: group.g.iops: unknown key (did you mean \"iops-size\"?)");
+    check_disk(
+        "export = [{ type = \"nbd\", listen = \"h:1\", zzz = 1 }]",
+        "weir.toml:3: disk.vm1.export[0].zzz: unknown key; here may be type, listen, name",
+    );
+}
+
+#[test]
+fn what_is_read_ahead() {
+    use policy::prefetch::{Mode, Settings};
+    let prefetch =
+        |lines: &str| plan(&format!("[disk.vm1]\nimage = \"vm1.raw\"\n{lines}\n")).disks[0].prefetch;
+    assert_eq!(prefetch(""), Settings::default());
+    for (value, mode) in
+        [("true", Mode::On), ("false", Mode::Off), ("\"on\"", Mode::On), ("\"auto\"", Mode::Auto)]
+    {
+        assert_eq!(prefetch(&format!("prefetch = {value}")).mode, mode, "{value}");
+    }
+    let all = "prefetch-memory = \"1G\"\nprefetch-largest-request = 4096\nprefetch-window-min = \"8K\"\n\
+               prefetch-window-max = \"64M\"\nprefetch-streams = 9";
+    let expect = Settings {
+        mode: Mode::Auto,
+        memory_bytes: 1 << 30,
+        largest_request_bytes: 4096,
+        window_min_bytes: 8 << 10,
+        window_max_bytes: 64 << 20,
+        streams: 9,
+    };
+    assert_eq!(prefetch(all), expect);
+    check_disk("prefetch = 1", "weir.toml:3: disk.vm1.prefetch = 1: is none of on, off and auto");
+    check_disk(
+        "prefetch-window-max = \"1G\"",
+        "weir.toml:3: disk.vm1.prefetch-window-max = \"1G\": is out of range; it may be from 4K to 64M",
+    );
+    check_disk(
+        "prefetch = false\nprefetch-window-max = \"64K\"",
+        "weir.toml:4: disk.vm1.prefetch-window-max = \"64K\": prefetch-window-min (131072) is above \
+         prefetch-window-max (65536); the smallest window may not be larger than the largest",
+    );
+}
+
+#[test]
+fn caches_and_secrets_of_qcow2() {
+    let text = "[daemon]\nimage-root = \"images\"\n[disk.vm1]\nimage = \"vm1.qcow2\"\nl2-cache-size = \"2M\"\n\
+                cache-size = 4194304\nsecret-file = [\"a\", \"/b\"]\n";
+    let plan = plan(text);
+    let qcow2 = &plan.disks[0].qcow2;
+    assert_eq!(qcow2.caches.l2, Some(block::image::qcow2::L2Size::Bytes(2 << 20)));
+    assert_eq!(qcow2.caches.total_bytes, Some(4 << 20));
+    let files: Vec<_> = qcow2.secrets.iter().map(ToString::to_string).collect();
+    assert_eq!(files, ["/etc/weir/a", "/b"]);
+    assert_eq!(plan.service.image_root.unwrap().to_str(), Some("/etc/weir/images"));
+    check_disk(
+        "l2-cache-size = 1\nrefcount-cache-size = 1\ncache-size = 1",
+        "weir.toml:5: disk.vm1.cache-size = 1: cache-size, l2-cache-size and refcount-cache-size may not be set together (leave one out)",
+    );
+}
+
+#[test]
+fn values_are_refused_with_their_rule() {
+    check_disk(
+        "cache = \"fast\"",
+        "weir.toml:3: disk.vm1.cache = \"fast\": \
+         is not a cache mode (writeback, writethrough, none, directsync, unsafe)",
+    );
+    check_disk(
+        "format = \"vmdk\"",
+        "weir.toml:3: disk.vm1.format = \"vmdk\": is not a format that weir serves (raw, qcow2)",
+    );
+    check_disk("read-only = 1", "weir.toml:3: disk.vm1.read-only = 1: is not a flag; write true or false");
+    check_disk(
+        "cache = true",
+        "weir.toml:3: disk.vm1.cache = true: is a boolean; a string or a number is needed",
+    );
+    check_disk(
+        "iops-total = 1.5",
+        "weir.toml:3: disk.vm1.iops-total = 1.5: is not a plain number; a count takes no suffix and no fraction (write 1)",
+    );
+    check_disk(
+        "iops-total = -5",
+        "weir.toml:3: disk.vm1.iops-total = -5: is not a whole number of 0 or more",
+    );
+    check_disk(
+        "iops-total = inf",
+        "weir.toml:3: disk.vm1.iops-total = inf: is not a whole number of 0 or more",
+    );
+    check_disk(
+        "bps-read = \"10 MB\"",
+        "weir.toml:3: disk.vm1.bps-read = \"10 MB\": \
+         is not a size (a number of bytes, perhaps with K, M, G, T, P or E for powers of 1024: 512, 64K, 1.5G)",
+    );
+    check_disk(
+        "export = []",
+        "weir.toml:3: disk.vm1.export = []: is empty (leave the key out, or give a value)",
+    );
+    check_disk(
+        "export = \"nbd\"",
+        "weir.toml:3: disk.vm1.export = \"nbd\": is not a table; write its settings as KEY = VALUE lines below it",
+    );
+    check_daemon(
+        "nbd = \"localhost\"",
+        "weir.toml:2: daemon.nbd = \"localhost\": \
+         is not an address; write unix:PATH, HOST:PORT or [IPv6]:PORT",
+    );
+    check_daemon("workers = 0", "weir.toml:2: daemon.workers = 0: is out of range; it is from 1 to 256");
+    check_daemon(
+        "poll = \"2s\"",
+        "weir.toml:2: daemon.poll = \"2s\": is too long; it is 1s at most (0 never polls)",
+    );
+    check_daemon(
+        "log-format = \"xml\"",
+        "weir.toml:2: daemon.log-format = \"xml\": is not a log format; there are text and json",
+    );
+    check(
+        "disk = 5\n",
+        "weir.toml:1: disk = 5: is not a table; write its settings as KEY = VALUE lines below it",
+    );
+}
+
+#[test]
+fn long_values_are_cut() {
+    let text = format!("[disk.vm1]\nimage = \"a\"\ncache = \"{}\"\n", "é".repeat(100_000));
+    let refused = plan_with(&text, 0).unwrap_err();
+    assert!(refused.contains("ééé…: is not a cache mode"), "{refused}");
+    assert!(refused.len() < 300);
+}
+
+#[test]
+fn limits_obey_their_rules() {
+    check(
+        "[disk.vm1]\nimage = \"a\"\niops-total = 1000\niops-total-max = 500\n",
+        "weir.toml:4: disk.vm1.iops-total-max = 500: \
+         is below iops-total (1000); a burst rate must be at least the rate",
+    );
+    check(
+        "[group.gold]\nbps-read = \"1M\"\nbps-total = \"2M\"\n[disk.vm1]\nimage = \"a\"\n",
+        "weir.toml:3: group.gold.bps-total = \"2M\": \
+         and bps-read (1048576) cannot be set together; use either the total or read and write",
+    );
+    check_disk(
+        "iops-size = 4096",
+        "weir.toml:3: disk.vm1.iops-size = 4096: \
+         has no limit to apply to; it needs iops-total, iops-read or iops-write",
+    );
+    check_disk(
+        "bps-total = \"1024T\"",
+        "weir.toml:3: disk.vm1.bps-total = \"1024T\": is too large; it may be 1000000000000000 at most",
+    );
+    check_disk(
+        "iops-total-max-length = 0",
+        "weir.toml:3: disk.vm1.iops-total-max-length = 0: is too short; a burst length must be at least 1 second",
+    );
+}
+
+#[test]
+fn a_disk_needs_an_image() {
+    check(
+        "[disk.vm1]\n",
+        "weir.toml:1: disk.vm1: no image (add image = \"PATH\", \"memory:SIZE\" or \"null:SIZE\")",
+    );
+    check("", "no disks: there is nothing to serve (add a [disk.NAME] with an image)");
+    check_disk("[disk.\"\"]\nimage = \"b\"", "weir.toml:3: disk.\"\": the name is empty (give it one)");
+    check_disk(
+        "[disk.\"a\\nb\"]\nimage = \"b\"",
+        "weir.toml:3: disk.\"a\\nb\": the name holds a control character (leave it out)",
+    );
+}
+
+#[test]
+fn groups_must_be_there() {
+    check_disk(
+        "group = \"silver\"",
+        "weir.toml:3: disk.vm1.group = \"silver\": is no group of this file (add [group.silver])",
+    );
+    check_disk(
+        "group = \"glod\"\n[group.gold]",
+        "weir.toml:3: disk.vm1.group = \"glod\": is no group of this file (did you mean \"gold\"?)",
+    );
+}
+
+#[test]
+fn a_group_s_watermark_is_set_at_the_group() {
+    check_disk(
+        "group = \"gold\"\nwatermark = 50\n[group.gold]\niops-total = 6",
+        "weir.toml:4: disk.vm1.watermark = 50: \
+         the disk is in group \"gold\", which has the watermark for its members (set it at [group.gold])",
+    );
+}
+
+#[test]
+fn groups_lie_in_groups_but_never_in_themselves() {
+    let disk = "[disk.vm1]\nimage = \"a\"\n";
+    let chain = |count: usize| -> String {
+        let group = |n: usize| match n {
+            0 => "[group.g0]\n".to_owned(),
+            n => format!("[group.g{n}]\ngroup = \"g{}\"\n", n - 1),
+        };
+        (0..count).rev().map(group).collect()
+    };
+    let deep = plan(&format!("{disk}{}", chain(8)));
+    let parents: Vec<_> = deep.groups.iter().map(|group| group.parent).collect();
+    assert_eq!(parents, [None, Some(0), Some(1), Some(2), Some(3), Some(4), Some(5), Some(6)]);
+    check(
+        &format!("{disk}{}", chain(9)),
+        "weir.toml:4: group.g8.group = \"g7\": \
+         makes 9 groups that lie in each other; there may be 8 (leave some out)",
+    );
+    check(
+        &format!("{disk}[group.a]\ngroup = \"a\"\n"),
+        "weir.toml:4: group.a.group = \"a\": is the group itself (name another, or leave it out)",
+    );
+    check(
+        &format!("{disk}[group.z]\ngroup = \"a\"\n[group.a]\ngroup = \"b\"\n[group.b]\ngroup = \"a\"\n"),
+        "weir.toml:6: group.a.group = \"b\": makes the group lie in itself, by way of b (break the circle)",
+    );
+    check(
+        &format!("{disk}[group.a]\ngroup = \"c\"\n"),
+        "weir.toml:4: group.a.group = \"c\": is no group of this file (add [group.c])",
+    );
+}
+
+#[test]
+fn a_large_circle_is_found_at_once() {
+    let count = 100_000;
+    let group = |n: usize| format!("[group.g{n}]\ngroup = \"g{}\"\n", (n + 1) % count);
+    let text: String = (0..count).map(group).collect();
+    let refused = plan_with(&format!("[disk.d]\nimage = \"a\"\n{text}"), 0).unwrap_err();
+    let expect = "weir.toml:4: group.g0.group = \"g1\": \
+                  makes the group lie in itself, by way of g1, g2, g3, g4 and 99995 more (break the circle)";
+    assert_eq!(refused, expect);
+}
+
+#[test]
+fn disks_and_groups_share_one_set_of_names() {
+    check(
+        "[disk.gold]\nimage = \"a\"\n[group.gold]\n",
+        "weir.toml:3: group.gold: a disk is called \"gold\" too, and commands take both (rename one)",
+    );
+}
+
+#[test]
+fn shares_have_their_ranges() {
+    for value in ["0", "10001", "99999999999"] {
+        check_disk(
+            &format!("weight = {value}"),
+            &format!("weir.toml:3: disk.vm1.weight = {value}: is out of range; a weight is from 1 to 10000"),
+        );
+    }
+    check(
+        "[group.g]\nwatermark = 101\n[disk.vm1]\nimage = \"a\"\n",
+        "weir.toml:2: group.g.watermark = 101: is out of range; a watermark is from 0 to 100 percent",
+    );
+    for key in ["iops-reservation", "bps-reservation"] {
+        check_disk(
+            &format!("{key} = 1000000000000001"),
+            &format!(
+                "weir.toml:3: disk.vm1.{key} = 1000000000000001: is too large; it may be 1000000000000000 at most"
+            ),
+        );
+    }
+    check_disk(
+        "iops-reservation = \"1K\"",
+        "weir.toml:3: disk.vm1.iops-reservation = \"1K\": \
+         is not a plain number; a count takes no suffix and no fraction (write 1024)",
+    );
+}
+
+#[test]
+fn control_sockets_are_sockets_of_their_own() {
+    check_daemon(
+        "qmp = \"localhost:4444\"",
+        "weir.toml:2: daemon.qmp = \"localhost:4444\": is not a Unix socket; write unix:PATH",
+    );
+    check_daemon("qmp = \"unix:\"", "weir.toml:2: daemon.qmp = \"unix:\": has no path; write unix:PATH");
+    check_daemon(
+        "qmp = [\"unix:a\", \"unix:/etc/weir/a\"]",
+        "weir.toml:2: daemon.qmp[1] = \"unix:/etc/weir/a\": is given twice (remove one)",
+    );
+    check_daemon(
+        "qmp = \"unix:a\"\nnbd = \"unix:a\"",
+        "weir.toml:2: daemon.qmp = \"unix:a\": disks are exported at this socket (use another)",
+    );
+}
+
+#[test]
+fn what_has_no_effect_is_remarked() {
+    let remarks = |text: &str| -> Vec<String> {
+        let plan = plan(text);
+        plan.remarks().into_iter().map(|remark| format!("{}: {}", remark.name, remark.remark)).collect()
+    };
+    let weighty = "[disk.a]\nimage = \"a\"\nweight = 200\nwatermark = 90\n";
+    assert_eq!(
+        remarks(weighty),
+        [
+            "a: the weight has no effect, because there is no group to share in (set group)",
+            "a: the watermark has no effect, because there are no limits to lift (set some)",
+        ]
+    );
+    let groups = "[group.x]\n[group.y]\nwatermark = 5\niops-reservation = 5\n[group.z]\ngroup = \"y\"\n";
+    let member = "[disk.a]\nimage = \"a\"\ngroup = \"z\"\nweight = 200\niops-reservation = 5\n";
+    assert_eq!(
+        remarks(&format!("{groups}{member}")),
+        [
+            "x: no disk is in this group",
+            "y: the reservation has no effect, because there is no group to have it from (set group)",
+            "y: the watermark has no effect, because there are no limits to lift (set some)",
+        ]
+    );
+}
+
+#[test]
+fn an_image_has_one_writer() {
+    let two = |first: &str, second: &str| {
+        format!("[disk.a]\nimage = \"x.raw\"\n{first}\n[disk.b]\nimage = \"/etc/weir/x.raw\"\n{second}\n")
+    };
+    let rule = "weir.toml:5: disk.b.image = \"/etc/weir/x.raw\": \
+                another disk has this image (export one disk twice, or make both read-only)";
+    check(&two("", ""), rule);
+    check(&two("read-only = true", ""), rule);
+    check(&two("", "read-only = true"), rule);
+    assert_eq!(plan(&two("read-only = true", "read-only = true")).disks.len(), 2);
+}
+
+#[test]
+fn disks_on_one_imitated_device_agree_on_its_rates() {
+    let two = |first: &str, second: &str| {
+        let disk = |name, rate| format!("[disk.{name}]\nimage = \"null:1\"\nrate = \"{rate}\"\n");
+        disk("a", first) + &disk("b", second)
+    };
+    check(
+        &two("bytes=1M,shared=x", "bytes=2M,shared=x"),
+        "weir.toml:6: disk.b.rate = \"bytes=2M,shared=x\": \
+         another disk shares \"x\" with other rates (give both the same, or another name)",
+    );
+    for second in ["shared=x,bytes=1M", "bytes=2M,shared=y", "bytes=2M"] {
+        assert_eq!(plan(&two("bytes=1M,shared=x", second)).disks.len(), 2);
+    }
+}
+
+#[test]
+fn sharing_is_for_reading() {
+    check_disk(
+        "force-share = true",
+        "weir.toml:3: disk.vm1.force-share = true: \
+         needs read-only; sharing an image that others write is for reading alone",
+    );
+}
+
+#[test]
+fn export_names_are_unique_at_an_address() {
+    let export = |name: &str| format!("export = {{ type = \"nbd\", listen = \"h:1\", name = \"{name}\" }}");
+    let two = |second: &str| {
+        format!(
+            "[disk.a]\nimage = \"null:1\"\n{}\n[disk.b]\nimage = \"null:1\"\n{}\n",
+            export("x"),
+            export(second)
+        )
+    };
+    check(
+        &two("x"),
+        "weir.toml:6: disk.b.export.name = \"x\": \
+         another export has the name \"x\" at this address (give it another name)",
+    );
+    assert_eq!(plan(&two("y")).servers[0].exports.len(), 2);
+}
+
+#[test]
+fn an_export_says_what_and_where() {
+    let export = |settings: &str| format!("export = [{{ {settings} }}]");
+    check_disk(&export("listen = \"h:1\""), "weir.toml:3: disk.vm1.export[0]: no type (add type = \"nbd\")");
+    check_disk(
+        &export("type = \"nbd\""),
+        "weir.toml:3: disk.vm1.export[0]: no address (add listen = \"unix:PATH\" or \"HOST:PORT\")",
+    );
+    check_disk(
+        &export("type = \"iscsi\""),
+        "weir.toml:3: disk.vm1.export[0].type = \"iscsi\": \
+         is not a type of export that weir has; there is \"nbd\"",
+    );
+}
+
+#[test]
+fn an_address_that_nobody_uses_is_refused() {
+    let own = "[disk.a]\nimage = \"null:1\"\nexport = { type = \"nbd\", listen = \"h:1\" }\n";
+    check(
+        &format!("[daemon]\nnbd = \"h:2\"\n{own}"),
+        "weir.toml:2: daemon.nbd = \"h:2\": is not used, because every disk says where it is exported (remove it)",
+    );
+    assert_eq!(
+        plan_with(own, 2).unwrap_err(),
+        "LISTEN_FDS: 2 sockets were passed and none is used, because every disk says where it is exported \
+         (remove `export` from one)"
+    );
+    check_daemon(
+        "nbd = [\"h:2\", \"h:2\"]",
+        "weir.toml:2: daemon.nbd[1] = \"h:2\": is given twice (remove one)",
+    );
+}
+
+#[test]
+fn inherited_sockets_serve_what_says_nothing() {
+    let disk = "[disk.a]\nimage = \"null:1\"\n";
+    assert_eq!(plan_with(disk, 1).unwrap().servers[0].endpoint, Endpoint::Inherited);
+    assert_eq!(
+        plan_with(&format!("[daemon]\nnbd = \"h:2\"\n{disk}"), 1).unwrap_err(),
+        "weir.toml:2: daemon.nbd = \"h:2\": the service manager passed sockets too, in LISTEN_FDS (use one or the other)"
+    );
+}
+
+#[test]
+fn tls_has_what_it_needs_and_nothing_unused() {
+    check_daemon(
+        "tls = \"on\"",
+        "weir.toml:2: daemon.tls = \"on\": has no credentials (set tls-certificates or tls-psk)",
+    );
+    for line in ["tls-psk = \"k\"", "tls-certificates = \"k\"", "tls-verify-peer = true"] {
+        check_daemon(
+            line,
+            &format!(
+                "weir.toml:2: daemon.{line}: is not used, because tls is off (set tls to on or required)"
+            ),
+        );
+    }
+    check_daemon(
+        "tls = \"on\"\ntls-psk = \"k\"\ntls-certificates = \"d\"",
+        "weir.toml:3: daemon.tls-psk = \"k\": tls-certificates is given too (choose certificates or keys)",
+    );
+    check_daemon(
+        "tls = \"on\"\ntls-psk = \"k\"\ntls-verify-peer = true",
+        "weir.toml:4: daemon.tls-verify-peer = true: \
+         has no meaning with tls-psk (whoever has a key is verified)",
+    );
+}
+
+#[test]
+fn files_that_cannot_be_read_are_named() {
+    let error = load(Path::new("/nonexistent/weir.toml")).unwrap_err().to_string();
+    assert!(error.starts_with("/nonexistent/weir.toml: cannot be read: No such file"), "{error}");
+}
+
+#[test]
+fn a_thousand_disks_are_read_at_once() {
+    let text: String =
+        (0..1000).map(|n| format!("[disk.d{n}]\nimage = \"null:1G\"\niops-total = 100\n")).collect();
+    assert_eq!(plan(&text).servers[0].exports.len(), 1000);
+}
+
+/// docs/reference/config.md as it is in the repository.
+fn documentation() -> String {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/reference/config.md");
+    std::fs::read_to_string(path).unwrap()
+}
+
+#[test]
+fn the_documentation_has_every_key_and_no_other() {
+    let source = Source::new("", "");
+    let table = DeTable::new();
+    let reader = Reader { directory: Path::new("") };
+    let text = documentation();
+    let documented = |heading: &str| -> Vec<String> {
+        let section = text.split("\n## ").find(|section| section.starts_with(heading)).expect(heading);
+        let key = |line: &str| Some(line.strip_prefix("| `")?.split_once('`')?.0.to_owned());
+        let mut keys: Vec<_> = section.lines().filter_map(key).collect();
+        keys.sort();
+        keys
+    };
+    let known = |read: &dyn Fn(&Section<'_>), without: &[String]| -> Vec<String> {
+        let section = Section::root(&source, &table);
+        read(&section);
+        let mut keys: Vec<_> = section.asked().into_iter().map(str::to_owned).collect();
+        keys.retain(|key| !without.contains(key));
+        keys.sort();
+        keys
+    };
+    let nobody = || Said::new(String::new(), Place::new(""));
+    let limits = known(&|section| drop(limits(section).unwrap()), &[]);
+    let settings = known(&|section| drop(settings(section).unwrap()), &[]);
+    let shares: Vec<_> = settings.iter().filter(|key| !limits.contains(key)).cloned().collect();
+    let daemon = known(&|section| drop(reader.daemon(section).unwrap()), &[]);
+    let disk = known(&|section| drop(reader.disk(nobody(), section).unwrap_err()), &settings);
+    let group = known(&|section| drop(group(nobody(), section).unwrap()), &settings);
+    assert_eq!(documented("`[daemon]`"), daemon);
+    assert_eq!(documented("`[disk.NAME]`"), disk);
+    assert_eq!(documented("`[group.NAME]`"), group);
+    assert_eq!(documented("Limits"), limits);
+    assert_eq!(documented("Shares"), shares);
+}
+
+#[test]
+fn the_documentation_s_examples_are_plans() {
+    let text = documentation();
+    let examples: Vec<_> =
+        text.split("```toml\n").skip(1).map(|rest| rest.split("```").next().unwrap()).collect();
+    assert!(examples.len() >= 2, "there are examples");
+    for example in examples {
+        plan(example);
+    }
+}

@@ -1,0 +1,100 @@
+//! What was said, before it is known to make sense: every value well formed by itself, with the place it was said at.
+
+use std::{path::PathBuf, time::Duration};
+
+use block::storage::{CacheMode, Format, delay::DelayOptions, fault::FaultRule, rate::RateOptions};
+use policy::throttle::Setting;
+
+use super::{
+    Address, Image, LogFormat, Place, PrefetchDraft, Qcow2Draft, Said, SettingsDraft, tls::TlsDraft,
+};
+
+/// All that the command line and the config file said.
+#[derive(Clone, Debug, Default)]
+pub struct Draft {
+    pub disks: Vec<DiskDraft>,
+    pub groups: Vec<GroupDraft>,
+    pub service: ServiceDraft,
+}
+
+/// Limits as they were set, one by one.
+pub type LimitsDraft = Vec<Said<(Setting, u64)>>;
+
+/// A disk as it was described.
+#[derive(Clone, Debug)]
+pub struct DiskDraft {
+    pub name: Said<String>,
+    pub description: Option<Said<String>>,
+    pub image: Said<Image>,
+    pub format: Option<Said<Format>>,
+    pub cache: Option<Said<CacheMode>>,
+    pub qcow2: Qcow2Draft,
+    pub prefetch: PrefetchDraft,
+    pub read_only: bool,
+    /// Where it was asked for, if it was.
+    pub force_share: Option<Place>,
+    pub settings: SettingsDraft,
+    pub group: Option<Said<String>>,
+    pub delay: Option<Said<DelayOptions>>,
+    pub rate: Option<Said<RateOptions>>,
+    pub faults: Vec<Said<FaultRule>>,
+    /// None: wherever the daemon serves what says nothing.
+    pub exports: Vec<ExportDraft>,
+}
+
+/// An export as it was described.
+#[derive(Clone, Debug)]
+pub struct ExportDraft {
+    pub listen: Said<Address>,
+    /// None: as the disk.
+    pub name: Option<Said<String>>,
+}
+
+/// A group as it was described.
+#[derive(Clone, Debug)]
+pub struct GroupDraft {
+    pub name: Said<String>,
+    pub settings: SettingsDraft,
+    /// The group it lies in.
+    pub group: Option<Said<String>>,
+}
+
+/// What was said about the process.
+#[derive(Clone, Debug, Default)]
+pub struct ServiceDraft {
+    /// Where disks are served that say nothing themselves.
+    pub nbd: Vec<Said<Address>>,
+    /// Sockets of the control protocol.
+    pub qmp: Vec<Said<PathBuf>>,
+    pub workers: Option<Said<usize>>,
+    pub poll: Option<Said<Duration>>,
+    pub max_connections: Option<Said<u32>>,
+    pub tls: TlsDraft,
+    pub log: Option<Said<String>>,
+    pub log_format: Option<Said<LogFormat>>,
+    pub pid_file: Option<Said<PathBuf>>,
+    pub state: Option<Said<PathBuf>>,
+    pub image_root: Option<Said<PathBuf>>,
+    /// The file of control groups' limits to watch.
+    pub cgroup_limits: Option<Said<PathBuf>>,
+}
+
+impl ServiceDraft {
+    /// These settings, and `other`'s where these say nothing.
+    pub fn or(self, other: Self) -> Self {
+        Self {
+            nbd: if self.nbd.is_empty() { other.nbd } else { self.nbd },
+            qmp: if self.qmp.is_empty() { other.qmp } else { self.qmp },
+            workers: self.workers.or(other.workers),
+            poll: self.poll.or(other.poll),
+            max_connections: self.max_connections.or(other.max_connections),
+            tls: self.tls.or(other.tls),
+            log: self.log.or(other.log),
+            log_format: self.log_format.or(other.log_format),
+            pid_file: self.pid_file.or(other.pid_file),
+            state: self.state.or(other.state),
+            image_root: self.image_root.or(other.image_root),
+            cgroup_limits: self.cgroup_limits.or(other.cgroup_limits),
+        }
+    }
+}

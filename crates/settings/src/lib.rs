@@ -1,0 +1,159 @@
+//! What a daemon is to do, as plain values: which disks, under which limits, exported where, by how many threads.
+//!
+//! ```text
+//!   command line ─┐
+//!                 ├─► Draft (what was said, with its place) ─► check ─► Plan ─► serve
+//!   config file ──┘
+//! ```
+//!
+//! Both sources make the same [`Draft`], so that a rule is checked in one place and holds for both. A [`Plan`] is
+//! consistent: indices are valid, names are unique, no group lies in itself, limits obey their rules.
+//!
+//! Never touches a file or a socket: what only the world can tell (is the image there? is the port free?) shows later.
+
+mod address;
+pub mod arguments;
+pub mod check;
+pub mod config;
+#[allow(missing_docs, reason = "a field is the option of its name, which docs/reference/config.md explains")]
+mod draft;
+mod groups;
+mod image;
+pub mod log;
+mod place;
+#[allow(missing_docs, reason = "a field is the option of its name, which docs/reference/config.md explains")]
+pub mod prefetch;
+#[allow(missing_docs, reason = "a field is the option of its name, which docs/reference/config.md explains")]
+mod qcow2;
+mod remarks;
+pub mod secret;
+#[allow(missing_docs, reason = "a field is the option of its name, which docs/reference/config.md explains")]
+mod shares;
+pub mod state;
+pub mod suggest;
+#[allow(missing_docs, reason = "a field is the option of its name, which docs/reference/config.md explains")]
+mod tls;
+mod units;
+
+use std::{path::PathBuf, time::Duration};
+
+pub use address::{Address, socket};
+use block::storage::{CacheMode, Format, delay::DelayOptions, fault::FaultRule, rate::RateOptions};
+pub use draft::{DiskDraft, Draft, ExportDraft, GroupDraft, LimitsDraft, ServiceDraft};
+pub use image::Image;
+pub use log::{LogFormat, LogSettings};
+pub use place::{Place, Said, Wrong};
+pub use prefetch::PrefetchDraft;
+pub use qcow2::{CleanInterval, L2CacheSize, Qcow2Draft, Qcow2Settings, SecretSource};
+pub use shares::{Settings, SettingsDraft};
+pub use tls::{Credentials, Tls, TlsDraft, TlsMode};
+pub use units::{Rule, connections, count, duration, exact_size, read, size, workers};
+
+/// Everything `weir serve` is to do.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Plan {
+    /// At least one, in the order they were given.
+    pub disks: Vec<Disk>,
+    /// Each after the one it lies in, else in the order they were given; one may have no members.
+    pub groups: Vec<Group>,
+    /// At least one; no two at the same place.
+    pub servers: Vec<Server>,
+    /// What holds for the process.
+    pub service: Service,
+}
+
+/// One disk.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Disk {
+    /// Unique among disks and groups.
+    pub name: String,
+    /// What clients are told about it; may be empty.
+    pub description: String,
+    /// Where its bytes are.
+    pub image: Image,
+    /// How they are laid out; `None` is found by probing.
+    pub format: Option<Format>,
+    /// How the host's page cache is used.
+    pub cache: CacheMode,
+    /// What a qcow2 image is opened with.
+    pub qcow2: Qcow2Settings,
+    /// What is read ahead.
+    pub prefetch: policy::prefetch::Settings,
+    /// Refuses writes.
+    pub read_only: bool,
+    /// Opens the image though somebody else writes to it.
+    pub force_share: bool,
+    /// Latency added to imitate a slower device.
+    pub delay: Option<DelayOptions>,
+    /// Bandwidth of the device to imitate.
+    pub rate: Option<RateOptions>,
+    /// Errors to imitate, in order.
+    pub faults: Vec<FaultRule>,
+    /// What holds for it by itself.
+    pub settings: Settings,
+    /// Index in [`Plan::groups`] of the group whose settings hold for it too.
+    pub group: Option<usize>,
+}
+
+/// What holds for several disks together.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Group {
+    /// Unique among groups and disks.
+    pub name: String,
+    /// What holds for all below it together.
+    pub settings: Settings,
+    /// Index in [`Plan::groups`], smaller than this group's, of the group that it lies in.
+    pub parent: Option<usize>,
+}
+
+/// A place where clients connect, and what they find there.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Server {
+    /// The place.
+    pub endpoint: Endpoint,
+    /// At least one; names are unique. The only one of a server is also its default export.
+    pub exports: Vec<Export>,
+}
+
+/// Where a server listens.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub enum Endpoint {
+    /// On an address to be bound.
+    Address(Address),
+    /// On all the sockets the service manager passed.
+    Inherited,
+}
+
+/// A disk under a name that clients ask for.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Export {
+    /// Empty is the default export.
+    pub name: String,
+    /// Index in [`Plan::disks`].
+    pub disk: usize,
+}
+
+/// What holds for the whole process.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Service {
+    /// Threads that do I/O, at least one.
+    pub workers: usize,
+    /// How long a thread looks for completions before it sleeps.
+    pub poll: Duration,
+    /// Clients at a time at each server; 0 is any number.
+    pub max_connections: u32,
+    /// Unix sockets where the daemon is controlled.
+    pub qmp: Vec<PathBuf>,
+    /// Encryption of connections.
+    pub tls: Tls,
+    /// What is logged.
+    pub log: LogSettings,
+    /// Where the process leaves its number once it serves.
+    pub pid_file: Option<PathBuf>,
+    /// Where `weir probe` left what devices can do; `None` is the usual place.
+    pub state: Option<PathBuf>,
+    /// Where images and everything they name must lie.
+    pub image_root: Option<PathBuf>,
+    /// The file of control groups' limits to watch; `None`: none are.
+    pub cgroup_limits: Option<PathBuf>,
+}

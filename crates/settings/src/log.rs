@@ -1,0 +1,67 @@
+//! What the log is to hold, and in which form.
+
+use tracing_subscriber::EnvFilter;
+
+/// What is logged, and how.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LogSettings {
+    /// A level or a filter of tracing's `EnvFilter`, known to be valid.
+    pub filter: String,
+    /// The form of a line.
+    pub format: LogFormat,
+}
+
+/// The form of a line of the log.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum LogFormat {
+    /// For people.
+    #[default]
+    Text,
+    /// One JSON object a line.
+    Json,
+}
+
+impl std::str::FromStr for LogFormat {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            "text" => Ok(Self::Text),
+            "json" => Ok(Self::Json),
+            _ => Err("is not a log format; there are text and json".to_owned()),
+        }
+    }
+}
+
+/// A level, or a filter such as `info,block::export=debug`.
+///
+/// # Errors
+/// The reason, to follow the value in a message.
+pub fn filter(text: &str) -> Result<String, String> {
+    // EnvFilter takes the empty string for "errors only", and any word for the name of a module.
+    let level = |word: &str| word.parse::<tracing::metadata::LevelFilter>().is_ok();
+    let plausible =
+        |directive: &str| level(directive) || directive.contains(['=', '[']) || directive.contains("::");
+    if !text.is_empty()
+        && text.split(',').all(|directive| !directive.is_empty() && plausible(directive))
+        && EnvFilter::try_new(text).is_ok()
+    {
+        return Ok(text.to_owned());
+    }
+    Err("is not a log filter; write off, error, warn, info, debug or trace, or for a part MODULE=LEVEL, separated by commas".to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn filters_are_levels_or_levels_of_modules() {
+        for text in ["info", "off", "DEBUG", "warn,block=trace", "block::export=debug,info"] {
+            assert_eq!(filter(text), Ok(text.to_owned()));
+        }
+        for text in ["", "loud", "info,", "block=loud", "a=b=c"] {
+            assert!(filter(text).unwrap_err().starts_with("is not a log filter"), "{text}");
+        }
+    }
+}

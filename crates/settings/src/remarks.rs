@@ -1,0 +1,71 @@
+//! What in a plan is allowed and probably a slip: settings that have no effect as things are.
+//!
+//! Not errors, because a daemon can be changed while it runs and may be about to be: an empty group gets members, a disk
+//! with a weight a group. But who waits for an effect should hear that there is none.
+
+use crate::{Plan, Settings, shares::DEFAULT_WEIGHT};
+
+/// A disk or group, and what is odd about it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Remark<'a> {
+    /// The disk or group.
+    pub name: &'a str,
+    /// What is odd, with what to do.
+    pub remark: &'static str,
+}
+
+impl Plan {
+    /// Everything odd, groups first.
+    pub fn remarks(&self) -> Vec<Remark<'_>> {
+        let peopled = self.peopled();
+        let mut remarks = Vec::new();
+        for (index, group) in self.groups.iter().enumerate() {
+            let mut add = |remark| remarks.push(Remark { name: &group.name, remark });
+            if !peopled[index] {
+                add("no disk is in this group");
+            }
+            if group.parent.is_none() {
+                of_share(&group.settings).into_iter().for_each(&mut add);
+            }
+            if group.settings.watermark > 0 && group.settings.limits.is_unlimited() {
+                add(NOTHING_TO_LIFT);
+            }
+        }
+        for disk in &self.disks {
+            let mut add = |remark| remarks.push(Remark { name: &disk.name, remark });
+            if disk.group.is_none() {
+                of_share(&disk.settings).into_iter().for_each(&mut add);
+            }
+            if disk.settings.watermark > 0 && disk.settings.limits.is_unlimited() {
+                add(NOTHING_TO_LIFT);
+            }
+        }
+        remarks
+    }
+
+    /// Whether each group has a disk, itself or further down.
+    fn peopled(&self) -> Vec<bool> {
+        let mut peopled = vec![false; self.groups.len()];
+        for index in self.disks.iter().filter_map(|disk| disk.group) {
+            peopled[index] = true;
+        }
+        // From the end: a group comes after the one it lies in.
+        for index in (0..self.groups.len()).rev() {
+            if let (true, Some(parent)) = (peopled[index], self.groups[index].parent) {
+                peopled[parent] = true;
+            }
+        }
+        peopled
+    }
+}
+
+const NOTHING_TO_LIFT: &str = "the watermark has no effect, because there are no limits to lift (set some)";
+
+/// What is odd about a share where there is nobody to share with.
+fn of_share(settings: &Settings) -> Option<&'static str> {
+    if settings.iops_reservation > 0 || settings.bps_reservation > 0 {
+        return Some("the reservation has no effect, because there is no group to have it from (set group)");
+    }
+    (settings.weight != DEFAULT_WEIGHT)
+        .then_some("the weight has no effect, because there is no group to share in (set group)")
+}

@@ -1,0 +1,128 @@
+//! What a disk or a group may be held to and entitled to, all in one: limits, weight, reservation, watermark.
+//!
+//! The same settings for both, because both are places on the way of a request where all of them hold at once. Here they
+//! are put together from what was said and judged one disk or group at a time; whether promises fit into what there is to
+//! give is the policy's to say, which knows the others.
+
+use block::layer::throttle::{DiskSettings, GroupSettings};
+use policy::{
+    throttle::{Invalid, Limits, MAX_VALUE, Share},
+    watermark::Watermark,
+};
+
+use super::{LimitsDraft, Place, Said, Wrong};
+
+/// The weight of who was given none.
+pub(crate) const DEFAULT_WEIGHT: u32 = 100;
+/// A watermark in percent is at most this.
+pub(crate) const MAX_WATERMARK: u8 = 100;
+
+/// What holds for one disk or group by itself.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Settings {
+    /// Valid, perhaps none.
+    pub limits: Limits,
+    /// Its share among those of the same group, from 1 to 10000.
+    pub weight: u32,
+    /// Operations per second that it is promised; 0 is none.
+    pub iops_reservation: u64,
+    /// Bytes per second that it is promised; 0 is none.
+    pub bps_reservation: u64,
+    /// Percent of the device's capacity in use below which its limits are lifted, from 0 (never) to 100.
+    pub watermark: u8,
+}
+
+impl Default for Settings {
+    fn default() -> Self {
+        Self {
+            limits: Limits::default(),
+            weight: DEFAULT_WEIGHT,
+            iops_reservation: 0,
+            bps_reservation: 0,
+            watermark: 0,
+        }
+    }
+}
+
+impl Settings {
+    /// As a disk takes them.
+    pub fn of_disk(&self) -> DiskSettings {
+        DiskSettings { limits: self.limits, share: self.share(), watermark: self.watermark() }
+    }
+
+    /// As a group takes them.
+    pub fn of_group(&self) -> GroupSettings {
+        GroupSettings { limits: self.limits, share: self.share(), watermark: self.watermark() }
+    }
+
+    fn share(&self) -> Share {
+        let share = Share::new(self.weight).expect("checked");
+        share.with_reservation(self.iops_reservation, self.bps_reservation)
+    }
+
+    fn watermark(&self) -> Watermark {
+        Watermark::new(self.watermark).expect("checked")
+    }
+}
+
+/// [`Settings`] as they were said, each with its place.
+#[derive(Clone, Debug, Default)]
+pub struct SettingsDraft {
+    pub limits: LimitsDraft,
+    pub weight: Option<Said<u64>>,
+    pub iops_reservation: Option<Said<u64>>,
+    pub bps_reservation: Option<Said<u64>>,
+    pub watermark: Option<Said<u64>>,
+}
+
+impl SettingsDraft {
+    /// What they add up to.
+    ///
+    /// # Errors
+    /// The first rule that is broken.
+    pub fn check(&self) -> Result<Settings, Wrong> {
+        Ok(Settings {
+            limits: limits(&self.limits)?,
+            weight: self.weight.as_ref().map_or(Ok(DEFAULT_WEIGHT), weight)?,
+            iops_reservation: self.iops_reservation.as_ref().map_or(Ok(0), reservation)?,
+            bps_reservation: self.bps_reservation.as_ref().map_or(Ok(0), reservation)?,
+            watermark: self.watermark.as_ref().map_or(Ok(0), watermark)?,
+        })
+    }
+}
+
+/// Limits from settings given in any order.
+fn limits(settings: &LimitsDraft) -> Result<Limits, Wrong> {
+    let place_of = |invalid: &Invalid| {
+        let said = settings.iter().rfind(|said| said.value.0 == invalid.setting);
+        said.map_or_else(|| Place::new(invalid.setting.name()), |said| said.place.clone())
+    };
+    let mut limits = Limits::default();
+    for Said { value: (setting, value), place } in settings {
+        limits.set(*setting, *value).map_err(|invalid| place.wrong(invalid.rule.to_string()))?;
+    }
+    limits.validate().map_err(|invalid| place_of(&invalid).wrong(invalid.rule.to_string()))?;
+    Ok(limits)
+}
+
+fn weight(said: &Said<u64>) -> Result<u32, Wrong> {
+    let weight = u32::try_from(said.value).ok().filter(|weight| Share::WEIGHTS.contains(weight));
+    weight.ok_or_else(|| {
+        let (least, most) = (Share::WEIGHTS.start(), Share::WEIGHTS.end());
+        said.place.wrong(format!("is out of range; a weight is from {least} to {most}"))
+    })
+}
+
+fn reservation(said: &Said<u64>) -> Result<u64, Wrong> {
+    if said.value > MAX_VALUE {
+        return Err(said.place.wrong(format!("is too large; it may be {MAX_VALUE} at most")));
+    }
+    Ok(said.value)
+}
+
+fn watermark(said: &Said<u64>) -> Result<u8, Wrong> {
+    let percent = u8::try_from(said.value).ok().filter(|&percent| percent <= MAX_WATERMARK);
+    percent.ok_or_else(|| {
+        said.place.wrong(format!("is out of range; a watermark is from 0 to {MAX_WATERMARK} percent"))
+    })
+}

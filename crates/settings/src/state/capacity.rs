@@ -1,0 +1,207 @@
+//! What devices can do, kept between runs: one small JSON file for each, under the name that the device has for good.
+//!
+//! ```text
+//!   /var/lib/weir/capacity/serial_S4EWNX0N123456-9f3c….json
+//! ```
+//!
+//! Written whole or not at all. A file that is not of this form, or of another device, is no capacity, and says so: a watermark over a
+//! figure that nobody measured would lift limits when it must not.
+
+use std::{
+    env, fs,
+    path::{Path, PathBuf},
+};
+
+use anyhow::{Context as _, bail};
+use policy::watermark::Capacity;
+use serde::{Deserialize, Serialize};
+
+use crate::state::whole_file;
+
+/// Largest file that is read; they have two kilobytes.
+const MAX_FILE_BYTES: u64 = 64 << 10;
+/// Characters of a device's name in that of its file.
+const MAX_NAME_CHARS: usize = 80;
+
+/// The directory for root, as the Filesystem Hierarchy Standard has it.
+const SYSTEM_STATE: &str = "/var/lib/weir";
+
+/// What was measured of a device.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct Record {
+    /// The name that it has for good.
+    pub key: String,
+    /// What it was called when it was measured.
+    pub device: String,
+    /// Seconds since 1970.
+    pub time: u64,
+    /// What it can do.
+    pub capacity: Figures,
+}
+
+/// [`Capacity`] as it is written; 0 was not measured.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct Figures {
+    /// Random reads of 4 KiB a second.
+    pub read_iops: u64,
+    /// Random writes of 4 KiB a second.
+    pub write_iops: u64,
+    /// Bytes read a second, in requests of 1 MiB.
+    pub read_bps: u64,
+    /// Bytes written a second, in requests of 1 MiB.
+    pub write_bps: u64,
+}
+
+impl From<Figures> for Capacity {
+    fn from(figures: Figures) -> Self {
+        let Figures { read_iops, write_iops, read_bps, write_bps } = figures;
+        Self { read_iops, write_iops, read_bps, write_bps }
+    }
+}
+
+/// Where records are kept.
+#[derive(Clone, Debug)]
+pub struct Store(PathBuf);
+
+impl Store {
+    /// In the state directory that was asked for, or else the usual one.
+    pub fn new(state: Option<&Path>) -> Self {
+        Self(state.map_or_else(usual, Path::to_path_buf).join("capacity"))
+    }
+
+    /// The file of the device that is called `key` for good.
+    pub fn file(&self, key: &str) -> PathBuf {
+        let plain = |c: char| if c.is_ascii_alphanumeric() || c == '.' { c } else { '_' };
+        let name: String = key.chars().take(MAX_NAME_CHARS).map(plain).collect();
+        // What was replaced or cut off still tells two apart.
+        self.0.join(format!("{name}-{:016x}.json", fnv1a(key.as_bytes())))
+    }
+
+    /// What is known of a device.
+    ///
+    /// # Errors
+    /// If there is a file and it cannot be used.
+    pub fn load(&self, key: &str) -> anyhow::Result<Option<Record>> {
+        let path = self.file(key);
+        let read = whole_file::read(&path, MAX_FILE_BYTES);
+        let Some(text) = read.with_context(|| format!("{} (remove it and probe again)", shown(&path)))?
+        else {
+            return Ok(None);
+        };
+        let record: Record = serde_json::from_slice(&text)
+            .with_context(|| format!("{}: is no capacity (remove it and probe again)", shown(&path)))?;
+        if record.key != key {
+            bail!("{}: is of another device, {} (remove it and probe again)", shown(&path), record.key);
+        }
+        Ok(Some(record))
+    }
+
+    /// The capacity of a device for a daemon: what cannot be used is logged, and then as unknown as what was never measured.
+    pub fn capacity(&self, key: &str) -> Option<Capacity> {
+        match self.load(key) {
+            Ok(record) => record.map(|record| record.capacity.into()),
+            Err(error) => {
+                tracing::warn!("{error:#}");
+                None
+            }
+        }
+    }
+
+    /// Keeps a record, in place of an earlier one of that device. Returns its file.
+    ///
+    /// # Errors
+    /// If it cannot be written; then the earlier one is still there.
+    pub fn save(&self, record: &Record) -> anyhow::Result<PathBuf> {
+        let path = self.file(&record.key);
+        let write = || -> anyhow::Result<()> {
+            fs::create_dir_all(&self.0)?;
+            let mut text = serde_json::to_vec_pretty(record)?;
+            text.push(b'\n');
+            whole_file::write(&path, &text, true)?;
+            Ok(())
+        };
+        write().with_context(|| {
+            format!("{} cannot be written (give another place with --state)", shown(&path))
+        })?;
+        Ok(path)
+    }
+}
+
+fn shown(path: &Path) -> String {
+    path.display().to_string()
+}
+
+/// The XDG Base Directory Specification's place, where the user is not root.
+fn usual() -> PathBuf {
+    if nix::unistd::geteuid().is_root() {
+        return SYSTEM_STATE.into();
+    }
+    let absolute =
+        |variable: &str| env::var_os(variable).map(PathBuf::from).filter(|path| path.is_absolute());
+    absolute("XDG_STATE_HOME")
+        .or_else(|| Some(absolute("HOME")?.join(".local/state")))
+        .map_or_else(|| SYSTEM_STATE.into(), |directory| directory.join("weir"))
+}
+
+/// Fowler, Noll and Vo's hash (FNV-1a, 64 bits): the same in every version of weir, which the standard library's is not.
+fn fnv1a(bytes: &[u8]) -> u64 {
+    bytes
+        .iter()
+        .fold(0xcbf2_9ce4_8422_2325, |hash, &byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn record(key: &str) -> Record {
+        let capacity = Figures { read_iops: 1, write_iops: 2, read_bps: 3, write_bps: 4 };
+        Record { key: key.to_owned(), device: "/dev/vda".to_owned(), time: 5, capacity }
+    }
+
+    fn store() -> (tempfile::TempDir, Store) {
+        let directory = tempfile::tempdir().unwrap();
+        let store = Store::new(Some(&directory.path().join("state")));
+        (directory, store)
+    }
+
+    #[test]
+    fn what_is_saved_is_loaded_again_and_replaced() {
+        let (_directory, store) = store();
+        assert_eq!(store.load("serial a/b").unwrap(), None);
+        store.save(&record("serial a/b")).unwrap();
+        let again = Record { time: 6, ..record("serial a/b") };
+        let path = store.save(&again).unwrap();
+        assert_eq!(store.load("serial a/b").unwrap(), Some(again));
+        assert_eq!(fs::read_dir(path.parent().unwrap()).unwrap().count(), 1, "nothing is left beside it");
+        assert_eq!(store.capacity("serial a/b").unwrap().write_bps, 4);
+        assert_eq!(fnv1a(b"a"), 0xaf63_dc4c_8601_ec8c, "the hash's published test value");
+    }
+
+    #[test]
+    fn names_that_look_alike_have_files_of_their_own() {
+        let (_directory, store) = store();
+        assert_ne!(store.file("a/b"), store.file("a_b"));
+        let long = "x".repeat(5000);
+        assert_ne!(store.file(&long), store.file(&format!("{long}y")));
+        assert!(store.file(&long).file_name().unwrap().len() < 200);
+    }
+
+    #[test]
+    fn what_cannot_be_used_is_no_capacity() {
+        let (_directory, store) = store();
+        let path = store.save(&record("k")).unwrap();
+        let broken = |text: &str| {
+            fs::write(&path, text).unwrap();
+            assert_eq!(store.capacity("k"), None);
+            format!("{:#}", store.load("k").unwrap_err())
+        };
+        assert!(broken("{").contains("is no capacity (remove it and probe again)"));
+        assert!(broken("[[[[").contains("is no capacity"));
+        let other = serde_json::to_string(&record("other")).unwrap();
+        assert!(broken(&other).contains("is of another device, other (remove it and probe again)"));
+        assert!(broken(&"x".repeat(1 << 17)).contains("is too large"));
+    }
+}

@@ -1,0 +1,119 @@
+//! Numbers and names as people write them: one reading for the command line and the config file.
+//!
+//! A reader is a function from text to a value or the rule that the text breaks, to follow the value in a message.
+
+use std::{str::FromStr, time::Duration};
+
+use block::storage::{InvalidValue, parse_duration, parse_size};
+
+/// What reads itself, with the rule that it breaks otherwise.
+///
+/// # Errors
+/// The rule.
+pub fn read<T: FromStr<Err: Rule>>(text: &str) -> Result<T, String> {
+    text.parse().map_err(Rule::rule)
+}
+
+/// An error that can be told without the value it is about, which the message has named already.
+pub trait Rule {
+    /// The rule that is broken.
+    fn rule(self) -> String;
+}
+
+impl Rule for String {
+    fn rule(self) -> String {
+        self
+    }
+}
+
+impl Rule for InvalidValue {
+    fn rule(self) -> String {
+        self.rule.to_owned()
+    }
+}
+
+impl Rule for block::storage::InvalidOption {
+    /// With its key, because the value before it has several.
+    fn rule(self) -> String {
+        format!("{}={} {}", self.key, self.value, self.rule)
+    }
+}
+
+/// A number of bytes: digits, perhaps a fraction, perhaps one of `K M G T` (powers of 1024) in either case.
+///
+/// # Errors
+/// The rule.
+pub fn size(text: &str) -> Result<u64, String> {
+    parse_size(text).map_err(Rule::rule)
+}
+
+/// A time: a number with `ns`, `us`, `ms` or `s`; or `0`.
+///
+/// # Errors
+/// The rule.
+pub fn duration(text: &str) -> Result<Duration, String> {
+    parse_duration(text).map_err(Rule::rule)
+}
+
+/// A count, such as operations per second or seconds of burst: digits alone, as QEMU reads them.
+///
+/// # Errors
+/// The rule.
+pub fn count(text: &str) -> Result<u64, String> {
+    if !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit()) {
+        return text.parse().map_err(|_| "is too large; a count is below 2 to the 64th".to_owned());
+    }
+    Err(match size(text) {
+        Ok(value) => {
+            format!("is not a plain number; a count takes no suffix and no fraction (write {value})")
+        }
+        Err(_) => "is not a whole number of 0 or more".to_owned(),
+    })
+}
+
+/// A number of threads; whether there may be as many shows with the plan.
+///
+/// # Errors
+/// The rule.
+pub fn workers(text: &str) -> Result<usize, String> {
+    count(text).map(|value| usize::try_from(value).unwrap_or(usize::MAX))
+}
+
+/// A number of connections; 0 is any number.
+///
+/// # Errors
+/// The rule.
+pub fn connections(text: &str) -> Result<u32, String> {
+    u32::try_from(count(text)?)
+        .map_err(|_| format!("is too large; it may be {} at most, or 0 for any number", u32::MAX))
+}
+
+/// A set number of bytes, exact: `10M`, `1536M`, `1000`.
+pub fn exact_size(value: u64) -> String {
+    let exponent = if value == 0 { 0 } else { (value.trailing_zeros() / 10).min(4) };
+    format!("{}{}", value >> (10 * exponent), ["", "K", "M", "G", "T"][exponent as usize])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn counts_are_plain() {
+        let check = |text: &str, rule: &str| assert_eq!(count(text).unwrap_err(), rule, "{text}");
+        assert_eq!(count("1000"), Ok(1000));
+        assert_eq!(count("18446744073709551615"), Ok(u64::MAX));
+        check("1K", "is not a plain number; a count takes no suffix and no fraction (write 1024)");
+        check("1.5", "is not a plain number; a count takes no suffix and no fraction (write 1)");
+        for text in ["", "-1", "+1", "1e3", "0x10", "١", "many"] {
+            check(text, "is not a whole number of 0 or more");
+        }
+        check("18446744073709551616", "is too large; a count is below 2 to the 64th");
+    }
+
+    #[test]
+    fn connections_fit_32_bits() {
+        assert_eq!(connections("4294967295"), Ok(u32::MAX));
+        assert!(connections("4294967296").unwrap_err().starts_with("is too large"));
+    }
+}

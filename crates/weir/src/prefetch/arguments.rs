@@ -1,0 +1,134 @@
+//! What is read ahead, as options: of `weir serve`, and of `weir prefetch`, which changes it while a disk is in use.
+//!
+//! Made from the policy's own table, so that names, ranges and defaults cannot differ from what holds. Where everything is about reading
+//! ahead, the names are without their `prefetch-`.
+
+use clap::{ArgMatches, Args, Command, FromArgMatches};
+use policy::prefetch::{Mode, Setting};
+use settings::{
+    arguments::prefetch::{given, help, number},
+    prefetch,
+};
+
+use crate::{
+    client::{
+        Target,
+        change::{Change, Name, Setpoint},
+    },
+    saving::SaveArgs,
+};
+
+pub(crate) const EXAMPLES: &str = "\
+Examples:
+  weir prefetch vm1
+      What is set for the disk vm1, and what came of it.
+  weir prefetch vm1 off
+      Nothing is read ahead any more, at once; what is not named stays as it is.
+  weir prefetch vm1 on --memory 64M --window-max 8M
+      Whatever looks sequential, further ahead and for more readers at a time.
+  weir prefetch vm1 auto --save
+      Where it pays; and so after the next start too.
+
+All settings of one command change together, or none does. Sizes take K, M, G or T (powers of 1024).
+The hit rate is the share of reads that were answered from memory, wholly or in part; the accuracy the share of what was read ahead that \
+was used, of that whose fate is known. Both are since the disk was opened.";
+
+/// What `weir prefetch` is told.
+#[derive(Debug, Args)]
+pub(crate) struct PrefetchArgs {
+    /// The disk
+    #[arg(value_name = "DISK")]
+    pub(crate) name: String,
+    /// on: ahead of whatever looks sequential; auto: where it pays; off: never
+    #[arg(value_name = "MODE", value_parser = settings::read::<Mode>)]
+    mode: Option<Mode>,
+    /// Print results as JSON
+    #[arg(long)]
+    pub(crate) json: bool,
+    /// The daemon's control socket [default: $WEIR_QMP, else unix:/run/weir/qmp.sock]
+    #[arg(long, value_name = "unix:PATH")]
+    pub(crate) qmp: Option<Target>,
+    #[command(flatten)]
+    numbers: ShortNumbers,
+    #[command(flatten)]
+    pub(crate) save: SaveArgs,
+}
+
+impl PrefetchArgs {
+    /// What is to change.
+    pub(crate) fn change(&self) -> Change {
+        let mut change = Change::default();
+        if let Some(mode) = self.mode {
+            change.set(Name::Prefetch, Setpoint::Text(mode.to_string()));
+        }
+        for &(setting, value) in &self.numbers.given {
+            change.set(Name::PrefetchNumber(setting), Setpoint::Number(value));
+        }
+        change
+    }
+}
+
+/// The numbers by their short names.
+#[derive(Clone, Debug, Default)]
+struct ShortNumbers {
+    given: Vec<(Setting, u64)>,
+}
+
+impl Args for ShortNumbers {
+    fn augment_args(command: Command) -> Command {
+        let number = |setting| {
+            number(setting, prefetch::short_name(setting)).help(help(setting)).help_heading("Settings")
+        };
+        command.args(Setting::ALL.map(number))
+    }
+
+    fn augment_args_for_update(command: Command) -> Command {
+        Self::augment_args(command)
+    }
+}
+
+impl FromArgMatches for ShortNumbers {
+    fn from_arg_matches(matches: &ArgMatches) -> Result<Self, clap::Error> {
+        Ok(Self { given: given(matches, prefetch::short_name) })
+    }
+
+    fn update_from_arg_matches(&mut self, matches: &ArgMatches) -> Result<(), clap::Error> {
+        *self = Self::from_arg_matches(matches)?;
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser as _;
+    use serde_json::{Value, json};
+
+    use crate::cli::{Cli, Command};
+
+    fn change(line: &str) -> Result<Value, String> {
+        let words = ["weir", "prefetch", "vm1"].into_iter().chain(line.split_whitespace());
+        let Cli { command } = Cli::try_parse_from(words).map_err(|error| error.render().to_string())?;
+        let Command::Prefetch(arguments) = command else { panic!("another command") };
+        Ok(Value::Object(arguments.change().arguments()))
+    }
+
+    #[test]
+    fn what_is_given_changes_and_nothing_else() {
+        assert_eq!(change(""), Ok(json!({})));
+        assert_eq!(change("off"), Ok(json!({ "prefetch": "off" })));
+        let all = "on --memory 64M --largest-request 1M --window-min 4096 --window-max 8M --streams 7";
+        let expect = json!({
+            "prefetch": "on", "prefetch-memory": 64 << 20, "prefetch-largest-request": 1 << 20,
+            "prefetch-window-min": 4096, "prefetch-window-max": 8 << 20, "prefetch-streams": 7
+        });
+        assert_eq!(change(all), Ok(expect));
+    }
+
+    #[test]
+    fn what_has_the_wrong_form_is_refused() {
+        assert!(change("maybe").unwrap_err().contains("is none of on, off and auto"));
+        assert!(change("--streams 1K").unwrap_err().contains("is not a plain number"));
+        assert!(change("--memory much").unwrap_err().contains("is not a size"));
+        assert!(change("--config f").unwrap_err().contains("required"), "--config is for --save");
+    }
+}

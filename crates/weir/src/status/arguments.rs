@@ -1,0 +1,37 @@
+//! What `weir status` is told.
+
+use std::time::Duration;
+
+use clap::Args;
+
+use crate::client::Target;
+
+pub(crate) const EXAMPLES: &str = "\
+Examples:
+  weir status
+      Every disk, group and device: limits, rates, and which limit holds back what.
+  weir status gold --interval 5s
+      The group gold and the disks in it, with rates over five seconds.
+  weir status --json | jq '.disks[] | {name, limited: .rate.limited}'
+      The share of time during which each disk waited for limits.
+
+THROTTLED is the share of the interval during which requests waited for limits; BINDING the limit they wait for now; \
+P99 WAIT how long 99 of 100 requests that had to wait have waited at most, since the daemon started. Of what is \
+read ahead, HIT RATE is the share of reads that were answered from memory, and ACCURACY the share that was used.";
+
+/// What `weir status` is told.
+#[derive(Debug, Args)]
+pub(crate) struct StatusArgs {
+    /// Disks and groups to show, a group with the disks in it [default: everything]
+    #[arg(value_name = "NAME")]
+    pub(crate) names: Vec<String>,
+    /// Print the daemon's own answer, with the rates added
+    #[arg(long)]
+    pub(crate) json: bool,
+    /// How long to measure rates over; 0 measures none
+    #[arg(long, value_name = "TIME", value_parser = settings::duration, default_value = "500ms")]
+    pub(crate) interval: Duration,
+    /// The daemon's control socket [default: $WEIR_QMP, else unix:/run/weir/qmp.sock]
+    #[arg(long, value_name = "unix:PATH")]
+    pub(crate) qmp: Option<Target>,
+}

@@ -1,0 +1,297 @@
+//! What `weir throttle` is told: QEMU's names of the limits, or those of `virsh blkdeviotune`, and the scheduler's settings.
+//!
+//! A limit under virsh's name also does what virsh does: it clears the other limits of its kind. So a script that
+//! replaces a limit on reads by one on all requests works as it did.
+
+use clap::{Arg, ArgMatches, Args, Command, FromArgMatches};
+use policy::throttle::{LimitKind, Part, Setting};
+use settings::arguments::limits;
+
+use crate::{
+    client::{
+        Target,
+        change::{Change, Name, Setpoint},
+        report::Settings,
+    },
+    saving::SaveArgs,
+};
+
+pub(crate) const EXAMPLES: &str = "\
+Examples:
+  weir throttle vm1
+      The settings of the disk vm1.
+  weir throttle vm1 --iops-total 2000 --iops-total-max 8000 --iops-total-max-length 10
+      At once, for the requests that wait too. What is not named stays as it is.
+  weir throttle gold --bps-total 0 --watermark 90
+      No limit on bytes; the others hold while the device is more than 90% in use.
+  weir throttle vm1 --group gold --weight 200 --save
+      Into a group, with twice the share of a neighbour; and so after the next start too.
+
+All settings of one command change together, or none does. What is set to 0 is no limit. Sizes take K, M, G or T (powers of 1024).
+
+The names of `virsh blkdeviotune` are understood too: --total-bytes-sec, --read-iops-sec-max, --size-iops-sec, \
+--group-name and so on, also with underscores. As there, a limit clears the others of its kind: --read-iops-sec \
+those on total and written operations. Their sizes may end in KB, MB or GB (powers of 1000) as well.";
+
+/// What `weir throttle` is told.
+#[derive(Debug, Args)]
+pub(crate) struct ThrottleArgs {
+    /// The disk or the group
+    #[arg(value_name = "DISK|GROUP")]
+    pub(crate) name: String,
+    /// Print results as JSON
+    #[arg(long)]
+    pub(crate) json: bool,
+    /// The daemon's control socket [default: $WEIR_QMP, else unix:/run/weir/qmp.sock]
+    #[arg(long, value_name = "unix:PATH")]
+    pub(crate) qmp: Option<Target>,
+    #[command(flatten)]
+    pub(crate) limits: NamedLimits,
+    #[command(flatten)]
+    scheduler: SchedulerArgs,
+    #[command(flatten)]
+    pub(crate) save: SaveArgs,
+}
+
+#[derive(Debug, Args)]
+#[command(next_help_heading = "Shares")]
+struct SchedulerArgs {
+    /// Its share of what is contended, from 1 to 10000 against the others' [at the start: 100]
+    #[arg(long, value_name = "N", value_parser = settings::count)]
+    weight: Option<u64>,
+    /// Operations per second that it is promised; 0 is none
+    #[arg(long, value_name = "N", value_parser = settings::count)]
+    iops_reservation: Option<u64>,
+    /// Bytes per second that it is promised; 0 is none
+    #[arg(long, value_name = "SIZE", value_parser = settings::size)]
+    bps_reservation: Option<u64>,
+    /// Percent of the device in use below which its limits do not hold; 0 lets them always hold
+    #[arg(long, value_name = "PERCENT", value_parser = settings::count)]
+    watermark: Option<u64>,
+    /// Move it into this group
+    #[arg(long, value_name = "GROUP", aliases = ["group-name", "group_name"], conflicts_with = "no_group")]
+    group: Option<String>,
+    /// Take it out of its group
+    #[arg(long)]
+    no_group: bool,
+}
+
+/// The limits that were given, under which names.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct NamedLimits {
+    given: Vec<(Setting, u64)>,
+    /// Those of [`NamedLimits::given`] that came under virsh's name.
+    as_virsh: Vec<Setting>,
+}
+
+impl ThrottleArgs {
+    /// What is to change, seen from the settings that are in force.
+    pub(crate) fn change(&self, before: &Settings) -> Change {
+        let mut change = Change::default();
+        for &(setting, value) in &self.limits.given {
+            change.set(Name::Limit(setting), Setpoint::Number(value));
+        }
+        for &setting in &self.limits.as_virsh {
+            for other in cleared_with(setting).map(Name::Limit) {
+                if other.of(before) != other.default() && !change.iter().any(|(name, _)| name == other) {
+                    change.set(other, other.default());
+                }
+            }
+        }
+        let SchedulerArgs { weight, iops_reservation, bps_reservation, watermark, group, no_group } =
+            &self.scheduler;
+        let numbers = [
+            (Name::Weight, weight),
+            (Name::IopsReservation, iops_reservation),
+            (Name::BpsReservation, bps_reservation),
+            (Name::Watermark, watermark),
+        ];
+        for (name, value) in numbers {
+            if let Some(value) = value {
+                change.set(name, Setpoint::Number(*value));
+            }
+        }
+        let group = group.clone().or_else(|| no_group.then(String::new));
+        if let Some(group) = group {
+            change.set(Name::Group, Setpoint::Text(group));
+        }
+        change
+    }
+}
+
+/// The settings that virsh clears when this one is set: the same number of the other limits of the same unit.
+fn cleared_with(setting: Setting) -> impl Iterator<Item = Setting> {
+    let others = LimitKind::ALL.into_iter().filter_map(move |other| match setting {
+        Setting::Limit(kind, part) if kind != other && kind.counts_bytes() == other.counts_bytes() => {
+            Some(Setting::Limit(other, part))
+        }
+        _ => None,
+    });
+    others.collect::<Vec<_>>().into_iter()
+}
+
+/// The settings' names in `virsh blkdeviotune`, and those of its older versions, in the order of [`Setting::ALL`].
+const VIRSH: [(&str, &str); 19] = [
+    ("total-bytes-sec", "total_bytes_sec"),
+    ("total-bytes-sec-max", "total_bytes_sec_max"),
+    ("total-bytes-sec-max-length", "total_bytes_sec_max_length"),
+    ("read-bytes-sec", "read_bytes_sec"),
+    ("read-bytes-sec-max", "read_bytes_sec_max"),
+    ("read-bytes-sec-max-length", "read_bytes_sec_max_length"),
+    ("write-bytes-sec", "write_bytes_sec"),
+    ("write-bytes-sec-max", "write_bytes_sec_max"),
+    ("write-bytes-sec-max-length", "write_bytes_sec_max_length"),
+    ("total-iops-sec", "total_iops_sec"),
+    ("total-iops-sec-max", "total_iops_sec_max"),
+    ("total-iops-sec-max-length", "total_iops_sec_max_length"),
+    ("read-iops-sec", "read_iops_sec"),
+    ("read-iops-sec-max", "read_iops_sec_max"),
+    ("read-iops-sec-max-length", "read_iops_sec_max_length"),
+    ("write-iops-sec", "write_iops_sec"),
+    ("write-iops-sec-max", "write_iops_sec_max"),
+    ("write-iops-sec-max-length", "write_iops_sec_max_length"),
+    ("size-iops-sec", "size_iops_sec"),
+];
+
+/// A scaled integer of virsh: as [`settings::size`], and `B`, `KiB` or `KB` and so on, the latter powers of 1000.
+fn virsh_size(text: &str) -> Result<u64, String> {
+    let bare = text.trim_end_matches(|letter: char| letter.is_ascii_alphabetic());
+    let unit = text[bare.len()..].to_ascii_lowercase();
+    if unit == "b" || unit == "bytes" {
+        return settings::size(bare);
+    }
+    let Some(letter) = unit.strip_suffix('b').filter(|unit| !unit.ends_with('i')) else {
+        return settings::size(&format!("{bare}{}", unit.strip_suffix("ib").unwrap_or(&unit)));
+    };
+    let exponent = ["k", "m", "g", "t"].iter().position(|&known| known == letter);
+    let exponent = exponent.ok_or_else(|| format!("has an unknown unit {unit}; write K, M, G or T"))?;
+    let value = settings::count(bare)?;
+    value.checked_mul(1000_u64.pow(exponent as u32 + 1)).ok_or_else(|| "is too large".to_owned())
+}
+
+fn virsh_option(setting: Setting, (name, old_name): (&'static str, &'static str)) -> Arg {
+    let parser = if setting.is_size() { virsh_size } else { settings::count };
+    Arg::new(name)
+        .long(name)
+        .alias(old_name)
+        .value_parser(parser)
+        .conflicts_with(setting.name())
+        // Told in the text below the options: nineteen more lines would bury the names that are weir's own.
+        .hide(true)
+}
+
+impl Args for NamedLimits {
+    fn augment_args(command: Command) -> Command {
+        let as_virsh = Setting::ALL.into_iter().zip(VIRSH);
+        let as_virsh = as_virsh.map(|(setting, names)| virsh_option(setting, names));
+        command.args(Setting::ALL.map(limits::option)).args(as_virsh)
+    }
+
+    fn augment_args_for_update(command: Command) -> Command {
+        Self::augment_args(command)
+    }
+}
+
+impl FromArgMatches for NamedLimits {
+    fn from_arg_matches(matches: &ArgMatches) -> Result<Self, clap::Error> {
+        let mut limits = Self::default();
+        for (setting, (virsh_name, _)) in Setting::ALL.into_iter().zip(VIRSH) {
+            if let Some(&value) = matches.get_one(setting.name()) {
+                limits.given.push((setting, value));
+            }
+            if let Some(&value) = matches.get_one::<u64>(virsh_name) {
+                // virsh's length of 0 is the default, which is one second.
+                let is_length = matches!(setting, Setting::Limit(_, Part::BurstLength));
+                limits.given.push((setting, if is_length { value.max(1) } else { value }));
+                limits.as_virsh.push(setting);
+            }
+        }
+        Ok(limits)
+    }
+
+    fn update_from_arg_matches(&mut self, matches: &ArgMatches) -> Result<(), clap::Error> {
+        *self = Self::from_arg_matches(matches)?;
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser as _;
+    use serde_json::{Value, json};
+
+    use super::*;
+    use crate::cli::{Cli, Command};
+
+    fn change(before: Value, line: &str) -> Result<Value, String> {
+        let words = ["weir", "throttle", "vm1"].into_iter().chain(line.split_whitespace());
+        let Cli { command } = Cli::try_parse_from(words).map_err(|error| error.render().to_string())?;
+        let Command::Throttle(arguments) = command else { panic!("another command") };
+        let before = serde_json::from_value(before).unwrap();
+        Ok(Value::Object(arguments.change(&before).arguments()))
+    }
+
+    #[test]
+    fn names_of_virsh_are_those_of_its_manual() {
+        let names = [
+            ("bps-total", "total-bytes-sec"),
+            ("iops-read-max", "read-iops-sec-max"),
+            ("bps-write-max-length", "write-bytes-sec-max-length"),
+            ("iops-size", "size-iops-sec"),
+        ];
+        for (ours, virsh) in names {
+            let index = Setting::ALL.iter().position(|setting| setting.name() == ours).unwrap();
+            assert_eq!(VIRSH[index].0, virsh);
+        }
+        assert!(VIRSH.iter().all(|(name, old)| name.replace('-', "_") == *old));
+    }
+
+    #[test]
+    fn every_setting_is_taken_under_either_name() {
+        for (setting, (virsh, old_virsh)) in Setting::ALL.into_iter().zip(VIRSH) {
+            for name in [setting.name(), virsh, old_virsh] {
+                let expect = json!({ setting.name(): 7 });
+                assert_eq!(change(json!({}), &format!("--{name} 7")), Ok(expect), "{name}");
+            }
+        }
+    }
+
+    #[test]
+    fn qemu_s_names_change_what_they_name_and_virsh_s_clear_the_rest_of_their_kind() {
+        let before = json!({ "limits": { "iops-total": 100, "iops-total-max": 200, "bps-total": 5 } });
+        assert_eq!(change(before.clone(), "--iops-read 7"), Ok(json!({ "iops-read": 7 })));
+        let cleared = json!({ "iops-read": 7, "iops-total": 0 });
+        assert_eq!(change(before.clone(), "--read-iops-sec 7"), Ok(cleared));
+        let both = json!({ "iops-read": 7, "iops-total": 9 });
+        assert_eq!(change(before, "--read-iops-sec 7 --total-iops-sec 9"), Ok(both), "what is given stays");
+        assert_eq!(
+            change(json!({}), "--total-iops-sec-max-length 0"),
+            Ok(json!({ "iops-total-max-length": 1 }))
+        );
+    }
+
+    #[test]
+    fn sharing_is_set_beside_the_limits() {
+        let line = "--weight 200 --iops-reservation 50 --bps-reservation 1M --watermark 90 --group-name gold";
+        let expect = json!({
+            "weight": 200, "iops-reservation": 50, "bps-reservation": 1 << 20, "watermark": 90, "group": "gold"
+        });
+        assert_eq!(change(json!({}), line), Ok(expect));
+        assert_eq!(change(json!({}), "--no-group"), Ok(json!({ "group": "" })));
+        assert!(change(json!({}), "--no-group --group g").unwrap_err().contains("cannot be used with"));
+        assert!(
+            change(json!({}), "--iops-total 1 --total-iops-sec 1").unwrap_err().contains("cannot be used")
+        );
+        assert!(change(json!({}), "--config f").unwrap_err().contains("required"), "--config is for --save");
+    }
+
+    #[test]
+    fn sizes_of_virsh_know_powers_of_1000() {
+        let sizes =
+            ["10", "10b", "10K", "10KiB", "10kb", "2GB", "1.5M"].map(|text| virsh_size(text).unwrap());
+        assert_eq!(sizes, [10, 10, 10 << 10, 10 << 10, 10_000, 2_000_000_000, 3 << 19]);
+        assert_eq!(virsh_size("1xb").unwrap_err(), "has an unknown unit xb; write K, M, G or T");
+        assert_eq!(virsh_size("99999999999TB").unwrap_err(), "is too large");
+        assert!(virsh_size("").is_err() && virsh_size("M").is_err() && virsh_size("ib").is_err());
+    }
+}
