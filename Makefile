@@ -32,7 +32,7 @@ test: test-unit test-e2e ## run every test; installs the clients it needs
 
 test-unit: ## tests in virtual time: units, properties, simulation
 	@scripts/deps build
-	$(CARGO) test --locked -p weir-policy -p weir-block
+	$(CARGO) test --locked -p weir-policy -p weir-block -p weir-export
 
 # The guests and the bench take the program that the tests have made and run: `cargo build` would make another, with other features of its
 # dependencies, for minutes.
@@ -65,7 +65,7 @@ fuzz: ## fuzz every parser of untrusted bytes, FUZZ_SECONDS (600) each
 
 soak: ## the properties and the simulation with many more cases and seeds; qcow2 in every combination, and killed; cgroups for longer
 	@scripts/deps build clients guest systemd
-	WEIR_SEEDS=$(SOAK_SEEDS) PROPTEST_CASES=$(SOAK_CASES) $(CARGO) test --release --locked -p weir-policy -p weir-block
+	WEIR_SEEDS=$(SOAK_SEEDS) PROPTEST_CASES=$(SOAK_CASES) $(CARGO) test --release --locked -p weir-policy -p weir-block -p weir-export
 	WEIR_CONFORMANCE=all WEIR_KILLS=$(SOAK_KILLS) $(CARGO) test --release --locked -p weir --test e2e qcow2_c
 	$(CARGO) build --release --locked -p weir
 	tests/guest/cgroups/against-weir --full "$(TARGET)/release/weir"

@@ -21,9 +21,9 @@ use std::{
 use anyhow::{Context as _, anyhow};
 use block::{
     disk::Totals,
-    export::nbd,
     reactor::{self, Polling, Worker},
 };
+use export::nbd;
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use sd_notify::NotifyState;
 

@@ -10,9 +10,9 @@ use anyhow::{Context as _, anyhow};
 use async_channel::{Receiver, Sender};
 use block::{
     disk::Disk,
-    export::nbd::client::{Client, Endpoint, connect},
     reactor::{Polling, Worker},
 };
+use export::nbd::client::{Client, Endpoint, connect};
 use policy::time::Duration;
 
 use super::{Failed, Job, Outcome, Stop, Target, put};
