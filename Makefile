@@ -65,7 +65,7 @@ fuzz: ## fuzz every parser of untrusted bytes, FUZZ_SECONDS (600) each
 
 soak: ## the properties and the simulation with many more cases and seeds; qcow2 in every combination, and killed; cgroups for longer
 	@scripts/deps build clients guest systemd
-	WEIR_SEEDS=$(SOAK_SEEDS) PROPTEST_CASES=$(SOAK_CASES) $(CARGO) test --release --locked -p weir-policy -p weir-block
+	WEIR_SEEDS=$(SOAK_SEEDS) PROPTEST_CASES=$(SOAK_CASES) $(CARGO) test --release --locked -p weir-policy -p weir-block -p weir-export
 	WEIR_CONFORMANCE=all WEIR_KILLS=$(SOAK_KILLS) $(CARGO) test --release --locked -p weir --test e2e qcow2_c
 	$(CARGO) build --release --locked -p weir
 	tests/guest/cgroups/against-weir --full "$(TARGET)/release/weir"

@@ -141,6 +141,33 @@ fn a_bitmap_that_may_be_wrong_stops_the_copy_or_is_left_out() {
     }
 }
 
+/// Text that shrinks, with repetitions both near and farther away than the window of zlib.
+fn lines(length: usize) -> Vec<u8> {
+    let mut random = fastrand::Rng::with_seed(7);
+    let lines: Vec<String> = (0..400).map(|line| format!("{line} {:x}\n", random.u64(..))).collect();
+    let any = std::iter::repeat_with(|| &lines[random.usize(..lines.len())]);
+    any.flat_map(|line| line.bytes()).take(length).collect()
+}
+
+#[test]
+fn what_the_one_compresses_the_other_unpacks() {
+    let scratch = Scratch::new();
+    let original = scratch.file("original.raw", lines(4 << 16));
+    let (ours, theirs) = (scratch.path("ours.qcow2"), scratch.path("theirs.qcow2"));
+    for kind in ["zlib", "zstd"] {
+        let options = format!("compression_type={kind}");
+        let arguments = ["convert", "-c", "-f", "raw", "-O", "qcow2", "-o", &options];
+        weir(&arguments).args([&original, &ours]).succeeds();
+        qemu_img(arguments).args([&original, &theirs]).succeeds();
+        for image in [&ours, &theirs] {
+            let checked = weir(&["check", "--output=json", text(image)]).succeeds();
+            let checked: Value = serde_json::from_str(&checked).unwrap();
+            assert_eq!(checked["compressed-clusters"], 4, "{kind}: {checked}");
+            is_same(image, &original);
+        }
+    }
+}
+
 #[test]
 fn encrypted_images_are_converted_both_ways() {
     let scratch = Scratch::new();

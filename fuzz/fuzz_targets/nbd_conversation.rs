@@ -5,9 +5,9 @@
 //! whole chunks, and DONE on the last alone; refused payloads have to be skipped.
 #![no_main]
 
-use block::export::nbd::proto::{self, opt, reply_flag};
-use block::export::nbd::request;
-use block::export::nbd::{
+use export::nbd::proto::{self, opt, reply_flag};
+use export::nbd::request;
+use export::nbd::{
     BlockSizes, Command, Errno, Event, ExportInfo, ExportTable, Extent, Features, Handshake, Parsed, Replier,
     ReplyStyle, Request, Session, TlsPolicy,
 };

@@ -1,7 +1,7 @@
 //! The handshake on any bytes: no panic, well-formed answers, and no difference however the input is split.
 #![no_main]
 
-use block::export::nbd::{BlockSizes, Event, ExportInfo, ExportTable, Features, Handshake, TlsPolicy, proto};
+use export::nbd::{BlockSizes, Event, ExportInfo, ExportTable, Features, Handshake, TlsPolicy, proto};
 use libfuzzer_sys::fuzz_target;
 use std::sync::Arc;
 

@@ -1,9 +1,9 @@
 //! A request header on any session: what is accepted may be carried out without another look.
 #![no_main]
 
-use block::export::nbd::proto::{self, export_flag};
-use block::export::nbd::request::{self, StatusQuery};
-use block::export::nbd::{Command, MetaContext, MetaContexts, Parsed, ReplyStyle, Session};
+use export::nbd::proto::{self, export_flag};
+use export::nbd::request::{self, StatusQuery};
+use export::nbd::{Command, MetaContext, MetaContexts, Parsed, ReplyStyle, Session};
 use libfuzzer_sys::fuzz_target;
 
 const SIZE: u64 = 1 << 30;

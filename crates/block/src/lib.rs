@@ -10,7 +10,6 @@ pub mod buffer;
 pub mod device;
 pub mod disk;
 pub mod error;
-pub mod export;
 pub mod image;
 pub mod layer;
 #[allow(unsafe_code)]

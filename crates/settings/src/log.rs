@@ -33,7 +33,7 @@ impl std::str::FromStr for LogFormat {
     }
 }
 
-/// A level, or a filter such as `info,block::export=debug`.
+/// A level, or a filter such as `info,export::nbd=debug`.
 ///
 /// # Errors
 /// The reason, to follow the value in a message.
@@ -57,7 +57,7 @@ mod tests {
 
     #[test]
     fn filters_are_levels_or_levels_of_modules() {
-        for text in ["info", "off", "DEBUG", "warn,block=trace", "block::export=debug,info"] {
+        for text in ["info", "off", "DEBUG", "warn,block=trace", "export::nbd=debug,info"] {
             assert_eq!(filter(text), Ok(text.to_owned()));
         }
         for text in ["", "loud", "info,", "block=loud", "a=b=c"] {

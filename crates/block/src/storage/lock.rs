@@ -244,7 +244,10 @@ fn is_lock_on(line: &str, inode: u64, byte: i64) -> bool {
 
 #[cfg(test)]
 mod tests {
-    use std::process::{Command, Stdio};
+    use std::{
+        env, io,
+        process::{Command, Stdio},
+    };
 
     use super::*;
 
@@ -315,8 +318,12 @@ mod tests {
         acquire(&one, "image", Use::Write).expect("nobody else is there");
         // As any child has it until it runs another program; this one until its input ends.
         let inherited = one.try_clone().expect("a descriptor");
-        let mut child =
-            Command::new("cat").stdin(Stdio::piped()).stdout(inherited).spawn().expect("cat is there");
+        let mut child = Command::new(env::current_exe().expect("this program"))
+            .args(["--exact", "--ignored", "storage::lock::tests::reads_its_input_to_the_end"])
+            .stdin(Stdio::piped())
+            .stdout(inherited)
+            .spawn()
+            .expect("it runs");
         drop(one);
         let conflict = try_acquire(&two, "image", Use::Write).expect_err("the child has it");
         assert_eq!(conflict.holder, None);
@@ -325,7 +332,13 @@ mod tests {
             child.wait()
         });
         acquire(&two, "image", Use::Write).expect("the child has gone");
-        ended.join().expect("no panic").expect("cat has ended");
+        assert!(ended.join().expect("no panic").expect("it has ended").success());
+    }
+
+    #[test]
+    #[ignore = "the child of the test above"]
+    fn reads_its_input_to_the_end() {
+        io::copy(&mut io::stdin(), &mut io::sink()).expect("a pipe");
     }
 
     #[test]

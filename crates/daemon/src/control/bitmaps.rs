@@ -2,10 +2,8 @@
 
 use std::sync::Arc;
 
-use block::{
-    export::nbd::MOST_BITMAPS,
-    image::{Image, qcow2::bitmap::BitmapView},
-};
+use block::image::{Image, qcow2::bitmap::BitmapView};
+use export::nbd::MOST_BITMAPS;
 
 use super::inventory::RunningDisk;
 

@@ -21,7 +21,6 @@ use std::{
 
 use block::{
     disk::Disk,
-    export::nbd::{self, NotRemoved, Removal},
     image::{
         Secret,
         qcow2::{CacheSettings, bitmap::BitmapView},
@@ -30,6 +29,7 @@ use block::{
     reactor,
     storage::{CacheMode, Root},
 };
+use export::nbd::{self, NotRemoved, Removal};
 use policy::time::{Duration, Instant};
 use settings::Image;
 

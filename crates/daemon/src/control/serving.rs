@@ -6,10 +6,8 @@
 use std::{cell::RefCell, rc::Rc, sync::Arc};
 
 use anyhow::anyhow;
-use block::{
-    export::nbd,
-    reactor::{self, JoinHandle, Worker},
-};
+use block::reactor::{self, JoinHandle, Worker};
+use export::nbd;
 use settings::Tls;
 
 use crate::listen::{Authority, Listener, SocketFile};

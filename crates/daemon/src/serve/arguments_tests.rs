@@ -206,19 +206,8 @@ fn a_config_file_excludes_what_it_says_itself() {
         let both = refused.contains("'--config <FILE>'") && refused.contains(&format!("'{named}'"));
         assert!(both && refused.contains(" cannot be used with "), "{refused}");
     }
-    let words = [
-        "serve",
-        "--config",
-        "f",
-        "--workers",
-        "2",
-        "--nbd",
-        "h:1",
-        "--log",
-        "debug",
-        "--qmp",
-        "unix:q",
-    ];
+    let words =
+        ["serve", "--config", "f", "--workers", "2", "--nbd", "h:1", "--log", "debug", "--qmp", "unix:q"];
     assert!(Line::try_parse_from(words).is_ok(), "what holds for the process goes with a file");
 }
 

@@ -5,7 +5,6 @@ use std::{cell::Cell, path::Path, sync::Arc};
 use anyhow::Context as _;
 use block::{
     disk::Disk,
-    export::nbd,
     image::{
         Image, Secret,
         open::{ImageOptions, open},
@@ -13,6 +12,7 @@ use block::{
     layer::throttle::Group,
     storage::{OpenOptions, Root, rate::Budgets},
 };
+use export::nbd;
 use settings::{Credentials, Plan, Service, Tls, secret::Secrets};
 
 use crate::control::inventory::{Inventory, RunningDisk};

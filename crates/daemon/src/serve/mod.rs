@@ -23,13 +23,13 @@ use anyhow::{Context as _, anyhow};
 pub use arguments::{EXAMPLES, ServeArgs};
 use block::{
     disk::Totals,
-    export::nbd,
     reactor::{self, Polling, Worker},
 };
 use console::{
     Failure, descriptors, logging, on_reactor,
     signals::{Request, Signals},
 };
+use export::nbd;
 use sd_notify::NotifyState;
 use settings::{Draft, Plan, Service, config, state::Store};
 

@@ -172,7 +172,10 @@ fn locality(arguments: &BenchArgs) -> Locality {
 mod tests {
     use clap::Parser as _;
 
-    use super::{super::tests::{Line, arguments}, *};
+    use super::{
+        super::tests::{Line, arguments},
+        *,
+    };
     use crate::load::Spacing;
 
     #[test]

@@ -4,7 +4,7 @@
 
 use std::{ffi::OsString, fmt, os::unix::ffi::OsStringExt as _, str::FromStr};
 
-use block::export::nbd::{client::Endpoint, proto};
+use export::nbd::{client::Endpoint, proto};
 use settings::{Image, Rule as _};
 
 /// NBD's registered port.

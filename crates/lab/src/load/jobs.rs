@@ -10,10 +10,10 @@ use anyhow::{Context as _, anyhow};
 use async_channel::{Receiver, Sender};
 use block::{
     disk::Disk,
-    export::nbd::client::{Client, Endpoint, connect},
     reactor::{Polling, Worker},
 };
 use console::NO_RING;
+use export::nbd::client::{Client, Endpoint, connect};
 use policy::time::Duration;
 
 use super::{Failed, Job, Outcome, Stop, Target, put};

@@ -4,7 +4,8 @@
 
 use std::{rc::Rc, sync::Arc};
 
-use block::{buffer::Buffer, disk::Disk, error::Result, export::nbd::client::Client, storage::Durability};
+use block::{buffer::Buffer, disk::Disk, error::Result, storage::Durability};
+use export::nbd::client::Client;
 use policy::{request::Direction, throttle::Cost};
 
 /// What takes requests.

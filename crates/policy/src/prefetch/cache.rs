@@ -8,7 +8,8 @@
 //! **Never above its memory.** A chunk counts from before it is asked for until nothing of it can be found, and none is begun for which there is no
 //! room; those on their way cannot be evicted, so the room may be short for a while.
 
-use super::chunk::{CHUNK_MAX_BYTES, Chunk, footprint};
+use super::ahead::{Ahead, CHUNK_MAX_BYTES, StreamId, whole_blocks};
+use super::chunk::{Chunk, footprint};
 use super::congestion::Congestion;
 use super::expectations::{Expectations, Expected};
 use super::extents::{Extent, Extents};
@@ -16,10 +17,9 @@ use super::gate::Gate;
 use super::lists::Chunks;
 use super::settings::{Invalid, Mode, Settings};
 use super::stats::Stats;
-use super::streams::{Step, StreamId, Streams};
+use super::streams::{Step, Streams};
 use super::window::Window;
 use super::writes::{WriteId, Writes};
-use super::{Ahead, whole_blocks};
 use crate::throttle::GivenBack;
 use crate::time::Instant;
 use alloc::vec::Vec;

@@ -5,15 +5,8 @@
 
 use core::ops::Range;
 
-use super::Ahead;
-use super::lists::Links;
-use super::streams::StreamId;
+use super::ahead::{Ahead, BLOCK_BYTES, StreamId};
 use crate::time::Instant;
-
-/// Bytes of a block, the unit in which "read" is remembered: the field's page.
-pub(super) const BLOCK_BYTES: u64 = 4096;
-/// Most bytes of a chunk: as much as one request to a device usefully asks for, and as many blocks as [`Blocks`] has bits.
-pub(super) const CHUNK_MAX_BYTES: u64 = 1 << 20;
 
 /// What a buffer of so many bytes takes of memory: allocators of I/O memory round up to a power of two, from a page on.
 pub(super) fn footprint(length: u64) -> u64 {
@@ -69,7 +62,6 @@ pub(super) struct Chunk<T> {
     pub(super) charged_bytes: u64,
     /// When it was asked for; `None` once it is there.
     pub(super) begun: Option<Instant>,
-    pub(super) links: Links,
 }
 
 impl<T> Chunk<T> {
@@ -87,7 +79,6 @@ impl<T> Chunk<T> {
             on_trial: ahead.on_trial,
             charged_bytes: ahead.range_bytes(),
             begun: Some(now),
-            links: Links::default(),
         }
     }
 
@@ -120,6 +111,7 @@ impl<T> Chunk<T> {
 
 #[cfg(test)]
 mod tests {
+    use super::super::ahead::CHUNK_MAX_BYTES;
     use super::*;
     use alloc::collections::BTreeSet;
     use proptest::prelude::*;

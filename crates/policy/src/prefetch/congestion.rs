@@ -10,8 +10,7 @@
 //!
 //! Never looks at whether reading ahead pays: that is the [gate](super::gate)'s.
 
-use super::chunk::CHUNK_MAX_BYTES;
-use super::streams::StreamId;
+use super::ahead::{CHUNK_MAX_BYTES, StreamId};
 use alloc::collections::VecDeque;
 
 /// A read-ahead that takes so many times the best is one of a congested device: a window's own requests queue behind each other, up to four deep...

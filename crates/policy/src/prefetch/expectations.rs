@@ -11,7 +11,8 @@
 //! many clients, nor in which order requests of a deep queue arrive, as long as most come after the one before them. At random offsets
 //! expectations come to nothing and are overwritten: a table of fixed size, a few stores for a request.
 
-use super::streams::{Step, StreamId};
+use super::ahead::StreamId;
+use super::streams::Step;
 use alloc::boxed::Box;
 use alloc::vec;
 

@@ -24,7 +24,7 @@ const BOTTOM: u64 = 16;
 
 /// Which list.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Part {
+enum Part {
     /// Not read yet, or not whole.
     Ahead,
     /// Read.
@@ -33,7 +33,7 @@ pub(super) enum Part {
 
 /// A chunk's place in a list.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Links {
+struct Links {
     part: Option<Part>,
     newer: u32,
     older: u32,
@@ -56,10 +56,17 @@ struct List {
     passed: u64,
 }
 
+/// A chunk that is in memory, and where it stands.
+#[derive(Debug)]
+struct Slot<T> {
+    chunk: Chunk<T>,
+    links: Links,
+}
+
 /// Chunks by number; a number is used again.
 #[derive(Debug)]
 pub(super) struct Chunks<T> {
-    slots: Vec<Option<Chunk<T>>>,
+    slots: Vec<Option<Slot<T>>>,
     vacant: Vec<u32>,
     lists: [List; 2],
     /// Bytes that the list of what is ahead should have, of all memory.
@@ -93,28 +100,37 @@ impl<T> Chunks<T> {
     }
 
     pub(super) fn insert(&mut self, chunk: Chunk<T>) -> u32 {
+        let slot = Some(Slot { chunk, links: Links::default() });
         if let Some(number) = self.vacant.pop() {
-            self.slots[number as usize] = Some(chunk);
+            self.slots[number as usize] = slot;
             return number;
         }
         // Chunks are at least a page of memory each, so their number is far below 2³².
-        self.slots.push(Some(chunk));
+        self.slots.push(slot);
         (self.slots.len() - 1) as u32
     }
 
-    pub(super) fn get(&self, number: u32) -> &Chunk<T> {
+    fn slot(&self, number: u32) -> &Slot<T> {
         self.slots[number as usize].as_ref().expect("an extent's chunk is there")
     }
 
-    pub(super) fn get_mut(&mut self, number: u32) -> &mut Chunk<T> {
+    fn slot_mut(&mut self, number: u32) -> &mut Slot<T> {
         self.slots[number as usize].as_mut().expect("an extent's chunk is there")
+    }
+
+    pub(super) fn get(&self, number: u32) -> &Chunk<T> {
+        &self.slot(number).chunk
+    }
+
+    pub(super) fn get_mut(&mut self, number: u32) -> &mut Chunk<T> {
+        &mut self.slot_mut(number).chunk
     }
 
     /// Takes a chunk out, of its list too.
     pub(super) fn remove(&mut self, number: u32) -> Chunk<T> {
         self.unlink(number);
         self.vacant.push(number);
-        self.slots[number as usize].take().expect("removed once")
+        self.slots[number as usize].take().expect("removed once").chunk
     }
 
     /// Makes a chunk that is there the newest of its list, which depends on whether all of it has been read.
@@ -132,9 +148,9 @@ impl<T> Chunks<T> {
         if older == NONE {
             list.oldest = number;
         } else {
-            self.get_mut(older).links.newer = number;
+            self.slot_mut(older).links.newer = number;
         }
-        self.get_mut(number).links = Links { part: Some(part), newer: NONE, older, stamp };
+        self.slot_mut(number).links = Links { part: Some(part), newer: NONE, older, stamp };
     }
 
     /// Which chunk is to go, when one must.
@@ -148,16 +164,16 @@ impl<T> Chunks<T> {
 
     /// Moves the division by a hit near the end of a list: there a little less memory would have been a miss.
     fn learn(&mut self, number: u32) {
-        let chunk = self.get(number);
-        let (Some(part), bytes) = (chunk.links.part, chunk.footprint()) else { return };
+        let Slot { chunk, links } = self.slot(number);
+        let (Some(part), bytes) = (links.part, chunk.footprint()) else { return };
         let list = &self.lists[part as usize];
         let total = self.lists[0].bytes + self.lists[1].bytes;
         // As long as there is room for all, nothing is lost at either end.
         if total + total / BOTTOM < self.memory_bytes || list.oldest == NONE {
             return;
         }
-        let oldest = self.get(list.oldest).links.stamp;
-        if chunk.links.stamp - oldest > list.bytes / BOTTOM {
+        let oldest = self.slot(list.oldest).links.stamp;
+        if links.stamp - oldest > list.bytes / BOTTOM {
             return;
         }
         let (least, most) = (self.memory_bytes / 4, self.memory_bytes / 16 * 15);
@@ -168,20 +184,20 @@ impl<T> Chunks<T> {
     }
 
     fn unlink(&mut self, number: u32) {
-        let chunk = self.get_mut(number);
+        let Slot { chunk, links } = self.slot_mut(number);
         let bytes = chunk.footprint();
-        let Links { part, newer, older, .. } = core::mem::take(&mut chunk.links);
+        let Links { part, newer, older, .. } = core::mem::take(links);
         let Some(part) = part else { return };
         self.lists[part as usize].bytes -= bytes;
         if newer == NONE {
             self.lists[part as usize].newest = older;
         } else {
-            self.get_mut(newer).links.older = older;
+            self.slot_mut(newer).links.older = older;
         }
         if older == NONE {
             self.lists[part as usize].oldest = newer;
         } else {
-            self.get_mut(older).links.newer = newer;
+            self.slot_mut(older).links.newer = newer;
         }
     }
 }

@@ -8,7 +8,7 @@
 //!               │ no                                                        │  window.rs: how much, how early
 //!               ▼                                                           │  gate.rs: does it pay?
 //!            expects what may follow                                        ▼  congestion.rs: is there room, and is it his turn?
-//!                                                                         Ahead: to be read
+//!                                                                         ahead.rs: to be read
 //!
 //!   memory is full ──► lists.rs: which chunk goes
 //!   write ──► cache.rs: what it overlaps is found no more, also where it is still on its way
@@ -21,6 +21,7 @@
 //!
 //! Never does I/O, keeps no data and knows no clock: the caller's word for a chunk's data goes in and comes out, time is an argument.
 
+mod ahead;
 mod cache;
 mod chunk;
 mod congestion;
@@ -34,70 +35,8 @@ mod streams;
 mod window;
 mod writes;
 
-use core::ops::Range;
-
-use crate::throttle::Cost;
-use chunk::BLOCK_BYTES;
-use streams::StreamId;
-
+pub use ahead::{Ahead, whole_blocks};
 pub use cache::{Cache, Cached, Fetch, FetchId, Found, Part};
 pub use settings::{Invalid, Mode, Setting, Settings, UnknownMode};
 pub use stats::Stats;
 pub use writes::WriteId;
-
-/// What is to be read ahead: one range of a sequential stream, several of a strided one.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Ahead {
-    stream: StreamId,
-    first: u64,
-    length: u64,
-    step: i64,
-    count: u64,
-    size_bytes: u64,
-    on_trial: bool,
-}
-
-impl Ahead {
-    #[cfg(test)]
-    const NOTHING: Self = Self {
-        stream: StreamId::NONE,
-        first: 0,
-        length: BLOCK_BYTES,
-        step: 0,
-        count: 0,
-        size_bytes: 0,
-        on_trial: false,
-    };
-
-    /// The ranges, in the order in which they will be needed: whole blocks of the disk, not empty.
-    ///
-    /// Blocks, because a reader may have a part of what he asks for from memory and the rest from the image, while somebody writes to both. Then each
-    /// sector must still be old or new as a whole.
-    pub fn ranges(&self) -> impl Iterator<Item = Range<u64>> + use<> {
-        let Self { first, length, step, count, size_bytes, .. } = *self;
-        (0..count.cast_signed()).map(move |index| {
-            let offset = first.wrapping_add_signed(step * index);
-            let Range { start, end } = whole_blocks(&(offset..offset + length));
-            start..end.min(size_bytes)
-        })
-    }
-
-    /// What reading it costs: an operation for each range.
-    pub const fn cost(&self) -> Cost {
-        Cost::equal(self.count, self.range_bytes())
-    }
-
-    /// Bytes of each range, at most: as a whole they are as many as lie in its blocks.
-    const fn range_bytes(&self) -> u64 {
-        let is_aligned =
-            self.first.is_multiple_of(BLOCK_BYTES) && self.step.unsigned_abs().is_multiple_of(BLOCK_BYTES);
-        let begins_inside = if is_aligned { 0 } else { BLOCK_BYTES };
-        self.length.next_multiple_of(BLOCK_BYTES) + begins_inside
-    }
-}
-
-/// The blocks that a range touches. What is read ahead, and what a change drops, are whole blocks: see [`Ahead::ranges`].
-pub fn whole_blocks(range: &Range<u64>) -> Range<u64> {
-    let start = range.start / BLOCK_BYTES * BLOCK_BYTES;
-    start..range.end.checked_next_multiple_of(BLOCK_BYTES).unwrap_or(u64::MAX)
-}

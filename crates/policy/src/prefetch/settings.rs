@@ -7,7 +7,7 @@ use core::fmt;
 use core::ops::RangeInclusive;
 use core::str::FromStr;
 
-use super::chunk::CHUNK_MAX_BYTES;
+use super::ahead::CHUNK_MAX_BYTES;
 
 /// Whether to read ahead.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]

@@ -11,8 +11,7 @@
 //!
 //! Never knows what is in memory.
 
-use super::Ahead;
-use super::chunk::BLOCK_BYTES;
+use super::ahead::{Ahead, BLOCK_BYTES, StreamId};
 use super::window::Window;
 use alloc::vec::Vec;
 
@@ -46,18 +45,6 @@ impl Step {
             Self::Stride(step) => offset.checked_add_signed(step.into()),
         }
     }
-}
-
-/// Which stream. One that was forgotten is not found by it any more.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct StreamId {
-    index: u32,
-    generation: u32,
-}
-
-impl StreamId {
-    /// No stream.
-    pub(super) const NONE: Self = Self { index: u32::MAX, generation: 0 };
 }
 
 /// A stream.

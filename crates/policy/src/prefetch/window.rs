@@ -12,7 +12,7 @@
 //! much. AMP moves by a page at a time; here steps are by the size, so that a reader of slow storage waits a few times and not
 //! hundreds of times.
 
-use super::chunk::{BLOCK_BYTES, CHUNK_MAX_BYTES};
+use super::ahead::{BLOCK_BYTES, CHUNK_MAX_BYTES};
 
 /// A window, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

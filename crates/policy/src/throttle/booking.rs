@@ -93,6 +93,11 @@ impl fmt::Display for Overbooked {
 
 impl core::error::Error for Overbooked {}
 
+/// How many levels a tree may have: a disk, and groups in groups above it.
+///
+/// Each costs every decision; nobody has asked for more than three (disk, tenant, host).
+pub const MAX_LEVELS: usize = 8;
+
 /// Why a tree did not take a setting. Everything is then as it was.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
@@ -101,7 +106,7 @@ pub enum Refused {
     Limits(Invalid),
     /// A reservation that cannot be kept.
     Overbooked(Overbooked),
-    /// A node below [`MAX_LEVELS`](super::MAX_LEVELS) others.
+    /// A node below [`MAX_LEVELS`] others.
     TooDeep,
 }
 
@@ -113,7 +118,7 @@ impl fmt::Display for Refused {
             Self::TooDeep => write!(
                 f,
                 "group: nested too deeply; there may be {} levels, disks included (put it into a group further up)",
-                super::MAX_LEVELS
+                MAX_LEVELS
             ),
         }
     }

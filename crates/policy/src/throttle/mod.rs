@@ -62,7 +62,7 @@ mod spare;
 mod stats;
 mod tree;
 
-pub use booking::{Bound, Overbooked, Refused, Unit};
+pub use booking::{Bound, MAX_LEVELS, Overbooked, Refused, Unit};
 pub use cost::Cost;
 pub use enforcement::{Enforcement, Scale};
 pub use ledger::Ledger;
@@ -71,4 +71,4 @@ pub use node::{NodeId, Ticket};
 pub use share::Share;
 pub use spare::GivenBack;
 pub use stats::{Counters, Stats, WaitSummary};
-pub use tree::{Admission, Decision, MAX_LEVELS, Returned, Tree};
+pub use tree::{Admission, Decision, Returned, Tree};

@@ -21,7 +21,7 @@
 //! [`Decision::Admit`], [`Tree::cancel`] or [`Tree::remove`], and a disk's requests of one direction pass in the order in
 //! which they came.
 
-use super::booking::{Overbooked, Refused, Supply, demand};
+use super::booking::{MAX_LEVELS, Overbooked, Refused, Supply, demand};
 use super::cost::Cost;
 use super::enforcement::Enforcement;
 use super::heap::Heap;
@@ -39,11 +39,6 @@ mod serve;
 mod spare;
 
 use serve::Path;
-
-/// How many levels a tree may have: a disk, and groups in groups above it.
-///
-/// Each costs every decision; nobody has asked for more than three (disk, tenant, host).
-pub const MAX_LEVELS: usize = 8;
 
 /// The slot of the root, which is nobody's node and limits nothing.
 const ROOT: usize = 0;

@@ -1,15 +1,28 @@
-//! Chains as qemu-img makes them, and as nobody should.
+//! Chains as they should be, and as nobody should make them.
 
-use std::{fs, os::unix::fs::symlink, path::Path, process::Command};
+use std::{
+    fs,
+    os::unix::fs::symlink,
+    path::{Path, PathBuf},
+    time,
+};
 
 use super::{super::Secret, BackingChoice, ImageOptions, open};
 use crate::{
-    image::Image,
+    buffer::Buffer,
+    image::{
+        Image,
+        qcow2::{
+            create::{CreateOptions, create},
+            header::Backing,
+            luks::{self, LuksOptions},
+        },
+    },
     reactor::{self, Polling},
-    storage::{Format, OpenOptions, Root},
+    storage::{Durability, Format, OpenOptions, Root, open_storage},
 };
 
-/// A directory with what `qemu-img` and `qemu-io` were told to make there.
+/// A directory of images.
 struct Images(tempfile::TempDir);
 
 impl Images {
@@ -21,18 +34,37 @@ impl Images {
         self.0.path().join(name).to_str().expect("text").to_owned()
     }
 
-    fn run(&self, program: &str, arguments: &[&str]) {
-        let done = Command::new(program).current_dir(&self.0).args(arguments).output();
-        let done = done.expect("package qemu-utils");
-        assert!(done.status.success(), "{program} {arguments:?}: {done:?}");
+    /// Makes an image of 1 MiB, in the place of the one that was there.
+    fn create(&self, name: &str, options: CreateOptions) {
+        let options = CreateOptions { size_bytes: 1 << 20, ..options };
+        let made_file = |path: PathBuf| {
+            fs::write(&path, [0; 512]).expect("written");
+            format!("file:{}", path.to_str().expect("text"))
+        };
+        let path = self.0.path().join(name);
+        let data = options.data_file.as_ref().map(|name| made_file(path.with_file_name(name)));
+        let image = made_file(path);
+        let made = reactor::run(Polling::OFF, async move {
+            let opened = |spec: &str| open_storage(spec, OpenOptions::default()).expect("opens");
+            create(&opened(&image), data.as_deref().map(opened).as_ref(), &options).await
+        });
+        made.expect("io_uring works").expect("valid");
     }
 
-    fn qemu_img(&self, arguments: &str) {
-        self.run("qemu-img", &arguments.split(' ').collect::<Vec<_>>());
+    /// An image that stands on another one.
+    fn over(&self, name: &str, backing: &str, format: Option<&str>) {
+        let backing = Backing { name: backing.to_owned(), format: format.map(str::to_owned) };
+        self.create(name, CreateOptions { backing: Some(backing), ..CreateOptions::default() });
     }
 
-    fn write(&self, image: &str, command: &str) {
-        self.run("qemu-io", &["-f", "qcow2", "-c", command, image]);
+    /// Fills clusters of 64 KiB with a byte.
+    fn write(&self, name: &str, byte: u8, first: u64, clusters: usize) {
+        with(self.path(name), writing(), async move |opened| {
+            let image = opened.expect("opens");
+            let data = Buffer::copy_of(&vec![byte; clusters << 16]);
+            image.write(first << 16, data.into(), Durability::Cached).await.expect("written");
+            image.close().await.expect("closed");
+        });
     }
 
     /// Three images on top of each other, each with a cluster of its own.
@@ -40,10 +72,10 @@ impl Images {
         let images = Self::new();
         fs::create_dir(images.path("sub")).expect("made");
         fs::write(images.path("sub/base.raw"), vec![1; 100 << 10]).expect("written");
-        images.qemu_img("create -f qcow2 -b base.raw -F raw sub/middle.qcow2 300k");
-        images.write("sub/middle.qcow2", "write -P 2 64k 64k");
-        images.qemu_img("create -f qcow2 -b sub/middle.qcow2 -F qcow2 top.qcow2 1M");
-        images.write("top.qcow2", "write -P 3 256k 64k");
+        images.over("sub/middle.qcow2", "base.raw", Some("raw"));
+        images.write("sub/middle.qcow2", 2, 1, 1);
+        images.over("top.qcow2", "sub/middle.qcow2", Some("qcow2"));
+        images.write("top.qcow2", 3, 4, 1);
         images
     }
 }
@@ -55,6 +87,10 @@ fn options(format: Option<Format>) -> ImageOptions {
 
 fn qcow2() -> ImageOptions {
     options(Some(Format::Qcow2))
+}
+
+fn writing() -> ImageOptions {
+    ImageOptions { storage: OpenOptions { read_only: false, ..qcow2().storage }, ..qcow2() }
 }
 
 fn with<T: 'static>(
@@ -101,7 +137,7 @@ fn a_chain_is_read_through() {
 fn formats_are_guessed_only_where_nothing_else_is_named() {
     let images = Images::chain();
     refused(images.path("top.qcow2"), options(None), "looks like qcow2 and names other files");
-    images.qemu_img("create -f qcow2 alone.qcow2 1M");
+    images.create("alone.qcow2", CreateOptions::default());
     with(images.path("alone.qcow2"), options(None), async |opened| {
         assert!(matches!(opened.expect("opens"), Image::Qcow2(_)));
     });
@@ -114,48 +150,32 @@ fn formats_are_guessed_only_where_nothing_else_is_named() {
 #[test]
 fn what_a_chain_may_not_be() {
     let images = Images::chain();
-    let rebase = |to: &str, image: &str| {
-        let mut arguments = vec!["rebase", "-u", "-f", "qcow2"];
-        arguments.extend(to.split(' '));
-        arguments.push(image);
-        images.run("qemu-img", &arguments);
-    };
-    images.qemu_img("create -f qcow2 a.qcow2 1M");
-    images.qemu_img("create -f qcow2 b.qcow2 1M");
-    rebase("-b b.qcow2 -F qcow2", "a.qcow2");
+    images.over("a.qcow2", "b.qcow2", Some("qcow2"));
     symlink(images.path("a.qcow2"), images.path("link.qcow2")).expect("linked");
-    rebase("-b link.qcow2 -F qcow2", "b.qcow2");
+    images.over("b.qcow2", "link.qcow2", Some("qcow2"));
     refused(images.path("a.qcow2"), qcow2(), "is in the chain already");
-    let writing = ImageOptions { storage: OpenOptions { read_only: false, ..qcow2().storage }, ..qcow2() };
-    refused(images.path("a.qcow2"), writing, "is in the chain already");
-    for (to, part) in [
-        ("-b none.raw -F raw", "b.qcow2: its backing file"),
-        ("-b none.raw -F raw", "no such file"),
-        ("-b a.qcow2 -F vmdk", "is of the format \"vmdk\""),
-        ("-b nbd://localhost/x -F raw", "is an address of the protocol \"nbd\""),
-        ("-b json:{\"driver\":\"null-co\"} -F raw", "is a json: description"),
-        ("-b sub -F raw", "is a directory"),
-        ("-b sub/base.raw -F qcow2", "is no qcow2 image that can be used"),
+    refused(images.path("a.qcow2"), writing(), "is in the chain already");
+    for (backing, format, part) in [
+        ("none.raw", Some("raw"), "b.qcow2: its backing file"),
+        ("none.raw", Some("raw"), "no such file"),
+        ("a.qcow2", Some("vmdk"), "is of the format \"vmdk\""),
+        ("nbd://localhost/x", Some("raw"), "is an address of the protocol \"nbd\""),
+        ("json:{\"driver\":\"null-co\"}", Some("raw"), "is a json: description"),
+        ("sub", Some("raw"), "is a directory"),
+        ("sub/base.raw", Some("qcow2"), "is no qcow2 image that can be used"),
+        ("sub/base.raw", None, "has no format, and guessing it is not safe"),
     ] {
-        rebase(to, "b.qcow2");
+        images.over("b.qcow2", backing, format);
         refused(images.path("b.qcow2"), qcow2(), part);
     }
-    // qemu-img writes none without a format any more: the extension's type is changed to one that nobody knows.
-    rebase("-b sub/base.raw -F raw", "b.qcow2");
-    let mut file = fs::read(images.path("b.qcow2")).expect("readable");
-    let at = file.windows(4).position(|four| four == [0xe2, 0x79, 0x2a, 0xca]).expect("the extension");
-    file[at] = 0x12;
-    fs::write(images.path("b.qcow2"), file).expect("written");
-    refused(images.path("b.qcow2"), qcow2(), "has no format, and guessing it is not safe");
 }
 
 #[test]
 fn a_backing_file_is_locked_against_writers() {
     let images = Images::chain();
     let base = images.path("sub/middle.qcow2");
-    let writing = ImageOptions { storage: OpenOptions { read_only: false, ..qcow2().storage }, ..qcow2() };
     let top = images.path("top.qcow2");
-    with(base, writing.clone(), async move |opened| {
+    with(base, writing(), async move |opened| {
         let opened = opened.expect("opens");
         let error =
             open(&format!("file:{top}"), qcow2()).await.expect_err("somebody writes to its base").to_string();
@@ -166,8 +186,12 @@ fn a_backing_file_is_locked_against_writers() {
     let base = images.path("sub/middle.qcow2");
     with(images.path("top.qcow2"), qcow2(), async move |opened| {
         let _opened = opened.expect("opens");
-        open(&format!("file:{base}"), writing).await.expect_err("it is somebody's base");
+        open(&format!("file:{base}"), writing()).await.expect_err("it is somebody's base");
     });
+}
+
+fn with_data(name: &str) -> CreateOptions {
+    CreateOptions { data_file: Some(name.to_owned()), ..CreateOptions::default() }
 }
 
 fn beneath(images: &Images, directory: &str, format: Option<Format>) -> ImageOptions {
@@ -184,20 +208,20 @@ fn an_image_root_holds_for_what_images_name() {
     let of = |directory: &str| beneath(&images, directory, Some(Format::Qcow2));
     with(images.path("top.qcow2"), of(""), async |opened| drop(opened.expect("all of it is inside")));
     refused(images.path("top.qcow2"), of("sub"), "lies outside of the image root");
-    images.qemu_img("create -f qcow2 -b ../top.qcow2 -F qcow2 sub/over.qcow2");
+    images.over("sub/over.qcow2", "../top.qcow2", Some("qcow2"));
     let said = with(images.path("sub/over.qcow2"), of("sub"), async |opened| opened.expect_err("leads out"));
     assert!(said.contains("over.qcow2: its backing file") && said.contains("lies outside"), "{said}");
     symlink("../top.qcow2", images.path("sub/inside.qcow2")).expect("linked");
     refused(images.path("sub/inside.qcow2"), of("sub"), "lies outside of the image root");
-    images.qemu_img("create -f qcow2 -o data_file=../data sub/data.qcow2 1M");
+    images.create("sub/data.qcow2", with_data("../data"));
     refused(images.path("sub/data.qcow2"), of("sub"), "its data file");
 }
 
 #[test]
 fn data_files_are_opened_beside_the_image() {
     let images = Images::new();
-    images.qemu_img("create -f qcow2 -o data_file=disk.data disk.qcow2 1M");
-    images.write("disk.qcow2", "write -P 7 0 1M");
+    images.create("disk.qcow2", with_data("disk.data"));
+    images.write("disk.qcow2", 7, 0, 16);
     with(images.path("disk.qcow2"), qcow2(), async |opened| {
         assert_eq!(bytes(&opened.expect("opens")).await, [7; 16]);
     });
@@ -209,7 +233,7 @@ fn data_files_are_opened_beside_the_image() {
 #[test]
 fn legacy_encryption_is_refused_by_name() {
     let images = Images::new();
-    images.qemu_img("create -f qcow2 a.qcow2 1M");
+    images.create("a.qcow2", CreateOptions::default());
     let mut file = fs::read(images.path("a.qcow2")).expect("readable");
     file[35] = 1;
     fs::write(images.path("a.qcow2"), file).expect("written");
@@ -219,9 +243,9 @@ fn legacy_encryption_is_refused_by_name() {
 #[test]
 fn secrets_are_asked_for_and_counted() {
     let images = Images::new();
-    fs::write(images.path("key"), "geheim").expect("written");
-    let luks = "create -f qcow2 --object secret,id=s,file=key -o encrypt.format=luks,encrypt.key-secret=s,encrypt.iter-time=10";
-    images.qemu_img(&format!("{luks} e.qcow2 1M"));
+    let quick = LuksOptions { iteration_time: time::Duration::ZERO, ..LuksOptions::default() };
+    let luks = luks::create(&Secret::new("geheim".into()), &quick).expect("made").area;
+    images.create("e.qcow2", CreateOptions { luks: Some(luks), ..CreateOptions::default() });
     let with_secrets = |secrets: &[&str]| ImageOptions {
         secrets: secrets.iter().map(|text| Secret::new(text.as_bytes().to_vec())).collect(),
         ..qcow2()
@@ -234,6 +258,6 @@ fn secrets_are_asked_for_and_counted() {
     refused(images.path("e.qcow2"), with_secrets(&["geheim", "b"]), "2 secrets for 1 encrypted images");
     refused(images.path("e.qcow2"), with_secrets(&["falsch"]), "opens none of its 1 key slots (is it");
     refused(images.path("e.qcow2"), with_secrets(&["geheim\n"]), "the line break at the end");
-    images.qemu_img("create -f qcow2 plain.qcow2 1M");
+    images.create("plain.qcow2", CreateOptions::default());
     refused(images.path("plain.qcow2"), with_secrets(&["geheim"]), "is not encrypted");
 }

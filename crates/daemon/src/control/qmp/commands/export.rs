@@ -5,7 +5,7 @@
 
 use std::rc::Rc;
 
-use block::export::nbd::Removal;
+use export::nbd::Removal;
 use serde_json::{Value, json};
 
 use crate::control::{

@@ -42,7 +42,7 @@ use self::{
     reply::{Chunk, Header},
 };
 use super::{errno, inbox::Inbox, proto::cmd, stream::Stream};
-use crate::{
+use block::{
     buffer::{Buffer, Segments},
     error::{Error, Result},
     reactor::{JoinHandle, Signal, spawn_joinable, timeout},

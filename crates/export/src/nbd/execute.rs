@@ -20,7 +20,7 @@ use super::{
     request::{self, Command, StatusQuery},
     session::Tag,
 };
-use crate::{
+use block::{
     buffer::Segments,
     disk::Pass,
     error::{Error, Result},

@@ -1,10 +1,10 @@
 //! The handshake against the specification: each test is one rule, told as a conversation.
 
 use super::*;
-use crate::export::nbd::catalog::{BlockSizes, ExportInfo, ExportTable, Features};
-use crate::export::nbd::context::{MetaContext, MetaContexts};
-use crate::export::nbd::proto::{export_flag, info};
-use crate::export::nbd::session::ReplyStyle;
+use crate::nbd::catalog::{BlockSizes, ExportInfo, ExportTable, Features};
+use crate::nbd::context::{MetaContext, MetaContexts};
+use crate::nbd::proto::{export_flag, info};
+use crate::nbd::session::ReplyStyle;
 use proptest::prelude::*;
 use std::sync::Arc;
 

@@ -1,7 +1,7 @@
 //! Replies byte by byte, against the layouts of the specification.
 
 use super::*;
-use crate::export::nbd::context::MetaContexts;
+use crate::nbd::context::MetaContexts;
 use proptest::prelude::*;
 
 const TAG: Tag = Tag { cookie: 0x1122_3344_5566_7788, offset: 0x99 };

@@ -35,7 +35,7 @@ use super::{
     session::Session,
     stream::Stream,
 };
-use crate::{buffer::Buffer, disk::Disk, image::qcow2::bitmap::BitmapView, reactor};
+use block::{buffer::Buffer, disk::Disk, image::qcow2::bitmap::BitmapView, reactor};
 
 /// Time for the last bytes of a connection that has ended.
 const FAREWELL: Duration = Duration::from_secs(1);

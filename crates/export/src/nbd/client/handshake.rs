@@ -11,7 +11,7 @@ use super::super::{
     stream::Stream,
     wire::Fields,
 };
-use crate::buffer::Buffer;
+use block::buffer::Buffer;
 
 /// Bytes of the server's greeting: two magic numbers and its flags.
 const GREETING_BYTES: usize = 18;

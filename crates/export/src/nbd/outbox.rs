@@ -12,7 +12,7 @@
 use std::cell::{Cell, RefCell};
 
 use super::reply::ReplyHeader;
-use crate::{
+use block::{
     buffer::{Buffer, Segments},
     reactor::Signal,
 };

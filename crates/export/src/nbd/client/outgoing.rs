@@ -5,7 +5,7 @@
 use std::collections::VecDeque;
 
 use super::super::proto;
-use crate::buffer::{Buffer, Segments};
+use block::buffer::{Buffer, Segments};
 
 /// Segments in one message; the kernel takes at most 1024 (IOV_MAX).
 const MAX_SEGMENTS: usize = 1000;

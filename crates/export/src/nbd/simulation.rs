@@ -10,7 +10,7 @@
 
 mod client;
 mod hostile;
-#[path = "../../../tests/simulation/seeds.rs"]
+#[path = "../../../block/tests/simulation/seeds.rs"]
 mod seeds;
 mod wire;
 
@@ -37,7 +37,7 @@ use super::{
     session::ReplyStyle,
     stream::Stream,
 };
-use crate::{
+use block::{
     disk::{Disk, Totals},
     error::Error,
     image::{Image, Raw},

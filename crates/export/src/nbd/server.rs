@@ -37,7 +37,7 @@ use super::{
     session::Session,
     stream::Stream,
 };
-use crate::{
+use block::{
     disk::Disk,
     image::qcow2::bitmap::BitmapView,
     reactor::{
@@ -355,7 +355,7 @@ impl Server {
             if !out.is_empty()
                 && (quiet || !matches!(step.event, negotiate::Event::Replied) || out.len() > REPLY_BYTES)
             {
-                let reply = crate::buffer::Buffer::copy_of(&out);
+                let reply = block::buffer::Buffer::copy_of(&out);
                 out.clear();
                 stream.send(reply.into()).await.map_err(|error| error.to_string())?;
             }

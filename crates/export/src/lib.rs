@@ -4,4 +4,6 @@
 //! messages are parsed and validated here, before anything else sees them, so that the layers below only meet
 //! requests that lie inside the disk. An export never decides about limits, caching or placement.
 
+#![forbid(unsafe_code)]
+
 pub mod nbd;

@@ -10,7 +10,7 @@ use std::{
     task::{Poll, Waker},
 };
 
-use crate::{
+use block::{
     buffer::{Buffer, Segments},
     reactor::sim,
 };

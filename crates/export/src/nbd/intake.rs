@@ -5,7 +5,7 @@ use std::rc::Rc;
 use policy::merge::{Bounds, Candidate, Operation, Planner};
 
 use super::{connection::Connection, request::Command, session::Tag};
-use crate::{buffer::Buffer, reactor};
+use block::{buffer::Buffer, reactor};
 
 /// How far adjacent requests are joined. Longer I/O gains nothing on today's devices (the kernel splits it again), and makes
 /// the first of the requests wait for the last.

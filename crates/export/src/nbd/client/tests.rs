@@ -14,7 +14,7 @@ use super::{
     Client, GONE, NotConnected,
     connect::shake_hands,
 };
-use crate::{
+use block::{
     buffer::Buffer,
     disk::Disk,
     error::Error,

@@ -3,7 +3,7 @@
 use std::io;
 
 use super::stream::Stream;
-use crate::buffer::Buffer;
+use block::buffer::Buffer;
 
 /// Received at a time, in bytes: what a Unix socket holds by default, so that one receive empties it.
 const INBOX_BYTES: usize = 256 << 10;

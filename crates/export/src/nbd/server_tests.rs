@@ -8,7 +8,7 @@ use std::{
 use policy::throttle::Limits;
 
 use super::*;
-use crate::{
+use block::{
     image::{Image, Raw},
     layer::throttle::DiskSettings,
     reactor::{Polling, run},

@@ -16,7 +16,7 @@ use super::{
     Client,
     handshake::{NotConnected, negotiate},
 };
-use crate::reactor::{blocking, op::Fd, timeout};
+use block::reactor::{blocking, op::Fd, timeout};
 
 /// Where a server is.
 #[derive(Clone, Debug, PartialEq, Eq)]

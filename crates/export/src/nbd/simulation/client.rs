@@ -19,7 +19,7 @@ use super::{
     MOST_CLIENTS, REGION, SIZE, chance, some_time,
     wire::{Ended, Wire, request, u16_at, u32_at, u64_at},
 };
-use crate::reactor::{Signal, now, sim, sleep_until, spawn_joinable};
+use block::reactor::{Signal, now, sim, sleep_until, spawn_joinable};
 
 /// A client before it connects.
 pub(super) struct Client {

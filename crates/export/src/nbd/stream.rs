@@ -12,7 +12,7 @@ use super::{
     credentials::{TlsError, TlsServer},
     tls::{TlsRead, TlsStream},
 };
-use crate::{
+use block::{
     buffer::{Buffer, Segments},
     reactor::op::{self, Fd},
 };

@@ -6,7 +6,7 @@ use super::super::{
     proto::{self, client_flag, cmd, cmd_flag, info, opt, rep},
     session::ReplyStyle,
 };
-use crate::buffer::Buffer;
+use block::buffer::Buffer;
 
 /// A client's end of a stream.
 #[derive(Clone)]
