@@ -8,7 +8,7 @@
 //!               │ no                                                        │  window.rs: how much, how early
 //!               ▼                                                           │  gate.rs: does it pay?
 //!            expects what may follow                                        ▼  congestion.rs: is there room?
-//!                                                                         Ahead: to be read
+//!                                                                         ahead.rs: to be read
 //!
 //!   memory is full ──► lists.rs: which chunk to evict
 //!   write ──► cache.rs: what it overlaps is not found any more, also if it is still in flight
