@@ -1,8 +1,6 @@
-//! From what a user asked for to an image that is ready: opens, locks, probes, and adds the
-//! wrappers.
+//! From what a user asked for to an image that is ready: opens, locks, probes, and puts the wrappers on.
 //!
-//! It blocks, so it belongs to the start of the program, or into
-//! [`reactor::blocking`](crate::reactor::blocking).
+//! Blocks, so it belongs at the start of the program, or in [`reactor::blocking`](crate::reactor::blocking).
 
 use std::path::Path;
 
