@@ -75,11 +75,12 @@ doc: ## build the documentation of the crates, private items included
 	@scripts/deps build
 	RUSTDOCFLAGS="-D warnings -A rustdoc::private_intra_doc_links" $(CARGO) doc --locked --workspace --no-deps --document-private-items
 
-lint: ## what CI refuses: formatting, warnings, scripts that do not parse
+lint: ## what CI refuses: formatting, warnings, scripts that do not parse, prose over 100 columns
 	@scripts/deps build
 	$(CARGO) fmt --all --check
 	$(CARGO) clippy --locked --workspace --all-targets -- -D warnings
 	@scripts/lint-scripts
+	@scripts/lint-prose
 
 fmt: ## format the sources
 	$(CARGO) fmt --all

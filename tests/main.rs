@@ -42,6 +42,7 @@ mod qemu_io;
 mod qmp;
 mod qmp_hostile;
 mod qmp_qemu;
+mod reference;
 mod report;
 mod simulate;
 mod startup;

@@ -1,21 +1,23 @@
 //! Aligned, pooled memory for the data of requests.
 //!
-//! Every buffer begins on a [`ALIGNMENT`] boundary, so O_DIRECT takes it as it is, and comes from a pool that
-//! belongs to the thread: taking and returning one is a push and a pop. A buffer can be split without copying,
-//! which is how one merged read answers several requests.
+//! Every buffer begins on an [`ALIGNMENT`] boundary, so O_DIRECT takes it as it is. It comes from a
+//! pool of the thread: taking and returning one is a push and a pop. A buffer can be split without
+//! copying, which is how one merged read answers several requests.
 //!
 //! ```text
 //!   Block (power of two, aligned)   ▕────────────────────────────────▏
 //!   Buffer, Buffer (disjoint views)  ▕──── a ────▏▕──────── b ──────▏
 //! ```
 //!
-//! A buffer may also be *lent*: a view of bytes that others hold too and that nobody changes while it exists. That is how data
-//! that is in memory already reaches a client without being copied first.
+//! A buffer may also be *lent*: a view of bytes that others hold too and that nobody changes while
+//! it exists. In this way data in memory reaches a client without a copy.
 //!
-//! A buffer that is [frozen](Buffer::freeze) leaves its thread: nobody changes it any more, and everybody may read it.
+//! A [frozen](Buffer::freeze) buffer leaves its thread: nobody changes it any more, and everybody
+//! may read it.
 //!
-//! Never hands out uninitialised memory: fresh blocks are zeroed. A reused block holds *old data*, so whoever takes a buffer
-//! fills all of it before anyone else reads it (debug builds poison it); storages zero what they cannot fill.
+//! Never hands out uninitialised memory: new blocks are zeroed. A reused block holds *old data*, so
+//! whoever takes a buffer fills all of it before anyone else reads it (debug builds poison it);
+//! storages zero what they cannot fill.
 
 use std::{
     alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error},

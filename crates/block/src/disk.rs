@@ -1,13 +1,16 @@
-//! A disk: an image, the layers above it, and what a client may ask of both. The only place that composes.
+//! A disk: an image, the layers above it, and the requests that a client may send to both. The only
+//! place that composes.
 //!
 //! ```text
 //!   export ──► Disk ──► throttle ──► prefetch ──► image ──► storage
 //! ```
 //!
-//! A request comes here validated by its export: inside the disk, not too long, permitted. It leaves with data or an error, exactly
-//! once. The disk checks nothing twice and knows nothing of protocols.
+//! An export validates each request before it comes here: inside the disk, not too long, permitted.
+//! The request leaves with data or an error, exactly once. The disk does not check again, and knows
+//! nothing of protocols.
 //!
-//! Shared by all worker threads: everything takes `&self`, and the future of a request belongs to the thread that made it.
+//! All worker threads share it: every method takes `&self`, and the future of a request belongs to
+//! the thread that made it.
 
 use std::sync::{
     Arc,

@@ -5,13 +5,14 @@
 //!   plan    [1 3 0]                      [2]                             [4]       [5]
 //! ```
 //!
-//! A guest's or a client's large transfer often arrives as many adjacent requests; a device serves one long request
-//! sooner than many short ones. What virtio-blk does with what it finds in its ring, this does for every export.
-//! It plans only: the caller gathers the buffers, issues the I/O and answers each request.
+//! A large transfer of a guest or a client often arrives as many adjacent requests, and a device
+//! serves one long request sooner than many short ones. virtio-blk merges what it finds in its
+//! ring; this does the same for every export. It only plans: the caller gathers the buffers, issues
+//! the I/O and answers each request.
 //!
-//! Never joins across anything that is not a plain read or write, never joins requests of different flags, and never
-//! changes what overlapping requests read or leave behind: where two overlap and one writes, all between the barriers
-//! stay as they came.
+//! Never joins across anything that is not a plain read or write. Never joins requests with
+//! different flags. Never changes what overlapping requests read or leave behind: if two overlap
+//! and one of them writes, everything between the two barriers stays in its order.
 
 use alloc::vec::Vec;
 use core::ops::Range;

@@ -1,7 +1,8 @@
 //! Instants as numbers: nanoseconds since an epoch that only the caller knows.
 //!
-//! The real reactor counts from its own start on the monotonic clock, the simulated one from zero. Policy code
-//! only ever subtracts and compares, so it cannot tell the difference. It never reads a clock.
+//! The real reactor counts from its own start on the monotonic clock, the simulated one from zero.
+//! Policy code only subtracts and compares, so it cannot tell the difference. It never reads a
+//! clock.
 
 use core::ops::{Add, AddAssign, Sub};
 pub use core::time::Duration;

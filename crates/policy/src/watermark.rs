@@ -9,21 +9,25 @@
 //!        0 % ┴
 //! ```
 //!
-//! A group with a watermark may take more than its limits as long as the device has room (io-throttle v16 for Linux,
-//! 2009). Where the device has none, its limits bind again, all multiplied by one factor: as large as the device
-//! allows. So the groups keep sharing in the proportion of their limits, which io-throttle did not achieve, and the device
-//! stays busy. When work without limits takes the device away, the factor falls to 1, and the limits are what
-//! they say.
+//! A group with a watermark may exceed its limits as long as the device has room (io-throttle v16
+//! for Linux, 2009). If the device has none, the limits hold again, all multiplied by one factor,
+//! the largest that the device allows. So the groups keep sharing in proportion to their limits,
+//! which io-throttle did not achieve, and the device stays busy. If work without limits takes the
+//! device, the factor falls to 1 and the limits hold as they are set.
 //!
-//! **The loop.** Use is smoothed over 150 ms, since a large request alone may fill a sample. The factor is steered in
-//! proportion to what use lacks to 98 %; gain and smoothing are chosen for a damping of 0.7. A saturated device says nothing
-//! of how far the factor is off, so there it falls faster the longer that lasts. When the factor rises and use does not
-//! follow, limits are not what holds the groups back: it stops at four times, and below the watermark limits are lifted
-//! instead. This test, not the level alone, keeps a single busy group of many from going round in circles: what the factor
-//! must be for that one is far from what they take together. Nor does the factor rise while not one group takes what it allows
-//! already: a device that stalls would wind it up, and be shared by nobody's limits for seconds after that.
+//! **The loop.** Use is smoothed over 150 ms, because one large request may fill a sample. The
+//! factor is steered in proportion to the difference between use and 98 %; gain and smoothing are
+//! chosen for a damping of 0.7. A saturated device does not show how far the factor is off, so
+//! there it falls faster the longer that lasts.
 //!
-//! Pure as everything here: samples come in, an [`Enforcement`] comes out. Never looks at a device itself.
+//! If the factor rises and use does not follow, limits are not what holds the groups back: the
+//! factor stops at four times, and below the watermark limits are lifted instead. This test, and
+//! not only the level of use, keeps one busy group among many from oscillating, because the factor
+//! that this group needs is far from what all take together. Nor does the factor rise while no
+//! group takes what it already allows: a device that stalls would wind it up, and for seconds after
+//! that nobody's limits would determine the shares.
+//!
+//! Pure: samples come in, an [`Enforcement`] comes out. Never looks at a device itself.
 
 mod consumption;
 

@@ -1,11 +1,12 @@
-//! Which physical disk something lies on, and what it is called for good.
+//! Which physical disk something is on, and a name for that disk that stays.
 //!
-//! A file lies in a file system, that on a partition, that on a disk. The disk is what has a capacity and statistics, so a
-//! number of any of these leads to the disk here, by the kernel's own tree in sysfs(5). What the disk itself lies on (a
-//! device mapper's or RAID's members, a loop device's file) is not followed: as it is, it is what requests wait for.
+//! A file is in a file system, that is on a partition, and that on a disk. The disk has a capacity
+//! and statistics. A device number of any of these leads to the disk, through the kernel's tree in
+//! sysfs(5). What is below the disk (the members of a device mapper's or RAID's device, the file of
+//! a loop device) is not followed, because requests wait for the whole.
 //!
-//! Numbers and names (`254:0`, `vda`) are given anew at every boot. What is measured of a disk is therefore kept under what the
-//! disk says of itself ([`Identity::key`]).
+//! Numbers and names (`254:0`, `vda`) change at every boot. So measurements of a disk are stored
+//! under what the disk says of itself ([`Identity::key`]).
 //!
 //! Reads sysfs and procfs only; never opens the device.
 

@@ -1,19 +1,22 @@
-//! What lies under disks: the physical device, what it can do, and how much of that is in use.
+//! What is below disks: the physical device, what it can do, and how much of that is in use.
 //!
 //! ```text
-//!   disk ──► image ──► storage ──► file ──► file system ──► partition ──► whole disk      identity.rs
-//!                        └──► imitated rate ──────────────────────────────► its budget    storage/rate.rs
+//!   disk ──► image ──► storage ──► file ──► file system ──► partition ──► whole disk   identity.rs
+//!                        └──► imitated rate ──────────────────────────────► its budget storage/rate.rs
 //!
 //!   capacity:  measured by a probe │ the imitated rate │ none: the share of time it is busy
 //! ```
 //!
-//! The watermark looks at this: limits hold only while so much of the device is in use. Use is the larger of operations and
-//! bytes against what the device can do of each; where nobody has measured that, the share of time during which it had anything
-//! to do, which for a device that works on many requests at once says little more than "not idle".
+//! Watermarks use it: limits hold only while enough of the device is in use. Use is the larger of
+//! operations and bytes, each compared with what the device can do. If nobody has measured that,
+//! use is the share of time in which the device had anything to do. For a device that works on many
+//! requests at once, that says little more than "not idle".
 //!
-//! Disks on one device share one [`Device`]. Several may read it at once, each with a [`Meter`] of its own.
+//! Disks on one device share one [`Device`]. Several users may read it at once, each with a
+//! [`Meter`] of its own.
 //!
-//! Never opens a device and never waits for it: the kernel's own statistics and an imitated device's lines are enough.
+//! Never opens a device and never waits for it: the kernel's statistics and the lines of an
+//! imitated device are enough.
 
 mod identity;
 mod limited;

@@ -1,7 +1,7 @@
 //! A device that a watermark looks at: how much of it is in use, and what follows for limits.
 //!
-//! The same for weir's own disks, by the sampler, and for control groups. Never guesses: while the device's statistics cannot be read, nothing
-//! follows, and that is said once.
+//! It serves weir's own disks, through the sampler, and control groups. Never guesses: while the
+//! statistics of the device cannot be read, nothing follows, and that is reported once.
 
 use std::sync::Arc;
 

@@ -1,17 +1,20 @@
-//! Watches devices and lifts, scales or enforces the limits that have a watermark, twenty times a second.
+//! Watches devices and lifts, scales or enforces the limits that have a watermark, twenty times a
+//! second.
 //!
 //! ```text
 //!   device ── use ────────┐
-//!                         ├──► policy::watermark::Controller, one a device ──► enforcement of each group on it
+//!                         ├──► policy::watermark::Controller, one a device ──► enforcement of its groups
 //!   groups ── consumed ───┘
 //! ```
 //!
-//! A group whose disks lie on several devices is enforced as the device says that has the least room.
+//! A group with disks on several devices follows the device with the least room.
 //!
-//! One task, on the thread that made the sampler, and only while something has a watermark: who has none pays nothing. What runs is
-//! told to it as a whole ([`Sampler::watch`]), whenever that changes; what is watched no longer is enforced as it is set.
+//! It is one task, on the thread that made the sampler, and runs only while something has a
+//! watermark. It is told everything that it should watch at once ([`Sampler::watch`]), whenever
+//! that changes. What is no longer watched is enforced as it is set.
 //!
-//! Never guesses: a group without a device is enforced as it is set, and so is one whose device cannot be read; both are logged.
+//! Never guesses: a group without a device is enforced as it is set, and so is one whose device
+//! cannot be read. Both are logged.
 
 use std::{
     cell::RefCell,

@@ -1,7 +1,7 @@
-//! Formats over storage: where the bytes that a guest sees are among those that are stored.
+//! Formats over storage: where the bytes of the disk are among the stored bytes.
 //!
-//! One enum, for the reason that [`Storage`] is one. The methods and their contract are Storage's, with the
-//! guest's offsets.
+//! It is one enum, for the same reason as [`Storage`]. Methods and contract are Storage's, with
+//! offsets of the disk.
 
 pub mod open;
 pub mod qcow2;

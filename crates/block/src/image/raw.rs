@@ -1,8 +1,9 @@
 //! Raw images: the bytes are the disk.
 //!
-//! Where the format was guessed, one thing must never happen: that the guest writes a header there which makes the next guess come out
-//! differently ([`probe`](crate::storage::probe) says why). So changes to the first 512 bytes are looked at together with what is there
-//! already, one after the other, and those that would form a known header fail with EPERM.
+//! If the format was guessed, the guest must never be able to write a header that changes the next
+//! guess ([`probe`](crate::storage::probe) says why). So changes to the first 512 bytes are
+//! compared, one after the other, with what is there already, and a change that would form a known
+//! header fails with EPERM.
 
 use crate::{
     buffer::{Buffer, Segments},

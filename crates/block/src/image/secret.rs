@@ -1,7 +1,8 @@
 //! A passphrase: bytes that are wiped when they are dropped, and never printed.
 //!
-//! Comes from a file or an open descriptor, never from an argument: arguments are seen by everybody on the machine. Like QEMU's
-//! `secret` object and cryptsetup's `--key-file`, it is everything in the file, also a line break at the end.
+//! It comes from a file or an open descriptor, never from an argument, because everybody on the
+//! machine sees arguments. Like QEMU's `secret` object and cryptsetup's `--key-file`, it is the
+//! whole content of the file, including a line break at the end.
 
 use std::{
     fmt,

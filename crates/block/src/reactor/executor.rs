@@ -1,8 +1,8 @@
 //! The queue of tasks that are ready, and the way into it from other threads.
 //!
-//! Tasks come from `async-task`: one allocation each, and wakers that may be used from any thread. Where a wake-up comes
-//! from decides its way: the own thread pushes to a plain queue, another one to a locked list with an eventfd
-//! that is written only when the reactor sleeps.
+//! Tasks come from `async-task`: one allocation each, and wakers that may be used from any thread.
+//! A wake-up from the own thread pushes to a plain queue. One from another thread goes to a locked
+//! list with an eventfd, which is written only when the reactor sleeps.
 
 use std::{
     cell::{Cell, RefCell},

@@ -1,7 +1,8 @@
-//! One event loop a thread: it runs the tasks of requests, fires timers and talks to the kernel through one io_uring.
+//! One event loop for each thread: it runs the tasks of requests, fires timers and talks to the
+//! kernel through one io_uring.
 //!
-//! A task belongs to the thread that spawned it and never moves, so tasks of one reactor share state without locks.
-//! Only wake-ups and jobs cross threads, through a queue and an eventfd.
+//! A task belongs to the thread that spawned it and never moves, so tasks of one reactor share
+//! state without locks. Only wake-ups and jobs cross threads, through a queue and an eventfd.
 //!
 //! ```text
 //!   tasks ──► run what is ready ──► fire timers ──► submit all at once, reap all at once ─┐
@@ -9,9 +10,10 @@
 //!     └──────────────── woken by completions, timers, other threads ◄─────────────────────┘
 //! ```
 //!
-//! It has a twin. [`run`] drives tasks with the real clock and kernel; [`sim::run`] drives the same tasks with a virtual
-//! clock, no kernel at all, and an order of execution drawn from a seed. Code of the data path cannot tell which one it runs on:
-//! it calls [`now`], [`sleep_until`] and [`spawn`], and only storages and streams over real files call [`op`].
+//! It has a twin. [`run`] drives tasks with the real clock and kernel; [`sim::run`] drives the same
+//! tasks with a virtual clock, no kernel, and an order of execution drawn from a seed. Code of the
+//! data path cannot tell which one it runs on: it calls [`now`], [`sleep_until`] and [`spawn`], and
+//! only storages and streams over real files call [`op`].
 //!
 //! Never holds a borrow or a lock while it polls a task.
 

@@ -1,7 +1,8 @@
-//! What the data path asks of the kernel, one function an operation. Each takes the memory it works on and gives it back.
+//! What the data path asks of the kernel, a function for each operation. Each takes the memory it
+//! works on and returns it.
 //!
-//! A file descriptor is held as [`Fd`], shared and reference-counted: an operation in flight keeps it open, so its number
-//! cannot be reused for another file while the kernel has yet to look at it.
+//! A file descriptor is held as [`Fd`], shared and reference-counted. An operation in flight keeps
+//! it open, so its number cannot be reused for another file before the kernel has looked at it.
 
 use std::{
     io,

@@ -1,10 +1,12 @@
-//! Whose I/O it is: a guest's, or work in the background that the device may put behind it.
+//! Whose I/O it is: a guest's, or background work that the device may put behind it.
 //!
-//! The kernel takes a priority with each request (`ioprio_set(2)` has the values). Schedulers that know priorities, such as bfq, give a larger part
-//! of the device to the higher; the others ignore it. Background work is best-effort like everything else, at the lowest level of it, and not of the
-//! idle class: somebody may come to wait for it, and idle requests may starve.
+//! The kernel takes a priority with each request (values in `ioprio_set(2)`). Schedulers that know
+//! priorities, such as bfq, give a larger part of the device to the higher ones; the others ignore
+//! them. Background work is best-effort like everything else, at the lowest level. It is not of the
+//! idle class, because somebody may come to wait for it, and idle requests may starve.
 //!
-//! What looks where nobody has asked can tell, too, so that what it finds is not taken for a client's trouble ([`is_in_background`]).
+//! Code can also ask whether it runs in the background ([`is_in_background`]), so that an error it
+//! finds there is not reported as a client's.
 
 use std::{cell::Cell, future::Future, pin::pin};
 

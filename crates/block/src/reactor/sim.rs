@@ -1,8 +1,9 @@
-//! The reactor's simulated twin: a virtual clock, an order of execution drawn from a seed, and no kernel.
+//! The reactor's simulated twin: a virtual clock, an order of execution drawn from a seed, and no
+//! kernel.
 //!
-//! Which of the ready tasks runs next is random; when none is ready the clock jumps to the next timer. The same seed gives the same
-//! run, to the last bit, so a failure is replayed by its number. A run with tasks waiting and nothing that could wake them
-//! is a hang, and panics.
+//! Which of the ready tasks runs next is random; when none is ready, the clock jumps to the next
+//! timer. The same seed gives exactly the same run, so a failure is replayed by its number. A run
+//! with waiting tasks that nothing can wake is a hang, and panics.
 
 use std::{
     cell::{Cell, RefCell},

@@ -1,10 +1,12 @@
-//! The kernel's half of the real reactor: one io_uring, the operations in flight on it, and how to wait for them.
+//! The kernel's half of the real reactor: one io_uring, the operations in flight on it, and how to
+//! wait for them.
 //!
-//! An operation owns the memory the kernel works on. If its future is dropped early, the memory moves into the table of operations in
-//! flight and stays there until the kernel is done: a cancelled request can never have its buffer reused underneath it.
+//! An operation owns the memory that the kernel works on. If its future is dropped early, the
+//! memory moves into the table of operations in flight and stays there until the kernel is done. So
+//! the buffer of a cancelled request is never reused too early.
 //!
-//! Submissions are batched: a turn of the reactor runs every ready task first and enters the kernel once. Completions are processed
-//! only in that call (`DEFER_TASKRUN`), so they interrupt nothing.
+//! Submissions are batched: a turn of the reactor runs every ready task first and enters the kernel
+//! once. Completions are processed only in that call (`DEFER_TASKRUN`), so they interrupt nothing.
 
 use std::{
     cell::{Cell, RefCell},

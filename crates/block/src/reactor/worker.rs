@@ -1,4 +1,5 @@
-//! A thread with a reactor that runs what it is sent. A daemon has one or a few, and gives each connection to one of them.
+//! A thread with a reactor that runs the jobs it is sent. A daemon has one or a few, and gives each
+//! connection to one of them.
 
 use std::{future::Future, io, sync::Arc, thread};
 

@@ -1,7 +1,9 @@
-//! A storage made slower: a latency for each kind of request, and a bound on how many the device works on at once.
+//! A slower storage: a latency for each kind of request, and a bound on how many requests the
+//! device works on at once.
 //!
-//! `read=5ms,write=1ms,parallel=4` is a disk that takes 5 ms for a read, 1 ms for a write, and does four things at a time. What is beyond
-//! waits its turn, in order, as in a device's queue. Delays pass on the reactor's clock, so simulations may use them.
+//! `read=5ms,write=1ms,parallel=4` is a disk that takes 5 ms for a read, 1 ms for a write, and
+//! works on four requests at a time. Others wait in order, as in a device's queue. Delays pass on
+//! the reactor's clock, so simulations may use them.
 
 use std::str::FromStr;
 

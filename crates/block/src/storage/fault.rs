@@ -1,8 +1,9 @@
 //! A storage that fails on purpose: by kind, place, count and chance.
 //!
-//! `kind=read,offset=1M-2M,error=EIO,count=3` fails the first three reads that touch the second megabyte. Several rules are tried in order; the
-//! first that applies decides. A request that fails does not reach the storage below. Chances come from the rule's own
-//! seed, so the same requests in the same order fail the same way.
+//! `kind=read,offset=1M-2M,error=EIO,count=3` fails the first three reads that touch the second
+//! mebibyte. Of several rules, the first that applies decides. A request that fails does not reach
+//! the storage below. Chances come from the rule's own seed, so the same requests in the same order
+//! fail in the same way.
 
 use std::{
     ops::Range,

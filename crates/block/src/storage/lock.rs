@@ -1,21 +1,24 @@
-//! Image locking, understood by QEMU and by other weirs.
+//! Image locking, as QEMU and other weirs understand it.
 //!
-//! Who has an image open says what it does with it and what it cannot bear, with shared OFD locks on single bytes of the file (which need
-//! not exist there):
+//! Whoever opens an image states what it does with it, and what others must not do, by shared OFD
+//! locks on single bytes of the file (which need not exist there):
 //!
 //! ```text
 //!   byte 100 + n   I use permission n              n: 0 consistent read   1 write
 //!   byte 200 + n   nobody else may use it             2 write unchanged   3 resize
 //! ```
 //!
-//! All locks are shared, so placing them never conflicts; the conflict is found by asking afterwards whether somebody
-//! else holds the opposite byte. Placing first means that of two processes that start at once at least one sees the other.
+//! All locks are shared, so placing them never conflicts. A conflict is found by asking afterwards
+//! whether somebody else holds the opposite byte. As the locks are placed first, of two processes
+//! that start at once at least one sees the other.
 //!
-//! The bytes and their meaning are QEMU's, observed on qemu-nbd and qemu-io 7.2 with `/proc/locks` and strace:
-//! qcow2 read-write takes 100, 101, 103 and 201, 203; read-only 100 and 201, 203. weir takes what a guest's disk does: 100, 101 and
-//! 201, 203 to write, 100 and 201, 203 to read, 100 alone to read although somebody writes.
+//! The bytes and their meaning are QEMU's, observed on qemu-nbd and qemu-io 7.2 with `/proc/locks`
+//! and strace: qcow2 read-write takes 100, 101, 103 and 201, 203; read-only 100 and 201, 203. weir
+//! takes what the disk of a guest needs: 100, 101 and 201, 203 to write; 100 and 201, 203 to read;
+//! only 100 to read while somebody writes.
 //!
-//! Locks are released when the file is not used any more, and go with a crash. File systems without them are served unlocked, with a warning, as QEMU does.
+//! Locks are released when the file is no longer used, and by a crash. File systems without locks
+//! are served unlocked, with a warning, as in QEMU.
 
 use std::{
     fs,

@@ -1,17 +1,19 @@
 //! A disk in memory, allocated page by page as it is written.
 //!
 //! ```text
-//!   tables  (1, 2, 4, 8 … regions, allocated when first written, so that a disk can grow and no table ever moves)
+//!   tables  (1, 2, 4, 8 … regions, allocated when first written: a disk can grow, and no table moves)
 //!   └─ regions (256 MiB of disk each, allocated when first written)
-//!      └─ pages (64 KiB each, allocated when written; none is a hole and reads as zeroes)
+//!      └─ pages (64 KiB each, allocated when written; a missing one is a hole and reads as zeroes)
 //! ```
 //!
-//! Each page has its own lock, held while bytes are copied and never across an await, so threads meet only in the same 64 KiB.
-//! Reading can do without copying: pages are [lent](Memory::lend), and a write to one that is lent goes to a copy of it.
-//! A request of several pages is not atomic as a whole, which the contract does not ask for.
+//! Each page has its own lock, held while bytes are copied and never across an await, so threads
+//! meet only in the same 64 KiB. Reading can do without copying: pages are [lent](Memory::lend),
+//! and a write to a lent page goes to a copy of it. A request of several pages is not atomic as a
+//! whole, which the contract does not require.
 //!
-//! A resize needs no lock of its own: it sets the size and then frees what lies past it, page by page. Whoever changes a page looks at the
-//! size again under the page's lock, so it either comes before its page is freed or finds itself past the end.
+//! A resize needs no lock of its own: it sets the size and then frees the pages beyond it, one by
+//! one. Whoever changes a page looks at the size again under the page's lock, so it comes before
+//! its page is freed, or finds itself beyond the end.
 //!
 //! Memory is bounded by the size of the disk plus 0.05 % for the tables, and 160 KiB.
 

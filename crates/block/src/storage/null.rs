@@ -1,4 +1,5 @@
-//! A disk that reads as zeroes and forgets what is written: the cost of everything above storage, with nothing below.
+//! A disk that reads as zeroes and discards what is written: the cost of everything above storage,
+//! with nothing below.
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 

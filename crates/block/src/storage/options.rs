@@ -1,6 +1,6 @@
-//! `key=value,key=value`: how the wrappers' options are written, on the command line and in the config alike.
+//! `key=value,key=value`: the options of the wrappers, on the command line and in the config alike.
 //!
-//! Never ignores anything: a key that is unknown, twice there or empty is an error that names it.
+//! Never ignores anything: a key that is unknown, repeated or empty is an error that names it.
 
 use std::str::FromStr;
 

@@ -1,14 +1,17 @@
 //! What an image's first bytes look like, and whether it may be served as raw.
 //!
-//! A guest owns every byte of a raw image, so it can write a header of another format there. Whoever then *guesses* the format opens
-//! what the guest describes: a qcow2 with `/etc/shadow` as its backing file. Three rules close that:
+//! A guest owns every byte of a raw image, so it can write a header of another format there.
+//! Whoever then *guesses* the format opens what the guest describes: a qcow2 with `/etc/shadow` as
+//! its backing file. Three rules prevent that:
 //!
-//! - an image that looks like anything but raw or qcow2 needs its format said ([`check_format`]);
-//! - one that looks like qcow2 may name no other file, unless its format was said ([`image::open`](crate::image::open));
-//! - a raw image whose format was guessed cannot be given such a header: [`Raw`](crate::image::Raw) refuses the write.
+//! - an image that looks like anything but raw or qcow2 needs `--format` ([`check_format`]);
+//! - one that looks like qcow2 may name no other file, unless its format was given
+//!   ([`image::open`](crate::image::open));
+//! - a raw image whose format was guessed cannot be given such a header: [`Raw`](crate::image::Raw)
+//!   refuses the write.
 //!
-//! The signatures are those of the formats' own specifications; the list is of the formats that QEMU guesses, since it may be the
-//! next to open the image.
+//! The signatures are those of the formats' own specifications. The list has the formats that QEMU
+//! guesses, because QEMU may be the next to open the image.
 
 use std::{fs, io, os::unix::fs::FileExt, path::Path, str::FromStr};
 

@@ -1,10 +1,11 @@
-//! Locks on byte ranges that cost a plain write two atomic additions, and nothing else, while nobody needs them.
+//! Locks on byte ranges that cost a plain write two atomic additions, and nothing else, while
+//! nobody needs them.
 //!
-//! A read-modify-write rewrites bytes around its own: between its read and its write nobody else may write there. It takes its blocks
-//! *exclusively*. Every other write takes its range *shared*: such writes may overlap each other, for the contract
-//! leaves their order open.
+//! A read-modify-write rewrites bytes around its own: between its read and its write nobody else
+//! may write there. It takes its blocks *exclusively*. Every other write takes its range *shared*:
+//! such writes may overlap each other, because the contract leaves their order open.
 //!
-//! Exclusive locks are rare, so shared ones have a fast way that touches no list:
+//! Exclusive locks are rare, so shared ones have a fast path that touches no list:
 //!
 //! ```text
 //!   shared:     fast += 1 ;  exclusive == 0 ? ── yes ──► go; at the end  fast -= 1
@@ -12,15 +13,18 @@
 //!   exclusive:  exclusive += 1 ;  queue in the table until  fast == 0  and no earlier entry overlaps
 //! ```
 //!
-//! Why no pair slips through. All four accesses are sequentially consistent, so they have one order for all threads. Take a
-//! fast writer F (adds to `fast`, then reads `exclusive`) and a modifier M (adds to `exclusive`, then reads `fast`). If F's read
-//! comes before M's addition, then F's addition comes before M's read, and M sees it and waits. Else F sees M and
-//! queues. Two entries in the table are compared under its mutex. A fast writer that was there before M is waited for wherever it
-//! writes; that costs M at most one write's time, and no new one can start while M exists, so M is not starved.
-//! Entries are granted in order of arrival among those that overlap, so nobody else is starved either.
+//! Why no pair slips through. All four accesses are sequentially consistent, so they have one order
+//! for all threads. Take a fast writer F (adds to `fast`, then reads `exclusive`) and a modifier M
+//! (adds to `exclusive`, then reads `fast`). If F's read comes before M's addition, then F's
+//! addition comes before M's read, and M sees it and waits. Otherwise F sees M and queues. Two
+//! entries in the table are compared under its mutex. M waits for every fast writer that came
+//! before it, wherever that writes. This costs M at most one write's time, and no new fast writer
+//! can start while M exists, so M is not starved. Of entries that overlap, the first to arrive is
+//! granted first, so nobody else is starved either.
 //!
-//! Nor is a wake-up lost. M looks at `fast` and leaves its waker while it holds the mutex; the writer that brings `fast` to
-//! zero then reads `exclusive`, sees M (whose addition precedes its look), and takes the mutex to wake it.
+//! No wake-up is lost either. M looks at `fast` and leaves its waker while it holds the mutex. The
+//! writer that brings `fast` to zero then reads `exclusive`, sees M (whose addition precedes its
+//! look), and takes the mutex to wake it.
 //!
 //! Never holds the mutex across an await, nor while it wakes.
 

@@ -1,21 +1,24 @@
 //! A storage with the bandwidth of a slower device.
 //!
-//! `bytes=22M,iops=500` is a disk that moves 22 MiB and starts 500 requests a second, whatever lies below. Each figure has a **line**:
-//! the instant until which the device has work. A request is put at the end of every line that applies to it, takes
-//! its bytes (or one) divided by the rate there, and completes no earlier than it has passed on all of them:
+//! `bytes=22M,iops=500` is a disk that moves 22 MiB and starts 500 requests a second, whatever is
+//! below. Each figure has a **line**: the instant until which the device has work. A request is put
+//! at the end of every line that applies to it. It takes its bytes (or one operation) divided by
+//! the rate there, and completes when it has passed on all lines:
 //!
 //! ```text
 //!   line  ████████████████▒▒▒▒▒▒│ request completes here
 //!         other requests   ours
 //! ```
 //!
-//! An idle line may be caught up by [`CATCH_UP`]: timers fire late and clients take time to answer, and without it
-//! a client with one request at a time would get less than the rate. It bounds what may pass too much after a pause.
+//! An idle line may be caught up by [`CATCH_UP`]: timers fire late and clients take time to answer,
+//! and without it a client with one request at a time would get less than the rate. It bounds how
+//! much more may pass after a pause.
 //!
-//! The lines are a **budget**. With `shared=NAME` all storages that say that name, in one [`Budgets`], stand in the same lines: they are partitions
-//! of one imitated device, which is what a watermark then looks at.
+//! The lines are a **budget**. Storages with the same `shared=NAME`, in one [`Budgets`], share the
+//! same lines: they are partitions of one imitated device, which a watermark then looks at.
 //!
-//! Not a throttle for guests: no bursts, no groups, nothing to change while it runs. That is `layer`'s.
+//! It is not a throttle for guests: it has no bursts and no groups, and cannot be changed while it
+//! runs. Those are the `layer`'s.
 
 use std::{
     collections::HashMap,

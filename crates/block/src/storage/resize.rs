@@ -1,7 +1,8 @@
 //! Why a storage cannot have another size.
 //!
-//! What every storage promises of a resize: requests inside both sizes are not disturbed; what is cut off is gone, and reads as zeroes if the
-//! storage grows again; requests past the new end fail, those in flight included, and never make it longer.
+//! Every storage promises this of a resize: requests inside both sizes are not disturbed; what is
+//! cut off is gone, and reads as zeroes if the storage grows again; requests beyond the new end
+//! fail, those in flight included, and never make it longer.
 
 use crate::error::Error;
 

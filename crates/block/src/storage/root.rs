@@ -1,11 +1,12 @@
-//! A directory that images must lie in.
+//! A directory that must contain all images.
 //!
-//! Images name other files: the one they were copied from, the one that holds their data. Who serves images of others' making may not want
-//! those names to lead everywhere. With a root, each name is resolved by the kernel beneath that directory (openat2 with
-//! `RESOLVE_BENEATH`): `..`, absolute names and symbolic links lead wherever they like, as long as they stay inside, and nobody can exchange a
-//! link between the look and the opening.
+//! Images name other files: the one that they were copied from, the one with their data. Whoever
+//! serves images made by others may not want those names to lead everywhere. With a root, the
+//! kernel resolves each name beneath that directory (openat2 with `RESOLVE_BENEATH`): `..`,
+//! absolute names and symbolic links work as long as they stay inside, and nobody can exchange a
+//! link between the check and the opening.
 //!
-//! Never looks at names as text to judge them; only the part of an absolute name that is the root's own is cut off.
+//! Never judges names as text. Only the part of an absolute name that is the root's own is cut off.
 
 use std::{
     io::{self, ErrorKind},

@@ -8,13 +8,14 @@
 //!                                                                            what the disk holds
 //! ```
 //!
-//! Latencies, errors, tearing and order come from the reactor's seed. Requests that do not suit the block size are an assertion:
-//! what lies above ([`Align`](super::align::Align)) must not let them through.
+//! Latencies, errors, tearing and order come from the reactor's seed. Requests that do not fit the
+//! block size are an assertion: the code above ([`Align`](super::align::Align)) must not let them
+//! through.
 //!
-//! As with a kernel, dropping a request's future does not take the request back.
+//! As with a kernel, dropping a request's future does not cancel the request.
 //!
-//! Never tells anything to a request that was in flight at the crash: its future stays pending, as a client's would
-//! whose machine has gone.
+//! A request that was in flight at the crash gets no answer: its future stays pending, like that of
+//! a client whose machine is gone.
 
 use std::{
     collections::BTreeMap,

@@ -1,7 +1,8 @@
-//! What users type: IMAGE as a path, `memory:SIZE` or `null:SIZE`, sizes and durations.
+//! What users type: IMAGE as a path, `memory:SIZE` or `null:SIZE`; sizes and durations.
 //!
-//! Sizes are QEMU's: a number, perhaps with a fraction, and `K`, `M`, `G`, `T`, `P` or `E` for powers of 1024. All arithmetic is on
-//! integers: `1.5G` is exact, and what does not fit is an error, never a wrapped number.
+//! Sizes are QEMU's: a number, perhaps with a fraction, and `K`, `M`, `G`, `T`, `P` or `E` for
+//! powers of 1024. All arithmetic is on integers: `1.5G` is exact, and a value that does not fit is
+//! an error, never a wrapped number.
 
 use std::{path::PathBuf, str::FromStr};
 

@@ -1,12 +1,15 @@
-//! The cache of one disk: every decision about its reads and writes, in the order in which they come.
+//! The cache of one disk: every decision about its reads and writes, in the order in which they
+//! come.
 //!
-//! Lives behind one lock that several workers take for nanoseconds.
+//! It is used behind one lock, which workers hold for nanoseconds.
 //!
-//! **Never stale.** What [`Cache::read`] finds was read from the image after the last write to it had ended. For a write takes what it
-//! overlaps out of the map when it begins, chunks on their way included, and until it ends no read-ahead may begin there ([`Writes`]).
+//! **Never stale.** What [`Cache::read`] finds was read from the image after the last write to it
+//! had ended. A write, when it begins, removes what it overlaps from the map, chunks in flight
+//! included. Until it ends, no read-ahead may begin there ([`Writes`]).
 //!
-//! **Never above its memory.** A chunk counts from before it is asked for until nothing of it can be found, and none is begun for which there is no
-//! room; those on their way cannot be evicted, so the room may be short for a while.
+//! **Never above its memory.** A chunk counts from before it is requested until nothing of it can
+//! be found, and none begins without room for it. Chunks in flight cannot be evicted, so for a
+//! while there may be less room than memory.
 
 use super::ahead::{Ahead, CHUNK_MAX_BYTES, StreamId, whole_blocks};
 use super::chunk::{Chunk, footprint};

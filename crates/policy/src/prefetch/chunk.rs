@@ -1,7 +1,8 @@
-//! A chunk: what one read-ahead brings, and which of its blocks somebody has read.
+//! A chunk: the data that one read-ahead brings, and which of its blocks have been read.
 //!
-//! The unit of memory and of eviction. A chunk's bytes are found through the map of [extents](super::extents); writes may cut holes into it
-//! there, and the chunk stays in memory until nothing of it is left to be found.
+//! It is the unit of memory and of eviction. Its bytes are found through the map of
+//! [extents](super::extents). Writes may cut holes into it there; the chunk stays in memory until
+//! nothing of it can be found.
 
 use core::ops::Range;
 

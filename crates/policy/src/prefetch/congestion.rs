@@ -1,14 +1,17 @@
-//! Congestion: how much of what is read ahead may be on its way at a time, and whose turn it is.
+//! Congestion: how much read-ahead may be in flight, and which reader is next.
 //!
-//! What is on its way stands in the device's queue before guests' own requests. So how long read-aheads of a size take is held against the best
-//! that was seen of late. While they take several times that, and longer than a fast device's queue is worth, less may be on its way, and nothing
-//! is asked for earlier; otherwise more: delay tells of congestion as in TCP Vegas, and the answer is a larger step down than up, as everywhere.
+//! Read-ahead in flight stands in the device's queue before the guests' own requests. So the time
+//! that read-aheads of a size take is compared with the best time seen recently. If they take
+//! several times as long, and longer than the queue of a fast device is worth, less may be in
+//! flight and nothing is requested earlier; otherwise more. Delay indicates congestion as in TCP
+//! Vegas, and the steps down are larger than the steps up.
 //!
-//! Readers who have run out of data and are refused wait in a queue, though they know nothing of it: they go on reading for themselves, and ask
-//! again with each request; what is free is kept for those who have waited longest. Without that, whoever has just been given data would be
-//! the first to ask for more, and the others would never have any.
+//! A reader that has run out of data and is refused waits in a queue. It does not notice: it reads
+//! by itself and asks again with each request. Room is kept for those that have waited longest.
+//! Without the queue, the reader that has just got data would be the first to ask for more, and the
+//! others would get none.
 //!
-//! Never looks at whether reading ahead pays: that is the [gate](super::gate)'s.
+//! Never considers whether reading ahead pays: the [gate](super::gate) does.
 
 use super::ahead::{CHUNK_MAX_BYTES, StreamId};
 use alloc::collections::VecDeque;

@@ -1,15 +1,17 @@
-//! What might be read next: the candidates for a stream, before it is known to be one.
+//! What might be read next: candidates for a stream, before it is known to be one.
 //!
-//! A request that belongs to no stream leaves word of where the next would begin, if this was the first, or the second, of a scan:
+//! A request that belongs to no stream records where the next request would begin, if this one were
+//! the first, or the second, of a scan:
 //!
 //! ```text
 //!            ┌─ backward              ┌─ forward: where this one ends
 //!   …  ▕▁▁▁▁▁▏  ▕▁▁▁ this ▁▁▁▏  ▕▁▁▁▁▁▏  …  as far again as from one of the last requests: strided
 //! ```
 //!
-//! The next request looks whether it was expected: one lookup by its exact offset. So it does not matter who else reads in between, nor from how
-//! many clients, nor in which order requests of a deep queue arrive, as long as most come after the one before them. At random offsets
-//! expectations come to nothing and are overwritten: a table of fixed size, a few stores for a request.
+//! The next request looks up whether it was expected, by its exact offset. So other readers in
+//! between do not matter, nor the number of clients, nor the order in which requests of a deep
+//! queue arrive, as long as most arrive after the one before them. Expectations of random reads are
+//! never met and are overwritten: the table has a fixed size, and a request costs a few stores.
 
 use super::ahead::StreamId;
 use super::streams::Step;

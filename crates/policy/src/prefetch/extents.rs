@@ -1,11 +1,12 @@
-//! Which bytes of the disk are shown by which part of which chunk: an ordered map of extents that do not overlap.
+//! Which bytes of the disk are in which part of which chunk: an ordered map of disjoint extents.
 //!
 //! ```text
 //!   disk     ──▕▁▁▁▁ extent ▁▁▁▁▏──▕▁ extent ▁▏────▕▁ extent ▁▏──
 //!   chunks       ▕▁▁▁▁▁▁▁ 7 ▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▏        ▕▁▁▁▁ 3 ▁▁▁▁▏
 //! ```
 //!
-//! A write cuts what it overlaps out of the map. What is left of a chunk is still found; a chunk none of which is, is nothing but memory.
+//! A write cuts what it overlaps out of the map. The rest of a chunk is still found. A chunk that
+//! has no extent left only takes memory.
 
 use alloc::collections::BTreeMap;
 use alloc::vec::Vec;

@@ -1,15 +1,17 @@
-//! The gate: whether reading ahead pays, and what it may cost where that is not known.
+//! The gate: whether reading ahead pays, and what it may cost while that is unknown.
 //!
 //! ```text
 //!   bytes that readers asked for   × 1/64 ─┐
-//!   bytes used of what was read ahead × 1/8 ┴─► credit ──► lent to streams that are new, back when it is used
+//!   bytes used of what was read ahead × 1/8 ┴─► credit ──► lent to new streams, back when used
 //!                                                 └──► bytes that nobody read
 //! ```
 //!
-//! A stream has to prove itself: until it has used two of the smallest windows, and as much again as was wasted, what it reads ahead is on trial, on credit. What is used comes back with interest,
-//! what is wasted does not. So where sequential runs keep ending the moment they are noticed, the credit runs out and the gate
-//! is closed; and as one byte in 64 that is asked for adds to it, now and then it is tried again. Accuracy is thus not measured
-//! and compared: it is what the credit is made of. Streams that have proved themselves pass a closed gate.
+//! A new stream is on trial until it has used twice the smallest window, and as much again as was
+//! wasted of it. What it reads ahead meanwhile is taken from a credit. Used data returns it with
+//! interest; wasted data does not. If sequential runs keep ending as soon as they are noticed, the
+//! credit is used up and the gate closes. As one byte in 64 that is asked for adds to the credit,
+//! reading ahead is tried again now and then. So accuracy is not measured and compared with a
+//! bound: it makes the credit. Streams that have proved themselves pass a closed gate.
 
 /// Least credit that there is at first, in bytes: the default memory of a cache. With more memory there is as much credit, so that as many streams as
 /// find room in it can begin at once.

@@ -1,18 +1,20 @@
-//! Two lists of chunks in the order in which they were last used, and how memory is divided between them.
+//! Two lists of chunks in the order of their last use, and how memory is divided between them.
 //!
 //! ```text
 //!   newest ◄──────────────── ahead ────────────────► oldest      has blocks that nobody has read yet
-//!   newest ◄── behind ──► oldest                                 all read once; kept for those who read it again
+//!   newest ◄── behind ──► oldest                                 all read once; kept for another read
 //! ```
 //!
-//! SARC (Gill and Modha, FAST 2005) divides a cache between what was read ahead and what was read at random, by what a little more memory for
-//! either would be worth: hits near a list's oldest end are hits that a slightly shorter list would have missed. What was read
-//! at random is not cached here; what takes its place is data that was read ahead, has been read, and may be read again: by the other readers of
-//! the same file, or by a guest that reads everything twice.
+//! SARC (Gill and Modha, FAST 2005) divides a cache between data that was read ahead and data that
+//! was read at random, by what a little more memory would be worth to either: hits near the oldest
+//! end of a list are hits that a slightly shorter list would have missed. Data that was read at
+//! random is not cached here. Its place is taken by data that was read ahead, has been read, and
+//! may be read again, by other readers of the same file or by a guest that reads everything twice.
 //!
-//! Whether a chunk stands near the end is told from stamps: bytes that had passed through the list when it was put there.
+//! Whether a chunk is near the end of its list follows from stamps: how many bytes had passed
+//! through the list when the chunk entered it.
 //!
-//! Never decides to evict; says only from which list, when somebody must.
+//! Never decides to evict; says only from which list to evict.
 
 use super::chunk::Chunk;
 use alloc::vec::Vec;

@@ -1,25 +1,28 @@
-//! Prefetching: who reads in sequence, how far ahead of him to read, and what of it to keep.
+//! Prefetching: who reads in sequence, how far to read ahead, and what to keep.
 //!
 //! ```text
-//!   read ──► extents.rs: in memory? ── yes ──► chunk.rs: has been read ──► whose it is ─┐
+//!   read ──► extents.rs: in memory? ── yes ──► chunk.rs: has been read ──► its stream ──┐
 //!               │ no                                                                   │
 //!               ▼                                                                      ▼
 //!            expectations.rs: was it expected? ── for the third time ──► streams.rs: how far ahead of it
 //!               │ no                                                        │  window.rs: how much, how early
 //!               ▼                                                           │  gate.rs: does it pay?
-//!            expects what may follow                                        ▼  congestion.rs: is there room, and is it his turn?
+//!            expects what may follow                                        ▼  congestion.rs: is there room?
 //!                                                                         ahead.rs: to be read
 //!
-//!   memory is full ──► lists.rs: which chunk goes
-//!   write ──► cache.rs: what it overlaps is found no more, also where it is still on its way
+//!   memory is full ──► lists.rs: which chunk to evict
+//!   write ──► cache.rs: what it overlaps is not found any more, also if it is still in flight
 //! ```
 //!
-//! What pcache was (KVM Forum 2016), with its rules and defaults: only what was read ahead is kept, never what was asked for; requests above a
-//! size are not looked at; what has been read goes first when memory is short. Beyond it: streams by place and not by client, backward and
-//! strided ones; a window for each that adapts (AMP, FAST 2007); memory divided by what pays (SARC, FAST 2005); a gate that closes where nothing is
-//! used; turns on a device that has more to do than it can.
+//! The rules and defaults are those of pcache (KVM Forum 2016): keep only data that was read ahead,
+//! never data that was asked for; ignore requests above a size; when memory is short, evict data
+//! that has been read first. Beyond pcache: streams are found by place and not by client, also
+//! backward and strided ones; each has a window that adapts (AMP, FAST 2007); memory is divided by
+//! what pays (SARC, FAST 2005); a gate closes if the data is not used; readers take turns on a
+//! device that cannot serve them all.
 //!
-//! Never does I/O, keeps no data and knows no clock: the caller's word for a chunk's data goes in and comes out, time is an argument.
+//! Never does I/O, keeps no data and knows no clock: the caller's word for a chunk's data goes in
+//! and comes out, and time is an argument.
 
 mod ahead;
 mod cache;

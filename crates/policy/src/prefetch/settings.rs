@@ -1,7 +1,7 @@
-//! What can be set for a disk's prefetch cache, as values: checked, compared and replaced as a whole.
+//! The settings of a disk's prefetch cache, as values: checked, compared and replaced as a whole.
 //!
-//! Meanings and defaults are those of pcache, the prefetch cache that was proposed for QEMU (KVM Forum 2016), where it had the setting:
-//! 4 MiB of memory, requests up to 64 KiB, 128 KiB read ahead.
+//! Settings that pcache had have its meanings and defaults (the prefetch cache proposed for QEMU,
+//! KVM Forum 2016): 4 MiB of memory, requests up to 64 KiB, 128 KiB read ahead.
 
 use core::fmt;
 use core::ops::RangeInclusive;

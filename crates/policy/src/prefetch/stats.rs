@@ -1,4 +1,4 @@
-//! What a prefetch cache did, counted since it was made, and what it holds now.
+//! What a prefetch cache has done since it was made, and what it holds now.
 
 /// Counters and levels of one disk's cache.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

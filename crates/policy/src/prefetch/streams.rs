@@ -1,13 +1,13 @@
-//! The streams that are known, each with how far it has come and how far was read ahead of it.
+//! The known streams, each with how far it has come and how far has been read ahead of it.
 //!
 //! ```text
 //!            head               ahead
 //!   ─ read ────┤── read ahead ────┤──────► not yet         forward; backward is its mirror image
 //! ```
 //!
-//! A stream is a place and a rule, not a client: whoever reads there next goes on with it, be it another connection or another
-//! reader of the same file. Those that are lost are forgotten when others need their slot (second chance: one that has gone on since the
-//! hand last came by is spared).
+//! A stream is a place and a rule, not a client. Whoever reads there next continues it, also
+//! another connection or another reader of the same file. When a slot is needed, the stream that
+//! goes is found by second chance: one that has moved since the hand last passed is spared.
 //!
 //! Never knows what is in memory.
 

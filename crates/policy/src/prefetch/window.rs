@@ -6,11 +6,12 @@
 //!     ├──────── trigger ────────┼──── size ────┤
 //! ```
 //!
-//! As in AMP (Gill and Bathen, FAST 2007), each stream has both for itself, and both adapt: a larger `size` when one was used up, since large
-//! requests cost the device less; a larger `trigger` when the reader came before its data, since then it was asked for too late, and
-//! more must be on its way at a time; both smaller when something was dropped before anybody read it, since then there is no memory for so
-//! much. AMP moves by a page at a time; here steps are by the size, so that a reader of slow storage waits a few times and not
-//! hundreds of times.
+//! As in AMP (Gill and Bathen, FAST 2007), each stream has its own two figures, and both adapt.
+//! `size` grows when one was used up, because large requests cost the device less. `trigger` grows
+//! when the reader came before its data: the data was requested too late. Both shrink when data was
+//! dropped unread, because there is not enough memory for it. AMP changes them by a page at a time;
+//! here a step is a `size`, so that a reader of slow storage waits a few times and not hundreds of
+//! times.
 
 use super::ahead::{BLOCK_BYTES, CHUNK_MAX_BYTES};
 

@@ -1,7 +1,7 @@
-//! The writes that are under way: what may not be read ahead meanwhile.
+//! The writes in flight: what may not be read ahead meanwhile.
 //!
-//! Data that is read while a write to the same place is under way may be old or new, and only once the write is done is it known that it should
-//! have been new. So nothing is read ahead there before that.
+//! Data that is read during a write to the same place may be old or new, and it should have been
+//! new as soon as the write is done. So nothing is read ahead there before that.
 
 use alloc::vec::Vec;
 use core::ops::Range;

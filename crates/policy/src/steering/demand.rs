@@ -1,10 +1,11 @@
-//! What one member can use of a limit that is divided, by what it took of what it was given.
+//! How much of a divided limit a member can use, judged by how much of its part it used.
 //!
-//! Whoever took nearly all that it was given is held back by that, and would take more: how much more cannot be seen, so it counts as
-//! wanting all. Who took less wants a little more than that. And who is stuck (a large request behind a small rate is not seen in any
-//! counter before it passes) is told from who is idle by the kernel's own account of waiting.
+//! A member that used nearly all of its part is held back by it and would use more. How much more
+//! cannot be seen, so it counts as wanting everything. A member that used less wants a little more
+//! than that. A member that is stuck (a large request behind a small rate appears in no counter
+//! before it passes) is told from an idle one by the kernel's own account of waiting.
 //!
-//! Never looks at a clock: how much time has gone by is told.
+//! Never reads a clock: the elapsed time is an argument.
 
 /// The rate is smoothed over this time, in seconds: a large request at a small rate passes all at once, and then nothing for a while.
 const SMOOTHING_S: f64 = 0.4;

@@ -1,6 +1,7 @@
-//! Divides a rate among those who ask for it: by what they ask, and by weight where that is more than there is.
+//! Divides a rate among those who ask for it: by what they ask for if that fits, by weight if not.
 //!
-//! Never gives out more than there is, and always gives out all of it: what nobody asks for is there for who asks next, in parts by weight.
+//! Never gives out more than the rate, and always gives out all of it: what nobody asks for is
+//! divided by weight, for whoever asks next.
 
 use alloc::vec::Vec;
 

@@ -1,24 +1,28 @@
-//! Limits that somebody else keeps: which rates to tell the kernel, and when to look again.
+//! Limits that the kernel enforces: which rates to set, and when to look again.
 //!
 //! ```text
-//!                   what has passed, what waits                        rates, by member
-//!   control groups ───────────────────────────► [Pool] ──────────────────────────────► io.max
-//!                                          buckets │ division                              │
-//!   control groups ◄────────────────────────────────────────────────────── the kernel keeps them
+//!                   what has passed, what waits                     rates, by member
+//!   control groups ────────────────────────────► [Pool] ─────────────────────────────► io.max
+//!                                          buckets │ division                            │
+//!   control groups ◄─────────────────────────────────────────────────── the kernel keeps them
 //! ```
 //!
-//! A disk of weir's own is throttled request by request ([`throttle`](crate::throttle)). A control group's requests never come by here: the
-//! kernel lets them pass at four fixed rates, bytes and operations read and written. What it does not know is steered from here, by the same
-//! buckets and the same watermark:
+//! A disk of weir's own is throttled request by request ([`throttle`](crate::throttle)). The
+//! requests of a control group never pass through here: the kernel lets them pass at four fixed
+//! rates, for bytes and operations read and written. What the kernel does not have is made from
+//! here, with the same buckets and the same watermark:
 //!
-//! - **bursts** (`pool.rs`): while the bucket of a limit has room, its burst rate is what the kernel is told, and its rate afterwards. The
-//!   kernel keeps the burst rate, so when the bucket will be full at the earliest is known beforehand, and nobody needs to look before;
-//! - **limits of several** (`division.rs`): each member of a group is told a part, and so is each direction of a total. The parts add up to
-//!   the limit and never to more; they follow what is asked for, and the weights where that is too much;
-//! - **watermarks**: an [`Enforcement`](crate::throttle::Enforcement) that the controller of the device decided, applied to all of it.
+//! - **bursts** (`pool.rs`): while the bucket of a limit has room, its burst rate is set, and its
+//!   own rate afterwards. The kernel enforces the burst rate, so the earliest time at which the
+//!   bucket can be full is known, and nobody needs to look before;
+//! - **shared limits** (`division.rs`): each member of a group is given a part, and so is each
+//!   direction of a total. The parts never add up to more than the limit. They follow what is asked
+//!   for, and the weights if that exceeds the limit;
+//! - **watermarks**: an [`Enforcement`](crate::throttle::Enforcement) that the controller of the
+//!   device decided applies to all limits.
 //!
-//! Nothing that fails on the way is to leave a burst or a lifted limit behind: [`Pool::settled`] is what each member is held to by the
-//! configured limits alone, for whoever stops steering.
+//! No failure may leave a burst or a lifted limit behind: [`Pool::settled`] has the rates of each
+//! member by the configured limits alone, for whoever stops steering.
 
 mod demand;
 mod division;

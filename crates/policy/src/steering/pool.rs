@@ -1,13 +1,17 @@
-//! One set of limits and those who share it: what each may have now, and when to look again.
+//! One set of limits and the members that share it: what each may have now, and when to look again.
 //!
-//! Calling protocol: [`observe`](Pool::observe) each member when it is due, then [`decide`](Pool::decide) once, and tell the kernel the
-//! changes in the order they come; [`due`](Pool::due) says when to look at a member again. A control group alone is a pool of one.
+//! Calling protocol: [`observe`](Pool::observe) each member when it is due, then
+//! [`decide`](Pool::decide) once, and set the changes in the kernel in the order in which they
+//! come. [`due`](Pool::due) says when to look at a member again. A control group alone is a pool of
+//! one.
 //!
-//! **Why so few looks are enough.** A burst passes at its burst rate at most, because the kernel keeps that. So a bucket is full
-//! no sooner than what remains of it ÷ (burst rate − rate), and the last look before that is made exactly then. Who does nothing is looked at
-//! once a second, which is how late a beginning is noticed; and a pool without bursts that nobody shares is never looked at.
+//! **Why so few looks are enough.** The kernel enforces the burst rate. So a bucket cannot be full
+//! before what remains of it ÷ (burst rate − rate) has passed, and the last look is made exactly
+//! then. An idle member is looked at once a second, so its activity is noticed that late. A pool
+//! without bursts that nobody shares is never looked at.
 //!
-//! Never tells anybody more than the limits allow at that moment: parts add up to at most the limit, and those that fall come first.
+//! Never gives anybody more than the limits allow at that moment: parts add up to at most the
+//! limit, and rates that fall come first.
 
 use alloc::vec::Vec;
 

@@ -1,10 +1,10 @@
 //! Whether a promise can be kept: reservations against the limits and the device above them.
 //!
-//! A promise that the limits above it rule out would be broken silently, on the first busy day. So it is refused when it
-//! is made, with the figures. What is promised below a node is kept with the node, so a check costs a step for each level
-//! and not a walk over ten thousand disks.
+//! A promise that exceeds the limits above it would be broken silently, on the first busy day. So
+//! it is refused when it is made, with the figures. Each node stores the sum of the promises below
+//! it, so a check costs one step for each level, not a walk over ten thousand disks.
 //!
-//! Never looks at what is in use: a promise holds whatever the others do, or it is none.
+//! Never considers what is in use: a promise holds whatever the others do.
 
 use super::limits::{Invalid, LimitKind, Limits};
 use super::share::Share;

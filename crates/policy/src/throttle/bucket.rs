@@ -1,7 +1,9 @@
-//! A leaky bucket: how much of one kind of work has passed, and how long the next must wait; and the six of a node.
+//! A leaky bucket: how much of one kind of work has passed, and how long the next must wait; and
+//! the six of a node.
 //!
-//! The level rises by what is admitted and leaks at the configured rate. Nothing here knows the time: callers pass
-//! the instant, so the daemon, the simulator and the tests run the same arithmetic.
+//! The level rises by what is admitted and leaks at the configured rate. Nothing here knows the
+//! time: callers pass the instant, so the daemon, the simulator and the tests run the same
+//! arithmetic.
 //!
 //! ```text
 //!      add(units)             burst_rate · length ─┬─ more than full: wait
@@ -9,17 +11,20 @@
 //!          ▼                                       │
 //!     ▕▔▔▔▔▔▔▔▏                           level ───┤
 //!     ▕ level ▏──► leaks at `rate`              0 ─┴─
-//!
-//!     With a length above 1 the same units also go into a second one, which leaks at `burst_rate` and holds
-//!     `burst_rate / 10`: it spreads the burst over its length.
 //! ```
 //!
-//! Levels are whole billionths of a unit. A rate in units per second is then a leak in billionths per nanosecond,
-//! without a remainder: no rounding, no drift, and a wait that is right to the nanosecond.
+//! With a length above 1 the same units also enter a second bucket, which leaks at `burst_rate` and
+//! holds `burst_rate / 10`. It spreads the burst over its length.
 //!
-//! What is read ahead has levels of its own on top of these, and guests never wait for them (`bucket/spare.rs`).
+//! Levels are whole billionths of a unit. A rate in units per second is then a leak in billionths
+//! per nanosecond, without a remainder: no rounding, no drift, and a wait that is exact to the
+//! nanosecond.
 //!
-//! Never refuses: a request larger than the bucket is added whole and paid for by those after it.
+//! Read-ahead has levels of its own on top of these, and guests never wait for them
+//! (`bucket/spare.rs`).
+//!
+//! Never refuses: a request larger than the bucket is added whole, and the requests after it pay
+//! for it.
 
 use super::cost::Cost;
 use super::enforcement::Scale;

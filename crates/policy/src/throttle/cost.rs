@@ -1,8 +1,9 @@
 //! What a request is charged: its bytes, and the operations it counts as.
 //!
-//! Exists because merging must not change the bill: several requests that became one I/O are charged as the
-//! requests the client sent. Operations depend on `iops-size`, which may change while a request waits, so the
-//! lengths are kept and the operations worked out on admission. Never knows where on the disk a request goes.
+//! Exists because merging must not change the bill: several requests that became one I/O are
+//! charged as the requests that the client sent. Operations depend on `iops-size`, which may change
+//! while a request waits, so the lengths are kept and the operations are computed on admission.
+//! Never knows where on the disk a request goes.
 
 use alloc::boxed::Box;
 

@@ -1,7 +1,7 @@
 //! Whether a node's limits hold as they are set, more loosely, or not at all for the time being.
 //!
-//! What the watermark decides ([`crate::watermark`]) and a tree carries out. Never a setting: what a user asks for are
-//! limits, and these stay as they are meanwhile.
+//! The watermark ([`crate::watermark`]) decides it, and a tree carries it out. It is not a setting:
+//! users set limits, and those stay as they are meanwhile.
 
 /// A factor that rates are multiplied by, in thousandths. At least 1.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]

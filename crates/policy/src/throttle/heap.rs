@@ -1,11 +1,13 @@
-//! A heap whose items can be found again: the smallest key at hand, any item moved or removed in O(log n).
+//! A heap whose items can be found again: the smallest key at hand, any item moved or removed in
+//! O(log n).
 //!
-//! The standard library's heap cannot change the key of an item that is in it, which is most of what a scheduler does.
-//! Four children to an entry, keys beside the items: half the levels of a binary heap, and the four keys that are
-//! compared lie in one or two cache lines.
+//! The heap of the standard library cannot change the key of an item in it, and a scheduler does
+//! mostly that. Each entry has four children and keys stand beside the items: half the levels of a
+//! binary heap, and the four keys that are compared are in one or two cache lines.
 //!
-//! Items are small numbers, since where each stands is kept in a table. It grows to the largest item that was ever in
-//! the heap, and never shrinks. Equal keys come out in no particular order: who cares puts the order into the key.
+//! Items are small numbers, because a table keeps where each one is. The table grows to the largest
+//! item that was ever in the heap, and never shrinks. Equal keys come out in no particular order; a
+//! caller that needs one puts it into the key.
 
 use alloc::vec::Vec;
 

@@ -1,8 +1,10 @@
-//! The buckets of work that somebody else lets pass: told afterwards what has, they say how much of a burst is left.
+//! Buckets for work that somebody else admits: told afterwards what has passed, they say how much
+//! of a burst is left.
 //!
-//! A [`Tree`](super::Tree) admits requests one by one. Where the kernel does that, at rates it was told (`io.max` of a cgroup), what
-//! can be known is what has passed since the last look. The buckets are the same, and so is what they mean; only the order is another: first
-//! it is charged, then the time it took leaks out.
+//! A [`Tree`](super::Tree) admits requests one by one. Where the kernel admits them, at rates that
+//! it was given (`io.max` of a control group), only what has passed since the last look is known.
+//! The buckets and their meaning are the same, but the order is not: a charge comes first, and then
+//! the elapsed time leaks out.
 //!
 //! Never decides a rate: [`steering`](crate::steering) does.
 

@@ -1,10 +1,12 @@
-//! The limits a user may set: six rates with their bursts, and `iops-size`; their names; which of them make sense.
+//! The limits that a user may set: six rates with their bursts, and `iops-size`; their names; and
+//! which of them make sense together.
 //!
-//! Command line, config file and control protocol all speak of the same nineteen settings. They share the table
-//! here ([`Setting::ALL`]) so that a name, a range or a rule cannot differ between them.
+//! Command line, config file and control protocol have the same nineteen settings. They share the
+//! table here ([`Setting::ALL`]), so that a name, a range or a rule cannot differ between them.
 //!
-//! Values are unsigned integers: a negative, fractional or infinite limit cannot be represented, and whoever parses
-//! text refuses it there. Never silently corrects a value: what makes no sense is [`Invalid`].
+//! Values are unsigned integers: a negative, fractional or infinite limit cannot be represented,
+//! and code that parses text refuses it there. Never silently corrects a value: a wrong one is
+//! [`Invalid`].
 
 use crate::request::Direction;
 use core::fmt;

@@ -1,7 +1,7 @@
-//! A disk or a group in the tree: its settings, what waits in it, and what became of what did.
+//! A disk or a group in the tree: its settings, its waiting work, and what became of past work.
 //!
-//! Knows its own limits and nothing of its neighbours; the tree brings them together. Idle, it is a few hundred bytes
-//! and costs no time.
+//! It knows its own limits and nothing of its neighbours; the tree brings them together. An idle
+//! node takes a few hundred bytes and no time.
 
 use super::booking::demand;
 use super::bucket::Buckets;

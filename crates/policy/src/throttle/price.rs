@@ -1,11 +1,12 @@
 //! What a request costs in time, and how a large one is paid for in parts.
 //!
-//! A request of 4 MiB under 1 MB/s uses up four seconds of the limit. Charged at once it would keep everybody else
-//! waiting for four seconds; so it is paid for in slices of 90 ms, with the others' requests in between,
-//! and passes when it has paid. Each level's buckets are charged the same fraction of what the request counts there,
-//! and the fractions are kept so that the parts add up to the whole exactly.
+//! A request of 4 MiB under 1 MB/s uses up four seconds of the limit. Charged at once, it would
+//! make everybody else wait for four seconds. So it is paid for in slices of 90 ms, with the
+//! others' requests in between, and passes when it is paid. Each level's buckets are charged the
+//! same fraction of what the request counts there, and the fractions are computed so that the parts
+//! add up to the whole exactly.
 //!
-//! Never keeps anything: all of this is worked out from the request, the limits in force and what is paid already.
+//! Never stores anything: all of it follows from the request, the limits in force and what is paid.
 
 use core::ops::Range;
 

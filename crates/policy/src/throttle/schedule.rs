@@ -8,25 +8,32 @@
 //!                 ▲ virtual time follows the start tags of what is served
 //! ```
 //!
-//! **By weight**: start-time fair queueing (Goyal, Vin, Cheng, SIGCOMM 1996). A child is served at its start tag
-//! S = max(F, floor), and then F = S + cost / weight; v, the node's virtual time, is the S served last. Busy children
-//! therefore keep equal F, whatever each single request costs. One that was idle starts at the *floor*: v as it was 20 to 40 ms
-//! ago, if that is not more than 20 ms of its own cost below v. The textbook has v itself there. But a client that waits for
-//! an answer before it asks again comes just after v has moved on, and what it missed in a few milliseconds it
-//! may still have. The floor is v's, not the child's: however many come back at once, what they catch up together is what
-//! passed in that time, and who was busy meanwhile waits no longer than that.
+//! **By weight**: start-time fair queueing (Goyal, Vin, Cheng, SIGCOMM 1996). A child is served at
+//! its start tag S = max(F, floor), and then F = S + cost / weight. v, the node's virtual time, is
+//! the S that was served last. So busy children keep equal F, whatever a single request costs.
 //!
-//! **By promise**: mClock's constraint phase (Gulati, Merchant, Varman, OSDI 2010). A child with a reservation has a tag
-//! in real time, R, that is when its next request is due. Only what is served because it was due moves R on. Every service
-//! moves F on, so that what comes by promise counts towards the share by weight.
+//! A child that was idle starts at the *floor*: v as it was 20 to 40 ms ago, if that is not more
+//! than 20 ms of its own cost below v. (In the textbook the floor is v itself. But a client that
+//! waits for an answer before it sends the next request comes just after v has moved on, and may
+//! still have what it missed in a few milliseconds.) The floor is v's, not the child's. However
+//! many children return at once, together they catch up what passed in that time, and children that
+//! were busy meanwhile wait no longer than that.
 //!
-//! **Nobody starves**: promises may be worth all that the node's limits let pass, but for each hundredth part of it one
-//! turn goes by weight; and F runs ahead of v by promises only to a bound, so that who loses a promise soon has turns again.
+//! **By promise**: mClock's constraint phase (Gulati, Merchant, Varman, OSDI 2010). A child with a
+//! reservation has a tag in real time, R: when its next request is due. R moves on only when a
+//! request is served because it was due. Every service moves F on, so service by promise counts
+//! towards the share by weight.
 //!
-//! A child has one standing for both directions where these draw from a common limit, and one for each where they do not:
-//! who writes a lot under a limit on writes should not read less for it. [`Lane`] is which.
+//! **Nobody starves**: promises may be worth all that the node's limits let pass, but for each
+//! hundredth part of it one turn goes by weight. F runs ahead of v because of promises only up to a
+//! bound, so a child that loses its promise soon has turns again.
 //!
-//! Never looks at buckets: the tree offers a child when it can pass, and withdraws it when it cannot.
+//! A child has one standing for both directions if these draw from a common limit, and otherwise
+//! one for each: under a limit on writes, a child that writes much should not read less. [`Lane`]
+//! says which.
+//!
+//! Never looks at buckets: the tree offers a child when it can pass, and withdraws it when it
+//! cannot.
 
 use super::heap::Heap;
 use super::price::SLICE_NS;

@@ -1,7 +1,7 @@
-//! What a disk or a group is entitled to where its siblings want the same: a weight, and a promise.
+//! What a disk or a group is entitled to when its siblings want the same: a weight, and a promise.
 //!
-//! Exists apart from the scheduler because command line, config file and control protocol all speak of it. Never says
-//! what something gets: that depends on what the others want.
+//! It is apart from the scheduler because command line, config file and control protocol all use
+//! it. Never says what somebody gets: that depends on what the others want.
 
 use super::cost::{BILLION, Cost};
 use super::price::divide;

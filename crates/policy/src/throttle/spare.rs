@@ -1,9 +1,11 @@
-//! What is given back of the tokens that read-ahead took: the account of data that guests then found in memory.
+//! Tokens that read-ahead took and that are returned: the account of data that guests found in
+//! memory.
 //!
-//! A guest is charged for what it asks, wherever the answer comes from. What was read ahead and then asked for would so be paid for
-//! twice, once with spare tokens and once with the guest's own; the spare ones are given back.
+//! A guest is charged for what it asks for, wherever the answer comes from. Data that was read
+//! ahead and then asked for would be paid for twice: with spare tokens and with the guest's own.
+//! The spare ones are returned.
 //!
-//! Never knows whose data it was: levels are sums. Never gives back more than was taken for it.
+//! Never knows whose data it was: levels are sums. Never returns more than was taken.
 
 use super::cost::BILLION;
 

@@ -1,7 +1,8 @@
-//! What can be said of a node afterwards: what passed, what waited for how long, and what it waits for now.
+//! What can be said of a node afterwards: what passed, what waited and how long, and what it waits
+//! for now.
 //!
-//! Counting must cost next to nothing where nothing waits, so the histogram of waits exists only once something has.
-//! Never decides anything.
+//! Counting must cost almost nothing when nothing waits, so the histogram of waits is made at the
+//! first wait. Never decides anything.
 
 use super::cost::Cost;
 use super::limits::LimitKind;

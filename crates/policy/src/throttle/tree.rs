@@ -10,16 +10,16 @@
 //!             disk    disk                            leaves: what waits, in order
 //! ```
 //!
-//! Lives behind one lock that several workers take for nanoseconds. Knows no timers and no tasks: what waits is
-//! represented by the caller's own token, handed back when its time has come.
+//! It is used behind one lock, which workers hold for nanoseconds. It knows no timers and no tasks:
+//! the caller's own token represents what waits, and is returned when its time has come.
 //!
-//! Only nodes with work waiting are in any of the heaps, and each only as far up as it could pass: where a node's own
-//! limits are used up, it stands among those to be looked at again at an instant, and nowhere else. So a decision costs
-//! O(log n) for each level, n counting the busy and never the idle.
+//! Only nodes with waiting work are in any of the heaps, and only as far up as they could pass. If
+//! a node's own limits are used up, it stands among the nodes to look at again at an instant, and
+//! nowhere else. So a decision costs O(log n) for each level, where n counts the busy nodes.
 //!
-//! Never rejects, loses or reorders a request: each token comes out exactly once, through [`Admission::Admitted`],
-//! [`Decision::Admit`], [`Tree::cancel`] or [`Tree::remove`], and a disk's requests of one direction pass in the order in
-//! which they came.
+//! Never rejects, loses or reorders a request: each token comes out exactly once, through
+//! [`Admission::Admitted`], [`Decision::Admit`], [`Tree::cancel`] or [`Tree::remove`], and a disk's
+//! requests of one direction pass in the order in which they came.
 
 use super::booking::{MAX_LEVELS, Overbooked, Refused, Supply, demand};
 use super::cost::Cost;

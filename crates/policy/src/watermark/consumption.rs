@@ -1,7 +1,8 @@
-//! What those with limits took, beside what their limits would have let pass.
+//! What those with limits took, compared with what their limits would have let pass.
 //!
-//! The controller of a watermark looks at this besides the device's use: while limits are lifted and the device is short, it says how far
-//! above their limits all of them together are. The daemon's sampler and the simulator ask the same question here.
+//! The controller of a watermark uses this besides the device's use: while limits are lifted and
+//! the device is short, it says how far above their limits all of them together are. The daemon's
+//! sampler and the simulator ask the same question here.
 //!
 //! Never knows how what has passed was counted.
 

@@ -1,6 +1,6 @@
 //! From the top of a chain to its end: opens each file, reads its header, follows the names in it.
 //!
-//! Reads nothing but headers: what the tables say is looked at when the images are opened, from the other end.
+//! Reads only headers. The tables are read when the images are opened, from the other end.
 
 use std::path::{Path, PathBuf};
 

@@ -1,18 +1,22 @@
-//! From a name to an image that is ready: its format, the chain of files behind it, the keys of those that are encrypted.
+//! From a name to an image that is ready: its format, the chain of files behind it, and the keys of
+//! encrypted ones.
 //!
 //! ```text
-//!   vm1.qcow2 ──backing──► base.qcow2 ──backing──► golden.raw         from the top downwards: open, lock, read the header, next name
+//!   vm1.qcow2 ──backing──► base.qcow2 ──backing──► golden.raw      downwards: open, lock, read the header
 //!       └──data file──► vm1.data
-//!                                                                     from the bottom upwards: Qcow2::open with what is below
+//!                                                                  upwards: Qcow2::open with what is below
 //! ```
 //!
-//! Files behind an image are named by the image, and whoever made it is not trusted:
-//! - the format of a backing file is never guessed, so a guest cannot write itself another file into its disk (see
-//!   [`probe`](crate::storage::probe)); an image whose own format was guessed may name no file at all;
-//! - a name is a path and nothing else; with an [image root](crate::storage::Root) it may not lead out of it;
-//! - a chain that comes back to one of its own files, or is longer than [`LONGEST_CHAIN`], is refused.
+//! An image names the files behind it, and whoever made the image is not trusted:
+//! - the format of a backing file is never guessed, so a guest cannot write another file into its
+//!   disk (see [`probe`](crate::storage::probe)); an image whose own format was guessed may not
+//!   name any file;
+//! - a name is a path and nothing else; with an [image root](crate::storage::Root) it may not lead
+//!   out of it;
+//! - a chain that contains a file twice, or is longer than [`LONGEST_CHAIN`], is refused.
 //!
-//! Backing files are opened read-only and locked as QEMU locks them: others may read them too, and nobody may write.
+//! Backing files are opened read-only and locked as QEMU locks them: others may read them too, and
+//! nobody may write.
 
 mod chain;
 mod names;

@@ -1,7 +1,7 @@
-//! Names of files as they stand in an image: relative to the image's own directory, and nothing but paths.
+//! Names of files as an image has them: paths, relative to the image's own directory.
 //!
-//! QEMU also takes descriptions (`json:…`) and addresses (`nbd://…`) there. Those would let an image make its server connect to
-//! wherever it likes; they are refused by name.
+//! QEMU also takes descriptions (`json:…`) and addresses (`nbd://…`) there. With those, an image
+//! could make its server connect to any address, so they are refused by name.
 
 use std::path::{Path, PathBuf};
 

@@ -1,4 +1,4 @@
-//! Which passphrase is whose, and unlocking.
+//! Which passphrase belongs to which image, and unlocking.
 
 use super::chain::Level;
 use crate::{

@@ -1,6 +1,7 @@
-//! What lies below an image: naming another backing file, leaving everything to it, and noticing that it changes.
+//! What is below an image: naming another backing file, leaving all data to it, and noticing that
+//! it changes.
 //!
-//! Never reads a backing file, and never opens one: whether the disk is still the same afterwards is the caller's to see to.
+//! Never reads or opens a backing file: the caller makes sure that the disk stays the same.
 
 use std::sync::{Arc, atomic::Ordering::Relaxed};
 

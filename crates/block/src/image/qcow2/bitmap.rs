@@ -5,9 +5,9 @@
 //! ```
 //!
 //! - `directory`: directory and tables, from bytes to meaning and back.
-//! - `bits`: what one marks, in memory; `live`: the same while it is being added to.
-//! - `change`: what becomes of them on an open image.
-//! - `record`: those that take down what is written, from the opening of an image to its close.
+//! - `bits`: what one marks, in memory; `live`: the same while marks are being added.
+//! - `change`: changes to the bitmaps of an open image.
+//! - `record`: bitmaps that record writes, from the opening of an image to its close.
 //! - `view`: what a bitmap marks, asked range by range.
 
 mod bits;

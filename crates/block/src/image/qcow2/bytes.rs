@@ -1,7 +1,8 @@
 //! Pieces of the file that hold metadata, read and written as plain bytes.
 //!
-//! What lies past the end of the file reads as zeroes: QEMU leaves the last cluster of a new image half written, and expects that.
-//! How much is read is the caller's to bound; nothing here believes a number in an image.
+//! Beyond the end of the file everything reads as zeroes: QEMU leaves the last cluster of a new
+//! image half written, and expects that. The caller bounds how much is read; nothing here trusts a
+//! number in an image.
 
 use super::{Invalid, header::Header};
 use crate::{

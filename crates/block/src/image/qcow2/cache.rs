@@ -5,13 +5,16 @@
 //!                                                             │ each an atomic pointer to a slice
 //! ```
 //!
-//! A slice is `l2-cache-entry-size` bytes of an L2 table. A set is what slices whose numbers are alike compete for; of its slices the one not used
-//! for longest makes room. As neighbouring slices lie in different sets, a disk whose slices all fit never loses one.
+//! A slice is `l2-cache-entry-size` bytes of an L2 table. Slices with the same number modulo the
+//! number of sets compete for one set; the least recently used of them makes room. Neighbouring
+//! slices are in different sets, so a disk whose slices all fit never loses one.
 //!
-//! Readers load a pointer and entries. Everything that changes the cache (loading, evicting, changing entries) is done by whoever holds the image's
-//! [`Pending`](super::writeback::Pending), which is a lock held for nanoseconds.
+//! Readers load a pointer and entries. Everything that changes the cache (loading, evicting,
+//! changing entries) is done by whoever holds the image's [`Pending`](super::writeback::Pending), a
+//! lock that is held for nanoseconds.
 //!
-//! Never evicts a slice whose changes are not in the file, and never reads or writes the file itself.
+//! Never evicts a slice whose changes are not in the file, and never reads or writes the file
+//! itself.
 
 use std::sync::{
     Arc,

@@ -1,4 +1,5 @@
-//! How large the two metadata caches are: the settings with QEMU's names, and what they come to for an image.
+//! How large the two metadata caches are: the settings with QEMU's names, and the sizes that follow
+//! for an image.
 //!
 //! Source of defaults and rules: QEMU's docs/qcow2-cache.txt.
 

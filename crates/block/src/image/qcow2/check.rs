@@ -1,22 +1,25 @@
-//! Whether an image is consistent, and what can be done about it where it is not: `qemu-img check`.
+//! Whether an image is consistent, and how to repair one that is not: `qemu-img check`.
 //!
 //! ```text
-//!   walk everything that is referred to, counting ─► compare with the refcounts ─► compare the COPIED flags
-//!     drop what points nowhere                         correct, or make anew         correct
+//!   count all references ─► compare with the refcounts ─► compare the COPIED flags
+//!     drop what points nowhere      correct, or make anew         correct
 //! ```
 //!
 //! - `counts`: how often each cluster is referred to.
-//! - `walk`: header, L1 and L2 tables; `others`: snapshots, bitmaps, the LUKS header; `completing`: a better snapshot table.
+//! - `walk`: header, L1 and L2 tables; `others`: snapshots, bitmaps, the LUKS header; `completing`:
+//!   a complete snapshot table.
 //! - `refcounts`: the refcounts in the file against those counted; `rebuild`: new ones.
 //! - `copied`: the flags by which a cluster may be written in place.
 //!
-//! Works on the storage itself, without opening the image: nothing else may use it meanwhile. Everything in it is doubted. Memory and time
-//! grow with what is in the file, not with what its numbers claim: a table is walked once, however many refer to it.
+//! Works on the storage itself, without opening the image: nothing else may use it meanwhile.
+//! Nothing in it is trusted. Memory and time grow with what is in the file, not with what its
+//! numbers claim: a table is read once, however many entries refer to it.
 //!
-//! Order of repairs: references that point nowhere are dropped and the refcounts raised before anything is lowered, each with a flush between.
-//! So an interrupted repair leaves at most what it found, and leaks.
+//! Order of repairs: references that point nowhere are dropped and refcounts are raised before
+//! anything is lowered, with a flush between. So an interrupted repair leaves at most the damage
+//! that it found, and leaks.
 //!
-//! Never frees what it does not understand: where a part could not be read, leaks stay leaks.
+//! Never frees what it does not understand: if a part could not be read, leaks stay leaks.
 
 mod completing;
 mod copied;

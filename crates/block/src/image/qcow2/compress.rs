@@ -1,15 +1,19 @@
 //! Compressed clusters: one cluster of guest data to bytes, and back.
 //!
-//! What comes out of an image is hostile: the stream may be cut off, damaged, or of the kind that unpacks to gigabytes. Decompression
-//! fills exactly one cluster, of memory that the caller has, and takes no more than a few megabytes of its own.
+//! Data from an image is hostile: the stream may be cut off, damaged, or unpack to gigabytes.
+//! Decompression fills exactly one cluster of the caller's memory, and takes no more than a few
+//! megabytes of its own.
 //!
-//! zlib means raw deflate without a header, with a window of 4 KiB, because QEMU's reader accepts no farther reach. Behind the stream lies
-//! whatever was in the file: sizes are counted in sectors. Each thread keeps its contexts, since making one costs more than a small cluster.
+//! zlib means raw deflate without a header, with a window of 4 KiB, because QEMU's reader accepts
+//! no larger one. Behind the stream there may be any bytes, because sizes are counted in sectors.
+//! Each thread keeps its contexts, since making one costs more than a small cluster.
 //!
-//! Packing 64 KiB takes a hundred microseconds and more, unpacking tens, and the largest cluster 32 times that: not on a reactor, but through
+//! Packing 64 KiB takes a hundred microseconds or more, unpacking tens of them, and the largest
+//! cluster 32 times that. So it does not run on a reactor, but through
 //! [`blocking`](crate::reactor::blocking).
 //!
-//! Source: QEMU's docs/interop/qcow2.rst, "Compressed Clusters" and "Compression type"; the limits of zstd, RFC 8878.
+//! Source: QEMU's docs/interop/qcow2.rst, "Compressed Clusters" and "Compression type"; the limits
+//! of zstd, RFC 8878.
 
 use std::cell::RefCell;
 

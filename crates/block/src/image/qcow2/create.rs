@@ -1,14 +1,16 @@
-//! The metadata of a new image, and the room for what is preallocated.
+//! The metadata of a new image, and the space for preallocated clusters.
 //!
 //! ```text
 //!   header │ refcount table │ refcount blocks │ L1 table │ LUKS header │ L2 tables │ guest data
 //!                                                                        └── with preallocation ──┘
 //! ```
 //!
-//! Everything has its place before the first byte is written, so each cluster is written once and in order. The header comes last, after
-//! a flush, and its first sector last of all: a creation that is interrupted leaves no image, and never half of one.
+//! Everything has its place before the first byte is written, so each cluster is written once and
+//! in order. The header comes last, after a flush, and its first sector last of all. So an
+//! interrupted creation leaves no image, and never half of one.
 //!
-//! Never asks what was in the storage before, and relies on none of it. Never opens a backing file: its size is the caller's to know.
+//! Never relies on what was in the storage before. Never opens a backing file: the caller knows its
+//! size.
 
 mod layout;
 mod rules;

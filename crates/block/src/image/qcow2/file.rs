@@ -1,6 +1,8 @@
-//! The file that an image is in: metadata read and written as bytes, room made behind the last cluster, the header kept.
+//! The file that an image is in: metadata read and written as bytes, space added behind the last
+//! cluster, the header kept.
 //!
-//! Also where it is noted that an image is corrupt: from then on nothing writes to it, and its header says so.
+//! It also records that an image is corrupt: from then on nothing writes to it, and its header says
+//! so.
 
 use std::sync::{
     Mutex, MutexGuard, PoisonError,

@@ -1,15 +1,16 @@
-//! What the fuzz targets do with an image of any bytes, and what has to hold whatever they are.
+//! What the fuzz targets do with an image of any bytes, and what must hold whatever they are.
 //!
 //! | | Done | Holds |
 //! | --- | --- | --- |
-//! | [`check()`] | checked and repaired | it ends; what a repair calls consistent is |
+//! | [`check()`] | checked and repaired | it ends; an image that a repair calls consistent is consistent |
 //! | [`open`] | opened, with everything it keeps; looked at from end to end | it ends; block status covers the disk |
-//! | [`lookup`] | read, written, zeroed, discarded, resized, with snapshots taken and deleted | what is written is read; what was consistent stays so |
+//! | [`lookup`] | read, written, zeroed, discarded, resized, with snapshots taken and deleted | a read returns what was written; a consistent image stays consistent |
 //!
-//! Here and not in `fuzz/`, because tests run the same on damaged images for a moment on every change. Everything lies in memory, on a simulated
-//! reactor that panics where tasks wait for nothing.
+//! It is here and not in `fuzz/`, because tests run the same checks on damaged images for a moment
+//! on every change. Everything is in memory, on a simulated reactor that panics if tasks wait for
+//! nothing.
 //!
-//! Never derives a key: that is slow on purpose. Encrypted images get one that fits nothing.
+//! Never derives a key: that is slow on purpose. Encrypted images get a key that does not fit.
 
 #[cfg(test)]
 mod tests;

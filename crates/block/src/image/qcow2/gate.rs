@@ -1,18 +1,19 @@
-//! Who is inside: a count of requests in flight that costs them no line of memory shared between threads.
+//! Who is inside: a count of requests in flight that shares no cache line between threads.
 //!
 //! ```text
-//!   enter ─► counts in its thread's slot, under the generation in force ─► … ─► leaves the slot it counted in
+//!   enter ─► counts in its thread's slot, under the current generation ─► … ─► leaves the slot it counted in
 //!   settle:  changes the generation, waits until all slots' counts of the old one are zero
 //!   close:   keeps newcomers out, settles both generations; dropping the result lets them in again
 //! ```
 //!
-//! Two things need it. A cluster that is given back may still be read or written by requests that looked it up before: it is used again only
-//! when they have left ([`Gate::settle`]). And what changes the whole image at once (a snapshot, a resize) wants nobody inside
-//! ([`Gate::close`]).
+//! Two things need it. Requests that looked up a cluster earlier may still read or write it after
+//! it is released; it is used again only when they have left ([`Gate::settle`]). And a change of
+//! the whole image (a snapshot, a resize) needs nobody inside ([`Gate::close`]).
 //!
-//! Why nobody slips through: who enters counts first and looks at the state again afterwards; who settles changes the state first and
-//! reads the counts afterwards. All four are sequentially consistent, so either the one sees the new state and leaves, or the other sees
-//! the count.
+//! Why nobody slips through: whoever enters counts first and looks at the state again afterwards;
+//! whoever settles changes the state first and reads the counts afterwards. All four accesses are
+//! sequentially consistent. So either the one sees the new state and leaves, or the other sees the
+//! count.
 
 use std::sync::atomic::{
     AtomicUsize,

@@ -1,11 +1,14 @@
 //! The header of a qcow2 image: its first cluster, from bytes to [`Header`] and back.
 //!
-//! Every byte comes from whoever made the image, so everything that can be checked without reading further is checked here, and what comes
-//! out can be relied upon: sizes are in range, tables are aligned and below the largest offset, names fit.
+//! Every byte comes from whoever made the image. So everything that can be checked without reading
+//! further is checked here, and the result can be relied upon: sizes are in range, tables are
+//! aligned and below the largest offset, names fit.
 //!
-//! Never looks at the file behind the bytes: whether a table lies inside it is for whoever reads the table.
+//! Never looks at the file behind the bytes: whoever reads a table checks that it is inside the
+//! file.
 //!
-//! Source: QEMU's docs/interop/qcow2.rst, "Header"; the limits that go beyond it are QEMU's own, so that it can open what weir makes.
+//! Source: QEMU's docs/interop/qcow2.rst, "Header"; the limits beyond it are QEMU's own, so that
+//! QEMU can open what weir makes.
 
 use super::Invalid;
 

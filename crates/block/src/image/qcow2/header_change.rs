@@ -1,8 +1,9 @@
 //! A changed header that leaves everything else where the file has it.
 //!
-//! Whoever made the image chose the header's length, the order of its extensions and where the backing file's name stands. Were they moved by
-//! every change, a power failure could leave a first sector that leads to a name in the second which is not there yet. So numbers are changed
-//! in place, in the first sector; only who changes a name, or adds an extension, gets a new layout.
+//! Whoever made the image chose the header's length, the order of its extensions and the place of
+//! the backing file's name. If every change moved them, a power failure could leave a first sector
+//! that leads to a name in the second sector that is not there yet. So numbers are changed in
+//! place, in the first sector. Only a change of a name, or a new extension, makes a new layout.
 
 use super::{
     Invalid,

@@ -1,6 +1,8 @@
-//! The active L1 table, all of it in memory: 8 bytes for each L2 table, 160 KiB for 10 TiB of 64 KiB clusters.
+//! The active L1 table, all of it in memory: 8 bytes for each L2 table, 160 KiB for 10 TiB of 64
+//! KiB clusters.
 //!
-//! Entries are valid, having been checked when they were read. Changed by whoever holds the image's `Pending`.
+//! Entries are valid, because they were checked when they were read. Whoever holds the image's
+//! `Pending` may change them.
 
 use std::sync::atomic::{
     AtomicU64,

@@ -1,10 +1,12 @@
 //! From a place on the disk to a place in the file.
 //!
 //! ```text
-//!   guest offset ─► L1 entry (memory) ─► slice of the L2 table (cache) ─► entry ─► piece: so many bytes, alike and contiguous
+//!   guest offset ─► L1 entry (memory) ─► slice of the L2 table (cache) ─► entry
+//!                ─► piece: so many bytes, alike and contiguous
 //! ```
 //!
-//! A piece that the cache knows is found without waiting; else its slice is loaded once, whoever else waits for it too.
+//! A piece in the cache is found without waiting. Otherwise its slice is loaded once, also if
+//! several requests wait for it.
 
 use std::sync::Arc;
 

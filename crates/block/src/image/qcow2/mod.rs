@@ -1,26 +1,31 @@
-//! qcow2, QEMU's copy-on-write format: written from its specification (QEMU's docs/interop/qcow2.rst).
+//! qcow2, QEMU's copy-on-write format: written from its specification (QEMU's
+//! docs/interop/qcow2.rst).
 //!
 //! ```text
-//!   read, write, zero, status ─► lookup ─► l1 ─► cache ─► entry          where a guest's bytes are
+//!   read, write, zero, status ─► lookup ─► l1 ─► cache ─► entry      where a guest's bytes are
 //!          │                       │
 //!          ▼                       ▼
-//!   refcounts, overlap      writeback ─► file ─► header                  what is free; what reaches the file, and when
+//!   refcounts, overlap      writeback ─► file ─► header              what is free; what is written, and when
 //! ```
 //!
 //! - `header`, `entry`: the numbers in the file, and what they mean. Pure.
-//! - `open`: what is checked and read before the first request. `bytes`: the same for who does not open an image.
+//! - `open`: what is checked and read before the first request. `bytes`: the same for callers that
+//!   do not open an image.
 //! - `create`: the metadata of a new image.
-//! - `compress`, `luks`: what becomes of a cluster's bytes on their way. Pure.
-//! - `gate`: who is inside, so that nothing is used again or changed as a whole under their feet.
+//! - `compress`, `luks`: how a cluster's bytes are changed on their way. Pure.
+//! - `gate`: who is inside, so that nothing is reused or changed as a whole while requests use it.
 //! - `check`: whether an image is consistent, and repairs, without opening it.
 //! - `snapshot`, `bitmap`: what else an image keeps.
 //! - `fuzzing`: what the fuzz targets do with images of any bytes.
-//! - `quiet`: changes to an image as a whole, with nobody inside; `resize`, `preallocate`, `backing`, and the end, [`Qcow2::close`].
+//! - `quiet`: changes to an image as a whole, with nobody inside; `resize`, `preallocate`,
+//!   `backing`, and the end, [`Qcow2::close`].
 //!
-//! Order of locks, of which a task may hold several: pass of the gate, guest range, L2 table or slice, writing, refcounts, file; `Pending` and the state
-//! of the refcounts are held for nanoseconds and inside all of them.
+//! Order of locks, of which a task may hold several: pass of the gate, guest range, L2 table or
+//! slice, writing, refcounts, file. `Pending` and the state of the refcounts are held for
+//! nanoseconds, inside all of them.
 //!
-//! An image is hostile input: every offset, size and count is checked before it is used, and what is wrong is said with its place.
+//! An image is hostile input: every offset, size and count is checked before it is used, and an
+//! error names the place.
 
 mod backing;
 pub mod bitmap;

@@ -1,6 +1,7 @@
 //! The numbers of a refcount block, of 1 to 64 bits: how one is read, and how it is written.
 //!
-//! Below a byte, the first of them is in the lowest bits; from two bytes on, the high byte comes first.
+//! Numbers of less than a byte start at the lowest bits; those of two bytes or more have the high
+//! byte first.
 //!
 //! Source: QEMU's docs/interop/qcow2.rst, "Host cluster management".
 

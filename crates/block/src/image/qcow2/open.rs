@@ -1,7 +1,8 @@
 //! Opening an image: what is checked before the first request, and what is read.
 //!
-//! Read are the header, the L1 table and the refcount table: 8 bytes for each L2 table and refcount block, so an image of any size opens at once.
-//! Everything else is read, and checked, when it is needed.
+//! It reads the header, the L1 table and the refcount table: 8 bytes for each L2 table and refcount
+//! block, so an image of any size opens at once. Everything else is read, and checked, when it is
+//! needed.
 
 use std::sync::{
     Arc, Mutex,

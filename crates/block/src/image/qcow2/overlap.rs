@@ -1,9 +1,11 @@
-//! Where metadata lies in the file, so that no guest data is ever written over it.
+//! Where metadata is in the file, so that guest data is never written over it.
 //!
-//! A valid image never tries. One whose refcounts or mapping were damaged or forged does, and a guest that could write into an L2 table could
-//! read the whole file. So every cluster that is handed out, and every cluster that guest data goes to, is looked up here.
+//! A valid image never leads there. One whose refcounts or mapping were damaged or forged does, and
+//! a guest that could write into an L2 table could read the whole file. So every cluster that is
+//! allocated, and every cluster that guest data goes to, is looked up here.
 //!
-//! Looking takes no lock; adding copies the set, which happens once for each table or block that an image gets.
+//! A lookup takes no lock. Adding copies the set, which happens once for each table or block that
+//! an image gets.
 
 use std::{
     collections::HashSet,

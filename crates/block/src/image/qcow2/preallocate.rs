@@ -1,7 +1,8 @@
-//! Room for a part of the disk that has none, before it is written.
+//! Space for a part of the disk that has none, before it is written.
 //!
-//! As in a new image that is preallocated: clusters get places that read as zeroes. Where that cannot be told by what is in the file, since it is
-//! encrypted or hides a backing file's bytes, the entry says that the cluster is zero and has its place all the same.
+//! As in a preallocated new image, clusters get places that read as zeroes. If the content of the
+//! file cannot read as zeroes, because it is encrypted or a backing file has other bytes there, the
+//! entry says that the cluster is zero and has a place.
 //!
 //! Never touches clusters that have a place already.
 

@@ -1,4 +1,4 @@
-//! Changes to an image as a whole, and what they are made of: nobody inside, nothing unwritten.
+//! Changes to an image as a whole, and their common parts: nobody inside, nothing unwritten.
 
 use std::{ops::Range, sync::atomic::Ordering::Release};
 

@@ -1,4 +1,4 @@
-//! Reading: from pieces in the file, its backing file, and nowhere.
+//! Reading: from pieces in the file, from its backing file, or as zeroes.
 
 use std::sync::atomic::Ordering::Relaxed;
 

@@ -1,17 +1,20 @@
-//! Which clusters of the file are in use: the refcount table and its blocks, and the search for free clusters.
+//! Which clusters of the file are in use: the refcount table and its blocks, and the search for
+//! free clusters.
 //!
 //! ```text
-//!   refcount table ─► refcount block ─► a number for each cluster: 0 free, 1 used once, more: shared with snapshots
-//!     (in memory)       (some in memory, the rest in the file)
+//!   refcount table ─► refcount block ─► a number for each cluster: 0 free, 1 used once, more: shared
+//!     (in memory)       (some in memory, the rest in the file)                    with snapshots
 //! ```
 //!
-//! Numbers rise in memory when a cluster is taken and reach the file before anything that refers to the cluster does
-//! ([`writeback`](super::writeback)); they fall only when nothing in the file refers to it any more. So a crash leaves numbers that are too
-//! high and never too low. A block may therefore be written at any time, and is, when others need its room.
+//! Numbers rise in memory when a cluster is taken, and reach the file before anything that refers
+//! to the cluster does ([`writeback`](super::writeback)). They fall only when nothing in the file
+//! refers to the cluster any more. So a crash leaves numbers that are too high and never too low. A
+//! block may therefore be written at any time, and is written when others need its space.
 //!
 //! One task at a time searches or changes; the others wait for their turn.
 //!
-//! Never hands out a cluster that metadata lies in, even if the numbers say that it is free: an image that is wrong there is found corrupt.
+//! Never allocates a cluster with metadata, even if the numbers say that it is free: such an image
+//! is marked as corrupt.
 
 use std::{
     collections::{BTreeMap, BTreeSet},

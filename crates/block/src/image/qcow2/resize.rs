@@ -1,7 +1,8 @@
 //! Another size for the disk.
 //!
-//! Growing needs an L1 table with more entries: a new one is written elsewhere, and the header changes to it in one sector. Shrinking gives
-//! back what lies behind the new end first, and keeps the table. Bitmaps get the size of the disk.
+//! Growing needs an L1 table with more entries: a new one is written elsewhere, and the header
+//! changes to it in one sector. Shrinking first releases what is behind the new end, and keeps the
+//! table. Bitmaps get the size of the disk.
 
 use super::{
     Qcow2, bytes,

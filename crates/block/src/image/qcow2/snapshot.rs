@@ -2,12 +2,12 @@
 //!
 //! ```text
 //!   header ─► snapshot table ─► entry ─► L1 table ─► L2 tables ─► guest clusters
-//!                             └ entry ─► L1 table ─┘   shared, with a refcount for each L1 table that reaches them
+//!                             └ entry ─► L1 table ─┘   shared: a refcount for each L1 table that leads there
 //! ```
 //!
 //! - `table`: the snapshot table, from bytes to meaning and back.
 //! - `change`: taking one, going back to one, deleting one, on an open image.
-//! - `reach`: everything that an L1 table leads to, and the refcounts and flags of it.
+//! - `reach`: everything that an L1 table leads to, with its refcounts and flags.
 
 mod change;
 mod reach;

@@ -1,4 +1,5 @@
-//! What a disk is made of: for NBD's block status, and for `weir image map`.
+//! Which parts of a disk are data, zeroes or unallocated: for NBD's block status, and for
+//! `weir image map`.
 
 use super::{
     Qcow2,

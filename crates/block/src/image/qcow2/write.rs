@@ -1,15 +1,17 @@
-//! Writing: in place where the cluster is the disk's own, else into new clusters, completed with what was there.
+//! Writing: in place if the cluster belongs only to this disk, otherwise into new clusters,
+//! completed with the old content.
 //!
 //! ```text
 //!   guest    │░░░░░░░░▓▓▓▓▓▓│▓▓▓▓▓▓▓▓▓▓▓▓▓▓│▓▓▓▓░░░░░░░░░░│      ▓ written   ░ read from below, only that
 //!   file     │░░░░░░░░▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓░░░░░░░░░░│      one write into neighbouring clusters
 //! ```
 //!
-//! An allocating write holds its guest clusters exclusively from looking up what they are until they are linked: two of them in one cluster
-//! wait for each other, in different ones not. The link is the last thing it does, so who reads meanwhile sees what was there before.
+//! An allocating write holds its guest clusters exclusively, from the lookup until they are linked.
+//! Two of them in one cluster wait for each other; in different clusters they do not. The link is
+//! the last step, so a concurrent read sees the old content.
 //!
-//! Every write is a task of its own: a client that goes away leaves it to its end, since a write that the kernel finishes late must not find
-//! its cluster in other hands.
+//! Every write is a task of its own: if a client goes away, its write still completes, because a
+//! write that the kernel finishes late must not find its cluster in other hands.
 
 use super::{
     Invalid, Qcow2, compress,

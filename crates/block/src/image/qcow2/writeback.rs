@@ -1,21 +1,24 @@
 //! What has changed in memory, and the order in which it reaches the file.
 //!
 //! ```text
-//!   1  refcount blocks │ slices of L2 tables that nothing in the file refers to yet     (data was written before)
+//!   1  refcount blocks │ slices of L2 tables that nothing in the file refers to yet   (data was written before)
 //!      ── flush, of the data file too ──
 //!   2  refcount table entries of new blocks, if any    ── flush ──
 //!   3  slices of other L2 tables │ L1 entries of the new ones
 //!      ── flush ──
-//!   4  what the file referred to until now may be given back, once those who still read it have left
+//!   4  what the file no longer refers to may be released, once its readers have left
 //! ```
 //!
-//! So whatever the file refers to is there: a crash between any two of these writes, or in the middle of one (entries are written in the
-//! sectors that hold them), leaves an image in which every entry is the old one or the new one, and both are right. Clusters whose number is
-//! too high are the worst that can remain.
+//! So everything that the file refers to is there. A crash between any two of these writes, or
+//! within one (entries are written in the sectors that hold them), leaves an image in which every
+//! entry is the old one or the new one, and both are right. At worst, some clusters keep a number
+//! that is too high.
 //!
-//! All that has changed is written together. That happens when a client flushes, when a slice needs room, and at the end.
+//! All changes are written together: when a client flushes, when a slice needs room, and at the
+//! end.
 //!
-//! Never holds the lock of [`Pending`] across an await, nor gives a cluster back whose old place the file may still refer to.
+//! Never holds the lock of [`Pending`] across an await. Never releases a cluster that the file may
+//! still refer to.
 
 use std::{
     collections::{BTreeSet, HashMap},

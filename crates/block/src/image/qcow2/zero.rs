@@ -1,12 +1,13 @@
-//! Zeroes and discards: whole clusters by a change of their entries, what is left at the edges by writing.
+//! Zeroes and discards: whole clusters by a change of their entries, the edges by writing.
 //!
 //! | | cluster that had data | cluster that had none |
 //! | --- | --- | --- |
-//! | zeroes, may unmap | reads as zeroes, its room is given back | reads as zeroes |
-//! | zeroes | reads as zeroes, keeps its room | reads as zeroes |
-//! | discard | as zeroes that may unmap where there is a backing file; else as if never written | nothing |
+//! | zeroes, may unmap | reads as zeroes, its space is released | reads as zeroes |
+//! | zeroes | reads as zeroes, keeps its space | reads as zeroes |
+//! | discard | as zeroes that may unmap if there is a backing file; else as if never written | nothing |
 //!
-//! Version 2 has no entry for zeroes: there they are written, or, without a backing file, the cluster is as if never written.
+//! Version 2 has no entry for zeroes: there they are written, or, without a backing file, the
+//! cluster is as if never written.
 
 use super::{
     Qcow2,

@@ -1,4 +1,4 @@
-//! A chunk's data, or the wait for it: what every worker has who met it on its way.
+//! A chunk's data, or the wait for it, as shared by all workers that use it.
 
 use std::sync::OnceLock;
 

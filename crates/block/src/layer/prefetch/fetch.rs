@@ -1,6 +1,7 @@
 //! The task that reads ahead: one range of the disk, as far as it has data, into chunks.
 //!
-//! It belongs to the worker that began it and ends with it: a task that is dropped tells everybody who waits for its data to read it himself.
+//! It belongs to the worker that started it, and ends with it. When the task is dropped, everybody
+//! who waits for its data is told to read it from the image.
 
 use std::{
     future::Future,

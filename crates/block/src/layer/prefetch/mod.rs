@@ -1,21 +1,25 @@
-//! The prefetch layer: reads are answered from memory where what they ask for was read ahead, and more is read ahead of those who read in sequence.
+//! The prefetch layer: answers reads from memory if their data was read ahead, and reads ahead of
+//! sequential readers.
 //!
 //! ```text
-//!   read ──► policy::prefetch::Cache ── found ────► copy it out of its chunk, waiting for those on their way      chunk.rs
+//!   read ──► policy::prefetch::Cache ── found ────► copy it out of its chunk, or wait for it    chunk.rs
 //!               │        │
 //!               │        └─ missing ──► image
-//!               └─ Ahead ──► a task: image ──► chunk                                                              fetch.rs
+//!               └─ Ahead ──► a task: image ──► chunk                                            fetch.rs
 //!
-//!   write ──► what it overlaps is found no more ──► image ──► may be read ahead again
+//!   write ──► what it overlaps is not found any more ──► image ──► may be read ahead again
 //! ```
 //!
-//! What to read ahead and what to keep is decided in `policy`, behind a lock that is held for a decision and never across an `.await`. Data lies in
-//! chunks that all workers share; a guest gets a copy, so that memory is given back when the cache lets go of it and not when the slowest client has
-//! read his answer.
+//! `policy` decides what to read ahead and what to keep, behind a lock that is held for a decision
+//! and never across an `.await`. The data is in chunks that all workers share. A guest gets a copy,
+//! so that memory is freed when the cache drops it, and not when the slowest client has read its
+//! answer.
 //!
-//! A read-ahead that fails is not heard of: who wants the data reads it himself, and sees what the image says.
+//! A read-ahead that fails is not reported. Whoever wants the data reads it from the image and gets
+//! the image's error.
 //!
-//! Never caches what was asked for, only what was read ahead; never delays a read for a read-ahead but for the one that brings its own data.
+//! Never caches data that was asked for, only data that was read ahead. Never delays a read for a
+//! read-ahead, except for the one that brings its own data.
 
 mod chunk;
 mod fetch;

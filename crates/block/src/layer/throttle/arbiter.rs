@@ -1,6 +1,8 @@
-//! The arbiter of one tree of groups and disks: policy's decisions behind a lock, and who is to be woken by them.
+//! The arbiter of one tree of groups and disks: policy's decisions behind a lock, and whom they
+//! wake.
 //!
-//! There is one for each group that is in no other, and one for each disk without a group: disks that share no limit share no lock.
+//! There is one for each group that is in no other group, and one for each disk without a group:
+//! disks that share no limit share no lock.
 //!
 //! ```text
 //!   ask ─┐                     ┌─ admitted waiters, BATCH at a time ──► woken, the lock released
@@ -8,10 +10,12 @@
 //!   timer┘                     └─ "nothing before t" ──► t, if no timer fires by then: the caller arms one
 //! ```
 //!
-//! Takes the time as an argument and gives timers back as instants, so that the model check runs it without a reactor. The lock is held for
-//! a decision or a batch of them, never across an `.await`, never while a task is woken.
+//! It takes the time as an argument and returns timers as instants, so that the model check runs it
+//! without a reactor. The lock is held for a decision or a batch of them, never across an `.await`,
+//! never while a task is woken.
 //!
-//! Never loses a request: what leaves policy is admitted, or goes to the seat that moves or cancels it.
+//! Never loses a request: what leaves policy is admitted, or goes to the seat that moves or cancels
+//! it.
 
 use std::{
     collections::{HashMap, hash_map::DefaultHasher},

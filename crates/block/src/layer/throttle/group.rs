@@ -1,9 +1,10 @@
 //! A group by name: limits that several disks, or several groups, keep together.
 //!
-//! Groups nest: a disk's request passes its own limits, its group's, and those of every group above, and all of them hold at once. A group lives
-//! as long as something is in it, or somebody knows it.
+//! Groups nest: a disk's request passes its own limits, its group's, and those of every group
+//! above, and all of them hold at once. A group lives as long as it has members, or somebody holds
+//! it.
 //!
-//! Never knows which disks are in it, apart from their number: a disk knows its group.
+//! Never knows which disks are in it, only their number: a disk knows its group.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 

@@ -1,6 +1,8 @@
-//! A disk's side of throttling: its own settings, the group it is in, and the wait of each of its requests.
+//! A disk's side of throttling: its own settings, the group it is in, and the wait of each of its
+//! requests.
 //!
-//! Never reorders a disk's requests of one direction, and never drops one: a request whose task is dropped takes itself back.
+//! Never reorders a disk's requests of one direction, and never drops one. A request whose task is
+//! dropped withdraws itself.
 
 use std::sync::Arc;
 

@@ -1,22 +1,24 @@
-//! The throttle layer: requests wait here until the limits of their disk, and of every group above it, let them pass.
+//! The throttle layer: requests wait here until the limits of their disk, and of every group above
+//! it, let them pass.
 //!
 //! ```text
 //!   request ──► no limit on the way up? ─────────────────► pass          seat.rs: one atomic load
 //!                  │ there is
 //!                  ▼
-//!             lock the tree ─► may pass now ─────────────► pass          arbiter.rs, policy::throttle::Tree
+//!             lock the tree ─► may pass now ─────────────► pass          arbiter.rs, policy's Tree
 //!                  │ must wait
 //!                  ▼
-//!             task sleeps ◄── woken by: the tree's timer │ new settings │ another admission      waiter.rs
+//!             task sleeps ◄── woken by: the tree's timer │ new settings │ another admission  waiter.rs
 //! ```
 //!
-//! Disks of one tree may run on several threads. They share the decision state behind a lock that is held for a decision, never across an
-//! `.await` and never while a task is woken; a tree has at most one timer that matters (`timer`), armed by whichever thread first sees that somebody
-//! has to wait. A request waits to be told that it is admitted, never for a time to pass: so whatever changes, limits, shares, watermarks, the
-//! group it is in, holds for it at once.
+//! Disks of one tree may run on several threads. They share the state of the decisions behind a
+//! lock that is held for a decision, never across an `.await` and never while a task is woken. A
+//! tree has at most one timer that matters (`timer`), armed by the thread that first sees somebody
+//! wait. A request waits to be told that it is admitted, never for a time to pass. So a change of
+//! limits, shares, watermarks or its group applies to it at once.
 //!
-//! What the prefetch layer reads ahead is not a request: it asks the same tree whether there are tokens to spare ([`Member::spare`]), never waits for them
-//! and never has anybody wait.
+//! Read-ahead is not a request: it asks the same tree whether there are spare tokens
+//! ([`Member::spare`]). It never waits for them and never makes anybody wait.
 //!
 //! | | |
 //! | --- | --- |
@@ -26,7 +28,7 @@
 //! | `waiter` | the handshake between a waiting request and its admission |
 //! | `timer` | the only part that sleeps |
 //!
-//! `waiter`, `arbiter` and `seat` know no reactor; every interleaving of them is tried in `tests/model`.
+//! `waiter`, `arbiter` and `seat` know no reactor; `tests/model` tries every interleaving of them.
 
 mod arbiter;
 mod group;

@@ -1,16 +1,18 @@
-//! A disk's seat in a tree: where its requests ask, and how it is moved to another tree while some of them wait.
+//! A disk's seat in a tree: where its requests ask, and how it moves to another tree while some of
+//! them wait.
 //!
 //! ```text
 //!   ask, cancel ──► the seat's lock ──► the arbiter's lock ──► the waiter's lock
 //!   move ─────────► the seat's lock ──► both arbiters' locks, the older first ──► the waiters' locks
 //! ```
 //!
-//! Locks are always taken from left to right, so nobody waits for somebody who waits for him. A request that asks or gives up holds the seat's
-//! lock until it holds the arbiter's, so a move is either before it or after it. A request that waits is in exactly one tree's queue, or has been
-//! taken out by whoever is about to admit it; the waiter knows which ([`Position`]), so that giving up after a move takes back the right
-//! one and nobody else's.
+//! Locks are always taken from left to right, so there is no deadlock. A request that asks or gives
+//! up holds the seat's lock until it holds the arbiter's, so a move is either before it or after
+//! it. A waiting request is in exactly one tree's queue, or has been taken out by whoever is about
+//! to admit it. The waiter knows which ([`Position`]), so that giving up after a move withdraws the
+//! right request from the right tree.
 //!
-//! Knows nothing of reactors: the time is an argument, timers go back to the caller.
+//! Knows nothing of reactors: the time is an argument, and timers are returned to the caller.
 
 use std::{
     future::Future,

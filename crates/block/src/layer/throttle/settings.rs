@@ -1,4 +1,4 @@
-//! What can be set for a disk and for a group, as values: compared, kept and replaced as a whole.
+//! The settings of a disk and of a group, as values: compared, kept and replaced as a whole.
 
 use policy::{
     throttle::{Limits, Share},

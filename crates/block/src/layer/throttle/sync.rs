@@ -1,7 +1,9 @@
-//! The locks and flags that threads meet at, by the names that `waiter`, `arbiter` and `seat` use.
+//! The locks and flags at which threads meet, under the names that `waiter`, `arbiter` and `seat`
+//! use.
 //!
-//! These three files name nothing of `std::sync` themselves: the model check (`tests/model`) compiles the very same files with a checker's
-//! types under these names, and runs them through every interleaving.
+//! These three files do not name `std::sync` themselves. The model check (`tests/model`) compiles
+//! the same files with a checker's types under these names, and runs them through every
+//! interleaving.
 
 pub(super) use std::sync::{
     Mutex, MutexGuard,

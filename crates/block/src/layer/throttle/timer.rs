@@ -1,7 +1,8 @@
-//! The timer of a tree: a task that sleeps until something may pass, and lets it.
+//! The timer of a tree: a task that sleeps until something may pass, and lets it pass.
 //!
-//! It sleeps on the thread that first saw somebody wait. An earlier deadline arms another; the one armed for later then finds nothing to do and
-//! ends. So there is one that matters, and nobody has to cross threads to move it.
+//! It sleeps on the thread that first saw somebody wait. An earlier deadline arms another timer;
+//! the later one then finds nothing to do and ends. So only one matters, and nobody has to move it
+//! between threads.
 
 use super::arbiter::Alarm;
 use crate::reactor;

@@ -1,4 +1,4 @@
-//! A request that waits, as its own thread and the one that admits it see it.
+//! A waiting request, as seen by its own thread and by the thread that admits it.
 //!
 //! ```text
 //!   the request's task                    whoever admits
@@ -8,10 +8,11 @@
 //!            └► leave a waker               └► wake, outside every lock
 //! ```
 //!
-//! Both sides do all of it under the waiter's own lock, so either the task sees that it was admitted, or whoever admits it sees the waker.
-//! The lock is the last to be taken and nothing is called under it.
+//! Both sides do all of this under the waiter's own lock. So either the task sees that it was
+//! admitted, or whoever admits it sees the waker. The lock is the last to be taken, and nothing is
+//! called under it.
 //!
-//! Never decides anything: when to admit is the [arbiter](super::arbiter)'s.
+//! Never decides anything: the [arbiter](super::arbiter) decides when to admit.
 
 use std::task::{Context, Poll, Waker};
 

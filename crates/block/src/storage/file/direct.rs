@@ -1,7 +1,7 @@
-//! What O_DIRECT wants: to which multiple offsets, lengths and memory must be aligned on this very file.
+//! What O_DIRECT needs: the alignment of offsets, lengths and memory for this file.
 //!
-//! Asked in this order: `statx` (STATX_DIOALIGN, Linux 6.1, not every file system), the device's logical block size (BLKSSZGET),
-//! and reads that are tried out, from 512 bytes upwards.
+//! Found in this order: `statx` (STATX_DIOALIGN, Linux 6.1, not every file system), the device's
+//! logical block size (BLKSSZGET), and trial reads, from 512 bytes upwards.
 
 use std::os::fd::AsFd;
 

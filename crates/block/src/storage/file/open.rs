@@ -1,6 +1,7 @@
-//! Opening a file or block device: what it is, whether the cache mode works on it, its locks, its size.
+//! Opening a file or block device: what it is, whether the cache mode works on it, its locks, its
+//! size.
 //!
-//! Everything that can be wrong with an image's path is found here, before a client connects, and said in full.
+//! Every error in an image's path is found here, before a client connects, and reported in full.
 
 use std::{
     fs,

@@ -1,7 +1,7 @@
 //! Another size for a file that is being served.
 //!
-//! Called with every write kept out ([`Align`](crate::storage::align::Align) sees to that), for one that was on its way would make a
-//! file longer again that has just been cut.
+//! It is called with all writes kept out ([`Align`](crate::storage::align::Align) does that),
+//! because a write in flight would make a file longer again that has just been cut.
 
 use std::sync::atomic::Ordering::Relaxed;
 

@@ -1,4 +1,5 @@
-//! What the cache decides, request by request; and that it never shows what is stale, nor takes more memory than it has.
+//! What the cache decides, request by request; that it never returns stale data, and never takes
+//! more memory than it has.
 
 use super::*;
 use crate::prefetch::Setting;

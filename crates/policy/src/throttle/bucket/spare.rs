@@ -8,12 +8,13 @@
 //!     ▕▓level▓▏ ─┴───────►  leaks first, at `rate`: what guests were admitted
 //! ```
 //!
-//! Both together are one ordinary leaky bucket that is fed by guests and read-ahead alike, so what is read ahead lives on what guests
-//! leave. The part below is the guests' bucket as it would be without any read-ahead: never changed here, and never asked elsewhere
-//! with this on top.
+//! Both together are one ordinary leaky bucket that guests and read-ahead fill. So read-ahead uses
+//! what guests leave. The lower part is the guests' bucket as it would be without any read-ahead:
+//! it is never changed here, and only here is it read together with the upper part.
 //!
-//! Never lets an instant pass for guests: the buckets' instant is theirs alone. So a read-ahead that comes later than the last of them
-//! is noted as of that one's instant, together with what will have run out for nothing by the time it came.
+//! Never moves time on for guests: the bucket's instant is that of the guests' last request. A
+//! read-ahead that comes later is recorded as of that instant, together with what will have leaked
+//! unused by the time it came.
 
 use super::{Bucket, Buckets, UNIT};
 use crate::request::Direction;

@@ -1,8 +1,9 @@
-//! The part of the tree that runs for every request: what passes at once, who is next, what that costs everybody above.
+//! The part of the tree that runs for every request: what passes at once, who is next, and what
+//! that costs at every level above.
 //!
-//! Four steps: *wake* what has waited long enough for limits of its own; *pick* a way down from the root, turn by turn;
-//! *charge* every level on it; *settle* each of these levels anew, bottom up: ready for its turn, waiting for its own
-//! limits, or without work.
+//! Four steps: *wake* what has waited long enough for its own limits; *pick* a way down from the
+//! root, turn by turn; *charge* every level on it; *settle* each of these levels again, bottom up:
+//! ready for its turn, waiting for its own limits, or without work.
 
 use super::super::cost::{BILLION, Cost};
 use super::super::price::{LONGEST_NS, SLICE_NS, WHOLE, part_of, slice_of};

@@ -1,8 +1,9 @@
-//! What may be read ahead: on tokens that no guest has used, where none waits for any.
+//! What may be read ahead: on tokens that no guest has used, while none waits for any.
 //!
-//! Apart from the turns and from time: a read-ahead is nobody's request, is never queued and never served. All that it leaves behind is in the
-//! spare levels of the buckets on its way, which nothing looks at but this; so whatever is read ahead, and whenever, guests' requests pass
-//! at the same instants and in the same order.
+//! It is apart from the turns and from time: a read-ahead is nobody's request, is never queued and
+//! never served. It changes only the spare levels of the buckets on its way, which nothing else
+//! reads. So guests' requests pass at the same instants and in the same order, whatever is read
+//! ahead.
 
 use super::super::cost::Cost;
 use super::super::node::Node;

@@ -1,7 +1,9 @@
-//! The bitmaps of an open image as they are in the file: read, added, removed, cleared, enabled and disabled, merged; and marked in use.
+//! The bitmaps of an open image as they are in the file: read, added, removed, cleared, enabled and
+//! disabled, merged; and marked as in use.
 //!
-//! Never writes over a directory or a table that the header leads to, but for the flag that says that a bitmap is in use: new ones are written
-//! elsewhere, the header changes to them in one sector, and then the old ones are freed. A crash leaves the old or the new, and leaks.
+//! Never overwrites a directory or a table that the header leads to, except the flag that says that
+//! a bitmap is in use. New ones are written elsewhere, the header changes to them in one sector,
+//! and then the old ones are freed. A crash leaves the old or the new, and leaks.
 
 use super::{
     Bits, DirtyBits, Entry, GRANULARITY_BITS, LONGEST_NAME, decode_table, directory::MOST_BITS, encode,

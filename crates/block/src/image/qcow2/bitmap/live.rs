@@ -1,11 +1,13 @@
 //! The bits of a bitmap that requests add to: set by any worker, at the same time, without a lock.
 //!
 //! ```text
-//!   chunks   │ none │ 4 KiB │ none │ 4 KiB │ …      a chunk comes with its first mark, so what nobody writes to takes no memory
+//!   chunks   │ none │ 4 KiB │ none │ 4 KiB │ …      a chunk comes with its first mark
 //! ```
 //!
-//! A bit that is set is only looked at, so workers that write to the same part of a disk again and again share the line without passing it
-//! around. Bits are never taken away here: another size, or nothing marked, is another one of these.
+//! Parts of the disk that nobody writes to take no memory. A bit that is set already is only read,
+//! so workers that write to the same part of a disk again and again share the cache line without
+//! contention. Bits are never cleared here: another size, or an empty bitmap, is a new value of
+//! this type.
 
 use std::{
     ops::Range,

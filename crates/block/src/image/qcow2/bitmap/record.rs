@@ -1,21 +1,24 @@
-//! Bitmaps that take down what is written, from the opening of an image for writing to its close.
+//! Bitmaps that record writes, from the opening of an image for writing to its close.
 //!
 //! ```text
-//!             opened: bits are read    first change          closed: bits are written elsewhere, then the directory
-//!   in memory          │                     │▓▓▓ every write, zeroing and discard marks what it touches ▓▓▓│
-//!   in the file   good ┴─────────────────────┴─ in use ─────────────────────────────────────────────────────┴─ good
+//!             opened: bits are read    first change          closed: bits, then the directory
+//!   in memory          │                     │▓▓ every write, zeroing and discard sets marks ▓▓│
+//!   in the file   good ┴─────────────────────┴─ in use ────────────────────────────────────────┴─ good
 //! ```
 //!
-//! Whoever finds one in use knows that it says less than the truth: that is what a crash leaves, and what QEMU then refuses to believe. So the
-//! file needs no care in between, and recording costs a request no I/O, but for the first. QEMU has the file say so when it opens it; here an
-//! image that is opened and not changed keeps its bitmaps, whatever happens.
+//! A bitmap that is found in use may lack marks: a crash leaves it so, and then QEMU does not use
+//! it. So the file needs no care in between, and recording costs no I/O except at the first change.
+//! QEMU marks bitmaps as in use when it opens the image; here, an image that is opened and not
+//! changed keeps its bitmaps, whatever happens.
 //!
-//! Recorded are those that have the flag `auto` and are not in use. Others stay as they are, but for their size, which is the disk's.
+//! Bitmaps record if they have the flag `auto` and are not in use. The others stay as they are,
+//! except for their size, which is the disk's.
 //!
-//! A mark is set before the change that it is for, and stays if that fails: a bitmap may say more than the truth, never less.
+//! A mark is set before the change that it is for, and stays if the change fails: a bitmap may have
+//! too many marks, never too few.
 //!
-//! Source: QEMU's docs/interop/qcow2.rst, "Bitmaps extension"; docs/interop/bitmaps.rst. What becomes of them with another size was measured on
-//! qemu-img 7.2: what is added is not marked.
+//! Source: QEMU's docs/interop/qcow2.rst, "Bitmaps extension"; docs/interop/bitmaps.rst. The effect
+//! of a resize was measured on qemu-img 7.2: space that is added is not marked.
 
 use std::{
     collections::HashMap,

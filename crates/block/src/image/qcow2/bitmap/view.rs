@@ -1,10 +1,12 @@
 //! Which ranges a bitmap marks, asked while the image is served.
 //!
-//! For backups: whoever copies a disk asks which parts of it changed since the last copy, and copies those. A bitmap that records is asked where
-//! it records, in memory, and answers what was written up to now. Where the image is not written to, the bits stay in the file and are read when
-//! they are asked for, so that a bitmap costs the memory of its table alone.
+//! It serves backups: a client asks which parts of a disk changed since the last copy, and copies
+//! those. A bitmap that records answers from memory, with everything written up to now. If the
+//! image is not written to, the bits stay in the file and are read on demand, so a bitmap costs
+//! only the memory of its table.
 //!
-//! Never one of an image that is written to and that records nothing: it may move in the file, or say less than the truth.
+//! Never shows a bitmap that does not record while its image is written to: it may move in the
+//! file, or lack marks.
 //!
 //! Source: QEMU's docs/interop/qcow2.rst, "Bitmap table" and "Bitmap data".
 

@@ -1,13 +1,15 @@
-//! Snapshots that do not say how large their disk was, which version 3 demands: the table is written anew, complete.
+//! Snapshots that do not state the size of their disk, which version 3 requires: the table is
+//! written again, complete.
 //!
 //! ```text
-//!   plan: room behind the end of the file, counted ─► refcounts are corrected ─► put: the table, then the header ─► the old one is a leak
+//!   plan: space behind the end of the file, counted ─► refcounts are corrected
+//!         ─► put: the table, then the header ─► the old table is a leak
 //! ```
 //!
-//! What they do not say is what QEMU and weir take for it anyway: the size that the disk has now. Version 2 demands nothing, and old images have
-//! such entries by right.
+//! The missing size is what QEMU and weir assume anyway: the size that the disk has now. Version 2
+//! does not require it, so old images may have such entries.
 //!
-//! Never writes over the table that the header leads to.
+//! Never overwrites the table that the header leads to.
 
 use super::{Pass, bytes, write_header};
 use crate::{

@@ -1,6 +1,7 @@
-//! COPIED, the flag by which a cluster may be written in place: it is set where the refcount is exactly one.
+//! COPIED, the flag by which a cluster may be written in place: it is set if the refcount is
+//! exactly one.
 //!
-//! Only those of the active L1 table and its L2 tables mean anything.
+//! Only the flags of the active L1 table and its L2 tables have a meaning.
 
 use std::collections::BTreeSet;
 

@@ -1,11 +1,12 @@
-//! How often each cluster of the file is referred to, as far as has been counted.
+//! How often each cluster of the file is referred to, as far as it has been counted.
 //!
 //! ```text
 //!   chunk of 4096 clusters ─► few are in use: a sorted list │ many: an array │ one number for all of them
 //! ```
 //!
-//! Memory grows with what is referred to, never with how long the file says it is: a sparse file of 8 EiB costs nothing. An array takes
-//! two bytes a cluster; a number that does not fit stands beside it.
+//! Memory grows with what is referred to, never with the length that the file claims: a sparse file
+//! of 8 EiB costs nothing. An array takes two bytes for each cluster; a number that does not fit is
+//! stored beside it.
 //!
 //! Never wraps: a number that would be too large stays at the largest.
 

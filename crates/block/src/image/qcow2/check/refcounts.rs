@@ -1,7 +1,8 @@
-//! The refcounts in the file, against those that were counted.
+//! The refcounts in the file, compared with the counted ones.
 //!
-//! Each block is read once, by whichever entry of the table comes first; a block that is not where a block can be makes the whole structure
-//! one to be made anew ([`rebuild`](super::rebuild)), since what looks free may not be.
+//! Each block is read once, for the first entry of the table that leads to it. If a block is in an
+//! impossible place, the whole structure is made anew ([`rebuild`](super::rebuild)), because
+//! clusters that look free may not be.
 
 use std::{collections::HashSet, ops::Range};
 

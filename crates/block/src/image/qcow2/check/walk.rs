@@ -1,6 +1,8 @@
-//! From the L1 tables to every guest cluster: who refers to what, and what refers to nothing that is there.
+//! From the L1 tables to every guest cluster: who refers to what, and which references point
+//! nowhere.
 //!
-//! Each L2 table is read once, in the order of the file, with the number of L1 entries that refer to it: snapshots share most of theirs.
+//! Each L2 table is read once, in the order of the file, with the number of L1 entries that refer
+//! to it: snapshots share most of theirs.
 //!
 //! Never follows an entry that does not point to a cluster of the file.
 

@@ -1,8 +1,10 @@
 //! Which cluster of a new image holds what.
 //!
-//! The refcounts count the clusters of the refcounts too, so how many blocks there are is found by counting until it stays the same.
+//! The refcounts also count the clusters of the refcounts, so the number of blocks is computed
+//! again until it stays the same.
 //!
-//! Never has a table that the header's rules do not allow: those are checked when the header is encoded.
+//! Never makes a table that the header's rules do not allow: those are checked when the header is
+//! encoded.
 
 use super::{
     CreateOptions, Preallocation,

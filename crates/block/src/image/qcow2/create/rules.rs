@@ -1,4 +1,4 @@
-//! Which options go together, as QEMU has it, and what is said where they do not.
+//! Which options may be combined, as in QEMU, and the errors for those that may not.
 
 use super::{CreateOptions, Preallocation};
 use crate::image::qcow2::header::{CLUSTER_BITS, Compression, EXTENDED_CLUSTER_BITS};

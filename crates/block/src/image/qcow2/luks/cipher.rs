@@ -1,10 +1,11 @@
-//! What encrypts the sectors of an image: AES by openssl, each sector of 512 bytes on its own, its number the initialisation vector.
+//! What encrypts the sectors of an image: AES by openssl, each sector of 512 bytes separately, with
+//! its number as the initialisation vector.
 //!
-//! Shared by all workers. A context of openssl's belongs to one call at a time, so a few of them wait in a pool; the lock is held for
-//! as long as it takes to push or pop a pointer.
+//! All workers share it. A context of openssl's belongs to one call at a time, so a few of them are
+//! kept in a pool; its lock is held only to push or pop a pointer.
 //!
-//! Measured on a busy machine: AES-256-XTS, sectors of 512 bytes, 1.1 GB/s a core. 64 KiB take less than 60 µs, so a cluster of that size is
-//! done where it is and not sent to a thread.
+//! Measured on a busy machine: AES-256-XTS, sectors of 512 bytes, 1.1 GB/s for each core. 64 KiB
+//! take less than 60 µs, so a cluster of that size is encrypted in place and not sent to a thread.
 
 use std::{
     fmt,

@@ -1,7 +1,7 @@
 //! The header of LUKS: 592 bytes to [`LuksHeader`] and back.
 //!
-//! Whoever made the image chose every number, and some of them cost: iterations cost time, stripes and key sizes memory. All are bounded
-//! here, so that what comes out can be used as it is.
+//! Whoever made the image chose every number, and some of them cost: iterations cost time, stripes
+//! and key sizes memory. All are bounded here, so the result can be used as it is.
 //!
 //! Source: "LUKS On-Disk Format Specification" 1.2.3, figures 1 to 4.
 

@@ -1,6 +1,8 @@
-//! From a passphrase to a [`Cipher`]; and a new LUKS area, with a master key of its own and one slot in use.
+//! From a passphrase to a [`Cipher`]; and a new LUKS area, with a master key of its own and one
+//! slot in use.
 //!
-//! Deriving a key is meant to be slow, so it runs on a thread of its own; how slow is bounded by the header's rules.
+//! Deriving a key is slow on purpose, so it runs on a thread of its own. The header's rules bound
+//! how slow.
 
 use std::time::Duration;
 

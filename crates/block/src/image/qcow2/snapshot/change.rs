@@ -1,9 +1,13 @@
 //! Taking a snapshot, going back to one, deleting one.
 //!
-//! Order of what reaches the file: refcounts rise before anything refers to a cluster once more; the header changes in one sector; refcounts
-//! fall after nothing refers any more. So a crash leaves the image before the change or after it, and leaks at the worst. Between the change
-//! of refcounts and that of the COPIED flags a check finds flags that do not fit: they err on the side of copying, or of leaks. Never is a cluster
-//! marked as one owner's that the header may lead to twice; nor is anything freed that a header in doubt may lead to, which costs leaks.
+//! Order of what reaches the file: refcounts rise before anything refers to a cluster once more;
+//! the header changes in one sector; refcounts fall after nothing refers any more. So a crash
+//! leaves the image before the change or after it, and at worst leaks.
+//!
+//! Between the change of refcounts and that of the COPIED flags, a check finds flags that do not
+//! fit: they cause copies, or leaks. A cluster that the header may lead to twice is never marked as
+//! having one owner. A cluster that a header in doubt may lead to is never freed, which costs
+//! leaks.
 //!
 //! Never changes guest data, nor clusters that a snapshot can see.
 

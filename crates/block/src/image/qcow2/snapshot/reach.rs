@@ -1,8 +1,10 @@
-//! Everything that an L1 table leads to: its refcounts, raised and lowered as a whole, and the COPIED flags.
+//! Everything that an L1 table leads to: its refcounts, raised and lowered as a whole, and the
+//! COPIED flags.
 //!
 //! Only while the image is quiet: tables are read from the file, where everything is then.
 //!
-//! Never goes into a table twice, nor to where the file ends: such an image is corrupt, and that is said before anything is changed for it.
+//! Never reads a table twice, nor beyond the end of the file: such an image is corrupt, and that is
+//! reported before anything is changed for it.
 
 use std::collections::HashSet;
 

@@ -1,8 +1,10 @@
 //! The snapshot table: entries of different lengths, one after the other.
 //!
-//! Unknown extra data is kept. Names are bytes: QEMU takes any, and old images have some that are no UTF-8.
+//! Unknown extra data is kept. Names are bytes: QEMU takes any, and old images have some that are
+//! not UTF-8.
 //!
-//! Never believes a length before the bytes are there, and reads no more of the file than [`LARGEST_TABLE`].
+//! Never trusts a length before the bytes are there, and reads no more of the file than
+//! [`LARGEST_TABLE`].
 //!
 //! Source: QEMU's docs/interop/qcow2.rst, "Snapshots".
 
