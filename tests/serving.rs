@@ -2,8 +2,6 @@
 //!
 //! Nothing here sleeps: what is waited for is a line of the log, a byte on a socket, or the end of the process.
 
-mod daemon;
-
 use std::{
     fs,
     io::{Read as _, Write as _},
@@ -12,8 +10,9 @@ use std::{
     process::Command,
 };
 
-use daemon::{Daemon, Scratch, failure, weir};
 use nix::sys::signal::Signal;
+
+use crate::harness::plain::{Daemon, Scratch, failure, weir};
 
 /// The first bytes of every NBD server.
 fn greeting(mut socket: impl std::io::Read) -> [u8; 16] {

@@ -2,17 +2,15 @@
 //!
 //! Nothing here sleeps: what is waited for is an answer, an event, or the end of a connection.
 
-#[allow(dead_code, reason = "each file of tests uses a part of it")]
-mod daemon;
-
 use std::{
     fs,
     io::{BufRead as _, BufReader, Read as _, Write as _},
     os::unix::net::UnixStream,
 };
 
-use daemon::{Daemon, Scratch, weir};
 use serde_json::{Value, json};
+
+use crate::harness::plain::{Daemon, Scratch, weir};
 
 /// A client of the control socket.
 struct Control {
