@@ -44,7 +44,6 @@ mod qmp;
 mod qmp_hostile;
 mod qmp_qemu;
 mod report;
-mod serving;
 mod simulate;
 mod startup;
 mod stopping;

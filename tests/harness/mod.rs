@@ -19,7 +19,6 @@ mod daemon;
 mod log;
 mod loop_device;
 pub(crate) mod operator;
-pub(crate) mod plain;
 mod qmp;
 mod scratch;
 mod terminal;
