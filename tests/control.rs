@@ -1,4 +1,5 @@
-//! The control socket from outside: disks and exports that come, change and go while the daemon serves.
+//! The control socket from outside: disks and exports that come, change and go while the daemon
+//! serves.
 //!
 //! What is waited for is an answer, an event, or the end of a connection.
 

@@ -24,8 +24,8 @@ impl Drop for Peer {
     }
 }
 
-/// Its monitor, on the character device `c`, is the listening socket that it finds on standard input: a client may connect at once,
-/// and waits until QEMU answers.
+/// Its monitor, on the character device `c`, is the listening socket that it finds on standard
+/// input: a client may connect at once, and waits until QEMU answers.
 fn start(program: &str, arguments: &[String], monitor: &Path) -> Peer {
     need(program);
     let listener = UnixListener::bind(monitor).expect("the directory is ours");

@@ -1,5 +1,5 @@
-//! How a daemon starts, and what is said when it cannot: the image, the address, the command line, the
-//! config file.
+//! How a daemon starts, and what is said when it cannot: the image, the address, the command line,
+//! the config file.
 //!
 //! Each message names what is wrong, why, and what to do.
 
