@@ -26,6 +26,8 @@ BURST, BURST_RATE = 2000, 200
 # A limit before and after it is changed under load, and how long after that is left out: its own
 # tenth of a second's worth.
 CHANGED = (500, 1500)
+# What fio may take until its clock begins.
+FIO_STARTS_SECONDS = 1
 
 
 def passed_per_second(times_ms, skip_ms, window_ms):
@@ -92,15 +94,15 @@ def changed(setup, _stack):
                 change = {"path": groups.GROUP, "property": "limits", "value": {"iops-total": after}}
                 # fio's clock begins a little after this one; what lies between the two windows
                 # takes that in.
-                timer = threading.Timer(part + 0.5, lambda: monitor.run("qom-set", **change))
+                timer = threading.Timer(part + FIO_STARTS_SECONDS, lambda: monitor.run("qom-set", **change))
                 timer.start()
                 try:
-                    times_ms = loads.completions(Load("randread", 32), where, setup.seconds + 1.5)
+                    times_ms = loads.completions(Load("randread", 32), where, setup.seconds + FIO_STARTS_SECONDS + 0.5)
                 finally:
                     timer.join()
         return {
-            "before": passed_per_second(times_ms, SKIP_MS, (part - 0.2) * 1000),
-            "after": passed_per_second(times_ms, (part + 1) * 1000, part * 1000),
+            "before": passed_per_second(times_ms, SKIP_MS, part * 1000 - SKIP_MS),
+            "after": passed_per_second(times_ms, (part + FIO_STARTS_SECONDS + 0.2) * 1000, part * 1000),
         }
 
     return {WEIR: sample}

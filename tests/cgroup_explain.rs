@@ -174,16 +174,21 @@ fn measuring_shows_which_path_the_limit_is_kept_on() {
         paths.iter().find(|known| known["path"] == path).unwrap_or_else(|| panic!("{answer:#}"))[key].clone()
     };
     // What the process sends itself is charged and limited; what a worker sends later is not.
+    let number = |path: &str, key: &str| of(path, key).as_f64().unwrap_or_else(|| panic!("{answer:#}"));
     for path in ["direct-writes", "writes-and-fsync"] {
-        assert!(of(path, "charged-bytes").as_u64() >= of(path, "bytes").as_u64(), "{answer:#}");
-        assert!(of(path, "bps").as_f64().is_some_and(|bps| bps < 1.25 * LIMIT as f64), "{answer:#}");
+        // Slices of a tenth of a second: one may pass at once, and the last early.
+        let most = LIMIT as f64 * (number(path, "seconds") + 0.2) * 1.05;
+        assert!(number(path, "charged-bytes") <= most, "{path}: {most}: {answer:#}");
     }
+    assert!(number("direct-writes", "charged-bytes") >= number("direct-writes", "bytes"), "{answer:#}");
+    // Somebody else's sync(2) may have sent some of it.
+    assert!(number("writes-and-fsync", "charged-bytes") > 0.0, "{answer:#}");
     let charged = of("buffered-writes", "charged-bytes").as_u64();
     assert!(charged.is_some_and(|bytes| bytes < MIB), "{answer:#}");
     // A machine may be too slow to show that a limit is not kept; the word is that of the figure in
     // any case.
     for path in ["direct-writes", "buffered-writes", "writes-and-fsync"] {
-        let of_limit = of(path, "bps").as_f64().expect("measured") / LIMIT as f64;
+        let of_limit = number(path, "bps") / LIMIT as f64;
         let word = match of_limit {
             _ if of_limit > 1.25 => "IGNORED",
             _ if of_limit < 0.5 => "not reached",
