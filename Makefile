@@ -10,6 +10,8 @@ FUZZ_SECONDS ?= 600
 SOAK_SEEDS ?= 20000
 SOAK_CASES ?= 20000
 SOAK_KILLS ?= 200
+# Twice as many tests at a time as there are processors: many of them wait for a limit or a disk.
+TEST_THREADS ?= $(shell echo $$((2 * $$(nproc))))
 # Further options for `make bench`, for example: make bench BENCH="--rows 'file-*' --rounds 3"
 BENCH ?=
 
@@ -39,7 +41,7 @@ test-unit: ## tests in virtual time: units, properties, simulation
 test-e2e: ## tests with real clients: the program's own, a browser, a guest's kernel and its cgroups, every row of the bench
 	@scripts/deps build clients browser guest
 	@scripts/python-clients
-	$(CARGO) test --locked -p weir
+	RUST_TEST_THREADS=$(TEST_THREADS) $(CARGO) test --locked -p weir
 	tests/guest/nbd/against-weir "$(TARGET)/debug/weir"
 	tests/guest/cgroups/against-weir "$(TARGET)/debug/weir"
 	bench/run.py --short --weir "$(TARGET)/debug/weir"

@@ -26,6 +26,7 @@ from pathlib import Path
 import nbd
 
 import idle
+import imitation
 import inprocess
 import limits
 import machine
@@ -45,7 +46,7 @@ from servers import ServerFailed
 
 ROOT = Path(__file__).resolve().parent.parent
 TARGET = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target"))
-SUBJECTS = (rows, inprocess, qcow2, prefetch, limits, idle, shares, members, waits, watermark, simulate)
+SUBJECTS = (rows, inprocess, qcow2, prefetch, limits, idle, shares, members, waits, imitation, watermark, simulate)
 ROWS = tuple(row for subject in SUBJECTS for row in subject.ROWS)
 # What a row may fail with: a client, a server, a monitor, a connection of our own.
 FAILURES = (LoadFailed, ServerFailed, qmp.CommandFailed, nbd.Error)

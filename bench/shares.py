@@ -79,6 +79,26 @@ def reservation(setup, _stack):
     return {name: lambda start=start: sample(start) for name, start in both(setup, limits, disks).items()}
 
 
+def levels(setup, _stack):
+    """What three disks get of the limits of every level: the part that each should have."""
+    config = "\n".join(
+        [
+            groups.table("group.host", {"iops-total": 2000}),
+            groups.table("group.tenant", {"iops-total": 1200, "group": "host"}),
+            groups.table("disk.first", {"image": groups.NULL, "group": "tenant", "iops-total": 300}),
+            groups.table("disk.second", {"image": groups.NULL, "group": "tenant"}),
+            groups.table("disk.third", {"image": groups.NULL, "group": "host"}),
+        ]
+    )
+    jobs = {name: Load("randread", 32) for name in NAMES}
+
+    def sample():
+        with groups.weir_from(setup.program, config) as daemon:
+            return dict(zip(NAMES, (rate / 2000 for rate in rates(daemon, jobs, setup.seconds)), strict=True))
+
+    return {WEIR: sample}
+
+
 def _fair(parts):
     return tuple(About(WEIR, part, TOLERANCE, name, percent) for name, part in zip(NAMES, parts, strict=False))
 
@@ -129,6 +149,17 @@ ROWS = (
             ),
         ),
         columns=("reserved", "least"),
+        rounds_factor=0.6,
+    ),
+    Row(
+        "share-levels",
+        "2000 IOPS of a host: 1200 at most for a tenant, 300 of them at most for its first disk; a neighbour of the tenant",
+        levels,
+        # Tenant and neighbour have a thousand each; of the tenant's, the limited disk takes what it
+        # may.
+        _fair((0.15, 0.35, 0.5)),
+        columns=NAMES,
+        needs_weir=True,
         rounds_factor=0.6,
     ),
 )

@@ -1,17 +1,29 @@
-"""How fast `weir simulate` is: requests a second of one core, from the text of a trace to percentiles, with limits and without.
+"""How fast `weir simulate` is, and how far a daemon is from what was simulated.
 
-The trace is weir's own CSV, of one disk under a limit that about half of its requests wait for, so that both ways through the simulation count.
+Speed: requests a second of one core, from the text of a trace to percentiles, with limits and without.
+The trace is weir's own CSV, of one disk under a limit that about half of its requests wait for, so that
+both ways through the simulation count.
 Reading it, both simulations of it (before and after) and the histograms are in the time; starting the program is too.
+
+Distance: a trace is simulated, and sent to a daemon at its instants. A request that was sent late may be
+done as much later. tests/simulate.rs checks that a daemon is never ahead of the simulation.
 
 Never compares with another program: none replays a trace through these limits.
 """
 
 import os
+import random
+import socket
+import struct
 import subprocess
+import tempfile
+import threading
 import time
+from pathlib import Path
 
+import servers
 from loads import LoadFailed
-from results import AtLeast
+from results import AtLeast, AtMost
 from rows import WEIR, Row
 
 # What the project promises, on one core.
@@ -22,6 +34,17 @@ LIMIT = 1000
 BURST, BURST_GAP_NS = 400, 500_000
 REST, REST_GAP_NS = 600, 1_333_333
 SECOND_NS = 1_000_000_000
+# Reads and writes apart: where they share a limit, whose turn it is depends on which came first by
+# a microsecond.
+REPLAY_LIMITS = (
+    "--iops-read", "60", "--iops-read-max", "80", "--iops-size", "8K", "--bps-write", "500K", "--bps-write-max", "600K",
+)  # fmt: skip
+APART_MS = 1
+STRIDE = 3 << 20
+# Much longer than a trace.
+REPLAY_PATIENCE_SECONDS = 120
+# The header of a request: the NBD specification, doc/proto.md.
+REQUEST, REQUEST_MAGIC = ">IHHQQI", 0x25609513
 
 
 def times_ns():
@@ -68,7 +91,119 @@ def contenders(setup, _stack):
     return {WEIR: sample}
 
 
+def requests(count):
+    """A trace. Each request is away from all others, so that none are merged."""
+    draw = random.Random(42)
+    at_ns, trace = 0, []
+    for number in range(count):
+        op = draw.choice(("read", "write"))
+        trace.append((at_ns, op, number * STRIDE, draw.choice((4096, 8192, 16_384, 32_768))))
+        at_ns += draw.randrange(13_000_000)
+    return trace
+
+
+def simulated(setup, trace):
+    """When each request of a trace is done by the simulation, in nanoseconds."""
+    with tempfile.TemporaryDirectory(prefix="weir-bench.") as directory:
+        path, events = Path(directory, "trace.csv"), Path(directory, "events.csv")
+        lines = (f"{at_ns},null,{op},{offset},{length}\n" for at_ns, op, offset, length in trace)
+        path.write_text("time_ns,disk,op,offset,length\n" + "".join(lines))
+        argv = [setup.program, "simulate", path, "--size", "1G", "--events", events, *REPLAY_LIMITS]
+        done = subprocess.run([str(word) for word in argv], capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            raise LoadFailed(done.stderr.strip())
+        rows = [line.split(",") for line in events.read_text().splitlines()[1:]]
+        return {int(row[3]) // STRIDE: int(row[6]) for row in rows}
+
+
+def receive(stream, count):
+    """So many bytes."""
+    data = bytearray()
+    while len(data) < count:
+        if not (more := stream.recv(count - len(data))):
+            raise LoadFailed("the daemon hung up")
+        data += more
+    return bytes(data)
+
+
+def connected(path):
+    """A connection to the only export. It has answered a flush, which no limit notices."""
+    stream = socket.socket(socket.AF_UNIX)
+    stream.settimeout(REPLAY_PATIENCE_SECONDS)
+    stream.connect(path)
+    receive(stream, 18)
+    # Fixed newstyle without zeroes, then NBD_OPT_EXPORT_NAME with the default name.
+    stream.sendall(struct.pack(">I8sII", 3, b"IHAVEOPT", 1, 0))
+    receive(stream, 10)
+    stream.sendall(struct.pack(REQUEST, REQUEST_MAGIC, 0, 3, 0, 0, 0))
+    receive(stream, 16)
+    return stream
+
+
+def take(stream, trace, done_ns):
+    """Takes the answers to all of a trace, each with its time."""
+    for _ in trace:
+        _, error, number = struct.unpack(">IIQ", receive(stream, 16))
+        done_ns[number] = time.monotonic_ns()
+        if error != 0:
+            raise LoadFailed(f"request {number} was answered with error {error}")
+        _, op, _, length = trace[number]
+        if op == "read":
+            receive(stream, length)
+
+
+def replayed(path, trace):
+    """Sends a trace; by request when it was done, and how late it was sent, in nanoseconds."""
+    done_ns, late_ns = {}, {}
+    with connected(path) as stream:
+        reader = threading.Thread(target=take, args=(stream, trace, done_ns))
+        reader.start()
+        began = time.monotonic_ns()
+        for number, (at_ns, op, offset, length) in enumerate(trace):
+            kind = 1 if op == "write" else 0
+            message = struct.pack(REQUEST, REQUEST_MAGIC, 0, kind, number, offset, length)
+            message += bytes(length if op == "write" else 0)
+            while (rest_ns := began + at_ns - time.monotonic_ns()) > 0:
+                time.sleep(max(0, rest_ns - 500_000) / 1e9)
+            stream.sendall(message)
+            late_ns[number] = time.monotonic_ns() - began - at_ns
+        reader.join()
+    if len(done_ns) != len(trace):
+        raise LoadFailed(f"{len(done_ns)} of {len(trace)} requests were answered")
+    return {number: at - began for number, at in done_ns.items()}, late_ns
+
+
+def agreement(setup, _stack):
+    """How far a daemon is from the simulation."""
+    trace = requests(max(30, int(300 * setup.seconds / 4)))
+    expected = simulated(setup, trace)
+
+    def sample():
+        argv = servers.weir(setup.program, "null:1G", *REPLAY_LIMITS)
+        with servers.Server(argv) as server:
+            done, late = replayed(server.uri.partition("socket=")[2], trace)
+
+        def apart_ns(number):
+            behind = done[number] - expected[number]
+            # Of a late request one part in a hundred is as good as a millisecond of an early one.
+            off = max(-behind, behind - late[number], 0)
+            return off * min(1, 100 * APART_MS * 1e6 / max(1, expected[number]))
+
+        return {"apart_ms": sorted(map(apart_ns, done))[len(done) * 99 // 100] / 1e6}
+
+    return {WEIR: sample}
+
+
 ROWS = (
+    Row(
+        "simulate-agrees",
+        "a trace sent to a daemon and simulated: how far apart 99 of 100 requests are, or a hundredth of their time",
+        agreement,
+        (AtMost(APART_MS, "apart_ms", "{:.2f} ms".format),),
+        columns=("apart_ms",),
+        needs_weir=True,
+        rounds_factor=0.6,
+    ),
     Row(
         "simulate-speed",
         "weir simulate, a trace half of whose requests wait for a limit, one core",

@@ -20,9 +20,7 @@ use nix::{
 };
 use serde_json::Value;
 
-use crate::harness::{
-    ATTEMPTS, BlkioGroup, Client, DEADLINE, MIB, Scratch, WEIR, assert_says, one_at_a_time, text, weir,
-};
+use crate::harness::{BlkioGroup, Client, DEADLINE, MIB, Scratch, WEIR, assert_says, text, weir};
 
 /// What the cgroups may write, in bytes per second.
 const LIMIT: u64 = 2 * MIB;
@@ -128,7 +126,6 @@ fn ios(answer: &Value, coverage: &str, pid: u32) -> Vec<String> {
 fn a_limit_of_v1_that_a_buffered_dd_ignores_is_told_to_be_ignored() {
     let scratch = Scratch::new();
     let Some(group) = Group::new("dd", &scratch) else { return };
-    let _alone = one_at_a_time();
     let bytes = 3 * LIMIT;
     let (buffered, direct) = (scratch.path("buffered"), scratch.path("direct"));
 
@@ -169,35 +166,38 @@ fn measuring_shows_which_path_the_limit_is_kept_on() {
     let Some(group) = Group::new("measure", &scratch) else { return };
     let directory = scratch.path("files");
     fs::create_dir(&directory).expect("a directory");
-    let mut seen = Vec::new();
-    for _ in 0..ATTEMPTS {
-        let _alone = one_at_a_time();
-        let measure =
-            ["--measure", "--directory", text(&directory), "--size", "4M", "--seconds", "2", "--json"];
-        let answer: Value = serde_json::from_str(&group.explain().args(measure).succeeds()).expect("JSON");
-        assert_eq!(fs::read_dir(&directory).expect("still there").count(), 0, "nothing is left");
-        let paths = answer["measured"]["paths"].as_array().expect("a list");
-        let of = |path: &str, key: &str| {
-            paths.iter().find(|known| known["path"] == path).unwrap_or_else(|| panic!("{answer:#}"))[key]
-                .clone()
-        };
-        // What the process sends itself is charged and limited; what a worker sends later is not.
-        for path in ["direct-writes", "writes-and-fsync"] {
-            assert!(of(path, "charged-bytes").as_u64() >= of(path, "bytes").as_u64(), "{answer:#}");
-            assert!(of(path, "bps").as_f64().is_some_and(|bps| bps < 1.25 * LIMIT as f64), "{answer:#}");
-        }
-        assert!(
-            of("buffered-writes", "charged-bytes").as_u64().is_some_and(|bytes| bytes < MIB),
-            "{answer:#}"
-        );
-        assert_eq!(of("reads-from-the-page-cache", "limit-is"), "not asked");
-        assert_eq!(of("reads", "limit-is"), "not set");
-        seen.push(of("buffered-writes", "limit-is"));
-        if seen.last().is_some_and(|seen| seen == "IGNORED") {
-            return;
-        }
+    let measure = ["--measure", "--directory", text(&directory), "--size", "4M", "--seconds", "2", "--json"];
+    let answer: Value = serde_json::from_str(&group.explain().args(measure).succeeds()).expect("JSON");
+    assert_eq!(fs::read_dir(&directory).expect("still there").count(), 0, "nothing is left");
+    let paths = answer["measured"]["paths"].as_array().expect("a list");
+    let of = |path: &str, key: &str| {
+        paths.iter().find(|known| known["path"] == path).unwrap_or_else(|| panic!("{answer:#}"))[key].clone()
+    };
+    // What the process sends itself is charged and limited; what a worker sends later is not.
+    let number = |path: &str, key: &str| of(path, key).as_f64().unwrap_or_else(|| panic!("{answer:#}"));
+    for path in ["direct-writes", "writes-and-fsync"] {
+        // Slices of a tenth of a second: one may pass at once, and the last early.
+        let most = LIMIT as f64 * (number(path, "seconds") + 0.2) * 1.05;
+        assert!(number(path, "charged-bytes") <= most, "{path}: {most}: {answer:#}");
     }
-    panic!("a buffered write was never faster than the limit: {seen:?}");
+    assert!(number("direct-writes", "charged-bytes") >= number("direct-writes", "bytes"), "{answer:#}");
+    // Somebody else's sync(2) may have sent some of it.
+    assert!(number("writes-and-fsync", "charged-bytes") > 0.0, "{answer:#}");
+    let charged = of("buffered-writes", "charged-bytes").as_u64();
+    assert!(charged.is_some_and(|bytes| bytes < MIB), "{answer:#}");
+    // A machine may be too slow to show that a limit is not kept; the word is that of the figure in
+    // any case.
+    for path in ["direct-writes", "buffered-writes", "writes-and-fsync"] {
+        let of_limit = number(path, "bps") / LIMIT as f64;
+        let word = match of_limit {
+            _ if of_limit > 1.25 => "IGNORED",
+            _ if of_limit < 0.5 => "not reached",
+            _ => "kept",
+        };
+        assert_eq!(of(path, "limit-is"), word, "{path}: {answer:#}");
+    }
+    assert_eq!(of("reads-from-the-page-cache", "limit-is"), "not asked");
+    assert_eq!(of("reads", "limit-is"), "not set");
 }
 
 #[test]

@@ -16,6 +16,7 @@ mod cgroup_limit;
 mod cgroup_run;
 mod cgroup_show;
 mod chains;
+mod control;
 mod devices;
 mod failures;
 mod fio;

@@ -183,7 +183,7 @@ fn encrypted_images_are_converted_both_ways() {
     for (first, more) in [
         (weir(&["convert"]), vec!["-o", LUKS, "--target-secret-file", text(&key)]),
         (
-            Client::new("sh").args(["-c", &passed, "sh", "timeout", "60", WEIR, "image", "convert"]),
+            Client::new("sh").args(["-c", &passed, "sh", "timeout", "300", WEIR, "image", "convert"]),
             vec!["-o", LUKS, "--target-secret-fd", "7"],
         ),
         (weir(&["convert"]), vec!["-o", &options, "--object", &object("k", &key)]),

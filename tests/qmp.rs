@@ -59,7 +59,7 @@ async def main():
     limits = dict.fromkeys(["bps", "bps_rd", "bps_wr", "iops_rd", "iops_wr"], 0)
     with other.listener("X_WEIR_SETTINGS_CHANGED") as listener:
         await client.execute("block_set_io_throttle", {"device": "a", "iops": 100, **limits})
-        event = await asyncio.wait_for(listener.get(), 30)
+        event = await asyncio.wait_for(listener.get(), 300)
         assert event["data"] == {"name": "a"}, event
     try:
         await other.execute("block_set_io_throttle", {"device": "a"})
@@ -71,7 +71,7 @@ async def main():
     assert all(answer["running"] for answer in answers)
     with other.listener("SHUTDOWN") as listener:
         await client.execute("quit")
-        event = await asyncio.wait_for(listener.get(), 30)
+        event = await asyncio.wait_for(listener.get(), 300)
         assert event["data"] == {"guest": False, "reason": "host-qmp-quit"}, event
 
 asyncio.run(main())

@@ -4,6 +4,7 @@
 //! weir's sentences say more; answers are compared in full where limits are concerned.
 
 use std::{
+    os::{fd::OwnedFd, unix::net::UnixListener},
     path::{Path, PathBuf},
     process::{Child, Command, Stdio},
 };
@@ -23,11 +24,15 @@ impl Drop for Peer {
     }
 }
 
-fn start(program: &str, arguments: &[String]) -> Peer {
+/// Its monitor, on the character device `c`, is the listening socket that it finds on standard
+/// input: a client may connect at once, and waits until QEMU answers.
+fn start(program: &str, arguments: &[String], monitor: &Path) -> Peer {
     need(program);
+    let listener = UnixListener::bind(monitor).expect("the directory is ours");
     let mut command = Command::new(program);
-    command.args(arguments).env("PATH", search_path());
-    command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+    command.args(["--chardev", "socket,id=c,fd=0,server=on,wait=off"]).args(arguments);
+    command.env("PATH", search_path());
+    command.stdin(OwnedFd::from(listener)).stdout(Stdio::null()).stderr(Stdio::null());
     Peer(command.spawn().expect("it was found"))
 }
 
@@ -40,35 +45,31 @@ struct Pair {
 }
 
 impl Pair {
-    fn new(scratch: &Scratch, program: &str, arguments: impl FnOnce(&Path, PathBuf) -> Vec<String>) -> Self {
+    fn new(scratch: &Scratch, program: &str, arguments: impl FnOnce(PathBuf) -> Vec<String>) -> Self {
         let (ours, theirs) = (scratch.socket("ours"), scratch.socket("theirs"));
         let weir = Serve::new(scratch)
             .arg(scratch.sparse("disk.raw", MIB))
             .arg("--qmp")
             .arg(format!("unix:{}", text(&ours)))
             .start();
-        let qemu = start(program, &arguments(&theirs, scratch.sparse("theirs.raw", MIB)));
-        let (ours, theirs) = (Qmp::negotiated(&ours), Qmp::await_server(&theirs));
+        let qemu = start(program, &arguments(scratch.sparse("theirs.raw", MIB)), &theirs);
+        let (ours, theirs) = (Qmp::negotiated(&ours), Qmp::negotiated(&theirs));
         Self { _weir: weir, _qemu: qemu, ours, theirs }
     }
 
     /// A machine that is never started, with a disk.
     fn machine(scratch: &Scratch) -> Self {
-        Self::new(scratch, "qemu-system-x86_64", |socket, image| {
+        Self::new(scratch, "qemu-system-x86_64", |image| {
             let drive = format!("if=none,id=disk,file={},format=raw", text(&image));
-            let socket = format!("unix:{},server=on,wait=off", text(socket));
             let fixed = ["-display", "none", "-S", "-nodefaults", "-accel", "tcg", "-device"];
-            let rest = ["virtio-blk-pci,drive=disk", "-drive", &drive, "-qmp", &socket];
+            let rest = ["virtio-blk-pci,drive=disk", "-drive", &drive, "-mon", "chardev=c,mode=control"];
             fixed.into_iter().chain(rest).map(ToOwned::to_owned).collect()
         })
     }
 
     /// The storage daemon.
     fn storage_daemon(scratch: &Scratch) -> Self {
-        Self::new(scratch, "qemu-storage-daemon", |socket, _| {
-            let chardev = format!("socket,id=c,path={},server=on,wait=off", text(socket));
-            ["--chardev", &chardev, "--monitor", "c"].map(ToOwned::to_owned).to_vec()
-        })
+        Self::new(scratch, "qemu-storage-daemon", |_| ["--monitor", "c"].map(ToOwned::to_owned).to_vec())
     }
 
     /// Sends a command to both. Answers of success are equal by `view`, errors by their class; returns QEMU's.

@@ -5,7 +5,7 @@ use std::{fs, os::unix::process::ExitStatusExt as _};
 use nix::sys::signal::Signal;
 
 use crate::harness::{
-    Client, MIB, Scratch, Serve, Wire, nbdsh,
+    Client, MIB, Scratch, Serve, Wire, assert_says, nbdsh,
     wire::{CMD_READ, CMD_WRITE, Request},
 };
 
@@ -54,7 +54,7 @@ fn what_was_acknowledged_before_sigterm_is_in_the_file() {
 #[test]
 fn what_is_in_flight_is_answered_before_the_daemon_ends() {
     let scratch = Scratch::new();
-    let weir = Serve::new(&scratch).args(["memory:1M", "--delay", "write=5s"]).start();
+    let weir = Serve::new(&scratch).args(["memory:1M", "--delay", "write=1s"]).start();
     let (mut client, _) = Wire::go(weir.socket(), "memory");
     client.request(Request { flags: 0, kind: CMD_WRITE, cookie: 1, offset: 0, length: 4 }, b"last");
     // Answered at once, so the write before it has been taken in.
@@ -82,6 +82,7 @@ fn a_second_signal_does_not_wait() {
         weir.signal(second);
         let (status, log) = weir.wait();
         assert_eq!(status.code(), Some(1), "{log}");
+        assert_says(&log, &[&format!("weir: {second}: ended at once, as asked twice")]);
     }
 }
 

@@ -3,7 +3,10 @@
 use std::{
     ffi::{OsStr, OsString},
     fs::{self, File},
-    os::unix::{net::UnixStream, process::ExitStatusExt as _},
+    os::{
+        fd::OwnedFd,
+        unix::{net::UnixStream, process::ExitStatusExt as _},
+    },
     path::{Path, PathBuf},
     process::{Child, Command, ExitStatus, Stdio},
     thread,
@@ -36,12 +39,27 @@ pub(crate) struct Serve {
     before: Vec<OsString>,
     arguments: Vec<OsString>,
     listen: Listen,
+    /// What it finds on standard input, and in the environment.
+    input: Option<OwnedFd>,
+    environment: Vec<(&'static str, OsString)>,
 }
 
 impl Serve {
     /// On a Unix socket of the scratch directory.
     pub(crate) fn new(scratch: &Scratch) -> Self {
-        Self { before: Vec::new(), arguments: Vec::new(), listen: Listen::Unix(scratch.socket("nbd")) }
+        let listen = Listen::Unix(scratch.socket("nbd"));
+        Self { before: Vec::new(), arguments: Vec::new(), listen, input: None, environment: Vec::new() }
+    }
+
+    /// With this on standard input.
+    pub(crate) fn reading(self, input: impl Into<OwnedFd>) -> Self {
+        Self { input: Some(input.into()), ..self }
+    }
+
+    /// With this in the environment.
+    pub(crate) fn env(mut self, name: &'static str, value: impl AsRef<OsStr>) -> Self {
+        self.environment.push((name, value.as_ref().to_owned()));
+        self
     }
 
     /// On any free port of the loopback interface instead.
@@ -71,7 +89,7 @@ impl Serve {
         self
     }
 
-    fn command(&self) -> Command {
+    fn command(&mut self) -> Command {
         let weir = OsStr::new(client::WEIR);
         let mut command = match self.before.split_first() {
             Some((program, arguments)) => {
@@ -92,13 +110,17 @@ impl Serve {
             }
             Listen::Said => {}
         }
-        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());
+        let input = self.input.take().map_or_else(Stdio::null, Stdio::from);
+        command.stdin(input).stdout(Stdio::null()).stderr(Stdio::piped());
         // What a developer has in the environment must not decide a test.
-        command.env_remove("LISTEN_FDS").env_remove("LISTEN_PID").env_remove("RUST_LOG");
+        for variable in ["LISTEN_FDS", "LISTEN_PID", "LISTEN_FDNAMES", "NOTIFY_SOCKET", "RUST_LOG"] {
+            command.env_remove(variable);
+        }
+        command.envs(self.environment.drain(..));
         command
     }
 
-    fn spawn(&self) -> (Child, Log) {
+    fn spawn(&mut self) -> (Child, Log) {
         let mut child = self.command().spawn().expect("cargo built the program");
         let log = Log::gather(child.stderr.take().expect("standard error is piped"));
         (child, log)
@@ -106,7 +128,7 @@ impl Serve {
 
     /// Starts it and waits until it is ready.
     #[track_caller]
-    pub(crate) fn start(self) -> Weir {
+    pub(crate) fn start(mut self) -> Weir {
         let (mut child, log) = self.spawn();
         let Some(ready) = log.wait_for(DEADLINE, |line| line.contains("ready")) else {
             // It may have ended, and then there is nothing to kill.
@@ -119,7 +141,7 @@ impl Serve {
 
     /// Runs it to its end, which must come by itself; the status and what it said.
     #[track_caller]
-    fn run(self) -> (ExitStatus, String) {
+    fn run(mut self) -> (ExitStatus, String) {
         let (mut child, log) = self.spawn();
         if !log.wait_for_end(DEADLINE) {
             let _ = child.kill();

@@ -8,8 +8,6 @@ use std::{
     io::{BufRead as _, BufReader, Read as _, Write as _},
     os::unix::net::UnixStream,
     path::Path,
-    thread,
-    time::{Duration, Instant},
 };
 
 use serde_json::{Value, json};
@@ -30,17 +28,6 @@ impl Qmp {
         stream.set_read_timeout(Some(DEADLINE)).expect("a socket has a timeout");
         stream.set_write_timeout(Some(DEADLINE)).expect("a socket has a timeout");
         Self { lines: BufReader::new(stream), events: VecDeque::new() }
-    }
-
-    /// Connects to a server that is about to listen.
-    #[track_caller]
-    pub(crate) fn await_server(path: &Path) -> Self {
-        let until = Instant::now() + DEADLINE;
-        // QEMU has no way to say that it listens. A socket that is there may not be listening yet.
-        while UnixStream::connect(path).is_err() && Instant::now() < until {
-            thread::sleep(Duration::from_millis(20));
-        }
-        Self::negotiated(path)
     }
 
     /// Connects and negotiates.

@@ -48,6 +48,7 @@ pub(crate) const FLAG_PAYLOAD_LEN: u16 = 1 << 5;
 
 pub(crate) const EPERM: u32 = 1;
 pub(crate) const EINVAL: u32 = 22;
+pub(crate) const ENOSPC: u32 = 28;
 
 const INIT_MAGIC: u64 = u64::from_be_bytes(*b"NBDMAGIC");
 pub(crate) const OPTION_MAGIC: u64 = u64::from_be_bytes(*b"IHAVEOPT");

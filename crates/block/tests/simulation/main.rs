@@ -9,6 +9,8 @@
 //! - `spare`: what is read ahead takes what guests leave, and they cannot tell.
 //! - `qcow2`: the same for an image between clients and disk; after every crash it must be valid (`references`).
 //! - `prefetch`: reading ahead, where storage takes its time.
+//! - `replay`: a trace passes the layer when the tree of buckets alone says, as `weir simulate` has
+//!   it.
 //! - `watermark`: limits that a device with room lifts, beside the figures of those who had the idea.
 //! - `stress`: the parts of the throttle layer that threads share, on two real workers.
 //!
@@ -23,6 +25,7 @@ mod passed;
 mod prefetch;
 mod qcow2;
 mod references;
+mod replay;
 mod seeds;
 mod shares;
 mod spare;

@@ -1,7 +1,7 @@
 //! Groups share one set of limits: the scenarios that QEMU's own group tests run, in virtual time.
 
 use crate::timeline::{Timeline, Workload, assert_within_percent, ms, s};
-use policy::throttle::Counters;
+use policy::throttle::{Counters, Share};
 
 /// One to three disks, each entitled to 4096 B/s in 512-byte requests or to 10 IOPS.
 fn disks(limits: impl Fn(u64) -> String, mut then: impl FnMut(&mut Timeline, &[usize])) {
@@ -72,6 +72,17 @@ fn reads_and_writes_each_keep_their_own_limit() {
     let writes = disk.add_to(disk.disk(reads), Workload::WRITES.depth(8));
     assert_eq!(disk.admitted_of(reads, s(1), s(11)), 3000);
     assert_eq!(disk.admitted_of(writes, s(1), s(11)), 1000);
+}
+
+#[test]
+fn disks_with_limits_of_their_own_take_nothing_from_each_other() {
+    let mut disks = Timeline::new("");
+    let [a, b] = ["iops-total=500", "iops-total=500"]
+        .map(|limits| disks.add_below(disks.group, limits, Share::default(), Workload::READS.depth(8)));
+    for disk in [a, b] {
+        assert_eq!(disks.admitted_of(disk, s(0), ms(1)), 51, "a tenth of a second's worth, and one over");
+        assert_eq!(disks.admitted_of(disk, s(1), s(11)), 5000);
+    }
 }
 
 #[test]

@@ -1,0 +1,154 @@
+//! A trace through the throttle layer, held against the tree of buckets alone, driven as `weir
+//! simulate` drives it: each request passes at the same instant, to the nanosecond.
+//!
+//! So a daemon does what was simulated, as far as its timers are on time. How late real ones are is
+//! measured by `make bench` (`simulate-agrees`).
+
+use std::{cell::RefCell, rc::Rc};
+
+use block::{
+    layer::throttle::{DiskSettings, Group, GroupSettings, Member},
+    reactor::{now, sim, sleep_until, spawn_joinable},
+};
+use policy::{
+    request::Direction,
+    throttle::{Admission, Cost, Decision, Limit, LimitKind, Limits, Share, Tree},
+    time::{Duration, Instant},
+};
+
+use crate::{client::chance, seeds};
+
+const DISKS: usize = 3;
+const REQUESTS: usize = 300;
+
+/// A request of a trace.
+#[derive(Clone, Copy, Debug)]
+struct Asked {
+    at: Instant,
+    disk: usize,
+    direction: Direction,
+    length: u64,
+}
+
+/// A group, the disks in it, and what is asked of them.
+#[derive(Clone, Debug)]
+struct Trace {
+    group: Limits,
+    disks: [(Limits, Share); DISKS],
+    requests: Vec<Asked>,
+}
+
+#[test]
+fn a_trace_passes_the_layer_when_the_tree_alone_says() {
+    let mut waited = 0;
+    let test = "a_trace_passes_the_layer_when_the_tree_alone_says";
+    let seeds = seeds::for_each("--test simulation", test, 200, |seed| {
+        let (trace, passed) = sim::run(seed, async {
+            let trace = Trace::draw();
+            let passed = through_the_layer(&trace).await;
+            (trace, passed)
+        });
+        assert_eq!(passed, alone(&trace), "{trace:#?}");
+        waited += trace.requests.iter().zip(&passed).filter(|(asked, passed)| **passed > asked.at).count();
+    });
+    assert!(waited as u64 > seeds * REQUESTS as u64 / 4, "{waited} requests waited: too little happened");
+}
+
+impl Trace {
+    fn draw() -> Self {
+        let mut at = Instant::ZERO;
+        let request = |_| {
+            // No two at one instant: which of them comes first would be the scheduler's choice.
+            at += Duration::from_nanos(sim::random(|random| random.u64(1..15_000_000)));
+            let length = sim::random(|random| [512, 4096, 8192, 32_768][random.usize(..4)]);
+            let direction = if chance(50) { Direction::Read } else { Direction::Write };
+            Asked { at, disk: sim::random(|random| random.usize(..DISKS)), direction, length }
+        };
+        Self {
+            requests: (0..REQUESTS).map(request).collect(),
+            group: draw_limits(100),
+            disks: [(); DISKS].map(|()| {
+                let weight = sim::random(|random| random.u32(1..1000));
+                (draw_limits(30), Share::new(weight).expect("in range"))
+            }),
+        }
+    }
+}
+
+/// Limits that about half of the requests wait for, in so many percent of all cases.
+fn draw_limits(percent: u32) -> Limits {
+    let mut limits = Limits::default();
+    if !chance(percent) {
+        return limits;
+    }
+    let kinds: &[LimitKind] =
+        if chance(50) { &[LimitKind::IopsTotal] } else { &[LimitKind::IopsRead, LimitKind::BpsWrite] };
+    for kind in kinds {
+        let unit = if kind.counts_bytes() { 10_000 } else { 1 };
+        let rate = sim::random(|random| random.u64(40..160)) * unit;
+        let burst_rate = if chance(50) { 0 } else { rate * sim::random(|random| random.u64(1..4)) };
+        let burst_length_s = if burst_rate > 0 && chance(50) { 2 } else { 1 };
+        *limits.limit_mut(*kind) = Limit { rate, burst_rate, burst_length_s };
+    }
+    if chance(30) {
+        limits.iops_size = 8192;
+    }
+    limits
+}
+
+/// When each request has passed the layer.
+async fn through_the_layer(trace: &Trace) -> Vec<Instant> {
+    let settings = GroupSettings { limits: trace.group, ..GroupSettings::default() };
+    let group = Group::new("group", settings, None).expect("drawn valid");
+    let members = trace.disks.map(|(limits, share)| {
+        let settings = DiskSettings { limits, share, ..DiskSettings::default() };
+        Rc::new(Member::new(settings, Some(&group)).expect("no promises"))
+    });
+    let passed = Rc::new(RefCell::new(vec![Instant::MAX; trace.requests.len()]));
+    let requests: Vec<_> = trace
+        .requests
+        .iter()
+        .enumerate()
+        .map(|(number, &Asked { at, disk, direction, length })| {
+            let (member, passed) = (Rc::clone(&members[disk]), Rc::clone(&passed));
+            spawn_joinable(async move {
+                sleep_until(at).await;
+                member.admit(direction, Cost::one(length)).await;
+                passed.borrow_mut()[number] = now();
+            })
+        })
+        .collect();
+    for request in requests {
+        request.await;
+    }
+    passed.take()
+}
+
+/// When each request passes the tree, whose timer is never late.
+fn alone(trace: &Trace) -> Vec<Instant> {
+    let mut tree = Tree::new(Instant::ZERO);
+    let group = tree.add(None, trace.group, Share::default()).expect("drawn valid");
+    let disks = trace.disks.map(|(limits, share)| tree.add(Some(group), limits, share).expect("no promises"));
+    let mut passed = vec![Instant::MAX; trace.requests.len()];
+    let mut timer = Instant::MAX;
+    let poll = |tree: &mut Tree<usize>, now: Instant, passed: &mut [Instant]| loop {
+        match tree.poll(now) {
+            Decision::Admit(number) => passed[number] = now,
+            Decision::Wait { until } => return until,
+            Decision::Idle => return Instant::MAX,
+        }
+    };
+    for (number, &Asked { at, disk, direction, length }) in trace.requests.iter().enumerate() {
+        while timer <= at {
+            timer = poll(&mut tree, timer, &mut passed);
+        }
+        match tree.request(disks[disk], direction, Cost::one(length), number, at) {
+            Admission::Admitted(number) => passed[number] = at,
+            Admission::Queued(_) => timer = poll(&mut tree, at, &mut passed),
+        }
+    }
+    while timer < Instant::MAX {
+        timer = poll(&mut tree, timer, &mut passed);
+    }
+    passed
+}

@@ -1,0 +1,149 @@
+//! The control socket from outside: disks and exports that come, change and go while the daemon
+//! serves.
+//!
+//! What is waited for is an answer, an event, or the end of a connection.
+
+use std::fs;
+
+use serde_json::{Value, json};
+
+use crate::harness::{
+    MIB, Qmp, Scratch, Serve, Weir, Wire, operator,
+    wire::{CMD_WRITE, EINVAL, ENOSPC, EPERM, OPT_GO, REP_ERR_UNKNOWN, Request, go_data},
+};
+
+/// A daemon with a disk and a group, and a client of its control socket.
+struct Party {
+    scratch: Scratch,
+    weir: Weir,
+    control: Qmp,
+}
+
+impl Party {
+    fn new() -> Self {
+        let scratch = Scratch::new();
+        let limits = ["--group", "gold", "--iops-total", "100000"];
+        let qmp = operator::socket(&scratch);
+        let weir = Serve::new(&scratch).arg("null:1M").args(limits).args(["--qmp", &qmp]).start();
+        let control = Qmp::negotiated(&scratch.socket("qmp"));
+        Self { scratch, weir, control }
+    }
+
+    #[track_caller]
+    fn done(&mut self, command: &str, arguments: Value) {
+        assert_eq!(self.control.command(command, arguments), json!({}), "{command}");
+    }
+
+    #[track_caller]
+    fn refused(&mut self, command: &str, arguments: Value, description: &str) {
+        assert_eq!(self.control.refused(command, arguments).1, description);
+    }
+
+    /// A client of an export, and the size that it is told.
+    #[track_caller]
+    fn go(&self, export: &str) -> (Wire, u64) {
+        Wire::go(self.weir.socket(), export)
+    }
+
+    /// What the answer to a client is that chooses an export.
+    #[track_caller]
+    fn choosing(&self, export: &str) -> u32 {
+        let replies = Wire::greet(self.weir.socket()).option(OPT_GO, &go_data(export));
+        replies.last().expect("an option has an answer").0
+    }
+}
+
+/// The error of a write of 512 zeroes; 0 is none.
+#[track_caller]
+fn write(client: &mut Wire, offset: u64) -> u32 {
+    client.request(Request { flags: 0, kind: CMD_WRITE, cookie: 7, offset, length: 512 }, &[0; 512]);
+    client.simple_reply().0
+}
+
+#[test]
+fn a_disk_comes_is_served_and_goes() {
+    let mut party = Party::new();
+    assert_eq!(party.choosing("vm2"), REP_ERR_UNKNOWN);
+    let memory = json!({"driver": "x-weir-memory", "node-name": "vm2", "size": 1 << 20});
+    party.done("blockdev-add", memory.clone());
+    party.refused("blockdev-add", memory, "Duplicate nodes with node-name='vm2'");
+    let export = json!({"type": "nbd", "id": "e", "node-name": "vm2", "writable": true});
+    party.done("block-export-add", export.clone());
+    party.refused("block-export-add", export, "Block export id 'e' is already in use");
+    let (mut client, size) = party.go("vm2");
+    assert_eq!(size, MIB);
+    party.refused(
+        "block-export-del",
+        json!({"id": "e"}),
+        "export 'e' still in use by 1 clients (use mode 'hard' to disconnect them)",
+    );
+    party.refused("blockdev-del", json!({"node-name": "vm2"}), "Node vm2 is in use (it is exported as 'e')");
+    party.done("block-export-del", json!({"id": "e", "mode": "hard"}));
+    client.is_closed();
+    assert_eq!(party.control.event("BLOCK_EXPORT_DELETED"), json!({"id": "e"}));
+    assert_eq!(party.choosing("vm2"), REP_ERR_UNKNOWN);
+    party.done("blockdev-del", json!({"node-name": "vm2"}));
+    party.refused("blockdev-del", json!({"node-name": "vm2"}), "Failed to find node with node-name='vm2'");
+    party.go("null");
+}
+
+#[test]
+fn a_disk_is_resized_under_its_clients() {
+    let mut party = Party::new();
+    let image = party.scratch.sparse("image.raw", MIB);
+    party.done("blockdev-add", json!({"driver": "file", "node-name": "vm", "filename": image}));
+    party.done("block-export-add", json!({"type": "nbd", "id": "e", "node-name": "vm", "writable": true}));
+    let (mut client, _) = party.go("vm");
+    assert_eq!(write(&mut client, MIB - 512), 0);
+    party.done("block_resize", json!({"node-name": "vm", "size": 65536}));
+    assert_eq!(fs::metadata(&image).unwrap().len(), 65536);
+    assert_eq!(client.read(65536, 512), Err(EINVAL));
+    assert_eq!(write(&mut client, 65536), ENOSPC);
+    assert_eq!(client.read(0, 512), Ok(vec![0; 512]), "it is served on");
+    assert_eq!(party.go("vm").1, 65536);
+    party.done("block_resize", json!({"device": "vm", "size": 1 << 20}));
+    assert_eq!(client.read(MIB - 512, 512), Ok(vec![0; 512]));
+    party.refused(
+        "block_resize",
+        json!({"node-name": "vm", "size": 1000}),
+        "Parameter 'size' (1000) cannot be: a size is a multiple of 512 bytes, and not 0 (round it)",
+    );
+    assert_eq!(fs::metadata(&image).unwrap().len(), 1 << 20);
+}
+
+#[test]
+fn a_chain_of_nodes_is_one_disk() {
+    let mut party = Party::new();
+    let image = party.scratch.sparse("image.raw", MIB);
+    party.done("blockdev-add", json!({"driver": "file", "node-name": "f0", "filename": image}));
+    party.done("blockdev-add", json!({"driver": "raw", "node-name": "r0", "file": "f0"}));
+    let throttle =
+        |group: &str| json!({"driver": "throttle", "node-name": "t0", "throttle-group": group, "file": "r0"});
+    party.refused("blockdev-add", throttle("tin"), "Throttle group 'tin' does not exist");
+    party.done("blockdev-add", throttle("gold"));
+    party.refused("blockdev-del", json!({"node-name": "f0"}), "Block device f0 is in use");
+    party.done("block-export-add", json!({"type": "nbd", "id": "e", "node-name": "t0"}));
+    let exports = party.control.command("query-block-exports", json!({}));
+    let expected = json!({"id": "e", "type": "nbd", "node-name": "t0", "shutting-down": false});
+    assert_eq!(exports[0], expected);
+    let (mut client, _) = party.go("t0");
+    assert_eq!(write(&mut client, 0), EPERM, "writable is false unless asked for");
+    drop(client);
+    party.done("block-export-del", json!({"id": "e", "mode": "hard"}));
+    party.control.event("BLOCK_EXPORT_DELETED");
+    for node in ["t0", "r0", "f0"] {
+        party.done("blockdev-del", json!({"node-name": node}));
+    }
+    party.done("blockdev-add", json!({"driver": "file", "node-name": "f0", "filename": image}));
+}
+
+#[test]
+fn quit_is_as_orderly_as_a_signal() {
+    let mut party = Party::new();
+    party.done("quit", json!({}));
+    assert_eq!(party.control.event("SHUTDOWN"), json!({"guest": false, "reason": "host-qmp-quit"}));
+    let Party { scratch, weir, .. } = party;
+    let (status, log) = weir.wait();
+    assert!(status.success(), "{status}: {log}");
+    assert!(!scratch.socket("qmp").exists() && !scratch.socket("nbd").exists());
+}
