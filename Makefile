@@ -10,7 +10,8 @@ FUZZ_SECONDS ?= 600
 SOAK_SEEDS ?= 20000
 SOAK_CASES ?= 20000
 SOAK_KILLS ?= 200
-# Further options for `make bench`, for example: make bench BENCH="--rows 'file-*' --rounds 3"
+# Further options for `make bench`, for example: make bench BENCH="--rows 'file-*' --rounds 3".
+# BENCH=--strict judges: it fails where a row misses its target.
 BENCH ?=
 
 .DEFAULT_GOAL := help
@@ -44,7 +45,7 @@ test-e2e: ## tests with real clients: the program's own, a browser, a guest's ke
 	tests/guest/cgroups/against-weir "$(TARGET)/debug/weir"
 	bench/run.py --short --weir "$(TARGET)/debug/weir"
 
-bench: ## weir and its peers side by side, as ratios (about 50 minutes); BENCH="--rows 'file-*'" for a part
+bench: ## weir and its peers side by side, as ratios (about 50 minutes); BENCH=--strict judges, BENCH="--rows 'file-*'" is a part
 	@scripts/deps build clients
 	$(CARGO) build --release --locked -p weir
 	bench/run.py $(BENCH)

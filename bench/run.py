@@ -8,7 +8,8 @@ Why interleaved: A, B, C, A, B, C …, so that a slow minute of the machine hits
     bench/run.py --peers-only                    what the machine gives without weir
     bench/run.py --short                         seconds: only whether everything runs
 
-Exit status: 0 when everything ran, also where a target was missed (`--strict`: then 1); 1 when something failed.
+Exit status: 0 when everything ran, also where a target was missed; 1 when something failed. `--strict` makes it the
+judge of the targets: 1 where a row missed one, and the last lines name these rows.
 Never builds anything, and leaves nothing behind but the disk file it reuses and the JSON.
 """
 
@@ -77,7 +78,10 @@ def arguments():
     parser.add_argument("--strict", action="store_true", help="exit with 1 where a target is missed")
     parser.add_argument("--directory", type=Path, default=TARGET / "bench", help="where the disk file is kept")
     parser.add_argument("--json", type=Path, help="where to write the samples (default: bench/results/TIME.json)")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.strict and (args.short or args.peers_only):
+        parser.error("--strict judges the targets, which --short and --peers-only do not measure")
+    return args
 
 
 def chosen(patterns, peers_only):
@@ -178,8 +182,8 @@ def main():
         )  # fmt: skip
         print(f"\n{text}", flush=True)
 
-    failed = any(outcome.failure for outcome in outcomes)
-    missed = any(not verdict.passed for outcome in outcomes for verdict in outcome.verdicts)
+    failed = [outcome.row.name for outcome in outcomes if outcome.failure]
+    missed = [outcome.row.name for outcome in outcomes if not all(verdict.passed for verdict in outcome.verdicts)]
     if judged:
         print(f"\n{report.summary(outcomes)}")
     if args.json or not args.short:
@@ -187,6 +191,10 @@ def main():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(report.as_json(facts, setup, outcomes))
         print(f"\nsamples: {path}  ({time.monotonic() - start:.0f} s)")
+    if failed:
+        print(f"failed: {', '.join(failed)}")
+    if args.strict and missed:
+        print(f"missed a target: {', '.join(missed)}")
     return 1 if failed or (args.strict and missed) else 0
 
 
