@@ -15,7 +15,7 @@ SOAK_KILLS ?= 200
 BENCH ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo build test test-unit test-e2e bench bench-decisions bench-runtimes fuzz soak doc lint fmt deps clean
+.PHONY: help demo build test test-unit test-e2e bench bench-decisions bench-runtimes fuzz soak doc lint audit fmt deps clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' Makefile
@@ -81,6 +81,10 @@ lint: ## what CI refuses: formatting, warnings, scripts that do not parse
 	$(CARGO) fmt --all --check
 	$(CARGO) clippy --locked --workspace --all-targets -- -D warnings
 	@scripts/lint-scripts
+
+audit: ## known vulnerabilities of the dependencies, their licences and sources, by cargo-deny (needs the advisories' host)
+	@scripts/deps build
+	@scripts/audit
 
 fmt: ## format the sources
 	$(CARGO) fmt --all
