@@ -41,8 +41,7 @@ test-e2e: ## tests with real clients: the program's own, a browser, a guest's ke
 	@scripts/deps build clients browser guest
 	@scripts/python-clients
 	$(CARGO) test --locked -p weir
-	tests/guest/nbd/against-weir "$(TARGET)/debug/weir"
-	tests/guest/cgroups/against-weir "$(TARGET)/debug/weir"
+	tests/guest/against-weir "$(TARGET)/debug/weir"
 	bench/run.py --short --weir "$(TARGET)/debug/weir"
 
 bench: ## weir and its peers side by side, as ratios (about 50 minutes); BENCH=--strict judges, BENCH="--rows 'file-*'" is a part
@@ -69,8 +68,8 @@ soak: ## the properties and the simulation with many more cases and seeds; qcow2
 	WEIR_SEEDS=$(SOAK_SEEDS) PROPTEST_CASES=$(SOAK_CASES) $(CARGO) test --release --locked -p weir-policy -p weir-block
 	WEIR_CONFORMANCE=all WEIR_KILLS=$(SOAK_KILLS) $(CARGO) test --release --locked -p weir --test e2e qcow2_c
 	$(CARGO) build --release --locked -p weir
-	tests/guest/cgroups/against-weir --full "$(TARGET)/release/weir"
-	tests/guest/cgroups/against-weir --systemd "$(TARGET)/release/weir"
+	tests/guest/against-weir --full "$(TARGET)/release/weir"
+	tests/guest/against-weir --systemd "$(TARGET)/release/weir"
 
 doc: ## build the documentation of the crates, private items included
 	@scripts/deps build
