@@ -12,11 +12,12 @@ SOAK_CASES ?= 20000
 SOAK_KILLS ?= 200
 # Twice as many tests at a time as there are processors: many of them wait for a limit or a disk.
 TEST_THREADS ?= $(shell echo $$((2 * $$(nproc))))
-# Further options for `make bench`, for example: make bench BENCH="--rows 'file-*' --rounds 3"
+# Further options for `make bench`, for example: make bench BENCH="--rows 'file-*' --rounds 3".
+# BENCH=--strict judges: it fails where a row misses its target.
 BENCH ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo build test test-unit test-e2e bench bench-decisions bench-runtimes fuzz soak doc lint fmt deps clean
+.PHONY: help demo build test test-unit test-e2e bench bench-decisions bench-runtimes fuzz soak doc lint audit fmt deps clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' Makefile
@@ -42,11 +43,10 @@ test-e2e: ## tests with real clients: the program's own, a browser, a guest's ke
 	@scripts/deps build clients browser guest
 	@scripts/python-clients
 	RUST_TEST_THREADS=$(TEST_THREADS) $(CARGO) test --locked -p weir
-	tests/guest/nbd/against-weir "$(TARGET)/debug/weir"
-	tests/guest/cgroups/against-weir "$(TARGET)/debug/weir"
+	tests/guest/against-weir "$(TARGET)/debug/weir"
 	bench/run.py --short --weir "$(TARGET)/debug/weir"
 
-bench: ## weir and its peers side by side, as ratios (about 50 minutes); BENCH="--rows 'file-*'" for a part
+bench: ## weir and its peers side by side, as ratios (about 50 minutes); BENCH=--strict judges, BENCH="--rows 'file-*'" is a part
 	@scripts/deps build clients
 	$(CARGO) build --release --locked -p weir
 	bench/run.py $(BENCH)
@@ -70,8 +70,8 @@ soak: ## the properties and the simulation with many more cases and seeds; qcow2
 	WEIR_SEEDS=$(SOAK_SEEDS) PROPTEST_CASES=$(SOAK_CASES) $(CARGO) test --release --locked -p weir-policy -p weir-block -p weir-export
 	WEIR_CONFORMANCE=all WEIR_KILLS=$(SOAK_KILLS) $(CARGO) test --release --locked -p weir --test e2e qcow2_c
 	$(CARGO) build --release --locked -p weir
-	tests/guest/cgroups/against-weir --full "$(TARGET)/release/weir"
-	tests/guest/cgroups/against-weir --systemd "$(TARGET)/release/weir"
+	tests/guest/against-weir --full "$(TARGET)/release/weir"
+	tests/guest/against-weir --systemd "$(TARGET)/release/weir"
 
 doc: ## build the documentation of the crates, private items included
 	@scripts/deps build
@@ -83,6 +83,10 @@ lint: ## what CI refuses: formatting, warnings, scripts that do not parse, prose
 	$(CARGO) clippy --locked --workspace --all-targets -- -D warnings
 	@scripts/lint-scripts
 	@scripts/lint-prose
+
+audit: ## known vulnerabilities of the dependencies, their licences and sources, by cargo-deny (needs the advisories' host)
+	@scripts/deps build
+	@scripts/audit
 
 fmt: ## format the sources
 	$(CARGO) fmt --all

@@ -19,7 +19,7 @@ RATES = {"none": {1: 8_000, 8: 40_000, 64: 60_000}, "writeback": {1: 60_000, 8: 
 
 def count(setup, cache, depth):
     """Requests of a sample; not more than the disk has blocks."""
-    return min(max(1000, int(setup.seconds * RATES[cache][depth])), setup.size_bytes // BLOCK)
+    return min(max(256, int(setup.seconds * RATES[cache][depth])), setup.size_bytes // BLOCK)
 
 
 def warm(path):

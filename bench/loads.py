@@ -14,6 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 
+# Requests of a load whose figures nobody judges, a mebibyte of them at most. Not a time: in any, a machine may do
+# nothing at all.
+LEAST, FEW = 4, 64
+MIB = 1 << 20
+
+
 class LoadFailed(Exception):
     """A client ended with an error; the text holds its command line and what it said."""
 
@@ -50,12 +56,19 @@ def placement(load):
     return ["--cpus_allowed=0"] if load.connections == 1 and load.depth > 1 else []
 
 
+def length(load, seconds):
+    """The words that make a load of fio's so long; 0 seconds are a few requests, however long those take."""
+    if not seconds:
+        return [f"--number_ios={max(LEAST, min(FEW, MIB // load.block_bytes))}"]
+    return ["--time_based", f"--runtime={seconds * 1000:.0f}ms"]
+
+
 def fio_argv(load, where, seconds):
     """fio's command line; `where` names the engine and its target (`over_nbd`, `on_file`)."""
     return [
-        "fio", "--name=load", *where, *placement(load), f"--rw={load.kind}", f"--bs={load.block_bytes}",
-        f"--iodepth={load.depth}", f"--numjobs={load.connections}", "--group_reporting", "--time_based",
-        f"--runtime={seconds * 1000:.0f}ms",
+        "fio", "--name=load", *where, *(placement(load) if seconds else ()), f"--rw={load.kind}",
+        f"--bs={load.block_bytes}", f"--iodepth={load.depth}", f"--numjobs={load.connections}", "--group_reporting",
+        *length(load, seconds),
         # A map of the blocks already visited costs the client time; random is random enough without.
         "--norandommap",
         # Another sequence each time, or a second sample meets what the first left in some cache.
@@ -102,12 +115,11 @@ def together(jobs, seconds):
 
     Gives for each the times of its completions, in milliseconds from its start.
     """
-    argv = ["fio", "--ioengine=nbd", "--time_based", f"--runtime={seconds * 1000:.0f}ms", "--norandommap",
-            "--randrepeat=0", "--disable_clat=1", "--disable_slat=1"]  # fmt: skip
+    argv = ["fio", "--ioengine=nbd", "--norandommap", "--randrepeat=0", "--disable_clat=1", "--disable_slat=1"]
     with tempfile.TemporaryDirectory(prefix="weir-bench.") as directory:
         for number, (load, uri) in enumerate(jobs):
             argv += [f"--name=load{number}", f"--uri={uri}", f"--rw={load.kind}", f"--bs={load.block_bytes}",
-                     f"--iodepth={load.depth}", f"--write_lat_log={directory}/{number}"]  # fmt: skip
+                     f"--iodepth={load.depth}", f"--write_lat_log={directory}/{number}", *length(load, seconds)]  # fmt: skip
         run(argv, seconds + 300)
         # fio counts its jobs through, from one, in the names of their logs.
         logs = [Path(directory, f"{number}_lat.{number + 1}.log") for number in range(len(jobs))]
@@ -116,11 +128,10 @@ def together(jobs, seconds):
 
 def in_total(jobs, seconds):
     """Runs several loads at once and counts what completed in all: for rates too high to log every completion."""
-    argv = ["fio", "--ioengine=nbd", "--time_based", f"--runtime={seconds * 1000:.0f}ms", "--norandommap",
-            "--randrepeat=0", "--group_reporting", "--output-format=json"]  # fmt: skip
+    argv = ["fio", "--ioengine=nbd", "--norandommap", "--randrepeat=0", "--group_reporting", "--output-format=json"]
     for number, (load, uri) in enumerate(jobs):
         argv += [f"--name=load{number}", f"--uri={uri}", f"--rw={load.kind}", f"--bs={load.block_bytes}",
-                 f"--iodepth={load.depth}"]  # fmt: skip
+                 f"--iodepth={load.depth}", *length(load, seconds)]  # fmt: skip
     out = run(argv, seconds + 300)
     job = json.loads(out[out.index("{") :])["jobs"][0]
     if job["error"] != 0 or job["read"]["total_ios"] == 0:

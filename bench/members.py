@@ -9,7 +9,7 @@ Never compares a rate that a limit cut with one that the processor cut, except w
 import groups
 import loads
 from groups import Disk
-from limits import SKIP_MS, passed_per_second
+from limits import SKIP_MS, lasting, passed_per_second
 from loads import Load
 from results import About, Faster
 from rows import OUT_OF_REACH, WEIR, Row
@@ -82,7 +82,7 @@ def holes(setup, stack):
     def sample(start):
         with start() as daemon:
             where = loads.over_nbd(daemon.uri_of(ACTIVE.name))
-            times_ms = loads.completions(LOAD, where, setup.seconds + SKIP_MS / 1000 + 0.1)
+            times_ms = loads.completions(LOAD, where, lasting(setup.seconds, SKIP_MS))
         return {"rate": passed_per_second(times_ms, SKIP_MS, setup.seconds * 1000)}
 
     daemons = {QSD: lambda: groups.storage_daemon(limits, [ACTIVE], file=f"driver=file,filename={path}")}

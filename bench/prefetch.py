@@ -32,7 +32,7 @@ LARGE = Load("read", 4, block_bytes=1 << 20)
 
 def count(setup):
     """Requests of a sample: the talk's, or few where only running counts."""
-    return COUNT if setup.seconds >= 1 else 4096
+    return COUNT if setup.seconds >= 1 else 1024
 
 
 def device(setup):

@@ -87,7 +87,7 @@ def bench_sample(argv, count, block_bytes=4096):
 
 def requests(setup):
     """So many for a sample."""
-    return max(1000, int(setup.seconds * RATE))
+    return max(256, int(setup.seconds * RATE))
 
 
 def weir_bench(setup, path, form, count, *options):
@@ -190,14 +190,14 @@ def covering(part):
     """4 KiB reads all over 16 GiB with an L2 cache for a part of it: 1 of `part`."""
 
     def contenders(setup, _stack):
-        # A gigabyte where only running counts.
-        size = 16 * GIB if setup.seconds >= 1 else GIB
+        # Less where only running counts.
+        size = 16 * GIB if setup.seconds >= 1 else 256 * MIB
         # Metadata alone: the data lies in holes, so that the mapping is what is measured and not the disk.
         image = Image("mapped", size, "preallocation=metadata", data=False)
         path = path_of(setup, image)
         # One entry of 8 bytes for each cluster of 64 KiB.
         cache = max(size // part * 8 // 65536, 65536)
-        count = max(1000, requests(setup) // 4)
+        count = max(256, requests(setup) // 4)
         step = ["-s", 4096, "-S", FAR_STEP]
         options = f"l2-cache-size={cache},l2-cache-entry-size=4096"
         theirs = {

@@ -35,8 +35,8 @@ class Setup:
     program: Path  # the weir binary, or None to measure only the peers
     disk: Path  # a raw file of `size_bytes`, every block written
     size_bytes: int  # of the file and of every memory disk
-    seconds: float  # of one random load
-    limit_seconds: float  # over which a limit's accuracy is taken
+    seconds: float  # of one random load; 0 where only running counts, which is a few requests
+    limit_seconds: float  # over which a limit's accuracy is taken; 0 as above
     exports: int  # in the row of idle ones
 
 

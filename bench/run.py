@@ -6,20 +6,25 @@ Why interleaved: A, B, C, A, B, C …, so that a slow minute of the machine hits
     bench/run.py                                 everything, about 25 minutes
     bench/run.py --rows 'file-*' --rounds 3      a part of it
     bench/run.py --peers-only                    what the machine gives without weir
-    bench/run.py --short                         seconds: only whether everything runs
+    bench/run.py --short                         a minute: whether every row runs, and its figures can be read
 
-Exit status: 0 when everything ran, also where a target was missed (`--strict`: then 1); 1 when something failed.
+Exit status: 0 when everything ran, also where a target was missed; 1 when something failed. `--strict` makes it the
+judge of the targets: 1 where a row missed one, and the last lines name these rows.
 Never builds anything, and leaves nothing behind but the disk file it reuses and the JSON.
 """
 
 import argparse
 import contextlib
 import fnmatch
+import math
 import os
+import shutil
 import signal
 import sys
+import tempfile
 import time
-from dataclasses import dataclass, field
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 
@@ -50,8 +55,8 @@ SUBJECTS = (rows, inprocess, qcow2, prefetch, limits, idle, shares, members, wai
 ROWS = tuple(row for subject in SUBJECTS for row in subject.ROWS)
 # What a row may fail with: a client, a server, a monitor, a connection of our own.
 FAILURES = (LoadFailed, ServerFailed, qmp.CommandFailed, nbd.Error)
-# A fraction of a second is short enough for a busy machine to do nothing at all in it; a fault fails every time.
-SHORT_TRIES = 5
+# Rows at a time where no figure is judged: two processors are what every machine has.
+SHORT_WORKERS = 2
 MIB = 1 << 20
 
 
@@ -74,11 +79,14 @@ def arguments():
     parser.add_argument("--seconds", type=float, default=4, help="length of one random load (default: 4)")
     parser.add_argument("--weir", type=Path, default=TARGET / "release" / "weir", help="the binary to measure")
     parser.add_argument("--peers-only", action="store_true", help="measure without weir")
-    parser.add_argument("--short", action="store_true", help="one round, a fraction of a second each")
+    parser.add_argument("--short", action="store_true", help="one round of a few requests: whether all rows run, two at a time")
     parser.add_argument("--strict", action="store_true", help="exit with 1 where a target is missed")
     parser.add_argument("--directory", type=Path, default=TARGET / "bench", help="where the disk file is kept")
     parser.add_argument("--json", type=Path, help="where to write the samples (default: bench/results/TIME.json)")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.strict and (args.short or args.peers_only):
+        parser.error("--strict judges the targets, which --short and --peers-only do not measure")
+    return args
 
 
 def chosen(patterns, peers_only):
@@ -91,22 +99,20 @@ def chosen(patterns, peers_only):
     return [row for row in wanted if not (peers_only and row.needs_weir)]
 
 
-def prepare(args):
-    """The setup, with the disk file written: 2 GiB, or 64 MiB where only running counts."""
-    if not args.peers_only and not args.weir.exists():
-        sys.exit(f"run.py: {args.weir}: no such file (build it with `make build`, or pass --peers-only)")
-    size = 64 * MIB if args.short else 2048 * MIB
-    args.directory.mkdir(parents=True, exist_ok=True)
-    disk = args.directory / f"disk-{size // MIB}M.raw"
+def prepare(args, directory):
+    """The setup, with the disk file written: 2 GiB, or 16 MiB where only running counts."""
+    size = 16 * MIB if args.short else 2048 * MIB
+    directory.mkdir(parents=True, exist_ok=True)
+    disk = directory / f"disk-{size // MIB}M.raw"
     if not disk.exists() or disk.stat().st_size != size:
         write_disk(disk, size)
     return rows.Setup(
         program=None if args.peers_only else args.weir,
         disk=disk,
         size_bytes=size,
-        seconds=0.3 if args.short else args.seconds,
-        limit_seconds=0.5 if args.short else 10,
-        exports=100 if args.short else 1000,
+        seconds=0 if args.short else args.seconds,
+        limit_seconds=0 if args.short else 10,
+        exports=20 if args.short else 1000,
     )
 
 
@@ -133,18 +139,56 @@ def measure(row, setup, rounds):
     return Results(samples)
 
 
-def outcome_of(row, setup, rounds, judged, tries):
-    """One row's outcome. A row that fails in all tries does not end the table: the others may still be what was wanted."""
-    for left in reversed(range(tries)):
+def outcome_of(row, setup, rounds, judged):
+    """One row's outcome. A row that fails does not end the table: the others may still be what was wanted."""
+    try:
+        results = measure(row, setup, rounds)
+    except FAILURES as error:
+        return Outcome(row, failure=str(error))
+    return Outcome(row, results, [asked.judge(results) for asked in row.asked] if judged else [])
+
+
+def one_by_one(wanted, setup, rounds, judged):
+    """The outcome of each row, as soon as it is there."""
+    for row in wanted:
+        yield outcome_of(row, setup, rounds, judged)
+
+
+def samples_of(name, setup):
+    """In a process of its own: one row's samples of one round, and why it failed if it did."""
+    (row,) = (row for row in ROWS if row.name == name)
+    own = setup.disk.parent / f"worker-{os.getpid()}"
+    # An image is locked by whoever serves it: each process has its own.
+    if not own.exists():
+        own.mkdir()
+        shutil.copyfile(setup.disk, own / setup.disk.name)
+    outcome = outcome_of(row, replace(setup, disk=own / setup.disk.name), 1, judged=False)
+    if outcome.failure:
+        return None, outcome.failure
+    return outcome.results.samples, unreadable(row, outcome.results.samples)
+
+
+def unreadable(row, samples):
+    """Why a row's samples are no figures, if they are not: each column has one, and each is a number."""
+    taken = [sample for contender in samples.values() for sample in contender]
+    for column in row.columns:
+        figures = [sample[column] for sample in taken if column in sample]
+        if not figures or not all(isinstance(figure, (int, float)) and math.isfinite(figure) for figure in figures):
+            return f"{column}: no figures, but {figures}"
+    return None
+
+
+def all_short(wanted, setup):
+    """The outcome of each row, in their order, two at a time: what is judged is only that it runs."""
+    with ProcessPoolExecutor(SHORT_WORKERS) as pool:
         try:
-            results = measure(row, setup, rounds)
-            break
-        except FAILURES as error:
-            if left == 0:
-                return Outcome(row, failure=str(error))
-            print(f"\n{row.name}: once more, after: {error}", flush=True)
-    verdicts = [asked.judge(results) for asked in row.asked] if judged else []
-    return Outcome(row, results, verdicts)
+            futures = [pool.submit(samples_of, row.name, setup) for row in wanted]
+            for row, future in zip(wanted, futures, strict=True):
+                samples, failure = future.result()
+                yield Outcome(row, Results(samples) if samples else None, failure=failure)
+        finally:
+            # Also when it is ended by a signal: what runs is waited for, what has not begun is not.
+            pool.shutdown(cancel_futures=True)
 
 
 def progress(text):
@@ -154,7 +198,13 @@ def progress(text):
 
 
 def main():
-    """Measures and prints; the exit status."""
+    """The exit status."""
+    with contextlib.ExitStack() as stack:
+        return measured(stack)
+
+
+def measured(stack):
+    """Measures and prints; the exit status. What is to go at the end is entered into `stack`."""
     # The same clean-up as on Ctrl-C: the servers' `with` blocks end them.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     args = arguments()
@@ -162,25 +212,29 @@ def main():
         print("\n".join(f"{row.name:<24}{row.title}" for row in ROWS))
         return 0
     wanted = chosen(args.rows, args.peers_only)
-    setup = prepare(args)
+    if not args.peers_only and not args.weir.exists():
+        sys.exit(f"run.py: {args.weir}: no such file (build it with `make build`, or pass --peers-only)")
+    if args.short:
+        args.directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench.", dir=TARGET)))
+    setup = prepare(args, args.directory)
     facts = machine.describe(setup)
     print(report.header(facts), flush=True)
 
     start = time.monotonic()
     outcomes = []
-    # Samples of a fraction of a second say that everything runs; they are no ground for a verdict.
+    # A few requests say that everything runs; they are no ground for a verdict.
     judged = not (args.short or args.peers_only)
-    for row in wanted:
-        outcome = outcome_of(row, setup, 1 if args.short else args.rounds, judged, SHORT_TRIES if args.short else 1)
+    for outcome in all_short(wanted, setup) if args.short else one_by_one(wanted, setup, args.rounds, judged):
         outcomes.append(outcome)
         progress("")
+        row = outcome.row
         text = f"{row.name}: FAILED: {outcome.failure}" if outcome.failure else report.block(
             row, outcome.results, outcome.verdicts
         )  # fmt: skip
         print(f"\n{text}", flush=True)
 
-    failed = any(outcome.failure for outcome in outcomes)
-    missed = any(not verdict.passed for outcome in outcomes for verdict in outcome.verdicts)
+    failed = [outcome.row.name for outcome in outcomes if outcome.failure]
+    missed = [outcome.row.name for outcome in outcomes if not all(verdict.passed for verdict in outcome.verdicts)]
     if judged:
         print(f"\n{report.summary(outcomes)}")
     if args.json or not args.short:
@@ -188,6 +242,10 @@ def main():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(report.as_json(facts, setup, outcomes))
         print(f"\nsamples: {path}  ({time.monotonic() - start:.0f} s)")
+    if failed:
+        print(f"failed: {', '.join(failed)}")
+    if args.strict and missed:
+        print(f"missed a target: {', '.join(missed)}")
     return 1 if failed or (args.strict and missed) else 0
 
 

@@ -10,7 +10,7 @@ Never asks anything of QEMU: its figures stand beside to show what changes for w
 import groups
 import loads
 from groups import Disk
-from limits import passed_per_second
+from limits import lasting, passed_per_second
 from loads import Load
 from results import About, AtLeast
 from rows import WEIR, Row
@@ -37,7 +37,7 @@ def percent(value):
 def rates(daemon, jobs, seconds):
     """Requests per second of several loads at once, each on the export of its name."""
     pairs = [(load, daemon.uri_of(name)) for name, load in jobs.items()]
-    times_ms = loads.together(pairs, seconds + SKIP_MS / 1000 + 0.1)
+    times_ms = loads.together(pairs, lasting(seconds, SKIP_MS))
     return [passed_per_second(times, SKIP_MS, seconds * 1000) for times in times_ms]
 
 

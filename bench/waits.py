@@ -116,7 +116,8 @@ def reading(uri, rate, seconds):
     pause = max(SMALL / (rate / 2), SHORTEST_PAUSE_SECONDS)
     waits = []
     start = time.monotonic()
-    while (sent := time.monotonic()) < start + seconds:
+    # One read at least.
+    while (sent := time.monotonic()) < start + seconds or not waits:
         reader.send()
         wait(reader)
         answered = time.monotonic()
@@ -168,7 +169,8 @@ def lifting(setup, _stack):
                 attend((large,), ARRIVAL_SECONDS)
                 small.send()
                 attend((large, small), min(WAITING_SECONDS, setup.seconds))
-                if small.done():
+                # Where nothing is judged, nobody knows for how long the machine stood still.
+                if small.done() and setup.seconds:
                     raise loads.LoadFailed("a read passed a limit that should have held it back")
                 return released(monitor, large, small)
 

@@ -11,7 +11,7 @@ whole disk in their proportion. The table itself did not reach that (14.0 to 11.
 
 import groups
 import loads
-from limits import passed_per_second
+from limits import lasting, passed_per_second
 from loads import Load
 from results import About, Faster
 from rows import Row
@@ -92,7 +92,7 @@ def two_streams(mode, watermark):
             skip, measured = SETTLE * setup.limit_seconds, MEASURE * setup.limit_seconds
             with groups.weir_from(setup.program, config(images, mode, asked)) as daemon:
                 jobs = [(load, daemon.uri_of(f"dd{number}")) for number in (1, 2)]
-                times_ms = loads.together(jobs, skip + measured + 0.1)
+                times_ms = loads.together(jobs, lasting(measured, skip * 1000))
             passed = [passed_per_second(times, skip * 1000, measured * 1000) for times in times_ms]
             return figures(*(rate * block_bytes / 1e6 for rate in passed))
 

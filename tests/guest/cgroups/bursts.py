@@ -5,11 +5,10 @@ The bucket (crates/policy/src/throttle/bucket.rs) holds 5 s of 20M and leaks at 
 """
 
 import re
-from statistics import median
 
 import streams
-from commands import Watch, limit, unlimit
-from outcome import Check, by_now, contains, fact, most, near
+from commands import limit, unlimit
+from outcome import Check, contains, fact, most, near
 
 MIB = 1 << 20
 RATE, BURST, LENGTH = 4 * MIB, 20 * MIB, 5
@@ -20,8 +19,8 @@ TOLERANCE = 0.05
 DECISION_SECONDS = 0.05
 # The hard limit is to be in io.max so soon after the watch was killed.
 GUARD_SECONDS = 1.0
-# Of one write: direct, one in flight, and 20 MiB/s are 80 of them.
-BLOCK = "256k"
+# What the watch says of decisions.
+DECISIONS = "grep ' told ' $watch_log || true"
 
 
 def passed(taken, begin, end):
@@ -45,31 +44,22 @@ def io_max(line_rate):
     return f"wbps={line_rate} "
 
 
-def took(log):
-    """How long decisions took to be in io.max, in seconds, as the watch says itself."""
-    return [int(number) / 1e6 for number in re.findall(r" told .*after_us=([0-9]+)", log)]
-
-
-def soon(decisions, full):
-    """The check that decisions are in io.max as soon as they should: each of them, or, where the machine may stop for a moment, most.
-
-    One stop of 50 ms among a hundred decisions is nothing that a machine could be seen to stand still by.
-    """
-    which, of = ("the longest", max) if full else ("the median", median)
-    what = f"a decision's way into io.max, {which}"
-    if not decisions:
+def soon(decisions):
+    """The check that each decision is in io.max as soon as it should be, by what the watch says of them."""
+    took = [int(number) / 1e6 for number in re.findall(r" told .*after_us=([0-9]+)", decisions)]
+    what = "a decision's way into io.max, the longest"
+    if not took:
         return Check(what, False, "none in the watch's log", "at least one")
-    return most(what, of(decisions), DECISION_SECONDS, unit="ms", scale=1e-3)
+    return most(what, max(took), DECISION_SECONDS, unit="ms", scale=1e-3)
 
 
 class Bursts:
     """The cases, on one disk that is faster than the burst."""
 
-    def __init__(self, guest, disk, full):
-        self.guest = guest
+    def __init__(self, disk):
+        self.guest = None  # set when it runs
         self.disk = disk
-        self.full = full
-        self.tried = 0
+        self.used = 0
 
     def cases(self):
         """Name and function of each."""
@@ -78,115 +68,121 @@ class Bursts:
         yield "a group made again under the watch", self.made_again
         yield "a command that steers while no watch does", self.stands_in
 
-    def new_group(self):
-        """A control group that has not used its burst: what one has used is remembered for as long as it takes to leak."""
-        self.tried += 1
-        name = f"burst{self.tried}"
-        self.guest.run(f"mkdir $cgroups/{name}")
-        limit(self.guest, name, self.disk, *OPTIONS)
-        return name
+    def parts(self, body, finally_=""):
+        """The parts of a script in which `body`, a function, has the name of a new group with the burst's limits.
 
-    def remove(self, name):
-        """Ends its stream, and removes limit and group."""
-        self.guest.run(f"kill_group {name}")
-        unlimit(self.guest, self.disk, name)
-        streams.stop(self.guest, self.disk, (name,))
-        self.guest.run(f"rmdir $cgroups/{name}")
+        A new one each time: what a group has used of its burst is remembered for as long as it takes to leak.
+        """
+        self.used += 1
+        name = f"burst{self.used}"
+        begin = f"mkdir $cgroups/{name}\n{limit(name, self.disk, *OPTIONS)}"
+        end = f"kill_group {name}\n{unlimit(self.disk, name)}\nend_streams {self.disk.name} {name}\nrmdir $cgroups/{name}"
+        return self.guest.parts(f"{begin}\n{body(name)}", f"{finally_}\n{end}")
+
+    def window(self, name, seconds):
+        """The script that samples one group for so long."""
+        return streams.window(self.disk, seconds, (name,), interval=0.05)
 
     def burst(self):
         """The rate in the burst and after it."""
         seconds = 11
-        name = self.new_group()
-        try:
-            with Watch(self.guest) as watch:
-                begin = streams.start(self.disk, "direct", (name,), BLOCK)
-                taken = streams.samples(self.guest.run(f"{begin}\n{self.sampling(name, seconds)}"))
-                decisions = took(watch.log())
-        finally:
-            self.remove(name)
+        parts = self.parts(lambda name: f"""
+            watch_start
+            stream {self.disk.name} direct {name}
+            part window
+            {self.window(name, seconds)}
+            part decisions
+            {DECISIONS}
+            watch_stop
+        """)
+        taken = streams.samples(parts["window"])
         start = begun(taken)
-        rate, after = passed(taken, start, start + LENGTH), passed(taken, start + BURST_SECONDS + 0.3, start + seconds)
+        rate = passed(taken, start, start + LENGTH)
+        after = passed(taken, start + BURST_SECONDS + 0.3, start + seconds)
         return [
             near("its first 5 s", rate, BURST, TOLERANCE, unit="MiB/s", scale=MIB),
             near("after it", after, RATE, TOLERANCE, unit="MiB/s", scale=MIB),
             near("its length", length(taken, start), BURST_SECONDS, TOLERANCE, unit="s", scale=1),
-            soon(decisions, self.full),
+            soon(parts["decisions"]),
         ]
 
     def killed(self):
         """How soon the hard limit is back, and that the next watch does not begin a burst from the start."""
-        name = self.new_group()
-        try:
-            with Watch(self.guest) as watch:
-                self.guest.run(f"{streams.start(self.disk, 'direct', (name,), BLOCK)}\npause 3")
-                during = self.guest.run(f"cat $cgroups/{name}/io.max")
-                killed = watch.kill()
-                settled = self.settled(name, killed)
-                hard = streams.samples(self.guest.run(self.sampling(name, 3)))
-            with Watch(self.guest):
-                taken = streams.samples(self.guest.run(self.sampling(name, 6)))
-            after = self.guest.run(f"cat $cgroups/{name}/io.max")
-        finally:
-            self.remove(name)
+        parts = self.parts(lambda name: f"""
+            watch_start
+            stream {self.disk.name} direct {name}
+            pause 3
+            part during
+            cat $cgroups/{name}/io.max
+            part settled
+            kill_group watch
+            seconds_until 5 $cgroups/{name}/io.max {io_max(RATE)!r}
+            part hard
+            {self.window(name, 3)}
+            part again
+            watch_start
+            {self.window(name, 6)}
+            watch_stop
+            part after
+            cat $cgroups/{name}/io.max
+        """)
+        again = streams.samples(parts["again"])
         return [
-            by_now("io.max in the burst", during, io_max(BURST)),
-            most("the hard limit back after", settled - killed, GUARD_SECONDS, unit="s"),
-            near("what passes then", streams.Rates.of(hard).groups[0], RATE, TOLERANCE, unit="MiB/s", scale=MIB),
+            contains("io.max in the burst", parts["during"], io_max(BURST)),
+            most("the hard limit back after", float(parts["settled"]), GUARD_SECONDS, unit="s"),
+            near("what passes then", streams.Rates.of(parts["hard"]).groups[0], RATE, TOLERANCE, unit="MiB/s", scale=MIB),
             # Some 3.5 s of it were spent before; what leaked while nobody watched is a second or so.
-            most("burst of the next watch", length(taken, taken[0].seconds), BURST_SECONDS - 2, unit="s"),
-            by_now("io.max when it has ended", after, io_max(RATE)),
+            most("burst of the next watch", length(again, again[0].seconds), BURST_SECONDS - 2, unit="s"),
+            contains("io.max when it has ended", parts["after"], io_max(RATE)),
         ]
 
     def made_again(self):
-        """A group of the same name has the limits of the one before, and nobody is warned of it: a service that is started anew."""
-        name = self.new_group()
-        try:
-            with Watch(self.guest) as watch:
-                before = self.guest.run(f"pause 1; cat $cgroups/{name}/io.max")
-                after = self.guest.run(f"rmdir $cgroups/{name}; mkdir $cgroups/{name}; pause 3; cat $cgroups/{name}/io.max")
-                log = watch.log()
-        finally:
-            self.remove(name)
-        warnings = [line for line in log.splitlines() if " WARN " in line]
+        """A group of the same name has the limits of the one before, and nobody is warned of it: a service started anew."""
+        parts = self.parts(lambda name: f"""
+            watch_start
+            pause 1
+            part before
+            cat $cgroups/{name}/io.max
+            part again
+            rmdir $cgroups/{name}
+            mkdir $cgroups/{name}
+            pause 3
+            cat $cgroups/{name}/io.max
+            part warnings
+            grep ' WARN ' $watch_log || true
+            watch_stop
+        """)
         return [
-            by_now("io.max with a burst to spend", before, io_max(BURST)),
-            by_now("io.max of the one made again", after, io_max(BURST)),
-            fact("warnings", not warnings, str(warnings), "none"),
+            contains("io.max with a burst to spend", parts["before"], io_max(BURST)),
+            contains("io.max of the one made again", parts["again"], io_max(BURST)),
+            fact("warnings", not parts["warnings"].strip(), parts["warnings"], "none"),
         ]
 
     def stands_in(self):
         """A command with a group's limits steers all, makes way for a watch, and steers again when that has ended."""
-        guest, name = self.guest, self.new_group()
-        run = f"weir cgroup run --device /dev/{self.disk.name} --group tenant --bps-write 6M -- sleep 60"
-        try:
-            guest.run(f"{run} >/tmp/run.log 2>&1 & echo $! >/tmp/run.pid; pause 3")
-            steered = guest.run(f"cat $cgroups/{name}/io.max /tmp/run.log")
-            with Watch(guest):
-                watched = guest.run(f"pause 0.5; cat $cgroups/{name}/io.max")
-            guest.run("pause 2")
-            again = guest.run(f"cat $cgroups/{name}/io.max /tmp/run.log")
-            guest.run("kill $(cat /tmp/run.pid); while kill -0 $(cat /tmp/run.pid) 2>/dev/null; do pause 0.05; done")
-            after = guest.run(f"cat $cgroups/{name}/io.max")
-        finally:
-            guest.run("kill $(cat /tmp/run.pid) 2>/dev/null", check=False)
-            self.remove(name)
+        run = f"weir cgroup run --device /dev/{self.disk.name} --group tenant --bps-write 6M -- sleep 600"
+        end = "kill $command 2>/dev/null\nwhile kill -0 $command 2>/dev/null; do pause 0.05; done"
+        parts = self.parts(lambda name: f"""
+            {run} >/tmp/run.log 2>&1 &
+            command=$!
+            pause 3
+            part steered
+            cat $cgroups/{name}/io.max /tmp/run.log
+            watch_start
+            pause 0.5
+            part watched
+            cat $cgroups/{name}/io.max
+            watch_stop
+            pause 2
+            part again
+            cat $cgroups/{name}/io.max /tmp/run.log
+            {end}
+            part after
+            cat $cgroups/{name}/io.max
+        """, end)
         return [
-            by_now("io.max while the command runs", steered, io_max(BURST)),
-            by_now("under a watch", watched, io_max(BURST)),
-            by_now("when that has ended", again, io_max(BURST)),
-            contains("when the command has", after, io_max(RATE)),
+            contains("io.max while the command runs", parts["steered"], io_max(BURST)),
+            contains("under a watch", parts["watched"], io_max(BURST)),
+            contains("when that has ended", parts["again"], io_max(BURST)),
+            contains("when the command has", parts["after"], io_max(RATE)),
         ]
-
-    def sampling(self, name, seconds):
-        """The script that samples one group for so long."""
-        return f"sample_for {seconds} 0.05 {self.disk.name} {self.guest.number(self.disk.name)} {name}"
-
-    def settled(self, name, killed):
-        """The instant from which on io.max has the hard limit; 5 s after the kill if it has not."""
-        output = self.guest.run(f"""
-            while now && read -r line <$cgroups/{name}/io.max && [ "${{line#*{io_max(RATE)}}}" = "$line" ]; do
-                [ ${{now%.*}} -lt {int(killed) + 5} ] || break
-            done
-            echo $now
-        """)
-        return float(output)

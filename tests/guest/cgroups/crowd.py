@@ -1,8 +1,9 @@
 """A thousand control groups watched: what that takes of a processor.
 
-The guest's processor is emulated: computing takes several times as long there, and system calls still longer. How much longer is
-measured with what is the same on both: a simulation by weir itself, the same kind of work, for its own time; and a copy byte by byte
-(busybox), which is nothing but system calls, for the kernel's. The watch's own time and its time in the kernel, each divided by its factor, are what it takes here.
+The guest's processor is emulated: computing takes several times as long there, and system calls still longer. How much
+longer is measured with what is the same on both: a simulation by weir itself, the same kind of work, for its own time;
+and a copy byte by byte (busybox), which is nothing but system calls, for the kernel's. The watch's own time and its
+time in the kernel, each divided by its factor, are what it takes here.
 """
 
 import json
@@ -11,7 +12,7 @@ import shlex
 import subprocess
 
 import streams
-from commands import Watch, limit
+from commands import limit
 from outcome import Check, most
 
 GROUPS = 1000
@@ -31,11 +32,17 @@ def seconds_of(kind, output):
     return 60 * int(minutes) + float(rest)
 
 
+def processor_seconds(stat):
+    """What a process has used so far, of its own and in system calls, by its /proc/PID/stat (steps of 10 ms)."""
+    fields = stat.rpartition(")")[2].split()
+    return int(fields[11]) / 100, int(fields[12]) / 100
+
+
 class Crowd:
     """The case, on one disk."""
 
-    def __init__(self, guest, disk):
-        self.guest = guest
+    def __init__(self, disk):
+        self.guest = None  # set when it runs
         self.disk = disk
 
     def cases(self):
@@ -44,47 +51,52 @@ class Crowd:
 
     def crowd(self):
         """The watch's share of a processor."""
-        guest, disk = self.guest, self.disk
         busy = [f"crowd/{number}" for number in range(BUSY)]
         self.make()
-        try:
-            with Watch(guest, log="info") as watch:
-                guest.run(f"mkdir -p {disk.mount}/crowd\n{streams.start(disk, 'direct', busy)}\npause 3")
-                before = watch.processor_seconds()
-                guest.run(f"pause {SECONDS}")
-                own, kernel = (after - earlier for after, earlier in zip(watch.processor_seconds(), before))
-        finally:
-            self.clear(busy)
+        parts = self.guest.parts(
+            f"""
+                mkdir -p /mnt/{self.disk.name}/crowd
+                watch_start info
+                {streams.start(self.disk, "direct", busy)}
+                pause 3
+                part before
+                cat /proc/$watch/stat
+                pause {SECONDS}
+                part after
+                cat /proc/$watch/stat
+                watch_stop
+            """,
+            f"""
+                end_streams {self.disk.name} {" ".join(busy)}
+                rm -f {KEPT}
+                cd $cgroups && rmdir crowd/*/ && rmdir crowd
+            """,
+        )
+        before, after = processor_seconds(parts["before"]), processor_seconds(parts["after"])
+        own, kernel = (late - early for early, late in zip(before, after))
         computing, calling = self.slower(*COMPUTE), self.slower(*CALL)
-        shares = f"{own / SECONDS:.1%} and {kernel / SECONDS:.1%} in the kernel, where those take {computing:.1f} and {calling:.1f} times as long"
         share = (own / computing + kernel / calling) / SECONDS
+        there = f"{own / SECONDS:.1%} and {kernel / SECONDS:.1%} in the kernel"
+        slower = f"where those take {computing:.1f} and {calling:.1f} times as long"
         return [
-            Check("of the guest's processor", True, shares, "nothing"),
+            Check("of the guest's processor", True, f"{there}, {slower}", "nothing"),
             most("of a processor as here", share, SHARE, unit="%", scale=0.01),
         ]
 
     def make(self):
         """The groups, and their limits: one set by weir, whose like is then written for all others, as 1,000 commands would take minutes."""
-        guest, disk = self.guest, self.disk
-        guest.run(f"""
+        guest = self.guest
+        kept = json.loads(guest.run(f"""
             mkdir -p $cgroups/crowd
             echo "+io +memory" >$cgroups/crowd/cgroup.subtree_control
             cd $cgroups/crowd && mkdir $(seq 0 {GROUPS - 1})
-        """)
-        limit(guest, "crowd/0", disk, "--bps-write", "1M", "--bps-write-max", "4M", "--bps-write-max-length", 10)
-        kept = json.loads(guest.run(f"cat {KEPT}"))
+            {limit("crowd/0", self.disk, "--bps-write", "1M", "--bps-write-max", "4M", "--bps-write-max-length", 10)} >&2
+            cat {KEPT}
+        """))
         (first,) = [entry for entry in kept["limits"] if entry["cgroup"].endswith("crowd/0")]
         kept["limits"] = [first | {"cgroup": first["cgroup"][:-1] + str(number)} for number in range(GROUPS)]
         text = json.dumps(kept)
         guest.run(f"cat >{KEPT}.new <<'END'\n{text}\nEND\nmv {KEPT}.new {KEPT}")
-
-    def clear(self, busy):
-        """Ends the writers, and removes limits and groups."""
-        guest = self.guest
-        guest.run("kill_group " + " ".join(busy))
-        guest.run(f"""rm -f {KEPT} {self.disk.mount}/crowd/*
-            cd $cgroups && rmdir crowd/*/ && rmdir crowd
-            sync""")
 
     def slower(self, kind, command):
         """How many times longer this takes in the guest than here."""

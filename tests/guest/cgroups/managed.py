@@ -3,11 +3,9 @@
 One systemd is as good as another here: its properties for block I/O are of version 230 (systemd.resource-control(5)).
 """
 
-import shlex
-
 import streams
 from bursts import BURST, OPTIONS, RATE, io_max
-from commands import STATE, limit, weir
+from commands import limit, weir
 from outcome import contains, fact, most, near
 
 UNIT = "load.service"
@@ -25,9 +23,10 @@ SPENT_SECONDS = 20
 class Managed:
     """The cases, on one disk that is faster than the burst."""
 
-    def __init__(self, guest, disk):
-        self.guest = guest
+    def __init__(self, disk):
+        self.guest = None  # set when it runs
         self.disk = disk
+        self.mount = f"/mnt/{disk.name}"
 
     def cases(self):
         """Name and function of each."""
@@ -40,7 +39,7 @@ class Managed:
         """That systemd knows the limit, keeps it through what it does, and forgets it."""
         self.start()
         try:
-            weir(self.guest, "cgroup", "limit", UNIT, "--device", self.disk.mount, "--bps-write", RATE)
+            self.guest.run(weir("cgroup", "limit", UNIT, "--device", self.mount, "--bps-write", RATE))
             told = self.io_max()
             known = self.properties()
             self.guest.run("systemctl daemon-reload")
@@ -49,8 +48,8 @@ class Managed:
             changed = self.io_max()
             self.guest.run(f"systemctl restart {UNIT} && pause 1")
             restarted = self.io_max()
-            rate = streams.Rates.of(streams.measure(self.guest, self.disk, 5, groups=(GROUP,))).groups[0]
-            weir(self.guest, "cgroup", "limit", UNIT, "--device", self.disk.mount, "--remove")
+            rate = streams.Rates.of(self.guest.run(streams.window(self.disk, 5, (GROUP,)))).groups[0]
+            self.guest.run(weir("cgroup", "limit", UNIT, "--device", self.mount, "--remove"))
             self.guest.run("systemctl daemon-reload")
             left, forgotten = self.io_max(), self.properties()
         finally:
@@ -71,7 +70,7 @@ class Managed:
         self.start()
         try:
             self.guest.run(f"systemctl stop {UNIT}; systemctl start {UNIT}")
-            limit(self.guest, GROUP, self.disk, *OPTIONS)
+            self.guest.run(limit(GROUP, self.disk, *OPTIONS))
             self.watch()
             granted = self.waited_for(BURST, AGAIN_SECONDS)
             self.guest.run("systemctl daemon-reload")
@@ -91,7 +90,7 @@ class Managed:
         """That a limit which is only in weir's file has the controller that systemd has given to nobody, and keeps it."""
         self.start()
         try:
-            limit(self.guest, GROUP, self.disk, *OPTIONS)
+            self.guest.run(limit(GROUP, self.disk, *OPTIONS))
             # As the machine's end would.
             self.guest.run(f"rm -r /run/systemd/system.control/{UNIT}.d; systemctl daemon-reload; systemctl restart {UNIT}")
             lost = self.io_max()
@@ -119,19 +118,19 @@ class Managed:
         self.guest.run("systemd-run --quiet --scope --unit=weir-test.scope sleep 60 >/dev/null 2>&1 & pause 1")
         try:
             for unit in units:
-                weir(self.guest, "cgroup", "limit", unit, *device, "--bps-write", RATE)
+                self.guest.run(weir("cgroup", "limit", unit, *device, "--bps-write", RATE))
             self.guest.run("systemctl daemon-reload")
             scope = self.guest.run("cat $cgroups/system.slice/weir-test.scope/io.max")
             above = self.guest.run("cat $cgroups/system.slice/io.max")
         finally:
             for unit in units:
-                self.guest.run(shlex.join(["weir", "cgroup", "limit", unit, *device, "--remove"]), check=False)
+                self.guest.run(weir("cgroup", "limit", unit, *device, "--remove"), check=False)
             self.guest.run("systemctl stop weir-test.scope")
         return [contains("the scope's io.max", scope, io_max(RATE)), contains("the slice's", above, io_max(RATE))]
 
     def start(self):
         """A service that writes all the time."""
-        loop = f"while :; do dd if=/dev/zero of={self.disk.mount}/load bs=256k count=400 oflag=direct; done"
+        loop = f"while :; do dd if=/dev/zero of={self.mount}/load bs=256k count=400 oflag=direct; done"
         self.guest.run(f"""
             set -e
             printf '%s\\n' '[Service]' 'ExecStart=/bin/sh -c "{loop}"' 'StandardError=null' >/run/systemd/system/{UNIT}
@@ -141,7 +140,7 @@ class Managed:
 
     def watch(self):
         """A watch as a service of its own."""
-        self.guest.run(f"systemd-run --quiet --unit={WATCH} weir cgroup watch --state {STATE}")
+        self.guest.run(f"systemd-run --quiet --unit={WATCH} weir cgroup watch --state $state")
 
     def clear(self):
         """Ends it and the watch, and forgets what is left of the limit."""
@@ -149,7 +148,7 @@ class Managed:
             weir cgroup limit {UNIT} --device /dev/{self.disk.name} --remove
             systemctl stop {WATCH} {UNIT}
             systemctl reset-failed
-            rm -rf /run/systemd/system/{UNIT} /run/systemd/system.control/{UNIT}.d {self.disk.mount}/load
+            rm -rf /run/systemd/system/{UNIT} /run/systemd/system.control/{UNIT}.d {self.mount}/load
             systemctl daemon-reload
             true
         """)
@@ -164,17 +163,5 @@ class Managed:
 
     def waited_for(self, rate, longest):
         """How many seconds passed until the kernel had this rate; a second more than the longest if it never had."""
-        output = self.guest.run(f"""
-            now
-            begin=$now
-            until read -r line <$cgroups/{GROUP}/io.max && [ "${{line#*{io_max(rate)}}}" != "$line" ]; do
-                now
-                [ ${{now%.*}} -le $((${{begin%.*}} + {longest})) ] || break
-                pause 0.02
-            done
-            now
-            echo $begin $now
-        """)
-        # Before it, perhaps, that there is no such file yet.
-        begin, end = map(float, output.splitlines()[-1].split())
-        return end - begin
+        line = f"seconds_until {longest} $cgroups/{GROUP}/io.max {io_max(rate)!r}"
+        return float(self.guest.run(line).splitlines()[-1])

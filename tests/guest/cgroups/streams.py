@@ -1,20 +1,19 @@
-"""Two `dd` streams in two control groups of the guest, as in the table of io-throttle v16, and how fast each was at the device.
+"""How fast streams in the guest's control groups were at the device: samples that a script took, and rates from them.
 
-What counts is what the kernel let through (each group's io.stat, which grows when a request passes its limit) and what the
-disk counts itself; not what `dd` says, whose buffered writes end in the page cache.
+What counts is what the kernel let through (each group's io.stat, which grows when a request passes its limit) and what
+the disk counts itself; not what `dd` says, whose buffered writes end in the page cache.
 
 Never says what a rate should be.
 """
 
 from dataclasses import dataclass
 
+from commands import unlimit
+
 GROUPS = ("a", "b")
-INTERVAL = 0.1  # seconds between two samples
-# A direct stream is at its rate at once. A buffered one when the page cache has taken what it may (guest.py), and its rate is even
-# only over some seconds: the kernel writes back in pieces of 4 MiB.
+# A direct stream is at its rate at once. A buffered one when the page cache has taken what it may (guest.py), and its
+# rate is even only over some seconds: the kernel writes back in pieces of 4 MiB.
 WARM_SECONDS = {"direct": 1, "cached": 5}
-# Of one write. As large as keeps the emulated processor idle at the disk's speed, and small beside what passes in a window.
-BLOCK = "256k"
 
 
 @dataclass(frozen=True)
@@ -39,8 +38,8 @@ def samples(output):
 def rate(points):
     """Bytes per second of (instant, bytes) in their order, between the first and the last growth; 0.0 if there are no two.
 
-    From growth to growth, because requests of a buffered stream are up to 4 MiB: a window that begins or ends between two
-    of them says less, and after 10 s at 2 MB/s that is a fifth.
+    From growth to growth, because requests of a buffered stream are up to 4 MiB: a window that begins or ends between
+    two of them says less, and after 10 s at 2 MB/s that is a fifth.
     """
     grown = [after for before, after in zip(points, points[1:]) if after[1] > before[1]]
     if len(grown) < 2:
@@ -57,44 +56,33 @@ class Rates:
     disk: float
 
     @classmethod
-    def of(cls, taken):
-        """Over all these samples."""
+    def of(cls, output):
+        """Over all samples that were printed."""
+        taken = samples(output)
         count = len(taken[0].groups)
-        groups = tuple(rate([(sample.seconds, sample.groups[index]) for sample in taken]) for index in range(count))
-        return cls(groups, rate([(sample.seconds, sample.disk) for sample in taken]))
+        groups = (rate([(sample.seconds, sample.groups[index]) for sample in taken]) for index in range(count))
+        return cls(tuple(groups), rate([(sample.seconds, sample.disk) for sample in taken]))
 
 
-def start(disk, mode, groups=GROUPS, block=BLOCK):
-    """The script that starts one stream a group. Each makes its file itself: what a file's pages are charged to is who wrote them first."""
-    flag = "oflag=direct" if mode == "direct" else ""
-    return "\n".join(
-        f"rm -f {disk.mount}/{group}; in_group {group} dd if=/dev/zero of={disk.mount}/{group} bs={block} count=100000000 {flag} 2>/dev/null &"
-        for group in groups
-    )
+def start(disk, mode, groups=GROUPS):
+    """The script that starts one stream a group."""
+    return "\n".join(f"stream {disk.name} {mode} {group}" for group in groups)
 
 
-def stop(guest, disk, groups=GROUPS):
-    """Ends the streams, and waits until nothing of them is on its way to the disk."""
-    files = " ".join(f"{disk.mount}/{group}" for group in groups)
-    guest.run(f"kill_group {' '.join(groups)}; rm -f {files}; sync")
+def window(disk, seconds, groups=GROUPS, interval=0.1):
+    """The script that samples for so long."""
+    return f"sample_for {seconds} {interval} {disk.name} {' '.join(groups)}"
 
 
-def measure(guest, disk, seconds, interval=INTERVAL, groups=GROUPS):
-    """Samples of a window that begins now."""
-    script = f"sample_for {seconds} {interval} {disk.name} {guest.number(disk.name)} {' '.join(groups)}"
-    return samples(guest.run(script))
+def two_streams(disk, mode, seconds):
+    """The script that samples two streams over so many seconds, from when their rates are even."""
+    return f"{start(disk, mode)}\npause {WARM_SECONDS[mode]}\npart window\n{window(disk, seconds)}\npart after"
 
 
-def two_streams(guest, disk, mode, seconds, before_stop=None):
-    """The rates of both streams over a window of so many seconds; they have ended afterwards.
+def end(disk, groups=GROUPS):
+    """The script that ends the streams and removes their limits.
 
-    `before_stop` is called between: with limits still in force, what a buffered stream leaves behind takes long to be written.
+    These first: what a buffered stream leaves behind would else take as long as it was limited to.
     """
-    guest.run(f"{start(disk, mode)}\npause {WARM_SECONDS[mode]}")
-    try:
-        return Rates.of(measure(guest, disk, seconds))
-    finally:
-        guest.run("kill_group a b")
-        if before_stop:
-            before_stop()
-        stop(guest, disk)
+    names = " ".join(groups)
+    return f"kill_group {names}\n{unlimit(disk, *groups)}\nend_streams {disk.name} {names}"

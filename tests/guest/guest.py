@@ -1,0 +1,247 @@
+"""A virtual machine with a Linux that has cgroup v2 and an NBD client, and that does what scripts say.
+
+Why its clock can be its own: with QEMU's `-icount`, an instruction of the guest takes two of its nanoseconds, and when
+it only waits, its clock goes at once to what it waits for. What it measures is then the same on a machine that is busy,
+slow or stands still, and a minute of waiting costs nothing. For that, nothing outside may answer it in its own time:
+its disks are its own too (null_blk, in its memory), and one script holds all that depends on an instant, as between two
+scripts its clock runs on. A guest that talks to a server outside has the host's clock.
+
+Never judges what it measures; never leaves the machine running, nor a file behind.
+"""
+
+import base64
+import hashlib
+import os
+import re
+import shutil
+import socket
+import string
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+# Much longer than either takes, also on a machine that stands still for most of the time.
+BOOT_SECONDS = 400
+SCRIPT_SECONDS = 400
+# Between the output of a script and its exit status (`serve-scripts` beside this); and what comes instead of both if
+# the script did not arrive as it was sent: the emulated serial line loses a byte at times.
+END = b"@END "
+AGAIN = b"@AGAIN"
+TRANSMISSIONS = 5
+# One host thread for all of the guest's processors, and no five levels of page tables (LA57): with several threads, or
+# with those, QEMU 7.2 breaks a kernel now and then.
+ACCELERATOR = "tcg,thread=single"
+PROCESSOR = "max,la57=off"
+# 2¹ ns an instruction, and no waiting in the host's time for what the guest waits for.
+OWN_CLOCK = ("-icount", "shift=1,sleep=off", "-rtc", "clock=vm")
+# A kernel that is broken ends at once (`oops=panic`, `panic=-1`, and QEMU's -no-reboot), instead of leaving a script
+# without an answer.
+KERNEL = "console=ttyS0 quiet oops=panic panic=-1 psi=1 delayacct"
+MIB = 1 << 20
+
+
+class GuestFailed(Exception):
+    """The machine did not start, a script in it did not end, or it ended by itself; the text says what was printed."""
+
+
+class ScriptFailed(GuestFailed):
+    """A script in the machine failed, which goes on."""
+
+
+@dataclass(frozen=True)
+class OwnDisk:
+    """A disk in the guest's memory, /dev/NAME, with an empty ext4. What is written to it is lost."""
+
+    name: str
+    mib_per_s: int
+    size_mib: int = 1024
+    request_kib: int = 128
+
+    @property
+    def bps(self):
+        """What passes in a second of the guest's: of every fiftieth of one, whole requests (null_blk, nullb_bwtimer_fn)."""
+        request = self.request_kib * 1024
+        return 50 * (self.mib_per_s * (MIB // 50) // request) * request
+
+    def made(self):
+        """The script that makes it."""
+        return f"make_disk {self.name} {self.mib_per_s} {self.request_kib} {self.size_mib}"
+
+
+@dataclass(frozen=True)
+class ExportedDisk:
+    """A disk that is an NBD export outside, with an ext4 that whoever serves it has made; QEMU is the client."""
+
+    name: str  # as in /sys/block: vda, vdb and so on, in the order given
+    uri: str
+
+    def made(self):
+        """The script that mounts it."""
+        return f"mkdir -p /mnt/{self.name} && mount -t ext4 /dev/{self.name} /mnt/{self.name}"
+
+
+def program_archive(program, directory):
+    """The program as /bin/weir, and its libraries, as an initramfs to be appended to another one."""
+    tree, stripped = Path(directory, "program"), Path(directory, "stripped")
+    # Without what only a debugger reads.
+    subprocess.run(["strip", "--strip-debug", "-o", stripped, program], check=True)
+    subprocess.run([HERE / "copy-program", tree, stripped, "/bin/weir"], check=True)
+    stripped.unlink()
+    names = subprocess.run(["find", "."], cwd=tree, check=True, capture_output=True).stdout
+    pack = ["cpio", "--quiet", "-o", "-H", "newc"]
+    archive = subprocess.run(pack, cwd=tree, input=names, check=True, capture_output=True)
+    shutil.rmtree(tree)
+    return archive.stdout
+
+
+class Guest:
+    """One running machine. Use it in a `with` statement."""
+
+    def __init__(self, cache, program, disks, own_clock=True, network=False, system=None):
+        self.cache = Path(cache)
+        self.program = program
+        self.disks = disks
+        self.own_clock = own_clock
+        # A card behind which 10.0.2.2 is the host.
+        self.network = network
+        # A disk whose own process 1 is to run, as `debian` beside this makes it; it stays as it is.
+        self.system = system
+
+    def __enter__(self):
+        subprocess.run([HERE / "build", self.cache], check=True)
+        self._directory = tempfile.TemporaryDirectory(prefix="guest-test.", dir=self.cache.parent)
+        try:
+            self._start(Path(self._directory.name))
+            try:
+                self._lines_until(b"@READY", BOOT_SECONDS)
+                self._prepare()
+            except BaseException:
+                self._stop()
+                raise
+        except BaseException:
+            self._directory.cleanup()
+            raise
+        return self
+
+    def __exit__(self, *_):
+        self._stop()
+        self._directory.cleanup()
+
+    def run(self, script, check=True):
+        """What the script printed, on both its outputs; measure.sh stands in front of it."""
+        return self.run_status(script, check)[0]
+
+    def parts(self, body, finally_=""):
+        """What a script printed, by the names of its parts (`part` in measure.sh).
+
+        It ends with its first command that fails; `finally_` is done however it ends.
+        """
+        script = f"set -e\ntrap 'status=$?; set +e; part finally; finally; exit $status' EXIT\nfinally() {{\n:\n{finally_}\n}}\n{body}"
+        pieces = re.split(r"^@PART (\w+)\n?", self.run(script), flags=re.MULTILINE)
+        return dict(zip(pieces[1::2], pieces[2::2]))
+
+    def run_status(self, script, check=False):
+        """What the script printed, and its exit status."""
+        script = f". /measure.sh\n{script}\n"
+        content = script.encode()
+        line = f"{hashlib.md5(content).hexdigest()} {base64.b64encode(content).decode()}\n"
+        for _ in range(TRANSMISSIONS):
+            self._send(line.encode())
+            lines = self._lines_until((END, AGAIN), SCRIPT_SECONDS)
+            if not lines[-1].startswith(AGAIN):
+                break
+        else:
+            raise GuestFailed(f"a script did not arrive as it was sent, {TRANSMISSIONS} times:\n{script}")
+        status = int(lines.pop().removeprefix(END))
+        output = b"".join(lines).removesuffix(b"\n").decode(errors="replace")
+        if check and status != 0:
+            raise ScriptFailed(f"a script ended with status {status}:\n{script}\nIt printed:\n{output}")
+        return output, status
+
+    def _stop(self):
+        # There is nothing in it that is to be kept.
+        self._process.kill()
+        self._process.wait()
+        self._received.close()
+        self._socket.close()
+
+    def _start(self, directory):
+        self._console = directory / "console"
+        initramfs = directory / "initramfs"
+        base = Path(self.cache, "guest.gz").read_bytes()
+        # An archive that is not compressed must begin at a multiple of four (the kernel's init/initramfs.c).
+        padding = bytes(-len(base) % 4)
+        initramfs.write_bytes(base + padding + program_archive(self.program, directory))
+        self._socket, theirs = socket.socketpair()
+        exported = [disk for disk in self.disks if isinstance(disk, ExportedDisk)]
+        system = f" SYSTEM=vd{string.ascii_lowercase[len(exported)]}" if self.system else ""
+        command = [
+            "qemu-system-x86_64", "-accel", ACCELERATOR, "-cpu", PROCESSOR, "-m", "3G",
+            "-nodefaults", "-display", "none", "-no-reboot",
+            "-serial", f"file:{self._console}",
+            "-chardev", f"socket,id=scripts,fd={theirs.fileno()}", "-serial", "chardev:scripts",
+            "-kernel", self.cache / "vmlinuz", "-initrd", initramfs, "-append", KERNEL + system,
+        ]  # fmt: skip
+        if self.own_clock:
+            command += OWN_CLOCK
+        if self.network:
+            command += ["-netdev", "user,id=net0", "-device", "virtio-net-pci,netdev=net0,romfile="]
+        for disk in exported:
+            command += ["-drive", f"if=virtio,format=raw,cache=unsafe,file={disk.uri}"]
+        if self.system:
+            command += ["-drive", f"if=virtio,format=raw,snapshot=on,file={self.system}"]
+        with theirs:
+            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
+        self._received = self._socket.makefile("rb")
+
+    def _prepare(self):
+        """Makes the disks and the two control groups that most cases use, and bounds what waits to be written back.
+
+        A limit for the whole machine: in a guest nobody else lives with it. Little, so that a buffered stream is as
+        slow as its limit within seconds, and not so little that the pages of one group, which wait for its limit, fill
+        it and hold up the other's writer (measured: with 16 MiB, a stream limited to 4 MB/s got 2.0 to 3.5).
+        """
+        made = "\n".join(disk.made() for disk in self.disks)
+        self.run(f"""
+            set -e
+            echo {64 << 20} >/proc/sys/vm/dirty_bytes
+            echo {4 << 20} >/proc/sys/vm/dirty_background_bytes
+            {made}
+            mkdir -p /root /var/lib $cgroups/a $cgroups/b
+        """)
+
+    def _send(self, line):
+        try:
+            self._socket.sendall(line)
+        except ConnectionError as error:
+            raise self._died() from error
+
+    def _died(self):
+        # Its end of the connection closes a moment before it has ended.
+        self._process.wait()
+        return GuestFailed(f"the guest has ended by itself; its console:\n{self._last_words()}")
+
+    def _lines_until(self, beginning, seconds):
+        """All lines up to and with the first that begins so, or with one of several."""
+        self._socket.settimeout(seconds)
+        lines = []
+        try:
+            while not (lines and lines[-1].startswith(beginning)):
+                line = self._received.readline()
+                if not line:
+                    raise self._died()
+                lines.append(line)
+        except ConnectionError as error:
+            raise self._died() from error
+        except OSError as error:
+            # A time-out; and after it, whatever else is asked of this connection fails too.
+            printed = b"".join(lines).decode(errors="replace")
+            what = f"no answer from the guest within {seconds} s; it printed:\n{printed}"
+            raise GuestFailed(f"{what}\nIts console:\n{self._last_words()}") from error
+        return lines
+
+    def _last_words(self):
+        text = self._console.read_text(errors="replace") if self._console.exists() else ""
+        return text[-4000:]
