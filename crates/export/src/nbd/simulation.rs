@@ -30,10 +30,11 @@ use policy::{
 
 use self::{client::Client, hostile::Hostile, wire::Wire};
 use super::{
+    live::Export,
     outbox::{MAX_BYTES, MAX_REQUESTS},
     pipe::Pipe,
     proto::{self, cmd},
-    server::{Export, Server, Terms},
+    server::{Server, Terms},
     session::ReplyStyle,
     stream::Stream,
 };
