@@ -25,6 +25,7 @@ mod lock;
 pub mod memory;
 pub mod null;
 mod open;
+mod open_error;
 mod options;
 pub mod probe;
 mod range_lock;
@@ -36,8 +37,9 @@ mod spec;
 
 pub(crate) use file::FileIdentity;
 pub use file::{CacheMode, File};
-pub use open::{OpenError, OpenOptions, open, open_storage};
+pub use open::{OpenOptions, open_storage};
 pub(crate) use open::{open_bottom, wrapped};
+pub use open_error::OpenError;
 pub use options::InvalidOption;
 pub use probe::Format;
 pub(crate) use range_lock::{Guard as RangeGuard, RangeLocks};
