@@ -80,6 +80,7 @@ lint: ## what CI refuses: formatting, warnings, scripts that do not parse
 	$(CARGO) fmt --all --check
 	$(CARGO) clippy --locked --workspace --all-targets -- -D warnings
 	@scripts/lint-scripts
+	@scripts/check-imports policy block export
 
 fmt: ## format the sources
 	$(CARGO) fmt --all
