@@ -7,11 +7,11 @@ use std::path::Path;
 use super::{
     CacheMode, Format, Memory, Null, OpenError, Root, Spec, Storage,
     align::Align,
-    delay::{Delay, DelayOptions},
-    fault::{Fault, FaultRule},
+    delay::DelayOptions,
+    fault::FaultRule,
     file::{self, FileOptions},
     probe::{Probed, probe_file},
-    rate::{Budgets, Rate, RateOptions},
+    rate::{Budgets, RateOptions},
 };
 
 /// How to open an image.
@@ -91,7 +91,7 @@ fn not_empty(spec: &str, size: u64) -> Result<u64, OpenError> {
 /// In the order of the drawing in [`storage`](super): faults outermost, so that they cost no time.
 pub(crate) fn wrapped(spec: &str, mut storage: Storage, options: OpenOptions) -> Result<Storage, OpenError> {
     if let Some(delay) = options.delay {
-        storage = Storage::Delay(Box::new(Delay::new(storage, delay)));
+        storage = storage.delayed(delay);
     }
     if let Some(rate) = options.rate {
         let budget = options.budgets.get(&rate).map_err(|error| {
@@ -101,10 +101,10 @@ pub(crate) fn wrapped(spec: &str, mut storage: Storage, options: OpenOptions) ->
                 "give both the same",
             )
         })?;
-        storage = Storage::Rate(Box::new(Rate::new(storage, budget)));
+        storage = storage.with_rate(budget);
     }
     if !options.faults.is_empty() {
-        storage = Storage::Fault(Box::new(Fault::new(storage, options.faults)));
+        storage = storage.with_faults(options.faults);
     }
     Ok(storage)
 }

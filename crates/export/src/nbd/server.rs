@@ -36,12 +36,9 @@ use super::{
     session::Session,
     stream::Stream,
 };
-use block::{
-    disk::Disk,
-    reactor::{
-        self, Worker,
-        op::{self, Fd},
-    },
+use block::reactor::{
+    self, Worker,
+    op::{self, Fd},
 };
 
 /// What a server allows its clients.
