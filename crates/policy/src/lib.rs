@@ -9,6 +9,7 @@
 
 extern crate alloc;
 
+pub mod device;
 pub mod merge;
 pub mod prefetch;
 pub mod request;

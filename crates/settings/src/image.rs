@@ -37,7 +37,7 @@ impl Image {
         }
     }
 
-    /// As `block::storage::open` takes it, a path being one whatever it begins with.
+    /// As `block::image::open` takes it, a path being one whatever it begins with.
     ///
     /// # Errors
     /// If the path is not UTF-8, as the directory of a config file may be.

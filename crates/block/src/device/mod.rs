@@ -110,9 +110,10 @@ enum Below<'a> {
 fn below(mut storage: &Storage) -> Below<'_> {
     loop {
         storage = match storage {
-            Storage::Rate(rate) => return Below::Imitated(rate.budget()),
-            Storage::Delay(delay) => delay.inner(),
-            Storage::Fault(fault) => fault.inner(),
+            Storage::Wrapped(wrapped) => match wrapped.budget() {
+                Some(budget) => return Below::Imitated(budget),
+                None => wrapped.inner(),
+            },
             Storage::File(file) => return file.device().device_number().map_or(Below::Nothing, Below::File),
             Storage::Memory(_) | Storage::Null(_) | Storage::Simulated(_) => return Below::Nothing,
         };

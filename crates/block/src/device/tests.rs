@@ -2,10 +2,10 @@
 
 use super::*;
 use crate::{
-    image::Image,
+    image::{Image, open_raw},
     layer::throttle::DiskSettings,
     reactor::{now, sim, sleep_until},
-    storage::{OpenOptions, open, rate::Budgets},
+    storage::{OpenOptions, rate::Budgets},
 };
 
 const CAPACITY: Capacity =
@@ -58,7 +58,7 @@ fn disk(name: &str, image: &str, rate: Option<&str>, budgets: &Budgets) -> Disk 
         format: Some(crate::storage::Format::Raw),
         ..OpenOptions::default()
     };
-    let image = open(image, options).expect("opened");
+    let image = open_raw(image, options).expect("opened");
     test_disk(name, image)
 }
 

@@ -8,7 +8,11 @@ pub mod qcow2;
 mod raw;
 pub mod secret;
 
-pub use self::{qcow2::Qcow2, raw::Raw, secret::Secret};
+pub use self::{
+    qcow2::Qcow2,
+    raw::{Raw, open_raw},
+    secret::Secret,
+};
 use crate::{
     buffer::{Buffer, Segments},
     error::Result,

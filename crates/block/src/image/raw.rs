@@ -5,12 +5,14 @@
 //! compared, one after the other, with what is there already, and a change that would form a known
 //! header fails with EPERM.
 
+use super::Image;
 use crate::{
     buffer::{Buffer, Segments},
     error::{Error, Result},
     storage::{
-        Durability, RangeLocks, Storage, ZeroOptions,
-        probe::{HEADER_BYTES, Probed, probe_header},
+        Durability, Format, OpenError, OpenOptions, RangeLocks, Storage, ZeroOptions, open_bottom,
+        probe::{HEADER_BYTES, Probed, check_format, probe_header},
+        wrapped,
     },
 };
 
@@ -154,6 +156,25 @@ fn copy_front(data: &Segments, target: &mut [u8]) -> usize {
         done += length;
     }
     done
+}
+
+/// Opens the raw image that `spec` names: a path, `memory:SIZE` or `null:SIZE`. Images of any format are for
+/// [`open`](super::open).
+///
+/// # Errors
+/// Everything that is wrong with it, said for people; also if it is, or looks, of another format.
+pub fn open_raw(spec: &str, options: OpenOptions) -> std::result::Result<Image, OpenError> {
+    let (bottom, probed) = open_bottom(spec, &options)?;
+    if check_format(options.format, probed, spec)? != Format::Raw {
+        return Err(OpenError::new(
+            spec,
+            "is not a raw image",
+            "say --format raw to take its bytes as they are",
+        ));
+    }
+    let guessed = options.format.is_none() && matches!(bottom, Storage::File(_));
+    let read_only = options.read_only;
+    Ok(Image::Raw(Raw::of(wrapped(spec, bottom, options)?, guessed, read_only)))
 }
 
 #[cfg(test)]

@@ -9,14 +9,8 @@ use std::str::FromStr;
 
 use policy::time::Duration;
 
-use super::{
-    BlockSize, Durability, Extent, InvalidOption, Storage, ZeroOptions, options::pairs, spec::parse_duration,
-};
-use crate::{
-    buffer::{Buffer, Segments},
-    error::Result,
-    reactor::{now, sleep_until},
-};
+use super::{InvalidOption, options::pairs, spec::parse_duration};
+use crate::reactor::{now, sleep_until};
 
 /// Most requests that `parallel` can allow at once; more is no bound at all.
 const MOST_PARALLEL: usize = 65_536;
@@ -39,7 +33,7 @@ pub struct DelayOptions {
 impl FromStr for DelayOptions {
     type Err = InvalidOption;
     /// `read=5ms,write=1ms,zero=1ms,flush=10ms,parallel=4`, each optional.
-    fn from_str(text: &str) -> std::result::Result<Self, InvalidOption> {
+    fn from_str(text: &str) -> Result<Self, InvalidOption> {
         let mut options = Self::default();
         let mut zero = None;
         for pair in pairs("delay", text)? {
@@ -63,11 +57,10 @@ impl FromStr for DelayOptions {
     }
 }
 
-/// A storage with latency added.
+/// A device that is slow.
 #[derive(Debug)]
-pub struct Delay {
-    inner: Storage,
-    options: DelayOptions,
+pub(super) struct Delay {
+    pub(super) options: DelayOptions,
     /// A channel with one message for each request that may be at the device.
     permits: Option<Permits>,
 }
@@ -93,7 +86,7 @@ impl Permits {
     }
 }
 
-struct Permit<'a>(&'a Permits);
+pub(super) struct Permit<'a>(&'a Permits);
 
 impl Drop for Permit<'_> {
     fn drop(&mut self) {
@@ -102,18 +95,12 @@ impl Drop for Permit<'_> {
 }
 
 impl Delay {
-    /// Slows `inner` down.
-    pub fn new(inner: Storage, options: DelayOptions) -> Self {
-        Self { inner, permits: options.parallel.map(Permits::new), options }
-    }
-
-    /// What is wrapped.
-    pub fn inner(&self) -> &Storage {
-        &self.inner
+    pub(super) fn new(options: DelayOptions) -> Self {
+        Self { permits: options.parallel.map(Permits::new), options }
     }
 
     /// Waits for a place at the device and for the latency; the place is held until the result is dropped.
-    async fn enter(&self, latency: Duration) -> Option<Permit<'_>> {
+    pub(super) async fn enter(&self, latency: Duration) -> Option<Permit<'_>> {
         let permit = match &self.permits {
             Some(permits) => Some(permits.acquire().await),
             None => None,
@@ -123,59 +110,6 @@ impl Delay {
         }
         permit
     }
-
-    pub(super) fn size_bytes(&self) -> u64 {
-        self.inner.size_bytes()
-    }
-
-    pub(super) fn refresh_size(&self) -> Result<u64> {
-        self.inner.refresh_size()
-    }
-
-    pub(super) fn description(&self) -> String {
-        format!("{}, delayed", self.inner.description())
-    }
-
-    pub(super) fn read_only(&self) -> bool {
-        self.inner.read_only()
-    }
-
-    pub(super) fn block_size(&self) -> BlockSize {
-        self.inner.block_size()
-    }
-
-    pub(super) fn can_zero_fast(&self) -> bool {
-        self.inner.can_zero_fast()
-    }
-
-    pub(super) async fn read(&self, offset: u64, buffer: Buffer) -> Result<Buffer> {
-        let _place = self.enter(self.options.read).await;
-        Box::pin(self.inner.read(offset, buffer)).await
-    }
-
-    pub(super) async fn write(&self, offset: u64, data: Segments, durability: Durability) -> Result<()> {
-        let _place = self.enter(self.options.write).await;
-        Box::pin(self.inner.write(offset, data, durability)).await
-    }
-
-    pub(super) async fn flush(&self) -> Result<()> {
-        let _place = self.enter(self.options.flush).await;
-        Box::pin(self.inner.flush()).await
-    }
-
-    pub(super) async fn write_zeroes(&self, offset: u64, length: u64, options: ZeroOptions) -> Result<()> {
-        let _place = self.enter(self.options.zero).await;
-        Box::pin(self.inner.write_zeroes(offset, length, options)).await
-    }
-
-    pub(super) async fn discard(&self, offset: u64, length: u64) -> Result<()> {
-        let _place = self.enter(self.options.zero).await;
-        Box::pin(self.inner.discard(offset, length)).await
-    }
-
-    pub(super) async fn block_status(&self, offset: u64, length: u64) -> Result<Vec<Extent>> {
-        Box::pin(self.inner.block_status(offset, length)).await
-    }
 }
 
 #[cfg(test)]
@@ -184,12 +118,13 @@ mod tests {
 
     use super::*;
     use crate::{
+        buffer::Buffer,
         reactor::{sim, spawn_joinable},
-        storage::null::Null,
+        storage::{Storage, null::Null},
     };
 
-    fn delayed(options: &str) -> Rc<Delay> {
-        Rc::new(Delay::new(Storage::Null(Null::new(1 << 20)), options.parse().expect("valid")))
+    fn delayed(options: &str) -> Rc<Storage> {
+        Rc::new(Storage::Null(Null::new(1 << 20)).delayed(options.parse().expect("valid")))
     }
 
     #[test]

@@ -14,14 +14,11 @@ use std::{
 use nix::errno::Errno;
 
 use super::{
-    BlockSize, Durability, Extent, InvalidOption, Storage, ZeroOptions,
+    InvalidOption,
     options::{Pair, pairs},
     spec::parse_size,
 };
-use crate::{
-    buffer::{Buffer, Segments},
-    error::{Error, Result},
-};
+use crate::error::{Error, Result};
 
 /// What kind of request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -150,104 +147,42 @@ impl Armed {
     }
 }
 
-/// A storage with faults.
+/// The rules of a storage, in order.
 #[derive(Debug)]
-pub struct Fault {
-    inner: Storage,
-    rules: Vec<Armed>,
-}
+pub(super) struct Faults(Vec<Armed>);
 
-impl Fault {
-    /// Puts the rules, in this order, before `inner`.
-    pub fn new(inner: Storage, rules: Vec<FaultRule>) -> Self {
+impl Faults {
+    pub(super) fn new(rules: Vec<FaultRule>) -> Self {
         let arm = |rule: FaultRule| Armed {
             seen: AtomicU64::new(0),
             left: AtomicU64::new(rule.count.unwrap_or(0)),
             rule,
         };
-        Self { inner, rules: rules.into_iter().map(arm).collect() }
+        Self(rules.into_iter().map(arm).collect())
     }
 
-    /// What is wrapped.
-    pub fn inner(&self) -> &Storage {
-        &self.inner
-    }
-
-    fn check(&self, kind: Kind, range: Option<Range<u64>>) -> Result<()> {
-        let struck = self.rules.iter().find(|armed| armed.strikes(kind, range.as_ref()));
+    /// What the first rule that applies to a request says of it.
+    pub(super) fn check(&self, kind: Kind, range: Option<&Range<u64>>) -> Result<()> {
+        let struck = self.0.iter().find(|armed| armed.strikes(kind, range));
         struck.map_or(Ok(()), |armed| Err(armed.rule.error))
-    }
-
-    fn check_at(&self, kind: Kind, offset: u64, length: u64) -> Result<()> {
-        self.check(kind, Some(offset..offset.saturating_add(length)))
-    }
-
-    pub(super) fn size_bytes(&self) -> u64 {
-        self.inner.size_bytes()
-    }
-
-    pub(super) fn refresh_size(&self) -> Result<u64> {
-        self.inner.refresh_size()
-    }
-
-    pub(super) fn description(&self) -> String {
-        format!("{}, with faults", self.inner.description())
-    }
-
-    pub(super) fn read_only(&self) -> bool {
-        self.inner.read_only()
-    }
-
-    pub(super) fn block_size(&self) -> BlockSize {
-        self.inner.block_size()
-    }
-
-    pub(super) fn can_zero_fast(&self) -> bool {
-        self.inner.can_zero_fast()
-    }
-
-    pub(super) async fn read(&self, offset: u64, buffer: Buffer) -> Result<Buffer> {
-        self.check_at(Kind::Read, offset, buffer.len() as u64)?;
-        Box::pin(self.inner.read(offset, buffer)).await
-    }
-
-    pub(super) async fn write(&self, offset: u64, data: Segments, durability: Durability) -> Result<()> {
-        self.check_at(Kind::Write, offset, data.len() as u64)?;
-        Box::pin(self.inner.write(offset, data, durability)).await
-    }
-
-    pub(super) async fn flush(&self) -> Result<()> {
-        self.check(Kind::Flush, None)?;
-        Box::pin(self.inner.flush()).await
-    }
-
-    pub(super) async fn write_zeroes(&self, offset: u64, length: u64, options: ZeroOptions) -> Result<()> {
-        self.check_at(Kind::Zero, offset, length)?;
-        Box::pin(self.inner.write_zeroes(offset, length, options)).await
-    }
-
-    pub(super) async fn discard(&self, offset: u64, length: u64) -> Result<()> {
-        self.check_at(Kind::Discard, offset, length)?;
-        Box::pin(self.inner.discard(offset, length)).await
-    }
-
-    pub(super) async fn block_status(&self, offset: u64, length: u64) -> Result<Vec<Extent>> {
-        self.check_at(Kind::Status, offset, length)?;
-        Box::pin(self.inner.block_status(offset, length)).await
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{reactor::sim, storage::memory::Memory};
+    use crate::{
+        buffer::Buffer,
+        reactor::sim,
+        storage::{Durability, Storage, memory::Memory},
+    };
 
-    fn faulty(rules: &[&str]) -> Fault {
+    fn faulty(rules: &[&str]) -> Storage {
         let rules = rules.iter().map(|rule| rule.parse().expect("valid")).collect();
-        Fault::new(Storage::Memory(Memory::new(4 << 20).expect("small")), rules)
+        Storage::Memory(Memory::new(4 << 20).expect("small")).with_faults(rules)
     }
 
-    async fn read(fault: &Fault, offset: u64) -> Result<()> {
+    async fn read(fault: &Storage, offset: u64) -> Result<()> {
         fault.read(offset, Buffer::new(4096)).await.map(drop)
     }
 

@@ -25,6 +25,7 @@ mod lock;
 pub mod memory;
 pub mod null;
 mod open;
+mod open_error;
 mod options;
 pub mod probe;
 mod range_lock;
@@ -33,21 +34,22 @@ mod resize;
 mod root;
 pub mod simulated;
 mod spec;
+mod wrapped;
 
 pub(crate) use file::FileIdentity;
 pub use file::{CacheMode, File};
-pub use open::{OpenError, OpenOptions, open, open_storage};
+pub use open::{OpenOptions, open_storage};
 pub(crate) use open::{open_bottom, wrapped};
+pub use open_error::OpenError;
 pub use options::InvalidOption;
 pub use probe::Format;
 pub(crate) use range_lock::{Guard as RangeGuard, RangeLocks};
 pub use resize::ResizeError;
 pub use root::Root;
 pub use spec::{InvalidValue, Spec, parse_duration, parse_size};
+pub use wrapped::Wrapped;
 
-use self::{
-    align::Align, delay::Delay, fault::Fault, memory::Memory, null::Null, rate::Rate, simulated::Simulated,
-};
+use self::{align::Align, memory::Memory, null::Null, simulated::Simulated};
 pub use crate::reactor::op::Durability;
 use crate::{
     buffer::{Buffer, Segments},
@@ -107,12 +109,8 @@ pub enum Storage {
     Null(Null),
     /// A disk in the simulation, which tears, loses and reorders what was not flushed.
     Simulated(Align<Simulated>),
-    /// Another storage, slower in latency.
-    Delay(Box<Delay>),
-    /// Another storage, slower in bandwidth.
-    Rate(Box<Rate>),
-    /// Another storage that fails on purpose.
-    Fault(Box<Fault>),
+    /// Another storage, made slower or failing on purpose.
+    Wrapped(Box<Wrapped>),
 }
 
 /// The same expression for every kind of storage.
@@ -123,9 +121,7 @@ macro_rules! each {
             Storage::Memory($inner) => $call,
             Storage::Null($inner) => $call,
             Storage::Simulated($inner) => $call,
-            Storage::Delay($inner) => $call,
-            Storage::Rate($inner) => $call,
-            Storage::Fault($inner) => $call,
+            Storage::Wrapped($inner) => $call,
         }
     };
 }
@@ -155,9 +151,7 @@ impl Storage {
             Self::Simulated(disk) => disk.resize(size_bytes).await,
             Self::Memory(memory) => memory.resize(size_bytes),
             Self::Null(null) => null.resize(size_bytes),
-            Self::Delay(wrapped) => Box::pin(wrapped.inner().resize(size_bytes)).await,
-            Self::Rate(wrapped) => Box::pin(wrapped.inner().resize(size_bytes)).await,
-            Self::Fault(wrapped) => Box::pin(wrapped.inner().resize(size_bytes)).await,
+            Self::Wrapped(wrapped) => Box::pin(wrapped.inner().resize(size_bytes)).await,
         }
     }
 
@@ -166,9 +160,7 @@ impl Storage {
         match self {
             Self::File(file) => Some(file.device()),
             Self::Memory(_) | Self::Null(_) | Self::Simulated(_) => None,
-            Self::Delay(wrapped) => wrapped.inner().file(),
-            Self::Rate(wrapped) => wrapped.inner().file(),
-            Self::Fault(wrapped) => wrapped.inner().file(),
+            Self::Wrapped(wrapped) => wrapped.inner().file(),
         }
     }
 
@@ -253,9 +245,7 @@ impl Storage {
         match self {
             Self::File(file) => file.device().will_need(offset, length).await,
             Self::Memory(_) | Self::Null(_) | Self::Simulated(_) => {}
-            Self::Delay(wrapped) => Box::pin(wrapped.inner().will_need(offset, length)).await,
-            Self::Rate(wrapped) => Box::pin(wrapped.inner().will_need(offset, length)).await,
-            Self::Fault(wrapped) => Box::pin(wrapped.inner().will_need(offset, length)).await,
+            Self::Wrapped(wrapped) => Box::pin(wrapped.inner().will_need(offset, length)).await,
         }
     }
 

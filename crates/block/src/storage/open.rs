@@ -1,37 +1,18 @@
-//! From what a user asked for to an image that is ready: opens, locks, probes, and puts the wrappers on.
+//! From what a user asked for to a storage that is ready: opens, locks, probes, and puts the wrappers on.
 //!
 //! Blocks, so it belongs at the start of the program, or in [`reactor::blocking`](crate::reactor::blocking).
 
 use std::path::Path;
 
 use super::{
-    CacheMode, Format, Memory, Null, Root, Spec, Storage,
+    CacheMode, Format, Memory, Null, OpenError, Root, Spec, Storage,
     align::Align,
-    delay::{Delay, DelayOptions},
-    fault::{Fault, FaultRule},
+    delay::DelayOptions,
+    fault::FaultRule,
     file::{self, FileOptions},
-    probe::{Probed, check_format, probe_file},
-    rate::{Budgets, Rate, RateOptions},
+    probe::{Probed, probe_file},
+    rate::{Budgets, RateOptions},
 };
-use crate::image::{Image, Raw};
-
-/// Why an image cannot be served: which one, why, and what to do.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{image}: {why} ({remedy})")]
-pub struct OpenError {
-    /// The image as the user named it.
-    pub image: String,
-    /// What is wrong.
-    pub why: String,
-    /// What helps.
-    pub remedy: String,
-}
-
-impl OpenError {
-    pub(crate) fn new(image: &str, why: impl Into<String>, remedy: impl Into<String>) -> Self {
-        Self { image: image.to_owned(), why: why.into(), remedy: remedy.into() }
-    }
-}
 
 /// How to open an image.
 #[derive(Clone, Debug, Default)]
@@ -56,29 +37,10 @@ pub struct OpenOptions {
     pub faults: Vec<FaultRule>,
 }
 
-/// Opens the raw image that `spec` names: a path, `memory:SIZE` or `null:SIZE`. Images of any format are for
-/// [`image::open`](crate::image::open).
-///
-/// # Errors
-/// Everything that is wrong with it, said for people; also if it is, or looks, of another format.
-pub fn open(spec: &str, options: OpenOptions) -> Result<Image, OpenError> {
-    let (bottom, probed) = open_bottom(spec, &options)?;
-    if check_format(options.format, probed, spec)? != Format::Raw {
-        return Err(OpenError::new(
-            spec,
-            "is not a raw image",
-            "say --format raw to take its bytes as they are",
-        ));
-    }
-    let guessed = options.format.is_none() && matches!(bottom, Storage::File(_));
-    let read_only = options.read_only;
-    Ok(Image::Raw(Raw::of(wrapped(spec, bottom, options)?, guessed, read_only)))
-}
-
 /// Opens the storage that `spec` names, for who interprets the bytes: nothing is guessed about them, and `format` is not looked at.
 ///
 /// # Errors
-/// As [`open`].
+/// Everything that is wrong with it, said for people.
 pub fn open_storage(spec: &str, options: OpenOptions) -> Result<Storage, OpenError> {
     wrapped(spec, open_bottom(spec, &options)?.0, options)
 }
@@ -129,7 +91,7 @@ fn not_empty(spec: &str, size: u64) -> Result<u64, OpenError> {
 /// In the order of the drawing in [`storage`](super): faults outermost, so that they cost no time.
 pub(crate) fn wrapped(spec: &str, mut storage: Storage, options: OpenOptions) -> Result<Storage, OpenError> {
     if let Some(delay) = options.delay {
-        storage = Storage::Delay(Box::new(Delay::new(storage, delay)));
+        storage = storage.delayed(delay);
     }
     if let Some(rate) = options.rate {
         let budget = options.budgets.get(&rate).map_err(|error| {
@@ -139,10 +101,10 @@ pub(crate) fn wrapped(spec: &str, mut storage: Storage, options: OpenOptions) ->
                 "give both the same",
             )
         })?;
-        storage = Storage::Rate(Box::new(Rate::new(storage, budget)));
+        storage = storage.with_rate(budget);
     }
     if !options.faults.is_empty() {
-        storage = Storage::Fault(Box::new(Fault::new(storage, options.faults)));
+        storage = storage.with_faults(options.faults);
     }
     Ok(storage)
 }

@@ -1,21 +1,10 @@
 //! A storage with the bandwidth of a slower device.
 //!
-//! `bytes=22M,iops=500` is a disk that moves 22 MiB and starts 500 requests a second, whatever is
-//! below. Each figure has a **line**: the instant until which the device has work. A request is put
-//! at the end of every line that applies to it. It takes its bytes (or one operation) divided by
-//! the rate there, and completes when it has passed on all lines:
+//! `bytes=22M,iops=500` is a disk that moves 22 MiB and starts 500 requests a second, whatever lies below. When each request is done
+//! is decided by [`policy::device`].
 //!
-//! ```text
-//!   line  ████████████████▒▒▒▒▒▒│ request completes here
-//!         other requests   ours
-//! ```
-//!
-//! An idle line may be caught up by [`CATCH_UP`]: timers fire late and clients take time to answer,
-//! and without it a client with one request at a time would get less than the rate. It bounds how
-//! much more may pass after a pause.
-//!
-//! The lines are a **budget**. Storages with the same `shared=NAME`, in one [`Budgets`], share the
-//! same lines: they are partitions of one imitated device, which a watermark then looks at.
+//! The device is a **budget**. With `shared=NAME` all storages that say that name, in one [`Budgets`], share it: they are partitions
+//! of one imitated device, which is what a watermark then looks at.
 //!
 //! It is not a throttle for guests: it has no bursts and no groups, and cannot be changed while it
 //! runs. Those are the `layer`'s.
@@ -27,23 +16,17 @@ use std::{
 };
 
 use policy::{
+    device::{Lines, Rates},
     request::Direction,
-    time::{Duration, Instant, NANOS_PER_SECOND},
+    time::{Duration, Instant},
 };
 
 use super::{
-    BlockSize, Durability, Extent, InvalidOption, Storage, ZeroOptions,
+    InvalidOption,
     options::{Pair, pairs},
     spec::parse_size,
 };
-use crate::{
-    buffer::{Buffer, Segments},
-    error::Result,
-    reactor::{now, sleep_until},
-};
-
-/// How far behind the present a line may be and still be worked off: some timers' lateness, at 22 MiB/s 230 KiB.
-const CATCH_UP: Duration = Duration::from_millis(10);
+use crate::reactor::now;
 
 /// Longest name of a budget, in bytes: it is shown in a status and a log line.
 const MAX_NAME_BYTES: usize = 64;
@@ -66,14 +49,14 @@ pub struct RateOptions {
 impl FromStr for RateOptions {
     type Err = InvalidOption;
     /// `bytes=22M,iops=500,read=30M,write=10M,shared=NAME`, each optional.
-    fn from_str(text: &str) -> std::result::Result<Self, InvalidOption> {
-        fn rate(pair: &Pair<'_>) -> std::result::Result<Option<u64>, InvalidOption> {
+    fn from_str(text: &str) -> Result<Self, InvalidOption> {
+        fn rate(pair: &Pair<'_>) -> Result<Option<u64>, InvalidOption> {
             match pair.with(parse_size)? {
                 0 => Err(pair.error("is no rate at all (leave it out for no limit)")),
                 rate => Ok(Some(rate)),
             }
         }
-        fn name(pair: &Pair<'_>) -> std::result::Result<Arc<str>, InvalidOption> {
+        fn name(pair: &Pair<'_>) -> Result<Arc<str>, InvalidOption> {
             let printable = !pair.value.chars().any(char::is_control);
             if pair.value.len() > MAX_NAME_BYTES || !printable {
                 return Err(pair.error("is no name (64 bytes at most, and no control characters)"));
@@ -95,69 +78,18 @@ impl FromStr for RateOptions {
     }
 }
 
-/// The time line of one figure.
-#[derive(Debug)]
-struct Line {
-    rate: u64,
-    queue: Mutex<Queue>,
-}
-
-#[derive(Debug)]
-struct Queue {
-    end: Instant,
-    /// What of a nanosecond the division has left over, in units / rate. Without it many small requests would add up to an error.
-    left_over: u64,
-    /// The time of all that was ever put into the line.
-    work: Duration,
-}
-
-impl Line {
-    fn new(rate: u64) -> Self {
-        Self { rate, queue: Mutex::new(Queue { end: Instant::ZERO, left_over: 0, work: Duration::ZERO }) }
-    }
-
-    /// Puts `units` at the end of the line; returns when they will have passed.
-    fn append(&self, units: u64, now: Instant) -> Instant {
-        let mut queue = self.queue.lock().unwrap_or_else(PoisonError::into_inner);
-        let earliest = Instant::from_nanos(now.as_nanos().saturating_sub(CATCH_UP.as_nanos() as u64));
-        let (start, left_over) =
-            if queue.end < earliest { (earliest, 0) } else { (queue.end, queue.left_over) };
-        let scaled = u128::from(units) * u128::from(NANOS_PER_SECOND) + u128::from(left_over);
-        let rate = u128::from(self.rate);
-        let cost = Duration::from_nanos(u64::try_from(scaled / rate).unwrap_or(u64::MAX));
-        queue.left_over = (scaled % rate) as u64;
-        queue.end = start + cost;
-        queue.work = queue.work.saturating_add(cost);
-        queue.end
-    }
-
-    /// How long the line has worked by now, since it was made.
-    fn worked(&self, now: Instant) -> Duration {
-        let queue = self.queue.lock().unwrap_or_else(PoisonError::into_inner);
-        queue.work.saturating_sub(Duration::from_nanos(queue.end.nanos_since(now)))
-    }
-}
-
-/// The lines of an imitated device.
+/// An imitated device, which several storages may share.
 #[derive(Debug)]
 pub struct Budget {
     options: RateOptions,
-    bytes: Option<Line>,
-    iops: Option<Line>,
-    /// Read, write.
-    by_direction: [Option<Line>; 2],
+    lines: Mutex<Lines>,
 }
 
 impl Budget {
     /// A device of these rates. A rate of zero is no limit.
     pub fn new(options: RateOptions) -> Self {
-        let line = |rate: Option<u64>| rate.filter(|&rate| rate > 0).map(Line::new);
-        Self {
-            bytes: line(options.bytes),
-            iops: line(options.iops),
-            by_direction: [line(options.read), line(options.write)],
-            options,
-        }
+        let RateOptions { bytes, iops, read, write, .. } = options;
+        Self { lines: Mutex::new(Lines::new(Rates { bytes, iops, read, write })), options }
     }
 
     /// What it was made of.
@@ -165,21 +97,14 @@ impl Budget {
         &self.options
     }
 
-    /// How long the device has worked by `now`: its busiest line's time since it was made. At full use it grows as the clock does.
+    /// How long the device has worked by `now`, since it was made. At full use it grows as the clock does.
     pub fn worked(&self, now: Instant) -> Duration {
-        let [read, write] = &self.by_direction;
-        let lines = [&self.bytes, &self.iops, read, write];
-        lines.into_iter().flatten().map(|line| line.worked(now)).max().unwrap_or(Duration::ZERO)
+        self.lines.lock().unwrap_or_else(PoisonError::into_inner).worked(now)
     }
 
     /// When a request that moves `bytes` will be done.
-    fn charge(&self, direction: Direction, bytes: u64) -> Instant {
-        let now = now();
-        let lines = [(&self.iops, 1), (&self.bytes, bytes), (&self.by_direction[direction.index()], bytes)];
-        lines
-            .into_iter()
-            .filter_map(|(line, units)| Some(line.as_ref()?.append(units, now)))
-            .fold(Instant::ZERO, Instant::max)
+    pub(super) fn charge(&self, direction: Direction, bytes: u64) -> Instant {
+        self.lines.lock().unwrap_or_else(PoisonError::into_inner).charge(direction, bytes, now())
     }
 }
 
@@ -197,7 +122,7 @@ impl Budgets {
     ///
     /// # Errors
     /// If the budget of that name has other rates.
-    pub fn get(&self, options: &RateOptions) -> std::result::Result<Arc<Budget>, RatesDiffer> {
+    pub fn get(&self, options: &RateOptions) -> Result<Arc<Budget>, RatesDiffer> {
         let Some(name) = &options.shared else { return Ok(Arc::new(Budget::new(options.clone()))) };
         let mut budgets = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(budget) = budgets.get(name).and_then(Weak::upgrade) {
@@ -210,106 +135,21 @@ impl Budgets {
     }
 }
 
-/// A storage with its bandwidth bounded.
-#[derive(Debug)]
-pub struct Rate {
-    inner: Storage,
-    budget: Arc<Budget>,
-}
-
-impl Rate {
-    /// Bounds the bandwidth of `inner` by a budget, which others may have too.
-    pub fn new(inner: Storage, budget: Arc<Budget>) -> Self {
-        Self { inner, budget }
-    }
-
-    /// What is wrapped.
-    pub fn inner(&self) -> &Storage {
-        &self.inner
-    }
-
-    /// What bounds it.
-    pub fn budget(&self) -> &Arc<Budget> {
-        &self.budget
-    }
-
-    pub(super) fn size_bytes(&self) -> u64 {
-        self.inner.size_bytes()
-    }
-
-    pub(super) fn refresh_size(&self) -> Result<u64> {
-        self.inner.refresh_size()
-    }
-
-    pub(super) fn description(&self) -> String {
-        format!("{}, rate limited", self.inner.description())
-    }
-
-    pub(super) fn read_only(&self) -> bool {
-        self.inner.read_only()
-    }
-
-    pub(super) fn block_size(&self) -> BlockSize {
-        self.inner.block_size()
-    }
-
-    pub(super) fn can_zero_fast(&self) -> bool {
-        self.inner.can_zero_fast()
-    }
-
-    // The request below runs first and its time counts as part of the line's, so a slower storage adds nothing.
-
-    pub(super) async fn read(&self, offset: u64, buffer: Buffer) -> Result<Buffer> {
-        let done = self.budget.charge(Direction::Read, buffer.len() as u64);
-        let result = Box::pin(self.inner.read(offset, buffer)).await;
-        sleep_until(done).await;
-        result
-    }
-
-    pub(super) async fn write(&self, offset: u64, data: Segments, durability: Durability) -> Result<()> {
-        let done = self.budget.charge(Direction::Write, data.len() as u64);
-        let result = Box::pin(self.inner.write(offset, data, durability)).await;
-        sleep_until(done).await;
-        result
-    }
-
-    pub(super) async fn flush(&self) -> Result<()> {
-        Box::pin(self.inner.flush()).await
-    }
-
-    /// Costs a request but no bytes: a device is told what to zero, it is not sent the zeroes.
-    pub(super) async fn write_zeroes(&self, offset: u64, length: u64, options: ZeroOptions) -> Result<()> {
-        let done = self.budget.charge(Direction::Write, 0);
-        let result = Box::pin(self.inner.write_zeroes(offset, length, options)).await;
-        sleep_until(done).await;
-        result
-    }
-
-    pub(super) async fn discard(&self, offset: u64, length: u64) -> Result<()> {
-        let done = self.budget.charge(Direction::Write, 0);
-        let result = Box::pin(self.inner.discard(offset, length)).await;
-        sleep_until(done).await;
-        result
-    }
-
-    pub(super) async fn block_status(&self, offset: u64, length: u64) -> Result<Vec<Extent>> {
-        Box::pin(self.inner.block_status(offset, length)).await
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use std::{cell::Cell, rc::Rc};
 
+    use policy::{device::CATCH_UP_NS, time::NANOS_PER_SECOND};
+
     use super::*;
     use crate::{
-        reactor::{sim, spawn_joinable},
-        storage::null::Null,
+        buffer::Buffer,
+        reactor::{sim, sleep_until, spawn_joinable},
+        storage::{Durability, Storage, null::Null},
     };
 
-    fn imitated(options: &RateOptions) -> Rate {
-        let budget = Budgets::default().get(options).expect("the first");
-        Rate::new(Storage::Null(Null::new(1 << 30)), budget)
+    fn imitated(options: &RateOptions) -> Storage {
+        Storage::Null(Null::new(1 << 30)).with_rate(Arc::new(Budget::new(options.clone())))
     }
 
     /// Reads done in `seconds` by `clients` that take `think` between two reads.
@@ -363,17 +203,6 @@ mod tests {
     }
 
     #[test]
-    fn fractions_of_a_nanosecond_add_up() {
-        // Three a nanosecond: each alone would cost nothing.
-        let line = Line::new(3 * NANOS_PER_SECOND);
-        let mut end = Instant::ZERO;
-        for _ in 0..3_000_000 {
-            end = line.append(1, Instant::ZERO);
-        }
-        assert_eq!(end.as_nanos(), 1_000_000);
-    }
-
-    #[test]
     fn the_slowest_line_decides_and_writes_have_their_own() {
         sim::run(1, async {
             let options: RateOptions = "bytes=1M,write=512K,iops=1000".parse().expect("valid");
@@ -382,7 +211,7 @@ mod tests {
             let began = now();
             let data = Buffer::zeroed(1 << 20);
             rate.write(0, data.into(), Durability::Cached).await.expect("null");
-            assert_eq!(now() - began, Duration::from_secs(2) - CATCH_UP);
+            assert_eq!(now() - began, Duration::from_secs(2) - Duration::from_nanos(CATCH_UP_NS));
         });
     }
 
@@ -415,22 +244,18 @@ mod tests {
     #[test]
     fn a_budget_knows_how_long_it_has_worked() {
         sim::run(1, async {
-            let rate = imitated(&"bytes=1M,shared=x".parse().expect("valid"));
+            let budget = Arc::new(Budget::new("bytes=1M,shared=x".parse().expect("valid")));
+            let rate = Storage::Null(Null::new(1 << 30)).with_rate(Arc::clone(&budget));
             let at = |ms| Instant::ZERO + Duration::from_millis(ms);
             sleep_until(at(1000)).await;
-            assert_eq!(rate.budget().worked(now()), Duration::ZERO);
-            let read = spawn_joinable({
-                let budget = Arc::clone(rate.budget());
-                async move {
-                    Rate::new(Storage::Null(Null::new(1 << 30)), budget).read(0, Buffer::new(1 << 19)).await
-                }
-            });
+            assert_eq!(budget.worked(now()), Duration::ZERO);
+            let read = spawn_joinable(async move { rate.read(0, Buffer::new(1 << 19)).await });
             sleep_until(at(1240)).await;
             // It began before it was asked: the line was caught up.
-            assert_eq!(rate.budget().worked(now()), Duration::from_millis(250));
+            assert_eq!(budget.worked(now()), Duration::from_millis(250));
             read.await.expect("null");
             sleep_until(at(9000)).await;
-            assert_eq!(rate.budget().worked(now()), Duration::from_millis(500), "idle time is no work");
+            assert_eq!(budget.worked(now()), Duration::from_millis(500), "idle time is no work");
         });
     }
 }

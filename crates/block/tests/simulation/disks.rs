@@ -15,7 +15,7 @@ use block::{
     storage::{
         Storage,
         align::Align,
-        fault::{Fault, FaultRule, Kind},
+        fault::{FaultRule, Kind},
         simulated::{Behaviour, Simulated},
     },
 };
@@ -183,7 +183,7 @@ impl Life {
         let device = Simulated::new(self.content.clone(), self.behaviour);
         let mut storage = Storage::Simulated(Align::new(device.clone()));
         if self.faults {
-            storage = Storage::Fault(Box::new(Fault::new(storage, vec![full_disk()])));
+            storage = storage.with_faults(vec![full_disk()]);
         }
         let image = Image::Raw(Raw::new(storage));
         let settings = DiskSettings::default();

@@ -18,10 +18,9 @@ use block::{
     storage::{
         Durability, Storage,
         align::Align,
-        delay::Delay,
-        fault::{Fault, FaultRule, Kind},
+        fault::{FaultRule, Kind},
         memory::Memory,
-        rate::{Budget, Rate, RateOptions},
+        rate::{Budget, RateOptions},
         simulated::{Behaviour, Simulated},
     },
 };
@@ -49,7 +48,7 @@ fn disk_of(image: Image, settings: Settings) -> Arc<Disk> {
 
 fn slow(size_bytes: usize, delay: &str) -> Storage {
     let memory = Storage::Memory(Memory::new(size_bytes as u64).expect("small"));
-    Storage::Delay(Box::new(Delay::new(memory, delay.parse().expect("valid"))))
+    memory.delayed(delay.parse().expect("valid"))
 }
 
 async fn read(disk: &Disk, block: usize) -> block::error::Result<u8> {
@@ -110,8 +109,8 @@ fn slow_storage_is_read_nearly_as_fast_by_one_request_at_a_time_as_by_many() {
         // 200 MB/s, each request 5 ms late: what a disk behind a network is like.
         let (size, rate) = (64 * MIB, 200_000_000);
         let budget = Arc::new(Budget::new(RateOptions { read: Some(rate), ..RateOptions::default() }));
-        let storage = Rate::new(slow(size, "read=5ms"), budget);
-        let disk = disk(Storage::Rate(Box::new(storage)), Settings { mode: Mode::On, ..Settings::default() });
+        let storage = slow(size, "read=5ms").with_rate(budget);
+        let disk = disk(storage, Settings { mode: Mode::On, ..Settings::default() });
         let began = now();
         for block in 0..size / BLOCK {
             read(&disk, block).await.expect("sound");
@@ -133,8 +132,8 @@ fn a_read_ahead_that_fails_is_not_heard_of_until_its_data_is_asked_for() {
             probability: 1.0,
             seed: 0,
         };
-        let storage = Fault::new(slow(MIB, "read=1ms"), vec![bad]);
-        let disk = disk(Storage::Fault(Box::new(storage)), Settings::default());
+        let storage = slow(MIB, "read=1ms").with_faults(vec![bad]);
+        let disk = disk(storage, Settings::default());
         for block in 0..60 {
             let expect = if block == 20 { Err(block::error::Error::IO) } else { Ok(0) };
             assert_eq!(read(&disk, block).await, expect, "block {block}");
@@ -191,9 +190,9 @@ fn a_hundred_readers_at_once_are_read_ahead_of_alike() {
     sim::run(1, async {
         let size = READERS * 8 * MIB;
         let budget = Arc::new(Budget::new(RateOptions { read: Some(600_000_000), ..RateOptions::default() }));
-        let storage = Rate::new(slow(size, "read=100us"), budget);
+        let storage = slow(size, "read=100us").with_rate(budget);
         let settings = Settings { memory_bytes: 64 << 20, ..Settings::default() };
-        let disk = disk(Storage::Rate(Box::new(storage)), settings);
+        let disk = disk(storage, settings);
         let answered: Rc<Vec<Cell<usize>>> = Rc::new((0..READERS).map(|_| Cell::new(0)).collect());
         let readers: Vec<_> = (0..READERS)
             .map(|reader| {

@@ -25,9 +25,10 @@ use block::{
     buffer::Buffer,
     device::{Device, Roots, Sampler, Subject, id_of},
     disk::Disk,
+    image::open_raw,
     layer::throttle::{DiskSettings, Group, GroupSettings},
     reactor::{now, sim, sleep_until, spawn},
-    storage::{Durability, Format, OpenOptions, open, rate::Budgets},
+    storage::{Durability, Format, OpenOptions, rate::Budgets},
 };
 use policy::{
     request::Direction,
@@ -51,7 +52,7 @@ fn disk(name: &str, group: Option<&Arc<Group>>, budgets: &Budgets) -> Arc<Disk> 
         budgets: budgets.clone(),
         ..OpenOptions::default()
     };
-    let image = open("null:1G", options).expect("opened");
+    let image = open_raw("null:1G", options).expect("opened");
     Arc::new(Disk::new(name, image, DiskSettings::default(), group).expect("no limits of its own"))
 }
 

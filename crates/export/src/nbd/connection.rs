@@ -28,7 +28,7 @@ use policy::time::Duration;
 
 use super::{
     inbox::Inbox,
-    intake::{Incoming, Intake, bytes_in_flight},
+    intake::{Incoming, Intake, Joined, bytes_in_flight},
     outbox::{Message, Outbox},
     reply::Replier,
     request::{self, Breach, Command, Parsed, Refused},
@@ -114,7 +114,7 @@ impl Connection {
         let mut intake = Intake::default();
         let outcome = self.receive_requests(&mut inbox, &mut intake).await;
         // However receiving ended, also by `stop` in the middle of a batch: what was taken in is in flight.
-        intake.start(&self).await;
+        self.start(&mut intake).await;
         let watch = match outcome {
             Ok(End::Orderly) => Some(reactor::spawn_joinable(Rc::clone(&self).watch())),
             Ok(End::Vanished) | Err(_) => {
@@ -173,7 +173,7 @@ impl Connection {
             }
             match parsed {
                 Parsed::Incomplete => {
-                    intake.start(self).await;
+                    self.start(intake).await;
                     if !inbox.fill(&self.stream).await? && !self.stop.load(Ordering::Relaxed) {
                         return Ok(End::Vanished);
                     }
@@ -182,7 +182,7 @@ impl Connection {
                 Parsed::Refused(refused) => {
                     self.make_room(intake, 0).await;
                     self.refuse(&refused);
-                    intake.start(self).await;
+                    self.start(intake).await;
                     inbox.skip(refused.skip as usize, &self.stream).await?;
                 }
                 Parsed::Request(request::Request { command: Command::Disconnect, .. }) => break,
@@ -191,7 +191,7 @@ impl Connection {
                     self.make_room(intake, bytes_in_flight(command)).await;
                     let length = command.payload_bytes() as usize;
                     if !inbox.holds(length) {
-                        intake.start(self).await;
+                        self.start(intake).await;
                     }
                     let data =
                         if length > 0 { Some(inbox.payload(length, &self.stream).await?) } else { None };
@@ -203,18 +203,39 @@ impl Connection {
         Ok(End::Orderly)
     }
 
+    /// Starts everything that was taken in.
+    async fn start(self: &Rc<Self>, intake: &mut Intake) {
+        if intake.is_empty() {
+            return;
+        }
+        if let Some(only) = intake.take_only() {
+            self.wait_while_congested().await;
+            reactor::spawn(Rc::clone(self).run(only));
+            return;
+        }
+        for joined in intake.take_joined() {
+            self.wait_while_congested().await;
+            let this = Rc::clone(self);
+            match joined {
+                Joined::One(only) => reactor::spawn(this.run(only)),
+                Joined::Reads(parts) => reactor::spawn(this.read_merged(parts)),
+                Joined::Writes(parts) => reactor::spawn(this.write_merged(parts)),
+            }
+        }
+    }
+
     /// Waits until one more request may be in flight. What was taken in before must not wait for it.
     async fn make_room(self: &Rc<Self>, intake: &mut Intake, bytes: usize) {
         if self.outbox.has_room(bytes) {
             return;
         }
-        intake.start(self).await;
+        self.start(intake).await;
         while !self.outbox.has_room(bytes) {
             self.outbox.room.wait().await;
         }
     }
 
-    pub(super) async fn wait_while_congested(&self) {
+    async fn wait_while_congested(&self) {
         while self.outbox.is_congested() {
             self.outbox.room.wait().await;
         }

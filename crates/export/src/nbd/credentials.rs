@@ -21,7 +21,7 @@
 //!   tls-creds-psk,id=t,dir=DIR,username=USER,endpoint=client --image-opts …,tls-creds=t` with DIR/keys.psk.
 //! - Through a Unix socket: `nbds+unix://USER@/NAME?socket=PATH&tls-psk-file=keys.psk`.
 
-use super::tls::TlsStream;
+use super::tls::{TlsError, TlsStream};
 use openssl::error::ErrorStack;
 use openssl::pkey::{PKey, Private};
 use openssl::ssl::{
@@ -44,9 +44,9 @@ const MAX_KEY_BYTES: usize = 256;
 const PSK_CIPHERS: &str = "ECDHE-PSK-CHACHA20-POLY1305:ECDHE-PSK-AES256-CBC-SHA384:ECDHE-PSK-AES128-CBC-SHA256:\
                            DHE-PSK-CHACHA20-POLY1305:DHE-PSK-AES256-GCM-SHA384:DHE-PSK-AES128-GCM-SHA256";
 
-/// What is wrong with credentials, or with a TLS connection.
+/// What is wrong with credentials.
 #[derive(Debug, thiserror::Error)]
-pub enum TlsError {
+pub enum CredentialsError {
     /// A file cannot be read.
     #[error("{}: {source} ({hint})", path.display())]
     File {
@@ -68,12 +68,6 @@ pub enum TlsError {
     /// OpenSSL refused a setting.
     #[error("TLS: {0}")]
     OpenSsl(#[from] ErrorStack),
-    /// The peer broke the protocol, or did not prove who it is.
-    #[error("TLS: {0}")]
-    Peer(#[from] openssl::ssl::Error),
-    /// The peer wants more than this server does at once.
-    #[error("TLS: {0}")]
-    Limit(&'static str),
 }
 
 /// A server's credentials, ready for any number of connections. Clones share them.
@@ -94,7 +88,7 @@ impl TlsServer {
     ///
     /// With `verify_peer` a client must present a certificate that ca-cert.pem signs, directly or through
     /// intermediates, and that ca-crl.pem, if there is one, does not revoke.
-    pub fn x509(directory: &Path, verify_peer: bool) -> Result<Self, TlsError> {
+    pub fn x509(directory: &Path, verify_peer: bool) -> Result<Self, CredentialsError> {
         let mut builder = builder()?;
         let chain_path = directory.join("server-cert.pem");
         let mut chain = certificates(&chain_path, "the server's certificate")?.into_iter();
@@ -103,7 +97,7 @@ impl TlsServer {
         if let Some(leaf) = chain.next() {
             if !leaf.public_key()?.public_eq(&key) {
                 let why = format!("not the key of {} (exchange one of them)", chain_path.display());
-                return Err(TlsError::Content { path: key_path, why });
+                return Err(CredentialsError::Content { path: key_path, why });
             }
             builder.set_certificate(&leaf)?;
         }
@@ -118,11 +112,11 @@ impl TlsServer {
     }
 
     /// Credentials from a file of pre-shared keys, or from the file `keys.psk` in a directory.
-    pub fn psk(path: &Path) -> Result<Self, TlsError> {
+    pub fn psk(path: &Path) -> Result<Self, CredentialsError> {
         let path = if path.is_dir() { path.join("keys.psk") } else { path.to_owned() };
         let bytes =
             read(&path, "pre-shared keys, a line user:hexkey each; `psktool -u USER -p FILE` adds one")?;
-        let keys = keys(&bytes).map_err(|why| TlsError::Content { path, why })?;
+        let keys = keys(&bytes).map_err(|why| CredentialsError::Content { path, why })?;
         let mut builder = builder()?;
         builder.set_cipher_list(PSK_CIPHERS)?;
         builder.set_psk_server_callback(move |_, identity, out| {
@@ -156,7 +150,7 @@ fn builder() -> Result<SslContextBuilder, ErrorStack> {
     Ok(builder)
 }
 
-fn verify_clients(builder: &mut SslContextBuilder, directory: &Path) -> Result<(), TlsError> {
+fn verify_clients(builder: &mut SslContextBuilder, directory: &Path) -> Result<(), CredentialsError> {
     let mut store = X509StoreBuilder::new()?;
     for authority in certificates(&directory.join("ca-cert.pem"), "the authority that signs clients")? {
         builder.add_client_ca(&authority)?;
@@ -165,7 +159,7 @@ fn verify_clients(builder: &mut SslContextBuilder, directory: &Path) -> Result<(
     let revoked = directory.join("ca-crl.pem");
     match read(&revoked, "the clients that are revoked") {
         // Only a list that is certainly not there may be ignored.
-        Err(TlsError::File { source, .. }) if source.kind() == ErrorKind::NotFound => {}
+        Err(CredentialsError::File { source, .. }) if source.kind() == ErrorKind::NotFound => {}
         Err(error) => return Err(error),
         Ok(_) => revoke(&mut store, &revoked)?,
     }
@@ -174,8 +168,8 @@ fn verify_clients(builder: &mut SslContextBuilder, directory: &Path) -> Result<(
     Ok(())
 }
 
-fn revoke(store: &mut X509StoreBuilder, path: &Path) -> Result<(), TlsError> {
-    let wrong = |why: String| TlsError::Content { path: path.to_owned(), why };
+fn revoke(store: &mut X509StoreBuilder, path: &Path) -> Result<(), CredentialsError> {
+    let wrong = |why: String| CredentialsError::Content { path: path.to_owned(), why };
     let name = path.to_str().ok_or_else(|| wrong("the path is not UTF-8".to_owned()))?;
     store
         .add_lookup(X509Lookup::file())?
@@ -185,31 +179,31 @@ fn revoke(store: &mut X509StoreBuilder, path: &Path) -> Result<(), TlsError> {
     Ok(())
 }
 
-fn read(path: &Path, hint: &'static str) -> Result<Vec<u8>, TlsError> {
+fn read(path: &Path, hint: &'static str) -> Result<Vec<u8>, CredentialsError> {
     let mut bytes = Vec::new();
     File::open(path)
         .and_then(|file| file.take(MAX_FILE_BYTES + 1).read_to_end(&mut bytes))
-        .map_err(|source| TlsError::File { path: path.to_owned(), source, hint })?;
+        .map_err(|source| CredentialsError::File { path: path.to_owned(), source, hint })?;
     if bytes.len() as u64 > MAX_FILE_BYTES {
         let why = format!("larger than {MAX_FILE_BYTES} bytes (is this the right file?)");
-        return Err(TlsError::Content { path: path.to_owned(), why });
+        return Err(CredentialsError::Content { path: path.to_owned(), why });
     }
     Ok(bytes)
 }
 
-fn certificates(path: &Path, hint: &'static str) -> Result<Vec<X509>, TlsError> {
+fn certificates(path: &Path, hint: &'static str) -> Result<Vec<X509>, CredentialsError> {
     let certificates = X509::stack_from_pem(&read(path, hint)?).unwrap_or_default();
     if certificates.is_empty() {
         let why = "holds no certificate in PEM form".to_owned();
-        return Err(TlsError::Content { path: path.to_owned(), why });
+        return Err(CredentialsError::Content { path: path.to_owned(), why });
     }
     Ok(certificates)
 }
 
-fn private_key(path: &Path) -> Result<PKey<Private>, TlsError> {
+fn private_key(path: &Path) -> Result<PKey<Private>, CredentialsError> {
     let bytes = read(path, "the private key of server-cert.pem")?;
     // Without a callback OpenSSL would ask on the terminal, and a daemon would wait there for ever.
-    PKey::private_key_from_pem_callback(&bytes, |_| Ok(0)).map_err(|_| TlsError::Content {
+    PKey::private_key_from_pem_callback(&bytes, |_| Ok(0)).map_err(|_| CredentialsError::Content {
         path: path.to_owned(),
         why: "not an unencrypted private key in PEM form (`openssl pkey -in FILE -out FILE` decrypts one)"
             .to_owned(),

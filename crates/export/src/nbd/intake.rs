@@ -1,11 +1,9 @@
 //! Requests taken in together: what one receive brought is planned as a whole, and adjacent requests become one I/O.
 
-use std::rc::Rc;
-
 use policy::merge::{Bounds, Candidate, Operation, Planner};
 
-use super::{connection::Connection, request::Command, session::Tag};
-use block::{buffer::Buffer, reactor};
+use super::{request::Command, session::Tag};
+use block::buffer::Buffer;
 
 /// How far adjacent requests are joined. Longer I/O gains nothing on today's devices (the kernel splits it again), and makes
 /// the first of the requests wait for the last.
@@ -36,6 +34,16 @@ impl Incoming {
     }
 }
 
+/// What is carried out as one.
+pub(super) enum Joined {
+    /// A request by itself.
+    One(Incoming),
+    /// Reads that follow each other on the disk.
+    Reads(Vec<Incoming>),
+    /// Writes that do.
+    Writes(Vec<Incoming>),
+}
+
 /// Requests taken in together, and the memory to plan their merging.
 #[derive(Default)]
 pub(super) struct Intake {
@@ -46,39 +54,39 @@ pub(super) struct Intake {
 }
 
 impl Intake {
-    /// Takes a request in; it starts with [`Intake::start`].
+    /// Takes a request in.
     pub(super) fn push(&mut self, request: Incoming) {
         self.batch.push(request);
     }
 
-    /// Starts everything that was taken in.
-    pub(super) async fn start(&mut self, connection: &Rc<Connection>) {
-        if self.batch.len() < 2 {
-            if let Some(only) = self.batch.pop() {
-                connection.wait_while_congested().await;
-                reactor::spawn(Rc::clone(connection).run(only));
-            }
-            return;
-        }
-        self.candidates.clear();
-        self.candidates.extend(self.batch.iter().map(Incoming::candidate));
-        self.taken.extend(self.batch.drain(..).map(Some));
-        let plan = self.planner.plan(&self.candidates, MERGE);
-        for group in plan.groups() {
-            connection.wait_while_congested().await;
-            let mut parts = group.iter().map(|&index| self.taken[index].take().expect("planned once"));
+    /// Whether nothing was taken in.
+    pub(super) fn is_empty(&self) -> bool {
+        self.batch.is_empty()
+    }
+
+    /// The request that was taken in, if it is one alone.
+    pub(super) fn take_only(&mut self) -> Option<Incoming> {
+        if self.batch.len() == 1 { self.batch.pop() } else { None }
+    }
+
+    /// Everything that was taken in, in turn, adjacent requests joined.
+    pub(super) fn take_joined(&mut self) -> impl Iterator<Item = Joined> {
+        let Self { batch, taken, candidates, planner } = self;
+        candidates.clear();
+        candidates.extend(batch.iter().map(Incoming::candidate));
+        taken.clear();
+        taken.extend(batch.drain(..).map(Some));
+        planner.plan(candidates, MERGE).groups().map(|group| {
+            let mut parts = group.iter().map(|&index| taken[index].take().expect("planned once"));
             if let [_] = group {
-                let only = parts.next().expect("a group of one");
-                reactor::spawn(Rc::clone(connection).run(only));
-                continue;
+                return Joined::One(parts.next().expect("a group of one"));
             }
             let parts: Vec<Incoming> = parts.collect();
             match parts[0].command {
-                Command::Read { .. } => reactor::spawn(Rc::clone(connection).read_merged(parts)),
-                _ => reactor::spawn(Rc::clone(connection).write_merged(parts)),
+                Command::Read { .. } => Joined::Reads(parts),
+                _ => Joined::Writes(parts),
             }
-        }
-        self.taken.clear();
+        })
     }
 }
 

@@ -11,7 +11,64 @@ use std::{
     sync::Arc,
 };
 
-use super::{Export, catalog::ExportInfo};
+use block::{disk::Disk, image::qcow2::bitmap::BitmapView, storage::BlockSize};
+
+use super::{
+    catalog::{BlockSizes, ExportInfo, Features},
+    proto,
+};
+
+/// A disk as a server offers it.
+#[derive(Clone, Debug)]
+pub struct Export {
+    /// The name clients ask for.
+    pub name: Arc<str>,
+    /// A line for people.
+    pub description: Arc<str>,
+    /// The disk.
+    pub disk: Arc<Disk>,
+    /// Refuse to write, whatever the disk allows.
+    pub read_only: bool,
+    /// Bitmaps of the disk's image that clients may look at; at most [`MOST_BITMAPS`](super::MOST_BITMAPS) of them are offered.
+    pub bitmaps: Arc<[BitmapView]>,
+}
+
+impl Export {
+    /// As it is now: an image that was resized from outside has its new size for every client that comes after.
+    pub(super) fn info(&self) -> ExportInfo {
+        let image = self.disk.image();
+        if let Err(error) = self.disk.refresh_size() {
+            tracing::warn!(disk = %self.disk.name(), %error, "cannot see whether the image was resized");
+        }
+        ExportInfo {
+            name: Arc::clone(&self.name),
+            description: Arc::clone(&self.description),
+            size_bytes: self.disk.size_bytes(),
+            features: Features {
+                read_only: self.read_only || image.is_read_only(),
+                flush: true,
+                fua: true,
+                trim: true,
+                write_zeroes: true,
+                fast_zero: true,
+                dont_fragment: true,
+                cache: true,
+                // One disk, one cache: a flush covers what was written through any connection.
+                multi_conn: true,
+                // Unknown: an image's storage may be anything.
+                rotational: false,
+            },
+            sizes: block_sizes(image.block_size()),
+            bitmaps: self.bitmaps.iter().map(|bitmap| Arc::clone(bitmap.name())).collect(),
+        }
+    }
+}
+
+/// Any alignment is served, so the minimum is one byte; what costs least is the preferred size.
+fn block_sizes(storage: BlockSize) -> BlockSizes {
+    let preferred = storage.preferred.clamp(512, 1 << 20);
+    BlockSizes::new(1, preferred, proto::DEFAULT_MAX_PAYLOAD).unwrap_or_default()
+}
 
 /// Exports by number and by name.
 #[derive(Debug, Default)]

@@ -310,7 +310,7 @@ impl Handshake {
                 Event::StartTls
             }
             Outcome::Transmission(session) => Event::Transmission(session),
-            Outcome::Close(close) => Event::Close(close),
+            Outcome::NoExport(why) => Event::Close(Close::ExportName(why)),
         }
     }
 

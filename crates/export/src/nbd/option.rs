@@ -5,9 +5,7 @@
 
 use super::catalog::{ExportInfo, Exports};
 use super::context::{MetaContext, MetaContexts};
-use super::info;
-use super::negotiate::Close;
-use super::proto::{self, opt, rep};
+use super::proto::{self, info, opt, rep};
 use super::session::{ReplyStyle, Session};
 use super::wire::{self, Fields};
 use std::sync::Arc;
@@ -91,7 +89,8 @@ pub(super) enum Outcome {
     List,
     StartTls,
     Transmission(Session),
-    Close(Close),
+    /// EXPORT_NAME asked for what is not there, for this reason.
+    NoExport(&'static str),
 }
 
 /// Writes the replies to one option.
@@ -157,8 +156,8 @@ pub(super) fn answer(
         opt::EXTENDED_HEADERS => extended_headers(terms, &mut replies),
         opt::LIST_META_CONTEXT => list_contexts(data, exports, &mut replies),
         opt::SET_META_CONTEXT => set_contexts(terms, data, exports, &mut replies),
-        opt::INFO => info::describe(terms, data, exports, &mut replies).map(|_| Outcome::Replied),
-        opt::GO => info::describe(terms, data, exports, &mut replies).map(Outcome::Transmission),
+        opt::INFO => describe(terms, data, exports, &mut replies).map(|_| Outcome::Replied),
+        opt::GO => describe(terms, data, exports, &mut replies).map(Outcome::Transmission),
         _ => Err(Refusal { kind: rep::ERR_UNSUP, why: "unknown option" }),
     };
     result.unwrap_or_else(|refusal| {
@@ -169,11 +168,11 @@ pub(super) fn answer(
 
 fn export_name(terms: &Terms, data: &[u8], exports: &dyn Exports, out: &mut Vec<u8>) -> Outcome {
     let Some(name) = wire::string(data) else {
-        return Outcome::Close(Close::ExportName("the name is not UTF-8 without NUL"));
+        return Outcome::NoExport("the name is not UTF-8 without NUL");
     };
     let found = exports.find(name).and_then(|export| Some((export, exports.get(export)?)));
     let Some((export, about)) = found else {
-        return Outcome::Close(Close::ExportName("no export of this name"));
+        return Outcome::NoExport("no export of this name");
     };
     let session = terms.session(export, &about, false);
     out.extend_from_slice(&about.size_bytes.to_be_bytes());
@@ -280,4 +279,67 @@ fn set_contexts(
     terms.contexts = Some((export, contexts));
     replies.ack();
     Ok(Outcome::Replied)
+}
+
+/// What INFO and GO carry.
+struct Wanted<'a> {
+    name: &'a str,
+    canonical_name: bool,
+    description: bool,
+    block_sizes: bool,
+}
+
+/// `None` where the lengths do not add up. Kinds of information that are not known are ignored, as they MUST be.
+fn wanted(data: &[u8]) -> Option<Wanted<'_>> {
+    let mut fields = Fields::new(data);
+    let mut wanted =
+        Wanted { name: fields.string()?, canonical_name: false, description: false, block_sizes: false };
+    for _ in 0..fields.u16()? {
+        match fields.u16()? {
+            info::NAME => wanted.canonical_name = true,
+            info::DESCRIPTION => wanted.description = true,
+            info::BLOCK_SIZE => wanted.block_sizes = true,
+            _ => {}
+        }
+    }
+    fields.is_empty().then_some(wanted)
+}
+
+/// Answers INFO or GO, and returns the session GO starts.
+///
+/// The two differ in what follows the ACK alone. Size and flags are always sent; the block sizes too, because they hold whether asked for
+/// or not, but a minimum above 1 binds only a client that asked ("Size constraints").
+fn describe(
+    terms: &Terms,
+    data: &[u8],
+    exports: &dyn Exports,
+    replies: &mut Replies<'_>,
+) -> Result<Session, Refusal> {
+    let wanted = wanted(data).ok_or(Refusal::invalid(
+        "the lengths do not add up, or the name is not UTF-8 of at most 4096 bytes",
+    ))?;
+    let export = exports.find(wanted.name).ok_or(Refusal::unknown_export())?;
+    let about = exports.get(export).ok_or(Refusal::unknown_export())?;
+    let session = terms.session(export, &about, wanted.block_sizes);
+    send_info(&wanted, &about, &session, replies);
+    replies.ack();
+    Ok(session)
+}
+
+fn send_info(wanted: &Wanted<'_>, about: &ExportInfo, session: &Session, replies: &mut Replies<'_>) {
+    let mut item = |kind: u16, parts: [&[u8]; 3]| {
+        replies.send(rep::INFO, &[&kind.to_be_bytes(), parts[0], parts[1], parts[2]]);
+    };
+    item(info::EXPORT, [&about.size_bytes.to_be_bytes(), &session.flags.to_be_bytes(), &[]]);
+    if wanted.canonical_name
+        && let Some(name) = wire::string(about.name.as_bytes())
+    {
+        item(info::NAME, [name.as_bytes(), &[], &[]]);
+    }
+    if wanted.description && !about.description.is_empty() {
+        item(info::DESCRIPTION, [wire::clip(&about.description).as_bytes(), &[], &[]]);
+    }
+    let sizes = [session.minimum_block, about.sizes.preferred(), session.maximum_payload];
+    let [minimum, preferred, maximum] = sizes.map(u32::to_be_bytes);
+    item(info::BLOCK_SIZE, [&minimum, &preferred, &maximum]);
 }

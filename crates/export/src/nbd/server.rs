@@ -27,24 +27,18 @@ use nix::sys::socket::{AddressFamily, SockaddrLike, SockaddrStorage, getsockname
 use policy::time::Duration;
 
 use super::{
-    catalog::{BlockSizes, ExportInfo, Exports, Features},
+    catalog::{ExportInfo, Exports},
     connection::Connection,
     credentials::TlsServer,
     inbox::Inbox,
-    live::LiveExports,
+    live::{Export, LiveExports},
     negotiate::{self, Handshake, TlsPolicy},
-    proto,
     session::Session,
     stream::Stream,
 };
-use block::{
-    disk::Disk,
-    image::qcow2::bitmap::BitmapView,
-    reactor::{
-        self, Worker,
-        op::{self, Fd},
-    },
-    storage::BlockSize,
+use block::reactor::{
+    self, Worker,
+    op::{self, Fd},
 };
 
 /// What a server allows its clients.
@@ -70,21 +64,6 @@ pub struct Tls {
     pub required: bool,
     /// Certificates or pre-shared keys.
     pub keys: TlsServer,
-}
-
-/// A disk as a server offers it.
-#[derive(Clone, Debug)]
-pub struct Export {
-    /// The name clients ask for.
-    pub name: Arc<str>,
-    /// A line for people.
-    pub description: Arc<str>,
-    /// The disk.
-    pub disk: Arc<Disk>,
-    /// Refuse to write, whatever the disk allows.
-    pub read_only: bool,
-    /// Bitmaps of the disk's image that clients may look at; at most [`MOST_BITMAPS`](super::MOST_BITMAPS) of them are offered.
-    pub bitmaps: Arc<[BitmapView]>,
 }
 
 /// Exports behind one or more listening sockets.
@@ -469,43 +448,6 @@ impl Exports for Server {
     fn next(&self, from: usize) -> Option<(usize, ExportInfo)> {
         self.exports.read().unwrap_or_else(PoisonError::into_inner).next(from)
     }
-}
-
-impl Export {
-    /// As it is now: an image that was resized from outside has its new size for every client that comes after.
-    pub(super) fn info(&self) -> ExportInfo {
-        let image = self.disk.image();
-        if let Err(error) = self.disk.refresh_size() {
-            tracing::warn!(disk = %self.disk.name(), %error, "cannot see whether the image was resized");
-        }
-        ExportInfo {
-            name: Arc::clone(&self.name),
-            description: Arc::clone(&self.description),
-            size_bytes: self.disk.size_bytes(),
-            features: Features {
-                read_only: self.read_only || image.is_read_only(),
-                flush: true,
-                fua: true,
-                trim: true,
-                write_zeroes: true,
-                fast_zero: true,
-                dont_fragment: true,
-                cache: true,
-                // One disk, one cache: a flush covers what was written through any connection.
-                multi_conn: true,
-                // Unknown: an image's storage may be anything.
-                rotational: false,
-            },
-            sizes: block_sizes(image.block_size()),
-            bitmaps: self.bitmaps.iter().map(|bitmap| Arc::clone(bitmap.name())).collect(),
-        }
-    }
-}
-
-/// Any alignment is served, so the minimum is one byte; what costs least is the preferred size.
-fn block_sizes(storage: BlockSize) -> BlockSizes {
-    let preferred = storage.preferred.clamp(512, 1 << 20);
-    BlockSizes::new(1, preferred, proto::DEFAULT_MAX_PAYLOAD).unwrap_or_default()
 }
 
 #[cfg(test)]

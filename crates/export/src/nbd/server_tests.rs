@@ -9,6 +9,7 @@ use policy::throttle::Limits;
 
 use super::*;
 use block::{
+    disk::Disk,
     image::{Image, Raw},
     layer::throttle::DiskSettings,
     reactor::{Polling, run},

@@ -30,10 +30,11 @@ use policy::{
 
 use self::{client::Client, hostile::Hostile, wire::Wire};
 use super::{
+    live::Export,
     outbox::{MAX_BYTES, MAX_REQUESTS},
     pipe::Pipe,
     proto::{self, cmd},
-    server::{Export, Server, Terms},
+    server::{Server, Terms},
     session::ReplyStyle,
     stream::Stream,
 };
@@ -43,12 +44,7 @@ use block::{
     image::{Image, Raw},
     layer::throttle::DiskSettings,
     reactor::{JoinHandle, now, sim, sleep_until, spawn_joinable, timeout},
-    storage::{
-        Storage,
-        delay::{Delay, DelayOptions},
-        fault::{Fault, FaultRule},
-        memory::Memory,
-    },
+    storage::{Storage, delay::DelayOptions, fault::FaultRule, memory::Memory},
 };
 
 /// A client's own part of the disk, in bytes. No multiple of a page of memory, so that neighbours share some.
@@ -155,14 +151,14 @@ fn draw_storage(faults: bool) -> Storage {
             probability: 0.1,
             seed: sim::random(|random| random.u64(..)),
         };
-        storage = Storage::Fault(Box::new(Fault::new(storage, vec![rule])));
+        storage = storage.with_faults(vec![rule]);
     }
     if chance(80) {
         let micros = || Duration::from_micros(sim::random(|random| random.u64(..3000)));
         let parallel = chance(50).then(|| sim::random(|random| random.usize(1..=8)));
         let options =
             DelayOptions { read: micros(), write: micros(), zero: micros(), flush: micros(), parallel };
-        storage = Storage::Delay(Box::new(Delay::new(storage, options)));
+        storage = storage.delayed(options);
     }
     storage
 }

@@ -9,8 +9,8 @@ use nix::sys::socket::{Shutdown, shutdown};
 #[cfg(test)]
 use super::pipe::Pipe;
 use super::{
-    credentials::{TlsError, TlsServer},
-    tls::{TlsRead, TlsStream},
+    credentials::TlsServer,
+    tls::{TlsError, TlsRead, TlsStream},
 };
 use block::{
     buffer::{Buffer, Segments},

@@ -11,8 +11,10 @@
 //!
 //! Never sees a file or a key: those are `credentials`'.
 
-use super::credentials::TlsError;
-use openssl::ssl::{ErrorCode, Ssl, SslContext, SslStream};
+use openssl::{
+    error::ErrorStack,
+    ssl::{ErrorCode, Ssl, SslContext, SslStream},
+};
 use std::io;
 
 /// Ciphertext that is kept in each direction, in bytes: four records of the largest size (RFC 8446 §5.2).
@@ -21,6 +23,20 @@ const MAX_QUEUE_BYTES: usize = 4 * RECORD_BYTES;
 const RECORD_BYTES: usize = (16 << 10) + 512;
 /// Plaintext that is encrypted in one call: one record.
 const MAX_WRITE_BYTES: usize = 16 << 10;
+
+/// What is wrong with a TLS connection.
+#[derive(Debug, thiserror::Error)]
+pub enum TlsError {
+    /// OpenSSL refused a setting.
+    #[error("TLS: {0}")]
+    OpenSsl(#[from] ErrorStack),
+    /// The peer broke the protocol, or did not prove who it is.
+    #[error("TLS: {0}")]
+    Peer(#[from] openssl::ssl::Error),
+    /// The peer wants more than this server does at once.
+    #[error("TLS: {0}")]
+    Limit(&'static str),
+}
 
 /// Bytes waiting to be taken from the front.
 #[derive(Debug, Default)]

@@ -5,9 +5,10 @@ use std::sync::Arc;
 use block::{
     disk::Disk,
     error::Error,
+    image::open_raw,
     layer::throttle::DiskSettings,
     reactor::{now, sim, sleep_until, spawn},
-    storage::{OpenOptions, open},
+    storage::OpenOptions,
 };
 
 use super::*;
@@ -24,7 +25,7 @@ fn load(count: u64, depth: u32) -> Load {
 fn disk(spec: &str, rules: &[&str]) -> Arc<Disk> {
     let faults = rules.iter().map(|rule| rule.parse().unwrap()).collect();
     let delay = Some("read=1ms,write=1ms,flush=10ms".parse().unwrap());
-    let image = open(spec, OpenOptions { faults, delay, ..OpenOptions::default() }).unwrap();
+    let image = open_raw(spec, OpenOptions { faults, delay, ..OpenOptions::default() }).unwrap();
     Arc::new(Disk::new("load", image, DiskSettings::default(), None).unwrap())
 }
 

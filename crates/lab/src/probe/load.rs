@@ -299,7 +299,7 @@ mod tests {
         };
         let measured = |load: Load, options: block::storage::OpenOptions| {
             block::reactor::sim::run(1, async move {
-                let image = Rc::new(block::storage::open("memory:64M", options).unwrap());
+                let image = Rc::new(block::image::open_raw("memory:64M", options).unwrap());
                 let field = Field { image, size_bytes: 64 << 20, noise: vec![7; 1 << 20].into() };
                 field.measure(load, Duration::from_secs(8)).await.unwrap()
             })
@@ -321,7 +321,7 @@ mod tests {
         };
         let load = Load { pattern: Pattern::Sequential, direction: Direction::Write, block_bytes: 1 << 20 };
         let figure = block::reactor::sim::run(1, async move {
-            let image = Rc::new(block::storage::open("memory:64M", options).unwrap());
+            let image = Rc::new(block::image::open_raw("memory:64M", options).unwrap());
             let field = Field { image, size_bytes: 64 << 20, noise: vec![7; 1 << 20].into() };
             field.measure(load, Duration::from_secs(2)).await.unwrap()
         });
@@ -335,7 +335,7 @@ mod tests {
             ..Default::default()
         };
         let failed = block::reactor::sim::run(1, async move {
-            let image = Rc::new(block::storage::open("null:8M", options).unwrap());
+            let image = Rc::new(block::image::open_raw("null:8M", options).unwrap());
             let field = Field { image, size_bytes: 8 << 20, noise: vec![7; 1 << 20].into() };
             field.measure(LOAD, Duration::from_millis(10)).await.unwrap_err()
         });

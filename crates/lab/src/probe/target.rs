@@ -14,8 +14,8 @@ use std::{
 
 use anyhow::{Context as _, bail, ensure};
 use block::{
-    image::Image,
-    storage::{CacheMode, Format, OpenError, OpenOptions, open},
+    image::{Image, open_raw},
+    storage::{CacheMode, Format, OpenError, OpenOptions},
 };
 use nix::sys::statvfs::fstatvfs;
 
@@ -145,7 +145,7 @@ fn opened(path: &Path, spec: &str, read_only: bool) -> anyhow::Result<Rc<Image>>
     };
     // Named as the user did, not by its descriptor.
     let image =
-        open(spec, options).map_err(|error| OpenError { image: path.display().to_string(), ..error })?;
+        open_raw(spec, options).map_err(|error| OpenError { image: path.display().to_string(), ..error })?;
     Ok(Rc::new(image))
 }
 

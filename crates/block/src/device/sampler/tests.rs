@@ -8,11 +8,7 @@ use super::*;
 use crate::{
     buffer::Buffer,
     reactor::sim,
-    storage::{
-        Storage,
-        null::Null,
-        rate::{Budget, Rate},
-    },
+    storage::{Storage, null::Null, rate::Budget},
 };
 
 /// A target that notes how it is enforced.
@@ -90,7 +86,7 @@ impl Imitated {
     /// Keeps the device busy for so long.
     async fn work_for(&self, seconds: u64) {
         let null = Storage::Null(Null::new(1 << 30));
-        let rate = Storage::Rate(Box::new(Rate::new(null, Arc::clone(&self.budget))));
+        let rate = null.with_rate(Arc::clone(&self.budget));
         let end = now() + Duration::from_secs(seconds);
         while now() < end {
             rate.read(0, Buffer::new(1 << 18)).await.expect("null");

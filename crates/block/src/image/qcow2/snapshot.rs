@@ -15,11 +15,61 @@ mod table;
 #[cfg(test)]
 mod tests;
 
-pub use change::{NewSnapshot, SnapshotError};
+pub use change::NewSnapshot;
 pub use table::{LARGEST_TABLE, Snapshot, encode, read};
 
-use super::{Invalid, MetadataError, header::Header};
-use crate::storage::Storage;
+use super::{
+    Invalid, MetadataError,
+    header::{Header, MOST_SNAPSHOTS},
+};
+use crate::{error::Error, storage::Storage};
+
+/// Why nothing became of a snapshot.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum SnapshotError {
+    /// There is none of that id or name.
+    #[error("there is no snapshot {0:?} (`weir image snapshot -l` lists them)")]
+    NotFound(String),
+    /// The image is not to be written to.
+    #[error("it is read-only (open it for writing)")]
+    ReadOnly,
+    /// The format does not allow it.
+    #[error("an image with an external data file has no internal snapshots (use a backing file)")]
+    DataFile,
+    /// The format's bound.
+    #[error("it has {MOST_SNAPSHOTS} snapshots, which is the most (delete some)")]
+    TooMany,
+    /// A refcount has no room.
+    #[error(
+        "the refcount of the cluster at {offset:#x} cannot be raised: it is at its largest, or wrong (delete snapshots, give the image more \
+         refcount_bits, or try `weir image check`)"
+    )]
+    Refcount {
+        /// In the file.
+        offset: u64,
+    },
+    /// Something in the image is wrong.
+    #[error("{0} (`weir image check` shows the damage)")]
+    Invalid(#[from] Invalid),
+    /// The file cannot be read or written.
+    #[error("{0}")]
+    Failed(#[from] Error),
+}
+
+impl SnapshotError {
+    fn of_refcount(error: Error, offset: u64) -> Self {
+        if error == Error::INVALID { Self::Refcount { offset } } else { Self::Failed(error) }
+    }
+}
+
+impl From<MetadataError> for SnapshotError {
+    fn from(error: MetadataError) -> Self {
+        match error {
+            MetadataError::Invalid(invalid) => Self::Invalid(invalid),
+            MetadataError::Storage(error) => Self::Failed(error),
+        }
+    }
+}
 
 /// Makes a header one by which the snapshot is read: its L1 table, and its size.
 ///

@@ -14,7 +14,7 @@ use crate::{
     error::Error,
     image::{Image, Raw},
     reactor::{self, sim},
-    storage::{Durability, Storage, ZeroOptions, fault::Fault, memory::Memory},
+    storage::{Durability, Storage, ZeroOptions, memory::Memory},
 };
 
 const SIZE: usize = 300 << 10;
@@ -361,7 +361,7 @@ fn a_guest_cannot_write_into_metadata_and_the_image_is_marked() {
 async fn failing(content: &[u8], rule: &str) -> Parts {
     let parts = parts_of(content).await;
     let rules = vec![rule.parse().expect("a rule")];
-    Parts { storage: Storage::Fault(Box::new(Fault::new(parts.storage, rules))), ..parts }
+    Parts { storage: parts.storage.with_faults(rules), ..parts }
 }
 
 #[test]

@@ -15,11 +15,9 @@ use super::{CacheMode, FileOptions, open as open_file, open::describe};
 use crate::{
     buffer::{Buffer, Segments},
     error::Error,
-    image::Image,
+    image::{Image, open_raw},
     reactor::{Polling, run, spawn_joinable},
-    storage::{
-        Durability, Extent, Format, OpenError, OpenOptions, ResizeError, ZeroOptions, align::Device, open,
-    },
+    storage::{Durability, Extent, Format, OpenError, OpenOptions, ResizeError, ZeroOptions, align::Device},
 };
 
 /// Not a multiple of a block or a page, so that there is a tail.
@@ -51,7 +49,7 @@ fn image(directory: &Path, size: usize) -> (tempfile::NamedTempFile, Vec<u8>) {
 }
 
 fn open_with(path: &Path, cache: CacheMode) -> Result<Image, OpenError> {
-    open(path.to_str().expect("UTF-8"), OpenOptions { cache, ..OpenOptions::default() })
+    open_raw(path.to_str().expect("UTF-8"), OpenOptions { cache, ..OpenOptions::default() })
 }
 
 /// Runs `test` on an image of `size` bytes in every directory and cache mode that goes together.
@@ -252,7 +250,7 @@ fn what_is_read_only_keeps_its_size() {
     let (file, _) = image(&std::env::temp_dir(), 4096);
     real(async move {
         let options = OpenOptions { read_only: true, ..OpenOptions::default() };
-        let image = open(file.path().to_str().expect("UTF-8"), options).expect("opens");
+        let image = open_raw(file.path().to_str().expect("UTF-8"), options).expect("opens");
         assert_eq!(image.resize(8192).await, Err(ResizeError::ReadOnly));
         assert_eq!(std::fs::metadata(file.path()).expect("is there").len(), 4096);
     });
@@ -275,7 +273,7 @@ fn more_segments_than_a_system_call_takes_are_written() {
 fn read_only_reads_and_refuses_everything_else() {
     let (file, content) = image(&std::env::temp_dir(), ODD_SIZE);
     let options = OpenOptions { read_only: true, cache: CacheMode::None, ..OpenOptions::default() };
-    let image = open(file.path().to_str().expect("UTF-8"), options).expect("opens");
+    let image = open_raw(file.path().to_str().expect("UTF-8"), options).expect("opens");
     real(async move {
         assert_eq!(read(&image, 1, ODD_SIZE - 1).await, content[1..]);
         let data = Buffer::copy_of(&[1]).into();
@@ -313,7 +311,7 @@ fn a_failed_sync_through_the_page_cache_is_not_forgotten() {
 }
 
 fn refusal(spec: &str, options: OpenOptions) -> String {
-    open(spec, options).expect_err("refused").to_string()
+    open_raw(spec, options).expect_err("refused").to_string()
 }
 
 #[test]
@@ -361,12 +359,12 @@ fn one_image_is_served_once() {
     let (file, _) = image(&std::env::temp_dir(), 4096);
     let spec = file.path().to_str().expect("UTF-8");
     let reading = |force_share| OpenOptions { read_only: true, force_share, ..OpenOptions::default() };
-    let served = open(spec, OpenOptions::default()).expect("opens");
+    let served = open_raw(spec, OpenOptions::default()).expect("opens");
     assert!(refusal(spec, OpenOptions::default()).contains("locked for writing by another process"));
     assert!(refusal(spec, reading(false)).contains("--force-share"));
-    open(spec, reading(true)).expect("shares");
+    open_raw(spec, reading(true)).expect("shares");
     drop(served);
-    open(spec, OpenOptions::default()).expect("the lock has gone with the image");
+    open_raw(spec, OpenOptions::default()).expect("the lock has gone with the image");
 }
 
 #[test]
@@ -380,7 +378,7 @@ fn a_header_cannot_be_forged_where_the_format_was_guessed() {
         assert_eq!(guessed.write(0, header(), Durability::Cached).await, Err(Error::NOT_PERMITTED));
         drop(guessed);
         let options = OpenOptions { format: Some(Format::Raw), ..OpenOptions::default() };
-        let given = open(path.to_str().expect("UTF-8"), options).expect("opens");
+        let given = open_raw(path.to_str().expect("UTF-8"), options).expect("opens");
         assert_eq!(given.write(0, header(), Durability::Cached).await, Ok(()));
     });
 }

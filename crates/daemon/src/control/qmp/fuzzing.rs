@@ -7,9 +7,10 @@ use std::{cell::Cell, rc::Rc, sync::Arc};
 
 use block::{
     disk::Disk,
+    image::open_raw,
     layer::throttle::{DiskSettings, Group, GroupSettings},
     reactor,
-    storage::{CacheMode, OpenOptions, open},
+    storage::{CacheMode, OpenOptions},
 };
 use serde_json::Value;
 
@@ -93,7 +94,7 @@ fn inventory() -> Rc<Inventory> {
         inventory.add_group(group).expect("a new name");
     }
     for (name, group) in [("a", Some(&inner)), ("b", None)] {
-        let image = open("memory:1M", OpenOptions::default()).expect("a mebibyte of memory");
+        let image = open_raw("memory:1M", OpenOptions::default()).expect("a mebibyte of memory");
         let disk = Disk::new(name, image, DiskSettings::default(), group).expect("no settings");
         let running = RunningDisk {
             disk: Arc::new(disk),

@@ -6,9 +6,10 @@ use policy::time::Duration;
 
 use super::{
     super::{
+        live::Export,
         pipe::Pipe,
         proto::{self, info, opt, rep, reply_flag, reply_type},
-        server::{Export, Server, Terms},
+        server::{Server, Terms},
         stream::Stream,
     },
     Client, GONE, NotConnected,
