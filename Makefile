@@ -31,18 +31,22 @@ build: ## build the program, optimised: target/release/weir
 	@scripts/deps build
 	$(CARGO) build --release --locked -p weir
 
+# All tests of the workspace are one selection of packages, so that the features of dependencies, and with them what
+# is built, are the same in each of these.
+TESTS := $(CARGO) test --locked --workspace
+
 test: test-unit test-e2e ## run every test; installs the clients it needs
 
 test-unit: ## tests in virtual time: units, properties, simulation
 	@scripts/deps build
-	$(CARGO) test --locked --workspace --exclude weir
+	$(TESTS)
 
 # The guests and the bench take the program that the tests have made and run: `cargo build` would make another, with other features of its
 # dependencies, for minutes.
 test-e2e: ## tests with real clients: the program's own, a browser, a guest's kernel and its cgroups, every row of the bench
 	@scripts/deps build clients browser guest
 	@scripts/python-clients
-	RUST_TEST_THREADS=$(TEST_THREADS) $(CARGO) test --locked -p weir
+	RUST_TEST_THREADS=$(TEST_THREADS) $(TESTS) --test e2e
 	tests/guest/against-weir "$(TARGET)/debug/weir"
 	bench/run.py --short --weir "$(TARGET)/debug/weir"
 

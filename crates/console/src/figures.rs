@@ -136,12 +136,6 @@ mod tests {
     }
 
     #[test]
-    fn set_sizes_are_exact() {
-        let sizes = [0, 1000, 1024, 10 << 20, 1536 << 20, 1 << 40, 3 << 50].map(exact_size);
-        assert_eq!(sizes, ["0", "1000", "1K", "10M", "1536M", "1T", "3072T"]);
-    }
-
-    #[test]
     fn limits_are_told_in_short() {
         let set = |pairs: &[(&str, u64)]| {
             limits(&pairs.iter().map(|&(name, value)| (name.to_owned(), value)).collect())

@@ -116,4 +116,10 @@ mod tests {
         assert_eq!(connections("4294967295"), Ok(u32::MAX));
         assert!(connections("4294967296").unwrap_err().starts_with("is too large"));
     }
+
+    #[test]
+    fn set_sizes_are_exact() {
+        let sizes = [0, 1000, 1024, 10 << 20, 1536 << 20, 1 << 40, 3 << 50].map(exact_size);
+        assert_eq!(sizes, ["0", "1000", "1K", "10M", "1536M", "1T", "3072T"]);
+    }
 }
