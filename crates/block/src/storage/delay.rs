@@ -1,7 +1,9 @@
-//! A storage made slower: a latency for each kind of request, and a bound on how many the device works on at once.
+//! A storage made slower: a latency for each kind of request, and a bound on how many the device
+//! works on at once.
 //!
-//! `read=5ms,write=1ms,parallel=4` is a disk that takes 5 ms for a read, 1 ms for a write, and does four things at a time. What is beyond
-//! waits its turn, in order, as in a device's queue. Delays pass on the reactor's clock, so simulations may use them.
+//! `read=5ms,write=1ms,parallel=4` is a disk that takes 5 ms for a read, 1 ms for a write, and does
+//! four things at a time. What is beyond waits its turn, in order, as in a device's queue. Delays
+//! pass on the reactor's clock, so simulations may use them.
 
 use std::str::FromStr;
 
@@ -97,7 +99,8 @@ impl Delay {
         Self { permits: options.parallel.map(Permits::new), options }
     }
 
-    /// Waits for a place at the device and for the latency; the place is held until the result is dropped.
+    /// Waits for a place at the device and for the latency; the place is held until the result is
+    /// dropped.
     pub(super) async fn enter(&self, latency: Duration) -> Option<Permit<'_>> {
         let permit = match &self.permits {
             Some(permits) => Some(permits.acquire().await),

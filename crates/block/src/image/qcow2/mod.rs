@@ -23,6 +23,7 @@
 //! An image is hostile input: every offset, size and count is checked before it is used, and what is wrong is said with its place.
 
 mod backing;
+mod big_endian;
 pub mod bitmap;
 mod bytes;
 mod cache;
