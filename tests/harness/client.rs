@@ -1,4 +1,5 @@
-//! Foreign programs: found or the test says which package has them, ended in time or killed, and what they said.
+//! Foreign programs: found or the test says which package has them, ended in time or killed, and
+//! what they said.
 
 use std::{
     env,
@@ -35,18 +36,19 @@ const PYTHON_CLIENTS: &str = concat!(env!("CARGO_TARGET_TMPDIR"), "/../python-cl
 /// The program that is tested.
 pub(crate) const WEIR: &str = env!("CARGO_BIN_EXE_weir");
 
-/// Longest that a client may take, in seconds: much more than any needs, also on a machine that stands still at times.
+/// Longest that a client may take, in seconds: much more than any needs, also on a machine that
+/// stands still at times.
 const MOST_SECONDS: &str = "300";
 
-/// QEMU's failure to make an image with LUKS where the kernel has counted no processor time for it meanwhile.
-/// On some machines that is each third call.
+/// QEMU's failure to make an image with LUKS where the kernel has counted no processor time for it
+/// meanwhile. On some machines that is each third call.
 const NO_PROCESSOR_TIME: &str = "Unable to get accurate CPU usage";
 
 /// How often a client may run that fails with [`NO_PROCESSOR_TIME`], and with nothing else.
 const MOST_ATTEMPTS: u32 = 30;
 
-/// Where programs are looked for: Debian's own directories first, because nbdsh needs the `python3` that Debian's
-/// modules are for, and losetup is where only root looks.
+/// Where programs are looked for: Debian's own directories first, because nbdsh needs the `python3`
+/// that Debian's modules are for, and losetup is where only root looks.
 pub(crate) fn search_path() -> OsString {
     let mut path = OsString::from("/usr/sbin:/usr/bin:/sbin:/bin:");
     path.push(PYTHON_CLIENTS);
@@ -163,8 +165,8 @@ impl Client {
         self.run().succeeded()
     }
 
-    /// Runs it; it must be qemu-io, and succeed with each of these commands on `target`, which its exit status alone does not say. What it
-    /// printed.
+    /// Runs it; it must be qemu-io, and succeed with each of these commands on `target`, which its
+    /// exit status alone does not say. What it printed.
     #[track_caller]
     pub(crate) fn does<T: AsRef<OsStr>>(
         self,
@@ -271,8 +273,8 @@ pub(crate) fn nbdsh_command(script: &str) -> Command {
     command
 }
 
-/// Runs a Python script in nbdsh, with `h` a handle that is not connected, `nbd` the module, and `sys.argv[1:]` in
-/// `arguments`. What it printed; a failed assertion of the script fails the test.
+/// Runs a Python script in nbdsh, with `h` a handle that is not connected, `nbd` the module, and
+/// `sys.argv[1:]` in `arguments`. What it printed; a failed assertion of the script fails the test.
 #[track_caller]
 pub(crate) fn nbdsh<T: AsRef<OsStr>>(script: &str, arguments: impl IntoIterator<Item = T>) -> String {
     let arguments: Vec<OsString> =

@@ -1,7 +1,28 @@
-//! weir's data path: every byte and every system call of a disk.
+//! The data path: every byte and every system call of a disk.
 //!
-//! A request passes `export → disk → layer → image → storage → reactor`, and no module knows one to its left.
-//! `unsafe` lives in [`reactor`] and [`buffer`] alone.
+//! ```text
+//!   export ─► Disk ─► layer ────────────► image ────────► storage ─────────► reactor
+//!             disk    layer/throttle      image/raw       storage/file       io_uring, or
+//!                     layer/prefetch      image/qcow2     storage/memory …   a simulation
+//! ```
+//!
+//! The way through it:
+//! - [`disk`] composes the rest: a request enters there, and nowhere else. It has been validated by
+//!   its export.
+//! - [`layer`] is what a request passes: limits, and reading ahead. What is decided there is
+//!   decided in `policy`.
+//! - [`image`] maps the disk's bytes to bytes of a file: [`image::raw`](image::Raw),
+//!   [`image::qcow2`]. [`image::open`] goes from a name to an image with everything behind it.
+//! - [`storage`] does the I/O, and owns what a cache mode means.
+//! - [`reactor`] runs tasks on one io_uring a thread, or on a virtual clock; [`buffer`] is memory
+//!   for I/O.
+//! - [`device`] looks at the physical disk below, for watermarks.
+//!
+//! Each module knows those to its right in the drawing, and none to its left.
+//!
+//! Never decides who may pass or what to read ahead, never speaks a client's protocol, and never
+//! reads a configuration: those are `policy`, `export`, and the crates above. `unsafe` lives in
+//! [`reactor`] and [`buffer`] alone.
 
 #![deny(unsafe_code)]
 

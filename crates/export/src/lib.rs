@@ -1,8 +1,20 @@
-//! How a client reaches a disk.
+//! How clients reach a disk: a module for each protocol, and none knows another.
 //!
-//! Each export speaks one protocol and knows no other; what they share is the disk behind them. A protocol's
-//! messages are parsed and validated here, before anything else sees them, so that the layers below only meet
-//! requests that lie inside the disk. An export never decides about limits, caching or placement.
+//! ```text
+//!   client ─► export ─► block::disk
+//!             nbd
+//! ```
+//!
+//! The way through it: [`nbd`] opens with a drawing of the protocol. `nbd/server.rs` accepts
+//! connections, `nbd/connection.rs` is one of them, `nbd/execute.rs` carries out its commands;
+//! [`nbd::client`] is the other side, for measuring servers.
+//!
+//! A protocol's messages are parsed and validated here, before anything else sees them, so that the
+//! layers below only meet requests that lie inside the disk. What exports share is the disk behind
+//! them.
+//!
+//! Never decides about limits, caching or placement, and never does I/O on an image but through a
+//! disk.
 
 #![forbid(unsafe_code)]
 

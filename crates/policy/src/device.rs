@@ -1,22 +1,26 @@
 //! An imitated device: how many bytes and requests a second it does, and when each request is done.
 //!
-//! Each rate has a **line**: the instant until which the device has work. A request is put at the end of every line that applies
-//! to it, takes its bytes (or one) divided by the rate there, and is done once it has passed on all of them:
+//! Each rate has a **line**: the instant until which the device has work. A request is put at the
+//! end of every line that applies to it, takes its bytes (or one) divided by the rate there, and is
+//! done once it has passed on all of them:
 //!
 //! ```text
 //!   line  ████████████████▒▒▒▒▒▒│ request completes here
 //!         other requests   ours
 //! ```
 //!
-//! An idle line may be caught up by [`CATCH_UP_NS`]: timers fire late and clients take time to answer, and without it a client with
-//! one request at a time would get less than the rate. It bounds what may pass too much after a pause.
+//! An idle line may be caught up by [`CATCH_UP_NS`]: timers fire late and clients take time to
+//! answer, and without it a client with one request at a time would get less than the rate. It
+//! bounds what may pass too much after a pause.
 //!
-//! Never refuses a request, and has no bursts and no shares: it is what a limit is tested on, and no limit.
+//! Never refuses a request, and has no bursts and no shares: it is what a limit is tested on, and
+//! no limit.
 
 use crate::request::Direction;
 use crate::time::{Duration, Instant, NANOS_PER_SECOND};
 
-/// How far behind the present a line may be and still be worked off, in nanoseconds: some timers' lateness, at 22 MiB/s 230 KiB.
+/// How far behind the present a line may be and still be worked off, in nanoseconds: some timers'
+/// lateness, at 22 MiB/s 230 KiB.
 pub const CATCH_UP_NS: u64 = 10_000_000;
 
 /// Rates a second; `None` and 0 are unlimited.
@@ -51,8 +55,9 @@ impl Lines {
         }
     }
 
-    /// When a request that comes now and moves so many bytes is done. Zeroing and discarding are writes of no bytes: a device is told
-    /// what to zero, it is not sent the zeroes. Without any rate it is done at once, which is told as [`Instant::ZERO`].
+    /// When a request that comes now and moves so many bytes is done. Zeroing and discarding are
+    /// writes of no bytes: a device is told what to zero, it is not sent the zeroes. Without any
+    /// rate it is done at once, which is told as [`Instant::ZERO`].
     pub fn charge(&mut self, direction: Direction, bytes: u64, now: Instant) -> Instant {
         let of_direction = &mut self.by_direction[direction.index()];
         let lines = [(&mut self.iops, 1), (&mut self.bytes, bytes), (of_direction, bytes)];
@@ -60,7 +65,8 @@ impl Lines {
         lines.into_iter().filter_map(end).fold(Instant::ZERO, Instant::max)
     }
 
-    /// How long the device has worked by `now`: its busiest line's time since it was made. At full use it grows as the clock does.
+    /// How long the device has worked by `now`: its busiest line's time since it was made. At full
+    /// use it grows as the clock does.
     pub fn worked(&self, now: Instant) -> Duration {
         let [read, write] = &self.by_direction;
         let lines = [&self.bytes, &self.iops, read, write];
@@ -73,7 +79,8 @@ impl Lines {
 struct Line {
     rate: u64,
     end: Instant,
-    /// What of a nanosecond the division has left over, in units / rate. Without it many small requests would add up to an error.
+    /// What of a nanosecond the division has left over, in units / rate. Without it many small
+    /// requests would add up to an error.
     left_over: u64,
     /// The time of all that was ever put into the line.
     work: Duration,

@@ -1,8 +1,19 @@
-//! weir's decisions, and nothing else: when a request may pass, what is merged with what.
+//! weir's decisions, and nothing else: when a request may pass, what is merged, what is read ahead.
 //!
-//! Pure: no I/O, no clock, no threads. Time comes in as an argument ([`time::Instant`]), decisions go out as
-//! values, so the daemon, the simulator and the tests run literally the same code.
-//! `Instant::now()` does not compile here.
+//! The way through it:
+//! - [`throttle`]: limits, groups, shares and promises; who may pass now, and when the next one
+//!   may.
+//! - [`watermark`]: whether limits bind at all, by how much of the device is in use.
+//! - [`steering`]: the same limits as rates for the host's control groups.
+//! - [`merge`]: which waiting requests become one.
+//! - [`prefetch`]: who reads in sequence, what to read ahead of him, and what to keep.
+//! - [`device`]: when an imitated device is done with a request.
+//! - [`request`] and [`time`]: the words that all of them share.
+//!
+//! Time comes in as an argument ([`time::Instant`]), decisions go out as values, so the daemon, the
+//! simulator and the tests run literally the same code.
+//!
+//! Never does I/O, starts a thread or reads a clock: `Instant::now()` does not compile here.
 
 #![no_std]
 #![forbid(unsafe_code)]

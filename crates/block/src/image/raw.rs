@@ -180,10 +180,10 @@ pub fn open_raw(spec: &str, options: OpenOptions) -> std::result::Result<Image, 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{reactor::sim, storage::memory::Memory};
+    use crate::reactor::sim;
 
     fn memory() -> Raw {
-        Raw::new(Storage::Memory(Memory::new(4096).expect("small")))
+        Raw::new(Storage::memory(4096))
     }
 
     async fn write(raw: &Raw, offset: u64, bytes: &[u8]) -> Result<()> {
@@ -255,7 +255,7 @@ mod tests {
     #[test]
     fn past_the_end_of_a_tiny_disk_is_an_error() {
         sim::run(1, async {
-            let raw = Raw::new(Storage::Memory(Memory::new(100).expect("small"))).guarding_header();
+            let raw = Raw::new(Storage::memory(100)).guarding_header();
             assert_eq!(write(&raw, 99, b"xy").await, Err(Error::INVALID));
         });
     }

@@ -99,7 +99,8 @@ impl Delay {
         Self { permits: options.parallel.map(Permits::new), options }
     }
 
-    /// Waits for a place at the device and for the latency; the place is held until the result is dropped.
+    /// Waits for a place at the device and for the latency; the place is held until the result is
+    /// dropped.
     pub(super) async fn enter(&self, latency: Duration) -> Option<Permit<'_>> {
         let permit = match &self.permits {
             Some(permits) => Some(permits.acquire().await),

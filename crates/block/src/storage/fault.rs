@@ -56,8 +56,8 @@ pub struct FaultRule {
 
 impl FromStr for FaultRule {
     type Err = InvalidOption;
-    /// `kind=read,offset=1M-2M,error=EIO,count=3,probability=0.1,seed=1`, each optional; the range's end is not part of it, the error is
-    /// EIO, the probability 1.
+    /// `kind=read,offset=1M-2M,error=EIO,count=3,probability=0.1,seed=1`, each optional; the
+    /// range's end is not part of it, the error is EIO, the probability 1.
     fn from_str(text: &str) -> std::result::Result<Self, InvalidOption> {
         let mut rule =
             Self { kind: None, range: None, error: Error::IO, count: None, probability: 1.0, seed: 0 };
@@ -136,7 +136,8 @@ impl Armed {
         }
         let turn = self.seen.fetch_add(1, Relaxed);
         if self.rule.probability < 1.0 {
-            // Multiplied by an odd constant (2⁶⁴ over the golden ratio), so that turns of neighbouring seeds do not coincide.
+            // Multiplied by an odd constant (2⁶⁴ over the golden ratio), so that turns of
+            // neighbouring seeds do not coincide.
             let seed = self.rule.seed.wrapping_add(turn.wrapping_mul(0x9e37_79b9_7f4a_7c15));
             if fastrand::Rng::with_seed(seed).f64() >= self.rule.probability {
                 return false;
@@ -174,12 +175,12 @@ mod tests {
     use crate::{
         buffer::Buffer,
         reactor::sim,
-        storage::{Durability, Storage, memory::Memory},
+        storage::{Durability, Storage},
     };
 
     fn faulty(rules: &[&str]) -> Storage {
         let rules = rules.iter().map(|rule| rule.parse().expect("valid")).collect();
-        Storage::Memory(Memory::new(4 << 20).expect("small")).with_faults(rules)
+        Storage::memory(4 << 20).with_faults(rules)
     }
 
     async fn read(fault: &Storage, offset: u64) -> Result<()> {

@@ -127,6 +127,35 @@ macro_rules! each {
 }
 
 impl Storage {
+    /// Memory of so many bytes, which takes room as it is written.
+    ///
+    /// # Panics
+    /// Above 256 TiB.
+    pub fn memory(size_bytes: u64) -> Self {
+        Self::Memory(Memory::new(size_bytes).expect("at most 256 TiB"))
+    }
+
+    /// Memory with this content, and of 512 bytes at least.
+    ///
+    /// # Panics
+    /// Outside a reactor.
+    pub async fn holding(content: &[u8]) -> Self {
+        let storage = Self::memory((content.len() as u64).max(512));
+        if !content.is_empty() {
+            let written = storage.write(0, Buffer::copy_of(content).into(), Durability::Cached).await;
+            written.expect("memory takes it");
+        }
+        storage
+    }
+
+    /// All of it. For what is small.
+    ///
+    /// # Errors
+    /// As [`Storage::read`].
+    pub async fn content(&self) -> Result<Vec<u8>> {
+        Ok(self.read(0, Buffer::new(self.size_bytes() as usize)).await?.to_vec())
+    }
+
     /// The size in bytes as last seen; never waits.
     pub fn size_bytes(&self) -> u64 {
         each!(self, inner => inner.size_bytes())

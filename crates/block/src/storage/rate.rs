@@ -1,10 +1,11 @@
 //! A storage with the bandwidth of a slower device.
 //!
-//! `bytes=22M,iops=500` is a disk that moves 22 MiB and starts 500 requests a second, whatever lies below. When each request is done
-//! is decided by [`policy::device`].
+//! `bytes=22M,iops=500` is a disk that moves 22 MiB and starts 500 requests a second, whatever lies
+//! below. When each request is done is decided by [`policy::device`].
 //!
-//! The device is a **budget**. With `shared=NAME` all storages that say that name, in one [`Budgets`], share it: they are partitions
-//! of one imitated device, which is what a watermark then looks at.
+//! The device is a **budget**. With `shared=NAME` all storages that say that name, in one
+//! [`Budgets`], share it: they are partitions of one imitated device, which is what a watermark
+//! then looks at.
 //!
 //! It is not a throttle for guests: it has no bursts and no groups, and cannot be changed while it
 //! runs. Those are the `layer`'s.
@@ -97,7 +98,8 @@ impl Budget {
         &self.options
     }
 
-    /// How long the device has worked by `now`, since it was made. At full use it grows as the clock does.
+    /// How long the device has worked by `now`, since it was made. At full use it grows as the
+    /// clock does.
     pub fn worked(&self, now: Instant) -> Duration {
         self.lines.lock().unwrap_or_else(PoisonError::into_inner).worked(now)
     }

@@ -1,4 +1,5 @@
-//! A storage around another one: its requests come late, pass at a bounded rate, or fail on purpose.
+//! A storage around another one: its requests come late, pass at a bounded rate, or fail on
+//! purpose.
 //!
 //! For imitating devices and for tests. Never changes what is read or written.
 
@@ -121,7 +122,8 @@ impl Wrapped {
                     Kind::Zero | Kind::Discard => (Direction::Write, 0),
                     Kind::Flush | Kind::Status => return below.await,
                 };
-                // The request runs first and its time counts as part of the device's, so a slower storage adds nothing.
+                // The request runs first and its time counts as part of the device's, so a slower
+                // storage adds nothing.
                 let done = budget.charge(direction, bytes);
                 let result = below.await;
                 sleep_until(done).await;

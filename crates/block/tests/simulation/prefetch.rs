@@ -9,7 +9,7 @@ use block::{
     image::{
         Image, Qcow2, Raw,
         qcow2::{
-            CacheSettings, Parts,
+            Parts,
             create::{CreateOptions, create},
         },
     },
@@ -19,7 +19,6 @@ use block::{
         Durability, Storage,
         align::Align,
         fault::{FaultRule, Kind},
-        memory::Memory,
         rate::{Budget, RateOptions},
         simulated::{Behaviour, Simulated},
     },
@@ -47,7 +46,7 @@ fn disk_of(image: Image, settings: Settings) -> Arc<Disk> {
 }
 
 fn slow(size_bytes: usize, delay: &str) -> Storage {
-    let memory = Storage::Memory(Memory::new(size_bytes as u64).expect("small"));
+    let memory = Storage::memory(size_bytes as u64);
     memory.delayed(delay.parse().expect("valid"))
 }
 
@@ -172,7 +171,7 @@ fn a_disk_is_closed_once_what_it_reads_ahead_has_landed() {
 #[test]
 fn what_is_in_memory_already_is_not_read_ahead_unless_told_to() {
     sim::run(1, async {
-        let memory = || Storage::Memory(Memory::new(MIB as u64).expect("small"));
+        let memory = || Storage::memory(MIB as u64);
         for mode in [Mode::Auto, Mode::On] {
             let disk = disk(memory(), Settings { mode, ..Settings::default() });
             for block in 0..100 {
@@ -226,15 +225,7 @@ fn what_is_not_allocated_is_not_read_ahead() {
         let storage = slow(512, "read=100us");
         let options = CreateOptions { size_bytes: 4 * MIB as u64, ..CreateOptions::default() };
         create(&storage, None, &options).await.expect("memory");
-        let parts = Parts {
-            storage,
-            backing: None,
-            data: None,
-            cipher: None,
-            read_only: false,
-            caches: CacheSettings::default(),
-        };
-        let image = Qcow2::open(parts).await.expect("new");
+        let image = Qcow2::open(Parts::of(storage)).await.expect("new");
         let disk = disk_of(Image::Qcow2(image), Settings::default());
         write(&disk, 512, 7).await;
         for block in 0..4 * MIB / BLOCK {

@@ -32,7 +32,7 @@ use policy::time::Duration;
 
 use self::{
     keeper::{Keeper, Kept},
-    kind::{Files, Kind, content_of, disk, memory},
+    kind::{Files, Kind, disk},
 };
 use crate::{
     client::{Client, Shared, Tally, chance, draw_prefetch, short_time},
@@ -269,14 +269,14 @@ impl Life {
 
 /// The file with a bitmap that marks nothing, instead of the one that it may have.
 async fn with_bitmap(content: &[u8]) -> Vec<u8> {
-    let image = Qcow2::open_for_upkeep(memory(content).await).await.expect("valid");
+    let image = Qcow2::open_for_upkeep(Storage::holding(content).await).await.expect("valid");
     match image.remove_bitmap(BITMAP).await {
         Ok(()) | Err(BitmapError::NotFound(_)) => {}
         Err(why) => panic!("{why}"),
     }
     image.add_bitmap(BITMAP, GRANULARITY_BITS).await.expect("room");
     image.close().await.expect("memory");
-    content_of(image.storage()).await
+    image.storage().content().await.expect("memory")
 }
 
 async fn stop(clients: Vec<JoinHandle<()>>) {

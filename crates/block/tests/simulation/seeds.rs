@@ -34,9 +34,9 @@ impl Drop for Told<'_> {
     fn drop(&mut self) {
         if std::thread::panicking() {
             let Self { target, test, seed } = self;
-            eprintln!(
-                "seed {seed} failed; repeat it with\n    WEIR_SEED={seed} cargo test -p weir-block {target} {test}"
-            );
+            let package = env!("CARGO_PKG_NAME");
+            eprintln!("seed {seed} failed; repeat it with");
+            eprintln!("    WEIR_SEED={seed} cargo test -p {package} {target} {test}");
         }
     }
 }

@@ -1,12 +1,13 @@
-//! Requests taken in together: what one receive brought is planned as a whole, and adjacent requests become one I/O.
+//! Requests taken in together: what one receive brought is planned as a whole, and adjacent
+//! requests become one I/O.
 
 use policy::merge::{Bounds, Candidate, Operation, Planner};
 
 use super::{request::Command, session::Tag};
 use block::buffer::Buffer;
 
-/// How far adjacent requests are joined. Longer I/O gains nothing on today's devices (the kernel splits it again), and makes
-/// the first of the requests wait for the last.
+/// How far adjacent requests are joined. Longer I/O gains nothing on today's devices (the kernel
+/// splits it again), and makes the first of the requests wait for the last.
 const MERGE: Bounds = Bounds { segments: 256, bytes: 256 << 10 };
 
 /// A request that was accepted, on its way to the disk.

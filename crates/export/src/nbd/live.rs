@@ -1,10 +1,10 @@
 //! The exports of a running server: they come and go while clients negotiate and others are served.
 //!
-//! Looked up by the handshake alone. A connection that has begun holds its disk itself, so nothing here is on a request's way, and a
-//! lock that is held for a look-up costs nobody anything.
+//! Looked up by the handshake alone. A connection that has begun holds its disk itself, so nothing
+//! here is on a request's way, and a lock that is held for a look-up costs nobody anything.
 //!
-//! A number is given once in a server's life: a client that negotiated an export which was removed meanwhile finds none, never
-//! another one in its place.
+//! A number is given once in a server's life: a client that negotiated an export which was removed
+//! meanwhile finds none, never another one in its place.
 
 use std::{
     collections::{BTreeMap, HashMap},
@@ -29,12 +29,14 @@ pub struct Export {
     pub disk: Arc<Disk>,
     /// Refuse to write, whatever the disk allows.
     pub read_only: bool,
-    /// Bitmaps of the disk's image that clients may look at; at most [`MOST_BITMAPS`](super::MOST_BITMAPS) of them are offered.
+    /// Bitmaps of the disk's image that clients may look at; at most
+    /// [`MOST_BITMAPS`](super::MOST_BITMAPS) of them are offered.
     pub bitmaps: Arc<[BitmapView]>,
 }
 
 impl Export {
-    /// As it is now: an image that was resized from outside has its new size for every client that comes after.
+    /// As it is now: an image that was resized from outside has its new size for every client that
+    /// comes after.
     pub(super) fn info(&self) -> ExportInfo {
         let image = self.disk.image();
         if let Err(error) = self.disk.refresh_size() {
@@ -103,8 +105,8 @@ impl LiveExports {
         self.by_number.get(&number)
     }
 
-    /// The number of the export with this name. The empty name asks for the default export: the one named so, or else the one that has
-    /// been there longest.
+    /// The number of the export with this name. The empty name asks for the default export: the one
+    /// named so, or else the one that has been there longest.
     pub(super) fn find(&self, name: &str) -> Option<usize> {
         let default = || if name.is_empty() { self.by_number.keys().next() } else { None };
         self.by_name.get(name).or_else(default).copied()

@@ -13,11 +13,11 @@ use block::{
     image::{Image, Raw},
     layer::throttle::DiskSettings,
     reactor::{Polling, run},
-    storage::{Storage, memory::Memory},
+    storage::Storage,
 };
 
 fn export(name: &str) -> Export {
-    let storage = Storage::Memory(Memory::new(1 << 20).expect("small"));
+    let storage = Storage::memory(1 << 20);
     let disk = Disk::new(name, Image::Raw(Raw::new(storage)), DiskSettings::default(), None);
     let disk = Arc::new(disk.expect("no limits"));
     Export { name: name.into(), description: "".into(), disk, read_only: false, bitmaps: Arc::default() }

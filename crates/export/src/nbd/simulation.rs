@@ -44,7 +44,7 @@ use block::{
     image::{Image, Raw},
     layer::throttle::DiskSettings,
     reactor::{JoinHandle, now, sim, sleep_until, spawn_joinable, timeout},
-    storage::{Storage, delay::DelayOptions, fault::FaultRule, memory::Memory},
+    storage::{Storage, delay::DelayOptions, fault::FaultRule},
 };
 
 /// A client's own part of the disk, in bytes. No multiple of a page of memory, so that neighbours share some.
@@ -141,7 +141,7 @@ async fn resize_now_and_then(disk: &Disk) {
 }
 
 fn draw_storage(faults: bool) -> Storage {
-    let mut storage = Storage::Memory(Memory::new(SIZE).expect("small"));
+    let mut storage = Storage::memory(SIZE);
     if faults {
         let rule = FaultRule {
             kind: None,
@@ -244,7 +244,7 @@ async fn converse(
 
 /// A connection to a fast disk that the tests below have to themselves.
 fn connect_alone(size_bytes: u64) -> (Pipe, Served) {
-    let storage = Storage::Memory(Memory::new(size_bytes).expect("sparse"));
+    let storage = Storage::memory(size_bytes);
     connect(&serve(&Arc::new(disk(storage, Limits::default()))))
 }
 

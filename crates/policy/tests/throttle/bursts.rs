@@ -2,21 +2,67 @@
 
 use crate::timeline::{Timeline, Workload, ms, s};
 
-/// Burst and rate are asked at once, so the bucket of 2000 × 60 leaks at 100 while it fills at 2000: it is full
-/// after 120,000 / 1900 seconds, 63.1.
+/// What is asked for under which limits, and how many requests pass from when to when, in milliseconds.
 #[test]
-fn burst_of_2000_for_60_s_then_100() {
-    let mut disk = Timeline::new("iops-total=100,iops-total-max=2000,iops-total-max-length=60");
-    disk.queue_reads(200_000);
-    assert_eq!(
-        disk.admitted_between(s(0), ms(1)),
-        200 + 1 + 1,
-        "a tenth of a second's worth, one over, one leaked"
-    );
-    assert_eq!(disk.admitted_between(s(1), s(60)), 59 * 2000);
-    assert_eq!(disk.admitted_between(s(62), s(63)), 2000);
-    assert_eq!(disk.admitted_between(s(64), s(65)), 100);
-    assert_eq!(disk.admitted_between(s(70), s(80)), 1000);
+fn so_much_passes_so_fast() {
+    type Passes = (u64, u64, usize);
+    let reads = Workload::READS;
+    let rows: [(&str, &str, Workload, &[Passes]); 9] = [
+        // At first a tenth of a second's worth, one over, one leaked. Burst and rate are asked at once, so the bucket of 2000 × 60 leaks
+        // at 100 while it fills at 2000: it is full after 120,000 / 1900 seconds, 63.1.
+        (
+            "a burst of 2000 for 60 s, then 100",
+            "iops-total=100,iops-total-max=2000,iops-total-max-length=60",
+            reads.queued(200_000),
+            &[
+                (0, 1, 200 + 1 + 1),
+                (1000, 60_000, 59 * 2000),
+                (62_000, 63_000, 2000),
+                (64_000, 65_000, 100),
+                (70_000, 80_000, 1000),
+            ],
+        ),
+        (
+            "a burst of one second passes at once",
+            "iops-total=100,iops-total-max=500",
+            reads.queued(2000),
+            &[(0, 1, 501), (1000, 2000, 100)],
+        ),
+        (
+            "without a burst rate, a tenth of a second passes at once",
+            "iops-total=1000",
+            reads.queued(5000),
+            &[(0, 1, 101), (100, 1100, 1000)],
+        ),
+        (
+            "one a second: one at once; the next when 0.9 of it has leaked",
+            "iops-total=1",
+            reads.queued(100),
+            &[(0, 1000, 2), (1000, 11_000, 10)],
+        ),
+        ("no limits", "", reads.queued(100_000), &[(0, 1, 100_000)]),
+        ("8 KiB are two", "iops-total=1000,iops-size=4096", reads.of(8192).depth(4), &[(1000, 11_000, 5000)]),
+        (
+            "6 KiB are one and a half",
+            "iops-total=1000,iops-size=4096",
+            reads.of(6144).depth(4),
+            &[(1000, 10_000, 6000)],
+        ),
+        ("bytes are short", "iops-total=1000,bps-total=409600", reads.depth(8), &[(1000, 11_000, 1000)]),
+        (
+            "operations are short",
+            "iops-total=1000,bps-total=409600",
+            reads.of(1).depth(8),
+            &[(1000, 11_000, 10_000)],
+        ),
+    ];
+    for (name, limits, workload, passes) in rows {
+        let mut disk = Timeline::new(limits);
+        disk.add(workload);
+        for &(from, to, requests) in passes {
+            assert_eq!(disk.admitted_between(ms(from), ms(to)), requests, "{name}: from {from} to {to} ms");
+        }
+    }
 }
 
 #[test]
@@ -30,30 +76,6 @@ fn a_burst_may_last_again_after_the_bucket_has_leaked() {
     disk.queue_reads(4000);
     assert_eq!(disk.admitted_between(s(61), s(62)), 1000);
     assert_eq!(disk.admitted_between(s(65), s(66)), 100);
-}
-
-#[test]
-fn a_burst_of_one_second_passes_at_once() {
-    let mut disk = Timeline::new("iops-total=100,iops-total-max=500");
-    disk.queue_reads(2000);
-    assert_eq!(disk.admitted_between(s(0), ms(1)), 501);
-    assert_eq!(disk.admitted_between(s(1), s(2)), 100);
-}
-
-#[test]
-fn without_a_burst_rate_a_tenth_of_a_second_passes_at_once() {
-    let mut disk = Timeline::new("iops-total=1000");
-    disk.queue_reads(5000);
-    assert_eq!(disk.admitted_between(s(0), ms(1)), 101);
-    assert_eq!(disk.admitted_between(ms(100), ms(1100)), 1000);
-}
-
-#[test]
-fn a_limit_below_one_a_tenth_of_a_second_still_lets_requests_pass() {
-    let mut disk = Timeline::new("iops-total=1");
-    disk.queue_reads(100);
-    assert_eq!(disk.admitted_between(s(0), s(1)), 2, "one at once; the next when 0.9 of it has leaked");
-    assert_eq!(disk.admitted_between(s(1), s(11)), 10);
 }
 
 #[test]
@@ -73,14 +95,4 @@ fn bytes_burst_like_operations() {
     disk.add(Workload::READS.of(65536).depth(8));
     assert_eq!(disk.bytes_between(s(1), s(5)), 40 << 20);
     assert_eq!(disk.bytes_between(s(10), s(20)), 10 << 20);
-}
-
-#[test]
-fn iops_size_makes_a_large_request_count_as_several() {
-    let mut disk = Timeline::new("iops-total=1000,iops-size=4096");
-    disk.add(Workload::READS.of(8192).depth(4));
-    assert_eq!(disk.admitted_between(s(1), s(11)), 5000);
-    let mut disk = Timeline::new("iops-total=1000,iops-size=4096");
-    disk.add(Workload::READS.of(6144).depth(4));
-    assert_eq!(disk.admitted_between(s(1), s(10)), 6000);
 }

@@ -3,51 +3,32 @@
 use crate::timeline::{Timeline, Workload, assert_within_percent, ms, s};
 use policy::throttle::{Counters, Share};
 
-/// One to three disks, each entitled to 4096 B/s in 512-byte requests or to 10 IOPS.
-fn disks(limits: impl Fn(u64) -> String, mut then: impl FnMut(&mut Timeline, &[usize])) {
-    for number in 1..=3 {
-        let mut timeline = Timeline::new(&limits(number));
-        let clients: Vec<_> =
-            (0..number).map(|_| timeline.add(Workload::READS.of(512).queued(10_000))).collect();
-        then(&mut timeline, &clients);
+#[test]
+fn each_disk_gets_its_share_of_the_bytes_the_operations_and_the_burst() {
+    type Limits = fn(u64) -> String;
+    let rows: [(Limits, &[(u64, u64, usize)]); 3] = [
+        (|number| format!("bps-total={}", 4096 * number), &[(1, 11, 4096 * 10 / 512)]),
+        (|number| format!("iops-total={}", 10 * number), &[(1, 11, 100)]),
+        (
+            |number| {
+                format!("iops-total={},iops-total-max={},iops-total-max-length=4", 10 * number, 70 * number)
+            },
+            &[(1, 4, 3 * 70), (5, 10, 5 * 10)],
+        ),
+    ];
+    for (limits, passes) in rows {
+        // One to three disks, each entitled to 4096 B/s in 512-byte requests or to 10 IOPS.
+        for number in 1..=3 {
+            let mut disks = Timeline::new(&limits(number));
+            let clients: Vec<_> =
+                (0..number).map(|_| disks.add(Workload::READS.of(512).queued(10_000))).collect();
+            for client in clients {
+                for &(from, to, requests) in passes {
+                    assert_eq!(disks.admitted_of(client, s(from), s(to)), requests, "{}", limits(number));
+                }
+            }
+        }
     }
-}
-
-#[test]
-fn each_disk_gets_its_share_of_the_bytes() {
-    disks(
-        |number| format!("bps-total={}", 4096 * number),
-        |timeline, clients| {
-            for client in clients {
-                assert_eq!(timeline.admitted_of(*client, s(1), s(11)) * 512, 4096 * 10);
-            }
-        },
-    );
-}
-
-#[test]
-fn each_disk_gets_its_share_of_the_operations() {
-    disks(
-        |number| format!("iops-total={}", 10 * number),
-        |timeline, clients| {
-            for client in clients {
-                assert_eq!(timeline.admitted_of(*client, s(1), s(11)), 100);
-            }
-        },
-    );
-}
-
-#[test]
-fn each_disk_gets_its_share_of_a_burst_and_of_the_rate_after_it() {
-    disks(
-        |number| format!("iops-total={},iops-total-max={},iops-total-max-length=4", 10 * number, 70 * number),
-        |timeline, clients| {
-            for client in clients {
-                assert_eq!(timeline.admitted_of(*client, s(1), s(4)), 3 * 70);
-                assert_eq!(timeline.admitted_of(*client, s(5), s(10)), 5 * 10);
-            }
-        },
-    );
 }
 
 #[test]

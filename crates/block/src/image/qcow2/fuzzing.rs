@@ -27,7 +27,7 @@ use crate::{
     buffer::Buffer,
     image::{Image, Raw},
     reactor::sim,
-    storage::{Durability, Storage, ZeroOptions, memory::Memory},
+    storage::{Durability, Storage, ZeroOptions},
 };
 
 /// Larger images only take longer.
@@ -46,10 +46,10 @@ const MOST_REQUESTS: usize = 32;
 /// An image, checked and repaired.
 pub fn check(data: &[u8]) {
     with(data, async |content| {
-        let image = memory(&content).await;
+        let image = Storage::holding(&content).await;
         let Ok(found) = check::check(&image, Repair::Nothing).await else { return };
         for repair in [Repair::Leaks, Repair::All] {
-            let image = memory(&content).await;
+            let image = Storage::holding(&content).await;
             let Ok(repaired) = check::check(&image, repair).await else { continue };
             if repaired.corruptions + repaired.check_errors > 0 {
                 continue;
@@ -67,7 +67,7 @@ pub fn check(data: &[u8]) {
 /// An image, opened for reading, for upkeep and for writing, with its snapshots, bitmaps and LUKS header.
 pub fn open(data: &[u8]) {
     with(data, async |content| {
-        let storage = memory(&content).await;
+        let storage = Storage::holding(&content).await;
         let Ok(header) = read_header(&storage).await else { return };
         if let Some(place) = header.encryption {
             let _ = luks::read_header(&storage, place).await;
@@ -101,7 +101,7 @@ pub fn lookup(data: &[u8]) {
     let (content, requests) = rest.split_at(end);
     let requests: Vec<Request> = requests.chunks_exact(REQUEST_BYTES).map(Request::decode).collect();
     with(content, async move |content| {
-        let storage = memory(&content).await;
+        let storage = Storage::holding(&content).await;
         let Ok(header) = read_header(&storage).await else { return };
         let was_consistent = is_consistent(&storage).await;
         let Ok(image) = Qcow2::open(parts(&content, &header, false).await).await else { return };
@@ -196,12 +196,6 @@ fn with(data: &[u8], test: impl AsyncFnOnce(Vec<u8>) + 'static) {
     sim::run(1, async move { test(content).await });
 }
 
-async fn memory(content: &[u8]) -> Storage {
-    let storage = Storage::Memory(Memory::new(content.len() as u64).expect("small"));
-    storage.write(0, Buffer::copy_of(content).into(), Durability::Cached).await.expect("inside");
-    storage
-}
-
 async fn is_consistent(storage: &Storage) -> bool {
     let report = check::check(storage, Repair::Nothing).await;
     report.is_ok_and(|report| report.corruptions + report.check_errors == 0)
@@ -211,15 +205,15 @@ async fn is_consistent(storage: &Storage) -> bool {
 async fn parts(content: &[u8], header: &Header, read_only: bool) -> Parts {
     let other = |bytes: u64| {
         let bytes = bytes.min(LARGEST_OTHER).next_multiple_of(512);
-        Storage::Memory(Memory::new(bytes).expect("small"))
+        Storage::memory(bytes)
     };
     let backing = match &header.backing {
-        Some(_) => Some(Box::new(Image::Raw(Raw::new(memory(&[0xba; 40_000]).await).read_only()))),
+        Some(_) => Some(Box::new(Image::Raw(Raw::new(Storage::holding(&[0xba; 40_000]).await).read_only()))),
         None => None,
     };
     let key: [u8; 64] = std::array::from_fn(|index| index as u8);
     Parts {
-        storage: memory(content).await,
+        storage: Storage::holding(content).await,
         backing,
         data: header.has_data_file().then(|| other(header.size_bytes)),
         cipher: (header.crypt == Crypt::Luks).then(|| Cipher::new(CipherKind::DEFAULT, &key).expect("a key")),

@@ -10,7 +10,7 @@ use std::sync::atomic::{
 };
 
 use super::{
-    Invalid,
+    Invalid, big_endian,
     entry::{L1Entry, Shape},
 };
 
@@ -33,10 +33,7 @@ impl L1 {
     /// Which entry is wrong.
     pub(super) fn parse(offset: u64, bytes: &[u8], shape: Shape, file_bytes: u64) -> Result<Self, Invalid> {
         let mut words = Vec::with_capacity(bytes.len() / 8);
-        for (index, chunk) in bytes.chunks_exact(8).enumerate() {
-            let mut value = [0; 8];
-            value.copy_from_slice(chunk);
-            let word = u64::from_be_bytes(value);
+        for (index, word) in big_endian::words(bytes).enumerate() {
             let entry = L1Entry::decode(word, shape)?;
             if entry.offset != 0 && entry.offset + (1 << shape.cluster_bits) > file_bytes {
                 let offset = entry.offset;

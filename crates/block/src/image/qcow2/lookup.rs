@@ -12,6 +12,7 @@ use std::sync::Arc;
 
 use super::{
     Invalid, Qcow2,
+    big_endian::words,
     cache::Slice,
     entry::{Cluster, L1Entry},
 };
@@ -152,12 +153,7 @@ impl Qcow2 {
             }
             let Some(offset) = self.slice_offset(number) else { return Ok(None) };
             let bytes = self.file.read(offset, self.slice_bytes()).await?;
-            let words = bytes.chunks_exact(8).map(|word| {
-                let mut value = [0; 8];
-                value.copy_from_slice(word);
-                u64::from_be_bytes(value)
-            });
-            let slice = Arc::new(Slice::new(number, words));
+            let slice = Arc::new(Slice::new(number, words(&bytes)));
             let inserted = {
                 let _pending = self.pending();
                 cache.insert(Arc::clone(&slice))

@@ -28,6 +28,7 @@
 //! error names the place.
 
 mod backing;
+mod big_endian;
 pub mod bitmap;
 mod bytes;
 mod cache;

@@ -13,6 +13,7 @@ use arc_swap::ArcSwap;
 
 use super::{
     Invalid, Qcow2,
+    big_endian::words,
     bitmap::Recording,
     bytes::{self, MetadataError, read_header},
     cache::L2Cache,
@@ -51,6 +52,14 @@ pub struct Parts {
     pub read_only: bool,
     /// Sizes of the caches.
     pub caches: CacheSettings,
+}
+
+impl Parts {
+    /// An image that is all in one file, for reading and writing.
+    pub fn of(storage: Storage) -> Self {
+        let caches = CacheSettings::default();
+        Self { storage, backing: None, data: None, cipher: None, read_only: false, caches }
+    }
 }
 
 /// Why an image cannot be opened.
@@ -157,9 +166,7 @@ impl Qcow2 {
     /// # Panics
     /// Outside a reactor.
     pub async fn open_for_upkeep(storage: Storage) -> std::result::Result<Self, OpenFailure> {
-        let caches = CacheSettings::default();
-        let parts = Parts { storage, backing: None, data: None, cipher: None, read_only: false, caches };
-        Self::open_for(parts, Purpose::Upkeep).await
+        Self::open_for(Parts::of(storage), Purpose::Upkeep).await
     }
 
     /// Opens an internal snapshot, named by its id or its name, as a disk that cannot be written to.
@@ -349,10 +356,7 @@ async fn read_refcount_table(
     let length = u64::from(header.refcount_table_clusters) << header.cluster_bits;
     let bytes = file.read(header.refcount_table_offset, length).await?;
     let mut table = Vec::with_capacity(bytes.len() / 8);
-    for (index, chunk) in bytes.chunks_exact(8).enumerate() {
-        let mut value = [0; 8];
-        value.copy_from_slice(chunk);
-        let offset = u64::from_be_bytes(value);
+    for (index, offset) in words(&bytes).enumerate() {
         let end = offset.checked_add(header.cluster_bytes());
         if !offset.is_multiple_of(header.cluster_bytes())
             || offset != 0 && end.is_none_or(|end| end > file.size_bytes())

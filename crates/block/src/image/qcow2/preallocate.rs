@@ -129,40 +129,29 @@ mod tests {
         image::{
             Image, Raw,
             qcow2::{
-                CacheSettings, Parts, What,
+                Parts, What,
                 check::{Repair, check},
                 create::{CreateOptions, create},
                 header::Backing,
             },
         },
         reactor::sim,
-        storage::{Storage, memory::Memory},
+        storage::Storage,
     };
 
     const OLD: u64 = 100 << 10;
     const NEW: u64 = 3 << 20;
 
-    fn memory(bytes: u64) -> Storage {
-        Storage::Memory(Memory::new(bytes).expect("small"))
-    }
-
     async fn image(options: &CreateOptions) -> Qcow2 {
-        let storage = memory(512);
+        let storage = Storage::memory(512);
         create(&storage, None, options).await.expect("valid");
-        let backing = options.backing.as_ref().map(|_| memory(2 << 20));
+        let backing = options.backing.as_ref().map(|_| Storage::memory(2 << 20));
         if let Some(backing) = &backing {
             let ones = Buffer::copy_of(&[1; 2 << 20]);
             backing.write(0, ones.into(), Durability::Cached).await.expect("memory");
         }
-        let parts = Parts {
-            storage,
-            backing: backing.map(|storage| Box::new(Image::Raw(Raw::of(storage, false, true)))),
-            data: None,
-            cipher: None,
-            read_only: false,
-            caches: CacheSettings::default(),
-        };
-        Qcow2::open(parts).await.expect("valid")
+        let backing = backing.map(|storage| Box::new(Image::Raw(Raw::of(storage, false, true))));
+        Qcow2::open(Parts { backing, ..Parts::of(storage) }).await.expect("valid")
     }
 
     fn kinds() -> Vec<CreateOptions> {

@@ -5,6 +5,7 @@ use proptest::prelude::*;
 
 use super::{
     CacheSettings, L2Size, Parts, Qcow2,
+    big_endian::u64_at,
     check::{Repair, check},
     create::{CreateOptions, create},
     header::{Backing, Header, incompatible},
@@ -14,15 +15,11 @@ use crate::{
     error::Error,
     image::{Image, Raw},
     reactor::{self, sim},
-    storage::{Durability, Storage, ZeroOptions, memory::Memory},
+    storage::{Durability, Storage, ZeroOptions},
 };
 
 const SIZE: usize = 300 << 10;
 const BACKING_SIZE: usize = 200 << 10;
-
-fn memory(bytes: u64) -> Storage {
-    Storage::Memory(Memory::new(bytes).expect("small"))
-}
 
 #[derive(Clone, Debug)]
 struct Kind {
@@ -103,14 +100,6 @@ struct World {
     open: Vec<bool>,
 }
 
-async fn storage_of(content: &[u8]) -> Storage {
-    let storage = memory((content.len() as u64).max(512));
-    if !content.is_empty() {
-        storage.write(0, Buffer::copy_of(content).into(), Durability::Cached).await.expect("memory");
-    }
-    storage
-}
-
 fn base(at: usize) -> u8 {
     (at / 300 % 251) as u8 | 1
 }
@@ -118,24 +107,20 @@ fn base(at: usize) -> u8 {
 async fn open(kind: &Kind, content: &[u8]) -> Qcow2 {
     let backing = if kind.has_backing {
         let content: Vec<u8> = (0..BACKING_SIZE).map(base).collect();
-        Some(Box::new(Image::Raw(Raw::new(storage_of(&content).await).read_only())))
+        Some(Box::new(Image::Raw(Raw::new(Storage::holding(&content).await).read_only())))
     } else {
         None
     };
-    let storage = storage_of(content).await;
-    let parts = Parts { storage, backing, data: None, cipher: None, read_only: false, caches: kind.caches };
+    let storage = Storage::holding(content).await;
+    let parts = Parts { backing, caches: kind.caches, ..Parts::of(storage) };
     Qcow2::open(parts).await.expect("valid")
-}
-
-async fn content_of(storage: &Storage) -> Vec<u8> {
-    storage.read(0, Buffer::new(storage.size_bytes() as usize)).await.expect("memory").to_vec()
 }
 
 impl World {
     async fn new(kind: Kind) -> Self {
-        let storage = memory(512);
+        let storage = Storage::memory(512);
         create(&storage, None, &kind.options).await.expect("valid");
-        let content = content_of(&storage).await;
+        let content = storage.content().await.expect("memory");
         let image = open(&kind, &content).await;
         let there = if kind.has_backing { BACKING_SIZE } else { 0 };
         let model = (0..SIZE).map(|at| if at < there { base(at) } else { 0 }).collect();
@@ -192,7 +177,7 @@ impl World {
             Step::Flush => self.image.flush().await.expect("memory"),
             Step::Reopen => {
                 self.image.close().await.expect("memory");
-                let content = content_of(self.image.storage()).await;
+                let content = self.image.storage().content().await.expect("memory");
                 self.image = open(&self.kind, &content).await;
             }
             Step::Caches(small) => {
@@ -231,33 +216,21 @@ async fn written() -> Vec<u8> {
     let mut world = World::new(plain()).await;
     world.step(&Step::Write(0, 65_536, 7)).await;
     world.image.close().await.expect("memory");
-    content_of(world.image.storage()).await
+    world.image.storage().content().await.expect("memory")
 }
 
 fn word(content: &mut [u8], offset: u64) -> &mut [u8] {
     &mut content[offset as usize..offset as usize + 8]
 }
 
-fn number(content: &[u8], offset: u64) -> u64 {
-    content[offset as usize..offset as usize + 8].iter().fold(0, |all, byte| all << 8 | u64::from(*byte))
-}
-
 /// Offset of the first L2 table.
 fn first_table(content: &[u8]) -> u64 {
     let header = Header::parse(content).expect("valid");
-    number(content, header.l1_offset) & 0x00ff_ffff_ffff_fe00
+    u64_at(content, header.l1_offset as usize) & 0x00ff_ffff_ffff_fe00
 }
 
 async fn parts_of(content: &[u8]) -> Parts {
-    let storage = storage_of(content).await;
-    Parts {
-        storage,
-        backing: None,
-        data: None,
-        cipher: None,
-        read_only: false,
-        caches: CacheSettings::default(),
-    }
+    Parts::of(Storage::holding(content).await)
 }
 
 #[test]
@@ -265,7 +238,7 @@ fn refcounts_that_were_left_unwritten_are_counted_again() {
     sim::run(1, async {
         let mut content = written().await;
         let header = Header::parse(&content).expect("valid");
-        let block = number(&content, header.refcount_table_offset) as usize;
+        let block = u64_at(&content, header.refcount_table_offset as usize) as usize;
         content[block..block + 4096].fill(0);
         content[79] |= incompatible::DIRTY as u8;
         let image = Qcow2::open(parts_of(&content).await).await.expect("mended");
@@ -308,7 +281,7 @@ fn a_flag_without_a_table_keeps_nobody_from_writing() {
 fn a_long_sparse_file_is_closed_at_once() {
     sim::run(1, async {
         let content = written().await;
-        let storage = memory(1 << 47);
+        let storage = Storage::memory(1 << 47);
         storage.write(0, Buffer::copy_of(&content).into(), Durability::Cached).await.expect("memory");
         let image = Qcow2::open(Parts { storage, ..parts_of(&content).await }).await.expect("an image");
         assert_eq!(image.close().await, Ok(()));
@@ -337,7 +310,7 @@ fn a_guest_cannot_write_into_metadata_and_the_image_is_marked() {
             let table = first_table(&content);
             word(&mut content, table).copy_from_slice(&(forged | 1_u64 << 63).to_be_bytes());
             let image = Qcow2::open(parts_of(&content).await).await.expect("not seen yet");
-            let before = content_of(image.storage()).await;
+            let before = image.storage().content().await.expect("memory");
             let result = image.write(0, Buffer::zeroed(512).into(), Durability::Cached).await;
             if forged == 0 {
                 // With offset 0 it is an unallocated cluster.
@@ -350,7 +323,7 @@ fn a_guest_cannot_write_into_metadata_and_the_image_is_marked() {
             assert_eq!(again, Err(Error::NOT_PERMITTED));
             assert!(image.read(32_768, 512).await.is_ok(), "what is whole can be read");
             assert_eq!(image.flush().await, Err(Error::IO));
-            let after = content_of(image.storage()).await;
+            let after = image.storage().content().await.expect("memory");
             assert_eq!(image.header().incompatible, incompatible::CORRUPT);
             assert_eq!(before[512..], after[512..before.len()], "only the header has changed");
         });
@@ -405,7 +378,7 @@ fn a_header_that_does_not_arrive_is_the_old_one() {
             let changed = image.update_header(|header| header.size_bytes -= 512).await;
             assert_eq!(changed, Err(Error::IO));
             assert_eq!(image.header().size_bytes, SIZE as u64);
-            let there = content_of(image.storage()).await;
+            let there = image.storage().content().await.expect("memory");
             assert_eq!(Header::parse(&there[..4096]).expect("valid").size_bytes, SIZE as u64);
             // Where not even that is certain, nothing is written any more.
             assert_eq!(image.is_read_only(), count != "count=1");

@@ -13,7 +13,7 @@ use block::{
         },
     },
     reactor::sim,
-    storage::{Durability, Storage, memory::Memory},
+    storage::{Durability, Storage},
 };
 
 use crate::client::chance;
@@ -76,16 +76,16 @@ impl Kind {
 
     /// A new image, with some data where the file is its own, and the disk that it is.
     pub(crate) async fn create(&self) -> (Files, Vec<u8>) {
-        let storage = memory(&[]).await;
+        let storage = Storage::holding(&[]).await;
         let data = match self.options.data_file {
-            Some(_) => Some(memory(&vec![0; self.options.size_bytes as usize]).await),
+            Some(_) => Some(Storage::holding(&vec![0; self.options.size_bytes as usize]).await),
             None => None,
         };
         create(&storage, data.as_ref(), &self.options).await.expect("drawn valid");
         let mut files = Files {
-            image: content_of(&storage).await,
+            image: storage.content().await.expect("memory"),
             data: match &data {
-                Some(data) => Some(content_of(data).await),
+                Some(data) => Some(data.content().await.expect("memory")),
                 None => None,
             },
         };
@@ -102,7 +102,7 @@ impl Kind {
                 image.create_snapshot(first).await.expect("refcounts have room for two");
             }
             image.close().await.expect("memory");
-            files.image = content_of(image.storage()).await;
+            files.image = image.storage().content().await.expect("memory");
         }
         files.image.resize(files.image.len().next_multiple_of(self.block_bytes), 0);
         (files, disk(&image).await)
@@ -111,7 +111,9 @@ impl Kind {
     /// What an image is opened from.
     pub(crate) async fn parts(&self, storage: Storage, data: Option<Storage>, read_only: bool) -> Parts {
         let backing = match &self.backing {
-            Some(content) => Some(Box::new(Image::Raw(Raw::new(memory(content).await).read_only()))),
+            Some(content) => {
+                Some(Box::new(Image::Raw(Raw::new(Storage::holding(content).await).read_only())))
+            }
             None => None,
         };
         let key: [u8; 64] = std::array::from_fn(|index| index as u8);
@@ -128,10 +130,10 @@ impl Kind {
 
     pub(crate) async fn in_memory(&self, files: &Files, read_only: bool) -> Parts {
         let data = match &files.data {
-            Some(data) => Some(memory(data).await),
+            Some(data) => Some(Storage::holding(data).await),
             None => None,
         };
-        self.parts(memory(&files.image).await, data, read_only).await
+        self.parts(Storage::holding(&files.image).await, data, read_only).await
     }
 }
 
@@ -154,17 +156,4 @@ fn draw_options() -> CreateOptions {
         refcount_bits,
         ..CreateOptions::default()
     }
-}
-
-pub(crate) async fn memory(content: &[u8]) -> Storage {
-    let storage = Storage::Memory(Memory::new((content.len() as u64).max(512)).expect("small"));
-    if !content.is_empty() {
-        let data = Buffer::copy_of(content).into();
-        storage.write(0, data, Durability::Cached).await.expect("memory");
-    }
-    storage
-}
-
-pub(crate) async fn content_of(storage: &Storage) -> Vec<u8> {
-    storage.read(0, Buffer::new(storage.size_bytes() as usize)).await.expect("memory").to_vec()
 }

@@ -22,14 +22,14 @@ use block::{
     image::{Image, Raw},
     layer::throttle::DiskSettings,
     reactor::{now, sim, sleep_until, spawn, spawn_joinable, timeout},
-    storage::{Storage, memory::Memory},
+    storage::Storage,
 };
 
 const SIZE: u64 = 100_000;
 
 /// Serves a disk of [`SIZE`] at the other end of what is returned.
 fn serve(read_only: bool) -> Pipe {
-    let storage = Storage::Memory(Memory::new(SIZE).unwrap());
+    let storage = Storage::memory(SIZE);
     let disk = Disk::new("disk", Image::Raw(Raw::new(storage)), DiskSettings::default(), None).unwrap();
     let (name, disk) = ("disk".into(), Arc::new(disk));
     let server = Server::new(None, Terms::default());

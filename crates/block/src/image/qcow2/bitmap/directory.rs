@@ -8,7 +8,9 @@ use std::{borrow::Cow, collections::HashSet, ops::RangeInclusive};
 
 use crate::{
     image::qcow2::{
-        Invalid, MetadataError, bytes,
+        Invalid, MetadataError,
+        big_endian::{u16_at, u32_at, u64_at, words},
+        bytes,
         header::{Bitmaps, Header, LARGEST_BITMAP_DIRECTORY, OFFSET_LIMIT, Place},
     },
     storage::Storage,
@@ -72,14 +74,14 @@ impl Entry {
     fn decode(bytes: &[u8], header: &Header) -> Result<(Self, usize), Invalid> {
         let cut_off = || Invalid::new("the bitmap directory ends inside an entry");
         let fixed = bytes.get(..FIXED).ok_or_else(cut_off)?;
-        let word = |at: usize| u32::from_be_bytes([fixed[at], fixed[at + 1], fixed[at + 2], fixed[at + 3]]);
-        let name_length = usize::from(u16::from_be_bytes([fixed[18], fixed[19]]));
+        let word = |at: usize| u32_at(fixed, at);
+        let name_length = usize::from(u16_at(fixed, 18));
         let extra_length = word(20) as usize;
         let end = FIXED.checked_add(extra_length).and_then(|end| end.checked_add(name_length));
         let variable = end.and_then(|end| bytes.get(FIXED..end)).ok_or_else(cut_off)?;
         let (extra, name) = variable.split_at(extra_length);
         let entry = Self {
-            table_offset: u64::from(word(0)) << 32 | u64::from(word(4)),
+            table_offset: u64_at(fixed, 0),
             table_entries: word(8),
             flags: word(12),
             granularity_bits: fixed[17].into(),
@@ -190,20 +192,15 @@ pub enum Bits {
 /// # Errors
 /// The first entry that is wrong.
 pub fn decode_table(bytes: &[u8], cluster_bytes: u64) -> Result<Vec<Bits>, Invalid> {
-    let decode = |chunk: &[u8]| {
-        let raw = chunk.iter().fold(0, |value: u64, byte| value << 8 | u64::from(*byte));
-        match raw {
-            0 => Ok(Bits::Zeroes),
-            1 => Ok(Bits::Ones),
-            offset if offset.is_multiple_of(cluster_bytes) && offset < OFFSET_LIMIT => {
-                Ok(Bits::Stored(offset))
-            }
-            other => Err(Invalid::new(format!(
-                "a bitmap table has the entry {other:#x}, which points to no cluster"
-            ))),
+    let decode = |raw: u64| match raw {
+        0 => Ok(Bits::Zeroes),
+        1 => Ok(Bits::Ones),
+        offset if offset.is_multiple_of(cluster_bytes) && offset < OFFSET_LIMIT => Ok(Bits::Stored(offset)),
+        other => {
+            Err(Invalid::new(format!("a bitmap table has the entry {other:#x}, which points to no cluster")))
         }
     };
-    bytes.chunks_exact(8).map(decode).collect()
+    words(bytes).map(decode).collect()
 }
 
 /// The table's bytes.
@@ -222,7 +219,6 @@ mod tests {
     use crate::{
         image::qcow2::create::{CreateOptions, create},
         reactor::sim,
-        storage::memory::Memory,
     };
 
     fn entry(number: usize) -> Entry {
@@ -237,7 +233,7 @@ mod tests {
     }
 
     async fn read_back(entries: &[Entry], count: u32) -> Result<Vec<Entry>, MetadataError> {
-        let storage = Storage::Memory(Memory::new(512).expect("small"));
+        let storage = Storage::memory(512);
         let options = CreateOptions { size_bytes: 1 << 30, ..CreateOptions::default() };
         let header = create(&storage, None, &options).await.expect("valid");
         let directory = encode(entries);

@@ -6,14 +6,14 @@ use super::{DirtyBits, Entry, directory::flag, encode, view::NoView};
 use crate::{
     buffer::Buffer,
     image::qcow2::{
-        CacheSettings, Parts, Qcow2, bytes,
+        Parts, Qcow2, bytes,
         check::{Repair, check},
         create::{CreateOptions, create},
         header::{Header, Place, autoclear},
         snapshot::NewSnapshot,
     },
     reactor::sim,
-    storage::{Durability, ResizeError, Storage, ZeroOptions, memory::Memory},
+    storage::{Durability, ResizeError, Storage, ZeroOptions},
 };
 
 const UNIT: u64 = 512;
@@ -69,21 +69,12 @@ impl Model {
     }
 }
 
-fn memory() -> Storage {
-    Storage::Memory(Memory::new(512).expect("small"))
-}
-
 async fn copied(storage: &Storage) -> Storage {
-    let content = storage.read(0, Buffer::new(storage.size_bytes() as usize)).await.expect("memory");
-    let copy = memory();
-    bytes::write(&copy, 0, &content).await.expect("memory");
-    copy
+    Storage::holding(&storage.content().await.expect("memory")).await
 }
 
 async fn open(storage: Storage, read_only: bool) -> Qcow2 {
-    let caches = CacheSettings::default();
-    let parts = Parts { storage, backing: None, data: None, cipher: None, read_only, caches };
-    Qcow2::open(parts).await.expect("valid")
+    Qcow2::open(Parts { read_only, ..Parts::of(storage) }).await.expect("valid")
 }
 
 /// Which granules a view says are marked.
@@ -115,7 +106,7 @@ struct World {
 
 impl World {
     async fn new(cluster_bits: u32, granularities: [u32; 3]) -> Self {
-        let storage = memory();
+        let storage = Storage::memory(512);
         let size_bytes = MOST_UNITS / 2 * UNIT;
         let options =
             CreateOptions { size_bytes, cluster_bytes: 1 << cluster_bits, ..CreateOptions::default() };
@@ -273,7 +264,7 @@ fn what_goes_back_to_a_snapshot_is_marked_whole() {
 
 /// The file of an image with a bitmap for each of these entries, whose tables are zeroes.
 async fn forged(size_bytes: u64, change: impl Fn(&mut Entry, &Header)) -> Storage {
-    let storage = memory();
+    let storage = Storage::memory(512);
     let options = CreateOptions { size_bytes, ..CreateOptions::default() };
     create(&storage, None, &options).await.expect("valid");
     let upkeep = Qcow2::open_for_upkeep(storage).await.expect("valid");
@@ -314,7 +305,7 @@ fn a_bitmap_that_cannot_be_right_is_not_recorded_and_harms_nothing() {
 #[test]
 fn a_disk_gets_no_larger_than_its_bitmaps_can_be() {
     sim::run(1, async {
-        let storage = memory();
+        let storage = Storage::memory(512);
         let options = CreateOptions { size_bytes: 1 << 30, ..CreateOptions::default() };
         create(&storage, None, &options).await.expect("valid");
         let upkeep = Qcow2::open_for_upkeep(storage).await.expect("valid");

@@ -208,20 +208,20 @@ mod tests {
     use super::*;
     use crate::{
         image::qcow2::{
-            CacheSettings, Parts,
+            Parts,
             bitmap::directory::{self, Entry},
             create::{CreateOptions, create},
             header::{Bitmaps, Place, autoclear},
         },
         reactor::sim,
-        storage::{Storage, memory::Memory},
+        storage::Storage,
     };
 
     const SIZE: u64 = 1 << 30;
 
     /// An image of 512-byte clusters with a bitmap `b`: a bit for 64 KiB, 4096 of them in a cluster.
     async fn image(flags: u32, table: &[Bits], bits: &[u8], read_only: bool) -> Qcow2 {
-        let storage = Storage::Memory(Memory::new(512).expect("small"));
+        let storage = Storage::memory(512);
         let options = CreateOptions { size_bytes: SIZE, cluster_bytes: 512, ..CreateOptions::default() };
         let mut header = create(&storage, None, &options).await.expect("valid");
         let at = storage.size_bytes().next_multiple_of(512);
@@ -247,15 +247,7 @@ mod tests {
             Some(Bitmaps { count: 1, directory: Place { offset: at, length: directory.len() as u64 } });
         header.autoclear = autoclear::BITMAPS;
         bytes::write(&storage, 0, &header.encode().expect("valid")).await.expect("memory");
-        let parts = Parts {
-            storage,
-            backing: None,
-            data: None,
-            cipher: None,
-            read_only,
-            caches: CacheSettings::default(),
-        };
-        Qcow2::open(parts).await.expect("valid")
+        Qcow2::open(Parts { read_only, ..Parts::of(storage) }).await.expect("valid")
     }
 
     fn runs(marked: &[Marked]) -> Vec<(u64, bool)> {

@@ -5,13 +5,14 @@
 
 use std::collections::BTreeSet;
 
-use super::{Pass, bytes, walk::number};
+use super::{Pass, bytes};
 use crate::{
     error::Result,
-    image::qcow2::entry::{Cluster, L1Entry},
+    image::qcow2::{
+        big_endian::u64_at,
+        entry::{COPIED, Cluster, L1Entry},
+    },
 };
-
-const COPIED: u64 = 1 << 63;
 
 impl Pass<'_> {
     /// Compares the flags with the refcounts that are in the file by now.
@@ -24,7 +25,7 @@ impl Pass<'_> {
         let Some(mut l1) = self.read("the L1 table", offset, length).await else { return Ok(()) };
         let mut tables = BTreeSet::new();
         for at in (0..l1.len()).step_by(8) {
-            let raw = number(&l1[at..]);
+            let raw = u64_at(&l1, at);
             let Ok(L1Entry { offset: table, .. }) = L1Entry::decode(raw, self.shape) else { continue };
             if table == 0 || !self.is_inside(table, self.header.cluster_bytes()) {
                 continue;
@@ -49,11 +50,11 @@ impl Pass<'_> {
         };
         let mut changed = false;
         for at in (0..table.len()).step_by(self.shape.entry_bytes()) {
-            let raw = number(&table[at..]);
+            let raw = u64_at(&table, at);
             if raw == 0 {
                 continue;
             }
-            let map = if self.shape.extended { number(&table[at + 8..]) } else { 0 };
+            let map = if self.shape.extended { u64_at(&table, at + 8) } else { 0 };
             let Ok(Cluster::Standard(standard)) = self.shape.decode(raw, map) else { continue };
             let Some(host) = standard.host else { continue };
             if !self.shape.data_file && !self.is_inside(host, self.header.cluster_bytes()) {

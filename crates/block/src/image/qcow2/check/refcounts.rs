@@ -6,8 +6,8 @@
 
 use std::{collections::HashSet, ops::Range};
 
-use super::{Pass, Repair, bytes, walk::number};
-use crate::image::qcow2::{MetadataError, numbers};
+use super::{Pass, Repair, bytes};
+use crate::image::qcow2::{MetadataError, big_endian::words, numbers};
 
 /// Bits 0 to 8 of an entry mean nothing, and there is nothing above the largest offset.
 const RESERVED: u64 = 0xff00_0000_0000_01ff;
@@ -39,8 +39,7 @@ impl Pass<'_> {
         let table = self.read("the refcount table", offset, length).await?;
         structures.is_table_counted = self.count_region("the refcount table", offset, length, 1);
         let mut seen = HashSet::new();
-        for (index, chunk) in table.chunks_exact(8).enumerate() {
-            let block = number(chunk);
+        for (index, block) in words(&table).enumerate() {
             let is_usable = self.is_block(block) && (block == 0 || seen.insert(block));
             if !is_usable {
                 let what = format!("refcount block {index} at {block:#x} is not at a cluster of its own");

@@ -3,20 +3,19 @@
 use super::*;
 use crate::{
     image::qcow2::{
+        big_endian::u64_at,
         bitmap,
         create::{CreateOptions, Preallocation, create},
+        entry::COPIED,
         header::{Bitmaps, Place},
         numbers, snapshot,
     },
     reactor::sim,
-    storage::memory::Memory,
 };
-
-const COPIED: u64 = 1 << 63;
 
 /// 64 guest clusters of 4 KiB, all with a place, without the room behind the end that would hide damage.
 async fn image(options: CreateOptions) -> (Storage, Header) {
-    let storage = Storage::Memory(Memory::new(512).expect("small"));
+    let storage = Storage::memory(512);
     let options = CreateOptions { size_bytes: 256 << 10, cluster_bytes: 4096, ..options };
     let header = create(&storage, None, &options).await.expect("valid");
     (storage, header)
@@ -28,7 +27,7 @@ fn preallocated() -> CreateOptions {
 
 async fn number_at(storage: &Storage, offset: u64) -> u64 {
     let read = bytes::read(storage, offset, 8).await.expect("memory");
-    walk::number(&read)
+    u64_at(&read, 0)
 }
 
 async fn put(storage: &Storage, offset: u64, value: u64) {
@@ -296,14 +295,13 @@ fn snapshots_and_bitmaps_are_counted_and_never_freed_unread() {
 fn any_byte_may_be_anything() {
     sim::run(1, async {
         let (storage, header) = image(preallocated()).await;
-        let whole = bytes::read(&storage, 0, storage.size_bytes() as usize).await.expect("memory");
+        let whole = storage.content().await.expect("memory");
         // Header, refcount table, a block, the L1 table, an L2 table.
         let places =
             [0..112, 4096..4112, 8192..8300, header.l1_offset as usize..header.l1_offset as usize + 8];
         for at in places.into_iter().flatten() {
             for value in [0x00, 0x01, 0x80, 0xff] {
-                let storage = Storage::Memory(Memory::new(whole.len() as u64).expect("small"));
-                bytes::write(&storage, 0, &whole).await.expect("memory");
+                let storage = Storage::holding(&whole).await;
                 bytes::write(&storage, at as u64, &[value]).await.expect("memory");
                 let Ok(report) = check(&storage, Repair::All).await else { continue };
                 if report.is_consistent() {

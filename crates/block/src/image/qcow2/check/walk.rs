@@ -13,7 +13,8 @@ use crate::{
     error::Result,
     image::qcow2::{
         MetadataError,
-        entry::{Cluster, L1Entry, Standard},
+        big_endian::{u64_at, words},
+        entry::{COMPRESSED, COPIED, Cluster, L1Entry, Standard},
     },
 };
 
@@ -21,8 +22,6 @@ use crate::{
 const L1_RESERVED: u64 = 0x7f00_0000_0000_01ff;
 /// Bits 1 to 8 and 56 to 61 of a standard L2 entry mean nothing.
 const L2_RESERVED: u64 = 0x3f00_0000_0000_01fe;
-const COPIED: u64 = 1 << 63;
-const COMPRESSED: u64 = 1 << 62;
 /// Tables are read in pieces of this many bytes.
 const PIECE: u64 = 1 << 20;
 
@@ -67,8 +66,7 @@ impl Pass<'_> {
         while at < end {
             let length = PIECE.min(end - at);
             let Some(read) = self.read("an L1 table", at, length).await else { return Ok(()) };
-            for (index, chunk) in read.chunks_exact(8).enumerate() {
-                let raw = number(chunk);
+            for (index, raw) in words(&read).enumerate() {
                 if raw == 0 {
                     continue;
                 }
@@ -127,8 +125,8 @@ impl Pass<'_> {
         let mut changed = false;
         for at in (0..table.len()).step_by(entry_bytes) {
             let entry = &table[at..at + entry_bytes];
-            let raw = number(entry);
-            let map = if self.shape.extended { number(&entry[8..]) } else { 0 };
+            let raw = u64_at(entry, 0);
+            let map = if self.shape.extended { u64_at(entry, 8) } else { 0 };
             if raw == 0 && map == 0 {
                 continue;
             }
@@ -257,9 +255,4 @@ impl Pass<'_> {
         self.corrupt(what);
         None
     }
-}
-
-/// A number of a table.
-pub(super) fn number(bytes: &[u8]) -> u64 {
-    bytes.iter().take(8).fold(0, |value, byte| value << 8 | u64::from(*byte))
 }

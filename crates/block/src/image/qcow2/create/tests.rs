@@ -2,24 +2,18 @@
 
 use super::*;
 use crate::{
-    image::qcow2::read_header,
+    image::qcow2::{big_endian::words, read_header},
     reactor::{self, sim},
     storage::{
         align::Align,
-        memory::Memory,
         simulated::{Behaviour, Simulated},
     },
 };
 use policy::time::Duration;
 
-fn empty() -> Storage {
-    Storage::Memory(Memory::new(512).expect("small"))
-}
-
 async fn numbers_of(storage: &Storage, offset: u64, count: usize) -> Vec<u64> {
     let bytes = bytes::read(storage, offset, count * 8).await.expect("memory");
-    let number = |chunk: &[u8]| u64::from_be_bytes(chunk.try_into().expect("eight"));
-    bytes.chunks_exact(8).map(number).collect()
+    words(&bytes).collect()
 }
 
 #[test]
@@ -36,7 +30,7 @@ fn what_is_created_is_read_with_all_its_options() {
         CreateOptions { size_bytes: 0, ..plain },
     ] {
         sim::run(1, async move {
-            let storage = empty();
+            let storage = Storage::memory(512);
             let header = create(&storage, None, &options).await.expect("valid");
             assert_eq!(read_header(&storage).await, Ok(header.clone()));
             assert_eq!(header.size_bytes, options.size_bytes);
@@ -61,7 +55,7 @@ fn refcounts_count_what_is_there_and_nothing_else() {
             preallocation: Preallocation::Metadata,
             ..CreateOptions::default()
         };
-        let storage = empty();
+        let storage = Storage::memory(512);
         let header = create(&storage, None, &options).await.expect("valid");
         let entries = header.refcount_table_clusters as usize * 64;
         let mut used = 0;
@@ -123,7 +117,7 @@ fn rules_are_named() {
         ("sizes are below 8E", CreateOptions { size_bytes: u64::MAX, ..plain }),
     ] {
         sim::run(1, async move {
-            let storage = empty();
+            let storage = Storage::memory(512);
             let said = create(&storage, None, &options).await.expect_err(expect).to_string();
             assert!(said.contains(expect), "{said}");
             assert_eq!(storage.size_bytes(), 512, "{expect}: nothing was written");
@@ -146,7 +140,7 @@ fn small() -> CreateOptions {
 fn created(content: &[u8]) -> Vec<u8> {
     let content = content.to_vec();
     sim::run(1, async move {
-        let storage = empty();
+        let storage = Storage::memory(512);
         bytes::write(&storage, 0, &content).await.expect("memory");
         create(&storage, None, &small()).await.expect("valid");
         bytes::read(&storage, 0, DISK).await.expect("memory")
@@ -156,7 +150,7 @@ fn created(content: &[u8]) -> Vec<u8> {
 #[test]
 fn what_a_crash_leaves_is_the_old_image_or_the_new_one_or_none() {
     let old = sim::run(1, async {
-        let storage = empty();
+        let storage = Storage::memory(512);
         let options = CreateOptions { size_bytes: 1 << 20, ..CreateOptions::default() };
         create(&storage, None, &options).await.expect("valid");
         bytes::read(&storage, 0, DISK).await.expect("memory")

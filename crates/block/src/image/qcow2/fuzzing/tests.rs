@@ -32,9 +32,9 @@ fn kinds() -> Vec<CreateOptions> {
 /// One with data of all sorts, and as much of snapshots and bitmaps as it may have.
 fn image(options: CreateOptions) -> Vec<u8> {
     sim::run(1, async move {
-        let storage = memory(&[0; 512]).await;
-        let data = options.data_file.as_ref().map(|_| Memory::new(options.size_bytes).expect("small"));
-        let header = create(&storage, data.map(Storage::Memory).as_ref(), &options).await.expect("valid");
+        let storage = Storage::memory(512);
+        let data = options.data_file.as_ref().map(|_| Storage::memory(options.size_bytes));
+        let header = create(&storage, data.as_ref(), &options).await.expect("valid");
         let content = bytes::read(&storage, 0, storage.size_bytes() as usize).await.expect("memory");
         let image = Qcow2::open(parts(&content, &header, false).await).await.expect("an image");
         let request = |kind, offset, length| Request { kind, from_end: false, offset, length, byte: kind };
@@ -98,7 +98,7 @@ fn images_that_nobody_damaged_are_used() {
     for image in IMAGES.iter() {
         sim::run(1, {
             let image = image.clone();
-            async move { assert!(is_consistent(&memory(&image).await).await) }
+            async move { assert!(is_consistent(&Storage::holding(&image).await).await) }
         });
         let requests: Vec<u8> =
             (0..31 * REQUEST_BYTES as u32).map(|number| (number * 37 % 251) as u8).collect();

@@ -8,7 +8,10 @@
 use openssl::hash::MessageDigest;
 
 use super::{
-    super::Invalid,
+    super::{
+        Invalid,
+        big_endian::{array, u16_at, u32_at},
+    },
     cipher::{CipherKind, SECTOR_BYTES},
 };
 
@@ -136,7 +139,7 @@ impl LuksHeader {
         if bytes[..6] != MAGIC {
             return Err(Invalid::new("the LUKS header has no signature"));
         }
-        let version = u16::from_be_bytes([bytes[6], bytes[7]]);
+        let version = u16_at(bytes, 6);
         if version != VERSION {
             return Err(Invalid::new(format!(
                 "version {version} of LUKS is not supported inside qcow2; 1 is"
@@ -145,15 +148,15 @@ impl LuksHeader {
         let cipher = CipherKind::parse(
             text(&bytes[8..40], "the cipher's name")?,
             text(&bytes[40..72], "the cipher mode's name")?,
-            number(bytes, 108),
+            u32_at(bytes, 108),
         )?;
         let header = Self {
             cipher,
             hash: Hash::parse(text(&bytes[72..104], "the hash's name")?)?,
-            payload_offset: u64::from(number(bytes, 104)) * SECTOR_BYTES as u64,
+            payload_offset: u64::from(u32_at(bytes, 104)) * SECTOR_BYTES as u64,
             digest: array(bytes, 112),
             digest_salt: array(bytes, 132),
-            digest_iterations: number(bytes, 164),
+            digest_iterations: u32_at(bytes, 164),
             uuid: text(&bytes[168..208], "the UUID")?.to_owned(),
             slots: slots(bytes)?,
         };
@@ -229,7 +232,7 @@ fn slots(bytes: &[u8]) -> Result<[KeySlot; SLOTS], Invalid> {
     let mut slots = Vec::with_capacity(SLOTS);
     for index in 0..SLOTS {
         let at = FIRST_SLOT + index * SLOT_BYTES;
-        let active = match number(bytes, at) {
+        let active = match u32_at(bytes, at) {
             ENABLED => true,
             DISABLED => false,
             other => {
@@ -238,10 +241,10 @@ fn slots(bytes: &[u8]) -> Result<[KeySlot; SLOTS], Invalid> {
         };
         slots.push(KeySlot {
             active,
-            iterations: number(bytes, at + 4),
+            iterations: u32_at(bytes, at + 4),
             salt: array(bytes, at + 8),
-            offset: u64::from(number(bytes, at + 40)) * SECTOR_BYTES as u64,
-            stripes: number(bytes, at + 44),
+            offset: u64::from(u32_at(bytes, at + 40)) * SECTOR_BYTES as u64,
+            stripes: u32_at(bytes, at + 44),
         });
     }
     slots.try_into().map_err(|_| Invalid::new("the LUKS header is cut off"))
@@ -256,16 +259,6 @@ fn iterations(what: &str, count: u32) -> Result<(), Invalid> {
 
 fn sectors(bytes: u64) -> [u8; 4] {
     ((bytes / SECTOR_BYTES as u64) as u32).to_be_bytes()
-}
-
-fn number(bytes: &[u8], at: usize) -> u32 {
-    u32::from_be_bytes(array(bytes, at))
-}
-
-fn array<const N: usize>(bytes: &[u8], at: usize) -> [u8; N] {
-    let mut array = [0; N];
-    array.copy_from_slice(&bytes[at..at + N]);
-    array
 }
 
 /// Up to the first zero.

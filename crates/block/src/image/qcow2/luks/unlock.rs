@@ -248,9 +248,8 @@ mod tests {
 
     use super::*;
     use crate::{
-        image::qcow2::{entry::L1Entry, entry::Shape, header::Header},
+        image::qcow2::{big_endian::u64_at, entry::L1Entry, entry::Shape, header::Header},
         reactor::sim,
-        storage::{Durability, memory::Memory},
     };
 
     const QUICK: LuksOptions =
@@ -258,12 +257,6 @@ mod tests {
 
     fn secret(text: &str) -> Secret {
         Secret::new(text.as_bytes().to_vec())
-    }
-
-    async fn stored(bytes: &[u8]) -> Storage {
-        let storage = Storage::Memory(Memory::new(bytes.len() as u64).expect("small"));
-        storage.write(0, Buffer::copy_of(bytes).into(), Durability::Cached).await.expect("memory takes it");
-        storage
     }
 
     fn place(area: &[u8]) -> Place {
@@ -280,7 +273,7 @@ mod tests {
             let cipher = CipherKind::parse("aes", mode, key_bytes).expect("supported");
             let new = create(&secret("geheim"), &LuksOptions { cipher, hash, ..QUICK }).expect("made");
             sim::run(1, async move {
-                let storage = stored(&new.area).await;
+                let storage = Storage::holding(&new.area).await;
                 let place = place(&new.area);
                 let wrong = unlock(&storage, place, &secret("Geheim")).await.expect_err("wrong");
                 assert_eq!(wrong, UnlockError::WrongPassphrase { slots: 1 });
@@ -307,7 +300,7 @@ mod tests {
     #[test]
     fn a_header_outside_the_file_is_refused() {
         sim::run(1, async {
-            let storage = stored(&[0; 4096]).await;
+            let storage = Storage::holding(&[0; 4096]).await;
             for (offset, length) in [(0, 8192), (u64::MAX, 2), (4096, 592), (0, 591)] {
                 let error = read_header(&storage, Place { offset, length }).await.expect_err("outside");
                 assert!(matches!(error, UnlockError::Invalid(_)), "{error}");
@@ -326,7 +319,7 @@ mod tests {
     /// Where the first guest cluster lies.
     fn first_cluster(file: &[u8], header: &Header) -> usize {
         let shape = Shape { cluster_bits: 12, extended: false, data_file: false, version: 3 };
-        let number = |at: u64| u64::from_be_bytes(file[at as usize..][..8].try_into().expect("eight bytes"));
+        let number = |at: u64| u64_at(file, at as usize);
         let table = L1Entry::decode(number(header.l1_offset), shape).expect("valid").offset;
         (number(table) & 0x00ff_ffff_ffff_fe00) as usize
     }
@@ -343,7 +336,7 @@ mod tests {
             let at = first_cluster(&file, &header);
             let place = header.encryption.expect("encrypted");
             sim::run(1, async move {
-                let storage = stored(&file).await;
+                let storage = Storage::holding(&file).await;
                 let cipher = unlock(&storage, place, &secret("geheim")).await.expect("unlocks");
                 assert_eq!(NewLuks::area_bytes(cipher.kind()), place.length, "{name}");
                 let mut cluster = file[at..at + 4096].to_vec();

@@ -11,10 +11,9 @@ use std::collections::HashSet;
 use super::SnapshotError;
 use crate::image::qcow2::{
     Invalid, Qcow2,
-    entry::{Cluster, L1Entry},
+    big_endian::{u64_at, words},
+    entry::{COPIED, Cluster, L1Entry},
 };
-
-const COPIED: u64 = 1 << 63;
 
 /// What becomes of COPIED.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -39,8 +38,8 @@ impl Qcow2 {
         let bytes = self.read_metadata(offset, u64::from(entries) * 8).await?;
         let mut seen = HashSet::new();
         let mut tables = Vec::new();
-        for chunk in bytes.chunks_exact(8) {
-            let table = L1Entry::decode(number(chunk), self.shape)?.offset;
+        for word in words(&bytes) {
+            let table = L1Entry::decode(word, self.shape)?.offset;
             if table == 0 {
                 continue;
             }
@@ -113,8 +112,8 @@ impl Qcow2 {
     }
 
     fn decode(&self, entry: &[u8]) -> Result<Cluster, Invalid> {
-        let map = entry.get(8..16).map_or(0, number);
-        self.shape.decode(number(entry), map)
+        let map = entry.get(8..16).map_or(0, |map| u64_at(map, 0));
+        self.shape.decode(u64_at(entry, 0), map)
     }
 
     /// Sets the flags of the active L1 table and of its L2 tables, in the file.
@@ -132,8 +131,8 @@ impl Qcow2 {
     /// The bytes of an L1 table with the flags as they should be.
     pub(super) async fn flagged(&self, l1: &[u8], flags: Flags) -> Result<Vec<u8>, SnapshotError> {
         let mut bytes = Vec::with_capacity(l1.len());
-        for chunk in l1.chunks_exact(8) {
-            let entry = L1Entry::decode(number(chunk), self.shape)?;
+        for word in words(l1) {
+            let entry = L1Entry::decode(word, self.shape)?;
             let copied = entry.offset != 0 && self.is_copied(entry.offset, flags).await?;
             bytes.extend(L1Entry { copied, ..entry }.encode().to_be_bytes());
         }
@@ -149,7 +148,7 @@ impl Qcow2 {
                 let entry = &bytes[at..at + self.shape.entry_bytes()];
                 let Cluster::Standard(standard) = self.decode(entry)? else { continue };
                 let Some(host) = standard.host.filter(|_| !self.shape.data_file) else { continue };
-                let raw = number(entry);
+                let raw = u64_at(entry, 0);
                 let right = raw & !COPIED | if self.is_copied(host, flags).await? { COPIED } else { 0 };
                 if raw != right {
                     bytes[at..at + 8].copy_from_slice(&right.to_be_bytes());
@@ -166,9 +165,4 @@ impl Qcow2 {
     async fn is_copied(&self, offset: u64, flags: Flags) -> Result<bool, SnapshotError> {
         Ok(flags == Flags::Recount && self.refcount(offset).await? == 1)
     }
-}
-
-/// A number of a table.
-fn number(bytes: &[u8]) -> u64 {
-    bytes.iter().take(8).fold(0, |value, byte| value << 8 | u64::from(*byte))
 }

@@ -12,7 +12,9 @@ use std::borrow::Cow;
 
 use crate::{
     image::qcow2::{
-        Invalid, MetadataError, bytes,
+        Invalid, MetadataError,
+        big_endian::{u16_at, u32_at, u64_at},
+        bytes,
         header::{Header, LARGEST_L1, OFFSET_LIMIT},
     },
     storage::Storage,
@@ -75,8 +77,8 @@ impl Snapshot {
     /// Reads an entry from the front of `bytes`; also how long it is. `None` if it goes on behind them.
     fn decode(bytes: &[u8], header: &Header) -> Result<Option<(Self, usize)>, Invalid> {
         let Some(fixed) = bytes.get(..FIXED) else { return Ok(None) };
-        let (id_length, name_length) = (half(fixed, 12) as usize, half(fixed, 14) as usize);
-        let extra_length = word(fixed, 36) as usize;
+        let (id_length, name_length) = (u16_at(fixed, 12) as usize, u16_at(fixed, 14) as usize);
+        let extra_length = u32_at(fixed, 36) as usize;
         if extra_length > LARGEST_EXTRA {
             return Err(Invalid::new(format!("a snapshot has {extra_length} bytes of extra data")));
         }
@@ -84,16 +86,16 @@ impl Snapshot {
         let Some(variable) = bytes.get(FIXED..end) else { return Ok(None) };
         let (extra, names) = variable.split_at(extra_length);
         let (id, name) = names.split_at(id_length);
-        let known = |at: usize| extra.get(at..at + 8).map(|field| long(field, 0));
+        let known = |at: usize| extra.get(at..at + 8).map(|field| u64_at(field, 0));
         let snapshot = Self {
-            l1_offset: long(fixed, 0),
-            l1_entries: word(fixed, 8),
+            l1_offset: u64_at(fixed, 0),
+            l1_entries: u32_at(fixed, 8),
             id: id.to_vec(),
             name: name.to_vec(),
-            date_s: word(fixed, 16),
-            date_ns: word(fixed, 20),
-            vm_clock_ns: long(fixed, 24),
-            vm_state_bytes: known(0).unwrap_or_else(|| word(fixed, 32).into()),
+            date_s: u32_at(fixed, 16),
+            date_ns: u32_at(fixed, 20),
+            vm_clock_ns: u64_at(fixed, 24),
+            vm_state_bytes: known(0).unwrap_or_else(|| u32_at(fixed, 32).into()),
             disk_bytes: known(8),
             instructions: known(16),
             extra: extra.get(KNOWN_EXTRA..).unwrap_or_default().to_vec(),
@@ -193,25 +195,12 @@ pub async fn read(storage: &Storage, header: &Header) -> Result<(Vec<Snapshot>, 
     Ok((snapshots, at))
 }
 
-fn half(bytes: &[u8], at: usize) -> u16 {
-    u16::from_be_bytes([bytes[at], bytes[at + 1]])
-}
-
-fn word(bytes: &[u8], at: usize) -> u32 {
-    u32::from(half(bytes, at)) << 16 | u32::from(half(bytes, at + 2))
-}
-
-fn long(bytes: &[u8], at: usize) -> u64 {
-    u64::from(word(bytes, at)) << 32 | u64::from(word(bytes, at + 4))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::{
         image::qcow2::create::{CreateOptions, create},
         reactor::sim,
-        storage::memory::Memory,
     };
 
     fn snapshot(number: u32) -> Snapshot {
@@ -231,7 +220,7 @@ mod tests {
     }
 
     async fn image() -> (Storage, Header) {
-        let storage = Storage::Memory(Memory::new(512).expect("small"));
+        let storage = Storage::memory(512);
         let options = CreateOptions { size_bytes: 1 << 30, ..CreateOptions::default() };
         let header = create(&storage, None, &options).await.expect("valid");
         (storage, Header { snapshots_offset: 0x40000, ..header })

@@ -6,7 +6,7 @@ use super::*;
 use crate::{
     buffer::Buffer,
     image::qcow2::{
-        CacheSettings, Parts, Qcow2, bytes,
+        CacheSettings, Parts, Qcow2,
         check::{Repair, check},
         create::{CreateOptions, create},
     },
@@ -14,40 +14,19 @@ use crate::{
     storage::{
         Durability, ZeroOptions,
         align::Align,
-        memory::Memory,
         simulated::{Behaviour, Simulated},
     },
 };
 
 const SIZE: u64 = 256 << 10;
 
-fn memory(content: &[u8]) -> Storage {
-    Storage::Memory(Memory::new(content.len() as u64).expect("small"))
-}
-
-async fn storage_of(content: &[u8]) -> Storage {
-    let storage = memory(content);
-    bytes::write(&storage, 0, content).await.expect("memory");
-    storage
-}
-
-async fn content_of(storage: &Storage) -> Vec<u8> {
-    bytes::read(storage, 0, storage.size_bytes() as usize).await.expect("memory")
-}
-
 fn parts(storage: Storage) -> Parts {
-    Parts {
-        storage,
-        backing: None,
-        data: None,
-        cipher: None,
-        read_only: false,
-        caches: CacheSettings { clean_interval: Duration::ZERO, ..CacheSettings::default() },
-    }
+    let caches = CacheSettings { clean_interval: Duration::ZERO, ..CacheSettings::default() };
+    Parts { caches, ..Parts::of(storage) }
 }
 
 async fn fresh(options: CreateOptions) -> Qcow2 {
-    let storage = memory(&[0; 512]);
+    let storage = Storage::memory(512);
     create(&storage, None, &CreateOptions { size_bytes: SIZE, ..options }).await.expect("valid");
     Qcow2::open(parts(storage)).await.expect("an image")
 }
@@ -71,8 +50,8 @@ fn called(name: &str) -> NewSnapshot<'_> {
 /// The file of a closed image, in which nothing is wrong.
 async fn closed(image: Qcow2) -> Vec<u8> {
     image.close().await.expect("memory");
-    let content = content_of(image.storage()).await;
-    let report = check(&storage_of(&content).await, Repair::Nothing).await.expect("a header");
+    let content = image.storage().content().await.expect("memory");
+    let report = check(&Storage::holding(&content).await, Repair::Nothing).await.expect("a header");
     assert_eq!((report.corruptions, report.leaks, report.check_errors), (0, 0, 0), "{report:#?}");
     content
 }
@@ -111,10 +90,10 @@ fn snapshots_keep_what_the_disk_was() {
             let content = closed(image).await;
             for (name, expect) in [("1", &first), ("two", &second)] {
                 let snapshot =
-                    Qcow2::open_snapshot(parts(storage_of(&content).await), name).await.expect("there");
+                    Qcow2::open_snapshot(parts(Storage::holding(&content).await), name).await.expect("there");
                 assert!(disk(&snapshot).await == *expect && snapshot.is_read_only(), "{name}");
             }
-            let image = Qcow2::open(parts(storage_of(&content).await)).await.expect("an image");
+            let image = Qcow2::open(parts(Storage::holding(&content).await)).await.expect("an image");
             image.apply_snapshot("one").await.expect("there");
             assert!(disk(&image).await == first);
             write(&image, 10_000, 30_000, 4).await;
@@ -207,18 +186,18 @@ fn a_crash_leaves_the_image_before_or_after() {
         });
         let (first, second, now) = (first.clone(), second.clone(), now.clone());
         sim::run(seed, async move {
-            let storage = storage_of(&left).await;
+            let storage = Storage::holding(&left).await;
             let found = check(&storage, Repair::Nothing).await.expect("a header");
             let flags = found.findings.iter().filter(|finding| finding.contains("COPIED")).count() as u64;
             assert_eq!(found.corruptions, flags, "seed {seed}: {found:#?}");
             let repaired = check(&storage, Repair::All).await.expect("a header");
             assert_eq!((repaired.corruptions, repaired.leaks), (0, 0), "seed {seed}: {repaired:#?}");
-            let left = content_of(&storage).await;
+            let left = storage.content().await.expect("memory");
             let image = Qcow2::open(parts(storage)).await.expect("an image");
             let is_now = disk(&image).await;
             assert!(is_now == now || seed % 3 == 1 && is_now == first, "seed {seed}: the disk");
             for (name, expect) in [("one", first), ("two", second)] {
-                let snapshot = Qcow2::open_snapshot(parts(storage_of(&left).await), name).await;
+                let snapshot = Qcow2::open_snapshot(parts(Storage::holding(&left).await), name).await;
                 match snapshot {
                     Ok(snapshot) => assert!(disk(&snapshot).await == expect, "seed {seed}: {name}"),
                     Err(_) => assert!(seed % 3 == 2 && name == "two", "seed {seed}: {name} is lost"),
