@@ -19,8 +19,9 @@ TOLERANCE = {"direct": 0.02, "cached": 0.05}
 SECONDS = {"direct": 6, "cached": 12}
 FULL_SECONDS = 30
 PIECE = {"direct": 0, "cached": 8 << 20}
-# 32 requests of 1 MiB are in flight: at 20 MB/s they take 1.7 s, so that in one second few end.
-PROBE_SECONDS, PROBE_SECONDS_FULL = 2, 5
+# 32 requests of 1 MiB are in flight: at 20 MB/s they take 1.7 s, so that in two seconds one more or less is much (4 %
+# less was measured, and then a watermark leaves a seventh of the disk unused).
+PROBE_SECONDS = 5
 # Of the unlimited throughput with a watermark, and what the unlimited and the probed disk may be off.
 LEAST_SHARE, SPEED = 0.95, 0.05
 # Of both limits together: what a buffered stream makes of a disk above its watermark is even only over 30 s.
@@ -38,7 +39,7 @@ class SeedTable:
         self.disk = disk
         self.full = full
         self.measured = {}
-        self.probe_line = weir("probe", f"/mnt/{disk.name}", "--seconds", PROBE_SECONDS_FULL if full else PROBE_SECONDS, "--size", "32M", "--state", "/run/weir/state")
+        self.probe_line = weir("probe", f"/mnt/{disk.name}", "--seconds", PROBE_SECONDS, "--size", "32M", "--state", "/run/weir/state")
 
     def cases(self):
         """Name and function of each."""
