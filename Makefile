@@ -1,12 +1,12 @@
 # The only entry points. `make` alone lists them.
 #
-# Every target first makes sure that the Debian packages it needs are there (scripts/deps): as root they are
-# installed, otherwise the command to do so is printed.
+# Every target first makes sure that the Debian packages it needs are there (scripts/deps): as root
+# they are installed, otherwise the command to do so is printed.
 
 TARGET := $(or $(CARGO_TARGET_DIR),target)
 CARGO ?= cargo
-# The optimised program, and its line tables beside it: weir.debug. Only the program itself is linked with them, so that
-# all else is what `cargo build --release` makes too.
+# The optimised program, and its line tables beside it: weir.debug. Only the program itself is
+# linked with them, so that all else is what `cargo build --release` makes too.
 RELEASE = $(CARGO) rustc --release --locked -p weir --bin weir -- -C strip=none && scripts/symbols-apart "$(TARGET)/release/weir"
 # Tests that lie in their crate's folder, by their names; those of the whole are in tests/.
 BESIDE_CODE = $(foreach file,$(wildcard crates/*/tests/*.rs),--test $(basename $(notdir $(file))))
@@ -36,14 +36,14 @@ build: ## build the program, optimised: target/release/weir, and weir.debug with
 
 test: test-unit test-e2e ## run every test; installs the clients it needs
 
-# Both halves name all crates. For some of them alone cargo would choose other features of what they share, and build
-# twenty dependencies and the data path twice.
+# Both halves name all crates. For some of them alone cargo would choose other features of what they
+# share, and build twenty dependencies and the data path twice.
 test-unit: ## tests in virtual time, and those of one crate: units, properties, simulation
 	@scripts/deps build
 	$(CARGO) test --locked --workspace --lib --bins $(BESIDE_CODE)
 
-# The guests and the bench take the program that the tests have made and run: `cargo build` would make another, with
-# other features of its dependencies, for minutes.
+# The guests and the bench take the program that the tests have made and run: `cargo build` would
+# make another, with other features of its dependencies, for minutes.
 test-e2e: ## tests with real clients: the program's own, a browser, a guest's kernel and its cgroups, every row of the bench
 	@scripts/deps build clients browser guest
 	@scripts/python-clients

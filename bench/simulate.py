@@ -1,7 +1,9 @@
-"""How fast `weir simulate` is: requests a second of one core, from the text of a trace to percentiles, with limits and without.
+"""How fast `weir simulate` is: requests a second of one core, from the text of a trace to
+percentiles, with limits and without.
 
-The trace is weir's own CSV, of one disk under a limit that about half of its requests wait for, so that both ways through the simulation count.
-Reading it, both simulations of it (before and after) and the histograms are in the time; starting the program is too.
+The trace is weir's own CSV, of one disk under a limit that about half of its requests wait for, so
+that both ways through the simulation count. Reading it, both simulations of it (before and after)
+and the histograms are in the time; starting the program is too.
 
 Never compares with another program: none replays a trace through these limits.
 """
@@ -17,8 +19,9 @@ from rows import WEIR, Row
 # What the project promises, on one core.
 ASKED = 2_000_000
 LIMIT = 1000
-# Of each second: a burst at twice the limit for a fifth of it, then what is left until there are as many as the limit lets pass. A tenth of a
-# second's worth passes at once, so of the 400 of the burst 200 wait, and of those behind it 300 until the queue is empty.
+# Of each second: a burst at twice the limit for a fifth of it, then what is left until there are as
+# many as the limit lets pass. A tenth of a second's worth passes at once, so of the 400 of the
+# burst 200 wait, and of those behind it 300 until the queue is empty.
 BURST, BURST_GAP_NS = 400, 500_000
 REST, REST_GAP_NS = 600, 1_333_333
 SECOND_NS = 1_000_000_000
@@ -31,7 +34,9 @@ def times_ns():
 
 
 def write_trace(path, seconds):
-    """A thousand requests a second, each of 4 KiB; kept between runs, since it is the same each time."""
+    """A thousand requests a second, each of 4 KiB; kept between runs, since it is the same each
+    time.
+    """
     if path.exists():
         return
     unfinished = path.with_suffix(".new")
