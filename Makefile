@@ -1,10 +1,14 @@
 # The only entry points. `make` alone lists them.
 #
-# Every target first makes sure that the Debian packages it needs are there (scripts/deps): as root they are
-# installed, otherwise the command to do so is printed.
+# Every target first makes sure that the Debian packages it needs are there (scripts/deps): as root
+# they are installed, otherwise the command to do so is printed.
 
 TARGET := $(or $(CARGO_TARGET_DIR),target)
 CARGO ?= cargo
+# The optimised program, and its line tables beside it: weir.debug. Only the program itself is
+# linked with them, so that all else is what `cargo build --release` makes too.
+RELEASE = $(CARGO) rustc --release --locked -p weir --bin weir -- -C strip=none && scripts/symbols-apart "$(TARGET)/release/weir"
+# Tests that lie in their crate's folder, by their names; those of the whole are in tests/.
 # Length of one fuzz target, and how much more than `make test` a soak tries.
 FUZZ_SECONDS ?= 600
 SOAK_SEEDS ?= 20000
@@ -24,25 +28,25 @@ help: ## list the targets
 
 demo: ## serve a disk under a limit with a burst and watch it hold (about 30 s after the build)
 	@scripts/deps build clients
-	$(CARGO) build --release --locked -p weir
+	$(RELEASE)
 	@bench/demo.py "$(TARGET)/release/weir"
 
-build: ## build the program, optimised: target/release/weir
+build: ## build the program, optimised: target/release/weir, and weir.debug with its line tables
 	@scripts/deps build
-	$(CARGO) build --release --locked -p weir
+	$(RELEASE)
 
-# All tests of the workspace are one selection of packages, so that the features of dependencies, and with them what
-# is built, are the same in each of these.
+# Each of these names all crates. For some of them alone cargo would choose other features of what
+# they share, and build twenty dependencies and the data path twice.
 TESTS := $(CARGO) test --locked --workspace
 
 test: test-unit test-e2e ## run every test; installs the clients it needs
 
-test-unit: ## tests in virtual time: units, properties, simulation
+test-unit: ## tests in virtual time, and those of one crate: units, properties, simulation
 	@scripts/deps build
 	$(TESTS)
 
-# The guests and the bench take the program that the tests have made and run: `cargo build` would make another, with other features of its
-# dependencies, for minutes.
+# The guests and the bench take the program that the tests have made and run: `cargo build` would
+# make another, with other features of its dependencies, for minutes.
 test-e2e: ## tests with real clients: the program's own, a browser, a guest's kernel and its cgroups, every row of the bench
 	@scripts/deps build clients browser guest
 	@scripts/python-clients
@@ -52,7 +56,7 @@ test-e2e: ## tests with real clients: the program's own, a browser, a guest's ke
 
 bench: ## weir and its peers side by side, as ratios (about 50 minutes); BENCH=--strict judges, BENCH="--rows 'file-*'" is a part
 	@scripts/deps build clients
-	$(CARGO) build --release --locked -p weir
+	$(RELEASE)
 	bench/run.py $(BENCH)
 
 bench-decisions: ## what one decision of the throttling costs, in nanoseconds (criterion; about 2 minutes)
@@ -61,7 +65,7 @@ bench-decisions: ## what one decision of the throttling costs, in nanoseconds (c
 
 bench-runtimes: ## the reactor beside compio, the comparison of docs/decisions/0001 (about 4 minutes)
 	@scripts/deps build clients
-	$(CARGO) build --release --locked -p weir
+	$(RELEASE)
 	cd bench/runtimes && $(CARGO) build --release --locked --target-dir ../../$(TARGET)/runtimes
 	bench/runtimes/run.py --compio "$(TARGET)/runtimes/release/nbd-compio" --weir "$(TARGET)/release/weir" --json bench/results/runtimes.json
 
@@ -73,7 +77,7 @@ soak: ## the properties and the simulation with many more cases and seeds; qcow2
 	@scripts/deps build clients guest systemd
 	WEIR_SEEDS=$(SOAK_SEEDS) PROPTEST_CASES=$(SOAK_CASES) $(CARGO) test --release --locked -p weir-policy -p weir-block -p weir-export
 	WEIR_CONFORMANCE=all WEIR_KILLS=$(SOAK_KILLS) $(CARGO) test --release --locked -p weir --test e2e qcow2_c
-	$(CARGO) build --release --locked -p weir
+	$(RELEASE)
 	tests/guest/against-weir --full "$(TARGET)/release/weir"
 	tests/guest/against-weir --systemd "$(TARGET)/release/weir"
 

@@ -1,14 +1,15 @@
 #!/usr/bin/python3
-"""The demonstration: a real disk behind a real limit with a burst, driven by another process, shown as it runs.
+"""The demonstration: a real disk behind a real limit with a burst, driven by another process, shown
+as it runs.
 
-weir serves a raw image over NBD with 1000 operations a second, bursts of 5000, and a bucket that holds five seconds
-of burst. fio asks for as much as it can get. What passes is printed second by second, then as a table and a chart:
-asked against measured.
+weir serves a raw image over NBD with 1000 operations a second, bursts of 5000, and a bucket that
+holds five seconds of burst. fio asks for as much as it can get. What passes is printed second by
+second, then as a table and a chart: asked against measured.
 
 Usage: bench/demo.py [WEIR]       (`make demo` builds the binary and installs the clients first)
 
-Exit status 0 when every phase came within two percent of what was asked, else 1. Leaves nothing behind, also on
-Ctrl-C. Needs 1 GiB of disk for half a minute.
+Exit status 0 when every phase came within two percent of what was asked, else 1. Leaves nothing
+behind, also on Ctrl-C. Needs 1 GiB of disk for half a minute.
 """
 
 import os
@@ -32,14 +33,17 @@ SECONDS = 24
 TOLERANCE = 0.02
 LIMIT = ("--iops-total", RATE, "--iops-total-max", BURST, "--iops-total-max-length", LENGTH)
 
-# The bucket holds LENGTH seconds of burst and leaks at the rate meanwhile, so a burst lasts a little longer than
-# LENGTH. A tenth of a second of burst may pass at once, before its own bucket binds; that part of the bucket is spent.
+# The bucket holds LENGTH seconds of burst and leaks at the rate meanwhile, so a burst lasts a
+# little longer than LENGTH. A tenth of a second of burst may pass at once, before its own bucket
+# binds; that part of the bucket is spent.
 BURST_SECONDS = (BURST * LENGTH - BURST / 10) / (BURST - RATE)
 
 
 @dataclass(frozen=True)
 class Phase:
-    """A part of the run in which one rate is asked; its edges, where the rate changes, are left out."""
+    """A part of the run in which one rate is asked; its edges, where the rate changes, are left
+    out.
+    """
 
     name: str
     asked: int
@@ -69,7 +73,8 @@ def write_image(path):
 
 
 def drive(uri, directory):
-    """Runs fio to its end, showing each second; gives the milliseconds at which requests completed."""
+    """Runs fio to its end, showing each second; gives the milliseconds at which requests completed.
+    """
     load = Load("randread", 32)
     argv = [
         *fio_argv(load, over_nbd(uri), SECONDS),
@@ -146,7 +151,9 @@ def demonstrate(program):
             times_ms = drive(server.uri, directory)
 
     lines, good = table(times_ms)
-    print("\n".join(["", *lines, "", "  IOPS: measured █, asked ▁ (a bar that meets it ends under the line)"]))
+    print(
+        "\n".join(["", *lines, "", "  IOPS: measured █, asked ▁ (a bar that meets it ends under the line)"])
+    )
     print("\n".join(picture(times_ms)))
     print(
         f"\n  The bucket holds {LENGTH} s of {BURST}/s and leaks {RATE}/s meanwhile: the burst lasts {BURST_SECONDS:.1f} s."

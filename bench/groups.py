@@ -1,7 +1,9 @@
-"""Daemons that serve several disks in one throttle group: weir from a config file, qemu-storage-daemon from its options.
+"""Daemons that serve several disks in one throttle group: weir from a config file,
+qemu-storage-daemon from its options.
 
-Why one description for both: what is compared must be the same disks under the same limits. What QEMU has no word for (weights,
-reservations) stays a setting of weir's, and QEMU's figure then shows what its users get today.
+Why one description for both: what is compared must be the same disks under the same limits. What
+QEMU has no word for (weights, reservations) stays a setting of weir's, and QEMU's figure then shows
+what its users get today.
 
 Never puts a load on them.
 """
@@ -34,7 +36,8 @@ def table(title, keys):
 
 
 class Daemon(servers.Server):
-    """A server whose command line needs a directory of its own: a config file, a monitor's socket."""
+    """A server whose command line needs a directory of its own: a config file, a monitor's socket.
+    """
 
     def __init__(self, command):
         super().__init__([])
@@ -69,17 +72,24 @@ def weir(program, limits, disks, image=NULL, daemon=None):
 
 
 def storage_daemon(limits, disks, idle=0, file="driver=null-co,size=1073741824"):
-    """qemu-storage-daemon with `disks` in one group of these limits, and `idle` members more that nobody can reach."""
+    """qemu-storage-daemon with `disks` in one group of these limits, and `idle` members more that
+    nobody can reach.
+    """
 
     def command(_directory, monitor):
         below = ",".join(f"file.{option}" for option in file.split(","))
-        group = ",".join(["throttle-group", f"id={GROUP}", *(f"x-{key}={value}" for key, value in limits.items())])
+        group = ",".join(
+            ["throttle-group", f"id={GROUP}", *(f"x-{key}={value}" for key, value in limits.items())]
+        )
         argv = ["qemu-storage-daemon", "--chardev", f"socket,id=qmp,path={monitor},server=on,wait=off"]
         argv += ["--monitor", "chardev=qmp", "--nbd-server", "addr.type=fd,addr.str=3", "--object", group]
         for name in [*(disk.name for disk in disks), *(f"idle{number}" for number in range(idle))]:
             argv += ["--blockdev", f"driver=throttle,node-name={name},throttle-group={GROUP},{below}"]
         for disk in disks:
-            argv += ["--export", f"type=nbd,id={disk.name},node-name={disk.name},name={disk.name},writable=on"]
+            argv += [
+                "--export",
+                f"type=nbd,id={disk.name},node-name={disk.name},name={disk.name},writable=on",
+            ]
         return argv
 
     return Daemon(command)

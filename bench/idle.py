@@ -1,8 +1,11 @@
-"""The row that asks what many idle exports cost: resident memory, and the time until all can be reached.
+"""The row that asks what many idle exports cost: resident memory, and the time until all can be
+reached.
 
-Why: one daemon for all of a host's disks is only an option if a disk nobody uses costs next to nothing.
+Why: one daemon for all of a host's disks is only an option if a disk nobody uses costs next to
+nothing.
 
-Never puts load on them: one client looks at the last export, so that the figure is of a daemon that works.
+Never puts load on them: one client looks at the last export, so that the figure is of a daemon that
+works.
 """
 
 import signal
@@ -48,7 +51,10 @@ def contenders(setup, _stack):
             write_config(config, socket, setup.exports)
             start = time.monotonic()
             process = subprocess.Popen(
-                [setup.program, "serve", "--config", config], stderr=subprocess.PIPE, text=True, errors="replace"
+                [setup.program, "serve", "--config", config],
+                stderr=subprocess.PIPE,
+                text=True,
+                errors="replace",
             )
             try:
                 wait_ready(process)

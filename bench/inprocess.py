@@ -1,7 +1,9 @@
-"""Rows of `weir bench` beside `qemu-img bench`: the same options, the same file, what each tool says itself.
+"""Rows of `weir bench` beside `qemu-img bench`: the same options, the same file, what each tool
+says itself.
 
-Reads of 4 KiB one behind the other, as both tools send them unless told otherwise. Past the page cache it is the disk that answers, and what is
-compared is what the programs add; in the page cache nothing but the programs is left. That both touch the same bytes is tested in tests/bench.rs.
+Reads of 4 KiB one behind the other, as both tools send them unless told otherwise. Past the page
+cache it is the disk that answers, and what is compared is what the programs add; in the page cache
+nothing but the programs is left. That both touch the same bytes is tested in tests/bench.rs.
 
 Never writes to the images.
 """
@@ -11,9 +13,13 @@ from results import Faster
 from rows import WEIR, Row, settle
 
 # Ways of doing I/O by cache mode; Linux AIO works past the page cache alone.
-QEMU = {"none": ("qemu-img native", "qemu-img io_uring"), "writeback": ("qemu-img threads", "qemu-img io_uring")}
+QEMU = {
+    "none": ("qemu-img native", "qemu-img io_uring"),
+    "writeback": ("qemu-img threads", "qemu-img io_uring"),
+}
 BLOCK = 4096
-# As many requests as fit into the time of a sample, where the disk answers or memory does, by requests in flight.
+# As many requests as fit into the time of a sample, where the disk answers or memory does, by
+# requests in flight.
 RATES = {"none": {1: 8_000, 8: 40_000, 64: 60_000}, "writeback": {1: 60_000, 8: 100_000, 64: 150_000}}
 
 
@@ -63,5 +69,8 @@ def _row(form, cache, depth):
 
 
 ROWS = tuple(
-    _row(form, cache, depth) for form in ("raw", "qcow2") for cache in ("none", "writeback") for depth in (1, 8, 64)
+    _row(form, cache, depth)
+    for form in ("raw", "qcow2")
+    for cache in ("none", "writeback")
+    for depth in (1, 8, 64)
 )

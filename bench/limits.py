@@ -1,10 +1,12 @@
-"""The rows that ask whether a limit holds: the rate that passes against the rate asked, in real time.
+"""The rows that ask whether a limit holds: the rate that passes against the rate asked, in real
+time.
 
-Why from the time of every completion: a count over a window is wrong by one request at each end, which at 1 MiB and
-10 MB/s is one percent. The rate between the first and the last completion of the window has no such edge.
+Why from the time of every completion: a count over a window is wrong by one request at each end,
+which at 1 MiB and 10 MB/s is one percent. The rate between the first and the last completion of the
+window has no such edge.
 
-The limit's own arithmetic is tested in virtual time, exactly, beside its code; here it is the whole path
-(timers, reactor, socket) that could lose time. Never compares with another program.
+The limit's own arithmetic is tested in virtual time, exactly, beside its code; here it is the whole
+path (timers, reactor, socket) that could lose time. Never compares with another program.
 """
 
 import threading
@@ -31,21 +33,26 @@ FIO_STARTS_SECONDS = 1
 
 
 def lasting(seconds, skip_ms):
-    """How long a load is put on whose middle is measured for so many seconds; 0 if those are 0, a few requests."""
+    """How long a load is put on whose middle is measured for so many seconds; 0 if those are 0, a
+    few requests.
+    """
     return seconds and seconds + skip_ms / 1000 + 0.1
 
 
 def passed_per_second(times_ms, skip_ms, window_ms):
-    """Completions per second between the first and the last one of `[skip_ms, skip_ms + window_ms]`.
+    """Completions per second between the first and the last one of `[skip_ms, skip_ms +
+    window_ms]`.
 
-    Of a few requests, with a window of 0, between the first and the last of all: some figure, for nobody to judge.
+    Of a few requests, with a window of 0, between the first and the last of all: some figure, for
+    nobody to judge.
     """
     if not window_ms:
         return (len(times_ms) - 1) * 1000 / max(times_ms[-1] - times_ms[0], 1)
     inside = [time for time in times_ms if skip_ms <= time <= skip_ms + window_ms]
     if not inside or inside[0] == inside[-1]:
         raise loads.LoadFailed(f"{len(inside)} of {len(times_ms)} completions lie in the window measured")
-    # Several completions may carry the first millisecond: those after the first belong to the window.
+    # Several completions may carry the first millisecond: those after the first belong to the
+    # window.
     return (len(inside) - 1) * 1000 / (inside[-1] - inside[0])
 
 

@@ -2,8 +2,8 @@
 
 Why only other people's clients: the numbers must be ones that anybody can repeat without us.
 
-A sample is a dictionary of what one run showed: `iops`, `bytes_per_s` and `requests` of a load, `bytes_per_s` of
-a copy. Never starts a server; never compares samples.
+A sample is a dictionary of what one run showed: `iops`, `bytes_per_s` and `requests` of a load,
+`bytes_per_s` of a copy. Never starts a server; never compares samples.
 """
 
 import json
@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 
-# Requests of a load whose figures nobody judges, a mebibyte of them at most. Not a time: in any, a machine may do
-# nothing at all.
+# Requests of a load whose figures nobody judges, a mebibyte of them at most. Not a time: in any, a
+# machine may do nothing at all.
 LEAST, FEW = 4, 64
 MIB = 1 << 20
 
@@ -47,17 +47,21 @@ def run(argv, timeout_seconds):
 
 
 def placement(load):
-    """One client with a deep queue stays on the first core, whoever serves it; several share all cores with the server.
+    """One client with a deep queue stays on the first core, whoever serves it; several share all
+    cores with the server.
 
-    Left to the kernel, a virtual machine runs client and server on the same core much of the time (an idle virtual core counts
-    as preempted, so a wake-up does not go there), and every server's figure is a matter of luck. At depth 1 that one core is
-    where both belong: never both at work, and no wake-up through the hypervisor.
+    Left to the kernel, a virtual machine runs client and server on the same core much of the time
+    (an idle virtual core counts as preempted, so a wake-up does not go there), and every server's
+    figure is a matter of luck. At depth 1 that one core is where both belong: never both at work,
+    and no wake-up through the hypervisor.
     """
     return ["--cpus_allowed=0"] if load.connections == 1 and load.depth > 1 else []
 
 
 def length(load, seconds):
-    """The words that make a load of fio's so long; 0 seconds are a few requests, however long those take."""
+    """The words that make a load of fio's so long; 0 seconds are a few requests, however long those
+    take.
+    """
     if not seconds:
         return [f"--number_ios={max(LEAST, min(FEW, MIB // load.block_bytes))}"]
     return ["--time_based", f"--runtime={seconds * 1000:.0f}ms"]
@@ -69,7 +73,8 @@ def fio_argv(load, where, seconds):
         "fio", "--name=load", *where, *(placement(load) if seconds else ()), f"--rw={load.kind}",
         f"--bs={load.block_bytes}", f"--iodepth={load.depth}", f"--numjobs={load.connections}", "--group_reporting",
         *length(load, seconds),
-        # A map of the blocks already visited costs the client time; random is random enough without.
+        # A map of the blocks already visited costs the client time; random is random enough
+        # without.
         "--norandommap",
         # Another sequence each time, or a second sample meets what the first left in some cache.
         "--randrepeat=0",
@@ -82,7 +87,9 @@ def over_nbd(uri):
 
 
 def on_file(path):
-    """fio on the file itself, bypassing the page cache: what the disk can give with nothing in between."""
+    """fio on the file itself, bypassing the page cache: what the disk can give with nothing in
+    between.
+    """
     return ["--ioengine=io_uring", "--direct=1", f"--filename={path}"]
 
 
@@ -115,11 +122,16 @@ def together(jobs, seconds):
 
     Gives for each the times of its completions, in milliseconds from its start.
     """
-    argv = ["fio", "--ioengine=nbd", "--norandommap", "--randrepeat=0", "--disable_clat=1", "--disable_slat=1"]
+    argv = [
+        "fio", "--ioengine=nbd", "--norandommap", "--randrepeat=0", "--disable_clat=1",
+        "--disable_slat=1",
+    ]  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="weir-bench.") as directory:
         for number, (load, uri) in enumerate(jobs):
-            argv += [f"--name=load{number}", f"--uri={uri}", f"--rw={load.kind}", f"--bs={load.block_bytes}",
-                     f"--iodepth={load.depth}", f"--write_lat_log={directory}/{number}", *length(load, seconds)]  # fmt: skip
+            argv += [
+                f"--name=load{number}", f"--uri={uri}", f"--rw={load.kind}", f"--bs={load.block_bytes}",
+                f"--iodepth={load.depth}", f"--write_lat_log={directory}/{number}", *length(load, seconds),
+            ]  # fmt: skip
         run(argv, seconds + 300)
         # fio counts its jobs through, from one, in the names of their logs.
         logs = [Path(directory, f"{number}_lat.{number + 1}.log") for number in range(len(jobs))]
@@ -127,8 +139,13 @@ def together(jobs, seconds):
 
 
 def in_total(jobs, seconds):
-    """Runs several loads at once and counts what completed in all: for rates too high to log every completion."""
-    argv = ["fio", "--ioengine=nbd", "--norandommap", "--randrepeat=0", "--group_reporting", "--output-format=json"]
+    """Runs several loads at once and counts what completed in all: for rates too high to log every
+    completion.
+    """
+    argv = [
+        "fio", "--ioengine=nbd", "--norandommap", "--randrepeat=0", "--group_reporting",
+        "--output-format=json",
+    ]  # fmt: skip
     for number, (load, uri) in enumerate(jobs):
         argv += [f"--name=load{number}", f"--uri={uri}", f"--rw={load.kind}", f"--bs={load.block_bytes}",
                  f"--iodepth={load.depth}", *length(load, seconds)]  # fmt: skip
@@ -148,5 +165,7 @@ def nbdcopy_out(uri, size_bytes, connections=None):
 
 
 def fill(uri, path):
-    """Copies a file into an export, so that reading it moves data: an untouched export is all holes."""
+    """Copies a file into an export, so that reading it moves data: an untouched export is all
+    holes.
+    """
     run(["nbdcopy", "--allocated", path, uri], 300)

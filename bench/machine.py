@@ -1,4 +1,5 @@
-"""What a result was measured on: without it a number says nothing. For the header of the table and of the JSON.
+"""What a result was measured on: without it a number says nothing. For the header of the table and
+of the JSON.
 
 Never fails because something cannot be found out; it then says so.
 """

@@ -1,9 +1,11 @@
-"""The rows that ask what a group costs, and what it covers: idle members, two workers on one lock, reads of holes.
+"""The rows that ask what a group costs, and what it covers: idle members, two workers on one lock,
+reads of holes.
 
-Why: one group for a whole host is only an option if a member that does nothing costs nothing and threads do not stand in line for
-its buckets; and a limit that some reads slip past is none.
+Why: one group for a whole host is only an option if a member that does nothing costs nothing and
+threads do not stand in line for its buckets; and a limit that some reads slip past is none.
 
-Never compares a rate that a limit cut with one that the processor cut, except where the title says so.
+Never compares a rate that a limit cut with one that the processor cut, except where the title says
+so.
 """
 
 import groups

@@ -1,7 +1,9 @@
-"""Rows for the prefetch cache: sequential readers with it and without, in-process and over NBD, and what it costs where it is of no use.
+"""Rows for the prefetch cache: sequential readers with it and without, in-process and over NBD, and
+what it costs where it is of no use.
 
-The first rows are the experiment of the talk that pcache was shown in (KVM Forum 2016: `qemu-img bench -d 1|8|64 -c 262144 -s 4096 -S 4096 -t none`),
-the rows fio-* its table. How much there is to be gained is the device's to say: it is measured beside them, by large requests, several at a time.
+The first rows are the experiment of the talk that pcache was shown in (KVM Forum 2016: `qemu-img
+bench -d 1|8|64 -c 262144 -s 4096 -S 4096 -t none`), the rows fio-* its table. How much there is to
+be gained is the device's to say: it is measured beside them, by large requests, several at a time.
 
 Never measures through the page cache, which reads ahead itself.
 """
@@ -21,7 +23,8 @@ PREFETCH = "prefetch"
 DEVICE = "device, 1 MiB at a time"
 SMALL = "device, 4 KiB, depth 32"
 MEMORY = "memory"
-# A part of the device's bandwidth, or of what the socket lets through, that is enough where the gain would be more than all of it.
+# A part of the device's bandwidth, or of what the socket lets through, that is enough where the
+# gain would be more than all of it.
 NEAR = 0.80
 BLOCK = 4096
 # What the talk's runs sent: 1 GiB.
@@ -68,7 +71,10 @@ def talk(form, depth):
         options = ["-d", depth, "-S", BLOCK]
 
         def qemu(aio):
-            argv = ["qemu-img", "bench", "-f", form, "-t", "none", "-i", aio, "-c", count(setup), "-s", BLOCK, *options, path]
+            argv = [
+                "qemu-img", "bench", "-f", form, "-t", "none", "-i", aio, "-c", count(setup), "-s",
+                BLOCK, *options, path,
+            ]  # fmt: skip
 
             def sample():
                 settle(path)
@@ -101,7 +107,9 @@ def over_nbd(setup, stack):
 
 
 def fio(kind, threads, depth):
-    """One row of the talk's table: fio through exports, a connection a thread, all threads from the beginning of the disk."""
+    """One row of the talk's table: fio through exports, a connection a thread, all threads from the
+    beginning of the disk.
+    """
     load = Load(kind, depth, connections=threads)
 
     def contenders(setup, stack):
@@ -128,7 +136,10 @@ def readers(setup, _stack):
     requests = count(setup)
 
     def sample(*more):
-        argv = [setup.program, "bench", "-f", "raw", "-t", "none", "-c", requests, "-s", BLOCK, *options, *more, setup.disk]
+        argv = [
+            setup.program, "bench", "-f", "raw", "-t", "none", "-c", requests, "-s", BLOCK,
+            *options, *more, setup.disk,
+        ]  # fmt: skip
 
         def run():
             settle(setup.disk)
@@ -150,7 +161,9 @@ def readers(setup, _stack):
 
 
 def scan(*options):
-    """One reader with one request in flight, whose offsets are as `options` say; and what the device gives to many small requests at a time."""
+    """One reader with one request in flight, whose offsets are as `options` say; and what the
+    device gives to many small requests at a time.
+    """
 
     def contenders(setup, _stack):
         both = with_and_without(setup, setup.disk, "raw", "-d", 1, *options, requests=count(setup) // 8)
@@ -160,7 +173,9 @@ def scan(*options):
 
 
 def fooled(setup, _stack):
-    """Runs at random places that end when they are noticed. Long enough that the gate is closed for most of it."""
+    """Runs at random places that end when they are noticed. Long enough that the gate is closed for
+    most of it.
+    """
     return with_and_without(setup, setup.disk, "raw", "-d", 1, "--random", "--run", 3)
 
 
@@ -169,7 +184,10 @@ def slow(setup, _stack):
     imitated = ["--delay", "read=5ms", "--rate", "read=200000000"]
     path = setup.disk
     # As many bytes, in requests of 128 KiB.
-    at_depth = [setup.program, "bench", "-f", "raw", "-t", "none", "-c", count(setup) // 32, "-s", "128K", "-d", 64]
+    at_depth = [
+        setup.program, "bench", "-f", "raw", "-t", "none", "-c", count(setup) // 32, "-s", "128K",
+        "-d", 64,
+    ]  # fmt: skip
 
     def deep():
         settle(path)
@@ -189,7 +207,10 @@ def cost(*options):
         requests = 4 * count(setup)
 
         def sample(*more):
-            argv = [setup.program, "bench", "-d", 1, "-c", requests, "-s", BLOCK, *options, *more, f"memory:{setup.size_bytes}"]
+            argv = [
+                setup.program, "bench", "-d", 1, "-c", requests, "-s", BLOCK, *options, *more,
+                f"memory:{setup.size_bytes}",
+            ]  # fmt: skip
             return lambda: {"ns": 1e9 / bench_sample(argv, requests)["iops"]}
 
         return {PREFETCH: sample("--prefetch", "on"), NONE: sample()}
@@ -197,7 +218,8 @@ def cost(*options):
     return contenders
 
 
-# What the talk's table says was gained by the cache alone, in percent, by threads and requests in flight of each.
+# What the talk's table says was gained by the cache alone, in percent, by threads and requests in
+# flight of each.
 GAINS = {
     (1, 1): 341, (4, 1): 231, (16, 1): 80.3,
     (1, 4): 190, (4, 4): 79.0, (16, 4): 77.6,
@@ -222,13 +244,27 @@ def _sequential(threads, depth):
     gain = GAINS[threads, depth]
     asked = Faster(PREFETCH, 1 + gain / 100, (NONE,), cap=(NEAR, DEVICE, MEMORY), key="bytes_per_s")
     title = f"4 KiB sequential reads over NBD, threads {threads}, depth {depth} each (the talk: {gain:+} %)"
-    return Row(f"fio-seq-{threads}-{depth}", title, fio("read", threads, depth), (asked,), columns=("bytes_per_s", "cpu_us"), needs_weir=True)
+    return Row(
+        f"fio-seq-{threads}-{depth}",
+        title,
+        fio("read", threads, depth),
+        (asked,),
+        columns=("bytes_per_s", "cpu_us"),
+        needs_weir=True,
+    )
 
 
 def _random(threads, depth):
     title = f"4 KiB random reads over NBD, threads {threads}, depth {depth} each"
     # A percent is far below this machine's noise: more pairs.
-    return Row(f"fio-rnd-{threads}-{depth}", title, fio("randread", threads, depth), (Faster(PREFETCH, 0.99, (NONE,)),), needs_weir=True, rounds_factor=3)
+    return Row(
+        f"fio-rnd-{threads}-{depth}",
+        title,
+        fio("randread", threads, depth),
+        (Faster(PREFETCH, 0.99, (NONE,)),),
+        needs_weir=True,
+        rounds_factor=3,
+    )
 
 
 def _scan(name, title, *options):
@@ -237,12 +273,19 @@ def _scan(name, title, *options):
 
 
 ROWS = (
-    *(_talk(form, depth, factor) for form in ("raw", "qcow2") for depth, factor in ((1, 10), (8, 4), (64, 1.5))),
+    *(
+        _talk(form, depth, factor)
+        for form in ("raw", "qcow2")
+        for depth, factor in ((1, 10), (8, 4), (64, 1.5))
+    ),
     Row(
         "prefetch-nbd-1",
         "4 KiB sequential reads, depth 1, one connection, raw file, cache none",
         over_nbd,
-        (Faster(PREFETCH, 10, (NONE,), cap=(NEAR, MEMORY)), Faster(PREFETCH, 10, QEMU_NBD, cap=(NEAR, MEMORY))),
+        (
+            Faster(PREFETCH, 10, (NONE,), cap=(NEAR, MEMORY)),
+            Faster(PREFETCH, 10, QEMU_NBD, cap=(NEAR, MEMORY)),
+        ),
         needs_weir=True,
     ),
     *(_sequential(threads, depth) for depth in (1, 4, 32) for threads in (1, 4, 16)),

@@ -1,11 +1,15 @@
-"""Rows for qcow2: in-process (`weir bench` beside `qemu-img bench`), over NBD, converting, and opening.
+"""Rows for qcow2: in-process (`weir bench` beside `qemu-img bench`), over NBD, converting, and
+opening.
 
-Why QEMU's own tool makes every image: weir and QEMU then work on the very same file, and neither gains from how the other lays one out.
+Why QEMU's own tool makes every image: weir and QEMU then work on the very same file, and neither
+gains from how the other lays one out.
 
-Images lie beside the raw disk file and are made once; what a sample makes is removed with it. Never writes to the raw file.
+Images lie beside the raw disk file and are made once; what a sample makes is removed with it. Never
+writes to the raw file.
 
-Rows whose name ends in -ram have their images in a file system in memory: there the disk is not what everybody waits for, and what is compared
-is the programs. The others show what is left of that on this machine's disk.
+Rows whose name ends in -ram have their images in a file system in memory: there the disk is not
+what everybody waits for, and what is compared is the programs. The others show what is left of that
+on this machine's disk.
 """
 
 import resource
@@ -27,7 +31,8 @@ QEMU_NBD = ("qemu-nbd native", "qemu-nbd io_uring")
 RAW = "weir raw"
 MIB = 1 << 20
 GIB = 1 << 30
-# qemu-img bench has no random offsets: a step that is prime to the disk's blocks goes everywhere, 4099 blocks further each time.
+# qemu-img bench has no random offsets: a step that is prime to the disk's blocks goes everywhere,
+# 4099 blocks further each time.
 FAR_STEP = 4099 * 4096
 # Requests of one sample, as long as the loads of other rows at 100,000 a second.
 RATE = 100_000
@@ -36,7 +41,9 @@ DEPTH = 32
 
 @dataclass(frozen=True)
 class Image:
-    """An image of the bench's own; `size_bytes` of the disk, `options` of qemu-img create, `data` whether every cluster is written."""
+    """An image of the bench's own; `size_bytes` of the disk, `options` of qemu-img create, `data`
+    whether every cluster is written.
+    """
 
     name: str
     size_bytes: int
@@ -101,11 +108,16 @@ def qemu_bench(path, aio, count, *options, image_options=""):
         target = (f"driver=qcow2,file.driver=file,file.filename={path},file.aio={aio},cache.direct=on,"
                   f"file.cache.direct=on,{image_options}")  # fmt: skip
         return ["qemu-img", "bench", "-t", "none", "-d", DEPTH, "-c", count, *options, "--image-opts", target]
-    return ["qemu-img", "bench", "-f", "qcow2", "-t", "none", "-i", aio, "-d", DEPTH, "-c", count, *options, path]
+    return [
+        "qemu-img", "bench", "-f", "qcow2", "-t", "none", "-i", aio, "-d", DEPTH, "-c", count,
+        *options, path,
+    ]  # fmt: skip
 
 
 def in_ram(setup, stack):
-    """The same with a directory in memory for the images, which goes with the row, and the raw copy in it."""
+    """The same with a directory in memory for the images, which goes with the row, and the raw copy
+    in it.
+    """
     directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="weir-bench-", dir="/dev/shm"))
     ram = replace(setup, disk=Path(directory) / setup.disk.name)
     run(["cp", "--sparse=never", setup.disk, scratch_of(ram)])
@@ -132,9 +144,7 @@ def everywhere(kind, ram):
 
         path = path_of(setup, image)
         raw = raw_copy(setup)
-        theirs = {
-            name: on(qemu_bench(path, name.split()[1], count, *step, *write)) for name in QEMU
-        }
+        theirs = {name: on(qemu_bench(path, name.split()[1], count, *step, *write)) for name in QEMU}
         if not setup.program:
             return theirs
         return {
@@ -161,7 +171,9 @@ def raw_copy(setup):
 
 
 def allocating(cluster):
-    """Writes of a cluster each, one behind the other, into an empty image; the image is made anew for each sample."""
+    """Writes of a cluster each, one behind the other, into an empty image; the image is made anew
+    for each sample.
+    """
 
     def contenders(setup, _stack):
         size = setup.size_bytes
@@ -172,7 +184,12 @@ def allocating(cluster):
         def on(argv):
             def sample():
                 try:
-                    run(["qemu-img", "create", "-q", "-f", "qcow2", "-o", f"cluster_size={cluster}", path, size])
+                    run(
+                        [
+                            "qemu-img", "create", "-q", "-f", "qcow2", "-o",
+                            f"cluster_size={cluster}", path, size,
+                        ]  # fmt: skip
+                    )
                     return bench_sample(argv, count, cluster)
                 finally:
                     path.unlink(missing_ok=True)
@@ -192,7 +209,8 @@ def covering(part):
     def contenders(setup, _stack):
         # Less where only running counts.
         size = 16 * GIB if setup.seconds >= 1 else 256 * MIB
-        # Metadata alone: the data lies in holes, so that the mapping is what is measured and not the disk.
+        # Metadata alone: the data lies in holes, so that the mapping is what is measured and not
+        # the disk.
         image = Image("mapped", size, "preallocation=metadata", data=False)
         path = path_of(setup, image)
         # One entry of 8 bytes for each cluster of 64 KiB.
@@ -286,7 +304,9 @@ def text_of(setup):
         with open(unfinished, "wb") as file:
             number = 0
             while file.tell() < size:
-                lines = b"".join(b"%d: %x\n" % (n, n * 2654435761 & 0xFFFFFFFF) for n in range(number, number + 50_000))
+                lines = b"".join(
+                    b"%d: %x\n" % (n, n * 2654435761 & 0xFFFFFFFF) for n in range(number, number + 50_000)
+                )
                 file.write(lines[: size - file.tell()])
                 number += 50_000
         unfinished.rename(path)
@@ -294,7 +314,9 @@ def text_of(setup):
 
 
 def opening(setup, _stack):
-    """From the start of a server of a 10 TiB image to the answer of its first read, and the memory it then holds."""
+    """From the start of a server of a 10 TiB image to the answer of its first read, and the memory
+    it then holds.
+    """
     path = setup.disk.with_name("huge.qcow2")
     if not path.exists():
         unfinished = path.with_suffix(".new")
@@ -329,7 +351,9 @@ def _mib(value):
 
 
 def _random(name, requests_of, contenders, peers, ram):
-    """4 KiB requests at random, with an L2 cache that covers the disk: the images on the disk, or in memory."""
+    """4 KiB requests at random, with an L2 cache that covers the disk: the images on the disk, or
+    in memory.
+    """
     ending, where = ("-ram", ", images in memory") if ram else ("", "")
     return Row(
         f"qcow2-{name}{ending}",

@@ -1,7 +1,8 @@
 """What a row measured and what was asked of it: medians, paired ratios, verdicts. Pure arithmetic.
 
-Why ratios by pairs: the machine's speed drifts by tens of percent within minutes. The contenders of a row run one
-after the other, round by round; a ratio is taken inside each round and the median of the rounds counts.
+Why ratios by pairs: the machine's speed drifts by tens of percent within minutes. The contenders of
+a row run one after the other, round by round; a ratio is taken inside each round and the median of
+the rounds counts.
 
 Never measures anything, never prints.
 """
@@ -33,7 +34,9 @@ class Results:
         return (max(values) - min(values)) / (median(values) or 1.0)
 
     def ratio(self, contender, other, key):
-        """The median over the rounds of one contender's figure divided by the other's in the same round."""
+        """The median over the rounds of one contender's figure divided by the other's in the same
+        round.
+        """
         pairs = zip(self.samples[contender], self.samples[other], strict=True)
         return median(mine[key] / (theirs[key] or float("nan")) for mine, theirs in pairs)
 
@@ -54,10 +57,11 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Faster:
-    """Asks that a contender reach `factor` times the best of `peers`, or `cap` times a limit if that is less.
+    """Asks that a contender reach `factor` times the best of `peers`, or `cap` times a limit if
+    that is less.
 
-    A limit is what the disk, or a socket, gives with nothing in between: where the peers are close to it no factor over
-    them is possible. Of several the narrowest counts.
+    A limit is what the disk, or a socket, gives with nothing in between: where the peers are close
+    to it no factor over them is possible. Of several the narrowest counts.
     """
 
     who: str
@@ -82,7 +86,9 @@ class Faster:
 
 @dataclass(frozen=True)
 class Cheaper:
-    """Asks that a contender's `key` (processor time per request) be at most `factor` of the best peer's."""
+    """Asks that a contender's `key` (processor time per request) be at most `factor` of the best
+    peer's.
+    """
 
     who: str
     factor: float
@@ -98,7 +104,9 @@ class Cheaper:
 
 @dataclass(frozen=True)
 class Within:
-    """Asks that a rate be `asked` within `tolerance` (a part of it) in every round: a limit has no median."""
+    """Asks that a rate be `asked` within `tolerance` (a part of it) in every round: a limit has no
+    median.
+    """
 
     asked: float
     tolerance: float
@@ -164,7 +172,9 @@ class About:
 
 @dataclass(frozen=True)
 class AtMostMore:
-    """Asks that a contender's figure be at most so much above another's, in the median of the rounds."""
+    """Asks that a contender's figure be at most so much above another's, in the median of the
+    rounds.
+    """
 
     who: str
     other: str

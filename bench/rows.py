@@ -1,9 +1,10 @@
 """The rows of the table that compare: who runs, under which load, and what is asked of weir.
 
-Why a row is data and a function: `run.py` can interleave any of them without knowing what they measure, and a
-question about one number (`run.py --rows NAME`) runs only what that number needs.
+Why a row is data and a function: `run.py` can interleave any of them without knowing what they
+measure, and a question about one number (`run.py --rows NAME`) runs only what that number needs.
 
-Never prints, never computes a ratio. The asked factors are the project's promises, and live here only.
+Never prints, never computes a ratio. The asked factors are the project's promises, and live here
+only.
 """
 
 import os
@@ -57,7 +58,9 @@ class Row:
 
 
 def settle(disk):
-    """Writes back and drops the file's page cache, so that no contender pays for or gains from another's."""
+    """Writes back and drops the file's page cache, so that no contender pays for or gains from
+    another's.
+    """
     fd = os.open(disk, os.O_RDWR)
     try:
         os.fsync(fd)
@@ -67,7 +70,8 @@ def settle(disk):
 
 
 def under_load(server, load, seconds):
-    """One sample of a random load on a running server, with the processor time it cost the server."""
+    """One sample of a random load on a running server, with the processor time it cost the server.
+    """
     before = server.cpu_seconds()
     sample = loads.fio(load, loads.over_nbd(server.uri), seconds)
     sample["cpu_us"] = (server.cpu_seconds() - before) * 1e6 / sample["requests"]
@@ -75,7 +79,8 @@ def under_load(server, load, seconds):
 
 
 def on_file(setup, argv, use):
-    """A contender whose server lives for one sample: two servers may not hold one image (its lock)."""
+    """A contender whose server lives for one sample: two servers may not hold one image (its lock).
+    """
 
     def sample():
         settle(setup.disk)
@@ -96,14 +101,18 @@ def on_direct(setup, load):
 
 
 def in_memory(setup, stack, argv):
-    """A memory server that lives as long as the row, filled: what was never written is answered without work."""
+    """A memory server that lives as long as the row, filled: what was never written is answered
+    without work.
+    """
     server = stack.enter_context(servers.Server(argv))
     loads.fill(server.uri, setup.disk)
     return server
 
 
 def file_servers(setup, access):
-    """Command lines that serve the raw file with the page cache bypassed, each with its best options."""
+    """Command lines that serve the raw file with the page cache bypassed, each with its best
+    options.
+    """
     weir = {WEIR: servers.weir_file(setup.program, setup.disk)} if setup.program else {}
     return weir | {
         QEMU[0]: servers.qemu_nbd(setup.disk, "native"),
@@ -148,7 +157,8 @@ def random_memory(load):
 
 
 def copy_file(setup, _stack):
-    """nbdcopy of the raw file out of every server; the disk itself, read as nbdcopy would read it."""
+    """nbdcopy of the raw file out of every server; the disk itself, read as nbdcopy would read it.
+    """
 
     def use(server):
         return loads.nbdcopy_out(server.uri, setup.size_bytes)
@@ -167,7 +177,9 @@ def copy_memory(setup, stack):
 
 
 def connections(depth):
-    """weir on the raw file with one connection and with four, each `depth` deep; the disk itself with four."""
+    """weir on the raw file with one connection and with four, each `depth` deep; the disk itself
+    with four.
+    """
 
     def contenders(setup, _stack):
         def use(number):

@@ -1,16 +1,19 @@
 #!/usr/bin/python3
-"""Runs weir and its peers side by side and prints the table: who, how fast, at what cost, against what was asked.
+"""Runs weir and its peers side by side and prints the table: who, how fast, at what cost, against
+what was asked.
 
-Why interleaved: A, B, C, A, B, C …, so that a slow minute of the machine hits all of them. Read a ratio, not a number.
+Why interleaved: A, B, C, A, B, C …, so that a slow minute of the machine hits all of them. Read a
+ratio, not a number.
 
     bench/run.py                                 everything, about 25 minutes
     bench/run.py --rows 'file-*' --rounds 3      a part of it
     bench/run.py --peers-only                    what the machine gives without weir
     bench/run.py --short                         a minute: whether every row runs, and its figures can be read
 
-Exit status: 0 when everything ran, also where a target was missed; 1 when something failed. `--strict` makes it the
-judge of the targets: 1 where a row missed one, and the last lines name these rows.
-Never builds anything, and leaves nothing behind but the disk file it reuses and the JSON.
+Exit status: 0 when everything ran, also where a target was missed; 1 when something failed.
+`--strict` makes it the judge of the targets: 1 where a row missed one, and the last lines name
+these rows. Never builds anything, and leaves nothing behind but the disk file it reuses and the
+JSON.
 """
 
 import argparse
@@ -77,12 +80,22 @@ def arguments():
     parser.add_argument("--list", action="store_true", help="print the rows' names and end")
     parser.add_argument("--rounds", type=int, default=5, help="samples of each contender (default: 5)")
     parser.add_argument("--seconds", type=float, default=4, help="length of one random load (default: 4)")
-    parser.add_argument("--weir", type=Path, default=TARGET / "release" / "weir", help="the binary to measure")
+    parser.add_argument(
+        "--weir", type=Path, default=TARGET / "release" / "weir", help="the binary to measure"
+    )
     parser.add_argument("--peers-only", action="store_true", help="measure without weir")
-    parser.add_argument("--short", action="store_true", help="one round of a few requests: whether all rows run, two at a time")
+    parser.add_argument(
+        "--short",
+        action="store_true",
+        help="one round of a few requests: whether all rows run, two at a time",
+    )
     parser.add_argument("--strict", action="store_true", help="exit with 1 where a target is missed")
-    parser.add_argument("--directory", type=Path, default=TARGET / "bench", help="where the disk file is kept")
-    parser.add_argument("--json", type=Path, help="where to write the samples (default: bench/results/TIME.json)")
+    parser.add_argument(
+        "--directory", type=Path, default=TARGET / "bench", help="where the disk file is kept"
+    )
+    parser.add_argument(
+        "--json", type=Path, help="where to write the samples (default: bench/results/TIME.json)"
+    )
     args = parser.parse_args()
     if args.strict and (args.short or args.peers_only):
         parser.error("--strict judges the targets, which --short and --peers-only do not measure")
@@ -90,7 +103,8 @@ def arguments():
 
 
 def chosen(patterns, peers_only):
-    """The rows a list of patterns names, in the table's order; ends the program if one names none."""
+    """The rows a list of patterns names, in the table's order; ends the program if one names none.
+    """
     patterns = patterns.split(",")
     for pattern in patterns:
         if not any(fnmatch.fnmatch(row.name, pattern) for row in ROWS):
@@ -117,7 +131,9 @@ def prepare(args, directory):
 
 
 def write_disk(disk, size):
-    """Writes random bytes throughout: holes and zeroes are answered by some servers without reading."""
+    """Writes random bytes throughout: holes and zeroes are answered by some servers without
+    reading.
+    """
     unfinished = disk.with_suffix(".new")
     with open(unfinished, "wb") as file:
         for _ in range(size // MIB):
@@ -140,7 +156,9 @@ def measure(row, setup, rounds):
 
 
 def outcome_of(row, setup, rounds, judged):
-    """One row's outcome. A row that fails does not end the table: the others may still be what was wanted."""
+    """One row's outcome. A row that fails does not end the table: the others may still be what was
+    wanted.
+    """
     try:
         results = measure(row, setup, rounds)
     except FAILURES as error:
@@ -169,17 +187,22 @@ def samples_of(name, setup):
 
 
 def unreadable(row, samples):
-    """Why a row's samples are no figures, if they are not: each column has one, and each is a number."""
+    """Why a row's samples are no figures, if they are not: each column has one, and each is a
+    number.
+    """
     taken = [sample for contender in samples.values() for sample in contender]
     for column in row.columns:
         figures = [sample[column] for sample in taken if column in sample]
-        if not figures or not all(isinstance(figure, (int, float)) and math.isfinite(figure) for figure in figures):
+        if not figures or not all(
+            isinstance(figure, (int, float)) and math.isfinite(figure) for figure in figures
+        ):
             return f"{column}: no figures, but {figures}"
     return None
 
 
 def all_short(wanted, setup):
-    """The outcome of each row, in their order, two at a time: what is judged is only that it runs."""
+    """The outcome of each row, in their order, two at a time: what is judged is only that it runs.
+    """
     with ProcessPoolExecutor(SHORT_WORKERS) as pool:
         try:
             futures = [pool.submit(samples_of, row.name, setup) for row in wanted]
@@ -234,7 +257,9 @@ def measured(stack):
         print(f"\n{text}", flush=True)
 
     failed = [outcome.row.name for outcome in outcomes if outcome.failure]
-    missed = [outcome.row.name for outcome in outcomes if not all(verdict.passed for verdict in outcome.verdicts)]
+    missed = [
+        outcome.row.name for outcome in outcomes if not all(verdict.passed for verdict in outcome.verdicts)
+    ]
     if judged:
         print(f"\n{report.summary(outcomes)}")
     if args.json or not args.short:

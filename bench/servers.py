@@ -1,8 +1,10 @@
-"""NBD servers as the bench runs them: started on a socket of ours, their processor time read, stopped.
+"""NBD servers as the bench runs them: started on a socket of ours, their processor time read,
+stopped.
 
-Why the socket is ours: weir, qemu-nbd and nbdkit all take a listening socket from their parent (systemd's
-LISTEN_FDS protocol). A client may then connect at once and simply waits until the server accepts, so that no
-server is polled for readiness and none needs options of its own for where to listen.
+Why the socket is ours: weir, qemu-nbd and nbdkit all take a listening socket from their parent
+(systemd's LISTEN_FDS protocol). A client may then connect at once and simply waits until the server
+accepts, so that no server is polled for readiness and none needs options of its own for where to
+listen.
 
 Never leaves a process or a socket behind, also when a sample fails; never decides what is measured.
 """
@@ -15,21 +17,25 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-# The three programs expect their sockets from descriptor 3 on, and LISTEN_PID to be their own process: only a
-# process that then becomes the server can set that. The socket arrives as its standard input.
+# The three programs expect their sockets from descriptor 3 on, and LISTEN_PID to be their own
+# process: only a process that then becomes the server can set that. The socket arrives as its
+# standard input.
 ACTIVATE = 'exec 3<&0 </dev/null; LISTEN_PID=$$ LISTEN_FDS=1 exec "$@"'
 STOP_SECONDS = 120
 TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 
 
 class ServerFailed(Exception):
-    """A server ended by itself, did not stop, or stopped with an error; the text says which and why."""
+    """A server ended by itself, did not stop, or stopped with an error; the text says which and
+    why.
+    """
 
 
 class Server:
     """One running server of one export. Use it in a `with` statement.
 
-    It is reached over a Unix socket, or where a client cannot use one over TCP on the loopback (`tcp=True`).
+    It is reached over a Unix socket, or where a client cannot use one over TCP on the loopback
+    (`tcp=True`).
     """
 
     def __init__(self, argv, tcp=False):
@@ -54,7 +60,9 @@ class Server:
             self._directory.cleanup()
 
     def prepare(self, directory):
-        """Called before the start with a directory that ends with the server: for files its command line names."""
+        """Called before the start with a directory that ends with the server: for files its command
+        line names.
+        """
 
     def uri_of(self, export):
         """The URI of one export among several."""
@@ -81,7 +89,9 @@ class Server:
         return self._process.pid
 
     def cpu_seconds(self):
-        """User and system time of all its threads so far, those that ended included; in steps of 10 ms."""
+        """User and system time of all its threads so far, those that ended included; in steps of 10
+        ms.
+        """
         return cpu_seconds(self._process.pid)
 
     def log(self):
@@ -89,7 +99,8 @@ class Server:
         return self._log_path.read_text(errors="replace")
 
     def _stop(self, quiet):
-        """Ends the process. `quiet` when another failure is on its way out and must not be hidden."""
+        """Ends the process. `quiet` when another failure is on its way out and must not be hidden.
+        """
         if self._process.poll() is not None:
             # Whatever failed because of it says less than the server's last words.
             raise ServerFailed(f"{shlex.join(self.argv)[:200]}: ended by itself\n{self.log()}")
@@ -107,7 +118,8 @@ class Server:
 
 def cpu_seconds(pid):
     """User and system time of process `pid`, from /proc/PID/stat (fields 14 and 15 of proc(5))."""
-    # The second field is the program's name in parentheses and may hold spaces: count from behind it.
+    # The second field is the program's name in parentheses and may hold spaces: count from behind
+    # it.
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / TICKS_PER_SECOND
 
@@ -139,8 +151,8 @@ def qemu_nbd(path, aio):
 def nbdkit_file(path, access):
     """nbdkit's file plugin; `access` is `random` or `sequential`.
 
-    It cannot open O_DIRECT. `cache=none` is its nearest: it goes through the page cache and asks the
-    kernel to drop what it touched, so that a second read goes to the disk again.
+    It cannot open O_DIRECT. `cache=none` is its nearest: it goes through the page cache and asks
+    the kernel to drop what it touched, so that a second read goes to the disk again.
     """
     return ["nbdkit", "--foreground", "file", path, "cache=none", f"fadvise={access}"]
 

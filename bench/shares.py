@@ -1,10 +1,12 @@
-"""The rows that ask who gets how much of a group's limit: clients of unlike habits, weights, a reservation.
+"""The rows that ask who gets how much of a group's limit: clients of unlike habits, weights, a
+reservation.
 
-Why a part of the limit and not a ratio of the members: a group that leaves some of its limit unused, however evenly, is no
-success either. Rates are taken from the times of completions, as in `limits.py`. The same decisions are tested
-exactly, in virtual time, beside their code.
+Why a part of the limit and not a ratio of the members: a group that leaves some of its limit
+unused, however evenly, is no success either. Rates are taken from the times of completions, as in
+`limits.py`. The same decisions are tested exactly, in virtual time, beside their code.
 
-Never asks anything of QEMU: its figures stand beside to show what changes for whoever comes from there.
+Never asks anything of QEMU: its figures stand beside to show what changes for whoever comes from
+there.
 """
 
 import groups
@@ -16,7 +18,8 @@ from results import About, AtLeast
 from rows import WEIR, Row
 
 QSD = "qemu-storage-daemon"
-# By then every client is connected, and what passed at once (a tenth of a second's worth) is paid for.
+# By then every client is connected, and what passed at once (a tenth of a second's worth) is paid
+# for.
 SKIP_MS = 500
 TOLERANCE = 0.02
 NAMES = ("first", "second", "third")
@@ -59,7 +62,10 @@ def sharing(limit, rate, jobs, settings=None):
             units = [load.block_bytes if limit.startswith("bps") else 1 for load in jobs.values()]
             return {name: part * unit / rate for name, part, unit in zip(jobs, passed, units, strict=True)}
 
-        return {name: lambda start=start: sample(start) for name, start in both(setup, {limit: rate}, disks).items()}
+        return {
+            name: lambda start=start: sample(start)
+            for name, start in both(setup, {limit: rate}, disks).items()
+        }
 
     return contenders
 
@@ -100,7 +106,9 @@ def levels(setup, _stack):
 
 
 def _fair(parts):
-    return tuple(About(WEIR, part, TOLERANCE, name, percent) for name, part in zip(NAMES, parts, strict=False))
+    return tuple(
+        About(WEIR, part, TOLERANCE, name, percent) for name, part in zip(NAMES, parts, strict=False)
+    )
 
 
 ROWS = (

@@ -1,9 +1,9 @@
 """How fast `weir simulate` is, and how far a daemon is from what was simulated.
 
-Speed: requests a second of one core, from the text of a trace to percentiles, with limits and without.
-The trace is weir's own CSV, of one disk under a limit that about half of its requests wait for, so that
-both ways through the simulation count.
-Reading it, both simulations of it (before and after) and the histograms are in the time; starting the program is too.
+Speed: requests a second of one core, from the text of a trace to percentiles, with limits and
+without. The trace is weir's own CSV, of one disk under a limit that about half of its requests wait
+for, so that both ways through the simulation count. Reading it, both simulations of it (before and
+after) and the histograms are in the time; starting the program is too.
 
 Distance: a trace is simulated, and sent to a daemon at its instants. A request that was sent late may be
 done as much later. tests/simulate.rs checks that a daemon is never ahead of the simulation.
@@ -29,8 +29,9 @@ from rows import WEIR, Row
 # What the project promises, on one core.
 ASKED = 2_000_000
 LIMIT = 1000
-# Of each second: a burst at twice the limit for a fifth of it, then what is left until there are as many as the limit lets pass. A tenth of a
-# second's worth passes at once, so of the 400 of the burst 200 wait, and of those behind it 300 until the queue is empty.
+# Of each second: a burst at twice the limit for a fifth of it, then what is left until there are as
+# many as the limit lets pass. A tenth of a second's worth passes at once, so of the 400 of the
+# burst 200 wait, and of those behind it 300 until the queue is empty.
 BURST, BURST_GAP_NS = 400, 500_000
 REST, REST_GAP_NS = 600, 1_333_333
 SECOND_NS = 1_000_000_000
@@ -54,7 +55,9 @@ def times_ns():
 
 
 def write_trace(path, seconds):
-    """A thousand requests a second, each of 4 KiB; kept between runs, since it is the same each time."""
+    """A thousand requests a second, each of 4 KiB; kept between runs, since it is the same each
+    time.
+    """
     if path.exists():
         return
     unfinished = path.with_suffix(".new")

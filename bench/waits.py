@@ -1,9 +1,11 @@
-"""The rows that ask how long a request waits which should not: behind a neighbour's huge ones, and when a limit is lifted.
+"""The rows that ask how long a request waits which should not: behind a neighbour's huge ones, and
+when a limit is lifted.
 
-Why libnbd itself and not fio: what counts is one request's time, and what was in flight when it was sent. Both are known only
-to whoever sends them.
+Why libnbd itself and not fio: what counts is one request's time, and what was in flight when it was
+sent. Both are known only to whoever sends them.
 
-Never measures a rate; never leaves a request behind: the connections end with the sample, whatever is still in flight.
+Never measures a rate; never leaves a request behind: the connections end with the sample, whatever
+is still in flight.
 """
 
 import contextlib
@@ -77,7 +79,9 @@ def wait(reader, other=None):
 
 
 def read_on(uri, size_bytes, begun):
-    """A neighbour: reads one after the other, to the end of its process; `begun` is set once the first is sent."""
+    """A neighbour: reads one after the other, to the end of its process; `begun` is set once the
+    first is sent.
+    """
     reader = Reader(uri, size_bytes)
     reader.send()
     begun.set()
@@ -88,7 +92,9 @@ def read_on(uri, size_bytes, begun):
 
 @contextlib.contextmanager
 def neighbour_of(uri, size_bytes):
-    """A neighbour in a process of its own: taking 32 MiB would be time in which ours notices no answer."""
+    """A neighbour in a process of its own: taking 32 MiB would be time in which ours notices no
+    answer.
+    """
     begun = multiprocessing.Event()
     process = multiprocessing.Process(target=read_on, args=(uri, size_bytes, begun), daemon=True)
     process.start()
@@ -111,7 +117,9 @@ def attend(readers, seconds):
 
 
 def reading(uri, rate, seconds):
-    """Waits of 4 KiB reads at their fair rate, half the group's, one in flight at a time; in milliseconds."""
+    """Waits of 4 KiB reads at their fair rate, half the group's, one in flight at a time; in
+    milliseconds.
+    """
     reader = Reader(uri, SMALL)
     pause = max(SMALL / (rate / 2), SHORTEST_PAUSE_SECONDS)
     waits = []
@@ -127,7 +135,8 @@ def reading(uri, rate, seconds):
 
 
 def neighbour(weir_cases, qsd_case):
-    """Contenders that read beside a neighbour; a case is `(rate, size of the neighbour's reads)`."""
+    """Contenders that read beside a neighbour; a case is `(rate, size of the neighbour's reads)`.
+    """
 
     def contenders(setup, _stack):
         disks = [Disk("quiet"), Disk("noisy")]
@@ -144,7 +153,9 @@ def neighbour(weir_cases, qsd_case):
         cases = [(WEIR, weir, *case) for case in weir_cases] if setup.program else []
         cases.append(("QEMU", groups.storage_daemon, *qsd_case))
         return {
-            case_name(who, rate, large): lambda start=start, rate=rate, large=large: sample(start, rate, large)
+            case_name(who, rate, large): lambda start=start, rate=rate, large=large: sample(
+                start, rate, large
+            )
             for who, start, rate, large in cases
         }
 
@@ -157,7 +168,9 @@ def case_name(who, rate, large_bytes):
 
 
 def lifting(setup, _stack):
-    """A 4 KiB read that waits behind 8 MiB at 1 MB/s, and the limit lifted: how long until both are answered."""
+    """A 4 KiB read that waits behind 8 MiB at 1 MB/s, and the limit lifted: how long until both are
+    answered.
+    """
     limits, disk = {"bps-total": MB}, [Disk("disk")]
 
     def sample(start):
@@ -181,7 +194,9 @@ def lifting(setup, _stack):
 
 
 def released(monitor, large, small):
-    """Lifts the limit, with the command that both daemons know; milliseconds from then to the two answers."""
+    """Lifts the limit, with the command that both daemons know; milliseconds from then to the two
+    answers.
+    """
     start = time.monotonic()
     monitor.run("qom-set", path=groups.GROUP, property="limits", value={"bps-total": 0})
     wait(small, large)

@@ -1,12 +1,15 @@
-"""The rows that repeat the table of io-throttle v16: two streams of writes, 4 and 2 MB/s asked, on a disk that gives 22.
+"""The rows that repeat the table of io-throttle v16: two streams of writes, 4 and 2 MB/s asked, on
+a disk that gives 22.
 
-Why a device slowed to 22 MB/s: that is the disk of the table's author, and nothing else about his machine matters
-here. Why two modes: in his, the page cache stood between a stream and the limit. A guest's page cache does the same to its virtual
-disk: `cached` is a writer that keeps many requests in flight, on a disk with cache mode writeback; `direct` has one in flight at a
-time, as `dd oflag=direct`, on one with cache mode none.
+Why a device slowed to 22 MB/s: that is the disk of the table's author, and nothing else about his
+machine matters here. Why two modes: in his, the page cache stood between a stream and the limit. A
+guest's page cache does the same to its virtual disk: `cached` is a writer that keeps many requests
+in flight, on a disk with cache mode writeback; `direct` has one in flight at a time, as `dd
+oflag=direct`, on one with cache mode none.
 
-Never claims the table's absolute figures: what is asked is the limits at watermark 0, and above it the
-whole disk in their proportion. The table itself did not reach that (14.0 to 11.0 MB/s where 4:2 was asked).
+Never claims the table's absolute figures: what is asked is the limits at watermark 0, and above it
+the whole disk in their proportion. The table itself did not reach that (14.0 to 11.0 MB/s where 4:2
+was asked).
 """
 
 import groups
@@ -37,7 +40,8 @@ SEED = {
     ("cached", 100): (28.2, 23.4),
     ("direct", 100): (14.3, 11.7),
 }
-# Of the seconds of a limit's sample: left out while the use of the device becomes known, and measured.
+# Of the seconds of a limit's sample: left out while the use of the device becomes known, and
+# measured.
 SETTLE, MEASURE = 0.2, 0.6
 
 
@@ -48,12 +52,18 @@ def megabytes(value):
 
 def figures(first, second):
     """A sample of two streams, in MB/s."""
-    return {"first_mbps": first, "second_mbps": second, "total_mbps": first + second, "proportion": first / second}
+    return {
+        "first_mbps": first,
+        "second_mbps": second,
+        "total_mbps": first + second,
+        "proportion": first / second,
+    }
 
 
 def from_table(mode, watermark):
     """What the table says, in the place of a sample."""
-    # Without a total: its streams did not end together, so that the sum is no rate the disk ever had.
+    # Without a total: its streams did not end together, so that the sum is no rate the disk ever
+    # had.
     both = figures(*SEED[mode, watermark])
     return lambda: {key: both[key] for key in COLUMNS if key != "total_mbps"}
 
@@ -73,7 +83,9 @@ def config(images, mode, watermark):
     for number, (image, limit) in enumerate(zip(images, LIMITS_MIB, strict=True), 1):
         keys = {"image": str(image), "format": "raw", "cache": MODES[mode][0], "rate": RATE}
         if watermark is not None:
-            tables.append(groups.table(f"group.cgrp{number}", {"bps-total": f"{limit}M", "watermark": watermark}))
+            tables.append(
+                groups.table(f"group.cgrp{number}", {"bps-total": f"{limit}M", "watermark": watermark})
+            )
             keys["group"] = f"cgrp{number}"
         tables.append(groups.table(f"disk.dd{number}", keys))
     return "\n".join(tables)

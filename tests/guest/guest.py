@@ -1,9 +1,11 @@
-"""A virtual machine with a Linux that has cgroup v2 and an NBD client, and that does what scripts say.
+"""A virtual machine with a Linux that has cgroup v2 and an NBD client, and that does what scripts
+say.
 
-Why its clock can be its own: with QEMU's `-icount`, an instruction of the guest takes two of its nanoseconds, and when
-it only waits, its clock goes at once to what it waits for. What it measures is then the same on a machine that is busy,
-slow or stands still, and a minute of waiting costs nothing. For that, nothing outside may answer it in its own time:
-its disks are its own too (null_blk, in its memory), and one script holds all that depends on an instant, as between two
+Why its clock can be its own: with QEMU's `-icount`, an instruction of the guest takes two of its
+nanoseconds, and when it only waits, its clock goes at once to what it waits for. What it measures
+is then the same on a machine that is busy, slow or stands still, and a minute of waiting costs
+nothing. For that, nothing outside may answer it in its own time: its disks are its own too
+(null_blk, in its memory), and one script holds all that depends on an instant, as between two
 scripts its clock runs on. A guest that talks to a server outside has the host's clock.
 
 Never judges what it measures; never leaves the machine running, nor a file behind.
@@ -11,7 +13,6 @@ Never judges what it measures; never leaves the machine running, nor a file behi
 
 import base64
 import hashlib
-import os
 import re
 import shutil
 import socket
@@ -25,25 +26,28 @@ HERE = Path(__file__).resolve().parent
 # Much longer than either takes, also on a machine that stands still for most of the time.
 BOOT_SECONDS = 400
 SCRIPT_SECONDS = 400
-# Between the output of a script and its exit status (`serve-scripts` beside this); and what comes instead of both if
-# the script did not arrive as it was sent: the emulated serial line loses a byte at times.
+# Between the output of a script and its exit status (`serve-scripts` beside this); and what comes
+# instead of both if the script did not arrive as it was sent: the emulated serial line loses a byte
+# at times.
 END = b"@END "
 AGAIN = b"@AGAIN"
 TRANSMISSIONS = 5
-# One host thread for all of the guest's processors, and no five levels of page tables (LA57): with several threads, or
-# with those, QEMU 7.2 breaks a kernel now and then.
+# One host thread for all of the guest's processors, and no five levels of page tables (LA57): with
+# several threads, or with those, QEMU 7.2 breaks a kernel now and then.
 ACCELERATOR = "tcg,thread=single"
 PROCESSOR = "max,la57=off"
 # 2¹ ns an instruction, and no waiting in the host's time for what the guest waits for.
 OWN_CLOCK = ("-icount", "shift=1,sleep=off", "-rtc", "clock=vm")
-# A kernel that is broken ends at once (`oops=panic`, `panic=-1`, and QEMU's -no-reboot), instead of leaving a script
-# without an answer.
+# A kernel that is broken ends at once (`oops=panic`, `panic=-1`, and QEMU's -no-reboot), instead of
+# leaving a script without an answer.
 KERNEL = "console=ttyS0 quiet oops=panic panic=-1 psi=1 delayacct"
 MIB = 1 << 20
 
 
 class GuestFailed(Exception):
-    """The machine did not start, a script in it did not end, or it ended by itself; the text says what was printed."""
+    """The machine did not start, a script in it did not end, or it ended by itself; the text says
+    what was printed.
+    """
 
 
 class ScriptFailed(GuestFailed):
@@ -52,7 +56,8 @@ class ScriptFailed(GuestFailed):
 
 @dataclass(frozen=True)
 class OwnDisk:
-    """A disk in the guest's memory, /dev/NAME, with an empty ext4. What is written to it is lost."""
+    """A disk in the guest's memory, /dev/NAME, with an empty ext4. What is written to it is lost.
+    """
 
     name: str
     mib_per_s: int
@@ -61,7 +66,9 @@ class OwnDisk:
 
     @property
     def bps(self):
-        """What passes in a second of the guest's: of every fiftieth of one, whole requests (null_blk, nullb_bwtimer_fn)."""
+        """What passes in a second of the guest's: of every fiftieth of one, whole requests
+        (null_blk, nullb_bwtimer_fn).
+        """
         request = self.request_kib * 1024
         return 50 * (self.mib_per_s * (MIB // 50) // request) * request
 
@@ -72,7 +79,9 @@ class OwnDisk:
 
 @dataclass(frozen=True)
 class ExportedDisk:
-    """A disk that is an NBD export outside, with an ext4 that whoever serves it has made; QEMU is the client."""
+    """A disk that is an NBD export outside, with an ext4 that whoever serves it has made; QEMU is
+    the client.
+    """
 
     name: str  # as in /sys/block: vda, vdb and so on, in the order given
     uri: str
@@ -83,7 +92,8 @@ class ExportedDisk:
 
 
 def program_archive(program, directory):
-    """The program as /bin/weir, and its libraries, as an initramfs to be appended to another one."""
+    """The program as /bin/weir, and its libraries, as an initramfs to be appended to another one.
+    """
     tree, stripped = Path(directory, "program"), Path(directory, "stripped")
     # Without what only a debugger reads.
     subprocess.run(["strip", "--strip-debug", "-o", stripped, program], check=True)
@@ -138,7 +148,8 @@ class Guest:
 
         It ends with its first command that fails; `finally_` is done however it ends.
         """
-        script = f"set -e\ntrap 'status=$?; set +e; part finally; finally; exit $status' EXIT\nfinally() {{\n:\n{finally_}\n}}\n{body}"
+        end = "trap 'status=$?; set +e; part finally; finally; exit $status' EXIT"
+        script = f"set -e\n{end}\nfinally() {{\n:\n{finally_}\n}}\n{body}"
         pieces = re.split(r"^@PART (\w+)\n?", self.run(script), flags=re.MULTILINE)
         return dict(zip(pieces[1::2], pieces[2::2]))
 
@@ -171,7 +182,8 @@ class Guest:
         self._console = directory / "console"
         initramfs = directory / "initramfs"
         base = Path(self.cache, "guest.gz").read_bytes()
-        # An archive that is not compressed must begin at a multiple of four (the kernel's init/initramfs.c).
+        # An archive that is not compressed must begin at a multiple of four (the kernel's
+        # init/initramfs.c).
         padding = bytes(-len(base) % 4)
         initramfs.write_bytes(base + padding + program_archive(self.program, directory))
         self._socket, theirs = socket.socketpair()
@@ -197,11 +209,13 @@ class Guest:
         self._received = self._socket.makefile("rb")
 
     def _prepare(self):
-        """Makes the disks and the two control groups that most cases use, and bounds what waits to be written back.
+        """Makes the disks and the two control groups that most cases use, and bounds what waits to
+        be written back.
 
-        A limit for the whole machine: in a guest nobody else lives with it. Little, so that a buffered stream is as
-        slow as its limit within seconds, and not so little that the pages of one group, which wait for its limit, fill
-        it and hold up the other's writer (measured: with 16 MiB, a stream limited to 4 MB/s got 2.0 to 3.5).
+        A limit for the whole machine: in a guest nobody else lives with it. Little, so that a
+        buffered stream is as slow as its limit within seconds, and not so little that the pages of
+        one group, which wait for its limit, fill it and hold up the other's writer (measured: with
+        16 MiB, a stream limited to 4 MB/s got 2.0 to 3.5).
         """
         made = "\n".join(disk.made() for disk in self.disks)
         self.run(f"""

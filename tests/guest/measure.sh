@@ -1,8 +1,8 @@
-# What every script in the guest may use (guest.py puts it in front): disks, streams in a control group, the watch, and
-# reading what passed.
+# What every script in the guest may use (guest.py puts it in front): disks, streams in a control
+# group, the watch, and reading what passed.
 #
-# Everything that is called while something is measured is the shell's own: a program that starts takes time from what
-# is measured. Instants are seconds since boot, to 10 ms (/proc/uptime).
+# Everything that is called while something is measured is the shell's own: a program that starts
+# takes time from what is measured. Instants are seconds since boot, to 10 ms (/proc/uptime).
 
 cgroups=/sys/fs/cgroup
 # What `weir cgroup watch` and `weir probe` remember.
@@ -21,14 +21,15 @@ now() { read -r now nothing </proc/uptime; }
 # part NAME: what is printed from here on belongs to this part (guest.py takes the output apart)
 part() { echo "@PART $1"; }
 
-# make_disk NAME MIB_PER_S REQUEST_KIB SIZE_MIB: /dev/NAME, a disk in memory with an empty ext4 at /mnt/NAME
+# make_disk NAME MIB_PER_S REQUEST_KIB SIZE_MIB: /dev/NAME, a disk in memory with an empty ext4 at
+# /mnt/NAME
 make_disk() {
     configured=/sys/kernel/config
     [ -d $configured/nullb ] || mount -t configfs configfs $configured
     mkdir "$configured/nullb/$1"
-    # Requests of a bounded size: null_blk hands out a fiftieth of a second's bytes at a time, and one above that
-    # would never pass. For the same reason nothing is discarded. And a queue that holds all parts of 32 larger ones:
-    # what is left outside of it waits for longer than its turn.
+    # Requests of a bounded size: null_blk hands out a fiftieth of a second's bytes at a time, and
+    # one above that would never pass. For the same reason nothing is discarded. And a queue that
+    # holds all parts of 32 larger ones: what is left outside of it waits for longer than its turn.
     for setting in memory_backed=1 mbps="$2" max_sectors=$(($3 * 2)) hw_queue_depth=1024 size="$4" power=1; do
         echo "${setting#*=}" >"$configured/nullb/$1/${setting%%=*}"
     done
@@ -41,7 +42,8 @@ make_disk() {
 # device_number DISK: sets $device to MAJOR:MINOR
 device_number() { read -r device <"/sys/block/$1/dev"; }
 
-# written FILE DEVICE: sets $written to the bytes an io.stat says were written on a device (MAJOR:MINOR), 0 if it says nothing
+# written FILE DEVICE: sets $written to the bytes an io.stat says were written on a device
+# (MAJOR:MINOR), 0 if it says nothing
 written() {
     written=0
     while read -r number rbytes wbytes nothing; do
@@ -49,13 +51,15 @@ written() {
     done <"$1"
 }
 
-# on_disk NAME: sets $on_disk to the bytes written to a disk, by its own statistics (field 7 is sectors of 512 bytes)
+# on_disk NAME: sets $on_disk to the bytes written to a disk, by its own statistics (field 7 is
+# sectors of 512 bytes)
 on_disk() {
     read -r nothing nothing nothing nothing nothing nothing sectors nothing <"/sys/block/$1/stat"
     on_disk=$((sectors * 512))
 }
 
-# sample DISK GROUP…: one line, the instant, the bytes written to the disk, and those that each group's io.stat has
+# sample DISK GROUP…: one line, the instant, the bytes written to the disk, and those that each
+# group's io.stat has
 sample() {
     now
     on_disk "$1"
@@ -83,8 +87,8 @@ sample_for() {
     sample "$@"
 }
 
-# seconds_until SECONDS FILE TEXT: prints how many passed until the first line of FILE had TEXT in it; SECONDS and more
-# if it did not in that time. There may be no such file at first.
+# seconds_until SECONDS FILE TEXT: prints how many passed until the first line of FILE had TEXT in
+# it; SECONDS and more if it did not in that time. There may be no such file at first.
 seconds_until() {
     now
     begin=${now%.*}${now#*.}
@@ -112,9 +116,9 @@ kill_group() {
     done
 }
 
-# stream DISK MODE GROUP: starts writing without an end, MODE is direct or cached, to a file of the group's own: what a
-# file's pages are charged to is who wrote them first. One write is as large as keeps the processor idle at the disk's
-# speed, and small beside what passes in a window.
+# stream DISK MODE GROUP: starts writing without an end, MODE is direct or cached, to a file of the
+# group's own: what a file's pages are charged to is who wrote them first. One write is as large as
+# keeps the processor idle at the disk's speed, and small beside what passes in a window.
 stream() {
     rm -f "/mnt/$1/$3"
     flag=
@@ -131,7 +135,8 @@ end_streams() {
     sync
 }
 
-# watch_start [FILTER]: starts `weir cgroup watch` in a control group of its own, and waits until it is ready
+# watch_start [FILTER]: starts `weir cgroup watch` in a control group of its own, and waits until it
+# is ready
 watch_start() {
     mkdir -p $cgroups/watch
     # Not with in_group: in the background, that would leave the number of a shell.

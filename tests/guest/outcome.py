@@ -1,7 +1,7 @@
 """What a case showed, beside what it should have: checks and their verdicts.
 
-A case is tried once. Its figures are of a clock that no other program of the machine slows (guest.py), or are bounds
-that a slow machine cannot break.
+A case is tried once. Its figures are of a clock that no other program of the machine slows
+(guest.py), or are bounds that a slow machine cannot break.
 
 Never measures anything.
 """
@@ -34,7 +34,9 @@ def near(what, value, wanted, tolerance, unit="MB/s", scale=1e6):
 
 def least(what, value, wanted, unit="MB/s", scale=1e6):
     """A figure that is to be this one or more."""
-    return Check(what, value >= wanted, f"{value / scale:.2f} {unit}", f"at least {wanted / scale:.2f} {unit}")
+    return Check(
+        what, value >= wanted, f"{value / scale:.2f} {unit}", f"at least {wanted / scale:.2f} {unit}"
+    )
 
 
 def most(what, value, wanted, unit="MB/s", scale=1.0):
@@ -53,7 +55,8 @@ def contains(what, text, part):
 
 
 def judge(case):
-    """The checks of a case, a function that returns them. A script that fails is a check that does."""
+    """The checks of a case, a function that returns them. A script that fails is a check that does.
+    """
     try:
         return case()
     except ScriptFailed as error:

@@ -1,13 +1,14 @@
 """A burst, and what becomes of it when the watch that runs it is killed.
 
-The bucket (crates/policy/src/throttle/bucket.rs) holds 5 s of 20M and leaks at 4M meanwhile, so that a burst lasts
-100 / (20 - 4) = 6.25 s. The kernel knows nothing of it: the watch tells it the burst's rate, and the limit's afterwards.
+The bucket (crates/policy/src/throttle/bucket.rs) holds 5 s of 20M and leaks at 4M meanwhile, so
+that a burst lasts 100 / (20 - 4) = 6.25 s. The kernel knows nothing of it: the watch tells it the
+burst's rate, and the limit's afterwards.
 """
 
 import re
 
 import streams
-from commands import limit, unlimit
+from commands import limit
 from outcome import Check, contains, fact, most, near
 
 MIB = 1 << 20
@@ -25,11 +26,15 @@ DECISIONS = "grep ' told ' $watch_log || true"
 
 def passed(taken, begin, end):
     """Bytes per second of the first group between two instants."""
-    return streams.rate([(sample.seconds, sample.groups[0]) for sample in taken if begin <= sample.seconds <= end])
+    return streams.rate(
+        [(sample.seconds, sample.groups[0]) for sample in taken if begin <= sample.seconds <= end]
+    )
 
 
 def length(taken, start):
-    """Seconds that passed at the burst's rate, if all the rest passed at the limit's: total = burst · length + rate · rest."""
+    """Seconds that passed at the burst's rate, if all the rest passed at the limit's: total = burst
+    · length + rate · rest.
+    """
     total, whole = taken[-1].groups[0] - taken[0].groups[0], taken[-1].seconds - start
     return (total - RATE * whole) / (BURST - RATE)
 
@@ -45,7 +50,9 @@ def io_max(line_rate):
 
 
 def soon(decisions):
-    """The check that each decision is in io.max as soon as it should be, by what the watch says of them."""
+    """The check that each decision is in io.max as soon as it should be, by what the watch says of
+    them.
+    """
     took = [int(number) / 1e6 for number in re.findall(r" told .*after_us=([0-9]+)", decisions)]
     what = "a decision's way into io.max, the longest"
     if not took:
@@ -69,14 +76,16 @@ class Bursts:
         yield "a command that steers while no watch does", self.stands_in
 
     def parts(self, body, finally_=""):
-        """The parts of a script in which `body`, a function, has the name of a new group with the burst's limits.
+        """The parts of a script in which `body`, a function, has the name of a new group with the
+        burst's limits.
 
-        A new one each time: what a group has used of its burst is remembered for as long as it takes to leak.
+        A new one each time: what a group has used of its burst is remembered for as long as it
+        takes to leak.
         """
         self.used += 1
         name = f"burst{self.used}"
         begin = f"mkdir $cgroups/{name}\n{limit(name, self.disk, *OPTIONS)}"
-        end = f"kill_group {name}\n{unlimit(self.disk, name)}\nend_streams {self.disk.name} {name}\nrmdir $cgroups/{name}"
+        end = f"{streams.end(self.disk, (name,))}\nrmdir $cgroups/{name}"
         return self.guest.parts(f"{begin}\n{body(name)}", f"{finally_}\n{end}")
 
     def window(self, name, seconds):
@@ -86,7 +95,9 @@ class Bursts:
     def burst(self):
         """The rate in the burst and after it."""
         seconds = 11
-        parts = self.parts(lambda name: f"""
+        parts = self.parts(
+            lambda name: (
+                f"""
             watch_start
             stream {self.disk.name} direct {name}
             part window
@@ -94,7 +105,9 @@ class Bursts:
             part decisions
             {DECISIONS}
             watch_stop
-        """)
+        """
+            )
+        )
         taken = streams.samples(parts["window"])
         start = begun(taken)
         rate = passed(taken, start, start + LENGTH)
@@ -107,8 +120,12 @@ class Bursts:
         ]
 
     def killed(self):
-        """How soon the hard limit is back, and that the next watch does not begin a burst from the start."""
-        parts = self.parts(lambda name: f"""
+        """How soon the hard limit is back, and that the next watch does not begin a burst from the
+        start.
+        """
+        parts = self.parts(
+            lambda name: (
+                f"""
             watch_start
             stream {self.disk.name} direct {name}
             pause 3
@@ -125,20 +142,34 @@ class Bursts:
             watch_stop
             part after
             cat $cgroups/{name}/io.max
-        """)
+        """
+            )
+        )
         again = streams.samples(parts["again"])
         return [
             contains("io.max in the burst", parts["during"], io_max(BURST)),
             most("the hard limit back after", float(parts["settled"]), GUARD_SECONDS, unit="s"),
-            near("what passes then", streams.Rates.of(parts["hard"]).groups[0], RATE, TOLERANCE, unit="MiB/s", scale=MIB),
-            # Some 3.5 s of it were spent before; what leaked while nobody watched is a second or so.
+            near(
+                "what passes then",
+                streams.Rates.of(parts["hard"]).groups[0],
+                RATE,
+                TOLERANCE,
+                unit="MiB/s",
+                scale=MIB,
+            ),
+            # Some 3.5 s of it were spent before; what leaked while nobody watched is a second or
+            # so.
             most("burst of the next watch", length(again, again[0].seconds), BURST_SECONDS - 2, unit="s"),
             contains("io.max when it has ended", parts["after"], io_max(RATE)),
         ]
 
     def made_again(self):
-        """A group of the same name has the limits of the one before, and nobody is warned of it: a service started anew."""
-        parts = self.parts(lambda name: f"""
+        """A group of the same name has the limits of the one before, and nobody is warned of it: a
+        service started anew.
+        """
+        parts = self.parts(
+            lambda name: (
+                f"""
             watch_start
             pause 1
             part before
@@ -151,7 +182,9 @@ class Bursts:
             part warnings
             grep ' WARN ' $watch_log || true
             watch_stop
-        """)
+        """
+            )
+        )
         return [
             contains("io.max with a burst to spend", parts["before"], io_max(BURST)),
             contains("io.max of the one made again", parts["again"], io_max(BURST)),
@@ -159,10 +192,14 @@ class Bursts:
         ]
 
     def stands_in(self):
-        """A command with a group's limits steers all, makes way for a watch, and steers again when that has ended."""
+        """A command with a group's limits steers all, makes way for a watch, and steers again when
+        that has ended.
+        """
         run = f"weir cgroup run --device /dev/{self.disk.name} --group tenant --bps-write 6M -- sleep 600"
         end = "kill $command 2>/dev/null\nwhile kill -0 $command 2>/dev/null; do pause 0.05; done"
-        parts = self.parts(lambda name: f"""
+        parts = self.parts(
+            lambda name: (
+                f"""
             {run} >/tmp/run.log 2>&1 &
             command=$!
             pause 3
@@ -179,7 +216,10 @@ class Bursts:
             {end}
             part after
             cat $cgroups/{name}/io.max
-        """, end)
+        """
+            ),
+            end,
+        )
         return [
             contains("io.max while the command runs", parts["steered"], io_max(BURST)),
             contains("under a watch", parts["watched"], io_max(BURST)),

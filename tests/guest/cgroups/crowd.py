@@ -1,9 +1,10 @@
 """A thousand control groups watched: what that takes of a processor.
 
-The guest's processor is emulated: computing takes several times as long there, and system calls still longer. How much
-longer is measured with what is the same on both: a simulation by weir itself, the same kind of work, for its own time;
-and a copy byte by byte (busybox), which is nothing but system calls, for the kernel's. The watch's own time and its
-time in the kernel, each divided by its factor, are what it takes here.
+The guest's processor is emulated: computing takes several times as long there, and system calls
+still longer. How much longer is measured with what is the same on both: a simulation by weir
+itself, the same kind of work, for its own time; and a copy byte by byte (busybox), which is nothing
+but system calls, for the kernel's. The watch's own time and its time in the kernel, each divided by
+its factor, are what it takes here.
 """
 
 import json
@@ -16,6 +17,7 @@ from commands import limit
 from outcome import Check, most
 
 GROUPS = 1000
+OPTIONS = ("--bps-write", "1M", "--bps-write-max", "4M", "--bps-write-max-length", 10)
 # How many of them write all the time.
 BUSY = 10
 SECONDS = 10
@@ -33,7 +35,9 @@ def seconds_of(kind, output):
 
 
 def processor_seconds(stat):
-    """What a process has used so far, of its own and in system calls, by its /proc/PID/stat (steps of 10 ms)."""
+    """What a process has used so far, of its own and in system calls, by its /proc/PID/stat (steps
+    of 10 ms).
+    """
     fields = stat.rpartition(")")[2].split()
     return int(fields[11]) / 100, int(fields[12]) / 100
 
@@ -84,15 +88,19 @@ class Crowd:
         ]
 
     def make(self):
-        """The groups, and their limits: one set by weir, whose like is then written for all others, as 1,000 commands would take minutes."""
+        """The groups, and their limits: one set by weir, whose like is then written for all others,
+        as 1,000 commands would take minutes.
+        """
         guest = self.guest
-        kept = json.loads(guest.run(f"""
+        kept = json.loads(
+            guest.run(f"""
             mkdir -p $cgroups/crowd
             echo "+io +memory" >$cgroups/crowd/cgroup.subtree_control
             cd $cgroups/crowd && mkdir $(seq 0 {GROUPS - 1})
-            {limit("crowd/0", self.disk, "--bps-write", "1M", "--bps-write-max", "4M", "--bps-write-max-length", 10)} >&2
+            {limit("crowd/0", self.disk, *OPTIONS)} >&2
             cat {KEPT}
-        """))
+        """)
+        )
         (first,) = [entry for entry in kept["limits"] if entry["cgroup"].endswith("crowd/0")]
         kept["limits"] = [first | {"cgroup": first["cgroup"][:-1] + str(number)} for number in range(GROUPS)]
         text = json.dumps(kept)

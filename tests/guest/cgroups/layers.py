@@ -1,8 +1,10 @@
-"""Limits of control groups on a disk that weir limits itself: the guest's disk is an NBD export with a limit for all.
+"""Limits of control groups on a disk that weir limits itself: the guest's disk is an NBD export
+with a limit for all.
 
-Each layer keeps its own limit: a group that the guest's kernel holds to less gets that, and the export's limit bounds
-them together. The export's time is the machine's, and so is this guest's. How fast both are on a machine that does
-other work too is judged with --full; without, what neither may ever pass: its limit, and what passes at once.
+Each layer keeps its own limit: a group that the guest's kernel holds to less gets that, and the
+export's limit bounds them together. The export's time is the machine's, and so is this guest's. How
+fast both are on a machine that does other work too is judged with --full; without, what neither may
+ever pass: its limit, and what passes at once.
 """
 
 import subprocess
@@ -17,8 +19,9 @@ from outcome import contains, fact, most, near
 
 TOTAL = 20_000_000
 ONE = 4_000_000
-# What passes at once before a limit binds: a tenth of a second's worth (docs/reference/throttling.md), and a request
-# that is begun. The kernel's own throttle hands out a tenth of a second as well (block/blk-throttle.c, throtl_slice).
+# What passes at once before a limit binds: a tenth of a second's worth
+# (docs/reference/throttling.md), and a request that is begun. The kernel's own throttle hands out a
+# tenth of a second as well (block/blk-throttle.c, throtl_slice).
 AT_ONCE, REQUEST = 0.1, 1 << 20
 SECONDS, FULL_SECONDS = 2, 6
 
@@ -29,7 +32,9 @@ def exported(weir, directory, name):
     image = directory / f"{name}.raw"
     subprocess.run(["truncate", "--size", "2G", image], check=True)
     # Complete tables: to fill them later would be I/O that nobody asked for.
-    subprocess.run(["/sbin/mkfs.ext4", "-q", "-E", "lazy_itable_init=0,lazy_journal_init=0", image], check=True)
+    subprocess.run(
+        ["/sbin/mkfs.ext4", "-q", "-E", "lazy_itable_init=0,lazy_journal_init=0", image], check=True
+    )
     options = ("--format", "raw", "--cache", "unsafe", "--bps-total", TOTAL)
     with servers.Server(servers.weir(weir, image, *options)) as server:
         yield ExportedDisk(name, server.uri)
@@ -57,7 +62,9 @@ class Layers:
             {streams.two_streams(disk, "direct", FULL_SECONDS if self.full else SECONDS)}
         """
         begin = time.monotonic()
-        parts = self.guest.parts(f"part all\nsample {disk.name} a b\n{body}\nsample {disk.name} a b", streams.end(disk))
+        parts = self.guest.parts(
+            f"part all\nsample {disk.name} a b\n{body}\nsample {disk.name} a b", streams.end(disk)
+        )
         seconds = time.monotonic() - begin
         (before,), (after,) = streams.samples(parts["all"]), streams.samples(parts["after"])
         checks = [contains("io.max of the group", parts["limits"], f"wbps={ONE} ")]
@@ -74,5 +81,11 @@ class Layers:
         return checks + [
             fact("both have written", one > 0 and other > 0, f"{one} and {other} bytes", "some each"),
             most("the group with a limit", one, ONE * (guests + 2 * AT_ONCE) + REQUEST, unit="MB", scale=1e6),
-            most("both together", after.disk - before.disk, TOTAL * (seconds + AT_ONCE) + REQUEST, unit="MB", scale=1e6),
+            most(
+                "both together",
+                after.disk - before.disk,
+                TOTAL * (seconds + AT_ONCE) + REQUEST,
+                unit="MB",
+                scale=1e6,
+            ),
         ]

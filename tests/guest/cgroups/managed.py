@@ -1,6 +1,8 @@
-"""Limits of what a real systemd manages: what it does with its units takes none away, and what kills a service leaves no burst.
+"""Limits of what a real systemd manages: what it does with its units takes none away, and what
+kills a service leaves no burst.
 
-One systemd is as good as another here: its properties for block I/O are of version 230 (systemd.resource-control(5)).
+One systemd is as good as another here: its properties for block I/O are of version 230
+(systemd.resource-control(5)).
 """
 
 import streams
@@ -87,12 +89,16 @@ class Managed:
         ]
 
     def from_the_start(self):
-        """That a limit which is only in weir's file has the controller that systemd has given to nobody, and keeps it."""
+        """That a limit which is only in weir's file has the controller that systemd has given to
+        nobody, and keeps it.
+        """
         self.start()
         try:
             self.guest.run(limit(GROUP, self.disk, *OPTIONS))
             # As the machine's end would.
-            self.guest.run(f"rm -r /run/systemd/system.control/{UNIT}.d; systemctl daemon-reload; systemctl restart {UNIT}")
+            self.guest.run(
+                f"rm -r /run/systemd/system.control/{UNIT}.d; systemctl daemon-reload; systemctl restart {UNIT}"
+            )
             lost = self.io_max()
             self.watch()
             granted = self.waited_for(BURST, AGAIN_SECONDS)
@@ -115,7 +121,9 @@ class Managed:
     def others(self):
         """That other kinds of units are known by their names, and keep their limits."""
         units, device = ("weir-test.scope", "system.slice"), ("--device", f"/dev/{self.disk.name}")
-        self.guest.run("systemd-run --quiet --scope --unit=weir-test.scope sleep 60 >/dev/null 2>&1 & pause 1")
+        self.guest.run(
+            "systemd-run --quiet --scope --unit=weir-test.scope sleep 60 >/dev/null 2>&1 & pause 1"
+        )
         try:
             for unit in units:
                 self.guest.run(weir("cgroup", "limit", unit, *device, "--bps-write", RATE))
@@ -126,7 +134,10 @@ class Managed:
             for unit in units:
                 self.guest.run(weir("cgroup", "limit", unit, *device, "--remove"), check=False)
             self.guest.run("systemctl stop weir-test.scope")
-        return [contains("the scope's io.max", scope, io_max(RATE)), contains("the slice's", above, io_max(RATE))]
+        return [
+            contains("the scope's io.max", scope, io_max(RATE)),
+            contains("the slice's", above, io_max(RATE)),
+        ]
 
     def start(self):
         """A service that writes all the time."""
@@ -154,14 +165,19 @@ class Managed:
         """)
 
     def io_max(self):
-        """What the kernel has of the service; nothing, if nobody asks for the controller any more."""
+        """What the kernel has of the service; nothing, if nobody asks for the controller any more.
+        """
         return self.guest.run(f"cat $cgroups/{GROUP}/io.max 2>/dev/null || true")
 
     def properties(self):
         """What systemd has of it."""
-        return self.guest.run(f"systemctl show {UNIT} -p IOReadBandwidthMax -p IOWriteBandwidthMax -p IOReadIOPSMax -p IOWriteIOPSMax")
+        return self.guest.run(
+            f"systemctl show {UNIT} -p IOReadBandwidthMax -p IOWriteBandwidthMax -p IOReadIOPSMax -p IOWriteIOPSMax"
+        )
 
     def waited_for(self, rate, longest):
-        """How many seconds passed until the kernel had this rate; a second more than the longest if it never had."""
+        """How many seconds passed until the kernel had this rate; a second more than the longest if
+        it never had.
+        """
         line = f"seconds_until {longest} $cgroups/{GROUP}/io.max {io_max(rate)!r}"
         return float(self.guest.run(line).splitlines()[-1])

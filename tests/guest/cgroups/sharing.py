@@ -1,4 +1,6 @@
-"""Control groups that share one limit: by weight where both want more than there is, all of it for one that is alone."""
+"""Control groups that share one limit: by weight where both want more than there is, all of it for
+one that is alone.
+"""
 
 import streams
 from bursts import DECISIONS, soon

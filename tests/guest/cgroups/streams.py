@@ -1,7 +1,9 @@
-"""How fast streams in the guest's control groups were at the device: samples that a script took, and rates from them.
+"""How fast streams in the guest's control groups were at the device: samples that a script took,
+and rates from them.
 
-What counts is what the kernel let through (each group's io.stat, which grows when a request passes its limit) and what
-the disk counts itself; not what `dd` says, whose buffered writes end in the page cache.
+What counts is what the kernel let through (each group's io.stat, which grows when a request passes
+its limit) and what the disk counts itself; not what `dd` says, whose buffered writes end in the
+page cache.
 
 Never says what a rate should be.
 """
@@ -11,8 +13,9 @@ from dataclasses import dataclass
 from commands import unlimit
 
 GROUPS = ("a", "b")
-# A direct stream is at its rate at once. A buffered one when the page cache has taken what it may (guest.py), and its
-# rate is even only over some seconds: the kernel writes back in pieces of 4 MiB.
+# A direct stream is at its rate at once. A buffered one when the page cache has taken what it may
+# (guest.py), and its rate is even only over some seconds: the kernel writes back in pieces of 4
+# MiB.
 WARM_SECONDS = {"direct": 1, "cached": 5}
 
 
@@ -30,16 +33,21 @@ def samples(output):
     found = []
     for line in output.splitlines():
         words = line.split()
-        if len(words) >= 2 and words[0].replace(".", "", 1).isdigit() and all(word.isdigit() for word in words[1:]):
+        if (
+            len(words) >= 2
+            and words[0].replace(".", "", 1).isdigit()
+            and all(word.isdigit() for word in words[1:])
+        ):
             found.append(Sample(float(words[0]), int(words[1]), tuple(map(int, words[2:]))))
     return found
 
 
 def rate(points):
-    """Bytes per second of (instant, bytes) in their order, between the first and the last growth; 0.0 if there are no two.
+    """Bytes per second of (instant, bytes) in their order, between the first and the last growth;
+    0.0 if there are no two.
 
-    From growth to growth, because requests of a buffered stream are up to 4 MiB: a window that begins or ends between
-    two of them says less, and after 10 s at 2 MB/s that is a fifth.
+    From growth to growth, because requests of a buffered stream are up to 4 MiB: a window that
+    begins or ends between two of them says less, and after 10 s at 2 MB/s that is a fifth.
     """
     grown = [after for before, after in zip(points, points[1:]) if after[1] > before[1]]
     if len(grown) < 2:
@@ -60,7 +68,9 @@ class Rates:
         """Over all samples that were printed."""
         taken = samples(output)
         count = len(taken[0].groups)
-        groups = (rate([(sample.seconds, sample.groups[index]) for sample in taken]) for index in range(count))
+        groups = (
+            rate([(sample.seconds, sample.groups[index]) for sample in taken]) for index in range(count)
+        )
         return cls(tuple(groups), rate([(sample.seconds, sample.disk) for sample in taken]))
 
 
@@ -76,7 +86,9 @@ def window(disk, seconds, groups=GROUPS, interval=0.1):
 
 def two_streams(disk, mode, seconds):
     """The script that samples two streams over so many seconds, from when their rates are even."""
-    return f"{start(disk, mode)}\npause {WARM_SECONDS[mode]}\npart window\n{window(disk, seconds)}\npart after"
+    return (
+        f"{start(disk, mode)}\npause {WARM_SECONDS[mode]}\npart window\n{window(disk, seconds)}\npart after"
+    )
 
 
 def end(disk, groups=GROUPS):

@@ -1,6 +1,8 @@
-"""What weir tells of control groups, beside what the kernel did: explain, explain --measure, run and show.
+"""What weir tells of control groups, beside what the kernel did: explain, explain --measure, run
+and show.
 
-Explain says which I/O a limit misses; here the limit is set, the I/O is made, and the device counts.
+Explain says which I/O a limit misses; here the limit is set, the I/O is made, and the device
+counts.
 """
 
 import json
@@ -57,7 +59,9 @@ class Told:
         ]
 
     def escapes(self):
-        """With its data in the journal, ext4 has no cgroup writeback: the limit misses all of it, and explain says so."""
+        """With its data in the journal, ext4 has no cgroup writeback: the limit misses all of it,
+        and explain says so.
+        """
         disk = self.slow
         mount = f"umount /mnt/{disk.name} && mount -t ext4 {{}} /dev/{disk.name} /mnt/{disk.name}"
         body = f"""
@@ -81,7 +85,9 @@ class Told:
         ]
 
     def measure(self):
-        """The proof that explain makes itself: each way held to the limit, and seen to be held by the kernel's throttle."""
+        """The proof that explain makes itself: each way held to the limit, and seen to be held by
+        the kernel's throttle.
+        """
         mount = f"/mnt/{self.disk.name}"
         parts = self.limited(
             f"""
@@ -101,7 +107,9 @@ class Told:
         ways = {way["path"]: way for way in told["paths"]}
         held = {name: way for name, way in ways.items() if way["limit-bps"]}
         checks = [
-            fact("ways with a limit", len(held) >= 4, str(list(ways)), "direct and buffered, reads and writes"),
+            fact(
+                "ways with a limit", len(held) >= 4, str(list(ways)), "direct and buffered, reads and writes"
+            ),
             fact("the kernel's tracepoints", told["untraced"] is None, str(told["untraced"]), "read"),
         ]
         for name, way in held.items():
@@ -118,7 +126,9 @@ class Told:
     def run(self):
         """A command's status, its time, its bytes, and that its cgroup is gone."""
         file = f"/mnt/{self.disk.name}/run"
-        line = weir("cgroup", "run", "--device", f"/dev/{self.disk.name}", "--bps-write", "8M", "--json", "--output")
+        line = weir(
+            "cgroup", "run", "--device", f"/dev/{self.disk.name}", "--bps-write", "8M", "--json", "--output"
+        )
         parts = self.guest.parts(
             f"""
                 status=0
@@ -164,7 +174,11 @@ class Told:
         return [
             fact("bytes written", 0 < written <= counted, str(written), f"some, and not above {counted}"),
             near("rate over 3 s", device["rate"]["writes"]["bps"], LIMIT, 0.08),
-            fact("limit", device["limits"] == {"bps-write": LIMIT}, str(device["limits"]), f"bps-write {LIMIT}"),
+            fact(
+                "limit", device["limits"] == {"bps-write": LIMIT}, str(device["limits"]), f"bps-write {LIMIT}"
+            ),
             fact("tasks", any(task["name"] == "dd" for task in tasks), str(tasks)[:300], "dd among them"),
-            least("share of the time it waited", shown["waited-share"] or 0.0, 0.5, unit="of the time", scale=1),
+            least(
+                "share of the time it waited", shown["waited-share"] or 0.0, 0.5, unit="of the time", scale=1
+            ),
         ]

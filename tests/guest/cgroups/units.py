@@ -1,6 +1,8 @@
-"""Limits of a systemd unit: systemd is told the same as the kernel, and where it refuses, nothing has changed.
+"""Limits of a systemd unit: systemd is told the same as the kernel, and where it refuses, nothing
+has changed.
 
-There is no systemd in the guest; what stands in its place says what it was asked, and refuses when it is to.
+There is no systemd in the guest; what stands in its place says what it was asked, and refuses when
+it is to.
 """
 
 from commands import weir
@@ -33,7 +35,9 @@ class Units:
         yield "a unit of systemd: told as well, and set back where systemd refuses", self.unit
 
     def unit(self):
-        """What systemd was asked, and what the kernel has, when it takes a change and when it does not."""
+        """What systemd was asked, and what the kernel has, when it takes a change and when it does
+        not.
+        """
         node = f"/dev/{self.disk.name}"
         command = ("cgroup", "limit", UNIT, "--device", node)
         io_max = f"cat $cgroups/system.slice/{UNIT}/io.max"

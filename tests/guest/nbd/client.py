@@ -1,7 +1,9 @@
-"""The kernel's NBD client against weir: a raw file with the page cache bypassed, over TCP, two connections.
+"""The kernel's NBD client against weir: a raw file with the page cache bypassed, over TCP, two
+connections.
 
-Why a file and not memory: the guest's unaligned and overlapping writes then meet the alignment rules of O_DIRECT.
-Afterwards the file must hold what the guest wrote and flushed: the same 2 MiB at 4 MiB and at 16 MiB.
+Why a file and not memory: the guest's unaligned and overlapping writes then meet the alignment
+rules of O_DIRECT. Afterwards the file must hold what the guest wrote and flushed: the same 2 MiB at
+4 MiB and at 16 MiB.
 """
 
 from contextlib import contextmanager
@@ -47,5 +49,7 @@ class KernelClient:
         steps = [step for step in STEPS if f"step {step}: ok" not in printed]
         return [
             fact("the client's steps", status == 0 and not steps, seen, ", ".join(STEPS)),
-            fact("the file", first == second and any(first), "read", "what the client wrote and flushed, twice"),
+            fact(
+                "the file", first == second and any(first), "read", "what the client wrote and flushed, twice"
+            ),
         ]

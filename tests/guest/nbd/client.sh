@@ -3,8 +3,9 @@
 #
 # Usage: client.sh SERVER PORT EXPORT CONNECTIONS
 #
-# Every step that writes reads back past the guest's page cache, and says that it is done. Exit status 0 after the last
-# one; otherwise 1, and why. Never relies on what the export held before, which must be 32 MiB at least.
+# Every step that writes reads back past the guest's page cache, and says that it is done. Exit
+# status 0 after the last one; otherwise 1, and why. Never relies on what the export held before,
+# which must be 32 MiB at least.
 SERVER=$1 PORT=$2 EXPORT=$3 CONNECTIONS=$4
 
 fail() { dmesg | tail -n 15; echo "$*"; exit 1; }
@@ -39,7 +40,8 @@ dd if=/tmp/pattern of=$disk bs=4096 seek=4096 conv=notrunc,fsync 2>/dev/null || 
 expect "buffered write" "$pattern" "$(sum 4096 512)"
 echo "step buffered write: ok"
 
-# A discard must leave its neighbours alone. What the discarded range reads as is the server's choice.
+# A discard must leave its neighbours alone. What the discarded range reads as is the server's
+# choice.
 [ "$(cat /sys/block/nbd0/queue/discard_max_bytes)" -gt 0 ] || fail "the export offers no discard"
 dd if=/tmp/pattern of=$disk bs=1M seek=24 conv=notrunc oflag=direct 2>/dev/null
 blkdiscard -o $((24 * 1048576 + 524288)) -l 1048576 $disk || fail "blkdiscard"
