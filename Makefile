@@ -8,7 +8,6 @@ CARGO ?= cargo
 # The optimised program, and its line tables beside it: weir.debug. Only the program itself is
 # linked with them, so that all else is what `cargo build --release` makes too.
 RELEASE = $(CARGO) rustc --release --locked -p weir --bin weir -- -C strip=none && scripts/symbols-apart "$(TARGET)/release/weir"
-# Tests that lie in their crate's folder, by their names; those of the whole are in tests/.
 # Length of one fuzz target, and how much more than `make test` a soak tries.
 FUZZ_SECONDS ?= 600
 SOAK_SEEDS ?= 20000
