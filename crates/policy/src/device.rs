@@ -101,7 +101,7 @@ impl Line {
         let rate = u128::from(self.rate);
         let cost = Duration::from_nanos(u64::try_from(scaled / rate).unwrap_or(u64::MAX));
         self.left_over = (scaled % rate) as u64;
-        self.end = self.end + cost;
+        self.end += cost;
         self.work = self.work.saturating_add(cost);
         self.end
     }

@@ -6,7 +6,8 @@ use policy::throttle::{Counters, Share};
 #[test]
 fn each_disk_gets_its_share_of_the_bytes_the_operations_and_the_burst() {
     type Limits = fn(u64) -> String;
-    let rows: [(Limits, &[(u64, u64, usize)]); 3] = [
+    type Passes = (u64, u64, usize);
+    let rows: [(Limits, &[Passes]); 3] = [
         (|number| format!("bps-total={}", 4096 * number), &[(1, 11, 4096 * 10 / 512)]),
         (|number| format!("iops-total={}", 10 * number), &[(1, 11, 100)]),
         (
