@@ -70,7 +70,7 @@ impl Schedule {
 }
 
 /// A draw of the exponential distribution with this mean.
-fn exponential(mean: f64, random: &mut fastrand::Rng) -> f64 {
+pub(crate) fn exponential(mean: f64, random: &mut fastrand::Rng) -> f64 {
     // 1 less the draw is never 0.
     -(1.0 - random.f64()).ln() * mean
 }

@@ -23,12 +23,12 @@ mod zipf;
 
 use policy::time::Duration;
 
-pub(crate) use self::arrivals::Spacing;
+pub(crate) use self::arrivals::{Spacing, exponential};
 pub(super) use self::{
     arrivals::Arrivals,
     jobs::{Ran, Source, put_all},
     measured::{Measured, Second},
-    places::{Locality, Part, Places},
+    places::{Draw, Locality, Part, Places},
     run::put,
     target::Target,
     watch::{Count, Stop},

@@ -72,16 +72,45 @@ pub(super) struct Course {
     draw: Draw,
 }
 
-/// How the number of a step is drawn.
+/// How one of several places is drawn.
 #[derive(Debug)]
-enum Draw {
-    Even,
+pub(crate) enum Draw {
+    Even {
+        count: u64,
+    },
     Zipf(Box<Zipf>),
     /// `percent` of the time below `cold`, which is above 0.
     Hot {
         percent: u8,
         cold: u64,
+        count: u64,
     },
+}
+
+impl Draw {
+    /// One of `count` places, which is not 0; the seed decides which of them Zipf's law prefers.
+    pub(crate) fn new(count: u64, locality: Locality, seed: u64) -> Self {
+        match locality {
+            Locality::Even => Self::Even { count },
+            Locality::Zipf(theta) => Self::Zipf(Box::new(Zipf::new(count, theta, seed))),
+            Locality::Hot { requests, places } => {
+                let cold = u128::from(count - 1) * u128::from(places) / 100 + 1;
+                Self::Hot { percent: requests, cold: u64::try_from(cold).unwrap_or(u64::MAX), count }
+            }
+        }
+    }
+
+    /// From 0 to the number of places less 1.
+    pub(crate) fn block(&self, random: &mut fastrand::Rng) -> u64 {
+        match *self {
+            Self::Even { count } => random.u64(..count),
+            Self::Zipf(ref zipf) => zipf.draw(random),
+            Self::Hot { percent, cold, count } => {
+                let hot = random.u8(0..100) < percent;
+                if hot || cold == count { random.u64(..cold) } else { random.u64(cold..count) }
+            }
+        }
+    }
 }
 
 /// Where a reader is.
@@ -96,18 +125,8 @@ pub(super) struct Reader {
 impl Course {
     /// For requests of so many bytes. What is hot is so for every part.
     pub(super) fn new(places: Places, block_bytes: u64, locality: Locality, part: Part) -> Self {
-        let last_step = places.last_step();
         let seed = places.random.unwrap_or_default();
-        let draw = match locality {
-            Locality::Even => Draw::Even,
-            Locality::Zipf(theta) => {
-                Draw::Zipf(Box::new(Zipf::new(last_step.saturating_add(1), theta, seed)))
-            }
-            Locality::Hot { requests, places } => {
-                let cold = u128::from(last_step) * u128::from(places) / 100 + 1;
-                Draw::Hot { percent: requests, cold: u64::try_from(cold).unwrap_or(u64::MAX) }
-            }
-        };
+        let draw = Draw::new(places.last_step().saturating_add(1), locality, seed);
         let random = RefCell::new(fastrand::Rng::with_seed(part.seed(seed)));
         Self { places, block_bytes, random, draw }
     }
@@ -132,7 +151,7 @@ impl Course {
         let mut place = reader.next_offset.get();
         if random.is_some() {
             if reader.left_of_run.get() == 0 {
-                place = offset + self.draw() * step_bytes;
+                place = offset + self.draw.block(&mut self.random.borrow_mut()) * step_bytes;
                 reader.left_of_run.set(run);
             }
             reader.left_of_run.set(reader.left_of_run.get() - 1);
@@ -146,19 +165,6 @@ impl Course {
         };
         reader.next_offset.set(next);
         place
-    }
-
-    fn draw(&self) -> u64 {
-        let mut random = self.random.borrow_mut();
-        let last_step = self.places.last_step();
-        match &self.draw {
-            Draw::Even => random.u64(0..=last_step),
-            Draw::Zipf(zipf) => zipf.draw(&mut random),
-            &Draw::Hot { percent, cold } => {
-                let hot = random.u8(0..100) < percent;
-                if hot || cold > last_step { random.u64(0..cold) } else { random.u64(cold..=last_step) }
-            }
-        }
     }
 }
 

@@ -130,7 +130,7 @@ mod tests {
 
     #[test]
     fn every_block_has_one_rank() {
-        for count in [1, 2, 3, 6, 97, 1000, 1024] {
+        for count in [1, 2, 3, 6, 10, 97, 1000, 1024, 262_144] {
             let scatter = Scatter::new(count, 3);
             let mut places: Vec<_> = (0..count).map(|rank| scatter.place(rank)).collect();
             places.sort_unstable();

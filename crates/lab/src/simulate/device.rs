@@ -15,12 +15,13 @@
 
 use std::{cmp::Reverse, collections::BinaryHeap};
 
-use policy::{request::Direction, time::NANOS_PER_SECOND};
+use policy::{
+    device::{Lines, Rates},
+    request::Direction,
+    time::{Instant, NANOS_PER_SECOND},
+};
 
 use super::request::Op;
-
-/// How far an idle line may be caught up, in nanoseconds: as that of block's `storage/rate.rs`.
-const CATCH_UP_NS: u64 = 10_000_000;
 
 /// Times by kind of request, and how many at a time.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -60,15 +61,6 @@ impl Service {
     }
 }
 
-/// Rates a second; `None` is no limit. As block's `RateOptions`.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct BudgetSpec {
-    pub(crate) bytes: Option<u64>,
-    pub(crate) iops: Option<u64>,
-    pub(crate) read: Option<u64>,
-    pub(crate) write: Option<u64>,
-}
-
 /// What a disk lies on, by index; each may be another's too.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub(crate) struct Place {
@@ -80,22 +72,25 @@ pub(crate) struct Place {
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Devices {
     stations: Vec<Station>,
-    budgets: Vec<Budget>,
+    budgets: Vec<Lines>,
 }
 
 impl Devices {
     /// Adds those that are not there yet, idle.
-    pub(crate) fn follow(&mut self, stations: &[StationSpec], budgets: &[BudgetSpec]) {
+    pub(crate) fn follow(&mut self, stations: &[StationSpec], budgets: &[Rates]) {
         self.stations.extend(stations[self.stations.len()..].iter().map(Station::new));
-        self.budgets.extend(budgets[self.budgets.len()..].iter().map(Budget::new));
+        self.budgets.extend(budgets[self.budgets.len()..].iter().copied().map(Lines::new));
     }
 
     /// Begins a request; returns when it ends. Requests begin in the order of their time.
     pub(crate) fn begin(&mut self, place: Place, op: Op, length: u64, now: u64) -> u64 {
         let mut end = now;
         // As in the daemon, where the rate lies over the delay, a flush costs no rate.
-        if let Some(budget) = place.budget {
-            end = end.max(self.budgets[budget].charge(op, length, now));
+        if let (Some(budget), Some(direction)) = (place.budget, op.direction()) {
+            // Zeroing and discarding cost a request but no bytes.
+            let bytes = if matches!(op, Op::Read | Op::Write) { length } else { 0 };
+            let done = self.budgets[budget].charge(direction, bytes, Instant::from_nanos(now));
+            end = end.max(done.as_nanos());
         }
         if let Some(station) = place.station {
             end = end.max(self.stations[station].begin(op, length, now));
@@ -105,7 +100,8 @@ impl Devices {
 
     /// How long the place has worked by `now`, in nanoseconds of all of it: at full use this grows as the clock does.
     pub(crate) fn worked_ns(&self, place: Place, now: u64) -> u64 {
-        let budget = place.budget.map_or(0, |budget| self.budgets[budget].worked_ns(now));
+        let worked = |budget: usize| self.budgets[budget].worked(Instant::from_nanos(now)).as_nanos();
+        let budget = u64::try_from(place.budget.map_or(0, worked)).unwrap_or(u64::MAX);
         budget.max(place.station.map_or(0, |station| self.stations[station].worked_ns(now)))
     }
 }
@@ -149,76 +145,6 @@ impl Station {
         let places = self.free.len() as u64;
         let to_come: u64 = self.free.iter().map(|Reverse(end)| end.saturating_sub(now)).sum();
         self.work.saturating_sub(to_come).checked_div(places).unwrap_or(0)
-    }
-}
-
-#[derive(Clone, Debug)]
-struct Budget {
-    bytes: Option<Line>,
-    iops: Option<Line>,
-    by_direction: [Option<Line>; 2],
-}
-
-impl Budget {
-    fn new(spec: &BudgetSpec) -> Self {
-        let line = |rate: Option<u64>| rate.filter(|&rate| rate > 0).map(Line::new);
-        Self {
-            bytes: line(spec.bytes),
-            iops: line(spec.iops),
-            by_direction: [line(spec.read), line(spec.write)],
-        }
-    }
-
-    /// Zeroing and discarding cost a request but no bytes: a device is told what to zero, it is not sent the zeroes.
-    fn charge(&mut self, op: Op, length: u64, now: u64) -> u64 {
-        let Some(direction) = op.direction() else { return now };
-        let bytes = if matches!(op, Op::Read | Op::Write) { length } else { 0 };
-        let of_direction = &mut self.by_direction[direction.index()];
-        let lines = [(&mut self.iops, 1), (&mut self.bytes, bytes), (of_direction, bytes)];
-        let end = |(line, units): (&mut Option<Line>, u64)| Some(line.as_mut()?.append(units, now));
-        lines.into_iter().filter_map(end).fold(now, u64::max)
-    }
-
-    fn worked_ns(&self, now: u64) -> u64 {
-        let [read, write] = &self.by_direction;
-        let lines = [&self.bytes, &self.iops, read, write];
-        lines.into_iter().flatten().map(|line| line.worked_ns(now)).max().unwrap_or(0)
-    }
-}
-
-/// The time line of one figure: the instant until which it has work.
-#[derive(Clone, Debug)]
-struct Line {
-    rate: u64,
-    end: u64,
-    /// What of a nanosecond the division has left over, in units / rate.
-    left_over: u64,
-    work: u64,
-}
-
-impl Line {
-    const fn new(rate: u64) -> Self {
-        Self { rate, end: 0, left_over: 0, work: 0 }
-    }
-
-    /// Puts `units` at the end of the line; returns when they will have passed.
-    fn append(&mut self, units: u64, now: u64) -> u64 {
-        let earliest = now.saturating_sub(CATCH_UP_NS);
-        if self.end < earliest {
-            (self.end, self.left_over) = (earliest, 0);
-        }
-        let scaled = u128::from(units) * u128::from(NANOS_PER_SECOND) + u128::from(self.left_over);
-        let rate = u128::from(self.rate);
-        let cost = u64::try_from(scaled / rate).unwrap_or(u64::MAX);
-        // Below the rate.
-        self.left_over = (scaled % rate) as u64;
-        self.end = self.end.saturating_add(cost);
-        self.work = self.work.saturating_add(cost);
-        self.end
-    }
-
-    const fn worked_ns(&self, now: u64) -> u64 {
-        self.work.saturating_sub(self.end.saturating_sub(now))
     }
 }
 
@@ -271,7 +197,7 @@ mod tests {
         devices(&[spec], &[])
     }
 
-    fn devices(stations: &[StationSpec], budgets: &[BudgetSpec]) -> Devices {
+    fn devices(stations: &[StationSpec], budgets: &[Rates]) -> Devices {
         let mut devices = Devices::default();
         devices.follow(stations, budgets);
         devices
@@ -293,7 +219,7 @@ mod tests {
 
     #[test]
     fn a_line_passes_its_rate_and_catches_up_ten_milliseconds() {
-        let spec = BudgetSpec { bytes: Some(1000), write: Some(500), ..BudgetSpec::default() };
+        let spec = Rates { bytes: Some(1000), write: Some(500), ..Rates::default() };
         let mut devices = devices(&[], &[spec]);
         assert_eq!(devices.begin(BUDGET, Op::Read, 1000, 0), 1000 * MS);
         assert_eq!(devices.begin(BUDGET, Op::Write, 1000, 0), 2000 * MS);
@@ -301,14 +227,6 @@ mod tests {
         assert_eq!(devices.begin(BUDGET, Op::Flush, 0, 0), 0, "no rate at all");
         assert_eq!(devices.begin(BUDGET, Op::Read, 1000, 5000 * MS), 5990 * MS);
         assert_eq!(devices.worked_ns(BUDGET, 5490 * MS), 2500 * MS);
-    }
-
-    #[test]
-    fn fractions_of_a_nanosecond_add_up() {
-        // Three a nanosecond: each alone would cost nothing.
-        let mut line = Line::new(3 * NANOS_PER_SECOND);
-        let ends: Vec<_> = (0..3_000_000).map(|_| line.append(1, 0)).collect();
-        assert_eq!(ends.last(), Some(&1_000_000));
     }
 
     #[test]

@@ -91,12 +91,26 @@ impl Source for Silence {
     }
 }
 
+/// Where requests come from.
+pub(crate) struct Input {
+    pub(crate) source: Box<dyn Source>,
+    /// Disks that the source need not name.
+    pub(crate) disks: Vec<String>,
+    /// Those who use them, the disk being its index there.
+    pub(crate) clients: Vec<ClientSpec>,
+}
+
+impl Input {
+    /// Without clients.
+    pub(crate) fn of(source: impl Source + 'static) -> Self {
+        Self { source: Box::new(source), disks: Vec::new(), clients: Vec::new() }
+    }
+}
+
 /// What is to be simulated, and how.
 pub(crate) struct Job<'a> {
     pub(crate) setup: &'a Setup,
-    pub(crate) source: &'a mut dyn Source,
-    /// Disks that the source need not name, and the clients that use them, the disk being its index here.
-    pub(crate) clients: (&'a [String], &'a [ClientSpec]),
+    pub(crate) input: Input,
     /// At most; not 0.
     pub(crate) threads: usize,
     /// Whether to simulate also what things would be without limits.
@@ -107,6 +121,13 @@ pub(crate) struct Job<'a> {
     pub(crate) stop: &'a AtomicBool,
     /// Is told now and then how many requests there have been, and when the last came.
     pub(crate) tell: &'a (dyn Fn(u64, u64) + Sync),
+}
+
+impl<'a> Job<'a> {
+    /// On one thread, with limits and without; nothing is told meanwhile.
+    pub(crate) fn new(setup: &'a Setup, input: Input, stop: &'a AtomicBool) -> Self {
+        Self { setup, input, threads: 1, before: true, events: None, stop, tell: &|_, _| () }
+    }
 }
 
 /// What came of it.
@@ -141,12 +162,11 @@ pub(crate) struct OfDisk {
 pub(crate) fn simulate(job: Job<'_>) -> anyhow::Result<Outcome> {
     let mut names = Names::new(job.setup);
     let mut world = job.setup.world().clone();
-    let (named, clients) = job.clients;
-    for name in named {
+    for name in &job.input.disks {
         names.add(name, &mut world).map_err(|why| anyhow!("the workload: {why}"))?;
     }
     let of_world = |spec: &ClientSpec| ClientSpec { disk: names.known()[spec.disk], ..spec.clone() };
-    let clients: Vec<ClientSpec> = clients.iter().map(of_world).collect();
+    let clients: Vec<ClientSpec> = job.input.clients.iter().map(of_world).collect();
     if let Some(spec) = clients.iter().find(|spec| spec.region.end > world.disks[spec.disk].size_bytes) {
         let Disk { name, size_bytes, .. } = &world.disks[spec.disk];
         return Err(anyhow!(
@@ -242,14 +262,14 @@ impl Reading<'_> {
     }
 
     fn read_in_one(mut self, job: Job<'_>, clients: &[ClientSpec]) -> anyhow::Result<Outcome> {
-        let Job { source, stop, tell, mut events, before, .. } = job;
+        let Job { mut input, stop, tell, mut events, before, .. } = job;
         let mut pair = Pair::new(&self.world, before, events.is_some(), clients)?;
         let mut note = |world: &World, after: &mut Engine| {
             if let Some(events) = &mut events {
                 events.write(world, after.take_rows());
             }
         };
-        self.read(source, stop, tell, |world, _, requests| {
+        self.read(&mut *input.source, stop, tell, |world, _, requests| {
             for request in requests.drain(..) {
                 pair.arrive(world, request, stop)?;
             }
@@ -267,7 +287,7 @@ impl Reading<'_> {
         shards: usize,
         clients: &[ClientSpec],
     ) -> anyhow::Result<Outcome> {
-        let Job { setup, source, stop, tell, before, .. } = job;
+        let Job { setup, mut input, stop, tell, before, .. } = job;
         let shard_of = setup.shards(&self.world, shards);
         let mut pairs = Vec::with_capacity(shards);
         for shard in 0..shards {
@@ -286,7 +306,7 @@ impl Reading<'_> {
                 workers.push(scope.spawn(move || pair.work(world, &take, stop, full)));
             }
             let mut divided: Vec<Vec<Request>> = vec![Vec::new(); shards];
-            let read = self.read(source, stop, tell, |world, grown, requests| {
+            let read = self.read(&mut *input.source, stop, tell, |world, grown, requests| {
                 let grown = grown.then(|| Arc::new(world.clone()));
                 for request in requests.drain(..) {
                     divided[shard_of(request.disk)].push(request);

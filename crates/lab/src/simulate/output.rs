@@ -10,8 +10,9 @@ use serde::Serialize;
 
 use super::{
     drive::{OfDisk, Outcome},
-    tally::{Queue, Tally, Times},
+    tally::{Queue, Tally},
 };
+use crate::latencies::Latencies;
 
 /// Everything that is told of a simulation.
 #[derive(Debug, Serialize)]
@@ -90,9 +91,9 @@ pub(crate) struct Prefetched {
 }
 
 impl Percentiles {
-    pub(super) fn of(times: &Times) -> Self {
-        let [p50, p90, p99, p99_9] = [0.5, 0.9, 0.99, 0.999].map(|share| times.quantile(share));
-        Self { mean: times.mean(), p50, p90, p99, p99_9, max: times.longest() }
+    pub(super) fn of(times: &Latencies) -> Self {
+        let [p50, p90, p99, p99_9] = [0.5, 0.9, 0.99, 0.999].map(|share| times.value_at_quantile(share));
+        Self { mean: times.mean(), p50, p90, p99, p99_9, max: times.max() }
     }
 }
 
@@ -113,12 +114,11 @@ impl Figures {
 
 impl Line {
     fn new(name: &str, after: &Tally, before: Option<&Tally>, queue: &Queue) -> Self {
-        let seconds = after.seconds();
         Self {
             name: name.to_owned(),
             before: before.map(Figures::of),
             after: Figures::of(after),
-            throttled: share(queue.throttled_ns, seconds),
+            throttled: after.share(queue.throttled_ns),
             longest_queue: queue.longest,
             held_by: Vec::new(),
             prefetch: None,
@@ -127,11 +127,10 @@ impl Line {
 
     fn of_disk(name: &str, disk: &OfDisk) -> Self {
         let mut line = Self::new(name, &disk.after, disk.before.as_ref(), &disk.queue);
-        let seconds = line.after.seconds;
         let held = |(limit, ns): &(String, u64)| HeldBy {
             limit: limit.clone(),
             seconds: *ns as f64 / 1e9,
-            share: share(*ns, seconds),
+            share: disk.after.share(*ns),
         };
         line.held_by = disk.held.iter().map(held).collect();
         line.prefetch = disk.prefetch.map(|stats| Prefetched {
@@ -141,11 +140,6 @@ impl Line {
         });
         line
     }
-}
-
-/// So many nanoseconds of so many seconds, from 0 to 1.
-fn share(ns: u64, seconds: f64) -> f64 {
-    if seconds > 0.0 { (ns as f64 / 1e9 / seconds).min(1.0) } else { 0.0 }
 }
 
 impl Summary {
@@ -179,12 +173,6 @@ impl Summary {
             text.push(format!("Not complete: {why}. The figures are of what came before.\n"));
         }
         text.join("\n")
-    }
-
-    /// # Errors
-    /// None that is known.
-    pub(crate) fn json(&self) -> anyhow::Result<String> {
-        Ok(serde_json::to_string_pretty(self)? + "\n")
     }
 
     /// All lines, with what each is of.

@@ -19,7 +19,7 @@ use policy::{
 
 use super::{
     device::Place,
-    engine::{Flow, What},
+    flow::{Flow, What},
     request::{Op, Request},
     world::Disk,
 };

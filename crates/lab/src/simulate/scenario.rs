@@ -3,52 +3,18 @@
 //! Each is a small world with its own limits and clients, and a table of what came of it beside what was said or measured then. They take no
 //! options for limits: theirs are part of the story.
 
-use console::table::{Side, Table};
-use policy::{
-    prefetch,
-    throttle::{Limit, LimitKind, Limits},
-};
+use console::table::Side;
+use policy::throttle::{Limit, LimitKind, Limits};
 
 use super::{
-    client::{Client, ClientSpec},
-    device::Place,
-    engine::{Engine, Impossible, Row},
+    client::ClientSpec,
+    engine::{Impossible, Row},
     request::Op,
+    story::{Story, disk, one_limit, run},
     two_streams,
     workload::Tale,
-    world::{Disk, DiskSettings, Group, UNKNOWN_SIZE, World},
+    world::{DiskSettings, Group, World},
 };
-use crate::result;
-
-/// A table, and what to know when reading it.
-#[derive(Debug)]
-pub(crate) struct Story {
-    pub(crate) title: &'static str,
-    pub(crate) columns: Vec<(&'static str, Side)>,
-    pub(crate) rows: Vec<Vec<String>>,
-    pub(crate) note: String,
-    /// Numbers for `weir report` to compare, by name.
-    pub(crate) measures: Vec<(String, f64)>,
-}
-
-impl Story {
-    /// For people.
-    pub(crate) fn text(&self) -> String {
-        let mut table = Table::new(self.columns.clone());
-        self.rows.iter().for_each(|row| table.row(row.clone()));
-        format!("{}\n\n{}\n{}\n", self.title, table.render(false), self.note)
-    }
-
-    /// For a result file.
-    pub(crate) fn table(&self) -> result::Table {
-        result::Table {
-            title: self.title.to_owned(),
-            columns: self.columns.iter().map(|(name, _)| (*name).to_owned()).collect(),
-            rows: self.rows.clone(),
-            note: Some(self.note.clone()),
-        }
-    }
-}
 
 /// Simulates a tale.
 ///
@@ -61,33 +27,6 @@ pub(crate) fn told(tale: &Tale) -> Result<Story, Impossible> {
         Tale::Group => group(),
         Tale::Depths => depths(),
     }
-}
-
-/// A disk without a device.
-pub(super) fn disk(name: &str, limits: Limits, group: Option<usize>) -> Disk {
-    Disk {
-        name: name.to_owned(),
-        hold: DiskSettings { limits, ..DiskSettings::default() },
-        group,
-        prefetch: prefetch::Settings::off(),
-        size_bytes: UNKNOWN_SIZE,
-        place: Place::default(),
-        watched: None,
-    }
-}
-
-pub(super) fn one_limit(kind: LimitKind, rate: u64) -> Limits {
-    let mut limits = Limits::default();
-    limits.limit_mut(kind).rate = rate;
-    limits
-}
-
-/// All that becomes of these clients' requests.
-pub(super) fn run(world: &World, clients: &[ClientSpec]) -> Result<Vec<Row>, Impossible> {
-    let mut engine = Engine::new(world, true)?;
-    clients.iter().for_each(|spec| engine.add_client(Client::new(spec.clone())));
-    while engine.run(1 << 16) {}
-    Ok(engine.take_rows().collect())
 }
 
 /// Somebody who reads at random places for so many seconds.

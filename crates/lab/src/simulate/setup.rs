@@ -16,11 +16,14 @@ use block::{
     device::{Identity, Number, Roots},
     storage::{Spec, delay::DelayOptions, rate::RateOptions},
 };
-use policy::throttle::{Limits, Setting};
+use policy::{
+    device::Rates,
+    throttle::{Limits, Setting},
+};
 use settings::{Plan, config, state::Store};
 
 use super::{
-    device::{BudgetSpec, Place, Service, StationSpec, measured, places},
+    device::{Place, Service, StationSpec, measured, places},
     device_spec::DeviceSpec,
     world::{Disk, Group, UNKNOWN_SIZE, World},
 };
@@ -58,7 +61,7 @@ enum Kind {
 struct Any {
     disk: Disk,
     station: Option<StationSpec>,
-    budget: Option<BudgetSpec>,
+    budget: Option<Rates>,
 }
 
 impl Setup {
@@ -71,7 +74,7 @@ impl Setup {
             Some(DeviceSpec::Given { delay, rate }) => Some((station_of(delay), budget_of(rate))),
             Some(DeviceSpec::Probed(path)) => {
                 let store = Store::new(arguments.devices.state.as_deref());
-                Some((probed(path, &store)?, BudgetSpec::default()))
+                Some((probed(path, &store)?, Rates::default()))
             }
             None => None,
         };
@@ -86,7 +89,7 @@ impl Setup {
         }
     }
 
-    fn of_config(path: &Path, device: Option<(StationSpec, BudgetSpec)>) -> anyhow::Result<Self> {
+    fn of_config(path: &Path, device: Option<(StationSpec, Rates)>) -> anyhow::Result<Self> {
         let plan = Plan::new(config::load(path)?, 0)?;
         let mut world = World::default();
         let shared = device.map(|device| world.add_device(device));
@@ -139,7 +142,7 @@ impl Setup {
         terms: &Terms,
         size_bytes: u64,
         (delay, rate): (Option<&DelayOptions>, Option<&RateOptions>),
-        device: Option<(StationSpec, BudgetSpec)>,
+        device: Option<(StationSpec, Rates)>,
     ) -> Self {
         let mut world = World::default();
         let group = terms.group.as_ref().map(|(name, settings)| {
@@ -323,8 +326,8 @@ fn station_of(delay: &DelayOptions) -> StationSpec {
     }
 }
 
-fn budget_of(rate: &RateOptions) -> BudgetSpec {
-    BudgetSpec { bytes: rate.bytes, iops: rate.iops, read: rate.read, write: rate.write }
+fn budget_of(rate: &RateOptions) -> Rates {
+    Rates { bytes: rate.bytes, iops: rate.iops, read: rate.read, write: rate.write }
 }
 
 /// What `weir probe` found of the device below a directory, or of a device. What it did not measure of writes is as of reads.

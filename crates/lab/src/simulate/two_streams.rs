@@ -9,14 +9,14 @@
 //! 100 MiB a stream.
 
 use console::table::Side;
-use policy::{throttle::LimitKind, watermark::Watermark};
+use policy::{device::Rates, throttle::LimitKind, watermark::Watermark};
 
 use super::{
     client::ClientSpec,
-    device::{BudgetSpec, Place},
+    device::Place,
     engine::Impossible,
     request::Op,
-    scenario::{Story, disk, one_limit, run},
+    story::{Story, disk, one_limit, run},
     world::{Disk, DiskSettings, World},
 };
 
@@ -124,7 +124,7 @@ fn simulate(case: &Case, cache_bytes: u64) -> Result<Figures, Impossible> {
     };
     let world = World {
         disks: vec![stream("cgrp1", 4 * MIB), stream("cgrp2", 2 * MIB)],
-        budgets: vec![BudgetSpec { bytes: Some(DEVICE_BPS), ..BudgetSpec::default() }],
+        budgets: vec![Rates { bytes: Some(DEVICE_BPS), ..Rates::default() }],
         ..World::default()
     };
     let depth = if case.direct { 1 } else { (cache_bytes / MIB).clamp(1, COUNT) as u32 };

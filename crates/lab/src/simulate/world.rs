@@ -1,9 +1,9 @@
 //! What is simulated, as plain values: groups, disks, and the devices below them. What [`setup`](super::setup) makes of options and a config file.
 
 pub(crate) use block::layer::throttle::DiskSettings;
-use policy::prefetch;
+use policy::{device::Rates, prefetch};
 
-use super::device::{BudgetSpec, Place, StationSpec};
+use super::device::{Place, StationSpec};
 
 /// The size of a disk of which none is known: no offset is past its end.
 pub(crate) const UNKNOWN_SIZE: u64 = 1 << 63;
@@ -15,7 +15,7 @@ pub(crate) struct World {
     pub(crate) groups: Vec<Group>,
     pub(crate) disks: Vec<Disk>,
     pub(crate) stations: Vec<StationSpec>,
-    pub(crate) budgets: Vec<BudgetSpec>,
+    pub(crate) budgets: Vec<Rates>,
 }
 
 /// What holds for several disks together.
@@ -51,15 +51,15 @@ impl World {
     }
 
     /// One more budget; its index.
-    pub(crate) fn add_budget(&mut self, spec: BudgetSpec) -> usize {
+    pub(crate) fn add_budget(&mut self, spec: Rates) -> usize {
         self.budgets.push(spec);
         self.budgets.len() - 1
     }
 
     /// A device of both; a budget only where something is bounded.
-    pub(crate) fn add_device(&mut self, (station, budget): (StationSpec, BudgetSpec)) -> Place {
+    pub(crate) fn add_device(&mut self, (station, budget): (StationSpec, Rates)) -> Place {
         let station = Some(self.add_station(station));
-        let budget = (budget != BudgetSpec::default()).then(|| self.add_budget(budget));
+        let budget = (budget != Rates::default()).then(|| self.add_budget(budget));
         Place { station, budget }
     }
 

@@ -3,6 +3,7 @@
 use std::sync::atomic::AtomicBool;
 
 use policy::{
+    device::Rates,
     throttle::{Limit, LimitKind, Limits},
     time::NANOS_PER_SECOND,
 };
@@ -11,7 +12,7 @@ use proptest::prelude::*;
 use super::*;
 use crate::simulate::{
     client::ClientSpec,
-    device::{BudgetSpec, Service, StationSpec},
+    device::{Place, Service, StationSpec},
     world::{DiskSettings, UNKNOWN_SIZE},
 };
 
@@ -302,7 +303,7 @@ fn watched(watermark: u8) -> World {
     };
     let place = Place { station: None, budget: Some(0) };
     let disk = Disk { hold, place, watched: Some(place), ..disk(Limits::default()) };
-    let budgets = vec![BudgetSpec { bytes: Some(22 << 20), ..BudgetSpec::default() }];
+    let budgets = vec![Rates { bytes: Some(22 << 20), ..Rates::default() }];
     World { budgets, ..alone(disk) }
 }
 
