@@ -23,6 +23,7 @@ mod place;
 mod preset;
 mod recommend;
 mod resume;
+mod run;
 mod samples;
 mod search;
 mod session;
@@ -91,8 +92,8 @@ pub fn run(arguments: TuneArgs) -> Result<(), Failure> {
                 arguments.path.display()
             )));
         }
-        let run = preset::Run::new(preset, place, stop.clone(), progress, &arguments);
-        on_reactor(async move { Ok(run.work().await) })?
+        let (stop, terms) = (stop.clone(), (arguments.budget, arguments.seed));
+        on_reactor(async move { Ok(preset::measure(preset, place, stop, progress, terms).await) })?
     } else {
         let samples = match &earlier {
             Some(earlier) => (earlier.samples(&place, &place.space())?, Some(earlier.slice())),

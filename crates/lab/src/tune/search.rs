@@ -68,6 +68,71 @@ pub(super) struct Turn {
     pub(super) round: u32,
 }
 
+/// What decides what is measured: a search, or the published tables.
+pub(super) trait Course {
+    /// The cluster sizes that images are needed with.
+    fn clusters(&self) -> Vec<u64>;
+    /// What to measure next; `left` is the share of the time for all of it that is left, from 1 to 0. `None`: nothing more.
+    fn next(&mut self, left: f64) -> Option<Turn>;
+    /// What one pattern of a turn came to, in operations per second.
+    fn record(&mut self, turn: &Turn, pattern: Pattern, value: f64);
+    /// This configuration cannot be measured here; says what is left out.
+    fn refuse(&mut self, configuration: Configuration) -> String;
+    /// Images with these clusters cannot be measured here; begins a sentence about each thing that is left out.
+    fn leave_out(&mut self, cluster_bytes: u64) -> Vec<String>;
+    /// The round that is under way, for people.
+    fn is_at(&self) -> String;
+}
+
+impl Course for Search {
+    fn clusters(&self) -> Vec<u64> {
+        self.space.clusters.clone()
+    }
+
+    fn next(&mut self, left: f64) -> Option<Turn> {
+        if left <= 0.0 {
+            self.stage = Stage::Done;
+        }
+        while self.queue.is_empty() && self.stage != Stage::Done {
+            self.begin_round(left);
+        }
+        if self.stage == Stage::Done {
+            return None;
+        }
+        let configuration = self.queue.pop()?;
+        let mut patterns = self.patterns.clone();
+        self.random.shuffle(&mut patterns);
+        Some(Turn { configuration, patterns, round: self.round })
+    }
+
+    fn record(&mut self, turn: &Turn, pattern: Pattern, value: f64) {
+        self.samples.add(turn.configuration, pattern, turn.round, value);
+    }
+
+    /// Others with its cache mode neither.
+    fn refuse(&mut self, configuration: Configuration) -> String {
+        let cache = configuration.cache;
+        self.keep(|other| other.cache != cache);
+        self.space.caches.retain(|&other| other != cache);
+        cache.to_string()
+    }
+
+    fn leave_out(&mut self, cluster_bytes: u64) -> Vec<String> {
+        self.keep(|one| one.qcow2.is_none_or(|qcow2| qcow2.cluster_bytes != cluster_bytes));
+        self.space.clusters.retain(|&other| other != cluster_bytes);
+        vec![format!("clusters of {}, because", settings::exact_size(cluster_bytes))]
+    }
+
+    fn is_at(&self) -> String {
+        let what = match self.stage {
+            Stage::Factors => "one factor at a time",
+            Stage::Combinations => "combinations",
+            Stage::Done => "done",
+        };
+        format!("{what}: round {} of {} configurations", self.rounds, self.candidates.len())
+    }
+}
+
 impl Search {
     /// A search for the best of `space` for these goals, by these patterns. `samples` are those of an earlier one, or none.
     pub(super) fn new(
@@ -95,57 +160,10 @@ impl Search {
         this
     }
 
-    /// What to measure next; `left` is the share of the time for all of it that is left, from 1 to 0. `None`: nothing more.
-    pub(super) fn next(&mut self, left: f64) -> Option<Turn> {
-        if left <= 0.0 {
-            self.stage = Stage::Done;
-        }
-        while self.queue.is_empty() && self.stage != Stage::Done {
-            self.begin_round(left);
-        }
-        if self.stage == Stage::Done {
-            return None;
-        }
-        let configuration = self.queue.pop()?;
-        let mut patterns = self.patterns.clone();
-        self.random.shuffle(&mut patterns);
-        Some(Turn { configuration, patterns, round: self.round })
-    }
-
-    /// What one pattern of a turn came to, in operations per second.
-    pub(super) fn record(&mut self, turn: &Turn, pattern: Pattern, value: f64) {
-        self.samples.add(turn.configuration, pattern, turn.round, value);
-    }
-
-    /// This configuration cannot be measured here, and neither can others with its cache mode.
-    pub(super) fn refuse(&mut self, configuration: Configuration) {
-        let is_out = |other: &Configuration| other.cache == configuration.cache;
-        self.candidates.retain(|candidate| !is_out(candidate));
-        self.queue.retain(|candidate| !is_out(candidate));
-        self.space.caches.retain(|&cache| cache != configuration.cache);
-    }
-
-    /// Images with these clusters cannot be measured here.
-    pub(super) fn leave_out(&mut self, cluster_bytes: u64) {
-        let has = |one: &Configuration| one.qcow2.is_some_and(|qcow2| qcow2.cluster_bytes == cluster_bytes);
-        self.candidates.retain(|candidate| !has(candidate));
-        self.queue.retain(|candidate| !has(candidate));
-        self.space.clusters.retain(|&other| other != cluster_bytes);
-    }
-
-    /// The round of this stage that is under way, from 1 on.
-    pub(super) fn rounds(&self) -> usize {
-        self.rounds
-    }
-
-    /// How many configurations take turns.
-    pub(super) fn candidates(&self) -> usize {
-        self.candidates.len()
-    }
-
-    /// Where it is.
-    pub(super) fn stage(&self) -> Stage {
-        self.stage
+    /// Only these are measured from now on.
+    fn keep(&mut self, keeps: impl Fn(&Configuration) -> bool) {
+        self.candidates.retain(&keeps);
+        self.queue.retain(&keeps);
     }
 
     /// What was measured.

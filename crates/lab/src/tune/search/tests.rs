@@ -180,7 +180,7 @@ fn what_gains_less_than_the_margin_is_left_alone() {
 fn a_search_goes_on_with_the_samples_of_an_earlier_one() {
     let mut machine = Machine::new(disk, 1, 14 * 22 * 6);
     let first = machine.search(search(1));
-    assert_eq!(first.stage(), Stage::Done);
+    assert_eq!(first.stage, Stage::Done);
     let before = first.samples().next_round();
     let mut machine = Machine::new(disk, 2, 9_000);
     let found = machine.search(continued(2, first.samples().clone()));
