@@ -44,13 +44,11 @@ impl Interruption {
         Ok(this)
     }
 
-    /// As if there had been one.
     #[cfg(test)]
     pub(super) fn happens(&self) {
         self.0.store(true, Ordering::SeqCst);
     }
 
-    /// Whether there was a signal.
     pub(super) fn happened(&self) -> bool {
         self.0.load(Ordering::SeqCst)
     }

@@ -11,7 +11,6 @@ const DIGITS: u8 = 3;
 const SIMULATED_DIGITS: u8 = 2;
 /// In a simulation, what takes longer, 146 years, counts as that.
 const LONGEST_SIMULATED_NS: u64 = 1 << 62;
-/// The percentiles that are told and kept.
 const PERCENTILES: [(&str, f64); 5] =
     [("p50", 0.5), ("p90", 0.9), ("p99", 0.99), ("p99.9", 0.999), ("p99.99", 0.9999)];
 /// Points of a distribution's line, at equal distances upwards.
@@ -41,7 +40,6 @@ pub(super) fn percentiles(latencies: &Latencies) -> [(&'static str, u64); 5] {
     PERCENTILES.map(|(name, quantile)| (name, latencies.value_at_quantile(quantile)))
 }
 
-/// The names of those.
 pub(super) fn percentile_names() -> [&'static str; 5] {
     PERCENTILES.map(|(name, _)| name)
 }

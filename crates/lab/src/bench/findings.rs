@@ -14,7 +14,6 @@ use crate::{
 /// Samples are seconds, where there are so many; else all of the run is one.
 const FEWEST_SECONDS: usize = 3;
 
-/// One direction.
 struct Direction<'a> {
     name: &'static str,
     latencies: &'a Latencies,

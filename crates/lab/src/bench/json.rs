@@ -23,7 +23,6 @@ use crate::{
 const PERCENTILES: [f64; 17] =
     [1.0, 5.0, 10.0, 20.0, 30.0, 40.0, 50.0, 60.0, 70.0, 80.0, 90.0, 95.0, 99.0, 99.5, 99.9, 99.95, 99.99];
 
-/// What is weir's own.
 #[derive(Debug, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub(super) struct Own {
@@ -100,7 +99,6 @@ impl Own {
     }
 }
 
-/// The whole of it.
 pub(super) fn report(arguments: &BenchArgs, job: &Job, outcome: &Outcome, own: &Own) -> Value {
     let Measured { reads, writes, flushes, .. } = &outcome.measured;
     let direction = |latencies: &Latencies, part: fn(&Second) -> u64| {
@@ -219,7 +217,6 @@ fn latency(latencies: &Latencies, with_percentiles: bool) -> Value {
     value
 }
 
-/// How far samples are spread.
 struct Spread {
     min: f64,
     max: f64,

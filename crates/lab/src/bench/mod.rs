@@ -77,7 +77,6 @@ fn claimed(arguments: &BenchArgs) -> anyhow::Result<Option<Claim>> {
     meta.map(|meta| claim(path, meta.rdev(), true)).transpose()
 }
 
-/// One run of the command.
 struct Run {
     arguments: BenchArgs,
     begun: Begun,
@@ -128,7 +127,6 @@ impl Run {
         self.tell(&job, ran, None)
     }
 
-    /// Puts the load on it.
     async fn put(&self, size_bytes: u64, source: Source) -> anyhow::Result<(Job, Ran)> {
         let BenchArgs { jobs, quiet, json, .. } = self.arguments;
         let job = check::job(&self.arguments, size_bytes)?;
@@ -235,14 +233,12 @@ mod tests {
 
     use super::*;
 
-    /// A command line of this command alone.
     #[derive(Debug, clap::Parser)]
     pub(super) struct Line {
         #[command(flatten)]
         pub(super) arguments: BenchArgs,
     }
 
-    /// What the command is told by a line.
     pub(super) fn arguments(text: &str) -> BenchArgs {
         let words = ["bench"].into_iter().chain(text.split_whitespace());
         Line::try_parse_from(words).unwrap_or_else(|error| panic!("{text}: {error}")).arguments

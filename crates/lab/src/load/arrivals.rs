@@ -10,12 +10,10 @@ use policy::time::{Duration, Instant, NANOS_PER_SECOND};
 
 use super::places::Part;
 
-/// How requests come.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Arrivals {
     /// In a second; above 0, finite.
     pub(crate) per_second: f64,
-    /// The times between them.
     pub(crate) spacing: Spacing,
 }
 
@@ -28,7 +26,6 @@ pub(crate) enum Spacing {
     Fixed,
 }
 
-/// The instants at which requests are due.
 #[derive(Debug)]
 pub(super) struct Schedule {
     arrivals: Arrivals,
@@ -51,7 +48,6 @@ impl Schedule {
         Self { arrivals, began, next_ns, random }
     }
 
-    /// When the next request is due.
     pub(super) fn next(&self) -> Instant {
         // A float beyond what a Duration has becomes its largest.
         self.began + Duration::from_nanos(self.next_ns as u64)

@@ -21,21 +21,12 @@ use super::{Failed, Job, Outcome, Stop, Target, put};
 /// How long a server may take to be connected to.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// What all jobs are put on.
 #[derive(Clone, Debug)]
 pub(crate) enum Source {
-    /// One disk.
     Disk(Arc<Disk>),
-    /// An export.
-    Nbd {
-        /// Where its server is.
-        server: Endpoint,
-        /// Its name.
-        export: String,
-    },
+    Nbd { server: Endpoint, export: String },
 }
 
-/// What became of jobs.
 #[derive(Debug)]
 pub(crate) struct Ran {
     /// Of all of them together, also where one failed.
@@ -44,7 +35,6 @@ pub(crate) struct Ran {
     pub(crate) failed: Option<anyhow::Error>,
 }
 
-/// What a job tells.
 enum Told {
     Ready,
     Ended(Box<Ran>),
@@ -52,9 +42,6 @@ enum Told {
 
 impl Source {
     /// Connects to the export.
-    ///
-    /// # Errors
-    /// That it cannot be connected to.
     pub(crate) async fn client(server: &Endpoint, export: &str) -> anyhow::Result<Client> {
         Ok(connect(server, export, PATIENCE).await?)
     }
@@ -148,7 +135,6 @@ impl Ran {
     }
 }
 
-/// One job, from getting ready to its end.
 async fn one(job: Job, source: Source, tell: Sender<Told>, opened: Receiver<()>) {
     let (writes, stop) = (job.load.write.is_some(), job.stop.clone());
     let ran = match source.open().await {

@@ -8,7 +8,6 @@ use crate::{latencies, latencies::Latencies};
 
 const SECOND: Duration = Duration::from_secs(1);
 
-/// What was done.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Kind {
     Read,
@@ -33,7 +32,6 @@ pub(crate) struct Measured {
     pub(crate) behind: Duration,
 }
 
-/// What was answered in a second.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Second {
     pub(crate) reads: u64,
@@ -52,7 +50,6 @@ impl Default for Measured {
 }
 
 impl Measured {
-    /// Adds what another measured at the same time.
     pub(crate) fn add(&mut self, other: &Self) {
         let pairs = [
             (&mut self.reads, &other.reads),
@@ -127,7 +124,6 @@ impl Recorder {
         }
     }
 
-    /// What was taken down.
     pub(super) fn end(self, behind: Duration) -> Measured {
         Measured { behind, ..self.measured }
     }

@@ -34,7 +34,6 @@ pub(super) use self::{
     watch::{Count, Stop},
 };
 
-/// What is sent.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Load {
     /// Requests in all; not 0.
@@ -45,15 +44,12 @@ pub(super) struct Load {
     pub(super) readers: u32,
     /// Bytes of a request; not 0, and at most the image's.
     pub(super) block_bytes: usize,
-    /// Where requests begin.
     pub(super) places: Places,
     /// Write this byte; `None` reads.
     pub(super) write: Option<u8>,
-    /// Flush after so many writes.
     pub(super) flush: Option<Flush>,
 }
 
-/// When to flush.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Flush {
     /// After so many writes; not 0.
@@ -79,9 +75,7 @@ pub(super) struct Job {
     pub(super) runtime: Option<Duration>,
     /// The part of several jobs that this is.
     pub(super) part: Part,
-    /// Ends it early.
     pub(super) stop: Stop,
-    /// Tells how far it is.
     pub(super) answered: Count,
 }
 
@@ -124,7 +118,6 @@ impl Job {
     }
 }
 
-/// What became of a load.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(super) struct Outcome {
     /// From the first request that counted to the last answer.
@@ -133,7 +126,6 @@ pub(super) struct Outcome {
     pub(super) slowest: u64,
     /// Requests and flushes that a server had not answered long after the load was ended, and that nobody waits for any more.
     pub(super) unanswered: u64,
-    /// How long requests took, and what was answered when.
     pub(super) measured: Measured,
 }
 
@@ -153,8 +145,6 @@ impl Outcome {
 #[derive(Debug, thiserror::Error)]
 #[error("{error}")]
 pub(super) struct Failed {
-    /// Why.
     pub(super) error: block::error::Error,
-    /// What became of it until then.
     pub(super) outcome: Box<Outcome>,
 }

@@ -16,7 +16,6 @@ pub(crate) struct Places {
     pub(crate) step_bytes: u64,
     /// The last place where a request fits.
     pub(crate) last: u64,
-    /// From the end to the beginning.
     pub(crate) backward: bool,
     /// At any number of steps behind `offset` instead, drawn from this seed.
     pub(crate) random: Option<u64>,
@@ -34,7 +33,6 @@ impl Places {
 /// How much more often some random places are asked for than others.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(crate) enum Locality {
-    /// All alike.
     #[default]
     Even,
     /// By Zipf's law, with this exponent: above 0, finite.
@@ -53,7 +51,6 @@ pub(crate) struct Part {
 }
 
 impl Part {
-    /// Everything.
     pub(crate) const WHOLE: Self = Self { number: 0, of: 1 };
 
     /// What this part draws from, when all of them were given `seed`: the first draws what it would alone.
@@ -113,7 +110,6 @@ impl Draw {
     }
 }
 
-/// Where a reader is.
 #[derive(Debug)]
 pub(super) struct Reader {
     next_offset: Cell<u64>,
@@ -145,7 +141,6 @@ impl Course {
         (0..count).map(reader).collect()
     }
 
-    /// Where a reader's next request begins.
     pub(super) fn next(&self, reader: &Reader) -> u64 {
         let Places { offset, step_bytes, last, backward, random, run } = self.places;
         let mut place = reader.next_offset.get();

@@ -36,7 +36,6 @@ use super::{
     places::{Course, Reader},
 };
 
-/// What a task is to do next.
 enum Next {
     Request { offset: u64, kind: Kind },
     Flush,
@@ -44,7 +43,6 @@ enum Next {
     Done,
 }
 
-/// What the tasks share.
 struct Run {
     job: Job,
     target: Target,
@@ -227,7 +225,6 @@ impl Run {
         self.until.min(ended) - schedule.borrow().next()
     }
 
-    /// Whether nothing more is sent, at this instant.
     fn is_over(&self, at: Instant) -> bool {
         self.failed.get().is_some() || self.job.stop.is_stopped() || at >= self.until
     }
@@ -298,7 +295,6 @@ impl Run {
         }
     }
 
-    /// Until something has changed.
     async fn wait(&self) {
         let mut waited = false;
         poll_fn(|context| {

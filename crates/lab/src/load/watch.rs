@@ -43,7 +43,6 @@ impl Stop {
         first
     }
 
-    /// Whether somebody has said so.
     pub(crate) fn is_stopped(&self) -> bool {
         self.stopped.load(Ordering::Relaxed)
     }
@@ -73,12 +72,10 @@ impl Stop {
 pub(crate) struct Count(Arc<AtomicU64>);
 
 impl Count {
-    /// So many.
     pub(super) fn set(&self, count: u64) {
         self.0.store(count, Ordering::Relaxed);
     }
 
-    /// The number.
     pub(crate) fn get(&self) -> u64 {
         self.0.load(Ordering::Relaxed)
     }

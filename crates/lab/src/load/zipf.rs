@@ -65,7 +65,6 @@ fn integral(x: f64, theta: f64) -> f64 {
     factor * log
 }
 
-/// The inverse of [`integral`].
 fn inverse(y: f64, theta: f64) -> f64 {
     // Rounding may go below what the logarithm takes.
     let t = (y * (1.0 - theta)).max(-1.0);

@@ -30,16 +30,12 @@ const WINDOWS: u32 = 7;
 /// slow device there are fewer, and windows are put together.
 const ANSWERS: u64 = 10;
 
-/// Where requests go.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Pattern {
-    /// Anywhere.
     Random,
-    /// One after the other.
     Sequential,
 }
 
-/// What is asked of an image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Load {
     pub(super) pattern: Pattern,
@@ -59,7 +55,6 @@ impl Load {
         })
     }
 
-    /// Such as `random read`.
     pub(super) fn name(&self) -> &'static str {
         match (self.pattern, self.direction) {
             (Pattern::Random, Direction::Read) => "random read",
@@ -73,7 +68,6 @@ impl Load {
 /// How fast a load was answered.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Figure {
-    /// What was asked.
     pub(super) load: Load,
     /// Operations per second: the median of windows that are long enough. Of large blocks there may be few, and a fraction of one counts.
     pub(super) rate: f64,
@@ -82,12 +76,10 @@ pub(super) struct Figure {
 }
 
 impl Figure {
-    /// The same in whole operations.
     pub(super) fn iops(&self) -> u64 {
         self.rate.round() as u64
     }
 
-    /// Bytes per second.
     pub(super) fn bps(&self) -> u64 {
         (self.rate * self.load.block_bytes as f64).round() as u64
     }
@@ -103,7 +95,6 @@ pub(super) struct Field {
     pub(super) noise: Rc<[u8]>,
 }
 
-/// What the requests in flight share.
 #[derive(Debug)]
 struct Run {
     load: Load,
@@ -118,9 +109,6 @@ struct Run {
 
 impl Field {
     /// Puts the load on it for so long.
-    ///
-    /// # Errors
-    /// The first request that failed.
     pub(super) async fn measure(&self, load: Load, time: Duration) -> anyhow::Result<Figure> {
         let window = time / (WINDOWS + 1);
         let began = now();

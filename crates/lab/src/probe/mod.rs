@@ -67,7 +67,6 @@ pub fn run(arguments: ProbeArgs) -> Result<(), Failure> {
     Ok(print(&text)?)
 }
 
-/// What was measured, and what was not.
 #[derive(Debug)]
 struct Measured {
     size_bytes: u64,

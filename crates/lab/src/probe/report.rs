@@ -8,7 +8,6 @@ use settings::state::Figures;
 
 use super::load::{DEPTH, Figure, Pattern};
 
-/// Everything there is to say.
 #[derive(Debug)]
 pub(super) struct Report {
     /// The directory or device as it was named.
@@ -24,7 +23,6 @@ pub(super) struct Report {
 }
 
 impl Report {
-    /// For people.
     pub(super) fn text(&self) -> String {
         let mut text = match &self.device {
             Some((node, key)) => format!("{} on {node} ({key})\n", self.target),
@@ -50,7 +48,6 @@ impl Report {
         text
     }
 
-    /// For programs.
     pub(super) fn json(&self) -> String {
         let load = |figure: &Figure| {
             json!({

@@ -26,7 +26,6 @@ const DEFAULT_SIZE: u64 = 1 << 30;
 /// The least that can be measured: a few of the largest requests.
 pub(super) const LEAST_SIZE: u64 = 8 << 20;
 
-/// What was asked to be measured.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Wish<'a> {
     /// A directory or a block device.
@@ -38,7 +37,6 @@ pub(super) struct Wish<'a> {
     pub(super) force: bool,
 }
 
-/// Something to be measured.
 #[derive(Debug)]
 pub(super) struct Target {
     pub(super) image: Rc<Image>,
@@ -46,20 +44,13 @@ pub(super) struct Target {
     pub(super) kind: Kind,
     /// The device in the form of stat(2).
     pub(super) device_number: u64,
-    /// Held for as long as it is measured.
     _held: Held,
 }
 
-/// Where the bytes are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Kind {
-    /// In a file of our own, still empty.
     File,
-    /// On a device, which may be written to or not.
-    Device {
-        /// Whether.
-        writable: bool,
-    },
+    Device { writable: bool },
 }
 
 #[derive(Debug)]
@@ -70,9 +61,6 @@ enum Held {
 
 impl Target {
     /// Makes the file, or opens the device.
-    ///
-    /// # Errors
-    /// If it is neither, or cannot be measured as asked.
     pub(super) fn open(wish: Wish<'_>) -> anyhow::Result<Self> {
         let name = wish.path.display();
         let metadata = fs::metadata(wish.path).with_context(|| format!("{name}: cannot be probed"))?;

@@ -22,7 +22,6 @@ const NO_SPAN: f64 = 1e-9;
 /// Below so many decades a logarithmic scale has ticks at equal differences, because hardly one of 1, 2 and 5 falls into it.
 const NARROW: f64 = 0.7;
 
-/// Where a scale begins and ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Ends {
     /// At the smallest and the largest value.
@@ -36,11 +35,9 @@ pub(super) enum Ends {
 pub(super) struct Tick {
     /// From 0 to 1.
     pub(super) position: f64,
-    /// Its name.
     pub(super) label: String,
 }
 
-/// The scale of one direction.
 #[derive(Clone, Debug)]
 pub(super) struct Scale {
     logarithmic: bool,

@@ -75,7 +75,6 @@ fn told(estimate: Estimate) -> Value {
     json!({ "median": estimate.median, "low": estimate.low, "high": estimate.high })
 }
 
-/// What the file has samples of, as estimates.
 fn of_one(result: &ResultFile) -> Value {
     let measure = |measure: &Measure| {
         json!({

@@ -21,12 +21,9 @@ const WORTH_SAYING: usize = 20;
 /// Memory that differs by less is the kernel's own book-keeping.
 const SAME_MEMORY: f64 = 0.02;
 
-/// What became of a measure.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Outcome {
-    /// B's is better.
     Better,
-    /// B's is worse.
     Worse,
     /// No difference that could be told from noise.
     Same,
@@ -35,7 +32,6 @@ pub(super) enum Outcome {
 }
 
 impl Outcome {
-    /// For people.
     pub(super) fn text(self) -> &'static str {
         match self {
             Self::Better => "better",
@@ -60,7 +56,6 @@ pub(super) struct Row {
     pub(super) samples_are: SamplesAre,
 }
 
-/// Something about where the results come from.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Other {
     pub(super) what: &'static str,
@@ -68,7 +63,6 @@ pub(super) struct Other {
     pub(super) b: String,
 }
 
-/// Two results, side by side.
 #[derive(Clone, Debug)]
 pub(super) struct Differences {
     /// In A's order.
@@ -77,12 +71,10 @@ pub(super) struct Differences {
     pub(super) only_a: Vec<String>,
     /// Names that A does not have, or has in another unit.
     pub(super) only_b: Vec<String>,
-    /// What is not the same about where they come from.
     pub(super) others: Vec<Other>,
 }
 
 impl Differences {
-    /// Compares.
     pub(super) fn between(a: &ResultFile, b: &ResultFile) -> Self {
         let (list_a, list_b) = (&a.findings.measures, &b.findings.measures);
         let alone = |list: &[Measure], other: &[Measure]| {
@@ -97,7 +89,6 @@ impl Differences {
         }
     }
 
-    /// How many measures became so.
     pub(super) fn count(&self, outcome: Outcome) -> usize {
         self.rows.iter().filter(|row| row.outcome == outcome).count()
     }
@@ -119,7 +110,6 @@ impl Differences {
         self.told_by_chance() as f64 * BY_CHANCE
     }
 
-    /// What it comes to.
     pub(super) fn conclusion(&self) -> String {
         let (told, better, worse) = (self.told(), self.count(Outcome::Better), self.count(Outcome::Worse));
         let measures = if told == 1 { "measure" } else { "measures" };
@@ -158,7 +148,6 @@ impl Differences {
         text
     }
 
-    /// The measures as a table of text.
     pub(super) fn table(&self) -> Table {
         let row = |row: &Row| {
             let told = |estimate: Estimate| {

@@ -38,12 +38,10 @@ const ROW: f64 = 20.0;
 const SAMPLE: f64 = 28.0;
 const MARGIN: f64 = 8.0;
 
-/// A sheet.
 pub(super) type Sheet<'a> = DrawingArea<SVGBackend<'a>, Shift>;
 /// Whether drawing worked. Into a string it always does, but plotters also draws elsewhere.
 pub(super) type Drawn = Result<(), DrawingAreaErrorKind<std::io::Error>>;
 
-/// Pixels as plotters takes them.
 pub(super) fn px(pixels: f64) -> i32 {
     (pixels * f64::from(SCALE)).round() as i32
 }
@@ -59,7 +57,6 @@ pub(super) fn write(sheet: &Sheet, text: &str, (x, y): (f64, f64), style: TextSt
     sheet.draw(&Text::new(clean(text), (px(x), px(y)), style))
 }
 
-/// Draws a line between two places, in pixels.
 pub(super) fn line(sheet: &Sheet, from: (f64, f64), to: (f64, f64), colour: RGBColor, width: f64) -> Drawn {
     let ends = [from, to].map(|(x, y)| (px(x), px(y)));
     sheet.draw(&PathElement::new(ends, colour.stroke_width(px(width).unsigned_abs())))
@@ -71,7 +68,6 @@ pub(super) fn fill(sheet: &Sheet, from: (f64, f64), to: (f64, f64), colour: RGBC
     sheet.draw(&Rectangle::new(corners, colour.filled()))
 }
 
-/// Something drawn on a sheet.
 pub(super) struct Drawing {
     /// In pixels.
     size: (f64, f64),
@@ -82,9 +78,6 @@ pub(super) struct Drawing {
 }
 
 /// Has something drawn on a sheet of so many pixels.
-///
-/// # Errors
-/// If drawing does not work.
 pub(super) fn drawing(
     (width, height): (f64, f64),
     shows: &str,

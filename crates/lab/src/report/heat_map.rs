@@ -28,9 +28,6 @@ const MARGIN: f64 = 8.0;
 const MOST: usize = 64;
 
 /// The chart: its drawing, and what is not shown.
-///
-/// # Errors
-/// If drawing does not work.
 pub(super) fn html(map: &HeatMap) -> anyhow::Result<String> {
     let drawing = drawing(map)?.inline();
     let best = match map.better {
@@ -51,9 +48,6 @@ pub(super) fn html(map: &HeatMap) -> anyhow::Result<String> {
 }
 
 /// The chart in a file of its own.
-///
-/// # Errors
-/// If drawing does not work.
 pub(super) fn alone(map: &HeatMap) -> anyhow::Result<String> {
     Ok(drawing(map)?.alone(&[]))
 }
@@ -63,7 +57,6 @@ fn drawing(map: &HeatMap) -> anyhow::Result<Drawing> {
     drawing::drawing(layout.size(), &map.title, |sheet| layout.paint(sheet, map))
 }
 
-/// What goes where, in pixels.
 struct Layout {
     rows: usize,
     columns: usize,
@@ -179,7 +172,6 @@ fn wrapped(name: &str, most: usize) -> Vec<String> {
     lines.iter().map(|line| cut(line, most)).collect()
 }
 
-/// The smallest and the largest value.
 fn range(map: &HeatMap) -> (f64, f64) {
     let values = map.values.iter().flatten().flatten().filter(|value| value.is_finite());
     values.fold((f64::INFINITY, f64::NEG_INFINITY), |(low, high), &value| (low.min(value), high.max(value)))

@@ -36,9 +36,6 @@ const Y_TICKS: usize = 5;
 const COLUMNS: usize = 600;
 
 /// The chart: its legend, its drawing, and what is not shown.
-///
-/// # Errors
-/// If drawing does not work.
 pub(super) fn html(lines: &Lines) -> anyhow::Result<String> {
     let mut html = legend(&drawn(lines));
     let _ = write!(html, "<div class=\"wide\">{}</div>", drawing(lines)?.inline());
@@ -54,9 +51,6 @@ pub(super) fn html(lines: &Lines) -> anyhow::Result<String> {
 }
 
 /// The chart in a file of its own.
-///
-/// # Errors
-/// If drawing does not work.
 pub(super) fn alone(lines: &Lines) -> anyhow::Result<String> {
     let series = drawn(lines);
     let legend: Vec<_> =

@@ -36,9 +36,6 @@ use page::Page;
 use super::result::ResultFile;
 
 /// A result as a page.
-///
-/// # Errors
-/// If a chart cannot be drawn.
 pub(crate) fn page(result: &ResultFile) -> anyhow::Result<String> {
     let ResultFile { header, findings, .. } = result;
     let mut page = Page::new(&title(result));

@@ -9,7 +9,6 @@ use console::table;
 use super::{columns, differences::Differences, html::clean, page};
 use crate::result::{Chart, ResultFile, Table};
 
-/// A result; `bold` where terminals show it.
 pub(super) fn result(result: &ResultFile, bold: bool) -> String {
     let ResultFile { header, findings, .. } = result;
     let mut text = format!("{}\n", clean(&page::command(header)));
@@ -34,7 +33,6 @@ pub(super) fn result(result: &ResultFile, bold: bool) -> String {
     text
 }
 
-/// Two results, A and B.
 pub(super) fn comparison(
     differences: &Differences,
     a: (&str, &ResultFile),
@@ -70,7 +68,6 @@ pub(super) fn warnings(a: (&str, &ResultFile), b: (&str, &ResultFile)) -> Vec<St
     [warning("A", a), warning("B", b)].into_iter().flatten().collect()
 }
 
-/// What a chart shows.
 pub(super) fn chart_title(chart: &Chart) -> &str {
     match chart {
         Chart::Lines(lines) => &lines.title,

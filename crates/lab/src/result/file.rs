@@ -25,14 +25,10 @@ const BEGINNING_BYTES: u64 = 1024;
 /// The links that are followed, one to the next, as the kernel does it.
 const MOST_LINKS: u32 = 40;
 
-/// What is written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Kind {
-    /// A result, as JSON.
     Result,
-    /// A page, as HTML.
     Page,
-    /// A chart, as SVG.
     Chart,
 }
 
@@ -56,7 +52,6 @@ impl Kind {
     }
 }
 
-/// Where a file goes.
 enum Place {
     /// A file of its own: this one, whatever links lead there.
     File(PathBuf),
@@ -108,9 +103,6 @@ fn unnamed(path: &Path) -> io::Result<tempfile::NamedTempFile> {
 }
 
 /// Whether something of this kind can be written there, as far as that can be known before.
-///
-/// # Errors
-/// Why not.
 pub(crate) fn check(path: &Path, kind: Kind) -> anyhow::Result<()> {
     let look = || {
         if let Place::File(path) = Place::of(path, kind)? {
@@ -122,9 +114,6 @@ pub(crate) fn check(path: &Path, kind: Kind) -> anyhow::Result<()> {
 }
 
 /// Keeps a result; one that was there is replaced, at once and completely.
-///
-/// # Errors
-/// As for [`write()`].
 pub(crate) fn save(result: &ResultFile, path: &Path) -> anyhow::Result<()> {
     let text = serde_json::to_string_pretty(result).context("the result cannot be told as JSON")?;
     write(path, Kind::Result, &(text + "\n"))

@@ -26,7 +26,6 @@ impl Bucket {
         Self(level * KINDS as u8 + kind.index() as u8)
     }
 
-    /// The level and the limit there.
     pub(crate) fn limit(self) -> Option<(usize, LimitKind)> {
         let number = usize::from(self.0);
         (self != Self::NONE).then(|| (number / KINDS, LimitKind::ALL[number % KINDS]))
@@ -58,7 +57,6 @@ pub(crate) struct Held {
 }
 
 impl Held {
-    /// Nothing waits.
     pub(super) fn new(world: &World, disk: &Disk) -> Self {
         let above = world.groups_above(disk).map(|group| &world.groups[group].hold.limits);
         let levels: Vec<&Limits> = std::iter::once(&disk.hold.limits).chain(above).collect();

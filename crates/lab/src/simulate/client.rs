@@ -32,7 +32,6 @@ pub(crate) struct ClientSpec {
     pub(crate) time: std::ops::Range<u64>,
 }
 
-/// A client at one instant.
 #[derive(Clone, Debug)]
 pub(crate) struct Client {
     spec: ClientSpec,

@@ -28,17 +28,14 @@ use super::request::Op;
 pub(crate) struct StationSpec {
     /// Nanoseconds of a read.
     pub(crate) read: Service,
-    /// Of a write.
     pub(crate) write: Service,
     /// Of zeroing and discarding.
     pub(crate) zero: Service,
-    /// Of a flush.
     pub(crate) flush: Service,
     /// Requests at a time; `None` is any number.
     pub(crate) parallel: Option<usize>,
 }
 
-/// How long one kind of request takes.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(crate) struct Service {
     /// Nanoseconds whatever its size.
@@ -68,7 +65,6 @@ pub(crate) struct Place {
     pub(crate) budget: Option<usize>,
 }
 
-/// All devices of a simulation.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Devices {
     stations: Vec<Station>,

@@ -6,11 +6,12 @@ use std::{path::PathBuf, str::FromStr};
 
 use block::storage::{delay::DelayOptions, rate::RateOptions};
 
-/// A device to simulate.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum DeviceSpec {
-    /// As it was said.
-    Given { delay: DelayOptions, rate: RateOptions },
+    Given {
+        delay: DelayOptions,
+        rate: RateOptions,
+    },
     /// As `weir probe` measured the one that is there or below.
     Probed(PathBuf),
 }

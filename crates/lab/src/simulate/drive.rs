@@ -91,7 +91,6 @@ impl Source for Silence {
     }
 }
 
-/// Where requests come from.
 pub(crate) struct Input {
     pub(crate) source: Box<dyn Source>,
     /// Disks that the source need not name.
@@ -117,7 +116,6 @@ pub(crate) struct Job<'a> {
     pub(crate) before: bool,
     /// Gets what becomes of every request; on one thread then.
     pub(crate) events: Option<&'a mut Events>,
-    /// Ends it early.
     pub(crate) stop: &'a AtomicBool,
     /// Is told now and then how many requests there have been, and when the last came.
     pub(crate) tell: &'a (dyn Fn(u64, u64) + Sync),
@@ -130,7 +128,6 @@ impl<'a> Job<'a> {
     }
 }
 
-/// What came of it.
 #[derive(Debug)]
 pub(crate) struct Outcome {
     /// With all disks that there were.
@@ -143,7 +140,6 @@ pub(crate) struct Outcome {
     pub(crate) partial: Option<String>,
 }
 
-/// What came of a disk's requests.
 #[derive(Debug)]
 pub(crate) struct OfDisk {
     pub(crate) after: Tally,
@@ -184,7 +180,6 @@ pub(crate) fn simulate(job: Job<'_>) -> anyhow::Result<Outcome> {
     }
 }
 
-/// The state of reading.
 struct Reading<'a> {
     names: Names<'a>,
     first: usize,
@@ -332,7 +327,6 @@ impl Reading<'_> {
         Ok(self.outcome(pairs, shard_of, stop))
     }
 
-    /// Why it is not complete, if it is not.
     fn why_partial(&mut self, pairs: &[Pair], stop: &AtomicBool) -> Option<String> {
         if pairs.iter().any(Pair::is_full) {
             return Some(format!(

@@ -49,7 +49,6 @@ pub(super) const STEPS: usize = 1 << 14;
 /// A request that no client waits for.
 const NOBODY: u32 = u32::MAX;
 
-/// What became of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Row {
     pub(crate) request: Request,
@@ -92,9 +91,6 @@ impl Engine {
     }
 
     /// At the beginning, with the same disks on the same devices, but no limits and nothing read ahead: as things were without weir.
-    ///
-    /// # Errors
-    /// None; it has those of [`Engine::new`].
     pub(crate) fn unlimited(world: &World) -> Result<Self, Impossible> {
         Self::of(world, false, true)
     }
@@ -226,7 +222,6 @@ impl Engine {
         }
     }
 
-    /// How many events there have been.
     #[cfg(test)]
     pub(crate) fn foreseen(&self) -> u64 {
         self.state.flow.foreseen()
@@ -269,7 +264,6 @@ impl Engine {
         (&disk.tally, &disk.queue, &disk.held)
     }
 
-    /// Takes what was noted of a disk's requests.
     pub(crate) fn take_tally(&mut self, index: usize) -> Tally {
         std::mem::take(&mut self.state.disks[index].tally)
     }
@@ -318,7 +312,6 @@ impl Engine {
         }
     }
 
-    /// A request comes, now.
     fn ask(&mut self, request: Request, client: u32) {
         let disk = &mut self.state.disks[request.disk];
         let direction = match request.op.direction() {

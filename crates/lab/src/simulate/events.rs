@@ -24,16 +24,13 @@ use crate::{
 
 /// Columns beside those of a trace.
 const MORE_COLUMNS: &str = ",admitted_ns,completed_ns,bucket\n";
-/// Bytes that are written at a time.
 const BLOCK_BYTES: usize = 1 << 18;
 /// What a new file may be, before the process's mask.
 const NEW_FILE: u32 = 0o666;
 
-/// The file.
 #[derive(Debug)]
 pub(crate) struct Events {
     out: Out,
-    /// What errors call it.
     name: String,
     text: Vec<u8>,
     /// Why nothing more is written.
@@ -42,7 +39,6 @@ pub(crate) struct Events {
     disks: Vec<Named>,
 }
 
-/// Where it is written.
 #[derive(Debug)]
 enum Out {
     /// Beside its name, which it gets at the end.

@@ -23,7 +23,6 @@ fn exact(name: String, unit: Unit, better: Better, value: f64) -> Measure {
     Measure { samples_are: SamplesAre::Exact, ..Measure::new(name, unit, better, vec![value]) }
 }
 
-/// Of one simulation.
 pub(super) fn of_run(summary: &Summary, outcome: &Outcome) -> Findings {
     let mut measures = Vec::new();
     for (what, line) in summary.lines() {
@@ -46,7 +45,6 @@ pub(super) fn of_run(summary: &Summary, outcome: &Outcome) -> Findings {
     }
 }
 
-/// Of a sweep.
 pub(super) fn of_sweep(swept: &Swept) -> Findings {
     let line = |name: &str, value: fn(&Point) -> f64| Series {
         name: name.to_owned(),
@@ -91,7 +89,6 @@ pub(super) fn of_sweep(swept: &Swept) -> Findings {
     }
 }
 
-/// Of a story.
 pub(super) fn of_story(story: &Story) -> Findings {
     let measure = |(name, value): &(String, f64)| exact(name.clone(), Unit::Count, Better::Higher, *value);
     Findings {

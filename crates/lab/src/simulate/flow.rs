@@ -25,20 +25,16 @@ struct Event {
     what: What,
 }
 
-/// What happens.
 #[derive(Debug)]
 pub(super) enum What {
-    /// The timer of a tree.
     Timer(usize),
     /// A client has its answer, at once or not, and may go on.
     Answer(u32, bool),
-    /// A client sends its next request.
     Send(u32),
     /// A chunk of what was read ahead of a disk is there.
     Chunk(usize, FetchId),
     /// A change of a disk has ended.
     Written(usize, WriteId),
-    /// Devices are looked at.
     Watch,
 }
 
@@ -49,13 +45,11 @@ impl Flow {
         self.events.push(Reverse(Event { at, number: self.foreseen, what }));
     }
 
-    /// When the next event happens.
     #[inline]
     pub(super) fn next_at(&self) -> Option<u64> {
         self.events.peek().map(|Reverse(event)| event.at)
     }
 
-    /// Takes the next event.
     #[inline]
     pub(super) fn pop(&mut self) -> Option<(u64, What)> {
         let Reverse(Event { at, what, .. }) = self.events.pop()?;
@@ -69,7 +63,6 @@ impl Flow {
         self.lively == 0
     }
 
-    /// How many events there have been.
     #[cfg(test)]
     pub(super) fn foreseen(&self) -> u64 {
         self.foreseen

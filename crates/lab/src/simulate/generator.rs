@@ -10,7 +10,6 @@ use crate::{
     trace::{DiskId, Record},
 };
 
-/// A generator at work.
 #[derive(Debug)]
 pub(crate) struct Generator {
     open: Open,

@@ -214,7 +214,6 @@ fn threads(arguments: &SimulateArgs) -> usize {
     arguments.output.threads.map_or_else(all, NonZeroUsize::get)
 }
 
-/// Where requests come from.
 fn input(arguments: &SimulateArgs) -> anyhow::Result<Input> {
     Ok(match &arguments.input.workload {
         None => {

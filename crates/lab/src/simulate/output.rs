@@ -14,7 +14,6 @@ use super::{
 };
 use crate::latencies::Latencies;
 
-/// Everything that is told of a simulation.
 #[derive(Debug, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) struct Summary {
@@ -28,7 +27,6 @@ pub(crate) struct Summary {
     pub(crate) partial: Option<String>,
 }
 
-/// A disk or a group.
 #[derive(Debug, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) struct Line {
@@ -72,7 +70,6 @@ pub(crate) struct Percentiles {
     pub(crate) max: u64,
 }
 
-/// A limit that held something up.
 #[derive(Debug, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) struct HeldBy {
@@ -81,7 +78,6 @@ pub(crate) struct HeldBy {
     pub(crate) share: f64,
 }
 
-/// What reading ahead came to.
 #[derive(Debug, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) struct Prefetched {
@@ -163,7 +159,6 @@ impl Summary {
         Self { disks: lines, groups, remarks: remarks.to_vec(), partial: partial.clone() }
     }
 
-    /// As tables.
     pub(crate) fn text(&self) -> String {
         let mut tables = vec![self.latencies(), self.parts(), self.limits()];
         tables.extend(self.prefetched());

@@ -24,7 +24,6 @@ use super::{
     world::Disk,
 };
 
-/// A disk's cache.
 #[derive(Debug)]
 pub(super) struct Ahead {
     cache: Cache<u32>,
@@ -37,9 +36,6 @@ pub(super) struct Ahead {
 
 impl Ahead {
     /// An empty cache; `None` where nothing is to be read ahead.
-    ///
-    /// # Errors
-    /// If the settings cannot be.
     pub(super) fn new(disk: &Disk) -> Result<Option<Self>, Invalid> {
         disk.prefetch.check()?;
         // Of a device that takes no time there is nothing to gain, as of a disk that is in memory.
@@ -133,13 +129,11 @@ impl Ahead {
         done
     }
 
-    /// A chunk is there.
     pub(super) fn arrived(&mut self, fetch: FetchId, now: u64) {
         self.cache.complete(fetch, Instant::from_nanos(now));
         self.let_go();
     }
 
-    /// A change has ended.
     pub(super) fn written(&mut self, write: WriteId) {
         self.cache.write_ends(write);
     }

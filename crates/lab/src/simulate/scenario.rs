@@ -17,9 +17,6 @@ use super::{
 };
 
 /// Simulates a tale.
-///
-/// # Errors
-/// None that is known: the worlds are possible.
 pub(crate) fn told(tale: &Tale) -> Result<Story, Impossible> {
     match tale {
         Tale::TwoStreams { cache_bytes } => two_streams::tell(*cache_bytes),

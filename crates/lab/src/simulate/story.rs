@@ -26,14 +26,12 @@ pub(crate) struct Story {
 }
 
 impl Story {
-    /// For people.
     pub(crate) fn text(&self) -> String {
         let mut table = Table::new(self.columns.clone());
         self.rows.iter().for_each(|row| table.row(row.clone()));
         format!("{}\n\n{}\n{}\n", self.title, table.render(false), self.note)
     }
 
-    /// For a result file.
     pub(crate) fn table(&self) -> result::Table {
         let columns = self.columns.iter().map(|(name, _)| *name);
         let note = Some(self.note.clone());

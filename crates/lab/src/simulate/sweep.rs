@@ -8,7 +8,6 @@ use settings::suggest;
 /// Values of a sweep at most: each is a simulation.
 const MOST_VALUES: u64 = 10_000;
 
-/// Values of one limit.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Sweep {
     pub(crate) setting: Setting,

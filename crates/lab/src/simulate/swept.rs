@@ -19,7 +19,6 @@ use serde::Serialize;
 
 use super::{drive::Outcome, output::Percentiles, sweep::Sweep, tally::Tally};
 
-/// What one value came to.
 #[derive(Debug, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) struct Point {
@@ -31,7 +30,6 @@ pub(crate) struct Point {
     pub(crate) throttled: f64,
 }
 
-/// A sweep that was made.
 #[derive(Debug, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) struct Swept {
@@ -144,7 +142,6 @@ impl Swept {
         }
     }
 
-    /// As a table.
     pub(crate) fn text(&self) -> String {
         let mut table = Table::new(
             [self.limit, "P50", "P99", "P99.9", "MAX", "IOPS", "BYTES/S", "THROTTLED"]
@@ -171,7 +168,6 @@ impl Swept {
         text
     }
 
-    /// What a bound comes to.
     pub(crate) fn sentence(&self, bound: &Bound) -> String {
         let below = figures::time(bound.below_ns);
         match bound.smallest {

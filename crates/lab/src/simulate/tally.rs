@@ -7,7 +7,6 @@
 
 use crate::latencies::{self, Latencies};
 
-/// Most intervals of a series.
 const INTERVALS: usize = 1024;
 /// The first length of an interval is 2 to this power, in nanoseconds: about a millisecond.
 const FIRST_BITS: u32 = 20;
@@ -107,7 +106,6 @@ impl Queue {
     }
 }
 
-/// What became of a disk's requests.
 #[derive(Clone, Debug)]
 pub(crate) struct Tally {
     /// Requests that are done, and their bytes.

@@ -10,7 +10,6 @@ use super::{drive::Outcome, *};
 static GO_ON: AtomicBool = AtomicBool::new(false);
 const HEADER: &str = "time_ns,disk,op,offset,length\n";
 
-/// A command line of this command alone.
 #[derive(Debug, clap::Parser)]
 struct Line {
     #[command(flatten)]
@@ -54,7 +53,6 @@ fn told(words: &str, threads: usize) -> String {
     serde_json::to_string_pretty(&Summary::new(&outcome(words, threads).unwrap(), &[])).unwrap()
 }
 
-/// A trace of so many disks.
 fn trace(disks: u64, requests: u64) -> String {
     let mut random = fastrand::Rng::with_seed(disks);
     let mut text = HEADER.to_owned();

@@ -52,7 +52,6 @@ const CASES: [Case; 8] = [
     case(true, 100, true, [14.3, 11.7]),
 ];
 
-/// What a case came to.
 struct Figures {
     /// What each `dd` would say, in MB/s.
     streams: [f64; 2],
@@ -61,9 +60,6 @@ struct Figures {
 }
 
 /// All eight cases, with so many bytes of each stream dirty at the most.
-///
-/// # Errors
-/// None that is known: the worlds are possible.
 pub(super) fn tell(cache_bytes: u64) -> Result<Story, Impossible> {
     let mut rows = Vec::new();
     let mut measures = Vec::new();

@@ -28,7 +28,6 @@ const INTERVAL_NS: u64 = 50_000_000;
 /// the last digit of anything that it sees.
 const IDLE_LOOKS: u32 = 200;
 
-/// What is looked at.
 #[derive(Debug, Default)]
 pub(super) struct Watch {
     targets: Vec<Target>,

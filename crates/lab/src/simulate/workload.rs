@@ -13,7 +13,6 @@ use std::str::FromStr;
 use super::{client::ClientSpec, request::Op};
 use crate::load::Locality;
 
-/// What is generated.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) enum Workload {
     Open(Open),
@@ -73,7 +72,6 @@ const MOST_BYTES: u64 = 1 << 50;
 const GENERATORS: [&str; 8] =
     ["random", "zipf", "hot-cold", "sequential", "two-streams", "burst", "group", "depths"];
 
-/// All names, for people.
 pub(crate) fn generators() -> String {
     GENERATORS.join(", ")
 }
@@ -211,7 +209,6 @@ impl<'a> Keys<'a> {
     }
 }
 
-/// The names of so many disks.
 pub(crate) fn names(disks: usize) -> Vec<String> {
     (1..=disks).map(|number| format!("disk{number}")).collect()
 }

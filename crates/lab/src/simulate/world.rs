@@ -8,7 +8,6 @@ use super::device::{Place, StationSpec};
 /// The size of a disk of which none is known: no offset is past its end.
 pub(crate) const UNKNOWN_SIZE: u64 = 1 << 63;
 
-/// Everything that is simulated together.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct World {
     /// Each after the one it lies in.
@@ -28,7 +27,6 @@ pub(crate) struct Group {
     pub(crate) parent: Option<usize>,
 }
 
-/// A disk.
 #[derive(Clone, Debug)]
 pub(crate) struct Disk {
     pub(crate) name: String,
@@ -37,7 +35,6 @@ pub(crate) struct Disk {
     pub(crate) prefetch: prefetch::Settings,
     /// [`UNKNOWN_SIZE`] at most.
     pub(crate) size_bytes: u64,
-    /// What it lies on.
     pub(crate) place: Place,
     /// What a watermark looks at; none where the daemon would find no device either.
     pub(crate) watched: Option<Place>,

@@ -8,7 +8,6 @@ const SEED: u64 = 0x5EED;
 /// A median, and between what it lies in 95 of 100 cases.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Estimate {
-    /// The middle of the samples.
     pub(crate) median: f64,
     /// Not above the median.
     pub(crate) low: f64,

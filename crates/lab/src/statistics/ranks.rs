@@ -10,25 +10,20 @@ pub(super) const TAIL: f64 = 0.02;
 /// Beyond so many samples of either the normal approximation is good to the third digit.
 pub(super) const EXACT_UP_TO: usize = 25;
 
-/// How one thing compares with another.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Comparison {
     /// How many times as much the other is, and between what that lies in 95 of 100 cases.
     ///
     /// With fewer than four samples of each nothing can be told: then it is between the smallest quotient and the largest.
     pub(crate) ratio: Estimate,
-    /// Whether that is a difference.
     pub(crate) verdict: Verdict,
 }
 
-/// What a comparison comes to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Verdict {
     /// No difference that can be told from noise.
     Same,
-    /// The other is higher.
     Higher,
-    /// The other is lower.
     Lower,
 }
 

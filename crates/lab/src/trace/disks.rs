@@ -15,7 +15,6 @@ const MAX_NAMES_BYTES: usize = 64 << 20;
 /// Places to remember recent names in; a power of two.
 const RECENT: usize = 256;
 
-/// The names so far.
 pub(super) struct Disks {
     names: Vec<String>,
     ids: HashMap<String, DiskId>,

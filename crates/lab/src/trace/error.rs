@@ -13,22 +13,14 @@ const SHOWN_BYTES: usize = 60;
 pub(crate) enum TraceError {
     /// The file cannot be opened or read.
     #[error("{file}: {why}")]
-    File {
-        /// The trace.
-        file: String,
-        /// What the system says.
-        why: io::Error,
-    },
+    File { file: String, why: io::Error },
     /// What is compressed ends too early, or is none.
     #[error("{file}: the {compression} data is damaged or cut off after {lines} lines: {why}")]
     Compressed {
-        /// The trace.
         file: String,
-        /// How it is compressed.
         compression: &'static str,
         /// Whole lines that came out before.
         lines: u64,
-        /// What the decompressor says.
         why: io::Error,
     },
     /// It unfolds only in more memory than a reader takes.
@@ -36,20 +28,13 @@ pub(crate) enum TraceError {
         "{file}: it was compressed with a zstd window above 128 MiB (decompress it first: zstd -dc --long=31 FILE, \
          and - as the trace)"
     )]
-    Window {
-        /// The trace.
-        file: String,
-    },
+    Window { file: String },
     /// There is not a line in it.
     #[error("{file}: the trace is empty")]
-    Empty {
-        /// The trace.
-        file: String,
-    },
+    Empty { file: String },
     /// It looks like none of the formats.
     #[error("{file}: not a trace of a known format: {hint}")]
     Unknown {
-        /// The trace.
         file: String,
         /// What it looks like instead, and what to do.
         hint: String,
@@ -57,7 +42,6 @@ pub(crate) enum TraceError {
     /// A line does not say what a line of its format has to.
     #[error("{file}:{line}: {why}")]
     Line {
-        /// The trace.
         file: String,
         /// The line, from 1.
         line: u64,

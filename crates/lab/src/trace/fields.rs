@@ -17,9 +17,6 @@ impl<'a> Fields<'a> {
     }
 
     /// The next field, which ends at a comma or with the line.
-    ///
-    /// # Errors
-    /// If there is none.
     #[inline(always)]
     pub(super) fn text(&mut self, what: &str) -> Result<&'a [u8], String> {
         let rest = self.rest.ok_or_else(|| missing(what))?;
@@ -75,9 +72,6 @@ impl<'a> Fields<'a> {
     }
 
     /// The next field, which is a whole number.
-    ///
-    /// # Errors
-    /// If there is none, or it is something else.
     #[inline(always)]
     pub(super) fn number(&mut self, what: &str) -> Result<u64, String> {
         let Some(rest) = self.rest else { return Err(missing(what)) };
@@ -106,9 +100,6 @@ impl<'a> Fields<'a> {
     }
 
     /// That there is nothing more.
-    ///
-    /// # Errors
-    /// If there is.
     #[inline]
     pub(super) fn end(&self) -> Result<(), String> {
         match self.rest {
@@ -173,9 +164,6 @@ fn up_to_eight(text: [u8; 8]) -> (u64, usize) {
 const MAX_PLAIN_DIGITS: usize = 19;
 
 /// The value of a field that is a whole number.
-///
-/// # Errors
-/// If it is something else, with what it is.
 #[inline]
 pub(super) fn number(field: &[u8], what: &str) -> Result<u64, String> {
     let (value, digits) = leading_number(field);

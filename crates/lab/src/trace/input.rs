@@ -27,7 +27,6 @@ const ZSTD: &[u8] = &[0x28, 0xb5, 0x2f, 0xfd];
 pub(super) struct Input {
     /// The file as the user named it.
     pub(super) name: String,
-    /// The text.
     pub(super) text: Box<dyn Read + Send>,
     /// How the text is compressed; `None` if it is not.
     pub(super) compression: Option<&'static str>,
@@ -35,9 +34,6 @@ pub(super) struct Input {
 
 impl Input {
     /// Opens a file, or standard input for `-`.
-    ///
-    /// # Errors
-    /// If it cannot be opened or its first bytes not be read.
     pub(super) fn open(path: &Path) -> Result<Self, (String, io::Error)> {
         let standard = path == Path::new("-");
         let name = if standard { "standard input".to_owned() } else { path.display().to_string() };
@@ -50,9 +46,6 @@ impl Input {
     }
 
     /// Looks at the first bytes of a stream for how it is compressed.
-    ///
-    /// # Errors
-    /// If they cannot be read.
     pub(super) fn new(name: String, mut bytes: Box<dyn Read + Send>) -> io::Result<Self> {
         let mut head = Vec::with_capacity(MAGIC_BYTES);
         bytes.by_ref().take(MAGIC_BYTES as u64).read_to_end(&mut head)?;

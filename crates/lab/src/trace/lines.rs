@@ -9,19 +9,16 @@ use super::{
     input::{self, Input},
 };
 
-/// Bytes read at once.
 const BLOCK_BYTES: usize = 1 << 20;
 /// The longest line there may be. Lines of traces have some dozens of bytes; a file that is not a trace may have no line end at all.
 const MAX_LINE_BYTES: usize = 64 << 10;
 
-/// The lines of a trace.
 pub(super) struct Lines {
     input: Input,
     buffer: Box<[u8]>,
     /// What is in the buffer and not handed out is `start..end`.
     start: usize,
     end: usize,
-    /// The input has no more.
     ended: bool,
     /// Why it cannot be read on, to be said when what was read before has been handed out.
     failed: Option<io::Error>,
@@ -35,7 +32,6 @@ impl Lines {
         Self { input, buffer, start: 0, end: 0, ended: false, failed: None, number: 0 }
     }
 
-    /// The trace's name.
     pub(super) fn name(&self) -> &str {
         &self.input.name
     }

@@ -29,7 +29,6 @@ pub(crate) struct Merged {
     begun: bool,
 }
 
-/// One of the traces.
 struct Source {
     reader: Reader,
     /// The merged number of each of its disks.
@@ -55,9 +54,6 @@ impl Merged {
     }
 
     /// Merges readers that nothing has been read from.
-    ///
-    /// # Errors
-    /// As [`open`](Self::open).
     pub(crate) fn new(mut readers: Vec<Reader>, absolute_time: bool) -> Result<Self, TraceError> {
         if readers.is_empty() || readers.len() > usize::from(u16::MAX) {
             let why = format!("between 1 and {} traces can be read as one", u16::MAX);

@@ -128,7 +128,6 @@ impl Reader {
         self.lines.name()
     }
 
-    /// The trace's format.
     pub(crate) fn format(&self) -> Format {
         self.format
     }

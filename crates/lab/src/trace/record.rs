@@ -5,20 +5,16 @@
 pub(crate) struct DiskId(pub(crate) u32);
 
 impl DiskId {
-    /// The index into the names.
     pub(crate) fn index(self) -> usize {
         self.0 as usize
     }
 }
 
-/// What a request does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) enum Op {
     /// Makes sure of what was written before. Has no place and no length.
     Flush,
-    /// Reads.
     Read,
-    /// Writes.
     Write,
     /// Gives up what is there.
     Discard,
@@ -27,7 +23,6 @@ pub(crate) enum Op {
 }
 
 impl Op {
-    /// All of them.
     pub(crate) const ALL: [Self; 5] =
         [Self::Flush, Self::Read, Self::Write, Self::Discard, Self::WriteZeroes];
 
@@ -54,11 +49,9 @@ pub(crate) struct Record {
     pub(crate) length: u64,
     /// The line that tells of it, from 1, for messages; several records may come of one line.
     pub(crate) line: u64,
-    /// Whose it is.
     pub(crate) disk: DiskId,
     /// The file that tells of it, where several are read as one: see [`Merged::place`](super::Merged::place).
     pub(crate) file: u16,
-    /// What it does.
     pub(crate) op: Op,
 }
 

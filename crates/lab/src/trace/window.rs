@@ -39,7 +39,6 @@ impl Window {
         Self { run: VecDeque::new(), late: BinaryHeap::new(), left_ns: 0, window }
     }
 
-    /// How many are in it.
     #[inline]
     pub(super) fn len(&self) -> usize {
         self.run.len() + self.late.len()
@@ -78,7 +77,6 @@ impl Window {
         Ok(())
     }
 
-    /// The earliest record.
     #[inline]
     pub(super) fn pop(&mut self) -> Option<Record> {
         let record = if self.late.is_empty() { self.run.pop_front() } else { self.pop_earlier() }?;

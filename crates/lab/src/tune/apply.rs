@@ -25,15 +25,11 @@ pub(super) struct Target<'a> {
 /// Whether there is something already that must not be made again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Written {
-    /// An image that is yet to be made.
     New,
-    /// An image that is there.
     Image,
-    /// A device.
     Device,
 }
 
-/// What to type.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Commands {
     /// Makes the image, with these clusters; nothing for what is there, which it would empty.

@@ -116,7 +116,6 @@ pub(super) fn choose(goal: Goal, scores: &Scores<'_>, candidates: &[Configuratio
     Some(Choice { goal, configuration: first.unwrap_or(base), leader, settled: first.is_some() && is_known })
 }
 
-/// How a candidate stands to the leader.
 pub(super) fn standing(
     goal: Goal,
     scores: &Scores<'_>,

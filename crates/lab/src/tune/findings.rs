@@ -41,7 +41,6 @@ pub(super) struct Found<'a> {
 }
 
 impl Found<'_> {
-    /// What to choose, for each goal.
     pub(super) fn recommendations(&self) -> Vec<Recommendation> {
         let choices = self.search.choices();
         choices.iter().map(|choice| self.recommendation(choice)).collect()
@@ -52,7 +51,6 @@ impl Found<'_> {
         Recommendation::new(choice, search.samples(), search.patterns(), search.space(), self.target)
     }
 
-    /// In the form of all results.
     pub(super) fn findings(&self) -> Findings {
         let recommendations = self.recommendations();
         let mut summary: Vec<_> = recommendations.iter().map(Recommendation::sentence).collect();
@@ -66,7 +64,6 @@ impl Found<'_> {
         Findings { summary, measures: self.measures(), tables, charts: self.charts() }
     }
 
-    /// For people at a terminal.
     pub(super) fn text(&self, bold: bool) -> String {
         let mut text = String::new();
         let Table { columns, rows, .. } = self.scores();

@@ -10,7 +10,6 @@ use clap::ValueEnum;
 
 use super::matrix::{Configuration, Operation, Pattern, Space};
 
-/// What to tune for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, ValueEnum)]
 pub(crate) enum Goal {
     /// Much at a time: large requests, and many in flight
@@ -27,7 +26,6 @@ impl Goal {
     /// Every goal, in the order in which they are shown.
     pub(super) const ALL: [Self; 4] = [Self::Throughput, Self::Latency, Self::Integrity, Self::Balanced];
 
-    /// As on the command line.
     pub(super) fn name(self) -> &'static str {
         match self {
             Self::Throughput => "throughput",
@@ -52,7 +50,6 @@ impl Goal {
         }
     }
 
-    /// Whether this mode may be recommended for it.
     pub(super) fn allows(self, cache: CacheMode) -> bool {
         match self {
             Self::Integrity => Safety::of(cache) == Safety::Always,
@@ -79,7 +76,6 @@ pub(super) enum Safety {
 }
 
 impl Safety {
-    /// That of a mode.
     pub(super) fn of(cache: CacheMode) -> Self {
         match cache {
             CacheMode::Writethrough | CacheMode::Directsync => Self::Always,
@@ -88,7 +84,6 @@ impl Safety {
         }
     }
 
-    /// For people.
     pub(super) fn words(self) -> &'static str {
         match self {
             Self::Always => {

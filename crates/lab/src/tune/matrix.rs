@@ -22,7 +22,6 @@ use policy::prefetch::Settings;
 
 /// The default cluster, which is QEMU's.
 pub(super) const DEFAULT_CLUSTER: u64 = 64 << 10;
-/// The cluster sizes that are compared.
 pub(super) const CLUSTERS: [u64; 6] = [DEFAULT_CLUSTER, 128 << 10, 256 << 10, 512 << 10, 1 << 20, 2 << 20];
 /// Bytes of an entry of an L2 table, which maps one cluster (QEMU's docs/interop/qcow2.rst).
 const L2_ENTRY_BYTES: u64 = 8;
@@ -70,7 +69,6 @@ impl fmt::Display for L2Share {
     }
 }
 
-/// What is chosen for a qcow2 image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Qcow2 {
     /// From 64 KiB to 2 MiB, a power of two, where weir makes the image; else what the image has.
@@ -218,16 +216,12 @@ impl Space {
     }
 }
 
-/// Where requests go.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) enum Order {
-    /// Anywhere.
     Random,
-    /// One after the other.
     Sequential,
 }
 
-/// What is asked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) enum Operation {
     /// Reads of what the host does not have in memory, as far as that can be had.
@@ -242,7 +236,6 @@ pub(super) enum Operation {
     FirstWrite,
 }
 
-/// What is asked of a disk, and how.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Pattern {
     pub(super) order: Order,

@@ -47,7 +47,6 @@ const LARGE_WRITES_BYTES: u64 = 32 << 20;
 /// Written by loads that write.
 const BYTE: u8 = 0xA5;
 
-/// Measures.
 #[derive(Debug)]
 pub(super) struct Meter {
     images: Images,
@@ -67,12 +66,10 @@ struct Series {
 }
 
 impl Meter {
-    /// Slices of so much time.
     pub(super) fn new(images: Images, slice: Duration, stop: Stop, seed: u64) -> Self {
         Self { images, slice, stop, random: fastrand::Rng::with_seed(seed), rates: HashMap::new() }
     }
 
-    /// When it stops.
     pub(super) fn stop(&self) -> &Stop {
         &self.stop
     }
@@ -83,9 +80,6 @@ impl Meter {
     }
 
     /// Measures everything of a turn, until it is time to stop; hands each sample to `record`.
-    ///
-    /// # Errors
-    /// [`TurnError`].
     pub(super) async fn turn(
         &mut self,
         turn: &Turn,
@@ -222,12 +216,10 @@ impl Meter {
     }
 }
 
-/// Why a turn was not finished.
 #[derive(Debug)]
 pub(super) enum TurnError {
     /// The configuration cannot be opened here.
     NotOpened(anyhow::Error),
-    /// A request failed.
     Failed(anyhow::Error),
 }
 
@@ -284,7 +276,6 @@ impl Walk {
         Self { pattern, size_bytes, offset: random.u64(..blocks) * pattern.block_bytes, seed: random.u64(..) }
     }
 
-    /// The next batch.
     fn load(&mut self, count: u64) -> Load {
         let Self { pattern, size_bytes, .. } = *self;
         let block = pattern.block_bytes;

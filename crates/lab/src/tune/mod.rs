@@ -53,11 +53,9 @@ use self::{
 };
 use super::result::{Begun, Findings, Header, ResultFile};
 
-/// What a run came to.
 #[derive(Debug)]
 struct Outcome {
     findings: Findings,
-    /// For people at a terminal.
     text: String,
     /// What a later run goes on with.
     details: serde_json::Value,

@@ -70,14 +70,11 @@ pub(super) struct Place {
     pub(super) size_bytes: u64,
     /// Bytes of the disk as it is.
     pub(super) whole_bytes: u64,
-    /// What is to be said of it.
     remarks: Vec<String>,
 }
 
-/// What an image is like.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Seen {
-    /// The disk's.
     pub(super) size_bytes: u64,
     /// Of a qcow2 image.
     pub(super) cluster_bytes: Option<u64>,
@@ -85,7 +82,6 @@ pub(super) struct Seen {
     pub(super) data_bytes: u64,
 }
 
-/// What it is.
 #[derive(Debug)]
 pub(super) enum Kind {
     /// Images are made in this directory of ours, which is locked so that nobody takes it for left behind.
@@ -94,16 +90,13 @@ pub(super) enum Kind {
         /// Where the file system knows locks.
         _lock: Option<Flock<fs::File>>,
     },
-    /// A device.
     Device {
-        /// May be written to.
         writable: bool,
         /// Keeps others away.
         _claim: Claim,
     },
     /// An image that is only read; of a qcow2 image its clusters.
     Image {
-        /// As it was said.
         format: Option<Format>,
         /// Of a qcow2 image.
         cluster_bytes: Option<u64>,
@@ -193,7 +186,6 @@ impl Place {
         }
     }
 
-    /// What can be chosen there.
     pub(super) fn space(&self) -> Space {
         match self.kind {
             Kind::Made { .. } => Space::of_made_images(self.size_bytes),
@@ -202,7 +194,6 @@ impl Place {
         }
     }
 
-    /// What can be asked of it.
     pub(super) fn patterns(&self) -> Vec<Pattern> {
         let can = |pattern: &Pattern| match self.kind {
             Kind::Made { .. } => true,
@@ -220,7 +211,6 @@ impl Place {
         self.remarks.iter().cloned().chain(not_measured).collect()
     }
 
-    /// What is not measured there, and why.
     fn not_measured(&self) -> Option<&'static str> {
         match self.kind {
             Kind::Made { .. } => None,

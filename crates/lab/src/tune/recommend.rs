@@ -16,7 +16,6 @@ use crate::statistics::{Estimate, Verdict};
 /// How many gains and costs are told; all are in the result's tables.
 const MOST_TOLD: usize = 4;
 
-/// A recommendation.
 #[derive(Clone, Debug)]
 pub(super) struct Recommendation {
     pub(super) goal: Goal,
@@ -44,7 +43,6 @@ pub(super) struct Difference {
 }
 
 impl Recommendation {
-    /// What a choice comes to.
     pub(super) fn new(
         choice: &Choice,
         samples: &Samples,
@@ -76,7 +74,6 @@ impl Recommendation {
         }
     }
 
-    /// In one paragraph.
     pub(super) fn sentence(&self) -> String {
         let mut text = format!("For {}: {}", self.goal.name(), self.configuration);
         if self.is_default {

@@ -23,11 +23,9 @@ const MOST_ROUNDS: u32 = 100_000;
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub(super) struct Kept {
-    /// What was measured.
     path: String,
     /// What it lies on, where that is a device that is known again.
     device: Option<String>,
-    /// weir's version.
     weir: String,
     size_bytes: u64,
     /// The formats and cluster sizes that can be measured there.
@@ -49,7 +47,6 @@ struct Cell {
 }
 
 impl Kept {
-    /// What is kept of a run.
     pub(super) fn new(place: &Place, slice: Duration, samples: &Samples) -> Self {
         let mut cells = Vec::new();
         for configuration in samples.configurations() {
@@ -74,9 +71,6 @@ impl Kept {
     }
 
     /// What an earlier run kept in this file.
-    ///
-    /// # Errors
-    /// If it is no result of `weir tune`.
     pub(super) fn load(path: &Path) -> anyhow::Result<Self> {
         let ResultFile { details, .. } = load(path)?;
         serde_json::from_value(details).with_context(|| {
@@ -95,9 +89,6 @@ impl Kept {
     }
 
     /// The samples, if they are of this place as it is now.
-    ///
-    /// # Errors
-    /// What differs.
     pub(super) fn samples(&self, place: &Place, space: &Space) -> anyhow::Result<Samples> {
         let here = whole_name(&place.path);
         ensure!(self.path == here, "the samples to go on with are of {}, not of {here}", self.path);

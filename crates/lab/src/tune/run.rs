@@ -19,7 +19,6 @@ use super::{
 /// Kept back of the budget for putting away and telling.
 const SHARE_FOR_END: u32 = 50;
 
-/// A run.
 #[derive(Debug)]
 pub(super) struct Run<C> {
     pub(super) course: C,

@@ -31,7 +31,6 @@ const MOST_ROUNDS: usize = 30;
 /// Combinations that are tried, at most.
 const MOST_COMBINATIONS: usize = 12;
 
-/// A search under way.
 #[derive(Debug)]
 pub(super) struct Search {
     space: Space,
@@ -48,7 +47,6 @@ pub(super) struct Search {
     queue: Vec<Configuration>,
 }
 
-/// Where a search is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Stage {
     /// Each factor by itself.
@@ -166,17 +164,14 @@ impl Search {
         self.queue.retain(&keeps);
     }
 
-    /// What was measured.
     pub(super) fn samples(&self) -> &Samples {
         &self.samples
     }
 
-    /// What can be chosen.
     pub(super) fn space(&self) -> &Space {
         &self.space
     }
 
-    /// What is asked.
     pub(super) fn patterns(&self) -> &[Pattern] {
         &self.patterns
     }
@@ -190,7 +185,6 @@ impl Search {
         self.goals.iter().filter_map(|&goal| choose(goal, &scores, self.samples.configurations())).collect()
     }
 
-    /// How they come out for the goals.
     pub(super) fn scores(&self) -> Scores<'_> {
         Scores { samples: &self.samples, patterns: &self.patterns, space: &self.space }
     }

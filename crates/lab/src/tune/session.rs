@@ -37,7 +37,6 @@ const SHARE_FOR_GROWTH: u32 = 20;
 /// Slices that a budget should suffice for: both stages with seven rounds each, and what opening and flushing take beside them.
 const SLICES_PER_BUDGET: u32 = 14 * 22 * 7 * 4;
 
-/// A search under way.
 #[derive(Debug)]
 pub(super) struct Session {
     run: Run<Search>,

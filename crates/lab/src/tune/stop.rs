@@ -54,12 +54,10 @@ impl Stop {
         *directory(&self.removed) = Some(path.to_owned());
     }
 
-    /// Whether to stop now.
     pub(super) fn is_due(&self) -> bool {
         self.left().is_zero() || self.is_interrupted()
     }
 
-    /// Whether somebody asked.
     pub(super) fn is_interrupted(&self) -> bool {
         self.interruption.happened()
     }

@@ -10,12 +10,10 @@ use super::{
     FirstLine, Found, Parse, is_header, nanoseconds,
 };
 
-/// A microsecond.
 const US_NS: u64 = 1000;
 /// The first line, where there is one.
 const HEADER: &str = "device_id,opcode,offset,length,timestamp";
 
-/// Reads lines.
 #[derive(Default)]
 pub(in super::super) struct Alibaba {
     first: FirstLine,

@@ -22,10 +22,8 @@ use super::{
     Found, Parse, bytes,
 };
 
-/// A second.
 const S_NS: u64 = 1_000_000_000;
 
-/// Reads lines.
 pub(in super::super) struct Blkparse {
     /// The action that is taken for a request.
     taken: u8,
@@ -42,7 +40,6 @@ struct Event<'a> {
     /// Its first letter alone counts: all actions of two are others'.
     action: &'a [u8],
     rwbs: &'a [u8],
-    /// What follows.
     rest: &'a [u8],
 }
 
@@ -58,7 +55,6 @@ impl Blkparse {
     }
 }
 
-/// Whether a line tells of an event.
 pub(super) fn is_event(line: &[u8]) -> bool {
     event(line).is_some()
 }

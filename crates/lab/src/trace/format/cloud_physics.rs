@@ -12,14 +12,12 @@ use super::{
     Found, Parse, bytes, nanoseconds,
 };
 
-/// A second.
 const S_NS: u64 = 1_000_000_000;
 /// As many columns as a header may have.
 const MAX_COLUMNS: usize = 64;
 /// The columns that are needed, in the order of [`CloudPhysics::columns`].
 const NEEDED: [&str; 4] = ["time", "op", "size", "lbn"];
 
-/// Reads lines.
 pub(in super::super) struct CloudPhysics {
     disk: String,
     /// Where each of [`NEEDED`] is; `None` before the header was read.

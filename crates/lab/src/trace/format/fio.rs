@@ -20,18 +20,14 @@ use super::{
     Found, Parse, nanoseconds,
 };
 
-/// A microsecond.
 const US_NS: u64 = 1000;
 /// "Wait for `offset` microseconds. Everything below 100 is discarded."
 const SHORTEST_WAIT_US: u64 = 100;
 
-/// The first line of a version.
 pub(super) const HEADERS: [(&str, u8); 2] = [("fio version 2 iolog", 2), ("fio version 3 iolog", 3)];
 
-/// Reads lines.
 pub(in super::super) struct Fio {
     version: u8,
-    /// The header has been read.
     begun: bool,
     /// What was waited so far.
     waited_ns: u64,

@@ -35,7 +35,6 @@ use super::{
     window::Window,
 };
 
-/// A format of traces.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Format {
     /// weir's CSV: time_ns,disk,op,offset,length
@@ -55,7 +54,6 @@ pub(crate) enum Format {
 }
 
 impl Format {
-    /// Its name on the command line.
     pub(crate) fn name(self) -> &'static str {
         match self {
             Self::Weir => "weir",
@@ -74,7 +72,6 @@ impl Format {
     }
 }
 
-/// What reads the lines of a format.
 pub(super) trait Parse {
     /// Reads one line, not empty, and hands on the requests that it tells of.
     ///
@@ -87,7 +84,6 @@ pub(super) trait Parse {
 pub(super) struct Found<'a> {
     pub(super) disks: &'a mut Disks,
     pub(super) window: &'a mut Window,
-    /// The number of the line.
     pub(super) line: u64,
 }
 
@@ -126,9 +122,6 @@ fn nanoseconds(time: u64, unit_ns: u64) -> Result<u64, String> {
 }
 
 /// A number of bytes, from 512-byte sectors.
-///
-/// # Errors
-/// If it is more than 64 bits hold.
 #[inline]
 fn bytes(sectors: u64) -> Result<u64, String> {
     sectors
@@ -147,7 +140,6 @@ fn is_header(line: &[u8], header: &str) -> bool {
 /// The first line of a file, which may be a header or not.
 #[derive(Default)]
 struct FirstLine {
-    /// It has been read.
     is_past: bool,
 }
 

@@ -17,7 +17,6 @@ const TICK_NS: u64 = 100;
 /// The first line, where there is one.
 const HEADER: &str = "Timestamp,Hostname,DiskNumber,Type,Offset,Size";
 
-/// Reads lines.
 #[derive(Default)]
 pub(in super::super) struct Msr {
     first: FirstLine,

@@ -9,13 +9,10 @@ use super::{
     Found, Parse,
 };
 
-/// The first line.
 pub(crate) const HEADER: &str = "time_ns,disk,op,offset,length";
 
-/// Reads lines.
 #[derive(Default)]
 pub(in super::super) struct Weir {
-    /// The header has been read.
     begun: bool,
     /// It has further columns.
     more: bool,

@@ -19,7 +19,6 @@ pub(super) struct Measured<'a> {
 }
 
 impl Measured<'_> {
-    /// In the form of all results.
     pub(super) fn findings(&self) -> Findings {
         let mut findings = Findings::default();
         for published in self.tables {
@@ -130,7 +129,6 @@ impl Measured<'_> {
     }
 }
 
-/// Findings for people at a terminal.
 pub(super) fn text(findings: &Findings) -> String {
     let mut text = String::new();
     for found in &findings.tables {

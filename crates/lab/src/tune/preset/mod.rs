@@ -47,7 +47,6 @@ pub(crate) enum Preset {
 }
 
 impl Preset {
-    /// Its tables.
     pub(super) fn tables(self) -> Vec<Published> {
         match self {
             Self::CacheModes => vec![published::random_by_cache_mode(), published::streams_by_cache_mode()],
@@ -130,7 +129,6 @@ enum Relation {
     NotLower,
 }
 
-/// What became of a conclusion.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Agreement {
     Agrees,
@@ -177,7 +175,6 @@ impl Published {
         self.rows.iter().find(|row| row.name == name)
     }
 
-    /// A row's samples of a column.
     fn samples(&self, samples: &Samples, row: &str, column: usize) -> Vec<f64> {
         let Some(row) = self.row(row) else { return Vec::new() };
         samples.of(&row.configuration, &self.columns[column].pattern(&row.configuration))
@@ -227,7 +224,6 @@ impl Published {
         rows.map(|row| samples.rounds(&row.configuration, &self.patterns(row))).min().unwrap_or(MOST_ROUNDS)
     }
 
-    /// Whether it has all its rounds.
     fn is_complete(&self, samples: &Samples, without: &[Configuration]) -> bool {
         self.rounds(samples, without) >= MOST_ROUNDS
     }
@@ -252,7 +248,6 @@ pub(super) async fn measure(
     Outcome { findings, text, details: serde_json::Value::Null, failed }
 }
 
-/// A preset being measured.
 #[derive(Debug)]
 struct Tables {
     tables: Vec<Published>,
