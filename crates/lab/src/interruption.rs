@@ -34,7 +34,7 @@ impl Interruption {
         let hear = move |_| {
             if heard.0.swap(true, Ordering::SeqCst) {
                 second();
-                let _ = writeln!(stderr(), "weir: interrupted twice: what was found is not told");
+                let _ = writeln!(stderr(), "weir: interrupted twice: results discarded");
                 process::exit(1);
             }
             first();

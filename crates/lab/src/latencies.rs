@@ -16,7 +16,6 @@ const PERCENTILES: [(&str, f64); 5] =
 /// Points of a distribution's line, at equal distances upwards.
 const POINTS: u32 = 200;
 
-/// Times in nanoseconds.
 pub(super) type Latencies = Histogram<u64>;
 
 /// An empty one for measured latencies.

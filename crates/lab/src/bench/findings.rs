@@ -21,7 +21,6 @@ struct Direction<'a> {
     part_ns: fn(&Second) -> u64,
 }
 
-/// What was found; `told` is what people were told.
 pub(super) fn findings(outcome: &Outcome, told: Vec<String>) -> Findings {
     let measured = &outcome.measured;
     let both = [
@@ -110,7 +109,6 @@ fn over_time(outcome: &Outcome, directions: &[Direction<'_>]) -> Chart {
     })
 }
 
-/// The share of requests that took no longer than so long.
 fn distribution(directions: &[Direction<'_>]) -> Chart {
     let line = |direction: &Direction<'_>| {
         let (name, points) = (direction.name.to_owned(), latencies::distribution(direction.latencies));

@@ -19,7 +19,6 @@ use crate::{
     load::{Job, Measured, Outcome, Second},
 };
 
-/// The percentiles that fio tells unless it is asked for others.
 const PERCENTILES: [f64; 17] =
     [1.0, 5.0, 10.0, 20.0, 30.0, 40.0, 50.0, 60.0, 70.0, 80.0, 90.0, 95.0, 99.0, 99.5, 99.9, 99.95, 99.99];
 
@@ -50,7 +49,6 @@ pub(super) struct Own {
     behind_seconds: f64,
     hit_rate: Option<f64>,
     accuracy: Option<f64>,
-    /// Why it is not complete.
     partial: Option<&'static str>,
 }
 
@@ -132,7 +130,6 @@ fn milliseconds(outcome: &Outcome) -> u64 {
     u64::try_from(outcome.elapsed.as_millis()).unwrap_or(u64::MAX)
 }
 
-/// The options that fio has a name for, as it would be given them.
 fn options(arguments: &BenchArgs, job: &Job) -> Value {
     let load = &job.load;
     let random = load.places.random.is_some();
@@ -296,16 +293,8 @@ mod tests {
         assert_eq!((&own["count"], &own["operation"]), (&json!(5), &json!("mixed")));
         assert_eq!(own["iops-each-second"], json!([3]));
         assert_eq!(own["partial"], "interrupted");
-        for key in [
-            "image",
-            "depth",
-            "buffer-size",
-            "seconds",
-            "iops",
-            "bytes-per-second",
-            "slowest-reader",
-            "hit-rate",
-        ] {
+        let keys = "image depth buffer-size seconds iops bytes-per-second slowest-reader hit-rate";
+        for key in keys.split(' ') {
             assert!(own.get(key).is_some(), "{key}");
         }
     }

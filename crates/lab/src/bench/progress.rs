@@ -22,7 +22,6 @@ const TICK: Duration = Duration::from_millis(250);
 const OF_REQUESTS: &str = "{msg:>14} {wide_bar} {pos}/{len}";
 const OF_TIME: &str = "{msg:>14} {wide_bar} {elapsed}";
 
-/// The telling of progress; ends when it is dropped.
 #[derive(Debug, Default)]
 pub(super) struct Progress(Option<(Arc<AtomicBool>, JoinHandle<()>)>);
 

@@ -10,7 +10,6 @@ use settings::{Image, Rule as _};
 /// NBD's registered port.
 const PORT: u16 = 10809;
 
-/// What is measured, as a user names it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum BenchTarget {
     Image(Image),

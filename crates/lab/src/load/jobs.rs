@@ -29,9 +29,7 @@ pub(crate) enum Source {
 
 #[derive(Debug)]
 pub(crate) struct Ran {
-    /// Of all of them together, also where one failed.
     pub(crate) outcome: Outcome,
-    /// The first that failed.
     pub(crate) failed: Option<anyhow::Error>,
 }
 

@@ -70,7 +70,6 @@ impl Measured {
         self.behind = self.behind.max(other.behind);
     }
 
-    /// Reads and writes that were answered.
     pub(crate) fn answered(&self) -> u64 {
         self.reads.len() + self.writes.len()
     }
@@ -91,7 +90,6 @@ impl Recorder {
         Self { from, second_ends: from + SECOND, second: Second::default(), measured: Measured::default() }
     }
 
-    /// Something was answered that was due at `due`.
     pub(super) fn answered(&mut self, kind: Kind, due: Instant, at: Instant) {
         if due < self.from {
             return;
@@ -117,7 +115,6 @@ impl Recorder {
         latencies.saturating_record(took_ns);
     }
 
-    /// Something was sent that was due at `due`.
     pub(super) fn sent(&mut self, due: Instant, at: Instant) {
         if due >= self.from {
             self.measured.late.saturating_record(at.nanos_since(due));

@@ -1,5 +1,5 @@
-//! A load on a disk: so many requests, so many in flight, with flushes in between, as `qemu-img bench` sends them; and what it cannot send:
-//! reads among writes, requests that come at a rate of their own, for a time, several jobs at once.
+//! A load on a disk: a number of requests with some of them in flight and flushes in between, as `qemu-img bench` sends them. Beyond that:
+//! reads among writes, a rate, a duration, several jobs at once.
 //!
 //! ```text
 //!   places, zipf ─► where ─┐
@@ -58,7 +58,6 @@ pub(super) struct Flush {
     pub(super) drain: bool,
 }
 
-/// A load, and how it is put on.
 #[derive(Clone, Debug)]
 pub(super) struct Job {
     /// What is sent; of a job that is a part of something, its part.
@@ -135,13 +134,11 @@ impl Outcome {
         self.elapsed.as_secs_f64().max(1e-9)
     }
 
-    /// So many requests as so many a second.
     pub(super) fn iops(&self, requests: u64) -> f64 {
         requests as f64 / self.seconds()
     }
 }
 
-/// A load that ended with a request that failed.
 #[derive(Debug, thiserror::Error)]
 #[error("{error}")]
 pub(super) struct Failed {

@@ -60,7 +60,6 @@ impl Part {
     }
 }
 
-/// The places of one job, as its readers get to them.
 #[derive(Debug)]
 pub(super) struct Course {
     places: Places,

@@ -216,7 +216,6 @@ impl Run {
         Some(due)
     }
 
-    /// How far behind its schedule it was when its time was over.
     fn behind(&self, ended: Instant) -> Duration {
         let Some(schedule) = &self.schedule else { return Duration::ZERO };
         if self.sent.get() >= self.job.load.count {
@@ -229,7 +228,6 @@ impl Run {
         self.failed.get().is_some() || self.job.stop.is_stopped() || at >= self.until
     }
 
-    /// What to do at this instant, and, where that is a request, one that is due at `due`.
     fn take(&self, reader: &Reader, due: Instant, at: Instant) -> Next {
         if self.is_over(at) {
             return Next::Done;

@@ -8,7 +8,6 @@ use block::{buffer::Buffer, disk::Disk, error::Result, storage::Durability};
 use export::nbd::client::Client;
 use policy::{request::Direction, throttle::Cost};
 
-/// What takes requests.
 #[derive(Clone, Debug)]
 pub(crate) enum Target {
     Disk(Arc<Disk>),

@@ -103,7 +103,6 @@ fn random_places_are_everywhere_and_the_same_for_one_seed() {
     assert_ne!(written(3), written(4));
 }
 
-/// Which blocks a load writes to.
 fn blocks(load: Load) -> Vec<usize> {
     sim::run(1, async move {
         let disk = disk("memory:1M", &[]);

@@ -67,7 +67,6 @@ impl Stop {
     }
 }
 
-/// How many requests of one job were answered so far.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Count(Arc<AtomicU64>);
 

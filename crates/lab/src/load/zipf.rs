@@ -10,7 +10,6 @@
 //! Hot blocks lie all over the disk, each at a place of its own: what the load looks like to a cache of clusters or to read-ahead does not
 //! depend on neighbours that are hot by chance.
 
-/// A distribution over so many ranks.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Zipf {
     count: u64,

@@ -129,7 +129,6 @@ const SIGNATURES: [(usize, &[u8], &str); 13] = [
 /// All of them end before.
 const LOOKED_AT: usize = 0x10048;
 
-/// What a device begins like, of what is known.
 fn signature(file: &fs::File) -> io::Result<Option<&'static str>> {
     use std::os::unix::fs::FileExt as _;
     let mut start = vec![0; LOOKED_AT];

@@ -85,7 +85,6 @@ impl Figure {
     }
 }
 
-/// The part of an image that is measured.
 #[derive(Clone, Debug)]
 pub(super) struct Field {
     pub(super) image: Rc<Image>,
@@ -170,7 +169,6 @@ impl Run {
         })
     }
 
-    /// One request after the other, until the time is over or one fails.
     async fn requests(self: Rc<Self>) {
         while now() < self.end && self.failed.borrow().is_none() {
             let at = self.offset();

@@ -42,7 +42,6 @@ impl Outcome {
     }
 }
 
-/// A measure that both have.
 #[derive(Clone, Debug)]
 pub(super) struct Row {
     pub(super) name: String,
@@ -93,7 +92,6 @@ impl Differences {
         self.rows.iter().filter(|row| row.outcome == outcome).count()
     }
 
-    /// How many measures have enough samples to be told apart.
     fn told(&self) -> usize {
         self.rows.len() - self.count(Outcome::Unknown)
     }
@@ -105,7 +103,6 @@ impl Differences {
         self.rows.iter().filter(is_measured).count()
     }
 
-    /// How many measures would differ though nothing changed.
     pub(super) fn expected_by_chance(&self) -> f64 {
         self.told_by_chance() as f64 * BY_CHANCE
     }
@@ -167,7 +164,6 @@ impl Differences {
         Table::new("Measures that both have", columns, self.rows.iter().map(row).collect())
     }
 
-    /// Where the results come from, where that is not the same, as a table of text.
     pub(super) fn others_table(&self) -> Table {
         let row = |other: &Other| vec![other.what.to_owned(), other.a.clone(), other.b.clone()];
         let note = Some("Measures may differ for these reasons alone.".to_owned());

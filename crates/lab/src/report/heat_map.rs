@@ -148,7 +148,6 @@ impl Layout {
     }
 }
 
-/// How many letters have room in so many pixels.
 fn fitting(width: f64) -> usize {
     ((width - 2.0 * MARGIN) / LETTER_WIDTH) as usize
 }

@@ -35,7 +35,6 @@ use page::Page;
 
 use super::result::ResultFile;
 
-/// A result as a page.
 pub(crate) fn page(result: &ResultFile) -> anyhow::Result<String> {
     let ResultFile { header, findings, .. } = result;
     let mut page = Page::new(&title(result));
@@ -59,7 +58,6 @@ pub(crate) fn page(result: &ResultFile) -> anyhow::Result<String> {
     Ok(page.finish())
 }
 
-/// Two results, A and B, as a page.
 fn comparison((name_a, a): (&str, &ResultFile), (name_b, b): (&str, &ResultFile)) -> anyhow::Result<String> {
     let differences = Differences::between(a, b);
     let mut page = Page::new(&format!("{name_b} beside {name_a}"));

@@ -110,7 +110,6 @@ impl Page {
         self.put(&format!("<figure><figcaption>{}</figcaption>{drawn}</figure>", escape(title)));
     }
 
-    /// The numbers that another run's can be compared with.
     pub(super) fn measures(&mut self, list: &[Measure]) {
         let table = table(&measures(list));
         let open = if list.len() <= MANY { " open" } else { "" };
@@ -162,7 +161,6 @@ pub(super) fn facts(header: &Header) -> Vec<(&'static str, String)> {
     facts.into_iter().filter(|(_, fact)| !fact.is_empty()).collect()
 }
 
-/// Measures as a table of text, in their order.
 pub(super) fn measures(list: &[Measure]) -> Table {
     let row = |measure: &Measure| {
         let [median, low, high] = quantity::estimate(estimated(measure), measure.unit);

@@ -28,7 +28,6 @@ const fn rgb(code: u32) -> RGBColor {
 pub(super) const GROUND: Pair = pair(0xFF_FFFF, 0x17_191D);
 /// Letters, and the axes' own lines.
 pub(super) const INK: Pair = pair(0x33_3B46, 0xC9_D1DC);
-/// Lines at ticks.
 pub(super) const GRID: Pair = pair(0xDF_E3E8, 0x33_3841);
 /// Of the lines, in their order: the first [`SOLID`] are solid.
 pub(super) const LINES: [Pair; 8] = [
@@ -41,7 +40,6 @@ pub(super) const LINES: [Pair; 8] = [
     pair(0x2C_9BDB, 0x8C_D0FA),
     pair(0x76_7676, 0x9A_9A9A),
 ];
-/// How many lines are solid.
 pub(super) const SOLID: usize = 5;
 /// From the worst to the best. On a dark page the best shine, on a light one they are dark: what counts stands out from the ground.
 pub(super) const CELLS: [Pair; 7] = [
@@ -59,7 +57,6 @@ pub(super) const FAINT: usize = 4;
 pub(super) const ON_FAINT: Pair = pair(0x10_1418, 0xF5_F7FA);
 /// Letters on cells that stand out.
 pub(super) const ON_STRONG: Pair = pair(0xFE_FEFE, 0x0B_0E12);
-/// A cell without a value.
 pub(super) const NO_CELL: Pair = pair(0xE9_EBED, 0x2A_2D33);
 
 /// Everything that differs between light and dark, and lines from bottom to top.
@@ -70,7 +67,6 @@ pub(super) fn code(RGBColor(red, green, blue): RGBColor) -> String {
     format!("#{red:02X}{green:02X}{blue:02X}")
 }
 
-/// The rules that make charts dark.
 pub(super) fn dark_rules() -> String {
     let rule = |pair: &Pair| {
         let (light, dark) = (code(pair.light), code(pair.dark));

@@ -75,7 +75,6 @@ pub(super) fn estimate(estimate: Estimate, unit: Unit) -> [String; 3] {
     )
 }
 
-/// With so many digits behind the point.
 fn in_full(value: f64, (factor, suffix): Step, digits: usize) -> String {
     let value = value / factor;
     if is_far_off(value) { format!("{value:.1e}{suffix}") } else { format!("{value:.digits$}{suffix}") }

@@ -59,7 +59,6 @@ pub(super) fn comparison(
     text
 }
 
-/// Which of two results is not complete.
 pub(super) fn warnings(a: (&str, &ResultFile), b: (&str, &ResultFile)) -> Vec<String> {
     let warning = |letter, (name, result): (&str, &ResultFile)| {
         let why = result.partial.as_ref()?;

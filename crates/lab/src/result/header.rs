@@ -9,7 +9,6 @@ use std::{
 use block::device::{Identity, Number, Roots};
 use serde::{Deserialize, Serialize};
 
-/// Where and how a result came about.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) struct Header {

@@ -55,7 +55,6 @@ impl ResultFile {
         }
     }
 
-    /// What whoever reads it has to know first.
     pub(crate) fn warning(&self) -> Option<String> {
         let why = self.partial.as_ref()?;
         Some(format!("This result is not complete: {why}. What is here was measured all the same."))
@@ -222,7 +221,6 @@ pub(crate) struct Series {
     pub(crate) points: Vec<(f64, f64)>,
 }
 
-/// Values by row and column.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) struct HeatMap {

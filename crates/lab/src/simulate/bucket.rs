@@ -71,7 +71,6 @@ impl Held {
         Self { reach, by: [None; 2], ns: [0; (MAX_LEVELS + 1) * KINDS] }
     }
 
-    /// Something waits, where nothing did.
     pub(super) fn begin(
         &mut self,
         direction: Direction,

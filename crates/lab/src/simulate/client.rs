@@ -1,9 +1,7 @@
-//! A client that waits for its answers: so many requests at a time, the next when one is answered.
+//! A client that waits for its answers: a fixed number of requests in flight, the next when one is answered.
 //!
-//! A trace says when requests came on the machine where it was taken; had they been answered later there, they would have come later. Where that is what
-//! matters, as with a program that copies a file, requests must come from a client like this.
-//!
-//! Never looks at what limits it: it sees answers, as a guest does.
+//! Requests of a trace come when the trace says, however late those before them were answered. A program that copies a file does not
+//! behave so; a client does.
 
 use super::request::{Op, Request};
 
@@ -34,7 +32,7 @@ pub(crate) struct ClientSpec {
 
 #[derive(Clone, Debug)]
 pub(crate) struct Client {
-    spec: ClientSpec,
+    pub(super) spec: ClientSpec,
     random: Option<fastrand::Rng>,
     next: u64,
     sent: u64,
@@ -44,14 +42,6 @@ impl Client {
     pub(crate) fn new(spec: ClientSpec) -> Self {
         let random = spec.random.map(fastrand::Rng::with_seed);
         Self { next: spec.region.start, random, sent: 0, spec }
-    }
-
-    pub(super) const fn depth(&self) -> u32 {
-        self.spec.depth
-    }
-
-    pub(super) const fn begins(&self) -> u64 {
-        self.spec.time.start
     }
 
     /// One of its requests was answered, at once or not: when to send another.

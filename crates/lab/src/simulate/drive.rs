@@ -1,5 +1,5 @@
-//! A simulation from its first request to its last: reads them, finds their disks, and has engines simulate them, on several threads where
-//! there is something to divide.
+//! A simulation from its first request to its last: requests are read, their disks looked up, and engines simulate them, on several
+//! threads where disks have nothing to do with each other.
 //!
 //! ```text
 //!                                 ┌─► shard 0: after (with limits), before (without) ─┐
@@ -8,14 +8,11 @@
 //!                        number
 //! ```
 //!
-//! What shares neither group nor device is simulated apart, so results do not depend on the number of shards. Every request is simulated twice: as
-//! things would be with the limits, and without, on the same devices.
+//! Disks that share a group or a device are in the same shard, so results do not depend on the number of shards. Every request is
+//! simulated twice on the same devices: with the limits, and without.
 //!
-//! Memory is bounded: where [`MOST_WAITING`] requests wait, the simulation ends. That of an interruption ends with what has been done by then; who
-//! still waits is left out, and the outcome says how many that are.
-//!
-//! What is wrong with a trace ends the simulation there; what has come before is simulated to its end, and the outcome says why it is
-//! not complete.
+//! A simulation ends early when [`MOST_WAITING`] requests wait, when it is interrupted, or at the first error in a trace. The outcome then
+//! covers what came before and says why it is not complete.
 
 use std::{
     ops::ControlFlow,
@@ -39,41 +36,13 @@ use super::{
     tally::{Queue, Tally},
     world::{Disk, UNKNOWN_SIZE, World},
 };
-use crate::trace::{Merged, Record};
+use crate::trace::{Record, Source};
 
 /// Records at a time: enough that handing them on costs nothing, few enough that a cache holds them.
 const BATCH: usize = 4096;
 /// Batches that a shard may lag behind.
 const LAG: usize = 16;
 
-/// Where requests come from that come by themselves.
-pub(crate) trait Source {
-    /// Appends up to `count` records, in the order of their time; none only if there are no more.
-    ///
-    /// # Errors
-    /// Why there are no more; what was read before has been appended.
-    fn fill(&mut self, records: &mut Vec<Record>, count: usize) -> anyhow::Result<()>;
-    /// Names of the disks of all records so far.
-    fn disks(&self) -> &[String];
-    /// Where a record is from, for messages.
-    fn place(&self, record: &Record) -> String;
-}
-
-impl Source for Merged {
-    fn fill(&mut self, records: &mut Vec<Record>, count: usize) -> anyhow::Result<()> {
-        Ok(Self::fill(self, records, count)?)
-    }
-
-    fn disks(&self) -> &[String] {
-        Self::disks(self)
-    }
-
-    fn place(&self, record: &Record) -> String {
-        Self::place(self, record)
-    }
-}
-
-/// No requests but those of clients.
 #[derive(Debug)]
 pub(crate) struct Silence;
 
@@ -100,13 +69,11 @@ pub(crate) struct Input {
 }
 
 impl Input {
-    /// Without clients.
     pub(crate) fn of(source: impl Source + 'static) -> Self {
         Self { source: Box::new(source), disks: Vec::new(), clients: Vec::new() }
     }
 }
 
-/// What is to be simulated, and how.
 pub(crate) struct Job<'a> {
     pub(crate) setup: &'a Setup,
     pub(crate) input: Input,
@@ -157,11 +124,11 @@ pub(crate) struct OfDisk {
 /// If nothing can be simulated: settings that contradict each other, a trace that does not begin.
 pub(crate) fn simulate(job: Job<'_>) -> anyhow::Result<Outcome> {
     let mut names = Names::new(job.setup);
-    let mut world = job.setup.world().clone();
+    let mut world = job.setup.world.clone();
     for name in &job.input.disks {
         names.add(name, &mut world).map_err(|why| anyhow!("the workload: {why}"))?;
     }
-    let of_world = |spec: &ClientSpec| ClientSpec { disk: names.known()[spec.disk], ..spec.clone() };
+    let of_world = |spec: &ClientSpec| ClientSpec { disk: names.known[spec.disk], ..spec.clone() };
     let clients: Vec<ClientSpec> = job.input.clients.iter().map(of_world).collect();
     if let Some(spec) = clients.iter().find(|spec| spec.region.end > world.disks[spec.disk].size_bytes) {
         let Disk { name, size_bytes, .. } = &world.disks[spec.disk];
@@ -170,7 +137,7 @@ pub(crate) fn simulate(job: Job<'_>) -> anyhow::Result<Outcome> {
             spec.region.end
         ));
     }
-    let first = names.known().len();
+    let first = names.known.len();
     let reading = Reading { names, first, world, requests: 0, partial: None };
     let shards = if job.events.is_some() { 1 } else { job.setup.parts().min(job.threads) };
     if shards > 1 {
@@ -229,13 +196,13 @@ impl Reading<'_> {
     #[inline]
     fn request(&mut self, source: &dyn Source, record: &Record) -> anyhow::Result<Request> {
         let number = self.first + record.disk.index();
-        while self.names.known().len() <= number {
-            let name = &source.disks()[self.names.known().len() - self.first];
+        while self.names.known.len() <= number {
+            let name = &source.disks()[self.names.known.len() - self.first];
             self.names
                 .add(name, &mut self.world)
                 .map_err(|why| anyhow!("{}: {why}", source.place(record)))?;
         }
-        let disk = self.names.known()[number];
+        let disk = self.names.known[number];
         let size_bytes = self.world.disks[disk].size_bytes;
         if record.offset.saturating_add(record.length) > size_bytes {
             let name = &self.world.disks[disk].name;
@@ -386,7 +353,6 @@ struct Pair {
 
 /// What a shard is sent.
 struct Batch {
-    /// The world, if it has grown.
     grown: Option<Arc<World>>,
     requests: Vec<Request>,
 }
@@ -425,7 +391,7 @@ impl Pair {
         Ok(())
     }
 
-    /// A disk begins to be with its first request, whenever that was read.
+    /// Creates the disk at the instant of its first request, whenever that was read.
     #[cold]
     fn meet(&mut self, world: &World, request: Request, stop: &AtomicBool) -> Result<(), Impossible> {
         for engine in std::iter::once(&mut self.after).chain(&mut self.before) {
@@ -434,7 +400,6 @@ impl Pair {
         self.follow(world, request.disk + 1)
     }
 
-    /// So many wait that no more are taken.
     fn is_full(&self) -> bool {
         self.after.waiting() >= MOST_WAITING
     }

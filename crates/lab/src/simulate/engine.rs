@@ -6,18 +6,17 @@
 //!   events, by time ┴─ a tree's timer · a chunk arrives · a write ends · a client goes on ◄───┘
 //! ```
 //!
-//! Drives the policy's code as the daemon does (block's `layer/throttle` and `layer/prefetch`), with the same protocol: ask, poll until it says to
-//! wait, one timer a tree; one tree for each group that is in no other and for each disk without a group. What differs is that all takes no time but what
-//! the device and the limits take, and a timer is never late.
+//! The engine drives the policy's code as the daemon does (block's `layer/throttle` and `layer/prefetch`): one tree for each group
+//! outside other groups and for each disk without a group, and one timer for each tree. Only devices and limits take time, and a timer
+//! is never late.
 //!
-//! Requests that come by themselves ([`Engine::arrive`]) must come in the order of their time. A disk begins to be with its first request, so that
-//! what happens to it does not depend on when somebody learned of it. Clients that wait for their answers
-//! ([`Engine::add_client`]) are part of the events.
+//! Requests of a trace ([`Engine::arrive`]) must arrive in the order of their times; clients ([`Engine::add_client`]) are part of the
+//! events. A disk is created at its first request, so results do not depend on the order in which disks are listed. A request that
+//! arrives at the instant of an event comes after it. So the same input gives the same result, and what shares neither group nor device
+//! with others has the same result without them.
 //!
-//! A request that comes at the instant of an event comes after it. Events of one instant happen in the order in which they were foreseen.
-//! So a simulation is the same each time; and what shares neither group nor device is the same in whichever company.
-//!
-//! Who waits takes some 120 bytes, twice that while a table grows, and there is a bound: [`MOST_WAITING`]. Allocates nothing for a request once its tables have grown to what is in flight; except where something is read ahead.
+//! A waiting request takes about 120 bytes (240 while the table grows). At most [`MOST_WAITING`] wait. Apart from reading ahead,
+//! nothing is allocated for a request once the tables have grown to what is in flight.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -55,7 +54,6 @@ pub(crate) struct Row {
     /// When it passed all limits, and when it was done, in nanoseconds.
     pub(crate) admitted_ns: u64,
     pub(crate) completed_ns: u64,
-    /// The limit that it waited for.
     pub(crate) bucket: Bucket,
 }
 
@@ -109,7 +107,6 @@ impl Engine {
         Ok(engine)
     }
 
-    /// How many of the world's disks it has.
     pub(crate) fn disks(&self) -> usize {
         self.state.disks.len()
     }
@@ -185,8 +182,8 @@ impl Engine {
     /// Someone who sends the next request only when he has his answer. He begins at once, or at his time if he has one.
     pub(crate) fn add_client(&mut self, client: Client) {
         let number = self.clients.len() as u32;
-        for _ in 0..client.depth() {
-            self.state.flow.foresee(client.begins().max(self.state.now), What::Send(number));
+        for _ in 0..client.spec.depth {
+            self.state.flow.foresee(client.spec.time.start.max(self.state.now), What::Send(number));
         }
         self.clients.push(client);
     }
@@ -227,7 +224,6 @@ impl Engine {
         self.state.flow.foreseen()
     }
 
-    /// How many wait for limits.
     pub(crate) fn waiting(&self) -> usize {
         self.waiting.len()
     }
@@ -268,7 +264,6 @@ impl Engine {
         std::mem::take(&mut self.state.disks[index].tally)
     }
 
-    /// Who waits in a group.
     pub(crate) fn group(&self, index: usize) -> &Queue {
         &self.state.groups[index].queue
     }
@@ -462,7 +457,6 @@ fn judge(
     path.first().map_or(Bucket::NONE, |&(level, kind)| Bucket::new(level, kind))
 }
 
-/// Requests that wait, by their token.
 #[derive(Debug, Default)]
 struct Waiting {
     requests: Vec<(Request, u32)>,

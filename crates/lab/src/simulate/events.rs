@@ -1,10 +1,10 @@
 //! `--events`: what became of every request, as CSV that is a trace again.
 //!
-//! In the order in which requests passed the limits. A reader that wants them by their arrival sorts by the first column, or reads them as a trace with
-//! a window as large as the longest queue.
+//! Rows are in the order in which requests passed the limits. To have them by arrival, sort by the first column, or read them as a trace
+//! with a window as large as the longest queue.
 //!
-//! What is written goes to a file beside the one that was asked for and gets its name at the end, so that a simulation that ends before it has begun
-//! leaves what was there. A disk that is full ends the writing and not the simulation. Never writes over what is simulated.
+//! Rows go to a temporary file, which gets the name at the end, so a simulation that fails at its start leaves the old file. A full disk
+//! ends the writing and not the simulation. Never writes over what is simulated.
 
 use std::{
     fs::{self, File, Permissions},

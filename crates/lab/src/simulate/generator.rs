@@ -1,13 +1,12 @@
 //! Requests that come by themselves: a workload of the options instead of a trace. The same seed gives the same requests.
 
 use super::{
-    drive::Source,
     request::Op,
     workload::{Open, names},
 };
 use crate::{
     load::{Draw, exponential},
-    trace::{DiskId, Record},
+    trace::{DiskId, Record, Source},
 };
 
 #[derive(Debug)]

@@ -154,7 +154,7 @@ fn run_once(arguments: &SimulateArgs, setup: &Setup, stop: &AtomicBool) -> Resul
     })?;
     drop(progress);
     let written = events.map_or(Ok(()), Events::finish);
-    let summary = Summary::new(&outcome, setup.remarks());
+    let summary = Summary::new(&outcome, &setup.remarks);
     let mut result = ResultFile::new(begun.end(None), findings::of_run(&summary, &outcome));
     result.partial.clone_from(&outcome.partial);
     print_and_keep(arguments, &summary, || summary.text(), &result).and(written)?;

@@ -4,7 +4,7 @@
 
 use console::{
     figures,
-    table::{Side, Table},
+    table::{Side, Table, columns},
 };
 use serde::Serialize;
 
@@ -177,7 +177,7 @@ impl Summary {
 
     fn latencies(&self) -> Table {
         let numbers = ["REQUESTS", "BYTES", "IOPS", "BYTES/S", "P50", "P90", "P99", "P99.9", "MAX"];
-        let mut table = Table::new(columns(["DISK", "LIMITS"], numbers));
+        let mut table = Table::new(columns(&["DISK", "LIMITS"], &numbers));
         for (what, line) in self.lines() {
             let rows = line.before.iter().map(|before| ("without", before)).chain([("with", &line.after)]);
             for (when, figures) in rows {
@@ -196,7 +196,8 @@ impl Summary {
     }
 
     fn parts(&self) -> Table {
-        let mut table = Table::new(columns(["DISK", "TIME"], ["P50", "P90", "P99", "P99.9", "MAX", "MEAN"]));
+        let mut table =
+            Table::new(columns(&["DISK", "TIME"], &["P50", "P90", "P99", "P99.9", "MAX", "MEAN"]));
         for (what, line) in self.lines() {
             for (part, percentiles) in [("waited", &line.after.waited_ns), ("served", &line.after.served_ns)]
             {
@@ -231,12 +232,7 @@ impl Summary {
     }
 
     fn prefetched(&self) -> Option<Table> {
-        let mut table = Table::new([
-            ("DISK", Side::Left),
-            ("HITS", Side::Right),
-            ("ACCURACY", Side::Right),
-            ("READ AHEAD", Side::Right),
-        ]);
+        let mut table = Table::new(columns(&["DISK"], &["HITS", "ACCURACY", "READ AHEAD"]));
         let ahead = self.disks.iter().filter_map(|line| Some((line, line.prefetch.as_ref()?)));
         let mut any = false;
         for (line, prefetch) in ahead {
@@ -260,13 +256,4 @@ fn shown(what: &str, line: &Line) -> String {
 fn times(percentiles: &Percentiles) -> [String; 5] {
     let Percentiles { p50, p90, p99, p99_9, max, .. } = *percentiles;
     [p50, p90, p99, p99_9, max].map(figures::time)
-}
-
-/// Columns of words, then of numbers.
-fn columns<const W: usize, const N: usize>(
-    words: [&'static str; W],
-    numbers: [&'static str; N],
-) -> Vec<(&'static str, Side)> {
-    let words = words.into_iter().map(|word| (word, Side::Left));
-    words.chain(numbers.into_iter().map(|number| (number, Side::Right))).collect()
 }

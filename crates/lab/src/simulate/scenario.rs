@@ -3,7 +3,7 @@
 //! Each is a small world with its own limits and clients, and a table of what came of it beside what was said or measured then. They take no
 //! options for limits: theirs are part of the story.
 
-use console::table::Side;
+use console::table::columns;
 use policy::throttle::{Limit, LimitKind, Limits};
 
 use super::{
@@ -43,7 +43,6 @@ fn reader(disk: usize, length: u64, depth: u32, seconds: u64) -> ClientSpec {
 
 const SECOND: u64 = 1_000_000_000;
 
-/// How many of a disk's requests passed a second, from one second to another.
 fn rate(rows: &[Row], disk: usize, seconds: std::ops::Range<u64>) -> f64 {
     let time = seconds.start * SECOND..seconds.end * SECOND;
     let passed =
@@ -92,14 +91,7 @@ fn burst() -> Result<Story, Impossible> {
     };
     Ok(Story {
         title: "iops-total=100,iops-total-max=2000,iops-total-max-length=60,iops-size=4096: requests a second",
-        columns: vec![
-            ("REQUEST", Side::Left),
-            ("COUNTS AS", Side::Right),
-            ("FIRST MINUTE", Side::Right),
-            ("SAID", Side::Right),
-            ("FROM 70 S ON", Side::Right),
-            ("SAID", Side::Right),
-        ],
+        columns: columns(&["REQUEST"], &["COUNTS AS", "FIRST MINUTE", "SAID", "FROM 70 S ON", "SAID"]),
         rows: sizes.iter().enumerate().map(row).collect(),
         note: "Three disks with these limits, each with a client that always has 64 requests waiting. The bucket holds 2000 × 60 operations and \
                meanwhile runs out at 100 a second, so the burst ends after 63 seconds."
@@ -142,13 +134,7 @@ fn group() -> Result<Story, Impossible> {
     };
     Ok(Story {
         title: "Disks that share limits: requests a second",
-        columns: vec![
-            ("DISK", Side::Left),
-            ("GROUP", Side::Left),
-            ("IOPS-TOTAL", Side::Right),
-            ("SIMULATED", Side::Right),
-            ("AN EQUAL SHARE", Side::Right),
-        ],
+        columns: columns(&["DISK", "GROUP"], &["IOPS-TOTAL", "SIMULATED", "AN EQUAL SHARE"]),
         rows: of.iter().enumerate().map(row).collect(),
         note: "Each disk has a client that always has 32 requests waiting; from the second second on."
             .to_owned(),
@@ -180,7 +166,7 @@ fn depths() -> Result<Story, Impossible> {
     };
     Ok(Story {
         title: "Two clients of a group with iops-total=2000: requests a second",
-        columns: vec![("CLIENT", Side::Left), ("SIMULATED", Side::Right), ("QEMU 7.2", Side::Right)],
+        columns: columns(&["CLIENT"], &["SIMULATED", "QEMU 7.2"]),
         rows: (0..2).map(row).collect(),
         note:
             "A short queue is at no disadvantage: siblings share the time of the scarcest limit, not turns."

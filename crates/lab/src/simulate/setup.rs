@@ -38,9 +38,10 @@ pub(crate) const MOST_DISKS: usize = 10_000;
 /// What is simulated, before it is known which disks there are.
 #[derive(Clone, Debug)]
 pub(crate) struct Setup {
-    world: World,
+    /// Without the disks that are not known yet.
+    pub(crate) world: World,
     /// What a daemon would do with this config file and is not simulated, for people.
-    remarks: Vec<String>,
+    pub(crate) remarks: Vec<String>,
     kind: Kind,
 }
 
@@ -171,16 +172,6 @@ impl Setup {
         Self { world, remarks: Vec::new(), kind: Kind::Any(Box::new(any)) }
     }
 
-    /// The world without the disks that are not known yet.
-    pub(crate) fn world(&self) -> &World {
-        &self.world
-    }
-
-    /// What a daemon would do and is not simulated, for people.
-    pub(crate) fn remarks(&self) -> &[String] {
-        &self.remarks
-    }
-
     /// How many parts there may be that have nothing to do with each other.
     pub(crate) fn parts(&self) -> usize {
         match &self.kind {
@@ -246,7 +237,7 @@ impl Setup {
 pub(crate) struct Names<'a> {
     setup: &'a Setup,
     /// By the trace's number of a disk: its index in the world.
-    known: Vec<usize>,
+    pub(crate) known: Vec<usize>,
     /// The trace's first disk, where a config file has one disk only and another name for it.
     taken: Option<String>,
 }
@@ -254,11 +245,6 @@ pub(crate) struct Names<'a> {
 impl<'a> Names<'a> {
     pub(crate) fn new(setup: &'a Setup) -> Self {
         Self { setup, known: Vec::new(), taken: None }
-    }
-
-    /// By the trace's number of a disk: its index in the world.
-    pub(crate) fn known(&self) -> &[usize] {
-        &self.known
     }
 
     /// The trace's next disk. The world has grown by it if it was not in there.

@@ -14,7 +14,6 @@ use super::{
 };
 use crate::result;
 
-/// A table, and what to know when reading it.
 #[derive(Debug)]
 pub(crate) struct Story {
     pub(crate) title: &'static str,
@@ -39,7 +38,6 @@ impl Story {
     }
 }
 
-/// A disk without a device.
 pub(super) fn disk(name: &str, limits: Limits, group: Option<usize>) -> Disk {
     Disk {
         name: name.to_owned(),
@@ -58,7 +56,6 @@ pub(super) fn one_limit(kind: LimitKind, rate: u64) -> Limits {
     limits
 }
 
-/// All that becomes of these clients' requests.
 pub(super) fn run(world: &World, clients: &[ClientSpec]) -> Result<Vec<Row>, Impossible> {
     let mut engine = Engine::new(world, true)?;
     clients.iter().for_each(|spec| engine.add_client(Client::new(spec.clone())));

@@ -12,7 +12,7 @@ use std::{
 
 use console::{
     figures,
-    table::{Side, Table},
+    table::{Table, columns},
 };
 use policy::throttle::Setting;
 use serde::Serialize;
@@ -134,7 +134,6 @@ impl Swept {
         Self { limit: sweep.setting.name(), points, p99, partial, setting: Some(sweep.setting) }
     }
 
-    /// A value of the limit as people write it.
     pub(crate) fn shown(&self, value: u64) -> String {
         match self.setting {
             Some(setting) if setting.is_size() => settings::exact_size(value),
@@ -143,10 +142,8 @@ impl Swept {
     }
 
     pub(crate) fn text(&self) -> String {
-        let mut table = Table::new(
-            [self.limit, "P50", "P99", "P99.9", "MAX", "IOPS", "BYTES/S", "THROTTLED"]
-                .map(|name| (name, Side::Right)),
-        );
+        let numbers = [self.limit, "P50", "P99", "P99.9", "MAX", "IOPS", "BYTES/S", "THROTTLED"];
+        let mut table = Table::new(columns(&[], &numbers));
         for point in &self.points {
             let Percentiles { p50, p99, p99_9, max, .. } = point.latency_ns;
             let mut row = vec![self.shown(point.value)];

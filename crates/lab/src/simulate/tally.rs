@@ -52,7 +52,6 @@ impl Series {
         self.bits += 1;
     }
 
-    /// Seconds of an interval.
     pub(crate) fn interval_s(&self) -> f64 {
         (1_u64 << self.bits) as f64 / 1e9
     }
@@ -69,7 +68,6 @@ impl Series {
     }
 }
 
-/// How many wait at a disk or in a group.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Queue {
     waiting: u64,
@@ -159,7 +157,6 @@ impl Tally {
         }
     }
 
-    /// The same of several disks together.
     pub(crate) fn add(&mut self, other: &Self) {
         self.requests += other.requests;
         self.bytes = self.bytes.saturating_add(other.bytes);

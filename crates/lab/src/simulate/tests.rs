@@ -271,7 +271,6 @@ fn what_came_before_a_broken_line_is_kept_and_marked() {
     assert!(summary.text().contains("Not complete: "), "{}", summary.text());
 }
 
-/// What `--events` leaves of these arguments.
 fn events(files: &Files, words: &str) -> (String, String) {
     let arguments = arguments(words);
     let setup = Setup::new(&arguments).unwrap();

@@ -1,13 +1,11 @@
 //! Watermarks: looks at the devices twenty times a second, and lifts, scales or enforces the limits that have one.
 //!
-//! The twin of block's `device/sampler.rs`, with the same controller, interval and sums. What is in use of a device is how long it has worked of the
-//! time since the last look, as the daemon has it of devices that it imitates; of a device that was probed, this model knows the same.
+//! The twin of block's `device/sampler.rs`, with the same controller, interval and sums. A device's use is the share of the time since the
+//! last look in which it worked.
 //!
-//! Looks are at whole multiples of the interval, whoever comes when: what one disk sees of them does not depend on others that it shares nothing with.
-//! While nobody has anything to do and the devices are idle, a look finds what the last one found; after [`IDLE_LOOKS`] of these there are none until a
-//! request comes, so that a year without requests costs nothing.
-//!
-//! Nothing is looked at where nothing has a watermark. Where a daemon would find no device, limits are always enforced.
+//! Looks happen at whole multiples of the interval, so a disk's result does not depend on disks it shares nothing with. After
+//! [`IDLE_LOOKS`] looks at idle devices there are none until the next request: a year without requests costs nothing. Where a daemon
+//! would find no device, limits are always enforced.
 
 use policy::{
     throttle::{Counters, Enforcement, Limits, NodeId},

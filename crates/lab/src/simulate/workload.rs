@@ -214,7 +214,6 @@ pub(crate) fn names(disks: usize) -> Vec<String> {
 }
 
 impl Sequential {
-    /// Its clients, by the number of their disk.
     pub(crate) fn clients(&self) -> Vec<ClientSpec> {
         let Self { op, length, depth, think_ns, disks, seconds, span } = *self;
         let client = |disk| ClientSpec {

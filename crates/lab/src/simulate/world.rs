@@ -41,13 +41,11 @@ pub(crate) struct Disk {
 }
 
 impl World {
-    /// One more station; its index.
     pub(crate) fn add_station(&mut self, spec: StationSpec) -> usize {
         self.stations.push(spec);
         self.stations.len() - 1
     }
 
-    /// One more budget; its index.
     pub(crate) fn add_budget(&mut self, spec: Rates) -> usize {
         self.budgets.push(spec);
         self.budgets.len() - 1

@@ -28,7 +28,6 @@ impl Disks {
         Self { names: Vec::new(), ids: HashMap::new(), recent: [DiskId(0); RECENT], bytes: 0 }
     }
 
-    /// The names, by the disks' numbers.
     pub(super) fn names(&self) -> &[String] {
         &self.names
     }

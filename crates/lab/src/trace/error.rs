@@ -14,15 +14,9 @@ pub(crate) enum TraceError {
     /// The file cannot be opened or read.
     #[error("{file}: {why}")]
     File { file: String, why: io::Error },
-    /// What is compressed ends too early, or is none.
+    /// The compressed data is cut off or damaged; so many whole lines came out before.
     #[error("{file}: the {compression} data is damaged or cut off after {lines} lines: {why}")]
-    Compressed {
-        file: String,
-        compression: &'static str,
-        /// Whole lines that came out before.
-        lines: u64,
-        why: io::Error,
-    },
+    Compressed { file: String, compression: &'static str, lines: u64, why: io::Error },
     /// It unfolds only in more memory than a reader takes.
     #[error(
         "{file}: it was compressed with a zstd window above 128 MiB (decompress it first: zstd -dc --long=31 FILE, \
@@ -32,30 +26,15 @@ pub(crate) enum TraceError {
     /// There is not a line in it.
     #[error("{file}: the trace is empty")]
     Empty { file: String },
-    /// It looks like none of the formats.
+    /// It looks like none of the formats; the hint says what it looks like instead, and what to do.
     #[error("{file}: not a trace of a known format: {hint}")]
-    Unknown {
-        file: String,
-        /// What it looks like instead, and what to do.
-        hint: String,
-    },
-    /// A line does not say what a line of its format has to.
+    Unknown { file: String, hint: String },
+    /// A line, counted from 1, is not one of its format.
     #[error("{file}:{line}: {why}")]
-    Line {
-        file: String,
-        /// The line, from 1.
-        line: u64,
-        /// What is wrong, and what to do where there is something.
-        why: String,
-    },
-    /// The traces cannot be read as one.
+    Line { file: String, line: u64, why: String },
+    /// The traces cannot be read as one, because of this file.
     #[error("{file}: {why}")]
-    Together {
-        /// The trace that does not fit.
-        file: String,
-        /// What is wrong, and what to do.
-        why: String,
-    },
+    Together { file: String, why: String },
 }
 
 /// Bytes of a trace as an error shows them: in quotes, escaped and cut.

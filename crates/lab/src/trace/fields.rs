@@ -5,7 +5,6 @@
 
 use super::error::shown;
 
-/// The fields of a line that a byte separates.
 pub(super) struct Fields<'a> {
     /// What is left; `None` once the last field is taken.
     rest: Option<&'a [u8]>,
@@ -137,7 +136,6 @@ fn leading_number(text: &[u8]) -> (u64, usize) {
     (value, digits)
 }
 
-/// The value of the digits that eight bytes begin with, and how many they are.
 #[inline(always)]
 fn up_to_eight(text: [u8; 8]) -> (u64, usize) {
     const fn each(byte: u8) -> u64 {
@@ -202,7 +200,6 @@ fn not_a_number(field: &[u8], what: &str) -> String {
     format!("the {what} {} {why}", shown(field))
 }
 
-/// Appends a number in decimal.
 pub(crate) fn push_decimal(text: &mut Vec<u8>, mut value: u64) {
     // 2^64 has 20 digits.
     let mut digits = [0; 20];

@@ -41,7 +41,6 @@ impl Lines {
         self.number
     }
 
-    /// An error at the last line handed out.
     pub(super) fn wrong(&self, why: String) -> TraceError {
         TraceError::Line { file: self.input.name.clone(), line: self.number, why }
     }

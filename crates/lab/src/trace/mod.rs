@@ -30,7 +30,7 @@ mod write;
 
 pub(crate) use fields::push_decimal;
 pub(crate) use format::{Format, HEADER};
-pub(crate) use merge::Merged;
+pub(crate) use merge::{Merged, Source};
 pub(crate) use reader::Options;
 pub(crate) use record::{DiskId, Op, Record};
 pub(crate) use write::{push_request, quoted};

@@ -39,7 +39,7 @@ impl Default for Options {
 /// Reads one trace. Its records come in the order of their times, which count from the first.
 pub(crate) struct Reader {
     lines: Lines,
-    format: Format,
+    pub(crate) format: Format,
     parser: Parser,
     disks: Disks,
     window: Window,
@@ -123,13 +123,8 @@ impl Reader {
         })
     }
 
-    /// The trace's name, as errors say it.
     pub(crate) fn name(&self) -> &str {
         self.lines.name()
-    }
-
-    pub(crate) fn format(&self) -> Format {
-        self.format
     }
 
     /// The names of the disks so far, by [`DiskId`](super::DiskId). Disks of records that have been handed out are among them; so may be

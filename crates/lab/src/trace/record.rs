@@ -38,7 +38,6 @@ impl Op {
     }
 }
 
-/// One request of a trace.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Record {
     /// When it came, in nanoseconds since the trace's first record.

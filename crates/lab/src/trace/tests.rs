@@ -270,7 +270,7 @@ fn the_same_whether_seen_or_said() {
         assert_eq!(said, read(text), "{format:?}");
         assert_eq!(said.lines().count(), 1, "{format:?}");
         let reader = Reader::new("t", Box::new(text.as_bytes()), &Options::default()).unwrap();
-        assert_eq!(reader.format(), format);
+        assert_eq!(reader.format, format);
     }
 }
 

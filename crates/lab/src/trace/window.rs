@@ -44,7 +44,6 @@ impl Window {
         self.run.len() + self.late.len()
     }
 
-    /// The time of the earliest.
     pub(super) fn first_ns(&self) -> Option<u64> {
         let late = self.late.peek().map(|late| late.0.0.time_ns);
         self.run.front().map(|first| first.time_ns).into_iter().chain(late).min()

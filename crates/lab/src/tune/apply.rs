@@ -12,7 +12,6 @@ use super::matrix::{Configuration, L2Share, Qcow2};
 /// has its least first where that is little (QEMU's docs/qcow2-cache.txt).
 const REFCOUNT_CLUSTERS: u64 = 4;
 
-/// The disk that options are for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Target<'a> {
     /// Its path, or what stands for one.
@@ -41,7 +40,6 @@ pub(super) struct Commands {
     pub(super) qemu_blockdev: String,
     /// The disk's `driver`, with what is in it.
     pub(super) libvirt: String,
-    /// What QEMU and libvirt cannot do.
     pub(super) without: Option<&'static str>,
 }
 

@@ -22,8 +22,8 @@ use crate::statistics::{Comparison, Verdict, median};
 pub(super) const MARGIN: f64 = 0.05;
 
 /// As it is told with every recommendation.
-pub(super) const RULE: &str = "Of the configurations that are shown to be as good as the fastest, within 5 %, the first is recommended in this \
-     order: the default, fewest changes to it, least memory. A change is recommended only if it was shown to gain more than 5 %.";
+pub(super) const RULE: &str = "Recommended is the first configuration, in this order, that was shown to be within 5 % of the fastest: \
+     the default, fewest changes to it, least memory. A change is recommended only if it was shown to gain more than 5 %.";
 
 /// What is recommended for a goal, and who else would do.
 #[derive(Clone, Debug, PartialEq)]
@@ -51,7 +51,6 @@ pub(super) enum Standing {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Scores<'a> {
     pub(super) samples: &'a Samples,
-    /// Those that are measured here.
     pub(super) patterns: &'a [Pattern],
     pub(super) space: &'a Space,
 }

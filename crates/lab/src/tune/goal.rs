@@ -23,7 +23,6 @@ pub(crate) enum Goal {
 }
 
 impl Goal {
-    /// Every goal, in the order in which they are shown.
     pub(super) const ALL: [Self; 4] = [Self::Throughput, Self::Latency, Self::Integrity, Self::Balanced];
 
     pub(super) fn name(self) -> &'static str {

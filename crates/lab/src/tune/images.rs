@@ -49,7 +49,6 @@ const DEPTH: usize = 8;
 /// A new file's length before it is an image: storage has a size.
 const LEAST_FILE: u64 = 512;
 
-/// Opens images of a place.
 #[derive(Debug)]
 pub(super) struct Images {
     pub(super) place: Rc<Place>,

@@ -128,7 +128,6 @@ pub(super) struct Space {
 }
 
 impl Space {
-    /// Everything, for images that weir makes.
     pub(super) fn of_made_images(size_bytes: u64) -> Self {
         Self {
             caches: CacheMode::ALL.to_vec(),
@@ -249,7 +248,6 @@ const SMALL: u64 = 4 << 10;
 const LARGE: u64 = 1 << 20;
 
 impl Pattern {
-    /// Every pattern, reads first.
     pub(super) fn all() -> Vec<Self> {
         let mut list = Vec::new();
         for operation in [Operation::Read, Operation::Write] {
@@ -266,7 +264,6 @@ impl Pattern {
         list
     }
 
-    /// Whether it changes the disk.
     pub(super) fn writes(&self) -> bool {
         !matches!(self.operation, Operation::Read | Operation::Reread)
     }

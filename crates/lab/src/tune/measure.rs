@@ -51,7 +51,7 @@ const BYTE: u8 = 0xA5;
 pub(super) struct Meter {
     images: Images,
     slice: Duration,
-    stop: Stop,
+    pub(super) stop: Stop,
     random: fastrand::Rng,
     /// What was seen last, from which the size of a batch follows.
     rates: HashMap<(Configuration, Pattern), f64>,
@@ -68,15 +68,6 @@ struct Series {
 impl Meter {
     pub(super) fn new(images: Images, slice: Duration, stop: Stop, seed: u64) -> Self {
         Self { images, slice, stop, random: fastrand::Rng::with_seed(seed), rates: HashMap::new() }
-    }
-
-    pub(super) fn stop(&self) -> &Stop {
-        &self.stop
-    }
-
-    /// From now on stops then.
-    pub(super) fn until(&mut self, stop: Stop) {
-        self.stop = stop;
     }
 
     /// Measures everything of a turn, until it is time to stop; hands each sample to `record`.
@@ -105,7 +96,6 @@ impl Meter {
         Ok(())
     }
 
-    /// A sample on a fresh overlay.
     async fn first_write(
         &mut self,
         configuration: &Configuration,
@@ -270,7 +260,6 @@ struct Walk {
 }
 
 impl Walk {
-    /// From anywhere.
     fn new(pattern: Pattern, size_bytes: u64, random: &mut fastrand::Rng) -> Self {
         let blocks = size_bytes / pattern.block_bytes;
         Self { pattern, size_bytes, offset: random.u64(..blocks) * pattern.block_bytes, seed: random.u64(..) }

@@ -74,7 +74,7 @@ pub fn run(arguments: TuneArgs) -> Result<(), Failure> {
     let earlier = arguments.resume.as_deref().map(Kept::load).transpose()?;
     let wish = Wish {
         path: &arguments.path,
-        size_bytes: arguments.size.or(earlier.as_ref().map(Kept::size_bytes)),
+        size_bytes: arguments.size.or(earlier.as_ref().map(|kept| kept.size_bytes)),
         format: arguments.format,
         write: arguments.write,
         force: arguments.force,
@@ -167,7 +167,6 @@ fn tell(outcome: Outcome, interrupted: bool, arguments: &TuneArgs, begun: Begun)
     }
 }
 
-/// Whether what is printed may stand out.
 fn is_bold() -> bool {
     std::io::stdout().is_terminal()
 }

@@ -64,7 +64,6 @@ pub(super) struct Wish<'a> {
 #[derive(Debug)]
 pub(super) struct Place {
     pub(super) kind: Kind,
-    /// As it was named.
     pub(super) path: PathBuf,
     /// Bytes of a disk that are measured.
     pub(super) size_bytes: u64,
@@ -205,7 +204,6 @@ impl Place {
         Pattern::all().into_iter().filter(can).collect()
     }
 
-    /// What is to be said of it beside what is measured.
     pub(super) fn remarks(&self) -> Vec<String> {
         let not_measured = self.not_measured().map(|what| format!("Not measured: {what}."));
         self.remarks.iter().cloned().chain(not_measured).collect()
@@ -226,7 +224,6 @@ impl Place {
         }
     }
 
-    /// A file in the directory of ours.
     pub(super) fn made(&self, name: &str) -> Option<PathBuf> {
         match &self.kind {
             Kind::Made { directory, .. } => Some(directory.path().join(name)),

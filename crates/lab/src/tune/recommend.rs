@@ -20,7 +20,6 @@ const MOST_TOLD: usize = 4;
 pub(super) struct Recommendation {
     pub(super) goal: Goal,
     pub(super) configuration: Configuration,
-    /// More rounds would not change it.
     pub(super) settled: bool,
     /// Beside the default, the largest first.
     pub(super) gains: Vec<Difference>,
@@ -30,7 +29,6 @@ pub(super) struct Recommendation {
     pub(super) more_memory_bytes: u64,
     pub(super) commands: Commands,
     is_default: bool,
-    /// Whether there are samples enough to tell gains and costs.
     is_compared: bool,
 }
 
@@ -108,7 +106,6 @@ impl Recommendation {
         text
     }
 
-    /// How to apply it, a line each.
     pub(super) fn how(&self) -> Vec<(&'static str, String)> {
         let Commands { create, weir, qemu_drive, qemu_blockdev, libvirt, without } = self.commands.clone();
         let create = create.map(|line| ("image", line));
@@ -134,7 +131,6 @@ pub(super) fn percent(ratio: &Estimate) -> String {
     format!("{:+.0} % [{:+.0}, {:+.0}]", percent(ratio.median), percent(ratio.low), percent(ratio.high))
 }
 
-/// The patterns in which two configurations differ by more than noise.
 fn differences(
     samples: &Samples,
     patterns: &[Pattern],

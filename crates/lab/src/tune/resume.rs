@@ -27,7 +27,7 @@ pub(super) struct Kept {
     /// What it lies on, where that is a device that is known again.
     device: Option<String>,
     weir: String,
-    size_bytes: u64,
+    pub(super) size_bytes: u64,
     /// The formats and cluster sizes that can be measured there.
     clusters: Vec<u64>,
     /// Of time, for one sample.
@@ -35,7 +35,6 @@ pub(super) struct Kept {
     cells: Vec<Cell>,
 }
 
-/// The samples of one pattern with one configuration.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 struct Cell {
@@ -49,7 +48,7 @@ struct Cell {
 impl Kept {
     pub(super) fn new(place: &Place, slice: Duration, samples: &Samples) -> Self {
         let mut cells = Vec::new();
-        for configuration in samples.configurations() {
+        for configuration in &samples.configurations {
             for pattern in Pattern::all() {
                 let (rounds, operations_per_second): (Vec<_>, Vec<_>) =
                     samples.cell(configuration, &pattern).unzip();
@@ -78,12 +77,6 @@ impl Kept {
         })
     }
 
-    /// The bytes of each image that were measured.
-    pub(super) fn size_bytes(&self) -> u64 {
-        self.size_bytes
-    }
-
-    /// How long a sample took.
     pub(super) fn slice(&self) -> Duration {
         Duration::from_nanos(self.slice_ns)
     }

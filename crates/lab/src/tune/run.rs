@@ -23,7 +23,6 @@ const SHARE_FOR_END: u32 = 50;
 pub(super) struct Run<C> {
     pub(super) course: C,
     pub(super) place: Rc<Place>,
-    /// What is to be said beside what was found.
     pub(super) remarks: Vec<String>,
     pub(super) progress: Rc<Progress>,
     pub(super) stop: Stop,
@@ -84,7 +83,7 @@ impl<C: Course> Run<C> {
     }
 
     async fn turns(&mut self, meter: &mut Meter) -> anyhow::Result<()> {
-        let stop = meter.stop().clone();
+        let stop = meter.stop.clone();
         let all = stop.left();
         let mut told = None;
         loop {

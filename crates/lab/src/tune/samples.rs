@@ -28,7 +28,7 @@ pub(super) struct Samples {
     /// By round.
     cells: HashMap<(Configuration, Pattern), BTreeMap<u32, f64>>,
     /// In the order in which they were first measured, so that nothing depends on a hash.
-    configurations: Vec<Configuration>,
+    pub(super) configurations: Vec<Configuration>,
 }
 
 impl Samples {
@@ -43,12 +43,6 @@ impl Samples {
         self.cells.entry((configuration, pattern)).or_default().entry(round).or_insert(value);
     }
 
-    /// Those that were measured, in the order in which they first were.
-    pub(super) fn configurations(&self) -> &[Configuration] {
-        &self.configurations
-    }
-
-    /// The samples of one pattern with one configuration, in order.
     pub(super) fn of(&self, configuration: &Configuration, pattern: &Pattern) -> Vec<f64> {
         self.cell(configuration, pattern).map(|(_, value)| value).collect()
     }

@@ -33,10 +33,10 @@ const MOST_COMBINATIONS: usize = 12;
 
 #[derive(Debug)]
 pub(super) struct Search {
-    space: Space,
-    patterns: Vec<Pattern>,
+    pub(super) space: Space,
+    pub(super) patterns: Vec<Pattern>,
     goals: Vec<Goal>,
-    samples: Samples,
+    pub(super) samples: Samples,
     random: fastrand::Rng,
     stage: Stage,
     candidates: Vec<Configuration>,
@@ -164,32 +164,19 @@ impl Search {
         self.queue.retain(&keeps);
     }
 
-    pub(super) fn samples(&self) -> &Samples {
-        &self.samples
-    }
-
-    pub(super) fn space(&self) -> &Space {
-        &self.space
-    }
-
-    pub(super) fn patterns(&self) -> &[Pattern] {
-        &self.patterns
-    }
-
     /// What is recommended, as far as is known; nothing if nothing was measured.
     pub(super) fn choices(&self) -> Vec<Choice> {
-        if self.samples.configurations().is_empty() {
+        if self.samples.configurations.is_empty() {
             return Vec::new();
         }
         let scores = self.scores();
-        self.goals.iter().filter_map(|&goal| choose(goal, &scores, self.samples.configurations())).collect()
+        self.goals.iter().filter_map(|&goal| choose(goal, &scores, &self.samples.configurations)).collect()
     }
 
     pub(super) fn scores(&self) -> Scores<'_> {
         Scores { samples: &self.samples, patterns: &self.patterns, space: &self.space }
     }
 
-    /// Rounds that all candidates have behind them.
     fn rounds_so_far(&self) -> usize {
         let rounds = |candidate| self.samples.rounds(candidate, &self.patterns);
         self.candidates.iter().map(rounds).min().unwrap_or(0)
@@ -224,7 +211,7 @@ impl Search {
             let mut candidates = vec![self.space.default_configuration()];
             let scores = self.scores();
             for goal in &self.goals {
-                let choice = choose(*goal, &scores, self.samples.configurations());
+                let choice = choose(*goal, &scores, &self.samples.configurations);
                 candidates.extend(goal.base(&self.space));
                 candidates.extend(choice.map(|choice| choice.leader));
             }

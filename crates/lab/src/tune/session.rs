@@ -77,7 +77,7 @@ impl Session {
         let target = Target { name, disk_bytes: *disk_bytes, kind: *kind };
         let found = Found { search, growth: &self.growth, remarks, target };
         // Rates and names: nothing that JSON lacks a form for.
-        let details = serde_json::to_value(Kept::new(place, *slice, search.samples())).unwrap_or_default();
+        let details = serde_json::to_value(Kept::new(place, *slice, &search.samples)).unwrap_or_default();
         Outcome { findings: found.findings(), text: found.text(is_bold()), details, failed }
     }
 
@@ -90,15 +90,13 @@ impl Session {
         }
     }
 
-    /// Whether there is an L2 cache that could be cold.
     fn can_grow(&self) -> bool {
-        let space = self.run.course.space();
+        let space = &self.run.course.space;
         !space.clusters.is_empty() && space.caches.contains(&CacheMode::None)
     }
 
-    /// Records how IOPS grow from a cold cache, for each size of the L2 cache.
     async fn grow(&mut self, mut meter: Meter, time: Duration) -> anyhow::Result<()> {
-        let space = self.run.course.space();
+        let space = &self.run.course.space;
         let default = space.default_configuration();
         let cluster = |one: &Configuration| one.qcow2.map(|qcow2| qcow2.cluster_bytes);
         // Past the page cache, as the measurement did that shows such curves; shares that come to the same are one.
@@ -106,7 +104,7 @@ impl Session {
         configurations
             .retain(|one| one.cache == default.cache && !one.prefetch && cluster(one) == cluster(&default));
         let each = time / u32::try_from(configurations.len()).unwrap_or(u32::MAX).max(1);
-        meter.until(self.run.stop.clone());
+        meter.stop = self.run.stop.clone();
         self.run.progress.end();
         self.run.progress.step("from a cold L2 cache");
         for configuration in configurations {

@@ -19,7 +19,6 @@ pub(in super::super) struct Alibaba {
     first: FirstLine,
 }
 
-/// Whether a line is one of this format, or its header.
 pub(super) fn is_line(line: &[u8]) -> bool {
     let mut fields = Fields::new(line);
     let mut first = || {

@@ -27,7 +27,6 @@ const S_NS: u64 = 1_000_000_000;
 pub(in super::super) struct Blkparse {
     /// The action that is taken for a request.
     taken: u8,
-    /// There was an event.
     begun: bool,
     /// What comes is about the whole run.
     summary: bool,
@@ -168,7 +167,6 @@ fn is_number(word: &[u8]) -> bool {
     !word.is_empty() && word.iter().all(u8::is_ascii_digit)
 }
 
-/// The first word of a line and what follows it.
 fn word(line: &[u8]) -> Option<(&[u8], &[u8])> {
     let line = line.trim_ascii_start();
     let end = line.iter().position(u8::is_ascii_whitespace).unwrap_or(line.len());

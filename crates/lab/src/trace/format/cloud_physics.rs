@@ -25,7 +25,6 @@ pub(in super::super) struct CloudPhysics {
 }
 
 impl CloudPhysics {
-    /// For a file of this name.
     pub(in super::super) fn new(file: &str) -> Self {
         let name = file.rsplit('/').next().unwrap_or(file);
         let stem = name.find('.').filter(|&at| at > 0).map_or(name, |at| &name[..at]);

@@ -34,7 +34,6 @@ pub(in super::super) struct Fio {
 }
 
 impl Fio {
-    /// For version 2 or 3.
     pub(in super::super) fn new(version: u8) -> Self {
         Self { version, begun: false, waited_ns: 0 }
     }

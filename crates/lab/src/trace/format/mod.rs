@@ -80,7 +80,6 @@ pub(super) trait Parse {
     fn line(&mut self, line: &[u8], found: &mut Found<'_>) -> Result<(), String>;
 }
 
-/// Where parsers put what they found.
 pub(super) struct Found<'a> {
     pub(super) disks: &'a mut Disks,
     pub(super) window: &'a mut Window,

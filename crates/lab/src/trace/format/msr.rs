@@ -12,7 +12,6 @@ use super::{
     FirstLine, Found, Parse, is_header, nanoseconds,
 };
 
-/// A step of Windows' clock.
 const TICK_NS: u64 = 100;
 /// The first line, where there is one.
 const HEADER: &str = "Timestamp,Hostname,DiskNumber,Type,Offset,Size";
@@ -24,7 +23,6 @@ pub(in super::super) struct Msr {
     disk: Vec<u8>,
 }
 
-/// Whether a line is one of this format, or its header.
 pub(super) fn is_line(line: &[u8]) -> bool {
     let mut fields = Fields::new(line);
     let mut first = || {

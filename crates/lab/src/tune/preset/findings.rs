@@ -10,7 +10,6 @@ use crate::{
     tune::samples::Samples,
 };
 
-/// Tables as they were measured.
 #[derive(Debug)]
 pub(super) struct Measured<'a> {
     pub(super) tables: &'a [Published],

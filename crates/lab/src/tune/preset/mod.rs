@@ -67,7 +67,6 @@ impl Preset {
         clusters
     }
 
-    /// Slices of one round of all its tables.
     pub(super) fn slices(self) -> u32 {
         let slices = |table: &Published| table.rows.len() * table.columns.len();
         self.tables().iter().map(slices).sum::<usize>() as u32

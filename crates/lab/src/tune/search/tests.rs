@@ -99,7 +99,7 @@ fn where_nothing_differs_the_default_is_recommended_and_soon() {
     for seed in [1, 2, 3] {
         let mut machine = Machine::new(|_, _| 1.0, seed, 50_000);
         let found = machine.search(search(seed));
-        let bases = Goal::ALL.map(|goal| goal.base(found.space()).unwrap());
+        let bases = Goal::ALL.map(|goal| goal.base(&found.space).unwrap());
         let choices = found.choices();
         assert!(choices.iter().map(|choice| choice.configuration).eq(bases), "{choices:?}");
         assert!(choices.iter().all(|choice| choice.settled), "{choices:?}");
@@ -152,11 +152,11 @@ fn the_end_of_the_time_is_kept_and_what_is_known_by_then_is_told() {
     let found = machine.search(search(1));
     let measured: usize = Pattern::all()
         .iter()
-        .flat_map(|pattern| found.samples().configurations().iter().map(move |one| (one, pattern)))
-        .map(|(one, pattern)| found.samples().cell(one, pattern).count())
+        .flat_map(|pattern| found.samples.configurations.iter().map(move |one| (one, pattern)))
+        .map(|(one, pattern)| found.samples.cell(one, pattern).count())
         .sum();
     assert_eq!(measured, 100, "all of the time, and not more");
-    let bases = Goal::ALL.map(|goal| goal.base(found.space()).unwrap());
+    let bases = Goal::ALL.map(|goal| goal.base(&found.space).unwrap());
     assert!(found.choices().iter().map(|choice| choice.configuration).eq(bases));
     assert!(found.choices().iter().all(|choice| !choice.settled));
     // Rounds of stage 1 alone, and then no time for combinations.
@@ -181,10 +181,10 @@ fn a_search_goes_on_with_the_samples_of_an_earlier_one() {
     let mut machine = Machine::new(disk, 1, 14 * 22 * 6);
     let first = machine.search(search(1));
     assert_eq!(first.stage, Stage::Done);
-    let before = first.samples().next_round();
+    let before = first.samples.next_round();
     let mut machine = Machine::new(disk, 2, 9_000);
-    let found = machine.search(continued(2, first.samples().clone()));
-    assert!(found.samples().next_round() > before);
+    let found = machine.search(continued(2, first.samples.clone()));
+    assert!(found.samples.next_round() > before);
     assert_eq!(names(&found)["balanced"], "none, 64K, prefetch");
 }
 
