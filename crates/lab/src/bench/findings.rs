@@ -23,19 +23,10 @@ struct Direction<'a> {
 
 pub(super) fn findings(outcome: &Outcome, told: Vec<String>) -> Findings {
     let measured = &outcome.measured;
+    let direction = |name, latencies, part, part_ns| Direction { name, latencies, part, part_ns };
     let both = [
-        Direction {
-            name: "read",
-            latencies: &measured.reads,
-            part: |second| second.reads,
-            part_ns: |second| second.reads_ns,
-        },
-        Direction {
-            name: "write",
-            latencies: &measured.writes,
-            part: |second| second.writes,
-            part_ns: |second| second.writes_ns,
-        },
+        direction("read", &measured.reads, |second| second.reads, |second| second.reads_ns),
+        direction("write", &measured.writes, |second| second.writes, |second| second.writes_ns),
     ];
     let directions: Vec<_> = both.into_iter().filter(|direction| !direction.latencies.is_empty()).collect();
     let mut charts = Vec::new();

@@ -40,7 +40,7 @@ use policy::prefetch::Stats;
 use settings::Qcow2Settings;
 
 pub(crate) use self::target::BenchTarget;
-use self::{json::Own, progress::Progress, target::Export};
+use self::{progress::Progress, target::Export};
 use super::{
     interruption::Interruption,
     load::{Job, Outcome, Ran, Source, Stop, put_all},
@@ -176,7 +176,7 @@ impl Run {
         partial: Option<&'static str>,
     ) -> anyhow::Result<()> {
         if self.arguments.json {
-            let own = Own::new(&self.arguments, job, outcome, prefetch, partial);
+            let own = json::own(&self.arguments, job, outcome, prefetch, partial);
             return print_json(&json::report(&self.arguments, job, outcome, &own));
         }
         if self.arguments.quiet {

@@ -234,6 +234,8 @@ fn rates(marks: &[(Instant, u64)], count: usize) -> Vec<f64> {
 
 #[cfg(test)]
 mod tests {
+    use block::{image::open_raw, reactor::sim, storage::OpenOptions};
+
     use super::*;
 
     const LOAD: Load = Load { pattern: Pattern::Random, direction: Direction::Read, block_bytes: 4096 };
@@ -277,21 +279,29 @@ mod tests {
         assert!(all.iter().enumerate().all(|(index, load)| !all[..index].contains(load)));
     }
 
+    /// A load on so many bytes, in virtual time.
+    fn measured(
+        spec: &'static str,
+        options: OpenOptions,
+        (load, size_bytes): (Load, u64),
+        time: Duration,
+    ) -> anyhow::Result<Figure> {
+        sim::run(1, async move {
+            let image = Rc::new(open_raw(spec, options).unwrap());
+            let field = Field { image, size_bytes, noise: vec![7; 1 << 20].into() };
+            field.measure(load, time).await
+        })
+    }
+
+    fn rate(rate: &str) -> OpenOptions {
+        OpenOptions { rate: Some(rate.parse().unwrap()), ..OpenOptions::default() }
+    }
+
     #[test]
     fn a_load_of_an_imitated_device_is_measured_as_what_it_is() {
-        let options = block::storage::OpenOptions {
-            rate: Some("bytes=100M,iops=2000".parse().unwrap()),
-            ..Default::default()
-        };
-        let measured = |load: Load, options: block::storage::OpenOptions| {
-            block::reactor::sim::run(1, async move {
-                let image = Rc::new(block::image::open_raw("memory:64M", options).unwrap());
-                let field = Field { image, size_bytes: 64 << 20, noise: vec![7; 1 << 20].into() };
-                field.measure(load, Duration::from_secs(8)).await.unwrap()
-            })
-        };
         for load in Load::all() {
-            let figure = measured(load, options.clone());
+            let options = rate("bytes=100M,iops=2000");
+            let figure = measured("memory:64M", options, (load, 64 << 20), Duration::from_secs(8)).unwrap();
             let expect = if load.block_bytes == 4096 { 2000.0 } else { 100.0 };
             let error = (figure.rate / expect - 1.0).abs();
             assert!(error < 0.03 && figure.spread < 0.06, "{figure:?}");
@@ -301,30 +311,17 @@ mod tests {
     #[test]
     fn a_slow_device_is_measured_to_the_percent() {
         // Of 1 MiB a request: 3 or 4 in each of the windows.
-        let options = block::storage::OpenOptions {
-            rate: Some("bytes=13500000".parse().unwrap()),
-            ..Default::default()
-        };
         let load = Load { pattern: Pattern::Sequential, direction: Direction::Write, block_bytes: 1 << 20 };
-        let figure = block::reactor::sim::run(1, async move {
-            let image = Rc::new(block::image::open_raw("memory:64M", options).unwrap());
-            let field = Field { image, size_bytes: 64 << 20, noise: vec![7; 1 << 20].into() };
-            field.measure(load, Duration::from_secs(2)).await.unwrap()
-        });
+        let (options, time) = (rate("bytes=13500000"), Duration::from_secs(2));
+        let figure = measured("memory:64M", options, (load, 64 << 20), time).unwrap();
         assert!((figure.bps() as f64 / 13_500_000.0 - 1.0).abs() < 0.01, "{figure:?}");
     }
 
     #[test]
     fn a_request_that_fails_ends_the_measuring() {
-        let options = block::storage::OpenOptions {
-            faults: vec!["kind=read,error=EIO,offset=4M-8M".parse().unwrap()],
-            ..Default::default()
-        };
-        let failed = block::reactor::sim::run(1, async move {
-            let image = Rc::new(block::image::open_raw("null:8M", options).unwrap());
-            let field = Field { image, size_bytes: 8 << 20, noise: vec![7; 1 << 20].into() };
-            field.measure(LOAD, Duration::from_millis(10)).await.unwrap_err()
-        });
+        let faults = vec!["kind=read,error=EIO,offset=4M-8M".parse().unwrap()];
+        let options = OpenOptions { faults, ..OpenOptions::default() };
+        let failed = measured("null:8M", options, (LOAD, 8 << 20), Duration::from_millis(10)).unwrap_err();
         assert!(format!("{failed:#}").starts_with("random read of 4096 bytes: "), "{failed:#}");
     }
 }
