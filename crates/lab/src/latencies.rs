@@ -1,12 +1,16 @@
-//! How long requests took, as a histogram (Gil Tene's HdrHistogram): what is told of it, and the line it is drawn as.
+//! How long requests took, as a histogram (Gil Tene's HdrHistogram): what is told of it, and the
+//! line it is drawn as.
 //!
-//! Recording costs some nanoseconds however many there are, and the far percentiles are those of all requests, not of a sample.
+//! Recording costs some nanoseconds however many there are, and the far percentiles are those of
+//! all requests, not of a sample.
 
 use hdrhistogram::Histogram;
 
-/// Measured latencies above an hour count as one, so that a histogram never grows while it measures.
+/// Measured latencies above an hour count as one, so that a histogram never grows while it
+/// measures.
 const LONGEST_NS: u64 = 3_600_000_000_000;
-/// Digits that are kept of a measured latency, and of a simulated one: there are three histograms of each disk.
+/// Digits that are kept of a measured latency, and of a simulated one: there are three histograms
+/// of each disk.
 const DIGITS: u8 = 3;
 const SIMULATED_DIGITS: u8 = 2;
 /// In a simulation, what takes longer, 146 years, counts as that.
@@ -43,8 +47,8 @@ pub(super) fn percentile_names() -> [&'static str; 5] {
     PERCENTILES.map(|(name, _)| name)
 }
 
-/// The share of requests that took no longer than so many nanoseconds, as points of a line: (nanoseconds, share). Without those that
-/// took no time, of which there is no logarithm.
+/// The share of requests that took no longer than so many nanoseconds, as points of a line:
+/// (nanoseconds, share). Without those that took no time, of which there is no logarithm.
 pub(super) fn distribution(latencies: &Latencies) -> Vec<(f64, f64)> {
     let shares = (0..POINTS).map(|point| f64::from(point) / f64::from(POINTS));
     let shares = shares.chain([0.999, 0.9999, 1.0]);

@@ -1,5 +1,5 @@
-//! The lab: measures disks through the code that serves them, without a daemon and clients, and predicts what limits would do by the
-//! decisions that the daemon makes.
+//! The lab: measures disks through the code that serves them, without a daemon and clients, and
+//! predicts what limits would do by the decisions that the daemon makes.
 //!
 //! ```text
 //!   bench ──────► load ─────────────┐                      ┌─► text, JSON

@@ -1,8 +1,10 @@
-//! What a program is told: what fio would print of the same load, so that whatever reads that reads this, and beside it what is weir's own.
+//! What a program is told: what fio would print of the same load, so that whatever reads that reads
+//! this, and beside it what is weir's own.
 //!
-//! The names and units are those of `fio --output-format=json` (fio's HOWTO, "JSON output"). All jobs are one, as with fio's
-//! `group_reporting`. A request's latency is one number here: `clat_ns`, with percentiles, and `lat_ns` are the same, and `slat_ns` is empty.
-//! Where requests come by themselves it counts from the instant a request was due.
+//! The names and units are those of `fio --output-format=json` (fio's HOWTO, "JSON output"). All
+//! jobs are one, as with fio's `group_reporting`. A request's latency is one number here:
+//! `clat_ns`, with percentiles, and `lat_ns` are the same, and `slat_ns` is empty. Where requests
+//! come by themselves it counts from the instant a request was due.
 //!
 //! Never leaves a key out because there was nothing to count: readers index them.
 
@@ -59,7 +61,8 @@ pub(super) fn own(
         "iops": iops,
         "bytes-per-second": iops * load.block_bytes as f64,
         "iops-each-second": each_second,
-        // How much later than due requests were sent, on average; none of those that wait for each other.
+        // How much later than due requests were sent, on average; none of those that wait for each
+        // other.
         "late-ns": (!measured.late.is_empty()).then(|| measured.late.mean()),
         "behind-seconds": measured.behind.as_secs_f64(),
         "hit-rate": prefetch.and_then(|stats| stats.hit_rate()),

@@ -1,5 +1,5 @@
-//! `weir bench`: a load through weir's data path or on a server's export, and how it was answered. Options and output are those of `qemu-img bench`,
-//! and more where more was asked for.
+//! `weir bench`: a load through weir's data path or on a server's export, and how it was answered.
+//! Options and output are those of `qemu-img bench`, and more where more was asked for.
 //!
 //! ```text
 //!   options ─► check ─► Job ─► load ─► Outcome ─┬─► text       what qemu-img prints, and latencies
@@ -7,8 +7,8 @@
 //!                   progress                    └─► findings   what is kept and drawn
 //! ```
 //!
-//! Never measures the opening and the closing of the image, as qemu-img does not either; but a load that writes is not done before a last flush
-//! has told that the writes arrived.
+//! Never measures the opening and the closing of the image, as qemu-img does not either; but a load
+//! that writes is not done before a last flush has told that the writes arrived.
 
 mod arguments;
 mod check;
@@ -51,7 +51,8 @@ use crate::probe::in_use::{Claim, claim};
 /// Measures, and prints how it went.
 ///
 /// # Errors
-/// Where the options make no sense, or the first request that fails; also that it was interrupted, once what was measured has been told.
+/// Where the options make no sense, or the first request that fails; also that it was interrupted,
+/// once what was measured has been told.
 pub fn run(arguments: BenchArgs) -> Result<(), Failure> {
     check::check(&arguments).map_err(Failure::Usage)?;
     arguments.results.check()?;
@@ -67,8 +68,8 @@ pub fn run(arguments: BenchArgs) -> Result<(), Failure> {
     })
 }
 
-/// A device that is to be written to, held exclusively; one that is mounted, or part of another, is not written to. What it begins like does not
-/// matter: `-w` says that it is not needed.
+/// A device that is to be written to, held exclusively; one that is mounted, or part of another, is
+/// not written to. What it begins like does not matter: `-w` says that it is not needed.
 fn claimed(arguments: &BenchArgs) -> anyhow::Result<Option<Claim>> {
     let BenchTarget::Image(image) = &arguments.target else { return Ok(None) };
     let Some(path) = image.path().filter(|_| arguments.write) else { return Ok(None) };

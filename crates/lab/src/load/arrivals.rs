@@ -1,7 +1,9 @@
-//! When requests are due that come by themselves, whether those before them were answered or not: an open loop.
+//! When requests are due that come by themselves, whether those before them were answered or not:
+//! an open loop.
 //!
-//! A closed loop sends less while the disk is slow, and so asks least when waiting would show most (Gil Tene's "coordinated omission"). Here a
-//! request that could not be sent in time is sent late, and its latency counts from the instant it was due.
+//! A closed loop sends less while the disk is slow, and so asks least when waiting would show most
+//! (Gil Tene's "coordinated omission"). Here a request that could not be sent in time is sent late,
+//! and its latency counts from the instant it was due.
 //!
 //! Never knows the time: instants go in and come out.
 

@@ -26,7 +26,8 @@ pub(crate) struct Measured {
     pub(crate) flushes: Latencies,
     /// What was answered in each second that passed completely.
     pub(crate) seconds: Vec<Second>,
-    /// How long after it was due a request was sent; empty for those that are due when others are answered.
+    /// How long after it was due a request was sent; empty for those that are due when others are
+    /// answered.
     pub(crate) late: Latencies,
     /// How far behind its schedule it was when it was ended.
     pub(crate) behind: Duration,
@@ -75,8 +76,8 @@ impl Measured {
     }
 }
 
-/// Takes down what was due from an instant on. What was due before is forgotten, also where it was sent or answered late: the queue that a
-/// warming up leaves behind is no part of what is measured.
+/// Takes down what was due from an instant on. What was due before is forgotten, also where it was
+/// sent or answered late: the queue that a warming up leaves behind is no part of what is measured.
 #[derive(Debug)]
 pub(super) struct Recorder {
     from: Instant,

@@ -1,5 +1,6 @@
-//! A load on a disk: a number of requests with some of them in flight and flushes in between, as `qemu-img bench` sends them. Beyond that:
-//! reads among writes, a rate, a duration, several jobs at once.
+//! A load on a disk: a number of requests with some of them in flight and flushes in between, as
+//! `qemu-img bench` sends them. Beyond that: reads among writes, a rate, a duration, several jobs
+//! at once.
 //!
 //! ```text
 //!   places, zipf ─► where ─┐
@@ -95,8 +96,8 @@ impl From<Load> for Job {
 }
 
 impl Job {
-    /// The same, done by so many at once: each sends its share of the requests and of the rate, with as many in flight. `count` is not 0, and not
-    /// above that of the requests.
+    /// The same, done by so many at once: each sends its share of the requests and of the rate,
+    /// with as many in flight. `count` is not 0, and not above that of the requests.
     pub(super) fn split(self, count: u32) -> Vec<Self> {
         let of = |number: u32| {
             let all = self.load.count;
@@ -123,7 +124,8 @@ pub(super) struct Outcome {
     pub(super) elapsed: Duration,
     /// How many answers the reader had who had the fewest.
     pub(super) slowest: u64,
-    /// Requests and flushes that a server had not answered long after the load was ended, and that nobody waits for any more.
+    /// Requests and flushes that a server had not answered long after the load was ended, and that
+    /// nobody waits for any more.
     pub(super) unanswered: u64,
     pub(super) measured: Measured,
 }

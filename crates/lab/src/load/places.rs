@@ -1,4 +1,5 @@
-//! Where requests begin: one behind the other, in strides, backward, at random, or at random with some places asked for more than others.
+//! Where requests begin: one behind the other, in strides, backward, at random, or at random with
+//! some places asked for more than others.
 //!
 //! Never gives a place where a request does not fit.
 
@@ -6,8 +7,9 @@ use std::cell::{Cell, RefCell};
 
 use super::zipf::Zipf;
 
-/// Where requests begin: at first `offset`, then `step_bytes` further each time, as if the image's beginning came behind its end; at its beginning
-/// where one would reach across the end. Backward, it is all the other way round.
+/// Where requests begin: at first `offset`, then `step_bytes` further each time, as if the image's
+/// beginning came behind its end; at its beginning where one would reach across the end. Backward,
+/// it is all the other way round.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Places {
     /// In bytes; a request fits there.
@@ -37,7 +39,8 @@ pub(crate) enum Locality {
     Even,
     /// By Zipf's law, with this exponent: above 0, finite.
     Zipf(f64),
-    /// So many percent of the requests go to the first so many percent of the places; both from 1 to 99.
+    /// So many percent of the requests go to the first so many percent of the places; both from 1
+    /// to 99.
     Hot { requests: u8, places: u8 },
 }
 
@@ -53,9 +56,11 @@ pub(crate) struct Part {
 impl Part {
     pub(crate) const WHOLE: Self = Self { number: 0, of: 1 };
 
-    /// What this part draws from, when all of them were given `seed`: the first draws what it would alone.
+    /// What this part draws from, when all of them were given `seed`: the first draws what it would
+    /// alone.
     pub(super) fn seed(self, seed: u64) -> u64 {
-        // The golden section of 64 bits, by which Steele and others' SplitMix64 tells streams apart (OOPSLA 2014).
+        // The golden section of 64 bits, by which Steele and others' SplitMix64 tells streams apart
+        // (OOPSLA 2014).
         seed.wrapping_add(u64::from(self.number).wrapping_mul(0x9E37_79B9_7F4A_7C15))
     }
 }
@@ -126,7 +131,8 @@ impl Course {
         Self { places, block_bytes, random, draw }
     }
 
-    /// So many readers, each where it begins: at equal distances, those of other parts between them.
+    /// So many readers, each where it begins: at equal distances, those of other parts between
+    /// them.
     pub(super) fn readers(&self, count: u32, part: Part) -> Vec<Reader> {
         let Places { offset, step_bytes, .. } = self.places;
         let all = u64::from(count) * u64::from(part.of);

@@ -6,11 +6,12 @@
 //!      …  ◄────────────────────────────────┘
 //! ```
 //!
-//! Where requests come by themselves, each task first takes the instant at which the next one is due, and waits for it. While all tasks
-//! have a request in flight nobody takes an instant, and that request is sent late: the queue of those that wait costs nothing, however long it is.
+//! Where requests come by themselves, each task first takes the instant at which the next one is
+//! due, and waits for it. While all tasks have a request in flight nobody takes an instant, and
+//! that request is sent late: the queue of those that wait costs nothing, however long it is.
 //!
-//! Nothing is allocated for a request but what the data path itself allocates, and the clock is read once: what a request of a closed loop waits
-//! for is the answer to the one before it.
+//! Nothing is allocated for a request but what the data path itself allocates, and the clock is
+//! read once: what a request of a closed loop waits for is the answer to the one before it.
 //!
 //! Several readers have each a place of their own, and as many tasks.
 
@@ -46,7 +47,8 @@ enum Next {
 struct Run {
     job: Job,
     target: Target,
-    /// What a write writes, from [`Run::first`] on, where memory is aligned for any device; empty if none does.
+    /// What a write writes, from [`Run::first`] on, where memory is aligned for any device; empty
+    /// if none does.
     content: Arc<[u8]>,
     first: usize,
     course: Course,
@@ -196,7 +198,8 @@ impl Run {
         self.wake();
     }
 
-    /// Takes the instant at which the next request is due, and waits for it; `None` if there is none any more.
+    /// Takes the instant at which the next request is due, and waits for it; `None` if there is
+    /// none any more.
     async fn arrival(&self, schedule: &RefCell<Schedule>, at: Instant) -> Option<Instant> {
         if self.is_over(at) || self.promised.get() >= self.job.load.count {
             return None;

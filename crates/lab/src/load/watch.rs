@@ -52,7 +52,8 @@ impl Stop {
         let _ = timeout(time, self.heard.recv()).await;
     }
 
-    /// Waits for something that may never come, such as a server's answer: once it is said, not much longer; `None` then.
+    /// Waits for something that may never come, such as a server's answer: once it is said, not
+    /// much longer; `None` then.
     pub(super) async fn unless_overdue<T>(&self, awaited: impl Future<Output = T>) -> Option<T> {
         let mut awaited = pin!(awaited);
         let mut overdue = pin!(async {

@@ -1,9 +1,10 @@
 //! One kind of load on an image, and how fast it was answered.
 //!
-//! As many requests as fit are in flight all the time ([`DEPTH`]): what a device can do shows when it never has to wait for work. The time
-//! is cut into windows, and the median of their rates counts, so that a pause of the device (or of this machine) in one of them
-//! does not; of a slow device, which answers seldom, there are fewer and longer ones. How far the windows are apart is reported with it: a
-//! device whose rate depends on what it did before shows there.
+//! As many requests as fit are in flight all the time ([`DEPTH`]): what a device can do shows when
+//! it never has to wait for work. The time is cut into windows, and the median of their rates
+//! counts, so that a pause of the device (or of this machine) in one of them does not; of a slow
+//! device, which answers seldom, there are fewer and longer ones. How far the windows are apart is
+//! reported with it: a device whose rate depends on what it did before shows there.
 
 use std::{
     cell::{Cell, RefCell},
@@ -24,10 +25,12 @@ use policy::{
 
 /// Requests in flight: enough for every queue of a disk to be busy, as a few guests together have.
 pub(crate) const DEPTH: usize = 32;
-/// Windows whose rates are compared, after one that does not count: a device needs a moment to get up to speed.
+/// Windows whose rates are compared, after one that does not count: a device needs a moment to get
+/// up to speed.
 const WINDOWS: u32 = 7;
-/// Answers in a window, on average, from which on its rate says something: when one comes by chance a little later, that is no more than some percent. Of a
-/// slow device there are fewer, and windows are put together.
+/// Answers in a window, on average, from which on its rate says something: when one comes by chance
+/// a little later, that is no more than some percent. Of a slow device there are fewer, and windows
+/// are put together.
 const ANSWERS: u64 = 10;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -45,7 +48,8 @@ pub(super) struct Load {
 }
 
 impl Load {
-    /// Every load that is measured: those that read first, so that what they find is not what a write has left in a cache.
+    /// Every load that is measured: those that read first, so that what they find is not what a
+    /// write has left in a cache.
     pub(super) fn all() -> impl Iterator<Item = Self> {
         let directions = [Direction::Read, Direction::Write];
         directions.into_iter().flat_map(|direction| {
@@ -69,7 +73,8 @@ impl Load {
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Figure {
     pub(super) load: Load,
-    /// Operations per second: the median of windows that are long enough. Of large blocks there may be few, and a fraction of one counts.
+    /// Operations per second: the median of windows that are long enough. Of large blocks there may
+    /// be few, and a fraction of one counts.
     pub(super) rate: f64,
     /// The fastest window less the slowest, beside the median: 0 is perfectly steady.
     pub(super) spread: f64,
@@ -129,7 +134,8 @@ impl Field {
         Ok(figure(load, &marks))
     }
 
-    /// Writes it from beginning to end, for so long at most; what is left is cut off. Returns the bytes written.
+    /// Writes it from beginning to end, for so long at most; what is left is cut off. Returns the
+    /// bytes written.
     ///
     /// # Errors
     /// The first request that failed.
@@ -219,8 +225,9 @@ fn figure(load: Load, marks: &[(Instant, u64)]) -> Figure {
     Figure { load, rate: median, spread: if median > 0.0 { range / median } else { 0.0 } }
 }
 
-/// The rates of the time in so many parts, whole windows each, the lowest first. From the last answer of one to the last of the next: where there are few in each,
-/// one more or less by chance would be a tenth of the rate.
+/// The rates of the time in so many parts, whole windows each, the lowest first. From the last
+/// answer of one to the last of the next: where there are few in each, one more or less by chance
+/// would be a tenth of the rate.
 fn rates(marks: &[(Instant, u64)], count: usize) -> Vec<f64> {
     let mark = |number: usize| marks[number * (marks.len() - 1) / count];
     let rate = |number: usize| {

@@ -1,9 +1,10 @@
 //! What is measured: a file made in a directory for the purpose, or a device.
 //!
-//! The file has no name (open(2), `O_TMPFILE`), or loses it at once where the file system cannot do that: so it is gone with the process,
-//! whatever ends that, and nobody else finds it meanwhile.
+//! The file has no name (open(2), `O_TMPFILE`), or loses it at once where the file system cannot do
+//! that: so it is gone with the process, whatever ends that, and nobody else finds it meanwhile.
 //!
-//! A device is read as it is. It is written to only if that was asked for and nobody uses it (`in_use`).
+//! A device is read as it is. It is written to only if that was asked for and nobody uses it
+//! (`in_use`).
 
 use std::{
     fs,
@@ -21,7 +22,8 @@ use nix::sys::statvfs::fstatvfs;
 
 use super::in_use::{self, Claim};
 
-/// Bytes that are measured where nothing else is said, and there is room: more than the caches of most devices.
+/// Bytes that are measured where nothing else is said, and there is room: more than the caches of
+/// most devices.
 const DEFAULT_SIZE: u64 = 1 << 30;
 /// The least that can be measured: a few of the largest requests.
 pub(super) const LEAST_SIZE: u64 = 8 << 20;

@@ -1,6 +1,8 @@
-//! Two results, side by side: which measures differ, by how much, and whether that is more than noise.
+//! Two results, side by side: which measures differ, by how much, and whether that is more than
+//! noise.
 //!
-//! Never compares what has different names or units, and never hides that two results come from different machines.
+//! Never compares what has different names or units, and never hides that two results come from
+//! different machines.
 
 use std::fmt::Write as _;
 
@@ -14,7 +16,8 @@ use crate::{
     statistics::{Estimate, Verdict, compare},
 };
 
-/// How many of so many comparisons show a difference where there is none: what `statistics` promises.
+/// How many of so many comparisons show a difference where there is none: what `statistics`
+/// promises.
 const BY_CHANCE: f64 = 0.05;
 /// With fewer measures less than one differs by chance.
 const WORTH_SAYING: usize = 20;

@@ -1,4 +1,5 @@
-//! A matrix of values, drawn: the better a value is, the more its cell stands out. Each value is also written into its cell.
+//! A matrix of values, drawn: the better a value is, the more its cell stands out. Each value is
+//! also written into its cell.
 //!
 //! Never says by colour alone what it says.
 
@@ -176,7 +177,8 @@ fn range(map: &HeatMap) -> (f64, f64) {
     values.fold((f64::INFINITY, f64::NEG_INFINITY), |(low, high), &value| (low.min(value), high.max(value)))
 }
 
-/// Which of [`CELLS`] a value gets: by factors where the values span more than ten, or all but the largest would look alike.
+/// Which of [`CELLS`] a value gets: by factors where the values span more than ten, or all but the
+/// largest would look alike.
 fn strength(value: f64, (low, high): (f64, f64), better: Better) -> usize {
     let share = if low > 0.0 && high / low > 10.0 {
         (value.ln() - low.ln()) / (high.ln() - low.ln())

@@ -1,6 +1,8 @@
-//! Lines over one x-axis, drawn: IOPS over time, a growing cache, the share of requests over latency.
+//! Lines over one x-axis, drawn: IOPS over time, a growing cache, the share of requests over
+//! latency.
 //!
-//! Never draws more than a line has places for: of thousands of points in one column of pixels the lowest and the highest are what is seen.
+//! Never draws more than a line has places for: of thousands of points in one column of pixels the
+//! lowest and the highest are what is seen.
 
 use std::{fmt::Write as _, ops::Range};
 

@@ -1,7 +1,7 @@
 //! One page of HTML: what every report is made of, from the head to the last table.
 //!
-//! A page needs nothing else: no script, no font, no picture from elsewhere. It can be mailed, kept beside the result, and opened in ten
-//! years.
+//! A page needs nothing else: no script, no font, no picture from elsewhere. It can be mailed, kept
+//! beside the result, and opened in ten years.
 //!
 //! Never holds a text that was not escaped.
 

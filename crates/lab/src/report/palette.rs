@@ -1,11 +1,14 @@
 //! The colours of charts, for light and for dark.
 //!
-//! plotters writes colours into its shapes' attributes, as they are on a light page. A rule of CSS wins over such an attribute, so the dark
-//! page is a list of rules, `[stroke="#0072B2"] { stroke: … }`, over the very same drawing: nothing is drawn twice and nothing is rewritten,
-//! and a drawing that somebody cuts out of the page is right by itself. Each colour here therefore means one thing.
+//! plotters writes colours into its shapes' attributes, as they are on a light page. A rule of CSS
+//! wins over such an attribute, so the dark page is a list of rules,
+//! `[stroke="#0072B2"] { stroke: … }`, over the very same drawing: nothing is drawn twice and
+//! nothing is rewritten, and a drawing that somebody cuts out of the page is right by itself. Each
+//! colour here therefore means one thing.
 //!
-//! The lines' colours are those of Okabe and Ito (*Color Universal Design*, 2008), which people with any kind of colour vision tell apart.
-//! Some of them are too faint for a thin line; made strong enough, not all eight remain apart. So five lines are solid, and three dashed.
+//! The lines' colours are those of Okabe and Ito (*Color Universal Design*, 2008), which people
+//! with any kind of colour vision tell apart. Some of them are too faint for a thin line; made
+//! strong enough, not all eight remain apart. So five lines are solid, and three dashed.
 
 use plotters::style::RGBColor;
 
@@ -41,7 +44,8 @@ pub(super) const LINES: [Pair; 8] = [
     pair(0x76_7676, 0x9A_9A9A),
 ];
 pub(super) const SOLID: usize = 5;
-/// From the worst to the best. On a dark page the best shine, on a light one they are dark: what counts stands out from the ground.
+/// From the worst to the best. On a dark page the best shine, on a light one they are dark: what
+/// counts stands out from the ground.
 pub(super) const CELLS: [Pair; 7] = [
     pair(0xF1_F6FB, 0x20_2A36),
     pair(0xD6_E6F4, 0x1D_3850),
@@ -140,8 +144,8 @@ mod tests {
         assert_eq!(dark_rules().lines().count(), count);
     }
 
-    /// How a colour looks to who lacks one kind of cones: Machado, Oliveira and Fernandes, *A Physiologically-based Model for Simulation of
-    /// Color Vision Deficiency*, 2009, severity 1.
+    /// How a colour looks to who lacks one kind of cones: Machado, Oliveira and Fernandes, *A
+    /// Physiologically-based Model for Simulation of Color Vision Deficiency*, 2009, severity 1.
     const DEFICIENCIES: [[[f64; 3]; 3]; 4] = [
         [[1.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 1.0]],
         [[0.152, 1.053, -0.205], [0.115, 0.786, 0.099], [-0.004, -0.048, 1.052]],
@@ -171,7 +175,8 @@ mod tests {
                             let [one, other] = [one, other].map(|pair| seen(of(pair), deficiency));
                             let distance =
                                 one.iter().zip(other).map(|(a, b)| (a - b).powi(2)).sum::<f64>().sqrt();
-                            // About 2.3 is a just noticeable difference; lines that are thin and apart need several.
+                            // About 2.3 is a just noticeable difference; lines that are thin and
+                            // apart need several.
                             assert!(distance >= 12.0, "{one:?} and {other:?}: {distance}");
                         }
                     }

@@ -1,6 +1,7 @@
 //! Results on a terminal: the same tables as on the page, and what only a page can show by name.
 //!
-//! Never emits a control character of a result file: what is printed goes through `table` or [`clean`].
+//! Never emits a control character of a result file: what is printed goes through `table` or
+//! [`clean`].
 
 use std::fmt::Write as _;
 
@@ -79,7 +80,8 @@ fn titled(shown: &Table, bold: bool) -> String {
     let columns = shown.columns.iter().map(String::as_str).zip(columns::sides(shown));
     let mut table = table::Table::new(columns.collect::<Vec<_>>());
     for row in &shown.rows {
-        // A cell of several lines, such as a configuration, takes as many rows; a file from elsewhere may have rows of any length.
+        // A cell of several lines, such as a configuration, takes as many rows; a file from
+        // elsewhere may have rows of any length.
         let line =
             |column, number| row.get(column).and_then(|cell: &String| cell.lines().nth(number)).unwrap_or("");
         let lines = row.iter().map(|cell| cell.lines().count()).max().unwrap_or(0);

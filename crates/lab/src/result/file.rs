@@ -1,10 +1,12 @@
 //! Result files, and the pages that are drawn of them, on disk.
 //!
-//! A name may be mistyped, and results come at the end of long measurements. So what is there already is looked at, before anything is measured too
-//! ([`check`]): a file of the same kind is replaced, at once and completely; what is no file (`/dev/null`, a pipe) is written into; anything else,
-//! such as an image, is left as it is.
+//! A name may be mistyped, and results come at the end of long measurements. So what is there
+//! already is looked at, before anything is measured too ([`check`]): a file of the same kind is
+//! replaced, at once and completely; what is no file (`/dev/null`, a pipe) is written into;
+//! anything else, such as an image, is left as it is.
 //!
-//! Never leaves half a file under the name that was asked for, and never replaces what weir has not written.
+//! Never leaves half a file under the name that was asked for, and never replaces what weir has not
+//! written.
 
 use std::{
     fs,
@@ -33,7 +35,8 @@ pub(crate) enum Kind {
 }
 
 impl Kind {
-    /// Whether a file that begins so is of this kind, and weir's. One that is empty was made to be written.
+    /// Whether a file that begins so is of this kind, and weir's. One that is empty was made to be
+    /// written.
     fn is_ours(self, beginning: &str) -> bool {
         let (first, mark) = match self {
             Self::Result => ("{", FORMAT),
@@ -122,7 +125,8 @@ pub(crate) fn save(result: &ResultFile, path: &Path) -> anyhow::Result<()> {
 /// Writes a text to a file that is there completely, or not at all.
 ///
 /// # Errors
-/// If the directory cannot be written to, or is full; or if there is something that weir has not written.
+/// If the directory cannot be written to, or is full; or if there is something that weir has not
+/// written.
 pub(crate) fn write(path: &Path, kind: Kind, text: &str) -> anyhow::Result<()> {
     let write = || {
         match Place::of(path, kind)? {

@@ -108,8 +108,8 @@ impl Device {
     }
 }
 
-/// The type of the file system with this number, by the text of proc_pid_mountinfo(5): the third field is the number, the first
-/// behind the ` - ` the type.
+/// The type of the file system with this number, by the text of proc_pid_mountinfo(5): the third
+/// field is the number, the first behind the ` - ` the type.
 fn file_system(mounts: &str, number: Number) -> Option<String> {
     let number = number.to_string();
     let line = mounts.lines().find(|line| line.split(' ').nth(2) == Some(&number))?;

@@ -1,4 +1,5 @@
-//! A result file: what `weir bench`, `weir tune` and `weir simulate` found, where, with what, and how sure it is.
+//! A result file: what `weir bench`, `weir tune` and `weir simulate` found, where, with what, and
+//! how sure it is.
 //!
 //! ```text
 //!   bench ────┐                           ┌─► FILE.json   kept, and read again by `weir report A.json B.json`
@@ -6,10 +7,12 @@
 //!   simulate ─┘      +  Header            └─► FILE.html   one page to look at (`report/`)
 //! ```
 //!
-//! The three have the same form, so that whatever shows or compares results needs to know none of them: numbers with all their samples
-//! ([`Measure`]), tables, and charts as data. What is drawn is always what is kept.
+//! The three have the same form, so that whatever shows or compares results needs to know none of
+//! them: numbers with all their samples ([`Measure`]), tables, and charts as data. What is drawn is
+//! always what is kept.
 //!
-//! Never holds a name or a number that was not measured or asked for, and no secret: the command is kept as it was given.
+//! Never holds a name or a number that was not measured or asked for, and no secret: the command is
+//! kept as it was given.
 
 pub(crate) mod arguments;
 mod file;
@@ -35,10 +38,12 @@ pub(crate) struct ResultFile {
     pub(crate) format: String,
     pub(crate) version: u32,
     pub(crate) header: Header,
-    /// Why it is not complete, for example that it was interrupted; what is there is right all the same.
+    /// Why it is not complete, for example that it was interrupted; what is there is right all the
+    /// same.
     pub(crate) partial: Option<String>,
     pub(crate) findings: Findings,
-    /// What one kind of result needs beyond that, for example to go on where it was interrupted; nobody else looks into it.
+    /// What one kind of result needs beyond that, for example to go on where it was interrupted;
+    /// nobody else looks into it.
     #[serde(default, skip_serializing_if = "serde_json::Value::is_null")]
     pub(crate) details: serde_json::Value,
 }
@@ -97,7 +102,8 @@ pub(crate) enum SamplesAre {
     /// A run each: they differ as other runs will.
     #[default]
     Runs,
-    /// Seconds of one run, or that run as a whole: what is near in time is alike, and how much another run would differ they do not tell.
+    /// Seconds of one run, or that run as a whole: what is near in time is alike, and how much
+    /// another run would differ they do not tell.
     Seconds,
     /// Computed, not measured: again, it would be the same.
     Exact,
@@ -162,7 +168,8 @@ impl Table {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "kind", rename_all = "kebab-case")]
 pub(crate) enum Chart {
-    /// Something over something else, for example IOPS over time, or the share of requests over latency.
+    /// Something over something else, for example IOPS over time, or the share of requests over
+    /// latency.
     Lines(Lines),
     HeatMap(HeatMap),
 }

@@ -1,7 +1,8 @@
 //! Which limit held a disk's requests up, and for how long.
 //!
-//! The policy says who waits until when, and not what each waits for; that is found out where it can be more than one limit, each time a queue gets a
-//! new head. With one limit in reach of a direction there is nothing to find out, and that is nearly always.
+//! The policy says who waits until when, and not what each waits for; that is found out where it
+//! can be more than one limit, each time a queue gets a new head. With one limit in reach of a
+//! direction there is nothing to find out, and that is nearly always.
 //!
 //! Never decides who waits.
 
@@ -31,7 +32,8 @@ impl Bucket {
         (self != Self::NONE).then(|| (number / KINDS, LimitKind::ALL[number % KINDS]))
     }
 
-    /// As people call it: `iops-total`, `bps-read@gold`; `-` for none. `groups` are the disk's, from its own up.
+    /// As people call it: `iops-total`, `bps-read@gold`; `-` for none. `groups` are the disk's,
+    /// from its own up.
     pub(crate) fn name(self, groups: &[&str]) -> String {
         match self.limit() {
             None => "-".to_owned(),

@@ -1,12 +1,14 @@
-//! A client that waits for its answers: a fixed number of requests in flight, the next when one is answered.
+//! A client that waits for its answers: a fixed number of requests in flight, the next when one is
+//! answered.
 //!
-//! Requests of a trace come when the trace says, however late those before them were answered. A program that copies a file does not
-//! behave so; a client does.
+//! Requests of a trace come when the trace says, however late those before them were answered. A
+//! program that copies a file does not behave so; a client does.
 
 use super::request::{Op, Request};
 
-/// Nanoseconds until the next request where an answer took no time at all, as with no limit on no device: somebody who never needs any time would
-/// send without end at one instant. As long as a fast device takes.
+/// Nanoseconds until the next request where an answer took no time at all, as with no limit on no
+/// device: somebody who never needs any time would send without end at one instant. As long as a
+/// fast device takes.
 const LEAST_NS: u64 = 10_000;
 
 /// Where a client's requests go.
@@ -16,7 +18,8 @@ pub(crate) struct ClientSpec {
     pub(crate) op: Op,
     /// Bytes of a request; not 0.
     pub(crate) length: u64,
-    /// Where its requests are: one behind the other, from the first byte to the last, and again; or at random places there. At least `length` apart.
+    /// Where its requests are: one behind the other, from the first byte to the last, and again; or
+    /// at random places there. At least `length` apart.
     pub(crate) region: std::ops::Range<u64>,
     /// Draws places at random.
     pub(crate) random: Option<u64>,

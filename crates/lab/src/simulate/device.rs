@@ -6,12 +6,14 @@
 //!                 └─► budget    bytes and requests a second: lines that it stands in ────────────────────┘
 //! ```
 //!
-//! The same two that a daemon imitates devices with: a station is `--delay`, a budget is `--rate` (block's `storage/delay.rs` and
-//! `storage/rate.rs`), to the nanosecond, so that `weir serve` with these options is a simulation's twin. A station may add a time for each
-//! byte, which is how a device that was probed is told.
+//! The same two that a daemon imitates devices with: a station is `--delay`, a budget is `--rate`
+//! (block's `storage/delay.rs` and `storage/rate.rs`), to the nanosecond, so that `weir serve` with
+//! these options is a simulation's twin. A station may add a time for each byte, which is how a
+//! device that was probed is told.
 //!
-//! A request is given its end when it begins, since whoever came before has his already; so nothing needs to be queued here, and a device costs
-//! a simulation no events. Never lets a later request pass an earlier one in a line.
+//! A request is given its end when it begins, since whoever came before has his already; so nothing
+//! needs to be queued here, and a device costs a simulation no events. Never lets a later request
+//! pass an earlier one in a line.
 
 use std::{cmp::Reverse, collections::BinaryHeap};
 
@@ -94,7 +96,8 @@ impl Devices {
         end
     }
 
-    /// How long the place has worked by `now`, in nanoseconds of all of it: at full use this grows as the clock does.
+    /// How long the place has worked by `now`, in nanoseconds of all of it: at full use this grows
+    /// as the clock does.
     pub(crate) fn worked_ns(&self, place: Place, now: u64) -> u64 {
         let worked = |budget: usize| self.budgets[budget].worked(Instant::from_nanos(now)).as_nanos();
         let budget = u64::try_from(place.budget.map_or(0, worked)).unwrap_or(u64::MAX);
@@ -144,10 +147,12 @@ impl Station {
     }
 }
 
-/// A station that does what was measured of a device: so many requests of 4 KiB and so many bytes in requests of 1 MiB a second, `parallel` at a time.
+/// A station that does what was measured of a device: so many requests of 4 KiB and so many bytes
+/// in requests of 1 MiB a second, `parallel` at a time.
 ///
-/// Both figures are met exactly, and what lies between by a straight line; where they contradict a straight line with a slope upwards,
-/// the requests' figure alone holds. A figure of 0 was not measured: it bounds nothing.
+/// Both figures are met exactly, and what lies between by a straight line; where they contradict a
+/// straight line with a slope upwards, the requests' figure alone holds. A figure of 0 was not
+/// measured: it bounds nothing.
 pub(crate) fn measured(iops: u64, bps: u64, parallel: usize) -> Service {
     const SMALL: f64 = 4096.0;
     const LARGE: f64 = 1_048_576.0;
@@ -159,14 +164,15 @@ pub(crate) fn measured(iops: u64, bps: u64, parallel: usize) -> Service {
     Service { base_ns: base as u64, byte_ns }
 }
 
-/// How long a small request by itself is taken to need of a device of which only rates are known. An assumption and no measurement: the order of
-/// magnitude of flash.
+/// How long a small request by itself is taken to need of a device of which only rates are known.
+/// An assumption and no measurement: the order of magnitude of flash.
 const ALONE_S: f64 = 100e-6;
 
 /// How many requests at a time a device works on that does so many a second with `depth` at a time.
 ///
-/// `weir probe` keeps the rate and not the latency, so this is the number with which a request by itself takes [`ALONE_S`], as far as the rate has room
-/// for that: a hard disk of 200 a second works on one at a time, 5 ms each, and not on 32 for 160 ms; flash of 500,000 on 32.
+/// `weir probe` keeps the rate and not the latency, so this is the number with which a request by
+/// itself takes [`ALONE_S`], as far as the rate has room for that: a hard disk of 200 a second
+/// works on one at a time, 5 ms each, and not on 32 for 160 ms; flash of 500,000 on 32.
 pub(crate) fn places(iops: u64, depth: usize) -> usize {
     ((iops as f64 * ALONE_S).round() as usize).clamp(1, depth)
 }

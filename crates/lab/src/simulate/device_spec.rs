@@ -1,6 +1,7 @@
 //! What `--device` says: how a device is, or where one is that was probed.
 //!
-//! How it is, is said in the words of `--delay` and `--rate` together, since that is what it becomes.
+//! How it is, is said in the words of `--delay` and `--rate` together, since that is what it
+//! becomes.
 
 use std::{path::PathBuf, str::FromStr};
 

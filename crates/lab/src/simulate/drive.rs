@@ -1,5 +1,5 @@
-//! A simulation from its first request to its last: requests are read, their disks looked up, and engines simulate them, on several
-//! threads where disks have nothing to do with each other.
+//! A simulation from its first request to its last: requests are read, their disks looked up, and
+//! engines simulate them, on several threads where disks have nothing to do with each other.
 //!
 //! ```text
 //!                                 ┌─► shard 0: after (with limits), before (without) ─┐
@@ -8,11 +8,13 @@
 //!                        number
 //! ```
 //!
-//! Disks that share a group or a device are in the same shard, so results do not depend on the number of shards. Every request is
-//! simulated twice on the same devices: with the limits, and without.
+//! Disks that share a group or a device are in the same shard, so results do not depend on the
+//! number of shards. Every request is simulated twice on the same devices: with the limits, and
+//! without.
 //!
-//! A simulation ends early when [`MOST_WAITING`] requests wait, when it is interrupted, or at the first error in a trace. The outcome then
-//! covers what came before and says why it is not complete.
+//! A simulation ends early when [`MOST_WAITING`] requests wait, when it is interrupted, or at the
+//! first error in a trace. The outcome then covers what came before and says why it is not
+//! complete.
 
 use std::{
     ops::ControlFlow,
@@ -38,7 +40,8 @@ use super::{
 };
 use crate::trace::{Record, Source};
 
-/// Records at a time: enough that handing them on costs nothing, few enough that a cache holds them.
+/// Records at a time: enough that handing them on costs nothing, few enough that a cache holds
+/// them.
 const BATCH: usize = 4096;
 /// Batches that a shard may lag behind.
 const LAG: usize = 16;
@@ -156,7 +159,8 @@ struct Reading<'a> {
 }
 
 impl Reading<'_> {
-    /// Reads to the end, and hands on each batch: the world, whether it has grown, and the requests. Whoever takes them may want no more.
+    /// Reads to the end, and hands on each batch: the world, whether it has grown, and the
+    /// requests. Whoever takes them may want no more.
     fn read(
         &mut self,
         source: &mut dyn Source,

@@ -6,17 +6,20 @@
 //!   events, by time ┴─ a tree's timer · a chunk arrives · a write ends · a client goes on ◄───┘
 //! ```
 //!
-//! The engine drives the policy's code as the daemon does (block's `layer/throttle` and `layer/prefetch`): one tree for each group
-//! outside other groups and for each disk without a group, and one timer for each tree. Only devices and limits take time, and a timer
-//! is never late.
+//! The engine drives the policy's code as the daemon does (block's `layer/throttle` and
+//! `layer/prefetch`): one tree for each group outside other groups and for each disk without a
+//! group, and one timer for each tree. Only devices and limits take time, and a timer is never
+//! late.
 //!
-//! Requests of a trace ([`Engine::arrive`]) must arrive in the order of their times; clients ([`Engine::add_client`]) are part of the
-//! events. A disk is created at its first request, so results do not depend on the order in which disks are listed. A request that
-//! arrives at the instant of an event comes after it. So the same input gives the same result, and what shares neither group nor device
-//! with others has the same result without them.
+//! Requests of a trace ([`Engine::arrive`]) must arrive in the order of their times; clients
+//! ([`Engine::add_client`]) are part of the events. A disk is created at its first request, so
+//! results do not depend on the order in which disks are listed. A request that arrives at the
+//! instant of an event comes after it. So the same input gives the same result, and what shares
+//! neither group nor device with others has the same result without them.
 //!
-//! A waiting request takes about 120 bytes (240 while the table grows). At most [`MOST_WAITING`] wait. Apart from reading ahead,
-//! nothing is allocated for a request once the tables have grown to what is in flight.
+//! A waiting request takes about 120 bytes (240 while the table grows). At most [`MOST_WAITING`]
+//! wait. Apart from reading ahead, nothing is allocated for a request once the tables have grown to
+//! what is in flight.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -80,7 +83,8 @@ pub(crate) struct Engine {
 }
 
 impl Engine {
-    /// At the beginning. With `rows`, what becomes of every request is kept for [`Engine::take_rows`].
+    /// At the beginning. With `rows`, what becomes of every request is kept for
+    /// [`Engine::take_rows`].
     ///
     /// # Errors
     /// If a group cannot keep what it promises.
@@ -88,7 +92,8 @@ impl Engine {
         Self::of(world, rows, false)
     }
 
-    /// At the beginning, with the same disks on the same devices, but no limits and nothing read ahead: as things were without weir.
+    /// At the beginning, with the same disks on the same devices, but no limits and nothing read
+    /// ahead: as things were without weir.
     pub(crate) fn unlimited(world: &World) -> Result<Self, Impossible> {
         Self::of(world, false, true)
     }
@@ -179,7 +184,8 @@ impl Engine {
         self.state.arbiters.len() - 1
     }
 
-    /// Someone who sends the next request only when he has his answer. He begins at once, or at his time if he has one.
+    /// Someone who sends the next request only when he has his answer. He begins at once, or at his
+    /// time if he has one.
     pub(crate) fn add_client(&mut self, client: Client) {
         let number = self.clients.len() as u32;
         for _ in 0..client.spec.depth {
@@ -188,7 +194,8 @@ impl Engine {
         self.clients.push(client);
     }
 
-    /// A request comes, not before any that came before it. All that happens until then has happened. Not where `stop` has been set meanwhile.
+    /// A request comes, not before any that came before it. All that happens until then has
+    /// happened. Not where `stop` has been set meanwhile.
     #[inline]
     pub(crate) fn arrive(&mut self, request: Request, stop: &AtomicBool) {
         if self.run_until(request.at_ns, stop) {
@@ -228,7 +235,8 @@ impl Engine {
         self.waiting.len()
     }
 
-    /// Lets at most so many events happen; whether anything is left of what has come and what clients have to send.
+    /// Lets at most so many events happen; whether anything is left of what has come and what
+    /// clients have to send.
     pub(crate) fn run(&mut self, steps: usize) -> bool {
         for _ in 0..steps {
             if self.state.flow.is_idle() {
@@ -249,7 +257,8 @@ impl Engine {
         self.state.groups.iter_mut().for_each(|group| group.queue.settle(now));
     }
 
-    /// What became of the requests since this was asked last, in the order in which they passed the limits.
+    /// What became of the requests since this was asked last, in the order in which they passed the
+    /// limits.
     pub(crate) fn take_rows(&mut self) -> std::vec::Drain<'_, Row> {
         self.rows.get_or_insert_default().drain(..)
     }
@@ -431,9 +440,11 @@ impl Engine {
     }
 }
 
-/// Which limit a disk's work of this direction waits for: on what level of its way up, and which there.
+/// Which limit a disk's work of this direction waits for: on what level of its way up, and which
+/// there.
 ///
-/// A tree tells of each node what it waits for, or waited for last; it is the former if the time that it is limited goes on.
+/// A tree tells of each node what it waits for, or waited for last; it is the former if the time
+/// that it is limited goes on.
 fn judge(
     tree: &Tree<u32>,
     disk: NodeId,
@@ -453,7 +464,8 @@ fn judge(
             _ => {}
         }
     }
-    // It waits for its turn behind others, or for a limit that the other direction shares: the first that could be it.
+    // It waits for its turn behind others, or for a limit that the other direction shares: the
+    // first that could be it.
     path.first().map_or(Bucket::NONE, |&(level, kind)| Bucket::new(level, kind))
 }
 

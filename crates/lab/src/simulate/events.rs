@@ -1,10 +1,11 @@
 //! `--events`: what became of every request, as CSV that is a trace again.
 //!
-//! Rows are in the order in which requests passed the limits. To have them by arrival, sort by the first column, or read them as a trace
-//! with a window as large as the longest queue.
+//! Rows are in the order in which requests passed the limits. To have them by arrival, sort by the
+//! first column, or read them as a trace with a window as large as the longest queue.
 //!
-//! Rows go to a temporary file, which gets the name at the end, so a simulation that fails at its start leaves the old file. A full disk
-//! ends the writing and not the simulation. Never writes over what is simulated.
+//! Rows go to a temporary file, which gets the name at the end, so a simulation that fails at its
+//! start leaves the old file. A full disk ends the writing and not the simulation. Never writes
+//! over what is simulated.
 
 use std::{
     fs::{self, File, Permissions},
@@ -112,7 +113,8 @@ impl Events {
     /// Writes what is left, and gives the file its name.
     ///
     /// # Errors
-    /// If any of it could not be written; what stood under the name does so still then, if it was a regular file.
+    /// If any of it could not be written; what stood under the name does so still then, if it was a
+    /// regular file.
     pub(crate) fn finish(mut self) -> anyhow::Result<()> {
         self.flush();
         let Self { out, name, failed, .. } = self;

@@ -1,4 +1,5 @@
-//! What a simulation came to, as a result file keeps it: numbers to compare, tables, and charts of the first disks.
+//! What a simulation came to, as a result file keeps it: numbers to compare, tables, and charts of
+//! the first disks.
 
 use console::figures;
 

@@ -1,4 +1,5 @@
-//! Requests that come by themselves: a workload of the options instead of a trace. The same seed gives the same requests.
+//! Requests that come by themselves: a workload of the options instead of a trace. The same seed
+//! gives the same requests.
 
 use super::{
     request::Op,
@@ -36,7 +37,8 @@ impl Generator {
 impl Source for Generator {
     fn fill(&mut self, records: &mut Vec<Record>, count: usize) -> anyhow::Result<()> {
         let Open { iops, length, disks, seconds, read, .. } = self.open;
-        // Those of all disks together are as random as those of each (Kingman, *Poisson Processes*, 1993, section 2.2).
+        // Those of all disks together are as random as those of each (Kingman, *Poisson Processes*,
+        // 1993, section 2.2).
         let mean_ns = 1e9 / (iops as f64 * disks as f64);
         for _ in 0..count {
             self.at += exponential(mean_ns, &mut self.random);

@@ -1,4 +1,5 @@
-//! `weir simulate`: what limits, groups, watermarks and reading ahead would have done to the requests of a trace, in virtual time.
+//! `weir simulate`: what limits, groups, watermarks and reading ahead would have done to the
+//! requests of a trace, in virtual time.
 //!
 //! ```text
 //!   traces ───────┐                      ┌─► limits ─► prefetch ─► device ─┐
@@ -7,9 +8,10 @@
 //!   --config ─────┴─► setup.rs: a World       without them                     events.rs: each request
 //! ```
 //!
-//! The decisions are those of the `policy` crate, the very code that the daemon runs; time is a number that jumps from one event to the next. What is
-//! modelled is the device (`device.rs`); what is not: merging of requests, which a trace was recorded behind, and the time that the daemon itself
-//! takes.
+//! The decisions are those of the `policy` crate, the very code that the daemon runs; time is a
+//! number that jumps from one event to the next. What is modelled is the device (`device.rs`); what
+//! is not: merging of requests, which a trace was recorded behind, and the time that the daemon
+//! itself takes.
 //!
 //! Never opens an image, and never says of a trace that could not be read to its end that it was.
 

@@ -1,6 +1,7 @@
 //! What a simulation came to: tables for people, and the same as JSON.
 //!
-//! A group's figures are those of all disks below it together. Times are right within a hundredth, as histograms have them.
+//! A group's figures are those of all disks below it together. Times are right within a hundredth,
+//! as histograms have them.
 
 use console::{
     figures,

@@ -1,4 +1,5 @@
-//! Reading ahead of a disk's readers, as the daemon does it: the same cache of the policy's, driven in the same order.
+//! Reading ahead of a disk's readers, as the daemon does it: the same cache of the policy's, driven
+//! in the same order.
 //!
 //! ```text
 //!   read ──► Cache::read ── found ────► served when the last of its chunks is there
@@ -8,8 +9,8 @@
 //!   write ──► Cache::write_begins ──► device ──► Cache::write_ends
 //! ```
 //!
-//! The twin of block's `layer/prefetch`, without data: a chunk is the instant at which it is there. What has to be read in several places of the disk is
-//! read as a whole, as there.
+//! The twin of block's `layer/prefetch`, without data: a chunk is the instant at which it is there.
+//! What has to be read in several places of the disk is read as a whole, as there.
 
 use policy::{
     prefetch::{Cache, Cached, Fetch, FetchId, Found, Invalid, Mode, Part, Stats, WriteId},
@@ -53,7 +54,8 @@ impl Ahead {
         self.cache.stats()
     }
 
-    /// A read that has passed the limits; returns when it is done. `may` has the last word on what is read ahead.
+    /// A read that has passed the limits; returns when it is done. `may` has the last word on what
+    /// is read ahead.
     pub(super) fn read(
         &mut self,
         request: &Request,

@@ -1,7 +1,8 @@
-//! What the documents that weir grew from tell of, simulated: a burst, groups, queues of different depth, and the two streams of 2009.
+//! What the documents that weir grew from tell of, simulated: a burst, groups, queues of different
+//! depth, and the two streams of 2009.
 //!
-//! Each is a small world with its own limits and clients, and a table of what came of it beside what was said or measured then. They take no
-//! options for limits: theirs are part of the story.
+//! Each is a small world with its own limits and clients, and a table of what came of it beside
+//! what was said or measured then. They take no options for limits: theirs are part of the story.
 
 use console::table::columns;
 use policy::throttle::{Limit, LimitKind, Limits};
@@ -60,8 +61,8 @@ fn beside(name: &str, simulated: f64, said_rate: f64, story: &mut Vec<(String, f
     [said(simulated), said(said_rate)]
 }
 
-/// "Perform I/O on hd0.qcow2 at a rate of 2000 IOPS for 1 minute before it's throttled down to 100 IOPS", where 8 KiB count as two operations
-/// and 6 KiB as one and a half.
+/// "Perform I/O on hd0.qcow2 at a rate of 2000 IOPS for 1 minute before it's throttled down to 100
+/// IOPS", where 8 KiB count as two operations and 6 KiB as one and a half.
 fn burst() -> Result<Story, Impossible> {
     let mut limits = Limits::default();
     *limits.limit_mut(LimitKind::IopsTotal) = Limit { rate: 100, burst_rate: 2000, burst_length_s: 60 };
@@ -100,7 +101,8 @@ fn burst() -> Result<Story, Impossible> {
     })
 }
 
-/// "Hd1, hd2 and hd4 are all members of a group named 'foo'; hd3 and hd5 are members of 'bar', hd6 is left alone."
+/// "Hd1, hd2 and hd4 are all members of a group named 'foo'; hd3 and hd5 are members of 'bar', hd6
+/// is left alone."
 fn group() -> Result<Story, Impossible> {
     let group = |name: &str, rate| Group {
         name: name.to_owned(),
@@ -142,7 +144,8 @@ fn group() -> Result<Story, Impossible> {
     })
 }
 
-/// Two clients of one limit, one with a request at a time and one with 64: in QEMU the latter gets more.
+/// Two clients of one limit, one with a request at a time and one with 64: in QEMU the latter gets
+/// more.
 fn depths() -> Result<Story, Impossible> {
     /// What qemu-storage-daemon 7.2 gave them (weir's design, section 6).
     const QEMU: [f64; 2] = [738.0, 1290.0];

@@ -6,8 +6,8 @@
 //!   --iops-total … ─► checked settings ─► what every disk of a trace is held to ─┘            disks that a trace names
 //! ```
 //!
-//! Rules are the plan's: what a daemon would refuse is refused here, with the same words. Images are not opened; of one that is there, the size
-//! is looked at.
+//! Rules are the plan's: what a daemon would refuse is refused here, with the same words. Images
+//! are not opened; of one that is there, the size is looked at.
 
 use std::{collections::HashMap, fs, io::Read as _, path::Path};
 
@@ -138,7 +138,8 @@ impl Setup {
         Ok(Self { world, remarks, kind: Kind::Config { file: path.display().to_string(), by_name } })
     }
 
-    /// Of disks that nothing names beforehand. `device` is shared by all; `delay` and `rate` are each disk's own.
+    /// Of disks that nothing names beforehand. `device` is shared by all; `delay` and `rate` are
+    /// each disk's own.
     pub(crate) fn of_terms(
         terms: &Terms,
         size_bytes: u64,
@@ -181,7 +182,8 @@ impl Setup {
         }
     }
 
-    /// Which of so many shards each disk of a world is in, by its index; also of disks that are yet to come.
+    /// Which of so many shards each disk of a world is in, by its index; also of disks that are yet
+    /// to come.
     pub(crate) fn shards(&self, world: &World, shards: usize) -> impl Fn(usize) -> usize + use<> {
         let parts = match &self.kind {
             Kind::Config { .. } => world.parts(),
@@ -190,7 +192,8 @@ impl Setup {
         move |disk| parts.get(disk).copied().unwrap_or(disk) % shards
     }
 
-    /// The same with another value of one limit, of the disk or group of this name; without a name of the only group, or else of all disks.
+    /// The same with another value of one limit, of the disk or group of this name; without a name
+    /// of the only group, or else of all disks.
     ///
     /// # Errors
     /// If nothing has that name, or the limits make no sense then.
@@ -316,7 +319,8 @@ fn budget_of(rate: &RateOptions) -> Rates {
     Rates { bytes: rate.bytes, iops: rate.iops, read: rate.read, write: rate.write }
 }
 
-/// What `weir probe` found of the device below a directory, or of a device. What it did not measure of writes is as of reads.
+/// What `weir probe` found of the device below a directory, or of a device. What it did not measure
+/// of writes is as of reads.
 fn probed(path: &Path, store: &Store) -> anyhow::Result<StationSpec> {
     use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _};
     let name = path.display();
@@ -349,7 +353,8 @@ fn size_of(image: &settings::Image) -> anyhow::Result<u64> {
     })
 }
 
-/// The bytes of a raw file, or those that a qcow2 image says it has (its header's eight bytes at 24, docs/interop/qcow2.txt of QEMU).
+/// The bytes of a raw file, or those that a qcow2 image says it has (its header's eight bytes at
+/// 24, docs/interop/qcow2.txt of QEMU).
 fn size_of_file(path: &Path) -> Option<u64> {
     const MAGIC: &[u8] = b"QFI\xfb";
     let metadata = fs::metadata(path).ok().filter(fs::Metadata::is_file)?;

@@ -25,7 +25,8 @@ pub(super) struct State {
 }
 
 impl State {
-    /// How long what a disk lies on has worked by now: see [`Devices::worked_ns`](super::device::Devices::worked_ns).
+    /// How long what a disk lies on has worked by now: see
+    /// [`Devices::worked_ns`](super::device::Devices::worked_ns).
     pub(super) fn worked_ns(&self, place: Place) -> u64 {
         self.flow.devices.worked_ns(place, self.now)
     }

@@ -18,7 +18,8 @@ pub(crate) struct Sweep {
 impl FromStr for Sweep {
     type Err = String;
 
-    /// `iops-total=500..5000:500`: the first value, the last and what is between two. Without a step, the two alone.
+    /// `iops-total=500..5000:500`: the first value, the last and what is between two. Without a
+    /// step, the two alone.
     fn from_str(text: &str) -> Result<Self, String> {
         let form = || "is not of the form LIMIT=FROM..TO:STEP, such as iops-total=500..5000:500".to_owned();
         let (name, range) = text.split_once('=').ok_or_else(form)?;

@@ -1,4 +1,5 @@
-//! What a sweep came to: a simulation for each value of a limit, and the smallest value that keeps latency below a bound.
+//! What a sweep came to: a simulation for each value of a limit, and the smallest value that keeps
+//! latency below a bound.
 //!
 //! Traces are read anew for each value, so that none has to be kept.
 
@@ -84,7 +85,8 @@ impl Point {
     }
 }
 
-/// Simulates every value, on so many threads; `simulate` does one. Tells how many are done. Those after an interruption are left out.
+/// Simulates every value, on so many threads; `simulate` does one. Tells how many are done. Those
+/// after an interruption are left out.
 ///
 /// # Errors
 /// The first that `simulate` had, by value.
@@ -127,7 +129,8 @@ impl Swept {
         partial: Option<String>,
     ) -> Self {
         let p99 = below_ns.map(|below_ns| {
-            // From the largest down, as long as all keep below: a value that does by chance, between others that do not, is no limit to rely on.
+            // From the largest down, as long as all keep below: a value that does by chance,
+            // between others that do not, is no limit to rely on.
             let keep = points.iter().rev().take_while(|point| point.latency_ns.p99 < below_ns);
             Bound { below_ns, smallest: keep.last().map(|point| point.value) }
         });

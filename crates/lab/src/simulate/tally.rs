@@ -1,7 +1,9 @@
-//! What is noted of a simulation while it runs: latencies, rates over time, who waited and for what.
+//! What is noted of a simulation while it runs: latencies, rates over time, who waited and for
+//! what.
 //!
-//! All of it takes the same memory however long the simulation lasts: histograms with steps of a hundredth, and series whose intervals are joined
-//! two by two when there are too many. Noting a request allocates nothing but where a histogram grows to a longer time than any before.
+//! All of it takes the same memory however long the simulation lasts: histograms with steps of a
+//! hundredth, and series whose intervals are joined two by two when there are too many. Noting a
+//! request allocates nothing but where a histogram grows to a longer time than any before.
 //!
 //! Never decides anything.
 

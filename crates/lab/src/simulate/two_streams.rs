@@ -1,12 +1,15 @@
-//! The two streams of io-throttle v16 for Linux (2009), in their eight cases, beside the figures of then.
+//! The two streams of io-throttle v16 for Linux (2009), in their eight cases, beside the figures of
+//! then.
 //!
-//! Two `dd if=/dev/zero bs=1M count=256` write each a file of its own on one disk that writes some 22 MB/s, under no limits, under 4 and 2 MB/s, and
-//! under these where they hold from a watermark of 90 or 100 percent on.
+//! Two `dd if=/dev/zero bs=1M count=256` write each a file of its own on one disk that writes some
+//! 22 MB/s, under no limits, under 4 and 2 MB/s, and under these where they hold from a watermark
+//! of 90 or 100 percent on.
 //!
-//! What is modelled: the device is a line of 22 MiB a second and nothing else, no head that seeks. With `oflag=direct`, a stream has one write at a time.
-//! Without, its pages are dirtied at once while fewer than `cache` bytes of it are dirty, all of which are on their way to the device, and it waits
-//! for one of them otherwise; `dd` has ended when its last page is dirty. How much that was in 2009 is not known; the figures of then imply some 30 to
-//! 100 MiB a stream.
+//! What is modelled: the device is a line of 22 MiB a second and nothing else, no head that seeks.
+//! With `oflag=direct`, a stream has one write at a time. Without, its pages are dirtied at once
+//! while fewer than `cache` bytes of it are dirty, all of which are on their way to the device, and
+//! it waits for one of them otherwise; `dd` has ended when its last page is dirty. How much that
+//! was in 2009 is not known; the figures of then imply some 30 to 100 MiB a stream.
 
 use console::table::Side;
 use policy::{device::Rates, throttle::LimitKind, watermark::Watermark};

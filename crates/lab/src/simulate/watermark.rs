@@ -1,11 +1,13 @@
-//! Watermarks: looks at the devices twenty times a second, and lifts, scales or enforces the limits that have one.
+//! Watermarks: looks at the devices twenty times a second, and lifts, scales or enforces the limits
+//! that have one.
 //!
-//! The twin of block's `device/sampler.rs`, with the same controller, interval and sums. A device's use is the share of the time since the
-//! last look in which it worked.
+//! The twin of block's `device/sampler.rs`, with the same controller, interval and sums. A device's
+//! use is the share of the time since the last look in which it worked.
 //!
-//! Looks happen at whole multiples of the interval, so a disk's result does not depend on disks it shares nothing with. After
-//! [`IDLE_LOOKS`] looks at idle devices there are none until the next request: a year without requests costs nothing. Where a daemon
-//! would find no device, limits are always enforced.
+//! Looks happen at whole multiples of the interval, so a disk's result does not depend on disks it
+//! shares nothing with. After [`IDLE_LOOKS`] looks at idle devices there are none until the next
+//! request: a year without requests costs nothing. Where a daemon would find no device, limits are
+//! always enforced.
 
 use policy::{
     throttle::{Counters, Enforcement, Limits, NodeId},
@@ -22,8 +24,8 @@ use super::{
 
 /// Between two looks, in nanoseconds: as the daemon's.
 const INTERVAL_NS: u64 = 50_000_000;
-/// So many looks at idle devices, 10 s, after which a controller has settled: what it remembers of use, smoothed over 150 ms, is by then less than
-/// the last digit of anything that it sees.
+/// So many looks at idle devices, 10 s, after which a controller has settled: what it remembers of
+/// use, smoothed over 150 ms, is by then less than the last digit of anything that it sees.
 const IDLE_LOOKS: u32 = 200;
 
 #[derive(Debug, Default)]
@@ -69,8 +71,9 @@ impl Watch {
         self.add(Who::Group(index), hold, now);
     }
 
-    /// A disk that has just been added to the state, and with it its device for all groups above. It is as if all had been looked at before, and
-    /// idle: a daemon serves a disk before anybody asks anything of it.
+    /// A disk that has just been added to the state, and with it its device for all groups above.
+    /// It is as if all had been looked at before, and idle: a daemon serves a disk before anybody
+    /// asks anything of it.
     pub(super) fn add_disk(&mut self, index: usize, disk: &Disk, state: &mut State) {
         if disk.group.is_none() {
             self.add(Who::Disk(index), &disk.hold, state.now);
@@ -114,7 +117,8 @@ impl Watch {
         }
     }
 
-    /// A request comes: whether a look is due, namely at the last instant for one, of what nothing has looked at since it was idle.
+    /// A request comes: whether a look is due, namely at the last instant for one, of what nothing
+    /// has looked at since it was idle.
     pub(super) fn wakes(&mut self) -> bool {
         self.idle_looks = 0;
         !self.awake && !self.devices.is_empty()
@@ -129,7 +133,8 @@ impl Watch {
         }
     }
 
-    /// Looks at all devices, and puts in force what follows. Says in which trees something may pass now.
+    /// Looks at all devices, and puts in force what follows. Says in which trees something may pass
+    /// now.
     pub(super) fn look(&mut self, state: &mut State) -> Vec<usize> {
         let at = last_look(state.now);
         let mut idle = state.flow.is_idle();
@@ -188,7 +193,8 @@ impl Observed {
 }
 
 impl Target {
-    /// Puts in force what its devices say. Says in which tree, if that is something else than before.
+    /// Puts in force what its devices say. Says in which tree, if that is something else than
+    /// before.
     fn decide(&mut self, devices: &mut [Observed], state: &mut State) -> Option<usize> {
         let says = self.devices.iter();
         let says = says.map(|&device| devices[device].controller.enforcement(self.watermark));
@@ -203,7 +209,8 @@ impl Target {
         Some(arbiter)
     }
 
-    /// What has passed since the last time, beside what the limits would have let pass; `None` where that was the same instant.
+    /// What has passed since the last time, beside what the limits would have let pass; `None`
+    /// where that was the same instant.
     fn taken(&mut self, state: &State, at: u64) -> Option<Taken> {
         let (arbiter, node) = self.who.place(state);
         let stats = state.arbiters[arbiter].tree.stats(node, Instant::from_nanos(state.now));

@@ -6,7 +6,8 @@
 //!   two-streams, burst, group, depths ─► what the documents that weir grew from tell of             (scenarios)
 //! ```
 //!
-//! Written as `name:key=value,…`; what is left out has a default. Never reads a clock: a generator is a function of its seed.
+//! Written as `name:key=value,…`; what is left out has a default. Never reads a clock: a generator
+//! is a function of its seed.
 
 use std::str::FromStr;
 
@@ -38,7 +39,8 @@ pub(crate) enum Tale {
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Open {
     pub(crate) locality: Locality,
-    /// Requests a second to each disk, on average: they come at random instants, each independent of the others (Poisson).
+    /// Requests a second to each disk, on average: they come at random instants, each independent
+    /// of the others (Poisson).
     pub(crate) iops: u64,
     /// Bytes of each; not 0.
     pub(crate) length: u64,

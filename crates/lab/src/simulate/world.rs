@@ -1,4 +1,5 @@
-//! What is simulated, as plain values: groups, disks, and the devices below them. What [`setup`](super::setup) makes of options and a config file.
+//! What is simulated, as plain values: groups, disks, and the devices below them. What
+//! [`setup`](super::setup) makes of options and a config file.
 
 pub(crate) use block::layer::throttle::DiskSettings;
 use policy::{device::Rates, prefetch};
@@ -63,8 +64,8 @@ impl World {
         std::iter::successors(disk.group, |&group| self.groups[group].parent)
     }
 
-    /// By disk: the number of the part of the world that it is in. What is in different parts has nothing to do with each other: no group and no
-    /// device is in both.
+    /// By disk: the number of the part of the world that it is in. What is in different parts has
+    /// nothing to do with each other: no group and no device is in both.
     pub(crate) fn parts(&self) -> Vec<usize> {
         let groups = self.groups.len();
         let stations = groups + self.disks.len();

@@ -7,8 +7,9 @@ use std::io;
 /// How much of a line an error shows, in bytes before they are escaped.
 const SHOWN_BYTES: usize = 60;
 
-/// Why a trace cannot be read, or not to its end. Each names the file as the user did, and the line where there is one, and says all there
-/// is to say: what the system says is part of the text, and not a source that would be printed once more.
+/// Why a trace cannot be read, or not to its end. Each names the file as the user did, and the line
+/// where there is one, and says all there is to say: what the system says is part of the text, and
+/// not a source that would be printed once more.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum TraceError {
     /// The file cannot be opened or read.

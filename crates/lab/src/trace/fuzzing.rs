@@ -19,7 +19,8 @@ const MAX_ERROR_BYTES: usize = 1024;
 /// The name that errors have to say.
 const NAME: &str = "fuzz";
 
-/// Reads a trace. The first byte says in which format, or that it is to be seen, and how large the window is.
+/// Reads a trace. The first byte says in which format, or that it is to be seen, and how large the
+/// window is.
 pub fn trace(data: &[u8]) {
     let Some((&choice, text)) = data.split_first() else { return };
     let formats = Format::value_variants();

@@ -1,6 +1,8 @@
-//! The bytes of a trace: a file or standard input, decompressed where its first bytes say that it is compressed.
+//! The bytes of a trace: a file or standard input, decompressed where its first bytes say that it
+//! is compressed.
 //!
-//! Everything streams: a trace may be larger than memory, and what a few bytes unfold to is never held.
+//! Everything streams: a trace may be larger than memory, and what a few bytes unfold to is never
+//! held.
 
 use std::{
     fs::File,
@@ -11,8 +13,9 @@ use std::{
 use flate2::bufread::MultiGzDecoder;
 use zstd::stream::read::Decoder;
 
-/// What the largest window of a zstd frame may be, as a power of two: 128 MiB, which is the format's own recommendation for decoders
-/// (RFC 8878, section 3.1.1.1.2, says 8 MiB at the least; `zstd` itself stops here unless `--long` is given).
+/// What the largest window of a zstd frame may be, as a power of two: 128 MiB, which is the
+/// format's own recommendation for decoders (RFC 8878, section 3.1.1.1.2, says 8 MiB at the least;
+/// `zstd` itself stops here unless `--long` is given).
 const ZSTD_WINDOW_LOG: u32 = 27;
 /// Compressed bytes read at once.
 const COMPRESSED_BYTES: usize = 256 << 10;
@@ -52,7 +55,8 @@ impl Input {
         let (gzip, zstd) = (head.starts_with(GZIP), head.starts_with(ZSTD));
         let bytes = Cursor::new(head).chain(bytes);
         if gzip {
-            // A file may have several members: `cat a.gz b.gz`, and what parallel compressors write.
+            // A file may have several members: `cat a.gz b.gz`, and what parallel compressors
+            // write.
             let text = MultiGzDecoder::new(BufReader::with_capacity(COMPRESSED_BYTES, bytes));
             return Ok(Self { name, text: Box::new(text), compression: Some("gzip") });
         }
@@ -65,7 +69,8 @@ impl Input {
     }
 }
 
-/// Whether an error of the decompressor says that a frame needs a larger window than [`ZSTD_WINDOW_LOG`].
+/// Whether an error of the decompressor says that a frame needs a larger window than
+/// [`ZSTD_WINDOW_LOG`].
 pub(super) fn is_window(error: &io::Error) -> bool {
     // ZSTD_error_frameParameter_windowTooLarge, which arrives as its text.
     error.to_string().contains("too much memory")

@@ -10,7 +10,8 @@ use super::{
 };
 
 const BLOCK_BYTES: usize = 1 << 20;
-/// The longest line there may be. Lines of traces have some dozens of bytes; a file that is not a trace may have no line end at all.
+/// The longest line there may be. Lines of traces have some dozens of bytes; a file that is not a
+/// trace may have no line end at all.
 const MAX_LINE_BYTES: usize = 64 << 10;
 
 pub(super) struct Lines {
@@ -45,10 +46,12 @@ impl Lines {
         TraceError::Line { file: self.input.name.clone(), line: self.number, why }
     }
 
-    /// As much of the text as fits into the buffer, from what has not been handed out. A whole mebibyte unless there is less.
+    /// As much of the text as fits into the buffer, from what has not been handed out. A whole
+    /// mebibyte unless there is less.
     ///
     /// # Errors
-    /// If nothing can be read. An error behind the first bytes comes when those have been handed out.
+    /// If nothing can be read. An error behind the first bytes comes when those have been handed
+    /// out.
     pub(super) fn ahead(&mut self) -> Result<&[u8], TraceError> {
         while !self.ended && self.failed.is_none() && self.end - self.start < self.buffer.len() {
             self.failed = self.read().err();
@@ -78,7 +81,8 @@ impl Lines {
         Ok(Some(line.strip_suffix(b"\r").unwrap_or(line)))
     }
 
-    /// The length of the next line and of its end, where the buffer does not hold it yet; `None` after the last.
+    /// The length of the next line and of its end, where the buffer does not hold it yet; `None`
+    /// after the last.
     #[cold]
     fn search(&mut self) -> Result<Option<(usize, usize)>, TraceError> {
         let mut searched = 0;

@@ -1,7 +1,7 @@
 //! Several traces as one: their records by time, disks of the same name as the same disk.
 //!
-//! Each begins at time 0, as if all had been recorded together; or, where all have times of a clock that they share, they keep the distance
-//! that they have in it.
+//! Each begins at time 0, as if all had been recorded together; or, where all have times of a clock
+//! that they share, they keep the distance that they have in it.
 
 use std::{
     cmp::Reverse,
@@ -35,7 +35,8 @@ pub(crate) struct Merged {
     sources: Vec<One>,
     /// The disks of all; not used where there is one trace.
     disks: Disks,
-    /// The time of each source's next record, and which source that is: of two at the same time the first named comes first.
+    /// The time of each source's next record, and which source that is: of two at the same time the
+    /// first named comes first.
     upcoming: BinaryHeap<Reverse<(u64, u16)>>,
     /// Why there are no more, to be said after the record that was read before it.
     failed: Option<TraceError>,
@@ -76,8 +77,8 @@ impl Merged {
     /// Opens traces; `-` is standard input.
     ///
     /// # Errors
-    /// As [`Reader::open`]; and if there are none or too many, standard input is named twice, or their times are to be those of a common
-    /// clock and one of them has none.
+    /// As [`Reader::open`]; and if there are none or too many, standard input is named twice, or
+    /// their times are to be those of a common clock and one of them has none.
     pub(crate) fn open(paths: &[PathBuf], options: &Options) -> Result<Self, TraceError> {
         let together =
             |file: &str, why: &str| TraceError::Together { file: file.to_owned(), why: why.to_owned() };

@@ -6,9 +6,10 @@
 //!             one that is ─────────────────────────────► late ──┘
 //! ```
 //!
-//! Tracers on several processors, and servers that log when a request completes, write records a little out of order. So as many are held
-//! back as the window has, and what comes out is in order as long as no record is further from its place than that. A trace that is in
-//! order pays a comparison and a copy for it: it never touches the heap.
+//! Tracers on several processors, and servers that log when a request completes, write records a
+//! little out of order. So as many are held back as the window has, and what comes out is in order
+//! as long as no record is further from its place than that. A trace that is in order pays a
+//! comparison and a copy for it: it never touches the heap.
 //!
 //! Never reorders records of the same time.
 

@@ -1,6 +1,7 @@
 //! Writes weir's CSV: what `weir simulate --events` leaves, and what tests make traces with.
 //!
-//! One way to write a request, whoever writes it: what is written here is read by `format/weir.rs`. Never writes a name that a reader refuses.
+//! One way to write a request, whoever writes it: what is written here is read by `format/weir.rs`.
+//! Never writes a name that a reader refuses.
 
 use std::{
     borrow::Cow,
@@ -11,8 +12,8 @@ use super::{fields::push_decimal, format::HEADER, record::Op};
 
 const BUFFER_BYTES: usize = 256 << 10;
 
-/// Appends the columns of a request, without the line's end: a writer may have more columns. The disk's name is as it stands in the file
-/// ([`quoted`]).
+/// Appends the columns of a request, without the line's end: a writer may have more columns. The
+/// disk's name is as it stands in the file ([`quoted`]).
 #[inline]
 pub(crate) fn push_request(
     text: &mut Vec<u8>,

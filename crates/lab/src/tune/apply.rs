@@ -1,15 +1,17 @@
 //! The options that apply a configuration: for weir, for QEMU, for libvirt.
 //!
-//! Sources: docs/reference/cli; QEMU's qemu-system-x86_64(1) (`-drive`, `-blockdev`) and docs/qcow2-cache.txt; libvirt's formatdomain
-//! (`driver`, `metadata_cache`, since 7.0.0). What somebody else has no option for is said.
+//! Sources: docs/reference/cli; QEMU's qemu-system-x86_64(1) (`-drive`, `-blockdev`) and
+//! docs/qcow2-cache.txt; libvirt's formatdomain (`driver`, `metadata_cache`, since 7.0.0). What
+//! somebody else has no option for is said.
 
 use block::storage::CacheMode;
 use settings::exact_size;
 
 use super::matrix::{Configuration, L2Share, Qcow2};
 
-/// Clusters of QEMU's cache of reference counts, unless more is asked for: `max_size` is its `cache-size`, which both caches share, and this one
-/// has its least first where that is little (QEMU's docs/qcow2-cache.txt).
+/// Clusters of QEMU's cache of reference counts, unless more is asked for: `max_size` is its
+/// `cache-size`, which both caches share, and this one has its least first where that is little
+/// (QEMU's docs/qcow2-cache.txt).
 const REFCOUNT_CLUSTERS: u64 = 4;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -5,9 +5,9 @@
 //!                                                                                 and the base
 //! ```
 //!
-//! The first in a fixed order: the goal's base (the default, or for integrity the default with a mode that is safe), then what changes least,
-//! then what takes least memory. So noise does not decide between what is equally good, and another run on the same machine comes to
-//! the same.
+//! The first in a fixed order: the goal's base (the default, or for integrity the default with a
+//! mode that is safe), then what changes least, then what takes least memory. So noise does not
+//! decide between what is equally good, and another run on the same machine comes to the same.
 //!
 //! Never recommends a change that was not shown to gain more than 5 %.
 
@@ -18,7 +18,8 @@ use super::{
 };
 use crate::statistics::{Comparison, Verdict, median};
 
-/// A gain that nobody notices is worth no change; and below this, chance would decide between equals.
+/// A gain that nobody notices is worth no change; and below this, chance would decide between
+/// equals.
 pub(super) const MARGIN: f64 = 0.05;
 
 /// As it is told with every recommendation.
@@ -56,7 +57,8 @@ pub(super) struct Scores<'a> {
 }
 
 impl Scores<'_> {
-    /// How many times as fast as the default, for each round that both were in; empty if none of them is complete.
+    /// How many times as fast as the default, for each round that both were in; empty if none of
+    /// them is complete.
     pub(super) fn of(&self, goal: Goal, candidate: &Configuration) -> Vec<f64> {
         self.samples.quotients(&self.space.default_configuration(), candidate, &self.counted(goal))
     }
@@ -83,7 +85,8 @@ impl Scores<'_> {
     }
 }
 
-/// Chooses among `candidates`; the base if nothing was shown to be better, `None` if nothing is allowed for the goal.
+/// Chooses among `candidates`; the base if nothing was shown to be better, `None` if nothing is
+/// allowed for the goal.
 pub(super) fn choose(goal: Goal, scores: &Scores<'_>, candidates: &[Configuration]) -> Option<Choice> {
     let space = scores.space;
     let base = goal.base(space)?;
@@ -125,7 +128,8 @@ pub(super) fn standing(
         return Standing::AsGood;
     }
     let (Comparison { ratio, .. }, rounds) = scores.compare(goal, leader, candidate);
-    // By the interval, not by the middle: what is near to the margin is looked at for longer, or noise would decide.
+    // By the interval, not by the middle: what is near to the margin is looked at for longer, or
+    // noise would decide.
     if rounds < LEAST_ROUNDS {
         Standing::Open
     } else if ratio.high < 1.0 - MARGIN {

@@ -1,7 +1,8 @@
 //! What a disk can be tuned for: which patterns count, and which cache modes may be recommended.
 //!
-//! Which modes are safe for whom is QEMU's documentation of `cache` (qemu-system-x86_64(1)) and what both measurements say that this command
-//! grew from: with flushes, all modes but `unsafe` survive a power failure; without, only those that make every write durable.
+//! Which modes are safe for whom is QEMU's documentation of `cache` (qemu-system-x86_64(1)) and
+//! what both measurements say that this command grew from: with flushes, all modes but `unsafe`
+//! survive a power failure; without, only those that make every write durable.
 //!
 //! Never counts what a goal is not about: a gain there would hide a loss.
 
@@ -34,7 +35,8 @@ impl Goal {
         }
     }
 
-    /// Whether the pattern counts. What is in the host's memory counts for none: a guest has read it into its own.
+    /// Whether the pattern counts. What is in the host's memory counts for none: a guest has read
+    /// it into its own.
     pub(super) fn counts(self, pattern: &Pattern) -> bool {
         let Pattern { operation, block_bytes, depth, .. } = *pattern;
         if operation == Operation::Reread {
@@ -56,7 +58,8 @@ impl Goal {
         }
     }
 
-    /// What is preferred unless something else is better: of what is allowed, what differs least from the default.
+    /// What is preferred unless something else is better: of what is allowed, what differs least
+    /// from the default.
     pub(super) fn base(self, space: &Space) -> Option<Configuration> {
         let cache = space.caches.iter().copied().find(|&cache| self.allows(cache))?;
         Some(Configuration { cache, ..space.default_configuration() })

@@ -1,6 +1,7 @@
 //! The images that are measured: made, filled, and opened as a configuration says.
 //!
-//! Everything is filled with bytes that do not compress before it is read: a hole is answered by nobody's disk.
+//! Everything is filled with bytes that do not compress before it is read: a hole is answered by
+//! nobody's disk.
 //!
 //! Never opens an image twice at a time: it is locked as every image is.
 
@@ -64,8 +65,8 @@ impl Images {
         Self { place, noise, first }
     }
 
-    /// Makes and fills the base, and an image for each cluster size; returns the cluster sizes for which there was time. The first is always
-    /// among them.
+    /// Makes and fills the base, and an image for each cluster size; returns the cluster sizes for
+    /// which there was time. The first is always among them.
     ///
     /// # Errors
     /// A disk that is full or fails, or too slow for the base and the first image.

@@ -1,4 +1,5 @@
-//! `weir tune`: measures what can be chosen for a disk, on the storage that the user names, and tells what to choose.
+//! `weir tune`: measures what can be chosen for a disk, on the storage that the user names, and
+//! tells what to choose.
 //!
 //! ```text
 //!   place ─► images ─► search ──turn──► measure ──samples──► search ─► … ─► choice ─► recommend ─► findings ─► text, JSON, HTML
@@ -6,10 +7,12 @@
 //!            filled    and when enough   of time                                       how to apply
 //! ```
 //!
-//! Decisions (`search`, `choice`, `samples`) are apart from I/O (`images`, `measure`) and know no clock, so they are tested against machines
-//! whose truth is known. Reads and writes go through the very disk that `weir serve` runs.
+//! Decisions (`search`, `choice`, `samples`) are apart from I/O (`images`, `measure`) and know no
+//! clock, so they are tested against machines whose truth is known. Reads and writes go through the
+//! very disk that `weir serve` runs.
 //!
-//! Never leaves an image behind, and never writes to what it did not make, but to a device where that was asked for.
+//! Never leaves an image behind, and never writes to what it did not make, but to a device where
+//! that was asked for.
 
 mod apply;
 mod arguments;

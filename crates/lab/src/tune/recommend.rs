@@ -1,4 +1,5 @@
-//! What is recommended for a goal: the configuration, what it gains and what it costs, what it means for safety, and how to apply it.
+//! What is recommended for a goal: the configuration, what it gains and what it costs, what it
+//! means for safety, and how to apply it.
 //!
 //! Never shows a difference that noise makes.
 

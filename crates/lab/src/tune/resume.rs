@@ -1,7 +1,7 @@
 //! The samples in a result file, so that an interrupted run can be taken up where it ended.
 //!
-//! Never takes samples of another place, device, size, format or version for these: they would be compared with what they cannot be compared
-//! with. How long a sample takes is taken over.
+//! Never takes samples of another place, device, size, format or version for these: they would be
+//! compared with what they cannot be compared with. How long a sample takes is taken over.
 
 use std::{path::Path, time::Duration};
 

@@ -46,8 +46,9 @@ impl<C: Course> Run<C> {
         Self { course, place, remarks, progress, stop, budget, slice, seed }
     }
 
-    /// Measures what the course asks for, as far as there is time. Images take `for_images` at most; `kept_back` of the budget is left for
-    /// what the meter is returned for. `None` if it was interrupted.
+    /// Measures what the course asks for, as far as there is time. Images take `for_images` at
+    /// most; `kept_back` of the budget is left for what the meter is returned for. `None` if it was
+    /// interrupted.
     pub(super) async fn measure(
         &mut self,
         for_images: Duration,

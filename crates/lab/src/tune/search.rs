@@ -8,11 +8,13 @@
 //!   stage 2   their combinations, the most promising, with the best so far ─┘
 //! ```
 //!
-//! All configurations of a stage take turns, so that a machine which becomes slower in the meantime does so for all of them. Each stage ends
-//! early where more rounds would change nothing. Which combinations are tried follows from the samples alone: a search that is continued with the
+//! All configurations of a stage take turns, so that a machine which becomes slower in the meantime
+//! does so for all of them. Each stage ends early where more rounds would change nothing. Which
+//! combinations are tried follows from the samples alone: a search that is continued with the
 //! samples of an earlier one goes on where that ended.
 //!
-//! Never measures and knows no clock: what was measured and which share of the time is left are told to it.
+//! Never measures and knows no clock: what was measured and which share of the time is left are
+//! told to it.
 
 use std::collections::HashMap;
 
@@ -70,13 +72,15 @@ pub(super) struct Turn {
 pub(super) trait Course {
     /// The cluster sizes that images are needed with.
     fn clusters(&self) -> Vec<u64>;
-    /// What to measure next; `left` is the share of the time for all of it that is left, from 1 to 0. `None`: nothing more.
+    /// What to measure next; `left` is the share of the time for all of it that is left, from 1
+    /// to 0. `None`: nothing more.
     fn next(&mut self, left: f64) -> Option<Turn>;
     /// What one pattern of a turn came to, in operations per second.
     fn record(&mut self, turn: &Turn, pattern: Pattern, value: f64);
     /// This configuration cannot be measured here; says what is left out.
     fn refuse(&mut self, configuration: Configuration) -> String;
-    /// Images with these clusters cannot be measured here; begins a sentence about each thing that is left out.
+    /// Images with these clusters cannot be measured here; begins a sentence about each thing that
+    /// is left out.
     fn leave_out(&mut self, cluster_bytes: u64) -> Vec<String>;
     /// The round that is under way, for people.
     fn is_at(&self) -> String;
@@ -132,7 +136,8 @@ impl Course for Search {
 }
 
 impl Search {
-    /// A search for the best of `space` for these goals, by these patterns. `samples` are those of an earlier one, or none.
+    /// A search for the best of `space` for these goals, by these patterns. `samples` are those of
+    /// an earlier one, or none.
     pub(super) fn new(
         space: Space,
         patterns: Vec<Pattern>,
@@ -235,8 +240,8 @@ impl Search {
             .all(|&goal| choose(goal, &scores, &self.candidates).is_none_or(|choice| choice.settled))
     }
 
-    /// The candidates without those behind for every goal that allows them; always with the default, which everything is told beside, and the
-    /// goals' bases.
+    /// The candidates without those behind for every goal that allows them; always with the
+    /// default, which everything is told beside, and the goals' bases.
     fn those_not_behind(&self) -> Vec<Configuration> {
         let scores = self.scores();
         let leaders: Vec<_> = self

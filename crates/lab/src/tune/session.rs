@@ -28,13 +28,15 @@ use super::{
     stop::Stop,
 };
 
-/// The disk that options are printed for where nothing is said: the one of the measurement that named clusters of 2 MiB.
+/// The disk that options are printed for where nothing is said: the one of the measurement that
+/// named clusters of 2 MiB.
 const USUAL_DISK: u64 = 100 << 30;
 /// Of the budget, what preparing images may take at most.
 const SHARE_FOR_IMAGES: u32 = 3;
 /// Of the budget, what the curves from a cold cache take together.
 const SHARE_FOR_GROWTH: u32 = 20;
-/// Slices that a budget should suffice for: both stages with seven rounds each, and what opening and flushing take beside them.
+/// Slices that a budget should suffice for: both stages with seven rounds each, and what opening
+/// and flushing take beside them.
 const SLICES_PER_BUDGET: u32 = 14 * 22 * 7 * 4;
 
 #[derive(Debug)]
@@ -46,7 +48,8 @@ pub(super) struct Session {
 }
 
 impl Session {
-    /// For what the command line says, at this place; `samples` are those of an earlier run, each of a `slice` of time, or none.
+    /// For what the command line says, at this place; `samples` are those of an earlier run, each
+    /// of a `slice` of time, or none.
     pub(super) fn new(
         place: Rc<Place>,
         (samples, slice): (Samples, Option<Duration>),
@@ -99,7 +102,8 @@ impl Session {
         let space = &self.run.course.space;
         let default = space.default_configuration();
         let cluster = |one: &Configuration| one.qcow2.map(|qcow2| qcow2.cluster_bytes);
-        // Past the page cache, as the measurement did that shows such curves; shares that come to the same are one.
+        // Past the page cache, as the measurement did that shows such curves; shares that come to
+        // the same are one.
         let mut configurations = space.one_at_a_time();
         configurations
             .retain(|one| one.cache == default.cache && !one.prefetch && cluster(one) == cluster(&default));

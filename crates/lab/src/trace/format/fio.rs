@@ -5,11 +5,12 @@
 //!   version 3:      <time> <file> <action> [<offset> <length>]              sync, datasync, wait (version 2 alone)
 //! ```
 //!
-//! Source: fio's HOWTO, "Trace file format v2" and "v3". It does not say in what unit the times of version 3 are; what fio writes are
-//! microseconds (`utime_since_now` in its iolog.c, since version 3 is there), and what it replays too.
+//! Source: fio's HOWTO, "Trace file format v2" and "v3". It does not say in what unit the times of
+//! version 3 are; what fio writes are microseconds (`utime_since_now` in its iolog.c, since version
+//! 3 is there), and what it replays too.
 //!
-//! Version 2 has no times: requests come at once, one after the other, but for `wait`. A file is a disk; one that is opened and never
-//! used is none.
+//! Version 2 has no times: requests come at once, one after the other, but for `wait`. A file is a
+//! disk; one that is opened and never used is none.
 
 use super::{
     super::{

@@ -11,8 +11,9 @@
 //!
 //! `docs/reference/traces.md` says for each what its fields mean, and where that is written.
 //!
-//! A parser sees one line at a time and knows neither files nor other lines, but for what a header or a `wait` says. It hands on what it
-//! read with the time of the trace's own clock; the reader makes it relative.
+//! A parser sees one line at a time and knows neither files nor other lines, but for what a header
+//! or a `wait` says. It hands on what it read with the time of the trace's own clock; the reader
+//! makes it relative.
 
 mod alibaba;
 mod blkparse;
@@ -66,7 +67,8 @@ impl Format {
         }
     }
 
-    /// Whether its times are those of a clock that other traces share, and not since the trace began.
+    /// Whether its times are those of a clock that other traces share, and not since the trace
+    /// began.
     pub(super) fn is_absolute(self) -> bool {
         matches!(self, Self::Weir | Self::Msr | Self::Alibaba)
     }

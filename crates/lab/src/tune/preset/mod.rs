@@ -1,10 +1,11 @@
 //! Published tables, measured again here: what holds of them, and what does not.
 //!
-//! The rows of a table take turns in random order, round by round, as configurations of a search do. A conclusion agrees where the
-//! samples show what it says, and does not where they show nothing or the opposite: other machines come to other results, and that is what is to
-//! be seen.
+//! The rows of a table take turns in random order, round by round, as configurations of a search
+//! do. A conclusion agrees where the samples show what it says, and does not where they show
+//! nothing or the opposite: other machines come to other results, and that is what is to be seen.
 //!
-//! Never compares a figure of one machine with one of another: both are told beside a row of their own table.
+//! Never compares a figure of one machine with one of another: both are told beside a row of their
+//! own table.
 
 mod findings;
 mod published;
@@ -27,10 +28,12 @@ use super::{
 };
 use crate::statistics::{Comparison, Verdict, median};
 
-/// All of a run, where there is time for so many: what they do not show is too small to matter. A table is not complete any sooner, because who
-/// looks again and again until something is to be seen will see it.
+/// All of a run, where there is time for so many: what they do not show is too small to matter. A
+/// table is not complete any sooner, because who looks again and again until something is to be
+/// seen will see it.
 const MOST_ROUNDS: usize = 20;
-/// Slices of a cell that a budget should suffice for: twelve rounds, and what opening and flushing take beside them.
+/// Slices of a cell that a budget should suffice for: twelve rounds, and what opening and flushing
+/// take beside them.
 const SLICES_PER_CELL: u32 = 48;
 
 /// A published table.
@@ -107,7 +110,8 @@ enum Figure {
 struct Row {
     name: String,
     configuration: Configuration,
-    /// A figure for each column, in a unit of the table's own; none where only pictures were published.
+    /// A figure for each column, in a unit of the table's own; none where only pictures were
+    /// published.
     published: Vec<f64>,
 }
 
@@ -350,7 +354,8 @@ mod tests {
         }
     }
 
-    /// The published figures bear out their own conclusions: what is measured is judged as they were.
+    /// The published figures bear out their own conclusions: what is measured is judged as they
+    /// were.
     #[test]
     fn the_published_figures_agree_with_themselves() {
         for table in ALL.into_iter().flat_map(Preset::tables) {

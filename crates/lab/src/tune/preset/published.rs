@@ -7,8 +7,9 @@
 //! | `l2-cache` | "IO throttling in QEMU & Cache influence": an L2 cache for all of the disk, and for 1/128; it shows pictures and no figures |
 //! | `pcache` | "I/O Prefetch Cache as QEMU Block Filter Driver" (KVM Forum 2016): qemu-img bench, and the guest's random reads |
 //!
-//! Figures are of other machines, so they are told as ratios to a row of the same table. dd wrote 1 GiB at a time and flushed after each: here that is
-//! a slice of writes of 1 MiB with a flush at its end.
+//! Figures are of other machines, so they are told as ratios to a row of the same table. dd wrote 1
+//! GiB at a time and flushed after each: here that is a slice of writes of 1 MiB with a flush at
+//! its end.
 
 use block::storage::CacheMode;
 
@@ -87,7 +88,8 @@ fn dd_and_hdparm() -> Vec<Column> {
     ]
 }
 
-/// The raw disk of the same tables. One figure was published for its writes: a raw disk has no first one.
+/// The raw disk of the same tables. One figure was published for its writes: a raw disk has no
+/// first one.
 fn raw() -> Row {
     row(
         "raw",
@@ -153,7 +155,8 @@ pub(super) fn streams_by_cluster_size() -> Published {
     }
 }
 
-/// Random reads and writes past the page cache, with an L2 cache for the whole disk and for 1/128 of it.
+/// Random reads and writes past the page cache, with an L2 cache for the whole disk and for 1/128
+/// of it.
 pub(super) fn random_by_l2_cache() -> Published {
     let of = |name: &str, l2| row(name, qcow2(CacheMode::None, 64 * K, l2, false), &[]);
     Published {
@@ -178,8 +181,8 @@ pub(super) fn random_by_l2_cache() -> Published {
     }
 }
 
-/// qemu-img bench, reads of 4 KiB one behind the other, in operations per second (262,144 by the published seconds); and random reads in a guest, where
-/// only the gain was published.
+/// qemu-img bench, reads of 4 KiB one behind the other, in operations per second (262,144 by the
+/// published seconds); and random reads in a guest, where only the gain was published.
 pub(super) fn reads_by_prefetch() -> Published {
     let of = |name: &str, prefetch, values: &[f64]| {
         row(name, qcow2(CacheMode::None, 64 * K, L2Share::Full, prefetch), values)

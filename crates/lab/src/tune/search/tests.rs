@@ -22,7 +22,8 @@ impl Machine {
         Self { truth, random: fastrand::Rng::with_seed(seed), left: all, all }
     }
 
-    /// Noise of 5 %, one of twenty samples disturbed, down to a tenth, and a third of the speed lost by and by.
+    /// Noise of 5 %, one of twenty samples disturbed, down to a tenth, and a third of the speed
+    /// lost by and by.
     fn measure(&mut self, configuration: &Configuration, pattern: &Pattern) -> f64 {
         let noise: f64 = (0..4).map(|_| self.random.f64() - 0.5).sum::<f64>() * 0.087;
         let held_up = if self.random.u32(..20) == 0 { 0.1 + 0.9 * self.random.f64() } else { 1.0 };
@@ -57,7 +58,8 @@ fn names(search: &Search) -> BTreeMap<&'static str, String> {
     search.choices().iter().map(|choice| (choice.goal.name(), choice.configuration.to_string())).collect()
 }
 
-/// Past the page cache everything is written faster, prefetch helps sequential readers and costs nothing, large clusters cost first writes.
+/// Past the page cache everything is written faster, prefetch helps sequential readers and costs
+/// nothing, large clusters cost first writes.
 fn disk(configuration: &Configuration, pattern: &Pattern) -> f64 {
     let mut speed = match configuration.cache {
         CacheMode::None if pattern.writes() => 1.5,
