@@ -12,6 +12,7 @@ use indicatif::{ProgressBar, ProgressStyle};
 
 /// How often a bar that nobody advances shows that it is alive.
 const TICK: Duration = Duration::from_millis(100);
+const SPINNER: &str = "{spinner} {msg} {elapsed}";
 
 /// A bar of this length and form, in the standard one if the template is none.
 pub fn bar(template: &str, length: u64) -> ProgressBar {
@@ -64,7 +65,7 @@ impl Progress {
 
     /// A step begins of which only the time is known.
     pub fn step(&self, what: &str) {
-        self.show(what, ProgressBar::new_spinner, "{spinner} {msg} {elapsed}");
+        self.show(what, ProgressBar::new_spinner, SPINNER);
     }
 
     /// It has ended.
@@ -86,6 +87,37 @@ impl Progress {
                 bar.enable_steady_tick(TICK);
                 *self.bar.borrow_mut() = Some(bar);
             }
+        }
+    }
+}
+
+/// A line that says what a command is at, on a terminal alone; gone when this is dropped.
+#[derive(Debug)]
+pub struct Spinner(Option<ProgressBar>);
+
+impl Spinner {
+    /// Begins.
+    #[expect(clippy::new_without_default, reason = "it begins to be drawn")]
+    pub fn new() -> Self {
+        Self(stderr().is_terminal().then(|| {
+            let bar = styled(ProgressBar::new_spinner(), SPINNER);
+            bar.enable_steady_tick(TICK);
+            bar
+        }))
+    }
+
+    /// Shows another text.
+    pub fn say(&self, text: impl FnOnce() -> String) {
+        if let Some(bar) = &self.0 {
+            bar.set_message(text());
+        }
+    }
+}
+
+impl Drop for Spinner {
+    fn drop(&mut self) {
+        if let Some(bar) = self.0.take() {
+            bar.finish_and_clear();
         }
     }
 }

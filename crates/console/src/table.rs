@@ -12,6 +12,12 @@ pub enum Side {
     Right,
 }
 
+/// Columns of words, then of numbers.
+pub fn columns<'a>(words: &[&'a str], numbers: &[&'a str]) -> Vec<(&'a str, Side)> {
+    let words = words.iter().map(|&word| (word, Side::Left));
+    words.chain(numbers.iter().map(|&number| (number, Side::Right))).collect()
+}
+
 /// Rows under a heading.
 #[derive(Debug)]
 pub struct Table {

@@ -1,4 +1,5 @@
-//! Ctrl-C in the lab: the first ends what is under way, so that what was found can be told; the second ends the process.
+//! Ctrl-C in the lab: the first ends what is under way, so that what was found can be told; the
+//! second ends the process.
 //!
 //! Never decides what the first one means: that is the command's.
 
@@ -19,8 +20,8 @@ use console::signals::Signals;
 pub(super) struct Interruption(Arc<AtomicBool>);
 
 impl Interruption {
-    /// From now on calls `first` for the first signal, and `second` before the next one ends the process. To be called before any other thread
-    /// starts.
+    /// From now on calls `first` for the first signal, and `second` before the next one ends the
+    /// process. To be called before any other thread starts.
     ///
     /// # Errors
     /// Where no thread can be had.
@@ -34,7 +35,7 @@ impl Interruption {
         let hear = move |_| {
             if heard.0.swap(true, Ordering::SeqCst) {
                 second();
-                let _ = writeln!(stderr(), "weir: interrupted twice: what was found is not told");
+                let _ = writeln!(stderr(), "weir: interrupted twice: results discarded");
                 process::exit(1);
             }
             first();
@@ -44,13 +45,11 @@ impl Interruption {
         Ok(this)
     }
 
-    /// As if there had been one.
     #[cfg(test)]
     pub(super) fn happens(&self) {
         self.0.store(true, Ordering::SeqCst);
     }
 
-    /// Whether there was a signal.
     pub(super) fn happened(&self) -> bool {
         self.0.load(Ordering::SeqCst)
     }

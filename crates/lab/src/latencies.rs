@@ -1,27 +1,41 @@
-//! How long requests took: a histogram that keeps three digits of each (Gil Tene's HdrHistogram), what is told of it, and the line it is drawn as.
+//! How long requests took, as a histogram (Gil Tene's HdrHistogram): what is told of it, and the
+//! line it is drawn as.
 //!
-//! Recording costs some nanoseconds however many there are, and the far percentiles are those of all requests, not of a sample.
-//!
-//! Never grows: what takes longer than an hour counts as an hour.
+//! Recording costs some nanoseconds however many there are, and the far percentiles are those of
+//! all requests, not of a sample.
 
 use hdrhistogram::Histogram;
 
-/// Latencies above an hour count as one.
+/// Measured latencies above an hour count as one, so that a histogram never grows while it
+/// measures.
 const LONGEST_NS: u64 = 3_600_000_000_000;
-/// Digits that are kept.
+/// Digits that are kept of a measured latency, and of a simulated one: there are three histograms
+/// of each disk.
 const DIGITS: u8 = 3;
-/// The percentiles that are told and kept.
+const SIMULATED_DIGITS: u8 = 2;
+/// In a simulation, what takes longer, 146 years, counts as that.
+const LONGEST_SIMULATED_NS: u64 = 1 << 62;
 const PERCENTILES: [(&str, f64); 5] =
     [("p50", 0.5), ("p90", 0.9), ("p99", 0.99), ("p99.9", 0.999), ("p99.99", 0.9999)];
 /// Points of a distribution's line, at equal distances upwards.
 const POINTS: u32 = 200;
 
-/// Times in nanoseconds.
 pub(super) type Latencies = Histogram<u64>;
 
-/// An empty one.
+/// An empty one for measured latencies.
 pub(super) fn new() -> Latencies {
     Histogram::new_with_bounds(1, LONGEST_NS, DIGITS).expect("constants that are in range")
+}
+
+/// An empty one for simulated times of any length; [`note`] adds to it.
+pub(super) fn growing() -> Latencies {
+    Histogram::new(SIMULATED_DIGITS).expect("between 0 and 5 digits")
+}
+
+/// Adds to a growing one.
+#[inline]
+pub(super) fn note(latencies: &mut Latencies, ns: u64) {
+    latencies.record(ns.min(LONGEST_SIMULATED_NS)).expect("it grows as it has to");
 }
 
 /// The percentiles that are told, each by its name and in nanoseconds.
@@ -29,15 +43,48 @@ pub(super) fn percentiles(latencies: &Latencies) -> [(&'static str, u64); 5] {
     PERCENTILES.map(|(name, quantile)| (name, latencies.value_at_quantile(quantile)))
 }
 
-/// The names of those.
 pub(super) fn percentile_names() -> [&'static str; 5] {
     PERCENTILES.map(|(name, _)| name)
 }
 
-/// The share of requests that took no longer than so many nanoseconds, as points of a line: (nanoseconds, share).
+/// The share of requests that took no longer than so many nanoseconds, as points of a line:
+/// (nanoseconds, share). Without those that took no time, of which there is no logarithm.
 pub(super) fn distribution(latencies: &Latencies) -> Vec<(f64, f64)> {
     let shares = (0..POINTS).map(|point| f64::from(point) / f64::from(POINTS));
     let shares = shares.chain([0.999, 0.9999, 1.0]);
-    // Below a nanosecond there is nothing, and a logarithm of nothing neither.
-    shares.map(|share| (latencies.value_at_quantile(share).max(1) as f64, share)).collect()
+    let points = shares.map(|share| (latencies.value_at_quantile(share) as f64, share));
+    points.filter(|&(ns, _)| ns > 0.0).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn quantiles_count_those_that_took_no_time() {
+        let mut times = growing();
+        (0..90).for_each(|_| note(&mut times, 0));
+        (1..=10).for_each(|number| note(&mut times, number * 1_000_000));
+        assert_eq!((times.value_at_quantile(0.5), times.value_at_quantile(0.9)), (0, 0));
+        let near = |quantile: f64, ms: f64| {
+            let value = times.value_at_quantile(quantile) as f64 / 1e6;
+            assert!((value / ms - 1.0).abs() < 0.01, "{quantile}: {value} ms");
+        };
+        near(0.91, 1.0);
+        near(0.99, 9.0);
+        near(1.0, 10.0);
+        assert!((times.mean() / 550_000.0 - 1.0).abs() < 0.01, "{}", times.mean());
+        assert_eq!(distribution(&times).last().unwrap().1, 1.0);
+        assert_eq!(growing().value_at_quantile(0.99), 0);
+    }
+
+    #[test]
+    fn times_of_any_length_are_noted() {
+        let mut times = growing();
+        for ns in [1, 1 << 20, 1 << 40, 1 << 60] {
+            note(&mut times, ns);
+        }
+        assert_eq!(times.len(), 4);
+        assert!(times.max() as f64 > 0.99 * (1_u64 << 60) as f64);
+    }
 }

@@ -1,5 +1,5 @@
-//! The lab: measuring disks through the very code that serves them, without a daemon and without clients; and predicting, by the very
-//! decisions that are made there, what limits would do.
+//! The lab: measures disks through the code that serves them, without a daemon and clients, and
+//! predicts what limits would do by the decisions that the daemon makes.
 //!
 //! ```text
 //!   bench ──────► load ─────────────┐                      ┌─► text, JSON

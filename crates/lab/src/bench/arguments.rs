@@ -1,4 +1,5 @@
-//! The options of `weir bench`: those of `qemu-img bench`, by the same letters, some of fio's by its names, and a few of its own.
+//! The options of `weir bench`: those of `qemu-img bench`, by the same letters, some of fio's by
+//! its names, and a few of its own.
 
 use block::storage::{CacheMode, Format, delay::DelayOptions, rate::RateOptions};
 use clap::{ArgGroup, Args, ValueEnum};
@@ -83,7 +84,8 @@ pub(crate) enum Aio {
 #[derive(Debug, Args)]
 #[command(group = ArgGroup::new("anywhere").args(["random", "zipf", "hot"]))]
 pub struct BenchArgs {
-    /// A file, a block device, memory:SIZE, null:SIZE, nbd://HOST:PORT/EXPORT or nbd+unix:///EXPORT?socket=PATH
+    /// A file, a block device, memory:SIZE, null:SIZE, nbd://HOST:PORT/EXPORT or
+    /// nbd+unix:///EXPORT?socket=PATH
     #[arg(value_name = "IMAGE|URI", value_parser = settings::read::<BenchTarget>)]
     pub(crate) target: BenchTarget,
     /// Requests in all [default: 75000, or as many as fit into --runtime]
@@ -119,7 +121,8 @@ pub struct BenchArgs {
     /// Bytes of a request
     #[arg(short = 's', long, value_name = "SIZE", default_value = "4K", value_parser = settings::size)]
     pub(crate) buffer_size: u64,
-    /// From the beginning of a request to that of the next; past the end it goes on at the beginning [default: SIZE of a request]
+    /// From the beginning of a request to that of the next; past the end it goes on at the
+    /// beginning [default: SIZE of a request]
     #[arg(short = 'S', long, value_name = "SIZE", value_parser = settings::size)]
     pub(crate) step_size: Option<u64>,
     /// The host's page cache: writeback, writethrough, none, directsync or unsafe
@@ -137,10 +140,12 @@ pub struct BenchArgs {
     /// Where the random offsets begin: the same number gives the same offsets
     #[arg(long, value_name = "N", default_value_t = 1, requires = "anywhere")]
     pub(crate) seed: u64,
-    /// Random places of which the k-th is asked for in proportion to 1/k^THETA; the hot ones lie all over the disk
+    /// Random places of which the k-th is asked for in proportion to 1/k^THETA; the hot ones lie
+    /// all over the disk
     #[arg(long, value_name = "THETA", value_parser = theta)]
     pub(crate) zipf: Option<f64>,
-    /// Random places, so many percent of the requests going to the first so many percent of the disk: 90/10
+    /// Random places, so many percent of the requests going to the first so many percent of the
+    /// disk: 90/10
     #[arg(long, value_name = "REQUESTS/DISK", value_parser = settings::read::<Hot>)]
     pub(crate) hot: Option<Hot>,
     /// So many requests one behind the other from each random place
@@ -149,16 +154,19 @@ pub struct BenchArgs {
     /// From the end to the beginning
     #[arg(long, conflicts_with = "anywhere")]
     pub(crate) backward: bool,
-    /// So many go each their own way, from places at equal distances, with DEPTH requests in flight each
+    /// So many go each their own way, from places at equal distances, with DEPTH requests in flight
+    /// each
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=65_536))]
     pub(crate) readers: u32,
     /// Of 100 requests of a load that writes, so many read instead
     #[arg(long, value_name = "N", requires = "write", value_parser = clap::value_parser!(u8).range(0..=100))]
     pub(crate) rwmixread: Option<u8>,
-    /// So many at once, each on a thread of its own, sharing COUNT and the rate; with a URI each has its own connection
+    /// So many at once, each on a thread of its own, sharing COUNT and the rate; with a URI each
+    /// has its own connection
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1024))]
     pub(crate) jobs: u32,
-    /// Requests come by themselves, so many a second in all, and latency counts from when they were due
+    /// Requests come by themselves, so many a second in all, and latency counts from when they were
+    /// due
     #[arg(long, value_name = "N", value_parser = iops)]
     pub(crate) rate_iops: Option<f64>,
     /// How they come
@@ -170,7 +178,8 @@ pub struct BenchArgs {
     /// Send for so long, such as 30s; with -c, whichever ends first
     #[arg(long, value_name = "TIME", value_parser = settings::duration)]
     pub(crate) runtime: Option<Duration>,
-    /// Tell latencies and the IOPS of each second too; --rwmixread, --zipf, --hot, --jobs, --rate-iops, --ramp-time and --runtime do so by themselves
+    /// Tell latencies and the IOPS of each second too; --rwmixread, --zipf, --hot, --jobs,
+    /// --rate-iops, --ramp-time and --runtime do so by themselves
     #[arg(long)]
     pub(crate) stats: bool,
     /// A slower device: each request takes longer, such as read=5ms,write=1ms,parallel=4
@@ -191,8 +200,9 @@ pub struct BenchArgs {
 }
 
 impl BenchArgs {
-    /// Whether latencies are told: where that was asked for, or a load that `qemu-img bench` does not have and that latencies are the point of. Other
-    /// places than its own, such as those of `--random` or `--readers`, leave its output as it is.
+    /// Whether latencies are told: where that was asked for, or a load that `qemu-img bench` does
+    /// not have and that latencies are the point of. Other places than its own, such as those of
+    /// `--random` or `--readers`, leave its output as it is.
     pub(crate) fn has_statistics(&self) -> bool {
         let more =
             [self.rwmixread.is_some(), self.zipf.is_some(), self.hot.is_some(), self.rate_iops.is_some()];

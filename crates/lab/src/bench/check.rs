@@ -219,31 +219,12 @@ mod tests {
 
     #[test]
     fn what_belongs_together_is_known_to_the_command_line() {
-        for text in [
-            "a --flush-interval 64",
-            "a --pattern 3",
-            "a -w --no-drain",
-            "a -w -U",
-            "a --seed 3",
-            "a --run 3",
-            "a --rwmixread 50",
-            "a -w --rwmixread 101",
-            "a --zipf 0",
-            "a --zipf inf",
-            "a --zipf 1 --hot 90/10",
-            "a --zipf 1 --random",
-            "a --hot 90/10 --backward",
-            "a --hot 90",
-            "a --hot 0/10",
-            "a --hot 90/100",
-            "a --jobs 0",
-            "a --rate-iops 0",
-            "a --rate-iops -1",
-            "a --rate-iops nan",
-            "a --arrivals fixed",
-            "a --runtime 30",
-            "nbds://h/a",
-        ] {
+        let lines = "a --flush-interval 64; a --pattern 3; a -w --no-drain; a -w -U; a --seed 3; \
+             a --run 3; a --rwmixread 50; a -w --rwmixread 101; a --zipf 0; a --zipf inf; \
+             a --zipf 1 --hot 90/10; a --zipf 1 --random; a --hot 90/10 --backward; a --hot 90; \
+             a --hot 0/10; a --hot 90/100; a --jobs 0; a --rate-iops 0; a --rate-iops -1; \
+             a --rate-iops nan; a --arrivals fixed; a --runtime 30; nbds://h/a";
+        for text in lines.split("; ") {
             let words = ["weir", "bench"].into_iter().chain(text.split_whitespace());
             assert!(Line::try_parse_from(words).is_err(), "{text}");
         }

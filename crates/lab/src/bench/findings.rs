@@ -14,7 +14,6 @@ use crate::{
 /// Samples are seconds, where there are so many; else all of the run is one.
 const FEWEST_SECONDS: usize = 3;
 
-/// One direction.
 struct Direction<'a> {
     name: &'static str,
     latencies: &'a Latencies,
@@ -22,22 +21,12 @@ struct Direction<'a> {
     part_ns: fn(&Second) -> u64,
 }
 
-/// What was found; `told` is what people were told.
 pub(super) fn findings(outcome: &Outcome, told: Vec<String>) -> Findings {
     let measured = &outcome.measured;
+    let direction = |name, latencies, part, part_ns| Direction { name, latencies, part, part_ns };
     let both = [
-        Direction {
-            name: "read",
-            latencies: &measured.reads,
-            part: |second| second.reads,
-            part_ns: |second| second.reads_ns,
-        },
-        Direction {
-            name: "write",
-            latencies: &measured.writes,
-            part: |second| second.writes,
-            part_ns: |second| second.writes_ns,
-        },
+        direction("read", &measured.reads, |second| second.reads, |second| second.reads_ns),
+        direction("write", &measured.writes, |second| second.writes, |second| second.writes_ns),
     ];
     let directions: Vec<_> = both.into_iter().filter(|direction| !direction.latencies.is_empty()).collect();
     let mut charts = Vec::new();
@@ -111,7 +100,6 @@ fn over_time(outcome: &Outcome, directions: &[Direction<'_>]) -> Chart {
     })
 }
 
-/// The share of requests that took no longer than so long.
 fn distribution(directions: &[Direction<'_>]) -> Chart {
     let line = |direction: &Direction<'_>| {
         let (name, points) = (direction.name.to_owned(), latencies::distribution(direction.latencies));

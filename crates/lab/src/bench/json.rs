@@ -1,15 +1,16 @@
-//! What a program is told: what fio would print of the same load, so that whatever reads that reads this, and beside it what is weir's own.
+//! What a program is told: what fio would print of the same load, so that whatever reads that reads
+//! this, and beside it what is weir's own.
 //!
-//! The names and units are those of `fio --output-format=json` (fio's HOWTO, "JSON output"). All jobs are one, as with fio's
-//! `group_reporting`. A request's latency is one number here: `clat_ns`, with percentiles, and `lat_ns` are the same, and `slat_ns` is empty.
-//! Where requests come by themselves it counts from the instant a request was due.
+//! The names and units are those of `fio --output-format=json` (fio's HOWTO, "JSON output"). All
+//! jobs are one, as with fio's `group_reporting`. A request's latency is one number here:
+//! `clat_ns`, with percentiles, and `lat_ns` are the same, and `slat_ns` is empty. Where requests
+//! come by themselves it counts from the instant a request was due.
 //!
 //! Never leaves a key out because there was nothing to count: readers index them.
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use policy::prefetch::Stats;
-use serde::Serialize;
 use serde_json::{Map, Value, json};
 
 use crate::{
@@ -19,89 +20,58 @@ use crate::{
     load::{Job, Measured, Outcome, Second},
 };
 
-/// The percentiles that fio tells unless it is asked for others.
 const PERCENTILES: [f64; 17] =
     [1.0, 5.0, 10.0, 20.0, 30.0, 40.0, 50.0, 60.0, 70.0, 80.0, 90.0, 95.0, 99.0, 99.5, 99.9, 99.95, 99.99];
 
-/// What is weir's own.
-#[derive(Debug, Serialize)]
-#[serde(rename_all = "kebab-case")]
-pub(super) struct Own {
-    image: String,
-    operation: &'static str,
-    count: u64,
-    depth: u32,
-    jobs: u32,
-    buffer_size: u64,
-    step_size: u64,
-    offset: u64,
-    random_seed: Option<u64>,
-    run: u64,
-    backward: bool,
-    readers: u32,
-    /// How many requests of the slowest reader were answered, of what each had on average.
-    slowest_reader: f64,
-    flush_interval: Option<u64>,
-    seconds: f64,
-    iops: f64,
-    bytes_per_second: f64,
-    iops_each_second: Vec<u64>,
-    /// How much later than due requests were sent, on average; none of those that wait for each other.
-    late_ns: Option<f64>,
-    behind_seconds: f64,
-    hit_rate: Option<f64>,
-    accuracy: Option<f64>,
-    /// Why it is not complete.
+/// What is weir's own; `partial` is why it is not complete.
+pub(super) fn own(
+    arguments: &BenchArgs,
+    job: &Job,
+    outcome: &Outcome,
+    prefetch: Option<Stats>,
     partial: Option<&'static str>,
+) -> Value {
+    let (load, measured) = (&job.load, &outcome.measured);
+    let count = measured.answered();
+    let iops = outcome.iops(count);
+    let readers = f64::from(load.readers) * f64::from(arguments.jobs);
+    let operation = match (load.write, job.read_percent) {
+        (None, _) => "read",
+        (Some(_), 0) => "write",
+        (Some(_), _) => "mixed",
+    };
+    let each_second: Vec<u64> = measured.seconds.iter().map(|second| second.reads + second.writes).collect();
+    json!({
+        "image": arguments.target.to_string(),
+        "operation": operation,
+        "count": count,
+        "depth": load.depth,
+        "jobs": arguments.jobs,
+        "buffer-size": load.block_bytes,
+        "step-size": load.places.step_bytes,
+        "offset": load.places.offset,
+        "random-seed": load.places.random,
+        "run": load.places.run,
+        "backward": load.places.backward,
+        "readers": load.readers,
+        // How many requests of the slowest reader were answered, of what each had on average.
+        "slowest-reader": outcome.slowest as f64 * readers / count.max(1) as f64,
+        "flush-interval": load.flush.map(|flush| flush.interval),
+        "seconds": outcome.seconds(),
+        "iops": iops,
+        "bytes-per-second": iops * load.block_bytes as f64,
+        "iops-each-second": each_second,
+        // How much later than due requests were sent, on average; none of those that wait for each
+        // other.
+        "late-ns": (!measured.late.is_empty()).then(|| measured.late.mean()),
+        "behind-seconds": measured.behind.as_secs_f64(),
+        "hit-rate": prefetch.and_then(|stats| stats.hit_rate()),
+        "accuracy": prefetch.and_then(|stats| stats.accuracy()),
+        "partial": partial,
+    })
 }
 
-impl Own {
-    pub(super) fn new(
-        arguments: &BenchArgs,
-        job: &Job,
-        outcome: &Outcome,
-        prefetch: Option<Stats>,
-        partial: Option<&'static str>,
-    ) -> Self {
-        let (load, measured) = (&job.load, &outcome.measured);
-        let count = measured.answered();
-        let iops = outcome.iops(count);
-        let readers = f64::from(load.readers) * f64::from(arguments.jobs);
-        let operation = match (load.write, job.read_percent) {
-            (None, _) => "read",
-            (Some(_), 0) => "write",
-            (Some(_), _) => "mixed",
-        };
-        Self {
-            image: arguments.target.to_string(),
-            operation,
-            count,
-            depth: load.depth,
-            jobs: arguments.jobs,
-            buffer_size: load.block_bytes as u64,
-            step_size: load.places.step_bytes,
-            offset: load.places.offset,
-            random_seed: load.places.random,
-            run: load.places.run,
-            backward: load.places.backward,
-            readers: load.readers,
-            slowest_reader: outcome.slowest as f64 * readers / count.max(1) as f64,
-            flush_interval: load.flush.map(|flush| flush.interval),
-            seconds: outcome.seconds(),
-            iops,
-            bytes_per_second: iops * load.block_bytes as f64,
-            iops_each_second: measured.seconds.iter().map(|second| second.reads + second.writes).collect(),
-            late_ns: (!measured.late.is_empty()).then(|| measured.late.mean()),
-            behind_seconds: measured.behind.as_secs_f64(),
-            hit_rate: prefetch.and_then(|stats| stats.hit_rate()),
-            accuracy: prefetch.and_then(|stats| stats.accuracy()),
-            partial,
-        }
-    }
-}
-
-/// The whole of it.
-pub(super) fn report(arguments: &BenchArgs, job: &Job, outcome: &Outcome, own: &Own) -> Value {
+pub(super) fn report(arguments: &BenchArgs, job: &Job, outcome: &Outcome, own: &Value) -> Value {
     let Measured { reads, writes, flushes, .. } = &outcome.measured;
     let direction = |latencies: &Latencies, part: fn(&Second) -> u64| {
         let each: Vec<u64> = outcome.measured.seconds.iter().map(part).collect();
@@ -134,7 +104,6 @@ fn milliseconds(outcome: &Outcome) -> u64 {
     u64::try_from(outcome.elapsed.as_millis()).unwrap_or(u64::MAX)
 }
 
-/// The options that fio has a name for, as it would be given them.
 fn options(arguments: &BenchArgs, job: &Job) -> Value {
     let load = &job.load;
     let random = load.places.random.is_some();
@@ -219,7 +188,6 @@ fn latency(latencies: &Latencies, with_percentiles: bool) -> Value {
     value
 }
 
-/// How far samples are spread.
 struct Spread {
     min: f64,
     max: f64,
@@ -259,7 +227,7 @@ mod tests {
     fn told() -> Value {
         let arguments = arguments("a -w --rwmixread 80 --random --runtime 2s");
         let (job, outcome) = (job(&arguments, 1 << 20).unwrap(), outcome());
-        let own = Own::new(&arguments, &job, &outcome, None, Some("interrupted"));
+        let own = own(&arguments, &job, &outcome, None, Some("interrupted"));
         report(&arguments, &job, &outcome, &own)
     }
 
@@ -299,16 +267,8 @@ mod tests {
         assert_eq!((&own["count"], &own["operation"]), (&json!(5), &json!("mixed")));
         assert_eq!(own["iops-each-second"], json!([3]));
         assert_eq!(own["partial"], "interrupted");
-        for key in [
-            "image",
-            "depth",
-            "buffer-size",
-            "seconds",
-            "iops",
-            "bytes-per-second",
-            "slowest-reader",
-            "hit-rate",
-        ] {
+        let keys = "image depth buffer-size seconds iops bytes-per-second slowest-reader hit-rate";
+        for key in keys.split(' ') {
             assert!(own.get(key).is_some(), "{key}");
         }
     }

@@ -1,5 +1,5 @@
-//! `weir bench`: a load through weir's data path or on a server's export, and how it was answered. Options and output are those of `qemu-img bench`,
-//! and more where more was asked for.
+//! `weir bench`: a load through weir's data path or on a server's export, and how it was answered.
+//! Options and output are those of `qemu-img bench`, and more where more was asked for.
 //!
 //! ```text
 //!   options ─► check ─► Job ─► load ─► Outcome ─┬─► text       what qemu-img prints, and latencies
@@ -7,8 +7,8 @@
 //!                   progress                    └─► findings   what is kept and drawn
 //! ```
 //!
-//! Never measures the opening and the closing of the image, as qemu-img does not either; but a load that writes is not done before a last flush
-//! has told that the writes arrived.
+//! Never measures the opening and the closing of the image, as qemu-img does not either; but a load
+//! that writes is not done before a last flush has told that the writes arrived.
 
 mod arguments;
 mod check;
@@ -40,7 +40,7 @@ use policy::prefetch::Stats;
 use settings::Qcow2Settings;
 
 pub(crate) use self::target::BenchTarget;
-use self::{json::Own, progress::Progress, target::Export};
+use self::{progress::Progress, target::Export};
 use super::{
     interruption::Interruption,
     load::{Job, Outcome, Ran, Source, Stop, put_all},
@@ -51,7 +51,8 @@ use crate::probe::in_use::{Claim, claim};
 /// Measures, and prints how it went.
 ///
 /// # Errors
-/// Where the options make no sense, or the first request that fails; also that it was interrupted, once what was measured has been told.
+/// Where the options make no sense, or the first request that fails; also that it was interrupted,
+/// once what was measured has been told.
 pub fn run(arguments: BenchArgs) -> Result<(), Failure> {
     check::check(&arguments).map_err(Failure::Usage)?;
     arguments.results.check()?;
@@ -67,8 +68,8 @@ pub fn run(arguments: BenchArgs) -> Result<(), Failure> {
     })
 }
 
-/// A device that is to be written to, held exclusively; one that is mounted, or part of another, is not written to. What it begins like does not
-/// matter: `-w` says that it is not needed.
+/// A device that is to be written to, held exclusively; one that is mounted, or part of another, is
+/// not written to. What it begins like does not matter: `-w` says that it is not needed.
 fn claimed(arguments: &BenchArgs) -> anyhow::Result<Option<Claim>> {
     let BenchTarget::Image(image) = &arguments.target else { return Ok(None) };
     let Some(path) = image.path().filter(|_| arguments.write) else { return Ok(None) };
@@ -77,7 +78,6 @@ fn claimed(arguments: &BenchArgs) -> anyhow::Result<Option<Claim>> {
     meta.map(|meta| claim(path, meta.rdev(), true)).transpose()
 }
 
-/// One run of the command.
 struct Run {
     arguments: BenchArgs,
     begun: Begun,
@@ -128,7 +128,6 @@ impl Run {
         self.tell(&job, ran, None)
     }
 
-    /// Puts the load on it.
     async fn put(&self, size_bytes: u64, source: Source) -> anyhow::Result<(Job, Ran)> {
         let BenchArgs { jobs, quiet, json, .. } = self.arguments;
         let job = check::job(&self.arguments, size_bytes)?;
@@ -178,7 +177,7 @@ impl Run {
         partial: Option<&'static str>,
     ) -> anyhow::Result<()> {
         if self.arguments.json {
-            let own = Own::new(&self.arguments, job, outcome, prefetch, partial);
+            let own = json::own(&self.arguments, job, outcome, prefetch, partial);
             return print_json(&json::report(&self.arguments, job, outcome, &own));
         }
         if self.arguments.quiet {
@@ -235,14 +234,12 @@ mod tests {
 
     use super::*;
 
-    /// A command line of this command alone.
     #[derive(Debug, clap::Parser)]
     pub(super) struct Line {
         #[command(flatten)]
         pub(super) arguments: BenchArgs,
     }
 
-    /// What the command is told by a line.
     pub(super) fn arguments(text: &str) -> BenchArgs {
         let words = ["bench"].into_iter().chain(text.split_whitespace());
         Line::try_parse_from(words).unwrap_or_else(|error| panic!("{text}: {error}")).arguments

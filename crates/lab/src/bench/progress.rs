@@ -1,7 +1,8 @@
-//! How far a run is, as a bar on a terminal, with the requests of the moment; nothing elsewhere. On standard error, since results go to
-//! standard output.
+//! How far a run is, as a bar on a terminal, with the requests of the moment; nothing elsewhere. On
+//! standard error, since results go to standard output.
 //!
-//! Drawn by a thread of its own, which looks at what the jobs have counted: a load that never waits would leave it no turn on its reactor.
+//! Drawn by a thread of its own, which looks at what the jobs have counted: a load that never waits
+//! would leave it no turn on its reactor.
 
 use std::{
     io::{IsTerminal as _, stderr},
@@ -22,7 +23,6 @@ const TICK: Duration = Duration::from_millis(250);
 const OF_REQUESTS: &str = "{msg:>14} {wide_bar} {pos}/{len}";
 const OF_TIME: &str = "{msg:>14} {wide_bar} {elapsed}";
 
-/// The telling of progress; ends when it is dropped.
 #[derive(Debug, Default)]
 pub(super) struct Progress(Option<(Arc<AtomicBool>, JoinHandle<()>)>);
 

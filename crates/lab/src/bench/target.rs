@@ -10,19 +10,14 @@ use settings::{Image, Rule as _};
 /// NBD's registered port.
 const PORT: u16 = 10809;
 
-/// What is measured, as a user names it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum BenchTarget {
-    /// In this process.
     Image(Image),
-    /// What a server has.
     Nbd(Export),
 }
 
-/// An export of a server.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Export {
-    /// As it was written.
     uri: String,
     pub(super) server: Endpoint,
     pub(super) name: String,

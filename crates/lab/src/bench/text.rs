@@ -9,7 +9,6 @@ use crate::{
     load::{Arrivals, Flush, Job, Locality, Outcome, Places, Spacing},
 };
 
-/// The seconds that are shown: more are in the result file.
 const SECONDS_SHOWN: usize = 60;
 
 /// What qemu-img says before it begins.

@@ -1,7 +1,9 @@
-//! When requests are due that come by themselves, whether those before them were answered or not: an open loop.
+//! When requests are due that come by themselves, whether those before them were answered or not:
+//! an open loop.
 //!
-//! A closed loop sends less while the disk is slow, and so asks least when waiting would show most (Gil Tene's "coordinated omission"). Here a
-//! request that could not be sent in time is sent late, and its latency counts from the instant it was due.
+//! A closed loop sends less while the disk is slow, and so asks least when waiting would show most
+//! (Gil Tene's "coordinated omission"). Here a request that could not be sent in time is sent late,
+//! and its latency counts from the instant it was due.
 //!
 //! Never knows the time: instants go in and come out.
 
@@ -10,12 +12,10 @@ use policy::time::{Duration, Instant, NANOS_PER_SECOND};
 
 use super::places::Part;
 
-/// How requests come.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Arrivals {
     /// In a second; above 0, finite.
     pub(crate) per_second: f64,
-    /// The times between them.
     pub(crate) spacing: Spacing,
 }
 
@@ -28,7 +28,6 @@ pub(crate) enum Spacing {
     Fixed,
 }
 
-/// The instants at which requests are due.
 #[derive(Debug)]
 pub(super) struct Schedule {
     arrivals: Arrivals,
@@ -51,7 +50,6 @@ impl Schedule {
         Self { arrivals, began, next_ns, random }
     }
 
-    /// When the next request is due.
     pub(super) fn next(&self) -> Instant {
         // A float beyond what a Duration has becomes its largest.
         self.began + Duration::from_nanos(self.next_ns as u64)
@@ -70,7 +68,7 @@ impl Schedule {
 }
 
 /// A draw of the exponential distribution with this mean.
-fn exponential(mean: f64, random: &mut fastrand::Rng) -> f64 {
+pub(crate) fn exponential(mean: f64, random: &mut fastrand::Rng) -> f64 {
     // 1 less the draw is never 0.
     -(1.0 - random.f64()).ln() * mean
 }

@@ -1,8 +1,10 @@
-//! Several jobs at once, each on a thread with a reactor of its own; a server gives each a connection of its own.
+//! Several jobs at once, each on a thread with a reactor of its own; a server gives each a
+//! connection of its own.
 //!
 //! They begin together, once all of them are ready, and end together where one fails.
 //!
-//! Never puts a single job on another thread: it runs where it is asked for, as a daemon's requests do.
+//! Never puts a single job on another thread: it runs where it is asked for, as a daemon's requests
+//! do.
 
 use std::{rc::Rc, sync::Arc};
 
@@ -21,30 +23,18 @@ use super::{Failed, Job, Outcome, Stop, Target, put};
 /// How long a server may take to be connected to.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// What all jobs are put on.
 #[derive(Clone, Debug)]
 pub(crate) enum Source {
-    /// One disk.
     Disk(Arc<Disk>),
-    /// An export.
-    Nbd {
-        /// Where its server is.
-        server: Endpoint,
-        /// Its name.
-        export: String,
-    },
+    Nbd { server: Endpoint, export: String },
 }
 
-/// What became of jobs.
 #[derive(Debug)]
 pub(crate) struct Ran {
-    /// Of all of them together, also where one failed.
     pub(crate) outcome: Outcome,
-    /// The first that failed.
     pub(crate) failed: Option<anyhow::Error>,
 }
 
-/// What a job tells.
 enum Told {
     Ready,
     Ended(Box<Ran>),
@@ -52,9 +42,6 @@ enum Told {
 
 impl Source {
     /// Connects to the export.
-    ///
-    /// # Errors
-    /// That it cannot be connected to.
     pub(crate) async fn client(server: &Endpoint, export: &str) -> anyhow::Result<Client> {
         Ok(connect(server, export, PATIENCE).await?)
     }
@@ -67,10 +54,12 @@ impl Source {
     }
 }
 
-/// Puts the jobs on it, and waits for all to end. `begin` is called once all are ready, before the first request; if it fails, none is sent.
+/// Puts the jobs on it, and waits for all to end. `begin` is called once all are ready, before the
+/// first request; if it fails, none is sent.
 ///
 /// # Errors
-/// Where there are no threads, or no io_uring. What the jobs themselves fail with is in what is returned.
+/// Where there are no threads, or no io_uring. What the jobs themselves fail with is in what is
+/// returned.
 pub(crate) async fn put_all(
     jobs: Vec<Job>,
     source: Source,
@@ -100,7 +89,8 @@ pub(crate) async fn put_all(
     Ok(ran)
 }
 
-/// Opens the gate once all are ready, and adds up what they tell at their ends. `fail` is called if one does.
+/// Opens the gate once all are ready, and adds up what they tell at their ends. `fail` is called if
+/// one does.
 async fn gather(
     count: usize,
     told: &Receiver<Told>,
@@ -148,7 +138,6 @@ impl Ran {
     }
 }
 
-/// One job, from getting ready to its end.
 async fn one(job: Job, source: Source, tell: Sender<Told>, opened: Receiver<()>) {
     let (writes, stop) = (job.load.write.is_some(), job.stop.clone());
     let ran = match source.open().await {
@@ -174,7 +163,8 @@ fn measured(result: Result<Outcome, Failed>, target: &Target) -> Ran {
     }
 }
 
-/// Writes are not done before a flush has told that they arrived. A server that left requests unanswered is not asked for one.
+/// Writes are not done before a flush has told that they arrived. A server that left requests
+/// unanswered is not asked for one.
 async fn end(mut ran: Ran, target: Target, writes: bool, stop: &Stop) -> Ran {
     if ran.outcome.unanswered > 0 {
         return ran;

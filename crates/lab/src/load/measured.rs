@@ -8,7 +8,6 @@ use crate::{latencies, latencies::Latencies};
 
 const SECOND: Duration = Duration::from_secs(1);
 
-/// What was done.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Kind {
     Read,
@@ -27,13 +26,13 @@ pub(crate) struct Measured {
     pub(crate) flushes: Latencies,
     /// What was answered in each second that passed completely.
     pub(crate) seconds: Vec<Second>,
-    /// How long after it was due a request was sent; empty for those that are due when others are answered.
+    /// How long after it was due a request was sent; empty for those that are due when others are
+    /// answered.
     pub(crate) late: Latencies,
     /// How far behind its schedule it was when it was ended.
     pub(crate) behind: Duration,
 }
 
-/// What was answered in a second.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Second {
     pub(crate) reads: u64,
@@ -52,7 +51,6 @@ impl Default for Measured {
 }
 
 impl Measured {
-    /// Adds what another measured at the same time.
     pub(crate) fn add(&mut self, other: &Self) {
         let pairs = [
             (&mut self.reads, &other.reads),
@@ -73,14 +71,13 @@ impl Measured {
         self.behind = self.behind.max(other.behind);
     }
 
-    /// Reads and writes that were answered.
     pub(crate) fn answered(&self) -> u64 {
         self.reads.len() + self.writes.len()
     }
 }
 
-/// Takes down what was due from an instant on. What was due before is forgotten, also where it was sent or answered late: the queue that a
-/// warming up leaves behind is no part of what is measured.
+/// Takes down what was due from an instant on. What was due before is forgotten, also where it was
+/// sent or answered late: the queue that a warming up leaves behind is no part of what is measured.
 #[derive(Debug)]
 pub(super) struct Recorder {
     from: Instant,
@@ -94,7 +91,6 @@ impl Recorder {
         Self { from, second_ends: from + SECOND, second: Second::default(), measured: Measured::default() }
     }
 
-    /// Something was answered that was due at `due`.
     pub(super) fn answered(&mut self, kind: Kind, due: Instant, at: Instant) {
         if due < self.from {
             return;
@@ -120,14 +116,12 @@ impl Recorder {
         latencies.saturating_record(took_ns);
     }
 
-    /// Something was sent that was due at `due`.
     pub(super) fn sent(&mut self, due: Instant, at: Instant) {
         if due >= self.from {
             self.measured.late.saturating_record(at.nanos_since(due));
         }
     }
 
-    /// What was taken down.
     pub(super) fn end(self, behind: Duration) -> Measured {
         Measured { behind, ..self.measured }
     }

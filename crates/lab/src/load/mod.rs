@@ -1,5 +1,6 @@
-//! A load on a disk: so many requests, so many in flight, with flushes in between, as `qemu-img bench` sends them; and what it cannot send:
-//! reads among writes, requests that come at a rate of their own, for a time, several jobs at once.
+//! A load on a disk: a number of requests with some of them in flight and flushes in between, as
+//! `qemu-img bench` sends them. Beyond that: reads among writes, a rate, a duration, several jobs
+//! at once.
 //!
 //! ```text
 //!   places, zipf ─► where ─┐
@@ -23,18 +24,17 @@ mod zipf;
 
 use policy::time::Duration;
 
-pub(crate) use self::arrivals::Spacing;
+pub(crate) use self::arrivals::{Spacing, exponential};
 pub(super) use self::{
     arrivals::Arrivals,
     jobs::{Ran, Source, put_all},
     measured::{Measured, Second},
-    places::{Locality, Part, Places},
+    places::{Draw, Locality, Part, Places},
     run::put,
     target::Target,
     watch::{Count, Stop},
 };
 
-/// What is sent.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Load {
     /// Requests in all; not 0.
@@ -45,15 +45,12 @@ pub(super) struct Load {
     pub(super) readers: u32,
     /// Bytes of a request; not 0, and at most the image's.
     pub(super) block_bytes: usize,
-    /// Where requests begin.
     pub(super) places: Places,
     /// Write this byte; `None` reads.
     pub(super) write: Option<u8>,
-    /// Flush after so many writes.
     pub(super) flush: Option<Flush>,
 }
 
-/// When to flush.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Flush {
     /// After so many writes; not 0.
@@ -62,7 +59,6 @@ pub(super) struct Flush {
     pub(super) drain: bool,
 }
 
-/// A load, and how it is put on.
 #[derive(Clone, Debug)]
 pub(super) struct Job {
     /// What is sent; of a job that is a part of something, its part.
@@ -79,9 +75,7 @@ pub(super) struct Job {
     pub(super) runtime: Option<Duration>,
     /// The part of several jobs that this is.
     pub(super) part: Part,
-    /// Ends it early.
     pub(super) stop: Stop,
-    /// Tells how far it is.
     pub(super) answered: Count,
 }
 
@@ -102,8 +96,8 @@ impl From<Load> for Job {
 }
 
 impl Job {
-    /// The same, done by so many at once: each sends its share of the requests and of the rate, with as many in flight. `count` is not 0, and not
-    /// above that of the requests.
+    /// The same, done by so many at once: each sends its share of the requests and of the rate,
+    /// with as many in flight. `count` is not 0, and not above that of the requests.
     pub(super) fn split(self, count: u32) -> Vec<Self> {
         let of = |number: u32| {
             let all = self.load.count;
@@ -124,16 +118,15 @@ impl Job {
     }
 }
 
-/// What became of a load.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(super) struct Outcome {
     /// From the first request that counted to the last answer.
     pub(super) elapsed: Duration,
     /// How many answers the reader had who had the fewest.
     pub(super) slowest: u64,
-    /// Requests and flushes that a server had not answered long after the load was ended, and that nobody waits for any more.
+    /// Requests and flushes that a server had not answered long after the load was ended, and that
+    /// nobody waits for any more.
     pub(super) unanswered: u64,
-    /// How long requests took, and what was answered when.
     pub(super) measured: Measured,
 }
 
@@ -143,18 +136,14 @@ impl Outcome {
         self.elapsed.as_secs_f64().max(1e-9)
     }
 
-    /// So many requests as so many a second.
     pub(super) fn iops(&self, requests: u64) -> f64 {
         requests as f64 / self.seconds()
     }
 }
 
-/// A load that ended with a request that failed.
 #[derive(Debug, thiserror::Error)]
 #[error("{error}")]
 pub(super) struct Failed {
-    /// Why.
     pub(super) error: block::error::Error,
-    /// What became of it until then.
     pub(super) outcome: Box<Outcome>,
 }

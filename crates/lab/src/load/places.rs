@@ -1,4 +1,5 @@
-//! Where requests begin: one behind the other, in strides, backward, at random, or at random with some places asked for more than others.
+//! Where requests begin: one behind the other, in strides, backward, at random, or at random with
+//! some places asked for more than others.
 //!
 //! Never gives a place where a request does not fit.
 
@@ -6,8 +7,9 @@ use std::cell::{Cell, RefCell};
 
 use super::zipf::Zipf;
 
-/// Where requests begin: at first `offset`, then `step_bytes` further each time, as if the image's beginning came behind its end; at its beginning
-/// where one would reach across the end. Backward, it is all the other way round.
+/// Where requests begin: at first `offset`, then `step_bytes` further each time, as if the image's
+/// beginning came behind its end; at its beginning where one would reach across the end. Backward,
+/// it is all the other way round.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Places {
     /// In bytes; a request fits there.
@@ -16,7 +18,6 @@ pub(crate) struct Places {
     pub(crate) step_bytes: u64,
     /// The last place where a request fits.
     pub(crate) last: u64,
-    /// From the end to the beginning.
     pub(crate) backward: bool,
     /// At any number of steps behind `offset` instead, drawn from this seed.
     pub(crate) random: Option<u64>,
@@ -34,12 +35,12 @@ impl Places {
 /// How much more often some random places are asked for than others.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(crate) enum Locality {
-    /// All alike.
     #[default]
     Even,
     /// By Zipf's law, with this exponent: above 0, finite.
     Zipf(f64),
-    /// So many percent of the requests go to the first so many percent of the places; both from 1 to 99.
+    /// So many percent of the requests go to the first so many percent of the places; both from 1
+    /// to 99.
     Hot { requests: u8, places: u8 },
 }
 
@@ -53,17 +54,17 @@ pub(crate) struct Part {
 }
 
 impl Part {
-    /// Everything.
     pub(crate) const WHOLE: Self = Self { number: 0, of: 1 };
 
-    /// What this part draws from, when all of them were given `seed`: the first draws what it would alone.
+    /// What this part draws from, when all of them were given `seed`: the first draws what it would
+    /// alone.
     pub(super) fn seed(self, seed: u64) -> u64 {
-        // The golden section of 64 bits, by which Steele and others' SplitMix64 tells streams apart (OOPSLA 2014).
+        // The golden section of 64 bits, by which Steele and others' SplitMix64 tells streams apart
+        // (OOPSLA 2014).
         seed.wrapping_add(u64::from(self.number).wrapping_mul(0x9E37_79B9_7F4A_7C15))
     }
 }
 
-/// The places of one job, as its readers get to them.
 #[derive(Debug)]
 pub(super) struct Course {
     places: Places,
@@ -72,19 +73,47 @@ pub(super) struct Course {
     draw: Draw,
 }
 
-/// How the number of a step is drawn.
+/// How one of several places is drawn.
 #[derive(Debug)]
-enum Draw {
-    Even,
+pub(crate) enum Draw {
+    Even {
+        count: u64,
+    },
     Zipf(Box<Zipf>),
     /// `percent` of the time below `cold`, which is above 0.
     Hot {
         percent: u8,
         cold: u64,
+        count: u64,
     },
 }
 
-/// Where a reader is.
+impl Draw {
+    /// One of `count` places, which is not 0; the seed decides which of them Zipf's law prefers.
+    pub(crate) fn new(count: u64, locality: Locality, seed: u64) -> Self {
+        match locality {
+            Locality::Even => Self::Even { count },
+            Locality::Zipf(theta) => Self::Zipf(Box::new(Zipf::new(count, theta, seed))),
+            Locality::Hot { requests, places } => {
+                let cold = u128::from(count - 1) * u128::from(places) / 100 + 1;
+                Self::Hot { percent: requests, cold: u64::try_from(cold).unwrap_or(u64::MAX), count }
+            }
+        }
+    }
+
+    /// From 0 to the number of places less 1.
+    pub(crate) fn block(&self, random: &mut fastrand::Rng) -> u64 {
+        match *self {
+            Self::Even { count } => random.u64(..count),
+            Self::Zipf(ref zipf) => zipf.draw(random),
+            Self::Hot { percent, cold, count } => {
+                let hot = random.u8(0..100) < percent;
+                if hot || cold == count { random.u64(..cold) } else { random.u64(cold..count) }
+            }
+        }
+    }
+}
+
 #[derive(Debug)]
 pub(super) struct Reader {
     next_offset: Cell<u64>,
@@ -96,23 +125,14 @@ pub(super) struct Reader {
 impl Course {
     /// For requests of so many bytes. What is hot is so for every part.
     pub(super) fn new(places: Places, block_bytes: u64, locality: Locality, part: Part) -> Self {
-        let last_step = places.last_step();
         let seed = places.random.unwrap_or_default();
-        let draw = match locality {
-            Locality::Even => Draw::Even,
-            Locality::Zipf(theta) => {
-                Draw::Zipf(Box::new(Zipf::new(last_step.saturating_add(1), theta, seed)))
-            }
-            Locality::Hot { requests, places } => {
-                let cold = u128::from(last_step) * u128::from(places) / 100 + 1;
-                Draw::Hot { percent: requests, cold: u64::try_from(cold).unwrap_or(u64::MAX) }
-            }
-        };
+        let draw = Draw::new(places.last_step().saturating_add(1), locality, seed);
         let random = RefCell::new(fastrand::Rng::with_seed(part.seed(seed)));
         Self { places, block_bytes, random, draw }
     }
 
-    /// So many readers, each where it begins: at equal distances, those of other parts between them.
+    /// So many readers, each where it begins: at equal distances, those of other parts between
+    /// them.
     pub(super) fn readers(&self, count: u32, part: Part) -> Vec<Reader> {
         let Places { offset, step_bytes, .. } = self.places;
         let all = u64::from(count) * u64::from(part.of);
@@ -126,13 +146,12 @@ impl Course {
         (0..count).map(reader).collect()
     }
 
-    /// Where a reader's next request begins.
     pub(super) fn next(&self, reader: &Reader) -> u64 {
         let Places { offset, step_bytes, last, backward, random, run } = self.places;
         let mut place = reader.next_offset.get();
         if random.is_some() {
             if reader.left_of_run.get() == 0 {
-                place = offset + self.draw() * step_bytes;
+                place = offset + self.draw.block(&mut self.random.borrow_mut()) * step_bytes;
                 reader.left_of_run.set(run);
             }
             reader.left_of_run.set(reader.left_of_run.get() - 1);
@@ -146,19 +165,6 @@ impl Course {
         };
         reader.next_offset.set(next);
         place
-    }
-
-    fn draw(&self) -> u64 {
-        let mut random = self.random.borrow_mut();
-        let last_step = self.places.last_step();
-        match &self.draw {
-            Draw::Even => random.u64(0..=last_step),
-            Draw::Zipf(zipf) => zipf.draw(&mut random),
-            &Draw::Hot { percent, cold } => {
-                let hot = random.u8(0..100) < percent;
-                if hot || cold > last_step { random.u64(0..cold) } else { random.u64(cold..=last_step) }
-            }
-        }
     }
 }
 

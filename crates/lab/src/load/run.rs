@@ -6,11 +6,12 @@
 //!      …  ◄────────────────────────────────┘
 //! ```
 //!
-//! Where requests come by themselves, each task first takes the instant at which the next one is due, and waits for it. While all tasks
-//! have a request in flight nobody takes an instant, and that request is sent late: the queue of those that wait costs nothing, however long it is.
+//! Where requests come by themselves, each task first takes the instant at which the next one is
+//! due, and waits for it. While all tasks have a request in flight nobody takes an instant, and
+//! that request is sent late: the queue of those that wait costs nothing, however long it is.
 //!
-//! Nothing is allocated for a request but what the data path itself allocates, and the clock is read once: what a request of a closed loop waits
-//! for is the answer to the one before it.
+//! Nothing is allocated for a request but what the data path itself allocates, and the clock is
+//! read once: what a request of a closed loop waits for is the answer to the one before it.
 //!
 //! Several readers have each a place of their own, and as many tasks.
 
@@ -36,7 +37,6 @@ use super::{
     places::{Course, Reader},
 };
 
-/// What a task is to do next.
 enum Next {
     Request { offset: u64, kind: Kind },
     Flush,
@@ -44,11 +44,11 @@ enum Next {
     Done,
 }
 
-/// What the tasks share.
 struct Run {
     job: Job,
     target: Target,
-    /// What a write writes, from [`Run::first`] on, where memory is aligned for any device; empty if none does.
+    /// What a write writes, from [`Run::first`] on, where memory is aligned for any device; empty
+    /// if none does.
     content: Arc<[u8]>,
     first: usize,
     course: Course,
@@ -198,7 +198,8 @@ impl Run {
         self.wake();
     }
 
-    /// Takes the instant at which the next request is due, and waits for it; `None` if there is none any more.
+    /// Takes the instant at which the next request is due, and waits for it; `None` if there is
+    /// none any more.
     async fn arrival(&self, schedule: &RefCell<Schedule>, at: Instant) -> Option<Instant> {
         if self.is_over(at) || self.promised.get() >= self.job.load.count {
             return None;
@@ -218,7 +219,6 @@ impl Run {
         Some(due)
     }
 
-    /// How far behind its schedule it was when its time was over.
     fn behind(&self, ended: Instant) -> Duration {
         let Some(schedule) = &self.schedule else { return Duration::ZERO };
         if self.sent.get() >= self.job.load.count {
@@ -227,12 +227,10 @@ impl Run {
         self.until.min(ended) - schedule.borrow().next()
     }
 
-    /// Whether nothing more is sent, at this instant.
     fn is_over(&self, at: Instant) -> bool {
         self.failed.get().is_some() || self.job.stop.is_stopped() || at >= self.until
     }
 
-    /// What to do at this instant, and, where that is a request, one that is due at `due`.
     fn take(&self, reader: &Reader, due: Instant, at: Instant) -> Next {
         if self.is_over(at) {
             return Next::Done;
@@ -298,7 +296,6 @@ impl Run {
         }
     }
 
-    /// Until something has changed.
     async fn wait(&self) {
         let mut waited = false;
         poll_fn(|context| {

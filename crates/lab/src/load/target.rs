@@ -8,12 +8,9 @@ use block::{buffer::Buffer, disk::Disk, error::Result, storage::Durability};
 use export::nbd::client::Client;
 use policy::{request::Direction, throttle::Cost};
 
-/// What takes requests.
 #[derive(Clone, Debug)]
 pub(crate) enum Target {
-    /// A disk, through its layers.
     Disk(Arc<Disk>),
-    /// An export, through a connection.
     Nbd(Rc<Client>),
 }
 
@@ -46,9 +43,6 @@ impl Target {
     }
 
     /// Makes durable what was answered.
-    ///
-    /// # Errors
-    /// The disk's, or the server's.
     pub(crate) async fn flush(&self) -> Result<()> {
         match self {
             Self::Disk(disk) => disk.flush().await,

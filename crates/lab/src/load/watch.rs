@@ -43,7 +43,6 @@ impl Stop {
         first
     }
 
-    /// Whether somebody has said so.
     pub(crate) fn is_stopped(&self) -> bool {
         self.stopped.load(Ordering::Relaxed)
     }
@@ -53,7 +52,8 @@ impl Stop {
         let _ = timeout(time, self.heard.recv()).await;
     }
 
-    /// Waits for something that may never come, such as a server's answer: once it is said, not much longer; `None` then.
+    /// Waits for something that may never come, such as a server's answer: once it is said, not
+    /// much longer; `None` then.
     pub(super) async fn unless_overdue<T>(&self, awaited: impl Future<Output = T>) -> Option<T> {
         let mut awaited = pin!(awaited);
         let mut overdue = pin!(async {
@@ -68,17 +68,14 @@ impl Stop {
     }
 }
 
-/// How many requests of one job were answered so far.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Count(Arc<AtomicU64>);
 
 impl Count {
-    /// So many.
     pub(super) fn set(&self, count: u64) {
         self.0.store(count, Ordering::Relaxed);
     }
 
-    /// The number.
     pub(crate) fn get(&self) -> u64 {
         self.0.load(Ordering::Relaxed)
     }

@@ -1,16 +1,16 @@
 //! Zipf's distribution: some blocks are asked for much more often than others, as guests do it.
 //!
-//! Rejection-inversion (W. Hörmann and G. Derflinger, "Rejection-inversion to generate variates from monotone discrete distributions", ACM
-//! TOMACS 6(3), 1996): a draw costs the same for any number of blocks, and nothing is prepared for each of them.
+//! Rejection-inversion (W. Hörmann and G. Derflinger, "Rejection-inversion to generate variates
+//! from monotone discrete distributions", ACM TOMACS 6(3), 1996): a draw costs the same for any
+//! number of blocks, and nothing is prepared for each of them.
 //!
 //! ```text
 //!   draw ─► rank: 0 is the hottest ─► scattered: where that block lies
 //! ```
 //!
-//! Hot blocks lie all over the disk, each at a place of its own: what the load looks like to a cache of clusters or to read-ahead does not
-//! depend on neighbours that are hot by chance.
+//! Hot blocks lie all over the disk, each at a place of its own: what the load looks like to a
+//! cache of clusters or to read-ahead does not depend on neighbours that are hot by chance.
 
-/// A distribution over so many ranks.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Zipf {
     count: u64,
@@ -24,7 +24,8 @@ pub(crate) struct Zipf {
 }
 
 impl Zipf {
-    /// Rank `k` comes up in proportion to `1 / (k + 1)^theta`. `count` is not 0, `theta` above 0 and finite; the seed decides where ranks lie.
+    /// Rank `k` comes up in proportion to `1 / (k + 1)^theta`. `count` is not 0, `theta` above 0
+    /// and finite; the seed decides where ranks lie.
     pub(crate) fn new(count: u64, theta: f64, seed: u64) -> Self {
         debug_assert!(count > 0 && theta > 0.0 && theta.is_finite());
         let at_first = integral(1.5, theta) - 1.0;
@@ -57,7 +58,8 @@ fn density(x: f64, theta: f64) -> f64 {
     (-theta * x.ln()).exp()
 }
 
-/// The integral of the density from 1 to `x`, also where `theta` is 1 or so close to it that the usual form would divide by 0.
+/// The integral of the density from 1 to `x`, also where `theta` is 1 or so close to it that the
+/// usual form would divide by 0.
 fn integral(x: f64, theta: f64) -> f64 {
     let log = x.ln();
     let y = (1.0 - theta) * log;
@@ -65,7 +67,6 @@ fn integral(x: f64, theta: f64) -> f64 {
     factor * log
 }
 
-/// The inverse of [`integral`].
 fn inverse(y: f64, theta: f64) -> f64 {
     // Rounding may go below what the logarithm takes.
     let t = (y * (1.0 - theta)).max(-1.0);
@@ -73,8 +74,9 @@ fn inverse(y: f64, theta: f64) -> f64 {
     (factor * y).exp()
 }
 
-/// Gives each rank a place of its own, far from those of its neighbours: multiples of a step that is the golden section of all of them (Knuth,
-/// *The Art of Computer Programming* 3, section 6.4) and shares no factor with their number.
+/// Gives each rank a place of its own, far from those of its neighbours: multiples of a step that
+/// is the golden section of all of them (Knuth, *The Art of Computer Programming* 3, section 6.4)
+/// and shares no factor with their number.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Scatter {
     count: u64,
@@ -130,7 +132,7 @@ mod tests {
 
     #[test]
     fn every_block_has_one_rank() {
-        for count in [1, 2, 3, 6, 97, 1000, 1024] {
+        for count in [1, 2, 3, 6, 10, 97, 1000, 1024, 262_144] {
             let scatter = Scatter::new(count, 3);
             let mut places: Vec<_> = (0..count).map(|rank| scatter.place(rank)).collect();
             places.sort_unstable();

@@ -1,8 +1,10 @@
-//! Whether somebody uses a device, or it holds what somebody may still want: then it is not written to.
+//! Whether somebody uses a device, or it holds what somebody may still want: then it is not written
+//! to.
 //!
-//! Four questions, the ones with the clearest answers first: is it mounted, does another device lie on it, does anybody hold it
-//! exclusively (all kernel users do, swap and RAID members included), and does it begin like something known. The third alone keeps out
-//! everything that is in use now, and goes on doing so while the device is written to; the others say what it is.
+//! Four questions, the ones with the clearest answers first: is it mounted, does another device lie
+//! on it, does anybody hold it exclusively (all kernel users do, swap and RAID members included),
+//! and does it begin like something known. The third alone keeps out everything that is in use now,
+//! and goes on doing so while the device is written to; the others say what it is.
 //!
 //! Only the last can be overruled. A device that is only read is asked the third alone.
 
@@ -94,7 +96,8 @@ fn parts_of(number: Number, roots: &Roots) -> Vec<Number> {
     entries.filter_map(part).collect()
 }
 
-/// Where a device is mounted, by the text of proc_pid_mountinfo(5): the third field is the number, the fifth the place.
+/// Where a device is mounted, by the text of proc_pid_mountinfo(5): the third field is the number,
+/// the fifth the place.
 fn mounted_at(mounts: &str, number: Number) -> Option<&str> {
     let number = number.to_string();
     mounts.lines().find_map(|line| {
@@ -129,7 +132,6 @@ const SIGNATURES: [(usize, &[u8], &str); 13] = [
 /// All of them end before.
 const LOOKED_AT: usize = 0x10048;
 
-/// What a device begins like, of what is known.
 fn signature(file: &fs::File) -> io::Result<Option<&'static str>> {
     use std::os::unix::fs::FileExt as _;
     let mut start = vec![0; LOOKED_AT];

@@ -1,9 +1,10 @@
 //! One kind of load on an image, and how fast it was answered.
 //!
-//! As many requests as fit are in flight all the time ([`DEPTH`]): what a device can do shows when it never has to wait for work. The time
-//! is cut into windows, and the median of their rates counts, so that a pause of the device (or of this machine) in one of them
-//! does not; of a slow device, which answers seldom, there are fewer and longer ones. How far the windows are apart is reported with it: a
-//! device whose rate depends on what it did before shows there.
+//! As many requests as fit are in flight all the time ([`DEPTH`]): what a device can do shows when
+//! it never has to wait for work. The time is cut into windows, and the median of their rates
+//! counts, so that a pause of the device (or of this machine) in one of them does not; of a slow
+//! device, which answers seldom, there are fewer and longer ones. How far the windows are apart is
+//! reported with it: a device whose rate depends on what it did before shows there.
 
 use std::{
     cell::{Cell, RefCell},
@@ -24,22 +25,20 @@ use policy::{
 
 /// Requests in flight: enough for every queue of a disk to be busy, as a few guests together have.
 pub(crate) const DEPTH: usize = 32;
-/// Windows whose rates are compared, after one that does not count: a device needs a moment to get up to speed.
+/// Windows whose rates are compared, after one that does not count: a device needs a moment to get
+/// up to speed.
 const WINDOWS: u32 = 7;
-/// Answers in a window, on average, from which on its rate says something: when one comes by chance a little later, that is no more than some percent. Of a
-/// slow device there are fewer, and windows are put together.
+/// Answers in a window, on average, from which on its rate says something: when one comes by chance
+/// a little later, that is no more than some percent. Of a slow device there are fewer, and windows
+/// are put together.
 const ANSWERS: u64 = 10;
 
-/// Where requests go.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Pattern {
-    /// Anywhere.
     Random,
-    /// One after the other.
     Sequential,
 }
 
-/// What is asked of an image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Load {
     pub(super) pattern: Pattern,
@@ -49,7 +48,8 @@ pub(super) struct Load {
 }
 
 impl Load {
-    /// Every load that is measured: those that read first, so that what they find is not what a write has left in a cache.
+    /// Every load that is measured: those that read first, so that what they find is not what a
+    /// write has left in a cache.
     pub(super) fn all() -> impl Iterator<Item = Self> {
         let directions = [Direction::Read, Direction::Write];
         directions.into_iter().flat_map(|direction| {
@@ -59,7 +59,6 @@ impl Load {
         })
     }
 
-    /// Such as `random read`.
     pub(super) fn name(&self) -> &'static str {
         match (self.pattern, self.direction) {
             (Pattern::Random, Direction::Read) => "random read",
@@ -73,27 +72,24 @@ impl Load {
 /// How fast a load was answered.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Figure {
-    /// What was asked.
     pub(super) load: Load,
-    /// Operations per second: the median of windows that are long enough. Of large blocks there may be few, and a fraction of one counts.
+    /// Operations per second: the median of windows that are long enough. Of large blocks there may
+    /// be few, and a fraction of one counts.
     pub(super) rate: f64,
     /// The fastest window less the slowest, beside the median: 0 is perfectly steady.
     pub(super) spread: f64,
 }
 
 impl Figure {
-    /// The same in whole operations.
     pub(super) fn iops(&self) -> u64 {
         self.rate.round() as u64
     }
 
-    /// Bytes per second.
     pub(super) fn bps(&self) -> u64 {
         (self.rate * self.load.block_bytes as f64).round() as u64
     }
 }
 
-/// The part of an image that is measured.
 #[derive(Clone, Debug)]
 pub(super) struct Field {
     pub(super) image: Rc<Image>,
@@ -103,7 +99,6 @@ pub(super) struct Field {
     pub(super) noise: Rc<[u8]>,
 }
 
-/// What the requests in flight share.
 #[derive(Debug)]
 struct Run {
     load: Load,
@@ -118,9 +113,6 @@ struct Run {
 
 impl Field {
     /// Puts the load on it for so long.
-    ///
-    /// # Errors
-    /// The first request that failed.
     pub(super) async fn measure(&self, load: Load, time: Duration) -> anyhow::Result<Figure> {
         let window = time / (WINDOWS + 1);
         let began = now();
@@ -142,7 +134,8 @@ impl Field {
         Ok(figure(load, &marks))
     }
 
-    /// Writes it from beginning to end, for so long at most; what is left is cut off. Returns the bytes written.
+    /// Writes it from beginning to end, for so long at most; what is left is cut off. Returns the
+    /// bytes written.
     ///
     /// # Errors
     /// The first request that failed.
@@ -182,7 +175,6 @@ impl Run {
         })
     }
 
-    /// One request after the other, until the time is over or one fails.
     async fn requests(self: Rc<Self>) {
         while now() < self.end && self.failed.borrow().is_none() {
             let at = self.offset();
@@ -233,8 +225,9 @@ fn figure(load: Load, marks: &[(Instant, u64)]) -> Figure {
     Figure { load, rate: median, spread: if median > 0.0 { range / median } else { 0.0 } }
 }
 
-/// The rates of the time in so many parts, whole windows each, the lowest first. From the last answer of one to the last of the next: where there are few in each,
-/// one more or less by chance would be a tenth of the rate.
+/// The rates of the time in so many parts, whole windows each, the lowest first. From the last
+/// answer of one to the last of the next: where there are few in each, one more or less by chance
+/// would be a tenth of the rate.
 fn rates(marks: &[(Instant, u64)], count: usize) -> Vec<f64> {
     let mark = |number: usize| marks[number * (marks.len() - 1) / count];
     let rate = |number: usize| {
@@ -248,6 +241,8 @@ fn rates(marks: &[(Instant, u64)], count: usize) -> Vec<f64> {
 
 #[cfg(test)]
 mod tests {
+    use block::{image::open_raw, reactor::sim, storage::OpenOptions};
+
     use super::*;
 
     const LOAD: Load = Load { pattern: Pattern::Random, direction: Direction::Read, block_bytes: 4096 };
@@ -291,21 +286,29 @@ mod tests {
         assert!(all.iter().enumerate().all(|(index, load)| !all[..index].contains(load)));
     }
 
+    /// A load on so many bytes, in virtual time.
+    fn measured(
+        spec: &'static str,
+        options: OpenOptions,
+        (load, size_bytes): (Load, u64),
+        time: Duration,
+    ) -> anyhow::Result<Figure> {
+        sim::run(1, async move {
+            let image = Rc::new(open_raw(spec, options).unwrap());
+            let field = Field { image, size_bytes, noise: vec![7; 1 << 20].into() };
+            field.measure(load, time).await
+        })
+    }
+
+    fn rate(rate: &str) -> OpenOptions {
+        OpenOptions { rate: Some(rate.parse().unwrap()), ..OpenOptions::default() }
+    }
+
     #[test]
     fn a_load_of_an_imitated_device_is_measured_as_what_it_is() {
-        let options = block::storage::OpenOptions {
-            rate: Some("bytes=100M,iops=2000".parse().unwrap()),
-            ..Default::default()
-        };
-        let measured = |load: Load, options: block::storage::OpenOptions| {
-            block::reactor::sim::run(1, async move {
-                let image = Rc::new(block::image::open_raw("memory:64M", options).unwrap());
-                let field = Field { image, size_bytes: 64 << 20, noise: vec![7; 1 << 20].into() };
-                field.measure(load, Duration::from_secs(8)).await.unwrap()
-            })
-        };
         for load in Load::all() {
-            let figure = measured(load, options.clone());
+            let options = rate("bytes=100M,iops=2000");
+            let figure = measured("memory:64M", options, (load, 64 << 20), Duration::from_secs(8)).unwrap();
             let expect = if load.block_bytes == 4096 { 2000.0 } else { 100.0 };
             let error = (figure.rate / expect - 1.0).abs();
             assert!(error < 0.03 && figure.spread < 0.06, "{figure:?}");
@@ -315,30 +318,17 @@ mod tests {
     #[test]
     fn a_slow_device_is_measured_to_the_percent() {
         // Of 1 MiB a request: 3 or 4 in each of the windows.
-        let options = block::storage::OpenOptions {
-            rate: Some("bytes=13500000".parse().unwrap()),
-            ..Default::default()
-        };
         let load = Load { pattern: Pattern::Sequential, direction: Direction::Write, block_bytes: 1 << 20 };
-        let figure = block::reactor::sim::run(1, async move {
-            let image = Rc::new(block::image::open_raw("memory:64M", options).unwrap());
-            let field = Field { image, size_bytes: 64 << 20, noise: vec![7; 1 << 20].into() };
-            field.measure(load, Duration::from_secs(2)).await.unwrap()
-        });
+        let (options, time) = (rate("bytes=13500000"), Duration::from_secs(2));
+        let figure = measured("memory:64M", options, (load, 64 << 20), time).unwrap();
         assert!((figure.bps() as f64 / 13_500_000.0 - 1.0).abs() < 0.01, "{figure:?}");
     }
 
     #[test]
     fn a_request_that_fails_ends_the_measuring() {
-        let options = block::storage::OpenOptions {
-            faults: vec!["kind=read,error=EIO,offset=4M-8M".parse().unwrap()],
-            ..Default::default()
-        };
-        let failed = block::reactor::sim::run(1, async move {
-            let image = Rc::new(block::image::open_raw("null:8M", options).unwrap());
-            let field = Field { image, size_bytes: 8 << 20, noise: vec![7; 1 << 20].into() };
-            field.measure(LOAD, Duration::from_millis(10)).await.unwrap_err()
-        });
+        let faults = vec!["kind=read,error=EIO,offset=4M-8M".parse().unwrap()];
+        let options = OpenOptions { faults, ..OpenOptions::default() };
+        let failed = measured("null:8M", options, (LOAD, 8 << 20), Duration::from_millis(10)).unwrap_err();
         assert!(format!("{failed:#}").starts_with("random read of 4096 bytes: "), "{failed:#}");
     }
 }

@@ -1,4 +1,5 @@
-//! `weir probe`: what a device can do, measured once, so that a watermark knows how much of that is in use.
+//! `weir probe`: what a device can do, measured once, so that a watermark knows how much of that is
+//! in use.
 //!
 //! ```text
 //!   DIR ────► a file of its own ─┐                       ┌─► a table, or JSON
@@ -7,11 +8,12 @@
 //!                                     × read, write × 4 KiB, 1 MiB
 //! ```
 //!
-//! The capacity in operations is that of random requests of 4 KiB, that in bytes the better of the two patterns at 1 MiB. What was not
-//! measured is said, and never guessed: a daemon then goes by the device's busy time.
+//! The capacity in operations is that of random requests of 4 KiB, that in bytes the better of the
+//! two patterns at 1 MiB. What was not measured is said, and never guessed: a daemon then goes by
+//! the device's busy time.
 //!
-//! Measures through the very storage that serves disks, past the page cache. Never writes to a device in use ([`in_use`]), and leaves nothing
-//! behind in a directory, however it ends.
+//! Measures through the very storage that serves disks, past the page cache. Never writes to a
+//! device in use ([`in_use`]), and leaves nothing behind in a directory, however it ends.
 
 mod arguments;
 pub(crate) mod in_use;
@@ -67,7 +69,6 @@ pub fn run(arguments: ProbeArgs) -> Result<(), Failure> {
     Ok(print(&text)?)
 }
 
-/// What was measured, and what was not.
 #[derive(Debug)]
 struct Measured {
     size_bytes: u64,

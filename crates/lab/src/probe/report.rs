@@ -2,16 +2,15 @@
 
 use std::{fmt::Write as _, path::PathBuf};
 
+use console::table::{Table, columns};
 use policy::request::Direction;
 use serde_json::json;
 use settings::state::Figures;
 
 use super::load::{DEPTH, Figure, Pattern};
 
-/// Everything there is to say.
 #[derive(Debug)]
 pub(super) struct Report {
-    /// The directory or device as it was named.
     pub(super) target: String,
     /// The device's node, and its name for good; `None` if it lies on none.
     pub(super) device: Option<(String, String)>,
@@ -19,26 +18,27 @@ pub(super) struct Report {
     pub(super) figures: Vec<Figure>,
     pub(super) capacity: Figures,
     pub(super) not_measured: Vec<&'static str>,
-    /// The file that the capacity is kept in.
     pub(super) kept: Option<PathBuf>,
 }
 
 impl Report {
-    /// For people.
     pub(super) fn text(&self) -> String {
         let mut text = match &self.device {
             Some((node, key)) => format!("{} on {node} ({key})\n", self.target),
             None => format!("{}, on no disk of this machine\n", self.target),
         };
         let _ = writeln!(text, "{} measured, {DEPTH} requests at a time\n", size(self.size_bytes));
-        let _ = writeln!(text, "{:<18}{:>7}{:>12}{:>12}{:>9}", "load", "block", "IOPS", "MiB/s", "spread");
+        let mut table = Table::new(columns(&["load"], &["block", "IOPS", "MiB/s", "spread"]));
         for figure in &self.figures {
-            let block = size(figure.load.block_bytes as u64);
-            let mib = figure.bps() as f64 / f64::from(1 << 20);
-            let spread = figure.spread * 100.0;
-            let (name, iops) = (figure.load.name(), figure.iops());
-            let _ = writeln!(text, "{name:<18}{block:>7}{iops:>12}{mib:>12.1}{spread:>8.0}%");
+            table.row(vec![
+                figure.load.name().to_owned(),
+                size(figure.load.block_bytes as u64),
+                figure.iops().to_string(),
+                format!("{:.1}", figure.bps() as f64 / f64::from(1 << 20)),
+                format!("{:.0}%", figure.spread * 100.0),
+            ]);
         }
+        text += &table.render(false);
         text.push('\n');
         for what in &self.not_measured {
             let _ = writeln!(text, "not measured: {what}");
@@ -50,7 +50,6 @@ impl Report {
         text
     }
 
-    /// For programs.
     pub(super) fn json(&self) -> String {
         let load = |figure: &Figure| {
             json!({
@@ -111,8 +110,8 @@ mod tests {
 /srv on /dev/vda (serial x, 5 bytes)
 1 GiB measured, 32 requests at a time
 
-load                block        IOPS       MiB/s   spread
-random read         4 KiB       25600       100.0       5%
+load         block   IOPS  MiB/s  spread
+random read  4 KiB  25600  100.0      5%
 
 not measured: writes: not asked for (--read-only)
 kept in /var/lib/weir/capacity/x.json

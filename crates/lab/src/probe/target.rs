@@ -1,9 +1,10 @@
 //! What is measured: a file made in a directory for the purpose, or a device.
 //!
-//! The file has no name (open(2), `O_TMPFILE`), or loses it at once where the file system cannot do that: so it is gone with the process,
-//! whatever ends that, and nobody else finds it meanwhile.
+//! The file has no name (open(2), `O_TMPFILE`), or loses it at once where the file system cannot do
+//! that: so it is gone with the process, whatever ends that, and nobody else finds it meanwhile.
 //!
-//! A device is read as it is. It is written to only if that was asked for and nobody uses it (`in_use`).
+//! A device is read as it is. It is written to only if that was asked for and nobody uses it
+//! (`in_use`).
 
 use std::{
     fs,
@@ -21,12 +22,12 @@ use nix::sys::statvfs::fstatvfs;
 
 use super::in_use::{self, Claim};
 
-/// Bytes that are measured where nothing else is said, and there is room: more than the caches of most devices.
+/// Bytes that are measured where nothing else is said, and there is room: more than the caches of
+/// most devices.
 const DEFAULT_SIZE: u64 = 1 << 30;
 /// The least that can be measured: a few of the largest requests.
 pub(super) const LEAST_SIZE: u64 = 8 << 20;
 
-/// What was asked to be measured.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Wish<'a> {
     /// A directory or a block device.
@@ -38,7 +39,6 @@ pub(super) struct Wish<'a> {
     pub(super) force: bool,
 }
 
-/// Something to be measured.
 #[derive(Debug)]
 pub(super) struct Target {
     pub(super) image: Rc<Image>,
@@ -46,20 +46,13 @@ pub(super) struct Target {
     pub(super) kind: Kind,
     /// The device in the form of stat(2).
     pub(super) device_number: u64,
-    /// Held for as long as it is measured.
     _held: Held,
 }
 
-/// Where the bytes are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Kind {
-    /// In a file of our own, still empty.
     File,
-    /// On a device, which may be written to or not.
-    Device {
-        /// Whether.
-        writable: bool,
-    },
+    Device { writable: bool },
 }
 
 #[derive(Debug)]
@@ -70,9 +63,6 @@ enum Held {
 
 impl Target {
     /// Makes the file, or opens the device.
-    ///
-    /// # Errors
-    /// If it is neither, or cannot be measured as asked.
     pub(super) fn open(wish: Wish<'_>) -> anyhow::Result<Self> {
         let name = wish.path.display();
         let metadata = fs::metadata(wish.path).with_context(|| format!("{name}: cannot be probed"))?;

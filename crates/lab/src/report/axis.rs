@@ -4,25 +4,26 @@
 //!   values ─► low … high ─► ticks at 1, 2 or 5 × a power of ten ─► positions from 0 to 1, where plotters draws them
 //! ```
 //!
-//! plotters has scales of its own. They are not used because they take the values as they are: a span of 10³⁰⁰, or of nothing, makes them
-//! loop or panic, and a file from elsewhere may hold any number. Here every number becomes one from 0 to 1, and plotters never sees
-//! another.
+//! plotters has scales of its own. They are not used because they take the values as they are: a
+//! span of 10³⁰⁰, or of nothing, makes them loop or panic, and a file from elsewhere may hold any
+//! number. Here every number becomes one from 0 to 1, and plotters never sees another.
 //!
 //! Never shows a linear scale that hides its distance from zero, if it is asked to begin there.
 
 use super::quantity;
 use crate::result::{Axis, Unit};
 
-/// What is larger is drawn at the edge: no quantity of a disk comes near, and the differences of two such numbers are still numbers.
+/// What is larger is drawn at the edge: no quantity of a disk comes near, and the differences of
+/// two such numbers are still numbers.
 const MOST: f64 = 1e30;
 /// The smallest that a logarithmic scale shows.
 const LEAST: f64 = 1e-30;
 /// A span below this share of the values is taken for none: it is the rounding of their arithmetic.
 const NO_SPAN: f64 = 1e-9;
-/// Below so many decades a logarithmic scale has ticks at equal differences, because hardly one of 1, 2 and 5 falls into it.
+/// Below so many decades a logarithmic scale has ticks at equal differences, because hardly one of
+/// 1, 2 and 5 falls into it.
 const NARROW: f64 = 0.7;
 
-/// Where a scale begins and ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Ends {
     /// At the smallest and the largest value.
@@ -36,11 +37,9 @@ pub(super) enum Ends {
 pub(super) struct Tick {
     /// From 0 to 1.
     pub(super) position: f64,
-    /// Its name.
     pub(super) label: String,
 }
 
-/// The scale of one direction.
 #[derive(Clone, Debug)]
 pub(super) struct Scale {
     logarithmic: bool,
@@ -52,7 +51,8 @@ pub(super) struct Scale {
 }
 
 impl Scale {
-    /// The scale for these values, with `most` ticks or a few less. Values that cannot stand on it are passed over.
+    /// The scale for these values, with `most` ticks or a few less. Values that cannot stand on it
+    /// are passed over.
     pub(super) fn over(values: impl Iterator<Item = f64>, axis: &Axis, ends: Ends, most: usize) -> Self {
         let shown = values.filter_map(|value| placed(value, axis.logarithmic));
         let (low, high) = shown
@@ -73,7 +73,8 @@ impl Scale {
         scale
     }
 
-    /// Where a value stands: 0 is the beginning, 1 the end. `None` if it cannot stand on this scale.
+    /// Where a value stands: 0 is the beginning, 1 the end. `None` if it cannot stand on this
+    /// scale.
     pub(super) fn position(&self, value: f64) -> Option<f64> {
         Some(self.along(placed(value, self.logarithmic)?))
     }
@@ -136,7 +137,8 @@ impl Scale {
         let (step, shown) = self.step(unit, most);
         let digits = (-(step / shown.0).log10() - 1e-6).ceil().clamp(0.0, 9.0) as usize;
         let (first, last) = ((self.low / step - 1e-6).ceil(), (self.high / step + 1e-6).floor());
-        // The step was chosen for `most`; rounding adds one at each end. What is so far off that steps are lost has no ticks.
+        // The step was chosen for `most`; rounding adds one at each end. What is so far off that
+        // steps are lost has no ticks.
         let count = if last - first <= (most + 2) as f64 { (last - first) as usize + 1 } else { 0 };
         let value = |number: usize| (first + number as f64) * step;
         (0..count).map(|number| (value(number), quantity::written(value(number), shown, digits))).collect()

@@ -1,4 +1,5 @@
-//! Which columns of a table of text hold numbers: those stand at the right, so that their digits do below each other.
+//! Which columns of a table of text hold numbers: those stand at the right, so that their digits do
+//! below each other.
 
 use console::table::Side;
 

@@ -25,7 +25,8 @@ use crate::{
 /// Shows a result, or compares two.
 ///
 /// # Errors
-/// If a file cannot be read, is no result, or the page cannot be written; and, if that is asked for, if something got worse.
+/// If a file cannot be read, is no result, or the page cannot be written; and, if that is asked
+/// for, if something got worse.
 pub fn run(arguments: ReportArgs) -> Result<(), Failure> {
     let a = load(&arguments.a)?;
     match &arguments.b {
@@ -75,7 +76,6 @@ fn told(estimate: Estimate) -> Value {
     json!({ "median": estimate.median, "low": estimate.low, "high": estimate.high })
 }
 
-/// What the file has samples of, as estimates.
 fn of_one(result: &ResultFile) -> Value {
     let measure = |measure: &Measure| {
         json!({

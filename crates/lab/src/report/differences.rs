@@ -1,6 +1,8 @@
-//! Two results, side by side: which measures differ, by how much, and whether that is more than noise.
+//! Two results, side by side: which measures differ, by how much, and whether that is more than
+//! noise.
 //!
-//! Never compares what has different names or units, and never hides that two results come from different machines.
+//! Never compares what has different names or units, and never hides that two results come from
+//! different machines.
 
 use std::fmt::Write as _;
 
@@ -14,19 +16,17 @@ use crate::{
     statistics::{Estimate, Verdict, compare},
 };
 
-/// How many of so many comparisons show a difference where there is none: what `statistics` promises.
+/// How many of so many comparisons show a difference where there is none: what `statistics`
+/// promises.
 const BY_CHANCE: f64 = 0.05;
 /// With fewer measures less than one differs by chance.
 const WORTH_SAYING: usize = 20;
 /// Memory that differs by less is the kernel's own book-keeping.
 const SAME_MEMORY: f64 = 0.02;
 
-/// What became of a measure.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Outcome {
-    /// B's is better.
     Better,
-    /// B's is worse.
     Worse,
     /// No difference that could be told from noise.
     Same,
@@ -35,7 +35,6 @@ pub(super) enum Outcome {
 }
 
 impl Outcome {
-    /// For people.
     pub(super) fn text(self) -> &'static str {
         match self {
             Self::Better => "better",
@@ -46,7 +45,6 @@ impl Outcome {
     }
 }
 
-/// A measure that both have.
 #[derive(Clone, Debug)]
 pub(super) struct Row {
     pub(super) name: String,
@@ -60,7 +58,6 @@ pub(super) struct Row {
     pub(super) samples_are: SamplesAre,
 }
 
-/// Something about where the results come from.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Other {
     pub(super) what: &'static str,
@@ -68,7 +65,6 @@ pub(super) struct Other {
     pub(super) b: String,
 }
 
-/// Two results, side by side.
 #[derive(Clone, Debug)]
 pub(super) struct Differences {
     /// In A's order.
@@ -77,12 +73,10 @@ pub(super) struct Differences {
     pub(super) only_a: Vec<String>,
     /// Names that A does not have, or has in another unit.
     pub(super) only_b: Vec<String>,
-    /// What is not the same about where they come from.
     pub(super) others: Vec<Other>,
 }
 
 impl Differences {
-    /// Compares.
     pub(super) fn between(a: &ResultFile, b: &ResultFile) -> Self {
         let (list_a, list_b) = (&a.findings.measures, &b.findings.measures);
         let alone = |list: &[Measure], other: &[Measure]| {
@@ -97,12 +91,10 @@ impl Differences {
         }
     }
 
-    /// How many measures became so.
     pub(super) fn count(&self, outcome: Outcome) -> usize {
         self.rows.iter().filter(|row| row.outcome == outcome).count()
     }
 
-    /// How many measures have enough samples to be told apart.
     fn told(&self) -> usize {
         self.rows.len() - self.count(Outcome::Unknown)
     }
@@ -114,12 +106,10 @@ impl Differences {
         self.rows.iter().filter(is_measured).count()
     }
 
-    /// How many measures would differ though nothing changed.
     pub(super) fn expected_by_chance(&self) -> f64 {
         self.told_by_chance() as f64 * BY_CHANCE
     }
 
-    /// What it comes to.
     pub(super) fn conclusion(&self) -> String {
         let (told, better, worse) = (self.told(), self.count(Outcome::Better), self.count(Outcome::Worse));
         let measures = if told == 1 { "measure" } else { "measures" };
@@ -158,7 +148,6 @@ impl Differences {
         text
     }
 
-    /// The measures as a table of text.
     pub(super) fn table(&self) -> Table {
         let row = |row: &Row| {
             let told = |estimate: Estimate| {
@@ -178,7 +167,6 @@ impl Differences {
         Table::new("Measures that both have", columns, self.rows.iter().map(row).collect())
     }
 
-    /// Where the results come from, where that is not the same, as a table of text.
     pub(super) fn others_table(&self) -> Table {
         let row = |other: &Other| vec![other.what.to_owned(), other.a.clone(), other.b.clone()];
         let note = Some("Measures may differ for these reasons alone.".to_owned());

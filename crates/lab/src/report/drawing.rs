@@ -1,7 +1,8 @@
 //! A sheet that plotters draws on, and what becomes of it: an SVG element inside of a page.
 //!
-//! plotters' coordinates are whole numbers, so that a line drawn in pixels has steps. Sheets are therefore [`SCALE`] times as large as they
-//! are shown, and whatever is drawn on them too: [`px`] and [`letters`] do that.
+//! plotters' coordinates are whole numbers, so that a line drawn in pixels has steps. Sheets are
+//! therefore [`SCALE`] times as large as they are shown, and whatever is drawn on them too: [`px`]
+//! and [`letters`] do that.
 //!
 //! Never writes a text that was not cleaned; plotters does the escaping.
 
@@ -32,18 +33,17 @@ pub(super) const LETTER_WIDTH: f64 = 7.6;
 /// plotters takes the size that letters' boxes have, and divides by this.
 const BOX: f64 = 1.24;
 
-/// Of a chart in a file of its own, in pixels: the room for its title, that of a legend's row, that of a line in it, and beside things.
+/// Of a chart in a file of its own, in pixels: the room for its title, that of a legend's row, that
+/// of a line in it, and beside things.
 const TITLE: f64 = 34.0;
 const ROW: f64 = 20.0;
 const SAMPLE: f64 = 28.0;
 const MARGIN: f64 = 8.0;
 
-/// A sheet.
 pub(super) type Sheet<'a> = DrawingArea<SVGBackend<'a>, Shift>;
 /// Whether drawing worked. Into a string it always does, but plotters also draws elsewhere.
 pub(super) type Drawn = Result<(), DrawingAreaErrorKind<std::io::Error>>;
 
-/// Pixels as plotters takes them.
 pub(super) fn px(pixels: f64) -> i32 {
     (pixels * f64::from(SCALE)).round() as i32
 }
@@ -59,7 +59,6 @@ pub(super) fn write(sheet: &Sheet, text: &str, (x, y): (f64, f64), style: TextSt
     sheet.draw(&Text::new(clean(text), (px(x), px(y)), style))
 }
 
-/// Draws a line between two places, in pixels.
 pub(super) fn line(sheet: &Sheet, from: (f64, f64), to: (f64, f64), colour: RGBColor, width: f64) -> Drawn {
     let ends = [from, to].map(|(x, y)| (px(x), px(y)));
     sheet.draw(&PathElement::new(ends, colour.stroke_width(px(width).unsigned_abs())))
@@ -71,7 +70,6 @@ pub(super) fn fill(sheet: &Sheet, from: (f64, f64), to: (f64, f64), colour: RGBC
     sheet.draw(&Rectangle::new(corners, colour.filled()))
 }
 
-/// Something drawn on a sheet.
 pub(super) struct Drawing {
     /// In pixels.
     size: (f64, f64),
@@ -82,9 +80,6 @@ pub(super) struct Drawing {
 }
 
 /// Has something drawn on a sheet of so many pixels.
-///
-/// # Errors
-/// If drawing does not work.
 pub(super) fn drawing(
     (width, height): (f64, f64),
     shows: &str,
@@ -104,7 +99,8 @@ pub(super) fn drawing(
 impl Drawing {
     /// An element of a page, whose rules give it the page's colours.
     ///
-    /// On a narrow screen it shrinks to three quarters, where its letters are still read, and no further.
+    /// On a narrow screen it shrinks to three quarters, where its letters are still read, and no
+    /// further.
     pub(super) fn inline(&self) -> String {
         let Self { size: (width, height), shows, shapes } = self;
         format!(
@@ -116,7 +112,8 @@ impl Drawing {
         )
     }
 
-    /// A file of its own, below its title and its legend: light, on a ground, so that it can be read wherever it is shown.
+    /// A file of its own, below its title and its legend: light, on a ground, so that it can be
+    /// read wherever it is shown.
     pub(super) fn alone(&self, legend: &[(&str, RGBColor)]) -> String {
         let Self { size: (width, height), shows, shapes } = self;
         let (ground, ink, version) = (code(GROUND.light), code(INK.light), env!("CARGO_PKG_VERSION"));

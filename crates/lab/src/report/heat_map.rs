@@ -1,4 +1,5 @@
-//! A matrix of values, drawn: the better a value is, the more its cell stands out. Each value is also written into its cell.
+//! A matrix of values, drawn: the better a value is, the more its cell stands out. Each value is
+//! also written into its cell.
 //!
 //! Never says by colour alone what it says.
 
@@ -28,9 +29,6 @@ const MARGIN: f64 = 8.0;
 const MOST: usize = 64;
 
 /// The chart: its drawing, and what is not shown.
-///
-/// # Errors
-/// If drawing does not work.
 pub(super) fn html(map: &HeatMap) -> anyhow::Result<String> {
     let drawing = drawing(map)?.inline();
     let best = match map.better {
@@ -51,9 +49,6 @@ pub(super) fn html(map: &HeatMap) -> anyhow::Result<String> {
 }
 
 /// The chart in a file of its own.
-///
-/// # Errors
-/// If drawing does not work.
 pub(super) fn alone(map: &HeatMap) -> anyhow::Result<String> {
     Ok(drawing(map)?.alone(&[]))
 }
@@ -63,7 +58,6 @@ fn drawing(map: &HeatMap) -> anyhow::Result<Drawing> {
     drawing::drawing(layout.size(), &map.title, |sheet| layout.paint(sheet, map))
 }
 
-/// What goes where, in pixels.
 struct Layout {
     rows: usize,
     columns: usize,
@@ -155,7 +149,6 @@ impl Layout {
     }
 }
 
-/// How many letters have room in so many pixels.
 fn fitting(width: f64) -> usize {
     ((width - 2.0 * MARGIN) / LETTER_WIDTH) as usize
 }
@@ -179,13 +172,13 @@ fn wrapped(name: &str, most: usize) -> Vec<String> {
     lines.iter().map(|line| cut(line, most)).collect()
 }
 
-/// The smallest and the largest value.
 fn range(map: &HeatMap) -> (f64, f64) {
     let values = map.values.iter().flatten().flatten().filter(|value| value.is_finite());
     values.fold((f64::INFINITY, f64::NEG_INFINITY), |(low, high), &value| (low.min(value), high.max(value)))
 }
 
-/// Which of [`CELLS`] a value gets: by factors where the values span more than ten, or all but the largest would look alike.
+/// Which of [`CELLS`] a value gets: by factors where the values span more than ten, or all but the
+/// largest would look alike.
 fn strength(value: f64, (low, high): (f64, f64), better: Better) -> usize {
     let share = if low > 0.0 && high / low > 10.0 {
         (value.ln() - low.ln()) / (high.ln() - low.ln())

@@ -1,7 +1,7 @@
 //! Text that becomes part of a page.
 //!
-//! Names and notes come from a result file, which comes from anywhere: a disk may be called `<script>`. Everything that is not this
-//! program's own goes through here.
+//! Names and notes come from a result file, which comes from anywhere: a disk may be called
+//! `<script>`. Everything that is not this program's own goes through here.
 //!
 //! Never lets a character of a text begin a tag, an entity or the end of an attribute.
 
@@ -21,12 +21,14 @@ pub(super) fn escape(text: &str) -> String {
     escaped
 }
 
-/// Without characters that HTML does not allow and terminals obey; lines stay lines. plotters escapes texts itself, but these it lets pass.
+/// Without characters that HTML does not allow and terminals obey; lines stay lines. plotters
+/// escapes texts itself, but these it lets pass.
 pub(super) fn clean(text: &str) -> String {
     text.chars().map(shown).collect()
 }
 
-/// Cut to so many characters, with an ellipsis in the middle: what tells names apart is often at their ends.
+/// Cut to so many characters, with an ellipsis in the middle: what tells names apart is often at
+/// their ends.
 pub(super) fn cut(text: &str, most: usize) -> String {
     let count = text.chars().count();
     if count <= most {

@@ -36,9 +36,6 @@ const TICKS: usize = 6;
 const MOST: usize = 50;
 
 /// The drawing; `None` if there is nothing to draw.
-///
-/// # Errors
-/// If drawing does not work.
 pub(super) fn html(rows: &[Row]) -> anyhow::Result<Option<String>> {
     let rows = shown(rows);
     if rows.is_empty() {

@@ -8,7 +8,8 @@ use super::page;
 use crate::result::{Kind, ResultFile, arguments::ResultArgs, check, save, write};
 
 impl ResultArgs {
-    /// Whether a result can be kept where the options say, as far as that can be known before there is one.
+    /// Whether a result can be kept where the options say, as far as that can be known before there
+    /// is one.
     ///
     /// # Errors
     /// If the directory cannot be written to, or there is something that is not to be replaced.
@@ -22,7 +23,8 @@ impl ResultArgs {
         self.report.as_ref().map_or(Ok(()), |path| check(path, Kind::Page))
     }
 
-    /// Keeps a result where the options say. Where one file cannot be written, the other is all the same.
+    /// Keeps a result where the options say. Where one file cannot be written, the other is all the
+    /// same.
     ///
     /// # Errors
     /// If a file cannot be written.

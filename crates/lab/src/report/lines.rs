@@ -1,6 +1,8 @@
-//! Lines over one x-axis, drawn: IOPS over time, a growing cache, the share of requests over latency.
+//! Lines over one x-axis, drawn: IOPS over time, a growing cache, the share of requests over
+//! latency.
 //!
-//! Never draws more than a line has places for: of thousands of points in one column of pixels the lowest and the highest are what is seen.
+//! Never draws more than a line has places for: of thousands of points in one column of pixels the
+//! lowest and the highest are what is seen.
 
 use std::{fmt::Write as _, ops::Range};
 
@@ -36,9 +38,6 @@ const Y_TICKS: usize = 5;
 const COLUMNS: usize = 600;
 
 /// The chart: its legend, its drawing, and what is not shown.
-///
-/// # Errors
-/// If drawing does not work.
 pub(super) fn html(lines: &Lines) -> anyhow::Result<String> {
     let mut html = legend(&drawn(lines));
     let _ = write!(html, "<div class=\"wide\">{}</div>", drawing(lines)?.inline());
@@ -54,9 +53,6 @@ pub(super) fn html(lines: &Lines) -> anyhow::Result<String> {
 }
 
 /// The chart in a file of its own.
-///
-/// # Errors
-/// If drawing does not work.
 pub(super) fn alone(lines: &Lines) -> anyhow::Result<String> {
     let series = drawn(lines);
     let legend: Vec<_> =

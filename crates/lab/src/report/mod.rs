@@ -7,8 +7,8 @@
 //!                    └─► text (a terminal)
 //! ```
 //!
-//! Never measures anything and never looks into what only one kind of result knows: a report shows what is in the file, so that a file can
-//! be drawn again years later, on another machine.
+//! Never measures anything and never looks into what only one kind of result knows: a report shows
+//! what is in the file, so that a file can be drawn again years later, on another machine.
 
 mod arguments;
 mod axis;
@@ -35,10 +35,6 @@ use page::Page;
 
 use super::result::ResultFile;
 
-/// A result as a page.
-///
-/// # Errors
-/// If a chart cannot be drawn.
 pub(crate) fn page(result: &ResultFile) -> anyhow::Result<String> {
     let ResultFile { header, findings, .. } = result;
     let mut page = Page::new(&title(result));
@@ -62,7 +58,6 @@ pub(crate) fn page(result: &ResultFile) -> anyhow::Result<String> {
     Ok(page.finish())
 }
 
-/// Two results, A and B, as a page.
 fn comparison((name_a, a): (&str, &ResultFile), (name_b, b): (&str, &ResultFile)) -> anyhow::Result<String> {
     let differences = Differences::between(a, b);
     let mut page = Page::new(&format!("{name_b} beside {name_a}"));
@@ -95,7 +90,8 @@ fn comparison((name_a, a): (&str, &ResultFile), (name_b, b): (&str, &ResultFile)
     Ok(page.finish())
 }
 
-/// What a result is about: the command and what it was pointed at, which is most of what people ask first.
+/// What a result is about: the command and what it was pointed at, which is most of what people ask
+/// first.
 fn title(result: &ResultFile) -> String {
     let header = &result.header;
     let name = header.command.get(1).filter(|word| !word.starts_with('-'));

@@ -1,7 +1,7 @@
 //! One page of HTML: what every report is made of, from the head to the last table.
 //!
-//! A page needs nothing else: no script, no font, no picture from elsewhere. It can be mailed, kept beside the result, and opened in ten
-//! years.
+//! A page needs nothing else: no script, no font, no picture from elsewhere. It can be mailed, kept
+//! beside the result, and opened in ten years.
 //!
 //! Never holds a text that was not escaped.
 
@@ -26,7 +26,6 @@ const LONG: usize = 48;
 /// Longer lists of measures are closed until somebody opens them.
 const MANY: usize = 40;
 
-/// A page that grows.
 #[derive(Debug)]
 pub(super) struct Page {
     title: String,
@@ -34,12 +33,10 @@ pub(super) struct Page {
 }
 
 impl Page {
-    /// With nothing but its title.
     pub(super) fn new(title: &str) -> Self {
         Self { title: title.to_owned(), body: format!("<h1>{}</h1>\n", escape(title)) }
     }
 
-    /// The whole document.
     pub(super) fn finish(self) -> String {
         let (title, body, version) = (escape(&self.title), self.body, env!("CARGO_PKG_VERSION"));
         let (dark, dashes) = (palette::dark_rules(), palette::dash_rules(SCALE));
@@ -53,12 +50,10 @@ impl Page {
         )
     }
 
-    /// The command that led here.
     pub(super) fn command(&mut self, header: &Header) {
         self.put(&format!("<p class=\"command\"><code>{}</code></p>", escape(&command(header))));
     }
 
-    /// Where and how it came about.
     pub(super) fn facts(&mut self, header: &Header) {
         self.put("<dl>");
         for (name, fact) in facts(header) {
@@ -85,12 +80,10 @@ impl Page {
         }
     }
 
-    /// Begins a part.
     pub(super) fn heading(&mut self, text: &str) {
         self.put(&format!("<h2>{}</h2>", escape(text)));
     }
 
-    /// A table of text.
     pub(super) fn table(&mut self, shown: &Table) {
         self.put("<section class=\"table\">");
         if !shown.title.is_empty() {
@@ -103,10 +96,6 @@ impl Page {
         self.put("</section>");
     }
 
-    /// A chart.
-    ///
-    /// # Errors
-    /// If it cannot be drawn.
     pub(super) fn chart(&mut self, chart: &Chart) -> anyhow::Result<()> {
         let (title, drawn) = match chart {
             Chart::Lines(lines) => (&lines.title, lines::html(lines)?),
@@ -121,7 +110,6 @@ impl Page {
         self.put(&format!("<figure><figcaption>{}</figcaption>{drawn}</figure>", escape(title)));
     }
 
-    /// The numbers that another run's can be compared with.
     pub(super) fn measures(&mut self, list: &[Measure]) {
         let table = table(&measures(list));
         let open = if list.len() <= MANY { " open" } else { "" };
@@ -173,7 +161,6 @@ pub(super) fn facts(header: &Header) -> Vec<(&'static str, String)> {
     facts.into_iter().filter(|(_, fact)| !fact.is_empty()).collect()
 }
 
-/// Measures as a table of text, in their order.
 pub(super) fn measures(list: &[Measure]) -> Table {
     let row = |measure: &Measure| {
         let [median, low, high] = quantity::estimate(estimated(measure), measure.unit);

@@ -1,11 +1,14 @@
 //! The colours of charts, for light and for dark.
 //!
-//! plotters writes colours into its shapes' attributes, as they are on a light page. A rule of CSS wins over such an attribute, so the dark
-//! page is a list of rules, `[stroke="#0072B2"] { stroke: … }`, over the very same drawing: nothing is drawn twice and nothing is rewritten,
-//! and a drawing that somebody cuts out of the page is right by itself. Each colour here therefore means one thing.
+//! plotters writes colours into its shapes' attributes, as they are on a light page. A rule of CSS
+//! wins over such an attribute, so the dark page is a list of rules,
+//! `[stroke="#0072B2"] { stroke: … }`, over the very same drawing: nothing is drawn twice and
+//! nothing is rewritten, and a drawing that somebody cuts out of the page is right by itself. Each
+//! colour here therefore means one thing.
 //!
-//! The lines' colours are those of Okabe and Ito (*Color Universal Design*, 2008), which people with any kind of colour vision tell apart.
-//! Some of them are too faint for a thin line; made strong enough, not all eight remain apart. So five lines are solid, and three dashed.
+//! The lines' colours are those of Okabe and Ito (*Color Universal Design*, 2008), which people
+//! with any kind of colour vision tell apart. Some of them are too faint for a thin line; made
+//! strong enough, not all eight remain apart. So five lines are solid, and three dashed.
 
 use plotters::style::RGBColor;
 
@@ -28,7 +31,6 @@ const fn rgb(code: u32) -> RGBColor {
 pub(super) const GROUND: Pair = pair(0xFF_FFFF, 0x17_191D);
 /// Letters, and the axes' own lines.
 pub(super) const INK: Pair = pair(0x33_3B46, 0xC9_D1DC);
-/// Lines at ticks.
 pub(super) const GRID: Pair = pair(0xDF_E3E8, 0x33_3841);
 /// Of the lines, in their order: the first [`SOLID`] are solid.
 pub(super) const LINES: [Pair; 8] = [
@@ -41,9 +43,9 @@ pub(super) const LINES: [Pair; 8] = [
     pair(0x2C_9BDB, 0x8C_D0FA),
     pair(0x76_7676, 0x9A_9A9A),
 ];
-/// How many lines are solid.
 pub(super) const SOLID: usize = 5;
-/// From the worst to the best. On a dark page the best shine, on a light one they are dark: what counts stands out from the ground.
+/// From the worst to the best. On a dark page the best shine, on a light one they are dark: what
+/// counts stands out from the ground.
 pub(super) const CELLS: [Pair; 7] = [
     pair(0xF1_F6FB, 0x20_2A36),
     pair(0xD6_E6F4, 0x1D_3850),
@@ -59,7 +61,6 @@ pub(super) const FAINT: usize = 4;
 pub(super) const ON_FAINT: Pair = pair(0x10_1418, 0xF5_F7FA);
 /// Letters on cells that stand out.
 pub(super) const ON_STRONG: Pair = pair(0xFE_FEFE, 0x0B_0E12);
-/// A cell without a value.
 pub(super) const NO_CELL: Pair = pair(0xE9_EBED, 0x2A_2D33);
 
 /// Everything that differs between light and dark, and lines from bottom to top.
@@ -70,7 +71,6 @@ pub(super) fn code(RGBColor(red, green, blue): RGBColor) -> String {
     format!("#{red:02X}{green:02X}{blue:02X}")
 }
 
-/// The rules that make charts dark.
 pub(super) fn dark_rules() -> String {
     let rule = |pair: &Pair| {
         let (light, dark) = (code(pair.light), code(pair.dark));
@@ -144,8 +144,8 @@ mod tests {
         assert_eq!(dark_rules().lines().count(), count);
     }
 
-    /// How a colour looks to who lacks one kind of cones: Machado, Oliveira and Fernandes, *A Physiologically-based Model for Simulation of
-    /// Color Vision Deficiency*, 2009, severity 1.
+    /// How a colour looks to who lacks one kind of cones: Machado, Oliveira and Fernandes, *A
+    /// Physiologically-based Model for Simulation of Color Vision Deficiency*, 2009, severity 1.
     const DEFICIENCIES: [[[f64; 3]; 3]; 4] = [
         [[1.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 1.0]],
         [[0.152, 1.053, -0.205], [0.115, 0.786, 0.099], [-0.004, -0.048, 1.052]],
@@ -175,7 +175,8 @@ mod tests {
                             let [one, other] = [one, other].map(|pair| seen(of(pair), deficiency));
                             let distance =
                                 one.iter().zip(other).map(|(a, b)| (a - b).powi(2)).sum::<f64>().sqrt();
-                            // About 2.3 is a just noticeable difference; lines that are thin and apart need several.
+                            // About 2.3 is a just noticeable difference; lines that are thin and
+                            // apart need several.
                             assert!(distance >= 12.0, "{one:?} and {other:?}: {distance}");
                         }
                     }

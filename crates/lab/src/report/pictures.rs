@@ -15,7 +15,8 @@ use crate::result::{Chart, Kind, write};
 /// Letters of a file's name.
 const LONGEST: usize = 64;
 
-/// Writes each chart to a file of this directory, which is made if it is not there. Its name comes from its title.
+/// Writes each chart to a file of this directory, which is made if it is not there. Its name comes
+/// from its title.
 ///
 /// # Errors
 /// If a chart cannot be drawn or written.
@@ -31,7 +32,8 @@ pub(super) fn save(charts: &[Chart], directory: &Path) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// A name for each: its title in letters that any system takes, with a number where another has it already.
+/// A name for each: its title in letters that any system takes, with a number where another has it
+/// already.
 fn names(charts: &[Chart], directory: &Path) -> Vec<PathBuf> {
     let mut taken: Vec<String> = Vec::new();
     for chart in charts {

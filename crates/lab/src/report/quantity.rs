@@ -1,7 +1,8 @@
 //! Quantities as a report shows them: a number, its scale and its unit in a few characters.
 //!
-//! `figures` does this for what runs now: rounded to what the eye takes in, and never negative. Here two neighbouring ticks of an axis
-//! must not read the same, a difference may be negative, and a result file may hold any number.
+//! `figures` does this for what runs now: rounded to what the eye takes in, and never negative.
+//! Here two neighbouring ticks of an axis must not read the same, a difference may be negative, and
+//! a result file may hold any number.
 //!
 //! Never prints more than about ten characters, whatever the number.
 
@@ -56,7 +57,8 @@ pub(super) fn short(value: f64, unit: Unit) -> String {
     written(value, step, digits.clamp(0.0, 9.0) as usize)
 }
 
-/// A median and the ends of its interval, all to the digits that tell the ends apart: `10.00K`, `9.97K`, `10.03K`.
+/// A median and the ends of its interval, all to the digits that tell the ends apart: `10.00K`,
+/// `9.97K`, `10.03K`.
 pub(super) fn estimate(estimate: Estimate, unit: Unit) -> [String; 3] {
     let Estimate { median, low, high } = estimate;
     let step = scale(unit, median);
@@ -64,7 +66,8 @@ pub(super) fn estimate(estimate: Estimate, unit: Unit) -> [String; 3] {
         let magnitude = (value / step.0).abs();
         if magnitude > 0.0 && magnitude.is_finite() { -magnitude.log10().floor() } else { 0.0 }
     };
-    // The width's own first digit, and one more if that is a 1 or a 2; beyond six digits of the median nobody measures.
+    // The width's own first digit, and one more if that is a 1 or a 2; beyond six digits of the
+    // median nobody measures.
     let digits = digits((high - low) / 3.0).min(digits(median) + 5.0).max(digits(median) + 2.0);
     let digits = digits.clamp(0.0, 9.0) as usize;
     let alone = low == median && high == median;
@@ -75,7 +78,6 @@ pub(super) fn estimate(estimate: Estimate, unit: Unit) -> [String; 3] {
     )
 }
 
-/// With so many digits behind the point.
 fn in_full(value: f64, (factor, suffix): Step, digits: usize) -> String {
     let value = value / factor;
     if is_far_off(value) { format!("{value:.1e}{suffix}") } else { format!("{value:.digits$}{suffix}") }

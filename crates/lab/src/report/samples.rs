@@ -1,6 +1,7 @@
 //! What a measure's samples tell of it: an estimate, by what they are.
 //!
-//! Never takes the seconds of one run for so many runs: a disturbance lasts, so neighbours are alike, and an interval of them all would be too narrow.
+//! Never takes the seconds of one run for so many runs: a disturbance lasts, so neighbours are
+//! alike, and an interval of them all would be too narrow.
 
 use std::borrow::Cow;
 
@@ -12,7 +13,8 @@ use crate::{
 /// Means of so many parts of a run stand for its seconds.
 const PARTS: usize = 10;
 
-/// Samples that are about independent of each other: the means of parts of a run's steady seconds, or what there is.
+/// Samples that are about independent of each other: the means of parts of a run's steady seconds,
+/// or what there is.
 pub(super) fn independent(measure: &Measure) -> Cow<'_, [f64]> {
     let samples = measure.samples.as_slice();
     if measure.samples_are != SamplesAre::Seconds || samples.len() <= PARTS {

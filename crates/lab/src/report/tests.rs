@@ -67,7 +67,8 @@ fn small() -> ResultFile {
     }
 }
 
-/// A page's texts in their order: what is between tags, without the style and the charts' own letters.
+/// A page's texts in their order: what is between tags, without the style and the charts' own
+/// letters.
 fn texts(page: &str) -> String {
     let body = page.split_once("<body>").unwrap().1;
     let mut texts = String::new();

@@ -1,6 +1,7 @@
 //! Results on a terminal: the same tables as on the page, and what only a page can show by name.
 //!
-//! Never emits a control character of a result file: what is printed goes through `table` or [`clean`].
+//! Never emits a control character of a result file: what is printed goes through `table` or
+//! [`clean`].
 
 use std::fmt::Write as _;
 
@@ -9,7 +10,6 @@ use console::table;
 use super::{columns, differences::Differences, html::clean, page};
 use crate::result::{Chart, ResultFile, Table};
 
-/// A result; `bold` where terminals show it.
 pub(super) fn result(result: &ResultFile, bold: bool) -> String {
     let ResultFile { header, findings, .. } = result;
     let mut text = format!("{}\n", clean(&page::command(header)));
@@ -34,7 +34,6 @@ pub(super) fn result(result: &ResultFile, bold: bool) -> String {
     text
 }
 
-/// Two results, A and B.
 pub(super) fn comparison(
     differences: &Differences,
     a: (&str, &ResultFile),
@@ -61,7 +60,6 @@ pub(super) fn comparison(
     text
 }
 
-/// Which of two results is not complete.
 pub(super) fn warnings(a: (&str, &ResultFile), b: (&str, &ResultFile)) -> Vec<String> {
     let warning = |letter, (name, result): (&str, &ResultFile)| {
         let why = result.partial.as_ref()?;
@@ -70,7 +68,6 @@ pub(super) fn warnings(a: (&str, &ResultFile), b: (&str, &ResultFile)) -> Vec<St
     [warning("A", a), warning("B", b)].into_iter().flatten().collect()
 }
 
-/// What a chart shows.
 pub(super) fn chart_title(chart: &Chart) -> &str {
     match chart {
         Chart::Lines(lines) => &lines.title,
@@ -83,7 +80,8 @@ fn titled(shown: &Table, bold: bool) -> String {
     let columns = shown.columns.iter().map(String::as_str).zip(columns::sides(shown));
     let mut table = table::Table::new(columns.collect::<Vec<_>>());
     for row in &shown.rows {
-        // A cell of several lines, such as a configuration, takes as many rows; a file from elsewhere may have rows of any length.
+        // A cell of several lines, such as a configuration, takes as many rows; a file from
+        // elsewhere may have rows of any length.
         let line =
             |column, number| row.get(column).and_then(|cell: &String| cell.lines().nth(number)).unwrap_or("");
         let lines = row.iter().map(|cell| cell.lines().count()).max().unwrap_or(0);

@@ -1,10 +1,12 @@
 //! Result files, and the pages that are drawn of them, on disk.
 //!
-//! A name may be mistyped, and results come at the end of long measurements. So what is there already is looked at, before anything is measured too
-//! ([`check`]): a file of the same kind is replaced, at once and completely; what is no file (`/dev/null`, a pipe) is written into; anything else,
-//! such as an image, is left as it is.
+//! A name may be mistyped, and results come at the end of long measurements. So what is there
+//! already is looked at, before anything is measured too ([`check`]): a file of the same kind is
+//! replaced, at once and completely; what is no file (`/dev/null`, a pipe) is written into;
+//! anything else, such as an image, is left as it is.
 //!
-//! Never leaves half a file under the name that was asked for, and never replaces what weir has not written.
+//! Never leaves half a file under the name that was asked for, and never replaces what weir has not
+//! written.
 
 use std::{
     fs,
@@ -25,19 +27,16 @@ const BEGINNING_BYTES: u64 = 1024;
 /// The links that are followed, one to the next, as the kernel does it.
 const MOST_LINKS: u32 = 40;
 
-/// What is written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Kind {
-    /// A result, as JSON.
     Result,
-    /// A page, as HTML.
     Page,
-    /// A chart, as SVG.
     Chart,
 }
 
 impl Kind {
-    /// Whether a file that begins so is of this kind, and weir's. One that is empty was made to be written.
+    /// Whether a file that begins so is of this kind, and weir's. One that is empty was made to be
+    /// written.
     fn is_ours(self, beginning: &str) -> bool {
         let (first, mark) = match self {
             Self::Result => ("{", FORMAT),
@@ -56,7 +55,6 @@ impl Kind {
     }
 }
 
-/// Where a file goes.
 enum Place {
     /// A file of its own: this one, whatever links lead there.
     File(PathBuf),
@@ -108,9 +106,6 @@ fn unnamed(path: &Path) -> io::Result<tempfile::NamedTempFile> {
 }
 
 /// Whether something of this kind can be written there, as far as that can be known before.
-///
-/// # Errors
-/// Why not.
 pub(crate) fn check(path: &Path, kind: Kind) -> anyhow::Result<()> {
     let look = || {
         if let Place::File(path) = Place::of(path, kind)? {
@@ -122,9 +117,6 @@ pub(crate) fn check(path: &Path, kind: Kind) -> anyhow::Result<()> {
 }
 
 /// Keeps a result; one that was there is replaced, at once and completely.
-///
-/// # Errors
-/// As for [`write()`].
 pub(crate) fn save(result: &ResultFile, path: &Path) -> anyhow::Result<()> {
     let text = serde_json::to_string_pretty(result).context("the result cannot be told as JSON")?;
     write(path, Kind::Result, &(text + "\n"))
@@ -133,7 +125,8 @@ pub(crate) fn save(result: &ResultFile, path: &Path) -> anyhow::Result<()> {
 /// Writes a text to a file that is there completely, or not at all.
 ///
 /// # Errors
-/// If the directory cannot be written to, or is full; or if there is something that weir has not written.
+/// If the directory cannot be written to, or is full; or if there is something that weir has not
+/// written.
 pub(crate) fn write(path: &Path, kind: Kind, text: &str) -> anyhow::Result<()> {
     let write = || {
         match Place::of(path, kind)? {

@@ -9,40 +9,32 @@ use std::{
 use block::device::{Identity, Number, Roots};
 use serde::{Deserialize, Serialize};
 
-/// Where and how a result came about.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) struct Header {
-    /// The command's words, as they were given.
     pub(crate) command: Vec<String>,
     /// When it began, in seconds since 1970 (UTC).
     pub(crate) began: u64,
     /// How long it took, in seconds.
     pub(crate) seconds: f64,
-    /// weir's version.
     pub(crate) weir: String,
-    /// What it ran on.
     pub(crate) machine: Machine,
     /// What was measured lies on; none where that is no device, or nothing was measured.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) device: Option<Device>,
 }
 
-/// A machine.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) struct Machine {
     /// Its kernel's release and version.
     pub(crate) kernel: String,
-    /// Its processor's name.
     pub(crate) processor: String,
     /// How many processors this process may use.
     pub(crate) processors: usize,
-    /// Its memory.
     pub(crate) memory_bytes: u64,
 }
 
-/// A device.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) struct Device {
@@ -63,7 +55,6 @@ pub(crate) struct Begun {
 }
 
 impl Header {
-    /// Notes the time.
     pub(crate) fn begin() -> Begun {
         Begun { clock: SystemTime::now(), at: Instant::now() }
     }
@@ -117,8 +108,8 @@ impl Device {
     }
 }
 
-/// The type of the file system with this number, by the text of proc_pid_mountinfo(5): the third field is the number, the first
-/// behind the ` - ` the type.
+/// The type of the file system with this number, by the text of proc_pid_mountinfo(5): the third
+/// field is the number, the first behind the ` - ` the type.
 fn file_system(mounts: &str, number: Number) -> Option<String> {
     let number = number.to_string();
     let line = mounts.lines().find(|line| line.split(' ').nth(2) == Some(&number))?;

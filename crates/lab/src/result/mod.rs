@@ -1,4 +1,5 @@
-//! A result file: what `weir bench`, `weir tune` and `weir simulate` found, where, with what, and how sure it is.
+//! A result file: what `weir bench`, `weir tune` and `weir simulate` found, where, with what, and
+//! how sure it is.
 //!
 //! ```text
 //!   bench ────┐                           ┌─► FILE.json   kept, and read again by `weir report A.json B.json`
@@ -6,10 +7,12 @@
 //!   simulate ─┘      +  Header            └─► FILE.html   one page to look at (`report/`)
 //! ```
 //!
-//! The three have the same form, so that whatever shows or compares results needs to know none of them: numbers with all their samples
-//! ([`Measure`]), tables, and charts as data. What is drawn is always what is kept.
+//! The three have the same form, so that whatever shows or compares results needs to know none of
+//! them: numbers with all their samples ([`Measure`]), tables, and charts as data. What is drawn is
+//! always what is kept.
 //!
-//! Never holds a name or a number that was not measured or asked for, and no secret: the command is kept as it was given.
+//! Never holds a name or a number that was not measured or asked for, and no secret: the command is
+//! kept as it was given.
 
 pub(crate) mod arguments;
 mod file;
@@ -29,27 +32,23 @@ pub(crate) const VERSION: u32 = 1;
 /// Why a result is not complete that somebody ended early.
 pub(crate) const INTERRUPTED: &str = "interrupted";
 
-/// A result file.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) struct ResultFile {
-    /// [`FORMAT`].
     pub(crate) format: String,
-    /// [`VERSION`].
     pub(crate) version: u32,
-    /// Where and how it came about.
     pub(crate) header: Header,
-    /// Why it is not complete, for example that it was interrupted; what is there is right all the same.
+    /// Why it is not complete, for example that it was interrupted; what is there is right all the
+    /// same.
     pub(crate) partial: Option<String>,
-    /// What was found.
     pub(crate) findings: Findings,
-    /// What one kind of result needs beyond that, for example to go on where it was interrupted; nobody else looks into it.
+    /// What one kind of result needs beyond that, for example to go on where it was interrupted;
+    /// nobody else looks into it.
     #[serde(default, skip_serializing_if = "serde_json::Value::is_null")]
     pub(crate) details: serde_json::Value,
 }
 
 impl ResultFile {
-    /// A complete one.
     pub(crate) fn new(header: Header, findings: Findings) -> Self {
         Self {
             format: FORMAT.to_owned(),
@@ -61,14 +60,12 @@ impl ResultFile {
         }
     }
 
-    /// What whoever reads it has to know first.
     pub(crate) fn warning(&self) -> Option<String> {
         let why = self.partial.as_ref()?;
         Some(format!("This result is not complete: {why}. What is here was measured all the same."))
     }
 }
 
-/// What was found.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) struct Findings {
@@ -78,10 +75,8 @@ pub(crate) struct Findings {
     /// Numbers that another run's can be compared with.
     #[serde(default)]
     pub(crate) measures: Vec<Measure>,
-    /// In the order in which they are shown.
     #[serde(default)]
     pub(crate) tables: Vec<Table>,
-    /// In the order in which they are shown.
     #[serde(default)]
     pub(crate) charts: Vec<Chart>,
 }
@@ -92,13 +87,10 @@ pub(crate) struct Findings {
 pub(crate) struct Measure {
     /// Unique in its file, and the same in every run of the same thing.
     pub(crate) name: String,
-    /// What it is counted in.
     pub(crate) unit: Unit,
-    /// Which way is better.
     pub(crate) better: Better,
     /// Not empty, all finite.
     pub(crate) samples: Vec<f64>,
-    /// What each of them is.
     #[serde(default)]
     pub(crate) samples_are: SamplesAre,
 }
@@ -110,7 +102,8 @@ pub(crate) enum SamplesAre {
     /// A run each: they differ as other runs will.
     #[default]
     Runs,
-    /// Seconds of one run, or that run as a whole: what is near in time is alike, and how much another run would differ they do not tell.
+    /// Seconds of one run, or that run as a whole: what is near in time is alike, and how much
+    /// another run would differ they do not tell.
     Seconds,
     /// Computed, not measured: again, it would be the same.
     Exact,
@@ -123,29 +116,22 @@ impl Measure {
     }
 }
 
-/// What a number is counted in.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) enum Unit {
     /// Operations per second.
     Iops,
-    /// Bytes.
     Bytes,
-    /// Bytes per second.
     BytesPerSecond,
-    /// Nanoseconds.
     Nanoseconds,
-    /// Seconds.
     Seconds,
     /// From 0 to 1.
     Share,
     /// A factor of something else.
     Ratio,
-    /// Things.
     Count,
 }
 
-/// Which way is better.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) enum Better {
@@ -155,13 +141,10 @@ pub(crate) enum Better {
     Lower,
 }
 
-/// A table of text.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) struct Table {
-    /// What it shows.
     pub(crate) title: String,
-    /// Its columns' heads.
     pub(crate) columns: Vec<String>,
     /// As many cells each as there are columns.
     pub(crate) rows: Vec<Vec<String>>,
@@ -171,7 +154,6 @@ pub(crate) struct Table {
 }
 
 impl Table {
-    /// Without a note.
     pub(crate) fn new<'a>(
         title: &str,
         columns: impl IntoIterator<Item = &'a str>,
@@ -186,9 +168,9 @@ impl Table {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "kind", rename_all = "kebab-case")]
 pub(crate) enum Chart {
-    /// Something over something else, for example IOPS over time, or the share of requests over latency.
+    /// Something over something else, for example IOPS over time, or the share of requests over
+    /// latency.
     Lines(Lines),
-    /// A matrix.
     HeatMap(HeatMap),
 }
 
@@ -196,11 +178,8 @@ pub(crate) enum Chart {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) struct Lines {
-    /// What it shows.
     pub(crate) title: String,
-    /// To the right.
     pub(crate) x: Axis,
-    /// Upwards.
     pub(crate) y: Axis,
     /// One line each; at most eight can be told apart.
     pub(crate) series: Vec<Series>,
@@ -210,9 +189,7 @@ pub(crate) struct Lines {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) struct Axis {
-    /// What is counted there.
     pub(crate) label: String,
-    /// In what.
     pub(crate) unit: Unit,
     /// Each step a factor instead of a difference; all values are above 0 then.
     #[serde(default)]
@@ -243,29 +220,21 @@ impl Lines {
     }
 }
 
-/// One line.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) struct Series {
-    /// Whose it is.
     pub(crate) name: String,
     /// (x, y), x not falling; all finite.
     pub(crate) points: Vec<(f64, f64)>,
 }
 
-/// Values by row and column.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) struct HeatMap {
-    /// What it shows.
     pub(crate) title: String,
-    /// What the values are counted in.
     pub(crate) unit: Unit,
-    /// Which values are the good ones.
     pub(crate) better: Better,
-    /// Names of the columns.
     pub(crate) columns: Vec<String>,
-    /// Names of the rows.
     pub(crate) rows: Vec<String>,
     /// As many as rows, each as many as columns; `None` was not measured.
     pub(crate) values: Vec<Vec<Option<f64>>>,

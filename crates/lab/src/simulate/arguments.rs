@@ -1,4 +1,5 @@
-//! The options of `weir simulate`: those of `weir serve` that say what disks are held to, and what to hold against them.
+//! The options of `weir simulate`: those of `weir serve` that say what disks are held to, and what
+//! to hold against them.
 
 use std::{num::NonZeroUsize, path::PathBuf, time::Duration};
 
@@ -49,7 +50,8 @@ pub struct SimulateArgs {
     /// Take disks, groups and limits from this file of `weir serve`; images are not opened
     #[arg(long, value_name = "FILE")]
     pub(crate) config: Option<PathBuf>,
-    /// Put the disks into one group, which limits, reservations and watermark are then for: they share them
+    /// Put the disks into one group, which limits, reservations and watermark are then for: they
+    /// share them
     #[arg(long, value_name = "GROUP", conflicts_with = "config")]
     pub(crate) group: Option<String>,
     #[command(flatten)]
@@ -79,7 +81,8 @@ pub(crate) struct InputArgs {
     /// How many records are held back to put them in order, up to 16777216
     #[arg(long, value_name = "N", default_value_t = 65_536, value_parser = clap::value_parser!(u32).range(1..=1 << 24), conflicts_with = "workload")]
     pub(crate) window: u32,
-    /// Traces keep the distance that they have in the clock of their times, instead of each beginning at 0
+    /// Traces keep the distance that they have in the clock of their times, instead of each
+    /// beginning at 0
     #[arg(long, conflicts_with = "workload")]
     pub(crate) absolute_time: bool,
     #[arg(long, value_name = "SPEC", conflicts_with = "traces", value_parser = settings::read::<Workload>,
@@ -93,19 +96,22 @@ pub(crate) struct InputArgs {
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Devices")]
 pub(crate) struct DeviceArgs {
-    /// What disks lie on: read=TIME,write=TIME,flush=TIME,parallel=N,read-bps=SIZE,… or what `weir probe` found of DIR or DEVICE [default: takes no time]
+    /// What disks lie on: read=TIME,write=TIME,flush=TIME,parallel=N,read-bps=SIZE,… or what
+    /// `weir probe` found of DIR or DEVICE [default: takes no time]
     #[arg(long, value_name = "SPEC|DIR|DEVICE", value_parser = settings::read::<DeviceSpec>)]
     pub(crate) device: Option<DeviceSpec>,
     /// Each disk's device, as `weir serve` imitates it, such as read=5ms,write=1ms,parallel=4
     #[arg(long, value_name = "TIMES", value_parser = settings::read::<DelayOptions>, conflicts_with_all = ["config", "device"])]
     pub(crate) delay: Option<DelayOptions>,
-    /// Each disk's device, as `weir serve` imitates it, such as bytes=22M; with shared=NAME of all disks together
+    /// Each disk's device, as `weir serve` imitates it, such as bytes=22M; with shared=NAME of all
+    /// disks together
     #[arg(long, value_name = "RATES", value_parser = settings::read::<RateOptions>, conflicts_with_all = ["config", "device"])]
     pub(crate) rate: Option<RateOptions>,
     /// Each disk's size, past which a request is an error [default: any]
     #[arg(long, value_name = "SIZE", value_parser = settings::size, conflicts_with = "config")]
     pub(crate) size: Option<u64>,
-    /// Where `weir probe` left what devices can do [default: /var/lib/weir, or ~/.local/state/weir if not root]
+    /// Where `weir probe` left what devices can do [default: /var/lib/weir, or ~/.local/state/weir
+    /// if not root]
     #[arg(long, value_name = "DIR")]
     pub(crate) state: Option<PathBuf>,
 }

@@ -1,7 +1,8 @@
 //! Which limit held a disk's requests up, and for how long.
 //!
-//! The policy says who waits until when, and not what each waits for; that is found out where it can be more than one limit, each time a queue gets a
-//! new head. With one limit in reach of a direction there is nothing to find out, and that is nearly always.
+//! The policy says who waits until when, and not what each waits for; that is found out where it
+//! can be more than one limit, each time a queue gets a new head. With one limit in reach of a
+//! direction there is nothing to find out, and that is nearly always.
 //!
 //! Never decides who waits.
 
@@ -26,13 +27,13 @@ impl Bucket {
         Self(level * KINDS as u8 + kind.index() as u8)
     }
 
-    /// The level and the limit there.
     pub(crate) fn limit(self) -> Option<(usize, LimitKind)> {
         let number = usize::from(self.0);
         (self != Self::NONE).then(|| (number / KINDS, LimitKind::ALL[number % KINDS]))
     }
 
-    /// As people call it: `iops-total`, `bps-read@gold`; `-` for none. `groups` are the disk's, from its own up.
+    /// As people call it: `iops-total`, `bps-read@gold`; `-` for none. `groups` are the disk's,
+    /// from its own up.
     pub(crate) fn name(self, groups: &[&str]) -> String {
         match self.limit() {
             None => "-".to_owned(),
@@ -58,7 +59,6 @@ pub(crate) struct Held {
 }
 
 impl Held {
-    /// Nothing waits.
     pub(super) fn new(world: &World, disk: &Disk) -> Self {
         let above = world.groups_above(disk).map(|group| &world.groups[group].hold.limits);
         let levels: Vec<&Limits> = std::iter::once(&disk.hold.limits).chain(above).collect();
@@ -73,7 +73,6 @@ impl Held {
         Self { reach, by: [None; 2], ns: [0; (MAX_LEVELS + 1) * KINDS] }
     }
 
-    /// Something waits, where nothing did.
     pub(super) fn begin(
         &mut self,
         direction: Direction,

@@ -1,14 +1,14 @@
-//! A client that waits for its answers: so many requests at a time, the next when one is answered.
+//! A client that waits for its answers: a fixed number of requests in flight, the next when one is
+//! answered.
 //!
-//! A trace says when requests came on the machine where it was taken; had they been answered later there, they would have come later. Where that is what
-//! matters, as with a program that copies a file, requests must come from a client like this.
-//!
-//! Never looks at what limits it: it sees answers, as a guest does.
+//! Requests of a trace come when the trace says, however late those before them were answered. A
+//! program that copies a file does not behave so; a client does.
 
 use super::request::{Op, Request};
 
-/// Nanoseconds until the next request where an answer took no time at all, as with no limit on no device: somebody who never needs any time would
-/// send without end at one instant. As long as a fast device takes.
+/// Nanoseconds until the next request where an answer took no time at all, as with no limit on no
+/// device: somebody who never needs any time would send without end at one instant. As long as a
+/// fast device takes.
 const LEAST_NS: u64 = 10_000;
 
 /// Where a client's requests go.
@@ -18,7 +18,8 @@ pub(crate) struct ClientSpec {
     pub(crate) op: Op,
     /// Bytes of a request; not 0.
     pub(crate) length: u64,
-    /// Where its requests are: one behind the other, from the first byte to the last, and again; or at random places there. At least `length` apart.
+    /// Where its requests are: one behind the other, from the first byte to the last, and again; or
+    /// at random places there. At least `length` apart.
     pub(crate) region: std::ops::Range<u64>,
     /// Draws places at random.
     pub(crate) random: Option<u64>,
@@ -32,10 +33,9 @@ pub(crate) struct ClientSpec {
     pub(crate) time: std::ops::Range<u64>,
 }
 
-/// A client at one instant.
 #[derive(Clone, Debug)]
 pub(crate) struct Client {
-    spec: ClientSpec,
+    pub(super) spec: ClientSpec,
     random: Option<fastrand::Rng>,
     next: u64,
     sent: u64,
@@ -45,14 +45,6 @@ impl Client {
     pub(crate) fn new(spec: ClientSpec) -> Self {
         let random = spec.random.map(fastrand::Rng::with_seed);
         Self { next: spec.region.start, random, sent: 0, spec }
-    }
-
-    pub(super) const fn depth(&self) -> u32 {
-        self.spec.depth
-    }
-
-    pub(super) const fn begins(&self) -> u64 {
-        self.spec.time.start
     }
 
     /// One of its requests was answered, at once or not: when to send another.

@@ -6,38 +6,38 @@
 //!                 └─► budget    bytes and requests a second: lines that it stands in ────────────────────┘
 //! ```
 //!
-//! The same two that a daemon imitates devices with: a station is `--delay`, a budget is `--rate` (block's `storage/delay.rs` and
-//! `storage/rate.rs`), to the nanosecond, so that `weir serve` with these options is a simulation's twin. A station may add a time for each
-//! byte, which is how a device that was probed is told.
+//! The same two that a daemon imitates devices with: a station is `--delay`, a budget is `--rate`
+//! (block's `storage/delay.rs` and `storage/rate.rs`), to the nanosecond, so that `weir serve` with
+//! these options is a simulation's twin. A station may add a time for each byte, which is how a
+//! device that was probed is told.
 //!
-//! A request is given its end when it begins, since whoever came before has his already; so nothing needs to be queued here, and a device costs
-//! a simulation no events. Never lets a later request pass an earlier one in a line.
+//! A request is given its end when it begins, since whoever came before has his already; so nothing
+//! needs to be queued here, and a device costs a simulation no events. Never lets a later request
+//! pass an earlier one in a line.
 
 use std::{cmp::Reverse, collections::BinaryHeap};
 
-use policy::{request::Direction, time::NANOS_PER_SECOND};
+use policy::{
+    device::{Lines, Rates},
+    request::Direction,
+    time::{Instant, NANOS_PER_SECOND},
+};
 
 use super::request::Op;
-
-/// How far an idle line may be caught up, in nanoseconds: as that of block's `storage/rate.rs`.
-const CATCH_UP_NS: u64 = 10_000_000;
 
 /// Times by kind of request, and how many at a time.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(crate) struct StationSpec {
     /// Nanoseconds of a read.
     pub(crate) read: Service,
-    /// Of a write.
     pub(crate) write: Service,
     /// Of zeroing and discarding.
     pub(crate) zero: Service,
-    /// Of a flush.
     pub(crate) flush: Service,
     /// Requests at a time; `None` is any number.
     pub(crate) parallel: Option<usize>,
 }
 
-/// How long one kind of request takes.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(crate) struct Service {
     /// Nanoseconds whatever its size.
@@ -60,15 +60,6 @@ impl Service {
     }
 }
 
-/// Rates a second; `None` is no limit. As block's `RateOptions`.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct BudgetSpec {
-    pub(crate) bytes: Option<u64>,
-    pub(crate) iops: Option<u64>,
-    pub(crate) read: Option<u64>,
-    pub(crate) write: Option<u64>,
-}
-
 /// What a disk lies on, by index; each may be another's too.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub(crate) struct Place {
@@ -76,26 +67,28 @@ pub(crate) struct Place {
     pub(crate) budget: Option<usize>,
 }
 
-/// All devices of a simulation.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Devices {
     stations: Vec<Station>,
-    budgets: Vec<Budget>,
+    budgets: Vec<Lines>,
 }
 
 impl Devices {
     /// Adds those that are not there yet, idle.
-    pub(crate) fn follow(&mut self, stations: &[StationSpec], budgets: &[BudgetSpec]) {
+    pub(crate) fn follow(&mut self, stations: &[StationSpec], budgets: &[Rates]) {
         self.stations.extend(stations[self.stations.len()..].iter().map(Station::new));
-        self.budgets.extend(budgets[self.budgets.len()..].iter().map(Budget::new));
+        self.budgets.extend(budgets[self.budgets.len()..].iter().copied().map(Lines::new));
     }
 
     /// Begins a request; returns when it ends. Requests begin in the order of their time.
     pub(crate) fn begin(&mut self, place: Place, op: Op, length: u64, now: u64) -> u64 {
         let mut end = now;
         // As in the daemon, where the rate lies over the delay, a flush costs no rate.
-        if let Some(budget) = place.budget {
-            end = end.max(self.budgets[budget].charge(op, length, now));
+        if let (Some(budget), Some(direction)) = (place.budget, op.direction()) {
+            // Zeroing and discarding cost a request but no bytes.
+            let bytes = if matches!(op, Op::Read | Op::Write) { length } else { 0 };
+            let done = self.budgets[budget].charge(direction, bytes, Instant::from_nanos(now));
+            end = end.max(done.as_nanos());
         }
         if let Some(station) = place.station {
             end = end.max(self.stations[station].begin(op, length, now));
@@ -103,9 +96,11 @@ impl Devices {
         end
     }
 
-    /// How long the place has worked by `now`, in nanoseconds of all of it: at full use this grows as the clock does.
+    /// How long the place has worked by `now`, in nanoseconds of all of it: at full use this grows
+    /// as the clock does.
     pub(crate) fn worked_ns(&self, place: Place, now: u64) -> u64 {
-        let budget = place.budget.map_or(0, |budget| self.budgets[budget].worked_ns(now));
+        let worked = |budget: usize| self.budgets[budget].worked(Instant::from_nanos(now)).as_nanos();
+        let budget = u64::try_from(place.budget.map_or(0, worked)).unwrap_or(u64::MAX);
         budget.max(place.station.map_or(0, |station| self.stations[station].worked_ns(now)))
     }
 }
@@ -152,80 +147,12 @@ impl Station {
     }
 }
 
-#[derive(Clone, Debug)]
-struct Budget {
-    bytes: Option<Line>,
-    iops: Option<Line>,
-    by_direction: [Option<Line>; 2],
-}
-
-impl Budget {
-    fn new(spec: &BudgetSpec) -> Self {
-        let line = |rate: Option<u64>| rate.filter(|&rate| rate > 0).map(Line::new);
-        Self {
-            bytes: line(spec.bytes),
-            iops: line(spec.iops),
-            by_direction: [line(spec.read), line(spec.write)],
-        }
-    }
-
-    /// Zeroing and discarding cost a request but no bytes: a device is told what to zero, it is not sent the zeroes.
-    fn charge(&mut self, op: Op, length: u64, now: u64) -> u64 {
-        let Some(direction) = op.direction() else { return now };
-        let bytes = if matches!(op, Op::Read | Op::Write) { length } else { 0 };
-        let of_direction = &mut self.by_direction[direction.index()];
-        let lines = [(&mut self.iops, 1), (&mut self.bytes, bytes), (of_direction, bytes)];
-        let end = |(line, units): (&mut Option<Line>, u64)| Some(line.as_mut()?.append(units, now));
-        lines.into_iter().filter_map(end).fold(now, u64::max)
-    }
-
-    fn worked_ns(&self, now: u64) -> u64 {
-        let [read, write] = &self.by_direction;
-        let lines = [&self.bytes, &self.iops, read, write];
-        lines.into_iter().flatten().map(|line| line.worked_ns(now)).max().unwrap_or(0)
-    }
-}
-
-/// The time line of one figure: the instant until which it has work.
-#[derive(Clone, Debug)]
-struct Line {
-    rate: u64,
-    end: u64,
-    /// What of a nanosecond the division has left over, in units / rate.
-    left_over: u64,
-    work: u64,
-}
-
-impl Line {
-    const fn new(rate: u64) -> Self {
-        Self { rate, end: 0, left_over: 0, work: 0 }
-    }
-
-    /// Puts `units` at the end of the line; returns when they will have passed.
-    fn append(&mut self, units: u64, now: u64) -> u64 {
-        let earliest = now.saturating_sub(CATCH_UP_NS);
-        if self.end < earliest {
-            (self.end, self.left_over) = (earliest, 0);
-        }
-        let scaled = u128::from(units) * u128::from(NANOS_PER_SECOND) + u128::from(self.left_over);
-        let rate = u128::from(self.rate);
-        let cost = u64::try_from(scaled / rate).unwrap_or(u64::MAX);
-        // Below the rate.
-        self.left_over = (scaled % rate) as u64;
-        self.end = self.end.saturating_add(cost);
-        self.work = self.work.saturating_add(cost);
-        self.end
-    }
-
-    const fn worked_ns(&self, now: u64) -> u64 {
-        self.work.saturating_sub(self.end.saturating_sub(now))
-    }
-}
-
-/// A station that does what was measured of a device: so many requests of 4 KiB and so many bytes in requests of 1 MiB a second, `parallel` at a time.
+/// A station that does what was measured of a device: so many requests of 4 KiB and so many bytes
+/// in requests of 1 MiB a second, `parallel` at a time.
 ///
-/// Both figures are met exactly, and what lies between by a straight line; where they contradict a straight line with a slope upwards,
-/// the requests' figure alone holds. A figure of 0 was not measured: it bounds nothing.
+/// Both figures are met exactly, and what lies between by a straight line; where they contradict a
+/// straight line with a slope upwards, the requests' figure alone holds. A figure of 0 was not
+/// measured: it bounds nothing.
 pub(crate) fn measured(iops: u64, bps: u64, parallel: usize) -> Service {
     const SMALL: f64 = 4096.0;
     const LARGE: f64 = 1_048_576.0;
@@ -237,14 +164,15 @@ pub(crate) fn measured(iops: u64, bps: u64, parallel: usize) -> Service {
     Service { base_ns: base as u64, byte_ns }
 }
 
-/// How long a small request by itself is taken to need of a device of which only rates are known. An assumption and no measurement: the order of
-/// magnitude of flash.
+/// How long a small request by itself is taken to need of a device of which only rates are known.
+/// An assumption and no measurement: the order of magnitude of flash.
 const ALONE_S: f64 = 100e-6;
 
 /// How many requests at a time a device works on that does so many a second with `depth` at a time.
 ///
-/// `weir probe` keeps the rate and not the latency, so this is the number with which a request by itself takes [`ALONE_S`], as far as the rate has room
-/// for that: a hard disk of 200 a second works on one at a time, 5 ms each, and not on 32 for 160 ms; flash of 500,000 on 32.
+/// `weir probe` keeps the rate and not the latency, so this is the number with which a request by
+/// itself takes [`ALONE_S`], as far as the rate has room for that: a hard disk of 200 a second
+/// works on one at a time, 5 ms each, and not on 32 for 160 ms; flash of 500,000 on 32.
 pub(crate) fn places(iops: u64, depth: usize) -> usize {
     ((iops as f64 * ALONE_S).round() as usize).clamp(1, depth)
 }
@@ -271,7 +199,7 @@ mod tests {
         devices(&[spec], &[])
     }
 
-    fn devices(stations: &[StationSpec], budgets: &[BudgetSpec]) -> Devices {
+    fn devices(stations: &[StationSpec], budgets: &[Rates]) -> Devices {
         let mut devices = Devices::default();
         devices.follow(stations, budgets);
         devices
@@ -293,7 +221,7 @@ mod tests {
 
     #[test]
     fn a_line_passes_its_rate_and_catches_up_ten_milliseconds() {
-        let spec = BudgetSpec { bytes: Some(1000), write: Some(500), ..BudgetSpec::default() };
+        let spec = Rates { bytes: Some(1000), write: Some(500), ..Rates::default() };
         let mut devices = devices(&[], &[spec]);
         assert_eq!(devices.begin(BUDGET, Op::Read, 1000, 0), 1000 * MS);
         assert_eq!(devices.begin(BUDGET, Op::Write, 1000, 0), 2000 * MS);
@@ -301,14 +229,6 @@ mod tests {
         assert_eq!(devices.begin(BUDGET, Op::Flush, 0, 0), 0, "no rate at all");
         assert_eq!(devices.begin(BUDGET, Op::Read, 1000, 5000 * MS), 5990 * MS);
         assert_eq!(devices.worked_ns(BUDGET, 5490 * MS), 2500 * MS);
-    }
-
-    #[test]
-    fn fractions_of_a_nanosecond_add_up() {
-        // Three a nanosecond: each alone would cost nothing.
-        let mut line = Line::new(3 * NANOS_PER_SECOND);
-        let ends: Vec<_> = (0..3_000_000).map(|_| line.append(1, 0)).collect();
-        assert_eq!(ends.last(), Some(&1_000_000));
     }
 
     #[test]

@@ -1,16 +1,18 @@
 //! What `--device` says: how a device is, or where one is that was probed.
 //!
-//! How it is, is said in the words of `--delay` and `--rate` together, since that is what it becomes.
+//! How it is, is said in the words of `--delay` and `--rate` together, since that is what it
+//! becomes.
 
 use std::{path::PathBuf, str::FromStr};
 
 use block::storage::{delay::DelayOptions, rate::RateOptions};
 
-/// A device to simulate.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum DeviceSpec {
-    /// As it was said.
-    Given { delay: DelayOptions, rate: RateOptions },
+    Given {
+        delay: DelayOptions,
+        rate: RateOptions,
+    },
     /// As `weir probe` measured the one that is there or below.
     Probed(PathBuf),
 }

@@ -1,5 +1,5 @@
-//! A simulation from its first request to its last: reads them, finds their disks, and has engines simulate them, on several threads where
-//! there is something to divide.
+//! A simulation from its first request to its last: requests are read, their disks looked up, and
+//! engines simulate them, on several threads where disks have nothing to do with each other.
 //!
 //! ```text
 //!                                 ┌─► shard 0: after (with limits), before (without) ─┐
@@ -8,14 +8,13 @@
 //!                        number
 //! ```
 //!
-//! What shares neither group nor device is simulated apart, so results do not depend on the number of shards. Every request is simulated twice: as
-//! things would be with the limits, and without, on the same devices.
+//! Disks that share a group or a device are in the same shard, so results do not depend on the
+//! number of shards. Every request is simulated twice on the same devices: with the limits, and
+//! without.
 //!
-//! Memory is bounded: where [`MOST_WAITING`] requests wait, the simulation ends. That of an interruption ends with what has been done by then; who
-//! still waits is left out, and the outcome says how many that are.
-//!
-//! What is wrong with a trace ends the simulation there; what has come before is simulated to its end, and the outcome says why it is
-//! not complete.
+//! A simulation ends early when [`MOST_WAITING`] requests wait, when it is interrupted, or at the
+//! first error in a trace. The outcome then covers what came before and says why it is not
+//! complete.
 
 use std::{
     ops::ControlFlow,
@@ -39,41 +38,14 @@ use super::{
     tally::{Queue, Tally},
     world::{Disk, UNKNOWN_SIZE, World},
 };
-use crate::trace::{Merged, Record};
+use crate::trace::{Record, Source};
 
-/// Records at a time: enough that handing them on costs nothing, few enough that a cache holds them.
+/// Records at a time: enough that handing them on costs nothing, few enough that a cache holds
+/// them.
 const BATCH: usize = 4096;
 /// Batches that a shard may lag behind.
 const LAG: usize = 16;
 
-/// Where requests come from that come by themselves.
-pub(crate) trait Source {
-    /// Appends up to `count` records, in the order of their time; none only if there are no more.
-    ///
-    /// # Errors
-    /// Why there are no more; what was read before has been appended.
-    fn fill(&mut self, records: &mut Vec<Record>, count: usize) -> anyhow::Result<()>;
-    /// Names of the disks of all records so far.
-    fn disks(&self) -> &[String];
-    /// Where a record is from, for messages.
-    fn place(&self, record: &Record) -> String;
-}
-
-impl Source for Merged {
-    fn fill(&mut self, records: &mut Vec<Record>, count: usize) -> anyhow::Result<()> {
-        Ok(Self::fill(self, records, count)?)
-    }
-
-    fn disks(&self) -> &[String] {
-        Self::disks(self)
-    }
-
-    fn place(&self, record: &Record) -> String {
-        Self::place(self, record)
-    }
-}
-
-/// No requests but those of clients.
 #[derive(Debug)]
 pub(crate) struct Silence;
 
@@ -91,25 +63,41 @@ impl Source for Silence {
     }
 }
 
-/// What is to be simulated, and how.
+pub(crate) struct Input {
+    pub(crate) source: Box<dyn Source>,
+    /// Disks that the source need not name.
+    pub(crate) disks: Vec<String>,
+    /// Those who use them, the disk being its index there.
+    pub(crate) clients: Vec<ClientSpec>,
+}
+
+impl Input {
+    pub(crate) fn of(source: impl Source + 'static) -> Self {
+        Self { source: Box::new(source), disks: Vec::new(), clients: Vec::new() }
+    }
+}
+
 pub(crate) struct Job<'a> {
     pub(crate) setup: &'a Setup,
-    pub(crate) source: &'a mut dyn Source,
-    /// Disks that the source need not name, and the clients that use them, the disk being its index here.
-    pub(crate) clients: (&'a [String], &'a [ClientSpec]),
+    pub(crate) input: Input,
     /// At most; not 0.
     pub(crate) threads: usize,
     /// Whether to simulate also what things would be without limits.
     pub(crate) before: bool,
     /// Gets what becomes of every request; on one thread then.
     pub(crate) events: Option<&'a mut Events>,
-    /// Ends it early.
     pub(crate) stop: &'a AtomicBool,
     /// Is told now and then how many requests there have been, and when the last came.
     pub(crate) tell: &'a (dyn Fn(u64, u64) + Sync),
 }
 
-/// What came of it.
+impl<'a> Job<'a> {
+    /// On one thread, with limits and without; nothing is told meanwhile.
+    pub(crate) fn new(setup: &'a Setup, input: Input, stop: &'a AtomicBool) -> Self {
+        Self { setup, input, threads: 1, before: true, events: None, stop, tell: &|_, _| () }
+    }
+}
+
 #[derive(Debug)]
 pub(crate) struct Outcome {
     /// With all disks that there were.
@@ -122,7 +110,6 @@ pub(crate) struct Outcome {
     pub(crate) partial: Option<String>,
 }
 
-/// What came of a disk's requests.
 #[derive(Debug)]
 pub(crate) struct OfDisk {
     pub(crate) after: Tally,
@@ -140,13 +127,12 @@ pub(crate) struct OfDisk {
 /// If nothing can be simulated: settings that contradict each other, a trace that does not begin.
 pub(crate) fn simulate(job: Job<'_>) -> anyhow::Result<Outcome> {
     let mut names = Names::new(job.setup);
-    let mut world = job.setup.world().clone();
-    let (named, clients) = job.clients;
-    for name in named {
+    let mut world = job.setup.world.clone();
+    for name in &job.input.disks {
         names.add(name, &mut world).map_err(|why| anyhow!("the workload: {why}"))?;
     }
-    let of_world = |spec: &ClientSpec| ClientSpec { disk: names.known()[spec.disk], ..spec.clone() };
-    let clients: Vec<ClientSpec> = clients.iter().map(of_world).collect();
+    let of_world = |spec: &ClientSpec| ClientSpec { disk: names.known[spec.disk], ..spec.clone() };
+    let clients: Vec<ClientSpec> = job.input.clients.iter().map(of_world).collect();
     if let Some(spec) = clients.iter().find(|spec| spec.region.end > world.disks[spec.disk].size_bytes) {
         let Disk { name, size_bytes, .. } = &world.disks[spec.disk];
         return Err(anyhow!(
@@ -154,7 +140,7 @@ pub(crate) fn simulate(job: Job<'_>) -> anyhow::Result<Outcome> {
             spec.region.end
         ));
     }
-    let first = names.known().len();
+    let first = names.known.len();
     let reading = Reading { names, first, world, requests: 0, partial: None };
     let shards = if job.events.is_some() { 1 } else { job.setup.parts().min(job.threads) };
     if shards > 1 {
@@ -164,7 +150,6 @@ pub(crate) fn simulate(job: Job<'_>) -> anyhow::Result<Outcome> {
     }
 }
 
-/// The state of reading.
 struct Reading<'a> {
     names: Names<'a>,
     first: usize,
@@ -174,7 +159,8 @@ struct Reading<'a> {
 }
 
 impl Reading<'_> {
-    /// Reads to the end, and hands on each batch: the world, whether it has grown, and the requests. Whoever takes them may want no more.
+    /// Reads to the end, and hands on each batch: the world, whether it has grown, and the
+    /// requests. Whoever takes them may want no more.
     fn read(
         &mut self,
         source: &mut dyn Source,
@@ -214,13 +200,13 @@ impl Reading<'_> {
     #[inline]
     fn request(&mut self, source: &dyn Source, record: &Record) -> anyhow::Result<Request> {
         let number = self.first + record.disk.index();
-        while self.names.known().len() <= number {
-            let name = &source.disks()[self.names.known().len() - self.first];
+        while self.names.known.len() <= number {
+            let name = &source.disks()[self.names.known.len() - self.first];
             self.names
                 .add(name, &mut self.world)
                 .map_err(|why| anyhow!("{}: {why}", source.place(record)))?;
         }
-        let disk = self.names.known()[number];
+        let disk = self.names.known[number];
         let size_bytes = self.world.disks[disk].size_bytes;
         if record.offset.saturating_add(record.length) > size_bytes {
             let name = &self.world.disks[disk].name;
@@ -242,14 +228,14 @@ impl Reading<'_> {
     }
 
     fn read_in_one(mut self, job: Job<'_>, clients: &[ClientSpec]) -> anyhow::Result<Outcome> {
-        let Job { source, stop, tell, mut events, before, .. } = job;
+        let Job { mut input, stop, tell, mut events, before, .. } = job;
         let mut pair = Pair::new(&self.world, before, events.is_some(), clients)?;
         let mut note = |world: &World, after: &mut Engine| {
             if let Some(events) = &mut events {
                 events.write(world, after.take_rows());
             }
         };
-        self.read(source, stop, tell, |world, _, requests| {
+        self.read(&mut *input.source, stop, tell, |world, _, requests| {
             for request in requests.drain(..) {
                 pair.arrive(world, request, stop)?;
             }
@@ -267,7 +253,7 @@ impl Reading<'_> {
         shards: usize,
         clients: &[ClientSpec],
     ) -> anyhow::Result<Outcome> {
-        let Job { setup, source, stop, tell, before, .. } = job;
+        let Job { setup, mut input, stop, tell, before, .. } = job;
         let shard_of = setup.shards(&self.world, shards);
         let mut pairs = Vec::with_capacity(shards);
         for shard in 0..shards {
@@ -286,7 +272,7 @@ impl Reading<'_> {
                 workers.push(scope.spawn(move || pair.work(world, &take, stop, full)));
             }
             let mut divided: Vec<Vec<Request>> = vec![Vec::new(); shards];
-            let read = self.read(source, stop, tell, |world, grown, requests| {
+            let read = self.read(&mut *input.source, stop, tell, |world, grown, requests| {
                 let grown = grown.then(|| Arc::new(world.clone()));
                 for request in requests.drain(..) {
                     divided[shard_of(request.disk)].push(request);
@@ -312,7 +298,6 @@ impl Reading<'_> {
         Ok(self.outcome(pairs, shard_of, stop))
     }
 
-    /// Why it is not complete, if it is not.
     fn why_partial(&mut self, pairs: &[Pair], stop: &AtomicBool) -> Option<String> {
         if pairs.iter().any(Pair::is_full) {
             return Some(format!(
@@ -372,7 +357,6 @@ struct Pair {
 
 /// What a shard is sent.
 struct Batch {
-    /// The world, if it has grown.
     grown: Option<Arc<World>>,
     requests: Vec<Request>,
 }
@@ -411,7 +395,7 @@ impl Pair {
         Ok(())
     }
 
-    /// A disk begins to be with its first request, whenever that was read.
+    /// Creates the disk at the instant of its first request, whenever that was read.
     #[cold]
     fn meet(&mut self, world: &World, request: Request, stop: &AtomicBool) -> Result<(), Impossible> {
         for engine in std::iter::once(&mut self.after).chain(&mut self.before) {
@@ -420,7 +404,6 @@ impl Pair {
         self.follow(world, request.disk + 1)
     }
 
-    /// So many wait that no more are taken.
     fn is_full(&self) -> bool {
         self.after.waiting() >= MOST_WAITING
     }

@@ -6,27 +6,25 @@
 //!   events, by time ┴─ a tree's timer · a chunk arrives · a write ends · a client goes on ◄───┘
 //! ```
 //!
-//! Drives the policy's code as the daemon does (block's `layer/throttle` and `layer/prefetch`), with the same protocol: ask, poll until it says to
-//! wait, one timer a tree; one tree for each group that is in no other and for each disk without a group. What differs is that all takes no time but what
-//! the device and the limits take, and a timer is never late.
+//! The engine drives the policy's code as the daemon does (block's `layer/throttle` and
+//! `layer/prefetch`): one tree for each group outside other groups and for each disk without a
+//! group, and one timer for each tree. Only devices and limits take time, and a timer is never
+//! late.
 //!
-//! Requests that come by themselves ([`Engine::arrive`]) must come in the order of their time. A disk begins to be with its first request, so that
-//! what happens to it does not depend on when somebody learned of it. Clients that wait for their answers
-//! ([`Engine::add_client`]) are part of the events.
+//! Requests of a trace ([`Engine::arrive`]) must arrive in the order of their times; clients
+//! ([`Engine::add_client`]) are part of the events. A disk is created at its first request, so
+//! results do not depend on the order in which disks are listed. A request that arrives at the
+//! instant of an event comes after it. So the same input gives the same result, and what shares
+//! neither group nor device with others has the same result without them.
 //!
-//! A request that comes at the instant of an event comes after it. Events of one instant happen in the order in which they were foreseen.
-//! So a simulation is the same each time; and what shares neither group nor device is the same in whichever company.
-//!
-//! Who waits takes some 120 bytes, twice that while a table grows, and there is a bound: [`MOST_WAITING`]. Allocates nothing for a request once its tables have grown to what is in flight; except where something is read ahead.
+//! A waiting request takes about 120 bytes (240 while the table grows). At most [`MOST_WAITING`]
+//! wait. Apart from reading ahead, nothing is allocated for a request once the tables have grown to
+//! what is in flight.
 
-use std::{
-    cmp::Reverse,
-    collections::BinaryHeap,
-    sync::atomic::{AtomicBool, Ordering},
-};
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use policy::{
-    prefetch::{FetchId, Invalid, WriteId},
+    prefetch::Invalid,
     request::Direction,
     throttle::{Admission, Cost, Decision, LimitKind, NodeId, Refused, Tree},
     time::Instant,
@@ -35,9 +33,10 @@ use policy::{
 use super::{
     bucket::{Bucket, Held},
     client::Client,
-    device::{Devices, Place},
+    flow::What,
     prefetch::Ahead,
     request::{Op, Request},
+    state::{Arbiter, DiskState, GroupState, NEVER, State},
     tally::{Queue, Tally},
     watermark::Watch,
     world::{Disk, Group, World},
@@ -49,19 +48,15 @@ pub(crate) const DRAWN: usize = 8;
 pub(crate) const MOST_WAITING: usize = 50_000_000;
 /// Events between two looks at whether to stop.
 pub(super) const STEPS: usize = 1 << 14;
-/// No timer is set.
-const NEVER: u64 = u64::MAX;
 /// A request that no client waits for.
 const NOBODY: u32 = u32::MAX;
 
-/// What became of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Row {
     pub(crate) request: Request,
     /// When it passed all limits, and when it was done, in nanoseconds.
     pub(crate) admitted_ns: u64,
     pub(crate) completed_ns: u64,
-    /// The limit that it waited for.
     pub(crate) bucket: Bucket,
 }
 
@@ -77,11 +72,7 @@ pub(crate) enum Impossible {
 /// A simulation at one instant.
 #[derive(Debug)]
 pub(crate) struct Engine {
-    pub(super) now: u64,
-    pub(super) arbiters: Vec<Arbiter>,
-    pub(super) groups: Vec<GroupState>,
-    pub(super) disks: Vec<DiskState>,
-    flow: Flow,
+    state: State,
     waiting: Waiting,
     clients: Vec<Client>,
     watch: Watch,
@@ -91,71 +82,9 @@ pub(crate) struct Engine {
     unlimited: bool,
 }
 
-/// A tree, and when its timer fires.
-#[derive(Debug)]
-pub(super) struct Arbiter {
-    pub(super) tree: Tree<u32>,
-    timer: u64,
-}
-
-#[derive(Debug)]
-pub(super) struct GroupState {
-    pub(super) arbiter: usize,
-    pub(super) node: NodeId,
-    pub(super) parent: Option<usize>,
-    pub(super) queue: Queue,
-}
-
-#[derive(Debug)]
-pub(super) struct DiskState {
-    pub(super) arbiter: usize,
-    pub(super) node: NodeId,
-    group: Option<usize>,
-    /// Whether any limit applies; else nothing asks.
-    limited: bool,
-    place: Place,
-    ahead: Option<Box<Ahead>>,
-    pub(super) queue: Queue,
-    pub(super) held: Held,
-    pub(super) tally: Tally,
-}
-
-/// What lies ahead, and what requests are served by.
-#[derive(Debug)]
-pub(super) struct Flow {
-    events: BinaryHeap<Reverse<Event>>,
-    foreseen: u64,
-    /// Events that keep the simulation going: all but the watching of devices.
-    lively: usize,
-    pub(super) devices: Devices,
-}
-
-#[derive(Debug)]
-struct Event {
-    at: u64,
-    number: u64,
-    what: What,
-}
-
-/// What happens.
-#[derive(Debug)]
-pub(super) enum What {
-    /// The timer of a tree.
-    Timer(usize),
-    /// A client has its answer, at once or not, and may go on.
-    Answer(u32, bool),
-    /// A client sends its next request.
-    Send(u32),
-    /// A chunk of what was read ahead of a disk is there.
-    Chunk(usize, FetchId),
-    /// A change of a disk has ended.
-    Written(usize, WriteId),
-    /// Devices are looked at.
-    Watch,
-}
-
 impl Engine {
-    /// At the beginning. With `rows`, what becomes of every request is kept for [`Engine::take_rows`].
+    /// At the beginning. With `rows`, what becomes of every request is kept for
+    /// [`Engine::take_rows`].
     ///
     /// # Errors
     /// If a group cannot keep what it promises.
@@ -163,22 +92,15 @@ impl Engine {
         Self::of(world, rows, false)
     }
 
-    /// At the beginning, with the same disks on the same devices, but no limits and nothing read ahead: as things were without weir.
-    ///
-    /// # Errors
-    /// None; it has those of [`Engine::new`].
+    /// At the beginning, with the same disks on the same devices, but no limits and nothing read
+    /// ahead: as things were without weir.
     pub(crate) fn unlimited(world: &World) -> Result<Self, Impossible> {
         Self::of(world, false, true)
     }
 
     fn of(world: &World, rows: bool, unlimited: bool) -> Result<Self, Impossible> {
-        let flow = Flow { events: BinaryHeap::new(), foreseen: 0, lively: 0, devices: Devices::default() };
         let mut engine = Self {
-            now: 0,
-            arbiters: Vec::new(),
-            groups: Vec::new(),
-            disks: Vec::new(),
-            flow,
+            state: State::default(),
             waiting: Waiting::default(),
             clients: Vec::new(),
             watch: Watch::default(),
@@ -186,13 +108,12 @@ impl Engine {
             unlimited,
         };
         engine.follow(world, world.disks.len())?;
-        engine.watch.begin(&mut engine.flow);
+        engine.watch.begin(&mut engine.state.flow);
         Ok(engine)
     }
 
-    /// How many of the world's disks it has.
     pub(crate) fn disks(&self) -> usize {
-        self.disks.len()
+        self.state.disks.len()
     }
 
     /// Adds what the world has grown by, up to so many disks, with nothing asked of it yet.
@@ -200,13 +121,13 @@ impl Engine {
     /// # Errors
     /// If a group cannot keep what it promises.
     pub(crate) fn follow(&mut self, world: &World, disks: usize) -> Result<(), Impossible> {
-        self.flow.devices.follow(&world.stations, &world.budgets);
+        self.state.flow.devices.follow(&world.stations, &world.budgets);
         if !self.unlimited {
-            for group in &world.groups[self.groups.len()..] {
+            for group in &world.groups[self.state.groups.len()..] {
                 self.add_group(group)?;
             }
         }
-        for disk in &world.disks[self.disks.len()..disks] {
+        for disk in &world.disks[self.state.disks.len()..disks] {
             if self.unlimited {
                 self.add_disk(&World::default(), &disk.unlimited())?;
             } else {
@@ -218,31 +139,31 @@ impl Engine {
 
     fn add_group(&mut self, group: &Group) -> Result<(), Impossible> {
         let arbiter = match group.parent {
-            Some(parent) => self.groups[parent].arbiter,
+            Some(parent) => self.state.groups[parent].arbiter,
             None => self.add_arbiter(),
         };
-        let parent = group.parent.map(|parent| self.groups[parent].node);
-        let node = self.arbiters[arbiter].tree.add(parent, group.hold.limits, group.hold.share);
+        let parent = group.parent.map(|parent| self.state.groups[parent].node);
+        let node = self.state.arbiters[arbiter].tree.add(parent, group.hold.limits, group.hold.share);
         let node = node.map_err(|refused| Impossible::Hold(format!("group {}", group.name), refused))?;
-        self.watch.add_group(self.groups.len(), &group.hold, self.now);
-        self.groups.push(GroupState { arbiter, node, parent: group.parent, queue: Queue::default() });
+        self.watch.add_group(self.state.groups.len(), &group.hold, self.state.now);
+        self.state.groups.push(GroupState { arbiter, node, parent: group.parent, queue: Queue::default() });
         Ok(())
     }
 
     fn add_disk(&mut self, world: &World, disk: &Disk) -> Result<(), Impossible> {
         let name = || format!("disk {}", disk.name);
         let arbiter = match disk.group {
-            Some(group) => self.groups[group].arbiter,
+            Some(group) => self.state.groups[group].arbiter,
             None => self.add_arbiter(),
         };
-        let parent = disk.group.map(|group| self.groups[group].node);
-        let tree = &mut self.arbiters[arbiter].tree;
+        let parent = disk.group.map(|group| self.state.groups[group].node);
+        let tree = &mut self.state.arbiters[arbiter].tree;
         let node = tree.add(parent, disk.hold.limits, disk.hold.share);
         let node = node.map_err(|refused| Impossible::Hold(name(), refused))?;
         let limited = !tree.is_unlimited(node);
-        let index = self.disks.len();
+        let index = self.state.disks.len();
         let ahead = Ahead::new(disk).map_err(|invalid| Impossible::Prefetch(name(), invalid))?;
-        self.disks.push(DiskState {
+        self.state.disks.push(DiskState {
             arbiter,
             node,
             group: disk.group,
@@ -253,33 +174,28 @@ impl Engine {
             held: Held::new(world, disk),
             tally: if index < DRAWN { Tally::drawn() } else { Tally::default() },
         });
-        let mut watch = std::mem::take(&mut self.watch);
-        watch.add_disk(index, disk, self);
-        self.watch = watch;
+        self.watch.add_disk(index, disk, &mut self.state);
         Ok(())
     }
 
     fn add_arbiter(&mut self) -> usize {
-        let tree = Tree::new(Instant::from_nanos(self.now));
-        self.arbiters.push(Arbiter { tree, timer: NEVER });
-        self.arbiters.len() - 1
+        let tree = Tree::new(Instant::from_nanos(self.state.now));
+        self.state.arbiters.push(Arbiter { tree, timer: NEVER });
+        self.state.arbiters.len() - 1
     }
 
-    /// How long what a disk lies on has worked by now: see [`Devices::worked_ns`].
-    pub(super) fn worked_ns(&self, place: Place) -> u64 {
-        self.flow.devices.worked_ns(place, self.now)
-    }
-
-    /// Someone who sends the next request only when he has his answer. He begins at once, or at his time if he has one.
+    /// Someone who sends the next request only when he has his answer. He begins at once, or at his
+    /// time if he has one.
     pub(crate) fn add_client(&mut self, client: Client) {
         let number = self.clients.len() as u32;
-        for _ in 0..client.depth() {
-            self.flow.foresee(client.begins().max(self.now), What::Send(number));
+        for _ in 0..client.spec.depth {
+            self.state.flow.foresee(client.spec.time.start.max(self.state.now), What::Send(number));
         }
         self.clients.push(client);
     }
 
-    /// A request comes, not before any that came before it. All that happens until then has happened. Not where `stop` has been set meanwhile.
+    /// A request comes, not before any that came before it. All that happens until then has
+    /// happened. Not where `stop` has been set meanwhile.
     #[inline]
     pub(crate) fn arrive(&mut self, request: Request, stop: &AtomicBool) {
         if self.run_until(request.at_ns, stop) {
@@ -292,14 +208,14 @@ impl Engine {
     #[inline]
     pub(crate) fn run_until(&mut self, at: u64, stop: &AtomicBool) -> bool {
         let mut steps = 0;
-        while self.flow.events.peek().is_some_and(|Reverse(event)| event.at <= at) {
+        while self.state.flow.next_at().is_some_and(|next| next <= at) {
             self.step();
             steps += 1;
             if steps % STEPS == 0 && stop.load(Ordering::Relaxed) {
                 return false;
             }
         }
-        self.now = self.now.max(at);
+        self.state.now = self.state.now.max(at);
         true
     }
 
@@ -310,26 +226,20 @@ impl Engine {
         }
     }
 
-    /// Whether nothing is left of what has come.
-    pub(super) fn is_idle(&self) -> bool {
-        self.flow.lively == 0
-    }
-
-    /// How many events there have been.
     #[cfg(test)]
     pub(crate) fn foreseen(&self) -> u64 {
-        self.flow.foreseen
+        self.state.flow.foreseen()
     }
 
-    /// How many wait for limits.
     pub(crate) fn waiting(&self) -> usize {
         self.waiting.len()
     }
 
-    /// Lets at most so many events happen; whether anything is left of what has come and what clients have to send.
+    /// Lets at most so many events happen; whether anything is left of what has come and what
+    /// clients have to send.
     pub(crate) fn run(&mut self, steps: usize) -> bool {
         for _ in 0..steps {
-            if self.flow.lively == 0 {
+            if self.state.flow.is_idle() {
                 return false;
             }
             self.step();
@@ -339,71 +249,66 @@ impl Engine {
 
     /// Takes note of those who still wait, at the end.
     pub(crate) fn settle(&mut self) {
-        let now = self.now;
-        for disk in &mut self.disks {
+        let now = self.state.now;
+        for disk in &mut self.state.disks {
             disk.queue.settle(now);
             disk.held.settle(now);
         }
-        self.groups.iter_mut().for_each(|group| group.queue.settle(now));
+        self.state.groups.iter_mut().for_each(|group| group.queue.settle(now));
     }
 
-    /// What became of the requests since this was asked last, in the order in which they passed the limits.
+    /// What became of the requests since this was asked last, in the order in which they passed the
+    /// limits.
     pub(crate) fn take_rows(&mut self) -> std::vec::Drain<'_, Row> {
         self.rows.get_or_insert_default().drain(..)
     }
 
     /// What was noted of a disk, who waits there and what for.
     pub(crate) fn disk(&self, index: usize) -> (&Tally, &Queue, &Held) {
-        let disk = &self.disks[index];
+        let disk = &self.state.disks[index];
         (&disk.tally, &disk.queue, &disk.held)
     }
 
-    /// Takes what was noted of a disk's requests.
     pub(crate) fn take_tally(&mut self, index: usize) -> Tally {
-        std::mem::take(&mut self.disks[index].tally)
+        std::mem::take(&mut self.state.disks[index].tally)
     }
 
-    /// Who waits in a group.
     pub(crate) fn group(&self, index: usize) -> &Queue {
-        &self.groups[index].queue
+        &self.state.groups[index].queue
     }
 
     /// What reading ahead of a disk came to; `None` where nothing is.
     pub(crate) fn prefetch(&self, index: usize) -> Option<policy::prefetch::Stats> {
-        self.disks[index].ahead.as_ref().map(|ahead| ahead.stats())
+        self.state.disks[index].ahead.as_ref().map(|ahead| ahead.stats())
     }
 
     fn step(&mut self) {
-        let Some(Reverse(event)) = self.flow.events.pop() else { return };
-        self.now = event.at;
-        match event.what {
-            What::Watch => {}
-            _ => self.flow.lively -= 1,
-        }
-        match event.what {
+        let Some((at, what)) = self.state.flow.pop() else { return };
+        self.state.now = at;
+        match what {
             What::Timer(arbiter) => {
-                if self.arbiters[arbiter].timer == event.at {
-                    self.arbiters[arbiter].timer = NEVER;
+                if self.state.arbiters[arbiter].timer == at {
+                    self.state.arbiters[arbiter].timer = NEVER;
                     self.release(arbiter);
                 }
             }
             What::Answer(client, at_once) => {
-                if let Some(at) = self.clients[client as usize].answered(self.now, at_once) {
-                    self.flow.foresee(at, What::Send(client));
+                if let Some(at) = self.clients[client as usize].answered(self.state.now, at_once) {
+                    self.state.flow.foresee(at, What::Send(client));
                 }
             }
             What::Send(client) => {
-                if let Some(request) = self.clients[client as usize].next(self.now) {
+                if let Some(request) = self.clients[client as usize].next(self.state.now) {
                     self.ask(request, client);
                 }
             }
             What::Chunk(disk, fetch) => {
-                if let Some(ahead) = &mut self.disks[disk].ahead {
-                    ahead.arrived(fetch, self.now);
+                if let Some(ahead) = &mut self.state.disks[disk].ahead {
+                    ahead.arrived(fetch, self.state.now);
                 }
             }
             What::Written(disk, write) => {
-                if let Some(ahead) = &mut self.disks[disk].ahead {
+                if let Some(ahead) = &mut self.state.disks[disk].ahead {
                     ahead.written(write);
                 }
             }
@@ -411,9 +316,8 @@ impl Engine {
         }
     }
 
-    /// A request comes, now.
     fn ask(&mut self, request: Request, client: u32) {
-        let disk = &mut self.disks[request.disk];
+        let disk = &mut self.state.disks[request.disk];
         let direction = match request.op.direction() {
             Some(direction) if disk.limited => direction,
             // A flush moves no data and is not asked about.
@@ -421,8 +325,8 @@ impl Engine {
         };
         let (arbiter, node) = (disk.arbiter, disk.node);
         let token = self.waiting.enter(request, client);
-        let tree = &mut self.arbiters[arbiter].tree;
-        let now = Instant::from_nanos(self.now);
+        let tree = &mut self.state.arbiters[arbiter].tree;
+        let now = Instant::from_nanos(self.state.now);
         match tree.request(node, direction, Cost::one(request.length), token, now) {
             Admission::Admitted(token) => {
                 self.waiting.leave(token);
@@ -434,11 +338,12 @@ impl Engine {
                 // Behind another it changes nothing for anybody.
                 if is_first {
                     self.release(arbiter);
-                    let disk = &mut self.disks[request.disk];
+                    let disk = &mut self.state.disks[request.disk];
                     // Unless it has just passed, after others that were ready at this instant.
-                    let tree = &self.arbiters[arbiter].tree;
+                    let tree = &self.state.arbiters[arbiter].tree;
                     if tree.waiting(node, direction) > 0 {
-                        disk.held.begin(direction, self.now, |path| judge(tree, node, direction, path, now));
+                        disk.held
+                            .begin(direction, self.state.now, |path| judge(tree, node, direction, path, now));
                     }
                 }
             }
@@ -447,9 +352,9 @@ impl Engine {
 
     /// Lets pass what may, and sets the timer for the rest.
     fn release(&mut self, arbiter: usize) {
-        let now = Instant::from_nanos(self.now);
+        let now = Instant::from_nanos(self.state.now);
         loop {
-            match self.arbiters[arbiter].tree.poll(now) {
+            match self.state.arbiters[arbiter].tree.poll(now) {
                 Decision::Admit(token) => {
                     let (request, client) = self.waiting.leave(token);
                     let bucket = self.count_out(&request);
@@ -458,11 +363,11 @@ impl Engine {
                 Decision::Idle => return,
                 Decision::Wait { until } => {
                     let until = until.as_nanos();
-                    let timer = &mut self.arbiters[arbiter].timer;
+                    let timer = &mut self.state.arbiters[arbiter].timer;
                     // A later one still fires, and finds nothing to do.
                     if until < *timer {
                         *timer = until;
-                        self.flow.foresee(until, What::Timer(arbiter));
+                        self.state.flow.foresee(until, What::Timer(arbiter));
                     }
                     return;
                 }
@@ -472,41 +377,39 @@ impl Engine {
 
     /// Looks at devices, and lets pass what the watermarks let.
     fn look_at_devices(&mut self) {
-        let mut watch = std::mem::take(&mut self.watch);
-        for arbiter in watch.look(self) {
+        for arbiter in self.watch.look(&mut self.state) {
             self.release(arbiter);
         }
         // Whatever is to come brings this along.
-        watch.go_on(&mut self.flow, self.now);
-        self.watch = watch;
+        self.watch.go_on(&mut self.state.flow, self.state.now);
     }
 
     fn count_in(&mut self, disk: usize) {
-        let now = self.now;
-        let disk = &mut self.disks[disk];
+        let now = self.state.now;
+        let disk = &mut self.state.disks[disk];
         let waiting = disk.queue.join(now);
         if let Some(drawn) = &mut disk.tally.drawn {
             drawn.waiting.note(now, waiting);
         }
         let mut group = disk.group;
         while let Some(index) = group {
-            self.groups[index].queue.join(now);
-            group = self.groups[index].parent;
+            self.state.groups[index].queue.join(now);
+            group = self.state.groups[index].parent;
         }
     }
 
     /// A request leaves its queue; says what it waited for.
     fn count_out(&mut self, request: &Request) -> Bucket {
-        let now = self.now;
-        let disk = &mut self.disks[request.disk];
+        let now = self.state.now;
+        let disk = &mut self.state.disks[request.disk];
         disk.queue.leave(now);
         let mut group = disk.group;
         while let Some(index) = group {
-            self.groups[index].queue.leave(now);
-            group = self.groups[index].parent;
+            self.state.groups[index].queue.leave(now);
+            group = self.state.groups[index].parent;
         }
         let Some(direction) = request.op.direction() else { return Bucket::NONE };
-        let (tree, node) = (&self.arbiters[disk.arbiter].tree, disk.node);
+        let (tree, node) = (&self.state.arbiters[disk.arbiter].tree, disk.node);
         let waits = tree.waiting(node, direction) > 0;
         let at = Instant::from_nanos(now);
         disk.held.end(direction, now, waits, |path| judge(tree, node, direction, path, at))
@@ -514,31 +417,34 @@ impl Engine {
 
     /// A request has passed the limits, now.
     fn serve(&mut self, request: &Request, client: u32, bucket: Bucket) {
-        let (now, index) = (self.now, request.disk);
-        let disk = &mut self.disks[index];
+        let (now, index) = (self.state.now, request.disk);
+        let disk = &mut self.state.disks[index];
         let completed = match &mut disk.ahead {
-            None => self.flow.devices.begin(disk.place, request.op, request.length, now),
+            None => self.state.flow.devices.begin(disk.place, request.op, request.length, now),
             Some(ahead) if request.op == Op::Read => {
-                let (tree, node, limited) = (&mut self.arbiters[disk.arbiter].tree, disk.node, disk.limited);
+                let (tree, node, limited) =
+                    (&mut self.state.arbiters[disk.arbiter].tree, disk.node, disk.limited);
                 let at = Instant::from_nanos(now);
                 let may = |cost: &Cost, given_back| !limited || tree.spare(node, cost, given_back, at);
-                ahead.read(request, now, &mut self.flow, may)
+                ahead.read(request, now, &mut self.state.flow, may)
             }
-            Some(ahead) => ahead.change(request, now, &mut self.flow),
+            Some(ahead) => ahead.change(request, now, &mut self.state.flow),
         };
         disk.tally.note(request.at_ns, now, completed, request.length);
         if let Some(rows) = &mut self.rows {
             rows.push(Row { request: *request, admitted_ns: now, completed_ns: completed, bucket });
         }
         if client != NOBODY {
-            self.flow.foresee(completed, What::Answer(client, completed == request.at_ns));
+            self.state.flow.foresee(completed, What::Answer(client, completed == request.at_ns));
         }
     }
 }
 
-/// Which limit a disk's work of this direction waits for: on what level of its way up, and which there.
+/// Which limit a disk's work of this direction waits for: on what level of its way up, and which
+/// there.
 ///
-/// A tree tells of each node what it waits for, or waited for last; it is the former if the time that it is limited goes on.
+/// A tree tells of each node what it waits for, or waited for last; it is the former if the time
+/// that it is limited goes on.
 fn judge(
     tree: &Tree<u32>,
     disk: NodeId,
@@ -558,39 +464,11 @@ fn judge(
             _ => {}
         }
     }
-    // It waits for its turn behind others, or for a limit that the other direction shares: the first that could be it.
+    // It waits for its turn behind others, or for a limit that the other direction shares: the
+    // first that could be it.
     path.first().map_or(Bucket::NONE, |&(level, kind)| Bucket::new(level, kind))
 }
 
-impl Flow {
-    pub(super) fn foresee(&mut self, at: u64, what: What) {
-        self.lively += usize::from(!matches!(what, What::Watch));
-        self.foreseen += 1;
-        self.events.push(Reverse(Event { at, number: self.foreseen, what }));
-    }
-}
-
-impl Ord for Event {
-    fn cmp(&self, other: &Self) -> std::cmp::Ordering {
-        (self.at, self.number).cmp(&(other.at, other.number))
-    }
-}
-
-impl PartialOrd for Event {
-    fn partial_cmp(&self, other: &Self) -> Option<std::cmp::Ordering> {
-        Some(self.cmp(other))
-    }
-}
-
-impl PartialEq for Event {
-    fn eq(&self, other: &Self) -> bool {
-        self.number == other.number
-    }
-}
-
-impl Eq for Event {}
-
-/// Requests that wait, by their token.
 #[derive(Debug, Default)]
 struct Waiting {
     requests: Vec<(Request, u32)>,

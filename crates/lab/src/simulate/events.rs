@@ -1,10 +1,11 @@
 //! `--events`: what became of every request, as CSV that is a trace again.
 //!
-//! In the order in which requests passed the limits. A reader that wants them by their arrival sorts by the first column, or reads them as a trace with
-//! a window as large as the longest queue.
+//! Rows are in the order in which requests passed the limits. To have them by arrival, sort by the
+//! first column, or read them as a trace with a window as large as the longest queue.
 //!
-//! What is written goes to a file beside the one that was asked for and gets its name at the end, so that a simulation that ends before it has begun
-//! leaves what was there. A disk that is full ends the writing and not the simulation. Never writes over what is simulated.
+//! Rows go to a temporary file, which gets the name at the end, so a simulation that fails at its
+//! start leaves the old file. A full disk ends the writing and not the simulation. Never writes
+//! over what is simulated.
 
 use std::{
     fs::{self, File, Permissions},
@@ -24,16 +25,13 @@ use crate::{
 
 /// Columns beside those of a trace.
 const MORE_COLUMNS: &str = ",admitted_ns,completed_ns,bucket\n";
-/// Bytes that are written at a time.
 const BLOCK_BYTES: usize = 1 << 18;
 /// What a new file may be, before the process's mask.
 const NEW_FILE: u32 = 0o666;
 
-/// The file.
 #[derive(Debug)]
 pub(crate) struct Events {
     out: Out,
-    /// What errors call it.
     name: String,
     text: Vec<u8>,
     /// Why nothing more is written.
@@ -42,7 +40,6 @@ pub(crate) struct Events {
     disks: Vec<Named>,
 }
 
-/// Where it is written.
 #[derive(Debug)]
 enum Out {
     /// Beside its name, which it gets at the end.
@@ -116,7 +113,8 @@ impl Events {
     /// Writes what is left, and gives the file its name.
     ///
     /// # Errors
-    /// If any of it could not be written; what stood under the name does so still then, if it was a regular file.
+    /// If any of it could not be written; what stood under the name does so still then, if it was a
+    /// regular file.
     pub(crate) fn finish(mut self) -> anyhow::Result<()> {
         self.flush();
         let Self { out, name, failed, .. } = self;

@@ -1,4 +1,5 @@
-//! What a simulation came to, as a result file keeps it: numbers to compare, tables, and charts of the first disks.
+//! What a simulation came to, as a result file keeps it: numbers to compare, tables, and charts of
+//! the first disks.
 
 use console::figures;
 
@@ -6,27 +7,28 @@ use super::{
     drive::Outcome,
     engine::DRAWN,
     output::{Figures, Line, Percentiles, Summary},
-    scenario::Story,
-    sweep::Swept,
+    story::Story,
+    swept::{Point, Swept},
     tally::Tally,
 };
-use crate::result::{Axis, Better, Chart, Findings, Lines, Measure, SamplesAre, Series, Table, Unit};
+use crate::{
+    latencies,
+    result::{Axis, Better, Chart, Findings, Lines, Measure, SamplesAre, Series, Table, Unit},
+};
 
 /// Points of a line at most: more than a page has pixels for are none.
 const MOST_POINTS: usize = 512;
 
-/// Of one simulation.
+/// A figure that the same simulation gives again.
+fn exact(name: String, unit: Unit, better: Better, value: f64) -> Measure {
+    Measure { samples_are: SamplesAre::Exact, ..Measure::new(name, unit, better, vec![value]) }
+}
+
 pub(super) fn of_run(summary: &Summary, outcome: &Outcome) -> Findings {
     let mut measures = Vec::new();
     for (what, line) in summary.lines() {
         let mut measure = |name: &str, unit, better, value: f64| {
-            measures.push(Measure {
-                name: format!("{what} {}: {name}", line.name),
-                unit,
-                better,
-                samples: vec![value],
-                samples_are: SamplesAre::Exact,
-            });
+            measures.push(exact(format!("{what} {}: {name}", line.name), unit, better, value));
         };
         let Figures { latency_ns, iops, bps, .. } = &line.after;
         measure("requests a second", Unit::Iops, Better::Higher, *iops);
@@ -44,78 +46,52 @@ pub(super) fn of_run(summary: &Summary, outcome: &Outcome) -> Findings {
     }
 }
 
-/// Of a sweep.
 pub(super) fn of_sweep(swept: &Swept) -> Findings {
-    let line = |name: &str, value: fn(&Percentiles) -> u64| Series {
+    let line = |name: &str, value: fn(&Point) -> f64| Series {
         name: name.to_owned(),
-        points: swept
-            .points
-            .iter()
-            .map(|point| (point.value as f64, value(&point.latency_ns) as f64))
-            .collect(),
+        points: swept.points.iter().map(|point| (point.value as f64, value(point))).collect(),
     };
-    let unit = if swept.setting.is_some_and(policy::throttle::Setting::is_size) {
-        Unit::BytesPerSecond
-    } else {
-        Unit::Iops
-    };
-    let x = Axis { label: swept.limit.to_owned(), unit, logarithmic: false };
+    let is_size = swept.setting.is_some_and(policy::throttle::Setting::is_size);
+    let unit = if is_size { Unit::BytesPerSecond } else { Unit::Iops };
     let latency = Lines {
         title: format!("What each {} would have done to latency", swept.limit),
-        x: x.clone(),
-        y: Axis { label: "latency".to_owned(), unit: Unit::Nanoseconds, logarithmic: false },
+        x: Axis::new(swept.limit, unit),
+        y: Axis::new("latency", Unit::Nanoseconds),
         series: vec![
-            line("p50", |times| times.p50),
-            line("p99", |times| times.p99),
-            line("p99.9", |times| times.p99_9),
+            line("p50", |point| point.latency_ns.p50 as f64),
+            line("p99", |point| point.latency_ns.p99 as f64),
+            line("p99.9", |point| point.latency_ns.p99_9 as f64),
         ],
     };
     let throttled = Lines {
         title: "Share of the time in which somebody waited".to_owned(),
-        x,
-        y: Axis { label: "throttled".to_owned(), unit: Unit::Share, logarithmic: false },
-        series: vec![Series {
-            name: "throttled".to_owned(),
-            points: swept.points.iter().map(|point| (point.value as f64, point.throttled)).collect(),
-        }],
+        x: Axis::new(swept.limit, unit),
+        y: Axis::new("throttled", Unit::Share),
+        series: vec![line("throttled", |point| point.throttled)],
     };
-    let row = |point: &super::sweep::Point| {
+    let row = |point: &Point| {
         let Percentiles { p50, p99, p99_9, .. } = point.latency_ns;
         let mut row = vec![swept.shown(point.value)];
         row.extend([p50, p99, p99_9].map(figures::time));
         row.extend([figures::count(point.iops), figures::bytes(point.bps), figures::share(point.throttled)]);
         row
     };
-    let measure = |point: &super::sweep::Point| Measure {
-        name: format!("{}={}: latency p99", swept.limit, swept.shown(point.value)),
-        unit: Unit::Nanoseconds,
-        better: Better::Lower,
-        samples: vec![point.latency_ns.p99 as f64],
-        samples_are: SamplesAre::Exact,
+    let measure = |point: &Point| {
+        let name = format!("{}={}: latency p99", swept.limit, swept.shown(point.value));
+        exact(name, Unit::Nanoseconds, Better::Lower, point.latency_ns.p99 as f64)
     };
     let columns = [swept.limit, "p50", "p99", "p99.9", "IOPS", "bytes/s", "throttled"];
+    let title = format!("What each {} would have done", swept.limit);
     Findings {
         summary: swept.p99.iter().map(|bound| swept.sentence(bound)).collect(),
         measures: swept.points.iter().map(measure).collect(),
-        tables: vec![Table {
-            title: format!("What each {} would have done", swept.limit),
-            columns: columns.map(str::to_owned).into(),
-            rows: swept.points.iter().map(row).collect(),
-            note: None,
-        }],
+        tables: vec![Table::new(&title, columns, swept.points.iter().map(row).collect())],
         charts: vec![Chart::Lines(latency), Chart::Lines(throttled)],
     }
 }
 
-/// Of a story.
 pub(super) fn of_story(story: &Story) -> Findings {
-    let measure = |(name, value): &(String, f64)| Measure {
-        name: name.clone(),
-        unit: Unit::Count,
-        better: Better::Higher,
-        samples: vec![*value],
-        samples_are: SamplesAre::Exact,
-    };
+    let measure = |(name, value): &(String, f64)| exact(name.clone(), Unit::Count, Better::Higher, *value);
     Findings {
         measures: story.measures.iter().map(measure).collect(),
         tables: vec![story.table()],
@@ -139,19 +115,7 @@ fn sentence(what: &str, line: &Line) -> String {
 }
 
 fn table(summary: &Summary) -> Table {
-    let columns = [
-        "",
-        "limits",
-        "requests",
-        "IOPS",
-        "bytes/s",
-        "p50",
-        "p99",
-        "p99.9",
-        "max",
-        "throttled",
-        "longest queue",
-    ];
+    let columns = "|limits|requests|IOPS|bytes/s|p50|p99|p99.9|max|throttled|longest queue".split('|');
     let mut rows = Vec::new();
     for (what, line) in summary.lines() {
         let both = line.before.iter().map(|before| (false, before)).chain([(true, &line.after)]);
@@ -172,19 +136,11 @@ fn table(summary: &Summary) -> Table {
             rows.push(row);
         }
     }
-    Table {
-        title: "What the limits did".to_owned(),
-        columns: columns.map(str::to_owned).into(),
-        rows,
-        note: Some(
-            "Without limits: on the same device, as it is modelled. Times are right within a hundredth."
-                .to_owned(),
-        ),
-    }
+    let note = "Without limits: on the same device, as it is modelled. Times are right within a hundredth.";
+    Table { note: Some(note.to_owned()), ..Table::new("What the limits did", columns, rows) }
 }
 
 fn charts(outcome: &Outcome) -> Vec<Chart> {
-    let seconds = || Axis { label: "time".to_owned(), unit: Unit::Seconds, logarithmic: false };
     let mut done = Vec::new();
     let mut waiting = Vec::new();
     let mut charts = Vec::new();
@@ -200,8 +156,8 @@ fn charts(outcome: &Outcome) -> Vec<Chart> {
     }
     let over_time = |title: &str, label: &str, unit, series: Vec<Series>| {
         let series: Vec<_> = series.into_iter().filter(|series| !series.points.is_empty()).collect();
-        let y = Axis { label: label.to_owned(), unit, logarithmic: false };
-        (!series.is_empty()).then(|| Chart::Lines(Lines { title: title.to_owned(), x: seconds(), y, series }))
+        let (x, y) = (Axis::new("time", Unit::Seconds), Axis::new(label, unit));
+        (!series.is_empty()).then(|| Chart::Lines(Lines { title: title.to_owned(), x, y, series }))
     };
     let first = [
         over_time("Requests done a second, with the limits", "IOPS", Unit::Iops, done),
@@ -213,22 +169,11 @@ fn charts(outcome: &Outcome) -> Vec<Chart> {
 /// Which share of requests took no longer, before and after.
 fn distribution(name: &str, after: &Tally, before: Option<&Tally>) -> Option<Chart> {
     let line = |name: &str, tally: &Tally| {
-        let mut points = tally.latency.distribution();
-        // Evenly, and the last in any case.
-        let step = points.len().div_ceil(MOST_POINTS).max(1);
-        let last = points.last().copied();
-        points = points.into_iter().step_by(step).collect();
-        points.extend(last.filter(|last| points.last() != Some(last)));
+        let points = latencies::distribution(&tally.latency);
         Series { name: name.to_owned(), points }
     };
     let series = before.map(|before| line("without", before)).into_iter().chain([line("with limits", after)]);
     let series: Vec<_> = series.filter(|series| !series.points.is_empty()).collect();
-    (!series.is_empty()).then(|| {
-        Chart::Lines(Lines {
-            title: format!("{name}: share of requests that took no longer"),
-            x: Axis { label: "latency".to_owned(), unit: Unit::Nanoseconds, logarithmic: true },
-            y: Axis { label: "requests".to_owned(), unit: Unit::Share, logarithmic: false },
-            series,
-        })
-    })
+    let title = format!("{name}: share of requests that took no longer");
+    (!series.is_empty()).then(|| Chart::Lines(Lines::distribution(&title, series)))
 }

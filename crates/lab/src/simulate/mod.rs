@@ -1,4 +1,5 @@
-//! `weir simulate`: what limits, groups, watermarks and reading ahead would have done to the requests of a trace, in virtual time.
+//! `weir simulate`: what limits, groups, watermarks and reading ahead would have done to the
+//! requests of a trace, in virtual time.
 //!
 //! ```text
 //!   traces ───────┐                      ┌─► limits ─► prefetch ─► device ─┐
@@ -7,9 +8,10 @@
 //!   --config ─────┴─► setup.rs: a World       without them                     events.rs: each request
 //! ```
 //!
-//! The decisions are those of the `policy` crate, the very code that the daemon runs; time is a number that jumps from one event to the next. What is
-//! modelled is the device (`device.rs`); what is not: merging of requests, which a trace was recorded behind, and the time that the daemon itself
-//! takes.
+//! The decisions are those of the `policy` crate, the very code that the daemon runs; time is a
+//! number that jumps from one event to the next. What is modelled is the device (`device.rs`); what
+//! is not: merging of requests, which a trace was recorded behind, and the time that the daemon
+//! itself takes.
 //!
 //! Never opens an image, and never says of a trace that could not be read to its end that it was.
 
@@ -22,13 +24,17 @@ mod drive;
 mod engine;
 mod events;
 mod findings;
+mod flow;
+mod generator;
 mod output;
 mod prefetch;
-mod progress;
 mod request;
 mod scenario;
 mod setup;
+mod state;
+mod story;
 mod sweep;
+mod swept;
 mod tally;
 #[cfg(test)]
 mod tests;
@@ -46,20 +52,20 @@ use std::{
     thread,
 };
 
-use anyhow::{Context as _, anyhow};
+use anyhow::anyhow;
 pub use arguments::{EXAMPLES, SimulateArgs};
-use client::ClientSpec;
-use console::{Failure, print};
+use console::{Failure, figures, print, print_json, progress::Spinner};
 pub(crate) use device_spec::DeviceSpec;
-use drive::{Job, Outcome, Silence, Source, simulate};
+use drive::{Input, Job, Silence, simulate};
 use events::Events;
+use generator::Generator;
 use output::Summary;
-use progress::Progress;
-use scenario::Story;
+use serde::Serialize;
 use setup::Setup;
+use story::Story;
 pub(crate) use sweep::Sweep;
-use sweep::{Point, Swept, sweep};
-use workload::{Generator, names};
+use swept::{Point, Swept, sweep};
+use workload::names;
 pub(crate) use workload::{Workload, generators};
 
 use super::{
@@ -112,23 +118,22 @@ pub fn run(arguments: SimulateArgs) -> Result<(), Failure> {
 
 fn tell(arguments: &SimulateArgs, story: &Story) -> Result<(), Failure> {
     let begun = Header::begin();
-    let text = if arguments.output.json {
-        serde_json::to_string_pretty(&story.table()).context("the table cannot be told as JSON")? + "\n"
-    } else {
-        story.text()
-    };
     let result = ResultFile::new(begun.end(None), findings::of_story(story));
-    Ok(print_and_keep(arguments, &text, &result)?)
+    Ok(print_and_keep(arguments, &story.table(), || story.text(), &result)?)
 }
 
 /// Both are tried, whatever becomes of the other: a closed standard output does not lose the file.
 ///
 /// # Errors
 /// The first of what went wrong.
-fn print_and_keep(arguments: &SimulateArgs, text: &str, result: &ResultFile) -> anyhow::Result<()> {
-    let printed = print(text);
-    let kept = arguments.results.keep(result);
-    printed.and(kept)
+fn print_and_keep(
+    arguments: &SimulateArgs,
+    json: &impl Serialize,
+    text: impl FnOnce() -> String,
+    result: &ResultFile,
+) -> anyhow::Result<()> {
+    let printed = if arguments.output.json { print_json(json) } else { print(&text()) };
+    printed.and(arguments.results.keep(result))
 }
 
 fn run_once(arguments: &SimulateArgs, setup: &Setup, stop: &AtomicBool) -> Result<(), Failure> {
@@ -138,17 +143,23 @@ fn run_once(arguments: &SimulateArgs, setup: &Setup, stop: &AtomicBool) -> Resul
     let inputs = || arguments.traces.iter().chain(&arguments.config);
     let mut events =
         arguments.output.events.as_deref().map(|path| Events::create(path, inputs())).transpose()?;
-    let progress = Progress::new();
-    let tell = |requests, at| progress.requests(requests, at);
-    let how = How { threads: threads(arguments), before: true, events: events.as_mut(), tell: &tell };
-    let outcome = simulated(input, setup, how, stop)?;
+    let progress = Spinner::new();
+    let tell = |requests, at| {
+        let requests = figures::count(requests as f64);
+        progress.say(|| format!("{requests} requests, {} simulated", figures::time(at)));
+    };
+    let outcome = simulate(Job {
+        threads: threads(arguments),
+        events: events.as_mut(),
+        tell: &tell,
+        ..Job::new(setup, input, stop)
+    })?;
     drop(progress);
     let written = events.map_or(Ok(()), Events::finish);
-    let summary = Summary::new(&outcome, setup.remarks());
-    let text = if arguments.output.json { summary.json()? } else { summary.text() };
+    let summary = Summary::new(&outcome, &setup.remarks);
     let mut result = ResultFile::new(begun.end(None), findings::of_run(&summary, &outcome));
     result.partial.clone_from(&outcome.partial);
-    print_and_keep(arguments, &text, &result).and(written)?;
+    print_and_keep(arguments, &summary, || summary.text(), &result).and(written)?;
     ended(outcome.partial)
 }
 
@@ -168,28 +179,28 @@ fn run_sweep(
     // All of them, before the first takes its time.
     let setups = values.values.iter().map(|&value| setup.with(of, values.setting, value));
     setups.collect::<anyhow::Result<Vec<_>>>()?;
-    let progress = Progress::new();
+    let progress = Spinner::new();
     let one = |value| {
         let setup = setup.with(of, values.setting, value)?;
-        let how = How { threads: 1, before: false, events: None, tell: &|_, _| () };
-        let outcome = simulated(input(arguments)?, &setup, how, stop)?;
+        let outcome = simulate(Job { before: false, ..Job::new(&setup, input(arguments)?, stop) })?;
         if stop.load(Ordering::Relaxed) {
             return Ok(None);
         }
         Ok(Some((Point::new(value, &outcome, of), outcome.partial)))
     };
     let count = values.values.len();
-    let points = sweep(&values.values, threads(arguments), one, |done| progress.runs(done, count))?;
+    let points = sweep(&values.values, threads(arguments), one, |done| {
+        progress.say(|| format!("{done} of {count} simulations"));
+    })?;
     drop(progress);
     let (points, partial): (Vec<_>, Vec<_>) = points.into_iter().unzip();
     let interrupted = stop.load(Ordering::Relaxed).then(|| "interrupted".to_owned());
     let partial = partial.into_iter().flatten().next().or(interrupted);
     let below_ns = arguments.sweep.p99.map(|time| u64::try_from(time.as_nanos()).unwrap_or(u64::MAX));
     let swept = Swept::new(values, points, below_ns, partial);
-    let text = if arguments.output.json { swept.json()? } else { swept.text() };
     let mut result = ResultFile::new(begun.end(None), findings::of_sweep(&swept));
     result.partial.clone_from(&swept.partial);
-    print_and_keep(arguments, &text, &result)?;
+    print_and_keep(arguments, &swept, || swept.text(), &result)?;
     ended(swept.partial)
 }
 
@@ -205,37 +216,6 @@ fn threads(arguments: &SimulateArgs) -> usize {
     arguments.output.threads.map_or_else(all, NonZeroUsize::get)
 }
 
-/// How one simulation is made.
-struct How<'a> {
-    threads: usize,
-    before: bool,
-    events: Option<&'a mut Events>,
-    tell: &'a (dyn Fn(u64, u64) + Sync),
-}
-
-/// Simulates what comes from there.
-fn simulated(
-    (mut source, disks, clients): Input,
-    setup: &Setup,
-    how: How<'_>,
-    stop: &AtomicBool,
-) -> anyhow::Result<Outcome> {
-    simulate(Job {
-        setup,
-        source: &mut *source,
-        clients: (&disks, &clients),
-        threads: how.threads,
-        before: how.before,
-        events: how.events,
-        stop,
-        tell: how.tell,
-    })
-}
-
-/// Where requests come from; disks by name, and the clients that use them.
-type Input = (Box<dyn Source>, Vec<String>, Vec<ClientSpec>);
-
-/// Where requests come from.
 fn input(arguments: &SimulateArgs) -> anyhow::Result<Input> {
     Ok(match &arguments.input.workload {
         None => {
@@ -244,14 +224,12 @@ fn input(arguments: &SimulateArgs) -> anyhow::Result<Input> {
                 window: arguments.input.window as usize,
                 absolute_time: arguments.input.absolute_time,
             };
-            (Box::new(Merged::open(&arguments.traces, &options)?), Vec::new(), Vec::new())
+            Input::of(Merged::open(&arguments.traces, &options)?)
         }
         Some(Workload::Sequential(sequential)) => {
-            (Box::new(Silence), names(sequential.disks), sequential.clients())
+            Input { disks: names(sequential.disks), clients: sequential.clients(), ..Input::of(Silence) }
         }
-        Some(Workload::Open(open)) => {
-            (Box::new(Generator::new(open, arguments.input.seed)), Vec::new(), Vec::new())
-        }
+        Some(Workload::Open(open)) => Input::of(Generator::new(open, arguments.input.seed)),
         Some(Workload::Story(tale)) => unreachable!("{tale:?} is told and not simulated here"),
     })
 }

@@ -1,19 +1,20 @@
 //! What a simulation came to: tables for people, and the same as JSON.
 //!
-//! A group's figures are those of all disks below it together. Times are right within a hundredth, as histograms have them.
+//! A group's figures are those of all disks below it together. Times are right within a hundredth,
+//! as histograms have them.
 
 use console::{
     figures,
-    table::{Side, Table},
+    table::{Side, Table, columns},
 };
 use serde::Serialize;
 
 use super::{
     drive::{OfDisk, Outcome},
-    tally::{Queue, Tally, Times},
+    tally::{Queue, Tally},
 };
+use crate::latencies::Latencies;
 
-/// Everything that is told of a simulation.
 #[derive(Debug, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) struct Summary {
@@ -27,7 +28,6 @@ pub(crate) struct Summary {
     pub(crate) partial: Option<String>,
 }
 
-/// A disk or a group.
 #[derive(Debug, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) struct Line {
@@ -71,7 +71,6 @@ pub(crate) struct Percentiles {
     pub(crate) max: u64,
 }
 
-/// A limit that held something up.
 #[derive(Debug, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) struct HeldBy {
@@ -80,7 +79,6 @@ pub(crate) struct HeldBy {
     pub(crate) share: f64,
 }
 
-/// What reading ahead came to.
 #[derive(Debug, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) struct Prefetched {
@@ -90,9 +88,9 @@ pub(crate) struct Prefetched {
 }
 
 impl Percentiles {
-    pub(super) fn of(times: &Times) -> Self {
-        let [p50, p90, p99, p99_9] = [0.5, 0.9, 0.99, 0.999].map(|share| times.quantile(share));
-        Self { mean: times.mean(), p50, p90, p99, p99_9, max: times.longest() }
+    pub(super) fn of(times: &Latencies) -> Self {
+        let [p50, p90, p99, p99_9] = [0.5, 0.9, 0.99, 0.999].map(|share| times.value_at_quantile(share));
+        Self { mean: times.mean(), p50, p90, p99, p99_9, max: times.max() }
     }
 }
 
@@ -113,12 +111,11 @@ impl Figures {
 
 impl Line {
     fn new(name: &str, after: &Tally, before: Option<&Tally>, queue: &Queue) -> Self {
-        let seconds = after.seconds();
         Self {
             name: name.to_owned(),
             before: before.map(Figures::of),
             after: Figures::of(after),
-            throttled: share(queue.throttled_ns, seconds),
+            throttled: after.share(queue.throttled_ns),
             longest_queue: queue.longest,
             held_by: Vec::new(),
             prefetch: None,
@@ -127,11 +124,10 @@ impl Line {
 
     fn of_disk(name: &str, disk: &OfDisk) -> Self {
         let mut line = Self::new(name, &disk.after, disk.before.as_ref(), &disk.queue);
-        let seconds = line.after.seconds;
         let held = |(limit, ns): &(String, u64)| HeldBy {
             limit: limit.clone(),
             seconds: *ns as f64 / 1e9,
-            share: share(*ns, seconds),
+            share: disk.after.share(*ns),
         };
         line.held_by = disk.held.iter().map(held).collect();
         line.prefetch = disk.prefetch.map(|stats| Prefetched {
@@ -141,11 +137,6 @@ impl Line {
         });
         line
     }
-}
-
-/// So many nanoseconds of so many seconds, from 0 to 1.
-fn share(ns: u64, seconds: f64) -> f64 {
-    if seconds > 0.0 { (ns as f64 / 1e9 / seconds).min(1.0) } else { 0.0 }
 }
 
 impl Summary {
@@ -169,7 +160,6 @@ impl Summary {
         Self { disks: lines, groups, remarks: remarks.to_vec(), partial: partial.clone() }
     }
 
-    /// As tables.
     pub(crate) fn text(&self) -> String {
         let mut tables = vec![self.latencies(), self.parts(), self.limits()];
         tables.extend(self.prefetched());
@@ -181,12 +171,6 @@ impl Summary {
         text.join("\n")
     }
 
-    /// # Errors
-    /// None that is known.
-    pub(crate) fn json(&self) -> anyhow::Result<String> {
-        Ok(serde_json::to_string_pretty(self)? + "\n")
-    }
-
     /// All lines, with what each is of.
     pub(crate) fn lines(&self) -> impl Iterator<Item = (&'static str, &Line)> {
         self.disks.iter().map(|line| ("disk", line)).chain(self.groups.iter().map(|line| ("group", line)))
@@ -194,7 +178,7 @@ impl Summary {
 
     fn latencies(&self) -> Table {
         let numbers = ["REQUESTS", "BYTES", "IOPS", "BYTES/S", "P50", "P90", "P99", "P99.9", "MAX"];
-        let mut table = Table::new(columns(["DISK", "LIMITS"], numbers));
+        let mut table = Table::new(columns(&["DISK", "LIMITS"], &numbers));
         for (what, line) in self.lines() {
             let rows = line.before.iter().map(|before| ("without", before)).chain([("with", &line.after)]);
             for (when, figures) in rows {
@@ -213,7 +197,8 @@ impl Summary {
     }
 
     fn parts(&self) -> Table {
-        let mut table = Table::new(columns(["DISK", "TIME"], ["P50", "P90", "P99", "P99.9", "MAX", "MEAN"]));
+        let mut table =
+            Table::new(columns(&["DISK", "TIME"], &["P50", "P90", "P99", "P99.9", "MAX", "MEAN"]));
         for (what, line) in self.lines() {
             for (part, percentiles) in [("waited", &line.after.waited_ns), ("served", &line.after.served_ns)]
             {
@@ -248,12 +233,7 @@ impl Summary {
     }
 
     fn prefetched(&self) -> Option<Table> {
-        let mut table = Table::new([
-            ("DISK", Side::Left),
-            ("HITS", Side::Right),
-            ("ACCURACY", Side::Right),
-            ("READ AHEAD", Side::Right),
-        ]);
+        let mut table = Table::new(columns(&["DISK"], &["HITS", "ACCURACY", "READ AHEAD"]));
         let ahead = self.disks.iter().filter_map(|line| Some((line, line.prefetch.as_ref()?)));
         let mut any = false;
         for (line, prefetch) in ahead {
@@ -277,13 +257,4 @@ fn shown(what: &str, line: &Line) -> String {
 fn times(percentiles: &Percentiles) -> [String; 5] {
     let Percentiles { p50, p90, p99, p99_9, max, .. } = *percentiles;
     [p50, p90, p99, p99_9, max].map(figures::time)
-}
-
-/// Columns of words, then of numbers.
-fn columns<const W: usize, const N: usize>(
-    words: [&'static str; W],
-    numbers: [&'static str; N],
-) -> Vec<(&'static str, Side)> {
-    let words = words.into_iter().map(|word| (word, Side::Left));
-    words.chain(numbers.into_iter().map(|number| (number, Side::Right))).collect()
 }

@@ -1,4 +1,5 @@
-//! Reading ahead of a disk's readers, as the daemon does it: the same cache of the policy's, driven in the same order.
+//! Reading ahead of a disk's readers, as the daemon does it: the same cache of the policy's, driven
+//! in the same order.
 //!
 //! ```text
 //!   read ──► Cache::read ── found ────► served when the last of its chunks is there
@@ -8,8 +9,8 @@
 //!   write ──► Cache::write_begins ──► device ──► Cache::write_ends
 //! ```
 //!
-//! The twin of block's `layer/prefetch`, without data: a chunk is the instant at which it is there. What has to be read in several places of the disk is
-//! read as a whole, as there.
+//! The twin of block's `layer/prefetch`, without data: a chunk is the instant at which it is there.
+//! What has to be read in several places of the disk is read as a whole, as there.
 
 use policy::{
     prefetch::{Cache, Cached, Fetch, FetchId, Found, Invalid, Mode, Part, Stats, WriteId},
@@ -19,12 +20,11 @@ use policy::{
 
 use super::{
     device::Place,
-    engine::{Flow, What},
+    flow::{Flow, What},
     request::{Op, Request},
     world::Disk,
 };
 
-/// A disk's cache.
 #[derive(Debug)]
 pub(super) struct Ahead {
     cache: Cache<u32>,
@@ -37,9 +37,6 @@ pub(super) struct Ahead {
 
 impl Ahead {
     /// An empty cache; `None` where nothing is to be read ahead.
-    ///
-    /// # Errors
-    /// If the settings cannot be.
     pub(super) fn new(disk: &Disk) -> Result<Option<Self>, Invalid> {
         disk.prefetch.check()?;
         // Of a device that takes no time there is nothing to gain, as of a disk that is in memory.
@@ -57,7 +54,8 @@ impl Ahead {
         self.cache.stats()
     }
 
-    /// A read that has passed the limits; returns when it is done. `may` has the last word on what is read ahead.
+    /// A read that has passed the limits; returns when it is done. `may` has the last word on what
+    /// is read ahead.
     pub(super) fn read(
         &mut self,
         request: &Request,
@@ -133,13 +131,11 @@ impl Ahead {
         done
     }
 
-    /// A chunk is there.
     pub(super) fn arrived(&mut self, fetch: FetchId, now: u64) {
         self.cache.complete(fetch, Instant::from_nanos(now));
         self.let_go();
     }
 
-    /// A change has ended.
     pub(super) fn written(&mut self, write: WriteId) {
         self.cache.write_ends(write);
     }

@@ -4,7 +4,6 @@
 
 pub(crate) use crate::trace::Op;
 
-/// A request of a disk, the disk being known by its index.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Request {
     /// When it comes, in nanoseconds from the beginning.

@@ -1,59 +1,23 @@
-//! What the documents that weir grew from tell of, simulated: a burst, groups, queues of different depth, and the two streams of 2009.
+//! What the documents that weir grew from tell of, simulated: a burst, groups, queues of different
+//! depth, and the two streams of 2009.
 //!
-//! Each is a small world with its own limits and clients, and a table of what came of it beside what was said or measured then. They take no
-//! options for limits: theirs are part of the story.
+//! Each is a small world with its own limits and clients, and a table of what came of it beside
+//! what was said or measured then. They take no options for limits: theirs are part of the story.
 
-use console::table::{Side, Table};
-use policy::{
-    prefetch,
-    throttle::{Limit, LimitKind, Limits},
-};
+use console::table::columns;
+use policy::throttle::{Limit, LimitKind, Limits};
 
 use super::{
-    client::{Client, ClientSpec},
-    device::Place,
-    engine::{Engine, Impossible, Row},
+    client::ClientSpec,
+    engine::{Impossible, Row},
     request::Op,
+    story::{Story, disk, one_limit, run},
     two_streams,
     workload::Tale,
-    world::{Disk, DiskSettings, Group, UNKNOWN_SIZE, World},
+    world::{DiskSettings, Group, World},
 };
-use crate::result;
-
-/// A table, and what to know when reading it.
-#[derive(Debug)]
-pub(crate) struct Story {
-    pub(crate) title: &'static str,
-    pub(crate) columns: Vec<(&'static str, Side)>,
-    pub(crate) rows: Vec<Vec<String>>,
-    pub(crate) note: String,
-    /// Numbers for `weir report` to compare, by name.
-    pub(crate) measures: Vec<(String, f64)>,
-}
-
-impl Story {
-    /// For people.
-    pub(crate) fn text(&self) -> String {
-        let mut table = Table::new(self.columns.clone());
-        self.rows.iter().for_each(|row| table.row(row.clone()));
-        format!("{}\n\n{}\n{}\n", self.title, table.render(false), self.note)
-    }
-
-    /// For a result file.
-    pub(crate) fn table(&self) -> result::Table {
-        result::Table {
-            title: self.title.to_owned(),
-            columns: self.columns.iter().map(|(name, _)| (*name).to_owned()).collect(),
-            rows: self.rows.clone(),
-            note: Some(self.note.clone()),
-        }
-    }
-}
 
 /// Simulates a tale.
-///
-/// # Errors
-/// None that is known: the worlds are possible.
 pub(crate) fn told(tale: &Tale) -> Result<Story, Impossible> {
     match tale {
         Tale::TwoStreams { cache_bytes } => two_streams::tell(*cache_bytes),
@@ -61,33 +25,6 @@ pub(crate) fn told(tale: &Tale) -> Result<Story, Impossible> {
         Tale::Group => group(),
         Tale::Depths => depths(),
     }
-}
-
-/// A disk without a device.
-pub(super) fn disk(name: &str, limits: Limits, group: Option<usize>) -> Disk {
-    Disk {
-        name: name.to_owned(),
-        hold: DiskSettings { limits, ..DiskSettings::default() },
-        group,
-        prefetch: prefetch::Settings::off(),
-        size_bytes: UNKNOWN_SIZE,
-        place: Place::default(),
-        watched: None,
-    }
-}
-
-pub(super) fn one_limit(kind: LimitKind, rate: u64) -> Limits {
-    let mut limits = Limits::default();
-    limits.limit_mut(kind).rate = rate;
-    limits
-}
-
-/// All that becomes of these clients' requests.
-pub(super) fn run(world: &World, clients: &[ClientSpec]) -> Result<Vec<Row>, Impossible> {
-    let mut engine = Engine::new(world, true)?;
-    clients.iter().for_each(|spec| engine.add_client(Client::new(spec.clone())));
-    while engine.run(1 << 16) {}
-    Ok(engine.take_rows().collect())
 }
 
 /// Somebody who reads at random places for so many seconds.
@@ -107,7 +44,6 @@ fn reader(disk: usize, length: u64, depth: u32, seconds: u64) -> ClientSpec {
 
 const SECOND: u64 = 1_000_000_000;
 
-/// How many of a disk's requests passed a second, from one second to another.
 fn rate(rows: &[Row], disk: usize, seconds: std::ops::Range<u64>) -> f64 {
     let time = seconds.start * SECOND..seconds.end * SECOND;
     let passed =
@@ -125,8 +61,8 @@ fn beside(name: &str, simulated: f64, said_rate: f64, story: &mut Vec<(String, f
     [said(simulated), said(said_rate)]
 }
 
-/// "Perform I/O on hd0.qcow2 at a rate of 2000 IOPS for 1 minute before it's throttled down to 100 IOPS", where 8 KiB count as two operations
-/// and 6 KiB as one and a half.
+/// "Perform I/O on hd0.qcow2 at a rate of 2000 IOPS for 1 minute before it's throttled down to 100
+/// IOPS", where 8 KiB count as two operations and 6 KiB as one and a half.
 fn burst() -> Result<Story, Impossible> {
     let mut limits = Limits::default();
     *limits.limit_mut(LimitKind::IopsTotal) = Limit { rate: 100, burst_rate: 2000, burst_length_s: 60 };
@@ -156,14 +92,7 @@ fn burst() -> Result<Story, Impossible> {
     };
     Ok(Story {
         title: "iops-total=100,iops-total-max=2000,iops-total-max-length=60,iops-size=4096: requests a second",
-        columns: vec![
-            ("REQUEST", Side::Left),
-            ("COUNTS AS", Side::Right),
-            ("FIRST MINUTE", Side::Right),
-            ("SAID", Side::Right),
-            ("FROM 70 S ON", Side::Right),
-            ("SAID", Side::Right),
-        ],
+        columns: columns(&["REQUEST"], &["COUNTS AS", "FIRST MINUTE", "SAID", "FROM 70 S ON", "SAID"]),
         rows: sizes.iter().enumerate().map(row).collect(),
         note: "Three disks with these limits, each with a client that always has 64 requests waiting. The bucket holds 2000 × 60 operations and \
                meanwhile runs out at 100 a second, so the burst ends after 63 seconds."
@@ -172,7 +101,8 @@ fn burst() -> Result<Story, Impossible> {
     })
 }
 
-/// "Hd1, hd2 and hd4 are all members of a group named 'foo'; hd3 and hd5 are members of 'bar', hd6 is left alone."
+/// "Hd1, hd2 and hd4 are all members of a group named 'foo'; hd3 and hd5 are members of 'bar', hd6
+/// is left alone."
 fn group() -> Result<Story, Impossible> {
     let group = |name: &str, rate| Group {
         name: name.to_owned(),
@@ -206,13 +136,7 @@ fn group() -> Result<Story, Impossible> {
     };
     Ok(Story {
         title: "Disks that share limits: requests a second",
-        columns: vec![
-            ("DISK", Side::Left),
-            ("GROUP", Side::Left),
-            ("IOPS-TOTAL", Side::Right),
-            ("SIMULATED", Side::Right),
-            ("AN EQUAL SHARE", Side::Right),
-        ],
+        columns: columns(&["DISK", "GROUP"], &["IOPS-TOTAL", "SIMULATED", "AN EQUAL SHARE"]),
         rows: of.iter().enumerate().map(row).collect(),
         note: "Each disk has a client that always has 32 requests waiting; from the second second on."
             .to_owned(),
@@ -220,7 +144,8 @@ fn group() -> Result<Story, Impossible> {
     })
 }
 
-/// Two clients of one limit, one with a request at a time and one with 64: in QEMU the latter gets more.
+/// Two clients of one limit, one with a request at a time and one with 64: in QEMU the latter gets
+/// more.
 fn depths() -> Result<Story, Impossible> {
     /// What qemu-storage-daemon 7.2 gave them (weir's design, section 6).
     const QEMU: [f64; 2] = [738.0, 1290.0];
@@ -244,7 +169,7 @@ fn depths() -> Result<Story, Impossible> {
     };
     Ok(Story {
         title: "Two clients of a group with iops-total=2000: requests a second",
-        columns: vec![("CLIENT", Side::Left), ("SIMULATED", Side::Right), ("QEMU 7.2", Side::Right)],
+        columns: columns(&["CLIENT"], &["SIMULATED", "QEMU 7.2"]),
         rows: (0..2).map(row).collect(),
         note:
             "A short queue is at no disadvantage: siblings share the time of the scarcest limit, not turns."

@@ -6,8 +6,8 @@
 //!   --iops-total … ─► checked settings ─► what every disk of a trace is held to ─┘            disks that a trace names
 //! ```
 //!
-//! Rules are the plan's: what a daemon would refuse is refused here, with the same words. Images are not opened; of one that is there, the size
-//! is looked at.
+//! Rules are the plan's: what a daemon would refuse is refused here, with the same words. Images
+//! are not opened; of one that is there, the size is looked at.
 
 use std::{collections::HashMap, fs, io::Read as _, path::Path};
 
@@ -16,11 +16,14 @@ use block::{
     device::{Identity, Number, Roots},
     storage::{Spec, delay::DelayOptions, rate::RateOptions},
 };
-use policy::throttle::{Limits, Setting};
+use policy::{
+    device::Rates,
+    throttle::{Limits, Setting},
+};
 use settings::{Plan, config, state::Store};
 
 use super::{
-    device::{BudgetSpec, Place, Service, StationSpec, measured, places},
+    device::{Place, Service, StationSpec, measured, places},
     device_spec::DeviceSpec,
     world::{Disk, Group, UNKNOWN_SIZE, World},
 };
@@ -35,9 +38,10 @@ pub(crate) const MOST_DISKS: usize = 10_000;
 /// What is simulated, before it is known which disks there are.
 #[derive(Clone, Debug)]
 pub(crate) struct Setup {
-    world: World,
+    /// Without the disks that are not known yet.
+    pub(crate) world: World,
     /// What a daemon would do with this config file and is not simulated, for people.
-    remarks: Vec<String>,
+    pub(crate) remarks: Vec<String>,
     kind: Kind,
 }
 
@@ -58,7 +62,7 @@ enum Kind {
 struct Any {
     disk: Disk,
     station: Option<StationSpec>,
-    budget: Option<BudgetSpec>,
+    budget: Option<Rates>,
 }
 
 impl Setup {
@@ -71,7 +75,7 @@ impl Setup {
             Some(DeviceSpec::Given { delay, rate }) => Some((station_of(delay), budget_of(rate))),
             Some(DeviceSpec::Probed(path)) => {
                 let store = Store::new(arguments.devices.state.as_deref());
-                Some((probed(path, &store)?, BudgetSpec::default()))
+                Some((probed(path, &store)?, Rates::default()))
             }
             None => None,
         };
@@ -86,7 +90,7 @@ impl Setup {
         }
     }
 
-    fn of_config(path: &Path, device: Option<(StationSpec, BudgetSpec)>) -> anyhow::Result<Self> {
+    fn of_config(path: &Path, device: Option<(StationSpec, Rates)>) -> anyhow::Result<Self> {
         let plan = Plan::new(config::load(path)?, 0)?;
         let mut world = World::default();
         let shared = device.map(|device| world.add_device(device));
@@ -134,12 +138,13 @@ impl Setup {
         Ok(Self { world, remarks, kind: Kind::Config { file: path.display().to_string(), by_name } })
     }
 
-    /// Of disks that nothing names beforehand. `device` is shared by all; `delay` and `rate` are each disk's own.
+    /// Of disks that nothing names beforehand. `device` is shared by all; `delay` and `rate` are
+    /// each disk's own.
     pub(crate) fn of_terms(
         terms: &Terms,
         size_bytes: u64,
         (delay, rate): (Option<&DelayOptions>, Option<&RateOptions>),
-        device: Option<(StationSpec, BudgetSpec)>,
+        device: Option<(StationSpec, Rates)>,
     ) -> Self {
         let mut world = World::default();
         let group = terms.group.as_ref().map(|(name, settings)| {
@@ -168,16 +173,6 @@ impl Setup {
         Self { world, remarks: Vec::new(), kind: Kind::Any(Box::new(any)) }
     }
 
-    /// The world without the disks that are not known yet.
-    pub(crate) fn world(&self) -> &World {
-        &self.world
-    }
-
-    /// What a daemon would do and is not simulated, for people.
-    pub(crate) fn remarks(&self) -> &[String] {
-        &self.remarks
-    }
-
     /// How many parts there may be that have nothing to do with each other.
     pub(crate) fn parts(&self) -> usize {
         match &self.kind {
@@ -187,7 +182,8 @@ impl Setup {
         }
     }
 
-    /// Which of so many shards each disk of a world is in, by its index; also of disks that are yet to come.
+    /// Which of so many shards each disk of a world is in, by its index; also of disks that are yet
+    /// to come.
     pub(crate) fn shards(&self, world: &World, shards: usize) -> impl Fn(usize) -> usize + use<> {
         let parts = match &self.kind {
             Kind::Config { .. } => world.parts(),
@@ -196,7 +192,8 @@ impl Setup {
         move |disk| parts.get(disk).copied().unwrap_or(disk) % shards
     }
 
-    /// The same with another value of one limit, of the disk or group of this name; without a name of the only group, or else of all disks.
+    /// The same with another value of one limit, of the disk or group of this name; without a name
+    /// of the only group, or else of all disks.
     ///
     /// # Errors
     /// If nothing has that name, or the limits make no sense then.
@@ -243,7 +240,7 @@ impl Setup {
 pub(crate) struct Names<'a> {
     setup: &'a Setup,
     /// By the trace's number of a disk: its index in the world.
-    known: Vec<usize>,
+    pub(crate) known: Vec<usize>,
     /// The trace's first disk, where a config file has one disk only and another name for it.
     taken: Option<String>,
 }
@@ -251,11 +248,6 @@ pub(crate) struct Names<'a> {
 impl<'a> Names<'a> {
     pub(crate) fn new(setup: &'a Setup) -> Self {
         Self { setup, known: Vec::new(), taken: None }
-    }
-
-    /// By the trace's number of a disk: its index in the world.
-    pub(crate) fn known(&self) -> &[usize] {
-        &self.known
     }
 
     /// The trace's next disk. The world has grown by it if it was not in there.
@@ -323,11 +315,12 @@ fn station_of(delay: &DelayOptions) -> StationSpec {
     }
 }
 
-fn budget_of(rate: &RateOptions) -> BudgetSpec {
-    BudgetSpec { bytes: rate.bytes, iops: rate.iops, read: rate.read, write: rate.write }
+fn budget_of(rate: &RateOptions) -> Rates {
+    Rates { bytes: rate.bytes, iops: rate.iops, read: rate.read, write: rate.write }
 }
 
-/// What `weir probe` found of the device below a directory, or of a device. What it did not measure of writes is as of reads.
+/// What `weir probe` found of the device below a directory, or of a device. What it did not measure
+/// of writes is as of reads.
 fn probed(path: &Path, store: &Store) -> anyhow::Result<StationSpec> {
     use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _};
     let name = path.display();
@@ -360,7 +353,8 @@ fn size_of(image: &settings::Image) -> anyhow::Result<u64> {
     })
 }
 
-/// The bytes of a raw file, or those that a qcow2 image says it has (its header's eight bytes at 24, docs/interop/qcow2.txt of QEMU).
+/// The bytes of a raw file, or those that a qcow2 image says it has (its header's eight bytes at
+/// 24, docs/interop/qcow2.txt of QEMU).
 fn size_of_file(path: &Path) -> Option<u64> {
     const MAGIC: &[u8] = b"QFI\xfb";
     let metadata = fs::metadata(path).ok().filter(fs::Metadata::is_file)?;

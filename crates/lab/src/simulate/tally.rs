@@ -1,83 +1,14 @@
-//! What is noted of a simulation while it runs: latencies, rates over time, who waited and for what.
+//! What is noted of a simulation while it runs: latencies, rates over time, who waited and for
+//! what.
 //!
-//! All of it takes the same memory however long the simulation lasts: histograms with steps of a hundredth, and series whose intervals are joined
-//! two by two when there are too many. Noting a request allocates nothing but where a histogram grows to a longer time than any before.
+//! All of it takes the same memory however long the simulation lasts: histograms with steps of a
+//! hundredth, and series whose intervals are joined two by two when there are too many. Noting a
+//! request allocates nothing but where a histogram grows to a longer time than any before.
 //!
 //! Never decides anything.
 
-use hdrhistogram::Histogram;
+use crate::latencies::{self, Latencies};
 
-/// Significant figures of a latency: right within a hundredth.
-const FIGURES: u8 = 2;
-/// What takes longer, 146 years, counts as that.
-const LONGEST_NS: u64 = 1 << 62;
-
-/// Times, in nanoseconds.
-#[derive(Clone, Debug)]
-pub(crate) struct Times {
-    /// Those that were no time at all: of limits that do not bind they are most.
-    zeroes: u64,
-    others: Histogram<u64>,
-}
-
-impl Default for Times {
-    fn default() -> Self {
-        Self { zeroes: 0, others: Histogram::new(FIGURES).expect("between 0 and 5 figures") }
-    }
-}
-
-impl Times {
-    pub(crate) fn note(&mut self, ns: u64) {
-        if ns == 0 {
-            self.zeroes += 1;
-        } else {
-            self.others.record(ns.min(LONGEST_NS)).expect("it grows as it has to");
-        }
-    }
-
-    pub(crate) fn add(&mut self, other: &Self) {
-        self.zeroes += other.zeroes;
-        self.others.add(&other.others).expect("it resizes itself");
-    }
-
-    pub(crate) fn count(&self) -> u64 {
-        self.zeroes + self.others.len()
-    }
-
-    /// The time within which this share of all lies, right within a hundredth; 0 without any.
-    pub(crate) fn quantile(&self, share: f64) -> u64 {
-        let rank = (share * self.count() as f64).ceil() as u64;
-        match rank.checked_sub(self.zeroes) {
-            None | Some(0) => 0,
-            Some(rank) => {
-                self.others.value_at_quantile(rank as f64 / self.others.len() as f64).min(self.longest())
-            }
-        }
-    }
-
-    /// The longest, right within a hundredth.
-    pub(crate) fn longest(&self) -> u64 {
-        if self.others.is_empty() { 0 } else { self.others.max() }
-    }
-
-    pub(crate) fn mean(&self) -> f64 {
-        let all = self.count();
-        if all == 0 { 0.0 } else { self.others.mean() * (self.others.len() as f64 / all as f64) }
-    }
-
-    /// Points of the distribution: the time, above 0, and the share of all that took no longer; both rising.
-    pub(crate) fn distribution(&self) -> Vec<(f64, f64)> {
-        let (all, mut below) = (self.count() as f64, self.zeroes as f64);
-        let mut points = Vec::new();
-        for step in self.others.iter_recorded() {
-            below += step.count_at_value() as f64;
-            points.push((step.value_iterated_to() as f64, below / all));
-        }
-        points
-    }
-}
-
-/// Most intervals of a series.
 const INTERVALS: usize = 1024;
 /// The first length of an interval is 2 to this power, in nanoseconds: about a millisecond.
 const FIRST_BITS: u32 = 20;
@@ -123,7 +54,6 @@ impl Series {
         self.bits += 1;
     }
 
-    /// Seconds of an interval.
     pub(crate) fn interval_s(&self) -> f64 {
         (1_u64 << self.bits) as f64 / 1e9
     }
@@ -140,7 +70,6 @@ impl Series {
     }
 }
 
-/// How many wait at a disk or in a group.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Queue {
     waiting: u64,
@@ -177,18 +106,17 @@ impl Queue {
     }
 }
 
-/// What became of a disk's requests.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug)]
 pub(crate) struct Tally {
     /// Requests that are done, and their bytes.
     pub(crate) requests: u64,
     pub(crate) bytes: u64,
     /// From coming to being done.
-    pub(crate) latency: Times,
+    pub(crate) latency: Latencies,
     /// From coming to passing all limits.
-    pub(crate) waited: Times,
+    pub(crate) waited: Latencies,
     /// From there to being done.
-    pub(crate) served: Times,
+    pub(crate) served: Latencies,
     /// When the first came, and when the last was done; in nanoseconds.
     pub(crate) first: Option<u64>,
     pub(crate) last: u64,
@@ -200,6 +128,13 @@ pub(crate) struct Tally {
 pub(crate) struct Drawn {
     pub(crate) done: Series,
     pub(crate) waiting: Series,
+}
+
+impl Default for Tally {
+    fn default() -> Self {
+        let [latency, waited, served] = [(); 3].map(|()| latencies::growing());
+        Self { requests: 0, bytes: 0, latency, waited, served, first: None, last: 0, drawn: None }
+    }
 }
 
 impl Tally {
@@ -216,22 +151,24 @@ impl Tally {
         self.first.get_or_insert(came);
         self.last = self.last.max(done);
         let (waited, served) = (admitted - came, done - admitted);
-        self.waited.note(waited);
-        self.served.note(served);
-        // Most neither wait nor are served by anything that takes time.
-        self.latency.note(waited + served);
+        latencies::note(&mut self.waited, waited);
+        latencies::note(&mut self.served, served);
+        latencies::note(&mut self.latency, waited + served);
         if let Some(drawn) = &mut self.drawn {
             drawn.done.note(done, 1);
         }
     }
 
-    /// The same of several disks together.
     pub(crate) fn add(&mut self, other: &Self) {
         self.requests += other.requests;
         self.bytes = self.bytes.saturating_add(other.bytes);
-        self.latency.add(&other.latency);
-        self.waited.add(&other.waited);
-        self.served.add(&other.served);
+        for (ours, theirs) in [
+            (&mut self.latency, &other.latency),
+            (&mut self.waited, &other.waited),
+            (&mut self.served, &other.served),
+        ] {
+            ours.add(theirs).expect("it grows as it has to");
+        }
         self.first = self.first.into_iter().chain(other.first).min();
         self.last = self.last.max(other.last);
     }
@@ -239,6 +176,12 @@ impl Tally {
     /// Seconds from the first request to the last answer.
     pub(crate) fn seconds(&self) -> f64 {
         self.last.saturating_sub(self.first.unwrap_or(self.last)) as f64 / 1e9
+    }
+
+    /// So many nanoseconds of that time, from 0 to 1.
+    pub(crate) fn share(&self, ns: u64) -> f64 {
+        let seconds = self.seconds();
+        if seconds > 0.0 { (ns as f64 / 1e9 / seconds).min(1.0) } else { 0.0 }
     }
 
     /// So many a second, over that time; 0 where it took none.
@@ -251,34 +194,6 @@ impl Tally {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn quantiles_count_those_that_took_no_time() {
-        let mut times = Times::default();
-        (0..90).for_each(|_| times.note(0));
-        (1..=10).for_each(|number| times.note(number * 1_000_000));
-        assert_eq!((times.quantile(0.5), times.quantile(0.9)), (0, 0));
-        let near = |quantile: f64, ms: f64| {
-            let value = times.quantile(quantile) as f64 / 1e6;
-            assert!((value / ms - 1.0).abs() < 0.01, "{quantile}: {value} ms");
-        };
-        near(0.91, 1.0);
-        near(0.99, 9.0);
-        near(1.0, 10.0);
-        assert!((times.mean() / 550_000.0 - 1.0).abs() < 0.01, "{}", times.mean());
-        assert_eq!(times.distribution().last().unwrap().1, 1.0);
-        assert_eq!(Times::default().quantile(0.99), 0);
-    }
-
-    #[test]
-    fn times_of_any_length_are_noted() {
-        let mut times = Times::default();
-        for ns in [1, 1 << 20, 1 << 40, 1 << 60] {
-            times.note(ns);
-        }
-        assert_eq!(times.count(), 4);
-        assert!(times.longest() as f64 > 0.99 * (1_u64 << 60) as f64);
-    }
 
     #[test]
     fn a_series_of_any_length_keeps_its_sum() {

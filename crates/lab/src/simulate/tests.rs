@@ -4,11 +4,12 @@ use std::{fs, path::Path, sync::atomic::AtomicBool};
 
 use clap::Parser as _;
 
-use super::*;
+use super::{drive::Outcome, *};
 
+/// Nobody stops it.
+static GO_ON: AtomicBool = AtomicBool::new(false);
 const HEADER: &str = "time_ns,disk,op,offset,length\n";
 
-/// A command line of this command alone.
 #[derive(Debug, clap::Parser)]
 struct Line {
     #[command(flatten)]
@@ -45,15 +46,13 @@ fn outcome(words: &str, threads: usize) -> anyhow::Result<Outcome> {
         Failure::Usage(error) | Failure::Failed(error) => error,
         Failure::Found(_) => unreachable!("it finds nothing"),
     })?;
-    let how = How { threads, before: true, events: None, tell: &|_, _| () };
-    simulated(input(&arguments)?, &setup, how, &AtomicBool::new(false))
+    simulate(Job { threads, ..Job::new(&setup, input(&arguments)?, &GO_ON) })
 }
 
 fn told(words: &str, threads: usize) -> String {
-    Summary::new(&outcome(words, threads).unwrap(), &[]).json().unwrap()
+    serde_json::to_string_pretty(&Summary::new(&outcome(words, threads).unwrap(), &[])).unwrap()
 }
 
-/// A trace of so many disks.
 fn trace(disks: u64, requests: u64) -> String {
     let mut random = fastrand::Rng::with_seed(disks);
     let mut text = HEADER.to_owned();
@@ -166,9 +165,8 @@ fn larger_limits_make_nobody_wait_longer() {
         .iter()
         .map(|&value| {
             let setup = setup.with(None, values.setting, value).unwrap();
-            let how = How { threads: 1, before: false, events: None, tell: &|_, _| () };
-            let input = input(&arguments).unwrap();
-            Point::new(value, &simulated(input, &setup, how, &AtomicBool::new(false)).unwrap(), None)
+            let job = Job { before: false, ..Job::new(&setup, input(&arguments).unwrap(), &GO_ON) };
+            Point::new(value, &simulate(job).unwrap(), None)
         })
         .collect();
     assert!(points.is_sorted_by_key(|point| std::cmp::Reverse(point.latency_ns.p99)), "{points:?}");
@@ -273,14 +271,13 @@ fn what_came_before_a_broken_line_is_kept_and_marked() {
     assert!(summary.text().contains("Not complete: "), "{}", summary.text());
 }
 
-/// What `--events` leaves of these arguments.
 fn events(files: &Files, words: &str) -> (String, String) {
     let arguments = arguments(words);
     let setup = Setup::new(&arguments).unwrap();
     let path = files.path().join("events.csv");
     let mut events = Events::create(&path, &arguments.traces).unwrap();
-    let how = How { threads: 4, before: true, events: Some(&mut events), tell: &|_, _| () };
-    simulated(input(&arguments).unwrap(), &setup, how, &AtomicBool::new(false)).unwrap();
+    let job = Job::new(&setup, input(&arguments).unwrap(), &GO_ON);
+    simulate(Job { threads: 4, events: Some(&mut events), ..job }).unwrap();
     events.finish().unwrap();
     (path.display().to_string(), fs::read_to_string(&path).unwrap())
 }
@@ -340,8 +337,8 @@ fn a_full_disk_ends_the_events_and_not_the_simulation() {
     let mut events = Events::create(Path::new("/dev/full"), &[]).unwrap();
     let arguments = arguments("--workload random:iops=20000,seconds=1");
     let setup = Setup::new(&arguments).unwrap();
-    let how = How { threads: 1, before: true, events: Some(&mut events), tell: &|_, _| () };
-    let outcome = simulated(input(&arguments).unwrap(), &setup, how, &AtomicBool::new(false)).unwrap();
+    let job = Job::new(&setup, input(&arguments).unwrap(), &GO_ON);
+    let outcome = simulate(Job { events: Some(&mut events), ..job }).unwrap();
     assert!(outcome.partial.is_none() && outcome.disks[0].after.requests > 15_000);
     let error = format!("{:#}", events.finish().unwrap_err());
     assert!(error.starts_with("/dev/full: cannot be written: No space left"), "{error}");
@@ -365,25 +362,9 @@ fn what_a_workload_does_not_take_is_refused() {
         Err(Failure::Usage(error)) => error.to_string(),
         other => panic!("{words}: {other:?}"),
     };
-    for option in [
-        "config=x",
-        "iops-total=5",
-        "group=g",
-        "device=/",
-        "delay=read=1ms",
-        "rate=bytes=1M",
-        "weight=5",
-        "prefetch=on",
-    ]
-    .into_iter()
-    .chain([
-        "sweep=iops-total=1..2",
-        "events=x",
-        "threads=2",
-        "size=1G",
-        "prefetch-memory=1M",
-        "watermark=5",
-    ]) {
+    let options = "config=x iops-total=5 group=g device=/ delay=read=1ms rate=bytes=1M weight=5 prefetch=on \
+                   sweep=iops-total=1..2 events=x threads=2 size=1G prefetch-memory=1M watermark=5";
+    for option in options.split_whitespace() {
         let name = option.split('=').next().unwrap();
         let error = refused(&format!("--workload burst --{option}"));
         assert!(error.starts_with(&format!("--{name}: this workload brings its own")), "{error}");
@@ -400,8 +381,8 @@ fn what_a_workload_does_not_take_is_refused() {
 fn an_interruption_leaves_what_there_is() {
     let arguments = arguments("--workload sequential:seconds=1000000,size=4K --iops-total 100");
     let setup = Setup::new(&arguments).unwrap();
-    let how = How { threads: 1, before: true, events: None, tell: &|_, _| () };
-    let outcome = simulated(input(&arguments).unwrap(), &setup, how, &AtomicBool::new(true)).unwrap();
+    let stop = AtomicBool::new(true);
+    let outcome = simulate(Job::new(&setup, input(&arguments).unwrap(), &stop)).unwrap();
     // Between two events its only request waits, or does not.
     assert!(outcome.partial.as_deref().unwrap().starts_with("interrupted"));
     assert!(outcome.disks[0].after.requests > 0);

@@ -1,22 +1,25 @@
-//! The two streams of io-throttle v16 for Linux (2009), in their eight cases, beside the figures of then.
+//! The two streams of io-throttle v16 for Linux (2009), in their eight cases, beside the figures of
+//! then.
 //!
-//! Two `dd if=/dev/zero bs=1M count=256` write each a file of its own on one disk that writes some 22 MB/s, under no limits, under 4 and 2 MB/s, and
-//! under these where they hold from a watermark of 90 or 100 percent on.
+//! Two `dd if=/dev/zero bs=1M count=256` write each a file of its own on one disk that writes some
+//! 22 MB/s, under no limits, under 4 and 2 MB/s, and under these where they hold from a watermark
+//! of 90 or 100 percent on.
 //!
-//! What is modelled: the device is a line of 22 MiB a second and nothing else, no head that seeks. With `oflag=direct`, a stream has one write at a time.
-//! Without, its pages are dirtied at once while fewer than `cache` bytes of it are dirty, all of which are on their way to the device, and it waits
-//! for one of them otherwise; `dd` has ended when its last page is dirty. How much that was in 2009 is not known; the figures of then imply some 30 to
-//! 100 MiB a stream.
+//! What is modelled: the device is a line of 22 MiB a second and nothing else, no head that seeks.
+//! With `oflag=direct`, a stream has one write at a time. Without, its pages are dirtied at once
+//! while fewer than `cache` bytes of it are dirty, all of which are on their way to the device, and
+//! it waits for one of them otherwise; `dd` has ended when its last page is dirty. How much that
+//! was in 2009 is not known; the figures of then imply some 30 to 100 MiB a stream.
 
 use console::table::Side;
-use policy::{throttle::LimitKind, watermark::Watermark};
+use policy::{device::Rates, throttle::LimitKind, watermark::Watermark};
 
 use super::{
     client::ClientSpec,
-    device::{BudgetSpec, Place},
+    device::Place,
     engine::Impossible,
     request::Op,
-    scenario::{Story, disk, one_limit, run},
+    story::{Story, disk, one_limit, run},
     world::{Disk, DiskSettings, World},
 };
 
@@ -52,7 +55,6 @@ const CASES: [Case; 8] = [
     case(true, 100, true, [14.3, 11.7]),
 ];
 
-/// What a case came to.
 struct Figures {
     /// What each `dd` would say, in MB/s.
     streams: [f64; 2],
@@ -61,9 +63,6 @@ struct Figures {
 }
 
 /// All eight cases, with so many bytes of each stream dirty at the most.
-///
-/// # Errors
-/// None that is known: the worlds are possible.
 pub(super) fn tell(cache_bytes: u64) -> Result<Story, Impossible> {
     let mut rows = Vec::new();
     let mut measures = Vec::new();
@@ -124,7 +123,7 @@ fn simulate(case: &Case, cache_bytes: u64) -> Result<Figures, Impossible> {
     };
     let world = World {
         disks: vec![stream("cgrp1", 4 * MIB), stream("cgrp2", 2 * MIB)],
-        budgets: vec![BudgetSpec { bytes: Some(DEVICE_BPS), ..BudgetSpec::default() }],
+        budgets: vec![Rates { bytes: Some(DEVICE_BPS), ..Rates::default() }],
         ..World::default()
     };
     let depth = if case.direct { 1 } else { (cache_bytes / MIB).clamp(1, COUNT) as u32 };

@@ -1,13 +1,13 @@
-//! Watermarks: looks at the devices twenty times a second, and lifts, scales or enforces the limits that have one.
+//! Watermarks: looks at the devices twenty times a second, and lifts, scales or enforces the limits
+//! that have one.
 //!
-//! The twin of block's `device/sampler.rs`, with the same controller, interval and sums. What is in use of a device is how long it has worked of the
-//! time since the last look, as the daemon has it of devices that it imitates; of a device that was probed, this model knows the same.
+//! The twin of block's `device/sampler.rs`, with the same controller, interval and sums. A device's
+//! use is the share of the time since the last look in which it worked.
 //!
-//! Looks are at whole multiples of the interval, whoever comes when: what one disk sees of them does not depend on others that it shares nothing with.
-//! While nobody has anything to do and the devices are idle, a look finds what the last one found; after [`IDLE_LOOKS`] of these there are none until a
-//! request comes, so that a year without requests costs nothing.
-//!
-//! Nothing is looked at where nothing has a watermark. Where a daemon would find no device, limits are always enforced.
+//! Looks happen at whole multiples of the interval, so a disk's result does not depend on disks it
+//! shares nothing with. After [`IDLE_LOOKS`] looks at idle devices there are none until the next
+//! request: a year without requests costs nothing. Where a daemon would find no device, limits are
+//! always enforced.
 
 use policy::{
     throttle::{Counters, Enforcement, Limits, NodeId},
@@ -17,17 +17,17 @@ use policy::{
 
 use super::{
     device::Place,
-    engine::{Engine, Flow, What},
+    flow::{Flow, What},
+    state::State,
     world::{Disk, DiskSettings},
 };
 
 /// Between two looks, in nanoseconds: as the daemon's.
 const INTERVAL_NS: u64 = 50_000_000;
-/// So many looks at idle devices, 10 s, after which a controller has settled: what it remembers of use, smoothed over 150 ms, is by then less than
-/// the last digit of anything that it sees.
+/// So many looks at idle devices, 10 s, after which a controller has settled: what it remembers of
+/// use, smoothed over 150 ms, is by then less than the last digit of anything that it sees.
 const IDLE_LOOKS: u32 = 200;
 
-/// What is looked at.
 #[derive(Debug, Default)]
 pub(super) struct Watch {
     targets: Vec<Target>,
@@ -71,26 +71,27 @@ impl Watch {
         self.add(Who::Group(index), hold, now);
     }
 
-    /// A disk that has just been added to the engine, and with it its device for all groups above. It is as if all had been looked at before, and
-    /// idle: a daemon serves a disk before anybody asks anything of it.
-    pub(super) fn add_disk(&mut self, index: usize, disk: &Disk, engine: &mut Engine) {
+    /// A disk that has just been added to the state, and with it its device for all groups above.
+    /// It is as if all had been looked at before, and idle: a daemon serves a disk before anybody
+    /// asks anything of it.
+    pub(super) fn add_disk(&mut self, index: usize, disk: &Disk, state: &mut State) {
         if disk.group.is_none() {
-            self.add(Who::Disk(index), &disk.hold, engine.now);
+            self.add(Who::Disk(index), &disk.hold, state.now);
         }
         let Some(place) = disk.watched else { return };
-        let groups = std::iter::successors(disk.group, |&group| engine.groups[group].parent);
+        let groups = std::iter::successors(disk.group, |&group| state.groups[group].parent);
         let all: Vec<Who> = groups.map(Who::Group).chain([Who::Disk(index)]).collect();
         for who in all {
             let Some(target) = self.targets.iter_mut().find(|target| target.who == who) else { continue };
             let known = self.devices.iter().position(|device| device.place == place);
             let device = known.unwrap_or_else(|| {
-                self.devices.push(Observed::new(place, engine));
+                self.devices.push(Observed::new(place, state));
                 self.devices.len() - 1
             });
             if !target.devices.contains(&device) {
                 target.devices.push(device);
             }
-            target.decide(&mut self.devices, engine);
+            target.decide(&mut self.devices, state);
         }
     }
 
@@ -116,7 +117,8 @@ impl Watch {
         }
     }
 
-    /// A request comes: whether a look is due, namely at the last instant for one, of what nothing has looked at since it was idle.
+    /// A request comes: whether a look is due, namely at the last instant for one, of what nothing
+    /// has looked at since it was idle.
     pub(super) fn wakes(&mut self) -> bool {
         self.idle_looks = 0;
         !self.awake && !self.devices.is_empty()
@@ -131,23 +133,24 @@ impl Watch {
         }
     }
 
-    /// Looks at all devices, and puts in force what follows. Says in which trees something may pass now.
-    pub(super) fn look(&mut self, engine: &mut Engine) -> Vec<usize> {
-        let at = last_look(engine.now);
-        let mut idle = engine.is_idle();
+    /// Looks at all devices, and puts in force what follows. Says in which trees something may pass
+    /// now.
+    pub(super) fn look(&mut self, state: &mut State) -> Vec<usize> {
+        let at = last_look(state.now);
+        let mut idle = state.flow.is_idle();
         let mut consumed: Vec<Consumed> = self.devices.iter().map(|_| Consumed::default()).collect();
         for target in &mut self.targets {
-            let Some(taken) = target.taken(engine, at) else { continue };
+            let Some(taken) = target.taken(state, at) else { continue };
             for &device in &target.devices {
                 consumed[device].add(&taken);
             }
         }
         for (observed, consumed) in self.devices.iter_mut().zip(consumed) {
-            idle &= !observed.observe(engine.worked_ns(observed.place), at, &consumed);
+            idle &= !observed.observe(state.worked_ns(observed.place), at, &consumed);
         }
         self.idle_looks = if idle { self.idle_looks + 1 } else { 0 };
         let Self { targets, devices, .. } = self;
-        targets.iter_mut().filter_map(|target| target.decide(devices, engine)).collect()
+        targets.iter_mut().filter_map(|target| target.decide(devices, state)).collect()
     }
 }
 
@@ -157,21 +160,21 @@ const fn last_look(now: u64) -> u64 {
 }
 
 impl Who {
-    fn place(self, engine: &Engine) -> (usize, NodeId) {
+    fn place(self, state: &State) -> (usize, NodeId) {
         match self {
-            Self::Group(index) => (engine.groups[index].arbiter, engine.groups[index].node),
-            Self::Disk(index) => (engine.disks[index].arbiter, engine.disks[index].node),
+            Self::Group(index) => (state.groups[index].arbiter, state.groups[index].node),
+            Self::Disk(index) => (state.disks[index].arbiter, state.disks[index].node),
         }
     }
 }
 
 impl Observed {
     /// As if looked at until now, and idle.
-    fn new(place: Place, engine: &Engine) -> Self {
-        let at = last_look(engine.now);
+    fn new(place: Place, state: &State) -> Self {
+        let at = last_look(state.now);
         let mut controller = Controller::new();
         controller.observe(Instant::from_nanos(at), Sample::new(0, &Consumed::default()));
-        Self { place, controller, last: (at, engine.worked_ns(place)) }
+        Self { place, controller, last: (at, state.worked_ns(place)) }
     }
 
     /// Whether it has worked since the last time.
@@ -190,8 +193,9 @@ impl Observed {
 }
 
 impl Target {
-    /// Puts in force what its devices say. Says in which tree, if that is something else than before.
-    fn decide(&mut self, devices: &mut [Observed], engine: &mut Engine) -> Option<usize> {
+    /// Puts in force what its devices say. Says in which tree, if that is something else than
+    /// before.
+    fn decide(&mut self, devices: &mut [Observed], state: &mut State) -> Option<usize> {
         let says = self.devices.iter();
         let says = says.map(|&device| devices[device].controller.enforcement(self.watermark));
         let enforcement = says.reduce(Enforcement::stricter).unwrap_or_default();
@@ -199,16 +203,17 @@ impl Target {
             return None;
         }
         self.enforcement = enforcement;
-        let (arbiter, node) = self.who.place(engine);
-        let now = Instant::from_nanos(engine.now);
-        engine.arbiters[arbiter].tree.enforce(node, enforcement, now);
+        let (arbiter, node) = self.who.place(state);
+        let now = Instant::from_nanos(state.now);
+        state.arbiters[arbiter].tree.enforce(node, enforcement, now);
         Some(arbiter)
     }
 
-    /// What has passed since the last time, beside what the limits would have let pass; `None` where that was the same instant.
-    fn taken(&mut self, engine: &Engine, at: u64) -> Option<Taken> {
-        let (arbiter, node) = self.who.place(engine);
-        let stats = engine.arbiters[arbiter].tree.stats(node, Instant::from_nanos(engine.now));
+    /// What has passed since the last time, beside what the limits would have let pass; `None`
+    /// where that was the same instant.
+    fn taken(&mut self, state: &State, at: u64) -> Option<Taken> {
+        let (arbiter, node) = self.who.place(state);
+        let stats = state.arbiters[arbiter].tree.stats(node, Instant::from_nanos(state.now));
         let passed = [stats.reads, stats.writes];
         let (earlier, before) = std::mem::replace(&mut self.last, (at, passed));
         let elapsed_ns = at.checked_sub(earlier).filter(|&elapsed| elapsed > 0)?;

@@ -6,14 +6,14 @@
 //!   two-streams, burst, group, depths ─► what the documents that weir grew from tell of             (scenarios)
 //! ```
 //!
-//! Written as `name:key=value,…`; what is left out has a default. Never reads a clock: a generator is a function of its seed.
+//! Written as `name:key=value,…`; what is left out has a default. Never reads a clock: a generator
+//! is a function of its seed.
 
 use std::str::FromStr;
 
-use super::{client::ClientSpec, drive::Source, request::Op};
-use crate::trace::{DiskId, Record};
+use super::{client::ClientSpec, request::Op};
+use crate::load::Locality;
 
-/// What is generated.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) enum Workload {
     Open(Open),
@@ -38,8 +38,9 @@ pub(crate) enum Tale {
 /// Requests that come by themselves.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Open {
-    pub(crate) places: Places,
-    /// Requests a second to each disk, on average: they come at random instants, each independent of the others (Poisson).
+    pub(crate) locality: Locality,
+    /// Requests a second to each disk, on average: they come at random instants, each independent
+    /// of the others (Poisson).
     pub(crate) iops: u64,
     /// Bytes of each; not 0.
     pub(crate) length: u64,
@@ -49,17 +50,6 @@ pub(crate) struct Open {
     pub(crate) read: u64,
     /// Bytes of each disk that are used: at least one request.
     pub(crate) span: u64,
-}
-
-/// Where they go.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) enum Places {
-    /// Anywhere alike.
-    Random,
-    /// The k-th most popular place as often as 1/k^theta.
-    Zipf { theta: f64 },
-    /// So many of a hundred requests to so many hundredths of the space.
-    HotCold { requests: u64, space: u64 },
 }
 
 /// Clients that go from a disk's beginning to its end, each with a disk of its own.
@@ -84,7 +74,6 @@ const MOST_BYTES: u64 = 1 << 50;
 const GENERATORS: [&str; 8] =
     ["random", "zipf", "hot-cold", "sequential", "two-streams", "burst", "group", "depths"];
 
-/// All names, for people.
 pub(crate) fn generators() -> String {
     GENERATORS.join(", ")
 }
@@ -96,7 +85,7 @@ impl FromStr for Workload {
         let (name, rest) = text.split_once(':').unwrap_or((text, ""));
         let mut keys = Keys::new(rest)?;
         let workload = match name {
-            "random" => Self::Open(open(&mut keys, |_| Ok(Places::Random))?),
+            "random" => Self::Open(open(&mut keys, |_| Ok(Locality::Even))?),
             "zipf" => Self::Open(open(&mut keys, zipf)?),
             "hot-cold" => Self::Open(open(&mut keys, hot_cold)?),
             "sequential" => Self::Sequential(sequential(&mut keys)?),
@@ -113,10 +102,10 @@ impl FromStr for Workload {
 
 fn open(
     keys: &mut Keys<'_>,
-    places: impl Fn(&mut Keys<'_>) -> Result<Places, String>,
+    locality: impl Fn(&mut Keys<'_>) -> Result<Locality, String>,
 ) -> Result<Open, String> {
     let open = Open {
-        places: places(keys)?,
+        locality: locality(keys)?,
         iops: keys.number("iops", 1000, 1..=MOST_IOPS)?,
         length: keys.bytes("size", 4096)?,
         disks: keys.number("disks", 1, 1..=MOST_DISKS)? as usize,
@@ -124,24 +113,21 @@ fn open(
         read: keys.number("read", 100, 0..=100)?,
         span: keys.bytes("span", 1 << 30)?,
     };
-    if open.span < open.length {
-        return Err(format!("span={} is less than one request of {} bytes", open.span, open.length));
-    }
-    Ok(open)
+    holds_one(open.span, open.length).map(|()| open)
 }
 
-fn zipf(keys: &mut Keys<'_>) -> Result<Places, String> {
+fn zipf(keys: &mut Keys<'_>) -> Result<Locality, String> {
     let theta = keys.take("theta").map_or(Ok(0.99), |text| {
         let theta = text.parse::<f64>().ok().filter(|theta| (0.01..=10.0).contains(theta));
         theta.ok_or_else(|| format!("theta={text} is not a number from 0.01 to 10"))
     })?;
-    Ok(Places::Zipf { theta })
+    Ok(Locality::Zipf(theta))
 }
 
-fn hot_cold(keys: &mut Keys<'_>) -> Result<Places, String> {
-    Ok(Places::HotCold {
-        requests: keys.number("requests", 80, 0..=100)?,
-        space: keys.number("space", 20, 1..=99)?,
+fn hot_cold(keys: &mut Keys<'_>) -> Result<Locality, String> {
+    Ok(Locality::Hot {
+        requests: keys.number("requests", 80, 0..=100)? as u8,
+        places: keys.number("space", 20, 1..=99)? as u8,
     })
 }
 
@@ -162,13 +148,14 @@ fn sequential(keys: &mut Keys<'_>) -> Result<Sequential, String> {
         seconds: keys.number("seconds", 10, 1..=MOST_SECONDS)?,
         span: keys.bytes("span", 1 << 30)?,
     };
-    if sequential.span < sequential.length {
-        return Err(format!(
-            "span={} is less than one request of {} bytes",
-            sequential.span, sequential.length
-        ));
+    holds_one(sequential.span, sequential.length).map(|()| sequential)
+}
+
+fn holds_one(span: u64, length: u64) -> Result<(), String> {
+    if span < length {
+        return Err(format!("span={span} is less than one request of {length} bytes"));
     }
-    Ok(sequential)
+    Ok(())
 }
 
 /// `key=value,…` that are yet to be asked for.
@@ -224,13 +211,11 @@ impl<'a> Keys<'a> {
     }
 }
 
-/// The names of so many disks.
 pub(crate) fn names(disks: usize) -> Vec<String> {
     (1..=disks).map(|number| format!("disk{number}")).collect()
 }
 
 impl Sequential {
-    /// Its clients, by the number of their disk.
     pub(crate) fn clients(&self) -> Vec<ClientSpec> {
         let Self { op, length, depth, think_ns, disks, seconds, span } = *self;
         let client = |disk| ClientSpec {
@@ -248,204 +233,9 @@ impl Sequential {
     }
 }
 
-/// A generator at work.
-#[derive(Debug)]
-pub(crate) struct Generator {
-    open: Open,
-    names: Vec<String>,
-    random: fastrand::Rng,
-    zipf: Option<Zipf>,
-    /// When the last request came, in nanoseconds, and how many there have been.
-    at: f64,
-    count: u64,
-}
-
-impl Generator {
-    pub(crate) fn new(open: &Open, seed: u64) -> Self {
-        let blocks = open.span / open.length;
-        let zipf = match open.places {
-            Places::Zipf { theta } => Some(Zipf::new(blocks, theta)),
-            Places::Random | Places::HotCold { .. } => None,
-        };
-        let names = names(open.disks);
-        Self { names, random: fastrand::Rng::with_seed(seed), zipf, at: 0.0, count: 0, open: open.clone() }
-    }
-
-    /// Which of the blocks of a disk.
-    fn block(&mut self) -> u64 {
-        let (random, blocks) = (&mut self.random, self.open.span / self.open.length);
-        match (self.open.places, &self.zipf) {
-            (_, Some(zipf)) => scattered(zipf.rank(random) - 1, blocks),
-            (Places::HotCold { requests, space }, _) => {
-                let hot = (u128::from(blocks) * u128::from(space) / 100) as u64;
-                let is_hot = random.u64(0..100) < requests;
-                match if is_hot { 0..hot } else { hot..blocks } {
-                    range if range.is_empty() => random.u64(0..blocks),
-                    range => random.u64(range),
-                }
-            }
-            _ => random.u64(0..blocks),
-        }
-    }
-}
-
-impl Source for Generator {
-    fn fill(&mut self, records: &mut Vec<Record>, count: usize) -> anyhow::Result<()> {
-        let Open { iops, length, disks, seconds, read, .. } = self.open;
-        // Those of all disks together are as random as those of each (Kingman, *Poisson Processes*, 1993, section 2.2).
-        let mean_ns = 1e9 / (iops as f64 * disks as f64);
-        for _ in 0..count {
-            // Above 0, so that the logarithm is finite.
-            self.at -= (1.0 - self.random.f64()).ln() * mean_ns;
-            if self.at >= seconds as f64 * 1e9 {
-                break;
-            }
-            self.count += 1;
-            let offset = self.block() * length;
-            records.push(Record {
-                time_ns: self.at as u64,
-                offset,
-                length,
-                line: self.count,
-                disk: DiskId(self.random.usize(0..disks) as u32),
-                file: 0,
-                op: if self.random.u64(0..100) < read { Op::Read } else { Op::Write },
-            });
-        }
-        Ok(())
-    }
-
-    fn disks(&self) -> &[String] {
-        &self.names
-    }
-
-    fn place(&self, record: &Record) -> String {
-        format!("the workload's request {}", record.line)
-    }
-}
-
-/// The place of a rank, so that popular places are not beside each other: a step that meets every block once.
-fn scattered(rank: u64, blocks: u64) -> u64 {
-    // The golden section of the blocks, made coprime with them.
-    let mut step = ((blocks as f64 * 0.618) as u64).max(1);
-    while gcd(step, blocks) != 1 {
-        step += 1;
-    }
-    (u128::from(rank) * u128::from(step) % u128::from(blocks)) as u64
-}
-
-fn gcd(one: u64, other: u64) -> u64 {
-    if other == 0 { one } else { gcd(other, one % other) }
-}
-
-/// Ranks from 1 to n, rank k as often as 1/k^theta: rejection-inversion (Hörmann and Derflinger, *Rejection-inversion to generate variates from
-/// monotone discrete distributions*, ACM TOMACS 6(3), 1996), which needs no table.
-#[derive(Clone, Debug)]
-struct Zipf {
-    theta: f64,
-    most: f64,
-    /// The integral of 1/x^theta, up to 1.5 less what rank 1 has, and up to n + 0.5.
-    from: f64,
-    to: f64,
-    near: f64,
-}
-
-impl Zipf {
-    fn new(ranks: u64, theta: f64) -> Self {
-        let mut zipf = Self { theta, most: ranks as f64, from: 0.0, to: 0.0, near: 0.0 };
-        zipf.from = zipf.integral(1.5) - 1.0;
-        zipf.to = zipf.integral(zipf.most + 0.5);
-        zipf.near = 2.0 - zipf.inverse(zipf.integral(2.5) - 2.0_f64.powf(-theta));
-        zipf
-    }
-
-    fn integral(&self, x: f64) -> f64 {
-        let log = x.ln();
-        let power = (1.0 - self.theta) * log;
-        // Exact also where theta is 1 or nearly so.
-        if power.abs() > 1e-8 { power.exp_m1() / power * log } else { log * (1.0 + power / 2.0) }
-    }
-
-    fn inverse(&self, area: f64) -> f64 {
-        let part = (area * (1.0 - self.theta)).max(-1.0);
-        if part.abs() > 1e-8 { (part.ln_1p() / part * area).exp() } else { (area * (1.0 - part / 2.0)).exp() }
-    }
-
-    fn rank(&self, random: &mut fastrand::Rng) -> u64 {
-        loop {
-            let area = self.to + random.f64() * (self.from - self.to);
-            let x = self.inverse(area);
-            let rank = x.round().clamp(1.0, self.most);
-            if rank - x <= self.near || area >= self.integral(rank + 0.5) - rank.powf(-self.theta) {
-                return rank as u64;
-            }
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    fn generated(text: &str, seed: u64) -> Vec<Record> {
-        let Workload::Open(open) = text.parse().unwrap() else { panic!("{text} is not open") };
-        let mut generator = Generator::new(&open, seed);
-        let mut records = Vec::new();
-        generator.fill(&mut records, usize::MAX).unwrap();
-        records
-    }
-
-    #[test]
-    fn a_seed_gives_the_same_requests_again() {
-        let text = "random:iops=5000,size=4K,disks=4,seconds=2,read=70";
-        let records = generated(text, 7);
-        assert_eq!(records, generated(text, 7));
-        assert_ne!(records, generated(text, 8));
-        let near = |value: usize, expected: f64| {
-            assert!((value as f64 / expected - 1.0).abs() < 0.03, "{value} instead of {expected}");
-        };
-        near(records.len(), 40_000.0);
-        near(records.iter().filter(|record| record.op == Op::Read).count(), 28_000.0);
-        near(records.iter().filter(|record| record.disk == DiskId(3)).count(), 10_000.0);
-        near(records.iter().filter(|record| record.time_ns < 1_000_000_000).count(), 20_000.0);
-        assert!(records.is_sorted_by_key(|record| record.time_ns));
-        assert!(
-            records
-                .iter()
-                .all(|record| record.offset + record.length <= 1 << 30 && record.offset.is_multiple_of(4096))
-        );
-    }
-
-    #[test]
-    fn popular_places_are_as_popular_as_zipf_says() {
-        let zipf = Zipf::new(1000, 0.99);
-        let mut random = fastrand::Rng::with_seed(1);
-        let mut counts = vec![0_u32; 1001];
-        (0..1_000_000).for_each(|_| counts[zipf.rank(&mut random) as usize] += 1);
-        let weight = |rank: usize| (rank as f64).powf(-0.99);
-        let sum: f64 = (1..=1000).map(weight).sum();
-        for rank in [1, 2, 3, 10, 100, 1000] {
-            let expected = 1e6 * weight(rank) / sum;
-            let off = (f64::from(counts[rank]) - expected).abs();
-            assert!(off < 5.0 * expected.sqrt(), "rank {rank}: {} instead of {expected}", counts[rank]);
-        }
-    }
-
-    #[test]
-    fn ranks_have_a_place_each() {
-        for blocks in [1, 2, 10, 1000, 262_144] {
-            let mut seen = vec![false; blocks as usize];
-            (0..blocks).for_each(|rank| seen[scattered(rank, blocks) as usize] = true);
-            assert!(seen.iter().all(|seen| *seen), "{blocks}");
-        }
-    }
-
-    #[test]
-    fn hot_places_get_their_part() {
-        let records = generated("hot-cold:iops=10000,seconds=2,requests=90,space=10,span=1M", 1);
-        let hot = records.iter().filter(|record| record.offset < (1 << 20) / 10).count();
-        assert!((hot as f64 / records.len() as f64 - 0.9).abs() < 0.01, "{hot} of {}", records.len());
-    }
 
     #[test]
     fn what_is_no_workload_says_why() {

@@ -1,21 +1,21 @@
-//! What is simulated, as plain values: groups, disks, and the devices below them. What [`setup`](super::setup) makes of options and a config file.
+//! What is simulated, as plain values: groups, disks, and the devices below them. What
+//! [`setup`](super::setup) makes of options and a config file.
 
 pub(crate) use block::layer::throttle::DiskSettings;
-use policy::prefetch;
+use policy::{device::Rates, prefetch};
 
-use super::device::{BudgetSpec, Place, StationSpec};
+use super::device::{Place, StationSpec};
 
 /// The size of a disk of which none is known: no offset is past its end.
 pub(crate) const UNKNOWN_SIZE: u64 = 1 << 63;
 
-/// Everything that is simulated together.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct World {
     /// Each after the one it lies in.
     pub(crate) groups: Vec<Group>,
     pub(crate) disks: Vec<Disk>,
     pub(crate) stations: Vec<StationSpec>,
-    pub(crate) budgets: Vec<BudgetSpec>,
+    pub(crate) budgets: Vec<Rates>,
 }
 
 /// What holds for several disks together.
@@ -28,7 +28,6 @@ pub(crate) struct Group {
     pub(crate) parent: Option<usize>,
 }
 
-/// A disk.
 #[derive(Clone, Debug)]
 pub(crate) struct Disk {
     pub(crate) name: String,
@@ -37,29 +36,26 @@ pub(crate) struct Disk {
     pub(crate) prefetch: prefetch::Settings,
     /// [`UNKNOWN_SIZE`] at most.
     pub(crate) size_bytes: u64,
-    /// What it lies on.
     pub(crate) place: Place,
     /// What a watermark looks at; none where the daemon would find no device either.
     pub(crate) watched: Option<Place>,
 }
 
 impl World {
-    /// One more station; its index.
     pub(crate) fn add_station(&mut self, spec: StationSpec) -> usize {
         self.stations.push(spec);
         self.stations.len() - 1
     }
 
-    /// One more budget; its index.
-    pub(crate) fn add_budget(&mut self, spec: BudgetSpec) -> usize {
+    pub(crate) fn add_budget(&mut self, spec: Rates) -> usize {
         self.budgets.push(spec);
         self.budgets.len() - 1
     }
 
     /// A device of both; a budget only where something is bounded.
-    pub(crate) fn add_device(&mut self, (station, budget): (StationSpec, BudgetSpec)) -> Place {
+    pub(crate) fn add_device(&mut self, (station, budget): (StationSpec, Rates)) -> Place {
         let station = Some(self.add_station(station));
-        let budget = (budget != BudgetSpec::default()).then(|| self.add_budget(budget));
+        let budget = (budget != Rates::default()).then(|| self.add_budget(budget));
         Place { station, budget }
     }
 
@@ -68,8 +64,8 @@ impl World {
         std::iter::successors(disk.group, |&group| self.groups[group].parent)
     }
 
-    /// By disk: the number of the part of the world that it is in. What is in different parts has nothing to do with each other: no group and no
-    /// device is in both.
+    /// By disk: the number of the part of the world that it is in. What is in different parts has
+    /// nothing to do with each other: no group and no device is in both.
     pub(crate) fn parts(&self) -> Vec<usize> {
         let groups = self.groups.len();
         let stations = groups + self.disks.len();

@@ -1,9 +1,10 @@
 //! Whether one thing differs from another, or chance does.
 //!
-//! The rank-sum test (Mann and Whitney, 1947), turned round to say by how much (Hodges and Lehmann, 1963): of all quotients of one sample of
-//! each, the middle one is the difference, and those so many places from both ends are between what it lies. How many places, is
-//! what the test says of 95 %. A single run that was disturbed moves the middle of the quotients hardly at all, and nothing is
-//! assumed about how the noise is distributed, but that it is the same for both.
+//! The rank-sum test (Mann and Whitney, 1947), turned round to say by how much (Hodges and Lehmann,
+//! 1963): of all quotients of one sample of each, the middle one is the difference, and those so
+//! many places from both ends are between what it lies. How many places, is what the test says of
+//! 95 %. A single run that was disturbed moves the middle of the quotients hardly at all, and
+//! nothing is assumed about how the noise is distributed, but that it is the same for both.
 //!
 //! So the interval and the verdict can never contradict each other.
 
@@ -12,7 +13,8 @@ use super::ranks::{Comparison, EXACT_UP_TO, comparison, exact_places, normal_pla
 /// More samples than that are represented by so many of them, evenly chosen in their order of size.
 const MOST_SAMPLES: usize = 400;
 
-/// Compares two things by their samples, which are all above 0; if there are none, they are the same.
+/// Compares two things by their samples, which are all above 0; if there are none, they are the
+/// same.
 pub(crate) fn compare(base: &[f64], other: &[f64]) -> Comparison {
     let (base, other) = (representatives(base), representatives(other));
     let mut quotients: Vec<f64> =
@@ -32,8 +34,9 @@ pub(super) fn representatives(samples: &[f64]) -> Vec<f64> {
     (0..MOST_SAMPLES).map(|part| sorted[(2 * part + 1) * sorted.len() / (2 * MOST_SAMPLES)]).collect()
 }
 
-/// How many quotients at each end do not count: as many as the rank sum is below with a chance of less than [`TAIL`](super::ranks::TAIL). `None` if even
-/// the clearest outcome is more likely than that.
+/// How many quotients at each end do not count: as many as the rank sum is below with a chance of
+/// less than [`TAIL`](super::ranks::TAIL). `None` if even the clearest outcome is more likely than
+/// that.
 fn places(base: usize, other: usize) -> Option<usize> {
     if base.max(other) > EXACT_UP_TO {
         let (base, other) = (base as f64, other as f64);
@@ -43,8 +46,9 @@ fn places(base: usize, other: usize) -> Option<usize> {
     exact_places(&ways(base, other))
 }
 
-/// In how many ways, of all orders of so many samples of both, a base sample comes behind one of the other's so many times: the
-/// distribution of Mann and Whitney's U, by their recursion over which of the two the largest sample belongs to.
+/// In how many ways, of all orders of so many samples of both, a base sample comes behind one of
+/// the other's so many times: the distribution of Mann and Whitney's U, by their recursion over
+/// which of the two the largest sample belongs to.
 fn ways(base: usize, other: usize) -> Vec<f64> {
     // By the number of base samples so far.
     let mut rows = vec![vec![1.0]; base + 1];
@@ -69,7 +73,8 @@ fn ways(base: usize, other: usize) -> Vec<f64> {
 mod tests {
     use super::{super::ranks::Verdict, *};
 
-    /// Noise of a machine that others use too: a few percent, and now and then a run that was disturbed.
+    /// Noise of a machine that others use too: a few percent, and now and then a run that was
+    /// disturbed.
     fn runs(random: &mut fastrand::Rng, count: usize, value: f64, noise: f64) -> Vec<f64> {
         let normal = |random: &mut fastrand::Rng| (0..12).map(|_| random.f64()).sum::<f64>() - 6.0;
         let run = |_| {
@@ -136,7 +141,8 @@ mod tests {
             counted[(0..9).filter(|&at| is_base(at)).map(behind).sum::<usize>()] += 1.0;
         }
         assert_eq!(ways(4, 5), counted);
-        // Of 252 orders of five and five, four have a U of 2 or less, and seven one of 3 or less: 1.6 and 2.8 %.
+        // Of 252 orders of five and five, four have a U of 2 or less, and seven one of 3 or less:
+        // 1.6 and 2.8 %.
         assert_eq!(places(5, 5), Some(2));
         assert_eq!(places(3, 3), None, "a twentieth is the least that three and three can have");
         let (exact, approximate) = (places(25, 25).unwrap(), places(26, 24).unwrap());

@@ -1,14 +1,15 @@
 //! The middle of samples, and how sure it is.
 
-/// How many times samples are drawn again: enough for the ends of an interval of 95 % to be known to a few percent of its width.
+/// How many times samples are drawn again: enough for the ends of an interval of 95 % to be known
+/// to a few percent of its width.
 const DRAWS: usize = 2000;
-/// Drawing is pseudo-random, and the same for the same samples: a figure that changes each time it is looked at convinces nobody.
+/// Drawing is pseudo-random, and the same for the same samples: a figure that changes each time it
+/// is looked at convinces nobody.
 const SEED: u64 = 0x5EED;
 
 /// A median, and between what it lies in 95 of 100 cases.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Estimate {
-    /// The middle of the samples.
     pub(crate) median: f64,
     /// Not above the median.
     pub(crate) low: f64,
@@ -32,15 +33,17 @@ fn median_of(samples: &mut [f64]) -> f64 {
     }
 }
 
-/// The median and its interval, by the percentile bootstrap (Efron and Tibshirani, *An Introduction to the Bootstrap*, 1993, chapter 13).
+/// The median and its interval, by the percentile bootstrap (Efron and Tibshirani, *An Introduction
+/// to the Bootstrap*, 1993, chapter 13).
 ///
-/// With fewer than six samples the interval is from the smallest to the largest: there drawing again invents a precision that is not there.
+/// With fewer than six samples the interval is from the smallest to the largest: there drawing
+/// again invents a precision that is not there.
 pub(crate) fn estimate(samples: &[f64]) -> Estimate {
     resampled(&[samples], |groups| median_of(&mut groups[0]))
 }
 
-/// What `of` makes of groups of samples, and its interval. Each group is drawn again by itself; of five samples and fewer, all that can be
-/// drawn is likely enough to count.
+/// What `of` makes of groups of samples, and its interval. Each group is drawn again by itself; of
+/// five samples and fewer, all that can be drawn is likely enough to count.
 pub(super) fn resampled(groups: &[&[f64]], of: impl Fn(&mut [Vec<f64>]) -> f64) -> Estimate {
     let mut drawn: Vec<Vec<f64>> = groups.iter().map(|group| group.to_vec()).collect();
     let median = of(&mut drawn);

@@ -1,8 +1,9 @@
 //! Whether one thing differs from another that was measured beside it, round by round.
 //!
-//! The signed-rank test (Wilcoxon, 1945), turned round to say by how much (Hodges and Lehmann, 1963): of the quotients of each round and of the
-//! geometric means of each two of them, the middle one is the difference, and those so many places from both ends are between what it lies. What
-//! a round had in common, such as a machine that became slower, is in no quotient.
+//! The signed-rank test (Wilcoxon, 1945), turned round to say by how much (Hodges and Lehmann,
+//! 1963): of the quotients of each round and of the geometric means of each two of them, the middle
+//! one is the difference, and those so many places from both ends are between what it lies. What a
+//! round had in common, such as a machine that became slower, is in no quotient.
 //!
 //! Six rounds are the least with which anything can be called a difference.
 
@@ -11,7 +12,8 @@ use super::{
     ranks::{Comparison, EXACT_UP_TO, comparison, exact_places, normal_places},
 };
 
-/// Compares two things by their quotients, other to base, a quotient of each round; all above 0. If there are none, they are the same.
+/// Compares two things by their quotients, other to base, a quotient of each round; all above 0. If
+/// there are none, they are the same.
 pub(crate) fn compare_rounds(quotients: &[f64]) -> Comparison {
     let logs: Vec<f64> = representatives(quotients).iter().map(|quotient| quotient.ln()).collect();
     let mut means: Vec<f64> = logs
@@ -24,8 +26,9 @@ pub(crate) fn compare_rounds(quotients: &[f64]) -> Comparison {
     comparison(&means, places(logs.len()), f64::exp)
 }
 
-/// How many means at each end do not count: as many as the sum of ranks is below with a chance of less than [`TAIL`](super::ranks::TAIL). `None` if even
-/// the clearest outcome is more likely than that.
+/// How many means at each end do not count: as many as the sum of ranks is below with a chance of
+/// less than [`TAIL`](super::ranks::TAIL). `None` if even the clearest outcome is more likely than
+/// that.
 fn places(rounds: usize) -> Option<usize> {
     if rounds > EXACT_UP_TO {
         let rounds = rounds as f64;
@@ -35,7 +38,8 @@ fn places(rounds: usize) -> Option<usize> {
     exact_places(&ways(rounds))
 }
 
-/// In how many ways the ranks of so many rounds can be given signs so that the positive ones have this sum.
+/// In how many ways the ranks of so many rounds can be given signs so that the positive ones have
+/// this sum.
 fn ways(rounds: usize) -> Vec<f64> {
     let mut ways = vec![0.0; rounds * (rounds + 1) / 2 + 1];
     ways[0] = 1.0;

@@ -1,9 +1,10 @@
 //! Where a series over time is steady: without a beginning and an end that differ.
 //!
-//! A run begins with caches to fill and ends with requests that run out, and a figure over all of it is of neither. Where the cuts are is
-//! not left to the eye: the series is divided so that its ranks vary least within the parts, each part at a price (optimal
-//! partitioning; Jackson et al., 2005), and the longest part is the steady one. Going by ranks, a single second that was disturbed
-//! is no part of its own.
+//! A run begins with caches to fill and ends with requests that run out, and a figure over all of
+//! it is of neither. Where the cuts are is not left to the eye: the series is divided so that its
+//! ranks vary least within the parts, each part at a price (optimal partitioning; Jackson et al.,
+//! 2005), and the longest part is the steady one. Going by ranks, a single second that was
+//! disturbed is no part of its own.
 
 use std::ops::Range;
 
@@ -11,10 +12,12 @@ use std::ops::Range;
 const LEAST_PART: usize = 5;
 /// More values than that are looked at in groups.
 const MOST_VALUES: usize = 600;
-/// What a part costs, in logarithms of the number of values and variances of ranks; with it, nineteen of twenty steady series stay whole.
+/// What a part costs, in logarithms of the number of values and variances of ranks; with it,
+/// nineteen of twenty steady series stay whole.
 const PRICE: f64 = 2.5;
 
-/// The longest part of a series that is like itself. Nearly all of it, where nothing changes; all of it, where it is too short to tell.
+/// The longest part of a series that is like itself. Nearly all of it, where nothing changes; all
+/// of it, where it is too short to tell.
 pub(crate) fn steady(series: &[f64]) -> Range<usize> {
     if series.len() < 2 * LEAST_PART {
         return 0..series.len();

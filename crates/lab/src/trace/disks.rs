@@ -1,12 +1,14 @@
 //! The names of a trace's disks, each with a number.
 //!
-//! A name is looked up for every record, so the common case (one of the last few names again) costs one comparison and no hashing.
+//! A name is looked up for every record, so the common case (one of the last few names again) costs
+//! one comparison and no hashing.
 
 use std::collections::HashMap;
 
 use super::{error::shown, record::DiskId};
 
-/// How many disks a trace may have. The largest published trace has 5584; a column taken for the disk by mistake has as many as lines.
+/// How many disks a trace may have. The largest published trace has 5584; a column taken for the
+/// disk by mistake has as many as lines.
 const MAX_DISKS: usize = 1_000_000;
 /// The longest name: PATH_MAX of Linux, as fio's traces name files.
 const MAX_NAME_BYTES: usize = 4096;
@@ -15,7 +17,6 @@ const MAX_NAMES_BYTES: usize = 64 << 20;
 /// Places to remember recent names in; a power of two.
 const RECENT: usize = 256;
 
-/// The names so far.
 pub(super) struct Disks {
     names: Vec<String>,
     ids: HashMap<String, DiskId>,
@@ -29,7 +30,6 @@ impl Disks {
         Self { names: Vec::new(), ids: HashMap::new(), recent: [DiskId(0); RECENT], bytes: 0 }
     }
 
-    /// The names, by the disks' numbers.
     pub(super) fn names(&self) -> &[String] {
         &self.names
     }

@@ -7,71 +7,35 @@ use std::io;
 /// How much of a line an error shows, in bytes before they are escaped.
 const SHOWN_BYTES: usize = 60;
 
-/// Why a trace cannot be read, or not to its end. Each names the file as the user did, and the line where there is one, and says all there
-/// is to say: what the system says is part of the text, and not a source that would be printed once more.
+/// Why a trace cannot be read, or not to its end. Each names the file as the user did, and the line
+/// where there is one, and says all there is to say: what the system says is part of the text, and
+/// not a source that would be printed once more.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum TraceError {
     /// The file cannot be opened or read.
     #[error("{file}: {why}")]
-    File {
-        /// The trace.
-        file: String,
-        /// What the system says.
-        why: io::Error,
-    },
-    /// What is compressed ends too early, or is none.
+    File { file: String, why: io::Error },
+    /// The compressed data is cut off or damaged; so many whole lines came out before.
     #[error("{file}: the {compression} data is damaged or cut off after {lines} lines: {why}")]
-    Compressed {
-        /// The trace.
-        file: String,
-        /// How it is compressed.
-        compression: &'static str,
-        /// Whole lines that came out before.
-        lines: u64,
-        /// What the decompressor says.
-        why: io::Error,
-    },
+    Compressed { file: String, compression: &'static str, lines: u64, why: io::Error },
     /// It unfolds only in more memory than a reader takes.
     #[error(
         "{file}: it was compressed with a zstd window above 128 MiB (decompress it first: zstd -dc --long=31 FILE, \
          and - as the trace)"
     )]
-    Window {
-        /// The trace.
-        file: String,
-    },
+    Window { file: String },
     /// There is not a line in it.
     #[error("{file}: the trace is empty")]
-    Empty {
-        /// The trace.
-        file: String,
-    },
-    /// It looks like none of the formats.
+    Empty { file: String },
+    /// It looks like none of the formats; the hint says what it looks like instead, and what to do.
     #[error("{file}: not a trace of a known format: {hint}")]
-    Unknown {
-        /// The trace.
-        file: String,
-        /// What it looks like instead, and what to do.
-        hint: String,
-    },
-    /// A line does not say what a line of its format has to.
+    Unknown { file: String, hint: String },
+    /// A line, counted from 1, is not one of its format.
     #[error("{file}:{line}: {why}")]
-    Line {
-        /// The trace.
-        file: String,
-        /// The line, from 1.
-        line: u64,
-        /// What is wrong, and what to do where there is something.
-        why: String,
-    },
-    /// The traces cannot be read as one.
+    Line { file: String, line: u64, why: String },
+    /// The traces cannot be read as one, because of this file.
     #[error("{file}: {why}")]
-    Together {
-        /// The trace that does not fit.
-        file: String,
-        /// What is wrong, and what to do.
-        why: String,
-    },
+    Together { file: String, why: String },
 }
 
 /// Bytes of a trace as an error shows them: in quotes, escaped and cut.

@@ -1,11 +1,11 @@
 //! The fields of a line and the numbers in them: nothing is copied.
 //!
-//! What is called for every field is inlined by force. Each format's loop is then one function, in which a number is in a register and an
-//! error costs nothing until there is one; left to the compiler, a record took half as long again.
+//! What is called for every field is inlined by force. Each format's loop is then one function, in
+//! which a number is in a register and an error costs nothing until there is one; left to the
+//! compiler, a record took half as long again.
 
 use super::error::shown;
 
-/// The fields of a line that a byte separates.
 pub(super) struct Fields<'a> {
     /// What is left; `None` once the last field is taken.
     rest: Option<&'a [u8]>,
@@ -17,9 +17,6 @@ impl<'a> Fields<'a> {
     }
 
     /// The next field, which ends at a comma or with the line.
-    ///
-    /// # Errors
-    /// If there is none.
     #[inline(always)]
     pub(super) fn text(&mut self, what: &str) -> Result<&'a [u8], String> {
         let rest = self.rest.ok_or_else(|| missing(what))?;
@@ -35,7 +32,8 @@ impl<'a> Fields<'a> {
         }
     }
 
-    /// The next field, without the quotes that it may stand in; what quotes inside it are doubled for (RFC 4180, section 2) is put together in `buffer`.
+    /// The next field, without the quotes that it may stand in; what quotes inside it are doubled
+    /// for (RFC 4180, section 2) is put together in `buffer`.
     ///
     /// # Errors
     /// If there is none, or its quotes do not end where it does.
@@ -75,14 +73,12 @@ impl<'a> Fields<'a> {
     }
 
     /// The next field, which is a whole number.
-    ///
-    /// # Errors
-    /// If there is none, or it is something else.
     #[inline(always)]
     pub(super) fn number(&mut self, what: &str) -> Result<u64, String> {
         let Some(rest) = self.rest else { return Err(missing(what)) };
         let (value, digits) = leading_number(rest);
-        // As many digits as surely fit; longer ones are looked at again, with care, as is what is no number.
+        // As many digits as surely fit; longer ones are looked at again, with care, as is what is
+        // no number.
         if (1..=MAX_PLAIN_DIGITS).contains(&digits) {
             match rest.get(digits) {
                 Some(b',') => {
@@ -106,9 +102,6 @@ impl<'a> Fields<'a> {
     }
 
     /// That there is nothing more.
-    ///
-    /// # Errors
-    /// If there is.
     #[inline]
     pub(super) fn end(&self) -> Result<(), String> {
         match self.rest {
@@ -118,9 +111,11 @@ impl<'a> Fields<'a> {
     }
 }
 
-/// The value of the digits that text begins with, and how many they are. Of no meaning if those are more than [`MAX_PLAIN_DIGITS`].
+/// The value of the digits that text begins with, and how many they are. Of no meaning if those are
+/// more than [`MAX_PLAIN_DIGITS`].
 ///
-/// Most of what reading a trace costs is here, so eight digits are taken at once, as one number of eight bytes.
+/// Most of what reading a trace costs is here, so eight digits are taken at once, as one number of
+/// eight bytes.
 #[inline(always)]
 fn leading_number(text: &[u8]) -> (u64, usize) {
     const TENS: [u64; 9] = [1, 10, 100, 1000, 10_000, 100_000, 1_000_000, 10_000_000, 100_000_000];
@@ -146,15 +141,16 @@ fn leading_number(text: &[u8]) -> (u64, usize) {
     (value, digits)
 }
 
-/// The value of the digits that eight bytes begin with, and how many they are.
 #[inline(always)]
 fn up_to_eight(text: [u8; 8]) -> (u64, usize) {
     const fn each(byte: u8) -> u64 {
         u64::from_le_bytes([byte; 8])
     }
-    // The first byte is the lowest. A byte is now a digit's value if it is one, and above 9 if it is not.
+    // The first byte is the lowest. A byte is now a digit's value if it is one, and above 9 if it
+    // is not.
     let values = u64::from_le_bytes(text) ^ each(b'0');
-    // The highest bit of each byte that is above 9: by itself, or because 0x76 more than its other bits reach it. None carries over.
+    // The highest bit of each byte that is above 9: by itself, or because 0x76 more than its other
+    // bits reach it. None carries over.
     let others = (((values & each(0x7f)) + each(0x76)) | values) & each(0x80);
     let count = others.trailing_zeros() as usize / 8;
     if count == 0 {
@@ -173,9 +169,6 @@ fn up_to_eight(text: [u8; 8]) -> (u64, usize) {
 const MAX_PLAIN_DIGITS: usize = 19;
 
 /// The value of a field that is a whole number.
-///
-/// # Errors
-/// If it is something else, with what it is.
 #[inline]
 pub(super) fn number(field: &[u8], what: &str) -> Result<u64, String> {
     let (value, digits) = leading_number(field);
@@ -214,7 +207,6 @@ fn not_a_number(field: &[u8], what: &str) -> String {
     format!("the {what} {} {why}", shown(field))
 }
 
-/// Appends a number in decimal.
 pub(crate) fn push_decimal(text: &mut Vec<u8>, mut value: u64) {
     // 2^64 has 20 digits.
     let mut digits = [0; 20];

@@ -19,7 +19,8 @@ const MAX_ERROR_BYTES: usize = 1024;
 /// The name that errors have to say.
 const NAME: &str = "fuzz";
 
-/// Reads a trace. The first byte says in which format, or that it is to be seen, and how large the window is.
+/// Reads a trace. The first byte says in which format, or that it is to be seen, and how large the
+/// window is.
 pub fn trace(data: &[u8]) {
     let Some((&choice, text)) = data.split_first() else { return };
     let formats = Format::value_variants();
@@ -34,7 +35,6 @@ pub fn trace(data: &[u8]) {
     again(&records, &disks);
 }
 
-/// Everything that comes of a trace.
 fn read(text: &[u8], options: &Options) -> (Vec<Record>, Vec<String>, Option<TraceError>) {
     let mut reader = match Reader::new(NAME, Box::new(Cursor::new(text.to_vec())), options) {
         Ok(reader) => reader,
@@ -54,7 +54,6 @@ fn read(text: &[u8], options: &Options) -> (Vec<Record>, Vec<String>, Option<Tra
     (records, reader.disks().to_vec(), error)
 }
 
-/// What has to hold of records.
 fn check(records: &[Record], disks: usize) {
     assert!(records.first().is_none_or(|first| first.time_ns == 0));
     assert!(records.is_sorted_by_key(|record| record.time_ns));

@@ -1,6 +1,8 @@
-//! The bytes of a trace: a file or standard input, decompressed where its first bytes say that it is compressed.
+//! The bytes of a trace: a file or standard input, decompressed where its first bytes say that it
+//! is compressed.
 //!
-//! Everything streams: a trace may be larger than memory, and what a few bytes unfold to is never held.
+//! Everything streams: a trace may be larger than memory, and what a few bytes unfold to is never
+//! held.
 
 use std::{
     fs::File,
@@ -11,8 +13,9 @@ use std::{
 use flate2::bufread::MultiGzDecoder;
 use zstd::stream::read::Decoder;
 
-/// What the largest window of a zstd frame may be, as a power of two: 128 MiB, which is the format's own recommendation for decoders
-/// (RFC 8878, section 3.1.1.1.2, says 8 MiB at the least; `zstd` itself stops here unless `--long` is given).
+/// What the largest window of a zstd frame may be, as a power of two: 128 MiB, which is the
+/// format's own recommendation for decoders (RFC 8878, section 3.1.1.1.2, says 8 MiB at the least;
+/// `zstd` itself stops here unless `--long` is given).
 const ZSTD_WINDOW_LOG: u32 = 27;
 /// Compressed bytes read at once.
 const COMPRESSED_BYTES: usize = 256 << 10;
@@ -27,7 +30,6 @@ const ZSTD: &[u8] = &[0x28, 0xb5, 0x2f, 0xfd];
 pub(super) struct Input {
     /// The file as the user named it.
     pub(super) name: String,
-    /// The text.
     pub(super) text: Box<dyn Read + Send>,
     /// How the text is compressed; `None` if it is not.
     pub(super) compression: Option<&'static str>,
@@ -35,9 +37,6 @@ pub(super) struct Input {
 
 impl Input {
     /// Opens a file, or standard input for `-`.
-    ///
-    /// # Errors
-    /// If it cannot be opened or its first bytes not be read.
     pub(super) fn open(path: &Path) -> Result<Self, (String, io::Error)> {
         let standard = path == Path::new("-");
         let name = if standard { "standard input".to_owned() } else { path.display().to_string() };
@@ -50,16 +49,14 @@ impl Input {
     }
 
     /// Looks at the first bytes of a stream for how it is compressed.
-    ///
-    /// # Errors
-    /// If they cannot be read.
     pub(super) fn new(name: String, mut bytes: Box<dyn Read + Send>) -> io::Result<Self> {
         let mut head = Vec::with_capacity(MAGIC_BYTES);
         bytes.by_ref().take(MAGIC_BYTES as u64).read_to_end(&mut head)?;
         let (gzip, zstd) = (head.starts_with(GZIP), head.starts_with(ZSTD));
         let bytes = Cursor::new(head).chain(bytes);
         if gzip {
-            // A file may have several members: `cat a.gz b.gz`, and what parallel compressors write.
+            // A file may have several members: `cat a.gz b.gz`, and what parallel compressors
+            // write.
             let text = MultiGzDecoder::new(BufReader::with_capacity(COMPRESSED_BYTES, bytes));
             return Ok(Self { name, text: Box::new(text), compression: Some("gzip") });
         }
@@ -72,7 +69,8 @@ impl Input {
     }
 }
 
-/// Whether an error of the decompressor says that a frame needs a larger window than [`ZSTD_WINDOW_LOG`].
+/// Whether an error of the decompressor says that a frame needs a larger window than
+/// [`ZSTD_WINDOW_LOG`].
 pub(super) fn is_window(error: &io::Error) -> bool {
     // ZSTD_error_frameParameter_windowTooLarge, which arrives as its text.
     error.to_string().contains("too much memory")

@@ -9,19 +9,17 @@ use super::{
     input::{self, Input},
 };
 
-/// Bytes read at once.
 const BLOCK_BYTES: usize = 1 << 20;
-/// The longest line there may be. Lines of traces have some dozens of bytes; a file that is not a trace may have no line end at all.
+/// The longest line there may be. Lines of traces have some dozens of bytes; a file that is not a
+/// trace may have no line end at all.
 const MAX_LINE_BYTES: usize = 64 << 10;
 
-/// The lines of a trace.
 pub(super) struct Lines {
     input: Input,
     buffer: Box<[u8]>,
     /// What is in the buffer and not handed out is `start..end`.
     start: usize,
     end: usize,
-    /// The input has no more.
     ended: bool,
     /// Why it cannot be read on, to be said when what was read before has been handed out.
     failed: Option<io::Error>,
@@ -35,7 +33,6 @@ impl Lines {
         Self { input, buffer, start: 0, end: 0, ended: false, failed: None, number: 0 }
     }
 
-    /// The trace's name.
     pub(super) fn name(&self) -> &str {
         &self.input.name
     }
@@ -45,15 +42,16 @@ impl Lines {
         self.number
     }
 
-    /// An error at the last line handed out.
     pub(super) fn wrong(&self, why: String) -> TraceError {
         TraceError::Line { file: self.input.name.clone(), line: self.number, why }
     }
 
-    /// As much of the text as fits into the buffer, from what has not been handed out. A whole mebibyte unless there is less.
+    /// As much of the text as fits into the buffer, from what has not been handed out. A whole
+    /// mebibyte unless there is less.
     ///
     /// # Errors
-    /// If nothing can be read. An error behind the first bytes comes when those have been handed out.
+    /// If nothing can be read. An error behind the first bytes comes when those have been handed
+    /// out.
     pub(super) fn ahead(&mut self) -> Result<&[u8], TraceError> {
         while !self.ended && self.failed.is_none() && self.end - self.start < self.buffer.len() {
             self.failed = self.read().err();
@@ -83,7 +81,8 @@ impl Lines {
         Ok(Some(line.strip_suffix(b"\r").unwrap_or(line)))
     }
 
-    /// The length of the next line and of its end, where the buffer does not hold it yet; `None` after the last.
+    /// The length of the next line and of its end, where the buffer does not hold it yet; `None`
+    /// after the last.
     #[cold]
     fn search(&mut self) -> Result<Option<(usize, usize)>, TraceError> {
         let mut searched = 0;

@@ -1,7 +1,7 @@
 //! Several traces as one: their records by time, disks of the same name as the same disk.
 //!
-//! Each begins at time 0, as if all had been recorded together; or, where all have times of a clock that they share, they keep the distance
-//! that they have in it.
+//! Each begins at time 0, as if all had been recorded together; or, where all have times of a clock
+//! that they share, they keep the distance that they have in it.
 
 use std::{
     cmp::Reverse,
@@ -16,21 +16,34 @@ use super::{
     record::{DiskId, Record},
 };
 
+/// Where requests come from that come by themselves: traces, or a generator.
+pub(crate) trait Source {
+    /// Appends up to `count` records, in the order of their time; none only if there are no more.
+    ///
+    /// # Errors
+    /// Why there are no more; what was read before has been appended.
+    fn fill(&mut self, records: &mut Vec<Record>, count: usize) -> anyhow::Result<()>;
+    /// Names of the disks of all records so far.
+    fn disks(&self) -> &[String];
+    /// Where a record is from, for messages.
+    fn place(&self, record: &Record) -> String;
+}
+
 /// One or more traces.
 pub(crate) struct Merged {
     /// Not empty, and at most 65,536.
-    sources: Vec<Source>,
+    sources: Vec<One>,
     /// The disks of all; not used where there is one trace.
     disks: Disks,
-    /// The time of each source's next record, and which source that is: of two at the same time the first named comes first.
+    /// The time of each source's next record, and which source that is: of two at the same time the
+    /// first named comes first.
     upcoming: BinaryHeap<Reverse<(u64, u16)>>,
     /// Why there are no more, to be said after the record that was read before it.
     failed: Option<TraceError>,
     begun: bool,
 }
 
-/// One of the traces.
-struct Source {
+struct One {
     reader: Reader,
     /// The merged number of each of its disks.
     ids: Vec<DiskId>,
@@ -38,12 +51,34 @@ struct Source {
     head: Option<Record>,
 }
 
+impl Source for Merged {
+    fn fill(&mut self, records: &mut Vec<Record>, count: usize) -> anyhow::Result<()> {
+        for _ in 0..count {
+            let Some(record) = self.next()? else { break };
+            records.push(record);
+        }
+        Ok(())
+    }
+
+    fn disks(&self) -> &[String] {
+        match &self.sources[..] {
+            [only] => only.reader.disks(),
+            _ => self.disks.names(),
+        }
+    }
+
+    fn place(&self, record: &Record) -> String {
+        let name = self.sources.get(usize::from(record.file)).map_or("", |source| source.reader.name());
+        format!("{name}:{}", record.line)
+    }
+}
+
 impl Merged {
     /// Opens traces; `-` is standard input.
     ///
     /// # Errors
-    /// As [`Reader::open`]; and if there are none or too many, standard input is named twice, or their times are to be those of a common
-    /// clock and one of them has none.
+    /// As [`Reader::open`]; and if there are none or too many, standard input is named twice, or
+    /// their times are to be those of a common clock and one of them has none.
     pub(crate) fn open(paths: &[PathBuf], options: &Options) -> Result<Self, TraceError> {
         let together =
             |file: &str, why: &str| TraceError::Together { file: file.to_owned(), why: why.to_owned() };
@@ -55,9 +90,6 @@ impl Merged {
     }
 
     /// Merges readers that nothing has been read from.
-    ///
-    /// # Errors
-    /// As [`open`](Self::open).
     pub(crate) fn new(mut readers: Vec<Reader>, absolute_time: bool) -> Result<Self, TraceError> {
         if readers.is_empty() || readers.len() > usize::from(u16::MAX) {
             let why = format!("between 1 and {} traces can be read as one", u16::MAX);
@@ -66,23 +98,8 @@ impl Merged {
         if absolute_time {
             share_clock(&mut readers)?;
         }
-        let sources =
-            readers.into_iter().map(|reader| Source { reader, ids: Vec::new(), head: None }).collect();
+        let sources = readers.into_iter().map(|reader| One { reader, ids: Vec::new(), head: None }).collect();
         Ok(Self { sources, disks: Disks::new(), upcoming: BinaryHeap::new(), failed: None, begun: false })
-    }
-
-    /// The names of the disks so far, by [`DiskId`]. Those of all records that have been handed out are among them.
-    pub(crate) fn disks(&self) -> &[String] {
-        match &self.sources[..] {
-            [only] => only.reader.disks(),
-            _ => self.disks.names(),
-        }
-    }
-
-    /// Where a record is from: `<file>:<line>`.
-    pub(crate) fn place(&self, record: &Record) -> String {
-        let name = self.sources.get(usize::from(record.file)).map_or("", |source| source.reader.name());
-        format!("{name}:{}", record.line)
     }
 
     /// The next record; `None` after the last.
@@ -95,18 +112,6 @@ impl Merged {
             [only] => only.reader.next(),
             _ => self.next_of_several(),
         }
-    }
-
-    /// Appends up to `count` records; fewer only if there are no more.
-    ///
-    /// # Errors
-    /// As [`next`](Self::next); what was read before has been appended.
-    pub(crate) fn fill(&mut self, records: &mut Vec<Record>, count: usize) -> Result<(), TraceError> {
-        for _ in 0..count {
-            let Some(record) = self.next()? else { break };
-            records.push(record);
-        }
-        Ok(())
     }
 
     fn next_of_several(&mut self) -> Result<Option<Record>, TraceError> {
@@ -127,9 +132,8 @@ impl Merged {
         Ok(record)
     }
 
-    /// Reads the next record of a source.
     fn advance(&mut self, which: usize) -> Result<(), TraceError> {
-        let Source { reader, ids, head } = &mut self.sources[which];
+        let One { reader, ids, head } = &mut self.sources[which];
         let Some(mut record) = reader.next()? else { return Ok(()) };
         for name in &reader.disks()[ids.len()..] {
             let why = |why| TraceError::Together { file: reader.name().to_owned(), why };
@@ -145,11 +149,11 @@ impl Merged {
 
 /// Makes the times of all count from the earliest record of any.
 fn share_clock(readers: &mut [Reader]) -> Result<(), TraceError> {
-    if let Some(other) = readers.iter().find(|reader| !reader.format().is_absolute()) {
+    if let Some(other) = readers.iter().find(|reader| !reader.format.is_absolute()) {
         let why = format!(
             "times of the format {} count from the trace's own beginning, so that its distance to others is not known \
              (leave out --absolute-time)",
-            other.format().name()
+            other.format.name()
         );
         return Err(TraceError::Together { file: other.name().to_owned(), why });
     }

@@ -12,7 +12,8 @@ use super::{
     window::Window,
 };
 
-/// How many records are held back to put them in order, unless something else is asked for: 2.5 MiB.
+/// How many records are held back to put them in order, unless something else is asked for: 2.5
+/// MiB.
 pub(crate) const DEFAULT_WINDOW: usize = 65_536;
 /// How many may be held back at the most: 640 MiB.
 pub(crate) const MAX_WINDOW: usize = 1 << 24;
@@ -24,9 +25,11 @@ const BATCH: usize = 1024;
 pub(crate) struct Options {
     /// Their format; seen from how each begins if `None`.
     pub(crate) format: Option<Format>,
-    /// How many records are held back to put them in order: at least so far from its place may a record be. At most [`MAX_WINDOW`].
+    /// How many records are held back to put them in order: at least so far from its place may a
+    /// record be. At most [`MAX_WINDOW`].
     pub(crate) window: usize,
-    /// Several traces keep the distance that they have in the clock of their times, instead of each beginning at 0.
+    /// Several traces keep the distance that they have in the clock of their times, instead of each
+    /// beginning at 0.
     pub(crate) absolute_time: bool,
 }
 
@@ -39,7 +42,7 @@ impl Default for Options {
 /// Reads one trace. Its records come in the order of their times, which count from the first.
 pub(crate) struct Reader {
     lines: Lines,
-    format: Format,
+    pub(crate) format: Format,
     parser: Parser,
     disks: Disks,
     window: Window,
@@ -73,7 +76,8 @@ impl Reader {
         Self::over(input, options)
     }
 
-    /// Reads a trace from anything that has bytes, which may be compressed as a file may. `name` is what errors call it.
+    /// Reads a trace from anything that has bytes, which may be compressed as a file may. `name` is
+    /// what errors call it.
     ///
     /// # Errors
     /// As [`open`](Self::open).
@@ -123,18 +127,12 @@ impl Reader {
         })
     }
 
-    /// The trace's name, as errors say it.
     pub(crate) fn name(&self) -> &str {
         self.lines.name()
     }
 
-    /// The trace's format.
-    pub(crate) fn format(&self) -> Format {
-        self.format
-    }
-
-    /// The names of the disks so far, by [`DiskId`](super::DiskId). Disks of records that have been handed out are among them; so may be
-    /// some whose records are held back.
+    /// The names of the disks so far, by [`DiskId`](super::DiskId). Disks of records that have been
+    /// handed out are among them; so may be some whose records are held back.
     pub(crate) fn disks(&self) -> &[String] {
         self.disks.names()
     }
@@ -142,8 +140,9 @@ impl Reader {
     /// The next record; `None` after the last.
     ///
     /// # Errors
-    /// Once, when everything that could be read has been handed out and something could not: a line that does not parse or is too far out of
-    /// order, compressed data that ends too early. After that there are no more records.
+    /// Once, when everything that could be read has been handed out and something could not: a line
+    /// that does not parse or is too far out of order, compressed data that ends too early. After
+    /// that there are no more records.
     #[inline]
     pub(crate) fn next(&mut self) -> Result<Option<Record>, TraceError> {
         if self.window.len() <= self.held && !self.ended {
@@ -158,7 +157,8 @@ impl Reader {
         }
     }
 
-    /// The time of the first record in the trace's own clock; `None` if there is none. To be asked before [`next`](Self::next).
+    /// The time of the first record in the trace's own clock; `None` if there is none. To be asked
+    /// before [`next`](Self::next).
     pub(super) fn first_ns(&mut self) -> Option<u64> {
         if self.window.len() <= self.held && !self.ended {
             self.refill();
@@ -166,7 +166,8 @@ impl Reader {
         self.window.first_ns()
     }
 
-    /// Makes times count from this instant of the trace's own clock, which must not be later than the first record.
+    /// Makes times count from this instant of the trace's own clock, which must not be later than
+    /// the first record.
     pub(super) fn count_from(&mut self, origin_ns: u64) {
         self.origin_ns = Some(origin_ns);
     }

@@ -164,7 +164,8 @@ fn blkparse_tells_what_was_queued() {
                     7000 259,10 read 1024000 4096\n\
                     1600000008700 8,0 read 2560000 512\n";
     assert_eq!(read(BLKPARSE), expected);
-    // The summary begins with a processor where processes were not asked for, and what is read may be said first.
+    // The summary begins with a processor where processes were not asked for, and what is read may
+    // be said first.
     let rest = BLKPARSE.find("kjournald (697)").unwrap()..BLKPARSE.find("CPU0").unwrap();
     let mut text = BLKPARSE.to_owned();
     text.replace_range(rest, "");
@@ -270,7 +271,7 @@ fn the_same_whether_seen_or_said() {
         assert_eq!(said, read(text), "{format:?}");
         assert_eq!(said.lines().count(), 1, "{format:?}");
         let reader = Reader::new("t", Box::new(text.as_bytes()), &Options::default()).unwrap();
-        assert_eq!(reader.format(), format);
+        assert_eq!(reader.format, format);
     }
 }
 
@@ -355,7 +356,8 @@ fn every_line_is_right_or_named() {
 fn a_line_without_an_end_is_not_held() {
     let text = [b"time_ns,disk,op,offset,length\n0,vm,read,0,512\n".to_vec(), vec![b'1'; 3 << 20]].concat();
     assert_eq!(read(text), "0 vm read 0 512\nerror: t:3: the line is longer than 65536 bytes\n");
-    // One that is as long as it may be is read, also where it begins in one block and ends in the next.
+    // One that is as long as it may be is read, also where it begins in one block and ends in the
+    // next.
     let name = "n".repeat(4096);
     let line = format!("0,{name},read,0,512\n");
     let text = format!("time_ns,disk,op,offset,length\n{}", line.repeat(600));
@@ -392,7 +394,8 @@ fn compressed_data_that_ends_too_early() {
 
 #[test]
 fn a_zstd_window_has_a_bound() {
-    // RFC 8878, section 3.1.1.1: a frame with a window of 2^30 bytes, and one raw block of a byte in it, the last.
+    // RFC 8878, section 3.1.1.1: a frame with a window of 2^30 bytes, and one raw block of a byte
+    // in it, the last.
     let frame = [0x28, 0xb5, 0x2f, 0xfd, 0x00, (30 - 10) << 3, 0b0000_1001, 0, 0, b'x'];
     assert_eq!(
         read(frame),

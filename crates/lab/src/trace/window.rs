@@ -6,9 +6,10 @@
 //!             one that is ─────────────────────────────► late ──┘
 //! ```
 //!
-//! Tracers on several processors, and servers that log when a request completes, write records a little out of order. So as many are held
-//! back as the window has, and what comes out is in order as long as no record is further from its place than that. A trace that is in
-//! order pays a comparison and a copy for it: it never touches the heap.
+//! Tracers on several processors, and servers that log when a request completes, write records a
+//! little out of order. So as many are held back as the window has, and what comes out is in order
+//! as long as no record is further from its place than that. A trace that is in order pays a
+//! comparison and a copy for it: it never touches the heap.
 //!
 //! Never reorders records of the same time.
 
@@ -39,13 +40,11 @@ impl Window {
         Self { run: VecDeque::new(), late: BinaryHeap::new(), left_ns: 0, window }
     }
 
-    /// How many are in it.
     #[inline]
     pub(super) fn len(&self) -> usize {
         self.run.len() + self.late.len()
     }
 
-    /// The time of the earliest.
     pub(super) fn first_ns(&self) -> Option<u64> {
         let late = self.late.peek().map(|late| late.0.0.time_ns);
         self.run.front().map(|first| first.time_ns).into_iter().chain(late).min()
@@ -78,7 +77,6 @@ impl Window {
         Ok(())
     }
 
-    /// The earliest record.
     #[inline]
     pub(super) fn pop(&mut self) -> Option<Record> {
         let record = if self.late.is_empty() { self.run.pop_front() } else { self.pop_earlier() }?;

@@ -1,6 +1,7 @@
 //! Writes weir's CSV: what `weir simulate --events` leaves, and what tests make traces with.
 //!
-//! One way to write a request, whoever writes it: what is written here is read by `format/weir.rs`. Never writes a name that a reader refuses.
+//! One way to write a request, whoever writes it: what is written here is read by `format/weir.rs`.
+//! Never writes a name that a reader refuses.
 
 use std::{
     borrow::Cow,
@@ -9,11 +10,10 @@ use std::{
 
 use super::{fields::push_decimal, format::HEADER, record::Op};
 
-/// Bytes gathered before they are written.
 const BUFFER_BYTES: usize = 256 << 10;
 
-/// Appends the columns of a request, without the line's end: a writer may have more columns. The disk's name is as it stands in the file
-/// ([`quoted`]).
+/// Appends the columns of a request, without the line's end: a writer may have more columns. The
+/// disk's name is as it stands in the file ([`quoted`]).
 #[inline]
 pub(crate) fn push_request(
     text: &mut Vec<u8>,
@@ -50,7 +50,6 @@ pub(crate) struct Writer<W> {
 }
 
 impl<W: Write> Writer<W> {
-    /// Begins a trace.
     pub(crate) fn new(out: W) -> Self {
         let mut text = Vec::with_capacity(BUFFER_BYTES + 1024);
         text.extend_from_slice(HEADER.as_bytes());
@@ -84,9 +83,6 @@ impl<W: Write> Writer<W> {
     }
 
     /// Writes what is left, and gives back what it was written to.
-    ///
-    /// # Errors
-    /// If it cannot be written.
     pub(crate) fn finish(mut self) -> io::Result<W> {
         self.out.write_all(&self.text)?;
         self.out.flush()?;

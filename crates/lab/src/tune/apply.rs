@@ -1,18 +1,19 @@
 //! The options that apply a configuration: for weir, for QEMU, for libvirt.
 //!
-//! Sources: docs/reference/cli; QEMU's qemu-system-x86_64(1) (`-drive`, `-blockdev`) and docs/qcow2-cache.txt; libvirt's formatdomain
-//! (`driver`, `metadata_cache`, since 7.0.0). What somebody else has no option for is said.
+//! Sources: docs/reference/cli; QEMU's qemu-system-x86_64(1) (`-drive`, `-blockdev`) and
+//! docs/qcow2-cache.txt; libvirt's formatdomain (`driver`, `metadata_cache`, since 7.0.0). What
+//! somebody else has no option for is said.
 
 use block::storage::CacheMode;
 use settings::exact_size;
 
 use super::matrix::{Configuration, L2Share, Qcow2};
 
-/// Clusters of QEMU's cache of reference counts, unless more is asked for: `max_size` is its `cache-size`, which both caches share, and this one
-/// has its least first where that is little (QEMU's docs/qcow2-cache.txt).
+/// Clusters of QEMU's cache of reference counts, unless more is asked for: `max_size` is its
+/// `cache-size`, which both caches share, and this one has its least first where that is little
+/// (QEMU's docs/qcow2-cache.txt).
 const REFCOUNT_CLUSTERS: u64 = 4;
 
-/// The disk that options are for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Target<'a> {
     /// Its path, or what stands for one.
@@ -25,15 +26,11 @@ pub(super) struct Target<'a> {
 /// Whether there is something already that must not be made again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Written {
-    /// An image that is yet to be made.
     New,
-    /// An image that is there.
     Image,
-    /// A device.
     Device,
 }
 
-/// What to type.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Commands {
     /// Makes the image, with these clusters; nothing for what is there, which it would empty.
@@ -45,7 +42,6 @@ pub(super) struct Commands {
     pub(super) qemu_blockdev: String,
     /// The disk's `driver`, with what is in it.
     pub(super) libvirt: String,
-    /// What QEMU and libvirt cannot do.
     pub(super) without: Option<&'static str>,
 }
 

@@ -30,7 +30,8 @@ Exit status: 0 measured, 1 failed or interrupted, 2 wrong use of the command lin
 /// What `weir tune` is told.
 #[derive(Debug, Args)]
 pub struct TuneArgs {
-    /// A directory, where images are made and measured; a block device; or an image, which is only read
+    /// A directory, where images are made and measured; a block device; or an image, which is only
+    /// read
     #[arg(value_name = "DIR|DEVICE|IMAGE")]
     pub(crate) path: PathBuf,
     /// What to tune for [default: each of them]
@@ -39,13 +40,16 @@ pub struct TuneArgs {
     /// How long it may take in all, such as 90s, 10m or 2h
     #[arg(long, value_name = "TIME", default_value = "10m", value_parser = budget)]
     pub(crate) budget: Duration,
-    /// Bytes of each image, or of the device or image that are measured [default: by budget and free space, at most 1G; of a device or an image, all]
+    /// Bytes of each image, or of the device or image that are measured [default: by budget and
+    /// free space, at most 1G; of a device or an image, all]
     #[arg(long, value_name = "SIZE", value_parser = settings::size)]
     pub(crate) size: Option<u64>,
-    /// The disk that the printed options are for [default: 100G, or the size of the image or device]
+    /// The disk that the printed options are for [default: 100G, or the size of the image or
+    /// device]
     #[arg(long, value_name = "SIZE", value_parser = settings::size)]
     pub(crate) disk: Option<u64>,
-    /// The format of an image that is there: raw or qcow2 [default: found by probing, where that is safe]
+    /// The format of an image that is there: raw or qcow2 [default: found by probing, where that is
+    /// safe]
     #[arg(long, value_name = "FORMAT", value_parser = settings::read::<Format>)]
     pub(crate) format: Option<Format>,
     /// Measure a published table instead of searching

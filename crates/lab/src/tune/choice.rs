@@ -5,9 +5,9 @@
 //!                                                                                 and the base
 //! ```
 //!
-//! The first in a fixed order: the goal's base (the default, or for integrity the default with a mode that is safe), then what changes least,
-//! then what takes least memory. So noise does not decide between what is equally good, and another run on the same machine comes to
-//! the same.
+//! The first in a fixed order: the goal's base (the default, or for integrity the default with a
+//! mode that is safe), then what changes least, then what takes least memory. So noise does not
+//! decide between what is equally good, and another run on the same machine comes to the same.
 //!
 //! Never recommends a change that was not shown to gain more than 5 %.
 
@@ -18,12 +18,13 @@ use super::{
 };
 use crate::statistics::{Comparison, Verdict, median};
 
-/// A gain that nobody notices is worth no change; and below this, chance would decide between equals.
+/// A gain that nobody notices is worth no change; and below this, chance would decide between
+/// equals.
 pub(super) const MARGIN: f64 = 0.05;
 
 /// As it is told with every recommendation.
-pub(super) const RULE: &str = "Of the configurations that are shown to be as good as the fastest, within 5 %, the first is recommended in this \
-     order: the default, fewest changes to it, least memory. A change is recommended only if it was shown to gain more than 5 %.";
+pub(super) const RULE: &str = "Recommended is the first configuration, in this order, that was shown to be within 5 % of the fastest: \
+     the default, fewest changes to it, least memory. A change is recommended only if it was shown to gain more than 5 %.";
 
 /// What is recommended for a goal, and who else would do.
 #[derive(Clone, Debug, PartialEq)]
@@ -51,13 +52,13 @@ pub(super) enum Standing {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Scores<'a> {
     pub(super) samples: &'a Samples,
-    /// Those that are measured here.
     pub(super) patterns: &'a [Pattern],
     pub(super) space: &'a Space,
 }
 
 impl Scores<'_> {
-    /// How many times as fast as the default, for each round that both were in; empty if none of them is complete.
+    /// How many times as fast as the default, for each round that both were in; empty if none of
+    /// them is complete.
     pub(super) fn of(&self, goal: Goal, candidate: &Configuration) -> Vec<f64> {
         self.samples.quotients(&self.space.default_configuration(), candidate, &self.counted(goal))
     }
@@ -84,7 +85,8 @@ impl Scores<'_> {
     }
 }
 
-/// Chooses among `candidates`; the base if nothing was shown to be better, `None` if nothing is allowed for the goal.
+/// Chooses among `candidates`; the base if nothing was shown to be better, `None` if nothing is
+/// allowed for the goal.
 pub(super) fn choose(goal: Goal, scores: &Scores<'_>, candidates: &[Configuration]) -> Option<Choice> {
     let space = scores.space;
     let base = goal.base(space)?;
@@ -116,7 +118,6 @@ pub(super) fn choose(goal: Goal, scores: &Scores<'_>, candidates: &[Configuratio
     Some(Choice { goal, configuration: first.unwrap_or(base), leader, settled: first.is_some() && is_known })
 }
 
-/// How a candidate stands to the leader.
 pub(super) fn standing(
     goal: Goal,
     scores: &Scores<'_>,
@@ -127,7 +128,8 @@ pub(super) fn standing(
         return Standing::AsGood;
     }
     let (Comparison { ratio, .. }, rounds) = scores.compare(goal, leader, candidate);
-    // By the interval, not by the middle: what is near to the margin is looked at for longer, or noise would decide.
+    // By the interval, not by the middle: what is near to the margin is looked at for longer, or
+    // noise would decide.
     if rounds < LEAST_ROUNDS {
         Standing::Open
     } else if ratio.high < 1.0 - MARGIN {

@@ -34,14 +34,11 @@ pub(super) struct Growth {
 pub(super) struct Found<'a> {
     pub(super) search: &'a Search,
     pub(super) growth: &'a [Growth],
-    /// What holds for the whole of it.
     pub(super) remarks: &'a [String],
-    /// What the options are for.
     pub(super) target: Target<'a>,
 }
 
 impl Found<'_> {
-    /// What to choose, for each goal.
     pub(super) fn recommendations(&self) -> Vec<Recommendation> {
         let choices = self.search.choices();
         choices.iter().map(|choice| self.recommendation(choice)).collect()
@@ -49,10 +46,9 @@ impl Found<'_> {
 
     fn recommendation(&self, choice: &Choice) -> Recommendation {
         let search = self.search;
-        Recommendation::new(choice, search.samples(), search.patterns(), search.space(), self.target)
+        Recommendation::new(choice, &search.samples, &search.patterns, &search.space, self.target)
     }
 
-    /// In the form of all results.
     pub(super) fn findings(&self) -> Findings {
         let recommendations = self.recommendations();
         let mut summary: Vec<_> = recommendations.iter().map(Recommendation::sentence).collect();
@@ -62,19 +58,17 @@ impl Found<'_> {
         summary.extend(self.remarks.iter().cloned());
         let mut tables = vec![self.scores()];
         tables.extend(recommendations.iter().map(apply));
-        tables.extend(self.search.patterns().iter().filter_map(|pattern| self.pattern(pattern)));
+        tables.extend(self.search.patterns.iter().filter_map(|pattern| self.pattern(pattern)));
         Findings { summary, measures: self.measures(), tables, charts: self.charts() }
     }
 
-    /// For people at a terminal.
     pub(super) fn text(&self, bold: bool) -> String {
         let mut text = String::new();
         let Table { columns, rows, .. } = self.scores();
         // At a terminal a handful of names: those of the goals.
-        let heads: Vec<_> = std::iter::once(("CONFIGURATION", table::Side::Left))
-            .chain(std::iter::once(("ROUNDS", table::Side::Right)))
-            .chain(Goal::ALL.map(|goal| (heading(goal), table::Side::Right)))
-            .collect();
+        let goals = Goal::ALL.map(|goal| goal.name().to_uppercase());
+        let numbers: Vec<_> = std::iter::once("ROUNDS").chain(goals.iter().map(String::as_str)).collect();
+        let heads = table::columns(&["CONFIGURATION"], &numbers);
         if columns.len() == heads.len() {
             let mut shown = table::Table::new(heads);
             rows.into_iter().for_each(|row| shown.row(row));
@@ -103,7 +97,6 @@ impl Found<'_> {
         text
     }
 
-    /// What each configuration comes to for each goal.
     fn scores(&self) -> Table {
         let search = self.search;
         let scores = search.scores();
@@ -118,7 +111,7 @@ impl Found<'_> {
                     }
                 }
             };
-            let rounds = search.samples().rounds(configuration, search.patterns());
+            let rounds = search.samples.rounds(configuration, &search.patterns);
             [configuration.to_string(), rounds.to_string()].into_iter().chain(Goal::ALL.map(of)).collect()
         };
         Table {
@@ -128,7 +121,7 @@ impl Found<'_> {
                 .into_iter()
                 .chain(Goal::ALL.map(|goal| goal.name().to_owned()))
                 .collect(),
-            rows: search.samples().configurations().iter().map(row).collect(),
+            rows: search.samples.configurations.iter().map(row).collect(),
             note: Some(
                 "The geometric mean over what counts for the goal, by quotients of the same round; 1 is as fast as the default. In brackets: not safe enough for the goal."
                     .to_owned(),
@@ -136,10 +129,9 @@ impl Found<'_> {
         }
     }
 
-    /// One pattern with every configuration.
     fn pattern(&self, pattern: &Pattern) -> Option<Table> {
-        let samples = self.search.samples();
-        let default = self.search.space().default_configuration();
+        let samples = &self.search.samples;
+        let default = self.search.space.default_configuration();
         let row = |configuration: &Configuration| {
             let own = samples.of(configuration, pattern);
             if own.is_empty() {
@@ -156,7 +148,7 @@ impl Found<'_> {
                 own.len().to_string(),
             ])
         };
-        let rows: Vec<_> = samples.configurations().iter().filter_map(row).collect();
+        let rows: Vec<_> = samples.configurations.iter().filter_map(row).collect();
         (!rows.is_empty()).then(|| Table {
             title: pattern.to_string(),
             columns: ["Configuration", "IOPS", "Interval", "Beside the default", "Samples"]
@@ -168,10 +160,10 @@ impl Found<'_> {
     }
 
     fn measures(&self) -> Vec<Measure> {
-        let samples = self.search.samples();
+        let samples = &self.search.samples;
         let mut measures = Vec::new();
-        for configuration in samples.configurations() {
-            for pattern in self.search.patterns() {
+        for configuration in &samples.configurations {
+            for pattern in &self.search.patterns {
                 let samples = samples.of(configuration, pattern);
                 if !samples.is_empty() {
                     let name = format!("{configuration}: {pattern}");
@@ -183,24 +175,24 @@ impl Found<'_> {
     }
 
     fn charts(&self) -> Vec<Chart> {
-        let samples = self.search.samples();
-        let default = self.search.space().default_configuration();
-        let patterns = self.search.patterns();
+        let samples = &self.search.samples;
+        let default = self.search.space.default_configuration();
+        let patterns = &self.search.patterns;
         let value = |configuration: &Configuration, pattern: &Pattern| {
             samples
                 .compare_cells((&default, pattern), (configuration, pattern))
                 .map(|comparison| comparison.ratio.median)
         };
         let mut charts = Vec::new();
-        if !samples.configurations().is_empty() {
+        if !samples.configurations.is_empty() {
             charts.push(Chart::HeatMap(HeatMap {
                 title: "Speed beside the default, by pattern".to_owned(),
                 unit: Unit::Ratio,
                 better: Better::Higher,
                 columns: patterns.iter().map(ToString::to_string).collect(),
-                rows: samples.configurations().iter().map(ToString::to_string).collect(),
+                rows: samples.configurations.iter().map(ToString::to_string).collect(),
                 values: samples
-                    .configurations()
+                    .configurations
                     .iter()
                     .map(|configuration| {
                         patterns.iter().map(|pattern| value(configuration, pattern)).collect()
@@ -248,14 +240,5 @@ fn apply(recommendation: &Recommendation) -> Table {
         columns: ["For", "What to type"].map(str::to_owned).to_vec(),
         rows: recommendation.how().into_iter().map(|(what, line)| vec![what.to_owned(), line]).collect(),
         note: None,
-    }
-}
-
-fn heading(goal: Goal) -> &'static str {
-    match goal {
-        Goal::Throughput => "THROUGHPUT",
-        Goal::Latency => "LATENCY",
-        Goal::Integrity => "INTEGRITY",
-        Goal::Balanced => "BALANCED",
     }
 }

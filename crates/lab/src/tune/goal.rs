@@ -1,7 +1,8 @@
 //! What a disk can be tuned for: which patterns count, and which cache modes may be recommended.
 //!
-//! Which modes are safe for whom is QEMU's documentation of `cache` (qemu-system-x86_64(1)) and what both measurements say that this command
-//! grew from: with flushes, all modes but `unsafe` survive a power failure; without, only those that make every write durable.
+//! Which modes are safe for whom is QEMU's documentation of `cache` (qemu-system-x86_64(1)) and
+//! what both measurements say that this command grew from: with flushes, all modes but `unsafe`
+//! survive a power failure; without, only those that make every write durable.
 //!
 //! Never counts what a goal is not about: a gain there would hide a loss.
 
@@ -10,7 +11,6 @@ use clap::ValueEnum;
 
 use super::matrix::{Configuration, Operation, Pattern, Space};
 
-/// What to tune for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, ValueEnum)]
 pub(crate) enum Goal {
     /// Much at a time: large requests, and many in flight
@@ -24,10 +24,8 @@ pub(crate) enum Goal {
 }
 
 impl Goal {
-    /// Every goal, in the order in which they are shown.
     pub(super) const ALL: [Self; 4] = [Self::Throughput, Self::Latency, Self::Integrity, Self::Balanced];
 
-    /// As on the command line.
     pub(super) fn name(self) -> &'static str {
         match self {
             Self::Throughput => "throughput",
@@ -37,7 +35,8 @@ impl Goal {
         }
     }
 
-    /// Whether the pattern counts. What is in the host's memory counts for none: a guest has read it into its own.
+    /// Whether the pattern counts. What is in the host's memory counts for none: a guest has read
+    /// it into its own.
     pub(super) fn counts(self, pattern: &Pattern) -> bool {
         let Pattern { operation, block_bytes, depth, .. } = *pattern;
         if operation == Operation::Reread {
@@ -52,7 +51,6 @@ impl Goal {
         }
     }
 
-    /// Whether this mode may be recommended for it.
     pub(super) fn allows(self, cache: CacheMode) -> bool {
         match self {
             Self::Integrity => Safety::of(cache) == Safety::Always,
@@ -60,7 +58,8 @@ impl Goal {
         }
     }
 
-    /// What is preferred unless something else is better: of what is allowed, what differs least from the default.
+    /// What is preferred unless something else is better: of what is allowed, what differs least
+    /// from the default.
     pub(super) fn base(self, space: &Space) -> Option<Configuration> {
         let cache = space.caches.iter().copied().find(|&cache| self.allows(cache))?;
         Some(Configuration { cache, ..space.default_configuration() })
@@ -79,7 +78,6 @@ pub(super) enum Safety {
 }
 
 impl Safety {
-    /// That of a mode.
     pub(super) fn of(cache: CacheMode) -> Self {
         match cache {
             CacheMode::Writethrough | CacheMode::Directsync => Self::Always,
@@ -88,7 +86,6 @@ impl Safety {
         }
     }
 
-    /// For people.
     pub(super) fn words(self) -> &'static str {
         match self {
             Self::Always => {

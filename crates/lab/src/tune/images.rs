@@ -1,6 +1,7 @@
 //! The images that are measured: made, filled, and opened as a configuration says.
 //!
-//! Everything is filled with bytes that do not compress before it is read: a hole is answered by nobody's disk.
+//! Everything is filled with bytes that do not compress before it is read: a hole is answered by
+//! nobody's disk.
 //!
 //! Never opens an image twice at a time: it is locked as every image is.
 
@@ -44,14 +45,11 @@ use super::{
 pub(super) const BASE: &str = "base.raw";
 /// The image for first writes.
 const OVERLAY: &str = "overlay.qcow2";
-/// Bytes of a write, when an image is filled.
 const PIECE: u64 = 1 << 20;
-/// Writes in flight meanwhile.
 const DEPTH: usize = 8;
 /// A new file's length before it is an image: storage has a size.
 const LEAST_FILE: u64 = 512;
 
-/// Opens images of a place.
 #[derive(Debug)]
 pub(super) struct Images {
     pub(super) place: Rc<Place>,
@@ -61,15 +59,14 @@ pub(super) struct Images {
 }
 
 impl Images {
-    /// Those of this place.
     pub(super) fn new(place: Rc<Place>) -> Self {
         let noise: Arc<[u8]> = (0..PIECE as usize + ALIGNMENT).map(|_| fastrand::u8(..)).collect();
         let first = noise.as_ptr().align_offset(ALIGNMENT);
         Self { place, noise, first }
     }
 
-    /// Makes and fills the base, and an image for each cluster size; returns the cluster sizes for which there was time. The first is always
-    /// among them.
+    /// Makes and fills the base, and an image for each cluster size; returns the cluster sizes for
+    /// which there was time. The first is always among them.
     ///
     /// # Errors
     /// A disk that is full or fails, or too slow for the base and the first image.
@@ -103,9 +100,6 @@ impl Images {
     }
 
     /// The image as the configuration says.
-    ///
-    /// # Errors
-    /// What keeps it from being opened.
     pub(super) async fn open(&self, configuration: &Configuration) -> anyhow::Result<Arc<Disk>> {
         let (path, format, read_only) = match (&self.place.kind, configuration.qcow2) {
             (Kind::Made { .. }, Some(Qcow2 { cluster_bytes, .. })) => {
@@ -119,9 +113,6 @@ impl Images {
     }
 
     /// A new overlay over the base, with nothing allocated.
-    ///
-    /// # Errors
-    /// What keeps it from being made or opened.
     pub(super) async fn open_overlay(&self, configuration: &Configuration) -> anyhow::Result<Arc<Disk>> {
         let path = self.place.made(OVERLAY).context("there is no directory for an overlay")?;
         let cluster_bytes = configuration.qcow2.map_or(0, |qcow2| qcow2.cluster_bytes);
@@ -131,9 +122,6 @@ impl Images {
     }
 
     /// Removes the overlay, which nobody has open any more.
-    ///
-    /// # Errors
-    /// The file system's.
     pub(super) async fn remove_overlay(&self) -> anyhow::Result<()> {
         let path = self.place.made(OVERLAY).context("there is no directory for an overlay")?;
         // A long file takes a while.
@@ -141,9 +129,6 @@ impl Images {
     }
 
     /// Has what was read and written leave the page cache, as far as the kernel does that.
-    ///
-    /// # Errors
-    /// The file system's.
     pub(super) async fn forget(&self, disk: &Disk) -> anyhow::Result<()> {
         let paths: Vec<_> =
             disk.image().chain().filter_map(|image| image.storage().path().map(PathBuf::from)).collect();
@@ -249,7 +234,6 @@ impl Images {
     }
 }
 
-/// An image that is being filled.
 struct Filling {
     image: Image,
     noise: Arc<[u8]>,

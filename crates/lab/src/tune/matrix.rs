@@ -6,8 +6,9 @@
 //!   random, sequential × read, write × 4K, 1M × depth 1, 32, and: synchronous writes, first writes, reads of what is in memory
 //! ```
 //!
-//! The default is what QEMU does where nothing is said: writeback, clusters of 64 KiB, an L2 cache for the whole disk (QEMU: up to 256 GiB of it),
-//! nothing read ahead. Everything else is told as changes to it.
+//! The default is what QEMU does where nothing is said: writeback, clusters of 64 KiB, an L2 cache
+//! for the whole disk (QEMU: up to 256 GiB of it), nothing read ahead. Everything else is told as
+//! changes to it.
 //!
 //! Never decides what is worth measuring: that is the search's.
 
@@ -22,11 +23,11 @@ use policy::prefetch::Settings;
 
 /// The default cluster, which is QEMU's.
 pub(super) const DEFAULT_CLUSTER: u64 = 64 << 10;
-/// The cluster sizes that are compared.
 pub(super) const CLUSTERS: [u64; 6] = [DEFAULT_CLUSTER, 128 << 10, 256 << 10, 512 << 10, 1 << 20, 2 << 20];
 /// Bytes of an entry of an L2 table, which maps one cluster (QEMU's docs/interop/qcow2.rst).
 const L2_ENTRY_BYTES: u64 = 8;
-/// The least slice of an L2 table that the cache loads, and the default (QEMU's docs/qcow2-cache.txt).
+/// The least slice of an L2 table that the cache loads, and the default (QEMU's
+/// docs/qcow2-cache.txt).
 const SLICE_BYTES: std::ops::RangeInclusive<u64> = 512..=4096;
 
 /// How much of the mapping the L2 cache holds.
@@ -42,7 +43,8 @@ impl L2Share {
     /// Those that are compared; 1/128 is the one of the seed's measurement.
     pub(super) const ALL: [Self; 4] = [Self::Full, Self::Part(4), Self::Part(16), Self::Part(128)];
 
-    /// Bytes of the cache for a disk of `size_bytes` with these clusters; at least two of the smallest slices.
+    /// Bytes of the cache for a disk of `size_bytes` with these clusters; at least two of the
+    /// smallest slices.
     ///
     /// Source: QEMU's docs/qcow2-cache.txt, `disk_size = l2_cache_size * cluster_size / 8`.
     pub(super) fn bytes(self, size_bytes: u64, cluster_bytes: u64) -> u64 {
@@ -54,7 +56,8 @@ impl L2Share {
         part.max(2 * SLICE_BYTES.start())
     }
 
-    /// The slice that a cache of so many bytes is made of: the default, or a smaller one where there would be less than two.
+    /// The slice that a cache of so many bytes is made of: the default, or a smaller one where
+    /// there would be less than two.
     pub(super) fn slice_bytes(l2_bytes: u64) -> u64 {
         let largest = (l2_bytes / 2).max(1);
         (1 << largest.ilog2()).clamp(*SLICE_BYTES.start(), *SLICE_BYTES.end())
@@ -70,7 +73,6 @@ impl fmt::Display for L2Share {
     }
 }
 
-/// What is chosen for a qcow2 image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Qcow2 {
     /// From 64 KiB to 2 MiB, a power of two, where weir makes the image; else what the image has.
@@ -88,7 +90,8 @@ pub(super) struct Configuration {
 }
 
 impl Configuration {
-    /// Memory that it takes for a disk of this size, beside the page cache: that is given back when somebody needs it.
+    /// Memory that it takes for a disk of this size, beside the page cache: that is given back when
+    /// somebody needs it.
     pub(super) fn memory_bytes(&self, size_bytes: u64) -> u64 {
         let l2 = self.qcow2.map_or(0, |Qcow2 { cluster_bytes, l2 }| l2.bytes(size_bytes, cluster_bytes));
         l2 + if self.prefetch { Settings::default().memory_bytes } else { 0 }
@@ -130,7 +133,6 @@ pub(super) struct Space {
 }
 
 impl Space {
-    /// Everything, for images that weir makes.
     pub(super) fn of_made_images(size_bytes: u64) -> Self {
         Self {
             caches: CacheMode::ALL.to_vec(),
@@ -205,7 +207,8 @@ impl Space {
         .count()
     }
 
-    /// The same without those that are the same as an earlier one: a small disk's whole mapping may fit into the smallest cache.
+    /// The same without those that are the same as an earlier one: a small disk's whole mapping may
+    /// fit into the smallest cache.
     fn distinct(&self, list: Vec<Configuration>) -> Vec<Configuration> {
         let key = |configuration: &Configuration| {
             let Configuration { cache, qcow2, prefetch } = *configuration;
@@ -218,16 +221,12 @@ impl Space {
     }
 }
 
-/// Where requests go.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) enum Order {
-    /// Anywhere.
     Random,
-    /// One after the other.
     Sequential,
 }
 
-/// What is asked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) enum Operation {
     /// Reads of what the host does not have in memory, as far as that can be had.
@@ -238,11 +237,11 @@ pub(super) enum Operation {
     Write,
     /// Each with a flush behind it.
     SyncWrite,
-    /// To an empty overlay over a backing file: clusters are allocated, and what is around the data is copied.
+    /// To an empty overlay over a backing file: clusters are allocated, and what is around the data
+    /// is copied.
     FirstWrite,
 }
 
-/// What is asked of a disk, and how.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Pattern {
     pub(super) order: Order,
@@ -256,7 +255,6 @@ const SMALL: u64 = 4 << 10;
 const LARGE: u64 = 1 << 20;
 
 impl Pattern {
-    /// Every pattern, reads first.
     pub(super) fn all() -> Vec<Self> {
         let mut list = Vec::new();
         for operation in [Operation::Read, Operation::Write] {
@@ -273,7 +271,6 @@ impl Pattern {
         list
     }
 
-    /// Whether it changes the disk.
     pub(super) fn writes(&self) -> bool {
         !matches!(self.operation, Operation::Read | Operation::Reread)
     }

@@ -4,10 +4,12 @@
 //!   ├ batch ┤ batch ┤ batch ┤ … ┤ flush ┤      a slice of time, cut into batches of requests
 //! ```
 //!
-//! A slice is short, so that every configuration has its turn in each round; what is compared are many slices, from all over the run. Reads
-//! begin with nothing in the page cache, unless they are to be from it: the median batch of the steady part counts. Writes end with a flush that
-//! counts, or a disk that only remembers them would look fast, after the same amount for every configuration; what a mode does not flush is
-//! written back afterwards, so that the next slice does not pay for it.
+//! A slice is short, so that every configuration has its turn in each round; what is compared are
+//! many slices, from all over the run. Reads begin with nothing in the page cache, unless they are
+//! to be from it: the median batch of the steady part counts. Writes end with a flush that counts,
+//! or a disk that only remembers them would look fast, after the same amount for every
+//! configuration; what a mode does not flush is written back afterwards, so that the next slice
+//! does not pay for it.
 //!
 //! Never judges a sample: that a slice was held up is for the statistics to see.
 
@@ -35,24 +37,25 @@ use crate::{
 /// How long a slice may be: shorter ones are all beginning, longer ones tell nothing more.
 pub(super) const SLICES: std::ops::RangeInclusive<Duration> =
     Duration::from_millis(10)..=Duration::from_millis(200);
-/// Batches of a slice, unless so many requests are in flight that there are fewer: enough to see where it is steady, which takes ten.
+/// Batches of a slice, unless so many requests are in flight that there are fewer: enough to see
+/// where it is steady, which takes ten.
 const BATCHES: u32 = 24;
 /// The most requests of a batch.
 const LARGEST_BATCH: f64 = 1e6;
 /// What is read again and again, where it is to be from memory.
 const REREAD_BYTES: u64 = 16 << 20;
-/// What is written before the flush at the end of a slice, in small requests and in large ones; less where that takes longer than a slice.
+/// What is written before the flush at the end of a slice, in small requests and in large ones;
+/// less where that takes longer than a slice.
 const SMALL_WRITES_BYTES: u64 = 4 << 20;
 const LARGE_WRITES_BYTES: u64 = 32 << 20;
 /// Written by loads that write.
 const BYTE: u8 = 0xA5;
 
-/// Measures.
 #[derive(Debug)]
 pub(super) struct Meter {
     images: Images,
     slice: Duration,
-    stop: Stop,
+    pub(super) stop: Stop,
     random: fastrand::Rng,
     /// What was seen last, from which the size of a batch follows.
     rates: HashMap<(Configuration, Pattern), f64>,
@@ -67,25 +70,11 @@ struct Series {
 }
 
 impl Meter {
-    /// Slices of so much time.
     pub(super) fn new(images: Images, slice: Duration, stop: Stop, seed: u64) -> Self {
         Self { images, slice, stop, random: fastrand::Rng::with_seed(seed), rates: HashMap::new() }
     }
 
-    /// When it stops.
-    pub(super) fn stop(&self) -> &Stop {
-        &self.stop
-    }
-
-    /// From now on stops then.
-    pub(super) fn until(&mut self, stop: Stop) {
-        self.stop = stop;
-    }
-
     /// Measures everything of a turn, until it is time to stop; hands each sample to `record`.
-    ///
-    /// # Errors
-    /// [`TurnError`].
     pub(super) async fn turn(
         &mut self,
         turn: &Turn,
@@ -111,7 +100,6 @@ impl Meter {
         Ok(())
     }
 
-    /// A sample on a fresh overlay.
     async fn first_write(
         &mut self,
         configuration: &Configuration,
@@ -154,12 +142,14 @@ impl Meter {
         let began = Instant::now();
         disk.flush().await.context("the last flush failed")?;
         let elapsed = series.elapsed + began.elapsed();
-        // Outside of the time: a mode that ignores flushes is to be as fast as it is, but at nobody else's cost.
+        // Outside of the time: a mode that ignores flushes is to be as fast as it is, but at nobody
+        // else's cost.
         self.images.forget(disk).await?;
         Ok(Some(series.requests as f64 / elapsed.as_secs_f64().max(1e-9)))
     }
 
-    /// Batches for the time of a slice, after one that tells how large they are to be where that is not known.
+    /// Batches for the time of a slice, after one that tells how large they are to be where that is
+    /// not known.
     async fn batches(
         &mut self,
         disk: &Arc<Disk>,
@@ -192,7 +182,8 @@ impl Meter {
         Ok(series)
     }
 
-    /// Random reads from the moment on when neither the L2 cache nor the page cache has anything: (seconds, operations per second), batch by batch.
+    /// Random reads from the moment on when neither the L2 cache nor the page cache has anything:
+    /// (seconds, operations per second), batch by batch.
     ///
     /// # Errors
     /// What keeps it from being measured.
@@ -222,12 +213,10 @@ impl Meter {
     }
 }
 
-/// Why a turn was not finished.
 #[derive(Debug)]
 pub(super) enum TurnError {
     /// The configuration cannot be opened here.
     NotOpened(anyhow::Error),
-    /// A request failed.
     Failed(anyhow::Error),
 }
 
@@ -278,13 +267,11 @@ struct Walk {
 }
 
 impl Walk {
-    /// From anywhere.
     fn new(pattern: Pattern, size_bytes: u64, random: &mut fastrand::Rng) -> Self {
         let blocks = size_bytes / pattern.block_bytes;
         Self { pattern, size_bytes, offset: random.u64(..blocks) * pattern.block_bytes, seed: random.u64(..) }
     }
 
-    /// The next batch.
     fn load(&mut self, count: u64) -> Load {
         let Self { pattern, size_bytes, .. } = *self;
         let block = pattern.block_bytes;

@@ -1,4 +1,5 @@
-//! `weir tune`: measures what can be chosen for a disk, on the storage that the user names, and tells what to choose.
+//! `weir tune`: measures what can be chosen for a disk, on the storage that the user names, and
+//! tells what to choose.
 //!
 //! ```text
 //!   place ─► images ─► search ──turn──► measure ──samples──► search ─► … ─► choice ─► recommend ─► findings ─► text, JSON, HTML
@@ -6,10 +7,12 @@
 //!            filled    and when enough   of time                                       how to apply
 //! ```
 //!
-//! Decisions (`search`, `choice`, `samples`) are apart from I/O (`images`, `measure`) and know no clock, so they are tested against machines
-//! whose truth is known. Reads and writes go through the very disk that `weir serve` runs.
+//! Decisions (`search`, `choice`, `samples`) are apart from I/O (`images`, `measure`) and know no
+//! clock, so they are tested against machines whose truth is known. Reads and writes go through the
+//! very disk that `weir serve` runs.
 //!
-//! Never leaves an image behind, and never writes to what it did not make, but to a device where that was asked for.
+//! Never leaves an image behind, and never writes to what it did not make, but to a device where
+//! that was asked for.
 
 mod apply;
 mod arguments;
@@ -23,6 +26,7 @@ mod place;
 mod preset;
 mod recommend;
 mod resume;
+mod run;
 mod samples;
 mod search;
 mod session;
@@ -52,11 +56,9 @@ use self::{
 };
 use super::result::{Begun, Findings, Header, ResultFile};
 
-/// What a run came to.
 #[derive(Debug)]
 struct Outcome {
     findings: Findings,
-    /// For people at a terminal.
     text: String,
     /// What a later run goes on with.
     details: serde_json::Value,
@@ -75,7 +77,7 @@ pub fn run(arguments: TuneArgs) -> Result<(), Failure> {
     let earlier = arguments.resume.as_deref().map(Kept::load).transpose()?;
     let wish = Wish {
         path: &arguments.path,
-        size_bytes: arguments.size.or(earlier.as_ref().map(Kept::size_bytes)),
+        size_bytes: arguments.size.or(earlier.as_ref().map(|kept| kept.size_bytes)),
         format: arguments.format,
         write: arguments.write,
         force: arguments.force,
@@ -91,8 +93,8 @@ pub fn run(arguments: TuneArgs) -> Result<(), Failure> {
                 arguments.path.display()
             )));
         }
-        let run = preset::Run::new(preset, place, stop.clone(), progress, &arguments);
-        on_reactor(async move { Ok(run.work().await) })?
+        let (stop, terms) = (stop.clone(), (arguments.budget, arguments.seed));
+        on_reactor(async move { Ok(preset::measure(preset, place, stop, progress, terms).await) })?
     } else {
         let samples = match &earlier {
             Some(earlier) => (earlier.samples(&place, &place.space())?, Some(earlier.slice())),
@@ -168,7 +170,6 @@ fn tell(outcome: Outcome, interrupted: bool, arguments: &TuneArgs, begun: Begun)
     }
 }
 
-/// Whether what is printed may stand out.
 fn is_bold() -> bool {
     std::io::stdout().is_terminal()
 }

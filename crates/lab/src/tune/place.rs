@@ -1,4 +1,5 @@
-//! Where it is measured: a directory, in which images are made; a device; or an image that is there.
+//! Where it is measured: a directory, in which images are made; a device; or an image that is
+//! there.
 //!
 //! ```text
 //!   DIR     .weir-tune-PID-XXXXXX/   base.raw   64K.qcow2 … 2M.qcow2   overlay.qcow2 (over base.raw, made again for each first write)
@@ -6,8 +7,9 @@
 //!   IMAGE   as it is, read alone
 //! ```
 //!
-//! Whatever keeps it from being measured is found before anything is touched: too little space, a device that is in use, an image that
-//! somebody writes to. The directory is removed however the command ends, but for a kill that no program notices.
+//! Whatever keeps it from being measured is found before anything is touched: too little space, a
+//! device that is in use, an image that somebody writes to. The directory is removed however the
+//! command ends, but for a kill that no program notices.
 
 use std::{
     fs,
@@ -35,12 +37,14 @@ use crate::probe::{in_use, in_use::Claim};
 const LEAST_SIZE: u64 = 16 << 20;
 /// The most that is chosen where nothing is said.
 const USUAL_SIZE: u64 = 1 << 30;
-/// Bytes of each image for each second of the budget: seven are written before anything is measured, and even a disk that writes no more than
-/// 60 MB/s shall need no more than a quarter of the time for that.
+/// Bytes of each image for each second of the budget: seven are written before anything is
+/// measured, and even a disk that writes no more than 60 MB/s shall need no more than a quarter of
+/// the time for that.
 const BYTES_PER_SECOND: u64 = 2 << 20;
 /// The most that is written to an overlay before it is made again.
 pub(super) const OVERLAY_BYTES: u64 = 64 << 20;
-/// Of an image that is there, how much holds data at least; with less, what is measured is how holes are read.
+/// Of an image that is there, how much holds data at least; with less, what is measured is how
+/// holes are read.
 const LEAST_DATA_PERCENT: u64 = 50;
 /// What the names of our directories begin with; the number of the process follows.
 const PREFIX: &str = ".weir-tune-";
@@ -64,46 +68,40 @@ pub(super) struct Wish<'a> {
 #[derive(Debug)]
 pub(super) struct Place {
     pub(super) kind: Kind,
-    /// As it was named.
     pub(super) path: PathBuf,
     /// Bytes of a disk that are measured.
     pub(super) size_bytes: u64,
     /// Bytes of the disk as it is.
     pub(super) whole_bytes: u64,
-    /// What is to be said of it.
     remarks: Vec<String>,
 }
 
-/// What an image is like.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Seen {
-    /// The disk's.
     pub(super) size_bytes: u64,
     /// Of a qcow2 image.
     pub(super) cluster_bytes: Option<u64>,
-    /// Of what is to be measured, bytes that hold data; the rest are holes, which are read without the disk.
+    /// Of what is to be measured, bytes that hold data; the rest are holes, which are read without
+    /// the disk.
     pub(super) data_bytes: u64,
 }
 
-/// What it is.
 #[derive(Debug)]
 pub(super) enum Kind {
-    /// Images are made in this directory of ours, which is locked so that nobody takes it for left behind.
+    /// Images are made in this directory of ours, which is locked so that nobody takes it for left
+    /// behind.
     Made {
         directory: TempDir,
         /// Where the file system knows locks.
         _lock: Option<Flock<fs::File>>,
     },
-    /// A device.
     Device {
-        /// May be written to.
         writable: bool,
         /// Keeps others away.
         _claim: Claim,
     },
     /// An image that is only read; of a qcow2 image its clusters.
     Image {
-        /// As it was said.
         format: Option<Format>,
         /// Of a qcow2 image.
         cluster_bytes: Option<u64>,
@@ -111,7 +109,8 @@ pub(super) enum Kind {
 }
 
 impl Place {
-    /// Finds what is there, and whether it can be measured. `image` looks at an image of this format, so many bytes of it, or all.
+    /// Finds what is there, and whether it can be measured. `image` looks at an image of this
+    /// format, so many bytes of it, or all.
     ///
     /// # Errors
     /// Why it cannot be measured; nothing was touched then.
@@ -193,7 +192,6 @@ impl Place {
         }
     }
 
-    /// What can be chosen there.
     pub(super) fn space(&self) -> Space {
         match self.kind {
             Kind::Made { .. } => Space::of_made_images(self.size_bytes),
@@ -202,7 +200,6 @@ impl Place {
         }
     }
 
-    /// What can be asked of it.
     pub(super) fn patterns(&self) -> Vec<Pattern> {
         let can = |pattern: &Pattern| match self.kind {
             Kind::Made { .. } => true,
@@ -214,13 +211,11 @@ impl Place {
         Pattern::all().into_iter().filter(can).collect()
     }
 
-    /// What is to be said of it beside what is measured.
     pub(super) fn remarks(&self) -> Vec<String> {
         let not_measured = self.not_measured().map(|what| format!("Not measured: {what}."));
         self.remarks.iter().cloned().chain(not_measured).collect()
     }
 
-    /// What is not measured there, and why.
     fn not_measured(&self) -> Option<&'static str> {
         match self.kind {
             Kind::Made { .. } => None,
@@ -236,7 +231,6 @@ impl Place {
         }
     }
 
-    /// A file in the directory of ours.
     pub(super) fn made(&self, name: &str) -> Option<PathBuf> {
         match &self.kind {
             Kind::Made { directory, .. } => Some(directory.path().join(name)),
@@ -258,7 +252,8 @@ fn lock(directory: fs::File) -> Option<Flock<fs::File>> {
     Flock::lock(directory, FlockArg::LockExclusiveNonblock).ok()
 }
 
-/// Removes the directories of runs that were killed, and tells which. One of a run that goes on is locked, wherever its number is known.
+/// Removes the directories of runs that were killed, and tells which. One of a run that goes on is
+/// locked, wherever its number is known.
 fn remove_left_behind(path: &Path) -> Vec<String> {
     let Ok(entries) = fs::read_dir(path) else { return Vec::new() };
     let remove = |entry: fs::DirEntry| {

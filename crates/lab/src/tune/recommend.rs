@@ -1,4 +1,5 @@
-//! What is recommended for a goal: the configuration, what it gains and what it costs, what it means for safety, and how to apply it.
+//! What is recommended for a goal: the configuration, what it gains and what it costs, what it
+//! means for safety, and how to apply it.
 //!
 //! Never shows a difference that noise makes.
 
@@ -16,12 +17,10 @@ use crate::statistics::{Estimate, Verdict};
 /// How many gains and costs are told; all are in the result's tables.
 const MOST_TOLD: usize = 4;
 
-/// A recommendation.
 #[derive(Clone, Debug)]
 pub(super) struct Recommendation {
     pub(super) goal: Goal,
     pub(super) configuration: Configuration,
-    /// More rounds would not change it.
     pub(super) settled: bool,
     /// Beside the default, the largest first.
     pub(super) gains: Vec<Difference>,
@@ -31,7 +30,6 @@ pub(super) struct Recommendation {
     pub(super) more_memory_bytes: u64,
     pub(super) commands: Commands,
     is_default: bool,
-    /// Whether there are samples enough to tell gains and costs.
     is_compared: bool,
 }
 
@@ -44,7 +42,6 @@ pub(super) struct Difference {
 }
 
 impl Recommendation {
-    /// What a choice comes to.
     pub(super) fn new(
         choice: &Choice,
         samples: &Samples,
@@ -76,7 +73,6 @@ impl Recommendation {
         }
     }
 
-    /// In one paragraph.
     pub(super) fn sentence(&self) -> String {
         let mut text = format!("For {}: {}", self.goal.name(), self.configuration);
         if self.is_default {
@@ -111,7 +107,6 @@ impl Recommendation {
         text
     }
 
-    /// How to apply it, a line each.
     pub(super) fn how(&self) -> Vec<(&'static str, String)> {
         let Commands { create, weir, qemu_drive, qemu_blockdev, libvirt, without } = self.commands.clone();
         let create = create.map(|line| ("image", line));
@@ -137,7 +132,6 @@ pub(super) fn percent(ratio: &Estimate) -> String {
     format!("{:+.0} % [{:+.0}, {:+.0}]", percent(ratio.median), percent(ratio.low), percent(ratio.high))
 }
 
-/// The patterns in which two configurations differ by more than noise.
 fn differences(
     samples: &Samples,
     patterns: &[Pattern],

@@ -1,7 +1,7 @@
 //! The samples in a result file, so that an interrupted run can be taken up where it ended.
 //!
-//! Never takes samples of another place, device, size, format or version for these: they would be compared with what they cannot be compared
-//! with. How long a sample takes is taken over.
+//! Never takes samples of another place, device, size, format or version for these: they would be
+//! compared with what they cannot be compared with. How long a sample takes is taken over.
 
 use std::{path::Path, time::Duration};
 
@@ -23,13 +23,11 @@ const MOST_ROUNDS: u32 = 100_000;
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub(super) struct Kept {
-    /// What was measured.
     path: String,
     /// What it lies on, where that is a device that is known again.
     device: Option<String>,
-    /// weir's version.
     weir: String,
-    size_bytes: u64,
+    pub(super) size_bytes: u64,
     /// The formats and cluster sizes that can be measured there.
     clusters: Vec<u64>,
     /// Of time, for one sample.
@@ -37,7 +35,6 @@ pub(super) struct Kept {
     cells: Vec<Cell>,
 }
 
-/// The samples of one pattern with one configuration.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 struct Cell {
@@ -49,10 +46,9 @@ struct Cell {
 }
 
 impl Kept {
-    /// What is kept of a run.
     pub(super) fn new(place: &Place, slice: Duration, samples: &Samples) -> Self {
         let mut cells = Vec::new();
-        for configuration in samples.configurations() {
+        for configuration in &samples.configurations {
             for pattern in Pattern::all() {
                 let (rounds, operations_per_second): (Vec<_>, Vec<_>) =
                     samples.cell(configuration, &pattern).unzip();
@@ -74,9 +70,6 @@ impl Kept {
     }
 
     /// What an earlier run kept in this file.
-    ///
-    /// # Errors
-    /// If it is no result of `weir tune`.
     pub(super) fn load(path: &Path) -> anyhow::Result<Self> {
         let ResultFile { details, .. } = load(path)?;
         serde_json::from_value(details).with_context(|| {
@@ -84,20 +77,11 @@ impl Kept {
         })
     }
 
-    /// The bytes of each image that were measured.
-    pub(super) fn size_bytes(&self) -> u64 {
-        self.size_bytes
-    }
-
-    /// How long a sample took.
     pub(super) fn slice(&self) -> Duration {
         Duration::from_nanos(self.slice_ns)
     }
 
     /// The samples, if they are of this place as it is now.
-    ///
-    /// # Errors
-    /// What differs.
     pub(super) fn samples(&self, place: &Place, space: &Space) -> anyhow::Result<Samples> {
         let here = whole_name(&place.path);
         ensure!(self.path == here, "the samples to go on with are of {}, not of {here}", self.path);

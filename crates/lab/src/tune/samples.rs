@@ -1,11 +1,14 @@
-//! What was measured so far: of each configuration and pattern a sample for each round; and how two configurations stand to each other.
+//! What was measured so far: of each configuration and pattern a sample for each round; and how two
+//! configurations stand to each other.
 //!
-//! Two are compared by the rounds that both were in, as quotients of the samples of the same round: what made a round slower than another is
-//! the machine's, and is in no quotient. So it does not matter that a combination was measured in the second half alone. The default is in every
-//! round; through it two are compared that were in no round together.
+//! Two are compared by the rounds that both were in, as quotients of the samples of the same round:
+//! what made a round slower than another is the machine's, and is in no quotient. So it does not
+//! matter that a combination was measured in the second half alone. The default is in every round;
+//! through it two are compared that were in no round together.
 //!
-//! For a goal a round comes to the geometric mean of the quotients of its patterns. One request that the host held up for a second would count
-//! as much there as everything else, so a quotient counts as at most so far from the middle one of its pattern as noise usually puts it (Tukey's
+//! For a goal a round comes to the geometric mean of the quotients of its patterns. One request
+//! that the host held up for a second would count as much there as everything else, so a quotient
+//! counts as at most so far from the middle one of its pattern as noise usually puts it (Tukey's
 //! fences: three times the median of the distances).
 //!
 //! Never drops a sample: what is kept and shown is what was measured.
@@ -28,11 +31,12 @@ pub(super) struct Samples {
     /// By round.
     cells: HashMap<(Configuration, Pattern), BTreeMap<u32, f64>>,
     /// In the order in which they were first measured, so that nothing depends on a hash.
-    configurations: Vec<Configuration>,
+    pub(super) configurations: Vec<Configuration>,
 }
 
 impl Samples {
-    /// Adds one; what is not a number above zero is left out, as nothing was measured then, and so is a second one of the same round.
+    /// Adds one; what is not a number above zero is left out, as nothing was measured then, and so
+    /// is a second one of the same round.
     pub(super) fn add(&mut self, configuration: Configuration, pattern: Pattern, round: u32, value: f64) {
         if !(value.is_finite() && value > 0.0) {
             return;
@@ -43,12 +47,6 @@ impl Samples {
         self.cells.entry((configuration, pattern)).or_default().entry(round).or_insert(value);
     }
 
-    /// Those that were measured, in the order in which they first were.
-    pub(super) fn configurations(&self) -> &[Configuration] {
-        &self.configurations
-    }
-
-    /// The samples of one pattern with one configuration, in order.
     pub(super) fn of(&self, configuration: &Configuration, pattern: &Pattern) -> Vec<f64> {
         self.cell(configuration, pattern).map(|(_, value)| value).collect()
     }
@@ -73,7 +71,8 @@ impl Samples {
         self.cells.values().flatten().map(|(&round, _)| round.saturating_add(1)).max().unwrap_or(0)
     }
 
-    /// How many times as fast `other` was as `base`, for each round in which both were measured with all of these patterns.
+    /// How many times as fast `other` was as `base`, for each round in which both were measured
+    /// with all of these patterns.
     pub(super) fn quotients(
         &self,
         base: &Configuration,
@@ -102,7 +101,8 @@ impl Samples {
         (!quotients.is_empty()).then(|| compare_rounds(&quotients))
     }
 
-    /// How `other` stands to `base` in these patterns, and from how many rounds that is known; `through` was in every round.
+    /// How `other` stands to `base` in these patterns, and from how many rounds that is known;
+    /// `through` was in every round.
     pub(super) fn compare(
         &self,
         base: &Configuration,
@@ -151,7 +151,8 @@ mod tests {
         let patterns = Pattern::all();
         let mut samples = Samples::default();
         for round in 0..8 {
-            // The machine slows down by half, and the last configuration is 20 % faster than the others.
+            // The machine slows down by half, and the last configuration is 20 % faster than the
+            // others.
             let drift = 1.0 - f64::from(round) / 14.0;
             for configuration in &list {
                 let speed = if *configuration == faster { 1.2 } else { 1.0 };

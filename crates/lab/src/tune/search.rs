@@ -8,11 +8,13 @@
 //!   stage 2   their combinations, the most promising, with the best so far ─┘
 //! ```
 //!
-//! All configurations of a stage take turns, so that a machine which becomes slower in the meantime does so for all of them. Each stage ends
-//! early where more rounds would change nothing. Which combinations are tried follows from the samples alone: a search that is continued with the
+//! All configurations of a stage take turns, so that a machine which becomes slower in the meantime
+//! does so for all of them. Each stage ends early where more rounds would change nothing. Which
+//! combinations are tried follows from the samples alone: a search that is continued with the
 //! samples of an earlier one goes on where that ended.
 //!
-//! Never measures and knows no clock: what was measured and which share of the time is left are told to it.
+//! Never measures and knows no clock: what was measured and which share of the time is left are
+//! told to it.
 
 use std::collections::HashMap;
 
@@ -31,13 +33,12 @@ const MOST_ROUNDS: usize = 30;
 /// Combinations that are tried, at most.
 const MOST_COMBINATIONS: usize = 12;
 
-/// A search under way.
 #[derive(Debug)]
 pub(super) struct Search {
-    space: Space,
-    patterns: Vec<Pattern>,
+    pub(super) space: Space,
+    pub(super) patterns: Vec<Pattern>,
     goals: Vec<Goal>,
-    samples: Samples,
+    pub(super) samples: Samples,
     random: fastrand::Rng,
     stage: Stage,
     candidates: Vec<Configuration>,
@@ -48,7 +49,6 @@ pub(super) struct Search {
     queue: Vec<Configuration>,
 }
 
-/// Where a search is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Stage {
     /// Each factor by itself.
@@ -68,8 +68,76 @@ pub(super) struct Turn {
     pub(super) round: u32,
 }
 
+/// What decides what is measured: a search, or the published tables.
+pub(super) trait Course {
+    /// The cluster sizes that images are needed with.
+    fn clusters(&self) -> Vec<u64>;
+    /// What to measure next; `left` is the share of the time for all of it that is left, from 1
+    /// to 0. `None`: nothing more.
+    fn next(&mut self, left: f64) -> Option<Turn>;
+    /// What one pattern of a turn came to, in operations per second.
+    fn record(&mut self, turn: &Turn, pattern: Pattern, value: f64);
+    /// This configuration cannot be measured here; says what is left out.
+    fn refuse(&mut self, configuration: Configuration) -> String;
+    /// Images with these clusters cannot be measured here; begins a sentence about each thing that
+    /// is left out.
+    fn leave_out(&mut self, cluster_bytes: u64) -> Vec<String>;
+    /// The round that is under way, for people.
+    fn is_at(&self) -> String;
+}
+
+impl Course for Search {
+    fn clusters(&self) -> Vec<u64> {
+        self.space.clusters.clone()
+    }
+
+    fn next(&mut self, left: f64) -> Option<Turn> {
+        if left <= 0.0 {
+            self.stage = Stage::Done;
+        }
+        while self.queue.is_empty() && self.stage != Stage::Done {
+            self.begin_round(left);
+        }
+        if self.stage == Stage::Done {
+            return None;
+        }
+        let configuration = self.queue.pop()?;
+        let mut patterns = self.patterns.clone();
+        self.random.shuffle(&mut patterns);
+        Some(Turn { configuration, patterns, round: self.round })
+    }
+
+    fn record(&mut self, turn: &Turn, pattern: Pattern, value: f64) {
+        self.samples.add(turn.configuration, pattern, turn.round, value);
+    }
+
+    /// Others with its cache mode neither.
+    fn refuse(&mut self, configuration: Configuration) -> String {
+        let cache = configuration.cache;
+        self.keep(|other| other.cache != cache);
+        self.space.caches.retain(|&other| other != cache);
+        cache.to_string()
+    }
+
+    fn leave_out(&mut self, cluster_bytes: u64) -> Vec<String> {
+        self.keep(|one| one.qcow2.is_none_or(|qcow2| qcow2.cluster_bytes != cluster_bytes));
+        self.space.clusters.retain(|&other| other != cluster_bytes);
+        vec![format!("clusters of {}, because", settings::exact_size(cluster_bytes))]
+    }
+
+    fn is_at(&self) -> String {
+        let what = match self.stage {
+            Stage::Factors => "one factor at a time",
+            Stage::Combinations => "combinations",
+            Stage::Done => "done",
+        };
+        format!("{what}: round {} of {} configurations", self.rounds, self.candidates.len())
+    }
+}
+
 impl Search {
-    /// A search for the best of `space` for these goals, by these patterns. `samples` are those of an earlier one, or none.
+    /// A search for the best of `space` for these goals, by these patterns. `samples` are those of
+    /// an earlier one, or none.
     pub(super) fn new(
         space: Space,
         patterns: Vec<Pattern>,
@@ -95,89 +163,25 @@ impl Search {
         this
     }
 
-    /// What to measure next; `left` is the share of the time for all of it that is left, from 1 to 0. `None`: nothing more.
-    pub(super) fn next(&mut self, left: f64) -> Option<Turn> {
-        if left <= 0.0 {
-            self.stage = Stage::Done;
-        }
-        while self.queue.is_empty() && self.stage != Stage::Done {
-            self.begin_round(left);
-        }
-        if self.stage == Stage::Done {
-            return None;
-        }
-        let configuration = self.queue.pop()?;
-        let mut patterns = self.patterns.clone();
-        self.random.shuffle(&mut patterns);
-        Some(Turn { configuration, patterns, round: self.round })
-    }
-
-    /// What one pattern of a turn came to, in operations per second.
-    pub(super) fn record(&mut self, turn: &Turn, pattern: Pattern, value: f64) {
-        self.samples.add(turn.configuration, pattern, turn.round, value);
-    }
-
-    /// This configuration cannot be measured here, and neither can others with its cache mode.
-    pub(super) fn refuse(&mut self, configuration: Configuration) {
-        let is_out = |other: &Configuration| other.cache == configuration.cache;
-        self.candidates.retain(|candidate| !is_out(candidate));
-        self.queue.retain(|candidate| !is_out(candidate));
-        self.space.caches.retain(|&cache| cache != configuration.cache);
-    }
-
-    /// Images with these clusters cannot be measured here.
-    pub(super) fn leave_out(&mut self, cluster_bytes: u64) {
-        let has = |one: &Configuration| one.qcow2.is_some_and(|qcow2| qcow2.cluster_bytes == cluster_bytes);
-        self.candidates.retain(|candidate| !has(candidate));
-        self.queue.retain(|candidate| !has(candidate));
-        self.space.clusters.retain(|&other| other != cluster_bytes);
-    }
-
-    /// The round of this stage that is under way, from 1 on.
-    pub(super) fn rounds(&self) -> usize {
-        self.rounds
-    }
-
-    /// How many configurations take turns.
-    pub(super) fn candidates(&self) -> usize {
-        self.candidates.len()
-    }
-
-    /// Where it is.
-    pub(super) fn stage(&self) -> Stage {
-        self.stage
-    }
-
-    /// What was measured.
-    pub(super) fn samples(&self) -> &Samples {
-        &self.samples
-    }
-
-    /// What can be chosen.
-    pub(super) fn space(&self) -> &Space {
-        &self.space
-    }
-
-    /// What is asked.
-    pub(super) fn patterns(&self) -> &[Pattern] {
-        &self.patterns
+    /// Only these are measured from now on.
+    fn keep(&mut self, keeps: impl Fn(&Configuration) -> bool) {
+        self.candidates.retain(&keeps);
+        self.queue.retain(&keeps);
     }
 
     /// What is recommended, as far as is known; nothing if nothing was measured.
     pub(super) fn choices(&self) -> Vec<Choice> {
-        if self.samples.configurations().is_empty() {
+        if self.samples.configurations.is_empty() {
             return Vec::new();
         }
         let scores = self.scores();
-        self.goals.iter().filter_map(|&goal| choose(goal, &scores, self.samples.configurations())).collect()
+        self.goals.iter().filter_map(|&goal| choose(goal, &scores, &self.samples.configurations)).collect()
     }
 
-    /// How they come out for the goals.
     pub(super) fn scores(&self) -> Scores<'_> {
         Scores { samples: &self.samples, patterns: &self.patterns, space: &self.space }
     }
 
-    /// Rounds that all candidates have behind them.
     fn rounds_so_far(&self) -> usize {
         let rounds = |candidate| self.samples.rounds(candidate, &self.patterns);
         self.candidates.iter().map(rounds).min().unwrap_or(0)
@@ -212,7 +216,7 @@ impl Search {
             let mut candidates = vec![self.space.default_configuration()];
             let scores = self.scores();
             for goal in &self.goals {
-                let choice = choose(*goal, &scores, self.samples.configurations());
+                let choice = choose(*goal, &scores, &self.samples.configurations);
                 candidates.extend(goal.base(&self.space));
                 candidates.extend(choice.map(|choice| choice.leader));
             }
@@ -236,8 +240,8 @@ impl Search {
             .all(|&goal| choose(goal, &scores, &self.candidates).is_none_or(|choice| choice.settled))
     }
 
-    /// The candidates without those behind for every goal that allows them; always with the default, which everything is told beside, and the
-    /// goals' bases.
+    /// The candidates without those behind for every goal that allows them; always with the
+    /// default, which everything is told beside, and the goals' bases.
     fn those_not_behind(&self) -> Vec<Configuration> {
         let scores = self.scores();
         let leaders: Vec<_> = self

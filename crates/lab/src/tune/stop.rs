@@ -1,7 +1,8 @@
 //! When to stop: at the end of the budget, or when somebody asks (Ctrl-C).
 //!
-//! The first signal ends what is under way at the next batch of requests, so that everything is put away and what was found is told. The second
-//! ends the process at once, after it has removed what was made.
+//! The first signal ends what is under way at the next batch of requests, so that everything is put
+//! away and what was found is told. The second ends the process at once, after it has removed what
+//! was made.
 
 use std::{
     fs,
@@ -54,12 +55,10 @@ impl Stop {
         *directory(&self.removed) = Some(path.to_owned());
     }
 
-    /// Whether to stop now.
     pub(super) fn is_due(&self) -> bool {
         self.left().is_zero() || self.is_interrupted()
     }
 
-    /// Whether somebody asked.
     pub(super) fn is_interrupted(&self) -> bool {
         self.interruption.happened()
     }

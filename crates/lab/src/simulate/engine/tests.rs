@@ -1,8 +1,10 @@
-//! The engine beside arithmetic that was written without it, to the nanosecond, and one mechanism at a time.
+//! The engine beside arithmetic that was written without it, to the nanosecond, and one mechanism
+//! at a time.
 
 use std::sync::atomic::AtomicBool;
 
 use policy::{
+    device::Rates,
     throttle::{Limit, LimitKind, Limits},
     time::NANOS_PER_SECOND,
 };
@@ -11,7 +13,7 @@ use proptest::prelude::*;
 use super::*;
 use crate::simulate::{
     client::ClientSpec,
-    device::{BudgetSpec, Service, StationSpec},
+    device::{Place, Service, StationSpec},
     world::{DiskSettings, UNKNOWN_SIZE},
 };
 
@@ -61,7 +63,8 @@ fn read(at_ns: u64, length: u64) -> Request {
     Request { at_ns, disk: 0, op: Op::Read, offset: 0, length }
 }
 
-/// The leaky bucket as docs/throttle.txt of QEMU has it, in whole billionths of a unit, without regard to speed: one queue, one direction.
+/// The leaky bucket as docs/throttle.txt of QEMU has it, in whole billionths of a unit, without
+/// regard to speed: one queue, one direction.
 struct Naive {
     /// By limit: rate, size, level, for bytes or operations.
     buckets: Vec<(u128, u128, u128, bool)>,
@@ -120,7 +123,8 @@ fn a_limit(rates: std::ops::Range<u64>) -> impl Strategy<Value = Limit> {
     })
 }
 
-/// Limits of operations and of bytes, each for both directions together or for reads and writes apart; with and without bursts and `iops-size`.
+/// Limits of operations and of bytes, each for both directions together or for reads and writes
+/// apart; with and without bursts and `iops-size`.
 fn some_limits() -> impl Strategy<Value = Limits> {
     let iops = prop::option::of(a_limit(12..5000));
     let bps = prop::option::of(a_limit(100_000..50_000_000));
@@ -140,8 +144,9 @@ fn some_limits() -> impl Strategy<Value = Limits> {
     })
 }
 
-/// The largest request that is paid for at once: what takes more than 90 ms of its scarcest limit is paid for in slices, which the naive model does
-/// not know. (The policy's own tests are about them.)
+/// The largest request that is paid for at once: what takes more than 90 ms of its scarcest limit
+/// is paid for in slices, which the naive model does not know. (The policy's own tests are about
+/// them.)
 fn largest(limits: &Limits) -> u64 {
     let mut largest = 4 << 20;
     for kind in LimitKind::ALL {
@@ -163,7 +168,8 @@ proptest! {
         limits in some_limits(),
         arrivals in prop::collection::vec((prop_oneof![Just(0), 0..1000_u64, 0..20 * MS, 0..3000 * MS], 1..u64::MAX, any::<bool>()), 1..300),
     ) {
-        // Where both directions draw from one limit they take turns, which the naive model does not know: then all go the same way.
+        // Where both directions draw from one limit they take turns, which the naive model does not
+        // know: then all go the same way.
         let shares = [LimitKind::IopsTotal, LimitKind::BpsTotal].iter().any(|kind| limits.limit(*kind).rate > 0);
         let largest = largest(&limits);
         let mut at = 0;
@@ -175,7 +181,8 @@ proptest! {
         let (engine, mut rows) = run(&alone(disk(limits)), requests.iter().copied());
         let mut models = Direction::ALL.map(|direction| Naive::new(&limits, direction));
         prop_assert_eq!(rows.len(), requests.len());
-        // Those of one direction pass in their order; among each other they are put back into the order in which they came.
+        // Those of one direction pass in their order; among each other they are put back into the
+        // order in which they came.
         for direction in Direction::ALL {
             let of_direction = |request: &Request| request.op.direction() == Some(direction);
             let passed = rows.extract_if(.., |row| of_direction(&row.request));
@@ -302,7 +309,7 @@ fn watched(watermark: u8) -> World {
     };
     let place = Place { station: None, budget: Some(0) };
     let disk = Disk { hold, place, watched: Some(place), ..disk(Limits::default()) };
-    let budgets = vec![BudgetSpec { bytes: Some(22 << 20), ..BudgetSpec::default() }];
+    let budgets = vec![Rates { bytes: Some(22 << 20), ..Rates::default() }];
     World { budgets, ..alone(disk) }
 }
 
@@ -320,7 +327,8 @@ fn a_watermark_lifts_limits_while_the_device_has_room() {
 
 #[test]
 fn ages_without_requests_cost_no_looks_and_change_nothing() {
-    // More than the device can, then nothing, then the same again: what a controller has learned is over after a second.
+    // More than the device can, then nothing, then the same again: what a controller has learned is
+    // over after a second.
     let burst = |from: u64| {
         (0..400).map(move |number| Request { op: Op::Write, ..read(from + number * 10_000_000, 1 << 18) })
     };

@@ -1,7 +1,7 @@
 //! The CSV of Alibaba's block traces: `device_id,opcode,offset,length,timestamp`.
 //!
-//! `opcode` is `R` or `W`, offset and length are bytes, the time is in microseconds since 1970. The file as published has no header; a
-//! header is skipped. A disk is called by its number.
+//! `opcode` is `R` or `W`, offset and length are bytes, the time is in microseconds since 1970. The
+//! file as published has no header; a header is skipped. A disk is called by its number.
 //!
 //! Source: README of github.com/alibaba/block-traces, "Schema", `io_traces.csv`.
 
@@ -10,18 +10,15 @@ use super::{
     FirstLine, Found, Parse, is_header, nanoseconds,
 };
 
-/// A microsecond.
 const US_NS: u64 = 1000;
 /// The first line, where there is one.
 const HEADER: &str = "device_id,opcode,offset,length,timestamp";
 
-/// Reads lines.
 #[derive(Default)]
 pub(in super::super) struct Alibaba {
     first: FirstLine,
 }
 
-/// Whether a line is one of this format, or its header.
 pub(super) fn is_line(line: &[u8]) -> bool {
     let mut fields = Fields::new(line);
     let mut first = || {

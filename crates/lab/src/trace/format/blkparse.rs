@@ -6,30 +6,29 @@
 //!                                         action  RWBS
 //! ```
 //!
-//! A request passes several actions. One of them is taken for it: `Q`, when it was queued, which is what the guest or the program asked
-//! for; where the trace has none, `D`, when it was sent to the device; and where it has not even those, `C`, when it was complete. Which
-//! it is, is seen from the first mebibyte.
+//! A request passes several actions. One of them is taken for it: `Q`, when it was queued, which is
+//! what the guest or the program asked for; where the trace has none, `D`, when it was sent to the
+//! device; and where it has not even those, `C`, when it was complete. Which it is, is seen from
+//! the first mebibyte.
 //!
-//! RWBS: a leading `F` is a flush before the request, then `R`, `W` or `D` (discard) says what it is; `F` behind that (FUA), `A`, `S` and
-//! `M` say how, which makes no difference here. `N`, requests without sectors and SCSI commands move no data and are skipped. `B` (the
-//! barriers of old kernels) without sectors is a flush. A device's name is its numbers, `8,0`.
+//! RWBS: a leading `F` is a flush before the request, then `R`, `W` or `D` (discard) says what it
+//! is; `F` behind that (FUA), `A`, `S` and `M` say how, which makes no difference here. `N`,
+//! requests without sectors and SCSI commands move no data and are skipped. `B` (the barriers of
+//! old kernels) without sectors is a flush. A device's name is its numbers, `8,0`.
 //!
-//! Source: blkparse(1), "OUTPUT DESCRIPTION AND FORMATTING"; the letters as blkparse 1.2 prints them. What it prints about the whole run
-//! behind the last event is ignored.
+//! Source: blkparse(1), "OUTPUT DESCRIPTION AND FORMATTING"; the letters as blkparse 1.2 prints
+//! them. What it prints about the whole run behind the last event is ignored.
 
 use super::{
     super::{fields, record::Op},
     Found, Parse, bytes,
 };
 
-/// A second.
 const S_NS: u64 = 1_000_000_000;
 
-/// Reads lines.
 pub(in super::super) struct Blkparse {
     /// The action that is taken for a request.
     taken: u8,
-    /// There was an event.
     begun: bool,
     /// What comes is about the whole run.
     summary: bool,
@@ -42,7 +41,6 @@ struct Event<'a> {
     /// Its first letter alone counts: all actions of two are others'.
     action: &'a [u8],
     rwbs: &'a [u8],
-    /// What follows.
     rest: &'a [u8],
 }
 
@@ -58,12 +56,12 @@ impl Blkparse {
     }
 }
 
-/// Whether a line tells of an event.
 pub(super) fn is_event(line: &[u8]) -> bool {
     event(line).is_some()
 }
 
-/// Whether a line may stand before the first event: blkparse says there what it reads, if both go to the same place.
+/// Whether a line may stand before the first event: blkparse says there what it reads, if both go
+/// to the same place.
 pub(super) fn is_preface(line: &[u8]) -> bool {
     line.starts_with(b"Input file ")
 }
@@ -160,8 +158,8 @@ fn time_ns(time: &[u8]) -> Option<u64> {
     seconds.checked_mul(S_NS)?.checked_add(fraction)
 }
 
-/// Whether what is no event begins what blkparse prints of the whole run: `CPU0 (sda):`, `Total (sda):`, and with `-s` first
-/// `kjournald (697)` of each process.
+/// Whether what is no event begins what blkparse prints of the whole run: `CPU0 (sda):`,
+/// `Total (sda):`, and with `-s` first `kjournald (697)` of each process.
 fn is_summary(line: &[u8]) -> bool {
     let line = line.trim_ascii_end();
     let total = line.starts_with(b"CPU") || line.starts_with(b"Total (");
@@ -172,7 +170,6 @@ fn is_number(word: &[u8]) -> bool {
     !word.is_empty() && word.iter().all(u8::is_ascii_digit)
 }
 
-/// The first word of a line and what follows it.
 fn word(line: &[u8]) -> Option<(&[u8], &[u8])> {
     let line = line.trim_ascii_start();
     let end = line.iter().position(u8::is_ascii_whitespace).unwrap_or(line.len());

@@ -1,25 +1,26 @@
-//! CloudPhysics' traces of virtual disks in the CSV that libCacheSim has of them: `version,time,op,size,lbn`.
+//! CloudPhysics' traces of virtual disks in the CSV that libCacheSim has of them:
+//! `version,time,op,size,lbn`.
 //!
-//! `time` is in seconds, `op` a SCSI command in hexadecimal (`28` is READ(10), `2a` is WRITE(10)), `size` in bytes, `lbn` in sectors of 512
-//! bytes. The header says which column is which, in any order; other columns are ignored. A file is one disk, which is called as the file
-//! is, without its endings.
+//! `time` is in seconds, `op` a SCSI command in hexadecimal (`28` is READ(10), `2a` is WRITE(10)),
+//! `size` in bytes, `lbn` in sectors of 512 bytes. The header says which column is which, in any
+//! order; other columns are ignored. A file is one disk, which is called as the file is, without
+//! its endings.
 //!
-//! Source: data/cloudPhysicsIO.csv of github.com/1a1a11a/libCacheSim and what its vscsi reader makes of the original; the commands are those
-//! of SBC-4 and SPC-5. A second is coarse: requests of the same second come at once.
+//! Source: data/cloudPhysicsIO.csv of github.com/1a1a11a/libCacheSim and what its vscsi reader
+//! makes of the original; the commands are those of SBC-4 and SPC-5. A second is coarse: requests
+//! of the same second come at once.
 
 use super::{
     super::{error::shown, fields, record::Op},
     Found, Parse, bytes, nanoseconds,
 };
 
-/// A second.
 const S_NS: u64 = 1_000_000_000;
 /// As many columns as a header may have.
 const MAX_COLUMNS: usize = 64;
 /// The columns that are needed, in the order of [`CloudPhysics::columns`].
 const NEEDED: [&str; 4] = ["time", "op", "size", "lbn"];
 
-/// Reads lines.
 pub(in super::super) struct CloudPhysics {
     disk: String,
     /// Where each of [`NEEDED`] is; `None` before the header was read.
@@ -27,7 +28,6 @@ pub(in super::super) struct CloudPhysics {
 }
 
 impl CloudPhysics {
-    /// For a file of this name.
     pub(in super::super) fn new(file: &str) -> Self {
         let name = file.rsplit('/').next().unwrap_or(file);
         let stem = name.find('.').filter(|&at| at > 0).map_or(name, |at| &name[..at]);

@@ -60,7 +60,6 @@ pub(in super::super) fn detect(ahead: &[u8]) -> Result<Format, String> {
     ))
 }
 
-/// What bytes are that are no text.
 fn other(ahead: &[u8]) -> Option<&'static str> {
     let at = |place: usize, magic: &[u8]| ahead.get(place..).is_some_and(|rest| rest.starts_with(magic));
     OTHERS.iter().find(|&&(place, magic, _)| at(place, magic)).map(|&(_, _, what)| what)

@@ -5,11 +5,12 @@
 //!   version 3:      <time> <file> <action> [<offset> <length>]              sync, datasync, wait (version 2 alone)
 //! ```
 //!
-//! Source: fio's HOWTO, "Trace file format v2" and "v3". It does not say in what unit the times of version 3 are; what fio writes are
-//! microseconds (`utime_since_now` in its iolog.c, since version 3 is there), and what it replays too.
+//! Source: fio's HOWTO, "Trace file format v2" and "v3". It does not say in what unit the times of
+//! version 3 are; what fio writes are microseconds (`utime_since_now` in its iolog.c, since version
+//! 3 is there), and what it replays too.
 //!
-//! Version 2 has no times: requests come at once, one after the other, but for `wait`. A file is a disk; one that is opened and never
-//! used is none.
+//! Version 2 has no times: requests come at once, one after the other, but for `wait`. A file is a
+//! disk; one that is opened and never used is none.
 
 use super::{
     super::{
@@ -20,25 +21,20 @@ use super::{
     Found, Parse, nanoseconds,
 };
 
-/// A microsecond.
 const US_NS: u64 = 1000;
 /// "Wait for `offset` microseconds. Everything below 100 is discarded."
 const SHORTEST_WAIT_US: u64 = 100;
 
-/// The first line of a version.
 pub(super) const HEADERS: [(&str, u8); 2] = [("fio version 2 iolog", 2), ("fio version 3 iolog", 3)];
 
-/// Reads lines.
 pub(in super::super) struct Fio {
     version: u8,
-    /// The header has been read.
     begun: bool,
     /// What was waited so far.
     waited_ns: u64,
 }
 
 impl Fio {
-    /// For version 2 or 3.
     pub(in super::super) fn new(version: u8) -> Self {
         Self { version, begun: false, waited_ns: 0 }
     }

@@ -11,8 +11,9 @@
 //!
 //! `docs/reference/traces.md` says for each what its fields mean, and where that is written.
 //!
-//! A parser sees one line at a time and knows neither files nor other lines, but for what a header or a `wait` says. It hands on what it
-//! read with the time of the trace's own clock; the reader makes it relative.
+//! A parser sees one line at a time and knows neither files nor other lines, but for what a header
+//! or a `wait` says. It hands on what it read with the time of the trace's own clock; the reader
+//! makes it relative.
 
 mod alibaba;
 mod blkparse;
@@ -35,7 +36,6 @@ use super::{
     window::Window,
 };
 
-/// A format of traces.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Format {
     /// weir's CSV: time_ns,disk,op,offset,length
@@ -55,7 +55,6 @@ pub(crate) enum Format {
 }
 
 impl Format {
-    /// Its name on the command line.
     pub(crate) fn name(self) -> &'static str {
         match self {
             Self::Weir => "weir",
@@ -68,13 +67,13 @@ impl Format {
         }
     }
 
-    /// Whether its times are those of a clock that other traces share, and not since the trace began.
+    /// Whether its times are those of a clock that other traces share, and not since the trace
+    /// began.
     pub(super) fn is_absolute(self) -> bool {
         matches!(self, Self::Weir | Self::Msr | Self::Alibaba)
     }
 }
 
-/// What reads the lines of a format.
 pub(super) trait Parse {
     /// Reads one line, not empty, and hands on the requests that it tells of.
     ///
@@ -83,11 +82,9 @@ pub(super) trait Parse {
     fn line(&mut self, line: &[u8], found: &mut Found<'_>) -> Result<(), String>;
 }
 
-/// Where parsers put what they found.
 pub(super) struct Found<'a> {
     pub(super) disks: &'a mut Disks,
     pub(super) window: &'a mut Window,
-    /// The number of the line.
     pub(super) line: u64,
 }
 
@@ -126,9 +123,6 @@ fn nanoseconds(time: u64, unit_ns: u64) -> Result<u64, String> {
 }
 
 /// A number of bytes, from 512-byte sectors.
-///
-/// # Errors
-/// If it is more than 64 bits hold.
 #[inline]
 fn bytes(sectors: u64) -> Result<u64, String> {
     sectors
@@ -147,7 +141,6 @@ fn is_header(line: &[u8], header: &str) -> bool {
 /// The first line of a file, which may be a header or not.
 #[derive(Default)]
 struct FirstLine {
-    /// It has been read.
     is_past: bool,
 }
 

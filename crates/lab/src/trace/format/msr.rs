@@ -1,23 +1,22 @@
 //! The CSV of the servers of Microsoft Research in Cambridge:
 //! `Timestamp,Hostname,DiskNumber,Type,Offset,Size,ResponseTime`.
 //!
-//! `Timestamp` is when the request came, as Windows counts time: steps of 100 ns since 1601. `Type` is `Read` or `Write`, offset and size
-//! are bytes, `ResponseTime` is not used. The files as published have no header; a header is skipped. A disk is called `hm.0`: host, dot,
-//! number.
+//! `Timestamp` is when the request came, as Windows counts time: steps of 100 ns since 1601. `Type`
+//! is `Read` or `Write`, offset and size are bytes, `ResponseTime` is not used. The files as
+//! published have no header; a header is skipped. A disk is called `hm.0`: host, dot, number.
 //!
-//! Source: README.txt of the traces (SNIA IOTTA, "MSR Cambridge Traces"; Narayanan, Donnelly and Rowstron, *Write Off-Loading*, FAST 2008).
+//! Source: README.txt of the traces (SNIA IOTTA, "MSR Cambridge Traces"; Narayanan, Donnelly and
+//! Rowstron, *Write Off-Loading*, FAST 2008).
 
 use super::{
     super::{error::shown, fields::Fields, record::Op},
     FirstLine, Found, Parse, is_header, nanoseconds,
 };
 
-/// A step of Windows' clock.
 const TICK_NS: u64 = 100;
 /// The first line, where there is one.
 const HEADER: &str = "Timestamp,Hostname,DiskNumber,Type,Offset,Size";
 
-/// Reads lines.
 #[derive(Default)]
 pub(in super::super) struct Msr {
     first: FirstLine,
@@ -25,7 +24,6 @@ pub(in super::super) struct Msr {
     disk: Vec<u8>,
 }
 
-/// Whether a line is one of this format, or its header.
 pub(super) fn is_line(line: &[u8]) -> bool {
     let mut fields = Fields::new(line);
     let mut first = || {

@@ -1,21 +1,18 @@
 //! weir's own CSV: `time_ns,disk,op,offset,length`.
 //!
-//! `op` is one of `read`, `write`, `flush`, `discard`, `write-zeroes`. Further columns are allowed and ignored, so that what
-//! `weir simulate --events` writes is a trace again. A disk's name that has a comma or a quote stands in quotes, as RFC 4180 has it: blkparse's
-//! `8,0` is `"8,0"`.
+//! `op` is one of `read`, `write`, `flush`, `discard`, `write-zeroes`. Further columns are allowed
+//! and ignored, so that what `weir simulate --events` writes is a trace again. A disk's name that
+//! has a comma or a quote stands in quotes, as RFC 4180 has it: blkparse's `8,0` is `"8,0"`.
 
 use super::{
     super::{error::shown, fields::Fields, record::Op},
     Found, Parse,
 };
 
-/// The first line.
 pub(crate) const HEADER: &str = "time_ns,disk,op,offset,length";
 
-/// Reads lines.
 #[derive(Default)]
 pub(in super::super) struct Weir {
-    /// The header has been read.
     begun: bool,
     /// It has further columns.
     more: bool,

@@ -10,7 +10,6 @@ use crate::{
     tune::samples::Samples,
 };
 
-/// Tables as they were measured.
 #[derive(Debug)]
 pub(super) struct Measured<'a> {
     pub(super) tables: &'a [Published],
@@ -19,7 +18,6 @@ pub(super) struct Measured<'a> {
 }
 
 impl Measured<'_> {
-    /// In the form of all results.
     pub(super) fn findings(&self) -> Findings {
         let mut findings = Findings::default();
         for published in self.tables {
@@ -130,7 +128,6 @@ impl Measured<'_> {
     }
 }
 
-/// Findings for people at a terminal.
 pub(super) fn text(findings: &Findings) -> String {
     let mut text = String::new();
     for found in &findings.tables {

@@ -1,10 +1,11 @@
 //! Published tables, measured again here: what holds of them, and what does not.
 //!
-//! The rows of a table take turns in random order, round by round, as configurations of a search do. A conclusion agrees where the
-//! samples show what it says, and does not where they show nothing or the opposite: other machines come to other results, and that is what is to
-//! be seen.
+//! The rows of a table take turns in random order, round by round, as configurations of a search
+//! do. A conclusion agrees where the samples show what it says, and does not where they show
+//! nothing or the opposite: other machines come to other results, and that is what is to be seen.
 //!
-//! Never compares a figure of one machine with one of another: both are told beside a row of their own table.
+//! Never compares a figure of one machine with one of another: both are told beside a row of their
+//! own table.
 
 mod findings;
 mod published;
@@ -18,26 +19,22 @@ use self::findings::Measured;
 use super::{
     Outcome,
     choice::MARGIN,
-    images::Images,
     matrix::{Configuration, Pattern},
-    measure::{Meter, SLICES, TurnError},
     place::Place,
+    run::Run,
     samples::{LEAST_ROUNDS, Samples},
-    search::Turn,
+    search::{Course, Turn},
     stop::Stop,
 };
-use crate::{
-    statistics::{Comparison, Verdict, median},
-    tune::arguments::TuneArgs,
-};
+use crate::statistics::{Comparison, Verdict, median};
 
-/// All of a run, where there is time for so many: what they do not show is too small to matter. A table is not complete any sooner, because who
-/// looks again and again until something is to be seen will see it.
+/// All of a run, where there is time for so many: what they do not show is too small to matter. A
+/// table is not complete any sooner, because who looks again and again until something is to be
+/// seen will see it.
 const MOST_ROUNDS: usize = 20;
-/// Slices of a cell that a budget should suffice for: twelve rounds, and what opening and flushing take beside them.
+/// Slices of a cell that a budget should suffice for: twelve rounds, and what opening and flushing
+/// take beside them.
 const SLICES_PER_CELL: u32 = 48;
-/// Kept back of the budget for putting away and telling.
-const SHARE_FOR_END: u32 = 50;
 
 /// A published table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -53,7 +50,6 @@ pub(crate) enum Preset {
 }
 
 impl Preset {
-    /// Its tables.
     pub(super) fn tables(self) -> Vec<Published> {
         match self {
             Self::CacheModes => vec![published::random_by_cache_mode(), published::streams_by_cache_mode()],
@@ -74,7 +70,6 @@ impl Preset {
         clusters
     }
 
-    /// Slices of one round of all its tables.
     pub(super) fn slices(self) -> u32 {
         let slices = |table: &Published| table.rows.len() * table.columns.len();
         self.tables().iter().map(slices).sum::<usize>() as u32
@@ -115,7 +110,8 @@ enum Figure {
 struct Row {
     name: String,
     configuration: Configuration,
-    /// A figure for each column, in a unit of the table's own; none where only pictures were published.
+    /// A figure for each column, in a unit of the table's own; none where only pictures were
+    /// published.
     published: Vec<f64>,
 }
 
@@ -136,7 +132,6 @@ enum Relation {
     NotLower,
 }
 
-/// What became of a conclusion.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Agreement {
     Agrees,
@@ -183,7 +178,6 @@ impl Published {
         self.rows.iter().find(|row| row.name == name)
     }
 
-    /// A row's samples of a column.
     fn samples(&self, samples: &Samples, row: &str, column: usize) -> Vec<f64> {
         let Some(row) = self.row(row) else { return Vec::new() };
         samples.of(&row.configuration, &self.columns[column].pattern(&row.configuration))
@@ -233,129 +227,107 @@ impl Published {
         rows.map(|row| samples.rounds(&row.configuration, &self.patterns(row))).min().unwrap_or(MOST_ROUNDS)
     }
 
-    /// Whether it has all its rounds.
     fn is_complete(&self, samples: &Samples, without: &[Configuration]) -> bool {
         self.rounds(samples, without) >= MOST_ROUNDS
     }
 }
 
-/// A preset being measured.
-#[derive(Debug)]
-pub(super) struct Run {
+/// Measures a preset at this place, and tells what was found.
+pub(super) async fn measure(
     preset: Preset,
     place: Rc<Place>,
     stop: Stop,
-    progress: Rc<Progress>,
-    budget: Duration,
-    seed: u64,
-    samples: Samples,
-    remarks: Vec<String>,
-    /// Cannot be measured here.
-    refused: Vec<Configuration>,
+    progress: Progress,
+    (budget, seed): (Duration, u64),
+) -> Outcome {
+    let slice = budget / (preset.slices() * SLICES_PER_CELL);
+    let course = Tables::new(preset, seed);
+    let mut run = Run::new(course, place, (stop, progress), (budget, slice), seed);
+    let failed = run.measure(budget / 2, Duration::ZERO).await.err();
+    run.progress.end();
+    let Run { course: Tables { tables, samples, .. }, remarks, .. } = &run;
+    let findings = Measured { tables, samples, remarks }.findings();
+    let text = findings::text(&findings);
+    Outcome { findings, text, details: serde_json::Value::Null, failed }
 }
 
-impl Run {
-    /// Of this preset, at this place.
-    pub(super) fn new(
-        preset: Preset,
-        place: Rc<Place>,
-        stop: Stop,
-        progress: Progress,
-        arguments: &TuneArgs,
-    ) -> Self {
+#[derive(Debug)]
+struct Tables {
+    tables: Vec<Published>,
+    clusters: Vec<u64>,
+    samples: Samples,
+    random: fastrand::Rng,
+    /// Cannot be measured here.
+    refused: Vec<Configuration>,
+    /// How many rounds have begun, and what is left of the last.
+    rounds: u32,
+    queue: Vec<Turn>,
+}
+
+impl Tables {
+    fn new(preset: Preset, seed: u64) -> Self {
         Self {
-            preset,
-            remarks: place.remarks(),
-            place,
-            stop,
-            progress: Rc::new(progress),
-            budget: arguments.budget,
-            seed: arguments.seed,
+            tables: preset.tables(),
+            clusters: preset.clusters(),
             samples: Samples::default(),
+            random: fastrand::Rng::with_seed(seed),
             refused: Vec::new(),
+            rounds: 0,
+            queue: Vec::new(),
         }
-    }
-
-    /// Measures, as far as there is time, and tells what was found.
-    pub(super) async fn work(mut self) -> Outcome {
-        let tables = self.preset.tables();
-        let failed = self.measure(&tables).await.err();
-        self.progress.end();
-        let measured = Measured { tables: &tables, samples: &self.samples, remarks: &self.remarks };
-        let findings = measured.findings();
-        let text = findings::text(&findings);
-        Outcome { findings, text, details: serde_json::Value::Null, failed }
-    }
-
-    async fn measure(&mut self, tables: &[Published]) -> anyhow::Result<()> {
-        let images = Images::new(Rc::clone(&self.place));
-        let clusters = self.preset.clusters();
-        let stop = self.stop.within(self.budget / 2);
-        let made = match images.make(&clusters, &stop, &self.progress).await {
-            // Then it is no fault of the disk's.
-            Err(_) if self.stop.is_interrupted() => return Ok(()),
-            made => made?,
-        };
-        let is_made = |row: &Row| row.configuration.qcow2.is_none_or(|own| made.contains(&own.cluster_bytes));
-        let rows = tables.iter().flat_map(|table| &table.rows).filter(|row| !is_made(row));
-        for row in rows {
-            self.refused.push(row.configuration);
-            self.remarks.push(format!(
-                "Not measured: {}: writing the images took too long (give a smaller --size or a longer --budget).",
-                row.name
-            ));
-        }
-        let slice =
-            (self.budget / (self.preset.slices() * SLICES_PER_CELL)).clamp(*SLICES.start(), *SLICES.end());
-        let stop = self.stop.within(self.stop.left().saturating_sub(self.budget / SHARE_FOR_END));
-        let mut meter = Meter::new(images, slice, stop, self.seed);
-        let mut random = fastrand::Rng::with_seed(self.seed);
-        for round in 0.. {
-            let turns = self.turns(tables, round, &mut random);
-            if turns.is_empty() || meter.stop().is_due() {
-                break;
-            }
-            self.progress.end();
-            self.progress.step(&format!("round {} of {} rows", round + 1, turns.len()));
-            for turn in turns {
-                self.turn(&turn, &mut meter).await?;
-            }
-        }
-        Ok(())
     }
 
     /// A round of the tables that are not complete yet.
-    fn turns(&self, tables: &[Published], round: u32, random: &mut fastrand::Rng) -> Vec<Turn> {
-        let mut turns: Vec<Turn> = Vec::new();
-        for table in
-            tables.iter().filter(|table| round == 0 || !table.is_complete(&self.samples, &self.refused))
-        {
+    fn begin_round(&mut self) {
+        let round = self.rounds;
+        let is_due = |table: &&Published| round == 0 || !table.is_complete(&self.samples, &self.refused);
+        for table in self.tables.iter().filter(is_due) {
             for row in table.rows.iter().filter(|row| !self.refused.contains(&row.configuration)) {
                 let mut patterns = table.patterns(row);
-                random.shuffle(&mut patterns);
-                turns.push(Turn { configuration: row.configuration, patterns, round });
+                self.random.shuffle(&mut patterns);
+                self.queue.push(Turn { configuration: row.configuration, patterns, round });
             }
         }
-        random.shuffle(&mut turns);
-        turns
+        self.random.shuffle(&mut self.queue);
+        self.rounds += 1;
+    }
+}
+
+impl Course for Tables {
+    fn clusters(&self) -> Vec<u64> {
+        self.clusters.clone()
     }
 
-    async fn turn(&mut self, turn: &Turn, meter: &mut Meter) -> anyhow::Result<()> {
-        let configuration = turn.configuration;
-        if meter.stop().is_due() || self.refused.contains(&configuration) {
-            return Ok(());
+    fn next(&mut self, left: f64) -> Option<Turn> {
+        if left <= 0.0 {
+            return None;
         }
-        let samples = &mut self.samples;
-        let done = meter.turn(turn, |pattern, value| samples.add(configuration, pattern, turn.round, value));
-        match done.await {
-            Ok(()) => {}
-            Err(TurnError::NotOpened(why)) if configuration.cache.is_direct() => {
-                self.remarks.push(format!("Not measured: {configuration}: {why:#}."));
-                self.refused.push(configuration);
-            }
-            Err(TurnError::NotOpened(error) | TurnError::Failed(error)) => return Err(error),
+        if self.queue.is_empty() {
+            self.begin_round();
         }
-        Ok(())
+        self.queue.pop()
+    }
+
+    fn record(&mut self, turn: &Turn, pattern: Pattern, value: f64) {
+        self.samples.add(turn.configuration, pattern, turn.round, value);
+    }
+
+    fn refuse(&mut self, configuration: Configuration) -> String {
+        self.queue.retain(|turn| turn.configuration != configuration);
+        self.refused.push(configuration);
+        configuration.to_string()
+    }
+
+    fn leave_out(&mut self, cluster_bytes: u64) -> Vec<String> {
+        let has = |row: &&Row| row.configuration.qcow2.is_some_and(|own| own.cluster_bytes == cluster_bytes);
+        let rows: Vec<&Row> = self.tables.iter().flat_map(|table| &table.rows).filter(has).collect();
+        self.refused.extend(rows.iter().map(|row| row.configuration));
+        rows.iter().map(|row| format!("{}:", row.name)).collect()
+    }
+
+    fn is_at(&self) -> String {
+        // One of the round has been taken.
+        format!("round {} of {} rows", self.rounds, self.queue.len() + 1)
     }
 }
 
@@ -382,7 +354,8 @@ mod tests {
         }
     }
 
-    /// The published figures bear out their own conclusions: what is measured is judged as they were.
+    /// The published figures bear out their own conclusions: what is measured is judged as they
+    /// were.
     #[test]
     fn the_published_figures_agree_with_themselves() {
         for table in ALL.into_iter().flat_map(Preset::tables) {

@@ -7,8 +7,9 @@
 //! | `l2-cache` | "IO throttling in QEMU & Cache influence": an L2 cache for all of the disk, and for 1/128; it shows pictures and no figures |
 //! | `pcache` | "I/O Prefetch Cache as QEMU Block Filter Driver" (KVM Forum 2016): qemu-img bench, and the guest's random reads |
 //!
-//! Figures are of other machines, so they are told as ratios to a row of the same table. dd wrote 1 GiB at a time and flushed after each: here that is
-//! a slice of writes of 1 MiB with a flush at its end.
+//! Figures are of other machines, so they are told as ratios to a row of the same table. dd wrote 1
+//! GiB at a time and flushed after each: here that is a slice of writes of 1 MiB with a flush at
+//! its end.
 
 use block::storage::CacheMode;
 
@@ -30,6 +31,11 @@ fn row(name: &str, configuration: Configuration, published: &[f64]) -> Row {
     Row { name: name.to_owned(), configuration, published: published.to_vec() }
 }
 
+/// A cache mode with clusters of 64 KiB and all of the mapping cached.
+fn mode(cache: CacheMode, published: &[f64]) -> Row {
+    row(cache.name(), qcow2(cache, 64 * K, L2Share::Full, false), published)
+}
+
 fn claim(text: &'static str, pairs: &[(&str, &str)], column: usize, relation: Relation) -> Claim {
     let pairs = pairs.iter().map(|&(one, other)| (one.to_owned(), other.to_owned())).collect();
     Claim { text, pairs, column, relation }
@@ -37,20 +43,14 @@ fn claim(text: &'static str, pairs: &[(&str, &str)], column: usize, relation: Re
 
 /// Random requests of 4 KiB by cache mode. The reads of modes with a page cache were from it.
 pub(super) fn random_by_cache_mode() -> Published {
-    let of = |cache: CacheMode, values: &[f64]| {
-        row(cache.name(), qcow2(cache, 64 * K, L2Share::Full, false), values)
-    };
     Published {
         title: "Cache modes: random requests of 4 KiB",
-        columns: vec![
-            Column::new("random read", pattern(Order::Random, Operation::Reread, 4 * K, 1), Figure::Median),
-            Column::new("random write", pattern(Order::Random, Operation::Write, 4 * K, 1), Figure::Median),
-        ],
+        columns: random_columns(Operation::Reread),
         rows: vec![
-            of(CacheMode::Writeback, &[14_286.67, 139.76]),
-            of(CacheMode::Writethrough, &[2146.72, 59.93]),
-            of(CacheMode::None, &[104.72, 104.33]),
-            of(CacheMode::Directsync, &[107.61, 51.58]),
+            mode(CacheMode::Writeback, &[14_286.67, 139.76]),
+            mode(CacheMode::Writethrough, &[2146.72, 59.93]),
+            mode(CacheMode::None, &[104.72, 104.33]),
+            mode(CacheMode::Directsync, &[107.61, 51.58]),
         ],
         reference: "none",
         claims: vec![
@@ -70,6 +70,13 @@ pub(super) fn random_by_cache_mode() -> Published {
     }
 }
 
+/// Reads of this kind, and writes.
+fn random_columns(read: Operation) -> Vec<Column> {
+    let column =
+        |name, operation| Column::new(name, pattern(Order::Random, operation, 4 * K, 1), Figure::Median);
+    vec![column("random read", read), column("random write", Operation::Write)]
+}
+
 /// The columns of dd with `oflag=dsync`, and of `hdparm -t`.
 fn dd_and_hdparm() -> Vec<Column> {
     let sequential = |operation| pattern(Order::Sequential, operation, M, 1);
@@ -81,7 +88,8 @@ fn dd_and_hdparm() -> Vec<Column> {
     ]
 }
 
-/// The raw disk of the same tables. One figure was published for its writes: a raw disk has no first one.
+/// The raw disk of the same tables. One figure was published for its writes: a raw disk has no
+/// first one.
 fn raw() -> Row {
     row(
         "raw",
@@ -92,19 +100,16 @@ fn raw() -> Row {
 
 /// dd and hdparm by cache mode, clusters of 64 KiB.
 pub(super) fn streams_by_cache_mode() -> Published {
-    let of = |cache: CacheMode, values: &[f64]| {
-        row(cache.name(), qcow2(cache, 64 * K, L2Share::Full, false), values)
-    };
     Published {
         title: "Cache modes: sequential requests beside the raw disk",
         columns: dd_and_hdparm(),
         rows: vec![
             raw(),
-            of(CacheMode::None, &[958.0, 987.0, 849.0]),
-            of(CacheMode::Writethrough, &[499.0, 656.0, 1352.0]),
-            of(CacheMode::Writeback, &[606.0, 677.0, 1589.12]),
-            of(CacheMode::Directsync, &[626.0, 823.0, 1038.69]),
-            of(CacheMode::Unsafe, &[857.0, 1012.0, 1272.0]),
+            mode(CacheMode::None, &[958.0, 987.0, 849.0]),
+            mode(CacheMode::Writethrough, &[499.0, 656.0, 1352.0]),
+            mode(CacheMode::Writeback, &[606.0, 677.0, 1589.12]),
+            mode(CacheMode::Directsync, &[626.0, 823.0, 1038.69]),
+            mode(CacheMode::Unsafe, &[857.0, 1012.0, 1272.0]),
         ],
         reference: "raw",
         claims: vec![
@@ -150,15 +155,13 @@ pub(super) fn streams_by_cluster_size() -> Published {
     }
 }
 
-/// Random reads and writes past the page cache, with an L2 cache for the whole disk and for 1/128 of it.
+/// Random reads and writes past the page cache, with an L2 cache for the whole disk and for 1/128
+/// of it.
 pub(super) fn random_by_l2_cache() -> Published {
     let of = |name: &str, l2| row(name, qcow2(CacheMode::None, 64 * K, l2, false), &[]);
     Published {
         title: "L2 cache: random requests of 4 KiB past the page cache",
-        columns: vec![
-            Column::new("random read", pattern(Order::Random, Operation::Read, 4 * K, 1), Figure::Median),
-            Column::new("random write", pattern(Order::Random, Operation::Write, 4 * K, 1), Figure::Median),
-        ],
+        columns: random_columns(Operation::Read),
         rows: vec![of("full", L2Share::Full), of("1/128", L2Share::Part(128))],
         reference: "full",
         claims: vec![
@@ -178,8 +181,8 @@ pub(super) fn random_by_l2_cache() -> Published {
     }
 }
 
-/// qemu-img bench, reads of 4 KiB one behind the other, in operations per second (262,144 by the published seconds); and random reads in a guest, where
-/// only the gain was published.
+/// qemu-img bench, reads of 4 KiB one behind the other, in operations per second (262,144 by the
+/// published seconds); and random reads in a guest, where only the gain was published.
 pub(super) fn reads_by_prefetch() -> Published {
     let of = |name: &str, prefetch, values: &[f64]| {
         row(name, qcow2(CacheMode::None, 64 * K, L2Share::Full, prefetch), values)

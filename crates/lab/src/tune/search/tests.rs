@@ -22,7 +22,8 @@ impl Machine {
         Self { truth, random: fastrand::Rng::with_seed(seed), left: all, all }
     }
 
-    /// Noise of 5 %, one of twenty samples disturbed, down to a tenth, and a third of the speed lost by and by.
+    /// Noise of 5 %, one of twenty samples disturbed, down to a tenth, and a third of the speed
+    /// lost by and by.
     fn measure(&mut self, configuration: &Configuration, pattern: &Pattern) -> f64 {
         let noise: f64 = (0..4).map(|_| self.random.f64() - 0.5).sum::<f64>() * 0.087;
         let held_up = if self.random.u32(..20) == 0 { 0.1 + 0.9 * self.random.f64() } else { 1.0 };
@@ -57,7 +58,8 @@ fn names(search: &Search) -> BTreeMap<&'static str, String> {
     search.choices().iter().map(|choice| (choice.goal.name(), choice.configuration.to_string())).collect()
 }
 
-/// Past the page cache everything is written faster, prefetch helps sequential readers and costs nothing, large clusters cost first writes.
+/// Past the page cache everything is written faster, prefetch helps sequential readers and costs
+/// nothing, large clusters cost first writes.
 fn disk(configuration: &Configuration, pattern: &Pattern) -> f64 {
     let mut speed = match configuration.cache {
         CacheMode::None if pattern.writes() => 1.5,
@@ -99,7 +101,7 @@ fn where_nothing_differs_the_default_is_recommended_and_soon() {
     for seed in [1, 2, 3] {
         let mut machine = Machine::new(|_, _| 1.0, seed, 50_000);
         let found = machine.search(search(seed));
-        let bases = Goal::ALL.map(|goal| goal.base(found.space()).unwrap());
+        let bases = Goal::ALL.map(|goal| goal.base(&found.space).unwrap());
         let choices = found.choices();
         assert!(choices.iter().map(|choice| choice.configuration).eq(bases), "{choices:?}");
         assert!(choices.iter().all(|choice| choice.settled), "{choices:?}");
@@ -152,11 +154,11 @@ fn the_end_of_the_time_is_kept_and_what_is_known_by_then_is_told() {
     let found = machine.search(search(1));
     let measured: usize = Pattern::all()
         .iter()
-        .flat_map(|pattern| found.samples().configurations().iter().map(move |one| (one, pattern)))
-        .map(|(one, pattern)| found.samples().cell(one, pattern).count())
+        .flat_map(|pattern| found.samples.configurations.iter().map(move |one| (one, pattern)))
+        .map(|(one, pattern)| found.samples.cell(one, pattern).count())
         .sum();
     assert_eq!(measured, 100, "all of the time, and not more");
-    let bases = Goal::ALL.map(|goal| goal.base(found.space()).unwrap());
+    let bases = Goal::ALL.map(|goal| goal.base(&found.space).unwrap());
     assert!(found.choices().iter().map(|choice| choice.configuration).eq(bases));
     assert!(found.choices().iter().all(|choice| !choice.settled));
     // Rounds of stage 1 alone, and then no time for combinations.
@@ -180,11 +182,11 @@ fn what_gains_less_than_the_margin_is_left_alone() {
 fn a_search_goes_on_with_the_samples_of_an_earlier_one() {
     let mut machine = Machine::new(disk, 1, 14 * 22 * 6);
     let first = machine.search(search(1));
-    assert_eq!(first.stage(), Stage::Done);
-    let before = first.samples().next_round();
+    assert_eq!(first.stage, Stage::Done);
+    let before = first.samples.next_round();
     let mut machine = Machine::new(disk, 2, 9_000);
-    let found = machine.search(continued(2, first.samples().clone()));
-    assert!(found.samples().next_round() > before);
+    let found = machine.search(continued(2, first.samples.clone()));
+    assert!(found.samples.next_round() > before);
     assert_eq!(names(&found)["balanced"], "none, 64K, prefetch");
 }
 

@@ -1,0 +1,90 @@
+//! The events that are to come, by their time, and the devices that requests are served by.
+//!
+//! Events of one instant happen in the order in which they were foreseen.
+
+use std::{cmp::Reverse, collections::BinaryHeap};
+
+use policy::prefetch::{FetchId, WriteId};
+
+use super::device::Devices;
+
+/// What lies ahead, and what requests are served by.
+#[derive(Debug, Default)]
+pub(super) struct Flow {
+    events: BinaryHeap<Reverse<Event>>,
+    foreseen: u64,
+    /// Events that keep the simulation going: all but the watching of devices.
+    lively: usize,
+    pub(super) devices: Devices,
+}
+
+#[derive(Debug)]
+struct Event {
+    at: u64,
+    number: u64,
+    what: What,
+}
+
+#[derive(Debug)]
+pub(super) enum What {
+    Timer(usize),
+    /// A client has its answer, at once or not, and may go on.
+    Answer(u32, bool),
+    Send(u32),
+    /// A chunk of what was read ahead of a disk is there.
+    Chunk(usize, FetchId),
+    /// A change of a disk has ended.
+    Written(usize, WriteId),
+    Watch,
+}
+
+impl Flow {
+    pub(super) fn foresee(&mut self, at: u64, what: What) {
+        self.lively += usize::from(!matches!(what, What::Watch));
+        self.foreseen += 1;
+        self.events.push(Reverse(Event { at, number: self.foreseen, what }));
+    }
+
+    #[inline]
+    pub(super) fn next_at(&self) -> Option<u64> {
+        self.events.peek().map(|Reverse(event)| event.at)
+    }
+
+    #[inline]
+    pub(super) fn pop(&mut self) -> Option<(u64, What)> {
+        let Reverse(Event { at, what, .. }) = self.events.pop()?;
+        self.lively -= usize::from(!matches!(what, What::Watch));
+        Some((at, what))
+    }
+
+    /// Whether nothing is left of what has come.
+    #[inline]
+    pub(super) fn is_idle(&self) -> bool {
+        self.lively == 0
+    }
+
+    #[cfg(test)]
+    pub(super) fn foreseen(&self) -> u64 {
+        self.foreseen
+    }
+}
+
+impl Ord for Event {
+    fn cmp(&self, other: &Self) -> std::cmp::Ordering {
+        (self.at, self.number).cmp(&(other.at, other.number))
+    }
+}
+
+impl PartialOrd for Event {
+    fn partial_cmp(&self, other: &Self) -> Option<std::cmp::Ordering> {
+        Some(self.cmp(other))
+    }
+}
+
+impl PartialEq for Event {
+    fn eq(&self, other: &Self) -> bool {
+        self.number == other.number
+    }
+}
+
+impl Eq for Event {}

@@ -1,0 +1,112 @@
+//! Requests that come by themselves: a workload of the options instead of a trace. The same seed
+//! gives the same requests.
+
+use super::{
+    request::Op,
+    workload::{Open, names},
+};
+use crate::{
+    load::{Draw, exponential},
+    trace::{DiskId, Record, Source},
+};
+
+#[derive(Debug)]
+pub(crate) struct Generator {
+    open: Open,
+    names: Vec<String>,
+    random: fastrand::Rng,
+    draw: Draw,
+    /// When the last request came, in nanoseconds, and how many there have been.
+    at: f64,
+    count: u64,
+}
+
+impl Generator {
+    pub(crate) fn new(open: &Open, seed: u64) -> Self {
+        Self {
+            names: names(open.disks),
+            random: fastrand::Rng::with_seed(seed),
+            draw: Draw::new(open.span / open.length, open.locality, seed),
+            at: 0.0,
+            count: 0,
+            open: open.clone(),
+        }
+    }
+}
+
+impl Source for Generator {
+    fn fill(&mut self, records: &mut Vec<Record>, count: usize) -> anyhow::Result<()> {
+        let Open { iops, length, disks, seconds, read, .. } = self.open;
+        // Those of all disks together are as random as those of each (Kingman, *Poisson Processes*,
+        // 1993, section 2.2).
+        let mean_ns = 1e9 / (iops as f64 * disks as f64);
+        for _ in 0..count {
+            self.at += exponential(mean_ns, &mut self.random);
+            if self.at >= seconds as f64 * 1e9 {
+                break;
+            }
+            self.count += 1;
+            let offset = self.draw.block(&mut self.random) * length;
+            records.push(Record {
+                time_ns: self.at as u64,
+                offset,
+                length,
+                line: self.count,
+                disk: DiskId(self.random.usize(0..disks) as u32),
+                file: 0,
+                op: if self.random.u64(0..100) < read { Op::Read } else { Op::Write },
+            });
+        }
+        Ok(())
+    }
+
+    fn disks(&self) -> &[String] {
+        &self.names
+    }
+
+    fn place(&self, record: &Record) -> String {
+        format!("the workload's request {}", record.line)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::simulate::Workload;
+
+    fn generated(text: &str, seed: u64) -> Vec<Record> {
+        let Workload::Open(open) = text.parse().unwrap() else { panic!("{text} is not open") };
+        let mut generator = Generator::new(&open, seed);
+        let mut records = Vec::new();
+        generator.fill(&mut records, usize::MAX).unwrap();
+        records
+    }
+
+    #[test]
+    fn a_seed_gives_the_same_requests_again() {
+        let text = "random:iops=5000,size=4K,disks=4,seconds=2,read=70";
+        let records = generated(text, 7);
+        assert_eq!(records, generated(text, 7));
+        assert_ne!(records, generated(text, 8));
+        let near = |value: usize, expected: f64| {
+            assert!((value as f64 / expected - 1.0).abs() < 0.03, "{value} instead of {expected}");
+        };
+        near(records.len(), 40_000.0);
+        near(records.iter().filter(|record| record.op == Op::Read).count(), 28_000.0);
+        near(records.iter().filter(|record| record.disk == DiskId(3)).count(), 10_000.0);
+        near(records.iter().filter(|record| record.time_ns < 1_000_000_000).count(), 20_000.0);
+        assert!(records.is_sorted_by_key(|record| record.time_ns));
+        assert!(
+            records
+                .iter()
+                .all(|record| record.offset + record.length <= 1 << 30 && record.offset.is_multiple_of(4096))
+        );
+    }
+
+    #[test]
+    fn hot_places_get_their_part() {
+        let records = generated("hot-cold:iops=10000,seconds=2,requests=90,space=10,span=1M", 1);
+        let hot = records.iter().filter(|record| record.offset < (1 << 20) / 10).count();
+        assert!((hot as f64 / records.len() as f64 - 0.9).abs() < 0.01, "{hot} of {}", records.len());
+    }
+}

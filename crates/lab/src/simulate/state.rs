@@ -1,0 +1,62 @@
+//! A simulation's state at one instant: the trees of limits, and what each group and disk is at.
+
+use policy::throttle::{NodeId, Tree};
+
+use super::{
+    bucket::Held,
+    device::Place,
+    flow::Flow,
+    prefetch::Ahead,
+    tally::{Queue, Tally},
+};
+
+/// No timer is set.
+pub(super) const NEVER: u64 = u64::MAX;
+
+/// Everything that events change.
+#[derive(Debug, Default)]
+pub(super) struct State {
+    /// Nanoseconds since the beginning.
+    pub(super) now: u64,
+    pub(super) arbiters: Vec<Arbiter>,
+    pub(super) groups: Vec<GroupState>,
+    pub(super) disks: Vec<DiskState>,
+    pub(super) flow: Flow,
+}
+
+impl State {
+    /// How long what a disk lies on has worked by now: see
+    /// [`Devices::worked_ns`](super::device::Devices::worked_ns).
+    pub(super) fn worked_ns(&self, place: Place) -> u64 {
+        self.flow.devices.worked_ns(place, self.now)
+    }
+}
+
+/// A tree, and when its timer fires.
+#[derive(Debug)]
+pub(super) struct Arbiter {
+    pub(super) tree: Tree<u32>,
+    pub(super) timer: u64,
+}
+
+#[derive(Debug)]
+pub(super) struct GroupState {
+    pub(super) arbiter: usize,
+    pub(super) node: NodeId,
+    pub(super) parent: Option<usize>,
+    pub(super) queue: Queue,
+}
+
+#[derive(Debug)]
+pub(super) struct DiskState {
+    pub(super) arbiter: usize,
+    pub(super) node: NodeId,
+    pub(super) group: Option<usize>,
+    /// Whether any limit applies; else nothing asks.
+    pub(super) limited: bool,
+    pub(super) place: Place,
+    pub(super) ahead: Option<Box<Ahead>>,
+    pub(super) queue: Queue,
+    pub(super) held: Held,
+    pub(super) tally: Tally,
+}

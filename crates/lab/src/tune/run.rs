@@ -1,0 +1,109 @@
+//! A run: images made, then turns measured as a [`Course`] says, within the budget.
+//!
+//! ```text
+//!   budget ├── images (a share at most) ──┤── turns ──┤── what the caller keeps back ──┤ end (2 %) ┤
+//! ```
+
+use std::{rc::Rc, time::Duration};
+
+use console::progress::Progress;
+
+use super::{
+    images::Images,
+    measure::{Meter, SLICES, TurnError},
+    place::Place,
+    search::Course,
+    stop::Stop,
+};
+
+/// Kept back of the budget for putting away and telling.
+const SHARE_FOR_END: u32 = 50;
+
+#[derive(Debug)]
+pub(super) struct Run<C> {
+    pub(super) course: C,
+    pub(super) place: Rc<Place>,
+    pub(super) remarks: Vec<String>,
+    pub(super) progress: Rc<Progress>,
+    pub(super) stop: Stop,
+    pub(super) budget: Duration,
+    /// Of time, for one sample.
+    pub(super) slice: Duration,
+    pub(super) seed: u64,
+}
+
+impl<C: Course> Run<C> {
+    /// At this place; the slice is brought to a length that tells something.
+    pub(super) fn new(
+        course: C,
+        place: Rc<Place>,
+        (stop, progress): (Stop, Progress),
+        (budget, slice): (Duration, Duration),
+        seed: u64,
+    ) -> Self {
+        let (remarks, progress) = (place.remarks(), Rc::new(progress));
+        let slice = slice.clamp(*SLICES.start(), *SLICES.end());
+        Self { course, place, remarks, progress, stop, budget, slice, seed }
+    }
+
+    /// Measures what the course asks for, as far as there is time. Images take `for_images` at
+    /// most; `kept_back` of the budget is left for what the meter is returned for. `None` if it was
+    /// interrupted.
+    pub(super) async fn measure(
+        &mut self,
+        for_images: Duration,
+        kept_back: Duration,
+    ) -> anyhow::Result<Option<Meter>> {
+        let images = Images::new(Rc::clone(&self.place));
+        self.make(&images, for_images).await?;
+        let left = self.stop.left().saturating_sub(self.budget / SHARE_FOR_END);
+        let stop = self.stop.within(left.saturating_sub(kept_back));
+        let mut meter = Meter::new(images, self.slice, stop, self.seed);
+        self.turns(&mut meter).await?;
+        Ok((!self.stop.is_interrupted()).then_some(meter))
+    }
+
+    /// Makes what there is to be made.
+    async fn make(&mut self, images: &Images, time: Duration) -> anyhow::Result<()> {
+        let all = self.course.clusters();
+        let made = images.make(&all, &self.stop.within(time), &self.progress).await;
+        self.progress.end();
+        let made = match made {
+            // Then it is no fault of the disk's.
+            Err(_) if self.stop.is_interrupted() => return Ok(()),
+            made => made?,
+        };
+        for cluster_bytes in all.into_iter().filter(|cluster_bytes| !made.contains(cluster_bytes)) {
+            self.remarks.extend(self.course.leave_out(cluster_bytes).into_iter().map(|what| {
+                format!(
+                    "Not measured: {what} writing the images took too long (give a smaller --size or a longer --budget)."
+                )
+            }));
+        }
+        Ok(())
+    }
+
+    async fn turns(&mut self, meter: &mut Meter) -> anyhow::Result<()> {
+        let stop = meter.stop.clone();
+        let all = stop.left();
+        let mut told = None;
+        loop {
+            let left =
+                if stop.is_due() { 0.0 } else { stop.left().as_secs_f64() / all.as_secs_f64().max(1e-9) };
+            let Some(turn) = self.course.next(left) else { return Ok(()) };
+            if told.replace(turn.round) != Some(turn.round) {
+                self.progress.end();
+                self.progress.step(&self.course.is_at());
+            }
+            let course = &mut self.course;
+            match meter.turn(&turn, |pattern, value| course.record(&turn, pattern, value)).await {
+                Ok(()) => {}
+                Err(TurnError::NotOpened(why)) if turn.configuration.cache.is_direct() => {
+                    let what = self.course.refuse(turn.configuration);
+                    self.remarks.push(format!("Not measured: {what}: {why:#}."));
+                }
+                Err(TurnError::NotOpened(error) | TurnError::Failed(error)) => return Err(error),
+            }
+        }
+    }
+}
