@@ -15,8 +15,6 @@ use std::{
 
 use anyhow::{Context as _, anyhow, bail};
 
-use super::hierarchy::Version;
-
 /// What cgroup v2 lists the controllers in that a cgroup has.
 const CONTROLLERS: &str = "cgroup.controllers";
 /// What it lists those in that its children have.
@@ -24,6 +22,15 @@ const SUBTREE: &str = "cgroup.subtree_control";
 
 /// How often a cgroup that its last process is leaving is looked at; version 1 tells nobody.
 const LOOK: Duration = Duration::from_millis(1);
+
+/// A version of cgroups.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) enum Version {
+    /// A hierarchy for each controller: `blkio`.
+    V1,
+    /// One for all: `io`.
+    V2,
+}
 
 /// A cgroup in the hierarchy that limits block I/O.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]

@@ -19,7 +19,7 @@ use std::{
 use anyhow::{Context as _, anyhow, bail};
 
 use super::{
-    control_group::ControlGroup,
+    control_group::{ControlGroup, Version},
     kernel::{mountinfo, proc_cgroup},
 };
 
@@ -65,15 +65,6 @@ impl Roots {
 /// The text of a file of the kernel. A name in it that is not UTF-8 is then not found, which is better than that nothing is.
 fn read(path: &Path) -> io::Result<String> {
     Ok(String::from_utf8_lossy(&fs::read(path)?).into_owned())
-}
-
-/// A version of cgroups.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) enum Version {
-    /// A hierarchy for each controller: `blkio`.
-    V1,
-    /// One for all: `io`.
-    V2,
 }
 
 /// The hierarchies of this machine, as far as they matter for block I/O. Made by [`Hierarchy::discover`].

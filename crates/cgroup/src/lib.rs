@@ -18,7 +18,6 @@
 //!
 //! Never caches what the kernel says: another program may change it at any time.
 
-mod arguments;
 mod command;
 pub(crate) mod control_group;
 pub(crate) mod device;

@@ -15,8 +15,8 @@ use std::{
 };
 
 use super::{
-    control_group::ControlGroup,
-    hierarchy::{Hierarchy, Roots, Version},
+    control_group::{ControlGroup, Version},
+    hierarchy::{Hierarchy, Roots},
 };
 
 /// A machine in a directory of its own, which goes with it.

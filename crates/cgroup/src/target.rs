@@ -19,8 +19,8 @@ use std::path::{Component, Path, PathBuf};
 use anyhow::{Context as _, bail};
 
 use super::{
-    control_group::ControlGroup,
-    hierarchy::{Hierarchy, Version},
+    control_group::{ControlGroup, Version},
+    hierarchy::Hierarchy,
 };
 
 /// Digits of a container's id.

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use clap::Args;
 
-use crate::arguments::KeptArgs;
+use crate::limit::arguments::KeptArgs;
 
 pub(crate) const EXAMPLES: &str = "\
 Examples:

@@ -7,7 +7,7 @@ use super::{
     findings::Finding,
     verdict::Verdict,
 };
-use crate::hierarchy::Version;
+use crate::control_group::Version;
 
 /// All of it.
 pub(super) fn json(facts: &Facts, findings: &[Finding]) -> Value {

@@ -12,7 +12,7 @@ use super::{
     findings::{Cause, Coverage, Finding},
     verdict::Verdict,
 };
-use crate::hierarchy::Version;
+use crate::control_group::Version;
 
 /// All of it.
 pub(super) fn text(facts: &Facts, findings: &[Finding]) -> String {

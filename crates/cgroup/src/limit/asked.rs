@@ -75,7 +75,10 @@ impl Asked {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{control_group::ControlGroup, hierarchy::Version, limit::kept::Change};
+    use crate::{
+        control_group::{ControlGroup, Version},
+        limit::kept::Change,
+    };
 
     const DISK: Number = Number { major: 8, minor: 0 };
 

@@ -33,9 +33,9 @@ use pools::Sharing;
 use tell::Telling;
 
 use super::{
-    control_group::ControlGroup,
+    control_group::{ControlGroup, Version},
     device,
-    hierarchy::{Hierarchy, Roots, Version},
+    hierarchy::{Hierarchy, Roots},
     target,
 };
 use crate::limit::arguments::LimitArgs;

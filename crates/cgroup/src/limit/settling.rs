@@ -18,8 +18,8 @@ use super::{
     tell::{self, Telling},
 };
 use crate::{
-    control_group::ControlGroup,
-    hierarchy::{Hierarchy, Version},
+    control_group::{ControlGroup, Version},
+    hierarchy::Hierarchy,
 };
 
 /// A control group on a device that is there, and what it is held to.

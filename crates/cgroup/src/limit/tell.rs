@@ -19,8 +19,8 @@ use block::device::Number;
 use policy::steering::Rates;
 
 use crate::{
-    control_group::ControlGroup,
-    hierarchy::{Hierarchy, Version},
+    control_group::{ControlGroup, Version},
+    hierarchy::Hierarchy,
     kernel::{blkio, io_max},
 };
 

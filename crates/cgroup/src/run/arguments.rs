@@ -4,7 +4,7 @@ use std::{ffi::OsString, path::PathBuf};
 
 use clap::Args;
 
-use crate::arguments::SettingsArgs;
+use crate::limit::arguments::SettingsArgs;
 
 pub(crate) const EXAMPLES: &str = "\
 Examples:

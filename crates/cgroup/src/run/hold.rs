@@ -22,8 +22,8 @@ use policy::{
 use settings::{LogFormat, LogSettings, state::Store};
 
 use crate::{
-    control_group::ControlGroup,
-    hierarchy::{Hierarchy, Version},
+    control_group::{ControlGroup, Version},
+    hierarchy::Hierarchy,
     limit,
     limit::{
         kept,

@@ -34,9 +34,9 @@ use place::Place;
 use summary::{Summary, Waited};
 
 use super::{
-    control_group::ControlGroup,
+    control_group::{ControlGroup, Version},
     device,
-    hierarchy::{Hierarchy, Roots, Version},
+    hierarchy::{Hierarchy, Roots},
     kernel::{
         io_stat::Usage,
         memory_stat::{self, Waiting},

@@ -25,8 +25,8 @@ use nix::{
 };
 
 use crate::{
-    control_group::ControlGroup,
-    hierarchy::{Hierarchy, Version},
+    control_group::{ControlGroup, Version},
+    hierarchy::Hierarchy,
 };
 
 /// Where cgroups are made if nobody says otherwise, below the root.

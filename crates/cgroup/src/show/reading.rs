@@ -19,8 +19,7 @@ use block::device::{Identity, Number, Roots};
 use nix::errno::Errno;
 
 use crate::{
-    control_group::ControlGroup,
-    hierarchy::Version,
+    control_group::{ControlGroup, Version},
     kernel::{blkio, io_max, io_max::Rates, io_stat, io_stat::Usage, pressure, pressure::Pressure},
 };
 

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use clap::Args;
 use settings::log;
 
-use crate::arguments::KeptArgs;
+use crate::limit::arguments::KeptArgs;
 
 pub(crate) const EXAMPLES: &str = "\
 Examples:

@@ -57,7 +57,8 @@ use systemd::Systemd;
 use unsteered::Unsteered;
 
 use super::{
-    hierarchy::{Hierarchy, Roots, Version},
+    control_group::Version,
+    hierarchy::{Hierarchy, Roots},
     limit::{
         kept::{Kept, Stamp},
         locks::{self, Watched},

@@ -4,11 +4,11 @@ use std::{io, path::Path};
 
 use super::{
     Evidence, Level, Limit,
-    collect::{Reader, is_gone},
+    reader::{Reader, is_gone},
 };
 use crate::{
-    control_group::ControlGroup,
-    hierarchy::{Hierarchy, Version},
+    control_group::{ControlGroup, Version},
+    hierarchy::Hierarchy,
     kernel::{blkio, io_max, io_max::Rates},
     limit::{
         asked::Asked,

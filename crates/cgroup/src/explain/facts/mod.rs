@@ -19,6 +19,8 @@ mod collect;
 mod disks;
 mod levels;
 mod mounts;
+mod reader;
+mod rows;
 mod sharing;
 mod uses;
 
@@ -27,7 +29,7 @@ use std::{path::PathBuf, time::SystemTime};
 use block::device::Number;
 pub(crate) use collect::{Subject, collect, spot};
 
-use super::super::{hierarchy::Version, kernel::io_max::Rates, nature::Nature};
+use super::super::{control_group::Version, kernel::io_max::Rates, nature::Nature};
 
 /// A file and what it says, for somebody to look at it himself.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -10,21 +10,13 @@ use std::{
 
 use block::device::Number;
 
-use super::{Below, Evidence, FileSystem, collect::Reader, disks::Disks};
-use crate::{
-    kernel::{mountinfo, mountinfo::Mount},
-    nature::Nature,
+use super::{
+    Below, Disk, DiskKind, Evidence, FileSystem,
+    disks::Disks,
+    reader::Reader,
+    rows::{Row, holding, parse},
 };
-
-/// A line of mountinfo.
-#[derive(Debug, Clone)]
-pub(super) struct Row {
-    /// What fdinfo calls it by.
-    pub(super) id: u64,
-    pub(super) mount: Mount,
-    /// All of it, to be shown.
-    pub(super) line: String,
-}
+use crate::nature::Nature;
 
 /// Both.
 #[derive(Debug)]
@@ -115,24 +107,27 @@ impl MountTable {
         table.iter().find(|row| row.mount.number == number).cloned()
     }
 
+    /// Finds the file systems that loop devices' files are in, and what those are on, which may be loop devices again.
+    pub(super) fn follow_loops(&mut self, disks: &mut Disks<'_>) {
+        let mut next = 0;
+        while next < disks.known.len() {
+            let Disk { kind, evidence, .. } = &disks.known[next];
+            if let DiskKind::Loop { on: None, direct } = *kind {
+                let path = evidence.first().map(|file| PathBuf::from(&file.value)).unwrap_or_default();
+                let on = self.of_path(disks, &path);
+                let below = on.map(|index| self.found[index].below.clone());
+                let known = &mut disks.known[next];
+                known.kind = DiskKind::Loop { on, direct };
+                if let Some(Below::Disk(disk)) = below {
+                    known.parts = vec![disk];
+                }
+            }
+            next += 1;
+        }
+    }
+
     /// Where a file system is mounted, and what says so.
     pub(super) fn describe(&self, index: usize) -> (String, Evidence) {
         (self.found[index].point.clone(), self.found[index].evidence.clone())
     }
-}
-
-/// The mount that a path is on.
-pub(super) fn holding<'a>(rows: &'a [Row], path: &Path) -> Option<&'a Row> {
-    let found = mountinfo::holding(rows.iter().map(|row| &row.mount), path)?;
-    rows.iter().rfind(|row| row.mount == *found)
-}
-
-/// Every line of a known form.
-fn parse(text: &str) -> Vec<Row> {
-    let one = |line: &str| {
-        let id = line.split(' ').next()?.parse().ok()?;
-        let mount = mountinfo::parse(line).ok()?.pop()?;
-        Some(Row { id, mount, line: line.to_owned() })
-    };
-    text.lines().filter_map(one).collect()
 }

@@ -9,8 +9,11 @@
 
 use std::{fs, path::Path};
 
-use super::{Evidence, Other, Process, Way, collect::Reader, mounts::MountTable, uses};
-use crate::{control_group::ControlGroup, hierarchy::Version, kernel::proc_cgroup};
+use super::{Evidence, Other, Process, Way, mounts::MountTable, reader::Reader, uses};
+use crate::{
+    control_group::{ControlGroup, Version},
+    kernel::proc_cgroup,
+};
 
 /// Most processes of others that are looked at.
 const MAX_PROCESSES: usize = 16_384;

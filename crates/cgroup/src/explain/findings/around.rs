@@ -12,8 +12,8 @@ use super::{
     wording,
 };
 use crate::{
+    control_group::Version,
     explain::facts::{Below, BesideKind, DiskKind, Evidence, Facts, Memory, Place, Process, Way},
-    hierarchy::Version,
     kernel::io_max::Rates,
 };
 

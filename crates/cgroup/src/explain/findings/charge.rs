@@ -14,8 +14,8 @@
 
 use super::{Cause, Coverage, Io, Judgement};
 use crate::{
+    control_group::Version,
     explain::facts::{Evidence, Facts, FileSystem, Memory, Place, Use},
-    hierarchy::Version,
     nature::Nature,
 };
 

@@ -23,8 +23,8 @@ use super::{
     wording,
 };
 use crate::{
+    control_group::Version,
     explain::facts::{Disk, DiskKind, Evidence, Facts, Level, Limit, Mapper},
-    hierarchy::Version,
     kernel::io_max::Rates,
 };
 

@@ -44,9 +44,9 @@ use super::{
     findings,
 };
 use crate::{
-    control_group::ControlGroup,
+    control_group::{ControlGroup, Version},
     device,
-    hierarchy::{Hierarchy, Version},
+    hierarchy::Hierarchy,
     kernel::io_max::Rates,
 };
 

@@ -17,8 +17,7 @@ use console::complain;
 use policy::steering;
 
 use crate::{
-    control_group::ControlGroup,
-    hierarchy::Version,
+    control_group::{ControlGroup, Version},
     kernel::{blkio, io_max::Rates, io_stat, io_stat::Usage},
     limit::tell,
 };
