@@ -15,7 +15,7 @@ use std::{collections::BTreeMap, fs, path::Path, time::Duration};
 use anyhow::Context as _;
 
 use crate::{
-    control_group::{ControlGroup, Version},
+    control_group::ControlGroup,
     kernel::{proc_io, proc_io::TaskIo, proc_stat, proc_stat::TICK},
 };
 
@@ -93,6 +93,7 @@ pub(crate) fn are_waits_counted(proc: &Path) -> bool {
 #[cfg(test)]
 pub(super) mod tests {
     use super::*;
+    use crate::control_group::Version;
 
     /// The first task of a process that began at `start_ticks`.
     pub(in crate::show) fn id(tid: i32, start_ticks: u64) -> TaskId {

@@ -22,8 +22,8 @@ use std::{
 };
 
 use anyhow::{Context as _, anyhow};
-use console::{Failure, input, input::Input, screen, screen::Screen};
-use state::{Action, State};
+use console::{Failure, input, input::Input, keys::Leave, screen, screen::Screen};
+use state::State;
 
 use super::{
     rates::{Snapshot, Wish},
@@ -82,8 +82,8 @@ fn watch(
         let action = match happened.recv().unwrap_or(Event::Input(Input::End)) {
             Event::Input(Input::Key(key)) => state.press(key),
             Event::Input(Input::Resized) => None,
-            Event::Input(Input::Stop) => Some(Action::Stop),
-            Event::Input(Input::End) => Some(Action::End),
+            Event::Input(Input::Stop) => Some(Leave::Stop),
+            Event::Input(Input::End) => Some(Leave::End),
             Event::Looked(wish, result) => {
                 state.learn(wish, result);
                 None
@@ -91,8 +91,8 @@ fn watch(
         };
         has_tasks.store(state.has_tasks(), Ordering::Relaxed);
         match action {
-            Some(Action::End) => return Ok(()),
-            Some(Action::Stop) => screen.stop()?,
+            Some(Leave::End) => return Ok(()),
+            Some(Leave::Stop) => screen.stop()?,
             None => {}
         }
     }

@@ -4,6 +4,7 @@
 
 use std::{cmp::Ordering, path::PathBuf};
 
+use console::keys::{self, Chosen, InList, Leave};
 use ratatui::crossterm::event::{KeyCode, KeyEvent, KeyModifiers};
 
 use crate::show::{
@@ -11,15 +12,6 @@ use crate::show::{
     rates::{Rate, Row, Snapshot, TaskRow, Wish},
     text,
 };
-
-/// What somebody else has to do.
-#[derive(Debug, PartialEq, Eq)]
-pub(super) enum Action {
-    /// End the program.
-    End,
-    /// Stop it until it is continued.
-    Stop,
-}
 
 /// A column that the list can be sorted by.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -39,12 +31,6 @@ pub(super) enum Column {
 impl Column {
     /// From left to right.
     pub(super) const ALL: [Self; 5] = [Self::Name, Self::Reads, Self::Writes, Self::Operations, Self::Waited];
-
-    /// The one to its right; after the last the first.
-    fn next(self) -> Self {
-        let index = Self::ALL.iter().position(|&column| column == self).unwrap_or(0);
-        Self::ALL[(index + 1) % Self::ALL.len()]
-    }
 }
 
 /// A line of the list.
@@ -79,8 +65,7 @@ pub(super) struct State {
     /// Whether tasks' waits are known.
     pub(super) wish: Wish,
     last: Option<Snapshot>,
-    /// The line that was last known to be chosen: a name, since lines move, and its place, in case it goes.
-    chosen: (String, usize),
+    chosen: Chosen,
     /// Whether that was the user's choice; otherwise it is the first, whichever that is.
     has_chosen: bool,
 }
@@ -98,7 +83,7 @@ impl State {
             page: 1,
             wish,
             last: None,
-            chosen: (String::new(), 0),
+            chosen: Chosen::default(),
             has_chosen: false,
         }
     }
@@ -150,36 +135,32 @@ impl State {
 
     /// Which of the lines is chosen; 0 where there is none.
     pub(super) fn chosen(&self, lines: &[Line]) -> usize {
-        lines.iter().position(|line| line.name == self.chosen.0).unwrap_or(0)
+        self.chosen.index(lines.iter().map(|line| line.name.as_str()))
     }
 
     /// What a key means.
-    pub(super) fn press(&mut self, key: KeyEvent) -> Option<Action> {
+    pub(super) fn press(&mut self, key: KeyEvent) -> Option<Leave> {
         if key.modifiers.contains(KeyModifiers::CONTROL) {
-            return match key.code {
-                KeyCode::Char('c') => Some(Action::End),
-                KeyCode::Char('z') => Some(Action::Stop),
-                _ => None,
-            };
+            return Leave::of(key);
         }
         if std::mem::take(&mut self.has_help) {
             return None;
         }
-        let page = self.page.cast_signed();
-        match key.code {
-            KeyCode::Char('q') => return Some(Action::End),
-            KeyCode::Up | KeyCode::Char('k') => self.step(-1),
-            KeyCode::Down | KeyCode::Char('j') => self.step(1),
-            KeyCode::PageUp => self.step(-page),
-            KeyCode::PageDown => self.step(page),
-            KeyCode::Home | KeyCode::Char('g') => self.step(isize::MIN),
-            KeyCode::End | KeyCode::Char('G') => self.step(isize::MAX),
-            KeyCode::Char('s') => (self.column, self.reversed) = (self.column.next(), false),
-            KeyCode::Char('r') => self.reversed = !self.reversed,
-            KeyCode::Char('?' | 'h') | KeyCode::F(1) => self.has_help = true,
-            KeyCode::Enter | KeyCode::Char('t') => self.enter(),
-            KeyCode::Esc | KeyCode::Backspace => self.leave(),
-            _ => {}
+        match InList::of(key, self.page) {
+            Some(InList::End) => return Some(Leave::End),
+            Some(InList::Step(by)) => {
+                self.has_chosen |= self.with_names(|chosen, names| chosen.step(names, by));
+            }
+            Some(InList::Sort) => {
+                (self.column, self.reversed) = (keys::next(&Column::ALL, self.column), false);
+            }
+            Some(InList::Reverse) => self.reversed = !self.reversed,
+            Some(InList::Help) => self.has_help = true,
+            None => match key.code {
+                KeyCode::Enter | KeyCode::Char('t') => self.enter(),
+                KeyCode::Esc | KeyCode::Backspace => self.leave(),
+                _ => {}
+            },
         }
         None
     }
@@ -200,33 +181,21 @@ impl State {
     /// Back to the cgroups, at the one whose tasks were shown.
     fn leave(&mut self) {
         if let Some(name) = self.tasks_of.take() {
-            self.chosen.0 = name.display().to_string();
+            self.chosen.choose(name.display().to_string());
             self.has_chosen = true;
             self.settle();
         }
     }
 
-    /// Chooses the line that is `by` lines below, or the first or last.
-    fn step(&mut self, by: isize) {
-        let lines = self.lines();
-        let last = lines.len().saturating_sub(1);
-        let next = self.chosen(&lines).saturating_add_signed(by).min(last);
-        if let Some(line) = lines.get(next) {
-            self.has_chosen = true;
-            self.chosen = (line.name.clone(), next);
-        }
-    }
-
     /// Chooses the first line, unless the user has chosen one; if that is gone, what stands there now.
     fn settle(&mut self) {
+        let stays = self.has_chosen;
+        self.with_names(|chosen, names| chosen.settle(names, stays));
+    }
+
+    fn with_names<T>(&mut self, choose: impl FnOnce(&mut Chosen, &[&str]) -> T) -> T {
         let lines = self.lines();
-        if self.has_chosen && lines.iter().any(|line| line.name == self.chosen.0) {
-            return;
-        }
-        let place = if self.has_chosen { self.chosen.1.min(lines.len().saturating_sub(1)) } else { 0 };
-        if let Some(line) = lines.get(place) {
-            self.chosen = (line.name.clone(), place);
-        }
+        choose(&mut self.chosen, &lines.iter().map(|line| line.name.as_str()).collect::<Vec<_>>())
     }
 }
 
