@@ -12,6 +12,7 @@
 //!        │
 //!   control_group.rs   one cgroup: its files, its processes, its children
 //!   hierarchy.rs       where cgroups are mounted, and which version limits block I/O
+//!   limit_files.rs     what the kernel holds one to
 //!        │
 //!   kernel/            what the kernel's files say: text in, values out
 //! ```
@@ -25,6 +26,7 @@ pub(crate) mod explain;
 pub(crate) mod hierarchy;
 mod kernel;
 pub(crate) mod limit;
+mod limit_files;
 #[cfg(test)]
 pub(crate) mod machine;
 mod nature;

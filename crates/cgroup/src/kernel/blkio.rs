@@ -16,8 +16,9 @@
 //! Documentation/admin-guide/cgroup-v1/blkio-controller.rst.
 
 use block::device::Number;
+use policy::steering::Rates;
 
-use super::{Unknown, count, io_max::Rates, io_stat::Usage, nested::NAMELESS, number};
+use super::{Unknown, count, io_stat::Usage, nested::NAMELESS, number};
 
 /// The four files of limits, in the order of [`Rates`]: `blkio.throttle.` and then these.
 pub(crate) const LIMITS: [&str; 4] = [
@@ -31,26 +32,18 @@ pub(crate) const BYTES: &str = "blkio.throttle.io_service_bytes";
 /// The file of operations.
 pub(crate) const OPERATIONS: &str = "blkio.throttle.io_serviced";
 
-/// The key of cgroup v2 that a file of [`LIMITS`] is.
-pub(crate) fn key<'a>(rates: &'a mut Rates, file: &str) -> &'a mut Option<u64> {
-    let [read_bps, write_bps, read_iops, _] = LIMITS;
-    match file {
-        file if file == read_bps => &mut rates.read_bps,
-        file if file == write_bps => &mut rates.write_bps,
-        file if file == read_iops => &mut rates.read_iops,
-        _ => &mut rates.write_iops,
-    }
-}
-
-/// The devices that a file of limits lists, and their limits.
+/// The devices that one of the files of [`LIMITS`] lists, and the rate that it is for.
 ///
 /// # Errors
 /// If a line is of no known form.
-pub(crate) fn limits(text: &str) -> Result<Vec<(Number, u64)>, Unknown> {
+pub(crate) fn limits(file: &str, text: &str) -> Result<Vec<(Number, Rates)>, Unknown> {
     let parse = |line: &str| {
         let mut words = line.split_ascii_whitespace();
-        let limit = (number(words.next()?)?, count(words.next()?)?);
-        words.next().is_none().then_some(limit)
+        let (device, rate) = (number(words.next()?)?, count(words.next()?)?);
+        let of = |name: &str| (file == name).then_some(rate);
+        let [read_bps, write_bps, read_iops, write_iops] = LIMITS.map(of);
+        let rates = Rates { bps: [read_bps, write_bps], iops: [read_iops, write_iops] };
+        words.next().is_none().then_some((device, rates))
     };
     text.lines().map(|line| parse(line).ok_or_else(|| Unknown::new("blkio.throttle", line))).collect()
 }

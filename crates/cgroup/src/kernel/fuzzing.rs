@@ -50,7 +50,7 @@ fn nested_files(text: &str) {
         }
     }
     for (device, rates) in accepted(io_max::parse(text)).unwrap_or_default() {
-        assert_eq!(io_max::parse(&rates.line(device)), Ok(vec![(device, rates)]));
+        assert_eq!(io_max::parse(&io_max::line(rates, device)), Ok(vec![(device, rates)]));
     }
     let _ = accepted(io_latency::targets(text));
     if let Some(waiting) = accepted(memory_stat::parse(text)) {
@@ -72,7 +72,7 @@ fn blkio_files(text: &str) {
             assert_eq!((usage.read_bytes, usage.written_bytes), (usage.reads, usage.writes));
         }
     }
-    let _ = accepted(blkio::limits(text));
+    let _ = accepted(blkio::limits(blkio::LIMITS[0], text));
 }
 
 fn weight_files(text: &str) {

@@ -22,60 +22,27 @@ use crate::{
     control_group::{ControlGroup, Version},
     hierarchy::Hierarchy,
     kernel::{blkio, io_max},
+    limit_files,
 };
 
 /// Operations are 32 bits wide in the kernel (block/blk-throttle.c, tg_set_limit), and so many a second are no limit.
 const MOST_OPERATIONS: u64 = u32::MAX as u64;
 
-impl From<Rates> for io_max::Rates {
-    fn from(Rates { bps, iops }: Rates) -> Self {
-        let iops = iops.map(|rate| rate.filter(|rate| *rate < MOST_OPERATIONS));
-        Self { read_bps: bps[0], write_bps: bps[1], read_iops: iops[0], write_iops: iops[1] }
-    }
-}
-
-impl From<io_max::Rates> for Rates {
-    fn from(rates: io_max::Rates) -> Self {
-        Self { bps: [rates.read_bps, rates.write_bps], iops: [rates.read_iops, rates.write_iops] }
-    }
-}
-
 /// These rates as the kernel gives them back.
-pub(crate) fn as_kept(rates: Rates) -> Rates {
-    io_max::Rates::from(rates).into()
+pub(crate) fn as_kept(Rates { bps, iops }: Rates) -> Rates {
+    Rates { bps, iops: iops.map(|rate| rate.filter(|rate| *rate < MOST_OPERATIONS)) }
 }
 
-/// What the kernel holds a control group to on a device.
+/// What the kernel holds a control group to on a device; nothing, where it has no controller, as the root.
 ///
 /// # Errors
 /// If it cannot be read, or is of no known form.
 pub(crate) fn told(group: &ControlGroup, device: Number) -> anyhow::Result<Rates> {
-    match group.version {
-        Version::V2 => {
-            let text = match group.read("io.max") {
-                // Without the controller there is nothing that could be limited; the root never is.
-                Err(error) if error.kind() == io::ErrorKind::NotFound && group.exists() => {
-                    return Ok(Rates::NONE);
-                }
-                other => other.with_context(|| about(group, "io.max"))?,
-            };
-            let all = io_max::parse(&text).with_context(|| about(group, "io.max"))?;
-            Ok(all
-                .into_iter()
-                .find(|(number, _)| *number == device)
-                .map_or(Rates::NONE, |(_, rates)| rates.into()))
-        }
-        Version::V1 => {
-            let mut rates = io_max::Rates::default();
-            for file in blkio::LIMITS {
-                let text = group.read(file).with_context(|| about(group, file))?;
-                let all = blkio::limits(&text).with_context(|| about(group, file))?;
-                let own = all.into_iter().find(|(number, _)| *number == device);
-                *blkio::key(&mut rates, file) = own.map(|(_, limit)| limit);
-            }
-            Ok(rates.into())
-        }
+    let files = limit_files::read(group).with_context(|| format!("cgroup {}", group.name.display()))?;
+    if files.is_empty() && (group.version == Version::V1 || !group.exists()) {
+        bail!("cgroup {}: it has no files of limits (it may have been removed)", group.name.display());
     }
+    Ok(limit_files::merged(&files).get(&device).copied().unwrap_or_default())
 }
 
 /// Holds a control group to these rates on a device from now on.
@@ -86,7 +53,7 @@ pub(crate) fn tell(group: &ControlGroup, device: Number, rates: Rates) -> anyhow
     match group.version {
         Version::V2 if rates == Rates::NONE && !group.has("io.max") && group.exists() => Ok(()),
         Version::V2 => {
-            let line = io_max::Rates::from(rates).line(device);
+            let line = io_max::line(as_kept(rates), device);
             group.write("io.max", &line).map_err(|error| refused(group, "io.max", &line, &error))
         }
         Version::V1 => {
@@ -100,8 +67,7 @@ pub(crate) fn tell(group: &ControlGroup, device: Number, rates: Rates) -> anyhow
 }
 
 fn tell_v1(group: &ControlGroup, device: Number, rates: Rates) -> anyhow::Result<()> {
-    let io_max::Rates { read_bps, write_bps, read_iops, write_iops } = rates.into();
-    for (file, rate) in blkio::LIMITS.into_iter().zip([read_bps, write_bps, read_iops, write_iops]) {
+    for (file, rate) in blkio::LIMITS.into_iter().zip(io_max::in_order(as_kept(rates))) {
         // 0 is how a limit is removed there.
         let line = format!("{device} {}", rate.unwrap_or(0));
         group.write(file, &line).map_err(|error| refused(group, file, &line, &error))?;

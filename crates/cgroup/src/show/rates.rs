@@ -244,9 +244,11 @@ fn usage(task: &Task) -> Option<Usage> {
 
 #[cfg(test)]
 pub(super) mod tests {
+    use policy::steering::Rates;
+
     use super::*;
     use crate::{
-        kernel::{io_max::Rates, pressure::Stall, proc_io::TaskIo},
+        kernel::{pressure::Stall, proc_io::TaskIo},
         show::tasks::tests::id,
     };
 
@@ -288,7 +290,7 @@ pub(super) mod tests {
         let device = Number { major: 4095, minor: 1 };
         let group = |mib: u64, stalled_us, waited_ms, calls| {
             let mut account = wrote(mib << 20);
-            account.limits = Rates { write_bps: Some(4 << 20), write_iops: Some(100), ..Rates::default() };
+            account.limits = Rates { bps: [None, Some(4 << 20)], iops: [None, Some(100)] };
             let seen = with_pressure(seen("/system/a.db", &[(device, account)]), stalled_us);
             let io = TaskIo { write_bytes: mib << 20, syscw: calls, ..TaskIo::default() };
             with_task(seen, 7, 1, waited_ms, Some(io))

@@ -17,10 +17,12 @@ use std::{collections::BTreeMap, fs, io, os::unix::fs::MetadataExt as _};
 use anyhow::Context as _;
 use block::device::{Identity, Number, Roots};
 use nix::errno::Errno;
+use policy::steering::Rates;
 
 use crate::{
     control_group::{ControlGroup, Version},
-    kernel::{blkio, io_max, io_max::Rates, io_stat, io_stat::Usage, pressure, pressure::Pressure},
+    kernel::{blkio, io_stat, io_stat::Usage, pressure, pressure::Pressure},
+    limit_files,
 };
 
 /// What a cgroup has done to a device, and what it may do.
@@ -71,7 +73,7 @@ pub(crate) fn read(group: &ControlGroup) -> anyhow::Result<Option<Reading>> {
 
 fn read_v2(group: &ControlGroup) -> anyhow::Result<Reading> {
     let usage = io_stat::parse(&file(group, "io.stat")?)?;
-    let limits = io_max::parse(&file(group, "io.max")?)?;
+    let limits = limit_files::merged(&limit_files::read(group)?);
     let pressure = match file(group, "io.pressure")?.as_str() {
         "" => None,
         text => Some(pressure::parse(text)?),
@@ -86,12 +88,7 @@ fn read_v1(group: &ControlGroup) -> anyhow::Result<Reading> {
         if text.is_empty() { file(group, name) } else { Ok(text) }
     };
     let usage = blkio::usage(&totals(blkio::BYTES)?, &totals(blkio::OPERATIONS)?)?;
-    let mut limits: BTreeMap<Number, Rates> = BTreeMap::new();
-    for name in blkio::LIMITS {
-        for (device, limit) in blkio::limits(&file(group, name)?)? {
-            *blkio::key(limits.entry(device).or_default(), name) = Some(limit);
-        }
-    }
+    let limits = limit_files::merged(&limit_files::read(group)?);
     Ok(Reading { devices: merged(usage, limits), pressure: None })
 }
 
@@ -163,7 +160,7 @@ mod tests {
         );
         let reading = read(&group).unwrap().unwrap();
         let usage = Usage { read_bytes: 4096, written_bytes: 8192, reads: 1, writes: 2, ..Usage::default() };
-        let limits = Rates { write_bps: Some(4_000_000), write_iops: Some(100), ..Rates::default() };
+        let limits = Rates { bps: [None, Some(4_000_000)], iops: [None, Some(100)] };
         assert_eq!(
             reading.devices,
             BTreeMap::from([(DISK, Account { usage, limits })]),
@@ -191,9 +188,9 @@ mod tests {
         let reading = read(&group).unwrap().unwrap();
         let disk = reading.devices[&DISK];
         assert_eq!((disk.usage.read_bytes, disk.usage.writes), (4096, 2), "with what is below it where told");
-        assert_eq!(disk.limits, Rates { write_bps: Some(4_000_000), ..Rates::default() });
+        assert_eq!(disk.limits, Rates { bps: [None, Some(4_000_000)], ..Rates::NONE });
         let other = reading.devices[&Number { major: 8, minor: 16 }];
-        assert_eq!(other.limits, Rates { read_iops: Some(7), ..Rates::default() });
+        assert_eq!(other.limits, Rates { iops: [Some(7), None], ..Rates::NONE });
         assert_eq!(reading.pressure, None);
     }
 

@@ -5,12 +5,13 @@ use console::{
     figures::Limits,
     table::{Side, Table},
 };
+use policy::steering::Rates;
 
 use super::{
     rates::{DeviceRow, Rate, Row, TaskRow, Wish},
     reading,
 };
-use crate::{kernel::io_max::Rates, limit::asked::Asked};
+use crate::{kernel::io_max, limit::asked::Asked};
 
 /// What a cell holds that has nothing to say.
 pub(super) const NOTHING: &str = "-";
@@ -121,12 +122,8 @@ fn tasks(rows: &[Row]) -> Table {
 
 /// The kernel's limits under the names of weir's own.
 pub(super) fn named(rates: &Rates) -> Limits {
-    let named = [
-        ("bps-read", rates.read_bps),
-        ("bps-write", rates.write_bps),
-        ("iops-read", rates.read_iops),
-        ("iops-write", rates.write_iops),
-    ];
+    let names = ["bps-read", "bps-write", "iops-read", "iops-write"];
+    let named = names.into_iter().zip(io_max::in_order(*rates));
     named.into_iter().filter_map(|(name, rate)| Some((name.to_owned(), rate?))).collect()
 }
 

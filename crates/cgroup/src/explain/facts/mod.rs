@@ -29,7 +29,9 @@ use std::{path::PathBuf, time::SystemTime};
 use block::device::Number;
 pub(crate) use collect::{Subject, collect, spot};
 
-use super::super::{control_group::Version, kernel::io_max::Rates, nature::Nature};
+use policy::steering::Rates;
+
+use crate::{control_group::Version, nature::Nature};
 
 /// A file and what it says, for somebody to look at it himself.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -5,6 +5,7 @@
 use std::collections::BTreeSet;
 
 use block::device::Number;
+use policy::steering::Rates;
 
 use super::{
     Cause, Coverage, Finding, Io, Judgement, charge, gather,
@@ -14,7 +15,7 @@ use super::{
 use crate::{
     control_group::Version,
     explain::facts::{Below, BesideKind, DiskKind, Evidence, Facts, Memory, Place, Process, Way},
-    kernel::io_max::Rates,
+    kernel::io_max,
 };
 
 /// What is swapped out is charged to the page's owner since 4.19 (commit 0d1e0c7cdeb7), and was to whoever reclaimed it.
@@ -187,12 +188,8 @@ fn lower_above(facts: &Facts, found: &mut Vec<Finding>) {
 
 /// Whether any of the rates is below the other's.
 fn lower(these: Rates, those: Rates) -> bool {
-    let below =
-        |this: Option<u64>, that: Option<u64>| this.is_some_and(|this| that.is_some_and(|that| this < that));
-    below(these.read_bps, those.read_bps)
-        || below(these.write_bps, those.write_bps)
-        || below(these.read_iops, those.read_iops)
-        || below(these.write_iops, those.write_iops)
+    let pairs = io_max::in_order(these).into_iter().zip(io_max::in_order(those));
+    pairs.into_iter().any(|pair| matches!(pair, (Some(this), Some(that)) if this < that))
 }
 
 /// Notes on the file systems that are used.

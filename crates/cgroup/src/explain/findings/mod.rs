@@ -22,7 +22,7 @@ use std::{collections::BTreeSet, fmt};
 
 use block::device::Number;
 pub(crate) use cause::Cause;
-pub(crate) use wording::rates;
+pub(crate) use wording::{lowest_of, rates};
 
 use self::{charge::Charge, reach::Reach};
 use super::facts::{Evidence, Facts, FileSystem, Place, Use, Way};

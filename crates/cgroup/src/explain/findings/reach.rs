@@ -16,6 +16,7 @@
 use std::path::Path;
 
 use block::device::Number;
+use policy::steering::Rates;
 
 use super::{
     Cause, Coverage, Io, Judgement,
@@ -25,7 +26,6 @@ use super::{
 use crate::{
     control_group::Version,
     explain::facts::{Disk, DiskKind, Evidence, Facts, Level, Limit, Mapper},
-    kernel::io_max::Rates,
 };
 
 /// Disks on disks are not followed further than this: the kernel stacks fewer.
@@ -104,8 +104,8 @@ fn limit_on(levels: &[&Level], disk: Number, io: Io) -> Option<Reached> {
 
 /// Whether there is a rate for what this kind of I/O does.
 fn holds(rates: Rates, io: Io) -> bool {
-    io.reads() && (rates.read_bps.is_some() || rates.read_iops.is_some())
-        || io.writes() && (rates.write_bps.is_some() || rates.write_iops.is_some())
+    io.reads() && (rates.bps[0].or(rates.iops[0]).is_some())
+        || io.writes() && (rates.bps[1].or(rates.iops[1]).is_some())
 }
 
 /// The first limit below a disk, and who is charged there if it is not the sender any more.

@@ -3,11 +3,10 @@
 //! One place for all of them, so that they can be read side by side. A mend is something to type or to change; where there is none but to
 //! live with it, there is no mend.
 
+use policy::steering::Rates;
+
 use super::Cause;
-use crate::{
-    explain::facts::{Facts, Place},
-    kernel::io_max::Rates,
-};
+use crate::explain::facts::{Facts, Place};
 
 /// A place in words: `ext4 on /data (/dev/vdb)`.
 pub(super) fn place(facts: &Facts, place: Place) -> String {
@@ -26,18 +25,26 @@ pub(crate) fn rates(rates: Rates) -> String {
     lowest([rates].into_iter())
 }
 
+/// Each of the rates, the lowest of several limits.
+pub(crate) fn lowest_of(all: impl Iterator<Item = Rates>) -> Rates {
+    let lower = |one: [Option<u64>; 2], other: [Option<u64>; 2]| {
+        [0, 1].map(|index| [one[index], other[index]].into_iter().flatten().min())
+    };
+    all.reduce(|one, other| Rates { bps: lower(one.bps, other.bps), iops: lower(one.iops, other.iops) })
+        .unwrap_or_default()
+}
+
 /// The lowest of several limits.
-pub(super) fn lowest(all: impl Iterator<Item = Rates> + Clone) -> String {
-    let lowest = |rate: fn(&Rates) -> Option<u64>| all.clone().filter_map(|rates| rate(&rates)).min();
-    let bytes = |rate: Option<u64>, what| rate.map(|rate| format!("{what} {}/s", settings::exact_size(rate)));
-    let operations = |rate: Option<u64>, what| rate.map(|rate| format!("{what} {rate} operations/s"));
-    let told = [
-        bytes(lowest(|rates| rates.read_bps), "read"),
-        bytes(lowest(|rates| rates.write_bps), "write"),
-        operations(lowest(|rates| rates.read_iops), "read"),
-        operations(lowest(|rates| rates.write_iops), "write"),
-    ];
-    told.into_iter().flatten().collect::<Vec<_>>().join(", ")
+pub(super) fn lowest(all: impl Iterator<Item = Rates>) -> String {
+    let Rates { bps, iops } = lowest_of(all);
+    let ways = ["read", "write"];
+    let bytes = ways
+        .iter()
+        .zip(bps)
+        .filter_map(|(way, rate)| Some(format!("{way} {}/s", settings::exact_size(rate?))));
+    let operations =
+        ways.iter().zip(iops).filter_map(|(way, rate)| Some(format!("{way} {} operations/s", rate?)));
+    bytes.chain(operations).collect::<Vec<_>>().join(", ")
 }
 
 /// Why, and what to do.

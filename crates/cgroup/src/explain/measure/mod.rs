@@ -31,6 +31,7 @@ use anyhow::{Context as _, bail};
 use block::device::{Identity, Number, Roots};
 use console::undo::Undo;
 pub(crate) use load::run as run_load;
+use policy::steering::Rates;
 pub(super) use report::{json, text};
 
 use self::{
@@ -47,7 +48,6 @@ use crate::{
     control_group::{ControlGroup, Version},
     device,
     hierarchy::Hierarchy,
-    kernel::io_max::Rates,
 };
 
 /// What was asked for.
@@ -188,19 +188,11 @@ fn usual_directory(facts: &Facts) -> anyhow::Result<PathBuf> {
 /// The uppermost limited disk of a stack, and the lowest rates on it of all cgroups whose limits hold.
 fn in_force(facts: &Facts, stack: &[Number]) -> Option<(Number, Rates)> {
     let levels = if facts.version == Version::V1 { &facts.levels[..1] } else { &facts.levels[..] };
-    let lowest = |rates: &[Rates], rate: fn(&Rates) -> Option<u64>| rates.iter().filter_map(rate).min();
     stack.iter().find_map(|&disk| {
-        let rates: Vec<Rates> =
-            levels.iter().filter_map(|level| level.limit(disk)).map(|limit| limit.rates).collect();
-        (!rates.is_empty()).then(|| {
-            let rates = Rates {
-                read_bps: lowest(&rates, |rates| rates.read_bps),
-                write_bps: lowest(&rates, |rates| rates.write_bps),
-                read_iops: lowest(&rates, |rates| rates.read_iops),
-                write_iops: lowest(&rates, |rates| rates.write_iops),
-            };
-            (disk, rates)
-        })
+        let mut limits =
+            levels.iter().filter_map(|level| level.limit(disk)).map(|limit| limit.rates).peekable();
+        limits.peek()?;
+        Some((disk, findings::lowest_of(limits)))
     })
 }
 

@@ -14,11 +14,11 @@ use std::{io, time::Duration};
 use anyhow::{Context as _, anyhow, bail};
 use block::device::Number;
 use console::complain;
-use policy::steering;
+use policy::steering::Rates;
 
 use crate::{
     control_group::{ControlGroup, Version},
-    kernel::{blkio, io_max::Rates, io_stat, io_stat::Usage},
+    kernel::{blkio, io_stat, io_stat::Usage},
     limit::tell,
 };
 
@@ -59,7 +59,7 @@ impl Place {
         })?;
         let place = Self { group, disks: limits.iter().map(|(disk, _)| *disk).collect() };
         for (disk, rates) in limits {
-            tell::tell(&place.group, *disk, (*rates).into())
+            tell::tell(&place.group, *disk, *rates)
                 .with_context(|| format!("the limits on {disk} cannot be copied"))?;
         }
         Ok(place)
@@ -115,7 +115,7 @@ impl Drop for Place {
 fn remove(group: &ControlGroup, disks: &[Number]) {
     // What still waits for a limit is let go, or a process in the midst of it could not end.
     for disk in disks {
-        let _ = tell::tell(group, *disk, steering::Rates::NONE);
+        let _ = tell::tell(group, *disk, Rates::NONE);
     }
     if let Err(error) = group.remove_within(LEFT_WITHIN) {
         complain(&anyhow!("{}: left behind: {error} (remove it with rmdir)", group.directory.display()));

@@ -12,6 +12,7 @@ use anyhow::Context as _;
 use block::device::{Identity, Number, Source};
 use console::progress::Progress;
 use nix::{fcntl::OFlag, unistd::syncfs};
+use policy::steering::Rates;
 
 use super::{
     Figures, Kept, Way, Wish,
@@ -20,10 +21,7 @@ use super::{
     trace::Trace,
     worker::Worker,
 };
-use crate::{
-    explain::findings::Io,
-    kernel::{io_max::Rates, io_stat::Usage},
-};
+use crate::{explain::findings::Io, kernel::io_stat::Usage};
 
 /// A path takes this much longer than the limit would have it before it is given up.
 const PATIENCE: u32 = 4;
@@ -99,11 +97,11 @@ impl<'a> Proof<'a> {
 
     /// What the limits let through.
     fn write_bps(&self) -> Option<u64> {
-        least(self.rates.write_bps, self.rates.write_iops)
+        least(self.rates.bps[1], self.rates.iops[1])
     }
 
     fn read_bps(&self) -> Option<u64> {
-        least(self.rates.read_bps, self.rates.read_iops)
+        least(self.rates.bps[0], self.rates.iops[0])
     }
 
     /// How much a path does: as much as the limit lets through in the time.
