@@ -23,7 +23,6 @@ const SUBTREE: &str = "cgroup.subtree_control";
 /// How often a cgroup that its last process is leaving is looked at; version 1 tells nobody.
 const LOOK: Duration = Duration::from_millis(1);
 
-/// A version of cgroups.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum Version {
     /// A hierarchy for each controller: `blkio`.
@@ -35,9 +34,7 @@ pub(crate) enum Version {
 /// A cgroup in the hierarchy that limits block I/O.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub(crate) struct ControlGroup {
-    /// Of which version that hierarchy is.
     pub(crate) version: Version,
-    /// Where it is.
     pub(crate) directory: PathBuf,
     /// Its path from the mount, such as `/system.slice/nginx.service`; `/` for the root.
     pub(crate) name: PathBuf,
@@ -64,9 +61,6 @@ impl ControlGroup {
     }
 
     /// The processes in it, not those of its descendants. Those of other PID namespaces, which have no number here, are left out.
-    ///
-    /// # Errors
-    /// If they cannot be read.
     pub(crate) fn processes(&self) -> io::Result<Vec<i32>> {
         let text = self.read("cgroup.procs")?;
         let parse = |line: &str| {
@@ -79,9 +73,6 @@ impl ControlGroup {
     }
 
     /// The cgroups directly below, by name.
-    ///
-    /// # Errors
-    /// If the directory cannot be read.
     pub(crate) fn children(&self) -> io::Result<Vec<Self>> {
         let mut children = Vec::new();
         for entry in fs::read_dir(&self.directory)? {
@@ -99,7 +90,6 @@ impl ControlGroup {
         self.name.parent().is_none()
     }
 
-    /// The cgroup above; `None` for the root.
     pub(crate) fn parent(&self) -> Option<Self> {
         let name = self.name.parent()?.to_owned();
         let directory = self.directory.parent()?.to_owned();
@@ -147,7 +137,6 @@ impl ControlGroup {
         }
     }
 
-    /// Whether it is there at present.
     pub(crate) fn exists(&self) -> bool {
         self.directory.is_dir()
     }
@@ -158,9 +147,6 @@ impl ControlGroup {
     }
 
     /// The controllers that this cgroup has; of v2.
-    ///
-    /// # Errors
-    /// If they cannot be read.
     pub(crate) fn controllers(&self) -> io::Result<Vec<String>> {
         Ok(words(&self.read(CONTROLLERS)?))
     }
@@ -188,7 +174,6 @@ impl ControlGroup {
         Ok(())
     }
 
-    /// Has the children of this one have these controllers.
     fn hand_down(&self, controllers: &[&str]) -> anyhow::Result<()> {
         let has = self.controllers().with_context(|| self.about(CONTROLLERS))?;
         let hands_down = words(&self.read(SUBTREE).with_context(|| self.about(SUBTREE))?);
@@ -230,7 +215,6 @@ impl ControlGroup {
         anyhow!("cgroup {}: {SUBTREE} refuses \"{change}\": {error} ({mend})", self.name.display())
     }
 
-    /// What an error about a file of this one begins with.
     fn about(&self, file: &str) -> String {
         format!("cgroup {}: {file} cannot be read", self.name.display())
     }

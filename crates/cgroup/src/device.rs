@@ -33,10 +33,8 @@ use super::{
 /// File systems upon file systems that are followed: the kernel's own limit is 2 (FILESYSTEM_MAX_STACK_DEPTH), and the last is a device.
 const MAX_STEPS: usize = 4;
 
-/// A disk to limit.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Target {
-    /// The whole disk.
     pub(crate) identity: Identity,
     /// What the user should know, such as that a partition was meant.
     pub(crate) notices: Vec<String>,

@@ -26,9 +26,7 @@ use super::{
 /// Where the kernel's trees are; other places in tests.
 #[derive(Debug, Clone)]
 pub(crate) struct Roots {
-    /// `/proc`.
     pub(crate) proc: PathBuf,
-    /// `/sys`.
     pub(crate) sys: PathBuf,
     /// `/run`, where systemd says that it is there.
     pub(crate) run: PathBuf,
@@ -51,12 +49,10 @@ impl Roots {
         Ok(mountinfo::parse(&text)?)
     }
 
-    /// The same for who looks for devices.
     pub(crate) fn of_devices(&self) -> block::device::Roots {
         block::device::Roots { sys: self.sys.clone(), mounts: self.mountinfo() }
     }
 
-    /// The file that lists the mounts.
     pub(crate) fn mountinfo(&self) -> PathBuf {
         self.proc.join("self/mountinfo")
     }
@@ -72,11 +68,8 @@ fn read(path: &Path) -> io::Result<String> {
 pub(crate) struct Hierarchy {
     /// Where the kernel's trees are.
     pub(crate) roots: Roots,
-    /// Where cgroup v2 is mounted.
     pub(crate) unified: Option<PathBuf>,
-    /// Where v1's blkio is.
     pub(crate) blkio: Option<PathBuf>,
-    /// Where v1's memory is.
     pub(crate) memory_v1: Option<PathBuf>,
     version: Option<Version>,
     /// The cgroup that is mounted at [`Hierarchy::root`]: not the topmost in a container without a cgroup namespace.
@@ -121,7 +114,6 @@ impl Hierarchy {
         self.version
     }
 
-    /// Where that version is mounted.
     pub(crate) fn root(&self) -> Option<&Path> {
         match self.version? {
             Version::V1 => self.blkio.as_deref(),

@@ -55,17 +55,14 @@ impl Machine {
         machine
     }
 
-    /// A path of this machine.
     pub(crate) fn path(&self, path: &str) -> PathBuf {
         self.directory.path().join(path)
     }
 
-    /// Where its kernel's trees are.
     pub(crate) fn roots(&self) -> Roots {
         Roots { proc: self.path("proc"), sys: self.path("sys"), run: self.path("run") }
     }
 
-    /// Its hierarchies, as discovered.
     pub(crate) fn hierarchy(&self) -> Hierarchy {
         Hierarchy::discover(self.roots()).expect("discovered")
     }

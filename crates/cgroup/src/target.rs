@@ -31,10 +31,8 @@ const LEAST_ID_DIGITS: usize = 12;
 const MAX_PID_DIGITS: usize = 10;
 /// How `kubectl` and others say which runtime an id is of.
 const SCHEMES: [&str; 5] = ["docker://", "containerd://", "cri-o://", "podman://", "libpod://"];
-/// Longest list in an error.
 const MAX_LISTED: usize = 10;
 
-/// Whether a text means a process.
 pub(crate) fn is_process(text: &str) -> bool {
     let is_pid =
         !text.is_empty() && text.len() <= MAX_PID_DIGITS && text.bytes().all(|byte| byte.is_ascii_digit());
@@ -94,7 +92,6 @@ pub(crate) fn could_mean(hierarchy: &Hierarchy, text: &str, name: &Path) -> bool
     !text.is_empty() && (is_unit(last, text) || (is_id(text) && is_container(last, text)))
 }
 
-/// The cgroup of a path, if there is one.
 fn by_path(hierarchy: &Hierarchy, text: &str) -> anyhow::Result<Option<ControlGroup>> {
     let path = Path::new(text);
     if path.components().any(|component| component == Component::ParentDir) {
@@ -145,7 +142,6 @@ fn find(root: &ControlGroup, fits: impl Fn(&str) -> bool) -> Vec<ControlGroup> {
     found
 }
 
-/// The only one.
 fn one(text: &str, version: Version, mut found: Vec<ControlGroup>) -> anyhow::Result<ControlGroup> {
     // systemd.resource-control(5): where the hierarchies are apart, a unit is in those that its settings need.
     let mend = match version {

@@ -9,7 +9,6 @@ use super::{
 };
 use crate::control_group::Version;
 
-/// All of it.
 pub(super) fn json(facts: &Facts, findings: &[Finding]) -> Value {
     let limits = facts.levels.iter().flat_map(|level| {
         level.limits.iter().map(|limit| {

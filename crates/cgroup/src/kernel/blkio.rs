@@ -27,15 +27,10 @@ pub(crate) const LIMITS: [&str; 4] = [
     "blkio.throttle.read_iops_device",
     "blkio.throttle.write_iops_device",
 ];
-/// The file of bytes.
 pub(crate) const BYTES: &str = "blkio.throttle.io_service_bytes";
-/// The file of operations.
 pub(crate) const OPERATIONS: &str = "blkio.throttle.io_serviced";
 
 /// The devices that one of the files of [`LIMITS`] lists, and the rate that it is for.
-///
-/// # Errors
-/// If a line is of no known form.
 pub(crate) fn limits(file: &str, text: &str) -> Result<Vec<(Number, Rates)>, Unknown> {
     let parse = |line: &str| {
         let mut words = line.split_ascii_whitespace();
@@ -49,9 +44,6 @@ pub(crate) fn limits(file: &str, text: &str) -> Result<Vec<(Number, Rates)>, Unk
 }
 
 /// What a cgroup has done to each device, from the text of [`BYTES`] and [`OPERATIONS`], in the order of their numbers.
-///
-/// # Errors
-/// If a line is of no known form.
 pub(crate) fn usage(bytes: &str, operations: &str) -> Result<Vec<(Number, Usage)>, Unknown> {
     let mut found = std::collections::BTreeMap::<Number, Usage>::new();
     each(BYTES, bytes, |device, kind, total| kind.set_bytes(found.entry(device).or_default(), total))?;
@@ -62,9 +54,6 @@ pub(crate) fn usage(bytes: &str, operations: &str) -> Result<Vec<(Number, Usage)
 }
 
 /// One device of the two files; `None` if the cgroup has done nothing to it. Allocates nothing.
-///
-/// # Errors
-/// If a line is of no known form.
 pub(crate) fn find(bytes: &str, operations: &str, device: Number) -> Result<Option<Usage>, Unknown> {
     let mut found = None;
     each(BYTES, bytes, |number, kind, total| {
@@ -80,7 +69,6 @@ pub(crate) fn find(bytes: &str, operations: &str, device: Number) -> Result<Opti
     Ok(found)
 }
 
-/// What a line counts.
 #[derive(Debug, Clone, Copy)]
 enum Kind {
     Read,

@@ -12,7 +12,6 @@ use policy::steering::Rates;
 
 use super::{Unknown, count, nested};
 
-/// The file.
 pub(crate) const FILE: &str = "io.max";
 /// How the kernel writes that there is no limit.
 const UNLIMITED: &str = "max";
@@ -44,9 +43,6 @@ fn set(rates: &mut Rates, key: &str, value: &str) -> Option<()> {
 }
 
 /// Every device of the file, in its order.
-///
-/// # Errors
-/// If a line is of no known form.
 pub(crate) fn parse(text: &str) -> Result<Vec<(Number, Rates)>, Unknown> {
     nested::all(FILE, text, set)
 }

@@ -18,17 +18,11 @@ const FILE: &str = "io.stat";
 /// Totals of what a cgroup has done to one device.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct Usage {
-    /// Bytes read.
     pub(crate) read_bytes: u64,
-    /// Bytes written.
     pub(crate) written_bytes: u64,
-    /// Reads.
     pub(crate) reads: u64,
-    /// Writes.
     pub(crate) writes: u64,
-    /// Bytes discarded.
     pub(crate) discarded_bytes: u64,
-    /// Discards.
     pub(crate) discards: u64,
 }
 
@@ -66,9 +60,6 @@ impl Usage {
 }
 
 /// Every device of the file, in its order. A device of which nothing is said has done nothing.
-///
-/// # Errors
-/// If a line is of no known form.
 pub(crate) fn parse(text: &str) -> Result<Vec<(Number, Usage)>, Unknown> {
     nested::all(FILE, text, Usage::set)
 }

@@ -21,7 +21,6 @@ pub(crate) struct Stall {
     pub(crate) avg60: f64,
     /// Share of the last 300 seconds, in percent.
     pub(crate) avg300: f64,
-    /// In all, in microseconds.
     pub(crate) total_us: u64,
 }
 

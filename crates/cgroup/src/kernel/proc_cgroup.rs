@@ -27,9 +27,6 @@ pub(crate) struct Membership {
 }
 
 /// Every hierarchy, in the file's order.
-///
-/// # Errors
-/// If a line is of no known form.
 pub(crate) fn parse(text: &str) -> Result<Vec<Membership>, Unknown> {
     text.lines().map(|line| parse_line(line).ok_or_else(|| Unknown::new(FILE, line))).collect()
 }

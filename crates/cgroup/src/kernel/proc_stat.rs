@@ -21,10 +21,8 @@ const BLKIO_DELAY: usize = 42;
 /// ppid, the first field taken after the state.
 const PARENT: usize = 4;
 
-/// One task.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct TaskStat {
-    /// Its id.
     pub(crate) pid: i32,
     /// Its name, up to 15 bytes, longer for the kernel's own workers; with newlines and backslashes as `\n` and `\\`.
     pub(crate) name: String,
@@ -39,9 +37,6 @@ pub(crate) struct TaskStat {
 }
 
 /// The whole file.
-///
-/// # Errors
-/// If it is of no known form.
 pub(crate) fn parse(text: &str) -> Result<TaskStat, Unknown> {
     parse_text(text).ok_or_else(|| Unknown::new(FILE, text))
 }

@@ -15,12 +15,10 @@ use block::device::Number;
 
 use super::{Unknown, count, nested, number};
 
-/// The weights of a cgroup.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct Weights {
     /// On devices that are not in the list.
     pub(crate) default: Option<u32>,
-    /// On these.
     pub(crate) devices: Vec<(Number, u32)>,
 }
 
@@ -33,9 +31,6 @@ impl Weights {
 }
 
 /// The whole of io.weight or io.bfq.weight.
-///
-/// # Errors
-/// If a line is of no known form.
 pub(crate) fn weights(text: &str) -> Result<Weights, Unknown> {
     let mut weights = Weights::default();
     for line in text.lines() {
@@ -55,9 +50,6 @@ pub(crate) fn weights(text: &str) -> Result<Weights, Unknown> {
 }
 
 /// The devices that io.cost.qos lists, and whether io.cost is in force on them.
-///
-/// # Errors
-/// If a line is of no known form.
 pub(crate) fn cost_enabled(text: &str) -> Result<Vec<(Number, bool)>, Unknown> {
     nested::all("io.cost.qos", text, |enabled: &mut bool, key, value| {
         if key == "enable" {

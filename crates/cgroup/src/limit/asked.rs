@@ -47,7 +47,6 @@ impl Asked {
         set.map(|setting| (setting.name().to_owned(), self.limits.get(setting))).collect()
     }
 
-    /// For a program.
     pub(crate) fn json(&self) -> Value {
         json!({
             "limits": self.named(),

@@ -35,7 +35,6 @@ const MAX_FILE_BYTES: u64 = 16 << 20;
 /// The weight of who was given none.
 pub(crate) const DEFAULT_WEIGHT: u32 = 100;
 
-/// All that was asked for.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub(crate) struct Kept {
@@ -47,7 +46,6 @@ pub(crate) struct Kept {
     pub(crate) limits: Vec<Entry>,
 }
 
-/// Limits with their watermark.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub(crate) struct Shared {
@@ -64,7 +62,6 @@ pub(crate) struct Shared {
 pub(crate) struct Entry {
     /// Its path from where cgroups are mounted.
     pub(crate) cgroup: PathBuf,
-    /// The disk's number.
     device: String,
     /// What the disk is called for good, for its capacity.
     pub(crate) device_key: String,
@@ -155,9 +152,6 @@ impl Shared {
 
 impl Entry {
     /// The disk's number.
-    ///
-    /// # Errors
-    /// If it is none.
     pub(crate) fn device(&self) -> anyhow::Result<Number> {
         kernel::number(&self.device).with_context(|| format!("{:?} is no device's number", self.device))
     }
@@ -168,9 +162,6 @@ impl Entry {
     }
 
     /// The disk's number, if that disk is there and no other has got its number since.
-    ///
-    /// # Errors
-    /// Which of both it is.
     pub(crate) fn disk(&self, roots: &Roots) -> anyhow::Result<Number> {
         let number = self.device()?;
         let identity = match Identity::resolve(number, roots) {

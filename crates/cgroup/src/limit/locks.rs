@@ -38,7 +38,6 @@ const LOOK: Duration = Duration::from_millis(20);
 pub(crate) struct Locked {
     path: PathBuf,
     _lock: Flock<File>,
-    /// What is in it.
     pub(crate) kept: Kept,
 }
 
@@ -68,9 +67,6 @@ impl Locked {
 }
 
 /// Writes the file anew, if it has been removed.
-///
-/// # Errors
-/// If that fails.
 pub(crate) fn restore(path: &Path, kept: &Kept) -> anyhow::Result<()> {
     let _unchanged = Unchanged::take(path);
     if path.exists() { Ok(()) } else { kept.save(path) }

@@ -25,9 +25,6 @@ pub(crate) struct Sharing {
 
 impl Sharing {
     /// All that is kept.
-    ///
-    /// # Errors
-    /// None for what [`Kept::load`] or a change returned: it has been checked.
     pub(crate) fn all(kept: &Kept) -> anyhow::Result<Vec<Self>> {
         let mut alone = Vec::new();
         let mut groups: BTreeMap<&str, Self> = BTreeMap::new();

@@ -22,14 +22,10 @@ use crate::{
     hierarchy::Hierarchy,
 };
 
-/// A control group on a device that is there, and what it is held to.
 pub(crate) type Settled = (ControlGroup, Number, Rates);
 
 /// What each control group that is there is held to when nobody steers. One whose disk is gone, or another's by now, is held to nothing and
 /// leaves its part to the others.
-///
-/// # Errors
-/// None for what [`Kept::load`] or a change returned.
 pub(crate) fn settled(hierarchy: &Hierarchy, kept: &Kept) -> anyhow::Result<Vec<Settled>> {
     let mut all = Vec::new();
     for sharing in Sharing::all(kept)? {
@@ -39,9 +35,6 @@ pub(crate) fn settled(hierarchy: &Hierarchy, kept: &Kept) -> anyhow::Result<Vec<
 }
 
 /// The same of those who share a limit.
-///
-/// # Errors
-/// As [`settled`].
 pub(crate) fn settled_of(hierarchy: &Hierarchy, sharing: Sharing) -> anyhow::Result<Vec<Settled>> {
     let roots = hierarchy.roots.of_devices();
     let sharing = sharing.of_those(|entry| {
@@ -59,9 +52,6 @@ pub(crate) fn settled_of(hierarchy: &Hierarchy, sharing: Sharing) -> anyhow::Res
 
 /// Whether an entry's disk is there, and no other by now. Where the kernel holds the control group to something there, it is: limits go with
 /// their disk. Only where it does not the disk itself is asked, which may take its time.
-///
-/// # Errors
-/// Which of both it is.
 pub(crate) fn same_disk(group: &ControlGroup, entry: &Entry, roots: &Roots) -> anyhow::Result<()> {
     let number = entry.device()?;
     if tell::told(group, number).is_ok_and(|told| told != Rates::NONE) {
@@ -112,7 +102,6 @@ pub(super) fn change(
     Ok(found)
 }
 
-/// Who shares limits with one, by name and device.
 fn sharing_with(
     kept: &Kept,
     (group, number): (&ControlGroup, Number),
@@ -149,27 +138,18 @@ pub(crate) fn settle(hierarchy: &Hierarchy, kept: &Kept) -> anyhow::Result<()> {
 }
 
 /// The same with what is in the file now, or was last if that cannot be used, while nobody changes it.
-///
-/// # Errors
-/// As [`settle`].
 pub(crate) fn settle_latest(hierarchy: &Hierarchy, path: &Path, last: &Kept) -> anyhow::Result<()> {
     let _unchanged = Unchanged::take(path);
     settle(hierarchy, &Kept::latest(path, last))
 }
 
 /// Tells the kernel, unless it has been told the same; and has the controllers handed down first.
-///
-/// # Errors
-/// If it refuses.
 pub(crate) fn hold(group: &ControlGroup, device: Number, rates: Rates) -> anyhow::Result<()> {
     hand_down(group)?;
     tell_if_different(group, device, rates)
 }
 
 /// Has the levels above hand down the controllers that limits need, if they do not, as after the machine's start.
-///
-/// # Errors
-/// If they cannot.
 pub(crate) fn hand_down(group: &ControlGroup) -> anyhow::Result<()> {
     if group.version == Version::V1 || group.has("io.stat") {
         return Ok(());
@@ -203,9 +183,6 @@ pub(crate) fn tell_systemd(hierarchy: &Hierarchy, path: &Path, group: &ControlGr
 
 /// What systemd has not been told of what is kept of some control groups, of those that are there and whose disk is. With the rates of each beside
 /// all others, there or not.
-///
-/// # Errors
-/// None for what [`Kept::load`] or a change returned.
 pub(crate) fn unknown_to_systemd(
     hierarchy: &Hierarchy,
     kept: &Kept,
@@ -235,17 +212,11 @@ pub(crate) fn unknown_to_systemd(
 }
 
 /// Tells the kernel, unless it has been told the same: each time costs it some precision.
-///
-/// # Errors
-/// If it refuses.
 pub(crate) fn tell_if_different(group: &ControlGroup, device: Number, rates: Rates) -> anyhow::Result<()> {
     tell_after(group, device, tell::told(group, device).ok(), rates)
 }
 
 /// The same for who knows already what it has been told.
-///
-/// # Errors
-/// If it refuses.
 pub(crate) fn tell_after(
     group: &ControlGroup,
     device: Number,

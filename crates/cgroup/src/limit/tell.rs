@@ -34,9 +34,6 @@ pub(crate) fn as_kept(Rates { bps, iops }: Rates) -> Rates {
 }
 
 /// What the kernel holds a control group to on a device; nothing, where it has no controller, as the root.
-///
-/// # Errors
-/// If it cannot be read, or is of no known form.
 pub(crate) fn told(group: &ControlGroup, device: Number) -> anyhow::Result<Rates> {
     let files = limit_files::read(group).with_context(|| format!("cgroup {}", group.name.display()))?;
     if files.is_empty() && (group.version == Version::V1 || !group.exists()) {

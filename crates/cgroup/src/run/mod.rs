@@ -110,7 +110,6 @@ pub(crate) fn run(arguments: RunArgs) -> Result<(), Failure> {
     }
 }
 
-/// A command's life.
 struct Ran {
     before: Reading,
     after: Reading,

@@ -43,12 +43,9 @@ const LOOK: Duration = Duration::from_millis(10);
 /// How long a cgroup may take to be left by a process that has ended.
 const LEFT_WITHIN: Duration = Duration::from_secs(1);
 
-/// What stays behind, and why.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Left {
-    /// The cgroup's directory.
     pub(super) directory: PathBuf,
-    /// Processes that are in it.
     pub(super) processes: Vec<i32>,
 }
 
@@ -87,7 +84,6 @@ impl Place {
         Ok(place)
     }
 
-    /// The cgroup.
     pub(super) fn group(&self) -> &ControlGroup {
         &self.group
     }

@@ -42,7 +42,6 @@ impl Waited {
     }
 }
 
-/// Everything there is to say.
 #[derive(Debug)]
 pub(super) struct Summary {
     /// The cgroup's path below the mount.
@@ -53,11 +52,9 @@ pub(super) struct Summary {
     pub(super) wall: Duration,
     /// The device that the limits are for; none, where there are no limits and no disk.
     pub(super) limited: Option<Number>,
-    /// What was asked.
     pub(super) asked: Asked,
     /// The limited device, then others: number, node, what was done there.
     pub(super) devices: Vec<(Number, String, Usage)>,
-    /// How long it waited.
     pub(super) waited: Waited,
     /// Bytes written to files and not yet to a disk.
     pub(super) dirty_bytes: Option<u64>,
@@ -66,7 +63,6 @@ pub(super) struct Summary {
 }
 
 impl Summary {
-    /// For people.
     pub(super) fn text(&self) -> String {
         let mut text = format!(
             "weir: {} in {}{}\n",

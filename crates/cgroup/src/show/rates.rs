@@ -46,9 +46,7 @@ pub(crate) struct Seen {
 /// How fast something went on, per second.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(crate) struct Rate {
-    /// Bytes.
     pub(crate) read_bps: f64,
-    /// Bytes.
     pub(crate) write_bps: f64,
     /// Operations of a cgroup, system calls of a task.
     pub(crate) read_iops: f64,
@@ -73,7 +71,6 @@ impl Rate {
         self.read_iops + self.write_iops
     }
 
-    /// Both together.
     pub(crate) fn plus(&self, other: &Self) -> Self {
         Self {
             read_bps: self.read_bps + other.read_bps,
@@ -109,7 +106,6 @@ impl Row {
 /// What there is to say of a cgroup on one device.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct DeviceRow {
-    /// The device's.
     pub(crate) number: Number,
     /// Totals and limits.
     pub(crate) account: Account,
@@ -122,7 +118,6 @@ pub(crate) struct DeviceRow {
 /// What there is to say of a task.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct TaskRow {
-    /// Which.
     pub(crate) id: TaskId,
     /// As it was last.
     pub(crate) task: Task,

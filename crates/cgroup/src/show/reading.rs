@@ -41,7 +41,6 @@ impl Account {
     }
 }
 
-/// One cgroup.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct Reading {
     /// The devices that it has limits for, or has done something to.

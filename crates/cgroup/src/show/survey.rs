@@ -24,11 +24,9 @@ use crate::{
     target,
 };
 
-/// What is looked at, again and again.
 pub(super) struct Survey {
     hierarchy: Hierarchy,
     named: Vec<ControlGroup>,
-    /// The file of what weir keeps.
     limits: PathBuf,
     device: Option<Number>,
     has_all: bool,
@@ -112,7 +110,6 @@ impl Survey {
         Ok(snapshot)
     }
 
-    /// A cgroup and what is below it.
     fn gather(
         &self,
         group: &ControlGroup,
@@ -132,7 +129,6 @@ impl Survey {
         }
     }
 
-    /// One cgroup, if there is something to say of it.
     fn see(
         &self,
         group: &ControlGroup,

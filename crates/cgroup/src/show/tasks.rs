@@ -30,7 +30,6 @@ pub(crate) struct TaskId {
     pub(crate) start_ticks: u64,
 }
 
-/// One task.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Task {
     /// At most 15 bytes; whatever it calls itself.

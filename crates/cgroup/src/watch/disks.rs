@@ -17,7 +17,6 @@ const BUSY: u64 = 250;
 
 /// The disks that are looked at.
 pub(super) struct Disks {
-    /// What they can do, if that was measured.
     store: Store,
     observed: HashMap<Number, Observed>,
     /// One could not be looked at, and is tried again.
@@ -25,25 +24,19 @@ pub(super) struct Disks {
 }
 
 impl Disks {
-    /// None yet.
     pub(super) fn new(store: Store) -> Self {
         Self { store, observed: HashMap::new(), is_one_missing: false }
     }
 
-    /// Whether there is none.
     pub(super) fn is_empty(&self) -> bool {
         self.observed.is_empty()
     }
 
-    /// How many there are.
     pub(super) fn len(&self) -> usize {
         self.observed.len()
     }
 
     /// Looks from now on at those on which something that is kept has a watermark.
-    ///
-    /// # Errors
-    /// None for what [`Kept::load`] or a change returned.
     pub(super) fn adopt(&mut self, hierarchy: &Hierarchy, kept: &Kept) -> anyhow::Result<()> {
         self.look_for(hierarchy, kept, true)
     }

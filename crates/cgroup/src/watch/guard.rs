@@ -35,7 +35,6 @@ use crate::{
 
 /// A sign of life, as it is written every other second.
 const ALIVE: u8 = b'.';
-/// Nothing is left to do.
 const DONE: u8 = b'!';
 /// Milliseconds without a sign of life after which a watch is taken for stopped.
 const SILENCE: u16 = 8000;
@@ -65,9 +64,6 @@ impl Guard {
     }
 
     /// Says that somebody lives here; starts another guard if it has died.
-    ///
-    /// # Errors
-    /// If that fails.
     pub(super) fn look_after(&mut self) -> anyhow::Result<()> {
         if let Some(status) = self.child.try_wait().context("the guard")? {
             tracing::warn!(%status, "the guard has ended; another is started");
@@ -143,7 +139,6 @@ pub(crate) fn run(arguments: &GuardArgs) -> Result<(), Failure> {
     }
 }
 
-/// What came from the watch.
 enum Heard {
     Word,
     Nothing,

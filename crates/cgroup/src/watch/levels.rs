@@ -21,7 +21,6 @@ const MAX_FILE_BYTES: u64 = 16 << 20;
 /// Another one since each start of the machine (random(4)).
 const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
 
-/// The file.
 #[derive(Debug, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 struct Stored {
@@ -44,7 +43,6 @@ struct Written {
 /// What is left of the bursts of one pool.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct Left {
-    /// When.
     pub(super) at: Instant,
     /// As [`policy::steering::Pool::levels`] has them.
     pub(super) levels: [u64; 6],

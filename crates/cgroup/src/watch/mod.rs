@@ -120,13 +120,11 @@ pub(crate) fn run(arguments: WatchArgs) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Why a watch ended.
 enum Ended {
     AsAsked,
     MadeWay,
 }
 
-/// All that is watched.
 struct Watch {
     hierarchy: Hierarchy,
     path: PathBuf,
@@ -149,7 +147,6 @@ struct Watch {
     unsteered: Unsteered,
     systemd: Systemd,
     disks: Disks,
-    /// Where files are read into.
     buffer: Vec<u8>,
     pace: Pace,
 }

@@ -56,7 +56,6 @@ pub(super) fn cpu_now() -> Duration {
     clock(ClockId::CLOCK_THREAD_CPUTIME_ID)
 }
 
-/// What a clock shows.
 pub(super) fn clock(id: ClockId) -> Duration {
     // Both clocks are always there (clock_gettime(2)).
     clock_gettime(id).map(Duration::from).unwrap_or_default()

@@ -22,7 +22,6 @@ use crate::{
 /// Bytes of a file that are looked at: io.stat of some hundred devices.
 const MAX_BYTES: usize = 64 << 10;
 
-/// The files of one control group.
 #[derive(Debug)]
 pub(super) struct Reading {
     stat: File,
@@ -88,7 +87,6 @@ pub(super) fn is_removed(error: &anyhow::Error) -> bool {
     error == Some(Errno::ENODEV as i32)
 }
 
-/// The whole file, from its beginning.
 fn text<'a>(file: &File, buffer: &'a mut Vec<u8>) -> anyhow::Result<&'a str> {
     buffer.resize(MAX_BYTES, 0);
     let mut length = 0;

@@ -35,7 +35,6 @@ const TOGETHER: Duration = Duration::from_millis(100);
 const WITHOUT_BURSTS: &str = "it has its limits without bursts meanwhile, others carry on";
 const AS_BEFORE: &str = "what it was told before, if anything, still holds; others carry on";
 
-/// A pool, its control groups, and how its limits are applied.
 #[derive(Debug)]
 pub(super) struct Steered {
     pub(super) sharing: Sharing,
@@ -57,7 +56,6 @@ pub(super) struct Steered {
     kept: [u64; 6],
 }
 
-/// A member of a pool.
 #[derive(Debug)]
 struct Controlled {
     group: ControlGroup,
@@ -71,12 +69,9 @@ struct Controlled {
     trouble: Option<String>,
 }
 
-/// What became of a round.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Round {
-    /// Control groups that were looked at.
     pub(super) looks: usize,
-    /// Those that were told something else.
     pub(super) told: usize,
 }
 
@@ -141,7 +136,6 @@ impl Steered {
         })
     }
 
-    /// All control groups, each on its device.
     pub(super) fn members(&self) -> impl Iterator<Item = (&ControlGroup, Number)> {
         self.members.iter().map(|member| (&member.group, member.device))
     }
@@ -170,7 +164,6 @@ impl Steered {
         self.pool.levels() != self.kept
     }
 
-    /// What is in the buckets has been kept.
     pub(super) fn kept(&mut self) {
         self.kept = self.pool.levels();
     }

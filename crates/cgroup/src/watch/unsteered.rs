@@ -31,7 +31,6 @@ pub(super) struct Unsteered {
 }
 
 impl Unsteered {
-    /// None yet.
     pub(super) fn new(hierarchy: Hierarchy) -> Self {
         Self { hierarchy, all: Vec::new(), next: 0, said: HashMap::new() }
     }
@@ -124,7 +123,6 @@ impl Unsteered {
     }
 }
 
-/// The control group and the device's number.
 fn place(entry: &Entry) -> (PathBuf, String) {
     (entry.cgroup.clone(), entry.device_text().to_owned())
 }

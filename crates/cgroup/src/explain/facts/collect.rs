@@ -30,13 +30,10 @@ const MAX_GROUPS: usize = 4096;
 /// kthreadd, the parent of all threads of the kernel.
 const KTHREADD: i32 = 2;
 
-/// What was asked about.
 #[derive(Debug, Clone)]
 pub(crate) struct Subject {
     pub(crate) group: ControlGroup,
-    /// A process of it alone.
     pub(crate) only: Option<i32>,
-    /// The file of what weir keeps.
     pub(crate) limits: PathBuf,
 }
 
@@ -128,7 +125,6 @@ fn memory(hierarchy: &Hierarchy) -> Memory {
     }
 }
 
-/// A cgroup and those below it.
 fn descend(reader: &mut Reader<'_>, group: &ControlGroup) -> Vec<ControlGroup> {
     let mut found = vec![group.clone()];
     let mut next = 0;
@@ -154,7 +150,6 @@ fn descend(reader: &mut Reader<'_>, group: &ControlGroup) -> Vec<ControlGroup> {
     found
 }
 
-/// The processes of one cgroup.
 fn of_group(
     reader: &mut Reader<'_>,
     group: &ControlGroup,
@@ -252,12 +247,10 @@ fn possible(
     possible
 }
 
-/// What is below a directory.
 #[derive(Debug)]
 pub(crate) struct Spot {
     /// Its disk, and those that is made of, the uppermost first.
     pub(crate) stack: Vec<Number>,
-    /// Its file system.
     pub(crate) file_system: Option<FileSystem>,
 }
 

@@ -25,7 +25,6 @@ const MAX_LAYERS: usize = 3;
 /// Disks upon disks likewise.
 const MAX_DEPTH: usize = 8;
 
-/// The disks that were met.
 pub(super) struct Disks<'a> {
     roots: &'a Roots,
     pub(super) known: Vec<Disk>,

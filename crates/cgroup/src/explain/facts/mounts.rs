@@ -18,7 +18,6 @@ use super::{
 };
 use crate::nature::Nature;
 
-/// Both.
 #[derive(Debug)]
 pub(super) struct MountTable {
     /// Those of weir's own namespace, for paths that belong to nobody.
@@ -37,7 +36,6 @@ impl MountTable {
         Self { own, own_file: file.display().to_string(), last: None, found: Vec::new() }
     }
 
-    /// Reads the mounts of a process.
     pub(super) fn turn_to(&mut self, reader: &mut Reader<'_>, process: &Path) {
         // The namespace's own name, where there is one: thousands of processes share a table of thousands of mounts.
         let namespace = fs::read_link(process.join("ns/mnt")).unwrap_or_else(|_| process.to_owned());

@@ -4,7 +4,6 @@ use std::path::Path;
 
 use crate::kernel::{mountinfo, mountinfo::Mount};
 
-/// A line of mountinfo.
 #[derive(Debug, Clone)]
 pub(super) struct Row {
     /// What fdinfo calls it by.
@@ -14,7 +13,6 @@ pub(super) struct Row {
     pub(super) line: String,
 }
 
-/// The mount that a path is on.
 pub(super) fn holding<'a>(rows: &'a [Row], path: &Path) -> Option<&'a Row> {
     let found = mountinfo::holding(rows.iter().map(|row| &row.mount), path)?;
     rows.iter().rfind(|row| row.mount == *found)

@@ -73,7 +73,6 @@ fn swapping_on(facts: &Facts, process: &Process, disk: Number, mut evidence: Vec
     }
 }
 
-/// Everything else.
 pub(super) fn look(facts: &Facts, found: &mut Vec<Finding>) {
     whole_cgroup(facts, found);
     memory_not_enabled(facts, found);
@@ -192,7 +191,6 @@ fn lower(these: Rates, those: Rates) -> bool {
     pairs.into_iter().any(|pair| matches!(pair, (Some(this), Some(that)) if this < that))
 }
 
-/// Notes on the file systems that are used.
 fn file_systems(facts: &Facts, found: &mut Vec<Finding>) {
     for file_system in facts.file_systems.iter().filter(|file_system| file_system.used) {
         let Below::Disk(disk) = file_system.below else {

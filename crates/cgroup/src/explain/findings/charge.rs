@@ -19,10 +19,8 @@ use crate::{
     nature::Nature,
 };
 
-/// Whom it is charged to.
 #[derive(Debug, Clone)]
 pub(super) enum Charge {
-    /// The cgroup of the process.
     Own(Vec<Evidence>),
     /// That, or the cgroup of somebody else who writes to the same file.
     Several(Cause, Vec<Evidence>),
@@ -136,7 +134,6 @@ fn is_data_journal(file_system: &FileSystem) -> bool {
 }
 
 impl Charge {
-    /// With more evidence.
     pub(super) fn citing(mut self, more: Vec<Evidence>) -> Self {
         let (Self::Own(evidence) | Self::Several(_, evidence) | Self::Elsewhere(_, evidence)) = &mut self;
         evidence.extend(more);

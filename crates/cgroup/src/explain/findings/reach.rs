@@ -48,16 +48,12 @@ fn mapper_mended((major, minor, patch): (u32, u32, u32)) -> bool {
 
 /// What was found on the way down.
 pub(super) enum Reach {
-    /// A limit.
     Limit(Reached),
-    /// None, and why.
     Nothing(Judgement),
 }
 
-/// A limit on the way.
 pub(super) struct Reached {
     pub(super) evidence: Vec<Evidence>,
-    /// In words.
     pub(super) rate: String,
     /// Whether it is on a disk below.
     pub(super) below: bool,

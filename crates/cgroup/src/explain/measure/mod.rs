@@ -50,7 +50,6 @@ use crate::{
     hierarchy::Hierarchy,
 };
 
-/// What was asked for.
 #[derive(Debug, Clone)]
 pub(super) struct Wish<'a> {
     /// Where files are made; on a limited disk, where nothing is said.
@@ -63,7 +62,6 @@ pub(super) struct Wish<'a> {
     pub(super) quiet: bool,
 }
 
-/// What was found.
 #[derive(Debug)]
 pub(super) struct Measured {
     pub(super) directory: PathBuf,
@@ -73,7 +71,6 @@ pub(super) struct Measured {
     pub(super) ways: Vec<Way>,
 }
 
-/// One path.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Way {
     pub(super) name: &'static str,
@@ -82,7 +79,6 @@ pub(super) struct Way {
     pub(super) result: Result<Figures, String>,
 }
 
-/// What was seen on it.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct Figures {
     pub(super) bytes: u64,

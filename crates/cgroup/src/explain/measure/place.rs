@@ -82,7 +82,6 @@ impl Place {
         let _ = self.group.write("memory.high", "max");
     }
 
-    /// Moves a process in.
     pub(super) fn enter(&self, process: u32) -> anyhow::Result<()> {
         let moved = self.group.write("cgroup.procs", &process.to_string());
         moved.with_context(|| format!("cgroup {}: no process can be moved there", self.group.name.display()))

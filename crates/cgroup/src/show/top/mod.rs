@@ -34,7 +34,6 @@ use crate::{
     show::arguments::TopArgs,
 };
 
-/// Something that happened.
 enum Event {
     /// Of the terminal or the system.
     Input(Input),

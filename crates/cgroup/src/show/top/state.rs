@@ -18,9 +18,7 @@ use crate::show::{
 pub(super) enum Column {
     /// The cgroup's or the task's.
     Name,
-    /// Bytes read per second.
     Reads,
-    /// Bytes written per second.
     Writes,
     /// Operations of a cgroup per second, system calls of a task.
     Operations,
@@ -29,16 +27,13 @@ pub(super) enum Column {
 }
 
 impl Column {
-    /// From left to right.
     pub(super) const ALL: [Self; 5] = [Self::Name, Self::Reads, Self::Writes, Self::Operations, Self::Waited];
 }
 
-/// A line of the list.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct Line {
     /// The cgroup's path, or the task's number and name.
     pub(super) name: String,
-    /// Of all devices.
     pub(super) rate: Option<Rate>,
     /// The share of the time in which it waited.
     pub(super) waited: Option<f64>,
@@ -46,7 +41,6 @@ pub(super) struct Line {
     pub(super) rest: String,
 }
 
-/// Everything there is to show.
 pub(super) struct State {
     /// How the last two snapshots compare.
     pub(super) rows: Vec<Row>,
@@ -106,12 +100,10 @@ impl State {
         self.settle();
     }
 
-    /// Whether tasks are to be looked at.
     pub(super) fn has_tasks(&self) -> bool {
         self.tasks_of.is_some()
     }
 
-    /// The lines of the list, in its order.
     pub(super) fn lines(&self) -> Vec<Line> {
         let mut lines = match &self.tasks_of {
             None => self.rows.iter().map(of_group).collect::<Vec<_>>(),
@@ -138,7 +130,6 @@ impl State {
         self.chosen.index(lines.iter().map(|line| line.name.as_str()))
     }
 
-    /// What a key means.
     pub(super) fn press(&mut self, key: KeyEvent) -> Option<Leave> {
         if key.modifiers.contains(KeyModifiers::CONTROL) {
             return Leave::of(key);

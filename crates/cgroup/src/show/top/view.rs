@@ -16,7 +16,6 @@ use ratatui::{
 use super::state::{Column, Line, State};
 use crate::show::{rates::Rate, text};
 
-/// What the keys do.
 const HELP: &str = "\
 ↑ ↓ k j PgUp PgDn Home End   choose
 Enter t                      the tasks in the chosen cgroup and below it
@@ -32,7 +31,6 @@ limit or for the device. Rates are of all devices together, those of a task
 are what it caused to be read and written, its CALLS those of the system.
 ";
 
-/// Draws everything.
 pub(super) fn draw(frame: &mut Frame<'_>, state: &mut State) {
     if !screen::has_room(frame, "weir cgroup top") {
         return;
