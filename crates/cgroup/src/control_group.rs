@@ -1,7 +1,7 @@
 //! One cgroup: its directory, the files in it, its processes and children.
 //!
-//! A value that names a cgroup, and no handle: between two calls it may be removed, and another be made under its name. Every
-//! call says so by its error.
+//! A value that names a cgroup, and no handle: between two calls it may be removed, and another be
+//! made under its name. Every call says so by its error.
 //!
 //! Never moves a process, and never removes a cgroup with anything in it: the kernel refuses.
 
@@ -44,8 +44,9 @@ impl ControlGroup {
     /// The text of one of its files.
     ///
     /// # Errors
-    /// If it cannot be read: the cgroup is gone (ENOENT, or ENODEV while it goes), the controller is not enabled here (ENOENT), or the
-    /// kernel has the file but not what is behind it (EOPNOTSUPP, as io.pressure with `psi=0`).
+    /// If it cannot be read: the cgroup is gone (ENOENT, or ENODEV while it goes), the controller
+    /// is not enabled here (ENOENT), or the kernel has the file but not what is behind it
+    /// (EOPNOTSUPP, as io.pressure with `psi=0`).
     pub(crate) fn read(&self, file: &str) -> io::Result<String> {
         fs::read_to_string(self.directory.join(file))
     }
@@ -60,7 +61,8 @@ impl ControlGroup {
         if written == text.len() { Ok(()) } else { Err(io::ErrorKind::WriteZero.into()) }
     }
 
-    /// The processes in it, not those of its descendants. Those of other PID namespaces, which have no number here, are left out.
+    /// The processes in it, not those of its descendants. Those of other PID namespaces, which have
+    /// no number here, are left out.
     pub(crate) fn processes(&self) -> io::Result<Vec<i32>> {
         let text = self.read("cgroup.procs")?;
         let parse = |line: &str| {
@@ -99,7 +101,8 @@ impl ControlGroup {
     /// Makes a cgroup below another.
     ///
     /// # Errors
-    /// If the name is not that of a directory (no slash, not `..`), or the kernel's: it exists, may not be made here, or there are too many.
+    /// If the name is not that of a directory (no slash, not `..`), or the kernel's: it exists, may
+    /// not be made here, or there are too many.
     pub(crate) fn create(parent: &Self, name: &str) -> io::Result<Self> {
         // A newline is what the kernel refuses, since names are in files of lines.
         if name.is_empty() || name == "." || name == ".." || name.contains(['/', '\n', '\0']) {
@@ -119,8 +122,8 @@ impl ControlGroup {
         fs::remove_dir(&self.directory)
     }
 
-    /// Removes it as soon as its last process has left it: one that was waited for is gone before the kernel has taken it out. One that is not
-    /// there any more is no error.
+    /// Removes it as soon as its last process has left it: one that was waited for is gone before
+    /// the kernel has taken it out. One that is not there any more is no error.
     ///
     /// # Errors
     /// As [`remove`](Self::remove), after so long.
@@ -151,10 +154,11 @@ impl ControlGroup {
         Ok(words(&self.read(CONTROLLERS)?))
     }
 
-    /// Has the levels above hand these controllers down, so that this cgroup has them. Of v1, where a cgroup has what its hierarchy has,
-    /// nothing is done.
+    /// Has the levels above hand these controllers down, so that this cgroup has them. Of v1, where
+    /// a cgroup has what its hierarchy has, nothing is done.
     ///
-    /// What has been enabled stays so, also if a lower level refuses: controllers without settings limit nothing.
+    /// What has been enabled stays so, also if a lower level refuses: controllers without settings
+    /// limit nothing.
     ///
     /// # Errors
     /// If a level refuses; it says which and why.
@@ -198,7 +202,8 @@ impl ControlGroup {
         self.write(SUBTREE, &change).map_err(|error| self.refusal(&change, &error))
     }
 
-    /// Why a level does not hand controllers down: cgroup-v2.rst, "No Internal Process Constraint" and "Threads".
+    /// Why a level does not hand controllers down: cgroup-v2.rst, "No Internal Process Constraint"
+    /// and "Threads".
     fn refusal(&self, change: &str, error: &io::Error) -> anyhow::Error {
         let mend = match error.raw_os_error().map(nix::errno::Errno::from_raw) {
             Some(nix::errno::Errno::EBUSY) => {

@@ -6,8 +6,9 @@
 //!             /sys/fs/cgroup/blkio     cgroup, with blkio             v1 has it
 //! ```
 //!
-//! A controller is in one hierarchy at a time, so one version limits block I/O on a machine, or none does. Nothing is guessed from
-//! the places: mountinfo says where, and cgroup.controllers what. Source: cgroups(7).
+//! A controller is in one hierarchy at a time, so one version limits block I/O on a machine, or
+//! none does. Nothing is guessed from the places: mountinfo says where, and cgroup.controllers
+//! what. Source: cgroups(7).
 //!
 //! Looks once, when the program begins: controllers do not move while they are in use.
 
@@ -58,12 +59,14 @@ impl Roots {
     }
 }
 
-/// The text of a file of the kernel. A name in it that is not UTF-8 is then not found, which is better than that nothing is.
+/// The text of a file of the kernel. A name in it that is not UTF-8 is then not found, which is
+/// better than that nothing is.
 fn read(path: &Path) -> io::Result<String> {
     Ok(String::from_utf8_lossy(&fs::read(path)?).into_owned())
 }
 
-/// The hierarchies of this machine, as far as they matter for block I/O. Made by [`Hierarchy::discover`].
+/// The hierarchies of this machine, as far as they matter for block I/O. Made by
+/// [`Hierarchy::discover`].
 #[derive(Debug, Clone)]
 pub(crate) struct Hierarchy {
     /// Where the kernel's trees are.
@@ -72,7 +75,8 @@ pub(crate) struct Hierarchy {
     pub(crate) blkio: Option<PathBuf>,
     pub(crate) memory_v1: Option<PathBuf>,
     version: Option<Version>,
-    /// The cgroup that is mounted at [`Hierarchy::root`]: not the topmost in a container without a cgroup namespace.
+    /// The cgroup that is mounted at [`Hierarchy::root`]: not the topmost in a container without a
+    /// cgroup namespace.
     top: PathBuf,
 }
 

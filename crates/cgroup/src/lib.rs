@@ -1,4 +1,5 @@
-//! `weir cgroup`: weir's policy for the control groups of this machine, and what the kernel's own limits do there.
+//! `weir cgroup`: weir's policy for the control groups of this machine, and what the kernel's own
+//! limits do there.
 //!
 //! ```text
 //!   target.rs          what the command line calls a cgroup: a path, a unit, a container, a process

@@ -1,4 +1,5 @@
-//! What the kernel holds a cgroup to, from its files of limits: io.max of version 2, four files of version 1.
+//! What the kernel holds a cgroup to, from its files of limits: io.max of version 2, four files of
+//! version 1.
 
 use std::{collections::BTreeMap, io};
 

@@ -1,4 +1,5 @@
-//! A machine made of files, for tests: mounts, cgroups, processes and disks that are as a test says.
+//! A machine made of files, for tests: mounts, cgroups, processes and disks that are as a test
+//! says.
 //!
 //! ```text
 //!   proc/self/mountinfo    proc/PID/cgroup
@@ -103,8 +104,8 @@ impl Machine {
         fs::write(directory.join("cgroup"), memberships).expect("written");
     }
 
-    /// Adds a disk of 1 MiB, or with a slash in its name a partition of one: `vda`, `vda/vda1`. It takes the place of another
-    /// of its number.
+    /// Adds a disk of 1 MiB, or with a slash in its name a partition of one: `vda`, `vda/vda1`. It
+    /// takes the place of another of its number.
     pub(crate) fn disk(&self, number: &str, name: &str) {
         let directory = self.path("sys/devices").join(name);
         fs::create_dir_all(&directory).expect("made");

@@ -12,8 +12,8 @@
 //!   io_serviced       the same, in operations
 //! ```
 //!
-//! Each limit is a file of its own here, so four writes make a change. Totals do not include descendants. Source:
-//! Documentation/admin-guide/cgroup-v1/blkio-controller.rst.
+//! Each limit is a file of its own here, so four writes make a change. Totals do not include
+//! descendants. Source: Documentation/admin-guide/cgroup-v1/blkio-controller.rst.
 
 use block::device::Number;
 use policy::steering::Rates;
@@ -43,7 +43,8 @@ pub(crate) fn limits(file: &str, text: &str) -> Result<Vec<(Number, Rates)>, Unk
     text.lines().map(|line| parse(line).ok_or_else(|| Unknown::new("blkio.throttle", line))).collect()
 }
 
-/// What a cgroup has done to each device, from the text of [`BYTES`] and [`OPERATIONS`], in the order of their numbers.
+/// What a cgroup has done to each device, from the text of [`BYTES`] and [`OPERATIONS`], in the
+/// order of their numbers.
 pub(crate) fn usage(bytes: &str, operations: &str) -> Result<Vec<(Number, Usage)>, Unknown> {
     let mut found = std::collections::BTreeMap::<Number, Usage>::new();
     each(BYTES, bytes, |device, kind, total| kind.set_bytes(found.entry(device).or_default(), total))?;

@@ -1,7 +1,8 @@
 //! What the fuzz target does with a text, and what has to hold whatever it is.
 //!
-//! Here and not in `fuzz/`, because tests run the same checks for a short time on every change. Every parser gets every text: a sample of one
-//! format, half changed into another, is what none of them expects.
+//! Here and not in `fuzz/`, because tests run the same checks for a short time on every change.
+//! Every parser gets every text: a sample of one format, half changed into another, is what none of
+//! them expects.
 
 use std::path::Path;
 

@@ -4,8 +4,9 @@
 //!   8:16 rbps=2097152 wbps=max riops=max wiops=120
 //! ```
 //!
-//! A device without limits has no line. What is written is one line of the same form, and the kernel takes all of it or nothing.
-//! Source: Documentation/admin-guide/cgroup-v2.rst, "IO Interface Files".
+//! A device without limits has no line. What is written is one line of the same form, and the
+//! kernel takes all of it or nothing. Source: Documentation/admin-guide/cgroup-v2.rst, "IO
+//! Interface Files".
 
 use block::device::Number;
 use policy::steering::Rates;

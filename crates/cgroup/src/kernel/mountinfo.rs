@@ -8,8 +8,9 @@
 //!         number
 //! ```
 //!
-//! Blanks, tabs, newlines, backslashes and hashes in names are written as octal numbers, `\040`. In the super options a comma inside a value is
-//! too, so those are unescaped one by one ([`Mount::option`]). Source: proc_pid_mountinfo(5).
+//! Blanks, tabs, newlines, backslashes and hashes in names are written as octal numbers, `\040`. In
+//! the super options a comma inside a value is too, so those are unescaped one by one
+//! ([`Mount::option`]). Source: proc_pid_mountinfo(5).
 
 use std::{
     ffi::OsString,

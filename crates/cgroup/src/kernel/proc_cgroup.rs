@@ -6,8 +6,9 @@
 //!   0::/user.slice/session-1.scope   cgroup v2
 //! ```
 //!
-//! Paths are as the reader's cgroup namespace sees them: what lies outside it begins with `/..`. The path of a cgroup that was removed under
-//! its last process, a zombie, ends in ` (deleted)`. Source: cgroups(7), cgroup_namespaces(7).
+//! Paths are as the reader's cgroup namespace sees them: what lies outside it begins with `/..`.
+//! The path of a cgroup that was removed under its last process, a zombie, ends in ` (deleted)`.
+//! Source: cgroups(7), cgroup_namespaces(7).
 
 use std::path::PathBuf;
 

@@ -1,4 +1,5 @@
-//! Weights, and whether anything on the device heeds them: io.weight, io.bfq.weight, io.cost.qos, queue/scheduler.
+//! Weights, and whether anything on the device heeds them: io.weight, io.bfq.weight, io.cost.qos,
+//! queue/scheduler.
 //!
 //! ```text
 //!   io.weight         default 100            for devices without a line of their own
@@ -8,8 +9,8 @@
 //!   queue/scheduler   none [mq-deadline] kyber bfq
 //! ```
 //!
-//! Source: Documentation/admin-guide/cgroup-v2.rst, "IO Interface Files"; Documentation/block/bfq-iosched.rst;
-//! Documentation/ABI/stable/sysfs-block.
+//! Source: Documentation/admin-guide/cgroup-v2.rst, "IO Interface Files";
+//! Documentation/block/bfq-iosched.rst; Documentation/ABI/stable/sysfs-block.
 
 use block::device::Number;
 
@@ -59,7 +60,8 @@ pub(crate) fn cost_enabled(text: &str) -> Result<Vec<(Number, bool)>, Unknown> {
     })
 }
 
-/// The scheduler in force, of those that queue/scheduler lists; `None` if the device has none to choose from and says so with nothing.
+/// The scheduler in force, of those that queue/scheduler lists; `None` if the device has none to
+/// choose from and says so with nothing.
 ///
 /// # Errors
 /// If several are listed and none is marked.

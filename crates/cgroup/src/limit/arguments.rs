@@ -66,7 +66,8 @@ struct ShareArgs {
     /// Its share beside that of others, from 1 to 10000 [default: 100]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=10_000))]
     weight: Option<u32>,
-    /// Share one set of limits with all control groups of this name; limits and watermark are then for all together
+    /// Share one set of limits with all control groups of this name; limits and watermark are then
+    /// for all together
     #[arg(long, value_name = "GROUP", value_parser = clap::builder::NonEmptyStringValueParser::new())]
     group: Option<String>,
     /// Leave the group, and its limits with it; name new ones in the same command

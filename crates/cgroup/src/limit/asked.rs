@@ -1,4 +1,5 @@
-//! What weir itself keeps for a cgroup: limits with bursts, a watermark, a group, which the kernel's own files cannot say.
+//! What weir itself keeps for a cgroup: limits with bursts, a watermark, a group, which the
+//! kernel's own files cannot say.
 
 use std::path::Path;
 

@@ -1,10 +1,12 @@
-//! The limits that were asked for, in one file: what the kernel's own files cannot say (bursts, watermarks, groups), and what they fall back to.
+//! The limits that were asked for, in one file: what the kernel's own files cannot say (bursts,
+//! watermarks, groups), and what they fall back to.
 //!
 //! ```text
 //!   weir cgroup limit ──► /run/weir/cgroups.json ──► weir cgroup watch, its guard, weir cgroup show
 //! ```
 //!
-//! Beside the kernel's cgroups, and gone with them when the machine ends, unless the user wants them elsewhere. Written whole or not at all, under a lock (`locks.rs`); a file that is not of
+//! Beside the kernel's cgroups, and gone with them when the machine ends, unless the user wants
+//! them elsewhere. Written whole or not at all, under a lock (`locks.rs`); a file that is not of
 //! this form is an error that names it, and is never written over.
 //!
 //! Never touches a cgroup.
@@ -182,7 +184,8 @@ impl Entry {
         Ok(number)
     }
 
-    /// Whether a text could mean its disk, which need not be there: then its number does, and any path.
+    /// Whether a text could mean its disk, which need not be there: then its number does, and any
+    /// path.
     pub(crate) fn could_be_on(&self, device: &str, known: Option<Number>) -> bool {
         match known {
             Some(number) => self.device().is_ok_and(|own| own == number),
@@ -217,7 +220,8 @@ impl Kept {
         self.limits.iter().find(|entry| entry.cgroup == group.name && entry.device == device)
     }
 
-    /// Makes a change to a control group's limits on a device, which is called `device_key` for good.
+    /// Makes a change to a control group's limits on a device, which is called `device_key` for
+    /// good.
     ///
     /// # Errors
     /// If what holds then makes no sense; nothing is changed.

@@ -1,4 +1,5 @@
-//! From what was asked for to pools that can be steered: one for each group, one for each control group without.
+//! From what was asked for to pools that can be steered: one for each group, one for each control
+//! group without.
 
 use std::collections::BTreeMap;
 

@@ -1,4 +1,5 @@
-//! Tells the kernel what a control group may do on a device: all four keys or none, for one or for several.
+//! Tells the kernel what a control group may do on a device: all four keys or none, for one or for
+//! several.
 //!
 //! ```text
 //!   cgroup v2   io.max                         one write(2), which the kernel takes whole or not at all
@@ -25,7 +26,8 @@ use crate::{
     limit_files,
 };
 
-/// Operations are 32 bits wide in the kernel (block/blk-throttle.c, tg_set_limit), and so many a second are no limit.
+/// Operations are 32 bits wide in the kernel (block/blk-throttle.c, tg_set_limit), and so many a
+/// second are no limit.
 const MOST_OPERATIONS: u64 = u32::MAX as u64;
 
 /// These rates as the kernel gives them back.
@@ -33,7 +35,8 @@ pub(crate) fn as_kept(Rates { bps, iops }: Rates) -> Rates {
     Rates { bps, iops: iops.map(|rate| rate.filter(|rate| *rate < MOST_OPERATIONS)) }
 }
 
-/// What the kernel holds a control group to on a device; nothing, where it has no controller, as the root.
+/// What the kernel holds a control group to on a device; nothing, where it has no controller, as
+/// the root.
 pub(crate) fn told(group: &ControlGroup, device: Number) -> anyhow::Result<Rates> {
     let files = limit_files::read(group).with_context(|| format!("cgroup {}", group.name.display()))?;
     if files.is_empty() && (group.version == Version::V1 || !group.exists()) {
@@ -56,7 +59,8 @@ pub(crate) fn tell(group: &ControlGroup, device: Number, rates: Rates) -> anyhow
         Version::V1 => {
             let before = told(group, device)?;
             tell_v1(group, device, rates).inspect_err(|_| {
-                // What the kernel took a moment ago it takes again; if not, the first error says more.
+                // What the kernel took a moment ago it takes again; if not, the first error says
+                // more.
                 let _ = tell_v1(group, device, before);
             })
         }
@@ -72,7 +76,8 @@ fn tell_v1(group: &ControlGroup, device: Number, rates: Rates) -> anyhow::Result
     Ok(())
 }
 
-/// What a control group is to be held to on a device, given with its node for systemd; and what it was before.
+/// What a control group is to be held to on a device, given with its node for systemd; and what it
+/// was before.
 #[derive(Clone, Debug)]
 pub(crate) struct Telling {
     pub(crate) group: ControlGroup,
@@ -117,8 +122,9 @@ pub(crate) fn of_systemd(
     set_properties(hierarchy, group, &properties(node, rates))
 }
 
-/// Whether systemd has been told something of a control group on a device, since the machine's start; also if it is not systemd's. It keeps that in
-/// files of /run (systemd.unit(5), "Unit File Load Path"), one for each property, with scopes among what is transient.
+/// Whether systemd has been told something of a control group on a device, since the machine's
+/// start; also if it is not systemd's. It keeps that in files of /run (systemd.unit(5), "Unit File
+/// Load Path"), one for each property, with scopes among what is transient.
 pub(super) fn is_known_to_systemd(hierarchy: &Hierarchy, group: &ControlGroup, node: &str) -> bool {
     let Some(unit) = unit_of(group) else { return true };
     let names_node = |path: PathBuf| {
@@ -153,8 +159,10 @@ pub(super) fn set_properties(
     Ok(())
 }
 
-/// The unit of the machine's systemd that a control group is, by its place: below slices alone. What lies deeper belongs to a user's manager, or
-/// to one in a container, and this one knows nothing of it. systemd.resource-control(5) has properties for services, scopes, slices, and what is mounted.
+/// The unit of the machine's systemd that a control group is, by its place: below slices alone.
+/// What lies deeper belongs to a user's manager, or to one in a container, and this one knows
+/// nothing of it. systemd.resource-control(5) has properties for services, scopes, slices, and what
+/// is mounted.
 pub(crate) fn unit_of(group: &ControlGroup) -> Option<&str> {
     let mut above = group.name.parent()?.components();
     let is_slice = |component: Component<'_>| match component {
@@ -180,7 +188,8 @@ pub(super) fn is_of_a_user(group: &ControlGroup) -> bool {
     group.name.parent().is_some_and(|above| above.components().any(of_user))
 }
 
-/// The same in systemd's words. No limit is `infinity`; numbers have no suffix, since its K is 1000.
+/// The same in systemd's words. No limit is `infinity`; numbers have no suffix, since its K
+/// is 1000.
 fn properties(node: &str, Rates { bps, iops }: Rates) -> Vec<String> {
     let text = |rate: Option<u64>| rate.map_or_else(|| "infinity".to_owned(), |rate| rate.to_string());
     let rates = bps.into_iter().chain(iops);

@@ -1,7 +1,7 @@
 //! What a command did in its cgroup, for people and for programs.
 //!
-//! Rates are over the whole time from the command's start to its end. What is still in the page cache then has not been written, is in no
-//! total, and is said.
+//! Rates are over the whole time from the command's start to its end. What is still in the page
+//! cache then has not been written, is in no total, and is said.
 
 use std::{fmt::Write as _, path::PathBuf, time::Duration};
 
@@ -20,7 +20,8 @@ use serde_json::{Value, json};
 use super::place::Left;
 use crate::{kernel::io_stat::Usage, limit::asked::Asked, show::rates::Rate};
 
-/// How long the command waited for I/O: for a limit or for a device, which the kernel does not tell apart.
+/// How long the command waited for I/O: for a limit or for a device, which the kernel does not tell
+/// apart.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Waited {
     /// As long as any of its tasks did: the growth of io.pressure.

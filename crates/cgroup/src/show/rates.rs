@@ -1,6 +1,8 @@
-//! What happened between two readings of cgroups and their tasks: totals become rates, waits become shares of the time.
+//! What happened between two readings of cgroups and their tasks: totals become rates, waits become
+//! shares of the time.
 //!
-//! Pure: readings go in, rows come out. What was not there before has no rate, rather than a wrong one; what is gone has no row.
+//! Pure: readings go in, rows come out. What was not there before has no rate, rather than a wrong
+//! one; what is gone has no row.
 
 use std::{
     collections::{BTreeMap, HashMap},
@@ -90,7 +92,8 @@ pub(crate) struct Row {
     pub(crate) devices: Vec<DeviceRow>,
     /// As the kernel tells it.
     pub(crate) pressure: Option<Pressure>,
-    /// The share of the time, 0 to 1, in which a task in it or below it waited for I/O: for a limit, or for the device.
+    /// The share of the time, 0 to 1, in which a task in it or below it waited for I/O: for a
+    /// limit, or for the device.
     pub(crate) waited: Option<f64>,
     /// Those in itself, in the order of their numbers.
     pub(crate) tasks: Vec<TaskRow>,
@@ -128,7 +131,8 @@ pub(crate) struct TaskRow {
 }
 
 impl TaskRow {
-    /// Whether it has ever read or written a disk, or waited for one, as far as this process may know.
+    /// Whether it has ever read or written a disk, or waited for one, as far as this process may
+    /// know.
     pub(crate) fn has_done_something(&self) -> bool {
         let Task { io, waited, .. } = &self.task;
         io.is_some_and(|io| io.read_bytes > 0 || io.write_bytes > 0) || !waited.is_zero()
@@ -160,8 +164,9 @@ pub(crate) fn rows(earlier: Option<&Snapshot>, later: &Snapshot, wish: Wish) -> 
         .iter()
         .map(|seen| comparison.row(before.get(seen.name.as_path()).copied(), seen))
         .collect();
-    // The task in it or below it that waited longest says how long somebody waited at least. So does the pressure, which takes
-    // the mean over processors and therefore counts a task too little that goes from one to another.
+    // The task in it or below it that waited longest says how long somebody waited at least. So
+    // does the pressure, which takes the mean over processors and therefore counts a task too
+    // little that goes from one to another.
     let longest: Vec<(PathBuf, f64)> = rows.iter().filter_map(longest_wait).collect();
     for row in &mut rows {
         let below = longest.iter().filter(|(name, _)| name.starts_with(&row.name));
@@ -279,7 +284,8 @@ pub(super) mod tests {
         seen
     }
 
-    /// Two moments of a cgroup with two tasks, of which the second is not ours to know, and of one that does nothing.
+    /// Two moments of a cgroup with two tasks, of which the second is not ours to know, and of one
+    /// that does nothing.
     pub(in crate::show) fn snapshots() -> (Snapshot, Snapshot) {
         // No driver has this major number, so the device is called by its number on any machine.
         let device = Number { major: 4095, minor: 1 };

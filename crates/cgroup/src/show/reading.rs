@@ -1,4 +1,5 @@
-//! What the kernel says of one cgroup at one moment: totals, limits and pressure, whichever version it is of.
+//! What the kernel says of one cgroup at one moment: totals, limits and pressure, whichever version
+//! it is of.
 //!
 //! ```text
 //!              version 2      version 1
@@ -7,10 +8,11 @@
 //!   pressure   io.pressure    none
 //! ```
 //!
-//! Totals are those of the cgroup and all below it. Version 1 counts nothing on a disk before the first limit of any cgroup there
-//! (since Linux 6.10 that is when its throttling starts).
+//! Totals are those of the cgroup and all below it. Version 1 counts nothing on a disk before the
+//! first limit of any cgroup there (since Linux 6.10 that is when its throttling starts).
 //!
-//! Never modifies anything, and never fails because a cgroup is gone: one that is removed while it is read is not there.
+//! Never modifies anything, and never fails because a cgroup is gone: one that is removed while it
+//! is read is not there.
 
 use std::{collections::BTreeMap, fs, io, os::unix::fs::MetadataExt as _};
 

@@ -1,4 +1,5 @@
-//! The tables of `weir cgroup show`: cgroups with their devices, then tasks, then what is not known and why.
+//! The tables of `weir cgroup show`: cgroups with their devices, then tasks, then what is not known
+//! and why.
 
 use console::{
     figures,
@@ -127,7 +128,8 @@ pub(super) fn named(rates: &Rates) -> Limits {
     named.into_iter().filter_map(|(name, rate)| Some((name.to_owned(), rate?))).collect()
 }
 
-/// What was asked for in short, and what the kernel holds it to, where those differ: as in a burst, or while limits are lifted.
+/// What was asked for in short, and what the kernel holds it to, where those differ: as in a burst,
+/// or while limits are lifted.
 pub(super) fn limits(device: &DeviceRow) -> String {
     let now = figures::limits(&named(&device.account.limits));
     match device.asked.as_ref().map(Asked::text) {

@@ -12,7 +12,8 @@ use settings::state::Store;
 
 use crate::{hierarchy::Hierarchy, limit::kept::Kept};
 
-/// From so much use on, in thousandths, a disk is worth a look at who uses it: before any watermark is likely to be reached.
+/// From so much use on, in thousandths, a disk is worth a look at who uses it: before any watermark
+/// is likely to be reached.
 const BUSY: u64 = 250;
 
 /// The disks that are looked at.
@@ -80,7 +81,8 @@ impl Disks {
         Ok(Observed::new(Arc::new(device)))
     }
 
-    /// Looks at all of them, beside what those with a watermark took there. Returns those that have become busy.
+    /// Looks at all of them, beside what those with a watermark took there. Returns those that have
+    /// become busy.
     pub(super) fn observe(&mut self, now: Instant, consumed: &HashMap<Number, Consumed>) -> Vec<Number> {
         let nothing = Consumed::default();
         let mut busy = Vec::new();
@@ -94,8 +96,8 @@ impl Disks {
         busy
     }
 
-    /// How limits with this watermark are applied to those who use all of these disks: as on the one with the least room. One that cannot be
-    /// looked at has them enforced.
+    /// How limits with this watermark are applied to those who use all of these disks: as on the
+    /// one with the least room. One that cannot be looked at has them enforced.
     pub(super) fn enforcement(
         &mut self,
         of: impl Iterator<Item = Number>,

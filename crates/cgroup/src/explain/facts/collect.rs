@@ -1,7 +1,8 @@
 //! Reads all of it, from the cgroup outwards.
 //!
-//! A process that ends meanwhile is passed over; what may not be read is a gap, which a finding tells. Bounds keep a machine of
-//! millions of files from taking minutes: past them there is a gap too.
+//! A process that ends meanwhile is passed over; what may not be read is a gap, which a finding
+//! tells. Bounds keep a machine of millions of files from taking minutes: past them there is a gap
+//! too.
 
 use std::{
     fs,
@@ -215,7 +216,8 @@ fn process(
     })
 }
 
-/// What processes could do to limited disks that none of them has a file on: direct, buffered, and reads.
+/// What processes could do to limited disks that none of them has a file on: direct, buffered, and
+/// reads.
 fn possible(
     reader: &mut Reader<'_>,
     mounts: &mut MountTable,

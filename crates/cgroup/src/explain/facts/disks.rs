@@ -4,7 +4,8 @@
 //!   /sys/dev/block/253:0 → …/dm-0     slaves/ (what it is made of)   dm/uuid (CRYPT-…)   md/level   loop/backing_file, loop/dio
 //! ```
 //!
-//! Source: Documentation/ABI/testing/sysfs-block, sysfs-block-dm, sysfs-block-loop; Documentation/admin-guide/md.rst.
+//! Source: Documentation/ABI/testing/sysfs-block, sysfs-block-dm, sysfs-block-loop;
+//! Documentation/admin-guide/md.rst.
 
 use std::{
     fs,
@@ -20,7 +21,8 @@ use super::{
 };
 use crate::{hierarchy::Roots, kernel, kernel::mountinfo::Mount, nature::Nature};
 
-/// Overlays upon overlays are not followed further: the kernel's limit is 2 (FILESYSTEM_MAX_STACK_DEPTH).
+/// Overlays upon overlays are not followed further: the kernel's limit is 2
+/// (FILESYSTEM_MAX_STACK_DEPTH).
 const MAX_LAYERS: usize = 3;
 /// Disks upon disks likewise.
 const MAX_DEPTH: usize = 8;

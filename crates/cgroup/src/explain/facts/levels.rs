@@ -30,8 +30,9 @@ pub(super) fn up(reader: &mut Reader<'_>, group: &ControlGroup) -> anyhow::Resul
     Ok(levels)
 }
 
-/// Where somebody steers what weir keeps in this file, that is the limit, whatever the kernel is told at the moment: a burst, or nothing while a
-/// watermark lifts it. Where nobody does, the kernel's is.
+/// Where somebody steers what weir keeps in this file, that is the limit, whatever the kernel is
+/// told at the moment: a burst, or nothing while a watermark lifts it. Where nobody does, the
+/// kernel's is.
 pub(super) fn as_kept(hierarchy: &Hierarchy, file: &Path, levels: &mut [Level]) {
     // A file that cannot be used is the watch's trouble, and says so there.
     let Ok(kept) = Kept::load(file) else { return };

@@ -1,4 +1,5 @@
-//! What was read of a cgroup, its processes, their files and the disks below, each with the file it was read from.
+//! What was read of a cgroup, its processes, their files and the disks below, each with the file it
+//! was read from.
 //!
 //! ```text
 //!   cgroup ──► levels, from itself to the root: controllers, limits            levels.rs
@@ -8,8 +9,8 @@
 //!   what the processes wrote, and what the cgroup was charged with             accounts.rs
 //! ```
 //!
-//! Findings are made of this alone, so a table of constructed trees tests every one of them. Facts that a finding cites
-//! keep their [`Evidence`].
+//! Findings are made of this alone, so a table of constructed trees tests every one of them. Facts
+//! that a finding cites keep their [`Evidence`].
 //!
 //! Collecting reads and nothing else: no file is written, no device opened.
 
@@ -165,7 +166,8 @@ pub(crate) struct Use {
     pub(crate) identity: Option<Identity>,
     /// When the file was made, if it is written through the page cache and that is told.
     pub(crate) created: Option<SystemTime>,
-    /// That the file, which is written through the page cache, is older than every process of the cgroup.
+    /// That the file, which is written through the page cache, is older than every process of the
+    /// cgroup.
     pub(crate) older: Option<Evidence>,
     /// Processes of other cgroups that write to it through the page cache too.
     pub(crate) others: Vec<Other>,
@@ -292,7 +294,8 @@ pub(crate) struct Accounts {
     pub(crate) evidence: Vec<Evidence>,
 }
 
-/// Less than this may be missing for many reasons: metadata, processes that came from elsewhere, counts read one after the other.
+/// Less than this may be missing for many reasons: metadata, processes that came from elsewhere,
+/// counts read one after the other.
 const LEAST_MISSING_BYTES: u64 = 16 << 20;
 
 impl Accounts {

@@ -1,7 +1,8 @@
 //! The mounts that processes see, and the file systems found on them.
 //!
-//! A process's files are on the mounts of its namespace, which /proc/PID/mountinfo lists by the ids that fdinfo names. What belongs to no process, such as
-//! swap space or the file of a loop device, is looked for on weir's own.
+//! A process's files are on the mounts of its namespace, which /proc/PID/mountinfo lists by the ids
+//! that fdinfo names. What belongs to no process, such as swap space or the file of a loop device,
+//! is looked for on weir's own.
 
 use std::{
     fs,
@@ -23,7 +24,8 @@ pub(super) struct MountTable {
     /// Those of weir's own namespace, for paths that belong to nobody.
     own: Vec<Row>,
     own_file: String,
-    /// Those of the process that was looked at last, by its file: processes beside each other mostly share them.
+    /// Those of the process that was looked at last, by its file: processes beside each other
+    /// mostly share them.
     last: Option<(PathBuf, Vec<Row>)>,
     pub(super) found: Vec<FileSystem>,
 }
@@ -37,7 +39,8 @@ impl MountTable {
     }
 
     pub(super) fn turn_to(&mut self, reader: &mut Reader<'_>, process: &Path) {
-        // The namespace's own name, where there is one: thousands of processes share a table of thousands of mounts.
+        // The namespace's own name, where there is one: thousands of processes share a table of
+        // thousands of mounts.
         let namespace = fs::read_link(process.join("ns/mnt")).unwrap_or_else(|_| process.to_owned());
         if self.last.as_ref().is_some_and(|(last, _)| *last == namespace) {
             return;
@@ -105,7 +108,8 @@ impl MountTable {
         table.iter().find(|row| row.mount.number == number).cloned()
     }
 
-    /// Finds the file systems that loop devices' files are in, and what those are on, which may be loop devices again.
+    /// Finds the file systems that loop devices' files are in, and what those are on, which may be
+    /// loop devices again.
     pub(super) fn follow_loops(&mut self, disks: &mut Disks<'_>) {
         let mut next = 0;
         while next < disks.known.len() {

@@ -1,4 +1,5 @@
-//! What the collectors share: the disks met so far, the clock of processes, and what could not be read.
+//! What the collectors share: the disks met so far, the clock of processes, and what could not be
+//! read.
 
 use std::{
     fs,

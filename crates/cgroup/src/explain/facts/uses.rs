@@ -7,8 +7,8 @@
 //!   /proc/PID/maps        … rw-s … fe:10 131 /data/map      shared mappings that can be written to
 //! ```
 //!
-//! What is on no disk by nature (pipes, sockets, /proc, memory files) is left out. Files of the same place that are used in the same way are
-//! told once: the first stands for them.
+//! What is on no disk by nature (pipes, sockets, /proc, memory files) is left out. Files of the
+//! same place that are used in the same way are told once: the first stands for them.
 
 use std::{
     fs,

@@ -1,6 +1,8 @@
-//! What is not about one request: swap space, limits above, other controls beside, and what deserves a note.
+//! What is not about one request: swap space, limits above, other controls beside, and what
+//! deserves a note.
 //!
-//! A note never says that a limit fails; it says what somebody who measures would otherwise stumble over.
+//! A note never says that a limit fails; it says what somebody who measures would otherwise stumble
+//! over.
 
 use std::collections::BTreeSet;
 
@@ -18,7 +20,8 @@ use crate::{
     kernel::io_max,
 };
 
-/// What is swapped out is charged to the page's owner since 4.19 (commit 0d1e0c7cdeb7), and was to whoever reclaimed it.
+/// What is swapped out is charged to the page's owner since 4.19 (commit 0d1e0c7cdeb7), and was to
+/// whoever reclaimed it.
 const SWAP_CHARGES: (u32, u32, u32) = (4, 19, 0);
 
 /// What a process has in swap space, and where that is.
@@ -227,7 +230,8 @@ fn page_cache(facts: &Facts, found: &mut Vec<Finding>) {
     found.push(note(facts, Cause::PageCache, "", disk, evidence));
 }
 
-/// Files that were there before: whether they are charged to others cannot be seen, unless so much was that the counts show it.
+/// Files that were there before: whether they are charged to others cannot be seen, unless so much
+/// was that the counts show it.
 fn older_files(facts: &Facts, found: &mut Vec<Finding>) {
     if found.iter().any(|finding| finding.cause == Cause::EarlierOwner) {
         return;

@@ -26,7 +26,8 @@ causes! {
     VersionOne = "version-1",
     /// In version 1 a limit is for its own cgroup alone, not for those below.
     NotInherited = "not-inherited",
-    /// The memory controller is in a hierarchy of version 1, so pages have no owner that the io controller knows.
+    /// The memory controller is in a hierarchy of version 1, so pages have no owner that the io
+    /// controller knows.
     MemoryInVersionOne = "memory-in-version-1",
     /// There is no memory controller.
     NoMemoryController = "no-memory-controller",
@@ -50,7 +51,8 @@ causes! {
     LimitBelow = "limit-below",
     /// It is, and does not: dm-crypt writes by its own threads.
     CryptThreads = "crypt-threads",
-    /// Nor for what is written back through device mapper, in kernels from 5.18 on that were not mended.
+    /// Nor for what is written back through device mapper, in kernels from 5.18 on that were not
+    /// mended.
     MapperWriteback = "mapper-writeback",
     /// Nor through RAID with parity.
     RaidThreads = "raid-threads",

@@ -7,8 +7,9 @@
 //!   everything else worth knowing                                      around.rs
 //! ```
 //!
-//! Each rule is what a kernel does, with the document or the commit that says so. Where kernels differ the release decides; a
-//! distribution that carries a change back is judged too harshly, never too kindly, and `--measure` shows it.
+//! Each rule is what a kernel does, with the document or the commit that says so. Where kernels
+//! differ the release decides; a distribution that carries a change back is judged too harshly,
+//! never too kindly, and `--measure` shows it.
 //!
 //! Facts in, findings out: reads nothing, knows no clock.
 

@@ -1,4 +1,5 @@
-//! Whether the charged cgroup has a limit where the request goes: on this very disk, or on one that it is made of.
+//! Whether the charged cgroup has a limit where the request goes: on this very disk, or on one that
+//! it is made of.
 //!
 //! ```text
 //!   file system ──► dm-0 (linear) ──► vda      a limit on dm-0 or on vda: the request keeps its owner on its way down
@@ -6,12 +7,16 @@
 //!               ──► loop0 ──► file ──► vda     on vda: since 5.14 the loop driver writes in the sender's name
 //! ```
 //!
-//! RAID without parity clones the request, and a clone keeps the owner (`__bio_clone` in block/bio.c). RAID 4, 5 and 6 make requests of their own
-//! in a kernel thread (`ops_run_io` in drivers/md/raid5.c), which are the root's. Device mapper lost the owner of what is written back from 5.18
-//! (commit ca522482e3ea) until commit 2df8b310bcfe; that one also gave dm-crypt's writes, made by threads, an owner for the first time.
+//! RAID without parity clones the request, and a clone keeps the owner (`__bio_clone` in
+//! block/bio.c). RAID 4, 5 and 6 make requests of their own in a kernel thread (`ops_run_io` in
+//! drivers/md/raid5.c), which are the root's. Device mapper lost the owner of what is written back
+//! from 5.18 (commit ca522482e3ea) until commit 2df8b310bcfe; that one also gave dm-crypt's writes,
+//! made by threads, an owner for the first time.
 //!
-//! In version 2 the limits of all cgroups up to the root hold (Documentation/admin-guide/cgroup-v2.rst, "Limits"); in version 1 only those of
-//! the process's own (`throtl_pd_init` in block/blk-throttle.c; Documentation/admin-guide/cgroup-v1/blkio-controller.rst, "Hierarchical Cgroups").
+//! In version 2 the limits of all cgroups up to the root hold
+//! (Documentation/admin-guide/cgroup-v2.rst, "Limits"); in version 1 only those of the process's
+//! own (`throtl_pd_init` in block/blk-throttle.c;
+//! Documentation/admin-guide/cgroup-v1/blkio-controller.rst, "Hierarchical Cgroups").
 
 use std::path::Path;
 
@@ -31,7 +36,8 @@ use crate::{
 /// Disks on disks are not followed further than this: the kernel stacks fewer.
 const MAX_DEPTH: usize = 8;
 
-/// Limits reach a loop device's file in the sender's name since 5.14 (commit c74d40e8b5e2), with direct I/O since 4.15 (commit d4478e92d618).
+/// Limits reach a loop device's file in the sender's name since 5.14 (commit c74d40e8b5e2), with
+/// direct I/O since 4.15 (commit d4478e92d618).
 const LOOP_CHARGES: (u32, u32, u32) = (5, 14, 0);
 const DIRECT_LOOP_CHARGES: (u32, u32, u32) = (4, 15, 0);
 
@@ -135,7 +141,8 @@ fn crossing(facts: &Facts, disk: &Disk, io: Io) -> Option<Charge> {
     let because = |cause| Some(Charge::Elsewhere(cause, disk.evidence.clone()));
     let of_kernel = |cause| because(cause).map(|charge| charge.citing(vec![facts.kernel.evidence.clone()]));
     match &disk.kind {
-        // A mirror keeps the owner of what the process sends itself, one with parity that of nothing; which it is, is not told.
+        // A mirror keeps the owner of what the process sends itself, one with parity that of
+        // nothing; which it is, is not told.
         DiskKind::Mapper(Mapper::Raid) if io.writes() => {
             Some(Charge::Several(Cause::RaidThreads, disk.evidence.clone()))
         }

@@ -1,7 +1,7 @@
 //! What causes mean, in sentences, and what to do about each.
 //!
-//! One place for all of them, so that they can be read side by side. A mend is something to type or to change; where there is none but to
-//! live with it, there is no mend.
+//! One place for all of them, so that they can be read side by side. A mend is something to type or
+//! to change; where there is none but to live with it, there is no mend.
 
 use policy::steering::Rates;
 

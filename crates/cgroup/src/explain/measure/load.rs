@@ -6,8 +6,9 @@
 //!                         stdout ──► {"bytes":4194304,"nanoseconds":1002003004}
 //! ```
 //!
-//! A process of its own, since a cgroup holds whole processes, and because what it dirties is charged to the cgroup it is in. Its files have no
-//! names, so nothing of them remains however it ends; when standard input ends, so does it.
+//! A process of its own, since a cgroup holds whole processes, and because what it dirties is
+//! charged to the cgroup it is in. Its files have no names, so nothing of them remains however it
+//! ends; when standard input ends, so does it.
 
 use std::{
     fs::{File, OpenOptions},

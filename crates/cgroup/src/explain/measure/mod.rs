@@ -8,11 +8,14 @@
 //!    └── a trace of our own ◄────────┘ who sent it, and who was made to wait                                trace.rs
 //! ```
 //!
-//! How buffered writes are made to be written back depends on who is charged. If the cgroup is, it is given so little memory that the
-//! writer soon has to wait for writeback workers, as every long writer does; what is left is flushed from outside, in the owner's name. If it is not,
-//! syncfs(2) has the workers write at once: that may wait for what others wrote to the same file system, but for no limit of theirs, since theirs are not kept either.
+//! How buffered writes are made to be written back depends on who is charged. If the cgroup is, it
+//! is given so little memory that the writer soon has to wait for writeback workers, as every long
+//! writer does; what is left is flushed from outside, in the owner's name. If it is not, syncfs(2)
+//! has the workers write at once: that may wait for what others wrote to the same file system, but
+//! for no limit of theirs, since theirs are not kept either.
 //!
-//! Everything that was made is removed, also on SIGINT, SIGTERM and SIGHUP. Files have no names from the beginning.
+//! Everything that was made is removed, also on SIGINT, SIGTERM and SIGHUP. Files have no names
+//! from the beginning.
 
 mod load;
 mod place;
@@ -181,7 +184,8 @@ fn usual_directory(facts: &Facts) -> anyhow::Result<PathBuf> {
     }
 }
 
-/// The uppermost limited disk of a stack, and the lowest rates on it of all cgroups whose limits hold.
+/// The uppermost limited disk of a stack, and the lowest rates on it of all cgroups whose limits
+/// hold.
 fn in_force(facts: &Facts, stack: &[Number]) -> Option<(Number, Rates)> {
     let levels = if facts.version == Version::V1 { &facts.levels[..1] } else { &facts.levels[..] };
     stack.iter().find_map(|&disk| {

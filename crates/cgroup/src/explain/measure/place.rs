@@ -5,9 +5,11 @@
 //!          └─► weir-explain-PID              the same limits; those of the parent and above hold for both
 //! ```
 //!
-//! Beside the examined one and not below it: a cgroup of version 2 that has processes cannot give controllers to children ("No Internal
-//! Process Constraint" in Documentation/admin-guide/cgroup-v2.rst), while a parent that gave them to one child gives them to the next. So what is measured takes
-//! nothing of the examined cgroup's own share, but of its parents'. Version 1, where limits are not inherited, is done alike.
+//! Beside the examined one and not below it: a cgroup of version 2 that has processes cannot give
+//! controllers to children ("No Internal Process Constraint" in
+//! Documentation/admin-guide/cgroup-v2.rst), while a parent that gave them to one child gives them
+//! to the next. So what is measured takes nothing of the examined cgroup's own share, but of its
+//! parents'. Version 1, where limits are not inherited, is done alike.
 
 use std::{io, time::Duration};
 
@@ -22,8 +24,8 @@ use crate::{
     limit::tell,
 };
 
-/// Little memory makes a writer reach its share of dirty pages in seconds, as every long one does in the end: twice what it writes, and not so
-/// little that weir itself has no room.
+/// Little memory makes a writer reach its share of dirty pages in seconds, as every long one does
+/// in the end: twice what it writes, and not so little that weir itself has no room.
 const LEAST_MEMORY_BYTES: u64 = 24 << 20;
 /// How long a cgroup may take to be left by a process that has ended.
 const LEFT_WITHIN: Duration = Duration::from_secs(5);
@@ -71,7 +73,8 @@ impl Place {
         move || remove(&group, &disks)
     }
 
-    /// Gives it so little memory that who writes this much soon waits for what he wrote; whether that could be done.
+    /// Gives it so little memory that who writes this much soon waits for what he wrote; whether
+    /// that could be done.
     pub(super) fn narrow(&self, bytes: u64) -> bool {
         let memory = bytes.saturating_mul(2).max(LEAST_MEMORY_BYTES).to_string();
         self.group.version == Version::V2 && self.group.write("memory.high", &memory).is_ok()

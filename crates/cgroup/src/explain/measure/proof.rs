@@ -27,7 +27,8 @@ use crate::{explain::findings::Io, kernel::io_stat::Usage};
 const PATIENCE: u32 = 4;
 /// Beside that, for a slow machine.
 const GRACE: Duration = Duration::from_secs(60);
-/// Above the limit by more than this share, it was not kept. The kernel counts in slices of a tenth of a second, and writes back in chunks.
+/// Above the limit by more than this share, it was not kept. The kernel counts in slices of a tenth
+/// of a second, and writes back in chunks.
 const TOLERANCE: f64 = 0.25;
 /// Below this share of it, it is something else that held the I/O.
 const SLOW: f64 = 0.5;
@@ -38,7 +39,8 @@ const LEAST_WISH_BYTES: u64 = 16 * BLOCK as u64;
 /// What is done on a path, with so many bytes.
 type Try<'a> = fn(&mut Proof<'a>, u64) -> anyhow::Result<Figures>;
 
-/// Everything that a path needs. Fields are dropped in order: the worker leaves the cgroup before that is removed.
+/// Everything that a path needs. Fields are dropped in order: the worker leaves the cgroup before
+/// that is removed.
 pub(super) struct Proof<'a> {
     pub(super) directory: PathBuf,
     pub(super) worker: Worker,

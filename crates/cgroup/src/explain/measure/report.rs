@@ -80,7 +80,8 @@ fn rate(bps: f64) -> String {
     format!("{}/s", figures::bytes(bps))
 }
 
-/// Which share of what was done is charged to the cgroup. Metadata counts too, and what was written but cut off does not.
+/// Which share of what was done is charged to the cgroup. Metadata counts too, and what was written
+/// but cut off does not.
 fn charged(figures: &Figures) -> String {
     figures::share((figures.charged_bytes as f64 / figures.bytes.max(1) as f64).min(1.0))
 }

@@ -1,6 +1,8 @@
-//! A machine of files in a temporary directory: cgroups, processes, mounts and disks, as the kernel would show them.
+//! A machine of files in a temporary directory: cgroups, processes, mounts and disks, as the kernel
+//! would show them.
 //!
-//! Begins healthy: cgroup v2 with io and memory at every level, `/app` limited on `/dev/vda` to 4 MB/s of writes and reads, ext4 on `/data`.
+//! Begins healthy: cgroup v2 with io and memory at every level, `/app` limited on `/dev/vda` to 4
+//! MB/s of writes and reads, ext4 on `/data`.
 
 use std::{
     fs,
@@ -235,7 +237,8 @@ impl Machine {
         self.process(100, "dd", "/app").opens(100, "/data/out", DATA, WRITE)
     }
 
-    /// A `dd` of process 100 to a file that was there before, which has written so much, of which the cgroup was charged with so much.
+    /// A `dd` of process 100 to a file that was there before, which has written so much, of which
+    /// the cgroup was charged with so much.
     pub(super) fn dd_to_an_old_file(&mut self, written: u64, charged: u64) -> &mut Self {
         let file = self.path("old");
         self.write("old", "").process(100, "dd", "/app");

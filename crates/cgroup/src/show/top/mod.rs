@@ -1,11 +1,13 @@
-//! `weir cgroup top`: cgroups, and the tasks in one of them, live on the whole screen of a terminal.
+//! `weir cgroup top`: cgroups, and the tasks in one of them, live on the whole screen of a
+//! terminal.
 //!
 //! ```text
 //!   keyboard, signals ─► console::input ─┐
 //!   survey, every interval ─────────────────┴─► one channel ─► state (what to show, what a key means) ─► view (how it looks)
 //! ```
 //!
-//! The terminal is taken and given back by the same code as `weir top`'s. `state` and `view` know neither a terminal nor a kernel.
+//! The terminal is taken and given back by the same code as `weir top`'s. `state` and `view` know
+//! neither a terminal nor a kernel.
 
 mod state;
 mod view;
@@ -44,7 +46,8 @@ enum Event {
 /// Shows cgroups until the user has seen enough.
 ///
 /// # Errors
-/// If there is no terminal, or no such cgroup or device at the start. What goes away later is waited for.
+/// If there is no terminal, or no such cgroup or device at the start. What goes away later is
+/// waited for.
 pub(crate) fn top(arguments: TopArgs) -> Result<(), Failure> {
     if !screen::is_possible() {
         let said = "cgroup top: standard input and output are no terminal to draw on (`weir cgroup show` prints the same)";

@@ -178,7 +178,8 @@ impl State {
         }
     }
 
-    /// Chooses the first line, unless the user has chosen one; if that is gone, what stands there now.
+    /// Chooses the first line, unless the user has chosen one; if that is gone, what stands there
+    /// now.
     fn settle(&mut self) {
         let stays = self.has_chosen;
         self.with_names(|chosen, names| chosen.settle(names, stays));
