@@ -1,4 +1,5 @@
-//! The subcommands of `weir cgroup` by name. Each has its options in an `arguments.rs` beside its code.
+//! The subcommands of `weir cgroup` by name. Each has its options in an `arguments.rs` beside its
+//! code.
 
 use clap::Subcommand;
 

@@ -1,7 +1,7 @@
 //! One cgroup: its directory, the files in it, its processes and children.
 //!
-//! A value that names a cgroup, and no handle: between two calls it may be removed, and another be made under its name. Every
-//! call says so by its error.
+//! A value that names a cgroup, and no handle: between two calls it may be removed, and another be
+//! made under its name. Every call says so by its error.
 //!
 //! Never moves a process, and never removes a cgroup with anything in it: the kernel refuses.
 
@@ -15,8 +15,6 @@ use std::{
 
 use anyhow::{Context as _, anyhow, bail};
 
-use super::hierarchy::Version;
-
 /// What cgroup v2 lists the controllers in that a cgroup has.
 const CONTROLLERS: &str = "cgroup.controllers";
 /// What it lists those in that its children have.
@@ -25,12 +23,18 @@ const SUBTREE: &str = "cgroup.subtree_control";
 /// How often a cgroup that its last process is leaving is looked at; version 1 tells nobody.
 const LOOK: Duration = Duration::from_millis(1);
 
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) enum Version {
+    /// A hierarchy for each controller: `blkio`.
+    V1,
+    /// One for all: `io`.
+    V2,
+}
+
 /// A cgroup in the hierarchy that limits block I/O.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub(crate) struct ControlGroup {
-    /// Of which version that hierarchy is.
     pub(crate) version: Version,
-    /// Where it is.
     pub(crate) directory: PathBuf,
     /// Its path from the mount, such as `/system.slice/nginx.service`; `/` for the root.
     pub(crate) name: PathBuf,
@@ -40,8 +44,9 @@ impl ControlGroup {
     /// The text of one of its files.
     ///
     /// # Errors
-    /// If it cannot be read: the cgroup is gone (ENOENT, or ENODEV while it goes), the controller is not enabled here (ENOENT), or the
-    /// kernel has the file but not what is behind it (EOPNOTSUPP, as io.pressure with `psi=0`).
+    /// If it cannot be read: the cgroup is gone (ENOENT, or ENODEV while it goes), the controller
+    /// is not enabled here (ENOENT), or the kernel has the file but not what is behind it
+    /// (EOPNOTSUPP, as io.pressure with `psi=0`).
     pub(crate) fn read(&self, file: &str) -> io::Result<String> {
         fs::read_to_string(self.directory.join(file))
     }
@@ -56,10 +61,8 @@ impl ControlGroup {
         if written == text.len() { Ok(()) } else { Err(io::ErrorKind::WriteZero.into()) }
     }
 
-    /// The processes in it, not those of its descendants. Those of other PID namespaces, which have no number here, are left out.
-    ///
-    /// # Errors
-    /// If they cannot be read.
+    /// The processes in it, not those of its descendants. Those of other PID namespaces, which have
+    /// no number here, are left out.
     pub(crate) fn processes(&self) -> io::Result<Vec<i32>> {
         let text = self.read("cgroup.procs")?;
         let parse = |line: &str| {
@@ -72,9 +75,6 @@ impl ControlGroup {
     }
 
     /// The cgroups directly below, by name.
-    ///
-    /// # Errors
-    /// If the directory cannot be read.
     pub(crate) fn children(&self) -> io::Result<Vec<Self>> {
         let mut children = Vec::new();
         for entry in fs::read_dir(&self.directory)? {
@@ -92,7 +92,6 @@ impl ControlGroup {
         self.name.parent().is_none()
     }
 
-    /// The cgroup above; `None` for the root.
     pub(crate) fn parent(&self) -> Option<Self> {
         let name = self.name.parent()?.to_owned();
         let directory = self.directory.parent()?.to_owned();
@@ -102,7 +101,8 @@ impl ControlGroup {
     /// Makes a cgroup below another.
     ///
     /// # Errors
-    /// If the name is not that of a directory (no slash, not `..`), or the kernel's: it exists, may not be made here, or there are too many.
+    /// If the name is not that of a directory (no slash, not `..`), or the kernel's: it exists, may
+    /// not be made here, or there are too many.
     pub(crate) fn create(parent: &Self, name: &str) -> io::Result<Self> {
         // A newline is what the kernel refuses, since names are in files of lines.
         if name.is_empty() || name == "." || name == ".." || name.contains(['/', '\n', '\0']) {
@@ -122,8 +122,8 @@ impl ControlGroup {
         fs::remove_dir(&self.directory)
     }
 
-    /// Removes it as soon as its last process has left it: one that was waited for is gone before the kernel has taken it out. One that is not
-    /// there any more is no error.
+    /// Removes it as soon as its last process has left it: one that was waited for is gone before
+    /// the kernel has taken it out. One that is not there any more is no error.
     ///
     /// # Errors
     /// As [`remove`](Self::remove), after so long.
@@ -140,7 +140,6 @@ impl ControlGroup {
         }
     }
 
-    /// Whether it is there at present.
     pub(crate) fn exists(&self) -> bool {
         self.directory.is_dir()
     }
@@ -151,17 +150,15 @@ impl ControlGroup {
     }
 
     /// The controllers that this cgroup has; of v2.
-    ///
-    /// # Errors
-    /// If they cannot be read.
     pub(crate) fn controllers(&self) -> io::Result<Vec<String>> {
         Ok(words(&self.read(CONTROLLERS)?))
     }
 
-    /// Has the levels above hand these controllers down, so that this cgroup has them. Of v1, where a cgroup has what its hierarchy has,
-    /// nothing is done.
+    /// Has the levels above hand these controllers down, so that this cgroup has them. Of v1, where
+    /// a cgroup has what its hierarchy has, nothing is done.
     ///
-    /// What has been enabled stays so, also if a lower level refuses: controllers without settings limit nothing.
+    /// What has been enabled stays so, also if a lower level refuses: controllers without settings
+    /// limit nothing.
     ///
     /// # Errors
     /// If a level refuses; it says which and why.
@@ -181,7 +178,6 @@ impl ControlGroup {
         Ok(())
     }
 
-    /// Has the children of this one have these controllers.
     fn hand_down(&self, controllers: &[&str]) -> anyhow::Result<()> {
         let has = self.controllers().with_context(|| self.about(CONTROLLERS))?;
         let hands_down = words(&self.read(SUBTREE).with_context(|| self.about(SUBTREE))?);
@@ -206,7 +202,8 @@ impl ControlGroup {
         self.write(SUBTREE, &change).map_err(|error| self.refusal(&change, &error))
     }
 
-    /// Why a level does not hand controllers down: cgroup-v2.rst, "No Internal Process Constraint" and "Threads".
+    /// Why a level does not hand controllers down: cgroup-v2.rst, "No Internal Process Constraint"
+    /// and "Threads".
     fn refusal(&self, change: &str, error: &io::Error) -> anyhow::Error {
         let mend = match error.raw_os_error().map(nix::errno::Errno::from_raw) {
             Some(nix::errno::Errno::EBUSY) => {
@@ -223,7 +220,6 @@ impl ControlGroup {
         anyhow!("cgroup {}: {SUBTREE} refuses \"{change}\": {error} ({mend})", self.name.display())
     }
 
-    /// What an error about a file of this one begins with.
     fn about(&self, file: &str) -> String {
         format!("cgroup {}: {file} cannot be read", self.name.display())
     }

@@ -7,8 +7,9 @@
 //!   /srv, /srv/a-file               the disk of the file system there; of an overlay, that of its upper directory
 //! ```
 //!
-//! The kernel limits whole disks only. Where bytes do not reach a disk of this machine's in the name of the cgroup (on the network, in memory, through
-//! a FUSE daemon or ZFS's own threads), that is an error which says what to limit instead.
+//! The kernel limits whole disks only. Where bytes do not reach a disk of this machine's in the
+//! name of the cgroup (on the network, in memory, through a FUSE daemon or ZFS's own threads), that
+//! is an error which says what to limit instead.
 //!
 //! Never opens the device.
 
@@ -30,13 +31,12 @@ use super::{
     nature::Nature,
 };
 
-/// File systems upon file systems that are followed: the kernel's own limit is 2 (FILESYSTEM_MAX_STACK_DEPTH), and the last is a device.
+/// File systems upon file systems that are followed: the kernel's own limit is 2
+/// (FILESYSTEM_MAX_STACK_DEPTH), and the last is a device.
 const MAX_STEPS: usize = 4;
 
-/// A disk to limit.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Target {
-    /// The whole disk.
     pub(crate) identity: Identity,
     /// What the user should know, such as that a partition was meant.
     pub(crate) notices: Vec<String>,
@@ -55,7 +55,8 @@ pub(crate) fn resolve(roots: &Roots, text: &str) -> anyhow::Result<Target> {
     let identity = Identity::resolve(number, &roots.of_devices()).map_err(|error| {
         anyhow!("device {text:?}: no disk of number {number} here: {error} (`lsblk` lists disks and their numbers)")
     })?;
-    // A file system without a device has a number of its own, of which `Identity` has found the device.
+    // A file system without a device has a number of its own, of which `Identity` has found the
+    // device.
     if number.major != 0 && identity.number() != number {
         let part = name(roots, number).map_or_else(|| number.to_string(), |name| format!("/dev/{name}"));
         let disk = identity.node();
@@ -108,13 +109,15 @@ fn number_of_path(roots: &Roots, text: &str, notices: &mut Vec<String>) -> anyho
     bail!("device {text:?}: overlays upon overlays (give the disk itself)")
 }
 
-/// The mount that holds a path. Its number need not be the file's own: Btrfs has one for each subvolume.
+/// The mount that holds a path. Its number need not be the file's own: Btrfs has one for each
+/// subvolume.
 fn mount_of<'a>(mounts: &'a [Mount], number: Number, path: &Path) -> Option<&'a Mount> {
     let of_number = mounts.iter().filter(|mount| mount.number == number);
     mountinfo::holding(of_number, path).or_else(|| mountinfo::holding(mounts, path))
 }
 
-/// Where to look on for a file system without a device of its own: at its source if that is one, in the upper directory of an overlay.
+/// Where to look on for a file system without a device of its own: at its source if that is one, in
+/// the upper directory of an overlay.
 ///
 /// # Errors
 /// If no disk here does its I/O in the name of who asked.

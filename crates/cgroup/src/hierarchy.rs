@@ -6,8 +6,9 @@
 //!             /sys/fs/cgroup/blkio     cgroup, with blkio             v1 has it
 //! ```
 //!
-//! A controller is in one hierarchy at a time, so one version limits block I/O on a machine, or none does. Nothing is guessed from
-//! the places: mountinfo says where, and cgroup.controllers what. Source: cgroups(7).
+//! A controller is in one hierarchy at a time, so one version limits block I/O on a machine, or
+//! none does. Nothing is guessed from the places: mountinfo says where, and cgroup.controllers
+//! what. Source: cgroups(7).
 //!
 //! Looks once, when the program begins: controllers do not move while they are in use.
 
@@ -19,16 +20,14 @@ use std::{
 use anyhow::{Context as _, anyhow, bail};
 
 use super::{
-    control_group::ControlGroup,
+    control_group::{ControlGroup, Version},
     kernel::{mountinfo, proc_cgroup},
 };
 
 /// Where the kernel's trees are; other places in tests.
 #[derive(Debug, Clone)]
 pub(crate) struct Roots {
-    /// `/proc`.
     pub(crate) proc: PathBuf,
-    /// `/sys`.
     pub(crate) sys: PathBuf,
     /// `/run`, where systemd says that it is there.
     pub(crate) run: PathBuf,
@@ -51,44 +50,33 @@ impl Roots {
         Ok(mountinfo::parse(&text)?)
     }
 
-    /// The same for who looks for devices.
     pub(crate) fn of_devices(&self) -> block::device::Roots {
         block::device::Roots { sys: self.sys.clone(), mounts: self.mountinfo() }
     }
 
-    /// The file that lists the mounts.
     pub(crate) fn mountinfo(&self) -> PathBuf {
         self.proc.join("self/mountinfo")
     }
 }
 
-/// The text of a file of the kernel. A name in it that is not UTF-8 is then not found, which is better than that nothing is.
+/// The text of a file of the kernel. A name in it that is not UTF-8 is then not found, which is
+/// better than that nothing is.
 fn read(path: &Path) -> io::Result<String> {
     Ok(String::from_utf8_lossy(&fs::read(path)?).into_owned())
 }
 
-/// A version of cgroups.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) enum Version {
-    /// A hierarchy for each controller: `blkio`.
-    V1,
-    /// One for all: `io`.
-    V2,
-}
-
-/// The hierarchies of this machine, as far as they matter for block I/O. Made by [`Hierarchy::discover`].
+/// The hierarchies of this machine, as far as they matter for block I/O. Made by
+/// [`Hierarchy::discover`].
 #[derive(Debug, Clone)]
 pub(crate) struct Hierarchy {
     /// Where the kernel's trees are.
     pub(crate) roots: Roots,
-    /// Where cgroup v2 is mounted.
     pub(crate) unified: Option<PathBuf>,
-    /// Where v1's blkio is.
     pub(crate) blkio: Option<PathBuf>,
-    /// Where v1's memory is.
     pub(crate) memory_v1: Option<PathBuf>,
     version: Option<Version>,
-    /// The cgroup that is mounted at [`Hierarchy::root`]: not the topmost in a container without a cgroup namespace.
+    /// The cgroup that is mounted at [`Hierarchy::root`]: not the topmost in a container without a
+    /// cgroup namespace.
     top: PathBuf,
 }
 
@@ -130,7 +118,6 @@ impl Hierarchy {
         self.version
     }
 
-    /// Where that version is mounted.
     pub(crate) fn root(&self) -> Option<&Path> {
         match self.version? {
             Version::V1 => self.blkio.as_deref(),

@@ -1,4 +1,5 @@
-//! `weir cgroup`: weir's policy for the control groups of this machine, and what the kernel's own limits do there.
+//! `weir cgroup`: weir's policy for the control groups of this machine, and what the kernel's own
+//! limits do there.
 //!
 //! ```text
 //!   target.rs          what the command line calls a cgroup: a path, a unit, a container, a process
@@ -12,13 +13,13 @@
 //!        │
 //!   control_group.rs   one cgroup: its files, its processes, its children
 //!   hierarchy.rs       where cgroups are mounted, and which version limits block I/O
+//!   limit_files.rs     what the kernel holds one to
 //!        │
 //!   kernel/            what the kernel's files say: text in, values out
 //! ```
 //!
 //! Never caches what the kernel says: another program may change it at any time.
 
-mod arguments;
 mod command;
 pub(crate) mod control_group;
 pub(crate) mod device;
@@ -26,6 +27,7 @@ pub(crate) mod explain;
 pub(crate) mod hierarchy;
 mod kernel;
 pub(crate) mod limit;
+mod limit_files;
 #[cfg(test)]
 pub(crate) mod machine;
 mod nature;

@@ -1,4 +1,5 @@
-//! A machine made of files, for tests: mounts, cgroups, processes and disks that are as a test says.
+//! A machine made of files, for tests: mounts, cgroups, processes and disks that are as a test
+//! says.
 //!
 //! ```text
 //!   proc/self/mountinfo    proc/PID/cgroup
@@ -15,8 +16,8 @@ use std::{
 };
 
 use super::{
-    control_group::ControlGroup,
-    hierarchy::{Hierarchy, Roots, Version},
+    control_group::{ControlGroup, Version},
+    hierarchy::{Hierarchy, Roots},
 };
 
 /// A machine in a directory of its own, which goes with it.
@@ -55,17 +56,14 @@ impl Machine {
         machine
     }
 
-    /// A path of this machine.
     pub(crate) fn path(&self, path: &str) -> PathBuf {
         self.directory.path().join(path)
     }
 
-    /// Where its kernel's trees are.
     pub(crate) fn roots(&self) -> Roots {
         Roots { proc: self.path("proc"), sys: self.path("sys"), run: self.path("run") }
     }
 
-    /// Its hierarchies, as discovered.
     pub(crate) fn hierarchy(&self) -> Hierarchy {
         Hierarchy::discover(self.roots()).expect("discovered")
     }
@@ -106,8 +104,8 @@ impl Machine {
         fs::write(directory.join("cgroup"), memberships).expect("written");
     }
 
-    /// Adds a disk of 1 MiB, or with a slash in its name a partition of one: `vda`, `vda/vda1`. It takes the place of another
-    /// of its number.
+    /// Adds a disk of 1 MiB, or with a slash in its name a partition of one: `vda`, `vda/vda1`. It
+    /// takes the place of another of its number.
     pub(crate) fn disk(&self, number: &str, name: &str) {
         let directory = self.path("sys/devices").join(name);
         fs::create_dir_all(&directory).expect("made");

@@ -6,7 +6,6 @@ const NETWORK: [&str; 14] = [
     "orangefs", "virtiofs",
 ];
 
-/// File systems in memory.
 const MEMORY: [&str; 3] = ["tmpfs", "ramfs", "rootfs"];
 
 /// File systems without data: nothing that is read or written there is block I/O.
@@ -38,18 +37,14 @@ const PSEUDO: [&str; 25] = [
     "anon_inodefs",
 ];
 
-/// Where the data of a file system goes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Nature {
     /// To a disk of this machine, in the name of whoever sends it.
     Disk,
-    /// To another machine.
     Network,
-    /// To a daemon.
     Fuse,
     /// To a disk, by threads of the file system's own.
     Zfs,
-    /// Nowhere.
     Memory,
     /// There is none.
     Pseudo,

@@ -8,9 +8,10 @@
 //!   4f2e91d0c7aa, docker://4f2e91d0c7aa…    a container: its id, or 12 digits of it at least
 //! ```
 //!
-//! Units and containers are known by the names of their cgroups, not by asking systemd or a runtime: so it works for all of them, and for
-//! those in machines without. Container ids are 64 hexadecimal digits, which runtimes name cgroups by: `docker-ID.scope`,
-//! `libpod-ID.scope`, `cri-containerd-ID.scope`, `crio-ID.scope`, and `ID` itself with the cgroupfs driver.
+//! Units and containers are known by the names of their cgroups, not by asking systemd or a
+//! runtime: so it works for all of them, and for those in machines without. Container ids are 64
+//! hexadecimal digits, which runtimes name cgroups by: `docker-ID.scope`, `libpod-ID.scope`,
+//! `cri-containerd-ID.scope`, `crio-ID.scope`, and `ID` itself with the cgroupfs driver.
 //!
 //! What fits several cgroups is an error that lists them, and never one of them.
 
@@ -19,8 +20,8 @@ use std::path::{Component, Path, PathBuf};
 use anyhow::{Context as _, bail};
 
 use super::{
-    control_group::ControlGroup,
-    hierarchy::{Hierarchy, Version},
+    control_group::{ControlGroup, Version},
+    hierarchy::Hierarchy,
 };
 
 /// Digits of a container's id.
@@ -31,10 +32,8 @@ const LEAST_ID_DIGITS: usize = 12;
 const MAX_PID_DIGITS: usize = 10;
 /// How `kubectl` and others say which runtime an id is of.
 const SCHEMES: [&str; 5] = ["docker://", "containerd://", "cri-o://", "podman://", "libpod://"];
-/// Longest list in an error.
 const MAX_LISTED: usize = 10;
 
-/// Whether a text means a process.
 pub(crate) fn is_process(text: &str) -> bool {
     let is_pid =
         !text.is_empty() && text.len() <= MAX_PID_DIGITS && text.bytes().all(|byte| byte.is_ascii_digit());
@@ -94,7 +93,6 @@ pub(crate) fn could_mean(hierarchy: &Hierarchy, text: &str, name: &Path) -> bool
     !text.is_empty() && (is_unit(last, text) || (is_id(text) && is_container(last, text)))
 }
 
-/// The cgroup of a path, if there is one.
 fn by_path(hierarchy: &Hierarchy, text: &str) -> anyhow::Result<Option<ControlGroup>> {
     let path = Path::new(text);
     if path.components().any(|component| component == Component::ParentDir) {
@@ -145,9 +143,9 @@ fn find(root: &ControlGroup, fits: impl Fn(&str) -> bool) -> Vec<ControlGroup> {
     found
 }
 
-/// The only one.
 fn one(text: &str, version: Version, mut found: Vec<ControlGroup>) -> anyhow::Result<ControlGroup> {
-    // systemd.resource-control(5): where the hierarchies are apart, a unit is in those that its settings need.
+    // systemd.resource-control(5): where the hierarchies are apart, a unit is in those that its
+    // settings need.
     let mend = match version {
         Version::V1 => {
             "a unit and a container have one while they run, and on cgroup v1 a unit has one for block I/O after `systemctl \
@@ -175,9 +173,11 @@ fn one(text: &str, version: Version, mut found: Vec<ControlGroup>) -> anyhow::Re
     }
 }
 
-/// Whether a cgroup's name is that of a unit. Without a kind, a unit is a service, as for systemctl(1).
+/// Whether a cgroup's name is that of a unit. Without a kind, a unit is a service, as for
+/// systemctl(1).
 fn is_unit(name: &str, unit: &str) -> bool {
-    // systemd puts an underscore before a unit's name that the kernel could take for one of its files (cg_escape): `_io.service`.
+    // systemd puts an underscore before a unit's name that the kernel could take for one of its
+    // files (cg_escape): `_io.service`.
     let plain = name.strip_prefix('_').unwrap_or(name);
     [name, plain].iter().any(|name| *name == unit || name.strip_suffix(".service") == Some(unit))
 }

@@ -3,7 +3,7 @@
 //! ```text
 //!   figures, table       numbers and columns for people
 //!   progress             a bar on a terminal, lines elsewhere
-//!   screen, input        the whole terminal: `weir top` and its like
+//!   screen, input, keys  the whole terminal: `weir top` and its like
 //!   signals, undo        signals as messages; what is undone before one ends a command
 //!   logging              the log of the daemon and of the watch
 //!   descriptors          how many files a process may have open
@@ -17,6 +17,7 @@
 pub mod descriptors;
 pub mod figures;
 pub mod input;
+pub mod keys;
 pub mod logging;
 pub mod progress;
 pub mod screen;

@@ -16,7 +16,53 @@ use ratatui::{
             Clear, ClearType, EnterAlternateScreen, LeaveAlternateScreen, disable_raw_mode, enable_raw_mode,
         },
     },
+    layout::{Constraint, Rect},
+    style::{Color, Style},
+    text::Text,
+    widgets::{self, Block, Paragraph, Wrap},
 };
+
+/// The least that all of a screen fits into.
+pub const LEAST: (u16, u16) = (80, 24);
+
+/// What stands back.
+pub const DIM: Style = Style::new().fg(Color::DarkGray);
+/// What is held back, and the limits that do it.
+pub const HELD: Style = Style::new().fg(Color::Yellow);
+/// What is wrong.
+pub const WRONG: Style = Style::new().fg(Color::Red);
+
+/// Whether the terminal has room for `command`'s screen; if not, that is drawn.
+pub fn has_room(frame: &mut Frame<'_>, command: &str) -> bool {
+    let (area, (width, height)) = (frame.area(), LEAST);
+    if area.width >= width && area.height >= height {
+        return true;
+    }
+    let text = format!(
+        "{command} needs {width}×{height}; this terminal is {}×{} (make it larger, or press q)",
+        area.width, area.height
+    );
+    frame.render_widget(Paragraph::new(text).wrap(Wrap { trim: true }), area);
+    false
+}
+
+/// An empty window of this size in the middle; returns the area inside its border.
+pub fn window(frame: &mut Frame<'_>, area: Rect, width: u16, height: u16, title: String) -> Rect {
+    let place = area.centered(Constraint::Length(width), Constraint::Length(height));
+    let block = Block::bordered().title(title).border_style(Style::new().fg(Color::Cyan));
+    let inner = block.inner(place);
+    frame.render_widget(widgets::Clear, place);
+    frame.render_widget(block, place);
+    inner
+}
+
+/// A window that explains the keys.
+pub fn help(frame: &mut Frame<'_>, text: &str) {
+    let height = text.lines().count() as u16 + 2;
+    // Wide enough for the longest line with its border, within the least terminal.
+    let inside = window(frame, frame.area(), LEAST.0, height, " keys; any key closes ".to_owned());
+    frame.render_widget(Text::from(text), inside);
+}
 
 /// Whether there is a terminal to draw on and to read keys from.
 pub fn is_possible() -> bool {

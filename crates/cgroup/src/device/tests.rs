@@ -92,7 +92,8 @@ fn a_path_on_no_disk_of_this_machine_is_refused_with_what_to_limit_instead() {
 fn a_path_is_on_the_disk_of_its_file_system_also_below_an_overlay() {
     let upper = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).expect("a directory");
     let number = Number::unpack(fs::metadata(upper.path()).expect("there").dev());
-    // Where this directory is on an overlay itself, or the like, the kernel gives it no disk that could be imitated.
+    // Where this directory is on an overlay itself, or the like, the kernel gives it no disk that
+    // could be imitated.
     if number.major == 0 {
         return;
     }

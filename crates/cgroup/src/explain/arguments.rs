@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use clap::Args;
 
-use crate::arguments::KeptArgs;
+use crate::limit::arguments::KeptArgs;
 
 pub(crate) const EXAMPLES: &str = "\
 Examples:
@@ -25,10 +25,12 @@ pub struct ExplainArgs {
     /// A control group, or the number of a process
     #[arg(value_name = "CGROUP|PID")]
     pub(crate) cgroup: String,
-    /// Write and read small files in a cgroup beside it, with the same limits, and tell what became of them
+    /// Write and read small files in a cgroup beside it, with the same limits, and tell what became
+    /// of them
     #[arg(long)]
     pub(crate) measure: bool,
-    /// Where those files are made; they have no names [default: where a file system on a limited disk is mounted]
+    /// Where those files are made; they have no names [default: where a file system on a limited
+    /// disk is mounted]
     #[arg(long, value_name = "DIR", requires = "measure")]
     pub(crate) directory: Option<PathBuf>,
     /// Bytes that are written or read each way, at most

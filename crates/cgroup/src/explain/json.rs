@@ -7,9 +7,8 @@ use super::{
     findings::Finding,
     verdict::Verdict,
 };
-use crate::hierarchy::Version;
+use crate::control_group::Version;
 
-/// All of it.
 pub(super) fn json(facts: &Facts, findings: &[Finding]) -> Value {
     let limits = facts.levels.iter().flat_map(|level| {
         level.limits.iter().map(|limit| {
@@ -17,10 +16,10 @@ pub(super) fn json(facts: &Facts, findings: &[Finding]) -> Value {
                 "cgroup": level.name,
                 "device": facts.node(limit.disk),
                 "device-number": limit.disk.to_string(),
-                "read-bps": limit.rates.read_bps,
-                "write-bps": limit.rates.write_bps,
-                "read-iops": limit.rates.read_iops,
-                "write-iops": limit.rates.write_iops,
+                "read-bps": limit.rates.bps[0],
+                "write-bps": limit.rates.bps[1],
+                "read-iops": limit.rates.iops[0],
+                "write-iops": limit.rates.iops[1],
                 "evidence": evidence(&limit.evidence),
             })
         })

@@ -10,10 +10,12 @@
 //!   measure/     the same, put to the proof        in a cgroup of its own, removed afterwards
 //! ```
 //!
-//! The question is that of a limit on a container which a buffered `dd` ignored: somebody set it, and does not know what it is kept for. Each
-//! finding comes with the file and the value that it follows from, so that nobody has to believe it.
+//! The question is that of a limit on a container which a buffered `dd` ignored: somebody set it,
+//! and does not know what it is kept for. Each finding comes with the file and the value that it
+//! follows from, so that nobody has to believe it.
 //!
-//! Changes nothing, and opens no device. Only measuring, which has to be asked for, makes a cgroup and writes, to files without names.
+//! Changes nothing, and opens no device. Only measuring, which has to be asked for, makes a cgroup
+//! and writes, to files without names.
 
 pub(crate) mod arguments;
 mod facts;
@@ -41,7 +43,8 @@ use crate::explain::arguments::ExplainArgs;
 
 /// Looks, and prints what was found; measures, if that was asked for, and prints that.
 ///
-/// The exit status says whether it could look, not what it saw: a script asks `--json` for `verdict`.
+/// The exit status says whether it could look, not what it saw: a script asks `--json` for
+/// `verdict`.
 ///
 /// # Errors
 /// If there is no such cgroup, or it cannot be read; or it cannot be measured.

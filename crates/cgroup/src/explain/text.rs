@@ -12,9 +12,8 @@ use super::{
     findings::{Cause, Coverage, Finding},
     verdict::Verdict,
 };
-use crate::hierarchy::Version;
+use crate::control_group::Version;
 
-/// All of it.
 pub(super) fn text(facts: &Facts, findings: &[Finding]) -> String {
     let mut text = String::new();
     let version = if facts.version == Version::V1 { 1 } else { 2 };
@@ -49,7 +48,6 @@ pub(super) fn text(facts: &Facts, findings: &[Finding]) -> String {
     text
 }
 
-/// A disk, the limits on it, and what becomes of the I/O there.
 fn of_disk(facts: &Facts, findings: &[Finding], disk: Option<Number>) -> String {
     let mut text = match disk {
         Some(disk) => {
@@ -100,7 +98,6 @@ fn one(finding: &Finding) -> String {
     text
 }
 
-/// A row for each process and what it does.
 fn processes(facts: &Facts, findings: &[Finding]) -> String {
     let columns = [
         ("PID", Side::Right),

@@ -4,7 +4,6 @@ use std::fmt;
 
 use super::findings::{Cause, Coverage, Finding};
 
-/// The sentence.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Verdict {
     /// There is no limit.
@@ -40,7 +39,6 @@ impl Verdict {
         }
     }
 
-    /// Its name in JSON.
     pub(super) fn name(self) -> &'static str {
         match self {
             Self::NotLimited => "not-limited",

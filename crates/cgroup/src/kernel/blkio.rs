@@ -12,12 +12,13 @@
 //!   io_serviced       the same, in operations
 //! ```
 //!
-//! Each limit is a file of its own here, so four writes make a change. Totals do not include descendants. Source:
-//! Documentation/admin-guide/cgroup-v1/blkio-controller.rst.
+//! Each limit is a file of its own here, so four writes make a change. Totals do not include
+//! descendants. Source: Documentation/admin-guide/cgroup-v1/blkio-controller.rst.
 
 use block::device::Number;
+use policy::steering::Rates;
 
-use super::{Unknown, count, io_max::Rates, io_stat::Usage, nested::NAMELESS, number};
+use super::{Unknown, count, io_stat::Usage, nested::NAMELESS, number};
 
 /// The four files of limits, in the order of [`Rates`]: `blkio.throttle.` and then these.
 pub(crate) const LIMITS: [&str; 4] = [
@@ -26,39 +27,24 @@ pub(crate) const LIMITS: [&str; 4] = [
     "blkio.throttle.read_iops_device",
     "blkio.throttle.write_iops_device",
 ];
-/// The file of bytes.
 pub(crate) const BYTES: &str = "blkio.throttle.io_service_bytes";
-/// The file of operations.
 pub(crate) const OPERATIONS: &str = "blkio.throttle.io_serviced";
 
-/// The key of cgroup v2 that a file of [`LIMITS`] is.
-pub(crate) fn key<'a>(rates: &'a mut Rates, file: &str) -> &'a mut Option<u64> {
-    let [read_bps, write_bps, read_iops, _] = LIMITS;
-    match file {
-        file if file == read_bps => &mut rates.read_bps,
-        file if file == write_bps => &mut rates.write_bps,
-        file if file == read_iops => &mut rates.read_iops,
-        _ => &mut rates.write_iops,
-    }
-}
-
-/// The devices that a file of limits lists, and their limits.
-///
-/// # Errors
-/// If a line is of no known form.
-pub(crate) fn limits(text: &str) -> Result<Vec<(Number, u64)>, Unknown> {
+/// The devices that one of the files of [`LIMITS`] lists, and the rate that it is for.
+pub(crate) fn limits(file: &str, text: &str) -> Result<Vec<(Number, Rates)>, Unknown> {
     let parse = |line: &str| {
         let mut words = line.split_ascii_whitespace();
-        let limit = (number(words.next()?)?, count(words.next()?)?);
-        words.next().is_none().then_some(limit)
+        let (device, rate) = (number(words.next()?)?, count(words.next()?)?);
+        let of = |name: &str| (file == name).then_some(rate);
+        let [read_bps, write_bps, read_iops, write_iops] = LIMITS.map(of);
+        let rates = Rates { bps: [read_bps, write_bps], iops: [read_iops, write_iops] };
+        words.next().is_none().then_some((device, rates))
     };
     text.lines().map(|line| parse(line).ok_or_else(|| Unknown::new("blkio.throttle", line))).collect()
 }
 
-/// What a cgroup has done to each device, from the text of [`BYTES`] and [`OPERATIONS`], in the order of their numbers.
-///
-/// # Errors
-/// If a line is of no known form.
+/// What a cgroup has done to each device, from the text of [`BYTES`] and [`OPERATIONS`], in the
+/// order of their numbers.
 pub(crate) fn usage(bytes: &str, operations: &str) -> Result<Vec<(Number, Usage)>, Unknown> {
     let mut found = std::collections::BTreeMap::<Number, Usage>::new();
     each(BYTES, bytes, |device, kind, total| kind.set_bytes(found.entry(device).or_default(), total))?;
@@ -69,9 +55,6 @@ pub(crate) fn usage(bytes: &str, operations: &str) -> Result<Vec<(Number, Usage)
 }
 
 /// One device of the two files; `None` if the cgroup has done nothing to it. Allocates nothing.
-///
-/// # Errors
-/// If a line is of no known form.
 pub(crate) fn find(bytes: &str, operations: &str, device: Number) -> Result<Option<Usage>, Unknown> {
     let mut found = None;
     each(BYTES, bytes, |number, kind, total| {
@@ -87,7 +70,6 @@ pub(crate) fn find(bytes: &str, operations: &str, device: Number) -> Result<Opti
     Ok(found)
 }
 
-/// What a line counts.
 #[derive(Debug, Clone, Copy)]
 enum Kind {
     Read,

@@ -1,7 +1,8 @@
 //! What the fuzz target does with a text, and what has to hold whatever it is.
 //!
-//! Here and not in `fuzz/`, because tests run the same checks for a short time on every change. Every parser gets every text: a sample of one
-//! format, half changed into another, is what none of them expects.
+//! Here and not in `fuzz/`, because tests run the same checks for a short time on every change.
+//! Every parser gets every text: a sample of one format, half changed into another, is what none of
+//! them expects.
 
 use std::path::Path;
 
@@ -50,7 +51,7 @@ fn nested_files(text: &str) {
         }
     }
     for (device, rates) in accepted(io_max::parse(text)).unwrap_or_default() {
-        assert_eq!(io_max::parse(&rates.line(device)), Ok(vec![(device, rates)]));
+        assert_eq!(io_max::parse(&io_max::line(rates, device)), Ok(vec![(device, rates)]));
     }
     let _ = accepted(io_latency::targets(text));
     if let Some(waiting) = accepted(memory_stat::parse(text)) {
@@ -72,7 +73,7 @@ fn blkio_files(text: &str) {
             assert_eq!((usage.read_bytes, usage.written_bytes), (usage.reads, usage.writes));
         }
     }
-    let _ = accepted(blkio::limits(text));
+    let _ = accepted(blkio::limits(blkio::LIMITS[0], text));
 }
 
 fn weight_files(text: &str) {

@@ -11,9 +11,6 @@ use block::device::Number;
 use super::{Unknown, count, nested};
 
 /// The devices with a target, in microseconds.
-///
-/// # Errors
-/// If a line is of no known form.
 pub(crate) fn targets(text: &str) -> Result<Vec<(Number, u64)>, Unknown> {
     nested::all("io.latency", text, |target: &mut u64, key, value| {
         if key == "target" {

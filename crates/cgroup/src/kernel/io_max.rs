@@ -4,60 +4,46 @@
 //!   8:16 rbps=2097152 wbps=max riops=max wiops=120
 //! ```
 //!
-//! A device without limits has no line. What is written is one line of the same form, and the kernel takes all of it or nothing.
-//! Source: Documentation/admin-guide/cgroup-v2.rst, "IO Interface Files".
+//! A device without limits has no line. What is written is one line of the same form, and the
+//! kernel takes all of it or nothing. Source: Documentation/admin-guide/cgroup-v2.rst, "IO
+//! Interface Files".
 
 use block::device::Number;
+use policy::steering::Rates;
 
 use super::{Unknown, count, nested};
 
-const FILE: &str = "io.max";
+pub(crate) const FILE: &str = "io.max";
 /// How the kernel writes that there is no limit.
 const UNLIMITED: &str = "max";
 
-/// The limits on one device; `None` is none, as the kernel's `max`.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub(crate) struct Rates {
-    /// Bytes read in a second.
-    pub(crate) read_bps: Option<u64>,
-    /// Bytes written in a second.
-    pub(crate) write_bps: Option<u64>,
-    /// Reads in a second.
-    pub(crate) read_iops: Option<u64>,
-    /// Writes in a second.
-    pub(crate) write_iops: Option<u64>,
+/// The four rates in the order of the keys.
+pub(crate) fn in_order(
+    Rates { bps: [read_bps, write_bps], iops: [read_iops, write_iops] }: Rates,
+) -> [Option<u64>; 4] {
+    [read_bps, write_bps, read_iops, write_iops]
 }
 
-impl Rates {
-    /// What is written to io.max to put these in force, with all four keys and without an end of line.
-    pub(crate) fn line(&self, device: Number) -> String {
-        let text = |rate: Option<u64>| rate.map_or_else(|| UNLIMITED.to_owned(), |rate| rate.to_string());
-        format!(
-            "{device} rbps={} wbps={} riops={} wiops={}",
-            text(self.read_bps),
-            text(self.write_bps),
-            text(self.read_iops),
-            text(self.write_iops)
-        )
-    }
+/// What is written to io.max to put these in force, with all four keys and without an end of line.
+pub(crate) fn line(rates: Rates, device: Number) -> String {
+    let text = |rate: Option<u64>| rate.map_or_else(|| UNLIMITED.to_owned(), |rate| rate.to_string());
+    let [read_bps, write_bps, read_iops, write_iops] = in_order(rates).map(text);
+    format!("{device} rbps={read_bps} wbps={write_bps} riops={read_iops} wiops={write_iops}")
+}
 
-    fn set(&mut self, key: &str, value: &str) -> Option<()> {
-        let rate = match key {
-            "rbps" => &mut self.read_bps,
-            "wbps" => &mut self.write_bps,
-            "riops" => &mut self.read_iops,
-            "wiops" => &mut self.write_iops,
-            _ => return Some(()),
-        };
-        *rate = if value == UNLIMITED { None } else { Some(count(value)?) };
-        Some(())
-    }
+fn set(rates: &mut Rates, key: &str, value: &str) -> Option<()> {
+    let rate = match key {
+        "rbps" => &mut rates.bps[0],
+        "wbps" => &mut rates.bps[1],
+        "riops" => &mut rates.iops[0],
+        "wiops" => &mut rates.iops[1],
+        _ => return Some(()),
+    };
+    *rate = if value == UNLIMITED { None } else { Some(count(value)?) };
+    Some(())
 }
 
 /// Every device of the file, in its order.
-///
-/// # Errors
-/// If a line is of no known form.
 pub(crate) fn parse(text: &str) -> Result<Vec<(Number, Rates)>, Unknown> {
-    nested::all(FILE, text, Rates::set)
+    nested::all(FILE, text, set)
 }

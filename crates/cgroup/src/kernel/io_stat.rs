@@ -4,8 +4,9 @@
 //!   8:16 rbytes=1459200 wbytes=314773504 rios=192 wios=353 dbytes=0 dios=0
 //! ```
 //!
-//! Discards are there since Linux 4.19. A controller may add keys of its own (`cost.usage`, `use_delay`, `depth`); they are passed over.
-//! Totals from the cgroup's beginning, those of its descendants included. Source: Documentation/admin-guide/cgroup-v2.rst, "IO Interface Files".
+//! Discards are there since Linux 4.19. A controller may add keys of its own (`cost.usage`,
+//! `use_delay`, `depth`); they are passed over. Totals from the cgroup's beginning, those of its
+//! descendants included. Source: Documentation/admin-guide/cgroup-v2.rst, "IO Interface Files".
 
 use std::ops::ControlFlow;
 
@@ -18,25 +19,19 @@ const FILE: &str = "io.stat";
 /// Totals of what a cgroup has done to one device.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct Usage {
-    /// Bytes read.
     pub(crate) read_bytes: u64,
-    /// Bytes written.
     pub(crate) written_bytes: u64,
-    /// Reads.
     pub(crate) reads: u64,
-    /// Writes.
     pub(crate) writes: u64,
-    /// Bytes discarded.
     pub(crate) discarded_bytes: u64,
-    /// Discards.
     pub(crate) discards: u64,
 }
 
 impl Usage {
     /// What was done since an earlier moment.
     ///
-    /// Totals that are lower than they were are a new beginning, as of a cgroup that was made again under its name: everything
-    /// they say has then been done since.
+    /// Totals that are lower than they were are a new beginning, as of a cgroup that was made again
+    /// under its name: everything they say has then been done since.
     #[must_use]
     pub(crate) fn since(&self, earlier: &Self) -> Self {
         let difference = |now: u64, then: u64| now.checked_sub(then).unwrap_or(now);
@@ -66,14 +61,12 @@ impl Usage {
 }
 
 /// Every device of the file, in its order. A device of which nothing is said has done nothing.
-///
-/// # Errors
-/// If a line is of no known form.
 pub(crate) fn parse(text: &str) -> Result<Vec<(Number, Usage)>, Unknown> {
     nested::all(FILE, text, Usage::set)
 }
 
-/// One device of the file; `None` if the cgroup has done nothing to it. Allocates nothing, and reads no further than the device.
+/// One device of the file; `None` if the cgroup has done nothing to it. Allocates nothing, and
+/// reads no further than the device.
 ///
 /// # Errors
 /// If a line up to the device's is of no known form.

@@ -22,7 +22,6 @@ pub(crate) struct Waiting {
 }
 
 impl Waiting {
-    /// Both.
     pub(crate) fn total(self) -> u64 {
         self.dirty.saturating_add(self.writeback)
     }

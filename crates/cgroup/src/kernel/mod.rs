@@ -8,12 +8,14 @@
 //!   mounts      mountinfo
 //! ```
 //!
-//! These files gain keys from release to release, so what is not known is passed over, as the kernel's documentation asks
-//! (Documentation/admin-guide/cgroup-v2.rst, "Conventions"). A line of another form than was ever documented is [`Unknown`]: figures
-//! that are guessed would become limits. `samples/` holds what kernels from 2.6.32 to 6.18 print, and `fuzzing`
-//! what has to hold of any text.
+//! These files gain keys from release to release, so what is not known is passed over, as the
+//! kernel's documentation asks (Documentation/admin-guide/cgroup-v2.rst, "Conventions"). A line of
+//! another form than was ever documented is [`Unknown`]: figures that are guessed would become
+//! limits. `samples/` holds what kernels from 2.6.32 to 6.18 print, and `fuzzing` what has to hold
+//! of any text.
 //!
-//! Never opens a file and never panics: whoever can make a cgroup or name a process has a say in these texts.
+//! Never opens a file and never panics: whoever can make a cgroup or name a process has a say in
+//! these texts.
 
 pub(crate) mod blkio;
 pub(crate) mod io_latency;

@@ -8,8 +8,9 @@
 //!         number
 //! ```
 //!
-//! Blanks, tabs, newlines, backslashes and hashes in names are written as octal numbers, `\040`. In the super options a comma inside a value is
-//! too, so those are unescaped one by one ([`Mount::option`]). Source: proc_pid_mountinfo(5).
+//! Blanks, tabs, newlines, backslashes and hashes in names are written as octal numbers, `\040`. In
+//! the super options a comma inside a value is too, so those are unescaped one by one
+//! ([`Mount::option`]). Source: proc_pid_mountinfo(5).
 
 use std::{
     ffi::OsString,
@@ -30,7 +31,6 @@ pub(crate) struct Mount {
     pub(crate) number: Number,
     /// The directory of the file system that is mounted, such as `/`.
     pub(crate) root: PathBuf,
-    /// Where.
     pub(crate) point: PathBuf,
     /// The file system's kind, such as `ext4` or `fuse.sshfs`.
     pub(crate) kind: String,
@@ -53,9 +53,6 @@ impl Mount {
 }
 
 /// Every mount, in the order in which they were made: a later one hides what is below its point.
-///
-/// # Errors
-/// If a line is of no known form.
 pub(crate) fn parse(text: &str) -> Result<Vec<Mount>, Unknown> {
     text.lines().map(|line| parse_line(line).ok_or_else(|| Unknown::new(FILE, line))).collect()
 }

@@ -7,8 +7,9 @@
 //!   11:2 rbytes=0 [NONE] dispatched=0          Android: what its scheduler counts, by class of request
 //! ```
 //!
-//! Keys belong to the device before them. Source: "Nested keyed" in Documentation/admin-guide/cgroup-v2.rst. Lines did not end between the commits "stop
-//! using seq_get_buf" and "always terminate io.stat lines" of block/blk-cgroup.c.
+//! Keys belong to the device before them. Source: "Nested keyed" in
+//! Documentation/admin-guide/cgroup-v2.rst. Lines did not end between the commits "stop using
+//! seq_get_buf" and "always terminate io.stat lines" of block/blk-cgroup.c.
 //!
 //! Allocates nothing but the error: io.stat is read many times a second.
 
@@ -23,7 +24,8 @@ pub(super) const NAMELESS: [&str; 2] = ["(unknown)", "(null)"];
 
 /// Shows every device, in the file's order, until told to break.
 ///
-/// `set` takes one key into the value and gives `None` if its text is not of its form; keys that it does not know it passes over.
+/// `set` takes one key into the value and gives `None` if its text is not of its form; keys that it
+/// does not know it passes over.
 ///
 /// # Errors
 /// At the first line that is neither. What came before has been shown.

@@ -5,8 +5,9 @@
 //!   full avg10=0.00 avg60=0.10 avg300=0.90 total=4346621964
 //! ```
 //!
-//! There since Linux 4.20, if built in and not switched off by `psi=0`, when reading fails with "Operation not supported". The processor's
-//! has no line of `full` before 5.13. Source: Documentation/accounting/psi.rst.
+//! There since Linux 4.20, if built in and not switched off by `psi=0`, when reading fails with
+//! "Operation not supported". The processor's has no line of `full` before 5.13. Source:
+//! Documentation/accounting/psi.rst.
 
 use super::{Unknown, count};
 
@@ -21,7 +22,6 @@ pub(crate) struct Stall {
     pub(crate) avg60: f64,
     /// Share of the last 300 seconds, in percent.
     pub(crate) avg300: f64,
-    /// In all, in microseconds.
     pub(crate) total_us: u64,
 }
 

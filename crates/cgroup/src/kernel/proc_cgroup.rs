@@ -6,8 +6,9 @@
 //!   0::/user.slice/session-1.scope   cgroup v2
 //! ```
 //!
-//! Paths are as the reader's cgroup namespace sees them: what lies outside it begins with `/..`. The path of a cgroup that was removed under
-//! its last process, a zombie, ends in ` (deleted)`. Source: cgroups(7), cgroup_namespaces(7).
+//! Paths are as the reader's cgroup namespace sees them: what lies outside it begins with `/..`.
+//! The path of a cgroup that was removed under its last process, a zombie, ends in ` (deleted)`.
+//! Source: cgroups(7), cgroup_namespaces(7).
 
 use std::path::PathBuf;
 
@@ -27,9 +28,6 @@ pub(crate) struct Membership {
 }
 
 /// Every hierarchy, in the file's order.
-///
-/// # Errors
-/// If a line is of no known form.
 pub(crate) fn parse(text: &str) -> Result<Vec<Membership>, Unknown> {
     text.lines().map(|line| parse_line(line).ok_or_else(|| Unknown::new(FILE, line))).collect()
 }

@@ -1,4 +1,5 @@
-//! Weights, and whether anything on the device heeds them: io.weight, io.bfq.weight, io.cost.qos, queue/scheduler.
+//! Weights, and whether anything on the device heeds them: io.weight, io.bfq.weight, io.cost.qos,
+//! queue/scheduler.
 //!
 //! ```text
 //!   io.weight         default 100            for devices without a line of their own
@@ -8,19 +9,17 @@
 //!   queue/scheduler   none [mq-deadline] kyber bfq
 //! ```
 //!
-//! Source: Documentation/admin-guide/cgroup-v2.rst, "IO Interface Files"; Documentation/block/bfq-iosched.rst;
-//! Documentation/ABI/stable/sysfs-block.
+//! Source: Documentation/admin-guide/cgroup-v2.rst, "IO Interface Files";
+//! Documentation/block/bfq-iosched.rst; Documentation/ABI/stable/sysfs-block.
 
 use block::device::Number;
 
 use super::{Unknown, count, nested, number};
 
-/// The weights of a cgroup.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct Weights {
     /// On devices that are not in the list.
     pub(crate) default: Option<u32>,
-    /// On these.
     pub(crate) devices: Vec<(Number, u32)>,
 }
 
@@ -33,9 +32,6 @@ impl Weights {
 }
 
 /// The whole of io.weight or io.bfq.weight.
-///
-/// # Errors
-/// If a line is of no known form.
 pub(crate) fn weights(text: &str) -> Result<Weights, Unknown> {
     let mut weights = Weights::default();
     for line in text.lines() {
@@ -55,9 +51,6 @@ pub(crate) fn weights(text: &str) -> Result<Weights, Unknown> {
 }
 
 /// The devices that io.cost.qos lists, and whether io.cost is in force on them.
-///
-/// # Errors
-/// If a line is of no known form.
 pub(crate) fn cost_enabled(text: &str) -> Result<Vec<(Number, bool)>, Unknown> {
     nested::all("io.cost.qos", text, |enabled: &mut bool, key, value| {
         if key == "enable" {
@@ -67,7 +60,8 @@ pub(crate) fn cost_enabled(text: &str) -> Result<Vec<(Number, bool)>, Unknown> {
     })
 }
 
-/// The scheduler in force, of those that queue/scheduler lists; `None` if the device has none to choose from and says so with nothing.
+/// The scheduler in force, of those that queue/scheduler lists; `None` if the device has none to
+/// choose from and says so with nothing.
 ///
 /// # Errors
 /// If several are listed and none is marked.

@@ -1,4 +1,5 @@
-//! What weir itself keeps for a cgroup: limits with bursts, a watermark, a group, which the kernel's own files cannot say.
+//! What weir itself keeps for a cgroup: limits with bursts, a watermark, a group, which the
+//! kernel's own files cannot say.
 
 use std::path::Path;
 
@@ -47,7 +48,6 @@ impl Asked {
         set.map(|setting| (setting.name().to_owned(), self.limits.get(setting))).collect()
     }
 
-    /// For a program.
     pub(crate) fn json(&self) -> Value {
         json!({
             "limits": self.named(),
@@ -75,7 +75,10 @@ impl Asked {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{control_group::ControlGroup, hierarchy::Version, limit::kept::Change};
+    use crate::{
+        control_group::{ControlGroup, Version},
+        limit::kept::Change,
+    };
 
     const DISK: Number = Number { major: 8, minor: 0 };
 

@@ -1,10 +1,12 @@
-//! The limits that were asked for, in one file: what the kernel's own files cannot say (bursts, watermarks, groups), and what they fall back to.
+//! The limits that were asked for, in one file: what the kernel's own files cannot say (bursts,
+//! watermarks, groups), and what they fall back to.
 //!
 //! ```text
 //!   weir cgroup limit ──► /run/weir/cgroups.json ──► weir cgroup watch, its guard, weir cgroup show
 //! ```
 //!
-//! Beside the kernel's cgroups, and gone with them when the machine ends, unless the user wants them elsewhere. Written whole or not at all, under a lock (`locks.rs`); a file that is not of
+//! Beside the kernel's cgroups, and gone with them when the machine ends, unless the user wants
+//! them elsewhere. Written whole or not at all, under a lock (`locks.rs`); a file that is not of
 //! this form is an error that names it, and is never written over.
 //!
 //! Never touches a cgroup.
@@ -35,7 +37,6 @@ const MAX_FILE_BYTES: u64 = 16 << 20;
 /// The weight of who was given none.
 pub(crate) const DEFAULT_WEIGHT: u32 = 100;
 
-/// All that was asked for.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub(crate) struct Kept {
@@ -47,7 +48,6 @@ pub(crate) struct Kept {
     pub(crate) limits: Vec<Entry>,
 }
 
-/// Limits with their watermark.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub(crate) struct Shared {
@@ -64,7 +64,6 @@ pub(crate) struct Shared {
 pub(crate) struct Entry {
     /// Its path from where cgroups are mounted.
     pub(crate) cgroup: PathBuf,
-    /// The disk's number.
     device: String,
     /// What the disk is called for good, for its capacity.
     pub(crate) device_key: String,
@@ -155,9 +154,6 @@ impl Shared {
 
 impl Entry {
     /// The disk's number.
-    ///
-    /// # Errors
-    /// If it is none.
     pub(crate) fn device(&self) -> anyhow::Result<Number> {
         kernel::number(&self.device).with_context(|| format!("{:?} is no device's number", self.device))
     }
@@ -168,9 +164,6 @@ impl Entry {
     }
 
     /// The disk's number, if that disk is there and no other has got its number since.
-    ///
-    /// # Errors
-    /// Which of both it is.
     pub(crate) fn disk(&self, roots: &Roots) -> anyhow::Result<Number> {
         let number = self.device()?;
         let identity = match Identity::resolve(number, roots) {
@@ -191,7 +184,8 @@ impl Entry {
         Ok(number)
     }
 
-    /// Whether a text could mean its disk, which need not be there: then its number does, and any path.
+    /// Whether a text could mean its disk, which need not be there: then its number does, and any
+    /// path.
     pub(crate) fn could_be_on(&self, device: &str, known: Option<Number>) -> bool {
         match known {
             Some(number) => self.device().is_ok_and(|own| own == number),
@@ -226,7 +220,8 @@ impl Kept {
         self.limits.iter().find(|entry| entry.cgroup == group.name && entry.device == device)
     }
 
-    /// Makes a change to a control group's limits on a device, which is called `device_key` for good.
+    /// Makes a change to a control group's limits on a device, which is called `device_key` for
+    /// good.
     ///
     /// # Errors
     /// If what holds then makes no sense; nothing is changed.

@@ -1,4 +1,5 @@
-//! Who may do what with the file of limits: locks on files beside it, which end with whoever holds them.
+//! Who may do what with the file of limits: locks on files beside it, which end with whoever holds
+//! them.
 //!
 //! ```text
 //!   cgroups.json.lock    whoever changes the limits, for as long as that takes
@@ -28,7 +29,8 @@ const LOOKS_AT_A_LOCK: usize = 10;
 const LOOKS_AT_A_GUARD: usize = 500;
 /// The same of a watch that may make way, after settling all limits.
 const LOOKS_AT_A_CLAIM: usize = 150;
-/// The same of a change, which may have to wait for systemd; and for who has no time to wait, since a limit is to hold within a second.
+/// The same of a change, which may have to wait for systemd; and for who has no time to wait, since
+/// a limit is to hold within a second.
 const LOOKS_AT_A_CHANGE: usize = 1500;
 const SHORT_LOOKS_AT_A_CHANGE: usize = 25;
 const LOOK: Duration = Duration::from_millis(20);
@@ -38,7 +40,6 @@ const LOOK: Duration = Duration::from_millis(20);
 pub(crate) struct Locked {
     path: PathBuf,
     _lock: Flock<File>,
-    /// What is in it.
     pub(crate) kept: Kept,
 }
 
@@ -68,15 +69,13 @@ impl Locked {
 }
 
 /// Writes the file anew, if it has been removed.
-///
-/// # Errors
-/// If that fails.
 pub(crate) fn restore(path: &Path, kept: &Kept) -> anyhow::Result<()> {
     let _unchanged = Unchanged::take(path);
     if path.exists() { Ok(()) } else { kept.save(path) }
 }
 
-/// Held while limits are settled, so that nobody changes them meanwhile: who does has told the kernel and not kept it yet.
+/// Held while limits are settled, so that nobody changes them meanwhile: who does has told the
+/// kernel and not kept it yet.
 #[derive(Debug)]
 pub(super) struct Unchanged(Option<Flock<File>>);
 
@@ -126,12 +125,14 @@ impl Watched {
     }
 }
 
-/// Held as long as a guard may still settle these limits: by the watch and, through the same open file, by its guard.
+/// Held as long as a guard may still settle these limits: by the watch and, through the same open
+/// file, by its guard.
 #[derive(Debug)]
 pub(crate) struct Guarded(Flock<File>);
 
 impl Guarded {
-    /// Waits until no earlier guard is left: what that settles must not come after what the next watch has granted.
+    /// Waits until no earlier guard is left: what that settles must not come after what the next
+    /// watch has granted.
     ///
     /// # Errors
     /// If the lock's file cannot be made, or a guard is still there after ten seconds.
@@ -161,7 +162,8 @@ fn lock(path: &Path, kind: &str, how: FlockArg) -> anyhow::Result<Option<Flock<F
     let name = PathBuf::from(name);
     let open = || -> std::io::Result<File> {
         fs::create_dir_all(path.parent().unwrap_or(Path::new(".")))?;
-        // Not to be opened by anybody else: a lock can be taken, and kept, by whoever can read the file.
+        // Not to be opened by anybody else: a lock can be taken, and kept, by whoever can read the
+        // file.
         let file = File::options().create(true).truncate(false).write(true).mode(0o600).open(&name)?;
         file.set_permissions(fs::Permissions::from_mode(0o600))?;
         Ok(file)

@@ -6,8 +6,9 @@
 //!                           └──────────────────► weir cgroup watch: bursts, watermarks, groups   within a tenth of a second
 //! ```
 //!
-//! The kernel is told first, and only what it took is kept; what is to be removed is forgotten first, and kept again if the kernel refuses. All
-//! of a change is made, or none of it: also where a group's other members get less by it.
+//! The kernel is told first, and only what it took is kept; what is to be removed is forgotten
+//! first, and kept again if the kernel refuses. All of a change is made, or none of it: also where
+//! a group's other members get less by it.
 
 pub(crate) mod arguments;
 pub(crate) mod asked;
@@ -33,9 +34,9 @@ use pools::Sharing;
 use tell::Telling;
 
 use super::{
-    control_group::ControlGroup,
+    control_group::{ControlGroup, Version},
     device,
-    hierarchy::{Hierarchy, Roots, Version},
+    hierarchy::{Hierarchy, Roots},
     target,
 };
 use crate::limit::arguments::LimitArgs;
@@ -96,7 +97,8 @@ fn holds(file: &Path, group: &ControlGroup, device: &Identity) -> anyhow::Result
 /// Changes what a control group may do on a device, and keeps it in the file.
 ///
 /// # Errors
-/// If the change makes no sense, the kernel or systemd refuse it, or the file cannot be written. Then all is as it was.
+/// If the change makes no sense, the kernel or systemd refuse it, or the file cannot be written.
+/// Then all is as it was.
 pub(crate) fn set(
     hierarchy: &Hierarchy,
     file: &Path,
@@ -192,7 +194,8 @@ pub(crate) fn remove(
             None => Ok(()),
         });
     if let Err(error) = removed {
-        // Then it is limited as before, and what is kept says so; if not, the first error says more.
+        // Then it is limited as before, and what is kept says so; if not, the first error says
+        // more.
         let after = std::mem::replace(&mut locked.kept, before);
         let place = (device.number(), device.node());
         let telling =
@@ -208,7 +211,8 @@ pub(crate) fn remove(
     Ok(Outcome::new(group, device, Rates::NONE, None, Vec::new()))
 }
 
-/// Forgets what is kept of a control group or a disk that is not there any more, and gives its part to the others.
+/// Forgets what is kept of a control group or a disk that is not there any more, and gives its part
+/// to the others.
 ///
 /// # Errors
 /// `why` it is not there, if nothing of that name is kept either.
@@ -280,7 +284,8 @@ fn only_rates(limits: &Limits, change: &Change) -> anyhow::Result<()> {
     )
 }
 
-/// Sees to it that the control group has the controllers that limits need: io, and memory to know whose a buffered write is.
+/// Sees to it that the control group has the controllers that limits need: io, and memory to know
+/// whose a buffered write is.
 fn enable(group: &ControlGroup, notices: &mut Vec<String>) -> anyhow::Result<()> {
     group.enable(&["io"])?;
     if let Err(error) = group.enable(&["memory"]) {

@@ -1,4 +1,5 @@
-//! What `weir cgroup limit` prints: what the kernel was told, what was asked for, and what the caller should know.
+//! What `weir cgroup limit` prints: what the kernel was told, what was asked for, and what the
+//! caller should know.
 
 use block::device::Identity;
 use console::table;

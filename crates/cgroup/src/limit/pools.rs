@@ -1,4 +1,5 @@
-//! From what was asked for to pools that can be steered: one for each group, one for each control group without.
+//! From what was asked for to pools that can be steered: one for each group, one for each control
+//! group without.
 
 use std::collections::BTreeMap;
 
@@ -25,9 +26,6 @@ pub(crate) struct Sharing {
 
 impl Sharing {
     /// All that is kept.
-    ///
-    /// # Errors
-    /// None for what [`Kept::load`] or a change returned: it has been checked.
     pub(crate) fn all(kept: &Kept) -> anyhow::Result<Vec<Self>> {
         let mut alone = Vec::new();
         let mut groups: BTreeMap<&str, Self> = BTreeMap::new();

@@ -1,6 +1,8 @@
-//! What holds when nobody steers: limits without bursts, whatever the watermark, divided by weight among those who are there.
+//! What holds when nobody steers: limits without bursts, whatever the watermark, divided by weight
+//! among those who are there.
 //!
-//! What `weir cgroup limit` tells at once, and what a watch, its guard, and whoever comes after them fall back to.
+//! What `weir cgroup limit` tells at once, and what a watch, its guard, and whoever comes after
+//! them fall back to.
 
 use std::{
     collections::{HashMap, HashSet},
@@ -18,18 +20,14 @@ use super::{
     tell::{self, Telling},
 };
 use crate::{
-    control_group::ControlGroup,
-    hierarchy::{Hierarchy, Version},
+    control_group::{ControlGroup, Version},
+    hierarchy::Hierarchy,
 };
 
-/// A control group on a device that is there, and what it is held to.
 pub(crate) type Settled = (ControlGroup, Number, Rates);
 
-/// What each control group that is there is held to when nobody steers. One whose disk is gone, or another's by now, is held to nothing and
-/// leaves its part to the others.
-///
-/// # Errors
-/// None for what [`Kept::load`] or a change returned.
+/// What each control group that is there is held to when nobody steers. One whose disk is gone, or
+/// another's by now, is held to nothing and leaves its part to the others.
 pub(crate) fn settled(hierarchy: &Hierarchy, kept: &Kept) -> anyhow::Result<Vec<Settled>> {
     let mut all = Vec::new();
     for sharing in Sharing::all(kept)? {
@@ -39,9 +37,6 @@ pub(crate) fn settled(hierarchy: &Hierarchy, kept: &Kept) -> anyhow::Result<Vec<
 }
 
 /// The same of those who share a limit.
-///
-/// # Errors
-/// As [`settled`].
 pub(crate) fn settled_of(hierarchy: &Hierarchy, sharing: Sharing) -> anyhow::Result<Vec<Settled>> {
     let roots = hierarchy.roots.of_devices();
     let sharing = sharing.of_those(|entry| {
@@ -57,11 +52,9 @@ pub(crate) fn settled_of(hierarchy: &Hierarchy, sharing: Sharing) -> anyhow::Res
     held.map(|(entry, rates)| place(entry).map(|(group, device)| (group, device, rates))).collect()
 }
 
-/// Whether an entry's disk is there, and no other by now. Where the kernel holds the control group to something there, it is: limits go with
-/// their disk. Only where it does not the disk itself is asked, which may take its time.
-///
-/// # Errors
-/// Which of both it is.
+/// Whether an entry's disk is there, and no other by now. Where the kernel holds the control group
+/// to something there, it is: limits go with their disk. Only where it does not the disk itself is
+/// asked, which may take its time.
 pub(crate) fn same_disk(group: &ControlGroup, entry: &Entry, roots: &Roots) -> anyhow::Result<()> {
     let number = entry.device()?;
     if tell::told(group, number).is_ok_and(|told| told != Rates::NONE) {
@@ -70,8 +63,8 @@ pub(crate) fn same_disk(group: &ControlGroup, entry: &Entry, roots: &Roots) -> a
     entry.disk(roots).map(drop)
 }
 
-/// Tells the kernel, and systemd, what holds after a change, wherever that differs from before; who gets less first. Returns what `of`
-/// was told, which is told in any case.
+/// Tells the kernel, and systemd, what holds after a change, wherever that differs from before; who
+/// gets less first. Returns what `of` was told, which is told in any case.
 ///
 /// # Errors
 /// If one is refused; then all are as they were.
@@ -91,7 +84,8 @@ pub(super) fn change(
         .collect();
     let shared = of.map(|of| sharing_with(after, of)).transpose()?.unwrap_or_default();
     let differs = |(group, number): &(ControlGroup, Number), rates: &Rates| {
-        // Who shares with it may be held to something else than this was computed from: it was alone for a while.
+        // Who shares with it may be held to something else than this was computed from: it was
+        // alone for a while.
         shared.contains(&(group.name.clone(), *number))
             && tell::told(group, *number).is_ok_and(|told| told != *rates)
     };
@@ -112,7 +106,6 @@ pub(super) fn change(
     Ok(found)
 }
 
-/// Who shares limits with one, by name and device.
 fn sharing_with(
     kept: &Kept,
     (group, number): (&ControlGroup, Number),
@@ -129,7 +122,8 @@ fn sum(Rates { bps, iops }: &Rates) -> u128 {
     bps.iter().chain(iops).map(|rate| rate.map_or(u128::from(u64::MAX), u128::from)).sum()
 }
 
-/// Holds every control group to what was configured, without bursts. One that refuses does not keep it from the others.
+/// Holds every control group to what was configured, without bursts. One that refuses does not keep
+/// it from the others.
 ///
 /// # Errors
 /// The last of what was refused; the others have been complained of.
@@ -148,28 +142,21 @@ pub(crate) fn settle(hierarchy: &Hierarchy, kept: &Kept) -> anyhow::Result<()> {
     failed.map_or(Ok(()), Err)
 }
 
-/// The same with what is in the file now, or was last if that cannot be used, while nobody changes it.
-///
-/// # Errors
-/// As [`settle`].
+/// The same with what is in the file now, or was last if that cannot be used, while nobody changes
+/// it.
 pub(crate) fn settle_latest(hierarchy: &Hierarchy, path: &Path, last: &Kept) -> anyhow::Result<()> {
     let _unchanged = Unchanged::take(path);
     settle(hierarchy, &Kept::latest(path, last))
 }
 
 /// Tells the kernel, unless it has been told the same; and has the controllers handed down first.
-///
-/// # Errors
-/// If it refuses.
 pub(crate) fn hold(group: &ControlGroup, device: Number, rates: Rates) -> anyhow::Result<()> {
     hand_down(group)?;
     tell_if_different(group, device, rates)
 }
 
-/// Has the levels above hand down the controllers that limits need, if they do not, as after the machine's start.
-///
-/// # Errors
-/// If they cannot.
+/// Has the levels above hand down the controllers that limits need, if they do not, as after the
+/// machine's start.
 pub(crate) fn hand_down(group: &ControlGroup) -> anyhow::Result<()> {
     if group.version == Version::V1 || group.has("io.stat") {
         return Ok(());
@@ -180,8 +167,9 @@ pub(crate) fn hand_down(group: &ControlGroup) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Tells systemd what it has not been told of a control group, as after the machine's start: it takes back a controller that none of its units
-/// asks for, and the limits with it (seen with version 252). Nobody changes limits meanwhile; false if somebody does, and it is to be tried
+/// Tells systemd what it has not been told of a control group, as after the machine's start: it
+/// takes back a controller that none of its units asks for, and the limits with it (seen with
+/// version 252). Nobody changes limits meanwhile; false if somebody does, and it is to be tried
 /// again.
 ///
 /// # Errors
@@ -201,11 +189,8 @@ pub(crate) fn tell_systemd(hierarchy: &Hierarchy, path: &Path, group: &ControlGr
     Ok(true)
 }
 
-/// What systemd has not been told of what is kept of some control groups, of those that are there and whose disk is. With the rates of each beside
-/// all others, there or not.
-///
-/// # Errors
-/// None for what [`Kept::load`] or a change returned.
+/// What systemd has not been told of what is kept of some control groups, of those that are there
+/// and whose disk is. With the rates of each beside all others, there or not.
 pub(crate) fn unknown_to_systemd(
     hierarchy: &Hierarchy,
     kept: &Kept,
@@ -235,17 +220,11 @@ pub(crate) fn unknown_to_systemd(
 }
 
 /// Tells the kernel, unless it has been told the same: each time costs it some precision.
-///
-/// # Errors
-/// If it refuses.
 pub(crate) fn tell_if_different(group: &ControlGroup, device: Number, rates: Rates) -> anyhow::Result<()> {
     tell_after(group, device, tell::told(group, device).ok(), rates)
 }
 
 /// The same for who knows already what it has been told.
-///
-/// # Errors
-/// If it refuses.
 pub(crate) fn tell_after(
     group: &ControlGroup,
     device: Number,

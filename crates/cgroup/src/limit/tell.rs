@@ -1,4 +1,5 @@
-//! Tells the kernel what a control group may do on a device: all four keys or none, for one or for several.
+//! Tells the kernel what a control group may do on a device: all four keys or none, for one or for
+//! several.
 //!
 //! ```text
 //!   cgroup v2   io.max                         one write(2), which the kernel takes whole or not at all
@@ -19,63 +20,29 @@ use block::device::Number;
 use policy::steering::Rates;
 
 use crate::{
-    control_group::ControlGroup,
-    hierarchy::{Hierarchy, Version},
+    control_group::{ControlGroup, Version},
+    hierarchy::Hierarchy,
     kernel::{blkio, io_max},
+    limit_files,
 };
 
-/// Operations are 32 bits wide in the kernel (block/blk-throttle.c, tg_set_limit), and so many a second are no limit.
+/// Operations are 32 bits wide in the kernel (block/blk-throttle.c, tg_set_limit), and so many a
+/// second are no limit.
 const MOST_OPERATIONS: u64 = u32::MAX as u64;
 
-impl From<Rates> for io_max::Rates {
-    fn from(Rates { bps, iops }: Rates) -> Self {
-        let iops = iops.map(|rate| rate.filter(|rate| *rate < MOST_OPERATIONS));
-        Self { read_bps: bps[0], write_bps: bps[1], read_iops: iops[0], write_iops: iops[1] }
-    }
-}
-
-impl From<io_max::Rates> for Rates {
-    fn from(rates: io_max::Rates) -> Self {
-        Self { bps: [rates.read_bps, rates.write_bps], iops: [rates.read_iops, rates.write_iops] }
-    }
-}
-
 /// These rates as the kernel gives them back.
-pub(crate) fn as_kept(rates: Rates) -> Rates {
-    io_max::Rates::from(rates).into()
+pub(crate) fn as_kept(Rates { bps, iops }: Rates) -> Rates {
+    Rates { bps, iops: iops.map(|rate| rate.filter(|rate| *rate < MOST_OPERATIONS)) }
 }
 
-/// What the kernel holds a control group to on a device.
-///
-/// # Errors
-/// If it cannot be read, or is of no known form.
+/// What the kernel holds a control group to on a device; nothing, where it has no controller, as
+/// the root.
 pub(crate) fn told(group: &ControlGroup, device: Number) -> anyhow::Result<Rates> {
-    match group.version {
-        Version::V2 => {
-            let text = match group.read("io.max") {
-                // Without the controller there is nothing that could be limited; the root never is.
-                Err(error) if error.kind() == io::ErrorKind::NotFound && group.exists() => {
-                    return Ok(Rates::NONE);
-                }
-                other => other.with_context(|| about(group, "io.max"))?,
-            };
-            let all = io_max::parse(&text).with_context(|| about(group, "io.max"))?;
-            Ok(all
-                .into_iter()
-                .find(|(number, _)| *number == device)
-                .map_or(Rates::NONE, |(_, rates)| rates.into()))
-        }
-        Version::V1 => {
-            let mut rates = io_max::Rates::default();
-            for file in blkio::LIMITS {
-                let text = group.read(file).with_context(|| about(group, file))?;
-                let all = blkio::limits(&text).with_context(|| about(group, file))?;
-                let own = all.into_iter().find(|(number, _)| *number == device);
-                *blkio::key(&mut rates, file) = own.map(|(_, limit)| limit);
-            }
-            Ok(rates.into())
-        }
+    let files = limit_files::read(group).with_context(|| format!("cgroup {}", group.name.display()))?;
+    if files.is_empty() && (group.version == Version::V1 || !group.exists()) {
+        bail!("cgroup {}: it has no files of limits (it may have been removed)", group.name.display());
     }
+    Ok(limit_files::merged(&files).get(&device).copied().unwrap_or_default())
 }
 
 /// Holds a control group to these rates on a device from now on.
@@ -86,13 +53,14 @@ pub(crate) fn tell(group: &ControlGroup, device: Number, rates: Rates) -> anyhow
     match group.version {
         Version::V2 if rates == Rates::NONE && !group.has("io.max") && group.exists() => Ok(()),
         Version::V2 => {
-            let line = io_max::Rates::from(rates).line(device);
+            let line = io_max::line(as_kept(rates), device);
             group.write("io.max", &line).map_err(|error| refused(group, "io.max", &line, &error))
         }
         Version::V1 => {
             let before = told(group, device)?;
             tell_v1(group, device, rates).inspect_err(|_| {
-                // What the kernel took a moment ago it takes again; if not, the first error says more.
+                // What the kernel took a moment ago it takes again; if not, the first error says
+                // more.
                 let _ = tell_v1(group, device, before);
             })
         }
@@ -100,8 +68,7 @@ pub(crate) fn tell(group: &ControlGroup, device: Number, rates: Rates) -> anyhow
 }
 
 fn tell_v1(group: &ControlGroup, device: Number, rates: Rates) -> anyhow::Result<()> {
-    let io_max::Rates { read_bps, write_bps, read_iops, write_iops } = rates.into();
-    for (file, rate) in blkio::LIMITS.into_iter().zip([read_bps, write_bps, read_iops, write_iops]) {
+    for (file, rate) in blkio::LIMITS.into_iter().zip(io_max::in_order(as_kept(rates))) {
         // 0 is how a limit is removed there.
         let line = format!("{device} {}", rate.unwrap_or(0));
         group.write(file, &line).map_err(|error| refused(group, file, &line, &error))?;
@@ -109,7 +76,8 @@ fn tell_v1(group: &ControlGroup, device: Number, rates: Rates) -> anyhow::Result
     Ok(())
 }
 
-/// What a control group is to be held to on a device, given with its node for systemd; and what it was before.
+/// What a control group is to be held to on a device, given with its node for systemd; and what it
+/// was before.
 #[derive(Clone, Debug)]
 pub(crate) struct Telling {
     pub(crate) group: ControlGroup,
@@ -154,8 +122,9 @@ pub(crate) fn of_systemd(
     set_properties(hierarchy, group, &properties(node, rates))
 }
 
-/// Whether systemd has been told something of a control group on a device, since the machine's start; also if it is not systemd's. It keeps that in
-/// files of /run (systemd.unit(5), "Unit File Load Path"), one for each property, with scopes among what is transient.
+/// Whether systemd has been told something of a control group on a device, since the machine's
+/// start; also if it is not systemd's. It keeps that in files of /run (systemd.unit(5), "Unit File
+/// Load Path"), one for each property, with scopes among what is transient.
 pub(super) fn is_known_to_systemd(hierarchy: &Hierarchy, group: &ControlGroup, node: &str) -> bool {
     let Some(unit) = unit_of(group) else { return true };
     let names_node = |path: PathBuf| {
@@ -190,8 +159,10 @@ pub(super) fn set_properties(
     Ok(())
 }
 
-/// The unit of the machine's systemd that a control group is, by its place: below slices alone. What lies deeper belongs to a user's manager, or
-/// to one in a container, and this one knows nothing of it. systemd.resource-control(5) has properties for services, scopes, slices, and what is mounted.
+/// The unit of the machine's systemd that a control group is, by its place: below slices alone.
+/// What lies deeper belongs to a user's manager, or to one in a container, and this one knows
+/// nothing of it. systemd.resource-control(5) has properties for services, scopes, slices, and what
+/// is mounted.
 pub(crate) fn unit_of(group: &ControlGroup) -> Option<&str> {
     let mut above = group.name.parent()?.components();
     let is_slice = |component: Component<'_>| match component {
@@ -217,7 +188,8 @@ pub(super) fn is_of_a_user(group: &ControlGroup) -> bool {
     group.name.parent().is_some_and(|above| above.components().any(of_user))
 }
 
-/// The same in systemd's words. No limit is `infinity`; numbers have no suffix, since its K is 1000.
+/// The same in systemd's words. No limit is `infinity`; numbers have no suffix, since its K
+/// is 1000.
 fn properties(node: &str, Rates { bps, iops }: Rates) -> Vec<String> {
     let text = |rate: Option<u64>| rate.map_or_else(|| "infinity".to_owned(), |rate| rate.to_string());
     let rates = bps.into_iter().chain(iops);

@@ -1,4 +1,5 @@
-//! Weights: handed to the kernel where something there divides by them, and otherwise kept for the division of a group's limits.
+//! Weights: handed to the kernel where something there divides by them, and otherwise kept for the
+//! division of a group's limits.
 //!
 //! ```text
 //!   io.cost on the device   io.weight        its root's io.cost.qos says enable=1
@@ -6,7 +7,8 @@
 //!   neither                 a group's limits are divided by weight; a weight without a group would mean nothing
 //! ```
 //!
-//! Source: Documentation/admin-guide/cgroup-v2.rst, "IO Interface Files"; Documentation/block/bfq-iosched.rst.
+//! Source: Documentation/admin-guide/cgroup-v2.rst, "IO Interface Files";
+//! Documentation/block/bfq-iosched.rst.
 
 use std::path::Path;
 
@@ -135,8 +137,9 @@ impl Weight {
     }
 }
 
-/// Tells the kernel all weights that are kept of some control groups, of those that are there and whose disk is, where it has none: it has
-/// forgotten them since the machine's start, or since a control group was made again.
+/// Tells the kernel all weights that are kept of some control groups, of those that are there and
+/// whose disk is, where it has none: it has forgotten them since the machine's start, or since a
+/// control group was made again.
 ///
 /// # Errors
 /// The last of what was refused; the others have been complained of.
@@ -185,7 +188,8 @@ pub(super) fn reset(
 ) -> anyhow::Result<()> {
     let Some(file) = divider(hierarchy, device)?.map(Divider::file) else { return Ok(()) };
     group.write(file, &format!("{} default", device.number())).with_context(|| about(group, file))?;
-    // systemd can only forget those of all devices at once: it is told the others' again (systemd.resource-control(5)).
+    // systemd can only forget those of all devices at once: it is told the others' again
+    // (systemd.resource-control(5)).
     let mut properties = vec!["IODeviceWeight=".to_owned()];
     let roots = hierarchy.roots.of_devices();
     for entry in kept.limits.iter().filter(|entry| entry.cgroup == group.name) {

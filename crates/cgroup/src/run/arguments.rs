@@ -4,7 +4,7 @@ use std::{ffi::OsString, path::PathBuf};
 
 use clap::Args;
 
-use crate::arguments::SettingsArgs;
+use crate::limit::arguments::SettingsArgs;
 
 pub(crate) const EXAMPLES: &str = "\
 Examples:
@@ -26,7 +26,8 @@ pub struct RunArgs {
     /// The disk that limits are for [default: below the current directory]
     #[arg(long, value_name = "DEV")]
     pub(crate) device: Option<String>,
-    /// Where to make the command's cgroup; may hold no process itself [default: weir, below the root]
+    /// Where to make the command's cgroup; may hold no process itself [default: weir, below the
+    /// root]
     #[arg(long, value_name = "CGROUP")]
     pub(crate) parent: Option<String>,
     /// What the cgroup is called [default: run-PID]
@@ -43,10 +44,12 @@ pub struct RunArgs {
     pub(crate) output: Option<PathBuf>,
     #[command(flatten)]
     pub(crate) settings: SettingsArgs,
-    /// Where the limits of --group are kept, for `weir cgroup watch` [default: /run/weir/cgroups.json]
+    /// Where the limits of --group are kept, for `weir cgroup watch` [default:
+    /// /run/weir/cgroups.json]
     #[arg(long, value_name = "FILE", requires = "group")]
     pub(crate) limits: Option<PathBuf>,
-    /// Where `weir probe` left what devices can do [default: /var/lib/weir, or ~/.local/state/weir if not root]
+    /// Where `weir probe` left what devices can do [default: /var/lib/weir, or ~/.local/state/weir
+    /// if not root]
     #[arg(long, value_name = "DIR")]
     pub(crate) state: Option<PathBuf>,
     /// The command and what it is told

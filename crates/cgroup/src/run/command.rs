@@ -6,11 +6,12 @@
 //!   passed on as they come      first moment; signals as usual
 //! ```
 //!
-//! The step between is a process of weir's own, so that the command is in the cgroup before its first instruction, and weir never is:
-//! what weir reads and writes counts for nobody, and the cgroup can be removed whatever happens to the command.
+//! The step between is a process of weir's own, so that the command is in the cgroup before its
+//! first instruction, and weir never is: what weir reads and writes counts for nobody, and the
+//! cgroup can be removed whatever happens to the command.
 //!
-//! Signals come as messages on one descriptor together with the news that the command has ended, so nothing is ever sent to a process that
-//! was waited for already, whose number may be another's.
+//! Signals come as messages on one descriptor together with the news that the command has ended, so
+//! nothing is ever sent to a process that was waited for already, whose number may be another's.
 
 use std::{
     ffi::OsString,
@@ -38,7 +39,8 @@ use crate::{control_group::ControlGroup, run::arguments::EnterArgs, show::tasks}
 /// What somebody sends weir and means for the command.
 const PASSED_ON: [Signal; 4] = [Signal::SIGHUP, Signal::SIGINT, Signal::SIGQUIT, Signal::SIGTERM];
 
-/// The statuses of env(1), nohup(1) and timeout(1): the program was not found, it cannot be run, or the tool itself failed.
+/// The statuses of env(1), nohup(1) and timeout(1): the program was not found, it cannot be run, or
+/// the tool itself failed.
 const NOT_FOUND: u8 = 127;
 const NOT_RUN: u8 = 126;
 const NOT_ENTERED: u8 = 125;
@@ -56,13 +58,14 @@ pub(super) struct Ended {
 pub(super) struct Signals(SignalFd);
 
 impl Signals {
-    /// Blocks them in this thread and those it starts afterwards. To be called before other threads start.
+    /// Blocks them in this thread and those it starts afterwards. To be called before other threads
+    /// start.
     ///
     /// # Errors
     /// If there are no more descriptors.
     pub(super) fn block() -> io::Result<Self> {
-        // Who ignores children is not told of their end, and a parent may have left it so (`trap '' CHLD`).
-        // SAFETY: no function is installed that could run at a bad moment.
+        // Who ignores children is not told of their end, and a parent may have left it so
+        // (`trap '' CHLD`). SAFETY: no function is installed that could run at a bad moment.
         unsafe { signal(Signal::SIGCHLD, SigHandler::SigDfl) }?;
         let set: SigSet = PASSED_ON.into_iter().chain([Signal::SIGCHLD]).collect();
         set.thread_block()?;
@@ -90,7 +93,8 @@ impl Signals {
                 }
                 continue;
             }
-            // The terminal's own, as from Ctrl-C, come from the kernel and go to everybody in the foreground: the command has it.
+            // The terminal's own, as from Ctrl-C, come from the kernel and go to everybody in the
+            // foreground: the command has it.
             if signal.ssi_code == libc::SI_KERNEL {
                 continue;
             }

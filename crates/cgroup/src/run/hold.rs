@@ -6,9 +6,11 @@
 //!   --group                            the file that `weir cgroup watch` looks at; without a watch there, one in this process
 //! ```
 //!
-//! They are set and steered by what `weir cgroup limit` and `weir cgroup watch` are made of, so a command is held as a service is.
+//! They are set and steered by what `weir cgroup limit` and `weir cgroup watch` are made of, so a
+//! command is held as a service is.
 //!
-//! Never outlives the command: what is kept for it is forgotten when this is dropped, unless its cgroup stays.
+//! Never outlives the command: what is kept for it is forgotten when this is dropped, unless its
+//! cgroup stays.
 
 use std::path::{Path, PathBuf};
 
@@ -22,8 +24,8 @@ use policy::{
 use settings::{LogFormat, LogSettings, state::Store};
 
 use crate::{
-    control_group::ControlGroup,
-    hierarchy::{Hierarchy, Version},
+    control_group::{ControlGroup, Version},
+    hierarchy::Hierarchy,
     limit,
     limit::{
         kept,
@@ -34,7 +36,8 @@ use crate::{
     watch,
 };
 
-/// What is in force. Dropped, nothing is kept of it any more; limits stay in the kernel as long as the cgroup does.
+/// What is in force. Dropped, nothing is kept of it any more; limits stay in the kernel as long as
+/// the cgroup does.
 pub(super) struct Held<'a> {
     hierarchy: &'a Hierarchy,
     group: ControlGroup,

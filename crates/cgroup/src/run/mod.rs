@@ -5,11 +5,12 @@
 //!   place.rs           hold.rs       command.rs                                    summary.rs     place.rs
 //! ```
 //!
-//! Standard input, output and error belong to the command, and its exit status becomes weir's. What weir has to say, it says on
-//! standard error once the command has ended, or in a file.
+//! Standard input, output and error belong to the command, and its exit status becomes weir's. What
+//! weir has to say, it says on standard error once the command has ended, or in a file.
 //!
-//! Never leaves an empty cgroup behind: not when a step fails, not at a signal. Where processes outlive the command, the cgroup
-//! stays for them with its limits, as a scope of systemd's would, unless they are to be killed.
+//! Never leaves an empty cgroup behind: not when a step fails, not at a signal. Where processes
+//! outlive the command, the cgroup stays for them with its limits, as a scope of systemd's would,
+//! unless they are to be killed.
 
 pub(crate) mod arguments;
 mod command;
@@ -34,9 +35,9 @@ use place::Place;
 use summary::{Summary, Waited};
 
 use super::{
-    control_group::ControlGroup,
+    control_group::{ControlGroup, Version},
     device,
-    hierarchy::{Hierarchy, Roots, Version},
+    hierarchy::{Hierarchy, Roots},
     kernel::{
         io_stat::Usage,
         memory_stat::{self, Waiting},
@@ -53,7 +54,8 @@ use crate::run::arguments::RunArgs;
 /// Runs a command; ends with its status.
 ///
 /// # Errors
-/// If it cannot be started under these limits; nothing is left behind then. [`Failure::Found`] is the command's own status.
+/// If it cannot be started under these limits; nothing is left behind then. [`Failure::Found`] is
+/// the command's own status.
 pub(crate) fn run(arguments: RunArgs) -> Result<(), Failure> {
     let change = arguments.settings.change();
     let limits = hold::limits(&change).map_err(|invalid| Failure::Usage(anyhow!("--{invalid}")))?;
@@ -65,7 +67,8 @@ pub(crate) fn run(arguments: RunArgs) -> Result<(), Failure> {
     };
     let disk = device.as_ref().map(|device| &device.identity);
     let parent = arguments.parent.as_ref().map(|parent| target::resolve(&hierarchy, parent)).transpose()?;
-    // Before there is anything to clean up: from here on a signal is heard, and ends nothing by itself.
+    // Before there is anything to clean up: from here on a signal is heard, and ends nothing by
+    // itself.
     let signals = Signals::block().context("signals cannot be awaited")?;
     let place = Place::make(&hierarchy, parent, arguments.name.as_deref())?;
     let places = Places { limits: arguments.limits.as_deref(), state: arguments.state.as_deref() };
@@ -110,7 +113,6 @@ pub(crate) fn run(arguments: RunArgs) -> Result<(), Failure> {
     }
 }
 
-/// A command's life.
 struct Ran {
     before: Reading,
     after: Reading,

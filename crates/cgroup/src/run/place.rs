@@ -5,8 +5,9 @@
 //!   version 1   /sys/fs/cgroup/blkio/weir/run-PID
 //! ```
 //!
-//! All of them are below one cgroup that holds no process itself, as version 2 wants it. What was left for processes that outlived
-//! their command is removed by a later command, once they are gone.
+//! All of them are below one cgroup that holds no process itself, as version 2 wants it. What was
+//! left for processes that outlived their command is removed by a later command, once they are
+//! gone.
 //!
 //! Never removes a cgroup with a process in it: the kernel refuses, and that is relied on.
 
@@ -25,8 +26,8 @@ use nix::{
 };
 
 use crate::{
-    control_group::ControlGroup,
-    hierarchy::{Hierarchy, Version},
+    control_group::{ControlGroup, Version},
+    hierarchy::Hierarchy,
 };
 
 /// Where cgroups are made if nobody says otherwise, below the root.
@@ -37,18 +38,16 @@ const PREFIX: &str = "run-";
 /// How often [`PARENT`] may go just when a cgroup is to be made below it.
 const TRIES: usize = 100;
 
-/// Killed processes are waited for this long altogether, and looked at this often. One that hangs in a device does not die.
+/// Killed processes are waited for this long altogether, and looked at this often. One that hangs
+/// in a device does not die.
 const LONGEST_END: Duration = Duration::from_secs(10);
 const LOOK: Duration = Duration::from_millis(10);
 /// How long a cgroup may take to be left by a process that has ended.
 const LEFT_WITHIN: Duration = Duration::from_secs(1);
 
-/// What stays behind, and why.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Left {
-    /// The cgroup's directory.
     pub(super) directory: PathBuf,
-    /// Processes that are in it.
     pub(super) processes: Vec<i32>,
 }
 
@@ -63,7 +62,8 @@ impl Place {
     /// Makes it, with the controllers that limits need.
     ///
     /// # Errors
-    /// If it may not be made, there is one of that name, or a level above does not hand the controllers down. Nothing is left then.
+    /// If it may not be made, there is one of that name, or a level above does not hand the
+    /// controllers down. Nothing is left then.
     pub(super) fn make(
         hierarchy: &Hierarchy,
         parent: Option<ControlGroup>,
@@ -79,7 +79,8 @@ impl Place {
         let place = Self { group, is_ours_above };
         let root = hierarchy.root_group()?;
         if root.version == Version::V2 {
-            // Without memory the kernel does not know whose a dirty page is, and no limit reaches buffered writes.
+            // Without memory the kernel does not know whose a dirty page is, and no limit reaches
+            // buffered writes.
             let has_memory = root.controllers().is_ok_and(|has| has.iter().any(|name| name == "memory"));
             let wanted: &[&str] = if has_memory { &["io", "memory"] } else { &["io"] };
             place.group.enable(wanted)?;
@@ -87,12 +88,12 @@ impl Place {
         Ok(place)
     }
 
-    /// The cgroup.
     pub(super) fn group(&self) -> &ControlGroup {
         &self.group
     }
 
-    /// The processes that are still in it or below it; with `kill`, after killing them: then only those that would not die.
+    /// The processes that are still in it or below it; with `kill`, after killing them: then only
+    /// those that would not die.
     pub(super) fn end(&self, kill: bool) -> Vec<i32> {
         if kill { end_all(&self.group) } else { processes_below(&self.group) }
     }
@@ -124,7 +125,8 @@ impl Drop for Place {
     }
 }
 
-/// Makes a cgroup below the one that all are below, which goes with the last of them: another command's may be that at any moment.
+/// Makes a cgroup below the one that all are below, which goes with the last of them: another
+/// command's may be that at any moment.
 fn create_below_ours(hierarchy: &Hierarchy, name: &str) -> anyhow::Result<ControlGroup> {
     let ours = hierarchy.group(Path::new(PARENT))?;
     for _ in 0..TRIES {
@@ -156,7 +158,8 @@ fn unmade(name: &Path, error: &io::Error) -> anyhow::Error {
     anyhow!("cgroup {}: cannot be made: {error} ({mend})", name.display())
 }
 
-/// Removes what earlier commands left whose processes are gone. One that was just made for a command is that of a process that is there.
+/// Removes what earlier commands left whose processes are gone. One that was just made for a
+/// command is that of a process that is there.
 fn sweep(parent: &ControlGroup, proc: &Path) {
     for group in parent.children().unwrap_or_default() {
         let name = group.name.file_name().and_then(|name| name.to_str()).unwrap_or_default();
@@ -167,7 +170,8 @@ fn sweep(parent: &ControlGroup, proc: &Path) {
     }
 }
 
-/// Removes a cgroup and those below it, which the command may have made; their last processes may take so long to leave each.
+/// Removes a cgroup and those below it, which the command may have made; their last processes may
+/// take so long to leave each.
 fn remove_all(group: &ControlGroup, longest: Duration) -> io::Result<()> {
     for child in group.children()? {
         remove_all(&child, longest)?;
@@ -198,7 +202,8 @@ fn end_all(group: &ControlGroup) -> Vec<i32> {
                 let _ = kill(Pid::from_raw(pid), Signal::SIGKILL);
             }
         }
-        // Others' children cannot be awaited, and version 1 tells nobody that a cgroup has become empty.
+        // Others' children cannot be awaited, and version 1 tells nobody that a cgroup has become
+        // empty.
         thread::sleep(LOOK);
         waited += LOOK;
     }
@@ -211,7 +216,8 @@ mod tests {
     use super::*;
     use crate::machine::Machine;
 
-    /// A machine of version 1, where cgroups are made and removed as directories are, on which this process runs.
+    /// A machine of version 1, where cgroups are made and removed as directories are, on which this
+    /// process runs.
     fn machine() -> Machine {
         let machine = Machine::v1();
         machine.process(process::id().cast_signed(), "7:blkio:/\n");

@@ -1,7 +1,7 @@
 //! What a command did in its cgroup, for people and for programs.
 //!
-//! Rates are over the whole time from the command's start to its end. What is still in the page cache then has not been written, is in no
-//! total, and is said.
+//! Rates are over the whole time from the command's start to its end. What is still in the page
+//! cache then has not been written, is in no total, and is said.
 
 use std::{fmt::Write as _, path::PathBuf, time::Duration};
 
@@ -20,7 +20,8 @@ use serde_json::{Value, json};
 use super::place::Left;
 use crate::{kernel::io_stat::Usage, limit::asked::Asked, show::rates::Rate};
 
-/// How long the command waited for I/O: for a limit or for a device, which the kernel does not tell apart.
+/// How long the command waited for I/O: for a limit or for a device, which the kernel does not tell
+/// apart.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Waited {
     /// As long as any of its tasks did: the growth of io.pressure.
@@ -42,7 +43,6 @@ impl Waited {
     }
 }
 
-/// Everything there is to say.
 #[derive(Debug)]
 pub(super) struct Summary {
     /// The cgroup's path below the mount.
@@ -53,11 +53,9 @@ pub(super) struct Summary {
     pub(super) wall: Duration,
     /// The device that the limits are for; none, where there are no limits and no disk.
     pub(super) limited: Option<Number>,
-    /// What was asked.
     pub(super) asked: Asked,
     /// The limited device, then others: number, node, what was done there.
     pub(super) devices: Vec<(Number, String, Usage)>,
-    /// How long it waited.
     pub(super) waited: Waited,
     /// Bytes written to files and not yet to a disk.
     pub(super) dirty_bytes: Option<u64>,
@@ -66,7 +64,6 @@ pub(super) struct Summary {
 }
 
 impl Summary {
-    /// For people.
     pub(super) fn text(&self) -> String {
         let mut text = format!(
             "weir: {} in {}{}\n",

@@ -3,8 +3,9 @@
 use std::time::Duration;
 
 use clap::Args;
+use console::keys;
 
-use crate::arguments::KeptArgs;
+use crate::limit::arguments::KeptArgs;
 
 pub(crate) const EXAMPLES: &str = "\
 Examples:
@@ -27,9 +28,6 @@ Examples:
       Those below that one, four times a second.
 
 Needs a terminal of 80×24 or more; where there is none, `weir cgroup show` says the same.";
-
-/// Shortest time between two looks: below it the machine would work for the watcher.
-const LEAST: Duration = Duration::from_millis(100);
 
 /// What `weir cgroup show` is told.
 #[derive(Debug, Args)]
@@ -66,13 +64,8 @@ pub struct TopArgs {
     #[arg(long, value_name = "DEV")]
     pub(crate) device: Option<String>,
     /// How often to look, from 100ms
-    #[arg(long, value_name = "TIME", value_parser = interval, default_value = "1s")]
+    #[arg(long, value_name = "TIME", value_parser = keys::interval, default_value = "1s")]
     pub(crate) interval: Duration,
     #[command(flatten)]
     pub(crate) kept: KeptArgs,
-}
-
-fn interval(text: &str) -> Result<Duration, String> {
-    let interval = settings::duration(text)?;
-    if interval < LEAST { Err("is too short; it may be 100ms at least".to_owned()) } else { Ok(interval) }
 }

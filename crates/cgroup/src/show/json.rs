@@ -1,4 +1,5 @@
-//! What `weir cgroup show` prints for programs: totals in bytes and operations, times in nanoseconds, shares from 0 to 1.
+//! What `weir cgroup show` prints for programs: totals in bytes and operations, times in
+//! nanoseconds, shares from 0 to 1.
 //!
 //! What is not known is null, and never 0.
 

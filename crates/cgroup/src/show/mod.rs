@@ -1,4 +1,5 @@
-//! `weir cgroup show` and `weir cgroup top`: what cgroups and the tasks in them read and write, how fast, and how long they wait.
+//! `weir cgroup show` and `weir cgroup top`: what cgroups and the tasks in them read and write, how
+//! fast, and how long they wait.
 //!
 //! ```text
 //!   reading.rs  one cgroup ─┐
@@ -10,7 +11,8 @@
 //!
 //! `kept` is what `weir cgroup limit` was asked for, which the kernel does not know.
 //!
-//! Never changes anything of a cgroup. One that is removed, or a task that ends, between two looks is not there any more, and no error.
+//! Never changes anything of a cgroup. One that is removed, or a task that ends, between two looks
+//! is not there any more, and no error.
 
 pub(crate) mod arguments;
 mod json;

@@ -1,6 +1,8 @@
-//! What happened between two readings of cgroups and their tasks: totals become rates, waits become shares of the time.
+//! What happened between two readings of cgroups and their tasks: totals become rates, waits become
+//! shares of the time.
 //!
-//! Pure: readings go in, rows come out. What was not there before has no rate, rather than a wrong one; what is gone has no row.
+//! Pure: readings go in, rows come out. What was not there before has no rate, rather than a wrong
+//! one; what is gone has no row.
 
 use std::{
     collections::{BTreeMap, HashMap},
@@ -46,9 +48,7 @@ pub(crate) struct Seen {
 /// How fast something went on, per second.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(crate) struct Rate {
-    /// Bytes.
     pub(crate) read_bps: f64,
-    /// Bytes.
     pub(crate) write_bps: f64,
     /// Operations of a cgroup, system calls of a task.
     pub(crate) read_iops: f64,
@@ -73,7 +73,6 @@ impl Rate {
         self.read_iops + self.write_iops
     }
 
-    /// Both together.
     pub(crate) fn plus(&self, other: &Self) -> Self {
         Self {
             read_bps: self.read_bps + other.read_bps,
@@ -93,7 +92,8 @@ pub(crate) struct Row {
     pub(crate) devices: Vec<DeviceRow>,
     /// As the kernel tells it.
     pub(crate) pressure: Option<Pressure>,
-    /// The share of the time, 0 to 1, in which a task in it or below it waited for I/O: for a limit, or for the device.
+    /// The share of the time, 0 to 1, in which a task in it or below it waited for I/O: for a
+    /// limit, or for the device.
     pub(crate) waited: Option<f64>,
     /// Those in itself, in the order of their numbers.
     pub(crate) tasks: Vec<TaskRow>,
@@ -109,7 +109,6 @@ impl Row {
 /// What there is to say of a cgroup on one device.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct DeviceRow {
-    /// The device's.
     pub(crate) number: Number,
     /// Totals and limits.
     pub(crate) account: Account,
@@ -122,7 +121,6 @@ pub(crate) struct DeviceRow {
 /// What there is to say of a task.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct TaskRow {
-    /// Which.
     pub(crate) id: TaskId,
     /// As it was last.
     pub(crate) task: Task,
@@ -133,7 +131,8 @@ pub(crate) struct TaskRow {
 }
 
 impl TaskRow {
-    /// Whether it has ever read or written a disk, or waited for one, as far as this process may know.
+    /// Whether it has ever read or written a disk, or waited for one, as far as this process may
+    /// know.
     pub(crate) fn has_done_something(&self) -> bool {
         let Task { io, waited, .. } = &self.task;
         io.is_some_and(|io| io.read_bytes > 0 || io.write_bytes > 0) || !waited.is_zero()
@@ -165,8 +164,9 @@ pub(crate) fn rows(earlier: Option<&Snapshot>, later: &Snapshot, wish: Wish) -> 
         .iter()
         .map(|seen| comparison.row(before.get(seen.name.as_path()).copied(), seen))
         .collect();
-    // The task in it or below it that waited longest says how long somebody waited at least. So does the pressure, which takes
-    // the mean over processors and therefore counts a task too little that goes from one to another.
+    // The task in it or below it that waited longest says how long somebody waited at least. So
+    // does the pressure, which takes the mean over processors and therefore counts a task too
+    // little that goes from one to another.
     let longest: Vec<(PathBuf, f64)> = rows.iter().filter_map(longest_wait).collect();
     for row in &mut rows {
         let below = longest.iter().filter(|(name, _)| name.starts_with(&row.name));
@@ -244,9 +244,11 @@ fn usage(task: &Task) -> Option<Usage> {
 
 #[cfg(test)]
 pub(super) mod tests {
+    use policy::steering::Rates;
+
     use super::*;
     use crate::{
-        kernel::{io_max::Rates, pressure::Stall, proc_io::TaskIo},
+        kernel::{pressure::Stall, proc_io::TaskIo},
         show::tasks::tests::id,
     };
 
@@ -282,13 +284,14 @@ pub(super) mod tests {
         seen
     }
 
-    /// Two moments of a cgroup with two tasks, of which the second is not ours to know, and of one that does nothing.
+    /// Two moments of a cgroup with two tasks, of which the second is not ours to know, and of one
+    /// that does nothing.
     pub(in crate::show) fn snapshots() -> (Snapshot, Snapshot) {
         // No driver has this major number, so the device is called by its number on any machine.
         let device = Number { major: 4095, minor: 1 };
         let group = |mib: u64, stalled_us, waited_ms, calls| {
             let mut account = wrote(mib << 20);
-            account.limits = Rates { write_bps: Some(4 << 20), write_iops: Some(100), ..Rates::default() };
+            account.limits = Rates { bps: [None, Some(4 << 20)], iops: [None, Some(100)] };
             let seen = with_pressure(seen("/system/a.db", &[(device, account)]), stalled_us);
             let io = TaskIo { write_bytes: mib << 20, syscw: calls, ..TaskIo::default() };
             with_task(seen, 7, 1, waited_ms, Some(io))

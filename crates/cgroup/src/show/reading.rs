@@ -1,4 +1,5 @@
-//! What the kernel says of one cgroup at one moment: totals, limits and pressure, whichever version it is of.
+//! What the kernel says of one cgroup at one moment: totals, limits and pressure, whichever version
+//! it is of.
 //!
 //! ```text
 //!              version 2      version 1
@@ -7,21 +8,23 @@
 //!   pressure   io.pressure    none
 //! ```
 //!
-//! Totals are those of the cgroup and all below it. Version 1 counts nothing on a disk before the first limit of any cgroup there
-//! (since Linux 6.10 that is when its throttling starts).
+//! Totals are those of the cgroup and all below it. Version 1 counts nothing on a disk before the
+//! first limit of any cgroup there (since Linux 6.10 that is when its throttling starts).
 //!
-//! Never modifies anything, and never fails because a cgroup is gone: one that is removed while it is read is not there.
+//! Never modifies anything, and never fails because a cgroup is gone: one that is removed while it
+//! is read is not there.
 
 use std::{collections::BTreeMap, fs, io, os::unix::fs::MetadataExt as _};
 
 use anyhow::Context as _;
 use block::device::{Identity, Number, Roots};
 use nix::errno::Errno;
+use policy::steering::Rates;
 
 use crate::{
-    control_group::ControlGroup,
-    hierarchy::Version,
-    kernel::{blkio, io_max, io_max::Rates, io_stat, io_stat::Usage, pressure, pressure::Pressure},
+    control_group::{ControlGroup, Version},
+    kernel::{blkio, io_stat, io_stat::Usage, pressure, pressure::Pressure},
+    limit_files,
 };
 
 /// What a cgroup has done to a device, and what it may do.
@@ -40,7 +43,6 @@ impl Account {
     }
 }
 
-/// One cgroup.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct Reading {
     /// The devices that it has limits for, or has done something to.
@@ -72,7 +74,7 @@ pub(crate) fn read(group: &ControlGroup) -> anyhow::Result<Option<Reading>> {
 
 fn read_v2(group: &ControlGroup) -> anyhow::Result<Reading> {
     let usage = io_stat::parse(&file(group, "io.stat")?)?;
-    let limits = io_max::parse(&file(group, "io.max")?)?;
+    let limits = limit_files::merged(&limit_files::read(group)?);
     let pressure = match file(group, "io.pressure")?.as_str() {
         "" => None,
         text => Some(pressure::parse(text)?),
@@ -87,12 +89,7 @@ fn read_v1(group: &ControlGroup) -> anyhow::Result<Reading> {
         if text.is_empty() { file(group, name) } else { Ok(text) }
     };
     let usage = blkio::usage(&totals(blkio::BYTES)?, &totals(blkio::OPERATIONS)?)?;
-    let mut limits: BTreeMap<Number, Rates> = BTreeMap::new();
-    for name in blkio::LIMITS {
-        for (device, limit) in blkio::limits(&file(group, name)?)? {
-            *blkio::key(limits.entry(device).or_default(), name) = Some(limit);
-        }
-    }
+    let limits = limit_files::merged(&limit_files::read(group)?);
     Ok(Reading { devices: merged(usage, limits), pressure: None })
 }
 
@@ -164,7 +161,7 @@ mod tests {
         );
         let reading = read(&group).unwrap().unwrap();
         let usage = Usage { read_bytes: 4096, written_bytes: 8192, reads: 1, writes: 2, ..Usage::default() };
-        let limits = Rates { write_bps: Some(4_000_000), write_iops: Some(100), ..Rates::default() };
+        let limits = Rates { bps: [None, Some(4_000_000)], iops: [None, Some(100)] };
         assert_eq!(
             reading.devices,
             BTreeMap::from([(DISK, Account { usage, limits })]),
@@ -192,9 +189,9 @@ mod tests {
         let reading = read(&group).unwrap().unwrap();
         let disk = reading.devices[&DISK];
         assert_eq!((disk.usage.read_bytes, disk.usage.writes), (4096, 2), "with what is below it where told");
-        assert_eq!(disk.limits, Rates { write_bps: Some(4_000_000), ..Rates::default() });
+        assert_eq!(disk.limits, Rates { bps: [None, Some(4_000_000)], ..Rates::NONE });
         let other = reading.devices[&Number { major: 8, minor: 16 }];
-        assert_eq!(other.limits, Rates { read_iops: Some(7), ..Rates::default() });
+        assert_eq!(other.limits, Rates { iops: [Some(7), None], ..Rates::NONE });
         assert_eq!(reading.pressure, None);
     }
 

@@ -1,7 +1,8 @@
 //! All cgroups that were asked for, and what is below them, at one moment.
 //!
-//! Those that have no limits and have done nothing are passed over, except those that were named, and unless all are wanted. A cgroup that is removed, or made, while the tree
-//! is gone through may be missed: the next look has it.
+//! Those that have no limits and have done nothing are passed over, except those that were named,
+//! and unless all are wanted. A cgroup that is removed, or made, while the tree is gone through may
+//! be missed: the next look has it.
 
 use std::{
     collections::BTreeMap,
@@ -24,11 +25,9 @@ use crate::{
     target,
 };
 
-/// What is looked at, again and again.
 pub(super) struct Survey {
     hierarchy: Hierarchy,
     named: Vec<ControlGroup>,
-    /// The file of what weir keeps.
     limits: PathBuf,
     device: Option<Number>,
     has_all: bool,
@@ -38,7 +37,8 @@ pub(super) struct Survey {
 }
 
 impl Survey {
-    /// Of these cgroups and those below them, or of the root and all below; with `has_all` also of those that there is nothing to say of.
+    /// Of these cgroups and those below them, or of the root and all below; with `has_all` also of
+    /// those that there is nothing to say of.
     ///
     /// # Errors
     /// If one of them or the device is not there.
@@ -90,7 +90,8 @@ impl Survey {
     /// Reads all of them, with their tasks if those are asked for.
     ///
     /// # Errors
-    /// If none of those that were named is there any more. What is wrong with one cgroup is said in the snapshot, and the others are read.
+    /// If none of those that were named is there any more. What is wrong with one cgroup is said in
+    /// the snapshot, and the others are read.
     pub(super) fn look(&self, has_tasks: bool) -> anyhow::Result<Snapshot> {
         let mut snapshot = Snapshot { at: self.began.elapsed(), ..Snapshot::default() };
         // What the kernel says is worth telling without it.
@@ -99,7 +100,8 @@ impl Survey {
             Err(error) => snapshot.wrong.push(format!("{error:#}")),
         }
         let mut found = BTreeMap::new();
-        // Of a cgroup too, how long anybody waited is known best from its tasks, where they count it.
+        // Of a cgroup too, how long anybody waited is known best from its tasks, where they count
+        // it.
         let has_tasks = has_tasks || self.wish().are_waits_counted;
         for group in &self.named {
             self.gather(group, true, has_tasks, &mut found, &mut snapshot);
@@ -112,7 +114,6 @@ impl Survey {
         Ok(snapshot)
     }
 
-    /// A cgroup and what is below it.
     fn gather(
         &self,
         group: &ControlGroup,
@@ -132,7 +133,6 @@ impl Survey {
         }
     }
 
-    /// One cgroup, if there is something to say of it.
     fn see(
         &self,
         group: &ControlGroup,

@@ -5,10 +5,11 @@
 //!   /proc/PID/task/TID/stat   name, state, time waited for I/O    field 42, where kernel.task_delayacct is 1
 //! ```
 //!
-//! Bytes are those that the task caused to be read from and written to disks. A buffered write is counted when the page becomes dirty, so a
-//! task's bytes may run ahead of its cgroup's.
+//! Bytes are those that the task caused to be read from and written to disks. A buffered write is
+//! counted when the page becomes dirty, so a task's bytes may run ahead of its cgroup's.
 //!
-//! A task that ends while it is read is not there. Source: proc_pid_io(5), proc_pid_stat(5), Documentation/accounting/delay-accounting.rst.
+//! A task that ends while it is read is not there. Source: proc_pid_io(5), proc_pid_stat(5),
+//! Documentation/accounting/delay-accounting.rst.
 
 use std::{collections::BTreeMap, fs, path::Path, time::Duration};
 
@@ -30,7 +31,6 @@ pub(crate) struct TaskId {
     pub(crate) start_ticks: u64,
 }
 
-/// One task.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Task {
     /// At most 15 bytes; whatever it calls itself.
@@ -43,14 +43,16 @@ pub(crate) struct Task {
     pub(crate) waited: Duration,
 }
 
-/// The tasks in a cgroup itself, without those in cgroups below it; none if it is gone, or has its processes elsewhere (a threaded one).
+/// The tasks in a cgroup itself, without those in cgroups below it; none if it is gone, or has its
+/// processes elsewhere (a threaded one).
 ///
 /// # Errors
 /// If a file of the kernel has an unknown form, with its name.
 pub(crate) fn read(group: &ControlGroup, proc: &Path) -> anyhow::Result<BTreeMap<TaskId, Task>> {
     let mut tasks = BTreeMap::new();
     for pid in group.processes().unwrap_or_default() {
-        // Each name twice in one process would be the kernel's mistake; a process that has just ended has no tasks.
+        // Each name twice in one process would be the kernel's mistake; a process that has just
+        // ended has no tasks.
         let Ok(entries) = fs::read_dir(proc.join(pid.to_string()).join("task")) else { continue };
         for entry in entries.flatten() {
             let Some(tid) = entry.file_name().to_str().and_then(|name| name.parse().ok()) else { continue };
@@ -75,7 +77,8 @@ fn read_one(pid: i32, tid: i32, directory: &Path) -> anyhow::Result<Option<(Task
     Ok(Some((id, Task { name: stat.name, state: stat.state, io, waited })))
 }
 
-/// How long a process that has ended, and that nobody has waited for yet, waited for I/O; `None` where that is not known.
+/// How long a process that has ended, and that nobody has waited for yet, waited for I/O; `None`
+/// where that is not known.
 pub(crate) fn waited(pid: u32, proc: &Path) -> Option<Duration> {
     if !are_waits_counted(proc) {
         return None;
@@ -85,7 +88,8 @@ pub(crate) fn waited(pid: u32, proc: &Path) -> Option<Duration> {
     Some(TICK.saturating_mul(u32::try_from(ticks).unwrap_or(u32::MAX)))
 }
 
-/// Whether the kernel counts how long tasks wait. Before Linux 5.14 there is no switch, and it does unless built or started without.
+/// Whether the kernel counts how long tasks wait. Before Linux 5.14 there is no switch, and it does
+/// unless built or started without.
 pub(crate) fn are_waits_counted(proc: &Path) -> bool {
     fs::read_to_string(proc.join("sys/kernel/task_delayacct")).map_or(true, |text| text.trim() != "0")
 }
@@ -93,7 +97,7 @@ pub(crate) fn are_waits_counted(proc: &Path) -> bool {
 #[cfg(test)]
 pub(super) mod tests {
     use super::*;
-    use crate::hierarchy::Version;
+    use crate::control_group::Version;
 
     /// The first task of a process that began at `start_ticks`.
     pub(in crate::show) fn id(tid: i32, start_ticks: u64) -> TaskId {

@@ -1,16 +1,18 @@
-//! The tables of `weir cgroup show`: cgroups with their devices, then tasks, then what is not known and why.
+//! The tables of `weir cgroup show`: cgroups with their devices, then tasks, then what is not known
+//! and why.
 
 use console::{
     figures,
     figures::Limits,
     table::{Side, Table},
 };
+use policy::steering::Rates;
 
 use super::{
     rates::{DeviceRow, Rate, Row, TaskRow, Wish},
     reading,
 };
-use crate::{kernel::io_max::Rates, limit::asked::Asked};
+use crate::{kernel::io_max, limit::asked::Asked};
 
 /// What a cell holds that has nothing to say.
 pub(super) const NOTHING: &str = "-";
@@ -121,16 +123,13 @@ fn tasks(rows: &[Row]) -> Table {
 
 /// The kernel's limits under the names of weir's own.
 pub(super) fn named(rates: &Rates) -> Limits {
-    let named = [
-        ("bps-read", rates.read_bps),
-        ("bps-write", rates.write_bps),
-        ("iops-read", rates.read_iops),
-        ("iops-write", rates.write_iops),
-    ];
+    let names = ["bps-read", "bps-write", "iops-read", "iops-write"];
+    let named = names.into_iter().zip(io_max::in_order(*rates));
     named.into_iter().filter_map(|(name, rate)| Some((name.to_owned(), rate?))).collect()
 }
 
-/// What was asked for in short, and what the kernel holds it to, where those differ: as in a burst, or while limits are lifted.
+/// What was asked for in short, and what the kernel holds it to, where those differ: as in a burst,
+/// or while limits are lifted.
 pub(super) fn limits(device: &DeviceRow) -> String {
     let now = figures::limits(&named(&device.account.limits));
     match device.asked.as_ref().map(Asked::text) {

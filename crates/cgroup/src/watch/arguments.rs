@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use clap::Args;
 use settings::log;
 
-use crate::arguments::KeptArgs;
+use crate::limit::arguments::KeptArgs;
 
 pub(crate) const EXAMPLES: &str = "\
 Examples:
@@ -26,10 +26,12 @@ pub struct WatchArgs {
     /// Set all limits as configured, without bursts, and end
     #[arg(long)]
     pub(crate) settle: bool,
-    /// Where `weir probe` left what devices can do [default: /var/lib/weir, or ~/.local/state/weir if not root]
+    /// Where `weir probe` left what devices can do [default: /var/lib/weir, or ~/.local/state/weir
+    /// if not root]
     #[arg(long, value_name = "DIR")]
     pub(crate) state: Option<PathBuf>,
-    /// off, error, warn, info, debug or trace, or for a part MODULE=LEVEL, separated by commas [default: info]
+    /// off, error, warn, info, debug or trace, or for a part MODULE=LEVEL, separated by commas
+    /// [default: info]
     #[arg(long, value_name = "FILTER", value_parser = log::filter)]
     pub(crate) log: Option<String>,
 }

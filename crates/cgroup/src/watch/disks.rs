@@ -12,12 +12,12 @@ use settings::state::Store;
 
 use crate::{hierarchy::Hierarchy, limit::kept::Kept};
 
-/// From so much use on, in thousandths, a disk is worth a look at who uses it: before any watermark is likely to be reached.
+/// From so much use on, in thousandths, a disk is worth a look at who uses it: before any watermark
+/// is likely to be reached.
 const BUSY: u64 = 250;
 
 /// The disks that are looked at.
 pub(super) struct Disks {
-    /// What they can do, if that was measured.
     store: Store,
     observed: HashMap<Number, Observed>,
     /// One could not be looked at, and is tried again.
@@ -25,25 +25,19 @@ pub(super) struct Disks {
 }
 
 impl Disks {
-    /// None yet.
     pub(super) fn new(store: Store) -> Self {
         Self { store, observed: HashMap::new(), is_one_missing: false }
     }
 
-    /// Whether there is none.
     pub(super) fn is_empty(&self) -> bool {
         self.observed.is_empty()
     }
 
-    /// How many there are.
     pub(super) fn len(&self) -> usize {
         self.observed.len()
     }
 
     /// Looks from now on at those on which something that is kept has a watermark.
-    ///
-    /// # Errors
-    /// None for what [`Kept::load`] or a change returned.
     pub(super) fn adopt(&mut self, hierarchy: &Hierarchy, kept: &Kept) -> anyhow::Result<()> {
         self.look_for(hierarchy, kept, true)
     }
@@ -87,7 +81,8 @@ impl Disks {
         Ok(Observed::new(Arc::new(device)))
     }
 
-    /// Looks at all of them, beside what those with a watermark took there. Returns those that have become busy.
+    /// Looks at all of them, beside what those with a watermark took there. Returns those that have
+    /// become busy.
     pub(super) fn observe(&mut self, now: Instant, consumed: &HashMap<Number, Consumed>) -> Vec<Number> {
         let nothing = Consumed::default();
         let mut busy = Vec::new();
@@ -101,8 +96,8 @@ impl Disks {
         busy
     }
 
-    /// How limits with this watermark are applied to those who use all of these disks: as on the one with the least room. One that cannot be
-    /// looked at has them enforced.
+    /// How limits with this watermark are applied to those who use all of these disks: as on the
+    /// one with the least room. One that cannot be looked at has them enforced.
     pub(super) fn enforcement(
         &mut self,
         of: impl Iterator<Item = Number>,

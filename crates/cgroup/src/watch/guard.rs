@@ -1,4 +1,5 @@
-//! A process that outlives the one that steers: when that dies, or does nothing any more, every limit falls back to what was configured.
+//! A process that outlives the one that steers: when that dies, or does nothing any more, every
+//! limit falls back to what was configured.
 //!
 //! ```text
 //!   watch ──── pipe ────► guard          the pipe ends: the watch is dead ──► settle all ──► end
@@ -6,11 +7,14 @@
 //!     └── starts another ◄──┘ dies       the last word comes: the watch has settled all itself ──► end
 //! ```
 //!
-//! A kernel file keeps what was written last, and nobody else would take a burst back. The guard has a process group of its own and waits for no
-//! signal, so what ends the watch by name or by terminal leaves it alone. And it moves to the root of the control groups, so that what kills all
-//! of a service, systemd or the kernel where memory is short, does too. Who kills both one by one must call `weir cgroup watch --settle`.
+//! A kernel file keeps what was written last, and nobody else would take a burst back. The guard
+//! has a process group of its own and waits for no signal, so what ends the watch by name or by
+//! terminal leaves it alone. And it moves to the root of the control groups, so that what kills all
+//! of a service, systemd or the kernel where memory is short, does too. Who kills both one by one
+//! must call `weir cgroup watch --settle`.
 //!
-//! While it may still write, nobody else grants a burst: it holds a lock that the next watch waits for.
+//! While it may still write, nobody else grants a burst: it holds a lock that the next watch waits
+//! for.
 //!
 //! Never steers anything.
 
@@ -35,7 +39,6 @@ use crate::{
 
 /// A sign of life, as it is written every other second.
 const ALIVE: u8 = b'.';
-/// Nothing is left to do.
 const DONE: u8 = b'!';
 /// Milliseconds without a sign of life after which a watch is taken for stopped.
 const SILENCE: u16 = 8000;
@@ -65,9 +68,6 @@ impl Guard {
     }
 
     /// Says that somebody lives here; starts another guard if it has died.
-    ///
-    /// # Errors
-    /// If that fails.
     pub(super) fn look_after(&mut self) -> anyhow::Result<()> {
         if let Some(status) = self.child.try_wait().context("the guard")? {
             tracing::warn!(%status, "the guard has ended; another is started");
@@ -91,7 +91,8 @@ impl Guard {
 }
 
 fn spawn(limits: &Path, lock: &Guarded) -> anyhow::Result<(Child, ChildStdin)> {
-    // This very program, also where its file has been replaced since. It prints nothing: its output is where it holds the lock.
+    // This very program, also where its file has been replaced since. It prints nothing: its output
+    // is where it holds the lock.
     let spawned = lock.share().and_then(|lock| {
         Command::new("/proc/self/exe")
             .args(["cgroup", "guard", "--limits"])
@@ -117,7 +118,8 @@ pub(crate) fn run(arguments: &GuardArgs) -> Result<(), Failure> {
     let path = arguments.kept.path();
     let hierarchy = Hierarchy::discover(Roots::default())?;
     if let Ok(root) = hierarchy.root_group() {
-        // 0 is who writes it. Refused in a container, whose root is none: there all of it ends together.
+        // 0 is who writes it. Refused in a container, whose root is none: there all of it ends
+        // together.
         let _ = root.write("cgroup.procs", "0");
     }
     // As the watch has adopted it; when it dies, the file may be broken.
@@ -143,7 +145,6 @@ pub(crate) fn run(arguments: &GuardArgs) -> Result<(), Failure> {
     }
 }
 
-/// What came from the watch.
 enum Heard {
     Word,
     Nothing,

@@ -1,7 +1,9 @@
-//! How much of each burst is spent, kept beside the limits: who watches next goes on from there, and grants no burst twice.
+//! How much of each burst is spent, kept beside the limits: who watches next goes on from there,
+//! and grants no burst twice.
 //!
-//! With every level goes what had passed by then, so that what passes while nobody watches is charged as well. Written while bursts change, every other
-//! second, and at the end. Losing it grants a burst too many and nothing worse, so what cannot be read is left out, and said.
+//! With every level goes what had passed by then, so that what passes while nobody watches is
+//! charged as well. Written while bursts change, every other second, and at the end. Losing it
+//! grants a burst too many and nothing worse, so what cannot be read is left out, and said.
 
 use std::{
     collections::BTreeMap,
@@ -21,7 +23,6 @@ const MAX_FILE_BYTES: u64 = 16 << 20;
 /// Another one since each start of the machine (random(4)).
 const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
 
-/// The file.
 #[derive(Debug, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 struct Stored {
@@ -44,7 +45,6 @@ struct Written {
 /// What is left of the bursts of one pool.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct Left {
-    /// When.
     pub(super) at: Instant,
     /// As [`policy::steering::Pool::levels`] has them.
     pub(super) levels: [u64; 6],
@@ -106,7 +106,8 @@ fn file(limits: &Path) -> PathBuf {
     PathBuf::from(name)
 }
 
-/// What was left, by the pools' names; nothing of later than `now`, which is of before the machine started.
+/// What was left, by the pools' names; nothing of later than `now`, which is of before the machine
+/// started.
 pub(super) fn load(limits: &Path, now: Instant) -> BTreeMap<String, Left> {
     let path = file(limits);
     let read = || -> anyhow::Result<Stored> {

@@ -1,4 +1,5 @@
-//! `weir cgroup watch`: runs what the kernel's limits cannot do by themselves: bursts, watermarks, limits of groups.
+//! `weir cgroup watch`: runs what the kernel's limits cannot do by themselves: bursts, watermarks,
+//! limits of groups.
 //!
 //! ```text
 //!   /run/weir/cgroups.json ──► pools ──────┐ due: io.stat, io.pressure ──► policy::steering ──► io.max      steered.rs
@@ -9,10 +10,12 @@
 //!              what is left of bursts, for the next watch (levels.rs); a process that settles all if this one dies (guard.rs)
 //! ```
 //!
-//! One thread and no lock: every file it reads answers within microseconds. It looks at what is due and sleeps until the next is; looking
-//! has its pace (pace.rs), so that with many thousands of busy control groups it comes round later rather than take the machine.
+//! One thread and no lock: every file it reads answers within microseconds. It looks at what is due
+//! and sleeps until the next is; looking has its pace (pace.rs), so that with many thousands of
+//! busy control groups it comes round later rather than take the machine.
 //!
-//! Never leaves a burst behind: what ends it settles all limits first, and what kills it leaves that to the guard.
+//! Never leaves a burst behind: what ends it settles all limits first, and what kills it leaves
+//! that to the guard.
 
 pub(crate) mod arguments;
 mod disks;
@@ -57,7 +60,8 @@ use systemd::Systemd;
 use unsteered::Unsteered;
 
 use super::{
-    hierarchy::{Hierarchy, Roots, Version},
+    control_group::Version,
+    hierarchy::{Hierarchy, Roots},
     limit::{
         kept::{Kept, Stamp},
         locks::{self, Watched},
@@ -75,7 +79,8 @@ const ROUND: Duration = Duration::from_millis(10);
 const FILE: Duration = Duration::from_millis(100);
 /// How often levels are kept, and the guard is looked after.
 const KEEP: Duration = Duration::from_secs(2);
-/// How many pools are verified each time: more would be a load of its own where there are thousands.
+/// How many pools are verified each time: more would be a load of its own where there are
+/// thousands.
 const VERIFIED: usize = 64;
 /// Limits for which the files that a process may have open do, in any case.
 const FEW: usize = 200;
@@ -119,13 +124,11 @@ pub(crate) fn run(arguments: WatchArgs) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Why a watch ended.
 enum Ended {
     AsAsked,
     MadeWay,
 }
 
-/// All that is watched.
 struct Watch {
     hierarchy: Hierarchy,
     path: PathBuf,
@@ -148,7 +151,6 @@ struct Watch {
     unsteered: Unsteered,
     systemd: Systemd,
     disks: Disks,
-    /// Where files are read into.
     buffer: Vec<u8>,
     pace: Pace,
 }
@@ -269,7 +271,8 @@ impl Watch {
         Ok(())
     }
 
-    /// Takes over what is kept now, if it has changed; what could not be taken over before only with `again`.
+    /// Takes over what is kept now, if it has changed; what could not be taken over before only
+    /// with `again`.
     fn look_at_file(&mut self, now: Instant, again: bool) {
         let stamp = Stamp::of(&self.path);
         let was_refused = self.refused.as_ref().is_some_and(|(refused, _)| *refused == stamp);
@@ -304,7 +307,8 @@ impl Watch {
         Ok(())
     }
 
-    /// Watches these limits from now on. What has not changed goes on; a pool that has, and is left something, from there.
+    /// Watches these limits from now on. What has not changed goes on; a pool that has, and is left
+    /// something, from there.
     fn adopt(&mut self, kept: Kept, left: &BTreeMap<String, Left>, now: Instant) -> anyhow::Result<()> {
         let all = Sharing::all(&kept)?;
         let asked: HashMap<&str, &Sharing> =
@@ -342,7 +346,8 @@ impl Watch {
         Ok(())
     }
 
-    /// Takes back what was granted to those that are steered no more: they may have been told something after the file was changed.
+    /// Takes back what was granted to those that are steered no more: they may have been told
+    /// something after the file was changed.
     fn leave(&self, replaced: &[Steered], kept: &Kept) {
         let settled = settling::settled(&self.hierarchy, kept).unwrap_or_default();
         for (group, device) in replaced.iter().flat_map(Steered::members) {
@@ -379,7 +384,8 @@ impl Watch {
             self.steered.iter_mut().filter(|steered| steered.sharing.watermark != Watermark::ALWAYS)
         {
             if steered.devices().any(|device| busy.contains(&device)) {
-                // Who was idle may be who uses it now: how much they take is to be known when limits come to hold.
+                // Who was idle may be who uses it now: how much they take is to be known when
+                // limits come to hold.
                 steered.look_now(now);
             }
             let says = self.disks.enforcement(steered.devices(), steered.sharing.watermark);
@@ -397,8 +403,8 @@ impl Watch {
         };
         let mut order: Vec<(Instant, usize)> = self.steered.iter().enumerate().filter_map(due).collect();
         let urgent = order.iter().filter(|(key, _)| *key == Instant::ZERO).count();
-        // Who has waited longest comes first. Only as many as can be looked at are put in order: where a thousand are always due, that would
-        // take more than looking at them.
+        // Who has waited longest comes first. Only as many as can be looked at are put in order:
+        // where a thousand are always due, that would take more than looking at them.
         if order.len() > left + urgent {
             order.select_nth_unstable(left + urgent);
             order.truncate(left + urgent);

@@ -1,4 +1,5 @@
-//! How much of a processor the watch takes: no more than its share, however many control groups there are to look at.
+//! How much of a processor the watch takes: no more than its share, however many control groups
+//! there are to look at.
 
 use nix::time::{ClockId, clock_gettime};
 use policy::time::{Duration, Instant};
@@ -8,7 +9,8 @@ const SHARE_OF_A_CORE: f64 = 0.015;
 /// Looks in a round that are always allowed, whatever they cost.
 const ALWAYS_ALLOWED: usize = 4;
 
-/// How many control groups may be looked at, so that the watch as a whole costs no more than it should.
+/// How many control groups may be looked at, so that the watch as a whole costs no more than it
+/// should.
 #[derive(Debug)]
 pub(super) struct Pace {
     last: Instant,
@@ -56,7 +58,6 @@ pub(super) fn cpu_now() -> Duration {
     clock(ClockId::CLOCK_THREAD_CPUTIME_ID)
 }
 
-/// What a clock shows.
 pub(super) fn clock(id: ClockId) -> Duration {
     // Both clocks are always there (clock_gettime(2)).
     clock_gettime(id).map(Duration::from).unwrap_or_default()

@@ -1,4 +1,5 @@
-//! Which control groups are there, to find those that were made, or made again under their name: they have no limits.
+//! Which control groups are there, to find those that were made, or made again under their name:
+//! they have no limits.
 
 use std::{
     collections::{HashMap, HashSet},
@@ -45,7 +46,8 @@ impl Present {
         unknown
     }
 
-    /// Looks for some, each time for others. Returns those that were made, or made again, since they were looked for.
+    /// Looks for some, each time for others. Returns those that were made, or made again, since
+    /// they were looked for.
     pub(super) fn new_groups(&mut self, hierarchy: &Hierarchy) -> HashSet<PathBuf> {
         let mut new = HashSet::new();
         for index in in_turn(&mut self.next, self.order.len(), LOOKED_FOR) {

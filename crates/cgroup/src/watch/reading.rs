@@ -1,10 +1,12 @@
-//! What the kernel counts for one control group on one device, read again and again from files that stay open.
+//! What the kernel counts for one control group on one device, read again and again from files that
+//! stay open.
 //!
-//! io.stat counts what has passed the kernel's limits, never what waits for them. That something waits is seen in io.pressure, as far as a
-//! process waits for it; and where only writeback is left waiting (measured: io.pressure does not grow then), in memory.stat.
+//! io.stat counts what has passed the kernel's limits, never what waits for them. That something
+//! waits is seen in io.pressure, as far as a process waits for it; and where only writeback is left
+//! waiting (measured: io.pressure does not grow then), in memory.stat.
 //!
-//! An open file costs a tenth of opening it anew. A cgroup that was removed answers ENODEV for good, also if one of the same name is
-//! made again: then the files are opened anew.
+//! An open file costs a tenth of opening it anew. A cgroup that was removed answers ENODEV for
+//! good, also if one of the same name is made again: then the files are opened anew.
 
 use std::{fs::File, io, os::unix::fs::FileExt as _};
 
@@ -22,7 +24,6 @@ use crate::{
 /// Bytes of a file that are looked at: io.stat of some hundred devices.
 const MAX_BYTES: usize = 64 << 10;
 
-/// The files of one control group.
 #[derive(Debug)]
 pub(super) struct Reading {
     stat: File,
@@ -33,7 +34,8 @@ pub(super) struct Reading {
 }
 
 impl Reading {
-    /// Opens them: those that tell of waiting only where that matters, since a process may have a thousand files open and no more.
+    /// Opens them: those that tell of waiting only where that matters, since a process may have a
+    /// thousand files open and no more.
     ///
     /// # Errors
     /// If io.stat cannot be opened: the cgroup is gone, or has no io controller.
@@ -49,7 +51,8 @@ impl Reading {
         })
     }
 
-    /// What has passed on a device, and whether anything waited since the last time; `buffer` is scratch space.
+    /// What has passed on a device, and whether anything waited since the last time; `buffer` is
+    /// scratch space.
     ///
     /// # Errors
     /// If io.stat cannot be read, or is of no known form.
@@ -62,13 +65,15 @@ impl Reading {
         let counters = |requests, bytes| Counters { requests, bytes, ..Counters::default() };
         let passed = [
             counters(usage.reads, usage.read_bytes),
-            // Without discards: the kernel's limits take one for 512 bytes (block/blk-throttle.c, throtl_bio_data_size).
+            // Without discards: the kernel's limits take one for 512 bytes (block/blk-throttle.c,
+            // throtl_bio_data_size).
             counters(usage.writes, usage.written_bytes),
         ];
         Ok((passed, self.waited(buffer)))
     }
 
-    /// `None` if the kernel does not tell. Never an error: without it the steering is a little slower.
+    /// `None` if the kernel does not tell. Never an error: without it the steering is a little
+    /// slower.
     fn waited(&mut self, buffer: &mut Vec<u8>) -> Option<bool> {
         let text_of_pressure = text(self.pressure.as_ref()?, buffer).ok()?;
         let total = pressure::parse(text_of_pressure).ok()?.some.total_us;
@@ -88,7 +93,6 @@ pub(super) fn is_removed(error: &anyhow::Error) -> bool {
     error == Some(Errno::ENODEV as i32)
 }
 
-/// The whole file, from its beginning.
 fn text<'a>(file: &File, buffer: &'a mut Vec<u8>) -> anyhow::Result<&'a str> {
     buffer.resize(MAX_BYTES, 0);
     let mut length = 0;
@@ -99,7 +103,8 @@ fn text<'a>(file: &File, buffer: &'a mut Vec<u8>) -> anyhow::Result<&'a str> {
             Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
             Err(error) => return Err(error.into()),
         }
-        // Nearly always the kernel gives all at once: a page at the most, and io.stat of a few disks is shorter.
+        // Nearly always the kernel gives all at once: a page at the most, and io.stat of a few
+        // disks is shorter.
         if length % 4096 != 0 {
             break;
         }

@@ -1,4 +1,5 @@
-//! A watch beside something else: beside the disks that a daemon serves, or beside a command that has its limits only as long as it runs.
+//! A watch beside something else: beside the disks that a daemon serves, or beside a command that
+//! has its limits only as long as it runs.
 
 use std::{
     path::Path,
@@ -33,7 +34,8 @@ impl Running {
         Self::run(move |stopped| watch.until(stopped).map(drop))
     }
 
-    /// The same for a command that has its limits only as long as it runs: it steers while nobody else does, and makes way for who claims to.
+    /// The same for a command that has its limits only as long as it runs: it steers while nobody
+    /// else does, and makes way for who claims to.
     ///
     /// # Errors
     /// As [`run`](super::run), but for who watches them already.

@@ -1,7 +1,9 @@
-//! One pool of limits at work: its control groups are looked at when that is due, and told what their rates are now.
+//! One pool of limits at work: its control groups are looked at when that is due, and told what
+//! their rates are now.
 //!
-//! A control group that is gone, or whose disk is, leaves its part to the others of its pool, and one whose files cannot be read has no burst;
-//! both are tried again every second. Each trouble is said once, and once more when it is over.
+//! A control group that is gone, or whose disk is, leaves its part to the others of its pool, and
+//! one whose files cannot be read has no burst; both are tried again every second. Each trouble is
+//! said once, and once more when it is over.
 //!
 //! Never tells a disk what was meant for another that had its number.
 
@@ -31,11 +33,11 @@ const AGAIN: Duration = Duration::from_secs(1);
 const UNHURRIED: Duration = Duration::from_millis(500);
 const TOGETHER: Duration = Duration::from_millis(100);
 
-/// What becomes of a control group that is in trouble: as it is to be, and where the kernel refuses that.
+/// What becomes of a control group that is in trouble: as it is to be, and where the kernel refuses
+/// that.
 const WITHOUT_BURSTS: &str = "it has its limits without bursts meanwhile, others carry on";
 const AS_BEFORE: &str = "what it was told before, if anything, still holds; others carry on";
 
-/// A pool, its control groups, and how its limits are applied.
 #[derive(Debug)]
 pub(super) struct Steered {
     pub(super) sharing: Sharing,
@@ -44,10 +46,12 @@ pub(super) struct Steered {
     members: Vec<Controlled>,
     /// Several, or both directions, divide what there is: then it matters who waits.
     divided: bool,
-    /// What all had taken at the last look, and at what rate since the one before, for the watermark.
+    /// What all had taken at the last look, and at what rate since the one before, for the
+    /// watermark.
     taken: Option<(Instant, [Counters; 2])>,
     rate: Option<Taken>,
-    /// When the next member is due. Kept, because all pools are asked at every round, and few of them are due.
+    /// When the next member is due. Kept, because all pools are asked at every round, and few of
+    /// them are due.
     due: Instant,
     /// When a burst can be over at the earliest, by the last decision.
     bursts_end: Option<Instant>,
@@ -57,7 +61,6 @@ pub(super) struct Steered {
     kept: [u64; 6],
 }
 
-/// A member of a pool.
 #[derive(Debug)]
 struct Controlled {
     group: ControlGroup,
@@ -71,12 +74,9 @@ struct Controlled {
     trouble: Option<String>,
 }
 
-/// What became of a round.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Round {
-    /// Control groups that were looked at.
     pub(super) looks: usize,
-    /// Those that were told something else.
     pub(super) told: usize,
 }
 
@@ -141,7 +141,6 @@ impl Steered {
         })
     }
 
-    /// All control groups, each on its device.
     pub(super) fn members(&self) -> impl Iterator<Item = (&ControlGroup, Number)> {
         self.members.iter().map(|member| (&member.group, member.device))
     }
@@ -151,7 +150,8 @@ impl Steered {
         self.members.iter().map(|member| member.device)
     }
 
-    /// When the next member is due, at once if something has changed since the last decision; [`Instant::MAX`] if nothing will ever be.
+    /// When the next member is due, at once if something has changed since the last decision;
+    /// [`Instant::MAX`] if nothing will ever be.
     pub(super) fn due(&self) -> Instant {
         if self.undecided { Instant::ZERO } else { self.due }
     }
@@ -170,7 +170,6 @@ impl Steered {
         self.pool.levels() != self.kept
     }
 
-    /// What is in the buckets has been kept.
     pub(super) fn kept(&mut self) {
         self.kept = self.pool.levels();
     }
@@ -194,7 +193,8 @@ impl Steered {
         self.due = self.due.min(now);
     }
 
-    /// Looks at the members that are due, at most so many unless a burst may be over, and tells all what has changed.
+    /// Looks at the members that are due, at most so many unless a burst may be over, and tells all
+    /// what has changed.
     pub(super) fn round(&mut self, now: Instant, most: usize, buffer: &mut Vec<u8>) -> Round {
         let mut round = Round::default();
         let most = if self.is_burst_over(now) { usize::MAX } else { most };
@@ -241,7 +241,8 @@ impl Steered {
             Watermark::ALWAYS => self.pool.due(index, now)?,
             _ => self.pool.next_look(index, now),
         };
-        // Who does nothing is looked at together with others of that kind: to wake up for each of a thousand costs as much again.
+        // Who does nothing is looked at together with others of that kind: to wake up for each of a
+        // thousand costs as much again.
         if due.nanos_since(now) < UNHURRIED.as_nanos() as u64 {
             return Some(due);
         }
@@ -262,7 +263,8 @@ impl Steered {
         let (device, was_open) = (member.device, member.reading.is_some());
         let mut seen = self.read(index, buffer);
         if was_open && seen.as_ref().is_err_and(reading::is_removed) {
-            // One of that name may have been made since: it knows nothing of what the other was told.
+            // One of that name may have been made since: it knows nothing of what the other was
+            // told.
             self.members[index].reading = None;
             self.pool.not_told(index);
             seen = self.read(index, buffer);
@@ -302,7 +304,8 @@ impl Steered {
         let reading = match &mut member.reading {
             Some(reading) => reading,
             none => {
-                // After the machine's start, or where it was made again with its parent, the controller is not there.
+                // After the machine's start, or where it was made again with its parent, the
+                // controller is not there.
                 if member.group.exists() {
                     settling::hand_down(&member.group)?;
                 }
@@ -315,7 +318,8 @@ impl Steered {
     /// Whether it was told, of what was decided on what was seen `now`.
     fn tell(&mut self, index: usize, rates: Rates, now: Instant) -> bool {
         let member = &mut self.members[index];
-        // The kernel forgets limits with their disk: if none is in force any more, this may be another.
+        // The kernel forgets limits with their disk: if none is in force any more, this may be
+        // another.
         let told = tell::told(&member.group, member.device).ok();
         let lost = member.in_force && told == Some(Rates::NONE);
         let disk = if lost { member.entry.disk(&self.roots).map(drop) } else { Ok(()) };
@@ -390,7 +394,8 @@ impl Steered {
         }
     }
 
-    /// How full the buckets are, for who goes on from here; `None` if they are empty, as those of who begins anew.
+    /// How full the buckets are, for who goes on from here; `None` if they are empty, as those of
+    /// who begins anew.
     pub(super) fn left(&self, at: Instant) -> Option<levels::Left> {
         if self.pool.levels() == [0; 6] {
             return None;

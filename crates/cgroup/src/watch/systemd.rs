@@ -1,4 +1,5 @@
-//! Tells systemd of limits that the kernel has been told by its files alone, or systemd would take them back at its next occasion.
+//! Tells systemd of limits that the kernel has been told by its files alone, or systemd would take
+//! them back at its next occasion.
 //!
 //! In a thread of its own: it may take its time to answer, and bursts wait for nobody.
 
@@ -29,7 +30,8 @@ impl Systemd {
         self.unheard.extend(groups);
     }
 
-    /// Has it told of what is kept, of those that it has not heard of; one after another, so not before the last telling is over.
+    /// Has it told of what is kept, of those that it has not heard of; one after another, so not
+    /// before the last telling is over.
     pub(super) fn tell(&mut self, hierarchy: &Hierarchy, path: &Path, kept: &Kept) {
         if let Some(teller) = self.teller.take_if(|teller| teller.is_finished()) {
             // A panic there has been printed.

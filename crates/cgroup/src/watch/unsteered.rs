@@ -1,6 +1,8 @@
-//! Limits that the kernel keeps by itself, with nothing to steer: told where it has others, and taken back where nobody wants them any more.
+//! Limits that the kernel keeps by itself, with nothing to steer: told where it has others, and
+//! taken back where nobody wants them any more.
 //!
-//! The kernel loses them with a control group or a disk that goes, and somebody else may change them.
+//! The kernel loses them with a control group or a disk that goes, and somebody else may change
+//! them.
 
 use std::{
     collections::{HashMap, HashSet},
@@ -31,12 +33,12 @@ pub(super) struct Unsteered {
 }
 
 impl Unsteered {
-    /// None yet.
     pub(super) fn new(hierarchy: Hierarchy) -> Self {
         Self { hierarchy, all: Vec::new(), next: 0, said: HashMap::new() }
     }
 
-    /// Keeps those of `all` that are of this kind from now on. Returns which control groups were told something.
+    /// Keeps those of `all` that are of this kind from now on. Returns which control groups were
+    /// told something.
     pub(super) fn adopt(&mut self, all: Vec<Sharing>) -> Vec<PathBuf> {
         let limited = all.iter().filter(|sharing| !sharing.limits.is_unlimited());
         let limited = limited.flat_map(|sharing| sharing.members.iter().map(place)).collect();
@@ -52,7 +54,8 @@ impl Unsteered {
         self.hold_all(changed)
     }
 
-    /// Verifies some, each time others, and those of control groups that are new. Returns which control groups were told something.
+    /// Verifies some, each time others, and those of control groups that are new. Returns which
+    /// control groups were told something.
     pub(super) fn verify(&mut self, new: &HashSet<PathBuf>) -> Vec<PathBuf> {
         let in_turn: Vec<usize> = in_turn(&mut self.next, self.all.len(), VERIFIED).collect();
         let is_new = |sharing: &Sharing| sharing.members.iter().any(|entry| new.contains(&entry.cgroup));
@@ -65,8 +68,9 @@ impl Unsteered {
         which.into_iter().flat_map(|index| self.hold(index)).collect()
     }
 
-    /// Tells what the kernel is to keep by itself, if it does not: a control group that was made again has no limits, nor has one whose disk
-    /// was away. Of a disk that is not there it is said once.
+    /// Tells what the kernel is to keep by itself, if it does not: a control group that was made
+    /// again has no limits, nor has one whose disk was away. Of a disk that is not there it is said
+    /// once.
     fn hold(&mut self, index: usize) -> Vec<PathBuf> {
         let sharing = &self.all[index];
         let roots = self.hierarchy.roots.of_devices();
@@ -102,8 +106,9 @@ impl Unsteered {
         }
     }
 
-    /// Takes back what was told to those that are limited no more, where that is still what the kernel has: a limit that was removed in the
-    /// moment in which it was told anew, or that somebody has taken out of the file.
+    /// Takes back what was told to those that are limited no more, where that is still what the
+    /// kernel has: a limit that was removed in the moment in which it was told anew, or that
+    /// somebody has taken out of the file.
     fn lift(&self, before: &[Sharing], limited: &HashSet<(PathBuf, String)>) {
         for sharing in before {
             if sharing.members.iter().all(|entry| limited.contains(&place(entry))) {
@@ -124,7 +129,6 @@ impl Unsteered {
     }
 }
 
-/// The control group and the device's number.
 fn place(entry: &Entry) -> (PathBuf, String) {
     (entry.cgroup.clone(), entry.device_text().to_owned())
 }

@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use clap::Args;
+use console::keys;
 
 use crate::client::Target;
 
@@ -15,21 +16,13 @@ Examples:
 
 Needs a terminal of 80×24 or more; where there is none, `weir status` says the same.";
 
-/// Shortest time between two looks: below it the daemon would work for the watcher.
-const LEAST: Duration = Duration::from_millis(100);
-
 /// What `weir top` is told.
 #[derive(Debug, Args)]
 pub(crate) struct TopArgs {
     /// How often to look, from 100ms
-    #[arg(long, value_name = "TIME", value_parser = interval, default_value = "1s")]
+    #[arg(long, value_name = "TIME", value_parser = keys::interval, default_value = "1s")]
     pub(crate) interval: Duration,
     /// The daemon's control socket [default: $WEIR_QMP, else unix:/run/weir/qmp.sock]
     #[arg(long, value_name = "unix:PATH")]
     pub(crate) qmp: Option<Target>,
-}
-
-fn interval(text: &str) -> Result<Duration, String> {
-    let interval = settings::duration(text)?;
-    if interval < LEAST { Err("is too short; it may be 100ms at least".to_owned()) } else { Ok(interval) }
 }

@@ -55,12 +55,6 @@ impl Column {
         }
     }
 
-    /// The one to its right; after the last the first.
-    pub(super) fn next(self) -> Self {
-        let index = Self::ALL.iter().position(|&column| column == self).unwrap_or(0);
-        Self::ALL[(index + 1) % Self::ALL.len()]
-    }
-
     /// Whether it is at its most interesting with the largest first.
     fn is_number(self) -> bool {
         !matches!(self, Self::Name | Self::Group)
@@ -166,14 +160,5 @@ mod tests {
         check("VM1", Column::Name, false, &["Vm1", "vm10"]);
         check("gold", Column::Name, false, &["gold", "vm2"]);
         check("nothing", Column::Name, false, &[]);
-    }
-
-    #[test]
-    fn columns_follow_each_other_round() {
-        let mut column = Column::Name;
-        for _ in Column::ALL {
-            column = column.next();
-        }
-        assert_eq!(column, Column::Name);
     }
 }

@@ -11,8 +11,6 @@
 //! `state` and all below it know no terminal and no socket, so tests press keys and hand in reports; `view` draws what
 //! it is given and decides nothing.
 //!
-//! `screen` and `input` serve every command that draws on the whole terminal.
-//!
 //! Never leaves the terminal as it is on the way out: not at the end, not after a panic, a signal or a stop.
 
 mod arguments;
@@ -30,6 +28,7 @@ pub(crate) use arguments::{EXAMPLES, TopArgs};
 use console::{
     Failure,
     input::Input,
+    keys::Leave,
     screen::{self, Screen},
 };
 use source::{Asked, Event, Source};
@@ -64,8 +63,8 @@ fn watch(screen: &mut Screen, source: &Source, mut state: State) -> io::Result<(
         let action = match source.next() {
             Event::Input(Input::Key(key)) => state.press(key),
             Event::Input(Input::Resized) => None,
-            Event::Input(Input::Stop) => Some(Action::Stop),
-            Event::Input(Input::End) => Some(Action::End),
+            Event::Input(Input::Stop) => Some(Action::Leave(Leave::Stop)),
+            Event::Input(Input::End) => Some(Action::Leave(Leave::End)),
             Event::Report(report) => {
                 state.learn(*report, began.elapsed());
                 None
@@ -80,8 +79,8 @@ fn watch(screen: &mut Screen, source: &Source, mut state: State) -> io::Result<(
             }
         };
         match action {
-            Some(Action::End) => return Ok(()),
-            Some(Action::Stop) => screen.stop()?,
+            Some(Action::Leave(Leave::End)) => return Ok(()),
+            Some(Action::Leave(Leave::Stop)) => screen.stop()?,
             Some(Action::Change { name, change }) => source.ask(Asked { name, change }),
             None => {}
         }

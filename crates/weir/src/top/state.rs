@@ -4,7 +4,8 @@
 
 use std::time::Duration;
 
-use ratatui::crossterm::event::{KeyCode, KeyEvent, KeyModifiers};
+use console::keys::{self, Chosen, InList, Leave};
+use ratatui::crossterm::event::{KeyCode, KeyEvent};
 
 use super::{
     field::Field,
@@ -20,10 +21,8 @@ use crate::client::{
 /// What somebody else has to do.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Action {
-    /// End the program.
-    End,
-    /// Stop it until it is continued.
-    Stop,
+    /// End the program, or stop it.
+    Leave(Leave),
     /// Have the daemon change settings.
     Change {
         /// Of this disk or group.
@@ -85,8 +84,7 @@ pub(super) struct State {
     pub(super) notice: Option<String>,
     /// When the last answer came, since the watching began.
     pub(super) now: Duration,
-    /// The row that was last known to be chosen: a name, since rows move, and its place, in case it goes.
-    chosen: (String, usize),
+    chosen: Chosen,
     /// Rows that a page has; the view knows.
     pub(super) page: usize,
 }
@@ -105,7 +103,7 @@ impl State {
             filter: String::new(),
             notice: None,
             now: Duration::ZERO,
-            chosen: (String::new(), 0),
+            chosen: Chosen::default(),
             page: 1,
         }
     }
@@ -146,17 +144,13 @@ impl State {
 
     /// Which of the rows is chosen; 0 where there is none.
     pub(super) fn chosen(&self, rows: &[Row<'_>]) -> usize {
-        rows.iter().position(|row| row.name == self.chosen.0).unwrap_or(0)
+        self.chosen.index(rows.iter().map(|row| row.name))
     }
 
     /// What a key means.
     pub(super) fn press(&mut self, key: KeyEvent) -> Option<Action> {
-        if key.modifiers.contains(KeyModifiers::CONTROL) {
-            match key.code {
-                KeyCode::Char('c') => return Some(Action::End),
-                KeyCode::Char('z') => return Some(Action::Stop),
-                _ => {}
-            }
+        if let Some(leave) = Leave::of(key) {
+            return Some(Action::Leave(leave));
         }
         self.notice = None;
         match std::mem::replace(&mut self.mode, Mode::List) {
@@ -169,22 +163,23 @@ impl State {
     }
 
     fn press_in_list(&mut self, key: KeyEvent) -> Option<Action> {
-        let page = self.page.cast_signed();
-        match key.code {
-            KeyCode::Char('q') => return Some(Action::End),
-            KeyCode::Up | KeyCode::Char('k') => self.step(-1),
-            KeyCode::Down | KeyCode::Char('j') => self.step(1),
-            KeyCode::PageUp => self.step(-page),
-            KeyCode::PageDown => self.step(page),
-            KeyCode::Home | KeyCode::Char('g') => self.step(isize::MIN),
-            KeyCode::End | KeyCode::Char('G') => self.step(isize::MAX),
-            KeyCode::Char('s') => self.order = Order { column: self.order.column.next(), reversed: false },
-            KeyCode::Char('r') => self.order.reversed = !self.order.reversed,
-            KeyCode::Char('/') => self.mode = Mode::Filter(Field::new(self.filter.as_str())),
-            KeyCode::Char('?' | 'h') | KeyCode::F(1) => self.mode = Mode::Help,
-            KeyCode::Char('t') | KeyCode::Enter => self.begin_edit(),
-            KeyCode::Esc => self.set_filter(String::new()),
-            _ => {}
+        match InList::of(key, self.page) {
+            Some(InList::End) => return Some(Action::Leave(Leave::End)),
+            Some(InList::Step(by)) => self.with_names(|chosen, names| {
+                chosen.step(names, by);
+            }),
+            Some(InList::Sort) => {
+                let column = keys::next(&Column::ALL, self.order.column);
+                self.order = Order { column, reversed: false };
+            }
+            Some(InList::Reverse) => self.order.reversed = !self.order.reversed,
+            Some(InList::Help) => self.mode = Mode::Help,
+            None => match key.code {
+                KeyCode::Char('/') => self.mode = Mode::Filter(Field::new(self.filter.as_str())),
+                KeyCode::Char('t') | KeyCode::Enter => self.begin_edit(),
+                KeyCode::Esc => self.set_filter(String::new()),
+                _ => {}
+            },
         }
         None
     }
@@ -246,26 +241,15 @@ impl State {
         action
     }
 
-    /// Chooses the row that is `by` rows below, or the first or last.
-    fn step(&mut self, by: isize) {
-        let rows = self.rows();
-        let last = rows.len().saturating_sub(1);
-        let next = self.chosen(&rows).saturating_add_signed(by).min(last);
-        if let Some(row) = rows.get(next) {
-            self.chosen = (row.name.to_owned(), next);
-        }
-    }
-
     /// Chooses what stands where the chosen row was, if that is gone.
     fn settle(&mut self) {
-        let rows = self.rows();
-        if rows.iter().any(|row| row.name == self.chosen.0) {
-            return;
-        }
-        let place = self.chosen.1.min(rows.len().saturating_sub(1));
-        if let Some(row) = rows.get(place) {
-            self.chosen = (row.name.to_owned(), place);
-        }
+        self.with_names(|chosen, names| chosen.settle(names, true));
+    }
+
+    fn with_names(&mut self, choose: impl FnOnce(&mut Chosen, &[&str])) {
+        let mut chosen = std::mem::take(&mut self.chosen);
+        choose(&mut chosen, &self.rows().iter().map(|row| row.name).collect::<Vec<_>>());
+        self.chosen = chosen;
     }
 }
 

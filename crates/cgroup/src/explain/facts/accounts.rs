@@ -6,24 +6,22 @@
 //!   io.stat           wbytes                                 what was charged to the cgroup
 //! ```
 //!
-//! A page belongs to the cgroup that first used it, for as long as it is cached, and a file to whose pages were most of those written
-//! (Documentation/admin-guide/cgroup-v2.rst, "Writeback"). So a file that was there before is written in somebody else's name until its old pages are
-//! gone, which no file of the kernel says; the counts show it. Processes that have ended are counted by the cgroup alone, so this errs towards silence.
+//! A page belongs to the cgroup that first used it, for as long as it is cached, and a file to
+//! whose pages were most of those written (Documentation/admin-guide/cgroup-v2.rst, "Writeback").
+//! So a file that was there before is written in somebody else's name until its old pages are gone,
+//! which no file of the kernel says; the counts show it. Processes that have ended are counted by
+//! the cgroup alone, so this errs towards silence.
 
-use std::{
-    fs,
-    path::Path,
-    time::{Duration, SystemTime, UNIX_EPOCH},
-};
+use std::time::Duration;
 
-use super::{Accounts, Evidence, Process, collect::Reader};
+use super::{Accounts, Evidence, Process, reader::Reader};
 use crate::{
-    control_group::ControlGroup,
-    hierarchy::Version,
-    kernel::{io_stat, memory_stat, proc_io, proc_stat::TICK},
+    control_group::{ControlGroup, Version},
+    kernel::{io_stat, memory_stat, proc_io},
 };
 
-/// Counts of version 2; `None` where they cannot be had, or for the root, which is charged with what nobody is.
+/// Counts of version 2; `None` where they cannot be had, or for the root, which is charged with
+/// what nobody is.
 pub(super) fn look(reader: &mut Reader<'_>, group: &ControlGroup, processes: &[Process]) -> Option<Accounts> {
     if group.version == Version::V1 || group.is_root() {
         return None;
@@ -54,28 +52,8 @@ pub(super) fn look(reader: &mut Reader<'_>, group: &ControlGroup, processes: &[P
 /// Ticks and seconds are not finer, and the boot's time is rounded.
 const CLOCK_ERROR: Duration = Duration::from_secs(2);
 
-/// When processes began, from ticks since the machine did.
-#[derive(Debug)]
-pub(super) struct Clock {
-    booted: Option<SystemTime>,
-}
-
-impl Clock {
-    /// From `btime` of /proc/stat (proc_stat(5)).
-    pub(super) fn new(proc: &Path) -> Self {
-        let text = fs::read_to_string(proc.join("stat")).unwrap_or_default();
-        let seconds = text.lines().find_map(|line| line.strip_prefix("btime ")?.trim().parse().ok());
-        Self { booted: seconds.and_then(|seconds| UNIX_EPOCH.checked_add(Duration::from_secs(seconds))) }
-    }
-
-    /// When a task of these ticks began.
-    pub(super) fn began(&self, ticks: u64) -> Option<SystemTime> {
-        let tick_ms = u64::try_from(TICK.as_millis()).ok()?;
-        self.booted?.checked_add(Duration::from_millis(ticks.saturating_mul(tick_ms)))
-    }
-}
-
-/// Marks the files that were there before any process of the cgroup was: others may have used them first.
+/// Marks the files that were there before any process of the cgroup was: others may have used them
+/// first.
 pub(super) fn mark_older(processes: &mut [Process]) {
     let Some(first) = processes.iter().filter_map(|process| process.began).min() else {
         return;

@@ -4,10 +4,9 @@ use std::path::Path;
 
 use block::device::Number;
 
-use super::{Below, Beside, BesideKind, Evidence, Swap, collect::Reader, mounts::MountTable};
+use super::{Below, Beside, BesideKind, Evidence, Swap, mounts::MountTable, reader::Reader};
 use crate::{
-    control_group::ControlGroup,
-    hierarchy::Version,
+    control_group::{ControlGroup, Version},
     kernel::{io_latency, memory_stat, memory_stat::Waiting, weight},
 };
 

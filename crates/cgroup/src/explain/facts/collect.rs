@@ -1,7 +1,8 @@
 //! Reads all of it, from the cgroup outwards.
 //!
-//! A process that ends meanwhile is passed over; what may not be read is a gap, which a finding tells. Bounds keep a machine of
-//! millions of files from taking minutes: past them there is a gap too.
+//! A process that ends meanwhile is passed over; what may not be read is a gap, which a finding
+//! tells. Bounds keep a machine of millions of files from taking minutes: past them there is a gap
+//! too.
 
 use std::{
     fs,
@@ -12,17 +13,14 @@ use anyhow::Context as _;
 use block::device::Number;
 
 use super::{
-    Below, Evidence, Facts, FileSystem, Kernel, Memory, Place, Process, Use, Way,
-    accounts::{self, Clock},
-    beside,
-    disks::Disks,
-    levels,
+    Below, Evidence, Facts, FileSystem, Kernel, Memory, Place, Process, Use, Way, accounts, beside, levels,
     mounts::MountTable,
+    reader::{Reader, is_gone},
     sharing, uses,
 };
 use crate::{
-    control_group::ControlGroup,
-    hierarchy::{Hierarchy, Roots, Version},
+    control_group::{ControlGroup, Version},
+    hierarchy::{Hierarchy, Roots},
     kernel::proc_stat,
 };
 
@@ -33,49 +31,11 @@ const MAX_GROUPS: usize = 4096;
 /// kthreadd, the parent of all threads of the kernel.
 const KTHREADD: i32 = 2;
 
-/// What was asked about.
 #[derive(Debug, Clone)]
 pub(crate) struct Subject {
     pub(crate) group: ControlGroup,
-    /// A process of it alone.
     pub(crate) only: Option<i32>,
-    /// The file of what weir keeps.
     pub(crate) limits: PathBuf,
-}
-
-/// What the collectors have in common.
-pub(super) struct Reader<'a> {
-    pub(super) hierarchy: &'a Hierarchy,
-    pub(super) disks: Disks<'a>,
-    pub(super) clock: Clock,
-    pub(super) gaps: Vec<Evidence>,
-}
-
-impl<'a> Reader<'a> {
-    fn new(hierarchy: &'a Hierarchy) -> Self {
-        let roots = &hierarchy.roots;
-        Self { hierarchy, disks: Disks::new(roots), clock: Clock::new(&roots.proc), gaps: Vec::new() }
-    }
-
-    /// The text of a file; a gap if it may not be read, nothing if it is not there.
-    pub(super) fn text(&mut self, path: &Path) -> Option<String> {
-        match fs::read(path) {
-            Ok(bytes) => Some(String::from_utf8_lossy(&bytes).into_owned()),
-            Err(error) if is_gone(&error) => None,
-            Err(error) => {
-                self.gaps.push(Evidence::new(path.display().to_string(), error.to_string()));
-                None
-            }
-        }
-    }
-}
-
-/// Whether a process or a cgroup ended between two looks, which is nothing to be told.
-pub(super) fn is_gone(error: &std::io::Error) -> bool {
-    matches!(
-        nix::errno::Errno::from_raw(error.raw_os_error().unwrap_or(0)),
-        nix::errno::Errno::ENOENT | nix::errno::Errno::ESRCH | nix::errno::Errno::ENODEV
-    )
 }
 
 /// Reads all of it.
@@ -106,7 +66,7 @@ pub(crate) fn collect(hierarchy: &Hierarchy, subject: &Subject) -> anyhow::Resul
     reader.disks.enter_limited(&limited);
     let possible = possible(&mut reader, &mut mounts, &limited, &processes);
     let swaps = beside::swaps(&mut reader, &mut mounts);
-    reader.disks.follow_loops(&mut mounts);
+    mounts.follow_loops(&mut reader.disks);
     let beside = beside::controls(&mut reader, group, &limited);
     let left_dirty = beside::left_dirty(&mut reader, group, processes.is_empty());
     Ok(Facts {
@@ -129,7 +89,7 @@ pub(crate) fn collect(hierarchy: &Hierarchy, subject: &Subject) -> anyhow::Resul
         processes,
         possible,
         file_systems: mounts.found,
-        disks: reader.disks.finish(),
+        disks: reader.disks.known,
         swaps,
         swapped: beside::swapped(group),
         left_dirty,
@@ -166,7 +126,6 @@ fn memory(hierarchy: &Hierarchy) -> Memory {
     }
 }
 
-/// A cgroup and those below it.
 fn descend(reader: &mut Reader<'_>, group: &ControlGroup) -> Vec<ControlGroup> {
     let mut found = vec![group.clone()];
     let mut next = 0;
@@ -192,7 +151,6 @@ fn descend(reader: &mut Reader<'_>, group: &ControlGroup) -> Vec<ControlGroup> {
     found
 }
 
-/// The processes of one cgroup.
 fn of_group(
     reader: &mut Reader<'_>,
     group: &ControlGroup,
@@ -258,7 +216,8 @@ fn process(
     })
 }
 
-/// What processes could do to limited disks that none of them has a file on: direct, buffered, and reads.
+/// What processes could do to limited disks that none of them has a file on: direct, buffered, and
+/// reads.
 fn possible(
     reader: &mut Reader<'_>,
     mounts: &mut MountTable,
@@ -290,12 +249,10 @@ fn possible(
     possible
 }
 
-/// What is below a directory.
 #[derive(Debug)]
 pub(crate) struct Spot {
     /// Its disk, and those that is made of, the uppermost first.
     pub(crate) stack: Vec<Number>,
-    /// Its file system.
     pub(crate) file_system: Option<FileSystem>,
 }
 
@@ -305,7 +262,7 @@ pub(crate) fn spot(hierarchy: &Hierarchy, directory: &Path) -> Spot {
     let mut mounts = MountTable::new(&mut reader, "self");
     let directory = directory.canonicalize().unwrap_or_else(|_| directory.to_owned());
     let found = mounts.of_path(&mut reader.disks, &directory).map(|index| mounts.found[index].clone());
-    reader.disks.follow_loops(&mut mounts);
+    mounts.follow_loops(&mut reader.disks);
     let stack = match found.as_ref().map(|found| &found.below) {
         Some(Below::Disk(disk)) => [*disk].into_iter().chain(reader.disks.below(*disk)).collect(),
         _ => Vec::new(),

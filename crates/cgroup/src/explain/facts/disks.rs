@@ -4,31 +4,32 @@
 //!   /sys/dev/block/253:0 → …/dm-0     slaves/ (what it is made of)   dm/uuid (CRYPT-…)   md/level   loop/backing_file, loop/dio
 //! ```
 //!
-//! Source: Documentation/ABI/testing/sysfs-block, sysfs-block-dm, sysfs-block-loop; Documentation/admin-guide/md.rst.
+//! Source: Documentation/ABI/testing/sysfs-block, sysfs-block-dm, sysfs-block-loop;
+//! Documentation/admin-guide/md.rst.
 
 use std::{
     fs,
-    path::{Path, PathBuf},
+    os::unix::fs::{FileTypeExt as _, MetadataExt as _},
+    path::Path,
 };
 
 use block::device::{Identity, Number};
 
 use super::{
     Below, Disk, DiskKind, Evidence, FileSystem, Mapper,
-    mounts::{MountTable, Row, holding},
-    uses::number_of_node,
+    rows::{Row, holding},
 };
 use crate::{hierarchy::Roots, kernel, kernel::mountinfo::Mount, nature::Nature};
 
-/// Overlays upon overlays are not followed further: the kernel's limit is 2 (FILESYSTEM_MAX_STACK_DEPTH).
+/// Overlays upon overlays are not followed further: the kernel's limit is 2
+/// (FILESYSTEM_MAX_STACK_DEPTH).
 const MAX_LAYERS: usize = 3;
 /// Disks upon disks likewise.
 const MAX_DEPTH: usize = 8;
 
-/// The disks that were met.
 pub(super) struct Disks<'a> {
     roots: &'a Roots,
-    known: Vec<Disk>,
+    pub(super) known: Vec<Disk>,
 }
 
 impl<'a> Disks<'a> {
@@ -167,25 +168,6 @@ impl<'a> Disks<'a> {
         (Below::Disk(whole), partition)
     }
 
-    /// Finds the file systems that loop devices' files are in, and what those are on, which may be loop devices again.
-    pub(super) fn follow_loops(&mut self, mounts: &mut MountTable) {
-        let mut next = 0;
-        while next < self.known.len() {
-            let Disk { kind, evidence, .. } = &self.known[next];
-            if let DiskKind::Loop { on: None, direct } = *kind {
-                let path = evidence.first().map(|file| PathBuf::from(&file.value)).unwrap_or_default();
-                let on = mounts.of_path(self, &path);
-                let below = on.map(|index| mounts.found[index].below.clone());
-                let known = &mut self.known[next];
-                known.kind = DiskKind::Loop { on, direct };
-                if let Some(Below::Disk(disk)) = below {
-                    known.parts = vec![disk];
-                }
-            }
-            next += 1;
-        }
-    }
-
     /// Gets to know the disks that limits are for.
     pub(super) fn enter_limited(&mut self, limited: &[Number]) {
         for &number in limited {
@@ -196,11 +178,6 @@ impl<'a> Disks<'a> {
                 self.known.push(Disk { number, node, kind: DiskKind::Gone, parts, evidence });
             }
         }
-    }
-
-    /// All that were met.
-    pub(super) fn finish(self) -> Vec<Disk> {
-        self.known
     }
 }
 
@@ -237,4 +214,10 @@ fn kind(directory: &Path, name: &str) -> (DiskKind, Vec<Evidence>) {
         return (DiskKind::Memory, Vec::new());
     }
     (DiskKind::Plain, Vec::new())
+}
+
+/// The number of the block device that a path is, where sysfs does not know its name.
+fn number_of_node(path: &Path) -> Option<Number> {
+    let metadata = fs::metadata(path).ok()?;
+    metadata.file_type().is_block_device().then(|| Number::unpack(metadata.rdev()))
 }

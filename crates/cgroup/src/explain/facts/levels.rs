@@ -1,26 +1,23 @@
 //! The cgroup and those above it: controllers and limits, version 1 and 2.
 
-use std::{io, path::Path};
+use std::path::Path;
 
-use super::{
-    Evidence, Level, Limit,
-    collect::{Reader, is_gone},
-};
+use policy::steering::Rates;
+
+use super::{Evidence, Level, Limit, reader::Reader};
 use crate::{
-    control_group::ControlGroup,
-    hierarchy::{Hierarchy, Version},
-    kernel::{blkio, io_max, io_max::Rates},
+    control_group::{ControlGroup, Version},
+    hierarchy::Hierarchy,
+    kernel::io_max,
     limit::{
         asked::Asked,
         kept::{Entry, Kept},
         locks::Watched,
         pools::Sharing,
-        settling,
+        settling, tell,
     },
+    limit_files::{self, LimitFile},
 };
-
-/// The file of limits of version 2.
-const IO_MAX: &str = "io.max";
 
 /// From a cgroup to the root.
 pub(super) fn up(reader: &mut Reader<'_>, group: &ControlGroup) -> anyhow::Result<Vec<Level>> {
@@ -33,8 +30,9 @@ pub(super) fn up(reader: &mut Reader<'_>, group: &ControlGroup) -> anyhow::Resul
     Ok(levels)
 }
 
-/// Where somebody steers what weir keeps in this file, that is the limit, whatever the kernel is told at the moment: a burst, or nothing while a
-/// watermark lifts it. Where nobody does, the kernel's is.
+/// Where somebody steers what weir keeps in this file, that is the limit, whatever the kernel is
+/// told at the moment: a burst, or nothing while a watermark lifts it. Where nobody does, the
+/// kernel's is.
 pub(super) fn as_kept(hierarchy: &Hierarchy, file: &Path, levels: &mut [Level]) {
     // A file that cannot be used is the watch's trouble, and says so there.
     let Ok(kept) = Kept::load(file) else { return };
@@ -51,19 +49,16 @@ pub(super) fn as_kept(hierarchy: &Hierarchy, file: &Path, levels: &mut [Level]) 
         }
         let name = group.name.display().to_string();
         let Some(level) = levels.iter_mut().find(|level| level.name == name) else { continue };
-        let told = level
-            .limits
-            .iter()
-            .find(|limit| limit.disk == disk)
-            .map_or(Rates::default(), |limit| limit.rates);
-        let rates = Rates::from(rates);
+        let told =
+            level.limits.iter().find(|limit| limit.disk == disk).map_or(Rates::NONE, |limit| limit.rates);
+        let rates = tell::as_kept(rates);
         if told == rates {
             continue;
         }
         let asked = Asked::of(&kept, &group.name, disk).map(|asked| asked.text()).unwrap_or_default();
         let now = Evidence::new(
-            group.directory.join(IO_MAX).display().to_string(),
-            format!("{} (now)", told.line(disk)),
+            group.directory.join(io_max::FILE).display().to_string(),
+            format!("{} (now)", io_max::line(told, disk)),
         );
         let evidence = vec![Evidence::new(file.display().to_string(), asked), now];
         level.limits.retain(|limit| limit.disk != disk);
@@ -77,10 +72,7 @@ pub(super) fn as_kept(hierarchy: &Hierarchy, file: &Path, levels: &mut [Level]) 
 /// If it is gone, or says what no kernel known here does.
 pub(super) fn one(reader: &mut Reader<'_>, group: &ControlGroup) -> anyhow::Result<Level> {
     let mut files = Vec::new();
-    let limits = match group.version {
-        Version::V1 => version_one(group, &mut files)?,
-        Version::V2 => version_two(group, &mut files)?,
-    };
+    let limits = limits_of(group, &mut files)?;
     let name = group.name.display().to_string();
     let mut cited = |file: &str| {
         let path = group.directory.join(file);
@@ -97,48 +89,28 @@ pub(super) fn one(reader: &mut Reader<'_>, group: &ControlGroup) -> anyhow::Resu
     Ok(Level { name, root, has_limits: !files.is_empty(), controllers, subtree, kind, limits, files })
 }
 
-fn text(group: &ControlGroup, file: &str) -> io::Result<Option<String>> {
-    match group.read(file) {
-        Ok(text) => Ok(Some(text)),
-        Err(error) if is_gone(&error) => Ok(None),
-        Err(error) => Err(io::Error::new(error.kind(), format!("{file}: {error}"))),
-    }
-}
-
-fn shown(text: &str) -> String {
-    if text.trim().is_empty() { "(empty)".to_owned() } else { text.trim().to_owned() }
-}
-
-fn version_two(group: &ControlGroup, files: &mut Vec<Evidence>) -> anyhow::Result<Vec<Limit>> {
-    let Some(text) = text(group, IO_MAX)? else {
-        return Ok(Vec::new());
-    };
-    let file = group.directory.join(IO_MAX).display().to_string();
-    files.push(Evidence::new(file.clone(), shown(&text)));
-    let limits = io_max::parse(&text)?.into_iter().filter(|(_, rates)| *rates != Rates::default());
-    let limit = |(disk, rates): (_, Rates)| {
-        let evidence = vec![Evidence::new(file.clone(), rates.line(disk))];
-        Limit { disk, rates, evidence }
-    };
-    Ok(limits.map(limit).collect())
-}
-
-fn version_one(group: &ControlGroup, files: &mut Vec<Evidence>) -> anyhow::Result<Vec<Limit>> {
+/// The limits, each with the lines that say it.
+fn limits_of(group: &ControlGroup, files: &mut Vec<Evidence>) -> anyhow::Result<Vec<Limit>> {
     let mut limits: Vec<Limit> = Vec::new();
-    for name in blkio::LIMITS {
-        let Some(text) = text(group, name)? else {
-            continue;
-        };
+    for LimitFile { name, text, limits: all } in limit_files::read(group)? {
         let file = group.directory.join(name).display().to_string();
-        files.push(Evidence::new(file.clone(), shown(&text)));
-        for (disk, rate) in blkio::limits(&text)? {
-            let known = limits.iter().position(|limit| limit.disk == disk).unwrap_or_else(|| {
-                limits.push(Limit { disk, rates: Rates::default(), evidence: Vec::new() });
-                limits.len() - 1
-            });
-            let Limit { rates, evidence, .. } = &mut limits[known];
-            *blkio::key(rates, name) = Some(rate);
-            evidence.push(Evidence::new(file.clone(), format!("{disk} {rate}")));
+        let shown = if text.trim().is_empty() { "(empty)" } else { text.trim() };
+        files.push(Evidence::new(file.clone(), shown));
+        for (disk, rates) in all.into_iter().filter(|(_, rates)| *rates != Rates::NONE) {
+            let line = match group.version {
+                Version::V1 => {
+                    format!("{disk} {}", io_max::in_order(rates).into_iter().flatten().sum::<u64>())
+                }
+                Version::V2 => io_max::line(rates, disk),
+            };
+            let evidence = Evidence::new(file.clone(), line);
+            match limits.iter_mut().find(|limit| limit.disk == disk) {
+                Some(limit) => {
+                    limit_files::add(&mut limit.rates, rates);
+                    limit.evidence.push(evidence);
+                }
+                None => limits.push(Limit { disk, rates, evidence: vec![evidence] }),
+            }
         }
     }
     Ok(limits)

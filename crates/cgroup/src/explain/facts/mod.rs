@@ -1,4 +1,5 @@
-//! What was read of a cgroup, its processes, their files and the disks below, each with the file it was read from.
+//! What was read of a cgroup, its processes, their files and the disks below, each with the file it
+//! was read from.
 //!
 //! ```text
 //!   cgroup ──► levels, from itself to the root: controllers, limits            levels.rs
@@ -8,8 +9,8 @@
 //!   what the processes wrote, and what the cgroup was charged with             accounts.rs
 //! ```
 //!
-//! Findings are made of this alone, so a table of constructed trees tests every one of them. Facts that a finding cites
-//! keep their [`Evidence`].
+//! Findings are made of this alone, so a table of constructed trees tests every one of them. Facts
+//! that a finding cites keep their [`Evidence`].
 //!
 //! Collecting reads and nothing else: no file is written, no device opened.
 
@@ -19,6 +20,8 @@ mod collect;
 mod disks;
 mod levels;
 mod mounts;
+mod reader;
+mod rows;
 mod sharing;
 mod uses;
 
@@ -27,7 +30,9 @@ use std::{path::PathBuf, time::SystemTime};
 use block::device::Number;
 pub(crate) use collect::{Subject, collect, spot};
 
-use super::super::{hierarchy::Version, kernel::io_max::Rates, nature::Nature};
+use policy::steering::Rates;
+
+use crate::{control_group::Version, nature::Nature};
 
 /// A file and what it says, for somebody to look at it himself.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -39,13 +44,11 @@ pub(crate) struct Evidence {
 }
 
 impl Evidence {
-    /// Of a file.
     pub(crate) fn new(file: impl Into<String>, value: impl Into<String>) -> Self {
         Self { file: file.into(), value: value.into() }
     }
 }
 
-/// Everything that was read.
 #[derive(Debug)]
 pub(crate) struct Facts {
     /// The cgroup's name from its mount, such as `/system.slice/nginx.service`.
@@ -74,11 +77,9 @@ pub(crate) struct Facts {
     /// What was written, and in whose name.
     pub(crate) accounts: Option<Accounts>,
     pub(crate) beside: Vec<Beside>,
-    /// What could not be looked at.
     pub(crate) gaps: Vec<Evidence>,
 }
 
-/// The kernel's release.
 #[derive(Debug, Clone)]
 pub(crate) struct Kernel {
     /// Such as (6, 12, 9); (0, 0, 0) where it is not told.
@@ -89,11 +90,8 @@ pub(crate) struct Kernel {
 /// Where the memory controller is, which says whose a dirty page is.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Memory {
-    /// In the hierarchy of version 2.
     Unified,
-    /// In one of version 1.
     Legacy(Evidence),
-    /// Nowhere.
     Absent(Evidence),
 }
 
@@ -102,7 +100,6 @@ pub(crate) enum Memory {
 pub(crate) struct Level {
     pub(crate) name: String,
     pub(crate) root: bool,
-    /// Whether it has the files of limits.
     pub(crate) has_limits: bool,
     /// Version 2: what it has.
     pub(crate) controllers: Option<Evidence>,
@@ -126,7 +123,6 @@ impl Level {
         lists(self.subtree.as_ref(), controller)
     }
 
-    /// Its limit on a disk.
     pub(crate) fn limit(&self, disk: Number) -> Option<&Limit> {
         self.limits.iter().find(|limit| limit.disk == disk)
     }
@@ -136,7 +132,6 @@ fn lists(text: Option<&Evidence>, controller: &str) -> bool {
     text.is_some_and(|text| text.value.split_ascii_whitespace().any(|word| word == controller))
 }
 
-/// A cgroup's limit on a disk.
 #[derive(Debug, Clone)]
 pub(crate) struct Limit {
     pub(crate) disk: Number,
@@ -145,19 +140,15 @@ pub(crate) struct Limit {
     pub(crate) evidence: Vec<Evidence>,
 }
 
-/// A process of the cgroup.
 #[derive(Debug, Clone)]
 pub(crate) struct Process {
     pub(crate) pid: i32,
     pub(crate) name: String,
-    /// When it began.
     pub(crate) began: Option<SystemTime>,
     /// The cgroup it is in, which may be below the one that was asked about.
     pub(crate) group: String,
-    /// Whether it is the kernel's own.
     pub(crate) kernel: Option<Evidence>,
     pub(crate) uses: Vec<Use>,
-    /// What it has in swap space.
     pub(crate) swapped: Option<Evidence>,
 }
 
@@ -175,7 +166,8 @@ pub(crate) struct Use {
     pub(crate) identity: Option<Identity>,
     /// When the file was made, if it is written through the page cache and that is told.
     pub(crate) created: Option<SystemTime>,
-    /// That the file, which is written through the page cache, is older than every process of the cgroup.
+    /// That the file, which is written through the page cache, is older than every process of the
+    /// cgroup.
     pub(crate) older: Option<Evidence>,
     /// Processes of other cgroups that write to it through the page cache too.
     pub(crate) others: Vec<Other>,
@@ -212,7 +204,6 @@ pub(crate) struct Other {
     pub(crate) evidence: Evidence,
 }
 
-/// Where a file is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Place {
     /// In this one of [`Facts::file_systems`].
@@ -226,15 +217,12 @@ pub(crate) enum Place {
 pub(crate) struct FileSystem {
     /// Its own number, which tells it from others wherever it is mounted.
     pub(crate) number: Number,
-    /// Such as `ext4`.
     pub(crate) kind: String,
     pub(crate) point: String,
     pub(crate) super_options: String,
     pub(crate) nature: Nature,
-    /// Its line of mountinfo.
     pub(crate) evidence: Evidence,
     pub(crate) below: Below,
-    /// The partition it is on.
     pub(crate) partition: Option<Evidence>,
     /// Whether a file of it is open, or a limit is for its disk.
     pub(crate) used: bool,
@@ -252,38 +240,30 @@ pub(crate) enum Below {
     Unknown(String),
 }
 
-/// A whole disk.
 #[derive(Debug, Clone)]
 pub(crate) struct Disk {
     pub(crate) number: Number,
-    /// Such as `/dev/vda`.
     pub(crate) node: String,
     pub(crate) kind: DiskKind,
-    /// The disks that it is made of.
     pub(crate) parts: Vec<Number>,
-    /// What says so.
     pub(crate) evidence: Vec<Evidence>,
 }
 
-/// What a disk is.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum DiskKind {
     /// The bottom, as far as this machine knows.
     Plain,
     /// In memory: zram or brd.
     Memory,
-    /// Device mapper.
     Mapper(Mapper),
     /// Software RAID, by its level, such as `raid5`.
     Raid(String),
-    /// A file.
     Loop {
         /// Which file system the file is in, among [`Facts::file_systems`].
         on: Option<usize>,
         /// Whether it is read and written past the page cache.
         direct: bool,
     },
-    /// It is not there.
     Gone,
 }
 
@@ -294,11 +274,9 @@ pub(crate) enum Mapper {
     Crypt,
     /// RAID of some level, as LVM makes it.
     Raid,
-    /// It passes requests on.
     Other,
 }
 
-/// Swap space in use by the machine.
 #[derive(Debug, Clone)]
 pub(crate) struct Swap {
     pub(crate) disk: Option<Number>,
@@ -310,14 +288,14 @@ pub(crate) struct Swap {
 pub(crate) struct Accounts {
     /// What its processes wrote, to disks or into the page cache.
     pub(crate) written_bytes: u64,
-    /// What the cgroup was charged with.
     pub(crate) charged_bytes: u64,
     /// What waits to be written in its name.
     pub(crate) waiting_bytes: u64,
     pub(crate) evidence: Vec<Evidence>,
 }
 
-/// Less than this may be missing for many reasons: metadata, processes that came from elsewhere, counts read one after the other.
+/// Less than this may be missing for many reasons: metadata, processes that came from elsewhere,
+/// counts read one after the other.
 const LEAST_MISSING_BYTES: u64 = 16 << 20;
 
 impl Accounts {
@@ -337,7 +315,6 @@ pub(crate) struct Beside {
     pub(crate) evidence: Evidence,
 }
 
-/// What it is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum BesideKind {
     Cost,
@@ -346,17 +323,14 @@ pub(crate) enum BesideKind {
 }
 
 impl Facts {
-    /// A disk by its number.
     pub(crate) fn disk(&self, number: Number) -> Option<&Disk> {
         self.disks.iter().find(|disk| disk.number == number)
     }
 
-    /// What a disk is called.
     pub(crate) fn node(&self, number: Number) -> String {
         self.disk(number).map_or_else(|| number.to_string(), |disk| disk.node.clone())
     }
 
-    /// The disk that a place is on.
     pub(crate) fn disk_of(&self, place: Place) -> Option<Number> {
         match place {
             Place::Disk(number) => Some(number),
@@ -367,12 +341,10 @@ impl Facts {
         }
     }
 
-    /// The cgroup's own level.
     pub(crate) fn own(&self) -> &Level {
         &self.levels[0]
     }
 
-    /// The level of a process's cgroup.
     pub(crate) fn level_of(&self, group: &str) -> &Level {
         self.inner.iter().find(|level| level.name == group).unwrap_or_else(|| self.own())
     }

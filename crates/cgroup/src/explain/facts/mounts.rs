@@ -1,7 +1,8 @@
 //! The mounts that processes see, and the file systems found on them.
 //!
-//! A process's files are on the mounts of its namespace, which /proc/PID/mountinfo lists by the ids that fdinfo names. What belongs to no process, such as
-//! swap space or the file of a loop device, is looked for on weir's own.
+//! A process's files are on the mounts of its namespace, which /proc/PID/mountinfo lists by the ids
+//! that fdinfo names. What belongs to no process, such as swap space or the file of a loop device,
+//! is looked for on weir's own.
 
 use std::{
     fs,
@@ -10,29 +11,21 @@ use std::{
 
 use block::device::Number;
 
-use super::{Below, Evidence, FileSystem, collect::Reader, disks::Disks};
-use crate::{
-    kernel::{mountinfo, mountinfo::Mount},
-    nature::Nature,
+use super::{
+    Below, Disk, DiskKind, Evidence, FileSystem,
+    disks::Disks,
+    reader::Reader,
+    rows::{Row, holding, parse},
 };
+use crate::nature::Nature;
 
-/// A line of mountinfo.
-#[derive(Debug, Clone)]
-pub(super) struct Row {
-    /// What fdinfo calls it by.
-    pub(super) id: u64,
-    pub(super) mount: Mount,
-    /// All of it, to be shown.
-    pub(super) line: String,
-}
-
-/// Both.
 #[derive(Debug)]
 pub(super) struct MountTable {
     /// Those of weir's own namespace, for paths that belong to nobody.
     own: Vec<Row>,
     own_file: String,
-    /// Those of the process that was looked at last, by its file: processes beside each other mostly share them.
+    /// Those of the process that was looked at last, by its file: processes beside each other
+    /// mostly share them.
     last: Option<(PathBuf, Vec<Row>)>,
     pub(super) found: Vec<FileSystem>,
 }
@@ -45,9 +38,9 @@ impl MountTable {
         Self { own, own_file: file.display().to_string(), last: None, found: Vec::new() }
     }
 
-    /// Reads the mounts of a process.
     pub(super) fn turn_to(&mut self, reader: &mut Reader<'_>, process: &Path) {
-        // The namespace's own name, where there is one: thousands of processes share a table of thousands of mounts.
+        // The namespace's own name, where there is one: thousands of processes share a table of
+        // thousands of mounts.
         let namespace = fs::read_link(process.join("ns/mnt")).unwrap_or_else(|_| process.to_owned());
         if self.last.as_ref().is_some_and(|(last, _)| *last == namespace) {
             return;
@@ -115,24 +108,28 @@ impl MountTable {
         table.iter().find(|row| row.mount.number == number).cloned()
     }
 
+    /// Finds the file systems that loop devices' files are in, and what those are on, which may be
+    /// loop devices again.
+    pub(super) fn follow_loops(&mut self, disks: &mut Disks<'_>) {
+        let mut next = 0;
+        while next < disks.known.len() {
+            let Disk { kind, evidence, .. } = &disks.known[next];
+            if let DiskKind::Loop { on: None, direct } = *kind {
+                let path = evidence.first().map(|file| PathBuf::from(&file.value)).unwrap_or_default();
+                let on = self.of_path(disks, &path);
+                let below = on.map(|index| self.found[index].below.clone());
+                let known = &mut disks.known[next];
+                known.kind = DiskKind::Loop { on, direct };
+                if let Some(Below::Disk(disk)) = below {
+                    known.parts = vec![disk];
+                }
+            }
+            next += 1;
+        }
+    }
+
     /// Where a file system is mounted, and what says so.
     pub(super) fn describe(&self, index: usize) -> (String, Evidence) {
         (self.found[index].point.clone(), self.found[index].evidence.clone())
     }
-}
-
-/// The mount that a path is on.
-pub(super) fn holding<'a>(rows: &'a [Row], path: &Path) -> Option<&'a Row> {
-    let found = mountinfo::holding(rows.iter().map(|row| &row.mount), path)?;
-    rows.iter().rfind(|row| row.mount == *found)
-}
-
-/// Every line of a known form.
-fn parse(text: &str) -> Vec<Row> {
-    let one = |line: &str| {
-        let id = line.split(' ').next()?.parse().ok()?;
-        let mount = mountinfo::parse(line).ok()?.pop()?;
-        Some(Row { id, mount, line: line.to_owned() })
-    };
-    text.lines().filter_map(one).collect()
 }

@@ -1,16 +1,19 @@
 //! Who else writes to the files that the cgroup's processes write to.
 //!
-//! A file has one owner at a time: everything of it that is written back is charged to one cgroup, whoever dirtied it
-//! (Documentation/admin-guide/cgroup-v2.rst, "Writeback"). So it matters whether a process of another cgroup has it open for writing
-//! through the page cache.
+//! A file has one owner at a time: everything of it that is written back is charged to one cgroup,
+//! whoever dirtied it (Documentation/admin-guide/cgroup-v2.rst, "Writeback"). So it matters whether
+//! a process of another cgroup has it open for writing through the page cache.
 //!
-//! Files are the same if they have the same inode on the same device, where fdinfo tells the inode (since Linux 5.14), else the same path.
-//! Shared mappings of others are not looked for.
+//! Files are the same if they have the same inode on the same device, where fdinfo tells the inode
+//! (since Linux 5.14), else the same path. Shared mappings of others are not looked for.
 
 use std::{fs, path::Path};
 
-use super::{Evidence, Other, Process, Way, collect::Reader, mounts::MountTable, uses};
-use crate::{control_group::ControlGroup, hierarchy::Version, kernel::proc_cgroup};
+use super::{Evidence, Other, Process, Way, mounts::MountTable, reader::Reader, uses};
+use crate::{
+    control_group::{ControlGroup, Version},
+    kernel::proc_cgroup,
+};
 
 /// Most processes of others that are looked at.
 const MAX_PROCESSES: usize = 16_384;
@@ -84,7 +87,8 @@ fn compare(
         let name = open.path.file_name().map(|name| name.to_string_lossy().into_owned());
         let uses = processes.iter_mut().flat_map(|process| &mut process.uses);
         let uses = uses.filter(|used| used.writes && cached(used.way));
-        // A file keeps its name wherever its directory is mounted, so this spares looking where most files are.
+        // A file keeps its name wherever its directory is mounted, so this spares looking where
+        // most files are.
         let mut alike = uses
             .filter(|used| {
                 Path::new(&used.path).file_name().map(|name| name.to_string_lossy().into_owned()) == name

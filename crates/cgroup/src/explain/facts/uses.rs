@@ -7,12 +7,12 @@
 //!   /proc/PID/maps        … rw-s … fe:10 131 /data/map      shared mappings that can be written to
 //! ```
 //!
-//! What is on no disk by nature (pipes, sockets, /proc, memory files) is left out. Files of the same place that are used in the same way are
-//! told once: the first stands for them.
+//! What is on no disk by nature (pipes, sockets, /proc, memory files) is left out. Files of the
+//! same place that are used in the same way are told once: the first stands for them.
 
 use std::{
     fs,
-    os::unix::fs::{FileTypeExt as _, MetadataExt as _},
+    os::unix::fs::FileTypeExt as _,
     path::{Path, PathBuf},
 };
 
@@ -21,8 +21,9 @@ use nix::fcntl::OFlag;
 
 use super::{
     Evidence, Identity, Place, Use, Way,
-    collect::{Reader, is_gone},
-    mounts::{MountTable, Row},
+    mounts::MountTable,
+    reader::{Reader, is_gone},
+    rows::Row,
 };
 use crate::nature::Nature;
 
@@ -289,10 +290,4 @@ pub(super) fn identify(
     mounts.turn_to(reader, process);
     let place = place(reader, mounts, process, &open.path, open.mount)?;
     Some(identity(mounts, place, open.inode, &open.path))
-}
-
-/// The number of the block device that a path is, where sysfs does not know its name.
-pub(super) fn number_of_node(path: &Path) -> Option<Number> {
-    let metadata = fs::metadata(path).ok()?;
-    metadata.file_type().is_block_device().then(|| Number::unpack(metadata.rdev()))
 }

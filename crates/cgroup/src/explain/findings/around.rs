@@ -1,10 +1,13 @@
-//! What is not about one request: swap space, limits above, other controls beside, and what deserves a note.
+//! What is not about one request: swap space, limits above, other controls beside, and what
+//! deserves a note.
 //!
-//! A note never says that a limit fails; it says what somebody who measures would otherwise stumble over.
+//! A note never says that a limit fails; it says what somebody who measures would otherwise stumble
+//! over.
 
 use std::collections::BTreeSet;
 
 use block::device::Number;
+use policy::steering::Rates;
 
 use super::{
     Cause, Coverage, Finding, Io, Judgement, charge, gather,
@@ -12,12 +15,13 @@ use super::{
     wording,
 };
 use crate::{
+    control_group::Version,
     explain::facts::{Below, BesideKind, DiskKind, Evidence, Facts, Memory, Place, Process, Way},
-    hierarchy::Version,
-    kernel::io_max::Rates,
+    kernel::io_max,
 };
 
-/// What is swapped out is charged to the page's owner since 4.19 (commit 0d1e0c7cdeb7), and was to whoever reclaimed it.
+/// What is swapped out is charged to the page's owner since 4.19 (commit 0d1e0c7cdeb7), and was to
+/// whoever reclaimed it.
 const SWAP_CHARGES: (u32, u32, u32) = (4, 19, 0);
 
 /// What a process has in swap space, and where that is.
@@ -72,7 +76,6 @@ fn swapping_on(facts: &Facts, process: &Process, disk: Number, mut evidence: Vec
     }
 }
 
-/// Everything else.
 pub(super) fn look(facts: &Facts, found: &mut Vec<Finding>) {
     whole_cgroup(facts, found);
     memory_not_enabled(facts, found);
@@ -187,15 +190,10 @@ fn lower_above(facts: &Facts, found: &mut Vec<Finding>) {
 
 /// Whether any of the rates is below the other's.
 fn lower(these: Rates, those: Rates) -> bool {
-    let below =
-        |this: Option<u64>, that: Option<u64>| this.is_some_and(|this| that.is_some_and(|that| this < that));
-    below(these.read_bps, those.read_bps)
-        || below(these.write_bps, those.write_bps)
-        || below(these.read_iops, those.read_iops)
-        || below(these.write_iops, those.write_iops)
+    let pairs = io_max::in_order(these).into_iter().zip(io_max::in_order(those));
+    pairs.into_iter().any(|pair| matches!(pair, (Some(this), Some(that)) if this < that))
 }
 
-/// Notes on the file systems that are used.
 fn file_systems(facts: &Facts, found: &mut Vec<Finding>) {
     for file_system in facts.file_systems.iter().filter(|file_system| file_system.used) {
         let Below::Disk(disk) = file_system.below else {
@@ -232,7 +230,8 @@ fn page_cache(facts: &Facts, found: &mut Vec<Finding>) {
     found.push(note(facts, Cause::PageCache, "", disk, evidence));
 }
 
-/// Files that were there before: whether they are charged to others cannot be seen, unless so much was that the counts show it.
+/// Files that were there before: whether they are charged to others cannot be seen, unless so much
+/// was that the counts show it.
 fn older_files(facts: &Facts, found: &mut Vec<Finding>) {
     if found.iter().any(|finding| finding.cause == Cause::EarlierOwner) {
         return;

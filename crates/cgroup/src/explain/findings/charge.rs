@@ -8,21 +8,20 @@
 //!                                         the file system says it can                    (SB_I_CGROUPWB)
 //! ```
 //!
-//! Sources: Documentation/admin-guide/cgroup-v2.rst, "Writeback" and "Filesystem Support for Writeback"; `inode_cgwb_enabled` in
-//! include/linux/backing-dev.h. A bio without another owner is charged to the task that makes it (`bio_associate_blkg`), which is why
-//! fsync(2) and `O_SYNC` are charged to the process even where writing back is not.
+//! Sources: Documentation/admin-guide/cgroup-v2.rst, "Writeback" and "Filesystem Support for
+//! Writeback"; `inode_cgwb_enabled` in include/linux/backing-dev.h. A bio without another owner is
+//! charged to the task that makes it (`bio_associate_blkg`), which is why fsync(2) and `O_SYNC` are
+//! charged to the process even where writing back is not.
 
 use super::{Cause, Coverage, Io, Judgement};
 use crate::{
+    control_group::Version,
     explain::facts::{Evidence, Facts, FileSystem, Memory, Place, Use},
-    hierarchy::Version,
     nature::Nature,
 };
 
-/// Whom it is charged to.
 #[derive(Debug, Clone)]
 pub(super) enum Charge {
-    /// The cgroup of the process.
     Own(Vec<Evidence>),
     /// That, or the cgroup of somebody else who writes to the same file.
     Several(Cause, Vec<Evidence>),
@@ -30,10 +29,12 @@ pub(super) enum Charge {
     Elsewhere(Cause, Vec<Evidence>),
 }
 
-/// File systems that charge what is written back to its owner, with the release from which on they do.
+/// File systems that charge what is written back to its owner, with the release from which on they
+/// do.
 ///
-/// ext2 and ext4 (which also mounts ext3) since 4.2 and 4.3, Btrfs since 4.3, f2fs since 4.16 (commit 578c647879f7), XFS since 5.3 (commit
-/// adfb5fb46af0). Cgroup v2 itself is official since 4.5.
+/// ext2 and ext4 (which also mounts ext3) since 4.2 and 4.3, Btrfs since 4.3, f2fs since 4.16
+/// (commit 578c647879f7), XFS since 5.3 (commit adfb5fb46af0). Cgroup v2 itself is official since
+/// 4.5.
 const CHARGE_WRITEBACK: [(&str, (u32, u32, u32)); 6] = [
     ("ext2", (4, 2, 0)),
     ("ext3", (4, 3, 0)),
@@ -65,7 +66,8 @@ pub(super) fn of(facts: &Facts, used: &Use, io: Io) -> Charge {
     {
         return Charge::Elsewhere(cause, vec![file_system.evidence.clone()]);
     }
-    // ext4 has no direct I/O in this mode: such requests go through the page cache (Documentation/admin-guide/ext4.rst, `data=journal`).
+    // ext4 has no direct I/O in this mode: such requests go through the page cache
+    // (Documentation/admin-guide/ext4.rst, `data=journal`).
     let journaled = file_system.filter(|file_system| is_data_journal(file_system));
     if let Some(file_system) = journaled.filter(|_| io.writes()) {
         return Charge::Elsewhere(Cause::DataJournal, vec![file_system.evidence.clone()]);
@@ -113,7 +115,8 @@ pub(super) fn written_back(
             return Err((Cause::NoMemoryController, vec![evidence.clone()]));
         }
     }
-    // A disk's own pages are charged too: SB_I_CGROUPWB is set for `bdev` (block/bdev.c; fs/block_dev.c before 5.14).
+    // A disk's own pages are charged too: SB_I_CGROUPWB is set for `bdev` (block/bdev.c;
+    // fs/block_dev.c before 5.14).
     let Some(file_system) = file_system else {
         return Ok(Vec::new());
     };
@@ -136,7 +139,6 @@ fn is_data_journal(file_system: &FileSystem) -> bool {
 }
 
 impl Charge {
-    /// With more evidence.
     pub(super) fn citing(mut self, more: Vec<Evidence>) -> Self {
         let (Self::Own(evidence) | Self::Several(_, evidence) | Self::Elsewhere(_, evidence)) = &mut self;
         evidence.extend(more);

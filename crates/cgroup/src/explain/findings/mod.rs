@@ -7,8 +7,9 @@
 //!   everything else worth knowing                                      around.rs
 //! ```
 //!
-//! Each rule is what a kernel does, with the document or the commit that says so. Where kernels differ the release decides; a
-//! distribution that carries a change back is judged too harshly, never too kindly, and `--measure` shows it.
+//! Each rule is what a kernel does, with the document or the commit that says so. Where kernels
+//! differ the release decides; a distribution that carries a change back is judged too harshly,
+//! never too kindly, and `--measure` shows it.
 //!
 //! Facts in, findings out: reads nothing, knows no clock.
 
@@ -22,7 +23,7 @@ use std::{collections::BTreeSet, fmt};
 
 use block::device::Number;
 pub(crate) use cause::Cause;
-pub(crate) use wording::rates;
+pub(crate) use wording::{lowest_of, rates};
 
 use self::{charge::Charge, reach::Reach};
 use super::facts::{Evidence, Facts, FileSystem, Place, Use, Way};
@@ -38,12 +39,10 @@ pub(crate) enum Coverage {
     Covered,
     /// No limit of that direction was set for that disk.
     Unlimited,
-    /// Nothing of it, but worth knowing.
     Note,
 }
 
 impl Coverage {
-    /// Its name in JSON.
     pub(crate) fn name(self) -> &'static str {
         match self {
             Self::Escapes => "escapes",
@@ -60,7 +59,6 @@ impl Coverage {
     }
 }
 
-/// A kind of I/O.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Io {
     DirectReads,
@@ -73,7 +71,6 @@ pub(crate) enum Io {
 }
 
 impl Io {
-    /// Those that a use makes.
     fn of(used: &Use) -> Vec<Self> {
         let read = if used.way == Way::Direct { Self::DirectReads } else { Self::Reads };
         let write = match used.way {
@@ -90,7 +87,6 @@ impl Io {
         matches!(self, Self::DirectReads | Self::Reads | Self::Swapping)
     }
 
-    /// Whether it writes.
     fn writes(self) -> bool {
         !matches!(self, Self::DirectReads | Self::Reads)
     }
@@ -100,7 +96,6 @@ impl Io {
         matches!(self, Self::BufferedWrites | Self::MappedWrites)
     }
 
-    /// Its name in JSON.
     pub(crate) fn name(self) -> &'static str {
         match self {
             Self::DirectReads => "direct-reads",
@@ -128,26 +123,21 @@ impl fmt::Display for Io {
     }
 }
 
-/// One answer.
 #[derive(Debug, Clone)]
 pub(crate) struct Finding {
     pub(crate) coverage: Coverage,
     pub(crate) cause: Cause,
     /// Who does what; `None` if nobody does it now. Empty if it is about nothing in particular.
     pub(crate) acts: BTreeSet<(Option<i32>, Io)>,
-    /// The disk it is about.
     pub(crate) disk: Option<Number>,
     /// Where: a disk's node, with the file system on it; empty if nowhere in particular.
     pub(crate) place: String,
-    /// Why it is so, in a sentence.
     pub(crate) why: String,
     pub(crate) evidence: Vec<Evidence>,
-    /// What to do about it, if anything.
     pub(crate) mend: Option<String>,
 }
 
 impl Finding {
-    /// The kinds of I/O it is about.
     pub(crate) fn ios(&self) -> BTreeSet<Io> {
         self.acts.iter().map(|(_, io)| *io).collect()
     }
@@ -194,7 +184,6 @@ pub(crate) fn find(facts: &Facts) -> Vec<Finding> {
     found
 }
 
-/// One kind of I/O of one use.
 fn judge(facts: &Facts, group: &str, used: &Use, io: Io) -> Judgement {
     let charge = charge::of(facts, used, io);
     let Some(disk) = facts.disk_of(used.place) else {
@@ -260,7 +249,6 @@ fn gather(
     });
 }
 
-/// Adds evidence that is not there yet.
 fn cite(cited: &mut Vec<Evidence>, more: Vec<Evidence>) {
     for evidence in more {
         if cited.len() < MAX_EVIDENCE && !cited.contains(&evidence) {

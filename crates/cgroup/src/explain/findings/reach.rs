@@ -1,4 +1,5 @@
-//! Whether the charged cgroup has a limit where the request goes: on this very disk, or on one that it is made of.
+//! Whether the charged cgroup has a limit where the request goes: on this very disk, or on one that
+//! it is made of.
 //!
 //! ```text
 //!   file system ──► dm-0 (linear) ──► vda      a limit on dm-0 or on vda: the request keeps its owner on its way down
@@ -6,16 +7,21 @@
 //!               ──► loop0 ──► file ──► vda     on vda: since 5.14 the loop driver writes in the sender's name
 //! ```
 //!
-//! RAID without parity clones the request, and a clone keeps the owner (`__bio_clone` in block/bio.c). RAID 4, 5 and 6 make requests of their own
-//! in a kernel thread (`ops_run_io` in drivers/md/raid5.c), which are the root's. Device mapper lost the owner of what is written back from 5.18
-//! (commit ca522482e3ea) until commit 2df8b310bcfe; that one also gave dm-crypt's writes, made by threads, an owner for the first time.
+//! RAID without parity clones the request, and a clone keeps the owner (`__bio_clone` in
+//! block/bio.c). RAID 4, 5 and 6 make requests of their own in a kernel thread (`ops_run_io` in
+//! drivers/md/raid5.c), which are the root's. Device mapper lost the owner of what is written back
+//! from 5.18 (commit ca522482e3ea) until commit 2df8b310bcfe; that one also gave dm-crypt's writes,
+//! made by threads, an owner for the first time.
 //!
-//! In version 2 the limits of all cgroups up to the root hold (Documentation/admin-guide/cgroup-v2.rst, "Limits"); in version 1 only those of
-//! the process's own (`throtl_pd_init` in block/blk-throttle.c; Documentation/admin-guide/cgroup-v1/blkio-controller.rst, "Hierarchical Cgroups").
+//! In version 2 the limits of all cgroups up to the root hold
+//! (Documentation/admin-guide/cgroup-v2.rst, "Limits"); in version 1 only those of the process's
+//! own (`throtl_pd_init` in block/blk-throttle.c;
+//! Documentation/admin-guide/cgroup-v1/blkio-controller.rst, "Hierarchical Cgroups").
 
 use std::path::Path;
 
 use block::device::Number;
+use policy::steering::Rates;
 
 use super::{
     Cause, Coverage, Io, Judgement,
@@ -23,15 +29,15 @@ use super::{
     wording,
 };
 use crate::{
+    control_group::Version,
     explain::facts::{Disk, DiskKind, Evidence, Facts, Level, Limit, Mapper},
-    hierarchy::Version,
-    kernel::io_max::Rates,
 };
 
 /// Disks on disks are not followed further than this: the kernel stacks fewer.
 const MAX_DEPTH: usize = 8;
 
-/// Limits reach a loop device's file in the sender's name since 5.14 (commit c74d40e8b5e2), with direct I/O since 4.15 (commit d4478e92d618).
+/// Limits reach a loop device's file in the sender's name since 5.14 (commit c74d40e8b5e2), with
+/// direct I/O since 4.15 (commit d4478e92d618).
 const LOOP_CHARGES: (u32, u32, u32) = (5, 14, 0);
 const DIRECT_LOOP_CHARGES: (u32, u32, u32) = (4, 15, 0);
 
@@ -48,16 +54,12 @@ fn mapper_mended((major, minor, patch): (u32, u32, u32)) -> bool {
 
 /// What was found on the way down.
 pub(super) enum Reach {
-    /// A limit.
     Limit(Reached),
-    /// None, and why.
     Nothing(Judgement),
 }
 
-/// A limit on the way.
 pub(super) struct Reached {
     pub(super) evidence: Vec<Evidence>,
-    /// In words.
     pub(super) rate: String,
     /// Whether it is on a disk below.
     pub(super) below: bool,
@@ -104,8 +106,8 @@ fn limit_on(levels: &[&Level], disk: Number, io: Io) -> Option<Reached> {
 
 /// Whether there is a rate for what this kind of I/O does.
 fn holds(rates: Rates, io: Io) -> bool {
-    io.reads() && (rates.read_bps.is_some() || rates.read_iops.is_some())
-        || io.writes() && (rates.write_bps.is_some() || rates.write_iops.is_some())
+    io.reads() && (rates.bps[0].or(rates.iops[0]).is_some())
+        || io.writes() && (rates.bps[1].or(rates.iops[1]).is_some())
 }
 
 /// The first limit below a disk, and who is charged there if it is not the sender any more.
@@ -139,7 +141,8 @@ fn crossing(facts: &Facts, disk: &Disk, io: Io) -> Option<Charge> {
     let because = |cause| Some(Charge::Elsewhere(cause, disk.evidence.clone()));
     let of_kernel = |cause| because(cause).map(|charge| charge.citing(vec![facts.kernel.evidence.clone()]));
     match &disk.kind {
-        // A mirror keeps the owner of what the process sends itself, one with parity that of nothing; which it is, is not told.
+        // A mirror keeps the owner of what the process sends itself, one with parity that of
+        // nothing; which it is, is not told.
         DiskKind::Mapper(Mapper::Raid) if io.writes() => {
             Some(Charge::Several(Cause::RaidThreads, disk.evidence.clone()))
         }

@@ -1,15 +1,13 @@
 //! What causes mean, in sentences, and what to do about each.
 //!
-//! One place for all of them, so that they can be read side by side. A mend is something to type or to change; where there is none but to
-//! live with it, there is no mend.
+//! One place for all of them, so that they can be read side by side. A mend is something to type or
+//! to change; where there is none but to live with it, there is no mend.
+
+use policy::steering::Rates;
 
 use super::Cause;
-use crate::{
-    explain::facts::{Facts, Place},
-    kernel::io_max::Rates,
-};
+use crate::explain::facts::{Facts, Place};
 
-/// A place in words: `ext4 on /data (/dev/vdb)`.
 pub(super) fn place(facts: &Facts, place: Place) -> String {
     match place {
         Place::Disk(number) => facts.node(number),
@@ -26,72 +24,31 @@ pub(crate) fn rates(rates: Rates) -> String {
     lowest([rates].into_iter())
 }
 
+/// Each of the rates, the lowest of several limits.
+pub(crate) fn lowest_of(all: impl Iterator<Item = Rates>) -> Rates {
+    let lower = |one: [Option<u64>; 2], other: [Option<u64>; 2]| {
+        [0, 1].map(|index| [one[index], other[index]].into_iter().flatten().min())
+    };
+    all.reduce(|one, other| Rates { bps: lower(one.bps, other.bps), iops: lower(one.iops, other.iops) })
+        .unwrap_or_default()
+}
+
 /// The lowest of several limits.
-pub(super) fn lowest(all: impl Iterator<Item = Rates> + Clone) -> String {
-    let lowest = |rate: fn(&Rates) -> Option<u64>| all.clone().filter_map(|rates| rate(&rates)).min();
-    let bytes = |rate: Option<u64>, what| rate.map(|rate| format!("{what} {}/s", settings::exact_size(rate)));
-    let operations = |rate: Option<u64>, what| rate.map(|rate| format!("{what} {rate} operations/s"));
-    let told = [
-        bytes(lowest(|rates| rates.read_bps), "read"),
-        bytes(lowest(|rates| rates.write_bps), "write"),
-        operations(lowest(|rates| rates.read_iops), "read"),
-        operations(lowest(|rates| rates.write_iops), "write"),
-    ];
-    told.into_iter().flatten().collect::<Vec<_>>().join(", ")
+pub(super) fn lowest(all: impl Iterator<Item = Rates>) -> String {
+    let Rates { bps, iops } = lowest_of(all);
+    let ways = ["read", "write"];
+    let bytes = ways
+        .iter()
+        .zip(bps)
+        .filter_map(|(way, rate)| Some(format!("{way} {}/s", settings::exact_size(rate?))));
+    let operations =
+        ways.iter().zip(iops).filter_map(|(way, rate)| Some(format!("{way} {} operations/s", rate?)));
+    bytes.chain(operations).collect::<Vec<_>>().join(", ")
 }
 
 /// Why, and what to do.
 pub(super) fn of(facts: &Facts, cause: Cause, detail: &str) -> (String, Option<String>) {
-    let (why, mend) = match cause {
-        Cause::Covered
-        | Cause::VersionOne
-        | Cause::NotInherited
-        | Cause::MemoryInVersionOne
-        | Cause::NoMemoryController
-        | Cause::IoNotEnabled
-        | Cause::NoThrottling
-        | Cause::MemoryNotEnabled
-        | Cause::RootCgroup
-        | Cause::NoLimit => of_cgroup(facts, cause, detail),
-        Cause::LimitAbove
-        | Cause::LimitBelow
-        | Cause::CryptThreads
-        | Cause::MapperWriteback
-        | Cause::RaidThreads
-        | Cause::OldLoop
-        | Cause::BufferedLoop
-        | Cause::OtherDisk
-        | Cause::DiskWithoutLimit
-        | Cause::OtherDirection
-        | Cause::Partition
-        | Cause::DiskGone => of_disk(cause, detail),
-        Cause::NoCgroupWriteback
-        | Cause::DataJournal
-        | Cause::SeveralCgroups
-        | Cause::EarlierOwner
-        | Cause::NetworkFileSystem
-        | Cause::Fuse
-        | Cause::Zfs
-        | Cause::InMemory
-        | Cause::UnknownDisk
-        | Cause::Overlay
-        | Cause::JournalThread => of_file_system(cause, detail),
-        Cause::SwapNotCharged
-        | Cause::SwapElsewhere
-        | Cause::PageCache
-        | Cause::LowerAbove
-        | Cause::KernelThread
-        | Cause::LeftDirty
-        | Cause::OtherControl
-        | Cause::NotSeen => of_the_rest(cause, detail),
-    };
-    (why, mend.map(str::to_owned))
-}
-
-type Sentences = (String, Option<&'static str>);
-
-fn of_cgroup(facts: &Facts, cause: Cause, detail: &str) -> Sentences {
-    match cause {
+    let (why, mend): (String, Option<&str>) = match cause {
         Cause::Covered => (format!("charged to the cgroup, which may {detail}"), None),
         Cause::VersionOne => (
             "cgroup v1 does not know whose pages a worker writes back: they are charged to the root, and the limit sees only what \
@@ -137,15 +94,10 @@ fn of_cgroup(facts: &Facts, cause: Cause, detail: &str) -> Sentences {
             "the root cgroup has no limits, by design".to_owned(),
             Some("move the processes into a cgroup and limit that, as `weir cgroup run` does"),
         ),
-        _ => (
+        Cause::NoLimit => (
             format!("neither {} nor a cgroup above it limits anything", facts.name),
             Some("set a limit: `weir cgroup limit CGROUP --device DEV --bps-write 20M`"),
         ),
-    }
-}
-
-fn of_disk(cause: Cause, detail: &str) -> Sentences {
-    match cause {
         Cause::LimitAbove => (
             format!("the limit is on a disk that lies on {detail}, and these requests do not pass that one"),
             Some("set the limit on this disk, which everything above it passes"),
@@ -185,15 +137,10 @@ fn of_disk(cause: Cause, detail: &str) -> Sentences {
             format!("{detail} is on a partition; limits are for the whole disk, and all of its partitions share them"),
             None,
         ),
-        _ => (
+        Cause::DiskGone => (
             format!("{detail} has a limit for a disk that is not there, which limits nothing"),
             Some("set it again for the disk's present number, which `lsblk` shows"),
         ),
-    }
-}
-
-fn of_file_system(cause: Cause, detail: &str) -> Sentences {
-    match cause {
         Cause::NoCgroupWriteback => (
             "this file system does not tell the kernel whose pages it writes back: they are charged to the root".to_owned(),
             Some("put the files on ext4, XFS, Btrfs or f2fs, or write with O_DIRECT or O_SYNC"),
@@ -231,15 +178,10 @@ fn of_file_system(cause: Cause, detail: &str) -> Sentences {
             format!("an overlay's changed files are in its upper directory, on {detail}; unchanged ones are read from the lower ones"),
             None,
         ),
-        _ => (
+        Cause::JournalThread => (
             format!("the journal of {detail}, and data that a commit has to write first, are written by the thread jbd2, in the root's name"),
             None,
         ),
-    }
-}
-
-fn of_the_rest(cause: Cause, detail: &str) -> Sentences {
-    match cause {
         Cause::SwapNotCharged => (
             "what is swapped out is charged to whoever makes room, mostly the kernel's own threads"
                 .to_owned(),
@@ -272,9 +214,10 @@ fn of_the_rest(cause: Cause, detail: &str) -> Sentences {
         Cause::OtherControl => {
             (format!("{detail} is active on this disk too, and may hold I/O below the limit"), None)
         }
-        _ => (
+        Cause::NotSeen => (
             format!("{detail} things could not be looked at, so more may escape than is told here"),
             Some("run it as root, in the host's namespaces"),
         ),
-    }
+    };
+    (why, mend.map(str::to_owned))
 }

@@ -6,8 +6,9 @@
 //!                         stdout ──► {"bytes":4194304,"nanoseconds":1002003004}
 //! ```
 //!
-//! A process of its own, since a cgroup holds whole processes, and because what it dirties is charged to the cgroup it is in. Its files have no
-//! names, so nothing of them remains however it ends; when standard input ends, so does it.
+//! A process of its own, since a cgroup holds whole processes, and because what it dirties is
+//! charged to the cgroup it is in. Its files have no names, so nothing of them remains however it
+//! ends; when standard input ends, so does it.
 
 use std::{
     fs::{File, OpenOptions},
@@ -35,10 +36,7 @@ const FLUSH_BLOCKS: u64 = 16;
 #[serde(rename_all = "kebab-case")]
 pub(super) enum Order {
     /// Write past the page cache.
-    DirectWrites {
-        /// So much.
-        bytes: u64,
-    },
+    DirectWrites { bytes: u64 },
     /// Write into it, and keep the file.
     BufferedWrites {
         /// So much at most.
@@ -47,34 +45,21 @@ pub(super) enum Order {
         ms: u64,
     },
     /// Write into it and flush, again and again.
-    SyncedWrites {
-        /// So much.
-        bytes: u64,
-    },
+    SyncedWrites { bytes: u64 },
     /// Read past it.
-    DirectReads {
-        /// From this file.
-        path: PathBuf,
-        /// So much.
-        bytes: u64,
-    },
+    DirectReads { path: PathBuf, bytes: u64 },
     /// Read what is not in it, and then the same again.
     Reads {
-        /// From this file.
         path: PathBuf,
-        /// So much.
         bytes: u64,
         /// Whether it is forgotten first.
         forget: bool,
     },
 }
 
-/// What it answers.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Answer {
-    /// What was done.
     pub(super) bytes: u64,
-    /// In how long.
     pub(super) nanoseconds: u64,
     /// The descriptor of the file that was kept.
     #[serde(default)]

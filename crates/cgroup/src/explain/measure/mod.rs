@@ -8,11 +8,14 @@
 //!    └── a trace of our own ◄────────┘ who sent it, and who was made to wait                                trace.rs
 //! ```
 //!
-//! How buffered writes are made to be written back depends on who is charged. If the cgroup is, it is given so little memory that the
-//! writer soon has to wait for writeback workers, as every long writer does; what is left is flushed from outside, in the owner's name. If it is not,
-//! syncfs(2) has the workers write at once: that may wait for what others wrote to the same file system, but for no limit of theirs, since theirs are not kept either.
+//! How buffered writes are made to be written back depends on who is charged. If the cgroup is, it
+//! is given so little memory that the writer soon has to wait for writeback workers, as every long
+//! writer does; what is left is flushed from outside, in the owner's name. If it is not, syncfs(2)
+//! has the workers write at once: that may wait for what others wrote to the same file system, but
+//! for no limit of theirs, since theirs are not kept either.
 //!
-//! Everything that was made is removed, also on SIGINT, SIGTERM and SIGHUP. Files have no names from the beginning.
+//! Everything that was made is removed, also on SIGINT, SIGTERM and SIGHUP. Files have no names
+//! from the beginning.
 
 mod load;
 mod place;
@@ -31,6 +34,7 @@ use anyhow::{Context as _, bail};
 use block::device::{Identity, Number, Roots};
 use console::undo::Undo;
 pub(crate) use load::run as run_load;
+use policy::steering::Rates;
 pub(super) use report::{json, text};
 
 use self::{
@@ -44,13 +48,11 @@ use super::{
     findings,
 };
 use crate::{
-    control_group::ControlGroup,
+    control_group::{ControlGroup, Version},
     device,
-    hierarchy::{Hierarchy, Version},
-    kernel::io_max::Rates,
+    hierarchy::Hierarchy,
 };
 
-/// What was asked for.
 #[derive(Debug, Clone)]
 pub(super) struct Wish<'a> {
     /// Where files are made; on a limited disk, where nothing is said.
@@ -63,7 +65,6 @@ pub(super) struct Wish<'a> {
     pub(super) quiet: bool,
 }
 
-/// What was found.
 #[derive(Debug)]
 pub(super) struct Measured {
     pub(super) directory: PathBuf,
@@ -73,7 +74,6 @@ pub(super) struct Measured {
     pub(super) ways: Vec<Way>,
 }
 
-/// One path.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Way {
     pub(super) name: &'static str,
@@ -82,7 +82,6 @@ pub(super) struct Way {
     pub(super) result: Result<Figures, String>,
 }
 
-/// What was seen on it.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct Figures {
     pub(super) bytes: u64,
@@ -185,22 +184,15 @@ fn usual_directory(facts: &Facts) -> anyhow::Result<PathBuf> {
     }
 }
 
-/// The uppermost limited disk of a stack, and the lowest rates on it of all cgroups whose limits hold.
+/// The uppermost limited disk of a stack, and the lowest rates on it of all cgroups whose limits
+/// hold.
 fn in_force(facts: &Facts, stack: &[Number]) -> Option<(Number, Rates)> {
     let levels = if facts.version == Version::V1 { &facts.levels[..1] } else { &facts.levels[..] };
-    let lowest = |rates: &[Rates], rate: fn(&Rates) -> Option<u64>| rates.iter().filter_map(rate).min();
     stack.iter().find_map(|&disk| {
-        let rates: Vec<Rates> =
-            levels.iter().filter_map(|level| level.limit(disk)).map(|limit| limit.rates).collect();
-        (!rates.is_empty()).then(|| {
-            let rates = Rates {
-                read_bps: lowest(&rates, |rates| rates.read_bps),
-                write_bps: lowest(&rates, |rates| rates.write_bps),
-                read_iops: lowest(&rates, |rates| rates.read_iops),
-                write_iops: lowest(&rates, |rates| rates.write_iops),
-            };
-            (disk, rates)
-        })
+        let mut limits =
+            levels.iter().filter_map(|level| level.limit(disk)).map(|limit| limit.rates).peekable();
+        limits.peek()?;
+        Some((disk, findings::lowest_of(limits)))
     })
 }
 

@@ -5,26 +5,27 @@
 //!          └─► weir-explain-PID              the same limits; those of the parent and above hold for both
 //! ```
 //!
-//! Beside the examined one and not below it: a cgroup of version 2 that has processes cannot give controllers to children ("No Internal
-//! Process Constraint" in Documentation/admin-guide/cgroup-v2.rst), while a parent that gave them to one child gives them to the next. So what is measured takes
-//! nothing of the examined cgroup's own share, but of its parents'. Version 1, where limits are not inherited, is done alike.
+//! Beside the examined one and not below it: a cgroup of version 2 that has processes cannot give
+//! controllers to children ("No Internal Process Constraint" in
+//! Documentation/admin-guide/cgroup-v2.rst), while a parent that gave them to one child gives them
+//! to the next. So what is measured takes nothing of the examined cgroup's own share, but of its
+//! parents'. Version 1, where limits are not inherited, is done alike.
 
 use std::{io, time::Duration};
 
 use anyhow::{Context as _, anyhow, bail};
 use block::device::Number;
 use console::complain;
-use policy::steering;
+use policy::steering::Rates;
 
 use crate::{
-    control_group::ControlGroup,
-    hierarchy::Version,
-    kernel::{blkio, io_max::Rates, io_stat, io_stat::Usage},
+    control_group::{ControlGroup, Version},
+    kernel::{blkio, io_stat, io_stat::Usage},
     limit::tell,
 };
 
-/// Little memory makes a writer reach its share of dirty pages in seconds, as every long one does in the end: twice what it writes, and not so
-/// little that weir itself has no room.
+/// Little memory makes a writer reach its share of dirty pages in seconds, as every long one does
+/// in the end: twice what it writes, and not so little that weir itself has no room.
 const LEAST_MEMORY_BYTES: u64 = 24 << 20;
 /// How long a cgroup may take to be left by a process that has ended.
 const LEFT_WITHIN: Duration = Duration::from_secs(5);
@@ -60,7 +61,7 @@ impl Place {
         })?;
         let place = Self { group, disks: limits.iter().map(|(disk, _)| *disk).collect() };
         for (disk, rates) in limits {
-            tell::tell(&place.group, *disk, (*rates).into())
+            tell::tell(&place.group, *disk, *rates)
                 .with_context(|| format!("the limits on {disk} cannot be copied"))?;
         }
         Ok(place)
@@ -72,7 +73,8 @@ impl Place {
         move || remove(&group, &disks)
     }
 
-    /// Gives it so little memory that who writes this much soon waits for what he wrote; whether that could be done.
+    /// Gives it so little memory that who writes this much soon waits for what he wrote; whether
+    /// that could be done.
     pub(super) fn narrow(&self, bytes: u64) -> bool {
         let memory = bytes.saturating_mul(2).max(LEAST_MEMORY_BYTES).to_string();
         self.group.version == Version::V2 && self.group.write("memory.high", &memory).is_ok()
@@ -83,7 +85,6 @@ impl Place {
         let _ = self.group.write("memory.high", "max");
     }
 
-    /// Moves a process in.
     pub(super) fn enter(&self, process: u32) -> anyhow::Result<()> {
         let moved = self.group.write("cgroup.procs", &process.to_string());
         moved.with_context(|| format!("cgroup {}: no process can be moved there", self.group.name.display()))
@@ -116,7 +117,7 @@ impl Drop for Place {
 fn remove(group: &ControlGroup, disks: &[Number]) {
     // What still waits for a limit is let go, or a process in the midst of it could not end.
     for disk in disks {
-        let _ = tell::tell(group, *disk, steering::Rates::NONE);
+        let _ = tell::tell(group, *disk, Rates::NONE);
     }
     if let Err(error) = group.remove_within(LEFT_WITHIN) {
         complain(&anyhow!("{}: left behind: {error} (remove it with rmdir)", group.directory.display()));

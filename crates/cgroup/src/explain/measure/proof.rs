@@ -12,6 +12,7 @@ use anyhow::Context as _;
 use block::device::{Identity, Number, Source};
 use console::progress::Progress;
 use nix::{fcntl::OFlag, unistd::syncfs};
+use policy::steering::Rates;
 
 use super::{
     Figures, Kept, Way, Wish,
@@ -20,16 +21,14 @@ use super::{
     trace::Trace,
     worker::Worker,
 };
-use crate::{
-    explain::findings::Io,
-    kernel::{io_max::Rates, io_stat::Usage},
-};
+use crate::{explain::findings::Io, kernel::io_stat::Usage};
 
 /// A path takes this much longer than the limit would have it before it is given up.
 const PATIENCE: u32 = 4;
 /// Beside that, for a slow machine.
 const GRACE: Duration = Duration::from_secs(60);
-/// Above the limit by more than this share, it was not kept. The kernel counts in slices of a tenth of a second, and writes back in chunks.
+/// Above the limit by more than this share, it was not kept. The kernel counts in slices of a tenth
+/// of a second, and writes back in chunks.
 const TOLERANCE: f64 = 0.25;
 /// Below this share of it, it is something else that held the I/O.
 const SLOW: f64 = 0.5;
@@ -40,7 +39,8 @@ const LEAST_WISH_BYTES: u64 = 16 * BLOCK as u64;
 /// What is done on a path, with so many bytes.
 type Try<'a> = fn(&mut Proof<'a>, u64) -> anyhow::Result<Figures>;
 
-/// Everything that a path needs. Fields are dropped in order: the worker leaves the cgroup before that is removed.
+/// Everything that a path needs. Fields are dropped in order: the worker leaves the cgroup before
+/// that is removed.
 pub(super) struct Proof<'a> {
     pub(super) directory: PathBuf,
     pub(super) worker: Worker,
@@ -99,11 +99,11 @@ impl<'a> Proof<'a> {
 
     /// What the limits let through.
     fn write_bps(&self) -> Option<u64> {
-        least(self.rates.write_bps, self.rates.write_iops)
+        least(self.rates.bps[1], self.rates.iops[1])
     }
 
     fn read_bps(&self) -> Option<u64> {
-        least(self.rates.read_bps, self.rates.read_iops)
+        least(self.rates.bps[0], self.rates.iops[0])
     }
 
     /// How much a path does: as much as the limit lets through in the time.

@@ -11,7 +11,6 @@ use serde_json::{Value, json};
 use super::{Figures, Kept, Measured, Way, trace::Traced};
 use crate::explain::text::clean;
 
-/// For people.
 pub(in super::super) fn text(measured: &Measured) -> String {
     let mut text =
         format!("\nmeasured in {} on {}:\n", clean(&measured.directory.display().to_string()), measured.node);
@@ -41,7 +40,6 @@ pub(in super::super) fn text(measured: &Measured) -> String {
     text
 }
 
-/// For programs.
 pub(in super::super) fn json(measured: &Measured) -> Value {
     json!({
         "directory": measured.directory.display().to_string(),
@@ -82,7 +80,8 @@ fn rate(bps: f64) -> String {
     format!("{}/s", figures::bytes(bps))
 }
 
-/// Which share of what was done is charged to the cgroup. Metadata counts too, and what was written but cut off does not.
+/// Which share of what was done is charged to the cgroup. Metadata counts too, and what was written
+/// but cut off does not.
 fn charged(figures: &Figures) -> String {
     figures::share((figures.charged_bytes as f64 / figures.bytes.max(1) as f64).min(1.0))
 }

@@ -1,4 +1,5 @@
-//! Who sent requests to a disk, and who was made to wait: from the kernel's tracepoints, in a trace of our own.
+//! Who sent requests to a disk, and who was made to wait: from the kernel's tracepoints, in a trace
+//! of our own.
 //!
 //! ```text
 //!   block:block_bio_queue            a request goes to the disk. In whose context says what had become of it:
@@ -9,8 +10,9 @@
 //!   writeback:balance_dirty_pages    a writer is held because too much waits to be written
 //! ```
 //!
-//! A request that had to wait for a limit is sent by another thread than made it (`blk_throtl_dispatch_work_fn` in block/blk-throttle.c), which is how it
-//! is known. Source: Documentation/trace/ftrace.rst, "Instances"; Documentation/core-api/workqueue.rst for the names.
+//! A request that had to wait for a limit is sent by another thread than made it
+//! (`blk_throtl_dispatch_work_fn` in block/blk-throttle.c), which is how it is known. Source:
+//! Documentation/trace/ftrace.rst, "Instances"; Documentation/core-api/workqueue.rst for the names.
 //!
 //! The instance is removed when this is dropped; nobody else's trace is touched.
 
@@ -92,8 +94,8 @@ impl Drop for Trace {
     }
 }
 
-/// Removes a trace; its events go with it. The kernel refuses while any file of it is open, as one is that another thread empties: that takes
-/// tens of milliseconds.
+/// Removes a trace; its events go with it. The kernel refuses while any file of it is open, as one
+/// is that another thread empties: that takes tens of milliseconds.
 fn remove(directory: &Path) {
     let begin = Instant::now();
     while let Err(error) = fs::remove_dir(directory) {
@@ -126,7 +128,8 @@ fn parse(text: &str, process: u32) -> Traced {
     traced
 }
 
-/// `dd-1234  [000] ..... 12.3: block_bio_queue: 254,0 WS 8 + 8 [dd]`: who, which event, and the rest.
+/// `dd-1234  [000] ..... 12.3: block_bio_queue: 254,0 WS 8 + 8 [dd]`: who, which event, and the
+/// rest.
 fn split(line: &str) -> Option<(&str, &str, &str)> {
     let (before, rest) = line.split_once(": ")?;
     let (event, what) = rest.split_once(": ")?;

@@ -60,7 +60,6 @@ impl Worker {
         Ok(Self { child, orders, answers, is_behind: false })
     }
 
-    /// Its id.
     pub(super) fn process(&self) -> u32 {
         self.child.id()
     }

@@ -1,6 +1,8 @@
-//! A machine of files in a temporary directory: cgroups, processes, mounts and disks, as the kernel would show them.
+//! A machine of files in a temporary directory: cgroups, processes, mounts and disks, as the kernel
+//! would show them.
 //!
-//! Begins healthy: cgroup v2 with io and memory at every level, `/app` limited on `/dev/vda` to 4 MB/s of writes and reads, ext4 on `/data`.
+//! Begins healthy: cgroup v2 with io and memory at every level, `/app` limited on `/dev/vda` to 4
+//! MB/s of writes and reads, ext4 on `/data`.
 
 use std::{
     fs,
@@ -26,7 +28,6 @@ pub(super) const LIMITS: &str = "run/weir/cgroups.json";
 /// The mount of /data, by its id.
 pub(super) const DATA: u32 = 40;
 
-/// The machine.
 pub(super) struct Machine {
     directory: TempDir,
     mounts: Vec<String>,
@@ -34,7 +35,6 @@ pub(super) struct Machine {
 }
 
 impl Machine {
-    /// With version 2.
     pub(super) fn new() -> Self {
         let mut machine = Self { directory: tempfile::tempdir().unwrap(), mounts: Vec::new(), watched: None };
         machine.disk("254:0", "vda").release("6.12.117+deb12-amd64");
@@ -68,7 +68,6 @@ impl Machine {
         self.directory.path().join(path.trim_start_matches('/'))
     }
 
-    /// Writes a file.
     pub(super) fn write(&mut self, path: &str, text: &str) -> &mut Self {
         let path = self.path(path);
         fs::create_dir_all(path.parent().unwrap()).unwrap();
@@ -108,7 +107,6 @@ impl Machine {
         self
     }
 
-    /// Adds a disk.
     pub(super) fn disk(&mut self, number: &str, name: &str) -> &mut Self {
         let directory = self.path(&format!("sys/devices/{name}"));
         self.write(&format!("sys/devices/{name}/dev"), &format!("{number}\n"));
@@ -117,7 +115,6 @@ impl Machine {
         self
     }
 
-    /// Adds a part of a disk.
     pub(super) fn partition(&mut self, number: &str, disk: &str, name: &str) -> &mut Self {
         let directory = self.path(&format!("sys/devices/{disk}/{name}"));
         self.write(&format!("sys/devices/{disk}/{name}/dev"), &format!("{number}\n"));
@@ -142,7 +139,6 @@ impl Machine {
         self
     }
 
-    /// A cgroup of version 2.
     pub(super) fn group(&mut self, name: &str, controllers: &str, subtree: &str) -> &mut Self {
         let at = format!("cgroup{}", name.trim_end_matches('/'));
         self.write(&format!("{at}/cgroup.controllers"), &format!("{controllers}\n"));
@@ -169,7 +165,6 @@ impl Machine {
         self.write(&format!("{at}/cgroup.procs"), "")
     }
 
-    /// A process in a cgroup, without files.
     pub(super) fn process(&mut self, pid: i32, name: &str, group: &str) -> &mut Self {
         let zeros = "0 ".repeat(60);
         self.write(&format!("proc/{pid}/stat"), &format!("{pid} ({name}) S 1 {zeros}\n"));
@@ -242,7 +237,8 @@ impl Machine {
         self.process(100, "dd", "/app").opens(100, "/data/out", DATA, WRITE)
     }
 
-    /// A `dd` of process 100 to a file that was there before, which has written so much, of which the cgroup was charged with so much.
+    /// A `dd` of process 100 to a file that was there before, which has written so much, of which
+    /// the cgroup was charged with so much.
     pub(super) fn dd_to_an_old_file(&mut self, written: u64, charged: u64) -> &mut Self {
         let file = self.path("old");
         self.write("old", "").process(100, "dd", "/app");

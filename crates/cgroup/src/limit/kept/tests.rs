@@ -1,6 +1,6 @@
 use super::*;
 use crate::{
-    hierarchy::Version,
+    control_group::Version,
     limit::locks::{Locked, Watched},
 };
 

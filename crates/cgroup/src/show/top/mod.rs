@@ -1,11 +1,13 @@
-//! `weir cgroup top`: cgroups, and the tasks in one of them, live on the whole screen of a terminal.
+//! `weir cgroup top`: cgroups, and the tasks in one of them, live on the whole screen of a
+//! terminal.
 //!
 //! ```text
 //!   keyboard, signals ─► console::input ─┐
 //!   survey, every interval ─────────────────┴─► one channel ─► state (what to show, what a key means) ─► view (how it looks)
 //! ```
 //!
-//! The terminal is taken and given back by the same code as `weir top`'s. `state` and `view` know neither a terminal nor a kernel.
+//! The terminal is taken and given back by the same code as `weir top`'s. `state` and `view` know
+//! neither a terminal nor a kernel.
 
 mod state;
 mod view;
@@ -22,8 +24,8 @@ use std::{
 };
 
 use anyhow::{Context as _, anyhow};
-use console::{Failure, input, input::Input, screen, screen::Screen};
-use state::{Action, State};
+use console::{Failure, input, input::Input, keys::Leave, screen, screen::Screen};
+use state::State;
 
 use super::{
     rates::{Snapshot, Wish},
@@ -34,7 +36,6 @@ use crate::{
     show::arguments::TopArgs,
 };
 
-/// Something that happened.
 enum Event {
     /// Of the terminal or the system.
     Input(Input),
@@ -45,7 +46,8 @@ enum Event {
 /// Shows cgroups until the user has seen enough.
 ///
 /// # Errors
-/// If there is no terminal, or no such cgroup or device at the start. What goes away later is waited for.
+/// If there is no terminal, or no such cgroup or device at the start. What goes away later is
+/// waited for.
 pub(crate) fn top(arguments: TopArgs) -> Result<(), Failure> {
     if !screen::is_possible() {
         let said = "cgroup top: standard input and output are no terminal to draw on (`weir cgroup show` prints the same)";
@@ -82,8 +84,8 @@ fn watch(
         let action = match happened.recv().unwrap_or(Event::Input(Input::End)) {
             Event::Input(Input::Key(key)) => state.press(key),
             Event::Input(Input::Resized) => None,
-            Event::Input(Input::Stop) => Some(Action::Stop),
-            Event::Input(Input::End) => Some(Action::End),
+            Event::Input(Input::Stop) => Some(Leave::Stop),
+            Event::Input(Input::End) => Some(Leave::End),
             Event::Looked(wish, result) => {
                 state.learn(wish, result);
                 None
@@ -91,8 +93,8 @@ fn watch(
         };
         has_tasks.store(state.has_tasks(), Ordering::Relaxed);
         match action {
-            Some(Action::End) => return Ok(()),
-            Some(Action::Stop) => screen.stop()?,
+            Some(Leave::End) => return Ok(()),
+            Some(Leave::Stop) => screen.stop()?,
             None => {}
         }
     }

@@ -4,6 +4,7 @@
 
 use std::{cmp::Ordering, path::PathBuf};
 
+use console::keys::{self, Chosen, InList, Leave};
 use ratatui::crossterm::event::{KeyCode, KeyEvent, KeyModifiers};
 
 use crate::show::{
@@ -12,23 +13,12 @@ use crate::show::{
     text,
 };
 
-/// What somebody else has to do.
-#[derive(Debug, PartialEq, Eq)]
-pub(super) enum Action {
-    /// End the program.
-    End,
-    /// Stop it until it is continued.
-    Stop,
-}
-
 /// A column that the list can be sorted by.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Column {
     /// The cgroup's or the task's.
     Name,
-    /// Bytes read per second.
     Reads,
-    /// Bytes written per second.
     Writes,
     /// Operations of a cgroup per second, system calls of a task.
     Operations,
@@ -37,22 +27,13 @@ pub(super) enum Column {
 }
 
 impl Column {
-    /// From left to right.
     pub(super) const ALL: [Self; 5] = [Self::Name, Self::Reads, Self::Writes, Self::Operations, Self::Waited];
-
-    /// The one to its right; after the last the first.
-    fn next(self) -> Self {
-        let index = Self::ALL.iter().position(|&column| column == self).unwrap_or(0);
-        Self::ALL[(index + 1) % Self::ALL.len()]
-    }
 }
 
-/// A line of the list.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct Line {
     /// The cgroup's path, or the task's number and name.
     pub(super) name: String,
-    /// Of all devices.
     pub(super) rate: Option<Rate>,
     /// The share of the time in which it waited.
     pub(super) waited: Option<f64>,
@@ -60,7 +41,6 @@ pub(super) struct Line {
     pub(super) rest: String,
 }
 
-/// Everything there is to show.
 pub(super) struct State {
     /// How the last two snapshots compare.
     pub(super) rows: Vec<Row>,
@@ -79,8 +59,7 @@ pub(super) struct State {
     /// Whether tasks' waits are known.
     pub(super) wish: Wish,
     last: Option<Snapshot>,
-    /// The line that was last known to be chosen: a name, since lines move, and its place, in case it goes.
-    chosen: (String, usize),
+    chosen: Chosen,
     /// Whether that was the user's choice; otherwise it is the first, whichever that is.
     has_chosen: bool,
 }
@@ -98,7 +77,7 @@ impl State {
             page: 1,
             wish,
             last: None,
-            chosen: (String::new(), 0),
+            chosen: Chosen::default(),
             has_chosen: false,
         }
     }
@@ -121,12 +100,10 @@ impl State {
         self.settle();
     }
 
-    /// Whether tasks are to be looked at.
     pub(super) fn has_tasks(&self) -> bool {
         self.tasks_of.is_some()
     }
 
-    /// The lines of the list, in its order.
     pub(super) fn lines(&self) -> Vec<Line> {
         let mut lines = match &self.tasks_of {
             None => self.rows.iter().map(of_group).collect::<Vec<_>>(),
@@ -150,36 +127,31 @@ impl State {
 
     /// Which of the lines is chosen; 0 where there is none.
     pub(super) fn chosen(&self, lines: &[Line]) -> usize {
-        lines.iter().position(|line| line.name == self.chosen.0).unwrap_or(0)
+        self.chosen.index(lines.iter().map(|line| line.name.as_str()))
     }
 
-    /// What a key means.
-    pub(super) fn press(&mut self, key: KeyEvent) -> Option<Action> {
+    pub(super) fn press(&mut self, key: KeyEvent) -> Option<Leave> {
         if key.modifiers.contains(KeyModifiers::CONTROL) {
-            return match key.code {
-                KeyCode::Char('c') => Some(Action::End),
-                KeyCode::Char('z') => Some(Action::Stop),
-                _ => None,
-            };
+            return Leave::of(key);
         }
         if std::mem::take(&mut self.has_help) {
             return None;
         }
-        let page = self.page.cast_signed();
-        match key.code {
-            KeyCode::Char('q') => return Some(Action::End),
-            KeyCode::Up | KeyCode::Char('k') => self.step(-1),
-            KeyCode::Down | KeyCode::Char('j') => self.step(1),
-            KeyCode::PageUp => self.step(-page),
-            KeyCode::PageDown => self.step(page),
-            KeyCode::Home | KeyCode::Char('g') => self.step(isize::MIN),
-            KeyCode::End | KeyCode::Char('G') => self.step(isize::MAX),
-            KeyCode::Char('s') => (self.column, self.reversed) = (self.column.next(), false),
-            KeyCode::Char('r') => self.reversed = !self.reversed,
-            KeyCode::Char('?' | 'h') | KeyCode::F(1) => self.has_help = true,
-            KeyCode::Enter | KeyCode::Char('t') => self.enter(),
-            KeyCode::Esc | KeyCode::Backspace => self.leave(),
-            _ => {}
+        match InList::of(key, self.page) {
+            Some(InList::End) => return Some(Leave::End),
+            Some(InList::Step(by)) => {
+                self.has_chosen |= self.with_names(|chosen, names| chosen.step(names, by));
+            }
+            Some(InList::Sort) => {
+                (self.column, self.reversed) = (keys::next(&Column::ALL, self.column), false);
+            }
+            Some(InList::Reverse) => self.reversed = !self.reversed,
+            Some(InList::Help) => self.has_help = true,
+            None => match key.code {
+                KeyCode::Enter | KeyCode::Char('t') => self.enter(),
+                KeyCode::Esc | KeyCode::Backspace => self.leave(),
+                _ => {}
+            },
         }
         None
     }
@@ -200,33 +172,22 @@ impl State {
     /// Back to the cgroups, at the one whose tasks were shown.
     fn leave(&mut self) {
         if let Some(name) = self.tasks_of.take() {
-            self.chosen.0 = name.display().to_string();
+            self.chosen.choose(name.display().to_string());
             self.has_chosen = true;
             self.settle();
         }
     }
 
-    /// Chooses the line that is `by` lines below, or the first or last.
-    fn step(&mut self, by: isize) {
-        let lines = self.lines();
-        let last = lines.len().saturating_sub(1);
-        let next = self.chosen(&lines).saturating_add_signed(by).min(last);
-        if let Some(line) = lines.get(next) {
-            self.has_chosen = true;
-            self.chosen = (line.name.clone(), next);
-        }
+    /// Chooses the first line, unless the user has chosen one; if that is gone, what stands there
+    /// now.
+    fn settle(&mut self) {
+        let stays = self.has_chosen;
+        self.with_names(|chosen, names| chosen.settle(names, stays));
     }
 
-    /// Chooses the first line, unless the user has chosen one; if that is gone, what stands there now.
-    fn settle(&mut self) {
+    fn with_names<T>(&mut self, choose: impl FnOnce(&mut Chosen, &[&str]) -> T) -> T {
         let lines = self.lines();
-        if self.has_chosen && lines.iter().any(|line| line.name == self.chosen.0) {
-            return;
-        }
-        let place = if self.has_chosen { self.chosen.1.min(lines.len().saturating_sub(1)) } else { 0 };
-        if let Some(line) = lines.get(place) {
-            self.chosen = (line.name.clone(), place);
-        }
+        choose(&mut self.chosen, &lines.iter().map(|line| line.name.as_str()).collect::<Vec<_>>())
     }
 }
 

@@ -1,25 +1,21 @@
 //! How `weir cgroup top` looks: a title, the list, the keys.
 
-use console::figures;
+use console::{
+    figures,
+    screen::{self, DIM, HELD, WRONG},
+    table::clean,
+};
 use ratatui::{
     Frame,
     layout::{Alignment, Constraint, Layout, Rect},
-    style::{Color, Modifier, Style},
+    style::Modifier,
     text::{Line as Text, Span},
-    widgets::{Block, Cell, Clear, Paragraph, Row, Table, TableState, Wrap},
+    widgets::{Cell, Row, Table, TableState},
 };
 
 use super::state::{Column, Line, State};
 use crate::show::{rates::Rate, text};
 
-/// The least that all of it fits into; `weir top`'s.
-const LEAST: (u16, u16) = (80, 24);
-
-const DIM: Style = Style::new().fg(Color::DarkGray);
-const HELD: Style = Style::new().fg(Color::Yellow);
-const WRONG: Style = Style::new().fg(Color::Red);
-
-/// What the keys do.
 const HELP: &str = "\
 ↑ ↓ k j PgUp PgDn Home End   choose
 Enter t                      the tasks in the chosen cgroup and below it
@@ -35,25 +31,18 @@ limit or for the device. Rates are of all devices together, those of a task
 are what it caused to be read and written, its CALLS those of the system.
 ";
 
-/// Draws everything.
 pub(super) fn draw(frame: &mut Frame<'_>, state: &mut State) {
-    let area = frame.area();
-    if area.width < LEAST.0 || area.height < LEAST.1 {
-        let (width, height) = LEAST;
-        let said = format!(
-            "weir cgroup top needs {width}×{height}; this terminal is {}×{} (make it larger, or press q)",
-            area.width, area.height
-        );
-        return frame.render_widget(Paragraph::new(said).wrap(Wrap { trim: true }), area);
+    if !screen::has_room(frame, "weir cgroup top") {
+        return;
     }
     let rows = [Constraint::Length(1), Constraint::Min(8), Constraint::Length(1)];
-    let [title, list, keys] = Layout::vertical(rows).areas(area);
+    let [title, list, keys] = Layout::vertical(rows).areas(frame.area());
     state.page = usize::from(list.height.saturating_sub(1)).max(1);
     draw_title(frame, title, state);
     draw_list(frame, list, state);
     draw_keys(frame, keys, state);
     if state.has_help {
-        draw_help(frame, area);
+        screen::help(frame, HELP);
     }
 }
 
@@ -62,7 +51,7 @@ fn draw_title(frame: &mut Frame<'_>, area: Rect, state: &State) {
     let said = match (&state.wrong, &state.tasks_of) {
         (Some(wrong), _) => Span::styled(wrong.clone(), WRONG),
         (None, Some(group)) => {
-            Span::raw(format!("· tasks in {} and below", shown(&group.display().to_string())))
+            Span::raw(format!("· tasks in {} and below", clean(&group.display().to_string())))
         }
         (None, None) => Span::raw(format!("· cgroups with limits or I/O: {}", state.rows.len())),
     };
@@ -121,12 +110,12 @@ fn row(line: &Line) -> Row<'static> {
     let waited = right(text::cell(line.waited.map(figures::share)));
     let is_held = line.waited.is_some_and(|share| share > 0.0);
     Row::new([
-        Cell::from(shown(&line.name)),
+        Cell::from(clean(&line.name)),
         of(|rate| figures::bytes(rate.read_bps)),
         of(|rate| figures::bytes(rate.write_bps)),
         of(|rate| figures::count(rate.iops())),
         if is_held { waited.style(HELD) } else { waited },
-        Cell::from(shown(&line.rest)),
+        Cell::from(clean(&line.rest)),
     ])
 }
 
@@ -139,19 +128,6 @@ fn draw_keys(frame: &mut Frame<'_>, area: Rect, state: &State) {
         Text::styled(format!(" ↑↓ choose · {enter} · s sort · r reverse · ? help · q quit"), DIM)
     };
     frame.render_widget(line, area);
-}
-
-fn draw_help(frame: &mut Frame<'_>, area: Rect) {
-    let height = HELP.lines().count() as u16 + 2;
-    let place = area.centered(Constraint::Length(LEAST.0), Constraint::Length(height));
-    let block = Block::bordered().title(" keys; any key closes ").border_style(Style::new().fg(Color::Cyan));
-    frame.render_widget(Clear, place);
-    frame.render_widget(Paragraph::new(HELP).block(block), place);
-}
-
-/// A task or a cgroup may be called anything; what it is called must not move the cursor.
-fn shown(name: &str) -> String {
-    name.replace(char::is_control, "?")
 }
 
 fn right(text: String) -> Cell<'static> {

@@ -1,5 +1,6 @@
 //! Keys pressed and reports handed in.
 
+use ratatui::crossterm::event::KeyModifiers;
 use serde_json::{Value, json};
 
 use super::*;
@@ -163,10 +164,10 @@ fn control_ends_and_stops_from_everywhere() {
     for key in ["", "t", "/", "?"] {
         let mut state = watched(1, &["vm1"]);
         write(&mut state, key);
-        assert_eq!(control(&mut state, 'z'), Some(Action::Stop));
-        assert_eq!(control(&mut state, 'c'), Some(Action::End));
+        assert_eq!(control(&mut state, 'z'), Some(Action::Leave(Leave::Stop)));
+        assert_eq!(control(&mut state, 'c'), Some(Action::Leave(Leave::End)));
     }
-    assert_eq!(press(&mut watched(1, &["vm1"]), KeyCode::Char('q')), Some(Action::End));
+    assert_eq!(press(&mut watched(1, &["vm1"]), KeyCode::Char('q')), Some(Action::Leave(Leave::End)));
     // Before there is anything to choose from.
     let mut empty = State::new(String::new());
     write(&mut empty, "jkGgtsr");

@@ -2,6 +2,7 @@
 //!
 //! The limits drawn are its own; where it has none of that unit, those of the nearest group above that has.
 
+use console::screen::{DIM, HELD};
 use console::{figures, figures::Limits};
 use policy::throttle::{LimitKind, Part, Setting};
 use ratatui::{
@@ -13,7 +14,6 @@ use ratatui::{
     widgets::{Axis, Block, Chart, Dataset, GraphType},
 };
 
-use super::{DIM, HELD};
 use crate::{
     client::report::{Report, Settings},
     top::{

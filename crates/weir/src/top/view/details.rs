@@ -1,7 +1,10 @@
 //! Five lines about the chosen disk or group: its settings, its state, its waits, how it was held back over time, and of a disk what was
 //! read ahead of its readers.
 
-use console::figures;
+use console::{
+    figures,
+    screen::{DIM, HELD},
+};
 use ratatui::{
     Frame,
     layout::Rect,
@@ -9,7 +12,6 @@ use ratatui::{
     text::{Line, Span},
 };
 
-use super::{DIM, HELD};
 use crate::{
     client::{
         change::Name,

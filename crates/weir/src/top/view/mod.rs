@@ -13,33 +13,25 @@ mod details;
 mod rows;
 mod windows;
 
-use console::figures;
+use console::{
+    figures,
+    screen::{self, DIM, WRONG},
+};
 use ratatui::{
     Frame,
     layout::{Constraint, Layout, Rect},
-    style::{Color, Modifier, Style},
+    style::Modifier,
     text::{Line, Span},
-    widgets::Paragraph,
 };
 
 use super::state::{Mode, State};
 
-/// The least that all of it fits into.
-const LEAST: (u16, u16) = (80, 24);
-
-/// What stands back.
-const DIM: Style = Style::new().fg(Color::DarkGray);
-/// What is held back, and the limits that do it.
-const HELD: Style = Style::new().fg(Color::Yellow);
-/// What is wrong.
-const WRONG: Style = Style::new().fg(Color::Red);
-
 /// Draws everything.
 pub(super) fn draw(frame: &mut Frame<'_>, state: &mut State) {
-    let area = frame.area();
-    if area.width < LEAST.0 || area.height < LEAST.1 {
-        return draw_too_small(frame, area);
+    if !screen::has_room(frame, "weir top") {
+        return;
     }
+    let area = frame.area();
     // A third for the charts, but never so much that the list has less than seven rows.
     let charts = (area.height / 3).clamp(9, 20);
     let [title, list, pictures, facts, keys] = Layout::vertical([
@@ -62,18 +54,8 @@ pub(super) fn draw(frame: &mut Frame<'_>, state: &mut State) {
     match &state.mode {
         Mode::List | Mode::Filter(_) => {}
         Mode::Edit(edit) => windows::draw_edit(frame, area, edit),
-        Mode::Help => windows::draw_help(frame, area),
+        Mode::Help => screen::help(frame, windows::HELP),
     }
-}
-
-fn draw_too_small(frame: &mut Frame<'_>, area: Rect) {
-    let (width, height) = LEAST;
-    let text = format!(
-        "weir top needs {width}×{height}; this terminal is {}×{} (make it larger, or press q)",
-        area.width, area.height
-    );
-    let text = Paragraph::new(text).wrap(ratatui::widgets::Wrap { trim: true });
-    frame.render_widget(text, area);
 }
 
 fn draw_title(frame: &mut Frame<'_>, area: Rect, state: &State) {

@@ -1,6 +1,9 @@
 //! The list of disks and groups.
 
-use console::figures;
+use console::{
+    figures,
+    screen::{DIM, HELD},
+};
 use ratatui::{
     Frame,
     layout::{Alignment, Constraint, Rect},
@@ -9,7 +12,6 @@ use ratatui::{
     widgets::{Cell, Row, Table, TableState},
 };
 
-use super::{DIM, HELD};
 use crate::{
     client::{rates::Rate, report::Node},
     top::{list, list::Column, state::State},

@@ -1,18 +1,18 @@
 //! What lies over the rest for a while: the change of settings, and the help.
 
+use console::screen::{DIM, WRONG, window};
 use ratatui::{
     Frame,
-    layout::{Constraint, Rect},
-    style::{Color, Modifier, Style},
+    layout::Rect,
+    style::Modifier,
     text::{Line, Text},
-    widgets::{Block, Clear, Paragraph, Wrap},
+    widgets::{Paragraph, Wrap},
 };
 
-use super::{DIM, WRONG};
 use crate::top::state::Edit;
 
 /// What the keys do.
-const HELP: &str = "\
+pub(super) const HELP: &str = "\
 ↑ ↓ k j PgUp PgDn Home End   choose a disk (or a group: ◆)
 s                            sort by the next column
 r                            the other way round
@@ -27,24 +27,6 @@ own or of a group above; WAIT how many wait now; P99 how long 99 of 100 that
 had to wait waited at most. In the charts, lines that never move are limits.
 Of what is read ahead, accuracy is the share that was used.
 ";
-
-/// A window of this size in the middle, empty.
-fn window(frame: &mut Frame<'_>, area: Rect, width: u16, height: u16, title: String) -> Rect {
-    let place = area.centered(Constraint::Length(width), Constraint::Length(height));
-    let block = Block::bordered().title(title).border_style(Style::new().fg(Color::Cyan));
-    let inner = block.inner(place);
-    frame.render_widget(Clear, place);
-    frame.render_widget(block, place);
-    inner
-}
-
-/// The help.
-pub(super) fn draw_help(frame: &mut Frame<'_>, area: Rect) {
-    let height = HELP.lines().count() as u16 + 2;
-    // Wide enough for the longest line with its border, within the least terminal.
-    let inside = window(frame, area, 80, height, " keys; any key closes ".to_owned());
-    frame.render_widget(Text::from(HELP), inside);
-}
 
 /// The line of settings that is being changed.
 pub(super) fn draw_edit(frame: &mut Frame<'_>, area: Rect, edit: &Edit) {

@@ -17,7 +17,7 @@ pub(in crate::show::top) fn sampled() -> State {
 }
 
 /// Presses keys; returns what the last one asks for.
-pub(in crate::show::top) fn press(state: &mut State, keys: &str) -> Option<Action> {
+pub(in crate::show::top) fn press(state: &mut State, keys: &str) -> Option<Leave> {
     let press = |key| state.press(KeyEvent::new(KeyCode::Char(key), KeyModifiers::NONE));
     keys.chars().map(press).last().flatten()
 }
@@ -87,7 +87,7 @@ fn what_goes_away_is_no_longer_there() {
 fn keys_end_stop_and_explain() {
     let mut state = sampled();
     assert_eq!(press(&mut state, "?q"), None, "any key closes the help");
-    assert_eq!(press(&mut state, "q"), Some(Action::End));
+    assert_eq!(press(&mut state, "q"), Some(Leave::End));
     let mut control = |key| state.press(KeyEvent::new(KeyCode::Char(key), KeyModifiers::CONTROL));
-    assert_eq!([control('c'), control('z'), control('s')], [Some(Action::End), Some(Action::Stop), None]);
+    assert_eq!([control('c'), control('z'), control('s')], [Some(Leave::End), Some(Leave::Stop), None]);
 }

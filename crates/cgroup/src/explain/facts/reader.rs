@@ -1,0 +1,67 @@
+//! What the collectors share: the disks met so far, the clock of processes, and what could not be
+//! read.
+
+use std::{
+    fs,
+    path::Path,
+    time::{Duration, SystemTime, UNIX_EPOCH},
+};
+
+use super::{Evidence, disks::Disks};
+use crate::{hierarchy::Hierarchy, kernel::proc_stat::TICK};
+
+/// What the collectors have in common.
+pub(super) struct Reader<'a> {
+    pub(super) hierarchy: &'a Hierarchy,
+    pub(super) disks: Disks<'a>,
+    pub(super) clock: Clock,
+    pub(super) gaps: Vec<Evidence>,
+}
+
+impl<'a> Reader<'a> {
+    pub(super) fn new(hierarchy: &'a Hierarchy) -> Self {
+        let roots = &hierarchy.roots;
+        Self { hierarchy, disks: Disks::new(roots), clock: Clock::new(&roots.proc), gaps: Vec::new() }
+    }
+
+    /// The text of a file; a gap if it may not be read, nothing if it is not there.
+    pub(super) fn text(&mut self, path: &Path) -> Option<String> {
+        match fs::read(path) {
+            Ok(bytes) => Some(String::from_utf8_lossy(&bytes).into_owned()),
+            Err(error) if is_gone(&error) => None,
+            Err(error) => {
+                self.gaps.push(Evidence::new(path.display().to_string(), error.to_string()));
+                None
+            }
+        }
+    }
+}
+
+/// Whether a process or a cgroup ended between two looks, which is nothing to be told.
+pub(super) fn is_gone(error: &std::io::Error) -> bool {
+    matches!(
+        nix::errno::Errno::from_raw(error.raw_os_error().unwrap_or(0)),
+        nix::errno::Errno::ENOENT | nix::errno::Errno::ESRCH | nix::errno::Errno::ENODEV
+    )
+}
+
+/// When processes began, from ticks since the machine did.
+#[derive(Debug)]
+pub(super) struct Clock {
+    booted: Option<SystemTime>,
+}
+
+impl Clock {
+    /// From `btime` of /proc/stat (proc_stat(5)).
+    pub(super) fn new(proc: &Path) -> Self {
+        let text = fs::read_to_string(proc.join("stat")).unwrap_or_default();
+        let seconds = text.lines().find_map(|line| line.strip_prefix("btime ")?.trim().parse().ok());
+        Self { booted: seconds.and_then(|seconds| UNIX_EPOCH.checked_add(Duration::from_secs(seconds))) }
+    }
+
+    /// When a task of these ticks began.
+    pub(super) fn began(&self, ticks: u64) -> Option<SystemTime> {
+        let tick_ms = u64::try_from(TICK.as_millis()).ok()?;
+        self.booted?.checked_add(Duration::from_millis(ticks.saturating_mul(tick_ms)))
+    }
+}

@@ -1,0 +1,29 @@
+//! The lines of a mountinfo, each with the id that fdinfo names it by.
+
+use std::path::Path;
+
+use crate::kernel::{mountinfo, mountinfo::Mount};
+
+#[derive(Debug, Clone)]
+pub(super) struct Row {
+    /// What fdinfo calls it by.
+    pub(super) id: u64,
+    pub(super) mount: Mount,
+    /// All of it, to be shown.
+    pub(super) line: String,
+}
+
+pub(super) fn holding<'a>(rows: &'a [Row], path: &Path) -> Option<&'a Row> {
+    let found = mountinfo::holding(rows.iter().map(|row| &row.mount), path)?;
+    rows.iter().rfind(|row| row.mount == *found)
+}
+
+/// Every line of a known form.
+pub(super) fn parse(text: &str) -> Vec<Row> {
+    let one = |line: &str| {
+        let id = line.split(' ').next()?.parse().ok()?;
+        let mount = mountinfo::parse(line).ok()?.pop()?;
+        Some(Row { id, mount, line: line.to_owned() })
+    };
+    text.lines().filter_map(one).collect()
+}
