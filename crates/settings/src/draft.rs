@@ -3,7 +3,6 @@
 use std::{path::PathBuf, time::Duration};
 
 use block::storage::{CacheMode, Format, delay::DelayOptions, fault::FaultRule, rate::RateOptions};
-use policy::throttle::Setting;
 
 use super::{
     Address, Image, LogFormat, Place, PrefetchDraft, Qcow2Draft, Said, SettingsDraft, tls::TlsDraft,
@@ -16,9 +15,6 @@ pub struct Draft {
     pub groups: Vec<GroupDraft>,
     pub service: ServiceDraft,
 }
-
-/// Limits as they were set, one by one.
-pub type LimitsDraft = Vec<Said<(Setting, u64)>>;
 
 /// A disk as it was described.
 #[derive(Clone, Debug)]

@@ -39,13 +39,13 @@ use std::{path::PathBuf, time::Duration};
 
 pub use address::{Address, socket};
 use block::storage::{CacheMode, Format, delay::DelayOptions, fault::FaultRule, rate::RateOptions};
-pub use draft::{DiskDraft, Draft, ExportDraft, GroupDraft, LimitsDraft, ServiceDraft};
+pub use draft::{DiskDraft, Draft, ExportDraft, GroupDraft, ServiceDraft};
 pub use image::Image;
 pub use log::{LogFormat, LogSettings};
 pub use place::{Place, Said, Wrong};
 pub use prefetch::PrefetchDraft;
 pub use qcow2::{CleanInterval, L2CacheSize, Qcow2Draft, Qcow2Settings, SecretSource};
-pub use shares::{Settings, SettingsDraft};
+pub use shares::{LimitsDraft, Settings, SettingsDraft};
 pub use tls::{Credentials, Tls, TlsDraft, TlsMode};
 pub use units::{Rule, connections, count, duration, exact_size, read, size, workers};
 

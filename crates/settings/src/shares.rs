@@ -6,11 +6,11 @@
 
 use block::layer::throttle::{DiskSettings, GroupSettings};
 use policy::{
-    throttle::{Invalid, Limits, MAX_VALUE, Share},
+    throttle::{Invalid, Limits, MAX_VALUE, Setting, Share},
     watermark::Watermark,
 };
 
-use super::{LimitsDraft, Place, Said, Wrong};
+use super::{Place, Said, Wrong};
 
 /// The weight of who was given none.
 pub(crate) const DEFAULT_WEIGHT: u32 = 100;
@@ -64,6 +64,9 @@ impl Settings {
         Watermark::new(self.watermark).expect("checked")
     }
 }
+
+/// Limits as they were set, one by one.
+pub type LimitsDraft = Vec<Said<(Setting, u64)>>;
 
 /// [`Settings`] as they were said, each with its place.
 #[derive(Clone, Debug, Default)]

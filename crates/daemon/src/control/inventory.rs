@@ -186,7 +186,7 @@ pub(crate) struct Inventory {
     groups: RefCell<BTreeMap<String, Arc<Group>>>,
     servers: RefCell<Vec<Rc<Serving>>>,
     exports: RefCell<BTreeMap<String, Rc<RunningExport>>>,
-    devices: OnceCell<Rc<Devices>>,
+    devices: OnceCell<Devices>,
     image_root: OnceCell<Root>,
     secrets: RefCell<BTreeMap<String, Secret>>,
     listeners: Listeners,
@@ -247,21 +247,35 @@ impl Inventory {
         &self.ender
     }
 
-    /// Finds out about the devices below the disks, and keeps at it while disks and groups change. What was measured of them is in the
-    /// state directory, or the usual one.
+    /// Finds the devices below the disks, now and after each change. What was measured of them is in
+    /// the state directory, or the usual one. Called once.
     ///
     /// # Errors
-    /// If more is reserved than a device was measured to do.
+    /// If more is reserved than a device was measured to do. Later this is refused to whoever asks
+    /// for it.
     pub(crate) fn look_at_devices(self: &Rc<Self>, state: Option<&Path>) -> anyhow::Result<()> {
-        let devices = Devices::follow(self, state)?;
-        // Whoever looked first is looking still.
-        let _ = self.devices.set(devices);
+        let devices = self.devices.get_or_init(|| Devices::new(state));
+        devices.refresh(self.block_disks(), self.groups())?;
+        let inventory = Rc::downgrade(self);
+        self.listen(move |change| {
+            if let (Some(inventory), Change::Listed { .. } | Change::SettingsChanged { .. }) =
+                (inventory.upgrade(), change)
+                && let Some(devices) = inventory.devices.get()
+                && let Err(error) = devices.refresh(inventory.block_disks(), inventory.groups())
+            {
+                tracing::warn!("{error:#}");
+            }
+        });
         Ok(())
     }
 
     /// The devices below the disks, in the order of their names; none before anybody has looked.
     pub(crate) fn devices(&self) -> Vec<Listed> {
-        self.devices.get().map(|devices| devices.list(self)).unwrap_or_default()
+        self.devices.get().map(|devices| devices.list(self.block_disks())).unwrap_or_default()
+    }
+
+    fn block_disks(&self) -> Vec<Arc<Disk>> {
+        self.disks.borrow().values().map(|running| Arc::clone(&running.disk)).collect()
     }
 
     // Secrets.
