@@ -3,14 +3,14 @@
 use std::path::PathBuf;
 
 use anyhow::{Context as _, anyhow};
-use block::image::qcow2::{Qcow2, bitmap::DirtyBits};
-use clap::{ArgAction, ArgMatches, Args, FromArgMatches};
-use console::Failure;
-
-use super::{
-    on_reactor,
-    opening::{self, Format, How},
+use block::{
+    image::qcow2::{Qcow2, bitmap::DirtyBits},
+    storage::Format,
 };
+use clap::{ArgAction, ArgMatches, Args, FromArgMatches};
+use console::{Failure, on_reactor};
+
+use super::opening::{self, How};
 
 /// Shown below the options.
 pub(super) const EXAMPLES: &str = "\
@@ -51,10 +51,10 @@ struct Options {
     #[arg(short = 'b', long, value_name = "FILE")]
     source_file: Option<PathBuf>,
     /// Its format: qcow2
-    #[arg(short = 'F', long, value_name = "FORMAT", requires = "source_file")]
+    #[arg(short = 'F', long, value_name = "FORMAT", requires = "source_file", value_parser = opening::format_option())]
     source_format: Option<Format>,
     /// The image's format: qcow2
-    #[arg(short, long, value_name = "FORMAT")]
+    #[arg(short, long, value_name = "FORMAT", value_parser = opening::format_option())]
     format: Option<Format>,
 }
 

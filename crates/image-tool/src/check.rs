@@ -5,16 +5,15 @@
 use anyhow::{Context as _, anyhow};
 use block::{
     image::qcow2::check::{Repair, Report, check},
-    storage::CacheMode,
+    storage::{CacheMode, Format},
 };
 use clap::Args;
-use console::Failure;
+use console::{Failure, on_reactor, print};
 use serde_json::{Value, json};
 
 use super::{
-    Output, on_reactor,
-    opening::{self, Format, How, Subject},
-    print,
+    Output, form,
+    opening::{self, How, Subject},
 };
 
 /// Shown below the options.
@@ -105,7 +104,7 @@ pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
         }
         print(&match arguments.output {
             Output::Human => text(&report),
-            Output::Json => super::json(&json(&report, &name)),
+            Output::Json => form::json(&json(&report, &name)),
         })?;
     }
     status(&report)

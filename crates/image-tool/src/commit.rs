@@ -11,17 +11,15 @@ use std::{
 use anyhow::{Context as _, bail};
 use block::{
     image::{Image, open::LONGEST_CHAIN},
-    storage::CacheMode,
+    storage::{CacheMode, Format},
 };
 use clap::Args;
-use console::Failure;
+use console::{Failure, on_reactor, print};
 
 use super::{
     copy, disk,
     keys::{KeyArgs, Keys},
-    on_reactor,
-    opening::{self, Format, How, Subject},
-    print,
+    opening::{self, How, Subject},
     progress::Talk,
     source::Source,
 };
@@ -93,7 +91,7 @@ async fn layers(arguments: &Arguments) -> anyhow::Result<Vec<Layer>> {
         let name = path.display().to_string();
         let backing = match format {
             Format::Raw => None,
-            Format::Qcow2 => disk::backing_in(&path, &disk::header_of(&path).await?)?,
+            Format::Qcow2 => opening::backing_in(&path, &opening::header_of(&path).await?)?,
         };
         let Some((below, below_format)) = backing else {
             let what = match &arguments.base {

@@ -9,17 +9,18 @@ use std::{
     rc::Rc,
 };
 
-use block::{reactor::spawn_joinable, storage::CacheMode};
+use block::{
+    reactor::spawn_joinable,
+    storage::{CacheMode, Format},
+};
 use clap::Args;
-use console::Failure;
+use console::{Failure, on_reactor, print};
 
 use super::{
-    copy::{Kind, is_zero},
-    disk,
+    copy::is_zero,
+    disk::{self, Kind},
     keys::KeyArgs,
-    on_reactor,
-    opening::{Format, How},
-    print,
+    opening::{self, How},
     progress::{Progress, Talk},
     source::Source,
 };
@@ -44,10 +45,10 @@ pub struct Arguments {
     #[arg(value_name = "FILE2")]
     second: PathBuf,
     /// The first one's format [default: as its signature says]
-    #[arg(short, long, value_name = "FORMAT")]
+    #[arg(short, long, value_name = "FORMAT", value_parser = opening::format_option())]
     format: Option<Format>,
     /// The second one's format [default: as its signature says]
-    #[arg(short = 'F', long, value_name = "FORMAT")]
+    #[arg(short = 'F', long, value_name = "FORMAT", value_parser = opening::format_option())]
     second_format: Option<Format>,
     /// The host's page cache: writeback, writethrough, none, directsync or unsafe
     #[arg(short = 'T', long, value_name = "MODE", default_value_t, value_parser = settings::read::<CacheMode>)]

@@ -12,21 +12,19 @@ use std::{
 use anyhow::{Context as _, anyhow, bail};
 use block::{
     image::{Image, qcow2::header::Crypt},
-    storage::CacheMode,
+    storage::{CacheMode, Format},
 };
 use clap::Args;
-use console::{Failure, undo::Undo};
+use console::{Failure, on_reactor, print, undo::Undo};
 
 use super::{
     carry::Carry,
     copy, create, disk,
     encrypt::Encryption,
     keys::{self, KeyArgs, Keys},
-    on_reactor,
-    opening::{self, Format, How},
+    opening::{self, How},
     options::Options,
     pick::Pick,
-    print,
     progress::Talk,
     source::Source,
     unfinished::Unfinished,
@@ -56,10 +54,10 @@ pub struct Arguments {
     #[arg(value_name = "FILE")]
     files: Vec<PathBuf>,
     /// The source's format [default: as its signature says]
-    #[arg(short, long, value_name = "FORMAT")]
+    #[arg(short, long, value_name = "FORMAT", value_parser = opening::format_option())]
     format: Option<Format>,
     /// The new image's format
-    #[arg(short = 'O', long, value_name = "FORMAT", default_value = "raw")]
+    #[arg(short = 'O', long, value_name = "FORMAT", default_value = "raw", value_parser = opening::format_option())]
     output_format: Format,
     /// Options of the new image, such as cluster_size=2M,lazy_refcounts=on; help lists them
     #[arg(short, value_name = "OPTIONS", conflicts_with = "no_create")]
@@ -80,7 +78,7 @@ pub struct Arguments {
     #[arg(short = 'B', short_alias = 'b', long, value_name = "FILE", conflicts_with = "no_create")]
     backing: Option<String>,
     /// The backing file's format
-    #[arg(short = 'F', long, value_name = "FORMAT", requires = "backing")]
+    #[arg(short = 'F', long, value_name = "FORMAT", requires = "backing", value_parser = opening::format_option())]
     backing_format: Option<Format>,
     /// Write into an image that is there
     #[arg(short, long)]

@@ -16,17 +16,15 @@ use block::{
         create::{CreateOptions, Preallocation},
         header::{Backing, Compression},
     },
-    storage::{Durability, Storage, ZeroOptions},
+    storage::{Durability, Format, Storage, ZeroOptions},
 };
 use clap::Args;
-use console::Failure;
+use console::{Failure, on_reactor, print};
 
 use super::{
     encrypt::{Encryption, SecretArgs},
-    on_reactor,
-    opening::{self, Format, How},
+    opening::{self, How},
     options::Options,
-    print,
 };
 
 /// Shown below the options.
@@ -75,13 +73,13 @@ pub struct Arguments {
     #[arg(value_name = "SIZE", value_parser = settings::size)]
     size: Option<u64>,
     /// The format: raw or qcow2
-    #[arg(short, long, value_name = "FORMAT", default_value = "raw")]
+    #[arg(short, long, value_name = "FORMAT", default_value = "raw", value_parser = opening::format_option())]
     format: Format,
     /// What unallocated clusters are read from; relative to the image's directory
     #[arg(short, long, value_name = "FILE")]
     backing: Option<String>,
     /// The backing file's format
-    #[arg(short = 'F', long, value_name = "FORMAT")]
+    #[arg(short = 'F', long, value_name = "FORMAT", value_parser = opening::format_option())]
     backing_format: Option<Format>,
     /// Do not look at the backing file, which may be missing; a size is then needed
     #[arg(short, long)]

@@ -8,18 +8,18 @@
 use std::path::{Path, PathBuf};
 
 use anyhow::bail;
-use block::image::{
-    Secret,
-    open::LONGEST_CHAIN,
-    qcow2::header::{Crypt, Header},
+use block::{
+    image::{
+        Secret,
+        open::LONGEST_CHAIN,
+        qcow2::header::{Crypt, Header},
+    },
+    storage::Format,
 };
 use clap::Args;
 use settings::{SecretSource, secret::Secrets};
 
-use super::{
-    disk,
-    opening::{self, Format},
-};
+use super::opening;
 
 /// Where the passphrases are.
 #[derive(Debug, Args)]
@@ -129,9 +129,9 @@ async fn encrypted(path: &Path, format: Option<Format>, alone: bool) -> anyhow::
     let mut next = Some((path.to_owned(), opening::format(path, format)?));
     for _ in 0..LONGEST_CHAIN {
         let Some((path, Format::Qcow2)) = next else { break };
-        let header = disk::header_of(&path).await?;
+        let header = opening::header_of(&path).await?;
         count += usize::from(header.crypt == Crypt::Luks);
-        next = if alone { None } else { disk::backing_in(&path, &header)? };
+        next = if alone { None } else { opening::backing_in(&path, &header)? };
     }
     Ok(count)
 }

@@ -10,14 +10,12 @@ use block::image::{
     qcow2::{Piece, What},
 };
 use clap::Args;
-use console::Failure;
+use console::{Failure, on_reactor, print};
 
 use super::{
     Output, disk,
     keys::KeyArgs,
-    on_reactor,
     opening::{How, Subject},
-    print,
 };
 
 /// Shown below the options.

@@ -6,28 +6,23 @@
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, bail};
-use block::storage::{
-    CacheMode, OpenOptions, Storage, open_storage,
-    probe::{self, Probed},
+use block::{
+    image::qcow2::{header::Header, read_header},
+    storage::{
+        CacheMode, Format, OpenOptions, Storage, open_storage,
+        probe::{self, Probed},
+    },
 };
-use clap::Args;
+use clap::{
+    Args,
+    builder::{PossibleValuesParser, TypedValueParser},
+};
 
-/// The formats that `weir image` works on: the bytes as they are, and QEMU's copy-on-write format.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
-pub(super) enum Format {
-    // What they are would make every --help that has one of them three times as long.
-    Raw,
-    Qcow2,
-}
-
-impl Format {
-    /// As it is written.
-    pub(super) fn name(self) -> &'static str {
-        match self {
-            Self::Raw => "raw",
-            Self::Qcow2 => "qcow2",
-        }
-    }
+/// Reads a format from the command line. `--help` lists the names alone: a line on each would make
+/// every page that has one three times as long.
+pub(super) fn format_option() -> impl TypedValueParser<Value = Format> {
+    PossibleValuesParser::new([Format::Raw, Format::Qcow2].map(Format::name))
+        .try_map(|name| name.parse::<Format>())
 }
 
 /// The format of a name, as it stands in images.
@@ -36,14 +31,17 @@ impl Format {
 /// If it was not said, or weir does not know it.
 pub(super) fn format_named(name: Option<&str>) -> anyhow::Result<Format> {
     match name {
-        Some("raw") => Ok(Format::Raw),
-        Some("qcow2") => Ok(Format::Qcow2),
-        Some(other) => bail!("weir does not know the format {other} (raw and qcow2 it does)"),
+        Some(name) => match name.parse() {
+            Ok(format) => Ok(format),
+            Err(_) => bail!("weir does not know the format {name} (raw and qcow2 it does)"),
+        },
         None => bail!("its format is not said"),
     }
 }
 
-/// Where a name in an image points: a relative one is relative to the image's own directory.
+/// Where a name in an image points, for messages: a relative one begins at the image's own directory.
+///
+/// Unlike `block`, which opens what it resolves, this refuses no name: `info` shows those too.
 pub fn beside(image: &Path, name: &str) -> PathBuf {
     image.parent().map_or_else(|| PathBuf::from(name), |directory| directory.join(name))
 }
@@ -61,7 +59,7 @@ pub(super) struct Subject {
     #[arg(value_name = "FILE")]
     pub(super) file: PathBuf,
     /// Its format [default: as its signature says]
-    #[arg(short, long, value_name = "FORMAT")]
+    #[arg(short, long, value_name = "FORMAT", value_parser = format_option())]
     pub(super) format: Option<Format>,
 }
 
@@ -149,4 +147,29 @@ pub(super) fn options(how: How) -> anyhow::Result<OpenOptions> {
         rate,
         ..OpenOptions::default()
     })
+}
+
+/// The header of the qcow2 image at `path`, also while somebody writes to it.
+///
+/// # Errors
+/// If it cannot be read.
+pub(super) async fn header_of(path: &Path) -> anyhow::Result<Header> {
+    let storage = storage(path, How { force_share: true, ..How::default() })?;
+    read_header(&storage).await.with_context(|| path.display().to_string())
+}
+
+/// The backing file that the header of the image at `path` names, and its format.
+///
+/// # Errors
+/// If it does not say the format.
+pub(super) fn backing_in(path: &Path, header: &Header) -> anyhow::Result<Option<(PathBuf, Format)>> {
+    let Some(backing) = &header.backing else { return Ok(None) };
+    let format = format_named(backing.format.as_deref()).with_context(|| {
+        format!(
+            "{}: its backing file {} (name its format with `weir image rebase -u`)",
+            path.display(),
+            backing.name
+        )
+    })?;
+    Ok(Some((beside(path, &backing.name), format)))
 }

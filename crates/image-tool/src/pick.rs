@@ -3,10 +3,10 @@
 use std::{path::Path, str::FromStr};
 
 use anyhow::{Context as _, bail};
-use block::image::qcow2::snapshot::Snapshot;
+use block::{image::qcow2::snapshot::Snapshot, storage::Format};
 
 use super::{
-    opening::{self, Format, How},
+    opening::{self, How},
     options::Options,
     snapshot,
 };

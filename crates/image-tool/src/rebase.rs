@@ -13,17 +13,15 @@ use block::{
         open::LONGEST_CHAIN,
         qcow2::{Piece, What, header::Backing},
     },
-    storage::{CacheMode, Durability},
+    storage::{CacheMode, Durability, Format},
 };
 use clap::Args;
-use console::Failure;
+use console::{Failure, on_reactor};
 
 use super::{
-    copy::Kind,
-    disk,
+    disk::{self, Kind},
     keys::{KeyArgs, Keys},
-    on_reactor,
-    opening::{self, Format, How, Subject},
+    opening::{self, How, Subject},
     progress::Talk,
     source::Source,
 };
@@ -49,7 +47,7 @@ pub struct Arguments {
     #[arg(short, long, value_name = "FILE")]
     backing: String,
     /// The new backing file's format
-    #[arg(short = 'F', long, value_name = "FORMAT")]
+    #[arg(short = 'F', long, value_name = "FORMAT", value_parser = opening::format_option())]
     backing_format: Option<Format>,
     /// Change the name alone; both are said to have the same content, and need not be there
     #[arg(short, long)]
@@ -133,7 +131,7 @@ async fn check_no_loop(file: &Path, backing: PathBuf, format: Format) -> anyhow:
         }
         next = match format {
             Format::Raw => None,
-            Format::Qcow2 => disk::backing_in(&path, &disk::header_of(&path).await?)?,
+            Format::Qcow2 => opening::backing_in(&path, &opening::header_of(&path).await?)?,
         };
     }
     Ok(())
@@ -157,8 +155,8 @@ impl Below {
             let image = disk::open(path, Some(format), how, keys).await?;
             Ok(Source::new([(path.display().to_string(), image)]))
         };
-        let header = disk::header_of(file).await?;
-        let old = match disk::backing_in(file, &header)? {
+        let header = opening::header_of(file).await?;
+        let old = match opening::backing_in(file, &header)? {
             // It is in the image's chain, and so are its passphrases.
             Some((path, format)) => Some(source(&path, format, &mut keys.behind(&header)).await?),
             None => None,

@@ -9,14 +9,12 @@ use block::{
     storage::{Durability, ZeroOptions, parse_size},
 };
 use clap::Args;
-use console::Failure;
+use console::{Failure, on_reactor, print};
 
 use super::{
     create, disk,
     keys::KeyArgs,
-    on_reactor,
     opening::{How, Subject},
-    print,
 };
 
 /// Shown below the options.

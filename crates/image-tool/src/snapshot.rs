@@ -11,20 +11,18 @@ use block::{
         self, Qcow2,
         snapshot::{NewSnapshot, Snapshot},
     },
-    storage::Storage,
+    storage::{Format, Storage},
 };
 use clap::Args;
 use console::{
-    Failure, figures,
+    Failure, figures, on_reactor, print,
     table::{Side, Table},
 };
 use serde_json::{Value, json};
 
 use super::{
-    info::human,
-    on_reactor,
-    opening::{self, Format, How},
-    print,
+    form::human,
+    opening::{self, How},
 };
 
 /// Shown below the options.

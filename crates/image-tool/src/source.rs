@@ -7,7 +7,7 @@ use std::sync::Arc;
 use anyhow::Context as _;
 use block::{buffer::Buffer, image::Image};
 
-use super::{copy::Kind, disk};
+use super::disk::{self, Kind};
 
 /// Images behind each other, as if they were one disk.
 #[derive(Clone, Debug)]

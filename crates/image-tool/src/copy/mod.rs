@@ -28,9 +28,9 @@ use block::{
     storage::{Durability, ZeroOptions},
 };
 
+pub(super) use self::zero::is_zero;
 use self::{plan::Item, turn::Turns};
-pub(super) use self::{plan::Kind, zero::is_zero};
-use super::{progress::Progress, source::Source};
+use super::{disk::Kind, progress::Progress, source::Source};
 
 /// Threads at most: beyond that a disk is what limits.
 const MOST_THREADS: usize = 4;
@@ -87,7 +87,7 @@ pub(super) async fn copy(
     let workers = (0..threads)
         .map(|number| Worker::start(&format!("copy {number}"), Polling::OFF))
         .collect::<Result<Vec<_>, _>>()
-        .context("io_uring cannot be used (see kernel.io_uring_disabled)")?;
+        .context(console::NO_RING)?;
     let failed = Mutex::new(None);
     let copy = Arc::new(Copy { source, target, how, progress, turns: Turns::default(), failed });
     let (items, incoming) = async_channel::bounded(2 * how.tasks);

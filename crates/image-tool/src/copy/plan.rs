@@ -4,16 +4,7 @@
 
 use std::ops::Range;
 
-/// What a part of the source is.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Kind {
-    /// It must be read to be known.
-    Data,
-    /// It reads as zeroes.
-    Zero,
-    /// It is not in this layer; what lies below has it already.
-    Below,
-}
+use crate::disk::Kind;
 
 /// A range that one task takes.
 #[derive(Clone, Debug, PartialEq, Eq)]
