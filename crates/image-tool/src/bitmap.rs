@@ -12,7 +12,6 @@ use console::{Failure, on_reactor};
 
 use super::opening::{self, How};
 
-/// Shown below the options.
 pub(super) const EXAMPLES: &str = "\
 Examples:
   weir image bitmap --add -g 64K vm1.qcow2 since-monday
@@ -24,7 +23,6 @@ Examples:
 A bitmap that was not stored by who used the image last may be wrong; it can only be removed.
 Exit status: 0 done, 1 failed, 2 wrong use of the command line.";
 
-/// What is done to a bitmap.
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum Action {
     Add,

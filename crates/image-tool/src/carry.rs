@@ -18,7 +18,6 @@ use block::image::{
 
 use super::opening::{self, How};
 
-/// The bitmaps of an image.
 #[derive(Debug)]
 pub(super) struct Carry {
     source: Arc<Image>,
@@ -53,9 +52,6 @@ impl Carry {
     }
 
     /// Whether the new image can have them, before anything is copied.
-    ///
-    /// # Errors
-    /// Why not.
     pub(super) async fn check_target(&self, target: &Image) -> anyhow::Result<()> {
         let Image::Qcow2(qcow2) = target else {
             bail!("--bitmaps: raw images have no bitmaps (use -O qcow2)");
@@ -75,9 +71,6 @@ impl Carry {
     }
 
     /// Stores them in the image at `path`, which is not open any more.
-    ///
-    /// # Errors
-    /// The first one that cannot be stored.
     pub(super) async fn store(&self, path: &Path) -> anyhow::Result<()> {
         if self.bitmaps.is_empty() {
             return Ok(());

@@ -16,7 +16,6 @@ use super::{
     opening::{self, How, Subject},
 };
 
-/// Shown below the options.
 pub(super) const EXAMPLES: &str = "\
 Examples:
   weir image check vm1.qcow2
@@ -32,7 +31,6 @@ A wrong command line exits with 2 as well, and prints usage.";
 /// Of a format without metadata: qemu-img's.
 const NOT_SUPPORTED: u8 = 63;
 
-/// What is repaired.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 enum What {
     Leaks,
@@ -146,7 +144,6 @@ fn json(report: &Report, name: &str) -> Value {
     json
 }
 
-/// As qemu-img prints it.
 fn text(report: &Report) -> String {
     let mut text = String::new();
     if report.leaks_fixed + report.corruptions_fixed > 0 {

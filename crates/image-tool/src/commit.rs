@@ -24,7 +24,6 @@ use super::{
     source::Source,
 };
 
-/// Shown below the options.
 pub(super) const EXAMPLES: &str = "\
 Examples:
   weir image commit -f qcow2 snapshot.qcow2
@@ -57,15 +56,11 @@ pub struct Arguments {
     talk: Talk,
 }
 
-/// Requests at a time.
 const TASKS: usize = 8;
 /// Bytes that one task copies in one go.
 const UNIT: u64 = 1 << 20;
 
 /// Moves it.
-///
-/// # Errors
-/// If something cannot be opened, read or written.
 pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
     let keys = arguments.keys.read()?;
     on_reactor(async move {
@@ -79,7 +74,6 @@ pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
     })
 }
 
-/// An image of the chain, by name and format.
 type Layer = (PathBuf, Format);
 
 /// From the image itself down to the one that everything is moved into.

@@ -25,7 +25,6 @@ use super::{
     source::Source,
 };
 
-/// Shown below the options.
 pub(super) const EXAMPLES: &str = "\
 Examples:
   weir image compare -f raw -F qcow2 vm1.raw vm1.qcow2
@@ -65,7 +64,6 @@ pub struct Arguments {
     keys: KeyArgs,
 }
 
-/// qemu-img's status for images that differ.
 const DIFFERENT: u8 = 1;
 /// And for one that cannot be opened.
 const NOT_OPENED: u8 = 2;
@@ -73,7 +71,6 @@ const NOT_OPENED: u8 = 2;
 const NOT_READ: u8 = 4;
 /// Bytes that are compared in one go.
 const PIECE: u64 = 1 << 20;
-/// Pieces under way.
 const TASKS: usize = 8;
 
 /// Compares.
@@ -108,7 +105,6 @@ fn failed(error: &anyhow::Error, status: u8) -> Failure {
     Failure::Found(status)
 }
 
-/// What was found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Verdict {
     Same {
@@ -130,7 +126,6 @@ impl Verdict {
         matches!(self, Self::Same { .. })
     }
 
-    /// qemu-img's words.
     fn text(self) -> String {
         let warning = |differ| if differ { "Warning: Image size mismatch!\n" } else { "" };
         match self {
@@ -249,7 +244,6 @@ impl Comparison {
     }
 }
 
-/// Goes through both images at once.
 struct Walk<'a> {
     sources: &'a [Source; 2],
     at: u64,

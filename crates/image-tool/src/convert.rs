@@ -30,7 +30,6 @@ use super::{
     unfinished::Unfinished,
 };
 
-/// Shown below the options.
 pub(super) const EXAMPLES: &str = "\
 Examples:
   weir image convert -O qcow2 vm1.raw vm1.qcow2
@@ -237,7 +236,6 @@ fn open_sources(paths: &[PathBuf], arguments: &Arguments) -> Result<(Source, Opt
     })
 }
 
-/// A new image.
 struct Made {
     has_backing: bool,
     /// Its passphrase, and of what is behind it.
@@ -286,7 +284,6 @@ fn make(
     }
 }
 
-/// Where to.
 struct Target {
     path: PathBuf,
     /// What it is going to be called.

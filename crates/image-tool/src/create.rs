@@ -27,7 +27,6 @@ use super::{
     options::Options,
 };
 
-/// Shown below the options.
 pub(super) const EXAMPLES: &str = "\
 Examples:
   weir image create -f qcow2 vm1.qcow2 20G
@@ -95,9 +94,6 @@ pub struct Arguments {
 }
 
 /// Makes the image.
-///
-/// # Errors
-/// If options contradict each other, or the file cannot be made.
 pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
     if asks_for_help(&arguments.options) {
         return Ok(print(OPTIONS)?);
@@ -170,9 +166,6 @@ pub(super) fn preallocation(options: &mut Options) -> Result<Option<Preallocatio
 }
 
 /// The mode of this name.
-///
-/// # Errors
-/// If there is none.
 pub(super) fn preallocation_mode(name: &str) -> Result<Preallocation, String> {
     match name {
         "off" => Ok(Preallocation::Off),
@@ -346,9 +339,6 @@ async fn empty(storage: &Storage) -> anyhow::Result<()> {
 }
 
 /// Makes a raw image at `path`; messages call it `name`.
-///
-/// # Errors
-/// As for [`create_qcow2`].
 pub(super) fn create_raw(
     path: &Path,
     size: u64,

@@ -25,9 +25,6 @@ use super::{
 /// Opens the image at `path`, with what lies below it.
 ///
 /// Where the format was not said it is guessed, and an image whose format was guessed may name no other file.
-///
-/// # Errors
-/// What keeps it from being opened.
 pub(super) async fn open(
     path: &Path,
     format: Option<Format>,
@@ -38,9 +35,6 @@ pub(super) async fn open(
 }
 
 /// The same, or an internal snapshot of it.
-///
-/// # Errors
-/// As [`open`], and if there is no such snapshot.
 pub(super) async fn open_at(
     path: &Path,
     format: Option<Format>,
@@ -105,7 +99,6 @@ pub(super) fn blocks(image: &Image) -> Option<Blocks> {
     }
 }
 
-/// What a part of an image is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Kind {
     /// It must be read to be known.
@@ -117,9 +110,6 @@ pub(super) enum Kind {
 }
 
 /// What the image has itself, from `offset` on, for at most `length` bytes: pieces that follow each other; at least one.
-///
-/// # Errors
-/// What the storage says.
 pub(super) async fn layer(image: &Image, offset: u64, length: u64) -> Result<Vec<(u64, Kind)>> {
     let Image::Qcow2(qcow2) = image else {
         // There is nothing below it.
@@ -135,9 +125,6 @@ pub(super) async fn layer(image: &Image, offset: u64, length: u64) -> Result<Vec
 }
 
 /// Writes one cluster compressed.
-///
-/// # Errors
-/// As for [`Image::write`], and where the format has no compression.
 pub(super) async fn write_compressed(image: &Image, offset: u64, data: Segments) -> Result<()> {
     match image {
         Image::Raw(_) => Err(Error::UNSUPPORTED),

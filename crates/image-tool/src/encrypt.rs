@@ -27,22 +27,17 @@ pub(super) struct SecretArgs {
 }
 
 impl SecretArgs {
-    /// Whether there is one at all.
     pub(super) fn is_given(&self) -> bool {
         self.secret_file.is_some() || self.secret_fd.is_some() || !self.object.is_empty()
     }
 
     /// The passphrase in a file or descriptor, if there is one.
-    ///
-    /// # Errors
-    /// If it cannot be read.
     pub(super) fn read(&self) -> anyhow::Result<Option<Secret>> {
         let keys = keys::read(self.secret_file.as_slice(), self.secret_fd.as_slice())?;
         Ok(keys.first().cloned())
     }
 }
 
-/// What was said of encryption.
 #[derive(Debug)]
 pub(super) struct Encryption {
     luks: LuksOptions,
@@ -93,9 +88,6 @@ impl Encryption {
     }
 
     /// Makes the LUKS header. Takes a few seconds, which is what keeps others from trying many passphrases.
-    ///
-    /// # Errors
-    /// If openssl fails.
     pub(super) fn area(&self) -> Result<Vec<u8>, String> {
         Ok(luks::create(&self.secret, &self.luks).map_err(|error| error.to_string())?.area)
     }

@@ -34,7 +34,6 @@ use super::{
     snapshot,
 };
 
-/// Shown below the options.
 pub(super) const EXAMPLES: &str = "\
 Examples:
   weir image info vm1.qcow2
@@ -61,9 +60,6 @@ pub struct Arguments {
 }
 
 /// Prints what the image is.
-///
-/// # Errors
-/// If it cannot be read, or is wrong.
 pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
     let how = How { force_share: arguments.force_share, ..How::default() };
     let Subject { file, format } = &arguments.subject;
@@ -105,7 +101,6 @@ fn identity(path: &Path) -> anyhow::Result<(u64, u64)> {
     Ok((metadata.dev(), metadata.ino()))
 }
 
-/// One image.
 struct Shown {
     json: Value,
     snapshots: Vec<Snapshot>,
@@ -154,7 +149,6 @@ fn show(path: &Path, format: Option<Format>, how: How) -> Result<Shown, Failure>
     Ok(Shown { json, snapshots: listed, backing })
 }
 
-/// What an image says of itself.
 struct Inside {
     header: Header,
     snapshots: Vec<Snapshot>,

@@ -34,18 +34,12 @@ pub(super) struct KeyArgs {
 
 impl KeyArgs {
     /// Reads them.
-    ///
-    /// # Errors
-    /// If there is none where there should be one.
     pub(super) fn read(&self) -> anyhow::Result<Keys> {
         read(&self.secret_file, &self.secret_fd)
     }
 }
 
 /// Reads those in files, then those that come from descriptors.
-///
-/// # Errors
-/// If there is none where there should be one.
 pub(super) fn read(files: &[PathBuf], descriptors: &[u32]) -> anyhow::Result<Keys> {
     let mut secrets = Secrets::default();
     let files = files.iter().cloned().map(SecretSource::File);
@@ -62,12 +56,10 @@ pub(super) struct Keys {
 }
 
 impl Keys {
-    /// One for all images.
     pub(super) fn one(secret: Secret) -> Self {
         Self { given: vec![secret], next: 0 }
     }
 
-    /// The first of them.
     pub(super) fn first(&self) -> Option<&Secret> {
         self.given.first()
     }
@@ -110,9 +102,6 @@ impl Keys {
     }
 
     /// Whether all were for something, once everything is open.
-    ///
-    /// # Errors
-    /// If not.
     pub(super) fn check_used(&self) -> anyhow::Result<()> {
         match (self.given.len(), self.next) {
             (0, _) | (1, 1..) => Ok(()),

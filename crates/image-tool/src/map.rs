@@ -18,7 +18,6 @@ use super::{
     opening::{How, Subject},
 };
 
-/// Shown below the options.
 pub(super) const EXAMPLES: &str = "\
 Examples:
   weir image map -f qcow2 vm1.qcow2
@@ -50,9 +49,6 @@ pub struct Arguments {
 }
 
 /// Shows the map.
-///
-/// # Errors
-/// If it cannot be found out, or cannot be shown in this form.
 pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
     let mut keys = arguments.keys.read()?;
     on_reactor(async move {
@@ -103,7 +99,6 @@ impl Entry {
     }
 }
 
-/// Entries that follow each other.
 #[derive(Debug, Default)]
 struct Map(Vec<Entry>);
 
@@ -215,7 +210,6 @@ impl Map {
 }
 
 impl Entry {
-    /// What no image has.
     fn nothing(start: u64, length: u64, depth: u32, file: String) -> Self {
         Self {
             start,

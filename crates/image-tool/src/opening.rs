@@ -46,7 +46,6 @@ pub fn beside(image: &Path, name: &str) -> PathBuf {
     image.parent().map_or_else(|| PathBuf::from(name), |directory| directory.join(name))
 }
 
-/// Whether two names stand for one file.
 pub(super) fn is_same(one: &Path, other: &Path) -> bool {
     let real = |path: &Path| path.canonicalize().ok();
     one == other || real(one).is_some_and(|path| Some(path) == real(other))
@@ -70,15 +69,11 @@ impl Subject {
     }
 
     /// The format that was given, or else that of the signature.
-    ///
-    /// # Errors
-    /// As [`format()`].
     pub(super) fn format(&self) -> anyhow::Result<Format> {
         format(&self.file, self.format)
     }
 }
 
-/// How a file is to be opened.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct How {
     pub(super) cache: CacheMode,
@@ -92,9 +87,6 @@ pub(super) struct How {
 }
 
 /// The format that was given, or else that of the signature.
-///
-/// # Errors
-/// If the file cannot be read, or its format is another one.
 pub(super) fn format(path: &Path, given: Option<Format>) -> anyhow::Result<Format> {
     if let Some(format) = given {
         return Ok(format);
@@ -112,17 +104,11 @@ pub(super) fn format(path: &Path, given: Option<Format>) -> anyhow::Result<Forma
 }
 
 /// The file's storage.
-///
-/// # Errors
-/// What keeps it from being opened.
 pub(super) fn storage(path: &Path, how: How) -> anyhow::Result<Storage> {
     Ok(open_storage(&spec(path)?, options(how)?)?)
 }
 
 /// The path as `block` takes it.
-///
-/// # Errors
-/// If it is not UTF-8.
 pub(super) fn spec(path: &Path) -> anyhow::Result<String> {
     let text =
         path.to_str().with_context(|| format!("{}: not UTF-8 (use another name of it)", path.display()))?;
@@ -130,9 +116,6 @@ pub(super) fn spec(path: &Path) -> anyhow::Result<String> {
 }
 
 /// The same for how.
-///
-/// # Errors
-/// If there is no such rate.
 pub(super) fn options(how: How) -> anyhow::Result<OpenOptions> {
     let rate = match how.rate_bps {
         Some(rate) => {
@@ -150,18 +133,12 @@ pub(super) fn options(how: How) -> anyhow::Result<OpenOptions> {
 }
 
 /// The header of the qcow2 image at `path`, also while somebody writes to it.
-///
-/// # Errors
-/// If it cannot be read.
 pub(super) async fn header_of(path: &Path) -> anyhow::Result<Header> {
     let storage = storage(path, How { force_share: true, ..How::default() })?;
     read_header(&storage).await.with_context(|| path.display().to_string())
 }
 
 /// The backing file that the header of the image at `path` names, and its format.
-///
-/// # Errors
-/// If it does not say the format.
 pub(super) fn backing_in(path: &Path, header: &Header) -> anyhow::Result<Option<(PathBuf, Format)>> {
     let Some(backing) = &header.backing else { return Ok(None) };
     let format = format_named(backing.format.as_deref()).with_context(|| {

@@ -11,7 +11,6 @@ use super::{
     snapshot,
 };
 
-/// Which snapshot.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Pick {
     /// Of this id; or else of this name.
@@ -38,9 +37,6 @@ impl FromStr for Pick {
 
 impl Pick {
     /// The id of the snapshot in the image at `path`.
-    ///
-    /// # Errors
-    /// If there is none that fits, or the image cannot be read.
     pub(super) async fn id(&self, path: &Path, format: Option<Format>, how: How) -> anyhow::Result<String> {
         let name = path.display();
         if opening::format(path, format)? == Format::Raw {

@@ -26,7 +26,6 @@ use super::{
     source::Source,
 };
 
-/// Shown below the options.
 pub(super) const EXAMPLES: &str = "\
 Examples:
   weir image rebase -f qcow2 -b new-base.qcow2 -F qcow2 vm1.qcow2

@@ -17,7 +17,6 @@ use super::{
     opening::{How, Subject},
 };
 
-/// Shown below the options.
 pub(super) const EXAMPLES: &str = "\
 Examples:
   weir image resize -f qcow2 vm1.qcow2 +10G
@@ -50,7 +49,6 @@ pub struct Arguments {
     quiet: bool,
 }
 
-/// What becomes of the size.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Change {
     To(u64),

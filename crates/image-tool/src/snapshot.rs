@@ -25,7 +25,6 @@ use super::{
     opening::{self, How},
 };
 
-/// Shown below the options.
 pub(super) const EXAMPLES: &str = "\
 Examples:
   weir image snapshot -l vm1.qcow2
@@ -67,9 +66,6 @@ pub struct Arguments {
 }
 
 /// Does what was asked for.
-///
-/// # Errors
-/// What keeps it from being done.
 pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
     let path = &arguments.file;
     let name = path.display().to_string();
@@ -97,7 +93,6 @@ pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
     Ok(())
 }
 
-/// What is to be changed.
 enum Action {
     Create(String),
     Apply(String),
@@ -124,9 +119,6 @@ async fn act(storage: Storage, action: Action, name: String) -> Result<(), Failu
 }
 
 /// The snapshots of the image at `path`, whose storage this is.
-///
-/// # Errors
-/// If header or table cannot be read.
 pub(super) async fn read(storage: Storage, path: &Path) -> anyhow::Result<Vec<Snapshot>> {
     let context = || path.display().to_string();
     let header = qcow2::read_header(&storage).await.with_context(context)?;

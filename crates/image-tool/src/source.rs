@@ -55,9 +55,6 @@ impl Source {
     }
 
     /// What there is at `offset`, for at most `length` bytes: pieces that follow each other; at least one.
-    ///
-    /// # Errors
-    /// What the image says.
     pub(super) async fn status(&self, offset: u64, length: u64) -> anyhow::Result<Vec<(u64, Kind)>> {
         let (part, at, left) = self.at(offset);
         let length = length.min(left);
@@ -73,9 +70,6 @@ impl Source {
     }
 
     /// The bytes there.
-    ///
-    /// # Errors
-    /// What the image says, with where it was.
     pub(super) async fn read(&self, offset: u64, length: usize) -> anyhow::Result<Buffer> {
         let (part, at, left) = self.at(offset);
         if length as u64 <= left {

@@ -76,7 +76,6 @@ impl Unfinished {
         Ok(Self { target, file: Some(file), _earlier: held })
     }
 
-    /// Where to write.
     pub(super) fn path(&self) -> &Path {
         self.file.as_ref().map_or(&self.target, NamedTempFile::path)
     }

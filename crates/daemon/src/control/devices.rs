@@ -26,10 +26,8 @@ use block::{
 };
 use settings::state::Store;
 
-/// A disk, and the device that was found below it.
 type Found = (Weak<Disk>, Option<Arc<Device>>);
 
-/// The devices of a daemon.
 #[derive(Debug)]
 pub(crate) struct Devices {
     roots: Roots,
@@ -39,10 +37,8 @@ pub(crate) struct Devices {
     sampler: Sampler,
 }
 
-/// A device, and the names of the disks on it.
 #[derive(Debug)]
 pub(crate) struct Listed {
-    /// The device.
     pub(crate) device: Arc<Device>,
     /// In the order of their names.
     pub(crate) disks: Vec<String>,
@@ -59,7 +55,6 @@ impl Devices {
         }
     }
 
-    /// All devices under disks, in the order of their names.
     pub(crate) fn list(&self, disks: impl IntoIterator<Item = Arc<Disk>>) -> Vec<Listed> {
         let mut found: BTreeMap<String, Listed> = BTreeMap::new();
         for disk in disks {

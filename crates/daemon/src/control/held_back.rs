@@ -32,7 +32,6 @@ pub(crate) fn watch(inventory: &Rc<Inventory>) -> JoinHandle<()> {
     })
 }
 
-/// What there was to see the last time.
 #[derive(Debug, Default)]
 struct Last(HashMap<String, Seen>);
 

@@ -12,7 +12,6 @@ use settings::Tls;
 
 use crate::listen::{Authority, Listener, SocketFile};
 
-/// A server that accepts clients.
 pub(crate) struct Serving {
     authorities: Vec<Authority>,
     server: Arc<nbd::Server>,
@@ -48,7 +47,6 @@ impl Serving {
         Rc::new(Self { authorities, server, accepting, _workers: Rc::clone(workers), socket_files })
     }
 
-    /// The server behind the sockets.
     pub(crate) fn server(&self) -> &Arc<nbd::Server> {
         &self.server
     }

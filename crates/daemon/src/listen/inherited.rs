@@ -20,15 +20,11 @@ impl Inherited {
         Self(ListenFd::from_env())
     }
 
-    /// How many were passed.
     pub(crate) fn count(&self) -> usize {
         self.0.len()
     }
 
     /// The sockets, ready to accept from.
-    ///
-    /// # Errors
-    /// If one is not a listening stream socket.
     pub(crate) fn into_listeners(mut self) -> anyhow::Result<Vec<Listener>> {
         (0..self.0.len()).map(|index| self.listener(index)).collect()
     }

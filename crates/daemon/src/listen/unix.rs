@@ -63,9 +63,6 @@ pub(super) fn bind(path: &Path) -> anyhow::Result<(UnixListener, SocketFile)> {
 }
 
 /// As [`bind`], with a file that its owner alone may connect to (mode 0600), from its first moment on.
-///
-/// # Errors
-/// As [`bind`].
 pub(super) fn bind_private(path: &Path) -> anyhow::Result<(UnixListener, SocketFile)> {
     bind_with(path, |path| {
         let socket = socket(AddressFamily::Unix, SockType::Stream, SockFlag::SOCK_CLOEXEC, None)?;

@@ -174,9 +174,6 @@ struct LogArgs {
 
 impl ServeArgs {
     /// What was said on the command line; without disks if `--config` was given.
-    ///
-    /// # Errors
-    /// If there are more or fewer names than images.
     pub(crate) fn into_draft(self) -> Result<Draft, Wrong> {
         let Self { image, qcow2, prefetch, limits, shares, network, tls, imitate, process, log, .. } = self;
         let of_disk = if image.group.is_some() { shares.of_member() } else { shares.of_loner(&limits) };

@@ -76,7 +76,6 @@ fn plan(arguments: ServeArgs, inherited: usize) -> Result<Plan, Failure> {
     }
 }
 
-/// What the main thread hears of.
 enum Event {
     Signal(Request),
     /// Somebody on the main thread wants the end.
@@ -85,7 +84,6 @@ enum Event {
     Finished(anyhow::Result<()>),
 }
 
-/// A daemon that serves.
 struct Daemon {
     inventory: Rc<Inventory>,
     control: Rc<Control>,

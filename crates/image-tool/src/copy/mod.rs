@@ -37,14 +37,12 @@ const MOST_THREADS: usize = 4;
 /// Where a read has failed, it is tried again in pieces of this size, to save the others.
 const SALVAGED_BYTES: usize = 4096;
 
-/// How to copy.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct How {
     /// Items under way at a time; not 0.
     pub(super) tasks: usize,
     /// Writes follow each other in the order of their offsets.
     pub(super) in_order: bool,
-    /// Each cluster is compressed.
     pub(super) compressed: bool,
     /// What the target has not been written reads as zeroes, so zeroes need not be written.
     pub(super) target_is_zero: bool,
@@ -56,13 +54,11 @@ pub(super) struct How {
     pub(super) align: u64,
     /// The most that one item covers, in bytes; a multiple of the grain.
     pub(super) unit: u64,
-    /// What cannot be read becomes zeroes.
     pub(super) salvage: bool,
     /// Without a word about it.
     pub(super) quiet: bool,
 }
 
-/// A copy under way.
 #[derive(Debug)]
 struct Copy {
     source: Source,
@@ -74,9 +70,6 @@ struct Copy {
 }
 
 /// Copies.
-///
-/// # Errors
-/// The first one, with where it was.
 pub(super) async fn copy(
     source: Source,
     target: Arc<Image>,

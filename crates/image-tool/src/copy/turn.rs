@@ -8,7 +8,6 @@ use std::{
     task::{Poll, Waker},
 };
 
-/// Turns, by number.
 #[derive(Debug, Default)]
 pub(super) struct Turns(Mutex<State>);
 

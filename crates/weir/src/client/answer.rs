@@ -2,7 +2,6 @@
 
 use serde_json::Value;
 
-/// One message of the server.
 #[derive(Debug, PartialEq)]
 pub(super) enum Answer {
     /// The command was done.
@@ -13,7 +12,6 @@ pub(super) enum Answer {
     Event,
 }
 
-/// Why a command was not done.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Refusal {
     /// One of QEMU's classes, such as `CommandNotFound`.
@@ -23,7 +21,6 @@ pub(super) struct Refusal {
 }
 
 impl Answer {
-    /// The meaning of a message; `None` if it has none.
     pub(super) fn read(mut message: Value) -> Option<Self> {
         let message = message.as_object_mut()?;
         if message.contains_key("event") {

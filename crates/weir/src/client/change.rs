@@ -14,12 +14,9 @@ use settings::suggest;
 
 use super::report::Settings;
 
-/// A setting by its kind.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Name {
-    /// One of the nineteen.
     Limit(Setting),
-    /// Its share of what is contended.
     Weight,
     /// Operations per second that it is promised.
     IopsReservation,
@@ -27,7 +24,6 @@ pub(crate) enum Name {
     BpsReservation,
     /// Percent of the device in use below which limits are not enforced.
     Watermark,
-    /// The group it is in.
     Group,
     /// Whether to read ahead of a disk's readers.
     Prefetch,
@@ -53,7 +49,6 @@ impl Name {
         std::iter::once(Self::Prefetch).chain(prefetch::Setting::ALL.into_iter().map(Self::PrefetchNumber))
     }
 
-    /// As users write it.
     pub(crate) fn text(self) -> &'static str {
         match self {
             Self::Limit(setting) => setting.name(),
@@ -100,7 +95,6 @@ impl Name {
         }
     }
 
-    /// What it is.
     pub(crate) fn of(self, settings: &Settings) -> Setpoint {
         let number = match self {
             Self::Limit(setting) => settings.limits.get(setting.name()).copied(),
@@ -122,9 +116,6 @@ impl Name {
     }
 
     /// Reads a value of it.
-    ///
-    /// # Errors
-    /// If it is not of its type.
     pub(crate) fn read(self, text: &str) -> Result<Setpoint, String> {
         let value = match self {
             Self::Group => Ok(Setpoint::Text(text.to_owned())),
@@ -178,12 +169,10 @@ impl Change {
         }
     }
 
-    /// Whether nothing is to change.
     pub(crate) fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
 
-    /// The settings, in order.
     pub(crate) fn iter(&self) -> impl Iterator<Item = (Name, &Setpoint)> {
         self.0.iter().map(|(name, value)| (*name, value))
     }

@@ -11,7 +11,6 @@ use tempfile::TempDir;
 
 use super::Target;
 
-/// The greeting.
 pub(crate) const GREETING: &str = r#"{"QMP": {"version": {"package": "weir 0.1.0"}, "capabilities": []}}"#;
 
 /// A daemon that serves one client.
@@ -36,7 +35,6 @@ impl Fake {
         Self::start(GREETING, vec![json!({ "return": value }).to_string()])
     }
 
-    /// Where it listens.
     pub(crate) fn target(&self) -> &Target {
         &self.target
     }

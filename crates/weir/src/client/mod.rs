@@ -69,7 +69,6 @@ impl Target {
         }
     }
 
-    /// The socket's path.
     pub(crate) fn path(&self) -> &Path {
         &self.0
     }
@@ -115,7 +114,6 @@ impl fmt::Display for Target {
     }
 }
 
-/// A connection on which commands are answered.
 pub(crate) struct Client {
     target: Target,
     stream: BufReader<UnixStream>,
@@ -142,7 +140,6 @@ impl Client {
         Ok(client)
     }
 
-    /// Where it is connected to.
     pub(crate) fn target(&self) -> &Target {
         &self.target
     }

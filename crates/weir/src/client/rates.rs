@@ -25,7 +25,6 @@ pub(crate) struct Rate {
 }
 
 impl Rate {
-    /// Operations of both directions.
     pub(crate) fn iops(&self) -> f64 {
         self.read_iops + self.write_iops
     }

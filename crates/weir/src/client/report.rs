@@ -13,37 +13,26 @@ use serde::Deserialize;
 use serde_json::Value;
 use settings::prefetch::short_name;
 
-/// Everything that runs.
 #[derive(Clone, Debug, Default, Deserialize, PartialEq)]
 #[serde(rename_all = "kebab-case", default)]
 pub(crate) struct Report {
-    /// Of the daemon.
     pub(crate) version: String,
     /// Nanoseconds since the daemon started: what turns two reports' counters into rates.
     pub(crate) uptime_ns: u64,
-    /// The config file that the daemon was started with.
     pub(crate) config: Option<String>,
-    /// In the daemon's order.
     pub(crate) disks: Vec<Disk>,
-    /// In the daemon's order.
     pub(crate) groups: Vec<Group>,
-    /// Those that are under the disks.
     pub(crate) devices: Vec<Device>,
 }
 
-/// One disk.
 #[derive(Clone, Debug, Default, Deserialize, PartialEq)]
 #[serde(rename_all = "kebab-case", default)]
 pub(crate) struct Disk {
-    /// Unique among disks and groups.
     pub(crate) name: String,
-    /// Where its bytes are.
     pub(crate) image: String,
     /// In bytes.
     pub(crate) size: u64,
-    /// Whether writes are refused.
     pub(crate) read_only: bool,
-    /// The cache mode.
     pub(crate) cache: Option<String>,
     /// `raw` or `qcow2`.
     pub(crate) format: String,
@@ -51,18 +40,14 @@ pub(crate) struct Disk {
     pub(crate) l2_cache: Option<MetadataCache>,
     /// Of a qcow2 image: the cache of its refcounts.
     pub(crate) refcount_cache: Option<MetadataCache>,
-    /// Clients that are connected.
     pub(crate) connections: u64,
     /// What clients asked for.
     pub(crate) reads: Work,
     /// What clients asked for.
     pub(crate) writes: Work,
-    /// What it is held to.
     #[serde(flatten)]
     pub(crate) settings: Settings,
-    /// What became of it.
     pub(crate) throttle: Throttle,
-    /// What came of reading ahead.
     pub(crate) read_ahead: ReadAhead,
 }
 
@@ -88,7 +73,6 @@ pub(crate) struct ReadAhead {
     pub(crate) wasted_bytes: u64,
     /// Bytes of memory in use.
     pub(crate) memory: u64,
-    /// Streams that are known.
     pub(crate) streams: u64,
     /// Whether nothing new is read ahead, because it does not pay.
     pub(crate) closed: bool,
@@ -108,7 +92,6 @@ pub(crate) struct MetadataCache {
     pub(crate) misses: u64,
     /// What was dropped for want of room.
     pub(crate) evictions: u64,
-    /// Memory in use.
     pub(crate) bytes: u64,
     /// Memory it may use.
     pub(crate) limit: u64,
@@ -116,11 +99,9 @@ pub(crate) struct MetadataCache {
     pub(crate) covered: u64,
 }
 
-/// One group.
 #[derive(Clone, Debug, Default, Deserialize, PartialEq)]
 #[serde(rename_all = "kebab-case", default)]
 pub(crate) struct Group {
-    /// Unique among disks and groups.
     pub(crate) name: String,
     /// Its own members; those of groups in it are theirs.
     pub(crate) disks: Vec<String>,
@@ -128,10 +109,8 @@ pub(crate) struct Group {
     pub(crate) enforcement: Option<String>,
     /// By what its limits are multiplied while `scaled`.
     pub(crate) scale: Option<f64>,
-    /// What its members are held to together.
     #[serde(flatten)]
     pub(crate) settings: Settings,
-    /// What became of it.
     pub(crate) throttle: Throttle,
 }
 
@@ -139,19 +118,15 @@ pub(crate) struct Group {
 #[derive(Clone, Debug, Default, Deserialize, PartialEq)]
 #[serde(rename_all = "kebab-case", default)]
 pub(crate) struct Settings {
-    /// The group it is in.
     pub(crate) group: Option<String>,
-    /// Its share of what is contended.
     pub(crate) weight: Option<u64>,
     /// Operations per second that it is promised.
     pub(crate) iops_reservation: Option<u64>,
-    /// Bytes per second that it is promised.
     pub(crate) bps_reservation: Option<u64>,
     /// Percent of the device in use below which limits are not enforced.
     pub(crate) watermark: Option<u64>,
     /// The nineteen, as far as they are set.
     pub(crate) limits: Limits,
-    /// Of a disk: what is read ahead.
     pub(crate) prefetch: Option<Prefetch>,
 }
 
@@ -167,7 +142,6 @@ pub(crate) struct Prefetch {
 }
 
 impl Prefetch {
-    /// Whether anything may be read ahead.
     pub(crate) fn is_on(&self) -> bool {
         self.mode != Mode::Off.name()
     }
@@ -184,13 +158,10 @@ impl Prefetch {
     }
 }
 
-/// Work done since the start.
 #[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq, Eq)]
 #[serde(rename_all = "kebab-case", default)]
 pub(crate) struct Work {
-    /// A count.
     pub(crate) requests: u64,
-    /// A sum.
     pub(crate) bytes: u64,
     /// Of the requests, how many had to wait.
     pub(crate) throttled: u64,
@@ -200,11 +171,8 @@ pub(crate) struct Work {
 #[derive(Clone, Debug, Default, Deserialize, PartialEq)]
 #[serde(rename_all = "kebab-case", default)]
 pub(crate) struct Throttle {
-    /// What passed.
     pub(crate) reads: Work,
-    /// What passed.
     pub(crate) writes: Work,
-    /// What waits now.
     pub(crate) waiting: Waiting,
     /// How long requests waited, since the start; absent while none has.
     pub(crate) wait_ns: Option<Waits>,
@@ -217,24 +185,19 @@ pub(crate) struct Throttle {
 }
 
 impl Throttle {
-    /// Requests that have had to wait, since the start.
     pub(crate) fn throttled(&self) -> u64 {
         self.reads.throttled.saturating_add(self.writes.throttled)
     }
 }
 
-/// Requests that wait.
 #[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq, Eq)]
 #[serde(rename_all = "kebab-case", default)]
 pub(crate) struct Waiting {
-    /// A count.
     pub(crate) reads: u64,
-    /// A count.
     pub(crate) writes: u64,
 }
 
 impl Waiting {
-    /// Reads and writes together.
     pub(crate) fn total(self) -> u64 {
         self.reads.saturating_add(self.writes)
     }
@@ -252,13 +215,11 @@ pub(crate) struct Waits {
     pub(crate) max: u64,
 }
 
-/// A device under disks.
 #[derive(Clone, Debug, Default, Deserialize, PartialEq)]
 #[serde(rename_all = "kebab-case", default)]
 pub(crate) struct Device {
     /// Such as `/dev/vda`.
     pub(crate) name: String,
-    /// The disks on it.
     pub(crate) disks: Vec<String>,
     /// What it can do, as far as that is known.
     pub(crate) capacity: Capacity,
@@ -283,12 +244,9 @@ pub(crate) struct Capacity {
     pub(crate) write_bps: u64,
 }
 
-/// A disk or a group.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Node<'a> {
-    /// A disk.
     Disk(&'a Disk),
-    /// A group.
     Group(&'a Group),
 }
 
@@ -301,7 +259,6 @@ impl<'a> Node<'a> {
         }
     }
 
-    /// What it is held to.
     pub(crate) fn settings(self) -> &'a Settings {
         match self {
             Self::Disk(disk) => &disk.settings,
@@ -309,7 +266,6 @@ impl<'a> Node<'a> {
         }
     }
 
-    /// How it has been held back.
     pub(crate) fn throttle(self) -> &'a Throttle {
         match self {
             Self::Disk(disk) => &disk.throttle,
@@ -320,20 +276,15 @@ impl<'a> Node<'a> {
 
 impl Report {
     /// Reads an answer.
-    ///
-    /// # Errors
-    /// If something that is shown has another type than it should.
     pub(crate) fn read(value: &Value) -> Result<Self, serde_json::Error> {
         Self::deserialize(value)
     }
 
-    /// The disk or group of that name.
     pub(crate) fn find(&self, name: &str) -> Option<Node<'_>> {
         let disk = self.disks.iter().find(|disk| disk.name == name).map(Node::Disk);
         disk.or_else(|| self.group(name).map(Node::Group))
     }
 
-    /// The group of that name.
     pub(crate) fn group(&self, name: &str) -> Option<&Group> {
         self.groups.iter().find(|group| group.name == name)
     }
@@ -354,7 +305,6 @@ impl Report {
         above
     }
 
-    /// All names, disks first.
     pub(crate) fn names(&self) -> impl Iterator<Item = &str> {
         let disks = self.disks.iter().map(|disk| disk.name.as_str());
         disks.chain(self.groups.iter().map(|group| group.name.as_str()))

@@ -55,7 +55,6 @@ pub(crate) struct PrefetchArgs {
 }
 
 impl PrefetchArgs {
-    /// What is to change.
     pub(crate) fn change(&self) -> Change {
         let mut change = Change::default();
         if let Some(mode) = self.mode {

@@ -52,7 +52,6 @@ fn find<'a>(report: &'a Report, name: &str) -> Result<&'a Disk, String> {
     }
 }
 
-/// Settings and figures of a disk for people.
 fn show(disk: &Disk) -> String {
     let mut text = format!("disk {}\n", disk.name);
     let settings = Name::of_prefetch().map(|name| (name.text(), name.show(&name.of(&disk.settings))));
@@ -86,7 +85,6 @@ fn figures(read_ahead: &ReadAhead) -> Vec<(&'static str, String)> {
     ]
 }
 
-/// The part of the daemon's answer that is about this.
 fn entry(answer: &Value, name: &str) -> Value {
     let disk = answer["disks"].as_array().into_iter().flatten().find(|disk| disk["name"] == name);
     let part = |key: &str| disk.map_or(Value::Null, |disk| disk[key].clone());

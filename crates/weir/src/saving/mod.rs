@@ -86,7 +86,6 @@ fn described(name: &str, before: &Settings, change: &Change, saved: Option<&str>
     text
 }
 
-/// JSON as the commands print it.
 pub(crate) fn pretty(value: &Value) -> String {
     serde_json::to_string_pretty(value).expect("JSON of JSON") + "\n"
 }

@@ -46,7 +46,6 @@ pub(crate) fn run(arguments: StatusArgs) -> Result<(), Failure> {
     Ok(print(&text)?)
 }
 
-/// Which disks and groups were asked for.
 struct Shown {
     /// `None` is all.
     names: Option<Vec<String>>,

@@ -12,7 +12,6 @@ use crate::client::{
     report::{Capacity, Device, Disk, Group, MetadataCache, Node, ReadAhead, Report, Throttle},
 };
 
-/// What a cell holds that has nothing to say.
 const NOTHING: &str = "-";
 
 /// All tables that have rows, separated by an empty line. `bold` is for terminals.

@@ -61,7 +61,6 @@ fn show(report: &Report, name: &str, node: Node<'_>) -> String {
     text
 }
 
-/// One disk or group as the daemon describes it.
 fn entry(answer: &Value, kind: &str, name: &str) -> String {
     let list = answer[format!("{kind}s")].as_array();
     let entry = list.into_iter().flatten().find(|entry| entry["name"] == name);

@@ -22,7 +22,6 @@ pub(crate) struct Arguments {
 }
 
 impl Arguments {
-    /// A command's own arguments.
     pub(crate) fn new(members: Map<String, Value>) -> Self {
         Self { prefix: String::new(), members, asked: Vec::new() }
     }
@@ -39,18 +38,12 @@ impl Arguments {
     }
 
     /// A value that need not be there.
-    ///
-    /// # Errors
-    /// If it is of another type, or out of its type's range.
     pub(crate) fn optional<T: Read>(&mut self, key: &str) -> Result<Option<T>, Error> {
         let Some(value) = self.take(key) else { return Ok(None) };
         T::read(&self.name_of(key), value).map(Some)
     }
 
     /// A value that must be there.
-    ///
-    /// # Errors
-    /// If it is missing, and as [`Arguments::optional`].
     pub(crate) fn required<T: Read>(&mut self, key: &str) -> Result<T, Error> {
         self.optional(key)?.ok_or_else(|| Error::missing(&self.name_of(key)))
     }
@@ -70,9 +63,6 @@ impl Arguments {
     }
 
     /// A number in a range, if it is there.
-    ///
-    /// # Errors
-    /// If it is no integer or out of the range.
     pub(crate) fn number(&mut self, key: &str, range: RangeInclusive<u64>) -> Result<Option<u64>, Error> {
         let Some(value) = self.take(key) else { return Ok(None) };
         let name = self.name_of(key);
@@ -90,9 +80,6 @@ impl Arguments {
     }
 
     /// One of a few words, if it is there: its place in `words`.
-    ///
-    /// # Errors
-    /// If it is no string or another one.
     pub(crate) fn choice(&mut self, key: &str, words: &[&str]) -> Result<Option<usize>, Error> {
         let Some(word) = self.optional::<String>(key)? else { return Ok(None) };
         match words.iter().position(|known| *known == word) {
@@ -102,9 +89,6 @@ impl Arguments {
     }
 
     /// An object whose members are read one by one, if it is there. To be [finished](Arguments::finish) like this one.
-    ///
-    /// # Errors
-    /// If it is no object.
     pub(crate) fn object(&mut self, key: &str) -> Result<Option<Self>, Error> {
         let Some(value) = self.take(key) else { return Ok(None) };
         let name = self.name_of(key);
@@ -115,9 +99,6 @@ impl Arguments {
     }
 
     /// The name of something there is, or an object that describes it, if either is there. QMP's type has the name `expected`.
-    ///
-    /// # Errors
-    /// If it is neither.
     pub(crate) fn reference(&mut self, key: &str, expected: &str) -> Result<Option<Reference>, Error> {
         match self.members.get(key) {
             Some(Value::String(_)) => Ok(self.optional(key)?.map(Reference::Name)),
@@ -127,16 +108,12 @@ impl Arguments {
         }
     }
 
-    /// Whether nothing is left to read.
     #[cfg(test)]
     pub(crate) fn is_empty(&self) -> bool {
         self.members.is_empty()
     }
 
     /// Ends the reading.
-    ///
-    /// # Errors
-    /// If there is a key that nobody asked for.
     pub(crate) fn finish(self) -> Result<(), Error> {
         let Some(key) = self.members.keys().next() else { return Ok(()) };
         let name = shown(&self.name_of(key));
@@ -151,13 +128,10 @@ impl Arguments {
 /// Something that is named or described.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) enum Reference {
-    /// By the name of one there is.
     Name(String),
-    /// By what makes a new one.
     Description(Arguments),
 }
 
-/// What a value can be read as.
 pub(crate) trait Read: Sized {
     /// The value, or why it is none; `name` is its full name.
     fn read(name: &str, value: Value) -> Result<Self, Error>;
@@ -194,7 +168,6 @@ impl<T: Read> Read for Vec<T> {
     }
 }
 
-/// Whatever it is.
 impl Read for Value {
     fn read(_: &str, value: Value) -> Result<Self, Error> {
         Ok(value)

@@ -19,7 +19,6 @@ use crate::{
     listen::{Listener, SocketFile},
 };
 
-/// Sockets that accept clients.
 #[derive(Debug)]
 pub(crate) struct Control {
     server: Rc<Server>,

@@ -24,7 +24,6 @@ pub(crate) enum Class {
 }
 
 impl Class {
-    /// The name on the wire.
     pub(crate) const fn name(self) -> &'static str {
         match self {
             Self::Generic => "GenericError",
@@ -35,7 +34,6 @@ impl Class {
     }
 }
 
-/// Why a command was not executed, or failed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Error {
     class: Class,
@@ -43,22 +41,18 @@ pub(crate) struct Error {
 }
 
 impl Error {
-    /// An error of this class.
     pub(crate) fn new(class: Class, description: impl Into<String>) -> Self {
         Self { class, description: description.into() }
     }
 
-    /// What has no class of its own.
     pub(crate) fn generic(description: impl Into<String>) -> Self {
         Self::new(Class::Generic, description)
     }
 
-    /// Nothing is called `name`.
     pub(crate) fn no_device(name: &str) -> Self {
         Self::new(Class::DeviceNotFound, format!("Device '{name}' not found"))
     }
 
-    /// A mandatory argument that is not there.
     pub(crate) fn missing(key: &str) -> Self {
         Self::generic(format!("Parameter '{key}' is missing"))
     }

@@ -9,7 +9,6 @@ use settings::prefetch::{MODE, short_name};
 
 use super::{arguments::Arguments, error::Error};
 
-/// Settings that a client gave.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct PrefetchChanges {
     mode: Option<Mode>,
@@ -18,9 +17,6 @@ pub(super) struct PrefetchChanges {
 
 impl PrefetchChanges {
     /// Takes those that are there, each with `prefix` before its name.
-    ///
-    /// # Errors
-    /// A value of the wrong type or out of its range.
     pub(super) fn read(arguments: &mut Arguments, prefix: &str) -> Result<Self, Error> {
         let key = |name: &str| format!("{prefix}{name}");
         let mode = arguments.choice(&key(MODE), &Mode::ALL.map(Mode::name))?.map(|place| Mode::ALL[place]);
@@ -33,7 +29,6 @@ impl PrefetchChanges {
         Ok(Self { mode, numbers })
     }
 
-    /// Whether there were none.
     pub(super) fn is_empty(&self) -> bool {
         *self == Self::default()
     }
@@ -51,7 +46,6 @@ impl PrefetchChanges {
     }
 }
 
-/// What is set.
 pub(super) fn settings(settings: &Settings) -> Value {
     let number = |setting| (short_name(setting).to_owned(), json!(settings.get(setting)));
     let mode = ("mode".to_owned(), json!(settings.mode.name()));

@@ -54,10 +54,8 @@ const INTAKE_BYTES: usize = 16 << 10;
 /// Bytes sent at a time.
 const SEND_BYTES: usize = 256 << 10;
 
-/// A command on its way.
 pub(crate) type Running = Pin<Box<dyn Future<Output = Result<Value, Error>>>>;
 
-/// What executes commands.
 pub(crate) trait Execute: fmt::Debug {
     /// Starts the command of this name.
     ///
@@ -69,11 +67,8 @@ pub(crate) trait Execute: fmt::Debug {
 /// Why the daemon ends, in QEMU's words (`ShutdownCause`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Ending {
-    /// A signal: `host-signal`.
     Signal,
-    /// The command `quit`: `host-qmp-quit`.
     Quit,
-    /// It cannot go on: `host-error`.
     Failure,
 }
 
@@ -153,7 +148,6 @@ impl Server {
         }
     }
 
-    /// Connected now.
     pub(crate) fn clients(&self) -> usize {
         self.clients.borrow().len()
     }

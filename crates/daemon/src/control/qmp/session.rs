@@ -47,12 +47,9 @@ pub(super) enum Turn {
     Execute(Call),
 }
 
-/// A command that was asked for.
 #[derive(Debug)]
 pub(super) struct Call {
-    /// Its name; perhaps there is none of it.
     pub(super) name: String,
-    /// What it is to be done with.
     pub(super) arguments: Arguments,
     /// How to recognise the answer.
     pub(super) id: Id,

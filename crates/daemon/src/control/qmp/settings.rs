@@ -20,7 +20,6 @@ use super::{arguments::Arguments, error::Error};
 /// What a family of commands calls the nineteen settings.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Naming {
-    /// Their own names.
     Plain,
     /// `x-` and their own names.
     Property,
@@ -29,7 +28,6 @@ pub(super) enum Naming {
 }
 
 impl Naming {
-    /// What it calls a setting.
     pub(super) fn name(self, setting: Setting) -> String {
         match self {
             Self::Plain => setting.name().to_owned(),
@@ -65,9 +63,6 @@ pub(super) struct LimitChanges {
 
 impl LimitChanges {
     /// Takes those that are there.
-    ///
-    /// # Errors
-    /// A value that is no integer or out of its range.
     pub(super) fn read(arguments: &mut Arguments, naming: Naming) -> Result<Self, Error> {
         let mut given = Vec::new();
         for setting in Setting::ALL {
@@ -79,7 +74,6 @@ impl LimitChanges {
         Ok(Self { given })
     }
 
-    /// Whether this one was given.
     pub(super) fn contains(&self, setting: Setting) -> bool {
         self.given.iter().any(|(given, ..)| *given == setting)
     }
@@ -129,9 +123,6 @@ impl Changes {
     }
 
     /// Takes weir's own settings, each with `prefix` before its name.
-    ///
-    /// # Errors
-    /// A value of the wrong type or out of its range.
     pub(super) fn read_own(arguments: &mut Arguments, prefix: &str) -> Result<Self, Error> {
         let key = |name: &str| format!("{prefix}{name}");
         let weights = u64::from(*Share::WEIGHTS.start())..=u64::from(*Share::WEIGHTS.end());

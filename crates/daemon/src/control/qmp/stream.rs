@@ -26,10 +26,8 @@ pub(crate) const MAX_DEPTH: u32 = 64;
 /// What is kept of the memory of a message for the next one.
 const KEPT_BYTES: usize = 16 << 10;
 
-/// What the bytes were.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) enum Item {
-    /// A value.
     Value(Value),
     /// No JSON, for this reason.
     Broken(String),
@@ -51,7 +49,6 @@ enum Place {
     Lost,
 }
 
-/// What to do with a byte.
 enum Step {
     Skip,
     Take,
@@ -99,7 +96,6 @@ impl Stream {
         None
     }
 
-    /// Bytes of a value whose end has not come.
     pub(super) fn held_bytes(&self) -> usize {
         self.message.len()
     }
@@ -218,7 +214,6 @@ fn is_space(byte: u8) -> bool {
     matches!(byte, b' ' | b'\t' | b'\r' | b'\n')
 }
 
-/// What numbers, `true`, `false` and `null` are made of.
 fn is_scalar(byte: u8) -> bool {
     byte.is_ascii_alphanumeric() || matches!(byte, b'+' | b'-' | b'.')
 }

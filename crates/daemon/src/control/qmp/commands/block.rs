@@ -24,7 +24,6 @@ use crate::control::{
     qmp::{arguments::Arguments, command::Command, error::Error, json::shown},
 };
 
-/// `blockdev-add`.
 #[derive(Debug)]
 pub(super) struct BlockdevAdd(Chain);
 
@@ -208,7 +207,6 @@ fn check_kind(path: &Path, device: bool) -> Result<(), String> {
     }
 }
 
-/// `blockdev-del`.
 #[derive(Debug)]
 pub(super) struct BlockdevDel {
     node: String,
@@ -245,7 +243,6 @@ impl Command for BlockdevDel {
     }
 }
 
-/// `block_resize`.
 #[derive(Debug)]
 pub(super) struct BlockResize {
     device: Option<String>,

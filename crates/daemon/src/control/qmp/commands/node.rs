@@ -40,52 +40,37 @@ const MAX_NODE_NAME: usize = 31;
 const NULL_BYTES: u64 = 1 << 30;
 const DRIVERS: [&str; 7] = ["file", "host_device", "null-co", "qcow2", "raw", "throttle", "x-weir-memory"];
 
-/// A chain of nodes.
 #[derive(Debug, PartialEq)]
 pub(super) struct Chain {
     /// The names given to them, topmost first; the first is the disk's.
     pub(super) names: Vec<String>,
-    /// The group that a `throttle` node names.
     pub(super) group: Option<String>,
     /// Whether the disk is read-only; only without an existing node below.
     pub(super) read_only: bool,
-    /// What a `qcow2` node says.
     pub(super) qcow2: Option<Qcow2Node>,
-    /// What the topmost node says of reading ahead.
     pub(super) prefetch: PrefetchChanges,
-    /// What is at the bottom.
     pub(super) bottom: Bottom,
 }
 
-/// What a `qcow2` node says.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(super) struct Qcow2Node {
-    /// Of its caches.
     pub(super) caches: CacheSettings,
     /// Whether it has no backing file, whatever the image says.
     pub(super) no_backing: bool,
-    /// The id of the object that has its passphrase.
     pub(super) key_secret: Option<String>,
 }
 
-/// What is at the bottom of a chain.
 #[derive(Debug, PartialEq)]
 pub(super) enum Bottom {
-    /// A node there is.
     Node(String),
-    /// Storage to be opened.
     Storage {
-        /// Which.
         image: Image,
         /// Whether the path must be a block device's (true) or a regular file's (false); nothing where there is none.
         device: Option<bool>,
-        /// How the page cache is used.
         cache: CacheMode,
         /// Open it read-only where it cannot be written.
         auto_read_only: bool,
-        /// See [`OpenOptions::force_share`].
         force_share: bool,
-        /// Latency added.
         latency: Option<Duration>,
     },
 }
@@ -109,12 +94,10 @@ impl Chain {
         Ok(chain)
     }
 
-    /// The format of the bytes at the bottom.
     pub(super) fn format(&self) -> Format {
         if self.qcow2.is_some() { Format::Qcow2 } else { Format::Raw }
     }
 
-    /// Of the caches.
     pub(super) fn caches(&self) -> CacheSettings {
         self.qcow2.as_ref().map(|node| node.caches).unwrap_or_default()
     }
@@ -315,7 +298,6 @@ fn bottom(driver: &str, arguments: &mut Arguments, common: Inherited) -> Result<
     })
 }
 
-/// What a `qcow2` node says beside its `file`.
 fn qcow2(arguments: &mut Arguments) -> Result<Qcow2Node, Error> {
     let no_backing = arguments.take_null("backing");
     if arguments.reference("backing", "BlockdevRefOrNull")?.is_some() {

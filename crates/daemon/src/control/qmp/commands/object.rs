@@ -33,12 +33,9 @@ use crate::control::{
     },
 };
 
-/// The type of a group.
 const TYPE: &str = "throttle-group";
-/// The type of a passphrase.
 const SECRET: &str = "secret";
 const TYPES: [&str; 2] = [SECRET, TYPE];
-/// Groups within each other, at most.
 const MAX_LEVELS: usize = 8;
 /// weir's own properties, with their types.
 const OWN: [(&str, &str); 5] = [
@@ -49,16 +46,12 @@ const OWN: [(&str, &str); 5] = [
     ("x-weir-parent", "string"),
 ];
 
-/// `object-add`.
 #[derive(Debug)]
 pub(super) enum ObjectAdd {
-    /// A group.
     Group { id: String, parent: Option<String>, changes: Changes },
-    /// A passphrase.
     Secret { id: String, from: SecretFrom },
 }
 
-/// Where the passphrase of a `secret` object is.
 #[derive(Debug)]
 pub(super) enum SecretFrom {
     /// In the command: for who trusts the way to the socket.
@@ -151,7 +144,6 @@ async fn add_secret(inventory: &Inventory, id: &str, from: SecretFrom) -> Result
     Ok(json!({}))
 }
 
-/// `object-del`.
 #[derive(Debug)]
 pub(super) struct ObjectDel {
     id: String,
@@ -205,7 +197,6 @@ fn resolve(inventory: &Inventory, path: &str) -> Result<Place, Error> {
     Ok(Place::Group(name.to_owned()))
 }
 
-/// `qom-list`.
 #[derive(Debug)]
 pub(super) struct QomList {
     path: String,
@@ -240,7 +231,6 @@ impl Command for QomList {
     }
 }
 
-/// `qom-get`.
 #[derive(Debug)]
 pub(super) struct QomGet {
     path: String,
@@ -278,7 +268,6 @@ impl Command for QomGet {
     }
 }
 
-/// `qom-set`.
 #[derive(Debug)]
 pub(super) struct QomSet {
     path: String,

@@ -20,7 +20,6 @@ use crate::control::{
     qmp::{arguments::Arguments, command::Command, error::Error, settings},
 };
 
-/// `query-block`.
 #[derive(Debug)]
 pub(super) struct QueryBlock;
 
@@ -47,7 +46,6 @@ impl Command for QueryBlock {
     }
 }
 
-/// `query-named-block-nodes`.
 #[derive(Debug)]
 pub(super) struct QueryNamedBlockNodes;
 
@@ -111,7 +109,6 @@ async fn node(running: &RunningDisk) -> Value {
     Value::Object(info)
 }
 
-/// What a qcow2 image says of itself now.
 fn header(image: &Image) -> Option<Header> {
     match image {
         Image::Qcow2(qcow2) => Some(qcow2.header()),
@@ -119,7 +116,6 @@ fn header(image: &Image) -> Option<Header> {
     }
 }
 
-/// How many images are behind this one.
 fn depth(image: &Image) -> usize {
     image.chain().skip(1).count()
 }
@@ -157,7 +153,6 @@ fn driver(running: &RunningDisk) -> &'static str {
     }
 }
 
-/// `query-blockstats`.
 #[derive(Debug)]
 pub(super) struct QueryBlockstats;
 

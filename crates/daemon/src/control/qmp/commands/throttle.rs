@@ -31,7 +31,6 @@ use crate::control::{
     },
 };
 
-/// The command, read.
 #[derive(Debug)]
 pub(super) struct BlockSetIoThrottle {
     disk: String,

@@ -36,7 +36,6 @@ use crate::control::{
     },
 };
 
-/// `x-weir-set`.
 #[derive(Debug)]
 pub(super) struct Set {
     name: String,
@@ -134,7 +133,6 @@ impl Set {
     }
 }
 
-/// `x-weir-query-status`.
 #[derive(Debug)]
 pub(super) struct QueryStatus;
 
@@ -279,7 +277,6 @@ fn export(export: &RunningExport) -> Value {
     })
 }
 
-/// What limits have done to a disk or a group.
 fn throttle(stats: &Stats) -> Value {
     let Stats { reads, writes, waits, limited_ns, binding, tokens, waiting: [reads_waiting, writes_waiting] } =
         stats;
