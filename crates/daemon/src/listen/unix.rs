@@ -140,39 +140,30 @@ mod tests {
 
     use super::*;
 
-    /// A directory of the test's own.
-    fn directory(test: &str) -> PathBuf {
-        let path = std::env::temp_dir().join(format!("weir-{test}-{}", std::process::id()));
-        fs::create_dir_all(&path).unwrap();
-        path
-    }
-
     #[test]
     fn a_socket_is_made_and_removed() {
-        let directory = directory("made");
-        let path = directory.join("s");
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("s");
         let (_listener, file) = bind(&path).unwrap();
         UnixStream::connect(&path).unwrap();
         drop(file);
         assert!(!path.exists());
-        fs::remove_dir_all(directory).unwrap();
     }
 
     #[test]
     fn a_socket_without_a_listener_is_replaced() {
-        let directory = directory("stale");
-        let path = directory.join("s");
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("s");
         drop(UnixListener::bind(&path).unwrap());
         assert!(path.exists(), "the file outlives its listener");
         let (_listener, _file) = bind(&path).unwrap();
         UnixStream::connect(&path).unwrap();
-        fs::remove_dir_all(directory).unwrap();
     }
 
     #[test]
     fn a_socket_in_use_is_left_alone() {
-        let directory = directory("used");
-        let path = directory.join("s");
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("s");
         let _theirs = UnixListener::bind(&path).unwrap();
         let error = bind(&path).unwrap_err();
         assert_eq!(
@@ -180,44 +171,40 @@ mod tests {
             "in use: another program listens there (stop it, or choose another path)"
         );
         UnixStream::connect(&path).unwrap();
-        fs::remove_dir_all(directory).unwrap();
     }
 
     #[test]
     fn a_file_is_never_replaced() {
-        let directory = directory("file");
-        let path = directory.join("s");
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("s");
         fs::write(&path, "precious").unwrap();
         let error = bind(&path).unwrap_err().to_string();
         assert!(error.starts_with("something that is not a socket is there already"), "{error}");
         assert_eq!(fs::read_to_string(&path).unwrap(), "precious");
-        fs::remove_dir_all(directory).unwrap();
     }
 
     #[test]
     fn a_socket_that_was_taken_over_is_not_removed() {
-        let directory = directory("taken");
-        let path = directory.join("s");
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("s");
         let (listener, file) = bind(&path).unwrap();
         // The old inode stays alive under another name, so that the new socket cannot get its number.
-        fs::rename(&path, directory.join("old")).unwrap();
+        fs::rename(&path, directory.path().join("old")).unwrap();
         let _theirs = UnixListener::bind(&path).unwrap();
         drop((listener, file));
         UnixStream::connect(&path).unwrap();
-        fs::remove_dir_all(directory).unwrap();
     }
 
     #[test]
     fn a_private_socket_is_its_owners_alone() {
-        let directory = directory("private");
-        let path = directory.join("s");
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("s");
         drop(UnixListener::bind(&path).unwrap());
         let (_listener, file) = bind_private(&path).unwrap();
         assert_eq!(fs::metadata(&path).unwrap().mode() & 0o777, 0o600);
         UnixStream::connect(&path).unwrap();
         drop(file);
         assert!(!path.exists());
-        fs::remove_dir_all(directory).unwrap();
     }
 
     #[test]

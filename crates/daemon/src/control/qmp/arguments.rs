@@ -108,9 +108,21 @@ impl Arguments {
         }
     }
 
+    /// Reads all of `value`, an object, with `read`.
     #[cfg(test)]
-    pub(crate) fn is_empty(&self) -> bool {
-        self.members.is_empty()
+    pub(crate) fn read_all<T>(
+        value: Value,
+        read: impl FnOnce(&mut Self) -> Result<T, Error>,
+    ) -> Result<T, String> {
+        let mut arguments = Self::of(value);
+        let whole = read(&mut arguments).and_then(|read| arguments.finish().map(|()| read));
+        whole.map_err(|error| error.to_string())
+    }
+
+    #[cfg(test)]
+    fn of(value: Value) -> Self {
+        let Value::Object(members) = value else { panic!("an object") };
+        Self::new(members)
     }
 
     /// Ends the reading.
@@ -180,11 +192,6 @@ mod tests {
 
     use super::*;
 
-    fn arguments(value: Value) -> Arguments {
-        let Value::Object(members) = value else { panic!("an object") };
-        Arguments::new(members)
-    }
-
     #[track_caller]
     fn refused<T: std::fmt::Debug>(result: Result<T, Error>, expected: &str) {
         assert_eq!(result.unwrap_err().to_string(), expected);
@@ -192,7 +199,7 @@ mod tests {
 
     #[test]
     fn what_is_read_is_what_was_sent() {
-        let mut given = arguments(json!({"s": "x", "b": true, "n": 7, "l": ["a"], "o": {"in": 1}}));
+        let mut given = Arguments::of(json!({"s": "x", "b": true, "n": 7, "l": ["a"], "o": {"in": 1}}));
         assert_eq!(given.required("s"), Ok("x".to_owned()));
         assert_eq!(given.required("b"), Ok(true));
         assert_eq!(given.number("n", 0..=7), Ok(Some(7)));
@@ -201,13 +208,13 @@ mod tests {
         let mut inner = given.object("o").unwrap().unwrap();
         assert_eq!(inner.required("in"), Ok(1_u64));
         inner.finish().unwrap();
-        assert!(given.is_empty());
+        assert!(given.members.is_empty());
         given.finish().unwrap();
     }
 
     #[test]
     fn a_wrong_value_is_refused_in_qemus_words() {
-        let mut given = arguments(json!({"s": 5, "n": "5", "f": 1.5, "m": -1, "w": "x", "l": [1, "a"]}));
+        let mut given = Arguments::of(json!({"s": 5, "n": "5", "f": 1.5, "m": -1, "w": "x", "l": [1, "a"]}));
         refused(given.required::<String>("s"), "Invalid parameter type for 's', expected: string");
         refused(given.required::<u64>("n"), "Invalid parameter type for 'n', expected: integer");
         refused(given.number("f", 0..=9), "Invalid parameter type for 'f', expected: integer");
@@ -219,7 +226,7 @@ mod tests {
 
     #[test]
     fn a_key_too_many_is_named_with_where_it_is() {
-        let mut given = arguments(json!({"limits": {"iops-totl": 1}, "zzz": 1}));
+        let mut given = Arguments::of(json!({"limits": {"iops-totl": 1}, "zzz": 1}));
         let mut limits = given.object("limits").unwrap().unwrap();
         limits.number("iops-total", 0..=9).unwrap();
         refused(limits.finish(), "Parameter 'limits.iops-totl' is unexpected (did you mean 'iops-total'?)");

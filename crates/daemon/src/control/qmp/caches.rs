@@ -103,11 +103,7 @@ mod tests {
     use super::*;
 
     fn read(value: Value) -> Result<CacheChanges, String> {
-        let Value::Object(members) = value else { panic!("an object") };
-        let mut arguments = Arguments::new(members);
-        let changes = CacheChanges::read(&mut arguments).map_err(|error| error.to_string())?;
-        arguments.finish().map_err(|error| error.to_string())?;
-        Ok(changes)
+        Arguments::read_all(value, CacheChanges::read)
     }
 
     #[test]

@@ -81,11 +81,7 @@ mod tests {
     use super::*;
 
     fn read(prefix: &str, value: Value) -> Result<PrefetchChanges, String> {
-        let Value::Object(members) = value else { panic!("an object") };
-        let mut arguments = Arguments::new(members);
-        let changes = PrefetchChanges::read(&mut arguments, prefix).map_err(|error| error.to_string())?;
-        arguments.finish().map_err(|error| error.to_string())?;
-        Ok(changes)
+        Arguments::read_all(value, |arguments| PrefetchChanges::read(arguments, prefix))
     }
 
     #[test]

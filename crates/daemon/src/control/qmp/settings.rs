@@ -9,6 +9,7 @@
 //! weir's own settings are called `weight`, `iops-reservation`, `bps-reservation` and `watermark`, with `x-weir-` before them where a
 //! command is QEMU's. Never corrects a value: what breaks a rule is refused with the names the client used.
 
+use block::layer::throttle::{DiskSettings, GroupSettings};
 use policy::{
     throttle::{Invalid, LimitKind, Limits, MAX_VALUE, Part, Setting, Share},
     watermark::Watermark,
@@ -137,22 +138,27 @@ impl Changes {
         })
     }
 
-    /// What there was, with these changes.
+    /// A group's settings with these changes.
     ///
     /// # Errors
     /// A rule of the limits that would be broken.
-    pub(super) fn apply_to(
-        &self,
-        limits: Limits,
-        share: Share,
-        watermark: Watermark,
-    ) -> Result<(Limits, Share, Watermark), Error> {
+    pub(super) fn apply_to(&self, before: GroupSettings) -> Result<GroupSettings, Error> {
+        let GroupSettings { limits, share, watermark } = before;
         let weighted = self.weight.map_or(Share::new(share.weight()), Share::new).unwrap_or(share);
         let share = weighted.with_reservation(
             self.iops_reservation.unwrap_or(share.iops_reservation()),
             self.bps_reservation.unwrap_or(share.bps_reservation()),
         );
-        Ok((self.limits.apply_to(limits)?, share, self.watermark.unwrap_or(watermark)))
+        let watermark = self.watermark.unwrap_or(watermark);
+        Ok(GroupSettings { limits: self.limits.apply_to(limits)?, share, watermark })
+    }
+
+    /// The same of a disk's.
+    pub(super) fn apply_to_disk(&self, before: DiskSettings) -> Result<DiskSettings, Error> {
+        let DiskSettings { limits, share, watermark } = before;
+        let GroupSettings { limits, share, watermark } =
+            self.apply_to(GroupSettings { limits, share, watermark })?;
+        Ok(DiskSettings { limits, share, watermark })
     }
 }
 
@@ -186,12 +192,8 @@ pub(super) fn of_device(limits: &Limits) -> Map<String, Value> {
 mod tests {
     use super::*;
 
-    fn read(naming: Naming, value: Value) -> Result<LimitChanges, Error> {
-        let Value::Object(members) = value else { panic!("an object") };
-        let mut arguments = Arguments::new(members);
-        let changes = LimitChanges::read(&mut arguments, naming)?;
-        arguments.finish()?;
-        Ok(changes)
+    fn read(naming: Naming, value: Value) -> Result<LimitChanges, String> {
+        Arguments::read_all(value, |arguments| LimitChanges::read(arguments, naming))
     }
 
     #[test]
@@ -223,7 +225,7 @@ mod tests {
             "iops-total-max (50) is set without iops-total; set iops-total too"
         );
         assert_eq!(
-            read(Naming::Plain, json!({"bps-read": -1})).unwrap_err().to_string(),
+            read(Naming::Plain, json!({"bps-read": -1})).unwrap_err(),
             "Parameter 'bps-read' (-1) is out of range; it is from 0 to 1000000000000000"
         );
     }
@@ -248,14 +250,12 @@ mod tests {
 
     #[test]
     fn what_is_not_given_keeps_its_value() {
-        let Value::Object(members) = json!({"x-weir-weight": 300, "x-weir-iops-reservation": 50}) else {
-            panic!("an object")
-        };
-        let mut arguments = Arguments::new(members);
-        let changes = Changes::read_own(&mut arguments, "x-weir-").unwrap();
-        arguments.finish().unwrap();
+        let given = json!({"x-weir-weight": 300, "x-weir-iops-reservation": 50});
+        let read = |arguments: &mut Arguments| Changes::read_own(arguments, "x-weir-");
+        let changes = Arguments::read_all(given, read).unwrap();
         let before = Share::default().with_reservation(1, 2);
-        let (_, share, _) = changes.apply_to(Limits::default(), before, Watermark::default()).unwrap();
+        let before = GroupSettings { share: before, ..GroupSettings::default() };
+        let GroupSettings { share, .. } = changes.apply_to(before).unwrap();
         assert_eq!((share.weight(), share.iops_reservation(), share.bps_reservation()), (300, 50, 2));
     }
 }

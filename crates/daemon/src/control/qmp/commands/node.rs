@@ -342,11 +342,7 @@ mod tests {
     use super::*;
 
     fn read(value: Value) -> Result<Chain, String> {
-        let Value::Object(members) = value else { panic!("an object") };
-        let mut arguments = Arguments::new(members);
-        let chain = Chain::read(&mut arguments).map_err(|error| error.to_string())?;
-        arguments.finish().map_err(|error| error.to_string())?;
-        Ok(chain)
+        Arguments::read_all(value, Chain::read)
     }
 
     #[track_caller]

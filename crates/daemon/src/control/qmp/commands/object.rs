@@ -93,14 +93,13 @@ impl Command for ObjectAdd {
             let rule = format!("is {above} levels deep already; groups nest {MAX_LEVELS} deep at most");
             return Err(Error::rule("x-weir-parent", rule));
         }
-        let GroupSettings { limits, share, watermark } = GroupSettings::default();
-        let (limits, share, watermark) = changes.apply_to(limits, share, watermark)?;
+        let settings = changes.apply_to(GroupSettings::default())?;
         // Before it takes its reservation from its parent.
         if inventory.group(&id).is_ok() || inventory.secret(&id).is_ok() {
             return Err(duplicate(&id));
         }
         inventory.check_name(&id)?;
-        let group = Group::new(&id, GroupSettings { limits, share, watermark }, parent.as_ref())?;
+        let group = Group::new(&id, settings, parent.as_ref())?;
         inventory.add_group(&group)?;
         Ok(json!({}))
     }
@@ -295,9 +294,7 @@ impl Command for QomSet {
             Place::Group(name) => inventory.group(&name)?,
         };
         let changes = changes(self.property, self.value)?;
-        let GroupSettings { limits, share, watermark } = group.settings();
-        let (limits, share, watermark) = changes.apply_to(limits, share, watermark)?;
-        group.set(GroupSettings { limits, share, watermark })?;
+        group.set(changes.apply_to(group.settings())?)?;
         inventory.tell(&Change::SettingsChanged { name: group.name().to_owned() });
         Ok(json!({}))
     }

@@ -88,9 +88,7 @@ impl Set {
             let rule = "cannot be changed for a group: it stays in the group it was made in (disks can move)";
             return Err(Error::rule("group", rule));
         }
-        let GroupSettings { limits, share, watermark } = group.settings();
-        let (limits, share, watermark) = self.changes.apply_to(limits, share, watermark)?;
-        Ok(group.set(GroupSettings { limits, share, watermark })?)
+        Ok(group.set(self.changes.apply_to(group.settings())?)?)
     }
 
     async fn set_disk(&self, inventory: &Inventory) -> Result<(), Error> {
@@ -98,9 +96,7 @@ impl Set {
         let disk = &running.disk;
         let caches = self.new_caches(&running)?;
         let prefetch = self.prefetch.apply_to(disk.prefetch().settings())?;
-        let DiskSettings { limits, share, watermark } = disk.throttle().settings();
-        let (limits, share, watermark) = self.changes.apply_to(limits, share, watermark)?;
-        let settings = DiskSettings { limits, share, watermark };
+        let settings = self.changes.apply_to_disk(disk.throttle().settings())?;
         let group = match self.group.as_deref() {
             None => disk.throttle().group(),
             Some("") => None,
