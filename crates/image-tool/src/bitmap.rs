@@ -127,9 +127,7 @@ impl Args for Arguments {
 }
 
 /// Does what was asked for, in the order in which it was.
-///
-/// # Errors
-/// The first thing that cannot be done; what came before is.
+/// Errors: the first thing that cannot be done; what came before is.
 pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
     let Arguments { options, actions } = arguments;
     let name = options.file.display().to_string();

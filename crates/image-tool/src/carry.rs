@@ -26,9 +26,7 @@ pub(super) struct Carry {
 
 impl Carry {
     /// Those of `source`, which is opened read-only and called `name`.
-    ///
-    /// # Errors
-    /// If it can have none, or one of them cannot be copied.
+    /// Fails if it can have none, or one of them cannot be copied.
     pub(super) async fn of(source: &Arc<Image>, name: &str, skip_broken: bool) -> anyhow::Result<Self> {
         let Image::Qcow2(qcow2) = &**source else {
             bail!("--bitmaps: {name}: raw images have no bitmaps (leave it away)");

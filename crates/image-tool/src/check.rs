@@ -63,9 +63,7 @@ pub struct Arguments {
 }
 
 /// Checks, and says what was found.
-///
-/// # Errors
-/// If the image cannot be opened; [`Failure::Found`] with what was found.
+/// Fails if the image cannot be opened; [`Failure::Found`] with what was found.
 pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
     let name = arguments.subject.name();
     let format = arguments.subject.format()?;

@@ -74,9 +74,7 @@ const PIECE: u64 = 1 << 20;
 const TASKS: usize = 8;
 
 /// Compares.
-///
-/// # Errors
-/// What keeps it from comparing; that they differ is [`Failure::Found`].
+/// Errors: what keeps it from comparing; that they differ is [`Failure::Found`].
 pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
     let mut keys = arguments.keys.read()?;
     on_reactor(async move {

@@ -143,9 +143,7 @@ const UNIT: u64 = 2 << 20;
 const FILE_BLOCK: u64 = 4096;
 
 /// Copies.
-///
-/// # Errors
-/// Whatever keeps it from being done; the target's name then stands for what it stood for.
+/// Errors: whatever keeps it from being done; the target's name then stands for what it stood for.
 pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
     if create::asks_for_help(&arguments.options) {
         return Ok(print(create::OPTIONS)?);

@@ -158,9 +158,7 @@ fn size(options: &mut Options, arguments: &Arguments) -> Result<Option<u64>, Str
 }
 
 /// How much has its place from the beginning, if that was said.
-///
-/// # Errors
-/// If it is no such mode.
+/// Fails if it is no such mode.
 pub(super) fn preallocation(options: &mut Options) -> Result<Option<Preallocation>, String> {
     options.take_as("preallocation", preallocation_mode)
 }
@@ -286,9 +284,7 @@ impl Drop for NewFile {
 const LEAST_FILE: u64 = 512;
 
 /// Makes a qcow2 image at `path`; messages call it `name`.
-///
-/// # Errors
-/// If a file cannot be made, or an option breaks a rule.
+/// Fails if a file cannot be made, or an option breaks a rule.
 pub(super) fn create_qcow2(path: &Path, wish: &CreateOptions, name: &str) -> Result<(), Failure> {
     let (file, storage) = NewFile::open(path)?;
     let data = match &wish.data_file {

@@ -59,9 +59,7 @@ pub(super) async fn open_at(
 
 /// The format of an image whose chain is written to, or copied from one image to another: one that was given, or a guess where the image names no
 /// other file.
-///
-/// # Errors
-/// If it must be given: a guest could have written the names into its raw disk.
+/// Fails if it must be given: a guest could have written the names into its raw disk.
 pub(super) async fn format_of_chain(subject: &Subject) -> anyhow::Result<Format> {
     let format = subject.format()?;
     if subject.format.is_none() && format == Format::Qcow2 {

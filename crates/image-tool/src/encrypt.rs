@@ -46,9 +46,7 @@ pub(super) struct Encryption {
 
 impl Encryption {
     /// Takes the options; `None` if the image is not to be encrypted. The passphrase is `own`, or that of an object.
-    ///
-    /// # Errors
-    /// Options without a passphrase, or the other way round, and what is not supported.
+    /// Errors: options without a passphrase, or the other way round, and what is not supported.
     pub(super) fn take(
         options: &mut Options,
         own: Option<&Secret>,

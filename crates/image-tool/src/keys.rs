@@ -65,9 +65,7 @@ impl Keys {
     }
 
     /// Those of the image at `path` and of what is below it, unless it is opened alone.
-    ///
-    /// # Errors
-    /// If headers cannot be read, or there are fewer than needed.
+    /// Fails if headers cannot be read, or there are fewer than needed.
     pub(super) async fn of(
         &mut self,
         path: &Path,

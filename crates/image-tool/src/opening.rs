@@ -26,9 +26,7 @@ pub(super) fn format_option() -> impl TypedValueParser<Value = Format> {
 }
 
 /// The format of a name, as it stands in images.
-///
-/// # Errors
-/// If it was not said, or weir does not know it.
+/// Fails if it was not said, or weir does not know it.
 pub(super) fn format_named(name: Option<&str>) -> anyhow::Result<Format> {
     match name {
         Some(name) => match name.parse() {

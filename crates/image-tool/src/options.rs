@@ -10,9 +10,7 @@ pub(super) struct Options(Vec<(String, String)>);
 
 impl Options {
     /// Reads all that was given, in one `-o` or several.
-    ///
-    /// # Errors
-    /// A key without a value, or twice.
+    /// Errors: a key without a value, or twice.
     pub(super) fn read(texts: &[String]) -> Result<Self, String> {
         let mut options = Self::default();
         for text in texts {

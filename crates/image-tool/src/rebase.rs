@@ -70,9 +70,7 @@ pub struct Arguments {
 const PIECE: u64 = 1 << 20;
 
 /// Rebases.
-///
-/// # Errors
-/// If something cannot be opened, read or written; the image then has the backing file that it had.
+/// Fails if something cannot be opened, read or written; the image then has the backing file that it had.
 pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
     let name = arguments.subject.name();
     let backing = match (arguments.backing.as_str(), arguments.backing_format) {

@@ -33,9 +33,7 @@ pub(super) struct Unfinished {
 
 impl Unfinished {
     /// An empty file that is going to be `target`.
-    ///
-    /// # Errors
-    /// Where none can be made there, or where somebody else uses what stands there.
+    /// Errors: where none can be made there, or where somebody else uses what stands there.
     pub(super) fn new(target: &Path, undo: &Undo) -> anyhow::Result<Self> {
         // A link stays one: what it points to is replaced.
         let target = fs::canonicalize(target).unwrap_or_else(|_| target.to_owned());
@@ -86,9 +84,7 @@ impl Unfinished {
     }
 
     /// Gives it its name.
-    ///
-    /// # Errors
-    /// What the file system says; the name then stands for what it stood for.
+    /// Errors: what the file system says; the name then stands for what it stood for.
     pub(super) fn finish(self) -> anyhow::Result<()> {
         let Some(file) = self.file else { return Ok(()) };
         file.persist(&self.target)

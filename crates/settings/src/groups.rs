@@ -21,9 +21,7 @@ pub(super) struct Groups<'a> {
 
 impl<'a> Groups<'a> {
     /// Judges the groups; also returns them as the plan has them.
-    ///
-    /// # Errors
-    /// A group in one that does not exist or in itself, by however many steps, too many levels, or a setting that breaks
+    /// Errors: a group in one that does not exist or in itself, by however many steps, too many levels, or a setting that breaks
     /// its rule.
     pub(super) fn plan(drafts: &'a [GroupDraft]) -> Result<(Self, Vec<Group>), Wrong> {
         let by_name = drafts.iter().enumerate().map(|(index, group)| (group.name.value.as_str(), index));
@@ -49,9 +47,7 @@ impl<'a> Groups<'a> {
     }
 
     /// The index in the plan of the group of this name.
-    ///
-    /// # Errors
-    /// If there is none.
+    /// Fails if there is none.
     pub(super) fn index_of(&self, name: &Said<String>) -> Result<usize, Wrong> {
         self.find(name).map(|index| self.planned[index])
     }

@@ -99,9 +99,7 @@ impl Devices {
     }
 
     /// Looks again at which of these disks and groups are on which device.
-    ///
-    /// # Errors
-    /// If more is reserved than a device was measured to do.
+    /// Fails if more is reserved than a device was measured to do.
     pub(crate) fn refresh(
         &self,
         disks: impl IntoIterator<Item = Arc<Disk>>,

@@ -195,9 +195,7 @@ impl Inventory {
 
     /// Finds the devices below the disks, now and after each change. What was measured of them is in
     /// the state directory, or the usual one. Called once.
-    ///
-    /// # Errors
-    /// If more is reserved than a device was measured to do. Later this is refused to whoever asks
+    /// Fails if more is reserved than a device was measured to do. Later this is refused to whoever asks
     /// for it.
     pub(crate) fn look_at_devices(self: &Rc<Self>, state: Option<&Path>) -> anyhow::Result<()> {
         let devices = self.devices.get_or_init(|| Devices::new(state));
@@ -289,9 +287,7 @@ impl Inventory {
     }
 
     /// Takes a disk that nobody uses out, to be put back as a part of another.
-    ///
-    /// # Errors
-    /// If there is none, it is exported, or another command is at work on it.
+    /// Fails if there is none, it is exported, or another command is at work on it.
     pub(crate) fn take_disk(&self, name: &str) -> Result<RunningDisk, Refused> {
         let disk = self.disk(name)?;
         if let Some(export) = self.exports_of(&disk).first() {
@@ -426,9 +422,7 @@ impl Inventory {
 
     /// Removes an export. No client finds it any more when this returns; once the last that was connected is gone,
     /// [`Change::ExportDeleted`] follows, and until then its id and its disk are in use.
-    ///
-    /// # Errors
-    /// If there is none, or `removal` is safe and it has clients.
+    /// Fails if there is none, or `removal` is safe and it has clients.
     pub(crate) fn remove_export(self: &Rc<Self>, id: &str, removal: Removal) -> Result<(), Refused> {
         let export = self.export(id)?;
         match export.serving.server().remove(export.number, removal) {

@@ -55,9 +55,7 @@ fn identity(path: &Path) -> Option<(u64, u64)> {
 }
 
 /// Listens at `path`, in the place of a socket that nobody serves.
-///
-/// # Errors
-/// If somebody does, if something else is there, or the directory does not allow it.
+/// Fails if somebody does, if something else is there, or the directory does not allow it.
 pub(super) fn bind(path: &Path) -> anyhow::Result<(UnixListener, SocketFile)> {
     bind_with(path, |path| UnixListener::bind(path))
 }

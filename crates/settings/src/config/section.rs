@@ -173,9 +173,7 @@ impl<'a> Section<'a> {
     }
 
     /// Ends the reading.
-    ///
-    /// # Errors
-    /// If the table holds a key that nobody asked for.
+    /// Fails if the table holds a key that nobody asked for.
     pub(super) fn finish(&self) -> Result<(), Wrong> {
         let asked = self.asked.borrow();
         let unknown = |key: &&Spanned<Cow<'_, str>>| !asked.contains(&key.get_ref().as_ref());

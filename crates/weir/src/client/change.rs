@@ -63,9 +63,7 @@ impl Name {
     }
 
     /// The setting of that name.
-    ///
-    /// # Errors
-    /// If there is none; names the nearest.
+    /// Fails if there is none; names the nearest.
     pub(crate) fn find(text: &str) -> Result<Self, String> {
         Self::all().find(|name| name.text() == text).ok_or_else(|| {
             match suggest::nearest(text, Self::all().map(Self::text)) {
@@ -194,9 +192,7 @@ impl Change {
 
     /// What changes `before` into the settings that `text` lists as `name=value`, separated by white space: those it
     /// leaves out get their defaults.
-    ///
-    /// # Errors
-    /// If a word is not of that form, its name unknown or twice there, or its value not of its type.
+    /// Fails if a word is not of that form, its name unknown or twice there, or its value not of its type.
     pub(crate) fn to_listing(before: &Settings, text: &str) -> Result<Self, String> {
         let mut wanted = Self::default();
         for word in text.split_whitespace() {

@@ -51,9 +51,7 @@ pub(crate) struct Target(PathBuf);
 
 impl Target {
     /// What `--qmp` said, else what `WEIR_QMP` says, else the standard path.
-    ///
-    /// # Errors
-    /// If the variable holds something else than `unix:PATH`.
+    /// Fails if the variable holds something else than `unix:PATH`.
     pub(crate) fn choose(option: Option<Self>) -> Result<Self, String> {
         Self::from_sources(option, env::var_os(VARIABLE))
     }
@@ -121,9 +119,7 @@ pub(crate) struct Client {
 
 impl Client {
     /// Connects and leaves negotiation.
-    ///
-    /// # Errors
-    /// If nobody listens, this user may not, or what listens does not speak QMP.
+    /// Fails if nobody listens, this user may not, or what listens does not speak QMP.
     pub(crate) fn connect(target: &Target) -> Result<Self, Error> {
         let open = || {
             let stream = UnixStream::connect(target.path())?;
@@ -145,9 +141,7 @@ impl Client {
     }
 
     /// Has one command done: its return value.
-    ///
-    /// # Errors
-    /// [`Error::Refused`] with the daemon's own words, or [`Error::Unreachable`] if no answer came.
+    /// Errors: [`Error::Refused`] with the daemon's own words, or [`Error::Unreachable`] if no answer came.
     pub(crate) fn execute(&mut self, command: &str, arguments: Value) -> Result<Value, Error> {
         let mut request = json!({ "execute": command });
         if arguments.as_object().is_some_and(|arguments| !arguments.is_empty()) {
@@ -169,9 +163,7 @@ impl Client {
     }
 
     /// The state of everything that runs, as the daemon words it and as this program reads it.
-    ///
-    /// # Errors
-    /// As [`Client::execute`]; also if the answer is not a status.
+    /// Errors: as [`Client::execute`]; also if the answer is not a status.
     pub(crate) fn status(&mut self) -> Result<(Value, Report), Error> {
         let value = self.execute("x-weir-query-status", json!({}))?;
         match Report::read(&value) {
@@ -181,9 +173,7 @@ impl Client {
     }
 
     /// Changes settings of a disk or group, all or none of them.
-    ///
-    /// # Errors
-    /// As [`Client::execute`]; a refusal names the setting and the rule.
+    /// Errors: as [`Client::execute`]; a refusal names the setting and the rule.
     pub(crate) fn set(
         &mut self,
         name: &str,

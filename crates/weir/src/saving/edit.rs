@@ -11,9 +11,7 @@ use toml_edit::{Decor, DocumentMut, Item, TableLike, Value};
 use crate::client::change::{Change, Name, Setpoint};
 
 /// The file's text with the change made to the table `[kind.name]`.
-///
-/// # Errors
-/// If the text is no TOML, or has no such table.
+/// Fails if the text is no TOML, or has no such table.
 pub(super) fn edited(text: &str, kind: &str, name: &str, change: &Change) -> Result<String, String> {
     let mut document: DocumentMut = text.parse().map_err(|error: toml_edit::TomlError| {
         format!("is not TOML (any more): {}", error.message().replace('\n', "; "))

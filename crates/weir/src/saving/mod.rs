@@ -21,9 +21,7 @@ use crate::client::{
 };
 
 /// Has a change of the disk or group `name` made, and saved if that is asked for: the file's name then.
-///
-/// # Errors
-/// If the daemon refuses or cannot be asked, or the config file cannot be written.
+/// Fails if the daemon refuses or cannot be asked, or the config file cannot be written.
 pub(crate) fn apply(
     client: &mut Client,
     report: &Report,

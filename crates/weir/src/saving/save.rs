@@ -38,9 +38,7 @@ pub(super) struct Saving {
 
 impl Saving {
     /// Makes ready what can fail.
-    ///
-    /// # Errors
-    /// If the file cannot be read, written or replaced, does not hold the table `[kind.name]`, or would no longer be a
+    /// Fails if the file cannot be read, written or replaced, does not hold the table `[kind.name]`, or would no longer be a
     /// config that can be served.
     pub(super) fn prepare(path: &Path, kind: &str, name: &str, change: &Change) -> anyhow::Result<Self> {
         let shown = path.display().to_string();
@@ -59,9 +57,7 @@ impl Saving {
     }
 
     /// Replaces the file: its name.
-    ///
-    /// # Errors
-    /// If it is not the file any more that was read, or cannot be replaced after all.
+    /// Fails if it is not the file any more that was read, or cannot be replaced after all.
     pub(super) fn commit(mut self) -> anyhow::Result<String> {
         let shown = self.path.display().to_string();
         if !self.is_unchanged().with_context(|| shown.clone())? {

@@ -22,9 +22,7 @@ use crate::client::{
 };
 
 /// Shows what runs.
-///
-/// # Errors
-/// If the daemon cannot be asked, or one of the names is nobody's.
+/// Fails if the daemon cannot be asked, or one of the names is nobody's.
 pub(crate) fn run(arguments: StatusArgs) -> Result<(), Failure> {
     let target = Target::choose(arguments.qmp).map_err(|said| Failure::Usage(anyhow::Error::msg(said)))?;
     let mut client = Client::connect(&target)?;

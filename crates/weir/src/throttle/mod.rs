@@ -19,9 +19,7 @@ use crate::{
 };
 
 /// Shows or changes settings.
-///
-/// # Errors
-/// If the daemon cannot be asked or refuses, the name is nobody's, or the config file cannot be written.
+/// Fails if the daemon cannot be asked or refuses, the name is nobody's, or the config file cannot be written.
 pub(crate) fn run(arguments: ThrottleArgs) -> Result<(), Failure> {
     let target = Target::choose(arguments.qmp.clone());
     let target = target.map_err(|said| Failure::Usage(anyhow::Error::msg(said)))?;

@@ -20,9 +20,7 @@ pub(super) fn check(key: &str, id: &str) -> Result<(), Error> {
 }
 
 /// A name that can be shown in a line and given on a command line.
-///
-/// # Errors
-/// If it is empty, too long, or has control characters.
+/// Fails if it is empty, too long, or has control characters.
 pub(super) fn check_name(key: &str, name: &str) -> Result<(), Error> {
     if name.is_empty() {
         return Err(Error::rule(key, "is empty"));

@@ -9,9 +9,7 @@ use serde::de::{Deserialize, Deserializer, Error as _, MapAccess, SeqAccess, Vis
 use serde_json::{Map, Number, Value};
 
 /// The value of a whole text.
-///
-/// # Errors
-/// What is wrong with it, with its position, for people.
+/// Errors: what is wrong with it, with its position, for people.
 pub(super) fn parse(text: &[u8]) -> Result<Value, String> {
     serde_json::from_slice::<Strict>(text).map(|strict| strict.0).map_err(|error| error.to_string())
 }

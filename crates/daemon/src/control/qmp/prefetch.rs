@@ -34,9 +34,7 @@ impl PrefetchChanges {
     }
 
     /// `settings` with these changes.
-    ///
-    /// # Errors
-    /// If the whole cannot be.
+    /// Fails if the whole cannot be.
     pub(super) fn apply_to(&self, mut settings: Settings) -> Result<Settings, Error> {
         settings.mode = self.mode.unwrap_or(settings.mode);
         for &(setting, value) in &self.numbers {

@@ -58,9 +58,7 @@ pub(crate) type Running = Pin<Box<dyn Future<Output = Result<Value, Error>>>>;
 
 pub(crate) trait Execute: fmt::Debug {
     /// Starts the command of this name.
-    ///
-    /// # Errors
-    /// Where there is none, or its arguments make no sense; then nothing has happened.
+    /// Errors: where there is none, or its arguments make no sense; then nothing has happened.
     fn execute(&self, name: &str, arguments: Arguments) -> Result<Running, Error>;
 }
 
@@ -109,9 +107,7 @@ impl Server {
     }
 
     /// Accepts clients until the socket is shut down or the future dropped.
-    ///
-    /// # Errors
-    /// Where `accept(2)` says that the socket is none to accept from.
+    /// Errors: where `accept(2)` says that the socket is none to accept from.
     pub(crate) async fn listen(self: Rc<Self>, listener: Fd) -> io::Result<()> {
         while !self.stopping.get() {
             match op::accept(&listener).await {

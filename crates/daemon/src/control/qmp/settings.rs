@@ -86,9 +86,7 @@ impl LimitChanges {
     }
 
     /// `limits` with these changes.
-    ///
-    /// # Errors
-    /// The first rule that the whole breaks, with the argument to blame where it is one.
+    /// Errors: the first rule that the whole breaks, with the argument to blame where it is one.
     pub(super) fn apply_to(&self, mut limits: Limits) -> Result<Limits, Error> {
         for (setting, value, _) in &self.given {
             limits.set(*setting, *value).map_err(|invalid| self.refuse(&invalid))?;
@@ -139,9 +137,7 @@ impl Changes {
     }
 
     /// A group's settings with these changes.
-    ///
-    /// # Errors
-    /// A rule of the limits that would be broken.
+    /// Errors: a rule of the limits that would be broken.
     pub(super) fn apply_to(&self, before: GroupSettings) -> Result<GroupSettings, Error> {
         let GroupSettings { limits, share, watermark } = before;
         let weighted = self.weight.map_or(Share::new(share.weight()), Share::new).unwrap_or(share);

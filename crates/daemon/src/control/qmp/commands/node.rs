@@ -77,9 +77,7 @@ pub(super) enum Bottom {
 
 impl Chain {
     /// Reads the arguments of `blockdev-add`.
-    ///
-    /// # Errors
-    /// The first that is missing or wrong.
+    /// Errors: the first that is missing or wrong.
     pub(super) fn read(arguments: &mut Arguments) -> Result<Self, Error> {
         let mut chain = Self {
             names: Vec::new(),
