@@ -22,6 +22,7 @@ use std::{
 };
 
 use answer::{Answer, Refusal};
+use console::Failure;
 use report::Report;
 use serde_json::{Value, json};
 
@@ -118,6 +119,12 @@ pub(crate) struct Client {
 }
 
 impl Client {
+    /// Connects to the daemon that `--qmp` names, or the usual one.
+    pub(crate) fn reach(option: Option<Target>) -> Result<Self, Failure> {
+        let target = Target::choose(option).map_err(|said| Failure::Usage(anyhow::Error::msg(said)))?;
+        Ok(Self::connect(&target)?)
+    }
+
     /// Connects and leaves negotiation.
     /// Fails if nobody listens, this user may not, or what listens does not speak QMP.
     pub(crate) fn connect(target: &Target) -> Result<Self, Error> {

@@ -12,8 +12,6 @@ use crate::client::{
     report::{Capacity, Device, Disk, Group, MetadataCache, Node, ReadAhead, Report, Throttle},
 };
 
-const NOTHING: &str = "-";
-
 /// All tables that have rows, separated by an empty line. `bold` is for terminals.
 pub(super) fn render(report: &Report, rates: &Rates, shown: &Shown, bold: bool) -> String {
     let tables = [
@@ -198,6 +196,7 @@ fn ability(iops: u64, bps: u64) -> String {
     if known.is_empty() { nothing() } else { known.join(", ") }
 }
 
+/// A cell that has nothing to say.
 fn nothing() -> String {
-    NOTHING.to_owned()
+    "-".to_owned()
 }
