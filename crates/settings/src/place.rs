@@ -45,6 +45,11 @@ impl<T> Said<T> {
     pub fn new(value: T, place: Place) -> Self {
         Self { value, place }
     }
+
+    /// What the option `--name` said, if it was given. Its place does not show the value.
+    pub fn option(name: &str, value: Option<T>) -> Option<Self> {
+        value.map(|value| Self::new(value, Place::new(format!("--{name}"))))
+    }
 }
 
 /// A setting that cannot stand: its place, and the rule it breaks with what to do about it.

@@ -32,17 +32,13 @@ impl CacheArgs {
     /// What they say of an image.
     pub fn draft(&self) -> Qcow2Draft {
         Qcow2Draft {
-            l2_cache_size: said("l2-cache-size", self.l2_cache_size),
-            l2_cache_entry_size: said("l2-cache-entry-size", self.l2_cache_entry_size),
-            refcount_cache_size: said("refcount-cache-size", self.refcount_cache_size),
-            cache_size: said("cache-size", self.cache_size),
+            l2_cache_size: Said::option("l2-cache-size", self.l2_cache_size),
+            l2_cache_entry_size: Said::option("l2-cache-entry-size", self.l2_cache_entry_size),
+            refcount_cache_size: Said::option("refcount-cache-size", self.refcount_cache_size),
+            cache_size: Said::option("cache-size", self.cache_size),
             ..Qcow2Draft::default()
         }
     }
-}
-
-fn said<T: Copy>(option: &str, value: Option<T>) -> Option<Said<T>> {
-    value.map(|value| Said::new(value, Place::new(format!("--{option}"))))
 }
 
 #[derive(Clone, Debug, Default, Args)]
@@ -74,7 +70,7 @@ impl Qcow2Args {
         let descriptor =
             |number: &u32| Said::new(SecretSource::Descriptor(*number), Place::option("secret-fd", number));
         Qcow2Draft {
-            cache_clean_interval: said("cache-clean-interval", self.cache_clean_interval),
+            cache_clean_interval: Said::option("cache-clean-interval", self.cache_clean_interval),
             bitmaps: self
                 .bitmap
                 .iter()

@@ -235,8 +235,8 @@ impl ImageArgs {
                 None => Said::new(image.value.default_name(), image.place.clone()),
             },
             description: self.description.get(index).map(|text| said("description", text)),
-            format: self.format.map(|format| Said::new(format, Place::new("--format"))),
-            cache: self.cache.map(|cache| Said::new(cache, Place::new("--cache"))),
+            format: Said::option("format", self.format),
+            cache: Said::option("cache", self.cache),
             image,
             qcow2: qcow2.clone(),
             prefetch: prefetch.clone(),
@@ -244,8 +244,8 @@ impl ImageArgs {
             force_share: self.force_share.then(|| Place::new("--force-share")),
             settings: settings.clone(),
             group: self.group.as_ref().map(|name| said("group", name)),
-            delay: imitate.delay.map(|delay| Said::new(delay, Place::new("--delay"))),
-            rate: imitate.rate.as_ref().map(|rate| Said::new(rate.clone(), Place::new("--rate"))),
+            delay: Said::option("delay", imitate.delay),
+            rate: Said::option("rate", imitate.rate.clone()),
             faults: imitate.fault.iter().map(|rule| Said::new(rule.clone(), Place::new("--fault"))).collect(),
             exports: Vec::new(),
         }
@@ -253,9 +253,6 @@ impl ImageArgs {
 }
 
 fn service(network: NetworkArgs, tls: TlsArgs, process: ProcessArgs, log: LogArgs) -> ServiceDraft {
-    fn said<T>(option: &'static str, value: Option<T>) -> Option<Said<T>> {
-        value.map(|value| Said::new(value, Place::new(format!("--{option}"))))
-    }
     let address = |address: Address| Said { place: Place::option("nbd", &address), value: address };
     let socket = |path: PathBuf| {
         let place = Place::option("qmp", format_args!("unix:{}", path.display()));
@@ -264,24 +261,23 @@ fn service(network: NetworkArgs, tls: TlsArgs, process: ProcessArgs, log: LogArg
     ServiceDraft {
         nbd: network.nbd.into_iter().map(address).collect(),
         qmp: network.qmp.into_iter().map(socket).collect(),
-        workers: said("workers", process.workers),
-        poll: said("poll", process.poll),
-        max_connections: said("max-connections", network.max_connections),
+        workers: Said::option("workers", process.workers),
+        poll: Said::option("poll", process.poll),
+        max_connections: Said::option("max-connections", network.max_connections),
         tls: TlsDraft {
-            mode: said("tls", tls.tls),
-            certificates: said("tls-certificates", tls.tls_certificates),
-            verify_peer: said("tls-verify-peer", tls.tls_verify_peer.then_some(true)),
-            psk: said("tls-psk", tls.tls_psk),
+            mode: Said::option("tls", tls.tls),
+            certificates: Said::option("tls-certificates", tls.tls_certificates),
+            verify_peer: Said::option("tls-verify-peer", tls.tls_verify_peer.then_some(true)),
+            psk: Said::option("tls-psk", tls.tls_psk),
         },
-        log: said("log", log.log),
-        log_format: said("log-format", log.log_format),
-        pid_file: said("pid-file", process.pid_file),
-        state: said("state", process.state),
-        image_root: said("image-root", process.image_root),
-        cgroup_limits: said("cgroup-limits", process.cgroup_limits),
+        log: Said::option("log", log.log),
+        log_format: Said::option("log-format", log.log_format),
+        pid_file: Said::option("pid-file", process.pid_file),
+        state: Said::option("state", process.state),
+        image_root: Said::option("image-root", process.image_root),
+        cgroup_limits: Said::option("cgroup-limits", process.cgroup_limits),
     }
 }
 
 #[cfg(test)]
-#[path = "arguments_tests.rs"]
 mod tests;
