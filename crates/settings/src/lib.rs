@@ -1,15 +1,18 @@
-//! What a daemon is to do, as plain values: which disks, under which limits, exported where, by how many threads.
+//! What a user asks of weir, as plain values: disks, their limits, groups, exports, threads.
 //!
 //! ```text
-//!   command line ─┐
-//!                 ├─► Draft (what was said, with its place) ─► check ─► Plan ─► serve
-//!   config file ──┘
+//!   command line ── arguments ─┐
+//!                              ├─► Draft (what was said, with its place) ─► check ─► Plan ─► serve
+//!   config file ──── config ───┘
 //! ```
 //!
-//! Both sources make the same [`Draft`], so that a rule is checked in one place and holds for both. A [`Plan`] is
-//! consistent: indices are valid, names are unique, no group lies in itself, limits obey their rules.
+//! Both sources make the same [`Draft`], so a rule is checked in one place and holds for both. A
+//! [`Plan`] is consistent: indices are valid, names are unique, no group lies in itself, limits obey
+//! their rules. `config` reads the config file; the options of each command stand beside the
+//! command, and those that several have in `arguments`. `units` reads sizes, times and counts.
 //!
-//! Never touches a file or a socket: what only the world can tell (is the image there? is the port free?) shows later.
+//! Never opens an image or a socket: whether the image exists or the port is free shows later. It
+//! reads the config file, passphrases, and what weir keeps for itself between runs (`state`).
 
 mod address;
 pub mod arguments;
