@@ -57,10 +57,8 @@ pub struct Arguments {
 }
 
 const TASKS: usize = 8;
-/// Bytes that one task copies in one go.
 const UNIT: u64 = 1 << 20;
 
-/// Moves it.
 pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
     let keys = arguments.keys.read()?;
     on_reactor(async move {

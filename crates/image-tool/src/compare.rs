@@ -65,11 +65,8 @@ pub struct Arguments {
 }
 
 const DIFFERENT: u8 = 1;
-/// And for one that cannot be opened.
 const NOT_OPENED: u8 = 2;
-/// And for one that cannot be read.
 const NOT_READ: u8 = 4;
-/// Bytes that are compared in one go.
 const PIECE: u64 = 1 << 20;
 const TASKS: usize = 8;
 
@@ -193,7 +190,6 @@ impl Comparison {
         })
     }
 
-    /// Compares the pieces, several at a time.
     async fn compare(self: &Rc<Self>, pieces: Vec<Piece>) -> anyhow::Result<()> {
         self.work.borrow_mut().extend(pieces);
         let tasks: Vec<_> = (0..TASKS).map(|_| spawn_joinable(Rc::clone(self).task())).collect();

@@ -236,11 +236,9 @@ fn open_sources(paths: &[PathBuf], arguments: &Arguments) -> Result<(Source, Opt
 
 struct Made {
     has_backing: bool,
-    /// Its passphrase, and of what is behind it.
     keys: Keys,
 }
 
-/// Makes the new image.
 fn make(
     place: &Unfinished,
     target: &Path,
@@ -284,7 +282,6 @@ fn make(
 
 struct Target {
     path: PathBuf,
-    /// What it is going to be called.
     name: PathBuf,
     /// What is not written reads as zeroes.
     is_zero: bool,

@@ -93,7 +93,6 @@ pub struct Arguments {
     quiet: bool,
 }
 
-/// Makes the image.
 pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
     if asks_for_help(&arguments.options) {
         return Ok(print(OPTIONS)?);
@@ -163,7 +162,6 @@ pub(super) fn preallocation(options: &mut Options) -> Result<Option<Preallocatio
     options.take_as("preallocation", preallocation_mode)
 }
 
-/// The mode of this name.
 pub(super) fn preallocation_mode(name: &str) -> Result<Preallocation, String> {
     match name {
         "off" => Ok(Preallocation::Off),

@@ -59,7 +59,6 @@ pub struct Arguments {
     force_share: bool,
 }
 
-/// Prints what the image is.
 pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
     let how = How { force_share: arguments.force_share, ..How::default() };
     let Subject { file, format } = &arguments.subject;

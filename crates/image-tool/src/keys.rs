@@ -33,7 +33,6 @@ pub(super) struct KeyArgs {
 }
 
 impl KeyArgs {
-    /// Reads them.
     pub(super) fn read(&self) -> anyhow::Result<Keys> {
         read(&self.secret_file, &self.secret_fd)
     }

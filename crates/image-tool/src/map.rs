@@ -48,7 +48,6 @@ pub struct Arguments {
     keys: KeyArgs,
 }
 
-/// Shows the map.
 pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
     let mut keys = arguments.keys.read()?;
     on_reactor(async move {
@@ -185,7 +184,6 @@ impl Map {
         Ok((at, None))
     }
 
-    /// One entry a line, as qemu-img has it.
     fn json(&self) -> String {
         let lines: Vec<_> = self.0.iter().map(Entry::json).collect();
         format!("[{}]\n", lines.join(",\n"))

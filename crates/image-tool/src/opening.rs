@@ -101,19 +101,16 @@ pub(super) fn format(path: &Path, given: Option<Format>) -> anyhow::Result<Forma
     }
 }
 
-/// The file's storage.
 pub(super) fn storage(path: &Path, how: How) -> anyhow::Result<Storage> {
     Ok(open_storage(&spec(path)?, options(how)?)?)
 }
 
-/// The path as `block` takes it.
 pub(super) fn spec(path: &Path) -> anyhow::Result<String> {
     let text =
         path.to_str().with_context(|| format!("{}: not UTF-8 (use another name of it)", path.display()))?;
     Ok(format!("file:{text}"))
 }
 
-/// The same for how.
 pub(super) fn options(how: How) -> anyhow::Result<OpenOptions> {
     let rate = match how.rate_bps {
         Some(rate) => {

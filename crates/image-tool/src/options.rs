@@ -47,12 +47,10 @@ impl Options {
         parse(&value).map(Some).map_err(|rule| format!("{key}={value}: {rule}"))
     }
 
-    /// A number of bytes.
     pub(super) fn take_size(&mut self, key: &str) -> Result<Option<u64>, String> {
         self.take_as(key, |value| parse_size(value).map_err(|error| error.rule.to_owned()))
     }
 
-    /// `on` or `off`.
     pub(super) fn take_switch(&mut self, key: &str) -> Result<Option<bool>, String> {
         self.take_as(key, |value| match value {
             "on" | "yes" | "true" | "y" => Ok(true),
@@ -66,7 +64,6 @@ impl Options {
         self.0.first().map(|(key, _)| &**key)
     }
 
-    /// Checks that everything was taken.
     pub(super) fn finish(self, format: &str) -> Result<(), String> {
         match self.0.into_iter().next() {
             None => Ok(()),

@@ -66,7 +66,6 @@ pub struct Arguments {
     talk: Talk,
 }
 
-/// Bytes that are compared in one go.
 const PIECE: u64 = 1 << 20;
 
 /// Rebases.

@@ -65,7 +65,6 @@ fn change(text: &str) -> Result<Change, String> {
     }
 }
 
-/// What is filled in one go.
 const PIECE: u64 = 1 << 20;
 
 /// Resizes.

@@ -65,7 +65,6 @@ pub struct Arguments {
     quiet: bool,
 }
 
-/// Does what was asked for.
 pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
     let path = &arguments.file;
     let name = path.display().to_string();

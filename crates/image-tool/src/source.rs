@@ -41,7 +41,6 @@ impl Source {
         Self { only_top: true, ..self }
     }
 
-    /// All of them together.
     pub(super) fn size_bytes(&self) -> u64 {
         self.size_bytes
     }
@@ -69,7 +68,6 @@ impl Source {
         status.with_context(|| format!("{}: what is at {at} cannot be found out", part.name))
     }
 
-    /// The bytes there.
     pub(super) async fn read(&self, offset: u64, length: usize) -> anyhow::Result<Buffer> {
         let (part, at, left) = self.at(offset);
         if length as u64 <= left {

@@ -39,7 +39,6 @@ use super::{
     serving::Serving,
 };
 
-/// A disk that runs, and how it was opened.
 #[derive(Debug)]
 pub(crate) struct RunningDisk {
     pub(crate) disk: Arc<Disk>,
@@ -59,7 +58,6 @@ pub(crate) struct NodeBelow {
     pub(crate) stays: bool,
 }
 
-/// A disk that clients can reach.
 pub(crate) struct RunningExport {
     pub(crate) id: String,
     /// The name clients ask for; unique at its server.
@@ -224,7 +222,6 @@ impl Inventory {
 
     // Secrets.
 
-    /// Keeps a passphrase under a name.
     pub(crate) fn add_secret(&self, id: &str, secret: Secret) -> Result<(), Refused> {
         match self.secrets.borrow_mut().entry(id.to_owned()) {
             Entry::Occupied(_) => Err(Refused::NameTaken(id.to_owned())),
@@ -258,7 +255,6 @@ impl Inventory {
         self.disks.borrow().get(name).cloned().ok_or_else(|| Refused::NoDisk(name.to_owned()))
     }
 
-    /// Adds a disk.
     pub(crate) fn add_disk(&self, disk: RunningDisk) -> Result<Rc<RunningDisk>, Refused> {
         let name = disk.disk.name().to_string();
         self.check_name(&name)?;
@@ -306,7 +302,6 @@ impl Inventory {
         Err(Refused::Busy(name.to_owned()))
     }
 
-    /// Whether a node below some disk has this name.
     pub(crate) fn is_below(&self, name: &str) -> bool {
         self.disks.borrow().values().any(|disk| disk.below.iter().any(|node| node.name == name))
     }
@@ -326,7 +321,6 @@ impl Inventory {
         self.groups.borrow().get(name).cloned().ok_or_else(|| Refused::NoGroup(name.to_owned()))
     }
 
-    /// Adds a group.
     pub(crate) fn add_group(&self, group: &Arc<Group>) -> Result<(), Refused> {
         self.check_name(group.name())?;
         self.groups.borrow_mut().insert(group.name().to_owned(), Arc::clone(group));
@@ -334,7 +328,6 @@ impl Inventory {
         Ok(())
     }
 
-    /// Removes a group that has no members.
     pub(crate) fn remove_group(&self, name: &str) -> Result<(), Refused> {
         let group = self.group(name)?;
         if let Some(member) = self.members_of(&group).into_iter().next() {
@@ -357,7 +350,6 @@ impl Inventory {
         disks.chain(groups.values().filter(below).map(|group| group.name().to_owned())).collect()
     }
 
-    /// Whether a new disk or group may have this name.
     pub(crate) fn check_name(&self, name: &str) -> Result<(), Refused> {
         let taken = self.disks.borrow().contains_key(name) || self.groups.borrow().contains_key(name);
         if taken || self.is_below(name) {

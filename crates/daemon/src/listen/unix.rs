@@ -34,7 +34,6 @@ pub(crate) struct SocketFile {
 }
 
 impl SocketFile {
-    /// The socket's absolute path.
     pub(crate) fn path(&self) -> &Path {
         &self.path
     }
@@ -102,7 +101,6 @@ fn refused(path: &Path, error: &io::Error) -> anyhow::Error {
     }
 }
 
-/// Removes a socket that nobody listens on.
 fn remove_stale(path: &Path) -> anyhow::Result<()> {
     let metadata = fs::symlink_metadata(path).context("cannot be looked at")?;
     if !metadata.file_type().is_socket() {

@@ -49,7 +49,6 @@ fn root(path: &Path) -> anyhow::Result<Root> {
     Root::open(path).with_context(|| format!("image root {}", path.display()))
 }
 
-/// Opens a disk's image.
 async fn disk(
     planned: &settings::Disk,
     group: Option<&Arc<Group>>,

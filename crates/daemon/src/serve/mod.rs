@@ -304,7 +304,6 @@ fn announce(uris: &[String]) {
     notify(&[NotifyState::Ready]);
 }
 
-/// Tells the service manager, if there is one.
 fn notify(state: &[NotifyState<'_>]) {
     if let Err(error) = sd_notify::notify(state) {
         tracing::warn!(%error, "the service manager at NOTIFY_SOCKET cannot be told");

@@ -55,7 +55,6 @@ pub(super) struct How {
     /// The most that one item covers, in bytes; a multiple of the grain.
     pub(super) unit: u64,
     pub(super) salvage: bool,
-    /// Without a word about it.
     pub(super) quiet: bool,
 }
 
@@ -69,7 +68,6 @@ struct Copy {
     failed: Mutex<Option<anyhow::Error>>,
 }
 
-/// Copies.
 pub(super) async fn copy(
     source: Source,
     target: Arc<Image>,

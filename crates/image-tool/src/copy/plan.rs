@@ -6,7 +6,6 @@ use std::ops::Range;
 
 use crate::disk::Kind;
 
-/// A range that one task takes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Item {
     pub(super) range: Range<u64>,

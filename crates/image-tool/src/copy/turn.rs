@@ -37,7 +37,6 @@ impl Turns {
         self.change(|state| state.next += 1);
     }
 
-    /// There will be no more.
     pub(super) fn end(&self) {
         self.change(|state| state.over = true);
     }

@@ -4,9 +4,7 @@ use serde_json::Value;
 
 #[derive(Debug, PartialEq)]
 pub(super) enum Answer {
-    /// The command was done.
     Return(Value),
-    /// It was not.
     Error(Refusal),
     /// Something happened that nobody asked about.
     Event,

@@ -81,7 +81,6 @@ impl Name {
         }
     }
 
-    /// What it is where nobody set it.
     pub(crate) fn default(self) -> Setpoint {
         match self {
             Self::Group => Setpoint::Text(String::new()),
@@ -113,7 +112,6 @@ impl Name {
         number.map_or_else(|| self.default(), Setpoint::Number)
     }
 
-    /// Reads a value of it.
     pub(crate) fn read(self, text: &str) -> Result<Setpoint, String> {
         let value = match self {
             Self::Group => Ok(Setpoint::Text(text.to_owned())),
@@ -136,7 +134,6 @@ impl Name {
     }
 }
 
-/// What a setting is set to.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Setpoint {
     /// A limit, a weight, a percentage, a size.
@@ -175,7 +172,6 @@ impl Change {
         self.0.iter().map(|(name, value)| (*name, value))
     }
 
-    /// As arguments of `x-weir-set`.
     pub(crate) fn arguments(&self) -> Map<String, Value> {
         self.iter().map(|(name, value)| (name.text().to_owned(), value.clone().into())).collect()
     }

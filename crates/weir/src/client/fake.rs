@@ -13,7 +13,6 @@ use super::Target;
 
 pub(crate) const GREETING: &str = r#"{"QMP": {"version": {"package": "weir 0.1.0"}, "capabilities": []}}"#;
 
-/// A daemon that serves one client.
 pub(crate) struct Fake {
     _directory: TempDir,
     target: Target,
@@ -30,7 +29,6 @@ impl Fake {
         Self { _directory: directory, target: Target(path), thread }
     }
 
-    /// With `value` as the only answer.
     pub(crate) fn returning(value: &Value) -> Self {
         Self::start(GREETING, vec![json!({ "return": value }).to_string()])
     }

@@ -12,13 +12,9 @@ use super::report::{Disk, Group, Node, Report, Work};
 /// What a disk or group did per second, and how far it was held back.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(crate) struct Rate {
-    /// Operations.
     pub(crate) read_iops: f64,
-    /// Operations.
     pub(crate) write_iops: f64,
-    /// Bytes.
     pub(crate) read_bps: f64,
-    /// Bytes.
     pub(crate) write_bps: f64,
     /// The share of the time, 0 to 1, during which its requests waited for limits of its own or of a group above it.
     pub(crate) limited: f64,
@@ -37,7 +33,6 @@ impl Rate {
     }
 }
 
-/// The rates of everything, by name.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct Rates {
     /// The time between the reports; 0 where they cannot be compared.

@@ -36,14 +36,10 @@ pub(crate) struct Disk {
     pub(crate) cache: Option<String>,
     /// `raw` or `qcow2`.
     pub(crate) format: String,
-    /// Of a qcow2 image: the cache of its mapping.
     pub(crate) l2_cache: Option<MetadataCache>,
-    /// Of a qcow2 image: the cache of its refcounts.
     pub(crate) refcount_cache: Option<MetadataCache>,
     pub(crate) connections: u64,
-    /// What clients asked for.
     pub(crate) reads: Work,
-    /// What clients asked for.
     pub(crate) writes: Work,
     #[serde(flatten)]
     pub(crate) settings: Settings,
@@ -65,13 +61,11 @@ pub(crate) struct ReadAhead {
     pub(crate) skipped: u64,
     /// Of the hits, those that had to wait for data on its way.
     pub(crate) waited: u64,
-    /// Bytes that were read ahead.
     pub(crate) read_ahead_bytes: u64,
     /// Of these, bytes that somebody then read.
     pub(crate) used_bytes: u64,
     /// Of these, bytes that were dropped unread.
     pub(crate) wasted_bytes: u64,
-    /// Bytes of memory in use.
     pub(crate) memory: u64,
     pub(crate) streams: u64,
     /// Whether nothing new is read ahead, because it does not pay.
@@ -93,7 +87,6 @@ pub(crate) struct MetadataCache {
     /// What was dropped for want of room.
     pub(crate) evictions: u64,
     pub(crate) bytes: u64,
-    /// Memory it may use.
     pub(crate) limit: u64,
     /// Bytes of the disk that so much memory covers.
     pub(crate) covered: u64,
@@ -114,13 +107,11 @@ pub(crate) struct Group {
     pub(crate) throttle: Throttle,
 }
 
-/// What a disk or a group is held to.
 #[derive(Clone, Debug, Default, Deserialize, PartialEq)]
 #[serde(rename_all = "kebab-case", default)]
 pub(crate) struct Settings {
     pub(crate) group: Option<String>,
     pub(crate) weight: Option<u64>,
-    /// Operations per second that it is promised.
     pub(crate) iops_reservation: Option<u64>,
     pub(crate) bps_reservation: Option<u64>,
     /// Percent of the device in use below which limits are not enforced.
@@ -130,7 +121,6 @@ pub(crate) struct Settings {
     pub(crate) prefetch: Option<Prefetch>,
 }
 
-/// What is read ahead of a disk's readers.
 #[derive(Clone, Debug, Default, Deserialize, PartialEq, Eq)]
 #[serde(rename_all = "kebab-case", default)]
 pub(crate) struct Prefetch {
@@ -152,7 +142,6 @@ impl Prefetch {
         format!("{}{}", self.mode, if is_closed { " closed" } else { "" })
     }
 
-    /// Memory that may be used, in bytes.
     pub(crate) fn memory(&self) -> u64 {
         self.numbers.get(short_name(Setting::Memory)).copied().unwrap_or(0)
     }
@@ -178,7 +167,6 @@ pub(crate) struct Throttle {
     pub(crate) wait_ns: Option<Waits>,
     /// Time during which work waited for these very limits.
     pub(crate) limited_ns: u64,
-    /// The limit that work waits for now.
     pub(crate) binding: Option<String>,
     /// Units that may still pass at once, by limit.
     pub(crate) tokens: BTreeMap<String, u64>,
@@ -221,7 +209,6 @@ pub(crate) struct Device {
     /// Such as `/dev/vda`.
     pub(crate) name: String,
     pub(crate) disks: Vec<String>,
-    /// What it can do, as far as that is known.
     pub(crate) capacity: Capacity,
     /// How that is known: `probe`, `rate` or `busy-time`.
     pub(crate) capacity_source: Option<String>,
@@ -230,17 +217,13 @@ pub(crate) struct Device {
     pub(crate) used: Option<f64>,
 }
 
-/// What a device can do in a second; 0 is unknown.
+/// Operations and bytes that a device can do in a second; 0 is unknown.
 #[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq, Eq)]
 #[serde(rename_all = "kebab-case", default)]
 pub(crate) struct Capacity {
-    /// Operations.
     pub(crate) read_iops: u64,
-    /// Operations.
     pub(crate) write_iops: u64,
-    /// Bytes.
     pub(crate) read_bps: u64,
-    /// Bytes.
     pub(crate) write_bps: u64,
 }
 
@@ -275,7 +258,6 @@ impl<'a> Node<'a> {
 }
 
 impl Report {
-    /// Reads an answer.
     pub(crate) fn read(value: &Value) -> Result<Self, serde_json::Error> {
         Self::deserialize(value)
     }

@@ -40,7 +40,6 @@ pub(crate) trait Setter {
     fn entry(&self, answer: &Value, node: Node<'_>) -> Value;
 }
 
-/// The options that all of these commands have.
 pub(crate) struct Common<'a> {
     pub(crate) name: &'a str,
     pub(crate) json: bool,

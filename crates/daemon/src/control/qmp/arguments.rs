@@ -37,13 +37,11 @@ impl Arguments {
         self.members.remove(key)
     }
 
-    /// A value that need not be there.
     pub(crate) fn optional<T: Read>(&mut self, key: &str) -> Result<Option<T>, Error> {
         let Some(value) = self.take(key) else { return Ok(None) };
         T::read(&self.name_of(key), value).map(Some)
     }
 
-    /// A value that must be there.
     pub(crate) fn required<T: Read>(&mut self, key: &str) -> Result<T, Error> {
         self.optional(key)?.ok_or_else(|| Error::missing(&self.name_of(key)))
     }
@@ -125,7 +123,6 @@ impl Arguments {
         Self::new(members)
     }
 
-    /// Ends the reading.
     pub(crate) fn finish(self) -> Result<(), Error> {
         let Some(key) = self.members.keys().next() else { return Ok(()) };
         let name = shown(&self.name_of(key));
@@ -137,7 +134,6 @@ impl Arguments {
     }
 }
 
-/// Something that is named or described.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) enum Reference {
     Name(String),

@@ -24,7 +24,6 @@ pub(super) struct CacheChanges {
 }
 
 impl CacheChanges {
-    /// Takes those that are there.
     pub(super) fn read(arguments: &mut Arguments) -> Result<Self, Error> {
         let mut bytes = |key: &str| arguments.number(key, 0..=MOST_BYTES);
         let (entry, refcount) = (bytes("l2-cache-entry-size")?, bytes("refcount-cache-size")?);
@@ -72,7 +71,6 @@ fn read_l2(arguments: &mut Arguments) -> Result<Option<Option<L2Size>>, Error> {
     }
 }
 
-/// The image, if it has such caches.
 pub(super) fn qcow2_of<'a>(image: &'a Image, name: &str) -> Result<&'a Qcow2, Error> {
     match image {
         Image::Qcow2(qcow2) => Ok(qcow2),

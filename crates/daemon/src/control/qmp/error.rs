@@ -73,7 +73,6 @@ impl Error {
         Self::generic(format!("Parameter '{key}' {rule}"))
     }
 
-    /// The value of an answer's `error`.
     pub(crate) fn to_json(&self) -> Value {
         json!({ "class": self.class.name(), "desc": self.description })
     }

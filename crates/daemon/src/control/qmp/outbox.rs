@@ -117,7 +117,6 @@ impl Outbox {
         (self.hang_up)();
     }
 
-    /// Whether the client was given up.
     #[cfg(test)]
     pub(super) fn is_given_up(&self) -> bool {
         self.given_up.get()

@@ -49,9 +49,7 @@ const MAX_CLIENTS: usize = 64;
 const PATIENCE: Duration = Duration::from_secs(30);
 /// How long it may do so once everything ends.
 const FAREWELL: Duration = Duration::from_secs(2);
-/// Bytes received at a time.
 const INTAKE_BYTES: usize = 16 << 10;
-/// Bytes sent at a time.
 const SEND_BYTES: usize = 256 << 10;
 
 pub(crate) type Running = Pin<Box<dyn Future<Output = Result<Value, Error>>>>;
@@ -148,7 +146,6 @@ impl Server {
         self.clients.borrow().len()
     }
 
-    /// A client's whole life.
     async fn welcome(self: Rc<Self>, socket: OwnedFd) {
         let admitted = self.admit(&socket);
         let socket = Fd::from(socket);

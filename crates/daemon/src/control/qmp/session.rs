@@ -21,7 +21,6 @@ use super::{
 /// The release of QEMU whose schema the commands follow. Clients (libvirt among them) decide by it what may be asked.
 const QEMU_VERSION: (u32, u32, u32) = (10, 2, 0);
 
-/// The command that ends the negotiation.
 pub(super) const NEGOTIATE: &str = "qmp_capabilities";
 
 /// The answer to `query-version`, and a part of the greeting.
@@ -38,7 +37,6 @@ pub(super) fn greeting() -> Value {
     json!({ "QMP": { "version": version(), "capabilities": [] } })
 }
 
-/// What is to be done next.
 #[derive(Debug)]
 pub(super) enum Turn {
     /// To be sent as it is.
@@ -51,7 +49,6 @@ pub(super) enum Turn {
 pub(super) struct Call {
     pub(super) name: String,
     pub(super) arguments: Arguments,
-    /// How to recognise the answer.
     pub(super) id: Id,
 }
 
@@ -74,7 +71,6 @@ impl Id {
     }
 }
 
-/// A conversation.
 #[derive(Debug, Default)]
 pub(super) struct Session {
     stream: Stream,

@@ -63,7 +63,6 @@ pub(super) struct LimitChanges {
 }
 
 impl LimitChanges {
-    /// Takes those that are there.
     pub(super) fn read(arguments: &mut Arguments, naming: Naming) -> Result<Self, Error> {
         let mut given = Vec::new();
         for setting in Setting::ALL {
@@ -115,7 +114,6 @@ pub(super) struct Changes {
 }
 
 impl Changes {
-    /// These, and `limits`.
     #[must_use]
     pub(super) fn with_limits(self, limits: LimitChanges) -> Self {
         Self { limits, ..self }

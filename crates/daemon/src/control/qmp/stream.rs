@@ -29,7 +29,6 @@ const KEPT_BYTES: usize = 16 << 10;
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) enum Item {
     Value(Value),
-    /// No JSON, for this reason.
     Broken(String),
 }
 
@@ -38,14 +37,12 @@ pub(crate) enum Item {
 enum Place {
     #[default]
     Between,
-    /// Inside brackets, outside quotes.
     Inside,
     Quoted,
     /// Behind a backslash.
     Escaped,
     /// In a number or a word that is a whole message.
     Scalar,
-    /// Behind something that is no JSON.
     Lost,
 }
 

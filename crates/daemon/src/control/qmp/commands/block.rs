@@ -167,7 +167,6 @@ fn in_use(name: &str) -> impl Fn(Refused) -> Error {
     }
 }
 
-/// Opens what is at the bottom of a chain.
 async fn open_bottom(inventory: &Inventory, chain: &Chain) -> Result<Opened, Error> {
     let Bottom::Storage { image, device, auto_read_only, .. } = &chain.bottom else {
         unreachable!("asked for storage alone");

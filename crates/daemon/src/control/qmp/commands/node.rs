@@ -134,7 +134,6 @@ impl Chain {
         }
     }
 
-    /// Reads one node, and those below it.
     fn node(
         &mut self,
         driver: &str,
@@ -211,7 +210,6 @@ struct Inherited {
 }
 
 impl Inherited {
-    /// What holds for a node below `above`.
     fn read(arguments: &mut Arguments, above: Self) -> Result<Self, Error> {
         let mut flag = |key: &str, default: bool| -> Result<bool, Error> {
             Ok(arguments.optional(key)?.unwrap_or(default))

@@ -56,7 +56,6 @@ pub(super) enum ObjectAdd {
 pub(super) enum SecretFrom {
     /// In the command: for who trusts the way to the socket.
     Data(Secret),
-    /// It is all of this file.
     File(String),
 }
 
@@ -173,7 +172,6 @@ impl Command for ObjectDel {
     }
 }
 
-/// What a path leads to.
 enum Place {
     Root,
     Objects,
