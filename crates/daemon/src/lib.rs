@@ -12,7 +12,8 @@
 //! The QMP command `block_set_io_throttle` is in `control/qmp/commands/throttle.rs`; the table of
 //! all commands is in `commands/mod.rs`.
 //!
-//! Never touches a request: between a client and its disk there is only what `export` and `block` do.
+//! Never touches a request: between a client and its disk there is only what `export` and `block`
+//! do.
 
 mod control;
 mod listen;

@@ -1,4 +1,5 @@
-//! `weir image bitmap`: the persistent bitmaps of a qcow2 image, with the options of `qemu-img bitmap`.
+//! `weir image bitmap`: the persistent bitmaps of a qcow2 image, with the options of
+//! `qemu-img bitmap`.
 
 use std::path::PathBuf;
 

@@ -1,7 +1,8 @@
 //! `--bitmaps`: the persistent bitmaps of the disk that is copied, in the new image too.
 //!
-//! They are stored after the disk, when nobody writes to the new image any more, and record or do not as they did before. One that may be wrong
-//! stops the copy before it begins, unless it is to be left out.
+//! They are stored after the disk, when nobody writes to the new image any more, and record or do
+//! not as they did before. One that may be wrong stops the copy before it begins, unless it is to
+//! be left out.
 //!
 //! Never changes the source.
 

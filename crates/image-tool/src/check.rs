@@ -1,4 +1,5 @@
-//! `weir image check`: whether an image is consistent, with what `qemu-img check` prints and its exit statuses.
+//! `weir image check`: whether an image is consistent, with what `qemu-img check` prints and its
+//! exit statuses.
 //!
 //! Never writes unless a repair is asked for, and never while somebody else uses the image.
 
@@ -51,7 +52,8 @@ pub struct Arguments {
     /// The same, as qemu-img has it
     #[arg(short = 'r', value_name = "WHAT")]
     short_repair: Option<What>,
-    /// The host's page cache: writeback, writethrough, none, directsync or unsafe [default: writeback]
+    /// The host's page cache: writeback, writethrough, none, directsync or unsafe [default:
+    /// writeback]
     #[arg(short = 'T', long, value_name = "MODE", value_parser = settings::read::<CacheMode>)]
     cache: Option<CacheMode>,
     /// Check it although somebody else writes to it

@@ -1,7 +1,8 @@
-//! `weir image commit`: moves what an image has itself down into its backing file, as `qemu-img commit` does.
+//! `weir image commit`: moves what an image has itself down into its backing file, as
+//! `qemu-img commit` does.
 //!
-//! The backing file is complete and flushed before anything is taken out of the image: however it ends, a guest would see the same disk as
-//! before in the image.
+//! The backing file is complete and flushed before anything is taken out of the image: however it
+//! ends, a guest would see the same disk as before in the image.
 
 use std::{
     path::{Path, PathBuf},
@@ -38,7 +39,8 @@ Exit status: 0 done, 1 failed, 2 wrong use of the command line.";
 pub struct Arguments {
     #[command(flatten)]
     subject: Subject,
-    /// The image of the chain to move it into, with all that lies above; implies -d [default: the backing file]
+    /// The image of the chain to move it into, with all that lies above; implies -d [default: the
+    /// backing file]
     #[arg(short, long, value_name = "FILE")]
     base: Option<String>,
     /// Leave the image as it is afterwards
@@ -151,7 +153,8 @@ fn how_to_copy() -> copy::How {
         in_order: false,
         compressed: false,
         target_is_zero: false,
-        // What is zero in the image hides what is below: as zeroes, or as data that happens to be zero.
+        // What is zero in the image hides what is below: as zeroes, or as data that happens to be
+        // zero.
         sparse: 65_536,
         grain: 65_536,
         // No more than the image has itself: around it, the backing file is right.

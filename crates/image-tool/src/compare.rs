@@ -1,6 +1,8 @@
-//! `weir image compare`: whether two images hold the same, with the messages and exit statuses of `qemu-img compare`.
+//! `weir image compare`: whether two images hold the same, with the messages and exit statuses of
+//! `qemu-img compare`.
 //!
-//! What both say is zero is not read. Where one is longer, the rest of it must be zeroes, unless `-s` asks for the same size.
+//! What both say is zero is not read. Where one is longer, the rest of it must be zeroes, unless
+//! `-s` asks for the same size.
 
 use std::{
     cell::{Cell, RefCell},
@@ -138,13 +140,15 @@ impl Verdict {
 struct Comparison {
     sources: [Source; 2],
     progress: Progress,
-    /// Where the first difference was found so far. Tasks take pieces in order and finish what they took, so in the end it is the first.
+    /// Where the first difference was found so far. Tasks take pieces in order and finish what they
+    /// took, so in the end it is the first.
     different: Cell<Option<u64>>,
     failed: RefCell<Option<anyhow::Error>>,
     work: RefCell<VecDeque<Piece>>,
 }
 
-/// A range of which both are of one kind throughout; [`Kind::Below`] is what an image does not have, behind its end.
+/// A range of which both are of one kind throughout; [`Kind::Below`] is what an image does not
+/// have, behind its end.
 #[derive(Clone, Copy, Debug)]
 struct Piece {
     offset: u64,

@@ -1,8 +1,10 @@
 //! `weir image convert`: copies a disk into a new image, with the options of `qemu-img convert`.
 //!
-//! The new image gets its name when it is complete ([`unfinished`](super::unfinished)): whatever ends the command, nothing half-made has it.
+//! The new image gets its name when it is complete ([`unfinished`](super::unfinished)): whatever
+//! ends the command, nothing half-made has it.
 //!
-//! Compressed clusters are packed by all processors and written as they become ready; `-W` is about plain ones.
+//! Compressed clusters are packed by all processors and written as they become ready; `-W` is about
+//! plain ones.
 
 use std::{
     path::{Path, PathBuf},
@@ -61,7 +63,8 @@ pub struct Arguments {
     /// Options of the new image, such as cluster_size=2M,lazy_refcounts=on; help lists them
     #[arg(short, value_name = "OPTIONS", conflicts_with = "no_create")]
     options: Vec<String>,
-    /// Read this internal snapshot instead of the disk: its id or name, or snapshot.id=ID,snapshot.name=NAME
+    /// Read this internal snapshot instead of the disk: its id or name, or
+    /// snapshot.id=ID,snapshot.name=NAME
     #[arg(short = 'l', long, value_name = "SNAPSHOT", value_parser = settings::read::<Pick>)]
     snapshot: Option<Pick>,
     /// Copy the persistent bitmaps too; from qcow2 to qcow2
@@ -85,7 +88,8 @@ pub struct Arguments {
     /// That image reads as zeroes, so zeroes need not be written
     #[arg(long, requires = "no_create")]
     target_is_zero: bool,
-    /// Leave out zeroes in runs of at least so many bytes; 0 leaves out none, and the new image is allocated throughout
+    /// Leave out zeroes in runs of at least so many bytes; 0 leaves out none, and the new image is
+    /// allocated throughout
     #[arg(short = 'S', long, value_name = "SIZE", default_value = "4K", value_parser = settings::size)]
     sparse_size: u64,
     /// Requests at a time, from 1 to 64
@@ -120,13 +124,15 @@ pub struct Arguments {
 /// Where the passphrases of the new image are.
 #[derive(Debug, Args)]
 struct TargetKeyArgs {
-    /// The passphrase of the new image, which -o encrypt.format=luks encrypts, or of one that is there; then of those behind it
+    /// The passphrase of the new image, which -o encrypt.format=luks encrypts, or of one that is
+    /// there; then of those behind it
     #[arg(long, value_name = "FILE")]
     target_secret_file: Vec<PathBuf>,
     /// An open descriptor to read it from
     #[arg(long, value_name = "N", conflicts_with = "target_secret_file")]
     target_secret_fd: Vec<u32>,
-    /// The new image's passphrase as qemu-img has it: secret,id=ID,file=FILE, with encrypt.key-secret=ID among the options
+    /// The new image's passphrase as qemu-img has it: secret,id=ID,file=FILE, with
+    /// encrypt.key-secret=ID among the options
     #[arg(long, value_name = "OBJECT", conflicts_with_all = ["target_secret_file", "target_secret_fd", "no_create"])]
     object: Vec<String>,
 }
@@ -337,7 +343,8 @@ fn check_target(target: &Image, arguments: &Arguments) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Ends the use of the image: everything is where it belongs, and on stable storage as far as the cache mode cares.
+/// Ends the use of the image: everything is where it belongs, and on stable storage as far as the
+/// cache mode cares.
 async fn close(image: &Image) -> block::error::Result<()> {
     image.flush().await?;
     image.close().await

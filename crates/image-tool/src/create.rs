@@ -1,6 +1,7 @@
 //! `weir image create`: makes a raw or qcow2 image, with the options of `qemu-img create`.
 //!
-//! An image that was there is replaced, but not while somebody uses it. A new file that could not be finished is removed again.
+//! An image that was there is replaced, but not while somebody uses it. A new file that could not
+//! be finished is removed again.
 
 use std::{
     fs::{self, OpenOptions},
@@ -172,7 +173,8 @@ pub(super) fn preallocation_mode(name: &str) -> Result<Preallocation, String> {
     }
 }
 
-/// All but the size. `backing` is the backing file that was given beside the options, and its format.
+/// All but the size. `backing` is the backing file that was given beside the options, and its
+/// format.
 pub(super) fn qcow2_options(
     options: &mut Options,
     backing: (Option<String>, Option<Format>),
@@ -320,7 +322,8 @@ fn is_regular(path: &Path) -> anyhow::Result<bool> {
     Ok(!kind.is_block_device())
 }
 
-/// What was in a file is gone: the new image reads as zeroes where nothing is written. Devices keep their size.
+/// What was in a file is gone: the new image reads as zeroes where nothing is written. Devices keep
+/// their size.
 async fn empty(storage: &Storage) -> anyhow::Result<()> {
     if storage.size_bytes() <= LEAST_FILE {
         return Ok(());

@@ -1,4 +1,5 @@
-//! From a file's name to the disk that a guest would see in it, for commands that read and write as one would.
+//! From a file's name to the disk that a guest would see in it, for commands that read and write as
+//! one would.
 //!
 //! Never looks at where a format keeps what: [`opening`] is for commands that do.
 
@@ -24,7 +25,8 @@ use super::{
 
 /// Opens the image at `path`, with what lies below it.
 ///
-/// Where the format was not said it is guessed, and an image whose format was guessed may name no other file.
+/// Where the format was not said it is guessed, and an image whose format was guessed may name no
+/// other file.
 pub(super) async fn open(
     path: &Path,
     format: Option<Format>,
@@ -57,8 +59,8 @@ pub(super) async fn open_at(
     Ok(Arc::new(image::open::open(&opening::spec(path)?, options).await?))
 }
 
-/// The format of an image whose chain is written to, or copied from one image to another: one that was given, or a guess where the image names no
-/// other file.
+/// The format of an image whose chain is written to, or copied from one image to another: one that
+/// was given, or a guess where the image names no other file.
 /// Fails if it must be given: a guest could have written the names into its raw disk.
 pub(super) async fn format_of_chain(subject: &Subject) -> anyhow::Result<Format> {
     let format = subject.format()?;
@@ -107,7 +109,8 @@ pub(super) enum Kind {
     Below,
 }
 
-/// What the image has itself, from `offset` on, for at most `length` bytes: pieces that follow each other; at least one.
+/// What the image has itself, from `offset` on, for at most `length` bytes: pieces that follow each
+/// other; at least one.
 pub(super) async fn layer(image: &Image, offset: u64, length: u64) -> Result<Vec<(u64, Kind)>> {
     let Image::Qcow2(qcow2) = image else {
         // There is nothing below it.

@@ -1,4 +1,5 @@
-//! How a new image is to be encrypted, and with whose passphrase: QEMU's `encrypt.` options and its `secret` objects.
+//! How a new image is to be encrypted, and with whose passphrase: QEMU's `encrypt.` options and its
+//! `secret` objects.
 //!
 //! Never takes a passphrase from the command line, where everybody on the machine can read it.
 
@@ -21,7 +22,8 @@ pub(super) struct SecretArgs {
     /// The same, with an open descriptor to read the passphrase from
     #[arg(long, value_name = "N", conflicts_with = "secret_file")]
     secret_fd: Option<u32>,
-    /// The same, as qemu-img has it: secret,id=ID,file=FILE, with encrypt.key-secret=ID among the options
+    /// The same, as qemu-img has it: secret,id=ID,file=FILE, with encrypt.key-secret=ID among the
+    /// options
     #[arg(long, value_name = "OBJECT", conflicts_with_all = ["secret_file", "secret_fd"])]
     pub(super) object: Vec<String>,
 }
@@ -45,8 +47,9 @@ pub(super) struct Encryption {
 }
 
 impl Encryption {
-    /// Takes the options; `None` if the image is not to be encrypted. The passphrase is `own`, or that of an object.
-    /// Errors: options without a passphrase, or the other way round, and what is not supported.
+    /// Takes the options; `None` if the image is not to be encrypted. The passphrase is `own`, or
+    /// that of an object. Errors: options without a passphrase, or the other way round, and what is
+    /// not supported.
     pub(super) fn take(
         options: &mut Options,
         own: Option<&Secret>,
@@ -85,7 +88,8 @@ impl Encryption {
         Ok(Some(Self { luks, secret }))
     }
 
-    /// Makes the LUKS header. Takes a few seconds, which is what keeps others from trying many passphrases.
+    /// Makes the LUKS header. Takes a few seconds, which is what keeps others from trying many
+    /// passphrases.
     pub(super) fn area(&self) -> Result<Vec<u8>, String> {
         Ok(luks::create(&self.secret, &self.luks).map_err(|error| error.to_string())?.area)
     }

@@ -1,7 +1,8 @@
 //! Passphrases of encrypted images that are there, and which of them is whose.
 //!
-//! Given is one for each encrypted image, in the order in which a command names its images and in each from the top of its chain; or one that
-//! opens them all, and then images that are not encrypted may be among them.
+//! Given is one for each encrypted image, in the order in which a command names its images and in
+//! each from the top of its chain; or one that opens them all, and then images that are not
+//! encrypted may be among them.
 //!
 //! Never takes a passphrase from the command line, where everybody on the machine can read it.
 
@@ -24,7 +25,8 @@ use super::opening;
 /// Where the passphrases are.
 #[derive(Debug, Args)]
 pub(super) struct KeyArgs {
-    /// A file that is the passphrase of an encrypted image, whole; once for each in the chain from the top, or one for all
+    /// A file that is the passphrase of an encrypted image, whole; once for each in the chain from
+    /// the top, or one for all
     #[arg(long, value_name = "FILE")]
     secret_file: Vec<PathBuf>,
     /// An open descriptor to read the passphrase from

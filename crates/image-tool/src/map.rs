@@ -1,4 +1,5 @@
-//! `weir image map`: what a disk is made of and where it lies, through the chain of backing files, as `qemu-img map` prints it.
+//! `weir image map`: what a disk is made of and where it lies, through the chain of backing files,
+//! as `qemu-img map` prints it.
 //!
 //! Never reads guest data.
 
@@ -109,7 +110,8 @@ impl Map {
         }
     }
 
-    /// What there is from `start` to `end`. Goes down the chain by itself, since its length is the image's to say.
+    /// What there is from `start` to `end`. Goes down the chain by itself, since its length is the
+    /// image's to say.
     async fn add(&mut self, top: &Image, start: u64, end: u64) -> anyhow::Result<()> {
         // What an image leaves to the one below: a stack instead of a recursion.
         let mut left = vec![(top, 0, start, end)];
@@ -148,7 +150,8 @@ impl Map {
         Ok(())
     }
 
-    /// Adds what the image has itself, up to the first range that its backing file may have. Returns how far that is known, and the range.
+    /// Adds what the image has itself, up to the first range that its backing file may have.
+    /// Returns how far that is known, and the range.
     async fn add_qcow2(
         &mut self,
         qcow2: &Qcow2,

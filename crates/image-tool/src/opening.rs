@@ -1,7 +1,8 @@
-//! From a file's name to its storage and its format, for commands that look at the bytes themselves.
+//! From a file's name to its storage and its format, for commands that look at the bytes
+//! themselves.
 //!
-//! Guesses a format only to show or check an image, never to write into it as a guest would; who writes has said the format, or the image
-//! has a signature.
+//! Guesses a format only to show or check an image, never to write into it as a guest would; who
+//! writes has said the format, or the image has a signature.
 
 use std::path::{Path, PathBuf};
 
@@ -37,7 +38,8 @@ pub(super) fn format_named(name: Option<&str>) -> anyhow::Result<Format> {
     }
 }
 
-/// Where a name in an image points, for messages: a relative one begins at the image's own directory.
+/// Where a name in an image points, for messages: a relative one begins at the image's own
+/// directory.
 ///
 /// Unlike `block`, which opens what it resolves, this refuses no name: `info` shows those too.
 pub fn beside(image: &Path, name: &str) -> PathBuf {

@@ -1,6 +1,7 @@
 //! `-o key=value,key=value`: options of a format, as qemu-img writes them.
 //!
-//! A comma in a value is written twice. Never ignores anything: a key that is unknown or twice there is an error that names it.
+//! A comma in a value is written twice. Never ignores anything: a key that is unknown or twice
+//! there is an error that names it.
 
 use block::storage::parse_size;
 

@@ -1,7 +1,8 @@
 //! `weir image rebase`: gives an image another backing file, as `qemu-img rebase` does.
 //!
-//! What the image does not have itself and what the two backing files have differently is copied into the image first, so a guest sees the same disk
-//! before, during and after. With `-u` only the name is changed.
+//! What the image does not have itself and what the two backing files have differently is copied
+//! into the image first, so a guest sees the same disk before, during and after. With `-u` only the
+//! name is changed.
 
 use std::path::{Path, PathBuf};
 
@@ -69,7 +70,8 @@ pub struct Arguments {
 const PIECE: u64 = 1 << 20;
 
 /// Rebases.
-/// Fails if something cannot be opened, read or written; the image then has the backing file that it had.
+/// Fails if something cannot be opened, read or written; the image then has the backing file that
+/// it had.
 pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
     let name = arguments.subject.name();
     let backing = match (arguments.backing.as_str(), arguments.backing_format) {
@@ -117,7 +119,8 @@ async fn rebase(
     Ok(qcow2.close().await?)
 }
 
-/// An error if the image is in its new chain. It would only be found to be locked, by this very command.
+/// An error if the image is in its new chain. It would only be found to be locked, by this very
+/// command.
 async fn check_no_loop(file: &Path, backing: PathBuf, format: Format) -> anyhow::Result<()> {
     let mut next = Some((backing, format));
     for _ in 0..LONGEST_CHAIN {
@@ -189,7 +192,8 @@ impl Below {
 
     /// The same for a range that the image does not have.
     ///
-    /// Zeroes are written as data: told to make zeroes of what reads as zeroes already, an image has nothing to do.
+    /// Zeroes are written as data: told to make zeroes of what reads as zeroes already, an image
+    /// has nothing to do.
     async fn keep(&self, image: &Qcow2, start: u64, end: u64, cluster: u64) -> anyhow::Result<()> {
         let length = (end - start) as usize;
         let old = content(self.old.as_ref(), start, length).await?;
@@ -213,7 +217,8 @@ impl Below {
     }
 }
 
-/// What is in a backing file there, zeroes behind its end; `None` where all of it is zeroes by what it says of itself.
+/// What is in a backing file there, zeroes behind its end; `None` where all of it is zeroes by what
+/// it says of itself.
 async fn content(source: Option<&Source>, start: u64, length: usize) -> anyhow::Result<Option<Buffer>> {
     let Some(source) = source else { return Ok(None) };
     let there = source.size_bytes().saturating_sub(start).min(length as u64);

@@ -1,4 +1,5 @@
-//! `weir image snapshot`: internal snapshots of a qcow2 image, with the options of `qemu-img snapshot`.
+//! `weir image snapshot`: internal snapshots of a qcow2 image, with the options of
+//! `qemu-img snapshot`.
 
 use std::{
     path::{Path, PathBuf},

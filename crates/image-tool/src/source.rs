@@ -53,7 +53,8 @@ impl Source {
         (part, offset - part.start, end - offset)
     }
 
-    /// What there is at `offset`, for at most `length` bytes: pieces that follow each other; at least one.
+    /// What there is at `offset`, for at most `length` bytes: pieces that follow each other; at
+    /// least one.
     pub(super) async fn status(&self, offset: u64, length: u64) -> anyhow::Result<Vec<(u64, Kind)>> {
         let (part, at, left) = self.at(offset);
         let length = length.min(left);

@@ -1,8 +1,8 @@
 //! A file that gets its name once it is complete.
 //!
-//! What is written goes to a file of another name beside it, which takes the name with a rename. So whatever ends the command, an error, a
-//! signal, a crash, the name stands for what it stood for before, or for something whole. On SIGINT, SIGTERM and SIGHUP the other file is
-//! removed.
+//! What is written goes to a file of another name beside it, which takes the name with a rename. So
+//! whatever ends the command, an error, a signal, a crash, the name stands for what it stood for
+//! before, or for something whole. On SIGINT, SIGTERM and SIGHUP the other file is removed.
 //!
 //! Never renames over anything but a regular file: a device is written in place.
 

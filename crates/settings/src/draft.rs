@@ -1,4 +1,5 @@
-//! What was said, before it is known to make sense: every value well formed by itself, with the place it was said at.
+//! What was said, before it is known to make sense: every value well formed by itself, with the
+//! place it was said at.
 
 use std::{path::PathBuf, time::Duration};
 

@@ -1,6 +1,8 @@
-//! Where a setting was written, so that whatever is found wrong with it later can be said of that place.
+//! Where a setting was written, so that whatever is found wrong with it later can be said of that
+//! place.
 //!
-//! A message about the config file begins with file, line, key and value; one about the command line with the option.
+//! A message about the config file begins with file, line, key and value; one about the command
+//! line with the option.
 
 use std::fmt;
 

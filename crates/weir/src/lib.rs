@@ -8,8 +8,9 @@
 //!   saving               what these two share: a change, told to the daemon and kept in the config file
 //! ```
 //!
-//! It is a library so that end-to-end tests and tools reach [`main`]; it is no interface for others.
-//! Never does anything by itself: what a command does lies in the room that is named after it.
+//! It is a library so that end-to-end tests and tools reach [`main`]; it is no interface for
+//! others. Never does anything by itself: what a command does lies in the room that is named after
+//! it.
 
 mod cli;
 mod client;

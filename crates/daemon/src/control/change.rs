@@ -1,6 +1,7 @@
 //! What happened to the things that run, told to whoever wants to know.
 //!
-//! A listener is called at once, on the main thread, after the change is done: it may look at the inventory.
+//! A listener is called at once, on the main thread, after the change is done: it may look at the
+//! inventory.
 
 use std::{cell::RefCell, fmt, rc::Rc};
 

@@ -9,7 +9,8 @@
 //!
 //! Belongs to the main thread. Knows only the disks and groups that the inventory passes to it.
 //!
-//! Never keeps a disk from being served: a device that cannot be found is logged, and limits are enforced as they are set.
+//! Never keeps a disk from being served: a device that cannot be found is logged, and limits are
+//! enforced as they are set.
 
 use std::{
     cell::RefCell,
@@ -137,7 +138,8 @@ impl Devices {
     }
 }
 
-/// A group can promise what its device can do; one on several, or on one that was not measured, what its limits say.
+/// A group can promise what its device can do; one on several, or on one that was not measured,
+/// what its limits say.
 fn bound(group: &Group, devices: &[Arc<Device>]) -> anyhow::Result<()> {
     let capacity = match devices {
         [device] => device.capacity().map(|capacity| capacity.reservable()),

@@ -5,11 +5,12 @@
 //!      └──► server
 //! ```
 //!
-//! An arrow is a use: nothing is removed while something uses it. Disks and groups share one space of names, so that a command that
-//! takes either can tell which is meant. Listings are in the order of the names.
+//! An arrow is a use: nothing is removed while something uses it. Disks and groups share one space
+//! of names, so that a command that takes either can tell which is meant. Listings are in the order
+//! of the names.
 //!
-//! Keeps what others opened and built, and the rules between them; it opens, parses and prints nothing. Belongs to the main thread,
-//! and never holds a borrow across an await.
+//! Keeps what others opened and built, and the rules between them; it opens, parses and prints
+//! nothing. Belongs to the main thread, and never holds a borrow across an await.
 
 use std::{
     cell::{Cell, OnceCell, RefCell},
@@ -126,7 +127,8 @@ pub(crate) enum End {
     Broken(anyhow::Error),
 }
 
-/// Asks the daemon to end: it begins once the main thread is free, so what was answered before can still be sent.
+/// Asks the daemon to end: it begins once the main thread is free, so what was answered before can
+/// still be sent.
 pub(crate) type Ender = Rc<dyn Fn(End)>;
 
 pub(crate) struct Inventory {
@@ -191,10 +193,10 @@ impl Inventory {
         &self.ender
     }
 
-    /// Finds the devices below the disks, now and after each change. What was measured of them is in
-    /// the state directory, or the usual one. Called once.
-    /// Fails if more is reserved than a device was measured to do. Later this is refused to whoever asks
-    /// for it.
+    /// Finds the devices below the disks, now and after each change. What was measured of them is
+    /// in the state directory, or the usual one. Called once.
+    /// Fails if more is reserved than a device was measured to do. Later this is refused to whoever
+    /// asks for it.
     pub(crate) fn look_at_devices(self: &Rc<Self>, state: Option<&Path>) -> anyhow::Result<()> {
         let devices = self.devices.get_or_init(|| Devices::new(state));
         devices.refresh(self.block_disks(), self.groups())?;
@@ -264,8 +266,8 @@ impl Inventory {
         Ok(disk)
     }
 
-    /// Removes a disk that nobody uses, flushes and closes it. A flush that fails does not keep it, for it would keep it for ever; it is
-    /// logged.
+    /// Removes a disk that nobody uses, flushes and closes it. A flush that fails does not keep it,
+    /// for it would keep it for ever; it is logged.
     pub(crate) async fn remove_disk(&self, name: &str) -> Result<(), Refused> {
         let disk = self.disk(name)?;
         if let Some(export) = self.exports_of(&disk).first() {
@@ -412,9 +414,9 @@ impl Inventory {
         Ok(())
     }
 
-    /// Removes an export. No client finds it any more when this returns; once the last that was connected is gone,
-    /// [`Change::ExportDeleted`] follows, and until then its id and its disk are in use.
-    /// Fails if there is none, or `removal` is safe and it has clients.
+    /// Removes an export. No client finds it any more when this returns; once the last that was
+    /// connected is gone, [`Change::ExportDeleted`] follows, and until then its id and its disk are
+    /// in use. Fails if there is none, or `removal` is safe and it has clients.
     pub(crate) fn remove_export(self: &Rc<Self>, id: &str, removal: Removal) -> Result<(), Refused> {
         let export = self.export(id)?;
         match export.serving.server().remove(export.number, removal) {

@@ -56,8 +56,9 @@ pub(crate) fn private(path: &Path) -> anyhow::Result<Listener> {
     Ok(Listener { socket: listener.into(), authority, file: Some(file) })
 }
 
-/// How long an address may outlive the process that listened there: what a process had in flight on an io_uring is ended after it
-/// is gone, and keeps its sockets open until then (measured: 10 ms after a kill).
+/// How long an address may outlive the process that listened there: what a process had in flight on
+/// an io_uring is ended after it is gone, and keeps its sockets open until then (measured: 10 ms
+/// after a kill).
 const AFTERLIFE: Duration = Duration::from_millis(500);
 /// How often it is tried again. The kernel tells nobody when such a socket goes.
 const TRY_AGAIN: Duration = Duration::from_millis(50);
@@ -75,8 +76,9 @@ fn patiently<T>(mut attempt: impl FnMut() -> io::Result<T>) -> io::Result<T> {
     }
 }
 
-/// Listens on an address: one socket, or one for each address that a host name resolves to. An address that is in use is
-/// tried again for a moment, so that a daemon that crashed can be started again at once.
+/// Listens on an address: one socket, or one for each address that a host name resolves to. An
+/// address that is in use is tried again for a moment, so that a daemon that crashed can be started
+/// again at once.
 fn bind(address: &Address) -> anyhow::Result<Vec<Listener>> {
     match address {
         Address::Unix(path) => {

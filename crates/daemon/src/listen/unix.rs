@@ -1,7 +1,8 @@
-//! Unix sockets as files: a socket that nobody serves any more is replaced, one that somebody does is left alone.
+//! Unix sockets as files: a socket that nobody serves any more is replaced, one that somebody does
+//! is left alone.
 //!
-//! The file of a socket outlives the process that made it, if that was killed. Whether anybody is there is found by
-//! connecting, without waiting.
+//! The file of a socket outlives the process that made it, if that was killed. Whether anybody is
+//! there is found by connecting, without waiting.
 
 use std::{
     fs,
@@ -43,7 +44,8 @@ impl Drop for SocketFile {
     fn drop(&mut self) {
         // Another daemon may have taken the path over meanwhile; then it is not ours to remove.
         if self.identity.is_some() && identity(&self.path) == self.identity {
-            // If it is gone already, all the better; nobody is left who could do anything about another error.
+            // If it is gone already, all the better; nobody is left who could do anything about
+            // another error.
             let _ = fs::remove_file(&self.path);
         }
     }
@@ -59,7 +61,8 @@ pub(super) fn bind(path: &Path) -> anyhow::Result<(UnixListener, SocketFile)> {
     bind_with(path, |path| UnixListener::bind(path))
 }
 
-/// As [`bind`], with a file that its owner alone may connect to (mode 0600), from its first moment on.
+/// As [`bind`], with a file that its owner alone may connect to (mode 0600), from its first moment
+/// on.
 pub(super) fn bind_private(path: &Path) -> anyhow::Result<(UnixListener, SocketFile)> {
     bind_with(path, |path| {
         let socket = socket(AddressFamily::Unix, SockType::Stream, SockFlag::SOCK_CLOEXEC, None)?;
@@ -184,7 +187,8 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("s");
         let (listener, file) = bind(&path).unwrap();
-        // The old inode stays alive under another name, so that the new socket cannot get its number.
+        // The old inode stays alive under another name, so that the new socket cannot get its
+        // number.
         fs::rename(&path, directory.path().join("old")).unwrap();
         let _theirs = UnixListener::bind(&path).unwrap();
         drop((listener, file));

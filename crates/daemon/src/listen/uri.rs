@@ -50,7 +50,8 @@ impl fmt::Display for Authority {
     }
 }
 
-/// Everything but RFC 3986's unreserved characters and the slash, which may stand in a path and in a query, encoded.
+/// Everything but RFC 3986's unreserved characters and the slash, which may stand in a path and in
+/// a query, encoded.
 fn encoded(bytes: &[u8]) -> String {
     let mut text = String::with_capacity(bytes.len());
     for &byte in bytes {

@@ -1,13 +1,15 @@
-//! Copying what is in one image into another, with many requests under way: the engine of `convert` and `commit`.
+//! Copying what is in one image into another, with many requests under way: the engine of `convert`
+//! and `commit`.
 //!
 //! ```text
 //!   scout ──► what is where? ──► items ──► tasks on several threads: read ─► leave out zeroes ─► (whose turn is it?) ─► write
 //! ```
 //!
-//! The scout goes ahead through what the source says of itself, so holes cost nothing. Tasks take items as they come; where writes must be in
-//! order they read ahead all the same.
+//! The scout goes ahead through what the source says of itself, so holes cost nothing. Tasks take
+//! items as they come; where writes must be in order they read ahead all the same.
 //!
-//! Never writes outside what was asked for, and ends with the first error: what the target then holds is undefined.
+//! Never writes outside what was asked for, and ends with the first error: what the target then
+//! holds is undefined.
 
 mod plan;
 mod turn;
@@ -46,11 +48,14 @@ pub(super) struct How {
     pub(super) compressed: bool,
     /// What the target has not been written reads as zeroes, so zeroes need not be written.
     pub(super) target_is_zero: bool,
-    /// Leave out zeroes among data: in runs of at least so many bytes. 0 leaves out none, and reads what the source says is zero.
+    /// Leave out zeroes among data: in runs of at least so many bytes. 0 leaves out none, and reads
+    /// what the source says is zero.
     pub(super) sparse: usize,
-    /// Less than this, and aligned to it, is not left out, in bytes: a block or a cluster of the target. A power of two.
+    /// Less than this, and aligned to it, is not left out, in bytes: a block or a cluster of the
+    /// target. A power of two.
     pub(super) grain: usize,
-    /// Data is copied in blocks of this size, aligned to it: 1, or the grain. More may be copied than is there in the source's layer.
+    /// Data is copied in blocks of this size, aligned to it: 1, or the grain. More may be copied
+    /// than is there in the source's layer.
     pub(super) align: u64,
     /// The most that one item covers, in bytes; a multiple of the grain.
     pub(super) unit: u64,

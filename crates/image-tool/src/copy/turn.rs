@@ -1,4 +1,5 @@
-//! Whose turn it is to write, where writes come in order: tasks on several threads read ahead, and write one after the other.
+//! Whose turn it is to write, where writes come in order: tasks on several threads read ahead, and
+//! write one after the other.
 //!
 //! Never waits for who has given up: once one has, nobody's turn comes.
 

@@ -6,14 +6,17 @@ use clap::Args;
 
 use crate::{CleanInterval, L2CacheSize, Place, Qcow2Draft, Said, SecretSource};
 
-/// How large the caches are to be. Where there are config files, who takes these in excludes [`CacheArgs::OPTIONS`].
+/// How large the caches are to be. Where there are config files, who takes these in excludes
+/// [`CacheArgs::OPTIONS`].
 #[derive(Clone, Debug, Default, Args)]
 #[command(next_help_heading = "qcow2")]
 pub struct CacheArgs {
-    /// Memory for the mapping, in bytes, or full: enough for the whole disk [default: what the disk needs, at most 32M]
+    /// Memory for the mapping, in bytes, or full: enough for the whole disk [default: what the disk
+    /// needs, at most 32M]
     #[arg(long, value_name = "SIZE", value_parser = crate::read::<L2CacheSize>)]
     l2_cache_size: Option<L2CacheSize>,
-    /// How much of the mapping is read at a time, from 512 to a cluster [default: a cluster, or 4K where not all of it fits]
+    /// How much of the mapping is read at a time, from 512 to a cluster [default: a cluster, or 4K
+    /// where not all of it fits]
     #[arg(long, value_name = "SIZE", value_parser = crate::size)]
     l2_cache_entry_size: Option<u64>,
     /// Memory for refcounts [default and minimum: four clusters]
@@ -50,13 +53,15 @@ pub struct Qcow2Args {
     /// Free what was not used for so many seconds; 0 never does [default: 600]
     #[arg(long, value_name = "SECONDS", value_parser = crate::read::<CleanInterval>, conflicts_with = "config")]
     cache_clean_interval: Option<CleanInterval>,
-    /// A file that is the passphrase of an encrypted image, whole; once for each in the chain from the top, or one for all
+    /// A file that is the passphrase of an encrypted image, whole; once for each in the chain from
+    /// the top, or one for all
     #[arg(long, value_name = "FILE", conflicts_with = "config")]
     secret_file: Vec<PathBuf>,
     /// An open descriptor to read the passphrase from
     #[arg(long, value_name = "N", conflicts_with_all = ["config", "secret_file"])]
     secret_fd: Vec<u32>,
-    /// Let clients see which parts this bitmap of the image marks, as qemu:dirty-bitmap:NAME; repeatable
+    /// Let clients see which parts this bitmap of the image marks, as qemu:dirty-bitmap:NAME;
+    /// repeatable
     #[arg(long, value_name = "NAME", conflicts_with = "config")]
     bitmap: Vec<String>,
 }

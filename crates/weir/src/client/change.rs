@@ -1,9 +1,11 @@
 //! A change of settings: which, to what; how it is written down, sent, and told.
 //!
-//! All settings a disk or a group can have go by one name each, on the command line, in the config file and to the
-//! daemon: the nineteen limits of the policy's table, those of the scheduler listed here, and, of disks alone, what is read ahead.
+//! All settings a disk or a group can have go by one name each, on the command line, in the config
+//! file and to the daemon: the nineteen limits of the policy's table, those of the scheduler listed
+//! here, and, of disks alone, what is read ahead.
 //!
-//! Never judges a value beyond its type: rules between settings are the daemon's, which knows all of them.
+//! Never judges a value beyond its type: rules between settings are the daemon's, which knows all
+//! of them.
 
 use policy::{
     prefetch::{self, Mode},
@@ -186,9 +188,10 @@ impl Change {
         self.iter().map(line).collect()
     }
 
-    /// What changes `before` into the settings that `text` lists as `name=value`, separated by white space: those it
-    /// leaves out get their defaults.
-    /// Fails if a word is not of that form, its name unknown or twice there, or its value not of its type.
+    /// What changes `before` into the settings that `text` lists as `name=value`, separated by
+    /// white space: those it leaves out get their defaults.
+    /// Fails if a word is not of that form, its name unknown or twice there, or its value not of
+    /// its type.
     pub(crate) fn to_listing(before: &Settings, text: &str) -> Result<Self, String> {
         let mut wanted = Self::default();
         for word in text.split_whitespace() {

@@ -1,10 +1,11 @@
-//! The other end of a daemon's control socket: what `weir status`, `weir throttle` and `weir top` speak through.
+//! The other end of a daemon's control socket: what `weir status`, `weir throttle` and `weir top`
+//! speak through.
 //!
-//! A QMP client that does one thing at a time: it connects, reads the greeting, leaves negotiation, and then has a command
-//! answered before the next. Events that arrive in between are passed over.
+//! A QMP client that does one thing at a time: it connects, reads the greeting, leaves negotiation,
+//! and then has a command answered before the next. Events that arrive in between are passed over.
 //!
-//! Never waits without an end: connecting, writing and reading have a deadline each. Never holds more of an answer than
-//! [`MAX_ANSWER_BYTES`], since what listens on a path need not be weir.
+//! Never waits without an end: connecting, writing and reading have a deadline each. Never holds
+//! more of an answer than [`MAX_ANSWER_BYTES`], since what listens on a path need not be weir.
 
 mod answer;
 pub(crate) mod change;
@@ -148,7 +149,8 @@ impl Client {
     }
 
     /// Has one command done: its return value.
-    /// Errors: [`Error::Refused`] with the daemon's own words, or [`Error::Unreachable`] if no answer came.
+    /// Errors: [`Error::Refused`] with the daemon's own words, or [`Error::Unreachable`] if no
+    /// answer came.
     pub(crate) fn execute(&mut self, command: &str, arguments: Value) -> Result<Value, Error> {
         let mut request = json!({ "execute": command });
         if arguments.as_object().is_some_and(|arguments| !arguments.is_empty()) {

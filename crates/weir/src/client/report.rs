@@ -1,7 +1,7 @@
 //! The answer to `x-weir-query-status` as this program reads it.
 //!
-//! Only what is shown is named here; a daemon may say more. What does not apply is absent in the answer, and then a
-//! default here: no group, no limit, a counter of 0.
+//! Only what is shown is named here; a daemon may say more. What does not apply is absent in the
+//! answer, and then a default here: no group, no limit, a counter of 0.
 //!
 //! Never written back: `--json` prints the daemon's own words.
 

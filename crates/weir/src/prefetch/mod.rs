@@ -1,4 +1,5 @@
-//! `weir prefetch`: shows what is read ahead of a disk's readers and what came of it, or changes it while it runs.
+//! `weir prefetch`: shows what is read ahead of a disk's readers and what came of it, or changes it
+//! while it runs.
 //!
 //! Never judges a setting: the daemon does, and applies all of a change or nothing.
 

@@ -1,10 +1,13 @@
-//! A change of settings as an edit of the config file's text: what it does not name keeps every byte.
+//! A change of settings as an edit of the config file's text: what it does not name keeps every
+//! byte.
 //!
-//! Comments, order, quotes and blank lines are the operator's. A setting that is there changes its value in its place; one
-//! that is not follows the last of its table. A setting that goes back to its default stays written, with its comment,
-//! rather than vanish; `group` alone has no such value and is taken out.
+//! Comments, order, quotes and blank lines are the operator's. A setting that is there changes its
+//! value in its place; one that is not follows the last of its table. A setting that goes back to
+//! its default stays written, with its comment, rather than vanish; `group` alone has no such value
+//! and is taken out.
 //!
-//! Never judges values: whether the result is a config that makes sense is asked of the config's own reader.
+//! Never judges values: whether the result is a config that makes sense is asked of the config's
+//! own reader.
 
 use toml_edit::{Decor, DocumentMut, Item, TableLike, Value};
 

@@ -1,9 +1,9 @@
-//! A change of settings as the commands make it that are for that: put in force by the daemon, written into the config file where
-//! that is asked for, and told.
+//! A change of settings as the commands make it that are for that: put in force by the daemon,
+//! written into the config file where that is asked for, and told.
 //!
-//! The daemon judges a change and applies all of it or nothing. With `--save` the config file gets it too: everything
-//! that can be found out about the file is found out before the daemon is asked, so that a change is not in force and then not
-//! saved.
+//! The daemon judges a change and applies all of it or nothing. With `--save` the config file gets
+//! it too: everything that can be found out about the file is found out before the daemon is asked,
+//! so that a change is not in force and then not saved.
 
 mod arguments;
 mod edit;
@@ -50,7 +50,8 @@ pub(crate) struct Common<'a> {
 /// Shows or changes settings.
 ///
 /// # Errors
-/// If the daemon cannot be asked or refuses, the name is wrong, or the config file cannot be written.
+/// If the daemon cannot be asked or refuses, the name is wrong, or the config file cannot be
+/// written.
 pub(crate) fn run<S: Setter>(setter: &S) -> Result<(), Failure> {
     let Common { name, json, qmp, save } = setter.common();
     let mut client = Client::reach(qmp.clone())?;
@@ -69,8 +70,8 @@ pub(crate) fn run<S: Setter>(setter: &S) -> Result<(), Failure> {
     Ok(if json { print_json(&setter.entry(&answer, node)) } else { print(&setter.show(&report, node)) }?)
 }
 
-/// Has a change of the disk or group `name` made, and saved if that is asked for: the file's name then.
-/// Fails if the daemon refuses or cannot be asked, or the config file cannot be written.
+/// Has a change of the disk or group `name` made, and saved if that is asked for: the file's name
+/// then. Fails if the daemon refuses or cannot be asked, or the config file cannot be written.
 fn apply(
     client: &mut Client,
     report: &Report,

@@ -8,7 +8,8 @@
 //!   commit    still the file that was read? ──► rename over it
 //! ```
 //!
-//! A reader sees the old file or the new one, never half of one; so does whoever comes back after a power failure.
+//! A reader sees the old file or the new one, never half of one; so does whoever comes back after a
+//! power failure.
 //!
 //! Never writes to a file that somebody else changed in between: whose change would it lose?
 
@@ -38,8 +39,8 @@ pub(super) struct Saving {
 
 impl Saving {
     /// Makes ready what can fail.
-    /// Fails if the file cannot be read, written or replaced, does not hold the table `[kind.name]`, or would no longer be a
-    /// config that can be served.
+    /// Fails if the file cannot be read, written or replaced, does not hold the table
+    /// `[kind.name]`, or would no longer be a config that can be served.
     pub(super) fn prepare(path: &Path, kind: &str, name: &str, change: &Change) -> anyhow::Result<Self> {
         let shown = path.display().to_string();
         // Through symbolic links: they are to stay what they are.
@@ -96,7 +97,8 @@ fn open(path: &Path) -> anyhow::Result<(Flock<File>, String)> {
     Ok((file, text))
 }
 
-/// Refuses a text that `weir serve` would refuse, unless it refuses the old one as well: options may complete it.
+/// Refuses a text that `weir serve` would refuse, unless it refuses the old one as well: options
+/// may complete it.
 fn check(path: &Path, old_text: &str, new_text: &str) -> anyhow::Result<()> {
     let name = path.display().to_string();
     let directory = path.parent().unwrap_or(Path::new(""));

@@ -1,4 +1,5 @@
-//! The tables of `weir status`: disks, the caches of their images, what was read ahead, groups, devices; all but the first where there are any.
+//! The tables of `weir status`: disks, the caches of their images, what was read ahead, groups,
+//! devices; all but the first where there are any.
 
 use console::{
     figures,
@@ -73,7 +74,8 @@ fn caches(report: &Report, shown: &Shown) -> Table {
     table
 }
 
-/// What was read ahead of the disks' readers, in totals since they were opened; without those where that is off.
+/// What was read ahead of the disks' readers, in totals since they were opened; without those where
+/// that is off.
 fn read_ahead(report: &Report, shown: &Shown) -> Table {
     let mut table = Table::new([
         ("DISK", Side::Left),

@@ -1,4 +1,5 @@
-//! `weir top`: what runs, live, on the whole screen of a terminal; and a place to change a limit while watching.
+//! `weir top`: what runs, live, on the whole screen of a terminal; and a place to change a limit
+//! while watching.
 //!
 //! ```text
 //!   keyboard ─┐
@@ -8,12 +9,13 @@
 //!      └────────────────────────────────────┘
 //! ```
 //!
-//! `state` and all below it know no terminal and no socket, so tests press keys and hand in reports; `view` draws what
-//! it is given and decides nothing.
+//! `state` and all below it know no terminal and no socket, so tests press keys and hand in
+//! reports; `view` draws what it is given and decides nothing.
 //!
 //! `screen` and `input` serve every command that draws on the whole terminal.
 //!
-//! Never leaves the terminal as it is on the way out: not at the end, not after a panic, a signal or a stop.
+//! Never leaves the terminal as it is on the way out: not at the end, not after a panic, a signal
+//! or a stop.
 
 mod arguments;
 mod field;

@@ -57,7 +57,8 @@ pub(super) struct Edit {
     pub(super) error: Option<String>,
     /// The daemon has been asked, and has not answered yet.
     pub(super) is_waiting: bool,
-    /// What it was when the editing began: only what the user changes is changed, whatever others do meanwhile.
+    /// What it was when the editing began: only what the user changes is changed, whatever others
+    /// do meanwhile.
     before: Settings,
     /// What is told once the daemon agreed.
     told: String,
@@ -85,7 +86,8 @@ pub(super) struct State {
     pub(super) notice: Option<String>,
     /// When the last answer came, since the watching began.
     pub(super) now: Duration,
-    /// The row that was last known to be chosen: a name, since rows move, and its place, in case it goes.
+    /// The row that was last known to be chosen: a name, since rows move, and its place, in case it
+    /// goes.
     chosen: (String, usize),
     /// Rows that a page has; the view knows.
     pub(super) page: usize,

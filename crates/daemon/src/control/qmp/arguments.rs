@@ -1,7 +1,7 @@
 //! A command's arguments, read key by key, each with its full name.
 //!
-//! As with the config file's sections, what is read is what exists: a key that nobody asked for is an error. Reading takes
-//! a value out, so that what is left at the end is what was too much.
+//! As with the config file's sections, what is read is what exists: a key that nobody asked for is
+//! an error. Reading takes a value out, so that what is left at the end is what was too much.
 //!
 //! Never guesses: `"100"` is no integer and `1` no boolean, as in QEMU.
 
@@ -86,7 +86,8 @@ impl Arguments {
         }
     }
 
-    /// An object whose members are read one by one, if it is there. To be [finished](Arguments::finish) like this one.
+    /// An object whose members are read one by one, if it is there. To be
+    /// [finished](Arguments::finish) like this one.
     pub(crate) fn object(&mut self, key: &str) -> Result<Option<Self>, Error> {
         let Some(value) = self.take(key) else { return Ok(None) };
         let name = self.name_of(key);
@@ -96,7 +97,8 @@ impl Arguments {
         }
     }
 
-    /// The name of something there is, or an object that describes it, if either is there. QMP's type has the name `expected`.
+    /// The name of something there is, or an object that describes it, if either is there. QMP's
+    /// type has the name `expected`.
     pub(crate) fn reference(&mut self, key: &str, expected: &str) -> Result<Option<Reference>, Error> {
         match self.members.get(key) {
             Some(Value::String(_)) => Ok(self.optional(key)?.map(Reference::Name)),

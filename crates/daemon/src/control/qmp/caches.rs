@@ -1,6 +1,8 @@
-//! The caches of qcow2 images as arguments and as answers, with the names that QEMU's `blockdev-add` has for them.
+//! The caches of qcow2 images as arguments and as answers, with the names that QEMU's
+//! `blockdev-add` has for them.
 //!
-//! Where a change leaves something out, it stays as it is; 0 is the default, whatever that comes to for the image.
+//! Where a change leaves something out, it stays as it is; 0 is the default, whatever that comes to
+//! for the image.
 
 use std::time::Duration;
 

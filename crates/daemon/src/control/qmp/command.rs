@@ -5,8 +5,8 @@
 //!                    all wrong input ends here ┘              └ changes what runs
 //! ```
 //!
-//! Reading and running are apart so that no command can act on arguments of which some are wrong: by the time it runs, there are none
-//! that it has not understood.
+//! Reading and running are apart so that no command can act on arguments of which some are wrong:
+//! by the time it runs, there are none that it has not understood.
 
 use std::{fmt, rc::Rc};
 

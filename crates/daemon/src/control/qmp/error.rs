@@ -1,7 +1,9 @@
-//! What a command is refused with: one of QMP's classes and a sentence that names the key and the rule.
+//! What a command is refused with: one of QMP's classes and a sentence that names the key and the
+//! rule.
 //!
-//! The sentences about arguments have QEMU's own shape, so that who searches the web for one finds the right answer.
-//! Clients decide by the class, people by the sentence; neither ever holds anything of the process (addresses, backtraces).
+//! The sentences about arguments have QEMU's own shape, so that who searches the web for one finds
+//! the right answer. Clients decide by the class, people by the sentence; neither ever holds
+//! anything of the process (addresses, backtraces).
 
 use std::fmt;
 
@@ -57,7 +59,8 @@ impl Error {
         Self::generic(format!("Parameter '{key}' is missing"))
     }
 
-    /// An argument of another type than `expected`, a type's name in QMP: `string`, `integer`, `boolean`, `array`, `object`.
+    /// An argument of another type than `expected`, a type's name in QMP: `string`, `integer`,
+    /// `boolean`, `array`, `object`.
     pub(crate) fn wrong_type(key: &str, expected: &str) -> Self {
         Self::generic(format!("Invalid parameter type for '{key}', expected: {expected}"))
     }
@@ -68,7 +71,8 @@ impl Error {
         Self::generic(format!("Parameter '{key}' does not accept value '{value}' (there are: {list})"))
     }
 
-    /// An argument that breaks a rule; `rule` is the predicate of a sentence whose subject is the argument.
+    /// An argument that breaks a rule; `rule` is the predicate of a sentence whose subject is the
+    /// argument.
     pub(crate) fn rule(key: &str, rule: impl fmt::Display) -> Self {
         Self::generic(format!("Parameter '{key}' {rule}"))
     }

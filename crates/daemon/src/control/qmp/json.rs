@@ -1,7 +1,9 @@
-//! JSON text to a value, stricter than `serde_json` alone: a key that an object holds twice is an error, not a surprise.
+//! JSON text to a value, stricter than `serde_json` alone: a key that an object holds twice is an
+//! error, not a surprise.
 //!
-//! Two readers that take the first and the last of two keys disagree about what was asked; a daemon that changes limits must not be
-//! one of them. Never sees more than one message, whose length and depth [`stream`](super::stream) has bounded.
+//! Two readers that take the first and the last of two keys disagree about what was asked; a daemon
+//! that changes limits must not be one of them. Never sees more than one message, whose length and
+//! depth [`stream`](super::stream) has bounded.
 
 use std::fmt;
 

@@ -1,7 +1,9 @@
-//! Reading ahead as arguments and as answers: the settings by the names that they have everywhere in weir, the figures as counters.
+//! Reading ahead as arguments and as answers: the settings by the names that they have everywhere
+//! in weir, the figures as counters.
 //!
-//! QEMU has nothing of the kind, so where a command is QEMU's the names have `x-weir-` before them. Where a change leaves something
-//! out, it stays as it is. Never judges how settings go together: that is the policy's, asked before anything changes.
+//! QEMU has nothing of the kind, so where a command is QEMU's the names have `x-weir-` before them.
+//! Where a change leaves something out, it stays as it is. Never judges how settings go together:
+//! that is the policy's, asked before anything changes.
 
 use policy::prefetch::{Mode, Setting, Settings, Stats};
 use serde_json::{Value, json};

@@ -6,10 +6,12 @@
 //!                                                              outbox ─► task that sends
 //! ```
 //!
-//! Everything happens on the thread that listens, which is the one that changes what runs: a command is never half done when
-//! another client's begins, unless it waits. A client's own commands follow each other; those of several take turns.
+//! Everything happens on the thread that listens, which is the one that changes what runs: a
+//! command is never half done when another client's begins, unless it waits. A client's own
+//! commands follow each other; those of several take turns.
 //!
-//! Never lets a client hold up another: who does not read is waited for by its own session alone, and for [`PATIENCE`] at most.
+//! Never lets a client hold up another: who does not read is waited for by its own session alone,
+//! and for [`PATIENCE`] at most.
 
 use std::{
     cell::{Cell, RefCell},
@@ -128,8 +130,9 @@ impl Server {
         Ok(())
     }
 
-    /// Tells every client that the daemon ends, executes no further commands, and returns when the last client has been
-    /// answered and is gone; those that do not read are cut off after [`FAREWELL`].
+    /// Tells every client that the daemon ends, executes no further commands, and returns when the
+    /// last client has been answered and is gone; those that do not read are cut off after
+    /// [`FAREWELL`].
     pub(crate) async fn stop(&self, ending: Ending) {
         self.events.emit("SHUTDOWN", json!({ "guest": false, "reason": ending.reason() }));
         self.stopping.set(true);

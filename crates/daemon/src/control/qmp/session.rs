@@ -1,11 +1,13 @@
-//! One client's conversation, without its socket: bytes in, requests and answers out, in the order they were sent.
+//! One client's conversation, without its socket: bytes in, requests and answers out, in the order
+//! they were sent.
 //!
 //! ```text
 //!   greeting ─► negotiating ── qmp_capabilities ─► commands
 //! ```
 //!
-//! Whoever drives it calls [`Session::advance`] until the input is used up, executes what is to be executed, and sends an answer for each
-//! request before it advances again: so a client's commands happen one after the other, as it sent them.
+//! Whoever drives it calls [`Session::advance`] until the input is used up, executes what is to be
+//! executed, and sends an answer for each request before it advances again: so a client's commands
+//! happen one after the other, as it sent them.
 //!
 //! Never executes anything itself, and knows no command but the one that negotiates.
 
@@ -18,7 +20,8 @@ use super::{
     stream::{Item, Stream},
 };
 
-/// The release of QEMU whose schema the commands follow. Clients (libvirt among them) decide by it what may be asked.
+/// The release of QEMU whose schema the commands follow. Clients (libvirt among them) decide by it
+/// what may be asked.
 const QEMU_VERSION: (u32, u32, u32) = (10, 2, 0);
 
 pub(super) const NEGOTIATE: &str = "qmp_capabilities";
@@ -32,7 +35,8 @@ pub(super) fn version() -> Value {
     })
 }
 
-/// What a client is told before it says anything. weir offers no capability: commands are never executed out of order.
+/// What a client is told before it says anything. weir offers no capability: commands are never
+/// executed out of order.
 pub(super) fn greeting() -> Value {
     json!({ "QMP": { "version": version(), "capabilities": [] } })
 }
@@ -78,7 +82,8 @@ pub(super) struct Session {
 }
 
 impl Session {
-    /// Takes bytes off the front of `input`, up to the next thing to be done. `None` once all are taken.
+    /// Takes bytes off the front of `input`, up to the next thing to be done. `None` once all are
+    /// taken.
     pub(super) fn advance(&mut self, input: &mut &[u8]) -> Option<Turn> {
         let item = self.stream.advance(input)?;
         Some(match item {
@@ -155,7 +160,8 @@ fn command(mut members: Map<String, Value>) -> Result<(String, Arguments), Error
 mod tests {
     use super::*;
 
-    /// What a session that was greeted answers; a command that would be executed is answered with its name.
+    /// What a session that was greeted answers; a command that would be executed is answered with
+    /// its name.
     fn answers(session: &mut Session, text: &str) -> Vec<Value> {
         let mut input = text.as_bytes();
         let mut answers = Vec::new();

@@ -1,4 +1,5 @@
-//! Limits, shares and the watermark as arguments and as answers, under each of the names that QEMU's commands have for them.
+//! Limits, shares and the watermark as arguments and as answers, under each of the names that
+//! QEMU's commands have for them.
 //!
 //! | | `iops-total-max-length` is called |
 //! | --- | --- |
@@ -6,8 +7,9 @@
 //! | a throttle group's own properties | `x-iops-total-max-length` |
 //! | `block_set_io_throttle`, `query-block` | `iops_max_length` |
 //!
-//! weir's own settings are called `weight`, `iops-reservation`, `bps-reservation` and `watermark`, with `x-weir-` before them where a
-//! command is QEMU's. Never corrects a value: what breaks a rule is refused with the names the client used.
+//! weir's own settings are called `weight`, `iops-reservation`, `bps-reservation` and `watermark`,
+//! with `x-weir-` before them where a command is QEMU's. Never corrects a value: what breaks a rule
+//! is refused with the names the client used.
 
 use block::layer::throttle::{DiskSettings, GroupSettings};
 use policy::{
@@ -171,7 +173,8 @@ pub(super) fn set(limits: &Limits) -> Value {
     Setting::ALL.iter().filter(is_set).map(entry).collect()
 }
 
-/// The members of a `BlockDeviceInfo` that speak of limits: rates always, bursts where there are some.
+/// The members of a `BlockDeviceInfo` that speak of limits: rates always, bursts where there are
+/// some.
 pub(super) fn of_device(limits: &Limits) -> Map<String, Value> {
     let is_shown = |setting: &&Setting| match setting {
         Setting::Limit(_, Part::Rate) => true,

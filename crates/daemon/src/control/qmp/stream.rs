@@ -1,4 +1,5 @@
-//! Bytes to JSON values, in whatever pieces they arrive. Values follow each other with any white space between them, or none.
+//! Bytes to JSON values, in whatever pieces they arrive. Values follow each other with any white
+//! space between them, or none.
 //!
 //! ```text
 //!           ┌──────────────── newline, control character, 0xff ◄──┐
@@ -8,10 +9,11 @@
 //!                       └───────── no JSON can go on like this ───┘
 //! ```
 //!
-//! Only the frame is looked at here: brackets and quotes decide where a value ends, and what lies between is the parser's business.
-//! So a value whose frame is sound and whose inside is not costs one error and nothing else. Where the frame itself is broken, what follows
-//! cannot be told from its rest: one error, and all is skipped up to the end of the line, a control character or the byte 0xff
-//! (which no UTF-8 text holds; a client may send it to begin afresh).
+//! Only the frame is looked at here: brackets and quotes decide where a value ends, and what lies
+//! between is the parser's business. So a value whose frame is sound and whose inside is not costs
+//! one error and nothing else. Where the frame itself is broken, what follows cannot be told from
+//! its rest: one error, and all is skipped up to the end of the line, a control character or the
+//! byte 0xff (which no UTF-8 text holds; a client may send it to begin afresh).
 //!
 //! Never holds more than [`MAX_MESSAGE_BYTES`], however much is sent without an end.
 
@@ -19,7 +21,8 @@ use serde_json::Value;
 
 use super::json;
 
-/// Bytes of one value. QEMU takes 64 MiB; the longest that any command of weir's needs is far below 1 KiB.
+/// Bytes of one value. QEMU takes 64 MiB; the longest that any command of weir's needs is far below
+/// 1 KiB.
 pub(crate) const MAX_MESSAGE_BYTES: usize = 1 << 20;
 /// Arrays and objects within each other. QEMU takes 1024; no command of weir's needs more than 4.
 pub(crate) const MAX_DEPTH: u32 = 64;
@@ -67,7 +70,8 @@ pub(crate) struct Stream {
 }
 
 impl Stream {
-    /// Takes bytes off the front of `input`, up to the end of the next value or error. `None` once all are taken.
+    /// Takes bytes off the front of `input`, up to the end of the next value or error. `None` once
+    /// all are taken.
     pub(crate) fn advance(&mut self, input: &mut &[u8]) -> Option<Item> {
         while let [byte, rest @ ..] = *input {
             let byte = *byte;
@@ -226,7 +230,8 @@ mod tests {
 
     use super::*;
 
-    /// What comes of a text, given in pieces of `piece` bytes. Errors are `"!"` with what is said behind QEMU's words.
+    /// What comes of a text, given in pieces of `piece` bytes. Errors are `"!"` with what is said
+    /// behind QEMU's words.
     fn items(text: &[u8], piece: usize) -> Vec<Value> {
         let mut stream = Stream::default();
         let mut items = Vec::new();

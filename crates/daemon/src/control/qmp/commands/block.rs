@@ -1,7 +1,8 @@
 //! Disks that come, go and change their size while the daemon runs.
 //!
-//! QEMU has a graph of nodes, weir a disk with a name; [`node`](super::node) says how the one becomes the other. Where a node is put over
-//! a disk that is there, the disk takes the new node's name, and has its own back when that node is deleted.
+//! QEMU has a graph of nodes, weir a disk with a name; [`node`](super::node) says how the one
+//! becomes the other. Where a node is put over a disk that is there, the disk takes the new node's
+//! name, and has its own back when that node is deleted.
 
 use std::{cell::Cell, path::Path, rc::Rc, sync::Arc};
 
@@ -136,7 +137,8 @@ fn put_over(inventory: &Inventory, chain: &Chain, bottom: &str) -> Result<(), Er
     rename(inventory, taken, &chain.names[0], nodes)
 }
 
-/// Moves a disk that was taken out to a group, or out of any, with what it was promised; where that cannot be kept, nothing has happened.
+/// Moves a disk that was taken out to a group, or out of any, with what it was promised; where that
+/// cannot be kept, nothing has happened.
 fn move_taken(
     inventory: &Inventory,
     taken: RunningDisk,

@@ -4,14 +4,18 @@
 //!   throttle t0 ─► raw r0 ─► file f0        three nodes of QEMU's, one disk of weir's: t0
 //! ```
 //!
-//! A disk has the name of its topmost node. Below it may be nodes described in place, and at the bottom one described or one that is there
-//! already. What weir cannot do is refused by name, never passed over; what it does anyway (image locks, unmapping) may be asked for.
+//! A disk has the name of its topmost node. Below it may be nodes described in place, and at the
+//! bottom one described or one that is there already. What weir cannot do is refused by name, never
+//! passed over; what it does anyway (image locks, unmapping) may be asked for.
 //!
-//! A `qcow2` node is an image with whatever it names behind it: those files are the image's own, and no nodes.
+//! A `qcow2` node is an image with whatever it names behind it: those files are the image's own,
+//! and no nodes.
 //!
-//! What is read ahead is said at the topmost node, with `x-weir-` before the names, because it is the disk's.
+//! What is read ahead is said at the topmost node, with `x-weir-` before the names, because it is
+//! the disk's.
 //!
-//! Options that a node does not give are those of the node above it, where QEMU has it so (`read-only`, `cache`).
+//! Options that a node does not give are those of the node above it, where QEMU has it so
+//! (`read-only`, `cache`).
 //!
 //! Source: `BlockdevOptions` of QEMU's `qapi/block-core.json`.
 
@@ -65,7 +69,8 @@ pub(super) enum Bottom {
     Node(String),
     Storage {
         image: Image,
-        /// Whether the path must be a block device's (true) or a regular file's (false); nothing where there is none.
+        /// Whether the path must be a block device's (true) or a regular file's (false); nothing
+        /// where there is none.
         device: Option<bool>,
         cache: CacheMode,
         /// Open it read-only where it cannot be written.

@@ -1,4 +1,5 @@
-//! Throttle groups as QEMU's object model has them: `object-add`, `object-del`, `qom-list`, `qom-get`, `qom-set`.
+//! Throttle groups as QEMU's object model has them: `object-add`, `object-del`, `qom-list`,
+//! `qom-get`, `qom-set`.
 //!
 //! ```text
 //!   /                    container
@@ -6,8 +7,9 @@
 //!      └─ NAME           throttle-group: limits, x-…, x-weir-…; or secret
 //! ```
 //!
-//! Every group is an object, however it came to be: from the config file, from `object-add` or from `block_set_io_throttle`.
-//! Beside them there are passphrases (`secret`), which can be made and deleted, and never looked into.
+//! Every group is an object, however it came to be: from the config file, from `object-add` or from
+//! `block_set_io_throttle`. Beside them there are passphrases (`secret`), which can be made and
+//! deleted, and never looked into.
 
 use std::rc::Rc;
 
@@ -298,8 +300,8 @@ impl Command for QomSet {
     }
 }
 
-/// What setting a property to a value changes. The `x-` limits are for creation alone, as in QEMU: one of several could not be set
-/// where only all of them together make sense.
+/// What setting a property to a value changes. The `x-` limits are for creation alone, as in QEMU:
+/// one of several could not be set where only all of them together make sense.
 fn changes(property: String, value: Value) -> Result<Changes, Error> {
     if property == "type" || property == "x-weir-parent" {
         return Err(read_only(TYPE, &property));

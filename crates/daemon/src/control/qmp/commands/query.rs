@@ -1,7 +1,7 @@
 //! What a client may ask about disks: `query-block`, `query-named-block-nodes`, `query-blockstats`.
 //!
-//! A disk is a device and a node at once, both called by its name. What weir does not know or does not have is absent: a zero
-//! would say that it had been counted.
+//! A disk is a device and a node at once, both called by its name. What weir does not know or does
+//! not have is absent: a zero would say that it had been counted.
 
 use std::{os::unix::fs::MetadataExt as _, rc::Rc};
 
@@ -71,7 +71,8 @@ impl Command for QueryNamedBlockNodes {
 async fn node(running: &RunningDisk) -> Value {
     let disk = &running.disk;
     let own = disk.throttle().settings().limits;
-    // QEMU knows one level of limits. A disk's own say most about it; one that has none is held by its group.
+    // QEMU knows one level of limits. A disk's own say most about it; one that has none is held by
+    // its group.
     let group = disk.throttle().group().filter(|_| own.is_unlimited());
     let limits = group.as_ref().map_or(own, |group| group.settings().limits);
     let mut info = settings::of_device(&limits);

@@ -1,7 +1,8 @@
 //! weir's own commands: everything that runs in one answer, and one command for every setting.
 //!
-//! Their names begin with `x-weir-`, so that none can ever collide with QEMU's. `weir status`, `weir top` and `weir throttle` are clients of
-//! these two, as is `weir prefetch`; the answer's form is theirs to rely on and described in `docs/reference/qmp.md`.
+//! Their names begin with `x-weir-`, so that none can ever collide with QEMU's. `weir status`,
+//! `weir top` and `weir throttle` are clients of these two, as is `weir prefetch`; the answer's
+//! form is theirs to rely on and described in `docs/reference/qmp.md`.
 
 use std::{rc::Rc, sync::Arc};
 
@@ -230,7 +231,8 @@ fn group(inventory: &Inventory, group: &Arc<Group>) -> Value {
     answer
 }
 
-/// What disks and groups have in common. Reservations and the watermark are absent where there are none.
+/// What disks and groups have in common. Reservations and the watermark are absent where there are
+/// none.
 fn add_settings(
     answer: &mut Value,
     limits: &Limits,
