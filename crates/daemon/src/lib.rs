@@ -1,13 +1,19 @@
-//! The daemon: `weir serve`, from the command line or the config file to disks that clients use, and back to nothing.
+//! The daemon, `weir serve`: from the command line or the config file to disks that clients use,
+//! and back to nothing.
 //!
 //! ```text
-//!   serve/      start and end: options, the plan, disks, threads, signals
-//!   listen/     the sockets clients come to
-//!   control/    what runs, and how it is changed while it runs; qmp/ is the control socket
+//!   serve/      start and end: options (arguments/), disks and groups (assemble), signals
+//!   listen/     the sockets that clients connect to
+//!   control/    what runs (inventory), and how it is changed while it runs
+//!     qmp/      the control socket: stream ─► session ─► command ─► commands/, a file a subject
 //!   pid_file    the process's number, for scripts
 //! ```
 //!
-//! Never touches a request: between a client and its disk there is only what `export` and `block` do.
+//! The QMP command `block_set_io_throttle` is in `control/qmp/commands/throttle.rs`; the table of
+//! all commands is in `commands/mod.rs`.
+//!
+//! Never touches a request: between a client and its disk there is only what `export` and `block`
+//! do.
 
 mod control;
 mod listen;

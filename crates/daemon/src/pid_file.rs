@@ -14,9 +14,6 @@ pub(crate) struct PidFile(PathBuf);
 
 impl PidFile {
     /// Writes it, over what an earlier process left.
-    ///
-    /// # Errors
-    /// If it cannot be written.
     pub(crate) fn write(path: &Path) -> anyhow::Result<Self> {
         let named = || format!("pid file {}: cannot be written", path.display());
         let path = std::path::absolute(path).with_context(named)?;

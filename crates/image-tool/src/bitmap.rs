@@ -1,18 +1,18 @@
-//! `weir image bitmap`: the persistent bitmaps of a qcow2 image, with the options of `qemu-img bitmap`.
+//! `weir image bitmap`: the persistent bitmaps of a qcow2 image, with the options of
+//! `qemu-img bitmap`.
 
 use std::path::PathBuf;
 
 use anyhow::{Context as _, anyhow};
-use block::image::qcow2::{Qcow2, bitmap::DirtyBits};
-use clap::{ArgAction, ArgMatches, Args, FromArgMatches};
-use console::Failure;
-
-use super::{
-    on_reactor,
-    opening::{self, Format, How},
+use block::{
+    image::qcow2::{Qcow2, bitmap::DirtyBits},
+    storage::Format,
 };
+use clap::{ArgAction, ArgMatches, Args, FromArgMatches};
+use console::{Failure, on_reactor};
 
-/// Shown below the options.
+use super::opening::{self, How};
+
 pub(super) const EXAMPLES: &str = "\
 Examples:
   weir image bitmap --add -g 64K vm1.qcow2 since-monday
@@ -24,7 +24,6 @@ Examples:
 A bitmap that was not stored by who used the image last may be wrong; it can only be removed.
 Exit status: 0 done, 1 failed, 2 wrong use of the command line.";
 
-/// What is done to a bitmap.
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum Action {
     Add,
@@ -51,10 +50,10 @@ struct Options {
     #[arg(short = 'b', long, value_name = "FILE")]
     source_file: Option<PathBuf>,
     /// Its format: qcow2
-    #[arg(short = 'F', long, value_name = "FORMAT", requires = "source_file")]
+    #[arg(short = 'F', long, value_name = "FORMAT", requires = "source_file", value_parser = opening::format_option())]
     source_format: Option<Format>,
     /// The image's format: qcow2
-    #[arg(short, long, value_name = "FORMAT")]
+    #[arg(short, long, value_name = "FORMAT", value_parser = opening::format_option())]
     format: Option<Format>,
 }
 
@@ -129,9 +128,7 @@ impl Args for Arguments {
 }
 
 /// Does what was asked for, in the order in which it was.
-///
-/// # Errors
-/// The first thing that cannot be done; what came before is.
+/// Errors: the first thing that cannot be done; what came before is.
 pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
     let Arguments { options, actions } = arguments;
     let name = options.file.display().to_string();

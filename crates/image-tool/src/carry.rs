@@ -1,7 +1,8 @@
 //! `--bitmaps`: the persistent bitmaps of the disk that is copied, in the new image too.
 //!
-//! They are stored after the disk, when nobody writes to the new image any more, and record or do not as they did before. One that may be wrong
-//! stops the copy before it begins, unless it is to be left out.
+//! They are stored after the disk, when nobody writes to the new image any more, and record or do
+//! not as they did before. One that may be wrong stops the copy before it begins, unless it is to
+//! be left out.
 //!
 //! Never changes the source.
 
@@ -18,7 +19,6 @@ use block::image::{
 
 use super::opening::{self, How};
 
-/// The bitmaps of an image.
 #[derive(Debug)]
 pub(super) struct Carry {
     source: Arc<Image>,
@@ -27,9 +27,7 @@ pub(super) struct Carry {
 
 impl Carry {
     /// Those of `source`, which is opened read-only and called `name`.
-    ///
-    /// # Errors
-    /// If it can have none, or one of them cannot be copied.
+    /// Fails if it can have none, or one of them cannot be copied.
     pub(super) async fn of(source: &Arc<Image>, name: &str, skip_broken: bool) -> anyhow::Result<Self> {
         let Image::Qcow2(qcow2) = &**source else {
             bail!("--bitmaps: {name}: raw images have no bitmaps (leave it away)");
@@ -53,9 +51,6 @@ impl Carry {
     }
 
     /// Whether the new image can have them, before anything is copied.
-    ///
-    /// # Errors
-    /// Why not.
     pub(super) async fn check_target(&self, target: &Image) -> anyhow::Result<()> {
         let Image::Qcow2(qcow2) = target else {
             bail!("--bitmaps: raw images have no bitmaps (use -O qcow2)");
@@ -75,9 +70,6 @@ impl Carry {
     }
 
     /// Stores them in the image at `path`, which is not open any more.
-    ///
-    /// # Errors
-    /// The first one that cannot be stored.
     pub(super) async fn store(&self, path: &Path) -> anyhow::Result<()> {
         if self.bitmaps.is_empty() {
             return Ok(());

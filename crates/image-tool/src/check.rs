@@ -1,23 +1,22 @@
-//! `weir image check`: whether an image is consistent, with what `qemu-img check` prints and its exit statuses.
+//! `weir image check`: whether an image is consistent, with what `qemu-img check` prints and its
+//! exit statuses.
 //!
 //! Never writes unless a repair is asked for, and never while somebody else uses the image.
 
 use anyhow::{Context as _, anyhow};
 use block::{
     image::qcow2::check::{Repair, Report, check},
-    storage::CacheMode,
+    storage::{CacheMode, Format},
 };
 use clap::Args;
-use console::Failure;
+use console::{Failure, on_reactor, print};
 use serde_json::{Value, json};
 
 use super::{
-    Output, on_reactor,
-    opening::{self, Format, How, Subject},
-    print,
+    Output, form,
+    opening::{self, How, Subject},
 };
 
-/// Shown below the options.
 pub(super) const EXAMPLES: &str = "\
 Examples:
   weir image check vm1.qcow2
@@ -33,7 +32,6 @@ A wrong command line exits with 2 as well, and prints usage.";
 /// Of a format without metadata: qemu-img's.
 const NOT_SUPPORTED: u8 = 63;
 
-/// What is repaired.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 enum What {
     Leaks,
@@ -54,7 +52,8 @@ pub struct Arguments {
     /// The same, as qemu-img has it
     #[arg(short = 'r', value_name = "WHAT")]
     short_repair: Option<What>,
-    /// The host's page cache: writeback, writethrough, none, directsync or unsafe [default: writeback]
+    /// The host's page cache: writeback, writethrough, none, directsync or unsafe [default:
+    /// writeback]
     #[arg(short = 'T', long, value_name = "MODE", value_parser = settings::read::<CacheMode>)]
     cache: Option<CacheMode>,
     /// Check it although somebody else writes to it
@@ -66,9 +65,7 @@ pub struct Arguments {
 }
 
 /// Checks, and says what was found.
-///
-/// # Errors
-/// If the image cannot be opened; [`Failure::Found`] with what was found.
+/// Fails if the image cannot be opened; [`Failure::Found`] with what was found.
 pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
     let name = arguments.subject.name();
     let format = arguments.subject.format()?;
@@ -105,7 +102,7 @@ pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
         }
         print(&match arguments.output {
             Output::Human => text(&report),
-            Output::Json => super::json(&json(&report, &name)),
+            Output::Json => form::json(&json(&report, &name)),
         })?;
     }
     status(&report)
@@ -147,7 +144,6 @@ fn json(report: &Report, name: &str) -> Value {
     json
 }
 
-/// As qemu-img prints it.
 fn text(report: &Report) -> String {
     let mut text = String::new();
     if report.leaks_fixed + report.corruptions_fixed > 0 {

@@ -1,7 +1,8 @@
-//! `weir image commit`: moves what an image has itself down into its backing file, as `qemu-img commit` does.
+//! `weir image commit`: moves what an image has itself down into its backing file, as
+//! `qemu-img commit` does.
 //!
-//! The backing file is complete and flushed before anything is taken out of the image: however it ends, a guest would see the same disk as
-//! before in the image.
+//! The backing file is complete and flushed before anything is taken out of the image: however it
+//! ends, a guest would see the same disk as before in the image.
 
 use std::{
     path::{Path, PathBuf},
@@ -11,22 +12,19 @@ use std::{
 use anyhow::{Context as _, bail};
 use block::{
     image::{Image, open::LONGEST_CHAIN},
-    storage::CacheMode,
+    storage::{CacheMode, Format},
 };
 use clap::Args;
-use console::Failure;
+use console::{Failure, on_reactor, print};
 
 use super::{
     copy, disk,
     keys::{KeyArgs, Keys},
-    on_reactor,
-    opening::{self, Format, How, Subject},
-    print,
+    opening::{self, How, Subject},
     progress::Talk,
     source::Source,
 };
 
-/// Shown below the options.
 pub(super) const EXAMPLES: &str = "\
 Examples:
   weir image commit -f qcow2 snapshot.qcow2
@@ -41,7 +39,8 @@ Exit status: 0 done, 1 failed, 2 wrong use of the command line.";
 pub struct Arguments {
     #[command(flatten)]
     subject: Subject,
-    /// The image of the chain to move it into, with all that lies above; implies -d [default: the backing file]
+    /// The image of the chain to move it into, with all that lies above; implies -d [default: the
+    /// backing file]
     #[arg(short, long, value_name = "FILE")]
     base: Option<String>,
     /// Leave the image as it is afterwards
@@ -59,15 +58,9 @@ pub struct Arguments {
     talk: Talk,
 }
 
-/// Requests at a time.
 const TASKS: usize = 8;
-/// Bytes that one task copies in one go.
 const UNIT: u64 = 1 << 20;
 
-/// Moves it.
-///
-/// # Errors
-/// If something cannot be opened, read or written.
 pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
     let keys = arguments.keys.read()?;
     on_reactor(async move {
@@ -81,7 +74,6 @@ pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
     })
 }
 
-/// An image of the chain, by name and format.
 type Layer = (PathBuf, Format);
 
 /// From the image itself down to the one that everything is moved into.
@@ -93,7 +85,7 @@ async fn layers(arguments: &Arguments) -> anyhow::Result<Vec<Layer>> {
         let name = path.display().to_string();
         let backing = match format {
             Format::Raw => None,
-            Format::Qcow2 => disk::backing_in(&path, &disk::header_of(&path).await?)?,
+            Format::Qcow2 => opening::backing_in(&path, &opening::header_of(&path).await?)?,
         };
         let Some((below, below_format)) = backing else {
             let what = match &arguments.base {
@@ -161,7 +153,8 @@ fn how_to_copy() -> copy::How {
         in_order: false,
         compressed: false,
         target_is_zero: false,
-        // What is zero in the image hides what is below: as zeroes, or as data that happens to be zero.
+        // What is zero in the image hides what is below: as zeroes, or as data that happens to be
+        // zero.
         sparse: 65_536,
         grain: 65_536,
         // No more than the image has itself: around it, the backing file is right.

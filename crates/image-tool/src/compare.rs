@@ -1,6 +1,8 @@
-//! `weir image compare`: whether two images hold the same, with the messages and exit statuses of `qemu-img compare`.
+//! `weir image compare`: whether two images hold the same, with the messages and exit statuses of
+//! `qemu-img compare`.
 //!
-//! What both say is zero is not read. Where one is longer, the rest of it must be zeroes, unless `-s` asks for the same size.
+//! What both say is zero is not read. Where one is longer, the rest of it must be zeroes, unless
+//! `-s` asks for the same size.
 
 use std::{
     cell::{Cell, RefCell},
@@ -9,22 +11,22 @@ use std::{
     rc::Rc,
 };
 
-use block::{reactor::spawn_joinable, storage::CacheMode};
+use block::{
+    reactor::spawn_joinable,
+    storage::{CacheMode, Format},
+};
 use clap::Args;
-use console::Failure;
+use console::{Failure, on_reactor, print};
 
 use super::{
-    copy::{Kind, is_zero},
-    disk,
+    copy::is_zero,
+    disk::{self, Kind},
     keys::KeyArgs,
-    on_reactor,
-    opening::{Format, How},
-    print,
+    opening::{self, How},
     progress::{Progress, Talk},
     source::Source,
 };
 
-/// Shown below the options.
 pub(super) const EXAMPLES: &str = "\
 Examples:
   weir image compare -f raw -F qcow2 vm1.raw vm1.qcow2
@@ -44,10 +46,10 @@ pub struct Arguments {
     #[arg(value_name = "FILE2")]
     second: PathBuf,
     /// The first one's format [default: as its signature says]
-    #[arg(short, long, value_name = "FORMAT")]
+    #[arg(short, long, value_name = "FORMAT", value_parser = opening::format_option())]
     format: Option<Format>,
     /// The second one's format [default: as its signature says]
-    #[arg(short = 'F', long, value_name = "FORMAT")]
+    #[arg(short = 'F', long, value_name = "FORMAT", value_parser = opening::format_option())]
     second_format: Option<Format>,
     /// The host's page cache: writeback, writethrough, none, directsync or unsafe
     #[arg(short = 'T', long, value_name = "MODE", default_value_t, value_parser = settings::read::<CacheMode>)]
@@ -64,21 +66,14 @@ pub struct Arguments {
     keys: KeyArgs,
 }
 
-/// qemu-img's status for images that differ.
 const DIFFERENT: u8 = 1;
-/// And for one that cannot be opened.
 const NOT_OPENED: u8 = 2;
-/// And for one that cannot be read.
 const NOT_READ: u8 = 4;
-/// Bytes that are compared in one go.
 const PIECE: u64 = 1 << 20;
-/// Pieces under way.
 const TASKS: usize = 8;
 
 /// Compares.
-///
-/// # Errors
-/// What keeps it from comparing; that they differ is [`Failure::Found`].
+/// Errors: what keeps it from comparing; that they differ is [`Failure::Found`].
 pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
     let mut keys = arguments.keys.read()?;
     on_reactor(async move {
@@ -107,7 +102,6 @@ fn failed(error: &anyhow::Error, status: u8) -> Failure {
     Failure::Found(status)
 }
 
-/// What was found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Verdict {
     Same {
@@ -129,7 +123,6 @@ impl Verdict {
         matches!(self, Self::Same { .. })
     }
 
-    /// qemu-img's words.
     fn text(self) -> String {
         let warning = |differ| if differ { "Warning: Image size mismatch!\n" } else { "" };
         match self {
@@ -147,13 +140,15 @@ impl Verdict {
 struct Comparison {
     sources: [Source; 2],
     progress: Progress,
-    /// Where the first difference was found so far. Tasks take pieces in order and finish what they took, so in the end it is the first.
+    /// Where the first difference was found so far. Tasks take pieces in order and finish what they
+    /// took, so in the end it is the first.
     different: Cell<Option<u64>>,
     failed: RefCell<Option<anyhow::Error>>,
     work: RefCell<VecDeque<Piece>>,
 }
 
-/// A range of which both are of one kind throughout; [`Kind::Below`] is what an image does not have, behind its end.
+/// A range of which both are of one kind throughout; [`Kind::Below`] is what an image does not
+/// have, behind its end.
 #[derive(Clone, Copy, Debug)]
 struct Piece {
     offset: u64,
@@ -199,7 +194,6 @@ impl Comparison {
         })
     }
 
-    /// Compares the pieces, several at a time.
     async fn compare(self: &Rc<Self>, pieces: Vec<Piece>) -> anyhow::Result<()> {
         self.work.borrow_mut().extend(pieces);
         let tasks: Vec<_> = (0..TASKS).map(|_| spawn_joinable(Rc::clone(self).task())).collect();
@@ -248,7 +242,6 @@ impl Comparison {
     }
 }
 
-/// Goes through both images at once.
 struct Walk<'a> {
     sources: &'a [Source; 2],
     at: u64,

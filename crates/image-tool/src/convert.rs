@@ -1,8 +1,10 @@
 //! `weir image convert`: copies a disk into a new image, with the options of `qemu-img convert`.
 //!
-//! The new image gets its name when it is complete ([`unfinished`](super::unfinished)): whatever ends the command, nothing half-made has it.
+//! The new image gets its name when it is complete ([`unfinished`](super::unfinished)): whatever
+//! ends the command, nothing half-made has it.
 //!
-//! Compressed clusters are packed by all processors and written as they become ready; `-W` is about plain ones.
+//! Compressed clusters are packed by all processors and written as they become ready; `-W` is about
+//! plain ones.
 
 use std::{
     path::{Path, PathBuf},
@@ -12,27 +14,24 @@ use std::{
 use anyhow::{Context as _, anyhow, bail};
 use block::{
     image::{Image, qcow2::header::Crypt},
-    storage::CacheMode,
+    storage::{CacheMode, Format},
 };
 use clap::Args;
-use console::{Failure, undo::Undo};
+use console::{Failure, on_reactor, print, undo::Undo};
 
 use super::{
     carry::Carry,
     copy, create, disk,
     encrypt::Encryption,
     keys::{self, KeyArgs, Keys},
-    on_reactor,
-    opening::{self, Format, How},
+    opening::{self, How},
     options::Options,
     pick::Pick,
-    print,
     progress::Talk,
     source::Source,
     unfinished::Unfinished,
 };
 
-/// Shown below the options.
 pub(super) const EXAMPLES: &str = "\
 Examples:
   weir image convert -O qcow2 vm1.raw vm1.qcow2
@@ -56,15 +55,16 @@ pub struct Arguments {
     #[arg(value_name = "FILE")]
     files: Vec<PathBuf>,
     /// The source's format [default: as its signature says]
-    #[arg(short, long, value_name = "FORMAT")]
+    #[arg(short, long, value_name = "FORMAT", value_parser = opening::format_option())]
     format: Option<Format>,
     /// The new image's format
-    #[arg(short = 'O', long, value_name = "FORMAT", default_value = "raw")]
+    #[arg(short = 'O', long, value_name = "FORMAT", default_value = "raw", value_parser = opening::format_option())]
     output_format: Format,
     /// Options of the new image, such as cluster_size=2M,lazy_refcounts=on; help lists them
     #[arg(short, value_name = "OPTIONS", conflicts_with = "no_create")]
     options: Vec<String>,
-    /// Read this internal snapshot instead of the disk: its id or name, or snapshot.id=ID,snapshot.name=NAME
+    /// Read this internal snapshot instead of the disk: its id or name, or
+    /// snapshot.id=ID,snapshot.name=NAME
     #[arg(short = 'l', long, value_name = "SNAPSHOT", value_parser = settings::read::<Pick>)]
     snapshot: Option<Pick>,
     /// Copy the persistent bitmaps too; from qcow2 to qcow2
@@ -80,7 +80,7 @@ pub struct Arguments {
     #[arg(short = 'B', short_alias = 'b', long, value_name = "FILE", conflicts_with = "no_create")]
     backing: Option<String>,
     /// The backing file's format
-    #[arg(short = 'F', long, value_name = "FORMAT", requires = "backing")]
+    #[arg(short = 'F', long, value_name = "FORMAT", requires = "backing", value_parser = opening::format_option())]
     backing_format: Option<Format>,
     /// Write into an image that is there
     #[arg(short, long)]
@@ -88,7 +88,8 @@ pub struct Arguments {
     /// That image reads as zeroes, so zeroes need not be written
     #[arg(long, requires = "no_create")]
     target_is_zero: bool,
-    /// Leave out zeroes in runs of at least so many bytes; 0 leaves out none, and the new image is allocated throughout
+    /// Leave out zeroes in runs of at least so many bytes; 0 leaves out none, and the new image is
+    /// allocated throughout
     #[arg(short = 'S', long, value_name = "SIZE", default_value = "4K", value_parser = settings::size)]
     sparse_size: u64,
     /// Requests at a time, from 1 to 64
@@ -123,13 +124,15 @@ pub struct Arguments {
 /// Where the passphrases of the new image are.
 #[derive(Debug, Args)]
 struct TargetKeyArgs {
-    /// The passphrase of the new image, which -o encrypt.format=luks encrypts, or of one that is there; then of those behind it
+    /// The passphrase of the new image, which -o encrypt.format=luks encrypts, or of one that is
+    /// there; then of those behind it
     #[arg(long, value_name = "FILE")]
     target_secret_file: Vec<PathBuf>,
     /// An open descriptor to read it from
     #[arg(long, value_name = "N", conflicts_with = "target_secret_file")]
     target_secret_fd: Vec<u32>,
-    /// The new image's passphrase as qemu-img has it: secret,id=ID,file=FILE, with encrypt.key-secret=ID among the options
+    /// The new image's passphrase as qemu-img has it: secret,id=ID,file=FILE, with
+    /// encrypt.key-secret=ID among the options
     #[arg(long, value_name = "OBJECT", conflicts_with_all = ["target_secret_file", "target_secret_fd", "no_create"])]
     object: Vec<String>,
 }
@@ -146,9 +149,7 @@ const UNIT: u64 = 2 << 20;
 const FILE_BLOCK: u64 = 4096;
 
 /// Copies.
-///
-/// # Errors
-/// Whatever keeps it from being done; the target's name then stands for what it stood for.
+/// Errors: whatever keeps it from being done; the target's name then stands for what it stood for.
 pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
     if create::asks_for_help(&arguments.options) {
         return Ok(print(create::OPTIONS)?);
@@ -239,14 +240,11 @@ fn open_sources(paths: &[PathBuf], arguments: &Arguments) -> Result<(Source, Opt
     })
 }
 
-/// A new image.
 struct Made {
     has_backing: bool,
-    /// Its passphrase, and of what is behind it.
     keys: Keys,
 }
 
-/// Makes the new image.
 fn make(
     place: &Unfinished,
     target: &Path,
@@ -288,10 +286,8 @@ fn make(
     }
 }
 
-/// Where to.
 struct Target {
     path: PathBuf,
-    /// What it is going to be called.
     name: PathBuf,
     /// What is not written reads as zeroes.
     is_zero: bool,
@@ -347,7 +343,8 @@ fn check_target(target: &Image, arguments: &Arguments) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Ends the use of the image: everything is where it belongs, and on stable storage as far as the cache mode cares.
+/// Ends the use of the image: everything is where it belongs, and on stable storage as far as the
+/// cache mode cares.
 async fn close(image: &Image) -> block::error::Result<()> {
     image.flush().await?;
     image.close().await

@@ -1,6 +1,7 @@
 //! `weir image create`: makes a raw or qcow2 image, with the options of `qemu-img create`.
 //!
-//! An image that was there is replaced, but not while somebody uses it. A new file that could not be finished is removed again.
+//! An image that was there is replaced, but not while somebody uses it. A new file that could not
+//! be finished is removed again.
 
 use std::{
     fs::{self, OpenOptions},
@@ -16,20 +17,17 @@ use block::{
         create::{CreateOptions, Preallocation},
         header::{Backing, Compression},
     },
-    storage::{Durability, Storage, ZeroOptions},
+    storage::{Durability, Format, Storage, ZeroOptions},
 };
 use clap::Args;
-use console::Failure;
+use console::{Failure, on_reactor, print};
 
 use super::{
     encrypt::{Encryption, SecretArgs},
-    on_reactor,
-    opening::{self, Format, How},
+    opening::{self, How},
     options::Options,
-    print,
 };
 
-/// Shown below the options.
 pub(super) const EXAMPLES: &str = "\
 Examples:
   weir image create -f qcow2 vm1.qcow2 20G
@@ -75,13 +73,13 @@ pub struct Arguments {
     #[arg(value_name = "SIZE", value_parser = settings::size)]
     size: Option<u64>,
     /// The format: raw or qcow2
-    #[arg(short, long, value_name = "FORMAT", default_value = "raw")]
+    #[arg(short, long, value_name = "FORMAT", default_value = "raw", value_parser = opening::format_option())]
     format: Format,
     /// What unallocated clusters are read from; relative to the image's directory
     #[arg(short, long, value_name = "FILE")]
     backing: Option<String>,
     /// The backing file's format
-    #[arg(short = 'F', long, value_name = "FORMAT")]
+    #[arg(short = 'F', long, value_name = "FORMAT", value_parser = opening::format_option())]
     backing_format: Option<Format>,
     /// Do not look at the backing file, which may be missing; a size is then needed
     #[arg(short, long)]
@@ -96,10 +94,6 @@ pub struct Arguments {
     quiet: bool,
 }
 
-/// Makes the image.
-///
-/// # Errors
-/// If options contradict each other, or the file cannot be made.
 pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
     if asks_for_help(&arguments.options) {
         return Ok(print(OPTIONS)?);
@@ -164,17 +158,11 @@ fn size(options: &mut Options, arguments: &Arguments) -> Result<Option<u64>, Str
 }
 
 /// How much has its place from the beginning, if that was said.
-///
-/// # Errors
-/// If it is no such mode.
+/// Fails if it is no such mode.
 pub(super) fn preallocation(options: &mut Options) -> Result<Option<Preallocation>, String> {
     options.take_as("preallocation", preallocation_mode)
 }
 
-/// The mode of this name.
-///
-/// # Errors
-/// If there is none.
 pub(super) fn preallocation_mode(name: &str) -> Result<Preallocation, String> {
     match name {
         "off" => Ok(Preallocation::Off),
@@ -185,7 +173,8 @@ pub(super) fn preallocation_mode(name: &str) -> Result<Preallocation, String> {
     }
 }
 
-/// All but the size. `backing` is the backing file that was given beside the options, and its format.
+/// All but the size. `backing` is the backing file that was given beside the options, and its
+/// format.
 pub(super) fn qcow2_options(
     options: &mut Options,
     backing: (Option<String>, Option<Format>),
@@ -295,9 +284,7 @@ impl Drop for NewFile {
 const LEAST_FILE: u64 = 512;
 
 /// Makes a qcow2 image at `path`; messages call it `name`.
-///
-/// # Errors
-/// If a file cannot be made, or an option breaks a rule.
+/// Fails if a file cannot be made, or an option breaks a rule.
 pub(super) fn create_qcow2(path: &Path, wish: &CreateOptions, name: &str) -> Result<(), Failure> {
     let (file, storage) = NewFile::open(path)?;
     let data = match &wish.data_file {
@@ -335,7 +322,8 @@ fn is_regular(path: &Path) -> anyhow::Result<bool> {
     Ok(!kind.is_block_device())
 }
 
-/// What was in a file is gone: the new image reads as zeroes where nothing is written. Devices keep their size.
+/// What was in a file is gone: the new image reads as zeroes where nothing is written. Devices keep
+/// their size.
 async fn empty(storage: &Storage) -> anyhow::Result<()> {
     if storage.size_bytes() <= LEAST_FILE {
         return Ok(());
@@ -348,9 +336,6 @@ async fn empty(storage: &Storage) -> anyhow::Result<()> {
 }
 
 /// Makes a raw image at `path`; messages call it `name`.
-///
-/// # Errors
-/// As for [`create_qcow2`].
 pub(super) fn create_raw(
     path: &Path,
     size: u64,

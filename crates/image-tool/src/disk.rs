@@ -1,37 +1,32 @@
-//! From a file's name to the disk that a guest would see in it, for commands that read and write as one would.
+//! From a file's name to the disk that a guest would see in it, for commands that read and write as
+//! one would.
 //!
 //! Never looks at where a format keeps what: [`opening`] is for commands that do.
 
-use std::{
-    path::{Path, PathBuf},
-    sync::Arc,
-};
+use std::{path::Path, sync::Arc};
 
-use anyhow::{Context as _, bail};
+use anyhow::bail;
 use block::{
     buffer::Segments,
     error::{Error, Result},
     image::{
         self, Image,
         open::{BackingChoice, ImageOptions},
-        qcow2::{What, header::Header, read_header},
+        qcow2::What,
     },
-    storage::{self, OpenOptions},
+    storage::{Format, OpenOptions},
 };
 
 use super::{
-    copy::Kind,
     keys::Keys,
-    opening::{self, Format, How, Subject},
+    opening::{self, How, Subject},
     pick::Pick,
 };
 
 /// Opens the image at `path`, with what lies below it.
 ///
-/// Where the format was not said it is guessed, and an image whose format was guessed may name no other file.
-///
-/// # Errors
-/// What keeps it from being opened.
+/// Where the format was not said it is guessed, and an image whose format was guessed may name no
+/// other file.
 pub(super) async fn open(
     path: &Path,
     format: Option<Format>,
@@ -42,9 +37,6 @@ pub(super) async fn open(
 }
 
 /// The same, or an internal snapshot of it.
-///
-/// # Errors
-/// As [`open`], and if there is no such snapshot.
 pub(super) async fn open_at(
     path: &Path,
     format: Option<Format>,
@@ -57,10 +49,6 @@ pub(super) async fn open_at(
         None => None,
     };
     let secrets = keys.of(path, format, how.alone).await?;
-    let format = format.map(|format| match format {
-        Format::Raw => storage::Format::Raw,
-        Format::Qcow2 => storage::Format::Qcow2,
-    });
     let options = ImageOptions {
         storage: OpenOptions { format, ..opening::options(how)? },
         backing: if how.alone { BackingChoice::Nothing } else { BackingChoice::AsInImage },
@@ -71,24 +59,13 @@ pub(super) async fn open_at(
     Ok(Arc::new(image::open::open(&opening::spec(path)?, options).await?))
 }
 
-/// The header of the qcow2 image at `path`, also while somebody writes to it.
-///
-/// # Errors
-/// If it cannot be read.
-pub(super) async fn header_of(path: &Path) -> anyhow::Result<Header> {
-    let storage = opening::storage(path, How { force_share: true, ..How::default() })?;
-    read_header(&storage).await.with_context(|| path.display().to_string())
-}
-
-/// The format of an image whose chain is written to, or copied from one image to another: one that was given, or a guess where the image names no
-/// other file.
-///
-/// # Errors
-/// If it must be given: a guest could have written the names into its raw disk.
+/// The format of an image whose chain is written to, or copied from one image to another: one that
+/// was given, or a guess where the image names no other file.
+/// Fails if it must be given: a guest could have written the names into its raw disk.
 pub(super) async fn format_of_chain(subject: &Subject) -> anyhow::Result<Format> {
     let format = subject.format()?;
     if subject.format.is_none() && format == Format::Qcow2 {
-        let header = header_of(&subject.file).await?;
+        let header = opening::header_of(&subject.file).await?;
         if header.backing.is_some() || header.has_data_file() {
             bail!(
                 "{}: looks like qcow2 and names other files, so its format must be given (-f qcow2, if it is one: a guest may have written the \
@@ -98,22 +75,6 @@ pub(super) async fn format_of_chain(subject: &Subject) -> anyhow::Result<Format>
         }
     }
     Ok(format)
-}
-
-/// The backing file that the header of the image at `path` names, and its format.
-///
-/// # Errors
-/// If it does not say the format.
-pub(super) fn backing_in(path: &Path, header: &Header) -> anyhow::Result<Option<(PathBuf, Format)>> {
-    let Some(backing) = &header.backing else { return Ok(None) };
-    let format = opening::format_named(backing.format.as_deref()).with_context(|| {
-        format!(
-            "{}: its backing file {} (name its format with `weir image rebase -u`)",
-            path.display(),
-            backing.name
-        )
-    })?;
-    Ok(Some((opening::beside(path, &backing.name), format)))
 }
 
 /// In what sizes a format keeps data, in bytes.
@@ -138,10 +99,18 @@ pub(super) fn blocks(image: &Image) -> Option<Blocks> {
     }
 }
 
-/// What the image has itself, from `offset` on, for at most `length` bytes: pieces that follow each other; at least one.
-///
-/// # Errors
-/// What the storage says.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Kind {
+    /// It must be read to be known.
+    Data,
+    /// It reads as zeroes.
+    Zero,
+    /// It is not in this layer; what lies below has it already.
+    Below,
+}
+
+/// What the image has itself, from `offset` on, for at most `length` bytes: pieces that follow each
+/// other; at least one.
 pub(super) async fn layer(image: &Image, offset: u64, length: u64) -> Result<Vec<(u64, Kind)>> {
     let Image::Qcow2(qcow2) = image else {
         // There is nothing below it.
@@ -157,9 +126,6 @@ pub(super) async fn layer(image: &Image, offset: u64, length: u64) -> Result<Vec
 }
 
 /// Writes one cluster compressed.
-///
-/// # Errors
-/// As for [`Image::write`], and where the format has no compression.
 pub(super) async fn write_compressed(image: &Image, offset: u64, data: Segments) -> Result<()> {
     match image {
         Image::Raw(_) => Err(Error::UNSUPPORTED),

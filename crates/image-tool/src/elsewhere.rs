@@ -1,4 +1,5 @@
-//! What qemu-img has and `weir image` has not, and what does it instead: so that a command from memory is refused with a way on.
+//! What qemu-img has and `weir image` has not, and what does it instead: so that a command from
+//! memory is refused with a way on.
 
 use clap::error::{ContextKind, ContextValue};
 

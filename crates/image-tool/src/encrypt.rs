@@ -1,4 +1,5 @@
-//! How a new image is to be encrypted, and with whose passphrase: QEMU's `encrypt.` options and its `secret` objects.
+//! How a new image is to be encrypted, and with whose passphrase: QEMU's `encrypt.` options and its
+//! `secret` objects.
 //!
 //! Never takes a passphrase from the command line, where everybody on the machine can read it.
 
@@ -21,28 +22,24 @@ pub(super) struct SecretArgs {
     /// The same, with an open descriptor to read the passphrase from
     #[arg(long, value_name = "N", conflicts_with = "secret_file")]
     secret_fd: Option<u32>,
-    /// The same, as qemu-img has it: secret,id=ID,file=FILE, with encrypt.key-secret=ID among the options
+    /// The same, as qemu-img has it: secret,id=ID,file=FILE, with encrypt.key-secret=ID among the
+    /// options
     #[arg(long, value_name = "OBJECT", conflicts_with_all = ["secret_file", "secret_fd"])]
     pub(super) object: Vec<String>,
 }
 
 impl SecretArgs {
-    /// Whether there is one at all.
     pub(super) fn is_given(&self) -> bool {
         self.secret_file.is_some() || self.secret_fd.is_some() || !self.object.is_empty()
     }
 
     /// The passphrase in a file or descriptor, if there is one.
-    ///
-    /// # Errors
-    /// If it cannot be read.
     pub(super) fn read(&self) -> anyhow::Result<Option<Secret>> {
         let keys = keys::read(self.secret_file.as_slice(), self.secret_fd.as_slice())?;
         Ok(keys.first().cloned())
     }
 }
 
-/// What was said of encryption.
 #[derive(Debug)]
 pub(super) struct Encryption {
     luks: LuksOptions,
@@ -50,10 +47,9 @@ pub(super) struct Encryption {
 }
 
 impl Encryption {
-    /// Takes the options; `None` if the image is not to be encrypted. The passphrase is `own`, or that of an object.
-    ///
-    /// # Errors
-    /// Options without a passphrase, or the other way round, and what is not supported.
+    /// Takes the options; `None` if the image is not to be encrypted. The passphrase is `own`, or
+    /// that of an object. Errors: options without a passphrase, or the other way round, and what is
+    /// not supported.
     pub(super) fn take(
         options: &mut Options,
         own: Option<&Secret>,
@@ -92,10 +88,8 @@ impl Encryption {
         Ok(Some(Self { luks, secret }))
     }
 
-    /// Makes the LUKS header. Takes a few seconds, which is what keeps others from trying many passphrases.
-    ///
-    /// # Errors
-    /// If openssl fails.
+    /// Makes the LUKS header. Takes a few seconds, which is what keeps others from trying many
+    /// passphrases.
     pub(super) fn area(&self) -> Result<Vec<u8>, String> {
         Ok(luks::create(&self.secret, &self.luks).map_err(|error| error.to_string())?.area)
     }

@@ -21,19 +21,19 @@ use block::{
             snapshot::Snapshot,
         },
     },
-    storage::Storage,
+    storage::{Format, Storage},
 };
 use clap::Args;
-use console::Failure;
+use console::{Failure, on_reactor, print};
 use serde_json::{Map, Value, json};
 
 use super::{
-    Output, on_reactor,
-    opening::{self, Format, How, Subject},
-    print, snapshot,
+    Output,
+    form::{self, human},
+    opening::{self, How, Subject},
+    snapshot,
 };
 
-/// Shown below the options.
 pub(super) const EXAMPLES: &str = "\
 Examples:
   weir image info vm1.qcow2
@@ -59,10 +59,6 @@ pub struct Arguments {
     force_share: bool,
 }
 
-/// Prints what the image is.
-///
-/// # Errors
-/// If it cannot be read, or is wrong.
 pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
     let how = How { force_share: arguments.force_share, ..How::default() };
     let Subject { file, format } = &arguments.subject;
@@ -87,8 +83,8 @@ pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
     }
     let text = match (arguments.output, arguments.backing_chain) {
         (Output::Human, _) => shown.iter().map(Shown::text).collect::<Vec<_>>().join("\n"),
-        (Output::Json, false) => super::json(&shown[0].json),
-        (Output::Json, true) => super::json(&shown.into_iter().map(|shown| shown.json).collect()),
+        (Output::Json, false) => form::json(&shown[0].json),
+        (Output::Json, true) => form::json(&shown.into_iter().map(|shown| shown.json).collect()),
     };
     print(&text)?;
     Ok(())
@@ -104,7 +100,6 @@ fn identity(path: &Path) -> anyhow::Result<(u64, u64)> {
     Ok((metadata.dev(), metadata.ino()))
 }
 
-/// One image.
 struct Shown {
     json: Value,
     snapshots: Vec<Snapshot>,
@@ -153,7 +148,6 @@ fn show(path: &Path, format: Option<Format>, how: How) -> Result<Shown, Failure>
     Ok(Shown { json, snapshots: listed, backing })
 }
 
-/// What an image says of itself.
 struct Inside {
     header: Header,
     snapshots: Vec<Snapshot>,
@@ -316,36 +310,4 @@ fn one(text: &mut String, key: &str, value: &Value, depth: usize) {
         Value::String(word) => writeln!(text, "{indent}{key}: {}", word.replace(char::is_control, "?")),
         other => writeln!(text, "{indent}{key}: {other}"),
     };
-}
-
-/// As qemu-img writes sizes: three digits and a unit of 1024.
-pub(super) fn human(bytes: u64) -> String {
-    const UNITS: [&str; 7] = ["B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"];
-    let (mut value, mut unit) = (bytes as f64, 0);
-    while value >= 1000.0 && unit + 1 < UNITS.len() {
-        value /= 1024.0;
-        unit += 1;
-    }
-    let digits = match value {
-        ..1.0 => 3,
-        ..10.0 => 2,
-        ..100.0 => 1,
-        _ => 0,
-    };
-    let mut number = format!("{value:.digits$}");
-    if number.contains('.') {
-        number.truncate(number.trim_end_matches('0').trim_end_matches('.').len());
-    }
-    format!("{number} {}", UNITS[unit])
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn sizes_are_written_as_qemu_img_writes_them() {
-        let sizes = [0, 512, 999, 1000, 200_704, 3 << 30, 2_297_856, 104_857_600].map(human);
-        assert_eq!(sizes, ["0 B", "512 B", "999 B", "0.977 KiB", "196 KiB", "3 GiB", "2.19 MiB", "100 MiB"]);
-    }
 }

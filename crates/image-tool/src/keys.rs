@@ -1,30 +1,32 @@
 //! Passphrases of encrypted images that are there, and which of them is whose.
 //!
-//! Given is one for each encrypted image, in the order in which a command names its images and in each from the top of its chain; or one that
-//! opens them all, and then images that are not encrypted may be among them.
+//! Given is one for each encrypted image, in the order in which a command names its images and in
+//! each from the top of its chain; or one that opens them all, and then images that are not
+//! encrypted may be among them.
 //!
 //! Never takes a passphrase from the command line, where everybody on the machine can read it.
 
 use std::path::{Path, PathBuf};
 
 use anyhow::bail;
-use block::image::{
-    Secret,
-    open::LONGEST_CHAIN,
-    qcow2::header::{Crypt, Header},
+use block::{
+    image::{
+        Secret,
+        open::LONGEST_CHAIN,
+        qcow2::header::{Crypt, Header},
+    },
+    storage::Format,
 };
 use clap::Args;
 use settings::{SecretSource, secret::Secrets};
 
-use super::{
-    disk,
-    opening::{self, Format},
-};
+use super::opening;
 
 /// Where the passphrases are.
 #[derive(Debug, Args)]
 pub(super) struct KeyArgs {
-    /// A file that is the passphrase of an encrypted image, whole; once for each in the chain from the top, or one for all
+    /// A file that is the passphrase of an encrypted image, whole; once for each in the chain from
+    /// the top, or one for all
     #[arg(long, value_name = "FILE")]
     secret_file: Vec<PathBuf>,
     /// An open descriptor to read the passphrase from
@@ -33,19 +35,12 @@ pub(super) struct KeyArgs {
 }
 
 impl KeyArgs {
-    /// Reads them.
-    ///
-    /// # Errors
-    /// If there is none where there should be one.
     pub(super) fn read(&self) -> anyhow::Result<Keys> {
         read(&self.secret_file, &self.secret_fd)
     }
 }
 
 /// Reads those in files, then those that come from descriptors.
-///
-/// # Errors
-/// If there is none where there should be one.
 pub(super) fn read(files: &[PathBuf], descriptors: &[u32]) -> anyhow::Result<Keys> {
     let mut secrets = Secrets::default();
     let files = files.iter().cloned().map(SecretSource::File);
@@ -62,20 +57,16 @@ pub(super) struct Keys {
 }
 
 impl Keys {
-    /// One for all images.
     pub(super) fn one(secret: Secret) -> Self {
         Self { given: vec![secret], next: 0 }
     }
 
-    /// The first of them.
     pub(super) fn first(&self) -> Option<&Secret> {
         self.given.first()
     }
 
     /// Those of the image at `path` and of what is below it, unless it is opened alone.
-    ///
-    /// # Errors
-    /// If headers cannot be read, or there are fewer than needed.
+    /// Fails if headers cannot be read, or there are fewer than needed.
     pub(super) async fn of(
         &mut self,
         path: &Path,
@@ -110,9 +101,6 @@ impl Keys {
     }
 
     /// Whether all were for something, once everything is open.
-    ///
-    /// # Errors
-    /// If not.
     pub(super) fn check_used(&self) -> anyhow::Result<()> {
         match (self.given.len(), self.next) {
             (0, _) | (1, 1..) => Ok(()),
@@ -129,9 +117,9 @@ async fn encrypted(path: &Path, format: Option<Format>, alone: bool) -> anyhow::
     let mut next = Some((path.to_owned(), opening::format(path, format)?));
     for _ in 0..LONGEST_CHAIN {
         let Some((path, Format::Qcow2)) = next else { break };
-        let header = disk::header_of(&path).await?;
+        let header = opening::header_of(&path).await?;
         count += usize::from(header.crypt == Crypt::Luks);
-        next = if alone { None } else { disk::backing_in(&path, &header)? };
+        next = if alone { None } else { opening::backing_in(&path, &header)? };
     }
     Ok(count)
 }

@@ -1,7 +1,17 @@
-//! `weir image`: what `qemu-img` does, with its options, its JSON and its exit statuses, so that scripts carry over.
+//! `weir image`: what `qemu-img` does, with its options, its JSON and its exit statuses, so that
+//! scripts carry over.
 //!
-//! One file for each subcommand: its options, and what it does. Here is what they have in common: how results are printed, and the
-//! reactor on which a command does its I/O.
+//! ```text
+//!   create, check, info, …   a file for each subcommand: its options, and what it does
+//!        │
+//!        ├─► opening         a file's format and storage, for commands that look at the bytes
+//!        ├─► disk, keys      the disk that a guest would see in it, and its passphrases
+//!        ├─► copy ◄─ source  many requests under way: convert, commit
+//!        ├─► options, pick   `-o key=value`, `-l SNAPSHOT`
+//!        └─► form, progress  what is printed, as qemu-img prints it
+//! ```
+//!
+//! `elsewhere` says what to use instead of the options of qemu-img that are not here.
 //!
 //! Never decides what an image means: that is `block`'s.
 
@@ -16,6 +26,7 @@ mod create;
 mod disk;
 mod elsewhere;
 mod encrypt;
+mod form;
 mod info;
 mod keys;
 mod map;
@@ -29,16 +40,11 @@ mod snapshot;
 mod source;
 mod unfinished;
 
-use std::{
-    future::Future,
-    io::{Write as _, stdout},
-};
-
-use anyhow::Context as _;
-use block::reactor::{self, Polling};
 use clap::{Subcommand, ValueEnum};
 use console::Failure;
 
+// The daemon answers QMP's `query-block` with the same `ImageInfo` that `info` prints. These two
+// stay here because `block` has no JSON, and shows no name that it would refuse to open.
 pub use self::{elsewhere::advise, info::describe, opening::beside};
 
 /// What to do with images.
@@ -105,30 +111,4 @@ pub(crate) enum Output {
     #[default]
     Human,
     Json,
-}
-
-/// Runs a command's I/O to its end, on a reactor of its own.
-///
-/// # Errors
-/// The command's, or that there is no io_uring.
-fn on_reactor<T: 'static>(work: impl Future<Output = Result<T, Failure>> + 'static) -> Result<T, Failure> {
-    reactor::run(Polling::OFF, work).context("io_uring cannot be used (see kernel.io_uring_disabled)")?
-}
-
-/// Prints results.
-///
-/// # Errors
-/// If standard output is closed.
-fn print(text: &str) -> anyhow::Result<()> {
-    stdout().write_all(text.as_bytes()).context("standard output cannot be written")
-}
-
-/// As qemu-img prints JSON: indented by four.
-fn json(value: &serde_json::Value) -> String {
-    let mut bytes = Vec::new();
-    let formatter = serde_json::ser::PrettyFormatter::with_indent(b"    ");
-    let mut serializer = serde_json::Serializer::with_formatter(&mut bytes, formatter);
-    serde::Serialize::serialize(value, &mut serializer).expect("values in memory can be written");
-    bytes.push(b'\n');
-    String::from_utf8(bytes).expect("JSON is text")
 }

@@ -1,4 +1,5 @@
-//! `weir image map`: what a disk is made of and where it lies, through the chain of backing files, as `qemu-img map` prints it.
+//! `weir image map`: what a disk is made of and where it lies, through the chain of backing files,
+//! as `qemu-img map` prints it.
 //!
 //! Never reads guest data.
 
@@ -10,17 +11,14 @@ use block::image::{
     qcow2::{Piece, What},
 };
 use clap::Args;
-use console::Failure;
+use console::{Failure, on_reactor, print};
 
 use super::{
     Output, disk,
     keys::KeyArgs,
-    on_reactor,
     opening::{How, Subject},
-    print,
 };
 
-/// Shown below the options.
 pub(super) const EXAMPLES: &str = "\
 Examples:
   weir image map -f qcow2 vm1.qcow2
@@ -51,10 +49,6 @@ pub struct Arguments {
     keys: KeyArgs,
 }
 
-/// Shows the map.
-///
-/// # Errors
-/// If it cannot be found out, or cannot be shown in this form.
 pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
     let mut keys = arguments.keys.read()?;
     on_reactor(async move {
@@ -105,7 +99,6 @@ impl Entry {
     }
 }
 
-/// Entries that follow each other.
 #[derive(Debug, Default)]
 struct Map(Vec<Entry>);
 
@@ -117,7 +110,8 @@ impl Map {
         }
     }
 
-    /// What there is from `start` to `end`. Goes down the chain by itself, since its length is the image's to say.
+    /// What there is from `start` to `end`. Goes down the chain by itself, since its length is the
+    /// image's to say.
     async fn add(&mut self, top: &Image, start: u64, end: u64) -> anyhow::Result<()> {
         // What an image leaves to the one below: a stack instead of a recursion.
         let mut left = vec![(top, 0, start, end)];
@@ -156,7 +150,8 @@ impl Map {
         Ok(())
     }
 
-    /// Adds what the image has itself, up to the first range that its backing file may have. Returns how far that is known, and the range.
+    /// Adds what the image has itself, up to the first range that its backing file may have.
+    /// Returns how far that is known, and the range.
     async fn add_qcow2(
         &mut self,
         qcow2: &Qcow2,
@@ -192,7 +187,6 @@ impl Map {
         Ok((at, None))
     }
 
-    /// One entry a line, as qemu-img has it.
     fn json(&self) -> String {
         let lines: Vec<_> = self.0.iter().map(Entry::json).collect();
         format!("[{}]\n", lines.join(",\n"))
@@ -217,7 +211,6 @@ impl Map {
 }
 
 impl Entry {
-    /// What no image has.
     fn nothing(start: u64, length: u64, depth: u32, file: String) -> Self {
         Self {
             start,

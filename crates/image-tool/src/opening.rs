@@ -1,54 +1,51 @@
-//! From a file's name to its storage and its format, for commands that look at the bytes themselves.
+//! From a file's name to its storage and its format, for commands that look at the bytes
+//! themselves.
 //!
-//! Guesses a format only to show or check an image, never to write into it as a guest would; who writes has said the format, or the image
-//! has a signature.
+//! Guesses a format only to show or check an image, never to write into it as a guest would; who
+//! writes has said the format, or the image has a signature.
 
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, bail};
-use block::storage::{
-    CacheMode, OpenOptions, Storage, open_storage,
-    probe::{self, Probed},
+use block::{
+    image::qcow2::{header::Header, read_header},
+    storage::{
+        CacheMode, Format, OpenOptions, Storage, open_storage,
+        probe::{self, Probed},
+    },
 };
-use clap::Args;
+use clap::{
+    Args,
+    builder::{PossibleValuesParser, TypedValueParser},
+};
 
-/// The formats that `weir image` works on: the bytes as they are, and QEMU's copy-on-write format.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
-pub(super) enum Format {
-    // What they are would make every --help that has one of them three times as long.
-    Raw,
-    Qcow2,
-}
-
-impl Format {
-    /// As it is written.
-    pub(super) fn name(self) -> &'static str {
-        match self {
-            Self::Raw => "raw",
-            Self::Qcow2 => "qcow2",
-        }
-    }
+/// Reads a format from the command line. `--help` lists the names alone: a line on each would make
+/// every page that has one three times as long.
+pub(super) fn format_option() -> impl TypedValueParser<Value = Format> {
+    PossibleValuesParser::new([Format::Raw, Format::Qcow2].map(Format::name))
+        .try_map(|name| name.parse::<Format>())
 }
 
 /// The format of a name, as it stands in images.
-///
-/// # Errors
-/// If it was not said, or weir does not know it.
+/// Fails if it was not said, or weir does not know it.
 pub(super) fn format_named(name: Option<&str>) -> anyhow::Result<Format> {
     match name {
-        Some("raw") => Ok(Format::Raw),
-        Some("qcow2") => Ok(Format::Qcow2),
-        Some(other) => bail!("weir does not know the format {other} (raw and qcow2 it does)"),
+        Some(name) => match name.parse() {
+            Ok(format) => Ok(format),
+            Err(_) => bail!("weir does not know the format {name} (raw and qcow2 it does)"),
+        },
         None => bail!("its format is not said"),
     }
 }
 
-/// Where a name in an image points: a relative one is relative to the image's own directory.
+/// Where a name in an image points, for messages: a relative one begins at the image's own
+/// directory.
+///
+/// Unlike `block`, which opens what it resolves, this refuses no name: `info` shows those too.
 pub fn beside(image: &Path, name: &str) -> PathBuf {
     image.parent().map_or_else(|| PathBuf::from(name), |directory| directory.join(name))
 }
 
-/// Whether two names stand for one file.
 pub(super) fn is_same(one: &Path, other: &Path) -> bool {
     let real = |path: &Path| path.canonicalize().ok();
     one == other || real(one).is_some_and(|path| Some(path) == real(other))
@@ -61,7 +58,7 @@ pub(super) struct Subject {
     #[arg(value_name = "FILE")]
     pub(super) file: PathBuf,
     /// Its format [default: as its signature says]
-    #[arg(short, long, value_name = "FORMAT")]
+    #[arg(short, long, value_name = "FORMAT", value_parser = format_option())]
     pub(super) format: Option<Format>,
 }
 
@@ -72,15 +69,11 @@ impl Subject {
     }
 
     /// The format that was given, or else that of the signature.
-    ///
-    /// # Errors
-    /// As [`format()`].
     pub(super) fn format(&self) -> anyhow::Result<Format> {
         format(&self.file, self.format)
     }
 }
 
-/// How a file is to be opened.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct How {
     pub(super) cache: CacheMode,
@@ -94,9 +87,6 @@ pub(super) struct How {
 }
 
 /// The format that was given, or else that of the signature.
-///
-/// # Errors
-/// If the file cannot be read, or its format is another one.
 pub(super) fn format(path: &Path, given: Option<Format>) -> anyhow::Result<Format> {
     if let Some(format) = given {
         return Ok(format);
@@ -113,28 +103,16 @@ pub(super) fn format(path: &Path, given: Option<Format>) -> anyhow::Result<Forma
     }
 }
 
-/// The file's storage.
-///
-/// # Errors
-/// What keeps it from being opened.
 pub(super) fn storage(path: &Path, how: How) -> anyhow::Result<Storage> {
     Ok(open_storage(&spec(path)?, options(how)?)?)
 }
 
-/// The path as `block` takes it.
-///
-/// # Errors
-/// If it is not UTF-8.
 pub(super) fn spec(path: &Path) -> anyhow::Result<String> {
     let text =
         path.to_str().with_context(|| format!("{}: not UTF-8 (use another name of it)", path.display()))?;
     Ok(format!("file:{text}"))
 }
 
-/// The same for how.
-///
-/// # Errors
-/// If there is no such rate.
 pub(super) fn options(how: How) -> anyhow::Result<OpenOptions> {
     let rate = match how.rate_bps {
         Some(rate) => {
@@ -149,4 +127,23 @@ pub(super) fn options(how: How) -> anyhow::Result<OpenOptions> {
         rate,
         ..OpenOptions::default()
     })
+}
+
+/// The header of the qcow2 image at `path`, also while somebody writes to it.
+pub(super) async fn header_of(path: &Path) -> anyhow::Result<Header> {
+    let storage = storage(path, How { force_share: true, ..How::default() })?;
+    read_header(&storage).await.with_context(|| path.display().to_string())
+}
+
+/// The backing file that the header of the image at `path` names, and its format.
+pub(super) fn backing_in(path: &Path, header: &Header) -> anyhow::Result<Option<(PathBuf, Format)>> {
+    let Some(backing) = &header.backing else { return Ok(None) };
+    let format = format_named(backing.format.as_deref()).with_context(|| {
+        format!(
+            "{}: its backing file {} (name its format with `weir image rebase -u`)",
+            path.display(),
+            backing.name
+        )
+    })?;
+    Ok(Some((beside(path, &backing.name), format)))
 }

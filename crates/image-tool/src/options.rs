@@ -1,6 +1,7 @@
 //! `-o key=value,key=value`: options of a format, as qemu-img writes them.
 //!
-//! A comma in a value is written twice. Never ignores anything: a key that is unknown or twice there is an error that names it.
+//! A comma in a value is written twice. Never ignores anything: a key that is unknown or twice
+//! there is an error that names it.
 
 use block::storage::parse_size;
 
@@ -10,9 +11,7 @@ pub(super) struct Options(Vec<(String, String)>);
 
 impl Options {
     /// Reads all that was given, in one `-o` or several.
-    ///
-    /// # Errors
-    /// A key without a value, or twice.
+    /// Errors: a key without a value, or twice.
     pub(super) fn read(texts: &[String]) -> Result<Self, String> {
         let mut options = Self::default();
         for text in texts {
@@ -28,23 +27,18 @@ impl Options {
         Ok(options)
     }
 
-    /// Sets a key that was not given.
     pub(super) fn set_missing(&mut self, key: &str, value: &str) {
         if !self.0.iter().any(|(known, _)| known == key) {
             self.0.push((key.to_owned(), value.to_owned()));
         }
     }
 
-    /// The value of a key.
     pub(super) fn take(&mut self, key: &str) -> Option<String> {
         let at = self.0.iter().position(|(known, _)| known == key)?;
         Some(self.0.remove(at).1)
     }
 
     /// A value of a key that `parse` reads.
-    ///
-    /// # Errors
-    /// What `parse` says, with the key before it.
     pub(super) fn take_as<T>(
         &mut self,
         key: &str,
@@ -54,18 +48,10 @@ impl Options {
         parse(&value).map(Some).map_err(|rule| format!("{key}={value}: {rule}"))
     }
 
-    /// A number of bytes.
-    ///
-    /// # Errors
-    /// If it is none.
     pub(super) fn take_size(&mut self, key: &str) -> Result<Option<u64>, String> {
         self.take_as(key, |value| parse_size(value).map_err(|error| error.rule.to_owned()))
     }
 
-    /// `on` or `off`.
-    ///
-    /// # Errors
-    /// If it is neither.
     pub(super) fn take_switch(&mut self, key: &str) -> Result<Option<bool>, String> {
         self.take_as(key, |value| match value {
             "on" | "yes" | "true" | "y" => Ok(true),
@@ -79,10 +65,6 @@ impl Options {
         self.0.first().map(|(key, _)| &**key)
     }
 
-    /// Checks that everything was taken.
-    ///
-    /// # Errors
-    /// Names the first key that nobody knew.
     pub(super) fn finish(self, format: &str) -> Result<(), String> {
         match self.0.into_iter().next() {
             None => Ok(()),

@@ -3,15 +3,14 @@
 use std::{path::Path, str::FromStr};
 
 use anyhow::{Context as _, bail};
-use block::image::qcow2::snapshot::Snapshot;
+use block::{image::qcow2::snapshot::Snapshot, storage::Format};
 
 use super::{
-    opening::{self, Format, How},
+    opening::{self, How},
     options::Options,
     snapshot,
 };
 
-/// Which snapshot.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Pick {
     /// Of this id; or else of this name.
@@ -38,9 +37,6 @@ impl FromStr for Pick {
 
 impl Pick {
     /// The id of the snapshot in the image at `path`.
-    ///
-    /// # Errors
-    /// If there is none that fits, or the image cannot be read.
     pub(super) async fn id(&self, path: &Path, format: Option<Format>, how: How) -> anyhow::Result<String> {
         let name = path.display();
         if opening::format(path, format)? == Format::Raw {

@@ -20,7 +20,6 @@ const STEPS: u64 = 100;
 
 const TEMPLATE: &str = "{msg} {wide_bar} {bytes}/{total_bytes} {eta}";
 
-/// What a long command tells.
 #[derive(Clone, Copy, Debug, Default, Args)]
 pub(super) struct Talk {
     /// Show how far it has come
@@ -47,7 +46,6 @@ impl Talk {
     }
 }
 
-/// The telling of progress. Shared by the threads that make it.
 pub(super) struct Progress {
     how: How,
     total: u64,

@@ -1,7 +1,8 @@
 //! `weir image rebase`: gives an image another backing file, as `qemu-img rebase` does.
 //!
-//! What the image does not have itself and what the two backing files have differently is copied into the image first, so a guest sees the same disk
-//! before, during and after. With `-u` only the name is changed.
+//! What the image does not have itself and what the two backing files have differently is copied
+//! into the image first, so a guest sees the same disk before, during and after. With `-u` only the
+//! name is changed.
 
 use std::path::{Path, PathBuf};
 
@@ -13,22 +14,19 @@ use block::{
         open::LONGEST_CHAIN,
         qcow2::{Piece, What, header::Backing},
     },
-    storage::{CacheMode, Durability},
+    storage::{CacheMode, Durability, Format},
 };
 use clap::Args;
-use console::Failure;
+use console::{Failure, on_reactor};
 
 use super::{
-    copy::Kind,
-    disk,
+    disk::{self, Kind},
     keys::{KeyArgs, Keys},
-    on_reactor,
-    opening::{self, Format, How, Subject},
+    opening::{self, How, Subject},
     progress::Talk,
     source::Source,
 };
 
-/// Shown below the options.
 pub(super) const EXAMPLES: &str = "\
 Examples:
   weir image rebase -f qcow2 -b new-base.qcow2 -F qcow2 vm1.qcow2
@@ -49,7 +47,7 @@ pub struct Arguments {
     #[arg(short, long, value_name = "FILE")]
     backing: String,
     /// The new backing file's format
-    #[arg(short = 'F', long, value_name = "FORMAT")]
+    #[arg(short = 'F', long, value_name = "FORMAT", value_parser = opening::format_option())]
     backing_format: Option<Format>,
     /// Change the name alone; both are said to have the same content, and need not be there
     #[arg(short, long)]
@@ -69,13 +67,11 @@ pub struct Arguments {
     talk: Talk,
 }
 
-/// Bytes that are compared in one go.
 const PIECE: u64 = 1 << 20;
 
 /// Rebases.
-///
-/// # Errors
-/// If something cannot be opened, read or written; the image then has the backing file that it had.
+/// Fails if something cannot be opened, read or written; the image then has the backing file that
+/// it had.
 pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
     let name = arguments.subject.name();
     let backing = match (arguments.backing.as_str(), arguments.backing_format) {
@@ -123,7 +119,8 @@ async fn rebase(
     Ok(qcow2.close().await?)
 }
 
-/// An error if the image is in its new chain. It would only be found to be locked, by this very command.
+/// An error if the image is in its new chain. It would only be found to be locked, by this very
+/// command.
 async fn check_no_loop(file: &Path, backing: PathBuf, format: Format) -> anyhow::Result<()> {
     let mut next = Some((backing, format));
     for _ in 0..LONGEST_CHAIN {
@@ -133,7 +130,7 @@ async fn check_no_loop(file: &Path, backing: PathBuf, format: Format) -> anyhow:
         }
         next = match format {
             Format::Raw => None,
-            Format::Qcow2 => disk::backing_in(&path, &disk::header_of(&path).await?)?,
+            Format::Qcow2 => opening::backing_in(&path, &opening::header_of(&path).await?)?,
         };
     }
     Ok(())
@@ -157,8 +154,8 @@ impl Below {
             let image = disk::open(path, Some(format), how, keys).await?;
             Ok(Source::new([(path.display().to_string(), image)]))
         };
-        let header = disk::header_of(file).await?;
-        let old = match disk::backing_in(file, &header)? {
+        let header = opening::header_of(file).await?;
+        let old = match opening::backing_in(file, &header)? {
             // It is in the image's chain, and so are its passphrases.
             Some((path, format)) => Some(source(&path, format, &mut keys.behind(&header)).await?),
             None => None,
@@ -195,7 +192,8 @@ impl Below {
 
     /// The same for a range that the image does not have.
     ///
-    /// Zeroes are written as data: told to make zeroes of what reads as zeroes already, an image has nothing to do.
+    /// Zeroes are written as data: told to make zeroes of what reads as zeroes already, an image
+    /// has nothing to do.
     async fn keep(&self, image: &Qcow2, start: u64, end: u64, cluster: u64) -> anyhow::Result<()> {
         let length = (end - start) as usize;
         let old = content(self.old.as_ref(), start, length).await?;
@@ -219,7 +217,8 @@ impl Below {
     }
 }
 
-/// What is in a backing file there, zeroes behind its end; `None` where all of it is zeroes by what it says of itself.
+/// What is in a backing file there, zeroes behind its end; `None` where all of it is zeroes by what
+/// it says of itself.
 async fn content(source: Option<&Source>, start: u64, length: usize) -> anyhow::Result<Option<Buffer>> {
     let Some(source) = source else { return Ok(None) };
     let there = source.size_bytes().saturating_sub(start).min(length as u64);

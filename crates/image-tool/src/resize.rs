@@ -9,17 +9,14 @@ use block::{
     storage::{Durability, ZeroOptions, parse_size},
 };
 use clap::Args;
-use console::Failure;
+use console::{Failure, on_reactor, print};
 
 use super::{
     create, disk,
     keys::KeyArgs,
-    on_reactor,
     opening::{How, Subject},
-    print,
 };
 
-/// Shown below the options.
 pub(super) const EXAMPLES: &str = "\
 Examples:
   weir image resize -f qcow2 vm1.qcow2 +10G
@@ -52,7 +49,6 @@ pub struct Arguments {
     quiet: bool,
 }
 
-/// What becomes of the size.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Change {
     To(u64),
@@ -69,13 +65,11 @@ fn change(text: &str) -> Result<Change, String> {
     }
 }
 
-/// What is filled in one go.
 const PIECE: u64 = 1 << 20;
 
 /// Resizes.
-///
-/// # Errors
-/// If it cannot be done; the size is then what it was, unless only filling what was added failed.
+/// Fails if it cannot be done; the size is then what it was, unless only filling what was added
+/// failed.
 pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
     let mut keys = arguments.keys.read()?;
     on_reactor(async move {

@@ -1,4 +1,5 @@
-//! `weir image snapshot`: internal snapshots of a qcow2 image, with the options of `qemu-img snapshot`.
+//! `weir image snapshot`: internal snapshots of a qcow2 image, with the options of
+//! `qemu-img snapshot`.
 
 use std::{
     path::{Path, PathBuf},
@@ -11,23 +12,20 @@ use block::{
         self, Qcow2,
         snapshot::{NewSnapshot, Snapshot},
     },
-    storage::Storage,
+    storage::{Format, Storage},
 };
 use clap::Args;
 use console::{
-    Failure, figures,
+    Failure, figures, on_reactor, print,
     table::{Side, Table},
 };
 use serde_json::{Value, json};
 
 use super::{
-    info::human,
-    on_reactor,
-    opening::{self, Format, How},
-    print,
+    form::human,
+    opening::{self, How},
 };
 
-/// Shown below the options.
 pub(super) const EXAMPLES: &str = "\
 Examples:
   weir image snapshot -l vm1.qcow2
@@ -68,10 +66,6 @@ pub struct Arguments {
     quiet: bool,
 }
 
-/// Does what was asked for.
-///
-/// # Errors
-/// What keeps it from being done.
 pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
     let path = &arguments.file;
     let name = path.display().to_string();
@@ -99,7 +93,6 @@ pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
     Ok(())
 }
 
-/// What is to be changed.
 enum Action {
     Create(String),
     Apply(String),
@@ -126,9 +119,6 @@ async fn act(storage: Storage, action: Action, name: String) -> Result<(), Failu
 }
 
 /// The snapshots of the image at `path`, whose storage this is.
-///
-/// # Errors
-/// If header or table cannot be read.
 pub(super) async fn read(storage: Storage, path: &Path) -> anyhow::Result<Vec<Snapshot>> {
     let context = || path.display().to_string();
     let header = qcow2::read_header(&storage).await.with_context(context)?;

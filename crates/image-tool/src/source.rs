@@ -7,7 +7,7 @@ use std::sync::Arc;
 use anyhow::Context as _;
 use block::{buffer::Buffer, image::Image};
 
-use super::{copy::Kind, disk};
+use super::disk::{self, Kind};
 
 /// Images behind each other, as if they were one disk.
 #[derive(Clone, Debug)]
@@ -41,7 +41,6 @@ impl Source {
         Self { only_top: true, ..self }
     }
 
-    /// All of them together.
     pub(super) fn size_bytes(&self) -> u64 {
         self.size_bytes
     }
@@ -54,10 +53,8 @@ impl Source {
         (part, offset - part.start, end - offset)
     }
 
-    /// What there is at `offset`, for at most `length` bytes: pieces that follow each other; at least one.
-    ///
-    /// # Errors
-    /// What the image says.
+    /// What there is at `offset`, for at most `length` bytes: pieces that follow each other; at
+    /// least one.
     pub(super) async fn status(&self, offset: u64, length: u64) -> anyhow::Result<Vec<(u64, Kind)>> {
         let (part, at, left) = self.at(offset);
         let length = length.min(left);
@@ -72,10 +69,6 @@ impl Source {
         status.with_context(|| format!("{}: what is at {at} cannot be found out", part.name))
     }
 
-    /// The bytes there.
-    ///
-    /// # Errors
-    /// What the image says, with where it was.
     pub(super) async fn read(&self, offset: u64, length: usize) -> anyhow::Result<Buffer> {
         let (part, at, left) = self.at(offset);
         if length as u64 <= left {

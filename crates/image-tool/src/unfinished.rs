@@ -1,8 +1,8 @@
 //! A file that gets its name once it is complete.
 //!
-//! What is written goes to a file of another name beside it, which takes the name with a rename. So whatever ends the command, an error, a
-//! signal, a crash, the name stands for what it stood for before, or for something whole. On SIGINT, SIGTERM and SIGHUP the other file is
-//! removed.
+//! What is written goes to a file of another name beside it, which takes the name with a rename. So
+//! whatever ends the command, an error, a signal, a crash, the name stands for what it stood for
+//! before, or for something whole. On SIGINT, SIGTERM and SIGHUP the other file is removed.
 //!
 //! Never renames over anything but a regular file: a device is written in place.
 
@@ -33,9 +33,7 @@ pub(super) struct Unfinished {
 
 impl Unfinished {
     /// An empty file that is going to be `target`.
-    ///
-    /// # Errors
-    /// Where none can be made there, or where somebody else uses what stands there.
+    /// Errors: where none can be made there, or where somebody else uses what stands there.
     pub(super) fn new(target: &Path, undo: &Undo) -> anyhow::Result<Self> {
         // A link stays one: what it points to is replaced.
         let target = fs::canonicalize(target).unwrap_or_else(|_| target.to_owned());
@@ -76,7 +74,6 @@ impl Unfinished {
         Ok(Self { target, file: Some(file), _earlier: held })
     }
 
-    /// Where to write.
     pub(super) fn path(&self) -> &Path {
         self.file.as_ref().map_or(&self.target, NamedTempFile::path)
     }
@@ -87,9 +84,7 @@ impl Unfinished {
     }
 
     /// Gives it its name.
-    ///
-    /// # Errors
-    /// What the file system says; the name then stands for what it stood for.
+    /// Errors: what the file system says; the name then stands for what it stood for.
     pub(super) fn finish(self) -> anyhow::Result<()> {
         let Some(file) = self.file else { return Ok(()) };
         file.persist(&self.target)

@@ -22,7 +22,8 @@ pub enum Address {
 }
 
 impl Address {
-    /// The address of a server that was told none: NBD's registered port, reachable from this machine alone.
+    /// The address of a server that was told none: NBD's registered port, reachable from this
+    /// machine alone.
     pub fn standard() -> Self {
         Self::Tcp { host: "localhost".to_owned(), port: 10809 }
     }
@@ -47,7 +48,8 @@ impl FromStr for Address {
         if host.is_empty() {
             return Err("has no host; write localhost, or [::] for every address of this machine".to_owned());
         }
-        // A colon may be left in brackets only, where an address of IPv6 stands (with its zone, perhaps).
+        // A colon may be left in brackets only, where an address of IPv6 stands (with its zone,
+        // perhaps).
         if host.contains(['/', '\0'])
             || (host.contains(':') && !text.starts_with('['))
             || host.contains(char::is_whitespace)

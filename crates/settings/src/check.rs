@@ -1,6 +1,8 @@
-//! From a draft to a plan: every rule that ties one setting to another, each broken one said of its place.
+//! From a draft to a plan: every rule that ties one setting to another, each broken one said of its
+//! place.
 //!
-//! Limits of a disk are its own, also where it is in a group with limits: both hold. docs/decisions/0006 has the reasons.
+//! Limits of a disk are its own, also where it is in a group with limits: both hold.
+//! docs/decisions/0006 has the reasons.
 
 use std::{
     collections::{HashMap, HashSet, hash_map::Entry},
@@ -23,7 +25,8 @@ const MAX_DEFAULT_WORKERS: usize = 8;
 pub const MAX_WORKERS: usize = 256;
 /// As QEMU's `max-connections`.
 const DEFAULT_MAX_CONNECTIONS: u32 = 100;
-/// Polling makes the first of a few requests faster and all of them dearer; docs/decisions/0002 has the figures.
+/// Polling makes the first of a few requests faster and all of them dearer; docs/decisions/0002 has
+/// the figures.
 const DEFAULT_POLL: Duration = Duration::ZERO;
 /// Beyond this, polling is a busy loop in all but name.
 pub const MAX_POLL: Duration = Duration::from_secs(1);

@@ -1,9 +1,9 @@
-//! What was said, before it is known to make sense: every value well formed by itself, with the place it was said at.
+//! What was said, before it is known to make sense: every value well formed by itself, with the
+//! place it was said at.
 
 use std::{path::PathBuf, time::Duration};
 
 use block::storage::{CacheMode, Format, delay::DelayOptions, fault::FaultRule, rate::RateOptions};
-use policy::throttle::Setting;
 
 use super::{
     Address, Image, LogFormat, Place, PrefetchDraft, Qcow2Draft, Said, SettingsDraft, tls::TlsDraft,
@@ -16,9 +16,6 @@ pub struct Draft {
     pub groups: Vec<GroupDraft>,
     pub service: ServiceDraft,
 }
-
-/// Limits as they were set, one by one.
-pub type LimitsDraft = Vec<Said<(Setting, u64)>>;
 
 /// A disk as it was described.
 #[derive(Clone, Debug)]

@@ -1,7 +1,8 @@
 //! The groups of a plan: which lies in which, and in an order in which they can be made.
 //!
-//! A group may lie in another, as a tenant's in a host's. What the file says is a list of names; here they become
-//! indices, every group after the one it lies in, so that whoever builds them needs to look at each once.
+//! A group may lie in another, as a tenant's in a host's. What the file says is a list of names;
+//! here they become indices, every group after the one it lies in, so that whoever builds them
+//! needs to look at each once.
 
 use std::collections::HashMap;
 
@@ -21,10 +22,8 @@ pub(super) struct Groups<'a> {
 
 impl<'a> Groups<'a> {
     /// Judges the groups; also returns them as the plan has them.
-    ///
-    /// # Errors
-    /// A group in one that does not exist or in itself, by however many steps, too many levels, or a setting that breaks
-    /// its rule.
+    /// Errors: a group in one that does not exist or in itself, by however many steps, too many
+    /// levels, or a setting that breaks its rule.
     pub(super) fn plan(drafts: &'a [GroupDraft]) -> Result<(Self, Vec<Group>), Wrong> {
         let by_name = drafts.iter().enumerate().map(|(index, group)| (group.name.value.as_str(), index));
         let mut groups = Self { drafts, by_name: by_name.collect(), planned: Vec::new() };
@@ -49,9 +48,7 @@ impl<'a> Groups<'a> {
     }
 
     /// The index in the plan of the group of this name.
-    ///
-    /// # Errors
-    /// If there is none.
+    /// Fails if there is none.
     pub(super) fn index_of(&self, name: &Said<String>) -> Result<usize, Wrong> {
         self.find(name).map(|index| self.planned[index])
     }

@@ -26,7 +26,8 @@ impl Image {
         }
     }
 
-    /// The name of a disk that was given none: the file's without its extension, or the kind of storage.
+    /// The name of a disk that was given none: the file's without its extension, or the kind of
+    /// storage.
     pub fn default_name(&self) -> String {
         match &self.0 {
             Spec::File(path) => {

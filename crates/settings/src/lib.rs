@@ -1,15 +1,18 @@
-//! What a daemon is to do, as plain values: which disks, under which limits, exported where, by how many threads.
+//! What a user asks of weir, as plain values: disks, their limits, groups, exports, threads.
 //!
 //! ```text
-//!   command line ─┐
-//!                 ├─► Draft (what was said, with its place) ─► check ─► Plan ─► serve
-//!   config file ──┘
+//!   command line ── arguments ─┐
+//!                              ├─► Draft (what was said, with its place) ─► check ─► Plan ─► serve
+//!   config file ──── config ───┘
 //! ```
 //!
-//! Both sources make the same [`Draft`], so that a rule is checked in one place and holds for both. A [`Plan`] is
-//! consistent: indices are valid, names are unique, no group lies in itself, limits obey their rules.
+//! Both sources make the same [`Draft`], so a rule is checked in one place and holds for both. A
+//! [`Plan`] is consistent: indices are valid, names are unique, no group lies in itself, limits
+//! obey their rules. `config` reads the config file; the options of each command stand beside the
+//! command, and those that several have in `arguments`. `units` reads sizes, times and counts.
 //!
-//! Never touches a file or a socket: what only the world can tell (is the image there? is the port free?) shows later.
+//! Never opens an image or a socket: whether the image exists or the port is free shows later. It
+//! reads the config file, passphrases, and what weir keeps for itself between runs (`state`).
 
 mod address;
 pub mod arguments;
@@ -39,13 +42,13 @@ use std::{path::PathBuf, time::Duration};
 
 pub use address::{Address, socket};
 use block::storage::{CacheMode, Format, delay::DelayOptions, fault::FaultRule, rate::RateOptions};
-pub use draft::{DiskDraft, Draft, ExportDraft, GroupDraft, LimitsDraft, ServiceDraft};
+pub use draft::{DiskDraft, Draft, ExportDraft, GroupDraft, ServiceDraft};
 pub use image::Image;
 pub use log::{LogFormat, LogSettings};
 pub use place::{Place, Said, Wrong};
 pub use prefetch::PrefetchDraft;
 pub use qcow2::{CleanInterval, L2CacheSize, Qcow2Draft, Qcow2Settings, SecretSource};
-pub use shares::{Settings, SettingsDraft};
+pub use shares::{LimitsDraft, Settings, SettingsDraft};
 pub use tls::{Credentials, Tls, TlsDraft, TlsMode};
 pub use units::{Rule, connections, count, duration, exact_size, read, size, workers};
 

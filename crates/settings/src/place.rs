@@ -1,6 +1,8 @@
-//! Where a setting was written, so that whatever is found wrong with it later can be said of that place.
+//! Where a setting was written, so that whatever is found wrong with it later can be said of that
+//! place.
 //!
-//! A message about the config file begins with file, line, key and value; one about the command line with the option.
+//! A message about the config file begins with file, line, key and value; one about the command
+//! line with the option.
 
 use std::fmt;
 
@@ -44,6 +46,11 @@ impl<T> Said<T> {
     /// `value`, said at `place`.
     pub fn new(value: T, place: Place) -> Self {
         Self { value, place }
+    }
+
+    /// What the option `--name` said, if it was given. Its place does not show the value.
+    pub fn option(name: &str, value: Option<T>) -> Option<Self> {
+        value.map(|value| Self::new(value, Place::new(format!("--{name}"))))
     }
 }
 

@@ -1,7 +1,9 @@
-//! What is read ahead of a disk's readers, as it was said, and how its settings are told in a message.
+//! What is read ahead of a disk's readers, as it was said, and how its settings are told in a
+//! message.
 //!
-//! Names, defaults and ranges are the policy's; here they meet places. Numbers that are said of a disk that reads nothing ahead are
-//! kept: they hold once that is switched on, which it can be while the disk is in use.
+//! Names, defaults and ranges are the policy's; here they meet places. Numbers that are said of a
+//! disk that reads nothing ahead are kept: they hold once that is switched on, which it can be
+//! while the disk is in use.
 
 use policy::prefetch::{Invalid, Mode, Setting, Settings, UnknownMode};
 

@@ -1,7 +1,9 @@
-//! What a qcow2 image is opened with: the sizes of its metadata caches, and where its passphrases are.
+//! What a qcow2 image is opened with: the sizes of its metadata caches, and where its passphrases
+//! are.
 //!
-//! The caches' names, defaults and rules are QEMU's (docs/qcow2-cache.txt); what they come to depends on the image and shows when it is
-//! opened. Passphrases are named here and read when the daemon starts: a plan can be printed.
+//! The caches' names, defaults and rules are QEMU's (docs/qcow2-cache.txt); what they come to
+//! depends on the image and shows when it is opened. Passphrases are named here and read when the
+//! daemon starts: a plan can be printed.
 
 use std::{fmt, path::PathBuf, str::FromStr};
 

@@ -1,16 +1,18 @@
-//! What a disk or a group may be held to and entitled to, all in one: limits, weight, reservation, watermark.
+//! What a disk or a group may be held to and entitled to, all in one: limits, weight, reservation,
+//! watermark.
 //!
-//! The same settings for both, because both are places on the way of a request where all of them hold at once. Here they
-//! are put together from what was said and judged one disk or group at a time; whether promises fit into what there is to
-//! give is the policy's to say, which knows the others.
+//! The same settings for both, because both are places on the way of a request where all of them
+//! hold at once. Here they are put together from what was said and judged one disk or group at a
+//! time; whether promises fit into what there is to give is the policy's to say, which knows the
+//! others.
 
 use block::layer::throttle::{DiskSettings, GroupSettings};
 use policy::{
-    throttle::{Invalid, Limits, MAX_VALUE, Share},
+    throttle::{Invalid, Limits, MAX_VALUE, Setting, Share},
     watermark::Watermark,
 };
 
-use super::{LimitsDraft, Place, Said, Wrong};
+use super::{Place, Said, Wrong};
 
 /// The weight of who was given none.
 pub(crate) const DEFAULT_WEIGHT: u32 = 100;
@@ -28,7 +30,8 @@ pub struct Settings {
     pub iops_reservation: u64,
     /// Bytes per second that it is promised; 0 is none.
     pub bps_reservation: u64,
-    /// Percent of the device's capacity in use below which its limits are lifted, from 0 (never) to 100.
+    /// Percent of the device's capacity in use below which its limits are lifted, from 0 (never)
+    /// to 100.
     pub watermark: u8,
 }
 
@@ -64,6 +67,9 @@ impl Settings {
         Watermark::new(self.watermark).expect("checked")
     }
 }
+
+/// Limits as they were set, one by one.
+pub type LimitsDraft = Vec<Said<(Setting, u64)>>;
 
 /// [`Settings`] as they were said, each with its place.
 #[derive(Clone, Debug, Default)]

@@ -79,8 +79,8 @@ impl TlsDraft {
     /// What they add up to.
     ///
     /// # Errors
-    /// Credentials that would not be used, or are missing, or are of two kinds: a server that quietly serves in the
-    /// clear is worse than one that does not start.
+    /// Credentials that would not be used, or are missing, or are of two kinds: a server that
+    /// quietly serves in the clear is worse than one that does not start.
     pub fn check(self) -> Result<Tls, Wrong> {
         let verify_peer = self.verify_peer.filter(|said| said.value);
         let mode = self.mode.as_ref().map_or(TlsMode::Off, |said| said.value);

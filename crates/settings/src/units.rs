@@ -1,6 +1,7 @@
 //! Numbers and names as people write them: one reading for the command line and the config file.
 //!
-//! A reader is a function from text to a value or the rule that the text breaks, to follow the value in a message.
+//! A reader is a function from text to a value or the rule that the text breaks, to follow the
+//! value in a message.
 
 use std::{str::FromStr, time::Duration};
 
@@ -39,7 +40,8 @@ impl Rule for block::storage::InvalidOption {
     }
 }
 
-/// A number of bytes: digits, perhaps a fraction, perhaps one of `K M G T` (powers of 1024) in either case.
+/// A number of bytes: digits, perhaps a fraction, perhaps one of `K M G T` (powers of 1024) in
+/// either case.
 ///
 /// # Errors
 /// The rule.

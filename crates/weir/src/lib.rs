@@ -5,11 +5,12 @@
 //!   client               the daemon's control socket from the other end: reports, rates, changes
 //!   status, top          what runs; the same, live
 //!   throttle, prefetch   one setting of what runs, shown or changed
-//!   saving               such a change, told to the daemon and kept in the config file
+//!   saving               what these two share: a change, told to the daemon and kept in the config file
 //! ```
 //!
-//! It is a library so that end-to-end tests and tools reach [`main`]; it is no interface for others.
-//! Never does anything by itself: what a command does lies in the room that is named after it.
+//! It is a library so that end-to-end tests and tools reach [`main`]; it is no interface for
+//! others. Never does anything by itself: what a command does lies in the room that is named after
+//! it.
 
 mod cli;
 mod client;
@@ -33,8 +34,8 @@ pub fn main() -> ExitCode {
     let result = match Cli::try_parse() {
         Ok(Cli { command: Command::Serve(arguments) }) => daemon::serve::run(*arguments),
         Ok(Cli { command: Command::Status(arguments) }) => status::run(arguments),
-        Ok(Cli { command: Command::Throttle(arguments) }) => throttle::run(*arguments),
-        Ok(Cli { command: Command::Prefetch(arguments) }) => prefetch::run(arguments),
+        Ok(Cli { command: Command::Throttle(arguments) }) => saving::run(&*arguments),
+        Ok(Cli { command: Command::Prefetch(arguments) }) => saving::run(&arguments),
         Ok(Cli { command: Command::Top(arguments) }) => top::run(arguments),
         Ok(Cli { command: Command::Probe(arguments) }) => lab::probe::run(arguments),
         Ok(Cli { command: Command::Image(command) }) => image_tool::run(*command),

@@ -8,9 +8,6 @@ use export::nbd::MOST_BITMAPS;
 use super::inventory::RunningDisk;
 
 /// The bitmaps of these names, in their order.
-///
-/// # Errors
-/// The first that cannot be offered, and why.
 pub(crate) async fn of_image(running: &RunningDisk, names: &[String]) -> anyhow::Result<Arc<[BitmapView]>> {
     if names.len() > MOST_BITMAPS {
         anyhow::bail!("{} bitmaps for one export; {MOST_BITMAPS} is the most", names.len());

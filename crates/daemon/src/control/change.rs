@@ -1,42 +1,35 @@
 //! What happened to the things that run, told to whoever wants to know.
 //!
-//! A listener is called at once, on the main thread, after the change is done: it may look at the inventory.
+//! A listener is called at once, on the main thread, after the change is done: it may look at the
+//! inventory.
 
 use std::{cell::RefCell, fmt, rc::Rc};
 
-/// Something that happened.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Change {
-    /// An export is gone, its clients too.
     ExportDeleted {
-        /// The id it had.
         id: String,
     },
     /// A disk or a group came or went.
     Listed {
-        /// Its name.
         name: String,
     },
     /// A disk or a group has other limits, another weight, another group.
     SettingsChanged {
-        /// The disk's or group's name.
         name: String,
     },
 }
 
 type Listener = Rc<dyn Fn(&Change)>;
 
-/// Those who listen.
 #[derive(Default)]
 pub(crate) struct Listeners(RefCell<Vec<Listener>>);
 
 impl Listeners {
-    /// Calls `listener` for each change from now on.
     pub(crate) fn add(&self, listener: impl Fn(&Change) + 'static) {
         self.0.borrow_mut().push(Rc::new(listener));
     }
 
-    /// Tells all of them.
     pub(crate) fn tell(&self, change: &Change) {
         // A copy, for a listener may add another.
         let listeners = self.0.borrow().clone();

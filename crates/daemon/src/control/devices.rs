@@ -1,19 +1,21 @@
-//! The devices under the disks that run: found once for each disk, watched where something has a watermark, shown to whoever asks.
+//! The devices under the disks that run: found once for each disk, and sampled where something has
+//! a watermark.
 //!
 //! ```text
-//!   Inventory ── a change ──► Devices::refresh ──► which groups have disks on which device ──► block's Sampler
+//!   Inventory ── a change ──► Devices::refresh ──► which groups have disks on which device
+//!                                    │                     └──► block's Sampler
 //!                                    └──► what a probe measured bounds what groups can promise
 //! ```
 //!
-//! Belongs to the main thread, as the inventory does, and follows it: nothing is told to this that is not in there.
+//! Belongs to the main thread. Knows only the disks and groups that the inventory passes to it.
 //!
-//! Never keeps a disk from being served: a device that cannot be found is logged, and limits are enforced as they are set.
+//! Never keeps a disk from being served: a device that cannot be found is logged, and limits are
+//! enforced as they are set.
 
 use std::{
     cell::RefCell,
     collections::{BTreeMap, HashMap},
     path::Path,
-    rc::Rc,
     sync::{Arc, Weak},
 };
 
@@ -25,12 +27,8 @@ use block::{
 };
 use settings::state::Store;
 
-use super::{change::Change, inventory::Inventory};
-
-/// A disk, and the device that was found below it.
 type Found = (Weak<Disk>, Option<Arc<Device>>);
 
-/// The devices of a daemon.
 #[derive(Debug)]
 pub(crate) struct Devices {
     roots: Roots,
@@ -40,50 +38,31 @@ pub(crate) struct Devices {
     sampler: Sampler,
 }
 
-/// A device, and the names of the disks on it.
 #[derive(Debug)]
 pub(crate) struct Listed {
-    /// The device.
     pub(crate) device: Arc<Device>,
     /// In the order of their names.
     pub(crate) disks: Vec<String>,
 }
 
 impl Devices {
-    /// Follows the inventory from now on. What was measured is in the state directory, or the usual one.
-    ///
-    /// # Errors
-    /// If more is reserved than a device was measured to do. Later, that is refused to whoever asks for it.
-    pub(crate) fn follow(inventory: &Rc<Inventory>, state: Option<&Path>) -> anyhow::Result<Rc<Self>> {
-        let devices = Rc::new(Self {
+    /// None yet. What was measured is in the state directory, or the usual one.
+    pub(crate) fn new(state: Option<&Path>) -> Self {
+        Self {
             roots: Roots::default(),
             store: Store::new(state),
             of_disks: RefCell::default(),
             sampler: Sampler::default(),
-        });
-        devices.refresh(inventory)?;
-        let (followed, following) = (Rc::downgrade(inventory), Rc::downgrade(&devices));
-        inventory.listen(move |change| {
-            if matches!(change, Change::ExportDeleted { .. }) {
-                return;
-            }
-            if let (Some(inventory), Some(devices)) = (followed.upgrade(), following.upgrade())
-                && let Err(error) = devices.refresh(&inventory)
-            {
-                tracing::warn!("{error:#}");
-            }
-        });
-        Ok(devices)
+        }
     }
 
-    /// All devices under disks, in the order of their names.
-    pub(crate) fn list(&self, inventory: &Inventory) -> Vec<Listed> {
+    pub(crate) fn list(&self, disks: impl IntoIterator<Item = Arc<Disk>>) -> Vec<Listed> {
         let mut found: BTreeMap<String, Listed> = BTreeMap::new();
-        for disk in inventory.disks() {
-            let Some(device) = self.under(&disk.disk) else { continue };
+        for disk in disks {
+            let Some(device) = self.under(&disk) else { continue };
             let name = device.name().to_owned();
             let listed = found.entry(name).or_insert_with(|| Listed { device, disks: Vec::new() });
-            listed.disks.push(disk.disk.name().to_string());
+            listed.disks.push(disk.name().to_string());
         }
         found.into_values().collect()
     }
@@ -120,15 +99,20 @@ impl Devices {
         of_disks.values().filter_map(|(_, device)| device.as_ref()).find(|device| device.id() == *id).cloned()
     }
 
-    /// Looks again at who is on which device.
-    fn refresh(&self, inventory: &Inventory) -> anyhow::Result<()> {
+    /// Looks again at which of these disks and groups are on which device.
+    /// Fails if more is reserved than a device was measured to do.
+    pub(crate) fn refresh(
+        &self,
+        disks: impl IntoIterator<Item = Arc<Disk>>,
+        groups: impl IntoIterator<Item = Arc<Group>>,
+    ) -> anyhow::Result<()> {
         let mut on: HashMap<*const Group, Vec<Arc<Device>>> = HashMap::new();
         let mut subjects = Vec::new();
-        for running in inventory.disks() {
-            let device = self.under(&running.disk);
-            let mut group = running.disk.throttle().group();
+        for disk in disks {
+            let device = self.under(&disk);
+            let mut group = disk.throttle().group();
             if group.is_none() {
-                let disk: Weak<Disk> = Arc::downgrade(&running.disk);
+                let disk: Weak<Disk> = Arc::downgrade(&disk);
                 subjects.push(Subject { target: disk, devices: device.iter().cloned().collect() });
             }
             while let Some(here) = group {
@@ -141,7 +125,7 @@ impl Devices {
                 group = here.parent().cloned();
             }
         }
-        for group in inventory.groups() {
+        for group in groups {
             let devices = on.remove(&Arc::as_ptr(&group)).unwrap_or_default();
             if group.parent().is_none() {
                 bound(&group, &devices)?;
@@ -154,7 +138,8 @@ impl Devices {
     }
 }
 
-/// A group can promise what its device can do; one on several, or on one that was not measured, what its limits say.
+/// A group can promise what its device can do; one on several, or on one that was not measured,
+/// what its limits say.
 fn bound(group: &Group, devices: &[Arc<Device>]) -> anyhow::Result<()> {
     let capacity = match devices {
         [device] => device.capacity().map(|capacity| capacity.reservable()),

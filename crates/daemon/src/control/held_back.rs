@@ -1,7 +1,8 @@
-//! Says in the log, every ten seconds, which disks and groups were held back by their limits: for who reads logs and not `weir status`.
+//! Says in the log, every ten seconds, which disks and groups were held back by their limits: for
+//! who reads logs and not `weir status`.
 //!
-//! One event each at target `weir::limits`, and none for what was not held back, so that a daemon at rest says nothing. Looks only, and never
-//! at a request.
+//! One event each at target `weir::limits`, and none for what was not held back, so that a daemon
+//! at rest says nothing. Looks only, and never at a request.
 
 use std::{
     collections::HashMap,
@@ -32,7 +33,6 @@ pub(crate) fn watch(inventory: &Rc<Inventory>) -> JoinHandle<()> {
     })
 }
 
-/// What there was to see the last time.
 #[derive(Debug, Default)]
 struct Last(HashMap<String, Seen>);
 

@@ -5,11 +5,12 @@
 //!      └──► server
 //! ```
 //!
-//! An arrow is a use: nothing is removed while something uses it. Disks and groups share one space of names, so that a command that
-//! takes either can tell which is meant. Listings are in the order of the names.
+//! An arrow is a use: nothing is removed while something uses it. Disks and groups share one space
+//! of names, so that a command that takes either can tell which is meant. Listings are in the order
+//! of the names.
 //!
-//! Keeps what others opened and built, and the rules between them; it opens, parses and prints nothing. Belongs to the main thread,
-//! and never holds a borrow across an await.
+//! Keeps what others opened and built, and the rules between them; it opens, parses and prints
+//! nothing. Belongs to the main thread, and never holds a borrow across an await.
 
 use std::{
     cell::{Cell, OnceCell, RefCell},
@@ -39,14 +40,10 @@ use super::{
     serving::Serving,
 };
 
-/// A disk that runs, and how it was opened.
 #[derive(Debug)]
 pub(crate) struct RunningDisk {
-    /// The disk.
     pub(crate) disk: Arc<Disk>,
-    /// Where its bytes are.
     pub(crate) image: Image,
-    /// How the host's page cache is used.
     pub(crate) cache: CacheMode,
     /// Of a qcow2 image's caches: what was asked for, not what it comes to.
     pub(crate) caches: Cell<CacheSettings>,
@@ -57,30 +54,23 @@ pub(crate) struct RunningDisk {
 /// A node below a disk, which has no life of its own but keeps its name from being given again.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct NodeBelow {
-    /// Its name.
     pub(crate) name: String,
     /// Whether it was a disk before another was put over it, and is one again when that goes.
     pub(crate) stays: bool,
 }
 
-/// A disk that clients can reach.
 pub(crate) struct RunningExport {
-    /// Unique among the exports.
     pub(crate) id: String,
     /// The name clients ask for; unique at its server.
     pub(crate) name: String,
-    /// The disk.
     pub(crate) disk: Rc<RunningDisk>,
-    /// Where.
     pub(crate) serving: Rc<Serving>,
-    /// Refuses writes, whatever the disk does.
     pub(crate) read_only: bool,
     number: usize,
     ending: Cell<bool>,
 }
 
 impl RunningExport {
-    /// Clients connected to it now.
     pub(crate) fn connections(&self) -> usize {
         self.serving.server().connections_of(self.number)
     }
@@ -91,82 +81,44 @@ impl RunningExport {
     }
 }
 
-/// An export to be added.
 #[derive(Clone, Debug)]
 pub(crate) struct NewExport {
-    /// None of the exports there are may have it.
     pub(crate) id: String,
-    /// The name clients ask for.
     pub(crate) name: String,
     /// A line for people; may be empty.
     pub(crate) description: String,
-    /// The name of the disk.
     pub(crate) disk: String,
-    /// Refuse writes, whatever the disk does.
     pub(crate) read_only: bool,
-    /// Bitmaps of the disk's image that clients may look at.
     pub(crate) bitmaps: Arc<[BitmapView]>,
 }
 
 /// Why something was not done. Nothing has changed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum Refused {
-    /// There is no disk of this name.
     #[error("disk {0}: there is none of this name (`weir status` lists them)")]
     NoDisk(String),
-    /// There is no group of this name.
     #[error("group {0}: there is none of this name (`weir status` lists them)")]
     NoGroup(String),
-    /// There is no export with this id.
     #[error("export {0}: there is none with this id (`weir status` lists them)")]
     NoExport(String),
-    /// There is no passphrase of this name.
     #[error("secret {0}: there is none of this name (`object-add` makes one)")]
     NoSecret(String),
-    /// The name of a new disk or group is a disk's or group's already.
     #[error("{0}: a disk or a group has this name already (choose another)")]
     NameTaken(String),
-    /// The id of a new export is another's.
     #[error("export {0}: there is one with this id already (choose another)")]
     IdTaken(String),
-    /// The name of a new export is another's at the same server.
     #[error("export {name}: there is one of this name at {address} already (choose another)")]
-    ExportNameTaken {
-        /// The name clients would ask for.
-        name: String,
-        /// The server's.
-        address: String,
-    },
-    /// Something else is being done to the disk.
+    ExportNameTaken { name: String, address: String },
     #[error("disk {0}: another command is at work on it (try again)")]
     Busy(String),
-    /// The disk has exports.
     #[error("disk {disk}: it is exported as {export} (remove the export first)")]
-    Exported {
-        /// The disk.
-        disk: String,
-        /// The id of one of them.
-        export: String,
-    },
-    /// The group has members.
+    Exported { disk: String, export: String },
     #[error("group {group}: {member} is in it (move it out first)")]
-    HasMembers {
-        /// The group.
-        group: String,
-        /// One of them.
-        member: String,
-    },
-    /// The export has clients.
+    HasMembers { group: String, member: String },
     #[error("export {id}: {connections} clients are connected (disconnect them, or remove it in mode hard)")]
-    HasClients {
-        /// The export.
-        id: String,
-        /// How many.
-        connections: usize,
-    },
+    HasClients { id: String, connections: usize },
 }
 
-/// Why the daemon is to end.
 #[derive(Debug)]
 pub(crate) enum End {
     /// A client of the control socket said `quit`.
@@ -175,10 +127,10 @@ pub(crate) enum End {
     Broken(anyhow::Error),
 }
 
-/// Asks the daemon to end: it begins once the main thread is free, so what was answered before can still be sent.
+/// Asks the daemon to end: it begins once the main thread is free, so what was answered before can
+/// still be sent.
 pub(crate) type Ender = Rc<dyn Fn(End)>;
 
-/// All that runs.
 pub(crate) struct Inventory {
     started: Instant,
     config: Option<PathBuf>,
@@ -186,7 +138,7 @@ pub(crate) struct Inventory {
     groups: RefCell<BTreeMap<String, Arc<Group>>>,
     servers: RefCell<Vec<Rc<Serving>>>,
     exports: RefCell<BTreeMap<String, Rc<RunningExport>>>,
-    devices: OnceCell<Rc<Devices>>,
+    devices: OnceCell<Devices>,
     image_root: OnceCell<Root>,
     secrets: RefCell<BTreeMap<String, Secret>>,
     listeners: Listeners,
@@ -211,12 +163,10 @@ impl Inventory {
         })
     }
 
-    /// Time since the daemon started.
     pub(crate) fn uptime(&self) -> Duration {
         reactor::now() - self.started
     }
 
-    /// The config file it was started with.
     pub(crate) fn config(&self) -> Option<&PathBuf> {
         self.config.as_ref()
     }
@@ -227,49 +177,53 @@ impl Inventory {
         let _ = self.image_root.set(root);
     }
 
-    /// Where images must lie.
     pub(crate) fn image_root(&self) -> Option<&Root> {
         self.image_root.get()
     }
 
-    /// Calls `listener` for each change from now on.
     pub(crate) fn listen(&self, listener: impl Fn(&Change) + 'static) {
         self.listeners.add(listener);
     }
 
-    /// Tells those who listen.
     pub(crate) fn tell(&self, change: &Change) {
         self.listeners.tell(change);
     }
 
-    /// What ends the daemon.
     pub(crate) fn ender(&self) -> &Ender {
         &self.ender
     }
 
-    /// Finds out about the devices below the disks, and keeps at it while disks and groups change. What was measured of them is in the
-    /// state directory, or the usual one.
-    ///
-    /// # Errors
-    /// If more is reserved than a device was measured to do.
+    /// Finds the devices below the disks, now and after each change. What was measured of them is
+    /// in the state directory, or the usual one. Called once.
+    /// Fails if more is reserved than a device was measured to do. Later this is refused to whoever
+    /// asks for it.
     pub(crate) fn look_at_devices(self: &Rc<Self>, state: Option<&Path>) -> anyhow::Result<()> {
-        let devices = Devices::follow(self, state)?;
-        // Whoever looked first is looking still.
-        let _ = self.devices.set(devices);
+        let devices = self.devices.get_or_init(|| Devices::new(state));
+        devices.refresh(self.block_disks(), self.groups())?;
+        let inventory = Rc::downgrade(self);
+        self.listen(move |change| {
+            if let (Some(inventory), Change::Listed { .. } | Change::SettingsChanged { .. }) =
+                (inventory.upgrade(), change)
+                && let Some(devices) = inventory.devices.get()
+                && let Err(error) = devices.refresh(inventory.block_disks(), inventory.groups())
+            {
+                tracing::warn!("{error:#}");
+            }
+        });
         Ok(())
     }
 
     /// The devices below the disks, in the order of their names; none before anybody has looked.
     pub(crate) fn devices(&self) -> Vec<Listed> {
-        self.devices.get().map(|devices| devices.list(self)).unwrap_or_default()
+        self.devices.get().map(|devices| devices.list(self.block_disks())).unwrap_or_default()
+    }
+
+    fn block_disks(&self) -> Vec<Arc<Disk>> {
+        self.disks.borrow().values().map(|running| Arc::clone(&running.disk)).collect()
     }
 
     // Secrets.
 
-    /// Keeps a passphrase under a name.
-    ///
-    /// # Errors
-    /// If there is one of this name.
     pub(crate) fn add_secret(&self, id: &str, secret: Secret) -> Result<(), Refused> {
         match self.secrets.borrow_mut().entry(id.to_owned()) {
             Entry::Occupied(_) => Err(Refused::NameTaken(id.to_owned())),
@@ -280,7 +234,6 @@ impl Inventory {
         }
     }
 
-    /// The passphrase of this name.
     pub(crate) fn secret(&self, id: &str) -> Result<Secret, Refused> {
         self.secrets.borrow().get(id).cloned().ok_or_else(|| Refused::NoSecret(id.to_owned()))
     }
@@ -290,27 +243,20 @@ impl Inventory {
         self.secrets.borrow_mut().remove(id).is_some()
     }
 
-    /// The names of all.
     pub(crate) fn secrets(&self) -> Vec<String> {
         self.secrets.borrow().keys().cloned().collect()
     }
 
     // Disks.
 
-    /// All disks.
     pub(crate) fn disks(&self) -> Vec<Rc<RunningDisk>> {
         self.disks.borrow().values().cloned().collect()
     }
 
-    /// The disk of this name.
     pub(crate) fn disk(&self, name: &str) -> Result<Rc<RunningDisk>, Refused> {
         self.disks.borrow().get(name).cloned().ok_or_else(|| Refused::NoDisk(name.to_owned()))
     }
 
-    /// Adds a disk.
-    ///
-    /// # Errors
-    /// If its name is taken.
     pub(crate) fn add_disk(&self, disk: RunningDisk) -> Result<Rc<RunningDisk>, Refused> {
         let name = disk.disk.name().to_string();
         self.check_name(&name)?;
@@ -320,11 +266,8 @@ impl Inventory {
         Ok(disk)
     }
 
-    /// Removes a disk that nobody uses, flushes and closes it. A flush that fails does not keep it, for it would keep it for ever; it is
-    /// logged.
-    ///
-    /// # Errors
-    /// If there is none, or it is exported.
+    /// Removes a disk that nobody uses, flushes and closes it. A flush that fails does not keep it,
+    /// for it would keep it for ever; it is logged.
     pub(crate) async fn remove_disk(&self, name: &str) -> Result<(), Refused> {
         let disk = self.disk(name)?;
         if let Some(export) = self.exports_of(&disk).first() {
@@ -342,9 +285,7 @@ impl Inventory {
     }
 
     /// Takes a disk that nobody uses out, to be put back as a part of another.
-    ///
-    /// # Errors
-    /// If there is none, it is exported, or another command is at work on it.
+    /// Fails if there is none, it is exported, or another command is at work on it.
     pub(crate) fn take_disk(&self, name: &str) -> Result<RunningDisk, Refused> {
         let disk = self.disk(name)?;
         if let Some(export) = self.exports_of(&disk).first() {
@@ -363,12 +304,10 @@ impl Inventory {
         Err(Refused::Busy(name.to_owned()))
     }
 
-    /// Whether a node below some disk has this name.
     pub(crate) fn is_below(&self, name: &str) -> bool {
         self.disks.borrow().values().any(|disk| disk.below.iter().any(|node| node.name == name))
     }
 
-    /// The exports of a disk.
     pub(crate) fn exports_of(&self, disk: &Rc<RunningDisk>) -> Vec<Rc<RunningExport>> {
         let exports = self.exports.borrow();
         exports.values().filter(|export| Rc::ptr_eq(&export.disk, disk)).cloned().collect()
@@ -376,20 +315,14 @@ impl Inventory {
 
     // Groups.
 
-    /// All groups.
     pub(crate) fn groups(&self) -> Vec<Arc<Group>> {
         self.groups.borrow().values().cloned().collect()
     }
 
-    /// The group of this name.
     pub(crate) fn group(&self, name: &str) -> Result<Arc<Group>, Refused> {
         self.groups.borrow().get(name).cloned().ok_or_else(|| Refused::NoGroup(name.to_owned()))
     }
 
-    /// Adds a group.
-    ///
-    /// # Errors
-    /// If its name is taken.
     pub(crate) fn add_group(&self, group: &Arc<Group>) -> Result<(), Refused> {
         self.check_name(group.name())?;
         self.groups.borrow_mut().insert(group.name().to_owned(), Arc::clone(group));
@@ -397,10 +330,6 @@ impl Inventory {
         Ok(())
     }
 
-    /// Removes a group that has no members.
-    ///
-    /// # Errors
-    /// If there is none, or it has members.
     pub(crate) fn remove_group(&self, name: &str) -> Result<(), Refused> {
         let group = self.group(name)?;
         if let Some(member) = self.members_of(&group).into_iter().next() {
@@ -423,10 +352,6 @@ impl Inventory {
         disks.chain(groups.values().filter(below).map(|group| group.name().to_owned())).collect()
     }
 
-    /// Whether a new disk or group may have this name.
-    ///
-    /// # Errors
-    /// If it is taken.
     pub(crate) fn check_name(&self, name: &str) -> Result<(), Refused> {
         let taken = self.disks.borrow().contains_key(name) || self.groups.borrow().contains_key(name);
         if taken || self.is_below(name) {
@@ -437,17 +362,14 @@ impl Inventory {
 
     // Servers.
 
-    /// All servers, in the order they were started.
     pub(crate) fn servers(&self) -> Vec<Rc<Serving>> {
         self.servers.borrow().clone()
     }
 
-    /// Adds a server.
     pub(crate) fn add_server(&self, serving: &Rc<Serving>) {
         self.servers.borrow_mut().push(Rc::clone(serving));
     }
 
-    /// Clients connected to any server.
     pub(crate) fn connections(&self) -> usize {
         self.servers.borrow().iter().map(|serving| serving.server().connections()).sum()
     }
@@ -459,15 +381,11 @@ impl Inventory {
         self.exports.borrow().values().cloned().collect()
     }
 
-    /// The export with this id.
     pub(crate) fn export(&self, id: &str) -> Result<Rc<RunningExport>, Refused> {
         self.exports.borrow().get(id).cloned().ok_or_else(|| Refused::NoExport(id.to_owned()))
     }
 
     /// Lets clients of `serving` reach a disk, from now on.
-    ///
-    /// # Errors
-    /// If there is no such disk, or the id or the name is taken.
     pub(crate) fn add_export(&self, serving: &Rc<Serving>, new: NewExport) -> Result<(), Refused> {
         let disk = self.disk(&new.disk)?;
         if self.exports.borrow().contains_key(&new.id) {
@@ -496,11 +414,9 @@ impl Inventory {
         Ok(())
     }
 
-    /// Removes an export. No client finds it any more when this returns; once the last that was connected is gone,
-    /// [`Change::ExportDeleted`] follows, and until then its id and its disk are in use.
-    ///
-    /// # Errors
-    /// If there is none, or `removal` is safe and it has clients.
+    /// Removes an export. No client finds it any more when this returns; once the last that was
+    /// connected is gone, [`Change::ExportDeleted`] follows, and until then its id and its disk are
+    /// in use. Fails if there is none, or `removal` is safe and it has clients.
     pub(crate) fn remove_export(self: &Rc<Self>, id: &str, removal: Removal) -> Result<(), Refused> {
         let export = self.export(id)?;
         match export.serving.server().remove(export.number, removal) {

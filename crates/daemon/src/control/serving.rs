@@ -1,7 +1,9 @@
-//! A place where clients connect: a server with its listening sockets, accepting on the main thread.
+//! A place where clients connect: a server with its listening sockets, accepting on the main
+//! thread.
 //!
-//! Ends in two steps, because the daemon closes all its places before it waits for the clients of any: [`Serving::close`] lets nobody
-//! in any more, [`Serving::stop`] sees those who are in to the door.
+//! Ends in two steps, because the daemon closes all its places before it waits for the clients of
+//! any: [`Serving::close`] lets nobody in any more, [`Serving::stop`] sees those who are in to the
+//! door.
 
 use std::{cell::RefCell, rc::Rc, sync::Arc};
 
@@ -12,7 +14,6 @@ use settings::Tls;
 
 use crate::listen::{Authority, Listener, SocketFile};
 
-/// A server that accepts clients.
 pub(crate) struct Serving {
     authorities: Vec<Authority>,
     server: Arc<nbd::Server>,
@@ -25,7 +26,8 @@ pub(crate) struct Serving {
 }
 
 impl Serving {
-    /// Accepts on `listeners` and gives each client to the next of `workers`. Calls `broken` if that ends before it should.
+    /// Accepts on `listeners` and gives each client to the next of `workers`. Calls `broken` if
+    /// that ends before it should.
     pub(crate) fn start(
         server: Arc<nbd::Server>,
         listeners: Vec<Listener>,
@@ -48,7 +50,6 @@ impl Serving {
         Rc::new(Self { authorities, server, accepting, _workers: Rc::clone(workers), socket_files })
     }
 
-    /// The server behind the sockets.
     pub(crate) fn server(&self) -> &Arc<nbd::Server> {
         &self.server
     }
@@ -66,7 +67,8 @@ impl Serving {
         uris
     }
 
-    /// Lets nobody in any more, and removes the files of its sockets, so that the next daemon need not wonder.
+    /// Lets nobody in any more, and removes the files of its sockets, so that the next daemon need
+    /// not wonder.
     pub(crate) fn close(&self) {
         self.accepting.take();
         self.socket_files.take();

@@ -1,4 +1,5 @@
-//! Sockets that the service manager passed (systemd's `LISTEN_FDS`), or anyone who speaks its protocol: `nbdinfo [ … ]`.
+//! Sockets that the service manager passed (systemd's `LISTEN_FDS`), or anyone who speaks its
+//! protocol: `nbdinfo [ … ]`.
 //!
 //! Each is checked to be a listening stream socket, since clients can be accepted on nothing else.
 
@@ -14,21 +15,17 @@ use super::{Authority, Listener};
 pub(crate) struct Inherited(ListenFd);
 
 impl Inherited {
-    /// Takes them out of the environment, so that no child believes they are its own. To be called once, before
-    /// other threads start.
+    /// Takes them out of the environment, so that no child believes they are its own. To be called
+    /// once, before other threads start.
     pub(crate) fn take() -> Self {
         Self(ListenFd::from_env())
     }
 
-    /// How many were passed.
     pub(crate) fn count(&self) -> usize {
         self.0.len()
     }
 
     /// The sockets, ready to accept from.
-    ///
-    /// # Errors
-    /// If one is not a listening stream socket.
     pub(crate) fn into_listeners(mut self) -> anyhow::Result<Vec<Listener>> {
         (0..self.0.len()).map(|index| self.listener(index)).collect()
     }

@@ -21,7 +21,6 @@ use settings::{Address, Endpoint};
 pub(crate) use unix::SocketFile;
 pub(crate) use uri::Authority;
 
-/// A listening socket.
 #[derive(Debug)]
 pub(crate) struct Listener {
     socket: OwnedFd,
@@ -31,7 +30,6 @@ pub(crate) struct Listener {
 }
 
 impl Listener {
-    /// How clients reach it.
     pub(crate) fn authority(&self) -> &Authority {
         &self.authority
     }
@@ -43,9 +41,6 @@ impl Listener {
 }
 
 /// The sockets of an endpoint. Those of the service manager can be had once.
-///
-/// # Errors
-/// As [`bind`], or if what was passed is not a listening socket.
 pub(crate) fn open(endpoint: &Endpoint, inherited: &mut Option<Inherited>) -> anyhow::Result<Vec<Listener>> {
     match endpoint {
         Endpoint::Address(address) => bind(address),
@@ -54,9 +49,6 @@ pub(crate) fn open(endpoint: &Endpoint, inherited: &mut Option<Inherited>) -> an
 }
 
 /// A Unix socket that only its owner and root may connect to.
-///
-/// # Errors
-/// As [`open`].
 pub(crate) fn private(path: &Path) -> anyhow::Result<Listener> {
     let bound = unix::bind_private(path);
     let (listener, file) = bound.with_context(|| Address::Unix(path.to_owned()).to_string())?;
@@ -64,8 +56,9 @@ pub(crate) fn private(path: &Path) -> anyhow::Result<Listener> {
     Ok(Listener { socket: listener.into(), authority, file: Some(file) })
 }
 
-/// How long an address may outlive the process that listened there: what a process had in flight on an io_uring is ended after it
-/// is gone, and keeps its sockets open until then (measured: 10 ms after a kill).
+/// How long an address may outlive the process that listened there: what a process had in flight on
+/// an io_uring is ended after it is gone, and keeps its sockets open until then (measured: 10 ms
+/// after a kill).
 const AFTERLIFE: Duration = Duration::from_millis(500);
 /// How often it is tried again. The kernel tells nobody when such a socket goes.
 const TRY_AGAIN: Duration = Duration::from_millis(50);
@@ -83,11 +76,9 @@ fn patiently<T>(mut attempt: impl FnMut() -> io::Result<T>) -> io::Result<T> {
     }
 }
 
-/// Listens on an address: one socket, or one for each address that a host name resolves to. An address that is in use is
-/// tried again for a moment, so that a daemon that crashed can be started again at once.
-///
-/// # Errors
-/// If the address is in use, not this machine's, not permitted, or its name unknown.
+/// Listens on an address: one socket, or one for each address that a host name resolves to. An
+/// address that is in use is tried again for a moment, so that a daemon that crashed can be started
+/// again at once.
 fn bind(address: &Address) -> anyhow::Result<Vec<Listener>> {
     match address {
         Address::Unix(path) => {

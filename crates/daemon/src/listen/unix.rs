@@ -1,7 +1,8 @@
-//! Unix sockets as files: a socket that nobody serves any more is replaced, one that somebody does is left alone.
+//! Unix sockets as files: a socket that nobody serves any more is replaced, one that somebody does
+//! is left alone.
 //!
-//! The file of a socket outlives the process that made it, if that was killed. Whether anybody is there is found by
-//! connecting, without waiting.
+//! The file of a socket outlives the process that made it, if that was killed. Whether anybody is
+//! there is found by connecting, without waiting.
 
 use std::{
     fs,
@@ -34,7 +35,6 @@ pub(crate) struct SocketFile {
 }
 
 impl SocketFile {
-    /// The socket's absolute path.
     pub(crate) fn path(&self) -> &Path {
         &self.path
     }
@@ -44,7 +44,8 @@ impl Drop for SocketFile {
     fn drop(&mut self) {
         // Another daemon may have taken the path over meanwhile; then it is not ours to remove.
         if self.identity.is_some() && identity(&self.path) == self.identity {
-            // If it is gone already, all the better; nobody is left who could do anything about another error.
+            // If it is gone already, all the better; nobody is left who could do anything about
+            // another error.
             let _ = fs::remove_file(&self.path);
         }
     }
@@ -55,17 +56,13 @@ fn identity(path: &Path) -> Option<(u64, u64)> {
 }
 
 /// Listens at `path`, in the place of a socket that nobody serves.
-///
-/// # Errors
-/// If somebody does, if something else is there, or the directory does not allow it.
+/// Fails if somebody does, if something else is there, or the directory does not allow it.
 pub(super) fn bind(path: &Path) -> anyhow::Result<(UnixListener, SocketFile)> {
     bind_with(path, |path| UnixListener::bind(path))
 }
 
-/// As [`bind`], with a file that its owner alone may connect to (mode 0600), from its first moment on.
-///
-/// # Errors
-/// As [`bind`].
+/// As [`bind`], with a file that its owner alone may connect to (mode 0600), from its first moment
+/// on.
 pub(super) fn bind_private(path: &Path) -> anyhow::Result<(UnixListener, SocketFile)> {
     bind_with(path, |path| {
         let socket = socket(AddressFamily::Unix, SockType::Stream, SockFlag::SOCK_CLOEXEC, None)?;
@@ -107,7 +104,6 @@ fn refused(path: &Path, error: &io::Error) -> anyhow::Error {
     }
 }
 
-/// Removes a socket that nobody listens on.
 fn remove_stale(path: &Path) -> anyhow::Result<()> {
     let metadata = fs::symlink_metadata(path).context("cannot be looked at")?;
     if !metadata.file_type().is_socket() {
@@ -143,39 +139,30 @@ mod tests {
 
     use super::*;
 
-    /// A directory of the test's own.
-    fn directory(test: &str) -> PathBuf {
-        let path = std::env::temp_dir().join(format!("weir-{test}-{}", std::process::id()));
-        fs::create_dir_all(&path).unwrap();
-        path
-    }
-
     #[test]
     fn a_socket_is_made_and_removed() {
-        let directory = directory("made");
-        let path = directory.join("s");
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("s");
         let (_listener, file) = bind(&path).unwrap();
         UnixStream::connect(&path).unwrap();
         drop(file);
         assert!(!path.exists());
-        fs::remove_dir_all(directory).unwrap();
     }
 
     #[test]
     fn a_socket_without_a_listener_is_replaced() {
-        let directory = directory("stale");
-        let path = directory.join("s");
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("s");
         drop(UnixListener::bind(&path).unwrap());
         assert!(path.exists(), "the file outlives its listener");
         let (_listener, _file) = bind(&path).unwrap();
         UnixStream::connect(&path).unwrap();
-        fs::remove_dir_all(directory).unwrap();
     }
 
     #[test]
     fn a_socket_in_use_is_left_alone() {
-        let directory = directory("used");
-        let path = directory.join("s");
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("s");
         let _theirs = UnixListener::bind(&path).unwrap();
         let error = bind(&path).unwrap_err();
         assert_eq!(
@@ -183,44 +170,41 @@ mod tests {
             "in use: another program listens there (stop it, or choose another path)"
         );
         UnixStream::connect(&path).unwrap();
-        fs::remove_dir_all(directory).unwrap();
     }
 
     #[test]
     fn a_file_is_never_replaced() {
-        let directory = directory("file");
-        let path = directory.join("s");
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("s");
         fs::write(&path, "precious").unwrap();
         let error = bind(&path).unwrap_err().to_string();
         assert!(error.starts_with("something that is not a socket is there already"), "{error}");
         assert_eq!(fs::read_to_string(&path).unwrap(), "precious");
-        fs::remove_dir_all(directory).unwrap();
     }
 
     #[test]
     fn a_socket_that_was_taken_over_is_not_removed() {
-        let directory = directory("taken");
-        let path = directory.join("s");
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("s");
         let (listener, file) = bind(&path).unwrap();
-        // The old inode stays alive under another name, so that the new socket cannot get its number.
-        fs::rename(&path, directory.join("old")).unwrap();
+        // The old inode stays alive under another name, so that the new socket cannot get its
+        // number.
+        fs::rename(&path, directory.path().join("old")).unwrap();
         let _theirs = UnixListener::bind(&path).unwrap();
         drop((listener, file));
         UnixStream::connect(&path).unwrap();
-        fs::remove_dir_all(directory).unwrap();
     }
 
     #[test]
     fn a_private_socket_is_its_owners_alone() {
-        let directory = directory("private");
-        let path = directory.join("s");
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("s");
         drop(UnixListener::bind(&path).unwrap());
         let (_listener, file) = bind_private(&path).unwrap();
         assert_eq!(fs::metadata(&path).unwrap().mode() & 0o777, 0o600);
         UnixStream::connect(&path).unwrap();
         drop(file);
         assert!(!path.exists());
-        fs::remove_dir_all(directory).unwrap();
     }
 
     #[test]

@@ -9,14 +9,12 @@ use settings::Tls;
 pub(crate) enum Authority {
     /// A Unix socket: its path, percent-encoded.
     Unix(String),
-    /// `HOST:PORT`.
     Tcp(String),
     /// A socket without a name: an inherited one's number.
     Unnamed(usize),
 }
 
 impl Authority {
-    /// A Unix socket with this path.
     pub(super) fn of_unix(path: &Path) -> Self {
         Self::Unix(encoded(path.as_os_str().as_bytes()))
     }
@@ -26,7 +24,6 @@ impl Authority {
         Self::Tcp(if host.contains(':') { format!("[{host}]:{port}") } else { format!("{host}:{port}") })
     }
 
-    /// A socket that has no name.
     pub(super) fn unnamed(index: usize) -> Self {
         Self::Unnamed(index)
     }
@@ -53,7 +50,8 @@ impl fmt::Display for Authority {
     }
 }
 
-/// Everything but RFC 3986's unreserved characters and the slash, which may stand in a path and in a query, encoded.
+/// Everything but RFC 3986's unreserved characters and the slash, which may stand in a path and in
+/// a query, encoded.
 fn encoded(bytes: &[u8]) -> String {
     let mut text = String::with_capacity(bytes.len());
     for &byte in bytes {

@@ -18,9 +18,6 @@ use settings::{Credentials, Plan, Service, Tls, secret::Secrets};
 use crate::control::inventory::{Inventory, RunningDisk};
 
 /// Opens every image and puts it under its limits; all groups and disks are in the inventory then.
-///
-/// # Errors
-/// The first image that cannot be served, with the reason.
 pub(super) async fn disks(plan: &Plan, inventory: &Inventory) -> anyhow::Result<()> {
     let mut groups = Vec::new();
     for planned in &plan.groups {
@@ -52,10 +49,6 @@ fn root(path: &Path) -> anyhow::Result<Root> {
     Root::open(path).with_context(|| format!("image root {}", path.display()))
 }
 
-/// Opens a disk's image.
-///
-/// # Errors
-/// If the image cannot be served, with the reason.
 async fn disk(
     planned: &settings::Disk,
     group: Option<&Arc<Group>>,
@@ -108,9 +101,6 @@ pub(super) fn terms(service: &Service) -> nbd::Terms {
 }
 
 /// Whether TLS is required, and the keys; `None` without TLS.
-///
-/// # Errors
-/// If the keys cannot be used.
 pub(super) fn credentials(tls: &Tls) -> anyhow::Result<Option<nbd::Tls>> {
     let (required, credentials) = match tls {
         Tls::Off => return Ok(None),

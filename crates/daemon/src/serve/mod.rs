@@ -6,10 +6,12 @@
 //!   signals         waits for SIGTERM, SIGINT, SIGHUP and tells the main thread
 //! ```
 //!
-//! Everything that can be wrong with a plan shows before the first client is let in: images are opened and locked, keys
-//! are read and addresses bound first. Then the log says `ready`, the service manager is told, and the pid file is written.
+//! Everything that can be wrong with a plan shows before the first client is let in: images are
+//! opened and locked, keys are read and addresses bound first. Then the log says `ready`, the
+//! service manager is told, and the pid file is written.
 //!
-//! Never leaves what it acknowledged unwritten: at the end every disk is flushed, and a flush that fails is a failure.
+//! Never leaves what it acknowledged unwritten: at the end every disk is flushed, and a flush that
+//! fails is a failure.
 
 mod arguments;
 mod assemble;
@@ -51,7 +53,8 @@ const MOST_URIS_SHOWN: usize = 16;
 /// Serves until a signal ends it.
 ///
 /// # Errors
-/// [`Failure::Usage`] where the command line contradicts itself, [`Failure::Failed`] for everything else.
+/// [`Failure::Usage`] where the command line contradicts itself, [`Failure::Failed`] for everything
+/// else.
 pub fn run(arguments: ServeArgs) -> Result<(), Failure> {
     let inherited = Inherited::take();
     // Whole, because it is told to clients, which may be somewhere else.
@@ -76,7 +79,6 @@ fn plan(arguments: ServeArgs, inherited: usize) -> Result<Plan, Failure> {
     }
 }
 
-/// What the main thread hears of.
 enum Event {
     Signal(Request),
     /// Somebody on the main thread wants the end.
@@ -85,7 +87,6 @@ enum Event {
     Finished(anyhow::Result<()>),
 }
 
-/// A daemon that serves.
 struct Daemon {
     inventory: Rc<Inventory>,
     control: Rc<Control>,
@@ -118,7 +119,8 @@ impl Daemon {
         inventory.look_at_devices(plan.service.state.as_deref())?;
         let tls = assemble::credentials(&plan.service.tls)?;
         let workers = Rc::new(start_workers(&plan.service)?);
-        // Bound before anything is served, and heard once everything is: a command finds the daemon whole.
+        // Bound before anything is served, and heard once everything is: a command finds the daemon
+        // whole.
         let sockets = plan.service.qmp.iter().map(|path| listen::private(path));
         let sockets = sockets.collect::<anyhow::Result<_>>()?;
         let cgroups = plan.service.cgroup_limits.as_deref();
@@ -191,7 +193,8 @@ impl Daemon {
         }
     }
 
-    /// Starts the end: no more clients, what is in flight completes, disks are flushed. `signal` is why: a signal's name, or another word.
+    /// Starts the end: no more clients, what is in flight completes, disks are flushed. `signal` is
+    /// why: a signal's name, or another word.
     fn finish(&self, signal: &str, ending: Ending) {
         tracing::info!(signal, connections = self.inventory.connections(), "stopping");
         notify(&[NotifyState::Stopping]);
@@ -201,7 +204,8 @@ impl Daemon {
         }
         let disks = self.inventory.disks();
         for RunningDisk { disk, .. } in disks.iter().map(AsRef::as_ref) {
-            // What is in flight is to be finished, and a limit could hold it for hours. QEMU's drain lifts limits too.
+            // What is in flight is to be finished, and a limit could hold it for hours. QEMU's
+            // drain lifts limits too.
             disk.throttle().lift();
         }
         let control = Rc::clone(&self.control);
@@ -267,7 +271,8 @@ async fn add_export(
     Ok(inventory.add_export(serving, new)?)
 }
 
-/// Flushes every disk and closes its image, also those after one that fails, and reports the first failure.
+/// Flushes every disk and closes its image, also those after one that fails, and reports the first
+/// failure.
 async fn flush_and_close(disks: &[Rc<RunningDisk>]) -> anyhow::Result<()> {
     let mut outcome = Ok(());
     for RunningDisk { disk, .. } in disks.iter().map(AsRef::as_ref) {
@@ -306,7 +311,6 @@ fn announce(uris: &[String]) {
     notify(&[NotifyState::Ready]);
 }
 
-/// Tells the service manager, if there is one.
 fn notify(state: &[NotifyState<'_>]) {
     if let Err(error) = sd_notify::notify(state) {
         tracing::warn!(%error, "the service manager at NOTIFY_SOCKET cannot be told");

@@ -1,13 +1,15 @@
-//! Copying what is in one image into another, with many requests under way: the engine of `convert` and `commit`.
+//! Copying what is in one image into another, with many requests under way: the engine of `convert`
+//! and `commit`.
 //!
 //! ```text
 //!   scout ──► what is where? ──► items ──► tasks on several threads: read ─► leave out zeroes ─► (whose turn is it?) ─► write
 //! ```
 //!
-//! The scout goes ahead through what the source says of itself, so holes cost nothing. Tasks take items as they come; where writes must be in
-//! order they read ahead all the same.
+//! The scout goes ahead through what the source says of itself, so holes cost nothing. Tasks take
+//! items as they come; where writes must be in order they read ahead all the same.
 //!
-//! Never writes outside what was asked for, and ends with the first error: what the target then holds is undefined.
+//! Never writes outside what was asked for, and ends with the first error: what the target then
+//! holds is undefined.
 
 mod plan;
 mod turn;
@@ -28,41 +30,39 @@ use block::{
     storage::{Durability, ZeroOptions},
 };
 
+pub(super) use self::zero::is_zero;
 use self::{plan::Item, turn::Turns};
-pub(super) use self::{plan::Kind, zero::is_zero};
-use super::{progress::Progress, source::Source};
+use super::{disk::Kind, progress::Progress, source::Source};
 
 /// Threads at most: beyond that a disk is what limits.
 const MOST_THREADS: usize = 4;
 /// Where a read has failed, it is tried again in pieces of this size, to save the others.
 const SALVAGED_BYTES: usize = 4096;
 
-/// How to copy.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct How {
     /// Items under way at a time; not 0.
     pub(super) tasks: usize,
     /// Writes follow each other in the order of their offsets.
     pub(super) in_order: bool,
-    /// Each cluster is compressed.
     pub(super) compressed: bool,
     /// What the target has not been written reads as zeroes, so zeroes need not be written.
     pub(super) target_is_zero: bool,
-    /// Leave out zeroes among data: in runs of at least so many bytes. 0 leaves out none, and reads what the source says is zero.
+    /// Leave out zeroes among data: in runs of at least so many bytes. 0 leaves out none, and reads
+    /// what the source says is zero.
     pub(super) sparse: usize,
-    /// Less than this, and aligned to it, is not left out, in bytes: a block or a cluster of the target. A power of two.
+    /// Less than this, and aligned to it, is not left out, in bytes: a block or a cluster of the
+    /// target. A power of two.
     pub(super) grain: usize,
-    /// Data is copied in blocks of this size, aligned to it: 1, or the grain. More may be copied than is there in the source's layer.
+    /// Data is copied in blocks of this size, aligned to it: 1, or the grain. More may be copied
+    /// than is there in the source's layer.
     pub(super) align: u64,
     /// The most that one item covers, in bytes; a multiple of the grain.
     pub(super) unit: u64,
-    /// What cannot be read becomes zeroes.
     pub(super) salvage: bool,
-    /// Without a word about it.
     pub(super) quiet: bool,
 }
 
-/// A copy under way.
 #[derive(Debug)]
 struct Copy {
     source: Source,
@@ -73,10 +73,6 @@ struct Copy {
     failed: Mutex<Option<anyhow::Error>>,
 }
 
-/// Copies.
-///
-/// # Errors
-/// The first one, with where it was.
 pub(super) async fn copy(
     source: Source,
     target: Arc<Image>,
@@ -87,7 +83,7 @@ pub(super) async fn copy(
     let workers = (0..threads)
         .map(|number| Worker::start(&format!("copy {number}"), Polling::OFF))
         .collect::<Result<Vec<_>, _>>()
-        .context("io_uring cannot be used (see kernel.io_uring_disabled)")?;
+        .context(console::NO_RING)?;
     let failed = Mutex::new(None);
     let copy = Arc::new(Copy { source, target, how, progress, turns: Turns::default(), failed });
     let (items, incoming) = async_channel::bounded(2 * how.tasks);

@@ -1,21 +1,13 @@
-//! What is to be copied, as items of work: from what the source says of itself, to ranges that one task copies in one go.
+//! What is to be copied, as items of work: from what the source says of itself, to ranges that one
+//! task copies in one go.
 //!
-//! Items begin and end where a block of the target does, so that no two of them write to one. Pure arithmetic: never reads a byte.
+//! Items begin and end where a block of the target does, so that no two of them write to one. Pure
+//! arithmetic: never reads a byte.
 
 use std::ops::Range;
 
-/// What a part of the source is.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Kind {
-    /// It must be read to be known.
-    Data,
-    /// It reads as zeroes.
-    Zero,
-    /// It is not in this layer; what lies below has it already.
-    Below,
-}
+use crate::disk::Kind;
 
-/// A range that one task takes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Item {
     pub(super) range: Range<u64>,
@@ -51,7 +43,8 @@ impl Planner {
                 self.last = Some((range, kind));
             }
         }
-        // Data is made into items at once, or a large image of data would be one that nobody may begin with.
+        // Data is made into items at once, or a large image of data would be one that nobody may
+        // begin with.
         if let Some((last, Kind::Data)) = &mut self.last {
             let last = last.clone();
             self.data(last, items);

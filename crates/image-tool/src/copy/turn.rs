@@ -1,4 +1,5 @@
-//! Whose turn it is to write, where writes come in order: tasks on several threads read ahead, and write one after the other.
+//! Whose turn it is to write, where writes come in order: tasks on several threads read ahead, and
+//! write one after the other.
 //!
 //! Never waits for who has given up: once one has, nobody's turn comes.
 
@@ -8,7 +9,6 @@ use std::{
     task::{Poll, Waker},
 };
 
-/// Turns, by number.
 #[derive(Debug, Default)]
 pub(super) struct Turns(Mutex<State>);
 
@@ -38,7 +38,6 @@ impl Turns {
         self.change(|state| state.next += 1);
     }
 
-    /// There will be no more.
     pub(super) fn end(&self) {
         self.change(|state| state.over = true);
     }

@@ -1,6 +1,7 @@
 //! Where data is nothing but zeroes: which parts of what was read need not be written.
 //!
-//! Looks at whole grains, because less than a grain saves nothing: a file system's block, or a cluster of the target.
+//! Looks at whole grains, because less than a grain saves nothing: a file system's block, or a
+//! cluster of the target.
 
 use std::ops::Range;
 
@@ -13,10 +14,11 @@ pub(crate) fn is_zero(bytes: &[u8]) -> bool {
         && rest.iter().all(|&byte| byte == 0)
 }
 
-/// The parts of `bytes`, which begin at `offset` on the disk, in order and without a gap: where, and whether it is worth writing.
+/// The parts of `bytes`, which begin at `offset` on the disk, in order and without a gap: where,
+/// and whether it is worth writing.
 ///
-/// A part that is not is nothing but zeroes, begins and ends at a multiple of `grain` on the disk (or where the bytes do), and has at least
-/// `least` bytes.
+/// A part that is not is nothing but zeroes, begins and ends at a multiple of `grain` on the disk
+/// (or where the bytes do), and has at least `least` bytes.
 pub(super) fn parts(bytes: &[u8], offset: u64, grain: usize, least: usize) -> Vec<(Range<usize>, bool)> {
     let mut parts: Vec<(Range<usize>, bool)> = Vec::new();
     let mut at = 0;

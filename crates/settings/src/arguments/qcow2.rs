@@ -6,14 +6,17 @@ use clap::Args;
 
 use crate::{CleanInterval, L2CacheSize, Place, Qcow2Draft, Said, SecretSource};
 
-/// How large the caches are to be. Where there are config files, who takes these in excludes [`CacheArgs::OPTIONS`].
+/// How large the caches are to be. Where there are config files, who takes these in excludes
+/// [`CacheArgs::OPTIONS`].
 #[derive(Clone, Debug, Default, Args)]
 #[command(next_help_heading = "qcow2")]
 pub struct CacheArgs {
-    /// Memory for the mapping, in bytes, or full: enough for the whole disk [default: what the disk needs, at most 32M]
+    /// Memory for the mapping, in bytes, or full: enough for the whole disk [default: what the disk
+    /// needs, at most 32M]
     #[arg(long, value_name = "SIZE", value_parser = crate::read::<L2CacheSize>)]
     l2_cache_size: Option<L2CacheSize>,
-    /// How much of the mapping is read at a time, from 512 to a cluster [default: a cluster, or 4K where not all of it fits]
+    /// How much of the mapping is read at a time, from 512 to a cluster [default: a cluster, or 4K
+    /// where not all of it fits]
     #[arg(long, value_name = "SIZE", value_parser = crate::size)]
     l2_cache_entry_size: Option<u64>,
     /// Memory for refcounts [default and minimum: four clusters]
@@ -32,17 +35,13 @@ impl CacheArgs {
     /// What they say of an image.
     pub fn draft(&self) -> Qcow2Draft {
         Qcow2Draft {
-            l2_cache_size: said("l2-cache-size", self.l2_cache_size),
-            l2_cache_entry_size: said("l2-cache-entry-size", self.l2_cache_entry_size),
-            refcount_cache_size: said("refcount-cache-size", self.refcount_cache_size),
-            cache_size: said("cache-size", self.cache_size),
+            l2_cache_size: Said::option("l2-cache-size", self.l2_cache_size),
+            l2_cache_entry_size: Said::option("l2-cache-entry-size", self.l2_cache_entry_size),
+            refcount_cache_size: Said::option("refcount-cache-size", self.refcount_cache_size),
+            cache_size: Said::option("cache-size", self.cache_size),
             ..Qcow2Draft::default()
         }
     }
-}
-
-fn said<T: Copy>(option: &str, value: Option<T>) -> Option<Said<T>> {
-    value.map(|value| Said::new(value, Place::new(format!("--{option}"))))
 }
 
 #[derive(Clone, Debug, Default, Args)]
@@ -54,13 +53,15 @@ pub struct Qcow2Args {
     /// Free what was not used for so many seconds; 0 never does [default: 600]
     #[arg(long, value_name = "SECONDS", value_parser = crate::read::<CleanInterval>, conflicts_with = "config")]
     cache_clean_interval: Option<CleanInterval>,
-    /// A file that is the passphrase of an encrypted image, whole; once for each in the chain from the top, or one for all
+    /// A file that is the passphrase of an encrypted image, whole; once for each in the chain from
+    /// the top, or one for all
     #[arg(long, value_name = "FILE", conflicts_with = "config")]
     secret_file: Vec<PathBuf>,
     /// An open descriptor to read the passphrase from
     #[arg(long, value_name = "N", conflicts_with_all = ["config", "secret_file"])]
     secret_fd: Vec<u32>,
-    /// Let clients see which parts this bitmap of the image marks, as qemu:dirty-bitmap:NAME; repeatable
+    /// Let clients see which parts this bitmap of the image marks, as qemu:dirty-bitmap:NAME;
+    /// repeatable
     #[arg(long, value_name = "NAME", conflicts_with = "config")]
     bitmap: Vec<String>,
 }
@@ -74,7 +75,7 @@ impl Qcow2Args {
         let descriptor =
             |number: &u32| Said::new(SecretSource::Descriptor(*number), Place::option("secret-fd", number));
         Qcow2Draft {
-            cache_clean_interval: said("cache-clean-interval", self.cache_clean_interval),
+            cache_clean_interval: Said::option("cache-clean-interval", self.cache_clean_interval),
             bitmaps: self
                 .bitmap
                 .iter()

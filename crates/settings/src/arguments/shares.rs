@@ -1,6 +1,7 @@
 //! The options that say what disks are entitled to: weight, reservations, watermark.
 //!
-//! With `--group` all but the weight are the group's, as the limits are: a weight is what tells its members apart.
+//! With `--group` all but the weight are the group's, as the limits are: a weight is what tells its
+//! members apart.
 
 use clap::Args;
 
@@ -11,16 +12,19 @@ use crate::{Place, Said, SettingsDraft};
 #[derive(Clone, Debug, Args)]
 #[command(next_help_heading = "Shares")]
 pub struct ShareArgs {
-    /// Each disk's share of what its group has, beside that of the others there, from 1 to 10000 [default: 100]
+    /// Each disk's share of what its group has, beside that of the others there, from 1 to 10000
+    /// [default: 100]
     #[arg(long, value_name = "N", value_parser = crate::count, conflicts_with = "config")]
     weight: Option<u64>,
     /// Operations per second that are promised, whatever others ask for; 0 is none
     #[arg(long, value_name = "N", value_parser = crate::count, conflicts_with = "config")]
     iops_reservation: Option<u64>,
-    /// Bytes per second that are promised; where both are, the promise ends with what is used up first
+    /// Bytes per second that are promised; where both are, the promise ends with what is used up
+    /// first
     #[arg(long, value_name = "SIZE", value_parser = crate::size, conflicts_with = "config")]
     bps_reservation: Option<u64>,
-    /// Percent of what the device can do below which limits are lifted; 0 never lifts them [default: 0]
+    /// Percent of what the device can do below which limits are lifted; 0 never lifts them
+    /// [default: 0]
     #[arg(long, value_name = "PERCENT", value_parser = crate::count, conflicts_with = "config")]
     watermark: Option<u64>,
 }

@@ -1,10 +1,11 @@
 //! One table of the config file, read key by key, each value with its line and its full name.
 //!
-//! A section remembers which keys it was asked for: those are the ones that exist, and any other in the file is an
-//! error that names the nearest. So a key that is read is a key that is known, and none is ignored.
+//! A section remembers which keys it was asked for: those are the ones that exist, and any other in
+//! the file is an error that names the nearest. So a key that is read is a key that is known, and
+//! none is ignored.
 //!
-//! Values are handed on as text, to the very parsers that the command line's options have: `1000`, `"1000"` and
-//! `--iops-total 1000` are the same.
+//! Values are handed on as text, to the very parsers that the command line's options have: `1000`,
+//! `"1000"` and `--iops-total 1000` are the same.
 
 use std::{borrow::Cow, cell::RefCell, ops::Range, str::FromStr};
 
@@ -93,7 +94,8 @@ impl<'a> Section<'a> {
         Some(Entry { source: self.source, path: self.path_of(key), value, key: name.span() })
     }
 
-    /// All of the keys with their tables, in the order of the file: for tables whose keys are names.
+    /// All of the keys with their tables, in the order of the file: for tables whose keys are
+    /// names.
     pub(super) fn named_sections(&self) -> Result<Vec<(Said<String>, Self)>, Wrong> {
         let mut entries: Vec<_> = self.table.iter().collect();
         entries.sort_by_key(|(key, _)| key.span().start);
@@ -173,9 +175,7 @@ impl<'a> Section<'a> {
     }
 
     /// Ends the reading.
-    ///
-    /// # Errors
-    /// If the table holds a key that nobody asked for.
+    /// Fails if the table holds a key that nobody asked for.
     pub(super) fn finish(&self) -> Result<(), Wrong> {
         let asked = self.asked.borrow();
         let unknown = |key: &&Spanned<Cow<'_, str>>| !asked.contains(&key.get_ref().as_ref());

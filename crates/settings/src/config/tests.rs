@@ -21,16 +21,28 @@ fn check(text: &str, expect: &str) {
     assert_eq!(plan_with(text, 0).unwrap_err(), expect, "\n{text}");
 }
 
-/// A disk with one more line, which is line 3.
-#[track_caller]
-fn check_disk(line: &str, expect: &str) {
-    check(&format!("[disk.vm1]\nimage = \"vm1.raw\"\n{line}\n"), expect);
+/// A disk with more lines, the first of which is line 3.
+fn disk_with(lines: &str) -> String {
+    format!("[disk.vm1]\nimage = \"vm1.raw\"\n{lines}\n")
 }
 
-/// The daemon with one more line, which is line 2.
+/// The daemon with more lines, the first of which is line 2.
+fn daemon_with(lines: &str) -> String {
+    format!("[daemon]\n{lines}\n[disk.vm1]\nimage = \"vm1.raw\"\n")
+}
+
+/// The last of these lines of a disk breaks this rule.
 #[track_caller]
-fn check_daemon(line: &str, expect: &str) {
-    check(&format!("[daemon]\n{line}\n[disk.vm1]\nimage = \"vm1.raw\"\n"), expect);
+fn check_disk(lines: &str, rule: &str) {
+    let (number, last) = (2 + lines.lines().count(), lines.lines().last().unwrap());
+    check(&disk_with(lines), &format!("weir.toml:{number}: disk.vm1.{last}: {rule}"));
+}
+
+/// The same of the daemon.
+#[track_caller]
+fn check_daemon(lines: &str, rule: &str) {
+    let (number, last) = (1 + lines.lines().count(), lines.lines().last().unwrap());
+    check(&daemon_with(lines), &format!("weir.toml:{number}: daemon.{last}: {rule}"));
 }
 
 #[test]
@@ -155,15 +167,18 @@ fn what_is_no_toml_is_refused_with_its_line() {
 
 #[test]
 fn unknown_keys_name_the_nearest() {
-    check_disk("cahce = \"none\"", "weir.toml:3: disk.vm1.cahce: unknown key (did you mean \"cache\"?)");
-    check_disk(
-        "iops_total = 5",
+    check(
+        &disk_with("cahce = \"none\""),
+        "weir.toml:3: disk.vm1.cahce: unknown key (did you mean \"cache\"?)",
+    );
+    check(
+        &disk_with("iops_total = 5"),
         "weir.toml:3: disk.vm1.iops_total: unknown key (did you mean \"iops-total\"?)",
     );
     check("[disks.vm1]\nimage = \"a\"\n", "weir.toml:1: disks: unknown key (did you mean \"disk\"?)");
     check("[group.g]\niops = 5\n", "weir.toml:2: group.g.iops: unknown key (did you mean \"iops-size\"?)");
-    check_disk(
-        "export = [{ type = \"nbd\", listen = \"h:1\", zzz = 1 }]",
+    check(
+        &disk_with("export = [{ type = \"nbd\", listen = \"h:1\", zzz = 1 }]"),
         "weir.toml:3: disk.vm1.export[0].zzz: unknown key; here may be type, listen, name",
     );
 }
@@ -190,15 +205,11 @@ fn what_is_read_ahead() {
         streams: 9,
     };
     assert_eq!(prefetch(all), expect);
-    check_disk("prefetch = 1", "weir.toml:3: disk.vm1.prefetch = 1: is none of on, off and auto");
-    check_disk(
-        "prefetch-window-max = \"1G\"",
-        "weir.toml:3: disk.vm1.prefetch-window-max = \"1G\": is out of range; it may be from 4K to 64M",
-    );
+    check_disk("prefetch = 1", "is none of on, off and auto");
+    check_disk("prefetch-window-max = \"1G\"", "is out of range; it may be from 4K to 64M");
     check_disk(
         "prefetch = false\nprefetch-window-max = \"64K\"",
-        "weir.toml:4: disk.vm1.prefetch-window-max = \"64K\": prefetch-window-min (131072) is above \
-         prefetch-window-max (65536); the smallest window may not be larger than the largest",
+        "prefetch-window-min (131072) is above prefetch-window-max (65536); the smallest window may not be larger than the largest",
     );
 }
 
@@ -215,65 +226,32 @@ fn caches_and_secrets_of_qcow2() {
     assert_eq!(plan.service.image_root.unwrap().to_str(), Some("/etc/weir/images"));
     check_disk(
         "l2-cache-size = 1\nrefcount-cache-size = 1\ncache-size = 1",
-        "weir.toml:5: disk.vm1.cache-size = 1: cache-size, l2-cache-size and refcount-cache-size may not be set together (leave one out)",
+        "cache-size, l2-cache-size and refcount-cache-size may not be set together (leave one out)",
     );
 }
 
 #[test]
 fn values_are_refused_with_their_rule() {
-    check_disk(
-        "cache = \"fast\"",
-        "weir.toml:3: disk.vm1.cache = \"fast\": \
-         is not a cache mode (writeback, writethrough, none, directsync, unsafe)",
-    );
-    check_disk(
-        "format = \"vmdk\"",
-        "weir.toml:3: disk.vm1.format = \"vmdk\": is not a format that weir serves (raw, qcow2)",
-    );
-    check_disk("read-only = 1", "weir.toml:3: disk.vm1.read-only = 1: is not a flag; write true or false");
-    check_disk(
-        "cache = true",
-        "weir.toml:3: disk.vm1.cache = true: is a boolean; a string or a number is needed",
-    );
+    check_disk("cache = \"fast\"", "is not a cache mode (writeback, writethrough, none, directsync, unsafe)");
+    check_disk("format = \"vmdk\"", "is not a format that weir serves (raw, qcow2)");
+    check_disk("read-only = 1", "is not a flag; write true or false");
+    check_disk("cache = true", "is a boolean; a string or a number is needed");
     check_disk(
         "iops-total = 1.5",
-        "weir.toml:3: disk.vm1.iops-total = 1.5: is not a plain number; a count takes no suffix and no fraction (write 1)",
+        "is not a plain number; a count takes no suffix and no fraction (write 1)",
     );
-    check_disk(
-        "iops-total = -5",
-        "weir.toml:3: disk.vm1.iops-total = -5: is not a whole number of 0 or more",
-    );
-    check_disk(
-        "iops-total = inf",
-        "weir.toml:3: disk.vm1.iops-total = inf: is not a whole number of 0 or more",
-    );
+    check_disk("iops-total = -5", "is not a whole number of 0 or more");
+    check_disk("iops-total = inf", "is not a whole number of 0 or more");
     check_disk(
         "bps-read = \"10 MB\"",
-        "weir.toml:3: disk.vm1.bps-read = \"10 MB\": \
-         is not a size (a number of bytes, perhaps with K, M, G, T, P or E for powers of 1024: 512, 64K, 1.5G)",
+        "is not a size (a number of bytes, perhaps with K, M, G, T, P or E for powers of 1024: 512, 64K, 1.5G)",
     );
-    check_disk(
-        "export = []",
-        "weir.toml:3: disk.vm1.export = []: is empty (leave the key out, or give a value)",
-    );
-    check_disk(
-        "export = \"nbd\"",
-        "weir.toml:3: disk.vm1.export = \"nbd\": is not a table; write its settings as KEY = VALUE lines below it",
-    );
-    check_daemon(
-        "nbd = \"localhost\"",
-        "weir.toml:2: daemon.nbd = \"localhost\": \
-         is not an address; write unix:PATH, HOST:PORT or [IPv6]:PORT",
-    );
-    check_daemon("workers = 0", "weir.toml:2: daemon.workers = 0: is out of range; it is from 1 to 256");
-    check_daemon(
-        "poll = \"2s\"",
-        "weir.toml:2: daemon.poll = \"2s\": is too long; it is 1s at most (0 never polls)",
-    );
-    check_daemon(
-        "log-format = \"xml\"",
-        "weir.toml:2: daemon.log-format = \"xml\": is not a log format; there are text and json",
-    );
+    check_disk("export = []", "is empty (leave the key out, or give a value)");
+    check_disk("export = \"nbd\"", "is not a table; write its settings as KEY = VALUE lines below it");
+    check_daemon("nbd = \"localhost\"", "is not an address; write unix:PATH, HOST:PORT or [IPv6]:PORT");
+    check_daemon("workers = 0", "is out of range; it is from 1 to 256");
+    check_daemon("poll = \"2s\"", "is too long; it is 1s at most (0 never polls)");
+    check_daemon("log-format = \"xml\"", "is not a log format; there are text and json");
     check(
         "disk = 5\n",
         "weir.toml:1: disk = 5: is not a table; write its settings as KEY = VALUE lines below it",
@@ -300,19 +278,9 @@ fn limits_obey_their_rules() {
         "weir.toml:3: group.gold.bps-total = \"2M\": \
          and bps-read (1048576) cannot be set together; use either the total or read and write",
     );
-    check_disk(
-        "iops-size = 4096",
-        "weir.toml:3: disk.vm1.iops-size = 4096: \
-         has no limit to apply to; it needs iops-total, iops-read or iops-write",
-    );
-    check_disk(
-        "bps-total = \"1024T\"",
-        "weir.toml:3: disk.vm1.bps-total = \"1024T\": is too large; it may be 1000000000000000 at most",
-    );
-    check_disk(
-        "iops-total-max-length = 0",
-        "weir.toml:3: disk.vm1.iops-total-max-length = 0: is too short; a burst length must be at least 1 second",
-    );
+    check_disk("iops-size = 4096", "has no limit to apply to; it needs iops-total, iops-read or iops-write");
+    check_disk("bps-total = \"1024T\"", "is too large; it may be 1000000000000000 at most");
+    check_disk("iops-total-max-length = 0", "is too short; a burst length must be at least 1 second");
 }
 
 #[test]
@@ -322,31 +290,30 @@ fn a_disk_needs_an_image() {
         "weir.toml:1: disk.vm1: no image (add image = \"PATH\", \"memory:SIZE\" or \"null:SIZE\")",
     );
     check("", "no disks: there is nothing to serve (add a [disk.NAME] with an image)");
-    check_disk("[disk.\"\"]\nimage = \"b\"", "weir.toml:3: disk.\"\": the name is empty (give it one)");
-    check_disk(
-        "[disk.\"a\\nb\"]\nimage = \"b\"",
+    check(
+        &disk_with("[disk.\"\"]\nimage = \"b\""),
+        "weir.toml:3: disk.\"\": the name is empty (give it one)",
+    );
+    check(
+        &disk_with("[disk.\"a\\nb\"]\nimage = \"b\""),
         "weir.toml:3: disk.\"a\\nb\": the name holds a control character (leave it out)",
     );
 }
 
 #[test]
 fn groups_must_be_there() {
-    check_disk(
-        "group = \"silver\"",
-        "weir.toml:3: disk.vm1.group = \"silver\": is no group of this file (add [group.silver])",
-    );
-    check_disk(
-        "group = \"glod\"\n[group.gold]",
+    check_disk("group = \"silver\"", "is no group of this file (add [group.silver])");
+    check(
+        &disk_with("group = \"glod\"\n[group.gold]"),
         "weir.toml:3: disk.vm1.group = \"glod\": is no group of this file (did you mean \"gold\"?)",
     );
 }
 
 #[test]
 fn a_group_s_watermark_is_set_at_the_group() {
-    check_disk(
-        "group = \"gold\"\nwatermark = 50\n[group.gold]\niops-total = 6",
-        "weir.toml:4: disk.vm1.watermark = 50: \
-         the disk is in group \"gold\", which has the watermark for its members (set it at [group.gold])",
+    check(
+        &disk_with("group = \"gold\"\nwatermark = 50\n[group.gold]\niops-total = 6"),
+        "weir.toml:4: disk.vm1.watermark = 50: the disk is in group \"gold\", which has the watermark for its members (set it at [group.gold])",
     );
 }
 
@@ -404,43 +371,31 @@ fn disks_and_groups_share_one_set_of_names() {
 #[test]
 fn shares_have_their_ranges() {
     for value in ["0", "10001", "99999999999"] {
-        check_disk(
-            &format!("weight = {value}"),
-            &format!("weir.toml:3: disk.vm1.weight = {value}: is out of range; a weight is from 1 to 10000"),
-        );
+        check_disk(&format!("weight = {value}"), "is out of range; a weight is from 1 to 10000");
     }
     check(
         "[group.g]\nwatermark = 101\n[disk.vm1]\nimage = \"a\"\n",
         "weir.toml:2: group.g.watermark = 101: is out of range; a watermark is from 0 to 100 percent",
     );
     for key in ["iops-reservation", "bps-reservation"] {
-        check_disk(
-            &format!("{key} = 1000000000000001"),
-            &format!(
-                "weir.toml:3: disk.vm1.{key} = 1000000000000001: is too large; it may be 1000000000000000 at most"
-            ),
-        );
+        check_disk(&format!("{key} = 1000000000000001"), "is too large; it may be 1000000000000000 at most");
     }
     check_disk(
         "iops-reservation = \"1K\"",
-        "weir.toml:3: disk.vm1.iops-reservation = \"1K\": \
-         is not a plain number; a count takes no suffix and no fraction (write 1024)",
+        "is not a plain number; a count takes no suffix and no fraction (write 1024)",
     );
 }
 
 #[test]
 fn control_sockets_are_sockets_of_their_own() {
-    check_daemon(
-        "qmp = \"localhost:4444\"",
-        "weir.toml:2: daemon.qmp = \"localhost:4444\": is not a Unix socket; write unix:PATH",
-    );
-    check_daemon("qmp = \"unix:\"", "weir.toml:2: daemon.qmp = \"unix:\": has no path; write unix:PATH");
-    check_daemon(
-        "qmp = [\"unix:a\", \"unix:/etc/weir/a\"]",
+    check_daemon("qmp = \"localhost:4444\"", "is not a Unix socket; write unix:PATH");
+    check_daemon("qmp = \"unix:\"", "has no path; write unix:PATH");
+    check(
+        &daemon_with("qmp = [\"unix:a\", \"unix:/etc/weir/a\"]"),
         "weir.toml:2: daemon.qmp[1] = \"unix:/etc/weir/a\": is given twice (remove one)",
     );
-    check_daemon(
-        "qmp = \"unix:a\"\nnbd = \"unix:a\"",
+    check(
+        &daemon_with("qmp = \"unix:a\"\nnbd = \"unix:a\""),
         "weir.toml:2: daemon.qmp = \"unix:a\": disks are exported at this socket (use another)",
     );
 }
@@ -504,8 +459,7 @@ fn disks_on_one_imitated_device_agree_on_its_rates() {
 fn sharing_is_for_reading() {
     check_disk(
         "force-share = true",
-        "weir.toml:3: disk.vm1.force-share = true: \
-         needs read-only; sharing an image that others write is for reading alone",
+        "needs read-only; sharing an image that others write is for reading alone",
     );
 }
 
@@ -530,13 +484,14 @@ fn export_names_are_unique_at_an_address() {
 #[test]
 fn an_export_says_what_and_where() {
     let export = |settings: &str| format!("export = [{{ {settings} }}]");
-    check_disk(&export("listen = \"h:1\""), "weir.toml:3: disk.vm1.export[0]: no type (add type = \"nbd\")");
-    check_disk(
-        &export("type = \"nbd\""),
+    let check = |settings: &str, expect: &str| check(&disk_with(&export(settings)), expect);
+    check("listen = \"h:1\"", "weir.toml:3: disk.vm1.export[0]: no type (add type = \"nbd\")");
+    check(
+        "type = \"nbd\"",
         "weir.toml:3: disk.vm1.export[0]: no address (add listen = \"unix:PATH\" or \"HOST:PORT\")",
     );
-    check_disk(
-        &export("type = \"iscsi\""),
+    check(
+        "type = \"iscsi\"",
         "weir.toml:3: disk.vm1.export[0].type = \"iscsi\": \
          is not a type of export that weir has; there is \"nbd\"",
     );
@@ -554,8 +509,8 @@ fn an_address_that_nobody_uses_is_refused() {
         "LISTEN_FDS: 2 sockets were passed and none is used, because every disk says where it is exported \
          (remove `export` from one)"
     );
-    check_daemon(
-        "nbd = [\"h:2\", \"h:2\"]",
+    check(
+        &daemon_with("nbd = [\"h:2\", \"h:2\"]"),
         "weir.toml:2: daemon.nbd[1] = \"h:2\": is given twice (remove one)",
     );
 }
@@ -572,26 +527,17 @@ fn inherited_sockets_serve_what_says_nothing() {
 
 #[test]
 fn tls_has_what_it_needs_and_nothing_unused() {
-    check_daemon(
-        "tls = \"on\"",
-        "weir.toml:2: daemon.tls = \"on\": has no credentials (set tls-certificates or tls-psk)",
-    );
+    check_daemon("tls = \"on\"", "has no credentials (set tls-certificates or tls-psk)");
     for line in ["tls-psk = \"k\"", "tls-certificates = \"k\"", "tls-verify-peer = true"] {
-        check_daemon(
-            line,
-            &format!(
-                "weir.toml:2: daemon.{line}: is not used, because tls is off (set tls to on or required)"
-            ),
-        );
+        check_daemon(line, "is not used, because tls is off (set tls to on or required)");
     }
-    check_daemon(
-        "tls = \"on\"\ntls-psk = \"k\"\ntls-certificates = \"d\"",
+    check(
+        &daemon_with("tls = \"on\"\ntls-psk = \"k\"\ntls-certificates = \"d\""),
         "weir.toml:3: daemon.tls-psk = \"k\": tls-certificates is given too (choose certificates or keys)",
     );
     check_daemon(
         "tls = \"on\"\ntls-psk = \"k\"\ntls-verify-peer = true",
-        "weir.toml:4: daemon.tls-verify-peer = true: \
-         has no meaning with tls-psk (whoever has a key is verified)",
+        "has no meaning with tls-psk (whoever has a key is verified)",
     );
 }
 

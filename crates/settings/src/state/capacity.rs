@@ -1,11 +1,13 @@
-//! What devices can do, kept between runs: one small JSON file for each, under the name that the device has for good.
+//! What devices can do, kept between runs: one small JSON file for each, under the name that the
+//! device has for good.
 //!
 //! ```text
 //!   /var/lib/weir/capacity/serial_S4EWNX0N123456-9f3c….json
 //! ```
 //!
-//! Written whole or not at all. A file that is not of this form, or of another device, is no capacity, and says so: a watermark over a
-//! figure that nobody measured would lift limits when it must not.
+//! Written whole or not at all. A file that is not of this form, or of another device, is no
+//! capacity, and says so: a watermark over a figure that nobody measured would lift limits when it
+//! must not.
 
 use std::{
     env, fs,
@@ -98,7 +100,8 @@ impl Store {
         Ok(Some(record))
     }
 
-    /// The capacity of a device for a daemon: what cannot be used is logged, and then as unknown as what was never measured.
+    /// The capacity of a device for a daemon: what cannot be used is logged, and then as unknown as
+    /// what was never measured.
     pub fn capacity(&self, key: &str) -> Option<Capacity> {
         match self.load(key) {
             Ok(record) => record.map(|record| record.capacity.into()),
@@ -145,7 +148,8 @@ fn usual() -> PathBuf {
         .map_or_else(|| SYSTEM_STATE.into(), |directory| directory.join("weir"))
 }
 
-/// Fowler, Noll and Vo's hash (FNV-1a, 64 bits): the same in every version of weir, which the standard library's is not.
+/// Fowler, Noll and Vo's hash (FNV-1a, 64 bits): the same in every version of weir, which the
+/// standard library's is not.
 fn fnv1a(bytes: &[u8]) -> u64 {
     bytes
         .iter()

@@ -2,18 +2,14 @@
 
 use serde_json::Value;
 
-/// One message of the server.
 #[derive(Debug, PartialEq)]
 pub(super) enum Answer {
-    /// The command was done.
     Return(Value),
-    /// It was not.
     Error(Refusal),
     /// Something happened that nobody asked about.
     Event,
 }
 
-/// Why a command was not done.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Refusal {
     /// One of QEMU's classes, such as `CommandNotFound`.
@@ -23,7 +19,6 @@ pub(super) struct Refusal {
 }
 
 impl Answer {
-    /// The meaning of a message; `None` if it has none.
     pub(super) fn read(mut message: Value) -> Option<Self> {
         let message = message.as_object_mut()?;
         if message.contains_key("event") {

@@ -1,9 +1,11 @@
 //! A change of settings: which, to what; how it is written down, sent, and told.
 //!
-//! All settings a disk or a group can have go by one name each, on the command line, in the config file and to the
-//! daemon: the nineteen limits of the policy's table, those of the scheduler listed here, and, of disks alone, what is read ahead.
+//! All settings a disk or a group can have go by one name each, on the command line, in the config
+//! file and to the daemon: the nineteen limits of the policy's table, those of the scheduler listed
+//! here, and, of disks alone, what is read ahead.
 //!
-//! Never judges a value beyond its type: rules between settings are the daemon's, which knows all of them.
+//! Never judges a value beyond its type: rules between settings are the daemon's, which knows all
+//! of them.
 
 use policy::{
     prefetch::{self, Mode},
@@ -14,12 +16,9 @@ use settings::suggest;
 
 use super::report::Settings;
 
-/// A setting by its kind.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Name {
-    /// One of the nineteen.
     Limit(Setting),
-    /// Its share of what is contended.
     Weight,
     /// Operations per second that it is promised.
     IopsReservation,
@@ -27,7 +26,6 @@ pub(crate) enum Name {
     BpsReservation,
     /// Percent of the device in use below which limits are not enforced.
     Watermark,
-    /// The group it is in.
     Group,
     /// Whether to read ahead of a disk's readers.
     Prefetch,
@@ -53,7 +51,6 @@ impl Name {
         std::iter::once(Self::Prefetch).chain(prefetch::Setting::ALL.into_iter().map(Self::PrefetchNumber))
     }
 
-    /// As users write it.
     pub(crate) fn text(self) -> &'static str {
         match self {
             Self::Limit(setting) => setting.name(),
@@ -68,9 +65,7 @@ impl Name {
     }
 
     /// The setting of that name.
-    ///
-    /// # Errors
-    /// If there is none; names the nearest.
+    /// Fails if there is none; names the nearest.
     pub(crate) fn find(text: &str) -> Result<Self, String> {
         Self::all().find(|name| name.text() == text).ok_or_else(|| {
             match suggest::nearest(text, Self::all().map(Self::text)) {
@@ -88,7 +83,6 @@ impl Name {
         }
     }
 
-    /// What it is where nobody set it.
     pub(crate) fn default(self) -> Setpoint {
         match self {
             Self::Group => Setpoint::Text(String::new()),
@@ -100,7 +94,6 @@ impl Name {
         }
     }
 
-    /// What it is.
     pub(crate) fn of(self, settings: &Settings) -> Setpoint {
         let number = match self {
             Self::Limit(setting) => settings.limits.get(setting.name()).copied(),
@@ -121,10 +114,6 @@ impl Name {
         number.map_or_else(|| self.default(), Setpoint::Number)
     }
 
-    /// Reads a value of it.
-    ///
-    /// # Errors
-    /// If it is not of its type.
     pub(crate) fn read(self, text: &str) -> Result<Setpoint, String> {
         let value = match self {
             Self::Group => Ok(Setpoint::Text(text.to_owned())),
@@ -147,7 +136,6 @@ impl Name {
     }
 }
 
-/// What a setting is set to.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Setpoint {
     /// A limit, a weight, a percentage, a size.
@@ -178,17 +166,14 @@ impl Change {
         }
     }
 
-    /// Whether nothing is to change.
     pub(crate) fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
 
-    /// The settings, in order.
     pub(crate) fn iter(&self) -> impl Iterator<Item = (Name, &Setpoint)> {
         self.0.iter().map(|(name, value)| (*name, value))
     }
 
-    /// As arguments of `x-weir-set`.
     pub(crate) fn arguments(&self) -> Map<String, Value> {
         self.iter().map(|(name, value)| (name.text().to_owned(), value.clone().into())).collect()
     }
@@ -203,11 +188,10 @@ impl Change {
         self.iter().map(line).collect()
     }
 
-    /// What changes `before` into the settings that `text` lists as `name=value`, separated by white space: those it
-    /// leaves out get their defaults.
-    ///
-    /// # Errors
-    /// If a word is not of that form, its name unknown or twice there, or its value not of its type.
+    /// What changes `before` into the settings that `text` lists as `name=value`, separated by
+    /// white space: those it leaves out get their defaults.
+    /// Fails if a word is not of that form, its name unknown or twice there, or its value not of
+    /// its type.
     pub(crate) fn to_listing(before: &Settings, text: &str) -> Result<Self, String> {
         let mut wanted = Self::default();
         for word in text.split_whitespace() {

@@ -1,4 +1,5 @@
-//! A daemon for tests: a control socket that says what a script says, and remembers what it was asked.
+//! A daemon for tests: a control socket that says what a script says, and remembers what it was
+//! asked.
 
 use std::{
     io::{BufRead as _, BufReader, Write as _},
@@ -11,10 +12,8 @@ use tempfile::TempDir;
 
 use super::Target;
 
-/// The greeting.
 pub(crate) const GREETING: &str = r#"{"QMP": {"version": {"package": "weir 0.1.0"}, "capabilities": []}}"#;
 
-/// A daemon that serves one client.
 pub(crate) struct Fake {
     _directory: TempDir,
     target: Target,
@@ -22,7 +21,8 @@ pub(crate) struct Fake {
 }
 
 impl Fake {
-    /// Greets with `greeting` and answers the commands after `qmp_capabilities` with `answers`, then hangs up.
+    /// Greets with `greeting` and answers the commands after `qmp_capabilities` with `answers`,
+    /// then hangs up.
     pub(crate) fn start(greeting: &'static str, answers: Vec<String>) -> Self {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("qmp");
@@ -31,12 +31,10 @@ impl Fake {
         Self { _directory: directory, target: Target(path), thread }
     }
 
-    /// With `value` as the only answer.
     pub(crate) fn returning(value: &Value) -> Self {
         Self::start(GREETING, vec![json!({ "return": value }).to_string()])
     }
 
-    /// Where it listens.
     pub(crate) fn target(&self) -> &Target {
         &self.target
     }

@@ -1,10 +1,11 @@
-//! The other end of a daemon's control socket: what `weir status`, `weir throttle` and `weir top` speak through.
+//! The other end of a daemon's control socket: what `weir status`, `weir throttle` and `weir top`
+//! speak through.
 //!
-//! A QMP client that does one thing at a time: it connects, reads the greeting, leaves negotiation, and then has a command
-//! answered before the next. Events that arrive in between are passed over.
+//! A QMP client that does one thing at a time: it connects, reads the greeting, leaves negotiation,
+//! and then has a command answered before the next. Events that arrive in between are passed over.
 //!
-//! Never waits without an end: connecting, writing and reading have a deadline each. Never holds more of an answer than
-//! [`MAX_ANSWER_BYTES`], since what listens on a path need not be weir.
+//! Never waits without an end: connecting, writing and reading have a deadline each. Never holds
+//! more of an answer than [`MAX_ANSWER_BYTES`], since what listens on a path need not be weir.
 
 mod answer;
 pub(crate) mod change;
@@ -22,6 +23,7 @@ use std::{
 };
 
 use answer::{Answer, Refusal};
+use console::Failure;
 use report::Report;
 use serde_json::{Value, json};
 
@@ -51,9 +53,7 @@ pub(crate) struct Target(PathBuf);
 
 impl Target {
     /// What `--qmp` said, else what `WEIR_QMP` says, else the standard path.
-    ///
-    /// # Errors
-    /// If the variable holds something else than `unix:PATH`.
+    /// Fails if the variable holds something else than `unix:PATH`.
     pub(crate) fn choose(option: Option<Self>) -> Result<Self, String> {
         Self::from_sources(option, env::var_os(VARIABLE))
     }
@@ -69,7 +69,6 @@ impl Target {
         }
     }
 
-    /// The socket's path.
     pub(crate) fn path(&self) -> &Path {
         &self.0
     }
@@ -115,17 +114,20 @@ impl fmt::Display for Target {
     }
 }
 
-/// A connection on which commands are answered.
 pub(crate) struct Client {
     target: Target,
     stream: BufReader<UnixStream>,
 }
 
 impl Client {
+    /// Connects to the daemon that `--qmp` names, or the usual one.
+    pub(crate) fn reach(option: Option<Target>) -> Result<Self, Failure> {
+        let target = Target::choose(option).map_err(|said| Failure::Usage(anyhow::Error::msg(said)))?;
+        Ok(Self::connect(&target)?)
+    }
+
     /// Connects and leaves negotiation.
-    ///
-    /// # Errors
-    /// If nobody listens, this user may not, or what listens does not speak QMP.
+    /// Fails if nobody listens, this user may not, or what listens does not speak QMP.
     pub(crate) fn connect(target: &Target) -> Result<Self, Error> {
         let open = || {
             let stream = UnixStream::connect(target.path())?;
@@ -142,15 +144,13 @@ impl Client {
         Ok(client)
     }
 
-    /// Where it is connected to.
     pub(crate) fn target(&self) -> &Target {
         &self.target
     }
 
     /// Has one command done: its return value.
-    ///
-    /// # Errors
-    /// [`Error::Refused`] with the daemon's own words, or [`Error::Unreachable`] if no answer came.
+    /// Errors: [`Error::Refused`] with the daemon's own words, or [`Error::Unreachable`] if no
+    /// answer came.
     pub(crate) fn execute(&mut self, command: &str, arguments: Value) -> Result<Value, Error> {
         let mut request = json!({ "execute": command });
         if arguments.as_object().is_some_and(|arguments| !arguments.is_empty()) {
@@ -172,9 +172,7 @@ impl Client {
     }
 
     /// The state of everything that runs, as the daemon words it and as this program reads it.
-    ///
-    /// # Errors
-    /// As [`Client::execute`]; also if the answer is not a status.
+    /// Errors: as [`Client::execute`]; also if the answer is not a status.
     pub(crate) fn status(&mut self) -> Result<(Value, Report), Error> {
         let value = self.execute("x-weir-query-status", json!({}))?;
         match Report::read(&value) {
@@ -184,9 +182,7 @@ impl Client {
     }
 
     /// Changes settings of a disk or group, all or none of them.
-    ///
-    /// # Errors
-    /// As [`Client::execute`]; a refusal names the setting and the rule.
+    /// Errors: as [`Client::execute`]; a refusal names the setting and the rule.
     pub(crate) fn set(
         &mut self,
         name: &str,

@@ -1,9 +1,10 @@
 //! What happened between two reports: counters become rates.
 //!
-//! A daemon that was restarted in between has counters that begin anew; then there is no rate rather than a wrong one.
+//! A daemon that was restarted in between has counters that begin anew; then there is no rate
+//! rather than a wrong one.
 //!
-//! A group's rate is that of the disks in it. The daemon counts at a group only what its limits were asked about, and
-//! where no limit is set nothing needs asking.
+//! A group's rate is that of the disks in it. The daemon counts at a group only what its limits
+//! were asked about, and where no limit is set nothing needs asking.
 
 use std::collections::HashMap;
 
@@ -12,20 +13,16 @@ use super::report::{Disk, Group, Node, Report, Work};
 /// What a disk or group did per second, and how far it was held back.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(crate) struct Rate {
-    /// Operations.
     pub(crate) read_iops: f64,
-    /// Operations.
     pub(crate) write_iops: f64,
-    /// Bytes.
     pub(crate) read_bps: f64,
-    /// Bytes.
     pub(crate) write_bps: f64,
-    /// The share of the time, 0 to 1, during which its requests waited for limits of its own or of a group above it.
+    /// The share of the time, 0 to 1, during which its requests waited for limits of its own or of
+    /// a group above it.
     pub(crate) limited: f64,
 }
 
 impl Rate {
-    /// Operations of both directions.
     pub(crate) fn iops(&self) -> f64 {
         self.read_iops + self.write_iops
     }
@@ -38,7 +35,6 @@ impl Rate {
     }
 }
 
-/// The rates of everything, by name.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct Rates {
     /// The time between the reports; 0 where they cannot be compared.
@@ -110,7 +106,8 @@ impl Comparison<'_> {
         Some((requests / seconds, bytes / seconds))
     }
 
-    /// Its own limits' share of the time; while requests of it waited at all, at least that of any group above.
+    /// Its own limits' share of the time; while requests of it waited at all, at least that of any
+    /// group above.
     fn limited(&self, before: Node<'_>, now: Node<'_>) -> Option<f64> {
         let own = self.share(before, now)?;
         let waited =
@@ -131,8 +128,8 @@ impl Comparison<'_> {
     }
 }
 
-/// The limit that a disk or group waits for now: its own, or that of the nearest group above whose limit its requests
-/// wait for, then written `GROUP: LIMIT`.
+/// The limit that a disk or group waits for now: its own, or that of the nearest group above whose
+/// limit its requests wait for, then written `GROUP: LIMIT`.
 pub(crate) fn binding(report: &Report, node: Node<'_>) -> Option<String> {
     let throttle = node.throttle();
     if throttle.binding.is_some() || throttle.waiting.total() == 0 {

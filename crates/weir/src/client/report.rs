@@ -1,7 +1,7 @@
 //! The answer to `x-weir-query-status` as this program reads it.
 //!
-//! Only what is shown is named here; a daemon may say more. What does not apply is absent in the answer, and then a
-//! default here: no group, no limit, a counter of 0.
+//! Only what is shown is named here; a daemon may say more. What does not apply is absent in the
+//! answer, and then a default here: no group, no limit, a counter of 0.
 //!
 //! Never written back: `--json` prints the daemon's own words.
 
@@ -13,56 +13,37 @@ use serde::Deserialize;
 use serde_json::Value;
 use settings::prefetch::short_name;
 
-/// Everything that runs.
 #[derive(Clone, Debug, Default, Deserialize, PartialEq)]
 #[serde(rename_all = "kebab-case", default)]
 pub(crate) struct Report {
-    /// Of the daemon.
     pub(crate) version: String,
     /// Nanoseconds since the daemon started: what turns two reports' counters into rates.
     pub(crate) uptime_ns: u64,
-    /// The config file that the daemon was started with.
     pub(crate) config: Option<String>,
-    /// In the daemon's order.
     pub(crate) disks: Vec<Disk>,
-    /// In the daemon's order.
     pub(crate) groups: Vec<Group>,
-    /// Those that are under the disks.
     pub(crate) devices: Vec<Device>,
 }
 
-/// One disk.
 #[derive(Clone, Debug, Default, Deserialize, PartialEq)]
 #[serde(rename_all = "kebab-case", default)]
 pub(crate) struct Disk {
-    /// Unique among disks and groups.
     pub(crate) name: String,
-    /// Where its bytes are.
     pub(crate) image: String,
     /// In bytes.
     pub(crate) size: u64,
-    /// Whether writes are refused.
     pub(crate) read_only: bool,
-    /// The cache mode.
     pub(crate) cache: Option<String>,
     /// `raw` or `qcow2`.
     pub(crate) format: String,
-    /// Of a qcow2 image: the cache of its mapping.
     pub(crate) l2_cache: Option<MetadataCache>,
-    /// Of a qcow2 image: the cache of its refcounts.
     pub(crate) refcount_cache: Option<MetadataCache>,
-    /// Clients that are connected.
     pub(crate) connections: u64,
-    /// What clients asked for.
     pub(crate) reads: Work,
-    /// What clients asked for.
     pub(crate) writes: Work,
-    /// What it is held to.
     #[serde(flatten)]
     pub(crate) settings: Settings,
-    /// What became of it.
     pub(crate) throttle: Throttle,
-    /// What came of reading ahead.
     pub(crate) read_ahead: ReadAhead,
 }
 
@@ -80,15 +61,12 @@ pub(crate) struct ReadAhead {
     pub(crate) skipped: u64,
     /// Of the hits, those that had to wait for data on its way.
     pub(crate) waited: u64,
-    /// Bytes that were read ahead.
     pub(crate) read_ahead_bytes: u64,
     /// Of these, bytes that somebody then read.
     pub(crate) used_bytes: u64,
     /// Of these, bytes that were dropped unread.
     pub(crate) wasted_bytes: u64,
-    /// Bytes of memory in use.
     pub(crate) memory: u64,
-    /// Streams that are known.
     pub(crate) streams: u64,
     /// Whether nothing new is read ahead, because it does not pay.
     pub(crate) closed: bool,
@@ -108,19 +86,15 @@ pub(crate) struct MetadataCache {
     pub(crate) misses: u64,
     /// What was dropped for want of room.
     pub(crate) evictions: u64,
-    /// Memory in use.
     pub(crate) bytes: u64,
-    /// Memory it may use.
     pub(crate) limit: u64,
     /// Bytes of the disk that so much memory covers.
     pub(crate) covered: u64,
 }
 
-/// One group.
 #[derive(Clone, Debug, Default, Deserialize, PartialEq)]
 #[serde(rename_all = "kebab-case", default)]
 pub(crate) struct Group {
-    /// Unique among disks and groups.
     pub(crate) name: String,
     /// Its own members; those of groups in it are theirs.
     pub(crate) disks: Vec<String>,
@@ -128,34 +102,25 @@ pub(crate) struct Group {
     pub(crate) enforcement: Option<String>,
     /// By what its limits are multiplied while `scaled`.
     pub(crate) scale: Option<f64>,
-    /// What its members are held to together.
     #[serde(flatten)]
     pub(crate) settings: Settings,
-    /// What became of it.
     pub(crate) throttle: Throttle,
 }
 
-/// What a disk or a group is held to.
 #[derive(Clone, Debug, Default, Deserialize, PartialEq)]
 #[serde(rename_all = "kebab-case", default)]
 pub(crate) struct Settings {
-    /// The group it is in.
     pub(crate) group: Option<String>,
-    /// Its share of what is contended.
     pub(crate) weight: Option<u64>,
-    /// Operations per second that it is promised.
     pub(crate) iops_reservation: Option<u64>,
-    /// Bytes per second that it is promised.
     pub(crate) bps_reservation: Option<u64>,
     /// Percent of the device in use below which limits are not enforced.
     pub(crate) watermark: Option<u64>,
     /// The nineteen, as far as they are set.
     pub(crate) limits: Limits,
-    /// Of a disk: what is read ahead.
     pub(crate) prefetch: Option<Prefetch>,
 }
 
-/// What is read ahead of a disk's readers.
 #[derive(Clone, Debug, Default, Deserialize, PartialEq, Eq)]
 #[serde(rename_all = "kebab-case", default)]
 pub(crate) struct Prefetch {
@@ -167,7 +132,6 @@ pub(crate) struct Prefetch {
 }
 
 impl Prefetch {
-    /// Whether anything may be read ahead.
     pub(crate) fn is_on(&self) -> bool {
         self.mode != Mode::Off.name()
     }
@@ -178,19 +142,15 @@ impl Prefetch {
         format!("{}{}", self.mode, if is_closed { " closed" } else { "" })
     }
 
-    /// Memory that may be used, in bytes.
     pub(crate) fn memory(&self) -> u64 {
         self.numbers.get(short_name(Setting::Memory)).copied().unwrap_or(0)
     }
 }
 
-/// Work done since the start.
 #[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq, Eq)]
 #[serde(rename_all = "kebab-case", default)]
 pub(crate) struct Work {
-    /// A count.
     pub(crate) requests: u64,
-    /// A sum.
     pub(crate) bytes: u64,
     /// Of the requests, how many had to wait.
     pub(crate) throttled: u64,
@@ -200,41 +160,32 @@ pub(crate) struct Work {
 #[derive(Clone, Debug, Default, Deserialize, PartialEq)]
 #[serde(rename_all = "kebab-case", default)]
 pub(crate) struct Throttle {
-    /// What passed.
     pub(crate) reads: Work,
-    /// What passed.
     pub(crate) writes: Work,
-    /// What waits now.
     pub(crate) waiting: Waiting,
     /// How long requests waited, since the start; absent while none has.
     pub(crate) wait_ns: Option<Waits>,
     /// Time during which work waited for these very limits.
     pub(crate) limited_ns: u64,
-    /// The limit that work waits for now.
     pub(crate) binding: Option<String>,
     /// Units that may still pass at once, by limit.
     pub(crate) tokens: BTreeMap<String, u64>,
 }
 
 impl Throttle {
-    /// Requests that have had to wait, since the start.
     pub(crate) fn throttled(&self) -> u64 {
         self.reads.throttled.saturating_add(self.writes.throttled)
     }
 }
 
-/// Requests that wait.
 #[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq, Eq)]
 #[serde(rename_all = "kebab-case", default)]
 pub(crate) struct Waiting {
-    /// A count.
     pub(crate) reads: u64,
-    /// A count.
     pub(crate) writes: u64,
 }
 
 impl Waiting {
-    /// Reads and writes together.
     pub(crate) fn total(self) -> u64 {
         self.reads.saturating_add(self.writes)
     }
@@ -252,15 +203,12 @@ pub(crate) struct Waits {
     pub(crate) max: u64,
 }
 
-/// A device under disks.
 #[derive(Clone, Debug, Default, Deserialize, PartialEq)]
 #[serde(rename_all = "kebab-case", default)]
 pub(crate) struct Device {
     /// Such as `/dev/vda`.
     pub(crate) name: String,
-    /// The disks on it.
     pub(crate) disks: Vec<String>,
-    /// What it can do, as far as that is known.
     pub(crate) capacity: Capacity,
     /// How that is known: `probe`, `rate` or `busy-time`.
     pub(crate) capacity_source: Option<String>,
@@ -269,26 +217,19 @@ pub(crate) struct Device {
     pub(crate) used: Option<f64>,
 }
 
-/// What a device can do in a second; 0 is unknown.
+/// Operations and bytes that a device can do in a second; 0 is unknown.
 #[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq, Eq)]
 #[serde(rename_all = "kebab-case", default)]
 pub(crate) struct Capacity {
-    /// Operations.
     pub(crate) read_iops: u64,
-    /// Operations.
     pub(crate) write_iops: u64,
-    /// Bytes.
     pub(crate) read_bps: u64,
-    /// Bytes.
     pub(crate) write_bps: u64,
 }
 
-/// A disk or a group.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Node<'a> {
-    /// A disk.
     Disk(&'a Disk),
-    /// A group.
     Group(&'a Group),
 }
 
@@ -301,7 +242,6 @@ impl<'a> Node<'a> {
         }
     }
 
-    /// What it is held to.
     pub(crate) fn settings(self) -> &'a Settings {
         match self {
             Self::Disk(disk) => &disk.settings,
@@ -309,7 +249,6 @@ impl<'a> Node<'a> {
         }
     }
 
-    /// How it has been held back.
     pub(crate) fn throttle(self) -> &'a Throttle {
         match self {
             Self::Disk(disk) => &disk.throttle,
@@ -319,21 +258,15 @@ impl<'a> Node<'a> {
 }
 
 impl Report {
-    /// Reads an answer.
-    ///
-    /// # Errors
-    /// If something that is shown has another type than it should.
     pub(crate) fn read(value: &Value) -> Result<Self, serde_json::Error> {
         Self::deserialize(value)
     }
 
-    /// The disk or group of that name.
     pub(crate) fn find(&self, name: &str) -> Option<Node<'_>> {
         let disk = self.disks.iter().find(|disk| disk.name == name).map(Node::Disk);
         disk.or_else(|| self.group(name).map(Node::Group))
     }
 
-    /// The group of that name.
     pub(crate) fn group(&self, name: &str) -> Option<&Group> {
         self.groups.iter().find(|group| group.name == name)
     }
@@ -354,7 +287,6 @@ impl Report {
         above
     }
 
-    /// All names, disks first.
     pub(crate) fn names(&self) -> impl Iterator<Item = &str> {
         let disks = self.disks.iter().map(|disk| disk.name.as_str());
         disks.chain(self.groups.iter().map(|group| group.name.as_str()))

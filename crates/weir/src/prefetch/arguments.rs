@@ -1,7 +1,8 @@
-//! What is read ahead, as options: of `weir serve`, and of `weir prefetch`, which changes it while a disk is in use.
+//! What is read ahead, as options: of `weir serve`, and of `weir prefetch`, which changes it while
+//! a disk is in use.
 //!
-//! Made from the policy's own table, so that names, ranges and defaults cannot differ from what holds. Where everything is about reading
-//! ahead, the names are without their `prefetch-`.
+//! Made from the policy's own table, so that names, ranges and defaults cannot differ from what
+//! holds. Where everything is about reading ahead, the names are without their `prefetch-`.
 
 use clap::{ArgMatches, Args, Command, FromArgMatches};
 use policy::prefetch::{Mode, Setting};
@@ -55,7 +56,6 @@ pub(crate) struct PrefetchArgs {
 }
 
 impl PrefetchArgs {
-    /// What is to change.
     pub(crate) fn change(&self) -> Change {
         let mut change = Change::default();
         if let Some(mode) = self.mode {

@@ -1,45 +1,45 @@
-//! `weir prefetch`: shows what is read ahead of a disk's readers and what came of it, or changes it while it runs.
+//! `weir prefetch`: shows what is read ahead of a disk's readers and what came of it, or changes it
+//! while it runs.
 //!
 //! Never judges a setting: the daemon does, and applies all of a change or nothing.
 
 mod arguments;
 
-use anyhow::anyhow;
 pub(crate) use arguments::{EXAMPLES, PrefetchArgs};
-use console::{Failure, figures, print};
+use console::figures;
 use serde_json::{Value, json};
 
 use crate::{
     client::{
-        Client, Target,
-        change::Name,
-        report::{Disk, Node, ReadAhead, Report},
+        change::{Change, Name},
+        report::{Disk, Node, ReadAhead, Report, Settings},
     },
-    saving,
+    saving::{Common, Setter},
 };
 
-/// Shows or changes what is read ahead.
-///
-/// # Errors
-/// If the daemon cannot be asked or refuses, the name is no disk's, or the config file cannot be written.
-pub(crate) fn run(arguments: PrefetchArgs) -> Result<(), Failure> {
-    let target = Target::choose(arguments.qmp.clone());
-    let target = target.map_err(|said| Failure::Usage(anyhow::Error::msg(said)))?;
-    let mut client = Client::connect(&target)?;
-    let (answer, report) = client.status()?;
-    let name = arguments.name.as_str();
-    let disk = find(&report, name).map_err(anyhow::Error::msg)?;
-    let change = arguments.change();
-    if change.is_empty() {
-        if arguments.save.save {
-            let said = "--save: there is no setting to save (name one, such as off or --memory 64M)";
-            return Err(Failure::Usage(anyhow!(said)));
-        }
-        let text = if arguments.json { saving::pretty(&entry(&answer, name)) } else { show(disk) };
-        return Ok(print(&text)?);
+impl Setter for PrefetchArgs {
+    const EXAMPLE: &'static str = "off or --memory 64M";
+
+    fn common(&self) -> Common<'_> {
+        Common { name: &self.name, json: self.json, qmp: &self.qmp, save: &self.save }
     }
-    let saved = saving::apply(&mut client, &report, (name, Node::Disk(disk)), &arguments.save, &change)?;
-    Ok(print(&saving::told(name, &disk.settings, &change, saved.as_deref(), arguments.json))?)
+
+    fn find<'a>(&self, report: &'a Report) -> Result<Node<'a>, String> {
+        find(report, &self.name).map(Node::Disk)
+    }
+
+    fn change(&self, _: &Settings) -> Change {
+        self.change()
+    }
+
+    fn show(&self, _: &Report, node: Node<'_>) -> String {
+        let Node::Disk(disk) = node else { unreachable!("only disks are found") };
+        show(disk)
+    }
+
+    fn entry(&self, answer: &Value, _: Node<'_>) -> Value {
+        entry(answer, &self.name)
+    }
 }
 
 fn find<'a>(report: &'a Report, name: &str) -> Result<&'a Disk, String> {
@@ -52,7 +52,6 @@ fn find<'a>(report: &'a Report, name: &str) -> Result<&'a Disk, String> {
     }
 }
 
-/// Settings and figures of a disk for people.
 fn show(disk: &Disk) -> String {
     let mut text = format!("disk {}\n", disk.name);
     let settings = Name::of_prefetch().map(|name| (name.text(), name.show(&name.of(&disk.settings))));
@@ -86,7 +85,6 @@ fn figures(read_ahead: &ReadAhead) -> Vec<(&'static str, String)> {
     ]
 }
 
-/// The part of the daemon's answer that is about this.
 fn entry(answer: &Value, name: &str) -> Value {
     let disk = answer["disks"].as_array().into_iter().flatten().find(|disk| disk["name"] == name);
     let part = |key: &str| disk.map_or(Value::Null, |disk| disk[key].clone());

@@ -1,4 +1,5 @@
-//! Options of the commands that change settings of a running daemon: whether the config file gets the change too.
+//! Options of the commands that change settings of a running daemon: whether the config file gets
+//! the change too.
 
 use std::path::PathBuf;
 

@@ -1,19 +1,20 @@
-//! A change of settings as an edit of the config file's text: what it does not name keeps every byte.
+//! A change of settings as an edit of the config file's text: what it does not name keeps every
+//! byte.
 //!
-//! Comments, order, quotes and blank lines are the operator's. A setting that is there changes its value in its place; one
-//! that is not follows the last of its table. A setting that goes back to its default stays written, with its comment,
-//! rather than vanish; `group` alone has no such value and is taken out.
+//! Comments, order, quotes and blank lines are the operator's. A setting that is there changes its
+//! value in its place; one that is not follows the last of its table. A setting that goes back to
+//! its default stays written, with its comment, rather than vanish; `group` alone has no such value
+//! and is taken out.
 //!
-//! Never judges values: whether the result is a config that makes sense is asked of the config's own reader.
+//! Never judges values: whether the result is a config that makes sense is asked of the config's
+//! own reader.
 
 use toml_edit::{Decor, DocumentMut, Item, TableLike, Value};
 
 use crate::client::change::{Change, Name, Setpoint};
 
 /// The file's text with the change made to the table `[kind.name]`.
-///
-/// # Errors
-/// If the text is no TOML, or has no such table.
+/// Fails if the text is no TOML, or has no such table.
 pub(super) fn edited(text: &str, kind: &str, name: &str, change: &Change) -> Result<String, String> {
     let mut document: DocumentMut = text.parse().map_err(|error: toml_edit::TomlError| {
         format!("is not TOML (any more): {}", error.message().replace('\n', "; "))

@@ -1,9 +1,9 @@
-//! A change of settings as the commands make it that are for that: put in force by the daemon, written into the config file where
-//! that is asked for, and told.
+//! A change of settings as the commands make it that are for that: put in force by the daemon,
+//! written into the config file where that is asked for, and told.
 //!
-//! The daemon judges a change and applies all of it or nothing. With `--save` the config file gets it too: everything
-//! that can be found out about the file is found out before the daemon is asked, so that a change is not in force and then not
-//! saved.
+//! The daemon judges a change and applies all of it or nothing. With `--save` the config file gets
+//! it too: everything that can be found out about the file is found out before the daemon is asked,
+//! so that a change is not in force and then not saved.
 
 mod arguments;
 mod edit;
@@ -11,20 +11,68 @@ mod save;
 
 use anyhow::{Context as _, anyhow};
 pub(crate) use arguments::SaveArgs;
+use console::{Failure, print, print_json};
 use save::Saving;
 use serde_json::{Value, json};
 
 use crate::client::{
-    Client, Error,
+    Client, Error, Target,
     change::{Change, Name},
     report::{Node, Report, Settings},
 };
 
-/// Has a change of the disk or group `name` made, and saved if that is asked for: the file's name then.
+/// A command that shows or changes the settings of one disk or group.
+pub(crate) trait Setter {
+    /// Such a setting, for those who name none with `--save`.
+    const EXAMPLE: &'static str;
+
+    fn common(&self) -> Common<'_>;
+
+    /// What the name stands for. Fails if that has no such settings.
+    fn find<'a>(&self, report: &'a Report) -> Result<Node<'a>, String>;
+
+    /// What is to change, seen from the settings that are in force.
+    fn change(&self, before: &Settings) -> Change;
+
+    fn show(&self, report: &Report, node: Node<'_>) -> String;
+
+    /// The part of the daemon's answer that is about this.
+    fn entry(&self, answer: &Value, node: Node<'_>) -> Value;
+}
+
+pub(crate) struct Common<'a> {
+    pub(crate) name: &'a str,
+    pub(crate) json: bool,
+    pub(crate) qmp: &'a Option<Target>,
+    pub(crate) save: &'a SaveArgs,
+}
+
+/// Shows or changes settings.
 ///
 /// # Errors
-/// If the daemon refuses or cannot be asked, or the config file cannot be written.
-pub(crate) fn apply(
+/// If the daemon cannot be asked or refuses, the name is wrong, or the config file cannot be
+/// written.
+pub(crate) fn run<S: Setter>(setter: &S) -> Result<(), Failure> {
+    let Common { name, json, qmp, save } = setter.common();
+    let mut client = Client::reach(qmp.clone())?;
+    let (answer, report) = client.status()?;
+    let node = setter.find(&report).map_err(anyhow::Error::msg)?;
+    let change = setter.change(node.settings());
+    if !change.is_empty() {
+        let saved = apply(&mut client, &report, (name, node), save, &change)?;
+        return Ok(print(&told(name, node.settings(), &change, saved.as_deref(), json))?);
+    }
+    if save.save {
+        let example = S::EXAMPLE;
+        let rule = format!("there is no setting to save (name one, such as {example})");
+        return Err(Failure::Usage(anyhow!("--save: {rule}")));
+    }
+    Ok(if json { print_json(&setter.entry(&answer, node)) } else { print(&setter.show(&report, node)) }?)
+}
+
+/// Has a change of the disk or group `name` made, and saved if that is asked for: the file's name
+/// then. Fails if the daemon refuses or cannot be asked, or the config file cannot be written.
+fn apply(
     client: &mut Client,
     report: &Report,
     (name, node): (&str, Node<'_>),
@@ -49,13 +97,7 @@ pub(crate) fn apply(
 }
 
 /// What was changed, and where it was saved, for people or as JSON.
-pub(crate) fn told(
-    name: &str,
-    before: &Settings,
-    change: &Change,
-    saved: Option<&str>,
-    as_json: bool,
-) -> String {
+fn told(name: &str, before: &Settings, change: &Change, saved: Option<&str>, as_json: bool) -> String {
     if as_json {
         pretty(&changed(name, before, change, saved))
     } else {
@@ -86,8 +128,7 @@ fn described(name: &str, before: &Settings, change: &Change, saved: Option<&str>
     text
 }
 
-/// JSON as the commands print it.
-pub(crate) fn pretty(value: &Value) -> String {
+fn pretty(value: &Value) -> String {
     serde_json::to_string_pretty(value).expect("JSON of JSON") + "\n"
 }
 

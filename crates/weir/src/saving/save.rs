@@ -8,7 +8,8 @@
 //!   commit    still the file that was read? ──► rename over it
 //! ```
 //!
-//! A reader sees the old file or the new one, never half of one; so does whoever comes back after a power failure.
+//! A reader sees the old file or the new one, never half of one; so does whoever comes back after a
+//! power failure.
 //!
 //! Never writes to a file that somebody else changed in between: whose change would it lose?
 
@@ -38,10 +39,8 @@ pub(super) struct Saving {
 
 impl Saving {
     /// Makes ready what can fail.
-    ///
-    /// # Errors
-    /// If the file cannot be read, written or replaced, does not hold the table `[kind.name]`, or would no longer be a
-    /// config that can be served.
+    /// Fails if the file cannot be read, written or replaced, does not hold the table
+    /// `[kind.name]`, or would no longer be a config that can be served.
     pub(super) fn prepare(path: &Path, kind: &str, name: &str, change: &Change) -> anyhow::Result<Self> {
         let shown = path.display().to_string();
         // Through symbolic links: they are to stay what they are.
@@ -59,9 +58,7 @@ impl Saving {
     }
 
     /// Replaces the file: its name.
-    ///
-    /// # Errors
-    /// If it is not the file any more that was read, or cannot be replaced after all.
+    /// Fails if it is not the file any more that was read, or cannot be replaced after all.
     pub(super) fn commit(mut self) -> anyhow::Result<String> {
         let shown = self.path.display().to_string();
         if !self.is_unchanged().with_context(|| shown.clone())? {
@@ -100,7 +97,8 @@ fn open(path: &Path) -> anyhow::Result<(Flock<File>, String)> {
     Ok((file, text))
 }
 
-/// Refuses a text that `weir serve` would refuse, unless it refuses the old one as well: options may complete it.
+/// Refuses a text that `weir serve` would refuse, unless it refuses the old one as well: options
+/// may complete it.
 fn check(path: &Path, old_text: &str, new_text: &str) -> anyhow::Result<()> {
     let name = path.display().to_string();
     let directory = path.parent().unwrap_or(Path::new(""));

@@ -1,7 +1,7 @@
 //! `weir status`: what runs, what it does now, and what holds it back.
 //!
-//! Two reports some time apart become rates. A table for people, or the daemon's own words with the rates added for
-//! programs.
+//! Two reports some time apart become rates. A table for people, or the daemon's own words with the
+//! rates added for programs.
 
 mod arguments;
 mod tables;
@@ -12,22 +12,19 @@ use std::{
 };
 
 pub(crate) use arguments::{EXAMPLES, StatusArgs};
-use console::{Failure, print};
+use console::{Failure, print, print_json};
 use serde_json::{Value, json};
 
 use crate::client::{
-    Client, Target,
+    Client,
     rates::{Rate, Rates},
     report::Report,
 };
 
 /// Shows what runs.
-///
-/// # Errors
-/// If the daemon cannot be asked, or one of the names is nobody's.
+/// Fails if the daemon cannot be asked, or one of the names is nobody's.
 pub(crate) fn run(arguments: StatusArgs) -> Result<(), Failure> {
-    let target = Target::choose(arguments.qmp).map_err(|said| Failure::Usage(anyhow::Error::msg(said)))?;
-    let mut client = Client::connect(&target)?;
+    let mut client = Client::reach(arguments.qmp)?;
     let mut earlier = None;
     if !arguments.interval.is_zero() {
         earlier = Some(client.status()?.1);
@@ -37,16 +34,12 @@ pub(crate) fn run(arguments: StatusArgs) -> Result<(), Failure> {
     let (answer, report) = client.status()?;
     let rates = earlier.map(|earlier| Rates::between(&earlier, &report)).unwrap_or_default();
     let shown = Shown::new(&report, &arguments.names).map_err(anyhow::Error::msg)?;
-    let text = if arguments.json {
-        let text = serde_json::to_string_pretty(&with_rates(shown.only(answer), &rates));
-        text.expect("JSON of JSON") + "\n"
-    } else {
-        tables::render(&report, &rates, &shown, stdout().is_terminal())
-    };
-    Ok(print(&text)?)
+    if arguments.json {
+        return Ok(print_json(&with_rates(shown.only(answer), &rates))?);
+    }
+    Ok(print(&tables::render(&report, &rates, &shown, stdout().is_terminal()))?)
 }
 
-/// Which disks and groups were asked for.
 struct Shown {
     /// `None` is all.
     names: Option<Vec<String>>,

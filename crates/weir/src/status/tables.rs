@@ -1,4 +1,5 @@
-//! The tables of `weir status`: disks, the caches of their images, what was read ahead, groups, devices; all but the first where there are any.
+//! The tables of `weir status`: disks, the caches of their images, what was read ahead, groups,
+//! devices; all but the first where there are any.
 
 use console::{
     figures,
@@ -11,9 +12,6 @@ use crate::client::{
     rates::{Rate, Rates},
     report::{Capacity, Device, Disk, Group, MetadataCache, Node, ReadAhead, Report, Throttle},
 };
-
-/// What a cell holds that has nothing to say.
-const NOTHING: &str = "-";
 
 /// All tables that have rows, separated by an empty line. `bold` is for terminals.
 pub(super) fn render(report: &Report, rates: &Rates, shown: &Shown, bold: bool) -> String {
@@ -76,7 +74,8 @@ fn caches(report: &Report, shown: &Shown) -> Table {
     table
 }
 
-/// What was read ahead of the disks' readers, in totals since they were opened; without those where that is off.
+/// What was read ahead of the disks' readers, in totals since they were opened; without those where
+/// that is off.
 fn read_ahead(report: &Report, shown: &Shown) -> Table {
     let mut table = Table::new([
         ("DISK", Side::Left),
@@ -199,6 +198,7 @@ fn ability(iops: u64, bps: u64) -> String {
     if known.is_empty() { nothing() } else { known.join(", ") }
 }
 
+/// A cell that has nothing to say.
 fn nothing() -> String {
-    NOTHING.to_owned()
+    "-".to_owned()
 }

@@ -1,7 +1,8 @@
-//! What `weir throttle` is told: QEMU's names of the limits, or those of `virsh blkdeviotune`, and the scheduler's settings.
+//! What `weir throttle` is told: QEMU's names of the limits, or those of `virsh blkdeviotune`, and
+//! the scheduler's settings.
 //!
-//! A limit under virsh's name also does what virsh does: it clears the other limits of its kind. So a script that
-//! replaces a limit on reads by one on all requests works as it did.
+//! A limit under virsh's name also does what virsh does: it clears the other limits of its kind. So
+//! a script that replaces a limit on reads by one on all requests works as it did.
 
 use clap::{Arg, ArgMatches, Args, Command, FromArgMatches};
 use policy::throttle::{LimitKind, Part, Setting};
@@ -119,7 +120,8 @@ impl ThrottleArgs {
     }
 }
 
-/// The settings that virsh clears when this one is set: the same number of the other limits of the same unit.
+/// The settings that virsh clears when this one is set: the same number of the other limits of the
+/// same unit.
 fn cleared_with(setting: Setting) -> impl Iterator<Item = Setting> {
     let others = LimitKind::ALL.into_iter().filter_map(move |other| match setting {
         Setting::Limit(kind, part) if kind != other && kind.counts_bytes() == other.counts_bytes() => {
@@ -130,7 +132,8 @@ fn cleared_with(setting: Setting) -> impl Iterator<Item = Setting> {
     others.collect::<Vec<_>>().into_iter()
 }
 
-/// The settings' names in `virsh blkdeviotune`, and those of its older versions, in the order of [`Setting::ALL`].
+/// The settings' names in `virsh blkdeviotune`, and those of its older versions, in the order of
+/// [`Setting::ALL`].
 const VIRSH: [(&str, &str); 19] = [
     ("total-bytes-sec", "total_bytes_sec"),
     ("total-bytes-sec-max", "total_bytes_sec_max"),
@@ -153,7 +156,8 @@ const VIRSH: [(&str, &str); 19] = [
     ("size-iops-sec", "size_iops_sec"),
 ];
 
-/// A scaled integer of virsh: as [`settings::size`], and `B`, `KiB` or `KB` and so on, the latter powers of 1000.
+/// A scaled integer of virsh: as [`settings::size`], and `B`, `KiB` or `KB` and so on, the latter
+/// powers of 1000.
 fn virsh_size(text: &str) -> Result<u64, String> {
     let bare = text.trim_end_matches(|letter: char| letter.is_ascii_alphabetic());
     let unit = text[bare.len()..].to_ascii_lowercase();
@@ -176,7 +180,8 @@ fn virsh_option(setting: Setting, (name, old_name): (&'static str, &'static str)
         .alias(old_name)
         .value_parser(parser)
         .conflicts_with(setting.name())
-        // Told in the text below the options: nineteen more lines would bury the names that are weir's own.
+        // Told in the text below the options: nineteen more lines would bury the names that are
+        // weir's own.
         .hide(true)
 }
 

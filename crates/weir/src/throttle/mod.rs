@@ -4,41 +4,40 @@
 
 mod arguments;
 
-use anyhow::anyhow;
 pub(crate) use arguments::{EXAMPLES, ThrottleArgs};
-use console::{Failure, figures, print};
+use console::figures;
 use serde_json::Value;
 
 use crate::{
     client::{
-        Client, Target,
-        change::Name,
-        report::{Node, Report},
+        change::{Change, Name},
+        report::{Node, Report, Settings},
     },
-    saving,
+    saving::{Common, Setter},
 };
 
-/// Shows or changes settings.
-///
-/// # Errors
-/// If the daemon cannot be asked or refuses, the name is nobody's, or the config file cannot be written.
-pub(crate) fn run(arguments: ThrottleArgs) -> Result<(), Failure> {
-    let target = Target::choose(arguments.qmp.clone());
-    let target = target.map_err(|said| Failure::Usage(anyhow::Error::msg(said)))?;
-    let mut client = Client::connect(&target)?;
-    let (answer, report) = client.status()?;
-    let node = report.find(&arguments.name).ok_or_else(|| anyhow!(report.no_such(&arguments.name)))?;
-    let change = arguments.change(node.settings());
-    if change.is_empty() {
-        if arguments.save.save {
-            let said = "--save: there is no setting to save (name one, such as --iops-total 1000)";
-            return Err(Failure::Usage(anyhow!(said)));
-        }
-        let json = arguments.json.then(|| entry(&answer, node.kind(), &arguments.name));
-        return Ok(print(&json.unwrap_or_else(|| show(&report, &arguments.name, node)))?);
+impl Setter for ThrottleArgs {
+    const EXAMPLE: &'static str = "--iops-total 1000";
+
+    fn common(&self) -> Common<'_> {
+        Common { name: &self.name, json: self.json, qmp: &self.qmp, save: &self.save }
     }
-    let saved = saving::apply(&mut client, &report, (&arguments.name, node), &arguments.save, &change)?;
-    Ok(print(&saving::told(&arguments.name, node.settings(), &change, saved.as_deref(), arguments.json))?)
+
+    fn find<'a>(&self, report: &'a Report) -> Result<Node<'a>, String> {
+        report.find(&self.name).ok_or_else(|| report.no_such(&self.name))
+    }
+
+    fn change(&self, before: &Settings) -> Change {
+        self.change(before)
+    }
+
+    fn show(&self, report: &Report, node: Node<'_>) -> String {
+        show(report, &self.name, node)
+    }
+
+    fn entry(&self, answer: &Value, node: Node<'_>) -> Value {
+        entry(answer, node.kind(), &self.name)
+    }
 }
 
 /// The settings of one for people, and what holds it from above.
@@ -61,11 +60,10 @@ fn show(report: &Report, name: &str, node: Node<'_>) -> String {
     text
 }
 
-/// One disk or group as the daemon describes it.
-fn entry(answer: &Value, kind: &str, name: &str) -> String {
+fn entry(answer: &Value, kind: &str, name: &str) -> Value {
     let list = answer[format!("{kind}s")].as_array();
     let entry = list.into_iter().flatten().find(|entry| entry["name"] == name);
-    saving::pretty(entry.unwrap_or(&Value::Null))
+    entry.cloned().unwrap_or_default()
 }
 
 #[cfg(test)]

@@ -36,5 +36,5 @@ disk vm1
     assert_eq!(shown("vm1"), expect);
     assert_eq!(shown("host"), "group host\n  bps-total  1G\n  weight     100\n  watermark  90\n");
     assert!(shown("gold").contains("  no limits of its own\n"));
-    assert_eq!(serde_json::from_str::<Value>(&entry(&answer, "disk", "vm1")).unwrap(), answer["disks"][0]);
+    assert_eq!(entry(&answer, "disk", "vm1"), answer["disks"][0]);
 }

@@ -1,4 +1,5 @@
-//! `weir top`: what runs, live, on the whole screen of a terminal; and a place to change a limit while watching.
+//! `weir top`: what runs, live, on the whole screen of a terminal; and a place to change a limit
+//! while watching.
 //!
 //! ```text
 //!   keyboard ─┐
@@ -8,10 +9,11 @@
 //!      └────────────────────────────────────┘
 //! ```
 //!
-//! `state` and all below it know no terminal and no socket, so tests press keys and hand in reports; `view` draws what
-//! it is given and decides nothing.
+//! `state` and all below it know no terminal and no socket, so tests press keys and hand in
+//! reports; `view` draws what it is given and decides nothing.
 //!
-//! Never leaves the terminal as it is on the way out: not at the end, not after a panic, a signal or a stop.
+//! Never leaves the terminal as it is on the way out: not at the end, not after a panic, a signal
+//! or a stop.
 
 mod arguments;
 mod field;

@@ -1,7 +1,8 @@
-//! Everything that happens, from three threads, in one channel: keys and signals (`input`), and the daemon's answers.
+//! Everything that happens, from three threads, in one channel: keys and signals (`input`), and the
+//! daemon's answers.
 //!
-//! The daemon has a thread because it may be slow or gone, and then keys must work all the same. It is asked every
-//! interval, and at once after a change; connected to anew when it comes back.
+//! The daemon has a thread because it may be slow or gone, and then keys must work all the same. It
+//! is asked every interval, and at once after a change; connected to anew when it comes back.
 
 use std::{
     io,

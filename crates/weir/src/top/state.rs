@@ -56,7 +56,8 @@ pub(super) struct Edit {
     pub(super) error: Option<String>,
     /// The daemon has been asked, and has not answered yet.
     pub(super) is_waiting: bool,
-    /// What it was when the editing began: only what the user changes is changed, whatever others do meanwhile.
+    /// What it was when the editing began: only what the user changes is changed, whatever others
+    /// do meanwhile.
     before: Settings,
     /// What is told once the daemon agreed.
     told: String,

@@ -1,7 +1,7 @@
 //! A command's arguments, read key by key, each with its full name.
 //!
-//! As with the config file's sections, what is read is what exists: a key that nobody asked for is an error. Reading takes
-//! a value out, so that what is left at the end is what was too much.
+//! As with the config file's sections, what is read is what exists: a key that nobody asked for is
+//! an error. Reading takes a value out, so that what is left at the end is what was too much.
 //!
 //! Never guesses: `"100"` is no integer and `1` no boolean, as in QEMU.
 
@@ -22,7 +22,6 @@ pub(crate) struct Arguments {
 }
 
 impl Arguments {
-    /// A command's own arguments.
     pub(crate) fn new(members: Map<String, Value>) -> Self {
         Self { prefix: String::new(), members, asked: Vec::new() }
     }
@@ -38,19 +37,11 @@ impl Arguments {
         self.members.remove(key)
     }
 
-    /// A value that need not be there.
-    ///
-    /// # Errors
-    /// If it is of another type, or out of its type's range.
     pub(crate) fn optional<T: Read>(&mut self, key: &str) -> Result<Option<T>, Error> {
         let Some(value) = self.take(key) else { return Ok(None) };
         T::read(&self.name_of(key), value).map(Some)
     }
 
-    /// A value that must be there.
-    ///
-    /// # Errors
-    /// If it is missing, and as [`Arguments::optional`].
     pub(crate) fn required<T: Read>(&mut self, key: &str) -> Result<T, Error> {
         self.optional(key)?.ok_or_else(|| Error::missing(&self.name_of(key)))
     }
@@ -70,9 +61,6 @@ impl Arguments {
     }
 
     /// A number in a range, if it is there.
-    ///
-    /// # Errors
-    /// If it is no integer or out of the range.
     pub(crate) fn number(&mut self, key: &str, range: RangeInclusive<u64>) -> Result<Option<u64>, Error> {
         let Some(value) = self.take(key) else { return Ok(None) };
         let name = self.name_of(key);
@@ -90,9 +78,6 @@ impl Arguments {
     }
 
     /// One of a few words, if it is there: its place in `words`.
-    ///
-    /// # Errors
-    /// If it is no string or another one.
     pub(crate) fn choice(&mut self, key: &str, words: &[&str]) -> Result<Option<usize>, Error> {
         let Some(word) = self.optional::<String>(key)? else { return Ok(None) };
         match words.iter().position(|known| *known == word) {
@@ -101,10 +86,8 @@ impl Arguments {
         }
     }
 
-    /// An object whose members are read one by one, if it is there. To be [finished](Arguments::finish) like this one.
-    ///
-    /// # Errors
-    /// If it is no object.
+    /// An object whose members are read one by one, if it is there. To be
+    /// [finished](Arguments::finish) like this one.
     pub(crate) fn object(&mut self, key: &str) -> Result<Option<Self>, Error> {
         let Some(value) = self.take(key) else { return Ok(None) };
         let name = self.name_of(key);
@@ -114,10 +97,8 @@ impl Arguments {
         }
     }
 
-    /// The name of something there is, or an object that describes it, if either is there. QMP's type has the name `expected`.
-    ///
-    /// # Errors
-    /// If it is neither.
+    /// The name of something there is, or an object that describes it, if either is there. QMP's
+    /// type has the name `expected`.
     pub(crate) fn reference(&mut self, key: &str, expected: &str) -> Result<Option<Reference>, Error> {
         match self.members.get(key) {
             Some(Value::String(_)) => Ok(self.optional(key)?.map(Reference::Name)),
@@ -127,16 +108,23 @@ impl Arguments {
         }
     }
 
-    /// Whether nothing is left to read.
+    /// Reads all of `value`, an object, with `read`.
     #[cfg(test)]
-    pub(crate) fn is_empty(&self) -> bool {
-        self.members.is_empty()
+    pub(crate) fn read_all<T>(
+        value: Value,
+        read: impl FnOnce(&mut Self) -> Result<T, Error>,
+    ) -> Result<T, String> {
+        let mut arguments = Self::of(value);
+        let whole = read(&mut arguments).and_then(|read| arguments.finish().map(|()| read));
+        whole.map_err(|error| error.to_string())
     }
 
-    /// Ends the reading.
-    ///
-    /// # Errors
-    /// If there is a key that nobody asked for.
+    #[cfg(test)]
+    fn of(value: Value) -> Self {
+        let Value::Object(members) = value else { panic!("an object") };
+        Self::new(members)
+    }
+
     pub(crate) fn finish(self) -> Result<(), Error> {
         let Some(key) = self.members.keys().next() else { return Ok(()) };
         let name = shown(&self.name_of(key));
@@ -148,16 +136,12 @@ impl Arguments {
     }
 }
 
-/// Something that is named or described.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) enum Reference {
-    /// By the name of one there is.
     Name(String),
-    /// By what makes a new one.
     Description(Arguments),
 }
 
-/// What a value can be read as.
 pub(crate) trait Read: Sized {
     /// The value, or why it is none; `name` is its full name.
     fn read(name: &str, value: Value) -> Result<Self, Error>;
@@ -194,7 +178,6 @@ impl<T: Read> Read for Vec<T> {
     }
 }
 
-/// Whatever it is.
 impl Read for Value {
     fn read(_: &str, value: Value) -> Result<Self, Error> {
         Ok(value)
@@ -207,11 +190,6 @@ mod tests {
 
     use super::*;
 
-    fn arguments(value: Value) -> Arguments {
-        let Value::Object(members) = value else { panic!("an object") };
-        Arguments::new(members)
-    }
-
     #[track_caller]
     fn refused<T: std::fmt::Debug>(result: Result<T, Error>, expected: &str) {
         assert_eq!(result.unwrap_err().to_string(), expected);
@@ -219,7 +197,7 @@ mod tests {
 
     #[test]
     fn what_is_read_is_what_was_sent() {
-        let mut given = arguments(json!({"s": "x", "b": true, "n": 7, "l": ["a"], "o": {"in": 1}}));
+        let mut given = Arguments::of(json!({"s": "x", "b": true, "n": 7, "l": ["a"], "o": {"in": 1}}));
         assert_eq!(given.required("s"), Ok("x".to_owned()));
         assert_eq!(given.required("b"), Ok(true));
         assert_eq!(given.number("n", 0..=7), Ok(Some(7)));
@@ -228,13 +206,13 @@ mod tests {
         let mut inner = given.object("o").unwrap().unwrap();
         assert_eq!(inner.required("in"), Ok(1_u64));
         inner.finish().unwrap();
-        assert!(given.is_empty());
+        assert!(given.members.is_empty());
         given.finish().unwrap();
     }
 
     #[test]
     fn a_wrong_value_is_refused_in_qemus_words() {
-        let mut given = arguments(json!({"s": 5, "n": "5", "f": 1.5, "m": -1, "w": "x", "l": [1, "a"]}));
+        let mut given = Arguments::of(json!({"s": 5, "n": "5", "f": 1.5, "m": -1, "w": "x", "l": [1, "a"]}));
         refused(given.required::<String>("s"), "Invalid parameter type for 's', expected: string");
         refused(given.required::<u64>("n"), "Invalid parameter type for 'n', expected: integer");
         refused(given.number("f", 0..=9), "Invalid parameter type for 'f', expected: integer");
@@ -246,7 +224,7 @@ mod tests {
 
     #[test]
     fn a_key_too_many_is_named_with_where_it_is() {
-        let mut given = arguments(json!({"limits": {"iops-totl": 1}, "zzz": 1}));
+        let mut given = Arguments::of(json!({"limits": {"iops-totl": 1}, "zzz": 1}));
         let mut limits = given.object("limits").unwrap().unwrap();
         limits.number("iops-total", 0..=9).unwrap();
         refused(limits.finish(), "Parameter 'limits.iops-totl' is unexpected (did you mean 'iops-total'?)");

@@ -1,6 +1,8 @@
-//! The caches of qcow2 images as arguments and as answers, with the names that QEMU's `blockdev-add` has for them.
+//! The caches of qcow2 images as arguments and as answers, with the names that QEMU's
+//! `blockdev-add` has for them.
 //!
-//! Where a change leaves something out, it stays as it is; 0 is the default, whatever that comes to for the image.
+//! Where a change leaves something out, it stays as it is; 0 is the default, whatever that comes to
+//! for the image.
 
 use std::time::Duration;
 
@@ -12,10 +14,8 @@ use serde_json::{Value, json};
 
 use super::{arguments::Arguments, error::Error, json::shown};
 
-/// No file is that large.
 const MOST_BYTES: u64 = i64::MAX as u64;
 
-/// Settings that a client gave.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct CacheChanges {
     l2: Option<Option<L2Size>>,
@@ -26,10 +26,6 @@ pub(super) struct CacheChanges {
 }
 
 impl CacheChanges {
-    /// Takes those that are there.
-    ///
-    /// # Errors
-    /// A value of the wrong type or out of its range.
     pub(super) fn read(arguments: &mut Arguments) -> Result<Self, Error> {
         let mut bytes = |key: &str| arguments.number(key, 0..=MOST_BYTES);
         let (entry, refcount) = (bytes("l2-cache-entry-size")?, bytes("refcount-cache-size")?);
@@ -44,12 +40,10 @@ impl CacheChanges {
         })
     }
 
-    /// Whether there were none.
     pub(super) fn is_empty(&self) -> bool {
         *self == Self::default()
     }
 
-    /// `settings` with these changes.
     pub(super) fn apply_to(&self, settings: CacheSettings) -> CacheSettings {
         let or = |given: Option<u64>, before| given.map_or(before, |bytes| (bytes > 0).then_some(bytes));
         CacheSettings {
@@ -62,7 +56,6 @@ impl CacheChanges {
     }
 }
 
-/// A number, or `full`.
 fn read_l2(arguments: &mut Arguments) -> Result<Option<Option<L2Size>>, Error> {
     const KEY: &str = "l2-cache-size";
     match arguments.is_text(KEY) {
@@ -80,10 +73,6 @@ fn read_l2(arguments: &mut Arguments) -> Result<Option<Option<L2Size>>, Error> {
     }
 }
 
-/// The image, if it has such caches.
-///
-/// # Errors
-/// If it has not.
 pub(super) fn qcow2_of<'a>(image: &'a Image, name: &str) -> Result<&'a Qcow2, Error> {
     match image {
         Image::Qcow2(qcow2) => Ok(qcow2),
@@ -93,7 +82,6 @@ pub(super) fn qcow2_of<'a>(image: &'a Image, name: &str) -> Result<&'a Qcow2, Er
     }
 }
 
-/// What the caches did, and what they are.
 pub(super) fn statistics(qcow2: &Qcow2) -> (Value, Value) {
     let l2 = qcow2.cache_statistics();
     let refcounts = qcow2.refcount_statistics();
@@ -115,11 +103,7 @@ mod tests {
     use super::*;
 
     fn read(value: Value) -> Result<CacheChanges, String> {
-        let Value::Object(members) = value else { panic!("an object") };
-        let mut arguments = Arguments::new(members);
-        let changes = CacheChanges::read(&mut arguments).map_err(|error| error.to_string())?;
-        arguments.finish().map_err(|error| error.to_string())?;
-        Ok(changes)
+        Arguments::read_all(value, CacheChanges::read)
     }
 
     #[test]

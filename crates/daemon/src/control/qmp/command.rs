@@ -5,8 +5,8 @@
 //!                    all wrong input ends here ┘              └ changes what runs
 //! ```
 //!
-//! Reading and running are apart so that no command can act on arguments of which some are wrong: by the time it runs, there are none
-//! that it has not understood.
+//! Reading and running are apart so that no command can act on arguments of which some are wrong:
+//! by the time it runs, there are none that it has not understood.
 
 use std::{fmt, rc::Rc};
 
@@ -23,29 +23,22 @@ use crate::control::inventory::Inventory;
 
 /// A command of the protocol, with its arguments as its fields.
 pub(crate) trait Command: Sized + 'static {
-    /// The name it is called by.
     const NAME: &'static str;
 
     /// Takes what it needs out of the arguments. What it leaves is refused.
-    ///
-    /// # Errors
-    /// The first argument that is missing or wrong.
     fn read(arguments: &mut Arguments) -> Result<Self, Error>;
 
     /// Does it: all, or nothing where it fails.
     fn run(self, inventory: Rc<Inventory>) -> impl Future<Output = Result<Value, Error>> + 'static;
 }
 
-/// A command in the table.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Entry {
-    /// [`Command::NAME`].
     pub(crate) name: &'static str,
     start: fn(&Rc<Inventory>, Arguments) -> Result<Running, Error>,
 }
 
 impl Entry {
-    /// The entry of a command.
     pub(crate) const fn of<C: Command>() -> Self {
         Self { name: C::NAME, start: start::<C> }
     }
@@ -57,14 +50,12 @@ fn start<C: Command>(inventory: &Rc<Inventory>, mut arguments: Arguments) -> Res
     Ok(Box::pin(command.run(Rc::clone(inventory))))
 }
 
-/// The commands of a table, on what runs.
 pub(crate) struct Commands {
     table: &'static [Entry],
     inventory: Rc<Inventory>,
 }
 
 impl Commands {
-    /// These commands.
     pub(crate) fn new(table: &'static [Entry], inventory: Rc<Inventory>) -> Self {
         Self { table, inventory }
     }

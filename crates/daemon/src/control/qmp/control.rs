@@ -1,7 +1,7 @@
 //! The control sockets of a daemon: from its start to its end.
 //!
-//! Connects the three that know nothing of each other: what runs, the commands that change it, and the server that clients speak to. What
-//! happens to the things that run becomes an event here.
+//! Connects the three that know nothing of each other: what runs, the commands that change it, and
+//! the server that clients speak to. What happens to the things that run becomes an event here.
 
 use std::{cell::RefCell, rc::Rc};
 
@@ -19,7 +19,6 @@ use crate::{
     listen::{Listener, SocketFile},
 };
 
-/// Sockets that accept clients.
 #[derive(Debug)]
 pub(crate) struct Control {
     server: Rc<Server>,

@@ -1,7 +1,9 @@
-//! What a command is refused with: one of QMP's classes and a sentence that names the key and the rule.
+//! What a command is refused with: one of QMP's classes and a sentence that names the key and the
+//! rule.
 //!
-//! The sentences about arguments have QEMU's own shape, so that who searches the web for one finds the right answer.
-//! Clients decide by the class, people by the sentence; neither ever holds anything of the process (addresses, backtraces).
+//! The sentences about arguments have QEMU's own shape, so that who searches the web for one finds
+//! the right answer. Clients decide by the class, people by the sentence; neither ever holds
+//! anything of the process (addresses, backtraces).
 
 use std::fmt;
 
@@ -24,7 +26,6 @@ pub(crate) enum Class {
 }
 
 impl Class {
-    /// The name on the wire.
     pub(crate) const fn name(self) -> &'static str {
         match self {
             Self::Generic => "GenericError",
@@ -35,7 +36,6 @@ impl Class {
     }
 }
 
-/// Why a command was not executed, or failed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Error {
     class: Class,
@@ -43,27 +43,24 @@ pub(crate) struct Error {
 }
 
 impl Error {
-    /// An error of this class.
     pub(crate) fn new(class: Class, description: impl Into<String>) -> Self {
         Self { class, description: description.into() }
     }
 
-    /// What has no class of its own.
     pub(crate) fn generic(description: impl Into<String>) -> Self {
         Self::new(Class::Generic, description)
     }
 
-    /// Nothing is called `name`.
     pub(crate) fn no_device(name: &str) -> Self {
         Self::new(Class::DeviceNotFound, format!("Device '{name}' not found"))
     }
 
-    /// A mandatory argument that is not there.
     pub(crate) fn missing(key: &str) -> Self {
         Self::generic(format!("Parameter '{key}' is missing"))
     }
 
-    /// An argument of another type than `expected`, a type's name in QMP: `string`, `integer`, `boolean`, `array`, `object`.
+    /// An argument of another type than `expected`, a type's name in QMP: `string`, `integer`,
+    /// `boolean`, `array`, `object`.
     pub(crate) fn wrong_type(key: &str, expected: &str) -> Self {
         Self::generic(format!("Invalid parameter type for '{key}', expected: {expected}"))
     }
@@ -74,12 +71,12 @@ impl Error {
         Self::generic(format!("Parameter '{key}' does not accept value '{value}' (there are: {list})"))
     }
 
-    /// An argument that breaks a rule; `rule` is the predicate of a sentence whose subject is the argument.
+    /// An argument that breaks a rule; `rule` is the predicate of a sentence whose subject is the
+    /// argument.
     pub(crate) fn rule(key: &str, rule: impl fmt::Display) -> Self {
         Self::generic(format!("Parameter '{key}' {rule}"))
     }
 
-    /// The value of an answer's `error`.
     pub(crate) fn to_json(&self) -> Value {
         json!({ "class": self.class.name(), "desc": self.description })
     }

@@ -1,7 +1,7 @@
 //! What clients are told without asking.
 //!
-//! An event goes to every client that has negotiated, behind whatever answers it already has to come. Never waits: a client
-//! that does not read is the [outbox](super::outbox)'s affair.
+//! An event goes to every client that has negotiated, behind whatever answers it already has to
+//! come. Never waits: a client that does not read is the [outbox](super::outbox)'s affair.
 
 use std::{
     cell::RefCell,
@@ -35,7 +35,8 @@ impl Events {
     }
 }
 
-/// An event as it is sent. A clock before 1970 is taken for 1970: QMP's seconds may be -1, and no client knows that.
+/// An event as it is sent. A clock before 1970 is taken for 1970: QMP's seconds may be -1, and no
+/// client knows that.
 fn at(time: SystemTime, name: &str, data: Value) -> Value {
     let since = time.duration_since(UNIX_EPOCH).unwrap_or_default();
     let timestamp = json!({ "seconds": since.as_secs(), "microseconds": since.subsec_micros() });

@@ -8,9 +8,6 @@ use super::{error::Error, json::shown};
 const MAX_NAME_BYTES: usize = 4096;
 
 /// An id in QEMU's sense: a letter, then letters, digits, `-`, `.` and `_`.
-///
-/// # Errors
-/// If it is none.
 pub(super) fn check(key: &str, id: &str) -> Result<(), Error> {
     let mut bytes = id.bytes();
     let begins = bytes.next().is_some_and(|byte| byte.is_ascii_alphabetic());
@@ -23,9 +20,7 @@ pub(super) fn check(key: &str, id: &str) -> Result<(), Error> {
 }
 
 /// A name that can be shown in a line and given on a command line.
-///
-/// # Errors
-/// If it is empty, too long, or has control characters.
+/// Fails if it is empty, too long, or has control characters.
 pub(super) fn check_name(key: &str, name: &str) -> Result<(), Error> {
     if name.is_empty() {
         return Err(Error::rule(key, "is empty"));

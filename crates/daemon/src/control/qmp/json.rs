@@ -1,7 +1,9 @@
-//! JSON text to a value, stricter than `serde_json` alone: a key that an object holds twice is an error, not a surprise.
+//! JSON text to a value, stricter than `serde_json` alone: a key that an object holds twice is an
+//! error, not a surprise.
 //!
-//! Two readers that take the first and the last of two keys disagree about what was asked; a daemon that changes limits must not be
-//! one of them. Never sees more than one message, whose length and depth [`stream`](super::stream) has bounded.
+//! Two readers that take the first and the last of two keys disagree about what was asked; a daemon
+//! that changes limits must not be one of them. Never sees more than one message, whose length and
+//! depth [`stream`](super::stream) has bounded.
 
 use std::fmt;
 
@@ -9,9 +11,7 @@ use serde::de::{Deserialize, Deserializer, Error as _, MapAccess, SeqAccess, Vis
 use serde_json::{Map, Number, Value};
 
 /// The value of a whole text.
-///
-/// # Errors
-/// What is wrong with it, with its position, for people.
+/// Errors: what is wrong with it, with its position, for people.
 pub(super) fn parse(text: &[u8]) -> Result<Value, String> {
     serde_json::from_slice::<Strict>(text).map(|strict| strict.0).map_err(|error| error.to_string())
 }

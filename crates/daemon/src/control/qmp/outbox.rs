@@ -1,7 +1,9 @@
-//! What a client is yet to be sent: answers and events, in order, and no more than it can be expected to read.
+//! What a client is yet to be sent: answers and events, in order, and no more than it can be
+//! expected to read.
 //!
-//! An answer is waited for: the next command is not looked at until the client has taken most of what it asked for. An event has
-//! nobody who could wait, so a client that lets them pile up is given up.
+//! An answer is waited for: the next command is not looked at until the client has taken most of
+//! what it asked for. An event has nobody who could wait, so a client that lets them pile up is
+//! given up.
 //!
 //! Never grows past one answer and [`MAX_EVENT_BYTES`].
 
@@ -74,7 +76,8 @@ impl Outbox {
         self.bytes.borrow().len() + self.leaving.get()
     }
 
-    /// Waits until the client has read enough to be asked for its next command. False if it never will.
+    /// Waits until the client has read enough to be asked for its next command. False if it never
+    /// will.
     pub(super) async fn room(&self) -> bool {
         while self.queued() > ENOUGH_BYTES && !self.given_up.get() {
             self.emptied.wait().await;
@@ -82,7 +85,8 @@ impl Outbox {
         !self.given_up.get()
     }
 
-    /// Everything that is to be sent next, once there is something; `None` when all has been and no more will come.
+    /// Everything that is to be sent next, once there is something; `None` when all has been and no
+    /// more will come.
     pub(super) async fn next(&self) -> Option<Vec<u8>> {
         self.leaving.set(0);
         self.emptied.raise();
@@ -117,7 +121,6 @@ impl Outbox {
         (self.hang_up)();
     }
 
-    /// Whether the client was given up.
     #[cfg(test)]
     pub(super) fn is_given_up(&self) -> bool {
         self.given_up.get()

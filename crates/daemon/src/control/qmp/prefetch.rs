@@ -1,7 +1,9 @@
-//! Reading ahead as arguments and as answers: the settings by the names that they have everywhere in weir, the figures as counters.
+//! Reading ahead as arguments and as answers: the settings by the names that they have everywhere
+//! in weir, the figures as counters.
 //!
-//! QEMU has nothing of the kind, so where a command is QEMU's the names have `x-weir-` before them. Where a change leaves something
-//! out, it stays as it is. Never judges how settings go together: that is the policy's, asked before anything changes.
+//! QEMU has nothing of the kind, so where a command is QEMU's the names have `x-weir-` before them.
+//! Where a change leaves something out, it stays as it is. Never judges how settings go together:
+//! that is the policy's, asked before anything changes.
 
 use policy::prefetch::{Mode, Setting, Settings, Stats};
 use serde_json::{Value, json};
@@ -9,7 +11,6 @@ use settings::prefetch::{MODE, short_name};
 
 use super::{arguments::Arguments, error::Error};
 
-/// Settings that a client gave.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct PrefetchChanges {
     mode: Option<Mode>,
@@ -18,9 +19,6 @@ pub(super) struct PrefetchChanges {
 
 impl PrefetchChanges {
     /// Takes those that are there, each with `prefix` before its name.
-    ///
-    /// # Errors
-    /// A value of the wrong type or out of its range.
     pub(super) fn read(arguments: &mut Arguments, prefix: &str) -> Result<Self, Error> {
         let key = |name: &str| format!("{prefix}{name}");
         let mode = arguments.choice(&key(MODE), &Mode::ALL.map(Mode::name))?.map(|place| Mode::ALL[place]);
@@ -33,15 +31,12 @@ impl PrefetchChanges {
         Ok(Self { mode, numbers })
     }
 
-    /// Whether there were none.
     pub(super) fn is_empty(&self) -> bool {
         *self == Self::default()
     }
 
     /// `settings` with these changes.
-    ///
-    /// # Errors
-    /// If the whole cannot be.
+    /// Fails if the whole cannot be.
     pub(super) fn apply_to(&self, mut settings: Settings) -> Result<Settings, Error> {
         settings.mode = self.mode.unwrap_or(settings.mode);
         for &(setting, value) in &self.numbers {
@@ -51,7 +46,6 @@ impl PrefetchChanges {
     }
 }
 
-/// What is set.
 pub(super) fn settings(settings: &Settings) -> Value {
     let number = |setting| (short_name(setting).to_owned(), json!(settings.get(setting)));
     let mode = ("mode".to_owned(), json!(settings.mode.name()));
@@ -87,11 +81,7 @@ mod tests {
     use super::*;
 
     fn read(prefix: &str, value: Value) -> Result<PrefetchChanges, String> {
-        let Value::Object(members) = value else { panic!("an object") };
-        let mut arguments = Arguments::new(members);
-        let changes = PrefetchChanges::read(&mut arguments, prefix).map_err(|error| error.to_string())?;
-        arguments.finish().map_err(|error| error.to_string())?;
-        Ok(changes)
+        Arguments::read_all(value, |arguments| PrefetchChanges::read(arguments, prefix))
     }
 
     #[test]

@@ -6,10 +6,12 @@
 //!                                                              outbox ─► task that sends
 //! ```
 //!
-//! Everything happens on the thread that listens, which is the one that changes what runs: a command is never half done when
-//! another client's begins, unless it waits. A client's own commands follow each other; those of several take turns.
+//! Everything happens on the thread that listens, which is the one that changes what runs: a
+//! command is never half done when another client's begins, unless it waits. A client's own
+//! commands follow each other; those of several take turns.
 //!
-//! Never lets a client hold up another: who does not read is waited for by its own session alone, and for [`PATIENCE`] at most.
+//! Never lets a client hold up another: who does not read is waited for by its own session alone,
+//! and for [`PATIENCE`] at most.
 
 use std::{
     cell::{Cell, RefCell},
@@ -49,31 +51,22 @@ const MAX_CLIENTS: usize = 64;
 const PATIENCE: Duration = Duration::from_secs(30);
 /// How long it may do so once everything ends.
 const FAREWELL: Duration = Duration::from_secs(2);
-/// Bytes received at a time.
 const INTAKE_BYTES: usize = 16 << 10;
-/// Bytes sent at a time.
 const SEND_BYTES: usize = 256 << 10;
 
-/// A command on its way.
 pub(crate) type Running = Pin<Box<dyn Future<Output = Result<Value, Error>>>>;
 
-/// What executes commands.
 pub(crate) trait Execute: fmt::Debug {
     /// Starts the command of this name.
-    ///
-    /// # Errors
-    /// Where there is none, or its arguments make no sense; then nothing has happened.
+    /// Errors: where there is none, or its arguments make no sense; then nothing has happened.
     fn execute(&self, name: &str, arguments: Arguments) -> Result<Running, Error>;
 }
 
 /// Why the daemon ends, in QEMU's words (`ShutdownCause`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Ending {
-    /// A signal: `host-signal`.
     Signal,
-    /// The command `quit`: `host-qmp-quit`.
     Quit,
-    /// It cannot go on: `host-error`.
     Failure,
 }
 
@@ -114,9 +107,7 @@ impl Server {
     }
 
     /// Accepts clients until the socket is shut down or the future dropped.
-    ///
-    /// # Errors
-    /// Where `accept(2)` says that the socket is none to accept from.
+    /// Errors: where `accept(2)` says that the socket is none to accept from.
     pub(crate) async fn listen(self: Rc<Self>, listener: Fd) -> io::Result<()> {
         while !self.stopping.get() {
             match op::accept(&listener).await {
@@ -139,8 +130,9 @@ impl Server {
         Ok(())
     }
 
-    /// Tells every client that the daemon ends, executes no further commands, and returns when the last client has been
-    /// answered and is gone; those that do not read are cut off after [`FAREWELL`].
+    /// Tells every client that the daemon ends, executes no further commands, and returns when the
+    /// last client has been answered and is gone; those that do not read are cut off after
+    /// [`FAREWELL`].
     pub(crate) async fn stop(&self, ending: Ending) {
         self.events.emit("SHUTDOWN", json!({ "guest": false, "reason": ending.reason() }));
         self.stopping.set(true);
@@ -153,12 +145,10 @@ impl Server {
         }
     }
 
-    /// Connected now.
     pub(crate) fn clients(&self) -> usize {
         self.clients.borrow().len()
     }
 
-    /// A client's whole life.
     async fn welcome(self: Rc<Self>, socket: OwnedFd) {
         let admitted = self.admit(&socket);
         let socket = Fd::from(socket);

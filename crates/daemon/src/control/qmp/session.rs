@@ -1,11 +1,13 @@
-//! One client's conversation, without its socket: bytes in, requests and answers out, in the order they were sent.
+//! One client's conversation, without its socket: bytes in, requests and answers out, in the order
+//! they were sent.
 //!
 //! ```text
 //!   greeting ─► negotiating ── qmp_capabilities ─► commands
 //! ```
 //!
-//! Whoever drives it calls [`Session::advance`] until the input is used up, executes what is to be executed, and sends an answer for each
-//! request before it advances again: so a client's commands happen one after the other, as it sent them.
+//! Whoever drives it calls [`Session::advance`] until the input is used up, executes what is to be
+//! executed, and sends an answer for each request before it advances again: so a client's commands
+//! happen one after the other, as it sent them.
 //!
 //! Never executes anything itself, and knows no command but the one that negotiates.
 
@@ -18,10 +20,10 @@ use super::{
     stream::{Item, Stream},
 };
 
-/// The release of QEMU whose schema the commands follow. Clients (libvirt among them) decide by it what may be asked.
+/// The release of QEMU whose schema the commands follow. Clients (libvirt among them) decide by it
+/// what may be asked.
 const QEMU_VERSION: (u32, u32, u32) = (10, 2, 0);
 
-/// The command that ends the negotiation.
 pub(super) const NEGOTIATE: &str = "qmp_capabilities";
 
 /// The answer to `query-version`, and a part of the greeting.
@@ -33,12 +35,12 @@ pub(super) fn version() -> Value {
     })
 }
 
-/// What a client is told before it says anything. weir offers no capability: commands are never executed out of order.
+/// What a client is told before it says anything. weir offers no capability: commands are never
+/// executed out of order.
 pub(super) fn greeting() -> Value {
     json!({ "QMP": { "version": version(), "capabilities": [] } })
 }
 
-/// What is to be done next.
 #[derive(Debug)]
 pub(super) enum Turn {
     /// To be sent as it is.
@@ -47,14 +49,10 @@ pub(super) enum Turn {
     Execute(Call),
 }
 
-/// A command that was asked for.
 #[derive(Debug)]
 pub(super) struct Call {
-    /// Its name; perhaps there is none of it.
     pub(super) name: String,
-    /// What it is to be done with.
     pub(super) arguments: Arguments,
-    /// How to recognise the answer.
     pub(super) id: Id,
 }
 
@@ -77,7 +75,6 @@ impl Id {
     }
 }
 
-/// A conversation.
 #[derive(Debug, Default)]
 pub(super) struct Session {
     stream: Stream,
@@ -85,7 +82,8 @@ pub(super) struct Session {
 }
 
 impl Session {
-    /// Takes bytes off the front of `input`, up to the next thing to be done. `None` once all are taken.
+    /// Takes bytes off the front of `input`, up to the next thing to be done. `None` once all are
+    /// taken.
     pub(super) fn advance(&mut self, input: &mut &[u8]) -> Option<Turn> {
         let item = self.stream.advance(input)?;
         Some(match item {
@@ -162,7 +160,8 @@ fn command(mut members: Map<String, Value>) -> Result<(String, Arguments), Error
 mod tests {
     use super::*;
 
-    /// What a session that was greeted answers; a command that would be executed is answered with its name.
+    /// What a session that was greeted answers; a command that would be executed is answered with
+    /// its name.
     fn answers(session: &mut Session, text: &str) -> Vec<Value> {
         let mut input = text.as_bytes();
         let mut answers = Vec::new();

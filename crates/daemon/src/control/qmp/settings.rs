@@ -1,4 +1,5 @@
-//! Limits, shares and the watermark as arguments and as answers, under each of the names that QEMU's commands have for them.
+//! Limits, shares and the watermark as arguments and as answers, under each of the names that
+//! QEMU's commands have for them.
 //!
 //! | | `iops-total-max-length` is called |
 //! | --- | --- |
@@ -6,9 +7,11 @@
 //! | a throttle group's own properties | `x-iops-total-max-length` |
 //! | `block_set_io_throttle`, `query-block` | `iops_max_length` |
 //!
-//! weir's own settings are called `weight`, `iops-reservation`, `bps-reservation` and `watermark`, with `x-weir-` before them where a
-//! command is QEMU's. Never corrects a value: what breaks a rule is refused with the names the client used.
+//! weir's own settings are called `weight`, `iops-reservation`, `bps-reservation` and `watermark`,
+//! with `x-weir-` before them where a command is QEMU's. Never corrects a value: what breaks a rule
+//! is refused with the names the client used.
 
+use block::layer::throttle::{DiskSettings, GroupSettings};
 use policy::{
     throttle::{Invalid, LimitKind, Limits, MAX_VALUE, Part, Setting, Share},
     watermark::Watermark,
@@ -20,7 +23,6 @@ use super::{arguments::Arguments, error::Error};
 /// What a family of commands calls the nineteen settings.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Naming {
-    /// Their own names.
     Plain,
     /// `x-` and their own names.
     Property,
@@ -29,7 +31,6 @@ pub(super) enum Naming {
 }
 
 impl Naming {
-    /// What it calls a setting.
     pub(super) fn name(self, setting: Setting) -> String {
         match self {
             Self::Plain => setting.name().to_owned(),
@@ -64,10 +65,6 @@ pub(super) struct LimitChanges {
 }
 
 impl LimitChanges {
-    /// Takes those that are there.
-    ///
-    /// # Errors
-    /// A value that is no integer or out of its range.
     pub(super) fn read(arguments: &mut Arguments, naming: Naming) -> Result<Self, Error> {
         let mut given = Vec::new();
         for setting in Setting::ALL {
@@ -79,7 +76,6 @@ impl LimitChanges {
         Ok(Self { given })
     }
 
-    /// Whether this one was given.
     pub(super) fn contains(&self, setting: Setting) -> bool {
         self.given.iter().any(|(given, ..)| *given == setting)
     }
@@ -91,9 +87,7 @@ impl LimitChanges {
     }
 
     /// `limits` with these changes.
-    ///
-    /// # Errors
-    /// The first rule that the whole breaks, with the argument to blame where it is one.
+    /// Errors: the first rule that the whole breaks, with the argument to blame where it is one.
     pub(super) fn apply_to(&self, mut limits: Limits) -> Result<Limits, Error> {
         for (setting, value, _) in &self.given {
             limits.set(*setting, *value).map_err(|invalid| self.refuse(&invalid))?;
@@ -122,16 +116,12 @@ pub(super) struct Changes {
 }
 
 impl Changes {
-    /// These, and `limits`.
     #[must_use]
     pub(super) fn with_limits(self, limits: LimitChanges) -> Self {
         Self { limits, ..self }
     }
 
     /// Takes weir's own settings, each with `prefix` before its name.
-    ///
-    /// # Errors
-    /// A value of the wrong type or out of its range.
     pub(super) fn read_own(arguments: &mut Arguments, prefix: &str) -> Result<Self, Error> {
         let key = |name: &str| format!("{prefix}{name}");
         let weights = u64::from(*Share::WEIGHTS.start())..=u64::from(*Share::WEIGHTS.end());
@@ -146,22 +136,25 @@ impl Changes {
         })
     }
 
-    /// What there was, with these changes.
-    ///
-    /// # Errors
-    /// A rule of the limits that would be broken.
-    pub(super) fn apply_to(
-        &self,
-        limits: Limits,
-        share: Share,
-        watermark: Watermark,
-    ) -> Result<(Limits, Share, Watermark), Error> {
+    /// A group's settings with these changes.
+    /// Errors: a rule of the limits that would be broken.
+    pub(super) fn apply_to(&self, before: GroupSettings) -> Result<GroupSettings, Error> {
+        let GroupSettings { limits, share, watermark } = before;
         let weighted = self.weight.map_or(Share::new(share.weight()), Share::new).unwrap_or(share);
         let share = weighted.with_reservation(
             self.iops_reservation.unwrap_or(share.iops_reservation()),
             self.bps_reservation.unwrap_or(share.bps_reservation()),
         );
-        Ok((self.limits.apply_to(limits)?, share, self.watermark.unwrap_or(watermark)))
+        let watermark = self.watermark.unwrap_or(watermark);
+        Ok(GroupSettings { limits: self.limits.apply_to(limits)?, share, watermark })
+    }
+
+    /// The same of a disk's.
+    pub(super) fn apply_to_disk(&self, before: DiskSettings) -> Result<DiskSettings, Error> {
+        let DiskSettings { limits, share, watermark } = before;
+        let GroupSettings { limits, share, watermark } =
+            self.apply_to(GroupSettings { limits, share, watermark })?;
+        Ok(DiskSettings { limits, share, watermark })
     }
 }
 
@@ -180,7 +173,8 @@ pub(super) fn set(limits: &Limits) -> Value {
     Setting::ALL.iter().filter(is_set).map(entry).collect()
 }
 
-/// The members of a `BlockDeviceInfo` that speak of limits: rates always, bursts where there are some.
+/// The members of a `BlockDeviceInfo` that speak of limits: rates always, bursts where there are
+/// some.
 pub(super) fn of_device(limits: &Limits) -> Map<String, Value> {
     let is_shown = |setting: &&Setting| match setting {
         Setting::Limit(_, Part::Rate) => true,
@@ -195,12 +189,8 @@ pub(super) fn of_device(limits: &Limits) -> Map<String, Value> {
 mod tests {
     use super::*;
 
-    fn read(naming: Naming, value: Value) -> Result<LimitChanges, Error> {
-        let Value::Object(members) = value else { panic!("an object") };
-        let mut arguments = Arguments::new(members);
-        let changes = LimitChanges::read(&mut arguments, naming)?;
-        arguments.finish()?;
-        Ok(changes)
+    fn read(naming: Naming, value: Value) -> Result<LimitChanges, String> {
+        Arguments::read_all(value, |arguments| LimitChanges::read(arguments, naming))
     }
 
     #[test]
@@ -232,7 +222,7 @@ mod tests {
             "iops-total-max (50) is set without iops-total; set iops-total too"
         );
         assert_eq!(
-            read(Naming::Plain, json!({"bps-read": -1})).unwrap_err().to_string(),
+            read(Naming::Plain, json!({"bps-read": -1})).unwrap_err(),
             "Parameter 'bps-read' (-1) is out of range; it is from 0 to 1000000000000000"
         );
     }
@@ -257,14 +247,12 @@ mod tests {
 
     #[test]
     fn what_is_not_given_keeps_its_value() {
-        let Value::Object(members) = json!({"x-weir-weight": 300, "x-weir-iops-reservation": 50}) else {
-            panic!("an object")
-        };
-        let mut arguments = Arguments::new(members);
-        let changes = Changes::read_own(&mut arguments, "x-weir-").unwrap();
-        arguments.finish().unwrap();
+        let given = json!({"x-weir-weight": 300, "x-weir-iops-reservation": 50});
+        let read = |arguments: &mut Arguments| Changes::read_own(arguments, "x-weir-");
+        let changes = Arguments::read_all(given, read).unwrap();
         let before = Share::default().with_reservation(1, 2);
-        let (_, share, _) = changes.apply_to(Limits::default(), before, Watermark::default()).unwrap();
+        let before = GroupSettings { share: before, ..GroupSettings::default() };
+        let GroupSettings { share, .. } = changes.apply_to(before).unwrap();
         assert_eq!((share.weight(), share.iops_reservation(), share.bps_reservation()), (300, 50, 2));
     }
 }

@@ -1,4 +1,5 @@
-//! Bytes to JSON values, in whatever pieces they arrive. Values follow each other with any white space between them, or none.
+//! Bytes to JSON values, in whatever pieces they arrive. Values follow each other with any white
+//! space between them, or none.
 //!
 //! ```text
 //!           ┌──────────────── newline, control character, 0xff ◄──┐
@@ -8,10 +9,11 @@
 //!                       └───────── no JSON can go on like this ───┘
 //! ```
 //!
-//! Only the frame is looked at here: brackets and quotes decide where a value ends, and what lies between is the parser's business.
-//! So a value whose frame is sound and whose inside is not costs one error and nothing else. Where the frame itself is broken, what follows
-//! cannot be told from its rest: one error, and all is skipped up to the end of the line, a control character or the byte 0xff
-//! (which no UTF-8 text holds; a client may send it to begin afresh).
+//! Only the frame is looked at here: brackets and quotes decide where a value ends, and what lies
+//! between is the parser's business. So a value whose frame is sound and whose inside is not costs
+//! one error and nothing else. Where the frame itself is broken, what follows cannot be told from
+//! its rest: one error, and all is skipped up to the end of the line, a control character or the
+//! byte 0xff (which no UTF-8 text holds; a client may send it to begin afresh).
 //!
 //! Never holds more than [`MAX_MESSAGE_BYTES`], however much is sent without an end.
 
@@ -19,19 +21,17 @@ use serde_json::Value;
 
 use super::json;
 
-/// Bytes of one value. QEMU takes 64 MiB; the longest that any command of weir's needs is far below 1 KiB.
+/// Bytes of one value. QEMU takes 64 MiB; the longest that any command of weir's needs is far below
+/// 1 KiB.
 pub(crate) const MAX_MESSAGE_BYTES: usize = 1 << 20;
 /// Arrays and objects within each other. QEMU takes 1024; no command of weir's needs more than 4.
 pub(crate) const MAX_DEPTH: u32 = 64;
 /// What is kept of the memory of a message for the next one.
 const KEPT_BYTES: usize = 16 << 10;
 
-/// What the bytes were.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) enum Item {
-    /// A value.
     Value(Value),
-    /// No JSON, for this reason.
     Broken(String),
 }
 
@@ -40,18 +40,15 @@ pub(crate) enum Item {
 enum Place {
     #[default]
     Between,
-    /// Inside brackets, outside quotes.
     Inside,
     Quoted,
     /// Behind a backslash.
     Escaped,
     /// In a number or a word that is a whole message.
     Scalar,
-    /// Behind something that is no JSON.
     Lost,
 }
 
-/// What to do with a byte.
 enum Step {
     Skip,
     Take,
@@ -73,7 +70,8 @@ pub(crate) struct Stream {
 }
 
 impl Stream {
-    /// Takes bytes off the front of `input`, up to the end of the next value or error. `None` once all are taken.
+    /// Takes bytes off the front of `input`, up to the end of the next value or error. `None` once
+    /// all are taken.
     pub(crate) fn advance(&mut self, input: &mut &[u8]) -> Option<Item> {
         while let [byte, rest @ ..] = *input {
             let byte = *byte;
@@ -99,7 +97,6 @@ impl Stream {
         None
     }
 
-    /// Bytes of a value whose end has not come.
     pub(super) fn held_bytes(&self) -> usize {
         self.message.len()
     }
@@ -218,7 +215,6 @@ fn is_space(byte: u8) -> bool {
     matches!(byte, b' ' | b'\t' | b'\r' | b'\n')
 }
 
-/// What numbers, `true`, `false` and `null` are made of.
 fn is_scalar(byte: u8) -> bool {
     byte.is_ascii_alphanumeric() || matches!(byte, b'+' | b'-' | b'.')
 }
@@ -234,7 +230,8 @@ mod tests {
 
     use super::*;
 
-    /// What comes of a text, given in pieces of `piece` bytes. Errors are `"!"` with what is said behind QEMU's words.
+    /// What comes of a text, given in pieces of `piece` bytes. Errors are `"!"` with what is said
+    /// behind QEMU's words.
     fn items(text: &[u8], piece: usize) -> Vec<Value> {
         let mut stream = Stream::default();
         let mut items = Vec::new();

@@ -6,7 +6,8 @@ use serde_json::{Value, json};
 use super::*;
 use crate::client::report::Report;
 
-/// A report of these disks, all in the group `gold`, with about 1000 operations and 4 MiB more each second.
+/// A report of these disks, all in the group `gold`, with about 1000 operations and 4 MiB more each
+/// second.
 pub(in crate::top) fn report(second: u64, disks: &[&str]) -> Report {
     // Ever faster for twenty seconds, and then anew.
     let requests = second * 1000 - 30 * (second % 20) * (20 - second % 20);

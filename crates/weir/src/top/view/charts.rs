@@ -1,6 +1,8 @@
-//! The last minutes of one disk or group: operations and bytes per second, with the limits as lines.
+//! The last minutes of one disk or group: operations and bytes per second, with the limits as
+//! lines.
 //!
-//! The limits drawn are its own; where it has none of that unit, those of the nearest group above that has.
+//! The limits drawn are its own; where it has none of that unit, those of the nearest group above
+//! that has.
 
 use console::screen::{DIM, HELD};
 use console::{figures, figures::Limits};
@@ -123,8 +125,8 @@ fn set_limits(limits: &Limits, unit: Unit) -> Vec<u64> {
     values.filter(|&value| value > 0).collect()
 }
 
-/// The highest rate that is drawn: a little above all that was measured and the lowest limit. Limits far above what
-/// happens are left out, or there would be nothing to see of it.
+/// The highest rate that is drawn: a little above all that was measured and the lowest limit.
+/// Limits far above what happens are left out, or there would be nothing to see of it.
 fn top(series: &[(Points, Style)], limits: &[u64]) -> f64 {
     let rates = series.iter().flat_map(|(points, _)| points.iter().map(|&(_, rate)| rate));
     let measured = rates.fold(0.0, f64::max);

@@ -1,5 +1,5 @@
-//! Five lines about the chosen disk or group: its settings, its state, its waits, how it was held back over time, and of a disk what was
-//! read ahead of its readers.
+//! Five lines about the chosen disk or group: its settings, its state, its waits, how it was held
+//! back over time, and of a disk what was read ahead of its readers.
 
 use console::{
     figures,

@@ -1,6 +1,7 @@
 //! Screens as they should be: one file each in `golden/`, compared letter by letter.
 //!
-//! To refresh them after a change, and then look at them: `WEIR_REFRESH=1 cargo test -p weir --lib top::view`.
+//! To refresh them after a change, and then look at them:
+//! `WEIR_REFRESH=1 cargo test -p weir --lib top::view`.
 
 use std::{env, fs, path::PathBuf};
 

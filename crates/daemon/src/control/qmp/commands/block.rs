@@ -1,7 +1,8 @@
 //! Disks that come, go and change their size while the daemon runs.
 //!
-//! QEMU has a graph of nodes, weir a disk with a name; [`node`](super::node) says how the one becomes the other. Where a node is put over
-//! a disk that is there, the disk takes the new node's name, and has its own back when that node is deleted.
+//! QEMU has a graph of nodes, weir a disk with a name; [`node`](super::node) says how the one
+//! becomes the other. Where a node is put over a disk that is there, the disk takes the new node's
+//! name, and has its own back when that node is deleted.
 
 use std::{cell::Cell, path::Path, rc::Rc, sync::Arc};
 
@@ -24,7 +25,6 @@ use crate::control::{
     qmp::{arguments::Arguments, command::Command, error::Error, json::shown},
 };
 
-/// `blockdev-add`.
 #[derive(Debug)]
 pub(super) struct BlockdevAdd(Chain);
 
@@ -137,7 +137,8 @@ fn put_over(inventory: &Inventory, chain: &Chain, bottom: &str) -> Result<(), Er
     rename(inventory, taken, &chain.names[0], nodes)
 }
 
-/// Moves a disk that was taken out to a group, or out of any, with what it was promised; where that cannot be kept, nothing has happened.
+/// Moves a disk that was taken out to a group, or out of any, with what it was promised; where that
+/// cannot be kept, nothing has happened.
 fn move_taken(
     inventory: &Inventory,
     taken: RunningDisk,
@@ -168,7 +169,6 @@ fn in_use(name: &str) -> impl Fn(Refused) -> Error {
     }
 }
 
-/// Opens what is at the bottom of a chain.
 async fn open_bottom(inventory: &Inventory, chain: &Chain) -> Result<Opened, Error> {
     let Bottom::Storage { image, device, auto_read_only, .. } = &chain.bottom else {
         unreachable!("asked for storage alone");
@@ -208,7 +208,6 @@ fn check_kind(path: &Path, device: bool) -> Result<(), String> {
     }
 }
 
-/// `blockdev-del`.
 #[derive(Debug)]
 pub(super) struct BlockdevDel {
     node: String,
@@ -245,7 +244,6 @@ impl Command for BlockdevDel {
     }
 }
 
-/// `block_resize`.
 #[derive(Debug)]
 pub(super) struct BlockResize {
     device: Option<String>,

@@ -1,7 +1,7 @@
 //! Exports: what clients can reach, and since when no more.
 //!
-//! QEMU has one NBD server, weir any number; where there are several, `x-weir-listen` says which is meant, by its address as
-//! `x-weir-query-status` shows it.
+//! QEMU has one NBD server, weir any number; where there are several, `x-weir-listen` says which is
+//! meant, by its address as `x-weir-query-status` shows it.
 
 use std::rc::Rc;
 
@@ -19,7 +19,6 @@ use crate::control::{
 const MAX_STRING_BYTES: usize = 4096;
 const TYPES: [&str; 1] = ["nbd"];
 
-/// `block-export-add`.
 #[derive(Debug)]
 pub(super) struct BlockExportAdd {
     id: String,
@@ -98,7 +97,6 @@ impl Command for BlockExportAdd {
 }
 
 impl BlockExportAdd {
-    /// The server that is meant.
     fn serving(&self, inventory: &Inventory) -> Result<Rc<Serving>, Error> {
         let servers = inventory.servers();
         let addresses = || servers.iter().map(|serving| serving.address()).collect::<Vec<_>>();
@@ -164,7 +162,6 @@ fn is_well_formed(id: &str) -> bool {
         && bytes.all(|byte| byte.is_ascii_alphanumeric() || b"-._".contains(&byte))
 }
 
-/// `block-export-del`.
 #[derive(Debug)]
 pub(super) struct BlockExportDel {
     id: String,
@@ -198,7 +195,6 @@ impl Command for BlockExportDel {
     }
 }
 
-/// `query-block-exports`.
 #[derive(Debug)]
 pub(super) struct QueryBlockExports;
 

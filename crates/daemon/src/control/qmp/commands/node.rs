@@ -4,14 +4,18 @@
 //!   throttle t0 ─► raw r0 ─► file f0        three nodes of QEMU's, one disk of weir's: t0
 //! ```
 //!
-//! A disk has the name of its topmost node. Below it may be nodes described in place, and at the bottom one described or one that is there
-//! already. What weir cannot do is refused by name, never passed over; what it does anyway (image locks, unmapping) may be asked for.
+//! A disk has the name of its topmost node. Below it may be nodes described in place, and at the
+//! bottom one described or one that is there already. What weir cannot do is refused by name, never
+//! passed over; what it does anyway (image locks, unmapping) may be asked for.
 //!
-//! A `qcow2` node is an image with whatever it names behind it: those files are the image's own, and no nodes.
+//! A `qcow2` node is an image with whatever it names behind it: those files are the image's own,
+//! and no nodes.
 //!
-//! What is read ahead is said at the topmost node, with `x-weir-` before the names, because it is the disk's.
+//! What is read ahead is said at the topmost node, with `x-weir-` before the names, because it is
+//! the disk's.
 //!
-//! Options that a node does not give are those of the node above it, where QEMU has it so (`read-only`, `cache`).
+//! Options that a node does not give are those of the node above it, where QEMU has it so
+//! (`read-only`, `cache`).
 //!
 //! Source: `BlockdevOptions` of QEMU's `qapi/block-core.json`.
 
@@ -40,61 +44,45 @@ const MAX_NODE_NAME: usize = 31;
 const NULL_BYTES: u64 = 1 << 30;
 const DRIVERS: [&str; 7] = ["file", "host_device", "null-co", "qcow2", "raw", "throttle", "x-weir-memory"];
 
-/// A chain of nodes.
 #[derive(Debug, PartialEq)]
 pub(super) struct Chain {
     /// The names given to them, topmost first; the first is the disk's.
     pub(super) names: Vec<String>,
-    /// The group that a `throttle` node names.
     pub(super) group: Option<String>,
     /// Whether the disk is read-only; only without an existing node below.
     pub(super) read_only: bool,
-    /// What a `qcow2` node says.
     pub(super) qcow2: Option<Qcow2Node>,
-    /// What the topmost node says of reading ahead.
     pub(super) prefetch: PrefetchChanges,
-    /// What is at the bottom.
     pub(super) bottom: Bottom,
 }
 
-/// What a `qcow2` node says.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(super) struct Qcow2Node {
-    /// Of its caches.
     pub(super) caches: CacheSettings,
     /// Whether it has no backing file, whatever the image says.
     pub(super) no_backing: bool,
-    /// The id of the object that has its passphrase.
     pub(super) key_secret: Option<String>,
 }
 
-/// What is at the bottom of a chain.
 #[derive(Debug, PartialEq)]
 pub(super) enum Bottom {
-    /// A node there is.
     Node(String),
-    /// Storage to be opened.
     Storage {
-        /// Which.
         image: Image,
-        /// Whether the path must be a block device's (true) or a regular file's (false); nothing where there is none.
+        /// Whether the path must be a block device's (true) or a regular file's (false); nothing
+        /// where there is none.
         device: Option<bool>,
-        /// How the page cache is used.
         cache: CacheMode,
         /// Open it read-only where it cannot be written.
         auto_read_only: bool,
-        /// See [`OpenOptions::force_share`].
         force_share: bool,
-        /// Latency added.
         latency: Option<Duration>,
     },
 }
 
 impl Chain {
     /// Reads the arguments of `blockdev-add`.
-    ///
-    /// # Errors
-    /// The first that is missing or wrong.
+    /// Errors: the first that is missing or wrong.
     pub(super) fn read(arguments: &mut Arguments) -> Result<Self, Error> {
         let mut chain = Self {
             names: Vec::new(),
@@ -109,12 +97,10 @@ impl Chain {
         Ok(chain)
     }
 
-    /// The format of the bytes at the bottom.
     pub(super) fn format(&self) -> Format {
         if self.qcow2.is_some() { Format::Qcow2 } else { Format::Raw }
     }
 
-    /// Of the caches.
     pub(super) fn caches(&self) -> CacheSettings {
         self.qcow2.as_ref().map(|node| node.caches).unwrap_or_default()
     }
@@ -153,7 +139,6 @@ impl Chain {
         }
     }
 
-    /// Reads one node, and those below it.
     fn node(
         &mut self,
         driver: &str,
@@ -230,7 +215,6 @@ struct Inherited {
 }
 
 impl Inherited {
-    /// What holds for a node below `above`.
     fn read(arguments: &mut Arguments, above: Self) -> Result<Self, Error> {
         let mut flag = |key: &str, default: bool| -> Result<bool, Error> {
             Ok(arguments.optional(key)?.unwrap_or(default))
@@ -315,7 +299,6 @@ fn bottom(driver: &str, arguments: &mut Arguments, common: Inherited) -> Result<
     })
 }
 
-/// What a `qcow2` node says beside its `file`.
 fn qcow2(arguments: &mut Arguments) -> Result<Qcow2Node, Error> {
     let no_backing = arguments.take_null("backing");
     if arguments.reference("backing", "BlockdevRefOrNull")?.is_some() {
@@ -360,11 +343,7 @@ mod tests {
     use super::*;
 
     fn read(value: Value) -> Result<Chain, String> {
-        let Value::Object(members) = value else { panic!("an object") };
-        let mut arguments = Arguments::new(members);
-        let chain = Chain::read(&mut arguments).map_err(|error| error.to_string())?;
-        arguments.finish().map_err(|error| error.to_string())?;
-        Ok(chain)
+        Arguments::read_all(value, Chain::read)
     }
 
     #[track_caller]

@@ -1,4 +1,5 @@
-//! Throttle groups as QEMU's object model has them: `object-add`, `object-del`, `qom-list`, `qom-get`, `qom-set`.
+//! Throttle groups as QEMU's object model has them: `object-add`, `object-del`, `qom-list`,
+//! `qom-get`, `qom-set`.
 //!
 //! ```text
 //!   /                    container
@@ -6,8 +7,9 @@
 //!      └─ NAME           throttle-group: limits, x-…, x-weir-…; or secret
 //! ```
 //!
-//! Every group is an object, however it came to be: from the config file, from `object-add` or from `block_set_io_throttle`.
-//! Beside them there are passphrases (`secret`), which can be made and deleted, and never looked into.
+//! Every group is an object, however it came to be: from the config file, from `object-add` or from
+//! `block_set_io_throttle`. Beside them there are passphrases (`secret`), which can be made and
+//! deleted, and never looked into.
 
 use std::rc::Rc;
 
@@ -33,12 +35,9 @@ use crate::control::{
     },
 };
 
-/// The type of a group.
 const TYPE: &str = "throttle-group";
-/// The type of a passphrase.
 const SECRET: &str = "secret";
 const TYPES: [&str; 2] = [SECRET, TYPE];
-/// Groups within each other, at most.
 const MAX_LEVELS: usize = 8;
 /// weir's own properties, with their types.
 const OWN: [(&str, &str); 5] = [
@@ -49,21 +48,16 @@ const OWN: [(&str, &str); 5] = [
     ("x-weir-parent", "string"),
 ];
 
-/// `object-add`.
 #[derive(Debug)]
 pub(super) enum ObjectAdd {
-    /// A group.
     Group { id: String, parent: Option<String>, changes: Changes },
-    /// A passphrase.
     Secret { id: String, from: SecretFrom },
 }
 
-/// Where the passphrase of a `secret` object is.
 #[derive(Debug)]
 pub(super) enum SecretFrom {
     /// In the command: for who trusts the way to the socket.
     Data(Secret),
-    /// It is all of this file.
     File(String),
 }
 
@@ -100,14 +94,13 @@ impl Command for ObjectAdd {
             let rule = format!("is {above} levels deep already; groups nest {MAX_LEVELS} deep at most");
             return Err(Error::rule("x-weir-parent", rule));
         }
-        let GroupSettings { limits, share, watermark } = GroupSettings::default();
-        let (limits, share, watermark) = changes.apply_to(limits, share, watermark)?;
+        let settings = changes.apply_to(GroupSettings::default())?;
         // Before it takes its reservation from its parent.
         if inventory.group(&id).is_ok() || inventory.secret(&id).is_ok() {
             return Err(duplicate(&id));
         }
         inventory.check_name(&id)?;
-        let group = Group::new(&id, GroupSettings { limits, share, watermark }, parent.as_ref())?;
+        let group = Group::new(&id, settings, parent.as_ref())?;
         inventory.add_group(&group)?;
         Ok(json!({}))
     }
@@ -151,7 +144,6 @@ async fn add_secret(inventory: &Inventory, id: &str, from: SecretFrom) -> Result
     Ok(json!({}))
 }
 
-/// `object-del`.
 #[derive(Debug)]
 pub(super) struct ObjectDel {
     id: String,
@@ -182,7 +174,6 @@ impl Command for ObjectDel {
     }
 }
 
-/// What a path leads to.
 enum Place {
     Root,
     Objects,
@@ -205,7 +196,6 @@ fn resolve(inventory: &Inventory, path: &str) -> Result<Place, Error> {
     Ok(Place::Group(name.to_owned()))
 }
 
-/// `qom-list`.
 #[derive(Debug)]
 pub(super) struct QomList {
     path: String,
@@ -240,7 +230,6 @@ impl Command for QomList {
     }
 }
 
-/// `qom-get`.
 #[derive(Debug)]
 pub(super) struct QomGet {
     path: String,
@@ -278,7 +267,6 @@ impl Command for QomGet {
     }
 }
 
-/// `qom-set`.
 #[derive(Debug)]
 pub(super) struct QomSet {
     path: String,
@@ -306,16 +294,14 @@ impl Command for QomSet {
             Place::Group(name) => inventory.group(&name)?,
         };
         let changes = changes(self.property, self.value)?;
-        let GroupSettings { limits, share, watermark } = group.settings();
-        let (limits, share, watermark) = changes.apply_to(limits, share, watermark)?;
-        group.set(GroupSettings { limits, share, watermark })?;
+        group.set(changes.apply_to(group.settings())?)?;
         inventory.tell(&Change::SettingsChanged { name: group.name().to_owned() });
         Ok(json!({}))
     }
 }
 
-/// What setting a property to a value changes. The `x-` limits are for creation alone, as in QEMU: one of several could not be set
-/// where only all of them together make sense.
+/// What setting a property to a value changes. The `x-` limits are for creation alone, as in QEMU:
+/// one of several could not be set where only all of them together make sense.
 fn changes(property: String, value: Value) -> Result<Changes, Error> {
     if property == "type" || property == "x-weir-parent" {
         return Err(read_only(TYPE, &property));

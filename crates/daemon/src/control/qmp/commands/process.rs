@@ -37,7 +37,8 @@ query!(QueryName, "query-name", json!({}));
 query!(QueryStatus, "query-status", json!({ "running": true, "status": "running" }));
 query!(QueryCommands, "query-commands", super::names().map(|name| json!({ "name": name })).collect());
 
-/// `quit`. The answer is on its way before the end begins, because the end begins on this thread, once it is free.
+/// `quit`. The answer is on its way before the end begins, because the end begins on this thread,
+/// once it is free.
 #[derive(Debug)]
 pub(super) struct Quit;
 

@@ -1,7 +1,7 @@
 //! What a client may ask about disks: `query-block`, `query-named-block-nodes`, `query-blockstats`.
 //!
-//! A disk is a device and a node at once, both called by its name. What weir does not know or does not have is absent: a zero
-//! would say that it had been counted.
+//! A disk is a device and a node at once, both called by its name. What weir does not know or does
+//! not have is absent: a zero would say that it had been counted.
 
 use std::{os::unix::fs::MetadataExt as _, rc::Rc};
 
@@ -20,7 +20,6 @@ use crate::control::{
     qmp::{arguments::Arguments, command::Command, error::Error, settings},
 };
 
-/// `query-block`.
 #[derive(Debug)]
 pub(super) struct QueryBlock;
 
@@ -47,7 +46,6 @@ impl Command for QueryBlock {
     }
 }
 
-/// `query-named-block-nodes`.
 #[derive(Debug)]
 pub(super) struct QueryNamedBlockNodes;
 
@@ -73,7 +71,8 @@ impl Command for QueryNamedBlockNodes {
 async fn node(running: &RunningDisk) -> Value {
     let disk = &running.disk;
     let own = disk.throttle().settings().limits;
-    // QEMU knows one level of limits. A disk's own say most about it; one that has none is held by its group.
+    // QEMU knows one level of limits. A disk's own say most about it; one that has none is held by
+    // its group.
     let group = disk.throttle().group().filter(|_| own.is_unlimited());
     let limits = group.as_ref().map_or(own, |group| group.settings().limits);
     let mut info = settings::of_device(&limits);
@@ -111,7 +110,6 @@ async fn node(running: &RunningDisk) -> Value {
     Value::Object(info)
 }
 
-/// What a qcow2 image says of itself now.
 fn header(image: &Image) -> Option<Header> {
     match image {
         Image::Qcow2(qcow2) => Some(qcow2.header()),
@@ -119,7 +117,6 @@ fn header(image: &Image) -> Option<Header> {
     }
 }
 
-/// How many images are behind this one.
 fn depth(image: &Image) -> usize {
     image.chain().skip(1).count()
 }
@@ -157,7 +154,6 @@ fn driver(running: &RunningDisk) -> &'static str {
     }
 }
 
-/// `query-blockstats`.
 #[derive(Debug)]
 pub(super) struct QueryBlockstats;
 

@@ -1,7 +1,8 @@
 //! weir's own commands: everything that runs in one answer, and one command for every setting.
 //!
-//! Their names begin with `x-weir-`, so that none can ever collide with QEMU's. `weir status`, `weir top` and `weir throttle` are clients of
-//! these two, as is `weir prefetch`; the answer's form is theirs to rely on and described in `docs/reference/qmp.md`.
+//! Their names begin with `x-weir-`, so that none can ever collide with QEMU's. `weir status`,
+//! `weir top` and `weir throttle` are clients of these two, as is `weir prefetch`; the answer's
+//! form is theirs to rely on and described in `docs/reference/qmp.md`.
 
 use std::{rc::Rc, sync::Arc};
 
@@ -36,7 +37,6 @@ use crate::control::{
     },
 };
 
-/// `x-weir-set`.
 #[derive(Debug)]
 pub(super) struct Set {
     name: String,
@@ -89,9 +89,7 @@ impl Set {
             let rule = "cannot be changed for a group: it stays in the group it was made in (disks can move)";
             return Err(Error::rule("group", rule));
         }
-        let GroupSettings { limits, share, watermark } = group.settings();
-        let (limits, share, watermark) = self.changes.apply_to(limits, share, watermark)?;
-        Ok(group.set(GroupSettings { limits, share, watermark })?)
+        Ok(group.set(self.changes.apply_to(group.settings())?)?)
     }
 
     async fn set_disk(&self, inventory: &Inventory) -> Result<(), Error> {
@@ -99,9 +97,7 @@ impl Set {
         let disk = &running.disk;
         let caches = self.new_caches(&running)?;
         let prefetch = self.prefetch.apply_to(disk.prefetch().settings())?;
-        let DiskSettings { limits, share, watermark } = disk.throttle().settings();
-        let (limits, share, watermark) = self.changes.apply_to(limits, share, watermark)?;
-        let settings = DiskSettings { limits, share, watermark };
+        let settings = self.changes.apply_to_disk(disk.throttle().settings())?;
         let group = match self.group.as_deref() {
             None => disk.throttle().group(),
             Some("") => None,
@@ -134,7 +130,6 @@ impl Set {
     }
 }
 
-/// `x-weir-query-status`.
 #[derive(Debug)]
 pub(super) struct QueryStatus;
 
@@ -236,7 +231,8 @@ fn group(inventory: &Inventory, group: &Arc<Group>) -> Value {
     answer
 }
 
-/// What disks and groups have in common. Reservations and the watermark are absent where there are none.
+/// What disks and groups have in common. Reservations and the watermark are absent where there are
+/// none.
 fn add_settings(
     answer: &mut Value,
     limits: &Limits,
@@ -279,7 +275,6 @@ fn export(export: &RunningExport) -> Value {
     })
 }
 
-/// What limits have done to a disk or a group.
 fn throttle(stats: &Stats) -> Value {
     let Stats { reads, writes, waits, limited_ns, binding, tokens, waiting: [reads_waiting, writes_waiting] } =
         stats;

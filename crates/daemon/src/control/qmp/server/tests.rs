@@ -11,7 +11,8 @@ use block::reactor::Polling;
 use super::*;
 use crate::control::qmp::error::Class;
 
-/// `echo` answers its arguments, `wait` after letting others run, `big` with a mebibyte, `emit` emits an event, `quit` asks to stop.
+/// `echo` answers its arguments, `wait` after letting others run, `big` with a mebibyte, `emit`
+/// emits an event, `quit` asks to stop.
 #[derive(Debug)]
 struct Commands {
     events: Events,
@@ -49,7 +50,8 @@ impl Execute for Commands {
     }
 }
 
-/// Runs a server, and `clients` on a thread of their own with a way to connect; ends it once they have.
+/// Runs a server, and `clients` on a thread of their own with a way to connect; ends it once they
+/// have.
 fn serve(clients: impl FnOnce(&dyn Fn() -> Peer) + Send + 'static) {
     serve_until_quit(|connect| {
         clients(connect);

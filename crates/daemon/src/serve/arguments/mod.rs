@@ -1,7 +1,8 @@
 //! The options of `weir serve`, and the draft that they make.
 //!
-//! Values are parsed by the same functions as the config file's, and rules between them are the plan's: here is only
-//! which options there are, what they say of themselves, and which cannot go with `--config`.
+//! Values are parsed by the same functions as the config file's, and rules between them are the
+//! plan's: here is only which options there are, what they say of themselves, and which cannot go
+//! with `--config`.
 
 use std::path::PathBuf;
 
@@ -39,7 +40,8 @@ Exit status: 0 ended as asked, 1 failed, 2 wrong use of the command line.";
 /// What `weir serve` is told.
 #[derive(Debug, Args)]
 pub struct ServeArgs {
-    /// Take the disks from this file; options of an image, its limits and devices to imitate are then its keys
+    /// Take the disks from this file; options of an image, its limits and devices to imitate are
+    /// then its keys
     #[arg(long, value_name = "FILE", conflicts_with_all = CacheArgs::OPTIONS.into_iter().chain(Setting::ALL.map(Setting::name)))]
     pub(crate) config: Option<PathBuf>,
     #[command(flatten)]
@@ -70,10 +72,12 @@ struct ImageArgs {
     /// A file, a block device, memory:SIZE or null:SIZE; several are several disks
     #[arg(value_name = "IMAGE", value_parser = settings::read::<Image>, display_order = 0, required_unless_present = "config", conflicts_with = "config")]
     images: Vec<Image>,
-    /// How the image's bytes are laid out: raw or qcow2 [default: found by probing, where that is safe]
+    /// How the image's bytes are laid out: raw or qcow2 [default: found by probing, where that is
+    /// safe]
     #[arg(long, value_name = "FORMAT", value_parser = settings::read::<Format>, conflicts_with = "config")]
     format: Option<Format>,
-    /// The host's page cache: writeback, writethrough, none, directsync or unsafe [default: writeback]
+    /// The host's page cache: writeback, writethrough, none, directsync or unsafe [default:
+    /// writeback]
     #[arg(long, value_name = "MODE", value_parser = settings::read::<CacheMode>, conflicts_with = "config")]
     cache: Option<CacheMode>,
     /// Refuse writes
@@ -82,13 +86,15 @@ struct ImageArgs {
     /// Read an image that somebody else has locked for writing; needs --read-only
     #[arg(long, conflicts_with = "config")]
     force_share: bool,
-    /// The disk's name, which clients ask for; once for each IMAGE [default: the file's, without its extension]
+    /// The disk's name, which clients ask for; once for each IMAGE [default: the file's, without
+    /// its extension]
     #[arg(long, value_name = "NAME", conflicts_with = "config")]
     name: Vec<String>,
     /// What clients are told about the disk; once for each IMAGE
     #[arg(long, value_name = "TEXT", conflicts_with = "config")]
     description: Vec<String>,
-    /// Put the disks into one group, which limits, reservations and watermark are then for: they share them
+    /// Put the disks into one group, which limits, reservations and watermark are then for: they
+    /// share them
     #[arg(long, value_name = "GROUP", conflicts_with = "config")]
     group: Option<String>,
 }
@@ -96,13 +102,15 @@ struct ImageArgs {
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Network")]
 struct NetworkArgs {
-    /// Serve NBD at unix:PATH or HOST:PORT; repeatable [default: inherited sockets, else localhost:10809]
+    /// Serve NBD at unix:PATH or HOST:PORT; repeatable [default: inherited sockets, else
+    /// localhost:10809]
     #[arg(long, value_name = "ADDRESS")]
     nbd: Vec<Address>,
     /// Clients at a time at each address; 0 is any number [default: 100]
     #[arg(long, value_name = "N", value_parser = settings::connections)]
     max_connections: Option<u32>,
-    /// Take commands of QEMU's machine protocol at unix:PATH, from root and the daemon's own user; repeatable
+    /// Take commands of QEMU's machine protocol at unix:PATH, from root and the daemon's own user;
+    /// repeatable
     #[arg(long, value_name = "unix:PATH", value_parser = settings::socket)]
     qmp: Vec<PathBuf>,
 }
@@ -130,7 +138,8 @@ struct ImitateArgs {
     /// A slower device: each request takes longer, such as read=5ms,write=1ms,parallel=4
     #[arg(long, value_name = "TIMES", value_parser = settings::read::<DelayOptions>, conflicts_with = "config")]
     delay: Option<DelayOptions>,
-    /// A narrower device: so much passes per second, such as bytes=22M; with shared=NAME for all disks together
+    /// A narrower device: so much passes per second, such as bytes=22M; with shared=NAME for all
+    /// disks together
     #[arg(long, value_name = "RATES", value_parser = settings::read::<RateOptions>, conflicts_with = "config")]
     rate: Option<RateOptions>,
     /// A failing device, such as kind=read,offset=1M-2M,error=EIO,count=3; repeatable
@@ -144,7 +153,8 @@ struct ProcessArgs {
     /// Threads that do I/O, from 1 to 256 [default: one for each CPU, at most 8]
     #[arg(long, value_name = "N", value_parser = settings::workers)]
     workers: Option<usize>,
-    /// How long a thread looks for completions before it sleeps, at most 1s; 0 never polls [default: 0]
+    /// How long a thread looks for completions before it sleeps, at most 1s; 0 never polls
+    /// [default: 0]
     #[arg(long, value_name = "TIME", value_parser = settings::duration)]
     poll: Option<std::time::Duration>,
     /// Leave the process's number in this file while it serves
@@ -153,10 +163,12 @@ struct ProcessArgs {
     /// Refuse images outside of this directory, and those that name files outside of it
     #[arg(long, value_name = "DIR")]
     image_root: Option<PathBuf>,
-    /// Also run the bursts, watermarks and groups of these limits of control groups, as `weir cgroup watch` does
+    /// Also run the bursts, watermarks and groups of these limits of control groups, as
+    /// `weir cgroup watch` does
     #[arg(long, value_name = "FILE")]
     cgroup_limits: Option<PathBuf>,
-    /// Where `weir probe` left what devices can do [default: /var/lib/weir, or ~/.local/state/weir if not root]
+    /// Where `weir probe` left what devices can do [default: /var/lib/weir, or ~/.local/state/weir
+    /// if not root]
     #[arg(long, value_name = "DIR")]
     state: Option<PathBuf>,
 }
@@ -164,7 +176,8 @@ struct ProcessArgs {
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Logging")]
 struct LogArgs {
-    /// off, error, warn, info, debug or trace, or for a part MODULE=LEVEL, separated by commas [default: info]
+    /// off, error, warn, info, debug or trace, or for a part MODULE=LEVEL, separated by commas
+    /// [default: info]
     #[arg(long, value_name = "FILTER", value_parser = log::filter)]
     log: Option<String>,
     /// Lines for people or JSON objects: text or json [default: text]
@@ -174,9 +187,6 @@ struct LogArgs {
 
 impl ServeArgs {
     /// What was said on the command line; without disks if `--config` was given.
-    ///
-    /// # Errors
-    /// If there are more or fewer names than images.
     pub(crate) fn into_draft(self) -> Result<Draft, Wrong> {
         let Self { image, qcow2, prefetch, limits, shares, network, tls, imitate, process, log, .. } = self;
         let of_disk = if image.group.is_some() { shares.of_member() } else { shares.of_loner(&limits) };
@@ -238,8 +248,8 @@ impl ImageArgs {
                 None => Said::new(image.value.default_name(), image.place.clone()),
             },
             description: self.description.get(index).map(|text| said("description", text)),
-            format: self.format.map(|format| Said::new(format, Place::new("--format"))),
-            cache: self.cache.map(|cache| Said::new(cache, Place::new("--cache"))),
+            format: Said::option("format", self.format),
+            cache: Said::option("cache", self.cache),
             image,
             qcow2: qcow2.clone(),
             prefetch: prefetch.clone(),
@@ -247,8 +257,8 @@ impl ImageArgs {
             force_share: self.force_share.then(|| Place::new("--force-share")),
             settings: settings.clone(),
             group: self.group.as_ref().map(|name| said("group", name)),
-            delay: imitate.delay.map(|delay| Said::new(delay, Place::new("--delay"))),
-            rate: imitate.rate.as_ref().map(|rate| Said::new(rate.clone(), Place::new("--rate"))),
+            delay: Said::option("delay", imitate.delay),
+            rate: Said::option("rate", imitate.rate.clone()),
             faults: imitate.fault.iter().map(|rule| Said::new(rule.clone(), Place::new("--fault"))).collect(),
             exports: Vec::new(),
         }
@@ -256,9 +266,6 @@ impl ImageArgs {
 }
 
 fn service(network: NetworkArgs, tls: TlsArgs, process: ProcessArgs, log: LogArgs) -> ServiceDraft {
-    fn said<T>(option: &'static str, value: Option<T>) -> Option<Said<T>> {
-        value.map(|value| Said::new(value, Place::new(format!("--{option}"))))
-    }
     let address = |address: Address| Said { place: Place::option("nbd", &address), value: address };
     let socket = |path: PathBuf| {
         let place = Place::option("qmp", format_args!("unix:{}", path.display()));
@@ -267,24 +274,23 @@ fn service(network: NetworkArgs, tls: TlsArgs, process: ProcessArgs, log: LogArg
     ServiceDraft {
         nbd: network.nbd.into_iter().map(address).collect(),
         qmp: network.qmp.into_iter().map(socket).collect(),
-        workers: said("workers", process.workers),
-        poll: said("poll", process.poll),
-        max_connections: said("max-connections", network.max_connections),
+        workers: Said::option("workers", process.workers),
+        poll: Said::option("poll", process.poll),
+        max_connections: Said::option("max-connections", network.max_connections),
         tls: TlsDraft {
-            mode: said("tls", tls.tls),
-            certificates: said("tls-certificates", tls.tls_certificates),
-            verify_peer: said("tls-verify-peer", tls.tls_verify_peer.then_some(true)),
-            psk: said("tls-psk", tls.tls_psk),
+            mode: Said::option("tls", tls.tls),
+            certificates: Said::option("tls-certificates", tls.tls_certificates),
+            verify_peer: Said::option("tls-verify-peer", tls.tls_verify_peer.then_some(true)),
+            psk: Said::option("tls-psk", tls.tls_psk),
         },
-        log: said("log", log.log),
-        log_format: said("log-format", log.log_format),
-        pid_file: said("pid-file", process.pid_file),
-        state: said("state", process.state),
-        image_root: said("image-root", process.image_root),
-        cgroup_limits: said("cgroup-limits", process.cgroup_limits),
+        log: Said::option("log", log.log),
+        log_format: Said::option("log-format", log.log_format),
+        pid_file: Said::option("pid-file", process.pid_file),
+        state: Said::option("state", process.state),
+        image_root: Said::option("image-root", process.image_root),
+        cgroup_limits: Said::option("cgroup-limits", process.cgroup_limits),
     }
 }
 
 #[cfg(test)]
-#[path = "arguments_tests.rs"]
 mod tests;
