@@ -1,4 +1,5 @@
-//! `weir bench`: the same bytes as qemu-img bench touches, servers of ours and of others, fio's JSON, and an end that is asked for.
+//! `weir bench`: the same bytes as qemu-img bench touches, servers of ours and of others, fio's
+//! JSON, and an end that is asked for.
 
 use std::{
     collections::BTreeSet,
@@ -187,7 +188,8 @@ fn a_server_that_talks_nonsense_is_left() {
     });
 }
 
-/// Serves what is enough for two handshakes, and takes requests in without a word. Tells once so many bytes of them have come.
+/// Serves what is enough for two handshakes, and takes requests in without a word. Tells once so
+/// many bytes of them have come.
 fn stalled(listener: &UnixListener, enough: usize, told: &mpsc::Sender<()>) {
     let reply = |option: u32, kind: u32, data: &[u8]| {
         let head = 0x0003_e889_0455_65a9_u64.to_be_bytes().to_vec();

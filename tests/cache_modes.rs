@@ -1,7 +1,8 @@
-//! The five cache modes: whether the page cache is bypassed, when the device flushes, and that the bytes are right.
+//! The five cache modes: whether the page cache is bypassed, when the device flushes, and that the
+//! bytes are right.
 //!
-//! A loop device counts the flushes that reach it, so what a mode promises is seen where it matters and not in the system
-//! calls that should lead to it.
+//! A loop device counts the flushes that reach it, so what a mode promises is seen where it matters
+//! and not in the system calls that should lead to it.
 
 use std::fs;
 
@@ -9,7 +10,8 @@ use nix::libc::O_DIRECT;
 
 use crate::harness::{LoopDevice, MIB, Scratch, Serve, Weir, nbdsh, text};
 
-/// A mode, whether it bypasses the page cache, and the flushes of 16 writes and of the FLUSH behind them.
+/// A mode, whether it bypasses the page cache, and the flushes of 16 writes and of the FLUSH behind
+/// them.
 const MODES: [(&str, bool, u64, u64); 5] = [
     ("writeback", false, 0, 1),
     ("writethrough", false, 16, 0),
@@ -143,8 +145,8 @@ fn takes_o_direct(path: &std::path::Path) -> bool {
     fs::File::options().read(true).custom_flags(O_DIRECT).open(path).is_ok()
 }
 
-/// Random reads, writes, zeroes and flushes at random places, several in flight where they do not overlap, against a
-/// bytearray; what is expected in the end is written to the second argument.
+/// Random reads, writes, zeroes and flushes at random places, several in flight where they do not
+/// overlap, against a bytearray; what is expected in the end is written to the second argument.
 const MODEL: &str = r#"
 import random
 random.seed(20)

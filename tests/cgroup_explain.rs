@@ -1,5 +1,7 @@
-//! `weir cgroup explain` on this machine's own kernel: the case that it was asked about, a limit of cgroup v1 that a buffered `dd` ignores, told
-//! and proved. What needs cgroup v2 is tested in a guest (`tests/guest/cgroups`), and each cause beside the code. Needs root, and cgroup v1's blkio.
+//! `weir cgroup explain` on this machine's own kernel: the case that it was asked about, a limit of
+//! cgroup v1 that a buffered `dd` ignores, told and proved. What needs cgroup v2 is tested in a
+//! guest (`tests/guest/cgroups`), and each cause beside the code. Needs root, and cgroup v1's
+//! blkio.
 
 use std::{
     fs,
@@ -114,7 +116,8 @@ fn of_cause<'a>(answer: &'a Value, cause: &str) -> Vec<&'a Value> {
     findings.iter().filter(|finding| finding["cause"] == cause).collect()
 }
 
-/// Which of the files that these tests make the answer's findings of a coverage name by kind of I/O.
+/// Which of the files that these tests make the answer's findings of a coverage name by kind of
+/// I/O.
 fn ios(answer: &Value, coverage: &str, pid: u32) -> Vec<String> {
     let findings = answer["findings"].as_array().expect("a list");
     let findings = findings.iter().filter(|finding| finding["coverage"] == coverage);

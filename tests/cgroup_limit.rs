@@ -1,5 +1,6 @@
-//! `weir cgroup limit` on this machine's own kernel, in control groups that each test makes and removes. What needs cgroup v2 is tested in a
-//! guest (`tests/guest/cgroups`). Needs root, and the blkio controller of cgroup v1 or the io controller of v2.
+//! `weir cgroup limit` on this machine's own kernel, in control groups that each test makes and
+//! removes. What needs cgroup v2 is tested in a guest (`tests/guest/cgroups`). Needs root, and the
+//! blkio controller of cgroup v1 or the io controller of v2.
 
 use std::{fs, time::Instant};
 

@@ -1,4 +1,5 @@
-//! `weir cgroup run` on this machine's own cgroups: each test in one that the program makes and removes.
+//! `weir cgroup run` on this machine's own cgroups: each test in one that the program makes and
+//! removes.
 //!
 //! Needs root, and a hierarchy with a controller of block I/O, of either version.
 
@@ -88,7 +89,8 @@ fn a_limit_is_held_and_the_summary_counts() {
         (device["writes"]["bytes"].as_u64().unwrap(), device["writes"]["bps"].as_f64().unwrap());
     // What the file system writes of itself may come on top.
     assert!((4 << 20..6 << 20).contains(&bytes), "{summary:#}");
-    // The kernel lets the first slice of a tenth of a second through; the rest takes 4 MiB / 2 MiB/s.
+    // The kernel lets the first slice of a tenth of a second through; the rest takes 4 MiB / 2
+    // MiB/s.
     assert!(bps < 1.2 * f64::from(2 << 20), "{summary:#}");
     assert!(!directory(&name).exists());
 }
@@ -104,7 +106,8 @@ impl<'a> Running<'a> {
     /// Starts it, and waits until it says that it is ready.
     pub(crate) fn start(scratch: &'a Scratch, name: &str, options: &[&str], script: &str) -> Self {
         root();
-        // A shell cannot trap what it was started to ignore, as whatever runs in the background of a script is: SIGINT.
+        // A shell cannot trap what it was started to ignore, as whatever runs in the background of
+        // a script is: SIGINT.
         let mut child = Command::new("env")
             .args(["--default-signal", WEIR, "cgroup", "run", "--name", name])
             .args(options)

@@ -1,4 +1,5 @@
-//! `weir cgroup show` and `top` beside commands that `weir cgroup run` has at work in cgroups of this machine.
+//! `weir cgroup show` and `top` beside commands that `weir cgroup run` has at work in cgroups of
+//! this machine.
 //!
 //! Needs root, and a hierarchy with a controller of block I/O, of either version.
 
@@ -16,7 +17,8 @@ use crate::{
     harness::{DEADLINE, Scratch, Terminal, assert_says, weir},
 };
 
-/// A shell in a cgroup that writes 64 KiB at a time to the disk, a MiB per second, until its input ends. It has begun to.
+/// A shell in a cgroup that writes 64 KiB at a time to the disk, a MiB per second, until its input
+/// ends. It has begun to.
 fn writing<'a>(scratch: &'a Scratch, name: &str) -> Running<'a> {
     let dd = "dd if=/dev/zero of=data bs=64K count=100000 oflag=direct conv=notrunc 2>/dev/null";
     Running::start(

@@ -1,4 +1,5 @@
-//! qcow2 images with files behind them, made by qemu-img, served, written to, and looked at by qemu-img again.
+//! qcow2 images with files behind them, made by qemu-img, served, written to, and looked at by
+//! qemu-img again.
 
 use std::{
     fs,
@@ -16,7 +17,8 @@ fn qemu_img(directory: &Path, arguments: &str) -> String {
     harness::qemu_img(arguments).succeeds()
 }
 
-/// `base.raw` (smaller than what stands on it) ◄ `sub/middle.qcow2` ◄ `top.qcow2`, each with a pattern of its own.
+/// `base.raw` (smaller than what stands on it) ◄ `sub/middle.qcow2` ◄ `top.qcow2`, each with a
+/// pattern of its own.
 fn chain(scratch: &Scratch) -> std::path::PathBuf {
     let directory = scratch.path("");
     fs::create_dir(scratch.path("sub")).unwrap();

@@ -1,4 +1,5 @@
-//! Block devices: sectors of 4096 bytes, a size that changes, discards that reach the device. Needs root.
+//! Block devices: sectors of 4096 bytes, a size that changes, discards that reach the device. Needs
+//! root.
 
 use std::fs;
 

@@ -1,10 +1,12 @@
-//! A disk that fails while it is served: the client gets the error that fits, and the daemon goes on.
+//! A disk that fails while it is served: the client gets the error that fits, and the daemon goes
+//! on.
 
 use std::fs;
 
 use crate::harness::{MIB, Scratch, Serve, nbdsh, nbdsh_command, text};
 
-/// Mounts a tmpfs of 2 MiB at `$0` in a mount namespace of the daemon's own, puts an image of 8 MiB there, and becomes the daemon.
+/// Mounts a tmpfs of 2 MiB at `$0` in a mount namespace of the daemon's own, puts an image of 8 MiB
+/// there, and becomes the daemon.
 const ON_A_SMALL_FILE_SYSTEM: &str =
     r#"mount -t tmpfs -o size=2M tmpfs "$0" && truncate -s 8M "$0/disk.raw" && exec "$@""#;
 

@@ -1,4 +1,5 @@
-//! fio's nbd engine with verification: every block carries its own checksum and offset, and is read back.
+//! fio's nbd engine with verification: every block carries its own checksum and offset, and is read
+//! back.
 
 use crate::harness::{Client, MIB, Scratch, Serve};
 

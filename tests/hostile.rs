@@ -247,7 +247,8 @@ fn more_clients_than_allowed_wait_their_turn() {
     let first = Wire::go(weir.socket(), "memory").0;
     let mut second = Wire::go(weir.socket(), "memory").0;
     let third = thread::scope(|scope| {
-        // Connects at once, since the kernel's queue takes it, and is greeted only when a place is free.
+        // Connects at once, since the kernel's queue takes it, and is greeted only when a place is
+        // free.
         let third = scope.spawn(|| Wire::go(weir.socket(), "memory").0);
         assert_eq!(second.read(0, 1).as_deref(), Ok(&[0][..]));
         assert!(!third.is_finished(), "a third client was served where two are allowed");

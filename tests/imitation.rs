@@ -1,4 +1,5 @@
-//! Devices to imitate, as given on the command line: slower, narrower, failing. What they do is seen by a client.
+//! Devices to imitate, as given on the command line: slower, narrower, failing. What they do is
+//! seen by a client.
 
 use std::time::Instant;
 

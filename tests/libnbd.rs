@@ -1,7 +1,8 @@
-//! libnbd through nbdsh: every command with every flag, and what the specification says of wrong ones.
+//! libnbd through nbdsh: every command with every flag, and what the specification says of wrong
+//! ones.
 //!
-//! The scripts assert for themselves; one that fails shows its traceback. `refused` expects an error by name, with
-//! libnbd's own checks off where the point is that the server refuses.
+//! The scripts assert for themselves; one that fails shows its traceback. `refused` expects an
+//! error by name, with libnbd's own checks off where the point is that the server refuses.
 
 use std::fs;
 

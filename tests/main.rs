@@ -1,15 +1,18 @@
 //! The whole program against other people's clients: one file a subject, one harness.
 //!
-//! Everything here is seen from outside: a `weir serve` of its own for each test, driven by nbdinfo, nbdcopy, libnbd, qemu-img,
-//! qemu-io, fio, or by bytes written to its socket. What can be decided in virtual time is tested beside the code; here is what only
-//! a kernel, a file system and a foreign implementation of the protocol can tell.
+//! Everything here is seen from outside: a `weir serve` of its own for each test, driven by
+//! nbdinfo, nbdcopy, libnbd, qemu-img, qemu-io, fio, or by bytes written to its socket. What can be
+//! decided in virtual time is tested beside the code; here is what only a kernel, a file system and
+//! a foreign implementation of the protocol can tell.
 //!
-//! Nothing here is judged by how fast it is: a machine that stands still makes every rate lower and every
-//! wait longer. What may be judged of time is what that cannot break: no more passed than a limit allows in
-//! the time that went by, and nothing came sooner than it may. Speed and accuracy are rows of `make bench`.
+//! Nothing here is judged by how fast it is: a machine that stands still makes every rate lower and
+//! every wait longer. What may be judged of time is what that cannot break: no more passed than a
+//! limit allows in the time that went by, and nothing came sooner than it may. Speed and accuracy
+//! are rows of `make bench`.
 //!
-//! Never reaches beyond loopback and temporary directories, and ends processes it started alone. Each test may run beside
-//! any other. Run with `make test-e2e`; some tests need root, for loop devices and mounts of their own, and say so.
+//! Never reaches beyond loopback and temporary directories, and ends processes it started alone.
+//! Each test may run beside any other. Run with `make test-e2e`; some tests need root, for loop
+//! devices and mounts of their own, and say so.
 
 mod harness;
 

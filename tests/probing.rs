@@ -1,4 +1,5 @@
-//! Formats: what looks like something else than raw is not served by guess, and a guest cannot make it look so.
+//! Formats: what looks like something else than raw is not served by guess, and a guest cannot make
+//! it look so.
 
 use std::fs;
 

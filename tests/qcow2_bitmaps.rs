@@ -1,4 +1,5 @@
-//! Bitmaps of qcow2 images, recorded by weir and by QEMU in turns: each must see exactly what both have written.
+//! Bitmaps of qcow2 images, recorded by weir and by QEMU in turns: each must see exactly what both
+//! have written.
 
 use std::path::{Path, PathBuf};
 

@@ -1,10 +1,13 @@
-//! qcow2 both ways: what weir writes QEMU reads and finds nothing wrong with, and what QEMU writes weir reads and goes on with.
+//! qcow2 both ways: what weir writes QEMU reads and finds nothing wrong with, and what QEMU writes
+//! weir reads and goes on with.
 //!
-//! Over the product of version × cluster size × width of refcounts × extended L2 × data file × compression × backing file, as far as the
-//! format allows. For each, operations drawn from a seed go to the image, in turn through weir (served over NBD) and through QEMU, and to a flat
-//! model in memory; then everybody must see what the model has.
+//! Over the product of version × cluster size × width of refcounts × extended L2 × data file ×
+//! compression × backing file, as far as the format allows. For each, operations drawn from a seed
+//! go to the image, in turn through weir (served over NBD) and through QEMU, and to a flat model in
+//! memory; then everybody must see what the model has.
 //!
-//! A plain run takes one of each handful of combinations, such that every single value occurs; `WEIR_CONFORMANCE=all`, in `make soak`, takes all.
+//! A plain run takes one of each handful of combinations, such that every single value occurs;
+//! `WEIR_CONFORMANCE=all`, in `make soak`, takes all.
 
 use std::{env, fmt::Write as _, fs, path::PathBuf};
 
@@ -12,7 +15,8 @@ use fastrand::Rng;
 
 use crate::harness::{Client, MIB, Scratch, Serve, qemu_img, qemu_io, text, weir_image};
 
-/// Of how many combinations a plain run takes one: no divisor of how many values anything has, so that they mix.
+/// Of how many combinations a plain run takes one: no divisor of how many values anything has, so
+/// that they mix.
 const ONE_OF: usize = 11;
 /// Operations between two looks at everything.
 const OPERATIONS: usize = 24;
@@ -296,7 +300,8 @@ impl Subject {
         }
         self.qemu_io("qcow2", image, &self.readings());
         if !self.shape.extended {
-            // QEMU tells of places kept for subclusters that are not there, which is nobody's business.
+            // QEMU tells of places kept for subclusters that are not there, which is nobody's
+            // business.
             assert_eq!(self.map(true), self.map(false), "{what}");
         }
         if self.shape.data_file == DataFile::Raw {

@@ -1,5 +1,5 @@
-//! `weir image convert` beside qemu-img's: snapshots, bitmaps and encryption, each copied by the one and read by the other; and
-//! `weir image resize` with preallocation.
+//! `weir image convert` beside qemu-img's: snapshots, bitmaps and encryption, each copied by the
+//! one and read by the other; and `weir image resize` with preallocation.
 
 use std::{
     fs,
@@ -25,7 +25,8 @@ fn is_same(one: &Path, other: &Path) {
     weir(&["compare", "-q", text(one), text(other)]).succeeds();
 }
 
-/// A disk of 4 MiB with two bitmaps, one of which records, and the snapshots `1` (called `one`) and `2` (called `1`).
+/// A disk of 4 MiB with two bitmaps, one of which records, and the snapshots `1` (called `one`) and
+/// `2` (called `1`).
 fn original(scratch: &Scratch) -> PathBuf {
     let path = scratch.path("original.qcow2");
     qemu_img(["create", "-q", "-f", "qcow2", text(&path), "4M"]).succeeds();
@@ -254,7 +255,8 @@ fn what_cannot_be_of_encryption_is_said() {
     assert_says(&said, &["-C", "cp --reflink"]);
 }
 
-/// A chain of encrypted images, each with a passphrase of its own, is looked into, moved down, and given another end.
+/// A chain of encrypted images, each with a passphrase of its own, is looked into, moved down, and
+/// given another end.
 #[test]
 fn chains_of_encrypted_images_are_worked_on() {
     let scratch = Scratch::new();
@@ -402,7 +404,8 @@ fn a_disk_in_a_data_file_grows_in_it() {
     }
 }
 
-/// A guest that writes a header into its raw disk must not choose what is copied into it, or written to.
+/// A guest that writes a header into its raw disk must not choose what is copied into it, or
+/// written to.
 #[test]
 fn an_image_that_names_others_is_believed_only_if_its_format_is_given() {
     let scratch = Scratch::new();

@@ -1,8 +1,10 @@
-//! `kill -9` of a daemon that serves qcow2, under load: nothing that was flushed is lost, and QEMU finds no corruption, ever.
+//! `kill -9` of a daemon that serves qcow2, under load: nothing that was flushed is lost, and QEMU
+//! finds no corruption, ever.
 //!
-//! Two clients write without pause, each to a half of the disk of its own, and keep a ledger of what every block may hold: what it held when a
-//! flush was answered, and whatever was sent since. The daemon is killed once the first client has had so many flushes; the second is in the
-//! middle of something then.
+//! Two clients write without pause, each to a half of the disk of its own, and keep a ledger of
+//! what every block may hold: what it held when a flush was answered, and whatever was sent since.
+//! The daemon is killed once the first client has had so many flushes; the second is in the middle
+//! of something then.
 //!
 //! 20 times in a plain run, `WEIR_KILLS=200` in `make soak`.
 
@@ -120,7 +122,8 @@ impl Ledger {
             let at = (self.first + index) * BLOCK as usize;
             let bytes = &disk[at..at + BLOCK as usize];
             let allowed = |content: u32| block.flushed.contains(&content) || block.since.contains(&content);
-            // Clusters may be smaller than a block, and of an unfinished write some are there and others not: each of them is as it is now.
+            // Clusters may be smaller than a block, and of an unfinished write some are there and
+            // others not: each of them is as it is now.
             let mut there = Vec::new();
             for word in bytes.chunks(4) {
                 let word = u32::from_le_bytes(word.try_into().unwrap());

@@ -1,5 +1,5 @@
-//! `weir image create` and `info` beside qemu-img's: QEMU opens what weir makes, finds nothing wrong, and reads zeroes; both describe an
-//! image alike.
+//! `weir image create` and `info` beside qemu-img's: QEMU opens what weir makes, finds nothing
+//! wrong, and reads zeroes; both describe an image alike.
 
 use serde_json::Value;
 

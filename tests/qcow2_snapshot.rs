@@ -1,4 +1,5 @@
-//! `weir image snapshot` and `weir image bitmap` on images that QEMU made, and QEMU on what they leave.
+//! `weir image snapshot` and `weir image bitmap` on images that QEMU made, and QEMU on what they
+//! leave.
 
 use std::path::{Path, PathBuf};
 

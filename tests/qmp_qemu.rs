@@ -1,7 +1,8 @@
 //! weir's answers beside QEMU's own: the same commands to both, and what comes back compared.
 //!
-//! `block_set_io_throttle` goes to a machine that never starts, throttle groups to the storage daemon. Errors are compared by class, for
-//! weir's sentences say more; answers are compared in full where limits are concerned.
+//! `block_set_io_throttle` goes to a machine that never starts, throttle groups to the storage
+//! daemon. Errors are compared by class, for weir's sentences say more; answers are compared in
+//! full where limits are concerned.
 
 use std::{
     os::{fd::OwnedFd, unix::net::UnixListener},
@@ -72,7 +73,8 @@ impl Pair {
         Self::new(scratch, "qemu-storage-daemon", |_| ["--monitor", "c"].map(ToOwned::to_owned).to_vec())
     }
 
-    /// Sends a command to both. Answers of success are equal by `view`, errors by their class; returns QEMU's.
+    /// Sends a command to both. Answers of success are equal by `view`, errors by their class;
+    /// returns QEMU's.
     #[track_caller]
     fn compare(&mut self, command: &str, arguments: &Value, view: fn(&Value) -> Value) -> Value {
         let ours = self.ours.ask(command, arguments.clone());

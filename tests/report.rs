@@ -1,7 +1,9 @@
-//! `weir report`: results as tables, as a page that a browser shows as it should, and two of them compared.
+//! `weir report`: results as tables, as a page that a browser shows as it should, and two of them
+//! compared.
 //!
-//! The page is looked at by Chromium, in the widths and the colours that readers have: a page of [`MEASURING`] has it in frames, and
-//! writes down what it finds there. Pictures are measured too, for what a layout does not tell: whether anything is seen at all.
+//! The page is looked at by Chromium, in the widths and the colours that readers have: a page of
+//! [`MEASURING`] has it in frames, and writes down what it finds there. Pictures are measured too,
+//! for what a layout does not tell: whether anything is seen at all.
 
 use std::{f64::consts::TAU, fs, path::Path};
 
@@ -11,7 +13,8 @@ use crate::harness::{Client, Scratch, assert_says, text, weir};
 
 /// Writes down what a browser makes of `page.html` in frames of several kinds, and of pictures.
 ///
-/// `outside` are letters that leave their chart, `touching` letters that touch others of the same chart: both cannot be read.
+/// `outside` are letters that leave their chart, `touching` letters that touch others of the same
+/// chart: both cannot be read.
 const MEASURING: &str = r##"<!DOCTYPE html><html><body>
 <iframe src="page.html" style="width:1200px;height:900px;border:0"></iframe>
 <iframe src="page.html" style="width:360px;height:800px;border:0"></iframe>

@@ -1,4 +1,5 @@
-//! `weir simulate` against `weir serve`: the same requests, the same limits, the same instants; and what the command prints and refuses.
+//! `weir simulate` against `weir serve`: the same requests, the same limits, the same instants; and
+//! what the command prints and refuses.
 
 use std::{
     collections::BTreeMap,
@@ -25,7 +26,8 @@ struct Asked {
     length: u32,
 }
 
-/// 300 requests in two seconds, in bursts, of different sizes, each away from all others so that none are merged.
+/// 300 requests in two seconds, in bursts, of different sizes, each away from all others so that
+/// none are merged.
 fn requests() -> Vec<Asked> {
     let mut random = fastrand::Rng::with_seed(42);
     let mut at = Duration::ZERO;
@@ -114,8 +116,8 @@ fn replayed(socket: &Path, requests: &[Asked]) -> Vec<Duration> {
     })
 }
 
-/// A connection in transmission with simple replies, on which a flush has been answered: the daemon has all that it needs for it, and no limit has
-/// noticed.
+/// A connection in transmission with simple replies, on which a flush has been answered: the daemon
+/// has all that it needs for it, and no limit has noticed.
 fn connected(socket: &Path) -> UnixStream {
     let mut stream = UnixStream::connect(socket).unwrap();
     stream.set_read_timeout(Some(DEADLINE)).unwrap();
@@ -146,7 +148,8 @@ fn connected(socket: &Path) -> UnixStream {
 fn a_daemon_is_never_ahead_of_what_was_simulated() {
     let scratch = Scratch::new();
     let requests = requests();
-    // Reads and writes apart: where they share a limit, whose turn it is depends on which came first by a microsecond.
+    // Reads and writes apart: where they share a limit, whose turn it is depends on which came
+    // first by a microsecond.
     let limits = [
         ["--iops-read", "60"],
         ["--iops-read-max", "80"],

@@ -12,7 +12,8 @@ use crate::harness::{
     wire::{OPT_LIST, OPT_STARTTLS, REP_ACK, REP_ERR_TLS_REQD},
 };
 
-/// A certificate authority with a server and a client that it vouches for, in the layout that QEMU and libnbd share.
+/// A certificate authority with a server and a client that it vouches for, in the layout that QEMU
+/// and libnbd share.
 struct Authority(PathBuf);
 
 impl Authority {

@@ -1,5 +1,5 @@
-//! `weir tune`: measures a directory, a device and an image, recommends what other programs take, and leaves nothing behind, however it ends.
-//! Some tests need root.
+//! `weir tune`: measures a directory, a device and an image, recommends what other programs take,
+//! and leaves nothing behind, however it ends. Some tests need root.
 
 use std::{
     fs,
@@ -106,7 +106,8 @@ assert int(driver.find('metadata_cache/max_size').text) > 0
     );
 }
 
-/// Starts it, sends SIGINT once a line of its progress contains `mark`, and returns the exit status and what it printed.
+/// Starts it, sends SIGINT once a line of its progress contains `mark`, and returns the exit status
+/// and what it printed.
 fn interrupted_at(mark: &str, arguments: &[&str]) -> (i32, String) {
     let mut child = Command::new(WEIR)
         .arg("tune")
@@ -162,7 +163,8 @@ fn an_interruption_while_images_are_written_leaves_none() {
     is_empty(&directory);
 }
 
-/// Mounts a tmpfs of 200 MiB at `$0` and tunes it; everything else there is taken by somebody else as soon as the first image is written to.
+/// Mounts a tmpfs of 200 MiB at `$0` and tunes it; everything else there is taken by somebody else
+/// as soon as the first image is written to.
 const ON_A_DISK_THAT_FILLS_UP: &str = r#"
 mount -t tmpfs -o size=200M tmpfs "$0" || exit 9
 "$1" tune "$0" --size 16M --budget 5m --result "$2" 2>&1 >/dev/null | { read line; head -c 1G /dev/zero >"$0/others"; cat; }

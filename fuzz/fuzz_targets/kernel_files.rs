@@ -1,4 +1,5 @@
-//! A text, read as every file of the kernel that weir reads about cgroups, processes and mounts: what is accepted is in bounds and consistent.
+//! A text, read as every file of the kernel that weir reads about cgroups, processes and mounts:
+//! what is accepted is in bounds and consistent.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;

@@ -1,8 +1,9 @@
 //! A whole connection: handshake, then requests with their payloads, answered from nothing.
 //!
-//! The first byte says how the client begins: with a handshake of one of the three styles, so that the fuzzer does not
-//! have to find one first, or with nothing. The rest is what it sends. Each request has to get exactly one reply of the negotiated style, with its cookie,
-//! whole chunks, and DONE on the last alone; refused payloads have to be skipped.
+//! The first byte says how the client begins: with a handshake of one of the three styles, so that
+//! the fuzzer does not have to find one first, or with nothing. The rest is what it sends. Each
+//! request has to get exactly one reply of the negotiated style, with its cookie, whole chunks, and
+//! DONE on the last alone; refused payloads have to be skipped.
 #![no_main]
 
 use export::nbd::proto::{self, opt, reply_flag};

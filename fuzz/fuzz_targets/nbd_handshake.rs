@@ -1,4 +1,5 @@
-//! The handshake on any bytes: no panic, well-formed answers, and no difference however the input is split.
+//! The handshake on any bytes: no panic, well-formed answers, and no difference however the input
+//! is split.
 #![no_main]
 
 use export::nbd::{BlockSizes, Event, ExportInfo, ExportTable, Features, Handshake, TlsPolicy, proto};

@@ -1,4 +1,5 @@
-//! An image of any bytes: checking it ends, repairing it ends, and what a repair calls consistent is.
+//! An image of any bytes: checking it ends, repairing it ends, and what a repair calls consistent
+//! is.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;

@@ -1,4 +1,5 @@
-//! An image of any bytes, and requests at their end: what is written is read, and what was consistent stays so.
+//! An image of any bytes, and requests at their end: what is written is read, and what was
+//! consistent stays so.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;

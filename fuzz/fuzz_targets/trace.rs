@@ -1,4 +1,5 @@
-//! A trace, in the format and with the window of the first byte: reading ends, in order and in bounds, and what was read is read again.
+//! A trace, in the format and with the window of the first byte: reading ends, in order and in
+//! bounds, and what was read is read again.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;

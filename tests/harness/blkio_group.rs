@@ -1,4 +1,5 @@
-//! A control group of cgroup v1's blkio on this machine, gone with its test. What needs cgroup v2 is tested in a guest (`tests/guest/cgroups`).
+//! A control group of cgroup v1's blkio on this machine, gone with its test. What needs cgroup v2
+//! is tested in a guest (`tests/guest/cgroups`).
 
 use std::{
     fs,
@@ -45,7 +46,8 @@ impl Drop for BlkioGroup {
     }
 }
 
-/// Removes a control group whose processes have been ended: the kernel takes a process out of it a little after its end, and tells nobody.
+/// Removes a control group whose processes have been ended: the kernel takes a process out of it a
+/// little after its end, and tells nobody.
 pub(crate) fn remove_emptied(directory: &Path) -> io::Result<()> {
     let until = Instant::now() + DEADLINE;
     loop {

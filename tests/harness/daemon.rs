@@ -1,4 +1,5 @@
-//! `weir serve` as a test sees it: started when it says that it is ready, ended with SIGTERM, clean or the test fails.
+//! `weir serve` as a test sees it: started when it says that it is ready, ended with SIGTERM, clean
+//! or the test fails.
 
 use std::{
     ffi::{OsStr, OsString},
@@ -83,7 +84,8 @@ impl Serve {
         arguments.into_iter().fold(self, Self::arg)
     }
 
-    /// Started by another program, which gets weir's whole command line behind these arguments and becomes it with exec.
+    /// Started by another program, which gets weir's whole command line behind these arguments and
+    /// becomes it with exec.
     pub(crate) fn behind<T: AsRef<OsStr>>(mut self, before: impl IntoIterator<Item = T>) -> Self {
         self.before.extend(before.into_iter().map(|argument| argument.as_ref().to_owned()));
         self
@@ -174,7 +176,8 @@ impl Serve {
     }
 }
 
-/// A daemon that serves. Dropped, it is asked to end with SIGTERM, and must exit with 0 and without a panic in its log.
+/// A daemon that serves. Dropped, it is asked to end with SIGTERM, and must exit with 0 and without
+/// a panic in its log.
 pub(crate) struct Weir {
     child: Child,
     log: Log,
@@ -260,14 +263,16 @@ impl Weir {
         log
     }
 
-    /// Ends it with SIGKILL, as a crash of the machine's memory would. Its socket and the locks on its images are gone then.
+    /// Ends it with SIGKILL, as a crash of the machine's memory would. Its socket and the locks on
+    /// its images are gone then.
     pub(crate) fn crash(mut self) {
         self.ended = true;
         let locked = self.open_files();
         self.child.kill().expect("the daemon is a child that was not waited for");
         let status = self.child.wait().expect("the daemon is a child that was not waited for");
         assert_eq!(status.signal(), Some(Signal::SIGKILL as i32));
-        // The kernel takes a dead process's ring down in its own time, and with it what the ring held open. Nobody tells when.
+        // The kernel takes a dead process's ring down in its own time, and with it what the ring
+        // held open. Nobody tells when.
         let until = Instant::now() + DEADLINE;
         while Instant::now() < until && (self.is_heard() || locked.iter().any(is_locked)) {
             thread::yield_now();
@@ -314,7 +319,8 @@ fn assert_clean(status: ExitStatus, log: &str) {
     assert!(status.success() && !log.contains("panicked"), "weir ended with {status}; its log:\n{log}");
 }
 
-/// Whether another descriptor holds a lock on any byte of a file: fcntl(2), open file description locks.
+/// Whether another descriptor holds a lock on any byte of a file: fcntl(2), open file description
+/// locks.
 fn is_locked(file: &File) -> bool {
     let mut lock = libc::flock {
         l_type: libc::F_WRLCK as i16,

@@ -1,4 +1,5 @@
-//! What a daemon says on standard error, line by line, so that a test can wait for a line instead of for a while.
+//! What a daemon says on standard error, line by line, so that a test can wait for a line instead
+//! of for a while.
 
 use std::{
     io::{BufRead as _, BufReader, Read},
@@ -39,7 +40,8 @@ impl Log {
         changed.notify_all();
     }
 
-    /// The first line that satisfies `wanted`, as soon as it is there. `None` if the log ends or time is up before.
+    /// The first line that satisfies `wanted`, as soon as it is there. `None` if the log ends or
+    /// time is up before.
     pub(super) fn wait_for(&self, within: Duration, wanted: impl Fn(&str) -> bool) -> Option<String> {
         let (lines, changed) = &*self.0;
         let until = Instant::now() + within;

@@ -1,4 +1,5 @@
-//! What every end-to-end test stands on: a place for files, a daemon that must end well, clients that must end at all.
+//! What every end-to-end test stands on: a place for files, a daemon that must end well, clients
+//! that must end at all.
 //!
 //! ```text
 //!   Scratch ─── directories of one test, gone with it
@@ -10,8 +11,8 @@
 //!   Terminal ─── the program on a screen of its own, with keys to press
 //! ```
 //!
-//! Never sleeps: it awaits lines of a log, ends of processes and bytes of sockets, each with a deadline that only a
-//! failing test reaches.
+//! Never sleeps: it awaits lines of a log, ends of processes and bytes of sockets, each with a
+//! deadline that only a failing test reaches.
 
 mod blkio_group;
 mod client;
@@ -44,7 +45,8 @@ pub(crate) const MIB: u64 = 1 << 20;
 /// machine. A test that waits this long has failed; none judges how long it has waited.
 pub(crate) const DEADLINE: Duration = Duration::from_secs(300);
 
-/// Fails unless `text` contains each of `parts`: messages are part of the contract, and a failure shows all of it.
+/// Fails unless `text` contains each of `parts`: messages are part of the contract, and a failure
+/// shows all of it.
 #[track_caller]
 pub(crate) fn assert_says(text: &str, parts: &[&str]) {
     for part in parts {

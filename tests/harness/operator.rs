@@ -1,4 +1,5 @@
-//! Whoever watches and changes what runs: the commands that speak to a daemon's control socket, which is `qmp` in the scratch directory.
+//! Whoever watches and changes what runs: the commands that speak to a daemon's control socket,
+//! which is `qmp` in the scratch directory.
 
 use std::{path::Path, time::Instant};
 

@@ -1,7 +1,7 @@
 //! A QMP client of our own: a line a message, and every wait bounded.
 //!
-//! Takes what comes as it is: events among the answers are handed out in their order, and whoever asks for an answer gets the next
-//! message that is one.
+//! Takes what comes as it is: events among the answers are handed out in their order, and whoever
+//! asks for an answer gets the next message that is one.
 
 use std::{
     collections::VecDeque,

@@ -1,7 +1,9 @@
-//! The files of one test: images on a real file system, sockets where paths are short. All of it goes with the test.
+//! The files of one test: images on a real file system, sockets where paths are short. All of it
+//! goes with the test.
 //!
-//! Images live under cargo's target directory and not in /tmp, which may be a tmpfs, so that O_DIRECT, holes and
-//! locks are those of a disk's file system. Sockets live in /tmp because their paths have 107 bytes at most.
+//! Images live under cargo's target directory and not in /tmp, which may be a tmpfs, so that
+//! O_DIRECT, holes and locks are those of a disk's file system. Sockets live in /tmp because their
+//! paths have 107 bytes at most.
 
 use std::{
     fs::{self, File},
@@ -63,7 +65,8 @@ impl Scratch {
     }
 }
 
-/// Bytes in which no two sectors are alike, so that data at a wrong offset shows: each word is its own number, mixed.
+/// Bytes in which no two sectors are alike, so that data at a wrong offset shows: each word is its
+/// own number, mixed.
 pub(crate) fn pattern(bytes: usize) -> Vec<u8> {
     let word = |number: usize| (number as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15).to_le_bytes();
     (0..bytes.div_ceil(8)).flat_map(word).take(bytes).collect()

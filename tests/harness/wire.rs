@@ -1,9 +1,9 @@
-//! An NBD client of our own, one step at a time: for what other clients cannot do (extended headers in old versions of
-//! libnbd) and for what they would never do.
+//! An NBD client of our own, one step at a time: for what other clients cannot do (extended headers
+//! in old versions of libnbd) and for what they would never do.
 //!
-//! Written from the specification alone (NetworkBlockDevice/nbd, doc/proto.md) and apart from weir's codec, so that a
-//! number that is wrong there is not wrong here too. Every read has a deadline; none allocates what the server announces
-//! beyond [`MOST_BYTES`].
+//! Written from the specification alone (NetworkBlockDevice/nbd, doc/proto.md) and apart from
+//! weir's codec, so that a number that is wrong there is not wrong here too. Every read has a
+//! deadline; none allocates what the server announces beyond [`MOST_BYTES`].
 
 use std::{
     io::{ErrorKind, Read as _, Write as _},

@@ -1,4 +1,5 @@
-//! Buffers for one request: payload aligned for O_DIRECT, with room for the reply's header before it.
+//! Buffers for one request: payload aligned for O_DIRECT, with room for the reply's header before
+//! it.
 //!
 //! ```text
 //!  0 … ┌ header 16 ┬ payload, starts on a page … ┐
@@ -6,9 +7,10 @@
 //!       ◄──────────── one reply, one iovec ──────►
 //! ```
 //!
-//! The header lies directly before the payload, so a reply is one contiguous piece and a batch of replies
-//! one iovec each. Ownership moves through compio's operations and back, so nothing here is `unsafe`; the
-//! alignment is found inside an ordinary allocation that is one page longer than needed.
+//! The header lies directly before the payload, so a reply is one contiguous piece and a batch of
+//! replies one iovec each. Ownership moves through compio's operations and back, so nothing here is
+//! `unsafe`; the alignment is found inside an ordinary allocation that is one page longer than
+//! needed.
 
 use std::cell::RefCell;
 use std::rc::Rc;
@@ -39,7 +41,8 @@ impl Buffer {
         Self::from_memory(vec![0; payload + HEADER + PAGE].into_boxed_slice())
     }
 
-    /// The buffer whose allocation this is; a `Box`'s bytes never move, so the payload is where it was.
+    /// The buffer whose allocation this is; a `Box`'s bytes never move, so the payload is where it
+    /// was.
     fn from_memory(memory: Box<[u8]>) -> Self {
         let payload = HEADER + memory[HEADER..].as_ptr().align_offset(PAGE);
         Self { memory, payload }

@@ -1,7 +1,8 @@
 //! What a client sends, received in large pieces and handed out in small ones.
 //!
-//! One receive usually brings many requests; parsing them costs no system call. A large payload goes past
-//! this buffer straight into its own. Never holds more than [`CAPACITY`] bytes, so a client cannot make it grow.
+//! One receive usually brings many requests; parsing them costs no system call. A large payload
+//! goes past this buffer straight into its own. Never holds more than [`CAPACITY`] bytes, so a
+//! client cannot make it grow.
 
 use std::io;
 
@@ -81,10 +82,12 @@ impl Inbox {
         count
     }
 
-    /// Receives until `wanted` bytes are there; false where the connection closed before the first of them.
+    /// Receives until `wanted` bytes are there; false where the connection closed before the first
+    /// of them.
     async fn fill(&mut self, wanted: usize) -> io::Result<bool> {
         while self.bytes.len() - self.taken < wanted {
-            // At most `wanted - 1` bytes move, and usually none: the last receive ended with a whole request.
+            // At most `wanted - 1` bytes move, and usually none: the last receive ended with a
+            // whole request.
             self.bytes.drain(..self.taken);
             self.taken = 0;
             let bytes = std::mem::take(&mut self.bytes);

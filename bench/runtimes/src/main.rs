@@ -1,9 +1,9 @@
 //! `nbd-compio`: a minimal NBD server on compio, the peer in weir's runtime comparison.
 //!
-//! weir runs on an executor of its own. What that buys is only known beside the best that an established
-//! io_uring runtime reaches on the same work, so this server does weir's work in weir's way (many requests
-//! per receive, a local task per request, replies gathered into one vectored send, aligned buffers from a
-//! pool) with nothing but compio's public, safe API underneath.
+//! weir runs on an executor of its own. What that buys is only known beside the best that an
+//! established io_uring runtime reaches on the same work, so this server does weir's work in weir's
+//! way (many requests per receive, a local task per request, replies gathered into one vectored
+//! send, aligned buffers from a pool) with nothing but compio's public, safe API underneath.
 //!
 //! ```text
 //!  socket ─► Inbox ─► serve_requests ─► a task per request ─► Storage
@@ -11,8 +11,8 @@
 //!  socket ◄──────────── send_replies ◄── Outbox┘
 //! ```
 //!
-//! It is a measuring instrument: it has no TLS, no limits, no structured replies and one export. It must
-//! never be used to serve data that matters, and nothing in weir may depend on it.
+//! It is a measuring instrument: it has no TLS, no limits, no structured replies and one export. It
+//! must never be used to serve data that matters, and nothing in weir may depend on it.
 
 mod buffer;
 mod inbox;
@@ -75,8 +75,9 @@ fn parse(arguments: Vec<String>) -> Option<Arguments> {
 /// Serves until killed; returns only on an error that concerns every client.
 fn run(arguments: &Arguments) -> io::Result<()> {
     let mut proactor = ProactorBuilder::new();
-    // Completion work runs only when this thread enters the kernel to wait, instead of interrupting it. The
-    // builder's other switches (coop_taskrun, taskrun_flag) were no faster than noise on top of these two.
+    // Completion work runs only when this thread enters the kernel to wait, instead of interrupting
+    // it. The builder's other switches (coop_taskrun, taskrun_flag) were no faster than noise on
+    // top of these two.
     proactor.single_issuer(true).defer_taskrun(true);
     let runtime = RuntimeBuilder::new().with_proactor(proactor).build()?;
     let served = Served::default();
@@ -88,8 +89,8 @@ fn run(arguments: &Arguments) -> io::Result<()> {
     }
 }
 
-/// `Runtime::block_on`, except that it looks for completions for `window` after the last reply before it
-/// sleeps. Here so that a weir that polls is not compared with a compio that may not.
+/// `Runtime::block_on`, except that it looks for completions for `window` after the last reply
+/// before it sleeps. Here so that a weir that polls is not compared with a compio that may not.
 fn block_on_polling<F: Future>(runtime: &Runtime, future: F, window: Duration, served: &Served) -> F::Output {
     runtime.enter(|| {
         let mut future = pin!(future);

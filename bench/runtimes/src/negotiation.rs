@@ -1,8 +1,8 @@
 //! Fixed newstyle negotiation, as far as fio's nbd engine, nbdinfo and nbdcopy need it.
 //!
-//! One export, the default one (the empty name). EXPORT_NAME, INFO, GO and ABORT are answered, everything
-//! else, structured replies among it, with ERR_UNSUP, which clients take as "do without". Constants are the NBD
-//! specification's (doc/proto.md).
+//! One export, the default one (the empty name). EXPORT_NAME, INFO, GO and ABORT are answered,
+//! everything else, structured replies among it, with ERR_UNSUP, which clients take as "do
+//! without". Constants are the NBD specification's (doc/proto.md).
 
 use std::io;
 
@@ -32,13 +32,15 @@ const INFO_BLOCK_SIZE: u16 = 3;
 
 /// HAS_FLAGS and SEND_FLUSH.
 const TRANSMISSION_FLAGS: u16 = 1 | 1 << 2;
-/// The longest option that makes sense: a name of 4096 bytes (the specification's bound) and a list of infos.
+/// The longest option that makes sense: a name of 4096 bytes (the specification's bound) and a list
+/// of infos.
 const LONGEST_OPTION: usize = 8192;
 
 /// Negotiates; true once the client may send requests, false where it chose to leave.
 ///
 /// # Errors
-/// The socket's, and `InvalidData` where the client breaks the protocol: the connection is to be closed.
+/// The socket's, and `InvalidData` where the client breaks the protocol: the connection is to be
+/// closed.
 pub(crate) async fn negotiate(inbox: &mut Inbox, storage: &Storage) -> io::Result<bool> {
     let mut greeting = SERVER_MAGIC.to_be_bytes().to_vec();
     greeting.extend(OPTION_MAGIC.to_be_bytes());

@@ -1,7 +1,7 @@
 //! Where the bytes live: memory, or a regular file opened with O_DIRECT.
 //!
-//! Memory is read and written without awaiting; the file through io_uring. Callers check ranges against
-//! [`Storage::size`] and [`Storage::block_size`] first, this part assumes them.
+//! Memory is read and written without awaiting; the file through io_uring. Callers check ranges
+//! against [`Storage::size`] and [`Storage::block_size`] first, this part assumes them.
 
 use std::cell::RefCell;
 use std::io;
@@ -18,7 +18,8 @@ const O_DIRECT: i32 = 0o40000;
 /// `O_DIRECT` on AArch64, from Linux's arch/arm64/include/uapi/asm/fcntl.h.
 #[cfg(target_arch = "aarch64")]
 const O_DIRECT: i32 = 0o200000;
-/// The alignment that O_DIRECT asks of offsets and lengths on the disks that this is run on, in bytes.
+/// The alignment that O_DIRECT asks of offsets and lengths on the disks that this is run on, in
+/// bytes.
 const SECTOR: u32 = 512;
 
 /// The one image this server serves.

@@ -1,9 +1,10 @@
 //! The transmission phase: requests in, tasks, replies out.
 //!
-//! Three kinds of task share one connection. The reader parses what a receive brought and spawns a task per
-//! request; a request's task does the I/O and posts its reply; the sender gathers every reply posted since
-//! its last send into one vectored send. At most [`IN_FLIGHT`] requests are between reader and sender: past
-//! that the reader waits, so a client that does not read its replies costs bounded memory.
+//! Three kinds of task share one connection. The reader parses what a receive brought and spawns a
+//! task per request; a request's task does the I/O and posts its reply; the sender gathers every
+//! reply posted since its last send into one vectored send. At most [`IN_FLIGHT`] requests are
+//! between reader and sender: past that the reader waits, so a client that does not read its
+//! replies costs bounded memory.
 
 use std::cell::{Cell, RefCell};
 use std::future::poll_fn;
@@ -209,12 +210,14 @@ fn wire_error(error: &io::Error) -> u32 {
     }
 }
 
-/// Sends what is posted, all of it at a time, until the connection is finished and nothing is in flight.
+/// Sends what is posted, all of it at a time, until the connection is finished and nothing is in
+/// flight.
 async fn send_replies(mut stream: UnixStream, connection: Rc<Connection>) {
     let mut batch = Vec::new();
     let mut connected = true;
     while next_batch(&connection, &mut batch).await {
-        // After a failed send the replies are only counted, so that the reader and the requests can end.
+        // After a failed send the replies are only counted, so that the reader and the requests can
+        // end.
         if connected {
             let BufResult(outcome, sent) = stream.write_vectored_all(batch).await;
             connected = outcome.is_ok();

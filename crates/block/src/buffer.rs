@@ -30,7 +30,8 @@ use std::{
 
 use smallvec::SmallVec;
 
-/// Alignment of every buffer's first byte, in bytes: the largest logical block size of a Linux block device.
+/// Alignment of every buffer's first byte, in bytes: the largest logical block size of a Linux
+/// block device.
 pub const ALIGNMENT: usize = 4096;
 
 /// Blocks of 4 KiB (2^12) and above are pooled by size; the largest pooled class is 32 MiB (2^25).
@@ -38,8 +39,8 @@ const SMALLEST_CLASS: u32 = 12;
 const LARGEST_CLASS: u32 = 25;
 const CLASSES: usize = (LARGEST_CLASS - SMALLEST_CLASS + 1) as usize;
 
-/// What one thread keeps for reuse, in bytes. Deep queues of small requests fit; a burst of huge ones is given
-/// back to the allocator.
+/// What one thread keeps for reuse, in bytes. Deep queues of small requests fit; a burst of huge
+/// ones is given back to the allocator.
 const POOL_BYTES: usize = 16 << 20;
 
 /// One allocation. Freed when the last [`Buffer`] into it is gone and the pool does not want it.
@@ -65,7 +66,8 @@ impl Block {
 
 impl Drop for Block {
     fn drop(&mut self) {
-        // SAFETY: allocated in `with_layout` with this very layout, and no Buffer refers to it any more.
+        // SAFETY: allocated in `with_layout` with this very layout, and no Buffer refers to it any
+        // more.
         unsafe { dealloc(self.memory.as_ptr(), self.layout) }
     }
 }
@@ -95,8 +97,8 @@ pub struct Buffer {
 /// What a buffer is a view of.
 #[derive(Clone)]
 enum Bytes {
-    /// A block, in which no other buffer's view overlaps this one's. `Some` until dropped; an `Option` so that `drop` can move it
-    /// into the pool.
+    /// A block, in which no other buffer's view overlaps this one's. `Some` until dropped; an
+    /// `Option` so that `drop` can move it into the pool.
     Own(Option<Rc<Block>>),
     Lent(Arc<[u8]>),
 }
@@ -133,7 +135,8 @@ impl Buffer {
         Self { bytes: Bytes::Own(Some(block)), start: 0, len }
     }
 
-    /// The bytes of `range`, where they are. They stay as they are while the buffer exists; writing to it makes a copy first.
+    /// The bytes of `range`, where they are. They stay as they are while the buffer exists; writing
+    /// to it makes a copy first.
     ///
     /// # Panics
     /// If the range is not inside `bytes`.
@@ -182,7 +185,8 @@ impl Buffer {
         self.len = self.len.min(len);
     }
 
-    /// The bytes as they are, for good and for all threads. Not copied where no other buffer is a view of the same block.
+    /// The bytes as they are, for good and for all threads. Not copied where no other buffer is a
+    /// view of the same block.
     pub fn freeze(mut self) -> Frozen {
         let block = match &mut self.bytes {
             Bytes::Own(block) => block.take(),
@@ -210,7 +214,8 @@ impl Buffer {
 /// The byte at `start` of a block.
 fn first_byte(block: &Option<Rc<Block>>, start: usize) -> *mut u8 {
     let block = block.as_ref().expect("present until drop");
-    // SAFETY: a buffer's start + len never exceeds its block's size: `whole` sets them so and splitting only narrows.
+    // SAFETY: a buffer's start + len never exceeds its block's size: `whole` sets them so and
+    // splitting only narrows.
     unsafe { block.memory.as_ptr().add(start) }
 }
 
@@ -218,8 +223,8 @@ impl Deref for Buffer {
     type Target = [u8];
     fn deref(&self) -> &[u8] {
         match &self.bytes {
-            // SAFETY: the range lies in the block, is initialised (blocks start zeroed), and no other Buffer's range
-            // overlaps it, so nothing writes to it while `self` is borrowed.
+            // SAFETY: the range lies in the block, is initialised (blocks start zeroed), and no
+            // other Buffer's range overlaps it, so nothing writes to it while `self` is borrowed.
             Bytes::Own(block) => unsafe {
                 std::slice::from_raw_parts(first_byte(block, self.start), self.len)
             },
@@ -282,7 +287,8 @@ impl Deref for Frozen {
     type Target = [u8];
     fn deref(&self) -> &[u8] {
         let block = self.block.as_ref().expect("present until drop");
-        // SAFETY: the range lies in the block, as it did in the buffer's; it is initialised, and nothing writes to it any more.
+        // SAFETY: the range lies in the block, as it did in the buffer's; it is initialised, and
+        // nothing writes to it any more.
         unsafe { std::slice::from_raw_parts(block.memory.as_ptr().add(self.start), self.len) }
     }
 }
@@ -307,7 +313,8 @@ impl std::fmt::Debug for Buffer {
     }
 }
 
-/// The data of one write: buffers that follow each other on the disk, one for each request merged into it.
+/// The data of one write: buffers that follow each other on the disk, one for each request merged
+/// into it.
 #[derive(Debug, Default)]
 pub struct Segments(SmallVec<[Buffer; 1]>);
 

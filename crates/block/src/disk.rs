@@ -44,7 +44,8 @@ pub struct Disk {
     counters: Counters,
 }
 
-/// A request's permission to move data, from [`Disk::admit`]: nothing that limits hold for can be done without.
+/// A request's permission to move data, from [`Disk::admit`]: nothing that limits hold for can be
+/// done without.
 #[derive(Debug)]
 #[must_use = "it has been charged for"]
 pub struct Pass {
@@ -52,7 +53,8 @@ pub struct Pass {
     requests: u64,
 }
 
-/// What has been done, since the disk was opened. Counted as clients asked, before anything was merged.
+/// What has been done, since the disk was opened. Counted as clients asked, before anything was
+/// merged.
 #[derive(Debug, Default)]
 pub struct Counters {
     reads: AtomicU64,
@@ -141,9 +143,11 @@ impl Disk {
         }
     }
 
-    /// Waits until a request may pass the limits of the disk and of the groups above it, and charges it. `cost` may stand for several that were merged.
+    /// Waits until a request may pass the limits of the disk and of the groups above it, and
+    /// charges it. `cost` may stand for several that were merged.
     ///
-    /// Apart from the I/O itself so that whoever asks can give up while nothing has happened: a dropped future is charged nothing.
+    /// Apart from the I/O itself so that whoever asks can give up while nothing has happened: a
+    /// dropped future is charged nothing.
     pub async fn admit(&self, direction: Direction, cost: Cost) -> Pass {
         self.counters.count(direction, &cost);
         let requests = cost.requests();
@@ -168,7 +172,8 @@ impl Disk {
         self.image.read(offset, length).await
     }
 
-    /// Says that `length` bytes at `offset` will be read soon: a hint, without cost to the client's limits.
+    /// Says that `length` bytes at `offset` will be read soon: a hint, without cost to the client's
+    /// limits.
     pub async fn will_need(&self, offset: u64, length: u64) {
         self.image.will_need(offset, length).await;
     }
@@ -194,13 +199,15 @@ impl Disk {
     /// Makes `length` bytes at `offset` read as zeroes.
     ///
     /// # Errors
-    /// [`Error::UNSUPPORTED`] where it was to be fast and is not, [`Error::NOT_PERMITTED`] on a read-only disk, or the image's.
+    /// [`Error::UNSUPPORTED`] where it was to be fast and is not, [`Error::NOT_PERMITTED`] on a
+    /// read-only disk, or the image's.
     pub async fn write_zeroes(&self, _: Pass, offset: u64, length: u64, options: ZeroOptions) -> Result<()> {
         self.check_writable()?;
         self.prefetch.change(offset, length, self.image.write_zeroes(offset, length, options)).await
     }
 
-    /// Says that `length` bytes at `offset` are no longer needed; what they read as afterwards is undefined.
+    /// Says that `length` bytes at `offset` are no longer needed; what they read as afterwards is
+    /// undefined.
     ///
     /// # Errors
     /// [`Error::NOT_PERMITTED`] on a read-only disk, or the image's.
@@ -213,7 +220,8 @@ impl Disk {
         }
     }
 
-    /// What is allocated from `offset` on: extents that follow each other, covering at least a part of `length` bytes.
+    /// What is allocated from `offset` on: extents that follow each other, covering at least a part
+    /// of `length` bytes.
     ///
     /// # Errors
     /// The image's.
@@ -243,7 +251,8 @@ impl Disk {
         Ok(size_bytes)
     }
 
-    /// The last thing that is done with a disk: nothing is read ahead any more, and what a format keeps in memory reaches the file.
+    /// The last thing that is done with a disk: nothing is read ahead any more, and what a format
+    /// keeps in memory reaches the file.
     ///
     /// # Errors
     /// As for [`Disk::flush`].

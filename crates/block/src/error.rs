@@ -1,6 +1,7 @@
 //! Why a request failed, as clients are told: an error number of Linux's, with its usual name.
 //!
-//! Small and `Copy`, because it travels with every request; what else is known is logged where the error arises.
+//! Small and `Copy`, because it travels with every request; what else is known is logged where the
+//! error arises.
 
 use std::io;
 

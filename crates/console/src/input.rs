@@ -1,6 +1,8 @@
-//! What comes from the terminal and the system while the whole screen is ours: keys, a new size, signals.
+//! What comes from the terminal and the system while the whole screen is ours: keys, a new size,
+//! signals.
 //!
-//! Two threads, because both can only be waited for; whoever listens hears them in the order they come.
+//! Two threads, because both can only be waited for; whoever listens hears them in the order they
+//! come.
 //!
 //! Never decides what a key means.
 
@@ -22,8 +24,9 @@ pub enum Input {
     End,
 }
 
-/// Blocks the signals in this thread and those it starts afterwards, and calls `hear` for all that comes, until it returns false. To be called
-/// before there is another thread: a signal goes to any that does not block it.
+/// Blocks the signals in this thread and those it starts afterwards, and calls `hear` for all that
+/// comes, until it returns false. To be called before there is another thread: a signal goes to any
+/// that does not block it.
 ///
 /// # Errors
 /// Where no thread can be had.

@@ -108,7 +108,8 @@ impl Chosen {
         self.take(names, next)
     }
 
-    /// Chooses what stands where the chosen row was, if that is gone; the first, if `stays` is not set.
+    /// Chooses what stands where the chosen row was, if that is gone; the first, if `stays` is not
+    /// set.
     pub fn settle(&mut self, names: &[&str], stays: bool) {
         if stays && names.contains(&self.name.as_str()) {
             return;

@@ -1,4 +1,5 @@
-//! How a command of weir speaks: numbers, tables, progress, errors, exit status, and what a signal does to it.
+//! How a command of weir speaks: numbers, tables, progress, errors, exit status, and what a signal
+//! does to it.
 //!
 //! ```text
 //!   figures, table       numbers and columns for people
@@ -9,8 +10,9 @@
 //!   descriptors          how many files a process may have open
 //! ```
 //!
-//! Here itself: the exit status (0 done, 1 failed, 2 wrong use of the command line), the form of an error,
-//! `weir: <what>: <why> (<what to do>)` on standard error, where results go, and a reactor to do I/O on.
+//! Here itself: the exit status (0 done, 1 failed, 2 wrong use of the command line), the form of an
+//! error, `weir: <what>: <why> (<what to do>)` on standard error, where results go, and a reactor
+//! to do I/O on.
 //!
 //! Never knows what a command does, nor which there are.
 

@@ -1,4 +1,5 @@
-//! What a long command is at: a bar on a terminal, a line for each step elsewhere. On standard error, since results go to standard output.
+//! What a long command is at: a bar on a terminal, a line for each step elsewhere. On standard
+//! error, since results go to standard output.
 //!
 //! Never draws a bar where nobody looks on.
 

@@ -82,7 +82,8 @@ impl Screen {
     pub fn enter() -> io::Result<Self> {
         let before = panic::take_hook();
         panic::set_hook(Box::new(move |information| {
-            // First, or the message would be drawn over, in a terminal that does not even break lines.
+            // First, or the message would be drawn over, in a terminal that does not even break
+            // lines.
             leave();
             before(information);
         }));
@@ -108,8 +109,8 @@ impl Screen {
         // Not SIGTSTP, which is awaited like the others: this cannot be.
         raise(Signal::SIGSTOP)?;
         take()?;
-        // A new one, which draws everything. `Terminal::clear` would ask the terminal where its cursor is, and the
-        // answer would go to whoever reads the keys.
+        // A new one, which draws everything. `Terminal::clear` would ask the terminal where its
+        // cursor is, and the answer would go to whoever reads the keys.
         self.terminal = Terminal::new(CrosstermBackend::new(stdout()))?;
         Ok(())
     }

@@ -19,8 +19,8 @@ pub enum Request {
 pub struct Signals(SigSet);
 
 impl Signals {
-    /// Blocks them. To be called before other threads start: a signal goes to any thread that does not block it,
-    /// and there it would end the process on the spot.
+    /// Blocks them. To be called before other threads start: a signal goes to any thread that does
+    /// not block it, and there it would end the process on the spot.
     ///
     /// # Errors
     /// None that is known; the system call has one.

@@ -1,4 +1,5 @@
-//! Commands that make something only for as long as they run: a signal undoes it before it ends them.
+//! Commands that make something only for as long as they run: a signal undoes it before it ends
+//! them.
 
 use std::{
     process,
@@ -16,7 +17,8 @@ pub struct Undo(Arc<Mutex<Vec<Step>>>);
 type Step = Box<dyn Fn() + Send>;
 
 impl Undo {
-    /// From now on signals undo what was made and end the process. To be called before any other thread starts.
+    /// From now on signals undo what was made and end the process. To be called before any other
+    /// thread starts.
     ///
     /// # Errors
     /// Where signals cannot be awaited, or no thread can be had.
@@ -35,7 +37,8 @@ impl Undo {
         Ok(this)
     }
 
-    /// Makes something, and knows how to undo it before a signal can be heard. To undo what is already gone must do no harm.
+    /// Makes something, and knows how to undo it before a signal can be heard. To undo what is
+    /// already gone must do no harm.
     ///
     /// # Errors
     /// Those of `make`.

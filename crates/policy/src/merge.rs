@@ -67,7 +67,8 @@ pub struct Bounds {
 }
 
 impl Default for Bounds {
-    /// 1024 segments, Linux's `IOV_MAX`; 32 MiB, the largest request that NBD has every server accept.
+    /// 1024 segments, Linux's `IOV_MAX`; 32 MiB, the largest request that NBD has every server
+    /// accept.
     fn default() -> Self {
         Self { segments: 1024, bytes: 32 << 20 }
     }
@@ -88,10 +89,11 @@ impl Planner {
         Self { order: Vec::new(), ends: Vec::new() }
     }
 
-    /// Divides a batch, given in the order of arrival, into groups of requests that may be one I/O each.
+    /// Divides a batch, given in the order of arrival, into groups of requests that may be one I/O
+    /// each.
     ///
-    /// Costs O(n) for most batches that hold nothing to merge, O(n log n) for others, next to nothing for a batch of
-    /// one. Allocates only when the batch is larger than any before.
+    /// Costs O(n) for most batches that hold nothing to merge, O(n log n) for others, next to
+    /// nothing for a batch of one. Allocates only when the batch is larger than any before.
     pub fn plan(&mut self, batch: &[Candidate], bounds: Bounds) -> Plan<'_> {
         self.order.clear();
         self.ends.clear();
@@ -175,10 +177,12 @@ impl Planner {
 
 /// Whether some request may begin where another ends; `false` is certain, `true` is not.
 ///
-/// Most batches hold nothing to merge, and sorting them to find that out would be most of what planning costs. This
-/// marks where requests begin in a small table, by a hash, and looks up where they end: linear.
+/// Most batches hold nothing to merge, and sorting them to find that out would be most of what
+/// planning costs. This marks where requests begin in a small table, by a hash, and looks up where
+/// they end: linear.
 fn may_have_neighbours(run: &[Candidate]) -> bool {
-    // With 32 requests, one batch in eight is sorted in vain; with many, the table is full and all are.
+    // With 32 requests, one batch in eight is sorted in vain; with many, the table is full and all
+    // are.
     let mut begins = [0u64; 128];
     let place = |offset: u64| {
         // The top bits of a product with 2⁶⁴ divided by the golden ratio (Knuth, TAOCP 6.4).
@@ -205,8 +209,9 @@ fn adjacent(earlier: &Candidate, later: &Candidate) -> bool {
 
 /// A batch, divided into groups.
 ///
-/// Carried out group after group, it does what the batch in its order of arrival does. Between barriers the groups do
-/// not overlap where it matters unless the requests did, so they may run together whenever the requests might have.
+/// Carried out group after group, it does what the batch in its order of arrival does. Between
+/// barriers the groups do not overlap where it matters unless the requests did, so they may run
+/// together whenever the requests might have.
 #[derive(Clone, Copy, Debug)]
 pub struct Plan<'a> {
     order: &'a [usize],
@@ -214,7 +219,8 @@ pub struct Plan<'a> {
 }
 
 impl<'a> Plan<'a> {
-    /// The groups: each the indices of its requests in the batch, by rising offset, end to end without a gap.
+    /// The groups: each the indices of its requests in the batch, by rising offset, end to end
+    /// without a gap.
     pub fn groups(&self) -> impl ExactSizeIterator<Item = &'a [usize]> + use<'a> {
         let Self { order, ends } = *self;
         let mut start = 0;

@@ -34,7 +34,8 @@ impl Instant {
 
     /// Nanoseconds from `earlier` to `self`; zero if `earlier` is in fact later.
     ///
-    /// Two workers read the clock before they take a group's lock, so their instants may arrive out of order.
+    /// Two workers read the clock before they take a group's lock, so their instants may arrive out
+    /// of order.
     pub const fn nanos_since(self, earlier: Self) -> u64 {
         self.0.saturating_sub(earlier.0)
     }

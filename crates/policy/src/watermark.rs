@@ -65,16 +65,17 @@ pub struct Rates {
 impl Capacity {
     /// How much of the device these rates are, in thousandths: the larger of operations and bytes.
     ///
-    /// A mix of reads and writes takes the sum of what each takes of its own. `None` if that is unknown for all that was
-    /// done. More than 1000 is possible: a device is at times faster than when it was measured.
+    /// A mix of reads and writes takes the sum of what each takes of its own. `None` if that is
+    /// unknown for all that was done. More than 1000 is possible: a device is at times faster than
+    /// when it was measured.
     pub fn use_of(&self, rates: Rates) -> Option<u64> {
         let operations = part(rates.read_iops, self.read_iops, rates.write_iops, self.write_iops);
         let bytes = part(rates.read_bps, self.read_bps, rates.write_bps, self.write_bps);
         operations.max(bytes)
     }
 
-    /// What a reservation can be promised of, in operations and bytes per second: the slower of reading and writing.
-    /// 0 where one of them is unknown.
+    /// What a reservation can be promised of, in operations and bytes per second: the slower of
+    /// reading and writing. 0 where one of them is unknown.
     pub fn reservable(&self) -> (u64, u64) {
         (self.read_iops.min(self.write_iops), self.read_bps.min(self.write_bps))
     }
@@ -129,7 +130,8 @@ impl Watermark {
 pub struct Sample {
     /// How much of the device was in use, in thousandths ([`Capacity::use_of`], or its busy time).
     pub used: u64,
-    /// How many times their limits, in thousandths, all the groups with a watermark took together ([`Consumed::together`]).
+    /// How many times their limits, in thousandths, all the groups with a watermark took together
+    /// ([`Consumed::together`]).
     pub together: u64,
     /// The same of the one that took most of its own ([`Consumed::most`]).
     pub most: u64,
@@ -142,7 +144,8 @@ impl Sample {
     }
 }
 
-/// What use is steered to while limits hold: below saturation, where the device and not the limits would share.
+/// What use is steered to while limits hold: below saturation, where the device and not the limits
+/// would share.
 const TARGET: f64 = 0.98;
 /// From here on the device counts as saturated.
 const SATURATED: f64 = 0.99;
@@ -150,9 +153,11 @@ const SATURATED: f64 = 0.99;
 const HYSTERESIS: f64 = 0.05;
 /// Samples are smoothed over this time, in seconds.
 const SMOOTHING_S: f64 = 0.15;
-/// How much of the relative error the factor is moved by, a second: 1 / (2 × smoothing) damps by 0.7.
+/// How much of the relative error the factor is moved by, a second: 1 / (2 × smoothing) damps by
+/// 0.7.
 const GAIN: f64 = 1.0 / (2.0 * SMOOTHING_S);
-/// How fast the factor falls on a saturated device, by second; and how much faster with each second that it lasts.
+/// How fast the factor falls on a saturated device, by second; and how much faster with each second
+/// that it lasts.
 const FALL: f64 = 0.07;
 const FALL_FASTER: f64 = 4.0;
 const FALL_FASTEST: f64 = 2.5;
@@ -161,8 +166,9 @@ const UNANSWERED: f64 = 4.0;
 /// Use has risen if it has by this factor, and by so much of the device.
 const ANSWER: f64 = 1.1;
 const LEAST_ANSWER: f64 = 0.02;
-/// A factor so many times above what the one took that is furthest above its limits holds nobody. Where requests come in lumps, that is true in
-/// between of any factor: so what was taken is forgotten as slowly as this, in seconds.
+/// A factor so many times above what the one took that is furthest above its limits holds nobody.
+/// Where requests come in lumps, that is true in between of any factor: so what was taken is
+/// forgotten as slowly as this, in seconds.
 const UNBOUND: f64 = 1.25;
 const LATELY_S: f64 = 2.0;
 /// Samples further apart than this, in seconds, say nothing of what was between them.
@@ -170,8 +176,9 @@ const STALE_S: f64 = 1.0;
 
 /// Decides how the limits of all groups with a watermark on one device are enforced.
 ///
-/// Call [`observe`](Controller::observe) about every 50 ms, and after each ask [`enforcement`](Controller::enforcement) for
-/// every watermark that a group on the device has: what is not asked for is forgotten.
+/// Call [`observe`](Controller::observe) about every 50 ms, and after each ask
+/// [`enforcement`](Controller::enforcement) for every watermark that a group on the device has:
+/// what is not asked for is forgotten.
 #[derive(Clone, Debug)]
 pub struct Controller {
     last: Option<Instant>,
@@ -189,7 +196,8 @@ pub struct Controller {
     factor: f64,
     /// Factor and use when use last answered to the factor.
     answered: (f64, f64),
-    /// Seconds for which the device has been saturated, by its smoothed use, and for which every sample was.
+    /// Seconds for which the device has been saturated, by its smoothed use, and for which every
+    /// sample was.
     saturated_s: f64,
     full_s: f64,
 }
@@ -272,8 +280,9 @@ impl Controller {
         let change = if is_saturated {
             self.saturated_s += elapsed_s;
             let fall = (FALL + FALL_FASTER * self.saturated_s).min(FALL_FASTEST);
-            // Where requests come in lumps (writeback), use is far above what the device can do at times, and nothing in between. What it
-            // lacks then makes the factor rise; what it exceeds must make it fall by as much, or the factor would rise for ever.
+            // Where requests come in lumps (writeback), use is far above what the device can do at
+            // times, and nothing in between. What it lacks then makes the factor rise; what it
+            // exceeds must make it fall by as much, or the factor would rise for ever.
             -fall.max(GAIN * (self.used - TARGET) / TARGET)
         } else {
             self.saturated_s = 0.0;
@@ -281,7 +290,8 @@ impl Controller {
         };
         let (factor_then, used_then) = self.answered;
         let rose = self.used >= used_then * ANSWER + LEAST_ANSWER;
-        // What falls has not answered either, but demand has changed: another four times may show something.
+        // What falls has not answered either, but demand has changed: another four times may show
+        // something.
         let fell = self.used <= used_then / ANSWER - LEAST_ANSWER;
         if change <= 0.0 || rose || fell {
             self.answered = (self.factor, self.used);

@@ -67,8 +67,8 @@ pub struct Identity {
 }
 
 impl Identity {
-    /// The disk that a device of this number is, or is a part of, or (of a file system without a number of its own, such as
-    /// Btrfs) is mounted from.
+    /// The disk that a device of this number is, or is a part of, or (of a file system without a
+    /// number of its own, such as Btrfs) is mounted from.
     ///
     /// # Errors
     /// If there is none: the file system is in memory, on the network, or a layer over others.
@@ -99,14 +99,16 @@ impl Identity {
         format!("/dev/{}", self.name)
     }
 
-    /// What it is called for good, with its size: `wwid eui.0025385b71b00d12, 512110190592 bytes`. A disk that says nothing of itself is
-    /// called by its number, and may be mistaken for another of the same size.
+    /// What it is called for good, with its size: `wwid eui.0025385b71b00d12, 512110190592 bytes`.
+    /// A disk that says nothing of itself is called by its number, and may be mistaken for another
+    /// of the same size.
     pub fn key(&self) -> &str {
         &self.key
     }
 
-    /// Whether it can be the disk that had this [`key`](Identity::key). One that was made longer or shorter since still is, as is a loop device
-    /// with another file; and of one that says nothing of itself nothing else is known.
+    /// Whether it can be the disk that had this [`key`](Identity::key). One that was made longer or
+    /// shorter since still is, as is a loop device with another file; and of one that says nothing
+    /// of itself nothing else is known.
     pub fn can_be(&self, key: &str) -> bool {
         let who = |key: &str| key.rsplit_once(", ").map_or_else(|| key.to_owned(), |(who, _)| who.to_owned());
         let now = who(&self.key);
@@ -120,7 +122,8 @@ impl Identity {
 }
 
 fn key(directory: &Path, number: Number) -> String {
-    // The most unique first. All are documented in the kernel's Documentation/ABI, sysfs-block and its drivers'.
+    // The most unique first. All are documented in the kernel's Documentation/ABI, sysfs-block and
+    // its drivers'.
     const ATTRIBUTES: [(&str, &str); 7] = [
         ("wwid", "wwid"),
         ("wwid", "device/wwid"),
@@ -151,8 +154,8 @@ fn parse_number(text: &str) -> Option<Number> {
     Some(Number { major: major.parse().ok()?, minor: minor.parse().ok()? })
 }
 
-/// The device that a file system without a device's number is mounted from (proc_pid_mountinfo(5): the third field is the
-/// number, the second after the hyphen the source).
+/// The device that a file system without a device's number is mounted from (proc_pid_mountinfo(5):
+/// the third field is the number, the second after the hyphen the source).
 fn mounted_from(number: Number, mounts: &Path) -> io::Result<Number> {
     let none = || io::Error::new(io::ErrorKind::NotFound, "the file system is on no disk of this machine");
     let text = fs::read_to_string(mounts)?;

@@ -120,7 +120,8 @@ fn below(mut storage: &Storage) -> Below<'_> {
     }
 }
 
-/// The device under a disk, as it can be told apart from others, without reading anything of it. `None` for disks in memory.
+/// The device under a disk, as it can be told apart from others, without reading anything of it.
+/// `None` for disks in memory.
 ///
 /// # Errors
 /// If a file lies on nothing that the machine knows as a disk, such as a network file system.
@@ -136,7 +137,8 @@ pub fn id_of(disk: &Disk, roots: &Roots) -> io::Result<Option<DeviceId>> {
 }
 
 impl Device {
-    /// The device under a disk. `measured` says what is known of it, from the name that it has for good.
+    /// The device under a disk. `measured` says what is known of it, from the name that it has for
+    /// good.
     ///
     /// `None` for disks in memory, which have no device.
     ///
@@ -216,7 +218,8 @@ impl Device {
         }
     }
 
-    /// How much of it has been in use lately, in thousandths: since the last time somebody asked here, or since it was made.
+    /// How much of it has been in use lately, in thousandths: since the last time somebody asked
+    /// here, or since it was made.
     ///
     /// # Errors
     /// If its statistics cannot be read; the device may be gone.
@@ -263,7 +266,8 @@ pub struct Meter {
 }
 
 impl Meter {
-    /// The use of `device` since the last measure, in thousandths; `None` the first time, and before 20 ms have passed.
+    /// The use of `device` since the last measure, in thousandths; `None` the first time, and
+    /// before 20 ms have passed.
     ///
     /// May exceed 1000 a little: a measured capacity is a median, and requests complete in lumps.
     ///
@@ -296,7 +300,8 @@ fn used(capacity: Option<&Capacity>, before: Reading, after: Reading, elapsed: D
     }
 }
 
-/// The part of what a device could have done in `elapsed` that it has; `None` if something was done whose capacity is not known.
+/// The part of what a device could have done in `elapsed` that it has; `None` if something was done
+/// whose capacity is not known.
 fn share(capacity: &Capacity, done: &Statistics, elapsed: Duration) -> Option<u32> {
     let a_second = |amount: u64| {
         let scaled = u128::from(amount) * u128::from(NANOS_PER_SECOND) / elapsed.as_nanos().max(1);

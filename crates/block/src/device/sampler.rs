@@ -33,10 +33,12 @@ use policy::{
 use super::{Device, DeviceId, Observed};
 use crate::reactor::{JoinHandle, now, sleep_until, spawn_joinable};
 
-/// Time between two samples. Within a second the controller is to have found its way, and a device does something in most of them.
+/// Time between two samples. Within a second the controller is to have found its way, and a device
+/// does something in most of them.
 const INTERVAL: Duration = Duration::from_millis(50);
 
-/// Something with limits and a watermark: a group, or a disk without one. Told apart by its address.
+/// Something with limits and a watermark: a group, or a disk without one. Told apart by its
+/// address.
 pub trait Target: fmt::Debug + Send + Sync {
     /// What it is called.
     fn name(&self) -> &str;
@@ -53,7 +55,8 @@ pub trait Target: fmt::Debug + Send + Sync {
 /// A target with the devices under it.
 #[derive(Clone, Debug)]
 pub struct Subject {
-    /// What is held to its limits, or not. Watched as long as it is there; the watching does not keep it.
+    /// What is held to its limits, or not. Watched as long as it is there; the watching does not
+    /// keep it.
     pub target: Weak<dyn Target>,
     /// All that its disks lie on; empty if they are in memory.
     pub devices: Vec<Arc<Device>>,
@@ -81,7 +84,8 @@ struct Watched {
 }
 
 impl Sampler {
-    /// Watches these from now on, and only these. Those without a watermark are left out; what is known of devices that stay is kept.
+    /// Watches these from now on, and only these. Those without a watermark are left out; what is
+    /// known of devices that stay is kept.
     ///
     /// # Panics
     /// Outside a reactor.
@@ -182,7 +186,8 @@ impl Watched {
         }
     }
 
-    /// What has passed since the last time, beside what the limits would have let pass; `None` the first time.
+    /// What has passed since the last time, beside what the limits would have let pass; `None` the
+    /// first time.
     fn taken(&mut self, now: Instant) -> Option<Taken> {
         let target = self.subject.target.upgrade()?;
         let passed = target.passed();

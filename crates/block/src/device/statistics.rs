@@ -1,7 +1,7 @@
 //! What a disk has done since the machine started, as the kernel counts it.
 //!
-//! The fields are those of the kernel's Documentation/block/stat.rst. Requests are counted as the device saw them, after merging
-//! and splitting, when they completed.
+//! The fields are those of the kernel's Documentation/block/stat.rst. Requests are counted as the
+//! device saw them, after merging and splitting, when they completed.
 
 use std::{fs, io, os::unix::fs::FileExt as _, path::Path};
 

@@ -114,7 +114,8 @@ fn a_file_is_on_the_disk_of_its_file_system() {
     let path = file.path().to_str().expect("UTF-8").to_owned();
     sim::run(1, async move {
         let disk = disk("a", &path, None, &Budgets::default());
-        // On a machine whose file system is a layer over others there is no disk to find; that is said, not guessed.
+        // On a machine whose file system is a layer over others there is no disk to find; that is
+        // said, not guessed.
         let Ok(Some(id)) = id_of(&disk, &Roots::default()) else { return };
         let measured = |identity: &Identity| {
             assert_eq!(DeviceId::Physical(identity.number()), id);

@@ -89,7 +89,8 @@ impl Image {
         std::iter::successors(Some(self), |image| image.backing())
     }
 
-    /// Whether a file below was changed by others since it was opened, so that what was read from it is not to be had any more.
+    /// Whether a file below was changed by others since it was opened, so that what was read from
+    /// it is not to be had any more.
     pub fn has_changed_below(&self) -> bool {
         match self {
             Self::Raw(_) => false,
@@ -153,7 +154,8 @@ impl Image {
     /// See [`Storage::write`].
     ///
     /// # Errors
-    /// As there; [`Error::NOT_PERMITTED`](crate::error::Error::NOT_PERMITTED) also for a header that would change what the image is.
+    /// As there; [`Error::NOT_PERMITTED`](crate::error::Error::NOT_PERMITTED) also for a header
+    /// that would change what the image is.
     pub async fn write(&self, offset: u64, data: Segments, durability: Durability) -> Result<()> {
         match self {
             Self::Raw(raw) => raw.write(offset, data, durability).await,
@@ -161,7 +163,8 @@ impl Image {
         }
     }
 
-    /// See [`Storage::will_need`]. For a format that maps it would be the work that a hint should not make.
+    /// See [`Storage::will_need`]. For a format that maps it would be the work that a hint should
+    /// not make.
     pub async fn will_need(&self, offset: u64, length: u64) {
         match self {
             Self::Raw(raw) => raw.storage().will_need(offset, length).await,

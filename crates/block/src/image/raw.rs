@@ -141,7 +141,8 @@ impl Raw {
             return self.storage.discard(offset, length).await;
         };
         let _guard = locks.exclusive(0..HEADER_END).await;
-        // What is discarded reads as zeroes afterwards or stays: both must be raw, and what is there is.
+        // What is discarded reads as zeroes afterwards or stays: both must be raw, and what is
+        // there is.
         self.check_zeroed_header(offset, length).await?;
         self.storage.discard(offset, length).await
     }
@@ -158,8 +159,8 @@ fn copy_front(data: &Segments, target: &mut [u8]) -> usize {
     done
 }
 
-/// Opens the raw image that `spec` names: a path, `memory:SIZE` or `null:SIZE`. Images of any format are for
-/// [`open`](super::open).
+/// Opens the raw image that `spec` names: a path, `memory:SIZE` or `null:SIZE`. Images of any
+/// format are for [`open`](super::open).
 ///
 /// # Errors
 /// Everything that is wrong with it, said for people; also if it is, or looks, of another format.

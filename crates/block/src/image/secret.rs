@@ -25,10 +25,12 @@ impl Secret {
         Self(Zeroizing::new(bytes))
     }
 
-    /// Reads everything there is in `file`; blocks, where that is a pipe until its other end is closed.
+    /// Reads everything there is in `file`; blocks, where that is a pipe until its other end is
+    /// closed.
     ///
     /// # Errors
-    /// The system's, and [`ErrorKind::InvalidData`] if it is empty or longer than [`LONGEST_SECRET`].
+    /// The system's, and [`ErrorKind::InvalidData`] if it is empty or longer than
+    /// [`LONGEST_SECRET`].
     pub fn read(mut file: File) -> io::Result<Self> {
         // Never grown, so that no copy is left behind in memory that was given back.
         let mut bytes = Zeroizing::new(vec![0; LONGEST_SECRET + 1]);

@@ -34,7 +34,8 @@ pub(super) enum Arrival {
 pub(super) struct Remote {
     id: u64,
     arrivals: Mutex<Vec<Arrival>>,
-    /// Set while the reactor waits in the kernel, or is about to: only then is the eventfd worth a system call.
+    /// Set while the reactor waits in the kernel, or is about to: only then is the eventfd worth a
+    /// system call.
     asleep: AtomicBool,
     /// Anything in `arrivals`; lets the reactor look without taking the lock.
     pending: AtomicBool,
@@ -157,7 +158,8 @@ impl Executor {
         }
     }
 
-    /// Announces that the reactor is about to wait in the kernel. False if something has arrived: then it must not.
+    /// Announces that the reactor is about to wait in the kernel. False if something has arrived:
+    /// then it must not.
     pub(super) fn fall_asleep(&self) -> bool {
         self.remote.asleep.store(true, Ordering::SeqCst);
         let may_sleep = !self.remote.pending.load(Ordering::SeqCst);

@@ -63,8 +63,8 @@ fn with_current<T>(f: impl FnOnce(&Rc<Reactor>) -> T) -> T {
     CURRENT.with_borrow(|current| f(current.as_ref().expect("no reactor runs on this thread")))
 }
 
-/// Nanoseconds on the monotonic clock since the process first asked; one epoch for all threads, because groups
-/// of disks are shared between them.
+/// Nanoseconds on the monotonic clock since the process first asked; one epoch for all threads,
+/// because groups of disks are shared between them.
 fn real_now() -> Instant {
     static EPOCH: OnceLock<Clock> = OnceLock::new();
     let elapsed = EPOCH.get_or_init(Clock::now).elapsed();
@@ -82,10 +82,11 @@ pub fn now() -> Instant {
     })
 }
 
-/// The instant, as of the first time it was asked for in this turn of the loop: at most as old as the tasks that ran since.
+/// The instant, as of the first time it was asked for in this turn of the loop: at most as old as
+/// the tasks that ran since.
 ///
-/// For what is counted at every request, where a few microseconds matter less than reading the clock. Not for deadlines: what was waited
-/// for may seem not to have come yet.
+/// For what is counted at every request, where a few microseconds matter less than reading the
+/// clock. Not for deadlines: what was waited for may seem not to have come yet.
 ///
 /// # Panics
 /// Without a reactor on this thread.
@@ -96,7 +97,8 @@ pub fn recently() -> Instant {
     })
 }
 
-/// Runs `future` as a task of its own on this thread. It is polled once before this returns (in simulation the seed decides).
+/// Runs `future` as a task of its own on this thread. It is polled once before this returns (in
+/// simulation the seed decides).
 ///
 /// # Panics
 /// Without a reactor on this thread.
@@ -117,7 +119,8 @@ pub fn spawn_joinable<T: 'static>(future: impl Future<Output = T> + 'static) -> 
     task
 }
 
-/// As [`spawn`], with the result; dropping what is returned lets the task go on by itself. `None` if the reactor ended before the task did.
+/// As [`spawn`], with the result; dropping what is returned lets the task go on by itself. `None`
+/// if the reactor ended before the task did.
 ///
 /// For what must not stop half way because its client has gone.
 ///
@@ -176,8 +179,9 @@ pub async fn yield_now() {
     .await;
 }
 
-/// Says that nothing this thread serves is in a hurry: the next time it would sleep, it lets completions gather for some
-/// microseconds first and takes them together. For the caller who knows that its client has plenty to do.
+/// Says that nothing this thread serves is in a hurry: the next time it would sleep, it lets
+/// completions gather for some microseconds first and takes them together. For the caller who knows
+/// that its client has plenty to do.
 ///
 /// No effect in simulation, and on kernels before 6.12.
 pub fn linger() {
@@ -188,19 +192,21 @@ pub fn linger() {
     });
 }
 
-/// Runs `f` on a thread of its own and waits for it: for system calls that block and that io_uring lacks (SEEK_HOLE,
-/// opening a file). In simulation it runs in place.
+/// Runs `f` on a thread of its own and waits for it: for system calls that block and that io_uring
+/// lacks (SEEK_HOLE, opening a file). In simulation it runs in place.
 pub async fn blocking<T: Send + 'static>(f: impl FnOnce() -> T + Send + 'static) -> T {
     let simulated = with_current(|reactor| matches!(reactor.driver, Driver::Sim(_)));
     if simulated { f() } else { blocking::unblock(f).await }
 }
 
-/// Runs `future`, and everything it spawns, on this thread until `future` is done. Of the tasks that are left, those that are ready or
-/// wait for timers or I/O are dropped, and their I/O is cancelled and awaited; those that wait for each other or for another thread are
-/// never run again, and what they hold stays. So end them before `future` does.
+/// Runs `future`, and everything it spawns, on this thread until `future` is done. Of the tasks
+/// that are left, those that are ready or wait for timers or I/O are dropped, and their I/O is
+/// cancelled and awaited; those that wait for each other or for another thread are never run again,
+/// and what they hold stays. So end them before `future` does.
 ///
 /// # Errors
-/// Where io_uring cannot be set up: not in the kernel, or forbidden (`kernel.io_uring_disabled`, seccomp).
+/// Where io_uring cannot be set up: not in the kernel, or forbidden (`kernel.io_uring_disabled`,
+/// seccomp).
 ///
 /// # Panics
 /// If a reactor runs on this thread already.
@@ -241,7 +247,8 @@ impl Reactor {
         value.expect("the loop above ends once it is there")
     }
 
-    /// Polls a new task at once, so that work that can finish costs no trip through the queue; in simulation the seed decides.
+    /// Polls a new task at once, so that work that can finish costs no trip through the queue; in
+    /// simulation the seed decides.
     fn launch(&self, task: async_task::Runnable) {
         let at_once = match &self.driver {
             Driver::Uring(_) => true,
@@ -254,7 +261,8 @@ impl Reactor {
         }
     }
 
-    /// Drops the tasks that are left, as far as the reactor knows them, and waits for what the kernel still does on their behalf.
+    /// Drops the tasks that are left, as far as the reactor knows them, and waits for what the
+    /// kernel still does on their behalf.
     fn shut_down(&self) {
         loop {
             let timers = std::mem::take(&mut *self.timers.borrow_mut());
@@ -393,7 +401,8 @@ mod tests {
             yield_now().await;
             drop(reading);
             yield_now().await;
-            // The buffer is back in the pool only after the cancellation went through: until then a new one is elsewhere.
+            // The buffer is back in the pool only after the cancellation went through: until then a
+            // new one is elsewhere.
             drop(theirs);
             let (result, _) = op::receive(&fd, Buffer::new(4096), 0).await;
             assert_eq!(result.expect("end of file"), 0);

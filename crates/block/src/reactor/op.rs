@@ -57,7 +57,8 @@ pub async fn read_at(fd: &Fd, mut buffer: Buffer, offset: u64) -> (io::Result<us
         .offset(offset)
         .ioprio(priority::current())
         .build();
-    // SAFETY: a Buffer's memory stays where it is when the Buffer moves, and the descriptor is held with it.
+    // SAFETY: a Buffer's memory stays where it is when the Buffer moves, and the descriptor is held
+    // with it.
     let op = unsafe { Op::start(&entry, (fd.clone(), buffer)) };
     let (result, (_, buffer)) = op.await;
     (result.map(|count| count as usize), buffer)
@@ -142,7 +143,8 @@ pub async fn read_ahead(fd: &Fd, offset: u64, length: u64) -> io::Result<()> {
     op.await.0.map(drop)
 }
 
-/// Receives into `buffer` behind its first `filled` bytes; returns how many bytes, 0 when the peer has closed.
+/// Receives into `buffer` behind its first `filled` bytes; returns how many bytes, 0 when the peer
+/// has closed.
 ///
 /// # Errors
 /// As `recv(2)`.
@@ -174,7 +176,8 @@ pub async fn send(fd: &Fd, segments: Segments) -> (io::Result<usize>, Segments) 
     (result.map(|count| count as usize), segments)
 }
 
-/// Bytes sent on a stream socket that are still on their way: for a Unix socket, what the peer has not read yet.
+/// Bytes sent on a stream socket that are still on their way: for a Unix socket, what the peer has
+/// not read yet.
 ///
 /// # Errors
 /// As `ioctl(2)` with `SIOCOUTQ`; `ENOTTY` or `EOPNOTSUPP` for what is no such socket.
@@ -198,7 +201,8 @@ pub async fn accept(fd: &Fd) -> io::Result<OwnedFd> {
         .build();
     // SAFETY: the entry refers to the descriptor alone.
     let op = unsafe { Op::start(&entry, fd.clone()) };
-    // A client that was accepted for nobody is told so at once, instead of waiting for the process to end.
+    // A client that was accepted for nobody is told so at once, instead of waiting for the process
+    // to end.
     let op = op.or_else(|_, result| drop(accepted(result)));
     let descriptor = op.await.0?;
     accepted(i32::try_from(descriptor).unwrap_or(-1)).ok_or(io::Error::from_raw_os_error(libc::EBADF))
@@ -221,7 +225,8 @@ pub async fn readable(fd: &Fd) -> io::Result<()> {
     op.await.0.map(drop)
 }
 
-/// Pointers to segments, at an address that stays: few are kept inline in the box, many in its own memory.
+/// Pointers to segments, at an address that stays: few are kept inline in the box, many in its own
+/// memory.
 struct Vectors(Box<SmallVec<[libc::iovec; 8]>>);
 
 impl Vectors {
@@ -244,7 +249,8 @@ struct Message {
 
 impl Message {
     fn new(vectors: Vectors) -> Self {
-        // SAFETY: msghdr is a C structure of integers and pointers, for which all zeroes means "nothing there".
+        // SAFETY: msghdr is a C structure of integers and pointers, for which all zeroes means
+        // "nothing there".
         let header = unsafe { std::mem::zeroed() };
         Self { header, vectors }
     }

@@ -24,7 +24,8 @@ impl Signal {
         }
     }
 
-    /// Waits until the flag is raised, and lowers it. For one task at a time: a second one would take the first one's place.
+    /// Waits until the flag is raised, and lowers it. For one task at a time: a second one would
+    /// take the first one's place.
     pub async fn wait(&self) {
         poll_fn(|context| {
             if self.raised.replace(false) {

@@ -60,7 +60,8 @@ pub fn run<T: 'static>(seed: u64, future: impl Future<Output = T> + 'static) -> 
     Reactor::enter(executor, Driver::Sim(sim), future, Sim::turn)
 }
 
-/// The simulation's source of randomness: for simulated storages and test clients, so that one seed decides everything.
+/// The simulation's source of randomness: for simulated storages and test clients, so that one seed
+/// decides everything.
 ///
 /// # Panics
 /// Outside [`run`].

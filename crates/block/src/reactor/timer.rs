@@ -1,4 +1,5 @@
-//! Timers: tasks that wait for an instant, in an ordered map. The reactor asks for the earliest and fires those that are due.
+//! Timers: tasks that wait for an instant, in an ordered map. The reactor asks for the earliest and
+//! fires those that are due.
 
 use std::{
     collections::BTreeMap,
@@ -11,7 +12,8 @@ use policy::time::{Duration, Instant};
 
 use super::{now, with_current};
 
-/// Waiting tasks by deadline; the number tells timers of one instant apart and keeps them in order of arrival.
+/// Waiting tasks by deadline; the number tells timers of one instant apart and keeps them in order
+/// of arrival.
 #[derive(Default)]
 pub(super) struct Timers {
     waiting: BTreeMap<(Instant, u64), Waker>,

@@ -28,9 +28,11 @@ use super::{Driver, Reactor, real_now, with_current};
 const SUBMISSIONS: u32 = 256;
 /// Completion queue entries; what overflows waits in the kernel (`IORING_FEAT_NODROP`).
 const COMPLETIONS: u32 = 4096;
-/// How long [`super::linger`] lets completions gather, in microseconds: a few requests' worth of a fast client's time.
+/// How long [`super::linger`] lets completions gather, in microseconds: a few requests' worth of a
+/// fast client's time.
 const LINGER_US: u32 = 8;
-/// Tasks run between two looks at the ring, so that a busy task cannot keep completions waiting for long.
+/// Tasks run between two looks at the ring, so that a busy task cannot keep completions waiting for
+/// long.
 const TASKS_PER_TURN: usize = 256;
 /// The operation that waits for other threads' wake-ups is not in the table.
 const EVENT: u64 = u64::MAX;
@@ -39,9 +41,10 @@ const CANCELLATION: u64 = u64::MAX - 1;
 
 /// How long to look for completions before sleeping.
 ///
-/// Waking a sleeping thread costs tens of microseconds on a virtual machine (the idle core has to be woken by the hypervisor), which is
-/// as long as a fast device needs for a request. So the reactor polls, but only while completions have been arriving faster than
-/// `limit` apart: an idle daemon sleeps.
+/// Waking a sleeping thread costs tens of microseconds on a virtual machine (the idle core has to
+/// be woken by the hypervisor), which is as long as a fast device needs for a request. So the
+/// reactor polls, but only while completions have been arriving faster than `limit` apart: an idle
+/// daemon sleeps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Polling {
     /// Longest time to poll at a stretch; zero never polls.
@@ -75,8 +78,8 @@ enum Slot {
     Abandoned(Orphan),
 }
 
-/// Takes care of what an operation leaves when nobody waits for it any more; called with its result. Until then it holds the
-/// memory that the kernel works on.
+/// Takes care of what an operation leaves when nobody waits for it any more; called with its
+/// result. Until then it holds the memory that the kernel works on.
 type Orphan = Box<dyn FnOnce(i32)>;
 
 pub(super) struct Uring {
@@ -180,18 +183,21 @@ impl Uring {
             Wait::Lingering(time) => {
                 let timespec = types::Timespec::from(time);
                 let arguments = types::SubmitArgs::new().timespec(&timespec).min_wait_usec(LINGER_US);
-                // More than can come in the time: so the time decides, and afterwards one completion is enough.
+                // More than can come in the time: so the time decides, and afterwards one
+                // completion is enough.
                 ring.submitter().submit_with_args(SUBMISSIONS as usize, &arguments)
             }
         };
         match result.map_err(|error| error.raw_os_error()) {
-            // EBUSY, EAGAIN: the kernel is short of room; reaping makes some, and the next turn submits the rest.
+            // EBUSY, EAGAIN: the kernel is short of room; reaping makes some, and the next turn
+            // submits the rest.
             Ok(_) | Err(Some(libc::ETIME | libc::EINTR | libc::EBUSY | libc::EAGAIN)) => {}
             Err(error) => panic!("io_uring_enter failed with {error:?}: the ring is set up wrongly"),
         }
     }
 
-    /// Waits for a completion, a wake-up from another thread, or `next_timer`: polls first if that has been paying.
+    /// Waits for a completion, a wake-up from another thread, or `next_timer`: polls first if that
+    /// has been paying.
     fn wait(&self, reactor: &Reactor, next_timer: Option<Instant>) {
         let lingers = self.linger.take();
         let polls = !self.polling.limit.is_zero();
@@ -240,8 +246,8 @@ impl Uring {
         !ring.completion().is_empty() || ring.submission().taskrun()
     }
 
-    /// Remembers how long nothing happened. One long pause forgets a busy past at once; a busy present is believed slowly,
-    /// so polling begins only in a steady stream.
+    /// Remembers how long nothing happened. One long pause forgets a busy past at once; a busy
+    /// present is believed slowly, so polling begins only in a steady stream.
     fn note_gap(&self, began: Instant) {
         let gap = real_now().nanos_since(began);
         let limit = duration_ns(self.polling.limit);
@@ -298,7 +304,8 @@ impl Uring {
         }
         let fd = types::Fd(reactor.executor.remote().event.as_raw_fd());
         let entry = opcode::Read::new(fd, self.event_counter.as_ptr().cast(), 8).build().user_data(EVENT);
-        // SAFETY: `event_counter` is boxed and lives as long as the ring; `cancel_all` ends the read before both go.
+        // SAFETY: `event_counter` is boxed and lives as long as the ring; `cancel_all` ends the
+        // read before both go.
         unsafe { self.push(&entry) };
     }
 
@@ -310,7 +317,8 @@ impl Uring {
             if unsafe { self.ring.borrow_mut().submission().push(entry) }.is_ok() {
                 return;
             }
-            // Full: make room. Where the kernel is short of room itself it wants completions to be taken first.
+            // Full: make room. Where the kernel is short of room itself it wants completions to be
+            // taken first.
             self.enter(Wait::No);
             self.reap();
         }
@@ -325,8 +333,8 @@ impl Uring {
         }
     }
 
-    /// Cancels what is in flight and waits until the kernel has let go of all of it. (`IORING_REGISTER_SYNC_CANCEL` is as old as
-    /// Linux 6.0.)
+    /// Cancels what is in flight and waits until the kernel has let go of all of it.
+    /// (`IORING_REGISTER_SYNC_CANCEL` is as old as Linux 6.0.)
     pub(super) fn cancel_all(&self) {
         let in_flight = || {
             let waiting = self.slots.borrow().iter().any(|(_, slot)| !matches!(slot, Slot::Complete(_)));
@@ -334,7 +342,8 @@ impl Uring {
         };
         while in_flight() {
             self.enter(Wait::No);
-            // Errors say that there was nothing left to cancel, or that it is too late to: then it completes by itself.
+            // Errors say that there was nothing left to cancel, or that it is too late to: then it
+            // completes by itself.
             let _ = self.ring.borrow().submitter().register_sync_cancel(
                 Some(types::Timespec::new().nsec(1_000_000)),
                 types::CancelBuilder::any(),
@@ -377,8 +386,8 @@ impl<R: 'static> Op<R> {
     /// Queues `entry`; it is submitted at the end of this turn.
     ///
     /// # Safety
-    /// All memory and file descriptors that `entry` refers to must be owned by `resource`, at addresses that do not change
-    /// when `resource` is moved.
+    /// All memory and file descriptors that `entry` refers to must be owned by `resource`, at
+    /// addresses that do not change when `resource` is moved.
     ///
     /// # Panics
     /// In simulation: there is no kernel there.
@@ -387,7 +396,8 @@ impl<R: 'static> Op<R> {
         let Driver::Uring(uring) = &reactor.driver else { panic!("a system call in simulation") };
         let key = uring.slots.borrow_mut().insert(Slot::Awaited(None));
         let entry = entry.clone().user_data(key as u64);
-        // SAFETY: `resource` is kept until completion: by this Op, or in the slot if it is dropped before.
+        // SAFETY: `resource` is kept until completion: by this Op, or in the slot if it is dropped
+        // before.
         unsafe { uring.push(&entry) };
         Self { reactor, key, resource: Some(resource), orphan: |resource, _| drop(resource) }
     }
@@ -456,7 +466,8 @@ impl<R: 'static> Drop for Op<R> {
 }
 
 impl<R: 'static> Op<R> {
-    /// Asks the kernel to end the operation early; whether it can or not, its completion frees the slot.
+    /// Asks the kernel to end the operation early; whether it can or not, its completion frees the
+    /// slot.
     fn cancel(&self) {
         let entry = opcode::AsyncCancel::new(self.key as u64).build().user_data(CANCELLATION);
         // SAFETY: the entry refers to no memory.

@@ -48,8 +48,8 @@ impl Worker {
         self.remote.send(Arrival::Job(Box::new(move || spawn(make()))));
     }
 
-    /// Ends the thread and waits for it; [`run`] says what becomes of tasks that are left. Workers that share groups of disks stop
-    /// together: a group's timer may live on any of them.
+    /// Ends the thread and waits for it; [`run`] says what becomes of tasks that are left. Workers
+    /// that share groups of disks stop together: a group's timer may live on any of them.
     ///
     /// # Errors
     /// What [`run`] returned.

@@ -1,4 +1,5 @@
-//! Any client alignment over a device that wants blocks: O_DIRECT files, block devices, simulated disks.
+//! Any client alignment over a device that wants blocks: O_DIRECT files, block devices, simulated
+//! disks.
 //!
 //! ```text
 //!   a request        ▕░░░░░████████████████░░░▏         ▕░░░▏ bytes of others in the same block
@@ -6,19 +7,22 @@
 //!                  ▲ read, patched, written ▲
 //! ```
 //!
-//! - A request that suits the device passes straight through; a write then takes a shared range lock, which is two
-//!   atomic additions ([`RangeLocks`]).
+//! - A request that suits the device passes straight through; a write then takes a shared range
+//!   lock, which is two atomic additions ([`RangeLocks`]).
 //! - An unaligned read goes through a larger aligned buffer.
-//! - An unaligned write reads the blocks at its edges, patches them and writes whole blocks, with its blocks locked
-//!   exclusively. It runs as a task of its own: if its client goes away half way, it still keeps the lock until the kernel is done.
-//!   A lock given up earlier would let others write what the late write then overwrites with old bytes.
-//! - Zeroing is passed on for whole blocks; edges are written. Discarding leaves partial blocks alone: it is a hint.
-//! - A file whose size is no multiple of the block ends in a **tail** that the device cannot write without making the
-//!   file longer. The tail begins at the last multiple of block *and* page below the end, and goes through the page cache
-//!   ([`Device::read_buffered`]), to the byte. No page then has bytes of both ways: a page written back late
-//!   cannot undo a direct write beside it.
-//! - A resize takes everything exclusively. So whatever changes bytes looks, once it has its lock, whether its range is still inside:
-//!   a write that was on its way when a file was cut would make it longer again.
+//! - An unaligned write reads the blocks at its edges, patches them and writes whole blocks, with
+//!   its blocks locked exclusively. It runs as a task of its own: if its client goes away half way,
+//!   it still keeps the lock until the kernel is done. A lock given up earlier would let others
+//!   write what the late write then overwrites with old bytes.
+//! - Zeroing is passed on for whole blocks; edges are written. Discarding leaves partial blocks
+//!   alone: it is a hint.
+//! - A file whose size is no multiple of the block ends in a **tail** that the device cannot write
+//!   without making the file longer. The tail begins at the last multiple of block *and* page below
+//!   the end, and goes through the page cache ([`Device::read_buffered`]), to the byte. No page
+//!   then has bytes of both ways: a page written back late cannot undo a direct write beside it.
+//! - A resize takes everything exclusively. So whatever changes bytes looks, once it has its lock,
+//!   whether its range is still inside: a write that was on its way when a file was cut would make
+//!   it longer again.
 //!
 //! Never lets a device see a request that does not suit it.
 
@@ -35,7 +39,8 @@ use crate::{
     reactor,
 };
 
-/// A read-modify-write up to this long reads all its blocks at once rather than those at its edges one by one.
+/// A read-modify-write up to this long reads all its blocks at once rather than those at its edges
+/// one by one.
 const READ_AT_ONCE: usize = 64 << 10;
 
 /// What a device wants of requests. Both are powers of two; 1 means anything goes.
@@ -71,8 +76,8 @@ impl Alignment {
     }
 }
 
-/// What lies under [`Align`]. The contract is that of [`Storage`](super::Storage), except that reads, writes, zeroes and discards come
-/// aligned to [`Device::alignment`], which never changes.
+/// What lies under [`Align`]. The contract is that of [`Storage`](super::Storage), except that
+/// reads, writes, zeroes and discards come aligned to [`Device::alignment`], which never changes.
 #[expect(async_fn_in_trait, reason = "futures stay on the thread that polls them, so they need not be Send")]
 pub trait Device: Send + Sync + 'static {
     /// What it wants.
@@ -83,8 +88,8 @@ pub trait Device: Send + Sync + 'static {
     fn size_bytes(&self) -> u64;
     /// See [`Storage::refresh_size`](super::Storage::refresh_size).
     fn refresh_size(&self) -> Result<u64>;
-    /// See [`Storage::resize`](super::Storage::resize). Nothing that changes bytes is on its way. A multiple of the alignment, or the
-    /// size it has.
+    /// See [`Storage::resize`](super::Storage::resize). Nothing that changes bytes is on its way. A
+    /// multiple of the alignment, or the size it has.
     async fn resize(&self, size_bytes: u64) -> std::result::Result<(), ResizeError>;
     /// See [`Storage::description`](super::Storage::description).
     fn description(&self) -> String;
@@ -297,7 +302,8 @@ impl<D: Device> Align<D> {
         self.write_zero_bytes(last..end, options.durability).await
     }
 
-    /// The part of a range that the device takes as it is; empty (or the wrong way round) if there is none.
+    /// The part of a range that the device takes as it is; empty (or the wrong way round) if there
+    /// is none.
     fn whole_blocks(&self, offset: u64, end: u64) -> Range<u64> {
         self.alignment.up(offset)..self.alignment.down(end).min(self.tail_start())
     }

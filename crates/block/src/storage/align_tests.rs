@@ -1,4 +1,5 @@
-//! `Align` over the simulated disk, against an array of bytes: many seeds, many requests in flight, overlapping blocks.
+//! `Align` over the simulated disk, against an array of bytes: many seeds, many requests in flight,
+//! overlapping blocks.
 
 use std::{cell::RefCell, rc::Rc};
 
@@ -36,7 +37,8 @@ fn segments(bytes: &[u8]) -> Segments {
     segments
 }
 
-/// The clients' side of the model: bytes that a request in flight owns are not touched by another one.
+/// The clients' side of the model: bytes that a request in flight owns are not touched by another
+/// one.
 struct Model {
     bytes: Vec<u8>,
     busy: Vec<bool>,

@@ -80,8 +80,9 @@ impl Use {
     }
 }
 
-/// How long a lock may outlive the process that held it: what a process had in flight on an io_uring is ended after it is gone,
-/// and keeps its files open until then (measured: 20 ms after a kill).
+/// How long a lock may outlive the process that held it: what a process had in flight on an
+/// io_uring is ended after it is gone, and keeps its files open until then (measured: 20 ms after a
+/// kill).
 const AFTERLIFE: Duration = Duration::from_millis(500);
 /// How often it is looked again. The kernel tells nobody when such a lock goes.
 const LOOK_AGAIN: Duration = Duration::from_millis(10);
@@ -104,9 +105,9 @@ impl Conflict {
     }
 }
 
-/// Takes the locks for `wanted` on an open file, or says who is in the way. A lock whose holder cannot be found may be that of
-/// a process that has just died, and is given a moment to go: a daemon that crashed can be started again at once. Who fails, or waits,
-/// is in nobody's way.
+/// Takes the locks for `wanted` on an open file, or says who is in the way. A lock whose holder
+/// cannot be found may be that of a process that has just died, and is given a moment to go: a
+/// daemon that crashed can be started again at once. Who fails, or waits, is in nobody's way.
 ///
 /// Returns whether others are kept from writing.
 pub(super) fn acquire(file: &fs::File, name: &str, wanted: Use) -> Result<bool, OpenError> {
@@ -161,9 +162,10 @@ fn try_acquire(file: &fs::File, name: &str, wanted: Use) -> Result<bool, Conflic
     Ok(wanted.forbidden().contains(&WRITE))
 }
 
-/// Releases them now. To close the file does too, but not at once: a worker of the kernel that has done an operation of an io_uring still
-/// holds it for a moment, and so does a child between `fork` and `exec`, in which QEMU, started by the next line of a script, would find
-/// the image in use (seen on a busy machine).
+/// Releases them now. To close the file does too, but not at once: a worker of the kernel that has
+/// done an operation of an io_uring still holds it for a moment, and so does a child between `fork`
+/// and `exec`, in which QEMU, started by the next line of a script, would find the image in use
+/// (seen on a busy machine).
 pub(super) fn release(file: impl AsFd) {
     let all = libc::flock { l_len: FORBIDDEN + RESIZE + 1 - USED, ..request(libc::F_UNLCK, USED) };
     // Where there are no locks there is nothing to release.
@@ -192,7 +194,8 @@ fn place(file: impl AsFd, byte: i64) -> Result<(), Errno> {
     fcntl(file, FcntlArg::F_OFD_SETLK(&request(libc::F_RDLCK, byte))).map(drop)
 }
 
-/// Whether somebody else holds the byte. Asks as if for an exclusive lock, which any other would prevent.
+/// Whether somebody else holds the byte. Asks as if for an exclusive lock, which any other would
+/// prevent.
 fn is_held(file: impl AsFd, byte: i64) -> bool {
     let mut answer = request(libc::F_WRLCK, byte);
     match fcntl(file, FcntlArg::F_OFD_GETLK(&mut answer)) {
@@ -201,11 +204,12 @@ fn is_held(file: impl AsFd, byte: i64) -> bool {
     }
 }
 
-/// `pid 123, qemu-nbd`, or nothing if it cannot be found: the kernel does not tell who holds an OFD lock, but
-/// `/proc/PID/fdinfo` lists the locks of each descriptor to those who may look.
+/// `pid 123, qemu-nbd`, or nothing if it cannot be found: the kernel does not tell who holds an OFD
+/// lock, but `/proc/PID/fdinfo` lists the locks of each descriptor to those who may look.
 ///
-/// This process's own children are passed over: between `fork` and `exec` a child has every descriptor of its parent, and would be
-/// named for what its parent holds, or for what its parent has just closed, which is free again in a moment.
+/// This process's own children are passed over: between `fork` and `exec` a child has every
+/// descriptor of its parent, and would be named for what its parent holds, or for what its parent
+/// has just closed, which is free again in a moment.
 fn holder(file: &fs::File, byte: i64) -> Option<String> {
     let metadata = file.metadata().ok()?;
     let processes = fs::read_dir("/proc").into_iter().flatten().flatten();
@@ -234,8 +238,8 @@ fn parent(pid: u32) -> Option<u32> {
     status.lines().find_map(|line| line.strip_prefix("PPid:"))?.trim().parse().ok()
 }
 
-/// `lock:    1: OFDLCK  ADVISORY  READ -1 fe:00:10084644 100 101` covers bytes 100 and 101 of inode 10084644. The device is
-/// not compared: btrfs shows another than stat.
+/// `lock:    1: OFDLCK  ADVISORY  READ -1 fe:00:10084644 100 101` covers bytes 100 and 101 of
+/// inode 10084644. The device is not compared: btrfs shows another than stat.
 fn is_lock_on(line: &str, inode: u64, byte: i64) -> bool {
     let Some(lock) = line.strip_prefix("lock:") else { return false };
     let fields: Vec<_> = lock.split_whitespace().collect();

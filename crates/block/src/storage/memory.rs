@@ -43,10 +43,12 @@ use crate::{
 const PAGE: u64 = 64 << 10;
 const PAGES_PER_REGION: u64 = 4096;
 const REGION: u64 = PAGE * PAGES_PER_REGION;
-/// Pages looked at or changed between two chances for other tasks, and in one answer about block status.
+/// Pages looked at or changed between two chances for other tasks, and in one answer about block
+/// status.
 const PAGES_AT_ONCE: u64 = PAGES_PER_REGION;
 
-/// Tables of a disk of the largest size: together they have one region less than the next power of two.
+/// Tables of a disk of the largest size: together they have one region less than the next power of
+/// two.
 const TABLES: usize = (Memory::LARGEST / REGION).ilog2() as usize + 1;
 
 type Page = RwLock<Option<Arc<[u8]>>>;
@@ -131,7 +133,8 @@ impl Memory {
         let regions =
             self.tables[table].get_or_init(|| (0..1_u64 << table).map(|_| OnceLock::new()).collect());
         let pages = regions[place].get_or_init(|| (0..PAGES_PER_REGION).map(|_| RwLock::new(None)).collect());
-        // With the one in `resize`: either that sees this region and frees its pages, or what is done here next sees the new size.
+        // With the one in `resize`: either that sees this region and frees its pages, or what is
+        // done here next sees the new size.
         fence(SeqCst);
         &pages[(number % PAGES_PER_REGION) as usize]
     }
@@ -491,7 +494,8 @@ mod tests {
             for thread in 0..2 {
                 let memory = &memory;
                 scope.spawn(move || {
-                    // Straight to the pages, as a write that was checked before the cut would go there.
+                    // Straight to the pages, as a write that was checked before the cut would go
+                    // there.
                     let mut random = fastrand::Rng::with_seed(thread);
                     for _ in 0..20_000 {
                         let piece = Piece { page: random.u64(..2 * PAGES_PER_REGION), start: 0, end: 512 };

@@ -1,19 +1,22 @@
-//! Where bytes live. A storage reads, writes, flushes, zeroes and discards, and owns what the cache mode means.
+//! Where bytes live. A storage reads, writes, flushes, zeroes and discards, and owns what the cache
+//! mode means.
 //!
 //! ```text
 //!   fault ─► rate ─► delay ─► (align ─► file │ align ─► simulated │ memory │ null)
 //!   wrappers, each optional      what is at the bottom
 //! ```
 //!
-//! One enum rather than a trait object: the futures of the hot path then live inside the request's own task and cost no
-//! allocation. Wrappers box the future of what they wrap, since they nest.
+//! One enum rather than a trait object: the futures of the hot path then live inside the request's
+//! own task and cost no allocation. Wrappers box the future of what they wrap, since they nest.
 //!
 //! Contract of every storage:
-//! - Offsets and lengths are inside [`Storage::size_bytes`] and aligned to nothing; `align` sees to what the device wants.
+//! - Offsets and lengths are inside [`Storage::size_bytes`] and aligned to nothing; `align` sees to
+//!   what the device wants.
 //! - `read` fills the whole buffer, or fails. Holes read as zeroes.
-//! - A write is visible to reads that start after it completed. It survives a crash once a later flush has completed, or at once
-//!   if it was made with [`Durability::Synchronous`].
-//! - Overlapping requests in flight may take effect in any order, but never change bytes outside their own range.
+//! - A write is visible to reads that start after it completed. It survives a crash once a later
+//!   flush has completed, or at once if it was made with [`Durability::Synchronous`].
+//! - Overlapping requests in flight may take effect in any order, but never change bytes outside
+//!   their own range.
 //! - A storage is shared by the workers; a future belongs to the thread that polls it.
 //! - A request's future that is dropped leaves the outcome of that request open, and of no other.
 
@@ -61,7 +64,8 @@ use crate::{
 pub struct ZeroOptions {
     /// The range may be deallocated, as long as it reads as zeroes afterwards.
     pub may_unmap: bool,
-    /// Fail with [`Error::UNSUPPORTED`](crate::error::Error::UNSUPPORTED) at once if it would be no faster than writing.
+    /// Fail with [`Error::UNSUPPORTED`](crate::error::Error::UNSUPPORTED) at once if it would be no
+    /// faster than writing.
     pub only_if_fast: bool,
     /// As for writes.
     pub durability: Durability,
@@ -78,13 +82,16 @@ pub struct Extent {
     pub zero: bool,
 }
 
-/// Most extents in one answer to [`Storage::block_status`]: it bounds memory and the time of one request.
+/// Most extents in one answer to [`Storage::block_status`]: it bounds memory and the time of one
+/// request.
 pub const MOST_EXTENTS: usize = 256;
 
-/// What requests cost least with, in bytes; both powers of two. Any request is correct, whatever its alignment.
+/// What requests cost least with, in bytes; both powers of two. Any request is correct, whatever
+/// its alignment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BlockSize {
-    /// Below this, or not aligned to it, a write costs a read and a write of the blocks at its edges. 1 where it makes no difference.
+    /// Below this, or not aligned to it, a write costs a read and a write of the blocks at its
+    /// edges. 1 where it makes no difference.
     pub minimum: u32,
     /// At least this much, and aligned to it, is best.
     pub preferred: u32,
@@ -161,7 +168,8 @@ impl Storage {
         each!(self, inner => inner.size_bytes())
     }
 
-    /// Looks whether the storage was resized from outside; returns the size in bytes, which [`Storage::size_bytes`] repeats from now on.
+    /// Looks whether the storage was resized from outside; returns the size in bytes, which
+    /// [`Storage::size_bytes`] repeats from now on.
     ///
     /// # Errors
     /// What the file system says.
@@ -169,8 +177,9 @@ impl Storage {
         each!(self, inner => inner.refresh_size())
     }
 
-    /// Gives it another size, while it is used: what is cut off is lost, what is added reads as zeroes. A size is a multiple of 512 bytes, and of
-    /// the device's block where that is larger. A block device takes none but its own, which is read again.
+    /// Gives it another size, while it is used: what is cut off is lost, what is added reads as
+    /// zeroes. A size is a multiple of 512 bytes, and of the device's block where that is larger. A
+    /// block device takes none but its own, which is read again.
     ///
     /// # Errors
     /// [`ResizeError`]; the size is then what it was.
@@ -198,7 +207,8 @@ impl Storage {
         self.file().and_then(File::identity)
     }
 
-    /// What the file at the bottom looks like from outside: another stamp, another content. None where that is no file.
+    /// What the file at the bottom looks like from outside: another stamp, another content. None
+    /// where that is no file.
     pub(crate) fn stamp(&self) -> Option<Stamp> {
         self.file().and_then(File::stamp)
     }
@@ -218,18 +228,20 @@ impl Storage {
         each!(self, inner => inner.read_only())
     }
 
-    /// Whether every write is durable when it has completed, whatever it asked for: the cache modes `writethrough` and `directsync`.
+    /// Whether every write is durable when it has completed, whatever it asked for: the cache modes
+    /// `writethrough` and `directsync`.
     pub fn writes_through(&self) -> bool {
         self.file().is_some_and(File::writes_through)
     }
 
-    /// Whether others may write to it meanwhile, for all that is known here: it was opened although somebody does, or the file system has no locks.
+    /// Whether others may write to it meanwhile, for all that is known here: it was opened although
+    /// somebody does, or the file system has no locks.
     pub(crate) fn may_be_written_by_others(&self) -> bool {
         self.file().is_some_and(|file| !file.is_protected())
     }
 
-    /// Whether it is made longer by asking, and then reads as zeroes behind its old end. A block device is not: its owner makes it longer, and it
-    /// has there whatever it had before.
+    /// Whether it is made longer by asking, and then reads as zeroes behind its old end. A block
+    /// device is not: its owner makes it longer, and it has there whatever it had before.
     pub fn can_grow(&self) -> bool {
         self.file().is_none_or(File::can_grow)
     }
@@ -239,7 +251,8 @@ impl Storage {
         each!(self, inner => inner.block_size())
     }
 
-    /// Whether zeroing is, as far as is known, faster than writing zeroes. May turn false when the file system has refused it once.
+    /// Whether zeroing is, as far as is known, faster than writing zeroes. May turn false when the
+    /// file system has refused it once.
     pub fn can_zero_fast(&self) -> bool {
         each!(self, inner => inner.can_zero_fast())
     }
@@ -247,13 +260,15 @@ impl Storage {
     /// Fills `buffer` with what is at `offset`.
     ///
     /// # Errors
-    /// [`Error::IO`](crate::error::Error::IO) from the device, or where a file has been truncated underneath; never old memory.
+    /// [`Error::IO`](crate::error::Error::IO) from the device, or where a file has been truncated
+    /// underneath; never old memory.
     pub async fn read(&self, offset: u64, buffer: Buffer) -> Result<Buffer> {
         each!(self, inner => inner.read(offset, buffer).await)
     }
 
-    /// What [`Storage::read`] would read, without waiting and without copying it; `None` from storage that does not keep its bytes in
-    /// memory, and outside the disk. Writes that come later do not change it.
+    /// What [`Storage::read`] would read, without waiting and without copying it; `None` from
+    /// storage that does not keep its bytes in memory, and outside the disk. Writes that come later
+    /// do not change it.
     pub fn lend(&self, offset: u64, length: usize) -> Option<Segments> {
         match self {
             Self::Memory(memory) => memory.lend(offset, length),
@@ -264,12 +279,14 @@ impl Storage {
     /// Writes the segments one after the other, beginning at `offset`.
     ///
     /// # Errors
-    /// What the device says; [`Error::NO_SPACE`](crate::error::Error::NO_SPACE) where the file system is full. A part may have been written.
+    /// What the device says; [`Error::NO_SPACE`](crate::error::Error::NO_SPACE) where the file
+    /// system is full. A part may have been written.
     pub async fn write(&self, offset: u64, data: Segments, durability: Durability) -> Result<()> {
         each!(self, inner => inner.write(offset, data, durability).await)
     }
 
-    /// Says that a range will be read soon. A hint: only files behind the page cache have a use for it.
+    /// Says that a range will be read soon. A hint: only files behind the page cache have a use for
+    /// it.
     pub async fn will_need(&self, offset: u64, length: u64) {
         match self {
             Self::File(file) => file.device().will_need(offset, length).await,
@@ -289,13 +306,14 @@ impl Storage {
     /// Makes a range read as zeroes.
     ///
     /// # Errors
-    /// As for writes; [`Error::UNSUPPORTED`](crate::error::Error::UNSUPPORTED) only with `only_if_fast`, and then nothing has changed.
+    /// As for writes; [`Error::UNSUPPORTED`](crate::error::Error::UNSUPPORTED) only with
+    /// `only_if_fast`, and then nothing has changed.
     pub async fn write_zeroes(&self, offset: u64, length: u64, options: ZeroOptions) -> Result<()> {
         each!(self, inner => inner.write_zeroes(offset, length, options).await)
     }
 
-    /// Tells the storage that a range is no longer needed. Its content is unspecified from then on. A hint: storage that has no use for it
-    /// succeeds without doing anything.
+    /// Tells the storage that a range is no longer needed. Its content is unspecified from then on.
+    /// A hint: storage that has no use for it succeeds without doing anything.
     ///
     /// # Errors
     /// What the device says.
@@ -303,8 +321,9 @@ impl Storage {
         each!(self, inner => inner.discard(offset, length).await)
     }
 
-    /// What the range is made of: from one to [`MOST_EXTENTS`] extents that begin at `offset`, follow each other and together cover no more
-    /// than `length`, perhaps less. `length` is not zero.
+    /// What the range is made of: from one to [`MOST_EXTENTS`] extents that begin at `offset`,
+    /// follow each other and together cover no more than `length`, perhaps less. `length` is not
+    /// zero.
     ///
     /// # Errors
     /// What the file system says.

@@ -1,6 +1,8 @@
-//! From what a user asked for to a storage that is ready: opens, locks, probes, and puts the wrappers on.
+//! From what a user asked for to a storage that is ready: opens, locks, probes, and puts the
+//! wrappers on.
 //!
-//! Blocks, so it belongs at the start of the program, or in [`reactor::blocking`](crate::reactor::blocking).
+//! Blocks, so it belongs at the start of the program, or in
+//! [`reactor::blocking`](crate::reactor::blocking).
 
 use std::path::Path;
 
@@ -37,7 +39,8 @@ pub struct OpenOptions {
     pub faults: Vec<FaultRule>,
 }
 
-/// Opens the storage that `spec` names, for who interprets the bytes: nothing is guessed about them, and `format` is not looked at.
+/// Opens the storage that `spec` names, for who interprets the bytes: nothing is guessed about
+/// them, and `format` is not looked at.
 ///
 /// # Errors
 /// Everything that is wrong with it, said for people.

@@ -78,7 +78,8 @@ const SIGNATURES: &[(usize, &[u8], &str)] = &[
 /// Apple's disk images have theirs in the last 512 bytes.
 const DMG_TRAILER: &[u8] = b"koly";
 
-/// What a disk with this beginning looks like; fewer than [`HEADER_BYTES`] are as good as followed by zeroes.
+/// What a disk with this beginning looks like; fewer than [`HEADER_BYTES`] are as good as followed
+/// by zeroes.
 pub fn probe_header(header: &[u8]) -> Probed {
     let header = &header[..header.len().min(HEADER_BYTES)];
     let found = SIGNATURES
@@ -91,7 +92,8 @@ pub fn probe_header(header: &[u8]) -> Probed {
     }
 }
 
-/// A VMDK may begin with text that names its parts, other files: comments and empty lines, then `version=`.
+/// A VMDK may begin with text that names its parts, other files: comments and empty lines, then
+/// `version=`.
 fn is_vmdk_descriptor(header: &[u8]) -> bool {
     let mut lines = header.split(|&byte| byte == b'\n').map(<[u8]>::trim_ascii);
     lines
@@ -136,8 +138,8 @@ fn read_up_to(file: &fs::File, buffer: &mut [u8], offset: u64) -> io::Result<usi
     Ok(done)
 }
 
-/// The format to serve an image in: the one that was said, else what it looks like where that is safe to believe. A guess of qcow2 is
-/// safe only for an image that names no other file.
+/// The format to serve an image in: the one that was said, else what it looks like where that is
+/// safe to believe. A guess of qcow2 is safe only for an image that names no other file.
 ///
 /// # Errors
 /// No format was said, and the image looks neither raw nor like qcow2.

@@ -128,7 +128,8 @@ impl RangeLocks {
     }
 
     fn lock(&self) -> MutexGuard<'_, Table> {
-        // The table is changed by single pushes, removals and assignments: a panic elsewhere leaves it whole.
+        // The table is changed by single pushes, removals and assignments: a panic elsewhere leaves
+        // it whole.
         self.table.lock().unwrap_or_else(PoisonError::into_inner)
     }
 

@@ -155,7 +155,8 @@ impl Simulated {
         assert!(offset as usize + length <= self.lock().visible.len(), "a request past the end of the disk");
     }
 
-    /// A write from acceptance to completion. The disk carries it out whether somebody waits for it or not.
+    /// A write from acceptance to completion. The disk carries it out whether somebody waits for it
+    /// or not.
     async fn put(&self, offset: u64, data: &[u8], durability: Durability) -> Result<()> {
         self.check(offset, data.len());
         let number = self.lock().accept(offset, data, self.behaviour.block_bytes);
@@ -208,7 +209,8 @@ impl State {
         number
     }
 
-    /// Makes a write visible; returns its number from here on, which says where it stands among the others.
+    /// Makes a write visible; returns its number from here on, which says where it stands among the
+    /// others.
     fn take_effect(&mut self, number: u64) -> u64 {
         let write = self.in_flight.remove(&number).expect("takes effect once");
         for (block, data) in write.numbered() {
@@ -231,7 +233,8 @@ impl State {
         self.take_effect(number);
     }
 
-    /// Takes effect at once and survives: when a size becomes durable is the file system's affair, and no client is promised anything.
+    /// Takes effect at once and survives: when a size becomes durable is the file system's affair,
+    /// and no client is promised anything.
     fn resize(&mut self, size_bytes: usize, block_bytes: usize) {
         assert!(self.in_flight.is_empty(), "a write is on its way while the disk is resized");
         for write in self.cached.values_mut() {
@@ -241,7 +244,8 @@ impl State {
         self.durable.resize(size_bytes, 0);
     }
 
-    /// Moves a cached write to stable storage. Older cached writes can no longer show where it covers them.
+    /// Moves a cached write to stable storage. Older cached writes can no longer show where it
+    /// covers them.
     fn persist(&mut self, number: u64) {
         let Some(write) = self.cached.remove(&number) else { return };
         for (block, data) in write.numbered() {

@@ -32,14 +32,16 @@ const DURATION_RULE: &str = "is not a duration (a number with ns, us, ms or s: 1
 /// Digits after the point that are looked at; 18 more than fill the largest unit.
 const FRACTION_DIGITS: u32 = 18;
 
-/// `number` is digits, perhaps with a point and more digits; the result is `number · unit`, rounded down.
+/// `number` is digits, perhaps with a point and more digits; the result is `number · unit`, rounded
+/// down.
 fn scale(number: &str, unit: u64) -> Option<u128> {
     let (whole, fraction) = number.split_once('.').unwrap_or((number, ""));
     let all_digits = |text: &str| text.bytes().all(|byte| byte.is_ascii_digit());
     if whole.is_empty() || !all_digits(whole) || !all_digits(fraction) || number.ends_with('.') {
         return None;
     }
-    // More digits than a u64 has are either zeroes in front or too large anyway; u128 parsing tells.
+    // More digits than a u64 has are either zeroes in front or too large anyway; u128 parsing
+    // tells.
     let whole: u128 = whole.parse::<u64>().map_or(u128::from(u64::MAX), u128::from);
     let fraction = &fraction[..fraction.len().min(FRACTION_DIGITS as usize)];
     let part: u128 = if fraction.is_empty() { 0 } else { fraction.parse().ok()? };
@@ -47,7 +49,8 @@ fn scale(number: &str, unit: u64) -> Option<u128> {
     Some(whole * u128::from(unit) + part * u128::from(unit) / denominator)
 }
 
-/// Parses a size in bytes: `512`, `64K`, `1.5G`; upper or lower case, `B` for bytes. A fraction of a byte is rounded down.
+/// Parses a size in bytes: `512`, `64K`, `1.5G`; upper or lower case, `B` for bytes. A fraction of
+/// a byte is rounded down.
 ///
 /// # Errors
 /// Not of that form, or 2⁶³ and above (no file is that large).

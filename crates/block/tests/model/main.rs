@@ -1,12 +1,15 @@
-//! The throttle layer's handshakes in every interleaving: threads that ask, wait, give up, move and change limits, tried by `loom` in all
-//! orders that the locks allow, with weak memory.
+//! The throttle layer's handshakes in every interleaving: threads that ask, wait, give up, move and
+//! change limits, tried by `loom` in all orders that the locks allow, with weak memory.
 //!
-//! The files under test are the layer's own, compiled a second time with the checker's locks and flags instead of `std`'s; policy
-//! decides as it does in the daemon. What is shown for these small configurations, and not only sampled:
+//! The files under test are the layer's own, compiled a second time with the checker's locks and
+//! flags instead of `std`'s; policy decides as it does in the daemon. What is shown for these small
+//! configurations, and not only sampled:
 //!
-//! - a request that may pass is told so, whoever lets it pass and whenever its task first looks: a wake-up that got lost would be a deadlock;
+//! - a request that may pass is told so, whoever lets it pass and whenever its task first looks: a
+//!   wake-up that got lost would be a deadlock;
 //! - giving up takes back that one request, or nothing if it has been let go already;
-//! - a move leaves no request behind and takes none that is not its disk's, whatever happens to them meanwhile;
+//! - a move leaves no request behind and takes none that is not its disk's, whatever happens to
+//!   them meanwhile;
 //! - nobody waits for a lock whose holder waits for him.
 //!
 //! Time is an argument here: a thread that is told of a timer lets it fire.
@@ -214,7 +217,8 @@ fn a_move_takes_what_waits_along() {
     });
 }
 
-/// The one that gives up waits in `from`, has been let go there, or waits in `to` among others whose tickets look like its own.
+/// The one that gives up waits in `from`, has been let go there, or waits in `to` among others
+/// whose tickets look like its own.
 #[test]
 fn giving_up_while_the_disk_moves_harms_nobody() {
     loom::model(|| {

@@ -1,5 +1,5 @@
-//! Leaky buckets, once more and naively: a level in floating point, leaked from one look to the next. What the throttle layer does is held
-//! against these.
+//! Leaky buckets, once more and naively: a level in floating point, leaked from one look to the
+//! next. What the throttle layer does is held against these.
 
 use policy::{
     request::Direction,
@@ -7,7 +7,8 @@ use policy::{
     time::Instant,
 };
 
-/// How far floating point may be off, in seconds: far below a request at any rate that is tried here.
+/// How far floating point may be off, in seconds: far below a request at any rate that is tried
+/// here.
 pub(crate) const SLACK_S: f64 = 1e-6;
 
 #[derive(Clone, Copy, Debug)]
@@ -55,7 +56,8 @@ impl Buckets {
         Self { levels: LimitKind::ALL.into_iter().flat_map(of).collect(), now }
     }
 
-    /// The same limits, enforced otherwise: what is in the buckets stays. Rates are whole units a second.
+    /// The same limits, enforced otherwise: what is in the buckets stays. Rates are whole units a
+    /// second.
     pub(crate) fn enforce(&mut self, limits: &Limits, enforcement: Enforcement) {
         let factor = match enforcement {
             Enforcement::Scaled(scale) => scale.thousandths() as f64 / 1000.0,
@@ -83,8 +85,8 @@ impl Buckets {
         levels.map(|(_, level)| (level.level - level.size) / level.rate).fold(0.0, f64::max)
     }
 
-    /// Charges what passed at one instant. Panics if no order of them is one in which each found room: whatever the order, all but the
-    /// last fit.
+    /// Charges what passed at one instant. Panics if no order of them is one in which each found
+    /// room: whatever the order, all but the last fit.
     pub(crate) fn charge(&mut self, charges: &[Charge]) {
         for (kind, level) in &mut self.levels {
             let units = |charge: &&Charge| if kind.counts_bytes() { charge.bytes } else { charge.operations };

@@ -1,6 +1,8 @@
-//! A client of a disk: sends random requests one after the other, and holds every answer against the model.
+//! A client of a disk: sends random requests one after the other, and holds every answer against
+//! the model.
 //!
-//! Several of them on one disk make the concurrency: their requests overlap in time, and, as the disk is small, in place.
+//! Several of them on one disk make the concurrency: their requests overlap in time, and, as the
+//! disk is small, in place.
 
 use std::{
     cell::{Cell, RefCell},

@@ -1,4 +1,5 @@
-//! One or two disks of a throttle group under several clients, through errors, cancellations and crashes.
+//! One or two disks of a throttle group under several clients, through errors, cancellations and
+//! crashes.
 
 use std::{
     cell::{Cell, RefCell},

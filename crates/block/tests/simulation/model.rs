@@ -1,20 +1,22 @@
-//! What each byte of a disk may be: now, and after a crash. Deliberately simple: it remembers every change and asks the storage
-//! contract, sentence by sentence, which of them may still show.
+//! What each byte of a disk may be: now, and after a crash. Deliberately simple: it remembers every
+//! change and asks the storage contract, sentence by sentence, which of them may still show.
 //!
 //! ```text
 //!   disk    ▕─── cell ───│─ cell ─│──── cell ────▏    cut where a change or a block begins or ends, so that
 //!   changes   base 3 7 9   base 3    base 9           a cell is always one change's as a whole
 //! ```
 //!
-//! A change `a` **gives way** to a change `b` that succeeded, if `b` began after `a` had ended. Two that overlapped in time may
-//! have landed in either order, and one that was cancelled has never ended: it gives way to nothing.
+//! A change `a` **gives way** to a change `b` that succeeded, if `b` began after `a` had ended. Two
+//! that overlapped in time may have landed in either order, and one that was cancelled has never
+//! ended: it gives way to nothing.
 //!
 //! - A read may show what had not given way, when it began, to a change that had ended by then.
-//! - A crash may leave what has not given way to a change that is durable: acknowledged with FUA, or ended before a flush began that
-//!   succeeded.
+//! - A crash may leave what has not given way to a change that is durable: acknowledged with FUA,
+//!   or ended before a flush began that succeeded.
 //!
-//! A change that failed, and a discard, may show like any other, but nothing gives way to it. The simulated disk, unlike a page cache,
-//! keeps what a failed flush left unwritten, so a later flush covers it.
+//! A change that failed, and a discard, may show like any other, but nothing gives way to it. The
+//! simulated disk, unlike a page cache, keeps what a failed flush left unwritten, so a later flush
+//! covers it.
 
 use std::{collections::BTreeMap, ops::Range};
 
@@ -208,7 +210,8 @@ impl Model {
         match content {
             Content::Base => self.base[at],
             Content::Zeroes => 0,
-            // The top byte of products with odd constants: neighbouring numbers and places differ. Never 0.
+            // The top byte of products with odd constants: neighbouring numbers and places differ.
+            // Never 0.
             Content::Pattern(number) => {
                 let mixed = number.wrapping_mul(0x9e37_79b9_7f4a_7c15)
                     ^ (at as u64).wrapping_mul(0xc4ce_b9fe_1a85_ec53);

@@ -1,11 +1,13 @@
-//! Disks in groups in groups, through the real layer: tasks ask, wait and give up, while limits and shares change, disks move, and limits
-//! are enforced more loosely or not at all. In the end, sometimes, all limits are lifted while requests wait.
+//! Disks in groups in groups, through the real layer: tasks ask, wait and give up, while limits and
+//! shares change, disks move, and limits are enforced more loosely or not at all. In the end,
+//! sometimes, all limits are lifted while requests wait.
 //!
-//! What is recorded is held against naive buckets and sums ([`check`]); what cannot be seen from outside is asked for now and then
-//! ([`World::observe`]): what waits is counted right, and waits for a bucket that has no room.
+//! What is recorded is held against naive buckets and sums ([`check`]); what cannot be seen from
+//! outside is asked for now and then ([`World::observe`]): what waits is counted right, and waits
+//! for a bucket that has no room.
 //!
-//! Four of five seeds draw only requests that are paid at once; of these every bucket is followed exactly. In the others requests are up to
-//! many slices long.
+//! Four of five seeds draw only requests that are paid at once; of these every bucket is followed
+//! exactly. In the others requests are up to many slices long.
 
 mod check;
 mod world;
@@ -108,7 +110,8 @@ async fn ask(world: Rc<World>, disk: usize) {
     world.log.borrow_mut().ended(request, passed);
 }
 
-/// Sizes as they come; where all is to be followed exactly, none so large that it is paid for in slices.
+/// Sizes as they come; where all is to be followed exactly, none so large that it is paid for in
+/// slices.
 fn draw_cost(exact: bool) -> Cost {
     sim::random(|random| match random.u8(..4) {
         0 if exact => {

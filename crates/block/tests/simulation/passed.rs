@@ -1,4 +1,5 @@
-//! What a group has let pass, looked at now and then: for tests that do not see the admissions themselves.
+//! What a group has let pass, looked at now and then: for tests that do not see the admissions
+//! themselves.
 
 use std::sync::Arc;
 
@@ -29,8 +30,8 @@ impl Passed {
         self.looks.push((now(), passed));
     }
 
-    /// Over any second that begins and ends with a look, limits for both directions together are exceeded by no more than the burst,
-    /// and the one request that is paid for afterwards.
+    /// Over any second that begins and ends with a look, limits for both directions together are
+    /// exceeded by no more than the burst, and the one request that is paid for afterwards.
     pub(crate) fn check(&self) {
         for (unit, kind, last) in
             [(0, LimitKind::IopsTotal, 1), (1, LimitKind::BpsTotal, self.longest_request)]

@@ -1,5 +1,6 @@
-//! Reading ahead on the data path: what only shows where storage takes its time. That answers are right, whatever is read ahead meanwhile, is for
-//! `disks` and `qcow2` to show, whose disks have prefetch caches of all settings.
+//! Reading ahead on the data path: what only shows where storage takes its time. That answers are
+//! right, whatever is read ahead meanwhile, is for `disks` and `qcow2` to show, whose disks have
+//! prefetch caches of all settings.
 
 use std::{cell::Cell, rc::Rc, sync::Arc};
 

@@ -1,11 +1,15 @@
-//! qcow2 images under several clients, through errors, cancellations and crashes: what was flushed is there, and the image is valid.
+//! qcow2 images under several clients, through errors, cancellations and crashes: what was flushed
+//! is there, and the image is valid.
 //!
-//! The clients and the model of what each byte may be are those of `disks`; between them and the simulated disk lies an image. After
-//! every crash the file is what a power failure leaves of it: writes since the last flush lost, torn and in any order. It is then opened as it is;
-//! the guest's bytes must be what the model allows, every cluster that something refers to must be counted, and what is marked as one
-//! owner's must have one. A bitmap that says that it is right must mark all that was changed since it was made.
+//! The clients and the model of what each byte may be are those of `disks`; between them and the
+//! simulated disk lies an image. After every crash the file is what a power failure leaves of it:
+//! writes since the last flush lost, torn and in any order. It is then opened as it is; the guest's
+//! bytes must be what the model allows, every cluster that something refers to must be counted, and
+//! what is marked as one owner's must have one. A bitmap that says that it is right must mark all
+//! that was changed since it was made.
 //!
-//! - `kind`: which image a seed gets: versions, clusters, refcounts, subclusters, a backing file, a data file, encryption.
+//! - `kind`: which image a seed gets: versions, clusters, refcounts, subclusters, a backing file, a
+//!   data file, encryption.
 //! - `keeper`: snapshots and compressed clusters.
 
 mod keeper;

@@ -1,4 +1,5 @@
-//! What a qcow2 file refers to, against what it counts. Deliberately simple, and apart from weir's own check.
+//! What a qcow2 file refers to, against what it counts. Deliberately simple, and apart from weir's
+//! own check.
 
 use std::collections::BTreeMap;
 
@@ -29,7 +30,8 @@ struct Uses {
 struct Use {
     #[expect(dead_code, reason = "for whoever reads the failure")]
     what: String,
-    /// Which L1 table leads to it, the active one being 0; none where it belongs to the image as a whole.
+    /// Which L1 table leads to it, the active one being 0; none where it belongs to the image as a
+    /// whole.
     tree: Option<usize>,
     /// It is shared with other compressed clusters of the same tree.
     is_compressed: bool,
@@ -127,7 +129,8 @@ impl Walk<'_> {
         }
     }
 
-    /// The snapshot table is read as the specification has it: fixed parts of 40 bytes, extra data, id and name, and padding.
+    /// The snapshot table is read as the specification has it: fixed parts of 40 bytes, extra data,
+    /// id and name, and padding.
     fn snapshots(&mut self) {
         let mut place = self.header.snapshots_offset as usize;
         for number in 0..self.header.snapshots as usize {
@@ -155,7 +158,8 @@ impl Walk<'_> {
     }
 }
 
-/// Directory, tables and bits of the bitmaps: where, and how many bytes. What a directory entry holds is where it is in every version.
+/// Directory, tables and bits of the bitmaps: where, and how many bytes. What a directory entry
+/// holds is where it is in every version.
 fn bitmaps(file: &[u8], header: &Header) -> Vec<(String, u64, u64)> {
     let Some(bitmaps) = header.bitmaps else { return Vec::new() };
     let mut places = vec![("bitmap directory".into(), bitmaps.directory.offset, bitmaps.directory.length)];
@@ -180,8 +184,8 @@ fn bitmaps(file: &[u8], header: &Header) -> Vec<(String, u64, u64)> {
 }
 
 impl References {
-    /// Panics unless every cluster is counted at least as often as it is referred to, once by each tree that may share it; and has one owner
-    /// where an entry says so.
+    /// Panics unless every cluster is counted at least as often as it is referred to, once by each
+    /// tree that may share it; and has one owner where an entry says so.
     pub(crate) fn check(&self) {
         for (cluster, uses) in &self.clusters {
             let Uses { who, count, is_copied } = uses;

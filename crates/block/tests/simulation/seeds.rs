@@ -1,7 +1,7 @@
 //! Which seeds a simulation runs, and how a failure is told: with the command that repeats it.
 
-/// Calls `run` with the seeds that `WEIR_SEED` (that one) or `WEIR_SEEDS` (so many, from 0) asks for; else the first `default`. Returns
-/// how many there were.
+/// Calls `run` with the seeds that `WEIR_SEED` (that one) or `WEIR_SEEDS` (so many, from 0) asks
+/// for; else the first `default`. Returns how many there were.
 ///
 /// `target` and `test` are what `cargo test` needs to run just this test.
 pub(crate) fn for_each(target: &str, test: &str, default: u64, mut run: impl FnMut(u64)) -> u64 {

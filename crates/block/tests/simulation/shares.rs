@@ -1,10 +1,12 @@
-//! Who gets how much in trees of groups, when everybody always wants more: held against shares worked out on paper.
+//! Who gets how much in trees of groups, when everybody always wants more: held against shares
+//! worked out on paper.
 //!
-//! One limit on top; below it groups and disks of different weights, some with reservations; requests of half a
-//! kilobyte or of several slices, in both directions.
+//! One limit on top; below it groups and disks of different weights, some with reservations;
+//! requests of half a kilobyte or of several slices, in both directions.
 //!
-//! - Each disk gets, within a few percent, what pouring the limit down the tree by weight gives it ([`Node::pour`]): never more than its limits or
-//!   those of its groups, and never less than what it was promised.
+//! - Each disk gets, within a few percent, what pouring the limit down the tree by weight gives it
+//!   ([`Node::pour`]): never more than its limits or those of its groups, and never less than what
+//!   it was promised.
 //! - So equals get the same, and every promise is met.
 //! - No reads wait for ever behind writes of the same disk, or the other way round.
 
@@ -133,7 +135,8 @@ fn draw_children(
                 let had = below;
                 node.children = draw_children(&group, kind, rate, level + 1, &mut below);
                 *promised -= had - below;
-                // The promise of a disk is worth among the disks of its group only what the group was promised among its own.
+                // The promise of a disk is worth among the disks of its group only what the group
+                // was promised among its own.
                 node.reservation = node.promised();
                 let reserved = node.reservation as u64;
                 let share = if kind.counts_bytes() {
@@ -216,8 +219,8 @@ impl Node {
         self.reservation.max(self.children.iter().map(Self::promised).sum())
     }
 
-    /// Gives `rate` to this node, and checks that its disks had what that gives them. `grain` is the rate of the limit on top; `way` says for
-    /// a failure what lies above.
+    /// Gives `rate` to this node, and checks that its disks had what that gives them. `grain` is
+    /// the rate of the limit on top; `way` says for a failure what lies above.
     fn pour(&self, rate: f64, grain: f64, surplus: f64, top: f64, way: &str) {
         if let Some(disk) = &self.disk {
             disk.check(rate, grain, surplus, top, way);
@@ -257,7 +260,8 @@ impl Disk {
         );
         for direction in Direction::ALL.into_iter().filter(|direction| self.tasks[direction.index()] > 0) {
             // Turns alternate, so every other request is of this direction.
-            // And what another of its group pays at once is a slice of the limit on top, which its share may take long to fill.
+            // And what another of its group pays at once is a slice of the limit on top, which its
+            // share may take long to fill.
             let most_s = 4.0 * (self.units / rate) + 2.0 * (SLICE_S * top / rate) + 4.0 * GRAIN_S;
             let longest = self.longest_wait[direction.index()]
                 .get()

@@ -1,4 +1,5 @@
-//! Reading ahead on what guests leave, through the layer that asks for it: guests pass at the same instants, and a disk without limits asks nobody.
+//! Reading ahead on what guests leave, through the layer that asks for it: guests pass at the same
+//! instants, and a disk without limits asks nobody.
 
 use std::sync::Arc;
 
@@ -57,7 +58,8 @@ fn requests_pass_at_the_same_instants_whatever_is_read_ahead() {
     );
 }
 
-/// When a disk's requests passed that come in bursts, and how much was read ahead for its neighbour.
+/// When a disk's requests passed that come in bursts, and how much was read ahead for its
+/// neighbour.
 async fn run(with_read_ahead: bool) -> (Vec<Instant>, usize) {
     let group = group(RATE);
     let (disk, neighbour) = (member(Some(&group)), member(Some(&group)));

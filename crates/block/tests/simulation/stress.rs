@@ -1,7 +1,9 @@
-//! The parts of the throttle layer that threads share, under real threads: two workers, one group, more requests than it lets pass.
+//! The parts of the throttle layer that threads share, under real threads: two workers, one group,
+//! more requests than it lets pass.
 //!
-//! In simulation all is on one thread, so what only a race could show is looked for here: wake-ups that get lost between workers, a
-//! timer that both think the other has armed, counts that drift. Real time passes, but nothing depends on how much.
+//! In simulation all is on one thread, so what only a race could show is looked for here: wake-ups
+//! that get lost between workers, a timer that both think the other has armed, counts that drift.
+//! Real time passes, but nothing depends on how much.
 
 use std::{
     sync::{Arc, mpsc},
@@ -87,7 +89,8 @@ fn threads_that_share_a_group_lose_no_request() {
     let (passed, [reads, writes]) = drive(|_| None);
     assert_eq!(passed, 2 * TASKS * REQUESTS);
     assert_eq!((reads.requests + writes.requests, reads.bytes + writes.bytes), (passed, passed * 4096));
-    // A tenth of a second's worth passes at once; the rest at the rate, if no thread let anything past the other's count.
+    // A tenth of a second's worth passes at once; the rest at the rate, if no thread let anything
+    // past the other's count.
     let least = Duration::from_secs_f64((passed - RATE / 10 - 1) as f64 / RATE as f64);
     assert!(started.elapsed() >= least, "{passed} requests at {RATE} a second took {:?}", started.elapsed());
 }

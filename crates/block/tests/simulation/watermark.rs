@@ -1,8 +1,9 @@
-//! The eight cases of io-throttle's own table (Linux kernel mailing list, 2009-05-03, version 16), through the whole data path: two streams of
-//! writes on one disk of 22 MB/s, held to nothing, to 4 and 2 MB/s, and to the same with a watermark of 90 and 100 %.
+//! The eight cases of io-throttle's own table (Linux kernel mailing list, 2009-05-03, version 16),
+//! through the whole data path: two streams of writes on one disk of 22 MB/s, held to nothing, to 4
+//! and 2 MB/s, and to the same with a watermark of 90 and 100 %.
 //!
-//! *Direct* is one write at a time, as `dd oflag=direct` does; *cached* is many at once, as a page cache writes back. The figures there, in
-//! MB/s for the first stream and the second:
+//! *Direct* is one write at a time, as `dd oflag=direct` does; *cached* is many at once, as a page
+//! cache writes back. The figures there, in MB/s for the first stream and the second:
 //!
 //! ```text
 //!                    cached         direct
@@ -12,8 +13,9 @@
 //!   watermark 100 28.2   23.4    14.3   11.7
 //! ```
 //!
-//! (A stream that writes into memory counts there, not what reaches the disk: hence sums above 22.) What is asked here is more: with a
-//! watermark the disk is as busy as without limits, and 4:2 stays 4:2.
+//! (A stream that writes into memory counts there, not what reaches the disk: hence sums above 22.)
+//! What is asked here is more: with a watermark the disk is as busy as without limits, and 4:2
+//! stays 4:2.
 
 use std::{
     cell::Cell,

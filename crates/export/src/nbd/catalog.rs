@@ -1,8 +1,9 @@
-//! The exports a server offers, as the handshake sees them: a name, a description, a size, what it can do.
+//! The exports a server offers, as the handshake sees them: a name, a description, a size, what it
+//! can do.
 //!
-//! The handshake asks an [`Exports`] each time it needs something, so exports may come, go and change their size
-//! while clients negotiate. [`ExportTable`] is one with a fixed set; a server whose sizes follow its disks brings its
-//! own. Nothing here knows what is behind an export.
+//! The handshake asks an [`Exports`] each time it needs something, so exports may come, go and
+//! change their size while clients negotiate. [`ExportTable`] is one with a fixed set; a server
+//! whose sizes follow its disks brings its own. Nothing here knows what is behind an export.
 
 use super::proto::{self, export_flag};
 use super::session::ReplyStyle;
@@ -86,8 +87,8 @@ pub enum BlockSizeError {
 impl BlockSizes {
     /// Sizes as they are advertised.
     ///
-    /// `minimum` is a power of two up to 64 KiB, `preferred` one of at least 512 and the minimum, `maximum` (the
-    /// longest payload of a READ or WRITE) at least the preferred size.
+    /// `minimum` is a power of two up to 64 KiB, `preferred` one of at least 512 and the minimum,
+    /// `maximum` (the longest payload of a READ or WRITE) at least the preferred size.
     pub fn new(minimum: u32, preferred: u32, maximum: u32) -> Result<Self, BlockSizeError> {
         if !minimum.is_power_of_two() || minimum > 1 << 16 {
             Err(BlockSizeError::Minimum(minimum))
@@ -100,8 +101,8 @@ impl BlockSizes {
         }
     }
 
-    /// The minimum for an export of this many bytes: what is configured, or less where the size is no multiple of
-    /// it, because a client held to the larger one could never reach the last bytes.
+    /// The minimum for an export of this many bytes: what is configured, or less where the size is
+    /// no multiple of it, because a client held to the larger one could never reach the last bytes.
     pub fn minimum_for(self, size_bytes: u64) -> u32 {
         if size_bytes == 0 {
             return self.minimum;
@@ -122,7 +123,8 @@ impl BlockSizes {
 }
 
 impl Default for BlockSizes {
-    /// What the specification lets a client assume: any alignment, 4 KiB preferred, 32 MiB of payload.
+    /// What the specification lets a client assume: any alignment, 4 KiB preferred, 32 MiB of
+    /// payload.
     fn default() -> Self {
         Self { minimum: 1, preferred: 4096, maximum: proto::DEFAULT_MAX_PAYLOAD }
     }
@@ -141,16 +143,18 @@ pub struct ExportInfo {
     pub features: Features,
     /// Its block sizes.
     pub sizes: BlockSizes,
-    /// The names of the bitmaps it offers, of which as many count as there are contexts for; always the same for one export.
+    /// The names of the bitmaps it offers, of which as many count as there are contexts for; always
+    /// the same for one export.
     pub bitmaps: Arc<[Arc<str>]>,
 }
 
 /// The exports of a server.
 ///
-/// An export's number names the same export for as long as the server runs: a number that was given away and
-/// removed may answer `None`, never another export.
+/// An export's number names the same export for as long as the server runs: a number that was given
+/// away and removed may answer `None`, never another export.
 pub trait Exports {
-    /// The export of this name; the empty name asks for the default export. Called for each GO: not a scan.
+    /// The export of this name; the empty name asks for the default export. Called for each GO: not
+    /// a scan.
     fn find(&self, name: &str) -> Option<usize>;
 
     /// The export with this number, as it is now.

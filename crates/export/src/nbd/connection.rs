@@ -6,11 +6,13 @@
 //!            └────────────────────────────────┘                              └──────────┘
 //! ```
 //!
-//! The reader takes in all the requests that one receive brought (`intake`), joins what may be joined and starts a task for each I/O
-//! (`execute`). An I/O that completes at once never waits in a queue. The writer sends whatever replies are ready in one message.
+//! The reader takes in all the requests that one receive brought (`intake`), joins what may be
+//! joined and starts a task for each I/O (`execute`). An I/O that completes at once never waits in
+//! a queue. The writer sends whatever replies are ready in one message.
 //!
-//! A client can harm itself only: malformed bytes end its connection, a client that reads no replies is not read from, and when
-//! it goes, what it had in flight is completed and answered to nobody, and what waited for its limits is forgotten.
+//! A client can harm itself only: malformed bytes end its connection, a client that reads no
+//! replies is not read from, and when it goes, what it had in flight is completed and answered to
+//! nobody, and what waited for its limits is forgotten.
 
 use std::{
     cell::Cell,
@@ -107,13 +109,14 @@ impl Connection {
         self.outbox.in_flight()
     }
 
-    /// Serves the client until it leaves, breaks the protocol, or `stop` is set and its receiving ended. `inbox` has what arrived
-    /// behind the handshake.
+    /// Serves the client until it leaves, breaks the protocol, or `stop` is set and its receiving
+    /// ended. `inbox` has what arrived behind the handshake.
     pub(super) async fn serve(self: Rc<Self>, mut inbox: Inbox) -> Result<(), Broken> {
         let writer = reactor::spawn_joinable(Rc::clone(&self).send_replies());
         let mut intake = Intake::default();
         let outcome = self.receive_requests(&mut inbox, &mut intake).await;
-        // However receiving ended, also by `stop` in the middle of a batch: what was taken in is in flight.
+        // However receiving ended, also by `stop` in the middle of a batch: what was taken in is in
+        // flight.
         self.start(&mut intake).await;
         let watch = match outcome {
             Ok(End::Orderly) => Some(reactor::spawn_joinable(Rc::clone(&self).watch())),
@@ -137,7 +140,8 @@ impl Connection {
         outcome.map(drop)
     }
 
-    /// Watches a client that has nothing more to say, and notices when it goes without its last replies.
+    /// Watches a client that has nothing more to say, and notices when it goes without its last
+    /// replies.
     async fn watch(self: Rc<Self>) {
         // A server that stops has ended the receiving itself: that says nothing about the client.
         if self.stop.load(Ordering::Relaxed) {
@@ -224,7 +228,8 @@ impl Connection {
         }
     }
 
-    /// Waits until one more request may be in flight. What was taken in before must not wait for it.
+    /// Waits until one more request may be in flight. What was taken in before must not wait for
+    /// it.
     async fn make_room(self: &Rc<Self>, intake: &mut Intake, bytes: usize) {
         if self.outbox.has_room(bytes) {
             return;
@@ -275,11 +280,13 @@ impl Connection {
         }
     }
 
-    /// Whether the client has so many replies to read that it will not run dry while requests gather.
+    /// Whether the client has so many replies to read that it will not run dry while requests
+    /// gather.
     ///
-    /// Such a client gains nothing from being answered one request at a time, and everything from being answered cheaply:
-    /// at depth 32 from memory, lingering raised 104k IOPS to 159k at 57 % of the CPU time a request. At depth 4 it would halve them, hence the
-    /// number: eight replies like these, and what the kernel adds to each message.
+    /// Such a client gains nothing from being answered one request at a time, and everything from
+    /// being answered cheaply: at depth 32 from memory, lingering raised 104k IOPS to 159k at 57 %
+    /// of the CPU time a request. At depth 4 it would halve them, hence the number: eight replies
+    /// like these, and what the kernel adds to each message.
     fn is_behind(&self, message: &Message) -> bool {
         const REPLIES: usize = 8;
         const OVERHEAD: usize = 256;

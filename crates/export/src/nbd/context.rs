@@ -1,7 +1,8 @@
 //! Metadata contexts: what BLOCK_STATUS can be asked about ("Metadata querying").
 //!
-//! There is `base:allocation`, and `qemu:dirty-bitmap:NAME` for each bitmap that an export offers. A context is a bit of a set, so a session
-//! stays a copyable value; the bitmaps' names are looked up in the export, whose list of them never changes.
+//! There is `base:allocation`, and `qemu:dirty-bitmap:NAME` for each bitmap that an export offers.
+//! A context is a bit of a set, so a session stays a copyable value; the bitmaps' names are looked
+//! up in the export, whose list of them never changes.
 
 use std::{borrow::Cow, sync::Arc};
 
@@ -58,7 +59,8 @@ impl MetaContext {
         (1..=1 + MOST_BITMAPS as u32).contains(&id).then(|| Self::of_bit(id - 1))
     }
 
-    /// Whether a query of LIST_META_CONTEXT means the context of this name: the name, its namespace with an empty leaf, or all bitmaps.
+    /// Whether a query of LIST_META_CONTEXT means the context of this name: the name, its namespace
+    /// with an empty leaf, or all bitmaps.
     pub fn is_listed_by(name: &str, query: &str) -> bool {
         let whole = query.ends_with(':') && name.starts_with(query);
         query == name || whole && (name.find(':') == Some(query.len() - 1) || query == BITMAPS)

@@ -1,7 +1,7 @@
 //! Server credentials for TLS: a directory of X.509 files, or a file of pre-shared keys.
 //!
-//! Both are laid out as QEMU's `tls-creds-x509` / `tls-creds-psk` and nbdkit's `--tls-certificates` / `--tls-psk`
-//! have them, so that an existing directory works as it is:
+//! Both are laid out as QEMU's `tls-creds-x509` / `tls-creds-psk` and nbdkit's `--tls-certificates`
+//! / `--tls-psk` have them, so that an existing directory works as it is:
 //!
 //! ```text
 //!  X.509   server-cert.pem   the certificate, then its intermediates
@@ -11,14 +11,16 @@
 //!  PSK     keys.psk          a line `user:hexkey` a client, as `psktool` writes it
 //! ```
 //!
-//! Everything is read once, at the start, and every fault is found then: never in front of a client.
+//! Everything is read once, at the start, and every fault is found then: never in front of a
+//! client.
 //!
 //! Clients that connect:
-//! - X.509: `nbdinfo 'nbds://HOST/NAME?tls-certificates=DIR'`, with ca-cert.pem, client-cert.pem and client-key.pem in
-//!   DIR; `qemu-img info --object tls-creds-x509,id=t,dir=DIR,endpoint=client --image-opts
-//!   driver=nbd,host=HOST,port=10809,export=NAME,tls-creds=t`.
+//! - X.509: `nbdinfo 'nbds://HOST/NAME?tls-certificates=DIR'`, with ca-cert.pem, client-cert.pem
+//!   and client-key.pem in DIR; `qemu-img info --object tls-creds-x509,id=t,dir=DIR,endpoint=client
+//!   --image-opts driver=nbd,host=HOST,port=10809,export=NAME,tls-creds=t`.
 //! - PSK: `nbdinfo 'nbds://USER@HOST/NAME?tls-psk-file=keys.psk'`; `qemu-img info --object
-//!   tls-creds-psk,id=t,dir=DIR,username=USER,endpoint=client --image-opts …,tls-creds=t` with DIR/keys.psk.
+//!   tls-creds-psk,id=t,dir=DIR,username=USER,endpoint=client --image-opts …,tls-creds=t` with
+//!   DIR/keys.psk.
 //! - Through a Unix socket: `nbds+unix://USER@/NAME?socket=PATH&tls-psk-file=keys.psk`.
 
 use super::tls::{TlsError, TlsStream};
@@ -40,7 +42,8 @@ use std::path::{Path, PathBuf};
 const MAX_FILE_BYTES: u64 = 4 << 20;
 /// Longest pre-shared key, in bytes (what OpenSSL accepts in every version).
 const MAX_KEY_BYTES: usize = 256;
-/// TLS 1.2's suites for pre-shared keys with forward secrecy; TLS 1.3 names its suites apart from the key exchange.
+/// TLS 1.2's suites for pre-shared keys with forward secrecy; TLS 1.3 names its suites apart from
+/// the key exchange.
 const PSK_CIPHERS: &str = "ECDHE-PSK-CHACHA20-POLY1305:ECDHE-PSK-AES256-CBC-SHA384:ECDHE-PSK-AES128-CBC-SHA256:\
                            DHE-PSK-CHACHA20-POLY1305:DHE-PSK-AES256-GCM-SHA384:DHE-PSK-AES128-GCM-SHA256";
 
@@ -86,8 +89,8 @@ impl std::fmt::Debug for TlsServer {
 impl TlsServer {
     /// Credentials from a directory of X.509 files.
     ///
-    /// With `verify_peer` a client must present a certificate that ca-cert.pem signs, directly or through
-    /// intermediates, and that ca-crl.pem, if there is one, does not revoke.
+    /// With `verify_peer` a client must present a certificate that ca-cert.pem signs, directly or
+    /// through intermediates, and that ca-crl.pem, if there is one, does not revoke.
     pub fn x509(directory: &Path, verify_peer: bool) -> Result<Self, CredentialsError> {
         let mut builder = builder()?;
         let chain_path = directory.join("server-cert.pem");
@@ -139,8 +142,9 @@ impl TlsServer {
     }
 }
 
-/// TLS 1.2 and later ("TLS versions"), with nothing that outlives a connection: no renegotiation, and no resumption,
-/// which would spare a client that reconnects for hours of work one handshake and costs keys that linger.
+/// TLS 1.2 and later ("TLS versions"), with nothing that outlives a connection: no renegotiation,
+/// and no resumption, which would spare a client that reconnects for hours of work one handshake
+/// and costs keys that linger.
 fn builder() -> Result<SslContextBuilder, ErrorStack> {
     let mut builder = SslContext::builder(SslMethod::tls_server())?;
     builder.set_min_proto_version(Some(SslVersion::TLS1_2))?;
@@ -210,7 +214,8 @@ fn private_key(path: &Path) -> Result<PKey<Private>, CredentialsError> {
     })
 }
 
-/// The keys of a file as GnuTLS's psktool writes it: `user:hexkey`, with a user of unusual bytes as `#hex`.
+/// The keys of a file as GnuTLS's psktool writes it: `user:hexkey`, with a user of unusual bytes as
+/// `#hex`.
 fn keys(file: &[u8]) -> Result<HashMap<Vec<u8>, Vec<u8>>, String> {
     let mut keys = HashMap::new();
     for (number, line) in file.split(|&byte| byte == b'\n').enumerate() {

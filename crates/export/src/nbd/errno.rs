@@ -1,6 +1,7 @@
 //! The eight error numbers NBD knows, and which of them an error of Linux becomes.
 //!
-//! The wire's numbers are fixed by "Error values"; that most equal Linux's is a coincidence nothing here relies on.
+//! The wire's numbers are fixed by "Error values"; that most equal Linux's is a coincidence nothing
+//! here relies on.
 
 /// An error of the protocol ("Error values").
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -32,9 +33,9 @@ impl Errno {
 
     /// What a raw Linux `errno` becomes, for any request but WRITE_ZEROES with FAST_ZERO.
     ///
-    /// Quota and file-size limits count as "no space" and an unsupported operation as invalid, as the specification
-    /// asks; what it does not mention is an I/O error, so that a client never mistakes a fault of the disk for
-    /// one of its own.
+    /// Quota and file-size limits count as "no space" and an unsupported operation as invalid, as
+    /// the specification asks; what it does not mention is an I/O error, so that a client never
+    /// mistakes a fault of the disk for one of its own.
     pub const fn from_linux(raw: i32) -> Self {
         match raw {
             libc::EPERM | libc::EACCES | libc::EROFS => Self::Perm,
@@ -47,7 +48,8 @@ impl Errno {
         }
     }
 
-    /// [`Errno::from_linux`] for WRITE_ZEROES with FAST_ZERO, the only request that may be answered "not supported".
+    /// [`Errno::from_linux`] for WRITE_ZEROES with FAST_ZERO, the only request that may be answered
+    /// "not supported".
     pub const fn from_linux_fast_zero(raw: i32) -> Self {
         match raw {
             libc::EOPNOTSUPP | libc::ENOSYS => Self::NotSup,
@@ -56,7 +58,8 @@ impl Errno {
     }
 }
 
-/// What a number on the wire means to a client: Linux's for the same thing, and EINVAL for one that is not known ("Error values").
+/// What a number on the wire means to a client: Linux's for the same thing, and EINVAL for one that
+/// is not known ("Error values").
 pub const fn to_linux(code: u32) -> i32 {
     match code {
         1 => libc::EPERM,

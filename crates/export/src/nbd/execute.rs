@@ -1,6 +1,8 @@
-//! Carrying out a client's commands: each waits for its limits, does its I/O and leaves its reply in the outbox.
+//! Carrying out a client's commands: each waits for its limits, does its I/O and leaves its reply
+//! in the outbox.
 //!
-//! Whatever happens, a request leaves exactly one reply, or is counted out because nobody is there to read it.
+//! Whatever happens, a request leaves exactly one reply, or is counted out because nobody is there
+//! to read it.
 
 use std::{
     future::{Future, poll_fn},
@@ -100,7 +102,8 @@ impl Connection {
         }
     }
 
-    /// Which of several merged reads failed is not known, so each is tried alone: a bad sector is one client request's trouble.
+    /// Which of several merged reads failed is not known, so each is tried alone: a bad sector is
+    /// one client request's trouble.
     async fn retry_apart(&self, parts: Vec<Incoming>, error: Error) {
         tracing::debug!(disk = %self.disk.name(), %error, requests = parts.len(), "a merged read failed, trying its parts");
         for part in parts {
@@ -131,8 +134,9 @@ impl Connection {
         self.write(offset, data, fua, &answers).await;
     }
 
-    /// Writes `data` for the requests in `answers`, each with its payload's length. If it fails, it fails for all of them: a client must take
-    /// a failed write's range for undefined anyway, and the data is gone with the attempt.
+    /// Writes `data` for the requests in `answers`, each with its payload's length. If it fails, it
+    /// fails for all of them: a client must take a failed write's range for undefined anyway, and
+    /// the data is gone with the attempt.
     async fn write(&self, offset: u64, data: Segments, fua: bool, answers: &[(Tag, usize)]) {
         let cost = match answers {
             [(_, length)] => Cost::one(*length as u64),
@@ -218,8 +222,9 @@ impl Connection {
         self.outbox.push_bytes(&reply, bytes);
     }
 
-    /// Waits for the disk's limits; `None` if the client went away meanwhile, and its requests with it: what a client that has vanished
-    /// left waiting must not use up what its group's other members may have. `requests` and `bytes` were counted in.
+    /// Waits for the disk's limits; `None` if the client went away meanwhile, and its requests with
+    /// it: what a client that has vanished left waiting must not use up what its group's other
+    /// members may have. `requests` and `bytes` were counted in.
     async fn admit(&self, direction: Direction, cost: Cost, requests: usize, bytes: usize) -> Option<Pass> {
         let mut admission = pin!(self.disk.admit(direction, cost));
         // Made only for a request that has to wait.

@@ -1,11 +1,13 @@
-//! Bytes received and not yet understood. One receive may bring many requests; they are parsed where they lie.
+//! Bytes received and not yet understood. One receive may bring many requests; they are parsed
+//! where they lie.
 
 use std::io;
 
 use super::stream::Stream;
 use block::buffer::Buffer;
 
-/// Received at a time, in bytes: what a Unix socket holds by default, so that one receive empties it.
+/// Received at a time, in bytes: what a Unix socket holds by default, so that one receive empties
+/// it.
 const INBOX_BYTES: usize = 256 << 10;
 
 #[derive(Debug)]
@@ -50,7 +52,8 @@ impl Inbox {
         Ok(count > 0)
     }
 
-    /// A buffer of `length` bytes with the payload that comes next: what is here is copied, the rest is received in place.
+    /// A buffer of `length` bytes with the payload that comes next: what is here is copied, the
+    /// rest is received in place.
     pub(super) async fn payload(&mut self, length: usize, stream: &Stream) -> io::Result<Buffer> {
         let mut payload = Buffer::new(length);
         let mut filled = self.take(&mut payload);

@@ -1,7 +1,8 @@
 //! The NBD protocol as values: bytes in, decisions out. No sockets, no clock, no disk, no threads.
 //!
-//! The specification is `doc/proto.md` of github.com/NetworkBlockDevice/nbd, and for extended headers the same
-//! file on its branch `extension-ext-header`. Comments name its sections in quotation marks.
+//! The specification is `doc/proto.md` of github.com/NetworkBlockDevice/nbd, and for extended
+//! headers the same file on its branch `extension-ext-header`. Comments name its sections in
+//! quotation marks.
 //!
 //! ```text
 //!  client                                    server
@@ -24,19 +25,21 @@
 //!
 //! What a connection does with it:
 //!
-//! 1. [`Handshake::start`], send what it wrote, then [`Handshake::advance`] with whatever arrived: send what it
-//!    appends, drop what it consumed, act on the [`Event`]. Bytes that were not consumed belong to whoever is
-//!    next: the handshake again, the TLS stream after [`Event::StartTls`], or the requests.
-//! 2. [`request::parse`] for each request. A [`request::Parsed::Refused`] says what to answer and how many payload
-//!    bytes to skip, so that the stream stays in step; a [`request::Parsed::Close`] ends the connection.
-//! 3. [`reply::Replier`] writes headers into arrays; payloads are never copied: header and buffers go out together
-//!    with one `writev`.
+//! 1. [`Handshake::start`], send what it wrote, then [`Handshake::advance`] with whatever arrived:
+//!    send what it appends, drop what it consumed, act on the [`Event`]. Bytes that were not
+//!    consumed belong to whoever is next: the handshake again, the TLS stream after
+//!    [`Event::StartTls`], or the requests.
+//! 2. [`request::parse`] for each request. A [`request::Parsed::Refused`] says what to answer and
+//!    how many payload bytes to skip, so that the stream stays in step; a
+//!    [`request::Parsed::Close`] ends the connection.
+//! 3. [`reply::Replier`] writes headers into arrays; payloads are never copied: header and buffers
+//!    go out together with one `writev`.
 //!
 //! The other side of all this, for measuring servers, is [`client`].
 //!
-//! Promises: no input panics, hangs, or makes this module hold more than [`negotiate::MAX_OPTION_BYTES`]; parsing
-//! a request and writing its reply allocate nothing. Deadlines, limits on connections and on requests in flight
-//! are the connection's.
+//! Promises: no input panics, hangs, or makes this module hold more than
+//! [`negotiate::MAX_OPTION_BYTES`]; parsing a request and writing its reply allocate nothing.
+//! Deadlines, limits on connections and on requests in flight are the connection's.
 
 pub mod catalog;
 pub mod client;

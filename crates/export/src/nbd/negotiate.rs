@@ -1,4 +1,5 @@
-//! The handshake's framing: from the greeting to the moment transmission starts, one option at a time.
+//! The handshake's framing: from the greeting to the moment transmission starts, one option at a
+//! time.
 //!
 //! ```text
 //!              ┌────────────────────────────────────────────┐
@@ -10,10 +11,12 @@
 //!                   └─► Over                     └─► Over (transmission, or closed)
 //! ```
 //!
-//! Whether an option is read, skipped or fatal is decided from its header alone, before any of its data is kept: the
-//! length a client announces costs nothing until the bytes are there, and never more than [`MAX_OPTION_BYTES`].
+//! Whether an option is read, skipped or fatal is decided from its header alone, before any of its
+//! data is kept: the length a client announces costs nothing until the bytes are there, and never
+//! more than [`MAX_OPTION_BYTES`].
 //!
-//! Never waits, and never answers two options in one step, so that the replies a caller has to hold are those of one.
+//! Never waits, and never answers two options in one step, so that the replies a caller has to hold
+//! are those of one.
 
 use super::catalog::Exports;
 use super::option::{self, Outcome, Refusal, Replies, Terms};
@@ -21,14 +24,17 @@ use super::proto::{self, client_flag, handshake_flag, opt, rep};
 use super::session::Session;
 use super::wire::Fields;
 
-/// Longest option data that is kept and interpreted, in bytes; a longer option is refused with ERR_TOO_BIG.
+/// Longest option data that is kept and interpreted, in bytes; a longer option is refused with
+/// ERR_TOO_BIG.
 ///
 /// Room for a list of metadata queries; INFO and GO, at their most reasonable, need a tenth.
 pub const MAX_OPTION_BYTES: usize = 64 << 10;
-/// Longest option data that is skipped to refuse an option politely, in bytes; past it the connection is closed
-/// ("Termination of the session during option haggling" allows it for denial of service).
+/// Longest option data that is skipped to refuse an option politely, in bytes; past it the
+/// connection is closed ("Termination of the session during option haggling" allows it for denial
+/// of service).
 pub const MAX_SKIPPED_BYTES: u32 = 1 << 20;
-/// Options a client may send before it is taken for an attacker: enough to describe thousands of exports one by one.
+/// Options a client may send before it is taken for an attacker: enough to describe thousands of
+/// exports one by one.
 pub const MAX_OPTIONS: u32 = 1 << 14;
 /// Bytes of a LIST's replies after which a step ends, so that a long list is sent in pieces.
 const LIST_BATCH_BYTES: usize = 64 << 10;
@@ -44,7 +50,8 @@ pub enum TlsPolicy {
     Required,
 }
 
-/// Why a connection ends during the handshake. Everything but [`Close::Aborted`] is the client's breach.
+/// Why a connection ends during the handshake. Everything but [`Close::Aborted`] is the client's
+/// breach.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Close {
     /// The client said goodbye; send what is left and close.
@@ -82,8 +89,8 @@ pub enum Event {
     NeedInput,
     /// Send what was written, then come back with the bytes that were not consumed.
     Replied,
-    /// Send what was written, run a TLS handshake on what was not consumed and on what follows, call
-    /// [`Handshake::tls_established`], then come back with plaintext.
+    /// Send what was written, run a TLS handshake on what was not consumed and on what follows,
+    /// call [`Handshake::tls_established`], then come back with plaintext.
     StartTls,
     /// Send what was written; what was not consumed is the first request.
     Transmission(Session),
@@ -120,8 +127,8 @@ enum Then {
 
 /// The server's side of one connection's handshake.
 ///
-/// Protocol: [`Handshake::start`] once, then [`Handshake::advance`] until an event says it is over. The connection's
-/// owner limits the time it may take.
+/// Protocol: [`Handshake::start`] once, then [`Handshake::advance`] until an event says it is over.
+/// The connection's owner limits the time it may take.
 #[derive(Debug)]
 pub struct Handshake {
     policy: TlsPolicy,
@@ -152,8 +159,8 @@ impl Handshake {
 
     /// Takes bytes from the client, appends what to answer to `out`, and says what comes next.
     ///
-    /// One step answers one option at most. Once an event ended the handshake, it is returned again and nothing is
-    /// consumed.
+    /// One step answers one option at most. Once an event ended the handshake, it is returned again
+    /// and nothing is consumed.
     pub fn advance(&mut self, input: &[u8], exports: &dyn Exports, out: &mut Vec<u8>) -> Step {
         let mut rest = input;
         let event = loop {
@@ -201,7 +208,8 @@ impl Handshake {
         }
     }
 
-    /// Takes from `rest` until `want` bytes are together; they may be split over any number of inputs.
+    /// Takes from `rest` until `want` bytes are together; they may be split over any number of
+    /// inputs.
     fn gather(&mut self, rest: &mut &[u8], want: usize) -> Option<Vec<u8>> {
         let missing = want - self.buffer.len();
         let (taken, left) = rest.split_at(missing.min(rest.len()));
@@ -231,7 +239,8 @@ impl Handshake {
             return Some(Event::Close(close));
         }
         if option == opt::SET_META_CONTEXT {
-            // What was selected before is gone "including when this command fails", so also when it is refused unread.
+            // What was selected before is gone "including when this command fails", so also when it
+            // is refused unread.
             self.terms.contexts = None;
         }
         self.phase = match self.refusal(option, length) {

@@ -1,7 +1,8 @@
-//! What each option of the handshake does and answers ("Option types"), once all of its data is there.
+//! What each option of the handshake does and answers ("Option types"), once all of its data is
+//! there.
 //!
-//! Framing, limits and the rules a header alone decides are `negotiate`'s; here is what the options mean. An option
-//! that fails changes nothing but what the specification says it resets.
+//! Framing, limits and the rules a header alone decides are `negotiate`'s; here is what the options
+//! mean. An option that fails changes nothing but what the specification says it resets.
 
 use super::catalog::{ExportInfo, Exports};
 use super::context::{MetaContext, MetaContexts};
@@ -55,7 +56,8 @@ impl Terms {
         }
     }
 
-    /// Forgets everything negotiated in the clear (STARTTLS: the server MUST NOT preserve any negotiation state).
+    /// Forgets everything negotiated in the clear (STARTTLS: the server MUST NOT preserve any
+    /// negotiation state).
     fn start_tls(&mut self) {
         *self = Self {
             fixed_newstyle: self.fixed_newstyle,
@@ -109,7 +111,8 @@ impl<'a> Replies<'a> {
         self.out.len()
     }
 
-    /// One reply whose data is these parts in a row; each is a string or a few fields, so the sum fits 32 bits.
+    /// One reply whose data is these parts in a row; each is a string or a few fields, so the sum
+    /// fits 32 bits.
     pub(super) fn send(&mut self, kind: u32, parts: &[&[u8]]) {
         let length: usize = parts.iter().map(|part| part.len()).sum();
         self.out.extend_from_slice(&proto::OPTION_REPLY_MAGIC.to_be_bytes());
@@ -129,7 +132,8 @@ impl<'a> Replies<'a> {
         self.send(refusal.kind, &[wire::clip(refusal.why).as_bytes()]);
     }
 
-    /// One export of a LIST. One whose name the protocol cannot carry is left out: no client could ask for it.
+    /// One export of a LIST. One whose name the protocol cannot carry is left out: no client could
+    /// ask for it.
     pub(super) fn server(&mut self, export: &ExportInfo) {
         let Some(name) = wire::string(export.name.as_bytes()) else { return };
         let length = (name.len() as u32).to_be_bytes();
@@ -222,7 +226,8 @@ struct Queries<'a> {
     texts: Vec<&'a str>,
 }
 
-/// The data of LIST_META_CONTEXT and SET_META_CONTEXT. Holds at most one pointer for each four bytes of it.
+/// The data of LIST_META_CONTEXT and SET_META_CONTEXT. Holds at most one pointer for each four
+/// bytes of it.
 fn queries<'a>(data: &'a [u8], exports: &dyn Exports) -> Result<Queries<'a>, Refusal> {
     let malformed =
         Refusal::invalid("the lengths do not add up, or a string is not UTF-8 of at most 4096 bytes");
@@ -245,7 +250,8 @@ fn send_context(replies: &mut Replies<'_>, id: u32, name: &str) {
     replies.send(rep::META_CONTEXT, &[&id.to_be_bytes(), name.as_bytes()]);
 }
 
-/// Allowed before structured replies too: the specification leaves that to the server, and it costs nothing.
+/// Allowed before structured replies too: the specification leaves that to the server, and it costs
+/// nothing.
 fn list_contexts(data: &[u8], exports: &dyn Exports, replies: &mut Replies<'_>) -> Result<Outcome, Refusal> {
     let Queries { bitmaps, texts, .. } = queries(data, exports)?;
     for context in MetaContext::of_export(bitmaps.len()) {
@@ -289,7 +295,8 @@ struct Wanted<'a> {
     block_sizes: bool,
 }
 
-/// `None` where the lengths do not add up. Kinds of information that are not known are ignored, as they MUST be.
+/// `None` where the lengths do not add up. Kinds of information that are not known are ignored, as
+/// they MUST be.
 fn wanted(data: &[u8]) -> Option<Wanted<'_>> {
     let mut fields = Fields::new(data);
     let mut wanted =
@@ -307,8 +314,9 @@ fn wanted(data: &[u8]) -> Option<Wanted<'_>> {
 
 /// Answers INFO or GO, and returns the session GO starts.
 ///
-/// The two differ in what follows the ACK alone. Size and flags are always sent; the block sizes too, because they hold whether asked for
-/// or not, but a minimum above 1 binds only a client that asked ("Size constraints").
+/// The two differ in what follows the ACK alone. Size and flags are always sent; the block sizes
+/// too, because they hold whether asked for or not, but a minimum above 1 binds only a client that
+/// asked ("Size constraints").
 fn describe(
     terms: &Terms,
     data: &[u8],

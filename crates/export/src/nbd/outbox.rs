@@ -1,4 +1,5 @@
-//! Replies on their way out. Whatever is ready when the socket is free goes out in one message, headers and payloads side by side.
+//! Replies on their way out. Whatever is ready when the socket is free goes out in one message,
+//! headers and payloads side by side.
 //!
 //! ```text
 //!   headers   ▕ h1 │ h2 │ h3 │ h4 ▏        written one behind the other into one block
@@ -6,8 +7,9 @@
 //!   message   ▕ h1 h2 ▏▕─ d2 ─▏▕ h3 h4 ▏▕─ d4 ─▏
 //! ```
 //!
-//! It also counts what a client has in flight, from the moment a request is accepted until its reply has left: a client that
-//! sends requests and reads no replies is left waiting once its share is used up, and costs no more memory than that.
+//! It also counts what a client has in flight, from the moment a request is accepted until its
+//! reply has left: a client that sends requests and reads no replies is left waiting once its share
+//! is used up, and costs no more memory than that.
 
 use std::cell::{Cell, RefCell};
 
@@ -17,16 +19,20 @@ use block::{
     reactor::Signal,
 };
 
-/// Requests one client may have in flight. QEMU's server stops at 16; deep queues on fast devices need more.
+/// Requests one client may have in flight. QEMU's server stops at 16; deep queues on fast devices
+/// need more.
 pub(super) const MAX_REQUESTS: usize = 512;
-/// Payload one client may have in flight, in bytes: a request of the largest size can be taken in while another one is answered.
+/// Payload one client may have in flight, in bytes: a request of the largest size can be taken in
+/// while another one is answered.
 pub(super) const MAX_BYTES: usize = 64 << 20;
-/// Bytes of replies that may be ready and unsent before further requests are started. Storage that answers from memory would otherwise
-/// answer a whole batch into cold buffers before the first byte leaves: 16 MiB for nbdcopy, at a little over half the throughput.
+/// Bytes of replies that may be ready and unsent before further requests are started. Storage that
+/// answers from memory would otherwise answer a whole batch into cold buffers before the first byte
+/// leaves: 16 MiB for nbdcopy, at a little over half the throughput.
 const MAX_READY: usize = 256 << 10;
 /// A block for headers, in bytes.
 const HEADER_BLOCK: usize = 4096;
-/// Segments in one message; the kernel takes at most 1024 (IOV_MAX). A payload may have more, read from an image in many small pieces.
+/// Segments in one message; the kernel takes at most 1024 (IOV_MAX). A payload may have more, read
+/// from an image in many small pieces.
 const MAX_SEGMENTS: usize = 1000;
 
 /// A message to send, and what has left with it.
@@ -158,8 +164,8 @@ impl Queue {
         self.written += header.len();
     }
 
-    /// Begins another message where this one could not take the headers before a payload, those after it and a segment. A reply counts with the
-    /// last message that it is part of.
+    /// Begins another message where this one could not take the headers before a payload, those
+    /// after it and a segment. A reply counts with the last message that it is part of.
     fn close_if_full(&mut self) {
         if self.open.segments.as_slice().len() + 3 > MAX_SEGMENTS {
             self.close_headers();

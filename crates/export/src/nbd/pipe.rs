@@ -1,5 +1,5 @@
-//! A simulated stream: two bounded queues of bytes whose chunks are cut at random, so that every way a socket may split and
-//! delay what is sent gets its turn.
+//! A simulated stream: two bounded queues of bytes whose chunks are cut at random, so that every
+//! way a socket may split and delay what is sent gets its turn.
 
 use std::{
     cell::RefCell,
@@ -53,7 +53,8 @@ impl Pipe {
         )
     }
 
-    /// As a socket's: some of what is there, at least a byte; 0 once the peer has closed and all is read.
+    /// As a socket's: some of what is there, at least a byte; 0 once the peer has closed and all is
+    /// read.
     pub(super) async fn receive(&self, mut buffer: Buffer, filled: usize) -> (io::Result<usize>, Buffer) {
         let count = poll_fn(|context| {
             let mut incoming = self.incoming.borrow_mut();

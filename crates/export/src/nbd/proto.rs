@@ -1,7 +1,8 @@
 //! The numbers of the NBD specification, under its own names without the `NBD_` prefix.
 //!
-//! Sections "Values", "Request message", "Structured reply chunk message" of doc/proto.md; those of extended
-//! headers from its branch `extension-ext-header`. Everything on the wire is big-endian. Nothing here decides.
+//! Sections "Values", "Request message", "Structured reply chunk message" of doc/proto.md; those of
+//! extended headers from its branch `extension-ext-header`. Everything on the wire is big-endian.
+//! Nothing here decides.
 
 /// First eight bytes of every server ("Newstyle negotiation"; ASCII `NBDMAGIC`).
 pub const INIT_MAGIC: u64 = 0x4e42_444d_4147_4943;
@@ -28,8 +29,8 @@ pub const EXTENDED_REQUEST_BYTES: usize = 32;
 pub const OPTION_BYTES: usize = 16;
 /// Longest string the protocol allows, in bytes ("Conventions": MUST be no longer than 4096 bytes).
 pub const MAX_STRING_BYTES: usize = 4096;
-/// The payload a server should support where nothing else was agreed, in bytes, and the longest that should not be
-/// taken for an attack ("Size constraints").
+/// The payload a server should support where nothing else was agreed, in bytes, and the longest
+/// that should not be taken for an attack ("Size constraints").
 pub const DEFAULT_MAX_PAYLOAD: u32 = 1 << 25;
 /// Most extents in one block status chunk ("Structured reply types").
 pub const MAX_EXTENTS: usize = 1 << 20;

@@ -1,7 +1,8 @@
 //! Replies of the transmission phase, in each of the three styles.
 //!
-//! Headers are small arrays and payloads stay where they are: the connection sends header and buffers with one
-//! `writev`. Only errors with a message and block status, which are rare, go into a buffer of the caller's.
+//! Headers are small arrays and payloads stay where they are: the connection sends header and
+//! buffers with one `writev`. Only errors with a message and block status, which are rare, go into
+//! a buffer of the caller's.
 //!
 //! ```text
 //!  simple      magic errno cookie                              16 bytes, then the data of a READ
@@ -10,9 +11,9 @@
 //!  chunks      data: offset, bytes │ hole: offset, length │ error: errno, message │ status: context, extents
 //! ```
 //!
-//! With chunks negotiated every reply is one, also where a simple reply would be allowed: a READ must not have a
-//! simple reply, and one rule is simpler than two. Never more than one chunk of a reply carries DONE; that is the
-//! caller's `last`.
+//! With chunks negotiated every reply is one, also where a simple reply would be allowed: a READ
+//! must not have a simple reply, and one rule is simpler than two. Never more than one chunk of a
+//! reply carries DONE; that is the caller's `last`.
 
 use super::context::MetaContext;
 use super::errno::Errno;
@@ -21,7 +22,8 @@ use super::request::StatusQuery;
 use super::session::{ReplyStyle, Session, Tag};
 use super::wire;
 
-/// Longest extent a 32-bit chunk can tell, in bytes: the largest multiple of every possible minimum block.
+/// Longest extent a 32-bit chunk can tell, in bytes: the largest multiple of every possible minimum
+/// block.
 const MAX_EXTENT_32: u64 = u32::MAX as u64 & !0xffff;
 
 /// The bytes that go before a payload, or are the whole reply.
@@ -74,7 +76,8 @@ impl Replier {
     /// For requests of this session.
     pub fn new(session: &Session) -> Self {
         let extent_bytes = if session.style == ReplyStyle::Extended { 16 } else { 8 };
-        // A chunk's variable part must not exceed the advertised payload either ("Structured reply types").
+        // A chunk's variable part must not exceed the advertised payload either ("Structured reply
+        // types").
         let fitting = session.maximum_payload as usize / extent_bytes;
         Self { style: session.style, max_extents: fitting.clamp(1, proto::MAX_EXTENTS) }
     }
@@ -89,9 +92,9 @@ impl Replier {
 
     /// Before `length` bytes of data read at `offset`; the bytes follow it on the wire.
     ///
-    /// A simple reply has one for the whole request, and must not be sent before the data is known to be good. With
-    /// chunks `length` is at least 1 and at most `u32::MAX - 8`, and may be a part of the request unless it asked not
-    /// to fragment.
+    /// A simple reply has one for the whole request, and must not be sent before the data is known
+    /// to be good. With chunks `length` is at least 1 and at most `u32::MAX - 8`, and may be a part
+    /// of the request unless it asked not to fragment.
     pub fn data(self, tag: Tag, offset: u64, length: u32, last: bool) -> ReplyHeader {
         match self.style {
             ReplyStyle::Simple => simple(tag, 0),
@@ -101,7 +104,8 @@ impl Replier {
         }
     }
 
-    /// Says that `length` bytes at `offset` of a READ are zero; `length` is at least 1. Not for a READ with DF.
+    /// Says that `length` bytes at `offset` of a READ are zero; `length` is at least 1. Not for a
+    /// READ with DF.
     ///
     /// `None` in the simple style, which has no way to say it.
     pub fn hole(self, tag: Tag, offset: u64, length: u32, last: bool) -> Option<ReplyHeader> {
@@ -112,13 +116,15 @@ impl Replier {
         })
     }
 
-    /// Appends a failure to `out`; `message` goes along where the style can carry it, clipped to 4096 bytes.
+    /// Appends a failure to `out`; `message` goes along where the style can carry it, clipped to
+    /// 4096 bytes.
     pub fn error(self, tag: Tag, errno: Errno, message: &str, out: &mut Vec<u8>) {
         let message = wire::clip(message);
         self.error_chunk(tag, reply_type::ERROR, 6, errno, message, out);
     }
 
-    /// [`Replier::error`] that names the byte of the export where it happened, which lies in the request's range.
+    /// [`Replier::error`] that names the byte of the export where it happened, which lies in the
+    /// request's range.
     pub fn error_at(self, tag: Tag, errno: Errno, message: &str, offset: u64, out: &mut Vec<u8>) {
         self.error_chunk(tag, reply_type::ERROR_OFFSET, 14, errno, wire::clip(message), out);
         if self.style.has_chunks() {
@@ -140,9 +146,10 @@ impl Replier {
 
     /// Appends one context's block status to `out`: `extents` in a row from the query's offset.
     ///
-    /// What the specification does not allow to be told is left out: extents past the requested length, a second one
-    /// with `one`, what 32 bits cannot hold, and all past 2²⁰. Where nothing is left the range is reported as allocated
-    /// data, which is always a correct answer. Appends nothing in the simple style, whose sessions have no contexts.
+    /// What the specification does not allow to be told is left out: extents past the requested
+    /// length, a second one with `one`, what 32 bits cannot hold, and all past 2²⁰. Where nothing
+    /// is left the range is reported as allocated data, which is always a correct answer. Appends
+    /// nothing in the simple style, whose sessions have no contexts.
     pub fn block_status(
         self,
         tag: Tag,
@@ -159,7 +166,8 @@ impl Replier {
         };
         let header = self.chunk(tag, reply_type::NONE, 0, last).as_bytes().len();
         let fixed = if wide { 8 } else { 4 };
-        // The count is known only once the extents are written, so the front is filled in afterwards.
+        // The count is known only once the extents are written, so the front is filled in
+        // afterwards.
         let start = out.len();
         out.resize(start + header + fixed, 0);
         let most = if query.one { 1 } else { self.max_extents };

@@ -1,9 +1,9 @@
 //! Requests of the transmission phase: a header in, a validated command out.
 //!
-//! Every rule of "Request types", "Command flags" and "Size constraints" is checked here, so that what comes out can
-//! be handed to a disk as it is: inside the export, aligned, permitted, with a payload that fits. What is refused
-//! says what to answer and how much payload to skip, because the one thing a bad request must not do is put the
-//! stream out of step.
+//! Every rule of "Request types", "Command flags" and "Size constraints" is checked here, so that
+//! what comes out can be handed to a disk as it is: inside the export, aligned, permitted, with a
+//! payload that fits. What is refused says what to answer and how much payload to skip, because the
+//! one thing a bad request must not do is put the stream out of step.
 //!
 //! ```text
 //!  header ─► magic? ─► payload too long? ─► command, flags, permission, length, place, alignment
@@ -22,8 +22,9 @@ use super::wire::Fields;
 
 /// A command that may be carried out as it is.
 ///
-/// Ranges lie inside the export as it was when the request was parsed, are multiples of the session's minimum block
-/// and are not empty. READ and WRITE are at most the session's payload long; the others may cover the whole export.
+/// Ranges lie inside the export as it was when the request was parsed, are multiples of the
+/// session's minimum block and are not empty. READ and WRITE are at most the session's payload
+/// long; the others may cover the whole export.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Command {
     /// Read `length` bytes.
@@ -79,7 +80,8 @@ pub enum Command {
     },
     /// Describe a range for each of the query's contexts, in one chunk a context.
     BlockStatus(StatusQuery),
-    /// Block status of the contexts that the payload names: read `payload` bytes, then [`status_payload`].
+    /// Block status of the contexts that the payload names: read `payload` bytes, then
+    /// [`status_payload`].
     BlockStatusPayload {
         /// First byte.
         offset: u64,
@@ -149,7 +151,8 @@ pub enum Breach {
     Payload(u64),
 }
 
-/// The outcome of [`parse`]. Where it is a request or a refusal, the session's header length is consumed.
+/// The outcome of [`parse`]. Where it is a request or a refusal, the session's header length is
+/// consumed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Parsed {
     /// Fewer bytes than a header has.
@@ -190,8 +193,8 @@ type Refusal = (Errno, &'static str);
 
 /// Parses and validates the request at the start of `input`.
 ///
-/// `size_bytes` is the export's size now. On anything but [`Parsed::Incomplete`] and [`Parsed::Close`] the first
-/// [`ReplyStyle::request_bytes`] of the input are consumed.
+/// `size_bytes` is the export's size now. On anything but [`Parsed::Incomplete`] and
+/// [`Parsed::Close`] the first [`ReplyStyle::request_bytes`] of the input are consumed.
 pub fn parse(input: &[u8], session: &Session, size_bytes: u64) -> Parsed {
     let Some(header) = Header::read(input, session.style) else { return Parsed::Incomplete };
     let magic = match session.style {
@@ -206,8 +209,9 @@ pub fn parse(input: &[u8], session: &Session, size_bytes: u64) -> Parsed {
         return Parsed::Request(Request { tag, command: Command::Disconnect });
     }
     let payload = if header.has_payload { header.length } else { 0 };
-    // Up to 32 MiB "SHOULD NOT be considered a denial of service attack, even if that length is larger than the
-    // advertised maximum payload size": such a payload is skipped, a longer one ends the connection.
+    // Up to 32 MiB "SHOULD NOT be considered a denial of service attack, even if that length is
+    // larger than the advertised maximum payload size": such a payload is skipped, a longer one
+    // ends the connection.
     let most = session.maximum_payload.max(proto::DEFAULT_MAX_PAYLOAD);
     let skip = match u32::try_from(payload) {
         Ok(payload) if payload <= most => payload,
@@ -244,7 +248,8 @@ fn check(header: &Header, session: &Session, size_bytes: u64) -> Result<Command,
     }
 }
 
-/// Flags that are unknown, not offered, or not of this command ("Error values": all of them EINVAL).
+/// Flags that are unknown, not offered, or not of this command ("Error values": all of them
+/// EINVAL).
 fn check_flags(header: &Header, session: &Session) -> Result<(), Refusal> {
     let when = |flag, offered| if session.offers(offered) { flag } else { 0 };
     let of_command = match header.kind {
@@ -315,7 +320,8 @@ impl Range<'_> {
 }
 
 fn read(header: &Header, range: &Range<'_>) -> Result<Command, Refusal> {
-    // EOVERFLOW is for clients that understand chunks (READ, "Structured replies"); others expect EINVAL.
+    // EOVERFLOW is for clients that understand chunks (READ, "Structured replies"); others expect
+    // EINVAL.
     let too_long = if range.session.style.has_chunks() { Errno::Overflow } else { Errno::Inval };
     let length = range.payload(too_long)?;
     range.inside(Errno::Inval)?;
@@ -363,7 +369,8 @@ fn block_status(header: &Header, range: &Range<'_>) -> Result<Command, Refusal> 
     if header.has_payload {
         let wrong = (Errno::Inval, "the BLOCK_STATUS payload is not a length and one to all of the contexts");
         let payload = u32::try_from(header.length).map_err(|_| wrong)?;
-        // More contexts than were selected can only be repeated or unknown: no need to read them to refuse.
+        // More contexts than were selected can only be repeated or unknown: no need to read them to
+        // refuse.
         let most = 8 + 4 * contexts.len() as u32;
         if !(12..=most).contains(&payload) || !payload.is_multiple_of(4) {
             return Err(wrong);
@@ -381,10 +388,11 @@ fn status_of(range: &Range<'_>, one: bool, contexts: MetaContexts) -> Result<Com
     Ok(Command::BlockStatus(StatusQuery { offset: range.offset, length: range.length, one, contexts }))
 }
 
-/// Reads the payload of a [`Command::BlockStatusPayload`] and returns the [`Command::BlockStatus`] it stands for.
+/// Reads the payload of a [`Command::BlockStatusPayload`] and returns the [`Command::BlockStatus`]
+/// it stands for.
 ///
-/// The payload is consumed either way. Refused are lengths that do not add up, contexts that are repeated or were
-/// not selected, and whatever a block status without payload is refused for.
+/// The payload is consumed either way. Refused are lengths that do not add up, contexts that are
+/// repeated or were not selected, and whatever a block status without payload is refused for.
 pub fn status_payload(
     payload: &[u8],
     tag: Tag,

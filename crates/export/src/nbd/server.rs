@@ -4,11 +4,13 @@
 //!   listener ─► accept ─► room for one more? ─► next worker ─► handshake (limited in time) ─► connection
 //! ```
 //!
-//! Accepting happens on one reactor; each connection then lives on one worker thread and never moves. When the server stops, it
-//! closes its listeners, lets every connection finish what it has in flight, and returns when the last one has.
+//! Accepting happens on one reactor; each connection then lives on one worker thread and never
+//! moves. When the server stops, it closes its listeners, lets every connection finish what it has
+//! in flight, and returns when the last one has.
 //!
-//! Exports are added and removed while it runs. One that is removed is found by no handshake any more; its clients are reason to refuse the
-//! removal, or are disconnected with it, as whoever removes it chooses.
+//! Exports are added and removed while it runs. One that is removed is found by no handshake any
+//! more; its clients are reason to refuse the removal, or are disconnected with it, as whoever
+//! removes it chooses.
 
 use std::{
     collections::HashMap,
@@ -44,7 +46,8 @@ use block::reactor::{
 /// What a server allows its clients.
 #[derive(Clone, Copy, Debug)]
 pub struct Terms {
-    /// Connections at a time; further ones wait in the listener's queue until one ends. 0 is unlimited.
+    /// Connections at a time; further ones wait in the listener's queue until one ends. 0 is
+    /// unlimited.
     pub max_connections: usize,
     /// Time for the whole handshake, TLS included.
     pub handshake_timeout: Duration,
@@ -96,7 +99,8 @@ struct Live {
 pub enum Removal {
     /// They are reason not to remove it.
     Safe,
-    /// They are disconnected. What they have in flight is finished and answered to nobody; what waits for its limits is forgotten.
+    /// They are disconnected. What they have in flight is finished and answered to nobody; what
+    /// waits for its limits is forgotten.
     Hard,
 }
 
@@ -129,15 +133,16 @@ impl Server {
         })
     }
 
-    /// Offers `export` from now on; its number, never given again, or `None` where an export of its name is there already.
+    /// Offers `export` from now on; its number, never given again, or `None` where an export of its
+    /// name is there already.
     ///
     /// The default export is the one named "", or else the one that has been there longest.
     pub fn add(&self, export: Export) -> Option<usize> {
         self.exports.write().unwrap_or_else(PoisonError::into_inner).add(export)
     }
 
-    /// Offers an export no longer. Clients that were disconnected may take a moment to be gone; [`Server::wait_until_unused`] waits for
-    /// them.
+    /// Offers an export no longer. Clients that were disconnected may take a moment to be gone;
+    /// [`Server::wait_until_unused`] waits for them.
     ///
     /// # Errors
     /// [`NotRemoved`]; the export stays, and its clients are not disturbed.
@@ -180,7 +185,8 @@ impl Server {
         self.lock().values().filter(|live| live.export == Some(export)).count()
     }
 
-    /// Counts connection `number` to its export, unless that has been removed since the handshake found it.
+    /// Counts connection `number` to its export, unless that has been removed since the handshake
+    /// found it.
     fn choose(&self, export: usize, number: u64) -> bool {
         let exports = self.exports.read().unwrap_or_else(PoisonError::into_inner);
         let found = exports.get(export).is_some();
@@ -190,7 +196,8 @@ impl Server {
         found
     }
 
-    /// Accepts connections on `listener` and gives them to `workers` in turn, until [`Server::stop`].
+    /// Accepts connections on `listener` and gives them to `workers` in turn, until
+    /// [`Server::stop`].
     ///
     /// # Errors
     /// Where `accept(2)` says that the socket is none to accept from.
@@ -207,7 +214,8 @@ impl Server {
                     }
                     // The client gave up before it was accepted.
                     Some(libc::ECONNABORTED | libc::EINTR | libc::EPROTO | libc::EAGAIN) => continue,
-                    // Out of descriptors or memory, the network, a firewall: it passes, and the disks are served meanwhile.
+                    // Out of descriptors or memory, the network, a firewall: it passes, and the
+                    // disks are served meanwhile.
                     _ => {
                         tracing::warn!(%error, "cannot accept a connection, trying again");
                         let freed = self.freed.listen();
@@ -222,15 +230,17 @@ impl Server {
         }
     }
 
-    /// Refuses new connections and ends the others once they have finished what they have in flight. Returns when the
-    /// last is gone. A client that does not take its last replies is cut off after [`FAREWELL`]. Close the listeners' sockets
-    /// (`shutdown(2)`) to end [`Server::listen`].
+    /// Refuses new connections and ends the others once they have finished what they have in
+    /// flight. Returns when the last is gone. A client that does not take its last replies is cut
+    /// off after [`FAREWELL`]. Close the listeners' sockets (`shutdown(2)`) to end
+    /// [`Server::listen`].
     pub async fn stop(&self) {
         self.stopping.store(true, Ordering::SeqCst);
         self.freed.notify(usize::MAX);
         for live in self.lock().values() {
             live.stop.store(true, Ordering::SeqCst);
-            // Ends the receive that the connection waits in. Fails where the client has gone already.
+            // Ends the receive that the connection waits in. Fails where the client has gone
+            // already.
             let _ = nix::sys::socket::shutdown(raw(&live.socket), nix::sys::socket::Shutdown::Read);
         }
         if reactor::timeout(FAREWELL, self.wait_for_last()).await.is_err() {
@@ -288,7 +298,8 @@ impl Server {
         }
     }
 
-    /// The handshake: a connection ready for requests, and what arrived behind it. `None` where the client only looked around.
+    /// The handshake: a connection ready for requests, and what arrived behind it. `None` where the
+    /// client only looked around.
     pub(super) async fn open(
         &self,
         stream: Stream,
@@ -324,7 +335,8 @@ impl Server {
         loop {
             let step = handshake.advance(inbox.bytes(), self, &mut out);
             inbox.consume(step.consumed);
-            // Before the client is told, or it could be connected to an export that seems to have no clients.
+            // Before the client is told, or it could be connected to an export that seems to have
+            // no clients.
             if let negotiate::Event::Transmission(session) = &step.event
                 && !self.choose(session.export, number)
             {
@@ -366,11 +378,12 @@ impl Server {
 /// Why a client that has negotiated is turned away.
 const REMOVED: &str = "the export was removed during the handshake";
 
-/// Replies gathered before they are sent: a client that lists a thousand exports gets them in a few messages.
+/// Replies gathered before they are sent: a client that lists a thousand exports gets them in a few
+/// messages.
 const REPLY_BYTES: usize = 32 << 10;
 
-/// How long clients may take to receive their last replies when the server stops: less than service managers wait before
-/// they kill, which would cost the disks their last flush.
+/// How long clients may take to receive their last replies when the server stops: less than service
+/// managers wait before they kill, which would cost the disks their last flush.
 const FAREWELL: Duration = Duration::from_secs(10);
 
 /// A place among the connections, taken before a client is accepted and freed when dropped.
@@ -424,8 +437,9 @@ fn prepare(socket: &OwnedFd) {
     let family = getsockname::<SockaddrStorage>(std::os::fd::AsRawFd::as_raw_fd(socket))
         .ok()
         .and_then(|address| address.family());
-    // A Unix socket keeps the kernel's buffer size: with 4 MiB instead of 208 KiB, nbdcopy from memory lost a tenth, for what lies in the
-    // buffer has left the processor's cache by the time the client reads it.
+    // A Unix socket keeps the kernel's buffer size: with 4 MiB instead of 208 KiB, nbdcopy from
+    // memory lost a tenth, for what lies in the buffer has left the processor's cache by the time
+    // the client reads it.
     if family != Some(AddressFamily::Unix)
         && let Ok(clone) = socket.try_clone()
     {

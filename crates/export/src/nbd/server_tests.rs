@@ -1,4 +1,5 @@
-//! Exports that come and go, over real sockets: who is let in, who is counted, who is shown the door.
+//! Exports that come and go, over real sockets: who is let in, who is counted, who is shown the
+//! door.
 
 use std::{
     io::{Read, Write},

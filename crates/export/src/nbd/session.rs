@@ -1,7 +1,8 @@
-//! What a finished handshake agreed on: all that parsing requests and writing replies needs to know.
+//! What a finished handshake agreed on: all that parsing requests and writing replies needs to
+//! know.
 //!
-//! A session is a small copyable value and never changes; the one thing about an export that may change under it,
-//! its size, is passed with each request instead.
+//! A session is a small copyable value and never changes; the one thing about an export that may
+//! change under it, its size, is passed with each request instead.
 
 use super::context::MetaContexts;
 use super::proto;
@@ -39,13 +40,16 @@ pub struct Session {
     pub export: usize,
     /// The headers both sides use.
     pub style: ReplyStyle,
-    /// The transmission flags the client was told ([`proto::export_flag`]); what they do not offer is refused.
+    /// The transmission flags the client was told ([`proto::export_flag`]); what they do not offer
+    /// is refused.
     pub flags: u16,
     /// The metadata contexts BLOCK_STATUS may ask for.
     pub contexts: MetaContexts,
-    /// Whether the client asked for the block sizes with GO, which binds it to them ("Size constraints").
+    /// Whether the client asked for the block sizes with GO, which binds it to them ("Size
+    /// constraints").
     pub sizes_acknowledged: bool,
-    /// Offsets and lengths must be multiples of this many bytes; 1 unless the client acknowledged the sizes.
+    /// Offsets and lengths must be multiples of this many bytes; 1 unless the client acknowledged
+    /// the sizes.
     pub minimum_block: u32,
     /// Longest payload of a READ or WRITE, in bytes.
     pub maximum_payload: u32,
@@ -60,7 +64,8 @@ impl Session {
 
 /// What identifies a request in its replies.
 ///
-/// The cookie is the client's and opaque; the offset is repeated in extended headers, as the client sent it.
+/// The cookie is the client's and opaque; the offset is repeated in extended headers, as the client
+/// sent it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Tag {
     /// The client's cookie.

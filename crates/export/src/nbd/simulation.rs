@@ -1,12 +1,15 @@
-//! Connections under simulation: several clients at once on one disk, well-behaved and hostile ones, over pipes that cut what
-//! they carry anywhere, through the real handshake.
+//! Connections under simulation: several clients at once on one disk, well-behaved and hostile
+//! ones, over pipes that cut what they carry anywhere, through the real handshake.
 //!
-//! - Every request of a well-behaved client is answered exactly once, rightly, before its connection ends (`client`).
-//! - Hostile clients (`hostile`) harm nobody but themselves, also while the disk is cut off in the middle of their part.
+//! - Every request of a well-behaved client is answered exactly once, rightly, before its
+//!   connection ends (`client`).
+//! - Hostile clients (`hostile`) harm nobody but themselves, also while the disk is cut off in the
+//!   middle of their part.
 //! - Every connection ends, with nothing in flight and no task of it left.
 //! - What one client has in flight is bounded.
 //!
-//! `WEIR_SEED=n` runs one seed, `WEIR_SEEDS=n` the first n. A failure prints the command that repeats it.
+//! `WEIR_SEED=n` runs one seed, `WEIR_SEEDS=n` the first n. A failure prints the command that
+//! repeats it.
 
 mod client;
 mod hostile;
@@ -47,7 +50,8 @@ use block::{
     storage::{Storage, delay::DelayOptions, fault::FaultRule},
 };
 
-/// A client's own part of the disk, in bytes. No multiple of a page of memory, so that neighbours share some.
+/// A client's own part of the disk, in bytes. No multiple of a page of memory, so that neighbours
+/// share some.
 const REGION: u64 = 40_000;
 /// Most well-behaved clients; behind their regions is one for the hostile.
 const MOST_CLIENTS: u64 = 4;
@@ -129,7 +133,8 @@ async fn serve_a_crowd() -> (Totals, u64) {
     (disk.totals(), answered.get())
 }
 
-/// Cuts the disk off somewhere in the hostile clients' part while all of them are at work, and lets it grow again.
+/// Cuts the disk off somewhere in the hostile clients' part while all of them are at work, and lets
+/// it grow again.
 async fn resize_now_and_then(disk: &Disk) {
     for _ in 0..sim::random(|random| random.usize(1..6)) {
         sleep_until(now() + some_time() / 10).await;

@@ -1,4 +1,5 @@
-//! The two-way stream of bytes to a client: a socket, TLS over a socket, or a simulated pipe. Above it nobody can tell.
+//! The two-way stream of bytes to a client: a socket, TLS over a socket, or a simulated pipe. Above
+//! it nobody can tell.
 //!
 //! One task receives and one task sends; both may do so at the same time.
 
@@ -59,8 +60,9 @@ impl Stream {
         }
     }
 
-    /// Bytes, with the kernel's overhead, that the client has yet to read. Only a Unix socket tells; TCP counts what the
-    /// other *kernel* has not confirmed, and on a fast network that is nothing.
+    /// Bytes, with the kernel's overhead, that the client has yet to read. Only a Unix socket
+    /// tells; TCP counts what the other *kernel* has not confirmed, and on a fast network that is
+    /// nothing.
     pub(super) fn unread_bytes(&self) -> usize {
         match self {
             Self::Plain(fd) | Self::Tls { fd, .. } => op::unread_bytes(fd).unwrap_or(0),
@@ -90,7 +92,8 @@ impl Stream {
         }
     }
 
-    /// Becomes TLS, as the server. `received` are the bytes that arrived behind the request to start.
+    /// Becomes TLS, as the server. `received` are the bytes that arrived behind the request to
+    /// start.
     pub(super) async fn start_tls(self, server: &TlsServer, mut received: &[u8]) -> Result<Self, TlsFailure> {
         let Self::Plain(fd) = self else { return Err(TlsFailure::NotPlain) };
         let tls = RefCell::new(Box::new(server.accept()?));

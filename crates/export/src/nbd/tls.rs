@@ -1,4 +1,5 @@
-//! One connection's TLS as a value: ciphertext in, ciphertext out, plaintext on the other side. No socket.
+//! One connection's TLS as a value: ciphertext in, ciphertext out, plaintext on the other side. No
+//! socket.
 //!
 //! ```text
 //!   socket ──► feed ──►┌─────────┐──► read ──► handshake, requests
@@ -6,8 +7,9 @@
 //!   socket ◄─ outgoing └─────────┘◄── write ◄─ replies
 //! ```
 //!
-//! OpenSSL runs over two queues in memory and reports that it would block where one is empty. Both are bounded, so
-//! a peer that sends without reading, or reads without sending, costs a few records and no more.
+//! OpenSSL runs over two queues in memory and reports that it would block where one is empty. Both
+//! are bounded, so a peer that sends without reading, or reads without sending, costs a few records
+//! and no more.
 //!
 //! Never sees a file or a key: those are `credentials`'.
 
@@ -17,7 +19,8 @@ use openssl::{
 };
 use std::io;
 
-/// Ciphertext that is kept in each direction, in bytes: four records of the largest size (RFC 8446 §5.2).
+/// Ciphertext that is kept in each direction, in bytes: four records of the largest size (RFC 8446
+/// §5.2).
 const MAX_QUEUE_BYTES: usize = 4 * RECORD_BYTES;
 /// The largest TLS record with its overhead.
 const RECORD_BYTES: usize = (16 << 10) + 512;
@@ -88,8 +91,8 @@ impl io::Read for Wire {
 }
 
 impl io::Write for Wire {
-    /// Takes everything: the bound is kept by [`TlsStream::write`], because a write OpenSSL could not finish would
-    /// have to be repeated with the same bytes.
+    /// Takes everything: the bound is kept by [`TlsStream::write`], because a write OpenSSL could
+    /// not finish would have to be repeated with the same bytes.
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         self.outgoing.push(bytes);
         Ok(bytes.len())
@@ -113,8 +116,8 @@ pub enum TlsRead {
 
 /// The server's side of one TLS connection.
 ///
-/// After each call that is not [`TlsStream::feed`] there may be ciphertext to send ([`TlsStream::outgoing`]), also
-/// after a failure: the alert that tells the peer why.
+/// After each call that is not [`TlsStream::feed`] there may be ciphertext to send
+/// ([`TlsStream::outgoing`]), also after a failure: the alert that tells the peer why.
 #[derive(Debug)]
 pub struct TlsStream {
     stream: SslStream<Wire>,
@@ -125,7 +128,8 @@ impl TlsStream {
         Ok(Self { stream: SslStream::new(Ssl::new(context)?, Wire::default())? })
     }
 
-    /// Takes ciphertext that arrived and returns how much of it: less than all once reading lags behind.
+    /// Takes ciphertext that arrived and returns how much of it: less than all once reading lags
+    /// behind.
     pub fn feed(&mut self, ciphertext: &[u8]) -> usize {
         let incoming = &mut self.stream.get_mut().incoming;
         let count = ciphertext.len().min(MAX_QUEUE_BYTES.saturating_sub(incoming.waiting().len()));
@@ -145,7 +149,8 @@ impl TlsStream {
 
     /// Goes on with the TLS handshake: true once it is complete, false where it needs more input.
     ///
-    /// An error is final ("the server MUST terminate the session"): send what is outgoing and close.
+    /// An error is final ("the server MUST terminate the session"): send what is outgoing and
+    /// close.
     pub fn handshake(&mut self) -> Result<bool, TlsError> {
         match self.stream.accept() {
             Ok(()) => Ok(true),
@@ -154,9 +159,11 @@ impl TlsStream {
         }
     }
 
-    /// Decrypts into `plaintext`, which is not empty. Call it until it needs input: one feed may hold many records.
+    /// Decrypts into `plaintext`, which is not empty. Call it until it needs input: one feed may
+    /// hold many records.
     pub fn read(&mut self, plaintext: &mut [u8]) -> Result<TlsRead, TlsError> {
-        // Reading may answer (alerts, key updates). A peer that makes it answer without taking the answers waits.
+        // Reading may answer (alerts, key updates). A peer that makes it answer without taking the
+        // answers waits.
         if self.outgoing().len() > 2 * MAX_QUEUE_BYTES {
             return Err(TlsError::Limit("the client sends, but takes no answers"));
         }

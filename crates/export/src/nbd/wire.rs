@@ -1,7 +1,8 @@
 //! Reading big-endian fields off a slice that may end too early.
 //!
-//! Each read takes what it returns and is `None` where the slice is too short, so that a parser is a chain of `?`.
-//! Never allocates: lengths a client announces are only ever compared with bytes that arrived.
+//! Each read takes what it returns and is `None` where the slice is too short, so that a parser is
+//! a chain of `?`. Never allocates: lengths a client announces are only ever compared with bytes
+//! that arrived.
 
 use super::proto::MAX_STRING_BYTES;
 
@@ -32,7 +33,8 @@ impl<'a> Fields<'a> {
         self.array().map(u64::from_be_bytes)
     }
 
-    /// A 32-bit length and as many bytes of a string ("Conventions": UTF-8, no NUL, at most 4096 bytes).
+    /// A 32-bit length and as many bytes of a string ("Conventions": UTF-8, no NUL, at most 4096
+    /// bytes).
     pub(super) fn string(&mut self) -> Option<&'a str> {
         let length = usize::try_from(self.u32()?).ok()?;
         let (head, rest) = self.0.split_at_checked(length)?;

@@ -1,4 +1,5 @@
-//! Merging, statement by statement. `tests/merge.rs` compares random plans with what the disk ends up holding.
+//! Merging, statement by statement. `tests/merge.rs` compares random plans with what the disk ends
+//! up holding.
 
 use super::*;
 use Operation::{Barrier, Read, Write};

@@ -87,17 +87,19 @@ pub struct Fetch<T> {
     pub token: T,
 }
 
-/// A disk's prefetch cache. `T` stands for the data of a chunk, on its way or there; clones stand for the same.
+/// A disk's prefetch cache. `T` stands for the data of a chunk, on its way or there; clones stand
+/// for the same.
 ///
 /// # Protocol
 ///
-/// 1. [`read`](Cache::read) for every read, [`write_begins`](Cache::write_begins) before and [`write_ends`](Cache::write_ends) after everything else
-///    that changes what is on the disk.
-/// 2. For every range of an [`Ahead`]: [`begin`](Cache::begin), when its data is about to be read; then exactly one of [`complete`](Cache::complete)
-///    and [`fail`](Cache::fail) for each [`Fetch`].
+/// 1. [`read`](Cache::read) for every read, [`write_begins`](Cache::write_begins) before and
+///    [`write_ends`](Cache::write_ends) after everything else that changes what is on the disk.
+/// 2. For every range of an [`Ahead`]: [`begin`](Cache::begin), when its data is about to be read;
+///    then exactly one of [`complete`](Cache::complete) and [`fail`](Cache::fail) for each
+///    [`Fetch`].
 /// 3. [`take_dropped`](Cache::take_dropped) after each of these, to let go of what it gives.
-/// 4. Who was given a token whose data is on its way waits for the data, wherever it may since have gone: it is as good as what the
-///    image would have said when he asked.
+/// 4. Who was given a token whose data is on its way waits for the data, wherever it may since have
+///    gone: it is as good as what the image would have said when he asked.
 #[derive(Debug)]
 pub struct Cache<T> {
     settings: Settings,
@@ -152,7 +154,8 @@ impl<T: Clone> Cache<T> {
         self.settings
     }
 
-    /// Puts other settings in force. What is in memory stays as far as it may; with [`Mode::Off`] nothing does.
+    /// Puts other settings in force. What is in memory stays as far as it may; with [`Mode::Off`]
+    /// nothing does.
     ///
     /// # Errors
     /// [`Invalid`]: everything stays as it was.
@@ -179,7 +182,8 @@ impl<T: Clone> Cache<T> {
         Ok(())
     }
 
-    /// The words for chunks that went since this was asked last: letting go of them gives their memory back, which takes longer than any decision.
+    /// The words for chunks that went since this was asked last: letting go of them gives their
+    /// memory back, which takes longer than any decision.
     #[must_use = "their memory is not in use any more"]
     pub fn take_dropped(&mut self) -> Vec<T> {
         core::mem::take(&mut self.dropped)
@@ -191,10 +195,12 @@ impl<T: Clone> Cache<T> {
         Stats { memory_bytes: self.memory_bytes, streams: self.streams.leading(), closed, ..self.stats }
     }
 
-    /// Looks at a read of a disk of `size_bytes`: what of it is in memory, and what to read ahead. `may` has the last word
-    /// on that; it is told, too, what of what was read ahead has been read since it was asked last.
+    /// Looks at a read of a disk of `size_bytes`: what of it is in memory, and what to read ahead.
+    /// `may` has the last word on that; it is told, too, what of what was read ahead has been read
+    /// since it was asked last.
     ///
-    /// The request is as long as one of its client's: several that were merged count as `requests`. It is not empty and lies inside the disk.
+    /// The request is as long as one of its client's: several that were merged count as `requests`.
+    /// It is not empty and lies inside the disk.
     pub fn read(
         &mut self,
         range: Range<u64>,
@@ -297,8 +303,9 @@ impl<T: Clone> Cache<T> {
         (cached, met, owner)
     }
 
-    /// Whose a request is that goes on with no stream that it found its data by, but perhaps with one that leaves gaps: a scan without gaps that was
-    /// expected, which may become a stream by this.
+    /// Whose a request is that goes on with no stream that it found its data by, but perhaps with
+    /// one that leaves gaps: a scan without gaps that was expected, which may become a stream by
+    /// this.
     fn follow(&mut self, range: &Range<u64>, with_gaps: Option<StreamId>) -> Option<StreamId> {
         let expectations = self.expectations.as_mut()?;
         let length = range.end - range.start;
@@ -351,7 +358,8 @@ impl<T: Clone> Cache<T> {
         let (step, next) = (stream.step(), stream.next(length));
         // Where memory is too short for two requests there is nothing to be gained.
         let ahead = if most < 2 * length { None } else { self.plan(id, most, size_bytes, may) };
-        // Most requests are found by their data; only those that will not be must be expected, or they would crowd out what is not known yet.
+        // Most requests are found by their data; only those that will not be must be expected, or
+        // they would crowd out what is not known yet.
         let is_found = met != Met::Missing && (has_lead || ahead.is_some());
         if let (false, Some(next), Some(expectations)) = (is_found, next, &mut self.expectations) {
             expectations.expect(next, Expected { step, run: RUN, stream: id });
@@ -393,8 +401,8 @@ impl<T: Clone> Cache<T> {
         self.settings.window_max_bytes.min(self.settings.memory_bytes / 2).min(share)
     }
 
-    /// A range of an [`Ahead`] is about to be read: what of it is not in memory and not on its way, as far as there is room. `make` is asked for a
-    /// word for each.
+    /// A range of an [`Ahead`] is about to be read: what of it is not in memory and not on its way,
+    /// as far as there is room. `make` is asked for a word for each.
     pub fn begin(
         &mut self,
         ahead: &Ahead,
@@ -463,7 +471,8 @@ impl<T: Clone> Cache<T> {
         self.evict(id.0);
     }
 
-    /// A write, or whatever else changes what the range reads as, is about to begin: nothing there is found any more.
+    /// A write, or whatever else changes what the range reads as, is about to begin: nothing there
+    /// is found any more.
     pub fn write_begins(&mut self, range: Range<u64>) -> WriteId {
         // Whole blocks, as they were read ahead.
         self.drop_range(&whole_blocks(&range));

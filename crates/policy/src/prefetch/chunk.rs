@@ -9,7 +9,8 @@ use core::ops::Range;
 use super::ahead::{Ahead, BLOCK_BYTES, StreamId};
 use crate::time::Instant;
 
-/// What a buffer of so many bytes takes of memory: allocators of I/O memory round up to a power of two, from a page on.
+/// What a buffer of so many bytes takes of memory: allocators of I/O memory round up to a power of
+/// two, from a page on.
 pub(super) fn footprint(length: u64) -> u64 {
     length.max(BLOCK_BYTES).next_power_of_two()
 }
@@ -23,7 +24,8 @@ impl Blocks {
         self.0[(block / 64) as usize] >> (block % 64) & 1 == 1
     }
 
-    /// Adds those that `from..to` (bytes of the chunk, not empty) touches; returns how many were not in it.
+    /// Adds those that `from..to` (bytes of the chunk, not empty) touches; returns how many were
+    /// not in it.
     pub(super) fn add(&mut self, from: u64, to: u64) -> u64 {
         let (first, last) = (from / BLOCK_BYTES, (to - 1) / BLOCK_BYTES);
         let mut added = 0;

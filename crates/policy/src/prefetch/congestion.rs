@@ -16,19 +16,23 @@
 use super::ahead::{CHUNK_MAX_BYTES, StreamId};
 use alloc::collections::VecDeque;
 
-/// A read-ahead that takes so many times the best is one of a congested device: a window's own requests queue behind each other, up to four deep...
+/// A read-ahead that takes so many times the best is one of a congested device: a window's own
+/// requests queue behind each other, up to four deep...
 const CONGESTED: u64 = 4;
-/// ... if it takes this long. A flash device answers one small request in a tenth of that, and does many times the work at the depth where it takes as
-/// long as this; nobody notices a request that waits for so much.
+/// ... if it takes this long. A flash device answers one small request in a tenth of that, and does
+/// many times the work at the depth where it takes as long as this; nobody notices a request that
+/// waits for so much.
 const TOLERATED_NS: u64 = 2_000_000;
-/// What may be on its way at first, and what always may, in bytes: a few requests of a size that suits any device.
+/// What may be on its way at first, and what always may, in bytes: a few requests of a size that
+/// suits any device.
 const ALLOWED_AT_FIRST: u64 = 2 << 20;
 const LEAST_ALLOWED: u64 = 512 << 10;
 /// What each may have at a time while others wait for theirs.
 const SHARE: u64 = LEAST_ALLOWED / 2;
 /// A window is not cut down to less than this, in bytes: it would not be worth a request.
 const LEAST_WORTH: u64 = 32 << 10;
-/// Who has not come again while others asked so often, and four times for each that waits, will not.
+/// Who has not come again while others asked so often, and four times for each that waits, will
+/// not.
 const REMEMBERED: u64 = 64;
 /// Sizes are told apart by their power of two, up to the largest chunk.
 const SIZES: usize = CHUNK_MAX_BYTES.ilog2() as usize + 1;
@@ -42,7 +46,8 @@ pub(super) struct Congestion {
     on_its_way: u64,
     allowed: u64,
     most_allowed: u64,
-    /// Streams without data that were refused, and the number of such questions when they last were.
+    /// Streams without data that were refused, and the number of such questions when they last
+    /// were.
     waiting: VecDeque<(StreamId, u64)>,
     questions: u64,
 }
@@ -74,8 +79,8 @@ impl Congestion {
         self.allowed = self.allowed.min(self.most_allowed);
     }
 
-    /// How much of what is wanted for a stream may be on its way besides what is; 0 if nothing worth a request. `has_data` says whether its reader has
-    /// something to read meanwhile.
+    /// How much of what is wanted for a stream may be on its way besides what is; 0 if nothing
+    /// worth a request. `has_data` says whether its reader has something to read meanwhile.
     ///
     /// A quarter of what may be, at most, or large windows would keep small ones out.
     pub(super) fn room(&mut self, stream: StreamId, wanted: u64, has_data: bool) -> u64 {
@@ -125,7 +130,8 @@ impl Congestion {
         if pace.best_ns == 0 {
             *pace = Pace { best_ns: took_ns, smoothed_ns: took_ns };
         }
-        // What was best once is so no more when the device has changed: twice as long after some hundred.
+        // What was best once is so no more when the device has changed: twice as long after some
+        // hundred.
         pace.best_ns = took_ns.min(pace.best_ns + pace.best_ns / 512 + 1);
         pace.smoothed_ns = pace.smoothed_ns - pace.smoothed_ns / 8 + took_ns / 8;
         let bound_ns = pace.best_ns.saturating_mul(CONGESTED).max(TOLERATED_NS);

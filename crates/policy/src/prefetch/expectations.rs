@@ -20,7 +20,8 @@ use alloc::vec;
 
 /// Slots; a power of two. At four a request, one is forgotten after about 500 requests at random.
 const SLOTS: usize = 2048;
-/// An expectation older than this many requests is none: chance alone meets old ones on a small disk.
+/// An expectation older than this many requests is none: chance alone meets old ones on a small
+/// disk.
 const LIFETIME: u32 = 2048;
 /// How many of the last requests a strided scan may have begun with: as many scans as may be mixed.
 const RECENT: usize = 2;
@@ -37,7 +38,8 @@ pub(super) struct Expected {
     pub(super) stream: StreamId,
 }
 
-/// Aligned, so that a request at random, which looks at one slot and leaves word in four, touches a cache line for each and not two.
+/// Aligned, so that a request at random, which looks at one slot and leaves word in four, touches a
+/// cache line for each and not two.
 #[derive(Clone, Copy, Debug)]
 #[repr(align(32))]
 struct Slot {
@@ -77,8 +79,9 @@ impl Expectations {
         Some(slot.what)
     }
 
-    /// Expects a request at `offset`. A scan that is known better is not forgotten for it; and of two that lead to the same place one without gaps is
-    /// preferred: readers that begin at regular distances and take turns look like one with a stride.
+    /// Expects a request at `offset`. A scan that is known better is not forgotten for it; and of
+    /// two that lead to the same place one without gaps is preferred: readers that begin at regular
+    /// distances and take turns look like one with a stride.
     pub(super) fn expect(&mut self, offset: u64, what: Expected) {
         let slot = &mut self.slots[place(offset)];
         let is_young = self.clock.wrapping_sub(slot.made) <= LIFETIME;

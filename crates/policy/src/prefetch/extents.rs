@@ -80,7 +80,8 @@ impl Extents {
         self.0.insert(offset, Value { length, chunk, from });
     }
 
-    /// Takes the range out. `cut` is told of each part that goes, and of how many extents its chunk has more or fewer by that.
+    /// Takes the range out. `cut` is told of each part that goes, and of how many extents its chunk
+    /// has more or fewer by that.
     pub(super) fn cut(&mut self, range: &Range<u64>, mut cut: impl FnMut(Extent, i32)) {
         loop {
             let Some(extent) = self.overlapping(range).next() else { return };

@@ -13,10 +13,11 @@
 //! reading ahead is tried again now and then. So accuracy is not measured and compared with a
 //! bound: it makes the credit. Streams that have proved themselves pass a closed gate.
 
-/// Least credit that there is at first, in bytes: the default memory of a cache. With more memory there is as much credit, so that as many streams as
-/// find room in it can begin at once.
+/// Least credit that there is at first, in bytes: the default memory of a cache. With more memory
+/// there is as much credit, so that as many streams as find room in it can begin at once.
 const LEAST_CREDIT: u64 = 4 << 20;
-/// One byte in so many that are asked for may be wasted: what a user may lose where nothing is to be gained, half of what is noticed.
+/// One byte in so many that are asked for may be wasted: what a user may lose where nothing is to
+/// be gained, half of what is noticed.
 const ASKED_PART: u64 = 64;
 /// Interest on what is used: one in so many bytes.
 const USED_PART: u64 = 8;

@@ -135,7 +135,8 @@ impl<T> Chunks<T> {
         self.slots[number as usize].take().expect("removed once").chunk
     }
 
-    /// Makes a chunk that is there the newest of its list, which depends on whether all of it has been read.
+    /// Makes a chunk that is there the newest of its list, which depends on whether all of it has
+    /// been read.
     pub(super) fn touch(&mut self, number: u32) {
         self.learn(number);
         self.unlink(number);
@@ -164,7 +165,8 @@ impl<T> Chunks<T> {
         [first.oldest, second.oldest].into_iter().find(|number| *number != NONE)
     }
 
-    /// Moves the division by a hit near the end of a list: there a little less memory would have been a miss.
+    /// Moves the division by a hit near the end of a list: there a little less memory would have
+    /// been a miss.
     fn learn(&mut self, number: u32) {
         let Slot { chunk, links } = self.slot(number);
         let (Some(part), bytes) = (links.part, chunk.footprint()) else { return };

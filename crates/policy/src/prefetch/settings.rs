@@ -16,7 +16,8 @@ pub enum Mode {
     Off,
     /// Whatever looks sequential, also where that has not paid.
     On,
-    /// Where it pays: not of images that are in memory already or that others may write to, and less where what was read ahead is not used.
+    /// Where it pays: not of images that are in memory already or that others may write to, and
+    /// less where what was read ahead is not used.
     #[default]
     Auto,
 }
@@ -113,12 +114,14 @@ pub struct Settings {
     pub mode: Mode,
     /// Bytes of data, read ahead or on its way, at most. 4 MiB unless set, from 256 KiB to 1 TiB.
     pub memory_bytes: u64,
-    /// Requests of more bytes than this are neither answered from memory nor looked at. 64 KiB unless set, from 512 to 32 MiB.
+    /// Requests of more bytes than this are neither answered from memory nor looked at. 64 KiB
+    /// unless set, from 512 to 32 MiB.
     pub largest_request_bytes: u64,
-    /// What is read ahead of a stream at first, in bytes. 128 KiB unless set, from 4 KiB to 1 MiB. Where memory is short streams share it, and
-    /// have less than this.
+    /// What is read ahead of a stream at first, in bytes. 128 KiB unless set, from 4 KiB to 1 MiB.
+    /// Where memory is short streams share it, and have less than this.
     pub window_min_bytes: u64,
-    /// Most that is read ahead of a stream, in bytes. 2 MiB unless set, from `window_min_bytes` to 64 MiB. Never more than half the memory.
+    /// Most that is read ahead of a stream, in bytes. 2 MiB unless set, from `window_min_bytes` to
+    /// 64 MiB. Never more than half the memory.
     pub window_max_bytes: u64,
     /// Most streams that are read ahead of at a time. 256 unless set, from 1 to 4096.
     pub streams: u32,

@@ -17,7 +17,8 @@ use alloc::vec::Vec;
 
 /// Most places of a strided stream that are read ahead at a time: each is a request to the device.
 const MOST_PLACES: u64 = 64;
-/// How far a new scan may be from a stream to be part of it, in bytes: as far as requests of a deep queue may overtake each other.
+/// How far a new scan may be from a stream to be part of it, in bytes: as far as requests of a deep
+/// queue may overtake each other.
 const NEAR_BYTES: u64 = 512 << 10;
 
 /// By what rule requests follow each other.
@@ -119,7 +120,8 @@ impl Stream {
         }
     }
 
-    /// What to read ahead next: about so many bytes, inside a disk of `size_bytes`. `None` at its end. [`Stream::lead`] makes it so.
+    /// What to read ahead next: about so many bytes, inside a disk of `size_bytes`. `None` at its
+    /// end. [`Stream::lead`] makes it so.
     pub(super) fn plan(&self, id: StreamId, bytes: u64, size_bytes: u64) -> Option<Ahead> {
         let (first, length, step, count) = match self.step {
             Step::Forward => {

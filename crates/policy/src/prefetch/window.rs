@@ -52,7 +52,8 @@ impl Window {
     }
 }
 
-/// The largest size that is at most `wanted`, that is a power of two as buffers are, and of which two are at most `most`.
+/// The largest size that is at most `wanted`, that is a power of two as buffers are, and of which
+/// two are at most `most`.
 fn largest(wanted: u64, most: u64) -> u64 {
     let size = wanted.min(most / 2).clamp(BLOCK_BYTES, CHUNK_MAX_BYTES);
     1 << size.ilog2()

@@ -7,12 +7,14 @@
 //!
 //! Never reads a clock: the elapsed time is an argument.
 
-/// The rate is smoothed over this time, in seconds: a large request at a small rate passes all at once, and then nothing for a while.
+/// The rate is smoothed over this time, in seconds: a large request at a small rate passes all at
+/// once, and then nothing for a while.
 const SMOOTHING_S: f64 = 0.4;
 /// Who took so much of what it was given is held back by that.
 const HELD_BACK: f64 = 0.85;
-/// For how long it counts as held back after it last was, in seconds: writeback comes in lumps, with two seconds of nothing between them.
-/// Where the kernel tells that nothing waits either, it is forgotten sooner (`pool.rs`).
+/// For how long it counts as held back after it last was, in seconds: writeback comes in lumps,
+/// with two seconds of nothing between them. Where the kernel tells that nothing waits either, it
+/// is forgotten sooner (`pool.rs`).
 const REMEMBERED_S: f64 = 3.0;
 /// How much more than what it took somebody may want who was not held back.
 const HEADROOM: f64 = 1.3;
@@ -27,8 +29,8 @@ pub(super) struct Demand {
 }
 
 impl Demand {
-    /// Takes in that so many units passed in so many seconds, while so many a second were allowed (`None`: any number), and whether
-    /// something of this direction waited and nothing passed.
+    /// Takes in that so many units passed in so many seconds, while so many a second were allowed
+    /// (`None`: any number), and whether something of this direction waited and nothing passed.
     pub(super) fn observe(&mut self, units: u64, elapsed_s: f64, granted: Option<f64>, stuck: bool) {
         if elapsed_s <= 0.0 {
             return;

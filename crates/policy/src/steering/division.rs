@@ -16,13 +16,15 @@ pub(super) struct Claim {
 
 /// The part of `rate` that each gets, in their order.
 ///
-/// Who asks for less than its share by weight gets that, and the others share the rest, again by weight (max-min fairness). What is left
-/// when everybody has what he asks for is added to all by weight.
+/// Who asks for less than its share by weight gets that, and the others share the rest, again by
+/// weight (max-min fairness). What is left when everybody has what he asks for is added to all by
+/// weight.
 pub(super) fn divide(rate: f64, claims: &[Claim]) -> Vec<f64> {
     let mut parts: Vec<f64> = claims.iter().map(|_| 0.0).collect();
     let mut open: Vec<usize> = (0..claims.len()).collect();
     let mut left = rate;
-    // Those who ask for the least beside their weight are satisfied first: one pass over them in that order does.
+    // Those who ask for the least beside their weight are satisfied first: one pass over them in
+    // that order does.
     open.sort_by(|&one, &other| {
         let level = |index: usize| claims[index].demand / claims[index].weight;
         level(one).total_cmp(&level(other))

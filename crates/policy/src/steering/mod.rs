@@ -30,7 +30,8 @@ mod pool;
 
 pub use pool::{Member, Passed, Pool, is_steered};
 
-/// What the kernel is told for one control group on one device: units per second, `None` for no limit. The four keys of cgroup v2's `io.max`.
+/// What the kernel is told for one control group on one device: units per second, `None` for no
+/// limit. The four keys of cgroup v2's `io.max`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Rates {
     /// Bytes per second, reads and writes.

@@ -37,24 +37,30 @@ const IDLE: Duration = Duration::from_secs(1);
 const STILL_ACTIVE: Duration = Duration::from_secs(2);
 /// A burst whose bucket is full within this time is over: whoever is told takes some time as well.
 const NEARLY_FULL_S: f64 = 0.01;
-/// A burst is there again once its bucket has room for so many seconds of it. What bursts always hold ([`throttle`](crate::throttle)).
+/// A burst is there again once its bucket has room for so many seconds of it. What bursts always
+/// hold ([`throttle`](crate::throttle)).
 const ROOM_AGAIN_S: f64 = 0.1;
-/// Of whom nothing passes or waits for so long, and the kernel would tell, is not coming back at once: what it wanted is forgotten.
+/// Of whom nothing passes or waits for so long, and the kernel would tell, is not coming back at
+/// once: what it wanted is forgotten.
 const FORGOTTEN_AFTER_S: f64 = 0.5;
-/// Who waits for longer than this, and nothing passes though it was given its share, waits for something else: another device, a network.
+/// Who waits for longer than this, and nothing passes though it was given its share, waits for
+/// something else: another device, a network.
 const STUCK_AT_MOST_S: f64 = 5.0;
-/// What an idle member keeps of its share, so that it can begin: a little where the kernel tells of waiting, more where only what passes shows.
+/// What an idle member keeps of its share, so that it can begin: a little where the kernel tells of
+/// waiting, more where only what passes shows.
 const IDLE_PART: f64 = 0.02;
 const IDLE_PART_UNSEEN: f64 = 0.1;
 /// The least rate that the kernel takes.
 const LEAST: u64 = 2;
-/// A rate is told anew if it rises by this factor, or falls by that. Each time costs the kernel some precision: what it had saved up for
-/// a request that waits is lost (measured: 4 % of 4 MB/s where the same was told every 50 ms).
+/// A rate is told anew if it rises by this factor, or falls by that. Each time costs the kernel
+/// some precision: what it had saved up for a request that waits is lost (measured: 4 % of 4 MB/s
+/// where the same was told every 50 ms).
 const RISE_WORTH_TELLING: f64 = 1.03;
 const FALL_WORTH_TELLING: f64 = 0.995;
 /// The same while another member gains: nearly all of what that gets, so that the parts add up.
 const SHARED_FALL_WORTH_TELLING: f64 = 0.999;
-/// The same where the rates follow a watermark, which is no promise to the last percent; and for who does nothing with them.
+/// The same where the rates follow a watermark, which is no promise to the last percent; and for
+/// who does nothing with them.
 const LOOSE_FALL_WORTH_TELLING: f64 = 0.97;
 const IDLE_FALL_WORTH_TELLING: f64 = 0.9;
 
@@ -162,13 +168,15 @@ impl Pool {
         &self.passed
     }
 
-    /// How full the buckets are, by [`LimitKind::index`], to go on from with [`resume`](Pool::resume).
+    /// How full the buckets are, by [`LimitKind::index`], to go on from with
+    /// [`resume`](Pool::resume).
     pub fn levels(&self) -> [u64; 6] {
         self.ledger.levels()
     }
 
-    /// Goes on from where another left off, at the instant that this was made for: with buckets so full, and members of which so much had
-    /// passed. What has passed since is charged at the next look.
+    /// Goes on from where another left off, at the instant that this was made for: with buckets so
+    /// full, and members of which so much had passed. What has passed since is charged at the next
+    /// look.
     pub fn resume(&mut self, since: Instant, levels: [u64; 6], passed: &[Option<Passed>]) {
         self.ledger.restore(levels);
         for (member, passed) in self.members.iter_mut().zip(passed) {
@@ -186,7 +194,8 @@ impl Pool {
         self.ledger.enforcement()
     }
 
-    /// Forgets what a member was told, because that did not arrive: the next decision tells it again.
+    /// Forgets what a member was told, because that did not arrive: the next decision tells it
+    /// again.
     pub fn not_told(&mut self, member: usize) {
         self.members[member].told = None;
     }
@@ -197,14 +206,16 @@ impl Pool {
         *member = Member { is_gone: true, ..Member::new(member.weight) };
     }
 
-    /// What a member does cannot be seen: until it is observed again it counts as wanting all it can get. So what the others have leaves
-    /// room for what [`settled`](Pool::settled) grants it, which is what to tell it meanwhile.
+    /// What a member does cannot be seen: until it is observed again it counts as wanting all it
+    /// can get. So what the others have leaves room for what [`settled`](Pool::settled) grants it,
+    /// which is what to tell it meanwhile.
     pub fn unseen(&mut self, member: usize) {
         let member = &mut self.members[member];
         *member = Member::new(member.weight);
     }
 
-    /// Takes in what has passed for a member by `now`, and whether it waited since the last time (`None` if nobody knows).
+    /// Takes in what has passed for a member by `now`, and whether it waited since the last time
+    /// (`None` if nobody knows).
     pub fn observe(&mut self, member: usize, now: Instant, passed: Passed, waited: Option<bool>) {
         let of = &mut self.members[member];
         (of.is_gone, of.is_unseen) = (false, false);
@@ -244,7 +255,8 @@ impl Pool {
         }
     }
 
-    /// What the kernel is to be told by now, by member: those that get less first. Nothing, if all is as it was told.
+    /// What the kernel is to be told by now, by member: those that get less first. Nothing, if all
+    /// is as it was told.
     pub fn decide(&mut self, now: Instant) -> Vec<(usize, Rates)> {
         self.ledger.leak_to(now);
         for kind in LimitKind::ALL {
@@ -281,7 +293,8 @@ impl Pool {
         changes.into_iter().map(|(_, index, rates)| (index, rates)).collect()
     }
 
-    /// When a member is to be looked at again, at the latest; `None` if its rates can never change, unless a watermark changes them.
+    /// When a member is to be looked at again, at the latest; `None` if its rates can never change,
+    /// unless a watermark changes them.
     pub fn due(&self, member: usize, now: Instant) -> Option<Instant> {
         self.is_steered().then(|| self.next_look(member, now))
     }
@@ -294,8 +307,8 @@ impl Pool {
         self.bursts_end(now).map_or(at_the_latest, |end| at_the_latest.min(end))
     }
 
-    /// When a burst can be over at the earliest: by then all members are to be looked at, however many others are due. `None` if none is
-    /// allowed.
+    /// When a burst can be over at the earliest: by then all members are to be looked at, however
+    /// many others are due. `None` if none is allowed.
     pub fn bursts_end(&self, now: Instant) -> Option<Instant> {
         let scale = self.scale();
         let there = self.members.iter().filter(|member| !member.is_gone);
@@ -318,7 +331,8 @@ impl Pool {
         is_steered(self.limits(), self.members.len())
     }
 
-    /// What each member is held to when nobody steers: the limits without bursts, divided by weight alone.
+    /// What each member is held to when nobody steers: the limits without bursts, divided by weight
+    /// alone.
     pub fn settled(&self) -> Vec<Rates> {
         let rate = |limit: Limit, _| (limit.rate > 0).then_some(limit.rate as f64);
         self.divided(rate, |_| f64::INFINITY)
@@ -352,7 +366,8 @@ impl Pool {
         Some(rate as f64 * self.scale())
     }
 
-    /// The rates of all members where each limit lets pass what `rate` says, and each member wants what `wants` does.
+    /// The rates of all members where each limit lets pass what `rate` says, and each member wants
+    /// what `wants` does.
     fn divided(
         &self,
         rate: impl Fn(Limit, LimitKind) -> Option<f64>,
@@ -415,7 +430,8 @@ impl Pool {
     }
 }
 
-/// Whether these limits of so many members are more than the kernel keeps by itself: bursts, totals, or limits that several share.
+/// Whether these limits of so many members are more than the kernel keeps by itself: bursts,
+/// totals, or limits that several share.
 pub fn is_steered(limits: &Limits, members: usize) -> bool {
     LimitKind::ALL.into_iter().any(|kind| {
         let Limit { rate, burst_rate, .. } = limits.limit(kind);
@@ -429,7 +445,8 @@ impl Member {
         self.active.is_some_and(|active| now.nanos_since(active) < STILL_ACTIVE.as_nanos() as u64)
     }
 
-    /// By direction: whether it was in use lately; both, if none was. What waits then is of that direction, as far as anybody knows.
+    /// By direction: whether it was in use lately; both, if none was. What waits then is of that
+    /// direction, as far as anybody knows.
     fn lately(&self) -> [bool; 2] {
         let operations = self.demand[1].each_ref().map(Demand::rate);
         let all: f64 = operations.iter().sum();
@@ -441,8 +458,9 @@ impl Member {
     }
 }
 
-/// An operation larger than `iops-size` counts as several, which the kernel does not know: as many bytes as that many operations of that
-/// size pass. So neither small nor large ones exceed the limit; a mixture of both may, to twice as much at the worst.
+/// An operation larger than `iops-size` counts as several, which the kernel does not know: as many
+/// bytes as that many operations of that size pass. So neither small nor large ones exceed the
+/// limit; a mixture of both may, to twice as much at the worst.
 fn bound_sizes(rates: &mut Rates, iops_size: u64) {
     for direction in Direction::ALL.map(Direction::index) {
         let Some(operations) = rates.iops[direction] else { continue };
@@ -451,7 +469,8 @@ fn bound_sizes(rates: &mut Rates, iops_size: u64) {
     }
 }
 
-/// Whether a change is worth telling, and when: 0 before 1, so that what some lose is taken before others get it.
+/// Whether a change is worth telling, and when: 0 before 1, so that what some lose is taken before
+/// others get it.
 fn worth_telling(told: Option<Rates>, rates: Rates, fall: f64) -> Option<u8> {
     let Some(told) = told else { return Some(1) };
     let (mut falls, mut rises) = (false, false);

@@ -180,7 +180,8 @@ fn most_that_passes(limits: &Limits, unit: Unit) -> u64 {
     }
 }
 
-/// What a node takes of its parent's supply: what it was promised, or what is promised below it if that is more.
+/// What a node takes of its parent's supply: what it was promised, or what is promised below it if
+/// that is more.
 pub(super) fn demand(share: Share, promised_below: [u64; 2]) -> [u64; 2] {
     let own = [share.iops_reservation(), share.bps_reservation()];
     Unit::ALL.map(|unit| own[unit.index()].max(promised_below[unit.index()]))

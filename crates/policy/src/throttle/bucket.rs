@@ -41,7 +41,8 @@ use spare::Spare;
 /// Billionths in a unit.
 const UNIT: u128 = 1_000_000_000;
 
-/// One bucket, or the two that a burst longer than a second needs. Rate 0 lets everything pass and keeps no level.
+/// One bucket, or the two that a burst longer than a second needs. Rate 0 lets everything pass and
+/// keeps no level.
 #[derive(Clone, Copy, Debug)]
 struct Bucket {
     /// Billionths per nanosecond (which is units per second).
@@ -99,8 +100,9 @@ impl Bucket {
 
     /// Nanoseconds until a request may pass; 0 if it may now.
     ///
-    /// After exactly that time, and not a nanosecond before, the answer is 0. Where both levels are too high the
-    /// slower decides. (QEMU asks the second only once the first has run down, and then waits again.)
+    /// After exactly that time, and not a nanosecond before, the answer is 0. Where both levels are
+    /// too high the slower decides. (QEMU asks the second only once the first has run down, and
+    /// then waits again.)
     fn wait_ns(&self) -> u64 {
         let main = wait_until_full(self.level, self.size, self.rate);
         main.max(wait_until_full(self.burst_level, self.burst_size, self.burst_rate))
@@ -120,7 +122,8 @@ const fn tenth_of_a_second(rate: u64) -> u128 {
 }
 
 fn wait_until_full(level: u128, size: u128, rate: u64) -> u64 {
-    // Not `level >= size`: a bucket that is exactly full admits, which is what makes excess / rate the whole wait.
+    // Not `level >= size`: a bucket that is exactly full admits, which is what makes excess / rate
+    // the whole wait.
     if rate == 0 || level <= size {
         return 0;
     }
@@ -182,8 +185,8 @@ impl Buckets {
         }
     }
 
-    /// Brings all levels to `now`. An instant before the last changes nothing: two workers read the clock before
-    /// they take turns here, and what has leaked does not come back.
+    /// Brings all levels to `now`. An instant before the last changes nothing: two workers read the
+    /// clock before they take turns here, and what has leaked does not come back.
     pub(super) fn leak_to(&mut self, now: Instant) {
         let elapsed_ns = now.nanos_since(self.now);
         if elapsed_ns == 0 {
@@ -200,7 +203,8 @@ impl Buckets {
         }
     }
 
-    /// Time until a request of this direction may pass, and the limit that it waits for longest; `None` if it may now.
+    /// Time until a request of this direction may pass, and the limit that it waits for longest;
+    /// `None` if it may now.
     pub(super) fn binding(&self, direction: Direction) -> Option<(u64, LimitKind)> {
         let mut longest = None;
         for (kind, bucket) in self.applying(direction) {
@@ -235,20 +239,23 @@ impl Buckets {
         u64::try_from(cost.operations(self.iops_size)).unwrap_or(u64::MAX)
     }
 
-    /// How long the scarcest limit of this direction takes for a request; 0 without limits. See [`divide`].
+    /// How long the scarcest limit of this direction takes for a request; 0 without limits. See
+    /// [`divide`].
     pub(super) fn price_ns(&self, direction: Direction, cost: &Cost) -> u64 {
         let prices =
             self.applying(direction).map(|(kind, bucket)| divide(self.units(kind, cost), bucket.rate));
         prices.fold(0, u64::max)
     }
 
-    /// How long the scarcest limit of this direction on operations takes for one; 0 without such a limit.
+    /// How long the scarcest limit of this direction on operations takes for one; 0 without such a
+    /// limit.
     pub(super) fn operation_ns(&self, direction: Direction) -> u64 {
         let operations = self.applying(direction).filter(|(kind, _)| !kind.counts_bytes());
         operations.map(|(_, bucket)| divide(UNIT, bucket.rate)).fold(0, u64::max)
     }
 
-    /// The fraction of a request, in parts of [`WHOLE`], that has room in all buckets of its direction.
+    /// The fraction of a request, in parts of [`WHOLE`], that has room in all buckets of its
+    /// direction.
     pub(super) fn room(&self, direction: Direction, cost: &Cost) -> u32 {
         let mut least = WHOLE;
         for (kind, bucket) in self.applying(direction) {
@@ -271,13 +278,15 @@ impl Buckets {
         }
     }
 
-    /// Whole units that may pass at once before requests wait for this limit; `None` if it is not set.
+    /// Whole units that may pass at once before requests wait for this limit; `None` if it is not
+    /// set.
     pub(super) fn tokens(&self, kind: LimitKind) -> Option<u64> {
         let bucket = &self.buckets[kind.index()];
         (bucket.rate > 0).then(|| u64::try_from(bucket.room() / UNIT).unwrap_or(u64::MAX))
     }
 
-    /// Whole units until this limit's bucket is full, whatever the rate of a burst; `None` if it is not set.
+    /// Whole units until this limit's bucket is full, whatever the rate of a burst; `None` if it is
+    /// not set.
     pub(super) fn remaining(&self, kind: LimitKind) -> Option<u64> {
         let bucket = &self.buckets[kind.index()];
         let remaining = bucket.size.saturating_sub(bucket.level) / UNIT;

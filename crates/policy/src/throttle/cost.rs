@@ -67,7 +67,8 @@ impl Cost {
         }
     }
 
-    /// Operations to charge, in billionths, under this `iops-size`; a fraction of a billionth is rounded up.
+    /// Operations to charge, in billionths, under this `iops-size`; a fraction of a billionth is
+    /// rounded up.
     pub(super) fn operations(&self, iops_size: u64) -> u128 {
         match &self.lengths {
             Lengths::Equal { count, length } => u128::from(*count) * operations_of(*length, iops_size),
@@ -80,7 +81,8 @@ fn operations_of(length: u64, iops_size: u64) -> u128 {
     if iops_size == 0 || length <= iops_size {
         return u128::from(BILLION);
     }
-    // Below 18 GB, which is every request there is, one 64-bit division does; the wide one takes a library call.
+    // Below 18 GB, which is every request there is, one 64-bit division does; the wide one takes a
+    // library call.
     match length.checked_mul(BILLION) {
         Some(scaled) => u128::from(scaled.div_ceil(iops_size)),
         None => (u128::from(length) * u128::from(BILLION)).div_ceil(u128::from(iops_size)),

@@ -24,7 +24,8 @@ impl Scale {
         self.0 as u64
     }
 
-    /// `amount` times the factor, rounded down. At most 10³ times as much, so amounts below 2⁹⁸ cannot overflow.
+    /// `amount` times the factor, rounded down. At most 10³ times as much, so amounts below 2⁹⁸
+    /// cannot overflow.
     pub(super) const fn times(self, amount: u128) -> u128 {
         amount * self.0 as u128 / 1000
     }
@@ -43,7 +44,8 @@ pub enum Enforcement {
 }
 
 impl Enforcement {
-    /// The stricter of two: the one with the smaller factor. What lies on several devices goes by the one that is shortest.
+    /// The stricter of two: the one with the smaller factor. What lies on several devices goes by
+    /// the one that is shortest.
     #[must_use]
     pub fn stricter(self, other: Self) -> Self {
         let factor = |enforcement: Self| match enforcement {

@@ -81,7 +81,8 @@ impl<K: Copy + Ord> Heap<K> {
         }
     }
 
-    /// Changes every key by a function that keeps their order: of two, the smaller does not become the larger.
+    /// Changes every key by a function that keeps their order: of two, the smaller does not become
+    /// the larger.
     pub(super) fn map_keys(&mut self, change: impl Fn(K) -> K) {
         for entry in &mut self.entries {
             entry.key = change(entry.key);

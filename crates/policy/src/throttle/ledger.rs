@@ -53,7 +53,8 @@ impl Ledger {
         if (operations, bytes) == (0, 0) || self.enforcement == Enforcement::Lifted {
             return;
         }
-        // How the bytes were spread over the operations is not known: as evenly as whole bytes can be.
+        // How the bytes were spread over the operations is not known: as evenly as whole bytes can
+        // be.
         let operations = operations.max(1);
         let (each, longer) = (bytes / operations, bytes % operations);
         for (count, length) in [(operations - longer, each), (longer, each + 1)] {
@@ -71,7 +72,8 @@ impl Ledger {
         self.buckets.remaining(kind)
     }
 
-    /// How full each bucket is, in whole units, by [`LimitKind::index`]: to be kept and given to [`Ledger::restore`].
+    /// How full each bucket is, in whole units, by [`LimitKind::index`]: to be kept and given to
+    /// [`Ledger::restore`].
     pub fn levels(&self) -> [u64; 6] {
         LimitKind::ALL.map(|kind| self.buckets.level(kind))
     }

@@ -11,10 +11,12 @@
 use crate::request::Direction;
 use core::fmt;
 
-/// The largest rate, burst rate, `iops-size`, or burst rate × burst length (QEMU's `THROTTLE_VALUE_MAX`).
+/// The largest rate, burst rate, `iops-size`, or burst rate × burst length (QEMU's
+/// `THROTTLE_VALUE_MAX`).
 pub const MAX_VALUE: u64 = 1_000_000_000_000_000;
 
-/// The longest burst length that can be set by name, in seconds (QEMU's properties are 32 bits wide).
+/// The longest burst length that can be set by name, in seconds (QEMU's properties are 32 bits
+/// wide).
 pub const MAX_BURST_LENGTH_S: u64 = u32::MAX as u64;
 
 /// Which of the six limits: bytes or operations per second, of all requests, of reads or of writes.
@@ -69,7 +71,8 @@ pub enum Part {
     BurstLength,
 }
 
-/// One of the nineteen numbers that make up [`Limits`], addressed as a value so that it can be named.
+/// One of the nineteen numbers that make up [`Limits`], addressed as a value so that it can be
+/// named.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Setting {
     /// A number of one of the six limits.
@@ -131,7 +134,8 @@ impl Setting {
         NAMES.iter().find(|(_, known)| *known == name).map(|(setting, _)| *setting)
     }
 
-    /// The largest value [`Limits::set`] takes: [`MAX_BURST_LENGTH_S`] for lengths, else [`MAX_VALUE`].
+    /// The largest value [`Limits::set`] takes: [`MAX_BURST_LENGTH_S`] for lengths, else
+    /// [`MAX_VALUE`].
     pub const fn maximum(self) -> u64 {
         match self {
             Of(_, BurstLength) => MAX_BURST_LENGTH_S,
@@ -154,7 +158,8 @@ impl fmt::Display for Setting {
     }
 }
 
-/// One limit: a rate in units (bytes or operations) per second, and how far it may be exceeded for how long.
+/// One limit: a rate in units (bytes or operations) per second, and how far it may be exceeded for
+/// how long.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limit {
     /// Units per second in the long run; 0 is no limit.
@@ -178,13 +183,16 @@ impl Default for Limit {
 
 /// Everything a disk or a group is limited by. The default limits nothing.
 ///
-/// A value of this type may break the rules; [`Limits::validate`] tells, and [`Tree`](super::Tree) takes no other.
+/// A value of this type may break the rules; [`Limits::validate`] tells, and [`Tree`](super::Tree)
+/// takes no other.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Limits {
     limits: [Limit; 6],
-    /// Bytes after which one request counts as more than one operation; 0 counts every request as one.
+    /// Bytes after which one request counts as more than one operation; 0 counts every request as
+    /// one.
     ///
-    /// A request of `size` bytes above it counts `size / iops_size` operations: 6 KiB at 4096 is 1.5.
+    /// A request of `size` bytes above it counts `size / iops_size` operations: 6 KiB at 4096 is
+    /// 1.5.
     pub iops_size: u64,
 }
 
@@ -212,7 +220,8 @@ impl Limits {
     /// Sets one setting, in its own unit, and leaves the others alone.
     ///
     /// Looks at this value only, since settings come one by one and in any order: a value above
-    /// [`Setting::maximum`] is refused and changes nothing. [`Limits::validate`] judges the whole afterwards.
+    /// [`Setting::maximum`] is refused and changes nothing. [`Limits::validate`] judges the whole
+    /// afterwards.
     pub fn set(&mut self, setting: Setting, value: u64) -> Result<(), Invalid> {
         if value > setting.maximum() {
             return Err(Invalid { setting, value, rule: Rule::AtMost(setting.maximum()) });
@@ -231,7 +240,8 @@ impl Limits {
         self.limits.iter().all(|limit| limit.rate == 0)
     }
 
-    /// Checks every rule, in QEMU's order, and reports the first that is broken ([`Rule`] lists them).
+    /// Checks every rule, in QEMU's order, and reports the first that is broken ([`Rule`] lists
+    /// them).
     pub fn validate(&self) -> Result<(), Invalid> {
         for part in [Rate, BurstRate] {
             self.check_total_alone([BpsTotal, BpsRead, BpsWrite], part)?;
@@ -288,7 +298,8 @@ impl Limits {
     }
 }
 
-/// A setting that cannot stand, with the rule it breaks. Its text names the setting, the value and the rule.
+/// A setting that cannot stand, with the rule it breaks. Its text names the setting, the value and
+/// the rule.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Invalid {
     /// The setting at fault.
@@ -302,7 +313,8 @@ pub struct Invalid {
 /// The rules that limits obey.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Rule {
-    /// A total limit excludes a read or write limit of the same kind (here: that setting, with its value).
+    /// A total limit excludes a read or write limit of the same kind (here: that setting, with its
+    /// value).
     Excludes(Setting, u64),
     /// `iops-size` says how operations are counted, so a limit on operations must be there.
     NeedsIops,

@@ -24,7 +24,8 @@ pub struct NodeId {
     pub(super) generation: u64,
 }
 
-/// A request that waits in a tree, as needed to take it back with [`Tree::cancel`](super::Tree::cancel).
+/// A request that waits in a tree, as needed to take it back with
+/// [`Tree::cancel`](super::Tree::cancel).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Ticket {
     pub(super) node: NodeId,
@@ -67,7 +68,8 @@ pub(super) struct Node<T> {
     pub(super) share: Share,
     /// None until it has had a child: idle disks are many.
     pub(super) schedule: Option<Box<Schedule>>,
-    /// Which direction is served first where nothing else decides: the one that was not served last.
+    /// Which direction is served first where nothing else decides: the one that was not served
+    /// last.
     pub(super) first: Direction,
     queues: [VecDeque<Waiter<T>>; 2],
     /// By direction, of the whole subtree.
@@ -86,7 +88,8 @@ pub(super) struct Node<T> {
 }
 
 impl<T> Node<T> {
-    /// The node's share of its parent, its promise being what it was promised itself, or what is promised below it if that is more.
+    /// The node's share of its parent, its promise being what it was promised itself, or what is
+    /// promised below it if that is more.
     pub(super) fn entitlement(&self) -> Share {
         let [iops, bps] = demand(self.share, self.promised);
         self.share.with_reservation(iops, bps)
@@ -168,7 +171,8 @@ impl<T> Node<T> {
 
     /// Takes the request of that number out of its queue, if it still waits.
     ///
-    /// Finds it in O(log n) of what waits here; closing the gap moves the shorter side of the queue.
+    /// Finds it in O(log n) of what waits here; closing the gap moves the shorter side of the
+    /// queue.
     pub(super) fn take(&mut self, direction: Direction, number: u64) -> Option<Waiter<T>> {
         let queue = self.queue_mut(direction);
         let at = queue.binary_search_by_key(&number, |waiter| waiter.number).ok()?;

@@ -12,8 +12,8 @@ use core::ops::Range;
 
 /// A slice, at the scarcest limit on a request's way: 90 ms.
 ///
-/// A small request behind a large one should have its answer within 100 ms, what a bucket without a burst holds. The rest is
-/// for the timer and for moving the data.
+/// A small request behind a large one should have its answer within 100 ms, what a bucket without a
+/// burst holds. The rest is for the timer and for moving the data.
 pub(super) const SLICE_NS: u64 = 90_000_000;
 
 /// The whole of a request, in the parts it is paid for.
@@ -21,14 +21,18 @@ pub(super) const SLICE_NS: u64 = 90_000_000;
 /// 2³⁰: a part of the largest request there is (32 MiB, by NBD) is then below a byte.
 pub(super) const WHOLE: u32 = 1 << 30;
 
-/// The longest time a single request is taken to cost, about 19 hours, so that sums of costs cannot overflow.
+/// The longest time a single request is taken to cost, about 19 hours, so that sums of costs cannot
+/// overflow.
 ///
-/// What costs more is charged to the buckets in full; only in its siblings' eyes it costs no more than this.
+/// What costs more is charged to the buckets in full; only in its siblings' eyes it costs no more
+/// than this.
 pub(super) const LONGEST_NS: u64 = 1 << 46;
 
-/// `billionths / rate`: nanoseconds that so much takes at this rate per second. Rounded up, at most [`LONGEST_NS`].
+/// `billionths / rate`: nanoseconds that so much takes at this rate per second. Rounded up, at most
+/// [`LONGEST_NS`].
 pub(super) fn divide(billionths: u128, rate: u64) -> u64 {
-    // Below 18 units this fits 64 bits, and so does all that is not in bytes; the wide division takes a library call.
+    // Below 18 units this fits 64 bits, and so does all that is not in bytes; the wide division
+    // takes a library call.
     let ns = match u64::try_from(billionths) {
         Ok(small) => small.div_ceil(rate),
         Err(_) => u64::try_from(billionths.div_ceil(u128::from(rate))).unwrap_or(u64::MAX),
@@ -41,16 +45,17 @@ pub(super) fn part_of(amount: u128, part: &Range<u32>) -> u128 {
     if *part == (0..WHOLE) {
         return amount;
     }
-    // The largest request there can be, 2⁶⁴ bytes, has 2⁹⁴ billionths: × 2³⁰ fits. Sums of several may not; they saturate.
+    // The largest request there can be, 2⁶⁴ bytes, has 2⁹⁴ billionths: × 2³⁰ fits. Sums of several
+    // may not; they saturate.
     let upto = |end: u32| amount.saturating_mul(u128::from(end)) / u128::from(WHOLE);
     upto(part.end) - upto(part.start)
 }
 
-/// The fraction of the whole that a slice is, for a request that takes `total_ns` and whose operations take
-/// `operation_ns` each; the whole, if it is no more than a slice.
+/// The fraction of the whole that a slice is, for a request that takes `total_ns` and whose
+/// operations take `operation_ns` each; the whole, if it is no more than a slice.
 ///
-/// A slice is never less than an operation: at 2 IOPS two waiting requests are served one after the other, not
-/// both at the end.
+/// A slice is never less than an operation: at 2 IOPS two waiting requests are served one after the
+/// other, not both at the end.
 pub(super) fn slice_of(total_ns: u64, operation_ns: u64) -> u32 {
     let slice_ns = SLICE_NS.max(operation_ns);
     if total_ns <= slice_ns {

@@ -42,20 +42,23 @@ use crate::request::Direction;
 use crate::time::Instant;
 use alloc::vec::Vec;
 
-/// How long ago a child may have missed its turns and still have them by weight; and the most of its own cost they are worth.
+/// How long ago a child may have missed its turns and still have them by weight; and the most of
+/// its own cost they are worth.
 ///
-/// A client that has one request in flight misses a turn whenever an answer takes longer than usual or a timer is late,
-/// by milliseconds. What an idle child may save up is also a burst over its siblings, so not much more.
+/// A client that has one request in flight misses a turn whenever an answer takes longer than usual
+/// or a timer is late, by milliseconds. What an idle child may save up is also a burst over its
+/// siblings, so not much more.
 const CREDIT_NS: u64 = 20_000_000;
 
-/// How much of its promise a child may catch up that had nothing to do: a promise can come due while somebody else's slice is
-/// being paid for.
+/// How much of its promise a child may catch up that had nothing to do: a promise can come due
+/// while somebody else's slice is being paid for.
 const PROMISE_CREDIT_NS: u64 = SLICE_NS + CREDIT_NS;
 
 /// How much of it one may catch up that was there all the time.
 ///
-/// At five operations a second each makes everybody late by 200 ms, at every level. Bounded because what cannot be kept, where a
-/// device is slower than was thought, should not be had all at once when it can.
+/// At five operations a second each makes everybody late by 200 ms, at every level. Bounded because
+/// what cannot be kept, where a device is slower than was thought, should not be had all at once
+/// when it can.
 const ARREARS_NS: u64 = 1_000_000_000;
 
 /// How far what is served by promise may move F ahead of v, in time of the child's own cost.
@@ -64,10 +67,12 @@ const LEAD_NS: u64 = SLICE_NS;
 /// Of what passes where promises take everything, one part in so many still goes by weight.
 const WEIGHT_PHASE_PART: u64 = 100;
 
-/// Virtual time of a cost of one nanosecond, for a weight of 1. 2¹⁴ rounds well for every weight up to 10,000.
+/// Virtual time of a cost of one nanosecond, for a weight of 1. 2¹⁴ rounds well for every weight up
+/// to 10,000.
 const VIRTUAL_BITS: u32 = 14;
 
-/// Virtual time is moved back towards zero when it passes this. The largest step is 2⁶⁰, so nothing overflows.
+/// Virtual time is moved back towards zero when it passes this. The largest step is 2⁶⁰, so nothing
+/// overflows.
 const LATEST: u64 = 1 << 62;
 
 /// Which of its two standings a request is served under.
@@ -244,7 +249,8 @@ impl Schedule {
         self.vacant.push(child);
     }
 
-    /// Changes a child's share. What it has been charged stays. It must have been withdrawn, and may then be offered.
+    /// Changes a child's share. What it has been charged stays. It must have been withdrawn, and
+    /// may then be offered.
     pub(super) fn set_share(&mut self, child: u32, share: Share) {
         let child = self.child_mut(child);
         child.reserved = share.is_reserved();
@@ -312,7 +318,8 @@ impl Schedule {
         Some(Candidate { phase: Phase::Weight, tag: turn.start, child })
     }
 
-    /// Charges a child for what it is served. If it is on offer, it must be offered again or withdrawn.
+    /// Charges a child for what it is served. If it is on offer, it must be offered again or
+    /// withdrawn.
     pub(super) fn charge(&mut self, number: u32, service: Service, now: Instant) {
         let Service { lane, phase, cost_ns, promised_ns } = service;
         let clock = &mut self.clocks[lane.index()];
@@ -351,10 +358,12 @@ impl Schedule {
         }
     }
 
-    /// Takes so much off every tag of the lane that virtual time begins anew. Once in weeks, at the soonest.
+    /// Takes so much off every tag of the lane that virtual time begins anew. Once in weeks, at the
+    /// soonest.
     #[cold]
     fn move_back(&mut self, lane: Lane) {
-        // A start tag is behind v by the credit at most; who is further behind is idle and will start from v.
+        // A start tag is behind v by the credit at most; who is further behind is idle and will
+        // start from v.
         let clock = &mut self.clocks[lane.index()];
         let by = clock.now - LATEST / 2;
         clock.now -= by;

@@ -8,9 +8,10 @@ use super::price::divide;
 
 /// What a node is entitled to when its parent is short.
 ///
-/// The weight divides what is contended: of two busy siblings, one of weight 200 gets twice what one of weight 100
-/// gets. A reservation is a rate that comes first, before anything is divided by weight; what a node gets by it counts
-/// towards its share, so that a busy node gets the larger of the two.
+/// The weight divides what is contended: of two busy siblings, one of weight 200 gets twice what
+/// one of weight 100 gets. A reservation is a rate that comes first, before anything is divided by
+/// weight; what a node gets by it counts towards its share, so that a busy node gets the larger of
+/// the two.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Share {
     weight: u32,
@@ -27,10 +28,11 @@ impl Share {
         Self::WEIGHTS.contains(&weight).then_some(Self { weight, iops_reservation: 0, bps_reservation: 0 })
     }
 
-    /// The same weight, with a promise of so many operations and bytes per second; 0 promises nothing.
+    /// The same weight, with a promise of so many operations and bytes per second; 0 promises
+    /// nothing.
     ///
-    /// With both, the promise ends with whichever is used up first. Operations are counted as the limits above count
-    /// them (`iops-size`).
+    /// With both, the promise ends with whichever is used up first. Operations are counted as the
+    /// limits above count them (`iops-size`).
     #[must_use]
     pub const fn with_reservation(self, iops: u64, bps: u64) -> Self {
         Self { iops_reservation: iops, bps_reservation: bps, ..self }
@@ -55,7 +57,8 @@ impl Share {
         self.iops_reservation > 0 || self.bps_reservation > 0
     }
 
-    /// The part of the promise, in nanoseconds, that a request uses up which counts so many billionths of operations.
+    /// The part of the promise, in nanoseconds, that a request uses up which counts so many
+    /// billionths of operations.
     pub(super) fn promised_ns(self, cost: &Cost, operations: u64) -> u64 {
         let of = |billionths, rate| if rate == 0 { 0 } else { divide(billionths, rate) };
         of(u128::from(operations), self.iops_reservation)

@@ -9,7 +9,8 @@
 
 use super::cost::BILLION;
 
-/// What guests had from memory of what was read ahead, added up since it was last [told](super::Tree::spare).
+/// What guests had from memory of what was read ahead, added up since it was last
+/// [told](super::Tree::spare).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct GivenBack {
     bytes: u64,
@@ -21,7 +22,8 @@ impl GivenBack {
     /// Nothing.
     pub const NOTHING: Self = Self { bytes: 0, requests: 0 };
 
-    /// Adds bytes that guests had for the first time from a read-ahead of `read_ahead_bytes`, as it was charged; no more than that.
+    /// Adds bytes that guests had for the first time from a read-ahead of `read_ahead_bytes`, as it
+    /// was charged; no more than that.
     ///
     /// It gives back the same fraction of the operations as of the bytes.
     pub fn add(&mut self, bytes: u64, read_ahead_bytes: u64) {
@@ -37,10 +39,11 @@ impl GivenBack {
         self.bytes
     }
 
-    /// Operations that were charged for it under this `iops-size`, in billionths: exactly, to the last few, if the read-aheads were
-    /// all above it or none was, and else no more than were.
+    /// Operations that were charged for it under this `iops-size`, in billionths: exactly, to the
+    /// last few, if the read-aheads were all above it or none was, and else no more than were.
     pub(super) fn operations(self, iops_size: u64) -> u128 {
-        // Each counted as the larger of the two, and the sum of the larger ones is no less than the larger sum.
+        // Each counted as the larger of the two, and the sum of the larger ones is no less than the
+        // larger sum.
         let by_size = (u128::from(self.bytes) * u128::from(BILLION)).checked_div(u128::from(iops_size));
         u128::from(self.requests).max(by_size.unwrap_or(0))
     }

@@ -8,9 +8,11 @@ use super::cost::Cost;
 use super::limits::LimitKind;
 use alloc::boxed::Box;
 
-/// What has passed a node in one direction since it was added. Counted when it is admitted, not before.
+/// What has passed a node in one direction since it was added. Counted when it is admitted, not
+/// before.
 ///
-/// Merged requests count as the requests the client sent. Saturates, as what is only ever shown may.
+/// Merged requests count as the requests the client sent. Saturates, as what is only ever shown
+/// may.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Counters {
     /// Requests admitted, at once or after waiting.
@@ -58,7 +60,8 @@ pub struct Stats {
     pub limited_ns: u64,
     /// The limit of this node that work waits for; or waited for last, while work still waits.
     pub binding: Option<LimitKind>,
-    /// By [`LimitKind::index`]: whole units that may pass at once before something waits; `None` where no limit is set.
+    /// By [`LimitKind::index`]: whole units that may pass at once before something waits; `None`
+    /// where no limit is set.
     pub tokens: [Option<u64>; 6],
     /// By direction: requests that wait here or below.
     pub waiting: [usize; 2],
@@ -66,14 +69,16 @@ pub struct Stats {
 
 /// Waits are counted in units of 2¹⁰ ns, about a microsecond: nobody is told of less.
 const UNIT_BITS: u32 = 10;
-/// Octaves are cut into so many steps. A value is taken for the middle of its step, so it is off by 1/32 at most.
+/// Octaves are cut into so many steps. A value is taken for the middle of its step, so it is off by
+/// 1/32 at most.
 const STEPS: u64 = 16;
 const STEP_BITS: u32 = STEPS.trailing_zeros();
 /// Up to 2⁴² ns, 73 minutes; what waits longer counts as that, but for the maximum.
 const OCTAVES: usize = 32 - STEP_BITS as usize + 1;
 const ALL_STEPS: usize = OCTAVES * STEPS as usize;
 
-/// Waits by length: a histogram whose steps grow with what they hold. Less than 2 KiB, since 10,000 disks may have one.
+/// Waits by length: a histogram whose steps grow with what they hold. Less than 2 KiB, since 10,000
+/// disks may have one.
 #[derive(Clone, Debug)]
 pub(super) struct Waits {
     counts: Box<[u32; ALL_STEPS]>,

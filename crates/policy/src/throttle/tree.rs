@@ -59,7 +59,8 @@ pub enum Admission<T> {
 pub enum Decision<T> {
     /// This request may pass now, and has been charged. There may be more: poll again.
     Admit(T),
-    /// Nothing may pass before `until`. Polled then, something does, or a large request has paid another part.
+    /// Nothing may pass before `until`. Polled then, something does, or a large request has paid
+    /// another part.
     Wait {
         /// When to poll again.
         until: Instant,
@@ -85,31 +86,36 @@ pub struct Returned<T> {
 ///
 /// # Protocol
 ///
-/// 1. [`add`](Tree::add) once for every group and disk; [`pass`](Tree::pass) or [`request`](Tree::request) once for every
-///    read, write, write-zeroes and discard of a disk. Flushes move no data and are not asked about.
-/// 2. After a request was queued, after any change of a setting, after a removal, and when a timer has fired: call
-///    [`poll`](Tree::poll) until it no longer says [`Decision::Admit`]; then, if it says [`Decision::Wait`], have one timer for
-///    the whole tree fire at that instant. A timer that fires late costs nothing that a bucket cannot hold (a tenth
-///    of a second's worth, where no burst is configured); one that fires for nothing does no harm.
+/// 1. [`add`](Tree::add) once for every group and disk; [`pass`](Tree::pass) or
+///    [`request`](Tree::request) once for every read, write, write-zeroes and discard of a disk.
+///    Flushes move no data and are not asked about.
+/// 2. After a request was queued, after any change of a setting, after a removal, and when a timer
+///    has fired: call [`poll`](Tree::poll) until it no longer says [`Decision::Admit`]; then, if it
+///    says [`Decision::Wait`], have one timer for the whole tree fire at that instant. A timer that
+///    fires late costs nothing that a bucket cannot hold (a tenth of a second's worth, where no
+///    burst is configured); one that fires for nothing does no harm.
 /// 3. [`remove`](Tree::remove) gives back what still waits; the caller decides what becomes of it.
 ///
-/// Instants come from one clock, and may arrive slightly out of order; an earlier one counts as the latest so far.
+/// Instants come from one clock, and may arrive slightly out of order; an earlier one counts as the
+/// latest so far.
 ///
 /// # Order
 ///
-/// First come, first served within a disk and a direction. Between siblings that could pass: promises that are due, then
-/// by weight (see `schedule.rs`), each request or slice a turn. Between directions: by the same rule where they draw from a
-/// common limit, in alternation where not. A request that finds nothing ready before it and room in all buckets passes
-/// at once.
+/// First come, first served within a disk and a direction. Between siblings that could pass:
+/// promises that are due, then by weight (see `schedule.rs`), each request or slice a turn. Between
+/// directions: by the same rule where they draw from a common limit, in alternation where not. A
+/// request that finds nothing ready before it and room in all buckets passes at once.
 ///
 /// # Panics
 ///
-/// All methods that take a [`NodeId`] panic if that node was removed: whoever removes a node no longer speaks of it.
+/// All methods that take a [`NodeId`] panic if that node was removed: whoever removes a node no
+/// longer speaks of it.
 #[derive(Debug)]
 pub struct Tree<T> {
     nodes: Vec<Node<T>>,
     vacant: Vec<usize>,
-    /// By instant: nodes with work that waits for their own limits, a direction each ([`wake_item`]).
+    /// By instant: nodes with work that waits for their own limits, a direction each
+    /// ([`wake_item`]).
     wakes: Heap<Instant>,
     /// The latest instant there was.
     now: Instant,
@@ -133,7 +139,8 @@ impl<T> Tree<T> {
         }
     }
 
-    /// Adds a disk or a group, on top or below a group, with empty buckets. Costs nothing until it has work waiting.
+    /// Adds a disk or a group, on top or below a group, with empty buckets. Costs nothing until it
+    /// has work waiting.
     ///
     /// # Errors
     ///
@@ -146,8 +153,8 @@ impl<T> Tree<T> {
         self.add_beside(None, parent, limits, share)
     }
 
-    /// Adds a disk, as [`Tree::add`] does, where another is to be removed next: what that one was promised is free for this one, and its own
-    /// no more.
+    /// Adds a disk, as [`Tree::add`] does, where another is to be removed next: what that one was
+    /// promised is free for this one, and its own no more.
     ///
     /// # Errors
     ///
@@ -242,14 +249,17 @@ impl<T> Tree<T> {
         waiters.into_iter().map(give_back).collect()
     }
 
-    /// Puts limits and a share in force together, at once and for the requests that wait too: poll afterwards.
+    /// Puts limits and a share in force together, at once and for the requests that wait too: poll
+    /// afterwards.
     ///
-    /// Buckets of other limits begin empty again, as QEMU's do, so whoever changes limits all the time grants a burst each time. Limits that
-    /// are the same as before keep what is in their buckets.
+    /// Buckets of other limits begin empty again, as QEMU's do, so whoever changes limits all the
+    /// time grants a burst each time. Limits that are the same as before keep what is in their
+    /// buckets.
     ///
     /// # Errors
     ///
-    /// [`Refused`]: invalid limits, or promises that cannot be kept. Everything stays as it was then, levels included.
+    /// [`Refused`]: invalid limits, or promises that cannot be kept. Everything stays as it was
+    /// then, levels included.
     pub fn configure(
         &mut self,
         node: NodeId,
@@ -274,8 +284,9 @@ impl<T> Tree<T> {
         Ok(())
     }
 
-    /// Says what the device below a node was measured to do, in operations and bytes per second: reservations at and
-    /// below the node must fit in it. 0 or `None` is unknown, and bounds nothing.
+    /// Says what the device below a node was measured to do, in operations and bytes per second:
+    /// reservations at and below the node must fit in it. 0 or `None` is unknown, and bounds
+    /// nothing.
     ///
     /// # Errors
     ///
@@ -337,7 +348,8 @@ impl<T> Tree<T> {
         Admission::Queued(Ticket { node: disk, direction, number })
     }
 
-    /// Takes back a request that waits. `None` if it has been admitted, cancelled or given back already.
+    /// Takes back a request that waits. `None` if it has been admitted, cancelled or given back
+    /// already.
     ///
     /// It costs nothing, unless it was large and had paid a part.
     pub fn cancel(&mut self, ticket: Ticket) -> Option<T> {
@@ -349,7 +361,8 @@ impl<T> Tree<T> {
         Some(waiter.token)
     }
 
-    /// Whether no limit is set on the way from this node up: whatever comes may pass, and need not be asked about.
+    /// Whether no limit is set on the way from this node up: whatever comes may pass, and need not
+    /// be asked about.
     pub fn is_unlimited(&self, node: NodeId) -> bool {
         self.path_up(self.slot(node)).all(|slot| self.nodes[slot].limited.is_none())
     }
@@ -447,8 +460,8 @@ impl<T> Tree<T> {
         }
     }
 
-    /// Checks, up from `slot`, that what one of its children demands may change from `old` to `new`, where so much is promised in `freed`
-    /// and not what is noted.
+    /// Checks, up from `slot`, that what one of its children demands may change from `old` to
+    /// `new`, where so much is promised in `freed` and not what is noted.
     fn check_promises(
         &self,
         slot: usize,
@@ -480,7 +493,8 @@ impl<T> Tree<T> {
         above.collect()
     }
 
-    /// Notes, up from `slot`, that what one of its children demands has changed from `old` to `new`.
+    /// Notes, up from `slot`, that what one of its children demands has changed from `old` to
+    /// `new`.
     fn promise(&mut self, slot: usize, old: [u64; 2], new: [u64; 2]) {
         let (mut at, mut old, mut new) = (slot, old, new);
         while at != ROOT && old != new {

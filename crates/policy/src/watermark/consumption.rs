@@ -16,7 +16,8 @@ pub struct Taken {
     elapsed: Duration,
     /// Read, written.
     bytes: [u64; 2],
-    /// Read, written: at least, and at most. What a request larger than `iops-size` was charged is known of each alone.
+    /// Read, written: at least, and at most. What a request larger than `iops-size` was charged is
+    /// known of each alone.
     operations: [[u64; 2]; 2],
 }
 
@@ -42,7 +43,8 @@ impl Taken {
 /// What all on one device took, beside what their limits would have let pass.
 #[derive(Debug, Default)]
 pub struct Consumed {
-    /// All together, in units, and what was allowed, in billionths of them: by [`LimitKind::index`].
+    /// All together, in units, and what was allowed, in billionths of them: by
+    /// [`LimitKind::index`].
     together: [(u128, u128); LimitKind::ALL.len()],
     /// The largest multiple that one of them may have taken of one of its limits, in thousandths.
     most: u64,
@@ -71,13 +73,15 @@ impl Consumed {
         }
     }
 
-    /// How many times their limits all of them together took, by the limit they exceed most; in thousandths, 0 if nothing is limited.
+    /// How many times their limits all of them together took, by the limit they exceed most; in
+    /// thousandths, 0 if nothing is limited.
     pub fn together(&self) -> u64 {
         let limited = self.together.iter().filter(|(_, allowed)| *allowed > 0);
         limited.copied().map(times).max().unwrap_or(0)
     }
 
-    /// How many times its limits the one took that is furthest above them; in thousandths, never too little, 0 if nothing is limited.
+    /// How many times its limits the one took that is furthest above them; in thousandths, never
+    /// too little, 0 if nothing is limited.
     pub fn most(&self) -> u64 {
         self.most
     }

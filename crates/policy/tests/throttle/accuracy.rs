@@ -1,4 +1,5 @@
-//! A limit gives what it says: within 0.5 % over ten seconds, with the first 100 ms, the standing burst, left out.
+//! A limit gives what it says: within 0.5 % over ten seconds, with the first 100 ms, the standing
+//! burst, left out.
 //!
 //! With timers that fire on the nanosecond, and with timers that fire up to 5 ms late.
 

@@ -2,14 +2,16 @@
 
 use crate::timeline::{Timeline, Workload, ms, s};
 
-/// What is asked for under which limits, and how many requests pass from when to when, in milliseconds.
+/// What is asked for under which limits, and how many requests pass from when to when, in
+/// milliseconds.
 #[test]
 fn so_much_passes_so_fast() {
     type Passes = (u64, u64, usize);
     let reads = Workload::READS;
     let rows: [(&str, &str, Workload, &[Passes]); 9] = [
-        // At first a tenth of a second's worth, one over, one leaked. Burst and rate are asked at once, so the bucket of 2000 × 60 leaks
-        // at 100 while it fills at 2000: it is full after 120,000 / 1900 seconds, 63.1.
+        // At first a tenth of a second's worth, one over, one leaked. Burst and rate are asked at
+        // once, so the bucket of 2000 × 60 leaks at 100 while it fills at 2000: it is full after
+        // 120,000 / 1900 seconds, 63.1.
         (
             "a burst of 2000 for 60 s, then 100",
             "iops-total=100,iops-total-max=2000,iops-total-max-length=60",
@@ -84,7 +86,8 @@ fn an_oversized_request_passes_once_it_is_paid_for_and_nobody_waits_behind_it() 
     let huge = disk.add(Workload::READS.of(4 << 20).queued(1));
     let small = disk.add(Workload::READS.queued(1));
     assert_eq!(disk.admitted_of(small, s(0), ms(101)), 1, "behind one slice");
-    // Of (4 MiB + 4 KiB) / 1,000,000 = 4.198 s, the last two tenths are a full bucket and the slice that makes it run over.
+    // Of (4 MiB + 4 KiB) / 1,000,000 = 4.198 s, the last two tenths are a full bucket and the slice
+    // that makes it run over.
     assert_eq!(disk.admitted_of(huge, s(0), ms(4000)), 0);
     assert_eq!(disk.admitted_of(huge, ms(4000), ms(4099)), 1);
 }

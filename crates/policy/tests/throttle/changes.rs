@@ -1,4 +1,5 @@
-//! Limits change while requests wait: the new ones bind at once, and a change that is refused changes nothing.
+//! Limits change while requests wait: the new ones bind at once, and a change that is refused
+//! changes nothing.
 
 use crate::timeline::{Timeline, Workload, limits, ms, s};
 use policy::request::Direction;
@@ -46,7 +47,8 @@ fn what_waits_is_charged_by_the_iops_size_in_force_when_it_passes() {
     }
     assert!(matches!(ask(&mut group, Cost::one(32768), "large"), Admission::Queued(_)));
     assert!(matches!(ask(&mut group, Cost::one(512), "next"), Admission::Queued(_)));
-    // One operation as limits are now; eight as they will be, of which the empty bucket holds one and takes one more.
+    // One operation as limits are now; eight as they will be, of which the empty bucket holds one
+    // and takes one more.
     group.configure(disk, limits("iops-total=10,iops-size=4096"), Share::default(), s(0)).unwrap();
     let mut now = s(0);
     for tenth in 1..=6 {

@@ -1,8 +1,10 @@
-//! Nobody starves, by exhaustion: all sequences of so many events in a small tree, each wait held against the bound.
+//! Nobody starves, by exhaustion: all sequences of so many events in a small tree, each wait held
+//! against the bound.
 //!
-//! Three disks of weights 100, 100 and 300 in a group of 10 IOPS, one operation being one turn. Whatever was done before, in
-//! whichever order: from the moment that a request is the first of its queue until it passes is no longer than what the head
-//! of `throttle` promises. And every token comes out once, in order.
+//! Three disks of weights 100, 100 and 300 in a group of 10 IOPS, one operation being one turn.
+//! Whatever was done before, in whichever order: from the moment that a request is the first of its
+//! queue until it passes is no longer than what the head of `throttle` promises. And every token
+//! comes out once, in order.
 
 use crate::timeline::{limits, s};
 use policy::request::Direction;

@@ -1,4 +1,5 @@
-//! Buckets as the definition has them, a level for each limit, written down a second time: what a tree is checked against.
+//! Buckets as the definition has them, a level for each limit, written down a second time: what a
+//! tree is checked against.
 //!
 //! Knows nothing of slices, scales or who shares with whom.
 
@@ -8,7 +9,8 @@ use policy::time::Instant;
 
 const UNIT: u128 = 1_000_000_000;
 
-/// What one node's six buckets hold, in billionths: the main level, and that of a burst that has a rate to keep.
+/// What one node's six buckets hold, in billionths: the main level, and that of a burst that has a
+/// rate to keep.
 pub(crate) struct Levels {
     limits: Limits,
     levels: [(u128, u128); 6],

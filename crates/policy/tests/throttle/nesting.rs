@@ -8,7 +8,8 @@ fn weight(weight: u32) -> Share {
     Share::new(weight).unwrap()
 }
 
-/// A host of 1000 IOPS with two tenants, of weights 3 and 1, the second limited to 200; two disks each, one with a limit.
+/// A host of 1000 IOPS with two tenants, of weights 3 and 1, the second limited to 200; two disks
+/// each, one with a limit.
 #[test]
 fn every_level_holds_at_once() {
     let mut disks = Timeline::new("iops-total=1000").with_late_timers(Duration::from_millis(1));

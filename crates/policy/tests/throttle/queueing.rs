@@ -32,7 +32,8 @@ impl Disks {
     }
 }
 
-/// A group of 10 IOPS that has just admitted what it can, so that all that follows waits, and a disk in it.
+/// A group of 10 IOPS that has just admitted what it can, so that all that follows waits, and a
+/// disk in it.
 fn full_group() -> (Disks, NodeId) {
     let mut disks = Disks::new("iops-total=10");
     let disk = disks.add();

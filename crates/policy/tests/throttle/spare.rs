@@ -1,4 +1,5 @@
-//! Read-ahead lives on what guests leave: it takes no more than that, and they cannot tell that it is there.
+//! Read-ahead lives on what guests leave: it takes no more than that, and they cannot tell that it
+//! is there.
 
 use crate::properties::{any_direction, any_enforcement, any_limits};
 use crate::timeline::{limits, ms, s};
@@ -87,7 +88,8 @@ fn read_ahead_gets_all_that_guests_leave() {
         }
         bytes += 500 * fill(&mut tree, disk, 500, ms(millisecond));
     }
-    // Half of ten seconds' worth; and the bucket, which one of 500 makes run over, less what a guest has in it at first.
+    // Half of ten seconds' worth; and the bucket, which one of 500 makes run over, less what a
+    // guest has in it at first.
     assert_eq!(bytes, 5_000_000 - 500 + 100_000);
 }
 
@@ -392,7 +394,8 @@ impl Device {
         self.largest = self.largest.max(length);
     }
 
-    /// What every limit leaks by now, and so many of its buckets, each with a request that makes it run over.
+    /// What every limit leaks by now, and so many of its buckets, each with a request that makes it
+    /// run over.
     fn has_done_at_most(&self, buckets: u128) {
         let ns = u128::from(self.now.as_nanos());
         for limits in &self.limits {
@@ -430,8 +433,8 @@ proptest! {
         prop_assert_eq!(run(&limits, &steps, true), run(&limits, &steps, false));
     }
 
-    /// Whenever something is read ahead: the rate, one bucket, and the request itself. At any other time guests may have come after it, and
-    /// have a bucket for themselves.
+    /// Whenever something is read ahead: the rate, one bucket, and the request itself. At any other
+    /// time guests may have come after it, and have a bucket for themselves.
     #[test]
     fn a_device_does_no_more_than_the_limits_let_pass(
         limits in prop::array::uniform2(any_limits()),

@@ -1,7 +1,9 @@
-//! A virtual clock, a tree of disks and groups, and clients that keep it busy; and a log of what passed when.
+//! A virtual clock, a tree of disks and groups, and clients that keep it busy; and a log of what
+//! passed when.
 //!
-//! A client is what fio is: it keeps `depth` requests in flight and sends the next when one is done. A request is
-//! done `latency` after it was admitted. Timers may be late by a random time, seeded, as a busy machine's are.
+//! A client is what fio is: it keeps `depth` requests in flight and sends the next when one is
+//! done. A request is done `latency` after it was admitted. Timers may be late by a random time,
+//! seeded, as a busy machine's are.
 
 use policy::request::Direction;
 use policy::throttle::{Admission, Cost, Decision, Limits, NodeId, Setting, Share, Tree};
@@ -225,7 +227,8 @@ impl Timeline {
                 Decision::Admit(number) => self.passed(number),
                 Decision::Wait { until } => {
                     assert!(until > self.now, "a deadline that has passed");
-                    // A timer that is set keeps its delay: polling in between must not put it off for ever.
+                    // A timer that is set keeps its delay: polling in between must not put it off
+                    // for ever.
                     if self.timer <= self.now || until < self.timer {
                         self.timer = until + self.lateness();
                     }
@@ -265,7 +268,8 @@ impl Timeline {
         self.log[start..end].iter().copied()
     }
 
-    /// Requests admitted from `from` up to, not including, `to`. Lets time pass until then if it has not.
+    /// Requests admitted from `from` up to, not including, `to`. Lets time pass until then if it
+    /// has not.
     pub(crate) fn admitted_between(&mut self, from: Instant, to: Instant) -> usize {
         self.between(from, to).count()
     }
@@ -280,7 +284,8 @@ impl Timeline {
         self.between(from, to).filter(|passed| passed.client == client).map(|passed| passed.bytes).sum()
     }
 
-    /// The longest that a request of this client has waited, of those that have passed. Only of clients of depth 1.
+    /// The longest that a request of this client has waited, of those that have passed. Only of
+    /// clients of depth 1.
     pub(crate) fn longest_wait_of(&self, client: usize) -> Duration {
         assert_eq!(self.clients[client].workload.depth, 1);
         self.clients[client].longest_wait
@@ -291,9 +296,11 @@ impl Timeline {
         self.between(from, to).map(|passed| passed.bytes).sum()
     }
 
-    /// Bytes per second between the first and the last request admitted from `from` up to, not including, `to`.
+    /// Bytes per second between the first and the last request admitted from `from` up to, not
+    /// including, `to`.
     ///
-    /// Whole requests in a window are only as fine as one request: 1 MiB more or less is 1 % of 10 s at 10 MB/s.
+    /// Whole requests in a window are only as fine as one request: 1 MiB more or less is 1 % of 10
+    /// s at 10 MB/s.
     pub(crate) fn rate_between(&mut self, from: Instant, to: Instant) -> f64 {
         let passed: Vec<_> = self.between(from, to).collect();
         let [paid @ .., last] = &passed[..] else { return 0.0 };
@@ -301,7 +308,8 @@ impl Timeline {
         bytes as f64 / (last.at - passed[0].at).as_secs_f64()
     }
 
-    /// The longest time between two requests of this client, from `from` to `to`, both ends counted in.
+    /// The longest time between two requests of this client, from `from` to `to`, both ends counted
+    /// in.
     pub(crate) fn longest_gap_of(&mut self, client: usize, from: Instant, to: Instant) -> Duration {
         let mut last = from;
         let mut longest = Duration::ZERO;

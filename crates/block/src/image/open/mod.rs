@@ -35,8 +35,8 @@ use crate::storage::{self, OpenError};
 /// How to open an image.
 #[derive(Clone, Debug, Default)]
 pub struct ImageOptions {
-    /// Its storage, and the format. What is said of cache mode, sharing and root holds for the files behind it too; delay, rate and faults
-    /// are the image's own.
+    /// Its storage, and the format. What is said of cache mode, sharing and root holds for the
+    /// files behind it too; delay, rate and faults are the image's own.
     pub storage: storage::OpenOptions,
     /// Of each qcow2 image in the chain.
     pub caches: CacheSettings,
@@ -44,7 +44,8 @@ pub struct ImageOptions {
     pub secrets: Vec<Secret>,
     /// Where unallocated clusters are read from.
     pub backing: BackingChoice,
-    /// Read this internal snapshot of the topmost image, by its id or its name, instead of the disk; it cannot be written to.
+    /// Read this internal snapshot of the topmost image, by its id or its name, instead of the
+    /// disk; it cannot be written to.
     pub snapshot: Option<String>,
 }
 

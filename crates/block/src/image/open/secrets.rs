@@ -11,7 +11,8 @@ use crate::{
 
 /// The cipher of each level, none where it is not encrypted.
 ///
-/// Comes after the whole chain was found: what is missing shows before keys are derived, which takes seconds.
+/// Comes after the whole chain was found: what is missing shows before keys are derived, which
+/// takes seconds.
 ///
 /// # Errors
 /// If there are more or fewer secrets than encrypted images, or one is wrong.
@@ -51,7 +52,8 @@ pub(super) async fn unlock(levels: &[Level], secrets: &[Secret]) -> Result<Vec<O
 
 fn said(name: &str, error: &UnlockError, secret: &Secret) -> OpenError {
     let remedy = match error {
-        // The commonest mistake, and nothing that a wrong passphrase would tell about the right one.
+        // The commonest mistake, and nothing that a wrong passphrase would tell about the right
+        // one.
         UnlockError::WrongPassphrase { .. } if secret.expose().ends_with(b"\n") => {
             "the line break at the end of the secret counts, too: printf is better than echo"
         }

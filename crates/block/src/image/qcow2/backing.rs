@@ -18,9 +18,10 @@ use crate::{
 const LOOK_EVERY: Duration = Duration::from_secs(2);
 
 impl Qcow2 {
-    /// Looks from now on, every two seconds, whether a file below was written to by somebody who keeps to no locks. From then on what would be read
-    /// from there fails with [`Error::IO`]: it would be neither what the disk had nor what somebody meant it to have. What the image has itself
-    /// stays as it was, and can be written.
+    /// Looks from now on, every two seconds, whether a file below was written to by somebody who
+    /// keeps to no locks. From then on what would be read from there fails with [`Error::IO`]: it
+    /// would be neither what the disk had nor what somebody meant it to have. What the image has
+    /// itself stays as it was, and can be written.
     ///
     /// # Panics
     /// Without a reactor on this thread.
@@ -63,11 +64,12 @@ impl Qcow2 {
         );
     }
 
-    /// Names another backing file in the header, or none. The image as it is open goes on reading from the one it was opened with.
+    /// Names another backing file in the header, or none. The image as it is open goes on reading
+    /// from the one it was opened with.
     ///
     /// # Errors
-    /// [`Error::NOT_PERMITTED`] if it is read-only; [`Error::INVALID`] if the name does not fit, or the image may have none (a raw data file);
-    /// or the file's.
+    /// [`Error::NOT_PERMITTED`] if it is read-only; [`Error::INVALID`] if the name does not fit, or
+    /// the image may have none (a raw data file); or the file's.
     pub async fn set_backing(&self, backing: Option<Backing>) -> Result<()> {
         if self.is_read_only() {
             return Err(Error::NOT_PERMITTED);
@@ -79,10 +81,12 @@ impl Qcow2 {
         self.update_header(|header| header.backing = backing).await
     }
 
-    /// Makes the image as if nothing had ever been written to it: what is below shows everywhere. Snapshots keep what they have.
+    /// Makes the image as if nothing had ever been written to it: what is below shows everywhere.
+    /// Snapshots keep what they have.
     ///
     /// # Errors
-    /// [`Error::NOT_PERMITTED`] if it is read-only, or the file's; then a part of the image is empty.
+    /// [`Error::NOT_PERMITTED`] if it is read-only, or the file's; then a part of the image is
+    /// empty.
     pub async fn make_empty(&self) -> Result<()> {
         if self.is_read_only() {
             return Err(Error::NOT_PERMITTED);

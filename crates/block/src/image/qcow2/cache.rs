@@ -132,10 +132,12 @@ pub(super) struct L2Cache {
 }
 
 impl L2Cache {
-    /// A cache of at least two slices of `slice_bytes` each, and no more memory than `limit_bytes` beyond that.
+    /// A cache of at least two slices of `slice_bytes` each, and no more memory than `limit_bytes`
+    /// beyond that.
     pub(super) fn new(limit_bytes: u64, slice_bytes: u64) -> Self {
         let slices = (limit_bytes / slice_bytes).max(2);
-        // With fewer slices than ways there is a single set; otherwise what is left over is not used.
+        // With fewer slices than ways there is a single set; otherwise what is left over is not
+        // used.
         let sets = (slices / WAYS as u64).max(1);
         let ways = if slices < WAYS as u64 { slices } else { sets * WAYS as u64 };
         Self {
@@ -173,7 +175,8 @@ impl L2Cache {
     /// A slice, to be kept beyond a look.
     pub(super) fn get(&self, number: u64) -> Option<Arc<Slice>> {
         let slice = self.set(number).iter().find_map(|way| {
-            // Compared where it is: a count of users that others change too is not touched for nothing.
+            // Compared where it is: a count of users that others change too is not touched for
+            // nothing.
             let guard = way.load();
             guard.as_ref().filter(|slice| slice.number == number).cloned()
         })?;
@@ -188,8 +191,8 @@ impl L2Cache {
         }
     }
 
-    /// Puts a slice in; one that was not used for longest makes room. Gives it back if all of its set have changes that are not in
-    /// the file: they have to be written first.
+    /// Puts a slice in; one that was not used for longest makes room. Gives it back if all of its
+    /// set have changes that are not in the file: they have to be written first.
     pub(super) fn insert(&self, slice: Arc<Slice>) -> Result<(), Arc<Slice>> {
         let clock = self.clock.fetch_add(1, Relaxed).wrapping_add(1);
         slice.used.store(clock, Relaxed);
@@ -220,7 +223,8 @@ impl L2Cache {
         Ok(())
     }
 
-    /// Drops slices that were not used since the clock showed `since`, and says what it shows now. For `cache-clean-interval`.
+    /// Drops slices that were not used since the clock showed `since`, and says what it shows now.
+    /// For `cache-clean-interval`.
     pub(super) fn drop_unused(&self, since: u32) -> u32 {
         let clock = self.clock.fetch_add(1, Relaxed).wrapping_add(1);
         for way in &self.ways {

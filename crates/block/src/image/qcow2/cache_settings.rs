@@ -38,7 +38,8 @@ pub struct CacheSettings {
     pub refcount_bytes: Option<u64>,
     /// `cache-size`, in bytes: both together.
     pub total_bytes: Option<u64>,
-    /// `cache-clean-interval`: L2 slices that were not used for so long are dropped; zero keeps them. 600 s.
+    /// `cache-clean-interval`: L2 slices that were not used for so long are dropped; zero keeps
+    /// them. 600 s.
     pub clean_interval: Duration,
 }
 

@@ -99,10 +99,12 @@ impl Report {
     }
 }
 
-/// Checks the image in `storage`, which nothing else changes meanwhile, and repairs it as far as asked. What was repaired is on stable storage.
+/// Checks the image in `storage`, which nothing else changes meanwhile, and repairs it as far as
+/// asked. What was repaired is on stable storage.
 ///
 /// # Errors
-/// If the header cannot be read or is wrong, so that nothing can be said; if a repair cannot be written.
+/// If the header cannot be read or is wrong, so that nothing can be said; if a repair cannot be
+/// written.
 pub async fn check(storage: &Storage, repair: Repair) -> Result<Report, MetadataError> {
     let mut header = read_header(storage).await?;
     if repair != Repair::Nothing && header.autoclear & !autoclear::KNOWN != 0 {
@@ -170,7 +172,8 @@ struct Pass<'a> {
     /// Clusters of the file; the last may be incomplete.
     file_clusters: u64,
     counts: Counts,
-    /// Clusters whose refcount in the file is another than what was counted: 1 if it is 1, otherwise 2.
+    /// Clusters whose refcount in the file is another than what was counted: 1 if it is 1,
+    /// otherwise 2.
     stored: Counts,
     /// Something could not be walked, so what is not counted may still be in use.
     is_incomplete: bool,

@@ -29,7 +29,8 @@ use super::{Invalid, header::Compression};
 const WRITTEN_WINDOW_BITS: u8 = 12;
 /// Deflate's largest window: reading is free to be more tolerant.
 const READ_WINDOW_BITS: u8 = 15;
-/// A frame of zstd may ask for so large a window, as bits: the 8 MiB that RFC 8878 tells decoders to support, four of the largest clusters.
+/// A frame of zstd may ask for so large a window, as bits: the 8 MiB that RFC 8878 tells decoders
+/// to support, four of the largest clusters.
 const ZSTD_WINDOW_BITS: u32 = 23;
 
 thread_local! {
@@ -42,7 +43,8 @@ thread_local! {
 /// Fills `cluster` with what `data` unpacks to. Bytes behind the end of the stream are ignored.
 ///
 /// # Errors
-/// If the stream is damaged, or does not fill the cluster; with zstd also if it goes on behind it. What the cluster holds then is undefined.
+/// If the stream is damaged, or does not fill the cluster; with zstd also if it goes on behind it.
+/// What the cluster holds then is undefined.
 pub fn decompress(kind: Compression, data: &[u8], cluster: &mut [u8]) -> Result<(), Invalid> {
     match kind {
         Compression::Zlib => inflate(data, cluster),
@@ -50,7 +52,8 @@ pub fn decompress(kind: Compression, data: &[u8], cluster: &mut [u8]) -> Result<
     }
 }
 
-/// Packs a whole cluster; `None` where that saves nothing, and the cluster is better stored as it is.
+/// Packs a whole cluster; `None` where that saves nothing, and the cluster is better stored as it
+/// is.
 pub fn compress(kind: Compression, cluster: &[u8]) -> Option<Vec<u8>> {
     // Less than the cluster, as QEMU has it.
     let most = cluster.len().checked_sub(1)?;
@@ -127,7 +130,8 @@ fn deflate(cluster: &[u8], most: usize) -> Option<Vec<u8>> {
             Compress::new_with_window_bits(flate2::Compression::default(), false, WRITTEN_WINDOW_BITS)
         });
         context.reset();
-        // Room for what does not shrink too: a stream of zlib-rs 0.6 that ran out of it cannot be used again, `reset` or not.
+        // Room for what does not shrink too: a stream of zlib-rs 0.6 that ran out of it cannot be
+        // used again, `reset` or not.
         let mut packed = vec![0; cluster.len() + cluster.len() / 8 + 64];
         let status = context.compress(cluster, &mut packed, FlushCompress::Finish).ok()?;
         let length = usize::try_from(context.total_out()).ok()?;

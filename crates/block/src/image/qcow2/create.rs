@@ -112,13 +112,15 @@ pub enum CreateError {
     Storage(#[from] Error),
 }
 
-/// Makes an image of `storage`, which is opened for writing and as long as it likes; whatever it held is gone. `data` is the storage of
-/// [`CreateOptions::data_file`], and there if and only if that is.
+/// Makes an image of `storage`, which is opened for writing and as long as it likes; whatever it
+/// held is gone. `data` is the storage of [`CreateOptions::data_file`], and there if and only if
+/// that is.
 ///
 /// Returns the header that was written. It is on stable storage then, with everything else.
 ///
 /// # Errors
-/// [`CreateError`]. `storage` then begins with zeroes, unless a rule was broken: then it is untouched.
+/// [`CreateError`]. `storage` then begins with zeroes, unless a rule was broken: then it is
+/// untouched.
 pub async fn create(
     storage: &Storage,
     data: Option<&Storage>,
@@ -308,8 +310,9 @@ impl Writer<'_> {
         bytes
     }
 
-    /// With subclusters, all of them are still the backing file's, and only have their place. Encrypted zeroes would not be read as zeroes
-    /// where none were written, so there a cluster says that it is zero.
+    /// With subclusters, all of them are still the backing file's, and only have their place.
+    /// Encrypted zeroes would not be read as zeroes where none were written, so there a cluster
+    /// says that it is zero.
     fn preallocated(&self, cluster: u64) -> Cluster {
         let host = self.layout.data_offset + (cluster << self.layout.cluster_bits);
         let is_zero = self.options.luks.is_some() && self.options.version >= 3;

@@ -1,7 +1,7 @@
 //! Entries of the L1 and L2 tables: from the numbers in the image to what they mean, and back.
 //!
-//! Never trusts a number: what breaks the specification's rules comes out as [`Invalid`], and everything else is aligned and below the
-//! largest offset.
+//! Never trusts a number: what breaks the specification's rules comes out as [`Invalid`], and
+//! everything else is aligned and below the largest offset.
 //!
 //! Source: QEMU's docs/interop/qcow2.rst, "Cluster mapping" and "Extended L2 Entries".
 
@@ -80,7 +80,8 @@ pub enum Cluster {
 
 /// A cluster that is not compressed.
 ///
-/// Without extended entries a cluster is a single subcluster, and of the two maps only bit 0 is used.
+/// Without extended entries a cluster is a single subcluster, and of the two maps only bit 0 is
+/// used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Standard {
     /// The cluster in the file that belongs to it.
@@ -169,7 +170,8 @@ impl Shape {
         }
     }
 
-    /// The most bytes that compressed data may take: its size is counted in so many bits of sectors.
+    /// The most bytes that compressed data may take: its size is counted in so many bits of
+    /// sectors.
     pub fn longest_compressed(self) -> u64 {
         512 << (self.cluster_bits - 8)
     }

@@ -21,7 +21,8 @@ use crate::{
     storage::{Durability, RangeLocks, ResizeError, Storage},
 };
 
-/// A file is made longer by this part of itself, so that it happens seldom: between the two bounds below.
+/// A file is made longer by this part of itself, so that it happens seldom: between the two bounds
+/// below.
 const GROWTH_PART: u64 = 8;
 const LEAST_GROWTH: u64 = 1 << 20;
 const MOST_GROWTH: u64 = 64 << 20;
@@ -42,7 +43,8 @@ pub(super) struct ImageFile {
     marked: AtomicBool,
     /// It is not cut before here: what it had when it was opened is for `check` to judge.
     kept_bytes: AtomicU64,
-    /// From here on the file has only what was written since it was opened, and zeroes: it was made longer here.
+    /// From here on the file has only what was written since it was opened, and zeroes: it was made
+    /// longer here.
     zero_from: AtomicU64,
 }
 
@@ -87,8 +89,9 @@ impl ImageFile {
         self.kept().header.clone()
     }
 
-    /// Says that something in the image is wrong, and gives the error for the request that found it. What is found in the background, by looking where
-    /// nobody has asked, is not held against the image: who asks finds it himself.
+    /// Says that something in the image is wrong, and gives the error for the request that found
+    /// it. What is found in the background, by looking where nobody has asked, is not held against
+    /// the image: who asks finds it himself.
     pub(super) fn found(&self, what: &Invalid) -> Error {
         if reactor::is_in_background() {
             return Error::IO;
@@ -106,7 +109,8 @@ impl ImageFile {
         self.corrupt.load(Relaxed)
     }
 
-    /// Keeps everything from being written until the image is opened again: what its header says is not known.
+    /// Keeps everything from being written until the image is opened again: what its header says is
+    /// not known.
     fn stop_writing(&self, why: Error) {
         self.marked.store(true, Relaxed);
         if !self.corrupt.swap(true, Relaxed) {
@@ -117,8 +121,8 @@ impl ImageFile {
         }
     }
 
-    /// Whether the file reads as zeroes from `offset` on, where nothing was written since it was opened. Never on a block device: one that was
-    /// made longer has what somebody else left there.
+    /// Whether the file reads as zeroes from `offset` on, where nothing was written since it was
+    /// opened. Never on a block device: one that was made longer has what somebody else left there.
     pub(super) fn is_zero_from(&self, offset: u64) -> bool {
         offset >= self.zero_from.load(Relaxed)
     }
@@ -217,7 +221,8 @@ impl ImageFile {
         self.kept_bytes.store(0, Relaxed);
     }
 
-    /// Cuts off what the file has behind `end`, but not more than by what it was made longer since it was opened.
+    /// Cuts off what the file has behind `end`, but not more than by what it was made longer since
+    /// it was opened.
     pub(super) async fn cut(&self, end: u64) -> Result<()> {
         let _turn = self.size_turn.exclusive(0..1).await;
         let end = end.max(self.kept_bytes.load(Relaxed));
@@ -227,11 +232,12 @@ impl ImageFile {
         bytes::set_size(&self.storage, end).await
     }
 
-    /// Changes the header and makes that durable. What the file had before the change is durable too.
+    /// Changes the header and makes that durable. What the file had before the change is durable
+    /// too.
     ///
     /// # Errors
-    /// [`Error::NO_SPACE`] if it does not fit any more; the file's. The header kept, and the file's, is then the old one; where that cannot be
-    /// had either, nothing is written any more.
+    /// [`Error::NO_SPACE`] if it does not fit any more; the file's. The header kept, and the
+    /// file's, is then the old one; where that cannot be had either, nothing is written any more.
     pub(super) async fn update_header(&self, change: impl FnOnce(&mut Header)) -> Result<()> {
         let _turn = self.header_turn.exclusive(0..1).await;
         let (old, old_bytes) = {

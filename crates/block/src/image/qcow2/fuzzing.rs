@@ -64,7 +64,8 @@ pub fn check(data: &[u8]) {
     });
 }
 
-/// An image, opened for reading, for upkeep and for writing, with its snapshots, bitmaps and LUKS header.
+/// An image, opened for reading, for upkeep and for writing, with its snapshots, bitmaps and LUKS
+/// header.
 pub fn open(data: &[u8]) {
     with(data, async |content| {
         let storage = Storage::holding(&content).await;
@@ -93,7 +94,8 @@ pub fn open(data: &[u8]) {
     });
 }
 
-/// An image and requests to it: its last byte says how many, [`REQUEST_BYTES`] each, in front of that.
+/// An image and requests to it: its last byte says how many, [`REQUEST_BYTES`] each, in front of
+/// that.
 pub fn lookup(data: &[u8]) {
     let Some((&count, rest)) = data.split_last() else { return };
     let count = usize::from(count) % MOST_REQUESTS;
@@ -146,7 +148,8 @@ impl Request {
         (offset, self.length.min(size_bytes - offset))
     }
 
-    /// Errors are as good as success, whatever the image is; only what is written is to be read again, where it was consistent.
+    /// Errors are as good as success, whatever the image is; only what is written is to be read
+    /// again, where it was consistent.
     async fn carry_out(self, image: &Qcow2, was_consistent: bool) {
         let (offset, length) = self.range(image.size_bytes());
         let zeroes =

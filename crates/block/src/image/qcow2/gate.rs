@@ -124,7 +124,8 @@ impl Gate {
         self.emptied(old).await;
     }
 
-    /// Keeps newcomers out and waits until nobody is inside. Whoever is inside must not wait for what comes after this.
+    /// Keeps newcomers out and waits until nobody is inside. Whoever is inside must not wait for
+    /// what comes after this.
     pub(super) async fn close(&self) -> Closed<'_> {
         let turn = self.turn.exclusive(0..1).await;
         let closed = Closed { gate: self, _turn: turn };

@@ -30,7 +30,8 @@ pub const MOST_SNAPSHOTS: u32 = 65_536;
 pub const MOST_BITMAPS: u32 = 65_535;
 /// The largest bitmap directory: as many bitmaps as there may be, each with the longest name.
 pub const LARGEST_BITMAP_DIRECTORY: u64 = MOST_BITMAPS as u64 * (24 + 1023 + 1);
-/// The largest LUKS header, in bytes: eight slots with the longest keys that LUKS has stay below 4 MiB.
+/// The largest LUKS header, in bytes: eight slots with the longest keys that LUKS has stay below 4
+/// MiB.
 pub const LARGEST_LUKS: u64 = 64 << 20;
 /// The longest name of a backing file, in bytes.
 pub const LONGEST_BACKING_NAME: usize = 1023;
@@ -176,7 +177,8 @@ pub struct Header {
 }
 
 impl Header {
-    /// Reads the header. `bytes` begin where the file does, and hold its first cluster or all that there is of it.
+    /// Reads the header. `bytes` begin where the file does, and hold its first cluster or all that
+    /// there is of it.
     ///
     /// # Errors
     /// What is wrong with it, and where.

@@ -10,8 +10,8 @@ use super::{
     header::{Bitmaps, Header, bitmaps_extension},
 };
 
-/// Numbers of the header that may change, and lie at the same place in every header: from the disk's size to the snapshot table, and with
-/// version 3 the features.
+/// Numbers of the header that may change, and lie at the same place in every header: from the
+/// disk's size to the snapshot table, and with version 3 the features.
 const NUMBERS_2: std::ops::Range<usize> = 24..72;
 const NUMBERS_3: std::ops::Range<usize> = 24..96;
 
@@ -45,7 +45,8 @@ mod tests {
     use super::*;
     use crate::image::qcow2::header::{Backing, Place, autoclear, tests::header};
 
-    /// With the shortest header of version 3, and the name of a backing file right behind its extensions, as older programs wrote them.
+    /// With the shortest header of version 3, and the name of a backing file right behind its
+    /// extensions, as older programs wrote them.
     fn older() -> (Header, Vec<u8>) {
         let encoded = header().encode().expect("valid");
         let mut bytes = encoded.clone();

@@ -93,8 +93,9 @@ impl Invalid {
 
 /// An open image. Clones are the same image.
 ///
-/// Requests come from any worker, and take `&self`. Metadata that they change stays in memory until a flush; so [`Qcow2::close`] must be the last
-/// thing that is done with it, or what was not flushed is lost.
+/// Requests come from any worker, and take `&self`. Metadata that they change stays in memory until
+/// a flush; so [`Qcow2::close`] must be the last thing that is done with it, or what was not
+/// flushed is lost.
 #[derive(Clone, Debug)]
 pub struct Qcow2(Arc<Opened>);
 
@@ -127,7 +128,8 @@ impl Qcow2 {
         format!("qcow2, {}", self.file.storage().description())
     }
 
-    /// The alignment that costs least: below a cluster (or subcluster), a first write copies what is around it.
+    /// The alignment that costs least: below a cluster (or subcluster), a first write copies what
+    /// is around it.
     pub fn block_size(&self) -> BlockSize {
         let below = self.storage().block_size();
         let minimum =

@@ -157,8 +157,9 @@ impl Qcow2 {
         Self::open_for(parts, Purpose::Disk).await
     }
 
-    /// Opens an image to change what it keeps beside the disk: snapshots, bitmaps. That takes no key and no other file, and leaves bitmaps as
-    /// they are; but no guest data may be read or written.
+    /// Opens an image to change what it keeps beside the disk: snapshots, bitmaps. That takes no
+    /// key and no other file, and leaves bitmaps as they are; but no guest data may be read or
+    /// written.
     ///
     /// # Errors
     /// As [`Qcow2::open`].
@@ -169,7 +170,8 @@ impl Qcow2 {
         Self::open_for(Parts::of(storage), Purpose::Upkeep).await
     }
 
-    /// Opens an internal snapshot, named by its id or its name, as a disk that cannot be written to.
+    /// Opens an internal snapshot, named by its id or its name, as a disk that cannot be written
+    /// to.
     ///
     /// # Errors
     /// As [`Qcow2::open`]; also if there is no such snapshot.
@@ -275,7 +277,8 @@ impl Qcow2 {
         self.file.make_whole(header.cluster_bytes()).await
     }
 
-    /// Drops slices that are not used, from time to time; never, if the interval is zero. What was asked before is forgotten.
+    /// Drops slices that are not used, from time to time; never, if the interval is zero. What was
+    /// asked before is forgotten.
     fn keep_cache_clean(&self, interval: policy::time::Duration) {
         let turn = self.cleaning.fetch_add(1, Relaxed) + 1;
         if interval.is_zero() {
@@ -296,7 +299,8 @@ impl Qcow2 {
         });
     }
 
-    /// Other sizes for the caches, and another interval, from now on. What was in them is read again when it is needed.
+    /// Other sizes for the caches, and another interval, from now on. What was in them is read
+    /// again when it is needed.
     ///
     /// # Errors
     /// [`OpenFailure::Caches`], and the old ones stay; or metadata cannot be written.

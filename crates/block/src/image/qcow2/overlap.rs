@@ -18,7 +18,8 @@ use arc_swap::ArcSwap;
 use super::{Invalid, file::ImageFile};
 use crate::error::Result;
 
-/// Numbers of clusters, by a multiplication: they are not an attacker's to choose in number, and few.
+/// Numbers of clusters, by a multiplication: they are not an attacker's to choose in number, and
+/// few.
 #[derive(Debug, Default)]
 pub(super) struct ByMultiplication(u64);
 
@@ -32,7 +33,8 @@ impl Hasher for ByMultiplication {
     }
 
     fn write_u64(&mut self, number: u64) {
-        // 2⁶⁴ divided by the golden ratio (Knuth, volume 3, 6.4), its upper bits brought down to where a table looks.
+        // 2⁶⁴ divided by the golden ratio (Knuth, volume 3, 6.4), its upper bits brought down to
+        // where a table looks.
         let product = (self.0 ^ number).wrapping_mul(0x9e37_79b9_7f4a_7c15);
         self.0 = product ^ product >> 32;
     }
@@ -53,7 +55,8 @@ impl Metadata {
         Self { cluster_bits, clusters: ArcSwap::from_pointee(clusters.collect()) }
     }
 
-    /// An error, if two of the places that this was made of lie on each other: changing one would ruin the other.
+    /// An error, if two of the places that this was made of lie on each other: changing one would
+    /// ruin the other.
     pub(super) fn check_apart(&self, places: &[(u64, u64)]) -> std::result::Result<(), Invalid> {
         let all = |(offset, length): &(u64, u64)| clusters_of(self.cluster_bits, *offset, *length);
         if places.iter().map(|place| all(place).count()).sum::<usize>() == self.clusters.load().len() {

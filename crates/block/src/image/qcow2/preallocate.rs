@@ -23,7 +23,8 @@ use crate::{
 const PIECE: u64 = 2 << 20;
 
 impl Qcow2 {
-    /// Sees to it that the clusters from `first` to `last`, which read as zeroes, have their place. `last` is at most the disk's end.
+    /// Sees to it that the clusters from `first` to `last`, which read as zeroes, have their place.
+    /// `last` is at most the disk's end.
     ///
     /// # Errors
     /// As [`Qcow2::write`]; some clusters may then have a place, and others not.
@@ -87,7 +88,8 @@ impl Qcow2 {
     fn placed(&self, old: Cluster, host: u64) -> Standard {
         let zero = match old {
             Cluster::Standard(Standard { zero, .. }) if zero != 0 => zero,
-            // Zeroes in the file would be read as something else. Version 2 knows no encryption with LUKS.
+            // Zeroes in the file would be read as something else. Version 2 knows no encryption
+            // with LUKS.
             _ if self.cipher.is_some() => self.shape.all(),
             _ => 0,
         };

@@ -31,7 +31,8 @@ impl Qcow2 {
         }
         loop {
             self.write_tables().await?;
-            // Nobody is inside: what is not used can be given back at once, which changes refcounts again.
+            // Nobody is inside: what is not used can be given back at once, which changes refcounts
+            // again.
             self.give_back_quietly().await?;
             if !self.is_dirty() {
                 return self.flush_files().await;
@@ -39,7 +40,8 @@ impl Qcow2 {
         }
     }
 
-    /// Writes everything, also what bitmaps recorded, and cuts off what the file has behind its last cluster. The image must not be used afterwards.
+    /// Writes everything, also what bitmaps recorded, and cuts off what the file has behind its
+    /// last cluster. The image must not be used afterwards.
     ///
     /// # Errors
     /// The file's; what was flushed before is safe.
@@ -64,7 +66,8 @@ impl Qcow2 {
         Ok(found.offset)
     }
 
-    /// Adds 1 to, or takes it from, the refcounts of all clusters that these bytes touch; those that come to zero are free, and no metadata.
+    /// Adds 1 to, or takes it from, the refcounts of all clusters that these bytes touch; those
+    /// that come to zero are free, and no metadata.
     pub(super) async fn change_refcount(&self, offset: u64, length: u64, by: i64) -> Result<()> {
         let clusters = self.clusters_of(offset, length);
         if by < 0 {
@@ -105,7 +108,8 @@ impl Qcow2 {
         self.file.update_header(change).await
     }
 
-    /// Forgets what is in memory of the mapping, and reads the L1 table that the header names now. Only while quiet.
+    /// Forgets what is in memory of the mapping, and reads the L1 table that the header names now.
+    /// Only while quiet.
     pub(super) async fn reload(&self) -> Result<()> {
         let header = self.file.header();
         let bytes = self.file.read(header.l1_offset, u64::from(header.l1_entries) * 8).await?;
@@ -126,7 +130,8 @@ impl Qcow2 {
         self.l1.store(l1.into());
     }
 
-    /// Forgets that anything belongs to the active L1 table alone, as the file does not say so any more. Only while quiet.
+    /// Forgets that anything belongs to the active L1 table alone, as the file does not say so any
+    /// more. Only while quiet.
     pub(super) fn forget_copied(&self) {
         let _pending = self.pending();
         self.cache.load().clear();

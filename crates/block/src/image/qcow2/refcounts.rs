@@ -41,7 +41,8 @@ use crate::{
 pub(super) enum Held {
     /// Metadata, which it is protected as until then.
     Metadata,
-    /// Guest data, or nothing yet. `unmapped`: nothing took its place, so the storage may be told that it is not needed.
+    /// Guest data, or nothing yet. `unmapped`: nothing took its place, so the storage may be told
+    /// that it is not needed.
     Data { unmapped: bool },
     /// Compressed guest data: others may have a part of the same clusters.
     Compressed,
@@ -73,8 +74,8 @@ struct State {
     first_free: u64,
     /// Nor one of these blocks', which a search was through: it need not read them again.
     full: BTreeSet<usize>,
-    /// Clusters from here on were never handed out since the image was opened. What the file had then is not zero all the same: see
-    /// [`ImageFile::is_zero_from`].
+    /// Clusters from here on were never handed out since the image was opened. What the file had
+    /// then is not zero all the same: see [`ImageFile::is_zero_from`].
     untouched: u64,
     /// Where the last compressed cluster ended, inside a cluster that has room.
     compressed_end: u64,
@@ -109,7 +110,8 @@ pub struct RefcountStatistics {
     pub bytes: u64,
 }
 
-/// Metadata that must reach the file in this order: blocks, then entries of the table that refer to new ones.
+/// Metadata that must reach the file in this order: blocks, then entries of the table that refer to
+/// new ones.
 #[derive(Debug, Default)]
 pub(super) struct Dirty {
     /// Offset in the file and content.
@@ -191,7 +193,8 @@ impl Refcounts {
         loop {
             let run = self.find(file, start, least, most).await?;
             if let Some(block) = self.first_missing_block(&run) {
-                // The block lies where free clusters were found, and those behind it are looked at again.
+                // The block lies where free clusters were found, and those behind it are looked at
+                // again.
                 let took_it = self.add_block(file, metadata, block, run.start).await?;
                 start = run.start + u64::from(took_it);
                 continue;
@@ -221,7 +224,8 @@ impl Refcounts {
         }
     }
 
-    /// Makes the file long enough for a run; where it cannot be, for as much of it as fits, `least` clusters at least.
+    /// Makes the file long enough for a run; where it cannot be, for as much of it as fits, `least`
+    /// clusters at least.
     async fn with_room(&self, file: &ImageFile, run: Range<u64>, least: u64) -> Result<Range<u64>> {
         match file.make_room(run.end << self.cluster_bits).await {
             Ok(()) => Ok(run),
@@ -292,7 +296,8 @@ impl Refcounts {
         (first..=last).find(|block| !self.has_block(*block))
     }
 
-    /// Makes a refcount block in the free cluster `at`; or makes the table longer, if that has to come first, and leaves the cluster.
+    /// Makes a refcount block in the free cluster `at`; or makes the table longer, if that has to
+    /// come first, and leaves the cluster.
     async fn add_block(&self, file: &ImageFile, metadata: &Metadata, block: usize, at: u64) -> Result<bool> {
         if block >= self.lock().table.len() {
             self.grow_table(file, metadata, block).await?;
@@ -312,16 +317,19 @@ impl Refcounts {
             state.untouched = state.untouched.max(at + 1);
         }
         metadata.add(offset, 1 << self.cluster_bits);
-        // Its own number is in itself, or in a block that is there: a run begins where the block before it ends.
+        // Its own number is in itself, or in a block that is there: a run begins where the block
+        // before it ends.
         let (own, _) = self.block_of(at);
         self.load(file, own).await?;
         self.put(at, 1);
         Ok(true)
     }
 
-    /// Moves the refcount table to where there is room for a larger one: behind everything that the old one can describe.
+    /// Moves the refcount table to where there is room for a larger one: behind everything that the
+    /// old one can describe.
     ///
-    /// Written at once, in an order in which the image is valid at any moment: the new table and its blocks, then the header.
+    /// Written at once, in an order in which the image is valid at any moment: the new table and
+    /// its blocks, then the header.
     async fn grow_table(&self, file: &ImageFile, metadata: &Metadata, block: usize) -> Result<()> {
         let (old_table, old_offset) = {
             let state = self.lock();
@@ -361,7 +369,8 @@ impl Refcounts {
             made.push((old_table.len() + number as usize, bytes));
         }
         let offset = first << self.cluster_bits;
-        // Blocks that were added since the last time belong to the table too, so they have to be there.
+        // Blocks that were added since the last time belong to the table too, so they have to be
+        // there.
         let dirty = self.collect_dirty();
         let write = async {
             for (offset, bytes) in &dirty.blocks {
@@ -459,7 +468,8 @@ impl Refcounts {
         let mut freed: Vec<Range<u64>> = Vec::new();
         for cluster in clusters {
             let now = self.read(file, cluster).await?;
-            // A number that is too low already is for `check` to find; nothing is lost by leaving it.
+            // A number that is too low already is for `check` to find; nothing is lost by leaving
+            // it.
             let Some(less) = now.checked_sub(1) else { continue };
             self.put(cluster, less);
 
@@ -555,7 +565,8 @@ impl Refcounts {
         Ok(())
     }
 
-    /// Drops the blocks not used for longest until one more fits. What was changed is written first.
+    /// Drops the blocks not used for longest until one more fits. What was changed is written
+    /// first.
     async fn make_room(&self, file: &ImageFile) -> Result<()> {
         loop {
             let (block, offset, dirty) = {
@@ -617,8 +628,8 @@ impl Refcounts {
         Ok(dirty)
     }
 
-    /// After a flush: writes the entries of the table that refer to blocks which are in the file now. Says whether there were any, which
-    /// need another flush.
+    /// After a flush: writes the entries of the table that refer to blocks which are in the file
+    /// now. Says whether there were any, which need another flush.
     pub(super) async fn write_entries(&self, file: &ImageFile, written: &Dirty) -> Result<bool> {
         for (offset, entry) in &written.entries {
             let moved = {

@@ -81,7 +81,8 @@ impl Qcow2 {
         if entries > u64::from(header.l1_entries) {
             self.move_l1(entries).await?;
         }
-        // What the last cluster and a larger backing file hold behind the old end must not come to light, so it goes before that end does.
+        // What the last cluster and a larger backing file hold behind the old end must not come to
+        // light, so it goes before that end does.
         let end = if self.backing_bytes(from) > 0 {
             to
         } else {
@@ -93,7 +94,8 @@ impl Qcow2 {
             self.zero_inside(from, end - from, options).await?;
         }
         if self.data.is_some() && header.autoclear & autoclear::RAW_DATA_FILE != 0 {
-            // Readers of the raw file see what is in it, so the image must not say that nothing is there.
+            // Readers of the raw file see what is in it, so the image must not say that nothing is
+            // there.
             self.preallocate_inside(from, to, Preallocation::Metadata).await?;
         }
         self.write_everything().await?;
@@ -102,7 +104,8 @@ impl Qcow2 {
 
     /// Only while quiet.
     async fn set_size(&self, from: u64, to: u64) -> Result<()> {
-        // A bitmap whose size is not the disk's keeps QEMU from opening the image, unless it is in use.
+        // A bitmap whose size is not the disk's keeps QEMU from opening the image, unless it is in
+        // use.
         let suspended = self.suspend_bitmaps().await?;
         let changed = self.update_header(|header| header.size_bytes = to).await;
         let size_bytes = if changed.is_ok() { to } else { from };

@@ -11,7 +11,8 @@ use crate::{
 };
 
 impl Qcow2 {
-    /// What a range is made of, with the backing files: see [`Storage::block_status`](crate::storage::Storage::block_status).
+    /// What a range is made of, with the backing files: see
+    /// [`Storage::block_status`](crate::storage::Storage::block_status).
     ///
     /// # Errors
     /// The file's.
@@ -54,7 +55,8 @@ impl Qcow2 {
         Ok(length)
     }
 
-    /// What a range is made of in this image alone: pieces that follow each other, covering all of it or its first part.
+    /// What a range is made of in this image alone: pieces that follow each other, covering all of
+    /// it or its first part.
     ///
     /// # Errors
     /// The file's.

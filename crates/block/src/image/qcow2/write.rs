@@ -50,7 +50,8 @@ impl Qcow2 {
     /// Writes `data` at `offset`, inside the disk.
     ///
     /// # Errors
-    /// The file's; [`Error::NOT_PERMITTED`] where it is read-only; [`Error::NO_SPACE`] where nothing is free and the file cannot grow.
+    /// The file's; [`Error::NOT_PERMITTED`] where it is read-only; [`Error::NO_SPACE`] where
+    /// nothing is free and the file cannot grow.
     pub async fn write(&self, offset: u64, data: Segments, durability: Durability) -> Result<()> {
         let image = self.clone();
         let write = reactor::spawn_to_end(async move { image.write_to_end(offset, data, durability).await });
@@ -69,8 +70,8 @@ impl Qcow2 {
         self.made_durable(offset, length, durability).await
     }
 
-    /// After a change of a range: has it reach the disk, if that is asked. Data that was written in place is there already, and its entry perhaps
-    /// too.
+    /// After a change of a range: has it reach the disk, if that is asked. Data that was written in
+    /// place is there already, and its entry perhaps too.
     pub(super) async fn made_durable(&self, offset: u64, length: u64, durability: Durability) -> Result<()> {
         let at_once = durability == Durability::Synchronous || self.writes_through;
         if at_once && !self.is_settled(offset, length) {
@@ -110,7 +111,8 @@ impl Qcow2 {
         Ok(())
     }
 
-    /// An error, and the image is corrupt, if an entry claims a place for data that the file does not have.
+    /// An error, and the image is corrupt, if an entry claims a place for data that the file does
+    /// not have.
     fn check_there(&self, host: u64, length: u64) -> Result<()> {
         if self.data.is_none() && host + length > self.file.size_bytes() {
             let what = format!("the cluster at {host:#x} lies beyond the end of the file");
@@ -135,7 +137,8 @@ impl Qcow2 {
         self.file.write_data(host, data, durability).await
     }
 
-    /// Writes in place what is encrypted: sectors that are written in part are read first. Whoever does that has them to itself.
+    /// Writes in place what is encrypted: sectors that are written in part are read first. Whoever
+    /// does that has them to itself.
     async fn write_sectors(
         &self,
         offset: u64,
@@ -160,8 +163,8 @@ impl Qcow2 {
         self.write_data(host - (offset - first), sectors.into(), durability).await
     }
 
-    /// Writes a first part of `data` into clusters that are new, and takes it away; returns how much. Nothing, where somebody else has just
-    /// allocated them.
+    /// Writes a first part of `data` into clusters that are new, and takes it away; returns how
+    /// much. Nothing, where somebody else has just allocated them.
     async fn write_new(&self, offset: u64, data: &mut Segments) -> Result<u64> {
         let cluster_bytes = 1_u64 << self.shape.cluster_bits;
         let first = offset & !(cluster_bytes - 1);
@@ -183,7 +186,8 @@ impl Qcow2 {
         linked
     }
 
-    /// Gives back what was taken and never linked, so that nobody can be in it. Where that fails, it is a leak.
+    /// Gives back what was taken and never linked, so that nobody can be in it. Where that fails,
+    /// it is a leak.
     pub(super) async fn undo(&self, offset: u64, length: u64) {
         let clusters = self.clusters_of(offset, length);
         let _ = self
@@ -192,7 +196,8 @@ impl Qcow2 {
             .await;
     }
 
-    /// Where the bytes from `offset` to `end`, or the first of them, go. `None` if they have a place of their own by now.
+    /// Where the bytes from `offset` to `end`, or the first of them, go. `None` if they have a
+    /// place of their own by now.
     async fn plan(&self, offset: u64, end: u64) -> Result<Option<Plan>> {
         self.own_table(self.l1_index(offset)).await?;
         let shape = self.shape;
@@ -202,7 +207,8 @@ impl Qcow2 {
         if let Cluster::Standard(Standard { host: Some(host), copied: true, allocated, .. }) = old {
             let bits = shape.subcluster_bits();
             let start = ((offset - first) >> bits) as u32;
-            // Subclusters that have data already are written in place, by whoever: they must not be completed here.
+            // Subclusters that have data already are written in place, by whoever: they must not be
+            // completed here.
             let free = (start..shape.subclusters()).take_while(|number| allocated >> number & 1 == 0).count();
             if free == 0 {
                 return Ok(None);
@@ -220,7 +226,8 @@ impl Qcow2 {
                 whole: false,
             }));
         }
-        // What is copied from a cluster of its own is copied whole, or a part of it would be left behind.
+        // What is copied from a cluster of its own is copied whole, or a part of it would be left
+        // behind.
         let has_data = |cluster: &Cluster| match cluster {
             Cluster::Compressed { .. } => true,
             Cluster::Standard(standard) => standard.allocated != 0,
@@ -256,8 +263,8 @@ impl Qcow2 {
         (offset & !(grain - 1), end.next_multiple_of(grain))
     }
 
-    /// Writes what the plan's clusters get: `data`, and around it what was there before. If that has to be durable, so has the link that comes
-    /// after it: a flush makes both so.
+    /// Writes what the plan's clusters get: `data`, and around it what was there before. If that
+    /// has to be durable, so has the link that comes after it: a flush makes both so.
     async fn fill(&self, plan: &Plan, offset: u64, data: Segments) -> Result<()> {
         let head = self.below(plan, plan.from, offset).await?;
         let tail = self.below(plan, offset + data.len() as u64, plan.to).await?;
@@ -331,8 +338,9 @@ impl Qcow2 {
         .await
     }
 
-    /// Changes the entries of so many guest clusters from `guest` on, all of one slice, in one step. What they referred to and do not any more is
-    /// given back in time. The caller has the clusters to itself, and their table is the disk's own.
+    /// Changes the entries of so many guest clusters from `guest` on, all of one slice, in one
+    /// step. What they referred to and do not any more is given back in time. The caller has the
+    /// clusters to itself, and their table is the disk's own.
     pub(super) async fn change_entries(
         &self,
         guest: u64,
@@ -428,11 +436,13 @@ impl Qcow2 {
         Ok(())
     }
 
-    /// Writes a whole cluster (or what the disk has of its last one) compressed; as it is, where that saves nothing.
+    /// Writes a whole cluster (or what the disk has of its last one) compressed; as it is, where
+    /// that saves nothing.
     ///
     /// # Errors
-    /// As [`Qcow2::write`]; [`Error::INVALID`] where it is not one cluster; [`Error::UNSUPPORTED`] with an external data file, and where the image is encrypted:
-    /// the format has compressed clusters in the clear.
+    /// As [`Qcow2::write`]; [`Error::INVALID`] where it is not one cluster; [`Error::UNSUPPORTED`]
+    /// with an external data file, and where the image is encrypted: the format has compressed
+    /// clusters in the clear.
     pub async fn write_compressed(&self, offset: u64, data: Segments) -> Result<()> {
         let cluster_bytes = 1_u64 << self.shape.cluster_bits;
         let length = data.len() as u64;

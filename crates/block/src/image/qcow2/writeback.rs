@@ -56,7 +56,8 @@ pub(super) struct Pending {
     slices: Vec<Arc<Slice>>,
     /// Sectors of the L1 table.
     l1_sectors: BTreeSet<usize>,
-    /// L2 tables whose L1 entry is not in the file, with a number that tells one from the next at the same place.
+    /// L2 tables whose L1 entry is not in the file, with a number that tells one from the next at
+    /// the same place.
     new_tables: HashMap<usize, u64>,
     tables_made: u64,
     /// Not referred to in memory any more.
@@ -123,7 +124,8 @@ impl Qcow2 {
         self.pending.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Makes everything that was written before the call durable, with the metadata that leads to it.
+    /// Makes everything that was written before the call durable, with the metadata that leads to
+    /// it.
     ///
     /// # Errors
     /// The file's; then some of it may be lost, and is kept to be written the next time.
@@ -292,12 +294,14 @@ impl Qcow2 {
             pending.changed(slice);
         }
         pending.l1_sectors.extend(batch.l1_sectors.iter().map(|(sector, ..)| *sector));
-        // Their L1 entries may have reached the file, so their slices have to wait for the refcounts the next time, as all others do.
+        // Their L1 entries may have reached the file, so their slices have to wait for the
+        // refcounts the next time, as all others do.
         pending.new_tables.retain(|index, made| batch.new_tables.get(index) != Some(made));
         pending.freed.extend(batch.freed);
     }
 
-    /// Gives back what nothing refers to, in a task of its own: it waits for requests in flight, of which the caller may be one.
+    /// Gives back what nothing refers to, in a task of its own: it waits for requests in flight, of
+    /// which the caller may be one.
     pub(super) fn give_back_later(&self) {
         if self.pending().unused.is_empty() {
             return;
@@ -312,7 +316,8 @@ impl Qcow2 {
 
     /// Gives back what nothing refers to, when nobody is inside who may still use it.
     pub(super) async fn give_back(&self) -> Result<()> {
-        // Whoever closes the gate waits for this first, so that nothing is under way when nobody is inside.
+        // Whoever closes the gate waits for this first, so that nothing is under way when nobody is
+        // inside.
         let _turn = self.giving.exclusive(0..1).await;
         let unused = std::mem::take(&mut self.pending().unused);
         if unused.is_empty() {

@@ -37,7 +37,8 @@ impl Qcow2 {
     /// Makes `length` bytes at `offset` read as zeroes.
     ///
     /// # Errors
-    /// As [`Qcow2::write`]; [`Error::UNSUPPORTED`] with `only_if_fast` where they would have to be written.
+    /// As [`Qcow2::write`]; [`Error::UNSUPPORTED`] with `only_if_fast` where they would have to be
+    /// written.
     pub async fn write_zeroes(&self, offset: u64, length: u64, options: ZeroOptions) -> Result<()> {
         let image = self.clone();
         let zero = reactor::spawn_to_end(async move {
@@ -76,7 +77,8 @@ impl Qcow2 {
         self.write_zero_bytes(last, end, options.durability).await
     }
 
-    /// Says that `length` bytes at `offset` are not needed any more. Clusters that are only in part inside stay.
+    /// Says that `length` bytes at `offset` are not needed any more. Clusters that are only in part
+    /// inside stay.
     ///
     /// # Errors
     /// As [`Qcow2::write`].
@@ -100,7 +102,8 @@ impl Qcow2 {
             return Ok(());
         }
         if let Some(data) = &self.data {
-            // The data file's own affair; what reads as zeroes afterwards or stays is as the mapping says.
+            // The data file's own affair; what reads as zeroes afterwards or stays is as the
+            // mapping says.
             return data.discard(first, last.min(data.size_bytes()).saturating_sub(first)).await;
         }
         let what = match (&self.backing, self.shape.version) {
@@ -112,7 +115,8 @@ impl Qcow2 {
         self.change_clusters(first, last, what).await
     }
 
-    /// As if a range of whole clusters had never been written. Only while quiet; what is freed is given back at once.
+    /// As if a range of whole clusters had never been written. Only while quiet; what is freed is
+    /// given back at once.
     pub(super) async fn forget(&self, first: u64, last: u64) -> Result<()> {
         // So much at a time that what waits to be given back stays small.
         let step = self.slice_covers() * 64;
@@ -129,7 +133,8 @@ impl Qcow2 {
         self.write_everything().await
     }
 
-    /// The part of a range that is whole clusters; empty, or the wrong way round, if there is none. The disk's last one is whole to its end.
+    /// The part of a range that is whole clusters; empty, or the wrong way round, if there is none.
+    /// The disk's last one is whole to its end.
     fn whole_clusters(&self, offset: u64, end: u64) -> (u64, u64) {
         let cluster_bytes = 1_u64 << self.shape.cluster_bits;
         let first = offset.next_multiple_of(cluster_bytes);
@@ -149,7 +154,8 @@ impl Qcow2 {
         Ok(())
     }
 
-    /// Changes what whole clusters are, a slice's worth at a time. `last` is a cluster's end, or the disk's.
+    /// Changes what whole clusters are, a slice's worth at a time. `last` is a cluster's end, or
+    /// the disk's.
     async fn change_clusters(&self, first: u64, last: u64, what: Become) -> Result<()> {
         let cluster_bytes = 1_u64 << self.shape.cluster_bits;
         let covers = self.slice_covers();
@@ -158,7 +164,8 @@ impl Qcow2 {
             let end = last.min((at / covers + 1) * covers);
             let clusters = (end - at).div_ceil(cluster_bytes);
             let _own = self.guest.exclusive(at..at + clusters * cluster_bytes).await;
-            // Where there is no table, there is nothing to free, and without a backing file nothing to hide.
+            // Where there is no table, there is nothing to free, and without a backing file nothing
+            // to hide.
             let has_table = self.slice_offset(self.slice_number(at)).is_some();
             if has_table || what != Become::Unallocated && self.backing_bytes(at) > 0 {
                 self.own_table(self.l1_index(at)).await?;
@@ -181,7 +188,8 @@ impl Qcow2 {
                     return old;
                 }
                 let kept = match old {
-                    // What a snapshot has too cannot be kept for this disk; with a data file the place is fixed anyway.
+                    // What a snapshot has too cannot be kept for this disk; with a data file the
+                    // place is fixed anyway.
                     Cluster::Standard(Standard { host: Some(host), copied: true, .. })
                         if !unmap || self.data.is_some() =>
                     {

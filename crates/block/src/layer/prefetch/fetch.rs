@@ -105,7 +105,8 @@ pub(super) fn fetch(shared: Arc<Shared>, ahead: Ahead, range: Range<u64>) -> imp
     }
 }
 
-/// The parts of a range, inside the disk, that are worth reading ahead: not those that a format knows to be zeroes without reading them.
+/// The parts of a range, inside the disk, that are worth reading ahead: not those that a format
+/// knows to be zeroes without reading them.
 async fn data_in(image: &Image, range: Range<u64>) -> Result<SmallVec<[Range<u64>; 1]>> {
     let mut parts = SmallVec::new();
     let Image::Qcow2(qcow2) = image else {

@@ -116,8 +116,8 @@ impl Prefetch {
         self.shared.with(|state| state.cache.stats())
     }
 
-    /// Reads `length` bytes at `offset`, inside the disk, for `requests` of a client's that were merged. `may` has the last word on what is
-    /// read ahead: see [`Cache::read`].
+    /// Reads `length` bytes at `offset`, inside the disk, for `requests` of a client's that were
+    /// merged. `may` has the last word on what is read ahead: see [`Cache::read`].
     ///
     /// # Errors
     /// The image's.
@@ -129,7 +129,8 @@ impl Prefetch {
         may: impl FnOnce(&Ahead, GivenBack) -> bool,
     ) -> Result<Segments> {
         let (image, size_bytes) = (&self.shared.image, self.shared.image.size_bytes());
-        // Exports let no others through, but a disk has other callers, and the image knows what to say to them.
+        // Exports let no others through, but a disk has other callers, and the image knows what to
+        // say to them.
         let end = offset.checked_add(length as u64).filter(|&end| end <= size_bytes && length > 0);
         let may_look = self.shared.is_on.load(Relaxed) && !image.has_changed_below();
         let Some(end) = end.filter(|_| may_look) else {
@@ -152,8 +153,8 @@ impl Prefetch {
         }
     }
 
-    /// What is missing in one place is read there, and all of it where it is missing in several: one read from the image takes less time than
-    /// several, one after the other.
+    /// What is missing in one place is read there, and all of it where it is missing in several:
+    /// one read from the image takes less time than several, one after the other.
     async fn read_parts(&self, offset: u64, parts: Vec<Part<Arc<Chunk>>>) -> Result<Segments> {
         let image = &self.shared.image;
         let length = parts.iter().map(Part::length).sum::<u64>() as usize;
@@ -180,7 +181,8 @@ impl Prefetch {
         Ok(data)
     }
 
-    /// Has a read on its way before the read-ahead that it gave rise to, if there is one, and then waits for it.
+    /// Has a read on its way before the read-ahead that it gave rise to, if there is one, and then
+    /// waits for it.
     async fn start_behind<T>(&self, reading: impl Future<Output = T>, mut ahead: Option<Ahead>) -> T {
         let mut reading = pin!(reading);
         std::future::poll_fn(|context| {
@@ -199,9 +201,10 @@ impl Prefetch {
         }
     }
 
-    /// Carries out something that changes what `length` bytes at `offset` read as: a write, zeroing, discarding, resizing. From its beginning nothing of
-    /// it is found any more, and until its end nothing is read ahead there. Where the end never comes, since the request was given up, nobody knows
-    /// when the change takes effect: then nothing is read ahead there any more.
+    /// Carries out something that changes what `length` bytes at `offset` read as: a write,
+    /// zeroing, discarding, resizing. From its beginning nothing of it is found any more, and until
+    /// its end nothing is read ahead there. Where the end never comes, since the request was given
+    /// up, nobody knows when the change takes effect: then nothing is read ahead there any more.
     pub(crate) async fn change<T>(&self, offset: u64, length: u64, changing: impl Future<Output = T>) -> T {
         let range = offset..offset.saturating_add(length);
         let write = self.shared.with(|state| state.cache.write_begins(range));
@@ -256,7 +259,8 @@ async fn copy_of(cached: &Cached<Arc<Chunk>>) -> Option<Buffer> {
     Some(Buffer::copy_of(&data[start as usize..end as usize]))
 }
 
-/// Whether something is gained by keeping what an image says: not if it is in memory already, and not if others may change it meanwhile.
+/// Whether something is gained by keeping what an image says: not if it is in memory already, and
+/// not if others may change it meanwhile.
 fn is_worth_it(image: &Image) -> bool {
     let is_in_memory = |image: &Image| matches!(image.storage(), Storage::Memory(_) | Storage::Null(_));
     !image.storage().may_be_written_by_others() && !image.chain().all(is_in_memory)

@@ -36,13 +36,15 @@ use super::{
     waiter::Waiter,
 };
 
-/// Waiters admitted under one hold of the lock. Where limits are lifted for thousands at once, others get their turn in between.
+/// Waiters admitted under one hold of the lock. Where limits are lifted for thousands at once,
+/// others get their turn in between.
 const BATCH: usize = 32;
 
 /// Whether a disk's requests may pass without being asked about: no limit is set on its way up.
 pub(super) type Gate = Arc<AtomicBool>;
 
-/// Which disks there are in a tree, to tell them when their gates open or close. Hashed without a random key: a seed repeats exactly.
+/// Which disks there are in a tree, to tell them when their gates open or close. Hashed without a
+/// random key: a seed repeats exactly.
 type Nodes = HashMap<NodeId, Option<Gate>, BuildHasherDefault<DefaultHasher>>;
 
 /// A tree with its lock. See the file's documentation.
@@ -56,7 +58,8 @@ pub(super) struct Arbiter {
 #[derive(Debug)]
 struct State {
     tree: Tree<Arc<Waiter>>,
-    /// When the timer in force fires. One that was armed for later still fires, and finds nothing to do.
+    /// When the timer in force fires. One that was armed for later still fires, and finds nothing
+    /// to do.
     timer: Option<Instant>,
     /// Every node; disks with their gates.
     nodes: Nodes,
@@ -89,11 +92,13 @@ impl Arbiter {
 
     /// Takes the lock.
     pub(super) fn lock(&self) -> Held<'_> {
-        // A panic under the lock is a bug in policy; the counts it leaves may be off, but nothing dangles.
+        // A panic under the lock is a bug in policy; the counts it leaves may be off, but nothing
+        // dangles.
         Held { id: self.id, state: self.state.lock().unwrap_or_else(PoisonError::into_inner) }
     }
 
-    /// Takes the locks of two arbiters, in the order that everybody takes them in; of one only, if they are the same.
+    /// Takes the locks of two arbiters, in the order that everybody takes them in; of one only, if
+    /// they are the same.
     pub(super) fn lock_both<'a>(one: &'a Self, other: &'a Self) -> (Held<'a>, Option<Held<'a>>) {
         match one.id.cmp(&other.id) {
             std::cmp::Ordering::Equal => (one.lock(), None),
@@ -108,7 +113,8 @@ impl Arbiter {
         }
     }
 
-    /// Admits and wakes all that may pass by now. Gives back the timer that the rest needs, if none is armed that fires in time.
+    /// Admits and wakes all that may pass by now. Gives back the timer that the rest needs, if none
+    /// is armed that fires in time.
     pub(super) fn release(self: &Arc<Self>, now: Instant) -> Option<Alarm> {
         let mut admitted = Vec::new();
         loop {
@@ -159,7 +165,8 @@ impl Held<'_> {
         &mut self.state.tree
     }
 
-    /// Adds a group, or a disk with its gate; in place of one that is to be removed next, if there is one.
+    /// Adds a group, or a disk with its gate; in place of one that is to be removed next, if there
+    /// is one.
     pub(super) fn add(
         &mut self,
         leaving: Option<NodeId>,
@@ -199,7 +206,8 @@ impl Held<'_> {
 
     /// Puts limits and share in force: both or neither. Afterwards, [`Arbiter::release`].
     ///
-    /// Limits that are the same as before stay in force with what has been charged: whoever changes a weight gets no new burst.
+    /// Limits that are the same as before stay in force with what has been charged: whoever changes
+    /// a weight gets no new burst.
     pub(super) fn configure(
         &mut self,
         node: NodeId,
@@ -225,7 +233,8 @@ impl Held<'_> {
         }
     }
 
-    /// Takes out what may pass, at most a batch. Says whether there may be more, and otherwise when to look again if no timer does.
+    /// Takes out what may pass, at most a batch. Says whether there may be more, and otherwise when
+    /// to look again if no timer does.
     fn decide(mut self, now: Instant, admitted: &mut Vec<Arc<Waiter>>) -> (bool, Option<Instant>) {
         let State { tree, timer, .. } = &mut *self.state;
         while admitted.len() < BATCH {

@@ -63,13 +63,15 @@ impl Group {
         *self.lock()
     }
 
-    /// Puts other settings in force, also for the requests that wait: those that may pass do so at once. All of them or none.
+    /// Puts other settings in force, also for the requests that wait: those that may pass do so at
+    /// once. All of them or none.
     ///
-    /// Other limits begin with empty buckets, as QEMU's do; limits that stay the same keep what has been charged.
+    /// Other limits begin with empty buckets, as QEMU's do; limits that stay the same keep what has
+    /// been charged.
     ///
     /// # Errors
-    /// [`Refused`]: limits that break a rule, a reservation that the parent cannot keep, or reservations inside that would exceed the
-    /// new limits. Everything stays as it was.
+    /// [`Refused`]: limits that break a rule, a reservation that the parent cannot keep, or
+    /// reservations inside that would exceed the new limits. Everything stays as it was.
     ///
     /// # Panics
     /// Outside a reactor.
@@ -109,7 +111,8 @@ impl Group {
         self.arbiter.lock().tree().enforcement(self.node)
     }
 
-    /// Enforces its own limits so much from now on, also for the requests that wait. For whoever watches the device.
+    /// Enforces its own limits so much from now on, also for the requests that wait. For whoever
+    /// watches the device.
     ///
     /// # Panics
     /// Outside a reactor.
@@ -119,8 +122,8 @@ impl Group {
         arm(self.arbiter.release(now));
     }
 
-    /// Says what the device below it can do, in operations and bytes per second: what is promised here and inside fits into it from now on. 0 or
-    /// `None` is unknown and bounds nothing.
+    /// Says what the device below it can do, in operations and bytes per second: what is promised
+    /// here and inside fits into it from now on. 0 or `None` is unknown and bounds nothing.
     ///
     /// # Errors
     /// [`Refused`] if more is promised already; then nothing has changed.
@@ -128,8 +131,9 @@ impl Group {
         self.arbiter.lock().tree().set_capacity(self.node, capacity)
     }
 
-    /// Lifts every limit in its tree for good: its own, those above and below, and those of all others there. What waits passes now, what
-    /// comes is not asked. For the end, when what is in flight is to be finished.
+    /// Lifts every limit in its tree for good: its own, those above and below, and those of all
+    /// others there. What waits passes now, what comes is not asked. For the end, when what is in
+    /// flight is to be finished.
     ///
     /// # Panics
     /// Outside a reactor.

@@ -44,12 +44,15 @@ impl Member {
         self.seat.lock().settings
     }
 
-    /// Puts other settings in force, also for the requests that wait: those that may pass do so at once. All of them or none.
+    /// Puts other settings in force, also for the requests that wait: those that may pass do so at
+    /// once. All of them or none.
     ///
-    /// Other limits begin with empty buckets, as QEMU's do; limits that stay the same keep what has been charged.
+    /// Other limits begin with empty buckets, as QEMU's do; limits that stay the same keep what has
+    /// been charged.
     ///
     /// # Errors
-    /// [`Refused`]: limits that break a rule, or a reservation that the group cannot keep. Everything stays as it was.
+    /// [`Refused`]: limits that break a rule, or a reservation that the group cannot keep.
+    /// Everything stays as it was.
     ///
     /// # Panics
     /// Outside a reactor.
@@ -69,9 +72,11 @@ impl Member {
         self.seat.lock().kept.clone()
     }
 
-    /// Leaves its group for `group`, or for none. The requests that wait move along, in their order: those that may pass there do so at once.
+    /// Leaves its group for `group`, or for none. The requests that wait move along, in their
+    /// order: those that may pass there do so at once.
     ///
-    /// Its own limits begin with empty buckets; its counters begin anew where it arrives, and [`Member::stats`] adds them up.
+    /// Its own limits begin with empty buckets; its counters begin anew where it arrives, and
+    /// [`Member::stats`] adds them up.
     ///
     /// # Errors
     /// [`Refused`] if `group` cannot keep its reservation; then it stays where it is.
@@ -86,10 +91,12 @@ impl Member {
         Ok(())
     }
 
-    /// Puts settings in force and moves to `group`, or out of any: both or neither, as [`Member::set`] and [`Member::move_to`] do.
+    /// Puts settings in force and moves to `group`, or out of any: both or neither, as
+    /// [`Member::set`] and [`Member::move_to`] do.
     ///
     /// # Errors
-    /// [`Refused`]: limits that break a rule, or a reservation that `group` cannot keep. Everything stays as it was.
+    /// [`Refused`]: limits that break a rule, or a reservation that `group` cannot keep. Everything
+    /// stays as it was.
     ///
     /// # Panics
     /// Outside a reactor.
@@ -131,7 +138,8 @@ impl Member {
         place.arbiter.lock().tree().enforcement(place.node)
     }
 
-    /// Enforces its own limits so much from now on, also for the requests that wait. For whoever watches the device.
+    /// Enforces its own limits so much from now on, also for the requests that wait. For whoever
+    /// watches the device.
     ///
     /// # Panics
     /// Outside a reactor.
@@ -144,8 +152,9 @@ impl Member {
         arm(arbiter.release(now));
     }
 
-    /// Lifts every limit in its tree for good: its own, those of its groups, and those of all others there. What waits passes now, what comes
-    /// is not asked. For the end, when what is in flight is to be finished.
+    /// Lifts every limit in its tree for good: its own, those of its groups, and those of all
+    /// others there. What waits passes now, what comes is not asked. For the end, when what is in
+    /// flight is to be finished.
     ///
     /// # Panics
     /// Outside a reactor.
@@ -154,7 +163,8 @@ impl Member {
         arm(arbiter.lift(reactor::now()));
     }
 
-    /// Waits until a request of this direction and cost may pass, and charges it. A dropped future takes it back, if it has not passed.
+    /// Waits until a request of this direction and cost may pass, and charges it. A dropped future
+    /// takes it back, if it has not passed.
     pub async fn admit(&self, direction: Direction, cost: Cost) {
         if self.seat.is_open() {
             return;
@@ -167,18 +177,21 @@ impl Member {
         }
     }
 
-    /// Whether a read of this cost may be made ahead of any request for it; if so it is charged to what the guests of its groups leave of their limits,
-    /// which no request ever waits for. If not, it is to be left: nothing says when it may be made.
+    /// Whether a read of this cost may be made ahead of any request for it; if so it is charged to
+    /// what the guests of its groups leave of their limits, which no request ever waits for. If
+    /// not, it is to be left: nothing says when it may be made.
     ///
-    /// `given_back` is what requests have had from memory of what was read ahead, since this was asked last: it is taken note of in either case, so
-    /// begin a new sum. Where nothing is limited it need not be, and nothing was charged.
+    /// `given_back` is what requests have had from memory of what was read ahead, since this was
+    /// asked last: it is taken note of in either case, so begin a new sum. Where nothing is limited
+    /// it need not be, and nothing was charged.
     ///
     /// Waits for nobody but whoever holds a lock for a decision; does not allocate, wakes nobody.
     ///
     /// # Panics
     /// Outside a reactor.
     pub fn spare(&self, cost: &Cost, given_back: GivenBack) -> bool {
-        // The turn's clock is never ahead of another thread's; that it may be behind only says no a little too often.
+        // The turn's clock is never ahead of another thread's; that it may be behind only says no a
+        // little too often.
         self.seat.is_open() || self.seat.spare(cost, given_back, reactor::recently())
     }
 }

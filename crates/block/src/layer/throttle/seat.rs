@@ -127,13 +127,15 @@ impl<K> Seat<K> {
         }
     }
 
-    /// Asks whether something may be read ahead, and charges it to what guests leave if so. See [`policy::throttle::Tree::spare`].
+    /// Asks whether something may be read ahead, and charges it to what guests leave if so. See
+    /// [`policy::throttle::Tree::spare`].
     pub(super) fn spare(&self, cost: &Cost, given_back: GivenBack, now: Instant) -> bool {
         let place = self.lock();
         place.arbiter.lock().tree().spare(place.node, cost, given_back, now)
     }
 
-    /// What happened here and in the seats before: counters and the longest wait of all, percentiles of the waits since it came here.
+    /// What happened here and in the seats before: counters and the longest wait of all,
+    /// percentiles of the waits since it came here.
     pub(super) fn stats(&self, now: Instant) -> Stats {
         let place = self.lock();
         let mut stats = place.arbiter.lock().tree().stats(place.node, now);
@@ -145,7 +147,8 @@ impl<K> Seat<K> {
         stats
     }
 
-    /// Takes a request back that nobody waits for any more. Nothing to do if it has been admitted, or is about to be told so.
+    /// Takes a request back that nobody waits for any more. Nothing to do if it has been admitted,
+    /// or is about to be told so.
     fn cancel(&self, waiter: &Waiter) {
         let place = self.lock();
         let mut held = place.arbiter.lock();
@@ -155,8 +158,8 @@ impl<K> Seat<K> {
         }
     }
 
-    /// Takes another seat, with other settings if there are any; the requests that wait here wait there, in their order, and those that may
-    /// pass there do.
+    /// Takes another seat, with other settings if there are any; the requests that wait here wait
+    /// there, in their order, and those that may pass there do.
     ///
     /// # Errors
     /// Where the new place cannot take it; then it stays where it is.
@@ -174,7 +177,8 @@ impl<K> Seat<K> {
             let (mut old, mut other) = Arbiter::lock_both(&from, &to.arbiter);
             let DiskSettings { limits, share, .. } = settings;
             let gate = Some(Arc::clone(&self.gate));
-            // What was promised to it is not promised twice where both places have the same groups above.
+            // What was promised to it is not promised twice where both places have the same groups
+            // above.
             let leaving = other.is_none().then_some(place.node);
             let new = other.as_mut().unwrap_or(&mut old);
             let node = new.add(leaving, to.parent, limits, share, gate, now)?;

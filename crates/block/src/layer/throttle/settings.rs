@@ -16,7 +16,8 @@ pub struct DiskSettings {
     pub watermark: Watermark,
 }
 
-/// What a group's members are held to together, and what the group is entitled to. The default is no limits and an equal share.
+/// What a group's members are held to together, and what the group is entitled to. The default is
+/// no limits and an equal share.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct GroupSettings {
     /// The limits that all disks below share.

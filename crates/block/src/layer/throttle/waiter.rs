@@ -33,7 +33,8 @@ struct State {
 
 /// Where a request waits: which tree's queue, and which request there.
 ///
-/// Tickets of two trees may look alike, and a request moves from one to another with its disk; so the tree is part of it.
+/// Tickets of two trees may look alike, and a request moves from one to another with its disk; so
+/// the tree is part of it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Position {
     pub(super) arbiter: u64,

@@ -4,7 +4,8 @@ use std::{fmt, str::FromStr};
 
 use crate::storage::InvalidValue;
 
-/// How the host's page cache is used, and when a write counts as done. The table is in [`file`](super); names and meaning are QEMU's.
+/// How the host's page cache is used, and when a write counts as done. The table is in
+/// [`file`](super); names and meaning are QEMU's.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum CacheMode {
     /// Through the page cache; durable once flushed. The default of QEMU and qemu-nbd.

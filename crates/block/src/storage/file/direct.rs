@@ -14,7 +14,8 @@ use crate::{
     storage::align::Alignment,
 };
 
-/// Logical block sizes that Linux's file systems and devices have with O_DIRECT (4096 is [`ALIGNMENT`]).
+/// Logical block sizes that Linux's file systems and devices have with O_DIRECT (4096 is
+/// [`ALIGNMENT`]).
 const SMALLEST: usize = 512;
 
 /// The alignment for a descriptor opened with O_DIRECT; none if the file cannot be used that way.
@@ -23,7 +24,8 @@ pub(super) fn alignment(fd: impl AsFd, kind: Kind) -> Option<Alignment> {
     if let Ok(stat) = statx(fd, "", AtFlags::EMPTY_PATH, StatxFlags::DIOALIGN)
         && stat.stx_mask & StatxFlags::DIOALIGN.bits() != 0
     {
-        // Zero says: not on this file, for instance because it is encrypted or its data is in a journal.
+        // Zero says: not on this file, for instance because it is encrypted or its data is in a
+        // journal.
         return checked(u64::from(stat.stx_dio_offset_align), stat.stx_dio_mem_align as usize);
     }
     if kind == Kind::BlockDevice
@@ -34,7 +36,8 @@ pub(super) fn alignment(fd: impl AsFd, kind: Kind) -> Option<Alignment> {
     let mut size = SMALLEST;
     while size <= ALIGNMENT {
         let mut buffer = Buffer::new(size);
-        // Offset by one unit, so that the offset's alignment is tried as well. The end of the file is a success.
+        // Offset by one unit, so that the offset's alignment is tried as well. The end of the file
+        // is a success.
         if pread(fd, &mut buffer, size as i64).is_ok() {
             return checked(size as u64, size);
         }

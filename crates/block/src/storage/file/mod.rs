@@ -8,11 +8,11 @@
 //! | directsync | yes | it is on stable storage | fdatasync |
 //! | unsafe | no | it is in the page cache, also with FUA | nothing |
 //!
-//! In the direct modes a second, buffered descriptor serves the tail of a file whose size is no multiple of the block; see
-//! [`align`](super::align).
+//! In the direct modes a second, buffered descriptor serves the tail of a file whose size is no
+//! multiple of the block; see [`align`](super::align).
 //!
-//! Reading past the end of a file that was truncated underneath fails with EIO: its bytes are lost, and zeroes would hide that.
-//! Never makes a file longer, unless it is resized.
+//! Reading past the end of a file that was truncated underneath fails with EIO: its bytes are lost,
+//! and zeroes would hide that. Never makes a file longer, unless it is resized.
 
 mod cache_mode;
 mod direct;
@@ -47,7 +47,8 @@ use crate::{
 
 /// Most segments in one system call: the kernel's UIO_MAXIOV.
 const MOST_SEGMENTS: usize = 1024;
-/// How often a request that the kernel cannot take now (EAGAIN) is tried, with other tasks in between.
+/// How often a request that the kernel cannot take now (EAGAIN) is tried, with other tasks in
+/// between.
 const MOST_ATTEMPTS: u32 = 1000;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -56,7 +57,8 @@ enum Kind {
     BlockDevice,
 }
 
-/// Which file something is, whatever it is called: two names of one file have the same, also two nodes of one block device.
+/// Which file something is, whatever it is called: two names of one file have the same, also two
+/// nodes of one block device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct FileIdentity(u64, u64);
 
@@ -97,8 +99,8 @@ pub struct File {
     dsync_refused: AtomicBool,
     /// The error number of a failed sync through the page cache; zero if none failed.
     ///
-    /// The kernel reports it once and then holds the pages for clean, though the disk does not have them. A later sync would succeed and
-    /// acknowledge what is lost; so it fails from then on.
+    /// The kernel reports it once and then holds the pages for clean, though the disk does not have
+    /// them. A later sync would succeed and acknowledge what is lost; so it fails from then on.
     lost: AtomicI32,
 }
 
@@ -178,7 +180,8 @@ impl File {
         (self.kind != Kind::BlockDevice).then_some(stamp)
     }
 
-    /// See [`Storage::will_need`](crate::storage::Storage::will_need). With O_DIRECT there is no cache to fill.
+    /// See [`Storage::will_need`](crate::storage::Storage::will_need). With O_DIRECT there is no
+    /// cache to fill.
     pub(super) async fn will_need(&self, offset: u64, length: u64) {
         if !self.cache.is_direct()
             && let Err(error) = op::read_ahead(&self.fd, offset, length).await
@@ -217,7 +220,8 @@ impl File {
             if done == buffer.len() {
                 return Ok(buffer);
             }
-            // O_DIRECT stops inside a block only at the end of the file, and could not go on from there.
+            // O_DIRECT stops inside a block only at the end of the file, and could not go on from
+            // there.
             if !(done as u64).is_multiple_of(self.alignment.offset) {
                 return Err(self.past_the_end(offset + done as u64));
             }
@@ -265,7 +269,8 @@ impl File {
         }
     }
 
-    /// The rare end of a write: short, interrupted, in many segments. `last` is the outcome of an attempt already made.
+    /// The rare end of a write: short, interrupted, in many segments. `last` is the outcome of an
+    /// attempt already made.
     async fn write_rest(
         &self,
         fd: &Fd,
@@ -359,7 +364,8 @@ impl Device for File {
     }
 
     fn refresh_size(&self) -> Result<u64> {
-        // Seeking to the end works for files and devices alike, and does no I/O; nobody uses the position.
+        // Seeking to the end works for files and devices alike, and does no I/O; nobody uses the
+        // position.
         let end = lseek(&self.buffered, 0, Whence::SeekEnd);
         let size = u64::try_from(end.map_err(|errno| Error::from_errno(errno as i32))?).unwrap_or(0);
         self.size_bytes.store(size, Relaxed);

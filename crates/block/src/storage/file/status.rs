@@ -12,7 +12,8 @@ use crate::{
     storage::{Extent, MOST_EXTENTS, push_extent},
 };
 
-/// The extents of a range; blocks. The descriptor's position is nobody's, so moving it harms nobody; each call's answer is its own.
+/// The extents of a range; blocks. The descriptor's position is nobody's, so moving it harms
+/// nobody; each call's answer is its own.
 pub(super) fn extents(fd: &impl AsFd, offset: u64, length: u64) -> Result<Vec<Extent>> {
     let end = offset.checked_add(length).ok_or(Error::INVALID)?;
     let mut extents = Vec::new();

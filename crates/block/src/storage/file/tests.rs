@@ -157,7 +157,8 @@ fn a_file_is_an_array_of_bytes_in_every_cache_mode() {
 #[test]
 fn neighbours_in_one_block_and_across_the_tail_do_not_disturb_each_other() {
     everywhere(ODD_SIZE, |image, mut model, _| async move {
-        // Three hundred bytes each, so that every block and the border of the tail belong to several.
+        // Three hundred bytes each, so that every block and the border of the tail belong to
+        // several.
         let first = ODD_SIZE - 40 * 300;
         for round in 0..4_u8 {
             let writes: Vec<_> = (0..40_u8)

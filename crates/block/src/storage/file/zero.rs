@@ -1,4 +1,5 @@
-//! Zeroing and discarding: by a system call where the file system has one, by writing zeroes where not.
+//! Zeroing and discarding: by a system call where the file system has one, by writing zeroes where
+//! not.
 //!
 //! Which call does what:
 //!
@@ -8,7 +9,8 @@
 //! | ZERO_RANGE | zeroes, stays allocated | write-zeroes; the kernel writes them itself if the device cannot, so not fast |
 //! | PUNCH_HOLE, then allocate | the same, for tmpfs and others without ZERO_RANGE | – |
 //!
-//! What was refused once is not tried again. Never changes the size of a file (FALLOC_FL_KEEP_SIZE).
+//! What was refused once is not tried again. Never changes the size of a file
+//! (FALLOC_FL_KEEP_SIZE).
 
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
@@ -98,7 +100,8 @@ impl File {
                 refused.store(true, Relaxed);
                 Ok(false)
             }
-            // Some file systems say so where they want other alignment: not this time, perhaps the next.
+            // Some file systems say so where they want other alignment: not this time, perhaps the
+            // next.
             Err(Error::INVALID) => Ok(false),
             Err(error) => Err(error),
         }

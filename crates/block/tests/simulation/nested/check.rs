@@ -1,9 +1,10 @@
 //! What happened in a forest, in order; and what must be true of it.
 //!
 //! - Each request ends once. Of one disk and direction, none passes before one that came earlier.
-//! - Where requests are small, every bucket on the way is followed: what passes finds room in all of them, and while something waits,
-//!   some bucket has none.
-//! - Whatever their size: over any second no node passes more than its limits allow, their burst, and what had been paid of large requests.
+//! - Where requests are small, every bucket on the way is followed: what passes finds room in all
+//!   of them, and while something waits, some bucket has none.
+//! - Whatever their size: over any second no node passes more than its limits allow, their burst,
+//!   and what had been paid of large requests.
 //! - The counters of every level are what passed there.
 
 use std::collections::BTreeMap;
@@ -145,7 +146,8 @@ impl Log {
         assert!(stats.iter().all(|stats| stats.waiting == [0; 2]), "something waits when all is over");
     }
 
-    /// Requests are numbered as they come. Tasks that are let go at the same instant may run in any order.
+    /// Requests are numbered as they come. Tasks that are let go at the same instant may run in any
+    /// order.
     fn check_order(&self) {
         let mut highest = BTreeMap::new();
         for instant in self.entries.chunk_by(|one, next| one.at == next.at) {
@@ -205,7 +207,8 @@ impl Forest {
         std::iter::successors(Some(from), |node| self.nodes[*node].parent).collect()
     }
 
-    /// Until now, from the last time that something happened, every request had a bucket on its way that had no room.
+    /// Until now, from the last time that something happened, every request had a bucket on its way
+    /// that had no room.
     fn nobody_was_late(&mut self, at: Instant) {
         let waited_s = (at - self.now).as_secs_f64();
         for (disk, waiting) in self.waiting.iter().enumerate() {
@@ -243,7 +246,8 @@ impl Forest {
                         node.buckets.enforce(&node.limits, enforcement);
                     }
                     Change::Moved(parent) => {
-                        // A new seat: its own buckets are empty, and enforced until somebody says otherwise.
+                        // A new seat: its own buckets are empty, and enforced until somebody says
+                        // otherwise.
                         let limits = node.limits;
                         let buckets = Buckets::new(&limits, entry.at);
                         let enforcement = Enforcement::Enforced;
@@ -326,7 +330,8 @@ impl Window {
         }
     }
 
-    /// In any second no more than so much, the request that the bucket runs over with, and what large ones had paid before.
+    /// In any second no more than so much, the request that the bucket runs over with, and what
+    /// large ones had paid before.
     fn check_kind(&self, kind: LimitKind, most: f64) {
         let mut largest = BTreeMap::new();
         let mut passed = Vec::new();

@@ -1,7 +1,8 @@
 //! A forest of groups and disks as it really is, what has been set in it, and what may be set next.
 //!
-//! Keeps its own record of every setting, and knows on paper which changes have to be refused: a reservation that does not fit somewhere
-//! above it, and limits that make no sense. A change that is refused, or not, against that record is a failure.
+//! Keeps its own record of every setting, and knows on paper which changes have to be refused: a
+//! reservation that does not fit somewhere above it, and limits that make no sense. A change that
+//! is refused, or not, against that record is a failure.
 
 use std::{cell::RefCell, sync::Arc};
 
@@ -181,7 +182,8 @@ impl World {
         }
     }
 
-    /// Makes a change that has to be taken exactly if it is valid and fits; one that is refused leaves everything as it was.
+    /// Makes a change that has to be taken exactly if it is valid and fits; one that is refused
+    /// leaves everything as it was.
     fn attempt(
         &self,
         at: usize,
@@ -287,7 +289,8 @@ fn group_of(handles: &[Handle], at: usize) -> &Arc<Group> {
     }
 }
 
-/// What becomes of the buckets where a node's settings change so: limits that stay the same keep what has been charged.
+/// What becomes of the buckets where a node's settings change so: limits that stay the same keep
+/// what has been charged.
 fn limits_changed(before: Node, after: Node) -> Vec<Change> {
     if after.limits == before.limits { Vec::new() } else { vec![Change::Limits(after.limits)] }
 }

@@ -1,7 +1,9 @@
-//! Whoever takes and deletes snapshots while clients use the disk, and writes compressed clusters beside them.
+//! Whoever takes and deletes snapshots while clients use the disk, and writes compressed clusters
+//! beside them.
 //!
-//! A snapshot holds what a read of the whole disk could have found while it was taken, and nothing else ever; it is there after a crash if
-//! that was acknowledged, and not there if its deletion was.
+//! A snapshot holds what a read of the whole disk could have found while it was taken, and nothing
+//! else ever; it is there after a crash if that was acknowledged, and not there if its deletion
+//! was.
 
 use std::{cell::RefCell, collections::BTreeMap, rc::Rc, sync::Arc};
 
@@ -47,7 +49,8 @@ impl Kept {
         Self { known: BTreeMap::from([("first".to_owned(), first)]), taken: 0 }
     }
 
-    /// What a crash has left of them: all that were certain, nothing that is gone, and each as it was.
+    /// What a crash has left of them: all that were certain, nothing that is gone, and each as it
+    /// was.
     pub(crate) async fn check(&mut self, kind: &Kind, files: &Files, shared: &Shared) {
         let image = Qcow2::open(kind.in_memory(files, true).await).await.expect("valid");
         let mut found = BTreeMap::new();

@@ -39,7 +39,8 @@ pub enum Endpoint {
 pub async fn connect(endpoint: &Endpoint, export: &str, limit: Duration) -> Result<Client, NotConnected> {
     let endpoint = endpoint.clone();
     let connecting = async {
-        // On a thread of its own: a full backlog of a Unix socket blocks, and so does looking up a name.
+        // On a thread of its own: a full backlog of a Unix socket blocks, and so does looking up a
+        // name.
         let socket = blocking(move || dial(&endpoint, limit)).await?;
         shake_hands(Stream::Plain(Fd::from(socket)), export).await
     };

@@ -1,6 +1,8 @@
-//! The handshake as a client has it: which export, how replies come, what the export is ("Fixed newstyle negotiation").
+//! The handshake as a client has it: which export, how replies come, what the export is ("Fixed
+//! newstyle negotiation").
 //!
-//! Never keeps more of what the server says than [`MAX_OPTION_BYTES`] at a time. How long it may take is the caller's to bound.
+//! Never keeps more of what the server says than [`MAX_OPTION_BYTES`] at a time. How long it may
+//! take is the caller's to bound.
 
 use std::io;
 

@@ -1,4 +1,5 @@
-//! An NBD client: the other half of the protocol, so that a server can be measured as its clients see it.
+//! An NBD client: the other half of the protocol, so that a server can be measured as its clients
+//! see it.
 //!
 //! ```text
 //!   read, write, flush ──► outgoing ──► sender ───► stream
@@ -6,12 +7,14 @@
 //!          └─────── woken by its cookie ◄── receiver ◄┘
 //! ```
 //!
-//! One connection, as many requests in flight as there are callers. What callers ask for between two sends goes out in one message. Replies
-//! come in any order, simple or structured, and find their request by its cookie.
+//! One connection, as many requests in flight as there are callers. What callers ask for between
+//! two sends goes out in one message. Replies come in any order, simple or structured, and find
+//! their request by its cookie.
 //!
-//! The server is not trusted: a length is never more than what was asked for, a cookie that was not sent, or any other breach of the
-//! protocol, ends the connection, and whatever is in flight then fails. There is no bound on how long a request may take: a disk may be slow. Whoever
-//! has waited long enough drops the request, or the client.
+//! The server is not trusted: a length is never more than what was asked for, a cookie that was not
+//! sent, or any other breach of the protocol, ends the connection, and whatever is in flight then
+//! fails. There is no bound on how long a request may take: a disk may be slow. Whoever has waited
+//! long enough drops the request, or the client.
 //!
 //! Never speaks TLS, never connects again by itself, and never asks for extended headers.
 
@@ -51,13 +54,15 @@ use block::{
 /// What requests fail with once the connection is gone; [`Client::fault`] says why it is.
 pub const GONE: Error = Error::from_errno(libc::ENOTCONN);
 
-/// Errors that one reply may tell: one for each part of a large request, and no more than somebody could want to know.
+/// Errors that one reply may tell: one for each part of a large request, and no more than somebody
+/// could want to know.
 const MOST_ERRORS: u32 = 1024;
 
 /// Time for the last bytes of a connection that has ended.
 const FAREWELL: Duration = Duration::from_secs(1);
 
-/// A connection to an export. Belongs to the reactor it was made on; dropping it ends the connection.
+/// A connection to an export. Belongs to the reactor it was made on; dropping it ends the
+/// connection.
 #[derive(Debug)]
 pub struct Client {
     connection: Rc<Connection>,
@@ -177,7 +182,8 @@ impl Client {
         self.connection.request(cmd::FLUSH, 0, 0, None, None).await.map(drop)
     }
 
-    /// Takes leave, and waits for that to be sent, though not for long. What is still in flight is not awaited.
+    /// Takes leave, and waits for that to be sent, though not for long. What is still in flight is
+    /// not awaited.
     pub async fn disconnect(self) {
         let Self { connection, sender, _receiver } = self;
         connection.outgoing.borrow_mut().push(cmd::DISC, 0, 0, 0, None);
@@ -235,7 +241,8 @@ impl Connection {
             match batch {
                 Some(batch) => {
                     if let Err(error) = self.stream.send(batch).await {
-                        // What the receiver has to say of it comes first, if there is anything left to receive.
+                        // What the receiver has to say of it comes first, if there is anything left
+                        // to receive.
                         self.stream.close();
                         self.lose(error.into());
                         return;
@@ -343,7 +350,8 @@ impl Connection {
         fits.ok_or(Fault::Breach("more data than was asked for"))
     }
 
-    /// Puts data into a read's buffer; it fits there. The first piece becomes the buffer, if it is all of it.
+    /// Puts data into a read's buffer; it fits there. The first piece becomes the buffer, if it is
+    /// all of it.
     fn cover(&self, key: usize, at: usize, data: Buffer) -> Taken<()> {
         let mut in_flight = self.in_flight.borrow_mut();
         let Some(read) = &mut in_flight[key].read else {
@@ -391,7 +399,8 @@ impl Connection {
     }
 }
 
-/// The right to a request's answer. Whoever drops it early leaves the answer to be taken in for nobody.
+/// The right to a request's answer. Whoever drops it early leaves the answer to be taken in for
+/// nobody.
 struct Ticket<'a> {
     connection: &'a Connection,
     key: usize,

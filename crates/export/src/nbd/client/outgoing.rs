@@ -1,6 +1,7 @@
 //! Requests on their way out, in order, gathered until the stream takes more.
 //!
-//! Never bounded by itself: whoever waits for an answer sends nothing meanwhile, so there is at most a request for each caller.
+//! Never bounded by itself: whoever waits for an answer sends nothing meanwhile, so there is at
+//! most a request for each caller.
 
 use std::collections::VecDeque;
 

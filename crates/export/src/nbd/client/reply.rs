@@ -1,6 +1,8 @@
-//! Replies as a client reads them: bytes in, headers out ("Simple reply message", "Structured reply chunk message").
+//! Replies as a client reads them: bytes in, headers out ("Simple reply message", "Structured reply
+//! chunk message").
 //!
-//! Here is what a header alone decides. Never allocates, and no length passes that the rules of its chunk do not allow.
+//! Here is what a header alone decides. Never allocates, and no length passes that the rules of its
+//! chunk do not allow.
 
 use super::super::{
     proto::{self, MAX_STRING_BYTES, reply_flag, reply_type},
@@ -15,7 +17,8 @@ const CHUNK_BYTES: usize = 20;
 const OFFSET_BYTES: usize = 8;
 /// Bytes of an error's number and its message's length.
 const ERROR_BYTES: usize = 6;
-/// Set in the type of every chunk that tells of an error, also of one that is not known ("Structured reply types").
+/// Set in the type of every chunk that tells of an error, also of one that is not known
+/// ("Structured reply types").
 const IS_ERROR: u16 = 1 << 15;
 
 /// The beginning of a reply or of a chunk.

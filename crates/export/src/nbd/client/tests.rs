@@ -1,4 +1,5 @@
-//! The client against the server of this very program, and against servers that break the rules. Simulated: streams cut anywhere.
+//! The client against the server of this very program, and against servers that break the rules.
+//! Simulated: streams cut anywhere.
 
 use std::{cell::RefCell, rc::Rc, sync::Arc, sync::atomic::AtomicBool};
 

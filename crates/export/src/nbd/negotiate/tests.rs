@@ -113,7 +113,8 @@ impl Talk {
     }
 }
 
-/// Feeds the input in pieces of the given lengths, over and over, until the handshake is over or out of input.
+/// Feeds the input in pieces of the given lengths, over and over, until the handshake is over or
+/// out of input.
 fn talk_in(policy: TlsPolicy, exports: &ExportTable, input: &[u8], pieces: &[usize]) -> Talk {
     let mut out = Vec::new();
     let mut handshake = Handshake::start(policy, &mut out);
@@ -525,7 +526,8 @@ fn where_tls_is_required_nothing_else_is_answered_before_it() {
 
 #[test]
 fn bytes_behind_starttls_are_not_taken_for_options() {
-    // A man in the middle could put them there: they belong to the TLS handshake, which will refuse them.
+    // A man in the middle could put them there: they belong to the TLS handshake, which will refuse
+    // them.
     let client = Client::fixed().option(opt::STARTTLS, b"");
     let clear = client.0.len();
     let client = client.option(opt::LIST, b"");

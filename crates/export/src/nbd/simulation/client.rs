@@ -1,7 +1,9 @@
-//! A well-behaved client: many requests in flight on a region of its own, each answer held against what it wrote there.
+//! A well-behaved client: many requests in flight on a region of its own, each answer held against
+//! what it wrote there.
 //!
-//! Two requests in flight never overlap if one of them writes, so that each answer is determined; those of other clients are elsewhere. What a
-//! request that failed, or a trim, has left is unknown until it is written again.
+//! Two requests in flight never overlap if one of them writes, so that each answer is determined;
+//! those of other clients are elsewhere. What a request that failed, or a trim, has left is unknown
+//! until it is written again.
 
 use std::{
     cell::{Cell, RefCell},

@@ -1,5 +1,5 @@
-//! Clients that break the protocol, or the connection, each in its own way. What they may expect is that their connection ends; that the
-//! others do not notice is the others' to check.
+//! Clients that break the protocol, or the connection, each in its own way. What they may expect is
+//! that their connection ends; that the others do not notice is the others' to check.
 
 use policy::time::Duration;
 

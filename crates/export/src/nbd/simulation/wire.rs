@@ -1,5 +1,5 @@
-//! A client's end of a connection: bytes out, whole messages in. Written against the specification, sharing nothing with the
-//! server but the names of its numbers.
+//! A client's end of a connection: bytes out, whole messages in. Written against the specification,
+//! sharing nothing with the server but the names of its numbers.
 
 use super::super::{
     pipe::Pipe,
@@ -38,7 +38,8 @@ impl Wire {
         self.pipe.close();
     }
 
-    /// The next `count` bytes; [`Ended`] if the stream ends first, and then nothing of them may have been left.
+    /// The next `count` bytes; [`Ended`] if the stream ends first, and then nothing of them may
+    /// have been left.
     pub(super) async fn take(&mut self, count: usize) -> Result<Vec<u8>, Ended> {
         while self.received.len() < count {
             let (result, buffer) = self.pipe.receive(Buffer::new(4096), 0).await;
@@ -56,7 +57,8 @@ impl Wire {
         self.received.len()
     }
 
-    /// Asks for the default export in this style, with `base:allocation` where the style can carry it.
+    /// Asks for the default export in this style, with `base:allocation` where the style can carry
+    /// it.
     pub(super) async fn handshake(&mut self, style: ReplyStyle) -> Result<About, Ended> {
         let greeting = self.take(18).await?;
         assert_eq!(greeting[..8], proto::INIT_MAGIC.to_be_bytes());

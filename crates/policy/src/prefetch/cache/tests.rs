@@ -367,7 +367,8 @@ fn event() -> impl Strategy<Value = Event> {
 const UNIT: u64 = 2 * K;
 const UNITS: usize = 260;
 
-/// A disk whose bytes are the numbers of the last write to them, as chunks saw it when they were asked for.
+/// A disk whose bytes are the numbers of the last write to them, as chunks saw it when they were
+/// asked for.
 struct Model {
     versions: Vec<u32>,
     /// Of each token: what its chunk's units were when it was begun.

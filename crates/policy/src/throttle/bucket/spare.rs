@@ -89,7 +89,8 @@ const fn worth(rate: u64, elapsed_ns: u64) -> u128 {
 }
 
 impl Buckets {
-    /// Lets the spare levels run out. Before the levels that guests fill, and only where there are any.
+    /// Lets the spare levels run out. Before the levels that guests fill, and only where there are
+    /// any.
     pub(super) fn leak_spare(&mut self, elapsed_ns: u64) {
         let Self { buckets, spare, .. } = self;
         spare.in_use = false;
@@ -101,7 +102,8 @@ impl Buckets {
         }
     }
 
-    /// Whether a read-ahead may be charged: no bucket of reads is more than full with what was read ahead on top.
+    /// Whether a read-ahead may be charged: no bucket of reads is more than full with what was read
+    /// ahead on top.
     pub(in crate::throttle) fn has_spare(&self, now: Instant) -> bool {
         let elapsed_ns = now.nanos_since(self.now);
         self.applying(Direction::Read)

@@ -1,4 +1,5 @@
-//! The bucket against the numbers of QEMU's own tests, and against the definition in plain floating point.
+//! The bucket against the numbers of QEMU's own tests, and against the definition in plain floating
+//! point.
 
 use super::*;
 use crate::time::Duration;

@@ -1,4 +1,5 @@
-//! Names, ranges and rules of the settings, each rule with the numbers of QEMU's own tests and its message.
+//! Names, ranges and rules of the settings, each rule with the numbers of QEMU's own tests and its
+//! message.
 
 use super::*;
 use alloc::string::ToString;

@@ -20,7 +20,8 @@ const UNLIMITED_OPERATION_NS: u64 = 10_000;
 
 /// At most one part in so many of what a burst has left is given to a large request at a time.
 ///
-/// So the number of turns that a request takes grows with the logarithm of the burst, and no turn takes all of it.
+/// So the number of turns that a request takes grows with the logarithm of the burst, and no turn
+/// takes all of it.
 const BURST_PART: u32 = 4;
 
 /// One level of the way from the root to a disk.
@@ -64,7 +65,8 @@ struct Terms {
 }
 
 impl<T> Tree<T> {
-    /// Whether a request of a disk may pass at once; it is charged if so. If not, [`Tree::request`] queues it.
+    /// Whether a request of a disk may pass at once; it is charged if so. If not, [`Tree::request`]
+    /// queues it.
     ///
     /// For callers to whom a token is not free: most requests never wait.
     ///
@@ -109,7 +111,8 @@ impl<T> Tree<T> {
         }
     }
 
-    /// Serves the first request of the disk that was picked: all of it, or the next part of it if it is large.
+    /// Serves the first request of the disk that was picked: all of it, or the next part of it if
+    /// it is large.
     fn serve(&mut self, direction: Direction) -> Option<T> {
         let slot = self.path.steps[self.path.length - 1].slot;
         for step in &self.path.steps[..self.path.length] {
@@ -145,7 +148,8 @@ impl<T> Tree<T> {
         }
     }
 
-    /// Whether all buckets from a disk up have room, and nobody who could pass now would be overtaken.
+    /// Whether all buckets from a disk up have room, and nobody who could pass now would be
+    /// overtaken.
     fn is_clear(&mut self, slot: usize, direction: Direction) -> bool {
         let (now, other, mut at) = (self.now, opposite(direction), slot);
         loop {
@@ -187,7 +191,8 @@ impl<T> Tree<T> {
         let mut slot = ROOT;
         // By direction: whether a request of it may be chosen. Narrows on the way down.
         let mut open = Direction::ALL.map(|direction| nodes[ROOT].has_work(direction));
-        // Where no limit applies nobody gives way to anybody, and any child that is ready may be chosen.
+        // Where no limit applies nobody gives way to anybody, and any child that is ready may be
+        // chosen.
         let mut limited = false;
         loop {
             path.push(slot);
@@ -213,8 +218,9 @@ impl<T> Tree<T> {
             }
             let child = chosen.child;
             path.steps[path.length - 1].phase = chosen.phase;
-            // The child may prefer the other direction only where it is that direction's turn too. A standing for both directions is
-            // a turn for either: were it not, whoever's turns always fall to the same direction would never be served in the other.
+            // The child may prefer the other direction only where it is that direction's turn too.
+            // A standing for both directions is a turn for either: were it not, whoever's turns
+            // always fall to the same direction would never be served in the other.
             let other = opposite(wanted);
             let is_its_turn = |rival: Candidate| {
                 rival.child == child || (node.shared || !limited) && schedule.offers(child, other)
@@ -224,7 +230,8 @@ impl<T> Tree<T> {
         }
     }
 
-    /// Works out what a request costs at every level of its way, and how much of it may be paid now.
+    /// Works out what a request costs at every level of its way, and how much of it may be paid
+    /// now.
     fn price(&mut self, direction: Direction, cost: &Cost) -> Terms {
         let now = self.now;
         let mut price_ns = 0;
@@ -302,8 +309,9 @@ impl<T> Tree<T> {
         }
     }
 
-    /// Brings a node's standing in line with its work and its buckets, in one direction: on offer to its parent, or waiting for
-    /// an instant, or neither. Says whether its parent may have to be settled too.
+    /// Brings a node's standing in line with its work and its buckets, in one direction: on offer
+    /// to its parent, or waiting for an instant, or neither. Says whether its parent may have to be
+    /// settled too.
     fn settle(&mut self, slot: usize, direction: Direction, charged: bool) -> bool {
         let now = self.now;
         let node = &mut self.nodes[slot];

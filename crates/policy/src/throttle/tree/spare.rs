@@ -13,16 +13,19 @@ use crate::request::Direction;
 use crate::time::Instant;
 
 impl<T> Tree<T> {
-    /// Whether a disk may be read ahead of now; it is charged to the spare level of every limit on the way if so. If not, nobody is told
-    /// when it may: ask again when there is a reason to.
+    /// Whether a disk may be read ahead of now; it is charged to the spare level of every limit on
+    /// the way if so. If not, nobody is told when it may: ask again when there is a reason to.
     ///
-    /// It may if nothing waits at any level of the way that it would come before, and if no bucket there that reads draw from
-    /// is more than full with what was read ahead before on top, whatever the size of this one. `given_back` is taken off first, whatever the answer;
-    /// levels that have run down in the meantime stay at 0.
+    /// It may if nothing waits at any level of the way that it would come before, and if no bucket
+    /// there that reads draw from is more than full with what was read ahead before on top,
+    /// whatever the size of this one. `given_back` is taken off first, whatever the answer; levels
+    /// that have run down in the meantime stay at 0.
     ///
-    /// Nowhere does this change what becomes of a request, or when: so there is no need to poll after it. It does not allocate.
+    /// Nowhere does this change what becomes of a request, or when: so there is no need to poll
+    /// after it. It does not allocate.
     ///
-    /// An instant before the last counts as that one, as everywhere; but those of requests are not held against a later one given here.
+    /// An instant before the last counts as that one, as everywhere; but those of requests are not
+    /// held against a later one given here.
     ///
     /// # Panics
     ///
@@ -64,7 +67,8 @@ impl<T> Tree<T> {
 /// Whether a read-ahead may pass this level.
 fn is_free<T>(node: &mut Node<T>, now: Instant) -> bool {
     let reads_wait = node.has_work(Direction::Read);
-    // Where writes draw from a limit of reads too, here or above; unless something else holds them up in any case.
+    // Where writes draw from a limit of reads too, here or above; unless something else holds them
+    // up in any case.
     let writes_wait = node.shared && node.has_work(Direction::Write);
     match node.enforced_as_they_are() {
         Some(buckets) => {

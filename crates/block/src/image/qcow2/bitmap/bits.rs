@@ -24,7 +24,8 @@ impl DirtyBits {
         size_bytes.div_ceil(1 << granularity_bits).div_ceil(8)
     }
 
-    /// The same marks for a disk of another size: what is added is not marked, what is cut off is forgotten.
+    /// The same marks for a disk of another size: what is added is not marked, what is cut off is
+    /// forgotten.
     pub(super) fn resized(&self, size_bytes: u64) -> Self {
         let mut resized = Self::new(size_bytes, self.granularity_bits);
         resized.fill(0, self.bytes.iter().copied());

@@ -147,8 +147,8 @@ impl Qcow2 {
         Ok(table)
     }
 
-    /// Adds a bitmap that marks nothing, and records what is written from the next time the image is opened. A bit is for
-    /// `1 << granularity_bits` bytes.
+    /// Adds a bitmap that marks nothing, and records what is written from the next time the image
+    /// is opened. A bit is for `1 << granularity_bits` bytes.
     ///
     /// # Errors
     /// [`BitmapError`].
@@ -248,7 +248,8 @@ impl Qcow2 {
         self.store_bitmap(name, &bits).await
     }
 
-    /// Stores what a bitmap marks from now on, of this disk and the bitmap's granularity. It is in use no more.
+    /// Stores what a bitmap marks from now on, of this disk and the bitmap's granularity. It is in
+    /// use no more.
     ///
     /// # Errors
     /// [`BitmapError`].
@@ -293,7 +294,8 @@ impl Qcow2 {
         }
     }
 
-    /// Writes the bits that have to be, many clusters at a time, and adds what a table says of them.
+    /// Writes the bits that have to be, many clusters at a time, and adds what a table says of
+    /// them.
     async fn store_parts(&self, bits: &DirtyBits, table: &mut Vec<Bits>) -> IoResult<()> {
         let cluster = 1_usize << self.shape.cluster_bits;
         for piece in bits.bytes().chunks(cluster.max(AT_ONCE)) {
@@ -377,7 +379,8 @@ impl Qcow2 {
         Ok(self.flush_metadata().await?)
     }
 
-    /// Has every bitmap say that it may be wrong, since the disk becomes another one. QEMU then uses none of them.
+    /// Has every bitmap say that it may be wrong, since the disk becomes another one. QEMU then
+    /// uses none of them.
     pub(in crate::image::qcow2) async fn mark_bitmaps_in_use(&self) -> IoResult<()> {
         match self.bitmap_entries().await? {
             Some(entries) => self.mark_in_use(entries, |_| true).await,
@@ -405,7 +408,8 @@ impl Qcow2 {
         let mut directory = encode(&entries);
         // The last one's padding may be missing.
         directory.truncate(bitmaps.directory.length as usize);
-        // Even if nothing has to change: what an attempt that failed has left may be read, and yet never reach the disk.
+        // Even if nothing has to change: what an attempt that failed has left may be read, and yet
+        // never reach the disk.
         self.write_metadata(bitmaps.directory.offset, &directory).await?;
         self.file.flush().await
     }
@@ -441,7 +445,8 @@ impl Entry {
     }
 }
 
-/// How many clusters of bits from the first on lie behind each other in the file, and are read in one go.
+/// How many clusters of bits from the first on lie behind each other in the file, and are read in
+/// one go.
 fn run_of(table: &[Bits], first: u64, cluster_bits: u32) -> usize {
     let together = (AT_ONCE >> cluster_bits).max(1);
     let expected = (0..together as u64).map(|index| Bits::Stored(first + (index << cluster_bits)));

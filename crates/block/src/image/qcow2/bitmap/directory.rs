@@ -1,6 +1,7 @@
 //! The bitmap directory, and the table of each bitmap.
 //!
-//! Reads no more of the file than the header's rules allow, and gives out nothing that QEMU would not take.
+//! Reads no more of the file than the header's rules allow, and gives out nothing that QEMU would
+//! not take.
 //!
 //! Source: QEMU's docs/interop/qcow2.rst, "Bitmaps"; the limits that go beyond it are QEMU's own.
 

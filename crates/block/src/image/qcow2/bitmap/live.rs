@@ -73,7 +73,8 @@ impl LiveBits {
         self.granularity_bits
     }
 
-    /// Marks a part of the disk, as far as it is inside: every bit that it touches. Whether any of them was not set.
+    /// Marks a part of the disk, as far as it is inside: every bit that it touches. Whether any of
+    /// them was not set.
     pub(super) fn mark(&self, range: Range<u64>) -> bool {
         let end = range.end.min(self.size_bytes);
         if range.start >= end {
@@ -95,8 +96,8 @@ impl LiveBits {
         is_new
     }
 
-    /// How long the run is that begins at `at` and ends before `end`, and whether it is marked. What lies behind the end of the disk counts as
-    /// marked, for nobody knows it.
+    /// How long the run is that begins at `at` and ends before `end`, and whether it is marked.
+    /// What lies behind the end of the disk counts as marked, for nobody knows it.
     pub(super) fn run(&self, at: u64, end: u64) -> (u64, bool) {
         let inside = end.min(self.size_bytes);
         if at >= inside {
@@ -156,7 +157,8 @@ mod tests {
             marks in prop::collection::vec((0..220_000_u64, 0..70_000_u64), 0..6),
             asked in 0..200_000_u64,
         ) {
-            // A bit for 512 bytes is the smallest; so that there are several chunks, the unit here is 512 bytes.
+            // A bit for 512 bytes is the smallest; so that there are several chunks, the unit here
+            // is 512 bytes.
             let (size, unit) = (size * 512, 512);
             let mut expected = DirtyBits::new(size, 9);
             for (at, length) in before {

@@ -122,7 +122,8 @@ impl Qcow2 {
         }
     }
 
-    /// Has the file say that the bitmaps are in use which should record, also those that cannot; durable when this returns.
+    /// Has the file say that the bitmaps are in use which should record, also those that cannot;
+    /// durable when this returns.
     pub(in crate::image::qcow2) async fn begin_recording(&self) -> IoResult<()> {
         let _turn = self.recording.turn.exclusive(0..1).await;
         if !self.recording.good.load(Acquire) {
@@ -174,8 +175,9 @@ impl Qcow2 {
         Ok(Recorded::new(&entry.name, &self.read_bits(entry, self.size_bytes()).await?))
     }
 
-    /// Stores what was recorded; the bitmaps are good again then. Only while nobody is inside, and with everything else in the file. What cannot
-    /// be stored stays in use, and is named in the log.
+    /// Stores what was recorded; the bitmaps are good again then. Only while nobody is inside, and
+    /// with everything else in the file. What cannot be stored stays in use, and is named in the
+    /// log.
     pub(in crate::image::qcow2) async fn lay_down_bitmaps(&self) {
         if self.recorded().is_empty() {
             return;
@@ -195,7 +197,8 @@ impl Qcow2 {
         }
     }
 
-    /// Marks as in use whatever is not yet, for the disk is about to have another size, and names it.
+    /// Marks as in use whatever is not yet, for the disk is about to have another size, and names
+    /// it.
     pub(in crate::image::qcow2) async fn suspend_bitmaps(&self) -> IoResult<Vec<Vec<u8>>> {
         let Some(entries) = self.bitmap_entries().await? else { return Ok(Vec::new()) };
         let good = entries.iter().filter(|entry| entry.flags & flag::IN_USE == 0);
@@ -204,7 +207,8 @@ impl Qcow2 {
         Ok(names)
     }
 
-    /// Gives all bitmaps the disk's new size, and has those say so in the file that were suspended. Only while nobody is inside.
+    /// Gives all bitmaps the disk's new size, and has those say so in the file that were suspended.
+    /// Only while nobody is inside.
     pub(in crate::image::qcow2) async fn resize_bitmaps(&self, from: u64, to: u64, suspended: &[Vec<u8>]) {
         if from != to {
             self.recorded().iter().for_each(|recorded| recorded.resize(to));
@@ -252,7 +256,8 @@ impl Qcow2 {
     }
 }
 
-/// Bitmaps on their way into the file: their bits first, then a directory that leads to all of them.
+/// Bitmaps on their way into the file: their bits first, then a directory that leads to all of
+/// them.
 struct Storing<'a> {
     image: &'a Qcow2,
     entries: Vec<Entry>,

@@ -112,8 +112,8 @@ impl BitmapView {
         &self.name
     }
 
-    /// What it marks, from `offset` on: from one to [`MOST_EXTENTS`] runs that follow each other and together cover no more than `length`, perhaps
-    /// less. `length` is not zero.
+    /// What it marks, from `offset` on: from one to [`MOST_EXTENTS`] runs that follow each other
+    /// and together cover no more than `length`, perhaps less. `length` is not zero.
     ///
     /// # Errors
     /// [`Error::INVALID`] outside of the disk, or the storage's.
@@ -179,7 +179,8 @@ impl Stored<'_> {
         Ok(runs)
     }
 
-    /// Adds the runs from `at` to `end`, whose bits are in `bits`, the first of which has the number `first`. Whether all of them fitted.
+    /// Adds the runs from `at` to `end`, whose bits are in `bits`, the first of which has the
+    /// number `first`. Whether all of them fitted.
     fn scan(&self, bits: &[u8], first: u64, mut at: u64, end: u64, runs: &mut Vec<Marked>) -> bool {
         while at < end {
             let bit = (at >> self.granularity_bits) - first;
@@ -219,7 +220,8 @@ mod tests {
 
     const SIZE: u64 = 1 << 30;
 
-    /// An image of 512-byte clusters with a bitmap `b`: a bit for 64 KiB, 4096 of them in a cluster.
+    /// An image of 512-byte clusters with a bitmap `b`: a bit for 64 KiB, 4096 of them in a
+    /// cluster.
     async fn image(flags: u32, table: &[Bits], bits: &[u8], read_only: bool) -> Qcow2 {
         let storage = Storage::memory(512);
         let options = CreateOptions { size_bytes: SIZE, cluster_bytes: 512, ..CreateOptions::default() };

@@ -1,6 +1,7 @@
 //! What an image has besides its disk: snapshots, bitmaps, the LUKS header.
 //!
-//! Never gives up a snapshot. Bitmaps that cannot be read are dropped when everything is repaired: they only save work.
+//! Never gives up a snapshot. Bitmaps that cannot be read are dropped when everything is repaired:
+//! they only save work.
 
 use std::collections::BTreeMap;
 
@@ -67,7 +68,8 @@ impl Pass<'_> {
         }
     }
 
-    /// Counts directory, tables and clusters of the bitmaps. Those that are not marked right count as none, as for QEMU.
+    /// Counts directory, tables and clusters of the bitmaps. Those that are not marked right count
+    /// as none, as for QEMU.
     pub(super) async fn count_bitmaps(&mut self) -> Result<(), MetadataError> {
         let Some(bitmaps) = self.header.bitmaps else { return Ok(()) };
         if self.header.autoclear & autoclear::BITMAPS == 0 {
@@ -105,7 +107,8 @@ impl Pass<'_> {
         write_header(self.storage, &self.header).await
     }
 
-    /// All regions that belong to bitmaps, none of which has been counted yet: bitmaps that are half right are wrong.
+    /// All regions that belong to bitmaps, none of which has been counted yet: bitmaps that are
+    /// half right are wrong.
     async fn find_bitmaps(&mut self, bitmaps: Bitmaps) -> Result<Vec<Place>, MetadataError> {
         let invalid = |what: String| MetadataError::Invalid(Invalid::new(what));
         let entries = bitmap::read(self.storage, &self.header, bitmaps).await?;

@@ -1,10 +1,12 @@
-//! New refcounts, where the old ones cannot be corrected: blocks and a table behind everything that is in use, and then the header.
+//! New refcounts, where the old ones cannot be corrected: blocks and a table behind everything that
+//! is in use, and then the header.
 //!
 //! ```text
 //!   ... everything in use │ blocks │ table │
 //! ```
 //!
-//! What the header names is right at every instant: the old table until the new one is durable. The old blocks are free afterwards.
+//! What the header names is right at every instant: the old table until the new one is durable. The
+//! old blocks are free afterwards.
 
 use std::collections::BTreeSet;
 
@@ -67,7 +69,8 @@ impl Pass<'_> {
         }
     }
 
-    /// The numbers of the blocks that are needed, the new ones' own among them, and the clusters of a table that names them.
+    /// The numbers of the blocks that are needed, the new ones' own among them, and the clusters of
+    /// a table that names them.
     fn room(&self, first: u64) -> Result<(Vec<u64>, u64), Invalid> {
         let per_block = numbers::count(self.header.cluster_bytes(), self.header.refcount_order);
         let mut numbers: BTreeSet<u64> = BTreeSet::new();

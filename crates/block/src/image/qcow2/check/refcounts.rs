@@ -19,12 +19,14 @@ pub(super) struct Structures {
     pub(super) blocks: Vec<u64>,
     /// The clusters of the table have been counted.
     pub(super) is_table_counted: bool,
-    /// Something about them is wrong that no new number can right; and a block may be something else too, so none is written.
+    /// Something about them is wrong that no new number can right; and a block may be something
+    /// else too, so none is written.
     pub(super) is_damaged: bool,
 }
 
 impl Pass<'_> {
-    /// Reads the refcount table and counts its clusters and its blocks. `None` if it cannot be read.
+    /// Reads the refcount table and counts its clusters and its blocks. `None` if it cannot be
+    /// read.
     pub(super) async fn count_refcounts(&mut self) -> Option<Structures> {
         let offset = self.header.refcount_table_offset;
         let length = u64::from(self.header.refcount_table_clusters) << self.header.cluster_bits;
@@ -130,7 +132,8 @@ impl Pass<'_> {
         !uncounted.is_empty()
     }
 
-    /// One block; its numbers are compared when lowering is due, and those that are too low are raised before.
+    /// One block; its numbers are compared when lowering is due, and those that are too low are
+    /// raised before.
     async fn compare_block(
         &mut self,
         offset: u64,

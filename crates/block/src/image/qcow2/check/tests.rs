@@ -13,7 +13,8 @@ use crate::{
     reactor::sim,
 };
 
-/// 64 guest clusters of 4 KiB, all with a place, without the room behind the end that would hide damage.
+/// 64 guest clusters of 4 KiB, all with a place, without the room behind the end that would hide
+/// damage.
 async fn image(options: CreateOptions) -> (Storage, Header) {
     let storage = Storage::memory(512);
     let options = CreateOptions { size_bytes: 256 << 10, cluster_bytes: 4096, ..options };
@@ -187,7 +188,8 @@ fn snapshots_without_a_size_are_given_the_disk_s() {
 fn a_snapshot_table_that_cannot_be_counted_stays() {
     sim::run(1, async {
         let (storage, header) = with_old_snapshots(preallocated(), 1).await;
-        // An L1 table that cannot be read keeps refcounts from being made anew, and the block of them is none.
+        // An L1 table that cannot be read keeps refcounts from being made anew, and the block of
+        // them is none.
         put(&storage, header.snapshots_offset, 1 << 40).await;
         put(&storage, header.refcount_table_offset, 0x200).await;
         let before = storage.size_bytes();

@@ -158,8 +158,9 @@ impl Pass<'_> {
         changed.or(cleared.map(|raw| (raw, map)))
     }
 
-    /// What an entry with reserved bits is without them, if it is to be corrected. They are ignored by who reads it, and count as wrong all the
-    /// same, as for QEMU: a later version may give them a meaning.
+    /// What an entry with reserved bits is without them, if it is to be corrected. They are ignored
+    /// by who reads it, and count as wrong all the same, as for QEMU: a later version may give them
+    /// a meaning.
     fn clear_reserved(&mut self, raw: u64, place: u64) -> Option<u64> {
         if raw & COMPRESSED != 0 || raw & L2_RESERVED == 0 {
             return None;
@@ -192,7 +193,8 @@ impl Pass<'_> {
         self.drop_entry(format!("the L2 entry at {place:#x}: {wrong}"))
     }
 
-    /// What is to be done with an entry that points nowhere: it becomes unallocated, or stays and is no sign of what is in use.
+    /// What is to be done with an entry that points nowhere: it becomes unallocated, or stays and
+    /// is no sign of what is in use.
     fn drop_entry(&mut self, what: String) -> Option<(u64, u64)> {
         if self.repairs_all() {
             self.corrected(format!("{what}; it is unallocated now"));

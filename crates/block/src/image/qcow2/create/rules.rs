@@ -34,7 +34,8 @@ impl CreateOptions {
         self.check_numbers()?;
         self.check_version()?;
         self.check_files()?;
-        // Readers of the raw file see zeroes where the image says that nothing is there, so the image must not say that.
+        // Readers of the raw file see zeroes where the image says that nothing is there, so the
+        // image must not say that.
         if self.data_file_raw && self.preallocation == Preallocation::Off {
             options.preallocation = Preallocation::Metadata;
         }

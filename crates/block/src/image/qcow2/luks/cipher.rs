@@ -27,7 +27,8 @@ use crate::error::{Error, Result};
 pub const SECTOR_BYTES: usize = 512;
 
 const IV_BYTES: usize = 16;
-/// Contexts that wait for their next use, by direction; more than there are workers in any sensible daemon.
+/// Contexts that wait for their next use, by direction; more than there are workers in any sensible
+/// daemon.
 const MOST_IDLE: usize = 32;
 
 /// How sectors are chained.
@@ -189,7 +190,8 @@ impl Cipher {
     /// A cipher with this key.
     ///
     /// # Errors
-    /// If the key has another length than `kind` says, or is one that openssl refuses: for XTS two halves that are the same.
+    /// If the key has another length than `kind` says, or is one that openssl refuses: for XTS two
+    /// halves that are the same.
     pub fn new(kind: CipherKind, key: &[u8]) -> std::result::Result<Self, Invalid> {
         if key.len() != kind.key_bytes {
             return Err(Invalid::new(format!("a key of {} bytes instead of {}", key.len(), kind.key_bytes)));
@@ -229,7 +231,8 @@ impl Cipher {
     /// Encrypts `data` in place: whole sectors, the first of which has the number `first_sector`.
     ///
     /// # Errors
-    /// [`Error::INVALID`] if `data` is not whole sectors; [`Error::IO`] if openssl fails, which it has no reason to.
+    /// [`Error::INVALID`] if `data` is not whole sectors; [`Error::IO`] if openssl fails, which it
+    /// has no reason to.
     pub fn encrypt(&self, first_sector: u64, data: &mut [u8]) -> Result<()> {
         self.apply(&self.encrypt, first_sector, data, |context, iv| {
             context.encrypt_init(None, None, Some(iv))
@@ -280,7 +283,8 @@ impl Cipher {
         match self.kind.mode {
             Mode::Xts => context.cipher_update_inplace(sector, SECTOR_BYTES)?,
             Mode::Cbc => {
-                // The binding wants room for one block more than there is, which without padding is never used.
+                // The binding wants room for one block more than there is, which without padding is
+                // never used.
                 let mut room = [0; SECTOR_BYTES + IV_BYTES];
                 room[..SECTOR_BYTES].copy_from_slice(sector);
                 let length = context.cipher_update_inplace(&mut room, SECTOR_BYTES)?;

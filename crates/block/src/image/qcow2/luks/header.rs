@@ -19,8 +19,9 @@ use super::{
 pub const HEADER_BYTES: usize = 592;
 /// Key slots there are; unused ones too.
 pub const SLOTS: usize = 8;
-/// The most iterations of PBKDF2 that are believed, for a slot or the digest: 30 s on a slow core. Two seconds of a fast one, which
-/// is what QEMU and cryptsetup take for a new slot, are about three million.
+/// The most iterations of PBKDF2 that are believed, for a slot or the digest: 30 s on a slow core.
+/// Two seconds of a fast one, which is what QEMU and cryptsetup take for a new slot, are about
+/// three million.
 pub const MOST_ITERATIONS: u32 = 1 << 25;
 
 const MAGIC: [u8; 6] = *b"LUKS\xba\xbe";
@@ -94,7 +95,8 @@ impl Hash {
 /// A key slot.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct KeySlot {
-    /// It holds the master key, encrypted with a passphrase. Where it does not, only its place means something.
+    /// It holds the master key, encrypted with a passphrase. Where it does not, only its place
+    /// means something.
     pub active: bool,
     /// Of PBKDF2; from 1 to [`MOST_ITERATIONS`] where active.
     pub iterations: u32,
@@ -113,7 +115,8 @@ pub struct LuksHeader {
     pub cipher: CipherKind,
     /// Of PBKDF2 and the stripes.
     pub hash: Hash,
-    /// Where data would begin in a disk that is nothing but LUKS, in bytes. Inside qcow2 it means nothing.
+    /// Where data would begin in a disk that is nothing but LUKS, in bytes. Inside qcow2 it means
+    /// nothing.
     pub payload_offset: u64,
     /// By which the master key is recognised.
     pub digest: [u8; 20],
@@ -128,7 +131,8 @@ pub struct LuksHeader {
 }
 
 impl LuksHeader {
-    /// Reads the header from its [`HEADER_BYTES`]; `area_bytes` is how much there is of the header and the slots together.
+    /// Reads the header from its [`HEADER_BYTES`]; `area_bytes` is how much there is of the header
+    /// and the slots together.
     ///
     /// # Errors
     /// What is wrong with it or not supported.
@@ -195,7 +199,8 @@ impl LuksHeader {
         self.cipher.key_bytes * STRIPES as usize
     }
 
-    /// Where the slot of this number lies in a new image, and behind the last one where everything ends.
+    /// Where the slot of this number lies in a new image, and behind the last one where everything
+    /// ends.
     pub(super) fn slot_offset(cipher: CipherKind, slot: usize) -> u64 {
         let material = (cipher.key_bytes * STRIPES as usize) as u64;
         SLOT_ALIGNMENT + slot as u64 * material.next_multiple_of(SLOT_ALIGNMENT)

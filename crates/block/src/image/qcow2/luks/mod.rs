@@ -1,4 +1,5 @@
-//! LUKS, version 1, as it lies inside an encrypted qcow2 image: a header, and eight key slots behind it.
+//! LUKS, version 1, as it lies inside an encrypted qcow2 image: a header, and eight key slots
+//! behind it.
 //!
 //! ```text
 //!   passphrase ─PBKDF2─► slot key ─┐
@@ -13,12 +14,14 @@
 //! - `stripes`: the anti-forensic splitter.
 //! - `unlock`: from a passphrase to a [`Cipher`], and the slots of a new image.
 //!
-//! The master key lies in memory only inside openssl's contexts, which wipe it; what passes through here is wiped when it is dropped.
+//! The master key lies in memory only inside openssl's contexts, which wipe it; what passes through
+//! here is wiped when it is dropped.
 //!
 //! Never supports what openssl has no fast code for: ciphers other than AES are refused by name.
 //!
-//! Source: cryptsetup's "LUKS On-Disk Format Specification" 1.2.3; what QEMU does with it inside qcow2 (docs/interop/qcow2.rst, "Full disk
-//! encryption header pointer") was looked at in images that it made.
+//! Source: cryptsetup's "LUKS On-Disk Format Specification" 1.2.3; what QEMU does with it inside
+//! qcow2 (docs/interop/qcow2.rst, "Full disk encryption header pointer") was looked at in images
+//! that it made.
 
 mod cipher;
 mod header;

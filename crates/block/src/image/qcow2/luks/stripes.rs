@@ -1,4 +1,5 @@
-//! The anti-forensic splitter: a key spread over so many bytes that destroying any few of them destroys it.
+//! The anti-forensic splitter: a key spread over so many bytes that destroying any few of them
+//! destroys it.
 //!
 //! ```text
 //!   s₁ ─► ⊕ ─► diffuse ─► ⊕ ─► diffuse … ─► ⊕ ─► key         s₁ … sₙ₋₁ random, sₙ what makes it come out
@@ -57,7 +58,8 @@ fn xor(target: &mut [u8], with: &[u8]) {
     }
 }
 
-/// Replaces each piece of a digest's length by the digest of its number and itself, the last one cut to what it was.
+/// Replaces each piece of a digest's length by the digest of its number and itself, the last one
+/// cut to what it was.
 fn diffuse(block: &mut [u8], hasher: &mut Hasher, digest_bytes: usize) -> Result<(), ErrorStack> {
     for (index, piece) in (0_u32..).zip(block.chunks_mut(digest_bytes)) {
         hasher.update(&index.to_be_bytes())?;

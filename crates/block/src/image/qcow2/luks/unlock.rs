@@ -122,7 +122,8 @@ pub async fn unlock(storage: &Storage, place: Place, passphrase: &Secret) -> Res
     Err(UnlockError::WrongPassphrase { slots })
 }
 
-/// The cipher with the master key, if the passphrase is this slot's. `material` is the slot's stripes, which are decrypted in place.
+/// The cipher with the master key, if the passphrase is this slot's. `material` is the slot's
+/// stripes, which are decrypted in place.
 fn try_slot(
     header: &LuksHeader,
     slot: &KeySlot,
@@ -197,7 +198,8 @@ fn derive(
     Ok(key)
 }
 
-/// How many iterations take `time` of this thread: measured with more and more of them, until the clock can tell.
+/// How many iterations take `time` of this thread: measured with more and more of them, until the
+/// clock can tell.
 fn iterations_for(hash: Hash, key_bytes: usize, time: Duration) -> Result<u32, Invalid> {
     const LONG_ENOUGH: Duration = Duration::from_millis(50);
     if time.is_zero() {

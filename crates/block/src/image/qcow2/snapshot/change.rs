@@ -51,7 +51,8 @@ impl Qcow2 {
         Ok((snapshots, length as u64))
     }
 
-    /// Keeps the disk as it is now. Requests wait meanwhile; what was written before is in the snapshot.
+    /// Keeps the disk as it is now. Requests wait meanwhile; what was written before is in the
+    /// snapshot.
     ///
     /// # Errors
     /// [`SnapshotError`]; the disk is not touched.
@@ -98,7 +99,8 @@ impl Qcow2 {
     /// Has the header lead to these snapshots, the last of which shares everything with the disk.
     async fn keep(&self, header: &Header, snapshots: &[Snapshot], old_length: u64) -> Result<()> {
         self.flush_metadata().await?;
-        // From here on a first write copies, whether there will be a snapshot or not; nothing that may fail stands between the header and that.
+        // From here on a first write copies, whether there will be a snapshot or not; nothing that
+        // may fail stands between the header and that.
         self.set_active_flags(Flags::Clear).await?;
         self.forget_copied();
         self.replace_snapshots(header, snapshots, old_length).await
@@ -112,7 +114,8 @@ impl Qcow2 {
         Ok(())
     }
 
-    /// Makes the disk what it was when the snapshot was taken, its size included. What it holds now is lost, unless another snapshot has it.
+    /// Makes the disk what it was when the snapshot was taken, its size included. What it holds now
+    /// is lost, unless another snapshot has it.
     ///
     /// # Errors
     /// [`SnapshotError`]; the disk is what it was, or what the snapshot is.
@@ -202,7 +205,8 @@ impl Qcow2 {
         if self.shape.data_file { Err(SnapshotError::DataFile) } else { Ok(()) }
     }
 
-    /// Puts metadata where nothing is. There is room for at least one cluster, also where there are no bytes.
+    /// Puts metadata where nothing is. There is room for at least one cluster, also where there are
+    /// no bytes.
     async fn store(&self, bytes: &[u8]) -> Result<u64> {
         let cluster = 1_usize << self.shape.cluster_bits;
         let mut bytes = bytes.to_vec();

@@ -51,7 +51,8 @@ impl Qcow2 {
         Ok(Table { bytes, tables })
     }
 
-    /// Adds to the refcounts of all L2 tables and of what they lead to, or takes from them. Adding is all or nothing.
+    /// Adds to the refcounts of all L2 tables and of what they lead to, or takes from them. Adding
+    /// is all or nothing.
     pub(super) async fn change_reach(&self, tables: &[u64], by: i64) -> Result<(), SnapshotError> {
         for (done, table) in tables.iter().enumerate() {
             let changed = self.change_table(*table, by).await;

@@ -24,7 +24,8 @@ use crate::{
 pub const LARGEST_TABLE: usize = 64 << 20;
 /// The most extra data of an entry that QEMU opens.
 const LARGEST_EXTRA: usize = 1024;
-/// Extra data that is known: size of the machine's state, size of the disk, and how many instructions have run.
+/// Extra data that is known: size of the machine's state, size of the disk, and how many
+/// instructions have run.
 const KNOWN_EXTRA: usize = 24;
 const FIXED: usize = 40;
 /// The table is read in pieces of this many bytes.
@@ -74,7 +75,8 @@ impl Snapshot {
         by_id.or_else(|| snapshots.iter().position(|snapshot| snapshot.name == name.as_bytes()))
     }
 
-    /// Reads an entry from the front of `bytes`; also how long it is. `None` if it goes on behind them.
+    /// Reads an entry from the front of `bytes`; also how long it is. `None` if it goes on behind
+    /// them.
     fn decode(bytes: &[u8], header: &Header) -> Result<Option<(Self, usize)>, Invalid> {
         let Some(fixed) = bytes.get(..FIXED) else { return Ok(None) };
         let (id_length, name_length) = (u16_at(fixed, 12) as usize, u16_at(fixed, 14) as usize);

@@ -1,4 +1,5 @@
-//! A disk, its snapshots and a plain copy of each: what is read, and what a check finds, whole and after a crash.
+//! A disk, its snapshots and a plain copy of each: what is read, and what a check finds, whole and
+//! after a crash.
 
 use policy::time::Duration;
 
