@@ -90,7 +90,7 @@ lint: ## what CI refuses: formatting, warnings, scripts that do not parse, prose
 	$(CARGO) clippy --locked --workspace --all-targets -- -D warnings
 	@scripts/lint-scripts
 	@scripts/lint-prose
-	@scripts/check-imports policy block export settings image-tool daemon weir
+	@scripts/check-imports
 
 audit: ## known vulnerabilities of the dependencies, their licences and sources, by cargo-deny (needs the advisories' host)
 	@scripts/deps build
