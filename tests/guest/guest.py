@@ -56,8 +56,7 @@ class ScriptFailed(GuestFailed):
 
 @dataclass(frozen=True)
 class OwnDisk:
-    """A disk in the guest's memory, /dev/NAME, with an empty ext4. What is written to it is lost.
-    """
+    """A disk in the guest's memory, /dev/NAME, with an empty ext4. What is written to it is lost."""
 
     name: str
     mib_per_s: int
@@ -92,8 +91,7 @@ class ExportedDisk:
 
 
 def program_archive(program, directory):
-    """The program as /bin/weir, and its libraries, as an initramfs to be appended to another one.
-    """
+    """The program as /bin/weir, and its libraries, as an initramfs to be appended to another one."""
     tree, stripped = Path(directory, "program"), Path(directory, "stripped")
     # Without what only a debugger reads.
     subprocess.run(["strip", "--strip-debug", "-o", stripped, program], check=True)

@@ -55,8 +55,7 @@ def contains(what, text, part):
 
 
 def judge(case):
-    """The checks of a case, a function that returns them. A script that fails is a check that does.
-    """
+    """The checks of a case, a function that returns them. A script that fails is a check that does."""
     try:
         return case()
     except ScriptFailed as error:

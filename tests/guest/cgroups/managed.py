@@ -20,6 +20,18 @@ GUARD_SECONDS = 1.0
 HEARD_SECONDS = 4
 # How long a burst may last, the writer being slowed by what systemd does meanwhile.
 SPENT_SECONDS = 20
+# What the kernel has of the service; nothing, if nobody asks for the controller any more.
+IO_MAX = f"cat $cgroups/{GROUP}/io.max 2>/dev/null || true"
+# What systemd has of it.
+LIMITS = ("IOReadBandwidthMax", "IOWriteBandwidthMax", "IOReadIOPSMax", "IOWriteIOPSMax")
+PROPERTIES = f"systemctl show {UNIT} -p {','.join(LIMITS)}"
+# A watch as a service of its own.
+START_WATCH = f"systemd-run --quiet --unit={WATCH} weir cgroup watch --state $state"
+
+
+def wait_for(name, rate, longest):
+    """The lines that wait until the kernel has this rate; the part of that name is the seconds."""
+    return f"part {name}\nseconds_until {longest} $cgroups/{GROUP}/io.max {io_max(rate)!r}\npart after_{name}"
 
 
 class Managed:
@@ -37,147 +49,135 @@ class Managed:
         yield "a service that is limited from the machine's start on", self.from_the_start
         yield "a slice and a scope", self.others
 
+    def parts(self, body):
+        """The parts of a script with a service that writes all the time, which is gone after it."""
+        loop = f"while :; do dd if=/dev/zero of={self.mount}/load bs=256k count=400 oflag=direct; done"
+        begin = f"""
+            printf '%s\\n' '[Service]' 'ExecStart=/bin/sh -c "{loop}"' 'StandardError=null' \\
+                >/run/systemd/system/{UNIT}
+            systemctl daemon-reload
+            systemctl start {UNIT}
+        """
+        end = f"""
+            weir cgroup limit {UNIT} --device /dev/{self.disk.name} --remove
+            systemctl stop {WATCH} {UNIT}
+            systemctl reset-failed
+            rm -rf /run/systemd/system/{UNIT} /run/systemd/system.control/{UNIT}.d {self.mount}/load
+            systemctl daemon-reload
+        """
+        return self.guest.parts(begin + body, end)
+
     def kept(self):
         """That systemd knows the limit, keeps it through what it does, and forgets it."""
-        self.start()
-        try:
-            self.guest.run(weir("cgroup", "limit", UNIT, "--device", self.mount, "--bps-write", RATE))
-            told = self.io_max()
-            known = self.properties()
-            self.guest.run("systemctl daemon-reload")
-            reloaded = self.io_max()
-            self.guest.run(f"systemctl set-property --runtime {UNIT} MemoryMax=500M")
-            changed = self.io_max()
-            self.guest.run(f"systemctl restart {UNIT} && pause 1")
-            restarted = self.io_max()
-            rate = streams.Rates.of(self.guest.run(streams.window(self.disk, 5, (GROUP,)))).groups[0]
-            self.guest.run(weir("cgroup", "limit", UNIT, "--device", self.mount, "--remove"))
-            self.guest.run("systemctl daemon-reload")
-            left, forgotten = self.io_max(), self.properties()
-        finally:
-            self.clear()
+        command = ("cgroup", "limit", UNIT, "--device", self.mount)
+        parts = self.parts(f"""
+            {weir(*command, "--bps-write", RATE)}
+            part told
+            {IO_MAX}
+            part known
+            {PROPERTIES}
+            systemctl daemon-reload
+            part reloaded
+            {IO_MAX}
+            systemctl set-property --runtime {UNIT} MemoryMax=500M
+            part changed
+            {IO_MAX}
+            systemctl restart {UNIT}
+            pause 1
+            part restarted
+            {IO_MAX}
+            part window
+            {streams.window(self.disk, 5, (GROUP,))}
+            {weir(*command, "--remove")}
+            systemctl daemon-reload
+            part left
+            {IO_MAX}
+            part forgotten
+            {PROPERTIES}
+        """)
+        rate, left = streams.Rates.of(parts["window"]).groups[0], parts["left"].strip()
+        known = f"IOWriteBandwidthMax=/dev/{self.disk.name} {RATE}"
         return [
-            contains("io.max", told, io_max(RATE)),
-            contains("what systemd knows", known, f"IOWriteBandwidthMax=/dev/{self.disk.name} {RATE}"),
-            contains("after a reload", reloaded, io_max(RATE)),
-            contains("after another property", changed, io_max(RATE)),
-            contains("after a restart", restarted, io_max(RATE)),
+            contains("io.max", parts["told"], io_max(RATE)),
+            contains("what systemd knows", parts["known"], known),
+            contains("after a reload", parts["reloaded"], io_max(RATE)),
+            contains("after another property", parts["changed"], io_max(RATE)),
+            contains("after a restart", parts["restarted"], io_max(RATE)),
             near("what the device counts", rate, RATE, 0.05),
-            fact("io.max when it is removed", left.strip() == "", left, "empty"),
-            fact("what systemd knows then", "/dev/" not in forgotten, forgotten, "nothing"),
+            fact("io.max when it is removed", not left, left, "empty"),
+            fact("what systemd knows then", "/dev/" not in parts["forgotten"], parts["forgotten"], "nothing"),
         ]
 
     def killed(self):
         """That a burst comes back after a reload, and not after the end of who grants it."""
-        self.start()
-        try:
-            self.guest.run(f"systemctl stop {UNIT}; systemctl start {UNIT}")
-            self.guest.run(limit(GROUP, self.disk, *OPTIONS))
-            self.watch()
-            granted = self.waited_for(BURST, AGAIN_SECONDS)
-            self.guest.run("systemctl daemon-reload")
-            again = self.waited_for(BURST, AGAIN_SECONDS)
-            during = self.guest.run(f"cat $cgroups/{GROUP}/io.max; systemctl kill -s KILL {WATCH}")
-            settled = self.waited_for(RATE, AGAIN_SECONDS)
-        finally:
-            self.clear()
+        parts = self.parts(f"""
+            systemctl restart {UNIT}
+            {limit(GROUP, self.disk, *OPTIONS)}
+            {START_WATCH}
+            {wait_for("granted", BURST, AGAIN_SECONDS)}
+            systemctl daemon-reload
+            {wait_for("again", BURST, AGAIN_SECONDS)}
+            {IO_MAX}
+            systemctl kill -s KILL {WATCH}
+            {wait_for("settled", RATE, AGAIN_SECONDS)}
+        """)
         return [
-            most("the burst is granted after", granted, AGAIN_SECONDS, unit="s"),
-            most("and again after a reload", again, AGAIN_SECONDS, unit="s"),
-            contains("io.max before the kill", during, io_max(BURST)),
-            most("the hard limit after the kill", settled, GUARD_SECONDS, unit="s"),
+            most("the burst is granted after", float(parts["granted"]), AGAIN_SECONDS, unit="s"),
+            most("and again after a reload", float(parts["again"]), AGAIN_SECONDS, unit="s"),
+            contains("io.max before the kill", parts["after_again"], io_max(BURST)),
+            most("the hard limit after the kill", float(parts["settled"]), GUARD_SECONDS, unit="s"),
         ]
 
     def from_the_start(self):
         """That a limit which is only in weir's file has the controller that systemd has given to
         nobody, and keeps it.
         """
-        self.start()
-        try:
-            self.guest.run(limit(GROUP, self.disk, *OPTIONS))
+        parts = self.parts(f"""
+            {limit(GROUP, self.disk, *OPTIONS)}
             # As the machine's end would.
-            self.guest.run(
-                f"rm -r /run/systemd/system.control/{UNIT}.d; systemctl daemon-reload; systemctl restart {UNIT}"
-            )
-            lost = self.io_max()
-            self.watch()
-            granted = self.waited_for(BURST, AGAIN_SECONDS)
+            rm -r /run/systemd/system.control/{UNIT}.d
+            systemctl daemon-reload
+            systemctl restart {UNIT}
+            part lost
+            {IO_MAX}
+            {START_WATCH}
+            {wait_for("granted", BURST, AGAIN_SECONDS)}
             # The watch tells it when it has time.
-            self.guest.run(f"pause {HEARD_SECONDS}")
-            known = self.properties()
-            spent = self.waited_for(RATE, SPENT_SECONDS)
-            self.guest.run(f"systemctl daemon-reload; pause {AGAIN_SECONDS}")
-            reloaded = self.io_max()
-        finally:
-            self.clear()
+            pause {HEARD_SECONDS}
+            {PROPERTIES}
+            {wait_for("spent", RATE, SPENT_SECONDS)}
+            systemctl daemon-reload
+            pause {AGAIN_SECONDS}
+            {IO_MAX}
+        """)
+        known = f"IOWriteBandwidthMax=/dev/{self.disk.name} {RATE}"
         return [
-            fact("io.max before", io_max(RATE) not in lost, lost, "without the limit"),
-            most("the burst is granted after", granted, AGAIN_SECONDS, unit="s"),
-            contains("what systemd knows", known, f"IOWriteBandwidthMax=/dev/{self.disk.name} {RATE}"),
-            most("the burst is spent after", spent, SPENT_SECONDS, unit="s"),
-            contains("after a reload", reloaded, io_max(RATE)),
+            fact("io.max before", io_max(RATE) not in parts["lost"], parts["lost"], "without the limit"),
+            most("the burst is granted after", float(parts["granted"]), AGAIN_SECONDS, unit="s"),
+            contains("what systemd knows", parts["after_granted"], known),
+            most("the burst is spent after", float(parts["spent"]), SPENT_SECONDS, unit="s"),
+            contains("after a reload", parts["after_spent"], io_max(RATE)),
         ]
 
     def others(self):
         """That other kinds of units are known by their names, and keep their limits."""
         units, device = ("weir-test.scope", "system.slice"), ("--device", f"/dev/{self.disk.name}")
-        self.guest.run(
-            "systemd-run --quiet --scope --unit=weir-test.scope sleep 60 >/dev/null 2>&1 & pause 1"
+        limits = "\n".join(weir("cgroup", "limit", unit, *device, "--bps-write", RATE) for unit in units)
+        end = "\n".join(weir("cgroup", "limit", unit, *device, "--remove") for unit in units)
+        parts = self.guest.parts(
+            f"""
+                systemd-run --quiet --scope --unit=weir-test.scope sleep 600 >/dev/null 2>&1 &
+                pause 1
+                {limits}
+                systemctl daemon-reload
+                part scope
+                cat $cgroups/system.slice/weir-test.scope/io.max
+                part slice
+                cat $cgroups/system.slice/io.max
+            """,
+            f"{end}\nsystemctl stop weir-test.scope",
         )
-        try:
-            for unit in units:
-                self.guest.run(weir("cgroup", "limit", unit, *device, "--bps-write", RATE))
-            self.guest.run("systemctl daemon-reload")
-            scope = self.guest.run("cat $cgroups/system.slice/weir-test.scope/io.max")
-            above = self.guest.run("cat $cgroups/system.slice/io.max")
-        finally:
-            for unit in units:
-                self.guest.run(weir("cgroup", "limit", unit, *device, "--remove"), check=False)
-            self.guest.run("systemctl stop weir-test.scope")
         return [
-            contains("the scope's io.max", scope, io_max(RATE)),
-            contains("the slice's", above, io_max(RATE)),
+            contains("the scope's io.max", parts["scope"], io_max(RATE)),
+            contains("the slice's", parts["slice"], io_max(RATE)),
         ]
-
-    def start(self):
-        """A service that writes all the time."""
-        loop = f"while :; do dd if=/dev/zero of={self.mount}/load bs=256k count=400 oflag=direct; done"
-        self.guest.run(f"""
-            set -e
-            printf '%s\\n' '[Service]' 'ExecStart=/bin/sh -c "{loop}"' 'StandardError=null' >/run/systemd/system/{UNIT}
-            systemctl daemon-reload
-            systemctl start {UNIT}
-        """)
-
-    def watch(self):
-        """A watch as a service of its own."""
-        self.guest.run(f"systemd-run --quiet --unit={WATCH} weir cgroup watch --state $state")
-
-    def clear(self):
-        """Ends it and the watch, and forgets what is left of the limit."""
-        self.guest.run(f"""
-            weir cgroup limit {UNIT} --device /dev/{self.disk.name} --remove
-            systemctl stop {WATCH} {UNIT}
-            systemctl reset-failed
-            rm -rf /run/systemd/system/{UNIT} /run/systemd/system.control/{UNIT}.d {self.mount}/load
-            systemctl daemon-reload
-            true
-        """)
-
-    def io_max(self):
-        """What the kernel has of the service; nothing, if nobody asks for the controller any more.
-        """
-        return self.guest.run(f"cat $cgroups/{GROUP}/io.max 2>/dev/null || true")
-
-    def properties(self):
-        """What systemd has of it."""
-        return self.guest.run(
-            f"systemctl show {UNIT} -p IOReadBandwidthMax -p IOWriteBandwidthMax -p IOReadIOPSMax -p IOWriteIOPSMax"
-        )
-
-    def waited_for(self, rate, longest):
-        """How many seconds passed until the kernel had this rate; a second more than the longest if
-        it never had.
-        """
-        line = f"seconds_until {longest} $cgroups/{GROUP}/io.max {io_max(rate)!r}"
-        return float(self.guest.run(line).splitlines()[-1])

@@ -15,8 +15,8 @@ from watermark import SEED, UNLIMITED  # bench/watermark.py repeats the same tab
 
 ASKED = (4_000_000, 2_000_000)
 TOLERANCE = {"direct": 0.02, "cached": 0.05}
-# Promised for 30 s. In a shorter window, one piece more or less counts: the kernel writes a file
-# back in requests of 8 MiB, and each is charged at once.
+# Promised for 30 s. Besides, one piece more or less counts: the kernel writes a file back in requests
+# of up to 8 MiB, and each is charged at once.
 SECONDS = {"direct": 6, "cached": 12}
 FULL_SECONDS = 30
 PIECE = {"direct": 0, "cached": 8 << 20}
@@ -102,10 +102,12 @@ class SeedTable:
         ]
 
     def tolerance(self, mode, pieces, asked):
-        """What a rate may be off, as a part of it: the promise, and in a short window so many
-        pieces.
-        """
-        return TOLERANCE[mode] + (0 if self.full else pieces * PIECE[mode] / (asked * SECONDS[mode]))
+        """What a rate may be off, as a part of it: the promise, and so many pieces in the window."""
+        return TOLERANCE[mode] + pieces * PIECE[mode] / (asked * self.seconds(mode))
+
+    def seconds(self, mode):
+        """The window of a case."""
+        return FULL_SECONDS if self.full else SECONDS[mode]
 
     def unlimited(self, mode):
         """What the disk gives both streams without limits; measured now if its case was not run."""
@@ -115,7 +117,7 @@ class SeedTable:
 
     def measure(self, mode, watermark):
         """The rates of both streams, and what is left in io.max afterwards."""
-        body = streams.two_streams(self.disk, mode, FULL_SECONDS if self.full else SECONDS[mode])
+        body = streams.two_streams(self.disk, mode, self.seconds(mode))
         end = streams.end(self.disk)
         if watermark is not None:
             limits = (
