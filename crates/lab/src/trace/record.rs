@@ -51,8 +51,7 @@ pub(crate) struct Record {
     /// The line that tells of it, from 1, for messages; several records may come of one line.
     pub(crate) line: u64,
     pub(crate) disk: DiskId,
-    /// The file that tells of it, where several are read as one: see
-    /// [`Merged::place`](super::Merged::place).
+    /// The file that tells of it, where several are read as one; its name is `Source::place`'s.
     pub(crate) file: u16,
     pub(crate) op: Op,
 }
