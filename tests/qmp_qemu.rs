@@ -30,6 +30,8 @@ impl Drop for Peer {
 fn start(program: &str, arguments: &[String], monitor: &Path) -> Peer {
     need(program);
     let listener = UnixListener::bind(monitor).expect("the directory is ours");
+    // Two of QEMU's threads may be told of one client; the later one must not wait for a second.
+    listener.set_nonblocking(true).expect("a socket can be told not to wait");
     let mut command = Command::new(program);
     command.args(["--chardev", "socket,id=c,fd=0,server=on,wait=off"]).args(arguments);
     command.env("PATH", search_path());
