@@ -141,7 +141,7 @@ watch_start() {
     mkdir -p $cgroups/watch
     # Not with in_group: in the background, that would leave the number of a shell.
     sh -c 'echo $$ >"$0" && exec "$@"' $cgroups/watch/cgroup.procs \
-        weir cgroup watch --state $state --log "${1:-weir=trace}" >$watch_log 2>&1 &
+        weir cgroup watch --state $state --log "${1:-cgroup=trace}" >$watch_log 2>&1 &
     watch=$!
     until grep -q ready $watch_log; do
         pause 0.05
