@@ -43,10 +43,10 @@ def passed_per_second(times_ms, skip_ms, window_ms):
     """Completions per second between the first and the last one of `[skip_ms, skip_ms +
     window_ms]`.
 
-    Of a few requests, with a window of 0, between the first and the last of all: some figure, for
+    Of a few requests, without a window, between the first and the last of all: some figure, for
     nobody to judge.
     """
-    if not window_ms:
+    if window_ms <= 0:
         return (len(times_ms) - 1) * 1000 / max(times_ms[-1] - times_ms[0], 1)
     inside = [time for time in times_ms if skip_ms <= time <= skip_ms + window_ms]
     if not inside or inside[0] == inside[-1]:
