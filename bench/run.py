@@ -8,6 +8,7 @@ ratio, not a number.
     bench/run.py                                 everything, about 25 minutes
     bench/run.py --rows 'file-*' --rounds 3      a part of it
     bench/run.py --peers-only                    what the machine gives without weir
+    bench/run.py --before OLD --rows 'file-*'    this build beside another one, without the peers
     bench/run.py --short                         a minute: whether every row runs, and its figures can be read
 
 Exit status: 0 when everything ran, also where a target was missed; 1 when something failed.
@@ -49,7 +50,7 @@ import simulate
 import waits
 import watermark
 from loads import LoadFailed
-from results import Results
+from results import Results, Verdict
 from servers import ServerFailed
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -60,6 +61,9 @@ ROWS = tuple(row for subject in SUBJECTS for row in subject.ROWS)
 FAILURES = (LoadFailed, ServerFailed, qmp.CommandFailed, nbd.Error)
 # Rows at a time where no figure is judged: two processors are what every machine has.
 SHORT_WORKERS = 2
+# What a change may cost: a part of the speed before it. Figures that are larger where it is faster.
+KEPT = 0.98
+SPEEDS = ("iops", "bytes_per_s")
 MIB = 1 << 20
 
 
@@ -85,6 +89,11 @@ def arguments():
     )
     parser.add_argument("--peers-only", action="store_true", help="measure without weir")
     parser.add_argument(
+        "--before",
+        type=Path,
+        help=f"another build of weir: measure it and this one in turn, and ask for {KEPT:.2f} × of its speed",
+    )
+    parser.add_argument(
         "--short",
         action="store_true",
         help="one round of a few requests: whether all rows run, two at a time",
@@ -99,7 +108,38 @@ def arguments():
     args = parser.parse_args()
     if args.strict and (args.short or args.peers_only):
         parser.error("--strict judges the targets, which --short and --peers-only do not measure")
+    if args.before and (args.short or args.peers_only):
+        parser.error("--before compares speeds, which --short and --peers-only do not measure")
     return args
+
+
+def beside(row, before):
+    """The row with the contenders that are weir's own, and the same of another build after each."""
+
+    def contenders(setup, stack):
+        peers = set()
+        if not row.needs_weir:
+            with contextlib.ExitStack() as only_names:
+                peers = set(row.contenders(replace(setup, program=None), only_names))
+        new = row.contenders(setup, stack)
+        old = row.contenders(replace(setup, program=before), stack)
+        pairs = [{name: new[name], f"{name} before": old[name]} for name in new if name not in peers]
+        return {name: sample for pair in pairs for name, sample in pair.items()}
+
+    return replace(row, contenders=contenders, asked=(NotSlower(row.columns[0]),))
+
+
+@dataclass(frozen=True)
+class NotSlower:
+    """Asks of each contender that it keep the speed of the same one before."""
+
+    key: str
+
+    def judge(self, results):
+        pairs = [(name, f"{name} before") for name in results.samples if f"{name} before" in results.samples]
+        ratios = {name: results.ratio(name, before, self.key) for name, before in pairs}
+        measured = ", ".join(f"{name} {ratio:.3f} ×" for name, ratio in ratios.items())
+        return Verdict(f"≥ {KEPT:.2f} × before", measured, all(ratio >= KEPT for ratio in ratios.values()))
 
 
 def chosen(patterns, peers_only):
@@ -235,6 +275,8 @@ def measured(stack):
         print("\n".join(f"{row.name:<24}{row.title}" for row in ROWS))
         return 0
     wanted = chosen(args.rows, args.peers_only)
+    if args.before:
+        wanted = [beside(row, args.before) for row in wanted if row.columns[0] in SPEEDS]
     if not args.peers_only and not args.weir.exists():
         sys.exit(f"run.py: {args.weir}: no such file (build it with `make build`, or pass --peers-only)")
     if args.short:
