@@ -2,8 +2,8 @@
 """Runs weir and its peers side by side and prints the table: who, how fast, at what cost, against
 what was asked.
 
-Why interleaved: A, B, C, A, B, C …, so that a slow minute of the machine hits all of them. Read a
-ratio, not a number.
+Why interleaved: A, B, C, C, B, A …, so that a slow minute of the machine hits all of them, and
+nobody always comes after the same. Read a ratio, not a number.
 
     bench/run.py                                 everything, about 25 minutes
     bench/run.py --rows 'file-*' --rounds 3      a part of it
@@ -189,7 +189,8 @@ def measure(row, setup, rounds):
         contenders = row.contenders(setup, stack)
         samples = {name: [] for name in contenders}
         for number in range(rounds):
-            for name, sample in contenders.items():
+            order = list(contenders.items())
+            for name, sample in order if number % 2 == 0 else reversed(order):
                 progress(f"{row.name} {number + 1}/{rounds} {name}")
                 samples[name].append(sample())
     return Results(samples)
