@@ -1,9 +1,7 @@
-//! One cgroup: its directory, the files in it, its processes and children.
+//! One cgroup: its directory, files, processes and children.
 //!
-//! A value that names a cgroup, and no handle: between two calls it may be removed, and another be
-//! made under its name. Every call says so by its error.
-//!
-//! Never moves a process, and never removes a cgroup with anything in it: the kernel refuses.
+//! The value is a name, not a handle: the cgroup may be removed, or made again, between two calls.
+//! Each call reports that as an error. The kernel refuses to remove a cgroup that is in use.
 
 use std::{
     fs::{self, OpenOptions},
@@ -15,12 +13,12 @@ use std::{
 
 use anyhow::{Context as _, anyhow, bail};
 
-/// What cgroup v2 lists the controllers in that a cgroup has.
+/// The controllers of a cgroup of v2.
 const CONTROLLERS: &str = "cgroup.controllers";
-/// What it lists those in that its children have.
+/// Those that its children get.
 const SUBTREE: &str = "cgroup.subtree_control";
 
-/// How often a cgroup that its last process is leaving is looked at; version 1 tells nobody.
+/// Interval of looking whether the last process has left; version 1 notifies nobody.
 const LOOK: Duration = Duration::from_millis(1);
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -31,7 +29,6 @@ pub(crate) enum Version {
     V2,
 }
 
-/// A cgroup in the hierarchy that limits block I/O.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub(crate) struct ControlGroup {
     pub(crate) version: Version,
@@ -41,28 +38,20 @@ pub(crate) struct ControlGroup {
 }
 
 impl ControlGroup {
-    /// The text of one of its files.
-    ///
-    /// # Errors
-    /// If it cannot be read: the cgroup is gone (ENOENT, or ENODEV while it goes), the controller
-    /// is not enabled here (ENOENT), or the kernel has the file but not what is behind it
-    /// (EOPNOTSUPP, as io.pressure with `psi=0`).
+    /// Reads one of its files. ENOENT or ENODEV: the cgroup is gone, or the controller is not
+    /// enabled here; EOPNOTSUPP: switched off, as io.pressure with `psi=0`.
     pub(crate) fn read(&self, file: &str) -> io::Result<String> {
         fs::read_to_string(self.directory.join(file))
     }
 
-    /// Writes to one of its files, by one write(2): the kernel takes each as a command of its own.
-    ///
-    /// # Errors
-    /// The kernel's, which means that nothing of the text was taken.
+    /// Writes by one write(2), which the kernel takes whole or not at all.
     pub(crate) fn write(&self, file: &str, text: &str) -> io::Result<()> {
         let mut file = OpenOptions::new().write(true).truncate(true).open(self.directory.join(file))?;
         let written = file.write(text.as_bytes())?;
         if written == text.len() { Ok(()) } else { Err(io::ErrorKind::WriteZero.into()) }
     }
 
-    /// The processes in it, not those of its descendants. Those of other PID namespaces, which have
-    /// no number here, are left out.
+    /// Its own processes, without those of descendants and of other PID namespaces.
     pub(crate) fn processes(&self) -> io::Result<Vec<i32>> {
         let text = self.read("cgroup.procs")?;
         let parse = |line: &str| {
@@ -74,7 +63,6 @@ impl ControlGroup {
         Ok(processes)
     }
 
-    /// The cgroups directly below, by name.
     pub(crate) fn children(&self) -> io::Result<Vec<Self>> {
         let mut children = Vec::new();
         for entry in fs::read_dir(&self.directory)? {
@@ -87,7 +75,6 @@ impl ControlGroup {
         Ok(children)
     }
 
-    /// Whether it is the topmost that can be seen.
     pub(crate) fn is_root(&self) -> bool {
         self.name.parent().is_none()
     }
@@ -98,13 +85,8 @@ impl ControlGroup {
         Some(Self { version: self.version, directory, name })
     }
 
-    /// Makes a cgroup below another.
-    ///
-    /// # Errors
-    /// If the name is not that of a directory (no slash, not `..`), or the kernel's: it exists, may
-    /// not be made here, or there are too many.
     pub(crate) fn create(parent: &Self, name: &str) -> io::Result<Self> {
-        // A newline is what the kernel refuses, since names are in files of lines.
+        // The kernel refuses a newline, since names are in files of lines.
         if name.is_empty() || name == "." || name == ".." || name.contains(['/', '\n', '\0']) {
             let message = format!("{name:?} is no name for a cgroup");
             return Err(io::Error::new(io::ErrorKind::InvalidInput, message));
@@ -114,19 +96,12 @@ impl ControlGroup {
         Ok(group)
     }
 
-    /// Removes it.
-    ///
-    /// # Errors
-    /// If a process or a cgroup is in it (EBUSY), or it may not be removed.
     pub(crate) fn remove(self) -> io::Result<()> {
         fs::remove_dir(&self.directory)
     }
 
-    /// Removes it as soon as its last process has left it: one that was waited for is gone before
-    /// the kernel has taken it out. One that is not there any more is no error.
-    ///
-    /// # Errors
-    /// As [`remove`](Self::remove), after so long.
+    /// Removes it once its last process has left: one that was waited for is gone a moment earlier.
+    /// A cgroup that is gone already is no error.
     pub(crate) fn remove_within(&self, longest: Duration) -> io::Result<()> {
         let begin = Instant::now();
         loop {
@@ -144,24 +119,16 @@ impl ControlGroup {
         self.directory.is_dir()
     }
 
-    /// Whether it has a file of this name, which depends on its controllers.
     pub(crate) fn has(&self, file: &str) -> bool {
         self.directory.join(file).exists()
     }
 
-    /// The controllers that this cgroup has; of v2.
     pub(crate) fn controllers(&self) -> io::Result<Vec<String>> {
         Ok(words(&self.read(CONTROLLERS)?))
     }
 
-    /// Has the levels above hand these controllers down, so that this cgroup has them. Of v1, where
-    /// a cgroup has what its hierarchy has, nothing is done.
-    ///
-    /// What has been enabled stays so, also if a lower level refuses: controllers without settings
-    /// limit nothing.
-    ///
-    /// # Errors
-    /// If a level refuses; it says which and why.
+    /// Has the levels above hand these controllers down; in v1 there is nothing to do. Levels that
+    /// were changed stay so if a lower one refuses: controllers without settings limit nothing.
     pub(crate) fn enable(&self, controllers: &[&str]) -> anyhow::Result<()> {
         if self.version == Version::V1 {
             return Ok(());
@@ -202,8 +169,7 @@ impl ControlGroup {
         self.write(SUBTREE, &change).map_err(|error| self.refusal(&change, &error))
     }
 
-    /// Why a level does not hand controllers down: cgroup-v2.rst, "No Internal Process Constraint"
-    /// and "Threads".
+    /// Source: cgroup-v2.rst, "No Internal Process Constraint" and "Threads".
     fn refusal(&self, change: &str, error: &io::Error) -> anyhow::Error {
         let mend = match error.raw_os_error().map(nix::errno::Errno::from_raw) {
             Some(nix::errno::Errno::EBUSY) => {

@@ -1,17 +1,14 @@
-//! What the command line calls a device, and which whole disk that is.
+//! What the command line calls a device, and which whole disk that is. Never opens the device.
 //!
 //! ```text
 //!   /dev/vda, a link to it          the disk
 //!   /dev/vda1                       its disk, with a notice
 //!   254:0                           the disk of that number
-//!   /srv, /srv/a-file               the disk of the file system there; of an overlay, that of its upper directory
+//!   /srv, /srv/a-file               the disk of the file system there; for an overlay, of its upper directory
 //! ```
 //!
-//! The kernel limits whole disks only. Where bytes do not reach a disk of this machine's in the
-//! name of the cgroup (on the network, in memory, through a FUSE daemon or ZFS's own threads), that
-//! is an error which says what to limit instead.
-//!
-//! Never opens the device.
+//! The kernel limits whole disks only. Where the bytes reach no local disk in the name of the
+//! cgroup (network, memory, FUSE, ZFS's threads), the error says what to limit instead.
 
 use std::{
     fs,
@@ -31,21 +28,15 @@ use super::{
     nature::Nature,
 };
 
-/// File systems upon file systems that are followed: the kernel's own limit is 2
-/// (FILESYSTEM_MAX_STACK_DEPTH), and the last is a device.
+/// The kernel stacks at most two (FILESYSTEM_MAX_STACK_DEPTH), and the last is a device.
 const MAX_STEPS: usize = 4;
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Target {
     pub(crate) identity: Identity,
-    /// What the user should know, such as that a partition was meant.
     pub(crate) notices: Vec<String>,
 }
 
-/// The disk that a text means.
-///
-/// # Errors
-/// If there is none, or limits on it would reach nothing.
 pub(crate) fn resolve(roots: &Roots, text: &str) -> anyhow::Result<Target> {
     let mut notices = Vec::new();
     let number = match kernel::number(text) {
@@ -55,8 +46,7 @@ pub(crate) fn resolve(roots: &Roots, text: &str) -> anyhow::Result<Target> {
     let identity = Identity::resolve(number, &roots.of_devices()).map_err(|error| {
         anyhow!("device {text:?}: no disk of number {number} here: {error} (`lsblk` lists disks and their numbers)")
     })?;
-    // A file system without a device has a number of its own, of which `Identity` has found the
-    // device.
+    // A file system without a device has a number of its own.
     if number.major != 0 && identity.number() != number {
         let part = name(roots, number).map_or_else(|| number.to_string(), |name| format!("/dev/{name}"));
         let disk = identity.node();
@@ -65,7 +55,6 @@ pub(crate) fn resolve(roots: &Roots, text: &str) -> anyhow::Result<Target> {
     Ok(Target { identity, notices })
 }
 
-/// The number of what a path leads to: a device, or the device of the file system of anything else.
 fn number_of_path(roots: &Roots, text: &str, notices: &mut Vec<String>) -> anyhow::Result<Number> {
     let mut path = PathBuf::from(text);
     let mut of_btrfs = false;
@@ -109,18 +98,14 @@ fn number_of_path(roots: &Roots, text: &str, notices: &mut Vec<String>) -> anyho
     bail!("device {text:?}: overlays upon overlays (give the disk itself)")
 }
 
-/// The mount that holds a path. Its number need not be the file's own: Btrfs has one for each
-/// subvolume.
+/// The mount that holds a path; Btrfs has a number of its own for each subvolume.
 fn mount_of<'a>(mounts: &'a [Mount], number: Number, path: &Path) -> Option<&'a Mount> {
     let of_number = mounts.iter().filter(|mount| mount.number == number);
     mountinfo::holding(of_number, path).or_else(|| mountinfo::holding(mounts, path))
 }
 
-/// Where to look on for a file system without a device of its own: at its source if that is one, in
-/// the upper directory of an overlay.
-///
-/// # Errors
-/// If no disk here does its I/O in the name of who asked.
+/// Where to look on for a file system without a device: its source, or an overlay's upper
+/// directory.
 fn below(text: &str, mount: &Mount) -> anyhow::Result<PathBuf> {
     let at = mount.point.display();
     let source = &mount.source;
@@ -159,7 +144,7 @@ fn below(text: &str, mount: &Mount) -> anyhow::Result<PathBuf> {
     }
 }
 
-/// What to say of a Btrfs that lies on other devices too: mountinfo names one of them.
+/// A notice for a Btrfs on several devices: mountinfo names one of them.
 fn others_of_btrfs(roots: &Roots, text: &str, number: Number) -> Option<String> {
     let own = name(roots, number)?;
     let systems = fs::read_dir(roots.sys.join("fs/btrfs")).ok()?;
@@ -180,7 +165,6 @@ fn others_of_btrfs(roots: &Roots, text: &str, number: Number) -> Option<String> 
     })
 }
 
-/// The name of a device in sysfs, where a slash is an exclamation mark.
 fn name(roots: &Roots, number: Number) -> Option<String> {
     let directory = roots.sys.join("dev/block").join(number.to_string()).canonicalize().ok()?;
     Some(directory.file_name()?.to_str()?.replace('!', "/"))

@@ -6,11 +6,9 @@
 //!             /sys/fs/cgroup/blkio     cgroup, with blkio             v1 has it
 //! ```
 //!
-//! A controller is in one hierarchy at a time, so one version limits block I/O on a machine, or
-//! none does. Nothing is guessed from the places: mountinfo says where, and cgroup.controllers
-//! what. Source: cgroups(7).
-//!
-//! Looks once, when the program begins: controllers do not move while they are in use.
+//! A controller is in one hierarchy at a time, so at most one version limits block I/O. mountinfo
+//! says where, and cgroup.controllers what (cgroups(7)). Read once, at the start: controllers do
+//! not move while in use.
 
 use std::{
     fs, io,
@@ -29,7 +27,7 @@ use super::{
 pub(crate) struct Roots {
     pub(crate) proc: PathBuf,
     pub(crate) sys: PathBuf,
-    /// `/run`, where systemd says that it is there.
+    /// `/run`, where systemd says that it runs.
     pub(crate) run: PathBuf,
 }
 
@@ -40,10 +38,6 @@ impl Default for Roots {
 }
 
 impl Roots {
-    /// The mounts as this process sees them.
-    ///
-    /// # Errors
-    /// If they cannot be read, or are of no known form.
     pub(crate) fn mounts(&self) -> anyhow::Result<Vec<mountinfo::Mount>> {
         let path = self.mountinfo();
         let text = read(&path).with_context(|| path.display().to_string())?;
@@ -59,32 +53,26 @@ impl Roots {
     }
 }
 
-/// The text of a file of the kernel. A name in it that is not UTF-8 is then not found, which is
-/// better than that nothing is.
+/// Lossy: a name that is not UTF-8 is then not found, and all others are.
 fn read(path: &Path) -> io::Result<String> {
     Ok(String::from_utf8_lossy(&fs::read(path)?).into_owned())
 }
 
-/// The hierarchies of this machine, as far as they matter for block I/O. Made by
-/// [`Hierarchy::discover`].
+/// The hierarchies that matter for block I/O.
 #[derive(Debug, Clone)]
 pub(crate) struct Hierarchy {
-    /// Where the kernel's trees are.
     pub(crate) roots: Roots,
     pub(crate) unified: Option<PathBuf>,
     pub(crate) blkio: Option<PathBuf>,
     pub(crate) memory_v1: Option<PathBuf>,
     version: Option<Version>,
-    /// The cgroup that is mounted at [`Hierarchy::root`]: not the topmost in a container without a
-    /// cgroup namespace.
+    /// The cgroup mounted at [`Hierarchy::root`]: not the topmost in a container without a
+    /// namespace.
     top: PathBuf,
 }
 
 impl Hierarchy {
-    /// What mountinfo says.
-    ///
-    /// # Errors
-    /// If it cannot be read. That no cgroups are mounted is no error.
+    /// That no cgroups are mounted is no error.
     pub(crate) fn discover(roots: Roots) -> anyhow::Result<Self> {
         let mounts = roots.mounts()?;
         // The first is the machine's own; containers' are mounted later.
@@ -113,7 +101,6 @@ impl Hierarchy {
         })
     }
 
-    /// Which version limits block I/O; `None` if none does.
     pub(crate) fn version(&self) -> Option<Version> {
         self.version
     }
@@ -125,10 +112,6 @@ impl Hierarchy {
         }
     }
 
-    /// The root cgroup of that version.
-    ///
-    /// # Errors
-    /// If no version limits block I/O.
     pub(crate) fn root_group(&self) -> anyhow::Result<ControlGroup> {
         let (Some(version), Some(root)) = (self.version, self.root()) else {
             bail!(
@@ -140,10 +123,7 @@ impl Hierarchy {
         Ok(ControlGroup { version, directory: root.to_owned(), name: "/".into() })
     }
 
-    /// The cgroup of this name, `/system.slice/x.service`, whether or not there is one.
-    ///
-    /// # Errors
-    /// If no version limits block I/O, or the name leads upwards.
+    /// The cgroup of this name, `/system.slice/x.service`, whether or not it exists.
     pub(crate) fn group(&self, name: &Path) -> anyhow::Result<ControlGroup> {
         let mut group = self.root_group()?;
         for component in name.components() {
@@ -162,9 +142,6 @@ impl Hierarchy {
     }
 
     /// The cgroup that a process is in, in the hierarchy that limits block I/O.
-    ///
-    /// # Errors
-    /// If there is no such process, or its cgroup is not in what is mounted here.
     pub(crate) fn of_pid(&self, pid: i32) -> anyhow::Result<ControlGroup> {
         let root = self.root_group()?;
         let file = self.roots.proc.join(pid.to_string()).join("cgroup");
@@ -195,7 +172,7 @@ impl Hierarchy {
         Ok(group)
     }
 
-    /// Whether systemd manages this machine's cgroups, as sd_booted(3) tells.
+    /// As sd_booted(3) tells.
     pub(crate) fn systemd(&self) -> bool {
         self.roots.run.join("systemd/system").is_dir()
     }

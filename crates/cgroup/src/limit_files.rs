@@ -1,5 +1,4 @@
-//! What the kernel holds a cgroup to, from its files of limits: io.max of version 2, four files of
-//! version 1.
+//! What the kernel holds a cgroup to: io.max of version 2, four files of version 1.
 
 use std::{collections::BTreeMap, io};
 
@@ -13,7 +12,6 @@ use crate::{
     kernel::{blkio, io_max},
 };
 
-/// A file of limits that is there.
 #[derive(Debug)]
 pub(crate) struct LimitFile {
     pub(crate) name: &'static str,
@@ -23,9 +21,6 @@ pub(crate) struct LimitFile {
 }
 
 /// The files of limits of a cgroup, without those that it does not have.
-///
-/// # Errors
-/// If one cannot be read or has an unknown form, with its name.
 pub(crate) fn read(group: &ControlGroup) -> anyhow::Result<Vec<LimitFile>> {
     let names = match group.version {
         Version::V1 => &blkio::LIMITS[..],
@@ -46,7 +41,6 @@ pub(crate) fn read(group: &ControlGroup) -> anyhow::Result<Vec<LimitFile>> {
     Ok(files)
 }
 
-/// The limits of all files together.
 pub(crate) fn merged(files: &[LimitFile]) -> BTreeMap<Number, Rates> {
     let mut all: BTreeMap<Number, Rates> = BTreeMap::new();
     for (device, rates) in files.iter().flat_map(|file| &file.limits) {
@@ -62,7 +56,7 @@ pub(crate) fn add(rates: &mut Rates, more: Rates) {
     *rates = Rates { bps: [read_bps, write_bps], iops: [read_iops, write_iops] };
 }
 
-/// Whether the cgroup is gone or going, or the kernel has the file switched off.
+/// The cgroup is gone or going, or the kernel has the file switched off.
 pub(crate) fn is_missing(error: &io::Error) -> bool {
     let error = Errno::from_raw(error.raw_os_error().unwrap_or(0));
     matches!(error, Errno::ENOENT | Errno::ESRCH | Errno::ENODEV | Errno::EOPNOTSUPP)

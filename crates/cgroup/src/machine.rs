@@ -7,7 +7,7 @@
 //!   sys/dev/block/8:0 ──►  sys/devices/sda
 //! ```
 //!
-//! What a kernel would refuse is taken here, so what depends on a refusal is tested in the guest.
+//! What a kernel would refuse is taken here; the guest tests refusals.
 
 use std::{
     fs,
@@ -20,7 +20,6 @@ use super::{
     hierarchy::{Hierarchy, Roots},
 };
 
-/// A machine in a directory of its own, which goes with it.
 #[derive(Debug)]
 pub(crate) struct Machine {
     directory: tempfile::TempDir,
@@ -85,27 +84,25 @@ impl Machine {
         fs::write(path, text + &line).expect("written");
     }
 
-    /// Makes a cgroup, with those above it.
     pub(crate) fn group(&self, name: &str) -> ControlGroup {
         let directory = self.root().join(name.trim_start_matches('/'));
         fs::create_dir_all(&directory).expect("made");
         ControlGroup { version: self.version, directory, name: name.into() }
     }
 
-    /// Writes a file of a cgroup that is there.
     pub(crate) fn write(&self, group: &str, file: &str, text: &str) {
         fs::write(self.root().join(group.trim_start_matches('/')).join(file), text).expect("written");
     }
 
-    /// Has a process be in these cgroups, as /proc/PID/cgroup says.
+    /// As /proc/PID/cgroup says.
     pub(crate) fn process(&self, pid: i32, memberships: &str) {
         let directory = self.path("proc").join(pid.to_string());
         fs::create_dir_all(&directory).expect("made");
         fs::write(directory.join("cgroup"), memberships).expect("written");
     }
 
-    /// Adds a disk of 1 MiB, or with a slash in its name a partition of one: `vda`, `vda/vda1`. It
-    /// takes the place of another of its number.
+    /// Adds a disk of 1 MiB, or a partition of one: `vda`, `vda/vda1`; replaces another of its
+    /// number.
     pub(crate) fn disk(&self, number: &str, name: &str) {
         let directory = self.path("sys/devices").join(name);
         fs::create_dir_all(&directory).expect("made");

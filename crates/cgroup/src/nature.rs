@@ -1,6 +1,6 @@
 //! Kinds of file systems, by where their data goes.
 
-/// Network file systems: no block device of this machine is asked.
+/// No block device of this machine is asked.
 const NETWORK: [&str; 14] = [
     "nfs", "nfs4", "cifs", "smb3", "smbfs", "ceph", "9p", "afs", "coda", "lustre", "gpfs", "beegfs",
     "orangefs", "virtiofs",
@@ -8,7 +8,7 @@ const NETWORK: [&str; 14] = [
 
 const MEMORY: [&str; 3] = ["tmpfs", "ramfs", "rootfs"];
 
-/// File systems without data: nothing that is read or written there is block I/O.
+/// Nothing that is read or written there is block I/O.
 const PSEUDO: [&str; 25] = [
     "proc",
     "sysfs",
@@ -46,12 +46,11 @@ pub(crate) enum Nature {
     /// To a disk, by threads of the file system's own.
     Zfs,
     Memory,
-    /// There is none.
     Pseudo,
 }
 
 impl Nature {
-    /// Of a kind of file system, as mountinfo names it.
+    /// As mountinfo names it.
     pub(crate) fn of(kind: &str) -> Self {
         match kind {
             "zfs" => Self::Zfs,

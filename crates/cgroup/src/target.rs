@@ -8,12 +8,9 @@
 //!   4f2e91d0c7aa, docker://4f2e91d0c7aa…    a container: its id, or 12 digits of it at least
 //! ```
 //!
-//! Units and containers are known by the names of their cgroups, not by asking systemd or a
-//! runtime: so it works for all of them, and for those in machines without. Container ids are 64
-//! hexadecimal digits, which runtimes name cgroups by: `docker-ID.scope`, `libpod-ID.scope`,
-//! `cri-containerd-ID.scope`, `crio-ID.scope`, and `ID` itself with the cgroupfs driver.
-//!
-//! What fits several cgroups is an error that lists them, and never one of them.
+//! Units and containers are found by their cgroups' names, without asking systemd or a runtime. A
+//! container's cgroup is named by its 64 hexadecimal digits: `docker-ID.scope`, `libpod-ID.scope`,
+//! `cri-containerd-ID.scope`, `crio-ID.scope`, or `ID`. If several fit, the error lists them.
 
 use std::path::{Component, Path, PathBuf};
 
@@ -24,11 +21,10 @@ use super::{
     hierarchy::Hierarchy,
 };
 
-/// Digits of a container's id.
 const ID_DIGITS: usize = 64;
-/// The fewest that a container is known by: as many as `docker ps` prints.
+/// As many as `docker ps` prints.
 const LEAST_ID_DIGITS: usize = 12;
-/// The most digits of a pid: the kernel's limit is 2²² (proc_sys_kernel(5), pid_max).
+/// The kernel's limit is 2²² (proc_sys_kernel(5), pid_max).
 const MAX_PID_DIGITS: usize = 10;
 /// How `kubectl` and others say which runtime an id is of.
 const SCHEMES: [&str; 5] = ["docker://", "containerd://", "cri-o://", "podman://", "libpod://"];
@@ -40,10 +36,6 @@ pub(crate) fn is_process(text: &str) -> bool {
     is_pid || text == "self"
 }
 
-/// The cgroup that a text means, which is there.
-///
-/// # Errors
-/// If there is none, or several.
 pub(crate) fn resolve(hierarchy: &Hierarchy, text: &str) -> anyhow::Result<ControlGroup> {
     let root = hierarchy.root_group()?;
     if text.is_empty() {
@@ -99,7 +91,7 @@ fn by_path(hierarchy: &Hierarchy, text: &str) -> anyhow::Result<Option<ControlGr
         bail!("cgroup {text:?}: \"..\" leads out of it (write the path without)");
     }
     let root = hierarchy.root_group()?.directory;
-    // Some distributions have the mount's usual place be a link.
+    // On some distributions the usual mount point is a link.
     let real: PathBuf = path.canonicalize().unwrap_or_else(|_| path.to_owned());
     let below = [path, &real].into_iter().find_map(|path| path.strip_prefix(&root).ok());
     if below.is_none() {
@@ -127,7 +119,6 @@ fn in_another(hierarchy: &Hierarchy, text: &str, path: &Path) -> anyhow::Result<
     Ok(())
 }
 
-/// Every cgroup with a name that fits, by path.
 fn find(root: &ControlGroup, fits: impl Fn(&str) -> bool) -> Vec<ControlGroup> {
     let (mut found, mut left) = (Vec::new(), vec![root.clone()]);
     while let Some(group) = left.pop() {
@@ -144,8 +135,8 @@ fn find(root: &ControlGroup, fits: impl Fn(&str) -> bool) -> Vec<ControlGroup> {
 }
 
 fn one(text: &str, version: Version, mut found: Vec<ControlGroup>) -> anyhow::Result<ControlGroup> {
-    // systemd.resource-control(5): where the hierarchies are apart, a unit is in those that its
-    // settings need.
+    // Where the hierarchies are apart, a unit is in those that its settings need
+    // (systemd.resource-control(5)).
     let mend = match version {
         Version::V1 => {
             "a unit and a container have one while they run, and on cgroup v1 a unit has one for block I/O after `systemctl \
@@ -173,22 +164,19 @@ fn one(text: &str, version: Version, mut found: Vec<ControlGroup>) -> anyhow::Re
     }
 }
 
-/// Whether a cgroup's name is that of a unit. Without a kind, a unit is a service, as for
-/// systemctl(1).
+/// Without a kind, a unit is a service, as for systemctl(1).
 fn is_unit(name: &str, unit: &str) -> bool {
-    // systemd puts an underscore before a unit's name that the kernel could take for one of its
-    // files (cg_escape): `_io.service`.
+    // systemd puts an underscore before names that could be the kernel's files (cg_escape):
+    // `_io.service`.
     let plain = name.strip_prefix('_').unwrap_or(name);
     [name, plain].iter().any(|name| *name == unit || name.strip_suffix(".service") == Some(unit))
 }
 
-/// Whether a text can be a container's id or its beginning.
 fn is_id(text: &str) -> bool {
     (LEAST_ID_DIGITS..=ID_DIGITS).contains(&text.len())
         && text.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'))
 }
 
-/// Whether a cgroup's name is that of the container whose id begins so.
 fn is_container(name: &str, id: &str) -> bool {
     let name = name.strip_suffix(".scope").unwrap_or(name);
     let (runtime, whole) = name.rsplit_once('-').unwrap_or(("", name));

@@ -61,8 +61,7 @@ fn one_is_made_and_removed() {
     }
 }
 
-/// A machine with cgroups down to `/a/b/c`, those between with these controllers, of which the root
-/// hands down `io`.
+/// A machine with cgroups down to `/a/b/c`, those between with these controllers.
 fn levels(controllers: &str) -> (Machine, ControlGroup) {
     let machine = Machine::v2("cpu io memory");
     let group = machine.group("/a/b/c");

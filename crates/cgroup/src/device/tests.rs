@@ -1,8 +1,7 @@
-//! What users write, and which disks they get or why none.
+//! What users write, and which disks they get.
 
 use super::{super::machine::Machine, *};
 
-/// A machine with two disks, one of them with a partition.
 fn machine() -> Machine {
     let machine = Machine::v2("io");
     machine.disk("254:0", "vda");
@@ -11,7 +10,7 @@ fn machine() -> Machine {
     machine
 }
 
-/// Has `/proc`, which is on no disk on any machine, be mounted as something else.
+/// Mounts `/proc`, which is on no disk, as something else.
 fn mounted(what: &str) -> Machine {
     let machine = machine();
     fs::write(machine.roots().mountinfo(), format!("30 25 0:999999 / /proc rw - {what}\n")).expect("written");
@@ -92,8 +91,7 @@ fn a_path_on_no_disk_of_this_machine_is_refused_with_what_to_limit_instead() {
 fn a_path_is_on_the_disk_of_its_file_system_also_below_an_overlay() {
     let upper = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).expect("a directory");
     let number = Number::unpack(fs::metadata(upper.path()).expect("there").dev());
-    // Where this directory is on an overlay itself, or the like, the kernel gives it no disk that
-    // could be imitated.
+    // On an overlay or the like the kernel gives no disk that could be imitated.
     if number.major == 0 {
         return;
     }

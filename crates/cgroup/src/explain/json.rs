@@ -1,4 +1,4 @@
-//! What was found, for programs: one object, with numbers as the kernel has them.
+//! The findings as one JSON object, with numbers as the kernel has them.
 
 use serde_json::{Value, json};
 

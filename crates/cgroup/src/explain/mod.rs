@@ -7,15 +7,11 @@
 //!      │
 //!   verdict.rs ─ text.rs, json.rs                  the verdict first, then disk by disk, then process by process
 //!
-//!   measure/     the same, put to the proof        in a cgroup of its own, removed afterwards
+//!   measure/     the same, tested                  in a cgroup of its own, removed afterwards
 //! ```
 //!
-//! The question is that of a limit on a container which a buffered `dd` ignored: somebody set it,
-//! and does not know what it is kept for. Each finding comes with the file and the value that it
-//! follows from, so that nobody has to believe it.
-//!
-//! Changes nothing, and opens no device. Only measuring, which has to be asked for, makes a cgroup
-//! and writes, to files without names.
+//! Each finding comes with the file and the value that it follows from. Changes nothing and opens
+//! no device; only `--measure` makes a cgroup and writes, to files without names.
 
 pub(crate) mod arguments;
 mod facts;
@@ -41,17 +37,10 @@ use super::{
 };
 use crate::explain::arguments::ExplainArgs;
 
-/// Looks, and prints what was found; measures, if that was asked for, and prints that.
-///
-/// The exit status says whether it could look, not what it saw: a script asks `--json` for
-/// `verdict`.
-///
-/// # Errors
-/// If there is no such cgroup, or it cannot be read; or it cannot be measured.
+/// The exit status says whether it could look, not what it saw: scripts read `verdict` of `--json`.
 pub(crate) fn run(arguments: &ExplainArgs) -> Result<(), Failure> {
     let hierarchy = Hierarchy::discover(Roots::default())?;
     let group = target::resolve(&hierarchy, &arguments.cgroup)?;
-    // `target` has found the process by then, so the digits are a pid.
     let subject =
         Subject { group, only: arguments.cgroup.parse().ok(), limits: arguments.kept.path().to_owned() };
     let facts = facts::collect(&hierarchy, &subject)?;

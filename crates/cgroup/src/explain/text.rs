@@ -1,6 +1,4 @@
-//! What was found, for people: the verdict, then disk by disk, then process by process.
-//!
-//! Never prints a control character of a name that somebody else chose.
+//! What was found, for people. Prints no control character of names that others chose.
 
 use std::fmt::Write as _;
 
@@ -31,7 +29,6 @@ pub(super) fn text(facts: &Facts, findings: &[Finding]) -> String {
             disks.push(disk);
         }
     }
-    // What is on no disk comes last.
     disks.sort_by_key(Option::is_none);
     for disk in disks {
         text.push('\n');
@@ -70,7 +67,6 @@ fn limit(level: &Level, disk: Number) -> Option<String> {
     Some(format!("{} in {}", super::findings::rates(limit.rates), level.name))
 }
 
-/// A finding: what, why, what to do, and what shows it.
 fn one(finding: &Finding) -> String {
     let ios: Vec<String> = finding.ios().iter().map(ToString::to_string).collect();
     let about = [ios.join(", "), finding.place.clone()].into_iter().filter(|part| !part.is_empty());
@@ -133,7 +129,6 @@ fn word(finding: &Finding) -> String {
     }
 }
 
-/// Lines of a file in one line, and nothing that moves a cursor.
 pub(super) fn clean(text: &str) -> String {
     text.replace('\n', "; ").replace(char::is_control, "?")
 }

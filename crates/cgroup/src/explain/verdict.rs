@@ -1,4 +1,4 @@
-//! The findings in one sentence, and the name of it for programs.
+//! The findings in one sentence, and its name for programs.
 
 use std::fmt;
 
@@ -6,15 +6,13 @@ use super::findings::{Cause, Coverage, Finding};
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Verdict {
-    /// There is no limit.
     NotLimited,
-    /// There is one, and it is kept for nothing that was found.
+    /// It covers nothing that was found.
     Missed,
-    /// It is kept for some of it.
+    /// It covers some of it.
     Leaks,
-    /// It is kept for all of it.
     Covered,
-    /// Nothing was found that it could be kept for.
+    /// Nothing was found that it could cover.
     Idle,
 }
 

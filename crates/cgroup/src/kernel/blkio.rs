@@ -12,15 +12,14 @@
 //!   io_serviced       the same, in operations
 //! ```
 //!
-//! Each limit is a file of its own here, so four writes make a change. Totals do not include
-//! descendants. Source: Documentation/admin-guide/cgroup-v1/blkio-controller.rst.
+//! Totals do not include descendants. Source: admin-guide/cgroup-v1/blkio-controller.rst.
 
 use block::device::Number;
 use policy::steering::Rates;
 
 use super::{Unknown, count, io_stat::Usage, nested::NAMELESS, number};
 
-/// The four files of limits, in the order of [`Rates`]: `blkio.throttle.` and then these.
+/// In the order of [`Rates`].
 pub(crate) const LIMITS: [&str; 4] = [
     "blkio.throttle.read_bps_device",
     "blkio.throttle.write_bps_device",
@@ -30,7 +29,7 @@ pub(crate) const LIMITS: [&str; 4] = [
 pub(crate) const BYTES: &str = "blkio.throttle.io_service_bytes";
 pub(crate) const OPERATIONS: &str = "blkio.throttle.io_serviced";
 
-/// The devices that one of the files of [`LIMITS`] lists, and the rate that it is for.
+/// The devices that one of [`LIMITS`] lists, and the rate that it is for.
 pub(crate) fn limits(file: &str, text: &str) -> Result<Vec<(Number, Rates)>, Unknown> {
     let parse = |line: &str| {
         let mut words = line.split_ascii_whitespace();
@@ -43,8 +42,7 @@ pub(crate) fn limits(file: &str, text: &str) -> Result<Vec<(Number, Rates)>, Unk
     text.lines().map(|line| parse(line).ok_or_else(|| Unknown::new("blkio.throttle", line))).collect()
 }
 
-/// What a cgroup has done to each device, from the text of [`BYTES`] and [`OPERATIONS`], in the
-/// order of their numbers.
+/// Totals of each device, from the text of [`BYTES`] and [`OPERATIONS`], ordered by number.
 pub(crate) fn usage(bytes: &str, operations: &str) -> Result<Vec<(Number, Usage)>, Unknown> {
     let mut found = std::collections::BTreeMap::<Number, Usage>::new();
     each(BYTES, bytes, |device, kind, total| kind.set_bytes(found.entry(device).or_default(), total))?;
@@ -54,7 +52,7 @@ pub(crate) fn usage(bytes: &str, operations: &str) -> Result<Vec<(Number, Usage)
     Ok(found.into_iter().collect())
 }
 
-/// One device of the two files; `None` if the cgroup has done nothing to it. Allocates nothing.
+/// One device of the two files. Allocates nothing.
 pub(crate) fn find(bytes: &str, operations: &str, device: Number) -> Result<Option<Usage>, Unknown> {
     let mut found = None;
     each(BYTES, bytes, |number, kind, total| {
@@ -99,7 +97,6 @@ impl Kind {
     }
 }
 
-/// Shows every line that is about a device.
 fn each(what: &'static str, text: &str, mut show: impl FnMut(Number, Kind, u64)) -> Result<(), Unknown> {
     for line in text.lines() {
         let unknown = || Unknown::new(what, line);

@@ -1,8 +1,6 @@
-//! What the fuzz target does with a text, and what has to hold whatever it is.
+//! What the fuzz target does with a text, and what has to hold; tests run it briefly too.
 //!
-//! Here and not in `fuzz/`, because tests run the same checks for a short time on every change.
-//! Every parser gets every text: a sample of one format, half changed into another, is what none of
-//! them expects.
+//! Every parser gets every text: a sample of one format, half changed into another, is unexpected.
 
 use std::path::Path;
 
@@ -11,7 +9,6 @@ use super::{
     proc_cgroup, proc_io, proc_stat, weight,
 };
 
-/// A device that texts hardly name.
 const OTHER: block::device::Number = block::device::Number { major: 4_094, minor: 1_048_574 };
 
 /// Reads a text as every file of the kernel.

@@ -10,7 +10,7 @@ use block::device::Number;
 
 use super::{Unknown, count, nested};
 
-/// The devices with a target, in microseconds.
+/// In microseconds.
 pub(crate) fn targets(text: &str) -> Result<Vec<(Number, u64)>, Unknown> {
     nested::all("io.latency", text, |target: &mut u64, key, value| {
         if key == "target" {

@@ -1,12 +1,11 @@
-//! What a cgroup has done to each device: io.stat of cgroup v2.
+//! What a cgroup and its descendants have done to each device: io.stat of cgroup v2.
 //!
 //! ```text
 //!   8:16 rbytes=1459200 wbytes=314773504 rios=192 wios=353 dbytes=0 dios=0
 //! ```
 //!
-//! Discards are there since Linux 4.19. A controller may add keys of its own (`cost.usage`,
-//! `use_delay`, `depth`); they are passed over. Totals from the cgroup's beginning, those of its
-//! descendants included. Source: Documentation/admin-guide/cgroup-v2.rst, "IO Interface Files".
+//! Discards are there since Linux 4.19. Controllers add keys (`cost.usage`, `use_delay`, `depth`),
+//! which are skipped. Source: Documentation/admin-guide/cgroup-v2.rst, "IO Interface Files".
 
 use std::ops::ControlFlow;
 
@@ -16,7 +15,6 @@ use super::{Unknown, count, nested};
 
 const FILE: &str = "io.stat";
 
-/// Totals of what a cgroup has done to one device.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct Usage {
     pub(crate) read_bytes: u64,
@@ -28,10 +26,8 @@ pub(crate) struct Usage {
 }
 
 impl Usage {
-    /// What was done since an earlier moment.
-    ///
-    /// Totals that are lower than they were are a new beginning, as of a cgroup that was made again
-    /// under its name: everything they say has then been done since.
+    /// What was done since an earlier moment. Lower totals are a new beginning, as of a cgroup that
+    /// was made again: then all of them count.
     #[must_use]
     pub(crate) fn since(&self, earlier: &Self) -> Self {
         let difference = |now: u64, then: u64| now.checked_sub(then).unwrap_or(now);
@@ -60,16 +56,12 @@ impl Usage {
     }
 }
 
-/// Every device of the file, in its order. A device of which nothing is said has done nothing.
+/// A device of which nothing is said has done nothing.
 pub(crate) fn parse(text: &str) -> Result<Vec<(Number, Usage)>, Unknown> {
     nested::all(FILE, text, Usage::set)
 }
 
-/// One device of the file; `None` if the cgroup has done nothing to it. Allocates nothing, and
-/// reads no further than the device.
-///
-/// # Errors
-/// If a line up to the device's is of no known form.
+/// One device of the file. Allocates nothing, and reads no further than the device.
 pub(crate) fn find(text: &str, device: Number) -> Result<Option<Usage>, Unknown> {
     let mut found = None;
     nested::scan(FILE, text, Usage::set, |number, usage| {

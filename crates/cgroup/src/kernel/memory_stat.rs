@@ -1,12 +1,11 @@
-//! What a cgroup has in memory: memory.stat of cgroup v2, one `key number` a line.
+//! What a cgroup has in memory and not on disk: memory.stat of cgroup v2, one `key number` a line.
 //!
 //! ```text
 //!   file_dirty 1048576
 //!   file_writeback 40960
 //! ```
 //!
-//! Only what waits to be written matters here. Version 1 has other keys, of which none
-//! is asked for. Source: Documentation/admin-guide/cgroup-v2.rst, "memory.stat".
+//! Source: Documentation/admin-guide/cgroup-v2.rst, "memory.stat".
 
 use super::{Unknown, count};
 
@@ -17,7 +16,6 @@ const FILE: &str = "memory.stat";
 pub(crate) struct Waiting {
     /// That nobody has begun to write back.
     pub(crate) dirty: u64,
-    /// On their way to a disk.
     pub(crate) writeback: u64,
 }
 
@@ -27,10 +25,7 @@ impl Waiting {
     }
 }
 
-/// What waits; nothing, where the file does not say.
-///
-/// # Errors
-/// If a line of these keys is of no known form.
+/// 0 where the file does not say.
 pub(crate) fn parse(text: &str) -> Result<Waiting, Unknown> {
     let mut waiting = Waiting::default();
     for line in text.lines() {

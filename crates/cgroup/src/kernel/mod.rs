@@ -8,14 +8,10 @@
 //!   mounts      mountinfo
 //! ```
 //!
-//! These files gain keys from release to release, so what is not known is passed over, as the
-//! kernel's documentation asks (Documentation/admin-guide/cgroup-v2.rst, "Conventions"). A line of
-//! another form than was ever documented is [`Unknown`]: figures that are guessed would become
-//! limits. `samples/` holds what kernels from 2.6.32 to 6.18 print, and `fuzzing` what has to hold
-//! of any text.
-//!
-//! Never opens a file and never panics: whoever can make a cgroup or name a process has a say in
-//! these texts.
+//! Unknown keys are skipped, as cgroup-v2.rst, "Conventions", asks. A line of an undocumented form
+//! is [`Unknown`]: guessed figures would become limits. `samples/` holds what kernels from 2.6.32
+//! to 6.18 print. Never opens a file and never panics: whoever makes a cgroup or names a process
+//! influences these texts.
 
 pub(crate) mod blkio;
 pub(crate) mod io_latency;
@@ -37,21 +33,18 @@ mod tests;
 
 use block::device::Number;
 
-/// Longest part of a line that an error repeats, in characters.
 const MAX_LINE_CHARS: usize = 120;
 
-/// A line that no kernel known here prints.
+/// A line that no known kernel prints.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{what}: a line of unknown form: {line:?} (weir does not know this kernel's {what})")]
 pub(crate) struct Unknown {
-    /// The file's name, such as `io.stat`.
     pub(crate) what: &'static str,
-    /// The line, cut after 120 characters.
+    /// Cut after [`MAX_LINE_CHARS`].
     pub(crate) line: String,
 }
 
 impl Unknown {
-    /// Of this line of a file.
     pub(crate) fn new(what: &'static str, line: &str) -> Self {
         let mut kept: String = line.chars().take(MAX_LINE_CHARS).collect();
         if kept.len() < line.len() {
@@ -61,13 +54,13 @@ impl Unknown {
     }
 }
 
-/// A device's number as the kernel writes it, `8:0`, and in no other way.
+/// As the kernel writes it, `8:0`, and in no other way.
 pub(crate) fn number(text: &str) -> Option<Number> {
     let (major, minor) = text.split_once(':')?;
     Some(Number { major: count(major)?, minor: count(minor)? })
 }
 
-/// A number in digits alone: `str::parse` would also take a sign, which no kernel writes.
+/// Digits alone: `str::parse` would take a sign, which no kernel writes.
 fn count<T: std::str::FromStr>(text: &str) -> Option<T> {
     if text.bytes().all(|byte| byte.is_ascii_digit()) { text.parse().ok() } else { None }
 }

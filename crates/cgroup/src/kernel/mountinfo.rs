@@ -8,9 +8,9 @@
 //!         number
 //! ```
 //!
-//! Blanks, tabs, newlines, backslashes and hashes in names are written as octal numbers, `\040`. In
-//! the super options a comma inside a value is too, so those are unescaped one by one
-//! ([`Mount::option`]). Source: proc_pid_mountinfo(5).
+//! Blanks, tabs, newlines, backslashes and hashes in names are octal, `\040`; so are commas inside
+//! values of super options, which are unescaped one by one ([`Mount::option`]). Source:
+//! proc_pid_mountinfo(5).
 
 use std::{
     ffi::OsString,
@@ -24,21 +24,20 @@ use super::{Unknown, number};
 
 const FILE: &str = "mountinfo";
 
-/// One mount.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Mount {
-    /// The file system's device, whose major number is 0 if it has none of its own.
+    /// Major 0 if the file system has no device.
     pub(crate) number: Number,
     /// The directory of the file system that is mounted, such as `/`.
     pub(crate) root: PathBuf,
     pub(crate) point: PathBuf,
-    /// The file system's kind, such as `ext4` or `fuse.sshfs`.
+    /// Such as `ext4` or `fuse.sshfs`.
     pub(crate) kind: String,
-    /// What is mounted, in the file system's own words, such as `/dev/vda`.
+    /// In the file system's own words, such as `/dev/vda`.
     pub(crate) source: String,
-    /// The mount's options, such as `rw,noatime`.
+    /// Such as `rw,noatime`.
     pub(crate) options: String,
-    /// The file system's, such as `rw,lowerdir=/a:/b`, as the kernel escapes them.
+    /// Such as `rw,lowerdir=/a:/b`, still escaped.
     pub(crate) super_options: String,
 }
 
@@ -52,14 +51,14 @@ impl Mount {
     }
 }
 
-/// Every mount, in the order in which they were made: a later one hides what is below its point.
+/// In order of mounting: a later one hides what is below its point.
 pub(crate) fn parse(text: &str) -> Result<Vec<Mount>, Unknown> {
     text.lines().map(|line| parse_line(line).ok_or_else(|| Unknown::new(FILE, line))).collect()
 }
 
-/// The one of these mounts in which a path lies; the path must be absolute and without links.
+/// The mount in which a path lies; the path must be absolute and without links.
 pub(crate) fn holding<'a>(mounts: impl IntoIterator<Item = &'a Mount>, path: &Path) -> Option<&'a Mount> {
-    // Of two at the same point the later hides the earlier, which is what `max_by_key` takes.
+    // Of two at the same point the later hides the earlier; `max_by_key` takes the last.
     mounts
         .into_iter()
         .filter(|mount| path.starts_with(&mount.point))
@@ -73,7 +72,7 @@ fn parse_line(line: &str) -> Option<Mount> {
     let (root, point, options) = (fields.next()?, fields.next()?, fields.next()?);
     fields.find(|field| *field == "-")?;
     let (kind, source) = (fields.next()?, fields.next()?);
-    // A file system may write blanks here that should have been escaped.
+    // A file system may write unescaped blanks here.
     let super_options = fields.collect::<Vec<_>>().join(" ");
     Some(Mount {
         number,
@@ -86,7 +85,7 @@ fn parse_line(line: &str) -> Option<Mount> {
     })
 }
 
-/// Text with its octal numbers as the bytes they stand for. A backslash that begins none stays.
+/// A backslash that begins no octal number stays.
 fn unescape(text: &str) -> PathBuf {
     let mut bytes = Vec::with_capacity(text.len());
     let mut rest = text.as_bytes();
@@ -104,7 +103,6 @@ fn unescape(text: &str) -> PathBuf {
     OsString::from_vec(bytes).into()
 }
 
-/// The byte that three octal digits say, and what follows them.
 fn octal(text: &[u8]) -> Option<(u8, &[u8])> {
     let (digits, after) = text.split_at_checked(3)?;
     let value = digits.iter().try_fold(0_u32, |value, digit| {

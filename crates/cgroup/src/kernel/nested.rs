@@ -7,11 +7,9 @@
 //!   11:2 rbytes=0 [NONE] dispatched=0          Android: what its scheduler counts, by class of request
 //! ```
 //!
-//! Keys belong to the device before them. Source: "Nested keyed" in
-//! Documentation/admin-guide/cgroup-v2.rst. Lines did not end between the commits "stop using
-//! seq_get_buf" and "always terminate io.stat lines" of block/blk-cgroup.c.
-//!
-//! Allocates nothing but the error: io.stat is read many times a second.
+//! Source: "Nested keyed" in cgroup-v2.rst; commits "stop using seq_get_buf" and "always terminate
+//! io.stat lines" of block/blk-cgroup.c. Allocates only the error: io.stat is read many times a
+//! second.
 
 use std::ops::ControlFlow;
 
@@ -22,13 +20,8 @@ use super::{Unknown, number};
 /// What the kernel calls a device without a name, since 5.7 and before.
 pub(super) const NAMELESS: [&str; 2] = ["(unknown)", "(null)"];
 
-/// Shows every device, in the file's order, until told to break.
-///
-/// `set` takes one key into the value and gives `None` if its text is not of its form; keys that it
-/// does not know it passes over.
-///
-/// # Errors
-/// At the first line that is neither. What came before has been shown.
+/// Shows every device, in order, until told to break. `set` takes one key into the value; `None`
+/// means a bad value. Fails at the first unknown line, after showing those before it.
 pub(super) fn scan<V: Default>(
     what: &'static str,
     text: &str,
@@ -37,7 +30,6 @@ pub(super) fn scan<V: Default>(
 ) -> Result<(), Unknown> {
     for line in text.lines() {
         let unknown = || Unknown::new(what, line);
-        // The device, none if it has no name, and what is known of it.
         let mut current: Option<(Option<Number>, V)> = None;
         for word in line.split_ascii_whitespace() {
             if let Some((key, value)) = word.split_once('=') {
@@ -65,7 +57,6 @@ pub(super) fn scan<V: Default>(
     Ok(())
 }
 
-/// Every device of a file, in its order.
 pub(super) fn all<V: Default>(
     what: &'static str,
     text: &str,

@@ -5,39 +5,30 @@
 //!   full avg10=0.00 avg60=0.10 avg300=0.90 total=4346621964
 //! ```
 //!
-//! There since Linux 4.20, if built in and not switched off by `psi=0`, when reading fails with
-//! "Operation not supported". The processor's has no line of `full` before 5.13. Source:
-//! Documentation/accounting/psi.rst.
+//! Since Linux 4.20; with `psi=0` reading fails with EOPNOTSUPP. The processor's has no `full`
+//! before 5.13. Source: Documentation/accounting/psi.rst.
 
 use super::{Unknown, count};
 
 const FILE: &str = "io.pressure";
 
-/// How long something stood still for want of I/O.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub(crate) struct Stall {
-    /// Share of the last 10 seconds, in percent.
+    /// Percent of the last 10 s, and so on.
     pub(crate) avg10: f64,
-    /// Share of the last 60 seconds, in percent.
     pub(crate) avg60: f64,
-    /// Share of the last 300 seconds, in percent.
     pub(crate) avg300: f64,
     pub(crate) total_us: u64,
 }
 
-/// The pressure in a cgroup, or on the machine.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct Pressure {
-    /// Time during which at least one task waited.
+    /// At least one task waited.
     pub(crate) some: Stall,
-    /// Time during which all that could have run waited.
+    /// All that could have run waited.
     pub(crate) full: Option<Stall>,
 }
 
-/// The whole file.
-///
-/// # Errors
-/// If a line is of no known form, or none says `some`.
 pub(crate) fn parse(text: &str) -> Result<Pressure, Unknown> {
     let (mut some, mut full) = (None, None);
     for line in text.lines() {
@@ -54,7 +45,7 @@ pub(crate) fn parse(text: &str) -> Result<Pressure, Unknown> {
     Ok(Pressure { some, full })
 }
 
-/// The keys of a line, all four of which there must be.
+/// All four keys are required.
 fn parse_stall(keys: &str) -> Option<Stall> {
     let (mut averages, mut total_us) = ([None; 3], None);
     for word in keys.split_ascii_whitespace() {

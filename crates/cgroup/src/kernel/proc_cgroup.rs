@@ -6,9 +6,8 @@
 //!   0::/user.slice/session-1.scope   cgroup v2
 //! ```
 //!
-//! Paths are as the reader's cgroup namespace sees them: what lies outside it begins with `/..`.
-//! The path of a cgroup that was removed under its last process, a zombie, ends in ` (deleted)`.
-//! Source: cgroups(7), cgroup_namespaces(7).
+//! Paths outside the reader's cgroup namespace begin with `/..`; that of a removed cgroup (its last
+//! process is a zombie) ends in ` (deleted)`. Source: cgroups(7), cgroup_namespaces(7).
 
 use std::path::PathBuf;
 
@@ -16,18 +15,16 @@ use super::{Unknown, count};
 
 const FILE: &str = "/proc/PID/cgroup";
 
-/// Where a process is in one hierarchy.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Membership {
-    /// The hierarchy's number; 0 for cgroup v2.
+    /// 0 for cgroup v2.
     pub(crate) hierarchy: u32,
-    /// Its controllers, none for cgroup v2; `name=systemd` for a named hierarchy.
+    /// None for cgroup v2; `name=systemd` for a named hierarchy.
     pub(crate) controllers: Vec<String>,
-    /// The cgroup, from the hierarchy's root.
+    /// From the hierarchy's root.
     pub(crate) path: PathBuf,
 }
 
-/// Every hierarchy, in the file's order.
 pub(crate) fn parse(text: &str) -> Result<Vec<Membership>, Unknown> {
     text.lines().map(|line| parse_line(line).ok_or_else(|| Unknown::new(FILE, line))).collect()
 }

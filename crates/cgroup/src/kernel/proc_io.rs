@@ -1,7 +1,8 @@
 //! What a process or a task has read and written: /proc/PID/io and /proc/PID/task/TID/io.
 //!
 //! ```text
-//!   rchar: 323934931      passed through read(2) and the like, also from the page cache
+//!   rchar: 323934931      bytes asked of read(2) and the like, also from the page cache
+//!   syscr: 632687         calls of read(2) and the like
 //!   read_bytes: 65536     fetched from storage
 //!   write_bytes: 4096     sent to storage, or made dirty, which is when a buffered write counts
 //! ```
@@ -12,29 +13,19 @@ use super::{Unknown, count};
 
 const FILE: &str = "/proc/PID/io";
 
-/// Totals from the task's beginning.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct TaskIo {
-    /// Bytes asked of read(2) and the like.
     pub(crate) rchar: u64,
-    /// Bytes given to write(2) and the like.
     pub(crate) wchar: u64,
-    /// Calls of read(2) and the like.
     pub(crate) syscr: u64,
-    /// Calls of write(2) and the like.
     pub(crate) syscw: u64,
-    /// Bytes fetched from storage.
     pub(crate) read_bytes: u64,
-    /// Bytes sent to storage, directly or by making pages dirty.
     pub(crate) write_bytes: u64,
-    /// Bytes of dirty pages that were dropped before they were written.
+    /// Of dirty pages that were dropped before they were written.
     pub(crate) cancelled_write_bytes: u64,
 }
 
-/// The whole file. Keys that a kernel does not have are 0.
-///
-/// # Errors
-/// If a line is of no known form, or there is none.
+/// Keys that a kernel does not have are 0.
 pub(crate) fn parse(text: &str) -> Result<TaskIo, Unknown> {
     let mut io = TaskIo::default();
     if text.trim().is_empty() {

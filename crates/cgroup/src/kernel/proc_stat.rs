@@ -1,5 +1,4 @@
-//! A task's name, state, beginning and time waited for I/O: /proc/PID/stat and
-//! /proc/PID/task/TID/stat.
+//! A task's name, state, beginning and time waited for I/O: /proc/PID[/task/TID]/stat.
 //!
 //! ```text
 //!   2301 (kworker/u8:2-ev) I 2 0 …
@@ -13,35 +12,29 @@ use std::time::Duration;
 use super::{Unknown, count};
 
 const FILE: &str = "/proc/PID/stat";
-/// What times are counted in. The kernel's USER_HZ is 100 on every architecture that Rust knows a
-/// Linux of (include/uapi/asm-generic/param.h).
+/// USER_HZ is 100 on every architecture of Rust on Linux (include/uapi/asm-generic/param.h).
 pub(crate) const TICK: Duration = Duration::from_millis(10);
-/// starttime.
 const START: usize = 22;
-/// delayacct_blkio_ticks.
 const BLKIO_DELAY: usize = 42;
-/// ppid, the first field taken after the state.
+/// The first field taken after the state.
 const PARENT: usize = 4;
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct TaskStat {
     pub(crate) pid: i32,
-    /// Its name, up to 15 bytes, longer for the kernel's own workers; with newlines and backslashes
-    /// as `\n` and `\\`.
+    /// Up to 15 bytes, longer for kernel workers; with newlines and backslashes as `\n` and `\\`.
     pub(crate) name: String,
     /// `R` running, `S` asleep, `D` waiting for I/O, and others.
     pub(crate) state: char,
-    /// Its parent's id; 0 if it has none in this namespace.
+    /// 0 if it has none in this namespace.
     pub(crate) parent: i32,
-    /// When it began, in ticks (sysconf(3), `_SC_CLK_TCK`) since the machine did: with its id, this
-    /// tells it from all others.
+    /// Ticks (`_SC_CLK_TCK`) since boot: with the id, this tells the task from all others.
     pub(crate) start_ticks: u64,
-    /// Time waited for I/O, in ticks; 0 where delay accounting is off (`kernel.task_delayacct`),
-    /// its default since Linux 5.14.
+    /// Ticks; 0 where delay accounting is off (`kernel.task_delayacct`), the default since Linux
+    /// 5.14.
     pub(crate) blkio_delay_ticks: u64,
 }
 
-/// The whole file.
 pub(crate) fn parse(text: &str) -> Result<TaskStat, Unknown> {
     parse_text(text).ok_or_else(|| Unknown::new(FILE, text))
 }

@@ -27,7 +27,6 @@ macro_rules! sample {
     };
 }
 
-/// Every sample.
 static SAMPLES: LazyLock<Vec<String>> = LazyLock::new(|| {
     let directory = Path::new(env!("CARGO_MANIFEST_DIR")).join("src/kernel/samples");
     let files = std::fs::read_dir(directory).expect("there").map(|entry| entry.expect("read").path());
@@ -40,12 +39,12 @@ fn n(major: u64, minor: u64) -> Number {
     Number { major, minor }
 }
 
-/// Totals in the order in which the kernel prints them.
+/// In the order in which the kernel prints them.
 fn usage([read_bytes, written_bytes, reads, writes, discarded_bytes, discards]: [u64; 6]) -> Usage {
     Usage { read_bytes, written_bytes, reads, writes, discarded_bytes, discards }
 }
 
-/// Limits in the order in which the kernel prints them.
+/// In the order in which the kernel prints them.
 fn rates([read_bps, write_bps, read_iops, write_iops]: [Option<u64>; 4]) -> Rates {
     Rates { bps: [read_bps, write_bps], iops: [read_iops, write_iops] }
 }

@@ -1,4 +1,4 @@
-//! Weights, and whether anything on the device heeds them: io.weight, io.bfq.weight, io.cost.qos,
+//! Weights, and what on the device obeys them: io.weight, io.bfq.weight, io.cost.qos,
 //! queue/scheduler.
 //!
 //! ```text
@@ -9,8 +9,8 @@
 //!   queue/scheduler   none [mq-deadline] kyber bfq
 //! ```
 //!
-//! Source: Documentation/admin-guide/cgroup-v2.rst, "IO Interface Files";
-//! Documentation/block/bfq-iosched.rst; Documentation/ABI/stable/sysfs-block.
+//! Source: cgroup-v2.rst, "IO Interface Files"; Documentation/block/bfq-iosched.rst;
+//! Documentation/ABI/stable/sysfs-block.
 
 use block::device::Number;
 
@@ -24,14 +24,13 @@ pub(crate) struct Weights {
 }
 
 impl Weights {
-    /// The weight on a device.
     pub(crate) fn on(&self, device: Number) -> Option<u32> {
         let own = self.devices.iter().find(|(number, _)| *number == device);
         own.map(|(_, weight)| *weight).or(self.default)
     }
 }
 
-/// The whole of io.weight or io.bfq.weight.
+/// Of io.weight or io.bfq.weight.
 pub(crate) fn weights(text: &str) -> Result<Weights, Unknown> {
     let mut weights = Weights::default();
     for line in text.lines() {
@@ -60,11 +59,7 @@ pub(crate) fn cost_enabled(text: &str) -> Result<Vec<(Number, bool)>, Unknown> {
     })
 }
 
-/// The scheduler in force, of those that queue/scheduler lists; `None` if the device has none to
-/// choose from and says so with nothing.
-///
-/// # Errors
-/// If several are listed and none is marked.
+/// The scheduler in force; `None` if the device has none to choose from.
 pub(crate) fn scheduler(text: &str) -> Result<Option<&str>, Unknown> {
     let mut words = text.split_ascii_whitespace();
     let marked = words.clone().find_map(|word| word.strip_prefix('[')?.strip_suffix(']'));

@@ -1,5 +1,4 @@
-//! What weir itself keeps for a cgroup: limits with bursts, a watermark, a group, which the
-//! kernel's own files cannot say.
+//! What weir itself keeps for a cgroup and the kernel cannot: bursts, a watermark, a group.
 
 use std::path::Path;
 
@@ -10,21 +9,18 @@ use serde_json::{Value, json};
 
 use super::kept::Kept;
 
-/// What was asked for with `weir cgroup limit`.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Asked {
     /// The cgroup's own, or its group's.
     pub(crate) limits: Limits,
     /// Percent of the device below which limits are lifted; 0 never.
     pub(crate) watermark: u8,
-    /// Its share beside others', if one was asked for.
     pub(crate) weight: Option<u32>,
     /// Whose limits they are, if not its own.
     pub(crate) group: Option<String>,
 }
 
 impl Asked {
-    /// Of this cgroup on this device, if anything is kept.
     pub(crate) fn of(kept: &Kept, name: &Path, device: Number) -> Option<Self> {
         let is_this = |number: anyhow::Result<Number>| number.is_ok_and(|number| number == device);
         let entry = kept.limits.iter().find(|entry| entry.cgroup == name && is_this(entry.device()))?;
@@ -38,7 +34,6 @@ impl Asked {
         })
     }
 
-    /// The limits by their names, without those that are none.
     pub(crate) fn named(&self) -> Named {
         let is_set = |setting: &Setting| match *setting {
             Setting::Limit(kind, _) => self.limits.limit(kind).rate > 0,
@@ -57,7 +52,7 @@ impl Asked {
         })
     }
 
-    /// In short: `bps-w 4M↑20M×5s, watermark 90%, group tenant, weight 200`.
+    /// As `bps-w 4M↑20M×5s, watermark 90%, group tenant, weight 200`.
     pub(crate) fn text(&self) -> String {
         let mut parts = Vec::new();
         if !self.limits.is_unlimited() {

@@ -1,15 +1,12 @@
-//! The limits that were asked for, in one file: what the kernel's own files cannot say (bursts,
-//! watermarks, groups), and what they fall back to.
+//! The limits that were asked for, in one file: also bursts, watermarks and groups.
 //!
 //! ```text
 //!   weir cgroup limit ──► /run/weir/cgroups.json ──► weir cgroup watch, its guard, weir cgroup show
 //! ```
 //!
-//! Beside the kernel's cgroups, and gone with them when the machine ends, unless the user wants
-//! them elsewhere. Written whole or not at all, under a lock (`locks.rs`); a file that is not of
-//! this form is an error that names it, and is never written over.
-//!
-//! Never touches a cgroup.
+//! Gone when the machine stops, like cgroups, unless the user names another place. Written whole or
+//! not at all, under a lock (`locks.rs`). A file of another form is an error that names it, and is
+//! never overwritten. Never touches a cgroup.
 
 use std::{
     collections::{BTreeMap, HashSet},
@@ -30,20 +27,16 @@ use settings::state::whole_file;
 
 use crate::{control_group::ControlGroup, kernel};
 
-/// Where limits are kept if nothing else is said.
 pub(crate) const USUAL: &str = "/run/weir/cgroups.json";
-/// Largest file that is read: some ten thousand control groups.
+/// Enough for some ten thousand control groups.
 const MAX_FILE_BYTES: u64 = 16 << 20;
-/// The weight of who was given none.
 pub(crate) const DEFAULT_WEIGHT: u32 = 100;
 
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub(crate) struct Kept {
-    /// Limits that several share, by their group's name.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub(crate) groups: BTreeMap<String, Shared>,
-    /// Who is limited, and on which device.
     #[serde(default)]
     pub(crate) limits: Vec<Entry>,
 }
@@ -51,21 +44,19 @@ pub(crate) struct Kept {
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub(crate) struct Shared {
-    /// By their names; what is not named is not limited.
     #[serde(default)]
     limits: BTreeMap<String, u64>,
     #[serde(default)]
     watermark: u8,
 }
 
-/// One control group on one device.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub(crate) struct Entry {
     /// Its path from where cgroups are mounted.
     pub(crate) cgroup: PathBuf,
     device: String,
-    /// What the disk is called for good, for its capacity.
+    /// The disk's permanent name, for its capacity.
     pub(crate) device_key: String,
     /// `None`: the limits are its own.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -77,19 +68,18 @@ pub(crate) struct Entry {
     own: Shared,
 }
 
-/// What is asked to be different. What is not named stays.
+/// A change; what is not named stays.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Change {
-    /// Limits, 0 for none.
+    /// 0 for none.
     pub(crate) limits: Vec<(Setting, u64)>,
     pub(crate) watermark: Option<u8>,
     pub(crate) weight: Option<u32>,
-    /// An empty name: none any more.
+    /// An empty name leaves the group.
     pub(crate) group: Option<String>,
 }
 
 impl Change {
-    /// To what the kernel holds somebody to.
     pub(crate) fn of_rates(Rates { bps, iops }: Rates) -> Self {
         const KINDS: [LimitKind; 4] =
             [LimitKind::BpsRead, LimitKind::BpsWrite, LimitKind::IopsRead, LimitKind::IopsWrite];
@@ -98,17 +88,12 @@ impl Change {
         Self { limits: limits.collect(), ..Self::default() }
     }
 
-    /// Whether nothing is asked for.
     pub(crate) fn is_empty(&self) -> bool {
         self.limits.is_empty() && self.watermark.is_none() && self.weight.is_none() && self.group.is_none()
     }
 }
 
 impl Shared {
-    /// The limits.
-    ///
-    /// # Errors
-    /// If a name is unknown, a value out of range, or they contradict each other.
     pub(crate) fn limits(&self) -> anyhow::Result<Limits> {
         let mut limits = Limits::default();
         for (name, &value) in &self.limits {
@@ -119,17 +104,13 @@ impl Shared {
         Ok(limits)
     }
 
-    /// The watermark.
-    ///
-    /// # Errors
-    /// If it is above 100.
     pub(crate) fn watermark(&self) -> anyhow::Result<Watermark> {
         Watermark::new(self.watermark).with_context(|| format!("watermark {} is above 100", self.watermark))
     }
 
     fn change(&mut self, change: &Change) {
         for (setting, value) in &change.limits {
-            // A burst of 0 seconds is not none, but wrong.
+            // A burst of 0 seconds is an error, not the removal of one.
             let is_length = matches!(setting, Setting::Limit(_, Part::BurstLength));
             if *value == 0 && !is_length {
                 self.limits.remove(setting.name());
@@ -141,7 +122,7 @@ impl Shared {
         self.watermark = change.watermark.unwrap_or(self.watermark);
     }
 
-    /// A burst goes with its limit, unless it is asked for.
+    /// Removes a burst with its limit, unless it is asked for.
     fn drop_burst_of(&mut self, limit: Setting, change: &Change) {
         let Setting::Limit(kind, Part::Rate) = limit else { return };
         for part in [Part::BurstRate, Part::BurstLength].map(|part| Setting::Limit(kind, part)) {
@@ -153,12 +134,11 @@ impl Shared {
 }
 
 impl Entry {
-    /// The disk's number.
     pub(crate) fn device(&self) -> anyhow::Result<Number> {
         kernel::number(&self.device).with_context(|| format!("{:?} is no device's number", self.device))
     }
 
-    /// The disk's number as it is written, `254:0`.
+    /// As it is written, `254:0`.
     pub(crate) fn device_text(&self) -> &str {
         &self.device
     }
@@ -171,7 +151,7 @@ impl Entry {
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
                 bail!("device {number} is not there (its limits wait for it)")
             }
-            // That it cannot be asked does not make it another.
+            // A disk that cannot be asked is not therefore another.
             Err(_) => return Ok(number),
         };
         if !identity.can_be(&self.device_key) {
@@ -184,8 +164,7 @@ impl Entry {
         Ok(number)
     }
 
-    /// Whether a text could mean its disk, which need not be there: then its number does, and any
-    /// path.
+    /// Whether a text could mean its disk, also if that is gone: by its number, or as any path.
     pub(crate) fn could_be_on(&self, device: &str, known: Option<Number>) -> bool {
         match known {
             Some(number) => self.device().is_ok_and(|own| own == number),
@@ -193,19 +172,17 @@ impl Entry {
         }
     }
 
-    /// Its share beside others'.
     pub(crate) fn weight(&self) -> u32 {
         if self.weight == 0 { DEFAULT_WEIGHT } else { self.weight }
     }
 
-    /// The weight, if one was asked for.
     pub(crate) fn given_weight(&self) -> Option<u32> {
         (self.weight != 0).then_some(self.weight)
     }
 }
 
 impl Kept {
-    /// The limits that hold for an entry: its own, or its group's.
+    /// Its own limits, or its group's.
     pub(crate) fn shared<'a>(&'a self, entry: &'a Entry) -> &'a Shared {
         static NONE: Shared = Shared { limits: BTreeMap::new(), watermark: 0 };
         match &entry.group {
@@ -214,17 +191,12 @@ impl Kept {
         }
     }
 
-    /// What is kept of a control group on a device.
     pub(crate) fn entry(&self, group: &ControlGroup, device: Number) -> Option<&Entry> {
         let device = device.to_string();
         self.limits.iter().find(|entry| entry.cgroup == group.name && entry.device == device)
     }
 
-    /// Makes a change to a control group's limits on a device, which is called `device_key` for
-    /// good.
-    ///
-    /// # Errors
-    /// If what holds then makes no sense; nothing is changed.
+    /// Changes a control group's limits on a device; on an error nothing is changed.
     pub(crate) fn change(
         &mut self,
         group: &ControlGroup,
@@ -267,13 +239,12 @@ impl Kept {
         Ok(())
     }
 
-    /// Forgets a control group's limits on a device. False if there were none.
+    /// Returns false if there were none.
     pub(crate) fn remove(&mut self, group: &ControlGroup, device: Number) -> bool {
         let device = device.to_string();
         !self.forget(|entry| entry.cgroup == group.name && entry.device == device).is_empty()
     }
 
-    /// Forgets every entry that this is true of, and says which they were.
     pub(crate) fn forget(&mut self, is_meant: impl Fn(&Entry) -> bool) -> Vec<Entry> {
         let (forgotten, limits) = std::mem::take(&mut self.limits).into_iter().partition(is_meant);
         self.limits = limits;
@@ -286,7 +257,6 @@ impl Kept {
         self.groups.retain(|name, _| limits.iter().any(|entry| entry.group.as_ref() == Some(name)));
     }
 
-    /// Whether all of it makes sense.
     fn check(&self) -> anyhow::Result<()> {
         for (name, shared) in &self.groups {
             shared.limits().and_then(|_| shared.watermark()).with_context(|| format!("group {name}"))?;
@@ -313,10 +283,7 @@ impl Kept {
         Ok(())
     }
 
-    /// What is in the file; nothing if there is none.
-    ///
-    /// # Errors
-    /// If it cannot be read or is not of this form.
+    /// Empty if there is no file.
     pub(crate) fn load(path: &Path) -> anyhow::Result<Self> {
         let read = || -> anyhow::Result<Self> {
             let Some(text) = whole_file::read(path, MAX_FILE_BYTES)? else { return Ok(Self::default()) };
@@ -332,16 +299,13 @@ impl Kept {
         })
     }
 
-    /// What is in the file; what was there before, if that cannot be used or was removed.
+    /// The file's limits, or `before` if the file cannot be used or was removed.
     pub(crate) fn latest(path: &Path, before: &Self) -> Self {
         let latest = path.exists().then(|| Self::load(path).ok()).flatten();
         latest.unwrap_or_else(|| before.clone())
     }
 
-    /// Writes the file, in place of an earlier one.
-    ///
-    /// # Errors
-    /// If that fails; the file is then as it was.
+    /// Replaces the file; on an error it stays as it was.
     pub(super) fn save(&self, path: &Path) -> anyhow::Result<()> {
         let write = || -> anyhow::Result<()> {
             let mut text = serde_json::to_vec_pretty(self)?;
@@ -355,15 +319,13 @@ impl Kept {
     }
 }
 
-/// Which version of the file this is: different after each change.
+/// The version of the file: differs after each change.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Stamp(Option<(u64, i64, i64)>);
 
 impl Stamp {
-    /// Of no file.
     pub(crate) const NONE: Self = Self(None);
 
-    /// Of the file as it is now.
     pub(crate) fn of(path: &Path) -> Self {
         Self(
             fs::metadata(path).ok().map(|metadata| (metadata.ino(), metadata.mtime(), metadata.mtime_nsec())),

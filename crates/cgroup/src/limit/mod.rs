@@ -7,8 +7,8 @@
 //! ```
 //!
 //! The kernel is told first, and only what it took is kept; what is to be removed is forgotten
-//! first, and kept again if the kernel refuses. All of a change is made, or none of it: also where
-//! a group's other members get less by it.
+//! first, and kept again if the kernel refuses. A change is made for all members of a group, or for
+//! none.
 
 pub(crate) mod arguments;
 pub(crate) mod asked;
@@ -41,16 +41,12 @@ use super::{
 };
 use crate::limit::arguments::LimitArgs;
 
-/// Does what `weir cgroup limit` was asked.
-///
-/// # Errors
-/// [`Failure::Usage`] if nothing was asked for, [`Failure::Failed`] if it cannot be done.
 pub(crate) fn run(arguments: LimitArgs) -> Result<(), Failure> {
     let change = arguments.settings.change();
     if arguments.remove && !change.is_empty() {
         return Err(Failure::Usage(anyhow!("--remove removes all limits: it goes with no other setting")));
     }
-    // A change is made or not; half of one would be left if the command ended in between.
+    // A signal in the middle would leave half of a change.
     let _signals = Signals::block().context("signals cannot be blocked")?;
     let hierarchy = Hierarchy::discover(Roots::default())?;
     let group = target::resolve(&hierarchy, &arguments.cgroup);
@@ -86,7 +82,7 @@ pub(crate) fn run(arguments: LimitArgs) -> Result<(), Failure> {
     Ok(())
 }
 
-/// What holds now: what the kernel was told last, and what was asked for.
+/// What the kernel was told last, and what was asked for.
 fn holds(file: &Path, group: &ControlGroup, device: &Identity) -> anyhow::Result<Outcome> {
     let kept = Kept::load(file)?;
     let asked = Asked::of(&kept, &group.name, device.number());
@@ -94,11 +90,7 @@ fn holds(file: &Path, group: &ControlGroup, device: &Identity) -> anyhow::Result
     Ok(Outcome::new(group, device, told, asked, Vec::new()))
 }
 
-/// Changes what a control group may do on a device, and keeps it in the file.
-///
-/// # Errors
-/// If the change makes no sense, the kernel or systemd refuse it, or the file cannot be written.
-/// Then all is as it was.
+/// Changes what a control group may do on a device, and keeps it; on an error all is as before.
 pub(crate) fn set(
     hierarchy: &Hierarchy,
     file: &Path,
@@ -113,7 +105,7 @@ pub(crate) fn set(
     let before = locked.kept.clone();
     let place = (device.number(), device.key());
     let is_new = before.entry(group, device.number()).is_none();
-    // Where the controller is not enabled yet there is nothing to be found.
+    // Without the controller there is nothing to be found.
     let has_limits = group.version == Version::V1 || group.has("io.max");
     let found = if is_new && has_limits { tell::told(group, device.number())? } else { Rates::NONE };
     let mut notices = Vec::new();
@@ -121,7 +113,7 @@ pub(crate) fn set(
     {
         notices.push(format!("it had limits that were not set by weir; those of group {name} hold instead"));
     } else if found != Rates::NONE {
-        // What is not named stays, also where it was not weir that set it.
+        // What is not named stays, even if another program set it.
         locked.kept.change(group, place, &Change::of_rates(found))?;
         notices.push(
             "it had limits that were not set by weir; those that are not named stay, and are weir's now"
@@ -163,9 +155,6 @@ pub(crate) fn set(
 }
 
 /// Removes all that is kept of a control group on a device.
-///
-/// # Errors
-/// If there is nothing, or the kernel or systemd refuse.
 pub(crate) fn remove(
     hierarchy: &Hierarchy,
     file: &Path,
@@ -211,11 +200,8 @@ pub(crate) fn remove(
     Ok(Outcome::new(group, device, Rates::NONE, None, Vec::new()))
 }
 
-/// Forgets what is kept of a control group or a disk that is not there any more, and gives its part
-/// to the others.
-///
-/// # Errors
-/// `why` it is not there, if nothing of that name is kept either.
+/// Forgets what is kept of a control group or a disk that is gone, and gives its part to the
+/// others; `why` is the error if nothing is kept.
 fn forget(
     hierarchy: &Hierarchy,
     arguments: &LimitArgs,
@@ -260,7 +246,6 @@ fn forget(
     Ok(print(&forgotten.iter().map(line).collect::<String>())?)
 }
 
-/// What cgroup v1 cannot do, for whoever sets a limit there.
 const V1: &str = "cgroup v1 limits direct I/O and reads; buffered writes are charged to nobody's limit there \
                   (`weir cgroup explain` shows it; boot with systemd.unified_cgroup_hierarchy=1 for v2)";
 
@@ -284,8 +269,7 @@ fn only_rates(limits: &Limits, change: &Change) -> anyhow::Result<()> {
     )
 }
 
-/// Sees to it that the control group has the controllers that limits need: io, and memory to know
-/// whose a buffered write is.
+/// Enables the controllers that limits need: io, and memory to know whose a buffered write is.
 fn enable(group: &ControlGroup, notices: &mut Vec<String>) -> anyhow::Result<()> {
     group.enable(&["io"])?;
     if let Err(error) = group.enable(&["memory"]) {
@@ -294,7 +278,6 @@ fn enable(group: &ControlGroup, notices: &mut Vec<String>) -> anyhow::Result<()>
     Ok(())
 }
 
-/// What the caller should know of what he asked for.
 fn remarks(
     before: &Kept,
     kept: &Kept,

@@ -1,5 +1,4 @@
-//! What `weir cgroup limit` prints: what the kernel was told, what was asked for, and what the
-//! caller should know.
+//! What `weir cgroup limit` prints.
 
 use block::device::Identity;
 use console::table;
@@ -9,19 +8,17 @@ use serde::Serialize;
 use super::asked::Asked;
 use crate::control_group::ControlGroup;
 
-/// What holds after a change.
 #[derive(Debug, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) struct Outcome {
     cgroup: String,
     device: String,
-    /// What the kernel was told of this control group.
+    /// What the kernel was told.
     #[serde(flatten)]
     rates: Told,
-    /// What is kept of it; nothing where weir has set no limit.
+    /// Nothing where weir has set no limit.
     #[serde(serialize_with = "as_json")]
     pub(super) asked: Option<Asked>,
-    /// What the caller should know.
     pub(crate) notices: Vec<String>,
 }
 

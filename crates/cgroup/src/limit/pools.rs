@@ -1,5 +1,4 @@
-//! From what was asked for to pools that can be steered: one for each group, one for each control
-//! group without.
+//! From what was asked for to pools that can be steered: one for each group or lone control group.
 
 use std::collections::BTreeMap;
 
@@ -15,9 +14,8 @@ use super::kept::{Entry, Kept};
 /// Limits, and who shares them.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Sharing {
-    /// What it is called: `group tenant`, or `/system.slice/nginx.service on 254:0`.
+    /// `group tenant`, or `/system.slice/nginx.service on 254:0`.
     pub(crate) name: String,
-    /// Valid.
     pub(crate) limits: Limits,
     pub(crate) watermark: Watermark,
     /// One at least.
@@ -25,7 +23,6 @@ pub(crate) struct Sharing {
 }
 
 impl Sharing {
-    /// All that is kept.
     pub(crate) fn all(kept: &Kept) -> anyhow::Result<Vec<Self>> {
         let mut alone = Vec::new();
         let mut groups: BTreeMap<&str, Self> = BTreeMap::new();
@@ -46,13 +43,13 @@ impl Sharing {
         Ok(alone.into_iter().chain(groups.into_values()).collect())
     }
 
-    /// The same without the members that are not there.
+    /// Only the members that are there.
     pub(crate) fn of_those(mut self, are_there: impl Fn(&Entry) -> bool) -> Self {
         self.members.retain(are_there);
         self
     }
 
-    /// A pool of these limits and members, with empty buckets.
+    /// With empty buckets.
     pub(crate) fn pool(&self, now: Instant) -> Pool {
         let mut pool = Pool::new(&self.limits, now);
         self.members.iter().for_each(|entry| pool.add(Member::new(entry.weight())));
@@ -66,7 +63,7 @@ impl Sharing {
         total || self.members.len() > 1
     }
 
-    /// Whether the kernel alone does not keep these limits: somebody must watch.
+    /// Whether the kernel alone does not keep these limits.
     pub(crate) fn needs_watch(&self) -> bool {
         self.watermark != Watermark::ALWAYS || is_steered(&self.limits, self.members.len())
     }

@@ -1,8 +1,6 @@
-//! What holds when nobody steers: limits without bursts, whatever the watermark, divided by weight
-//! among those who are there.
-//!
-//! What `weir cgroup limit` tells at once, and what a watch, its guard, and whoever comes after
-//! them fall back to.
+//! What holds when nobody steers: limits without bursts or watermark, divided by weight among who
+//! is there. `weir cgroup limit` tells this at once, and a watch, its guard, and their successors
+//! fall back to it.
 
 use std::{
     collections::{HashMap, HashSet},
@@ -26,8 +24,8 @@ use crate::{
 
 pub(crate) type Settled = (ControlGroup, Number, Rates);
 
-/// What each control group that is there is held to when nobody steers. One whose disk is gone, or
-/// another's by now, is held to nothing and leaves its part to the others.
+/// Of each control group that is there. One whose disk is gone or replaced leaves its part to the
+/// others.
 pub(crate) fn settled(hierarchy: &Hierarchy, kept: &Kept) -> anyhow::Result<Vec<Settled>> {
     let mut all = Vec::new();
     for sharing in Sharing::all(kept)? {
@@ -36,7 +34,6 @@ pub(crate) fn settled(hierarchy: &Hierarchy, kept: &Kept) -> anyhow::Result<Vec<
     Ok(all)
 }
 
-/// The same of those who share a limit.
 pub(crate) fn settled_of(hierarchy: &Hierarchy, sharing: Sharing) -> anyhow::Result<Vec<Settled>> {
     let roots = hierarchy.roots.of_devices();
     let sharing = sharing.of_those(|entry| {
@@ -52,9 +49,8 @@ pub(crate) fn settled_of(hierarchy: &Hierarchy, sharing: Sharing) -> anyhow::Res
     held.map(|(entry, rates)| place(entry).map(|(group, device)| (group, device, rates))).collect()
 }
 
-/// Whether an entry's disk is there, and no other by now. Where the kernel holds the control group
-/// to something there, it is: limits go with their disk. Only where it does not the disk itself is
-/// asked, which may take its time.
+/// Whether an entry's disk is there, and no other by now. It is if the kernel has a limit there:
+/// limits go with their disk. Asking the disk itself may take time.
 pub(crate) fn same_disk(group: &ControlGroup, entry: &Entry, roots: &Roots) -> anyhow::Result<()> {
     let number = entry.device()?;
     if tell::told(group, number).is_ok_and(|told| told != Rates::NONE) {
@@ -64,10 +60,7 @@ pub(crate) fn same_disk(group: &ControlGroup, entry: &Entry, roots: &Roots) -> a
 }
 
 /// Tells the kernel, and systemd, what holds after a change, wherever that differs from before; who
-/// gets less first. Returns what `of` was told, which is told in any case.
-///
-/// # Errors
-/// If one is refused; then all are as they were.
+/// gets less first. Returns what `of` was told. On an error all are as they were.
 pub(super) fn change(
     hierarchy: &Hierarchy,
     before: &Kept,
@@ -84,8 +77,7 @@ pub(super) fn change(
         .collect();
     let shared = of.map(|of| sharing_with(after, of)).transpose()?.unwrap_or_default();
     let differs = |(group, number): &(ControlGroup, Number), rates: &Rates| {
-        // Who shares with it may be held to something else than this was computed from: it was
-        // alone for a while.
+        // Who shares with it may be held to another rate: it was alone for a while.
         shared.contains(&(group.name.clone(), *number))
             && tell::told(group, *number).is_ok_and(|told| told != *rates)
     };
@@ -122,15 +114,12 @@ fn sum(Rates { bps, iops }: &Rates) -> u128 {
     bps.iter().chain(iops).map(|rate| rate.map_or(u128::from(u64::MAX), u128::from)).sum()
 }
 
-/// Holds every control group to what was configured, without bursts. One that refuses does not keep
-/// it from the others.
-///
-/// # Errors
-/// The last of what was refused; the others have been complained of.
+/// Holds every control group to its limits without bursts. Errors do not stop it; the last is
+/// returned, and the others are printed.
 pub(crate) fn settle(hierarchy: &Hierarchy, kept: &Kept) -> anyhow::Result<()> {
     let mut failed: Option<anyhow::Error> = None;
     for (group, device, rates) in settled(hierarchy, kept)? {
-        // Who has a weight alone is nobody's to limit: what somebody else has set there stays.
+        // With a weight alone, what somebody else has set there stays.
         if rates == Rates::NONE {
             continue;
         }
@@ -142,21 +131,19 @@ pub(crate) fn settle(hierarchy: &Hierarchy, kept: &Kept) -> anyhow::Result<()> {
     failed.map_or(Ok(()), Err)
 }
 
-/// The same with what is in the file now, or was last if that cannot be used, while nobody changes
-/// it.
+/// The same with the file's limits now, or `last` if that cannot be used, while nobody changes it.
 pub(crate) fn settle_latest(hierarchy: &Hierarchy, path: &Path, last: &Kept) -> anyhow::Result<()> {
     let _unchanged = Unchanged::take(path);
     settle(hierarchy, &Kept::latest(path, last))
 }
 
-/// Tells the kernel, unless it has been told the same; and has the controllers handed down first.
+/// Hands the controllers down and tells the kernel, unless it has been told the same.
 pub(crate) fn hold(group: &ControlGroup, device: Number, rates: Rates) -> anyhow::Result<()> {
     hand_down(group)?;
     tell_if_different(group, device, rates)
 }
 
-/// Has the levels above hand down the controllers that limits need, if they do not, as after the
-/// machine's start.
+/// The controllers may be missing after the machine's start.
 pub(crate) fn hand_down(group: &ControlGroup) -> anyhow::Result<()> {
     if group.version == Version::V1 || group.has("io.stat") {
         return Ok(());
@@ -167,13 +154,9 @@ pub(crate) fn hand_down(group: &ControlGroup) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Tells systemd what it has not been told of a control group, as after the machine's start: it
-/// takes back a controller that none of its units asks for, and the limits with it (seen with
-/// version 252). Nobody changes limits meanwhile; false if somebody does, and it is to be tried
-/// again.
-///
-/// # Errors
-/// If systemd cannot be asked, or refuses.
+/// Tells systemd what it has not been told of a control group: it takes back a controller that none
+/// of its units asks for, and the limits with it (seen with version 252). False if somebody changes
+/// limits meanwhile: to be tried again.
 pub(crate) fn tell_systemd(hierarchy: &Hierarchy, path: &Path, group: &ControlGroup) -> anyhow::Result<bool> {
     let unchanged = Unchanged::take(path);
     if !unchanged.is_held() {
@@ -189,8 +172,8 @@ pub(crate) fn tell_systemd(hierarchy: &Hierarchy, path: &Path, group: &ControlGr
     Ok(true)
 }
 
-/// What systemd has not been told of what is kept of some control groups, of those that are there
-/// and whose disk is. With the rates of each beside all others, there or not.
+/// What systemd has not been told of these control groups, of those that are there with their disk;
+/// with the rates of each beside all others, there or not.
 pub(crate) fn unknown_to_systemd(
     hierarchy: &Hierarchy,
     kept: &Kept,
@@ -219,12 +202,11 @@ pub(crate) fn unknown_to_systemd(
     Ok(unknown)
 }
 
-/// Tells the kernel, unless it has been told the same: each time costs it some precision.
+/// Not if it has been told the same: each time costs it some precision.
 pub(crate) fn tell_if_different(group: &ControlGroup, device: Number, rates: Rates) -> anyhow::Result<()> {
     tell_after(group, device, tell::told(group, device).ok(), rates)
 }
 
-/// The same for who knows already what it has been told.
 pub(crate) fn tell_after(
     group: &ControlGroup,
     device: Number,
@@ -234,7 +216,7 @@ pub(crate) fn tell_after(
     if told == Some(tell::as_kept(rates)) { Ok(()) } else { tell::tell(group, device, rates) }
 }
 
-/// The device's node, for systemd; one that is gone is called by its number.
+/// The device's node, for systemd; its number if it is gone.
 pub(super) fn node(hierarchy: &Hierarchy, number: Number) -> String {
     Identity::resolve(number, &hierarchy.roots.of_devices())
         .map_or_else(|_| format!("/dev/block/{number}"), |identity| identity.node())

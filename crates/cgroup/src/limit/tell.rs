@@ -1,13 +1,10 @@
-//! Tells the kernel what a control group may do on a device: all four keys or none, for one or for
-//! several.
+//! Tells the kernel what a control group may do on a device: all four keys or none.
 //!
 //! ```text
 //!   cgroup v2   io.max                         one write(2), which the kernel takes whole or not at all
 //!   cgroup v1   blkio.throttle.*_device × 4    one each; if one is refused, those before are set back
 //!   systemd     IOReadBandwidthMax= × 4        in its own words as well, or it would undo the change at its next occasion
 //! ```
-//!
-//! Never decides what to tell.
 
 use std::{
     io,
@@ -26,8 +23,8 @@ use crate::{
     limit_files,
 };
 
-/// Operations are 32 bits wide in the kernel (block/blk-throttle.c, tg_set_limit), and so many a
-/// second are no limit.
+/// Operations have 32 bits in the kernel (block/blk-throttle.c, tg_set_limit); the largest is no
+/// limit.
 const MOST_OPERATIONS: u64 = u32::MAX as u64;
 
 /// These rates as the kernel gives them back.
@@ -35,8 +32,7 @@ pub(crate) fn as_kept(Rates { bps, iops }: Rates) -> Rates {
     Rates { bps, iops: iops.map(|rate| rate.filter(|rate| *rate < MOST_OPERATIONS)) }
 }
 
-/// What the kernel holds a control group to on a device; nothing, where it has no controller, as
-/// the root.
+/// What the kernel holds a control group to; nothing where it has no controller, as the root.
 pub(crate) fn told(group: &ControlGroup, device: Number) -> anyhow::Result<Rates> {
     let files = limit_files::read(group).with_context(|| format!("cgroup {}", group.name.display()))?;
     if files.is_empty() && (group.version == Version::V1 || !group.exists()) {
@@ -45,10 +41,7 @@ pub(crate) fn told(group: &ControlGroup, device: Number) -> anyhow::Result<Rates
     Ok(limit_files::merged(&files).get(&device).copied().unwrap_or_default())
 }
 
-/// Holds a control group to these rates on a device from now on.
-///
-/// # Errors
-/// If the kernel refuses; then all is as it was.
+/// If the kernel refuses, all is as it was.
 pub(crate) fn tell(group: &ControlGroup, device: Number, rates: Rates) -> anyhow::Result<()> {
     match group.version {
         Version::V2 if rates == Rates::NONE && !group.has("io.max") && group.exists() => Ok(()),
@@ -76,21 +69,17 @@ fn tell_v1(group: &ControlGroup, device: Number, rates: Rates) -> anyhow::Result
     Ok(())
 }
 
-/// What a control group is to be held to on a device, given with its node for systemd; and what it
-/// was before.
+/// What a control group is to be held to on a device, given with its node for systemd.
 #[derive(Clone, Debug)]
 pub(crate) struct Telling {
     pub(crate) group: ControlGroup,
     pub(crate) device: (Number, String),
     pub(crate) rates: Rates,
-    /// Without bursts, as it would be set back: a burst is not systemd's to keep.
+    /// Without bursts, which are not systemd's to keep.
     pub(crate) before: Rates,
 }
 
-/// Tells several, in this order; systemd too, of those that are its.
-///
-/// # Errors
-/// If one is refused; then all are set back.
+/// Tells several, in this order, and systemd. If one is refused, all are set back.
 pub(crate) fn tell_all(hierarchy: &Hierarchy, all: &[Telling]) -> anyhow::Result<()> {
     let both = |telling: &Telling, rates| {
         let Telling { group, device: (number, node), .. } = telling;
@@ -109,10 +98,7 @@ pub(crate) fn tell_all(hierarchy: &Hierarchy, all: &[Telling]) -> anyhow::Result
     Ok(())
 }
 
-/// Tells systemd, if it runs and the control group is one of its units.
-///
-/// # Errors
-/// If it cannot be asked, or refuses.
+/// If it runs and the control group is one of its units.
 pub(crate) fn of_systemd(
     hierarchy: &Hierarchy,
     group: &ControlGroup,
@@ -122,9 +108,8 @@ pub(crate) fn of_systemd(
     set_properties(hierarchy, group, &properties(node, rates))
 }
 
-/// Whether systemd has been told something of a control group on a device, since the machine's
-/// start; also if it is not systemd's. It keeps that in files of /run (systemd.unit(5), "Unit File
-/// Load Path"), one for each property, with scopes among what is transient.
+/// Whether systemd has been told something of a control group on a device since the machine's
+/// start. It keeps one file for each property in /run (systemd.unit(5), "Unit File Load Path").
 pub(super) fn is_known_to_systemd(hierarchy: &Hierarchy, group: &ControlGroup, node: &str) -> bool {
     let Some(unit) = unit_of(group) else { return true };
     let names_node = |path: PathBuf| {
@@ -137,10 +122,7 @@ pub(super) fn is_known_to_systemd(hierarchy: &Hierarchy, group: &ControlGroup, n
     })
 }
 
-/// Sets properties of a control group that is systemd's, until the machine ends.
-///
-/// # Errors
-/// If systemd cannot be asked, or refuses.
+/// Until the machine ends.
 pub(super) fn set_properties(
     hierarchy: &Hierarchy,
     group: &ControlGroup,
@@ -159,10 +141,8 @@ pub(super) fn set_properties(
     Ok(())
 }
 
-/// The unit of the machine's systemd that a control group is, by its place: below slices alone.
-/// What lies deeper belongs to a user's manager, or to one in a container, and this one knows
-/// nothing of it. systemd.resource-control(5) has properties for services, scopes, slices, and what
-/// is mounted.
+/// The unit of the machine's systemd that a control group is: below slices alone. Deeper ones
+/// belong to a user's or a container's manager. Source: systemd.resource-control(5).
 pub(crate) fn unit_of(group: &ControlGroup) -> Option<&str> {
     let mut above = group.name.parent()?.components();
     let is_slice = |component: Component<'_>| match component {
@@ -188,19 +168,16 @@ pub(super) fn is_of_a_user(group: &ControlGroup) -> bool {
     group.name.parent().is_some_and(|above| above.components().any(of_user))
 }
 
-/// The same in systemd's words. No limit is `infinity`; numbers have no suffix, since its K
-/// is 1000.
+/// Numbers have no suffix, since systemd's K is 1000.
 fn properties(node: &str, Rates { bps, iops }: Rates) -> Vec<String> {
     let text = |rate: Option<u64>| rate.map_or_else(|| "infinity".to_owned(), |rate| rate.to_string());
     let rates = bps.into_iter().chain(iops);
     PROPERTIES.iter().zip(rates).map(|(property, rate)| format!("{property}={node} {}", text(rate))).collect()
 }
 
-/// For bytes per second, read and written, and for operations.
 const PROPERTIES: [&str; 4] =
     ["IOReadBandwidthMax", "IOWriteBandwidthMax", "IOReadIOPSMax", "IOWriteIOPSMax"];
 
-/// What an error about one of a control group's files begins with.
 pub(crate) fn about(group: &ControlGroup, file: &str) -> String {
     format!("cgroup {}: {file}", group.name.display())
 }

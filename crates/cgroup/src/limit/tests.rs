@@ -100,7 +100,6 @@ fn what_somebody_else_has_set_stays_unless_it_is_named() {
     assert!(outcome.notices[0].contains("not set by weir"), "{:?}", outcome.notices);
     let told = tell::told(&bench.groups[0], bench.disk.number()).unwrap();
     assert_eq!(told.bps, [Some(1_000_000), Some(5_000_000)]);
-    // And a change that is refused leaves it alone.
     let bench = Bench::v2(&["/b"]);
     bench.machine.write("/b", "io.max", "254:0 rbps=1000000 wbps=max riops=max wiops=max\n");
     assert!(bench.set(0, &change(&[("bps-write-max", 5_000_000)])).is_err());

@@ -1,5 +1,5 @@
-//! Weights: handed to the kernel where something there divides by them, and otherwise kept for the
-//! division of a group's limits.
+//! Weights: told to the kernel where something divides by them, otherwise kept for a group's
+//! division.
 //!
 //! ```text
 //!   io.cost on the device   io.weight        its root's io.cost.qos says enable=1
@@ -7,8 +7,7 @@
 //!   neither                 a group's limits are divided by weight; a weight without a group would mean nothing
 //! ```
 //!
-//! Source: Documentation/admin-guide/cgroup-v2.rst, "IO Interface Files";
-//! Documentation/block/bfq-iosched.rst.
+//! Source: cgroup-v2.rst, "IO Interface Files"; Documentation/block/bfq-iosched.rst.
 
 use std::path::Path;
 
@@ -35,7 +34,6 @@ pub(crate) enum Divider {
 }
 
 impl Divider {
-    /// Where it is told weights.
     fn file(self) -> &'static str {
         match self {
             Self::IoCost => "io.weight",
@@ -50,7 +48,6 @@ impl Divider {
         }
     }
 
-    /// Its largest weight.
     fn most(self) -> u32 {
         match self {
             Self::IoCost => 10_000,
@@ -67,10 +64,7 @@ pub(crate) struct Weight {
     divider: Option<Divider>,
 }
 
-/// What becomes of a weight; `None` if none was given.
-///
-/// # Errors
-/// If nothing would go by it.
+/// What becomes of a weight; an error if nothing would go by it.
 pub(super) fn plan(
     hierarchy: &Hierarchy,
     group: &ControlGroup,
@@ -91,10 +85,6 @@ pub(super) fn plan(
     Ok(Some(Weight { weight, device: device.number(), divider }))
 }
 
-/// What divides by weight on this device.
-///
-/// # Errors
-/// If what the kernel says is of no known form.
 pub(crate) fn divider(hierarchy: &Hierarchy, device: &Identity) -> anyhow::Result<Option<Divider>> {
     let root = hierarchy.root_group()?;
     // Without io.cost in the kernel there is no such file.
@@ -109,9 +99,6 @@ pub(crate) fn divider(hierarchy: &Hierarchy, device: &Identity) -> anyhow::Resul
 
 impl Weight {
     /// Tells the kernel, if something there goes by it. Says what does.
-    ///
-    /// # Errors
-    /// If the kernel refuses.
     pub(super) fn tell(
         self,
         hierarchy: &Hierarchy,
@@ -128,7 +115,6 @@ impl Weight {
         Ok(format!("weight {weight}{capped} is {who}'s to enforce ({file})"))
     }
 
-    /// Who goes by it in the kernel, and which weight that was told.
     fn tell_kernel(self, group: &ControlGroup) -> anyhow::Result<Option<(Divider, u32)>> {
         let Some(divider) = self.divider else { return Ok(None) };
         let (file, told) = (divider.file(), self.weight.min(divider.most()));
@@ -137,12 +123,8 @@ impl Weight {
     }
 }
 
-/// Tells the kernel all weights that are kept of some control groups, of those that are there and
-/// whose disk is, where it has none: it has forgotten them since the machine's start, or since a
-/// control group was made again.
-///
-/// # Errors
-/// The last of what was refused; the others have been complained of.
+/// Tells the kernel weights that it has forgotten, since the machine's start or since a control
+/// group was made again. The last error is returned, and the others are printed.
 pub(crate) fn tell_again(
     hierarchy: &Hierarchy,
     kept: &Kept,
@@ -176,10 +158,6 @@ pub(crate) fn tell_again(
     failed.map_or(Ok(()), Err)
 }
 
-/// Sets a weight back to what it is without one.
-///
-/// # Errors
-/// If the kernel refuses.
 pub(super) fn reset(
     hierarchy: &Hierarchy,
     group: &ControlGroup,

@@ -6,12 +6,9 @@
 //!   passed on as they come      first moment; signals as usual
 //! ```
 //!
-//! The step between is a process of weir's own, so that the command is in the cgroup before its
-//! first instruction, and weir never is: what weir reads and writes counts for nobody, and the
-//! cgroup can be removed whatever happens to the command.
-//!
-//! Signals come as messages on one descriptor together with the news that the command has ended, so
-//! nothing is ever sent to a process that was waited for already, whose number may be another's.
+//! The command is in the cgroup before its first instruction, and weir never is: its own I/O is not
+//! counted, and the cgroup can be removed. Signals and the command's end come on one descriptor, so
+//! none is sent to a process that was waited for, whose number may be another's.
 
 use std::{
     ffi::OsString,
@@ -39,13 +36,12 @@ use crate::{control_group::ControlGroup, run::arguments::EnterArgs, show::tasks}
 /// What somebody sends weir and means for the command.
 const PASSED_ON: [Signal; 4] = [Signal::SIGHUP, Signal::SIGINT, Signal::SIGQUIT, Signal::SIGTERM];
 
-/// The statuses of env(1), nohup(1) and timeout(1): the program was not found, it cannot be run, or
-/// the tool itself failed.
+/// The statuses of env(1), nohup(1) and timeout(1): not found, cannot be run, the tool itself
+/// failed.
 const NOT_FOUND: u8 = 127;
 const NOT_RUN: u8 = 126;
 const NOT_ENTERED: u8 = 125;
 
-/// How a command ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Ended {
     /// Its exit status, or 128 and the number of the signal that killed it, as shells have it.
@@ -54,17 +50,13 @@ pub(super) struct Ended {
     pub(super) waited: Option<Duration>,
 }
 
-/// The signals that are passed on and the one of children, as messages.
+/// Those passed on and SIGCHLD, as messages.
 pub(super) struct Signals(SignalFd);
 
 impl Signals {
-    /// Blocks them in this thread and those it starts afterwards. To be called before other threads
-    /// start.
-    ///
-    /// # Errors
-    /// If there are no more descriptors.
+    /// Blocks them in this thread and its later threads. To be called before other threads start.
     pub(super) fn block() -> io::Result<Self> {
-        // Who ignores children is not told of their end, and a parent may have left it so
+        // Who ignores SIGCHLD is not told of children's ends, and a parent may have left it so
         // (`trap '' CHLD`). SAFETY: no function is installed that could run at a bad moment.
         unsafe { signal(Signal::SIGCHLD, SigHandler::SigDfl) }?;
         let set: SigSet = PASSED_ON.into_iter().chain([Signal::SIGCHLD]).collect();
@@ -72,10 +64,6 @@ impl Signals {
         Ok(Self(SignalFd::with_flags(&set, SfdFlags::SFD_CLOEXEC)?))
     }
 
-    /// Waits for the child's end; passes on what comes until then.
-    ///
-    /// # Errors
-    /// If it cannot be waited for.
     pub(super) fn await_end(&self, child: &mut Child, proc: &Path) -> io::Result<Ended> {
         let pid = Pid::from_raw(child.id().cast_signed());
         loop {
@@ -93,8 +81,8 @@ impl Signals {
                 }
                 continue;
             }
-            // The terminal's own, as from Ctrl-C, come from the kernel and go to everybody in the
-            // foreground: the command has it.
+            // The terminal's own, as from Ctrl-C, go to everybody in the foreground: the command
+            // has it.
             if signal.ssi_code == libc::SI_KERNEL {
                 continue;
             }
@@ -107,36 +95,30 @@ impl Signals {
 
 fn status_of(status: ExitStatus) -> u8 {
     let status = status.code().or_else(|| Some(128 + status.signal()?)).unwrap_or(1);
-    // Eight bits are what a process can end with, and signals have numbers up to 64.
+    // Statuses have eight bits, and signals numbers up to 64.
     u8::try_from(status).unwrap_or(1)
 }
 
-/// Starts a command in a cgroup. Its standard streams are weir's.
-///
-/// # Errors
-/// If there can be no more processes. What is wrong with the command itself shows in its status.
+/// What is wrong with the command itself shows in its status.
 pub(super) fn start(group: &ControlGroup, command: &[OsString]) -> anyhow::Result<Child> {
-    // The very program that runs, even if another was installed under its name meanwhile.
+    // The very program that runs, even if its file was replaced.
     let mut weir = Command::new("/proc/self/exe");
     weir.arg0("weir").args(["cgroup", "enter", "--directory"]).arg(&group.directory).arg("--").args(command);
     weir.spawn().context("the command: no process can be started")
 }
 
 /// `weir cgroup enter`: moves itself into a cgroup and becomes the command.
-///
-/// # Errors
-/// Always: who becomes another program does not return.
 pub(crate) fn enter(arguments: EnterArgs) -> Result<(), Failure> {
     let fail = |status, error| {
         complain(&error);
         Err(Failure::Found(status))
     };
     let procs = arguments.directory.join("cgroup.procs");
-    // A process of number 0 is the one that writes.
+    // 0 is the process that writes.
     if let Err(error) = fs::write(&procs, "0") {
         return fail(NOT_ENTERED, anyhow!("{}: the command cannot be moved there: {error}", procs.display()));
     }
-    // The set is inherited from who passes signals on; the command gets them as any program does.
+    // The blocked set is inherited; the command gets signals as any program does.
     let set: SigSet = PASSED_ON.into_iter().chain([Signal::SIGCHLD]).collect();
     if let Err(error) = set.thread_swap_mask(SigmaskHow::SIG_UNBLOCK) {
         return fail(NOT_ENTERED, anyhow!("signals cannot be let through: {error}"));

@@ -6,11 +6,7 @@
 //!   --group                            the file that `weir cgroup watch` looks at; without a watch there, one in this process
 //! ```
 //!
-//! They are set and steered by what `weir cgroup limit` and `weir cgroup watch` are made of, so a
-//! command is held as a service is.
-//!
-//! Never outlives the command: what is kept for it is forgotten when this is dropped, unless its
-//! cgroup stays.
+//! Never outlives the command, unless its cgroup stays.
 
 use std::path::{Path, PathBuf};
 
@@ -36,12 +32,10 @@ use crate::{
     watch,
 };
 
-/// What is in force. Dropped, nothing is kept of it any more; limits stay in the kernel as long as
-/// the cgroup does.
+/// What is in force. After a drop nothing is kept; limits stay in the kernel as long as the cgroup.
 pub(super) struct Held<'a> {
     hierarchy: &'a Hierarchy,
     group: ControlGroup,
-    /// The limits' disk, if there are any.
     device: Option<&'a Identity>,
     /// Ends, with all limits settled, before what it looks at is removed.
     watch: Option<watch::Running>,
@@ -49,22 +43,17 @@ pub(super) struct Held<'a> {
     shared: Option<PathBuf>,
     /// The file of this command alone, gone with it.
     _own: Option<tempfile::TempDir>,
-    /// What the user should know.
     pub(super) notices: Vec<String>,
 }
 
-/// Where a command's limits are kept if it shares them, and what its device can do.
 pub(super) struct Places<'a> {
-    /// The limits of all control groups; `None` is the usual place.
+    /// `None` is the usual place.
     pub(super) limits: Option<&'a Path>,
     /// What `weir probe` left; `None` is the usual place.
     pub(super) state: Option<&'a Path>,
 }
 
-/// Puts limits in force on a cgroup that was just made.
-///
-/// # Errors
-/// If they make no sense, or the kernel cannot hold them. None of them holds then.
+/// Puts limits in force on a cgroup that was just made; on an error none holds.
 pub(super) fn hold<'a>(
     hierarchy: &'a Hierarchy,
     group: &ControlGroup,
@@ -101,7 +90,7 @@ pub(super) fn hold<'a>(
         file
     };
     if group.version == Version::V2 && needs_watch(group, device, change)? {
-        // The command's standard error is no place for more than what goes wrong.
+        // The command's standard error is for what goes wrong only.
         logging::start(&LogSettings { filter: "warn".to_owned(), format: LogFormat::Text });
         held.watch = Some(watch::Running::start_or_stand_by(&file, Store::new(places.state))?);
     }
@@ -126,20 +115,13 @@ impl Drop for Held<'_> {
     }
 }
 
-/// Whether the kernel alone cannot do it. A group is shared with others, of which a watch knows.
-///
-/// # Errors
-/// If the change makes no sense.
+/// A group is shared with others, of which a watch knows.
 fn needs_watch(group: &ControlGroup, device: &Identity, change: &Change) -> anyhow::Result<bool> {
     let mut kept = Kept::default();
     kept.change(group, (device.number(), device.key()), change)?;
     Ok(!kept.groups.is_empty() || Sharing::all(&kept)?.iter().any(Sharing::needs_watch))
 }
 
-/// The limits that are asked for, if they obey their rules.
-///
-/// # Errors
-/// The first that does not.
 pub(super) fn limits(change: &Change) -> Result<Limits, Invalid> {
     let mut limits = Limits::default();
     change.limits.iter().try_for_each(|&(setting, value)| limits.set(setting, value))?;

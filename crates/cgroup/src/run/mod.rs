@@ -5,12 +5,9 @@
 //!   place.rs           hold.rs       command.rs                                    summary.rs     place.rs
 //! ```
 //!
-//! Standard input, output and error belong to the command, and its exit status becomes weir's. What
-//! weir has to say, it says on standard error once the command has ended, or in a file.
-//!
-//! Never leaves an empty cgroup behind: not when a step fails, not at a signal. Where processes
-//! outlive the command, the cgroup stays for them with its limits, as a scope of systemd's would,
-//! unless they are to be killed.
+//! The standard streams are the command's, and its exit status becomes weir's. weir reports on
+//! standard error after the command's end, or in a file. The cgroup is removed in every case, also
+//! at a signal, unless processes outlive the command: it stays for them with its limits.
 
 pub(crate) mod arguments;
 mod command;
@@ -51,11 +48,7 @@ use super::{
 };
 use crate::run::arguments::RunArgs;
 
-/// Runs a command; ends with its status.
-///
-/// # Errors
-/// If it cannot be started under these limits; nothing is left behind then. [`Failure::Found`] is
-/// the command's own status.
+/// Ends with the command's status ([`Failure::Found`]).
 pub(crate) fn run(arguments: RunArgs) -> Result<(), Failure> {
     let change = arguments.settings.change();
     let limits = hold::limits(&change).map_err(|invalid| Failure::Usage(anyhow!("--{invalid}")))?;
@@ -67,8 +60,7 @@ pub(crate) fn run(arguments: RunArgs) -> Result<(), Failure> {
     };
     let disk = device.as_ref().map(|device| &device.identity);
     let parent = arguments.parent.as_ref().map(|parent| target::resolve(&hierarchy, parent)).transpose()?;
-    // Before there is anything to clean up: from here on a signal is heard, and ends nothing by
-    // itself.
+    // Before there is anything to clean up: from here on a signal ends nothing by itself.
     let signals = Signals::block().context("signals cannot be awaited")?;
     let place = Place::make(&hierarchy, parent, arguments.name.as_deref())?;
     let places = Places { limits: arguments.limits.as_deref(), state: arguments.state.as_deref() };
@@ -120,7 +112,6 @@ struct Ran {
     wall: Duration,
 }
 
-/// Runs a command in a cgroup to its end, and reads what that says before and afterwards.
 fn see_it_run(
     group: &ControlGroup,
     command: &[OsString],
@@ -141,7 +132,7 @@ fn see_it_run(
     Ok(Ran { before, after, ended, wall })
 }
 
-/// What was done to each device, by number; the limited one is among them in any case.
+/// What was done to each device; the limited one is among them in any case.
 fn done(Ran { before, after, .. }: &Ran, limited: Option<Number>) -> Vec<(Number, String, Usage)> {
     let usage = |reading: &Reading, number| {
         reading.devices.get(&number).map(|account| account.usage).unwrap_or_default()
@@ -156,7 +147,6 @@ fn done(Ran { before, after, .. }: &Ran, limited: Option<Number>) -> Vec<(Number
         .collect()
 }
 
-/// How long the command waited for I/O, from the best that tells.
 fn waited(Ran { before, after, ended, .. }: &Ran, hierarchy: &Hierarchy) -> Waited {
     let pressure = before.pressure.zip(after.pressure).map(|(before, after)| {
         Duration::from_micros(after.some.total_us.saturating_sub(before.some.total_us))
@@ -171,7 +161,7 @@ fn waited(Ran { before, after, ended, .. }: &Ran, hierarchy: &Hierarchy) -> Wait
     }
 }
 
-/// Bytes that were written to files and not yet to a disk; `None` where the kernel does not say.
+/// Written to files and not yet to a disk; `None` where the kernel does not say.
 fn dirty_bytes(group: &ControlGroup) -> Option<u64> {
     if group.version == Version::V1 {
         return None;
@@ -186,7 +176,6 @@ fn look(group: &ControlGroup) -> anyhow::Result<Reading> {
     })
 }
 
-/// Puts the summary where it was asked for.
 fn tell(arguments: &RunArgs, summary: &Summary) -> anyhow::Result<()> {
     let text = if arguments.json { summary.json() } else { summary.text() };
     match &arguments.output {

@@ -5,11 +5,9 @@
 //!   version 1   /sys/fs/cgroup/blkio/weir/run-PID
 //! ```
 //!
-//! All of them are below one cgroup that holds no process itself, as version 2 wants it. What was
-//! left for processes that outlived their command is removed by a later command, once they are
-//! gone.
-//!
-//! Never removes a cgroup with a process in it: the kernel refuses, and that is relied on.
+//! All are below one cgroup without processes, as version 2 wants it. A later command removes what
+//! was left for processes that outlived theirs. The kernel refuses to remove a cgroup with a
+//! process.
 
 use std::{
     io,
@@ -30,19 +28,17 @@ use crate::{
     hierarchy::Hierarchy,
 };
 
-/// Where cgroups are made if nobody says otherwise, below the root.
+/// Below the root.
 const PARENT: &str = "weir";
-/// What comes before the number of the process that made it.
+/// Followed by the number of the process that made it.
 const PREFIX: &str = "run-";
 
 /// How often [`PARENT`] may go just when a cgroup is to be made below it.
 const TRIES: usize = 100;
 
-/// Killed processes are waited for this long altogether, and looked at this often. One that hangs
-/// in a device does not die.
+/// Killed processes are waited for this long altogether. One that hangs in a device does not die.
 const LONGEST_END: Duration = Duration::from_secs(10);
 const LOOK: Duration = Duration::from_millis(10);
-/// How long a cgroup may take to be left by a process that has ended.
 const LEFT_WITHIN: Duration = Duration::from_secs(1);
 
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -51,7 +47,7 @@ pub(super) struct Left {
     pub(super) processes: Vec<i32>,
 }
 
-/// A cgroup for one command. Dropped, it is removed if it can be.
+/// Dropped, it is removed if it can be.
 pub(super) struct Place {
     group: ControlGroup,
     /// Whether [`PARENT`] is above it, to be removed with the last.
@@ -59,11 +55,7 @@ pub(super) struct Place {
 }
 
 impl Place {
-    /// Makes it, with the controllers that limits need.
-    ///
-    /// # Errors
-    /// If it may not be made, there is one of that name, or a level above does not hand the
-    /// controllers down. Nothing is left then.
+    /// Makes it, with the controllers that limits need; on an error nothing is left.
     pub(super) fn make(
         hierarchy: &Hierarchy,
         parent: Option<ControlGroup>,
@@ -92,13 +84,12 @@ impl Place {
         &self.group
     }
 
-    /// The processes that are still in it or below it; with `kill`, after killing them: then only
-    /// those that would not die.
+    /// The processes still in or below it; with `kill`, only those that would not die.
     pub(super) fn end(&self, kill: bool) -> Vec<i32> {
         if kill { end_all(&self.group) } else { processes_below(&self.group) }
     }
 
-    /// Removes it, unless these processes are in it. `None` if it is gone.
+    /// Removes it, unless these processes are in it.
     pub(super) fn remove(self, processes: Vec<i32>) -> Option<Left> {
         if processes.is_empty() {
             match remove_all(&self.group, LEFT_WITHIN) {
@@ -125,8 +116,7 @@ impl Drop for Place {
     }
 }
 
-/// Makes a cgroup below the one that all are below, which goes with the last of them: another
-/// command's may be that at any moment.
+/// Another command may remove the parent at any moment, as the last below it.
 fn create_below_ours(hierarchy: &Hierarchy, name: &str) -> anyhow::Result<ControlGroup> {
     let ours = hierarchy.group(Path::new(PARENT))?;
     for _ in 0..TRIES {
@@ -158,8 +148,7 @@ fn unmade(name: &Path, error: &io::Error) -> anyhow::Error {
     anyhow!("cgroup {}: cannot be made: {error} ({mend})", name.display())
 }
 
-/// Removes what earlier commands left whose processes are gone. One that was just made for a
-/// command is that of a process that is there.
+/// Removes what ended commands left.
 fn sweep(parent: &ControlGroup, proc: &Path) {
     for group in parent.children().unwrap_or_default() {
         let name = group.name.file_name().and_then(|name| name.to_str()).unwrap_or_default();
@@ -170,8 +159,7 @@ fn sweep(parent: &ControlGroup, proc: &Path) {
     }
 }
 
-/// Removes a cgroup and those below it, which the command may have made; their last processes may
-/// take so long to leave each.
+/// Removes a cgroup and those below it, waiting so long for the last processes of each.
 fn remove_all(group: &ControlGroup, longest: Duration) -> io::Result<()> {
     for child in group.children()? {
         remove_all(&child, longest)?;
@@ -187,7 +175,7 @@ fn processes_below(group: &ControlGroup) -> Vec<i32> {
     processes
 }
 
-/// Kills all that is in a cgroup or below it, until nothing is; returns who would not die.
+/// Kills all in a cgroup or below it; returns who would not die.
 fn end_all(group: &ControlGroup) -> Vec<i32> {
     let mut waited = Duration::ZERO;
     loop {
@@ -195,15 +183,15 @@ fn end_all(group: &ControlGroup) -> Vec<i32> {
         if processes.is_empty() || waited >= LONGEST_END {
             return processes;
         }
-        // At once for all, also for those that are being forked; since Linux 5.14, in version 2.
+        // At once for all, also those being forked; since Linux 5.14, in version 2.
         if group.write("cgroup.kill", "1").is_err() {
             for &pid in &processes {
                 // It may have ended since.
                 let _ = kill(Pid::from_raw(pid), Signal::SIGKILL);
             }
         }
-        // Others' children cannot be awaited, and version 1 tells nobody that a cgroup has become
-        // empty.
+        // Others' children cannot be awaited, and version 1 does not report that a cgroup has
+        // become empty.
         thread::sleep(LOOK);
         waited += LOOK;
     }
@@ -216,8 +204,7 @@ mod tests {
     use super::*;
     use crate::machine::Machine;
 
-    /// A machine of version 1, where cgroups are made and removed as directories are, on which this
-    /// process runs.
+    /// A machine of version 1, where cgroups are plain directories, on which this process runs.
     fn machine() -> Machine {
         let machine = Machine::v1();
         machine.process(process::id().cast_signed(), "7:blkio:/\n");

@@ -1,7 +1,7 @@
 //! What a command did in its cgroup, for people and for programs.
 //!
-//! Rates are over the whole time from the command's start to its end. What is still in the page
-//! cache then has not been written, is in no total, and is said.
+//! Rates are over the whole run. What is still in the page cache then is in no total, and is
+//! reported.
 
 use std::{fmt::Write as _, path::PathBuf, time::Duration};
 
@@ -20,17 +20,15 @@ use serde_json::{Value, json};
 use super::place::Left;
 use crate::{kernel::io_stat::Usage, limit::asked::Asked, show::rates::Rate};
 
-/// How long the command waited for I/O: for a limit or for a device, which the kernel does not tell
-/// apart.
+/// For a limit or a device, which the kernel does not tell apart.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Waited {
     /// As long as any of its tasks did: the growth of io.pressure.
     Anyone(Duration),
     /// As long as its first task did: there is no pressure, or it counts less.
     First(Duration),
-    /// Nothing can be known: there is no pressure, and waits are not counted.
+    /// There is no pressure, and waits are not counted.
     NotCounted,
-    /// It could be, and is not.
     Unknown,
 }
 
@@ -45,21 +43,20 @@ impl Waited {
 
 #[derive(Debug)]
 pub(super) struct Summary {
-    /// The cgroup's path below the mount.
+    /// Below the mount.
     pub(super) cgroup: PathBuf,
     /// As shells have it: above 128 a signal's.
     pub(super) status: u8,
     /// From the command's start to its end.
     pub(super) wall: Duration,
-    /// The device that the limits are for; none, where there are no limits and no disk.
     pub(super) limited: Option<Number>,
     pub(super) asked: Asked,
     /// The limited device, then others: number, node, what was done there.
     pub(super) devices: Vec<(Number, String, Usage)>,
     pub(super) waited: Waited,
-    /// Bytes written to files and not yet to a disk.
+    /// Written to files and not yet to a disk.
     pub(super) dirty_bytes: Option<u64>,
-    /// The cgroup, if it is still there.
+    /// If it is still there.
     pub(super) left: Option<Left>,
 }
 
@@ -147,7 +144,6 @@ impl Summary {
         table.render(false)
     }
 
-    /// Those that hold for a direction, in short.
     fn limits(&self, direction: Direction) -> String {
         let applying = LimitKind::applying_to(direction);
         let parts = [Part::Rate, Part::BurstRate, Part::BurstLength];
@@ -174,7 +170,7 @@ impl Summary {
         }
     }
 
-    /// For programs: one line, since the command may write to the same place.
+    /// One line, since the command may write to the same place.
     pub(super) fn json(&self) -> String {
         let device = |(number, node, usage): &(Number, String, Usage)| {
             let rate = Rate::of(usage, self.wall);
@@ -210,7 +206,7 @@ impl Summary {
         format!("{answer}\n")
     }
 
-    /// What was asked for, without what is as it would be anyhow.
+    /// Without defaults.
     fn settings_json(&self) -> Value {
         let Asked { watermark, weight, group, .. } = &self.asked;
         let mut settings = json!(self.asked.named());

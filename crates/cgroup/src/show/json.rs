@@ -1,7 +1,4 @@
-//! What `weir cgroup show` prints for programs: totals in bytes and operations, times in
-//! nanoseconds, shares from 0 to 1.
-//!
-//! What is not known is null, and never 0.
+//! What `weir cgroup show` prints for programs. What is not known is null, and never 0.
 
 use std::time::Duration;
 
@@ -16,7 +13,6 @@ use crate::{
     limit::asked::Asked,
 };
 
-/// Everything, with the interval that rates are over.
 pub(super) fn json(rows: &[Row], interval: Option<Duration>, wish: Wish) -> Value {
     json!({
         "interval-ns": interval.map(nanoseconds),

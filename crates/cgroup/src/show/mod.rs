@@ -1,5 +1,4 @@
-//! `weir cgroup show` and `weir cgroup top`: what cgroups and the tasks in them read and write, how
-//! fast, and how long they wait.
+//! `weir cgroup show` and `weir cgroup top`: what cgroups and their tasks read, write and wait for.
 //!
 //! ```text
 //!   reading.rs  one cgroup ─┐
@@ -7,12 +6,8 @@
 //!                           │              at a moment    from two        └─► top/               top
 //! ```
 //!
-//! `rates` and all behind it know no kernel and no clock: tests hand in what was read.
-//!
-//! `kept` is what `weir cgroup limit` was asked for, which the kernel does not know.
-//!
-//! Never changes anything of a cgroup. One that is removed, or a task that ends, between two looks
-//! is not there any more, and no error.
+//! `rates` and all behind it know no kernel and no clock: tests hand in what was read. A cgroup
+//! that is removed, or a task that ends, between two looks is gone, and no error.
 
 pub(crate) mod arguments;
 mod json;
@@ -37,10 +32,6 @@ pub(crate) use top::top;
 use super::hierarchy::{Hierarchy, Roots};
 use crate::show::arguments::ShowArgs;
 
-/// Prints what cgroups do.
-///
-/// # Errors
-/// If a cgroup or the device is not there, or the kernel cannot be asked.
 pub(crate) fn show(arguments: ShowArgs) -> Result<(), Failure> {
     let hierarchy = Hierarchy::discover(Roots::default())?;
     let survey = Survey::new(

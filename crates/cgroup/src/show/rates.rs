@@ -1,8 +1,7 @@
-//! What happened between two readings of cgroups and their tasks: totals become rates, waits become
-//! shares of the time.
+//! What happened between two readings of cgroups and tasks: totals become rates, waits become
+//! shares.
 //!
-//! Pure: readings go in, rows come out. What was not there before has no rate, rather than a wrong
-//! one; what is gone has no row.
+//! Pure: readings go in, rows come out. What is new has no rate; what is gone has no row.
 
 use std::{
     collections::{BTreeMap, HashMap},
@@ -21,43 +20,36 @@ use crate::{
     limit::{asked::Asked, kept::Kept},
 };
 
-/// Every cgroup that was looked at, at one moment.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct Snapshot {
-    /// When, since some beginning.
     pub(crate) at: Duration,
     /// A cgroup before those below it.
     pub(crate) groups: Vec<Seen>,
-    /// What weir keeps for them.
     pub(crate) kept: Kept,
-    /// What kept others from being looked at.
+    /// Why others could not be read.
     pub(crate) wrong: Vec<String>,
 }
 
-/// One cgroup at one moment.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct Seen {
-    /// Its path below the mount.
     pub(crate) name: PathBuf,
     /// Of it and those below it.
     pub(crate) reading: Reading,
-    /// Those in itself; empty where nobody asked for them.
+    /// Its own; empty unless asked for.
     pub(crate) tasks: BTreeMap<TaskId, Task>,
 }
 
-/// How fast something went on, per second.
+/// Per second.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(crate) struct Rate {
     pub(crate) read_bps: f64,
     pub(crate) write_bps: f64,
     /// Operations of a cgroup, system calls of a task.
     pub(crate) read_iops: f64,
-    /// Operations of a cgroup, system calls of a task.
     pub(crate) write_iops: f64,
 }
 
 impl Rate {
-    /// Of what was done in this time, which is not 0.
     pub(crate) fn of(done: &Usage, time: Duration) -> Self {
         let per_second = |amount: u64| amount as f64 / time.as_secs_f64();
         Self {
@@ -68,7 +60,6 @@ impl Rate {
         }
     }
 
-    /// Operations of both directions.
     pub(crate) fn iops(&self) -> f64 {
         self.read_iops + self.write_iops
     }
@@ -83,34 +74,28 @@ impl Rate {
     }
 }
 
-/// What there is to say of a cgroup.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct Row {
-    /// Its path below the mount.
     pub(crate) name: PathBuf,
-    /// In the order of their numbers.
+    /// Ordered by number.
     pub(crate) devices: Vec<DeviceRow>,
-    /// As the kernel tells it.
     pub(crate) pressure: Option<Pressure>,
-    /// The share of the time, 0 to 1, in which a task in it or below it waited for I/O: for a
-    /// limit, or for the device.
+    /// The share of the time, 0 to 1, in which a task in it or below it waited for a limit or the
+    /// device.
     pub(crate) waited: Option<f64>,
-    /// Those in itself, in the order of their numbers.
+    /// Its own, ordered by number.
     pub(crate) tasks: Vec<TaskRow>,
 }
 
 impl Row {
-    /// Of all devices; `None` where none is known.
     pub(crate) fn rate(&self) -> Option<Rate> {
         self.devices.iter().filter_map(|device| device.rate).reduce(|sum, rate| sum.plus(&rate))
     }
 }
 
-/// What there is to say of a cgroup on one device.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct DeviceRow {
     pub(crate) number: Number,
-    /// Totals and limits.
     pub(crate) account: Account,
     /// What weir keeps for it, which may be more than limits.
     pub(crate) asked: Option<Asked>,
@@ -118,33 +103,26 @@ pub(crate) struct DeviceRow {
     pub(crate) rate: Option<Rate>,
 }
 
-/// What there is to say of a task.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct TaskRow {
     pub(crate) id: TaskId,
-    /// As it was last.
     pub(crate) task: Task,
-    /// `None` where there is nothing to compare with.
     pub(crate) rate: Option<Rate>,
     /// The share of the time, 0 to 1, in which it waited for I/O; `None` where nobody counts.
     pub(crate) waited: Option<f64>,
 }
 
 impl TaskRow {
-    /// Whether it has ever read or written a disk, or waited for one, as far as this process may
-    /// know.
+    /// Whether it has ever read, written or waited for a disk, as far as this process may know.
     pub(crate) fn has_done_something(&self) -> bool {
         let Task { io, waited, .. } = &self.task;
         io.is_some_and(|io| io.read_bytes > 0 || io.write_bytes > 0) || !waited.is_zero()
     }
 }
 
-/// What to look at.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Wish {
-    /// This device alone.
     pub(crate) device: Option<Number>,
-    /// Whether the kernel counts how long tasks wait.
     pub(crate) are_waits_counted: bool,
 }
 
@@ -164,9 +142,8 @@ pub(crate) fn rows(earlier: Option<&Snapshot>, later: &Snapshot, wish: Wish) -> 
         .iter()
         .map(|seen| comparison.row(before.get(seen.name.as_path()).copied(), seen))
         .collect();
-    // The task in it or below it that waited longest says how long somebody waited at least. So
-    // does the pressure, which takes the mean over processors and therefore counts a task too
-    // little that goes from one to another.
+    // The task that waited longest is a lower bound. So is the pressure: it is a mean over
+    // processors, which undercounts a task that moves between them.
     let longest: Vec<(PathBuf, f64)> = rows.iter().filter_map(longest_wait).collect();
     for row in &mut rows {
         let below = longest.iter().filter(|(name, _)| name.starts_with(&row.name));
@@ -194,7 +171,7 @@ impl Comparison<'_> {
             .iter()
             .filter(|(number, _)| self.wish.device.is_none_or(|one| one == **number));
         let earlier = |number: &Number| {
-            // A cgroup that was there and had done nothing to the device is listed without it.
+            // A cgroup that had done nothing to the device is listed without it.
             before.map(|before| before.reading.devices.get(number).copied().unwrap_or_default())
         };
         let device = |(number, account): (&Number, &Account)| DeviceRow {
@@ -230,7 +207,7 @@ impl Comparison<'_> {
     }
 }
 
-/// What a task has done, with its system calls as operations.
+/// Its system calls count as operations.
 fn usage(task: &Task) -> Option<Usage> {
     let io = task.io?;
     Some(Usage {
@@ -284,8 +261,7 @@ pub(super) mod tests {
         seen
     }
 
-    /// Two moments of a cgroup with two tasks, of which the second is not ours to know, and of one
-    /// that does nothing.
+    /// Two moments of a cgroup with two tasks, the second not readable, and of an idle one.
     pub(in crate::show) fn snapshots() -> (Snapshot, Snapshot) {
         // No driver has this major number, so the device is called by its number on any machine.
         let device = Number { major: 4095, minor: 1 };

@@ -1,5 +1,4 @@
-//! What the kernel says of one cgroup at one moment: totals, limits and pressure, whichever version
-//! it is of.
+//! What the kernel says of one cgroup at one moment.
 //!
 //! ```text
 //!              version 2      version 1
@@ -8,11 +7,8 @@
 //!   pressure   io.pressure    none
 //! ```
 //!
-//! Totals are those of the cgroup and all below it. Version 1 counts nothing on a disk before the
-//! first limit of any cgroup there (since Linux 6.10 that is when its throttling starts).
-//!
-//! Never modifies anything, and never fails because a cgroup is gone: one that is removed while it
-//! is read is not there.
+//! Totals include all below it. Version 1 counts nothing on a disk before the first limit of any
+//! cgroup there (since Linux 6.10 that is when its throttling starts).
 
 use std::{collections::BTreeMap, fs, io, os::unix::fs::MetadataExt as _};
 
@@ -27,17 +23,13 @@ use crate::{
     limit_files,
 };
 
-/// What a cgroup has done to a device, and what it may do.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Account {
-    /// Since the cgroup began.
     pub(crate) usage: Usage,
-    /// None where the kernel lists none.
     pub(crate) limits: Rates,
 }
 
 impl Account {
-    /// Whether there is anything to say.
     fn is_empty(&self) -> bool {
         *self == Self::default()
     }
@@ -45,20 +37,14 @@ impl Account {
 
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct Reading {
-    /// The devices that it has limits for, or has done something to.
+    /// Those that it has limits for, or has done something to.
     pub(crate) devices: BTreeMap<Number, Account>,
-    /// How long tasks in it waited; `None` where the kernel does not say.
     pub(crate) pressure: Option<Pressure>,
 }
 
-/// Reads a cgroup; `None` if there is no such cgroup any more.
-///
-/// One that the controller is not enabled for has no devices.
-///
-/// # Errors
-/// If a file cannot be read or has an unknown form, with its name.
+/// Reads a cgroup; `None` if it is gone. Without the controller it has no devices.
 pub(crate) fn read(group: &ControlGroup) -> anyhow::Result<Option<Reading>> {
-    // The directory's number: another cgroup may be made under its name at any moment.
+    // The inode: another cgroup may be made under its name at any moment.
     let number = || fs::metadata(&group.directory).map(|metadata| metadata.ino()).ok();
     let Some(before) = number() else { return Ok(None) };
     let reading = match group.version {
@@ -108,10 +94,10 @@ fn merged(
     devices
 }
 
-/// The text of a file; empty where the cgroup has no such file, or the kernel has it switched off.
+/// Empty where the cgroup has no such file, or the kernel has it switched off.
 fn file(group: &ControlGroup, name: &str) -> anyhow::Result<String> {
     let is_off = |error: &io::Error| {
-        // Pressure with `psi=0` in the kernel's command line is there, and is not supported.
+        // With `psi=0` io.pressure is there, and not supported.
         error.kind() == io::ErrorKind::NotFound && group.exists()
             || error.raw_os_error() == Some(Errno::EOPNOTSUPP as i32)
     };
@@ -122,7 +108,7 @@ fn file(group: &ControlGroup, name: &str) -> anyhow::Result<String> {
     }
 }
 
-/// What people call a device, `/dev/vda`; its number if it is gone.
+/// `/dev/vda`; its number if it is gone.
 pub(crate) fn node(number: Number) -> String {
     let identity = Identity::resolve(number, &Roots::default());
     identity.map_or_else(|_| number.to_string(), |identity| identity.node())

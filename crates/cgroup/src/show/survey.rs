@@ -1,8 +1,7 @@
 //! All cgroups that were asked for, and what is below them, at one moment.
 //!
-//! Those that have no limits and have done nothing are passed over, except those that were named,
-//! and unless all are wanted. A cgroup that is removed, or made, while the tree is gone through may
-//! be missed: the next look has it.
+//! Those without limits and I/O are skipped, unless named or all are wanted. A cgroup that is
+//! removed or made meanwhile may be missed.
 
 use std::{
     collections::BTreeMap,
@@ -31,17 +30,12 @@ pub(super) struct Survey {
     limits: PathBuf,
     device: Option<Number>,
     has_all: bool,
-    /// What the user should know of the device.
     pub(super) notices: Vec<String>,
     began: Instant,
 }
 
 impl Survey {
-    /// Of these cgroups and those below them, or of the root and all below; with `has_all` also of
-    /// those that there is nothing to say of.
-    ///
-    /// # Errors
-    /// If one of them or the device is not there.
+    /// These cgroups and those below them, or all; `has_all` includes those without limits and I/O.
     pub(super) fn new(
         hierarchy: Hierarchy,
         limits: &Path,
@@ -68,7 +62,7 @@ impl Survey {
         })
     }
 
-    /// Limits that are kept of cgroups which are not there, for the user to know.
+    /// Kept limits of cgroups that are gone.
     pub(super) fn missing(&self, kept: &Kept) -> Vec<String> {
         let is_missing =
             |entry: &&Entry| !self.hierarchy.group(&entry.cgroup).is_ok_and(|group| group.exists());
@@ -82,16 +76,11 @@ impl Survey {
         kept.limits.iter().filter(is_missing).map(line).collect()
     }
 
-    /// What the rows are to be made of.
     pub(super) fn wish(&self) -> Wish {
         Wish { device: self.device, are_waits_counted: tasks::are_waits_counted(&self.hierarchy.roots.proc) }
     }
 
-    /// Reads all of them, with their tasks if those are asked for.
-    ///
-    /// # Errors
-    /// If none of those that were named is there any more. What is wrong with one cgroup is said in
-    /// the snapshot, and the others are read.
+    /// Errors of one cgroup are in the snapshot; it fails if none of the named ones is left.
     pub(super) fn look(&self, has_tasks: bool) -> anyhow::Result<Snapshot> {
         let mut snapshot = Snapshot { at: self.began.elapsed(), ..Snapshot::default() };
         // What the kernel says is worth telling without it.
@@ -100,8 +89,7 @@ impl Survey {
             Err(error) => snapshot.wrong.push(format!("{error:#}")),
         }
         let mut found = BTreeMap::new();
-        // Of a cgroup too, how long anybody waited is known best from its tasks, where they count
-        // it.
+        // Where waits of tasks are counted, they tell best how long a cgroup waited.
         let has_tasks = has_tasks || self.wish().are_waits_counted;
         for group in &self.named {
             self.gather(group, true, has_tasks, &mut found, &mut snapshot);
@@ -164,7 +152,6 @@ mod tests {
     use super::*;
     use crate::machine::Machine;
 
-    /// A machine with these cgroups, and the text of their io.stat.
     fn machine(groups: &[(&str, &str)]) -> Machine {
         let machine = Machine::v2("cpu io memory");
         for (name, stat) in [("/", "")].iter().chain(groups) {

@@ -1,15 +1,12 @@
 //! What the kernel says of the tasks in a cgroup at one moment.
 //!
 //! ```text
-//!   /proc/PID/task/TID/io     bytes and calls of this task        needs the right to trace it, else not told
+//!   /proc/PID/task/TID/io     bytes and calls of this task        needs the right to trace it, else unknown
 //!   /proc/PID/task/TID/stat   name, state, time waited for I/O    field 42, where kernel.task_delayacct is 1
 //! ```
 //!
-//! Bytes are those that the task caused to be read from and written to disks. A buffered write is
-//! counted when the page becomes dirty, so a task's bytes may run ahead of its cgroup's.
-//!
-//! A task that ends while it is read is not there. Source: proc_pid_io(5), proc_pid_stat(5),
-//! Documentation/accounting/delay-accounting.rst.
+//! A buffered write is counted when the page becomes dirty, so a task's bytes may run ahead of its
+//! cgroup's. Source: proc_pid_io(5), proc_pid_stat(5), accounting/delay-accounting.rst.
 
 use std::{collections::BTreeMap, fs, path::Path, time::Duration};
 
@@ -20,14 +17,13 @@ use crate::{
     kernel::{proc_io, proc_io::TaskIo, proc_stat, proc_stat::TICK},
 };
 
-/// A task for as long as the machine runs: numbers are used again.
+/// Unique while the machine runs: numbers are used again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct TaskId {
-    /// Of its process.
     pub(crate) pid: i32,
-    /// Its own; the first task of a process has that of the process.
+    /// The first task of a process has that of the process.
     pub(crate) tid: i32,
-    /// When it began, in ticks since the machine did.
+    /// In ticks since the machine started.
     pub(crate) start_ticks: u64,
 }
 
@@ -39,20 +35,15 @@ pub(crate) struct Task {
     pub(crate) state: char,
     /// `None` where this process may not know.
     pub(crate) io: Option<TaskIo>,
-    /// How long it waited for I/O, in steps of 10 ms; 0 where nobody counts.
+    /// For I/O, in steps of 10 ms; 0 where nobody counts.
     pub(crate) waited: Duration,
 }
 
-/// The tasks in a cgroup itself, without those in cgroups below it; none if it is gone, or has its
-/// processes elsewhere (a threaded one).
-///
-/// # Errors
-/// If a file of the kernel has an unknown form, with its name.
+/// The tasks in a cgroup itself; none if it is gone or threaded.
 pub(crate) fn read(group: &ControlGroup, proc: &Path) -> anyhow::Result<BTreeMap<TaskId, Task>> {
     let mut tasks = BTreeMap::new();
     for pid in group.processes().unwrap_or_default() {
-        // Each name twice in one process would be the kernel's mistake; a process that has just
-        // ended has no tasks.
+        // A process that has just ended has no tasks.
         let Ok(entries) = fs::read_dir(proc.join(pid.to_string()).join("task")) else { continue };
         for entry in entries.flatten() {
             let Some(tid) = entry.file_name().to_str().and_then(|name| name.parse().ok()) else { continue };
@@ -77,8 +68,7 @@ fn read_one(pid: i32, tid: i32, directory: &Path) -> anyhow::Result<Option<(Task
     Ok(Some((id, Task { name: stat.name, state: stat.state, io, waited })))
 }
 
-/// How long a process that has ended, and that nobody has waited for yet, waited for I/O; `None`
-/// where that is not known.
+/// How long a process that has ended, and was not waited for yet, waited for I/O, if known.
 pub(crate) fn waited(pid: u32, proc: &Path) -> Option<Duration> {
     if !are_waits_counted(proc) {
         return None;
@@ -88,8 +78,7 @@ pub(crate) fn waited(pid: u32, proc: &Path) -> Option<Duration> {
     Some(TICK.saturating_mul(u32::try_from(ticks).unwrap_or(u32::MAX)))
 }
 
-/// Whether the kernel counts how long tasks wait. Before Linux 5.14 there is no switch, and it does
-/// unless built or started without.
+/// Before Linux 5.14 there is no switch: it counts unless built or started without.
 pub(crate) fn are_waits_counted(proc: &Path) -> bool {
     fs::read_to_string(proc.join("sys/kernel/task_delayacct")).map_or(true, |text| text.trim() != "0")
 }

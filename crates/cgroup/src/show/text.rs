@@ -1,5 +1,5 @@
-//! The tables of `weir cgroup show`: cgroups with their devices, then tasks, then what is not known
-//! and why.
+//! The tables of `weir cgroup show`: cgroups with their devices, tasks, and why something is
+//! unknown.
 
 use console::{
     figures,
@@ -14,16 +14,14 @@ use super::{
 };
 use crate::{kernel::io_max, limit::asked::Asked};
 
-/// What a cell holds that has nothing to say.
 pub(super) const NOTHING: &str = "-";
 
-/// What to say where nobody knows who waited.
 const NOT_COUNTED: &str = "WAITED is not known: there is no io.pressure (cgroup v1, or psi=0), and kernel.task_delayacct is 0 \
      (`sysctl kernel.task_delayacct=1` counts from then on)";
-/// The same, where cgroups say it and tasks do not.
+/// Where cgroups say it and tasks do not.
 const NOT_COUNTED_OF_TASKS: &str = "WAITED of tasks is not known: kernel.task_delayacct is 0 (`sysctl kernel.task_delayacct=1` counts from then on)";
 
-/// Everything, for people. `bold` is for terminals.
+/// `bold` is for terminals.
 pub(super) fn render(rows: &[Row], wish: Wish, bold: bool) -> String {
     let mut text = groups(rows).render(bold);
     if text.is_empty() {
@@ -67,7 +65,6 @@ fn groups(rows: &[Row]) -> Table {
             continue;
         }
         for (index, device) in row.devices.iter().enumerate() {
-            // What is the cgroup's is said once.
             let group = if index == 0 { group.clone() } else { [const { String::new() }; 3] };
             let usage = device.account.usage;
             let of = |figure: fn(&Rate) -> String| cell(device.rate.as_ref().map(figure));
@@ -121,15 +118,13 @@ fn tasks(rows: &[Row]) -> Table {
     table
 }
 
-/// The kernel's limits under the names of weir's own.
 pub(super) fn named(rates: &Rates) -> Limits {
     let names = ["bps-read", "bps-write", "iops-read", "iops-write"];
     let named = names.into_iter().zip(io_max::in_order(*rates));
     named.into_iter().filter_map(|(name, rate)| Some((name.to_owned(), rate?))).collect()
 }
 
-/// What was asked for in short, and what the kernel holds it to, where those differ: as in a burst,
-/// or while limits are lifted.
+/// What was asked for, and what the kernel holds it to where that differs, as in a burst.
 pub(super) fn limits(device: &DeviceRow) -> String {
     let now = figures::limits(&named(&device.account.limits));
     match device.asked.as_ref().map(Asked::text) {
@@ -139,7 +134,6 @@ pub(super) fn limits(device: &DeviceRow) -> String {
     }
 }
 
-/// A figure, or that there is none.
 pub(super) fn cell(figure: Option<String>) -> String {
     figure.unwrap_or_else(|| NOTHING.to_owned())
 }

@@ -5,7 +5,6 @@ use super::{super::machine::Machine, *};
 const ID: &str = "4426af4f45ae09720a1e50f220d19db5b71cfe897480d860f0bc761d7f4be69d";
 const OTHER_ID: &str = "4426af4f45aeffffffffffffffffffffffffffffffffffffffffffffffffffff";
 
-/// A machine with the usual cgroups of a server.
 fn server() -> Machine {
     let machine = Machine::v2("cpu io memory");
     for name in [
@@ -101,7 +100,6 @@ fn a_unit_is_found_wherever_it_is() {
     check(&machine, "getty@tty1", "/system.slice/system-getty.slice/getty@tty1.service");
     let swap = "dev-disk-by\\x2duuid-4a.swap";
     check(&machine, swap, &format!("/system.slice/{swap}"));
-    // systemd keeps a unit's name apart from the kernel's files by an underscore.
     check(&machine, "io.service", "/system.slice/_io.service");
     check(&machine, "io", "/system.slice/_io.service");
     refused(&machine, "apache", "no cgroup, unit, container or process of that name (");

@@ -1,4 +1,4 @@
-//! How busy the disks are on which something has a watermark, and what that makes of limits there.
+//! How busy the disks with watermarks are, and what that makes of limits there.
 
 use std::{collections::HashMap, sync::Arc};
 
@@ -12,11 +12,9 @@ use settings::state::Store;
 
 use crate::{hierarchy::Hierarchy, limit::kept::Kept};
 
-/// From so much use on, in thousandths, a disk is worth a look at who uses it: before any watermark
-/// is likely to be reached.
+/// Thousandths of use from which on a disk's users are looked at, before a watermark is reached.
 const BUSY: u64 = 250;
 
-/// The disks that are looked at.
 pub(super) struct Disks {
     store: Store,
     observed: HashMap<Number, Observed>,
@@ -37,12 +35,10 @@ impl Disks {
         self.observed.len()
     }
 
-    /// Looks from now on at those on which something that is kept has a watermark.
     pub(super) fn adopt(&mut self, hierarchy: &Hierarchy, kept: &Kept) -> anyhow::Result<()> {
         self.look_for(hierarchy, kept, true)
     }
 
-    /// Tries those again that were not there.
     pub(super) fn look_for_missing(&mut self, hierarchy: &Hierarchy, kept: &Kept) {
         if self.is_one_missing {
             // That it still is not there has been said.
@@ -81,8 +77,7 @@ impl Disks {
         Ok(Observed::new(Arc::new(device)))
     }
 
-    /// Looks at all of them, beside what those with a watermark took there. Returns those that have
-    /// become busy.
+    /// Looks at all, beside what those with a watermark took; returns those that have become busy.
     pub(super) fn observe(&mut self, now: Instant, consumed: &HashMap<Number, Consumed>) -> Vec<Number> {
         let nothing = Consumed::default();
         let mut busy = Vec::new();
@@ -96,8 +91,8 @@ impl Disks {
         busy
     }
 
-    /// How limits with this watermark are applied to those who use all of these disks: as on the
-    /// one with the least room. One that cannot be looked at has them enforced.
+    /// For those who use all of these disks: as on the one with the least room. Enforced where
+    /// unknown.
     pub(super) fn enforcement(
         &mut self,
         of: impl Iterator<Item = Number>,

@@ -1,5 +1,4 @@
-//! A process that outlives the one that steers: when that dies, or does nothing any more, every
-//! limit falls back to what was configured.
+//! A process that outlives the watch: when that dies or hangs, every limit is set as configured.
 //!
 //! ```text
 //!   watch ──── pipe ────► guard          the pipe ends: the watch is dead ──► settle all ──► end
@@ -7,16 +6,10 @@
 //!     └── starts another ◄──┘ dies       the last word comes: the watch has settled all itself ──► end
 //! ```
 //!
-//! A kernel file keeps what was written last, and nobody else would take a burst back. The guard
-//! has a process group of its own and waits for no signal, so what ends the watch by name or by
-//! terminal leaves it alone. And it moves to the root of the control groups, so that what kills all
-//! of a service, systemd or the kernel where memory is short, does too. Who kills both one by one
-//! must call `weir cgroup watch --settle`.
-//!
-//! While it may still write, nobody else grants a burst: it holds a lock that the next watch waits
-//! for.
-//!
-//! Never steers anything.
+//! The guard has a process group of its own, blocks signals and moves to the root cgroup, so what
+//! kills the watch by name, terminal or service spares it. Who kills both one by one must call
+//! `weir cgroup watch --settle`. It holds a lock that the next watch waits for before it grants a
+//! burst.
 
 use std::{
     io::{self, Write as _},
@@ -37,17 +30,16 @@ use crate::{
     watch::arguments::GuardArgs,
 };
 
-/// A sign of life, as it is written every other second.
+/// Written every other second.
 const ALIVE: u8 = b'.';
 const DONE: u8 = b'!';
 /// Milliseconds without a sign of life after which a watch is taken for stopped.
 const SILENCE: u16 = 8000;
 
-/// How often, and how far apart, one that was dismissed is looked at: for two seconds.
+/// Two seconds altogether.
 const LOOKS_AT_A_CHILD: usize = 100;
 const LOOK: Duration = Duration::from_millis(20);
 
-/// A guard that runs, as long as this is held.
 #[derive(Debug)]
 pub(super) struct Guard {
     limits: PathBuf,
@@ -58,16 +50,13 @@ pub(super) struct Guard {
 
 impl Guard {
     /// Starts one for the limits in this file, once there is no other.
-    ///
-    /// # Errors
-    /// If no process can be started.
     pub(super) fn start(limits: &Path) -> anyhow::Result<Self> {
         let lock = Guarded::take(limits)?;
         let (child, pipe) = spawn(limits, &lock)?;
         Ok(Self { limits: limits.to_owned(), lock, child, pipe })
     }
 
-    /// Says that somebody lives here; starts another guard if it has died.
+    /// Sends a sign of life; starts another guard if it has died.
     pub(super) fn look_after(&mut self) -> anyhow::Result<()> {
         if let Some(status) = self.child.try_wait().context("the guard")? {
             tracing::warn!(%status, "the guard has ended; another is started");
@@ -78,7 +67,7 @@ impl Guard {
 
     /// Ends it, when all limits are settled.
     pub(super) fn dismiss(mut self) {
-        // If it is dead, it needs no telling; if somebody has stopped it, nobody waits for it.
+        // A dead one needs no telling; a stopped one is not waited for.
         let _ = self.pipe.write_all(&[DONE]);
         for _ in 0..LOOKS_AT_A_CHILD {
             if !matches!(self.child.try_wait(), Ok(None)) {
@@ -91,8 +80,7 @@ impl Guard {
 }
 
 fn spawn(limits: &Path, lock: &Guarded) -> anyhow::Result<(Child, ChildStdin)> {
-    // This very program, also where its file has been replaced since. It prints nothing: its output
-    // is where it holds the lock.
+    // This very program, even if its file was replaced. Its output is where it holds the lock.
     let spawned = lock.share().and_then(|lock| {
         Command::new("/proc/self/exe")
             .args(["cgroup", "guard", "--limits"])
@@ -109,17 +97,12 @@ fn spawn(limits: &Path, lock: &Guarded) -> anyhow::Result<(Child, ChildStdin)> {
 }
 
 /// Listens on standard input for signs of life, and settles all limits when there are none.
-///
-/// # Errors
-/// If they cannot be settled.
 pub(crate) fn run(arguments: &GuardArgs) -> Result<(), Failure> {
-    // Blocked and never waited for.
     let _signals = Signals::block().context("signals cannot be blocked")?;
     let path = arguments.kept.path();
     let hierarchy = Hierarchy::discover(Roots::default())?;
     if let Ok(root) = hierarchy.root_group() {
-        // 0 is who writes it. Refused in a container, whose root is none: there all of it ends
-        // together.
+        // 0 is the process that writes. Refused in a container, where all of it ends together.
         let _ = root.write("cgroup.procs", "0");
     }
     // As the watch has adopted it; when it dies, the file may be broken.

@@ -1,9 +1,8 @@
-//! How much of each burst is spent, kept beside the limits: who watches next goes on from there,
-//! and grants no burst twice.
+//! How much of each burst is spent, kept beside the limits: the next watch grants no burst twice.
 //!
-//! With every level goes what had passed by then, so that what passes while nobody watches is
-//! charged as well. Written while bursts change, every other second, and at the end. Losing it
-//! grants a burst too many and nothing worse, so what cannot be read is left out, and said.
+//! With every level goes what had passed by then: what passes unwatched is charged as well. Written
+//! while bursts change and at the end. Losing it grants one burst too many, so an unreadable file
+//! only causes a warning.
 
 use std::{
     collections::BTreeMap,
@@ -17,10 +16,9 @@ use policy::{steering::Passed, throttle::Counters, time::Instant};
 use serde::{Deserialize, Serialize};
 use settings::state::whole_file;
 
-/// Largest file that is read.
 const MAX_FILE_BYTES: u64 = 16 << 20;
 
-/// Another one since each start of the machine (random(4)).
+/// Differs after each start of the machine (random(4)).
 const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
 
 #[derive(Debug, Default, Serialize, Deserialize)]
@@ -31,7 +29,6 @@ struct Stored {
     pools: BTreeMap<String, Written>,
 }
 
-/// What is left of the bursts of one pool.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 struct Written {
@@ -99,15 +96,13 @@ impl From<Written> for Left {
     }
 }
 
-/// The file beside the limits.
 fn file(limits: &Path) -> PathBuf {
     let mut name = limits.as_os_str().to_owned();
     name.push(".levels");
     PathBuf::from(name)
 }
 
-/// What was left, by the pools' names; nothing of later than `now`, which is of before the machine
-/// started.
+/// By the pools' names; nothing later than `now`, which is from an earlier start of the machine.
 pub(super) fn load(limits: &Path, now: Instant) -> BTreeMap<String, Left> {
     let path = file(limits);
     let read = || -> anyhow::Result<Stored> {
@@ -134,10 +129,6 @@ fn boot() -> String {
     fs::read_to_string(BOOT_ID).unwrap_or_default().trim().to_owned()
 }
 
-/// Keeps what is left.
-///
-/// # Errors
-/// If it cannot be written; what was there before still is.
 pub(super) fn save(limits: &Path, left: &BTreeMap<String, Left>) -> anyhow::Result<()> {
     let path = file(limits);
     let pools = left.iter().map(|(name, left)| (name.clone(), Written::from(left))).collect();
@@ -165,7 +156,6 @@ mod tests {
         assert_eq!(found["group x"], left);
         assert_eq!(found["group x"].passed(Path::new("/a b"), device), Some(passed));
         assert_eq!(found["group x"].passed(Path::new("/a"), device), None);
-        // Of before the machine started: its clock began anew.
         assert!(load(&limits, Instant::from_nanos(4_000_000_000)).is_empty());
         let text = fs::read_to_string(file(&limits)).unwrap();
         fs::write(file(&limits), text.replace(&boot(), "another")).unwrap();

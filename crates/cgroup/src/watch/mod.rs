@@ -1,5 +1,5 @@
-//! `weir cgroup watch`: runs what the kernel's limits cannot do by themselves: bursts, watermarks,
-//! limits of groups.
+//! `weir cgroup watch`: runs what the kernel's limits cannot do: bursts, watermarks, limits of
+//! groups.
 //!
 //! ```text
 //!   /run/weir/cgroups.json ──► pools ──────┐ due: io.stat, io.pressure ──► policy::steering ──► io.max      steered.rs
@@ -10,12 +10,9 @@
 //!              what is left of bursts, for the next watch (levels.rs); a process that settles all if this one dies (guard.rs)
 //! ```
 //!
-//! One thread and no lock: every file it reads answers within microseconds. It looks at what is due
-//! and sleeps until the next is; looking has its pace (pace.rs), so that with many thousands of
-//! busy control groups it comes round later rather than take the machine.
-//!
-//! Never leaves a burst behind: what ends it settles all limits first, and what kills it leaves
-//! that to the guard.
+//! One thread and no lock: every file it reads answers within microseconds. pace.rs bounds its
+//! processor time: many thousands of busy control groups are looked at less often. It settles all
+//! limits at its end; if it is killed, the guard does.
 
 pub(crate) mod arguments;
 mod disks;
@@ -71,24 +68,19 @@ use super::{
 };
 use crate::watch::arguments::WatchArgs;
 
-/// Time between two samples of a device, as for weir's own disks.
+/// Between two samples of a device, as for weir's own disks.
 const SAMPLE: Duration = Duration::from_millis(50);
-/// Rounds are at least so far apart: members that are due nearly together are looked at together.
+/// Least time between rounds: members that are due nearly together are looked at together.
 const ROUND: Duration = Duration::from_millis(10);
 /// How soon a change of the file of limits is seen.
 const FILE: Duration = Duration::from_millis(100);
 /// How often levels are kept, and the guard is looked after.
 const KEEP: Duration = Duration::from_secs(2);
-/// How many pools are verified each time: more would be a load of its own where there are
-/// thousands.
+/// Pools verified each time: more would be a load of its own where there are thousands.
 const VERIFIED: usize = 64;
-/// Limits for which the files that a process may have open do, in any case.
+/// Limits for which the usual number of open files is enough.
 const FEW: usize = 200;
 
-/// Does what `weir cgroup watch` was asked.
-///
-/// # Errors
-/// If cgroups cannot be limited here, the limits cannot be used, or somebody watches them already.
 pub(crate) fn run(arguments: WatchArgs) -> Result<(), Failure> {
     let path = arguments.kept.path();
     let hierarchy = Hierarchy::discover(Roots::default())?;
@@ -146,7 +138,7 @@ struct Watch {
     kept: Kept,
     present: Present,
     steered: Vec<Steered>,
-    /// Whose turn it is to have what it was told verified.
+    /// The next pool to be verified.
     verified: usize,
     unsteered: Unsteered,
     systemd: Systemd,
@@ -156,7 +148,6 @@ struct Watch {
 }
 
 impl Watch {
-    /// One that steers for as long as it is wanted.
     fn claim(hierarchy: Hierarchy, path: &Path, store: Store) -> anyhow::Result<Self> {
         check(&hierarchy)?;
         let watched = Watched::claim(path)?.ok_or_else(|| {
@@ -181,7 +172,7 @@ impl Watch {
         Ok(Some(Self { makes_way: true, ..watch }))
     }
 
-    /// One of what is kept; whoever has no guard must not grant what would have to be taken back.
+    /// Without a guard it must not grant what would have to be taken back.
     fn over(
         hierarchy: Hierarchy,
         path: &Path,
@@ -222,7 +213,6 @@ impl Watch {
         Ok(watch)
     }
 
-    /// Steers until somebody says so, nobody can any more, or another is to.
     fn until(mut self, stopped: &mpsc::Receiver<()>) -> anyhow::Result<Ended> {
         loop {
             let file_at = self.file_at;
@@ -237,7 +227,7 @@ impl Watch {
         }
     }
 
-    /// Does what is due by now, and says when something is next.
+    /// Does what is due by now; returns when something is next.
     fn turn(&mut self, now: Instant) -> Instant {
         if now >= self.file_at {
             self.look_at_file(now, false);
@@ -271,8 +261,7 @@ impl Watch {
         Ok(())
     }
 
-    /// Takes over what is kept now, if it has changed; what could not be taken over before only
-    /// with `again`.
+    /// Adopts the file if it has changed; one that was refused before only with `again`.
     fn look_at_file(&mut self, now: Instant, again: bool) {
         let stamp = Stamp::of(&self.path);
         let was_refused = self.refused.as_ref().is_some_and(|(refused, _)| *refused == stamp);
@@ -307,8 +296,7 @@ impl Watch {
         Ok(())
     }
 
-    /// Watches these limits from now on. What has not changed goes on; a pool that has, and is left
-    /// something, from there.
+    /// Watches these limits from now on. Unchanged pools go on; changed ones go on from `left`.
     fn adopt(&mut self, kept: Kept, left: &BTreeMap<String, Left>, now: Instant) -> anyhow::Result<()> {
         let all = Sharing::all(&kept)?;
         let asked: HashMap<&str, &Sharing> =
@@ -346,8 +334,7 @@ impl Watch {
         Ok(())
     }
 
-    /// Takes back what was granted to those that are steered no more: they may have been told
-    /// something after the file was changed.
+    /// Takes back grants of those steered no more: they may have come after the file's change.
     fn leave(&self, replaced: &[Steered], kept: &Kept) {
         let settled = settling::settled(&self.hierarchy, kept).unwrap_or_default();
         for (group, device) in replaced.iter().flat_map(Steered::members) {
@@ -364,7 +351,6 @@ impl Watch {
         }
     }
 
-    /// Looks at the devices, and decides how limits with a watermark are applied.
     fn sample(&mut self, now: Instant) {
         let mut consumed: HashMap<Number, Consumed> = HashMap::new();
         for steered in
@@ -384,8 +370,7 @@ impl Watch {
             self.steered.iter_mut().filter(|steered| steered.sharing.watermark != Watermark::ALWAYS)
         {
             if steered.devices().any(|device| busy.contains(&device)) {
-                // Who was idle may be who uses it now: how much they take is to be known when
-                // limits come to hold.
+                // Idle members may use it now: their use is to be known when limits come to hold.
                 steered.look_now(now);
             }
             let says = self.disks.enforcement(steered.devices(), steered.sharing.watermark);
@@ -403,8 +388,8 @@ impl Watch {
         };
         let mut order: Vec<(Instant, usize)> = self.steered.iter().enumerate().filter_map(due).collect();
         let urgent = order.iter().filter(|(key, _)| *key == Instant::ZERO).count();
-        // Who has waited longest comes first. Only as many as can be looked at are put in order:
-        // where a thousand are always due, that would take more than looking at them.
+        // Who has waited longest comes first. Only as many as can be looked at are sorted: where a
+        // thousand are always due, that would cost more than looking at them.
         if order.len() > left + urgent {
             order.select_nth_unstable(left + urgent);
             order.truncate(left + urgent);
@@ -423,7 +408,6 @@ impl Watch {
         self.steered.iter().filter_map(left).collect()
     }
 
-    /// Keeps what is left of bursts, and looks after the guard.
     fn keep(&mut self, now: Instant) {
         let kept = if self.steered.iter().any(Steered::has_spent) {
             levels::save(&self.path, &self.left(now))
@@ -454,7 +438,6 @@ impl Watch {
     }
 }
 
-/// Whether there is something that can be steered.
 fn check(hierarchy: &Hierarchy) -> anyhow::Result<()> {
     if hierarchy.version() != Some(Version::V2) {
         return Err(anyhow!(
@@ -465,7 +448,7 @@ fn check(hierarchy: &Hierarchy) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// The next of so many, from where it stopped the last time.
+/// The next so many, from where it stopped the last time.
 fn in_turn(next: &mut usize, all: usize, at_a_time: usize) -> impl Iterator<Item = usize> + use<> {
     let first = if *next < all { *next } else { 0 };
     let many = all.min(at_a_time);

@@ -1,22 +1,19 @@
-//! How much of a processor the watch takes: no more than its share, however many control groups
-//! there are to look at.
+//! Limits the watch's share of a processor, however many control groups there are.
 
 use nix::time::{ClockId, clock_gettime};
 use policy::time::{Duration, Instant};
 
-/// How much of a core looking at control groups may take.
 const SHARE_OF_A_CORE: f64 = 0.015;
-/// Looks in a round that are always allowed, whatever they cost.
+/// In a round, whatever they cost.
 const ALWAYS_ALLOWED: usize = 4;
 
-/// How many control groups may be looked at, so that the watch as a whole costs no more than it
-/// should.
+/// How many control groups may be looked at now.
 #[derive(Debug)]
 pub(super) struct Pace {
     last: Instant,
-    /// What the thread had used at the last round.
+    /// The thread's processor time at the last round.
     cpu: Duration,
-    /// Seconds of a processor that one look takes, with its part of all else; smoothed.
+    /// Seconds of a processor for one look, with its part of all else; smoothed.
     look_s: f64,
     /// Looks that may be made.
     saved: f64,
@@ -25,14 +22,13 @@ pub(super) struct Pace {
 impl Pace {
     /// Before anything is known: what a slow machine takes.
     const FIRST_LOOK_S: f64 = 50e-6;
-    /// As many as so much of a second's worth may be made at once.
+    /// As many looks as so many seconds allow may be made at once.
     const MOST_SAVED_S: f64 = 0.2;
 
     pub(super) fn new(now: Instant, cpu: Duration) -> Self {
         Self { last: now, cpu, look_s: Self::FIRST_LOOK_S, saved: 0.0 }
     }
 
-    /// How many may be looked at now.
     pub(super) fn allowed(&mut self, now: Instant) -> usize {
         let elapsed_s = now.nanos_since(self.last) as f64 / 1e9;
         self.last = now;
@@ -41,7 +37,7 @@ impl Pace {
         (self.saved as usize).max(ALWAYS_ALLOWED)
     }
 
-    /// So many looks were made, and the thread has used so much ever since.
+    /// So many looks were made, by this processor time of the thread.
     pub(super) fn spent(&mut self, cpu: Duration, looks: usize) {
         if looks > 0 {
             let used = cpu.saturating_sub(self.cpu).as_secs_f64();
@@ -53,7 +49,6 @@ impl Pace {
     }
 }
 
-/// What this thread has used of a processor.
 pub(super) fn cpu_now() -> Duration {
     clock(ClockId::CLOCK_THREAD_CPUTIME_ID)
 }
@@ -75,7 +70,6 @@ mod tests {
     fn looking_costs_no_more_than_its_share() {
         let mut pace = Pace::new(at(0), Duration::ZERO);
         let (mut looks, mut cpu) = (0, Duration::ZERO);
-        // A thousand are always due, and each takes 20 µs.
         for round in 1..=1000 {
             let allowed = pace.allowed(at(round * 10)).min(1000);
             cpu += Duration::from_micros(20) * allowed as u32;
@@ -84,7 +78,7 @@ mod tests {
         }
         let share = looks as f64 * 20e-6 / 10.0;
         assert!((share / SHARE_OF_A_CORE - 1.0).abs() < 0.1, "{share}");
-        // And where each takes 10 ms, some are looked at all the same.
+        // Where each takes 10 ms, some are looked at all the same.
         for round in 1001..=1100 {
             let allowed = pace.allowed(at(round * 10));
             assert!(allowed >= ALWAYS_ALLOWED);

@@ -1,5 +1,4 @@
-//! Which control groups are there, to find those that were made, or made again under their name:
-//! they have no limits.
+//! Finds control groups that were made, or made again under their name: they have no limits.
 
 use std::{
     collections::{HashMap, HashSet},
@@ -11,21 +10,20 @@ use std::{
 use super::in_turn;
 use crate::{hierarchy::Hierarchy, limit::kept::Kept};
 
-/// How many are looked for each time: more would be a load of its own where there are thousands.
+/// Looked for each time: more would be a load of its own where there are thousands.
 const LOOKED_FOR: usize = 1024;
 
-/// The control groups that something is kept of, there or not.
 #[derive(Default)]
 pub(super) struct Present {
     /// Which directory each was when it was last looked for.
     inodes: HashMap<PathBuf, Option<u64>>,
-    /// In the order of their turns, and whose it is.
+    /// In the order of their turns.
     order: Vec<PathBuf>,
     next: usize,
 }
 
 impl Present {
-    /// Knows those that something is kept of now. Returns those that it did not know.
+    /// Takes over what is kept now; returns the control groups that are new.
     pub(super) fn adopt(&mut self, hierarchy: &Hierarchy, kept: &Kept) -> Vec<PathBuf> {
         let mut unknown = Vec::new();
         let mut inodes = HashMap::new();
@@ -46,8 +44,7 @@ impl Present {
         unknown
     }
 
-    /// Looks for some, each time for others. Returns those that were made, or made again, since
-    /// they were looked for.
+    /// Looks for some, each time for others; returns those made, or made again, since.
     pub(super) fn new_groups(&mut self, hierarchy: &Hierarchy) -> HashSet<PathBuf> {
         let mut new = HashSet::new();
         for index in in_turn(&mut self.next, self.order.len(), LOOKED_FOR) {
@@ -62,7 +59,6 @@ impl Present {
     }
 }
 
-/// Which directory a control group is; `None` if there is none.
 fn inode(hierarchy: &Hierarchy, cgroup: &Path) -> Option<u64> {
     let group = hierarchy.group(cgroup).ok()?;
     fs::metadata(&group.directory).ok().map(|metadata| metadata.ino())

@@ -1,12 +1,8 @@
-//! What the kernel counts for one control group on one device, read again and again from files that
-//! stay open.
+//! What the kernel counts for one control group on one device, read from files that stay open.
 //!
-//! io.stat counts what has passed the kernel's limits, never what waits for them. That something
-//! waits is seen in io.pressure, as far as a process waits for it; and where only writeback is left
-//! waiting (measured: io.pressure does not grow then), in memory.stat.
-//!
-//! An open file costs a tenth of opening it anew. A cgroup that was removed answers ENODEV for
-//! good, also if one of the same name is made again: then the files are opened anew.
+//! io.stat counts what has passed the limits. Waiting shows in io.pressure, or in memory.stat if
+//! only writeback waits (measured: io.pressure does not grow then). An open file costs a tenth of
+//! opening it. A removed cgroup answers ENODEV for good: then the files are opened anew.
 
 use std::{fs::File, io, os::unix::fs::FileExt as _};
 
@@ -21,7 +17,7 @@ use crate::{
     limit::tell::about,
 };
 
-/// Bytes of a file that are looked at: io.stat of some hundred devices.
+/// Bytes of a file that are read: io.stat of some hundred devices.
 const MAX_BYTES: usize = 64 << 10;
 
 #[derive(Debug)]
@@ -29,16 +25,12 @@ pub(super) struct Reading {
     stat: File,
     pressure: Option<File>,
     memory: Option<File>,
-    /// Microseconds that something waited, ever.
+    /// Ever.
     stalled_us: Option<u64>,
 }
 
 impl Reading {
-    /// Opens them: those that tell of waiting only where that matters, since a process may have a
-    /// thousand files open and no more.
-    ///
-    /// # Errors
-    /// If io.stat cannot be opened: the cgroup is gone, or has no io controller.
+    /// Opens those that tell of waiting only if wanted: a process may have a thousand files open.
     pub(super) fn open(group: &ControlGroup, wants_waiting: bool) -> anyhow::Result<Self> {
         let open = |file: &str| File::open(group.directory.join(file));
         let stat = open("io.stat").with_context(|| about(group, "io.stat"))?;
@@ -52,10 +44,7 @@ impl Reading {
     }
 
     /// What has passed on a device, and whether anything waited since the last time; `buffer` is
-    /// scratch space.
-    ///
-    /// # Errors
-    /// If io.stat cannot be read, or is of no known form.
+    /// scratch.
     pub(super) fn read(
         &mut self,
         device: Number,
@@ -72,8 +61,7 @@ impl Reading {
         Ok((passed, self.waited(buffer)))
     }
 
-    /// `None` if the kernel does not tell. Never an error: without it the steering is a little
-    /// slower.
+    /// `None` if the kernel does not tell: then the steering is a little slower.
     fn waited(&mut self, buffer: &mut Vec<u8>) -> Option<bool> {
         let text_of_pressure = text(self.pressure.as_ref()?, buffer).ok()?;
         let total = pressure::parse(text_of_pressure).ok()?.some.total_us;
@@ -87,7 +75,7 @@ impl Reading {
     }
 }
 
-/// Whether that is what an open file of a cgroup that was removed answers.
+/// Whether this is what an open file of a removed cgroup answers.
 pub(super) fn is_removed(error: &anyhow::Error) -> bool {
     let error = error.downcast_ref::<io::Error>().and_then(io::Error::raw_os_error);
     error == Some(Errno::ENODEV as i32)
@@ -103,8 +91,7 @@ fn text<'a>(file: &File, buffer: &'a mut Vec<u8>) -> anyhow::Result<&'a str> {
             Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
             Err(error) => return Err(error.into()),
         }
-        // Nearly always the kernel gives all at once: a page at the most, and io.stat of a few
-        // disks is shorter.
+        // The kernel gives up to a page at once, and io.stat of a few disks is shorter.
         if length % 4096 != 0 {
             break;
         }

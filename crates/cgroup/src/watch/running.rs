@@ -1,5 +1,4 @@
-//! A watch beside something else: beside the disks that a daemon serves, or beside a command that
-//! has its limits only as long as it runs.
+//! A watch beside a daemon, or beside a command that has its limits only as long as it runs.
 
 use std::{
     path::Path,
@@ -28,17 +27,16 @@ impl Running {
     /// Watches the limits in this file. What devices can do is in the store.
     ///
     /// # Errors
-    /// As [`run`](super::run).
+    /// As `weir cgroup watch`.
     pub fn start(path: &Path, store: Store) -> anyhow::Result<Self> {
         let watch = Watch::claim(Hierarchy::discover(Roots::default())?, path, store)?;
         Self::run(move |stopped| watch.until(stopped).map(drop))
     }
 
-    /// The same for a command that has its limits only as long as it runs: it steers while nobody
-    /// else does, and makes way for who claims to.
+    /// The same for one command: it steers while nobody else does, and makes way for who claims to.
     ///
     /// # Errors
-    /// As [`run`](super::run), but for who watches them already.
+    /// As [`start`](Self::start), except that somebody else may watch already.
     pub fn start_or_stand_by(path: &Path, store: Store) -> anyhow::Result<Self> {
         let hierarchy = Hierarchy::discover(Roots::default())?;
         let path = path.to_owned();

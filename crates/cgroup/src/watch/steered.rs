@@ -1,11 +1,8 @@
-//! One pool of limits at work: its control groups are looked at when that is due, and told what
-//! their rates are now.
+//! One pool of limits at work: its control groups are looked at when due, and told their rates.
 //!
-//! A control group that is gone, or whose disk is, leaves its part to the others of its pool, and
-//! one whose files cannot be read has no burst; both are tried again every second. Each trouble is
-//! said once, and once more when it is over.
-//!
-//! Never tells a disk what was meant for another that had its number.
+//! A control group that is gone, or whose disk is, leaves its part to the others; one whose files
+//! cannot be read has no burst. Both are tried again every second, and each problem is logged once,
+//! as is its end. Never tells a disk what was meant for another that had its number.
 
 use std::path::PathBuf;
 
@@ -29,12 +26,11 @@ use crate::{
 
 /// How often what is in trouble is tried again.
 const AGAIN: Duration = Duration::from_secs(1);
-/// A look in so long may be made a little sooner, at a multiple of this.
+/// Looks at such an interval are made a little sooner, at a multiple of [`TOGETHER`].
 const UNHURRIED: Duration = Duration::from_millis(500);
 const TOGETHER: Duration = Duration::from_millis(100);
 
-/// What becomes of a control group that is in trouble: as it is to be, and where the kernel refuses
-/// that.
+/// What holds for a control group in trouble, and where the kernel refuses that.
 const WITHOUT_BURSTS: &str = "it has its limits without bursts meanwhile, others carry on";
 const AS_BEFORE: &str = "what it was told before, if anything, still holds; others carry on";
 
@@ -44,20 +40,18 @@ pub(super) struct Steered {
     roots: Roots,
     pool: Pool,
     members: Vec<Controlled>,
-    /// Several, or both directions, divide what there is: then it matters who waits.
+    /// Several, or both directions, share a limit: then it matters who waits.
     divided: bool,
-    /// What all had taken at the last look, and at what rate since the one before, for the
-    /// watermark.
+    /// Total of all members at the last look, and the rate since the one before, for the watermark.
     taken: Option<(Instant, [Counters; 2])>,
     rate: Option<Taken>,
-    /// When the next member is due. Kept, because all pools are asked at every round, and few of
-    /// them are due.
+    /// When the next member is due; cached, because all pools are asked at every round.
     due: Instant,
     /// When a burst can be over at the earliest, by the last decision.
     bursts_end: Option<Instant>,
     /// Something has changed that rates depend on.
     undecided: bool,
-    /// What was in the buckets when that was last kept.
+    /// The buckets when they were last kept.
     kept: [u64; 6],
 }
 
@@ -70,7 +64,7 @@ struct Controlled {
     /// It was told a limit, and that was taken.
     in_force: bool,
     due: Option<Instant>,
-    /// What is wrong with it, said already.
+    /// What is wrong with it, logged already.
     trouble: Option<String>,
 }
 
@@ -80,7 +74,7 @@ pub(super) struct Round {
     pub(super) told: usize,
 }
 
-/// Whether two factors differ by less than is worth a decision for a pool.
+/// Whether two factors differ by less than is worth a decision.
 fn nearly_same(one: Enforcement, other: Enforcement) -> bool {
     match (one, other) {
         (Enforcement::Scaled(one), Enforcement::Scaled(other)) => {
@@ -92,7 +86,6 @@ fn nearly_same(one: Enforcement, other: Enforcement) -> bool {
 }
 
 impl Steered {
-    /// A pool that begins now, or goes on from where another left off.
     pub(super) fn new(
         hierarchy: &Hierarchy,
         sharing: &Sharing,
@@ -145,18 +138,16 @@ impl Steered {
         self.members.iter().map(|member| (&member.group, member.device))
     }
 
-    /// The devices of all members, some perhaps several times.
+    /// With repetitions.
     pub(super) fn devices(&self) -> impl Iterator<Item = Number> {
         self.members.iter().map(|member| member.device)
     }
 
-    /// When the next member is due, at once if something has changed since the last decision;
-    /// [`Instant::MAX`] if nothing will ever be.
+    /// At once if something has changed since the last decision; [`Instant::MAX`] if never.
     pub(super) fn due(&self) -> Instant {
         if self.undecided { Instant::ZERO } else { self.due }
     }
 
-    /// Whether that cannot wait: something has changed, or a burst may be over.
     pub(super) fn is_urgent(&self, now: Instant) -> bool {
         self.undecided || self.is_burst_over(now)
     }
@@ -174,7 +165,6 @@ impl Steered {
         self.kept = self.pool.levels();
     }
 
-    /// Applies the limits so from now on.
     pub(super) fn enforce(&mut self, enforcement: Enforcement, now: Instant, buffer: &mut Vec<u8>) {
         if !nearly_same(self.pool.enforcement(), enforcement) {
             if self.pool.enforcement() == Enforcement::Lifted {
@@ -193,8 +183,8 @@ impl Steered {
         self.due = self.due.min(now);
     }
 
-    /// Looks at the members that are due, at most so many unless a burst may be over, and tells all
-    /// what has changed.
+    /// Looks at due members, at most so many unless a burst may be over, and tells what has
+    /// changed.
     pub(super) fn round(&mut self, now: Instant, most: usize, buffer: &mut Vec<u8>) -> Round {
         let mut round = Round::default();
         let most = if self.is_burst_over(now) { usize::MAX } else { most };
@@ -241,8 +231,8 @@ impl Steered {
             Watermark::ALWAYS => self.pool.due(index, now)?,
             _ => self.pool.next_look(index, now),
         };
-        // Who does nothing is looked at together with others of that kind: to wake up for each of a
-        // thousand costs as much again.
+        // Idle members are looked at together: a wake-up for each of a thousand costs as much
+        // again.
         if due.nanos_since(now) < UNHURRIED.as_nanos() as u64 {
             return Some(due);
         }
@@ -263,8 +253,7 @@ impl Steered {
         let (device, was_open) = (member.device, member.reading.is_some());
         let mut seen = self.read(index, buffer);
         if was_open && seen.as_ref().is_err_and(reading::is_removed) {
-            // One of that name may have been made since: it knows nothing of what the other was
-            // told.
+            // One of that name may have been made since, which was told nothing.
             self.members[index].reading = None;
             self.pool.not_told(index);
             seen = self.read(index, buffer);
@@ -304,8 +293,8 @@ impl Steered {
         let reading = match &mut member.reading {
             Some(reading) => reading,
             none => {
-                // After the machine's start, or where it was made again with its parent, the
-                // controller is not there.
+                // The controller is missing after the machine's start, or if the parent was made
+                // again.
                 if member.group.exists() {
                     settling::hand_down(&member.group)?;
                 }
@@ -315,11 +304,10 @@ impl Steered {
         reading.read(member.device, buffer)
     }
 
-    /// Whether it was told, of what was decided on what was seen `now`.
+    /// Whether it was told what was decided `now`.
     fn tell(&mut self, index: usize, rates: Rates, now: Instant) -> bool {
         let member = &mut self.members[index];
-        // The kernel forgets limits with their disk: if none is in force any more, this may be
-        // another.
+        // The kernel forgets limits with their disk: without any in force, this may be another.
         let told = tell::told(&member.group, member.device).ok();
         let lost = member.in_force && told == Some(Rates::NONE);
         let disk = if lost { member.entry.disk(&self.roots).map(drop) } else { Ok(()) };
@@ -350,7 +338,7 @@ impl Steered {
         }
     }
 
-    /// Tells anew whoever is not held to what it was told: somebody else has written there.
+    /// Tells anew where somebody else has written.
     pub(super) fn verify(&mut self) {
         for index in 0..self.members.len() {
             let member = &self.members[index];
@@ -382,7 +370,6 @@ impl Steered {
         }
     }
 
-    /// What all members take, beside what their limits would let pass: between the last two looks.
     pub(super) fn taken(&self) -> Option<Taken> {
         self.rate
     }
@@ -394,8 +381,7 @@ impl Steered {
         }
     }
 
-    /// How full the buckets are, for who goes on from here; `None` if they are empty, as those of
-    /// who begins anew.
+    /// How full the buckets are, for the next watch; `None` if they are empty, as at the beginning.
     pub(super) fn left(&self, at: Instant) -> Option<levels::Left> {
         if self.pool.levels() == [0; 6] {
             return None;
@@ -407,7 +393,6 @@ impl Steered {
         Some(levels::Left::new(at, self.pool.levels(), passed))
     }
 
-    /// Opens all files anew at the next look.
     #[cfg(test)]
     pub(super) fn forget_files(&mut self) {
         self.members.iter_mut().for_each(|member| member.reading = None);

@@ -1,5 +1,4 @@
-//! Tells systemd of limits that the kernel has been told by its files alone, or systemd would take
-//! them back at its next occasion.
+//! Tells systemd of limits that were written to the kernel's files, or systemd would undo them.
 //!
 //! In a thread of its own: it may take its time to answer, and bursts wait for nobody.
 
@@ -15,23 +14,19 @@ use crate::{
     limit::{kept::Kept, settling, tell::Telling},
 };
 
-/// What systemd is still to be told.
 #[derive(Default)]
 pub(super) struct Systemd {
-    /// Control groups of which it has perhaps not heard.
     unheard: HashSet<PathBuf>,
-    /// Who tells it, and then knows which of them are still to be told.
+    /// Returns those still to be told.
     teller: Option<JoinHandle<HashSet<PathBuf>>>,
 }
 
 impl Systemd {
-    /// It has perhaps not heard of these.
     pub(super) fn is_to_hear_of(&mut self, groups: impl IntoIterator<Item = PathBuf>) {
         self.unheard.extend(groups);
     }
 
-    /// Has it told of what is kept, of those that it has not heard of; one after another, so not
-    /// before the last telling is over.
+    /// Tells what is kept of the unheard, once the last telling is over.
     pub(super) fn tell(&mut self, hierarchy: &Hierarchy, path: &Path, kept: &Kept) {
         if let Some(teller) = self.teller.take_if(|teller| teller.is_finished()) {
             // A panic there has been printed.

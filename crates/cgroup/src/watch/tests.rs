@@ -84,8 +84,7 @@ fn one_that_is_gone_leaves_the_others_alone_and_is_found_again() {
     assert!(max(&machine, "a").contains("wbps=10485760"));
     let gone = machine.root().join("a");
     fs::remove_dir_all(&gone).unwrap();
-    // An open file of a removed cgroup fails; one that stands for it here is still there, so it is
-    // opened anew.
+    // A file of a removed cgroup fails; a plain one does not, so it is opened anew.
     steered.forget_files();
     steered.round(at(1000), 9, &mut buffer);
     assert!(max(&machine, "b").contains("wbps=20971520"), "the other has its part: {}", max(&machine, "b"));
@@ -153,8 +152,7 @@ fn a_disk_that_has_the_number_of_another_is_told_nothing() {
     let mut steered = steered(&machine, &["a"], None);
     let mut buffer = Vec::new();
     steered[0].round(at(0), 9, &mut buffer);
-    // The disk is pulled out, and another gets its number; what the kernel was told went with the
-    // first.
+    // The disk is replaced by another of its number; what the kernel was told went with the first.
     fs::write(machine.path("sys/devices/vda/wwid"), "eui.2").unwrap();
     machine.write("a", "io.max", "");
     steered[0].verify();
@@ -240,8 +238,7 @@ fn a_file_that_is_changed_by_hand_is_followed_and_one_that_is_removed_is_not() {
     fs::remove_file(&path).unwrap();
     watch.look_at_file(now(), false);
     assert_eq!(Kept::load(&path).unwrap(), kept, "it is written again");
-    // One that is taken out of it has no limit any more, unless somebody else has given it one
-    // since.
+    // What is taken out of it has no limit any more, unless somebody else has set one since.
     whole_file::write(&path, b"{}", false).unwrap();
     watch.look_at_file(now(), false);
     assert!(max(&machine, "a").contains("wbps=max"), "{}", max(&machine, "a"));

@@ -1,8 +1,5 @@
-//! Limits that the kernel keeps by itself, with nothing to steer: told where it has others, and
-//! taken back where nobody wants them any more.
-//!
-//! The kernel loses them with a control group or a disk that goes, and somebody else may change
-//! them.
+//! Limits that the kernel keeps by itself, without steering: told again where a control group or a
+//! disk was gone or somebody changed them, and taken back where nobody wants them any more.
 
 use std::{
     collections::{HashMap, HashSet},
@@ -19,16 +16,15 @@ use crate::{
     limit::{kept::Entry, pools::Sharing, settling, tell, tell::as_kept},
 };
 
-/// How many are verified each time: more would be a load of its own where there are thousands.
+/// Verified each time: more would be a load of its own where there are thousands.
 const VERIFIED: usize = 64;
 
-/// All that are kept of this kind.
 pub(super) struct Unsteered {
     hierarchy: Hierarchy,
     all: Vec<Sharing>,
-    /// Whose turn it is to be verified.
+    /// The next to be verified.
     next: usize,
-    /// What was said of them, by their names: once each.
+    /// Errors logged, by pool: once each.
     said: HashMap<String, Vec<String>>,
 }
 
@@ -37,16 +33,16 @@ impl Unsteered {
         Self { hierarchy, all: Vec::new(), next: 0, said: HashMap::new() }
     }
 
-    /// Keeps those of `all` that are of this kind from now on. Returns which control groups were
-    /// told something.
+    /// Keeps those of `all` that are of this kind; returns the control groups that were told
+    /// something.
     pub(super) fn adopt(&mut self, all: Vec<Sharing>) -> Vec<PathBuf> {
         let limited = all.iter().filter(|sharing| !sharing.limits.is_unlimited());
         let limited = limited.flat_map(|sharing| sharing.members.iter().map(place)).collect();
-        // Who has a weight alone is nobody's to limit.
+        // With a weight alone there is nothing to limit.
         let is_kernels = |sharing: &Sharing| !sharing.needs_watch() && !sharing.limits.is_unlimited();
         let before = mem::replace(&mut self.all, all.into_iter().filter(is_kernels).collect());
         self.lift(&before, &limited);
-        // Who changed the file by hand has told nobody.
+        // The file may have been changed by hand.
         let before: HashMap<&str, &Sharing> =
             before.iter().map(|sharing| (sharing.name.as_str(), sharing)).collect();
         let is_changed = |sharing: &Sharing| before.get(sharing.name.as_str()) != Some(&sharing);
@@ -54,8 +50,8 @@ impl Unsteered {
         self.hold_all(changed)
     }
 
-    /// Verifies some, each time others, and those of control groups that are new. Returns which
-    /// control groups were told something.
+    /// Verifies some in turn, and all `new` ones; returns the control groups that were told
+    /// something.
     pub(super) fn verify(&mut self, new: &HashSet<PathBuf>) -> Vec<PathBuf> {
         let in_turn: Vec<usize> = in_turn(&mut self.next, self.all.len(), VERIFIED).collect();
         let is_new = |sharing: &Sharing| sharing.members.iter().any(|entry| new.contains(&entry.cgroup));
@@ -68,9 +64,8 @@ impl Unsteered {
         which.into_iter().flat_map(|index| self.hold(index)).collect()
     }
 
-    /// Tells what the kernel is to keep by itself, if it does not: a control group that was made
-    /// again has no limits, nor has one whose disk was away. Of a disk that is not there it is said
-    /// once.
+    /// Tells the kernel again what it has lost, with a control group or a disk; a missing disk is
+    /// reported once.
     fn hold(&mut self, index: usize) -> Vec<PathBuf> {
         let sharing = &self.all[index];
         let roots = self.hierarchy.roots.of_devices();
@@ -106,9 +101,8 @@ impl Unsteered {
         }
     }
 
-    /// Takes back what was told to those that are limited no more, where that is still what the
-    /// kernel has: a limit that was removed in the moment in which it was told anew, or that
-    /// somebody has taken out of the file.
+    /// Takes back what was told to those limited no more, if the kernel still has it: a limit
+    /// removed just as it was told anew, or taken out of the file.
     fn lift(&self, before: &[Sharing], limited: &HashSet<(PathBuf, String)>) {
         for sharing in before {
             if sharing.members.iter().all(|entry| limited.contains(&place(entry))) {

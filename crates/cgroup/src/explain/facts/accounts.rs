@@ -6,11 +6,9 @@
 //!   io.stat           wbytes                                 what was charged to the cgroup
 //! ```
 //!
-//! A page belongs to the cgroup that first used it, for as long as it is cached, and a file to
-//! whose pages were most of those written (Documentation/admin-guide/cgroup-v2.rst, "Writeback").
-//! So a file that was there before is written in somebody else's name until its old pages are gone,
-//! which no file of the kernel says; the counts show it. Processes that have ended are counted by
-//! the cgroup alone, so this errs towards silence.
+//! A page belongs to the cgroup that first used it, and a file to the owner of most pages written
+//! (cgroup-v2.rst, "Writeback"). So an older file may be written in another's name; only these
+//! counts show it. The cgroup's count includes ended processes, so this errs towards silence.
 
 use std::time::Duration;
 
@@ -20,8 +18,7 @@ use crate::{
     kernel::{io_stat, memory_stat, proc_io},
 };
 
-/// Counts of version 2; `None` where they cannot be had, or for the root, which is charged with
-/// what nobody is.
+/// Counts of version 2; `None` for the root, which is charged with what nobody is.
 pub(super) fn look(reader: &mut Reader<'_>, group: &ControlGroup, processes: &[Process]) -> Option<Accounts> {
     if group.version == Version::V1 || group.is_root() {
         return None;
@@ -52,8 +49,7 @@ pub(super) fn look(reader: &mut Reader<'_>, group: &ControlGroup, processes: &[P
 /// Ticks and seconds are not finer, and the boot's time is rounded.
 const CLOCK_ERROR: Duration = Duration::from_secs(2);
 
-/// Marks the files that were there before any process of the cgroup was: others may have used them
-/// first.
+/// Marks the files that are older than every process: others may have used them first.
 pub(super) fn mark_older(processes: &mut [Process]) {
     let Some(first) = processes.iter().filter_map(|process| process.began).min() else {
         return;

@@ -1,4 +1,4 @@
-//! Swap space, and what else has a hand in I/O of the same disks.
+//! Swap space, and what else affects I/O of the same disks.
 
 use std::path::Path;
 
@@ -10,7 +10,7 @@ use crate::{
     kernel::{io_latency, memory_stat, memory_stat::Waiting, weight},
 };
 
-/// The swap space in use: /proc/swaps, a line for each partition or file (proc_swaps(5)).
+/// The swap space in use (/proc/swaps, proc_swaps(5)).
 pub(super) fn swaps(reader: &mut Reader<'_>, mounts: &mut MountTable) -> Vec<Swap> {
     let file = reader.hierarchy.roots.proc.join("swaps");
     let text = reader.text(&file).unwrap_or_default();
@@ -33,7 +33,6 @@ pub(super) fn swaps(reader: &mut Reader<'_>, mounts: &mut MountTable) -> Vec<Swa
     swaps
 }
 
-/// What the cgroup has in swap space, if anything.
 pub(super) fn swapped(group: &ControlGroup) -> Option<Evidence> {
     let text = group.read("memory.swap.current").ok()?;
     let bytes = text.trim().parse::<u64>().ok().filter(|bytes| *bytes > 0)?;
@@ -54,7 +53,6 @@ pub(super) fn left_dirty(reader: &mut Reader<'_>, group: &ControlGroup, empty: b
     (!lines.is_empty()).then(|| Evidence::new(file.display().to_string(), lines.join(", ")))
 }
 
-/// Other controls that are active on the limited disks.
 pub(super) fn controls(reader: &mut Reader<'_>, group: &ControlGroup, limited: &[Number]) -> Vec<Beside> {
     let mut found = Vec::new();
     if group.version == Version::V2 {

@@ -1,8 +1,7 @@
-//! Reads all of it, from the cgroup outwards.
+//! Reads all facts, from the cgroup outwards.
 //!
-//! A process that ends meanwhile is passed over; what may not be read is a gap, which a finding
-//! tells. Bounds keep a machine of millions of files from taking minutes: past them there is a gap
-//! too.
+//! A process that ends meanwhile is skipped. What may not be read, or lies beyond a bound, is a
+//! gap, which a finding reports.
 
 use std::{
     fs,
@@ -24,11 +23,8 @@ use crate::{
     kernel::proc_stat,
 };
 
-/// Most processes that are looked at.
 const MAX_PROCESSES: usize = 4096;
-/// Most cgroups below the one asked about.
 const MAX_GROUPS: usize = 4096;
-/// kthreadd, the parent of all threads of the kernel.
 const KTHREADD: i32 = 2;
 
 #[derive(Debug, Clone)]
@@ -38,10 +34,6 @@ pub(crate) struct Subject {
     pub(crate) limits: PathBuf,
 }
 
-/// Reads all of it.
-///
-/// # Errors
-/// If the cgroup itself cannot be read.
 pub(crate) fn collect(hierarchy: &Hierarchy, subject: &Subject) -> anyhow::Result<Facts> {
     let roots = &hierarchy.roots;
     let group = &subject.group;
@@ -216,15 +208,13 @@ fn process(
     })
 }
 
-/// What processes could do to limited disks that none of them has a file on: direct, buffered, and
-/// reads.
+/// What processes could do to limited disks on which none of them has a file.
 fn possible(
     reader: &mut Reader<'_>,
     mounts: &mut MountTable,
     limited: &[Number],
     processes: &[Process],
 ) -> Vec<Use> {
-    // Somebody uses a disk: what he does says more than what one could do.
     if processes.iter().any(|process| !process.uses.is_empty()) {
         return Vec::new();
     }
@@ -251,12 +241,11 @@ fn possible(
 
 #[derive(Debug)]
 pub(crate) struct Spot {
-    /// Its disk, and those that is made of, the uppermost first.
+    /// Its disk, and those below it, the uppermost first.
     pub(crate) stack: Vec<Number>,
     pub(crate) file_system: Option<FileSystem>,
 }
 
-/// Looks below a directory of weir's own namespace.
 pub(crate) fn spot(hierarchy: &Hierarchy, directory: &Path) -> Spot {
     let mut reader = Reader::new(hierarchy);
     let mut mounts = MountTable::new(&mut reader, "self");

@@ -1,11 +1,10 @@
-//! Disks by their numbers, what they are made of, and which of them a file system is on.
+//! Disks by number, what they are made of, and which of them a file system is on.
 //!
 //! ```text
 //!   /sys/dev/block/253:0 → …/dm-0     slaves/ (what it is made of)   dm/uuid (CRYPT-…)   md/level   loop/backing_file, loop/dio
 //! ```
 //!
-//! Source: Documentation/ABI/testing/sysfs-block, sysfs-block-dm, sysfs-block-loop;
-//! Documentation/admin-guide/md.rst.
+//! Source: Documentation/ABI/testing/sysfs-block, -dm, -loop; Documentation/admin-guide/md.rst.
 
 use std::{
     fs,
@@ -21,10 +20,8 @@ use super::{
 };
 use crate::{hierarchy::Roots, kernel, kernel::mountinfo::Mount, nature::Nature};
 
-/// Overlays upon overlays are not followed further: the kernel's limit is 2
-/// (FILESYSTEM_MAX_STACK_DEPTH).
+/// The kernel's limit is 2 (FILESYSTEM_MAX_STACK_DEPTH).
 const MAX_LAYERS: usize = 3;
-/// Disks upon disks likewise.
 const MAX_DEPTH: usize = 8;
 
 pub(super) struct Disks<'a> {
@@ -37,7 +34,6 @@ impl<'a> Disks<'a> {
         Self { roots, known: Vec::new() }
     }
 
-    /// The disk of a node below /dev, if the path is one.
     pub(super) fn of_node(&mut self, path: &Path) -> Option<Number> {
         let name = path.strip_prefix("/dev").ok()?.to_str()?.replace('/', "!");
         let file = self.roots.sys.join("class/block").join(name).join("dev");
@@ -48,7 +44,6 @@ impl<'a> Disks<'a> {
         self.whole(number)
     }
 
-    /// The whole disk that a number is, or is a part of.
     fn whole(&mut self, number: Number) -> Option<Number> {
         let identity = self.identity(number)?;
         let whole = identity.number();
@@ -60,7 +55,6 @@ impl<'a> Disks<'a> {
         Identity::resolve(number, &self.roots.of_devices()).ok()
     }
 
-    /// Gets to know a disk and those it is made of.
     fn enter(&mut self, identity: &Identity, depth: usize) {
         let number = identity.number();
         if depth > MAX_DEPTH || self.known.iter().any(|disk| disk.number == number) {
@@ -94,7 +88,6 @@ impl<'a> Disks<'a> {
         (disk.parts, disk.evidence) = (parts, evidence);
     }
 
-    /// The disks below a disk, at any depth.
     pub(super) fn below(&self, disk: Number) -> Vec<Number> {
         let mut found = vec![disk];
         let mut next = 0;
@@ -120,7 +113,7 @@ impl<'a> Disks<'a> {
             if row.mount.kind != "overlay" {
                 break;
             }
-            // Its directories are named as whoever mounted it saw them: the host.
+            // An overlay's directories are named as the host sees them.
             let Some(below) = row.mount.option("upperdir").and_then(|upper| holding(own, &upper)) else {
                 break;
             };
@@ -144,13 +137,11 @@ impl<'a> Disks<'a> {
     }
 
     fn below_file_system(&mut self, mount: &Mount) -> (Below, Option<Evidence>) {
-        // fuseblk has a disk, which its daemon reads.
         if Nature::of(&mount.kind) != Nature::Disk {
             return (Below::NoDisk, None);
         }
         let unknown = || (Below::Unknown(mount.source.clone()), None);
         let number = match mount.number.major {
-            // Btrfs and others have no number of their own.
             0 => match self.of_node(Path::new(&mount.source)) {
                 Some(number) => return (Below::Disk(number), None),
                 None => return unknown(),
@@ -168,7 +159,6 @@ impl<'a> Disks<'a> {
         (Below::Disk(whole), partition)
     }
 
-    /// Gets to know the disks that limits are for.
     pub(super) fn enter_limited(&mut self, limited: &[Number]) {
         for &number in limited {
             if self.whole(number).is_none() && !self.known.iter().any(|disk| disk.number == number) {
@@ -181,7 +171,6 @@ impl<'a> Disks<'a> {
     }
 }
 
-/// What a disk is, and what says so.
 fn kind(directory: &Path, name: &str) -> (DiskKind, Vec<Evidence>) {
     let read = |file: &str| {
         let path = directory.join(file);
@@ -189,7 +178,7 @@ fn kind(directory: &Path, name: &str) -> (DiskKind, Vec<Evidence>) {
         Some(Evidence::new(path.display().to_string(), text.trim()))
     };
     if let Some(uuid) = read("dm/uuid") {
-        // cryptsetup marks what it makes so; LVM calls the parts of a RAID so.
+        // cryptsetup marks what it makes; LVM marks the parts of a RAID.
         let part = fs::read_dir(directory.join("slaves")).into_iter().flatten().flatten();
         let part = part.map(|entry| entry.path().join("dm/name"));
         let part = part.filter_map(|file| Some((fs::read_to_string(&file).ok()?, file)));
@@ -216,7 +205,7 @@ fn kind(directory: &Path, name: &str) -> (DiskKind, Vec<Evidence>) {
     (DiskKind::Plain, Vec::new())
 }
 
-/// The number of the block device that a path is, where sysfs does not know its name.
+/// For a block device whose name sysfs does not know.
 fn number_of_node(path: &Path) -> Option<Number> {
     let metadata = fs::metadata(path).ok()?;
     metadata.file_type().is_block_device().then(|| Number::unpack(metadata.rdev()))

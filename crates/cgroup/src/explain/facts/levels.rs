@@ -19,7 +19,6 @@ use crate::{
     limit_files::{self, LimitFile},
 };
 
-/// From a cgroup to the root.
 pub(super) fn up(reader: &mut Reader<'_>, group: &ControlGroup) -> anyhow::Result<Vec<Level>> {
     let chain = std::iter::successors(Some(group.clone()), ControlGroup::parent);
     let levels = chain.map(|group| one(reader, &group)).collect::<Result<Vec<_>, _>>()?;
@@ -30,11 +29,9 @@ pub(super) fn up(reader: &mut Reader<'_>, group: &ControlGroup) -> anyhow::Resul
     Ok(levels)
 }
 
-/// Where somebody steers what weir keeps in this file, that is the limit, whatever the kernel is
-/// told at the moment: a burst, or nothing while a watermark lifts it. Where nobody does, the
-/// kernel's is.
+/// Where somebody steers what weir keeps, that is the limit, not what the kernel holds at present.
 pub(super) fn as_kept(hierarchy: &Hierarchy, file: &Path, levels: &mut [Level]) {
-    // A file that cannot be used is the watch's trouble, and says so there.
+    // The watch reports a file that cannot be used.
     let Ok(kept) = Kept::load(file) else { return };
     let steered = Sharing::all(&kept).unwrap_or_default().into_iter().filter(Sharing::needs_watch);
     let steered: Vec<Entry> = steered.flat_map(|sharing| sharing.members).collect();
@@ -66,10 +63,6 @@ pub(super) fn as_kept(hierarchy: &Hierarchy, file: &Path, levels: &mut [Level]) 
     }
 }
 
-/// One of them.
-///
-/// # Errors
-/// If it is gone, or says what no kernel known here does.
 pub(super) fn one(reader: &mut Reader<'_>, group: &ControlGroup) -> anyhow::Result<Level> {
     let mut files = Vec::new();
     let limits = limits_of(group, &mut files)?;
@@ -83,13 +76,12 @@ pub(super) fn one(reader: &mut Reader<'_>, group: &ControlGroup) -> anyhow::Resu
         Version::V1 => (None, None, None),
         Version::V2 => (cited("cgroup.controllers"), cited("cgroup.subtree_control"), cited("cgroup.type")),
     };
-    // The root of all has no type; the root of a namespace, which looks like it, has.
+    // The root of all has no type; the root of a namespace has one.
     let root = group.is_root() && kind.is_none();
     let kind = kind.filter(|kind| kind.value != "domain");
     Ok(Level { name, root, has_limits: !files.is_empty(), controllers, subtree, kind, limits, files })
 }
 
-/// The limits, each with the lines that say it.
 fn limits_of(group: &ControlGroup, files: &mut Vec<Evidence>) -> anyhow::Result<Vec<Limit>> {
     let mut limits: Vec<Limit> = Vec::new();
     for LimitFile { name, text, limits: all } in limit_files::read(group)? {

@@ -1,8 +1,7 @@
-//! The mounts that processes see, and the file systems found on them.
+//! The mounts that processes see, and the file systems on them.
 //!
-//! A process's files are on the mounts of its namespace, which /proc/PID/mountinfo lists by the ids
-//! that fdinfo names. What belongs to no process, such as swap space or the file of a loop device,
-//! is looked for on weir's own.
+//! fdinfo names a mount by its id in the process's /proc/PID/mountinfo. Swap space and loop
+//! devices' files belong to no process and are looked for on weir's own mounts.
 
 use std::{
     fs,
@@ -21,17 +20,16 @@ use crate::nature::Nature;
 
 #[derive(Debug)]
 pub(super) struct MountTable {
-    /// Those of weir's own namespace, for paths that belong to nobody.
+    /// Those of weir's own namespace.
     own: Vec<Row>,
     own_file: String,
-    /// Those of the process that was looked at last, by its file: processes beside each other
-    /// mostly share them.
+    /// Those of the last process, by its file: processes mostly share them.
     last: Option<(PathBuf, Vec<Row>)>,
     pub(super) found: Vec<FileSystem>,
 }
 
 impl MountTable {
-    /// With the mounts of a process, or of `self`.
+    /// Selects the mounts of a process, or of `self`.
     pub(super) fn new(reader: &mut Reader<'_>, process: &str) -> Self {
         let file = reader.hierarchy.roots.proc.join(process).join("mountinfo");
         let own = reader.text(&file).map(|text| parse(&text)).unwrap_or_default();
@@ -39,8 +37,7 @@ impl MountTable {
     }
 
     pub(super) fn turn_to(&mut self, reader: &mut Reader<'_>, process: &Path) {
-        // The namespace's own name, where there is one: thousands of processes share a table of
-        // thousands of mounts.
+        // By namespace, where it has a name: thousands of processes share a table of mounts.
         let namespace = fs::read_link(process.join("ns/mnt")).unwrap_or_else(|_| process.to_owned());
         if self.last.as_ref().is_some_and(|(last, _)| *last == namespace) {
             return;
@@ -49,7 +46,6 @@ impl MountTable {
         self.last = Some((namespace, text.map(|text| parse(&text)).unwrap_or_default()));
     }
 
-    /// The file system of a mount, by its place among those found.
     pub(super) fn enter(&mut self, disks: &mut Disks<'_>, file: &str, row: &Row) -> usize {
         let file_system = disks.file_system(&self.own, file, row);
         let same = |known: &FileSystem| {
@@ -63,7 +59,6 @@ impl MountTable {
         })
     }
 
-    /// The file systems on these disks, as weir sees them, each once.
     pub(super) fn on(&mut self, disks: &mut Disks<'_>, limited: &[Number]) -> Vec<usize> {
         let mut found = Vec::new();
         let (own, file) = (self.own.clone(), self.own_file.clone());
@@ -89,27 +84,24 @@ impl MountTable {
         found
     }
 
-    /// The mount that a path of weir's own namespace is on.
     pub(super) fn of_path(&mut self, disks: &mut Disks<'_>, path: &Path) -> Option<usize> {
         let row = holding(&self.own, path)?.clone();
         let file = self.own_file.clone();
         Some(self.enter(disks, &file, &row))
     }
 
-    /// The mount of the process that was turned to with this id, or where the path is.
+    /// By the id of a mount of the selected process, or by path.
     pub(super) fn row(&self, id: Option<u64>, path: &Path) -> Option<Row> {
         let (_, table) = self.last.as_ref()?;
         table.iter().find(|row| Some(row.id) == id).or_else(|| holding(table, path)).cloned()
     }
 
-    /// Its mount of the file system with this number.
     pub(super) fn row_of_number(&self, number: Number) -> Option<Row> {
         let (_, table) = self.last.as_ref()?;
         table.iter().find(|row| row.mount.number == number).cloned()
     }
 
-    /// Finds the file systems that loop devices' files are in, and what those are on, which may be
-    /// loop devices again.
+    /// Finds the file systems of loop devices' files, and what those are on.
     pub(super) fn follow_loops(&mut self, disks: &mut Disks<'_>) {
         let mut next = 0;
         while next < disks.known.len() {
@@ -128,7 +120,6 @@ impl MountTable {
         }
     }
 
-    /// Where a file system is mounted, and what says so.
     pub(super) fn describe(&self, index: usize) -> (String, Evidence) {
         (self.found[index].point.clone(), self.found[index].evidence.clone())
     }

@@ -1,5 +1,4 @@
-//! What the collectors share: the disks met so far, the clock of processes, and what could not be
-//! read.
+//! What the collectors share: disks, the clock of processes, and what could not be read.
 
 use std::{
     fs,
@@ -10,7 +9,6 @@ use std::{
 use super::{Evidence, disks::Disks};
 use crate::{hierarchy::Hierarchy, kernel::proc_stat::TICK};
 
-/// What the collectors have in common.
 pub(super) struct Reader<'a> {
     pub(super) hierarchy: &'a Hierarchy,
     pub(super) disks: Disks<'a>,
@@ -24,7 +22,7 @@ impl<'a> Reader<'a> {
         Self { hierarchy, disks: Disks::new(roots), clock: Clock::new(&roots.proc), gaps: Vec::new() }
     }
 
-    /// The text of a file; a gap if it may not be read, nothing if it is not there.
+    /// A file that may not be read is a gap; one that is missing is nothing.
     pub(super) fn text(&mut self, path: &Path) -> Option<String> {
         match fs::read(path) {
             Ok(bytes) => Some(String::from_utf8_lossy(&bytes).into_owned()),
@@ -37,7 +35,7 @@ impl<'a> Reader<'a> {
     }
 }
 
-/// Whether a process or a cgroup ended between two looks, which is nothing to be told.
+/// Whether a process or a cgroup ended meanwhile.
 pub(super) fn is_gone(error: &std::io::Error) -> bool {
     matches!(
         nix::errno::Errno::from_raw(error.raw_os_error().unwrap_or(0)),
@@ -45,7 +43,6 @@ pub(super) fn is_gone(error: &std::io::Error) -> bool {
     )
 }
 
-/// When processes began, from ticks since the machine did.
 #[derive(Debug)]
 pub(super) struct Clock {
     booted: Option<SystemTime>,
@@ -59,7 +56,6 @@ impl Clock {
         Self { booted: seconds.and_then(|seconds| UNIX_EPOCH.checked_add(Duration::from_secs(seconds))) }
     }
 
-    /// When a task of these ticks began.
     pub(super) fn began(&self, ticks: u64) -> Option<SystemTime> {
         let tick_ms = u64::try_from(TICK.as_millis()).ok()?;
         self.booted?.checked_add(Duration::from_millis(ticks.saturating_mul(tick_ms)))

@@ -1,4 +1,4 @@
-//! The lines of a mountinfo, each with the id that fdinfo names it by.
+//! The lines of a mountinfo, with their ids.
 
 use std::path::Path;
 
@@ -6,10 +6,8 @@ use crate::kernel::{mountinfo, mountinfo::Mount};
 
 #[derive(Debug, Clone)]
 pub(super) struct Row {
-    /// What fdinfo calls it by.
     pub(super) id: u64,
     pub(super) mount: Mount,
-    /// All of it, to be shown.
     pub(super) line: String,
 }
 
@@ -18,7 +16,6 @@ pub(super) fn holding<'a>(rows: &'a [Row], path: &Path) -> Option<&'a Row> {
     rows.iter().rfind(|row| row.mount == *found)
 }
 
-/// Every line of a known form.
 pub(super) fn parse(text: &str) -> Vec<Row> {
     let one = |line: &str| {
         let id = line.split(' ').next()?.parse().ok()?;

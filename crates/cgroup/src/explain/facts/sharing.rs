@@ -1,11 +1,8 @@
 //! Who else writes to the files that the cgroup's processes write to.
 //!
-//! A file has one owner at a time: everything of it that is written back is charged to one cgroup,
-//! whoever dirtied it (Documentation/admin-guide/cgroup-v2.rst, "Writeback"). So it matters whether
-//! a process of another cgroup has it open for writing through the page cache.
-//!
-//! Files are the same if they have the same inode on the same device, where fdinfo tells the inode
-//! (since Linux 5.14), else the same path. Shared mappings of others are not looked for.
+//! Everything of a file that is written back is charged to one cgroup, whoever dirtied it
+//! (cgroup-v2.rst, "Writeback"). Files are the same by inode and device, where fdinfo tells the
+//! inode (since Linux 5.14), else by path. Shared mappings of others are not searched.
 
 use std::{fs, path::Path};
 
@@ -15,10 +12,8 @@ use crate::{
     kernel::proc_cgroup,
 };
 
-/// Most processes of others that are looked at.
 const MAX_PROCESSES: usize = 16_384;
 
-/// Adds the others to each use.
 pub(super) fn look(
     reader: &mut Reader<'_>,
     group: &ControlGroup,
@@ -26,7 +21,7 @@ pub(super) fn look(
     mounts: &mut MountTable,
 ) {
     let written = |process: &Process| process.uses.iter().any(|used| used.writes && cached(used.way));
-    // Of version 1 nothing of this is charged to anybody's limit.
+    // Version 1 charges none of this to a limit.
     if group.version == Version::V1 || !processes.iter().any(written) {
         return;
     }
@@ -58,7 +53,6 @@ fn cached(way: Way) -> bool {
     matches!(way, Way::Buffered | Way::Synchronous | Way::Mapped)
 }
 
-/// The cgroup of version 2 that a process is in.
 fn group_of(process: &Path) -> Option<String> {
     let text = fs::read_to_string(process.join("cgroup")).ok()?;
     let memberships = proc_cgroup::parse(&text).ok()?;
@@ -66,7 +60,6 @@ fn group_of(process: &Path) -> Option<String> {
     Some(two.path.display().to_string())
 }
 
-/// Whether a cgroup is the one asked about or below it, whose limits then hold for it too.
 fn below(other: &str, group: &ControlGroup) -> bool {
     Path::new(other).starts_with(&group.name)
 }
@@ -79,7 +72,7 @@ fn compare(
     processes: &mut [Process],
     mounts: &mut MountTable,
 ) {
-    // What others keep to themselves is no gap: it was not they that were asked about.
+    // What may not be read of others is no gap.
     let gaps = reader.gaps.len();
     let files = uses::open(reader, directory);
     reader.gaps.truncate(gaps);
@@ -87,8 +80,8 @@ fn compare(
         let name = open.path.file_name().map(|name| name.to_string_lossy().into_owned());
         let uses = processes.iter_mut().flat_map(|process| &mut process.uses);
         let uses = uses.filter(|used| used.writes && cached(used.way));
-        // A file keeps its name wherever its directory is mounted, so this spares looking where
-        // most files are.
+        // A file keeps its name wherever its directory is mounted: most others are skipped without
+        // a look.
         let mut alike = uses
             .filter(|used| {
                 Path::new(&used.path).file_name().map(|name| name.to_string_lossy().into_owned()) == name

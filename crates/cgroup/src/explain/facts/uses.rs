@@ -7,8 +7,8 @@
 //!   /proc/PID/maps        … rw-s … fe:10 131 /data/map      shared mappings that can be written to
 //! ```
 //!
-//! What is on no disk by nature (pipes, sockets, /proc, memory files) is left out. Files of the
-//! same place that are used in the same way are told once: the first stands for them.
+//! Pipes, sockets, /proc and memory files are left out. The first of several files that are used
+//! alike at one place stands for all.
 
 use std::{
     fs,
@@ -27,22 +27,19 @@ use super::{
 };
 use crate::nature::Nature;
 
-/// Most open files of a process that are looked at.
 const MAX_FILES: usize = 65_536;
 
-/// An open file, as fdinfo tells it.
 pub(super) struct Open {
     pub(super) path: PathBuf,
     pub(super) flags: OFlag,
     pub(super) mount: Option<u64>,
     /// Since Linux 5.14.
     pub(super) inode: Option<u64>,
-    /// Its link below /proc, which leads to the very file.
+    /// Below /proc: leads to the very file.
     link: PathBuf,
     pub(super) evidence: Evidence,
 }
 
-/// The open files of a process that have a path.
 pub(super) fn open(reader: &mut Reader<'_>, process: &Path) -> Vec<Open> {
     let directory = process.join("fd");
     let entries = match fs::read_dir(&directory) {
@@ -61,7 +58,7 @@ pub(super) fn open(reader: &mut Reader<'_>, process: &Path) -> Vec<Open> {
             reader.gaps.push(Evidence::new(directory.display().to_string(), text));
             break;
         }
-        // Links to what has no path, `pipe:[1]`, do not begin with a slash.
+        // What has no path, such as `pipe:[1]`, does not begin with a slash.
         let Some(path) = fs::read_link(entry.path()).ok().filter(|path| path.is_absolute()) else {
             continue;
         };
@@ -88,7 +85,6 @@ fn file(process: &Path, number: &str, path: PathBuf) -> Option<Open> {
     })
 }
 
-/// The flags that matter, by their names.
 fn named(bits: i32) -> String {
     let flags = OFlag::from_bits_truncate(bits);
     let access = match bits & OFlag::O_ACCMODE.bits() {
@@ -129,7 +125,6 @@ impl Open {
     }
 }
 
-/// What a process does, by what it has open.
 pub(super) fn of(reader: &mut Reader<'_>, process: &Path, mounts: &mut MountTable) -> Vec<Use> {
     mounts.turn_to(reader, process);
     let mut uses: Vec<Use> = Vec::new();
@@ -141,7 +136,6 @@ pub(super) fn of(reader: &mut Reader<'_>, process: &Path, mounts: &mut MountTabl
             continue;
         };
         let metadata = metadata(mounts, place, &open.link);
-        // Terminals and pipes that have names.
         if metadata
             .as_ref()
             .is_some_and(|metadata| !metadata.is_file() && !metadata.file_type().is_block_device())
@@ -159,7 +153,6 @@ pub(super) fn of(reader: &mut Reader<'_>, process: &Path, mounts: &mut MountTabl
             continue;
         }
         let cached = writes && way == Way::Buffered;
-        // Where the file system does not tell, it is not known.
         let created = metadata.filter(|_| cached).and_then(|metadata| metadata.created().ok());
         uses.push(Use {
             place,
@@ -178,7 +171,7 @@ pub(super) fn of(reader: &mut Reader<'_>, process: &Path, mounts: &mut MountTabl
     uses
 }
 
-/// What is told of an open file, unless asking could mean to wait for another machine.
+/// Metadata of an open file, unless asking could mean waiting for another machine.
 fn metadata(mounts: &MountTable, place: Place, link: &Path) -> Option<fs::Metadata> {
     let Place::FileSystem(index) = place else {
         return None;
@@ -187,7 +180,6 @@ fn metadata(mounts: &MountTable, place: Place, link: &Path) -> Option<fs::Metada
     near.then(|| fs::metadata(link).ok()).flatten()
 }
 
-/// Shared mappings that can be written to.
 fn mapped(reader: &mut Reader<'_>, process: &Path, mounts: &mut MountTable) -> Vec<Use> {
     let file = process.join("maps");
     let Some(text) = reader.text(&file) else {
@@ -235,13 +227,12 @@ fn mapped(reader: &mut Reader<'_>, process: &Path, mounts: &mut MountTable) -> V
     uses
 }
 
-/// maps writes devices' numbers in hexadecimal.
 fn hexadecimal(text: &str) -> Option<Number> {
     let (major, minor) = text.split_once(':')?;
     Some(Number { major: u64::from_str_radix(major, 16).ok()?, minor: u64::from_str_radix(minor, 16).ok()? })
 }
 
-/// Where an open file is; `None` if that is nothing with data.
+/// Where an open file is; `None` for what has no data.
 fn place(
     reader: &mut Reader<'_>,
     mounts: &mut MountTable,
@@ -266,10 +257,9 @@ fn placed(reader: &mut Reader<'_>, mounts: &mut MountTable, process: &Path, row:
     Some(Place::FileSystem(index))
 }
 
-/// What tells a file from all others.
 fn identity(mounts: &MountTable, place: Place, inode: Option<u64>, path: &Path) -> Identity {
     match (place, inode) {
-        // Nodes of one disk may be many; its pages are the same.
+        // A disk may have many nodes; its pages are the same.
         (Place::Disk(disk), _) => Identity { device: disk, inode: None, path: None },
         (Place::FileSystem(index), Some(_)) => {
             Identity { device: mounts.found[index].number, inode, path: None }
@@ -280,7 +270,7 @@ fn identity(mounts: &MountTable, place: Place, inode: Option<u64>, path: &Path) 
     }
 }
 
-/// Which file of all a process has open; `None` if it is none with data.
+/// Which file a process has open; `None` for what has no data.
 pub(super) fn identify(
     reader: &mut Reader<'_>,
     mounts: &mut MountTable,

@@ -1,8 +1,6 @@
-//! What is not about one request: swap space, limits above, other controls beside, and what
-//! deserves a note.
+//! What is not about one request: swap space, limits above, other controls, and notes.
 //!
-//! A note never says that a limit fails; it says what somebody who measures would otherwise stumble
-//! over.
+//! A note never says that a limit fails; it explains what a measurement would show.
 
 use std::collections::BTreeSet;
 
@@ -20,11 +18,10 @@ use crate::{
     kernel::io_max,
 };
 
-/// What is swapped out is charged to the page's owner since 4.19 (commit 0d1e0c7cdeb7), and was to
-/// whoever reclaimed it.
+/// Swapped pages are charged to their owner since 4.19 (commit 0d1e0c7cdeb7), before to the
+/// reclaimer.
 const SWAP_CHARGES: (u32, u32, u32) = (4, 19, 0);
 
-/// What a process has in swap space, and where that is.
 pub(super) fn swapping(facts: &Facts, process: &Process, found: &mut Vec<Finding>) {
     let Some(swapped) = process.swapped.as_ref().or(facts.swapped.as_ref()) else {
         return;
@@ -134,7 +131,6 @@ fn note(facts: &Facts, cause: Cause, detail: &str, disk: Option<Number>, evidenc
     Finding { coverage: Coverage::Note, cause, acts: BTreeSet::new(), disk, place, why, evidence, mend }
 }
 
-/// What there is to say even if no process has anything open.
 fn whole_cgroup(facts: &Facts, found: &mut Vec<Finding>) {
     let own = facts.own();
     let told = |cause: Cause| found.iter().any(|finding| finding.cause == cause);
@@ -159,7 +155,7 @@ fn whole_cgroup(facts: &Facts, found: &mut Vec<Finding>) {
     }
 }
 
-/// Where `io` is given and `memory` is not, the kernel gives it all the same, without its files.
+/// Where `io` is given without `memory`, the kernel enables memory all the same, without its files.
 fn memory_not_enabled(facts: &Facts, found: &mut Vec<Finding>) {
     let own = facts.own();
     let silent = facts.version == Version::V2
@@ -173,7 +169,6 @@ fn memory_not_enabled(facts: &Facts, found: &mut Vec<Finding>) {
     }
 }
 
-/// A limit of a cgroup above that is lower than the cgroup's own.
 fn lower_above(facts: &Facts, found: &mut Vec<Finding>) {
     if facts.version == Version::V1 {
         return;
@@ -188,7 +183,6 @@ fn lower_above(facts: &Facts, found: &mut Vec<Finding>) {
     }
 }
 
-/// Whether any of the rates is below the other's.
 fn lower(these: Rates, those: Rates) -> bool {
     let pairs = io_max::in_order(these).into_iter().zip(io_max::in_order(those));
     pairs.into_iter().any(|pair| matches!(pair, (Some(this), Some(that)) if this < that))
@@ -215,7 +209,6 @@ fn file_systems(facts: &Facts, found: &mut Vec<Finding>) {
     }
 }
 
-/// Reads that a limit covers are those that miss the page cache.
 fn page_cache(facts: &Facts, found: &mut Vec<Finding>) {
     let covered = found
         .iter()
@@ -230,8 +223,7 @@ fn page_cache(facts: &Facts, found: &mut Vec<Finding>) {
     found.push(note(facts, Cause::PageCache, "", disk, evidence));
 }
 
-/// Files that were there before: whether they are charged to others cannot be seen, unless so much
-/// was that the counts show it.
+/// For files that were there before, unless so much was written that the counts decide.
 fn older_files(facts: &Facts, found: &mut Vec<Finding>) {
     if found.iter().any(|finding| finding.cause == Cause::EarlierOwner) {
         return;

@@ -1,4 +1,4 @@
-//! In whose name a request is sent: the cgroup of the process, or somebody else's.
+//! In whose name a request is sent: the cgroup of the process, or another.
 //!
 //! ```text
 //!   direct I/O, reads, O_SYNC, fsync   the process sends it itself                       its own cgroup
@@ -8,10 +8,9 @@
 //!                                         the file system says it can                    (SB_I_CGROUPWB)
 //! ```
 //!
-//! Sources: Documentation/admin-guide/cgroup-v2.rst, "Writeback" and "Filesystem Support for
-//! Writeback"; `inode_cgwb_enabled` in include/linux/backing-dev.h. A bio without another owner is
-//! charged to the task that makes it (`bio_associate_blkg`), which is why fsync(2) and `O_SYNC` are
-//! charged to the process even where writing back is not.
+//! Sources: cgroup-v2.rst, "Writeback" and "Filesystem Support for Writeback"; `inode_cgwb_enabled`
+//! in include/linux/backing-dev.h. A bio without another owner is charged to the task that makes it
+//! (`bio_associate_blkg`): hence fsync(2) and `O_SYNC` are charged to the process.
 
 use super::{Cause, Coverage, Io, Judgement};
 use crate::{
@@ -23,18 +22,14 @@ use crate::{
 #[derive(Debug, Clone)]
 pub(super) enum Charge {
     Own(Vec<Evidence>),
-    /// That, or the cgroup of somebody else who writes to the same file.
+    /// The process's cgroup, or another that writes to the same file.
     Several(Cause, Vec<Evidence>),
-    /// Another cgroup, mostly the root.
     Elsewhere(Cause, Vec<Evidence>),
 }
 
-/// File systems that charge what is written back to its owner, with the release from which on they
-/// do.
-///
-/// ext2 and ext4 (which also mounts ext3) since 4.2 and 4.3, Btrfs since 4.3, f2fs since 4.16
-/// (commit 578c647879f7), XFS since 5.3 (commit adfb5fb46af0). Cgroup v2 itself is official since
-/// 4.5.
+/// File systems that charge writeback to its owner, and since which release: ext2 and ext4 (which
+/// also mounts ext3) 4.2 and 4.3, Btrfs 4.3, f2fs 4.16 (commit 578c647879f7), XFS 5.3 (commit
+/// adfb5fb46af0). Cgroup v2 is official since 4.5.
 const CHARGE_WRITEBACK: [(&str, (u32, u32, u32)); 6] = [
     ("ext2", (4, 2, 0)),
     ("ext3", (4, 3, 0)),
@@ -44,7 +39,6 @@ const CHARGE_WRITEBACK: [(&str, (u32, u32, u32)); 6] = [
     ("xfs", (5, 3, 0)),
 ];
 
-/// Why a file system of this nature is charged to nobody, or to somebody else.
 fn without_disk(nature: Nature) -> Option<Cause> {
     match nature {
         Nature::Network => Some(Cause::NetworkFileSystem),
@@ -55,7 +49,7 @@ fn without_disk(nature: Nature) -> Option<Cause> {
     }
 }
 
-/// Who is charged for this kind of I/O of a use, as far as cgroup and file system decide it.
+/// Who is charged for this kind of I/O, as far as cgroup and file system decide it.
 pub(super) fn of(facts: &Facts, used: &Use, io: Io) -> Charge {
     let file_system = match used.place {
         Place::FileSystem(index) => Some(&facts.file_systems[index]),
@@ -66,8 +60,8 @@ pub(super) fn of(facts: &Facts, used: &Use, io: Io) -> Charge {
     {
         return Charge::Elsewhere(cause, vec![file_system.evidence.clone()]);
     }
-    // ext4 has no direct I/O in this mode: such requests go through the page cache
-    // (Documentation/admin-guide/ext4.rst, `data=journal`).
+    // In this mode ext4's direct I/O goes through the page cache (admin-guide/ext4.rst,
+    // `data=journal`).
     let journaled = file_system.filter(|file_system| is_data_journal(file_system));
     if let Some(file_system) = journaled.filter(|_| io.writes()) {
         return Charge::Elsewhere(Cause::DataJournal, vec![file_system.evidence.clone()]);
@@ -95,7 +89,7 @@ pub(super) fn of(facts: &Facts, used: &Use, io: Io) -> Charge {
     Charge::Several(Cause::SeveralCgroups, evidence)
 }
 
-/// Whether what a worker writes back is charged to the owner of the inode; if not, why.
+/// Whether writeback is charged to the owner of the inode; if not, why.
 pub(super) fn written_back(
     facts: &Facts,
     file_system: Option<&FileSystem>,
@@ -115,8 +109,7 @@ pub(super) fn written_back(
             return Err((Cause::NoMemoryController, vec![evidence.clone()]));
         }
     }
-    // A disk's own pages are charged too: SB_I_CGROUPWB is set for `bdev` (block/bdev.c;
-    // fs/block_dev.c before 5.14).
+    // A disk's own pages are charged too: SB_I_CGROUPWB is set for `bdev` (block/bdev.c).
     let Some(file_system) = file_system else {
         return Ok(Vec::new());
     };
@@ -128,7 +121,6 @@ pub(super) fn written_back(
     Err((Cause::NoCgroupWriteback, evidence))
 }
 
-/// Whether a file system of this kind charges what is written back to its owner.
 fn charges_writeback(kind: &str, release: (u32, u32, u32)) -> bool {
     CHARGE_WRITEBACK.iter().any(|&(name, since)| name == kind && release >= since)
 }
@@ -145,7 +137,6 @@ impl Charge {
         self
     }
 
-    /// What that means for a file that is on no disk.
     pub(super) fn without_disk(self, used: &Use) -> Judgement {
         let (cause, mut evidence) = match self {
             Self::Elsewhere(cause, evidence) => (cause, evidence),

@@ -7,11 +7,8 @@
 //!   everything else worth knowing                                      around.rs
 //! ```
 //!
-//! Each rule is what a kernel does, with the document or the commit that says so. Where kernels
-//! differ the release decides; a distribution that carries a change back is judged too harshly,
-//! never too kindly, and `--measure` shows it.
-//!
-//! Facts in, findings out: reads nothing, knows no clock.
+//! Facts in, findings out. Each rule names its document or commit. The kernel's release decides; a
+//! distribution with backports is judged too harshly, never too kindly, and `--measure` shows it.
 
 mod around;
 mod cause;
@@ -28,14 +25,10 @@ pub(crate) use wording::{lowest_of, rates};
 use self::{charge::Charge, reach::Reach};
 use super::facts::{Evidence, Facts, FileSystem, Place, Use, Way};
 
-/// What becomes of a kind of I/O.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Coverage {
-    /// The limit is not kept for it.
     Escapes,
-    /// It is kept for a part.
     Partly,
-    /// The limit is kept.
     Covered,
     /// No limit of that direction was set for that disk.
     Unlimited,
@@ -82,7 +75,6 @@ impl Io {
         [used.reads.then_some(read), used.writes.then_some(write)].into_iter().flatten().collect()
     }
 
-    /// Whether it reads; swapping does both.
     fn reads(self) -> bool {
         matches!(self, Self::DirectReads | Self::Reads | Self::Swapping)
     }
@@ -91,7 +83,6 @@ impl Io {
         !matches!(self, Self::DirectReads | Self::Reads)
     }
 
-    /// Whether it is written later, by somebody else.
     fn written_back(self) -> bool {
         matches!(self, Self::BufferedWrites | Self::MappedWrites)
     }
@@ -127,10 +118,10 @@ impl fmt::Display for Io {
 pub(crate) struct Finding {
     pub(crate) coverage: Coverage,
     pub(crate) cause: Cause,
-    /// Who does what; `None` if nobody does it now. Empty if it is about nothing in particular.
+    /// Who does what; `None` if nobody does it now.
     pub(crate) acts: BTreeSet<(Option<i32>, Io)>,
     pub(crate) disk: Option<Number>,
-    /// Where: a disk's node, with the file system on it; empty if nowhere in particular.
+    /// A disk's node, with the file system on it; empty if nowhere in particular.
     pub(crate) place: String,
     pub(crate) why: String,
     pub(crate) evidence: Vec<Evidence>,
@@ -143,25 +134,23 @@ impl Finding {
     }
 }
 
-/// What is found about one request, before those alike are told together.
+/// One request's finding, before those alike are put together.
 #[derive(Debug)]
 struct Judgement {
     coverage: Coverage,
     cause: Cause,
     evidence: Vec<Evidence>,
-    /// What the sentences need beyond the cause.
     detail: String,
 }
 
-/// How much evidence a finding carries, in files: the first of many alike says it all.
+/// Most files that a finding cites: the first of many alike says it all.
 const MAX_EVIDENCE: usize = 8;
 
-/// Whether what is written back of a file system is charged to the cgroup that wrote it.
 pub(crate) fn charges_writeback(facts: &Facts, file_system: &FileSystem) -> bool {
     charge::written_back(facts, Some(file_system)).is_ok()
 }
 
-/// Everything there is to say, the worst first.
+/// The worst first.
 pub(crate) fn find(facts: &Facts) -> Vec<Finding> {
     let mut found = Vec::new();
     for process in &facts.processes {
@@ -217,7 +206,6 @@ fn judge(facts: &Facts, group: &str, used: &Use, io: Io) -> Judgement {
     }
 }
 
-/// Puts a judgement with those that say the same of the same place.
 fn gather(
     facts: &Facts,
     found: &mut Vec<Finding>,

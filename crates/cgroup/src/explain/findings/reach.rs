@@ -1,5 +1,4 @@
-//! Whether the charged cgroup has a limit where the request goes: on this very disk, or on one that
-//! it is made of.
+//! Whether the charged cgroup has a limit where the request goes: on this disk, or on one below.
 //!
 //! ```text
 //!   file system ──► dm-0 (linear) ──► vda      a limit on dm-0 or on vda: the request keeps its owner on its way down
@@ -8,15 +7,13 @@
 //! ```
 //!
 //! RAID without parity clones the request, and a clone keeps the owner (`__bio_clone` in
-//! block/bio.c). RAID 4, 5 and 6 make requests of their own in a kernel thread (`ops_run_io` in
-//! drivers/md/raid5.c), which are the root's. Device mapper lost the owner of what is written back
-//! from 5.18 (commit ca522482e3ea) until commit 2df8b310bcfe; that one also gave dm-crypt's writes,
-//! made by threads, an owner for the first time.
+//! block/bio.c). RAID 4, 5 and 6 make requests in a kernel thread (`ops_run_io` in
+//! drivers/md/raid5.c), which are the root's. Device mapper lost the owner of writeback from 5.18
+//! (commit ca522482e3ea) to commit 2df8b310bcfe, which also gave dm-crypt's writes an owner.
 //!
-//! In version 2 the limits of all cgroups up to the root hold
-//! (Documentation/admin-guide/cgroup-v2.rst, "Limits"); in version 1 only those of the process's
-//! own (`throtl_pd_init` in block/blk-throttle.c;
-//! Documentation/admin-guide/cgroup-v1/blkio-controller.rst, "Hierarchical Cgroups").
+//! In version 2 the limits of all cgroups up to the root hold (cgroup-v2.rst, "Limits"); in version
+//! 1 only those of the process's own (`throtl_pd_init` in block/blk-throttle.c;
+//! cgroup-v1/blkio-controller.rst, "Hierarchical Cgroups").
 
 use std::path::Path;
 
@@ -33,26 +30,24 @@ use crate::{
     explain::facts::{Disk, DiskKind, Evidence, Facts, Level, Limit, Mapper},
 };
 
-/// Disks on disks are not followed further than this: the kernel stacks fewer.
+/// The kernel stacks fewer disks.
 const MAX_DEPTH: usize = 8;
 
-/// Limits reach a loop device's file in the sender's name since 5.14 (commit c74d40e8b5e2), with
-/// direct I/O since 4.15 (commit d4478e92d618).
+/// Limits reach a loop device's file in the sender's name since 5.14 (commit c74d40e8b5e2); direct
+/// I/O since 4.15 (commit d4478e92d618).
 const LOOP_CHARGES: (u32, u32, u32) = (5, 14, 0);
 const DIRECT_LOOP_CHARGES: (u32, u32, u32) = (4, 15, 0);
 
-/// Device mapper loses the owner of what is written back from this release on …
+/// Device mapper loses the owner of writeback from this release …
 const MAPPER_LOSES: (u32, u32, u32) = (5, 18, 0);
-/// … until these, of each series that was mended, and 7.0 (commit 2df8b310bcfe).
+/// … until these of each series, and 7.0 (commit 2df8b310bcfe).
 const MAPPER_MENDED: [(u32, u32, u32); 5] = [(6, 1, 165), (6, 6, 128), (6, 12, 75), (6, 18, 16), (6, 19, 6)];
 
-/// Whether this kernel's device mapper keeps the owner of every request, dm-crypt's included.
 fn mapper_mended((major, minor, patch): (u32, u32, u32)) -> bool {
     major >= 7
         || MAPPER_MENDED.iter().any(|mended| (mended.0, mended.1) == (major, minor) && patch >= mended.2)
 }
 
-/// What was found on the way down.
 pub(super) enum Reach {
     Limit(Reached),
     Nothing(Judgement),
@@ -82,7 +77,6 @@ pub(super) fn from(facts: &Facts, group: &str, disk: Number, io: Io, charge: Cha
     (charge, Reach::Nothing(nothing(facts, group, &levels, disk)))
 }
 
-/// The levels whose limits hold for a process of this cgroup.
 pub(super) fn in_force<'a>(facts: &'a Facts, group: &str) -> Vec<&'a Level> {
     match facts.version {
         Version::V1 => vec![facts.level_of(group)],
@@ -104,13 +98,12 @@ fn limit_on(levels: &[&Level], disk: Number, io: Io) -> Option<Reached> {
     })
 }
 
-/// Whether there is a rate for what this kind of I/O does.
 fn holds(rates: Rates, io: Io) -> bool {
     io.reads() && (rates.bps[0].or(rates.iops[0]).is_some())
         || io.writes() && (rates.bps[1].or(rates.iops[1]).is_some())
 }
 
-/// The first limit below a disk, and who is charged there if it is not the sender any more.
+/// The first limit below a disk, and who is charged there if not the sender.
 fn below(
     facts: &Facts,
     levels: &[&Level],
@@ -136,13 +129,13 @@ fn below(
     })
 }
 
-/// Who is charged for what a disk does to those it is made of, if not the sender.
+/// Who is charged for what a disk does to those below, if not the sender.
 fn crossing(facts: &Facts, disk: &Disk, io: Io) -> Option<Charge> {
     let because = |cause| Some(Charge::Elsewhere(cause, disk.evidence.clone()));
     let of_kernel = |cause| because(cause).map(|charge| charge.citing(vec![facts.kernel.evidence.clone()]));
     match &disk.kind {
-        // A mirror keeps the owner of what the process sends itself, one with parity that of
-        // nothing; which it is, is not told.
+        // A mirror keeps the owner of direct requests, one with parity of none; which it is, is
+        // unknown.
         DiskKind::Mapper(Mapper::Raid) if io.writes() => {
             Some(Charge::Several(Cause::RaidThreads, disk.evidence.clone()))
         }
@@ -156,7 +149,7 @@ fn crossing(facts: &Facts, disk: &Disk, io: Io) -> Option<Charge> {
             };
             of_kernel(cause)
         }
-        // What is read of a healthy array is cloned, and keeps its owner.
+        // Reads of a healthy array are cloned, and keep their owner.
         DiskKind::Raid(level) if io.writes() && matches!(level.as_str(), "raid4" | "raid5" | "raid6") => {
             because(Cause::RaidThreads)
         }
@@ -168,7 +161,6 @@ fn crossing(facts: &Facts, disk: &Disk, io: Io) -> Option<Charge> {
             if *direct || !io.writes() {
                 return None;
             }
-            // Its file is written through the page cache, as any other file.
             let file_system = on.map(|index| &facts.file_systems[index]);
             let cited = disk.evidence.clone();
             Some(match written_back(facts, file_system) {
@@ -181,7 +173,6 @@ fn crossing(facts: &Facts, disk: &Disk, io: Io) -> Option<Charge> {
     }
 }
 
-/// Why there is no limit for this.
 pub(super) fn nothing(facts: &Facts, group: &str, levels: &[&Level], disk: Number) -> Judgement {
     let judged =
         |coverage, cause, evidence| Judgement { coverage, cause, evidence, detail: facts.node(disk) };
@@ -230,7 +221,6 @@ pub(super) fn nothing(facts: &Facts, group: &str, levels: &[&Level], disk: Numbe
     judged(Coverage::Escapes, Cause::OtherDisk, evidence)
 }
 
-/// The level that keeps the io controller from a cgroup.
 fn not_enabled(
     facts: &Facts,
     own: &Level,
@@ -254,14 +244,12 @@ fn not_enabled(
     judgement
 }
 
-/// Whether `upper` is made of `lower`.
 fn lies_on(facts: &Facts, upper: Number, lower: Number, depth: usize) -> bool {
     let parts = facts.disk(upper).map_or(&[][..], |disk| &disk.parts);
     depth < MAX_DEPTH && parts.iter().any(|&part| part == lower || lies_on(facts, part, lower, depth + 1))
 }
 
 impl Facts {
-    /// The disks that processes have files on.
     fn disks_in_use(&self) -> impl Iterator<Item = Number> {
         let uses = self.processes.iter().flat_map(|process| &process.uses);
         uses.filter_map(|used| self.disk_of(used.place))

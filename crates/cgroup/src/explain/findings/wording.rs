@@ -1,7 +1,7 @@
-//! What causes mean, in sentences, and what to do about each.
+//! What causes mean, in sentences, and what to do about each: in one place, to be read side by
+//! side.
 //!
-//! One place for all of them, so that they can be read side by side. A mend is something to type or
-//! to change; where there is none but to live with it, there is no mend.
+//! A remedy is something to type or to change; where there is none, the text is empty.
 
 use policy::steering::Rates;
 
@@ -19,12 +19,11 @@ pub(super) fn place(facts: &Facts, place: Place) -> String {
     }
 }
 
-/// A limit in words: `read 20M/s, write 100 operations/s`.
+/// As `read 20M/s, write 100 operations/s`.
 pub(crate) fn rates(rates: Rates) -> String {
     lowest([rates].into_iter())
 }
 
-/// Each of the rates, the lowest of several limits.
 pub(crate) fn lowest_of(all: impl Iterator<Item = Rates>) -> Rates {
     let lower = |one: [Option<u64>; 2], other: [Option<u64>; 2]| {
         [0, 1].map(|index| [one[index], other[index]].into_iter().flatten().min())
@@ -33,7 +32,6 @@ pub(crate) fn lowest_of(all: impl Iterator<Item = Rates>) -> Rates {
         .unwrap_or_default()
 }
 
-/// The lowest of several limits.
 pub(super) fn lowest(all: impl Iterator<Item = Rates>) -> String {
     let Rates { bps, iops } = lowest_of(all);
     let ways = ["read", "write"];
@@ -46,7 +44,6 @@ pub(super) fn lowest(all: impl Iterator<Item = Rates>) -> String {
     bytes.chain(operations).collect::<Vec<_>>().join(", ")
 }
 
-/// Why, and what to do.
 pub(super) fn of(facts: &Facts, cause: Cause, detail: &str) -> (String, Option<String>) {
     let (why, mend): (String, Option<&str>) = match cause {
         Cause::Covered => (format!("charged to the cgroup, which may {detail}"), None),

@@ -6,9 +6,8 @@
 //!                         stdout ──► {"bytes":4194304,"nanoseconds":1002003004}
 //! ```
 //!
-//! A process of its own, since a cgroup holds whole processes, and because what it dirties is
-//! charged to the cgroup it is in. Its files have no names, so nothing of them remains however it
-//! ends; when standard input ends, so does it.
+//! A process of its own, because a cgroup holds whole processes and is charged with what they
+//! dirty. Its files have no names, so none remains. It ends with standard input.
 
 use std::{
     fs::{File, OpenOptions},
@@ -26,33 +25,30 @@ use serde::{Deserialize, Serialize};
 
 use crate::explain::arguments::LoadArgs;
 
-/// Bytes of a request. Every disk takes as many at once, and it is no less than a page anywhere.
+/// Bytes of a request: no less than a page anywhere, and no more than every disk takes.
 pub(super) const BLOCK: usize = 64 << 10;
-/// Blocks between two flushes.
 const FLUSH_BLOCKS: u64 = 16;
 
-/// What it can be told to do, with the words that say so.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub(super) enum Order {
-    /// Write past the page cache.
+    /// Past the page cache.
     DirectWrites { bytes: u64 },
-    /// Write into it, and keep the file.
+    /// Writes into the page cache, and keeps the file.
     BufferedWrites {
-        /// So much at most.
         bytes: u64,
-        /// For so long at most, in milliseconds.
+        /// At most, in milliseconds.
         ms: u64,
     },
-    /// Write into it and flush, again and again.
+    /// Writes and flushes, again and again.
     SyncedWrites { bytes: u64 },
-    /// Read past it.
+    /// Past the page cache.
     DirectReads { path: PathBuf, bytes: u64 },
-    /// Read what is not in it, and then the same again.
+    /// Reads from the disk, then the same again from the page cache.
     Reads {
         path: PathBuf,
         bytes: u64,
-        /// Whether it is forgotten first.
+        /// Whether the page cache is dropped first.
         forget: bool,
     },
 }
@@ -61,18 +57,13 @@ pub(super) enum Order {
 pub(super) struct Answer {
     pub(super) bytes: u64,
     pub(super) nanoseconds: u64,
-    /// The descriptor of the file that was kept.
+    /// Descriptor of the file that was kept.
     #[serde(default)]
     pub(super) kept: Option<i32>,
-    /// Why nothing was.
     #[serde(default)]
     pub(super) error: Option<String>,
 }
 
-/// Does what standard input says, until it ends.
-///
-/// # Errors
-/// If that cannot be read or answered.
 pub(crate) fn run(arguments: &LoadArgs) -> Result<(), Failure> {
     let mut kept = None;
     for line in io::stdin().lock().lines() {
@@ -92,7 +83,6 @@ pub(crate) fn run(arguments: &LoadArgs) -> Result<(), Failure> {
 }
 
 fn act(directory: &Path, order: &Order, kept: &mut Option<File>) -> anyhow::Result<Answer> {
-    // The last one's pages need not be written any more.
     if let Some(file) = kept.take() {
         let _ = file.set_len(0);
     }
@@ -133,14 +123,14 @@ fn act(directory: &Path, order: &Order, kept: &mut Option<File>) -> anyhow::Resu
     }
 }
 
-/// Calls `one` for each block, until all are done or the time is over.
+/// Calls `one` for each block until all are done or the time is over.
 fn timed(
     bytes: u64,
     most: Option<Duration>,
     mut one: impl FnMut(&mut Buffer, u64) -> io::Result<()>,
 ) -> anyhow::Result<Answer> {
     let mut buffer = Buffer::zeroed(BLOCK);
-    // No disk and no file system makes less of noise.
+    // Disks and file systems cannot compress noise.
     buffer.iter_mut().for_each(|byte| *byte = fastrand::u8(..));
     let begin = Instant::now();
     let mut done = 0;
@@ -155,18 +145,16 @@ fn timed(
     Ok(Answer { bytes: done, nanoseconds, kept: None, error: None })
 }
 
-/// Writes noise to a file from its beginning.
 pub(super) fn fill(mut file: &File, bytes: u64) -> anyhow::Result<()> {
     timed(bytes, None, |buffer, _| file.write_all(buffer)).map(drop)
 }
 
-/// A file that nobody else can find.
 pub(super) fn without_name(directory: &Path) -> anyhow::Result<File> {
     tempfile::tempfile_in(directory)
         .with_context(|| format!("{}: no file can be made there", directory.display()))
 }
 
-/// The same file, opened once more with these flags, as open(2) says of `/proc/self/fd`.
+/// Reopens a file with other flags, by `/proc/self/fd` (open(2)).
 pub(super) fn again(file: &File, flags: OFlag) -> anyhow::Result<File> {
     open(Path::new(&format!("/proc/self/fd/{}", file.as_raw_fd())), flags | OFlag::O_RDWR)
 }

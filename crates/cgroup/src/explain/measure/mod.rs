@@ -1,4 +1,4 @@
-//! `--measure`: the limit put to the proof, path by path.
+//! `--measure`: the limit tested, path by path.
 //!
 //! ```text
 //!   weir ──── moves, tells ────► weir cgroup load, in a cgroup beside the examined one, with its limits    place.rs, worker.rs, load.rs
@@ -8,14 +8,11 @@
 //!    └── a trace of our own ◄────────┘ who sent it, and who was made to wait                                trace.rs
 //! ```
 //!
-//! How buffered writes are made to be written back depends on who is charged. If the cgroup is, it
-//! is given so little memory that the writer soon has to wait for writeback workers, as every long
-//! writer does; what is left is flushed from outside, in the owner's name. If it is not, syncfs(2)
-//! has the workers write at once: that may wait for what others wrote to the same file system, but
-//! for no limit of theirs, since theirs are not kept either.
-//!
-//! Everything that was made is removed, also on SIGINT, SIGTERM and SIGHUP. Files have no names
-//! from the beginning.
+//! If writeback is charged to the cgroup, it gets so little memory that the writer soon waits for
+//! writeback workers, as every long writer does; the rest is flushed in the owner's name. If not,
+//! syncfs(2) has the workers write at once: no limit of others holds that up, as theirs are not
+//! kept either. Everything made is removed, also on a signal; files have no names from the
+//! beginning.
 
 mod load;
 mod place;
@@ -55,13 +52,12 @@ use crate::{
 
 #[derive(Debug, Clone)]
 pub(super) struct Wish<'a> {
-    /// Where files are made; on a limited disk, where nothing is said.
+    /// Where files are made; by default on a limited disk.
     pub(super) directory: Option<&'a Path>,
-    /// The most that is read or written on a path.
+    /// On each path.
     pub(super) most_bytes: u64,
     /// How long each path takes if the limit is kept.
     pub(super) time: Duration,
-    /// Whether nobody looks on.
     pub(super) quiet: bool,
 }
 
@@ -69,7 +65,6 @@ pub(super) struct Wish<'a> {
 pub(super) struct Measured {
     pub(super) directory: PathBuf,
     pub(super) node: String,
-    /// Why there was no trace.
     pub(super) untraced: Option<String>,
     pub(super) ways: Vec<Way>,
 }
@@ -77,7 +72,7 @@ pub(super) struct Measured {
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Way {
     pub(super) name: &'static str,
-    /// In bytes per second, where there is one.
+    /// In bytes per second.
     pub(super) limit_bps: Option<u64>,
     pub(super) result: Result<Figures, String>,
 }
@@ -86,17 +81,15 @@ pub(super) struct Way {
 pub(super) struct Figures {
     pub(super) bytes: u64,
     pub(super) seconds: f64,
-    /// How long the calls themselves took: less than all of it if something was written later.
+    /// Of the calls themselves: less than all if something was written later.
     pub(super) calls_seconds: f64,
-    /// Charged to the cgroup, on the limited disk.
     pub(super) charged_bytes: u64,
-    /// What the disk did, for whomever.
+    /// By whomever.
     pub(super) disk_bytes: u64,
     traced: Option<Traced>,
     pub(super) kept: Kept,
 }
 
-/// What that says of the limit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Kept {
     Yes,
@@ -115,10 +108,6 @@ impl Figures {
     }
 }
 
-/// Puts the limits on the disk of a directory to the proof.
-///
-/// # Errors
-/// If there is no such disk, no limit on it, or no cgroup can be made.
 pub(super) fn measure(
     hierarchy: &Hierarchy,
     group: &ControlGroup,
@@ -170,7 +159,6 @@ pub(super) fn measure(
     Ok(Measured { directory, node, untraced, ways })
 }
 
-/// Where files are on a limited disk.
 fn usual_directory(facts: &Facts) -> anyhow::Result<PathBuf> {
     let limited = |disk: Number| facts.levels.iter().any(|level| level.limit(disk).is_some());
     let on_limited = facts
@@ -184,8 +172,7 @@ fn usual_directory(facts: &Facts) -> anyhow::Result<PathBuf> {
     }
 }
 
-/// The uppermost limited disk of a stack, and the lowest rates on it of all cgroups whose limits
-/// hold.
+/// The uppermost limited disk of a stack, and the lowest rates in force on it.
 fn in_force(facts: &Facts, stack: &[Number]) -> Option<(Number, Rates)> {
     let levels = if facts.version == Version::V1 { &facts.levels[..1] } else { &facts.levels[..] };
     stack.iter().find_map(|&disk| {

@@ -1,15 +1,13 @@
-//! A cgroup for a while, with the limits of another.
+//! A temporary cgroup with the limits of another.
 //!
 //! ```text
 //!   parent ──► the one that is examined      limits, processes
 //!          └─► weir-explain-PID              the same limits; those of the parent and above hold for both
 //! ```
 //!
-//! Beside the examined one and not below it: a cgroup of version 2 that has processes cannot give
-//! controllers to children ("No Internal Process Constraint" in
-//! Documentation/admin-guide/cgroup-v2.rst), while a parent that gave them to one child gives them
-//! to the next. So what is measured takes nothing of the examined cgroup's own share, but of its
-//! parents'. Version 1, where limits are not inherited, is done alike.
+//! Beside the examined one, not below it: a cgroup of version 2 with processes cannot give
+//! controllers to children (cgroup-v2.rst, "No Internal Process Constraint"), while the parent
+//! gives them to all. So measuring takes from the parents' share only. Version 1 is done alike.
 
 use std::{io, time::Duration};
 
@@ -24,13 +22,12 @@ use crate::{
     limit::tell,
 };
 
-/// Little memory makes a writer reach its share of dirty pages in seconds, as every long one does
-/// in the end: twice what it writes, and not so little that weir itself has no room.
+/// Twice what is written makes a writer reach its share of dirty pages in seconds, as every long
+/// one does in the end; less than this leaves weir itself no room.
 const LEAST_MEMORY_BYTES: u64 = 24 << 20;
-/// How long a cgroup may take to be left by a process that has ended.
 const LEFT_WITHIN: Duration = Duration::from_secs(5);
 
-/// The cgroup. Removed when dropped.
+/// Removed when dropped.
 #[derive(Debug)]
 pub(super) struct Place {
     group: ControlGroup,
@@ -38,10 +35,6 @@ pub(super) struct Place {
 }
 
 impl Place {
-    /// Makes it, with these limits.
-    ///
-    /// # Errors
-    /// If there is none beside the root, it cannot be made, or the kernel does not take the limits.
     pub(super) fn beside(
         examined: &ControlGroup,
         name: &str,
@@ -67,20 +60,18 @@ impl Place {
         Ok(place)
     }
 
-    /// What removes it, for whoever hears a signal.
+    /// What removes it, for the signal handler.
     pub(super) fn removal(&self) -> impl Fn() + Send + 'static + use<> {
         let (group, disks) = (self.group.clone(), self.disks.clone());
         move || remove(&group, &disks)
     }
 
-    /// Gives it so little memory that who writes this much soon waits for what he wrote; whether
-    /// that could be done.
+    /// Gives it so little memory that a writer of this much soon waits; whether that could be done.
     pub(super) fn narrow(&self, bytes: u64) -> bool {
         let memory = bytes.saturating_mul(2).max(LEAST_MEMORY_BYTES).to_string();
         self.group.version == Version::V2 && self.group.write("memory.high", &memory).is_ok()
     }
 
-    /// Gives it all the memory again.
     pub(super) fn widen(&self) {
         let _ = self.group.write("memory.high", "max");
     }
@@ -90,13 +81,12 @@ impl Place {
         moved.with_context(|| format!("cgroup {}: no process can be moved there", self.group.name.display()))
     }
 
-    /// What has been done in its name to a disk.
     pub(super) fn usage(&self, disk: Number) -> anyhow::Result<Usage> {
         let group = &self.group;
         let read = |file: &str| group.read(file).with_context(|| file.to_owned());
         let found = match group.version {
             Version::V1 => blkio::find(&read(blkio::BYTES)?, &read(blkio::OPERATIONS)?, disk)?,
-            // Where the io controller is not enabled there is nothing to count in.
+            // Without the io controller there is nothing to count in.
             Version::V2 => match group.read("io.stat") {
                 Ok(text) => io_stat::find(&text, disk)?,
                 Err(error) if error.kind() == io::ErrorKind::NotFound => None,
@@ -113,9 +103,8 @@ impl Drop for Place {
     }
 }
 
-/// Removes a cgroup that its last process is leaving.
 fn remove(group: &ControlGroup, disks: &[Number]) {
-    // What still waits for a limit is let go, or a process in the midst of it could not end.
+    // Lets go what still waits for a limit, or a process in the midst of it could not end.
     for disk in disks {
         let _ = tell::tell(group, *disk, Rates::NONE);
     }

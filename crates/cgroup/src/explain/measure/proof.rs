@@ -23,24 +23,21 @@ use super::{
 };
 use crate::{explain::findings::Io, kernel::io_stat::Usage};
 
-/// A path takes this much longer than the limit would have it before it is given up.
+/// A path may take this many times as long as the limit needs.
 const PATIENCE: u32 = 4;
 /// Beside that, for a slow machine.
 const GRACE: Duration = Duration::from_secs(60);
-/// Above the limit by more than this share, it was not kept. The kernel counts in slices of a tenth
-/// of a second, and writes back in chunks.
+/// Above the limit by more than this share, it was not kept. The kernel counts in slices of 0.1 s,
+/// and writes back in chunks.
 const TOLERANCE: f64 = 0.25;
-/// Below this share of it, it is something else that held the I/O.
+/// Below this share of the limit, something else held the I/O.
 const SLOW: f64 = 0.5;
-/// The least that is done on a path, and the least that may be asked for.
 const LEAST_BYTES: u64 = BLOCK as u64;
 const LEAST_WISH_BYTES: u64 = 16 * BLOCK as u64;
 
-/// What is done on a path, with so many bytes.
 type Try<'a> = fn(&mut Proof<'a>, u64) -> anyhow::Result<Figures>;
 
-/// Everything that a path needs. Fields are dropped in order: the worker leaves the cgroup before
-/// that is removed.
+/// Fields are dropped in order: the worker leaves the cgroup before that is removed.
 pub(super) struct Proof<'a> {
     pub(super) directory: PathBuf,
     pub(super) worker: Worker,
@@ -49,13 +46,12 @@ pub(super) struct Proof<'a> {
     pub(super) disk: Number,
     pub(super) identity: Identity,
     pub(super) rates: Rates,
-    /// Whether what is written back is charged to the cgroup.
+    /// Whether writeback is charged to the cgroup.
     pub(super) charged: bool,
     pub(super) wish: Wish<'a>,
 }
 
 impl<'a> Proof<'a> {
-    /// Tries all of them, one after the other.
     pub(super) fn all(&mut self) -> Vec<Way> {
         let progress = Progress::new(self.wish.quiet);
         let mut ways = Vec::new();
@@ -97,7 +93,6 @@ impl<'a> Proof<'a> {
         ways
     }
 
-    /// What the limits let through.
     fn write_bps(&self) -> Option<u64> {
         least(self.rates.bps[1], self.rates.iops[1])
     }
@@ -106,7 +101,7 @@ impl<'a> Proof<'a> {
         least(self.rates.bps[0], self.rates.iops[0])
     }
 
-    /// How much a path does: as much as the limit lets through in the time.
+    /// As much as the limit lets through in the time.
     fn amount(&self, limit_bps: Option<u64>) -> u64 {
         let most = self.wish.most_bytes.max(LEAST_WISH_BYTES);
         let seconds = self.wish.time.as_secs_f64();
@@ -114,7 +109,6 @@ impl<'a> Proof<'a> {
         bytes.clamp(LEAST_BYTES, most) / BLOCK as u64 * BLOCK as u64
     }
 
-    /// How long it may take.
     fn patience(&self, bytes: u64, limit_bps: Option<u64>) -> Duration {
         let expected = limit_bps.map_or(0.0, |bps| bytes as f64 / bps.max(1) as f64);
         Duration::try_from_secs_f64(expected).unwrap_or(GRACE) * PATIENCE + GRACE
@@ -132,7 +126,6 @@ impl<'a> Proof<'a> {
         Way { name, limit_bps, result: result.map_err(|error| format!("{error:#}")) }
     }
 
-    /// What is done, and what is counted meanwhile.
     fn counted(
         &mut self,
         reads: bool,
@@ -191,7 +184,7 @@ impl<'a> Proof<'a> {
         let narrowed = self.charged && self.place.narrow(bytes);
         let directory = File::open(&self.directory).with_context(|| self.directory.display().to_string())?;
         if !self.charged {
-            // What others wrote before is not to be counted as ours.
+            // Flushes what others wrote before, so that it is not counted.
             syncfs(&directory).context("syncfs")?;
         }
         let ms = u64::try_from(self.wish.time.as_millis()).unwrap_or(u64::MAX).saturating_mul(2);
@@ -235,7 +228,7 @@ impl<'a> Proof<'a> {
     }
 }
 
-/// The limit in bytes per second: of operations as many as there are blocks.
+/// In bytes per second: operations count as blocks.
 fn least(bps: Option<u64>, iops: Option<u64>) -> Option<u64> {
     let of_operations = iops.map(|iops| iops.saturating_mul(BLOCK as u64));
     bps.into_iter().chain(of_operations).min()

@@ -80,8 +80,7 @@ fn rate(bps: f64) -> String {
     format!("{}/s", figures::bytes(bps))
 }
 
-/// Which share of what was done is charged to the cgroup. Metadata counts too, and what was written
-/// but cut off does not.
+/// Metadata counts too; what was written and cut off does not.
 fn charged(figures: &Figures) -> String {
     figures::share((figures.charged_bytes as f64 / figures.bytes.max(1) as f64).min(1.0))
 }
@@ -96,7 +95,6 @@ fn kept(kept: Kept) -> &'static str {
     }
 }
 
-/// Where time went, in words.
 fn waited(figures: &Figures) -> String {
     let Some(traced) = figures.traced else {
         return by_times(figures);

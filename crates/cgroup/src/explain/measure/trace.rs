@@ -1,5 +1,5 @@
-//! Who sent requests to a disk, and who was made to wait: from the kernel's tracepoints, in a trace
-//! of our own.
+//! Who sent requests to a disk, and who had to wait: from the kernel's tracepoints, in a trace of
+//! its own, which is removed when this is dropped.
 //!
 //! ```text
 //!   block:block_bio_queue            a request goes to the disk. In whose context says what had become of it:
@@ -10,11 +10,9 @@
 //!   writeback:balance_dirty_pages    a writer is held because too much waits to be written
 //! ```
 //!
-//! A request that had to wait for a limit is sent by another thread than made it
-//! (`blk_throtl_dispatch_work_fn` in block/blk-throttle.c), which is how it is known. Source:
-//! Documentation/trace/ftrace.rst, "Instances"; Documentation/core-api/workqueue.rst for the names.
-//!
-//! The instance is removed when this is dropped; nobody else's trace is touched.
+//! A request that had to wait is sent by another thread (`blk_throtl_dispatch_work_fn` in
+//! block/blk-throttle.c). Source: Documentation/trace/ftrace.rst, "Instances";
+//! Documentation/core-api/workqueue.rst for the names.
 
 use std::{
     fs, io,
@@ -25,40 +23,31 @@ use std::{
 
 use block::device::Number;
 
-/// How long other threads may take to let go of it.
 const LEFT_WITHIN: Duration = Duration::from_secs(5);
 
-/// What happened in a time.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct Traced {
-    /// Bytes that the process itself sent.
     pub(super) by_process: u64,
-    /// That had waited for the limit.
+    /// After waiting for the limit.
     pub(super) by_throttle: u64,
-    /// That a writeback worker sent.
     pub(super) by_writeback: u64,
-    /// That anybody else did, such as a journal's thread.
+    /// Such as a journal's thread.
     pub(super) by_others: u64,
-    /// For how long the process was held in `balance_dirty_pages`, in milliseconds.
+    /// Milliseconds in `balance_dirty_pages`.
     pub(super) held_ms: u64,
 }
 
-/// A trace of our own.
 #[derive(Debug)]
 pub(super) struct Trace {
     directory: PathBuf,
 }
 
 impl Trace {
-    /// Begins one, of what goes to a disk.
-    ///
-    /// # Errors
-    /// If there is no tracefs that may be written to, or no such tracepoint.
     pub(super) fn begin(tracefs: &Path, name: &str, disk: Number) -> io::Result<Self> {
         let directory = tracefs.join("instances").join(name);
         fs::create_dir(&directory)?;
         let trace = Self { directory };
-        // dev_t as the kernel packs it (include/linux/kdev_t.h), which is not how stat(2) does.
+        // dev_t as the kernel packs it (include/linux/kdev_t.h), unlike stat(2).
         let dev = disk.major << 20 | disk.minor;
         trace.write("events/block/block_bio_queue/filter", &format!("dev == {dev}"))?;
         trace.write("events/block/block_bio_queue/enable", "1")?;
@@ -66,18 +55,16 @@ impl Trace {
         Ok(trace)
     }
 
-    /// What removes it, for whoever hears a signal.
+    /// What removes it, for the signal handler.
     pub(super) fn removal(&self) -> impl Fn() + Send + 'static + use<> {
         let directory = self.directory.clone();
         move || remove(&directory)
     }
 
-    /// Forgets what has been.
     pub(super) fn clear(&self) -> io::Result<()> {
         self.write("trace", "\n")
     }
 
-    /// What has been since, as seen from this process.
     pub(super) fn read(&self, process: u32) -> io::Result<Traced> {
         let text = fs::read(self.directory.join("trace"))?;
         Ok(parse(&String::from_utf8_lossy(&text), process))
@@ -94,8 +81,8 @@ impl Drop for Trace {
     }
 }
 
-/// Removes a trace; its events go with it. The kernel refuses while any file of it is open, as one
-/// is that another thread empties: that takes tens of milliseconds.
+/// Removes a trace with its events. The kernel refuses while another thread has a file of it open,
+/// which takes tens of milliseconds.
 fn remove(directory: &Path) {
     let begin = Instant::now();
     while let Err(error) = fs::remove_dir(directory) {
@@ -106,7 +93,7 @@ fn remove(directory: &Path) {
     }
 }
 
-/// What a trace's text says. Lines of other forms are passed over.
+/// Lines of other forms are skipped.
 fn parse(text: &str, process: u32) -> Traced {
     let mut traced = Traced::default();
     for line in text.lines() {
@@ -128,8 +115,7 @@ fn parse(text: &str, process: u32) -> Traced {
     traced
 }
 
-/// `dd-1234  [000] ..... 12.3: block_bio_queue: 254,0 WS 8 + 8 [dd]`: who, which event, and the
-/// rest.
+/// `dd-1234  [000] ..... 12.3: block_bio_queue: 254,0 WS 8 + 8 [dd]`: who, which event, the rest.
 fn split(line: &str) -> Option<(&str, &str, &str)> {
     let (before, rest) = line.split_once(": ")?;
     let (event, what) = rest.split_once(": ")?;
@@ -138,11 +124,10 @@ fn split(line: &str) -> Option<(&str, &str, &str)> {
 }
 
 fn pid(who: &str) -> Option<u32> {
-    // In a trace that records thread groups, the group's number follows in brackets.
+    // Where thread groups are recorded, the group's number follows in brackets.
     who.split_once(" (").map_or(who, |(who, _)| who).trim().rsplit_once('-')?.1.parse().ok()
 }
 
-/// Which sum a request of this sender belongs to.
 fn sender<'a>(traced: &'a mut Traced, who: &str, process: u32) -> &'a mut u64 {
     if pid(who) == Some(process) {
         &mut traced.by_process
@@ -155,7 +140,7 @@ fn sender<'a>(traced: &'a mut Traced, who: &str, process: u32) -> &'a mut u64 {
     }
 }
 
-/// `254,0 WS 1260299776 + 1024 [x]`: 512 bytes to the sector.
+/// `254,0 WS 1260299776 + 1024 [x]`: sectors of 512 bytes.
 fn bytes(what: &str) -> Option<u64> {
     let sectors = what.split_once(" + ")?.1.split(' ').next()?;
     sectors.parse::<u64>().ok()?.checked_mul(512)

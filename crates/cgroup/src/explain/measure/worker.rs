@@ -17,23 +17,19 @@ use nix::{
 
 use super::load::{Answer, Order};
 
-/// The process. Killed when dropped.
+/// Killed when dropped.
 #[derive(Debug)]
 pub(super) struct Worker {
     child: Child,
     orders: ChildStdin,
     answers: Receiver<String>,
-    /// It has not answered yet, and what it says next is of something before.
+    /// Its next answer is to an earlier order.
     is_behind: bool,
 }
 
 impl Worker {
-    /// Starts it; it does nothing until it is told to.
-    ///
-    /// # Errors
-    /// If no process or thread can be had.
     pub(super) fn start(directory: &Path) -> anyhow::Result<Self> {
-        // This very program, also where its file has been replaced since.
+        // This very program, even if its file was replaced.
         let mut child = Command::new("/proc/self/exe")
             .args(["cgroup", "load"])
             .arg(directory)
@@ -64,7 +60,7 @@ impl Worker {
         self.child.id()
     }
 
-    /// What ends it, for whoever hears a signal.
+    /// What ends it, for the signal handler.
     pub(super) fn end(&self) -> impl Fn() + Send + 'static + use<> {
         let process = i32::try_from(self.child.id()).ok();
         move || {
@@ -74,10 +70,6 @@ impl Worker {
         }
     }
 
-    /// Has it do something, within a time.
-    ///
-    /// # Errors
-    /// What it says, or that it says nothing.
     pub(super) fn order(&mut self, order: &Order, within: Duration) -> anyhow::Result<Answer> {
         if self.is_behind {
             bail!("what was tried before has not ended yet");

@@ -1,5 +1,4 @@
-//! A machine of files in a temporary directory: cgroups, processes, mounts and disks, as the kernel
-//! would show them.
+//! A machine of files in a temporary directory: cgroups, processes, mounts and disks.
 //!
 //! Begins healthy: cgroup v2 with io and memory at every level, `/app` limited on `/dev/vda` to 4
 //! MB/s of writes and reads, ext4 on `/data`.
@@ -23,9 +22,8 @@ use crate::{
     target,
 };
 
-/// What weir keeps.
 pub(super) const LIMITS: &str = "run/weir/cgroups.json";
-/// The mount of /data, by its id.
+/// The id of the mount of /data.
 pub(super) const DATA: u32 = 40;
 
 pub(super) struct Machine {
@@ -45,7 +43,6 @@ impl Machine {
         machine
     }
 
-    /// With version 1: blkio and memory.
     pub(super) fn version_one() -> Self {
         let mut machine = Self { directory: tempfile::tempdir().unwrap(), mounts: Vec::new(), watched: None };
         machine.disk("254:0", "vda").release("5.10.0");
@@ -84,7 +81,6 @@ impl Machine {
         self.write("proc/sys/kernel/osrelease", &format!("{release}\n"))
     }
 
-    /// Has somebody steer what weir keeps.
     pub(super) fn watched(&mut self) -> &mut Self {
         self.watched = Watched::take(&self.path(LIMITS)).unwrap();
         self
@@ -131,7 +127,6 @@ impl Machine {
         }
     }
 
-    /// Says that a disk is made of another.
     pub(super) fn made_of(&mut self, disk: &str, part: &str) -> &mut Self {
         let slaves = self.path(&format!("sys/devices/{disk}/slaves"));
         fs::create_dir_all(&slaves).unwrap();
@@ -187,7 +182,6 @@ impl Machine {
         self.opens_inode(pid, path, mount, flags, inode)
     }
 
-    /// The same, of a file with this inode.
     pub(super) fn opens_inode(
         &mut self,
         pid: i32,
@@ -203,7 +197,6 @@ impl Machine {
         self.write(&format!("proc/{pid}/fdinfo/{number}"), &info)
     }
 
-    /// Puts the memory controller into version 1.
     pub(super) fn memory_in_version_one(&mut self) -> &mut Self {
         let point = self.path("v1/memory");
         self.mounts.push(format!("31 20 0:31 / {} rw - cgroup cgroup rw,memory", point.display()));
@@ -226,7 +219,6 @@ impl Machine {
         self.mount(DATA, "7:0", "/data", "ext4", "/dev/loop0", "rw")
     }
 
-    /// Has process 100 be swapped out, to this device.
     pub(super) fn swaps(&mut self, device: &str) -> &mut Self {
         self.write("proc/100/status", "Name:\tdd\nVmSwap:\t    512 kB\n");
         self.write("proc/swaps", &format!("Filename Type Size Used Priority\n{device} partition 9 1 -2\n"))
@@ -237,8 +229,8 @@ impl Machine {
         self.process(100, "dd", "/app").opens(100, "/data/out", DATA, WRITE)
     }
 
-    /// A `dd` of process 100 to a file that was there before, which has written so much, of which
-    /// the cgroup was charged with so much.
+    /// A `dd` of process 100 to an older file, with the bytes it wrote and those charged to the
+    /// cgroup.
     pub(super) fn dd_to_an_old_file(&mut self, written: u64, charged: u64) -> &mut Self {
         let file = self.path("old");
         self.write("old", "").process(100, "dd", "/app");
@@ -254,7 +246,6 @@ impl Machine {
         self.write("cgroup/app/memory.stat", "file_dirty 1048576\nfile_writeback 0\n")
     }
 
-    /// What is read of it about a cgroup or a pid.
     pub(super) fn facts(&mut self, subject: &str) -> Facts {
         let text = self.mounts.join("\n") + "\n";
         let processes: Vec<String> = fs::read_dir(self.path("proc"))
@@ -272,12 +263,10 @@ impl Machine {
         facts::collect(&hierarchy, &Subject { group, only: subject.parse().ok(), limits }).unwrap()
     }
 
-    /// What is found about /app.
     pub(super) fn explain(&mut self) -> Vec<Finding> {
         findings::find(&self.facts("/app"))
     }
 
-    /// The causes of that which somebody would want to know.
     pub(super) fn alarms(&mut self) -> Vec<(Coverage, Cause)> {
         let findings = self.explain();
         let alarms = findings.iter().filter(|finding| finding.coverage.alarms());
@@ -285,7 +274,6 @@ impl Machine {
     }
 }
 
-/// open(2)'s flags.
 pub(super) const READ: i32 = 0;
 pub(super) const WRITE: i32 = 1;
 pub(super) const DIRECT: i32 = nix::libc::O_DIRECT;

@@ -1,5 +1,4 @@
-//! A table of machines, each with one thing in its way: the cause that `explain` names, and no
-//! other.
+//! A table of machines, each with one problem: `explain` must name that cause and no other.
 
 mod machine;
 mod table;

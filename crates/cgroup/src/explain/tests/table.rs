@@ -1,4 +1,4 @@
-//! The table.
+//! The table of machines, and what `explain` must say of each.
 
 use std::path::Path;
 
@@ -14,7 +14,7 @@ use super::{
     machine::{DATA, DIRECT, LIMITS, Machine, READ, SYNC, WRITE},
 };
 
-/// A machine, and what it is to say about `/app`: every alarm, in no order.
+/// A machine, and every alarm about `/app`, in any order.
 struct Case {
     what: &'static str,
     machine: Machine,
@@ -43,7 +43,6 @@ fn on(
 const LIFTED: &str = r#"{"limits": [{"cgroup": "/app", "device": "254:0", "device-key": "number 254:0, 0 bytes", "own":
     {"limits": {"bps-read": 4000000, "bps-write": 4000000}, "watermark": 90}}]}"#;
 
-/// Cgroups, controllers, and who is charged.
 fn of_cgroups() -> Vec<Case> {
     vec![
         case("healthy", &[], |m| {
@@ -117,7 +116,6 @@ fn of_cgroups() -> Vec<Case> {
     ]
 }
 
-/// File systems.
 fn of_file_systems() -> Vec<Case> {
     let mounted = |kind: &'static str, source: &'static str, number: &'static str| {
         move |m: &mut Machine| {
@@ -189,7 +187,6 @@ fn of_file_systems() -> Vec<Case> {
     ]
 }
 
-/// Disks, and disks on disks.
 fn of_disks() -> Vec<Case> {
     vec![
         case("the limit is on another disk", &[(Escapes, OtherDisk)], |m| {
@@ -298,7 +295,6 @@ fn every_alarm_has_evidence_to_look_at_and_something_to_do() {
     }
 }
 
-/// The one finding of a cause.
 #[track_caller]
 fn only(findings: &[Finding], cause: Cause) -> &Finding {
     let found: Vec<&Finding> = findings.iter().filter(|finding| finding.cause == cause).collect();
@@ -425,7 +421,7 @@ fn where_one_direction_is_limited_the_other_is_told_to_be_free() {
 fn what_cannot_be_read_is_told() {
     let mut machine = Machine::new();
     machine.dd();
-    // A directory where a file should be cannot be read, not even by root.
+    // Not even root can read a directory as a file.
     let maps = machine.path("proc/100/maps");
     std::fs::remove_file(&maps).unwrap();
     std::fs::create_dir(&maps).unwrap();

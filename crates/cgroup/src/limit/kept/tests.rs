@@ -44,7 +44,6 @@ fn a_burst_goes_with_its_limit() {
     let limits = kept.shared(&kept.limits[0]).limits().unwrap();
     assert_eq!(limits.limit(LimitKind::BpsWrite), policy::throttle::Limit::default());
     assert_eq!(limits.limit(LimitKind::BpsRead).rate, 4);
-    // Unless it is asked for, which makes no sense.
     kept.change(&group("/a"), DISK, &change(&[("bps-write", 0), ("bps-write-max", 20)])).unwrap_err();
 }
 
@@ -71,7 +70,6 @@ fn a_group_has_limits_as_long_as_somebody_is_in_it() {
     assert!(kept.remove(&group("/a"), DISK.0));
     assert!(!kept.remove(&group("/a"), DISK.0));
     assert_eq!(kept.groups.len(), 1);
-    // Out of the group, with limits of its own.
     kept.change(&group("/b"), DISK, &in_group("", &[("bps-read", 9)])).unwrap();
     assert!(kept.groups.is_empty());
     assert_eq!(limits(&kept, "/b").limit(LimitKind::BpsRead).rate, 9);

@@ -1,13 +1,11 @@
-//! `weir cgroup top`: cgroups, and the tasks in one of them, live on the whole screen of a
-//! terminal.
+//! `weir cgroup top`: cgroups, and the tasks in one of them, live on the terminal.
 //!
 //! ```text
 //!   keyboard, signals ─► console::input ─┐
 //!   survey, every interval ─────────────────┴─► one channel ─► state (what to show, what a key means) ─► view (how it looks)
 //! ```
 //!
-//! The terminal is taken and given back by the same code as `weir top`'s. `state` and `view` know
-//! neither a terminal nor a kernel.
+//! `state` and `view` know neither a terminal nor a kernel.
 
 mod state;
 mod view;
@@ -37,17 +35,11 @@ use crate::{
 };
 
 enum Event {
-    /// Of the terminal or the system.
     Input(Input),
-    /// The cgroups were looked at, or why not.
     Looked(Wish, anyhow::Result<Snapshot>),
 }
 
-/// Shows cgroups until the user has seen enough.
-///
-/// # Errors
-/// If there is no terminal, or no such cgroup or device at the start. What goes away later is
-/// waited for.
+/// What goes away after the start is waited for.
 pub(crate) fn top(arguments: TopArgs) -> Result<(), Failure> {
     if !screen::is_possible() {
         let said = "cgroup top: standard input and output are no terminal to draw on (`weir cgroup show` prints the same)";
@@ -72,7 +64,6 @@ pub(crate) fn top(arguments: TopArgs) -> Result<(), Failure> {
     Ok(watch(&mut screen, &happened, state, &has_tasks).context("the terminal: cannot be drawn on")?)
 }
 
-/// Draws what is, waits for what happens, until somebody wants an end.
 fn watch(
     screen: &mut Screen,
     happened: &Receiver<Event>,
@@ -100,7 +91,6 @@ fn watch(
     }
 }
 
-/// Looks every interval, until nobody listens.
 fn look(survey: &Survey, has_tasks: &AtomicBool, events: &Sender<Event>, interval: Duration) {
     loop {
         let looked = survey.look(has_tasks.load(Ordering::Relaxed));

@@ -1,6 +1,4 @@
-//! What `weir cgroup top` shows, and what a key does to it.
-//!
-//! Snapshots come in, lines go out. Never draws and never reads.
+//! What `weir cgroup top` shows, and what a key does to it. Never draws and never reads.
 
 use std::{cmp::Ordering, path::PathBuf};
 
@@ -13,16 +11,13 @@ use crate::show::{
     text,
 };
 
-/// A column that the list can be sorted by.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Column {
-    /// The cgroup's or the task's.
     Name,
     Reads,
     Writes,
-    /// Operations of a cgroup per second, system calls of a task.
+    /// Of a cgroup per second; system calls of a task.
     Operations,
-    /// The share of the time in which it waited.
     Waited,
 }
 
@@ -35,37 +30,30 @@ pub(super) struct Line {
     /// The cgroup's path, or the task's number and name.
     pub(super) name: String,
     pub(super) rate: Option<Rate>,
-    /// The share of the time in which it waited.
     pub(super) waited: Option<f64>,
     /// Of a cgroup, its limits; of a task, its cgroup.
     pub(super) rest: String,
 }
 
 pub(super) struct State {
-    /// How the last two snapshots compare.
     pub(super) rows: Vec<Row>,
-    /// What is wrong, until it is not.
     pub(super) wrong: Option<String>,
     /// The cgroup whose tasks are shown, with those below it; `None` shows cgroups.
     pub(super) tasks_of: Option<PathBuf>,
-    /// By which column; then by name.
     pub(super) column: Column,
-    /// The other way round than is usual: the smallest number first, the last name first.
+    /// Reversed: the smallest number first, the last name first.
     pub(super) reversed: bool,
-    /// Whether the keys are explained.
     pub(super) has_help: bool,
-    /// Lines that a page has; the view knows.
+    /// Lines of a page, set by the view.
     pub(super) page: usize,
-    /// Whether tasks' waits are known.
     pub(super) wish: Wish,
     last: Option<Snapshot>,
     chosen: Chosen,
-    /// Whether that was the user's choice; otherwise it is the first, whichever that is.
+    /// Whether the choice was the user's; otherwise it is the first line.
     has_chosen: bool,
 }
 
 impl State {
-    /// Before the first look.
     pub(super) fn new(wish: Wish) -> Self {
         Self {
             rows: Vec::new(),
@@ -82,7 +70,7 @@ impl State {
         }
     }
 
-    /// Takes what was seen, or why nothing was. After the latter rates begin anew.
+    /// Takes what was seen, or why nothing was; then rates begin anew.
     pub(super) fn learn(&mut self, wish: Wish, result: anyhow::Result<Snapshot>) {
         self.wish = wish;
         match result {
@@ -125,7 +113,6 @@ impl State {
         lines
     }
 
-    /// Which of the lines is chosen; 0 where there is none.
     pub(super) fn chosen(&self, lines: &[Line]) -> usize {
         self.chosen.index(lines.iter().map(|line| line.name.as_str()))
     }
@@ -156,7 +143,6 @@ impl State {
         None
     }
 
-    /// From the cgroups to the tasks of the chosen one.
     fn enter(&mut self) {
         if self.tasks_of.is_some() {
             return;
@@ -169,7 +155,6 @@ impl State {
         }
     }
 
-    /// Back to the cgroups, at the one whose tasks were shown.
     fn leave(&mut self) {
         if let Some(name) = self.tasks_of.take() {
             self.chosen.choose(name.display().to_string());
@@ -178,8 +163,7 @@ impl State {
         }
     }
 
-    /// Chooses the first line, unless the user has chosen one; if that is gone, what stands there
-    /// now.
+    /// Keeps the user's choice, or what stands in its place now; else chooses the first line.
     fn settle(&mut self) {
         let stays = self.has_chosen;
         self.with_names(|chosen, names| chosen.settle(names, stays));
@@ -206,7 +190,7 @@ fn of_task(row: &Row, task: &TaskRow) -> Line {
     }
 }
 
-/// What a line is sorted by; what is not known comes last.
+/// What is not known comes last.
 fn number(line: &Line, column: Column) -> f64 {
     let of = |figure: fn(&Rate) -> f64| line.rate.as_ref().map(figure);
     let figure = match column {

@@ -7,7 +7,6 @@ use crate::show::rates::tests::{sample, snapshots};
 
 pub(in crate::show::top) const WISH: Wish = Wish { device: None, are_waits_counted: true };
 
-/// With two looks behind it.
 pub(in crate::show::top) fn sampled() -> State {
     let (earlier, later) = snapshots();
     let mut state = State::new(WISH);
@@ -16,7 +15,7 @@ pub(in crate::show::top) fn sampled() -> State {
     state
 }
 
-/// Presses keys; returns what the last one asks for.
+/// Returns what the last key asks for.
 pub(in crate::show::top) fn press(state: &mut State, keys: &str) -> Option<Leave> {
     let press = |key| state.press(KeyEvent::new(KeyCode::Char(key), KeyModifiers::NONE));
     keys.chars().map(press).last().flatten()
