@@ -20,14 +20,17 @@ pub(crate) struct LimitFile {
     pub(crate) limits: Vec<(Number, Rates)>,
 }
 
+pub(crate) fn names(version: Version) -> &'static [&'static str] {
+    match version {
+        Version::V1 => &blkio::LIMITS,
+        Version::V2 => &[io_max::FILE],
+    }
+}
+
 /// The files of limits of a cgroup, without those that it does not have.
 pub(crate) fn read(group: &ControlGroup) -> anyhow::Result<Vec<LimitFile>> {
-    let names = match group.version {
-        Version::V1 => &blkio::LIMITS[..],
-        Version::V2 => &[io_max::FILE],
-    };
     let mut files = Vec::new();
-    for &name in names {
+    for &name in names(group.version) {
         let text = match group.read(name) {
             Err(error) if is_missing(&error) => continue,
             text => text.with_context(|| name.to_owned())?,

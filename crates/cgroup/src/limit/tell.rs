@@ -35,8 +35,18 @@ pub(crate) fn as_kept(Rates { bps, iops }: Rates) -> Rates {
 /// What the kernel holds a control group to; nothing where it has no controller, as the root.
 pub(crate) fn told(group: &ControlGroup, device: Number) -> anyhow::Result<Rates> {
     let files = limit_files::read(group).with_context(|| format!("cgroup {}", group.name.display()))?;
-    if files.is_empty() && (group.version == Version::V1 || !group.exists()) {
-        bail!("cgroup {}: it has no files of limits (it may have been removed)", group.name.display());
+    for name in limit_files::names(group.version) {
+        if files.iter().any(|file| file.name == *name) {
+            continue;
+        }
+        match group.read(name) {
+            // Only of version 2 is the controller enabled for each cgroup.
+            Err(error)
+                if group.version == Version::V2
+                    && error.kind() == io::ErrorKind::NotFound
+                    && group.exists() => {}
+            text => drop(text.with_context(|| about(group, name))?),
+        }
     }
     Ok(limit_files::merged(&files).get(&device).copied().unwrap_or_default())
 }

@@ -41,6 +41,9 @@ fn v1_has_a_file_for_each_key() {
     tell(&group, DISK, rates(20 << 20, 100)).unwrap();
     assert_eq!(group.read("blkio.throttle.write_bps_device").unwrap().trim_end(), "254:0 20971520");
     assert_eq!(group.read("blkio.throttle.read_bps_device").unwrap().trim_end(), "254:0 0");
+    fs::remove_file(group.directory.join("blkio.throttle.read_bps_device")).unwrap();
+    let error = format!("{:#}", told(&group, DISK).unwrap_err());
+    assert!(error.starts_with("cgroup /a: blkio.throttle.read_bps_device: No such file"), "{error}");
 }
 
 #[test]
