@@ -13,6 +13,34 @@
 //! Each finding comes with the file and the value that it follows from. Changes nothing and opens
 //! no device; only `--measure` makes a cgroup and writes, to files without names.
 
+/// An enum whose variants have a name for programs and, where it differs, one for people.
+macro_rules! named {
+    (@words $name:literal) => { $name };
+    (@words $name:literal $words:literal) => { $words };
+    ($kind:ident { $($(#[$doc:meta])* $variant:ident = $name:literal $(/ $words:literal)?,)* }) => {
+        #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+        pub(crate) enum $kind {
+            $($(#[$doc])* $variant,)*
+        }
+
+        impl $kind {
+            pub(crate) fn name(self) -> &'static str {
+                match self {
+                    $(Self::$variant => $name,)*
+                }
+            }
+        }
+
+        impl std::fmt::Display for $kind {
+            fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                f.pad(match self {
+                    $(Self::$variant => named!(@words $name $($words)?),)*
+                })
+            }
+        }
+    };
+}
+
 pub(crate) mod arguments;
 mod facts;
 mod findings;

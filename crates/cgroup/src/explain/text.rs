@@ -71,20 +71,14 @@ fn one(finding: &Finding) -> String {
     let ios: Vec<String> = finding.ios().iter().map(ToString::to_string).collect();
     let about = [ios.join(", "), finding.place.clone()].into_iter().filter(|part| !part.is_empty());
     let about = about.collect::<Vec<_>>().join(", ");
-    let word = match finding.coverage {
-        Coverage::Escapes => "ESCAPES",
-        Coverage::Partly => "PARTLY",
-        Coverage::Covered => "covered",
-        Coverage::Unlimited => "no limit",
-        Coverage::Note => "note",
-    };
     let name = finding.cause.name();
     let about = match finding.cause {
         Cause::Covered => about,
         _ if about.is_empty() => name.to_owned(),
         _ => format!("{about} [{name}]"),
     };
-    let mut text = format!("  {word:<9} {}\n            {}\n", clean(&about), clean(&finding.why));
+    let mut text =
+        format!("  {:<9} {}\n            {}\n", finding.coverage, clean(&about), clean(&finding.why));
     if let Some(mend) = &finding.mend {
         let _ = writeln!(text, "            mend: {}", clean(mend));
     }

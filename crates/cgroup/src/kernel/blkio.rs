@@ -45,71 +45,37 @@ pub(crate) fn limits(file: &str, text: &str) -> Result<Vec<(Number, Rates)>, Unk
 /// Totals of each device, from the text of [`BYTES`] and [`OPERATIONS`], ordered by number.
 pub(crate) fn usage(bytes: &str, operations: &str) -> Result<Vec<(Number, Usage)>, Unknown> {
     let mut found = std::collections::BTreeMap::<Number, Usage>::new();
-    each(BYTES, bytes, |device, kind, total| kind.set_bytes(found.entry(device).or_default(), total))?;
-    each(OPERATIONS, operations, |device, kind, total| {
-        kind.set_operations(found.entry(device).or_default(), total);
-    })?;
+    for (what, text) in [(BYTES, bytes), (OPERATIONS, operations)] {
+        each(what, text, |device, kind, total| {
+            let usage = found.entry(device).or_default();
+            let field = match (kind, what == BYTES) {
+                ("Read", true) => &mut usage.read_bytes,
+                ("Write", true) => &mut usage.written_bytes,
+                ("Discard", true) => &mut usage.discarded_bytes,
+                ("Read", false) => &mut usage.reads,
+                ("Write", false) => &mut usage.writes,
+                ("Discard", false) => &mut usage.discards,
+                // The same as the others, by another division.
+                _ => return,
+            };
+            *field = total;
+        })?;
+    }
     Ok(found.into_iter().collect())
 }
 
-/// One device of the two files. Allocates nothing.
 pub(crate) fn find(bytes: &str, operations: &str, device: Number) -> Result<Option<Usage>, Unknown> {
-    let mut found = None;
-    each(BYTES, bytes, |number, kind, total| {
-        if number == device {
-            kind.set_bytes(found.get_or_insert_default(), total);
-        }
-    })?;
-    each(OPERATIONS, operations, |number, kind, total| {
-        if number == device {
-            kind.set_operations(found.get_or_insert_default(), total);
-        }
-    })?;
-    Ok(found)
+    let mut all = usage(bytes, operations)?.into_iter();
+    Ok(all.find_map(|(number, usage)| (number == device).then_some(usage)))
 }
 
-#[derive(Debug, Clone, Copy)]
-enum Kind {
-    Read,
-    Write,
-    Discard,
-    /// The same as the others, by another division.
-    Again,
-}
-
-impl Kind {
-    fn set_bytes(self, usage: &mut Usage, total: u64) {
-        match self {
-            Self::Read => usage.read_bytes = total,
-            Self::Write => usage.written_bytes = total,
-            Self::Discard => usage.discarded_bytes = total,
-            Self::Again => {}
-        }
-    }
-
-    fn set_operations(self, usage: &mut Usage, total: u64) {
-        match self {
-            Self::Read => usage.reads = total,
-            Self::Write => usage.writes = total,
-            Self::Discard => usage.discards = total,
-            Self::Again => {}
-        }
-    }
-}
-
-fn each(what: &'static str, text: &str, mut show: impl FnMut(Number, Kind, u64)) -> Result<(), Unknown> {
+fn each(what: &'static str, text: &str, mut show: impl FnMut(Number, &str, u64)) -> Result<(), Unknown> {
     for line in text.lines() {
         let unknown = || Unknown::new(what, line);
         let mut words = line.split_ascii_whitespace();
         let (first, second, third) = (words.next(), words.next(), words.next());
         match (first, second, third, words.next()) {
             (Some(device), Some(kind), Some(total), None) => {
-                let kind = match kind {
-                    "Read" => Kind::Read,
-                    "Write" => Kind::Write,
-                    "Discard" => Kind::Discard,
-                    _ => Kind::Again,
-                };
                 let total = count(total).ok_or_else(unknown)?;
                 if !NAMELESS.contains(&device) {
                     show(number(device).ok_or_else(unknown)?, kind, total);

@@ -79,15 +79,14 @@ mod tests {
 
     #[test]
     fn what_was_asked_for_is_told_in_short() {
-        let setting = |name: &str| Setting::from_name(name).expect("a setting");
         let group =
             ControlGroup { version: Version::V2, directory: "/sys/fs/cgroup/a".into(), name: "/a".into() };
         let mut kept = Kept::default();
         let change = Change {
-            limits: vec![(setting("bps-write"), 4 << 20), (setting("bps-write-max"), 20 << 20)],
             watermark: Some(90),
             weight: Some(200),
             group: Some("tenant".to_owned()),
+            ..Change::of(&[("bps-write", 4 << 20), ("bps-write-max", 20 << 20)])
         };
         kept.change(&group, (DISK, "serial x"), &change).unwrap();
         let asked = Asked::of(&kept, Path::new("/a"), DISK).expect("it is kept");

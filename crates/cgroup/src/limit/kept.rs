@@ -88,6 +88,12 @@ impl Change {
         Self { limits: limits.collect(), ..Self::default() }
     }
 
+    #[cfg(test)]
+    pub(crate) fn of(limits: &[(&str, u64)]) -> Self {
+        let setting = |&(name, value): &(&str, u64)| (Setting::from_name(name).expect("a setting"), value);
+        Self { limits: limits.iter().map(setting).collect(), ..Self::default() }
+    }
+
     pub(crate) fn is_empty(&self) -> bool {
         self.limits.is_empty() && self.watermark.is_none() && self.weight.is_none() && self.group.is_none()
     }

@@ -1,5 +1,3 @@
-use policy::throttle::Setting;
-
 use super::*;
 use crate::machine::Machine;
 
@@ -47,19 +45,14 @@ impl Bench {
     }
 }
 
-fn change(limits: &[(&str, u64)]) -> Change {
-    let setting = |&(name, value): &(&str, u64)| (Setting::from_name(name).expect("a setting"), value);
-    Change { limits: limits.iter().map(setting).collect(), ..Change::default() }
-}
-
 fn in_group(limits: &[(&str, u64)], weight: Option<u32>) -> Change {
-    Change { group: Some("tenant".to_owned()), weight, ..change(limits) }
+    Change { group: Some("tenant".to_owned()), weight, ..Change::of(limits) }
 }
 
 #[test]
 fn a_limit_is_told_kept_and_removed() {
     let bench = Bench::v2(&["/a"]);
-    let outcome = bench.set(0, &change(&[("bps-write", 4_000_000), ("iops-read", 100)])).unwrap();
+    let outcome = bench.set(0, &Change::of(&[("bps-write", 4_000_000), ("iops-read", 100)])).unwrap();
     assert_eq!(
         outcome.text(),
         "/a on /dev/vda: bps-write 4000000, iops-read 100\nasked for: bps-w 4000000, iops-r 100\n"
@@ -76,7 +69,7 @@ fn a_limit_is_told_kept_and_removed() {
 #[test]
 fn one_that_has_lost_its_controller_has_its_limit_removed_all_the_same() {
     let bench = Bench::v2(&["a"]);
-    bench.set(0, &change(&[("bps-write", 20)])).unwrap();
+    bench.set(0, &Change::of(&[("bps-write", 20)])).unwrap();
     std::fs::remove_file(bench.machine.root().join("a/io.max")).unwrap();
     assert_eq!(bench.told(0), None);
     bench.remove(0).unwrap();
@@ -96,20 +89,21 @@ fn who_joins_a_group_is_told_that_limits_of_somebody_else_s_are_gone() {
 fn what_somebody_else_has_set_stays_unless_it_is_named() {
     let bench = Bench::v2(&["/a"]);
     bench.machine.write("/a", "io.max", "254:0 rbps=1000000 wbps=2000000 riops=max wiops=max\n");
-    let outcome = bench.set(0, &change(&[("bps-write", 5_000_000)])).unwrap();
+    let outcome = bench.set(0, &Change::of(&[("bps-write", 5_000_000)])).unwrap();
     assert!(outcome.notices[0].contains("not set by weir"), "{:?}", outcome.notices);
     let told = tell::told(&bench.groups[0], bench.disk.number()).unwrap();
     assert_eq!(told.bps, [Some(1_000_000), Some(5_000_000)]);
     let bench = Bench::v2(&["/b"]);
     bench.machine.write("/b", "io.max", "254:0 rbps=1000000 wbps=max riops=max wiops=max\n");
-    assert!(bench.set(0, &change(&[("bps-write-max", 5_000_000)])).is_err());
+    assert!(bench.set(0, &Change::of(&[("bps-write-max", 5_000_000)])).is_err());
     assert_eq!(tell::told(&bench.groups[0], bench.disk.number()).unwrap().bps, [Some(1_000_000), None]);
 }
 
 #[test]
 fn a_burst_is_told_without_it_and_who_runs_it_is_named() {
     let bench = Bench::v2(&["/a"]);
-    let burst = change(&[("bps-write", 4 << 20), ("bps-write-max", 20 << 20), ("bps-write-max-length", 5)]);
+    let burst =
+        Change::of(&[("bps-write", 4 << 20), ("bps-write-max", 20 << 20), ("bps-write-max-length", 5)]);
     let outcome = bench.set(0, &burst).unwrap();
     assert_eq!(bench.told(0), Some(4 << 20));
     assert!(
@@ -173,22 +167,25 @@ fn a_weight_goes_to_whom_it_means_something() {
 #[test]
 fn the_root_and_v1_say_what_they_cannot_do() {
     let bench = Bench::v2(&["/"]);
-    let error = format!("{:#}", bench.set(0, &change(&[("bps-write", 5)])).unwrap_err());
+    let error = format!("{:#}", bench.set(0, &Change::of(&[("bps-write", 5)])).unwrap_err());
     assert!(error.contains("the root cgroup has no limits"), "{error}");
 
     let machine = Machine::v1();
     let group = machine.group("/a");
     crate::kernel::blkio::LIMITS.into_iter().for_each(|file| machine.write("/a", file, ""));
     let bench = Bench::new(machine, vec![group]);
-    let outcome = bench.set(0, &change(&[("bps-write", 5000)])).unwrap();
+    let outcome = bench.set(0, &Change::of(&[("bps-write", 5000)])).unwrap();
     assert!(outcome.notices[0].contains("buffered writes"), "{:?}", outcome.notices);
     assert_eq!(bench.told(0), Some(5000));
     for (refused, what) in [
-        (change(&[("bps-write", 5000), ("bps-write-max", 9000)]), "bursts"),
-        (change(&[("bps-write", 0), ("bps-total", 9000)]), "bursts and limits on reads and writes together"),
-        (Change { watermark: Some(90), ..change(&[]) }, "watermarks"),
+        (Change::of(&[("bps-write", 5000), ("bps-write-max", 9000)]), "bursts"),
+        (
+            Change::of(&[("bps-write", 0), ("bps-total", 9000)]),
+            "bursts and limits on reads and writes together",
+        ),
+        (Change { watermark: Some(90), ..Change::of(&[]) }, "watermarks"),
         (in_group(&[("bps-write", 5000)], None), "groups"),
-        (Change { weight: Some(90), ..change(&[]) }, "weights"),
+        (Change { weight: Some(90), ..Change::of(&[]) }, "weights"),
     ] {
         let error = format!("{:#}", bench.set(0, &refused).unwrap_err());
         assert!(error.contains(what) && error.contains("cgroup v2"), "{error}");

@@ -34,24 +34,11 @@ pub(crate) enum Divider {
 }
 
 impl Divider {
-    fn file(self) -> &'static str {
+    /// Its file, its name, and its largest weight.
+    fn parts(self) -> (&'static str, &'static str, u32) {
         match self {
-            Self::IoCost => "io.weight",
-            Self::Bfq => "io.bfq.weight",
-        }
-    }
-
-    fn name(self) -> &'static str {
-        match self {
-            Self::IoCost => "io.cost",
-            Self::Bfq => "BFQ",
-        }
-    }
-
-    fn most(self) -> u32 {
-        match self {
-            Self::IoCost => 10_000,
-            Self::Bfq => 1000,
+            Self::IoCost => ("io.weight", "io.cost", 10_000),
+            Self::Bfq => ("io.bfq.weight", "BFQ", 1000),
         }
     }
 }
@@ -110,14 +97,15 @@ impl Weight {
             return Ok(format!("weight {weight} decides the parts of its group's limits"));
         };
         set_properties(hierarchy, group, &[format!("IODeviceWeight={node} {told}")])?;
-        let (file, who) = (divider.file(), divider.name());
+        let (file, who, _) = divider.parts();
         let capped = if told < weight { format!(" (as {told}, its largest)") } else { String::new() };
         Ok(format!("weight {weight}{capped} is {who}'s to enforce ({file})"))
     }
 
     fn tell_kernel(self, group: &ControlGroup) -> anyhow::Result<Option<(Divider, u32)>> {
         let Some(divider) = self.divider else { return Ok(None) };
-        let (file, told) = (divider.file(), self.weight.min(divider.most()));
+        let (file, _, most) = divider.parts();
+        let told = self.weight.min(most);
         group.write(file, &format!("{} {told}", self.device)).with_context(|| about(group, file))?;
         Ok(Some((divider, told)))
     }
@@ -138,7 +126,7 @@ pub(crate) fn tell_again(
         hand_down(&group)?;
         let weight = plan(hierarchy, &group, &device, Some(weight), entry.group.is_some())?;
         let Some(weight @ Weight { divider: Some(divider), .. }) = weight else { return Ok(()) };
-        let told = group.read(divider.file()).unwrap_or_default();
+        let told = group.read(divider.parts().0).unwrap_or_default();
         let own = format!("{} ", device.number());
         // Where it has another by now, somebody has changed it.
         if told.lines().any(|line| line.starts_with(&own)) {
@@ -164,7 +152,7 @@ pub(super) fn reset(
     device: &Identity,
     kept: &Kept,
 ) -> anyhow::Result<()> {
-    let Some(file) = divider(hierarchy, device)?.map(Divider::file) else { return Ok(()) };
+    let Some(file) = divider(hierarchy, device)?.map(|divider| divider.parts().0) else { return Ok(()) };
     group.write(file, &format!("{} default", device.number())).with_context(|| about(group, file))?;
     // systemd can only forget those of all devices at once: it is told the others' again
     // (systemd.resource-control(5)).
@@ -175,7 +163,7 @@ pub(super) fn reset(
         let Some((weight, other)) = entry.given_weight().zip(other) else { continue };
         // Of one that cannot be looked at, systemd has been told nothing either.
         if let Ok(Some(divider)) = divider(hierarchy, &other) {
-            properties.push(format!("IODeviceWeight={} {}", other.node(), weight.min(divider.most())));
+            properties.push(format!("IODeviceWeight={} {}", other.node(), weight.min(divider.parts().2)));
         }
     }
     set_properties(hierarchy, group, &properties)

@@ -132,14 +132,13 @@ pub(super) fn limits(change: &Change) -> Result<Limits, Invalid> {
 #[cfg(test)]
 mod tests {
     use block::device::Number;
-    use policy::throttle::{LimitKind, Setting};
+    use policy::throttle::LimitKind;
 
     use super::*;
     use crate::machine::Machine;
 
     fn asked(name: &str, value: u64) -> Change {
-        let setting = Setting::from_name(name).expect("a setting");
-        Change { limits: vec![(setting, value)], ..Change::default() }
+        Change::of(&[(name, value)])
     }
 
     fn needs_watch(change: &Change) -> bool {
@@ -151,8 +150,7 @@ mod tests {
     }
 
     fn burst(name: &str) -> Change {
-        let max = format!("{name}-max");
-        Change { limits: [asked(name, 1000).limits, asked(&max, 2000).limits].concat(), ..Change::default() }
+        Change::of(&[(name, 1000), (&format!("{name}-max"), 2000)])
     }
 
     #[test]

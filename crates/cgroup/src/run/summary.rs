@@ -110,36 +110,28 @@ impl Summary {
             let limits = |direction| {
                 if Some(*number) == self.limited { self.limits(direction) } else { "-".to_owned() }
             };
-            let mut row = |name: &str, bytes: u64, operations: u64, bps: f64, iops: f64, limits: String| {
-                let device = if name == "read" { node.clone() } else { String::new() };
-                let figures = [bytes as f64, operations as f64, bps, iops];
-                let [bytes, operations, bps, iops] = figures;
+            let rows = [
+                ("read", usage.read_bytes, usage.reads, rate.read_bps, rate.read_iops, Direction::Read),
+                (
+                    "write",
+                    usage.written_bytes,
+                    usage.writes,
+                    rate.write_bps,
+                    rate.write_iops,
+                    Direction::Write,
+                ),
+            ];
+            for (name, bytes, operations, bps, iops, direction) in rows {
                 table.row(vec![
-                    device,
+                    if name == "read" { node.clone() } else { String::new() },
                     name.to_owned(),
-                    figures::bytes(bytes),
-                    figures::count(operations),
+                    figures::bytes(bytes as f64),
+                    figures::count(operations as f64),
                     figures::bytes(bps),
                     figures::count(iops),
-                    limits,
+                    limits(direction),
                 ]);
-            };
-            row(
-                "read",
-                usage.read_bytes,
-                usage.reads,
-                rate.read_bps,
-                rate.read_iops,
-                limits(Direction::Read),
-            );
-            row(
-                "write",
-                usage.written_bytes,
-                usage.writes,
-                rate.write_bps,
-                rate.write_iops,
-                limits(Direction::Write),
-            );
+            }
         }
         table.render(false)
     }

@@ -117,22 +117,20 @@ pub(crate) fn node(number: Number) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::machine::Machine;
 
-    fn group(version: Version, files: &[(&str, &str)]) -> (tempfile::TempDir, ControlGroup) {
-        let directory = tempfile::tempdir().unwrap();
-        for (name, text) in files {
-            fs::write(directory.path().join(name), text).unwrap();
-        }
-        let group = ControlGroup { version, directory: directory.path().into(), name: "/a".into() };
-        (directory, group)
+    fn with(machine: Machine, files: &[(&str, &str)]) -> (Machine, ControlGroup) {
+        let group = machine.group("/a");
+        files.iter().for_each(|(name, text)| machine.write("/a", name, text));
+        (machine, group)
     }
 
     const DISK: Number = Number { major: 8, minor: 0 };
 
     #[test]
     fn version_2_has_all_in_three_files() {
-        let (_directory, group) = group(
-            Version::V2,
+        let (_machine, group) = with(
+            Machine::v2("io"),
             &[
                 (
                     "io.stat",
@@ -160,8 +158,8 @@ mod tests {
     fn version_1_has_a_file_for_each_limit() {
         let counted = |name: &str| format!("8:0 Read {name}\n8:0 Write 8192\n8:0 Total 9000\nTotal 9000\n");
         let bytes = counted("4096");
-        let (_directory, group) = group(
-            Version::V1,
+        let (_machine, group) = with(
+            Machine::v1(),
             &[
                 ("blkio.throttle.io_service_bytes", "Total 0\n"),
                 ("blkio.throttle.io_service_bytes_recursive", &bytes),
@@ -183,12 +181,12 @@ mod tests {
 
     #[test]
     fn what_is_not_there_is_not_said_and_what_is_gone_is_gone() {
-        let (directory, group) = group(Version::V2, &[]);
+        let (machine, group) = with(Machine::v2("io"), &[]);
         assert_eq!(read(&group).unwrap(), Some(Reading::default()), "the controller is not enabled for it");
         fs::write(group.directory.join("io.max"), "8:0 rbps=many\n").unwrap();
         let said = format!("{:#}", read(&group).unwrap_err());
         assert!(said.starts_with("cgroup /a: io.max: a line of unknown form"), "{said}");
-        drop(directory);
+        drop(machine);
         assert_eq!(read(&group).unwrap(), None);
     }
 }

@@ -86,7 +86,7 @@ pub(crate) fn are_waits_counted(proc: &Path) -> bool {
 #[cfg(test)]
 pub(super) mod tests {
     use super::*;
-    use crate::control_group::Version;
+    use crate::machine::Machine;
 
     /// The first task of a process that began at `start_ticks`.
     pub(in crate::show) fn id(tid: i32, start_ticks: u64) -> TaskId {
@@ -102,10 +102,9 @@ pub(super) mod tests {
 
     #[test]
     fn tasks_are_those_of_every_process_that_is_still_there() {
-        let root = tempfile::tempdir().unwrap();
-        let (proc, cgroup) = (root.path().join("proc"), root.path().join("cgroup"));
-        fs::create_dir_all(&cgroup).unwrap();
-        fs::write(cgroup.join("cgroup.procs"), "7\n9\n").unwrap();
+        let machine = Machine::v2("io");
+        let (proc, group) = (machine.roots().proc, machine.group("/a"));
+        machine.write("/a", "cgroup.procs", "7\n9\n");
         for (tid, ticks) in [(7, 150), (8, 0)] {
             let task = proc.join(format!("7/task/{tid}"));
             fs::create_dir_all(&task).unwrap();
@@ -113,8 +112,6 @@ pub(super) mod tests {
         }
         let io = "rchar: 1\nwchar: 2\nsyscr: 3\nsyscw: 4\nread_bytes: 4096\nwrite_bytes: 8192\ncancelled_write_bytes: 0\n";
         fs::write(proc.join("7/task/7/io"), io).unwrap();
-
-        let group = ControlGroup { version: Version::V2, directory: cgroup, name: "/a".into() };
         let tasks = read(&group, &proc).unwrap();
         assert_eq!(tasks.keys().map(|id| (id.pid, id.tid)).collect::<Vec<_>>(), [(7, 7), (7, 8)]);
         let (first, second) = (tasks.values().next().unwrap(), tasks.values().last().unwrap());

@@ -26,26 +26,19 @@ const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
 struct Stored {
     /// The machine's start that instants and counters are of.
     boot: String,
-    pools: BTreeMap<String, Written>,
-}
-
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case", deny_unknown_fields)]
-struct Written {
-    /// Nanoseconds since the machine started, asleep or not.
-    at_ns: u64,
-    levels: [u64; 6],
-    /// By control group and device: bytes and operations, read and written.
-    passed: BTreeMap<String, [u64; 4]>,
+    pools: BTreeMap<String, Left>,
 }
 
 /// What is left of the bursts of one pool.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub(super) struct Left {
-    pub(super) at: Instant,
+    /// Nanoseconds since the machine started, asleep or not.
+    at_ns: u64,
     /// As [`policy::steering::Pool::levels`] has them.
     pub(super) levels: [u64; 6],
-    passed: BTreeMap<String, Passed>,
+    /// By control group and device: bytes and operations, read and written.
+    passed: BTreeMap<String, [u64; 4]>,
 }
 
 impl Left {
@@ -54,46 +47,25 @@ impl Left {
         levels: [u64; 6],
         passed: impl Iterator<Item = (PathBuf, Number, Passed)>,
     ) -> Self {
-        Self {
-            at,
-            levels,
-            passed: passed.map(|(group, device, passed)| (name(&group, device), passed)).collect(),
-        }
+        let flat = |[read, write]: Passed| [read.bytes, write.bytes, read.requests, write.requests];
+        let passed = passed.map(|(group, device, passed)| (name(&group, device), flat(passed)));
+        Self { at_ns: at.as_nanos(), levels, passed: passed.collect() }
+    }
+
+    pub(super) fn at(&self) -> Instant {
+        Instant::from_nanos(self.at_ns)
     }
 
     /// What had passed of a control group by then.
     pub(super) fn passed(&self, group: &Path, device: Number) -> Option<Passed> {
-        self.passed.get(&name(group, device)).copied()
+        let [read_bytes, written_bytes, reads, writes] = *self.passed.get(&name(group, device))?;
+        let counters = |requests, bytes| Counters { requests, bytes, ..Counters::default() };
+        Some([counters(reads, read_bytes), counters(writes, written_bytes)])
     }
 }
 
 fn name(group: &Path, device: Number) -> String {
     format!("{} on {device}", group.display())
-}
-
-impl From<&Left> for Written {
-    fn from(left: &Left) -> Self {
-        let flat = |[read, write]: &Passed| [read.bytes, write.bytes, read.requests, write.requests];
-        Self {
-            at_ns: left.at.as_nanos(),
-            levels: left.levels,
-            passed: left.passed.iter().map(|(name, passed)| (name.clone(), flat(passed))).collect(),
-        }
-    }
-}
-
-impl From<Written> for Left {
-    fn from(written: Written) -> Self {
-        let counters = |requests, bytes| Counters { requests, bytes, ..Counters::default() };
-        let passed = |[read_bytes, written_bytes, reads, writes]: [u64; 4]| {
-            [counters(reads, read_bytes), counters(writes, written_bytes)]
-        };
-        Self {
-            at: Instant::from_nanos(written.at_ns),
-            levels: written.levels,
-            passed: written.passed.into_iter().map(|(name, flat)| (name, passed(flat))).collect(),
-        }
-    }
 }
 
 fn file(limits: &Path) -> PathBuf {
@@ -116,12 +88,7 @@ pub(super) fn load(limits: &Path, now: Instant) -> BTreeMap<String, Left> {
     if stored.boot != boot() {
         return BTreeMap::new();
     }
-    stored
-        .pools
-        .into_iter()
-        .map(|(name, written)| (name, Left::from(written)))
-        .filter(|(_, left)| left.at <= now)
-        .collect()
+    stored.pools.into_iter().filter(|(_, left)| left.at() <= now).collect()
 }
 
 /// Empty where the kernel does not tell: then only the instants do.
@@ -131,8 +98,8 @@ fn boot() -> String {
 
 pub(super) fn save(limits: &Path, left: &BTreeMap<String, Left>) -> anyhow::Result<()> {
     let path = file(limits);
-    let pools = left.iter().map(|(name, left)| (name.clone(), Written::from(left))).collect();
-    let written = serde_json::to_vec(&Stored { boot: boot(), pools }).map_err(anyhow::Error::from);
+    let stored = Stored { boot: boot(), pools: left.clone() };
+    let written = serde_json::to_vec(&stored).map_err(anyhow::Error::from);
     written
         .and_then(|written| Ok(whole_file::write(&path, &written, false)?))
         .with_context(|| format!("{} cannot be written", path.display()))

@@ -108,13 +108,13 @@ impl Steered {
         let pool = match left {
             None => sharing.pool(now),
             Some(left) => {
-                let mut pool = sharing.pool(left.at);
+                let mut pool = sharing.pool(left.at());
                 let passed: Vec<_> = sharing
                     .members
                     .iter()
                     .map(|entry| left.passed(&entry.cgroup, entry.device().ok()?))
                     .collect();
-                pool.resume(left.at, left.levels, &passed);
+                pool.resume(left.at(), left.levels, &passed);
                 pool
             }
         };

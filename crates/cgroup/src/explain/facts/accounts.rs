@@ -32,9 +32,7 @@ pub(super) fn look(reader: &mut Reader<'_>, group: &ControlGroup, processes: &[P
         };
         let bytes = io.write_bytes.saturating_sub(io.cancelled_write_bytes);
         accounts.written_bytes = accounts.written_bytes.saturating_add(bytes);
-        accounts
-            .evidence
-            .push(Evidence::new(file.display().to_string(), format!("write_bytes {}", io.write_bytes)));
+        accounts.evidence.push(Evidence::of(&file, format!("write_bytes {}", io.write_bytes)));
     }
     let charged = group.read("io.stat").ok()?;
     let usages = io_stat::parse(&charged).ok()?;
@@ -42,7 +40,7 @@ pub(super) fn look(reader: &mut Reader<'_>, group: &ControlGroup, processes: &[P
     let waiting = group.read("memory.stat").unwrap_or_default();
     accounts.waiting_bytes = memory_stat::parse(&waiting).unwrap_or_default().total();
     let cited = format!("wbytes of all disks {}", accounts.charged_bytes);
-    accounts.evidence.insert(0, Evidence::new(group.directory.join("io.stat").display().to_string(), cited));
+    accounts.evidence.insert(0, Evidence::of(&group.directory.join("io.stat"), cited));
     Some(accounts)
 }
 

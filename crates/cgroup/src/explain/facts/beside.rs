@@ -28,7 +28,7 @@ pub(super) fn swaps(reader: &mut Reader<'_>, mounts: &mut MountTable) -> Vec<Swa
             }
         });
         let value = line.split_ascii_whitespace().collect::<Vec<_>>().join(" ");
-        swaps.push(Swap { disk, evidence: Evidence::new(file.display().to_string(), value) });
+        swaps.push(Swap { disk, evidence: Evidence::of(&file, value) });
     }
     swaps
 }
@@ -36,7 +36,7 @@ pub(super) fn swaps(reader: &mut Reader<'_>, mounts: &mut MountTable) -> Vec<Swa
 pub(super) fn swapped(group: &ControlGroup) -> Option<Evidence> {
     let text = group.read("memory.swap.current").ok()?;
     let bytes = text.trim().parse::<u64>().ok().filter(|bytes| *bytes > 0)?;
-    Some(Evidence::new(group.directory.join("memory.swap.current").display().to_string(), bytes.to_string()))
+    Some(Evidence::of(&group.directory.join("memory.swap.current"), bytes.to_string()))
 }
 
 /// Pages that wait to be written in the name of a cgroup without processes.
@@ -50,7 +50,7 @@ pub(super) fn left_dirty(reader: &mut Reader<'_>, group: &ControlGroup, empty: b
     let parts = [("file_dirty", dirty), ("file_writeback", writeback)];
     let lines = parts.iter().filter(|(_, bytes)| *bytes > 0).map(|(key, bytes)| format!("{key} {bytes}"));
     let lines: Vec<String> = lines.collect();
-    (!lines.is_empty()).then(|| Evidence::new(file.display().to_string(), lines.join(", ")))
+    (!lines.is_empty()).then(|| Evidence::of(&file, lines.join(", ")))
 }
 
 pub(super) fn controls(reader: &mut Reader<'_>, group: &ControlGroup, limited: &[Number]) -> Vec<Beside> {
@@ -69,7 +69,7 @@ pub(super) fn controls(reader: &mut Reader<'_>, group: &ControlGroup, limited: &
             reader.hierarchy.roots.sys.join("dev/block").join(disk.to_string()).join("queue/scheduler");
         let text = reader.text(&file).unwrap_or_default();
         if weight::scheduler(&text) == Ok(Some("bfq")) {
-            let evidence = Evidence::new(file.display().to_string(), text.trim());
+            let evidence = Evidence::of(&file, text.trim());
             found.push(Beside { what: BesideKind::Bfq, disk, evidence });
         }
     }
@@ -83,11 +83,7 @@ fn cost(reader: &mut Reader<'_>, limited: &[Number]) -> Vec<Beside> {
     let text = reader.text(&file).unwrap_or_default();
     let enabled = weight::cost_enabled(&text).unwrap_or_default();
     let enabled = enabled.into_iter().filter(|(disk, enabled)| *enabled && limited.contains(disk));
-    let beside = |(disk, _): (Number, bool)| {
-        let line = line_of(&text, disk);
-        Beside { what: BesideKind::Cost, disk, evidence: Evidence::new(file.display().to_string(), line) }
-    };
-    enabled.map(beside).collect()
+    enabled.map(|(disk, _)| beside(BesideKind::Cost, &file, &text, disk)).collect()
 }
 
 fn latency(reader: &mut Reader<'_>, group: &ControlGroup, limited: &[Number]) -> Vec<Beside> {
@@ -95,15 +91,11 @@ fn latency(reader: &mut Reader<'_>, group: &ControlGroup, limited: &[Number]) ->
     let text = reader.text(&file).unwrap_or_default();
     let disks = io_latency::targets(&text).unwrap_or_default().into_iter().map(|(disk, _)| disk);
     let disks = disks.filter(|disk| limited.contains(disk));
-    let beside = |disk| {
-        let line = line_of(&text, disk);
-        Beside { what: BesideKind::Latency, disk, evidence: Evidence::new(file.display().to_string(), line) }
-    };
-    disks.map(beside).collect()
+    disks.map(|disk| beside(BesideKind::Latency, &file, &text, disk)).collect()
 }
 
-fn line_of(text: &str, disk: Number) -> String {
+fn beside(what: BesideKind, file: &Path, text: &str, disk: Number) -> Beside {
     let number = disk.to_string();
     let line = text.lines().find(|line| line.split_ascii_whitespace().next() == Some(&number));
-    line.unwrap_or_default().to_owned()
+    Beside { what, disk, evidence: Evidence::of(file, line.unwrap_or_default()) }
 }

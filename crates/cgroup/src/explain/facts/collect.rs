@@ -67,7 +67,7 @@ pub(crate) fn collect(hierarchy: &Hierarchy, subject: &Subject) -> anyhow::Resul
         version: group.version,
         hierarchy: hierarchy.root().map(|root| {
             let kind = if group.version == Version::V1 { "cgroup (v1), blkio" } else { "cgroup2" };
-            Evidence::new(roots.mountinfo().display().to_string(), format!("{} is {kind}", root.display()))
+            Evidence::of(&roots.mountinfo(), format!("{} is {kind}", root.display()))
         }),
         kernel: kernel(roots),
         levels,
@@ -98,7 +98,7 @@ fn kernel(roots: &Roots) -> Kernel {
     let mut numbers = text.split(|c: char| !c.is_ascii_digit()).map(|part| part.parse().unwrap_or(0));
     let mut next = || numbers.next().unwrap_or(0);
     let release = (next(), next(), next());
-    Kernel { release, evidence: Evidence::new(file.display().to_string(), text.trim()) }
+    Kernel { release, evidence: Evidence::of(&file, text.trim()) }
 }
 
 fn memory(hierarchy: &Hierarchy) -> Memory {
@@ -110,8 +110,8 @@ fn memory(hierarchy: &Hierarchy) -> Memory {
         return Memory::Unified;
     }
     match &hierarchy.memory_v1 {
-        Some(mount) => Memory::Legacy(Evidence::new(
-            hierarchy.roots.mountinfo().display().to_string(),
+        Some(mount) => Memory::Legacy(Evidence::of(
+            &hierarchy.roots.mountinfo(),
             format!("{} is cgroup (v1), memory", mount.display()),
         )),
         None => Memory::Absent(controllers),
@@ -126,17 +126,16 @@ fn descend(reader: &mut Reader<'_>, group: &ControlGroup) -> Vec<ControlGroup> {
             Ok(children) => found.extend(children),
             Err(error) if is_gone(&error) => {}
             Err(error) => {
-                let directory = found[next].directory.display().to_string();
-                reader.gaps.push(Evidence::new(directory, error.to_string()));
+                reader.gap(&found[next].directory, error.to_string());
             }
         }
         next += 1;
         if found.len() > MAX_GROUPS {
             found.truncate(MAX_GROUPS);
-            reader.gaps.push(Evidence::new(
-                group.directory.display().to_string(),
+            reader.gap(
+                &group.directory,
                 format!("more than {MAX_GROUPS} cgroups below it: the others were not looked at"),
-            ));
+            );
             break;
         }
     }
@@ -154,7 +153,7 @@ fn of_group(
         Err(error) => {
             if !is_gone(&error) {
                 let file = group.directory.join("cgroup.procs");
-                reader.gaps.push(Evidence::new(file.display().to_string(), error.to_string()));
+                reader.gap(&file, error.to_string());
             }
             Vec::new()
         }
@@ -162,7 +161,7 @@ fn of_group(
     pids.retain(|pid| only.is_none_or(|only| *pid == only));
     if pids.len() > MAX_PROCESSES {
         let text = format!("more than {MAX_PROCESSES} processes: the others were not looked at");
-        reader.gaps.push(Evidence::new(group.directory.join("cgroup.procs").display().to_string(), text));
+        reader.gap(&group.directory.join("cgroup.procs"), text);
         pids.truncate(MAX_PROCESSES);
     }
     pids.into_iter().filter_map(|pid| process(reader, group, pid, mounts)).collect()
@@ -178,23 +177,14 @@ fn process(
     let file = directory.join("stat");
     let text = reader.text(&file)?;
     let stat = proc_stat::parse(&text).ok()?;
-    let kernel = (stat.parent == KTHREADD || stat.pid == KTHREADD).then(|| {
-        Evidence::new(
-            file.display().to_string(),
-            format!("{} ({}) … ppid {}", stat.pid, stat.name, stat.parent),
-        )
-    });
+    let kernel = (stat.parent == KTHREADD || stat.pid == KTHREADD)
+        .then(|| Evidence::of(&file, format!("{} ({}) … ppid {}", stat.pid, stat.name, stat.parent)));
     let uses = if kernel.is_some() { Vec::new() } else { uses::of(reader, &directory, mounts) };
     let status = directory.join("status");
     let swapped = reader.text(&status).and_then(|text| {
         let line = text.lines().find(|line| line.starts_with("VmSwap:"))?;
         let kib = line.split_ascii_whitespace().nth(1)?.parse::<u64>().ok()?;
-        (kib > 0).then(|| {
-            Evidence::new(
-                status.display().to_string(),
-                line.split_ascii_whitespace().collect::<Vec<_>>().join(" "),
-            )
-        })
+        (kib > 0).then(|| Evidence::of(&status, line.split_ascii_whitespace().collect::<Vec<_>>().join(" ")))
     });
     let began = reader.clock.began(stat.start_ticks);
     Some(Process {

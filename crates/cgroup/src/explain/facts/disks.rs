@@ -79,8 +79,8 @@ impl<'a> Disks<'a> {
             if !parts.contains(&part.number()) {
                 parts.push(part.number());
             }
-            evidence.push(Evidence::new(
-                directory.join("slaves").display().to_string(),
+            evidence.push(Evidence::of(
+                &directory.join("slaves"),
                 entry.file_name().to_string_lossy().into_owned(),
             ));
         }
@@ -154,7 +154,7 @@ impl<'a> Disks<'a> {
         let partition = (whole != number).then(|| {
             let file = self.roots.sys.join("dev/block").join(number.to_string()).join("partition");
             let text = fs::read_to_string(&file).unwrap_or_default();
-            Evidence::new(file.display().to_string(), text.trim())
+            Evidence::of(&file, text.trim())
         });
         (Below::Disk(whole), partition)
     }
@@ -163,7 +163,7 @@ impl<'a> Disks<'a> {
         for &number in limited {
             if self.whole(number).is_none() && !self.known.iter().any(|disk| disk.number == number) {
                 let directory = self.roots.sys.join("dev/block").join(number.to_string());
-                let evidence = vec![Evidence::new(directory.display().to_string(), "not there")];
+                let evidence = vec![Evidence::of(&directory, "not there")];
                 let (node, parts) = (number.to_string(), Vec::new());
                 self.known.push(Disk { number, node, kind: DiskKind::Gone, parts, evidence });
             }
@@ -175,7 +175,7 @@ fn kind(directory: &Path, name: &str) -> (DiskKind, Vec<Evidence>) {
     let read = |file: &str| {
         let path = directory.join(file);
         let text = fs::read_to_string(&path).ok()?;
-        Some(Evidence::new(path.display().to_string(), text.trim()))
+        Some(Evidence::of(&path, text.trim()))
     };
     if let Some(uuid) = read("dm/uuid") {
         // cryptsetup marks what it makes; LVM marks the parts of a RAID.
@@ -184,7 +184,7 @@ fn kind(directory: &Path, name: &str) -> (DiskKind, Vec<Evidence>) {
         let part = part.filter_map(|file| Some((fs::read_to_string(&file).ok()?, file)));
         let part = part.into_iter().find(|(name, _)| name.contains("_rimage_"));
         if let Some((name, file)) = part {
-            let evidence = vec![uuid, Evidence::new(file.display().to_string(), name.trim())];
+            let evidence = vec![uuid, Evidence::of(&file, name.trim())];
             return (DiskKind::Mapper(Mapper::Raid), evidence);
         }
         let mapper = if uuid.value.starts_with("CRYPT-") { Mapper::Crypt } else { Mapper::Other };

@@ -53,11 +53,9 @@ pub(super) fn as_kept(hierarchy: &Hierarchy, file: &Path, levels: &mut [Level]) 
             continue;
         }
         let asked = Asked::of(&kept, &group.name, disk).map(|asked| asked.text()).unwrap_or_default();
-        let now = Evidence::new(
-            group.directory.join(io_max::FILE).display().to_string(),
-            format!("{} (now)", io_max::line(told, disk)),
-        );
-        let evidence = vec![Evidence::new(file.display().to_string(), asked), now];
+        let now =
+            Evidence::of(&group.directory.join(io_max::FILE), format!("{} (now)", io_max::line(told, disk)));
+        let evidence = vec![Evidence::of(file, asked), now];
         level.limits.retain(|limit| limit.disk != disk);
         level.limits.push(Limit { disk, rates, evidence });
     }
@@ -70,7 +68,7 @@ pub(super) fn one(reader: &mut Reader<'_>, group: &ControlGroup) -> anyhow::Resu
     let mut cited = |file: &str| {
         let path = group.directory.join(file);
         let text = reader.text(&path)?;
-        Some(Evidence::new(path.display().to_string(), text.trim()))
+        Some(Evidence::of(&path, text.trim()))
     };
     let (controllers, subtree, kind) = match group.version {
         Version::V1 => (None, None, None),

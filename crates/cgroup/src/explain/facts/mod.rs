@@ -21,7 +21,10 @@ mod rows;
 mod sharing;
 mod uses;
 
-use std::{path::PathBuf, time::SystemTime};
+use std::{
+    path::{Path, PathBuf},
+    time::SystemTime,
+};
 
 use block::device::Number;
 pub(crate) use collect::{Subject, collect, spot};
@@ -41,6 +44,10 @@ pub(crate) struct Evidence {
 impl Evidence {
     pub(crate) fn new(file: impl Into<String>, value: impl Into<String>) -> Self {
         Self { file: file.into(), value: value.into() }
+    }
+
+    pub(crate) fn of(file: &Path, value: impl Into<String>) -> Self {
+        Self::new(file.display().to_string(), value)
     }
 }
 

@@ -22,13 +22,17 @@ impl<'a> Reader<'a> {
         Self { hierarchy, disks: Disks::new(roots), clock: Clock::new(&roots.proc), gaps: Vec::new() }
     }
 
+    pub(super) fn gap(&mut self, path: &Path, text: impl Into<String>) {
+        self.gaps.push(Evidence::of(path, text));
+    }
+
     /// A file that may not be read is a gap; one that is missing is nothing.
     pub(super) fn text(&mut self, path: &Path) -> Option<String> {
         match fs::read(path) {
             Ok(bytes) => Some(String::from_utf8_lossy(&bytes).into_owned()),
             Err(error) if is_gone(&error) => None,
             Err(error) => {
-                self.gaps.push(Evidence::new(path.display().to_string(), error.to_string()));
+                self.gap(path, error.to_string());
                 None
             }
         }

@@ -42,7 +42,7 @@ pub(super) fn look(
         looked += 1;
         if looked > MAX_PROCESSES {
             let text = format!("more than {MAX_PROCESSES} processes: the others' files were not looked at");
-            reader.gaps.push(Evidence::new(proc.display().to_string(), text));
+            reader.gap(&proc, text);
             return;
         }
         compare(reader, &directory, pid, &other, processes, mounts);

@@ -46,7 +46,7 @@ pub(super) fn open(reader: &mut Reader<'_>, process: &Path) -> Vec<Open> {
         Ok(entries) => entries,
         Err(error) => {
             if !is_gone(&error) {
-                reader.gaps.push(Evidence::new(directory.display().to_string(), error.to_string()));
+                reader.gap(&directory, error.to_string());
             }
             return Vec::new();
         }
@@ -55,7 +55,7 @@ pub(super) fn open(reader: &mut Reader<'_>, process: &Path) -> Vec<Open> {
     for entry in entries.flatten() {
         if files.len() == MAX_FILES {
             let text = format!("more than {MAX_FILES} open files: the others were not looked at");
-            reader.gaps.push(Evidence::new(directory.display().to_string(), text));
+            reader.gap(&directory, text);
             break;
         }
         // What has no path, such as `pipe:[1]`, does not begin with a slash.
@@ -79,7 +79,7 @@ fn file(process: &Path, number: &str, path: PathBuf) -> Option<Open> {
         flags: OFlag::from_bits_truncate(bits),
         mount: field("mnt_id").and_then(|id| id.parse().ok()),
         inode: field("ino").and_then(|inode| inode.parse().ok()),
-        evidence: Evidence::new(info.display().to_string(), format!("{shown}: flags {flags}{}", named(bits))),
+        evidence: Evidence::of(&info, format!("{shown}: flags {flags}{}", named(bits))),
         link: process.join("fd").join(number),
         path,
     })
@@ -210,7 +210,7 @@ fn mapped(reader: &mut Reader<'_>, process: &Path, mounts: &mut MountTable) -> V
             continue;
         }
         let shown = format!("{mode} {device} {path}");
-        let evidence = Evidence::new(file.display().to_string(), shown);
+        let evidence = Evidence::of(&file, shown);
         uses.push(Use {
             place,
             path,

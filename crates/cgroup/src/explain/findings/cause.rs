@@ -1,23 +1,6 @@
 //! The causes, by the names that `--json` prints; `wording` says what they mean.
 
-macro_rules! causes {
-    ($($(#[$doc:meta])* $cause:ident = $name:literal,)*) => {
-        #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-        pub(crate) enum Cause {
-            $($(#[$doc])* $cause,)*
-        }
-
-        impl Cause {
-            pub(crate) fn name(self) -> &'static str {
-                match self {
-                    $(Self::$cause => $name,)*
-                }
-            }
-        }
-    };
-}
-
-causes! {
+named! { Cause {
     Covered = "covered",
     VersionOne = "version-1",
     NotInherited = "not-inherited",
@@ -63,4 +46,4 @@ causes! {
     OtherControl = "other-control",
     DiskGone = "disk-gone",
     NotSeen = "not-seen",
-}
+} }

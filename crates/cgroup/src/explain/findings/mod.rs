@@ -16,7 +16,7 @@ mod charge;
 mod reach;
 mod wording;
 
-use std::{collections::BTreeSet, fmt};
+use std::collections::BTreeSet;
 
 use block::device::Number;
 pub(crate) use cause::Cause;
@@ -25,43 +25,31 @@ pub(crate) use wording::{lowest_of, rates};
 use self::{charge::Charge, reach::Reach};
 use super::facts::{Evidence, Facts, FileSystem, Place, Use, Way};
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) enum Coverage {
-    Escapes,
-    Partly,
-    Covered,
+named! { Coverage {
+    Escapes = "escapes" / "ESCAPES",
+    Partly = "partly" / "PARTLY",
+    Covered = "covered",
     /// No limit of that direction was set for that disk.
-    Unlimited,
-    Note,
-}
+    Unlimited = "unlimited" / "no limit",
+    Note = "note",
+} }
 
 impl Coverage {
-    pub(crate) fn name(self) -> &'static str {
-        match self {
-            Self::Escapes => "escapes",
-            Self::Partly => "partly",
-            Self::Covered => "covered",
-            Self::Unlimited => "unlimited",
-            Self::Note => "note",
-        }
-    }
-
     /// Whether somebody who set the limit would want to know.
     pub(crate) fn alarms(self) -> bool {
         matches!(self, Self::Escapes | Self::Partly)
     }
 }
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) enum Io {
-    DirectReads,
-    DirectWrites,
-    Reads,
-    BufferedWrites,
-    SynchronousWrites,
-    MappedWrites,
-    Swapping,
-}
+named! { Io {
+    DirectReads = "direct-reads" / "direct reads",
+    DirectWrites = "direct-writes" / "direct writes",
+    Reads = "reads",
+    BufferedWrites = "buffered-writes" / "buffered writes",
+    SynchronousWrites = "synchronous-writes" / "synchronous writes",
+    MappedWrites = "mapped-writes" / "writes to mappings",
+    Swapping = "swapping",
+} }
 
 impl Io {
     fn of(used: &Use) -> Vec<Self> {
@@ -85,32 +73,6 @@ impl Io {
 
     fn written_back(self) -> bool {
         matches!(self, Self::BufferedWrites | Self::MappedWrites)
-    }
-
-    pub(crate) fn name(self) -> &'static str {
-        match self {
-            Self::DirectReads => "direct-reads",
-            Self::DirectWrites => "direct-writes",
-            Self::Reads => "reads",
-            Self::BufferedWrites => "buffered-writes",
-            Self::SynchronousWrites => "synchronous-writes",
-            Self::MappedWrites => "mapped-writes",
-            Self::Swapping => "swapping",
-        }
-    }
-}
-
-impl fmt::Display for Io {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::DirectReads => "direct reads",
-            Self::DirectWrites => "direct writes",
-            Self::Reads => "reads",
-            Self::BufferedWrites => "buffered writes",
-            Self::SynchronousWrites => "synchronous writes",
-            Self::MappedWrites => "writes to mappings",
-            Self::Swapping => "swapping",
-        })
     }
 }
 

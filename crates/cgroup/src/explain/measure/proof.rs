@@ -57,9 +57,9 @@ impl<'a> Proof<'a> {
         let mut ways = Vec::new();
         let (write_bps, read_bps) = (self.write_bps(), self.read_bps());
         let writes: [(&'static str, Try<'a>); 3] = [
-            ("direct writes", Self::direct_writes),
+            ("direct writes", |this, bytes| this.done(&Order::DirectWrites { bytes }, bytes, false)),
             ("buffered writes", Self::buffered_writes),
-            ("writes and fsync", Self::synced_writes),
+            ("writes and fsync", |this, bytes| this.done(&Order::SyncedWrites { bytes }, bytes, false)),
         ];
         for (name, way) in writes {
             progress.step(name);
@@ -165,18 +165,10 @@ impl<'a> Proof<'a> {
         self.worker.order(order, patience)
     }
 
-    fn direct_writes(&mut self, bytes: u64) -> anyhow::Result<Figures> {
-        let limit = self.write_bps();
-        self.counted(false, |this| {
-            Ok((this.order(&Order::DirectWrites { bytes }, bytes, limit)?, Duration::ZERO))
-        })
-    }
-
-    fn synced_writes(&mut self, bytes: u64) -> anyhow::Result<Figures> {
-        let limit = self.write_bps();
-        self.counted(false, |this| {
-            Ok((this.order(&Order::SyncedWrites { bytes }, bytes, limit)?, Duration::ZERO))
-        })
+    /// Has the worker do it, and nothing else.
+    fn done(&mut self, order: &Order, bytes: u64, reads: bool) -> anyhow::Result<Figures> {
+        let limit = if reads { self.read_bps() } else { self.write_bps() };
+        self.counted(reads, |this| Ok((this.order(order, bytes, limit)?, Duration::ZERO)))
     }
 
     fn buffered_writes(&mut self, bytes: u64) -> anyhow::Result<Figures> {
@@ -208,12 +200,11 @@ impl<'a> Proof<'a> {
     }
 
     fn read(&mut self, path: &Path, bytes: u64, io: Io, forget: bool) -> anyhow::Result<Figures> {
-        let limit = self.read_bps();
         let order = match io {
             Io::DirectReads => Order::DirectReads { path: path.to_owned(), bytes },
             _ => Order::Reads { path: path.to_owned(), bytes, forget },
         };
-        self.counted(true, |this| Ok((this.order(&order, bytes, limit)?, Duration::ZERO)))
+        self.done(&order, bytes, true)
     }
 
     /// A file to read, written from outside of the cgroup; it stays while it is held.

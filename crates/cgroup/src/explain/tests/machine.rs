@@ -10,59 +10,48 @@ use std::{
     time::{SystemTime, UNIX_EPOCH},
 };
 
-use tempfile::TempDir;
-
 use super::super::{
     facts::{self, Facts, Subject},
     findings::{self, Cause, Coverage, Finding},
 };
-use crate::{
-    hierarchy::{Hierarchy, Roots},
-    limit::locks::Watched,
-    target,
-};
+use crate::{limit::locks::Watched, target};
 
 pub(super) const LIMITS: &str = "run/weir/cgroups.json";
 /// The id of the mount of /data.
 pub(super) const DATA: u32 = 40;
 
 pub(super) struct Machine {
-    directory: TempDir,
+    base: crate::machine::Machine,
     mounts: Vec<String>,
     watched: Option<Watched>,
 }
 
 impl Machine {
     pub(super) fn new() -> Self {
-        let mut machine = Self { directory: tempfile::tempdir().unwrap(), mounts: Vec::new(), watched: None };
-        machine.disk("254:0", "vda").release("6.12.117+deb12-amd64");
-        machine.mount_two();
-        machine.mount(DATA, "254:0", "/data", "ext4", "/dev/vda", "rw");
+        let mut machine = Self::on(crate::machine::Machine::v2("cpu io memory"), "6.12.117+deb12-amd64");
         machine.group("/", "cpu io memory", "cpu io memory").group("/app", "io memory", "");
         machine.write("cgroup/app/io.max", "254:0 rbps=4000000 wbps=4000000 riops=max wiops=max\n");
         machine
     }
 
     pub(super) fn version_one() -> Self {
-        let mut machine = Self { directory: tempfile::tempdir().unwrap(), mounts: Vec::new(), watched: None };
-        machine.disk("254:0", "vda").release("5.10.0");
-        for controller in ["blkio", "memory"] {
-            let point = machine.path(&format!("v1/{controller}"));
-            let point = point.to_str().unwrap();
-            machine.mounts.push(format!("30 20 0:30 / {point} rw - cgroup cgroup rw,{controller}"));
-        }
-        machine.mount(DATA, "254:0", "/data", "ext4", "/dev/vda", "rw");
+        let mut machine = Self::on(crate::machine::Machine::v1(), "5.10.0");
         machine.group_one("/", "").group_one("/app", "254:0 20971520\n");
         machine
     }
 
-    fn mount_two(&mut self) {
-        let point = self.path("cgroup");
-        self.mounts.push(format!("29 20 0:29 / {} rw - cgroup2 cgroup2 rw", point.display()));
+    fn on(base: crate::machine::Machine, release: &str) -> Self {
+        let mounts = fs::read_to_string(base.roots().mountinfo()).unwrap();
+        let mut machine = Self { base, mounts: mounts.lines().map(str::to_owned).collect(), watched: None };
+        machine.disk("254:0", "vda").release(release);
+        machine.mount(DATA, "254:0", "/data", "ext4", "/dev/vda", "rw");
+        machine
     }
 
+    /// Of a file whose path begins with `cgroup/`, below where cgroups are mounted.
     pub(super) fn path(&self, path: &str) -> PathBuf {
-        self.directory.path().join(path.trim_start_matches('/'))
+        let below = if path.starts_with("cgroup/") { "sys/fs" } else { "" };
+        self.base.path(below).join(path.trim_start_matches('/'))
     }
 
     pub(super) fn write(&mut self, path: &str, text: &str) -> &mut Self {
@@ -103,28 +92,13 @@ impl Machine {
         self
     }
 
+    /// A disk, or with a slash in its name a partition: `vda`, `vda/vda1`.
     pub(super) fn disk(&mut self, number: &str, name: &str) -> &mut Self {
-        let directory = self.path(&format!("sys/devices/{name}"));
-        self.write(&format!("sys/devices/{name}/dev"), &format!("{number}\n"));
-        self.write(&format!("sys/devices/{name}/queue/scheduler"), "[none] mq-deadline\n");
-        self.known_as(number, name, &directory);
-        self
-    }
-
-    pub(super) fn partition(&mut self, number: &str, disk: &str, name: &str) -> &mut Self {
-        let directory = self.path(&format!("sys/devices/{disk}/{name}"));
-        self.write(&format!("sys/devices/{disk}/{name}/dev"), &format!("{number}\n"));
-        self.write(&format!("sys/devices/{disk}/{name}/partition"), "1\n");
-        self.known_as(number, name, &directory);
-        self
-    }
-
-    fn known_as(&self, number: &str, name: &str, directory: &Path) {
-        for link in [format!("sys/dev/block/{number}"), format!("sys/class/block/{name}")] {
-            let link = self.path(&link);
-            fs::create_dir_all(link.parent().unwrap()).unwrap();
-            symlink(directory, link).unwrap();
-        }
+        self.base.disk(number, name);
+        let link = self.path("sys/class/block").join(Path::new(name).file_name().unwrap());
+        fs::create_dir_all(link.parent().unwrap()).unwrap();
+        symlink(self.path("sys/devices").join(name), link).unwrap();
+        self.write(&format!("sys/devices/{name}/queue/scheduler"), "[none] mq-deadline\n")
     }
 
     pub(super) fn made_of(&mut self, disk: &str, part: &str) -> &mut Self {
@@ -150,7 +124,7 @@ impl Machine {
 
     /// A cgroup of version 1 with a limit on bytes written.
     pub(super) fn group_one(&mut self, name: &str, write_bps: &str) -> &mut Self {
-        let at = format!("v1/blkio{}", name.trim_end_matches('/'));
+        let at = format!("cgroup/blkio{}", name.trim_end_matches('/'));
         for file in crate::kernel::blkio::LIMITS {
             self.write(
                 &format!("{at}/{file}"),
@@ -166,7 +140,7 @@ impl Machine {
         self.write(&format!("proc/{pid}/status"), &format!("Name:\t{name}\nVmSwap:\t0 kB\n"));
         self.write(&format!("proc/{pid}/maps"), "7f00-7f01 r-xp 00000000 fe:00 12 /usr/bin/x\n");
         self.write(&format!("proc/{pid}/cgroup"), &format!("7:blkio:{group}\n0::{group}\n"));
-        for tree in ["cgroup", "v1/blkio"] {
+        for tree in ["cgroup", "cgroup/blkio"] {
             let file = format!("{tree}{}/cgroup.procs", group.trim_end_matches('/'));
             if let Ok(text) = fs::read_to_string(self.path(&file)) {
                 self.write(&file, &format!("{text}{pid}\n"));
@@ -198,7 +172,7 @@ impl Machine {
     }
 
     pub(super) fn memory_in_version_one(&mut self) -> &mut Self {
-        let point = self.path("v1/memory");
+        let point = self.path("memory");
         self.mounts.push(format!("31 20 0:31 / {} rw - cgroup cgroup rw,memory", point.display()));
         self
     }
@@ -226,7 +200,11 @@ impl Machine {
 
     /// A `dd` of process 100 in /app that writes /data/out through the page cache.
     pub(super) fn dd(&mut self) -> &mut Self {
-        self.process(100, "dd", "/app").opens(100, "/data/out", DATA, WRITE)
+        self.dd_in("/app", WRITE)
+    }
+
+    pub(super) fn dd_in(&mut self, group: &str, flags: i32) -> &mut Self {
+        self.process(100, "dd", group).opens(100, "/data/out", DATA, flags)
     }
 
     /// A `dd` of process 100 to an older file, with the bytes it wrote and those charged to the
@@ -256,8 +234,7 @@ impl Machine {
         for process in processes.iter().map(String::as_str).chain(["self"]) {
             self.write(&format!("proc/{process}/mountinfo"), &text);
         }
-        let roots = Roots { proc: self.path("proc"), sys: self.path("sys"), run: self.path("run") };
-        let hierarchy = Hierarchy::discover(roots).unwrap();
+        let hierarchy = self.base.hierarchy();
         let group = target::resolve(&hierarchy, subject).unwrap();
         let limits = self.path(LIMITS);
         facts::collect(&hierarchy, &Subject { group, only: subject.parse().ok(), limits }).unwrap()

@@ -40,7 +40,7 @@ fn on(
 }
 
 /// What weir keeps of `/app`, while the kernel is told nothing.
-const LIFTED: &str = r#"{"limits": [{"cgroup": "/app", "device": "254:0", "device-key": "number 254:0, 0 bytes", "own":
+const LIFTED: &str = r#"{"limits": [{"cgroup": "/app", "device": "254:0", "device-key": "number 254:0, 1048576 bytes", "own":
     {"limits": {"bps-read": 4000000, "bps-write": 4000000}, "watermark": 90}}]}"#;
 
 fn of_cgroups() -> Vec<Case> {
@@ -59,18 +59,13 @@ fn of_cgroups() -> Vec<Case> {
             m.dd()
         }),
         on(Machine::version_one(), "version 1, but past the page cache", &[], |m| {
-            m.process(100, "dd", "/app").opens(100, "/data/out", DATA, WRITE | DIRECT)
+            m.dd_in("/app", WRITE | DIRECT)
         }),
         on(Machine::version_one(), "version 1, but waiting for each write", &[], |m| {
-            m.process(100, "dd", "/app").opens(100, "/data/out", DATA, WRITE | SYNC)
+            m.dd_in("/app", WRITE | SYNC)
         }),
         on(Machine::version_one(), "version 1, a cgroup below the limit", &[(Escapes, NotInherited)], |m| {
-            m.group_one("/app/in", "").process(100, "dd", "/app/in").opens(
-                100,
-                "/data/out",
-                DATA,
-                WRITE | DIRECT,
-            )
+            m.group_one("/app/in", "").dd_in("/app/in", WRITE | DIRECT)
         }),
         case("memory in version 1, io in version 2", &[(Escapes, MemoryInVersionOne)], |m| {
             m.group("/", "cpu io", "cpu io").group("/app", "io", "");
@@ -92,7 +87,7 @@ fn of_cgroups() -> Vec<Case> {
         case("io not enabled, but limited above", &[], |m| {
             m.group("/app", "io memory", "memory").group("/app/in", "memory", "");
             m.write("cgroup/app/io.max", "254:0 wbps=4000000\n");
-            m.process(100, "dd", "/app/in").opens(100, "/data/out", DATA, WRITE)
+            m.dd_in("/app/in", WRITE)
         }),
         case("a threaded cgroup", &[(Escapes, IoNotEnabled)], |m| {
             m.group("/app", "cpu", "")
@@ -111,33 +106,29 @@ fn of_cgroups() -> Vec<Case> {
         case("the limit of a cgroup above", &[], |m| {
             m.group("/app", "io memory", "io memory").group("/app/in", "io memory", "");
             m.write("cgroup/app/io.max", "254:0 wbps=4000000\n");
-            m.process(100, "dd", "/app/in").opens(100, "/data/out", DATA, WRITE)
+            m.dd_in("/app/in", WRITE)
         }),
     ]
 }
 
 fn of_file_systems() -> Vec<Case> {
-    let mounted = |kind: &'static str, source: &'static str, number: &'static str| {
-        move |m: &mut Machine| {
-            m.mount(DATA, number, "/data", kind, source, "rw").dd();
-        }
-    };
-    let with = |what, alarms: &[(Coverage, Cause)], set_up: &dyn Fn(&mut Machine)| {
-        case(what, alarms, |m| {
-            set_up(m);
-            m
-        })
+    let mounted = |what,
+                   alarms: &[(Coverage, Cause)],
+                   kind: &'static str,
+                   source: &'static str,
+                   number: &'static str| {
+        case(what, alarms, move |m| m.mount(DATA, number, "/data", kind, source, "rw").dd())
     };
     vec![
-        with("vfat", &[(Escapes, NoCgroupWriteback)], &mounted("vfat", "/dev/vda", "254:0")),
-        with("XFS", &[], &mounted("xfs", "/dev/vda", "254:0")),
-        with("f2fs", &[], &mounted("f2fs", "/dev/vda", "254:0")),
-        with("Btrfs, which has no number of its own", &[], &mounted("btrfs", "/dev/vda", "0:44")),
-        with("NFS", &[(Escapes, NetworkFileSystem)], &mounted("nfs4", "server:/export", "0:50")),
-        with("FUSE", &[(Escapes, Fuse)], &mounted("fuse.sshfs", "me@server:", "0:51")),
-        with("a disk behind FUSE", &[(Escapes, Fuse)], &mounted("fuseblk", "/dev/vda", "254:0")),
-        with("ZFS", &[(Escapes, Zfs)], &mounted("zfs", "tank/data", "0:52")),
-        with("tmpfs", &[], &mounted("tmpfs", "tmpfs", "0:53")),
+        mounted("vfat", &[(Escapes, NoCgroupWriteback)], "vfat", "/dev/vda", "254:0"),
+        mounted("XFS", &[], "xfs", "/dev/vda", "254:0"),
+        mounted("f2fs", &[], "f2fs", "/dev/vda", "254:0"),
+        mounted("Btrfs, which has no number of its own", &[], "btrfs", "/dev/vda", "0:44"),
+        mounted("NFS", &[(Escapes, NetworkFileSystem)], "nfs4", "server:/export", "0:50"),
+        mounted("FUSE", &[(Escapes, Fuse)], "fuse.sshfs", "me@server:", "0:51"),
+        mounted("a disk behind FUSE", &[(Escapes, Fuse)], "fuseblk", "/dev/vda", "254:0"),
+        mounted("ZFS", &[(Escapes, Zfs)], "zfs", "tank/data", "0:52"),
+        mounted("tmpfs", &[], "tmpfs", "tmpfs", "0:53"),
         case("XFS before 5.3", &[(Escapes, NoCgroupWriteback)], |m| {
             m.release("4.19.0-8-amd64").mount(DATA, "254:0", "/data", "xfs", "/dev/vda", "rw").dd()
         }),
@@ -237,7 +228,7 @@ fn of_disks() -> Vec<Case> {
             m.mount(43, "254:0", "/images", "vfat", "/dev/vda", "rw").loop_device("0").dd()
         }),
         case("a partition of the limited disk", &[], |m| {
-            m.partition("254:1", "vda", "vda1").mount(DATA, "254:1", "/data", "ext4", "/dev/vda1", "rw").dd()
+            m.disk("254:1", "vda/vda1").mount(DATA, "254:1", "/data", "ext4", "/dev/vda1", "rw").dd()
         }),
         case("the disk itself, through the page cache", &[], |m| {
             m.process(100, "dd", "/app").opens(100, "/dev/vda", 24, WRITE)
@@ -320,7 +311,7 @@ fn the_healthy_one_is_covered_in_every_way() {
 #[test]
 fn the_root_has_no_limits_and_is_told_so() {
     let mut machine = Machine::new();
-    machine.process(100, "dd", "/").opens(100, "/data/out", DATA, WRITE);
+    machine.dd_in("/", WRITE);
     let findings = findings::find(&machine.facts("100"));
     assert_eq!(only(&findings, RootCgroup).coverage, Escapes);
     assert_eq!(Verdict::of(&findings), Verdict::NotLimited);
@@ -333,7 +324,7 @@ fn the_level_that_keeps_a_controller_is_named() {
         .group("/a", "io memory", "memory")
         .group("/a/b", "memory", "memory")
         .group("/a/b/c", "memory", "");
-    machine.process(100, "dd", "/a/b/c").opens(100, "/data/out", DATA, WRITE);
+    machine.dd_in("/a/b/c", WRITE);
     let findings = findings::find(&machine.facts("/a/b/c"));
     let finding = only(&findings, IoNotEnabled);
     assert_eq!(finding.why, "/a does not give the io controller to the cgroups below it");
@@ -366,7 +357,7 @@ fn without_processes_it_tells_what_would_become_of_them() {
 #[test]
 fn notes_tell_what_is_no_failure() {
     let mut machine = Machine::new();
-    machine.partition("254:1", "vda", "vda1").mount(DATA, "254:1", "/data", "ext4", "/dev/vda1", "rw");
+    machine.disk("254:1", "vda/vda1").mount(DATA, "254:1", "/data", "ext4", "/dev/vda1", "rw");
     machine.write("cgroup/io.cost.qos", "254:0 enable=1 ctrl=auto\n");
     machine.write("cgroup/app/io.latency", "254:0 target=75000\n");
     machine.write("sys/devices/vda/queue/scheduler", "mq-deadline [bfq] none\n");

@@ -14,21 +14,16 @@ fn group(name: &str) -> ControlGroup {
     }
 }
 
-fn change(limits: &[(&str, u64)]) -> Change {
-    let setting = |&(name, value): &(&str, u64)| (Setting::from_name(name).expect("a setting"), value);
-    Change { limits: limits.iter().map(setting).collect(), ..Change::default() }
-}
-
 fn in_group(name: &str, limits: &[(&str, u64)]) -> Change {
-    Change { group: Some(name.to_owned()), ..change(limits) }
+    Change { group: Some(name.to_owned()), ..Change::of(limits) }
 }
 
 #[test]
 fn what_is_not_named_stays_and_0_is_none() {
     let mut kept = Kept::default();
-    kept.change(&group("/a"), DISK, &change(&[("bps-write", 100), ("iops-read", 5)])).unwrap();
-    kept.change(&group("/a"), DISK, &change(&[("bps-write", 200), ("bps-write-max", 400)])).unwrap();
-    kept.change(&group("/a"), DISK, &change(&[("iops-read", 0)])).unwrap();
+    kept.change(&group("/a"), DISK, &Change::of(&[("bps-write", 100), ("iops-read", 5)])).unwrap();
+    kept.change(&group("/a"), DISK, &Change::of(&[("bps-write", 200), ("bps-write-max", 400)])).unwrap();
+    kept.change(&group("/a"), DISK, &Change::of(&[("iops-read", 0)])).unwrap();
     let limits = kept.shared(kept.entry(&group("/a"), DISK.0).unwrap()).limits().unwrap();
     assert_eq!(limits.limit(LimitKind::BpsWrite).burst_rate, 400);
     assert_eq!(limits.limit(LimitKind::BpsWrite).rate, 200);
@@ -39,29 +34,29 @@ fn what_is_not_named_stays_and_0_is_none() {
 fn a_burst_goes_with_its_limit() {
     let mut kept = Kept::default();
     let burst = [("bps-write", 4), ("bps-write-max", 20), ("bps-write-max-length", 5), ("bps-read", 4)];
-    kept.change(&group("/a"), DISK, &change(&burst)).unwrap();
-    kept.change(&group("/a"), DISK, &change(&[("bps-write", 0)])).unwrap();
+    kept.change(&group("/a"), DISK, &Change::of(&burst)).unwrap();
+    kept.change(&group("/a"), DISK, &Change::of(&[("bps-write", 0)])).unwrap();
     let limits = kept.shared(&kept.limits[0]).limits().unwrap();
     assert_eq!(limits.limit(LimitKind::BpsWrite), policy::throttle::Limit::default());
     assert_eq!(limits.limit(LimitKind::BpsRead).rate, 4);
-    kept.change(&group("/a"), DISK, &change(&[("bps-write", 0), ("bps-write-max", 20)])).unwrap_err();
+    kept.change(&group("/a"), DISK, &Change::of(&[("bps-write", 0), ("bps-write-max", 20)])).unwrap_err();
 }
 
 #[test]
 fn what_makes_no_sense_changes_nothing() {
     let mut kept = Kept::default();
-    kept.change(&group("/a"), DISK, &change(&[("bps-write", 100)])).unwrap();
+    kept.change(&group("/a"), DISK, &Change::of(&[("bps-write", 100)])).unwrap();
     let before = kept.clone();
-    let error = kept.change(&group("/a"), DISK, &change(&[("bps-total", 100)])).unwrap_err();
+    let error = kept.change(&group("/a"), DISK, &Change::of(&[("bps-total", 100)])).unwrap_err();
     assert!(format!("{error:#}").contains("/a"), "{error:#}");
-    kept.change(&group("/a"), DISK, &change(&[("bps-write-max", 50)])).unwrap_err();
+    kept.change(&group("/a"), DISK, &Change::of(&[("bps-write-max", 50)])).unwrap_err();
     assert_eq!(kept, before);
 }
 
 #[test]
 fn a_group_has_limits_as_long_as_somebody_is_in_it() {
     let mut kept = Kept::default();
-    kept.change(&group("/a"), DISK, &change(&[("iops-total", 7)])).unwrap();
+    kept.change(&group("/a"), DISK, &Change::of(&[("iops-total", 7)])).unwrap();
     kept.change(&group("/a"), DISK, &in_group("tenant", &[("bps-write", 100)])).unwrap();
     kept.change(&group("/b"), DISK, &in_group("tenant", &[])).unwrap();
     let limits = |kept: &Kept, name| kept.shared(kept.entry(&group(name), DISK.0).unwrap()).limits().unwrap();
