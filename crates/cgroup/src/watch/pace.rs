@@ -14,9 +14,11 @@ pub(super) struct Pace {
     /// The thread's processor time at the last round.
     cpu: Duration,
     /// Seconds of a processor for one look, with its part of all else; smoothed.
-    look_s: f64,
+    pub(super) look_s: f64,
     /// Looks that may be made.
     saved: f64,
+    #[cfg(test)]
+    pub(super) made: usize,
 }
 
 impl Pace {
@@ -26,7 +28,14 @@ impl Pace {
     const MOST_SAVED_S: f64 = 0.2;
 
     pub(super) fn new(now: Instant, cpu: Duration) -> Self {
-        Self { last: now, cpu, look_s: Self::FIRST_LOOK_S, saved: 0.0 }
+        Self {
+            last: now,
+            cpu,
+            look_s: Self::FIRST_LOOK_S,
+            saved: 0.0,
+            #[cfg(test)]
+            made: 0,
+        }
     }
 
     pub(super) fn allowed(&mut self, now: Instant) -> usize {
@@ -39,6 +48,10 @@ impl Pace {
 
     /// So many looks were made, by this processor time of the thread.
     pub(super) fn spent(&mut self, cpu: Duration, looks: usize) {
+        #[cfg(test)]
+        {
+            self.made += looks;
+        }
         if looks > 0 {
             let used = cpu.saturating_sub(self.cpu).as_secs_f64();
             self.cpu = cpu;

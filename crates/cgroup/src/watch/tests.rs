@@ -1,6 +1,7 @@
-use std::{fs, thread};
+//! One pool or a whole watch on a machine of files, in virtual time.
 
-use policy::throttle::Setting;
+use std::fs;
+
 use settings::state::whole_file;
 
 use super::*;
@@ -24,9 +25,8 @@ fn steered(machine: &Machine, names: &[&str], group: Option<&str>) -> Vec<Steere
         let limited = machine.group(name);
         machine.write(name, "io.max", "");
         machine.write(name, "io.stat", "");
-        let limits = [("bps-write", 4 * MIB), ("bps-write-max", 20 * MIB), ("bps-write-max-length", 5)];
-        let limits = limits.iter().map(|(name, value)| (Setting::from_name(name).unwrap(), *value)).collect();
-        let change = Change { limits, group: group.map(str::to_owned), ..Change::default() };
+        let burst = [("bps-write", 4 * MIB), ("bps-write-max", 20 * MIB), ("bps-write-max-length", 5)];
+        let change = Change { group: group.map(str::to_owned), ..Change::of(&burst) };
         kept.change(&limited, DISK, &change).unwrap();
     }
     let hierarchy = machine.hierarchy();
@@ -182,8 +182,7 @@ fn of_a_plain_limit(machine: &Machine) -> (Watch, PathBuf, Kept) {
     machine.write("a", "io.max", "");
     machine.write("a", "io.stat", "");
     let mut kept = Kept::default();
-    let limits = vec![(Setting::from_name("bps-write").unwrap(), 4 * MIB)];
-    kept.change(&group, DISK, &Change { limits, ..Change::default() }).unwrap();
+    kept.change(&group, DISK, &Change::of(&[("bps-write", 4 * MIB)])).unwrap();
     fs::write(&path, serde_json::to_vec(&kept).unwrap()).unwrap();
     let store = Store::new(Some(&machine.path("state")));
     (Watch::over(machine.hierarchy(), &path, store, None).unwrap(), path, kept)
@@ -230,8 +229,7 @@ fn a_weight_is_told_anew_at_the_start_and_when_its_control_group_is_made_again()
 fn a_file_that_is_changed_by_hand_is_followed_and_one_that_is_removed_is_not() {
     let machine = Machine::v2("io");
     let (mut watch, path, mut kept) = of_a_plain_limit(&machine);
-    let limits = vec![(Setting::from_name("bps-write").unwrap(), 5 * MIB)];
-    kept.change(&machine.group("a"), DISK, &Change { limits, ..Change::default() }).unwrap();
+    kept.change(&machine.group("a"), DISK, &Change::of(&[("bps-write", 5 * MIB)])).unwrap();
     whole_file::write(&path, &serde_json::to_vec(&kept).unwrap(), false).unwrap();
     watch.look_at_file(now(), false);
     assert!(max(&machine, "a").contains("wbps=5242880"));
@@ -245,59 +243,45 @@ fn a_file_that_is_changed_by_hand_is_followed_and_one_that_is_removed_is_not() {
 }
 
 #[test]
-#[expect(clippy::print_stdout, reason = "the figure, for whoever asks with --nocapture")]
-fn a_thousand_take_less_than_a_fiftieth_of_a_processor() {
-    // To begin takes its time once: the first span does not count. What else this machine does adds
-    // to some of the others, and takes from none.
-    const SPANS: u64 = 4;
-    const SPAN: Duration = Duration::from_secs(5);
+fn a_thousand_are_looked_at_once_a_second_and_those_that_write_more_often() {
+    const SECONDS: u64 = 20;
+    const ALL: usize = 1000;
+    const BUSY: usize = 10;
     let machine = Machine::v2("io");
     machine.disk("254:0", "vda");
     let path = machine.path("run/cgroups.json");
     fs::create_dir_all(machine.path("run")).unwrap();
     let mut kept = Kept::default();
-    let limits = [("bps-write", MIB), ("bps-write-max", 4 * MIB), ("bps-write-max-length", 10)];
-    let limits: Vec<_> =
-        limits.iter().map(|(name, value)| (Setting::from_name(name).unwrap(), *value)).collect();
-    let names: Vec<String> = (0..1000).map(|number| format!("g{number}")).collect();
+    let burst = Change::of(&[("bps-write", MIB), ("bps-write-max", 4 * MIB), ("bps-write-max-length", 10)]);
+    let names: Vec<String> = (0..ALL).map(|number| format!("g{number}")).collect();
     for name in &names {
         let group = machine.group(name);
         machine.write(name, "io.max", "");
         machine.write(name, "io.stat", "254:0 \n");
-        let change = Change { limits: limits.clone(), ..Change::default() };
-        kept.limits.extend({
-            let mut one = Kept::default();
-            one.change(&group, DISK, &change).unwrap();
-            one.limits
-        });
+        let mut one = Kept::default();
+        one.change(&group, DISK, &burst).unwrap();
+        kept.limits.append(&mut one.limits);
     }
     fs::write(&path, serde_json::to_vec(&kept).unwrap()).unwrap();
     let store = Store::new(Some(&machine.path("state")));
     let mut watch = Watch::over(machine.hierarchy(), &path, store, None).unwrap();
-    let began = now();
-    // Ten of them write as fast as they may; in a thread of its own, whose time is not this one's.
-    let write = |at: Instant| {
-        for name in &names[..10] {
-            written(&machine, name, at.nanos_since(began) / 1000 * 4 * MIB / 1_000_000);
-        }
-    };
-    let (mut at, mut turns) = (began, 0);
-    let mut used = [Duration::ZERO; SPANS as usize];
-    loop {
+    let (began, mut turns) = (now(), 0);
+    let mut at = began;
+    while at < began + Duration::from_secs(SECONDS) {
         if turns % 10 == 0 {
-            thread::scope(|scope| drop(scope.spawn(|| write(at))));
+            // They write as fast as they may.
+            for name in &names[..BUSY] {
+                written(&machine, name, at.nanos_since(began) / 1000 * 4 * MIB / 1_000_000);
+            }
         }
-        let span = at.nanos_since(began) as usize / SPAN.as_nanos() as usize;
-        if span >= used.len() {
-            break;
-        }
-        let before = cpu_now();
+        // Looking is free, so that what is due decides, on any machine.
+        watch.pace.look_s = 1e-9;
         at = watch.turn(at);
-        used[span] += cpu_now() - before;
         turns += 1;
     }
-    let least = used[1..].iter().min().copied().unwrap_or_default();
-    let share = least.as_secs_f64() / SPAN.as_secs_f64();
-    println!("{:.2} % of a processor, in {turns} turns", share * 100.0);
-    assert!(share < 0.02, "{share}");
+    let (looks, seconds) = (watch.pace.made, SECONDS as usize);
+    let idle = ALL - BUSY;
+    // About 23,000 looks in 400 turns.
+    assert!(turns <= seconds * 40, "{turns}");
+    assert!((idle * (seconds - 1)..=idle * (seconds + 1) + BUSY * seconds * 20).contains(&looks), "{looks}");
 }
