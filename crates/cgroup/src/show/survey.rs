@@ -163,21 +163,22 @@ mod tests {
 
     const WROTE: &str = "8:0 rbytes=0 wbytes=4096 rios=0 wios=1\n";
 
-    fn names(snapshot: &Snapshot) -> Vec<&Path> {
-        snapshot.groups.iter().map(|seen| seen.name.as_path()).collect()
+    const NO_LIMITS: &str = "/nowhere";
+
+    fn survey(machine: &Machine, limits: impl AsRef<Path>, groups: &[&str], has_all: bool) -> Survey {
+        let groups: Vec<String> = groups.iter().map(|&group| group.to_owned()).collect();
+        Survey::new(machine.hierarchy(), limits.as_ref(), &groups, None, has_all).unwrap()
+    }
+
+    fn names(snapshot: &Snapshot) -> Vec<String> {
+        snapshot.groups.iter().map(|seen| seen.name.display().to_string()).collect()
     }
 
     #[test]
     fn those_that_did_something_are_found_below_those_that_were_named() {
         let machine = machine(&[("/a", ""), ("/a/b", WROTE), ("/a/b/c", ""), ("/d", WROTE)]);
         let look = |groups: &[&str], has_all| {
-            let groups: Vec<String> = groups.iter().map(|&group| group.to_owned()).collect();
-            let survey =
-                Survey::new(machine.hierarchy(), Path::new("/nowhere"), &groups, None, has_all).unwrap();
-            names(&survey.look(false).unwrap())
-                .iter()
-                .map(|name| name.display().to_string())
-                .collect::<Vec<_>>()
+            names(&survey(&machine, NO_LIMITS, groups, has_all).look(false).unwrap())
         };
         assert_eq!(look(&[], false), ["/", "/a/b", "/d"]);
         assert_eq!(look(&["/a"], false), ["/a", "/a/b"]);
@@ -191,9 +192,8 @@ mod tests {
         let file = machine.path("limits.json");
         let kept = r#"{"limits": [{"cgroup": "/a", "device": "8:16", "device-key": "x", "own": {"limits": {"bps-read": 7}}}]}"#;
         fs::write(&file, kept).unwrap();
-        let survey = Survey::new(machine.hierarchy(), &file, &[], None, false).unwrap();
-        let snapshot = survey.look(false).unwrap();
-        assert_eq!(names(&snapshot), [Path::new("/"), Path::new("/a")]);
+        let snapshot = survey(&machine, &file, &[], false).look(false).unwrap();
+        assert_eq!(names(&snapshot), ["/", "/a"]);
         let device = Number { major: 8, minor: 16 };
         assert!(snapshot.groups[1].reading.devices.contains_key(&device));
     }
@@ -201,11 +201,8 @@ mod tests {
     #[test]
     fn one_that_cannot_be_read_does_not_keep_the_others_from_it() {
         let machine = machine(&[("/a", "what is this\n"), ("/b", WROTE)]);
-        let snapshot = Survey::new(machine.hierarchy(), Path::new("/nowhere"), &[], None, false)
-            .unwrap()
-            .look(false)
-            .unwrap();
-        assert_eq!(names(&snapshot), [Path::new("/"), Path::new("/b")]);
+        let snapshot = survey(&machine, NO_LIMITS, &[], false).look(false).unwrap();
+        assert_eq!(names(&snapshot), ["/", "/b"]);
         assert_eq!(snapshot.wrong.len(), 1);
         assert!(snapshot.wrong[0].starts_with("cgroup /a: io.stat: "), "{:?}", snapshot.wrong);
     }
@@ -213,16 +210,9 @@ mod tests {
     #[test]
     fn those_that_are_removed_are_missed_until_none_is_left() {
         let machine = machine(&[("/a", WROTE), ("/b", WROTE)]);
-        let survey = Survey::new(
-            machine.hierarchy(),
-            Path::new("/nowhere"),
-            &["/a".to_owned(), "/b".to_owned()],
-            None,
-            false,
-        )
-        .unwrap();
+        let survey = survey(&machine, NO_LIMITS, &["/a", "/b"], false);
         fs::remove_dir_all(machine.root().join("a")).unwrap();
-        assert_eq!(names(&survey.look(false).unwrap()), [Path::new("/b")]);
+        assert_eq!(names(&survey.look(false).unwrap()), ["/b"]);
         fs::remove_dir_all(machine.root().join("b")).unwrap();
         let said = survey.look(false).unwrap_err().to_string();
         assert_eq!(said, "cgroup /a, /b: removed meanwhile");

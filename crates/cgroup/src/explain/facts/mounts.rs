@@ -29,7 +29,7 @@ pub(super) struct MountTable {
 }
 
 impl MountTable {
-    /// Selects the mounts of a process, or of `self`.
+    /// With the mounts of `process`, such as `self`.
     pub(super) fn new(reader: &mut Reader<'_>, process: &str) -> Self {
         let file = reader.hierarchy.roots.proc.join(process).join("mountinfo");
         let own = reader.text(&file).map(|text| parse(&text)).unwrap_or_default();
