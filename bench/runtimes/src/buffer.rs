@@ -7,32 +7,29 @@
 //!       ◄──────────── one reply, one iovec ──────►
 //! ```
 //!
-//! The header lies directly before the payload, so a reply is one contiguous piece and a batch of
-//! replies one iovec each. Ownership moves through compio's operations and back, so nothing here is
-//! `unsafe`; the alignment is found inside an ordinary allocation that is one page longer than
-//! needed.
+//! The header lies directly before the payload, so a reply is one iovec. Buffers move through
+//! compio's operations and back, so nothing here is `unsafe`; alignment is found inside an
+//! allocation that is one page longer.
 
 use std::cell::RefCell;
 use std::rc::Rc;
 
 use compio::buf::{IntoInner, IoBuf, Slice};
 
-/// The alignment that satisfies O_DIRECT on every common device, in bytes.
+/// Satisfies O_DIRECT on every common device, in bytes.
 const PAGE: usize = 4096;
-/// Length of an NBD simple reply's header, in bytes.
+/// An NBD simple reply's, in bytes.
 pub(crate) const HEADER: usize = 16;
-/// Payload that a pooled buffer holds; larger requests allocate for themselves.
+/// Bytes of payload; larger requests allocate for themselves.
 const POOLED: usize = 64 << 10;
-/// How many idle buffers the pool keeps: as many as one connection may have in flight.
+/// Idle buffers: as many as one connection may have in flight.
 const KEPT: usize = 64;
 
-/// The part of a buffer that an operation works on.
 pub(crate) type View = Slice<Box<[u8]>>;
 
-/// An owned buffer for one request.
 pub(crate) struct Buffer {
     memory: Box<[u8]>,
-    /// Where the payload starts: on a page, and at least [`HEADER`] bytes in.
+    /// On a page, and at least [`HEADER`] bytes in.
     payload: usize,
 }
 
@@ -41,30 +38,26 @@ impl Buffer {
         Self::from_memory(vec![0; payload + HEADER + PAGE].into_boxed_slice())
     }
 
-    /// The buffer whose allocation this is; a `Box`'s bytes never move, so the payload is where it
-    /// was.
+    /// A `Box`'s bytes never move, so the payload stays where it is.
     fn from_memory(memory: Box<[u8]>) -> Self {
         let payload = HEADER + memory[HEADER..].as_ptr().align_offset(PAGE);
         Self { memory, payload }
     }
 
-    /// The buffer behind a view that an operation has handed back.
     pub(crate) fn from_view(view: View) -> Self {
         Self::from_memory(view.into_inner())
     }
 
-    /// The first `length` bytes of payload, to fill or to write out.
     pub(crate) fn into_payload(self, length: usize) -> View {
         let start = self.payload;
         self.memory.slice(start..start + length)
     }
 
-    /// The payload, in place.
     pub(crate) fn payload_mut(&mut self, length: usize) -> &mut [u8] {
         &mut self.memory[self.payload..][..length]
     }
 
-    /// Header and the first `length` bytes of payload as one piece, ready to send.
+    /// Header and payload as one piece.
     pub(crate) fn into_reply(mut self, header: [u8; HEADER], length: usize) -> View {
         let start = self.payload - HEADER;
         self.memory[start..self.payload].copy_from_slice(&header);
@@ -73,12 +66,12 @@ impl Buffer {
     }
 }
 
-/// Idle buffers, most recently used first because that one is still in the processor's cache.
+/// Most recently used first, as that one is still in the processor's cache.
 #[derive(Clone, Default)]
 pub(crate) struct Pool(Rc<RefCell<Vec<Buffer>>>);
 
 impl Pool {
-    /// A buffer for `length` bytes of payload. What it holds is whatever was last in it.
+    /// Contents are whatever was last in it.
     pub(crate) fn take(&self, length: usize) -> Buffer {
         if length > POOLED {
             return Buffer::new(length);
@@ -86,7 +79,6 @@ impl Pool {
         self.0.borrow_mut().pop().unwrap_or_else(|| Buffer::new(POOLED))
     }
 
-    /// Takes a buffer back, to keep or to free.
     pub(crate) fn give(&self, buffer: Buffer) {
         let mut idle = self.0.borrow_mut();
         if buffer.memory.len() == POOLED + HEADER + PAGE && idle.len() < KEPT {

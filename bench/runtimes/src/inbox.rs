@@ -1,8 +1,7 @@
 //! What a client sends, received in large pieces and handed out in small ones.
 //!
-//! One receive usually brings many requests; parsing them costs no system call. A large payload
-//! goes past this buffer straight into its own. Never holds more than [`CAPACITY`] bytes, so a
-//! client cannot make it grow.
+//! One receive usually brings many requests. A large payload goes past this buffer straight into
+//! its own; the buffer never exceeds [`CAPACITY`] bytes.
 
 use std::io;
 
@@ -12,13 +11,12 @@ use compio::net::UnixStream;
 
 use crate::buffer::View;
 
-/// Bytes that one receive may bring: 32 writes of 4 KiB with room to spare.
+/// 32 writes of 4 KiB with room to spare.
 const CAPACITY: usize = 256 << 10;
 
-/// The receiving half of a connection.
 pub(crate) struct Inbox {
     stream: UnixStream,
-    /// Received bytes; those before `taken` have been handed out.
+    /// Those before `taken` have been handed out.
     bytes: Vec<u8>,
     taken: usize,
 }
@@ -28,15 +26,11 @@ impl Inbox {
         Self { stream, bytes: Vec::with_capacity(CAPACITY), taken: 0 }
     }
 
-    /// The same connection, for sending on.
     pub(crate) fn stream(&self) -> UnixStream {
         self.stream.clone()
     }
 
-    /// The next `N` bytes, or `None` where the client closed the connection instead of sending any.
-    ///
-    /// # Errors
-    /// The socket's, and `UnexpectedEof` where the connection closed within the bytes.
+    /// `None` where the client closed the connection before the first byte.
     pub(crate) async fn next<const N: usize>(&mut self) -> io::Result<Option<[u8; N]>> {
         if !self.fill(N).await? {
             return Ok(None);
@@ -51,7 +45,7 @@ impl Inbox {
         self.next().await?.ok_or_else(|| io::ErrorKind::UnexpectedEof.into())
     }
 
-    /// The next `length` bytes; the caller bounds `length`.
+    /// The caller bounds `length`.
     pub(crate) async fn bytes(&mut self, length: usize) -> io::Result<Vec<u8>> {
         let mut bytes = vec![0; length];
         let buffered = self.drain_into(&mut bytes);
@@ -59,7 +53,7 @@ impl Inbox {
         outcome.map(|()| rest.into_inner())
     }
 
-    /// Fills `payload`: first from what has been received already, then directly from the socket.
+    /// First from the buffer, then directly from the socket.
     pub(crate) async fn read_payload(&mut self, mut payload: View) -> io::Result<View> {
         let buffered = self.drain_into(&mut payload);
         if buffered == payload.len() {
@@ -69,7 +63,7 @@ impl Inbox {
         outcome.map(|()| rest.into_inner())
     }
 
-    /// Sends all of `bytes`; for the negotiation, where nothing else is sending.
+    /// For the negotiation, where nothing else is sending.
     pub(crate) async fn send(&mut self, bytes: Vec<u8>) -> io::Result<()> {
         self.stream.write_all(bytes).await.0
     }
@@ -82,12 +76,10 @@ impl Inbox {
         count
     }
 
-    /// Receives until `wanted` bytes are there; false where the connection closed before the first
-    /// of them.
+    /// False where the connection closed before the first byte.
     async fn fill(&mut self, wanted: usize) -> io::Result<bool> {
         while self.bytes.len() - self.taken < wanted {
-            // At most `wanted - 1` bytes move, and usually none: the last receive ended with a
-            // whole request.
+            // At most `wanted - 1` bytes move, and usually none.
             self.bytes.drain(..self.taken);
             self.taken = 0;
             let bytes = std::mem::take(&mut self.bytes);

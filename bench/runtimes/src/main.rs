@@ -1,9 +1,8 @@
 //! `nbd-compio`: a minimal NBD server on compio, the peer in weir's runtime comparison.
 //!
-//! weir runs on an executor of its own. What that buys is only known beside the best that an
-//! established io_uring runtime reaches on the same work, so this server does weir's work in weir's
-//! way (many requests per receive, a local task per request, replies gathered into one vectored
-//! send, aligned buffers from a pool) with nothing but compio's public, safe API underneath.
+//! weir has an executor of its own. This server does the same work in the same way (many requests
+//! per receive, a task per request, vectored replies, pooled aligned buffers) on compio's public,
+//! safe API.
 //!
 //! ```text
 //!  socket ─► Inbox ─► serve_requests ─► a task per request ─► Storage
@@ -11,8 +10,8 @@
 //!  socket ◄──────────── send_replies ◄── Outbox┘
 //! ```
 //!
-//! It is a measuring instrument: it has no TLS, no limits, no structured replies and one export. It
-//! must never be used to serve data that matters, and nothing in weir may depend on it.
+//! A measuring instrument without TLS, limits and structured replies. It must never serve data that
+//! matters, and nothing in weir may depend on it.
 
 mod buffer;
 mod inbox;
@@ -37,14 +36,13 @@ use storage::Storage;
 
 const USAGE: &str = "usage: nbd-compio memory:SIZE|FILE unix:PATH [--poll-us N]";
 
-/// Replies sent so far by all connections; what tells a busy server from an idle one.
+/// Replies sent by all connections; tells a busy server from an idle one.
 type Served = Rc<Cell<u64>>;
 
-/// What the command line asked for.
 struct Arguments {
     image: String,
     socket: String,
-    /// How long to look for completions before sleeping, microseconds; 0 sleeps at once.
+    /// Time to look for completions before sleeping.
     poll: Duration,
 }
 
@@ -72,12 +70,10 @@ fn parse(arguments: Vec<String>) -> Option<Arguments> {
     Some(Arguments { image: image.clone(), socket: socket.to_owned(), poll: Duration::from_micros(poll_us) })
 }
 
-/// Serves until killed; returns only on an error that concerns every client.
 fn run(arguments: &Arguments) -> io::Result<()> {
     let mut proactor = ProactorBuilder::new();
-    // Completion work runs only when this thread enters the kernel to wait, instead of interrupting
-    // it. The builder's other switches (coop_taskrun, taskrun_flag) were no faster than noise on
-    // top of these two.
+    // Completion work runs when this thread waits in the kernel, instead of interrupting it.
+    // coop_taskrun and taskrun_flag on top gained nothing measurable.
     proactor.single_issuer(true).defer_taskrun(true);
     let runtime = RuntimeBuilder::new().with_proactor(proactor).build()?;
     let served = Served::default();
@@ -89,8 +85,8 @@ fn run(arguments: &Arguments) -> io::Result<()> {
     }
 }
 
-/// `Runtime::block_on`, except that it looks for completions for `window` after the last reply
-/// before it sleeps. Here so that a weir that polls is not compared with a compio that may not.
+/// `Runtime::block_on`, except that it polls for `window` after the last reply before it sleeps,
+/// for a fair comparison with a polling weir.
 fn block_on_polling<F: Future>(runtime: &Runtime, future: F, window: Duration, served: &Served) -> F::Output {
     runtime.enter(|| {
         let mut future = pin!(future);
@@ -113,7 +109,6 @@ fn block_on_polling<F: Future>(runtime: &Runtime, future: F, window: Duration, s
     })
 }
 
-/// Opens the image and accepts clients; each connection is a task of its own.
 async fn serve(image: String, socket: String, served: Served) -> io::Result<()> {
     let storage = Rc::new(Storage::open(&image).await?);
     let listener = UnixListener::bind(&socket).await.map_err(|error| {
@@ -131,7 +126,6 @@ async fn serve(image: String, socket: String, served: Served) -> io::Result<()> 
     }
 }
 
-/// One client from its first byte to its last.
 async fn serve_client(stream: UnixStream, storage: Rc<Storage>, served: Served) -> io::Result<()> {
     let mut inbox = Inbox::new(stream);
     if negotiation::negotiate(&mut inbox, &storage).await? {

@@ -1,8 +1,7 @@
 //! Fixed newstyle negotiation, as far as fio's nbd engine, nbdinfo and nbdcopy need it.
 //!
-//! One export, the default one (the empty name). EXPORT_NAME, INFO, GO and ABORT are answered,
-//! everything else, structured replies among it, with ERR_UNSUP, which clients take as "do
-//! without". Constants are the NBD specification's (doc/proto.md).
+//! One export with the empty name. EXPORT_NAME, INFO, GO and ABORT are answered, everything else
+//! with ERR_UNSUP. Constants are the NBD specification's (doc/proto.md).
 
 use std::io;
 
@@ -30,17 +29,12 @@ const REPLY_UNKNOWN: u32 = (1 << 31) + 6;
 const INFO_EXPORT: u16 = 0;
 const INFO_BLOCK_SIZE: u16 = 3;
 
-/// HAS_FLAGS and SEND_FLUSH.
 const TRANSMISSION_FLAGS: u16 = 1 | 1 << 2;
-/// The longest option that makes sense: a name of 4096 bytes (the specification's bound) and a list
-/// of infos.
+/// A name of 4096 bytes (the specification's bound) and a list of infos.
 const LONGEST_OPTION: usize = 8192;
 
-/// Negotiates; true once the client may send requests, false where it chose to leave.
-///
-/// # Errors
-/// The socket's, and `InvalidData` where the client breaks the protocol: the connection is to be
-/// closed.
+/// True once the client may send requests, false where it chose to leave. `InvalidData` means that
+/// the client broke the protocol.
 pub(crate) async fn negotiate(inbox: &mut Inbox, storage: &Storage) -> io::Result<bool> {
     let mut greeting = SERVER_MAGIC.to_be_bytes().to_vec();
     greeting.extend(OPTION_MAGIC.to_be_bytes());
@@ -63,7 +57,6 @@ pub(crate) async fn negotiate(inbox: &mut Inbox, storage: &Storage) -> io::Resul
                 inbox.send(export_name_answer(storage, client_flags)).await?;
                 return Ok(true);
             }
-            // This option has no way to answer with an error but closing.
             OPTION_EXPORT_NAME => return Err(invalid("a name that is not the default export's")),
             OPTION_ABORT => {
                 inbox.send(option_reply(option, REPLY_ACK, &[])).await?;
@@ -90,7 +83,6 @@ fn export_name_answer(storage: &Storage, client_flags: u32) -> Vec<u8> {
     answer
 }
 
-/// The replies to INFO or GO, and whether they accept it.
 fn info_answer(option: u32, data: &[u8], storage: &Storage) -> (Vec<u8>, bool) {
     // A name's length, the name, the number of infos asked for, two bytes for each.
     let Some((length, rest)) = data.split_first_chunk() else {
@@ -123,7 +115,6 @@ fn option_reply(option: u32, kind: u32, data: &[u8]) -> Vec<u8> {
     reply
 }
 
-/// The error for a client that breaks the protocol by sending `what`.
 pub(crate) fn invalid(what: &str) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, format!("connection closed: it sent {what}"))
 }

@@ -1,7 +1,7 @@
 //! Where the bytes live: memory, or a regular file opened with O_DIRECT.
 //!
-//! Memory is read and written without awaiting; the file through io_uring. Callers check ranges
-//! against [`Storage::size`] and [`Storage::block_size`] first, this part assumes them.
+//! Memory needs no awaiting; the file uses io_uring. Callers check ranges against [`Storage::size`]
+//! and [`Storage::block_size`] first.
 
 use std::cell::RefCell;
 use std::io;
@@ -12,19 +12,16 @@ use compio::io::{AsyncReadAtExt, AsyncWriteAtExt};
 
 use crate::buffer::Buffer;
 
-/// `O_DIRECT` on x86-64, from Linux's asm-generic/fcntl.h.
+/// From Linux's asm-generic/fcntl.h.
 #[cfg(target_arch = "x86_64")]
 const O_DIRECT: i32 = 0o40000;
-/// `O_DIRECT` on AArch64, from Linux's arch/arm64/include/uapi/asm/fcntl.h.
+/// From Linux's arch/arm64/include/uapi/asm/fcntl.h.
 #[cfg(target_arch = "aarch64")]
 const O_DIRECT: i32 = 0o200000;
-/// The alignment that O_DIRECT asks of offsets and lengths on the disks that this is run on, in
-/// bytes.
+/// O_DIRECT's alignment in bytes on the disks this is run on.
 const SECTOR: u32 = 512;
 
-/// The one image this server serves.
 pub(crate) enum Storage {
-    /// Zeroes at first.
     Memory(RefCell<Vec<u8>>),
     /// A file and its size in bytes.
     File(File, u64),
@@ -32,9 +29,6 @@ pub(crate) enum Storage {
 
 impl Storage {
     /// Opens `memory:SIZE` (with K, M, G or T) or a path.
-    ///
-    /// # Errors
-    /// Whatever opening fails with, and `InvalidInput` for a size that is not one.
     pub(crate) async fn open(image: &str) -> io::Result<Self> {
         let named =
             |error: io::Error, advice| io::Error::new(error.kind(), format!("{image}: {error} ({advice})"));
@@ -63,7 +57,6 @@ impl Storage {
         Ok(Self::File(file, size))
     }
 
-    /// Bytes that a client may address.
     pub(crate) fn size(&self) -> u64 {
         match self {
             Self::Memory(memory) => memory.borrow().len() as u64,
@@ -71,7 +64,7 @@ impl Storage {
         }
     }
 
-    /// What offsets and lengths must be multiples of, bytes.
+    /// The alignment of offsets and lengths, in bytes.
     pub(crate) fn block_size(&self) -> u32 {
         match self {
             Self::Memory(_) => 1,
@@ -79,7 +72,6 @@ impl Storage {
         }
     }
 
-    /// Reads `length` bytes at `offset` into the buffer's payload.
     pub(crate) async fn read(
         &self,
         mut buffer: Buffer,
@@ -99,7 +91,6 @@ impl Storage {
         }
     }
 
-    /// Writes the first `length` bytes of the buffer's payload at `offset`.
     pub(crate) async fn write(
         &self,
         mut buffer: Buffer,
@@ -120,7 +111,6 @@ impl Storage {
         }
     }
 
-    /// Makes what was written durable.
     pub(crate) async fn flush(&self) -> io::Result<()> {
         match self {
             Self::Memory(_) => Ok(()),
@@ -129,7 +119,7 @@ impl Storage {
     }
 }
 
-/// Bytes in a size such as `4096`, `64K` or `1G`; `None` where it is not one or does not fit.
+/// Such as `4096`, `64K` or `1G`.
 fn parse_size(text: &str) -> Option<usize> {
     let shift = match text.chars().last()? {
         'K' => 10,

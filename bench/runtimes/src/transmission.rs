@@ -1,10 +1,8 @@
 //! The transmission phase: requests in, tasks, replies out.
 //!
-//! Three kinds of task share one connection. The reader parses what a receive brought and spawns a
-//! task per request; a request's task does the I/O and posts its reply; the sender gathers every
-//! reply posted since its last send into one vectored send. At most [`IN_FLIGHT`] requests are
-//! between reader and sender: past that the reader waits, so a client that does not read its
-//! replies costs bounded memory.
+//! Three kinds of task share a connection. The reader spawns a task per request; that does the I/O
+//! and posts its reply; the sender gathers all posted replies into one vectored send. The reader
+//! waits at [`IN_FLIGHT`] requests, so a client that reads no replies costs bounded memory.
 
 use std::cell::{Cell, RefCell};
 use std::future::poll_fn;
@@ -35,12 +33,11 @@ const NBD_EIO: u32 = 5;
 const NBD_EINVAL: u32 = 22;
 const NBD_ENOSPC: u32 = 28;
 
-/// The longest read or write, bytes; with [`IN_FLIGHT`] it bounds a connection's memory.
+/// Bytes; with [`IN_FLIGHT`] it bounds a connection's memory.
 pub(crate) const LONGEST_REQUEST: u32 = 1 << 20;
-/// Requests that one connection may have unanswered.
 const IN_FLIGHT: usize = 64;
 
-/// A request as it stands on the wire, its magic checked.
+/// Its magic is checked.
 struct Request {
     flags: u16,
     command: u16,
@@ -66,7 +63,6 @@ impl Request {
         })
     }
 
-    /// The error that answers it, where it asks for what this server does not do.
     fn refusal(&self, storage: &Storage) -> Option<u32> {
         if self.flags != 0 {
             return Some(NBD_EINVAL);
@@ -87,7 +83,6 @@ impl Request {
     }
 }
 
-/// What a connection's tasks share.
 struct Connection {
     storage: Rc<Storage>,
     pool: Pool,
@@ -95,14 +90,13 @@ struct Connection {
     /// Replies posted and not yet being sent.
     replies: RefCell<Vec<View>>,
     in_flight: Cell<usize>,
-    /// No request will follow: the sender ends with the last reply.
+    /// The sender ends with the last reply.
     finished: Cell<bool>,
     sender: Cell<Option<Waker>>,
     reader: Cell<Option<Waker>>,
 }
 
 impl Connection {
-    /// Posts a reply; `length` bytes of the buffer's payload go with it.
     fn post(&self, buffer: Buffer, cookie: [u8; 8], error: u32, length: usize) {
         let mut header = [0; HEADER];
         header[..4].copy_from_slice(&REPLY_MAGIC.to_be_bytes());
@@ -119,10 +113,7 @@ fn wake(slot: &Cell<Option<Waker>>) {
     }
 }
 
-/// Serves one client until it disconnects and its last reply is sent.
-///
-/// # Errors
-/// The socket's, and `InvalidData` where the client breaks the protocol.
+/// Serves one client until its last reply is sent. `InvalidData` means that it broke the protocol.
 pub(crate) async fn serve_requests(inbox: Inbox, storage: Rc<Storage>, served: Served) -> io::Result<()> {
     let connection = Rc::new(Connection {
         storage,
@@ -153,7 +144,7 @@ async fn read_requests(mut inbox: Inbox, connection: &Rc<Connection>) -> io::Res
         }
         wait_for_room(connection).await;
         let refusal = request.refusal(&connection.storage);
-        // A flush's length means nothing and is the client's to choose: it must not be allocated.
+        // A flush's length is arbitrary: it must not be allocated.
         let is_read = request.command == COMMAND_READ && refusal.is_none();
         let carries = if has_payload || is_read { request.length as usize } else { 0 };
         let mut buffer = connection.pool.take(carries);
@@ -182,7 +173,6 @@ async fn wait_for_room(connection: &Connection) {
     .await;
 }
 
-/// Does what a valid request asks and posts the reply.
 async fn answer(request: Request, buffer: Buffer, connection: Rc<Connection>) {
     let storage = &connection.storage;
     let length = request.length as usize;
@@ -210,14 +200,12 @@ fn wire_error(error: &io::Error) -> u32 {
     }
 }
 
-/// Sends what is posted, all of it at a time, until the connection is finished and nothing is in
-/// flight.
+/// Ends when the connection is finished and nothing is in flight.
 async fn send_replies(mut stream: UnixStream, connection: Rc<Connection>) {
     let mut batch = Vec::new();
     let mut connected = true;
     while next_batch(&connection, &mut batch).await {
-        // After a failed send the replies are only counted, so that the reader and the requests can
-        // end.
+        // After a failed send replies are only counted, so that reader and requests can end.
         if connected {
             let BufResult(outcome, sent) = stream.write_vectored_all(batch).await;
             connected = outcome.is_ok();
@@ -230,7 +218,7 @@ async fn send_replies(mut stream: UnixStream, connection: Rc<Connection>) {
     }
 }
 
-/// Waits for replies and moves them to the empty `batch`; false once there will be none.
+/// False once no replies will follow.
 async fn next_batch(connection: &Connection, batch: &mut Vec<View>) -> bool {
     poll_fn(|context| {
         if !connection.replies.borrow().is_empty() {

@@ -1,7 +1,5 @@
-//! Ctrl-C in the lab: the first ends what is under way, so that what was found can be told; the
-//! second ends the process.
-//!
-//! Never decides what the first one means: that is the command's.
+//! Ctrl-C in the lab: the first ends what is under way, which the command defines; the second ends
+//! the process.
 
 use std::{
     io::{Write as _, stderr},
@@ -15,16 +13,13 @@ use std::{
 use anyhow::Context as _;
 use console::signals::Signals;
 
-/// Whether somebody has asked for the end: by SIGINT, SIGTERM or SIGHUP.
+/// Whether SIGINT, SIGTERM or SIGHUP has come.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Interruption(Arc<AtomicBool>);
 
 impl Interruption {
-    /// From now on calls `first` for the first signal, and `second` before the next one ends the
-    /// process. To be called before any other thread starts.
-    ///
-    /// # Errors
-    /// Where no thread can be had.
+    /// Calls `first` for the first signal, and `second` before the next one ends the process. To be
+    /// called before any other thread starts.
     pub(super) fn watch(
         first: impl Fn() + Send + 'static,
         second: impl Fn() + Send + 'static,

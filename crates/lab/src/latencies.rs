@@ -1,44 +1,38 @@
-//! How long requests took, as a histogram (Gil Tene's HdrHistogram): what is told of it, and the
-//! line it is drawn as.
+//! Latencies as a histogram (Gil Tene's HdrHistogram), their percentiles, and the line they are
+//! drawn as.
 //!
-//! Recording costs some nanoseconds however many there are, and the far percentiles are those of
-//! all requests, not of a sample.
+//! Recording costs some nanoseconds, and the far percentiles are those of all requests.
 
 use hdrhistogram::Histogram;
 
-/// Measured latencies above an hour count as one, so that a histogram never grows while it
-/// measures.
+/// Longer ones count as an hour, so that a histogram never grows while it measures.
 const LONGEST_NS: u64 = 3_600_000_000_000;
-/// Digits that are kept of a measured latency, and of a simulated one: there are three histograms
-/// of each disk.
+/// Significant digits. Each disk of a simulation has three histograms.
 const DIGITS: u8 = 3;
 const SIMULATED_DIGITS: u8 = 2;
-/// In a simulation, what takes longer, 146 years, counts as that.
+/// 146 years; longer times count as that.
 const LONGEST_SIMULATED_NS: u64 = 1 << 62;
 const PERCENTILES: [(&str, f64); 5] =
     [("p50", 0.5), ("p90", 0.9), ("p99", 0.99), ("p99.9", 0.999), ("p99.99", 0.9999)];
-/// Points of a distribution's line, at equal distances upwards.
 const POINTS: u32 = 200;
 
 pub(super) type Latencies = Histogram<u64>;
 
-/// An empty one for measured latencies.
 pub(super) fn new() -> Latencies {
     Histogram::new_with_bounds(1, LONGEST_NS, DIGITS).expect("constants that are in range")
 }
 
-/// An empty one for simulated times of any length; [`note`] adds to it.
+/// For simulated times of any length; [`note`] adds to it.
 pub(super) fn growing() -> Latencies {
     Histogram::new(SIMULATED_DIGITS).expect("between 0 and 5 digits")
 }
 
-/// Adds to a growing one.
 #[inline]
 pub(super) fn note(latencies: &mut Latencies, ns: u64) {
     latencies.record(ns.min(LONGEST_SIMULATED_NS)).expect("it grows as it has to");
 }
 
-/// The percentiles that are told, each by its name and in nanoseconds.
+/// Reported percentiles: name and nanoseconds.
 pub(super) fn percentiles(latencies: &Latencies) -> [(&'static str, u64); 5] {
     PERCENTILES.map(|(name, quantile)| (name, latencies.value_at_quantile(quantile)))
 }
@@ -47,8 +41,8 @@ pub(super) fn percentile_names() -> [&'static str; 5] {
     PERCENTILES.map(|(name, _)| name)
 }
 
-/// The share of requests that took no longer than so many nanoseconds, as points of a line:
-/// (nanoseconds, share). Without those that took no time, of which there is no logarithm.
+/// The share of requests that took no longer, as points (nanoseconds, share). Without latencies of
+/// 0, which have no logarithm.
 pub(super) fn distribution(latencies: &Latencies) -> Vec<(f64, f64)> {
     let shares = (0..POINTS).map(|point| f64::from(point) / f64::from(POINTS));
     let shares = shares.chain([0.999, 0.9999, 1.0]);

@@ -211,17 +211,11 @@ impl BenchArgs {
     }
 
     /// What is said of a qcow2 image's caches, once it is known to make sense.
-    ///
-    /// # Errors
-    /// If more is said of them than can be true.
     pub(crate) fn qcow2(&self) -> Result<Qcow2Settings, Wrong> {
         self.caches.draft().check()
     }
 
     /// What is read ahead.
-    ///
-    /// # Errors
-    /// A number out of its range.
     pub(crate) fn prefetch(&self) -> Result<Settings, Wrong> {
         self.prefetch.draft().check()
     }

@@ -1,6 +1,4 @@
-//! What the options ask for, and whether that makes sense.
-//!
-//! Never looks at an image: its size is an argument.
+//! What the options ask for, and whether that makes sense for a given image size.
 
 use anyhow::{Context as _, bail};
 use policy::{
@@ -14,21 +12,18 @@ use crate::{
     load::{Arrivals, Flush, Job, Load, Locality, Places},
 };
 
-/// The largest request: the most that one system call moves, rounded to something even.
+/// About the most that one system call moves.
 const LARGEST_REQUEST: u64 = 1 << 30;
-/// The most memory that requests in flight may take together.
+/// Bytes of all requests in flight.
 const MOST_IN_FLIGHT: u64 = 4 << 30;
-/// The most requests in flight: each is a task with its memory.
+/// Each request in flight is a task with its memory.
 const MOST_TASKS: u64 = 1 << 20;
-/// Requests that are sent unless something else is said: qemu-img's number.
+/// qemu-img's default.
 const COUNT: u64 = 75_000;
-/// The longest that a load may take: its seconds are kept, each of them.
+/// Each second's count is kept.
 const LONGEST: Duration = Duration::from_secs(7 * 24 * 3600);
 
-/// What can be said without the image.
-///
-/// # Errors
-/// What makes no sense, and what to do.
+/// Checks what needs no image.
 pub(super) fn check(arguments: &BenchArgs) -> anyhow::Result<()> {
     let aio = arguments.aio.or(arguments.native.then_some(Aio::Native));
     if let Some(aio @ (Aio::Threads | Aio::Native)) = aio {
@@ -42,7 +37,7 @@ pub(super) fn check(arguments: &BenchArgs) -> anyhow::Result<()> {
     if arguments.flush_interval == Some(0) {
         bail!("--flush-interval 0: that is never (leave it away)");
     }
-    // QEMU's rule, too: what is in flight has to be drained first, so more cannot have been sent.
+    // QEMU's rule: what is in flight has to be drained first, so more cannot have been sent.
     if let Some(interval) = arguments.flush_interval.filter(|&interval| interval < arguments.depth.into()) {
         bail!("--flush-interval {interval}: is below the depth, {} (let it be as large)", arguments.depth);
     }
@@ -93,7 +88,7 @@ fn check_times(arguments: &BenchArgs) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// What is the server's to choose.
+/// Rejects options that only the server could honour.
 fn check_remote(arguments: &BenchArgs) -> anyhow::Result<()> {
     let prefetch = arguments.prefetch()?;
     let settings = arguments.qcow2()?;
@@ -118,10 +113,7 @@ fn count(arguments: &BenchArgs) -> u64 {
     arguments.count.unwrap_or(if arguments.runtime.is_some() { u64::MAX } else { COUNT })
 }
 
-/// What the options ask for, of a disk of this size: all jobs together.
-///
-/// # Errors
-/// Where no request fits.
+/// What the options ask for, all jobs together.
 pub(super) fn job(arguments: &BenchArgs, size_bytes: u64) -> anyhow::Result<Job> {
     let block = arguments.buffer_size;
     let Some(last) = size_bytes.checked_sub(block) else {

@@ -1,6 +1,4 @@
-//! What is kept of a run: numbers that another run's can be compared with, and what is drawn.
-//!
-//! Never keeps a number of nothing: a direction in which nothing was answered is left out.
+//! What is kept of a run: numbers to compare, and charts. A direction without answers is left out.
 
 use console::figures;
 
@@ -11,7 +9,7 @@ use crate::{
     result::{Axis, Better, Chart, Findings, Lines, Measure, SamplesAre, Series, Table, Unit},
 };
 
-/// Samples are seconds, where there are so many; else all of the run is one.
+/// With fewer complete seconds, the whole run is one sample.
 const FEWEST_SECONDS: usize = 3;
 
 struct Direction<'a> {
@@ -53,7 +51,6 @@ fn measures(outcome: &Outcome, direction: &Direction<'_>) -> Vec<Measure> {
     } else {
         seconds.iter().map(|second| part(second) as f64).collect()
     };
-    // A second without an answer has no mean.
     let means = seconds.iter().filter(|second| part(second) > 0);
     let means: Vec<f64> = means.map(|second| part_ns(second) as f64 / part(second) as f64).collect();
     let means = if are_few || means.is_empty() { vec![latencies.mean()] } else { means };
@@ -88,7 +85,6 @@ fn table(outcome: &Outcome, directions: &[Direction<'_>]) -> Table {
 fn over_time(outcome: &Outcome, directions: &[Direction<'_>]) -> Chart {
     let line = |direction: &Direction<'_>| {
         let counts = outcome.measured.seconds.iter().map(direction.part);
-        // Each second's point is where it ends.
         let points = counts.enumerate().map(|(second, count)| (second as f64 + 1.0, count as f64));
         Series { name: direction.name.to_owned(), points: points.collect() }
     };

@@ -1,12 +1,10 @@
-//! What a program is told: what fio would print of the same load, so that whatever reads that reads
-//! this, and beside it what is weir's own.
+//! The JSON output: what fio would print of the same load, and beside it weir's own.
 //!
-//! The names and units are those of `fio --output-format=json` (fio's HOWTO, "JSON output"). All
-//! jobs are one, as with fio's `group_reporting`. A request's latency is one number here:
-//! `clat_ns`, with percentiles, and `lat_ns` are the same, and `slat_ns` is empty. Where requests
-//! come by themselves it counts from the instant a request was due.
+//! Names and units are those of `fio --output-format=json` (fio's HOWTO, "JSON output"). All jobs
+//! are one, as with `group_reporting`. Each request has one latency, in `clat_ns` (with
+//! percentiles) and `lat_ns`; `slat_ns` is empty. In an open loop it counts from the due instant.
 //!
-//! Never leaves a key out because there was nothing to count: readers index them.
+//! Keys are never left out: readers index them.
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -23,7 +21,7 @@ use crate::{
 const PERCENTILES: [f64; 17] =
     [1.0, 5.0, 10.0, 20.0, 30.0, 40.0, 50.0, 60.0, 70.0, 80.0, 90.0, 95.0, 99.0, 99.5, 99.9, 99.95, 99.99];
 
-/// What is weir's own; `partial` is why it is not complete.
+/// `partial` is why it is not complete.
 pub(super) fn own(
     arguments: &BenchArgs,
     job: &Job,
@@ -54,15 +52,14 @@ pub(super) fn own(
         "run": load.places.run,
         "backward": load.places.backward,
         "readers": load.readers,
-        // How many requests of the slowest reader were answered, of what each had on average.
+        // Requests of the slowest reader, relative to the average.
         "slowest-reader": outcome.slowest as f64 * readers / count.max(1) as f64,
         "flush-interval": load.flush.map(|flush| flush.interval),
         "seconds": outcome.seconds(),
         "iops": iops,
         "bytes-per-second": iops * load.block_bytes as f64,
         "iops-each-second": each_second,
-        // How much later than due requests were sent, on average; none of those that wait for each
-        // other.
+        // Mean delay behind the due instant; only of open loops.
         "late-ns": (!measured.late.is_empty()).then(|| measured.late.mean()),
         "behind-seconds": measured.behind.as_secs_f64(),
         "hit-rate": prefetch.and_then(|stats| stats.hit_rate()),
@@ -91,7 +88,7 @@ pub(super) fn report(arguments: &BenchArgs, job: &Job, outcome: &Outcome, own: &
             "job options": options(arguments, job),
             "read": direction(reads, |second| second.reads),
             "write": direction(writes, |second| second.writes),
-            // What is never sent: there, because it is in fio's.
+            // fio has it.
             "trim": direction(&latencies::new(), |_| 0),
             "sync": { "total_ios": flushes.len(), "lat_ns": latency(flushes, true) },
             "job_runtime": milliseconds(outcome),
@@ -123,7 +120,7 @@ fn options(arguments: &BenchArgs, job: &Job) -> Value {
     if job.read_percent > 0 {
         put("rwmixread", job.read_percent.to_string());
     }
-    // What all share here, fio gives to each.
+    // Per job, as in fio.
     if load.count < u64::MAX {
         put("number_ios", load.count.div_ceil(arguments.jobs.into()).to_string());
     }
@@ -136,7 +133,7 @@ fn options(arguments: &BenchArgs, job: &Job) -> Value {
     Value::Object(options)
 }
 
-/// One direction; `each` are its requests in each second.
+/// `each` are the requests of each second.
 fn direction(latencies: &Latencies, block_bytes: u64, outcome: &Outcome, each: &[u64]) -> Value {
     let count = latencies.len();
     let bytes = count.saturating_mul(block_bytes);
@@ -196,7 +193,6 @@ struct Spread {
 }
 
 impl Spread {
-    /// Zeroes, of nothing.
     fn of(samples: impl Iterator<Item = f64> + Clone) -> Self {
         let count = samples.clone().count().max(1) as f64;
         let mean = samples.clone().sum::<f64>() / count;
@@ -215,7 +211,6 @@ mod tests {
         *,
     };
 
-    /// A second and a half: 3 reads in the first second, 1 read and 1 write after it.
     fn outcome() -> Outcome {
         let mut measured = Measured::default();
         (1..=4).for_each(|number| measured.reads.record(number * 1000).unwrap());
@@ -254,7 +249,6 @@ mod tests {
             (&json!(3), &json!(1), &json!(12))
         );
         assert_eq!((&read["clat_ns"]["N"], &read["clat_ns"]["min"]), (&json!(4), &json!(1000)));
-        // Three digits are kept.
         let p99 = read["clat_ns"]["percentile"]["99.000000"].as_u64().unwrap();
         assert!((4000..4004).contains(&p99), "{p99}");
         assert_eq!(job["write"]["total_ios"], 1);

@@ -1,5 +1,5 @@
-//! `weir bench`: a load through weir's data path or on a server's export, and how it was answered.
-//! Options and output are those of `qemu-img bench`, and more where more was asked for.
+//! `weir bench`: a load through weir's data path or on a server's export. Options and output are
+//! those of `qemu-img bench`, with additions.
 //!
 //! ```text
 //!   options ─► check ─► Job ─► load ─► Outcome ─┬─► text       what qemu-img prints, and latencies
@@ -7,8 +7,8 @@
 //!                   progress                    └─► findings   what is kept and drawn
 //! ```
 //!
-//! Never measures the opening and the closing of the image, as qemu-img does not either; but a load
-//! that writes is not done before a last flush has told that the writes arrived.
+//! Opening and closing the image are not measured, as in qemu-img; but writes are done only after a
+//! last flush.
 
 mod arguments;
 mod check;
@@ -48,11 +48,10 @@ use super::{
 };
 use crate::probe::in_use::{Claim, claim};
 
-/// Measures, and prints how it went.
+/// Puts a load on an image or export and prints the result.
 ///
 /// # Errors
-/// Where the options make no sense, or the first request that fails; also that it was interrupted,
-/// once what was measured has been told.
+/// Impossible options, the first failed request, or an interruption (after printing the result).
 pub fn run(arguments: BenchArgs) -> Result<(), Failure> {
     check::check(&arguments).map_err(Failure::Usage)?;
     arguments.results.check()?;
@@ -68,12 +67,12 @@ pub fn run(arguments: BenchArgs) -> Result<(), Failure> {
     })
 }
 
-/// A device that is to be written to, held exclusively; one that is mounted, or part of another, is
-/// not written to. What it begins like does not matter: `-w` says that it is not needed.
+/// Holds a device exclusively before writing to it. Signatures do not matter: `-w` says that the
+/// data is not needed.
 fn claimed(arguments: &BenchArgs) -> anyhow::Result<Option<Claim>> {
     let BenchTarget::Image(image) = &arguments.target else { return Ok(None) };
     let Some(path) = image.path().filter(|_| arguments.write) else { return Ok(None) };
-    // What is not there says so when it is opened.
+    // A missing path is reported when it is opened.
     let meta = fs::metadata(path).ok().filter(|meta| meta.file_type().is_block_device());
     meta.map(|meta| claim(path, meta.rdev(), true)).transpose()
 }
@@ -82,7 +81,6 @@ struct Run {
     arguments: BenchArgs,
     begun: Begun,
     interruption: Interruption,
-    /// What the interruption ends.
     stop: Stop,
 }
 
@@ -147,7 +145,7 @@ impl Run {
         Ok((job, ran))
     }
 
-    /// Tells and keeps what was found. What comes of a request that failed is kept, but not told.
+    /// Prints and keeps the result; after a failed request it is only kept.
     fn tell(&self, job: &Job, ran: Ran, prefetch: Option<Stats>) -> anyhow::Result<()> {
         let Ran { outcome, failed } = ran;
         let partial = match (&failed, self.interruption.happened()) {
@@ -155,7 +153,7 @@ impl Run {
             (None, true) => Some(INTERRUPTED),
             (None, false) => None,
         };
-        // Each is tried, whatever becomes of the others; the first error counts.
+        // Each is tried; the first error counts.
         let kept = self.keep(job, &outcome, partial);
         if let Some(failed) = failed {
             kept.err().iter().for_each(complain);

@@ -1,8 +1,6 @@
-//! How far a run is, as a bar on a terminal, with the requests of the moment; nothing elsewhere. On
-//! standard error, since results go to standard output.
+//! A progress bar with the current rate, on standard error if that is a terminal.
 //!
-//! Drawn by a thread of its own, which looks at what the jobs have counted: a load that never waits
-//! would leave it no turn on its reactor.
+//! Drawn by a thread of its own: a busy load leaves its reactor no time.
 
 use std::{
     io::{IsTerminal as _, stderr},
@@ -18,7 +16,6 @@ use console::{figures, progress::bar};
 
 use crate::load::{Count, Job};
 
-/// How often it is drawn: often enough to be alive, seldom enough to be read.
 const TICK: Duration = Duration::from_millis(250);
 const OF_REQUESTS: &str = "{msg:>14} {wide_bar} {pos}/{len}";
 const OF_TIME: &str = "{msg:>14} {wide_bar} {elapsed}";
@@ -27,7 +24,7 @@ const OF_TIME: &str = "{msg:>14} {wide_bar} {elapsed}";
 pub(super) struct Progress(Option<(Arc<AtomicBool>, JoinHandle<()>)>);
 
 impl Progress {
-    /// Begins, where somebody looks on. `counts` are those of the jobs that share all of `whole`.
+    /// `counts` are those of the jobs that share `whole`.
     pub(super) fn begin(silent: bool, whole: &Job, counts: &[Count]) -> Self {
         if silent || !stderr().is_terminal() {
             return Self::default();
@@ -38,7 +35,6 @@ impl Progress {
         let ended = Arc::new(AtomicBool::new(false));
         let seen = Arc::clone(&ended);
         let draw = move || draw(&counts, requests, time, &seen);
-        // Without a thread there is no bar, and that is all.
         let thread = thread::Builder::new().name("progress".to_owned()).spawn(draw);
         Self(thread.ok().map(|thread| (ended, thread)))
     }
@@ -49,7 +45,6 @@ impl Drop for Progress {
         if let Some((ended, thread)) = self.0.take() {
             ended.store(true, Ordering::Relaxed);
             thread.thread().unpark();
-            // It has nothing to say but that it is gone from the screen.
             let _ = thread.join();
         }
     }

@@ -1,6 +1,5 @@
 //! What is measured: an image, or an export by its NBD URI (NetworkBlockDevice/nbd, doc/uri.md).
-//!
-//! Only the text is judged here; whether anybody answers there shows when it is connected to.
+//! Only the text is judged here.
 
 use std::{ffi::OsString, fmt, os::unix::ffi::OsStringExt as _, str::FromStr};
 
@@ -92,7 +91,7 @@ fn tcp(authority: &str) -> Result<Endpoint, String> {
     Ok(Endpoint::Tcp { host, port: port.ok_or("has a port that is not a number from 1 to 65535")? })
 }
 
-/// Bytes whose percent-encoding is undone (RFC 3986, section 2.1).
+/// Undoes percent-encoding (RFC 3986, section 2.1).
 fn decoded(text: &str) -> Result<Vec<u8>, String> {
     let mut bytes = Vec::with_capacity(text.len());
     let mut rest = text.as_bytes();

@@ -1,4 +1,4 @@
-//! What people are told: qemu-img's lines before and after, and what it does not tell.
+//! Text output: qemu-img's lines before and after, and what it does not tell.
 
 use std::fmt::Write as _;
 
@@ -11,7 +11,6 @@ use crate::{
 
 const SECONDS_SHOWN: usize = 60;
 
-/// What qemu-img says before it begins.
 pub(super) fn announcement(job: &Job, jobs: u32) -> String {
     let load = &job.load;
     let kind = match (load.write, job.read_percent) {
@@ -71,12 +70,10 @@ fn places(job: &Job, jobs: u32) -> String {
     text
 }
 
-/// What qemu-img says at the end.
 pub(super) fn completion(outcome: &Outcome) -> String {
     format!("Run completed in {:.3} seconds.\n", outcome.elapsed.as_secs_f64())
 }
 
-/// How long requests took, and how many were answered each second.
 pub(super) fn statistics(job: &Job, outcome: &Outcome) -> String {
     let measured = &outcome.measured;
     let mut text = String::new();

@@ -1,9 +1,8 @@
-//! When requests are due that come by themselves, whether those before them were answered or not:
-//! an open loop.
+//! When requests of an open loop are due, whether those before them were answered or not.
 //!
 //! A closed loop sends less while the disk is slow, and so asks least when waiting would show most
-//! (Gil Tene's "coordinated omission"). Here a request that could not be sent in time is sent late,
-//! and its latency counts from the instant it was due.
+//! (Gil Tene's "coordinated omission"). Here a late request counts its latency from the instant it
+//! was due.
 //!
 //! Never knows the time: instants go in and come out.
 
@@ -14,12 +13,11 @@ use super::places::Part;
 
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Arrivals {
-    /// In a second; above 0, finite.
+    /// Above 0, finite.
     pub(crate) per_second: f64,
     pub(crate) spacing: Spacing,
 }
 
-/// The times between requests.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Spacing {
     /// As those of many clients that know nothing of each other: exponentially distributed
@@ -32,30 +30,28 @@ pub(crate) enum Spacing {
 pub(super) struct Schedule {
     arrivals: Arrivals,
     began: Instant,
-    /// Since it began, in nanoseconds; a fraction counts, or a rate of a million would be off.
+    /// Nanoseconds since it began; a fraction counts, or a rate of a million would be off.
     next_ns: f64,
     random: fastrand::Rng,
 }
 
 impl Schedule {
-    /// From an instant on; `arrivals` are those of this part alone.
+    /// `arrivals` are those of this part alone.
     pub(super) fn new(arrivals: Arrivals, began: Instant, seed: u64, part: Part) -> Self {
         let mut random = fastrand::Rng::with_seed(part.seed(seed));
         let gap_ns = NANOS_PER_SECOND as f64 / arrivals.per_second;
         let next_ns = match arrivals.spacing {
             Spacing::Poisson => exponential(gap_ns, &mut random),
-            // Those of other parts are between them.
             Spacing::Fixed => gap_ns * f64::from(part.number) / f64::from(part.of),
         };
         Self { arrivals, began, next_ns, random }
     }
 
     pub(super) fn next(&self) -> Instant {
-        // A float beyond what a Duration has becomes its largest.
         self.began + Duration::from_nanos(self.next_ns as u64)
     }
 
-    /// As [`Schedule::next`], and goes on to the one after it.
+    /// As [`Schedule::next`], and advances.
     pub(super) fn take(&mut self) -> Instant {
         let next = self.next();
         let gap_ns = NANOS_PER_SECOND as f64 / self.arrivals.per_second;
@@ -67,9 +63,7 @@ impl Schedule {
     }
 }
 
-/// A draw of the exponential distribution with this mean.
 pub(crate) fn exponential(mean: f64, random: &mut fastrand::Rng) -> f64 {
-    // 1 less the draw is never 0.
     -(1.0 - random.f64()).ln() * mean
 }
 

@@ -1,10 +1,7 @@
-//! Several jobs at once, each on a thread with a reactor of its own; a server gives each a
-//! connection of its own.
+//! Several jobs at once, each on a thread with a reactor (and to a server a connection) of its own.
 //!
-//! They begin together, once all of them are ready, and end together where one fails.
-//!
-//! Never puts a single job on another thread: it runs where it is asked for, as a daemon's requests
-//! do.
+//! They begin together once all are ready, and end together if one fails. A single job runs on the
+//! caller's thread, as a daemon's requests do.
 
 use std::{rc::Rc, sync::Arc};
 
@@ -20,7 +17,6 @@ use policy::time::Duration;
 
 use super::{Failed, Job, Outcome, Stop, Target, put};
 
-/// How long a server may take to be connected to.
 const PATIENCE: Duration = Duration::from_secs(10);
 
 #[derive(Clone, Debug)]
@@ -41,7 +37,6 @@ enum Told {
 }
 
 impl Source {
-    /// Connects to the export.
     pub(crate) async fn client(server: &Endpoint, export: &str) -> anyhow::Result<Client> {
         Ok(connect(server, export, PATIENCE).await?)
     }
@@ -54,12 +49,8 @@ impl Source {
     }
 }
 
-/// Puts the jobs on it, and waits for all to end. `begin` is called once all are ready, before the
-/// first request; if it fails, none is sent.
-///
-/// # Errors
-/// Where there are no threads, or no io_uring. What the jobs themselves fail with is in what is
-/// returned.
+/// Runs the jobs to their end. `begin` is called once all are ready, before the first request; if
+/// it fails, none is sent. The jobs' own errors are in what is returned.
 pub(crate) async fn put_all(
     jobs: Vec<Job>,
     source: Source,
@@ -89,8 +80,7 @@ pub(crate) async fn put_all(
     Ok(ran)
 }
 
-/// Opens the gate once all are ready, and adds up what they tell at their ends. `fail` is called if
-/// one does.
+/// Opens the gate once all are ready, and adds up their results. `fail` is called if one fails.
 async fn gather(
     count: usize,
     told: &Receiver<Told>,
@@ -109,10 +99,9 @@ async fn gather(
                 ended += 1;
                 sum.add(*ran);
             }
-            // A thread panicked, which stopping it will say.
+            // A thread panicked; its join reports that.
             Err(_) => break,
         }
-        // A job that could not get ready has ended without ever being so.
         if ready == count
             && let Some(begin) = begin.take()
         {
@@ -142,7 +131,6 @@ async fn one(job: Job, source: Source, tell: Sender<Told>, opened: Receiver<()>)
     let (writes, stop) = (job.load.write.is_some(), job.stop.clone());
     let ran = match source.open().await {
         Ok(target) => {
-            // The gatherer hears everybody out.
             let _ = tell.send(Told::Ready).await;
             let _ = opened.recv().await;
             let ran = measured(put(job, target.clone()).await, &target);
@@ -163,8 +151,7 @@ fn measured(result: Result<Outcome, Failed>, target: &Target) -> Ran {
     }
 }
 
-/// Writes are not done before a flush has told that they arrived. A server that left requests
-/// unanswered is not asked for one.
+/// Writes end with a flush, except on a server that left requests unanswered.
 async fn end(mut ran: Ran, target: Target, writes: bool, stop: &Stop) -> Ran {
     if ran.outcome.unanswered > 0 {
         return ran;

@@ -1,6 +1,5 @@
-//! What a load has measured: how long each request took, and how many were answered each second.
-//!
-//! Never allocates for a request: one number each second.
+//! What a load has measured: latencies, and requests answered each second. Allocates nothing for a
+//! request.
 
 use policy::time::{Duration, Instant};
 
@@ -15,21 +14,16 @@ pub(crate) enum Kind {
     Flush,
 }
 
-/// What was measured of a load, or of several together.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Measured {
-    /// From the instant a read was due to its answer.
+    /// From the instant a request was due to its answer.
     pub(crate) reads: Latencies,
-    /// The same of writes.
     pub(crate) writes: Latencies,
-    /// The same of the flushes in between.
     pub(crate) flushes: Latencies,
-    /// What was answered in each second that passed completely.
+    /// Complete seconds only.
     pub(crate) seconds: Vec<Second>,
-    /// How long after it was due a request was sent; empty for those that are due when others are
-    /// answered.
+    /// How long after it was due a request was sent; empty for a closed loop.
     pub(crate) late: Latencies,
-    /// How far behind its schedule it was when it was ended.
     pub(crate) behind: Duration,
 }
 
@@ -37,9 +31,7 @@ pub(crate) struct Measured {
 pub(crate) struct Second {
     pub(crate) reads: u64,
     pub(crate) writes: u64,
-    /// How long the reads took, added up.
     pub(crate) reads_ns: u64,
-    /// How long the writes took, added up.
     pub(crate) writes_ns: u64,
 }
 
@@ -76,8 +68,8 @@ impl Measured {
     }
 }
 
-/// Takes down what was due from an instant on. What was due before is forgotten, also where it was
-/// sent or answered late: the queue that a warming up leaves behind is no part of what is measured.
+/// Records what was due from an instant on; earlier requests are forgotten, even if sent or
+/// answered late, so that the queue of the warming up does not count.
 #[derive(Debug)]
 pub(super) struct Recorder {
     from: Instant,

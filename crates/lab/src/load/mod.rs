@@ -1,6 +1,5 @@
-//! A load on a disk: a number of requests with some of them in flight and flushes in between, as
-//! `qemu-img bench` sends them. Beyond that: reads among writes, a rate, a duration, several jobs
-//! at once.
+//! A load on a disk, as `qemu-img bench` sends it: some requests in flight, flushes in between.
+//! Beyond that: reads among writes, a rate, a duration, several jobs.
 //!
 //! ```text
 //!   places, zipf ─► where ─┐
@@ -9,7 +8,7 @@
 //!                                jobs: several of these, on a thread each
 //! ```
 //!
-//! Never retries: the first request that fails ends the load.
+//! The first request that fails ends the load.
 
 mod arrivals;
 mod jobs;
@@ -39,41 +38,39 @@ pub(super) use self::{
 pub(super) struct Load {
     /// Requests in all; not 0.
     pub(super) count: u64,
-    /// Requests in flight of each reader; not 0.
+    /// Of each reader; not 0.
     pub(super) depth: u32,
-    /// How many go each their own way, beginning at equal distances; not 0.
+    /// Independent positions, beginning at equal distances; not 0.
     pub(super) readers: u32,
     /// Bytes of a request; not 0, and at most the image's.
     pub(super) block_bytes: usize,
     pub(super) places: Places,
-    /// Write this byte; `None` reads.
     pub(super) write: Option<u8>,
     pub(super) flush: Option<Flush>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Flush {
-    /// After so many writes; not 0.
+    /// Writes between two flushes; not 0.
     pub(super) interval: u64,
-    /// Let what is in flight finish first, and send nothing until the flush is done.
+    /// Wait for everything in flight before the flush, and send nothing until it is done.
     pub(super) drain: bool,
 }
 
 #[derive(Clone, Debug)]
 pub(super) struct Job {
-    /// What is sent; of a job that is a part of something, its part.
+    /// This job's part of it.
     pub(super) load: Load,
-    /// Of a hundred requests of a load that writes, so many read instead.
+    /// Of a load that writes.
     pub(super) read_percent: u8,
-    /// Which places are asked for more than others; even, unless they are random.
+    /// Even, unless places are random.
     pub(super) locality: Locality,
-    /// Requests come by themselves; `None` sends the next when one is answered.
+    /// `None` is a closed loop.
     pub(super) arrivals: Option<Arrivals>,
-    /// So long nothing counts, neither as measured nor as sent.
+    /// Nothing counts before, neither as measured nor as sent.
     pub(super) ramp: Duration,
-    /// After so long, the ramp not counted, nothing more is sent.
+    /// After the ramp; then nothing more is sent.
     pub(super) runtime: Option<Duration>,
-    /// The part of several jobs that this is.
     pub(super) part: Part,
     pub(super) stop: Stop,
     pub(super) answered: Count,
@@ -96,8 +93,8 @@ impl From<Load> for Job {
 }
 
 impl Job {
-    /// The same, done by so many at once: each sends its share of the requests and of the rate,
-    /// with as many in flight. `count` is not 0, and not above that of the requests.
+    /// Divides the requests and the rate among so many, each with as many in flight. `count` is not
+    /// 0, and at most the number of requests.
     pub(super) fn split(self, count: u32) -> Vec<Self> {
         let of = |number: u32| {
             let all = self.load.count;
@@ -120,18 +117,17 @@ impl Job {
 
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(super) struct Outcome {
-    /// From the first request that counted to the last answer.
+    /// From the first counted request to the last answer.
     pub(super) elapsed: Duration,
-    /// How many answers the reader had who had the fewest.
+    /// Answers of the reader with the fewest.
     pub(super) slowest: u64,
-    /// Requests and flushes that a server had not answered long after the load was ended, and that
-    /// nobody waits for any more.
+    /// What a server had not answered long after the load was ended.
     pub(super) unanswered: u64,
     pub(super) measured: Measured,
 }
 
 impl Outcome {
-    /// How long it took; a load that took no time on the clock took some all the same.
+    /// Never 0.
     pub(super) fn seconds(&self) -> f64 {
         self.elapsed.as_secs_f64().max(1e-9)
     }

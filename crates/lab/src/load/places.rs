@@ -1,53 +1,44 @@
-//! Where requests begin: one behind the other, in strides, backward, at random, or at random with
-//! some places asked for more than others.
-//!
-//! Never gives a place where a request does not fit.
+//! Where requests begin: sequential, in strides, backward, random, or random with hot places. A
+//! request always fits there.
 
 use std::cell::{Cell, RefCell};
 
 use super::zipf::Zipf;
 
-/// Where requests begin: at first `offset`, then `step_bytes` further each time, as if the image's
-/// beginning came behind its end; at its beginning where one would reach across the end. Backward,
-/// it is all the other way round.
+/// Requests begin at `offset`, then `step_bytes` further each time, and again at the image's
+/// beginning where one would reach past its end. Backward, it is reversed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Places {
-    /// In bytes; a request fits there.
+    /// In bytes.
     pub(crate) offset: u64,
     /// In bytes; not 0.
     pub(crate) step_bytes: u64,
-    /// The last place where a request fits.
     pub(crate) last: u64,
     pub(crate) backward: bool,
-    /// At any number of steps behind `offset` instead, drawn from this seed.
+    /// The seed of random steps behind `offset`.
     pub(crate) random: Option<u64>,
-    /// So many one behind the other at each of these places; not 0.
+    /// Requests in sequence at each of these places; not 0.
     pub(crate) run: u64,
 }
 
 impl Places {
-    /// The number of the last step behind `offset`.
     fn last_step(&self) -> u64 {
         (self.last - self.offset) / self.step_bytes
     }
 }
 
-/// How much more often some random places are asked for than others.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(crate) enum Locality {
     #[default]
     Even,
-    /// By Zipf's law, with this exponent: above 0, finite.
+    /// The exponent; above 0, finite.
     Zipf(f64),
-    /// So many percent of the requests go to the first so many percent of the places; both from 1
-    /// to 99.
+    /// So many percent of requests go to the first so many percent of places; both 1 to 99.
     Hot { requests: u8, places: u8 },
 }
 
-/// The part of several jobs that one does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Part {
-    /// Which: from 0.
     pub(crate) number: u32,
     /// Of how many; not 0.
     pub(crate) of: u32,
@@ -56,11 +47,9 @@ pub(crate) struct Part {
 impl Part {
     pub(crate) const WHOLE: Self = Self { number: 0, of: 1 };
 
-    /// What this part draws from, when all of them were given `seed`: the first draws what it would
-    /// alone.
+    /// This part's own seed; the first part draws what it would alone.
     pub(super) fn seed(self, seed: u64) -> u64 {
-        // The golden section of 64 bits, by which Steele and others' SplitMix64 tells streams apart
-        // (OOPSLA 2014).
+        // The 64-bit golden section, as in SplitMix64 (Steele and others, OOPSLA 2014).
         seed.wrapping_add(u64::from(self.number).wrapping_mul(0x9E37_79B9_7F4A_7C15))
     }
 }
@@ -73,7 +62,6 @@ pub(super) struct Course {
     draw: Draw,
 }
 
-/// How one of several places is drawn.
 #[derive(Debug)]
 pub(crate) enum Draw {
     Even {
@@ -89,7 +77,7 @@ pub(crate) enum Draw {
 }
 
 impl Draw {
-    /// One of `count` places, which is not 0; the seed decides which of them Zipf's law prefers.
+    /// `count` is not 0; the seed decides which places Zipf's law prefers.
     pub(crate) fn new(count: u64, locality: Locality, seed: u64) -> Self {
         match locality {
             Locality::Even => Self::Even { count },
@@ -101,7 +89,7 @@ impl Draw {
         }
     }
 
-    /// From 0 to the number of places less 1.
+    /// Below the number of places.
     pub(crate) fn block(&self, random: &mut fastrand::Rng) -> u64 {
         match *self {
             Self::Even { count } => random.u64(..count),
@@ -117,13 +105,12 @@ impl Draw {
 #[derive(Debug)]
 pub(super) struct Reader {
     next_offset: Cell<u64>,
-    /// Until the next random place.
     left_of_run: Cell<u64>,
     pub(super) answered: Cell<u64>,
 }
 
 impl Course {
-    /// For requests of so many bytes. What is hot is so for every part.
+    /// Hot places are the same for every part.
     pub(super) fn new(places: Places, block_bytes: u64, locality: Locality, part: Part) -> Self {
         let seed = places.random.unwrap_or_default();
         let draw = Draw::new(places.last_step().saturating_add(1), locality, seed);
@@ -131,8 +118,7 @@ impl Course {
         Self { places, block_bytes, random, draw }
     }
 
-    /// So many readers, each where it begins: at equal distances, those of other parts between
-    /// them.
+    /// Readers begin at equal distances, those of other parts between them.
     pub(super) fn readers(&self, count: u32, part: Part) -> Vec<Reader> {
         let Places { offset, step_bytes, .. } = self.places;
         let all = u64::from(count) * u64::from(part.of);

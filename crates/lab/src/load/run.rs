@@ -6,14 +6,13 @@
 //!      …  ◄────────────────────────────────┘
 //! ```
 //!
-//! Where requests come by themselves, each task first takes the instant at which the next one is
-//! due, and waits for it. While all tasks have a request in flight nobody takes an instant, and
-//! that request is sent late: the queue of those that wait costs nothing, however long it is.
+//! In an open loop, each task first takes the next due instant and waits for it. While all tasks
+//! are busy nobody takes one, so that request is sent late, and a queue costs nothing.
 //!
-//! Nothing is allocated for a request but what the data path itself allocates, and the clock is
-//! read once: what a request of a closed loop waits for is the answer to the one before it.
+//! Only the data path itself allocates for a request, and the clock is read once: a closed loop
+//! sends at the instant of the answer before.
 //!
-//! Several readers have each a place of their own, and as many tasks.
+//! Each reader has a place and tasks of its own.
 
 use std::{
     cell::{Cell, RefCell},
@@ -47,23 +46,19 @@ enum Next {
 struct Run {
     job: Job,
     target: Target,
-    /// What a write writes, from [`Run::first`] on, where memory is aligned for any device; empty
-    /// if none does.
+    /// What a write writes, from [`Run::first`] on, aligned for any device; empty for reads.
     content: Arc<[u8]>,
     first: usize,
     course: Course,
     readers: Vec<Reader>,
-    /// Which of the requests read, where some do.
+    /// Decides which requests read.
     kinds: RefCell<fastrand::Rng>,
     schedule: Option<RefCell<Schedule>>,
     recorder: RefCell<Recorder>,
-    /// From here on requests count.
     from: Instant,
-    /// From here on none is sent.
     until: Instant,
-    /// Of those that count.
     sent: Cell<u64>,
-    /// Of those, how many instants tasks have taken: each of them is sent, unless it ends before.
+    /// Instants taken, of requests that count; each is sent unless the load ends before.
     promised: Cell<u64>,
     answered: Cell<u64>,
     written: Cell<u64>,
@@ -80,10 +75,6 @@ enum FlushState {
     UnderWay,
 }
 
-/// Puts a load on a disk or an export.
-///
-/// # Errors
-/// That of the first request that failed.
 pub(crate) async fn put(
     job: impl Into<Job>,
     target: impl Into<Target>,
@@ -109,7 +100,7 @@ pub(crate) async fn put(
     let outcome = Outcome {
         elapsed: ended - run.from,
         slowest: run.readers.iter().map(|reader| reader.answered.get()).min().unwrap_or_default(),
-        // What is not answered is a flush, where it is no request.
+        // A flush is in flight but is no request.
         unanswered: if overdue { run.in_flight.get().max(1).into() } else { 0 },
         measured: run.recorder.replace(Recorder::new(ended)).end(run.behind(ended)),
     };
@@ -134,7 +125,7 @@ impl Run {
             content,
             readers: course.readers(load.readers, job.part),
             course,
-            // Not those of the places, which are to be the same with some reads as with none.
+            // Independent of the places' seed: places do not change when some requests read.
             kinds: RefCell::new(fastrand::Rng::with_seed(job.part.seed(!seed))),
             schedule: job.arrivals.map(schedule),
             recorder: RefCell::new(Recorder::new(from)),
@@ -194,12 +185,11 @@ impl Run {
                 Next::Done => break,
             }
         }
-        // Who waits for a flush that now never comes.
+        // For tasks that wait for a flush that never comes.
         self.wake();
     }
 
-    /// Takes the instant at which the next request is due, and waits for it; `None` if there is
-    /// none any more.
+    /// Takes the instant at which the next request is due, and waits for it.
     async fn arrival(&self, schedule: &RefCell<Schedule>, at: Instant) -> Option<Instant> {
         if self.is_over(at) || self.promised.get() >= self.job.load.count {
             return None;

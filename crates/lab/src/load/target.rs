@@ -1,6 +1,5 @@
-//! What a load is put on: a disk in this process, or an export of a server.
-//!
-//! Never chosen again for each request at a cost: the two are branches, not objects.
+//! What a load is put on: a disk in this process, or an export of a server. An enum, so that a
+//! request costs no dynamic call.
 
 use std::{rc::Rc, sync::Arc};
 
@@ -21,7 +20,6 @@ impl From<Arc<Disk>> for Target {
 }
 
 impl Target {
-    /// Reads, and looks at nothing.
     pub(super) async fn read(&self, offset: u64, length: usize) -> Result<()> {
         match self {
             Self::Disk(disk) => {
@@ -42,7 +40,6 @@ impl Target {
         }
     }
 
-    /// Makes durable what was answered.
     pub(crate) async fn flush(&self) -> Result<()> {
         match self {
             Self::Disk(disk) => disk.flush().await,
@@ -50,12 +47,12 @@ impl Target {
         }
     }
 
-    /// Whether answers may never come: a server's, which the kernel does not vouch for.
+    /// A server may never answer.
     pub(super) fn is_remote(&self) -> bool {
         matches!(self, Self::Nbd(_))
     }
 
-    /// Why nothing works any more, where that is more than the last error says.
+    /// The reason behind the last error, if there is one.
     pub(crate) fn fault(&self) -> Option<String> {
         match self {
             Self::Disk(_) => None,

@@ -13,7 +13,6 @@ use block::{
 
 use super::*;
 
-/// One behind the other, on the whole of 1 MiB.
 fn places() -> Places {
     Places { offset: 0, step_bytes: 4096, last: (1 << 20) - 4096, backward: false, random: None, run: 1 }
 }
@@ -179,12 +178,10 @@ fn time_ends_it_and_what_was_warming_up_does_not_count() {
     assert_eq!(outcome.elapsed, Duration::from_millis(3500));
     let seconds: Vec<_> = outcome.measured.seconds.iter().map(|second| second.reads).collect();
     assert!(seconds.len() == 3 && seconds.iter().all(|reads| (3996..=4004).contains(reads)), "{seconds:?}");
-    // Whichever comes first; requests of the warming up are not among the thousand.
     let outcome = put_on(Job { load: load(1000, 4), ..job }, &[]).unwrap();
     assert!((249..=251).contains(&outcome.elapsed.as_millis()), "{:?}", outcome.elapsed);
 }
 
-/// 100 requests a second, at equal distances.
 fn slowly() -> Option<Arrivals> {
     Some(Arrivals { per_second: 100.0, spacing: Spacing::Fixed })
 }
@@ -194,8 +191,8 @@ fn requests_come_by_themselves_and_wait_where_too_many_are_in_flight() {
     let outcome = put_on(Job { arrivals: slowly(), ..load(101, 8).into() }, &[]).unwrap();
     assert_eq!(outcome.elapsed, Duration::from_millis(1001), "the last is due after a second");
     assert_eq!((outcome.measured.late.max(), outcome.measured.behind), (0, Duration::ZERO));
-    // 1000 a second are what one in flight can do; 2000 come. The hundredth has waited for half of
-    // the others.
+    // One in flight manages 1000 a second; 2000 come. The hundredth has waited for half of the
+    // others.
     let arrivals = Some(Arrivals { per_second: 2000.0, spacing: Spacing::Fixed });
     let outcome = put_on(Job { arrivals, ..load(100, 1).into() }, &[]).unwrap();
     let reads = &outcome.measured.reads;

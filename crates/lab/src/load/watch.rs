@@ -1,6 +1,4 @@
-//! Looking on while a load runs, and ending it early, from other threads.
-//!
-//! Never makes a load wait: it looks at a flag and stores a number.
+//! Observing a load and ending it early, from other threads. Costs the load a flag and a counter.
 
 use std::{
     future::poll_fn,
@@ -16,14 +14,13 @@ use async_channel::{Receiver, Sender};
 use block::reactor::{now, sleep_until, timeout};
 use policy::time::Duration;
 
-/// How long whoever has ended a load waits for what a server has not answered yet.
+/// How long an ended load waits for a server's answers.
 const GRACE: Duration = Duration::from_secs(5);
 
-/// Ends loads early: everyone who has a clone of it stops sending.
+/// Ends all loads that have a clone.
 #[derive(Clone, Debug)]
 pub(crate) struct Stop {
     stopped: Arc<AtomicBool>,
-    /// Closed with the flag, for those who wait.
     bell: Sender<()>,
     heard: Receiver<()>,
 }
@@ -36,7 +33,7 @@ impl Default for Stop {
 }
 
 impl Stop {
-    /// Says so; false if somebody had said it already.
+    /// False if it was stopped already.
     pub(crate) fn stop(&self) -> bool {
         let first = !self.stopped.swap(true, Ordering::Relaxed);
         self.bell.close();
@@ -47,13 +44,11 @@ impl Stop {
         self.stopped.load(Ordering::Relaxed)
     }
 
-    /// Waits so long, or until it is said.
     pub(super) async fn wait(&self, time: Duration) {
         let _ = timeout(time, self.heard.recv()).await;
     }
 
-    /// Waits for something that may never come, such as a server's answer: once it is said, not
-    /// much longer; `None` then.
+    /// `None` once it has been stopped for [`GRACE`]: a server's answer may never come.
     pub(super) async fn unless_overdue<T>(&self, awaited: impl Future<Output = T>) -> Option<T> {
         let mut awaited = pin!(awaited);
         let mut overdue = pin!(async {

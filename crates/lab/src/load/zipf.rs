@@ -1,21 +1,20 @@
-//! Zipf's distribution: some blocks are asked for much more often than others, as guests do it.
+//! Zipf's distribution: some blocks are asked for much more often than others.
 //!
 //! Rejection-inversion (W. Hörmann and G. Derflinger, "Rejection-inversion to generate variates
 //! from monotone discrete distributions", ACM TOMACS 6(3), 1996): a draw costs the same for any
-//! number of blocks, and nothing is prepared for each of them.
+//! number of blocks, without tables.
 //!
 //! ```text
 //!   draw ─► rank: 0 is the hottest ─► scattered: where that block lies
 //! ```
 //!
-//! Hot blocks lie all over the disk, each at a place of its own: what the load looks like to a
-//! cache of clusters or to read-ahead does not depend on neighbours that are hot by chance.
+//! Hot blocks are scattered over the disk, so neighbours that are hot by chance do not favour
+//! cluster caches or read-ahead.
 
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Zipf {
     count: u64,
     theta: f64,
-    /// The integral at the two ends of the ranks.
     at_first: f64,
     at_last: f64,
     /// Closer to a rank than this, nothing is rejected.
@@ -24,8 +23,8 @@ pub(crate) struct Zipf {
 }
 
 impl Zipf {
-    /// Rank `k` comes up in proportion to `1 / (k + 1)^theta`. `count` is not 0, `theta` above 0
-    /// and finite; the seed decides where ranks lie.
+    /// Rank `k` has probability proportional to `1 / (k + 1)^theta`. `count` is not 0, `theta`
+    /// above 0 and finite; `seed` places the ranks.
     pub(crate) fn new(count: u64, theta: f64, seed: u64) -> Self {
         debug_assert!(count > 0 && theta > 0.0 && theta.is_finite());
         let at_first = integral(1.5, theta) - 1.0;
@@ -34,7 +33,7 @@ impl Zipf {
         Self { count, theta, at_first, at_last, sure, scatter: Scatter::new(count, seed) }
     }
 
-    /// A block: from 0 to the number of blocks less 1.
+    /// Below the number of blocks.
     pub(crate) fn draw(&self, random: &mut fastrand::Rng) -> u64 {
         self.scatter.place(self.rank(random))
     }
@@ -43,7 +42,6 @@ impl Zipf {
         loop {
             let u = self.at_last + random.f64() * (self.at_first - self.at_last);
             let x = inverse(u, self.theta);
-            // A float beyond the ends becomes one of them.
             let k = (x.round() as u64).clamp(1, self.count);
             let near = k as f64;
             if near - x <= self.sure || u >= integral(near + 0.5, self.theta) - density(near, self.theta) {
@@ -53,13 +51,11 @@ impl Zipf {
     }
 }
 
-/// `x` to the power of `-theta`.
 fn density(x: f64, theta: f64) -> f64 {
     (-theta * x.ln()).exp()
 }
 
-/// The integral of the density from 1 to `x`, also where `theta` is 1 or so close to it that the
-/// usual form would divide by 0.
+/// The density's integral from 1 to `x`; stable where `theta` is (nearly) 1.
 fn integral(x: f64, theta: f64) -> f64 {
     let log = x.ln();
     let y = (1.0 - theta) * log;
@@ -68,15 +64,13 @@ fn integral(x: f64, theta: f64) -> f64 {
 }
 
 fn inverse(y: f64, theta: f64) -> f64 {
-    // Rounding may go below what the logarithm takes.
     let t = (y * (1.0 - theta)).max(-1.0);
     let factor = if t.abs() > 1e-8 { t.ln_1p() / t } else { 1.0 - t * (0.5 - t / 3.0) };
     (factor * y).exp()
 }
 
-/// Gives each rank a place of its own, far from those of its neighbours: multiples of a step that
-/// is the golden section of all of them (Knuth, *The Art of Computer Programming* 3, section 6.4)
-/// and shares no factor with their number.
+/// Scatters ranks by multiples of a step near the golden section of their number, and coprime to it
+/// (Knuth, *The Art of Computer Programming* 3, section 6.4).
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Scatter {
     count: u64,
@@ -121,7 +115,6 @@ mod tests {
             let expect = |k: usize| f64::from(DRAWS) * density(k as f64, theta) / sum;
             for k in [1, 2, 3, 10, 100, 1000] {
                 let (expect, found) = (expect(k), f64::from(counts[k - 1]));
-                // Five standard deviations of a count.
                 assert!(
                     (found - expect).abs() <= 5.0 * expect.sqrt() + 1.0,
                     "θ {theta}, rank {k}: {found}, not {expect}"

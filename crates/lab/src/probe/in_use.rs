@@ -1,12 +1,10 @@
-//! Whether somebody uses a device, or it holds what somebody may still want: then it is not written
-//! to.
+//! Whether a device is in use or holds data: then it is not written to.
 //!
-//! Four questions, the ones with the clearest answers first: is it mounted, does another device lie
-//! on it, does anybody hold it exclusively (all kernel users do, swap and RAID members included),
-//! and does it begin like something known. The third alone keeps out everything that is in use now,
-//! and goes on doing so while the device is written to; the others say what it is.
-//!
-//! Only the last can be overruled. A device that is only read is asked the third alone.
+//! Four questions, the clearest answers first: is it mounted, does another device lie on it, is it
+//! held exclusively (by any kernel user: swap, RAID), does it begin with a known signature. The
+//! third alone excludes all users, and goes on excluding them while the device is held; the others
+//! say what it is. Only the last can be overruled. A device that is only read is asked the third
+//! alone.
 
 use std::{fs, io, os::unix::fs::OpenOptionsExt as _, path::Path};
 
@@ -17,16 +15,13 @@ use block::{
 };
 use nix::{errno::Errno, fcntl::OFlag};
 
-/// A device held exclusively. Nobody can mount it meanwhile.
+/// Held exclusively; nobody can mount it.
 #[derive(Debug)]
 pub(crate) struct Claim {
     _file: fs::File,
 }
 
-/// Takes hold of a device that nobody uses.
-///
-/// # Errors
-/// Who uses it, or what it holds; the latter not with `force`.
+/// Claims an unused device. `force` overrules signatures.
 pub(crate) fn claim(path: &Path, device_number: u64, force: bool) -> anyhow::Result<Claim> {
     let name = path.display();
     let number = Number::unpack(device_number);
@@ -62,10 +57,7 @@ pub(crate) fn claim(path: &Path, device_number: u64, force: bool) -> anyhow::Res
     Ok(Claim { _file: file })
 }
 
-/// Takes hold of a device that is only read, so that nobody begins to use it meanwhile.
-///
-/// # Errors
-/// If somebody has it: what they do there would be measured too.
+/// Claims a device that is only read: other users would be measured too.
 pub(crate) fn claim_to_read(path: &Path) -> anyhow::Result<Claim> {
     let name = path.display();
     match fs::OpenOptions::new().read(true).custom_flags(OFlag::O_EXCL.bits()).open(path) {
@@ -79,7 +71,6 @@ pub(crate) fn claim_to_read(path: &Path) -> anyhow::Result<Claim> {
     }
 }
 
-/// The partitions of a disk; none of a partition.
 fn parts_of(number: Number, roots: &Roots) -> Vec<Number> {
     let Ok(identity) = Identity::resolve(number, roots) else { return Vec::new() };
     if identity.number() != number {
@@ -96,8 +87,7 @@ fn parts_of(number: Number, roots: &Roots) -> Vec<Number> {
     entries.filter_map(part).collect()
 }
 
-/// Where a device is mounted, by the text of proc_pid_mountinfo(5): the third field is the number,
-/// the fifth the place.
+/// By the text of proc_pid_mountinfo(5): the third field is the number, the fifth the mount point.
 fn mounted_at(mounts: &str, number: Number) -> Option<&str> {
     let number = number.to_string();
     mounts.lines().find_map(|line| {
@@ -106,14 +96,14 @@ fn mounted_at(mounts: &str, number: Number) -> Option<&str> {
     })
 }
 
-/// A device that lies on this one, such as a logical volume.
+/// Such as a logical volume.
 fn holder_of(number: Number, roots: &Roots) -> Option<String> {
     let directory = roots.sys.join("dev/block").join(number.to_string()).join("holders");
     let holder = fs::read_dir(directory).ok()?.next()?.ok()?;
     Some(holder.file_name().to_string_lossy().into_owned())
 }
 
-/// Where a signature is, what it is, whose it is; each from the format's own description.
+/// Offset, signature and owner; from each format's own description.
 const SIGNATURES: [(usize, &[u8], &str); 13] = [
     (510, b"\x55\xaa", "a partition table or a boot sector"),
     (512, b"EFI PART", "a partition table"),
@@ -129,7 +119,7 @@ const SIGNATURES: [(usize, &[u8], &str); 13] = [
     (0x1000, b"\xfc\x4e\x2b\xa9", "a RAID member"),
     (0, b"\xfc\x4e\x2b\xa9", "a RAID member"),
 ];
-/// All of them end before.
+/// All signatures end before.
 const LOOKED_AT: usize = 0x10048;
 
 fn signature(file: &fs::File) -> io::Result<Option<&'static str>> {

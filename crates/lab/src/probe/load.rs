@@ -1,10 +1,8 @@
 //! One kind of load on an image, and how fast it was answered.
 //!
-//! As many requests as fit are in flight all the time ([`DEPTH`]): what a device can do shows when
-//! it never has to wait for work. The time is cut into windows, and the median of their rates
-//! counts, so that a pause of the device (or of this machine) in one of them does not; of a slow
-//! device, which answers seldom, there are fewer and longer ones. How far the windows are apart is
-//! reported with it: a device whose rate depends on what it did before shows there.
+//! [`DEPTH`] requests are in flight all the time. The median rate of several time windows counts,
+//! so a pause in one does not; for a slow device windows are joined. The spread of the windows is
+//! reported too: it shows devices whose rate depends on what they did before.
 
 use std::{
     cell::{Cell, RefCell},
@@ -23,14 +21,12 @@ use policy::{
     time::{Duration, Instant},
 };
 
-/// Requests in flight: enough for every queue of a disk to be busy, as a few guests together have.
+/// Enough to keep every queue of a disk busy.
 pub(crate) const DEPTH: usize = 32;
-/// Windows whose rates are compared, after one that does not count: a device needs a moment to get
-/// up to speed.
+/// Compared windows, after one that is not: a device needs a moment to get up to speed.
 const WINDOWS: u32 = 7;
-/// Answers in a window, on average, from which on its rate says something: when one comes by chance
-/// a little later, that is no more than some percent. Of a slow device there are fewer, and windows
-/// are put together.
+/// Average answers in a window for a meaningful rate: chance is then some percent. Windows with
+/// fewer are joined.
 const ANSWERS: u64 = 10;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -48,8 +44,7 @@ pub(super) struct Load {
 }
 
 impl Load {
-    /// Every load that is measured: those that read first, so that what they find is not what a
-    /// write has left in a cache.
+    /// Reads come first: writes would fill caches for them.
     pub(super) fn all() -> impl Iterator<Item = Self> {
         let directions = [Direction::Read, Direction::Write];
         directions.into_iter().flat_map(|direction| {
@@ -69,14 +64,12 @@ impl Load {
     }
 }
 
-/// How fast a load was answered.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Figure {
     pub(super) load: Load,
-    /// Operations per second: the median of windows that are long enough. Of large blocks there may
-    /// be few, and a fraction of one counts.
+    /// Operations per second: the median of the windows; fractional, as large blocks are few.
     pub(super) rate: f64,
-    /// The fastest window less the slowest, beside the median: 0 is perfectly steady.
+    /// The fastest window less the slowest, relative to the median.
     pub(super) spread: f64,
 }
 
@@ -95,7 +88,7 @@ pub(super) struct Field {
     pub(super) image: Rc<Image>,
     /// From the beginning; at least one block of every load.
     pub(super) size_bytes: u64,
-    /// Bytes that do not compress, a largest block of them.
+    /// Incompressible bytes, one largest block.
     pub(super) noise: Rc<[u8]>,
 }
 
@@ -106,13 +99,12 @@ struct Run {
     end: Instant,
     random: RefCell<fastrand::Rng>,
     next: Cell<u64>,
-    /// When the last request was answered, and how many were so far.
+    /// The last answer's time and number.
     done: Cell<(Instant, u64)>,
     failed: RefCell<Option<block::error::Error>>,
 }
 
 impl Field {
-    /// Puts the load on it for so long.
     pub(super) async fn measure(&self, load: Load, time: Duration) -> anyhow::Result<Figure> {
         let window = time / (WINDOWS + 1);
         let began = now();
@@ -123,7 +115,7 @@ impl Field {
             let end = began + window * number;
             sleep_until(end).await;
             let (last, done) = run.done.get();
-            // In a window without any answer the device did nothing until its end.
+            // A window without answers ends at its own end.
             let is_silent = marks.last().is_some_and(|&(_, before)| before == done);
             marks.push((if is_silent { end } else { last }, done));
         }
@@ -134,11 +126,8 @@ impl Field {
         Ok(figure(load, &marks))
     }
 
-    /// Writes it from beginning to end, for so long at most; what is left is cut off. Returns the
-    /// bytes written.
-    ///
-    /// # Errors
-    /// The first request that failed.
+    /// Writes it from beginning to end, for so long at most; the rest is cut off. Returns the bytes
+    /// written.
     pub(super) async fn fill(&self, time: Duration, progress: impl Fn(u64)) -> anyhow::Result<u64> {
         let load =
             Load { pattern: Pattern::Sequential, direction: Direction::Write, block_bytes: self.noise.len() };
@@ -212,11 +201,10 @@ impl Run {
     }
 }
 
-/// By the last answer in each window, and how many there were until then.
+/// `marks`: the last answer in each window and the number of answers until then.
 fn figure(load: Load, marks: &[(Instant, u64)]) -> Figure {
     let windows = marks.len() - 1;
     let answers = marks[windows].1 - marks[0].1;
-    // An odd number has a median.
     let counted =
         (1..=windows).rev().filter(|count| count % 2 == 1).find(|count| answers / *count as u64 >= ANSWERS);
     let (each, long) = (rates(marks, windows), rates(marks, counted.unwrap_or(1)));
@@ -225,9 +213,8 @@ fn figure(load: Load, marks: &[(Instant, u64)]) -> Figure {
     Figure { load, rate: median, spread: if median > 0.0 { range / median } else { 0.0 } }
 }
 
-/// The rates of the time in so many parts, whole windows each, the lowest first. From the last
-/// answer of one to the last of the next: where there are few in each, one more or less by chance
-/// would be a tenth of the rate.
+/// The rates of so many parts of whole windows, lowest first. Each is from last answer to last
+/// answer: with few answers, one more or less by chance would be a tenth of the rate.
 fn rates(marks: &[(Instant, u64)], count: usize) -> Vec<f64> {
     let mark = |number: usize| marks[number * (marks.len() - 1) / count];
     let rate = |number: usize| {
@@ -257,15 +244,14 @@ mod tests {
 
     #[test]
     fn few_answers_are_counted_over_a_longer_time() {
-        // Windows of 100 ms that say 20 a second, or 30, or 40; all of them together 29.
+        // Windows of 100 ms that say 20, 30 or 40 a second; together 29.
         let figure = figure(LOAD, &marks(10, [2, 4, 2, 3, 2, 4, 3]));
         assert!((figure.rate - 20.0 / 0.7).abs() < 1e-9 && figure.spread > 0.5, "{figure:?}");
-        // Three that are longer say 60, 40 and 60: a pause in one of them does not count.
+        // Three longer ones say 60, 40 and 60: a pause in one does not count.
         let figure = super::figure(LOAD, &marks(10, [6, 6, 6, 0, 6, 6, 6]));
         assert!((figure.rate - 60.0).abs() < 1e-9, "{figure:?}");
     }
 
-    /// So many answers in each window, of which there are so many in a second.
     fn marks(a_second: u64, answers: [u64; WINDOWS as usize]) -> Vec<(Instant, u64)> {
         let mut done = 0;
         let ends = (0..).map(|number| Instant::from_nanos(number * 1_000_000_000 / a_second));
@@ -286,7 +272,6 @@ mod tests {
         assert!(all.iter().enumerate().all(|(index, load)| !all[..index].contains(load)));
     }
 
-    /// A load on so many bytes, in virtual time.
     fn measured(
         spec: &'static str,
         options: OpenOptions,
@@ -317,7 +302,7 @@ mod tests {
 
     #[test]
     fn a_slow_device_is_measured_to_the_percent() {
-        // Of 1 MiB a request: 3 or 4 in each of the windows.
+        // 3 or 4 requests of 1 MiB in each window.
         let load = Load { pattern: Pattern::Sequential, direction: Direction::Write, block_bytes: 1 << 20 };
         let (options, time) = (rate("bytes=13500000"), Duration::from_secs(2));
         let figure = measured("memory:64M", options, (load, 64 << 20), time).unwrap();

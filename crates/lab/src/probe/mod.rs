@@ -1,5 +1,4 @@
-//! `weir probe`: what a device can do, measured once, so that a watermark knows how much of that is
-//! in use.
+//! `weir probe`: measures once what a device can do, so that a watermark knows how much is in use.
 //!
 //! ```text
 //!   DIR ────► a file of its own ─┐                       ┌─► a table, or JSON
@@ -8,12 +7,11 @@
 //!                                     × read, write × 4 KiB, 1 MiB
 //! ```
 //!
-//! The capacity in operations is that of random requests of 4 KiB, that in bytes the better of the
-//! two patterns at 1 MiB. What was not measured is said, and never guessed: a daemon then goes by
-//! the device's busy time.
+//! The capacity in operations is that of random 4 KiB requests, that in bytes the better of the two
+//! patterns at 1 MiB. What was not measured is never guessed: the daemon then goes by busy time.
 //!
-//! Measures through the very storage that serves disks, past the page cache. Never writes to a
-//! device in use ([`in_use`]), and leaves nothing behind in a directory, however it ends.
+//! Measures through the storage that serves disks, past the page cache. Never writes to a device in
+//! use ([`in_use`]), and leaves nothing behind in a directory, however it ends.
 
 mod arguments;
 pub(crate) mod in_use;
@@ -37,10 +35,10 @@ use report::Report;
 use settings::state::{Figures, Record, Store};
 use target::{Kind, LEAST_SIZE, Target, Wish};
 
-/// Filling the file takes as long as this many loads at most; a slower device gets a smaller file.
+/// Filling takes at most as long as this many loads; a slower device gets a smaller file.
 const FILL_TIMES: u32 = 5;
 
-/// Measures, prints and keeps what was measured.
+/// Measures a device, prints its capacity and keeps it.
 ///
 /// # Errors
 /// Whatever keeps it from being measured or kept.
@@ -53,7 +51,7 @@ pub fn run(arguments: ProbeArgs) -> Result<(), Failure> {
     };
     let target = Target::open(wish)?;
     let roots = Roots::default();
-    // Where there is none, a file system in memory perhaps, measuring it is still allowed.
+    // Without an identity (a file system in memory) it is measured but not kept.
     let identity = Identity::resolve(Number::unpack(target.device_number), &roots).ok();
     let name = arguments.path.display().to_string();
     let progress = Progress::new(arguments.json);
@@ -87,7 +85,7 @@ async fn measure(
     let mut field = Field { image: Rc::clone(&target.image), size_bytes: target.size_bytes, noise };
     if target.kind == Kind::File {
         progress.begin(&format!("{name}: writing a file to measure"), field.size_bytes);
-        // Else reads would be of holes, which no device is asked for.
+        // Reads of holes would not reach the device.
         field.size_bytes = field.fill(time * FILL_TIMES, |done| progress.advance(done)).await?;
         target.image.flush().await.context("flushing the file to be measured")?;
         progress.end();
@@ -116,7 +114,7 @@ async fn measure(
     Ok(Measured { size_bytes: field.size_bytes, figures, not_measured })
 }
 
-/// The capacity that the figures make: 0 where there are none.
+/// 0 where nothing was measured.
 fn capacity(figures: &[Figure]) -> Figures {
     let best = |direction: Direction, block_bytes: usize, part: fn(&Figure) -> u64, random_only: bool| {
         let of = |figure: &&Figure| {
@@ -136,7 +134,6 @@ fn capacity(figures: &[Figure]) -> Figures {
     }
 }
 
-/// Keeps the capacity under the device's name, if it has one, and makes the report.
 fn keep(
     measured: Measured,
     store: &Store,
@@ -147,7 +144,6 @@ fn keep(
     let mut capacity = capacity(&figures);
     let mut kept = None;
     if let Some(identity) = identity {
-        // A record that cannot be used is replaced.
         let earlier = store.load(identity.key()).ok().flatten();
         if let Some(earlier) = earlier.filter(|_| capacity.write_bps == 0 && capacity.write_iops == 0) {
             capacity.write_iops = earlier.capacity.write_iops;

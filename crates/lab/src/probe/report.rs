@@ -12,7 +12,7 @@ use super::load::{DEPTH, Figure, Pattern};
 #[derive(Debug)]
 pub(super) struct Report {
     pub(super) target: String,
-    /// The device's node, and its name for good; `None` if it lies on none.
+    /// The device's node and its stable name, if it lies on one.
     pub(super) device: Option<(String, String)>,
     pub(super) size_bytes: u64,
     pub(super) figures: Vec<Figure>,
@@ -79,7 +79,7 @@ impl Report {
     }
 }
 
-/// Bytes in the largest unit that they are a whole number of.
+/// In the largest unit that divides it.
 pub(super) fn size(bytes: u64) -> String {
     let units = [(30, "GiB"), (20, "MiB"), (10, "KiB")];
     let whole = units.iter().find(|(shift, _)| bytes > 0 && bytes.is_multiple_of(1 << shift));

@@ -1,9 +1,7 @@
-//! What is measured: a file made in a directory for the purpose, or a device.
+//! What is measured: a file made in a directory, or a device.
 //!
-//! The file has no name (open(2), `O_TMPFILE`), or loses it at once where the file system cannot do
-//! that: so it is gone with the process, whatever ends that, and nobody else finds it meanwhile.
-//!
-//! A device is read as it is. It is written to only if that was asked for and nobody uses it
+//! The file has no name (open(2), `O_TMPFILE`), or loses it at once where the file system lacks
+//! that, so it is gone with the process. A device is written to only on request and if unused
 //! (`in_use`).
 
 use std::{
@@ -22,20 +20,16 @@ use nix::sys::statvfs::fstatvfs;
 
 use super::in_use::{self, Claim};
 
-/// Bytes that are measured where nothing else is said, and there is room: more than the caches of
-/// most devices.
+/// More than the caches of most devices.
 const DEFAULT_SIZE: u64 = 1 << 30;
-/// The least that can be measured: a few of the largest requests.
 pub(super) const LEAST_SIZE: u64 = 8 << 20;
 
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Wish<'a> {
-    /// A directory or a block device.
     pub(super) path: &'a Path,
     pub(super) size_bytes: Option<u64>,
-    /// Write to a device, which destroys what is on it.
     pub(super) write: bool,
-    /// Also where it holds something that is known.
+    /// Despite a known signature.
     pub(super) force: bool,
 }
 
@@ -44,7 +38,7 @@ pub(super) struct Target {
     pub(super) image: Rc<Image>,
     pub(super) size_bytes: u64,
     pub(super) kind: Kind,
-    /// The device in the form of stat(2).
+    /// In the form of stat(2).
     pub(super) device_number: u64,
     _held: Held,
 }
@@ -62,7 +56,6 @@ enum Held {
 }
 
 impl Target {
-    /// Makes the file, or opens the device.
     pub(super) fn open(wish: Wish<'_>) -> anyhow::Result<Self> {
         let name = wish.path.display();
         let metadata = fs::metadata(wish.path).with_context(|| format!("{name}: cannot be probed"))?;
@@ -125,7 +118,6 @@ impl Target {
     }
 }
 
-/// Past the page cache: its speed is not the device's.
 fn opened(path: &Path, spec: &str, read_only: bool) -> anyhow::Result<Rc<Image>> {
     let options = OpenOptions {
         cache: CacheMode::None,

@@ -1,41 +1,33 @@
-//! The scale of one direction of a chart: where a value stands, and which values are named.
+//! A chart's scale: where a value stands, and which values are labelled.
 //!
 //! ```text
 //!   values ─► low … high ─► ticks at 1, 2 or 5 × a power of ten ─► positions from 0 to 1, where plotters draws them
 //! ```
 //!
-//! plotters has scales of its own. They are not used because they take the values as they are: a
-//! span of 10³⁰⁰, or of nothing, makes them loop or panic, and a file from elsewhere may hold any
-//! number. Here every number becomes one from 0 to 1, and plotters never sees another.
-//!
-//! Never shows a linear scale that hides its distance from zero, if it is asked to begin there.
+//! plotters' own scales loop or panic on extreme spans (10³⁰⁰, or none), and a file from elsewhere
+//! may hold any number. Here every value becomes one from 0 to 1 first.
 
 use super::quantity;
 use crate::result::{Axis, Unit};
 
-/// What is larger is drawn at the edge: no quantity of a disk comes near, and the differences of
-/// two such numbers are still numbers.
+/// Larger values are drawn at the edge; differences of such values stay finite.
 const MOST: f64 = 1e30;
-/// The smallest that a logarithmic scale shows.
 const LEAST: f64 = 1e-30;
-/// A span below this share of the values is taken for none: it is the rounding of their arithmetic.
+/// Smaller spans, relative to the values, are rounding errors.
 const NO_SPAN: f64 = 1e-9;
-/// Below so many decades a logarithmic scale has ticks at equal differences, because hardly one of
-/// 1, 2 and 5 falls into it.
+/// In decades. Narrower logarithmic scales have linear ticks: hardly one of 1, 2 and 5 would fall
+/// into them.
 const NARROW: f64 = 0.7;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Ends {
-    /// At the smallest and the largest value.
     Values,
-    /// At zero, or a power of ten if it is logarithmic, and at a tick.
+    /// At ticks, beginning at zero (or a power of ten if logarithmic).
     Ticks,
 }
 
-/// A value that is named.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct Tick {
-    /// From 0 to 1.
     pub(super) position: f64,
     pub(super) label: String,
 }
@@ -46,13 +38,11 @@ pub(super) struct Scale {
     /// Of the values, or of their logarithms; finite, `low < high`.
     low: f64,
     high: f64,
-    /// In rising order.
     pub(super) ticks: Vec<Tick>,
 }
 
 impl Scale {
-    /// The scale for these values, with `most` ticks or a few less. Values that cannot stand on it
-    /// are passed over.
+    /// A scale with about `most` ticks. Values that cannot stand on it are ignored.
     pub(super) fn over(values: impl Iterator<Item = f64>, axis: &Axis, ends: Ends, most: usize) -> Self {
         let shown = values.filter_map(|value| placed(value, axis.logarithmic));
         let (low, high) = shown
@@ -73,8 +63,7 @@ impl Scale {
         scale
     }
 
-    /// Where a value stands: 0 is the beginning, 1 the end. `None` if it cannot stand on this
-    /// scale.
+    /// From 0 to 1; `None` if the value cannot stand on this scale.
     pub(super) fn position(&self, value: f64) -> Option<f64> {
         Some(self.along(placed(value, self.logarithmic)?))
     }
@@ -115,7 +104,6 @@ impl Scale {
         }
     }
 
-    /// The difference between two ticks, and the unit they are written in.
     fn step(&self, unit: Unit, most: usize) -> (f64, (f64, &'static str)) {
         let shown = quantity::scale(unit, self.low.abs().max(self.high.abs()));
         (nice((self.high - self.low) / shown.0 / most.max(1) as f64) * shown.0, shown)
@@ -137,15 +125,15 @@ impl Scale {
         let (step, shown) = self.step(unit, most);
         let digits = (-(step / shown.0).log10() - 1e-6).ceil().clamp(0.0, 9.0) as usize;
         let (first, last) = ((self.low / step - 1e-6).ceil(), (self.high / step + 1e-6).floor());
-        // The step was chosen for `most`; rounding adds one at each end. What is so far off that
-        // steps are lost has no ticks.
+        // `most` and a rounded step at each end. So far from zero that steps are lost, there is one
+        // tick.
         let count = if last - first <= (most + 2) as f64 { (last - first) as usize + 1 } else { 0 };
         let value = |number: usize| (first + number as f64) * step;
         (0..count).map(|number| (value(number), quantity::written(value(number), shown, digits))).collect()
     }
 
     fn at_equal_factors(&self, unit: Unit, most: usize) -> Vec<(f64, String)> {
-        // Sizes are powers of two, and a tick at 100000 bytes would say nothing.
+        // Sizes are powers of two.
         let binary = matches!(unit, Unit::Bytes | Unit::BytesPerSecond);
         let (base, mantissas): (f64, &[f64]) = if binary { (2.0, &[1.0]) } else { (10.0, &[1.0, 2.0, 5.0]) };
         let per_decade = base.log10();
@@ -161,7 +149,7 @@ impl Scale {
     }
 }
 
-/// What is measured along the scale, within its bounds; `None` if the value has no place on it.
+/// The value or its logarithm, within bounds; `None` if it has no place.
 fn placed(value: f64, logarithmic: bool) -> Option<f64> {
     let exists = value.is_finite() && !(logarithmic && value <= 0.0);
     let bounded = if logarithmic { value.clamp(LEAST, MOST) } else { value.clamp(-MOST, MOST) };
@@ -172,7 +160,7 @@ fn transformed(value: f64, logarithmic: bool) -> f64 {
     if logarithmic { value.log10() } else { value }
 }
 
-/// The next number of the form 1, 2 or 5 × a power of ten.
+/// Rounds up to 1, 2 or 5 × a power of ten.
 fn nice(value: f64) -> f64 {
     let power = 10f64.powf(value.log10().floor());
     let mantissa = value / power;

@@ -1,14 +1,13 @@
-//! Which columns of a table of text hold numbers: those stand at the right, so that their digits do
-//! below each other.
+//! Which columns of a table hold numbers: those are right-aligned.
 
 use console::table::Side;
 
 use crate::result::Table;
 
-/// More letters than this behind a number are words, and no unit.
+/// More letters behind a number are words, not a unit.
 const UNIT: usize = 6;
 
-/// The side of each column. A table's first column names its rows, whatever it holds.
+/// The first column names the rows, whatever it holds.
 pub(super) fn sides(table: &Table) -> Vec<Side> {
     let side = |column: usize| {
         let cells = || table.rows.iter().filter_map(|row| row.get(column)).map(|cell| cell.trim());

@@ -1,6 +1,4 @@
-//! `weir report`: a result as tables or as a page, or two of them compared.
-//!
-//! Never changes a result file.
+//! `weir report`: a result as tables or as a page, or two compared. Never changes a result file.
 
 use std::{
     io::{IsTerminal as _, stdout},
@@ -25,8 +23,8 @@ use crate::{
 /// Shows a result, or compares two.
 ///
 /// # Errors
-/// If a file cannot be read, is no result, or the page cannot be written; and, if that is asked
-/// for, if something got worse.
+/// A file that cannot be read or written or is no result; with `--fail-on-worse`, something that
+/// got worse.
 pub fn run(arguments: ReportArgs) -> Result<(), Failure> {
     let a = load(&arguments.a)?;
     match &arguments.b {
@@ -71,7 +69,7 @@ fn compare(arguments: &ReportArgs, a: (&str, &ResultFile), b: (&str, &ResultFile
     Ok(())
 }
 
-/// A median and its interval; what is not finite is null.
+/// What is not finite is null.
 fn told(estimate: Estimate) -> Value {
     json!({ "median": estimate.median, "low": estimate.low, "high": estimate.high })
 }

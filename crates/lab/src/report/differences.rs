@@ -1,7 +1,6 @@
-//! Two results, side by side: which measures differ, by how much, and whether that is more than
-//! noise.
+//! Compares two results: which measures differ, by how much, and whether that is more than noise.
 //!
-//! Never compares what has different names or units, and never hides that two results come from
+//! Measures match by name and unit. Different machines are always pointed out.
 //! different machines.
 
 use std::fmt::Write as _;
@@ -16,21 +15,19 @@ use crate::{
     statistics::{Estimate, Verdict, compare},
 };
 
-/// How many of so many comparisons show a difference where there is none: what `statistics`
-/// promises.
+/// The share of false differences, as `statistics` promises.
 const BY_CHANCE: f64 = 0.05;
 /// With fewer measures less than one differs by chance.
 const WORTH_SAYING: usize = 20;
-/// Memory that differs by less is the kernel's own book-keeping.
+/// Smaller differences of memory are the kernel's own book-keeping.
 const SAME_MEMORY: f64 = 0.02;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Outcome {
     Better,
     Worse,
-    /// No difference that could be told from noise.
     Same,
-    /// Nobody knows: there are too few samples, or a quotient of nothing.
+    /// Too few samples, or a quotient of nothing.
     Unknown,
 }
 
@@ -51,10 +48,10 @@ pub(super) struct Row {
     pub(super) unit: Unit,
     pub(super) a: Estimate,
     pub(super) b: Estimate,
-    /// What B is in terms of A; not a number where one of them is 0.
+    /// B relative to A; NaN where one of them is 0.
     pub(super) ratio: Estimate,
     pub(super) outcome: Outcome,
-    /// What was compared: seconds of one run, if one of the two are such.
+    /// Seconds if either is.
     pub(super) samples_are: SamplesAre,
 }
 
@@ -67,11 +64,9 @@ pub(super) struct Other {
 
 #[derive(Clone, Debug)]
 pub(super) struct Differences {
-    /// In A's order.
     pub(super) rows: Vec<Row>,
-    /// Names that B does not have, or has in another unit.
+    /// Also those in another unit.
     pub(super) only_a: Vec<String>,
-    /// Names that A does not have, or has in another unit.
     pub(super) only_b: Vec<String>,
     pub(super) others: Vec<Other>,
 }
@@ -99,7 +94,7 @@ impl Differences {
         self.rows.len() - self.count(Outcome::Unknown)
     }
 
-    /// Of those, how many chance has a part in.
+    /// How many of those chance may explain.
     fn told_by_chance(&self) -> usize {
         let is_measured =
             |row: &&Row| row.outcome != Outcome::Unknown && row.samples_are != SamplesAre::Exact;
@@ -191,10 +186,9 @@ impl Row {
     }
 }
 
-/// What was computed differs wherever it is not the same.
+/// Computed values differ unless they are equal.
 fn exact(a: f64, b: f64, better: Better) -> (Estimate, Outcome) {
     let ratio = if a == b { 1.0 } else { b / a };
-    // A quotient of nothing is none.
     let ratio = if ratio.is_finite() && ratio > 0.0 { ratio } else { f64::NAN };
     let outcome = match (a == b, (b > a) == (better == Better::Higher)) {
         (true, _) => Outcome::Same,
@@ -208,7 +202,7 @@ fn outcome(a: &[f64], b: &[f64], better: Better) -> (Estimate, Outcome) {
     if a == b {
         return (Estimate { median: 1.0, low: 1.0, high: 1.0 }, Outcome::Same);
     }
-    // A quotient of nothing is none, and what is below zero has no better half.
+    // No quotient of zero, and no better direction below zero.
     if a.iter().chain(b).any(|sample| *sample <= 0.0) {
         let none = f64::NAN;
         return (Estimate { median: none, low: none, high: none }, Outcome::Unknown);
@@ -223,7 +217,7 @@ fn outcome(a: &[f64], b: &[f64], better: Better) -> (Estimate, Outcome) {
     (comparison.ratio, outcome)
 }
 
-/// Whether so many samples of each tell even the clearest difference there can be.
+/// Whether so many samples could show even the clearest difference.
 fn tells(a: usize, b: usize) -> bool {
     compare(&vec![1.0; a], &vec![2.0; b]).verdict != Verdict::Same
 }
@@ -232,7 +226,7 @@ fn counterpart<'a>(list: &'a [Measure], of: &Measure) -> Option<&'a Measure> {
     list.iter().find(|measure| measure.name == of.name && measure.unit == of.unit)
 }
 
-/// The facts that differ; when it was, and for how long, always does.
+/// Differing facts, without the time and duration.
 fn others(a: &Header, b: &Header) -> Vec<Other> {
     let (facts_a, facts_b) = (facts(a), facts(b));
     let fact = |facts: &[(&str, String)], name| {
@@ -333,7 +327,7 @@ mod tests {
         assert_eq!(outcome(SamplesAre::Exact, &[0.0], &[1.0]), Outcome::Worse);
         assert_eq!(outcome(SamplesAre::Exact, &[2.0], &[2.0]), Outcome::Same);
         assert_eq!(outcome(SamplesAre::Runs, &[100.0], &[100.1]), Outcome::Unknown);
-        // A minute of one run each, and slow waves in both: the same machine, at another time.
+        // A minute of one run each, with slow waves: the same machine at another time.
         let waves =
             |phase: f64| (0..60).map(move |second| 100.0 + 10.0 * (f64::from(second) / 9.0 + phase).sin());
         let (a, b): (Vec<_>, Vec<_>) = (waves(0.0).collect(), waves(2.0).collect());

@@ -1,10 +1,7 @@
-//! A sheet that plotters draws on, and what becomes of it: an SVG element inside of a page.
+//! A sheet that plotters draws on, and its SVG element.
 //!
-//! plotters' coordinates are whole numbers, so that a line drawn in pixels has steps. Sheets are
-//! therefore [`SCALE`] times as large as they are shown, and whatever is drawn on them too: [`px`]
-//! and [`letters`] do that.
-//!
-//! Never writes a text that was not cleaned; plotters does the escaping.
+//! plotters' coordinates are whole numbers. Sheets are therefore [`SCALE`] times as large as shown;
+//! [`px`] and [`letters`] convert. Texts are cleaned here, plotters escapes them.
 
 use std::fmt::Write as _;
 
@@ -24,37 +21,34 @@ use super::{
     palette::{GROUND, INK, code, dash_rules},
 };
 
-/// Units of a drawing in a pixel.
 pub(super) const SCALE: i32 = 10;
-/// The height of letters, in pixels, where a drawing is as wide as it wants to be.
+/// In pixels, in a drawing at its full width.
 const LETTERS: f64 = 14.0;
-/// About how wide a letter is, in pixels: fonts are the reader's, so nobody knows exactly.
+/// In pixels; approximate, as fonts are the reader's.
 pub(super) const LETTER_WIDTH: f64 = 7.6;
-/// plotters takes the size that letters' boxes have, and divides by this.
+/// plotters takes the size of letters' boxes, and divides by this.
 const BOX: f64 = 1.24;
 
-/// Of a chart in a file of its own, in pixels: the room for its title, that of a legend's row, that
-/// of a line in it, and beside things.
+/// Pixels of a chart in a file of its own: title, legend row, line in the legend, margin.
 const TITLE: f64 = 34.0;
 const ROW: f64 = 20.0;
 const SAMPLE: f64 = 28.0;
 const MARGIN: f64 = 8.0;
 
 pub(super) type Sheet<'a> = DrawingArea<SVGBackend<'a>, Shift>;
-/// Whether drawing worked. Into a string it always does, but plotters also draws elsewhere.
+/// Drawing into a string never fails, but plotters also draws elsewhere.
 pub(super) type Drawn = Result<(), DrawingAreaErrorKind<std::io::Error>>;
 
 pub(super) fn px(pixels: f64) -> i32 {
     (pixels * f64::from(SCALE)).round() as i32
 }
 
-/// Letters of this colour, and where in a text its position is.
 pub(super) fn letters(colour: RGBColor, horizontal: HPos, vertical: VPos) -> TextStyle<'static> {
     let size = LETTERS * BOX * f64::from(SCALE);
     ("sans-serif", size).into_font().color(&colour).pos(Pos::new(horizontal, vertical))
 }
 
-/// Writes a text at (x, y), in pixels.
+/// Positions are in pixels.
 pub(super) fn write(sheet: &Sheet, text: &str, (x, y): (f64, f64), style: TextStyle) -> Drawn {
     sheet.draw(&Text::new(clean(text), (px(x), px(y)), style))
 }
@@ -64,22 +58,20 @@ pub(super) fn line(sheet: &Sheet, from: (f64, f64), to: (f64, f64), colour: RGBC
     sheet.draw(&PathElement::new(ends, colour.stroke_width(px(width).unsigned_abs())))
 }
 
-/// Fills what lies between two corners, in pixels.
+/// Corners are in pixels.
 pub(super) fn fill(sheet: &Sheet, from: (f64, f64), to: (f64, f64), colour: RGBColor) -> Drawn {
     let corners = [from, to].map(|(x, y)| (px(x), px(y)));
     sheet.draw(&Rectangle::new(corners, colour.filled()))
 }
 
 pub(super) struct Drawing {
-    /// In pixels.
     size: (f64, f64),
-    /// What it shows, for who does not see it.
+    /// Alternative text.
     shows: String,
-    /// Behind the tag that opens the SVG element, to its end.
+    /// The SVG element without its opening tag.
     shapes: String,
 }
 
-/// Has something drawn on a sheet of so many pixels.
 pub(super) fn drawing(
     (width, height): (f64, f64),
     shows: &str,
@@ -91,16 +83,14 @@ pub(super) fn drawing(
     paint(&sheet)?;
     sheet.present()?;
     drop(sheet);
-    // plotters' own tag fixes the size and says nothing of what is shown.
+    // plotters' own tag fixes the size and lacks the alternative text.
     let shapes = drawn.split_once('>').map_or("", |(_, shapes)| shapes).to_owned();
     Ok(Drawing { size: (width, height), shows: escape(shows), shapes })
 }
 
 impl Drawing {
-    /// An element of a page, whose rules give it the page's colours.
-    ///
-    /// On a narrow screen it shrinks to three quarters, where its letters are still read, and no
-    /// further.
+    /// An element of a page, with the page's colours. On narrow screens it shrinks to three
+    /// quarters, where letters are still readable.
     pub(super) fn inline(&self) -> String {
         let Self { size: (width, height), shows, shapes } = self;
         format!(
@@ -112,8 +102,7 @@ impl Drawing {
         )
     }
 
-    /// A file of its own, below its title and its legend: light, on a ground, so that it can be
-    /// read wherever it is shown.
+    /// A file of its own with title and legend, in light colours on a ground.
     pub(super) fn alone(&self, legend: &[(&str, RGBColor)]) -> String {
         let Self { size: (width, height), shows, shapes } = self;
         let (ground, ink, version) = (code(GROUND.light), code(INK.light), env!("CARGO_PKG_VERSION"));
@@ -125,7 +114,6 @@ impl Drawing {
                 (x, y) = (MARGIN, y + ROW);
             }
             let (colour, units, at) = (code(*colour), px(SAMPLE), x + SAMPLE + MARGIN / 2.0);
-            // In the drawing's units, which the lines' dashes are in too.
             let _ = writeln!(
                 marks,
                 "<svg x=\"{x}\" y=\"{}\" width=\"{SAMPLE}\" height=\"4\" viewBox=\"0 0 {units} 40\">\

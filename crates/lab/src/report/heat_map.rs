@@ -1,7 +1,5 @@
-//! A matrix of values, drawn: the better a value is, the more its cell stands out. Each value is
-//! also written into its cell.
-//!
-//! Never says by colour alone what it says.
+//! A matrix of values, drawn: the better a value, the stronger its cell. Each value is also written
+//! into its cell, so colour alone says nothing.
 
 use std::fmt::Write as _;
 
@@ -17,18 +15,15 @@ use crate::result::{Better, HeatMap};
 
 const CELL_HEIGHT: f64 = 34.0;
 const CELL_WIDTHS: (f64, f64) = (64.0, 100.0);
-/// Left of the cells, for the rows' names.
 const NAME_WIDTHS: (f64, f64) = (40.0, 260.0);
-/// Above the cells, for the columns' names: a line of them, and how many there may be.
+/// Height of a line of the columns' names, and the most lines.
 const LINE: f64 = 18.0;
 const LINES: usize = 4;
-/// Between cells, and on each side of a text.
 const GAP: f64 = 2.0;
 const MARGIN: f64 = 8.0;
-/// Rows and columns that are drawn: more are no picture any more.
+/// Rows and columns that are drawn.
 const MOST: usize = 64;
 
-/// The chart: its drawing, and what is not shown.
 pub(super) fn html(map: &HeatMap) -> anyhow::Result<String> {
     let drawing = drawing(map)?.inline();
     let best = match map.better {
@@ -48,7 +43,6 @@ pub(super) fn html(map: &HeatMap) -> anyhow::Result<String> {
     Ok(html)
 }
 
-/// The chart in a file of its own.
 pub(super) fn alone(map: &HeatMap) -> anyhow::Result<String> {
     Ok(drawing(map)?.alone(&[]))
 }
@@ -63,7 +57,6 @@ struct Layout {
     columns: usize,
     name_width: f64,
     cell_width: f64,
-    /// The columns' names, in lines.
     heads: Vec<Vec<String>>,
     head_height: f64,
 }
@@ -153,7 +146,7 @@ fn fitting(width: f64) -> usize {
     ((width - 2.0 * MARGIN) / LETTER_WIDTH) as usize
 }
 
-/// A name in lines of so many letters at most, broken between words; what does not fit is cut.
+/// Broken between words; what does not fit is cut.
 fn wrapped(name: &str, most: usize) -> Vec<String> {
     let mut lines: Vec<String> = Vec::new();
     for word in name.split_whitespace() {
@@ -177,8 +170,8 @@ fn range(map: &HeatMap) -> (f64, f64) {
     values.fold((f64::INFINITY, f64::NEG_INFINITY), |(low, high), &value| (low.min(value), high.max(value)))
 }
 
-/// Which of [`CELLS`] a value gets: by factors where the values span more than ten, or all but the
-/// largest would look alike.
+/// The index into [`CELLS`]. By factors if values span more than ten times, or all but the largest
+/// would look alike.
 fn strength(value: f64, (low, high): (f64, f64), better: Better) -> usize {
     let share = if low > 0.0 && high / low > 10.0 {
         (value.ln() - low.ln()) / (high.ln() - low.ln())

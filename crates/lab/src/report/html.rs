@@ -1,11 +1,9 @@
-//! Text that becomes part of a page.
+//! Escapes text for a page.
 //!
-//! Names and notes come from a result file, which comes from anywhere: a disk may be called
-//! `<script>`. Everything that is not this program's own goes through here.
-//!
-//! Never lets a character of a text begin a tag, an entity or the end of an attribute.
+//! Names and notes come from untrusted result files: a disk may be called `<script>`. No character
+//! of a text begins a tag, an entity or the end of an attribute.
 
-/// For between tags, and inside of quoted attributes.
+/// For text between tags and in quoted attributes.
 pub(super) fn escape(text: &str) -> String {
     let mut escaped = String::with_capacity(text.len());
     for character in text.chars() {
@@ -21,14 +19,13 @@ pub(super) fn escape(text: &str) -> String {
     escaped
 }
 
-/// Without characters that HTML does not allow and terminals obey; lines stay lines. plotters
-/// escapes texts itself, but these it lets pass.
+/// Removes characters that HTML forbids or terminals obey, except line ends. plotters escapes, but
+/// does not do this.
 pub(super) fn clean(text: &str) -> String {
     text.chars().map(shown).collect()
 }
 
-/// Cut to so many characters, with an ellipsis in the middle: what tells names apart is often at
-/// their ends.
+/// With an ellipsis in the middle: names often differ at their ends.
 pub(super) fn cut(text: &str, most: usize) -> String {
     let count = text.chars().count();
     if count <= most {
@@ -41,7 +38,7 @@ pub(super) fn cut(text: &str, most: usize) -> String {
 }
 
 fn shown(character: char) -> char {
-    // Noncharacters too (Unicode 16, section 23.7): a document that has one is not well-formed.
+    // Noncharacters too (Unicode 16, section 23.7): they make a document ill-formed.
     let noncharacter = matches!(character as u32 & 0xFFFF, 0xFFFE | 0xFFFF)
         || ('\u{FDD0}'..='\u{FDEF}').contains(&character);
     if character != '\n' && character.is_control() || noncharacter { '?' } else { character }

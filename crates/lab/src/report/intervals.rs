@@ -1,4 +1,4 @@
-//! Differences, drawn: how far each lies from none, and how sure that is.
+//! Differences, drawn: how far each lies from 1×, with its interval.
 //!
 //! ```text
 //!   read, depth 1      ──●──      │
@@ -6,7 +6,7 @@
 //!                      0.9×      1×      1.1×
 //! ```
 //!
-//! The scale is logarithmic, so that twice is as far to one side as half is to the other.
+//! The scale is logarithmic: twice is as far to one side as half is to the other.
 
 use plotters::{
     prelude::Circle,
@@ -32,10 +32,9 @@ const BELOW: f64 = 34.0;
 const NAMES: (f64, f64) = (80.0, 300.0);
 const RIGHT: f64 = 30.0;
 const TICKS: usize = 6;
-/// More rows are no picture any more; those that differ come first.
+/// Rows that differ come first.
 const MOST: usize = 50;
 
-/// The drawing; `None` if there is nothing to draw.
 pub(super) fn html(rows: &[Row]) -> anyhow::Result<Option<String>> {
     let rows = shown(rows);
     if rows.is_empty() {
@@ -53,7 +52,7 @@ pub(super) fn html(rows: &[Row]) -> anyhow::Result<Option<String>> {
     Ok(Some(format!("<div class=\"wide\">{}</div>", drawing.inline())))
 }
 
-/// Those that can be drawn: the differences first, if not all can.
+/// At most [`MOST`], differences first.
 fn shown(rows: &[Row]) -> Vec<&Row> {
     let drawable = |row: &&Row| {
         let ratio = row.ratio;
@@ -97,7 +96,7 @@ fn paint(sheet: &Sheet, rows: &[&Row], scale: &Scale, left: f64) -> Drawn {
         let colour = colour(row.outcome).light;
         drawing::line(sheet, (at(row.ratio.low), y), (at(row.ratio.high), y), colour, 3.0)?;
         let middle = (px(at(row.ratio.median)), px(y));
-        // What is no difference is hollow, which is seen without colours too.
+        // Hollow if it is no difference, which is visible without colours.
         let inside = if differs(row) { colour } else { GROUND.light };
         sheet.draw(&Circle::new(middle, px(5.0), colour.filled()))?;
         sheet.draw(&Circle::new(middle, px(3.0), inside.filled()))?;

@@ -1,8 +1,5 @@
 //! Lines over one x-axis, drawn: IOPS over time, a growing cache, the share of requests over
-//! latency.
-//!
-//! Never draws more than a line has places for: of thousands of points in one column of pixels the
-//! lowest and the highest are what is seen.
+//! latency. Of thousands of points in a column of pixels only the lowest and highest are drawn.
 
 use std::{fmt::Write as _, ops::Range};
 
@@ -25,19 +22,15 @@ use crate::result::{Axis, Lines, Series};
 
 const WIDTH: f64 = 760.0;
 const HEIGHT: f64 = 330.0;
-/// Beside and below the plot, for the ticks' labels.
 const LEFT: f64 = 72.0;
 const BELOW: f64 = 46.0;
-/// Above the plot, for what is counted upwards.
 const ABOVE: f64 = 30.0;
-/// Behind the plot: the last label's half.
 const RIGHT: f64 = 30.0;
 const X_TICKS: usize = 8;
 const Y_TICKS: usize = 5;
-/// Columns of pixels that a line's points fall into.
+/// Of pixels, which a line's points are grouped into.
 const COLUMNS: usize = 600;
 
-/// The chart: its legend, its drawing, and what is not shown.
 pub(super) fn html(lines: &Lines) -> anyhow::Result<String> {
     let mut html = legend(&drawn(lines));
     let _ = write!(html, "<div class=\"wide\">{}</div>", drawing(lines)?.inline());
@@ -52,7 +45,6 @@ pub(super) fn html(lines: &Lines) -> anyhow::Result<String> {
     Ok(html)
 }
 
-/// The chart in a file of its own.
 pub(super) fn alone(lines: &Lines) -> anyhow::Result<String> {
     let series = drawn(lines);
     let legend: Vec<_> =
@@ -60,7 +52,6 @@ pub(super) fn alone(lines: &Lines) -> anyhow::Result<String> {
     Ok(drawing(lines)?.alone(&legend))
 }
 
-/// The lines that are drawn: more cannot be told apart.
 fn drawn(lines: &Lines) -> Vec<&Series> {
     lines.series.iter().take(LINES.len()).collect()
 }
@@ -68,7 +59,6 @@ fn drawn(lines: &Lines) -> Vec<&Series> {
 fn drawing(lines: &Lines) -> anyhow::Result<Drawing> {
     let series = drawn(lines);
     let points = || series.iter().flat_map(|series| &series.points);
-    // A point that has no place in one direction has none in the other.
     let placed = |axis: &Axis, value: f64| value.is_finite() && !(axis.logarithmic && value <= 0.0);
     let points = || points().filter(|(x, y)| placed(&lines.x, *x) && placed(&lines.y, *y));
     let x = Scale::over(points().map(|point| point.0), &lines.x, Ends::Values, X_TICKS);
@@ -83,7 +73,7 @@ fn drawing(lines: &Lines) -> anyhow::Result<Drawing> {
     })
 }
 
-/// Which line is whose; nothing for a single line without a name.
+/// Empty for a single unnamed line.
 fn legend(series: &[&Series]) -> String {
     if series.iter().all(|series| series.name.is_empty()) {
         return String::new();
@@ -137,7 +127,7 @@ fn paint(sheet: &Sheet, lines: &Lines, series: &[&Series], x: &Scale, y: &Scale)
     Ok(())
 }
 
-/// A scale as plotters takes it: positions from 0 to 1, and labels at its ticks alone.
+/// A scale for plotters: positions from 0 to 1, labels only at its ticks.
 struct Direction<'a>(&'a Scale);
 
 impl Ranged for Direction<'_> {
@@ -149,7 +139,6 @@ impl Ranged for Direction<'_> {
     }
 
     fn key_points<Hint: KeyPointHint>(&self, hint: Hint) -> Vec<f64> {
-        // Light points are lines between ticks.
         let ticks = if hint.weight().allow_light_points() { &[] } else { self.0.ticks.as_slice() };
         ticks.iter().map(|tick| tick.position).collect()
     }
@@ -166,7 +155,7 @@ impl ValueFormatter<f64> for Direction<'_> {
     }
 }
 
-/// Where a line goes, from 0 to 1 both ways; not more than four points for each column of pixels.
+/// From 0 to 1 both ways; at most four points for each column of pixels.
 fn places(series: &Series, x: &Scale, y: &Scale) -> Vec<(f64, f64)> {
     let place = |&(at, value): &(f64, f64)| Some((x.position(at)?, y.position(value)?));
     let all: Vec<(f64, f64)> = series.points.iter().filter_map(place).collect();
@@ -180,7 +169,7 @@ fn places(series: &Series, x: &Scale, y: &Scale) -> Vec<(f64, f64)> {
         let extremes = [column.iter().min_by(by_value), column.iter().max_by(by_value)];
         let mut shown: Vec<&(f64, f64)> =
             [column.first(), column.last()].into_iter().chain(extremes).flatten().collect();
-        // By where they lie in the series, which is the order the line goes.
+        // Their addresses give the series' order.
         shown.sort_by_key(|point| std::ptr::from_ref(*point));
         shown.dedup_by_key(|point| std::ptr::from_ref(*point));
         kept.extend(shown.into_iter().copied());
@@ -211,7 +200,7 @@ mod tests {
         let svg = html(&lines(vec![series("a<b", &[(0.0, 0.0), (10.0, 20_000.0)])])).unwrap();
         assert!(svg.contains("aria-label=\"IOPS over time\""), "{svg}");
         assert!(svg.contains("</svg>a&lt;b</li>"), "{svg}");
-        // From the lower left of the plot to its upper right, in tenths of pixels.
+        // In tenths of pixels.
         let right = px(WIDTH - RIGHT) - 1;
         let bottom = px(HEIGHT - BELOW) - 1;
         let path = format!("points=\"{},{bottom} {right},{} \"", px(LEFT), px(ABOVE));

@@ -7,8 +7,8 @@
 //!                    └─► text (a terminal)
 //! ```
 //!
-//! Never measures anything and never looks into what only one kind of result knows: a report shows
-//! what is in the file, so that a file can be drawn again years later, on another machine.
+//! Measures nothing and shows only what is in the file, so a file can be drawn again years later on
+//! another machine.
 
 mod arguments;
 mod axis;
@@ -90,8 +90,7 @@ fn comparison((name_a, a): (&str, &ResultFile), (name_b, b): (&str, &ResultFile)
     Ok(page.finish())
 }
 
-/// What a result is about: the command and what it was pointed at, which is most of what people ask
-/// first.
+/// The command and its target.
 fn title(result: &ResultFile) -> String {
     let header = &result.header;
     let name = header.command.get(1).filter(|word| !word.starts_with('-'));

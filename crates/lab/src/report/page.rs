@@ -1,9 +1,7 @@
-//! One page of HTML: what every report is made of, from the head to the last table.
+//! One page of HTML, from the head to the last table.
 //!
-//! A page needs nothing else: no script, no font, no picture from elsewhere. It can be mailed, kept
-//! beside the result, and opened in ten years.
-//!
-//! Never holds a text that was not escaped.
+//! A page is self-contained: no script, font or picture from elsewhere. It can be mailed and kept.
+//! All text is escaped.
 
 use std::fmt::Write as _;
 
@@ -21,9 +19,9 @@ use super::{
 use crate::result::{Chart, Header, Measure, SamplesAre, Table, Unit};
 
 const STYLE: &str = include_str!("page.css");
-/// A cell of more letters is broken into lines.
+/// Letters from which a cell is broken into lines.
 const LONG: usize = 48;
-/// Longer lists of measures are closed until somebody opens them.
+/// Longer lists of measures are collapsed.
 const MANY: usize = 40;
 
 #[derive(Debug)]
@@ -62,12 +60,11 @@ impl Page {
         self.put("</dl>");
     }
 
-    /// That something is missing, or not as one would expect.
     pub(super) fn warning(&mut self, text: &str) {
         self.put(&format!("<p class=\"partial\" role=\"note\">{}</p>", escape(text)));
     }
 
-    /// What it comes to. What has several lines, for example a configuration, is shown as it is.
+    /// Paragraphs of several lines, such as a configuration, are shown verbatim.
     pub(super) fn summary(&mut self, paragraphs: &[String]) {
         for paragraph in paragraphs {
             let text = escape(paragraph.trim_end());
@@ -105,7 +102,7 @@ impl Page {
         Ok(())
     }
 
-    /// A drawing, which is HTML, with its title, which is not.
+    /// `drawn` is HTML, `title` is not.
     pub(super) fn figure(&mut self, title: &str, drawn: &str) {
         self.put(&format!("<figure><figcaption>{}</figcaption>{drawn}</figure>", escape(title)));
     }
@@ -125,7 +122,7 @@ impl Page {
     }
 }
 
-/// The command's words, as one would type them; the program by its name alone.
+/// As one would type it, the program by its name alone.
 pub(super) fn command(header: &Header) -> String {
     let program = |word: &String| word.rsplit('/').next().unwrap_or_default().to_owned();
     let quoted = |word: &String| {
@@ -137,7 +134,7 @@ pub(super) fn command(header: &Header) -> String {
     header.command.first().map(program).into_iter().chain(words).collect::<Vec<_>>().join(" ")
 }
 
-/// Where and how a result came about, for people; what is not known is left out.
+/// Without unknown ones.
 pub(super) fn facts(header: &Header) -> Vec<(&'static str, String)> {
     let machine = &header.machine;
     let began = figures::date(u32::try_from(header.began).unwrap_or(u32::MAX));
@@ -166,7 +163,7 @@ pub(super) fn measures(list: &[Measure]) -> Table {
         let [median, low, high] = quantity::estimate(estimated(measure), measure.unit);
         let interval = match measure.samples_are {
             SamplesAre::Exact => "exact".to_owned(),
-            // One sample says nothing of how far another would be off.
+            // One sample has no spread.
             _ if measure.samples.len() == 1 => "–".to_owned(),
             _ => format!("{low} … {high}"),
         };
@@ -182,7 +179,7 @@ fn table(shown: &Table) -> String {
         let right = sides.get(column) == Some(&Side::Right);
         match text {
             _ if right => " class=\"number\"",
-            // A configuration, for example: its indentation is part of it.
+            // A configuration, whose indentation matters.
             text if text.contains('\n') => " class=\"lines\"",
             text if text.chars().count() > LONG => " class=\"long\"",
             _ => "",

@@ -1,18 +1,15 @@
 //! The colours of charts, for light and for dark.
 //!
-//! plotters writes colours into its shapes' attributes, as they are on a light page. A rule of CSS
-//! wins over such an attribute, so the dark page is a list of rules,
-//! `[stroke="#0072B2"] { stroke: … }`, over the very same drawing: nothing is drawn twice and
-//! nothing is rewritten, and a drawing that somebody cuts out of the page is right by itself. Each
-//! colour here therefore means one thing.
+//! plotters writes light colours into attributes. CSS rules win over attributes, so the dark page
+//! is a list of rules `[stroke="#0072B2"] { stroke: … }` over the same drawing. Each colour here
+//! therefore means one thing, and a drawing cut out of the page is right by itself.
 //!
 //! The lines' colours are those of Okabe and Ito (*Color Universal Design*, 2008), which people
-//! with any kind of colour vision tell apart. Some of them are too faint for a thin line; made
-//! strong enough, not all eight remain apart. So five lines are solid, and three dashed.
+//! with any colour vision tell apart. Made strong enough for thin lines, not all eight remain
+//! distinct, so five lines are solid and three dashed.
 
 use plotters::style::RGBColor;
 
-/// A colour, and what it is on a dark page.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Pair {
     pub(super) light: RGBColor,
@@ -27,12 +24,11 @@ const fn rgb(code: u32) -> RGBColor {
     RGBColor((code >> 16) as u8, (code >> 8) as u8, code as u8)
 }
 
-/// What charts stand on; the page's style has the same.
+/// The background; the page's style has the same.
 pub(super) const GROUND: Pair = pair(0xFF_FFFF, 0x17_191D);
-/// Letters, and the axes' own lines.
 pub(super) const INK: Pair = pair(0x33_3B46, 0xC9_D1DC);
 pub(super) const GRID: Pair = pair(0xDF_E3E8, 0x33_3841);
-/// Of the lines, in their order: the first [`SOLID`] are solid.
+/// The first [`SOLID`] are solid.
 pub(super) const LINES: [Pair; 8] = [
     pair(0x00_72B2, 0x2B_8FD6),
     pair(0xD5_5E00, 0xE8_702A),
@@ -44,8 +40,7 @@ pub(super) const LINES: [Pair; 8] = [
     pair(0x76_7676, 0x9A_9A9A),
 ];
 pub(super) const SOLID: usize = 5;
-/// From the worst to the best. On a dark page the best shine, on a light one they are dark: what
-/// counts stands out from the ground.
+/// From the worst to the best, which stands out from the background.
 pub(super) const CELLS: [Pair; 7] = [
     pair(0xF1_F6FB, 0x20_2A36),
     pair(0xD6_E6F4, 0x1D_3850),
@@ -55,18 +50,14 @@ pub(super) const CELLS: [Pair; 7] = [
     pair(0x0F_5FA3, 0x8C_C4EA),
     pair(0x08_3E7A, 0xC6_E4F8),
 ];
-/// Of the first so many cells the letters are [`ON_FAINT`], of the others [`ON_STRONG`].
+/// The first so many cells have letters [`ON_FAINT`], the others [`ON_STRONG`].
 pub(super) const FAINT: usize = 4;
-/// Letters on cells that are near to the ground.
 pub(super) const ON_FAINT: Pair = pair(0x10_1418, 0xF5_F7FA);
-/// Letters on cells that stand out.
 pub(super) const ON_STRONG: Pair = pair(0xFE_FEFE, 0x0B_0E12);
 pub(super) const NO_CELL: Pair = pair(0xE9_EBED, 0x2A_2D33);
 
-/// Everything that differs between light and dark, and lines from bottom to top.
 const ALL: [&[Pair]; 3] = [&[GROUND, INK, GRID, ON_FAINT, ON_STRONG, NO_CELL], &LINES, &CELLS];
 
-/// As plotters writes it, and CSS reads it.
 pub(super) fn code(RGBColor(red, green, blue): RGBColor) -> String {
     format!("#{red:02X}{green:02X}{blue:02X}")
 }
@@ -79,7 +70,7 @@ pub(super) fn dark_rules() -> String {
     ALL.into_iter().flatten().map(rule).collect()
 }
 
-/// The rules that dash lines; `scale` is how many units of a drawing a pixel has.
+/// `scale` is units of a drawing in a pixel.
 pub(super) fn dash_rules(scale: i32) -> String {
     let dashes = [[7, 4], [2, 3], [12, 4]];
     let rule = |(pair, [on, off]): (&Pair, [i32; 2])| {
@@ -93,7 +84,7 @@ pub(super) fn dash_rules(scale: i32) -> String {
 mod tests {
     use super::*;
 
-    /// A colour's parts, linear in light (IEC 61966-2-1).
+    /// Linear in light (IEC 61966-2-1).
     fn linear(RGBColor(red, green, blue): RGBColor) -> [f64; 3] {
         [red, green, blue].map(|part| {
             let part = f64::from(part) / 255.0;
@@ -144,8 +135,8 @@ mod tests {
         assert_eq!(dark_rules().lines().count(), count);
     }
 
-    /// How a colour looks to who lacks one kind of cones: Machado, Oliveira and Fernandes, *A
-    /// Physiologically-based Model for Simulation of Color Vision Deficiency*, 2009, severity 1.
+    /// Machado, Oliveira and Fernandes, *A Physiologically-based Model for Simulation of Color
+    /// Vision Deficiency*, 2009, severity 1.
     const DEFICIENCIES: [[[f64; 3]; 3]; 4] = [
         [[1.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 1.0]],
         [[0.152, 1.053, -0.205], [0.115, 0.786, 0.099], [-0.004, -0.048, 1.052]],
@@ -153,7 +144,7 @@ mod tests {
         [[1.256, -0.077, -0.179], [-0.078, 0.931, 0.148], [0.005, 0.691, 0.304]],
     ];
 
-    /// In CIE 1976 L*a*b*, of what is left of a colour.
+    /// In CIE 1976 L*a*b*.
     fn seen(colour: RGBColor, deficiency: &[[f64; 3]; 3]) -> [f64; 3] {
         let light = linear(colour);
         let dot = |row: &[f64; 3]| row.iter().zip(light).map(|(weight, part)| weight * part).sum::<f64>();
@@ -175,8 +166,7 @@ mod tests {
                             let [one, other] = [one, other].map(|pair| seen(of(pair), deficiency));
                             let distance =
                                 one.iter().zip(other).map(|(a, b)| (a - b).powi(2)).sum::<f64>().sqrt();
-                            // About 2.3 is a just noticeable difference; lines that are thin and
-                            // apart need several.
+                            // About 2.3 is just noticeable; thin lines need several times that.
                             assert!(distance >= 12.0, "{one:?} and {other:?}: {distance}");
                         }
                     }

@@ -1,6 +1,4 @@
-//! Charts as files of their own (SVG), for documents that show them.
-//!
-//! Never in the colours of a dark page: nobody knows what such a file is shown on.
+//! Charts as SVG files for documents, in light colours.
 
 use std::{
     fs,
@@ -12,14 +10,9 @@ use anyhow::Context as _;
 use super::{heat_map, lines, text::chart_title};
 use crate::result::{Chart, Kind, write};
 
-/// Letters of a file's name.
 const LONGEST: usize = 64;
 
-/// Writes each chart to a file of this directory, which is made if it is not there. Its name comes
-/// from its title.
-///
-/// # Errors
-/// If a chart cannot be drawn or written.
+/// Writes each chart to a file named after its title; makes the directory if need be.
 pub(super) fn save(charts: &[Chart], directory: &Path) -> anyhow::Result<()> {
     fs::create_dir_all(directory).with_context(|| directory.display().to_string())?;
     for (path, chart) in names(charts, directory).iter().zip(charts) {
@@ -32,8 +25,7 @@ pub(super) fn save(charts: &[Chart], directory: &Path) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// A name for each: its title in letters that any system takes, with a number where another has it
-/// already.
+/// Each title in portable letters, numbered if taken.
 fn names(charts: &[Chart], directory: &Path) -> Vec<PathBuf> {
     let mut taken: Vec<String> = Vec::new();
     for chart in charts {
@@ -70,7 +62,7 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let inner = directory.path().join("new");
         let charts = ["Share, <of> all/requests", "../../etc", "", "Share of: all requests"].map(chart);
-        // Those of the last time are replaced.
+        // Earlier files are replaced.
         for _ in 0..2 {
             save(&charts, &inner).unwrap();
         }

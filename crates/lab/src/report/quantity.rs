@@ -1,14 +1,11 @@
-//! Quantities as a report shows them: a number, its scale and its unit in a few characters.
+//! Quantities in a report: a number, its scale and its unit, in about ten characters at most.
 //!
-//! `figures` does this for what runs now: rounded to what the eye takes in, and never negative.
-//! Here two neighbouring ticks of an axis must not read the same, a difference may be negative, and
-//! a result file may hold any number.
-//!
-//! Never prints more than about ten characters, whatever the number.
+//! Unlike in `figures`, neighbouring ticks must not read the same, a difference may be negative,
+//! and a result file may hold any number.
 
 use crate::{result::Unit, statistics::Estimate};
 
-/// What a unit's numbers are divided by, and what is written behind them then; the smallest first.
+/// A divisor and the suffix then; the smallest first.
 type Step = (f64, &'static str);
 
 const DECIMAL: [Step; 5] = [(1.0, ""), (1e3, "K"), (1e6, "M"), (1e9, "G"), (1e12, "T")];
@@ -22,7 +19,7 @@ const SECONDS: [Step; 4] = [(1e-9, "ns"), (1e-6, "us"), (1e-3, "ms"), (1.0, "s")
 const SHARE: [Step; 1] = [(0.01, "%")];
 const RATIO: [Step; 1] = [(1.0, "×")];
 
-/// From here on a number is written with an exponent, and below its inverse too.
+/// Larger numbers, and those below the inverse, get an exponent.
 const WRITTEN_OUT: f64 = 1e7;
 
 fn steps(unit: Unit) -> &'static [Step] {
@@ -37,14 +34,13 @@ fn steps(unit: Unit) -> &'static [Step] {
     }
 }
 
-/// Which scale a number of this size is shown in.
 pub(super) fn scale(unit: Unit, magnitude: f64) -> Step {
     let steps = steps(unit);
     let zero = || if unit == Unit::Seconds { SECONDS[3] } else { steps[0] };
     if magnitude == 0.0 {
         return zero();
     }
-    // As it will be shown, to three digits, or 999.7 would become 1000 and not 1K.
+    // Rounded to three digits, or 999.7 would become 1000 and not 1K.
     let reaches = |&&(factor, _): &&Step| magnitude.abs() / factor >= 0.9995;
     steps.iter().rev().find(reaches).copied().unwrap_or(steps[0])
 }
@@ -57,7 +53,7 @@ pub(super) fn short(value: f64, unit: Unit) -> String {
     written(value, step, digits.clamp(0.0, 9.0) as usize)
 }
 
-/// A median and the ends of its interval, all to the digits that tell the ends apart: `10.00K`,
+/// A median and the ends of its interval, to the digits that tell the ends apart: `10.00K`,
 /// `9.97K`, `10.03K`.
 pub(super) fn estimate(estimate: Estimate, unit: Unit) -> [String; 3] {
     let Estimate { median, low, high } = estimate;
@@ -66,8 +62,8 @@ pub(super) fn estimate(estimate: Estimate, unit: Unit) -> [String; 3] {
         let magnitude = (value / step.0).abs();
         if magnitude > 0.0 && magnitude.is_finite() { -magnitude.log10().floor() } else { 0.0 }
     };
-    // The width's own first digit, and one more if that is a 1 or a 2; beyond six digits of the
-    // median nobody measures.
+    // The width's first digit, and one more if that is a 1 or a 2; at most six digits of the
+    // median.
     let digits = digits((high - low) / 3.0).min(digits(median) + 5.0).max(digits(median) + 2.0);
     let digits = digits.clamp(0.0, 9.0) as usize;
     let alone = low == median && high == median;
@@ -87,7 +83,7 @@ fn is_far_off(value: f64) -> bool {
     value != 0.0 && !(1.0 / WRITTEN_OUT..WRITTEN_OUT).contains(&value.abs())
 }
 
-/// With so many digits behind the point, at most: zeros at the end are left out.
+/// With at most so many digits behind the point, without trailing zeros.
 pub(super) fn written(value: f64, (factor, suffix): Step, digits: usize) -> String {
     let value = value / factor;
     if is_far_off(value) {
@@ -95,7 +91,7 @@ pub(super) fn written(value: f64, (factor, suffix): Step, digits: usize) -> Stri
     }
     let text = format!("{value:.digits$}");
     let text = if text.contains('.') { text.trim_end_matches('0').trim_end_matches('.') } else { &text };
-    // What rounds to nothing has no sign, and nothing needs no thousands.
+    // What rounds to zero has no sign and no suffix.
     match (text, suffix) {
         ("0" | "-0", "K" | "M" | "G" | "T") => "0".to_owned(),
         ("-0", _) => format!("0{suffix}"),
@@ -103,7 +99,7 @@ pub(super) fn written(value: f64, (factor, suffix): Step, digits: usize) -> Stri
     }
 }
 
-/// A difference: with its sign, in percent.
+/// With its sign.
 pub(super) fn percent(ratio: f64) -> String {
     let percent = (ratio - 1.0) * 100.0;
     if !percent.is_finite() {

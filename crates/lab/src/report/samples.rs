@@ -1,7 +1,5 @@
-//! What a measure's samples tell of it: an estimate, by what they are.
-//!
-//! Never takes the seconds of one run for so many runs: a disturbance lasts, so neighbours are
-//! alike, and an interval of them all would be too narrow.
+//! The estimate of a measure, by what its samples are. The seconds of one run are not independent:
+//! an interval of all of them would be too narrow.
 
 use std::borrow::Cow;
 
@@ -10,11 +8,10 @@ use crate::{
     statistics::{Estimate, estimate, steady},
 };
 
-/// Means of so many parts of a run stand for its seconds.
+/// A run's seconds are averaged into so many parts.
 const PARTS: usize = 10;
 
-/// Samples that are about independent of each other: the means of parts of a run's steady seconds,
-/// or what there is.
+/// Nearly independent samples: the means of parts of a run's steady seconds, or all samples.
 pub(super) fn independent(measure: &Measure) -> Cow<'_, [f64]> {
     let samples = measure.samples.as_slice();
     if measure.samples_are != SamplesAre::Seconds || samples.len() <= PARTS {
@@ -22,17 +19,15 @@ pub(super) fn independent(measure: &Measure) -> Cow<'_, [f64]> {
     }
     let samples = &samples[steady(samples)];
     let parts = PARTS.min(samples.len());
-    // Parts whose lengths differ by one at most.
     let part = |number: usize| &samples[samples.len() * number / parts..samples.len() * (number + 1) / parts];
     (0..parts).map(|number| mean(part(number))).collect::<Vec<_>>().into()
 }
 
 fn mean(samples: &[f64]) -> f64 {
-    // Divided first: samples may be as large as numbers get.
+    // Divided first: a sum could overflow.
     samples.iter().map(|sample| sample / samples.len() as f64).sum()
 }
 
-/// The median, and between what it lies.
 pub(super) fn estimated(measure: &Measure) -> Estimate {
     estimate(&independent(measure))
 }

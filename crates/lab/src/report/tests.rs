@@ -1,4 +1,4 @@
-//! Pages of results that are as they should be, and of results that no sane program wrote.
+//! Pages of proper results, and of results that no sane program wrote.
 
 use proptest::prelude::*;
 
@@ -67,8 +67,7 @@ fn small() -> ResultFile {
     }
 }
 
-/// A page's texts in their order: what is between tags, without the style and the charts' own
-/// letters.
+/// A page's texts in order, without the style and the charts' own letters.
 fn texts(page: &str) -> String {
     let body = page.split_once("<body>").unwrap().1;
     let mut texts = String::new();
@@ -175,7 +174,7 @@ fn two_pages_side_by_side_say_which_is_better() {
     assert!(!texts.contains("Device\n/dev/vda (serial x), ext4\n/dev/vda"), "the device is the same");
 }
 
-/// Numbers of every size, and often none in particular.
+/// Numbers of every size, often extreme.
 fn number() -> impl Strategy<Value = f64> {
     prop_oneof![
         any::<f64>().prop_filter("finite, as JSON's are", |value| value.is_finite()),
@@ -231,13 +230,13 @@ fn findings() -> impl Strategy<Value = Findings> {
         .prop_map(|(summary, measures, tables, charts)| Findings { summary, measures, tables, charts })
 }
 
-/// The names of all tags, those that end something with a slash.
+/// Closing tags begin with a slash.
 fn tags(page: &str) -> Vec<&str> {
     let body = page.split_once("<body>").unwrap().1;
     body.split('<').skip(1).map(|part| part.split([' ', '>', '\n']).next().unwrap()).collect()
 }
 
-/// Fails unless each tag is one that this program writes, and ends where it should.
+/// Fails unless each tag is one of ours and is properly closed.
 fn assert_sound(page: &str) {
     let mut open = vec!["html", "body"];
     for tag in tags(page) {

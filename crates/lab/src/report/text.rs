@@ -1,7 +1,5 @@
-//! Results on a terminal: the same tables as on the page, and what only a page can show by name.
-//!
-//! Never emits a control character of a result file: what is printed goes through `table` or
-//! [`clean`].
+//! Results on a terminal: the page's tables, and the names of what only a page can show. No control
+//! character of a result file is printed.
 
 use std::fmt::Write as _;
 
@@ -75,13 +73,11 @@ pub(super) fn chart_title(chart: &Chart) -> &str {
     }
 }
 
-/// A table below its title; nothing without rows.
 fn titled(shown: &Table, bold: bool) -> String {
     let columns = shown.columns.iter().map(String::as_str).zip(columns::sides(shown));
     let mut table = table::Table::new(columns.collect::<Vec<_>>());
     for row in &shown.rows {
-        // A cell of several lines, such as a configuration, takes as many rows; a file from
-        // elsewhere may have rows of any length.
+        // A cell may have several lines, and a foreign file rows of any length.
         let line =
             |column, number| row.get(column).and_then(|cell: &String| cell.lines().nth(number)).unwrap_or("");
         let lines = row.iter().map(|cell| cell.lines().count()).max().unwrap_or(0);

@@ -1,12 +1,8 @@
-//! Result files, and the pages that are drawn of them, on disk.
+//! Result files and report pages on disk.
 //!
-//! A name may be mistyped, and results come at the end of long measurements. So what is there
-//! already is looked at, before anything is measured too ([`check`]): a file of the same kind is
-//! replaced, at once and completely; what is no file (`/dev/null`, a pipe) is written into;
-//! anything else, such as an image, is left as it is.
-//!
-//! Never leaves half a file under the name that was asked for, and never replaces what weir has not
-//! written.
+//! Names may be mistyped and measurements take long, so the destination is examined beforehand
+//! ([`check`]): a file of the same kind is replaced atomically; what is no file (`/dev/null`, a
+//! pipe) is written into; anything else, such as an image, is left alone.
 
 use std::{
     fs,
@@ -20,11 +16,10 @@ use nix::libc;
 
 use super::{FORMAT, ResultFile, VERSION};
 
-/// The largest file that is read: a result of hundreds of configurations takes a few MiB.
+/// A result of hundreds of configurations takes a few MiB.
 const LARGEST_BYTES: u64 = 64 << 20;
-/// What tells a file's kind is in its beginning.
 const BEGINNING_BYTES: u64 = 1024;
-/// The links that are followed, one to the next, as the kernel does it.
+/// As many as the kernel follows.
 const MOST_LINKS: u32 = 40;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -35,8 +30,7 @@ pub(crate) enum Kind {
 }
 
 impl Kind {
-    /// Whether a file that begins so is of this kind, and weir's. One that is empty was made to be
-    /// written.
+    /// By a file's beginning; an empty file is ours too.
     fn is_ours(self, beginning: &str) -> bool {
         let (first, mark) = match self {
             Self::Result => ("{", FORMAT),
@@ -56,9 +50,8 @@ impl Kind {
 }
 
 enum Place {
-    /// A file of its own: this one, whatever links lead there.
+    /// This file, after all links.
     File(PathBuf),
-    /// Into what is there.
     Into,
 }
 
@@ -84,7 +77,7 @@ impl Place {
     }
 }
 
-/// Where a name leads that nothing has: a link may point to what is to be.
+/// Where dangling links lead.
 fn followed(path: &Path) -> io::Result<PathBuf> {
     let mut path = path.to_owned();
     for _ in 0..MOST_LINKS {
@@ -100,12 +93,11 @@ fn directory(path: &Path) -> &Path {
     path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."))
 }
 
-/// A file without its name yet, beside what it will be.
 fn unnamed(path: &Path) -> io::Result<tempfile::NamedTempFile> {
     tempfile::Builder::new().permissions(fs::Permissions::from_mode(0o644)).tempfile_in(directory(path))
 }
 
-/// Whether something of this kind can be written there, as far as that can be known before.
+/// As far as that can be known before.
 pub(crate) fn check(path: &Path, kind: Kind) -> anyhow::Result<()> {
     let look = || {
         if let Place::File(path) = Place::of(path, kind)? {
@@ -116,17 +108,12 @@ pub(crate) fn check(path: &Path, kind: Kind) -> anyhow::Result<()> {
     look().with_context(|| cannot(path))
 }
 
-/// Keeps a result; one that was there is replaced, at once and completely.
 pub(crate) fn save(result: &ResultFile, path: &Path) -> anyhow::Result<()> {
     let text = serde_json::to_string_pretty(result).context("the result cannot be told as JSON")?;
     write(path, Kind::Result, &(text + "\n"))
 }
 
-/// Writes a text to a file that is there completely, or not at all.
-///
-/// # Errors
-/// If the directory cannot be written to, or is full; or if there is something that weir has not
-/// written.
+/// Writes a file completely or not at all; never over what weir has not written.
 pub(crate) fn write(path: &Path, kind: Kind, text: &str) -> anyhow::Result<()> {
     let write = || {
         match Place::of(path, kind)? {
@@ -146,13 +133,9 @@ fn cannot(path: &Path) -> String {
     format!("{}: cannot be written", path.display())
 }
 
-/// Reads a result.
-///
-/// # Errors
-/// If it cannot be read, or is none that this version knows.
 pub(crate) fn load(path: &Path) -> anyhow::Result<ResultFile> {
     let read = || {
-        // A pipe that nobody writes to would keep whoever opens it waiting.
+        // Opening a pipe without a writer would block.
         let file = fs::OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(path)?;
         if !file.metadata()?.is_file() {
             bail!("is no result file: it is no regular file");

@@ -1,4 +1,4 @@
-//! Where and how a result came about: without that a figure is worth nothing.
+//! Where and how a result came about.
 
 use std::{
     fs,
@@ -13,13 +13,12 @@ use serde::{Deserialize, Serialize};
 #[serde(rename_all = "kebab-case")]
 pub(crate) struct Header {
     pub(crate) command: Vec<String>,
-    /// When it began, in seconds since 1970 (UTC).
+    /// Seconds since 1970 (UTC).
     pub(crate) began: u64,
-    /// How long it took, in seconds.
     pub(crate) seconds: f64,
     pub(crate) weir: String,
     pub(crate) machine: Machine,
-    /// What was measured lies on; none where that is no device, or nothing was measured.
+    /// `None` if there is no device, or nothing was measured.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) device: Option<Device>,
 }
@@ -27,10 +26,9 @@ pub(crate) struct Header {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) struct Machine {
-    /// Its kernel's release and version.
     pub(crate) kernel: String,
     pub(crate) processor: String,
-    /// How many processors this process may use.
+    /// Those that this process may use.
     pub(crate) processors: usize,
     pub(crate) memory_bytes: u64,
 }
@@ -38,16 +36,15 @@ pub(crate) struct Machine {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) struct Device {
-    /// Its node, such as `/dev/sda`.
+    /// Such as `/dev/sda`.
     pub(crate) node: String,
-    /// By which it is known after a restart too, such as its serial number.
+    /// Its stable name, such as a serial number.
     pub(crate) key: String,
-    /// The file system that was measured on, if it was one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) file_system: Option<String>,
 }
 
-/// Begins to be made when the command begins, and is complete when it ends.
+/// Made when the command begins, completed when it ends.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Begun {
     clock: SystemTime,
@@ -61,7 +58,7 @@ impl Header {
 }
 
 impl Begun {
-    /// The header of what began then, and has ended now; `place` is what was measured.
+    /// `place` is what was measured.
     pub(crate) fn end(self, place: Option<&Path>) -> Header {
         Header {
             command: std::env::args_os().map(|word| word.to_string_lossy().into_owned()).collect(),
@@ -75,7 +72,7 @@ impl Begun {
 }
 
 impl Machine {
-    /// The one this runs on; what it does not tell is empty.
+    /// Unknown fields are empty.
     pub(crate) fn this() -> Self {
         let read = |path| fs::read_to_string(path).unwrap_or_default();
         let kernel = |name: &str| read(format!("/proc/sys/kernel/{name}")).trim().to_owned();
@@ -95,7 +92,7 @@ impl Machine {
 }
 
 impl Device {
-    /// What a file, a directory or a device lies on, if that is known.
+    /// The device under a file or directory, or a device itself.
     pub(crate) fn under(place: &Path) -> Option<Self> {
         use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _};
         let meta = fs::metadata(place).ok()?;
@@ -108,8 +105,8 @@ impl Device {
     }
 }
 
-/// The type of the file system with this number, by the text of proc_pid_mountinfo(5): the third
-/// field is the number, the first behind the ` - ` the type.
+/// A file system's type, by the text of proc_pid_mountinfo(5): the third field is the number, the
+/// first behind the ` - ` the type.
 fn file_system(mounts: &str, number: Number) -> Option<String> {
     let number = number.to_string();
     let line = mounts.lines().find(|line| line.split(' ').nth(2) == Some(&number))?;

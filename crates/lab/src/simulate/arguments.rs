@@ -198,9 +198,6 @@ pub(crate) struct Terms {
 
 impl SimulateArgs {
     /// What the options say of disks.
-    ///
-    /// # Errors
-    /// The first that makes no sense.
     pub(crate) fn terms(&self) -> Result<Terms, Wrong> {
         let group = self.group.as_ref().map(|name| {
             let said = Said::new(name.clone(), Place::option("group", name));

@@ -1,10 +1,7 @@
 //! Which limit held a disk's requests up, and for how long.
 //!
-//! The policy says who waits until when, and not what each waits for; that is found out where it
-//! can be more than one limit, each time a queue gets a new head. With one limit in reach of a
-//! direction there is nothing to find out, and that is nearly always.
-//!
-//! Never decides who waits.
+//! The policy says who waits until when, not for which limit. That is determined for each new head
+//! of a queue, where more than one limit is in reach.
 
 use policy::{
     request::Direction,
@@ -13,7 +10,7 @@ use policy::{
 
 use super::world::{Disk, World};
 
-/// A limit on a disk's way: which, and on what level. [`Bucket::NONE`] is none.
+/// A limit and its level; [`Bucket::NONE`] is none.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub(crate) struct Bucket(u8);
 
@@ -22,7 +19,7 @@ const KINDS: usize = LimitKind::ALL.len();
 impl Bucket {
     pub(crate) const NONE: Self = Self(u8::MAX);
 
-    /// Level 0 is the disk itself, 1 its group, and so on up.
+    /// Level 0 is the disk, 1 its group, and so on up.
     pub(super) const fn new(level: u8, kind: LimitKind) -> Self {
         Self(level * KINDS as u8 + kind.index() as u8)
     }
@@ -32,8 +29,8 @@ impl Bucket {
         (self != Self::NONE).then(|| (number / KINDS, LimitKind::ALL[number % KINDS]))
     }
 
-    /// As people call it: `iops-total`, `bps-read@gold`; `-` for none. `groups` are the disk's,
-    /// from its own up.
+    /// Such as `iops-total`, `bps-read@gold`, or `-` for none. `groups` are the disk's, innermost
+    /// first.
     pub(crate) fn name(self, groups: &[&str]) -> String {
         match self.limit() {
             None => "-".to_owned(),
@@ -47,14 +44,13 @@ fn name(kind: LimitKind) -> &'static str {
     policy::throttle::Setting::Limit(kind, policy::throttle::Part::Rate).name()
 }
 
-/// What holds up a disk's two queues.
 #[derive(Clone, Debug)]
 pub(crate) struct Held {
     /// By direction: all limits that it could be.
     reach: [Vec<(u8, LimitKind)>; 2],
-    /// By direction: what it is, and since when; while something waits.
+    /// By direction: the limit and since when, while something waits.
     by: [Option<(Bucket, u64)>; 2],
-    /// By bucket: nanoseconds, those of both directions added up.
+    /// By bucket, both directions together.
     ns: [u64; (MAX_LEVELS + 1) * KINDS],
 }
 
@@ -82,7 +78,7 @@ impl Held {
         self.by[direction.index()] = Some((self.find(direction, judge), now));
     }
 
-    /// The first that waits has passed; says for what it waited. `more` wait behind it.
+    /// The queue's head has passed; returns what it waited for. `more` wait behind it.
     pub(super) fn end(
         &mut self,
         direction: Direction,
@@ -100,7 +96,7 @@ impl Held {
         ended.map_or(Bucket::NONE, |(bucket, _)| bucket)
     }
 
-    /// Up to `now`, for what still waits.
+    /// Counts the time up to `now` for what still waits.
     pub(super) fn settle(&mut self, now: u64) {
         for direction in Direction::ALL {
             if let Some((bucket, since)) = self.by[direction.index()] {
@@ -110,7 +106,7 @@ impl Held {
         }
     }
 
-    /// Every limit that held something up, and for how many nanoseconds; the longest first.
+    /// Each limit with the nanoseconds it held something up, longest first.
     pub(crate) fn times(&self) -> Vec<(Bucket, u64)> {
         let mut times: Vec<_> = (0_u8..).map(Bucket).zip(self.ns).filter(|(_, ns)| *ns > 0).collect();
         times.sort_by_key(|&(bucket, ns)| (std::cmp::Reverse(ns), bucket));

@@ -1,35 +1,29 @@
-//! A client that waits for its answers: a fixed number of requests in flight, the next when one is
-//! answered.
+//! A client with a fixed number of requests in flight: it sends the next when one is answered.
 //!
-//! Requests of a trace come when the trace says, however late those before them were answered. A
-//! program that copies a file does not behave so; a client does.
+//! A program that copies a file behaves so; the requests of a trace come regardless of answers.
 
 use super::request::{Op, Request};
 
-/// Nanoseconds until the next request where an answer took no time at all, as with no limit on no
-/// device: somebody who never needs any time would send without end at one instant. As long as a
-/// fast device takes.
+/// Nanoseconds to the next request where an answer took no time: else a client without limits and
+/// device would send forever at one instant. About a fast device's latency.
 const LEAST_NS: u64 = 10_000;
 
-/// Where a client's requests go.
 #[derive(Clone, Debug)]
 pub(crate) struct ClientSpec {
     pub(crate) disk: usize,
     pub(crate) op: Op,
-    /// Bytes of a request; not 0.
     pub(crate) length: u64,
-    /// Where its requests are: one behind the other, from the first byte to the last, and again; or
-    /// at random places there. At least `length` apart.
+    /// Requests are sequential in this range and wrap around, or random in it. At least `length`
+    /// long.
     pub(crate) region: std::ops::Range<u64>,
-    /// Draws places at random.
+    /// The seed of random places.
     pub(crate) random: Option<u64>,
-    /// Requests at a time; not 0.
     pub(crate) depth: u32,
-    /// Nanoseconds between an answer and the next request.
+    /// Between an answer and the next request.
     pub(crate) think_ns: u64,
-    /// Requests in all; `None` until the end.
+    /// `None` has no end.
     pub(crate) count: Option<u64>,
-    /// When it begins, and from when on it sends no more, in nanoseconds.
+    /// Nanoseconds from the first request to the end of sending.
     pub(crate) time: std::ops::Range<u64>,
 }
 
@@ -47,14 +41,14 @@ impl Client {
         Self { next: spec.region.start, random, sent: 0, spec }
     }
 
-    /// One of its requests was answered, at once or not: when to send another.
+    /// When to send another request after an answer.
     pub(super) fn answered(&self, now: u64, at_once: bool) -> Option<u64> {
         let least_ns = if at_once { LEAST_NS } else { 0 };
         let at = now.saturating_add(self.spec.think_ns.max(least_ns));
         self.goes_on(at).then_some(at)
     }
 
-    /// Its next request, which it sends now.
+    /// The next request, sent now.
     pub(super) fn next(&mut self, now: u64) -> Option<Request> {
         if !self.goes_on(now) {
             return None;

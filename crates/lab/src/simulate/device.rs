@@ -6,14 +6,12 @@
 //!                 └─► budget    bytes and requests a second: lines that it stands in ────────────────────┘
 //! ```
 //!
-//! The same two that a daemon imitates devices with: a station is `--delay`, a budget is `--rate`
-//! (block's `storage/delay.rs` and `storage/rate.rs`), to the nanosecond, so that `weir serve` with
-//! these options is a simulation's twin. A station may add a time for each byte, which is how a
-//! device that was probed is told.
+//! The daemon imitates devices with the same two (`--delay` and `--rate`; block's
+//! `storage/delay.rs` and `storage/rate.rs`), to the nanosecond. A station may add a time for each
+//! byte, as for a probed device.
 //!
-//! A request is given its end when it begins, since whoever came before has his already; so nothing
-//! needs to be queued here, and a device costs a simulation no events. Never lets a later request
-//! pass an earlier one in a line.
+//! Requests are served in order, so each gets its end when it begins: nothing is queued here, and a
+//! device costs a simulation no events.
 
 use std::{cmp::Reverse, collections::BinaryHeap};
 
@@ -25,29 +23,24 @@ use policy::{
 
 use super::request::Op;
 
-/// Times by kind of request, and how many at a time.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(crate) struct StationSpec {
-    /// Nanoseconds of a read.
     pub(crate) read: Service,
     pub(crate) write: Service,
-    /// Of zeroing and discarding.
     pub(crate) zero: Service,
     pub(crate) flush: Service,
-    /// Requests at a time; `None` is any number.
+    /// `None` is any number.
     pub(crate) parallel: Option<usize>,
 }
 
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(crate) struct Service {
-    /// Nanoseconds whatever its size.
     pub(crate) base_ns: u64,
-    /// Nanoseconds more for each byte; finite, not negative.
+    /// Finite, not negative.
     pub(crate) byte_ns: f64,
 }
 
 impl Service {
-    /// The same for any size.
     pub(crate) const fn fixed(base_ns: u64) -> Self {
         Self { base_ns, byte_ns: 0.0 }
     }
@@ -60,7 +53,7 @@ impl Service {
     }
 }
 
-/// What a disk lies on, by index; each may be another's too.
+/// The station and budget under a disk, by index; possibly shared.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub(crate) struct Place {
     pub(crate) station: Option<usize>,
@@ -74,18 +67,17 @@ pub(crate) struct Devices {
 }
 
 impl Devices {
-    /// Adds those that are not there yet, idle.
+    /// Adds new ones, idle.
     pub(crate) fn follow(&mut self, stations: &[StationSpec], budgets: &[Rates]) {
         self.stations.extend(stations[self.stations.len()..].iter().map(Station::new));
         self.budgets.extend(budgets[self.budgets.len()..].iter().copied().map(Lines::new));
     }
 
-    /// Begins a request; returns when it ends. Requests begin in the order of their time.
+    /// Returns when the request ends. Requests begin in the order of their time.
     pub(crate) fn begin(&mut self, place: Place, op: Op, length: u64, now: u64) -> u64 {
         let mut end = now;
         // As in the daemon, where the rate lies over the delay, a flush costs no rate.
         if let (Some(budget), Some(direction)) = (place.budget, op.direction()) {
-            // Zeroing and discarding cost a request but no bytes.
             let bytes = if matches!(op, Op::Read | Op::Write) { length } else { 0 };
             let done = self.budgets[budget].charge(direction, bytes, Instant::from_nanos(now));
             end = end.max(done.as_nanos());
@@ -96,8 +88,7 @@ impl Devices {
         end
     }
 
-    /// How long the place has worked by `now`, in nanoseconds of all of it: at full use this grows
-    /// as the clock does.
+    /// Nanoseconds of full use by `now`.
     pub(crate) fn worked_ns(&self, place: Place, now: u64) -> u64 {
         let worked = |budget: usize| self.budgets[budget].worked(Instant::from_nanos(now)).as_nanos();
         let budget = u64::try_from(place.budget.map_or(0, worked)).unwrap_or(u64::MAX);
@@ -108,9 +99,9 @@ impl Devices {
 #[derive(Clone, Debug)]
 struct Station {
     spec: StationSpec,
-    /// When each of the places is free, if they are bounded.
+    /// When each slot is free, if they are bounded.
     free: BinaryHeap<Reverse<u64>>,
-    /// Of all requests that have begun, in nanoseconds.
+    /// Nanoseconds of all requests that have begun.
     work: u64,
 }
 
@@ -139,7 +130,7 @@ impl Station {
         }
     }
 
-    /// A station without bound has room for all there is: it is never in use.
+    /// An unbounded station is never in use.
     fn worked_ns(&self, now: u64) -> u64 {
         let places = self.free.len() as u64;
         let to_come: u64 = self.free.iter().map(|Reverse(end)| end.saturating_sub(now)).sum();
@@ -147,12 +138,11 @@ impl Station {
     }
 }
 
-/// A station that does what was measured of a device: so many requests of 4 KiB and so many bytes
-/// in requests of 1 MiB a second, `parallel` at a time.
+/// A station with a probed device's rates: 4 KiB requests and bytes of 1 MiB requests a second,
+/// `parallel` at a time.
 ///
-/// Both figures are met exactly, and what lies between by a straight line; where they contradict a
-/// straight line with a slope upwards, the requests' figure alone holds. A figure of 0 was not
-/// measured: it bounds nothing.
+/// Both figures are met exactly, sizes between them by a straight line; if that would fall, the
+/// requests' figure alone holds. A figure of 0 was not measured and bounds nothing.
 pub(crate) fn measured(iops: u64, bps: u64, parallel: usize) -> Service {
     const SMALL: f64 = 4096.0;
     const LARGE: f64 = 1_048_576.0;
@@ -164,20 +154,17 @@ pub(crate) fn measured(iops: u64, bps: u64, parallel: usize) -> Service {
     Service { base_ns: base as u64, byte_ns }
 }
 
-/// How long a small request by itself is taken to need of a device of which only rates are known.
-/// An assumption and no measurement: the order of magnitude of flash.
+/// The assumed latency, in seconds, of a small request on an idle device: the order of flash.
 const ALONE_S: f64 = 100e-6;
 
-/// How many requests at a time a device works on that does so many a second with `depth` at a time.
+/// How many requests at a time a device works on that does so many a second at `depth`.
 ///
-/// `weir probe` keeps the rate and not the latency, so this is the number with which a request by
-/// itself takes [`ALONE_S`], as far as the rate has room for that: a hard disk of 200 a second
-/// works on one at a time, 5 ms each, and not on 32 for 160 ms; flash of 500,000 on 32.
+/// `weir probe` keeps no latency, so a request is assumed to take [`ALONE_S`], as far as the rate
+/// allows: a hard disk of 200 a second works on one at a time, 5 ms each; flash of 500,000 on 32.
 pub(crate) fn places(iops: u64, depth: usize) -> usize {
     ((iops as f64 * ALONE_S).round() as usize).clamp(1, depth)
 }
 
-/// The direction of a request that a limit covers; none of a flush.
 impl Op {
     pub(crate) const fn direction(self) -> Option<Direction> {
         match self {

@@ -1,7 +1,5 @@
-//! What `--device` says: how a device is, or where one is that was probed.
-//!
-//! How it is, is said in the words of `--delay` and `--rate` together, since that is what it
-//! becomes.
+//! `--device`: a device's properties, in the words of `--delay` and `--rate`, or the path of a
+//! probed one.
 
 use std::{path::PathBuf, str::FromStr};
 
@@ -9,11 +7,7 @@ use block::storage::{delay::DelayOptions, rate::RateOptions};
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum DeviceSpec {
-    Given {
-        delay: DelayOptions,
-        rate: RateOptions,
-    },
-    /// As `weir probe` measured the one that is there or below.
+    Given { delay: DelayOptions, rate: RateOptions },
     Probed(PathBuf),
 }
 
@@ -21,7 +15,7 @@ impl FromStr for DeviceSpec {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        // A path may have an equals sign too, but hardly begins with one of these.
+        // A path may contain an equals sign, but hardly begins with one of these words.
         let first = text.split('=').next().unwrap_or_default();
         let is_path = first.contains('/') || !text.contains('=');
         if is_path {

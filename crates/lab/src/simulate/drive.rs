@@ -1,5 +1,5 @@
-//! A simulation from its first request to its last: requests are read, their disks looked up, and
-//! engines simulate them, on several threads where disks have nothing to do with each other.
+//! A simulation from its first request to its last: reads requests, looks up their disks, and runs
+//! engines, on several threads for disks that are independent.
 //!
 //! ```text
 //!                                 ┌─► shard 0: after (with limits), before (without) ─┐
@@ -12,9 +12,8 @@
 //! number of shards. Every request is simulated twice on the same devices: with the limits, and
 //! without.
 //!
-//! A simulation ends early when [`MOST_WAITING`] requests wait, when it is interrupted, or at the
-//! first error in a trace. The outcome then covers what came before and says why it is not
-//! complete.
+//! A simulation ends early when [`MOST_WAITING`] requests wait, on an interruption, or at the first
+//! error in a trace. The outcome then covers what came before and says why it is incomplete.
 
 use std::{
     ops::ControlFlow,
@@ -40,10 +39,8 @@ use super::{
 };
 use crate::trace::{Record, Source};
 
-/// Records at a time: enough that handing them on costs nothing, few enough that a cache holds
-/// them.
+/// Enough to hand on cheaply, few enough for a cache.
 const BATCH: usize = 4096;
-/// Batches that a shard may lag behind.
 const LAG: usize = 16;
 
 #[derive(Debug)]
@@ -65,9 +62,8 @@ impl Source for Silence {
 
 pub(crate) struct Input {
     pub(crate) source: Box<dyn Source>,
-    /// Disks that the source need not name.
     pub(crate) disks: Vec<String>,
-    /// Those who use them, the disk being its index there.
+    /// Their disk is an index into `disks`.
     pub(crate) clients: Vec<ClientSpec>,
 }
 
@@ -80,19 +76,18 @@ impl Input {
 pub(crate) struct Job<'a> {
     pub(crate) setup: &'a Setup,
     pub(crate) input: Input,
-    /// At most; not 0.
     pub(crate) threads: usize,
-    /// Whether to simulate also what things would be without limits.
+    /// Whether to simulate without limits too.
     pub(crate) before: bool,
-    /// Gets what becomes of every request; on one thread then.
+    /// Receives every request's result; forces one thread.
     pub(crate) events: Option<&'a mut Events>,
     pub(crate) stop: &'a AtomicBool,
-    /// Is told now and then how many requests there have been, and when the last came.
+    /// Called now and then with the number of requests and the last one's time.
     pub(crate) tell: &'a (dyn Fn(u64, u64) + Sync),
 }
 
 impl<'a> Job<'a> {
-    /// On one thread, with limits and without; nothing is told meanwhile.
+    /// On one thread, with and without limits, quietly.
     pub(crate) fn new(setup: &'a Setup, input: Input, stop: &'a AtomicBool) -> Self {
         Self { setup, input, threads: 1, before: true, events: None, stop, tell: &|_, _| () }
     }
@@ -100,31 +95,24 @@ impl<'a> Job<'a> {
 
 #[derive(Debug)]
 pub(crate) struct Outcome {
-    /// With all disks that there were.
     pub(crate) world: World,
-    /// By disk.
     pub(crate) disks: Vec<OfDisk>,
-    /// By group: who waited there.
     pub(crate) groups: Vec<Queue>,
-    /// Why it is not complete.
+    /// Why it is incomplete.
     pub(crate) partial: Option<String>,
 }
 
 #[derive(Debug)]
 pub(crate) struct OfDisk {
     pub(crate) after: Tally,
-    /// Without limits; where that was simulated.
     pub(crate) before: Option<Tally>,
     pub(crate) queue: Queue,
-    /// By name: nanoseconds that a limit held something up; the longest first.
+    /// Nanoseconds by limit, the longest first.
     pub(crate) held: Vec<(String, u64)>,
     pub(crate) prefetch: Option<prefetch::Stats>,
 }
 
-/// Simulates.
-///
-/// # Errors
-/// If nothing can be simulated: settings that contradict each other, a trace that does not begin.
+/// Fails if nothing can be simulated: contradictory settings, or a trace that does not begin.
 pub(crate) fn simulate(job: Job<'_>) -> anyhow::Result<Outcome> {
     let mut names = Names::new(job.setup);
     let mut world = job.setup.world.clone();
@@ -160,7 +148,7 @@ struct Reading<'a> {
 
 impl Reading<'_> {
     /// Reads to the end, and hands on each batch: the world, whether it has grown, and the
-    /// requests. Whoever takes them may want no more.
+    /// requests, until the receiver declines.
     fn read(
         &mut self,
         source: &mut dyn Source,
@@ -196,7 +184,6 @@ impl Reading<'_> {
         }
     }
 
-    /// What a record means in this world.
     #[inline]
     fn request(&mut self, source: &dyn Source, record: &Record) -> anyhow::Result<Request> {
         let number = self.first + record.disk.index();
@@ -239,7 +226,7 @@ impl Reading<'_> {
             for request in requests.drain(..) {
                 pair.arrive(world, request, stop)?;
             }
-            // Batch by batch, so that memory need not hold all of them.
+            // After each batch, so that memory need not hold all of them.
             note(world, &mut pair.after);
             Ok(if pair.is_full() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) })
         })?;
@@ -279,7 +266,7 @@ impl Reading<'_> {
                 }
                 for (channel, requests) in channels.iter().zip(&mut divided) {
                     let batch = Batch { grown: grown.clone(), requests: std::mem::take(requests) };
-                    // Who does not take it has failed, and says why when he is joined.
+                    // A receiver that is gone has failed; its join says why.
                     let _ = channel.send(batch);
                 }
                 Ok(if full.load(Ordering::Relaxed) {
@@ -348,14 +335,13 @@ impl Reading<'_> {
     }
 }
 
-/// A part of what is simulated: with the limits, and without.
+/// An engine with limits and one without.
 #[derive(Debug)]
 struct Pair {
     after: Engine,
     before: Option<Engine>,
 }
 
-/// What a shard is sent.
 struct Batch {
     grown: Option<Arc<World>>,
     requests: Vec<Request>,
@@ -371,7 +357,7 @@ impl Pair {
         Ok(Self { after, before })
     }
 
-    /// Adds the world's disks that are not there yet, up to so many.
+    /// Adds the world's new disks, up to so many.
     fn follow(&mut self, world: &World, disks: usize) -> Result<(), Impossible> {
         for engine in std::iter::once(&mut self.after).chain(&mut self.before) {
             if engine.disks() < disks {
@@ -395,7 +381,7 @@ impl Pair {
         Ok(())
     }
 
-    /// Creates the disk at the instant of its first request, whenever that was read.
+    /// Creates a disk at the instant of its first request, whenever that was read.
     #[cold]
     fn meet(&mut self, world: &World, request: Request, stop: &AtomicBool) -> Result<(), Impossible> {
         for engine in std::iter::once(&mut self.after).chain(&mut self.before) {
@@ -415,7 +401,7 @@ impl Pair {
         stop: &AtomicBool,
         mut between: impl FnMut(&mut Engine),
     ) -> Result<(), Impossible> {
-        // Those that nothing was asked of are told of as well.
+        // Disks without requests are reported too.
         self.follow(world, world.disks.len())?;
         let is_over = self.is_full();
         let is_stopped = || is_over || stop.load(Ordering::Relaxed);

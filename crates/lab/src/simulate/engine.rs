@@ -7,19 +7,16 @@
 //! ```
 //!
 //! The engine drives the policy's code as the daemon does (block's `layer/throttle` and
-//! `layer/prefetch`): one tree for each group outside other groups and for each disk without a
-//! group, and one timer for each tree. Only devices and limits take time, and a timer is never
-//! late.
+//! `layer/prefetch`): one tree with one timer for each outermost group and each disk without a
+//! group. Only devices and limits take time.
 //!
-//! Requests of a trace ([`Engine::arrive`]) must arrive in the order of their times; clients
-//! ([`Engine::add_client`]) are part of the events. A disk is created at its first request, so
-//! results do not depend on the order in which disks are listed. A request that arrives at the
-//! instant of an event comes after it. So the same input gives the same result, and what shares
-//! neither group nor device with others has the same result without them.
+//! Requests of a trace ([`Engine::arrive`]) must arrive in order; clients ([`Engine::add_client`])
+//! are part of the events. A disk is created at its first request, so results do not depend on the
+//! order of disks. A request comes after events of the same instant. So the same input gives the
+//! same result, also without disks that share neither group nor device.
 //!
 //! A waiting request takes about 120 bytes (240 while the table grows). At most [`MOST_WAITING`]
-//! wait. Apart from reading ahead, nothing is allocated for a request once the tables have grown to
-//! what is in flight.
+//! wait. Apart from reading ahead, requests allocate nothing once the tables have grown.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -42,25 +39,23 @@ use super::{
     world::{Disk, Group, World},
 };
 
-/// How many disks are drawn: as many lines as can be told apart.
+/// As many lines as can be told apart.
 pub(crate) const DRAWN: usize = 8;
-/// Requests that may wait at a time: 6 GB of them, or 12 while a table grows.
+/// 6 GB of waiting requests, or 12 while a table grows.
 pub(crate) const MOST_WAITING: usize = 50_000_000;
-/// Events between two looks at whether to stop.
 pub(super) const STEPS: usize = 1 << 14;
-/// A request that no client waits for.
+/// The client of a request that no client waits for.
 const NOBODY: u32 = u32::MAX;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Row {
     pub(crate) request: Request,
-    /// When it passed all limits, and when it was done, in nanoseconds.
+    /// Nanoseconds when it passed all limits, and when it was done.
     pub(crate) admitted_ns: u64,
     pub(crate) completed_ns: u64,
     pub(crate) bucket: Bucket,
 }
 
-/// Why a world cannot be: settings that contradict each other.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum Impossible {
     #[error("{0}: {1}")]
@@ -69,31 +64,26 @@ pub(crate) enum Impossible {
     Prefetch(String, Invalid),
 }
 
-/// A simulation at one instant.
 #[derive(Debug)]
 pub(crate) struct Engine {
     state: State,
     waiting: Waiting,
     clients: Vec<Client>,
     watch: Watch,
-    /// By disk, what is kept of every request; none is without this.
+    /// By disk, if they are kept.
     rows: Option<Vec<Row>>,
-    /// Nothing is limited, and nothing read ahead.
+    /// Without limits and reading ahead.
     unlimited: bool,
 }
 
 impl Engine {
-    /// At the beginning. With `rows`, what becomes of every request is kept for
-    /// [`Engine::take_rows`].
-    ///
-    /// # Errors
-    /// If a group cannot keep what it promises.
+    /// With `rows`, every request's result is kept for [`Engine::take_rows`]. Fails if a group
+    /// cannot keep what it promises.
     pub(crate) fn new(world: &World, rows: bool) -> Result<Self, Impossible> {
         Self::of(world, rows, false)
     }
 
-    /// At the beginning, with the same disks on the same devices, but no limits and nothing read
-    /// ahead: as things were without weir.
+    /// The same disks and devices without weir: no limits, nothing read ahead.
     pub(crate) fn unlimited(world: &World) -> Result<Self, Impossible> {
         Self::of(world, false, true)
     }
@@ -116,10 +106,7 @@ impl Engine {
         self.state.disks.len()
     }
 
-    /// Adds what the world has grown by, up to so many disks, with nothing asked of it yet.
-    ///
-    /// # Errors
-    /// If a group cannot keep what it promises.
+    /// Adds the world's new disks, up to so many.
     pub(crate) fn follow(&mut self, world: &World, disks: usize) -> Result<(), Impossible> {
         self.state.flow.devices.follow(&world.stations, &world.budgets);
         if !self.unlimited {
@@ -184,8 +171,7 @@ impl Engine {
         self.state.arbiters.len() - 1
     }
 
-    /// Someone who sends the next request only when he has his answer. He begins at once, or at his
-    /// time if he has one.
+    /// It begins at once, or at its own time.
     pub(crate) fn add_client(&mut self, client: Client) {
         let number = self.clients.len() as u32;
         for _ in 0..client.spec.depth {
@@ -194,8 +180,8 @@ impl Engine {
         self.clients.push(client);
     }
 
-    /// A request comes, not before any that came before it. All that happens until then has
-    /// happened. Not where `stop` has been set meanwhile.
+    /// A request comes, not before earlier ones. Runs all events until then, unless `stop` is set
+    /// meanwhile.
     #[inline]
     pub(crate) fn arrive(&mut self, request: Request, stop: &AtomicBool) {
         if self.run_until(request.at_ns, stop) {
@@ -204,7 +190,7 @@ impl Engine {
         }
     }
 
-    /// Lets time pass; false if `stop` has been set meanwhile.
+    /// False if `stop` was set meanwhile.
     #[inline]
     pub(crate) fn run_until(&mut self, at: u64, stop: &AtomicBool) -> bool {
         let mut steps = 0;
@@ -219,7 +205,7 @@ impl Engine {
         true
     }
 
-    /// Somebody has something to do, now: devices are looked at again.
+    /// Devices are looked at again from now on.
     fn wake(&mut self) {
         if self.watch.wakes() {
             self.look_at_devices();
@@ -235,8 +221,7 @@ impl Engine {
         self.waiting.len()
     }
 
-    /// Lets at most so many events happen; whether anything is left of what has come and what
-    /// clients have to send.
+    /// Runs at most so many events; false once nothing is left.
     pub(crate) fn run(&mut self, steps: usize) -> bool {
         for _ in 0..steps {
             if self.state.flow.is_idle() {
@@ -247,7 +232,7 @@ impl Engine {
         true
     }
 
-    /// Takes note of those who still wait, at the end.
+    /// Accounts for requests that still wait at the end.
     pub(crate) fn settle(&mut self) {
         let now = self.state.now;
         for disk in &mut self.state.disks {
@@ -257,13 +242,11 @@ impl Engine {
         self.state.groups.iter_mut().for_each(|group| group.queue.settle(now));
     }
 
-    /// What became of the requests since this was asked last, in the order in which they passed the
-    /// limits.
+    /// Results since the last call, in the order in which requests passed the limits.
     pub(crate) fn take_rows(&mut self) -> std::vec::Drain<'_, Row> {
         self.rows.get_or_insert_default().drain(..)
     }
 
-    /// What was noted of a disk, who waits there and what for.
     pub(crate) fn disk(&self, index: usize) -> (&Tally, &Queue, &Held) {
         let disk = &self.state.disks[index];
         (&disk.tally, &disk.queue, &disk.held)
@@ -277,7 +260,6 @@ impl Engine {
         &self.state.groups[index].queue
     }
 
-    /// What reading ahead of a disk came to; `None` where nothing is.
     pub(crate) fn prefetch(&self, index: usize) -> Option<policy::prefetch::Stats> {
         self.state.disks[index].ahead.as_ref().map(|ahead| ahead.stats())
     }
@@ -320,7 +302,7 @@ impl Engine {
         let disk = &mut self.state.disks[request.disk];
         let direction = match request.op.direction() {
             Some(direction) if disk.limited => direction,
-            // A flush moves no data and is not asked about.
+            // A flush moves no data and is not limited.
             _ => return self.serve(&request, client, Bucket::NONE),
         };
         let (arbiter, node) = (disk.arbiter, disk.node);
@@ -335,7 +317,6 @@ impl Engine {
             Admission::Queued(_) => {
                 let is_first = tree.waiting(node, direction) == 1;
                 self.count_in(request.disk);
-                // Behind another it changes nothing for anybody.
                 if is_first {
                     self.release(arbiter);
                     let disk = &mut self.state.disks[request.disk];
@@ -364,7 +345,7 @@ impl Engine {
                 Decision::Wait { until } => {
                     let until = until.as_nanos();
                     let timer = &mut self.state.arbiters[arbiter].timer;
-                    // A later one still fires, and finds nothing to do.
+                    // The later one still fires, and finds nothing to do.
                     if until < *timer {
                         *timer = until;
                         self.state.flow.foresee(until, What::Timer(arbiter));
@@ -375,12 +356,11 @@ impl Engine {
         }
     }
 
-    /// Looks at devices, and lets pass what the watermarks let.
+    /// Reads device use, and lets pass what the watermarks allow.
     fn look_at_devices(&mut self) {
         for arbiter in self.watch.look(&mut self.state) {
             self.release(arbiter);
         }
-        // Whatever is to come brings this along.
         self.watch.go_on(&mut self.state.flow, self.state.now);
     }
 
@@ -398,7 +378,7 @@ impl Engine {
         }
     }
 
-    /// A request leaves its queue; says what it waited for.
+    /// Returns what it waited for.
     fn count_out(&mut self, request: &Request) -> Bucket {
         let now = self.state.now;
         let disk = &mut self.state.disks[request.disk];
@@ -415,7 +395,6 @@ impl Engine {
         disk.held.end(direction, now, waits, |path| judge(tree, node, direction, path, at))
     }
 
-    /// A request has passed the limits, now.
     fn serve(&mut self, request: &Request, client: u32, bucket: Bucket) {
         let (now, index) = (self.state.now, request.disk);
         let disk = &mut self.state.disks[index];
@@ -440,10 +419,9 @@ impl Engine {
     }
 }
 
-/// Which limit a disk's work of this direction waits for: on what level of its way up, and which
-/// there.
+/// Which limit a disk's direction waits for: its level and kind.
 ///
-/// A tree tells of each node what it waits for, or waited for last; it is the former if the time
+/// A tree tells of each node the current or last limit; it is current if its limited time goes on.
 /// that it is limited goes on.
 fn judge(
     tree: &Tree<u32>,
@@ -464,8 +442,8 @@ fn judge(
             _ => {}
         }
     }
-    // It waits for its turn behind others, or for a limit that the other direction shares: the
-    // first that could be it.
+    // It waits for its turn, or for a limit that the other direction shares: the first possible
+    // one.
     path.first().map_or(Bucket::NONE, |&(level, kind)| Bucket::new(level, kind))
 }
 
@@ -482,7 +460,7 @@ impl Waiting {
             return token;
         }
         self.requests.push((request, client));
-        // As many do not fit into memory.
+        // More do not fit into memory.
         (self.requests.len() - 1) as u32
     }
 

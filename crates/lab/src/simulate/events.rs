@@ -1,11 +1,11 @@
-//! `--events`: what became of every request, as CSV that is a trace again.
+//! `--events`: every request's result, as CSV that is a trace again.
 //!
-//! Rows are in the order in which requests passed the limits. To have them by arrival, sort by the
-//! first column, or read them as a trace with a window as large as the longest queue.
+//! Rows are in the order in which requests passed the limits. For arrival order, sort by the first
+//! column, or read with a window as large as the longest queue.
 //!
-//! Rows go to a temporary file, which gets the name at the end, so a simulation that fails at its
-//! start leaves the old file. A full disk ends the writing and not the simulation. Never writes
-//! over what is simulated.
+//! Rows go to a temporary file that is renamed at the end, so a simulation that fails at its start
+//! leaves the old file. A full disk ends the writing and not the simulation. Inputs are never
+//! overwritten.
 
 use std::{
     fs::{self, File, Permissions},
@@ -23,10 +23,9 @@ use crate::{
     trace::{push_decimal, push_request, quoted},
 };
 
-/// Columns beside those of a trace.
 const MORE_COLUMNS: &str = ",admitted_ns,completed_ns,bucket\n";
 const BLOCK_BYTES: usize = 1 << 18;
-/// What a new file may be, before the process's mask.
+/// Before the process's mask.
 const NEW_FILE: u32 = 0o666;
 
 #[derive(Debug)]
@@ -34,40 +33,34 @@ pub(crate) struct Events {
     out: Out,
     name: String,
     text: Vec<u8>,
-    /// Why nothing more is written.
     failed: Option<io::Error>,
-    /// By disk.
     disks: Vec<Named>,
 }
 
 #[derive(Debug)]
 enum Out {
-    /// Beside its name, which it gets at the end.
+    /// Renamed at the end.
     Beside(NamedTempFile, PathBuf),
-    /// What is no regular file is written as it is: a pipe, a terminal.
+    /// No regular file: a pipe, a terminal.
     InPlace(File),
 }
 
-/// A disk's words, as they stand in the file.
+/// A disk's CSV fields.
 #[derive(Debug)]
 struct Named {
     disk: String,
-    /// The names of the limits met so far.
     buckets: Vec<(Bucket, String)>,
 }
 
 impl Events {
-    /// Begins a file. `inputs` are what the simulation reads.
-    ///
-    /// # Errors
-    /// If it cannot be written, or is one of the inputs.
+    /// `inputs` are the simulation's, which are refused as the output.
     pub(crate) fn create<'a>(
         path: &Path,
         inputs: impl IntoIterator<Item = &'a PathBuf>,
     ) -> anyhow::Result<Self> {
         let name = path.display().to_string();
         let cannot = || format!("{name}: cannot be written");
-        // A link stays one: what it points to is replaced.
+        // A link stays one: its target is replaced.
         let target = fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
         let earlier = fs::metadata(&target).ok();
         if let Some(earlier) = &earlier {
@@ -97,7 +90,7 @@ impl Events {
         Ok(Self { out, name, text, failed: None, disks: Vec::new() })
     }
 
-    /// Adds rows. If they cannot be written, [`finish`](Self::finish) says so.
+    /// Errors are reported by [`finish`](Self::finish).
     pub(crate) fn write(&mut self, world: &World, rows: impl Iterator<Item = Row>) {
         for disk in &world.disks[self.disks.len()..] {
             self.disks.push(Named { disk: quoted(&disk.name).into_owned(), buckets: Vec::new() });
@@ -110,11 +103,7 @@ impl Events {
         }
     }
 
-    /// Writes what is left, and gives the file its name.
-    ///
-    /// # Errors
-    /// If any of it could not be written; what stood under the name does so still then, if it was a
-    /// regular file.
+    /// Writes the rest and renames the file; after an error, an old regular file stays.
     pub(crate) fn finish(mut self) -> anyhow::Result<()> {
         self.flush();
         let Self { out, name, failed, .. } = self;

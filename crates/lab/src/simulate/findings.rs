@@ -1,5 +1,5 @@
-//! What a simulation came to, as a result file keeps it: numbers to compare, tables, and charts of
-//! the first disks.
+//! A simulation as a result file keeps it: numbers to compare, tables, and charts of the first
+//! disks.
 
 use console::figures;
 
@@ -16,10 +16,9 @@ use crate::{
     result::{Axis, Better, Chart, Findings, Lines, Measure, SamplesAre, Series, Table, Unit},
 };
 
-/// Points of a line at most: more than a page has pixels for are none.
+/// More than a page has pixels.
 const MOST_POINTS: usize = 512;
 
-/// A figure that the same simulation gives again.
 fn exact(name: String, unit: Unit, better: Better, value: f64) -> Measure {
     Measure { samples_are: SamplesAre::Exact, ..Measure::new(name, unit, better, vec![value]) }
 }
@@ -166,7 +165,7 @@ fn charts(outcome: &Outcome) -> Vec<Chart> {
     first.into_iter().flatten().chain(charts).collect()
 }
 
-/// Which share of requests took no longer, before and after.
+/// The distribution of latencies, before and after.
 fn distribution(name: &str, after: &Tally, before: Option<&Tally>) -> Option<Chart> {
     let line = |name: &str, tally: &Tally| {
         let points = latencies::distribution(&tally.latency);

@@ -1,6 +1,5 @@
-//! The events that are to come, by their time, and the devices that requests are served by.
-//!
-//! Events of one instant happen in the order in which they were foreseen.
+//! The queue of future events, and the devices. Events of one instant happen in the order in which
+//! they were added.
 
 use std::{cmp::Reverse, collections::BinaryHeap};
 
@@ -8,12 +7,11 @@ use policy::prefetch::{FetchId, WriteId};
 
 use super::device::Devices;
 
-/// What lies ahead, and what requests are served by.
 #[derive(Debug, Default)]
 pub(super) struct Flow {
     events: BinaryHeap<Reverse<Event>>,
     foreseen: u64,
-    /// Events that keep the simulation going: all but the watching of devices.
+    /// Events that keep the simulation going: all but looks at devices.
     lively: usize,
     pub(super) devices: Devices,
 }
@@ -28,12 +26,10 @@ struct Event {
 #[derive(Debug)]
 pub(super) enum What {
     Timer(usize),
-    /// A client has its answer, at once or not, and may go on.
+    /// A client's answer, whether at once or not.
     Answer(u32, bool),
     Send(u32),
-    /// A chunk of what was read ahead of a disk is there.
     Chunk(usize, FetchId),
-    /// A change of a disk has ended.
     Written(usize, WriteId),
     Watch,
 }
@@ -57,7 +53,6 @@ impl Flow {
         Some((at, what))
     }
 
-    /// Whether nothing is left of what has come.
     #[inline]
     pub(super) fn is_idle(&self) -> bool {
         self.lively == 0

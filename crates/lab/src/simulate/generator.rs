@@ -1,5 +1,4 @@
-//! Requests that come by themselves: a workload of the options instead of a trace. The same seed
-//! gives the same requests.
+//! Requests of a generated workload; the same seed gives the same requests.
 
 use super::{
     request::Op,
@@ -16,7 +15,7 @@ pub(crate) struct Generator {
     names: Vec<String>,
     random: fastrand::Rng,
     draw: Draw,
-    /// When the last request came, in nanoseconds, and how many there have been.
+    /// Nanoseconds of the last request, and how many there were.
     at: f64,
     count: u64,
 }
@@ -37,8 +36,8 @@ impl Generator {
 impl Source for Generator {
     fn fill(&mut self, records: &mut Vec<Record>, count: usize) -> anyhow::Result<()> {
         let Open { iops, length, disks, seconds, read, .. } = self.open;
-        // Those of all disks together are as random as those of each (Kingman, *Poisson Processes*,
-        // 1993, section 2.2).
+        // A superposition of Poisson processes is one (Kingman, *Poisson Processes*, 1993, section
+        // 2.2).
         let mean_ns = 1e9 / (iops as f64 * disks as f64);
         for _ in 0..count {
             self.at += exponential(mean_ns, &mut self.random);

@@ -8,12 +8,11 @@
 //!   --config ─────┴─► setup.rs: a World       without them                     events.rs: each request
 //! ```
 //!
-//! The decisions are those of the `policy` crate, the very code that the daemon runs; time is a
-//! number that jumps from one event to the next. What is modelled is the device (`device.rs`); what
-//! is not: merging of requests, which a trace was recorded behind, and the time that the daemon
-//! itself takes.
+//! The decisions are those of the `policy` crate that the daemon runs; time jumps from event to
+//! event. Devices are modelled (`device.rs`); merging of requests, which happens before a trace is
+//! recorded, and the daemon's own time are not.
 //!
-//! Never opens an image, and never says of a trace that could not be read to its end that it was.
+//! Never opens an image, and always says if a trace could not be read to its end.
 
 mod arguments;
 mod bucket;
@@ -74,13 +73,12 @@ use super::{
     trace::{self, Merged},
 };
 
-/// The options that a story takes.
 const OF_STORIES: [&str; 4] = ["workload", "json", "result", "report"];
 
-/// Simulates, prints and keeps what came of it.
+/// Simulates, prints and keeps the result.
 ///
 /// # Errors
-/// Whatever keeps it from being simulated, or to its end; what came before is printed all the same.
+/// Whatever prevents the simulation or ends it early; what came before is printed all the same.
 pub fn run(arguments: SimulateArgs) -> Result<(), Failure> {
     if let Some(Workload::Story(tale)) = &arguments.input.workload {
         if let Some(option) = arguments.given.first_but(&OF_STORIES) {
@@ -122,10 +120,7 @@ fn tell(arguments: &SimulateArgs, story: &Story) -> Result<(), Failure> {
     Ok(print_and_keep(arguments, &story.table(), || story.text(), &result)?)
 }
 
-/// Both are tried, whatever becomes of the other: a closed standard output does not lose the file.
-///
-/// # Errors
-/// The first of what went wrong.
+/// Tries both, so a closed standard output does not lose the file; returns the first error.
 fn print_and_keep(
     arguments: &SimulateArgs,
     json: &impl Serialize,
@@ -138,7 +133,7 @@ fn print_and_keep(
 
 fn run_once(arguments: &SimulateArgs, setup: &Setup, stop: &AtomicBool) -> Result<(), Failure> {
     let begun = Header::begin();
-    // Before anything is written, which may be what is to be read.
+    // Before anything is written, which may be an input.
     let input = input(arguments)?;
     let inputs = || arguments.traces.iter().chain(&arguments.config);
     let mut events =

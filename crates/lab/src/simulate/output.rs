@@ -1,7 +1,7 @@
-//! What a simulation came to: tables for people, and the same as JSON.
+//! A simulation's result as tables and as JSON.
 //!
-//! A group's figures are those of all disks below it together. Times are right within a hundredth,
-//! as histograms have them.
+//! A group's figures cover all disks below it. Times are right within a hundredth, as histograms
+//! have them.
 
 use console::{
     figures,
@@ -20,10 +20,8 @@ use crate::latencies::Latencies;
 pub(crate) struct Summary {
     pub(crate) disks: Vec<Line>,
     pub(crate) groups: Vec<Line>,
-    /// What is not simulated, for people.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub(crate) remarks: Vec<String>,
-    /// Why it is not complete.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) partial: Option<String>,
 }
@@ -35,17 +33,15 @@ pub(crate) struct Line {
     /// Without limits, on the same device.
     pub(crate) before: Option<Figures>,
     pub(crate) after: Figures,
-    /// The share of the time in which somebody waited for limits, from 0 to 1.
+    /// The share of time in which requests waited for limits, 0 to 1.
     pub(crate) throttled: f64,
-    /// Most that waited at a time.
     pub(crate) longest_queue: u64,
-    /// By limit: the share of the time in which it held something up; the longest first.
+    /// The share of time in which each limit held something up; the longest first.
     pub(crate) held_by: Vec<HeldBy>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) prefetch: Option<Prefetched>,
 }
 
-/// How much, how fast, and how long it took.
 #[derive(Debug, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) struct Figures {
@@ -59,7 +55,7 @@ pub(crate) struct Figures {
     pub(crate) served_ns: Percentiles,
 }
 
-/// Within which time how many were done, in nanoseconds.
+/// In nanoseconds.
 #[derive(Clone, Copy, Debug, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) struct Percentiles {
@@ -140,7 +136,7 @@ impl Line {
 }
 
 impl Summary {
-    /// What an outcome comes to. Disks that nothing was asked of are left out.
+    /// Disks without requests are left out.
     pub(crate) fn new(outcome: &Outcome, remarks: &[String]) -> Self {
         let Outcome { world, disks, groups, partial } = outcome;
         let used = disks.iter().zip(&world.disks).filter(|(disk, _)| disk.after.requests > 0);
@@ -171,7 +167,6 @@ impl Summary {
         text.join("\n")
     }
 
-    /// All lines, with what each is of.
     pub(crate) fn lines(&self) -> impl Iterator<Item = (&'static str, &Line)> {
         self.disks.iter().map(|line| ("disk", line)).chain(self.groups.iter().map(|line| ("group", line)))
     }

@@ -1,5 +1,4 @@
-//! Reading ahead of a disk's readers, as the daemon does it: the same cache of the policy's, driven
-//! in the same order.
+//! Reading ahead as the daemon does it: the policy's cache, driven in the same order.
 //!
 //! ```text
 //!   read ──► Cache::read ── found ────► served when the last of its chunks is there
@@ -10,7 +9,6 @@
 //! ```
 //!
 //! The twin of block's `layer/prefetch`, without data: a chunk is the instant at which it is there.
-//! What has to be read in several places of the disk is read as a whole, as there.
 
 use policy::{
     prefetch::{Cache, Cached, Fetch, FetchId, Found, Invalid, Mode, Part, Stats, WriteId},
@@ -30,16 +28,16 @@ pub(super) struct Ahead {
     cache: Cache<u32>,
     place: Place,
     size_bytes: u64,
-    /// By the cache's word for a chunk: when it is there.
+    /// When each chunk is there, by the cache's tag for it.
     chunks: Vec<u64>,
     free: Vec<u32>,
 }
 
 impl Ahead {
-    /// An empty cache; `None` where nothing is to be read ahead.
+    /// `None` where nothing is to be read ahead.
     pub(super) fn new(disk: &Disk) -> Result<Option<Self>, Invalid> {
         disk.prefetch.check()?;
-        // Of a device that takes no time there is nothing to gain, as of a disk that is in memory.
+        // Like a disk in memory, a device that takes no time gains nothing.
         let worth_it = disk.place != Place::default();
         if disk.prefetch.mode == Mode::Off || disk.prefetch.mode == Mode::Auto && !worth_it {
             return Ok(None);
@@ -54,8 +52,8 @@ impl Ahead {
         self.cache.stats()
     }
 
-    /// A read that has passed the limits; returns when it is done. `may` has the last word on what
-    /// is read ahead.
+    /// For a read that has passed the limits; returns when it is done. `may` can veto reading
+    /// ahead.
     pub(super) fn read(
         &mut self,
         request: &Request,
@@ -66,7 +64,7 @@ impl Ahead {
         let Request { disk, offset, length, .. } = *request;
         let may = |ahead: &policy::prefetch::Ahead, given_back| may(&ahead.cost(), given_back);
         let (found, ahead) = self.cache.read(offset..offset + length, 1, self.size_bytes, may);
-        // What is missing is on its way before what is read ahead because of it.
+        // Missing data is fetched before what is read ahead because of it.
         let mut done = now;
         match found {
             Found::Nothing => done = flow.devices.begin(self.place, Op::Read, length, now),
@@ -115,7 +113,7 @@ impl Ahead {
         self.chunks[cached.token as usize]
     }
 
-    /// Anything but a read that has passed the limits; returns when it is done.
+    /// For anything but reads; returns when it is done.
     pub(super) fn change(&mut self, request: &Request, now: u64, flow: &mut Flow) -> u64 {
         let Request { disk, op, offset, length, .. } = *request;
         let done = flow.devices.begin(self.place, op, length, now);
@@ -140,7 +138,7 @@ impl Ahead {
         self.cache.write_ends(write);
     }
 
-    /// Nobody is given these chunks any more; who was has been told when they are there.
+    /// Releases chunks; their readers already know when they are there.
     fn let_go(&mut self) {
         self.free.extend(self.cache.take_dropped());
     }

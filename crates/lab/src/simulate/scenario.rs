@@ -1,8 +1,6 @@
-//! What the documents that weir grew from tell of, simulated: a burst, groups, queues of different
-//! depth, and the two streams of 2009.
-//!
-//! Each is a small world with its own limits and clients, and a table of what came of it beside
-//! what was said or measured then. They take no options for limits: theirs are part of the story.
+//! The stories of the documents that weir grew from: a burst, groups, queues of different depth,
+//! and the two streams of 2009. Each has its own limits and clients, and tabulates the result
+//! beside the original's.
 
 use console::table::columns;
 use policy::throttle::{Limit, LimitKind, Limits};
@@ -17,7 +15,6 @@ use super::{
     world::{DiskSettings, Group, World},
 };
 
-/// Simulates a tale.
 pub(crate) fn told(tale: &Tale) -> Result<Story, Impossible> {
     match tale {
         Tale::TwoStreams { cache_bytes } => two_streams::tell(*cache_bytes),
@@ -27,7 +24,7 @@ pub(crate) fn told(tale: &Tale) -> Result<Story, Impossible> {
     }
 }
 
-/// Somebody who reads at random places for so many seconds.
+/// Random reads for so many seconds.
 fn reader(disk: usize, length: u64, depth: u32, seconds: u64) -> ClientSpec {
     ClientSpec {
         disk,
@@ -55,14 +52,14 @@ fn said(value: f64) -> String {
     if value.fract() == 0.0 { format!("{value:.0}") } else { format!("{value:.1}") }
 }
 
-/// A rate that was simulated, beside the one that was said.
+/// A simulated rate beside the original's.
 fn beside(name: &str, simulated: f64, said_rate: f64, story: &mut Vec<(String, f64)>) -> [String; 2] {
     story.push((name.to_owned(), simulated));
     [said(simulated), said(said_rate)]
 }
 
 /// "Perform I/O on hd0.qcow2 at a rate of 2000 IOPS for 1 minute before it's throttled down to 100
-/// IOPS", where 8 KiB count as two operations and 6 KiB as one and a half.
+/// IOPS"; 8 KiB count as two operations, 6 KiB as one and a half.
 fn burst() -> Result<Story, Impossible> {
     let mut limits = Limits::default();
     *limits.limit_mut(LimitKind::IopsTotal) = Limit { rate: 100, burst_rate: 2000, burst_length_s: 60 };
@@ -144,8 +141,7 @@ fn group() -> Result<Story, Impossible> {
     })
 }
 
-/// Two clients of one limit, one with a request at a time and one with 64: in QEMU the latter gets
-/// more.
+/// Two clients of one limit with 1 and 64 requests in flight; QEMU favours the latter.
 fn depths() -> Result<Story, Impossible> {
     /// What qemu-storage-daemon 7.2 gave them (weir's design, section 6).
     const QEMU: [f64; 2] = [738.0, 1290.0];

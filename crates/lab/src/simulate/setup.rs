@@ -6,8 +6,8 @@
 //!   --iops-total … ─► checked settings ─► what every disk of a trace is held to ─┘            disks that a trace names
 //! ```
 //!
-//! Rules are the plan's: what a daemon would refuse is refused here, with the same words. Images
-//! are not opened; of one that is there, the size is looked at.
+//! What a daemon would refuse is refused here with the same words. Images are not opened, only
+//! their size is read.
 
 use std::{collections::HashMap, fs, io::Read as _, path::Path};
 
@@ -32,32 +32,28 @@ use crate::{
     simulate::arguments::{SimulateArgs, Terms},
 };
 
-/// Disks in a simulation at most: each has tables of some 200 KiB.
+/// Each has tables of some 200 KiB.
 pub(crate) const MOST_DISKS: usize = 10_000;
 
-/// What is simulated, before it is known which disks there are.
 #[derive(Clone, Debug)]
 pub(crate) struct Setup {
-    /// Without the disks that are not known yet.
+    /// Without disks that are not known yet.
     pub(crate) world: World,
-    /// What a daemon would do with this config file and is not simulated, for people.
+    /// What a daemon would do with this config file but is not simulated.
     pub(crate) remarks: Vec<String>,
     kind: Kind,
 }
 
 #[derive(Clone, Debug)]
 enum Kind {
-    /// The disks are those of the config file, by name.
     Config {
-        /// As the user named it.
         file: String,
         by_name: HashMap<String, usize>,
     },
-    /// Whatever disk a trace names is held to the same, on a device of its own unless it is shared.
+    /// Every disk of a trace gets these terms, on its own or a shared device.
     Any(Box<Any>),
 }
 
-/// What every disk is held to, and what each has for itself.
 #[derive(Clone, Debug)]
 struct Any {
     disk: Disk,
@@ -66,10 +62,7 @@ struct Any {
 }
 
 impl Setup {
-    /// What the command line says.
-    ///
-    /// # Errors
-    /// Whatever a daemon would refuse; a device that nothing is known of.
+    /// From the command line; refuses what a daemon would, and unprobed devices.
     pub(crate) fn new(arguments: &SimulateArgs) -> Result<Self, console::Failure> {
         let device = match &arguments.devices.device {
             Some(DeviceSpec::Given { delay, rate }) => Some((station_of(delay), budget_of(rate))),
@@ -138,8 +131,7 @@ impl Setup {
         Ok(Self { world, remarks, kind: Kind::Config { file: path.display().to_string(), by_name } })
     }
 
-    /// Of disks that nothing names beforehand. `device` is shared by all; `delay` and `rate` are
-    /// each disk's own.
+    /// For disks unknown beforehand. `device` is shared; `delay` and `rate` are each disk's own.
     pub(crate) fn of_terms(
         terms: &Terms,
         size_bytes: u64,
@@ -173,7 +165,7 @@ impl Setup {
         Self { world, remarks: Vec::new(), kind: Kind::Any(Box::new(any)) }
     }
 
-    /// How many parts there may be that have nothing to do with each other.
+    /// How many independent parts there may be.
     pub(crate) fn parts(&self) -> usize {
         match &self.kind {
             Kind::Config { .. } => self.world.parts().into_iter().max().map_or(1, |last| last + 1),
@@ -182,8 +174,7 @@ impl Setup {
         }
     }
 
-    /// Which of so many shards each disk of a world is in, by its index; also of disks that are yet
-    /// to come.
+    /// Each disk's shard by its index, also of disks yet to come.
     pub(crate) fn shards(&self, world: &World, shards: usize) -> impl Fn(usize) -> usize + use<> {
         let parts = match &self.kind {
             Kind::Config { .. } => world.parts(),
@@ -192,11 +183,8 @@ impl Setup {
         move |disk| parts.get(disk).copied().unwrap_or(disk) % shards
     }
 
-    /// The same with another value of one limit, of the disk or group of this name; without a name
-    /// of the only group, or else of all disks.
-    ///
-    /// # Errors
-    /// If nothing has that name, or the limits make no sense then.
+    /// The same with another value of one limit: of the named disk or group, else of the only
+    /// group, else of all disks.
     pub(crate) fn with(&self, of: Option<&str>, setting: Setting, value: u64) -> anyhow::Result<Self> {
         let mut setup = self.clone();
         let change = |name: &str, limits: &mut Limits| -> anyhow::Result<()> {
@@ -235,13 +223,13 @@ impl Setup {
     }
 }
 
-/// Finds the disks that a trace names, and adds those that are new to the world.
+/// Looks up a trace's disks, and adds new ones to the world.
 #[derive(Debug)]
 pub(crate) struct Names<'a> {
     setup: &'a Setup,
-    /// By the trace's number of a disk: its index in the world.
+    /// The world's index by the trace's number.
     pub(crate) known: Vec<usize>,
-    /// The trace's first disk, where a config file has one disk only and another name for it.
+    /// The trace's first disk, if the config file has a single one with another name.
     taken: Option<String>,
 }
 
@@ -250,10 +238,8 @@ impl<'a> Names<'a> {
         Self { setup, known: Vec::new(), taken: None }
     }
 
-    /// The trace's next disk. The world has grown by it if it was not in there.
-    ///
-    /// # Errors
-    /// If it is none of the config file's; if there are too many. To follow the place in the trace.
+    /// Looks up the next disk; a new one is added to the world. The error has no place in the trace
+    /// yet.
     pub(crate) fn add(&mut self, name: &str, world: &mut World) -> Result<(), String> {
         let index = match &self.setup.kind {
             Kind::Any(any) => {
@@ -319,8 +305,7 @@ fn budget_of(rate: &RateOptions) -> Rates {
     Rates { bytes: rate.bytes, iops: rate.iops, read: rate.read, write: rate.write }
 }
 
-/// What `weir probe` found of the device below a directory, or of a device. What it did not measure
-/// of writes is as of reads.
+/// From `weir probe`'s record of the device. Missing write figures are taken from reads.
 fn probed(path: &Path, store: &Store) -> anyhow::Result<StationSpec> {
     use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _};
     let name = path.display();
@@ -340,12 +325,12 @@ fn probed(path: &Path, store: &Store) -> anyhow::Result<StationSpec> {
         (0, 0) => read,
         (iops, bps) => measured(iops, bps, parallel),
     };
-    // A flush was not measured, and takes what a small write does.
+    // A flush was not measured; it is taken as a small write.
     let flush = Service { byte_ns: 0.0, ..write };
     Ok(StationSpec { read, write, zero: flush, flush, parallel: Some(parallel) })
 }
 
-/// The size of a disk with this image, as far as that is known without opening it.
+/// As far as that is known without opening it.
 fn size_of(image: &settings::Image) -> anyhow::Result<u64> {
     Ok(match image.spec()?.parse::<Spec>()? {
         Spec::Memory(bytes) | Spec::Null(bytes) => bytes,
@@ -353,8 +338,8 @@ fn size_of(image: &settings::Image) -> anyhow::Result<u64> {
     })
 }
 
-/// The bytes of a raw file, or those that a qcow2 image says it has (its header's eight bytes at
-/// 24, docs/interop/qcow2.txt of QEMU).
+/// A raw file's length, or a qcow2 header's size (eight bytes at 24, docs/interop/qcow2.txt of
+/// QEMU).
 fn size_of_file(path: &Path) -> Option<u64> {
     const MAGIC: &[u8] = b"QFI\xfb";
     let metadata = fs::metadata(path).ok().filter(fs::Metadata::is_file)?;

@@ -1,4 +1,4 @@
-//! A simulation's state at one instant: the trees of limits, and what each group and disk is at.
+//! A simulation's state at one instant.
 
 use policy::throttle::{NodeId, Tree};
 
@@ -10,10 +10,8 @@ use super::{
     tally::{Queue, Tally},
 };
 
-/// No timer is set.
 pub(super) const NEVER: u64 = u64::MAX;
 
-/// Everything that events change.
 #[derive(Debug, Default)]
 pub(super) struct State {
     /// Nanoseconds since the beginning.
@@ -25,14 +23,12 @@ pub(super) struct State {
 }
 
 impl State {
-    /// How long what a disk lies on has worked by now: see
-    /// [`Devices::worked_ns`](super::device::Devices::worked_ns).
+    /// See [`Devices::worked_ns`](super::device::Devices::worked_ns).
     pub(super) fn worked_ns(&self, place: Place) -> u64 {
         self.flow.devices.worked_ns(place, self.now)
     }
 }
 
-/// A tree, and when its timer fires.
 #[derive(Debug)]
 pub(super) struct Arbiter {
     pub(super) tree: Tree<u32>,
@@ -52,7 +48,6 @@ pub(super) struct DiskState {
     pub(super) arbiter: usize,
     pub(super) node: NodeId,
     pub(super) group: Option<usize>,
-    /// Whether any limit applies; else nothing asks.
     pub(super) limited: bool,
     pub(super) place: Place,
     pub(super) ahead: Option<Box<Ahead>>,

@@ -20,7 +20,6 @@ pub(crate) struct Story {
     pub(crate) columns: Vec<(&'static str, Side)>,
     pub(crate) rows: Vec<Vec<String>>,
     pub(crate) note: String,
-    /// Numbers for `weir report` to compare, by name.
     pub(crate) measures: Vec<(String, f64)>,
 }
 

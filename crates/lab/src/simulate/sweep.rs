@@ -1,25 +1,23 @@
-//! The `--sweep` option: a limit, and the values that are to be simulated.
+//! The `--sweep` option: a limit and its values.
 
 use std::str::FromStr;
 
 use policy::throttle::{Part, Setting};
 use settings::suggest;
 
-/// Values of a sweep at most: each is a simulation.
+/// Each value is a simulation.
 const MOST_VALUES: u64 = 10_000;
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Sweep {
     pub(crate) setting: Setting,
-    /// Rising, at least one.
     pub(crate) values: Vec<u64>,
 }
 
 impl FromStr for Sweep {
     type Err = String;
 
-    /// `iops-total=500..5000:500`: the first value, the last and what is between two. Without a
-    /// step, the two alone.
+    /// `iops-total=500..5000:500`: first, last and step; without a step, the two alone.
     fn from_str(text: &str) -> Result<Self, String> {
         let form = || "is not of the form LIMIT=FROM..TO:STEP, such as iops-total=500..5000:500".to_owned();
         let (name, range) = text.split_once('=').ok_or_else(form)?;
@@ -53,7 +51,7 @@ impl FromStr for Sweep {
 }
 
 impl Sweep {
-    /// Whether more of it is never slower, so that there is a smallest that is fast enough.
+    /// Whether more of it is never slower, so a smallest sufficient value exists.
     pub(crate) fn has_smallest(&self) -> bool {
         matches!(self.setting, Setting::Limit(_, Part::Rate))
     }

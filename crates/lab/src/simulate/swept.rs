@@ -1,7 +1,5 @@
-//! What a sweep came to: a simulation for each value of a limit, and the smallest value that keeps
-//! latency below a bound.
-//!
-//! Traces are read anew for each value, so that none has to be kept.
+//! A sweep's result: a simulation for each value, and the smallest value that keeps latency below a
+//! bound. Traces are read anew for each value.
 
 use std::{
     sync::{
@@ -27,7 +25,7 @@ pub(crate) struct Point {
     pub(crate) latency_ns: Percentiles,
     pub(crate) iops: f64,
     pub(crate) bps: f64,
-    /// The share of the time in which somebody waited, from 0 to 1.
+    /// The share of time in which requests waited, 0 to 1.
     pub(crate) throttled: f64,
 }
 
@@ -36,7 +34,7 @@ pub(crate) struct Point {
 pub(crate) struct Swept {
     pub(crate) limit: &'static str,
     pub(crate) points: Vec<Point>,
-    /// The bound, and the smallest value from which on 99 of 100 requests stay below it.
+    /// The smallest value from which on the p99 stays below the bound.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) p99: Option<Bound>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -45,7 +43,6 @@ pub(crate) struct Swept {
     pub(crate) setting: Option<Setting>,
 }
 
-/// See [`Swept::p99`].
 #[derive(Debug, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) struct Bound {
@@ -54,7 +51,7 @@ pub(crate) struct Bound {
 }
 
 impl Point {
-    /// What an outcome came to for the disk or group of this name, or else for all disks together.
+    /// For the named disk or group, or all disks together.
     pub(crate) fn new(value: u64, outcome: &Outcome, of: Option<&str>) -> Self {
         let world = &outcome.world;
         let is_meant = |index: usize| {
@@ -85,11 +82,8 @@ impl Point {
     }
 }
 
-/// Simulates every value, on so many threads; `simulate` does one. Tells how many are done. Those
-/// after an interruption are left out.
-///
-/// # Errors
-/// The first that `simulate` had, by value.
+/// Runs `simulate` for every value on so many threads, and reports progress. Values after an
+/// interruption are left out; returns the first error, by value.
 pub(crate) fn sweep<T: Send>(
     values: &[u64],
     threads: usize,
@@ -121,7 +115,7 @@ pub(crate) fn sweep<T: Send>(
 }
 
 impl Swept {
-    /// With the smallest limit that keeps below a bound, if one is asked for.
+    /// `below` also finds the smallest sufficient limit.
     pub(crate) fn new(
         sweep: &Sweep,
         points: Vec<Point>,
@@ -129,8 +123,8 @@ impl Swept {
         partial: Option<String>,
     ) -> Self {
         let p99 = below_ns.map(|below_ns| {
-            // From the largest down, as long as all keep below: a value that does by chance,
-            // between others that do not, is no limit to rely on.
+            // From the largest down: a value that is below only by chance, between others that are
+            // not, does not count.
             let keep = points.iter().rev().take_while(|point| point.latency_ns.p99 < below_ns);
             Bound { below_ns, smallest: keep.last().map(|point| point.value) }
         });

@@ -1,19 +1,15 @@
-//! What is noted of a simulation while it runs: latencies, rates over time, who waited and for
-//! what.
+//! Records of a running simulation: latencies, rates over time, who waited for what.
 //!
-//! All of it takes the same memory however long the simulation lasts: histograms with steps of a
-//! hundredth, and series whose intervals are joined two by two when there are too many. Noting a
-//! request allocates nothing but where a histogram grows to a longer time than any before.
-//!
-//! Never decides anything.
+//! Memory is bounded: histograms have steps of a hundredth, and series join intervals pairwise when
+//! there are too many. Recording allocates only where a histogram grows.
 
 use crate::latencies::{self, Latencies};
 
 const INTERVALS: usize = 1024;
-/// The first length of an interval is 2 to this power, in nanoseconds: about a millisecond.
+/// The first interval is 2 to this power in nanoseconds: about a millisecond.
 const FIRST_BITS: u32 = 20;
 
-/// Something over time: as many intervals of equal length as fit, by their number.
+/// A value over time, in intervals of equal length that double as needed.
 #[derive(Clone, Debug)]
 pub(crate) struct Series {
     bits: u32,
@@ -22,12 +18,10 @@ pub(crate) struct Series {
 }
 
 impl Series {
-    /// How many times something happened in each interval.
     pub(crate) fn sums() -> Self {
         Self { bits: FIRST_BITS, values: Vec::with_capacity(INTERVALS), join: u64::saturating_add }
     }
 
-    /// The highest that something was in each interval.
     pub(crate) fn peaks() -> Self {
         Self { join: |one, other| one.max(other), ..Self::sums() }
     }
@@ -58,7 +52,8 @@ impl Series {
         (1_u64 << self.bits) as f64 / 1e9
     }
 
-    /// The middle of each of at most `most` intervals in seconds, and its value.
+    /// The middles of at most `most` intervals in seconds, with their values, and the interval's
+    /// length.
     pub(crate) fn points(&self, most: usize) -> (Vec<(f64, u64)>, f64) {
         let mut series = self.clone();
         while series.values.len() > most {
@@ -74,9 +69,7 @@ impl Series {
 pub(crate) struct Queue {
     waiting: u64,
     since: u64,
-    /// Most that ever waited.
     pub(crate) longest: u64,
-    /// Nanoseconds during which somebody waited.
     pub(crate) throttled_ns: u64,
 }
 
@@ -97,7 +90,7 @@ impl Queue {
         }
     }
 
-    /// Up to `now`, for whoever still waits.
+    /// Counts the time up to `now` for what still waits.
     pub(crate) fn settle(&mut self, now: u64) {
         if self.waiting > 0 {
             self.throttled_ns += now.saturating_sub(self.since);
@@ -108,19 +101,15 @@ impl Queue {
 
 #[derive(Clone, Debug)]
 pub(crate) struct Tally {
-    /// Requests that are done, and their bytes.
     pub(crate) requests: u64,
     pub(crate) bytes: u64,
-    /// From coming to being done.
     pub(crate) latency: Latencies,
-    /// From coming to passing all limits.
     pub(crate) waited: Latencies,
-    /// From there to being done.
     pub(crate) served: Latencies,
-    /// When the first came, and when the last was done; in nanoseconds.
+    /// In nanoseconds.
     pub(crate) first: Option<u64>,
     pub(crate) last: u64,
-    /// Done over time, and most that waited over time; of the disks that are drawn.
+    /// Series of the disks that are drawn.
     pub(crate) drawn: Option<Box<Drawn>>,
 }
 
@@ -138,7 +127,6 @@ impl Default for Tally {
 }
 
 impl Tally {
-    /// Of a disk that is to be drawn, too.
     pub(crate) fn drawn() -> Self {
         let drawn = Drawn { done: Series::sums(), waiting: Series::peaks() };
         Self { drawn: Some(Box::new(drawn)), ..Self::default() }
@@ -146,7 +134,7 @@ impl Tally {
 
     pub(crate) fn note(&mut self, came: u64, admitted: u64, done: u64, bytes: u64) {
         self.requests += 1;
-        // Lengths are what a trace says.
+        // Lengths come from a trace.
         self.bytes = self.bytes.saturating_add(bytes);
         self.first.get_or_insert(came);
         self.last = self.last.max(done);
@@ -173,18 +161,18 @@ impl Tally {
         self.last = self.last.max(other.last);
     }
 
-    /// Seconds from the first request to the last answer.
+    /// From the first request to the last answer.
     pub(crate) fn seconds(&self) -> f64 {
         self.last.saturating_sub(self.first.unwrap_or(self.last)) as f64 / 1e9
     }
 
-    /// So many nanoseconds of that time, from 0 to 1.
+    /// As a share of [`seconds`](Self::seconds), 0 to 1.
     pub(crate) fn share(&self, ns: u64) -> f64 {
         let seconds = self.seconds();
         if seconds > 0.0 { (ns as f64 / 1e9 / seconds).min(1.0) } else { 0.0 }
     }
 
-    /// So many a second, over that time; 0 where it took none.
+    /// 0 where it took no time.
     pub(crate) fn a_second(&self, count: u64) -> f64 {
         let seconds = self.seconds();
         if seconds > 0.0 { count as f64 / seconds } else { 0.0 }

@@ -6,7 +6,6 @@ use clap::Parser as _;
 
 use super::{drive::Outcome, *};
 
-/// Nobody stops it.
 static GO_ON: AtomicBool = AtomicBool::new(false);
 const HEADER: &str = "time_ns,disk,op,offset,length\n";
 
@@ -21,7 +20,6 @@ fn arguments(words: &str) -> SimulateArgs {
     Line::try_parse_from(words).unwrap().arguments
 }
 
-/// Files that are gone afterwards.
 struct Files(tempfile::TempDir);
 
 impl Files {
@@ -110,7 +108,7 @@ fn results_do_not_depend_on_the_number_of_threads() {
     let words = format!("{trace} --iops-total 300 --delay read=1ms,parallel=1");
     let one = told(&words, 1);
     assert_eq!(told(&words, 4), one);
-    // Disks that appear late, on devices of their own that a watermark looks at.
+    // Disks that appear late, on devices of their own with a watermark.
     let mut late = HEADER.to_owned();
     let mut random = fastrand::Rng::with_seed(7);
     for number in 0..40_000_u64 {
@@ -133,7 +131,6 @@ fn a_disk_is_the_same_in_whichever_company() {
         .lines()
         .filter(|line| !line.contains(",vm0,") && !line.contains(",vm2,"))
         .fold(String::new(), |text, line| text + line + "\n");
-    // Its first request is not the trace's first; a flush keeps the time.
     let first: u64 = all.lines().nth(1).unwrap().split(',').next().unwrap().parse().unwrap();
     let only = only.replacen(HEADER, &format!("{HEADER}{first},other,flush,0,0\n"), 1);
     let (all, only) = (files.with("all.csv", &all), files.with("only.csv", &only));
@@ -172,7 +169,7 @@ fn larger_limits_make_nobody_wait_longer() {
     assert!(points.is_sorted_by_key(|point| std::cmp::Reverse(point.latency_ns.p99)), "{points:?}");
     assert!(points.is_sorted_by(|one, other| one.throttled >= other.throttled), "{points:?}");
     let swept = Swept::new(&values, points, Some(10_000_000), None);
-    // 2000 come a second, at random; what a bucket holds takes up their swings.
+    // 2000 come a second, at random; the bucket absorbs their swings.
     assert_eq!(swept.p99.unwrap().smallest, Some(2000));
 }
 
@@ -291,7 +288,7 @@ fn events_are_a_line_a_request_and_a_trace_again() {
     );
     let words = "--group g --iops-total 10 --delay read=1us,write=2us,flush=3us";
     let (path, written) = events(&files, &format!("{trace} {words}"));
-    // One operation may be in the bucket; the second makes it more than full.
+    // One operation fits into the bucket; the second overfills it.
     let expect = "time_ns,disk,op,offset,length,admitted_ns,completed_ns,bucket\n\
                   0,\"8,0\",read,0,512,0,1000,-\n\
                   5,\"8,0\",write,4096,512,5,2005,-\n\
@@ -299,7 +296,7 @@ fn events_are_a_line_a_request_and_a_trace_again() {
                   10,\"8,0\",read,0,512,100000000,100001000,iops-total@g\n";
     assert_eq!(written, expect);
     assert_eq!(told(&format!("{path} {words}"), 1), told(&format!("{trace} {words}"), 1));
-    // Several disks, which wait for different times: rows are not in the order of their arrival.
+    // Several disks wait for different times: rows are not in arrival order.
     let many = files.with("many.csv", &self::trace(5, 5000));
     let words = "--iops-read 200 --bps-write 3M";
     let (path, written) = events(&files, &format!("{many} {words}"));
@@ -383,7 +380,6 @@ fn an_interruption_leaves_what_there_is() {
     let setup = Setup::new(&arguments).unwrap();
     let stop = AtomicBool::new(true);
     let outcome = simulate(Job::new(&setup, input(&arguments).unwrap(), &stop)).unwrap();
-    // Between two events its only request waits, or does not.
     assert!(outcome.partial.as_deref().unwrap().starts_with("interrupted"));
     assert!(outcome.disks[0].after.requests > 0);
 }

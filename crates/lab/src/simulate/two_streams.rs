@@ -1,15 +1,13 @@
-//! The two streams of io-throttle v16 for Linux (2009), in their eight cases, beside the figures of
-//! then.
+//! The two streams of io-throttle v16 for Linux (2009), in their eight cases, beside the original
+//! figures.
 //!
-//! Two `dd if=/dev/zero bs=1M count=256` write each a file of its own on one disk that writes some
-//! 22 MB/s, under no limits, under 4 and 2 MB/s, and under these where they hold from a watermark
-//! of 90 or 100 percent on.
+//! Two `dd if=/dev/zero bs=1M count=256` each write a file on one disk of some 22 MB/s: without
+//! limits, with 4 and 2 MB/s, and with these from a watermark of 90 or 100 percent on.
 //!
-//! What is modelled: the device is a line of 22 MiB a second and nothing else, no head that seeks.
-//! With `oflag=direct`, a stream has one write at a time. Without, its pages are dirtied at once
-//! while fewer than `cache` bytes of it are dirty, all of which are on their way to the device, and
-//! it waits for one of them otherwise; `dd` has ended when its last page is dirty. How much that
-//! was in 2009 is not known; the figures of then imply some 30 to 100 MiB a stream.
+//! The model device is a line of 22 MiB a second without seeks. With `oflag=direct`, a stream has
+//! one write at a time. Without, it has up to `cache` dirty bytes, all on their way to the device,
+//! and `dd` ends when its last page is dirty. The cache of 2009 is unknown; the figures imply some
+//! 30 to 100 MiB a stream.
 
 use console::table::Side;
 use policy::{device::Rates, throttle::LimitKind, watermark::Watermark};
@@ -24,18 +22,15 @@ use super::{
 };
 
 const MIB: u64 = 1 << 20;
-/// Writes of a stream, of a MiB each.
 const COUNT: u64 = 256;
-/// What the device writes a second.
 const DEVICE_BPS: u64 = 22 * MIB;
 
-/// One of the eight.
 struct Case {
-    /// 4 and 2 MiB a second.
+    /// To 4 and 2 MiB a second.
     limited: bool,
     watermark: u8,
     direct: bool,
-    /// What `dd` said then, in MB/s.
+    /// `dd`'s figures of 2009, in MB/s.
     then: [f64; 2],
 }
 
@@ -43,7 +38,6 @@ const fn case(limited: bool, watermark: u8, direct: bool, then: [f64; 2]) -> Cas
     Case { limited, watermark, direct, then }
 }
 
-/// In the order of the original.
 const CASES: [Case; 8] = [
     case(false, 0, false, [19.7, 21.1]),
     case(false, 0, true, [12.0, 11.7]),
@@ -56,13 +50,13 @@ const CASES: [Case; 8] = [
 ];
 
 struct Figures {
-    /// What each `dd` would say, in MB/s.
+    /// What each `dd` would report, in MB/s.
     streams: [f64; 2],
-    /// What each wrote to the device a second while both did, in MB/s.
+    /// Each stream's rate on the device while both write, in MB/s.
     together: [f64; 2],
 }
 
-/// All eight cases, with so many bytes of each stream dirty at the most.
+/// `cache_bytes`: the most dirty bytes of each stream.
 pub(super) fn tell(cache_bytes: u64) -> Result<Story, Impossible> {
     let mut rows = Vec::new();
     let mut measures = Vec::new();
@@ -116,7 +110,6 @@ fn simulate(case: &Case, cache_bytes: u64) -> Result<Figures, Impossible> {
     let place = Place { station: None, budget: Some(0) };
     let stream = |name: &str, rate: u64| {
         let limits = one_limit(LimitKind::BpsWrite, if case.limited { rate } else { 0 });
-        // No more than 100.
         let watermark = Watermark::new(case.watermark).unwrap_or_default();
         let hold = DiskSettings { limits, watermark, ..DiskSettings::default() };
         Disk { hold, place, watched: Some(place), ..disk(name, limits, None) }

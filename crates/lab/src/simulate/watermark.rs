@@ -1,13 +1,10 @@
 //! Watermarks: looks at the devices twenty times a second, and lifts, scales or enforces the limits
-//! that have one.
+//! that have one. The twin of block's `device/sampler.rs`. A device's use is the share of the time
+//! since the last look in which it worked.
 //!
-//! The twin of block's `device/sampler.rs`, with the same controller, interval and sums. A device's
-//! use is the share of the time since the last look in which it worked.
-//!
-//! Looks happen at whole multiples of the interval, so a disk's result does not depend on disks it
-//! shares nothing with. After [`IDLE_LOOKS`] looks at idle devices there are none until the next
-//! request: a year without requests costs nothing. Where a daemon would find no device, limits are
-//! always enforced.
+//! Looks happen at multiples of the interval, so independent disks do not influence each other.
+//! After [`IDLE_LOOKS`] looks at idle devices there are none until the next request. Where a daemon
+//! would find no device, limits are always enforced.
 
 use policy::{
     throttle::{Counters, Enforcement, Limits, NodeId},
@@ -22,31 +19,29 @@ use super::{
     world::{Disk, DiskSettings},
 };
 
-/// Between two looks, in nanoseconds: as the daemon's.
+/// As the daemon's.
 const INTERVAL_NS: u64 = 50_000_000;
-/// So many looks at idle devices, 10 s, after which a controller has settled: what it remembers of
-/// use, smoothed over 150 ms, is by then less than the last digit of anything that it sees.
+/// 10 s of looks at idle devices: by then a controller's memory of use, smoothed over 150 ms, is
+/// below the last digit.
 const IDLE_LOOKS: u32 = 200;
 
 #[derive(Debug, Default)]
 pub(super) struct Watch {
     targets: Vec<Target>,
     devices: Vec<Observed>,
-    /// The next look is foreseen.
     awake: bool,
-    /// Looks in a row at which all devices were idle and nobody had anything to do.
+    /// Consecutive looks at idle devices without any work.
     idle_looks: u32,
 }
 
-/// A group, or a disk in none, with a watermark.
 #[derive(Debug)]
 struct Target {
     who: Who,
     limits: Limits,
     watermark: Watermark,
-    /// Its devices, by index in [`Watch::devices`].
+    /// By index in [`Watch::devices`].
     devices: Vec<usize>,
-    /// When it was last looked at, and what had passed by then.
+    /// The time and counters of the last look.
     last: (u64, [Counters; 2]),
     enforcement: Enforcement,
 }
@@ -61,19 +56,17 @@ enum Who {
 struct Observed {
     place: Place,
     controller: Controller,
-    /// When it was last looked at, and how long it had worked by then.
+    /// The time and work of the last look.
     last: (u64, u64),
 }
 
 impl Watch {
-    /// A group, which is watched if it has a watermark.
     pub(super) fn add_group(&mut self, index: usize, hold: &DiskSettings, now: u64) {
         self.add(Who::Group(index), hold, now);
     }
 
-    /// A disk that has just been added to the state, and with it its device for all groups above.
-    /// It is as if all had been looked at before, and idle: a daemon serves a disk before anybody
-    /// asks anything of it.
+    /// A new disk of the state, with its device for all groups above. It counts as looked at and
+    /// idle: a daemon serves a disk before its first request.
     pub(super) fn add_disk(&mut self, index: usize, disk: &Disk, state: &mut State) {
         if disk.group.is_none() {
             self.add(Who::Disk(index), &disk.hold, state.now);
@@ -109,7 +102,7 @@ impl Watch {
         }
     }
 
-    /// Looks at the world's first instant, if there is anything to look at.
+    /// The look at the world's first instant, if any.
     pub(super) fn begin(&mut self, flow: &mut Flow) {
         if !self.devices.is_empty() {
             self.awake = true;
@@ -117,14 +110,13 @@ impl Watch {
         }
     }
 
-    /// A request comes: whether a look is due, namely at the last instant for one, of what nothing
-    /// has looked at since it was idle.
+    /// Whether a request after idleness is due for a look at the last instant for one.
     pub(super) fn wakes(&mut self) -> bool {
         self.idle_looks = 0;
         !self.awake && !self.devices.is_empty()
     }
 
-    /// Looks again at the next instant for it, if there is one and anything may change until then.
+    /// Schedules the next look if anything may change until then.
     pub(super) fn go_on(&mut self, flow: &mut Flow, now: u64) {
         let next = last_look(now).checked_add(INTERVAL_NS);
         self.awake = self.idle_looks < IDLE_LOOKS && next.is_some();
@@ -133,7 +125,7 @@ impl Watch {
         }
     }
 
-    /// Looks at all devices, and puts in force what follows. Says in which trees something may pass
+    /// Looks at all devices, applies the result, and returns the trees in which something may pass
     /// now.
     pub(super) fn look(&mut self, state: &mut State) -> Vec<usize> {
         let at = last_look(state.now);
@@ -154,7 +146,7 @@ impl Watch {
     }
 }
 
-/// The last instant for a look that is not after this one.
+/// The last instant for a look up to this one.
 const fn last_look(now: u64) -> u64 {
     now - now % INTERVAL_NS
 }
@@ -169,7 +161,6 @@ impl Who {
 }
 
 impl Observed {
-    /// As if looked at until now, and idle.
     fn new(place: Place, state: &State) -> Self {
         let at = last_look(state.now);
         let mut controller = Controller::new();
@@ -193,8 +184,7 @@ impl Observed {
 }
 
 impl Target {
-    /// Puts in force what its devices say. Says in which tree, if that is something else than
-    /// before.
+    /// Applies its devices' verdict; returns its tree if that changes anything.
     fn decide(&mut self, devices: &mut [Observed], state: &mut State) -> Option<usize> {
         let says = self.devices.iter();
         let says = says.map(|&device| devices[device].controller.enforcement(self.watermark));
@@ -209,8 +199,7 @@ impl Target {
         Some(arbiter)
     }
 
-    /// What has passed since the last time, beside what the limits would have let pass; `None`
-    /// where that was the same instant.
+    /// What passed since the last look beside what the limits allowed; `None` at the same instant.
     fn taken(&mut self, state: &State, at: u64) -> Option<Taken> {
         let (arbiter, node) = self.who.place(state);
         let stats = state.arbiters[arbiter].tree.stats(node, Instant::from_nanos(state.now));

@@ -6,8 +6,8 @@
 //!   two-streams, burst, group, depths ─► what the documents that weir grew from tell of             (scenarios)
 //! ```
 //!
-//! Written as `name:key=value,…`; what is left out has a default. Never reads a clock: a generator
-//! is a function of its seed.
+//! Written as `name:key=value,…`, with defaults. Never reads a clock: a generator is a function of
+//! its seed.
 
 use std::str::FromStr;
 
@@ -18,41 +18,34 @@ use crate::load::Locality;
 pub(crate) enum Workload {
     Open(Open),
     Sequential(Sequential),
-    /// What is told with its own limits and devices.
     Story(Tale),
 }
 
-/// What the documents that weir grew from tell of: see [`scenario`](super::scenario).
+/// See [`scenario`](super::scenario).
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) enum Tale {
-    /// The two streams of io-throttle v16, in its eight cases.
     TwoStreams { cache_bytes: u64 },
-    /// A disk of 100 IOPS that may burst to 2000 for a minute.
     Burst,
-    /// Three disks that share a limit, two that share another, and one by itself.
     Group,
-    /// Two clients that share a limit, one with a request at a time, the other with 64.
     Depths,
 }
 
-/// Requests that come by themselves.
+/// Open-loop requests.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Open {
     pub(crate) locality: Locality,
-    /// Requests a second to each disk, on average: they come at random instants, each independent
-    /// of the others (Poisson).
+    /// Requests a second to each disk, at random instants (Poisson).
     pub(crate) iops: u64,
-    /// Bytes of each; not 0.
     pub(crate) length: u64,
     pub(crate) disks: usize,
     pub(crate) seconds: u64,
-    /// Of a hundred, how many read.
+    /// Percent that read.
     pub(crate) read: u64,
     /// Bytes of each disk that are used: at least one request.
     pub(crate) span: u64,
 }
 
-/// Clients that go from a disk's beginning to its end, each with a disk of its own.
+/// Clients that read or write their own disk from beginning to end.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Sequential {
     pub(crate) op: Op,
@@ -64,13 +57,13 @@ pub(crate) struct Sequential {
     pub(crate) span: u64,
 }
 
-/// Disks of a generator at most, and requests a second, and so on: what keeps a sum within 64 bits.
+/// Bounds that keep sums within 64 bits.
 const MOST_DISKS: u64 = 1000;
 const MOST_IOPS: u64 = 100_000_000;
 const MOST_SECONDS: u64 = 1_000_000;
 const MOST_BYTES: u64 = 1 << 50;
 
-/// What there is, as it is written: generators, then stories.
+/// Generators, then stories.
 const GENERATORS: [&str; 8] =
     ["random", "zipf", "hot-cold", "sequential", "two-streams", "burst", "group", "depths"];
 
@@ -158,7 +151,7 @@ fn holds_one(span: u64, length: u64) -> Result<(), String> {
     Ok(())
 }
 
-/// `key=value,…` that are yet to be asked for.
+/// `key=value,…` not yet taken.
 struct Keys<'a>(Vec<(&'a str, &'a str)>);
 
 impl<'a> Keys<'a> {

@@ -1,12 +1,11 @@
-//! What is simulated, as plain values: groups, disks, and the devices below them. What
-//! [`setup`](super::setup) makes of options and a config file.
+//! What is simulated, as plain values: groups, disks and devices. [`setup`](super::setup) makes it.
 
 pub(crate) use block::layer::throttle::DiskSettings;
 use policy::{device::Rates, prefetch};
 
 use super::device::{Place, StationSpec};
 
-/// The size of a disk of which none is known: no offset is past its end.
+/// For disks of unknown size: no offset is past its end.
 pub(crate) const UNKNOWN_SIZE: u64 = 1 << 63;
 
 #[derive(Clone, Debug, Default)]
@@ -18,11 +17,10 @@ pub(crate) struct World {
     pub(crate) budgets: Vec<Rates>,
 }
 
-/// What holds for several disks together.
 #[derive(Clone, Debug)]
 pub(crate) struct Group {
     pub(crate) name: String,
-    /// What its members are held to together; the same as a disk may be.
+    /// What its members share.
     pub(crate) hold: DiskSettings,
     /// Its index in [`World::groups`], smaller than this group's.
     pub(crate) parent: Option<usize>,
@@ -34,10 +32,9 @@ pub(crate) struct Disk {
     pub(crate) hold: DiskSettings,
     pub(crate) group: Option<usize>,
     pub(crate) prefetch: prefetch::Settings,
-    /// [`UNKNOWN_SIZE`] at most.
     pub(crate) size_bytes: u64,
     pub(crate) place: Place,
-    /// What a watermark looks at; none where the daemon would find no device either.
+    /// The watched device; `None` where the daemon would find none.
     pub(crate) watched: Option<Place>,
 }
 
@@ -52,20 +49,19 @@ impl World {
         self.budgets.len() - 1
     }
 
-    /// A device of both; a budget only where something is bounded.
+    /// A budget is added only where something is bounded.
     pub(crate) fn add_device(&mut self, (station, budget): (StationSpec, Rates)) -> Place {
         let station = Some(self.add_station(station));
         let budget = (budget != Rates::default()).then(|| self.add_budget(budget));
         Place { station, budget }
     }
 
-    /// The groups that a disk is in, its own first.
+    /// Innermost first.
     pub(crate) fn groups_above<'a>(&'a self, disk: &Disk) -> impl Iterator<Item = usize> + use<'a> {
         std::iter::successors(disk.group, |&group| self.groups[group].parent)
     }
 
-    /// By disk: the number of the part of the world that it is in. What is in different parts has
-    /// nothing to do with each other: no group and no device is in both.
+    /// Each disk's part of the world. Different parts share no group and no device.
     pub(crate) fn parts(&self) -> Vec<usize> {
         let groups = self.groups.len();
         let stations = groups + self.disks.len();
@@ -94,7 +90,7 @@ impl World {
 }
 
 impl Disk {
-    /// The same without limits, its own and those of groups, and with nothing read ahead.
+    /// The same without limits and reading ahead.
     pub(crate) fn unlimited(&self) -> Self {
         Self {
             hold: DiskSettings::default(),
@@ -105,7 +101,7 @@ impl Disk {
     }
 }
 
-/// The smallest of the set, all on the way there made to know it.
+/// The set's smallest element, with path compression.
 fn root(sets: &mut [usize], mut at: usize) -> usize {
     while sets[at] != at {
         sets[at] = sets[sets[at]];

@@ -1,20 +1,17 @@
 //! Whether one thing differs from another, or chance does.
 //!
-//! The rank-sum test (Mann and Whitney, 1947), turned round to say by how much (Hodges and Lehmann,
-//! 1963): of all quotients of one sample of each, the middle one is the difference, and those so
-//! many places from both ends are between what it lies. How many places, is what the test says of
-//! 95 %. A single run that was disturbed moves the middle of the quotients hardly at all, and
-//! nothing is assumed about how the noise is distributed, but that it is the same for both.
-//!
-//! So the interval and the verdict can never contradict each other.
+//! The rank-sum test (Mann and Whitney, 1947), inverted to an interval (Hodges and Lehmann, 1963).
+//! Of all quotients of one sample of each, the middle one is the difference; the test gives how
+//! many at each end lie outside of 95 %. Interval and verdict never contradict each other. One
+//! disturbed run hardly moves the middle, and the noise may have any distribution if it is the same
+//! for both.
 
 use super::ranks::{Comparison, EXACT_UP_TO, comparison, exact_places, normal_places};
 
-/// More samples than that are represented by so many of them, evenly chosen in their order of size.
+/// More samples are represented by so many, evenly chosen by rank.
 const MOST_SAMPLES: usize = 400;
 
-/// Compares two things by their samples, which are all above 0; if there are none, they are the
-/// same.
+/// All samples are above 0; without any, the two are the same.
 pub(crate) fn compare(base: &[f64], other: &[f64]) -> Comparison {
     let (base, other) = (representatives(base), representatives(other));
     let mut quotients: Vec<f64> =
@@ -24,7 +21,6 @@ pub(crate) fn compare(base: &[f64], other: &[f64]) -> Comparison {
     comparison(&quotients, places(base.len(), other.len()), |quotient| quotient)
 }
 
-/// All samples, or evenly many of each size.
 pub(super) fn representatives(samples: &[f64]) -> Vec<f64> {
     let mut sorted = samples.to_vec();
     sorted.sort_unstable_by(f64::total_cmp);
@@ -34,9 +30,8 @@ pub(super) fn representatives(samples: &[f64]) -> Vec<f64> {
     (0..MOST_SAMPLES).map(|part| sorted[(2 * part + 1) * sorted.len() / (2 * MOST_SAMPLES)]).collect()
 }
 
-/// How many quotients at each end do not count: as many as the rank sum is below with a chance of
-/// less than [`TAIL`](super::ranks::TAIL). `None` if even the clearest outcome is more likely than
-/// that.
+/// Quotients at each end that do not count: the rank sum is below with a chance of less than
+/// [`TAIL`](super::ranks::TAIL). `None` if even the clearest outcome is more likely.
 fn places(base: usize, other: usize) -> Option<usize> {
     if base.max(other) > EXACT_UP_TO {
         let (base, other) = (base as f64, other as f64);
@@ -46,21 +41,17 @@ fn places(base: usize, other: usize) -> Option<usize> {
     exact_places(&ways(base, other))
 }
 
-/// In how many ways, of all orders of so many samples of both, a base sample comes behind one of
-/// the other's so many times: the distribution of Mann and Whitney's U, by their recursion over
-/// which of the two the largest sample belongs to.
+/// The distribution of Mann and Whitney's U, by their recursion over the owner of the largest
+/// sample.
 fn ways(base: usize, other: usize) -> Vec<f64> {
-    // By the number of base samples so far.
     let mut rows = vec![vec![1.0]; base + 1];
     for others in 1..=other {
         for bases in 1..=base {
             let mut row = vec![0.0; bases * others + 1];
             for (count, ways) in rows[bases].iter().enumerate() {
-                // The largest is the other's: it comes behind all, and behind it comes nothing.
                 row[count] += ways;
             }
             for (count, ways) in rows[bases - 1].iter().enumerate() {
-                // It is the base's: it comes behind each of the other's.
                 row[count + others] += ways;
             }
             rows[bases] = row;
@@ -73,8 +64,7 @@ fn ways(base: usize, other: usize) -> Vec<f64> {
 mod tests {
     use super::{super::ranks::Verdict, *};
 
-    /// Noise of a machine that others use too: a few percent, and now and then a run that was
-    /// disturbed.
+    /// Noise of a shared machine: a few percent, and now and then a disturbed run.
     fn runs(random: &mut fastrand::Rng, count: usize, value: f64, noise: f64) -> Vec<f64> {
         let normal = |random: &mut fastrand::Rng| (0..12).map(|_| random.f64()).sum::<f64>() - 6.0;
         let run = |_| {
@@ -84,7 +74,6 @@ mod tests {
         (0..count).map(run).collect()
     }
 
-    /// How many of 2000 comparisons find a difference.
     fn found(count: usize, noise: f64, factor: f64) -> f64 {
         let mut random = fastrand::Rng::with_seed(7);
         let different = (0..2000).filter(|_| {
@@ -133,7 +122,6 @@ mod tests {
 
     #[test]
     fn the_distribution_is_that_of_all_orders() {
-        // Nine samples in order; a bit for each of the four that are the base's.
         let mut counted = vec![0.0; 4 * 5 + 1];
         for order in (0_u32..1 << 9).filter(|order| order.count_ones() == 4) {
             let is_base = |at: u32| order >> at & 1 == 1;
@@ -141,8 +129,8 @@ mod tests {
             counted[(0..9).filter(|&at| is_base(at)).map(behind).sum::<usize>()] += 1.0;
         }
         assert_eq!(ways(4, 5), counted);
-        // Of 252 orders of five and five, four have a U of 2 or less, and seven one of 3 or less:
-        // 1.6 and 2.8 %.
+        // Of 252 orders of five and five, four have a U of 2 or less (1.6 %), seven one of 3 or
+        // less (2.8 %).
         assert_eq!(places(5, 5), Some(2));
         assert_eq!(places(3, 3), None, "a twentieth is the least that three and three can have");
         let (exact, approximate) = (places(25, 25).unwrap(), places(26, 24).unwrap());

@@ -1,29 +1,24 @@
 //! The middle of samples, and how sure it is.
 
-/// How many times samples are drawn again: enough for the ends of an interval of 95 % to be known
-/// to a few percent of its width.
+/// Enough to know the ends of a 95 % interval to a few percent of its width.
 const DRAWS: usize = 2000;
-/// Drawing is pseudo-random, and the same for the same samples: a figure that changes each time it
-/// is looked at convinces nobody.
+/// A fixed seed: the same samples always give the same figure.
 const SEED: u64 = 0x5EED;
 
-/// A median, and between what it lies in 95 of 100 cases.
+/// A median and its 95 % interval, `low <= median <= high`.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Estimate {
     pub(crate) median: f64,
-    /// Not above the median.
     pub(crate) low: f64,
-    /// Not below the median.
     pub(crate) high: f64,
 }
 
-/// The middle; between the two in the middle, if they are two. 0 of nothing.
+/// The mean of the middle two of an even number; 0 of nothing.
 pub(crate) fn median(samples: &[f64]) -> f64 {
     let mut sorted = samples.to_vec();
     median_of(&mut sorted)
 }
 
-/// As [`median`], and sorts.
 fn median_of(samples: &mut [f64]) -> f64 {
     samples.sort_unstable_by(f64::total_cmp);
     match samples.len() {
@@ -34,16 +29,14 @@ fn median_of(samples: &mut [f64]) -> f64 {
 }
 
 /// The median and its interval, by the percentile bootstrap (Efron and Tibshirani, *An Introduction
-/// to the Bootstrap*, 1993, chapter 13).
-///
-/// With fewer than six samples the interval is from the smallest to the largest: there drawing
-/// again invents a precision that is not there.
+/// to the Bootstrap*, 1993, chapter 13). With fewer than six samples the interval is their range:
+/// resampling would invent a precision that is not there.
 pub(crate) fn estimate(samples: &[f64]) -> Estimate {
     resampled(&[samples], |groups| median_of(&mut groups[0]))
 }
 
-/// What `of` makes of groups of samples, and its interval. Each group is drawn again by itself; of
-/// five samples and fewer, all that can be drawn is likely enough to count.
+/// The interval of `of` over groups, each resampled by itself; the full range for five samples or
+/// fewer.
 pub(super) fn resampled(groups: &[&[f64]], of: impl Fn(&mut [Vec<f64>]) -> f64) -> Estimate {
     let mut drawn: Vec<Vec<f64>> = groups.iter().map(|group| group.to_vec()).collect();
     let median = of(&mut drawn);

@@ -7,11 +7,10 @@
 //!   quotients by round ─► compare_rounds ─► the same of two that took turns, without what the rounds had in common
 //! ```
 //!
-//! The machines that measure are noisy, and their noise has heavy tails: a run that the host
-//! disturbed is far off. So everything here goes by ranks, medians and resampling, and nothing
-//! assumes a normal distribution.
+//! Measurements have heavy-tailed noise, so everything here goes by ranks, medians and resampling,
+//! and nothing assumes a normal distribution.
 //!
-//! Never calls a difference real that chance makes in one of twenty cases.
+//! At most one of twenty comparisons of equal things shows a difference.
 
 mod compare;
 mod estimate;

@@ -1,19 +1,15 @@
 //! Whether one thing differs from another that was measured beside it, round by round.
 //!
-//! The signed-rank test (Wilcoxon, 1945), turned round to say by how much (Hodges and Lehmann,
-//! 1963): of the quotients of each round and of the geometric means of each two of them, the middle
-//! one is the difference, and those so many places from both ends are between what it lies. What a
-//! round had in common, such as a machine that became slower, is in no quotient.
-//!
-//! Six rounds are the least with which anything can be called a difference.
+//! The signed-rank test (Wilcoxon, 1945), inverted to an interval (Hodges and Lehmann, 1963): the
+//! middle of all quotients and of the geometric means of each two is the difference. What a round
+//! had in common, such as a slower machine, cancels out. A difference needs at least six rounds.
 
 use super::{
     compare::representatives,
     ranks::{Comparison, EXACT_UP_TO, comparison, exact_places, normal_places},
 };
 
-/// Compares two things by their quotients, other to base, a quotient of each round; all above 0. If
-/// there are none, they are the same.
+/// Quotients are other to base, one each round, above 0; without any, the two are the same.
 pub(crate) fn compare_rounds(quotients: &[f64]) -> Comparison {
     let logs: Vec<f64> = representatives(quotients).iter().map(|quotient| quotient.ln()).collect();
     let mut means: Vec<f64> = logs
@@ -26,9 +22,7 @@ pub(crate) fn compare_rounds(quotients: &[f64]) -> Comparison {
     comparison(&means, places(logs.len()), f64::exp)
 }
 
-/// How many means at each end do not count: as many as the sum of ranks is below with a chance of
-/// less than [`TAIL`](super::ranks::TAIL). `None` if even the clearest outcome is more likely than
-/// that.
+/// Means at each end that do not count, as in `compare::places`.
 fn places(rounds: usize) -> Option<usize> {
     if rounds > EXACT_UP_TO {
         let rounds = rounds as f64;
@@ -38,8 +32,8 @@ fn places(rounds: usize) -> Option<usize> {
     exact_places(&ways(rounds))
 }
 
-/// In how many ways the ranks of so many rounds can be given signs so that the positive ones have
-/// this sum.
+/// In how many ways the ranks of so many rounds can be signed so that the positive ones have this
+/// sum.
 fn ways(rounds: usize) -> Vec<f64> {
     let mut ways = vec![0.0; rounds * (rounds + 1) / 2 + 1];
     ways[0] = 1.0;
@@ -55,14 +49,12 @@ fn ways(rounds: usize) -> Vec<f64> {
 mod tests {
     use super::{super::ranks::Verdict, *};
 
-    /// A run of a machine that others use too: noise, one of twenty disturbed.
     fn run(random: &mut fastrand::Rng, value: f64, noise: f64) -> f64 {
         let normal = (0..12).map(|_| random.f64()).sum::<f64>() - 6.0;
         let disturbed = if random.f64() < 0.05 { 0.5 + 0.5 * random.f64() } else { 1.0 };
         value * (noise * normal).exp() * disturbed
     }
 
-    /// How many of 2000 comparisons come to `verdict`, on a machine that becomes slower by half.
     fn found(count: u32, noise: f64, factor: f64, verdict: Verdict) -> f64 {
         let mut random = fastrand::Rng::with_seed(7);
         let found = (0..2000).filter(|_| {
@@ -100,7 +92,6 @@ mod tests {
             counted[(0..5).filter(|rank| signs >> rank & 1 == 1).map(|rank| rank + 1).sum::<usize>()] += 1.0;
         }
         assert_eq!(ways(5), counted);
-        // One of 64 has all signs alike; of 32, one is more than one in fifty.
         assert_eq!((places(5), places(6)), (None, Some(0)));
         let (exact, approximate) = (places(25).unwrap(), places(26).unwrap());
         assert!(approximate > exact && approximate - exact <= 13, "{exact}, {approximate}");

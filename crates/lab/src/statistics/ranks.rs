@@ -1,38 +1,33 @@
-//! What the two rank tests have in common: from how a statistic is distributed where nothing
-//! differs, to a verdict with its interval.
+//! What the two rank tests share: from the distribution of a statistic to a verdict with its
+//! interval.
 //!
-//! Of all the quotients that a test looks at, in their order, so many at each end do not count.
-//! What is left is the interval, and whether 1 is in it the verdict, so the two can never
-//! contradict each other.
+//! Of all ordered quotients some at each end do not count. The rest is the interval, and the
+//! verdict is whether it contains 1, so the two never contradict each other.
 
 use super::estimate::{Estimate, median};
 
-/// How often chance may look like a difference in one direction: one in twenty-five times in both.
+/// One-sided: one in twenty-five in both directions.
 pub(super) const TAIL: f64 = 0.02;
-/// Beyond so many samples of either the normal approximation is good to the third digit.
+/// Above this the normal approximation is good to the third digit.
 pub(super) const EXACT_UP_TO: usize = 25;
 
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Comparison {
-    /// How many times as much the other is, and between what that lies in 95 of 100 cases.
-    ///
-    /// With fewer than four samples of each nothing can be told: then it is between the smallest
-    /// quotient and the largest.
+    /// How many times as much the other is, with its 95 % interval; with fewer than four samples of
+    /// each, the range of all quotients.
     pub(crate) ratio: Estimate,
     pub(crate) verdict: Verdict,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Verdict {
-    /// No difference that can be told from noise.
     Same,
     Higher,
     Lower,
 }
 
-/// The verdict on quotients in their order, of which so many at each end do not count (`None`: too
-/// few to tell); `back` makes quotients of what they are given as. Without any, there is no
-/// difference.
+/// The verdict on ordered quotients, without `places` at each end (`None`: too few to tell); `back`
+/// maps them back to quotients.
 pub(super) fn comparison(ordered: &[f64], places: Option<usize>, back: impl Fn(f64) -> f64) -> Comparison {
     let Some(last) = ordered.len().checked_sub(1) else {
         return Comparison { ratio: Estimate { median: 1.0, low: 1.0, high: 1.0 }, verdict: Verdict::Same };
@@ -48,8 +43,8 @@ pub(super) fn comparison(ordered: &[f64], places: Option<usize>, back: impl Fn(f
     Comparison { ratio, verdict }
 }
 
-/// How many places a statistic lies below with a chance of less than [`TAIL`], by the number of
-/// ways to each of its values. `None` if even the clearest outcome is more likely than that.
+/// Places below with a chance of less than [`TAIL`], from the number of ways to each value. `None`
+/// if even the clearest outcome is more likely.
 pub(super) fn exact_places(ways: &[f64]) -> Option<usize> {
     let all: f64 = ways.iter().sum();
     let mut chance = 0.0;
@@ -60,9 +55,9 @@ pub(super) fn exact_places(ways: &[f64]) -> Option<usize> {
     within.count().checked_sub(1)
 }
 
-/// The same of a statistic that is nearly normal, with this mean.
+/// The same of a nearly normal statistic.
 pub(super) fn normal_places(mean: f64, deviation: f64) -> Option<usize> {
-    // The quantile of the normal distribution at 98 %, and half a place because ranks are whole.
+    // The normal distribution's quantile at 98 %, and half a place because ranks are whole.
     let places = mean - 2.053_749 * deviation - 0.5;
     (places >= 0.0).then_some(places as usize)
 }

@@ -1,23 +1,21 @@
 //! Where a series over time is steady: without a beginning and an end that differ.
 //!
-//! A run begins with caches to fill and ends with requests that run out, and a figure over all of
-//! it is of neither. Where the cuts are is not left to the eye: the series is divided so that its
-//! ranks vary least within the parts, each part at a price (optimal partitioning; Jackson et al.,
-//! 2005), and the longest part is the steady one. Going by ranks, a single second that was
-//! disturbed is no part of its own.
+//! A run begins with cold caches and ends with requests running out. So the series is divided such
+//! that its ranks vary least within the parts, at a price for each part (optimal partitioning;
+//! Jackson et al., 2005). The longest part is the steady one. A single disturbed second is no part
+//! of its own.
 
 use std::ops::Range;
 
-/// The shortest part: fewer values than that are outliers.
+/// Fewer values are outliers.
 const LEAST_PART: usize = 5;
-/// More values than that are looked at in groups.
+/// Longer series are grouped.
 const MOST_VALUES: usize = 600;
-/// What a part costs, in logarithms of the number of values and variances of ranks; with it,
-/// nineteen of twenty steady series stay whole.
+/// In logarithms of the number of values times variances of ranks; it keeps nineteen of twenty
+/// steady series whole.
 const PRICE: f64 = 2.5;
 
-/// The longest part of a series that is like itself. Nearly all of it, where nothing changes; all
-/// of it, where it is too short to tell.
+/// The longest homogeneous part of a series; all of a series that is too short to tell.
 pub(crate) fn steady(series: &[f64]) -> Range<usize> {
     if series.len() < 2 * LEAST_PART {
         return 0..series.len();
@@ -30,7 +28,7 @@ pub(crate) fn steady(series: &[f64]) -> Range<usize> {
     longest.start * group..(longest.end * group).min(series.len())
 }
 
-/// Each value's place among all, those that are equal in their middle.
+/// Equal values share their mean rank.
 fn ranks(values: &[f64]) -> Vec<f64> {
     let mut order: Vec<usize> = (0..values.len()).collect();
     order.sort_by(|&a, &b| values[a].total_cmp(&values[b]));
@@ -46,7 +44,6 @@ fn ranks(values: &[f64]) -> Vec<f64> {
     ranks
 }
 
-/// The parts, in order, whose ranks vary least within themselves, each for a price.
 fn divide(ranks: &[f64]) -> Vec<Range<usize>> {
     let count = ranks.len();
     let mut sums = vec![(0.0, 0.0)];
@@ -63,7 +60,6 @@ fn divide(ranks: &[f64]) -> Vec<Range<usize>> {
         return std::iter::once(0..count).collect();
     }
     let price = PRICE * (count as f64).ln() * variance;
-    // For each end: what the best division up to it costs, and where its last part begins.
     let mut best = vec![(f64::INFINITY, 0); count + 1];
     best[0] = (-price, 0);
     for end in LEAST_PART..=count {
@@ -126,7 +122,6 @@ mod tests {
     #[test]
     fn a_curve_that_grows_is_cut_where_it_no_longer_does() {
         let mut random = fastrand::Rng::with_seed(3);
-        // As an L2 cache fills: from a fifth of the rate up.
         let series: Vec<f64> = (0..200)
             .map(|at| noisy(&mut random, 1000.0 * (1.0 - 0.8 * (-f64::from(at) / 12.0).exp())))
             .collect();

@@ -1,26 +1,21 @@
 //! The names of a trace's disks, each with a number.
 //!
-//! A name is looked up for every record, so the common case (one of the last few names again) costs
-//! one comparison and no hashing.
+//! Looking up one of the last few names costs one comparison and no hashing.
 
 use std::collections::HashMap;
 
 use super::{error::shown, record::DiskId};
 
-/// How many disks a trace may have. The largest published trace has 5584; a column taken for the
-/// disk by mistake has as many as lines.
+/// The largest published trace has 5584 disks.
 const MAX_DISKS: usize = 1_000_000;
 /// The longest name: PATH_MAX of Linux, as fio's traces name files.
 const MAX_NAME_BYTES: usize = 4096;
-/// What all names together may have.
 const MAX_NAMES_BYTES: usize = 64 << 20;
-/// Places to remember recent names in; a power of two.
 const RECENT: usize = 256;
 
 pub(super) struct Disks {
     names: Vec<String>,
     ids: HashMap<String, DiskId>,
-    /// The disk whose name last had this mark.
     recent: [DiskId; RECENT],
     bytes: usize,
 }
@@ -34,10 +29,6 @@ impl Disks {
         &self.names
     }
 
-    /// The number of the disk of this name, a new one if it is new.
-    ///
-    /// # Errors
-    /// If it is no name, or there are too many.
     #[inline(always)]
     pub(super) fn id(&mut self, name: &[u8]) -> Result<DiskId, String> {
         let place = mark(name);
@@ -78,7 +69,7 @@ impl Disks {
     }
 }
 
-/// Where a name is remembered: by its length and last bytes, where names of disks differ.
+/// By its length and last bytes, where names of disks differ.
 #[inline]
 fn mark(name: &[u8]) -> usize {
     let byte = |back: usize| name.len().checked_sub(back).map_or(0, |at| usize::from(name[at]));

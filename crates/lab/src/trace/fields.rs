@@ -1,13 +1,12 @@
 //! The fields of a line and the numbers in them: nothing is copied.
 //!
-//! What is called for every field is inlined by force. Each format's loop is then one function, in
-//! which a number is in a register and an error costs nothing until there is one; left to the
-//! compiler, a record took half as long again.
+//! What is called for every field is inlined by force: left to the compiler, a record took half as
+//! long again.
 
 use super::error::shown;
 
 pub(super) struct Fields<'a> {
-    /// What is left; `None` once the last field is taken.
+    /// `None` once the last field is taken.
     rest: Option<&'a [u8]>,
 }
 
@@ -16,7 +15,6 @@ impl<'a> Fields<'a> {
         Self { rest: Some(line) }
     }
 
-    /// The next field, which ends at a comma or with the line.
     #[inline(always)]
     pub(super) fn text(&mut self, what: &str) -> Result<&'a [u8], String> {
         let rest = self.rest.ok_or_else(|| missing(what))?;
@@ -32,11 +30,8 @@ impl<'a> Fields<'a> {
         }
     }
 
-    /// The next field, without the quotes that it may stand in; what quotes inside it are doubled
-    /// for (RFC 4180, section 2) is put together in `buffer`.
-    ///
-    /// # Errors
-    /// If there is none, or its quotes do not end where it does.
+    /// The next field without its quotes; doubled quotes in it (RFC 4180, section 2) are undone in
+    /// `buffer`.
     #[inline(always)]
     pub(super) fn quotable<'b>(&mut self, what: &str, buffer: &'b mut Vec<u8>) -> Result<&'b [u8], String>
     where
@@ -72,13 +67,11 @@ impl<'a> Fields<'a> {
         }
     }
 
-    /// The next field, which is a whole number.
     #[inline(always)]
     pub(super) fn number(&mut self, what: &str) -> Result<u64, String> {
         let Some(rest) = self.rest else { return Err(missing(what)) };
         let (value, digits) = leading_number(rest);
-        // As many digits as surely fit; longer ones are looked at again, with care, as is what is
-        // no number.
+        // Longer numbers, and what is no number, take the slow path.
         if (1..=MAX_PLAIN_DIGITS).contains(&digits) {
             match rest.get(digits) {
                 Some(b',') => {
@@ -101,7 +94,6 @@ impl<'a> Fields<'a> {
         number(field, what)
     }
 
-    /// That there is nothing more.
     #[inline]
     pub(super) fn end(&self) -> Result<(), String> {
         match self.rest {
@@ -111,11 +103,9 @@ impl<'a> Fields<'a> {
     }
 }
 
-/// The value of the digits that text begins with, and how many they are. Of no meaning if those are
-/// more than [`MAX_PLAIN_DIGITS`].
+/// The value of the leading digits, and how many they are; meaningless beyond [`MAX_PLAIN_DIGITS`].
 ///
-/// Most of what reading a trace costs is here, so eight digits are taken at once, as one number of
-/// eight bytes.
+/// Most of the cost of reading a trace is here, so eight digits are taken at once.
 #[inline(always)]
 fn leading_number(text: &[u8]) -> (u64, usize) {
     const TENS: [u64; 9] = [1, 10, 100, 1000, 10_000, 100_000, 1_000_000, 10_000_000, 100_000_000];
@@ -146,17 +136,14 @@ fn up_to_eight(text: [u8; 8]) -> (u64, usize) {
     const fn each(byte: u8) -> u64 {
         u64::from_le_bytes([byte; 8])
     }
-    // The first byte is the lowest. A byte is now a digit's value if it is one, and above 9 if it
-    // is not.
+    // The first byte is the lowest. A byte is now a digit's value, or above 9 if it is none.
     let values = u64::from_le_bytes(text) ^ each(b'0');
-    // The highest bit of each byte that is above 9: by itself, or because 0x76 more than its other
-    // bits reach it. None carries over.
+    // The highest bit of each byte above 9: its own, or carried from adding 0x76 to the other bits.
     let others = (((values & each(0x7f)) + each(0x76)) | values) & each(0x80);
     let count = others.trailing_zeros() as usize / 8;
     if count == 0 {
         return (0, 0);
     }
-    // As if zeroes stood before the digits, and nothing behind them.
     let values = values << (64 - 8 * count);
     // Pairs of digits, then pairs of those, then the two halves.
     let values = (values.wrapping_mul(10) + (values >> 8)) & 0x00ff_00ff_00ff_00ff;
@@ -165,10 +152,9 @@ fn up_to_eight(text: [u8; 8]) -> (u64, usize) {
     (value, count)
 }
 
-/// The number of decimal digits that fit into 64 bits whatever they are.
+/// Decimal digits that always fit into 64 bits.
 const MAX_PLAIN_DIGITS: usize = 19;
 
-/// The value of a field that is a whole number.
 #[inline]
 pub(super) fn number(field: &[u8], what: &str) -> Result<u64, String> {
     let (value, digits) = leading_number(field);
@@ -257,7 +243,7 @@ mod tests {
 
     #[test]
     fn digits_end_where_they_end() {
-        // Every byte that may follow, behind every number of digits up to three steps of eight.
+        // Every following byte, behind every number of digits up to three steps of eight.
         let digits = b"123456789012345678901234";
         for count in 0..digits.len() {
             for other in (0..=u8::MAX).filter(|byte| !byte.is_ascii_digit()) {

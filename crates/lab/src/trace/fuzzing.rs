@@ -1,6 +1,4 @@
 //! What the fuzz target does with the bytes of a trace, and what has to hold whatever they are.
-//!
-//! Here and not in `fuzz/`, because tests run the same checks for a short time on every change.
 
 use std::io::Cursor;
 
@@ -14,13 +12,10 @@ use super::{
     write::Writer,
 };
 
-/// The longest error that may come of any input: a trace's own text is repeated in parts only.
 const MAX_ERROR_BYTES: usize = 1024;
-/// The name that errors have to say.
 const NAME: &str = "fuzz";
 
-/// Reads a trace. The first byte says in which format, or that it is to be seen, and how large the
-/// window is.
+/// The first byte gives the format (or detection) and the size of the window.
 pub fn trace(data: &[u8]) {
     let Some((&choice, text)) = data.split_first() else { return };
     let formats = Format::value_variants();
@@ -64,7 +59,6 @@ fn check(records: &[Record], disks: usize) {
     }
 }
 
-/// What was read, written in weir's CSV, is read as the same.
 fn again(records: &[Record], disks: &[String]) {
     let mut writer = Writer::new(Vec::new());
     for record in records {

@@ -1,8 +1,6 @@
-//! The bytes of a trace: a file or standard input, decompressed where its first bytes say that it
-//! is compressed.
+//! The bytes of a trace, from a file or standard input, decompressed if need be.
 //!
-//! Everything streams: a trace may be larger than memory, and what a few bytes unfold to is never
-//! held.
+//! Everything streams: neither a trace nor what it decompresses to is ever held in memory.
 
 use std::{
     fs::File,
@@ -13,30 +11,24 @@ use std::{
 use flate2::bufread::MultiGzDecoder;
 use zstd::stream::read::Decoder;
 
-/// What the largest window of a zstd frame may be, as a power of two: 128 MiB, which is the
-/// format's own recommendation for decoders (RFC 8878, section 3.1.1.1.2, says 8 MiB at the least;
-/// `zstd` itself stops here unless `--long` is given).
+/// 128 MiB, where `zstd` itself stops without `--long` (RFC 8878, section 3.1.1.1.2, asks for 8
+/// MiB).
 const ZSTD_WINDOW_LOG: u32 = 27;
-/// Compressed bytes read at once.
 const COMPRESSED_BYTES: usize = 256 << 10;
-/// As many first bytes as tell a compression: zstd's magic number is the longest.
+/// zstd's magic number is the longest.
 const MAGIC_BYTES: usize = 4;
 /// RFC 1952, section 2.3.1.
 const GZIP: &[u8] = &[0x1f, 0x8b];
 /// RFC 8878, section 3.1.1: 0xFD2FB528, little-endian.
 const ZSTD: &[u8] = &[0x28, 0xb5, 0x2f, 0xfd];
 
-/// What the text of a trace is read from.
 pub(super) struct Input {
-    /// The file as the user named it.
     pub(super) name: String,
     pub(super) text: Box<dyn Read + Send>,
-    /// How the text is compressed; `None` if it is not.
     pub(super) compression: Option<&'static str>,
 }
 
 impl Input {
-    /// Opens a file, or standard input for `-`.
     pub(super) fn open(path: &Path) -> Result<Self, (String, io::Error)> {
         let standard = path == Path::new("-");
         let name = if standard { "standard input".to_owned() } else { path.display().to_string() };
@@ -48,15 +40,13 @@ impl Input {
         bytes.and_then(|bytes| Self::new(name.clone(), bytes)).map_err(|error| (name, error))
     }
 
-    /// Looks at the first bytes of a stream for how it is compressed.
     pub(super) fn new(name: String, mut bytes: Box<dyn Read + Send>) -> io::Result<Self> {
         let mut head = Vec::with_capacity(MAGIC_BYTES);
         bytes.by_ref().take(MAGIC_BYTES as u64).read_to_end(&mut head)?;
         let (gzip, zstd) = (head.starts_with(GZIP), head.starts_with(ZSTD));
         let bytes = Cursor::new(head).chain(bytes);
         if gzip {
-            // A file may have several members: `cat a.gz b.gz`, and what parallel compressors
-            // write.
+            // Parallel compressors write several members.
             let text = MultiGzDecoder::new(BufReader::with_capacity(COMPRESSED_BYTES, bytes));
             return Ok(Self { name, text: Box::new(text), compression: Some("gzip") });
         }
@@ -69,8 +59,6 @@ impl Input {
     }
 }
 
-/// Whether an error of the decompressor says that a frame needs a larger window than
-/// [`ZSTD_WINDOW_LOG`].
 pub(super) fn is_window(error: &io::Error) -> bool {
     // ZSTD_error_frameParameter_windowTooLarge, which arrives as its text.
     error.to_string().contains("too much memory")

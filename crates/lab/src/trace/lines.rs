@@ -10,20 +10,19 @@ use super::{
 };
 
 const BLOCK_BYTES: usize = 1 << 20;
-/// The longest line there may be. Lines of traces have some dozens of bytes; a file that is not a
-/// trace may have no line end at all.
+/// A file that is not a trace may have no line end at all.
 const MAX_LINE_BYTES: usize = 64 << 10;
 
 pub(super) struct Lines {
     input: Input,
     buffer: Box<[u8]>,
-    /// What is in the buffer and not handed out is `start..end`.
+    /// `start..end` of the buffer is not handed out yet.
     start: usize,
     end: usize,
     ended: bool,
-    /// Why it cannot be read on, to be said when what was read before has been handed out.
+    /// Reported once everything read before has been handed out.
     failed: Option<io::Error>,
-    /// Lines handed out: the number of the last one, from 1.
+    /// The number of the last line handed out, from 1.
     number: u64,
 }
 
@@ -37,7 +36,6 @@ impl Lines {
         &self.input.name
     }
 
-    /// The number of the last line handed out, from 1.
     pub(super) fn number(&self) -> u64 {
         self.number
     }
@@ -46,12 +44,8 @@ impl Lines {
         TraceError::Line { file: self.input.name.clone(), line: self.number, why }
     }
 
-    /// As much of the text as fits into the buffer, from what has not been handed out. A whole
-    /// mebibyte unless there is less.
-    ///
-    /// # Errors
-    /// If nothing can be read. An error behind the first bytes comes when those have been handed
-    /// out.
+    /// The text not handed out yet, a mebibyte of it unless there is less. An error behind the
+    /// first bytes is reported only after those.
     pub(super) fn ahead(&mut self) -> Result<&[u8], TraceError> {
         while !self.ended && self.failed.is_none() && self.end - self.start < self.buffer.len() {
             self.failed = self.read().err();
@@ -63,9 +57,6 @@ impl Lines {
     }
 
     /// The next line, without its end; `None` after the last.
-    ///
-    /// # Errors
-    /// If the input cannot be read or decompressed, or a line is too long.
     #[inline(always)]
     pub(super) fn next(&mut self) -> Result<Option<&[u8]>, TraceError> {
         let rest = &self.buffer[self.start..self.end];
@@ -77,12 +68,10 @@ impl Lines {
         self.number += 1;
         let line = &self.buffer[self.start..self.start + length];
         self.start += length + newline;
-        // Traces come from other systems as well.
         Ok(Some(line.strip_suffix(b"\r").unwrap_or(line)))
     }
 
-    /// The length of the next line and of its end, where the buffer does not hold it yet; `None`
-    /// after the last.
+    /// The length of a line that the buffer does not hold yet, and of its end.
     #[cold]
     fn search(&mut self) -> Result<Option<(usize, usize)>, TraceError> {
         let mut searched = 0;
@@ -105,13 +94,11 @@ impl Lines {
         }
     }
 
-    /// Reads once, unless that failed before.
     fn refill(&mut self) -> Result<(), TraceError> {
         let read = self.failed.take().map_or_else(|| self.read(), Err);
         read.map_err(|error| self.unreadable(error))
     }
 
-    /// Reads once, behind what is there.
     fn read(&mut self) -> io::Result<()> {
         if self.end == self.buffer.len() {
             self.buffer.copy_within(self.start..self.end, 0);

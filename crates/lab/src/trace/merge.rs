@@ -1,7 +1,6 @@
 //! Several traces as one: their records by time, disks of the same name as the same disk.
 //!
-//! Each begins at time 0, as if all had been recorded together; or, where all have times of a clock
-//! that they share, they keep the distance that they have in it.
+//! Each begins at time 0, or, with a common clock, keeps its distance from the others.
 
 use std::{
     cmp::Reverse,
@@ -16,29 +15,23 @@ use super::{
     record::{DiskId, Record},
 };
 
-/// Where requests come from that come by themselves: traces, or a generator.
+/// A source of requests: traces, or a generator.
 pub(crate) trait Source {
-    /// Appends up to `count` records, in the order of their time; none only if there are no more.
-    ///
-    /// # Errors
-    /// Why there are no more; what was read before has been appended.
+    /// Appends up to `count` records in the order of their time, also before an error; none at the
+    /// end.
     fn fill(&mut self, records: &mut Vec<Record>, count: usize) -> anyhow::Result<()>;
-    /// Names of the disks of all records so far.
     fn disks(&self) -> &[String];
-    /// Where a record is from, for messages.
     fn place(&self, record: &Record) -> String;
 }
 
-/// One or more traces.
 pub(crate) struct Merged {
-    /// Not empty, and at most 65,536.
+    /// 1 to 65,536.
     sources: Vec<One>,
-    /// The disks of all; not used where there is one trace.
+    /// Unused with a single trace.
     disks: Disks,
-    /// The time of each source's next record, and which source that is: of two at the same time the
-    /// first named comes first.
+    /// Each source's next time; at equal times the first named source comes first.
     upcoming: BinaryHeap<Reverse<(u64, u16)>>,
-    /// Why there are no more, to be said after the record that was read before it.
+    /// Reported after the record that was read before it.
     failed: Option<TraceError>,
     begun: bool,
 }
@@ -47,7 +40,6 @@ struct One {
     reader: Reader,
     /// The merged number of each of its disks.
     ids: Vec<DiskId>,
-    /// Its next record, which `upcoming` knows of.
     head: Option<Record>,
 }
 
@@ -75,10 +67,6 @@ impl Source for Merged {
 
 impl Merged {
     /// Opens traces; `-` is standard input.
-    ///
-    /// # Errors
-    /// As [`Reader::open`]; and if there are none or too many, standard input is named twice, or
-    /// their times are to be those of a common clock and one of them has none.
     pub(crate) fn open(paths: &[PathBuf], options: &Options) -> Result<Self, TraceError> {
         let together =
             |file: &str, why: &str| TraceError::Together { file: file.to_owned(), why: why.to_owned() };
@@ -89,7 +77,7 @@ impl Merged {
         Self::new(readers, options.absolute_time)
     }
 
-    /// Merges readers that nothing has been read from.
+    /// The readers must be fresh.
     pub(crate) fn new(mut readers: Vec<Reader>, absolute_time: bool) -> Result<Self, TraceError> {
         if readers.is_empty() || readers.len() > usize::from(u16::MAX) {
             let why = format!("between 1 and {} traces can be read as one", u16::MAX);
@@ -102,10 +90,7 @@ impl Merged {
         Ok(Self { sources, disks: Disks::new(), upcoming: BinaryHeap::new(), failed: None, begun: false })
     }
 
-    /// The next record; `None` after the last.
-    ///
-    /// # Errors
-    /// As [`Reader::next`]: one trace that cannot be read on ends all.
+    /// The next record; `None` after the last. An error in one trace ends all.
     #[inline]
     pub(crate) fn next(&mut self) -> Result<Option<Record>, TraceError> {
         match &mut self.sources[..] {
@@ -147,7 +132,7 @@ impl Merged {
     }
 }
 
-/// Makes the times of all count from the earliest record of any.
+/// Times then count from the earliest record of any.
 fn share_clock(readers: &mut [Reader]) -> Result<(), TraceError> {
     if let Some(other) = readers.iter().find(|reader| !reader.format.is_absolute()) {
         let why = format!(

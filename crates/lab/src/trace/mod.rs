@@ -6,14 +6,12 @@
 //!           zstd              requests              Reader ─┘
 //! ```
 //!
-//! Everything streams, so that a trace may be larger than memory; what is held is a block of text,
-//! the window of records that are put in order, and the names of the disks. A line that does not
-//! parse is an error with its number, never skipped: what a simulation says of half a trace looks
-//! like what it says of the whole. What comes before such a line is handed out first, so that
-//! results so far can be kept.
+//! Everything streams: memory holds a block of text, the reordering window and the names of disks.
+//! A line that does not parse is an error, never skipped: a simulation of half a trace looks like
+//! one of the whole. Records before that line are handed out first.
 //!
-//! Traces are files of strangers. Nothing in them makes a reader panic, hang or allocate without
-//! bound; `fuzz/fuzz_targets/trace.rs` tries.
+//! Traces are untrusted. Nothing in them makes a reader panic, hang or allocate without bound;
+//! `fuzz/fuzz_targets/trace.rs` tries.
 
 mod disks;
 mod error;

@@ -12,24 +12,20 @@ use super::{
     window::Window,
 };
 
-/// How many records are held back to put them in order, unless something else is asked for: 2.5
-/// MiB.
+/// 2.5 MiB.
 pub(crate) const DEFAULT_WINDOW: usize = 65_536;
-/// How many may be held back at the most: 640 MiB.
+/// 640 MiB.
 pub(crate) const MAX_WINDOW: usize = 1 << 24;
-/// Records read at once beyond the window, so that reading them is a tight loop.
+/// Records read at once beyond the window.
 const BATCH: usize = 1024;
 
-/// How to read traces.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Options {
-    /// Their format; seen from how each begins if `None`.
+    /// Detected from each file's beginning if `None`.
     pub(crate) format: Option<Format>,
-    /// How many records are held back to put them in order: at least so far from its place may a
-    /// record be. At most [`MAX_WINDOW`].
+    /// Records held back for reordering, at most [`MAX_WINDOW`].
     pub(crate) window: usize,
-    /// Several traces keep the distance that they have in the clock of their times, instead of each
-    /// beginning at 0.
+    /// Keep the distance between several traces on their common clock.
     pub(crate) absolute_time: bool,
 }
 
@@ -39,24 +35,21 @@ impl Default for Options {
     }
 }
 
-/// Reads one trace. Its records come in the order of their times, which count from the first.
 pub(crate) struct Reader {
     lines: Lines,
     pub(crate) format: Format,
     parser: Parser,
     disks: Disks,
     window: Window,
-    /// [`Options::window`].
     held: usize,
-    /// What time 0 is, in the trace's clock; `None` until there is a record.
+    /// The trace's clock at time 0; `None` before the first record.
     origin_ns: Option<u64>,
-    /// There are no more lines, or none that can be read.
     ended: bool,
-    /// Why there are no more, to be said when what was held back has been handed out.
+    /// Reported once the held-back records have been handed out.
     failed: Option<TraceError>,
 }
 
-/// The parser of each format; one loop for each reads lines, without a call through a pointer.
+/// Each format's parser; one loop per format, without dynamic dispatch.
 enum Parser {
     Weir(Weir),
     Fio(Fio),
@@ -67,20 +60,12 @@ enum Parser {
 }
 
 impl Reader {
-    /// Opens a trace; standard input if the path is `-`.
-    ///
-    /// # Errors
-    /// If it cannot be read, is empty or of no known format, or the window is above [`MAX_WINDOW`].
     pub(crate) fn open(path: &Path, options: &Options) -> Result<Self, TraceError> {
         let input = Input::open(path).map_err(|(file, why)| TraceError::File { file, why })?;
         Self::over(input, options)
     }
 
-    /// Reads a trace from anything that has bytes, which may be compressed as a file may. `name` is
-    /// what errors call it.
-    ///
-    /// # Errors
-    /// As [`open`](Self::open).
+    /// Reads a trace, compressed or not. `name` is for errors.
     pub(crate) fn new(
         name: &str,
         bytes: Box<dyn Read + Send>,
@@ -131,18 +116,14 @@ impl Reader {
         self.lines.name()
     }
 
-    /// The names of the disks so far, by [`DiskId`](super::DiskId). Disks of records that have been
-    /// handed out are among them; so may be some whose records are held back.
+    /// The names of the disks so far, by [`DiskId`](super::DiskId); possibly also of records still
+    /// held back.
     pub(crate) fn disks(&self) -> &[String] {
         self.disks.names()
     }
 
-    /// The next record; `None` after the last.
-    ///
-    /// # Errors
-    /// Once, when everything that could be read has been handed out and something could not: a line
-    /// that does not parse or is too far out of order, compressed data that ends too early. After
-    /// that there are no more records.
+    /// The next record; `None` after the last. An error comes once, after everything that could be
+    /// read.
     #[inline]
     pub(crate) fn next(&mut self) -> Result<Option<Record>, TraceError> {
         if self.window.len() <= self.held && !self.ended {
@@ -157,8 +138,7 @@ impl Reader {
         }
     }
 
-    /// The time of the first record in the trace's own clock; `None` if there is none. To be asked
-    /// before [`next`](Self::next).
+    /// The first record's time in the trace's own clock. To be asked before [`next`](Self::next).
     pub(super) fn first_ns(&mut self) -> Option<u64> {
         if self.window.len() <= self.held && !self.ended {
             self.refill();
@@ -166,13 +146,11 @@ impl Reader {
         self.window.first_ns()
     }
 
-    /// Makes times count from this instant of the trace's own clock, which must not be later than
-    /// the first record.
+    /// `origin_ns` must not be later than the first record.
     pub(super) fn count_from(&mut self, origin_ns: u64) {
         self.origin_ns = Some(origin_ns);
     }
 
-    /// Reads until the window holds more than it has to, or there is no more.
     #[cold]
     fn refill(&mut self) {
         let Self { lines, disks, window, held, .. } = self;
@@ -195,7 +173,7 @@ impl Reader {
     }
 }
 
-/// Reads lines until the window has `enough` records; false if there are no more lines.
+/// False if there are no more lines.
 fn read(
     parser: &mut impl Parse,
     lines: &mut Lines,

@@ -1,7 +1,6 @@
 //! A request as a trace tells of it: when, which disk, what, where, how much.
 
-/// A disk of a trace: its index into the names that the reader keeps, in the order in which they
-/// appear.
+/// A disk's index into the reader's names, in order of appearance.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) struct DiskId(pub(crate) u32);
 
@@ -13,13 +12,10 @@ impl DiskId {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) enum Op {
-    /// Makes sure of what was written before. Has no place and no length.
     Flush,
     Read,
     Write,
-    /// Gives up what is there.
     Discard,
-    /// Writes zeroes, without sending them.
     WriteZeroes,
 }
 
@@ -27,7 +23,6 @@ impl Op {
     pub(crate) const ALL: [Self; 5] =
         [Self::Flush, Self::Read, Self::Write, Self::Discard, Self::WriteZeroes];
 
-    /// Its name in weir's CSV.
     pub(crate) const fn name(self) -> &'static str {
         match self {
             Self::Flush => "flush",
@@ -41,25 +36,23 @@ impl Op {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Record {
-    /// When it came, in nanoseconds since the trace's first record.
+    /// Nanoseconds since the trace's first record.
     pub(crate) time_ns: u64,
-    /// Where it begins, in bytes; 0 for a flush.
+    /// In bytes; 0 for a flush.
     pub(crate) offset: u64,
-    /// How much it is, in bytes: never 0 but for a flush, where it always is; `offset + length`
-    /// fits into 64 bits.
+    /// In bytes: 0 only for a flush; `offset + length` fits into 64 bits.
     pub(crate) length: u64,
-    /// The line that tells of it, from 1, for messages; several records may come of one line.
+    /// From 1; several records may come of one line.
     pub(crate) line: u64,
     pub(crate) disk: DiskId,
-    /// The file that tells of it, where several are read as one; its name is `Source::place`'s.
+    /// Which of several merged files; `Source::place` names it.
     pub(crate) file: u16,
     pub(crate) op: Op,
 }
 
 impl Record {
-    /// What decides which of two records comes first: the time, and where that is the same the
-    /// order in the trace. A line that tells of a flush and a write (`FW` of blkparse) means them
-    /// in this order.
+    /// The sort key: time, then order in the trace; a line with a flush and a write (`FW` of
+    /// blkparse) means them in this order.
     #[inline]
     pub(super) fn order(&self) -> (u64, u64, Op) {
         (self.time_ns, self.line, self.op)

@@ -16,7 +16,7 @@ use super::{
     *,
 };
 
-/// All records of a trace, each as `time disk op offset length`; then the error, if there is one.
+/// All records, each as `time disk op offset length`; then the error, if any.
 fn told(mut next: impl FnMut() -> Result<Option<(Record, String)>, TraceError>) -> String {
     let mut text = String::new();
     loop {
@@ -46,7 +46,6 @@ fn read(text: impl AsRef<[u8]>) -> String {
     read_with(text.as_ref(), &Options::default())
 }
 
-/// The error that a line of weir's CSV gives, behind one that is right.
 fn csv_error(line: &str) -> String {
     let text = read(format!("time_ns,disk,op,offset,length\n0,vm,read,0,512\n{line}\n"));
     text.strip_prefix("0 vm read 0 512\nerror: t:3: ").unwrap_or(&text).trim_end().to_owned()
@@ -164,8 +163,7 @@ fn blkparse_tells_what_was_queued() {
                     7000 259,10 read 1024000 4096\n\
                     1600000008700 8,0 read 2560000 512\n";
     assert_eq!(read(BLKPARSE), expected);
-    // The summary begins with a processor where processes were not asked for, and what is read may
-    // be said first.
+    // The summary begins with a processor if processes were not asked for.
     let rest = BLKPARSE.find("kjournald (697)").unwrap()..BLKPARSE.find("CPU0").unwrap();
     let mut text = BLKPARSE.to_owned();
     text.replace_range(rest, "");
@@ -285,7 +283,6 @@ fn what_is_no_trace_is_named() {
     ] {
         assert_eq!(read(text), format!("error: t: not a trace of a known format: {hint}{known}\n"));
     }
-    // As tar has it: a name, and behind the head the file itself.
     let tar =
         [&b"t.csv"[..], &[0; 252], b"ustar", &[0; 250], b"version,time,op,size,lbn\n1,5,28,512,8\n"].concat();
     for (bytes, what) in [
@@ -356,8 +353,7 @@ fn every_line_is_right_or_named() {
 fn a_line_without_an_end_is_not_held() {
     let text = [b"time_ns,disk,op,offset,length\n0,vm,read,0,512\n".to_vec(), vec![b'1'; 3 << 20]].concat();
     assert_eq!(read(text), "0 vm read 0 512\nerror: t:3: the line is longer than 65536 bytes\n");
-    // One that is as long as it may be is read, also where it begins in one block and ends in the
-    // next.
+    // The longest name, also across two blocks.
     let name = "n".repeat(4096);
     let line = format!("0,{name},read,0,512\n");
     let text = format!("time_ns,disk,op,offset,length\n{}", line.repeat(600));
@@ -376,7 +372,6 @@ fn compressed_data_that_ends_too_early() {
         assert!(error.starts_with(&expected), "{error}, not {expected}");
         assert!(lines > 50_000, "{lines}");
     }
-    // Cut off in the first mebibyte, and before there is a line.
     for (packed, kind) in [(gzip(text.as_bytes()), "gzip"), (zstd(text.as_bytes()), "zstd")] {
         let cut = read(&packed[..200_000]);
         let lines = cut.lines().count();
@@ -414,7 +409,6 @@ fn gzip_with_several_members() {
     assert_eq!(read(packed), "0 a read 0 512\n1 b write 0 512\n");
 }
 
-/// Lines of weir's CSV, the times in order.
 fn random_lines(count: u64) -> String {
     let mut random = fastrand::Rng::with_seed(6);
     let mut time_ns = 0;
@@ -459,7 +453,6 @@ fn what_is_further_out_of_order_is_an_error_behind_all_that_was_right() {
 
 #[test]
 fn records_of_the_same_time_keep_their_order() {
-    // Every third is late, so that both halves of the window are used.
     let lines: String = (0..3000)
         .map(|number| {
             let time = if number % 3 == 2 { 10 * (number / 300) } else { 10 * (number / 300) + 5 };
@@ -549,7 +542,6 @@ fn a_name_that_a_csv_cannot_hold_is_not_written() {
     }
 }
 
-/// Reads give as many bytes as they like.
 struct Pieces(Cursor<Vec<u8>>, usize);
 
 impl Read for Pieces {
@@ -572,7 +564,6 @@ proptest! {
         let mut expected = String::new();
         for &(later_ns, disk, op, offset, length) in &requests {
             let (offset, length) = if op == Op::Flush { (0, 0) } else { (offset, length) };
-            // The first is the beginning of time.
             now_ns += if expected.is_empty() { 0 } else { later_ns };
             let disk = ["8,0", "a\"b", "\"", "disk3", "disk4", "disk5", "disk6", "disk7", "8"][usize::from(disk)];
             writer.write(now_ns, disk, op, offset, length).unwrap();

@@ -6,10 +6,9 @@
 //!             one that is ─────────────────────────────► late ──┘
 //! ```
 //!
-//! Tracers on several processors, and servers that log when a request completes, write records a
-//! little out of order. So as many are held back as the window has, and what comes out is in order
-//! as long as no record is further from its place than that. A trace that is in order pays a
-//! comparison and a copy for it: it never touches the heap.
+//! Tracers on several processors, and servers that log completions, write records slightly out of
+//! order. The output is in order if no record is further from its place than the window. An ordered
+//! trace never touches the heap.
 //!
 //! Never reorders records of the same time.
 
@@ -20,19 +19,15 @@ use std::{
 
 use super::record::Record;
 
-/// Records on their way into order.
 pub(super) struct Window {
-    /// In order.
     run: VecDeque<Record>,
-    /// Each came after one that it belongs before.
     late: BinaryHeap<Reverse<Late>>,
-    /// The time of the last record that has left, in the trace's clock.
+    /// In the trace's clock.
     left_ns: u64,
-    /// How many are held back; for the message alone.
+    /// For the message alone.
     window: usize,
 }
 
-/// A record as the heap sorts it.
 struct Late(Record);
 
 impl Window {
@@ -50,10 +45,7 @@ impl Window {
         self.run.front().map(|first| first.time_ns).into_iter().chain(late).min()
     }
 
-    /// Takes a record, whose time is still in the trace's clock.
-    ///
-    /// # Errors
-    /// If one that belongs behind it has left.
+    /// The record's time is still in the trace's clock.
     #[inline(always)]
     pub(super) fn push(&mut self, record: Record) -> Result<(), String> {
         if self.run.back().is_none_or(|last| last.time_ns <= record.time_ns) && record.time_ns >= self.left_ns

@@ -1,7 +1,6 @@
 //! Writes weir's CSV: what `weir simulate --events` leaves, and what tests make traces with.
 //!
-//! One way to write a request, whoever writes it: what is written here is read by `format/weir.rs`.
-//! Never writes a name that a reader refuses.
+//! What is written here is read by `format/weir.rs`; it never writes a name that a reader refuses.
 
 use std::{
     borrow::Cow,
@@ -12,8 +11,8 @@ use super::{fields::push_decimal, format::HEADER, record::Op};
 
 const BUFFER_BYTES: usize = 256 << 10;
 
-/// Appends the columns of a request, without the line's end: a writer may have more columns. The
-/// disk's name is as it stands in the file ([`quoted`]).
+/// Appends a request's columns without a line end, so callers can add columns. `disk` is already
+/// [`quoted`].
 #[inline]
 pub(crate) fn push_request(
     text: &mut Vec<u8>,
@@ -34,7 +33,7 @@ pub(crate) fn push_request(
     push_decimal(text, length);
 }
 
-/// A field as it stands in the file: in quotes where it needs them (RFC 4180, section 2).
+/// Quotes a field if it needs that (RFC 4180, section 2).
 pub(crate) fn quoted(text: &str) -> Cow<'_, str> {
     if text.contains(['"', ',', '\n', '\r']) {
         format!("\"{}\"", text.replace('"', "\"\"")).into()
@@ -43,7 +42,7 @@ pub(crate) fn quoted(text: &str) -> Cow<'_, str> {
     }
 }
 
-/// A trace being written. What is not [`finished`](Self::finish) lacks its end.
+/// Only complete once [`finished`](Self::finish).
 pub(crate) struct Writer<W> {
     out: W,
     text: Vec<u8>,
@@ -57,10 +56,6 @@ impl<W: Write> Writer<W> {
         Self { out, text }
     }
 
-    /// Writes one request of a disk that has this name.
-    ///
-    /// # Errors
-    /// If the name is none that can be read again, or it cannot be written.
     pub(crate) fn write(
         &mut self,
         time_ns: u64,
@@ -82,7 +77,6 @@ impl<W: Write> Writer<W> {
         Ok(())
     }
 
-    /// Writes what is left, and gives back what it was written to.
     pub(crate) fn finish(mut self) -> io::Result<W> {
         self.out.write_all(&self.text)?;
         self.out.flush()?;

@@ -1,29 +1,25 @@
 //! The options that apply a configuration: for weir, for QEMU, for libvirt.
 //!
 //! Sources: docs/reference/cli; QEMU's qemu-system-x86_64(1) (`-drive`, `-blockdev`) and
-//! docs/qcow2-cache.txt; libvirt's formatdomain (`driver`, `metadata_cache`, since 7.0.0). What
-//! somebody else has no option for is said.
+//! docs/qcow2-cache.txt; libvirt's formatdomain (`driver`, `metadata_cache`, since 7.0.0). Missing
+//! options are pointed out.
 
 use block::storage::CacheMode;
 use settings::exact_size;
 
 use super::matrix::{Configuration, L2Share, Qcow2};
 
-/// Clusters of QEMU's cache of reference counts, unless more is asked for: `max_size` is its
-/// `cache-size`, which both caches share, and this one has its least first where that is little
-/// (QEMU's docs/qcow2-cache.txt).
+/// The least clusters of QEMU's cache of reference counts, which shares `cache-size` with the L2
+/// cache and has precedence where that is small (QEMU's docs/qcow2-cache.txt).
 const REFCOUNT_CLUSTERS: u64 = 4;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Target<'a> {
-    /// Its path, or what stands for one.
     pub(super) name: &'a str,
-    /// The whole of it, whatever part was measured.
     pub(super) disk_bytes: u64,
     pub(super) kind: Written,
 }
 
-/// Whether there is something already that must not be made again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Written {
     New,
@@ -33,20 +29,18 @@ pub(super) enum Written {
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Commands {
-    /// Makes the image, with these clusters; nothing for what is there, which it would empty.
+    /// The command that makes the image; `None` if there is one, which it would empty.
     pub(super) create: Option<String>,
     pub(super) weir: String,
-    /// `-drive`, in one piece.
     pub(super) qemu_drive: String,
     /// `-blockdev` and `-device`, as libvirt and management programs use them.
     pub(super) qemu_blockdev: String,
-    /// The disk's `driver`, with what is in it.
     pub(super) libvirt: String,
     pub(super) without: Option<&'static str>,
 }
 
 impl Commands {
-    /// For this disk; each in words that a shell takes as they are.
+    /// Names are quoted for a shell.
     pub(super) fn new(configuration: &Configuration, target: Target<'_>) -> Self {
         let Target { name, disk_bytes, kind } = target;
         let Configuration { cache, qcow2, prefetch } = *configuration;
@@ -81,7 +75,7 @@ impl Commands {
     }
 }
 
-/// What `cache=MODE` is in parts (qemu-system-x86_64(1), `-drive`).
+/// What `cache=MODE` means (qemu-system-x86_64(1), `-drive`).
 fn blockdev(cache: CacheMode, format: &str, target: Target<'_>, option: &str) -> String {
     let driver = if target.kind == Written::Device { "host_device" } else { "file" };
     // A comma ends a value, unless it is doubled.
@@ -108,7 +102,6 @@ fn libvirt(mode: &str, format: &str, qcow2: Option<Qcow2>, l2_bytes: Option<u64>
     match qcow2.zip(l2_bytes) {
         None => open + "/>",
         Some((Qcow2 { cluster_bytes, .. }, l2_bytes)) => {
-            // Of both caches together.
             let bytes = l2_bytes + REFCOUNT_CLUSTERS * cluster_bytes;
             format!(
                 "{open}>\n  <metadata_cache>\n    <max_size unit='bytes'>{bytes}</max_size>\n  </metadata_cache>\n</driver>"

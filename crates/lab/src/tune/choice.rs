@@ -5,11 +5,9 @@
 //!                                                                                 and the base
 //! ```
 //!
-//! The first in a fixed order: the goal's base (the default, or for integrity the default with a
-//! mode that is safe), then what changes least, then what takes least memory. So noise does not
-//! decide between what is equally good, and another run on the same machine comes to the same.
-//!
-//! Never recommends a change that was not shown to gain more than 5 %.
+//! The fixed order: the goal's base (the default, or for integrity the default with a safe mode),
+//! then the fewest changes, then the least memory. So noise does not decide between equals, and
+//! another run comes to the same. A recommended change was shown to gain more than 5 %.
 
 use super::{
     goal::Goal,
@@ -18,37 +16,29 @@ use super::{
 };
 use crate::statistics::{Comparison, Verdict, median};
 
-/// A gain that nobody notices is worth no change; and below this, chance would decide between
-/// equals.
+/// Smaller gains are worth no change, and chance would decide between equals.
 pub(super) const MARGIN: f64 = 0.05;
 
-/// As it is told with every recommendation.
+/// Printed with every recommendation.
 pub(super) const RULE: &str = "Recommended is the first configuration, in this order, that was shown to be within 5 % of the fastest: \
      the default, fewest changes to it, least memory. A change is recommended only if it was shown to gain more than 5 %.";
 
-/// What is recommended for a goal, and who else would do.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct Choice {
     pub(super) goal: Goal,
     pub(super) configuration: Configuration,
-    /// The fastest by its median; the recommended one is as good.
+    /// The fastest by its median.
     pub(super) leader: Configuration,
-    /// Whether more rounds would not change it.
     pub(super) settled: bool,
 }
 
-/// How one configuration stands to the goal's leader.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Standing {
-    /// Known to be as good as the leader, but for what nobody notices.
     AsGood,
-    /// Known to be slower by more than the margin.
     Behind,
-    /// One or the other; more rounds will tell.
     Open,
 }
 
-/// How candidates come out for the goals, as far as was measured.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Scores<'a> {
     pub(super) samples: &'a Samples,
@@ -57,8 +47,8 @@ pub(super) struct Scores<'a> {
 }
 
 impl Scores<'_> {
-    /// How many times as fast as the default, for each round that both were in; empty if none of
-    /// them is complete.
+    /// Speed relative to the default, for each round that both were in; empty if no round is
+    /// complete.
     pub(super) fn of(&self, goal: Goal, candidate: &Configuration) -> Vec<f64> {
         self.samples.quotients(&self.space.default_configuration(), candidate, &self.counted(goal))
     }
@@ -74,7 +64,6 @@ impl Scores<'_> {
         self.samples.compare(base, other, &self.counted(goal), &default)
     }
 
-    /// Whether it was shown to gain more than what nobody notices.
     pub(super) fn gains(&self, goal: Goal, base: &Configuration, candidate: &Configuration) -> bool {
         let (Comparison { ratio, verdict }, rounds) = self.compare(goal, base, candidate);
         rounds >= LEAST_ROUNDS && verdict == Verdict::Higher && ratio.median > 1.0 + MARGIN
@@ -85,8 +74,7 @@ impl Scores<'_> {
     }
 }
 
-/// Chooses among `candidates`; the base if nothing was shown to be better, `None` if nothing is
-/// allowed for the goal.
+/// The base if nothing was shown to be better; `None` if nothing is allowed for the goal.
 pub(super) fn choose(goal: Goal, scores: &Scores<'_>, candidates: &[Configuration]) -> Option<Choice> {
     let space = scores.space;
     let base = goal.base(space)?;
@@ -98,7 +86,6 @@ pub(super) fn choose(goal: Goal, scores: &Scores<'_>, candidates: &[Configuratio
         .collect();
     let fastest = measured.iter().max_by(|(_, one), (_, other)| median(one).total_cmp(&median(other)));
     let Some((leader, rounds)) = fastest.map(|(leader, scores)| (*leader, scores.len())) else {
-        // Nobody knows of anything better.
         return Some(Choice { goal, configuration: base, leader: base, settled: false });
     };
     let standings: Vec<_> = measured
@@ -128,8 +115,7 @@ pub(super) fn standing(
         return Standing::AsGood;
     }
     let (Comparison { ratio, .. }, rounds) = scores.compare(goal, leader, candidate);
-    // By the interval, not by the middle: what is near to the margin is looked at for longer, or
-    // noise would decide.
+    // By the interval, not the median: candidates near the margin need more rounds.
     if rounds < LEAST_ROUNDS {
         Standing::Open
     } else if ratio.high < 1.0 - MARGIN {

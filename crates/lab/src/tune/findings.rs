@@ -1,6 +1,4 @@
-//! What a run found, in the form of all results: paragraphs, numbers, tables, charts.
-//!
-//! Never tells a number that is not in the samples.
+//! A run's result: paragraphs, numbers, tables, charts. Every figure comes from the samples.
 
 use console::{figures, table};
 
@@ -17,11 +15,9 @@ use crate::{
     statistics::{Comparison, Verdict, estimate, median, steady},
 };
 
-/// How the first run on fresh clusters, and what is in memory, are told apart from the rest.
 const NOTE: &str = "Operations per second, medians with the interval of 95 %. Reads begin with an empty page cache, rereads are of what is in it. A \
      write counts once a flush at the end of its slice is answered. First writes go to an empty overlay over a backing file.";
 
-/// IOPS over time, from a cold L2 cache.
 #[derive(Clone, Debug)]
 pub(super) struct Growth {
     pub(super) configuration: Configuration,
@@ -29,7 +25,6 @@ pub(super) struct Growth {
     pub(super) points: Vec<(f64, f64)>,
 }
 
-/// Everything that a run came to.
 #[derive(Debug)]
 pub(super) struct Found<'a> {
     pub(super) search: &'a Search,
@@ -65,7 +60,7 @@ impl Found<'_> {
     pub(super) fn text(&self, bold: bool) -> String {
         let mut text = String::new();
         let Table { columns, rows, .. } = self.scores();
-        // At a terminal a handful of names: those of the goals.
+        // At a terminal only the goals are columns.
         let goals = Goal::ALL.map(|goal| goal.name().to_uppercase());
         let numbers: Vec<_> = std::iter::once("ROUNDS").chain(goals.iter().map(String::as_str)).collect();
         let heads = table::columns(&["CONFIGURATION"], &numbers);
@@ -226,7 +221,6 @@ impl Found<'_> {
     }
 }
 
-/// A configuration beside the default: a difference, or that there is none.
 fn beside_default(comparison: &Comparison) -> String {
     match comparison.verdict {
         Verdict::Same => "no difference".to_owned(),

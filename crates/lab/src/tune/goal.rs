@@ -1,10 +1,10 @@
 //! What a disk can be tuned for: which patterns count, and which cache modes may be recommended.
 //!
-//! Which modes are safe for whom is QEMU's documentation of `cache` (qemu-system-x86_64(1)) and
-//! what both measurements say that this command grew from: with flushes, all modes but `unsafe`
-//! survive a power failure; without, only those that make every write durable.
+//! Which modes are safe for whom is from QEMU's documentation of `cache` (qemu-system-x86_64(1)):
+//! with flushes, all modes but `unsafe` survive a power failure; without, only those that make
+//! every write durable.
 //!
-//! Never counts what a goal is not about: a gain there would hide a loss.
+//! A goal counts only its own patterns: a gain elsewhere would hide a loss.
 
 use block::storage::CacheMode;
 use clap::ValueEnum;
@@ -35,8 +35,7 @@ impl Goal {
         }
     }
 
-    /// Whether the pattern counts. What is in the host's memory counts for none: a guest has read
-    /// it into its own.
+    /// Reads from the host's memory count for no goal: a guest caches them itself.
     pub(super) fn counts(self, pattern: &Pattern) -> bool {
         let Pattern { operation, block_bytes, depth, .. } = *pattern;
         if operation == Operation::Reread {
@@ -44,7 +43,6 @@ impl Goal {
         }
         let is_large = block_bytes >= 1 << 20;
         match self {
-            // Once a cluster is allocated it stays so: what that cost is told as a cost.
             Self::Throughput => (is_large || depth > 1) && operation != Operation::FirstWrite,
             Self::Latency => !is_large && depth == 1 && operation != Operation::FirstWrite,
             Self::Integrity | Self::Balanced => true,
@@ -58,22 +56,17 @@ impl Goal {
         }
     }
 
-    /// What is preferred unless something else is better: of what is allowed, what differs least
-    /// from the default.
+    /// The allowed configuration closest to the default.
     pub(super) fn base(self, space: &Space) -> Option<Configuration> {
         let cache = space.caches.iter().copied().find(|&cache| self.allows(cache))?;
         Some(Configuration { cache, ..space.default_configuration() })
     }
 }
 
-/// What a cache mode does to data when the host loses power.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Safety {
-    /// Every write that was answered is there.
     Always,
-    /// Every write that the guest flushed is there.
     WithFlushes,
-    /// Nothing is promised.
     Never,
 }
 

@@ -1,9 +1,7 @@
 //! The images that are measured: made, filled, and opened as a configuration says.
 //!
-//! Everything is filled with bytes that do not compress before it is read: a hole is answered by
-//! nobody's disk.
-//!
-//! Never opens an image twice at a time: it is locked as every image is.
+//! Everything is filled with incompressible bytes before it is read: holes cost no disk reads.
+//! Images are locked as usual, so none is opened twice at a time.
 
 use std::{
     cell::{Cell, RefCell},
@@ -41,19 +39,18 @@ use super::{
     stop::Stop,
 };
 
-/// What overlays lie over; also the raw disk that presets compare with.
+/// The overlays' backing file; also the raw disk that presets compare with.
 pub(super) const BASE: &str = "base.raw";
-/// The image for first writes.
 const OVERLAY: &str = "overlay.qcow2";
 const PIECE: u64 = 1 << 20;
 const DEPTH: usize = 8;
-/// A new file's length before it is an image: storage has a size.
+/// A new file's length: storage cannot be empty.
 const LEAST_FILE: u64 = 512;
 
 #[derive(Debug)]
 pub(super) struct Images {
     pub(super) place: Rc<Place>,
-    /// Bytes that do not compress, for [`PIECE`] of them from `first` on, where memory is aligned.
+    /// [`PIECE`] incompressible bytes from the aligned index `first` on.
     noise: Arc<[u8]>,
     first: usize,
 }
@@ -65,11 +62,8 @@ impl Images {
         Self { place, noise, first }
     }
 
-    /// Makes and fills the base, and an image for each cluster size; returns the cluster sizes for
-    /// which there was time. The first is always among them.
-    ///
-    /// # Errors
-    /// A disk that is full or fails, or too slow for the base and the first image.
+    /// Makes and fills the base, and an image for each cluster size as time allows, at least for
+    /// the first; returns the cluster sizes made.
     pub(super) async fn make(
         &self,
         clusters: &[u64],
@@ -99,7 +93,6 @@ impl Images {
         Ok(made)
     }
 
-    /// The image as the configuration says.
     pub(super) async fn open(&self, configuration: &Configuration) -> anyhow::Result<Arc<Disk>> {
         let (path, format, read_only) = match (&self.place.kind, configuration.qcow2) {
             (Kind::Made { .. }, Some(Qcow2 { cluster_bytes, .. })) => {
@@ -112,7 +105,6 @@ impl Images {
         self.disk(&path, format, read_only, configuration).await
     }
 
-    /// A new overlay over the base, with nothing allocated.
     pub(super) async fn open_overlay(&self, configuration: &Configuration) -> anyhow::Result<Arc<Disk>> {
         let path = self.place.made(OVERLAY).context("there is no directory for an overlay")?;
         let cluster_bytes = configuration.qcow2.map_or(0, |qcow2| qcow2.cluster_bytes);
@@ -121,21 +113,20 @@ impl Images {
         self.disk(&path, Some(Format::Qcow2), false, configuration).await
     }
 
-    /// Removes the overlay, which nobody has open any more.
+    /// Nobody has it open any more.
     pub(super) async fn remove_overlay(&self) -> anyhow::Result<()> {
         let path = self.place.made(OVERLAY).context("there is no directory for an overlay")?;
-        // A long file takes a while.
         blocking(move || fs::remove_file(path)).await.context("the overlay cannot be removed")
     }
 
-    /// Has what was read and written leave the page cache, as far as the kernel does that.
+    /// Drops the disk from the page cache, as far as the kernel does that.
     pub(super) async fn forget(&self, disk: &Disk) -> anyhow::Result<()> {
         let paths: Vec<_> =
             disk.image().chain().filter_map(|image| image.storage().path().map(PathBuf::from)).collect();
         let forget = move || -> anyhow::Result<()> {
             for path in paths {
                 let file = fs::File::open(&path)?;
-                // Pages that are not written yet stay.
+                // Dirty pages would stay.
                 file.sync_data()?;
                 posix_fadvise(&file, 0, 0, PosixFadviseAdvice::POSIX_FADV_DONTNEED)?;
             }
@@ -195,7 +186,7 @@ impl Images {
         }
     }
 
-    /// Writes an image from beginning to end; false if it had to stop before.
+    /// False if it had to stop early.
     async fn fill(
         &self,
         path: &Path,
@@ -240,7 +231,6 @@ struct Filling {
     first: usize,
     pieces: u64,
     next: Cell<u64>,
-    /// Pieces.
     written: Cell<u64>,
     progress: Rc<Progress>,
     failed: RefCell<Option<block::error::Error>>,

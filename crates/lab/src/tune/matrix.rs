@@ -6,11 +6,8 @@
 //!   random, sequential × read, write × 4K, 1M × depth 1, 32, and: synchronous writes, first writes, reads of what is in memory
 //! ```
 //!
-//! The default is what QEMU does where nothing is said: writeback, clusters of 64 KiB, an L2 cache
-//! for the whole disk (QEMU: up to 256 GiB of it), nothing read ahead. Everything else is told as
-//! changes to it.
-//!
-//! Never decides what is worth measuring: that is the search's.
+//! The default is QEMU's: writeback, clusters of 64 KiB, an L2 cache for the whole disk (QEMU: up
+//! to 256 GiB of it), nothing read ahead. Other configurations are described as changes to it.
 
 use std::{
     collections::HashSet,
@@ -21,30 +18,25 @@ use std::{
 use block::storage::CacheMode;
 use policy::prefetch::Settings;
 
-/// The default cluster, which is QEMU's.
+/// QEMU's too.
 pub(super) const DEFAULT_CLUSTER: u64 = 64 << 10;
 pub(super) const CLUSTERS: [u64; 6] = [DEFAULT_CLUSTER, 128 << 10, 256 << 10, 512 << 10, 1 << 20, 2 << 20];
-/// Bytes of an entry of an L2 table, which maps one cluster (QEMU's docs/interop/qcow2.rst).
+/// An entry maps one cluster (QEMU's docs/interop/qcow2.rst).
 const L2_ENTRY_BYTES: u64 = 8;
-/// The least slice of an L2 table that the cache loads, and the default (QEMU's
-/// docs/qcow2-cache.txt).
+/// The smallest and the default slice of an L2 table in the cache (QEMU's docs/qcow2-cache.txt).
 const SLICE_BYTES: std::ops::RangeInclusive<u64> = 512..=4096;
 
-/// How much of the mapping the L2 cache holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) enum L2Share {
-    /// What maps the whole disk.
     Full,
-    /// One part of so many.
     Part(u64),
 }
 
 impl L2Share {
-    /// Those that are compared; 1/128 is the one of the seed's measurement.
+    /// 1/128 is from the published measurement.
     pub(super) const ALL: [Self; 4] = [Self::Full, Self::Part(4), Self::Part(16), Self::Part(128)];
 
-    /// Bytes of the cache for a disk of `size_bytes` with these clusters; at least two of the
-    /// smallest slices.
+    /// Bytes of the cache, at least two of the smallest slices.
     ///
     /// Source: QEMU's docs/qcow2-cache.txt, `disk_size = l2_cache_size * cluster_size / 8`.
     pub(super) fn bytes(self, size_bytes: u64, cluster_bytes: u64) -> u64 {
@@ -56,8 +48,7 @@ impl L2Share {
         part.max(2 * SLICE_BYTES.start())
     }
 
-    /// The slice that a cache of so many bytes is made of: the default, or a smaller one where
-    /// there would be less than two.
+    /// The default slice, or a smaller one where there would be less than two.
     pub(super) fn slice_bytes(l2_bytes: u64) -> u64 {
         let largest = (l2_bytes / 2).max(1);
         (1 << largest.ilog2()).clamp(*SLICE_BYTES.start(), *SLICE_BYTES.end())
@@ -75,23 +66,21 @@ impl fmt::Display for L2Share {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Qcow2 {
-    /// From 64 KiB to 2 MiB, a power of two, where weir makes the image; else what the image has.
+    /// A power of two from 64 KiB to 2 MiB where weir makes the image.
     pub(super) cluster_bytes: u64,
     pub(super) l2: L2Share,
 }
 
-/// What is chosen for a disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Configuration {
     pub(super) cache: CacheMode,
-    /// Nothing of a raw disk.
+    /// `None` for a raw disk.
     pub(super) qcow2: Option<Qcow2>,
     pub(super) prefetch: bool,
 }
 
 impl Configuration {
-    /// Memory that it takes for a disk of this size, beside the page cache: that is given back when
-    /// somebody needs it.
+    /// Without the page cache, which is given back on demand.
     pub(super) fn memory_bytes(&self, size_bytes: u64) -> u64 {
         let l2 = self.qcow2.map_or(0, |Qcow2 { cluster_bytes, l2 }| l2.bytes(size_bytes, cluster_bytes));
         l2 + if self.prefetch { Settings::default().memory_bytes } else { 0 }
@@ -105,7 +94,7 @@ impl Hash for Configuration {
     }
 }
 
-/// Names are unique, and are what results are kept under.
+/// Unique; results are kept under these names.
 impl fmt::Display for Configuration {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.cache.name())?;
@@ -119,16 +108,15 @@ impl fmt::Display for Configuration {
     }
 }
 
-/// What can be chosen where it is measured.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Space {
-    /// The first is the default's; so are those of the others.
+    /// The first of each list is the default.
     pub(super) caches: Vec<CacheMode>,
-    /// None of a raw disk.
+    /// Empty for a raw disk.
     pub(super) clusters: Vec<u64>,
     pub(super) l2: Vec<L2Share>,
     pub(super) prefetch: Vec<bool>,
-    /// Of the disk that is measured: shares that come to the same number of bytes are the same.
+    /// Shares that come to the same number of bytes are the same.
     pub(super) size_bytes: u64,
 }
 
@@ -143,12 +131,11 @@ impl Space {
         }
     }
 
-    /// For an image that is there: its clusters are what they are; none of a raw one.
+    /// An existing image has fixed clusters; a raw one has none.
     pub(super) fn of_image(size_bytes: u64, cluster_bytes: Option<u64>) -> Self {
         Self { clusters: cluster_bytes.into_iter().collect(), ..Self::of_made_images(size_bytes) }
     }
 
-    /// The first of everything.
     pub(super) fn default_configuration(&self) -> Configuration {
         Configuration {
             cache: self.caches[0],
@@ -157,7 +144,7 @@ impl Space {
         }
     }
 
-    /// The default, and each other level of each factor with the rest as in the default.
+    /// The default, and each change of a single factor.
     pub(super) fn one_at_a_time(&self) -> Vec<Configuration> {
         let default = self.default_configuration();
         let mut list: Vec<_> = self.caches.iter().map(|&cache| Configuration { cache, ..default }).collect();
@@ -170,7 +157,7 @@ impl Space {
         self.distinct(list)
     }
 
-    /// Every combination, the default first; those with fewer changes come before those with more.
+    /// Every combination, by number of changes.
     pub(super) fn all(&self) -> Vec<Configuration> {
         let mut images: Vec<_> = self
             .clusters
@@ -191,7 +178,7 @@ impl Space {
         list
     }
 
-    /// In how many factors it differs from the default.
+    /// The number of factors that differ from the default.
     pub(super) fn changes(&self, configuration: &Configuration) -> usize {
         let default = self.default_configuration();
         let l2 = |qcow2: Option<Qcow2>| qcow2.map(|qcow2| qcow2.l2);
@@ -207,8 +194,7 @@ impl Space {
         .count()
     }
 
-    /// The same without those that are the same as an earlier one: a small disk's whole mapping may
-    /// fit into the smallest cache.
+    /// Removes equal ones: a small disk's whole mapping may fit into the smallest cache.
     fn distinct(&self, list: Vec<Configuration>) -> Vec<Configuration> {
         let key = |configuration: &Configuration| {
             let Configuration { cache, qcow2, prefetch } = *configuration;
@@ -229,16 +215,14 @@ pub(super) enum Order {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) enum Operation {
-    /// Reads of what the host does not have in memory, as far as that can be had.
+    /// From the disk, not from the page cache as far as possible.
     Read,
-    /// Reads of what the page cache has, if the configuration uses one.
+    /// From the page cache, if the configuration uses one.
     Reread,
-    /// Writes to allocated clusters, and a flush at the end that counts.
+    /// To allocated clusters, with a flush at the end that counts.
     Write,
-    /// Each with a flush behind it.
     SyncWrite,
-    /// To an empty overlay over a backing file: clusters are allocated, and what is around the data
-    /// is copied.
+    /// To an empty overlay: allocates clusters and copies the surroundings.
     FirstWrite,
 }
 
@@ -247,7 +231,6 @@ pub(super) struct Pattern {
     pub(super) order: Order,
     pub(super) operation: Operation,
     pub(super) block_bytes: u64,
-    /// Requests in flight.
     pub(super) depth: u32,
 }
 
@@ -276,7 +259,7 @@ impl Pattern {
     }
 }
 
-/// Names are unique, and are what results are kept under.
+/// Unique; results are kept under these names.
 impl fmt::Display for Pattern {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let order = match self.order {
@@ -326,7 +309,7 @@ mod tests {
 
     #[test]
     fn the_cache_is_sized_by_the_formula_of_qemu_and_the_seed() {
-        // 16 GiB with clusters of 64 KiB, as the seed has it: 2 MiB, and 16 KiB for 128 MiB.
+        // As published: 16 GiB with clusters of 64 KiB, 2 MiB, and 16 KiB for 128 MiB.
         assert_eq!(L2Share::Full.bytes(16 << 30, 64 << 10), 2_097_152);
         assert_eq!(L2Share::Part(128).bytes(16 << 30, 64 << 10), 16_384);
         assert_eq!(L2Share::Part(128).bytes(64 << 20, 64 << 10), 1024, "never less than two slices");
@@ -336,7 +319,7 @@ mod tests {
     #[test]
     fn shares_that_come_to_the_same_size_are_measured_once() {
         let space = Space::of_made_images(64 << 20);
-        // 8 KiB of mapping: 1/16 and 1/128 are both the least there can be.
+        // 8 KiB of mapping: 1/16 and 1/128 are both the minimum.
         let l2 = |configuration: &&Configuration| {
             configuration.qcow2.is_some_and(|qcow2| qcow2.l2 != L2Share::Full)
         };

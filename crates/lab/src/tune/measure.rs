@@ -1,17 +1,15 @@
-//! One sample: how many operations per second one pattern came to, on one disk, in a moment.
+//! One sample: the operations per second of one pattern on one disk at one time.
 //!
 //! ```text
 //!   ├ batch ┤ batch ┤ batch ┤ … ┤ flush ┤      a slice of time, cut into batches of requests
 //! ```
 //!
-//! A slice is short, so that every configuration has its turn in each round; what is compared are
-//! many slices, from all over the run. Reads begin with nothing in the page cache, unless they are
-//! to be from it: the median batch of the steady part counts. Writes end with a flush that counts,
-//! or a disk that only remembers them would look fast, after the same amount for every
-//! configuration; what a mode does not flush is written back afterwards, so that the next slice
-//! does not pay for it.
+//! A slice is short, so that every configuration has its turn in each round. Reads begin with a
+//! cold page cache, unless they are to be from it; the median batch of the steady part counts.
+//! Writes end with a flush that counts, after the same amount for every configuration. What a mode
+//! does not flush is written back afterwards, so that the next slice does not pay for it.
 //!
-//! Never judges a sample: that a slice was held up is for the statistics to see.
+//! No sample is judged here: held up slices are for the statistics to see.
 
 use std::{
     collections::HashMap,
@@ -34,21 +32,17 @@ use crate::{
     statistics::{median, steady},
 };
 
-/// How long a slice may be: shorter ones are all beginning, longer ones tell nothing more.
+/// Shorter slices are all beginning, longer ones tell nothing more.
 pub(super) const SLICES: std::ops::RangeInclusive<Duration> =
     Duration::from_millis(10)..=Duration::from_millis(200);
-/// Batches of a slice, unless so many requests are in flight that there are fewer: enough to see
-/// where it is steady, which takes ten.
+/// Batches of a slice, fewer at high depths; finding the steady part takes ten.
 const BATCHES: u32 = 24;
-/// The most requests of a batch.
 const LARGEST_BATCH: f64 = 1e6;
-/// What is read again and again, where it is to be from memory.
 const REREAD_BYTES: u64 = 16 << 20;
-/// What is written before the flush at the end of a slice, in small requests and in large ones;
-/// less where that takes longer than a slice.
+/// Written before a slice's final flush, in small and in large requests; less if that takes longer
+/// than a slice.
 const SMALL_WRITES_BYTES: u64 = 4 << 20;
 const LARGE_WRITES_BYTES: u64 = 32 << 20;
-/// Written by loads that write.
 const BYTE: u8 = 0xA5;
 
 #[derive(Debug)]
@@ -57,11 +51,10 @@ pub(super) struct Meter {
     slice: Duration,
     pub(super) stop: Stop,
     random: fastrand::Rng,
-    /// What was seen last, from which the size of a batch follows.
+    /// The last rates, which determine the size of a batch.
     rates: HashMap<(Configuration, Pattern), f64>,
 }
 
-/// A rate, batch by batch.
 #[derive(Clone, Debug, Default)]
 struct Series {
     rates: Vec<f64>,
@@ -74,7 +67,7 @@ impl Meter {
         Self { images, slice, stop, random: fastrand::Rng::with_seed(seed), rates: HashMap::new() }
     }
 
-    /// Measures everything of a turn, until it is time to stop; hands each sample to `record`.
+    /// Measures a turn's patterns until it is time to stop; hands each sample to `record`.
     pub(super) async fn turn(
         &mut self,
         turn: &Turn,
@@ -91,7 +84,6 @@ impl Meter {
             } else {
                 self.sample(&disk, &configuration, pattern).await
             };
-            // What was cut short is no sample.
             if let Some(rate) = measured.with_context(|| format!("{configuration}: {pattern}"))? {
                 record(pattern, rate);
             }
@@ -142,14 +134,13 @@ impl Meter {
         let began = Instant::now();
         disk.flush().await.context("the last flush failed")?;
         let elapsed = series.elapsed + began.elapsed();
-        // Outside of the time: a mode that ignores flushes is to be as fast as it is, but at nobody
-        // else's cost.
+        // Outside of the time: a mode that ignores flushes shall be fast, but at nobody else's
+        // cost.
         self.images.forget(disk).await?;
         Ok(Some(series.requests as f64 / elapsed.as_secs_f64().max(1e-9)))
     }
 
-    /// Batches for the time of a slice, after one that tells how large they are to be where that is
-    /// not known.
+    /// Batches for a slice of time, after one to calibrate their size if need be.
     async fn batches(
         &mut self,
         disk: &Arc<Disk>,
@@ -182,11 +173,8 @@ impl Meter {
         Ok(series)
     }
 
-    /// Random reads from the moment on when neither the L2 cache nor the page cache has anything:
-    /// (seconds, operations per second), batch by batch.
-    ///
-    /// # Errors
-    /// What keeps it from being measured.
+    /// Random reads from cold L2 and page caches on: (seconds, operations per second) of each
+    /// batch.
     pub(super) async fn growth(
         &mut self,
         configuration: &Configuration,
@@ -215,7 +203,6 @@ impl Meter {
 
 #[derive(Debug)]
 pub(super) enum TurnError {
-    /// The configuration cannot be opened here.
     NotOpened(anyhow::Error),
     Failed(anyhow::Error),
 }
@@ -226,14 +213,12 @@ impl From<anyhow::Error> for TurnError {
     }
 }
 
-/// The middle of where a slice is like itself.
 fn steady_rate(rates: &[f64]) -> f64 {
     median(&rates[steady(rates)])
 }
 
-/// Requests after which a slice ends though its time is not over; of reads there is no bound.
-///
-/// The same for every configuration: what a flush costs is shared by what was written before it.
+/// Requests that end a slice early; unbounded for reads. The same for every configuration: the
+/// writes share the cost of the flush.
 fn most_requests(pattern: Pattern, size_bytes: u64) -> u64 {
     let written = if pattern.block_bytes < 1 << 20 { SMALL_WRITES_BYTES } else { LARGE_WRITES_BYTES };
     let all = written / pattern.block_bytes;
@@ -248,7 +233,6 @@ fn most_requests(pattern: Pattern, size_bytes: u64) -> u64 {
     }
 }
 
-/// Has it all in memory.
 async fn warm(disk: &Arc<Disk>, size_bytes: u64) -> anyhow::Result<()> {
     let pattern =
         Pattern { order: Order::Sequential, operation: Operation::Reread, block_bytes: 1 << 20, depth: 4 };
@@ -257,7 +241,7 @@ async fn warm(disk: &Arc<Disk>, size_bytes: u64) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Where a pattern's batches go, each on from the one before.
+/// Where a pattern's batches go, each continuing the one before.
 #[derive(Clone, Copy, Debug)]
 struct Walk {
     pattern: Pattern,
@@ -292,7 +276,6 @@ impl Walk {
             write: pattern.writes().then_some(BYTE),
             flush: (pattern.operation == Operation::SyncWrite).then_some(Flush { interval: 1, drain: true }),
         };
-        // Other places in each batch.
         self.seed = self.seed.wrapping_add(1);
         self.offset = (self.offset / block + count) % (size_bytes / block) * block;
         load

@@ -1,5 +1,4 @@
-//! `weir tune`: measures what can be chosen for a disk, on the storage that the user names, and
-//! tells what to choose.
+//! `weir tune`: measures configurations of a disk on the user's storage, and recommends some.
 //!
 //! ```text
 //!   place ─► images ─► search ──turn──► measure ──samples──► search ─► … ─► choice ─► recommend ─► findings ─► text, JSON, HTML
@@ -8,11 +7,10 @@
 //! ```
 //!
 //! Decisions (`search`, `choice`, `samples`) are apart from I/O (`images`, `measure`) and know no
-//! clock, so they are tested against machines whose truth is known. Reads and writes go through the
-//! very disk that `weir serve` runs.
+//! clock, so tests run them against simulated machines. I/O goes through the disk that `weir serve`
+//! runs.
 //!
-//! Never leaves an image behind, and never writes to what it did not make, but to a device where
-//! that was asked for.
+//! Never leaves an image behind, and writes only to what it made, or to a device on request.
 
 mod apply;
 mod arguments;
@@ -60,16 +58,15 @@ use super::result::{Begun, Findings, Header, ResultFile};
 struct Outcome {
     findings: Findings,
     text: String,
-    /// What a later run goes on with.
+    /// For a later run to resume.
     details: serde_json::Value,
-    /// Why it ended early.
     failed: Option<anyhow::Error>,
 }
 
-/// Measures, and tells what to choose.
+/// Measures, and recommends configurations.
 ///
 /// # Errors
-/// What keeps it from being measured; what was found until then is told and kept all the same.
+/// Whatever prevents the measurement; what was found until then is printed and kept.
 pub fn run(arguments: TuneArgs) -> Result<(), Failure> {
     let begun = Header::begin();
     arguments.results.check()?;
@@ -106,7 +103,7 @@ pub fn run(arguments: TuneArgs) -> Result<(), Failure> {
     tell(outcome, stop.is_interrupted(), &arguments, begun)
 }
 
-/// What an image is like, and how much data there are in its first `part` bytes, or in all of it.
+/// An image's properties, and how much data its first `part` bytes (or all) hold.
 fn look(path: &Path, format: Option<Format>, part: Option<u64>) -> anyhow::Result<Seen> {
     let name = path.display().to_string();
     let text = path.to_str().with_context(|| format!("{name}: not UTF-8 (use another name of it)"))?;
@@ -138,7 +135,7 @@ fn look(path: &Path, format: Option<Format>, part: Option<u64>) -> anyhow::Resul
     })
 }
 
-/// Prints and keeps what was found. Everything that was made is gone by now.
+/// Prints and keeps what was found, after everything made was removed.
 fn tell(outcome: Outcome, interrupted: bool, arguments: &TuneArgs, begun: Begun) -> Result<(), Failure> {
     let Outcome { findings, text, details, failed } = outcome;
     let mut result = ResultFile::new(begun.end(Some(&arguments.path)), findings);
@@ -154,7 +151,7 @@ fn tell(outcome: Outcome, interrupted: bool, arguments: &TuneArgs, begun: Begun)
         let mark = result.partial.as_ref().map_or(String::new(), |why| format!("Partial: {why}.\n\n"));
         print(&(mark + &text))
     };
-    // Ten minutes of measuring are not lost because nobody reads what is printed.
+    // Kept even if standard output is closed.
     let kept = arguments.results.keep(&result);
     printed?;
     kept?;

@@ -1,5 +1,4 @@
-//! Where it is measured: a directory, in which images are made; a device; or an image that is
-//! there.
+//! Where it is measured: a directory for images, a device, or an existing image.
 //!
 //! ```text
 //!   DIR     .weir-tune-PID-XXXXXX/   base.raw   64K.qcow2 … 2M.qcow2   overlay.qcow2 (over base.raw, made again for each first write)
@@ -7,9 +6,8 @@
 //!   IMAGE   as it is, read alone
 //! ```
 //!
-//! Whatever keeps it from being measured is found before anything is touched: too little space, a
-//! device that is in use, an image that somebody writes to. The directory is removed however the
-//! command ends, but for a kill that no program notices.
+//! Obstacles are found before anything is touched: too little space, a device or image in use. The
+//! directory is removed however the command ends, except by SIGKILL.
 
 use std::{
     fs,
@@ -33,45 +31,38 @@ use super::{
 };
 use crate::probe::{in_use, in_use::Claim};
 
-/// The least that is measured: a few dozen of the largest requests.
+/// A few dozen of the largest requests.
 const LEAST_SIZE: u64 = 16 << 20;
-/// The most that is chosen where nothing is said.
+/// The largest default.
 const USUAL_SIZE: u64 = 1 << 30;
-/// Bytes of each image for each second of the budget: seven are written before anything is
-/// measured, and even a disk that writes no more than 60 MB/s shall need no more than a quarter of
-/// the time for that.
+/// Bytes of each image for each second of the budget: filling seven at 60 MB/s then takes no more
+/// than a quarter of the time.
 const BYTES_PER_SECOND: u64 = 2 << 20;
-/// The most that is written to an overlay before it is made again.
+/// Written to an overlay before it is made again.
 pub(super) const OVERLAY_BYTES: u64 = 64 << 20;
-/// Of an image that is there, how much holds data at least; with less, what is measured is how
-/// holes are read.
+/// Of an existing image; with less, mostly reads of holes would be measured.
 const LEAST_DATA_PERCENT: u64 = 50;
-/// What the names of our directories begin with; the number of the process follows.
+/// A process's number follows.
 const PREFIX: &str = ".weir-tune-";
-/// Room for the images' metadata, and for the file system's own.
+/// For metadata of images and the file system.
 const SPARE_BYTES: u64 = 32 << 20;
 
-/// What was asked to be measured.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Wish<'a> {
     pub(super) path: &'a Path,
     pub(super) size_bytes: Option<u64>,
     pub(super) format: Option<Format>,
-    /// Write to a device.
     pub(super) write: bool,
-    /// Also where it holds something that is known.
+    /// Despite a known signature.
     pub(super) force: bool,
     pub(super) budget_seconds: u64,
 }
 
-/// Something to be measured.
 #[derive(Debug)]
 pub(super) struct Place {
     pub(super) kind: Kind,
     pub(super) path: PathBuf,
-    /// Bytes of a disk that are measured.
     pub(super) size_bytes: u64,
-    /// Bytes of the disk as it is.
     pub(super) whole_bytes: u64,
     remarks: Vec<String>,
 }
@@ -79,41 +70,32 @@ pub(super) struct Place {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Seen {
     pub(super) size_bytes: u64,
-    /// Of a qcow2 image.
     pub(super) cluster_bytes: Option<u64>,
-    /// Of what is to be measured, bytes that hold data; the rest are holes, which are read without
-    /// the disk.
+    /// Bytes of the measured part that hold data; the rest are holes.
     pub(super) data_bytes: u64,
 }
 
 #[derive(Debug)]
 pub(super) enum Kind {
-    /// Images are made in this directory of ours, which is locked so that nobody takes it for left
-    /// behind.
+    /// A directory of ours for images, locked so that nobody takes it for left behind.
     Made {
         directory: TempDir,
-        /// Where the file system knows locks.
+        /// `None` where the file system knows no locks.
         _lock: Option<Flock<fs::File>>,
     },
     Device {
         writable: bool,
-        /// Keeps others away.
         _claim: Claim,
     },
-    /// An image that is only read; of a qcow2 image its clusters.
     Image {
         format: Option<Format>,
-        /// Of a qcow2 image.
         cluster_bytes: Option<u64>,
     },
 }
 
 impl Place {
-    /// Finds what is there, and whether it can be measured. `image` looks at an image of this
-    /// format, so many bytes of it, or all.
-    ///
-    /// # Errors
-    /// Why it cannot be measured; nothing was touched then.
+    /// Finds what is there, and whether it can be measured; touches nothing. `image` looks at an
+    /// image of this format, so many bytes of it, or all.
     pub(super) fn open(
         wish: Wish<'_>,
         image: impl FnOnce(&Path, Option<Format>, Option<u64>) -> anyhow::Result<Seen>,
@@ -139,7 +121,7 @@ impl Place {
             } else {
                 in_use::claim_to_read(wish.path)?
             };
-            // Whatever a device is read for, it is asked.
+            // A device has no holes.
             let seen = image(wish.path, Some(Format::Raw), Some(0))?;
             (Kind::Device { writable: wish.write, _claim: claim }, seen.size_bytes)
         } else if metadata.is_file() {
@@ -185,7 +167,7 @@ impl Place {
         Ok(Self { kind, path: wish.path.to_owned(), size_bytes, whole_bytes: size_bytes, remarks })
     }
 
-    /// Has what was made removed by the second signal, too.
+    /// Has the second signal remove what was made.
     pub(super) fn removed_by(&self, stop: &Stop) {
         if let Kind::Made { directory, .. } = &self.kind {
             stop.removes(directory.path());
@@ -239,7 +221,6 @@ impl Place {
     }
 }
 
-/// What images of this size take together, at most.
 fn needed_bytes(size_bytes: u64) -> u64 {
     let images = (CLUSTERS.len() as u64 + 1).saturating_mul(size_bytes);
     // Each write to an overlay allocates a cluster.
@@ -247,13 +228,12 @@ fn needed_bytes(size_bytes: u64) -> u64 {
     images.saturating_add(overlay + SPARE_BYTES).saturating_add(images / 256)
 }
 
-/// Holds a lock, unless somebody else has one or the file system knows none.
+/// `None` if somebody else has it or the file system knows no locks.
 fn lock(directory: fs::File) -> Option<Flock<fs::File>> {
     Flock::lock(directory, FlockArg::LockExclusiveNonblock).ok()
 }
 
-/// Removes the directories of runs that were killed, and tells which. One of a run that goes on is
-/// locked, wherever its number is known.
+/// Removes and returns the directories of killed runs; those of live runs are locked.
 fn remove_left_behind(path: &Path) -> Vec<String> {
     let Ok(entries) = fs::read_dir(path) else { return Vec::new() };
     let remove = |entry: fs::DirEntry| {
@@ -270,10 +250,7 @@ fn remove_left_behind(path: &Path) -> Vec<String> {
     entries.filter_map(Result::ok).filter_map(remove).collect()
 }
 
-/// What is to be said of an image's holes.
-///
-/// # Errors
-/// If it is mostly holes.
+/// The remark on an image's holes; an error if it is mostly holes.
 fn holes(path: &Path, measured_bytes: u64, data_bytes: u64) -> anyhow::Result<Option<String>> {
     let percent = data_bytes.saturating_mul(100) / measured_bytes.max(1);
     ensure!(
@@ -353,7 +330,7 @@ mod tests {
     fn what_a_killed_run_left_is_removed_and_what_a_running_one_has_is_not() {
         let directory = tempfile::tempdir().unwrap();
         let running = open(wish(directory.path())).unwrap();
-        // Larger than any number of a process (proc_sys_kernel(5), pid_max).
+        // Larger than any process's number (proc_sys_kernel(5), pid_max).
         let [left, locked] =
             ["4194305-aaaaaa", "4194306-bbbbbb"].map(|name| directory.path().join(format!("{PREFIX}{name}")));
         let others = directory.path().join(".weir-tune-mine");

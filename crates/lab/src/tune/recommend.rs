@@ -1,7 +1,5 @@
-//! What is recommended for a goal: the configuration, what it gains and what it costs, what it
-//! means for safety, and how to apply it.
-//!
-//! Never shows a difference that noise makes.
+//! A recommendation for a goal: the configuration, its gains and costs, its safety, and how to
+//! apply it. Shows no difference that noise makes.
 
 use console::figures;
 
@@ -14,7 +12,7 @@ use super::{
 };
 use crate::statistics::{Estimate, Verdict};
 
-/// How many gains and costs are told; all are in the result's tables.
+/// The result's tables have all of them.
 const MOST_TOLD: usize = 4;
 
 #[derive(Clone, Debug)]
@@ -22,18 +20,17 @@ pub(super) struct Recommendation {
     pub(super) goal: Goal,
     pub(super) configuration: Configuration,
     pub(super) settled: bool,
-    /// Beside the default, the largest first.
+    /// Relative to the default, the largest first.
     pub(super) gains: Vec<Difference>,
-    /// Beside the default, the largest first.
+    /// As gains.
     pub(super) costs: Vec<Difference>,
-    /// Memory beyond the default's, for the disk that the options are for.
+    /// Beyond the default's, for the disk that the options are for.
     pub(super) more_memory_bytes: u64,
     pub(super) commands: Commands,
     is_default: bool,
     is_compared: bool,
 }
 
-/// A pattern that is faster or slower than with the default, and by how much.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Difference {
     pub(super) pattern: Pattern,
@@ -120,13 +117,11 @@ impl Recommendation {
 }
 
 impl Difference {
-    /// Such as `+42 % [+35, +50] sequential read 1M ×1`.
     fn text(&self) -> String {
         format!("{} {}", percent(&self.ratio), self.pattern)
     }
 }
 
-/// A ratio as a difference, with its interval: `+42 % [+35, +50]`.
 pub(super) fn percent(ratio: &Estimate) -> String {
     let percent = |value: f64| (value - 1.0) * 100.0;
     format!("{:+.0} % [{:+.0}, {:+.0}]", percent(ratio.median), percent(ratio.low), percent(ratio.high))

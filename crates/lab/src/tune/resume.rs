@@ -1,7 +1,5 @@
-//! The samples in a result file, so that an interrupted run can be taken up where it ended.
-//!
-//! Never takes samples of another place, device, size, format or version for these: they would be
-//! compared with what they cannot be compared with. How long a sample takes is taken over.
+//! The samples in a result file, with which an interrupted run is resumed. Samples of another
+//! place, device, size, format or version are refused, as they are not comparable.
 
 use std::{path::Path, time::Duration};
 
@@ -16,21 +14,18 @@ use super::{
 };
 use crate::result::{Header, ResultFile, load};
 
-/// Rounds that a run comes to, at most: a hundred of the longest.
+/// A hundred of the longest runs.
 const MOST_ROUNDS: u32 = 100_000;
 
-/// What a result file's details hold.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub(super) struct Kept {
     path: String,
-    /// What it lies on, where that is a device that is known again.
+    /// A stable name, if the device has one.
     device: Option<String>,
     weir: String,
     pub(super) size_bytes: u64,
-    /// The formats and cluster sizes that can be measured there.
     clusters: Vec<u64>,
-    /// Of time, for one sample.
     slice_ns: u64,
     cells: Vec<Cell>,
 }
@@ -40,7 +35,7 @@ pub(super) struct Kept {
 struct Cell {
     configuration: String,
     pattern: String,
-    /// As many as samples.
+    /// One for each sample.
     rounds: Vec<u32>,
     operations_per_second: Vec<f64>,
 }
@@ -69,7 +64,6 @@ impl Kept {
         }
     }
 
-    /// What an earlier run kept in this file.
     pub(super) fn load(path: &Path) -> anyhow::Result<Self> {
         let ResultFile { details, .. } = load(path)?;
         serde_json::from_value(details).with_context(|| {
@@ -81,7 +75,7 @@ impl Kept {
         Duration::from_nanos(self.slice_ns)
     }
 
-    /// The samples, if they are of this place as it is now.
+    /// Checks that they are of this place as it is now.
     pub(super) fn samples(&self, place: &Place, space: &Space) -> anyhow::Result<Samples> {
         let here = whole_name(&place.path);
         ensure!(self.path == here, "the samples to go on with are of {}, not of {here}", self.path);
@@ -99,7 +93,7 @@ impl Kept {
             Pattern::all().into_iter().map(|one| (one.to_string(), one)).collect();
         let mut samples = Samples::default();
         for cell in &self.cells {
-            // What this version or this machine does not have is not gone on with.
+            // Skips what this version or this machine does not have.
             let configuration = configurations.iter().find(|(name, _)| *name == cell.configuration);
             let pattern = patterns.iter().find(|(name, _)| *name == cell.pattern);
             let (Some((_, configuration)), Some((_, pattern))) = (configuration, pattern) else { continue };
@@ -140,12 +134,12 @@ impl Kept {
     }
 }
 
-/// What a place lies on, by what it is known by after a restart too.
+/// The stable name of the device below.
 fn device(path: &Path) -> Option<String> {
     Header::begin().end(Some(path)).device.map(|device| device.key)
 }
 
-/// The place's name from the root on: one run may have been started in another directory.
+/// From the root on: runs may start in different directories.
 fn whole_name(path: &Path) -> String {
     path.canonicalize().unwrap_or_else(|_| path.to_owned()).display().to_string()
 }

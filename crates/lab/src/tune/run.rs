@@ -16,7 +16,6 @@ use super::{
     stop::Stop,
 };
 
-/// Kept back of the budget for putting away and telling.
 const SHARE_FOR_END: u32 = 50;
 
 #[derive(Debug)]
@@ -27,13 +26,13 @@ pub(super) struct Run<C> {
     pub(super) progress: Rc<Progress>,
     pub(super) stop: Stop,
     pub(super) budget: Duration,
-    /// Of time, for one sample.
+    /// For one sample.
     pub(super) slice: Duration,
     pub(super) seed: u64,
 }
 
 impl<C: Course> Run<C> {
-    /// At this place; the slice is brought to a length that tells something.
+    /// Clamps the slice to a useful length.
     pub(super) fn new(
         course: C,
         place: Rc<Place>,
@@ -46,8 +45,8 @@ impl<C: Course> Run<C> {
         Self { course, place, remarks, progress, stop, budget, slice, seed }
     }
 
-    /// Measures what the course asks for, as far as there is time. Images take `for_images` at
-    /// most; `kept_back` of the budget is left for what the meter is returned for. `None` if it was
+    /// Measures what the course asks for, as time allows. Images take `for_images` at most;
+    /// `kept_back` of the budget is left for the returned meter's further use. `None` if it was
     /// interrupted.
     pub(super) async fn measure(
         &mut self,
@@ -63,13 +62,11 @@ impl<C: Course> Run<C> {
         Ok((!self.stop.is_interrupted()).then_some(meter))
     }
 
-    /// Makes what there is to be made.
     async fn make(&mut self, images: &Images, time: Duration) -> anyhow::Result<()> {
         let all = self.course.clusters();
         let made = images.make(&all, &self.stop.within(time), &self.progress).await;
         self.progress.end();
         let made = match made {
-            // Then it is no fault of the disk's.
             Err(_) if self.stop.is_interrupted() => return Ok(()),
             made => made?,
         };

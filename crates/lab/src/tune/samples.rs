@@ -1,42 +1,36 @@
-//! What was measured so far: of each configuration and pattern a sample for each round; and how two
-//! configurations stand to each other.
+//! The samples so far, one for each configuration, pattern and round; and comparisons of
+//! configurations.
 //!
-//! Two are compared by the rounds that both were in, as quotients of the samples of the same round:
-//! what made a round slower than another is the machine's, and is in no quotient. So it does not
-//! matter that a combination was measured in the second half alone. The default is in every round;
-//! through it two are compared that were in no round together.
+//! Two are compared by the quotients of rounds that both were in, so slower rounds cancel out. The
+//! default is in every round; through it two are compared that share no round.
 //!
-//! For a goal a round comes to the geometric mean of the quotients of its patterns. One request
-//! that the host held up for a second would count as much there as everything else, so a quotient
-//! counts as at most so far from the middle one of its pattern as noise usually puts it (Tukey's
-//! fences: three times the median of the distances).
-//!
-//! Never drops a sample: what is kept and shown is what was measured.
+//! A goal's round is the geometric mean of its patterns' quotients. Outliers are clamped to the
+//! usual noise of their pattern (Tukey's fences: three times the median distance); stored samples
+//! are never dropped.
 
 use std::collections::{BTreeMap, HashMap};
 
 use super::matrix::{Configuration, Pattern};
 use crate::statistics::{Comparison, compare, compare_rounds, median};
 
-/// How many times the median distance from the median is still noise.
+/// In median distances from the median.
 const FENCE: f64 = 3.0;
-/// With fewer quotients it is not known what is usual.
+/// With fewer quotients the usual noise is unknown.
 const LEAST_FENCED: usize = 5;
 /// With fewer rounds nothing is called different.
 pub(super) const LEAST_ROUNDS: usize = 6;
 
-/// Everything that was measured, in operations per second.
+/// In operations per second.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Samples {
     /// By round.
     cells: HashMap<(Configuration, Pattern), BTreeMap<u32, f64>>,
-    /// In the order in which they were first measured, so that nothing depends on a hash.
+    /// By first sample, so that nothing depends on a hash.
     pub(super) configurations: Vec<Configuration>,
 }
 
 impl Samples {
-    /// Adds one; what is not a number above zero is left out, as nothing was measured then, and so
-    /// is a second one of the same round.
+    /// Ignores what is not above zero, and a second sample of the same round.
     pub(super) fn add(&mut self, configuration: Configuration, pattern: Pattern, round: u32, value: f64) {
         if !(value.is_finite() && value > 0.0) {
             return;
@@ -51,7 +45,6 @@ impl Samples {
         self.cell(configuration, pattern).map(|(_, value)| value).collect()
     }
 
-    /// With the rounds they are of.
     pub(super) fn cell(
         &self,
         configuration: &Configuration,
@@ -61,18 +54,17 @@ impl Samples {
         cell.into_iter().flatten().map(|(&round, &value)| (round, value))
     }
 
-    /// In how many rounds each of these patterns was measured with it.
+    /// Rounds in which all of these patterns were measured with it.
     pub(super) fn rounds(&self, configuration: &Configuration, patterns: &[Pattern]) -> usize {
         patterns.iter().map(|pattern| self.cell(configuration, pattern).count()).min().unwrap_or(0)
     }
 
-    /// One behind the last round of all.
     pub(super) fn next_round(&self) -> u32 {
         self.cells.values().flatten().map(|(&round, _)| round.saturating_add(1)).max().unwrap_or(0)
     }
 
-    /// How many times as fast `other` was as `base`, for each round in which both were measured
-    /// with all of these patterns.
+    /// Speed of `other` relative to `base`, for each round in which both have all of these
+    /// patterns.
     pub(super) fn quotients(
         &self,
         base: &Configuration,
@@ -91,7 +83,6 @@ impl Samples {
         rounds.into_values().map(|(count, sum)| (sum / count as f64).exp()).collect()
     }
 
-    /// How one cell stands to another, round by round.
     pub(super) fn compare_cells(
         &self,
         base: (&Configuration, &Pattern),
@@ -101,8 +92,8 @@ impl Samples {
         (!quotients.is_empty()).then(|| compare_rounds(&quotients))
     }
 
-    /// How `other` stands to `base` in these patterns, and from how many rounds that is known;
-    /// `through` was in every round.
+    /// How `other` stands to `base` in these patterns, and from how many rounds; `through` was in
+    /// every round.
     pub(super) fn compare(
         &self,
         base: &Configuration,
@@ -128,7 +119,7 @@ impl Samples {
     }
 }
 
-/// What is far off is brought to where noise usually ends.
+/// Clamps outliers.
 fn fenced(mut logs: Vec<(u32, f64)>) -> Vec<(u32, f64)> {
     if logs.len() >= LEAST_FENCED {
         let centre = median(&logs.iter().map(|&(_, log)| log).collect::<Vec<_>>());
@@ -151,8 +142,7 @@ mod tests {
         let patterns = Pattern::all();
         let mut samples = Samples::default();
         for round in 0..8 {
-            // The machine slows down by half, and the last configuration is 20 % faster than the
-            // others.
+            // The machine slows down by half; the last configuration is 20 % faster.
             let drift = 1.0 - f64::from(round) / 14.0;
             for configuration in &list {
                 let speed = if *configuration == faster { 1.2 } else { 1.0 };
@@ -175,7 +165,7 @@ mod tests {
         let patterns = Pattern::all();
         let mut samples = Samples::default();
         for round in 0..16 {
-            // Of the second half the machine is twice as fast.
+            // In the second half the machine is twice as fast.
             let (other, speed) = if round < 8 { (list[1], 1.5) } else { (list[2], 1.0) };
             let machine = if round < 8 { 1000.0 } else { 2000.0 };
             for pattern in &patterns {

@@ -8,12 +8,9 @@
 //!   stage 2   their combinations, the most promising, with the best so far ─┘
 //! ```
 //!
-//! All configurations of a stage take turns, so that a machine which becomes slower in the meantime
-//! does so for all of them. Each stage ends early where more rounds would change nothing. Which
-//! combinations are tried follows from the samples alone: a search that is continued with the
-//! samples of an earlier one goes on where that ended.
-//!
-//! Never measures and knows no clock: what was measured and which share of the time is left are
+//! All configurations of a stage take turns, so that drift of the machine hits all of them. A stage
+//! ends early where more rounds would change nothing. Combinations follow from the samples alone,
+//! so a search that is continued with earlier samples goes on where it ended. Knows no clock.
 //! told to it.
 
 use std::collections::HashMap;
@@ -26,11 +23,10 @@ use super::{
 };
 use crate::statistics::median;
 
-/// What of the time is left when stage 2 begins, at the latest.
+/// The share of the time left when stage 2 begins, at the latest.
 const LEFT_FOR_COMBINATIONS: f64 = 0.45;
-/// Rounds of a stage, at most: what thirty do not show is too small to matter.
+/// Rounds of a stage: what thirty do not show is too small to matter.
 const MOST_ROUNDS: usize = 30;
-/// Combinations that are tried, at most.
 const MOST_COMBINATIONS: usize = 12;
 
 #[derive(Debug)]
@@ -42,47 +38,39 @@ pub(super) struct Search {
     random: fastrand::Rng,
     stage: Stage,
     candidates: Vec<Configuration>,
-    /// Rounds of this stage that are complete.
     rounds: usize,
     round: u32,
-    /// Left of this round.
     queue: Vec<Configuration>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Stage {
-    /// Each factor by itself.
     Factors,
-    /// Combinations of what gained.
     Combinations,
-    /// Everything is known, or as much as there was time for.
     Done,
 }
 
-/// One turn: all of `patterns`, in this order, with this configuration.
+/// All of `patterns` in order, with one configuration.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Turn {
     pub(super) configuration: Configuration,
     pub(super) patterns: Vec<Pattern>,
-    /// To be told with each sample.
     pub(super) round: u32,
 }
 
-/// What decides what is measured: a search, or the published tables.
+/// Decides what is measured: a search, or the published tables.
 pub(super) trait Course {
-    /// The cluster sizes that images are needed with.
     fn clusters(&self) -> Vec<u64>;
-    /// What to measure next; `left` is the share of the time for all of it that is left, from 1
-    /// to 0. `None`: nothing more.
+    /// `left` is the share of the time that is left, from 1 to 0; `None` ends the run.
     fn next(&mut self, left: f64) -> Option<Turn>;
-    /// What one pattern of a turn came to, in operations per second.
+    /// In operations per second.
     fn record(&mut self, turn: &Turn, pattern: Pattern, value: f64);
-    /// This configuration cannot be measured here; says what is left out.
+    /// This configuration cannot be measured here; returns what is left out.
     fn refuse(&mut self, configuration: Configuration) -> String;
-    /// Images with these clusters cannot be measured here; begins a sentence about each thing that
-    /// is left out.
+    /// These clusters cannot be measured here; returns the beginnings of sentences about what is
+    /// left out.
     fn leave_out(&mut self, cluster_bytes: u64) -> Vec<String>;
-    /// The round that is under way, for people.
+    /// The current round, for people.
     fn is_at(&self) -> String;
 }
 
@@ -111,7 +99,7 @@ impl Course for Search {
         self.samples.add(turn.configuration, pattern, turn.round, value);
     }
 
-    /// Others with its cache mode neither.
+    /// Others with its cache mode are refused too.
     fn refuse(&mut self, configuration: Configuration) -> String {
         let cache = configuration.cache;
         self.keep(|other| other.cache != cache);
@@ -136,8 +124,7 @@ impl Course for Search {
 }
 
 impl Search {
-    /// A search for the best of `space` for these goals, by these patterns. `samples` are those of
-    /// an earlier one, or none.
+    /// Searches `space` for the best for these goals, by these patterns. `samples` may be empty.
     pub(super) fn new(
         space: Space,
         patterns: Vec<Pattern>,
@@ -163,13 +150,12 @@ impl Search {
         this
     }
 
-    /// Only these are measured from now on.
     fn keep(&mut self, keeps: impl Fn(&Configuration) -> bool) {
         self.candidates.retain(&keeps);
         self.queue.retain(&keeps);
     }
 
-    /// What is recommended, as far as is known; nothing if nothing was measured.
+    /// As far as is known; nothing without measurements.
     pub(super) fn choices(&self) -> Vec<Choice> {
         if self.samples.configurations.is_empty() {
             return Vec::new();
@@ -212,7 +198,7 @@ impl Search {
                 self.stage = Stage::Done;
                 return;
             }
-            // What they have to beat takes turns with them.
+            // The references take turns with them.
             let mut candidates = vec![self.space.default_configuration()];
             let scores = self.scores();
             for goal in &self.goals {
@@ -232,7 +218,7 @@ impl Search {
         }
     }
 
-    /// Whether more rounds of these candidates would change nothing, for any goal.
+    /// Whether more rounds would change nothing for any goal.
     fn is_settled(&self) -> bool {
         let scores = self.scores();
         self.goals
@@ -240,8 +226,8 @@ impl Search {
             .all(|&goal| choose(goal, &scores, &self.candidates).is_none_or(|choice| choice.settled))
     }
 
-    /// The candidates without those behind for every goal that allows them; always with the
-    /// default, which everything is told beside, and the goals' bases.
+    /// Drops candidates that are behind for every goal that allows them, but never the default or a
+    /// goal's base.
     fn those_not_behind(&self) -> Vec<Configuration> {
         let scores = self.scores();
         let leaders: Vec<_> = self
@@ -265,7 +251,7 @@ impl Search {
             .collect()
     }
 
-    /// The most promising combinations of levels that gained something, which are not measured yet.
+    /// The most promising unmeasured combinations of levels that gained something.
     fn combinations(&self) -> Vec<Configuration> {
         let scores = self.scores();
         let default = self.space.default_configuration();
@@ -282,7 +268,7 @@ impl Search {
         let gains = |goal: Goal, one: &Configuration| gains.get(&(goal, *one)).copied().unwrap_or(1.0);
         let mattered = |configuration: &Configuration| {
             self.goals.iter().any(|&goal| {
-                // A mode that is safe is what integrity's combinations are made with.
+                // Integrity's combinations need a safe mode.
                 let is_needed = goal == Goal::Integrity && goal.allows(configuration.cache);
                 is_needed || goal.allows(configuration.cache) && scores.gains(goal, &default, configuration)
             })
@@ -292,7 +278,7 @@ impl Search {
         let promise = |combination: &Configuration| {
             let parts = parts(combination, &default);
             let of = |goal: &Goal| parts.iter().map(|part| gains(*goal, part)).product::<f64>();
-            // Beside what the goal has already: a combination need not be good for every goal.
+            // Relative to the goal's best: a combination need not be good for every goal.
             let best = |goal: &Goal| {
                 let allowed = factors.iter().filter(|one| goal.allows(one.cache));
                 allowed.map(|one| gains(*goal, one)).fold(f64::MIN_POSITIVE, f64::max)
@@ -314,7 +300,7 @@ impl Search {
     }
 }
 
-/// The changes that a configuration is made of, each alone.
+/// Each of a configuration's changes alone.
 fn parts(configuration: &Configuration, default: &Configuration) -> Vec<Configuration> {
     let mut parts = vec![
         Configuration { cache: configuration.cache, ..*default },

@@ -1,10 +1,10 @@
-//! A search on a place, and the curves from a cold cache after it.
+//! A search on a place, followed by curves from a cold cache.
 //!
 //! ```text
 //!   budget ├── images (a third at most) ──┤── search ──┤── curves from a cold cache (5 %) ──┤ end (2 %) ┤
 //! ```
 //!
-//! Never decides what is measured next: that is the search's.
+//! What is measured next is the search's decision.
 
 use std::{rc::Rc, time::Duration};
 
@@ -28,28 +28,25 @@ use super::{
     stop::Stop,
 };
 
-/// The disk that options are printed for where nothing is said: the one of the measurement that
-/// named clusters of 2 MiB.
+/// The default disk for printed options, from the measurement that recommends clusters of 2 MiB.
 const USUAL_DISK: u64 = 100 << 30;
-/// Of the budget, what preparing images may take at most.
+/// The most of the budget for images, as a divisor.
 const SHARE_FOR_IMAGES: u32 = 3;
-/// Of the budget, what the curves from a cold cache take together.
+/// The budget's part for all curves, as a divisor.
 const SHARE_FOR_GROWTH: u32 = 20;
-/// Slices that a budget should suffice for: both stages with seven rounds each, and what opening
-/// and flushing take beside them.
+/// Slices in a budget: both stages with seven rounds each, and opening and flushing.
 const SLICES_PER_BUDGET: u32 = 14 * 22 * 7 * 4;
 
 #[derive(Debug)]
 pub(super) struct Session {
     run: Run<Search>,
     growth: Vec<Growth>,
-    /// What the options are for: its name, its size, and what it is.
+    /// The printed options' disk: name, size, and what it is.
     disk: (String, u64, Written),
 }
 
 impl Session {
-    /// For what the command line says, at this place; `samples` are those of an earlier run, each
-    /// of a `slice` of time, or none.
+    /// `samples` are those of an earlier run, each of a `slice` of time, or none.
     pub(super) fn new(
         place: Rc<Place>,
         (samples, slice): (Samples, Option<Duration>),
@@ -71,7 +68,6 @@ impl Session {
         Self { run, growth: Vec::new(), disk: (name, disk.unwrap_or(usual), kind) }
     }
 
-    /// Measures, as far as there is time, and tells what was found.
     pub(super) async fn work(mut self) -> Outcome {
         let failed = self.measure().await.err();
         self.run.progress.end();
@@ -79,7 +75,7 @@ impl Session {
         let Run { course: search, remarks, place, slice, .. } = &self.run;
         let target = Target { name, disk_bytes: *disk_bytes, kind: *kind };
         let found = Found { search, growth: &self.growth, remarks, target };
-        // Rates and names: nothing that JSON lacks a form for.
+        // Only numbers and names, which JSON can hold.
         let details = serde_json::to_value(Kept::new(place, *slice, &search.samples)).unwrap_or_default();
         Outcome { findings: found.findings(), text: found.text(is_bold()), details, failed }
     }
@@ -102,8 +98,8 @@ impl Session {
         let space = &self.run.course.space;
         let default = space.default_configuration();
         let cluster = |one: &Configuration| one.qcow2.map(|qcow2| qcow2.cluster_bytes);
-        // Past the page cache, as the measurement did that shows such curves; shares that come to
-        // the same are one.
+        // Past the page cache, as in the measurement that published such curves; equal shares are
+        // one.
         let mut configurations = space.one_at_a_time();
         configurations
             .retain(|one| one.cache == default.cache && !one.prefetch && cluster(one) == cluster(&default));

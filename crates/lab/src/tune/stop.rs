@@ -1,8 +1,7 @@
-//! When to stop: at the end of the budget, or when somebody asks (Ctrl-C).
+//! When to stop: at the end of the budget, or on Ctrl-C.
 //!
-//! The first signal ends what is under way at the next batch of requests, so that everything is put
-//! away and what was found is told. The second ends the process at once, after it has removed what
-//! was made.
+//! The first signal ends the run at the next batch, with cleaning up and reporting. The second
+//! removes what was made and ends the process.
 
 use std::{
     fs,
@@ -13,26 +12,20 @@ use std::{
 
 use crate::interruption::Interruption;
 
-/// Asked between batches of requests.
 #[derive(Clone, Debug)]
 pub(super) struct Stop {
     deadline: Instant,
     interruption: Interruption,
-    /// What the second signal removes.
     removed: Arc<Mutex<Option<PathBuf>>>,
 }
 
 impl Stop {
-    /// After so much time, or when a signal comes. To be called before any other thread starts.
-    ///
-    /// # Errors
-    /// Where no thread can be had.
+    /// After so much time, or on a signal. To be called before any other thread starts.
     pub(super) fn after(budget: Duration) -> anyhow::Result<Self> {
         let removed = Arc::default();
         let watched = Arc::clone(&removed);
         let remove = move || {
             if let Some(directory) = &*directory(&watched) {
-                // What cannot be removed now cannot be removed later either.
                 let _ = fs::remove_dir_all(directory);
             }
         };
@@ -45,12 +38,11 @@ impl Stop {
         Self { deadline, interruption: Interruption::default(), removed: Arc::default() }
     }
 
-    /// The same, but earlier: after so much time from now, at the latest.
+    /// No later than so much time from now.
     pub(super) fn within(&self, time: Duration) -> Self {
         Self { deadline: self.deadline.min(Instant::now() + time), ..self.clone() }
     }
 
-    /// Has this directory removed by the second signal.
     pub(super) fn removes(&self, path: &Path) {
         *directory(&self.removed) = Some(path.to_owned());
     }
@@ -63,7 +55,6 @@ impl Stop {
         self.interruption.happened()
     }
 
-    /// Until the end of the budget.
     pub(super) fn left(&self) -> Duration {
         self.deadline.saturating_duration_since(Instant::now())
     }

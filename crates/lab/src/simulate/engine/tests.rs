@@ -1,5 +1,4 @@
-//! The engine beside arithmetic that was written without it, to the nanosecond, and one mechanism
-//! at a time.
+//! The engine against independent arithmetic, to the nanosecond, and one mechanism at a time.
 
 use std::sync::atomic::AtomicBool;
 
@@ -56,17 +55,15 @@ fn run(world: &World, requests: impl IntoIterator<Item = Request>) -> (Engine, V
     (engine, rows)
 }
 
-/// Nobody stops it.
 static GO_ON: AtomicBool = AtomicBool::new(false);
 
 fn read(at_ns: u64, length: u64) -> Request {
     Request { at_ns, disk: 0, op: Op::Read, offset: 0, length }
 }
 
-/// The leaky bucket as docs/throttle.txt of QEMU has it, in whole billionths of a unit, without
-/// regard to speed: one queue, one direction.
+/// The leaky bucket of QEMU's docs/throttle.txt, in whole billionths of a unit: one queue, one
+/// direction.
 struct Naive {
-    /// By limit: rate, size, level, for bytes or operations.
     buckets: Vec<(u128, u128, u128, bool)>,
     iops_size: u128,
     now: u128,
@@ -92,7 +89,7 @@ impl Naive {
         Self { buckets, iops_size: limits.iops_size.into(), now: 0 }
     }
 
-    /// When a request passes that comes at `at`, behind all that came before.
+    /// When a request arriving at `at` passes, behind all before.
     fn pass(&mut self, at: u64, length: u64) -> u64 {
         let start = self.now.max(at.into());
         let elapsed = start - self.now;
@@ -123,8 +120,7 @@ fn a_limit(rates: std::ops::Range<u64>) -> impl Strategy<Value = Limit> {
     })
 }
 
-/// Limits of operations and of bytes, each for both directions together or for reads and writes
-/// apart; with and without bursts and `iops-size`.
+/// Limits on operations and bytes, shared or by direction; with and without bursts and `iops-size`.
 fn some_limits() -> impl Strategy<Value = Limits> {
     let iops = prop::option::of(a_limit(12..5000));
     let bps = prop::option::of(a_limit(100_000..50_000_000));
@@ -144,9 +140,8 @@ fn some_limits() -> impl Strategy<Value = Limits> {
     })
 }
 
-/// The largest request that is paid for at once: what takes more than 90 ms of its scarcest limit
-/// is paid for in slices, which the naive model does not know. (The policy's own tests are about
-/// them.)
+/// The largest request without slices: paying takes at most 90 ms of its scarcest limit. The naive
+/// model knows no slices; the policy's own tests cover them.
 fn largest(limits: &Limits) -> u64 {
     let mut largest = 4 << 20;
     for kind in LimitKind::ALL {
@@ -168,8 +163,8 @@ proptest! {
         limits in some_limits(),
         arrivals in prop::collection::vec((prop_oneof![Just(0), 0..1000_u64, 0..20 * MS, 0..3000 * MS], 1..u64::MAX, any::<bool>()), 1..300),
     ) {
-        // Where both directions draw from one limit they take turns, which the naive model does not
-        // know: then all go the same way.
+        // If both directions share a limit they take turns, which the naive model lacks: use one
+        // direction.
         let shares = [LimitKind::IopsTotal, LimitKind::BpsTotal].iter().any(|kind| limits.limit(*kind).rate > 0);
         let largest = largest(&limits);
         let mut at = 0;
@@ -181,8 +176,7 @@ proptest! {
         let (engine, mut rows) = run(&alone(disk(limits)), requests.iter().copied());
         let mut models = Direction::ALL.map(|direction| Naive::new(&limits, direction));
         prop_assert_eq!(rows.len(), requests.len());
-        // Those of one direction pass in their order; among each other they are put back into the
-        // order in which they came.
+        // Each direction passes in order; restore the arrival order.
         for direction in Direction::ALL {
             let of_direction = |request: &Request| request.op.direction() == Some(direction);
             let passed = rows.extract_if(.., |row| of_direction(&row.request));
@@ -237,7 +231,6 @@ fn what_a_request_waited_for_is_told() {
         disks: vec![Disk { group: Some(0), ..disk(limits(&[(LimitKind::IopsTotal, rate(100))])) }],
         ..World::default()
     };
-    // 10 operations and 100,000 bytes may be in the buckets.
     let (engine, rows) =
         run(&world, (0..13).map(|_| read(0, 1)).chain((0..8).map(|_| read(5000 * MS, 60_000))));
     let names: Vec<_> = rows.iter().map(|row| row.bucket.name(&["gold"])).collect();
@@ -300,7 +293,6 @@ fn a_sequential_reader_finds_what_was_read_ahead() {
     assert!(stats.accuracy().unwrap() > 0.9, "{stats:?}");
 }
 
-/// A disk of 1 MiB/s with this watermark, on a device of 22 MiB/s.
 fn watched(watermark: u8) -> World {
     let hold = DiskSettings {
         limits: limits(&[(LimitKind::BpsWrite, rate(1 << 20))]),
@@ -315,7 +307,7 @@ fn watched(watermark: u8) -> World {
 
 #[test]
 fn a_watermark_lifts_limits_while_the_device_has_room() {
-    // 4 MiB a second, of 22 that the device can.
+    // 4 MiB a second, of 22.
     let writes = || (0..160).map(|number| Request { op: Op::Write, ..read(number * 62_500_000, 1 << 18) });
     let longest = |watermark| {
         let (_, rows) = run(&watched(watermark), writes());
@@ -327,8 +319,7 @@ fn a_watermark_lifts_limits_while_the_device_has_room() {
 
 #[test]
 fn ages_without_requests_cost_no_looks_and_change_nothing() {
-    // More than the device can, then nothing, then the same again: what a controller has learned is
-    // over after a second.
+    // Overload, idleness, overload: a controller forgets what it learned within a second.
     let burst = |from: u64| {
         (0..400).map(move |number| Request { op: Op::Write, ..read(from + number * 10_000_000, 1 << 18) })
     };
@@ -340,7 +331,6 @@ fn ages_without_requests_cost_no_looks_and_change_nothing() {
     let after_a_minute = second_burst(60_000 * MS);
     assert!(after_a_minute.iter().zip(0..).any(|(passed, number)| *passed > number * 10_000_000));
     assert_eq!(second_burst(365 * 86_400 * 1000 * MS), after_a_minute);
-    // To the end of time.
     let (_, rows) = run(&watched(90), [read(0, 512), read(u64::MAX, 512)]);
     assert_eq!(rows.len(), 2);
 }

@@ -11,7 +11,6 @@ use super::{
 };
 
 const US_NS: u64 = 1000;
-/// The first line, where there is one.
 const HEADER: &str = "device_id,opcode,offset,length,timestamp";
 
 #[derive(Default)]

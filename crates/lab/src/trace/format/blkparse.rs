@@ -6,18 +6,16 @@
 //!                                         action  RWBS
 //! ```
 //!
-//! A request passes several actions. One of them is taken for it: `Q`, when it was queued, which is
-//! what the guest or the program asked for; where the trace has none, `D`, when it was sent to the
-//! device; and where it has not even those, `C`, when it was complete. Which it is, is seen from
-//! the first mebibyte.
+//! A request passes several actions. The first kind that the first mebibyte has is taken: `Q`
+//! (queued), what the program asked for; else `D` (sent to the device); else `C` (complete).
 //!
 //! RWBS: a leading `F` is a flush before the request, then `R`, `W` or `D` (discard) says what it
-//! is; `F` behind that (FUA), `A`, `S` and `M` say how, which makes no difference here. `N`,
-//! requests without sectors and SCSI commands move no data and are skipped. `B` (the barriers of
-//! old kernels) without sectors is a flush. A device's name is its numbers, `8,0`.
+//! is; further letters are ignored. `N`, requests without sectors and SCSI commands are skipped.
+//! `B` (a barrier of old kernels) without sectors is a flush. A device's name is its numbers,
+//! `8,0`.
 //!
 //! Source: blkparse(1), "OUTPUT DESCRIPTION AND FORMATTING"; the letters as blkparse 1.2 prints
-//! them. What it prints about the whole run behind the last event is ignored.
+//! them. The summary after the last event is ignored.
 
 use super::{
     super::{fields, record::Op},
@@ -27,25 +25,24 @@ use super::{
 const S_NS: u64 = 1_000_000_000;
 
 pub(in super::super) struct Blkparse {
-    /// The action that is taken for a request.
+    /// The action that stands for a request.
     taken: u8,
     begun: bool,
-    /// What comes is about the whole run.
+    /// The summary has begun.
     summary: bool,
 }
 
-/// What a line says of an event, as far as it matters.
 struct Event<'a> {
     device: &'a [u8],
     time_ns: u64,
-    /// Its first letter alone counts: all actions of two are others'.
+    /// Only its first letter counts.
     action: &'a [u8],
     rwbs: &'a [u8],
     rest: &'a [u8],
 }
 
 impl Blkparse {
-    /// For a trace that begins with these bytes, of which the last line may be cut off.
+    /// `ahead` is the trace's beginning; its last line may be cut off.
     pub(in super::super) fn new(ahead: &[u8]) -> Self {
         let seen = |action: u8| {
             let mut lines = ahead.split(|&byte| byte == b'\n');
@@ -60,8 +57,7 @@ pub(super) fn is_event(line: &[u8]) -> bool {
     event(line).is_some()
 }
 
-/// Whether a line may stand before the first event: blkparse says there what it reads, if both go
-/// to the same place.
+/// blkparse's own messages may come before the first event.
 pub(super) fn is_preface(line: &[u8]) -> bool {
     line.starts_with(b"Input file ")
 }
@@ -94,7 +90,6 @@ impl Parse for Blkparse {
     }
 }
 
-/// Hands on what an event asks for: nothing, a flush, something with a place, or a flush and that.
 fn request(event: &Event<'_>, found: &mut Found<'_>) -> Result<(), String> {
     let place = place(event.rest)?;
     let (flush, letters) = match event.rwbs {
@@ -116,7 +111,6 @@ fn request(event: &Event<'_>, found: &mut Found<'_>) -> Result<(), String> {
     }
 }
 
-/// The offset and length of `<sector> + <sectors> …`; `None` where there is no such thing.
 fn place(rest: &[u8]) -> Result<Option<(u64, u64)>, String> {
     let mut words = words(rest);
     let (Some(sector), Some(b"+"), Some(sectors)) = (words.next(), words.next(), words.next()) else {
@@ -127,7 +121,6 @@ fn place(rest: &[u8]) -> Result<Option<(u64, u64)>, String> {
     Ok(Some((offset, length)))
 }
 
-/// The parts of a line that tells of an event; `None` if it does not.
 fn event(line: &[u8]) -> Option<Event<'_>> {
     let (device, line) = word(line)?;
     let comma = memchr::memchr(b',', device)?;
@@ -149,7 +142,7 @@ fn event(line: &[u8]) -> Option<Event<'_>> {
     counts.then_some(event)
 }
 
-/// The nanoseconds of `<seconds>.<nine digits>`.
+/// From `<seconds>.<nine digits>`.
 fn time_ns(time: &[u8]) -> Option<u64> {
     let (seconds, dot_fraction) = time.split_at_checked(time.len().checked_sub(10)?)?;
     let [b'.', fraction @ ..] = dot_fraction else { return None };
@@ -158,8 +151,8 @@ fn time_ns(time: &[u8]) -> Option<u64> {
     seconds.checked_mul(S_NS)?.checked_add(fraction)
 }
 
-/// Whether what is no event begins what blkparse prints of the whole run: `CPU0 (sda):`,
-/// `Total (sda):`, and with `-s` first `kjournald (697)` of each process.
+/// Whether a line begins the summary: `CPU0 (sda):`, `Total (sda):`, or with `-s` `kjournald
+/// (697)`.
 fn is_summary(line: &[u8]) -> bool {
     let line = line.trim_ascii_end();
     let total = line.starts_with(b"CPU") || line.starts_with(b"Total (");

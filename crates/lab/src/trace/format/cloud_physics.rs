@@ -16,14 +16,12 @@ use super::{
 };
 
 const S_NS: u64 = 1_000_000_000;
-/// As many columns as a header may have.
 const MAX_COLUMNS: usize = 64;
-/// The columns that are needed, in the order of [`CloudPhysics::columns`].
+/// In the order of [`CloudPhysics::columns`].
 const NEEDED: [&str; 4] = ["time", "op", "size", "lbn"];
 
 pub(in super::super) struct CloudPhysics {
     disk: String,
-    /// Where each of [`NEEDED`] is; `None` before the header was read.
     columns: Option<[usize; 4]>,
 }
 
@@ -35,7 +33,6 @@ impl CloudPhysics {
     }
 }
 
-/// Where a header has what is needed; `None` if it is no header of this format.
 pub(super) fn columns(line: &[u8]) -> Option<[usize; 4]> {
     let place = |needed: &str| {
         let mut names = line.split(|&byte| byte == b',').take(MAX_COLUMNS);
@@ -66,7 +63,7 @@ impl Parse for CloudPhysics {
     }
 }
 
-/// What a SCSI command does; `None` if it neither moves nor makes sure of data.
+/// `None` for commands that move and flush no data.
 fn op(code: &[u8]) -> Result<Option<Op>, String> {
     let text = std::str::from_utf8(code).ok().filter(|text| (1..=2).contains(&text.len()));
     let code = text

@@ -6,10 +6,10 @@ use clap::ValueEnum as _;
 
 use super::{super::error::shown, Format, alibaba, blkparse, cloud_physics, fio, msr, weir};
 
-/// As many lines are looked at for an event of blkparse: it says first what it reads.
+/// blkparse prints messages before its first event.
 const LINES: usize = 64;
 
-/// What is often taken for a trace: what it has at which place, and what to do with it.
+/// Offset, signature and advice for what is often taken for a trace.
 const OTHERS: [(usize, &[u8], &str); 5] = [
     (0, b"\xfd7zXZ\0", "it is compressed with xz (decompress it first: xz -dc FILE, and - as the trace)"),
     (0, b"BZh", "it is compressed with bzip2 (decompress it first: bzip2 -dc FILE, and - as the trace)"),
@@ -20,10 +20,7 @@ const OTHERS: [(usize, &[u8], &str); 5] = [
     (257, b"ustar", "it is a tar archive (take the trace out first: tar -xOf FILE, and - as the trace)"),
 ];
 
-/// The format of a trace that begins so; the last line may be cut off.
-///
-/// # Errors
-/// What it looks like instead.
+/// `ahead` is the trace's beginning; the error says what it looks like instead.
 pub(in super::super) fn detect(ahead: &[u8]) -> Result<Format, String> {
     // First: the text in an archive may look like a trace.
     if let Some(what) = other(ahead) {

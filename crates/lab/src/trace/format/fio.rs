@@ -5,9 +5,8 @@
 //!   version 3:      <time> <file> <action> [<offset> <length>]              sync, datasync, wait (version 2 alone)
 //! ```
 //!
-//! Source: fio's HOWTO, "Trace file format v2" and "v3". It does not say in what unit the times of
-//! version 3 are; what fio writes are microseconds (`utime_since_now` in its iolog.c, since version
-//! 3 is there), and what it replays too.
+//! Source: fio's HOWTO, "Trace file format v2" and "v3". The times of version 3 are microseconds
+//! (`utime_since_now` in fio's iolog.c), which the HOWTO does not say.
 //!
 //! Version 2 has no times: requests come at once, one after the other, but for `wait`. A file is a
 //! disk; one that is opened and never used is none.
@@ -30,7 +29,6 @@ pub(super) const HEADERS: [(&str, u8); 2] = [("fio version 2 iolog", 2), ("fio v
 pub(in super::super) struct Fio {
     version: u8,
     begun: bool,
-    /// What was waited so far.
     waited_ns: u64,
 }
 

@@ -11,9 +11,8 @@
 //!
 //! `docs/reference/traces.md` says for each what its fields mean, and where that is written.
 //!
-//! A parser sees one line at a time and knows neither files nor other lines, but for what a header
-//! or a `wait` says. It hands on what it read with the time of the trace's own clock; the reader
-//! makes it relative.
+//! A parser sees one line at a time and no files. It passes on times of the trace's own clock; the
+//! reader makes them relative.
 
 mod alibaba;
 mod blkparse;
@@ -67,18 +66,14 @@ impl Format {
         }
     }
 
-    /// Whether its times are those of a clock that other traces share, and not since the trace
-    /// began.
+    /// Whether its times come from a clock that other traces share.
     pub(super) fn is_absolute(self) -> bool {
         matches!(self, Self::Weir | Self::Msr | Self::Alibaba)
     }
 }
 
 pub(super) trait Parse {
-    /// Reads one line, not empty, and hands on the requests that it tells of.
-    ///
-    /// # Errors
-    /// Why the line is not one of this format; who calls adds where it is.
+    /// Reads one nonempty line and passes on its requests. The caller adds the place to errors.
     fn line(&mut self, line: &[u8], found: &mut Found<'_>) -> Result<(), String>;
 }
 
@@ -89,10 +84,7 @@ pub(super) struct Found<'a> {
 }
 
 impl Found<'_> {
-    /// Hands on a request. The place and length of a flush are ignored: it has none.
-    ///
-    /// # Errors
-    /// If there is no such request, its disk has no name, or it is too far out of order.
+    /// Passes on a request. A flush's place and length are ignored.
     #[inline(always)]
     fn push(&mut self, time_ns: u64, disk: &[u8], op: Op, offset: u64, length: u64) -> Result<(), String> {
         let (offset, length) = if op == Op::Flush { (0, 0) } else { (offset, length) };
@@ -112,17 +104,12 @@ fn no_request(op: Op, offset: u64, length: u64) -> String {
     }
 }
 
-/// A time in nanoseconds, from a trace's own unit.
-///
-/// # Errors
-/// If it is more than 64 bits hold: 584 years.
 #[inline]
 fn nanoseconds(time: u64, unit_ns: u64) -> Result<u64, String> {
     time.checked_mul(unit_ns)
         .ok_or_else(|| format!("the time {time} does not fit into 64 bits of nanoseconds"))
 }
 
-/// A number of bytes, from 512-byte sectors.
 #[inline]
 fn bytes(sectors: u64) -> Result<u64, String> {
     sectors
@@ -130,22 +117,19 @@ fn bytes(sectors: u64) -> Result<u64, String> {
         .ok_or_else(|| format!("sector {sectors} does not fit into 64 bits of bytes"))
 }
 
-/// The kernel's and SCSI disks' unit of places.
 const SECTOR_BYTES: u64 = 512;
 
-/// Whether a line is this header, whatever its case.
 fn is_header(line: &[u8], header: &str) -> bool {
     line.get(..header.len()).is_some_and(|start| start.eq_ignore_ascii_case(header.as_bytes()))
 }
 
-/// The first line of a file, which may be a header or not.
 #[derive(Default)]
 struct FirstLine {
     is_past: bool,
 }
 
 impl FirstLine {
-    /// Whether a line is the first, and this header. To be asked of every line.
+    /// To be asked of every line.
     #[inline]
     fn is_header(&mut self, line: &[u8], header: &str) -> bool {
         !std::mem::replace(&mut self.is_past, true) && is_header(line, header)

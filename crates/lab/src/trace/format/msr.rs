@@ -14,13 +14,12 @@ use super::{
 };
 
 const TICK_NS: u64 = 100;
-/// The first line, where there is one.
 const HEADER: &str = "Timestamp,Hostname,DiskNumber,Type,Offset,Size";
 
 #[derive(Default)]
 pub(in super::super) struct Msr {
     first: FirstLine,
-    /// The last disk's name: kept, so that a name costs no allocation.
+    /// Kept, so that a name costs no allocation.
     disk: Vec<u8>,
 }
 
@@ -50,7 +49,6 @@ impl Parse for Msr {
         let op = op(fields.text("type")?)?;
         let offset = fields.number("offset")?;
         let length = fields.number("size")?;
-        // A line that ends here was cut off.
         fields.text("response time")?;
         fields.end()?;
         found.push(time_ns, &self.disk, op, offset, length)

@@ -1,8 +1,8 @@
 //! weir's own CSV: `time_ns,disk,op,offset,length`.
 //!
-//! `op` is one of `read`, `write`, `flush`, `discard`, `write-zeroes`. Further columns are allowed
-//! and ignored, so that what `weir simulate --events` writes is a trace again. A disk's name that
-//! has a comma or a quote stands in quotes, as RFC 4180 has it: blkparse's `8,0` is `"8,0"`.
+//! `op` is one of `read`, `write`, `flush`, `discard`, `write-zeroes`. Further columns are ignored,
+//! so the output of `weir simulate --events` is a trace. Names with commas or quotes are quoted
+//! (RFC 4180): `"8,0"`.
 
 use super::{
     super::{error::shown, fields::Fields, record::Op},
@@ -14,9 +14,8 @@ pub(crate) const HEADER: &str = "time_ns,disk,op,offset,length";
 #[derive(Default)]
 pub(in super::super) struct Weir {
     begun: bool,
-    /// It has further columns.
     more: bool,
-    /// The last name that had quotes in it: kept, so that such a name costs no allocation.
+    /// Kept, so that a quoted name costs no allocation.
     unquoted: Vec<u8>,
 }
 

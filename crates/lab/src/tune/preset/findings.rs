@@ -1,6 +1,5 @@
-//! A published table and this machine's beside each other, and what agrees.
-//!
-//! Never shows a figure without the row that it is told beside.
+//! A published table and this machine's side by side, and which conclusions agree. A figure is
+//! always relative to a row of its own table.
 
 use console::{figures, table};
 
@@ -33,7 +32,6 @@ impl Measured<'_> {
         findings
     }
 
-    /// The published ratio of a row and a column, and the one measured.
     fn ratios(&self, published: &Published, row: usize, column: usize) -> (Option<f64>, Option<f64>) {
         let figure = published.columns[column].figure;
         let samples = |name: &str| published.samples(self.samples, name, column);
@@ -131,7 +129,7 @@ impl Measured<'_> {
 pub(super) fn text(findings: &Findings) -> String {
     let mut text = String::new();
     for found in &findings.tables {
-        // Heads are many and long: at a terminal they are a row.
+        // At a terminal columns become rows: heads are many and long.
         let count = found.columns.len();
         let sides = (0..count)
             .map(|index| ("", if index == 0 || count == 2 { table::Side::Left } else { table::Side::Right }));

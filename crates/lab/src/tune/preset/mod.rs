@@ -1,10 +1,7 @@
-//! Published tables, measured again here: what holds of them, and what does not.
+//! Published tables, measured again here: which conclusions hold.
 //!
-//! The rows of a table take turns in random order, round by round, as configurations of a search
-//! do. A conclusion agrees where the samples show what it says, and does not where they show
-//! nothing or the opposite: other machines come to other results, and that is what is to be seen.
-//!
-//! Never compares a figure of one machine with one of another: both are told beside a row of their
+//! The rows take turns in random order, round by round. A conclusion agrees only if the samples
+//! show it. Figures of two machines are never compared directly: each is relative to a row of its
 //! own table.
 
 mod findings;
@@ -28,15 +25,12 @@ use super::{
 };
 use crate::statistics::{Comparison, Verdict, median};
 
-/// All of a run, where there is time for so many: what they do not show is too small to matter. A
-/// table is not complete any sooner, because who looks again and again until something is to be
-/// seen will see it.
+/// Rounds of a run, time permitting. A table never ends earlier: looking again and again until
+/// something shows would find it by chance.
 const MOST_ROUNDS: usize = 20;
-/// Slices of a cell that a budget should suffice for: twelve rounds, and what opening and flushing
-/// take beside them.
+/// Slices of a cell in a budget: twelve rounds with their opening and flushing.
 const SLICES_PER_CELL: u32 = 48;
 
-/// A published table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Preset {
     /// Cache modes: random requests, and streams beside the raw disk
@@ -59,7 +53,6 @@ impl Preset {
         }
     }
 
-    /// The cluster sizes that are needed.
     pub(super) fn clusters(self) -> Vec<u64> {
         let tables = self.tables();
         let rows = tables.iter().flat_map(|table| &table.rows);
@@ -76,28 +69,25 @@ impl Preset {
     }
 }
 
-/// A table, and what was concluded from it.
 #[derive(Clone, Debug)]
 pub(super) struct Published {
     title: &'static str,
     columns: Vec<Column>,
     rows: Vec<Row>,
-    /// The row beside which all others are told.
+    /// The row that all others are relative to.
     reference: &'static str,
     claims: Vec<Claim>,
 }
 
-/// A column: what was asked of each configuration.
 #[derive(Clone, Debug)]
 struct Column {
     name: &'static str,
     pattern: Pattern,
-    /// Of a raw disk, where that has no such thing.
+    /// For a raw disk, where that lacks the pattern.
     of_raw: Option<Pattern>,
     figure: Figure,
 }
 
-/// How samples became a figure in the published table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Figure {
     Median,
@@ -105,17 +95,14 @@ enum Figure {
     FastestThree,
 }
 
-/// A row: a configuration.
 #[derive(Clone, Debug)]
 struct Row {
     name: String,
     configuration: Configuration,
-    /// A figure for each column, in a unit of the table's own; none where only pictures were
-    /// published.
+    /// A figure for each column in the table's own unit; empty if only pictures were published.
     published: Vec<f64>,
 }
 
-/// What was concluded: something of each pair of rows, in one column.
 #[derive(Clone, Debug)]
 struct Claim {
     text: &'static str,
@@ -124,7 +111,6 @@ struct Claim {
     relation: Relation,
 }
 
-/// How the first of a pair stands to the second.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Relation {
     Higher,
@@ -135,9 +121,7 @@ enum Relation {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Agreement {
     Agrees,
-    /// No difference is to be seen, or not well enough that there is none.
     NotSeen,
-    /// The samples show the opposite.
     Contradicted,
     NotMeasured,
 }
@@ -212,13 +196,12 @@ impl Published {
                 .all(|(configuration, pattern)| samples.rounds(configuration, &[*pattern]) >= LEAST_ROUNDS);
             match (claim.relation, verdict) {
                 (Relation::Higher, Verdict::Higher) | (Relation::Lower, Verdict::Lower) => Agreement::Agrees,
-                // That nothing is to be seen says nothing, unless it would be.
+                // No visible difference agrees only if one would be visible.
                 (Relation::NotLower, _) if is_known && ratio.low >= 1.0 - MARGIN => Agreement::Agrees,
                 (_, Verdict::Same) => Agreement::NotSeen,
                 _ => Agreement::Contradicted,
             }
         };
-        // The worst of its pairs.
         claim.pairs.iter().map(judge).max().unwrap_or(Agreement::NotMeasured)
     }
 
@@ -232,7 +215,6 @@ impl Published {
     }
 }
 
-/// Measures a preset at this place, and tells what was found.
 pub(super) async fn measure(
     preset: Preset,
     place: Rc<Place>,
@@ -257,9 +239,8 @@ struct Tables {
     clusters: Vec<u64>,
     samples: Samples,
     random: fastrand::Rng,
-    /// Cannot be measured here.
     refused: Vec<Configuration>,
-    /// How many rounds have begun, and what is left of the last.
+    /// Rounds begun, and the rest of the last.
     rounds: u32,
     queue: Vec<Turn>,
 }
@@ -277,7 +258,6 @@ impl Tables {
         }
     }
 
-    /// A round of the tables that are not complete yet.
     fn begin_round(&mut self) {
         let round = self.rounds;
         let is_due = |table: &&Published| round == 0 || !table.is_complete(&self.samples, &self.refused);
@@ -354,8 +334,6 @@ mod tests {
         }
     }
 
-    /// The published figures bear out their own conclusions: what is measured is judged as they
-    /// were.
     #[test]
     fn the_published_figures_agree_with_themselves() {
         for table in ALL.into_iter().flat_map(Preset::tables) {
@@ -423,7 +401,7 @@ mod tests {
 
     #[test]
     fn the_fastest_three_of_five_are_averaged_as_published() {
-        // Of the published runs of writethrough and their average: 577, 735, 637, 596, 574 and 656.
+        // The published runs of writethrough and their average: 577, 735, 637, 596, 574 and 656.
         let figure = Figure::FastestThree.of(&[577.0, 735.0, 637.0, 596.0, 574.0]);
         assert!((figure - 656.0).abs() < 0.5, "{figure}");
         assert!((Figure::FastestThree.of(&[7.0]) - 7.0).abs() < 1e-9);

@@ -1,4 +1,3 @@
-//! The published measurements: their tables, and what was concluded from them.
 //!
 //! | Preset | Source |
 //! | --- | --- |
@@ -7,9 +6,8 @@
 //! | `l2-cache` | "IO throttling in QEMU & Cache influence": an L2 cache for all of the disk, and for 1/128; it shows pictures and no figures |
 //! | `pcache` | "I/O Prefetch Cache as QEMU Block Filter Driver" (KVM Forum 2016): qemu-img bench, and the guest's random reads |
 //!
-//! Figures are of other machines, so they are told as ratios to a row of the same table. dd wrote 1
-//! GiB at a time and flushed after each: here that is a slice of writes of 1 MiB with a flush at
-//! its end.
+//! Figures are ratios to a row of the same table, as machines differ. dd wrote 1 GiB at a time and
+//! flushed: here that is a slice of 1 MiB writes with a flush at its end.
 
 use block::storage::CacheMode;
 
@@ -31,7 +29,7 @@ fn row(name: &str, configuration: Configuration, published: &[f64]) -> Row {
     Row { name: name.to_owned(), configuration, published: published.to_vec() }
 }
 
-/// A cache mode with clusters of 64 KiB and all of the mapping cached.
+/// With clusters of 64 KiB and all of the mapping cached.
 fn mode(cache: CacheMode, published: &[f64]) -> Row {
     row(cache.name(), qcow2(cache, 64 * K, L2Share::Full, false), published)
 }
@@ -41,7 +39,7 @@ fn claim(text: &'static str, pairs: &[(&str, &str)], column: usize, relation: Re
     Claim { text, pairs, column, relation }
 }
 
-/// Random requests of 4 KiB by cache mode. The reads of modes with a page cache were from it.
+/// The reads of modes with a page cache were from it.
 pub(super) fn random_by_cache_mode() -> Published {
     Published {
         title: "Cache modes: random requests of 4 KiB",
@@ -70,14 +68,12 @@ pub(super) fn random_by_cache_mode() -> Published {
     }
 }
 
-/// Reads of this kind, and writes.
 fn random_columns(read: Operation) -> Vec<Column> {
     let column =
         |name, operation| Column::new(name, pattern(Order::Random, operation, 4 * K, 1), Figure::Median);
     vec![column("random read", read), column("random write", Operation::Write)]
 }
 
-/// The columns of dd with `oflag=dsync`, and of `hdparm -t`.
 fn dd_and_hdparm() -> Vec<Column> {
     let sequential = |operation| pattern(Order::Sequential, operation, M, 1);
     vec![
@@ -88,8 +84,7 @@ fn dd_and_hdparm() -> Vec<Column> {
     ]
 }
 
-/// The raw disk of the same tables. One figure was published for its writes: a raw disk has no
-/// first one.
+/// One figure was published for its writes: a raw disk has no first ones.
 fn raw() -> Row {
     row(
         "raw",
@@ -98,7 +93,6 @@ fn raw() -> Row {
     )
 }
 
-/// dd and hdparm by cache mode, clusters of 64 KiB.
 pub(super) fn streams_by_cache_mode() -> Published {
     Published {
         title: "Cache modes: sequential requests beside the raw disk",
@@ -129,7 +123,6 @@ pub(super) fn streams_by_cache_mode() -> Published {
     }
 }
 
-/// dd and hdparm by cluster size, with writethrough.
 pub(super) fn streams_by_cluster_size() -> Published {
     let published = [
         [611.0, 655.0, 1283.0],
@@ -155,8 +148,7 @@ pub(super) fn streams_by_cluster_size() -> Published {
     }
 }
 
-/// Random reads and writes past the page cache, with an L2 cache for the whole disk and for 1/128
-/// of it.
+/// Past the page cache, with an L2 cache for the whole disk and for 1/128 of it.
 pub(super) fn random_by_l2_cache() -> Published {
     let of = |name: &str, l2| row(name, qcow2(CacheMode::None, 64 * K, l2, false), &[]);
     Published {
@@ -181,8 +173,8 @@ pub(super) fn random_by_l2_cache() -> Published {
     }
 }
 
-/// qemu-img bench, reads of 4 KiB one behind the other, in operations per second (262,144 by the
-/// published seconds); and random reads in a guest, where only the gain was published.
+/// Sequential qemu-img bench reads of 4 KiB in operations per second (262,144 by the published
+/// seconds); and random reads in a guest, where only the gain was published.
 pub(super) fn reads_by_prefetch() -> Published {
     let of = |name: &str, prefetch, values: &[f64]| {
         row(name, qcow2(CacheMode::None, 64 * K, L2Share::Full, prefetch), values)

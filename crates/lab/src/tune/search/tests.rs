@@ -1,4 +1,4 @@
-//! The search against machines whose truth is known: noisy, drifting, and now and then held up.
+//! The search against simulated machines: noisy, drifting, and now and then held up.
 
 use std::collections::BTreeMap;
 
@@ -7,11 +7,10 @@ use block::storage::CacheMode;
 use super::*;
 use crate::tune::matrix::{L2Share, Operation};
 
-/// A machine that answers as fast as `truth` says, but for what machines do.
 struct Machine {
     truth: fn(&Configuration, &Pattern) -> f64,
     random: fastrand::Rng,
-    /// Samples that are left in the time there is.
+    /// Samples that fit into the time.
     left: f64,
     all: f64,
 }
@@ -22,8 +21,7 @@ impl Machine {
         Self { truth, random: fastrand::Rng::with_seed(seed), left: all, all }
     }
 
-    /// Noise of 5 %, one of twenty samples disturbed, down to a tenth, and a third of the speed
-    /// lost by and by.
+    /// Noise of 5 %, one of twenty samples disturbed (down to a tenth), a gradual loss of a third.
     fn measure(&mut self, configuration: &Configuration, pattern: &Pattern) -> f64 {
         let noise: f64 = (0..4).map(|_| self.random.f64() - 0.5).sum::<f64>() * 0.087;
         let held_up = if self.random.u32(..20) == 0 { 0.1 + 0.9 * self.random.f64() } else { 1.0 };
@@ -58,8 +56,8 @@ fn names(search: &Search) -> BTreeMap<&'static str, String> {
     search.choices().iter().map(|choice| (choice.goal.name(), choice.configuration.to_string())).collect()
 }
 
-/// Past the page cache everything is written faster, prefetch helps sequential readers and costs
-/// nothing, large clusters cost first writes.
+/// Writes are faster past the page cache, prefetch helps sequential reads for free, large clusters
+/// cost first writes.
 fn disk(configuration: &Configuration, pattern: &Pattern) -> f64 {
     let mut speed = match configuration.cache {
         CacheMode::None if pattern.writes() => 1.5,
@@ -138,7 +136,6 @@ fn a_machine_that_becomes_faster_between_the_stages_makes_no_combination_better(
 
 #[test]
 fn two_seeds_recommend_the_same_on_a_noisy_machine() {
-    // As many rounds as fit into a budget of ten minutes.
     let all: Vec<_> = (0..40)
         .map(|seed| names(&Machine::new(disk, seed, 14 * 22 * 14).search(search(seed + 70))))
         .collect();
@@ -149,7 +146,7 @@ fn two_seeds_recommend_the_same_on_a_noisy_machine() {
 
 #[test]
 fn the_end_of_the_time_is_kept_and_what_is_known_by_then_is_told() {
-    // Not even one round of stage 1: nothing was shown, so nothing is changed.
+    // Not even one round of stage 1: nothing is changed.
     let mut machine = Machine::new(disk, 1, 100);
     let found = machine.search(search(1));
     let measured: usize = Pattern::all()
@@ -161,7 +158,7 @@ fn the_end_of_the_time_is_kept_and_what_is_known_by_then_is_told() {
     let bases = Goal::ALL.map(|goal| goal.base(&found.space).unwrap());
     assert!(found.choices().iter().map(|choice| choice.configuration).eq(bases));
     assert!(found.choices().iter().all(|choice| !choice.settled));
-    // Rounds of stage 1 alone, and then no time for combinations.
+    // No time for combinations.
     let mut machine = Machine::new(disk, 1, 14 * 22 * 3);
     let found = machine.search(search(1));
     assert_eq!(names(&found)["balanced"], "writeback, 64K", "three rounds prove nothing");
