@@ -72,8 +72,7 @@ fn parse(arguments: Vec<String>) -> Option<Arguments> {
 
 fn run(arguments: &Arguments) -> io::Result<()> {
     let mut proactor = ProactorBuilder::new();
-    // Completion work runs when this thread waits in the kernel, instead of interrupting it.
-    // coop_taskrun and taskrun_flag on top gained nothing measurable.
+    // Completions run when this thread waits; coop_taskrun and taskrun_flag gained nothing more.
     proactor.single_issuer(true).defer_taskrun(true);
     let runtime = RuntimeBuilder::new().with_proactor(proactor).build()?;
     let served = Served::default();
@@ -85,8 +84,7 @@ fn run(arguments: &Arguments) -> io::Result<()> {
     }
 }
 
-/// `Runtime::block_on`, except that it polls for `window` after the last reply before it sleeps,
-/// for a fair comparison with a polling weir.
+/// Polls for `window` after the last reply, for a fair comparison with a polling weir.
 fn block_on_polling<F: Future>(runtime: &Runtime, future: F, window: Duration, served: &Served) -> F::Output {
     runtime.enter(|| {
         let mut future = pin!(future);

@@ -33,8 +33,7 @@ const TRANSMISSION_FLAGS: u16 = 1 | 1 << 2;
 /// A name of 4096 bytes (the specification's bound) and a list of infos.
 const LONGEST_OPTION: usize = 8192;
 
-/// True once the client may send requests, false where it chose to leave. `InvalidData` means that
-/// the client broke the protocol.
+/// False where the client chose to leave; `InvalidData` where it broke the protocol.
 pub(crate) async fn negotiate(inbox: &mut Inbox, storage: &Storage) -> io::Result<bool> {
     let mut greeting = SERVER_MAGIC.to_be_bytes().to_vec();
     greeting.extend(OPTION_MAGIC.to_be_bytes());

@@ -18,8 +18,8 @@ use console::signals::Signals;
 pub(super) struct Interruption(Arc<AtomicBool>);
 
 impl Interruption {
-    /// Calls `first` for the first signal, and `second` before the next one ends the process. To be
-    /// called before any other thread starts.
+    /// Runs `first` at the first signal, then `second` and the end. To be called before threads
+    /// start.
     pub(super) fn watch(
         first: impl Fn() + Send + 'static,
         second: impl Fn() + Send + 'static,

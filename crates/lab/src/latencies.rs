@@ -41,8 +41,7 @@ pub(super) fn percentile_names() -> [&'static str; 5] {
     PERCENTILES.map(|(name, _)| name)
 }
 
-/// The share of requests that took no longer, as points (nanoseconds, share). Without latencies of
-/// 0, which have no logarithm.
+/// Points (nanoseconds, share of requests within), without 0, which has no logarithm.
 pub(super) fn distribution(latencies: &Latencies) -> Vec<(f64, f64)> {
     let shares = (0..POINTS).map(|point| f64::from(point) / f64::from(POINTS));
     let shares = shares.chain([0.999, 0.9999, 1.0]);

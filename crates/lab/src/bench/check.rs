@@ -18,7 +18,6 @@ const LARGEST_REQUEST: u64 = 1 << 30;
 const MOST_IN_FLIGHT: u64 = 4 << 30;
 /// Each request in flight is a task with its memory.
 const MOST_TASKS: u64 = 1 << 20;
-/// qemu-img's default.
 const COUNT: u64 = 75_000;
 /// Each second's count is kept.
 const LONGEST: Duration = Duration::from_secs(7 * 24 * 3600);
@@ -113,7 +112,6 @@ fn count(arguments: &BenchArgs) -> u64 {
     arguments.count.unwrap_or(if arguments.runtime.is_some() { u64::MAX } else { COUNT })
 }
 
-/// What the options ask for, all jobs together.
 pub(super) fn job(arguments: &BenchArgs, size_bytes: u64) -> anyhow::Result<Job> {
     let block = arguments.buffer_size;
     let Some(last) = size_bytes.checked_sub(block) else {

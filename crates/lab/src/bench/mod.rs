@@ -67,8 +67,7 @@ pub fn run(arguments: BenchArgs) -> Result<(), Failure> {
     })
 }
 
-/// Holds a device exclusively before writing to it. Signatures do not matter: `-w` says that the
-/// data is not needed.
+/// Claims a device before writing to it. `-w` says that its data is not needed.
 fn claimed(arguments: &BenchArgs) -> anyhow::Result<Option<Claim>> {
     let BenchTarget::Image(image) = &arguments.target else { return Ok(None) };
     let Some(path) = image.path().filter(|_| arguments.write) else { return Ok(None) };
@@ -97,7 +96,6 @@ impl Run {
         let (job, ran) = self.put(disk.size_bytes(), Source::Disk(Arc::clone(&disk))).await?;
         let prefetch = disk.prefetch().stats();
         let closed = disk.close().await.context("the image could not be completed");
-        // A request's error is the reason of whatever comes after it.
         self.tell(&job, ran, Some(prefetch)).and(closed)
     }
 
@@ -145,7 +143,6 @@ impl Run {
         Ok((job, ran))
     }
 
-    /// Prints and keeps the result; after a failed request it is only kept.
     fn tell(&self, job: &Job, ran: Ran, prefetch: Option<Stats>) -> anyhow::Result<()> {
         let Ran { outcome, failed } = ran;
         let partial = match (&failed, self.interruption.happened()) {

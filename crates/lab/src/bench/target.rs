@@ -6,7 +6,6 @@ use std::{ffi::OsString, fmt, os::unix::ffi::OsStringExt as _, str::FromStr};
 use export::nbd::{client::Endpoint, proto};
 use settings::{Image, Rule as _};
 
-/// NBD's registered port.
 const PORT: u16 = 10809;
 
 #[derive(Clone, Debug, PartialEq, Eq)]

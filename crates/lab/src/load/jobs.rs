@@ -49,8 +49,7 @@ impl Source {
     }
 }
 
-/// Runs the jobs to their end. `begin` is called once all are ready, before the first request; if
-/// it fails, none is sent. The jobs' own errors are in what is returned.
+/// `begin` is called once all jobs are ready; if it fails, no request is sent.
 pub(crate) async fn put_all(
     jobs: Vec<Job>,
     source: Source,
@@ -80,7 +79,7 @@ pub(crate) async fn put_all(
     Ok(ran)
 }
 
-/// Opens the gate once all are ready, and adds up their results. `fail` is called if one fails.
+/// Opens the gate once all are ready; `fail` is called if one fails.
 async fn gather(
     count: usize,
     told: &Receiver<Told>,

@@ -68,8 +68,7 @@ impl Measured {
     }
 }
 
-/// Records what was due from an instant on; earlier requests are forgotten, even if sent or
-/// answered late, so that the queue of the warming up does not count.
+/// Ignores what was due before an instant, even if answered later: the queue of the warming up.
 #[derive(Debug)]
 pub(super) struct Recorder {
     from: Instant,

@@ -59,7 +59,6 @@ pub(super) struct Flush {
 
 #[derive(Clone, Debug)]
 pub(super) struct Job {
-    /// This job's part of it.
     pub(super) load: Load,
     /// Of a load that writes.
     pub(super) read_percent: u8,
@@ -93,8 +92,7 @@ impl From<Load> for Job {
 }
 
 impl Job {
-    /// Divides the requests and the rate among so many, each with as many in flight. `count` is not
-    /// 0, and at most the number of requests.
+    /// Divides requests and rate among 1 to `load.count` jobs, each with as many in flight.
     pub(super) fn split(self, count: u32) -> Vec<Self> {
         let of = |number: u32| {
             let all = self.load.count;

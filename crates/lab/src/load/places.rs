@@ -5,8 +5,7 @@ use std::cell::{Cell, RefCell};
 
 use super::zipf::Zipf;
 
-/// Requests begin at `offset`, then `step_bytes` further each time, and again at the image's
-/// beginning where one would reach past its end. Backward, it is reversed.
+/// Wraps to the image's beginning where a request would reach past its end. Backward is reversed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Places {
     /// In bytes.
@@ -89,7 +88,6 @@ impl Draw {
         }
     }
 
-    /// Below the number of places.
     pub(crate) fn block(&self, random: &mut fastrand::Rng) -> u64 {
         match *self {
             Self::Even { count } => random.u64(..count),

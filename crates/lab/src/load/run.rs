@@ -51,7 +51,6 @@ struct Run {
     first: usize,
     course: Course,
     readers: Vec<Reader>,
-    /// Decides which requests read.
     kinds: RefCell<fastrand::Rng>,
     schedule: Option<RefCell<Schedule>>,
     recorder: RefCell<Recorder>,
@@ -89,7 +88,6 @@ pub(crate) async fn put(
             task.await;
         }
     };
-    // Tasks that are not awaited any more are cancelled.
     let overdue = if run.target.is_remote() {
         run.job.stop.unless_overdue(all).await.is_none()
     } else {
@@ -189,7 +187,6 @@ impl Run {
         self.wake();
     }
 
-    /// Takes the instant at which the next request is due, and waits for it.
     async fn arrival(&self, schedule: &RefCell<Schedule>, at: Instant) -> Option<Instant> {
         if self.is_over(at) || self.promised.get() >= self.job.load.count {
             return None;

@@ -191,8 +191,7 @@ fn requests_come_by_themselves_and_wait_where_too_many_are_in_flight() {
     let outcome = put_on(Job { arrivals: slowly(), ..load(101, 8).into() }, &[]).unwrap();
     assert_eq!(outcome.elapsed, Duration::from_millis(1001), "the last is due after a second");
     assert_eq!((outcome.measured.late.max(), outcome.measured.behind), (0, Duration::ZERO));
-    // One in flight manages 1000 a second; 2000 come. The hundredth has waited for half of the
-    // others.
+    // 1000 a second are possible, 2000 come: the hundredth waits for half of the others.
     let arrivals = Some(Arrivals { per_second: 2000.0, spacing: Spacing::Fixed });
     let outcome = put_on(Job { arrivals, ..load(100, 1).into() }, &[]).unwrap();
     let reads = &outcome.measured.reads;

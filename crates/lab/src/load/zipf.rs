@@ -33,7 +33,6 @@ impl Zipf {
         Self { count, theta, at_first, at_last, sure, scatter: Scatter::new(count, seed) }
     }
 
-    /// Below the number of blocks.
     pub(crate) fn draw(&self, random: &mut fastrand::Rng) -> u64 {
         self.scatter.place(self.rank(random))
     }
@@ -69,8 +68,7 @@ fn inverse(y: f64, theta: f64) -> f64 {
     (factor * y).exp()
 }
 
-/// Scatters ranks by multiples of a step near the golden section of their number, and coprime to it
-/// (Knuth, *The Art of Computer Programming* 3, section 6.4).
+/// Spreads ranks by a step coprime to their number (Knuth, *TAOCP* 3, section 6.4).
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Scatter {
     count: u64,

@@ -25,8 +25,7 @@ use policy::{
 pub(crate) const DEPTH: usize = 32;
 /// Compared windows, after one that is not: a device needs a moment to get up to speed.
 const WINDOWS: u32 = 7;
-/// Average answers in a window for a meaningful rate: chance is then some percent. Windows with
-/// fewer are joined.
+/// Average answers in a window, for some percent of chance; windows with fewer are joined.
 const ANSWERS: u64 = 10;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -126,8 +125,7 @@ impl Field {
         Ok(figure(load, &marks))
     }
 
-    /// Writes it from beginning to end, for so long at most; the rest is cut off. Returns the bytes
-    /// written.
+    /// Returns the bytes written until the end or `time`.
     pub(super) async fn fill(&self, time: Duration, progress: impl Fn(u64)) -> anyhow::Result<u64> {
         let load =
             Load { pattern: Pattern::Sequential, direction: Direction::Write, block_bytes: self.noise.len() };
@@ -201,7 +199,7 @@ impl Run {
     }
 }
 
-/// `marks`: the last answer in each window and the number of answers until then.
+/// `marks`: each window's last answer, and the number of answers until then.
 fn figure(load: Load, marks: &[(Instant, u64)]) -> Figure {
     let windows = marks.len() - 1;
     let answers = marks[windows].1 - marks[0].1;
@@ -213,8 +211,8 @@ fn figure(load: Load, marks: &[(Instant, u64)]) -> Figure {
     Figure { load, rate: median, spread: if median > 0.0 { range / median } else { 0.0 } }
 }
 
-/// The rates of so many parts of whole windows, lowest first. Each is from last answer to last
-/// answer: with few answers, one more or less by chance would be a tenth of the rate.
+/// Ascending rates of groups of windows, from last answer to last answer: a window's own ends would
+/// add a chance of one answer.
 fn rates(marks: &[(Instant, u64)], count: usize) -> Vec<f64> {
     let mark = |number: usize| marks[number * (marks.len() - 1) / count];
     let rate = |number: usize| {

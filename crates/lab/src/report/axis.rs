@@ -15,8 +15,7 @@ const MOST: f64 = 1e30;
 const LEAST: f64 = 1e-30;
 /// Smaller spans, relative to the values, are rounding errors.
 const NO_SPAN: f64 = 1e-9;
-/// In decades. Narrower logarithmic scales have linear ticks: hardly one of 1, 2 and 5 would fall
-/// into them.
+/// In decades; narrower logarithmic scales have linear ticks.
 const NARROW: f64 = 0.7;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -125,8 +124,7 @@ impl Scale {
         let (step, shown) = self.step(unit, most);
         let digits = (-(step / shown.0).log10() - 1e-6).ceil().clamp(0.0, 9.0) as usize;
         let (first, last) = ((self.low / step - 1e-6).ceil(), (self.high / step + 1e-6).floor());
-        // `most` and a rounded step at each end. So far from zero that steps are lost, there is one
-        // tick.
+        // `most` and a rounded step at each end; a single tick where steps are lost in rounding.
         let count = if last - first <= (most + 2) as f64 { (last - first) as usize + 1 } else { 0 };
         let value = |number: usize| (first + number as f64) * step;
         (0..count).map(|number| (value(number), quantity::written(value(number), shown, digits))).collect()

@@ -23,8 +23,7 @@ use crate::{
 /// Shows a result, or compares two.
 ///
 /// # Errors
-/// A file that cannot be read or written or is no result; with `--fail-on-worse`, something that
-/// got worse.
+/// An unusable file, or with `--fail-on-worse` something that got worse.
 pub fn run(arguments: ReportArgs) -> Result<(), Failure> {
     let a = load(&arguments.a)?;
     match &arguments.b {

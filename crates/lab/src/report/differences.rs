@@ -51,7 +51,6 @@ pub(super) struct Row {
     /// B relative to A; NaN where one of them is 0.
     pub(super) ratio: Estimate,
     pub(super) outcome: Outcome,
-    /// Seconds if either is.
     pub(super) samples_are: SamplesAre,
 }
 

@@ -68,7 +68,6 @@ pub(super) struct Drawing {
     size: (f64, f64),
     /// Alternative text.
     shows: String,
-    /// The SVG element without its opening tag.
     shapes: String,
 }
 
@@ -89,8 +88,7 @@ pub(super) fn drawing(
 }
 
 impl Drawing {
-    /// An element of a page, with the page's colours. On narrow screens it shrinks to three
-    /// quarters, where letters are still readable.
+    /// For a page, with its colours. Shrinks to three quarters at most, so letters stay readable.
     pub(super) fn inline(&self) -> String {
         let Self { size: (width, height), shows, shapes } = self;
         format!(

@@ -170,8 +170,7 @@ fn range(map: &HeatMap) -> (f64, f64) {
     values.fold((f64::INFINITY, f64::NEG_INFINITY), |(low, high), &value| (low.min(value), high.max(value)))
 }
 
-/// The index into [`CELLS`]. By factors if values span more than ten times, or all but the largest
-/// would look alike.
+/// By factors if values span more than ten times, or all but the largest would look alike.
 fn strength(value: f64, (low, high): (f64, f64), better: Better) -> usize {
     let share = if low > 0.0 && high / low > 10.0 {
         (value.ln() - low.ln()) / (high.ln() - low.ln())

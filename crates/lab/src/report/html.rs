@@ -19,8 +19,7 @@ pub(super) fn escape(text: &str) -> String {
     escaped
 }
 
-/// Removes characters that HTML forbids or terminals obey, except line ends. plotters escapes, but
-/// does not do this.
+/// Removes characters that HTML forbids or terminals obey, except line ends; plotters does not.
 pub(super) fn clean(text: &str) -> String {
     text.chars().map(shown).collect()
 }

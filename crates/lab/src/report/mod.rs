@@ -90,7 +90,6 @@ fn comparison((name_a, a): (&str, &ResultFile), (name_b, b): (&str, &ResultFile)
     Ok(page.finish())
 }
 
-/// The command and its target.
 fn title(result: &ResultFile) -> String {
     let header = &result.header;
     let name = header.command.get(1).filter(|word| !word.starts_with('-'));

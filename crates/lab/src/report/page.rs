@@ -163,7 +163,6 @@ pub(super) fn measures(list: &[Measure]) -> Table {
         let [median, low, high] = quantity::estimate(estimated(measure), measure.unit);
         let interval = match measure.samples_are {
             SamplesAre::Exact => "exact".to_owned(),
-            // One sample has no spread.
             _ if measure.samples.len() == 1 => "–".to_owned(),
             _ => format!("{low} … {high}"),
         };
@@ -179,7 +178,6 @@ fn table(shown: &Table) -> String {
         let right = sides.get(column) == Some(&Side::Right);
         match text {
             _ if right => " class=\"number\"",
-            // A configuration, whose indentation matters.
             text if text.contains('\n') => " class=\"lines\"",
             text if text.chars().count() > LONG => " class=\"long\"",
             _ => "",

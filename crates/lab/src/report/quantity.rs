@@ -53,8 +53,7 @@ pub(super) fn short(value: f64, unit: Unit) -> String {
     written(value, step, digits.clamp(0.0, 9.0) as usize)
 }
 
-/// A median and the ends of its interval, to the digits that tell the ends apart: `10.00K`,
-/// `9.97K`, `10.03K`.
+/// A median and its interval, to the digits that tell the ends apart: `10.00K`, `9.97K`, `10.03K`.
 pub(super) fn estimate(estimate: Estimate, unit: Unit) -> [String; 3] {
     let Estimate { median, low, high } = estimate;
     let step = scale(unit, median);
@@ -62,8 +61,7 @@ pub(super) fn estimate(estimate: Estimate, unit: Unit) -> [String; 3] {
         let magnitude = (value / step.0).abs();
         if magnitude > 0.0 && magnitude.is_finite() { -magnitude.log10().floor() } else { 0.0 }
     };
-    // The width's first digit, and one more if that is a 1 or a 2; at most six digits of the
-    // median.
+    // The width's first digit (two if that is 1 or 2), at most six of the median.
     let digits = digits((high - low) / 3.0).min(digits(median) + 5.0).max(digits(median) + 2.0);
     let digits = digits.clamp(0.0, 9.0) as usize;
     let alone = low == median && high == median;
@@ -99,7 +97,6 @@ pub(super) fn written(value: f64, (factor, suffix): Step, digits: usize) -> Stri
     }
 }
 
-/// With its sign.
 pub(super) fn percent(ratio: f64) -> String {
     let percent = (ratio - 1.0) * 100.0;
     if !percent.is_finite() {

@@ -77,7 +77,6 @@ impl Place {
     }
 }
 
-/// Where dangling links lead.
 fn followed(path: &Path) -> io::Result<PathBuf> {
     let mut path = path.to_owned();
     for _ in 0..MOST_LINKS {

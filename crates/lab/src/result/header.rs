@@ -105,8 +105,7 @@ impl Device {
     }
 }
 
-/// A file system's type, by the text of proc_pid_mountinfo(5): the third field is the number, the
-/// first behind the ` - ` the type.
+/// From proc_pid_mountinfo(5): the third field is the number, the first behind ` - ` the type.
 fn file_system(mounts: &str, number: Number) -> Option<String> {
     let number = number.to_string();
     let line = mounts.lines().find(|line| line.split(' ').nth(2) == Some(&number))?;

@@ -23,7 +23,6 @@ pub(crate) use header::{Begun, Header};
 pub(crate) use header::{Device, Machine};
 use serde::{Deserialize, Serialize};
 
-/// Identifies a result file.
 pub(crate) const FORMAT: &str = "weir-result";
 /// A higher version is refused.
 pub(crate) const VERSION: u32 = 1;
@@ -76,7 +75,6 @@ pub(crate) struct Findings {
     pub(crate) charts: Vec<Chart>,
 }
 
-/// A number with all its samples; the median counts.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) struct Measure {

@@ -29,8 +29,7 @@ impl Bucket {
         (self != Self::NONE).then(|| (number / KINDS, LimitKind::ALL[number % KINDS]))
     }
 
-    /// Such as `iops-total`, `bps-read@gold`, or `-` for none. `groups` are the disk's, innermost
-    /// first.
+    /// Such as `iops-total`, `bps-read@gold`, or `-`. `groups` are the disk's, innermost first.
     pub(crate) fn name(self, groups: &[&str]) -> String {
         match self.limit() {
             None => "-".to_owned(),

@@ -4,8 +4,7 @@
 
 use super::request::{Op, Request};
 
-/// Nanoseconds to the next request where an answer took no time: else a client without limits and
-/// device would send forever at one instant. About a fast device's latency.
+/// Delay after an answer that took no time, or a client would send forever at one instant.
 const LEAST_NS: u64 = 10_000;
 
 #[derive(Clone, Debug)]
@@ -13,8 +12,7 @@ pub(crate) struct ClientSpec {
     pub(crate) disk: usize,
     pub(crate) op: Op,
     pub(crate) length: u64,
-    /// Requests are sequential in this range and wrap around, or random in it. At least `length`
-    /// long.
+    /// Where requests are, in sequence and wrapping around, or at random; at least `length` long.
     pub(crate) region: std::ops::Range<u64>,
     /// The seed of random places.
     pub(crate) random: Option<u64>,
@@ -41,14 +39,12 @@ impl Client {
         Self { next: spec.region.start, random, sent: 0, spec }
     }
 
-    /// When to send another request after an answer.
     pub(super) fn answered(&self, now: u64, at_once: bool) -> Option<u64> {
         let least_ns = if at_once { LEAST_NS } else { 0 };
         let at = now.saturating_add(self.spec.think_ns.max(least_ns));
         self.goes_on(at).then_some(at)
     }
 
-    /// The next request, sent now.
     pub(super) fn next(&mut self, now: u64) -> Option<Request> {
         if !self.goes_on(now) {
             return None;

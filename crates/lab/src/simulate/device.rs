@@ -99,7 +99,6 @@ impl Devices {
 #[derive(Clone, Debug)]
 struct Station {
     spec: StationSpec,
-    /// When each slot is free, if they are bounded.
     free: BinaryHeap<Reverse<u64>>,
     /// Nanoseconds of all requests that have begun.
     work: u64,
@@ -138,8 +137,7 @@ impl Station {
     }
 }
 
-/// A station with a probed device's rates: 4 KiB requests and bytes of 1 MiB requests a second,
-/// `parallel` at a time.
+/// A station with a probed device's rates, of 4 KiB requests and of bytes in 1 MiB requests.
 ///
 /// Both figures are met exactly, sizes between them by a straight line; if that would fall, the
 /// requests' figure alone holds. A figure of 0 was not measured and bounds nothing.
@@ -159,8 +157,8 @@ const ALONE_S: f64 = 100e-6;
 
 /// How many requests at a time a device works on that does so many a second at `depth`.
 ///
-/// `weir probe` keeps no latency, so a request is assumed to take [`ALONE_S`], as far as the rate
-/// allows: a hard disk of 200 a second works on one at a time, 5 ms each; flash of 500,000 on 32.
+/// `weir probe` keeps no latency, so a request is assumed to take [`ALONE_S`], or longer at low
+/// rates: a hard disk of 200 a second works on one at a time, flash of 500,000 on 32.
 pub(crate) fn places(iops: u64, depth: usize) -> usize {
     ((iops as f64 * ALONE_S).round() as usize).clamp(1, depth)
 }

@@ -147,8 +147,7 @@ struct Reading<'a> {
 }
 
 impl Reading<'_> {
-    /// Reads to the end, and hands on each batch: the world, whether it has grown, and the
-    /// requests, until the receiver declines.
+    /// Reads to the end; hands on the world, whether it has grown, and a batch, until declined.
     fn read(
         &mut self,
         source: &mut dyn Source,
@@ -357,7 +356,6 @@ impl Pair {
         Ok(Self { after, before })
     }
 
-    /// Adds the world's new disks, up to so many.
     fn follow(&mut self, world: &World, disks: usize) -> Result<(), Impossible> {
         for engine in std::iter::once(&mut self.after).chain(&mut self.before) {
             if engine.disks() < disks {
@@ -394,7 +392,6 @@ impl Pair {
         self.after.waiting() >= MOST_WAITING
     }
 
-    /// Simulates to the end, and calls `between` now and then.
     fn finish(
         &mut self,
         world: &World,

@@ -77,8 +77,7 @@ pub(crate) struct Engine {
 }
 
 impl Engine {
-    /// With `rows`, every request's result is kept for [`Engine::take_rows`]. Fails if a group
-    /// cannot keep what it promises.
+    /// `rows` keeps results for [`Engine::take_rows`]. Fails if a group cannot keep its promises.
     pub(crate) fn new(world: &World, rows: bool) -> Result<Self, Impossible> {
         Self::of(world, rows, false)
     }
@@ -106,7 +105,6 @@ impl Engine {
         self.state.disks.len()
     }
 
-    /// Adds the world's new disks, up to so many.
     pub(crate) fn follow(&mut self, world: &World, disks: usize) -> Result<(), Impossible> {
         self.state.flow.devices.follow(&world.stations, &world.budgets);
         if !self.unlimited {
@@ -180,8 +178,7 @@ impl Engine {
         self.clients.push(client);
     }
 
-    /// A request comes, not before earlier ones. Runs all events until then, unless `stop` is set
-    /// meanwhile.
+    /// Runs all events up to a request, which is not before earlier ones, unless `stop` is set.
     #[inline]
     pub(crate) fn arrive(&mut self, request: Request, stop: &AtomicBool) {
         if self.run_until(request.at_ns, stop) {
@@ -419,10 +416,8 @@ impl Engine {
     }
 }
 
-/// Which limit a disk's direction waits for: its level and kind.
-///
-/// A tree tells of each node the current or last limit; it is current if its limited time goes on.
-/// that it is limited goes on.
+/// Which limit a direction waits for: its level and kind. A tree names a node's current or last
+/// limit; it is current while the node's limited time grows.
 fn judge(
     tree: &Tree<u32>,
     disk: NodeId,
@@ -442,8 +437,7 @@ fn judge(
             _ => {}
         }
     }
-    // It waits for its turn, or for a limit that the other direction shares: the first possible
-    // one.
+    // It waits for its turn, or for a limit shared with the other direction: the first possible.
     path.first().map_or(Bucket::NONE, |&(level, kind)| Bucket::new(level, kind))
 }
 

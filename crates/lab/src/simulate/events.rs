@@ -45,7 +45,6 @@ enum Out {
     InPlace(File),
 }
 
-/// A disk's CSV fields.
 #[derive(Debug)]
 struct Named {
     disk: String,

@@ -165,7 +165,6 @@ fn charts(outcome: &Outcome) -> Vec<Chart> {
     first.into_iter().flatten().chain(charts).collect()
 }
 
-/// The distribution of latencies, before and after.
 fn distribution(name: &str, after: &Tally, before: Option<&Tally>) -> Option<Chart> {
     let line = |name: &str, tally: &Tally| {
         let points = latencies::distribution(&tally.latency);

@@ -36,8 +36,7 @@ impl Generator {
 impl Source for Generator {
     fn fill(&mut self, records: &mut Vec<Record>, count: usize) -> anyhow::Result<()> {
         let Open { iops, length, disks, seconds, read, .. } = self.open;
-        // A superposition of Poisson processes is one (Kingman, *Poisson Processes*, 1993, section
-        // 2.2).
+        // A superposition of Poisson processes (Kingman, *Poisson Processes*, 1993, section 2.2).
         let mean_ns = 1e9 / (iops as f64 * disks as f64);
         for _ in 0..count {
             self.at += exponential(mean_ns, &mut self.random);

@@ -52,8 +52,7 @@ impl Ahead {
         self.cache.stats()
     }
 
-    /// For a read that has passed the limits; returns when it is done. `may` can veto reading
-    /// ahead.
+    /// Returns when an admitted read is done. `may` can veto reading ahead.
     pub(super) fn read(
         &mut self,
         request: &Request,
@@ -113,7 +112,7 @@ impl Ahead {
         self.chunks[cached.token as usize]
     }
 
-    /// For anything but reads; returns when it is done.
+    /// Returns when anything but a read is done.
     pub(super) fn change(&mut self, request: &Request, now: u64, flow: &mut Flow) -> u64 {
         let Request { disk, op, offset, length, .. } = *request;
         let done = flow.devices.begin(self.place, op, length, now);

@@ -24,7 +24,6 @@ pub(crate) fn told(tale: &Tale) -> Result<Story, Impossible> {
     }
 }
 
-/// Random reads for so many seconds.
 fn reader(disk: usize, length: u64, depth: u32, seconds: u64) -> ClientSpec {
     ClientSpec {
         disk,

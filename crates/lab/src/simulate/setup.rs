@@ -183,8 +183,7 @@ impl Setup {
         move |disk| parts.get(disk).copied().unwrap_or(disk) % shards
     }
 
-    /// The same with another value of one limit: of the named disk or group, else of the only
-    /// group, else of all disks.
+    /// Another value of one limit: of the named disk or group, the only group, or all disks.
     pub(crate) fn with(&self, of: Option<&str>, setting: Setting, value: u64) -> anyhow::Result<Self> {
         let mut setup = self.clone();
         let change = |name: &str, limits: &mut Limits| -> anyhow::Result<()> {
@@ -223,7 +222,6 @@ impl Setup {
     }
 }
 
-/// Looks up a trace's disks, and adds new ones to the world.
 #[derive(Debug)]
 pub(crate) struct Names<'a> {
     setup: &'a Setup,
@@ -238,8 +236,7 @@ impl<'a> Names<'a> {
         Self { setup, known: Vec::new(), taken: None }
     }
 
-    /// Looks up the next disk; a new one is added to the world. The error has no place in the trace
-    /// yet.
+    /// Looks up the next disk; adds a new one to the world. The error lacks the place in the trace.
     pub(crate) fn add(&mut self, name: &str, world: &mut World) -> Result<(), String> {
         let index = match &self.setup.kind {
             Kind::Any(any) => {
@@ -338,8 +335,7 @@ fn size_of(image: &settings::Image) -> anyhow::Result<u64> {
     })
 }
 
-/// A raw file's length, or a qcow2 header's size (eight bytes at 24, docs/interop/qcow2.txt of
-/// QEMU).
+/// A raw file's length, or a qcow2 header's size (QEMU's docs/interop/qcow2.txt: 8 bytes at 24).
 fn size_of_file(path: &Path) -> Option<u64> {
     const MAGIC: &[u8] = b"QFI\xfb";
     let metadata = fs::metadata(path).ok().filter(fs::Metadata::is_file)?;

@@ -23,7 +23,6 @@ pub(super) struct State {
 }
 
 impl State {
-    /// See [`Devices::worked_ns`](super::device::Devices::worked_ns).
     pub(super) fn worked_ns(&self, place: Place) -> u64 {
         self.flow.devices.worked_ns(place, self.now)
     }

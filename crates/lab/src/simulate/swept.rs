@@ -82,8 +82,7 @@ impl Point {
     }
 }
 
-/// Runs `simulate` for every value on so many threads, and reports progress. Values after an
-/// interruption are left out; returns the first error, by value.
+/// Runs `simulate` for each value. Drops values after an interruption; returns the first error.
 pub(crate) fn sweep<T: Send>(
     values: &[u64],
     threads: usize,
@@ -123,8 +122,7 @@ impl Swept {
         partial: Option<String>,
     ) -> Self {
         let p99 = below_ns.map(|below_ns| {
-            // From the largest down: a value that is below only by chance, between others that are
-            // not, does not count.
+            // From the largest down: a value that is below only by chance does not count.
             let keep = points.iter().rev().take_while(|point| point.latency_ns.p99 < below_ns);
             Bound { below_ns, smallest: keep.last().map(|point| point.value) }
         });

@@ -52,8 +52,7 @@ impl Series {
         (1_u64 << self.bits) as f64 / 1e9
     }
 
-    /// The middles of at most `most` intervals in seconds, with their values, and the interval's
-    /// length.
+    /// The middles of at most `most` intervals in seconds, their values, and the interval's length.
     pub(crate) fn points(&self, most: usize) -> (Vec<(f64, u64)>, f64) {
         let mut series = self.clone();
         while series.values.len() > most {
@@ -134,7 +133,6 @@ impl Tally {
 
     pub(crate) fn note(&mut self, came: u64, admitted: u64, done: u64, bytes: u64) {
         self.requests += 1;
-        // Lengths come from a trace.
         self.bytes = self.bytes.saturating_add(bytes);
         self.first.get_or_insert(came);
         self.last = self.last.max(done);

@@ -52,7 +52,6 @@ const CASES: [Case; 8] = [
 struct Figures {
     /// What each `dd` would report, in MB/s.
     streams: [f64; 2],
-    /// Each stream's rate on the device while both write, in MB/s.
     together: [f64; 2],
 }
 

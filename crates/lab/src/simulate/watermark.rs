@@ -21,8 +21,7 @@ use super::{
 
 /// As the daemon's.
 const INTERVAL_NS: u64 = 50_000_000;
-/// 10 s of looks at idle devices: by then a controller's memory of use, smoothed over 150 ms, is
-/// below the last digit.
+/// 10 s: a controller's memory of use, smoothed over 150 ms, is then below the last digit.
 const IDLE_LOOKS: u32 = 200;
 
 #[derive(Debug, Default)]
@@ -65,8 +64,7 @@ impl Watch {
         self.add(Who::Group(index), hold, now);
     }
 
-    /// A new disk of the state, with its device for all groups above. It counts as looked at and
-    /// idle: a daemon serves a disk before its first request.
+    /// A new disk counts as looked at and idle: a daemon serves it before its first request.
     pub(super) fn add_disk(&mut self, index: usize, disk: &Disk, state: &mut State) {
         if disk.group.is_none() {
             self.add(Who::Disk(index), &disk.hold, state.now);
@@ -125,8 +123,7 @@ impl Watch {
         }
     }
 
-    /// Looks at all devices, applies the result, and returns the trees in which something may pass
-    /// now.
+    /// Applies the devices' use, and returns the trees in which something may pass now.
     pub(super) fn look(&mut self, state: &mut State) -> Vec<usize> {
         let at = last_look(state.now);
         let mut idle = state.flow.is_idle();
@@ -168,7 +165,6 @@ impl Observed {
         Self { place, controller, last: (at, state.worked_ns(place)) }
     }
 
-    /// Whether it has worked since the last time.
     fn observe(&mut self, worked_ns: u64, at: u64, consumed: &Consumed) -> bool {
         let (earlier, before) = std::mem::replace(&mut self.last, (at, worked_ns));
         let elapsed_ns = at.saturating_sub(earlier);

@@ -21,7 +21,6 @@ pub(crate) enum Workload {
     Story(Tale),
 }
 
-/// See [`scenario`](super::scenario).
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) enum Tale {
     TwoStreams { cache_bytes: u64 },

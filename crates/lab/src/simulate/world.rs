@@ -90,7 +90,6 @@ impl World {
 }
 
 impl Disk {
-    /// The same without limits and reading ahead.
     pub(crate) fn unlimited(&self) -> Self {
         Self {
             hold: DiskSettings::default(),

@@ -30,8 +30,7 @@ pub(super) fn representatives(samples: &[f64]) -> Vec<f64> {
     (0..MOST_SAMPLES).map(|part| sorted[(2 * part + 1) * sorted.len() / (2 * MOST_SAMPLES)]).collect()
 }
 
-/// Quotients at each end that do not count: the rank sum is below with a chance of less than
-/// [`TAIL`](super::ranks::TAIL). `None` if even the clearest outcome is more likely.
+/// Quotients at each end that do not count, by [`TAIL`](super::ranks::TAIL); `None`: too few.
 fn places(base: usize, other: usize) -> Option<usize> {
     if base.max(other) > EXACT_UP_TO {
         let (base, other) = (base as f64, other as f64);
@@ -41,8 +40,7 @@ fn places(base: usize, other: usize) -> Option<usize> {
     exact_places(&ways(base, other))
 }
 
-/// The distribution of Mann and Whitney's U, by their recursion over the owner of the largest
-/// sample.
+/// Mann and Whitney's distribution of U, by recursion over the owner of the largest sample.
 fn ways(base: usize, other: usize) -> Vec<f64> {
     let mut rows = vec![vec![1.0]; base + 1];
     for others in 1..=other {
@@ -129,8 +127,7 @@ mod tests {
             counted[(0..9).filter(|&at| is_base(at)).map(behind).sum::<usize>()] += 1.0;
         }
         assert_eq!(ways(4, 5), counted);
-        // Of 252 orders of five and five, four have a U of 2 or less (1.6 %), seven one of 3 or
-        // less (2.8 %).
+        // Of 252 orders, four have a U of 2 or less (1.6 %), seven one of 3 or less (2.8 %).
         assert_eq!(places(5, 5), Some(2));
         assert_eq!(places(3, 3), None, "a twentieth is the least that three and three can have");
         let (exact, approximate) = (places(25, 25).unwrap(), places(26, 24).unwrap());

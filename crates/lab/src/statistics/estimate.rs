@@ -35,8 +35,7 @@ pub(crate) fn estimate(samples: &[f64]) -> Estimate {
     resampled(&[samples], |groups| median_of(&mut groups[0]))
 }
 
-/// The interval of `of` over groups, each resampled by itself; the full range for five samples or
-/// fewer.
+/// `of` over groups, each resampled by itself; the full range for five samples or fewer.
 pub(super) fn resampled(groups: &[&[f64]], of: impl Fn(&mut [Vec<f64>]) -> f64) -> Estimate {
     let mut drawn: Vec<Vec<f64>> = groups.iter().map(|group| group.to_vec()).collect();
     let median = of(&mut drawn);

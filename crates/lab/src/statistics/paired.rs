@@ -32,8 +32,7 @@ fn places(rounds: usize) -> Option<usize> {
     exact_places(&ways(rounds))
 }
 
-/// In how many ways the ranks of so many rounds can be signed so that the positive ones have this
-/// sum.
+/// In how many ways the ranks can be signed so that the positive ones have this sum.
 fn ways(rounds: usize) -> Vec<f64> {
     let mut ways = vec![0.0; rounds * (rounds + 1) / 2 + 1];
     ways[0] = 1.0;

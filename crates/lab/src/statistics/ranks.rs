@@ -13,8 +13,7 @@ pub(super) const EXACT_UP_TO: usize = 25;
 
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Comparison {
-    /// How many times as much the other is, with its 95 % interval; with fewer than four samples of
-    /// each, the range of all quotients.
+    /// Other to base, with its 95 % interval; the full range for fewer than four samples of each.
     pub(crate) ratio: Estimate,
     pub(crate) verdict: Verdict,
 }
@@ -26,8 +25,7 @@ pub(crate) enum Verdict {
     Lower,
 }
 
-/// The verdict on ordered quotients, without `places` at each end (`None`: too few to tell); `back`
-/// maps them back to quotients.
+/// Drops `places` ordered quotients at each end (`None`: too few); `back` undoes their scale.
 pub(super) fn comparison(ordered: &[f64], places: Option<usize>, back: impl Fn(f64) -> f64) -> Comparison {
     let Some(last) = ordered.len().checked_sub(1) else {
         return Comparison { ratio: Estimate { median: 1.0, low: 1.0, high: 1.0 }, verdict: Verdict::Same };
@@ -43,8 +41,7 @@ pub(super) fn comparison(ordered: &[f64], places: Option<usize>, back: impl Fn(f
     Comparison { ratio, verdict }
 }
 
-/// Places below with a chance of less than [`TAIL`], from the number of ways to each value. `None`
-/// if even the clearest outcome is more likely.
+/// Places with a chance below [`TAIL`], from the ways to each value; `None`: too few samples.
 pub(super) fn exact_places(ways: &[f64]) -> Option<usize> {
     let all: f64 = ways.iter().sum();
     let mut chance = 0.0;

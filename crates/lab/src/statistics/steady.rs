@@ -11,8 +11,7 @@ use std::ops::Range;
 const LEAST_PART: usize = 5;
 /// Longer series are grouped.
 const MOST_VALUES: usize = 600;
-/// In logarithms of the number of values times variances of ranks; it keeps nineteen of twenty
-/// steady series whole.
+/// In log(values) × variance of ranks; it keeps nineteen of twenty steady series whole.
 const PRICE: f64 = 2.5;
 
 /// The longest homogeneous part of a series; all of a series that is too short to tell.

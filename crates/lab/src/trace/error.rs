@@ -7,8 +7,7 @@ use std::io;
 /// In bytes before they are escaped.
 const SHOWN_BYTES: usize = 60;
 
-/// Why a trace cannot be read to its end. The system's error is part of the text, so it is no
-/// source.
+/// Why a trace cannot be read. The system's error is in the text, so it is no source.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum TraceError {
     #[error("{file}: {why}")]

@@ -30,8 +30,7 @@ impl<'a> Fields<'a> {
         }
     }
 
-    /// The next field without its quotes; doubled quotes in it (RFC 4180, section 2) are undone in
-    /// `buffer`.
+    /// A field without its quotes; doubled ones (RFC 4180, section 2) are undone in `buffer`.
     #[inline(always)]
     pub(super) fn quotable<'b>(&mut self, what: &str, buffer: &'b mut Vec<u8>) -> Result<&'b [u8], String>
     where

@@ -11,8 +11,7 @@ use std::{
 use flate2::bufread::MultiGzDecoder;
 use zstd::stream::read::Decoder;
 
-/// 128 MiB, where `zstd` itself stops without `--long` (RFC 8878, section 3.1.1.1.2, asks for 8
-/// MiB).
+/// 128 MiB, as `zstd` without `--long` (RFC 8878, section 3.1.1.1.2, asks for 8 MiB).
 const ZSTD_WINDOW_LOG: u32 = 27;
 const COMPRESSED_BYTES: usize = 256 << 10;
 /// zstd's magic number is the longest.

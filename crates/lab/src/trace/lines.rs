@@ -44,8 +44,7 @@ impl Lines {
         TraceError::Line { file: self.input.name.clone(), line: self.number, why }
     }
 
-    /// The text not handed out yet, a mebibyte of it unless there is less. An error behind the
-    /// first bytes is reported only after those.
+    /// Unread text, a mebibyte if there is so much. An error is reported after it.
     pub(super) fn ahead(&mut self) -> Result<&[u8], TraceError> {
         while !self.ended && self.failed.is_none() && self.end - self.start < self.buffer.len() {
             self.failed = self.read().err();

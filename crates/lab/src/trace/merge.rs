@@ -15,10 +15,8 @@ use super::{
     record::{DiskId, Record},
 };
 
-/// A source of requests: traces, or a generator.
 pub(crate) trait Source {
-    /// Appends up to `count` records in the order of their time, also before an error; none at the
-    /// end.
+    /// Appends up to `count` records by time, also before an error; none at the end.
     fn fill(&mut self, records: &mut Vec<Record>, count: usize) -> anyhow::Result<()>;
     fn disks(&self) -> &[String];
     fn place(&self, record: &Record) -> String;
@@ -38,7 +36,6 @@ pub(crate) struct Merged {
 
 struct One {
     reader: Reader,
-    /// The merged number of each of its disks.
     ids: Vec<DiskId>,
     head: Option<Record>,
 }
@@ -90,7 +87,7 @@ impl Merged {
         Ok(Self { sources, disks: Disks::new(), upcoming: BinaryHeap::new(), failed: None, begun: false })
     }
 
-    /// The next record; `None` after the last. An error in one trace ends all.
+    /// One trace's error ends all.
     #[inline]
     pub(crate) fn next(&mut self) -> Result<Option<Record>, TraceError> {
         match &mut self.sources[..] {

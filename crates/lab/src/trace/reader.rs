@@ -49,7 +49,6 @@ pub(crate) struct Reader {
     failed: Option<TraceError>,
 }
 
-/// Each format's parser; one loop per format, without dynamic dispatch.
 enum Parser {
     Weir(Weir),
     Fio(Fio),
@@ -116,14 +115,12 @@ impl Reader {
         self.lines.name()
     }
 
-    /// The names of the disks so far, by [`DiskId`](super::DiskId); possibly also of records still
-    /// held back.
+    /// By [`DiskId`](super::DiskId); possibly includes disks of records still held back.
     pub(crate) fn disks(&self) -> &[String] {
         self.disks.names()
     }
 
-    /// The next record; `None` after the last. An error comes once, after everything that could be
-    /// read.
+    /// The next record. An error comes once, after all that could be read.
     #[inline]
     pub(crate) fn next(&mut self) -> Result<Option<Record>, TraceError> {
         if self.window.len() <= self.held && !self.ended {

@@ -51,8 +51,7 @@ pub(crate) struct Record {
 }
 
 impl Record {
-    /// The sort key: time, then order in the trace; a line with a flush and a write (`FW` of
-    /// blkparse) means them in this order.
+    /// By time, then order in the trace; `FW` of blkparse is a flush and then a write.
     #[inline]
     pub(super) fn order(&self) -> (u64, u64, Op) {
         (self.time_ns, self.line, self.op)

@@ -389,8 +389,7 @@ fn compressed_data_that_ends_too_early() {
 
 #[test]
 fn a_zstd_window_has_a_bound() {
-    // RFC 8878, section 3.1.1.1: a frame with a window of 2^30 bytes, and one raw block of a byte
-    // in it, the last.
+    // RFC 8878, section 3.1.1.1: a window of 2^30 bytes, and one raw block of one byte, the last.
     let frame = [0x28, 0xb5, 0x2f, 0xfd, 0x00, (30 - 10) << 3, 0b0000_1001, 0, 0, b'x'];
     assert_eq!(
         read(frame),

@@ -11,8 +11,7 @@ use super::{fields::push_decimal, format::HEADER, record::Op};
 
 const BUFFER_BYTES: usize = 256 << 10;
 
-/// Appends a request's columns without a line end, so callers can add columns. `disk` is already
-/// [`quoted`].
+/// Leaves the line open for more columns. `disk` is already [`quoted`].
 #[inline]
 pub(crate) fn push_request(
     text: &mut Vec<u8>,

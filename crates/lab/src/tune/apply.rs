@@ -9,8 +9,7 @@ use settings::exact_size;
 
 use super::matrix::{Configuration, L2Share, Qcow2};
 
-/// The least clusters of QEMU's cache of reference counts, which shares `cache-size` with the L2
-/// cache and has precedence where that is small (QEMU's docs/qcow2-cache.txt).
+/// QEMU's least reference count cache, with precedence over L2 (its docs/qcow2-cache.txt).
 const REFCOUNT_CLUSTERS: u64 = 4;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -27,7 +27,6 @@ pub(super) const RULE: &str = "Recommended is the first configuration, in this o
 pub(super) struct Choice {
     pub(super) goal: Goal,
     pub(super) configuration: Configuration,
-    /// The fastest by its median.
     pub(super) leader: Configuration,
     pub(super) settled: bool,
 }
@@ -47,8 +46,7 @@ pub(super) struct Scores<'a> {
 }
 
 impl Scores<'_> {
-    /// Speed relative to the default, for each round that both were in; empty if no round is
-    /// complete.
+    /// Relative to the default, for each round of both; empty if none is complete.
     pub(super) fn of(&self, goal: Goal, candidate: &Configuration) -> Vec<f64> {
         self.samples.quotients(&self.space.default_configuration(), candidate, &self.counted(goal))
     }

@@ -62,8 +62,7 @@ impl Images {
         Self { place, noise, first }
     }
 
-    /// Makes and fills the base, and an image for each cluster size as time allows, at least for
-    /// the first; returns the cluster sizes made.
+    /// Makes and fills base and images, at least the first; returns the cluster sizes made.
     pub(super) async fn make(
         &self,
         clusters: &[u64],
@@ -113,7 +112,6 @@ impl Images {
         self.disk(&path, Some(Format::Qcow2), false, configuration).await
     }
 
-    /// Nobody has it open any more.
     pub(super) async fn remove_overlay(&self) -> anyhow::Result<()> {
         let path = self.place.made(OVERLAY).context("there is no directory for an overlay")?;
         blocking(move || fs::remove_file(path)).await.context("the overlay cannot be removed")

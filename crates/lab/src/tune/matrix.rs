@@ -74,7 +74,6 @@ pub(super) struct Qcow2 {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Configuration {
     pub(super) cache: CacheMode,
-    /// `None` for a raw disk.
     pub(super) qcow2: Option<Qcow2>,
     pub(super) prefetch: bool,
 }
@@ -144,7 +143,6 @@ impl Space {
         }
     }
 
-    /// The default, and each change of a single factor.
     pub(super) fn one_at_a_time(&self) -> Vec<Configuration> {
         let default = self.default_configuration();
         let mut list: Vec<_> = self.caches.iter().map(|&cache| Configuration { cache, ..default }).collect();
@@ -178,7 +176,6 @@ impl Space {
         list
     }
 
-    /// The number of factors that differ from the default.
     pub(super) fn changes(&self, configuration: &Configuration) -> usize {
         let default = self.default_configuration();
         let l2 = |qcow2: Option<Qcow2>| qcow2.map(|qcow2| qcow2.l2);

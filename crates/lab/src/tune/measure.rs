@@ -39,8 +39,7 @@ pub(super) const SLICES: std::ops::RangeInclusive<Duration> =
 const BATCHES: u32 = 24;
 const LARGEST_BATCH: f64 = 1e6;
 const REREAD_BYTES: u64 = 16 << 20;
-/// Written before a slice's final flush, in small and in large requests; less if that takes longer
-/// than a slice.
+/// Written before a slice's flush, in small and large requests, if there is time.
 const SMALL_WRITES_BYTES: u64 = 4 << 20;
 const LARGE_WRITES_BYTES: u64 = 32 << 20;
 const BYTE: u8 = 0xA5;
@@ -51,7 +50,6 @@ pub(super) struct Meter {
     slice: Duration,
     pub(super) stop: Stop,
     random: fastrand::Rng,
-    /// The last rates, which determine the size of a batch.
     rates: HashMap<(Configuration, Pattern), f64>,
 }
 
@@ -134,8 +132,7 @@ impl Meter {
         let began = Instant::now();
         disk.flush().await.context("the last flush failed")?;
         let elapsed = series.elapsed + began.elapsed();
-        // Outside of the time: a mode that ignores flushes shall be fast, but at nobody else's
-        // cost.
+        // Untimed: a mode that ignores flushes shall be fast, but at nobody else's cost.
         self.images.forget(disk).await?;
         Ok(Some(series.requests as f64 / elapsed.as_secs_f64().max(1e-9)))
     }
@@ -173,8 +170,7 @@ impl Meter {
         Ok(series)
     }
 
-    /// Random reads from cold L2 and page caches on: (seconds, operations per second) of each
-    /// batch.
+    /// Random reads from cold caches on: (seconds, operations per second) of each batch.
     pub(super) async fn growth(
         &mut self,
         configuration: &Configuration,
@@ -217,8 +213,7 @@ fn steady_rate(rates: &[f64]) -> f64 {
     median(&rates[steady(rates)])
 }
 
-/// Requests that end a slice early; unbounded for reads. The same for every configuration: the
-/// writes share the cost of the flush.
+/// The same for every configuration, as writes share the flush's cost; unbounded for reads.
 fn most_requests(pattern: Pattern, size_bytes: u64) -> u64 {
     let written = if pattern.block_bytes < 1 << 20 { SMALL_WRITES_BYTES } else { LARGE_WRITES_BYTES };
     let all = written / pattern.block_bytes;
@@ -241,7 +236,6 @@ async fn warm(disk: &Arc<Disk>, size_bytes: u64) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Where a pattern's batches go, each continuing the one before.
 #[derive(Clone, Copy, Debug)]
 struct Walk {
     pattern: Pattern,

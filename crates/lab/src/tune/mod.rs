@@ -58,7 +58,6 @@ use super::result::{Begun, Findings, Header, ResultFile};
 struct Outcome {
     findings: Findings,
     text: String,
-    /// For a later run to resume.
     details: serde_json::Value,
     failed: Option<anyhow::Error>,
 }

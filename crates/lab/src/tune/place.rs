@@ -35,8 +35,7 @@ use crate::probe::{in_use, in_use::Claim};
 const LEAST_SIZE: u64 = 16 << 20;
 /// The largest default.
 const USUAL_SIZE: u64 = 1 << 30;
-/// Bytes of each image for each second of the budget: filling seven at 60 MB/s then takes no more
-/// than a quarter of the time.
+/// For each second of the budget: seven images at 60 MB/s then take a quarter of the time.
 const BYTES_PER_SECOND: u64 = 2 << 20;
 /// Written to an overlay before it is made again.
 pub(super) const OVERLAY_BYTES: u64 = 64 << 20;
@@ -94,8 +93,7 @@ pub(super) enum Kind {
 }
 
 impl Place {
-    /// Finds what is there, and whether it can be measured; touches nothing. `image` looks at an
-    /// image of this format, so many bytes of it, or all.
+    /// Touches nothing. `image` looks at an image of this format, so many bytes of it, or all.
     pub(super) fn open(
         wish: Wish<'_>,
         image: impl FnOnce(&Path, Option<Format>, Option<u64>) -> anyhow::Result<Seen>,

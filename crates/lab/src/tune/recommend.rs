@@ -22,7 +22,6 @@ pub(super) struct Recommendation {
     pub(super) settled: bool,
     /// Relative to the default, the largest first.
     pub(super) gains: Vec<Difference>,
-    /// As gains.
     pub(super) costs: Vec<Difference>,
     /// Beyond the default's, for the disk that the options are for.
     pub(super) more_memory_bytes: u64,

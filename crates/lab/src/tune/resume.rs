@@ -134,7 +134,6 @@ impl Kept {
     }
 }
 
-/// The stable name of the device below.
 fn device(path: &Path) -> Option<String> {
     Header::begin().end(Some(path)).device.map(|device| device.key)
 }

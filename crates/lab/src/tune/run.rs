@@ -26,7 +26,6 @@ pub(super) struct Run<C> {
     pub(super) progress: Rc<Progress>,
     pub(super) stop: Stop,
     pub(super) budget: Duration,
-    /// For one sample.
     pub(super) slice: Duration,
     pub(super) seed: u64,
 }
@@ -45,9 +44,8 @@ impl<C: Course> Run<C> {
         Self { course, place, remarks, progress, stop, budget, slice, seed }
     }
 
-    /// Measures what the course asks for, as time allows. Images take `for_images` at most;
-    /// `kept_back` of the budget is left for the returned meter's further use. `None` if it was
-    /// interrupted.
+    /// Measures the course as time allows, `for_images` at most on images; `kept_back` is left to
+    /// the caller. `None` if it was interrupted.
     pub(super) async fn measure(
         &mut self,
         for_images: Duration,

@@ -63,8 +63,7 @@ impl Samples {
         self.cells.values().flatten().map(|(&round, _)| round.saturating_add(1)).max().unwrap_or(0)
     }
 
-    /// Speed of `other` relative to `base`, for each round in which both have all of these
-    /// patterns.
+    /// Relative speed in each round in which both have all of these patterns.
     pub(super) fn quotients(
         &self,
         base: &Configuration,
@@ -92,8 +91,7 @@ impl Samples {
         (!quotients.is_empty()).then(|| compare_rounds(&quotients))
     }
 
-    /// How `other` stands to `base` in these patterns, and from how many rounds; `through` was in
-    /// every round.
+    /// How `other` stands to `base`, and from how many rounds; `through` was in every round.
     pub(super) fn compare(
         &self,
         base: &Configuration,
@@ -111,7 +109,6 @@ impl Samples {
         }
     }
 
-    /// The logarithms of one cell's quotients to another's.
     fn logs(&self, base: (&Configuration, &Pattern), other: (&Configuration, &Pattern)) -> Vec<(u32, f64)> {
         let Some(of_base) = self.cells.get(&(*base.0, *base.1)) else { return Vec::new() };
         let log = |(round, value): (u32, f64)| Some((round, (value / of_base.get(&round)?).ln()));
@@ -119,7 +116,6 @@ impl Samples {
     }
 }
 
-/// Clamps outliers.
 fn fenced(mut logs: Vec<(u32, f64)>) -> Vec<(u32, f64)> {
     if logs.len() >= LEAST_FENCED {
         let centre = median(&logs.iter().map(|&(_, log)| log).collect::<Vec<_>>());

@@ -58,17 +58,15 @@ pub(super) struct Turn {
     pub(super) round: u32,
 }
 
-/// Decides what is measured: a search, or the published tables.
 pub(super) trait Course {
     fn clusters(&self) -> Vec<u64>;
     /// `left` is the share of the time that is left, from 1 to 0; `None` ends the run.
     fn next(&mut self, left: f64) -> Option<Turn>;
     /// In operations per second.
     fn record(&mut self, turn: &Turn, pattern: Pattern, value: f64);
-    /// This configuration cannot be measured here; returns what is left out.
+    /// Returns what is left out.
     fn refuse(&mut self, configuration: Configuration) -> String;
-    /// These clusters cannot be measured here; returns the beginnings of sentences about what is
-    /// left out.
+    /// Returns the beginnings of sentences about what these clusters leave out.
     fn leave_out(&mut self, cluster_bytes: u64) -> Vec<String>;
     /// The current round, for people.
     fn is_at(&self) -> String;
@@ -226,8 +224,7 @@ impl Search {
             .all(|&goal| choose(goal, &scores, &self.candidates).is_none_or(|choice| choice.settled))
     }
 
-    /// Drops candidates that are behind for every goal that allows them, but never the default or a
-    /// goal's base.
+    /// Drops candidates behind for every goal that allows them, but no default or base.
     fn those_not_behind(&self) -> Vec<Configuration> {
         let scores = self.scores();
         let leaders: Vec<_> = self
@@ -251,7 +248,6 @@ impl Search {
             .collect()
     }
 
-    /// The most promising unmeasured combinations of levels that gained something.
     fn combinations(&self) -> Vec<Configuration> {
         let scores = self.scores();
         let default = self.space.default_configuration();
@@ -300,7 +296,6 @@ impl Search {
     }
 }
 
-/// Each of a configuration's changes alone.
 fn parts(configuration: &Configuration, default: &Configuration) -> Vec<Configuration> {
     let mut parts = vec![
         Configuration { cache: configuration.cache, ..*default },

@@ -98,8 +98,7 @@ impl Session {
         let space = &self.run.course.space;
         let default = space.default_configuration();
         let cluster = |one: &Configuration| one.qcow2.map(|qcow2| qcow2.cluster_bytes);
-        // Past the page cache, as in the measurement that published such curves; equal shares are
-        // one.
+        // Past the page cache, as in the published curves; equal shares are one.
         let mut configurations = space.one_at_a_time();
         configurations
             .retain(|one| one.cache == default.cache && !one.prefetch && cluster(one) == cluster(&default));

@@ -61,8 +61,7 @@ fn read(at_ns: u64, length: u64) -> Request {
     Request { at_ns, disk: 0, op: Op::Read, offset: 0, length }
 }
 
-/// The leaky bucket of QEMU's docs/throttle.txt, in whole billionths of a unit: one queue, one
-/// direction.
+/// QEMU's docs/throttle.txt in whole billionths of a unit: one queue, one direction.
 struct Naive {
     buckets: Vec<(u128, u128, u128, bool)>,
     iops_size: u128,
@@ -140,8 +139,7 @@ fn some_limits() -> impl Strategy<Value = Limits> {
     })
 }
 
-/// The largest request without slices: paying takes at most 90 ms of its scarcest limit. The naive
-/// model knows no slices; the policy's own tests cover them.
+/// The largest request without slices, of 90 ms at its scarcest limit; the policy tests slices.
 fn largest(limits: &Limits) -> u64 {
     let mut largest = 4 << 20;
     for kind in LimitKind::ALL {
@@ -163,8 +161,7 @@ proptest! {
         limits in some_limits(),
         arrivals in prop::collection::vec((prop_oneof![Just(0), 0..1000_u64, 0..20 * MS, 0..3000 * MS], 1..u64::MAX, any::<bool>()), 1..300),
     ) {
-        // If both directions share a limit they take turns, which the naive model lacks: use one
-        // direction.
+        // Directions that share a limit take turns, which the naive model lacks: use one direction.
         let shares = [LimitKind::IopsTotal, LimitKind::BpsTotal].iter().any(|kind| limits.limit(*kind).rate > 0);
         let largest = largest(&limits);
         let mut at = 0;

@@ -28,7 +28,6 @@ pub(in super::super) struct Blkparse {
     /// The action that stands for a request.
     taken: u8,
     begun: bool,
-    /// The summary has begun.
     summary: bool,
 }
 
@@ -151,8 +150,7 @@ fn time_ns(time: &[u8]) -> Option<u64> {
     seconds.checked_mul(S_NS)?.checked_add(fraction)
 }
 
-/// Whether a line begins the summary: `CPU0 (sda):`, `Total (sda):`, or with `-s` `kjournald
-/// (697)`.
+/// `CPU0 (sda):`, `Total (sda):`, or with `-s` `kjournald (697)`.
 fn is_summary(line: &[u8]) -> bool {
     let line = line.trim_ascii_end();
     let total = line.starts_with(b"CPU") || line.starts_with(b"Total (");

@@ -25,8 +25,7 @@ use super::{
 };
 use crate::statistics::{Comparison, Verdict, median};
 
-/// Rounds of a run, time permitting. A table never ends earlier: looking again and again until
-/// something shows would find it by chance.
+/// A table never ends earlier: looking until something shows would find it by chance.
 const MOST_ROUNDS: usize = 20;
 /// Slices of a cell in a budget: twelve rounds with their opening and flushing.
 const SLICES_PER_CELL: u32 = 48;
@@ -306,7 +305,6 @@ impl Course for Tables {
     }
 
     fn is_at(&self) -> String {
-        // One of the round has been taken.
         format!("round {} of {} rows", self.rounds, self.queue.len() + 1)
     }
 }

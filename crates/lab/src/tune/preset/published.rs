@@ -173,8 +173,8 @@ pub(super) fn random_by_l2_cache() -> Published {
     }
 }
 
-/// Sequential qemu-img bench reads of 4 KiB in operations per second (262,144 by the published
-/// seconds); and random reads in a guest, where only the gain was published.
+/// Sequential reads in operations per second (262,144 by the published seconds); and a guest's
+/// random reads, published as a gain only.
 pub(super) fn reads_by_prefetch() -> Published {
     let of = |name: &str, prefetch, values: &[f64]| {
         row(name, qcow2(CacheMode::None, 64 * K, L2Share::Full, prefetch), values)

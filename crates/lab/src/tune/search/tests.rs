@@ -10,7 +10,6 @@ use crate::tune::matrix::{L2Share, Operation};
 struct Machine {
     truth: fn(&Configuration, &Pattern) -> f64,
     random: fastrand::Rng,
-    /// Samples that fit into the time.
     left: f64,
     all: f64,
 }
@@ -56,8 +55,7 @@ fn names(search: &Search) -> BTreeMap<&'static str, String> {
     search.choices().iter().map(|choice| (choice.goal.name(), choice.configuration.to_string())).collect()
 }
 
-/// Writes are faster past the page cache, prefetch helps sequential reads for free, large clusters
-/// cost first writes.
+/// Writes are faster past the page cache, prefetch helps, large clusters cost first writes.
 fn disk(configuration: &Configuration, pattern: &Pattern) -> f64 {
     let mut speed = match configuration.cache {
         CacheMode::None if pattern.writes() => 1.5,
