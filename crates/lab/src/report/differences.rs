@@ -1,7 +1,6 @@
 //! Compares two results: which measures differ, by how much, and whether that is more than noise.
 //!
 //! Measures match by name and unit. Different machines are always pointed out.
-//! different machines.
 
 use std::fmt::Write as _;
 

@@ -11,7 +11,6 @@
 //! All configurations of a stage take turns, so that drift of the machine hits all of them. A stage
 //! ends early where more rounds would change nothing. Combinations follow from the samples alone,
 //! so a search that is continued with earlier samples goes on where it ended. Knows no clock.
-//! told to it.
 
 use std::collections::HashMap;
 

@@ -1,3 +1,4 @@
+//! The published measurements: their tables, and what was concluded from them.
 //!
 //! | Preset | Source |
 //! | --- | --- |
