@@ -1,10 +1,8 @@
 //! The JSON output: what fio would print of the same load, and beside it weir's own.
 //!
 //! Names and units are those of `fio --output-format=json` (fio's HOWTO, "JSON output"). All jobs
-//! are one, as with `group_reporting`. Each request has one latency, in `clat_ns` (with
-//! percentiles) and `lat_ns`; `slat_ns` is empty. In an open loop it counts from the due instant.
-//!
-//! Keys are never left out: readers index them.
+//! are one. `clat_ns` and `lat_ns` are the latency, from the due instant in an open loop; `slat_ns`
+//! is empty. Keys are never left out: readers index them.
 
 use std::time::{SystemTime, UNIX_EPOCH};
 

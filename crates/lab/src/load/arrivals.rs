@@ -1,10 +1,8 @@
 //! When requests of an open loop are due, whether those before them were answered or not.
 //!
 //! A closed loop sends less while the disk is slow, and so asks least when waiting would show most
-//! (Gil Tene's "coordinated omission"). Here a late request counts its latency from the instant it
-//! was due.
-//!
-//! Never knows the time: instants go in and come out.
+//! (Gil Tene's "coordinated omission"). Here latency counts from the due instant. Time is passed
+//! in.
 
 use clap::ValueEnum;
 use policy::time::{Duration, Instant, NANOS_PER_SECOND};

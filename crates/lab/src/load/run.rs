@@ -6,13 +6,9 @@
 //!      …  ◄────────────────────────────────┘
 //! ```
 //!
-//! In an open loop, each task first takes the next due instant and waits for it. While all tasks
-//! are busy nobody takes one, so that request is sent late, and a queue costs nothing.
-//!
-//! Only the data path itself allocates for a request, and the clock is read once: a closed loop
-//! sends at the instant of the answer before.
-//!
-//! Each reader has a place and tasks of its own.
+//! In an open loop, a task takes the next due instant and waits for it. While all tasks are busy,
+//! requests are late, and a queue costs nothing. Only the data path allocates for a request, and
+//! the clock is read once. Each reader has a place and tasks of its own.
 
 use std::{
     cell::{Cell, RefCell},

@@ -8,8 +8,7 @@
 //!   draw ─► rank: 0 is the hottest ─► scattered: where that block lies
 //! ```
 //!
-//! Hot blocks are scattered over the disk, so neighbours that are hot by chance do not favour
-//! cluster caches or read-ahead.
+//! Ranks are scattered over the disk, so hot neighbours do not favour cluster caches or read-ahead.
 
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Zipf {

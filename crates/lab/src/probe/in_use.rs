@@ -1,10 +1,8 @@
 //! Whether a device is in use or holds data: then it is not written to.
 //!
-//! Four questions, the clearest answers first: is it mounted, does another device lie on it, is it
-//! held exclusively (by any kernel user: swap, RAID), does it begin with a known signature. The
-//! third alone excludes all users, and goes on excluding them while the device is held; the others
-//! say what it is. Only the last can be overruled. A device that is only read is asked the third
-//! alone.
+//! Four questions: is it mounted, does another device lie on it, is it held exclusively (by any
+//! kernel user: swap, RAID), does it begin with a known signature. The third alone keeps users out,
+//! also later; the others name them. Only the last can be overruled. Reading asks only the third.
 
 use std::{fs, io, os::unix::fs::OpenOptionsExt as _, path::Path};
 

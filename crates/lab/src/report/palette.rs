@@ -1,12 +1,9 @@
 //! The colours of charts, for light and for dark.
 //!
 //! plotters writes light colours into attributes. CSS rules win over attributes, so the dark page
-//! is a list of rules `[stroke="#0072B2"] { stroke: … }` over the same drawing. Each colour here
-//! therefore means one thing, and a drawing cut out of the page is right by itself.
-//!
-//! The lines' colours are those of Okabe and Ito (*Color Universal Design*, 2008), which people
-//! with any colour vision tell apart. Made strong enough for thin lines, not all eight remain
-//! distinct, so five lines are solid and three dashed.
+//! is a list of rules `[stroke="#0072B2"] { stroke: … }` over the same drawing, and each colour
+//! here means one thing. The lines' colours are those of Okabe and Ito (*Color Universal Design*,
+//! 2008) for any colour vision, made stronger: five lines are solid and three dashed.
 
 use plotters::style::RGBColor;
 

@@ -7,11 +7,8 @@
 //!   simulate ─┘      +  Header            └─► FILE.html   one page to look at (`report/`)
 //! ```
 //!
-//! All three have the same form: numbers with all samples ([`Measure`]), tables, and charts as
-//! data. Reports and comparisons know nothing more specific, and draw only what is kept.
-//!
-//! Never holds a figure that was not measured or asked for, and no secret: the command is kept as
-//! given.
+//! All have the same form: numbers with all samples ([`Measure`]), tables, and charts as data.
+//! Reports draw only what is kept. Holds no secret: the command is kept as given.
 
 pub(crate) mod arguments;
 mod file;

@@ -6,12 +6,9 @@
 //!                 └─► budget    bytes and requests a second: lines that it stands in ────────────────────┘
 //! ```
 //!
-//! The daemon imitates devices with the same two (`--delay` and `--rate`; block's
-//! `storage/delay.rs` and `storage/rate.rs`), to the nanosecond. A station may add a time for each
-//! byte, as for a probed device.
-//!
-//! Requests are served in order, so each gets its end when it begins: nothing is queued here, and a
-//! device costs a simulation no events.
+//! The twins of block's `storage/delay.rs` (`--delay`) and `storage/rate.rs` (`--rate`), to the
+//! nanosecond. A station may add a time for each byte, as for a probed device. Requests are served
+//! in order, so each gets its end when it begins, and a device needs no events.
 
 use std::{cmp::Reverse, collections::BinaryHeap};
 

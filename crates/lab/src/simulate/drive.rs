@@ -1,5 +1,4 @@
-//! A simulation from its first request to its last: reads requests, looks up their disks, and runs
-//! engines, on several threads for disks that are independent.
+//! Runs a simulation: reads requests, looks up disks, and runs engines on several threads.
 //!
 //! ```text
 //!                                 ┌─► shard 0: after (with limits), before (without) ─┐
@@ -9,11 +8,8 @@
 //! ```
 //!
 //! Disks that share a group or a device are in the same shard, so results do not depend on the
-//! number of shards. Every request is simulated twice on the same devices: with the limits, and
-//! without.
-//!
-//! A simulation ends early when [`MOST_WAITING`] requests wait, on an interruption, or at the first
-//! error in a trace. The outcome then covers what came before and says why it is incomplete.
+//! number of shards. A simulation ends early when [`MOST_WAITING`] requests wait, on an
+//! interruption, or at an error in a trace. The outcome then covers what came before and says why.
 
 use std::{
     ops::ControlFlow,

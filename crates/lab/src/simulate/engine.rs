@@ -8,15 +8,11 @@
 //!
 //! The engine drives the policy's code as the daemon does (block's `layer/throttle` and
 //! `layer/prefetch`): one tree with one timer for each outermost group and each disk without a
-//! group. Only devices and limits take time.
+//! group.
 //!
-//! Requests of a trace ([`Engine::arrive`]) must arrive in order; clients ([`Engine::add_client`])
-//! are part of the events. A disk is created at its first request, so results do not depend on the
-//! order of disks. A request comes after events of the same instant. So the same input gives the
-//! same result, also without disks that share neither group nor device.
-//!
-//! A waiting request takes about 120 bytes (240 while the table grows). At most [`MOST_WAITING`]
-//! wait. Apart from reading ahead, requests allocate nothing once the tables have grown.
+//! Requests must arrive in order. A disk is created at its first request, and a request comes after
+//! events of the same instant. So results depend neither on the order of disks nor on disks that
+//! share nothing. A waiting request takes about 120 bytes (240 while the table grows).
 
 use std::sync::atomic::{AtomicBool, Ordering};
 

@@ -1,11 +1,8 @@
 //! `--events`: every request's result, as CSV that is a trace again.
 //!
-//! Rows are in the order in which requests passed the limits. For arrival order, sort by the first
-//! column, or read with a window as large as the longest queue.
-//!
-//! Rows go to a temporary file that is renamed at the end, so a simulation that fails at its start
-//! leaves the old file. A full disk ends the writing and not the simulation. Inputs are never
-//! overwritten.
+//! Rows are in the order in which requests passed the limits. They go to a temporary file that is
+//! renamed at the end, so a simulation that fails at its start leaves the old file. A full disk
+//! ends the writing and not the simulation. Inputs are never overwritten.
 
 use std::{
     fs::{self, File, Permissions},

@@ -8,11 +8,9 @@
 //!   --config ─────┴─► setup.rs: a World       without them                     events.rs: each request
 //! ```
 //!
-//! The decisions are those of the `policy` crate that the daemon runs; time jumps from event to
-//! event. Devices are modelled (`device.rs`); merging of requests, which happens before a trace is
-//! recorded, and the daemon's own time are not.
-//!
-//! Never opens an image, and always says if a trace could not be read to its end.
+//! The decisions are those of the `policy` crate; time jumps from event to event. Devices are
+//! modelled (`device.rs`); merging, which happens before a trace is recorded, and the daemon's own
+//! time are not. Never opens an image, and always says if a trace was not read to its end.
 
 mod arguments;
 mod bucket;

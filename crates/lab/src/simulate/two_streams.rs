@@ -2,12 +2,9 @@
 //! figures.
 //!
 //! Two `dd if=/dev/zero bs=1M count=256` each write a file on one disk of some 22 MB/s: without
-//! limits, with 4 and 2 MB/s, and with these from a watermark of 90 or 100 percent on.
-//!
-//! The model device is a line of 22 MiB a second without seeks. With `oflag=direct`, a stream has
-//! one write at a time. Without, it has up to `cache` dirty bytes, all on their way to the device,
-//! and `dd` ends when its last page is dirty. The cache of 2009 is unknown; the figures imply some
-//! 30 to 100 MiB a stream.
+//! limits, with 4 and 2 MB/s, and with these from a watermark of 90 or 100 percent on. With
+//! `oflag=direct`, a stream has one write at a time, else up to `cache` dirty bytes on their way to
+//! the device; the figures of 2009 imply some 30 to 100 MiB.
 
 use console::table::Side;
 use policy::{device::Rates, throttle::LimitKind, watermark::Watermark};

@@ -1,10 +1,8 @@
-//! Watermarks: looks at the devices twenty times a second, and lifts, scales or enforces the limits
-//! that have one. The twin of block's `device/sampler.rs`. A device's use is the share of the time
-//! since the last look in which it worked.
+//! Watermarks: looks at the devices twenty times a second, and lifts, scales or enforces limits.
+//! The twin of block's `device/sampler.rs`. Use is the share of time worked since the last look.
 //!
-//! Looks happen at multiples of the interval, so independent disks do not influence each other.
-//! After [`IDLE_LOOKS`] looks at idle devices there are none until the next request. Where a daemon
-//! would find no device, limits are always enforced.
+//! Looks happen at multiples of the interval, so independent disks do not influence each other, and
+//! stop after [`IDLE_LOOKS`] idle ones. Without a device, limits are always enforced.
 
 use policy::{
     throttle::{Counters, Enforcement, Limits, NodeId},

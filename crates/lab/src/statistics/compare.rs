@@ -1,10 +1,9 @@
 //! Whether one thing differs from another, or chance does.
 //!
 //! The rank-sum test (Mann and Whitney, 1947), inverted to an interval (Hodges and Lehmann, 1963).
-//! Of all quotients of one sample of each, the middle one is the difference; the test gives how
-//! many at each end lie outside of 95 %. Interval and verdict never contradict each other. One
-//! disturbed run hardly moves the middle, and the noise may have any distribution if it is the same
-//! for both.
+//! Of all quotients of one sample of each, the middle one is the difference; the test says how many
+//! at each end lie outside of 95 %. The noise may have any distribution, and outliers hardly
+//! matter.
 
 use super::ranks::{Comparison, EXACT_UP_TO, comparison, exact_places, normal_places};
 

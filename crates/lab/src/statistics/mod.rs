@@ -7,10 +7,8 @@
 //!   quotients by round ─► compare_rounds ─► the same of two that took turns, without what the rounds had in common
 //! ```
 //!
-//! Measurements have heavy-tailed noise, so everything here goes by ranks, medians and resampling,
-//! and nothing assumes a normal distribution.
-//!
-//! At most one of twenty comparisons of equal things shows a difference.
+//! Noise is heavy-tailed, so everything goes by ranks, medians and resampling. At most one of
+//! twenty comparisons of equal things shows a difference.
 
 mod compare;
 mod estimate;

@@ -6,12 +6,9 @@
 //!           zstd              requests              Reader ─┘
 //! ```
 //!
-//! Everything streams: memory holds a block of text, the reordering window and the names of disks.
-//! A line that does not parse is an error, never skipped: a simulation of half a trace looks like
-//! one of the whole. Records before that line are handed out first.
-//!
-//! Traces are untrusted. Nothing in them makes a reader panic, hang or allocate without bound;
-//! `fuzz/fuzz_targets/trace.rs` tries.
+//! Everything streams: memory holds a block of text, the reordering window and the disks' names. A
+//! line that does not parse is an error after all records before it. Traces are untrusted: nothing
+//! in them makes a reader panic, hang or allocate without bound (`fuzz/fuzz_targets/trace.rs`).
 
 mod disks;
 mod error;

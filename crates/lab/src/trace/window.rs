@@ -8,9 +8,7 @@
 //!
 //! Tracers on several processors, and servers that log completions, write records slightly out of
 //! order. The output is in order if no record is further from its place than the window. An ordered
-//! trace never touches the heap.
-//!
-//! Never reorders records of the same time.
+//! trace never touches the heap; records of the same time keep their order.
 
 use std::{
     cmp::{Ordering, Reverse},

@@ -1,10 +1,7 @@
 //! What a disk can be tuned for: which patterns count, and which cache modes may be recommended.
 //!
-//! Which modes are safe for whom is from QEMU's documentation of `cache` (qemu-system-x86_64(1)):
-//! with flushes, all modes but `unsafe` survive a power failure; without, only those that make
-//! every write durable.
-//!
-//! A goal counts only its own patterns: a gain elsewhere would hide a loss.
+//! QEMU's documentation of `cache` (qemu-system-x86_64(1)) says which modes are safe: with flushes,
+//! all but `unsafe` survive a power failure; without, only those that make every write durable.
 
 use block::storage::CacheMode;
 use clap::ValueEnum;

@@ -6,10 +6,7 @@
 //!
 //! A slice is short, so that every configuration has its turn in each round. Reads begin with a
 //! cold page cache, unless they are to be from it; the median batch of the steady part counts.
-//! Writes end with a flush that counts, after the same amount for every configuration. What a mode
-//! does not flush is written back afterwards, so that the next slice does not pay for it.
-//!
-//! No sample is judged here: held up slices are for the statistics to see.
+//! Writes end with a flush that counts, after the same amount for every configuration.
 
 use std::{
     collections::HashMap,

@@ -7,10 +7,7 @@
 //! ```
 //!
 //! Decisions (`search`, `choice`, `samples`) are apart from I/O (`images`, `measure`) and know no
-//! clock, so tests run them against simulated machines. I/O goes through the disk that `weir serve`
-//! runs.
-//!
-//! Never leaves an image behind, and writes only to what it made, or to a device on request.
+//! clock. Never leaves an image behind, and writes only to what it made, or to a device on request.
 
 mod apply;
 mod arguments;

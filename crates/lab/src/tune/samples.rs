@@ -1,12 +1,9 @@
-//! The samples so far, one for each configuration, pattern and round; and comparisons of
-//! configurations.
+//! The samples so far, and comparisons of configurations.
 //!
-//! Two are compared by the quotients of rounds that both were in, so slower rounds cancel out. The
-//! default is in every round; through it two are compared that share no round.
-//!
-//! A goal's round is the geometric mean of its patterns' quotients. Outliers are clamped to the
-//! usual noise of their pattern (Tukey's fences: three times the median distance); stored samples
-//! are never dropped.
+//! Two are compared by the quotients of rounds that both were in, so slower rounds cancel out; or
+//! through the default, which is in every round. A goal's round is the geometric mean of its
+//! patterns. Outliers are clamped to their pattern's usual noise (Tukey's fences: three times the
+//! median distance).
 
 use std::collections::{BTreeMap, HashMap};
 

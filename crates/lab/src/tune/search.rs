@@ -8,9 +8,8 @@
 //!   stage 2   their combinations, the most promising, with the best so far ─┘
 //! ```
 //!
-//! All configurations of a stage take turns, so that drift of the machine hits all of them. A stage
-//! ends early where more rounds would change nothing. Combinations follow from the samples alone,
-//! so a search that is continued with earlier samples goes on where it ended. Knows no clock.
+//! All configurations of a stage take turns, so that drift of the machine hits all of them.
+//! Combinations follow from the samples alone, so a search can be resumed from samples.
 
 use std::collections::HashMap;
 

@@ -6,16 +6,12 @@
 //!                                         action  RWBS
 //! ```
 //!
-//! A request passes several actions. The first kind that the first mebibyte has is taken: `Q`
-//! (queued), what the program asked for; else `D` (sent to the device); else `C` (complete).
+//! Of a request's actions one is taken, whichever the first mebibyte has: `Q` (queued), else `D`
+//! (sent to the device), else `C` (complete). RWBS: a leading `F` is a flush before the request,
+//! then `R`, `W` or `D` (discard) says what it is. `N` and requests without sectors are skipped,
+//! but `B` (a barrier of old kernels) is a flush then. A device's name is its numbers, `8,0`.
 //!
-//! RWBS: a leading `F` is a flush before the request, then `R`, `W` or `D` (discard) says what it
-//! is; further letters are ignored. `N`, requests without sectors and SCSI commands are skipped.
-//! `B` (a barrier of old kernels) without sectors is a flush. A device's name is its numbers,
-//! `8,0`.
-//!
-//! Source: blkparse(1), "OUTPUT DESCRIPTION AND FORMATTING"; the letters as blkparse 1.2 prints
-//! them. The summary after the last event is ignored.
+//! Source: blkparse(1), "OUTPUT DESCRIPTION AND FORMATTING"; blkparse 1.2.
 
 use super::{
     super::{fields, record::Op},

@@ -2,13 +2,11 @@
 //! `version,time,op,size,lbn`.
 //!
 //! `time` is in seconds, `op` a SCSI command in hexadecimal (`28` is READ(10), `2a` is WRITE(10)),
-//! `size` in bytes, `lbn` in sectors of 512 bytes. The header says which column is which, in any
-//! order; other columns are ignored. A file is one disk, which is called as the file is, without
-//! its endings.
+//! `size` in bytes, `lbn` in sectors of 512 bytes. Columns may have any order. A file is one disk,
+//! named after it without endings.
 //!
-//! Source: data/cloudPhysicsIO.csv of github.com/1a1a11a/libCacheSim and what its vscsi reader
-//! makes of the original; the commands are those of SBC-4 and SPC-5. A second is coarse: requests
-//! of the same second come at once.
+//! Source: data/cloudPhysicsIO.csv of github.com/1a1a11a/libCacheSim and its vscsi reader; SBC-4,
+//! SPC-5.
 
 use super::{
     super::{error::shown, fields, record::Op},

@@ -5,11 +5,9 @@
 //!   version 3:      <time> <file> <action> [<offset> <length>]              sync, datasync, wait (version 2 alone)
 //! ```
 //!
-//! Source: fio's HOWTO, "Trace file format v2" and "v3". The times of version 3 are microseconds
-//! (`utime_since_now` in fio's iolog.c), which the HOWTO does not say.
-//!
-//! Version 2 has no times: requests come at once, one after the other, but for `wait`. A file is a
-//! disk; one that is opened and never used is none.
+//! Source: fio's HOWTO, "Trace file format v2" and "v3". Times of version 3 are microseconds
+//! (`utime_since_now` in iolog.c). In version 2 requests come at once, but for `wait`. A file is a
+//! disk.
 
 use super::{
     super::{

@@ -11,8 +11,7 @@
 //!
 //! `docs/reference/traces.md` says for each what its fields mean, and where that is written.
 //!
-//! A parser sees one line at a time and no files. It passes on times of the trace's own clock; the
-//! reader makes them relative.
+//! A parser sees one line at a time. Times are the trace's own; the reader makes them relative.
 
 mod alibaba;
 mod blkparse;

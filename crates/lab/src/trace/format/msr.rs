@@ -1,9 +1,8 @@
 //! The CSV of the servers of Microsoft Research in Cambridge:
 //! `Timestamp,Hostname,DiskNumber,Type,Offset,Size,ResponseTime`.
 //!
-//! `Timestamp` is when the request came, as Windows counts time: steps of 100 ns since 1601. `Type`
-//! is `Read` or `Write`, offset and size are bytes, `ResponseTime` is not used. The files as
-//! published have no header; a header is skipped. A disk is called `hm.0`: host, dot, number.
+//! `Timestamp` counts 100 ns since 1601, as Windows does. `Type` is `Read` or `Write`, offset and
+//! size are bytes. A header is skipped. A disk is called `hm.0`: host, dot, number.
 //!
 //! Source: README.txt of the traces (SNIA IOTTA, "MSR Cambridge Traces"; Narayanan, Donnelly and
 //! Rowstron, *Write Off-Loading*, FAST 2008).
