@@ -57,7 +57,6 @@ impl Buffer {
         &mut self.memory[self.payload..][..length]
     }
 
-    /// Header and payload as one piece.
     pub(crate) fn into_reply(mut self, header: [u8; HEADER], length: usize) -> View {
         let start = self.payload - HEADER;
         self.memory[start..self.payload].copy_from_slice(&header);

@@ -37,7 +37,6 @@ const NBD_ENOSPC: u32 = 28;
 pub(crate) const LONGEST_REQUEST: u32 = 1 << 20;
 const IN_FLIGHT: usize = 64;
 
-/// Its magic is checked.
 struct Request {
     flags: u16,
     command: u16,
@@ -90,7 +89,6 @@ struct Connection {
     /// Replies posted and not yet being sent.
     replies: RefCell<Vec<View>>,
     in_flight: Cell<usize>,
-    /// The sender ends with the last reply.
     finished: Cell<bool>,
     sender: Cell<Option<Waker>>,
     reader: Cell<Option<Waker>>,

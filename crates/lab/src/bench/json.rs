@@ -131,7 +131,6 @@ fn options(arguments: &BenchArgs, job: &Job) -> Value {
     Value::Object(options)
 }
 
-/// `each` are the requests of each second.
 fn direction(latencies: &Latencies, block_bytes: u64, outcome: &Outcome, each: &[u64]) -> Value {
     let count = latencies.len();
     let bytes = count.saturating_mul(block_bytes);

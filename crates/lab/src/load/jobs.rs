@@ -98,7 +98,6 @@ async fn gather(
                 ended += 1;
                 sum.add(*ran);
             }
-            // A thread panicked; its join reports that.
             Err(_) => break,
         }
         if ready == count

@@ -131,7 +131,6 @@ impl Scale {
     }
 
     fn at_equal_factors(&self, unit: Unit, most: usize) -> Vec<(f64, String)> {
-        // Sizes are powers of two.
         let binary = matches!(unit, Unit::Bytes | Unit::BytesPerSecond);
         let (base, mantissas): (f64, &[f64]) = if binary { (2.0, &[1.0]) } else { (10.0, &[1.0, 2.0, 5.0]) };
         let per_decade = base.log10();

@@ -62,7 +62,6 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let inner = directory.path().join("new");
         let charts = ["Share, <of> all/requests", "../../etc", "", "Share of: all requests"].map(chart);
-        // Earlier files are replaced.
         for _ in 0..2 {
             save(&charts, &inner).unwrap();
         }

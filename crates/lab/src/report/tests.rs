@@ -174,7 +174,6 @@ fn two_pages_side_by_side_say_which_is_better() {
     assert!(!texts.contains("Device\n/dev/vda (serial x), ext4\n/dev/vda"), "the device is the same");
 }
 
-/// Numbers of every size, often extreme.
 fn number() -> impl Strategy<Value = f64> {
     prop_oneof![
         any::<f64>().prop_filter("finite, as JSON's are", |value| value.is_finite()),

@@ -77,7 +77,6 @@ fn titled(shown: &Table, bold: bool) -> String {
     let columns = shown.columns.iter().map(String::as_str).zip(columns::sides(shown));
     let mut table = table::Table::new(columns.collect::<Vec<_>>());
     for row in &shown.rows {
-        // A cell may have several lines, and a foreign file rows of any length.
         let line =
             |column, number| row.get(column).and_then(|cell: &String| cell.lines().nth(number)).unwrap_or("");
         let lines = row.iter().map(|cell| cell.lines().count()).max().unwrap_or(0);

@@ -50,7 +50,6 @@ impl Kind {
 }
 
 enum Place {
-    /// This file, after all links.
     File(PathBuf),
     Into,
 }

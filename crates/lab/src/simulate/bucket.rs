@@ -95,7 +95,6 @@ impl Held {
         ended.map_or(Bucket::NONE, |(bucket, _)| bucket)
     }
 
-    /// Counts the time up to `now` for what still waits.
     pub(super) fn settle(&mut self, now: u64) {
         for direction in Direction::ALL {
             if let Some((bucket, since)) = self.by[direction.index()] {

@@ -394,7 +394,6 @@ impl Pair {
         stop: &AtomicBool,
         mut between: impl FnMut(&mut Engine),
     ) -> Result<(), Impossible> {
-        // Disks without requests are reported too.
         self.follow(world, world.disks.len())?;
         let is_over = self.is_full();
         let is_stopped = || is_over || stop.load(Ordering::Relaxed);

@@ -198,7 +198,6 @@ impl Engine {
         true
     }
 
-    /// Devices are looked at again from now on.
     fn wake(&mut self) {
         if self.watch.wakes() {
             self.look_at_devices();
@@ -324,7 +323,6 @@ impl Engine {
         }
     }
 
-    /// Lets pass what may, and sets the timer for the rest.
     fn release(&mut self, arbiter: usize) {
         let now = Instant::from_nanos(self.state.now);
         loop {
@@ -349,7 +347,6 @@ impl Engine {
         }
     }
 
-    /// Reads device use, and lets pass what the watermarks allow.
     fn look_at_devices(&mut self) {
         for arbiter in self.watch.look(&mut self.state) {
             self.release(arbiter);
@@ -371,7 +368,6 @@ impl Engine {
         }
     }
 
-    /// Returns what it waited for.
     fn count_out(&mut self, request: &Request) -> Bucket {
         let now = self.state.now;
         let disk = &mut self.state.disks[request.disk];

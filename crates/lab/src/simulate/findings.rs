@@ -16,7 +16,6 @@ use crate::{
     result::{Axis, Better, Chart, Findings, Lines, Measure, SamplesAre, Series, Table, Unit},
 };
 
-/// More than a page has pixels.
 const MOST_POINTS: usize = 512;
 
 fn exact(name: String, unit: Unit, better: Better, value: f64) -> Measure {

@@ -26,7 +26,6 @@ struct Event {
 #[derive(Debug)]
 pub(super) enum What {
     Timer(usize),
-    /// A client's answer, whether at once or not.
     Answer(u32, bool),
     Send(u32),
     Chunk(usize, FetchId),

@@ -136,7 +136,6 @@ impl Line {
 }
 
 impl Summary {
-    /// Disks without requests are left out.
     pub(crate) fn new(outcome: &Outcome, remarks: &[String]) -> Self {
         let Outcome { world, disks, groups, partial } = outcome;
         let used = disks.iter().zip(&world.disks).filter(|(disk, _)| disk.after.requests > 0);

@@ -51,7 +51,6 @@ fn said(value: f64) -> String {
     if value.fract() == 0.0 { format!("{value:.0}") } else { format!("{value:.1}") }
 }
 
-/// A simulated rate beside the original's.
 fn beside(name: &str, simulated: f64, said_rate: f64, story: &mut Vec<(String, f64)>) -> [String; 2] {
     story.push((name.to_owned(), simulated));
     [said(simulated), said(said_rate)]

@@ -37,7 +37,6 @@ pub(crate) const MOST_DISKS: usize = 10_000;
 
 #[derive(Clone, Debug)]
 pub(crate) struct Setup {
-    /// Without disks that are not known yet.
     pub(crate) world: World,
     /// What a daemon would do with this config file but is not simulated.
     pub(crate) remarks: Vec<String>,

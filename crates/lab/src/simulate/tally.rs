@@ -89,7 +89,6 @@ impl Queue {
         }
     }
 
-    /// Counts the time up to `now` for what still waits.
     pub(crate) fn settle(&mut self, now: u64) {
         if self.waiting > 0 {
             self.throttled_ns += now.saturating_sub(self.since);

@@ -98,7 +98,6 @@ impl Watch {
         }
     }
 
-    /// The look at the world's first instant, if any.
     pub(super) fn begin(&mut self, flow: &mut Flow) {
         if !self.devices.is_empty() {
             self.awake = true;

@@ -20,7 +20,6 @@ pub(crate) struct World {
 #[derive(Clone, Debug)]
 pub(crate) struct Group {
     pub(crate) name: String,
-    /// What its members share.
     pub(crate) hold: DiskSettings,
     /// Its index in [`World::groups`], smaller than this group's.
     pub(crate) parent: Option<usize>,

@@ -86,7 +86,6 @@ impl Lines {
             }
             searched = rest.len();
             if self.ended {
-                // The last line may lack its end.
                 return Ok((searched > 0).then_some((searched, 0)));
             }
             self.refill()?;

@@ -63,7 +63,6 @@ impl Source for Merged {
 }
 
 impl Merged {
-    /// Opens traces; `-` is standard input.
     pub(crate) fn open(paths: &[PathBuf], options: &Options) -> Result<Self, TraceError> {
         let together =
             |file: &str, why: &str| TraceError::Together { file: file.to_owned(), why: why.to_owned() };

@@ -19,7 +19,6 @@ use crate::statistics::{Comparison, Verdict, median};
 /// Smaller gains are worth no change, and chance would decide between equals.
 pub(super) const MARGIN: f64 = 0.05;
 
-/// Printed with every recommendation.
 pub(super) const RULE: &str = "Recommended is the first configuration, in this order, that was shown to be within 5 % of the fastest: \
      the default, fewest changes to it, least memory. A change is recommended only if it was shown to gain more than 5 %.";
 

@@ -62,7 +62,6 @@ impl Meter {
         Self { images, slice, stop, random: fastrand::Rng::with_seed(seed), rates: HashMap::new() }
     }
 
-    /// Measures a turn's patterns until it is time to stop; hands each sample to `record`.
     pub(super) async fn turn(
         &mut self,
         turn: &Turn,

@@ -131,7 +131,6 @@ fn look(path: &Path, format: Option<Format>, part: Option<u64>) -> anyhow::Resul
     })
 }
 
-/// Prints and keeps what was found, after everything made was removed.
 fn tell(outcome: Outcome, interrupted: bool, arguments: &TuneArgs, begun: Begun) -> Result<(), Failure> {
     let Outcome { findings, text, details, failed } = outcome;
     let mut result = ResultFile::new(begun.end(Some(&arguments.path)), findings);

@@ -35,7 +35,6 @@ pub(super) struct Kept {
 struct Cell {
     configuration: String,
     pattern: String,
-    /// One for each sample.
     rounds: Vec<u32>,
     operations_per_second: Vec<f64>,
 }

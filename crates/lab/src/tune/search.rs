@@ -194,7 +194,6 @@ impl Search {
                 self.stage = Stage::Done;
                 return;
             }
-            // The references take turns with them.
             let mut candidates = vec![self.space.default_configuration()];
             let scores = self.scores();
             for goal in &self.goals {

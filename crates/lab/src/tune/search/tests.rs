@@ -144,7 +144,6 @@ fn two_seeds_recommend_the_same_on_a_noisy_machine() {
 
 #[test]
 fn the_end_of_the_time_is_kept_and_what_is_known_by_then_is_told() {
-    // Not even one round of stage 1: nothing is changed.
     let mut machine = Machine::new(disk, 1, 100);
     let found = machine.search(search(1));
     let measured: usize = Pattern::all()
