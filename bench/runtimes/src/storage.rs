@@ -27,6 +27,9 @@ pub(crate) enum Storage {
     File(File, u64),
 }
 
+/// An operation's result, and its buffer back.
+type Done = (io::Result<()>, Buffer);
+
 impl Storage {
     /// Opens `memory:SIZE` (with K, M, G or T) or a path.
     pub(crate) async fn open(image: &str) -> io::Result<Self> {
@@ -72,12 +75,7 @@ impl Storage {
         }
     }
 
-    pub(crate) async fn read(
-        &self,
-        mut buffer: Buffer,
-        offset: u64,
-        length: usize,
-    ) -> (io::Result<()>, Buffer) {
+    pub(crate) async fn read(&self, mut buffer: Buffer, offset: u64, length: usize) -> Done {
         match self {
             Self::Memory(memory) => {
                 let bytes = &memory.borrow()[offset as usize..][..length];
@@ -91,12 +89,7 @@ impl Storage {
         }
     }
 
-    pub(crate) async fn write(
-        &self,
-        mut buffer: Buffer,
-        offset: u64,
-        length: usize,
-    ) -> (io::Result<()>, Buffer) {
+    pub(crate) async fn write(&self, mut buffer: Buffer, offset: u64, length: usize) -> Done {
         match self {
             Self::Memory(memory) => {
                 let bytes = buffer.payload_mut(length);

@@ -109,19 +109,11 @@ impl Found<'_> {
             let rounds = search.samples.rounds(configuration, &search.patterns);
             [configuration.to_string(), rounds.to_string()].into_iter().chain(Goal::ALL.map(of)).collect()
         };
-        Table {
-            title: "Speed beside the default".to_owned(),
-            columns: ["Configuration", "Rounds"]
-                .map(str::to_owned)
-                .into_iter()
-                .chain(Goal::ALL.map(|goal| goal.name().to_owned()))
-                .collect(),
-            rows: search.samples.configurations.iter().map(row).collect(),
-            note: Some(
-                "The geometric mean over what counts for the goal, by quotients of the same round; 1 is as fast as the default. In brackets: not safe enough for the goal."
-                    .to_owned(),
-            ),
-        }
+        let columns = ["Configuration", "Rounds"].into_iter().chain(Goal::ALL.map(Goal::name));
+        let rows = search.samples.configurations.iter().map(row).collect();
+        let note = "The geometric mean over what counts for the goal, by quotients of the same round; \
+                    1 is as fast as the default. In brackets: not safe enough for the goal.";
+        Table { note: Some(note.to_owned()), ..Table::new("Speed beside the default", columns, rows) }
     }
 
     fn pattern(&self, pattern: &Pattern) -> Option<Table> {
@@ -144,14 +136,9 @@ impl Found<'_> {
             ])
         };
         let rows: Vec<_> = samples.configurations.iter().filter_map(row).collect();
-        (!rows.is_empty()).then(|| Table {
-            title: pattern.to_string(),
-            columns: ["Configuration", "IOPS", "Interval", "Beside the default", "Samples"]
-                .map(str::to_owned)
-                .to_vec(),
-            rows,
-            note: Some(NOTE.to_owned()),
-        })
+        let columns = ["Configuration", "IOPS", "Interval", "Beside the default", "Samples"];
+        let title = pattern.to_string();
+        (!rows.is_empty()).then(|| Table { note: Some(NOTE.to_owned()), ..Table::new(&title, columns, rows) })
     }
 
     fn measures(&self) -> Vec<Measure> {
@@ -211,11 +198,10 @@ impl Found<'_> {
                 points: growth.points.clone(),
             }
         };
-        let axis = |label: &str, unit| Axis { label: label.to_owned(), unit, logarithmic: false };
         Lines {
             title: "Random reads of 4K from a cold L2 cache".to_owned(),
-            x: axis("Time", Unit::Seconds),
-            y: axis("Operations per second", Unit::Iops),
+            x: Axis::new("Time", Unit::Seconds),
+            y: Axis::new("Operations per second", Unit::Iops),
             series: self.growth.iter().map(series).collect(),
         }
     }
@@ -229,10 +215,7 @@ fn beside_default(comparison: &Comparison) -> String {
 }
 
 fn apply(recommendation: &Recommendation) -> Table {
-    Table {
-        title: format!("For {}: {}", recommendation.goal.name(), recommendation.configuration),
-        columns: ["For", "What to type"].map(str::to_owned).to_vec(),
-        rows: recommendation.how().into_iter().map(|(what, line)| vec![what.to_owned(), line]).collect(),
-        note: None,
-    }
+    let title = format!("For {}: {}", recommendation.goal.name(), recommendation.configuration);
+    let rows = recommendation.how().into_iter().map(|(what, line)| vec![what.to_owned(), line]).collect();
+    Table::new(&title, ["For", "What to type"], rows)
 }

@@ -165,7 +165,6 @@ impl Place {
         Ok(Self { kind, path: wish.path.to_owned(), size_bytes, whole_bytes: size_bytes, remarks })
     }
 
-    /// Has the second signal remove what was made.
     pub(super) fn removed_by(&self, stop: &Stop) {
         if let Kind::Made { directory, .. } = &self.kind {
             stop.removes(directory.path());
@@ -297,20 +296,19 @@ mod tests {
     fn what_cannot_be_measured_is_said_and_nothing_is_made() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path();
-        let refused = |wish: Wish<'_>| format!("{:#}", open(wish).unwrap_err());
         let usual = wish(path);
-        assert!(
-            refused(Wish { size_bytes: Some(1 << 60), ..usual })
-                .contains("are free (make room, or give a smaller --size)")
-        );
-        assert!(
-            refused(Wish { size_bytes: Some(1 << 20), ..usual })
-                .contains("too few to be measured (it takes 16M")
-        );
-        assert!(refused(Wish { write: true, ..usual }).contains("is no device, and --write"));
-        assert!(refused(Wish { format: Some(Format::Raw), ..usual }).contains("--format is for an image"));
-        assert!(refused(wish(&path.join("none"))).contains("cannot be measured: No such file"));
-        assert!(refused(wish(Path::new("/dev/null"))).contains("is neither a directory nor"));
+        let sized = |size_bytes| Wish { size_bytes: Some(size_bytes), ..usual };
+        for (wish, why) in [
+            (sized(1 << 60), "are free (make room, or give a smaller --size)"),
+            (sized(1 << 20), "too few to be measured (it takes 16M"),
+            (Wish { write: true, ..usual }, "is no device, and --write"),
+            (Wish { format: Some(Format::Raw), ..usual }, "--format is for an image"),
+            (wish(&path.join("none")), "cannot be measured: No such file"),
+            (wish(Path::new("/dev/null")), "is neither a directory nor"),
+        ] {
+            let refused = format!("{:#}", open(wish).unwrap_err());
+            assert!(refused.contains(why), "{refused}");
+        }
         assert_eq!(fs::read_dir(path).unwrap().count(), 0);
     }
 

@@ -81,23 +81,15 @@ impl Measured<'_> {
             };
             vec![claim.text.to_owned(), words.to_owned()]
         };
-        Table {
-            title: format!("{}: what was concluded", published.title),
-            columns: vec!["Conclusion".to_owned(), "Here".to_owned()],
-            rows: published.claims.iter().map(row).collect(),
-            note: None,
-        }
+        let title = format!("{}: what was concluded", published.title);
+        Table::new(&title, ["Conclusion", "Here"], published.claims.iter().map(row).collect())
     }
 
     fn heat_map(&self, published: &Published) -> HeatMap {
         let columns = published.columns.iter();
         let row = |row: usize| {
-            (0..published.columns.len())
-                .flat_map(|column| {
-                    let (theirs, ours) = self.ratios(published, row, column);
-                    [theirs, ours]
-                })
-                .collect()
+            let columns = 0..published.columns.len();
+            columns.flat_map(|column| <[_; 2]>::from(self.ratios(published, row, column))).collect()
         };
         HeatMap {
             title: format!("{}, beside {}", published.title, published.reference),
