@@ -2,8 +2,7 @@
 
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 
-/// As many descriptors as the administrator allows: a socket or two and a file for each disk add
-/// up. The usual soft limit of 1024 is for programs that use select(2).
+/// Raises the soft limit to the hard one: the usual 1024 is for programs that use select(2).
 pub fn raise_limit() {
     let raised = getrlimit(Resource::RLIMIT_NOFILE)
         .and_then(|(_, hard)| setrlimit(Resource::RLIMIT_NOFILE, hard, hard));

@@ -1,7 +1,6 @@
 //! Numbers as people read them: rates, sizes, times, and a limit in a few characters.
 //!
-//! Rates are rounded to what the eye takes in. Settings are exact, so that what is shown can be
-//! typed back.
+//! Rates are rounded. Settings are exact, so that what is shown can be typed back.
 
 use std::collections::BTreeMap;
 
@@ -104,12 +103,11 @@ fn short(kind: LimitKind) -> &'static str {
     }
 }
 
-/// A date of UTC, from seconds since 1970: this machine's zone says nothing about where something
-/// was made.
+/// A date of UTC, from seconds since 1970.
 pub fn date(seconds: u32) -> String {
     let (days, second) = (seconds / 86_400, seconds % 86_400);
-    // Civil date from days since 1970, by eras of 400 years that begin in March; Howard Hinnant,
-    // "chrono-Compatible Low-Level Date Algorithms".
+    // By eras of 400 years that begin in March; Howard Hinnant, "chrono-Compatible Low-Level Date
+    // Algorithms".
     let days = days + 719_468;
     let (era, day) = (days / 146_097, days % 146_097);
     let year = (day - day / 1460 + day / 36_524 - day / 146_096) / 365;

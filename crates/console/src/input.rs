@@ -1,10 +1,5 @@
 //! What comes from the terminal and the system while the whole screen is ours: keys, a new size,
-//! signals.
-//!
-//! Two threads, because both can only be waited for; whoever listens hears them in the order they
-//! come.
-//!
-//! Never decides what a key means.
+//! signals, each awaited by a thread. Never decides what a key means.
 
 use std::{io, thread};
 
@@ -24,9 +19,9 @@ pub enum Input {
     End,
 }
 
-/// Blocks the signals in this thread and those it starts afterwards, and calls `hear` for all that
-/// comes, until it returns false. To be called before there is another thread: a signal goes to any
-/// that does not block it.
+/// Calls `hear` for all that comes, until it returns false. Blocks the signals in this thread and
+/// those it starts, so call it before there is another: a signal goes to any that does not block
+/// it.
 ///
 /// # Errors
 /// Where no thread can be had.

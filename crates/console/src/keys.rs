@@ -47,7 +47,7 @@ impl Leave {
 pub enum InList {
     /// End the program.
     End,
-    /// Choose the row that is so many rows below; the first or last, where there are fewer.
+    /// Choose the row so many rows below; the first or last, where there are fewer.
     Step(isize),
     /// Sort by the next column.
     Sort,
@@ -101,15 +101,14 @@ impl Chosen {
         self.name = name;
     }
 
-    /// Chooses the row that is `by` rows below, or the first or last; false if there are no rows.
+    /// Chooses the row `by` rows below, or the first or last; false if there are no rows.
     pub fn step(&mut self, names: &[&str], by: isize) -> bool {
         let last = names.len().saturating_sub(1);
         let next = self.index(names.iter().copied()).saturating_add_signed(by).min(last);
         self.take(names, next)
     }
 
-    /// Chooses what stands where the chosen row was, if that is gone; the first, if `stays` is not
-    /// set.
+    /// Chooses what stands where the chosen row was, if that is gone; the first, without `stays`.
     pub fn settle(&mut self, names: &[&str], stays: bool) {
         if stays && names.contains(&self.name.as_str()) {
             return;

@@ -11,8 +11,7 @@
 //! ```
 //!
 //! Here itself: the exit status (0 done, 1 failed, 2 wrong use of the command line), the form of an
-//! error, `weir: <what>: <why> (<what to do>)` on standard error, where results go, and a reactor
-//! to do I/O on.
+//! error, `weir: <what>: <why> (<what to do>)` on standard error, and a reactor to do I/O on.
 //!
 //! Never knows what a command does, nor which there are.
 
@@ -56,8 +55,8 @@ pub fn complain(error: &anyhow::Error) {
 
 /// Says on standard error what the user should know.
 pub fn say(text: &str) {
-    // Where standard error is closed there is nobody to tell.
-    // Names in it may be somebody else's choice; lines may be several.
+    // If standard error is closed nobody can be told. Names in the text may be somebody else's
+    // choice.
     let _ =
         writeln!(stderr(), "weir: {}", text.replace(|c: char| c.is_control() && c != '\n' && c != '\t', "?"));
 }

@@ -1,7 +1,5 @@
-//! The log: what is said, to whom, in which form. It goes to standard error, where systemd and a
-//! terminal find it.
-//!
-//! Never to standard output, which belongs to results.
+//! The log: on standard error, where systemd and a terminal find it; standard output belongs to
+//! results.
 
 use std::io::{IsTerminal as _, stderr};
 

@@ -1,7 +1,5 @@
-//! What a long command is at: a bar on a terminal, a line for each step elsewhere. On standard
-//! error, since results go to standard output.
-//!
-//! Never draws a bar where nobody looks on.
+//! What a long command is at, on standard error: a bar on a terminal, a line for each step
+//! elsewhere.
 
 use std::{
     cell::RefCell,

@@ -59,7 +59,6 @@ pub fn window(frame: &mut Frame<'_>, area: Rect, width: u16, height: u16, title:
 /// A window that explains the keys.
 pub fn help(frame: &mut Frame<'_>, text: &str) {
     let height = text.lines().count() as u16 + 2;
-    // Wide enough for the longest line with its border, within the least terminal.
     let inside = window(frame, frame.area(), LEAST.0, height, " keys; any key closes ".to_owned());
     frame.render_widget(Text::from(text), inside);
 }
@@ -82,8 +81,7 @@ impl Screen {
     pub fn enter() -> io::Result<Self> {
         let before = panic::take_hook();
         panic::set_hook(Box::new(move |information| {
-            // First, or the message would be drawn over, in a terminal that does not even break
-            // lines.
+            // First, or the message would be drawn over.
             leave();
             before(information);
         }));
@@ -106,11 +104,11 @@ impl Screen {
     /// If the terminal is gone by then.
     pub fn stop(&mut self) -> io::Result<()> {
         leave();
-        // Not SIGTSTP, which is awaited like the others: this cannot be.
+        // SIGTSTP is awaited like the others; this cannot be.
         raise(Signal::SIGSTOP)?;
         take()?;
-        // A new one, which draws everything. `Terminal::clear` would ask the terminal where its
-        // cursor is, and the answer would go to whoever reads the keys.
+        // A new one draws everything. `Terminal::clear` would ask the terminal where its cursor is,
+        // and the answer would go to whoever reads the keys.
         self.terminal = Terminal::new(CrosstermBackend::new(stdout()))?;
         Ok(())
     }

@@ -1,6 +1,4 @@
 //! Signals as messages: blocked in every thread, awaited in one.
-//!
-//! A handler could do next to nothing safely; a thread that waits for signals can do anything.
 
 use std::{io, thread};
 
@@ -20,10 +18,10 @@ pub struct Signals(SigSet);
 
 impl Signals {
     /// Blocks them. To be called before other threads start: a signal goes to any thread that does
-    /// not block it, and there it would end the process on the spot.
+    /// not block it, and would end the process there.
     ///
     /// # Errors
-    /// None that is known; the system call has one.
+    /// If the system call fails.
     pub fn block() -> io::Result<Self> {
         let set: SigSet = [Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP].into_iter().collect();
         set.thread_block()?;
@@ -36,7 +34,6 @@ impl Signals {
     /// Where no thread can be had.
     pub fn forward(self, hear: impl Fn(Request) -> bool + Send + 'static) -> io::Result<()> {
         let wait = move || {
-            // Waiting fails for an empty set alone.
             while let Ok(signal) = self.0.wait() {
                 let request =
                     if signal == Signal::SIGHUP { Request::HangUp } else { Request::End(signal.as_str()) };

@@ -1,7 +1,6 @@
 //! Columns of text for a terminal or a pipe: as wide as their content, separated by two spaces.
 //!
-//! Never emits a control character of a cell's content, which may come from a client's
-//! configuration: a name must not move somebody's cursor.
+//! Never emits a control character, as cells may hold names from a client's configuration.
 
 /// Which side of a column its cells stand at.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -38,8 +37,7 @@ impl Table {
         self.rows.push(cells.iter().map(|cell| clean(cell)).collect());
     }
 
-    /// The text, each line ended; empty without rows. With `bold` the heading stands out, as
-    /// terminals do it.
+    /// The text, each line ended; empty without rows. With `bold` the heading stands out.
     pub fn render(&self, bold: bool) -> String {
         if self.rows.is_empty() {
             return String::new();

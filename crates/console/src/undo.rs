@@ -1,5 +1,4 @@
-//! Commands that make something only for as long as they run: a signal undoes it before it ends
-//! them.
+//! Commands that make something only while they run: a signal undoes it before it ends them.
 
 use std::{
     process,
@@ -37,8 +36,8 @@ impl Undo {
         Ok(this)
     }
 
-    /// Makes something, and knows how to undo it before a signal can be heard. To undo what is
-    /// already gone must do no harm.
+    /// Makes something, and knows how to undo it before a signal can be heard; undoing twice must
+    /// do no harm.
     ///
     /// # Errors
     /// Those of `make`.

@@ -19,8 +19,7 @@
 use crate::request::Direction;
 use crate::time::{Duration, Instant, NANOS_PER_SECOND};
 
-/// How far behind the present a line may be and still be worked off, in nanoseconds: some timers'
-/// lateness, at 22 MiB/s 230 KiB.
+/// How far behind the present a line may be and still be caught up, in nanoseconds.
 pub const CATCH_UP_NS: u64 = 10_000_000;
 
 /// Rates a second; `None` and 0 are unlimited.
@@ -55,9 +54,8 @@ impl Lines {
         }
     }
 
-    /// When a request that comes now and moves so many bytes is done. Zeroing and discarding are
-    /// writes of no bytes: a device is told what to zero, it is not sent the zeroes. Without any
-    /// rate it is done at once, which is told as [`Instant::ZERO`].
+    /// When a request that comes now and moves so many bytes is done; [`Instant::ZERO`] without any
+    /// rate. Zeroing and discarding are writes of no bytes: a device is not sent the zeroes.
     pub fn charge(&mut self, direction: Direction, bytes: u64, now: Instant) -> Instant {
         let of_direction = &mut self.by_direction[direction.index()];
         let lines = [(&mut self.iops, 1), (&mut self.bytes, bytes), (of_direction, bytes)];
@@ -65,8 +63,7 @@ impl Lines {
         lines.into_iter().filter_map(end).fold(Instant::ZERO, Instant::max)
     }
 
-    /// How long the device has worked by `now`: its busiest line's time since it was made. At full
-    /// use it grows as the clock does.
+    /// How long the device has worked by `now`: its busiest line's time since it was made.
     pub fn worked(&self, now: Instant) -> Duration {
         let [read, write] = &self.by_direction;
         let lines = [&self.bytes, &self.iops, read, write];
@@ -74,15 +71,13 @@ impl Lines {
     }
 }
 
-/// The time line of one rate.
 #[derive(Clone, Debug)]
 struct Line {
     rate: u64,
     end: Instant,
-    /// What of a nanosecond the division has left over, in units / rate. Without it many small
-    /// requests would add up to an error.
+    /// What the division left of a nanosecond, in units / rate, so that small requests add up.
     left_over: u64,
-    /// The time of all that was ever put into the line.
+    /// The time of all that was ever appended.
     work: Duration,
 }
 
@@ -106,7 +101,6 @@ impl Line {
         self.end
     }
 
-    /// How long the line has worked by now, since it was made.
     fn worked(&self, now: Instant) -> Duration {
         self.work.saturating_sub(Duration::from_nanos(self.end.nanos_since(now)))
     }

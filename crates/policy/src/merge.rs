@@ -42,12 +42,11 @@ pub struct Candidate {
 }
 
 impl Candidate {
-    /// One past the last byte; `None` past the end of numbers, where nothing is adjacent.
+    /// One past the last byte; `None` if that overflows, where nothing is adjacent.
     const fn end(&self) -> Option<u64> {
         self.offset.checked_add(self.length)
     }
 
-    /// Whether the request reads or writes anything between its own barriers.
     fn is_plain(&self) -> bool {
         self.operation != Operation::Barrier
     }
@@ -84,16 +83,15 @@ pub struct Planner {
 }
 
 impl Planner {
-    /// A planner that has not allocated yet.
+    /// A planner that has allocated nothing.
     pub const fn new() -> Self {
         Self { order: Vec::new(), ends: Vec::new() }
     }
 
-    /// Divides a batch, given in the order of arrival, into groups of requests that may be one I/O
-    /// each.
+    /// Divides a batch, given in the order of arrival, into groups that may be one I/O each.
     ///
-    /// Costs O(n) for most batches that hold nothing to merge, O(n log n) for others, next to
-    /// nothing for a batch of one. Allocates only when the batch is larger than any before.
+    /// O(n) for most batches with nothing to merge, else O(n log n). Allocates only when the batch
+    /// is larger than any before.
     pub fn plan(&mut self, batch: &[Candidate], bounds: Bounds) -> Plan<'_> {
         self.order.clear();
         self.ends.clear();
@@ -154,7 +152,7 @@ impl Planner {
         if batch[run.clone()].iter().all(|candidate| candidate.operation == Operation::Read) {
             return false;
         }
-        // Sorted behind the plan's own order, to leave that alone; taken off again below.
+        // Sorted behind the plan's own order, and taken off again below.
         let scratch = self.order.len();
         self.order.extend(run);
         self.order[scratch..].sort_unstable_by_key(|&i| batch[i].offset);
@@ -177,12 +175,10 @@ impl Planner {
 
 /// Whether some request may begin where another ends; `false` is certain, `true` is not.
 ///
-/// Most batches hold nothing to merge, and sorting them to find that out would be most of what
-/// planning costs. This marks where requests begin in a small table, by a hash, and looks up where
-/// they end: linear.
+/// Sorting most batches in vain would be most of what planning costs. This is linear: it marks
+/// where requests begin in a small table, by a hash, and looks up where they end.
 fn may_have_neighbours(run: &[Candidate]) -> bool {
-    // With 32 requests, one batch in eight is sorted in vain; with many, the table is full and all
-    // are.
+    // With 32 requests, one batch in eight is sorted in vain; with many, all are.
     let mut begins = [0u64; 128];
     let place = |offset: u64| {
         // The top bits of a product with 2⁶⁴ divided by the golden ratio (Knuth, TAOCP 6.4).
@@ -219,8 +215,7 @@ pub struct Plan<'a> {
 }
 
 impl<'a> Plan<'a> {
-    /// The groups: each the indices of its requests in the batch, by rising offset, end to end
-    /// without a gap.
+    /// The groups: indices into the batch, by rising offset, end to end without a gap.
     pub fn groups(&self) -> impl ExactSizeIterator<Item = &'a [usize]> + use<'a> {
         let Self { order, ends } = *self;
         let mut start = 0;

@@ -15,7 +15,7 @@ impl Direction {
     /// Both directions, in the order of [`Direction::index`].
     pub const ALL: [Self; 2] = [Self::Read, Self::Write];
 
-    /// 0 for reads, 1 for writes: for tables with an entry a direction.
+    /// 0 for reads, 1 for writes.
     pub const fn index(self) -> usize {
         match self {
             Self::Read => 0,

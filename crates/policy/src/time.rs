@@ -1,8 +1,7 @@
 //! Instants as numbers: nanoseconds since an epoch that only the caller knows.
 //!
-//! The real reactor counts from its own start on the monotonic clock, the simulated one from zero.
-//! Policy code only subtracts and compares, so it cannot tell the difference. It never reads a
-//! clock.
+//! The reactor counts from its own start on the monotonic clock, the simulated one from zero.
+//! Policy code only subtracts and compares. It never reads a clock.
 
 use core::ops::{Add, AddAssign, Sub};
 pub use core::time::Duration;
@@ -32,10 +31,8 @@ impl Instant {
         self.0
     }
 
-    /// Nanoseconds from `earlier` to `self`; zero if `earlier` is in fact later.
-    ///
-    /// Two workers read the clock before they take a group's lock, so their instants may arrive out
-    /// of order.
+    /// Nanoseconds from `earlier` to `self`; zero if `earlier` is later: workers read the clock
+    /// before they take a group's lock, so their instants may arrive out of order.
     pub const fn nanos_since(self, earlier: Self) -> u64 {
         self.0.saturating_sub(earlier.0)
     }

@@ -65,17 +65,16 @@ pub struct Rates {
 impl Capacity {
     /// How much of the device these rates are, in thousandths: the larger of operations and bytes.
     ///
-    /// A mix of reads and writes takes the sum of what each takes of its own. `None` if that is
-    /// unknown for all that was done. More than 1000 is possible: a device is at times faster than
-    /// when it was measured.
+    /// A mix takes the sum of what reads and writes take. `None` if that is unknown for all that
+    /// was done. More than 1000 is possible: a device is at times faster than when it was measured.
     pub fn use_of(&self, rates: Rates) -> Option<u64> {
         let operations = part(rates.read_iops, self.read_iops, rates.write_iops, self.write_iops);
         let bytes = part(rates.read_bps, self.read_bps, rates.write_bps, self.write_bps);
         operations.max(bytes)
     }
 
-    /// What a reservation can be promised of, in operations and bytes per second: the slower of
-    /// reading and writing. 0 where one of them is unknown.
+    /// What can be promised, in operations and bytes per second: the slower of reading and writing.
+    /// 0 where one of them is unknown.
     pub fn reservable(&self) -> (u64, u64) {
         (self.read_iops.min(self.write_iops), self.read_bps.min(self.write_bps))
     }
@@ -130,22 +129,20 @@ impl Watermark {
 pub struct Sample {
     /// How much of the device was in use, in thousandths ([`Capacity::use_of`], or its busy time).
     pub used: u64,
-    /// How many times their limits, in thousandths, all the groups with a watermark took together
-    /// ([`Consumed::together`]).
+    /// How many times their limits all groups took together, in thousandths
     pub together: u64,
-    /// The same of the one that took most of its own ([`Consumed::most`]).
+    /// The same of the group that took most of its own ([`Consumed::most`]).
     pub most: u64,
 }
 
 impl Sample {
-    /// Of a device that was in use so much, by those who took this.
+    /// A sample of a device in use by `used` thousandths, by those who took this.
     pub fn new(used: u64, consumed: &Consumed) -> Self {
         Self { used, together: consumed.together(), most: consumed.most() }
     }
 }
 
-/// What use is steered to while limits hold: below saturation, where the device and not the limits
-/// would share.
+/// What use is steered to while limits hold; at saturation the device would share, not the limits.
 const TARGET: f64 = 0.98;
 /// From here on the device counts as saturated.
 const SATURATED: f64 = 0.99;
@@ -153,11 +150,9 @@ const SATURATED: f64 = 0.99;
 const HYSTERESIS: f64 = 0.05;
 /// Samples are smoothed over this time, in seconds.
 const SMOOTHING_S: f64 = 0.15;
-/// How much of the relative error the factor is moved by, a second: 1 / (2 × smoothing) damps by
-/// 0.7.
+/// Part of the relative error that the factor moves by a second; damps by 0.7.
 const GAIN: f64 = 1.0 / (2.0 * SMOOTHING_S);
-/// How fast the factor falls on a saturated device, by second; and how much faster with each second
-/// that it lasts.
+/// How fast the factor falls on a saturated device, by second, and how much faster each second.
 const FALL: f64 = 0.07;
 const FALL_FASTER: f64 = 4.0;
 const FALL_FASTEST: f64 = 2.5;
@@ -166,9 +161,8 @@ const UNANSWERED: f64 = 4.0;
 /// Use has risen if it has by this factor, and by so much of the device.
 const ANSWER: f64 = 1.1;
 const LEAST_ANSWER: f64 = 0.02;
-/// A factor so many times above what the one took that is furthest above its limits holds nobody.
-/// Where requests come in lumps, that is true in between of any factor: so what was taken is
-/// forgotten as slowly as this, in seconds.
+/// A factor so many times above what the greediest group took holds nobody. Requests in lumps would
+/// make that true of any factor at times, so what was taken is forgotten over this many seconds.
 const UNBOUND: f64 = 1.25;
 const LATELY_S: f64 = 2.0;
 /// Samples further apart than this, in seconds, say nothing of what was between them.
@@ -196,8 +190,7 @@ pub struct Controller {
     factor: f64,
     /// Factor and use when use last answered to the factor.
     answered: (f64, f64),
-    /// Seconds for which the device has been saturated, by its smoothed use, and for which every
-    /// sample was.
+    /// Seconds for which smoothed use, and for which every sample, has been saturated.
     saturated_s: f64,
     full_s: f64,
 }
@@ -251,7 +244,7 @@ impl Controller {
         let elapsed_s = self.last.map_or(STALE_S, |last| now.nanos_since(last) as f64 / 1e9);
         self.last = Some(now);
         if elapsed_s >= STALE_S {
-            // Begins anew, and from nothing: one sample alone proves no use.
+            // One sample alone proves no use.
             (self.used, self.together, self.most, self.most_lately) = (0.0, 0.0, 0.0, 0.0);
             (self.saturated_s, self.full_s) = (0.0, 0.0);
         }
@@ -280,9 +273,8 @@ impl Controller {
         let change = if is_saturated {
             self.saturated_s += elapsed_s;
             let fall = (FALL + FALL_FASTER * self.saturated_s).min(FALL_FASTEST);
-            // Where requests come in lumps (writeback), use is far above what the device can do at
-            // times, and nothing in between. What it lacks then makes the factor rise; what it
-            // exceeds must make it fall by as much, or the factor would rise for ever.
+            // With requests in lumps (writeback), use is at times far above what the device can do,
+            // and nothing in between, which makes the factor rise: it must fall by as much.
             -fall.max(GAIN * (self.used - TARGET) / TARGET)
         } else {
             self.saturated_s = 0.0;
@@ -290,8 +282,7 @@ impl Controller {
         };
         let (factor_then, used_then) = self.answered;
         let rose = self.used >= used_then * ANSWER + LEAST_ANSWER;
-        // What falls has not answered either, but demand has changed: another four times may show
-        // something.
+        // Use that falls has not answered either, but demand has changed.
         let fell = self.used <= used_then / ANSWER - LEAST_ANSWER;
         if change <= 0.0 || rose || fell {
             self.answered = (self.factor, self.used);
@@ -309,7 +300,6 @@ impl Controller {
         self.factor = self.factor.clamp(1.0, largest());
     }
 
-    /// Whether nobody is held back.
     fn is_unbound(&self) -> bool {
         self.factor > self.most_lately * UNBOUND
     }

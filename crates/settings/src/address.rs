@@ -1,10 +1,8 @@
-//! Where clients connect: `unix:PATH` or `HOST:PORT`.
-//!
-//! Only the text is judged here; whether the address can be had shows when it is bound.
+//! Where clients connect: `unix:PATH` or `HOST:PORT`. Only the text is judged here.
 
 use std::{fmt, net::Ipv6Addr, path::PathBuf, str::FromStr};
 
-/// Longest path of a Unix socket, in bytes: `sun_path` of unix(7) less the terminating zero.
+/// Bytes of a Unix socket's path: `sun_path` of unix(7) less the terminating zero.
 const MAX_SOCKET_PATH: usize = 107;
 
 /// An address to listen on.
@@ -22,8 +20,7 @@ pub enum Address {
 }
 
 impl Address {
-    /// The address of a server that was told none: NBD's registered port, reachable from this
-    /// machine alone.
+    /// The default: NBD's registered port, reachable from this machine alone.
     pub fn standard() -> Self {
         Self::Tcp { host: "localhost".to_owned(), port: 10809 }
     }
@@ -48,8 +45,7 @@ impl FromStr for Address {
         if host.is_empty() {
             return Err("has no host; write localhost, or [::] for every address of this machine".to_owned());
         }
-        // A colon may be left in brackets only, where an address of IPv6 stands (with its zone,
-        // perhaps).
+        // Colons are left in brackets only, in an IPv6 address, perhaps with its zone.
         if host.contains(['/', '\0'])
             || (host.contains(':') && !text.starts_with('['))
             || host.contains(char::is_whitespace)
@@ -79,7 +75,7 @@ fn socket_path(path: &str) -> Result<PathBuf, String> {
     Ok(PathBuf::from(path))
 }
 
-/// A Unix socket written as `unix:PATH`, where nothing else will do.
+/// A Unix socket written as `unix:PATH`.
 ///
 /// # Errors
 /// The rule that the text breaks.

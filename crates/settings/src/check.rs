@@ -1,8 +1,5 @@
-//! From a draft to a plan: every rule that ties one setting to another, each broken one said of its
-//! place.
-//!
-//! Limits of a disk are its own, also where it is in a group with limits: both hold.
-//! docs/decisions/0006 has the reasons.
+//! From a draft to a plan: every rule that ties one setting to another. Limits of a disk hold
+//! beside those of its group (docs/decisions/0006).
 
 use std::{
     collections::{HashMap, HashSet, hash_map::Entry},
@@ -19,14 +16,13 @@ use super::{
     Said, Server, Service, ServiceDraft, Settings, Wrong, groups::Groups,
 };
 
-/// Threads a daemon takes of itself at most: past them a disk's own queue is what limits.
+/// Threads by default, at most: past them a disk's own queue is what limits.
 const MAX_DEFAULT_WORKERS: usize = 8;
-/// Threads it can be told to take at most: each holds rings and buffers of several MiB.
+/// Threads that may be set: each holds rings and buffers of several MiB.
 pub const MAX_WORKERS: usize = 256;
 /// As QEMU's `max-connections`.
 const DEFAULT_MAX_CONNECTIONS: u32 = 100;
-/// Polling makes the first of a few requests faster and all of them dearer; docs/decisions/0002 has
-/// the figures.
+/// Polling makes the first requests faster and all dearer (docs/decisions/0002).
 const DEFAULT_POLL: Duration = Duration::ZERO;
 /// Beyond this, polling is a busy loop in all but name.
 pub const MAX_POLL: Duration = Duration::from_secs(1);
@@ -34,7 +30,7 @@ pub const MAX_POLL: Duration = Duration::from_secs(1);
 const MAX_NAME_BYTES: usize = 4096;
 
 impl Plan {
-    /// The plan that a draft describes. `inherited` is how many sockets the service manager passed.
+    /// The plan that a draft describes, with so many sockets passed by the service manager.
     ///
     /// # Errors
     /// The first rule that is broken.
@@ -170,7 +166,6 @@ fn plan_disk(disk: &DiskDraft, groups: &Groups<'_>) -> Result<Disk, Wrong> {
     })
 }
 
-/// A disk's settings with the index of its group.
 fn settings(disk: &DiskDraft, groups: &Groups<'_>) -> Result<(Settings, Option<usize>), Wrong> {
     let group = disk.group.as_ref().map(|name| groups.index_of(name)).transpose()?;
     if let (Some(name), Some(watermark)) = (&disk.group, &disk.settings.watermark) {
@@ -246,7 +241,6 @@ fn exports_of(disk: &DiskDraft, standard: &[Endpoint]) -> Vec<(Endpoint, Said<St
     disk.exports.iter().map(export).collect()
 }
 
-/// A path can be one socket only.
 fn check_sockets(servers: &[Server], control: &[Said<PathBuf>]) -> Result<(), Wrong> {
     let taken = |path: &PathBuf| {
         servers

@@ -1,5 +1,4 @@
-//! What was said, before it is known to make sense: every value well formed by itself, with the
-//! place it was said at.
+//! What was said: every value well formed by itself, with its place.
 
 use std::{path::PathBuf, time::Duration};
 

@@ -1,8 +1,7 @@
 //! The groups of a plan: which lies in which, and in an order in which they can be made.
 //!
-//! A group may lie in another, as a tenant's in a host's. What the file says is a list of names;
-//! here they become indices, every group after the one it lies in, so that whoever builds them
-//! needs to look at each once.
+//! A group may lie in another, as a tenant's in a host's. Names become indices, every group after
+//! the one it lies in, so one pass builds them.
 
 use std::collections::HashMap;
 
@@ -11,7 +10,6 @@ use super::{Group, GroupDraft, Said, Wrong};
 /// Groups that may lie in each other, one in the next: every request passes all of them.
 pub(crate) const MAX_LEVELS: usize = 8;
 
-/// Groups by name, while a plan is made.
 pub(super) struct Groups<'a> {
     drafts: &'a [GroupDraft],
     /// Index in `drafts`.
@@ -22,8 +20,6 @@ pub(super) struct Groups<'a> {
 
 impl<'a> Groups<'a> {
     /// Judges the groups; also returns them as the plan has them.
-    /// Errors: a group in one that does not exist or in itself, by however many steps, too many
-    /// levels, or a setting that breaks its rule.
     pub(super) fn plan(drafts: &'a [GroupDraft]) -> Result<(Self, Vec<Group>), Wrong> {
         let by_name = drafts.iter().enumerate().map(|(index, group)| (group.name.value.as_str(), index));
         let mut groups = Self { drafts, by_name: by_name.collect(), planned: Vec::new() };
@@ -47,13 +43,11 @@ impl<'a> Groups<'a> {
         Ok((groups, planned))
     }
 
-    /// The index in the plan of the group of this name.
-    /// Fails if there is none.
+    /// The index in the plan of the group of this name; fails if there is none.
     pub(super) fn index_of(&self, name: &Said<String>) -> Result<usize, Wrong> {
         self.find(name).map(|index| self.planned[index])
     }
 
-    /// The index in the drafts.
     fn find(&self, name: &Said<String>) -> Result<usize, Wrong> {
         let found = self.by_name.get(name.value.as_str()).copied();
         found.ok_or_else(|| {
@@ -64,7 +58,6 @@ impl<'a> Groups<'a> {
         })
     }
 
-    /// How many groups a group lies in.
     fn level(&self, index: usize, parents: &[Option<usize>]) -> Result<usize, Wrong> {
         let mut level = 0;
         let mut at = index;

@@ -26,8 +26,7 @@ impl Image {
         }
     }
 
-    /// The name of a disk that was given none: the file's without its extension, or the kind of
-    /// storage.
+    /// A disk's default name: the file's without its extension, or the kind of storage.
     pub fn default_name(&self) -> String {
         match &self.0 {
             Spec::File(path) => {

@@ -6,13 +6,13 @@
 //!   config file ──── config ───┘
 //! ```
 //!
-//! Both sources make the same [`Draft`], so a rule is checked in one place and holds for both. A
-//! [`Plan`] is consistent: indices are valid, names are unique, no group lies in itself, limits
-//! obey their rules. `config` reads the config file; the options of each command stand beside the
-//! command, and those that several have in `arguments`. `units` reads sizes, times and counts.
+//! Both sources make the same [`Draft`], so a rule is checked in one place. A [`Plan`] is
+//! consistent: indices are valid, names are unique, no group lies in itself, limits obey their
+//! rules. The options of each command stand beside the command, those that several have in
+//! `arguments`. `units` reads sizes, times and counts.
 //!
-//! Never opens an image or a socket: whether the image exists or the port is free shows later. It
-//! reads the config file, passphrases, and what weir keeps for itself between runs (`state`).
+//! Never opens an image or a socket. It reads the config file, passphrases, and what weir keeps for
+//! itself between runs (`state`).
 
 mod address;
 pub mod arguments;

@@ -1,8 +1,4 @@
-//! Where a setting was written, so that whatever is found wrong with it later can be said of that
-//! place.
-//!
-//! A message about the config file begins with file, line, key and value; one about the command
-//! line with the option.
+//! Where a setting was written, for messages: file, line, key and value, or the option.
 
 use std::fmt;
 

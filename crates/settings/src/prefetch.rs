@@ -1,9 +1,5 @@
-//! What is read ahead of a disk's readers, as it was said, and how its settings are told in a
-//! message.
-//!
-//! Names, defaults and ranges are the policy's; here they meet places. Numbers that are said of a
-//! disk that reads nothing ahead are kept: they hold once that is switched on, which it can be
-//! while the disk is in use.
+//! What is read ahead of a disk's readers, as it was said. Names, defaults and ranges are the
+//! policy's. Numbers of a disk that reads nothing ahead are kept until that is switched on.
 
 use policy::prefetch::{Invalid, Mode, Setting, Settings, UnknownMode};
 
@@ -44,7 +40,7 @@ impl PrefetchDraft {
                 let (least, most) = range(setting);
                 place.wrong(format!("is out of range; it may be from {least} to {most}"))
             }
-            // Whichever was said is the one to blame, and the defaults alone do not cross.
+            // Whichever was said is to blame: the defaults do not cross.
             Invalid::WindowsCross { .. } => {
                 let said = place(Setting::WindowMin).or_else(|| place(Setting::WindowMax));
                 let place = said.map_or_else(|| Place::new(MODE), |said| said.place.clone());
@@ -54,7 +50,7 @@ impl PrefetchDraft {
     }
 }
 
-/// What a number's name is where everything is about reading ahead: `memory` for `prefetch-memory`.
+/// A number's name among others about reading ahead: `memory` for `prefetch-memory`.
 pub fn short_name(setting: Setting) -> &'static str {
     let name = setting.name();
     name.strip_prefix(MODE).and_then(|rest| rest.strip_prefix('-')).unwrap_or(name)

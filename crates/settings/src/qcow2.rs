@@ -1,9 +1,6 @@
 //! What a qcow2 image is opened with: the sizes of its metadata caches, and where its passphrases
-//! are.
-//!
-//! The caches' names, defaults and rules are QEMU's (docs/qcow2-cache.txt); what they come to
-//! depends on the image and shows when it is opened. Passphrases are named here and read when the
-//! daemon starts: a plan can be printed.
+//! are. The caches' names, defaults and rules are QEMU's (docs/qcow2-cache.txt); what they come to
+//! depends on the image. Passphrases are read when the daemon starts: a plan can be printed.
 
 use std::{fmt, path::PathBuf, str::FromStr};
 
@@ -12,7 +9,6 @@ use policy::time::Duration;
 
 use super::{Place, Said, Wrong, size};
 
-/// As a size that no file has; 2⁶³ and more would be `full`, said badly.
 const FULL: &str = "full";
 
 /// The caches and passphrases of a disk, as they were described.
@@ -78,7 +74,7 @@ impl FromStr for CleanInterval {
 pub enum SecretSource {
     /// It is all of this file.
     File(PathBuf),
-    /// It is what can be read from this descriptor, which the caller left open.
+    /// It is what can be read from this descriptor.
     Descriptor(u32),
 }
 
@@ -95,7 +91,7 @@ impl Qcow2Draft {
     /// The settings, where they do not contradict each other.
     ///
     /// # Errors
-    /// If more is said of the sizes than can be true.
+    /// If all three sizes are given.
     pub fn check(&self) -> Result<Qcow2Settings, Wrong> {
         let both = self.l2_cache_size.is_some() && self.refcount_cache_size.is_some();
         if let (Some(total), true) = (&self.cache_size, both) {

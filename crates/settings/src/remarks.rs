@@ -1,8 +1,6 @@
-//! What in a plan is allowed and probably a slip: settings that have no effect as things are.
-//!
-//! Not errors, because a daemon can be changed while it runs and may be about to be: an empty group
-//! gets members, a disk with a weight a group. But who waits for an effect should hear that there
-//! is none.
+//! What in a plan is allowed and probably a slip: settings that have no effect. Not errors, because
+//! a daemon can be changed while it runs: an empty group gets members, a disk with a weight a
+//! group.
 
 use crate::{Plan, Settings, shares::DEFAULT_WEIGHT};
 

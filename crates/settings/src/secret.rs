@@ -1,6 +1,4 @@
-//! Passphrases of encrypted images, read from where the plan says they are.
-//!
-//! Each place is read once: a pipe gives what it has only to the first who reads.
+//! Passphrases of encrypted images. Each place is read once: a pipe gives what it has only once.
 
 use std::{collections::HashMap, fs::File, path::PathBuf};
 

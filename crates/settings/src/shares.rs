@@ -1,10 +1,5 @@
-//! What a disk or a group may be held to and entitled to, all in one: limits, weight, reservation,
-//! watermark.
-//!
-//! The same settings for both, because both are places on the way of a request where all of them
-//! hold at once. Here they are put together from what was said and judged one disk or group at a
-//! time; whether promises fit into what there is to give is the policy's to say, which knows the
-//! others.
+//! What a disk or a group may be held to and entitled to: limits, weight, reservation, watermark.
+//! Judged here one disk or group at a time; whether promises fit is the policy's to say.
 
 use block::layer::throttle::{DiskSettings, GroupSettings};
 use policy::{
@@ -30,8 +25,7 @@ pub struct Settings {
     pub iops_reservation: u64,
     /// Bytes per second that it is promised; 0 is none.
     pub bps_reservation: u64,
-    /// Percent of the device's capacity in use below which its limits are lifted, from 0 (never)
-    /// to 100.
+    /// Percent of the device's capacity in use below which limits are lifted, 0 (never) to 100.
     pub watermark: u8,
 }
 

@@ -2,7 +2,7 @@
 
 /// The word of `known` most like `word`, unless none is much like it.
 pub fn nearest<'a>(word: &str, known: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
-    // As clap's own suggestions, so that a misspelt option and a misspelt key are treated alike.
+    // As clap treats misspelt options.
     const ALIKE: f64 = 0.7;
     let likeness = |candidate: &'a str| (strsim::jaro(word, candidate), candidate);
     let best = known.into_iter().map(likeness).max_by(|left, right| left.0.total_cmp(&right.0))?;

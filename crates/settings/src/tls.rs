@@ -1,6 +1,4 @@
-//! Encryption of connections, as a server offers it: when, and with which credentials.
-//!
-//! Only the settings are judged here; the files are read by whoever serves.
+//! Encryption of connections, as a server offers it. Only the settings are judged here.
 
 use std::{path::PathBuf, str::FromStr};
 
@@ -79,8 +77,7 @@ impl TlsDraft {
     /// What they add up to.
     ///
     /// # Errors
-    /// Credentials that would not be used, or are missing, or are of two kinds: a server that
-    /// quietly serves in the clear is worse than one that does not start.
+    /// Credentials that are unused, missing or of two kinds: no server quietly serves in the clear.
     pub fn check(self) -> Result<Tls, Wrong> {
         let verify_peer = self.verify_peer.filter(|said| said.value);
         let mode = self.mode.as_ref().map_or(TlsMode::Off, |said| said.value);

@@ -1,21 +1,17 @@
-//! Numbers and names as people write them: one reading for the command line and the config file.
+//! Numbers and names as people write them, for the command line and the config file.
 //!
-//! A reader is a function from text to a value or the rule that the text breaks, to follow the
-//! value in a message.
+//! A reader is a function from text to a value, or the rule that the text breaks.
 
 use std::{str::FromStr, time::Duration};
 
 use block::storage::{InvalidValue, parse_duration, parse_size};
 
-/// What reads itself, with the rule that it breaks otherwise.
-///
-/// # Errors
-/// The rule.
+/// What reads itself, or the rule that the text breaks.
 pub fn read<T: FromStr<Err: Rule>>(text: &str) -> Result<T, String> {
     text.parse().map_err(Rule::rule)
 }
 
-/// An error that can be told without the value it is about, which the message has named already.
+/// An error told without its value, which the message has named already.
 pub trait Rule {
     /// The rule that is broken.
     fn rule(self) -> String;
@@ -40,27 +36,17 @@ impl Rule for block::storage::InvalidOption {
     }
 }
 
-/// A number of bytes: digits, perhaps a fraction, perhaps one of `K M G T` (powers of 1024) in
-/// either case.
-///
-/// # Errors
-/// The rule.
+/// A number of bytes: digits, perhaps a fraction, perhaps one of `K M G T` (powers of 1024).
 pub fn size(text: &str) -> Result<u64, String> {
     parse_size(text).map_err(Rule::rule)
 }
 
 /// A time: a number with `ns`, `us`, `ms` or `s`; or `0`.
-///
-/// # Errors
-/// The rule.
 pub fn duration(text: &str) -> Result<Duration, String> {
     parse_duration(text).map_err(Rule::rule)
 }
 
-/// A count, such as operations per second or seconds of burst: digits alone, as QEMU reads them.
-///
-/// # Errors
-/// The rule.
+/// A count: digits alone, as QEMU reads them.
 pub fn count(text: &str) -> Result<u64, String> {
     if !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit()) {
         return text.parse().map_err(|_| "is too large; a count is below 2 to the 64th".to_owned());
@@ -73,18 +59,12 @@ pub fn count(text: &str) -> Result<u64, String> {
     })
 }
 
-/// A number of threads; whether there may be as many shows with the plan.
-///
-/// # Errors
-/// The rule.
+/// A number of threads; the plan judges its range.
 pub fn workers(text: &str) -> Result<usize, String> {
     count(text).map(|value| usize::try_from(value).unwrap_or(usize::MAX))
 }
 
 /// A number of connections; 0 is any number.
-///
-/// # Errors
-/// The rule.
 pub fn connections(text: &str) -> Result<u32, String> {
     u32::try_from(count(text)?)
         .map_err(|_| format!("is too large; it may be {} at most, or 0 for any number", u32::MAX))

@@ -1,7 +1,6 @@
 //! What is to be read ahead, for which stream, and the units in which that is done.
 //!
-//! What a stream plans, the caller reads, and each of its ranges becomes a chunk. Never knows what
-//! is in memory.
+//! Never knows what is in memory.
 
 use core::ops::Range;
 
@@ -9,11 +8,11 @@ use crate::throttle::Cost;
 
 /// Bytes of a block, the unit in which "read" is remembered: the field's page.
 pub(super) const BLOCK_BYTES: u64 = 4096;
-/// Most bytes of a chunk: as much as one request to a device usefully asks for, and as many blocks
-/// as the set of a chunk's blocks has bits.
+/// Most bytes of a chunk: what one request usefully asks for, and the bits of a chunk's set of
+/// blocks.
 pub(super) const CHUNK_MAX_BYTES: u64 = 1 << 20;
 
-/// Which stream. One that was forgotten is not found by it any more.
+/// One that was forgotten is not found by it any more.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct StreamId {
     pub(super) index: u32,
@@ -21,7 +20,6 @@ pub(super) struct StreamId {
 }
 
 impl StreamId {
-    /// No stream.
     pub(super) const NONE: Self = Self { index: u32::MAX, generation: 0 };
 }
 
@@ -51,9 +49,8 @@ impl Ahead {
 
     /// The ranges, in the order in which they will be needed: whole blocks of the disk, not empty.
     ///
-    /// Blocks, because a reader may have a part of what he asks for from memory and the rest from
-    /// the image, while somebody writes to both. Then each sector must still be old or new as a
-    /// whole.
+    /// Blocks, because while somebody writes, a reader may have one part from memory and one from
+    /// the image: each sector must still be old or new as a whole.
     pub fn ranges(&self) -> impl Iterator<Item = Range<u64>> + use<> {
         let Self { first, length, step, count, size_bytes, .. } = *self;
         (0..count.cast_signed()).map(move |index| {
@@ -68,7 +65,7 @@ impl Ahead {
         Cost::equal(self.count, self.range_bytes())
     }
 
-    /// Bytes of each range, at most: as a whole they are as many as lie in its blocks.
+    /// Bytes of each range, at most.
     pub(super) const fn range_bytes(&self) -> u64 {
         let is_aligned =
             self.first.is_multiple_of(BLOCK_BYTES) && self.step.unsigned_abs().is_multiple_of(BLOCK_BYTES);
@@ -77,8 +74,7 @@ impl Ahead {
     }
 }
 
-/// The blocks that a range touches. What is read ahead, and what a change drops, are whole blocks:
-/// see [`Ahead::ranges`].
+/// The blocks that a range touches, as they are read ahead and dropped ([`Ahead::ranges`]).
 pub fn whole_blocks(range: &Range<u64>) -> Range<u64> {
     let start = range.start / BLOCK_BYTES * BLOCK_BYTES;
     start..range.end.checked_next_multiple_of(BLOCK_BYTES).unwrap_or(u64::MAX)

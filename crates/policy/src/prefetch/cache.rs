@@ -1,15 +1,12 @@
-//! The cache of one disk: every decision about its reads and writes, in the order in which they
-//! come.
-//!
-//! It is used behind one lock, which workers hold for nanoseconds.
+//! The cache of one disk: every decision about its reads and writes, in order. Used behind one
+//! lock, which workers hold for nanoseconds.
 //!
 //! **Never stale.** What [`Cache::read`] finds was read from the image after the last write to it
 //! had ended. A write, when it begins, removes what it overlaps from the map, chunks in flight
 //! included. Until it ends, no read-ahead may begin there ([`Writes`]).
 //!
 //! **Never above its memory.** A chunk counts from before it is requested until nothing of it can
-//! be found, and none begins without room for it. Chunks in flight cannot be evicted, so for a
-//! while there may be less room than memory.
+//! be found, and none begins without room for it. Chunks in flight cannot be evicted.
 
 use super::ahead::{Ahead, CHUNK_MAX_BYTES, StreamId, whole_blocks};
 use super::chunk::{Chunk, footprint};
@@ -30,7 +27,7 @@ use core::ops::Range;
 
 /// Requests of a scan until it is a stream.
 const RUN: u8 = 3;
-/// Windows of a stream that were used until it is no longer on trial.
+/// Windows that a stream on trial must use.
 const TRIAL_WINDOWS: u64 = 2;
 
 /// What a read finds.
@@ -87,19 +84,16 @@ pub struct Fetch<T> {
     pub token: T,
 }
 
-/// A disk's prefetch cache. `T` stands for the data of a chunk, on its way or there; clones stand
-/// for the same.
+/// A disk's prefetch cache. `T` stands for the data of a chunk; clones stand for the same.
 ///
 /// # Protocol
 ///
 /// 1. [`read`](Cache::read) for every read, [`write_begins`](Cache::write_begins) before and
 ///    [`write_ends`](Cache::write_ends) after everything else that changes what is on the disk.
 /// 2. For every range of an [`Ahead`]: [`begin`](Cache::begin), when its data is about to be read;
-///    then exactly one of [`complete`](Cache::complete) and [`fail`](Cache::fail) for each
-///    [`Fetch`].
+///    then exactly one of [`complete`](Cache::complete) and [`fail`](Cache::fail) for each [`Fetch`].
 /// 3. [`take_dropped`](Cache::take_dropped) after each of these, to let go of what it gives.
-/// 4. Who was given a token whose data is on its way waits for the data, wherever it may since have
-///    gone: it is as good as what the image would have said when he asked.
+/// 4. Who holds a token whose data is on its way waits for the data, wherever it may have gone.
 #[derive(Debug)]
 pub struct Cache<T> {
     settings: Settings,
@@ -113,9 +107,8 @@ pub struct Cache<T> {
     gate: Gate,
     congestion: Congestion,
     stats: Stats,
-    /// What was used since limits were asked last.
+    /// Used since limits were asked last.
     given_back: GivenBack,
-    /// Of the chunks that went.
     dropped: Vec<T>,
 }
 
@@ -154,8 +147,8 @@ impl<T: Clone> Cache<T> {
         self.settings
     }
 
-    /// Puts other settings in force. What is in memory stays as far as it may; with [`Mode::Off`]
-    /// nothing does.
+    /// Puts other settings in force. What is in memory stays as far as it may; not with
+    /// [`Mode::Off`].
     ///
     /// # Errors
     /// [`Invalid`]: everything stays as it was.
@@ -182,8 +175,7 @@ impl<T: Clone> Cache<T> {
         Ok(())
     }
 
-    /// The words for chunks that went since this was asked last: letting go of them gives their
-    /// memory back, which takes longer than any decision.
+    /// The words for chunks that went since this was asked last, to be dropped outside the lock.
     #[must_use = "their memory is not in use any more"]
     pub fn take_dropped(&mut self) -> Vec<T> {
         core::mem::take(&mut self.dropped)
@@ -196,11 +188,10 @@ impl<T: Clone> Cache<T> {
     }
 
     /// Looks at a read of a disk of `size_bytes`: what of it is in memory, and what to read ahead.
-    /// `may` has the last word on that; it is told, too, what of what was read ahead has been read
-    /// since it was asked last.
+    /// `may` has the last word on that; it is told how much read-ahead was used since it was asked
+    /// last.
     ///
-    /// The request is as long as one of its client's: several that were merged count as `requests`.
-    /// It is not empty and lies inside the disk.
+    /// The range is not empty and lies inside the disk; merged requests count as `requests`.
     pub fn read(
         &mut self,
         range: Range<u64>,
@@ -228,7 +219,6 @@ impl<T: Clone> Cache<T> {
         (found, ahead)
     }
 
-    /// What of a read is in memory, and for whom it was read ahead.
     fn find(&mut self, range: &Range<u64>) -> (Found<T>, Met, StreamId) {
         let last = self.extents.overlapping(range).next();
         let (found, met, stream) = match last {
@@ -275,7 +265,6 @@ impl<T: Clone> Cache<T> {
         (Found::Parts(parts), worst, stream)
     }
 
-    /// Takes in that somebody reads an extent.
     fn use_extent(&mut self, extent: Extent) -> (Cached<T>, Met, StreamId) {
         let range = extent.from..extent.from + extent.length;
         let chunk = self.chunks.get_mut(extent.chunk);
@@ -303,9 +292,8 @@ impl<T: Clone> Cache<T> {
         (cached, met, owner)
     }
 
-    /// Whose a request is that goes on with no stream that it found its data by, but perhaps with
-    /// one that leaves gaps: a scan without gaps that was expected, which may become a stream by
-    /// this.
+    /// The stream that a request belongs to which found no data by one, or by one with gaps: a scan
+    /// that was expected, which may become a stream by this.
     fn follow(&mut self, range: &Range<u64>, with_gaps: Option<StreamId>) -> Option<StreamId> {
         let expectations = self.expectations.as_mut()?;
         let length = range.end - range.start;
@@ -330,7 +318,7 @@ impl<T: Clone> Cache<T> {
             }
             return with_gaps;
         }
-        // How far a scan has come is, backward, where it has come to; otherwise where it goes on.
+        // A backward scan has come to its last request; others to where they go on.
         let head = if met.step == Step::Backward { range.start } else { next? };
         let window = Window::new(self.settings.window_min_bytes, self.most_ahead());
         Some(self.streams.join(met.step, head, length, window))
@@ -356,10 +344,10 @@ impl<T: Clone> Cache<T> {
             stream.window.came_late(most);
         }
         let (step, next) = (stream.step(), stream.next(length));
-        // Where memory is too short for two requests there is nothing to be gained.
+        // Memory too short for two requests gains nothing.
         let ahead = if most < 2 * length { None } else { self.plan(id, most, size_bytes, may) };
-        // Most requests are found by their data; only those that will not be must be expected, or
-        // they would crowd out what is not known yet.
+        // Requests found by their data need not be expected: they would crowd out what is not
+        // known.
         let is_found = met != Met::Missing && (has_lead || ahead.is_some());
         if let (false, Some(next), Some(expectations)) = (is_found, next, &mut self.expectations) {
             expectations.expect(next, Expected { step, run: RUN, stream: id });
@@ -367,7 +355,7 @@ impl<T: Clone> Cache<T> {
         ahead
     }
 
-    /// What is to be read ahead of a stream now, of which at most so much may be in memory.
+    /// Reads ahead of a stream, with at most so much in memory.
     fn plan(
         &mut self,
         id: StreamId,
@@ -395,14 +383,14 @@ impl<T: Clone> Cache<T> {
         Some(ahead)
     }
 
-    /// Most that may be read ahead of one stream: its part of the memory, where many share it.
+    /// A stream's part of the memory.
     fn most_ahead(&self) -> u64 {
         let share = self.chunks.wanted_ahead() / u64::from(self.streams.leading() + 1);
         self.settings.window_max_bytes.min(self.settings.memory_bytes / 2).min(share)
     }
 
-    /// A range of an [`Ahead`] is about to be read: what of it is not in memory and not on its way,
-    /// as far as there is room. `make` is asked for a word for each.
+    /// A range of an [`Ahead`] is about to be read: what of it is neither in memory nor on its way,
+    /// as far as there is room. `make` makes a token for each.
     pub fn begin(
         &mut self,
         ahead: &Ahead,
@@ -471,15 +459,14 @@ impl<T: Clone> Cache<T> {
         self.evict(id.0);
     }
 
-    /// A write, or whatever else changes what the range reads as, is about to begin: nothing there
-    /// is found any more.
+    /// A write, or whatever else changes the range, begins: nothing there is found any more.
     pub fn write_begins(&mut self, range: Range<u64>) -> WriteId {
         // Whole blocks, as they were read ahead.
         self.drop_range(&whole_blocks(&range));
         self.writes.begin(range)
     }
 
-    /// It has ended, well or not.
+    /// The write has ended, well or not.
     pub fn write_ends(&mut self, write: WriteId) {
         self.writes.end(write);
     }
@@ -503,7 +490,7 @@ impl<T: Clone> Cache<T> {
         }
     }
 
-    /// Evicts until there is room for so many more bytes; `false` if there cannot be, for now.
+    /// Evicts until there is room for so many more bytes; `false` if there cannot be now.
     fn make_room(&mut self, bytes: u64) -> bool {
         while self.memory_bytes + bytes > self.settings.memory_bytes {
             let Some(victim) = self.chunks.victim() else { return false };
@@ -517,7 +504,7 @@ impl<T: Clone> Cache<T> {
         true
     }
 
-    /// Removes a chunk that is there; returns how much of it nobody has read.
+    /// Removes a chunk that is there; returns how much of it was unread.
     fn evict(&mut self, number: u32) -> u64 {
         let chunk = self.chunks.get(number);
         if chunk.extents > 0 {
@@ -534,7 +521,6 @@ impl<T: Clone> Cache<T> {
         unread
     }
 
-    /// Takes in that bytes of a chunk will not be read by anybody.
     fn waste(&mut self, number: u32, bytes: u64) {
         let chunk = self.chunks.get(number);
         let (owner, on_trial) = (chunk.stream, chunk.on_trial);

@@ -1,21 +1,19 @@
 //! A chunk: the data that one read-ahead brings, and which of its blocks have been read.
 //!
-//! It is the unit of memory and of eviction. Its bytes are found through the map of
-//! [extents](super::extents). Writes may cut holes into it there; the chunk stays in memory until
-//! nothing of it can be found.
+//! It is the unit of memory and of eviction. Writes may cut holes into it in the map of
+//! [extents](super::extents); it stays in memory until nothing of it can be found.
 
 use core::ops::Range;
 
 use super::ahead::{Ahead, BLOCK_BYTES, StreamId};
 use crate::time::Instant;
 
-/// What a buffer of so many bytes takes of memory: allocators of I/O memory round up to a power of
-/// two, from a page on.
+/// Memory that a buffer takes: allocators of I/O memory round up to a power of two, at least a
+/// page.
 pub(super) fn footprint(length: u64) -> u64 {
     length.max(BLOCK_BYTES).next_power_of_two()
 }
 
-/// A set of the blocks of a chunk.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Blocks([u64; 4]);
 
@@ -24,8 +22,7 @@ impl Blocks {
         self.0[(block / 64) as usize] >> (block % 64) & 1 == 1
     }
 
-    /// Adds those that `from..to` (bytes of the chunk, not empty) touches; returns how many were
-    /// not in it.
+    /// Adds those that `from..to` touches (bytes, not empty); returns how many were new.
     pub(super) fn add(&mut self, from: u64, to: u64) -> u64 {
         let (first, last) = (from / BLOCK_BYTES, (to - 1) / BLOCK_BYTES);
         let mut added = 0;
@@ -43,7 +40,6 @@ impl Blocks {
     }
 }
 
-/// One read-ahead, on its way or there.
 #[derive(Debug)]
 pub(super) struct Chunk<T> {
     /// The caller's word for the data.
@@ -55,7 +51,7 @@ pub(super) struct Chunk<T> {
     pub(super) extents: u32,
     /// Blocks that were read or dropped.
     pub(super) settled: Blocks,
-    /// How many were not.
+    /// Blocks that were not.
     pub(super) open_blocks: u64,
     /// For whom it was read.
     pub(super) stream: StreamId,
@@ -85,7 +81,7 @@ impl<T> Chunk<T> {
         }
     }
 
-    /// Marks bytes of the chunk as read or dropped; returns how many bytes that is news of.
+    /// Marks bytes as read or dropped; returns how many were neither.
     pub(super) fn settle(&mut self, from: u64, to: u64) -> u64 {
         let before = self.open_bytes();
         self.open_blocks -= self.settled.add(from, to);

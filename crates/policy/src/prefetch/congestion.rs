@@ -1,43 +1,36 @@
 //! Congestion: how much read-ahead may be in flight, and which reader is next.
 //!
 //! Read-ahead in flight stands in the device's queue before the guests' own requests. So the time
-//! that read-aheads of a size take is compared with the best time seen recently. If they take
-//! several times as long, and longer than the queue of a fast device is worth, less may be in
-//! flight and nothing is requested earlier; otherwise more. Delay indicates congestion as in TCP
-//! Vegas, and the steps down are larger than the steps up.
+//! that read-aheads of a size take is compared with the best seen recently. If they take several
+//! times as long, and longer than the queue of a fast device is worth, less may be in flight;
+//! otherwise more. Delay indicates congestion as in TCP Vegas; steps down are larger than up.
 //!
-//! A reader that has run out of data and is refused waits in a queue. It does not notice: it reads
-//! by itself and asks again with each request. Room is kept for those that have waited longest.
-//! Without the queue, the reader that has just got data would be the first to ask for more, and the
-//! others would get none.
+//! A reader that has run out of data and is refused waits in a queue, without noticing: it reads by
+//! itself and asks again with each request. Room is kept for those that have waited longest, or the
+//! reader that has just got data would be the first to ask for more.
 //!
 //! Never considers whether reading ahead pays: the [gate](super::gate) does.
 
 use super::ahead::{CHUNK_MAX_BYTES, StreamId};
 use alloc::collections::VecDeque;
 
-/// A read-ahead that takes so many times the best is one of a congested device: a window's own
-/// requests queue behind each other, up to four deep...
+/// A congested device takes so many times the best: a window's requests queue up to four deep...
 const CONGESTED: u64 = 4;
-/// ... if it takes this long. A flash device answers one small request in a tenth of that, and does
-/// many times the work at the depth where it takes as long as this; nobody notices a request that
-/// waits for so much.
+/// ... and this long: a flash device does many times the work at the depth where it takes so long.
 const TOLERATED_NS: u64 = 2_000_000;
-/// What may be on its way at first, and what always may, in bytes: a few requests of a size that
-/// suits any device.
+/// Bytes that may be on their way at first, and that always may.
 const ALLOWED_AT_FIRST: u64 = 2 << 20;
 const LEAST_ALLOWED: u64 = 512 << 10;
-/// What each may have at a time while others wait for theirs.
+/// A reader's part while others wait.
 const SHARE: u64 = LEAST_ALLOWED / 2;
-/// A window is not cut down to less than this, in bytes: it would not be worth a request.
+/// A smaller window is not worth a request, in bytes.
 const LEAST_WORTH: u64 = 32 << 10;
-/// Who has not come again while others asked so often, and four times for each that waits, will
-/// not.
+/// A reader that has not come again after so many questions, and four for each that waits, has
+/// left.
 const REMEMBERED: u64 = 64;
-/// Sizes are told apart by their power of two, up to the largest chunk.
+/// Sizes are told apart by their power of two.
 const SIZES: usize = CHUNK_MAX_BYTES.ilog2() as usize + 1;
 
-/// See the file's documentation.
 #[derive(Debug)]
 pub(super) struct Congestion {
     paces: [Pace; SIZES],
@@ -46,8 +39,7 @@ pub(super) struct Congestion {
     on_its_way: u64,
     allowed: u64,
     most_allowed: u64,
-    /// Streams without data that were refused, and the number of such questions when they last
-    /// were.
+    /// Streams without data that were refused, and the question count when they last were.
     waiting: VecDeque<(StreamId, u64)>,
     questions: u64,
 }
@@ -60,7 +52,6 @@ struct Pace {
 }
 
 impl Congestion {
-    /// Of a cache with so much memory.
     pub(super) fn new(memory_bytes: u64) -> Self {
         Self {
             paces: [Pace::default(); SIZES],
@@ -73,22 +64,19 @@ impl Congestion {
         }
     }
 
-    /// The same with another memory.
     pub(super) fn resize(&mut self, memory_bytes: u64) {
         self.most_allowed = memory_bytes.max(LEAST_ALLOWED);
         self.allowed = self.allowed.min(self.most_allowed);
     }
 
     /// How much of what is wanted for a stream may be on its way besides what is; 0 if nothing
-    /// worth a request. `has_data` says whether its reader has something to read meanwhile.
-    ///
-    /// A quarter of what may be, at most, or large windows would keep small ones out.
+    /// worth a request. A quarter of what may be, at most, or large windows would keep small ones
+    /// out.
     pub(super) fn room(&mut self, stream: StreamId, wanted: u64, has_data: bool) -> u64 {
         self.forget_those_who_left();
         let place = self.waiting.iter().position(|(waiting, _)| *waiting == stream);
         let before = place.unwrap_or(self.waiting.len()) as u64;
         let free = self.allowed.saturating_sub(self.on_its_way).saturating_sub(before * SHARE);
-        // While others wait everybody has as much at a time.
         let is_alone = self.waiting.len() == usize::from(place.is_some());
         let most = if is_alone { (self.allowed / 4).max(SHARE) } else { SHARE };
         let room = wanted.min(free).min(most);
@@ -113,25 +101,21 @@ impl Congestion {
         }
     }
 
-    /// So much is.
     pub(super) fn begun(&mut self, bytes: u64) {
         self.on_its_way += bytes;
     }
 
-    /// It is there, or is not to be had.
     pub(super) fn ended(&mut self, bytes: u64) {
         self.on_its_way -= bytes;
     }
 
-    /// A read-ahead of so many bytes took so long.
     pub(super) fn took(&mut self, bytes: u64, took_ns: u64) {
         let pace = &mut self.paces[(bytes.max(1).ilog2() as usize).min(SIZES - 1)];
         let took_ns = took_ns.max(1);
         if pace.best_ns == 0 {
             *pace = Pace { best_ns: took_ns, smoothed_ns: took_ns };
         }
-        // What was best once is so no more when the device has changed: twice as long after some
-        // hundred.
+        // The best ages, as devices change: it doubles after some hundred.
         pace.best_ns = took_ns.min(pace.best_ns + pace.best_ns / 512 + 1);
         pace.smoothed_ns = pace.smoothed_ns - pace.smoothed_ns / 8 + took_ns / 8;
         let bound_ns = pace.best_ns.saturating_mul(CONGESTED).max(TOLERATED_NS);

@@ -1,7 +1,6 @@
 //! What might be read next: candidates for a stream, before it is known to be one.
 //!
-//! A request that belongs to no stream records where the next request would begin, if this one were
-//! the first, or the second, of a scan:
+//! A request that belongs to no stream records where the next request of a scan would begin:
 //!
 //! ```text
 //!            ┌─ backward              ┌─ forward: where this one ends
@@ -9,23 +8,21 @@
 //! ```
 //!
 //! The next request looks up whether it was expected, by its exact offset. So other readers in
-//! between do not matter, nor the number of clients, nor the order in which requests of a deep
-//! queue arrive, as long as most arrive after the one before them. Expectations of random reads are
-//! never met and are overwritten: the table has a fixed size, and a request costs a few stores.
+//! between do not matter, nor the order in which most requests of a deep queue arrive. Expectations
+//! of random reads are overwritten: the table has a fixed size, and a request costs a few stores.
 
 use super::ahead::StreamId;
 use super::streams::Step;
 use alloc::boxed::Box;
 use alloc::vec;
 
-/// Slots; a power of two. At four a request, one is forgotten after about 500 requests at random.
+/// A power of two. At four slots a request, one is forgotten after about 500 random requests.
 const SLOTS: usize = 2048;
-/// An expectation older than this many requests is none: chance alone meets old ones on a small
-/// disk.
+/// Requests after which an expectation is met by chance alone.
 const LIFETIME: u32 = 2048;
-/// How many of the last requests a strided scan may have begun with: as many scans as may be mixed.
+/// Last requests that a strided scan may have begun with: as many scans may be mixed.
 const RECENT: usize = 2;
-/// The longest stride, in bytes. A slot is half a cache line, and has 32 bits for it.
+/// The longest stride, in bytes: a slot has 32 bits for it.
 const LONGEST_STRIDE: u64 = 1 << 30;
 
 /// A scan that is expected to go on.
@@ -38,8 +35,7 @@ pub(super) struct Expected {
     pub(super) stream: StreamId,
 }
 
-/// Aligned, so that a request at random, which looks at one slot and leaves word in four, touches a
-/// cache line for each and not two.
+/// Aligned, so that a random request touches one cache line for each slot and not two.
 #[derive(Clone, Copy, Debug)]
 #[repr(align(32))]
 struct Slot {
@@ -50,11 +46,9 @@ struct Slot {
 
 const _: () = assert!(size_of::<Slot>() == 32);
 
-/// The table.
 #[derive(Debug)]
 pub(super) struct Expectations {
     slots: Box<[Slot]>,
-    /// Requests seen.
     clock: u32,
     recent: [u64; RECENT],
     next_recent: usize,
@@ -68,7 +62,7 @@ impl Expectations {
         Self { slots: vec![slot; SLOTS].into(), clock: 0, recent: [u64::MAX; RECENT], next_recent: 0 }
     }
 
-    /// Whether a request at `offset` was expected. Each expectation is met once.
+    /// Each expectation is met once.
     pub(super) fn meet(&mut self, offset: u64) -> Option<Expected> {
         self.clock = self.clock.wrapping_add(1);
         let slot = &mut self.slots[place(offset)];
@@ -79,9 +73,9 @@ impl Expectations {
         Some(slot.what)
     }
 
-    /// Expects a request at `offset`. A scan that is known better is not forgotten for it; and of
-    /// two that lead to the same place one without gaps is preferred: readers that begin at regular
-    /// distances and take turns look like one with a stride.
+    /// Expects a request at `offset`. A scan that is known better is not forgotten for it; of two
+    /// that lead to the same place one without gaps is preferred, because readers that take turns
+    /// look strided.
     pub(super) fn expect(&mut self, offset: u64, what: Expected) {
         let slot = &mut self.slots[place(offset)];
         let is_young = self.clock.wrapping_sub(slot.made) <= LIFETIME;

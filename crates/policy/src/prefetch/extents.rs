@@ -5,8 +5,7 @@
 //!   chunks       ▕▁▁▁▁▁▁▁ 7 ▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▏        ▕▁▁▁▁ 3 ▁▁▁▁▏
 //! ```
 //!
-//! A write cuts what it overlaps out of the map. The rest of a chunk is still found. A chunk that
-//! has no extent left only takes memory.
+//! A write cuts what it overlaps out of the map. The rest of a chunk is still found.
 
 use alloc::collections::BTreeMap;
 use alloc::vec::Vec;
@@ -27,7 +26,6 @@ impl Extent {
         self.offset + self.length
     }
 
-    /// What of it lies in a range that it overlaps.
     pub(super) fn within(&self, range: &Range<u64>) -> Self {
         let offset = self.offset.max(range.start);
         let end = self.end().min(range.end);
@@ -42,7 +40,6 @@ struct Value {
     from: u64,
 }
 
-/// The map.
 #[derive(Debug, Default)]
 pub(super) struct Extents(BTreeMap<u64, Value>);
 
@@ -53,7 +50,7 @@ impl Extents {
         let before = self.0.range(..range.end).rev();
         before
             .map(|(&offset, &Value { length, chunk, from })| Extent { offset, length, chunk, from })
-            // They do not overlap: one that ends before the range has none behind it that does not.
+            // Disjoint: behind one that ends before the range all do.
             .take_while(move |extent| extent.end() > start)
     }
 
@@ -80,8 +77,8 @@ impl Extents {
         self.0.insert(offset, Value { length, chunk, from });
     }
 
-    /// Takes the range out. `cut` is told of each part that goes, and of how many extents its chunk
-    /// has more or fewer by that.
+    /// Takes the range out. `cut` is told of each part that goes, and of the change in the number
+    /// of its chunk's extents.
     pub(super) fn cut(&mut self, range: &Range<u64>, mut cut: impl FnMut(Extent, i32)) {
         loop {
             let Some(extent) = self.overlapping(range).next() else { return };

@@ -8,21 +8,18 @@
 //!
 //! A new stream is on trial until it has used twice the smallest window, and as much again as was
 //! wasted of it. What it reads ahead meanwhile is taken from a credit. Used data returns it with
-//! interest; wasted data does not. If sequential runs keep ending as soon as they are noticed, the
-//! credit is used up and the gate closes. As one byte in 64 that is asked for adds to the credit,
-//! reading ahead is tried again now and then. So accuracy is not measured and compared with a
-//! bound: it makes the credit. Streams that have proved themselves pass a closed gate.
+//! interest; wasted data does not. If runs keep ending as soon as they are noticed, the credit is
+//! used up and the gate closes. As one byte in 64 that is asked for adds to the credit, reading
+//! ahead is tried again now and then. Streams that have proved themselves pass a closed gate.
 
-/// Least credit that there is at first, in bytes: the default memory of a cache. With more memory
-/// there is as much credit, so that as many streams as find room in it can begin at once.
+/// Least credit at first, in bytes: a cache's default memory. Larger caches have more, so that as
+/// many streams as find room can begin at once.
 const LEAST_CREDIT: u64 = 4 << 20;
-/// One byte in so many that are asked for may be wasted: what a user may lose where nothing is to
-/// be gained, half of what is noticed.
+/// One byte in so many that are asked for may be wasted: half of what a user would notice.
 const ASKED_PART: u64 = 64;
 /// Interest on what is used: one in so many bytes.
 const USED_PART: u64 = 8;
 
-/// See the file's documentation.
 #[derive(Debug)]
 pub(super) struct Gate {
     credit: i64,
@@ -32,19 +29,16 @@ pub(super) struct Gate {
 }
 
 impl Gate {
-    /// Of a cache with so much memory.
     pub(super) fn new(memory_bytes: u64) -> Self {
         let most_credit = memory_bytes.max(LEAST_CREDIT).cast_signed();
         Self { credit: most_credit, most_credit, rest: 0 }
     }
 
-    /// The same with another memory.
     pub(super) fn resize(&mut self, memory_bytes: u64) {
         self.most_credit = memory_bytes.max(LEAST_CREDIT).cast_signed();
         self.credit = self.credit.min(self.most_credit);
     }
 
-    /// So many bytes were asked for.
     pub(super) fn asked(&mut self, bytes: u64) {
         let rest = self.rest + bytes;
         self.rest = rest % ASKED_PART;
@@ -53,21 +47,19 @@ impl Gate {
 
     /// Whether so much may be read ahead on trial.
     pub(super) fn lends(&self, bytes: u64) -> bool {
-        // One that is more than there can ever be is not refused for ever.
+        // What is more than there can ever be is not refused for ever.
         self.credit >= bytes.cast_signed().min(self.most_credit)
     }
 
-    /// So much is.
     pub(super) fn lend(&mut self, bytes: u64) {
         self.credit -= bytes.cast_signed();
     }
 
-    /// So much of what was read ahead was used.
     pub(super) fn used(&mut self, bytes: u64, on_trial: bool) {
         self.add(bytes / USED_PART + if on_trial { bytes } else { 0 });
     }
 
-    /// So much was not. On trial it has been paid for.
+    /// On trial it has been paid for.
     pub(super) fn wasted(&mut self, bytes: u64, on_trial: bool) {
         if !on_trial {
             self.credit = (self.credit - bytes.cast_signed()).max(-self.most_credit);

@@ -7,21 +7,17 @@
 //!
 //! SARC (Gill and Modha, FAST 2005) divides a cache between data that was read ahead and data that
 //! was read at random, by what a little more memory would be worth to either: hits near the oldest
-//! end of a list are hits that a slightly shorter list would have missed. Data that was read at
-//! random is not cached here. Its place is taken by data that was read ahead, has been read, and
-//! may be read again, by other readers of the same file or by a guest that reads everything twice.
+//! end of a list are hits that a slightly shorter list would have missed. In place of random data,
+//! which is not cached here, stands read-ahead that has been read and may be read again.
 //!
-//! Whether a chunk is near the end of its list follows from stamps: how many bytes had passed
-//! through the list when the chunk entered it.
-//!
-//! Never decides to evict; says only from which list to evict.
+//! A chunk's stamp, the bytes that had passed through the list when it entered, says how near the
+//! end it is. Never decides to evict; says only from which list.
 
 use super::chunk::Chunk;
 use alloc::vec::Vec;
 
-/// In links: nobody.
 const NONE: u32 = u32::MAX;
-/// The oldest part of a list in which a hit counts as one near the end: a sixteenth of its bytes.
+/// The oldest sixteenth of a list's bytes is near the end.
 const BOTTOM: u64 = 16;
 
 /// Which list.
@@ -33,7 +29,6 @@ enum Part {
     Behind,
 }
 
-/// A chunk's place in a list.
 #[derive(Clone, Copy, Debug)]
 struct Links {
     part: Option<Part>,
@@ -48,7 +43,6 @@ impl Default for Links {
     }
 }
 
-/// One of the two.
 #[derive(Clone, Copy, Debug)]
 struct List {
     newest: u32,
@@ -58,7 +52,6 @@ struct List {
     passed: u64,
 }
 
-/// A chunk that is in memory, and where it stands.
 #[derive(Debug)]
 struct Slot<T> {
     chunk: Chunk<T>,
@@ -71,7 +64,7 @@ pub(super) struct Chunks<T> {
     slots: Vec<Option<Slot<T>>>,
     vacant: Vec<u32>,
     lists: [List; 2],
-    /// Bytes that the list of what is ahead should have, of all memory.
+    /// Bytes that the list of what is ahead should have.
     wanted_ahead: u64,
     memory_bytes: u64,
 }
@@ -90,13 +83,12 @@ impl<T> Chunks<T> {
         chunks
     }
 
-    /// Divides so much memory: three quarters for what is ahead, to begin with.
+    /// Three quarters are for what is ahead, to begin with.
     pub(super) fn divide(&mut self, memory_bytes: u64) {
         self.memory_bytes = memory_bytes;
         self.wanted_ahead = memory_bytes / 4 * 3;
     }
 
-    /// Bytes of all memory that what is ahead should have.
     pub(super) const fn wanted_ahead(&self) -> u64 {
         self.wanted_ahead
     }
@@ -107,7 +99,7 @@ impl<T> Chunks<T> {
             self.slots[number as usize] = slot;
             return number;
         }
-        // Chunks are at least a page of memory each, so their number is far below 2³².
+        // Chunks take at least a page each, so there are far fewer than 2³².
         self.slots.push(slot);
         (self.slots.len() - 1) as u32
     }
@@ -128,15 +120,13 @@ impl<T> Chunks<T> {
         &mut self.slot_mut(number).chunk
     }
 
-    /// Takes a chunk out, of its list too.
     pub(super) fn remove(&mut self, number: u32) -> Chunk<T> {
         self.unlink(number);
         self.vacant.push(number);
         self.slots[number as usize].take().expect("removed once").chunk
     }
 
-    /// Makes a chunk that is there the newest of its list, which depends on whether all of it has
-    /// been read.
+    /// Makes a chunk the newest of its list, which depends on whether all of it has been read.
     pub(super) fn touch(&mut self, number: u32) {
         self.learn(number);
         self.unlink(number);
@@ -165,14 +155,13 @@ impl<T> Chunks<T> {
         [first.oldest, second.oldest].into_iter().find(|number| *number != NONE)
     }
 
-    /// Moves the division by a hit near the end of a list: there a little less memory would have
-    /// been a miss.
+    /// Moves the division by a hit near the end of a list.
     fn learn(&mut self, number: u32) {
         let Slot { chunk, links } = self.slot(number);
         let (Some(part), bytes) = (links.part, chunk.footprint()) else { return };
         let list = &self.lists[part as usize];
         let total = self.lists[0].bytes + self.lists[1].bytes;
-        // As long as there is room for all, nothing is lost at either end.
+        // Nothing is lost while there is room for all.
         if total + total / BOTTOM < self.memory_bytes || list.oldest == NONE {
             return;
         }

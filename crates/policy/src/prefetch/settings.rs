@@ -1,7 +1,5 @@
-//! The settings of a disk's prefetch cache, as values: checked, compared and replaced as a whole.
-//!
-//! Settings that pcache had have its meanings and defaults (the prefetch cache proposed for QEMU,
-//! KVM Forum 2016): 4 MiB of memory, requests up to 64 KiB, 128 KiB read ahead.
+//! The settings of a disk's prefetch cache, as values. Names, meanings and defaults are those of
+//! pcache (proposed for QEMU, KVM Forum 2016) where it had them.
 
 use core::fmt;
 use core::ops::RangeInclusive;
@@ -16,8 +14,7 @@ pub enum Mode {
     Off,
     /// Whatever looks sequential, also where that has not paid.
     On,
-    /// Where it pays: not of images that are in memory already or that others may write to, and
-    /// less where what was read ahead is not used.
+    /// Where it pays: not of images that are in memory already or that others may write to.
     #[default]
     Auto,
 }
@@ -114,14 +111,14 @@ pub struct Settings {
     pub mode: Mode,
     /// Bytes of data, read ahead or on its way, at most. 4 MiB unless set, from 256 KiB to 1 TiB.
     pub memory_bytes: u64,
-    /// Requests of more bytes than this are neither answered from memory nor looked at. 64 KiB
-    /// unless set, from 512 to 32 MiB.
+    /// Larger requests are neither answered from memory nor looked at. 64 KiB unless set, from 512
+    /// B to 32 MiB.
     pub largest_request_bytes: u64,
-    /// What is read ahead of a stream at first, in bytes. 128 KiB unless set, from 4 KiB to 1 MiB.
-    /// Where memory is short streams share it, and have less than this.
+    /// Bytes read ahead of a stream at first. 128 KiB unless set, from 4 KiB to 1 MiB; less where
+    /// memory is short.
     pub window_min_bytes: u64,
-    /// Most that is read ahead of a stream, in bytes. 2 MiB unless set, from `window_min_bytes` to
-    /// 64 MiB. Never more than half the memory.
+    /// Most bytes read ahead of a stream. 2 MiB unless set, from `window_min_bytes` to 64 MiB, and
+    /// at most half the memory.
     pub window_max_bytes: u64,
     /// Most streams that are read ahead of at a time. 256 unless set, from 1 to 4096.
     pub streams: u32,

@@ -30,15 +30,14 @@ pub struct Stats {
 }
 
 impl Stats {
-    /// The share of reads that were answered from memory, partly or whole, from 0 to 1; none before
-    /// the first.
+    /// The share of reads answered from memory, partly or whole, from 0 to 1; none before the
+    /// first.
     pub fn hit_rate(&self) -> Option<f64> {
         let hits = self.hits + self.partial_hits;
         share(hits, hits + self.misses)
     }
 
-    /// The share of what was read ahead that was used, from 0 to 1, of that whose fate is known;
-    /// none before.
+    /// The used share of read-ahead whose fate is known, from 0 to 1; none before.
     pub fn accuracy(&self) -> Option<f64> {
         share(self.used_bytes, self.used_bytes + self.wasted_bytes)
     }

@@ -5,20 +5,18 @@
 //!   ─ read ────┤── read ahead ────┤──────► not yet         forward; backward is its mirror image
 //! ```
 //!
-//! A stream is a place and a rule, not a client. Whoever reads there next continues it, also
-//! another connection or another reader of the same file. When a slot is needed, the stream that
-//! goes is found by second chance: one that has moved since the hand last passed is spared.
-//!
-//! Never knows what is in memory.
+//! A stream is a place and a rule, not a client: whoever reads there next continues it. When a slot
+//! is needed, a stream goes by second chance: one that has moved since is spared. Never knows what
+//! is in memory.
 
 use super::ahead::{Ahead, BLOCK_BYTES, StreamId};
 use super::window::Window;
 use alloc::vec::Vec;
 
-/// Most places of a strided stream that are read ahead at a time: each is a request to the device.
+/// Most places of a strided stream that are read ahead at a time.
 const MOST_PLACES: u64 = 64;
 /// How far a new scan may be from a stream to be part of it, in bytes: as far as requests of a deep
-/// queue may overtake each other.
+/// queue overtake each other.
 const NEAR_BYTES: u64 = 512 << 10;
 
 /// By what rule requests follow each other.
@@ -28,12 +26,12 @@ pub(super) enum Step {
     Forward,
     /// Each ends where the one before began.
     Backward,
-    /// Each begins so many bytes behind where the one before began; negative is before. Not 0.
+    /// Each begins so many bytes behind where the one before began. Not 0; may be negative.
     Stride(i32),
 }
 
 impl Step {
-    /// Whether there are bytes between its requests that it does not ask for.
+    /// Whether it leaves bytes between its requests.
     pub(super) const fn has_gaps(self) -> bool {
         matches!(self, Self::Stride(_))
     }
@@ -48,7 +46,6 @@ impl Step {
     }
 }
 
-/// A stream.
 #[derive(Clone, Debug)]
 pub(super) struct Stream {
     step: Step,
@@ -56,7 +53,6 @@ pub(super) struct Stream {
     length: u64,
     head: u64,
     ahead: u64,
-    /// It was read ahead down to the beginning of the disk.
     is_at_its_end: bool,
     pub(super) window: Window,
     /// Bytes read ahead of it that nobody has read yet.
@@ -69,7 +65,6 @@ pub(super) struct Stream {
 }
 
 impl Stream {
-    /// Takes in that a request of it was there.
     pub(super) fn advance(&mut self, offset: u64, length: u64) {
         self.went_on = true;
         let end = offset.saturating_add(length);
@@ -94,7 +89,7 @@ impl Stream {
         }
     }
 
-    /// Whether so much of what was read ahead of it was used, and as much again as was wasted.
+    /// Whether so much was used, beyond as much as was wasted.
     pub(super) const fn has_used(&self, bytes: u64) -> bool {
         self.used_bytes >= bytes + self.wasted_bytes
     }
@@ -111,7 +106,7 @@ impl Stream {
         self.step
     }
 
-    /// Bytes that were read ahead and not reached yet.
+    /// Bytes read ahead and not reached yet.
     pub(super) fn lead_bytes(&self) -> u64 {
         let distance = self.head.abs_diff(self.ahead);
         match self.step {
@@ -120,12 +115,11 @@ impl Stream {
         }
     }
 
-    /// What to read ahead next: about so many bytes, inside a disk of `size_bytes`. `None` at its
-    /// end. [`Stream::lead`] makes it so.
+    /// What to read ahead next: about so many bytes, inside the disk; `None` at its end.
     pub(super) fn plan(&self, id: StreamId, bytes: u64, size_bytes: u64) -> Option<Ahead> {
         let (first, length, step, count) = match self.step {
             Step::Forward => {
-                // Up to a boundary of blocks, so that what comes behind is aligned.
+                // To a boundary of blocks, so that the next is aligned.
                 let end = (self.ahead.saturating_add(bytes) / BLOCK_BYTES * BLOCK_BYTES).min(size_bytes);
                 (self.ahead, end.checked_sub(self.ahead)?, 0, 1)
             }
@@ -157,7 +151,6 @@ impl Stream {
         })
     }
 
-    /// Takes in that this was read ahead.
     pub(super) fn lead(&mut self, ahead: &Ahead) {
         self.ahead = match self.step {
             Step::Forward => ahead.first + ahead.length,
@@ -178,12 +171,11 @@ impl Stream {
     }
 }
 
-/// Whether `place` comes before `other` on the way of a stride.
+/// On the way of a stride.
 const fn is_before(place: u64, other: u64, step: i32) -> bool {
     if step > 0 { place < other } else { place > other }
 }
 
-/// The streams.
 #[derive(Debug)]
 pub(super) struct Streams {
     slots: Vec<Stream>,
@@ -210,7 +202,6 @@ impl Streams {
         self.slots.get_mut(id.index as usize).filter(|stream| stream.generation == id.generation)
     }
 
-    /// How many have something read ahead that nobody has read yet.
     pub(super) const fn leading(&self) -> u32 {
         self.leading
     }

@@ -8,14 +8,12 @@
 //!
 //! As in AMP (Gill and Bathen, FAST 2007), each stream has its own two figures, and both adapt.
 //! `size` grows when one was used up, because large requests cost the device less. `trigger` grows
-//! when the reader came before its data: the data was requested too late. Both shrink when data was
-//! dropped unread, because there is not enough memory for it. AMP changes them by a page at a time;
-//! here a step is a `size`, so that a reader of slow storage waits a few times and not hundreds of
-//! times.
+//! when the reader came before its data. Both shrink when data was dropped unread. AMP changes them
+//! by a page at a time; here a step is a `size`, so that a reader of slow storage waits less often.
 
 use super::ahead::{BLOCK_BYTES, CHUNK_MAX_BYTES};
 
-/// A window, in bytes.
+/// In bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Window {
     pub(super) size: u64,
@@ -35,25 +33,21 @@ impl Window {
         Self { size, trigger: self.trigger.min(most.saturating_sub(size)) }
     }
 
-    /// All of a read-ahead was used.
     pub(super) fn used_up(&mut self, most: u64) {
         *self = Self { size: self.size * 2, ..*self }.within(most);
     }
 
-    /// The reader had to wait.
     pub(super) fn came_late(&mut self, most: u64) {
         *self = Self { trigger: self.trigger + self.size, ..*self }.within(most);
     }
 
-    /// Something was dropped unread.
     pub(super) fn was_wasted(&mut self) {
         self.size = (self.size / 2).max(BLOCK_BYTES);
         self.trigger = self.trigger.min(self.size);
     }
 }
 
-/// The largest size that is at most `wanted`, that is a power of two as buffers are, and of which
-/// two are at most `most`.
+/// The largest power of two, as buffers are, up to `wanted`, of which two are at most `most`.
 fn largest(wanted: u64, most: u64) -> u64 {
     let size = wanted.min(most / 2).clamp(BLOCK_BYTES, CHUNK_MAX_BYTES);
     1 << size.ilog2()

@@ -1,7 +1,7 @@
 //! The writes in flight: what may not be read ahead meanwhile.
 //!
-//! Data that is read during a write to the same place may be old or new, and it should have been
-//! new as soon as the write is done. So nothing is read ahead there before that.
+//! Data that is read during a write to the same place may be old, so nothing is read ahead there
+//! until the write has ended.
 
 use alloc::vec::Vec;
 use core::ops::Range;
@@ -11,7 +11,7 @@ use core::ops::Range;
 #[must_use = "what it writes to is read ahead again only after its end"]
 pub struct WriteId(u32);
 
-/// All of them, as many as there are requests in flight.
+/// All of them.
 #[derive(Debug, Default)]
 pub(super) struct Writes {
     slots: Vec<Option<Range<u64>>>,
@@ -34,7 +34,6 @@ impl Writes {
     }
 
     pub(super) fn overlaps(&self, range: &Range<u64>) -> bool {
-        // Mostly there is none.
         self.vacant.len() < self.slots.len()
             && self.slots.iter().flatten().any(|write| write.start < range.end && range.start < write.end)
     }

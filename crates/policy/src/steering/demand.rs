@@ -1,36 +1,31 @@
 //! How much of a divided limit a member can use, judged by how much of its part it used.
 //!
-//! A member that used nearly all of its part is held back by it and would use more. How much more
-//! cannot be seen, so it counts as wanting everything. A member that used less wants a little more
-//! than that. A member that is stuck (a large request behind a small rate appears in no counter
-//! before it passes) is told from an idle one by the kernel's own account of waiting.
-//!
-//! Never reads a clock: the elapsed time is an argument.
+//! A member that used nearly all of its part is held back by it and counts as wanting everything. A
+//! member that used less wants a little more than that. A stuck member (a large request behind a
+//! small rate appears in no counter before it passes) is told from an idle one by the kernel's own
+//! account of waiting.
 
-/// The rate is smoothed over this time, in seconds: a large request at a small rate passes all at
-/// once, and then nothing for a while.
+/// Seconds that the rate is smoothed over: a large request at a small rate passes all at once.
 const SMOOTHING_S: f64 = 0.4;
-/// Who took so much of what it was given is held back by that.
+/// Who took this part of what it was given is held back by that.
 const HELD_BACK: f64 = 0.85;
-/// For how long it counts as held back after it last was, in seconds: writeback comes in lumps,
-/// with two seconds of nothing between them. Where the kernel tells that nothing waits either, it
-/// is forgotten sooner (`pool.rs`).
+/// Seconds for which it then counts as held back: writeback comes in lumps, with two seconds of
+/// nothing between them. An idle member is forgotten sooner (`pool.rs`).
 const REMEMBERED_S: f64 = 3.0;
-/// How much more than what it took somebody may want who was not held back.
+/// How much more than what it took a member may want that was not held back.
 const HEADROOM: f64 = 1.3;
 
 /// The demand of one direction of one member for one unit, bytes or operations.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Demand {
-    /// Units per second, smoothed.
     rate: f64,
     /// Seconds for which it will still count as held back.
     held_back_s: f64,
 }
 
 impl Demand {
-    /// Takes in that so many units passed in so many seconds, while so many a second were allowed
-    /// (`None`: any number), and whether something of this direction waited and nothing passed.
+    /// Takes in that so many units passed, while so many a second were allowed (`None`: any
+    /// number), and whether something waited and nothing passed.
     pub(super) fn observe(&mut self, units: u64, elapsed_s: f64, granted: Option<f64>, stuck: bool) {
         if elapsed_s <= 0.0 {
             return;
@@ -45,12 +40,10 @@ impl Demand {
         }
     }
 
-    /// Units per second that passed lately.
     pub(super) fn rate(&self) -> f64 {
         self.rate
     }
 
-    /// What it can use, in units per second.
     pub(super) fn wants(&self) -> f64 {
         if self.held_back_s > 0.0 { f64::INFINITY } else { self.rate * HEADROOM }
     }

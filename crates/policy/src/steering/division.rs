@@ -1,30 +1,26 @@
 //! Divides a rate among those who ask for it: by what they ask for if that fits, by weight if not.
 //!
-//! Never gives out more than the rate, and always gives out all of it: what nobody asks for is
-//! divided by weight, for whoever asks next.
+//! Always gives out exactly the rate: what nobody asks for is divided by weight.
 
 use alloc::vec::Vec;
 
-/// Somebody's part in a division.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Claim {
-    /// Its share of what is contended, beside the others'. More than 0.
+    /// More than 0.
     pub(super) weight: f64,
-    /// Units per second that it can use; infinite if it takes whatever it gets.
+    /// Units per second that it can use; may be infinite.
     pub(super) demand: f64,
 }
 
 /// The part of `rate` that each gets, in their order.
 ///
 /// Who asks for less than its share by weight gets that, and the others share the rest, again by
-/// weight (max-min fairness). What is left when everybody has what he asks for is added to all by
-/// weight.
+/// weight (max-min fairness). What is left is added to all by weight.
 pub(super) fn divide(rate: f64, claims: &[Claim]) -> Vec<f64> {
     let mut parts: Vec<f64> = claims.iter().map(|_| 0.0).collect();
     let mut open: Vec<usize> = (0..claims.len()).collect();
     let mut left = rate;
-    // Those who ask for the least beside their weight are satisfied first: one pass over them in
-    // that order does.
+    // Satisfied in the order of demand beside weight, one pass does.
     open.sort_by(|&one, &other| {
         let level = |index: usize| claims[index].demand / claims[index].weight;
         level(one).total_cmp(&level(other))

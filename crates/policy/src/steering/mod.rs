@@ -7,10 +7,9 @@
 //!   control groups ◄─────────────────────────────────────────────────── the kernel keeps them
 //! ```
 //!
-//! A disk of weir's own is throttled request by request ([`throttle`](crate::throttle)). The
-//! requests of a control group never pass through here: the kernel lets them pass at four fixed
-//! rates, for bytes and operations read and written. What the kernel does not have is made from
-//! here, with the same buckets and the same watermark:
+//! A disk of weir's own is throttled request by request ([`throttle`](crate::throttle)). For a
+//! control group the kernel keeps four fixed rates, for bytes and operations read and written. What
+//! it does not have is made here, with the same buckets and the same watermark:
 //!
 //! - **bursts** (`pool.rs`): while the bucket of a limit has room, its burst rate is set, and its
 //!   own rate afterwards. The kernel enforces the burst rate, so the earliest time at which the
@@ -30,8 +29,8 @@ mod pool;
 
 pub use pool::{Member, Passed, Pool, is_steered};
 
-/// What the kernel is told for one control group on one device: units per second, `None` for no
-/// limit. The four keys of cgroup v2's `io.max`.
+/// What the kernel is told for one control group on one device: the four keys of cgroup v2's
+/// `io.max`, in units per second, `None` for no limit.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Rates {
     /// Bytes per second, reads and writes.

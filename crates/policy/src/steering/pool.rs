@@ -1,17 +1,15 @@
 //! One set of limits and the members that share it: what each may have now, and when to look again.
 //!
-//! Calling protocol: [`observe`](Pool::observe) each member when it is due, then
-//! [`decide`](Pool::decide) once, and set the changes in the kernel in the order in which they
-//! come. [`due`](Pool::due) says when to look at a member again. A control group alone is a pool of
-//! one.
+//! Protocol: [`observe`](Pool::observe) each member when it is due, then [`decide`](Pool::decide)
+//! once, and set the changes in the kernel in their order. [`due`](Pool::due) says when to look at
+//! a member again. A control group alone is a pool of one.
 //!
-//! **Why so few looks are enough.** The kernel enforces the burst rate. So a bucket cannot be full
+//! **Why so few looks are enough.** The kernel enforces the burst rate, so a bucket cannot be full
 //! before what remains of it ÷ (burst rate − rate) has passed, and the last look is made exactly
-//! then. An idle member is looked at once a second, so its activity is noticed that late. A pool
-//! without bursts that nobody shares is never looked at.
+//! then. An idle member is looked at once a second. A pool without bursts that nobody shares is
+//! never looked at.
 //!
-//! Never gives anybody more than the limits allow at that moment: parts add up to at most the
-//! limit, and rates that fall come first.
+//! Never gives more than the limits allow at that moment: rates that fall come first.
 
 use alloc::vec::Vec;
 
@@ -22,49 +20,44 @@ use crate::request::Direction;
 use crate::throttle::{Counters, Enforcement, Ledger, Limit, LimitKind, Limits};
 use crate::time::{Duration, Instant};
 
-/// What a member's reads and writes come to since somebody began to count.
+/// A member's reads and writes, counted from some start.
 pub type Passed = [Counters; 2];
 
 /// How soon a member is looked at again, at the soonest.
 const SHORTEST: Duration = Duration::from_millis(20);
-/// Longest time ahead that is told, which is years.
+/// Longest time ahead that is told: years.
 const LONGEST_S: f64 = 1e9;
-/// The same while it does something; a division follows demand in so many steps.
+/// The same while it does something.
 const ACTIVE: Duration = Duration::from_millis(100);
 /// The same while it does nothing.
 const IDLE: Duration = Duration::from_secs(1);
-/// For so long after it did something it may do more at once.
+/// A member counts as active for this long.
 const STILL_ACTIVE: Duration = Duration::from_secs(2);
-/// A burst whose bucket is full within this time is over: whoever is told takes some time as well.
+/// A burst whose bucket is full within this time is over: telling takes some time as well.
 const NEARLY_FULL_S: f64 = 0.01;
-/// A burst is there again once its bucket has room for so many seconds of it. What bursts always
-/// hold ([`throttle`](crate::throttle)).
+/// A burst is there again once its bucket has room for so many seconds of it.
 const ROOM_AGAIN_S: f64 = 0.1;
-/// Of whom nothing passes or waits for so long, and the kernel would tell, is not coming back at
-/// once: what it wanted is forgotten.
+/// Seconds without anything passing or waiting after which a member's wants are forgotten.
 const FORGOTTEN_AFTER_S: f64 = 0.5;
-/// Who waits for longer than this, and nothing passes though it was given its share, waits for
-/// something else: another device, a network.
+/// Who waits for longer than this, and nothing passes, waits for something else: another device, a
+/// network.
 const STUCK_AT_MOST_S: f64 = 5.0;
-/// What an idle member keeps of its share, so that it can begin: a little where the kernel tells of
-/// waiting, more where only what passes shows.
+/// What an idle member keeps of its share, so that it can begin: more where waiting is not seen.
 const IDLE_PART: f64 = 0.02;
 const IDLE_PART_UNSEEN: f64 = 0.1;
 /// The least rate that the kernel takes.
 const LEAST: u64 = 2;
-/// A rate is told anew if it rises by this factor, or falls by that. Each time costs the kernel
-/// some precision: what it had saved up for a request that waits is lost (measured: 4 % of 4 MB/s
-/// where the same was told every 50 ms).
+/// A rate is told anew if it rises or falls by these factors. Each telling loses what the kernel
+/// had saved up for a waiting request (measured: 4 % of 4 MB/s, told every 50 ms).
 const RISE_WORTH_TELLING: f64 = 1.03;
 const FALL_WORTH_TELLING: f64 = 0.995;
-/// The same while another member gains: nearly all of what that gets, so that the parts add up.
+/// The same while another member gains, so that the parts add up.
 const SHARED_FALL_WORTH_TELLING: f64 = 0.999;
-/// The same where the rates follow a watermark, which is no promise to the last percent; and for
-/// who does nothing with them.
+/// The same under a watermark, which is no promise to the last percent; and for idle members.
 const LOOSE_FALL_WORTH_TELLING: f64 = 0.97;
 const IDLE_FALL_WORTH_TELLING: f64 = 0.9;
 
-/// Bytes and operations: the units that rates are in, and the limits on each.
+/// The units that rates are in, and the limits on each.
 const UNITS: [Unit; 2] = [
     Unit { total: LimitKind::BpsTotal, of: [LimitKind::BpsRead, LimitKind::BpsWrite] },
     Unit { total: LimitKind::IopsTotal, of: [LimitKind::IopsRead, LimitKind::IopsWrite] },
@@ -90,16 +83,15 @@ pub struct Member {
     told: Option<Rates>,
     /// Seconds for which something has waited and nothing passed.
     stuck_s: f64,
-    /// Seconds for which nothing has passed or waited, as far as the kernel tells.
+    /// Seconds for which nothing has passed or waited.
     idle_s: f64,
-    /// It is not there at present, and leaves its part to the others.
+    /// It leaves its part to the others.
     is_gone: bool,
-    /// Nobody can see what it does at present.
     is_unseen: bool,
 }
 
 impl Member {
-    /// One with this weight, of which nothing is known: its part is kept for it until it is seen.
+    /// A member with this weight; its part is kept for it until it is observed.
     pub fn new(weight: u32) -> Self {
         Self {
             weight: weight.max(1),
@@ -133,7 +125,7 @@ pub struct Pool {
     members: Vec<Member>,
     /// By [`LimitKind::index`]: the burst rate is allowed.
     bursting: [bool; 6],
-    /// What passed for all, ever: for whoever compares it with the limits.
+    /// What ever passed for all.
     passed: Passed,
 }
 
@@ -168,15 +160,13 @@ impl Pool {
         &self.passed
     }
 
-    /// How full the buckets are, by [`LimitKind::index`], to go on from with
-    /// [`resume`](Pool::resume).
+    /// How full the buckets are, by [`LimitKind::index`], for [`resume`](Pool::resume).
     pub fn levels(&self) -> [u64; 6] {
         self.ledger.levels()
     }
 
-    /// Goes on from where another left off, at the instant that this was made for: with buckets so
-    /// full, and members of which so much had passed. What has passed since is charged at the next
-    /// look.
+    /// Goes on from where another pool left off: with buckets so full, and members of which so much
+    /// had passed. What has passed since is charged at the next look.
     pub fn resume(&mut self, since: Instant, levels: [u64; 6], passed: &[Option<Passed>]) {
         self.ledger.restore(levels);
         for (member, passed) in self.members.iter_mut().zip(passed) {
@@ -194,21 +184,20 @@ impl Pool {
         self.ledger.enforcement()
     }
 
-    /// Forgets what a member was told, because that did not arrive: the next decision tells it
-    /// again.
+    /// Forgets what a member was told, as it did not arrive: the next decision tells it again.
     pub fn not_told(&mut self, member: usize) {
         self.members[member].told = None;
     }
 
-    /// A member is not there any more: until it is observed again, the others have its part.
+    /// A member is gone: until it is observed again, the others have its part.
     pub fn gone(&mut self, member: usize) {
         let member = &mut self.members[member];
         *member = Member { is_gone: true, ..Member::new(member.weight) };
     }
 
-    /// What a member does cannot be seen: until it is observed again it counts as wanting all it
-    /// can get. So what the others have leaves room for what [`settled`](Pool::settled) grants it,
-    /// which is what to tell it meanwhile.
+    /// A member cannot be seen: until it is observed again it counts as wanting all it can get, so
+    /// the others leave room for what [`settled`](Pool::settled) grants it, which is what to tell
+    /// it.
     pub fn unseen(&mut self, member: usize) {
         let member = &mut self.members[member];
         *member = Member::new(member.weight);
@@ -255,8 +244,7 @@ impl Pool {
         }
     }
 
-    /// What the kernel is to be told by now, by member: those that get less first. Nothing, if all
-    /// is as it was told.
+    /// What the kernel is to be told now, by member: those that get less first.
     pub fn decide(&mut self, now: Instant) -> Vec<(usize, Rates)> {
         self.ledger.leak_to(now);
         for kind in LimitKind::ALL {
@@ -293,8 +281,8 @@ impl Pool {
         changes.into_iter().map(|(_, index, rates)| (index, rates)).collect()
     }
 
-    /// When a member is to be looked at again, at the latest; `None` if its rates can never change,
-    /// unless a watermark changes them.
+    /// When a member is to be looked at again; `None` if its rates can never change, unless a
+    /// watermark changes them.
     pub fn due(&self, member: usize, now: Instant) -> Option<Instant> {
         self.is_steered().then(|| self.next_look(member, now))
     }
@@ -307,8 +295,8 @@ impl Pool {
         self.bursts_end(now).map_or(at_the_latest, |end| at_the_latest.min(end))
     }
 
-    /// When a burst can be over at the earliest: by then all members are to be looked at, however
-    /// many others are due. `None` if none is allowed.
+    /// When a burst can be over at the earliest: by then all members are to be looked at. `None` if
+    /// none is allowed.
     pub fn bursts_end(&self, now: Instant) -> Option<Instant> {
         let scale = self.scale();
         let there = self.members.iter().filter(|member| !member.is_gone);
@@ -331,8 +319,7 @@ impl Pool {
         is_steered(self.limits(), self.members.len())
     }
 
-    /// What each member is held to when nobody steers: the limits without bursts, divided by weight
-    /// alone.
+    /// What each member is held to when nobody steers: limits without bursts, divided by weight.
     pub fn settled(&self) -> Vec<Rates> {
         let rate = |limit: Limit, _| (limit.rate > 0).then_some(limit.rate as f64);
         self.divided(rate, |_| f64::INFINITY)
@@ -357,7 +344,7 @@ impl Pool {
         }
     }
 
-    /// What a limit lets pass at present, per second; `None` if anything may.
+    /// What a limit lets pass at present; `None` if anything may.
     fn rate_now(&self, limit: Limit, kind: LimitKind) -> Option<f64> {
         if limit.rate == 0 || self.enforcement() == Enforcement::Lifted {
             return None;
@@ -366,8 +353,7 @@ impl Pool {
         Some(rate as f64 * self.scale())
     }
 
-    /// The rates of all members where each limit lets pass what `rate` says, and each member wants
-    /// what `wants` does.
+    /// The rates of all members where limits let pass `rate` and members want `wants`.
     fn divided(
         &self,
         rate: impl Fn(Limit, LimitKind) -> Option<f64>,
@@ -445,8 +431,7 @@ impl Member {
         self.active.is_some_and(|active| now.nanos_since(active) < STILL_ACTIVE.as_nanos() as u64)
     }
 
-    /// By direction: whether it was in use lately; both, if none was. What waits then is of that
-    /// direction, as far as anybody knows.
+    /// By direction: whether it was in use lately; both, if none was.
     fn lately(&self) -> [bool; 2] {
         let operations = self.demand[1].each_ref().map(Demand::rate);
         let all: f64 = operations.iter().sum();
@@ -458,9 +443,8 @@ impl Member {
     }
 }
 
-/// An operation larger than `iops-size` counts as several, which the kernel does not know: as many
-/// bytes as that many operations of that size pass. So neither small nor large ones exceed the
-/// limit; a mixture of both may, to twice as much at the worst.
+/// The kernel counts an operation larger than `iops-size` as one: so bytes are bounded to as many
+/// as that many operations of that size. A mixture of sizes may pass twice the limit at the worst.
 fn bound_sizes(rates: &mut Rates, iops_size: u64) {
     for direction in Direction::ALL.map(Direction::index) {
         let Some(operations) = rates.iops[direction] else { continue };
@@ -469,8 +453,7 @@ fn bound_sizes(rates: &mut Rates, iops_size: u64) {
     }
 }
 
-/// Whether a change is worth telling, and when: 0 before 1, so that what some lose is taken before
-/// others get it.
+/// Whether a change is worth telling, and when: 0 before 1, so that rates fall first.
 fn worth_telling(told: Option<Rates>, rates: Rates, fall: f64) -> Option<u8> {
     let Some(told) = told else { return Some(1) };
     let (mut falls, mut rises) = (false, false);

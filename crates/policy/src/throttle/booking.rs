@@ -1,10 +1,9 @@
 //! Whether a promise can be kept: reservations against the limits and the device above them.
 //!
-//! A promise that exceeds the limits above it would be broken silently, on the first busy day. So
-//! it is refused when it is made, with the figures. Each node stores the sum of the promises below
-//! it, so a check costs one step for each level, not a walk over ten thousand disks.
-//!
-//! Never considers what is in use: a promise holds whatever the others do.
+//! A promise above the limits would be broken silently, on the first busy day, so it is refused
+//! when it is made, with the figures. Each node stores the sum of the promises below it, so a check
+//! costs one step for each level. Never considers what is in use: a promise holds whatever the
+//! others do.
 
 use super::limits::{Invalid, LimitKind, Limits};
 use super::share::Share;
@@ -23,7 +22,7 @@ impl Unit {
     /// Both, in the order of [`Unit::index`].
     pub const ALL: [Self; 2] = [Self::Iops, Self::Bps];
 
-    /// 0 for operations, 1 for bytes: for tables with an entry a unit.
+    /// 0 for operations, 1 for bytes.
     pub const fn index(self) -> usize {
         self as usize
     }
@@ -93,9 +92,8 @@ impl fmt::Display for Overbooked {
 
 impl core::error::Error for Overbooked {}
 
-/// How many levels a tree may have: a disk, and groups in groups above it.
-///
-/// Each costs every decision; nobody has asked for more than three (disk, tenant, host).
+/// How many levels a tree may have: a disk, and groups in groups above it. Each costs every
+/// decision; nobody has asked for more than three (disk, tenant, host).
 pub const MAX_LEVELS: usize = 8;
 
 /// Why a tree did not take a setting. Everything is then as it was.
@@ -180,8 +178,7 @@ fn most_that_passes(limits: &Limits, unit: Unit) -> u64 {
     }
 }
 
-/// What a node takes of its parent's supply: what it was promised, or what is promised below it if
-/// that is more.
+/// What a node takes of its parent's supply: its own promise, or the sum below it if that is more.
 pub(super) fn demand(share: Share, promised_below: [u64; 2]) -> [u64; 2] {
     let own = [share.iops_reservation(), share.bps_reservation()];
     Unit::ALL.map(|unit| own[unit.index()].max(promised_below[unit.index()]))

@@ -1,9 +1,7 @@
 //! A leaky bucket: how much of one kind of work has passed, and how long the next must wait; and
 //! the six of a node.
 //!
-//! The level rises by what is admitted and leaks at the configured rate. Nothing here knows the
-//! time: callers pass the instant, so the daemon, the simulator and the tests run the same
-//! arithmetic.
+//! The level rises by what is admitted and leaks at the configured rate. Callers pass the time.
 //!
 //! ```text
 //!      add(units)             burst_rate · length ─┬─ more than full: wait
@@ -16,15 +14,12 @@
 //! With a length above 1 the same units also enter a second bucket, which leaks at `burst_rate` and
 //! holds `burst_rate / 10`. It spreads the burst over its length.
 //!
-//! Levels are whole billionths of a unit. A rate in units per second is then a leak in billionths
-//! per nanosecond, without a remainder: no rounding, no drift, and a wait that is exact to the
-//! nanosecond.
+//! Levels are whole billionths of a unit, so a rate in units per second is a leak in billionths per
+//! nanosecond: no rounding, no drift, and a wait that is exact to the nanosecond.
 //!
-//! Read-ahead has levels of its own on top of these, and guests never wait for them
-//! (`bucket/spare.rs`).
+//! Read-ahead has its own levels on top, which guests never wait for (`bucket/spare.rs`).
 //!
-//! Never refuses: a request larger than the bucket is added whole, and the requests after it pay
-//! for it.
+//! Never refuses: a request larger than the bucket is added whole, and those after it pay for it.
 
 use super::cost::Cost;
 use super::enforcement::Scale;
@@ -41,8 +36,7 @@ use spare::Spare;
 /// Billionths in a unit.
 const UNIT: u128 = 1_000_000_000;
 
-/// One bucket, or the two that a burst longer than a second needs. Rate 0 lets everything pass and
-/// keeps no level.
+/// One bucket, or the two that a burst longer than a second needs. Rate 0 lets everything pass.
 #[derive(Clone, Copy, Debug)]
 struct Bucket {
     /// Billionths per nanosecond (which is units per second).
@@ -88,7 +82,6 @@ impl Bucket {
         if self.burst_rate == 0 { main } else { main.min(self.burst_size.saturating_sub(self.burst_level)) }
     }
 
-    /// Lets `elapsed_ns` worth run out.
     fn leak(&mut self, elapsed_ns: u64) {
         // At most 10¹⁸ × 2⁶⁴ < 2¹²⁴.
         let leaked = |rate: u64| u128::from(rate) * u128::from(elapsed_ns);
@@ -98,17 +91,15 @@ impl Bucket {
         }
     }
 
-    /// Nanoseconds until a request may pass; 0 if it may now.
+    /// Nanoseconds until a request may pass, exactly; 0 if it may now.
     ///
-    /// After exactly that time, and not a nanosecond before, the answer is 0. Where both levels are
-    /// too high the slower decides. (QEMU asks the second only once the first has run down, and
-    /// then waits again.)
+    /// Where both levels are too high the slower decides. (QEMU asks the second only once the first
+    /// has run down, and then waits again.)
     fn wait_ns(&self) -> u64 {
         let main = wait_until_full(self.level, self.size, self.rate);
         main.max(wait_until_full(self.burst_level, self.burst_size, self.burst_rate))
     }
 
-    /// Pours in what was admitted, in billionths of a unit.
     fn add(&mut self, billionths: u128) {
         self.level = self.level.saturating_add(billionths);
         if self.burst_rate > 0 {
@@ -122,8 +113,8 @@ const fn tenth_of_a_second(rate: u64) -> u128 {
 }
 
 fn wait_until_full(level: u128, size: u128, rate: u64) -> u64 {
-    // Not `level >= size`: a bucket that is exactly full admits, which is what makes excess / rate
-    // the whole wait.
+    // Not `level >= size`: a bucket that is exactly full admits, so excess / rate is the whole
+    // wait.
     if rate == 0 || level <= size {
         return 0;
     }
@@ -135,7 +126,7 @@ fn wait_until_full(level: u128, size: u128, rate: u64) -> u64 {
     }
 }
 
-/// Some of the four limits that apply to a direction.
+/// Those of the four limits for a direction that are set.
 #[derive(Clone, Copy, Debug)]
 struct Applying {
     kinds: [LimitKind; 4],
@@ -143,7 +134,6 @@ struct Applying {
 }
 
 impl Applying {
-    /// Those that are set.
     fn new(limits: &Limits, direction: Direction) -> Self {
         let mut set = Self { kinds: LimitKind::applying_to(direction), count: 0 };
         for kind in LimitKind::applying_to(direction) {
@@ -164,7 +154,6 @@ impl Applying {
 #[derive(Clone, Debug)]
 pub(super) struct Buckets {
     buckets: [Bucket; 6],
-    /// By direction: the limits that are set, of those that apply. Mostly one or two of four.
     applying: [Applying; 2],
     iops_size: u64,
     /// Levels are as of this instant.
@@ -185,8 +174,7 @@ impl Buckets {
         }
     }
 
-    /// Brings all levels to `now`. An instant before the last changes nothing: two workers read the
-    /// clock before they take turns here, and what has leaked does not come back.
+    /// Brings all levels to `now`. An instant before the last changes nothing.
     pub(super) fn leak_to(&mut self, now: Instant) {
         let elapsed_ns = now.nanos_since(self.now);
         if elapsed_ns == 0 {
@@ -203,8 +191,8 @@ impl Buckets {
         }
     }
 
-    /// Time until a request of this direction may pass, and the limit that it waits for longest;
-    /// `None` if it may now.
+    /// Nanoseconds until a request may pass, and the limit it waits for longest; `None` if it may
+    /// now.
     pub(super) fn binding(&self, direction: Direction) -> Option<(u64, LimitKind)> {
         let mut longest = None;
         for (kind, bucket) in self.applying(direction) {
@@ -225,7 +213,6 @@ impl Buckets {
         }
     }
 
-    /// The buckets of the limits that are set and apply to this direction.
     fn applying(&self, direction: Direction) -> impl Iterator<Item = (LimitKind, &Bucket)> {
         let kinds = self.applying[direction.index()].kinds().iter();
         kinds.map(|kind| (*kind, &self.buckets[kind.index()]))
@@ -239,23 +226,20 @@ impl Buckets {
         u64::try_from(cost.operations(self.iops_size)).unwrap_or(u64::MAX)
     }
 
-    /// How long the scarcest limit of this direction takes for a request; 0 without limits. See
-    /// [`divide`].
+    /// How long the scarcest limit takes for a request; 0 without limits. See [`divide`].
     pub(super) fn price_ns(&self, direction: Direction, cost: &Cost) -> u64 {
         let prices =
             self.applying(direction).map(|(kind, bucket)| divide(self.units(kind, cost), bucket.rate));
         prices.fold(0, u64::max)
     }
 
-    /// How long the scarcest limit of this direction on operations takes for one; 0 without such a
-    /// limit.
+    /// How long the scarcest limit on operations takes for one; 0 without such a limit.
     pub(super) fn operation_ns(&self, direction: Direction) -> u64 {
         let operations = self.applying(direction).filter(|(kind, _)| !kind.counts_bytes());
         operations.map(|(_, bucket)| divide(UNIT, bucket.rate)).fold(0, u64::max)
     }
 
-    /// The fraction of a request, in parts of [`WHOLE`], that has room in all buckets of its
-    /// direction.
+    /// The fraction of a request, in parts of [`WHOLE`], that has room in all its buckets.
     pub(super) fn room(&self, direction: Direction, cost: &Cost) -> u32 {
         let mut least = WHOLE;
         for (kind, bucket) in self.applying(direction) {
@@ -278,15 +262,13 @@ impl Buckets {
         }
     }
 
-    /// Whole units that may pass at once before requests wait for this limit; `None` if it is not
-    /// set.
+    /// Whole units that may pass at once before requests wait; `None` if the limit is not set.
     pub(super) fn tokens(&self, kind: LimitKind) -> Option<u64> {
         let bucket = &self.buckets[kind.index()];
         (bucket.rate > 0).then(|| u64::try_from(bucket.room() / UNIT).unwrap_or(u64::MAX))
     }
 
-    /// Whole units until this limit's bucket is full, whatever the rate of a burst; `None` if it is
-    /// not set.
+    /// Whole units until the bucket is full, whatever the rate of a burst; `None` if not set.
     pub(super) fn remaining(&self, kind: LimitKind) -> Option<u64> {
         let bucket = &self.buckets[kind.index()];
         let remaining = bucket.size.saturating_sub(bucket.level) / UNIT;

@@ -1,9 +1,8 @@
 //! What a request is charged: its bytes, and the operations it counts as.
 //!
-//! Exists because merging must not change the bill: several requests that became one I/O are
-//! charged as the requests that the client sent. Operations depend on `iops-size`, which may change
-//! while a request waits, so the lengths are kept and the operations are computed on admission.
-//! Never knows where on the disk a request goes.
+//! Merging must not change the bill: requests that became one I/O are charged as the client sent
+//! them. `iops-size` may change while a request waits, so the lengths are kept and the operations
+//! are computed on admission. Never knows where on the disk a request goes.
 
 use alloc::boxed::Box;
 
@@ -21,7 +20,7 @@ pub struct Cost {
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum Lengths {
-    /// A lone request, or a stream of equal ones: by far the most, and needing no allocation.
+    /// By far the most, and needs no allocation.
     Equal {
         count: u64,
         length: u64,
@@ -81,8 +80,8 @@ fn operations_of(length: u64, iops_size: u64) -> u128 {
     if iops_size == 0 || length <= iops_size {
         return u128::from(BILLION);
     }
-    // Below 18 GB, which is every request there is, one 64-bit division does; the wide one takes a
-    // library call.
+    // Below 18 GB, which is every request, one 64-bit division does; the wide one is a library
+    // call.
     match length.checked_mul(BILLION) {
         Some(scaled) => u128::from(scaled.div_ceil(iops_size)),
         None => (u128::from(length) * u128::from(BILLION)).div_ceil(u128::from(iops_size)),

@@ -1,7 +1,6 @@
 //! Whether a node's limits hold as they are set, more loosely, or not at all for the time being.
 //!
-//! The watermark ([`crate::watermark`]) decides it, and a tree carries it out. It is not a setting:
-//! users set limits, and those stay as they are meanwhile.
+//! The watermark ([`crate::watermark`]) decides it, and a tree carries it out. It is not a setting.
 
 /// A factor that rates are multiplied by, in thousandths. At least 1.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -10,7 +9,7 @@ pub struct Scale(u32);
 impl Scale {
     /// Rates as they are set.
     pub const ONE: Self = Self(1000);
-    /// A thousandfold: what a limit means then, lifting it would mean as well.
+    /// A thousandfold, which is as good as lifted.
     pub const MAX: Self = Self(1_000_000);
 
     /// A factor in thousandths, brought into the range from [`Scale::ONE`] to [`Scale::MAX`].
@@ -24,8 +23,7 @@ impl Scale {
         self.0 as u64
     }
 
-    /// `amount` times the factor, rounded down. At most 10³ times as much, so amounts below 2⁹⁸
-    /// cannot overflow.
+    /// `amount` times the factor, rounded down. Amounts below 2⁹⁸ cannot overflow.
     pub(super) const fn times(self, amount: u128) -> u128 {
         amount * self.0 as u128 / 1000
     }
@@ -44,8 +42,7 @@ pub enum Enforcement {
 }
 
 impl Enforcement {
-    /// The stricter of two: the one with the smaller factor. What lies on several devices goes by
-    /// the one that is shortest.
+    /// The one with the smaller factor: what lies on several devices goes by the shortest.
     #[must_use]
     pub fn stricter(self, other: Self) -> Self {
         let factor = |enforcement: Self| match enforcement {

@@ -1,18 +1,17 @@
 //! A heap whose items can be found again: the smallest key at hand, any item moved or removed in
 //! O(log n).
 //!
-//! The heap of the standard library cannot change the key of an item in it, and a scheduler does
-//! mostly that. Each entry has four children and keys stand beside the items: half the levels of a
-//! binary heap, and the four keys that are compared are in one or two cache lines.
+//! The standard library's heap cannot change a key, and a scheduler does mostly that. Each entry
+//! has four children and keys stand beside the items: half the levels of a binary heap, and the
+//! four keys compared are in one or two cache lines.
 //!
-//! Items are small numbers, because a table keeps where each one is. The table grows to the largest
-//! item that was ever in the heap, and never shrinks. Equal keys come out in no particular order; a
-//! caller that needs one puts it into the key.
+//! Items are small numbers: a table, which never shrinks, keeps where each one is. Equal keys come
+//! out in no particular order.
 
 use alloc::vec::Vec;
 
 const CHILDREN: usize = 4;
-/// In the table of places: not in the heap.
+/// In the table of places.
 const ABSENT: u32 = u32::MAX;
 
 #[derive(Clone, Copy, Debug)]
@@ -30,7 +29,6 @@ pub(super) struct Heap<K> {
 }
 
 impl<K: Copy + Ord> Heap<K> {
-    /// An empty heap, which has allocated nothing.
     pub(super) const fn new() -> Self {
         Self { entries: Vec::new(), places: Vec::new() }
     }
@@ -39,7 +37,6 @@ impl<K: Copy + Ord> Heap<K> {
         self.entries.is_empty()
     }
 
-    /// The smallest key, and the item it belongs to.
     pub(super) fn first(&self) -> Option<(K, u32)> {
         self.entries.first().map(|entry| (entry.key, entry.item))
     }
@@ -48,7 +45,6 @@ impl<K: Copy + Ord> Heap<K> {
         self.place(item).is_some()
     }
 
-    /// Gives an item this key, adding it if it is not there.
     pub(super) fn set(&mut self, item: u32, key: K) {
         let entry = Entry { key, item };
         match self.place(item) {
@@ -65,7 +61,6 @@ impl<K: Copy + Ord> Heap<K> {
         }
     }
 
-    /// Takes an item out; nothing happens if it is not there.
     pub(super) fn remove(&mut self, item: u32) {
         let Some(at) = self.place(item) else { return };
         self.places[item as usize] = ABSENT;
@@ -81,8 +76,7 @@ impl<K: Copy + Ord> Heap<K> {
         }
     }
 
-    /// Changes every key by a function that keeps their order: of two, the smaller does not become
-    /// the larger.
+    /// Changes every key; of two, the smaller must not become the larger.
     pub(super) fn map_keys(&mut self, change: impl Fn(K) -> K) {
         for entry in &mut self.entries {
             entry.key = change(entry.key);

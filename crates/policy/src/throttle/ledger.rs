@@ -1,10 +1,8 @@
-//! Buckets for work that somebody else admits: told afterwards what has passed, they say how much
-//! of a burst is left.
+//! Buckets for work that somebody else admits: how much of a burst is left, by what has passed.
 //!
-//! A [`Tree`](super::Tree) admits requests one by one. Where the kernel admits them, at rates that
-//! it was given (`io.max` of a control group), only what has passed since the last look is known.
-//! The buckets and their meaning are the same, but the order is not: a charge comes first, and then
-//! the elapsed time leaks out.
+//! A [`Tree`](super::Tree) admits requests one by one. Where the kernel admits them (`io.max` of a
+//! control group), only what has passed since the last look is known: a charge comes first, and
+//! then the elapsed time leaks out.
 //!
 //! Never decides a rate: [`steering`](crate::steering) does.
 
@@ -25,7 +23,7 @@ pub struct Ledger {
 }
 
 impl Ledger {
-    /// Empty buckets for these limits, which must be valid: every burst is there to be had.
+    /// Empty buckets for these limits, which must be valid.
     pub fn new(limits: &Limits, now: Instant) -> Self {
         Self { limits: *limits, buckets: Buckets::new(limits, now), enforcement: Enforcement::Enforced }
     }
@@ -53,7 +51,7 @@ impl Ledger {
         if (operations, bytes) == (0, 0) || self.enforcement == Enforcement::Lifted {
             return;
         }
-        // How the bytes were spread over the operations is not known: as evenly as whole bytes can
+        // How the bytes were spread over the operations is unknown: as evenly as whole bytes can
         // be.
         let operations = operations.max(1);
         let (each, longer) = (bytes / operations, bytes % operations);
@@ -72,8 +70,7 @@ impl Ledger {
         self.buckets.remaining(kind)
     }
 
-    /// How full each bucket is, in whole units, by [`LimitKind::index`]: to be kept and given to
-    /// [`Ledger::restore`].
+    /// How full each bucket is, in whole units, by [`LimitKind::index`]; for [`Ledger::restore`].
     pub fn levels(&self) -> [u64; 6] {
         LimitKind::ALL.map(|kind| self.buckets.level(kind))
     }

@@ -1,12 +1,11 @@
 //! The limits that a user may set: six rates with their bursts, and `iops-size`; their names; and
 //! which of them make sense together.
 //!
-//! Command line, config file and control protocol have the same nineteen settings. They share the
-//! table here ([`Setting::ALL`]), so that a name, a range or a rule cannot differ between them.
+//! Command line, config file and control protocol share this table of settings ([`Setting::ALL`]),
+//! so that a name, a range or a rule cannot differ between them.
 //!
-//! Values are unsigned integers: a negative, fractional or infinite limit cannot be represented,
-//! and code that parses text refuses it there. Never silently corrects a value: a wrong one is
-//! [`Invalid`].
+//! Values are unsigned integers: a negative, fractional or infinite limit cannot be represented.
+//! Never silently corrects a value: a wrong one is [`Invalid`].
 
 use crate::request::Direction;
 use core::fmt;
@@ -15,8 +14,7 @@ use core::fmt;
 /// `THROTTLE_VALUE_MAX`).
 pub const MAX_VALUE: u64 = 1_000_000_000_000_000;
 
-/// The longest burst length that can be set by name, in seconds (QEMU's properties are 32 bits
-/// wide).
+/// The longest burst length that can be set by name, in seconds (32 bits wide in QEMU).
 pub const MAX_BURST_LENGTH_S: u64 = u32::MAX as u64;
 
 /// Which of the six limits: bytes or operations per second, of all requests, of reads or of writes.
@@ -71,8 +69,7 @@ pub enum Part {
     BurstLength,
 }
 
-/// One of the nineteen numbers that make up [`Limits`], addressed as a value so that it can be
-/// named.
+/// One of the nineteen numbers that make up [`Limits`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Setting {
     /// A number of one of the six limits.
@@ -134,8 +131,7 @@ impl Setting {
         NAMES.iter().find(|(_, known)| *known == name).map(|(setting, _)| *setting)
     }
 
-    /// The largest value [`Limits::set`] takes: [`MAX_BURST_LENGTH_S`] for lengths, else
-    /// [`MAX_VALUE`].
+    /// The largest value [`Limits::set`] takes.
     pub const fn maximum(self) -> u64 {
         match self {
             Of(_, BurstLength) => MAX_BURST_LENGTH_S,
@@ -158,8 +154,7 @@ impl fmt::Display for Setting {
     }
 }
 
-/// One limit: a rate in units (bytes or operations) per second, and how far it may be exceeded for
-/// how long.
+/// One limit: a rate in units (bytes or operations) per second, and its burst.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limit {
     /// Units per second in the long run; 0 is no limit.
@@ -188,11 +183,8 @@ impl Default for Limit {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Limits {
     limits: [Limit; 6],
-    /// Bytes after which one request counts as more than one operation; 0 counts every request as
-    /// one.
-    ///
-    /// A request of `size` bytes above it counts `size / iops_size` operations: 6 KiB at 4096 is
-    /// 1.5.
+    /// Bytes above which a request counts `size / iops_size` operations: 6 KiB at 4096 is 1.5. 0
+    /// counts every request as one.
     pub iops_size: u64,
 }
 
@@ -217,11 +209,8 @@ impl Limits {
         }
     }
 
-    /// Sets one setting, in its own unit, and leaves the others alone.
-    ///
-    /// Looks at this value only, since settings come one by one and in any order: a value above
-    /// [`Setting::maximum`] is refused and changes nothing. [`Limits::validate`] judges the whole
-    /// afterwards.
+    /// Sets one setting, in its own unit. A value above [`Setting::maximum`] is refused and changes
+    /// nothing; [`Limits::validate`] judges the whole afterwards.
     pub fn set(&mut self, setting: Setting, value: u64) -> Result<(), Invalid> {
         if value > setting.maximum() {
             return Err(Invalid { setting, value, rule: Rule::AtMost(setting.maximum()) });
@@ -240,8 +229,7 @@ impl Limits {
         self.limits.iter().all(|limit| limit.rate == 0)
     }
 
-    /// Checks every rule, in QEMU's order, and reports the first that is broken ([`Rule`] lists
-    /// them).
+    /// Checks every [`Rule`], in QEMU's order, and reports the first that is broken.
     pub fn validate(&self) -> Result<(), Invalid> {
         for part in [Rate, BurstRate] {
             self.check_total_alone([BpsTotal, BpsRead, BpsWrite], part)?;
@@ -298,8 +286,7 @@ impl Limits {
     }
 }
 
-/// A setting that cannot stand, with the rule it breaks. Its text names the setting, the value and
-/// the rule.
+/// A setting that cannot stand, with its value and the rule it breaks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Invalid {
     /// The setting at fault.
@@ -313,7 +300,7 @@ pub struct Invalid {
 /// The rules that limits obey.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Rule {
-    /// A total limit excludes a read or write limit of the same kind (here: that setting, with its
+    /// A total limit excludes a read or write limit of the same kind (here: that one, with its
     /// value).
     Excludes(Setting, u64),
     /// `iops-size` says how operations are counted, so a limit on operations must be there.

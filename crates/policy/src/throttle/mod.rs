@@ -10,17 +10,15 @@
 //! **The bucket** (`bucket.rs`). Each of a node's six limits ([`LimitKind`]) is a leaky bucket.
 //! Admitted work fills it, and it leaks at the limit's rate. While it is more than full, everything
 //! that it applies to waits. Its size is the burst: a tenth of a second's worth by default, `-max`
-//! × `-max-length` if a burst is configured. A burst longer than one second also has a rate, so it
-//! has a second, small bucket that leaks at `-max`. A request is charged when it is admitted. It
-//! passes if the bucket is not more than full, whatever the size of the request; what it takes
-//! beyond that is paid for by the requests after it. So the wait never depends on who asks.
+//! × `-max-length` if configured. A burst longer than one second also has a second, small bucket
+//! that leaks at `-max`. A request passes if the bucket is not more than full, whatever its size;
+//! what it takes beyond that is paid for by the requests after it.
 //!
 //! **The slice** (`price.rs`). A request worth more than 90 ms of its scarcest limit is charged in
 //! parts of that size, and passes with the last part. Others have their turns between the parts.
 //!
 //! **The tree** (`tree.rs`). Disks have limits, and belong to groups that have limits, which may
-//! belong to groups. All levels hold at once. Only nodes with waiting work are looked at, so
-//! thousands of idle disks cost a decision nothing.
+//! belong to groups. All levels hold at once. Thousands of idle disks cost a decision nothing.
 //!
 //! **The turn** (`schedule.rs`). The cost of a request, as its siblings see it, is the time that it
 //! takes of the scarcest limit above them. Siblings share that time by weight, so neither small
@@ -41,16 +39,13 @@
 //! **Read-ahead** (`bucket/spare.rs`, `tree/spare.rs`) uses what guests leave. Each bucket has a
 //! second level on top of the guests', which drains only when theirs is empty. A read-ahead is
 //! admitted while both together are not more than full at every level, and nobody waits there.
-//! Guests' waits depend only on their own level, so no decision about them depends on read-ahead.
 //! Guests pay for data from memory as for any other, and the spare level gets that amount back
 //! ([`GivenBack`]).
 //!
-//! **Time** is an argument, and deadlines are values ([`Decision::Wait`]). The arithmetic is in
-//! whole billionths of a unit, so a deadline is exact to the nanosecond, nothing drifts over a
-//! year, and a property test can require equality.
+//! **Time** is an argument, and deadlines are values ([`Decision::Wait`]), exact to the nanosecond.
 //!
 //! Names, defaults and validity of limits are those of QEMU (docs/throttle.txt; `throttle_is_valid`
-//! in util/throttle.c). Its users should find nothing new but the error messages.
+//! in util/throttle.c).
 //!
 //! Never rejects a request, never drops one, never knows its data.
 

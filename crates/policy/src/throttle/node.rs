@@ -1,7 +1,6 @@
 //! A disk or a group in the tree: its settings, its waiting work, and what became of past work.
 //!
-//! It knows its own limits and nothing of its neighbours; the tree brings them together. An idle
-//! node takes a few hundred bytes and no time.
+//! Knows nothing of its neighbours. An idle node takes a few hundred bytes and no time.
 
 use super::booking::demand;
 use super::bucket::Buckets;
@@ -24,8 +23,7 @@ pub struct NodeId {
     pub(super) generation: u64,
 }
 
-/// A request that waits in a tree, as needed to take it back with
-/// [`Tree::cancel`](super::Tree::cancel).
+/// A request that waits in a tree, for [`Tree::cancel`](super::Tree::cancel).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Ticket {
     pub(super) node: NodeId,
@@ -34,7 +32,6 @@ pub struct Ticket {
     pub(super) number: u64,
 }
 
-/// A request that waits.
 #[derive(Debug)]
 pub(super) struct Waiter<T> {
     pub(super) number: u64,
@@ -45,14 +42,13 @@ pub(super) struct Waiter<T> {
     pub(super) token: T,
 }
 
-/// Limits that are set, and what has been taken of them. Most nodes have none, and save the space.
+/// Most nodes have no limits, and save the space.
 #[derive(Debug)]
 pub(super) struct Limited {
     pub(super) limits: Limits,
     pub(super) buckets: Buckets,
 }
 
-/// See the head of this file.
 #[derive(Debug)]
 pub(super) struct Node<T> {
     pub(super) generation: u64,
@@ -68,8 +64,7 @@ pub(super) struct Node<T> {
     pub(super) share: Share,
     /// None until it has had a child: idle disks are many.
     pub(super) schedule: Option<Box<Schedule>>,
-    /// Which direction is served first where nothing else decides: the one that was not served
-    /// last.
+    /// Served first where nothing else decides: the direction that was not served last.
     pub(super) first: Direction,
     queues: [VecDeque<Waiter<T>>; 2],
     /// By direction, of the whole subtree.
@@ -88,8 +83,7 @@ pub(super) struct Node<T> {
 }
 
 impl<T> Node<T> {
-    /// The node's share of its parent, its promise being what it was promised itself, or what is
-    /// promised below it if that is more.
+    /// The node's share of its parent, with the larger of its own promise and those below it.
     pub(super) fn entitlement(&self) -> Share {
         let [iops, bps] = demand(self.share, self.promised);
         self.share.with_reservation(iops, bps)
@@ -125,13 +119,12 @@ impl<T> Node<T> {
         self.limited.as_ref().map_or_else(Limits::default, |limited| limited.limits)
     }
 
-    /// Puts other limits in force, with empty buckets.
     pub(super) fn set_limits(&mut self, limits: Limits, now: Instant) {
         self.limited = limited(limits, now);
         self.rescale();
     }
 
-    /// Brings the buckets in line with how the limits are enforced. What is in them stays.
+    /// What is in the buckets stays.
     pub(super) fn rescale(&mut self) {
         if let Some(limited) = &mut self.limited {
             limited.buckets.rescale(&limited.limits, self.enforcement.scale());
@@ -169,10 +162,7 @@ impl<T> Node<T> {
         &mut self.queues[direction.index()]
     }
 
-    /// Takes the request of that number out of its queue, if it still waits.
-    ///
-    /// Finds it in O(log n) of what waits here; closing the gap moves the shorter side of the
-    /// queue.
+    /// Takes that request out of its queue, if it still waits; found in O(log n).
     pub(super) fn take(&mut self, direction: Direction, number: u64) -> Option<Waiter<T>> {
         let queue = self.queue_mut(direction);
         let at = queue.binary_search_by_key(&number, |waiter| waiter.number).ok()?;
@@ -194,7 +184,6 @@ impl<T> Node<T> {
         }
     }
 
-    /// Counts a request that has passed this node.
     pub(super) fn count(&mut self, direction: Direction, cost: &Cost, waited_ns: Option<u64>) {
         self.counters[direction.index()].count(cost, waited_ns);
         if let Some(waited_ns) = waited_ns {

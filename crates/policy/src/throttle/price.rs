@@ -1,38 +1,31 @@
 //! What a request costs in time, and how a large one is paid for in parts.
 //!
-//! A request of 4 MiB under 1 MB/s uses up four seconds of the limit. Charged at once, it would
-//! make everybody else wait for four seconds. So it is paid for in slices of 90 ms, with the
-//! others' requests in between, and passes when it is paid. Each level's buckets are charged the
-//! same fraction of what the request counts there, and the fractions are computed so that the parts
-//! add up to the whole exactly.
+//! Charged at once, a request of 4 MiB under 1 MB/s would make everybody else wait for four
+//! seconds. So it is paid for in slices of 90 ms, with the others' requests in between, and passes
+//! when it is paid. Each level's buckets are charged the same fractions, which add up to the whole
+//! exactly.
 //!
 //! Never stores anything: all of it follows from the request, the limits in force and what is paid.
 
 use core::ops::Range;
 
-/// A slice, at the scarcest limit on a request's way: 90 ms.
-///
-/// A small request behind a large one should have its answer within 100 ms, what a bucket without a
-/// burst holds. The rest is for the timer and for moving the data.
+/// A slice at the scarcest limit: a small request behind a large one should have its answer within
+/// 100 ms, which is also what a bucket without a burst holds. The rest is for the timer and the
+/// data.
 pub(super) const SLICE_NS: u64 = 90_000_000;
 
-/// The whole of a request, in the parts it is paid for.
-///
-/// 2³⁰: a part of the largest request there is (32 MiB, by NBD) is then below a byte.
+/// The whole of a request, in the parts it is paid for. A part of the largest request there is (32
+/// MiB, by NBD) is below a byte.
 pub(super) const WHOLE: u32 = 1 << 30;
 
-/// The longest time a single request is taken to cost, about 19 hours, so that sums of costs cannot
-/// overflow.
-///
-/// What costs more is charged to the buckets in full; only in its siblings' eyes it costs no more
-/// than this.
+/// The longest time a single request is taken to cost in its siblings' eyes, about 19 hours, so
+/// that sums cannot overflow. The buckets are charged in full.
 pub(super) const LONGEST_NS: u64 = 1 << 46;
 
 /// `billionths / rate`: nanoseconds that so much takes at this rate per second. Rounded up, at most
 /// [`LONGEST_NS`].
 pub(super) fn divide(billionths: u128, rate: u64) -> u64 {
-    // Below 18 units this fits 64 bits, and so does all that is not in bytes; the wide division
-    // takes a library call.
+    // Below 18 units this fits 64 bits; the wide division takes a library call.
     let ns = match u64::try_from(billionths) {
         Ok(small) => small.div_ceil(rate),
         Err(_) => u64::try_from(billionths.div_ceil(u128::from(rate))).unwrap_or(u64::MAX),
@@ -45,17 +38,14 @@ pub(super) fn part_of(amount: u128, part: &Range<u32>) -> u128 {
     if *part == (0..WHOLE) {
         return amount;
     }
-    // The largest request there can be, 2⁶⁴ bytes, has 2⁹⁴ billionths: × 2³⁰ fits. Sums of several
-    // may not; they saturate.
+    // 2⁶⁴ bytes have 2⁹⁴ billionths: × 2³⁰ fits. Sums of several saturate.
     let upto = |end: u32| amount.saturating_mul(u128::from(end)) / u128::from(WHOLE);
     upto(part.end) - upto(part.start)
 }
 
-/// The fraction of the whole that a slice is, for a request that takes `total_ns` and whose
-/// operations take `operation_ns` each; the whole, if it is no more than a slice.
-///
-/// A slice is never less than an operation: at 2 IOPS two waiting requests are served one after the
-/// other, not both at the end.
+/// The fraction of the whole that a slice is, for a request that takes `total_ns`. Never less than
+/// an operation: at 2 IOPS two waiting requests are served one after the other, not both at the
+/// end.
 pub(super) fn slice_of(total_ns: u64, operation_ns: u64) -> u32 {
     let slice_ns = SLICE_NS.max(operation_ns);
     if total_ns <= slice_ns {

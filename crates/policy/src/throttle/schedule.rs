@@ -14,26 +14,23 @@
 //!
 //! A child that was idle starts at the *floor*: v as it was 20 to 40 ms ago, if that is not more
 //! than 20 ms of its own cost below v. (In the textbook the floor is v itself. But a client that
-//! waits for an answer before it sends the next request comes just after v has moved on, and may
-//! still have what it missed in a few milliseconds.) The floor is v's, not the child's. However
-//! many children return at once, together they catch up what passed in that time, and children that
-//! were busy meanwhile wait no longer than that.
+//! waits for each answer comes just after v has moved on.) The floor is v's, not the child's:
+//! however many children return at once, together they catch up what passed in that time, and busy
+//! children wait no longer than that.
 //!
 //! **By promise**: mClock's constraint phase (Gulati, Merchant, Varman, OSDI 2010). A child with a
 //! reservation has a tag in real time, R: when its next request is due. R moves on only when a
-//! request is served because it was due. Every service moves F on, so service by promise counts
-//! towards the share by weight.
+//! request is served because it was due. Every service moves F on, so it counts towards the share
+//! by weight.
 //!
-//! **Nobody starves**: promises may be worth all that the node's limits let pass, but for each
-//! hundredth part of it one turn goes by weight. F runs ahead of v because of promises only up to a
-//! bound, so a child that loses its promise soon has turns again.
+//! **Nobody starves**: promises may take all that the limits let pass, but one turn in a hundred
+//! goes by weight. Promises move F ahead of v only up to a bound, so a child that loses its promise
+//! soon has turns again.
 //!
-//! A child has one standing for both directions if these draw from a common limit, and otherwise
-//! one for each: under a limit on writes, a child that writes much should not read less. [`Lane`]
-//! says which.
+//! A child has one standing for both directions if these draw from a common limit, otherwise one
+//! for each ([`Lane`]): under a limit on writes, a child that writes much should not read less.
 //!
-//! Never looks at buckets: the tree offers a child when it can pass, and withdraws it when it
-//! cannot.
+//! Never looks at buckets: the tree offers a child when it can pass, and withdraws it.
 
 use super::heap::Heap;
 use super::price::SLICE_NS;
@@ -42,37 +39,30 @@ use crate::request::Direction;
 use crate::time::Instant;
 use alloc::vec::Vec;
 
-/// How long ago a child may have missed its turns and still have them by weight; and the most of
-/// its own cost they are worth.
-///
-/// A client that has one request in flight misses a turn whenever an answer takes longer than usual
-/// or a timer is late, by milliseconds. What an idle child may save up is also a burst over its
-/// siblings, so not much more.
+/// How long ago a child may have missed its turns and still have them by weight, and the most of
+/// its own cost they are worth. A client with one request in flight misses a turn whenever an
+/// answer or a timer is late, by milliseconds. Credit is also a burst over the siblings, so not
+/// much more.
 const CREDIT_NS: u64 = 20_000_000;
 
-/// How much of its promise a child may catch up that had nothing to do: a promise can come due
-/// while somebody else's slice is being paid for.
+/// How much of its promise a child that was idle may catch up: a promise can come due while
+/// somebody else's slice is being paid for.
 const PROMISE_CREDIT_NS: u64 = SLICE_NS + CREDIT_NS;
 
-/// How much of it one may catch up that was there all the time.
-///
-/// At five operations a second each makes everybody late by 200 ms, at every level. Bounded because
-/// what cannot be kept, where a device is slower than was thought, should not be had all at once
-/// when it can.
+/// How much of it a child that was busy may catch up: each slow turn makes everybody late at every
+/// level. Bounded, because what a slow device could not give should not be had all at once.
 const ARREARS_NS: u64 = 1_000_000_000;
 
-/// How far what is served by promise may move F ahead of v, in time of the child's own cost.
+/// How far service by promise may move F ahead of v, in time of the child's own cost.
 const LEAD_NS: u64 = SLICE_NS;
 
 /// Of what passes where promises take everything, one part in so many still goes by weight.
 const WEIGHT_PHASE_PART: u64 = 100;
 
-/// Virtual time of a cost of one nanosecond, for a weight of 1. 2¹⁴ rounds well for every weight up
-/// to 10,000.
+/// Bits of virtual time for a nanosecond at weight 1: rounds well for every weight up to 10,000.
 const VIRTUAL_BITS: u32 = 14;
 
-/// Virtual time is moved back towards zero when it passes this. The largest step is 2⁶⁰, so nothing
-/// overflows.
+/// Virtual time is moved back when it passes this. The largest step is 2⁶⁰: nothing overflows.
 const LATEST: u64 = 1 << 62;
 
 /// Which of its two standings a request is served under.
@@ -96,7 +86,7 @@ impl Lane {
         }
     }
 
-    /// Whether what is charged in this lane moves this direction's tags.
+    /// Whether a charge in this lane moves this direction's tags.
     pub(super) fn covers(self, direction: Direction) -> bool {
         self == Self::Shared || self == Self::Of(direction)
     }
@@ -111,7 +101,7 @@ pub(super) enum Phase {
     Weight,
 }
 
-/// A start tag. Of equal ones, who was offered first goes first.
+/// Of equal tags, who was offered first goes first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Turn {
     start: u64,
@@ -145,12 +135,9 @@ pub(super) struct Service {
     pub(super) promised_ns: u64,
 }
 
-/// One child, whether it has work or not.
 #[derive(Clone, Copy, Debug)]
 struct Child {
-    /// The tree's number of it.
     slot: u32,
-    /// Whether a promise is made.
     reserved: bool,
     /// 2³² / weight.
     inverse_weight: u64,
@@ -167,7 +154,7 @@ impl Child {
         virtual_time(ns, self.inverse_weight)
     }
 
-    /// S, if it has work now.
+    /// S.
     fn start(&self, lane: Lane, clock: &Clock) -> u64 {
         let floor = clock.before.max(clock.now.saturating_sub(self.credit));
         self.finish[lane.index()].max(floor)
@@ -249,8 +236,7 @@ impl Schedule {
         self.vacant.push(child);
     }
 
-    /// Changes a child's share. What it has been charged stays. It must have been withdrawn, and
-    /// may then be offered.
+    /// Changes a child's share. What it has been charged stays. It must have been withdrawn.
     pub(super) fn set_share(&mut self, child: u32, share: Share) {
         let child = self.child_mut(child);
         child.reserved = share.is_reserved();
@@ -262,7 +248,6 @@ impl Schedule {
         self.child(child).slot as usize
     }
 
-    /// The tree's numbers of all children.
     pub(super) fn slots(&self) -> impl Iterator<Item = usize> + '_ {
         self.children.iter().flatten().map(|child| child.slot as usize)
     }
@@ -271,17 +256,15 @@ impl Schedule {
         self.children.len() == self.vacant.len()
     }
 
-    /// Whether some child could pass in this direction.
     pub(super) const fn has_work(&self, direction: Direction) -> bool {
         !self.turns[direction.index()].is_empty()
     }
 
-    /// Whether this child could.
     pub(super) fn offers(&self, child: u32, direction: Direction) -> bool {
         self.turns[direction.index()].contains(child)
     }
 
-    /// Says that this child could pass, or could so still but has been charged since.
+    /// Says that this child could pass, also when it still could but has been charged since.
     pub(super) fn offer(&mut self, child: u32, direction: Direction, lane: Lane, now: Instant) {
         let order = self.next_order;
         self.next_order = order.wrapping_add(1);
@@ -300,13 +283,11 @@ impl Schedule {
         }
     }
 
-    /// Says that this child cannot pass any more.
     pub(super) fn withdraw(&mut self, child: u32, direction: Direction) {
         self.turns[direction.index()].remove(child);
         self.promises[direction.index()].remove(child);
     }
 
-    /// Who is served next in this direction.
     pub(super) fn next(&self, direction: Direction, lane: Lane, now: Instant) -> Option<Candidate> {
         let (turn, child) = self.turns[direction.index()].first()?;
         if let Some((due, child)) = self.promises[direction.index()].first()
@@ -318,8 +299,7 @@ impl Schedule {
         Some(Candidate { phase: Phase::Weight, tag: turn.start, child })
     }
 
-    /// Charges a child for what it is served. If it is on offer, it must be offered again or
-    /// withdrawn.
+    /// Charges a child. If it is on offer, it must be offered again or withdrawn.
     pub(super) fn charge(&mut self, number: u32, service: Service, now: Instant) {
         let Service { lane, phase, cost_ns, promised_ns } = service;
         let clock = &mut self.clocks[lane.index()];
@@ -347,7 +327,7 @@ impl Schedule {
         }
     }
 
-    /// Forgets who has had how much, when the limits that it was measured by are others now.
+    /// Forgets who has had how much: the limits that it was measured by have changed.
     pub(super) fn forget(&mut self) {
         self.clocks = [Clock::default(); 2];
         for child in self.children.iter_mut().flatten() {
@@ -358,12 +338,10 @@ impl Schedule {
         }
     }
 
-    /// Takes so much off every tag of the lane that virtual time begins anew. Once in weeks, at the
-    /// soonest.
+    /// Moves the lane's virtual time back. Once in weeks, at the soonest.
     #[cold]
     fn move_back(&mut self, lane: Lane) {
-        // A start tag is behind v by the credit at most; who is further behind is idle and will
-        // start from v.
+        // Start tags are behind v by the credit at most; whoever is further behind is idle.
         let clock = &mut self.clocks[lane.index()];
         let by = clock.now - LATEST / 2;
         clock.now -= by;

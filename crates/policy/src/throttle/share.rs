@@ -1,17 +1,14 @@
 //! What a disk or a group is entitled to when its siblings want the same: a weight, and a promise.
 //!
-//! It is apart from the scheduler because command line, config file and control protocol all use
-//! it. Never says what somebody gets: that depends on what the others want.
+//! Never says what somebody gets: that depends on what the others want.
 
 use super::cost::{BILLION, Cost};
 use super::price::divide;
 
 /// What a node is entitled to when its parent is short.
 ///
-/// The weight divides what is contended: of two busy siblings, one of weight 200 gets twice what
-/// one of weight 100 gets. A reservation is a rate that comes first, before anything is divided by
-/// weight; what a node gets by it counts towards its share, so that a busy node gets the larger of
-/// the two.
+/// Siblings share by weight what is contended. A reservation is a rate that comes first; what a
+/// node gets by it counts towards its share, so a busy node gets the larger of the two.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Share {
     weight: u32,
@@ -28,11 +25,8 @@ impl Share {
         Self::WEIGHTS.contains(&weight).then_some(Self { weight, iops_reservation: 0, bps_reservation: 0 })
     }
 
-    /// The same weight, with a promise of so many operations and bytes per second; 0 promises
-    /// nothing.
-    ///
-    /// With both, the promise ends with whichever is used up first. Operations are counted as the
-    /// limits above count them (`iops-size`).
+    /// The same weight, with a promise of so many operations (counted by `iops-size`) and bytes per
+    /// second; 0 promises nothing. With both, it ends with whichever is used up first.
     #[must_use]
     pub const fn with_reservation(self, iops: u64, bps: u64) -> Self {
         Self { iops_reservation: iops, bps_reservation: bps, ..self }
@@ -57,8 +51,7 @@ impl Share {
         self.iops_reservation > 0 || self.bps_reservation > 0
     }
 
-    /// The part of the promise, in nanoseconds, that a request uses up which counts so many
-    /// billionths of operations.
+    /// How many nanoseconds of the promise a request uses up.
     pub(super) fn promised_ns(self, cost: &Cost, operations: u64) -> u64 {
         let of = |billionths, rate| if rate == 0 { 0 } else { divide(billionths, rate) };
         of(u128::from(operations), self.iops_reservation)

@@ -2,14 +2,13 @@
 //! memory.
 //!
 //! A guest is charged for what it asks for, wherever the answer comes from. Data that was read
-//! ahead and then asked for would be paid for twice: with spare tokens and with the guest's own.
-//! The spare ones are returned.
+//! ahead would be paid for twice, so the spare tokens are returned.
 //!
 //! Never knows whose data it was: levels are sums. Never returns more than was taken.
 
 use super::cost::BILLION;
 
-/// What guests had from memory of what was read ahead, added up since it was last
+/// What guests had from memory of what was read ahead, since it was last
 /// [told](super::Tree::spare).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct GivenBack {
@@ -22,10 +21,8 @@ impl GivenBack {
     /// Nothing.
     pub const NOTHING: Self = Self { bytes: 0, requests: 0 };
 
-    /// Adds bytes that guests had for the first time from a read-ahead of `read_ahead_bytes`, as it
-    /// was charged; no more than that.
-    ///
-    /// It gives back the same fraction of the operations as of the bytes.
+    /// Adds bytes, at most `read_ahead_bytes`, that guests had for the first time from a read-ahead
+    /// charged as that many. Gives back the same fraction of its operations.
     pub fn add(&mut self, bytes: u64, read_ahead_bytes: u64) {
         let bytes = bytes.min(read_ahead_bytes);
         let billionths = (u128::from(bytes) * u128::from(BILLION)).checked_div(u128::from(read_ahead_bytes));
@@ -34,16 +31,15 @@ impl GivenBack {
         self.requests = self.requests.saturating_add(billionths.unwrap_or(0) as u64);
     }
 
-    /// Bytes, of all of them together.
+    /// Bytes.
     pub const fn bytes(self) -> u64 {
         self.bytes
     }
 
-    /// Operations that were charged for it under this `iops-size`, in billionths: exactly, to the
-    /// last few, if the read-aheads were all above it or none was, and else no more than were.
+    /// Operations charged for it under this `iops-size`, in billionths: exact to the last few if
+    /// all read-aheads were above it or none was, else never more than were charged.
     pub(super) fn operations(self, iops_size: u64) -> u128 {
-        // Each counted as the larger of the two, and the sum of the larger ones is no less than the
-        // larger sum.
+        // The sum of the larger ones is no less than the larger sum.
         let by_size = (u128::from(self.bytes) * u128::from(BILLION)).checked_div(u128::from(iops_size));
         u128::from(self.requests).max(by_size.unwrap_or(0))
     }

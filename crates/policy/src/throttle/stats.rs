@@ -1,18 +1,12 @@
-//! What can be said of a node afterwards: what passed, what waited and how long, and what it waits
-//! for now.
-//!
-//! Counting must cost almost nothing when nothing waits, so the histogram of waits is made at the
-//! first wait. Never decides anything.
+//! What passed a node, what waited and how long, and what it waits for now. The histogram of waits
+//! is made at the first wait. Never decides anything.
 
 use super::cost::Cost;
 use super::limits::LimitKind;
 use alloc::boxed::Box;
 
-/// What has passed a node in one direction since it was added. Counted when it is admitted, not
-/// before.
-///
-/// Merged requests count as the requests the client sent. Saturates, as what is only ever shown
-/// may.
+/// What has been admitted by a node in one direction since it was added. Merged requests count as
+/// the client sent them. Saturates.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Counters {
     /// Requests admitted, at once or after waiting.
@@ -21,7 +15,7 @@ pub struct Counters {
     pub bytes: u64,
     /// Those that had to wait.
     pub throttled: u64,
-    /// How long those waited, in nanoseconds, all added up.
+    /// How long those waited, in nanoseconds, added up.
     pub waited_ns: u64,
 }
 
@@ -58,10 +52,10 @@ pub struct Stats {
     pub waits: WaitSummary,
     /// Nanoseconds during which work waited for this node's own limits, in either direction.
     pub limited_ns: u64,
-    /// The limit of this node that work waits for; or waited for last, while work still waits.
+    /// The limit of this node that work waits for, or waited for last.
     pub binding: Option<LimitKind>,
-    /// By [`LimitKind::index`]: whole units that may pass at once before something waits; `None`
-    /// where no limit is set.
+    /// By [`LimitKind::index`]: units that may pass before something waits; `None` where not
+    /// limited.
     pub tokens: [Option<u64>; 6],
     /// By direction: requests that wait here or below.
     pub waiting: [usize; 2],
@@ -69,16 +63,14 @@ pub struct Stats {
 
 /// Waits are counted in units of 2¹⁰ ns, about a microsecond: nobody is told of less.
 const UNIT_BITS: u32 = 10;
-/// Octaves are cut into so many steps. A value is taken for the middle of its step, so it is off by
-/// 1/32 at most.
+/// Steps in an octave. A value counts as the middle of its step, off by 1/32 at most.
 const STEPS: u64 = 16;
 const STEP_BITS: u32 = STEPS.trailing_zeros();
-/// Up to 2⁴² ns, 73 minutes; what waits longer counts as that, but for the maximum.
+/// Up to 2⁴² ns, 73 minutes; longer waits count as that.
 const OCTAVES: usize = 32 - STEP_BITS as usize + 1;
 const ALL_STEPS: usize = OCTAVES * STEPS as usize;
 
-/// Waits by length: a histogram whose steps grow with what they hold. Less than 2 KiB, since 10,000
-/// disks may have one.
+/// A histogram of waits: less than 2 KiB, since 10,000 disks may have one.
 #[derive(Clone, Debug)]
 pub(super) struct Waits {
     counts: Box<[u32; ALL_STEPS]>,
@@ -97,7 +89,7 @@ impl Waits {
         if let Some(sum) = self.counts[at].checked_add(requests) {
             self.counts[at] = sum;
         } else {
-            // After four billion: proportions are what is asked for, and these stay.
+            // After four billion, only the proportions are kept.
             self.counts.iter_mut().for_each(|count| *count /= 2);
             self.counts[at] = self.counts[at].saturating_add(requests);
         }
@@ -124,12 +116,12 @@ impl Waits {
 fn step_of(ns: u64) -> usize {
     let units = ns >> UNIT_BITS;
     let octave = (u64::BITS - units.leading_zeros()).saturating_sub(STEP_BITS + 1);
-    // The first octave holds the values below STEPS singly, and so does the second up to 2 × STEPS.
+    // The first two octaves hold the values below 2 × STEPS singly.
     let step = if units < STEPS { units } else { STEPS * u64::from(octave) + (units >> octave) };
     (step as usize).min(ALL_STEPS - 1)
 }
 
-/// The middle of what counts in this step, in nanoseconds.
+/// The middle of a step, in nanoseconds.
 fn middle_of(step: usize) -> u64 {
     let (octave, within) = (step as u64 / STEPS, step as u64 % STEPS);
     let (first, width) =

@@ -10,16 +10,14 @@
 //!             disk    disk                            leaves: what waits, in order
 //! ```
 //!
-//! It is used behind one lock, which workers hold for nanoseconds. It knows no timers and no tasks:
-//! the caller's own token represents what waits, and is returned when its time has come.
+//! Used behind one lock, held for nanoseconds. The caller's own token stands for what waits.
 //!
-//! Only nodes with waiting work are in any of the heaps, and only as far up as they could pass. If
-//! a node's own limits are used up, it stands among the nodes to look at again at an instant, and
-//! nowhere else. So a decision costs O(log n) for each level, where n counts the busy nodes.
+//! Only nodes with waiting work are in any of the heaps, and only as far up as they could pass. A
+//! node whose limits are used up is in the heap of wakes alone. So a decision costs O(log n) for
+//! each level, where n counts the busy nodes.
 //!
-//! Never rejects, loses or reorders a request: each token comes out exactly once, through
-//! [`Admission::Admitted`], [`Decision::Admit`], [`Tree::cancel`] or [`Tree::remove`], and a disk's
-//! requests of one direction pass in the order in which they came.
+//! Never rejects, loses or reorders: each token comes out exactly once, and a disk's requests of
+//! one direction pass in the order in which they came.
 
 use super::booking::{MAX_LEVELS, Overbooked, Refused, Supply, demand};
 use super::cost::Cost;
@@ -40,7 +38,7 @@ mod spare;
 
 use serve::Path;
 
-/// The slot of the root, which is nobody's node and limits nothing.
+/// The slot of the root, which limits nothing.
 const ROOT: usize = 0;
 
 /// The answer to a request.
@@ -59,8 +57,7 @@ pub enum Admission<T> {
 pub enum Decision<T> {
     /// This request may pass now, and has been charged. There may be more: poll again.
     Admit(T),
-    /// Nothing may pass before `until`. Polled then, something does, or a large request has paid
-    /// another part.
+    /// Nothing may pass before `until`; then something does, or a large request pays another part.
     Wait {
         /// When to poll again.
         until: Instant,
@@ -96,31 +93,25 @@ pub struct Returned<T> {
 ///    burst is configured); one that fires for nothing does no harm.
 /// 3. [`remove`](Tree::remove) gives back what still waits; the caller decides what becomes of it.
 ///
-/// Instants come from one clock, and may arrive slightly out of order; an earlier one counts as the
-/// latest so far.
+/// Instants come from one clock; an earlier one counts as the latest so far.
 ///
 /// # Order
 ///
-/// First come, first served within a disk and a direction. Between siblings that could pass:
-/// promises that are due, then by weight (see `schedule.rs`), each request or slice a turn. Between
-/// directions: by the same rule where they draw from a common limit, in alternation where not. A
-/// request that finds nothing ready before it and room in all buckets passes at once.
+/// First come, first served within a disk and a direction. Between siblings: promises that are due,
+/// then by weight (`schedule.rs`), each request or slice a turn. Between directions: the same rule
+/// where they draw from a common limit, else in alternation.
 ///
 /// # Panics
-///
 /// All methods that take a [`NodeId`] panic if that node was removed: whoever removes a node no
 /// longer speaks of it.
 #[derive(Debug)]
 pub struct Tree<T> {
     nodes: Vec<Node<T>>,
     vacant: Vec<usize>,
-    /// By instant: nodes with work that waits for their own limits, a direction each
-    /// ([`wake_item`]).
+    /// Nodes with work that waits for their own limits, a direction each ([`wake_item`]).
     wakes: Heap<Instant>,
-    /// The latest instant there was.
     now: Instant,
     next_number: u64,
-    /// The way that was last taken.
     path: Path,
 }
 
@@ -139,15 +130,12 @@ impl<T> Tree<T> {
         }
     }
 
-    /// Adds a disk or a group, on top or below a group, with empty buckets. Costs nothing until it
-    /// has work waiting.
+    /// Adds a disk or a group, on top or below a group, with empty buckets.
     ///
     /// # Errors
-    ///
     /// [`Refused`]: invalid limits; a reservation that does not fit; more than [`MAX_LEVELS`].
     ///
     /// # Panics
-    ///
     /// If requests wait in `parent` itself: it is a disk.
     pub fn add(&mut self, parent: Option<NodeId>, limits: Limits, share: Share) -> Result<NodeId, Refused> {
         self.add_beside(None, parent, limits, share)
@@ -157,11 +145,9 @@ impl<T> Tree<T> {
     /// promised is free for this one, and its own no more.
     ///
     /// # Errors
-    ///
     /// [`Refused`], as [`Tree::add`]; everything stays as it was then.
     ///
     /// # Panics
-    ///
     /// As [`Tree::add`].
     pub fn add_in_place_of(
         &mut self,
@@ -215,7 +201,6 @@ impl<T> Tree<T> {
     /// Removes a node and gives back its waiting requests, in the order in which they came.
     ///
     /// # Panics
-    ///
     /// If it has children.
     pub fn remove(&mut self, node: NodeId) -> Vec<Returned<T>> {
         let slot = self.slot(node);
@@ -252,12 +237,9 @@ impl<T> Tree<T> {
     /// Puts limits and a share in force together, at once and for the requests that wait too: poll
     /// afterwards.
     ///
-    /// Buckets of other limits begin empty again, as QEMU's do, so whoever changes limits all the
-    /// time grants a burst each time. Limits that are the same as before keep what is in their
-    /// buckets.
+    /// Changed limits begin with empty buckets, as QEMU's do: each change grants a burst.
     ///
     /// # Errors
-    ///
     /// [`Refused`]: invalid limits, or promises that cannot be kept. Everything stays as it was
     /// then, levels included.
     pub fn configure(
@@ -284,12 +266,10 @@ impl<T> Tree<T> {
         Ok(())
     }
 
-    /// Says what the device below a node was measured to do, in operations and bytes per second:
-    /// reservations at and below the node must fit in it. 0 or `None` is unknown, and bounds
-    /// nothing.
+    /// Says what the device below a node can do, in operations and bytes per second: reservations
+    /// at and below the node must fit in it. 0 or `None` is unknown.
     ///
     /// # Errors
-    ///
     /// If more is promised already. What was known before stays in force then.
     pub fn set_capacity(&mut self, node: NodeId, capacity: Option<(u64, u64)>) -> Result<(), Refused> {
         let slot = self.slot(node);
@@ -300,9 +280,8 @@ impl<T> Tree<T> {
         Ok(())
     }
 
-    /// Says how a node's limits are applied from now on: poll afterwards.
-    ///
-    /// What is in its buckets stays, and runs out meanwhile at the rates in force.
+    /// Says how a node's limits are applied from now on: poll afterwards. What is in its buckets
+    /// stays.
     pub fn enforce(&mut self, node: NodeId, enforcement: Enforcement, now: Instant) {
         let slot = self.slot(node);
         self.now = self.now.max(now);
@@ -321,7 +300,6 @@ impl<T> Tree<T> {
     /// Asks for a request of a disk to pass. If it must wait, `token` comes out later.
     ///
     /// # Panics
-    ///
     /// If the node has children: it is a group.
     pub fn request(
         &mut self,
@@ -348,10 +326,8 @@ impl<T> Tree<T> {
         Admission::Queued(Ticket { node: disk, direction, number })
     }
 
-    /// Takes back a request that waits. `None` if it has been admitted, cancelled or given back
-    /// already.
-    ///
-    /// It costs nothing, unless it was large and had paid a part.
+    /// Takes back a request that waits, uncharged but for the part that a large one has paid.
+    /// `None` if it has been admitted, cancelled or given back already.
     pub fn cancel(&mut self, ticket: Ticket) -> Option<T> {
         let Ticket { node: NodeId { slot, generation }, direction, number } = ticket;
         let node = self.nodes.get_mut(slot).filter(|node| node.present && node.generation == generation)?;
@@ -361,8 +337,7 @@ impl<T> Tree<T> {
         Some(waiter.token)
     }
 
-    /// Whether no limit is set on the way from this node up: whatever comes may pass, and need not
-    /// be asked about.
+    /// Whether no limit is set from this node up: requests need not be asked about.
     pub fn is_unlimited(&self, node: NodeId) -> bool {
         self.path_up(self.slot(node)).all(|slot| self.nodes[slot].limited.is_none())
     }
@@ -388,18 +363,18 @@ impl<T> Tree<T> {
         (parent != ROOT).then(|| self.id(parent))
     }
 
-    /// What a group consists of, in no particular order. Nothing, of a disk.
+    /// The members of a group, in no particular order.
     pub fn children(&self, node: NodeId) -> impl Iterator<Item = NodeId> + '_ {
         let schedule = self.nodes[self.slot(node)].schedule.as_ref();
         schedule.into_iter().flat_map(|schedule| schedule.slots()).map(|slot| self.id(slot))
     }
 
-    /// How many requests wait at or below a node, of this direction.
+    /// Requests of this direction that wait at or below a node.
     pub fn waiting(&self, node: NodeId, direction: Direction) -> usize {
         self.nodes[self.slot(node)].waiting[direction.index()]
     }
 
-    /// What there is to say of a node, as of `now`.
+    /// A node's counters and waits, as of `now`.
     pub fn stats(&self, node: NodeId, now: Instant) -> Stats {
         self.nodes[self.slot(node)].stats(self.now.max(now))
     }
@@ -419,7 +394,6 @@ impl<T> Tree<T> {
         self.entitle(slot);
     }
 
-    /// Has a node's parent go by what the node is entitled to now.
     fn entitle(&mut self, slot: usize) {
         let node = &self.nodes[slot];
         let (parent, number, entitlement) = (node.parent, node.number, node.entitlement());
@@ -460,8 +434,8 @@ impl<T> Tree<T> {
         }
     }
 
-    /// Checks, up from `slot`, that what one of its children demands may change from `old` to
-    /// `new`, where so much is promised in `freed` and not what is noted.
+    /// Checks, up from `slot`, that a child's demand may change from `old` to `new`; what nodes in
+    /// `freed` promise is taken from there.
     fn check_promises(
         &self,
         slot: usize,
@@ -493,8 +467,7 @@ impl<T> Tree<T> {
         above.collect()
     }
 
-    /// Notes, up from `slot`, that what one of its children demands has changed from `old` to
-    /// `new`.
+    /// Notes, up from `slot`, that a child's demand has changed from `old` to `new`.
     fn promise(&mut self, slot: usize, old: [u64; 2], new: [u64; 2]) {
         let (mut at, mut old, mut new) = (slot, old, new);
         while at != ROOT && old != new {
@@ -511,9 +484,8 @@ impl<T> Tree<T> {
         }
     }
 
-    /// Works out anew, from `slot` down, where the two directions draw from a common limit.
-    ///
-    /// Where that changes, so does what tags mean, and what was charged before is forgotten.
+    /// Works out anew, from `slot` down, where the two directions draw from a common limit. Where
+    /// that changes, tags change their meaning, so earlier charges are forgotten.
     fn share_lanes(&mut self, slot: usize) {
         let mut below = Vec::from([slot]);
         while let Some(slot) = below.pop() {
@@ -541,7 +513,6 @@ fn exchange(sum: [u64; 2], old: [u64; 2], new: [u64; 2]) -> [u64; 2] {
     [0, 1].map(|unit| (sum[unit] - old[unit].min(sum[unit])).saturating_add(new[unit]))
 }
 
-/// The number of a node and a direction in the heap of wakes.
 const fn wake_item(slot: usize, direction: Direction) -> u32 {
     (slot * 2 + direction.index()) as u32
 }

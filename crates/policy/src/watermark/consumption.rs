@@ -1,10 +1,5 @@
-//! What those with limits took, compared with what their limits would have let pass.
-//!
-//! The controller of a watermark uses this besides the device's use: while limits are lifted and
-//! the device is short, it says how far above their limits all of them together are. The daemon's
-//! sampler and the simulator ask the same question here.
-//!
-//! Never knows how what has passed was counted.
+//! What those with limits took, compared with what their limits would have let pass. The controller
+//! of a watermark uses it while limits are lifted: how far above their limits all are together.
 
 use crate::throttle::{Counters, LimitKind, Limits};
 use crate::time::{Duration, NANOS_PER_SECOND};
@@ -16,13 +11,12 @@ pub struct Taken {
     elapsed: Duration,
     /// Read, written.
     bytes: [u64; 2],
-    /// Read, written: at least, and at most. What a request larger than `iops-size` was charged is
-    /// known of each alone.
+    /// Read, written: at least, and at most. Requests larger than `iops-size` count as several.
     operations: [[u64; 2]; 2],
 }
 
 impl Taken {
-    /// What has passed since `before`, reads and writes each, so long ago, under these limits.
+    /// What has passed since `before`, so long ago, under these limits.
     pub fn since(before: &[Counters; 2], passed: &[Counters; 2], elapsed: Duration, limits: Limits) -> Self {
         let since = |part: fn(&Counters) -> u64| {
             let one = |direction: usize| part(&passed[direction]).saturating_sub(part(&before[direction]));
@@ -43,10 +37,9 @@ impl Taken {
 /// What all on one device took, beside what their limits would have let pass.
 #[derive(Debug, Default)]
 pub struct Consumed {
-    /// All together, in units, and what was allowed, in billionths of them: by
-    /// [`LimitKind::index`].
+    /// By [`LimitKind::index`]: units that passed, and what was allowed, in billionths of them.
     together: [(u128, u128); LimitKind::ALL.len()],
-    /// The largest multiple that one of them may have taken of one of its limits, in thousandths.
+    /// The largest multiple that one took of one of its limits, in thousandths.
     most: u64,
 }
 
@@ -73,15 +66,14 @@ impl Consumed {
         }
     }
 
-    /// How many times their limits all of them together took, by the limit they exceed most; in
+    /// How many times their limits all took together, by the limit they exceed most; in
     /// thousandths, 0 if nothing is limited.
     pub fn together(&self) -> u64 {
         let limited = self.together.iter().filter(|(_, allowed)| *allowed > 0);
         limited.copied().map(times).max().unwrap_or(0)
     }
 
-    /// How many times its limits the one took that is furthest above them; in thousandths, never
-    /// too little, 0 if nothing is limited.
+    /// How many times its limits the greediest took; in thousandths, never too little.
     pub fn most(&self) -> u64 {
         self.most
     }

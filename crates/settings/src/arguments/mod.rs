@@ -1,8 +1,6 @@
-//! Options that several commands have: what disks are held to, what they are entitled to, caches,
-//! and what is read ahead.
-//!
-//! Made from the policy's own tables where there is one, so that names, ranges and defaults cannot
-//! differ from what holds. Each becomes a part of the draft that the config file makes too.
+//! Options that several commands have: limits, shares, caches, and what is read ahead. Made from
+//! the policy's own tables where there are any. Each becomes a part of the draft that the config
+//! file makes too.
 
 pub mod limits;
 pub mod prefetch;

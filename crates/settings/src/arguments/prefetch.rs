@@ -1,16 +1,13 @@
 //! What is read ahead, as options: of `weir serve` and `weir bench` by their full names, and the
 //! parts of `weir prefetch`'s.
-//!
-//! Made from the policy's own table, so that names, ranges and defaults cannot differ from what
-//! holds.
 
 use clap::{Arg, ArgMatches, Args, Command, FromArgMatches};
 use policy::prefetch::{Mode, Setting, Settings};
 
 use crate::{Place, PrefetchDraft, Said, prefetch};
 
-/// What is said of reading ahead where it is one thing among others: to `weir serve`, where it is
-/// on unless said otherwise, and to `weir bench`, where it is not.
+/// The options of `weir serve`, where reading ahead is on by default, and `weir bench`, where it is
+/// off.
 #[derive(Clone, Debug, Default)]
 pub struct LongArgs<const SERVE: bool> {
     mode: Option<Mode>,

@@ -1,7 +1,5 @@
-//! The options that say what disks are entitled to: weight, reservations, watermark.
-//!
-//! With `--group` all but the weight are the group's, as the limits are: a weight is what tells its
-//! members apart.
+//! The options that say what disks are entitled to. With `--group` all but the weight are the
+//! group's: a weight is what tells its members apart.
 
 use clap::Args;
 

@@ -6,8 +6,8 @@
 //!   [disk.NAME]    an image, how it is opened, what it is held to, where it is exported
 //! ```
 //!
-//! Read by hand over a parsed document rather than through derived structures, because every
-//! message names file, line, key and value, and because the nineteen limits come from one table.
+//! Read by hand, because every message names file, line, key and value, and the nineteen limits
+//! come from one table.
 //!
 //! Paths in the file are seen from the file's own directory. Nothing in it is ignored: an unknown
 //! key is an error.

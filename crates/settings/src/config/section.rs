@@ -1,11 +1,10 @@
 //! One table of the config file, read key by key, each value with its line and its full name.
 //!
-//! A section remembers which keys it was asked for: those are the ones that exist, and any other in
-//! the file is an error that names the nearest. So a key that is read is a key that is known, and
-//! none is ignored.
+//! A section remembers which keys it was asked for: any other in the file is an error that names
+//! the nearest. So a key that is read is a key that is known, and none is ignored.
 //!
-//! Values are handed on as text, to the very parsers that the command line's options have: `1000`,
-//! `"1000"` and `--iops-total 1000` are the same.
+//! Values are handed on as text to the parsers of the command line's options: `1000`, `"1000"` and
+//! `--iops-total 1000` are the same.
 
 use std::{borrow::Cow, cell::RefCell, ops::Range, str::FromStr};
 
@@ -33,13 +32,11 @@ impl<'a> Source<'a> {
         Self { name, text, line_starts }
     }
 
-    /// The file and line of a byte of the text.
     pub(super) fn line_of(&self, position: usize) -> String {
         let line = 1 + self.line_starts.partition_point(|&start| start <= position);
         format!("{}:{line}", self.name)
     }
 
-    /// A value as it stands in the file, cut to what a message can show.
     fn shown(&self, span: Range<usize>) -> Cow<'a, str> {
         let raw = self.text.get(span).unwrap_or_default();
         let line = raw.lines().next().unwrap_or_default();
@@ -61,7 +58,6 @@ pub(super) struct Section<'a> {
     asked: RefCell<Vec<&'static str>>,
 }
 
-/// A value, with its name.
 pub(super) struct Entry<'a> {
     source: &'a Source<'a>,
     path: String,
@@ -70,12 +66,10 @@ pub(super) struct Entry<'a> {
 }
 
 impl<'a> Section<'a> {
-    /// The whole file.
     pub(super) fn root(source: &'a Source<'a>, table: &'a DeTable<'a>) -> Self {
         Self { source, path: String::new(), table, place: Place::new(source.name), asked: RefCell::default() }
     }
 
-    /// Where the table begins.
     pub(super) fn place(&self) -> &Place {
         &self.place
     }
@@ -94,8 +88,7 @@ impl<'a> Section<'a> {
         Some(Entry { source: self.source, path: self.path_of(key), value, key: name.span() })
     }
 
-    /// All of the keys with their tables, in the order of the file: for tables whose keys are
-    /// names.
+    /// For tables whose keys are names, in the order of the file.
     pub(super) fn named_sections(&self) -> Result<Vec<(Said<String>, Self)>, Wrong> {
         let mut entries: Vec<_> = self.table.iter().collect();
         entries.sort_by_key(|(key, _)| key.span().start);
@@ -107,7 +100,6 @@ impl<'a> Section<'a> {
         entries.into_iter().map(section).collect()
     }
 
-    /// A value read by a parser of one's own.
     pub(super) fn parse<T>(
         &self,
         key: &'static str,
@@ -116,12 +108,10 @@ impl<'a> Section<'a> {
         self.get(key).map(|entry| entry.parse(parser)).transpose()
     }
 
-    /// A value read by its type.
     pub(super) fn value<T: FromStr<Err: Rule>>(&self, key: &'static str) -> Result<Option<Said<T>>, Wrong> {
         self.parse(key, crate::read)
     }
 
-    /// A string as it is.
     pub(super) fn text(&self, key: &'static str) -> Result<Option<Said<String>>, Wrong> {
         self.parse(key, |text| Ok(text.to_owned()))
     }
@@ -168,13 +158,11 @@ impl<'a> Section<'a> {
         Ok(array.iter().enumerate().map(item).collect())
     }
 
-    /// The keys it was asked for.
     #[cfg(test)]
     pub(super) fn asked(&self) -> Vec<&'static str> {
         self.asked.borrow().clone()
     }
 
-    /// Ends the reading.
     /// Fails if the table holds a key that nobody asked for.
     pub(super) fn finish(&self) -> Result<(), Wrong> {
         let asked = self.asked.borrow();
@@ -192,13 +180,11 @@ impl<'a> Section<'a> {
 }
 
 impl<'a> Entry<'a> {
-    /// Where the value is, with the value.
     pub(super) fn place(&self) -> Place {
         let line = self.source.line_of(self.key.start);
         Place::new(format!("{line}: {} = {}", self.path, self.source.shown(self.value.span())))
     }
 
-    /// The table that the value is.
     pub(super) fn section(self) -> Result<Section<'a>, Wrong> {
         let Some(table) = self.value.get_ref().as_table() else {
             return Err(self

@@ -5,9 +5,8 @@
 //!   /var/lib/weir/capacity/serial_S4EWNX0N123456-9f3c….json
 //! ```
 //!
-//! Written whole or not at all. A file that is not of this form, or of another device, is no
-//! capacity, and says so: a watermark over a figure that nobody measured would lift limits when it
-//! must not.
+//! A file that is not of this form, or of another device, is no capacity, and says so: a watermark
+//! over a figure that nobody measured would lift limits when it must not.
 
 use std::{
     env, fs,
@@ -20,7 +19,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::state::whole_file;
 
-/// Largest file that is read; they have two kilobytes.
+/// They have two kilobytes.
 const MAX_FILE_BYTES: u64 = 64 << 10;
 /// Characters of a device's name in that of its file.
 const MAX_NAME_CHARS: usize = 80;
@@ -100,8 +99,8 @@ impl Store {
         Ok(Some(record))
     }
 
-    /// The capacity of a device for a daemon: what cannot be used is logged, and then as unknown as
-    /// what was never measured.
+    /// The capacity of a device; what cannot be used is logged and as unknown as what was not
+    /// measured.
     pub fn capacity(&self, key: &str) -> Option<Capacity> {
         match self.load(key) {
             Ok(record) => record.map(|record| record.capacity.into()),
@@ -148,8 +147,7 @@ fn usual() -> PathBuf {
         .map_or_else(|| SYSTEM_STATE.into(), |directory| directory.join("weir"))
 }
 
-/// Fowler, Noll and Vo's hash (FNV-1a, 64 bits): the same in every version of weir, which the
-/// standard library's is not.
+/// FNV-1a, 64 bits: the same in every version of weir, which the standard library's hash is not.
 fn fnv1a(bytes: &[u8]) -> u64 {
     bytes
         .iter()

@@ -1,8 +1,6 @@
-//! Small files that weir keeps for itself between runs: read up to a bound, and written whole or
-//! not at all.
-//!
-//! Never used for a file of the user's: what he has written there may be more than weir knows
-//! (`saving/`, `image/unfinished.rs`).
+//! Small files that weir keeps for itself between runs: read up to a bound, written whole or not at
+//! all. Never used for a file of the user's, which may hold more than weir knows (`saving/`,
+//! `image/unfinished.rs`).
 
 use std::{
     fs,
@@ -26,8 +24,7 @@ pub fn read(path: &Path, most_bytes: u64) -> io::Result<Option<Vec<u8>>> {
     fs::read(path).map(Some)
 }
 
-/// Puts this content in place of what the file had, readable for all. With `durably`, a loss of
-/// power after this does not undo it.
+/// Replaces the file's content, readable for all; with `durably` a loss of power does not undo it.
 ///
 /// # Errors
 /// If that fails; the file is then as it was.

@@ -8,13 +8,12 @@
 //!     ▕▓level▓▏ ─┴───────►  leaks first, at `rate`: what guests were admitted
 //! ```
 //!
-//! Both together are one ordinary leaky bucket that guests and read-ahead fill. So read-ahead uses
-//! what guests leave. The lower part is the guests' bucket as it would be without any read-ahead:
-//! it is never changed here, and only here is it read together with the upper part.
+//! Both together are one ordinary leaky bucket, so read-ahead uses what guests leave. The lower
+//! part is the guests' bucket as it would be without any read-ahead: it is never changed here.
 //!
 //! Never moves time on for guests: the bucket's instant is that of the guests' last request. A
-//! read-ahead that comes later is recorded as of that instant, together with what will have leaked
-//! unused by the time it came.
+//! later read-ahead is recorded as of that instant, with what will have leaked unused by the time
+//! it came.
 
 use super::{Bucket, Buckets, UNIT};
 use crate::request::Direction;
@@ -23,13 +22,11 @@ use crate::throttle::limits::LimitKind;
 use crate::throttle::spare::GivenBack;
 use crate::time::Instant;
 
-/// Limits that writes wait for and reads have no part in.
 const OF_WRITES_ALONE: [LimitKind; 2] = [LimitKind::BpsWrite, LimitKind::IopsWrite];
 
-/// The spare levels of a node's six buckets.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Spare {
-    /// Whether any level is above 0. Where nothing is read ahead, guests pay for a look at this.
+    /// Whether any level is above 0: all that guests pay for where nothing is read ahead.
     pub(super) in_use: bool,
     levels: [Levels; 6],
 }
@@ -47,7 +44,7 @@ impl Levels {
         self.main == 0 && self.burst == 0
     }
 
-    /// Lets run out what guests leave of `elapsed_ns` worth. Before the bucket itself leaks.
+    /// Leaks what guests leave of `elapsed_ns` worth; before the bucket itself leaks.
     fn leak(&mut self, bucket: &Bucket, elapsed_ns: u64) {
         let left = |rate: u64, level: u128| worth(rate, elapsed_ns).saturating_sub(level);
         self.main = self.main.saturating_sub(left(bucket.rate, bucket.level));
@@ -89,8 +86,7 @@ const fn worth(rate: u64, elapsed_ns: u64) -> u128 {
 }
 
 impl Buckets {
-    /// Lets the spare levels run out. Before the levels that guests fill, and only where there are
-    /// any.
+    /// Before the guests' levels leak, and only where there are spare ones.
     pub(super) fn leak_spare(&mut self, elapsed_ns: u64) {
         let Self { buckets, spare, .. } = self;
         spare.in_use = false;
@@ -102,8 +98,7 @@ impl Buckets {
         }
     }
 
-    /// Whether a read-ahead may be charged: no bucket of reads is more than full with what was read
-    /// ahead on top.
+    /// Whether no bucket of reads is more than full with earlier read-ahead on top.
     pub(in crate::throttle) fn has_spare(&self, now: Instant) -> bool {
         let elapsed_ns = now.nanos_since(self.now);
         self.applying(Direction::Read)
@@ -121,7 +116,7 @@ impl Buckets {
         }
     }
 
-    /// Takes off the spare levels what guests have been charged for instead.
+    /// Takes off what guests have been charged for instead.
     pub(in crate::throttle) fn give_back(&mut self, given_back: GivenBack) {
         if !self.spare.in_use {
             return;

@@ -1,9 +1,7 @@
-//! The part of the tree that runs for every request: what passes at once, who is next, and what
-//! that costs at every level above.
-//!
-//! Four steps: *wake* what has waited long enough for its own limits; *pick* a way down from the
-//! root, turn by turn; *charge* every level on it; *settle* each of these levels again, bottom up:
-//! ready for its turn, waiting for its own limits, or without work.
+//! The part of the tree that runs for every request. Four steps: *wake* what has waited long enough
+//! for its own limits; *pick* a way down from the root, turn by turn; *charge* every level on it;
+//! *settle* these levels again, bottom up: ready for a turn, waiting for their own limits, or
+//! without work.
 
 use super::super::cost::{BILLION, Cost};
 use super::super::price::{LONGEST_NS, SLICE_NS, WHOLE, part_of, slice_of};
@@ -18,10 +16,8 @@ const BYTES_PER_OPERATION: u64 = 4096;
 /// And an operation like so much time.
 const UNLIMITED_OPERATION_NS: u64 = 10_000;
 
-/// At most one part in so many of what a burst has left is given to a large request at a time.
-///
-/// So the number of turns that a request takes grows with the logarithm of the burst, and no turn
-/// takes all of it.
+/// A large request gets at most this part of what a burst has left at a time, so the turns that it
+/// takes grow with the logarithm of the burst, and no turn takes all of it.
 const BURST_PART: u32 = 4;
 
 /// One level of the way from the root to a disk.
@@ -32,11 +28,11 @@ struct Step {
     phase: Phase,
     /// The request's price, at the scarcest limit down to this level.
     price_ns: u64,
-    /// Operations it counts as, by whichever level down to this one counts most; in billionths.
+    /// Operations, in billionths, by whichever level down to this one counts most.
     operations: u64,
 }
 
-/// The way from the root down to a disk, both included. Kept by the tree, so that nobody copies it.
+/// From the root down to a disk, both included. Kept by the tree, so that nobody copies it.
 #[derive(Debug)]
 pub(super) struct Path {
     steps: [Step; MAX_LEVELS + 1],
@@ -56,22 +52,18 @@ impl Path {
     }
 }
 
-/// What a request is charged on one occasion: how much more than the whole is never asked.
+/// What a request may be charged at once, in parts of [`WHOLE`].
 struct Terms {
-    /// Of [`WHOLE`]: a slice.
     slice: u32,
-    /// Of [`WHOLE`]: what has room in every bucket on the way.
+    /// What has room in every bucket on the way.
     room: u32,
 }
 
 impl<T> Tree<T> {
     /// Whether a request of a disk may pass at once; it is charged if so. If not, [`Tree::request`]
-    /// queues it.
-    ///
-    /// For callers to whom a token is not free: most requests never wait.
+    /// queues it. For callers to whom a token is not free.
     ///
     /// # Panics
-    ///
     /// If the node has children: it is a group.
     pub fn pass(&mut self, disk: NodeId, direction: Direction, cost: &Cost, now: Instant) -> bool {
         let slot = self.slot(disk);
@@ -95,9 +87,7 @@ impl<T> Tree<T> {
         true
     }
 
-    /// The next thing to do. O(log n) for each level, n counting only what is busy.
-    ///
-    /// With anything waiting it is never [`Decision::Idle`].
+    /// The next thing to do; never [`Decision::Idle`] with anything waiting.
     pub fn poll(&mut self, now: Instant) -> Decision<T> {
         self.advance(now);
         while let Some(direction) = self.pick() {
@@ -111,8 +101,7 @@ impl<T> Tree<T> {
         }
     }
 
-    /// Serves the first request of the disk that was picked: all of it, or the next part of it if
-    /// it is large.
+    /// Serves the first request of the disk that was picked, or the next part of a large one.
     fn serve(&mut self, direction: Direction) -> Option<T> {
         let slot = self.path.steps[self.path.length - 1].slot;
         for step in &self.path.steps[..self.path.length] {
@@ -138,7 +127,7 @@ impl<T> Tree<T> {
         Some(waiter.token)
     }
 
-    /// Moves time on, and looks again at what has waited until now for limits of its own.
+    /// Moves time on, and wakes what has waited until now.
     fn advance(&mut self, now: Instant) {
         self.now = self.now.max(now);
         while let Some((until, item)) = self.wakes.first()
@@ -148,8 +137,7 @@ impl<T> Tree<T> {
         }
     }
 
-    /// Whether all buckets from a disk up have room, and nobody who could pass now would be
-    /// overtaken.
+    /// Whether all buckets from a disk up have room, and nobody who could pass is overtaken.
     fn is_clear(&mut self, slot: usize, direction: Direction) -> bool {
         let (now, other, mut at) = (self.now, opposite(direction), slot);
         loop {
@@ -172,7 +160,6 @@ impl<T> Tree<T> {
         }
     }
 
-    /// Takes the way from a disk up to the root.
     fn follow_up(&mut self, slot: usize) {
         self.path.length = 0;
         let mut at = slot;
@@ -191,8 +178,7 @@ impl<T> Tree<T> {
         let mut slot = ROOT;
         // By direction: whether a request of it may be chosen. Narrows on the way down.
         let mut open = Direction::ALL.map(|direction| nodes[ROOT].has_work(direction));
-        // Where no limit applies nobody gives way to anybody, and any child that is ready may be
-        // chosen.
+        // Where no limit applies, any child that is ready may be chosen.
         let mut limited = false;
         loop {
             path.push(slot);
@@ -219,8 +205,8 @@ impl<T> Tree<T> {
             let child = chosen.child;
             path.steps[path.length - 1].phase = chosen.phase;
             // The child may prefer the other direction only where it is that direction's turn too.
-            // A standing for both directions is a turn for either: were it not, whoever's turns
-            // always fall to the same direction would never be served in the other.
+            // A standing for both directions is a turn for either, or a child whose turns always
+            // fall to one direction would never be served in the other.
             let other = opposite(wanted);
             let is_its_turn = |rival: Candidate| {
                 rival.child == child || (node.shared || !limited) && schedule.offers(child, other)
@@ -230,8 +216,7 @@ impl<T> Tree<T> {
         }
     }
 
-    /// Works out what a request costs at every level of its way, and how much of it may be paid
-    /// now.
+    /// Works out what a request costs at every level, and how much of it may be paid now.
     fn price(&mut self, direction: Direction, cost: &Cost) -> Terms {
         let now = self.now;
         let mut price_ns = 0;
@@ -309,9 +294,9 @@ impl<T> Tree<T> {
         }
     }
 
-    /// Brings a node's standing in line with its work and its buckets, in one direction: on offer
-    /// to its parent, or waiting for an instant, or neither. Says whether its parent may have to be
-    /// settled too.
+    /// Brings a node's standing in one direction in line with its work and buckets: on offer to its
+    /// parent, waiting for an instant, or neither. Says whether its parent may have to be settled
+    /// too.
     fn settle(&mut self, slot: usize, direction: Direction, charged: bool) -> bool {
         let now = self.now;
         let node = &mut self.nodes[slot];
@@ -343,7 +328,7 @@ impl<T> Tree<T> {
         ready != was_ready
     }
 
-    /// Settles a node and whatever that concerns above it.
+    /// Settles a node and those above that it concerns.
     pub(super) fn settle_up(&mut self, slot: usize, direction: Direction) {
         let mut at = slot;
         while at != ROOT && self.settle(at, direction, false) {

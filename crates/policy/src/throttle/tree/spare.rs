@@ -1,9 +1,7 @@
 //! What may be read ahead: on tokens that no guest has used, while none waits for any.
 //!
-//! It is apart from the turns and from time: a read-ahead is nobody's request, is never queued and
-//! never served. It changes only the spare levels of the buckets on its way, which nothing else
-//! reads. So guests' requests pass at the same instants and in the same order, whatever is read
-//! ahead.
+//! Apart from turns and time: a read-ahead is never queued. It changes only the spare levels of the
+//! buckets on its way, so guests' requests pass at the same instants and in the same order.
 
 use super::super::cost::Cost;
 use super::super::node::Node;
@@ -14,25 +12,20 @@ use crate::time::Instant;
 
 impl<T> Tree<T> {
     /// Whether a disk may be read ahead of now; it is charged to the spare level of every limit on
-    /// the way if so. If not, nobody is told when it may: ask again when there is a reason to.
+    /// the way if so. If not, ask again when there is a reason to.
     ///
-    /// It may if nothing waits at any level of the way that it would come before, and if no bucket
-    /// there that reads draw from is more than full with what was read ahead before on top,
-    /// whatever the size of this one. `given_back` is taken off first, whatever the answer; levels
-    /// that have run down in the meantime stay at 0.
+    /// It may if nothing waits at any level that it would come before, and no bucket of reads there
+    /// is more than full with earlier read-ahead on top, whatever the size of this one.
+    /// `given_back` is taken off first, in any case; levels stop at 0.
     ///
-    /// Nowhere does this change what becomes of a request, or when: so there is no need to poll
-    /// after it. It does not allocate.
-    ///
-    /// An instant before the last counts as that one, as everywhere; but those of requests are not
-    /// held against a later one given here.
+    /// Never changes what becomes of a request, so there is no need to poll after it. An instant
+    /// before the last counts as that one.
     ///
     /// # Panics
-    ///
     /// If the node was removed.
     pub fn spare(&mut self, disk: NodeId, cost: &Cost, given_back: GivenBack, now: Instant) -> bool {
         let slot = self.slot(disk);
-        // All the way, also past a level that refuses: each is to have back what it is given.
+        // All the way: each level is to have back what it is given.
         let mut free = true;
         self.each_up(slot, |node| {
             if let Some(buckets) = node.enforced_as_they_are() {
@@ -50,7 +43,6 @@ impl<T> Tree<T> {
         free
     }
 
-    /// Visits a node and all above it, the root included.
     fn each_up(&mut self, slot: usize, mut visit: impl FnMut(&mut Node<T>)) {
         let mut at = slot;
         loop {
@@ -67,8 +59,7 @@ impl<T> Tree<T> {
 /// Whether a read-ahead may pass this level.
 fn is_free<T>(node: &mut Node<T>, now: Instant) -> bool {
     let reads_wait = node.has_work(Direction::Read);
-    // Where writes draw from a limit of reads too, here or above; unless something else holds them
-    // up in any case.
+    // Where writes draw from a limit of reads too, unless something else holds them up in any case.
     let writes_wait = node.shared && node.has_work(Direction::Write);
     match node.enforced_as_they_are() {
         Some(buckets) => {
