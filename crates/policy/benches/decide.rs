@@ -11,7 +11,7 @@
 //! A figure is that of the fastest of many batches: what else runs on the machine only ever adds to
 //! it.
 
-use criterion::{BenchmarkId, Criterion, criterion_group, criterion_main};
+use criterion::{Bencher, BenchmarkId, Criterion, criterion_group, criterion_main};
 use policy::request::Direction;
 use policy::throttle::{Admission, Cost, Decision, GivenBack, LimitKind, Limits, NodeId, Share, Tree};
 use policy::time::{Duration, Instant};
@@ -95,23 +95,22 @@ fn fastest(iterations: u64, mut step: impl FnMut()) -> Duration {
     least.mul_f64(iterations as f64 / f64::from(BATCH))
 }
 
+/// Has criterion time this step.
+fn timed(mut step: impl FnMut()) -> impl FnMut(&mut Bencher<'_>) {
+    move |bencher: &mut Bencher<'_>| bencher.iter_custom(|iterations| fastest(iterations, &mut step))
+}
+
 fn busy(criterion: &mut Criterion) {
     let mut group = criterion.benchmark_group("busy");
     for disks in [1, 10, 100, 1000, 10_000] {
         let mut busy = Busy::new(disks, 1, false);
-        group.bench_function(BenchmarkId::from_parameter(disks), |bencher| {
-            bencher.iter_custom(|iterations| fastest(iterations, || busy.decide()));
-        });
+        group.bench_function(BenchmarkId::from_parameter(disks), timed(|| busy.decide()));
     }
     for disks in [10, 10_000] {
         let mut busy = Busy::new(disks, 1, true);
-        group.bench_function(BenchmarkId::new("promised", disks), |bencher| {
-            bencher.iter_custom(|iterations| fastest(iterations, || busy.decide()));
-        });
+        group.bench_function(BenchmarkId::new("promised", disks), timed(|| busy.decide()));
         let mut busy = Busy::new(disks, 3, false);
-        group.bench_function(BenchmarkId::new("three levels", disks), |bencher| {
-            bencher.iter_custom(|iterations| fastest(iterations, || busy.decide()));
-        });
+        group.bench_function(BenchmarkId::new("three levels", disks), timed(|| busy.decide()));
     }
     group.finish();
 }
@@ -125,23 +124,20 @@ fn idle(criterion: &mut Criterion) {
         for _ in 0..disks {
             busy.tree.add(Some(host), Limits::default(), Share::default()).unwrap();
         }
-        group.bench_function(BenchmarkId::new("at the limit", disks), |bencher| {
-            bencher.iter_custom(|iterations| fastest(iterations, || busy.decide()));
-        });
+        group.bench_function(BenchmarkId::new("at the limit", disks), timed(|| busy.decide()));
 
         let mut tree = Tree::<u32>::new(Instant::ZERO);
         let host = tree.add(None, limits(), Share::default()).unwrap();
         let all: Vec<_> =
             (0..=disks).map(|_| tree.add(Some(host), Limits::default(), Share::default()).unwrap()).collect();
         let (disk, mut now) = (all[all.len() / 2], Instant::ZERO);
-        group.bench_function(BenchmarkId::new("below it", disks), |bencher| {
-            bencher.iter_custom(|iterations| {
-                fastest(iterations, || {
-                    now += Duration::from_nanos(2_000_000_000 / IOPS);
-                    assert!(tree.pass(disk, Direction::Read, black_box(&Cost::one(4096)), now));
-                })
-            });
-        });
+        group.bench_function(
+            BenchmarkId::new("below it", disks),
+            timed(|| {
+                now += Duration::from_nanos(2_000_000_000 / IOPS);
+                assert!(tree.pass(disk, Direction::Read, black_box(&Cost::one(4096)), now));
+            }),
+        );
     }
     group.finish();
 }
@@ -157,14 +153,13 @@ fn spare(criterion: &mut Criterion) {
         let disk = tree.add(Some(host), Limits::default(), Share::default()).unwrap();
         // More than full, until as much is given back.
         while tree.spare(disk, &ahead, GivenBack::NOTHING, Instant::ZERO) {}
-        group.bench_function(answer, |bencher| {
-            bencher.iter_custom(|iterations| {
-                fastest(iterations, || {
-                    let may = tree.spare(disk, black_box(&ahead), given_back, Instant::ZERO);
-                    assert_eq!(may, answer == "yes");
-                })
-            });
-        });
+        group.bench_function(
+            answer,
+            timed(|| {
+                let may = tree.spare(disk, black_box(&ahead), given_back, Instant::ZERO);
+                assert_eq!(may, answer == "yes");
+            }),
+        );
     }
 
     let mut in_operations = limits();
@@ -175,14 +170,13 @@ fn spare(criterion: &mut Criterion) {
     let mut now = Instant::ZERO;
     // So much that it does not run out meanwhile.
     assert!(tree.spare(disk, &Cost::one(u64::MAX), GivenBack::NOTHING, now));
-    group.bench_function("request below the limit", |bencher| {
-        bencher.iter_custom(|iterations| {
-            fastest(iterations, || {
-                now += Duration::from_nanos(2_000_000_000 / IOPS);
-                assert!(tree.pass(disk, Direction::Read, black_box(&Cost::one(4096)), now));
-            })
-        });
-    });
+    group.bench_function(
+        "request below the limit",
+        timed(|| {
+            now += Duration::from_nanos(2_000_000_000 / IOPS);
+            assert!(tree.pass(disk, Direction::Read, black_box(&Cost::one(4096)), now));
+        }),
+    );
     group.finish();
 }
 

@@ -11,6 +11,9 @@ use policy::{
 use proptest::prelude::*;
 
 const MIB: u64 = 1 << 20;
+/// 20 MiB/s for five seconds, then 4.
+const BURSTS: [(&str, u64); 3] =
+    [("bps-write", 4 * MIB), ("bps-write-max", 20 * MIB), ("bps-write-max-length", 5)];
 const STEP: Duration = Duration::from_millis(5);
 
 fn limits(settings: &[(&str, u64)]) -> Limits {
@@ -199,8 +202,7 @@ fn near(measured: f64, expected: f64, tolerance: f64) {
 
 #[test]
 fn a_burst_lasts_as_long_as_the_bucket_says_and_then_the_rate_holds() {
-    let settings = [("bps-write", 4 * MIB), ("bps-write-max", 20 * MIB), ("bps-write-max-length", 5)];
-    let mut bench = Bench::new(&settings, &[(100, Load::greedy(65_536))]);
+    let mut bench = Bench::new(&BURSTS, &[(100, Load::greedy(65_536))]);
     bench.run(40.0);
     near(bench.rate(0.0, 5.0), 20.0 * MIB as f64, 0.01);
     // 100 MiB fill at 20 − 4 a second: 6.25 s.
@@ -210,9 +212,8 @@ fn a_burst_lasts_as_long_as_the_bucket_says_and_then_the_rate_holds() {
 
 #[test]
 fn a_burst_is_there_again_as_far_as_the_bucket_has_drained() {
-    let settings = [("bps-write", 4 * MIB), ("bps-write-max", 20 * MIB), ("bps-write-max-length", 5)];
     let idle = Load { from_s: 20.0, ..Load::greedy(65_536) };
-    let mut bench = Bench::new(&settings, &[(100, Load { until_s: 10.0, ..Load::greedy(65_536) })]);
+    let mut bench = Bench::new(&BURSTS, &[(100, Load { until_s: 10.0, ..Load::greedy(65_536) })]);
     bench.run(10.0);
     bench.kept[0].load = idle;
     bench.run(20.0);
@@ -279,8 +280,7 @@ fn who_cannot_be_seen_has_its_part_kept_for_it() {
 
 #[test]
 fn who_may_burst_is_looked_at_before_that_can_be_over() {
-    let settings = [("bps-write", 4 * MIB), ("bps-write-max", 20 * MIB), ("bps-write-max-length", 5)];
-    let mut bench = Bench::new(&settings, &[(100, Load::greedy(65_536))]);
+    let mut bench = Bench::new(&BURSTS, &[(100, Load::greedy(65_536))]);
     assert_eq!(bench.pool.bursts_end(bench.now), Some(bench.now + Duration::from_millis(6250)));
     bench.run(10.0);
     assert_eq!(bench.pool.bursts_end(bench.now), None);
@@ -306,8 +306,7 @@ fn a_total_goes_to_the_direction_that_asks() {
 fn what_nobody_needs_to_look_at_is_not_looked_at() {
     let alone = Bench::new(&[("bps-write", 8 * MIB), ("iops-read", 100)], &[(100, Load::greedy(4096))]);
     assert_eq!(alone.pool.due(0, Instant::ZERO), None);
-    let settings = [("bps-write", 4 * MIB), ("bps-write-max", 20 * MIB), ("bps-write-max-length", 5)];
-    let mut idle = Bench::new(&settings, &[(100, Load::NONE)]);
+    let mut idle = Bench::new(&BURSTS, &[(100, Load::NONE)]);
     idle.run(60.0);
     assert!(idle.looks <= 62, "{} looks in a minute", idle.looks);
     assert_eq!(idle.told, 1);
@@ -363,8 +362,7 @@ fn operations_larger_than_iops_size_count_as_several() {
 
 #[test]
 fn a_pool_that_is_resumed_grants_no_second_burst() {
-    let settings = [("bps-write", 4 * MIB), ("bps-write-max", 20 * MIB), ("bps-write-max-length", 5)];
-    let mut bench = Bench::new(&settings, &[(100, Load::greedy(65_536))]);
+    let mut bench = Bench::new(&BURSTS, &[(100, Load::greedy(65_536))]);
     bench.run(4.0);
     bench.look(0);
     bench.pool.decide(bench.now);

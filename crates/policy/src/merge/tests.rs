@@ -36,55 +36,41 @@ fn check(batch: &[Candidate], expected: &[&[usize]]) {
 }
 
 #[test]
-fn a_batch_of_none_or_one_is_itself() {
+fn adjacent_requests_of_one_kind_become_one() {
+    // A batch of none or one is itself.
     check(&[], &[]);
     check(&[read(0, 4 * K)], &[&[0]]);
     check(&[flush()], &[&[0]]);
-}
-
-#[test]
-fn adjacent_requests_become_one_in_whatever_order_they_came() {
+    // Neighbours, in whatever order they came; without any, in the order of arrival.
     check(&[read(0, 4 * K), read(4 * K, 8 * K), read(12 * K, 512)], &[&[0, 1, 2]]);
     check(&[write(8 * K, K), write(0, 4 * K), write(4 * K, 4 * K)], &[&[1, 2, 0]]);
-}
-
-#[test]
-fn requests_that_merge_with_nothing_stay_in_the_order_of_arrival() {
     check(&[read(100 * K, K), read(0, K), write(50 * K, K)], &[&[0], &[1], &[2]]);
-}
-
-#[test]
-fn a_gap_or_an_overlap_of_one_byte_keeps_reads_apart() {
+    // A gap or an overlap of one byte keeps reads apart; overlapping ones are no conflict.
     check(&[read(0, 4095), read(4096, 4096)], &[&[0], &[1]]);
     check(&[read(0, 4097), read(4096, 4096)], &[&[0], &[1]]);
-}
-
-#[test]
-fn reads_and_writes_are_merged_each_with_their_own() {
+    check(&[read(0, K), read(0, K), read(K, K)], &[&[0], &[1, 2]]);
+    // Reads and writes, each with their own.
     check(&[write(4 * K, K), read(0, K), write(5 * K, K), read(K, K)], &[&[1, 3], &[0, 2]]);
     check(&[read(0, K), write(K, K)], &[&[0], &[1]]);
-}
-
-#[test]
-fn requests_of_different_flags_are_not_merged() {
+    // Flags keep requests apart.
     let fua = Candidate { key: 1, ..write(K, K) };
     check(&[write(0, K), fua, write(2 * K, K)], &[&[0], &[1], &[2]]);
     check(&[Candidate { offset: 0, ..fua }, fua], &[&[0, 1]]);
+    // The end of numbers is not passed.
+    let last = read(u64::MAX - 1, 1);
+    check(&[last, read(u64::MAX, 1), read(u64::MAX, u64::MAX)], &[&[0, 1], &[2]]);
+    check(&[write(0, u64::MAX), write(u64::MAX, u64::MAX)], &[&[0], &[1]]);
+    // Requests of no bytes stay alone.
+    check(&[read(0, K), read(K, 0), read(2 * K, K)], &[&[0], &[1], &[2]]);
+    check(&[write(0, K), write(K, 0), write(K, K), write(2 * K, K)], &[&[0], &[1], &[2, 3]]);
+    check(&[write(K, 0), write(0, K), write(K, 2 * K)], &[&[0], &[1], &[2]]);
 }
 
 #[test]
 fn nothing_is_merged_across_a_barrier() {
+    let at = |place| write(place * K, K);
     check(
-        &[
-            write(0, K),
-            write(K, K),
-            flush(),
-            write(2 * K, K),
-            flush(),
-            flush(),
-            write(3 * K, K),
-            write(4 * K, K),
-        ],
+        &[[0, 1].map(at).as_slice(), &[flush(), at(2), flush(), flush()], &[3, 4].map(at)].concat(),
         &[&[0, 1], &[2], &[3], &[4], &[5], &[6, 7]],
     );
 }
@@ -107,11 +93,6 @@ fn a_conflict_keeps_everything_between_the_barriers_as_it_came() {
 }
 
 #[test]
-fn overlapping_reads_are_no_conflict() {
-    check(&[read(0, K), read(0, K), read(K, K)], &[&[0], &[1, 2]]);
-}
-
-#[test]
 fn merging_stops_at_the_bounds() {
     let batch: Vec<_> = (0..5).map(|i| read(i * K, K)).collect();
     let bounds = |segments, bytes| Bounds { segments, bytes };
@@ -120,20 +101,6 @@ fn merging_stops_at_the_bounds() {
     check_within(bounds(9, 3 * K - 1), &batch, &[&[0, 1], &[2, 3], &[4]]);
     check_within(bounds(0, 0), &batch, &[&[0], &[1], &[2], &[3], &[4]]);
     check_within(bounds(9, K), &[read(0, 9 * K), read(9 * K, K)], &[&[0], &[1]]);
-}
-
-#[test]
-fn requests_at_the_end_of_numbers_do_not_overflow() {
-    let last = read(u64::MAX - 1, 1);
-    check(&[last, read(u64::MAX, 1), read(u64::MAX, u64::MAX)], &[&[0, 1], &[2]]);
-    check(&[write(0, u64::MAX), write(u64::MAX, u64::MAX)], &[&[0], &[1]]);
-}
-
-#[test]
-fn requests_of_no_bytes_stay_alone() {
-    check(&[read(0, K), read(K, 0), read(2 * K, K)], &[&[0], &[1], &[2]]);
-    check(&[write(0, K), write(K, 0), write(K, K), write(2 * K, K)], &[&[0], &[1], &[2, 3]]);
-    check(&[write(K, 0), write(0, K), write(K, 2 * K)], &[&[0], &[1], &[2]]);
 }
 
 #[test]

@@ -24,28 +24,17 @@ fn holds(limits: &str, workload: Workload, asked_bytes_per_second: u64) {
 }
 
 #[test]
-fn iops_1000_at_depth_1_and_32() {
+fn operations_and_bytes_at_every_depth_and_length() {
+    let (reads, writes) = (Workload::READS, Workload::WRITES);
     for depth in [1, 32] {
-        holds("iops-total=1000", Workload::READS.depth(depth), 1000 * 4096);
-        holds("iops-write=1000", Workload::WRITES.depth(depth), 1000 * 4096);
+        holds("iops-total=1000", reads.depth(depth), 1000 * 4096);
+        holds("iops-write=1000", writes.depth(depth), 1000 * 4096);
     }
-}
-
-#[test]
-fn iops_20_000_at_depth_32() {
-    holds("iops-total=20000", Workload::READS.depth(32), 20_000 * 4096);
-}
-
-#[test]
-fn iops_50_000_at_depth_32() {
-    holds("iops-total=50000", Workload::READS.depth(32), 50_000 * 4096);
-}
-
-#[test]
-fn bytes_10_mb_at_4_kib_and_1_mib() {
+    holds("iops-total=20000", reads.depth(32), 20_000 * 4096);
+    holds("iops-total=50000", reads.depth(32), 50_000 * 4096);
     for length in [4096, 1 << 20] {
-        holds("bps-total=10000000", Workload::READS.of(length).depth(4), 10_000_000);
-        holds("bps-write=10000000", Workload::WRITES.of(length), 10_000_000);
+        holds("bps-total=10000000", reads.of(length).depth(4), 10_000_000);
+        holds("bps-write=10000000", writes.of(length), 10_000_000);
     }
 }
 

@@ -1,12 +1,8 @@
 //! Promises that cannot be kept are refused, with the figures.
 
-use crate::timeline::{limits, s};
+use crate::timeline::{limits, promise, s};
 use policy::request::Direction;
 use policy::throttle::{Admission, Bound, Cost, Limits, NodeId, Overbooked, Refused, Share, Tree, Unit};
-
-fn promise(iops: u64, bps: u64) -> Share {
-    Share::default().with_reservation(iops, bps)
-}
 
 fn group(text: &str) -> (Tree<()>, NodeId) {
     let mut tree = Tree::new(s(0));

@@ -34,15 +34,6 @@ fn no_member_with_work_waits_longer_than_a_round() {
 }
 
 #[test]
-fn reads_and_writes_alternate_under_a_total_limit() {
-    let mut disk = Timeline::new("iops-total=1000");
-    let reads = disk.add(Workload::READS.depth(64));
-    let writes = disk.add_to(disk.disk(reads), Workload::WRITES.depth(2));
-    assert_eq!(disk.admitted_of(reads, s(1), s(11)), 5000);
-    assert_eq!(disk.admitted_of(writes, s(1), s(11)), 5000);
-}
-
-#[test]
 fn reads_pass_writes_that_wait_for_a_limit_of_their_own() {
     let mut disk = Timeline::new("iops-write=10,iops-read=100000");
     let writes = disk.add(Workload::WRITES.queued(1000));

@@ -1,12 +1,8 @@
 //! Disks in groups in groups: every level holds at once, and every level shares among its own.
 
-use crate::timeline::{Timeline, Workload, assert_within_percent, limits, ms, s};
+use crate::timeline::{Timeline, Workload, assert_within_percent, limits, ms, promise, s, weight};
 use policy::throttle::{Enforcement, Limits, MAX_LEVELS, Refused, Scale, Share, Tree};
 use policy::time::Duration;
-
-fn weight(weight: u32) -> Share {
-    Share::new(weight).unwrap()
-}
 
 /// A host of 1000 IOPS with two tenants, of weights 3 and 1, the second limited to 200; two disks
 /// each, one with a limit.
@@ -54,8 +50,7 @@ fn what_one_group_cannot_use_the_other_gets() {
 #[test]
 fn a_promise_to_a_group_reaches_its_disks() {
     let mut disks = Timeline::new("iops-total=1000");
-    let promised = Share::default().with_reservation(400, 0);
-    let tenant = disks.tree.add(Some(disks.group), Limits::default(), promised).unwrap();
+    let tenant = disks.tree.add(Some(disks.group), Limits::default(), promise(400, 0)).unwrap();
     let inside: Vec<_> =
         (0..2).map(|_| disks.add_below(tenant, "", Share::default(), Workload::READS.depth(4))).collect();
     for _ in 0..10 {
@@ -151,8 +146,7 @@ fn a_promise_is_kept_through_a_group_that_was_promised_nothing() {
         disks.tree.add(Some(disks.group), Limits::default(), weight).expect("nothing is promised")
     };
     let small = group(&mut disks, weight(10));
-    let promised = Share::default().with_reservation(600, 0);
-    let kept = disks.add_below(small, "", promised, Workload::READS.depth(32));
+    let kept = disks.add_below(small, "", promise(600, 0), Workload::READS.depth(32));
     for _ in 0..10 {
         let hostile = group(&mut disks, weight(1000));
         disks.add_below(hostile, "", Share::default(), Workload::READS.of(65_536).depth(64));

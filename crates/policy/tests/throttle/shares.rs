@@ -1,17 +1,9 @@
 //! Who gets how much of a limit: by weight, whatever sizes and depths; and by promise.
 
-use crate::timeline::{Timeline, Workload, assert_within_percent, s};
+use crate::timeline::{Timeline, Workload, assert_within_percent, promise, s, weight};
 use policy::request::Direction;
 use policy::throttle::{Limits, Share};
 use policy::time::Duration;
-
-fn weight(weight: u32) -> Share {
-    Share::new(weight).unwrap()
-}
-
-fn promise(iops: u64, bps: u64) -> Share {
-    Share::default().with_reservation(iops, bps)
-}
 
 const LATE: Duration = Duration::from_millis(1);
 

@@ -31,6 +31,14 @@ pub(crate) fn limits(text: &str) -> Limits {
     limits
 }
 
+pub(crate) fn weight(weight: u32) -> Share {
+    Share::new(weight).unwrap()
+}
+
+pub(crate) fn promise(iops: u64, bps: u64) -> Share {
+    Share::default().with_reservation(iops, bps)
+}
+
 /// What a client does. By default: 4 KiB a request, one in flight, done at once, as many as it can.
 #[derive(Clone, Copy)]
 pub(crate) struct Workload {

@@ -166,7 +166,7 @@ fn what_is_no_toml_is_refused_with_its_line() {
 }
 
 #[test]
-fn unknown_keys_name_the_nearest() {
+fn names_must_be_there_and_their_own() {
     check(
         &disk_with("cahce = \"none\""),
         "weir.toml:3: disk.vm1.cahce: unknown key (did you mean \"cache\"?)",
@@ -180,6 +180,28 @@ fn unknown_keys_name_the_nearest() {
     check(
         &disk_with("export = [{ type = \"nbd\", listen = \"h:1\", zzz = 1 }]"),
         "weir.toml:3: disk.vm1.export[0].zzz: unknown key; here may be type, listen, name",
+    );
+    check(
+        "[disk.vm1]\n",
+        "weir.toml:1: disk.vm1: no image (add image = \"PATH\", \"memory:SIZE\" or \"null:SIZE\")",
+    );
+    check("", "no disks: there is nothing to serve (add a [disk.NAME] with an image)");
+    check(
+        &disk_with("[disk.\"\"]\nimage = \"b\""),
+        "weir.toml:3: disk.\"\": the name is empty (give it one)",
+    );
+    check(
+        &disk_with("[disk.\"a\\nb\"]\nimage = \"b\""),
+        "weir.toml:3: disk.\"a\\nb\": the name holds a control character (leave it out)",
+    );
+    check_disk("group = \"silver\"", "is no group of this file (add [group.silver])");
+    check(
+        &disk_with("group = \"glod\"\n[group.gold]"),
+        "weir.toml:3: disk.vm1.group = \"glod\": is no group of this file (did you mean \"gold\"?)",
+    );
+    check(
+        "[disk.gold]\nimage = \"a\"\n[group.gold]\n",
+        "weir.toml:3: group.gold: a disk is called \"gold\" too, and commands take both (rename one)",
     );
 }
 
@@ -256,18 +278,6 @@ fn values_are_refused_with_their_rule() {
         "disk = 5\n",
         "weir.toml:1: disk = 5: is not a table; write its settings as KEY = VALUE lines below it",
     );
-}
-
-#[test]
-fn long_values_are_cut() {
-    let text = format!("[disk.vm1]\nimage = \"a\"\ncache = \"{}\"\n", "é".repeat(100_000));
-    let refused = plan_with(&text, 0).unwrap_err();
-    assert!(refused.contains("ééé…: is not a cache mode"), "{refused}");
-    assert!(refused.len() < 300);
-}
-
-#[test]
-fn limits_obey_their_rules() {
     check(
         "[disk.vm1]\nimage = \"a\"\niops-total = 1000\niops-total-max = 500\n",
         "weir.toml:4: disk.vm1.iops-total-max = 500: \
@@ -281,40 +291,36 @@ fn limits_obey_their_rules() {
     check_disk("iops-size = 4096", "has no limit to apply to; it needs iops-total, iops-read or iops-write");
     check_disk("bps-total = \"1024T\"", "is too large; it may be 1000000000000000 at most");
     check_disk("iops-total-max-length = 0", "is too short; a burst length must be at least 1 second");
-}
-
-#[test]
-fn a_disk_needs_an_image() {
-    check(
-        "[disk.vm1]\n",
-        "weir.toml:1: disk.vm1: no image (add image = \"PATH\", \"memory:SIZE\" or \"null:SIZE\")",
-    );
-    check("", "no disks: there is nothing to serve (add a [disk.NAME] with an image)");
-    check(
-        &disk_with("[disk.\"\"]\nimage = \"b\""),
-        "weir.toml:3: disk.\"\": the name is empty (give it one)",
-    );
-    check(
-        &disk_with("[disk.\"a\\nb\"]\nimage = \"b\""),
-        "weir.toml:3: disk.\"a\\nb\": the name holds a control character (leave it out)",
-    );
-}
-
-#[test]
-fn groups_must_be_there() {
-    check_disk("group = \"silver\"", "is no group of this file (add [group.silver])");
-    check(
-        &disk_with("group = \"glod\"\n[group.gold]"),
-        "weir.toml:3: disk.vm1.group = \"glod\": is no group of this file (did you mean \"gold\"?)",
-    );
-}
-
-#[test]
-fn a_group_s_watermark_is_set_at_the_group() {
     check(
         &disk_with("group = \"gold\"\nwatermark = 50\n[group.gold]\niops-total = 6"),
         "weir.toml:4: disk.vm1.watermark = 50: the disk is in group \"gold\", which has the watermark for its members (set it at [group.gold])",
     );
+    for value in ["0", "10001", "99999999999"] {
+        check_disk(&format!("weight = {value}"), "is out of range; a weight is from 1 to 10000");
+    }
+    check(
+        "[group.g]\nwatermark = 101\n[disk.vm1]\nimage = \"a\"\n",
+        "weir.toml:2: group.g.watermark = 101: is out of range; a watermark is from 0 to 100 percent",
+    );
+    for key in ["iops-reservation", "bps-reservation"] {
+        check_disk(&format!("{key} = 1000000000000001"), "is too large; it may be 1000000000000000 at most");
+    }
+    check_disk(
+        "iops-reservation = \"1K\"",
+        "is not a plain number; a count takes no suffix and no fraction (write 1024)",
+    );
+    check_disk(
+        "force-share = true",
+        "needs read-only; sharing an image that others write is for reading alone",
+    );
+}
+
+#[test]
+fn long_values_are_cut() {
+    let text = format!("[disk.vm1]\nimage = \"a\"\ncache = \"{}\"\n", "é".repeat(100_000));
+    let refused = plan_with(&text, 0).unwrap_err();
+    assert!(refused.contains("ééé…: is not a cache mode"), "{refused}");
+    assert!(refused.len() < 300);
 }
 
 #[test]
@@ -361,33 +367,7 @@ fn a_large_circle_is_found_at_once() {
 }
 
 #[test]
-fn disks_and_groups_share_one_set_of_names() {
-    check(
-        "[disk.gold]\nimage = \"a\"\n[group.gold]\n",
-        "weir.toml:3: group.gold: a disk is called \"gold\" too, and commands take both (rename one)",
-    );
-}
-
-#[test]
-fn shares_have_their_ranges() {
-    for value in ["0", "10001", "99999999999"] {
-        check_disk(&format!("weight = {value}"), "is out of range; a weight is from 1 to 10000");
-    }
-    check(
-        "[group.g]\nwatermark = 101\n[disk.vm1]\nimage = \"a\"\n",
-        "weir.toml:2: group.g.watermark = 101: is out of range; a watermark is from 0 to 100 percent",
-    );
-    for key in ["iops-reservation", "bps-reservation"] {
-        check_disk(&format!("{key} = 1000000000000001"), "is too large; it may be 1000000000000000 at most");
-    }
-    check_disk(
-        "iops-reservation = \"1K\"",
-        "is not a plain number; a count takes no suffix and no fraction (write 1024)",
-    );
-}
-
-#[test]
-fn control_sockets_are_sockets_of_their_own() {
+fn what_listens_says_what_and_where() {
     check_daemon("qmp = \"localhost:4444\"", "is not a Unix socket; write unix:PATH");
     check_daemon("qmp = \"unix:\"", "has no path; write unix:PATH");
     check(
@@ -397,6 +377,50 @@ fn control_sockets_are_sockets_of_their_own() {
     check(
         &daemon_with("qmp = \"unix:a\"\nnbd = \"unix:a\""),
         "weir.toml:2: daemon.qmp = \"unix:a\": disks are exported at this socket (use another)",
+    );
+    check_daemon("tls = \"on\"", "has no credentials (set tls-certificates or tls-psk)");
+    for line in ["tls-psk = \"k\"", "tls-certificates = \"k\"", "tls-verify-peer = true"] {
+        check_daemon(line, "is not used, because tls is off (set tls to on or required)");
+    }
+    check(
+        &daemon_with("tls = \"on\"\ntls-psk = \"k\"\ntls-certificates = \"d\""),
+        "weir.toml:3: daemon.tls-psk = \"k\": tls-certificates is given too (choose certificates or keys)",
+    );
+    check_daemon(
+        "tls = \"on\"\ntls-psk = \"k\"\ntls-verify-peer = true",
+        "has no meaning with tls-psk (whoever has a key is verified)",
+    );
+    let own = "[disk.a]\nimage = \"null:1\"\nexport = { type = \"nbd\", listen = \"h:1\" }\n";
+    check(
+        &format!("[daemon]\nnbd = \"h:2\"\n{own}"),
+        "weir.toml:2: daemon.nbd = \"h:2\": is not used, because every disk says where it is exported (remove it)",
+    );
+    assert_eq!(
+        plan_with(own, 2).unwrap_err(),
+        "LISTEN_FDS: 2 sockets were passed and none is used, because every disk says where it is exported \
+         (remove `export` from one)"
+    );
+    check(
+        &daemon_with("nbd = [\"h:2\", \"h:2\"]"),
+        "weir.toml:2: daemon.nbd[1] = \"h:2\": is given twice (remove one)",
+    );
+    let disk = "[disk.a]\nimage = \"null:1\"\n";
+    assert_eq!(plan_with(disk, 1).unwrap().servers[0].endpoint, Endpoint::Inherited);
+    assert_eq!(
+        plan_with(&format!("[daemon]\nnbd = \"h:2\"\n{disk}"), 1).unwrap_err(),
+        "weir.toml:2: daemon.nbd = \"h:2\": the service manager passed sockets too, in LISTEN_FDS (use one or the other)"
+    );
+    let export = |settings: &str| format!("export = [{{ {settings} }}]");
+    let check = |settings: &str, expect: &str| check(&disk_with(&export(settings)), expect);
+    check("listen = \"h:1\"", "weir.toml:3: disk.vm1.export[0]: no type (add type = \"nbd\")");
+    check(
+        "type = \"nbd\"",
+        "weir.toml:3: disk.vm1.export[0]: no address (add listen = \"unix:PATH\" or \"HOST:PORT\")",
+    );
+    check(
+        "type = \"iscsi\"",
+        "weir.toml:3: disk.vm1.export[0].type = \"iscsi\": \
+         is not a type of export that weir has; there is \"nbd\"",
     );
 }
 
@@ -456,14 +480,6 @@ fn disks_on_one_imitated_device_agree_on_its_rates() {
 }
 
 #[test]
-fn sharing_is_for_reading() {
-    check_disk(
-        "force-share = true",
-        "needs read-only; sharing an image that others write is for reading alone",
-    );
-}
-
-#[test]
 fn export_names_are_unique_at_an_address() {
     let export = |name: &str| format!("export = {{ type = \"nbd\", listen = \"h:1\", name = \"{name}\" }}");
     let two = |second: &str| {
@@ -479,66 +495,6 @@ fn export_names_are_unique_at_an_address() {
          another export has the name \"x\" at this address (give it another name)",
     );
     assert_eq!(plan(&two("y")).servers[0].exports.len(), 2);
-}
-
-#[test]
-fn an_export_says_what_and_where() {
-    let export = |settings: &str| format!("export = [{{ {settings} }}]");
-    let check = |settings: &str, expect: &str| check(&disk_with(&export(settings)), expect);
-    check("listen = \"h:1\"", "weir.toml:3: disk.vm1.export[0]: no type (add type = \"nbd\")");
-    check(
-        "type = \"nbd\"",
-        "weir.toml:3: disk.vm1.export[0]: no address (add listen = \"unix:PATH\" or \"HOST:PORT\")",
-    );
-    check(
-        "type = \"iscsi\"",
-        "weir.toml:3: disk.vm1.export[0].type = \"iscsi\": \
-         is not a type of export that weir has; there is \"nbd\"",
-    );
-}
-
-#[test]
-fn an_address_that_nobody_uses_is_refused() {
-    let own = "[disk.a]\nimage = \"null:1\"\nexport = { type = \"nbd\", listen = \"h:1\" }\n";
-    check(
-        &format!("[daemon]\nnbd = \"h:2\"\n{own}"),
-        "weir.toml:2: daemon.nbd = \"h:2\": is not used, because every disk says where it is exported (remove it)",
-    );
-    assert_eq!(
-        plan_with(own, 2).unwrap_err(),
-        "LISTEN_FDS: 2 sockets were passed and none is used, because every disk says where it is exported \
-         (remove `export` from one)"
-    );
-    check(
-        &daemon_with("nbd = [\"h:2\", \"h:2\"]"),
-        "weir.toml:2: daemon.nbd[1] = \"h:2\": is given twice (remove one)",
-    );
-}
-
-#[test]
-fn inherited_sockets_serve_what_says_nothing() {
-    let disk = "[disk.a]\nimage = \"null:1\"\n";
-    assert_eq!(plan_with(disk, 1).unwrap().servers[0].endpoint, Endpoint::Inherited);
-    assert_eq!(
-        plan_with(&format!("[daemon]\nnbd = \"h:2\"\n{disk}"), 1).unwrap_err(),
-        "weir.toml:2: daemon.nbd = \"h:2\": the service manager passed sockets too, in LISTEN_FDS (use one or the other)"
-    );
-}
-
-#[test]
-fn tls_has_what_it_needs_and_nothing_unused() {
-    check_daemon("tls = \"on\"", "has no credentials (set tls-certificates or tls-psk)");
-    for line in ["tls-psk = \"k\"", "tls-certificates = \"k\"", "tls-verify-peer = true"] {
-        check_daemon(line, "is not used, because tls is off (set tls to on or required)");
-    }
-    check(
-        &daemon_with("tls = \"on\"\ntls-psk = \"k\"\ntls-certificates = \"d\""),
-        "weir.toml:3: daemon.tls-psk = \"k\": tls-certificates is given too (choose certificates or keys)",
-    );
-    check_daemon(
-        "tls = \"on\"\ntls-psk = \"k\"\ntls-verify-peer = true",
-        "has no meaning with tls-psk (whoever has a key is verified)",
-    );
 }
 
 #[test]

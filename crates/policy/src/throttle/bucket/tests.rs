@@ -54,28 +54,24 @@ fn burst_level_leaks_at_the_burst_rate() {
 }
 
 #[test]
-fn no_rate_means_no_wait() {
-    let mut b = bucket(0, 0, 1);
-    b.add(billionths(1e15));
-    assert_eq!(b.wait_ns(), 0);
-}
-
-#[test]
 fn waits_only_once_more_than_full() {
-    for (level, wait) in [(9.0, 0.0), (15.0, 0.0), (15.5, 0.5 / 150.0)] {
-        let mut b = bucket(150, 15, 1);
+    let rows = [
+        ((0, 0, 1), 1e15, 0.0),
+        ((150, 15, 1), 9.0, 0.0),
+        ((150, 15, 1), 15.0, 0.0),
+        ((150, 15, 1), 15.5, 0.5 / 150.0),
+        // Without a burst rate the bucket holds a tenth of a second.
+        ((10, 0, 1), 1.0, 0.0),
+        ((10, 0, 1), 2.0, 0.1),
+        // The slower of two decides: the burst has 381 too much at 200/s, the bucket 1 at 100/s.
+        ((100, 200, 2), 401.0, 381.0 / 200.0),
+    ];
+    for ((rate, burst_rate, length), level, wait) in rows {
+        let mut b = bucket(rate, burst_rate, length);
         b.add(billionths(level));
         assert_near(wait_s(&b), wait);
+        assert_eq!(b.wait_ns() == 0, wait == 0.0, "{rate}, {burst_rate}, {length}: {level}");
     }
-}
-
-#[test]
-fn without_a_burst_rate_the_bucket_holds_a_tenth_of_a_second() {
-    let mut b = bucket(10, 0, 1);
-    b.add(UNIT);
-    assert_eq!(b.wait_ns(), 0, "exactly full");
-    b.add(UNIT);
-    assert_near(wait_s(&b), 0.1);
 }
 
 #[test]
@@ -90,14 +86,6 @@ fn a_burst_lasts_until_the_whole_bucket_is_full() {
             assert_near(wait_s(&b), 1.8);
         }
     }
-}
-
-#[test]
-fn the_slower_of_the_two_levels_decides() {
-    let mut b = bucket(100, 200, 2);
-    b.add(billionths(401.0));
-    // The burst has 381 too much at 200/s, the bucket 1 at 100/s.
-    assert_near(wait_s(&b), 381.0 / 200.0);
 }
 
 /// All six limits at once, which no user may ask for, to see what each is charged.
