@@ -10,9 +10,6 @@ use ratatui::crossterm::event::{KeyCode, KeyEvent, KeyModifiers};
 const SHORTEST_INTERVAL: Duration = Duration::from_millis(100);
 
 /// How often a list is drawn anew, as an option's value.
-///
-/// # Errors
-/// If it is no time, or too short.
 pub fn interval(text: &str) -> Result<Duration, String> {
     let interval = settings::duration(text)?;
     if interval < SHORTEST_INTERVAL {

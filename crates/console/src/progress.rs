@@ -9,7 +9,6 @@ use std::{
 
 use indicatif::{ProgressBar, ProgressStyle};
 
-/// How often a bar that nobody advances shows that it is alive.
 const TICK: Duration = Duration::from_millis(100);
 const SPINNER: &str = "{spinner} {msg} {elapsed}";
 
@@ -19,7 +18,6 @@ pub fn bar(template: &str, length: u64) -> ProgressBar {
 }
 
 fn styled(bar: ProgressBar, template: &str) -> ProgressBar {
-    // Templates are constants; a bar in the standard style is still a bar.
     bar.set_style(ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar()));
     bar
 }
@@ -78,7 +76,6 @@ impl Progress {
         match self.how {
             How::Silent => {}
             How::Lines => {
-                // Where standard error is closed there is nobody to tell.
                 let _ = writeln!(stderr(), "{what}");
             }
             How::Bars => {

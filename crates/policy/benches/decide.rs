@@ -1,15 +1,11 @@
-//! What a decision costs: from a request that waits to the one that passes in its place, with all
-//! the bookkeeping.
+//! What a decision costs, with all the bookkeeping.
 //!
-//! One iteration is one request admitted by a group at its limit: its turn comes, the group's
-//! bucket is charged, and the next request of that disk queues. That is two calls of `poll` (one
-//! admits, one says until when) and one of `request`. `idle` is one disk that keeps asking, alone
-//! or among 10,000 that do not. `spare` is what reading ahead costs: the question whether it may be
-//! done, answered with yes and with no, and a request that passes at once where something has been
-//! read ahead before.
+//! One iteration is one request admitted by a group at its limit: two calls of `poll` (one admits,
+//! one says until when) and one of `request`. `idle` is one disk that keeps asking, alone or among
+//! 10,000 that do not. `spare` is the question whether to read ahead, answered with yes and no, and
+//! a request that passes at once where something has been read ahead.
 //!
-//! A figure is that of the fastest of many batches: what else runs on the machine only ever adds to
-//! it.
+//! A figure is that of the fastest of many batches: other work on the machine only adds to it.
 
 use criterion::{Bencher, BenchmarkId, Criterion, criterion_group, criterion_main};
 use policy::request::Direction;

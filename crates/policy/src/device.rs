@@ -1,20 +1,17 @@
 //! An imitated device: how many bytes and requests a second it does, and when each request is done.
 //!
 //! Each rate has a **line**: the instant until which the device has work. A request is put at the
-//! end of every line that applies to it, takes its bytes (or one) divided by the rate there, and is
-//! done once it has passed on all of them:
+//! end of every line that applies to it, and is done once it has passed on all of them:
 //!
 //! ```text
 //!   line  ████████████████▒▒▒▒▒▒│ request completes here
 //!         other requests   ours
 //! ```
 //!
-//! An idle line may be caught up by [`CATCH_UP_NS`]: timers fire late and clients take time to
-//! answer, and without it a client with one request at a time would get less than the rate. It
-//! bounds what may pass too much after a pause.
+//! An idle line may be caught up by [`CATCH_UP_NS`], or a client with one request at a time would
+//! get less than the rate, as timers fire late and clients take time to answer.
 //!
-//! Never refuses a request, and has no bursts and no shares: it is what a limit is tested on, and
-//! no limit.
+//! Never refuses a request; has no bursts and no shares.
 
 use crate::request::Direction;
 use crate::time::{Duration, Instant, NANOS_PER_SECOND};
@@ -77,7 +74,6 @@ struct Line {
     end: Instant,
     /// What the division left of a nanosecond, in units / rate, so that small requests add up.
     left_over: u64,
-    /// The time of all that was ever appended.
     work: Duration,
 }
 
@@ -86,7 +82,7 @@ impl Line {
         Self { rate, end: Instant::ZERO, left_over: 0, work: Duration::ZERO }
     }
 
-    /// Puts `units` at the end of the line; returns when they will have passed.
+    /// Returns when they will have passed.
     fn append(&mut self, units: u64, now: Instant) -> Instant {
         let earliest = Instant::from_nanos(now.as_nanos().saturating_sub(CATCH_UP_NS));
         if self.end < earliest {

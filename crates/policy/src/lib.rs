@@ -10,8 +10,8 @@
 //! - [`device`]: when an imitated device is done with a request.
 //! - [`request`] and [`time`]: the words that all of them share.
 //!
-//! Time comes in as an argument ([`time::Instant`]), decisions go out as values, so the daemon, the
-//! simulator and the tests run literally the same code.
+//! Time comes in as an argument ([`time::Instant`]), decisions go out as values: the daemon, the
+//! simulator and the tests run the same code.
 //!
 //! Never does I/O, starts a thread or reads a clock: `Instant::now()` does not compile here.
 

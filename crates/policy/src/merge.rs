@@ -5,14 +5,12 @@
 //!   plan    [1 3 0]                      [2]                             [4]       [5]
 //! ```
 //!
-//! A large transfer of a guest or a client often arrives as many adjacent requests, and a device
-//! serves one long request sooner than many short ones. virtio-blk merges what it finds in its
-//! ring; this does the same for every export. It only plans: the caller gathers the buffers, issues
-//! the I/O and answers each request.
+//! A device serves one long request sooner than many adjacent short ones. virtio-blk merges what it
+//! finds in its ring; this does the same for every export. It only plans: the caller gathers the
+//! buffers, issues the I/O and answers each request.
 //!
-//! Never joins across anything that is not a plain read or write. Never joins requests with
-//! different flags. Never changes what overlapping requests read or leave behind: if two overlap
-//! and one of them writes, everything between the two barriers stays in its order.
+//! Never joins across barriers, nor requests with different flags. If two requests overlap and one
+//! of them writes, everything between the two barriers stays in its order.
 
 use alloc::vec::Vec;
 use core::ops::Range;
@@ -42,7 +40,7 @@ pub struct Candidate {
 }
 
 impl Candidate {
-    /// One past the last byte; `None` if that overflows, where nothing is adjacent.
+    /// `None` if it overflows, where nothing is adjacent.
     const fn end(&self) -> Option<u64> {
         self.offset.checked_add(self.length)
     }
@@ -76,7 +74,6 @@ impl Default for Bounds {
 /// Makes plans, and keeps the memory for it from one to the next.
 #[derive(Debug, Default)]
 pub struct Planner {
-    /// Indices into the batch, in the order of the plan.
     order: Vec<usize>,
     /// Where each group ends in `order`.
     ends: Vec<usize>,
@@ -111,7 +108,7 @@ impl Planner {
         Plan { order: &self.order, ends: &self.ends }
     }
 
-    /// Plans a stretch of at least two reads and writes without a barrier.
+    /// A run: at least two reads and writes without a barrier.
     fn plan_run(&mut self, batch: &[Candidate], run: Range<usize>, bounds: Bounds) {
         let first_group = self.ends.len();
         let order = &mut self.order[run.clone()];
@@ -205,9 +202,8 @@ fn adjacent(earlier: &Candidate, later: &Candidate) -> bool {
 
 /// A batch, divided into groups.
 ///
-/// Carried out group after group, it does what the batch in its order of arrival does. Between
-/// barriers the groups do not overlap where it matters unless the requests did, so they may run
-/// together whenever the requests might have.
+/// Carried out group after group, it does what the batch in its order of arrival does. Groups
+/// between barriers may run together whenever the requests might have.
 #[derive(Clone, Copy, Debug)]
 pub struct Plan<'a> {
     order: &'a [usize],

@@ -10,10 +10,9 @@
 //! ```
 //!
 //! A group with a watermark may exceed its limits as long as the device has room (io-throttle v16
-//! for Linux, 2009). If the device has none, the limits hold again, all multiplied by one factor,
-//! the largest that the device allows. So the groups keep sharing in proportion to their limits,
-//! which io-throttle did not achieve, and the device stays busy. If work without limits takes the
-//! device, the factor falls to 1 and the limits hold as they are set.
+//! for Linux, 2009). If it has none, the limits hold again, all multiplied by the largest factor
+//! that the device allows. So the groups keep sharing in proportion to their limits, which
+//! io-throttle did not achieve. If work without limits takes the device, the factor falls to 1.
 //!
 //! **The loop.** Use is smoothed over 150 ms, because one large request may fill a sample. The
 //! factor is steered in proportion to the difference between use and 98 %; gain and smoothing are
@@ -21,11 +20,10 @@
 //! there it falls faster the longer that lasts.
 //!
 //! If the factor rises and use does not follow, limits are not what holds the groups back: the
-//! factor stops at four times, and below the watermark limits are lifted instead. This test, and
-//! not only the level of use, keeps one busy group among many from oscillating, because the factor
-//! that this group needs is far from what all take together. Nor does the factor rise while no
-//! group takes what it already allows: a device that stalls would wind it up, and for seconds after
-//! that nobody's limits would determine the shares.
+//! factor stops at four times, and below the watermark limits are lifted instead. This test keeps
+//! one busy group among many from oscillating, because the factor that it needs is far from what
+//! all take together. Nor does the factor rise while no group takes what it already allows: a
+//! device that stalls would wind it up.
 //!
 //! Pure: samples come in, an [`Enforcement`] comes out. Never looks at a device itself.
 
@@ -144,11 +142,8 @@ impl Sample {
 
 /// What use is steered to while limits hold; at saturation the device would share, not the limits.
 const TARGET: f64 = 0.98;
-/// From here on the device counts as saturated.
 const SATURATED: f64 = 0.99;
-/// How far use must fall below a watermark before limits are lifted.
 const HYSTERESIS: f64 = 0.05;
-/// Samples are smoothed over this time, in seconds.
 const SMOOTHING_S: f64 = 0.15;
 /// Part of the relative error that the factor moves by a second; damps by 0.7.
 const GAIN: f64 = 1.0 / (2.0 * SMOOTHING_S);
@@ -267,7 +262,6 @@ impl Controller {
         }
     }
 
-    /// Moves the factor so that use comes to the target.
     fn steer(&mut self, elapsed_s: f64) {
         let is_saturated = self.used >= SATURATED;
         let change = if is_saturated {
@@ -304,7 +298,6 @@ impl Controller {
         self.factor > self.most_lately * UNBOUND
     }
 
-    /// Decides for every watermark whether limits hold.
     fn judge(&mut self) {
         let unanswered = self.is_unbound() || self.factor >= (self.answered.0 * UNANSWERED).min(largest());
         let mut holding = 0;

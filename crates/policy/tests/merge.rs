@@ -1,5 +1,4 @@
-//! Merging against the disk: carried out group by group, a plan does what the batch does request by
-//! request.
+//! Merging against the disk: a plan does what the batch does request by request.
 
 use policy::merge::{Bounds, Candidate, Operation, Planner};
 use proptest::prelude::*;
@@ -21,8 +20,7 @@ fn any_candidate() -> impl Strategy<Value = Candidate> {
     })
 }
 
-/// Batches as clients send them: streams of neighbours cut up and shuffled, with and without
-/// strays.
+/// Streams of neighbours cut up and shuffled, with and without strays.
 fn any_batch() -> impl Strategy<Value = Vec<Candidate>> {
     let stream = (any_candidate(), 1..6usize).prop_map(|(first, count)| {
         let step = first.length.max(1);

@@ -25,8 +25,7 @@ fn limits(settings: &[(&str, u64)]) -> Limits {
     limits
 }
 
-/// What a member would do if nothing held it back: from when to when, in seconds; how many bytes a
-/// second, in requests of which size.
+/// What a member would do if nothing held it back, in seconds and bytes per second.
 #[derive(Clone, Copy, Debug)]
 struct Load {
     from_s: f64,
@@ -49,8 +48,7 @@ struct Kept {
     load: Load,
     rates: Rates,
     passed: Passed,
-    /// Bytes and operations that may pass, by direction; at most a tenth of a second's worth more
-    /// than a request.
+    /// At most a tenth of a second's worth more than a request.
     credit: [f64; 2],
     asked: f64,
     waited: bool,
@@ -411,12 +409,10 @@ proptest! {
             bench.run(0.1);
             let told = |member: &Member| member.told().map_or(0, |told| told.bps.into_iter().flatten().sum::<u64>());
             let sum: u64 = bench.pool.members().iter().map(told).sum();
-            // Each is told at least 1, a fall of less than 0.5 % is not told, and one unlimited
-            // direction counts nothing.
+            // A fall of less than 0.5 % is not told, and one unlimited direction counts nothing.
             prop_assert!(sum as f64 <= most as f64 * 1.005 + members.len() as f64 * 4.0, "{} told of {}", sum, most);
         }
-        // And over the long run no more passes than the rate and what the bucket holds. A request
-        // may be larger than that.
+        // Over the long run no more passes than the rate and the bucket, or one request.
         let largest: u64 = members.iter().map(|member| member.4).sum();
         let held = if burst > 0 { (most + most / 10) as f64 } else { rate as f64 / 10.0 * members.len() as f64 + rate as f64 / 10.0 };
         let passed: f64 = bench.kept.iter().filter(|kept| total || kept.load.direction == 1).map(|kept| kept.bytes() as f64).sum();

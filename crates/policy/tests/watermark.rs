@@ -1,9 +1,8 @@
 //! The watermark on a device of 22 MB/s: the cases of io-throttle v16's announcement (Andrea Righi,
 //! linux-kernel, 3 May 2009), in virtual time. Its figures stand beside ours.
 //!
-//! The device is a model: it serves one request after the other at 22 MB/s; *cached*, writes go
-//! into memory of a bounded size first, and from there to the device. Two clients write 1 MiB at a
-//! time, as dd did.
+//! The device serves one request after the other; *cached*, writes go into memory of a bounded size
+//! first. Two clients write 1 MiB at a time, as dd did.
 
 use policy::request::Direction;
 use policy::throttle::{
@@ -17,8 +16,7 @@ use std::mem;
 const MB: u64 = 1_000_000;
 const REQUEST: u64 = 1 << 20;
 const DEVICE_BPS: u64 = 22 * MB;
-/// What io-throttle's machine would have let pile up, dirty, before it made writers wait; scaled
-/// down with the rest.
+/// What io-throttle's machine would have let pile up, scaled down with the rest.
 const CACHE: u64 = 32 * MB;
 const TICK: Duration = Duration::from_micros(500);
 const SAMPLE_TICKS: u64 = 100;
@@ -74,8 +72,7 @@ impl Model {
         }
     }
 
-    /// A client under a limit of its own (0: none, and no watermark then), sending from one second
-    /// to another.
+    /// A client under a limit of its own (0: none, and no watermark), sending for some seconds.
     fn add(&mut self, limit_bps: u64, from_s: u64, until_s: u64) -> usize {
         let mut limits = Limits::default();
         limits.limit_mut(LimitKind::BpsTotal).rate = limit_bps;
@@ -182,13 +179,12 @@ impl Model {
         }
     }
 
-    /// Bytes per second of every client, between two seconds.
+    /// Bytes per second of every client.
     fn rates(&mut self, from_s: u64, until_s: u64) -> Vec<f64> {
         self.run_until(s(from_s));
         self.rates_until(s(until_s))
     }
 
-    /// The same from now on.
     fn rates_until(&mut self, end: Instant) -> Vec<f64> {
         let before: Vec<_> = self.clients.iter().map(|client| client.passed).collect();
         let seconds = (end - self.now).as_secs_f64();
@@ -354,11 +350,10 @@ fn use_is_the_larger_of_operations_and_bytes() {
     assert!(Watermark::new(100).is_some() && Watermark::new(101).is_none());
 }
 
-/// A device that takes what passes in pieces of 4 MiB, as writeback comes, so that most samples see
-/// nothing and some see four times what it can do; limits of 6 MB/s together, scaled, let pass what
-/// the device can take at the most. What they take is seen at every so manieth sample only, as of
-/// control groups. The factor after a minute, and the share of the device that was in use during
-/// its second half.
+/// A device that takes what passes in pieces of 4 MiB, as writeback comes: most samples see
+/// nothing, some four times what it can do. What the limits of 6 MB/s take is seen at every so
+/// manieth sample only, as of control groups. Returns the factor after a minute, and the share of
+/// the device in use during its second half.
 fn in_lumps(watermark: u8, every: u64) -> (f64, f64) {
     const LIMITS: f64 = 6e6;
     const DEVICE: f64 = 20e6;

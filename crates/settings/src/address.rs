@@ -76,9 +76,6 @@ fn socket_path(path: &str) -> Result<PathBuf, String> {
 }
 
 /// A Unix socket written as `unix:PATH`.
-///
-/// # Errors
-/// The rule that the text breaks.
 pub fn socket(text: &str) -> Result<PathBuf, String> {
     let path = text.strip_prefix("unix:");
     path.map_or_else(|| Err("is not a Unix socket; write unix:PATH".to_owned()), socket_path)

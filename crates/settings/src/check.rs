@@ -76,7 +76,6 @@ fn check_names(draft: &Draft) -> Result<(), Wrong> {
             .wrong(format!("another disk is called {name:?} (give each a name of its own, with --name)")));
     }
     let disks: HashSet<_> = draft.disks.iter().map(|disk| &disk.name.value).collect();
-    // Commands take either by its name.
     match draft.groups.iter().find(|group| disks.contains(&group.name.value)) {
         Some(GroupDraft { name, .. }) => Err(name
             .place
@@ -229,7 +228,6 @@ fn servers(disks: &[DiskDraft], standard: &[Endpoint]) -> Result<Vec<Server>, Wr
     Ok(servers)
 }
 
-/// Where a disk is exported, and under which names.
 fn exports_of(disk: &DiskDraft, standard: &[Endpoint]) -> Vec<(Endpoint, Said<String>)> {
     if disk.exports.is_empty() {
         return standard.iter().map(|endpoint| (endpoint.clone(), disk.name.clone())).collect();

@@ -34,9 +34,6 @@ impl std::str::FromStr for LogFormat {
 }
 
 /// A level, or a filter such as `info,export::nbd=debug`.
-///
-/// # Errors
-/// The reason, to follow the value in a message.
 pub fn filter(text: &str) -> Result<String, String> {
     // EnvFilter takes the empty string for "errors only", and any word for the name of a module.
     let level = |word: &str| word.parse::<tracing::metadata::LevelFilter>().is_ok();

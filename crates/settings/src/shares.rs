@@ -9,9 +9,7 @@ use policy::{
 
 use super::{Place, Said, Wrong};
 
-/// The weight of who was given none.
 pub(crate) const DEFAULT_WEIGHT: u32 = 100;
-/// A watermark in percent is at most this.
 pub(crate) const MAX_WATERMARK: u8 = 100;
 
 /// What holds for one disk or group by itself.
@@ -91,7 +89,6 @@ impl SettingsDraft {
     }
 }
 
-/// Limits from settings given in any order.
 fn limits(settings: &LimitsDraft) -> Result<Limits, Wrong> {
     let place_of = |invalid: &Invalid| {
         let said = settings.iter().rfind(|said| said.value.0 == invalid.setting);

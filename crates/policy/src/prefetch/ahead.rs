@@ -65,7 +65,6 @@ impl Ahead {
         Cost::equal(self.count, self.range_bytes())
     }
 
-    /// Bytes of each range, at most.
     pub(super) const fn range_bytes(&self) -> u64 {
         let is_aligned =
             self.first.is_multiple_of(BLOCK_BYTES) && self.step.unsigned_abs().is_multiple_of(BLOCK_BYTES);

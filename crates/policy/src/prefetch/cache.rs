@@ -101,7 +101,6 @@ pub struct Cache<T> {
     chunks: Chunks<T>,
     memory_bytes: u64,
     writes: Writes,
-    /// None while nothing is read ahead.
     expectations: Option<Expectations>,
     streams: Streams,
     gate: Gate,
@@ -191,7 +190,7 @@ impl<T: Clone> Cache<T> {
     /// `may` has the last word on that; it is told how much read-ahead was used since it was asked
     /// last.
     ///
-    /// The range is not empty and lies inside the disk; merged requests count as `requests`.
+    /// The range is not empty and lies inside the disk.
     pub fn read(
         &mut self,
         range: Range<u64>,
@@ -211,7 +210,6 @@ impl<T: Clone> Cache<T> {
         let (found, met, owner) = self.find(&range);
         let stream = match self.streams.get_mut(owner).map(|stream| stream.step()) {
             Some(step) if !step.has_gaps() => Some(owner),
-            // Perhaps it is one of several readers that took turns.
             Some(_) => self.follow(&range, Some(owner)),
             None => self.follow(&range, None),
         };
@@ -324,7 +322,6 @@ impl<T: Clone> Cache<T> {
         Some(self.streams.join(met.step, head, length, window))
     }
 
-    /// Takes in a request of a stream, and decides what to read ahead of it.
     fn go_on(
         &mut self,
         id: StreamId,
@@ -383,7 +380,6 @@ impl<T: Clone> Cache<T> {
         Some(ahead)
     }
 
-    /// A stream's part of the memory.
     fn most_ahead(&self) -> u64 {
         let share = self.chunks.wanted_ahead() / u64::from(self.streams.leading() + 1);
         self.settings.window_max_bytes.min(self.settings.memory_bytes / 2).min(share)

@@ -44,18 +44,14 @@ impl Blocks {
 pub(super) struct Chunk<T> {
     /// The caller's word for the data.
     pub(super) token: T,
-    /// The bytes of the disk that were asked for.
     pub(super) offset: u64,
     pub(super) length: u64,
-    /// Extents in the map that show parts of it.
     pub(super) extents: u32,
     /// Blocks that were read or dropped.
     pub(super) settled: Blocks,
-    /// Blocks that were not.
     pub(super) open_blocks: u64,
-    /// For whom it was read.
     pub(super) stream: StreamId,
-    /// The stream was new and the gate lent it what this took.
+    /// Lent by the gate.
     pub(super) on_trial: bool,
     /// What was charged for the range that it is a part of, in bytes.
     pub(super) charged_bytes: u64,
@@ -64,7 +60,6 @@ pub(super) struct Chunk<T> {
 }
 
 impl<T> Chunk<T> {
-    /// A part of one of the ranges of `ahead`.
     pub(super) fn new(token: T, range: &Range<u64>, ahead: &Ahead, now: Instant) -> Self {
         let (offset, length) = (range.start, range.end - range.start);
         Self {
@@ -88,7 +83,6 @@ impl<T> Chunk<T> {
         before - self.open_bytes()
     }
 
-    /// Bytes that were neither read nor dropped.
     fn open_bytes(&self) -> u64 {
         let last = (self.length - 1) / BLOCK_BYTES;
         let missing = if self.settled.has(last) { 0 } else { (last + 1) * BLOCK_BYTES - self.length };

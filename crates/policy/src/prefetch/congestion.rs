@@ -8,8 +8,6 @@
 //! A reader that has run out of data and is refused waits in a queue, without noticing: it reads by
 //! itself and asks again with each request. Room is kept for those that have waited longest, or the
 //! reader that has just got data would be the first to ask for more.
-//!
-//! Never considers whether reading ahead pays: the [gate](super::gate) does.
 
 use super::ahead::{CHUNK_MAX_BYTES, StreamId};
 use alloc::collections::VecDeque;
@@ -44,7 +42,6 @@ pub(super) struct Congestion {
     questions: u64,
 }
 
-/// How long read-aheads of one size take.
 #[derive(Clone, Copy, Debug, Default)]
 struct Pace {
     best_ns: u64,
@@ -69,9 +66,8 @@ impl Congestion {
         self.allowed = self.allowed.min(self.most_allowed);
     }
 
-    /// How much of what is wanted for a stream may be on its way besides what is; 0 if nothing
-    /// worth a request. A quarter of what may be, at most, or large windows would keep small ones
-    /// out.
+    /// How much of what is wanted may be on its way now; 0 if nothing worth a request. A quarter of
+    /// all at most, or large windows would keep small ones out.
     pub(super) fn room(&mut self, stream: StreamId, wanted: u64, has_data: bool) -> u64 {
         self.forget_those_who_left();
         let place = self.waiting.iter().position(|(waiting, _)| *waiting == stream);

@@ -25,13 +25,10 @@ const RECENT: usize = 2;
 /// The longest stride, in bytes: a slot has 32 bits for it.
 const LONGEST_STRIDE: u64 = 1 << 30;
 
-/// A scan that is expected to go on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Expected {
     pub(super) step: Step,
-    /// Requests of it so far.
     pub(super) run: u8,
-    /// Whose it is, if it is a stream already.
     pub(super) stream: StreamId,
 }
 
@@ -73,9 +70,8 @@ impl Expectations {
         Some(slot.what)
     }
 
-    /// Expects a request at `offset`. A scan that is known better is not forgotten for it; of two
-    /// that lead to the same place one without gaps is preferred, because readers that take turns
-    /// look strided.
+    /// A scan that is known better is not forgotten for it, nor one without gaps for one with a
+    /// stride: readers that take turns look strided.
     pub(super) fn expect(&mut self, offset: u64, what: Expected) {
         let slot = &mut self.slots[place(offset)];
         let is_young = self.clock.wrapping_sub(slot.made) <= LIFETIME;
@@ -93,7 +89,6 @@ impl Expectations {
         *slot = Slot { offset, made: self.clock, what };
     }
 
-    /// Expects whatever may follow a request that nobody expected.
     pub(super) fn expect_any(&mut self, offset: u64, length: u64) {
         let begin = |step| Expected { step, run: 1, stream: StreamId::NONE };
         for recent in self.recent {
@@ -115,7 +110,6 @@ impl Expectations {
         self.expect_forward(offset.saturating_add(length));
     }
 
-    /// Expects that `offset` is the second place of a scan forward.
     pub(super) fn expect_forward(&mut self, offset: u64) {
         self.expect(offset, Expected { step: Step::Forward, run: 1, stream: StreamId::NONE });
     }

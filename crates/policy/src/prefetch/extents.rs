@@ -17,7 +17,6 @@ pub(super) struct Extent {
     pub(super) offset: u64,
     pub(super) length: u64,
     pub(super) chunk: u32,
-    /// Where it begins in the chunk.
     pub(super) from: u64,
 }
 
@@ -54,7 +53,6 @@ impl Extents {
             .take_while(move |extent| extent.end() > start)
     }
 
-    /// The parts of the range that no extent covers, in order.
     pub(super) fn gaps(&self, range: &Range<u64>) -> Vec<Range<u64>> {
         let mut gaps = Vec::new();
         let mut end = range.end;
@@ -71,7 +69,7 @@ impl Extents {
         gaps
     }
 
-    /// Adds one; it overlaps none.
+    /// It overlaps none.
     pub(super) fn insert(&mut self, extent: Extent) {
         let Extent { offset, length, chunk, from } = extent;
         self.0.insert(offset, Value { length, chunk, from });
@@ -115,7 +113,6 @@ mod tests {
 
     const SIZE: usize = 200;
 
-    /// What each byte shows: a chunk and a place in it.
     fn flat(extents: &Extents) -> Vec<Option<(u32, u64)>> {
         let mut bytes = vec![None; SIZE];
         for extent in extents.overlapping(&(0..SIZE as u64)) {

@@ -7,10 +7,10 @@
 //! ```
 //!
 //! A new stream is on trial until it has used twice the smallest window, and as much again as was
-//! wasted of it. What it reads ahead meanwhile is taken from a credit. Used data returns it with
-//! interest; wasted data does not. If runs keep ending as soon as they are noticed, the credit is
-//! used up and the gate closes. As one byte in 64 that is asked for adds to the credit, reading
-//! ahead is tried again now and then. Streams that have proved themselves pass a closed gate.
+//! wasted of it. What it reads ahead meanwhile is taken from a credit, which used data returns with
+//! interest. If runs keep ending as soon as they are noticed, the gate closes; one byte in 64 that
+//! is asked for adds to the credit, so reading ahead is tried again now and then. Streams that have
+//! proved themselves pass a closed gate.
 
 /// Least credit at first, in bytes: a cache's default memory. Larger caches have more, so that as
 /// many streams as find room can begin at once.
@@ -24,7 +24,7 @@ const USED_PART: u64 = 8;
 pub(super) struct Gate {
     credit: i64,
     most_credit: i64,
-    /// What is left over of a byte of credit, in 64ths.
+    /// In 64ths of a byte.
     rest: u64,
 }
 

@@ -5,10 +5,10 @@
 //!   newest ◄── behind ──► oldest                                 all read once; kept for another read
 //! ```
 //!
-//! SARC (Gill and Modha, FAST 2005) divides a cache between data that was read ahead and data that
-//! was read at random, by what a little more memory would be worth to either: hits near the oldest
-//! end of a list are hits that a slightly shorter list would have missed. In place of random data,
-//! which is not cached here, stands read-ahead that has been read and may be read again.
+//! SARC (Gill and Modha, FAST 2005) divides a cache by what a little more memory would be worth to
+//! either list: hits near the oldest end of a list are hits that a slightly shorter list would have
+//! missed. In place of its random data, which is not cached here, stands read-ahead that has been
+//! read.
 //!
 //! A chunk's stamp, the bytes that had passed through the list when it entered, says how near the
 //! end it is. Never decides to evict; says only from which list.
@@ -20,7 +20,6 @@ const NONE: u32 = u32::MAX;
 /// The oldest sixteenth of a list's bytes is near the end.
 const BOTTOM: u64 = 16;
 
-/// Which list.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Part {
     /// Not read yet, or not whole.
@@ -48,7 +47,6 @@ struct List {
     newest: u32,
     oldest: u32,
     bytes: u64,
-    /// Bytes that were ever put in.
     passed: u64,
 }
 
@@ -58,7 +56,6 @@ struct Slot<T> {
     links: Links,
 }
 
-/// Chunks by number; a number is used again.
 #[derive(Debug)]
 pub(super) struct Chunks<T> {
     slots: Vec<Option<Slot<T>>>,
@@ -146,7 +143,6 @@ impl<T> Chunks<T> {
         self.slot_mut(number).links = Links { part: Some(part), newer: NONE, older, stamp };
     }
 
-    /// Which chunk is to go, when one must.
     pub(super) fn victim(&self) -> Option<u32> {
         let [ahead, behind] = &self.lists;
         let behind_first =

@@ -14,15 +14,13 @@
 //!   write ──► cache.rs: what it overlaps is not found any more, also if it is still in flight
 //! ```
 //!
-//! The rules and defaults are those of pcache (KVM Forum 2016): keep only data that was read ahead,
-//! never data that was asked for; ignore requests above a size; when memory is short, evict data
-//! that has been read first. Beyond pcache: streams are found by place and not by client, also
-//! backward and strided ones; each has a window that adapts (AMP, FAST 2007); memory is divided by
-//! what pays (SARC, FAST 2005); a gate closes if the data is not used; readers take turns on a
-//! device that cannot serve them all.
+//! The rules and defaults are those of pcache (KVM Forum 2016): keep only data that was read ahead;
+//! ignore requests above a size; when memory is short, evict what has been read first. Beyond it:
+//! streams are found by place, also backward and strided ones; each has a window that adapts (AMP,
+//! FAST 2007); memory is divided by what pays (SARC, FAST 2005); a gate closes if the data is not
+//! used.
 //!
-//! Never does I/O, keeps no data and knows no clock: the caller's word for a chunk's data goes in
-//! and comes out, and time is an argument.
+//! Never does I/O, keeps no data and knows no clock: tokens stand for a chunk's data.
 
 mod ahead;
 mod cache;

@@ -19,7 +19,6 @@ const MOST_PLACES: u64 = 64;
 /// queue overtake each other.
 const NEAR_BYTES: u64 = 512 << 10;
 
-/// By what rule requests follow each other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Step {
     /// Each begins where the one before ended.
@@ -49,15 +48,13 @@ impl Step {
 #[derive(Clone, Debug)]
 pub(super) struct Stream {
     step: Step,
-    /// Bytes of its requests; only strided ones must know.
+    /// Of its requests.
     length: u64,
     head: u64,
     ahead: u64,
     is_at_its_end: bool,
     pub(super) window: Window,
-    /// Bytes read ahead of it that nobody has read yet.
     unread_bytes: u64,
-    /// Bytes read ahead of it that were read.
     used_bytes: u64,
     wasted_bytes: u64,
     generation: u32,
@@ -94,7 +91,6 @@ impl Stream {
         self.used_bytes >= bytes + self.wasted_bytes
     }
 
-    /// Where its next request begins, if the next is like this one.
     pub(super) fn next(&self, length: u64) -> Option<u64> {
         match self.step {
             Step::Forward | Step::Stride(_) => Some(self.head),
@@ -164,7 +160,6 @@ impl Stream {
         };
     }
 
-    /// Whether a scan of this rule that has come to `next` is this stream.
     fn is_near(&self, step: Step, next: u64) -> bool {
         let (low, high) = (self.head.min(self.ahead), self.head.max(self.ahead));
         step == self.step && next.saturating_add(NEAR_BYTES) >= low && next <= high.saturating_add(NEAR_BYTES)
@@ -197,7 +192,6 @@ impl Streams {
         *self = Self { next_generation: self.next_generation, ..Self::new(most) };
     }
 
-    /// The stream, if it is still known.
     pub(super) fn get_mut(&mut self, id: StreamId) -> Option<&mut Stream> {
         self.slots.get_mut(id.index as usize).filter(|stream| stream.generation == id.generation)
     }
@@ -206,7 +200,6 @@ impl Streams {
         self.leading
     }
 
-    /// Counts bytes of a stream that were read ahead.
     pub(super) fn count_unread(&mut self, id: StreamId, bytes: u64) {
         let Some(stream) = self.get_mut(id) else { return };
         let begins = stream.unread_bytes == 0 && bytes > 0;
@@ -214,12 +207,10 @@ impl Streams {
         self.leading += u32::from(begins);
     }
 
-    /// Counts bytes that were read ahead of a stream, and now have been read.
     pub(super) fn count_used(&mut self, id: StreamId, bytes: u64) {
         self.settle(id, bytes, |stream| stream.used_bytes += bytes);
     }
 
-    /// Counts bytes that were read ahead of a stream, and will not be read by anybody.
     pub(super) fn count_wasted(&mut self, id: StreamId, bytes: u64) {
         self.settle(id, bytes, |stream| stream.wasted_bytes += bytes);
     }

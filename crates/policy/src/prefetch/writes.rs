@@ -11,7 +11,6 @@ use core::ops::Range;
 #[must_use = "what it writes to is read ahead again only after its end"]
 pub struct WriteId(u32);
 
-/// All of them.
 #[derive(Debug, Default)]
 pub(super) struct Writes {
     slots: Vec<Option<Range<u64>>>,

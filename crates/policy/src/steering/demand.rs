@@ -15,11 +15,10 @@ const REMEMBERED_S: f64 = 3.0;
 /// How much more than what it took a member may want that was not held back.
 const HEADROOM: f64 = 1.3;
 
-/// The demand of one direction of one member for one unit, bytes or operations.
+/// Of one direction of one member, for bytes or operations.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Demand {
     rate: f64,
-    /// Seconds for which it will still count as held back.
     held_back_s: f64,
 }
 

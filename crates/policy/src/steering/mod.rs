@@ -20,8 +20,8 @@
 //! - **watermarks**: an [`Enforcement`](crate::throttle::Enforcement) that the controller of the
 //!   device decided applies to all limits.
 //!
-//! No failure may leave a burst or a lifted limit behind: [`Pool::settled`] has the rates of each
-//! member by the configured limits alone, for whoever stops steering.
+//! No failure may leave a burst or a lifted limit behind: whoever stops steering sets
+//! [`Pool::settled`].
 
 mod demand;
 mod division;

@@ -29,7 +29,6 @@ const SHORTEST: Duration = Duration::from_millis(20);
 const LONGEST_S: f64 = 1e9;
 /// The same while it does something.
 const ACTIVE: Duration = Duration::from_millis(100);
-/// The same while it does nothing.
 const IDLE: Duration = Duration::from_secs(1);
 /// A member counts as active for this long.
 const STILL_ACTIVE: Duration = Duration::from_secs(2);
@@ -45,7 +44,6 @@ const STUCK_AT_MOST_S: f64 = 5.0;
 /// What an idle member keeps of its share, so that it can begin: more where waiting is not seen.
 const IDLE_PART: f64 = 0.02;
 const IDLE_PART_UNSEEN: f64 = 0.1;
-/// The least rate that the kernel takes.
 const LEAST: u64 = 2;
 /// A rate is told anew if it rises or falls by these factors. Each telling loses what the kernel
 /// had saved up for a waiting request (measured: 4 % of 4 MB/s, told every 50 ms).
@@ -74,11 +72,8 @@ struct Unit {
 pub struct Member {
     weight: u32,
     seen: Option<(Instant, Passed)>,
-    /// When anything last passed or waited.
     active: Option<Instant>,
-    /// Whether the kernel tells of its waiting.
     waiting_seen: bool,
-    /// By unit and direction.
     demand: [[Demand; 2]; 2],
     told: Option<Rates>,
     /// Seconds for which something has waited and nothing passed.
@@ -123,7 +118,7 @@ impl Member {
 pub struct Pool {
     ledger: Ledger,
     members: Vec<Member>,
-    /// By [`LimitKind::index`]: the burst rate is allowed.
+    /// By [`LimitKind::index`].
     bursting: [bool; 6],
     /// What ever passed for all.
     passed: Passed,
@@ -195,9 +190,8 @@ impl Pool {
         *member = Member { is_gone: true, ..Member::new(member.weight) };
     }
 
-    /// A member cannot be seen: until it is observed again it counts as wanting all it can get, so
-    /// the others leave room for what [`settled`](Pool::settled) grants it, which is what to tell
-    /// it.
+    /// A member cannot be seen, and is told what [`settled`](Pool::settled) grants it: until it is
+    /// observed again it counts as wanting all it can get.
     pub fn unseen(&mut self, member: usize) {
         let member = &mut self.members[member];
         *member = Member::new(member.weight);
@@ -325,7 +319,6 @@ impl Pool {
         self.divided(rate, |_| f64::INFINITY)
     }
 
-    /// Whether what is left of a burst allows it.
     fn may_burst(&self, kind: LimitKind) -> bool {
         let Limit { rate, burst_rate, .. } = self.limits().limit(kind);
         let Some(remaining) = self.ledger.remaining(kind).filter(|_| burst_rate > 0) else { return false };
@@ -344,7 +337,6 @@ impl Pool {
         }
     }
 
-    /// What a limit lets pass at present; `None` if anything may.
     fn rate_now(&self, limit: Limit, kind: LimitKind) -> Option<f64> {
         if limit.rate == 0 || self.enforcement() == Enforcement::Lifted {
             return None;
@@ -472,7 +464,6 @@ fn worth_telling(told: Option<Rates>, rates: Rates, fall: f64) -> Option<u8> {
     (falls || rises).then_some(u8::from(!falls))
 }
 
-/// Whether any of them is more than was told.
 fn gains(told: Option<Rates>, rates: Rates) -> bool {
     let most = |rate: Option<u64>| rate.unwrap_or(u64::MAX);
     let Some(told) = told else { return true };

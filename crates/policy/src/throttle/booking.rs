@@ -144,7 +144,6 @@ pub(super) struct Supply {
 }
 
 impl Supply {
-    /// Checks that so much can be promised.
     pub(super) fn check(&self, promised: [u64; 2]) -> Result<(), Overbooked> {
         for unit in Unit::ALL {
             let asked = promised[unit.index()];

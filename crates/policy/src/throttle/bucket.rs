@@ -14,8 +14,8 @@
 //! With a length above 1 the same units also enter a second bucket, which leaks at `burst_rate` and
 //! holds `burst_rate / 10`. It spreads the burst over its length.
 //!
-//! Levels are whole billionths of a unit, so a rate in units per second is a leak in billionths per
-//! nanosecond: no rounding, no drift, and a wait that is exact to the nanosecond.
+//! Levels are whole billionths of a unit, so a rate per second is a leak in billionths per
+//! nanosecond: exact, without drift.
 //!
 //! Read-ahead has its own levels on top, which guests never wait for (`bucket/spare.rs`).
 //!
@@ -41,7 +41,6 @@ const UNIT: u128 = 1_000_000_000;
 struct Bucket {
     /// Billionths per nanosecond (which is units per second).
     rate: u64,
-    /// The level up to which requests pass.
     size: u128,
     level: u128,
     /// 0 if the burst has no rate of its own to keep.
@@ -113,8 +112,7 @@ const fn tenth_of_a_second(rate: u64) -> u128 {
 }
 
 fn wait_until_full(level: u128, size: u128, rate: u64) -> u64 {
-    // Not `level >= size`: a bucket that is exactly full admits, so excess / rate is the whole
-    // wait.
+    // Not `level >= size`: a full bucket admits, so excess / rate is the whole wait.
     if rate == 0 || level <= size {
         return 0;
     }
@@ -150,7 +148,6 @@ impl Applying {
     }
 }
 
-/// The six buckets of a node, at one instant.
 #[derive(Clone, Debug)]
 pub(super) struct Buckets {
     buckets: [Bucket; 6],
@@ -158,12 +155,11 @@ pub(super) struct Buckets {
     iops_size: u64,
     /// Levels are as of this instant.
     now: Instant,
-    /// What read-ahead took beside them. Nothing that is asked for guests looks at it.
     spare: Spare,
 }
 
 impl Buckets {
-    /// Empty buckets for these limits, which must be valid.
+    /// For valid limits.
     pub(super) fn new(limits: &Limits, now: Instant) -> Self {
         Self {
             buckets: LimitKind::ALL.map(|kind| Bucket::new(limits.limit(kind))),
@@ -253,7 +249,6 @@ impl Buckets {
         least
     }
 
-    /// Charges this part of a request to the buckets of its direction.
     pub(super) fn charge_part(&mut self, direction: Direction, cost: &Cost, part: &Range<u32>) {
         let applying = self.applying[direction.index()];
         for kind in applying.kinds() {
@@ -275,7 +270,6 @@ impl Buckets {
         (bucket.rate > 0).then(|| u64::try_from(remaining).unwrap_or(u64::MAX))
     }
 
-    /// How full this limit's bucket is, in whole units.
     pub(super) fn level(&self, kind: LimitKind) -> u64 {
         u64::try_from(self.buckets[kind.index()].level / UNIT).unwrap_or(u64::MAX)
     }
@@ -288,7 +282,7 @@ impl Buckets {
         }
     }
 
-    /// What a request counts for this limit, in billionths of its unit.
+    /// In billionths of the limit's unit.
     fn units(&self, kind: LimitKind, cost: &Cost) -> u128 {
         if kind.counts_bytes() { u128::from(cost.bytes()) * UNIT } else { cost.operations(self.iops_size) }
     }

@@ -11,7 +11,7 @@ pub(super) const BILLION: u64 = 1_000_000_000;
 
 /// What one request, or several that were merged into one I/O, are charged.
 ///
-/// Flushes move no data and are never charged: they are not given to a tree.
+/// Flushes are never charged: they are not given to a tree.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Cost {
     bytes: u64,
@@ -80,8 +80,7 @@ fn operations_of(length: u64, iops_size: u64) -> u128 {
     if iops_size == 0 || length <= iops_size {
         return u128::from(BILLION);
     }
-    // Below 18 GB, which is every request, one 64-bit division does; the wide one is a library
-    // call.
+    // Below 18 GB one 64-bit division does; the wide one is a library call.
     match length.checked_mul(BILLION) {
         Some(scaled) => u128::from(scaled.div_ceil(iops_size)),
         None => (u128::from(length) * u128::from(BILLION)).div_ceil(u128::from(iops_size)),

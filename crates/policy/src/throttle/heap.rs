@@ -2,8 +2,7 @@
 //! O(log n).
 //!
 //! The standard library's heap cannot change a key, and a scheduler does mostly that. Each entry
-//! has four children and keys stand beside the items: half the levels of a binary heap, and the
-//! four keys compared are in one or two cache lines.
+//! has four children and keys stand beside the items, for fewer levels and cache lines.
 //!
 //! Items are small numbers: a table, which never shrinks, keeps where each one is. Equal keys come
 //! out in no particular order.
@@ -20,7 +19,6 @@ struct Entry<K> {
     item: u32,
 }
 
-/// Items by key, the smallest first.
 #[derive(Debug)]
 pub(super) struct Heap<K> {
     entries: Vec<Entry<K>>,

@@ -51,8 +51,7 @@ impl Ledger {
         if (operations, bytes) == (0, 0) || self.enforcement == Enforcement::Lifted {
             return;
         }
-        // How the bytes were spread over the operations is unknown: as evenly as whole bytes can
-        // be.
+        // As evenly as whole bytes can be: how they were spread is unknown.
         let operations = operations.max(1);
         let (each, longer) = (bytes / operations, bytes % operations);
         for (count, length) in [(operations - longer, each), (longer, each + 1)] {

@@ -82,7 +82,7 @@ use LimitKind::{BpsRead, BpsTotal, BpsWrite, IopsRead, IopsTotal, IopsWrite};
 use Part::{BurstLength, BurstRate, Rate};
 use Setting::{IopsSize, Limit as Of};
 
-/// The one place where settings get their names; QEMU's, without the `throttling.` before them.
+/// QEMU's names, without the `throttling.` before them.
 const NAMES: [(Setting, &str); 19] = [
     (Of(BpsTotal, Rate), "bps-total"),
     (Of(BpsTotal, BurstRate), "bps-total-max"),

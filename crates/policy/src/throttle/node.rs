@@ -56,7 +56,6 @@ pub(super) struct Node<T> {
     /// A limit on both directions together is set here or above.
     pub(super) shared: bool,
     pub(super) parent: usize,
-    /// Number among the parent's children.
     pub(super) number: u32,
     pub(super) level: usize,
     pub(super) limited: Option<Box<Limited>>,
@@ -169,7 +168,6 @@ impl<T> Node<T> {
         queue.remove(at)
     }
 
-    /// Notes whether work of this direction waits for this node's own limits, and for which.
     pub(super) fn set_blocked(&mut self, direction: Direction, by: Option<LimitKind>, now: Instant) {
         let was = self.blocked != [false; 2];
         self.blocked[direction.index()] = by.is_some();

@@ -10,8 +10,7 @@
 use core::ops::Range;
 
 /// A slice at the scarcest limit: a small request behind a large one should have its answer within
-/// 100 ms, which is also what a bucket without a burst holds. The rest is for the timer and the
-/// data.
+/// 100 ms. The rest is for the timer and the data.
 pub(super) const SLICE_NS: u64 = 90_000_000;
 
 /// The whole of a request, in the parts it is paid for. A part of the largest request there is (32
@@ -43,9 +42,8 @@ pub(super) fn part_of(amount: u128, part: &Range<u32>) -> u128 {
     upto(part.end) - upto(part.start)
 }
 
-/// The fraction of the whole that a slice is, for a request that takes `total_ns`. Never less than
-/// an operation: at 2 IOPS two waiting requests are served one after the other, not both at the
-/// end.
+/// The slice of a request that takes `total_ns`, of [`WHOLE`]. Never less than an operation: at 2
+/// IOPS two waiting requests are served one after the other, not both at the end.
 pub(super) fn slice_of(total_ns: u64, operation_ns: u64) -> u32 {
     let slice_ns = SLICE_NS.max(operation_ns);
     if total_ns <= slice_ns {

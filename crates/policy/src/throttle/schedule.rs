@@ -41,8 +41,7 @@ use alloc::vec::Vec;
 
 /// How long ago a child may have missed its turns and still have them by weight, and the most of
 /// its own cost they are worth. A client with one request in flight misses a turn whenever an
-/// answer or a timer is late, by milliseconds. Credit is also a burst over the siblings, so not
-/// much more.
+/// answer or a timer is late. Credit is also a burst over the siblings.
 const CREDIT_NS: u64 = 20_000_000;
 
 /// How much of its promise a child that was idle may catch up: a promise can come due while
@@ -65,7 +64,6 @@ const VIRTUAL_BITS: u32 = 14;
 /// Virtual time is moved back when it passes this. The largest step is 2⁶⁰: nothing overflows.
 const LATEST: u64 = 1 << 62;
 
-/// Which of its two standings a request is served under.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Lane {
     /// Of both directions.
@@ -92,7 +90,6 @@ impl Lane {
     }
 }
 
-/// Why a child is served.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Phase {
     /// Its promise is due.
@@ -124,7 +121,6 @@ impl Candidate {
     }
 }
 
-/// What is charged to a child's standing.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Service {
     pub(super) lane: Lane,
@@ -161,7 +157,6 @@ impl Child {
     }
 }
 
-/// Virtual time of one lane.
 #[derive(Clone, Copy, Debug, Default)]
 struct Clock {
     /// v.
@@ -184,14 +179,11 @@ impl Clock {
     }
 }
 
-/// The children of one node, and the order in which they have turns.
 #[derive(Debug)]
 pub(super) struct Schedule {
     children: Vec<Option<Child>>,
     vacant: Vec<u32>,
-    /// By direction: children that could pass now.
     turns: [Heap<Turn>; 2],
-    /// By direction: those of them that have a promise.
     promises: [Heap<u64>; 2],
     /// By lane.
     clocks: [Clock; 2],
@@ -210,7 +202,6 @@ impl Schedule {
         }
     }
 
-    /// Adds a child, which is known by the number returned.
     pub(super) fn join(&mut self, slot: u32, share: Share) -> u32 {
         let child = Some(Child {
             slot,
@@ -327,7 +318,7 @@ impl Schedule {
         }
     }
 
-    /// Forgets who has had how much: the limits that it was measured by have changed.
+    /// The limits that charges were measured by have changed.
     pub(super) fn forget(&mut self) {
         self.clocks = [Clock::default(); 2];
         for child in self.children.iter_mut().flatten() {

@@ -38,7 +38,6 @@ mod spare;
 
 use serve::Path;
 
-/// The slot of the root, which limits nothing.
 const ROOT: usize = 0;
 
 /// The answer to a request.
@@ -101,9 +100,7 @@ pub struct Returned<T> {
 /// then by weight (`schedule.rs`), each request or slice a turn. Between directions: the same rule
 /// where they draw from a common limit, else in alternation.
 ///
-/// # Panics
-/// All methods that take a [`NodeId`] panic if that node was removed: whoever removes a node no
-/// longer speaks of it.
+/// All methods panic if the [`NodeId`] was removed.
 #[derive(Debug)]
 pub struct Tree<T> {
     nodes: Vec<Node<T>>,
@@ -179,7 +176,6 @@ impl<T> Tree<T> {
         let freed = leaving.map(|leaving| self.promised_without(leaving)).unwrap_or_default();
         self.check_promises(parent, [0; 2], wanted, &freed)?;
 
-        // From here on nothing is refused.
         if let Some(leaving) = leaving {
             self.apply_share(leaving, self.nodes[leaving].share.with_reservation(0, 0));
         }

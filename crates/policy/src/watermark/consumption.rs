@@ -9,7 +9,6 @@ use crate::time::{Duration, NANOS_PER_SECOND};
 pub struct Taken {
     limits: Limits,
     elapsed: Duration,
-    /// Read, written.
     bytes: [u64; 2],
     /// Read, written: at least, and at most. Requests larger than `iops-size` count as several.
     operations: [[u64; 2]; 2],
@@ -79,7 +78,6 @@ impl Consumed {
     }
 }
 
-/// In thousandths.
 fn times((passed, allowed): (u128, u128)) -> u64 {
     let scaled = passed.saturating_mul(1000 * u128::from(NANOS_PER_SECOND));
     u64::try_from(scaled / allowed.max(1)).unwrap_or(u64::MAX)

@@ -1,10 +1,8 @@
-//! Nobody starves, by exhaustion: all sequences of so many events in a small tree, each wait held
-//! against the bound.
+//! Nobody starves: all sequences of so many events in a small tree, each wait held against the
+//! bound.
 //!
-//! Three disks of weights 100, 100 and 300 in a group of 10 IOPS, one operation being one turn.
-//! Whatever was done before, in whichever order: from the moment that a request is the first of its
-//! queue until it passes is no longer than what the head of `throttle` promises. And every token
-//! comes out once, in order.
+//! Three disks of weights 100, 100 and 300 in a group of 10 IOPS. From the moment that a request is
+//! the first of its queue until it passes is no longer than the head of `throttle` promises.
 
 use crate::timeline::{limits, s};
 use policy::request::Direction;
@@ -13,7 +11,7 @@ use policy::time::{Duration, Instant};
 use std::collections::VecDeque;
 
 const WEIGHTS: [u32; 3] = [100, 100, 300];
-/// What a turn takes at the lower of the two limits that are set.
+/// At the lower of the two limits.
 const TURN_MS: u64 = 100;
 /// Operations of the large request: so many turns.
 const LARGE: u64 = 3;
@@ -179,8 +177,7 @@ impl Run {
 
 #[test]
 fn in_every_order_of_events_every_request_passes_within_the_bound() {
-    // An empty bucket; one as full as the first disk alone can make it; and all disks busy, which no
-    // five events would lead to.
+    // An empty bucket; one as full as the first disk alone can make it; and all disks busy.
     let starts: [&[usize]; 3] = [&[], &[0, 0], &[0, 0, 0, 1, 2, 2, 0, 1, 2]];
     let all = ALL.len() as u32;
     for start in starts {

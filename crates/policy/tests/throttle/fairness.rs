@@ -1,13 +1,10 @@
-//! Nobody starves: members take turns, directions alternate, and who arrives does not overtake who
-//! waits.
+//! Nobody starves: members take turns, and who arrives does not overtake who waits.
 
 use crate::timeline::{Timeline, Workload, ms, s};
 use policy::request::Direction;
 use policy::throttle::{Admission, Cost, Decision, NodeId, Share, Tree};
 use policy::time::Duration;
 
-/// What a member gets that asks for as much as it can: its turn, however deep the others' queues
-/// are.
 #[test]
 fn a_shallow_queue_gets_as_many_turns_as_a_deep_one() {
     let mut disks = Timeline::new("iops-total=1000");

@@ -1,6 +1,4 @@
-//! Buckets as the definition has them, a level for each limit, written down a second time: what a
-//! tree is checked against.
-//!
+//! Buckets as the definition has them, written down a second time: what a tree is checked against.
 //! Knows nothing of slices, scales or who shares with whom.
 
 use policy::request::Direction;
@@ -9,8 +7,7 @@ use policy::time::Instant;
 
 const UNIT: u128 = 1_000_000_000;
 
-/// What one node's six buckets hold, in billionths: the main level, and that of a burst that has a
-/// rate to keep.
+/// One node's levels in billionths: main, and of a burst that has a rate to keep.
 pub(crate) struct Levels {
     limits: Limits,
     levels: [(u128, u128); 6],
@@ -22,7 +19,6 @@ impl Levels {
         Self { limits, levels: [(0, 0); 6], now }
     }
 
-    /// Whether a request of this direction may pass.
     pub(crate) fn admit(&mut self, direction: Direction, now: Instant) -> bool {
         let elapsed = u128::from(now.nanos_since(self.now));
         self.now = self.now.max(now);

@@ -4,8 +4,7 @@ use crate::timeline::{Timeline, Workload, assert_within_percent, limits, ms, pro
 use policy::throttle::{Enforcement, Limits, MAX_LEVELS, Refused, Scale, Share, Tree};
 use policy::time::Duration;
 
-/// A host of 1000 IOPS with two tenants, of weights 3 and 1, the second limited to 200; two disks
-/// each, one with a limit.
+/// A host with two tenants of weights 3 and 1, the second limited to 200; two disks each.
 #[test]
 fn every_level_holds_at_once() {
     let mut disks = Timeline::new("iops-total=1000").with_late_timers(Duration::from_millis(1));

@@ -69,8 +69,7 @@ enum Step {
     Meet,
 }
 
-/// Requests of up to this many bytes are never paid for in parts under [`any_limits`]; larger ones
-/// sometimes are.
+/// Requests up to this size are never paid for in parts under [`any_limits`].
 const SMALL: u64 = 8_000;
 
 fn any_step(largest: u64) -> impl Strategy<Value = Step> {
@@ -102,8 +101,7 @@ struct Checked {
     owner: HashMap<u64, (NodeId, Direction)>,
     next_token: u64,
     out: u64,
-    /// What every node's buckets must hold, as long as nothing is paid for in parts or enforced
-    /// differently.
+    /// As long as nothing is paid for in parts or enforced differently.
     levels: Option<HashMap<NodeId, Levels>>,
 }
 
@@ -306,8 +304,8 @@ impl Checked {
         self.poll_all_at(self.now)
     }
 
-    /// Lets time pass to the next deadline: nothing passes a nanosecond before, and if all requests
-    /// are small, something then.
+    /// Nothing passes a nanosecond before the deadline, and if all requests are small, something
+    /// then.
     fn meet_deadline(&mut self) -> bool {
         let Some(until) = self.poll_all() else { return false };
         let (waiting, before) = (self.waiting_in_all(), Instant::from_nanos(until.as_nanos() - 1));
@@ -352,9 +350,8 @@ impl Checked {
 }
 
 proptest! {
-    /// Conservation, limits and work conservation against naive buckets: each level is charged what
-    /// passed, to the billionth; nothing passes without room on every level; nothing waits with
-    /// room on every level.
+    /// Each level is charged what passed, to the billionth; nothing passes without room on every
+    /// level; nothing waits with room on every level.
     #[test]
     fn small_requests_pass_when_every_level_has_room_and_not_before(
         limits in any_limits(),

@@ -5,7 +5,6 @@ use policy::request::Direction::{self, Read, Write};
 use policy::throttle::{Admission, Cost, Decision, Limits, NodeId, Returned, Share, Ticket, Tree};
 use policy::time::Instant;
 
-/// A group, its disks, and what waits.
 struct Disks {
     tree: Tree<&'static str>,
     group: NodeId,
@@ -22,7 +21,6 @@ impl Disks {
         self.tree.add(Some(self.group), Limits::default(), Share::default()).unwrap()
     }
 
-    /// What waits in the whole group.
     fn waiting(&self, direction: Direction) -> usize {
         self.tree.waiting(self.group, direction)
     }
@@ -32,8 +30,7 @@ impl Disks {
     }
 }
 
-/// A group of 10 IOPS that has just admitted what it can, so that all that follows waits, and a
-/// disk in it.
+/// A group that has just admitted what it can, so that all that follows waits; and its disk.
 fn full_group() -> (Disks, NodeId) {
     let mut disks = Disks::new("iops-total=10");
     let disk = disks.add();

@@ -33,8 +33,7 @@ fn depth_1_and_depth_64_get_half_each() {
     for (iops, late) in
         [(100, LATE), (500, LATE), (1000, LATE), (2000, Duration::from_micros(250)), (20_000, Duration::ZERO)]
     {
-        // Up to half of what lies between two of its requests; a share that a client cannot ask for
-        // it cannot have.
+        // A share that a client cannot ask for it cannot have.
         let spacing = Duration::from_nanos(2_000_000_000 / iops);
         for latency in [Duration::ZERO, spacing / 4, spacing / 2] {
             let mut disks = Timeline::new(&format!("iops-total={iops}")).with_late_timers(late);
@@ -83,8 +82,7 @@ fn a_weight_counts_reads_and_writes_together_under_a_total_limit() {
     assert_within_percent(2.0, of_reads, 0.75);
 }
 
-/// Turns that alternate for all together would fall to the neighbour's reads and this disk's
-/// writes, one after the other, for ever.
+/// Turns alternating for all would give it only writes.
 #[test]
 fn a_disk_reads_as_much_as_it_writes_beside_one_that_only_reads() {
     let mut disks = Timeline::new("iops-total=1000");
@@ -156,8 +154,7 @@ fn a_reservation_is_met_under_ten_hostile_neighbours() {
     }
 }
 
-/// By weight it would have 0.9 MB/s, and its neighbours' requests are worth 400 ms of the limit
-/// each.
+/// By weight it would have 0.9 MB/s.
 #[test]
 fn a_reservation_of_bytes_is_met_under_neighbours_with_huge_requests() {
     let mut disks = Timeline::new("bps-total=10000000").with_late_timers(LATE);
@@ -217,8 +214,7 @@ fn who_loses_a_promise_has_turns_again_within_a_slice() {
     }
     disks.run_until(s(60));
     disks.tree.configure(disks.disk(reserved), Limits::default(), Share::default(), s(60)).unwrap();
-    // A tenth is its share; it had nine tenths for a minute. What counts of that is 100 ms of its
-    // own cost.
+    // A tenth is its share. What counts of the nine tenths it had is 100 ms of its own cost.
     let gap = disks.longest_gap_of(reserved, s(60), s(70));
     assert!(gap <= Duration::from_millis(1_020), "{gap:?}");
     assert_within_percent(2.0, disks.admitted_of(reserved, s(62), s(72)) as f64, 1000.0);

@@ -51,8 +51,7 @@ fn what_a_huge_request_pays_is_its_cost_to_the_byte() {
     // The bucket is empty: it holds a tenth of a second, and one byte makes it run over.
     assert_eq!(disks.admitted_of(small, s(60), Instant::from_nanos(60_000_000_001)), 100_001);
 
-    // Seven of them take seven times their cost, less the bucket and the slice that makes it run
-    // over.
+    // Seven times their cost, less the bucket and the slice that makes it run over.
     let mut disk = Timeline::new("bps-total=1000000");
     disk.add(Workload::READS.of(3_333_333).queued(7));
     let last = 7 * 3_333_333_000 - 100_000_000;
@@ -86,8 +85,7 @@ fn limits_that_change_midway_hold_for_the_rest() {
     let huge = disk.add(Workload::READS.of(10_000_000).queued(1));
     disk.run_until(s(5));
     disk.change_limits("bps-total=10000000");
-    // Half is paid. The rest takes half a second, less the tenth that the empty bucket gives, and
-    // about half a slice, which was paid ahead.
+    // Half is paid. The rest takes 0.5 s, less the 0.1 of the empty bucket and half a slice.
     assert_eq!(disk.admitted_of(huge, s(5), ms(5_300)), 0);
     assert_eq!(disk.admitted_of(huge, ms(5_300), ms(5_400)), 1);
 }
@@ -96,8 +94,7 @@ fn limits_that_change_midway_hold_for_the_rest() {
 fn an_operation_is_never_cut() {
     let mut disks = Timeline::new("iops-total=2");
     let [first, second] = [(); 2].map(|()| disks.add(Workload::READS.queued(2)));
-    // One at once, which runs the bucket of 0.2 over; another when 0.8 have leaked; then one every
-    // half second.
+    // One at once; another when 0.8 of it have leaked; then one every half second.
     let passed = |disks: &mut Timeline, client, at| disks.admitted_of(client, s(0), ms(at));
     assert_eq!([passed(&mut disks, first, 401), passed(&mut disks, second, 401)], [1, 1]);
     assert_eq!(passed(&mut disks, first, 901) + passed(&mut disks, second, 901), 3);

@@ -1,5 +1,4 @@
-//! Read-ahead lives on what guests leave: it takes no more than that, and they cannot tell that it
-//! is there.
+//! Read-ahead lives on what guests leave, and they cannot tell that it is there.
 
 use crate::properties::{any_direction, any_enforcement, any_limits};
 use crate::timeline::{limits, ms, s};
@@ -88,8 +87,7 @@ fn read_ahead_gets_all_that_guests_leave() {
         }
         bytes += 500 * fill(&mut tree, disk, 500, ms(millisecond));
     }
-    // Half of ten seconds' worth; and the bucket, which one of 500 makes run over, less what a
-    // guest has in it at first.
+    // Half of ten seconds' worth, and the bucket, one request over, less what a guest has in it.
     assert_eq!(bytes, 5_000_000 - 500 + 100_000);
 }
 
@@ -219,7 +217,6 @@ fn other_limits_begin_with_nothing_read_ahead() {
     assert_eq!(fill(&mut tree, disk, 100_000, s(0)), 3);
 }
 
-/// What happens to a tree, apart from read-ahead.
 #[derive(Clone, Debug)]
 enum Step {
     Request(usize, Direction, u64),
@@ -313,7 +310,6 @@ struct Device {
     /// By direction, the lengths of all that it was asked for: by guests, or ahead of them.
     asked: [Vec<u64>; 2],
     largest: u64,
-    /// What was read ahead and no guest has asked for.
     in_memory: Vec<u64>,
     given_back: GivenBack,
 }
@@ -361,7 +357,6 @@ impl Device {
         }
     }
 
-    /// What has to wait is not asked for at all.
     fn ask(&mut self, ask: &Ask) {
         match *ask {
             Ask::Guest(direction, length) => {
@@ -394,8 +389,7 @@ impl Device {
         self.largest = self.largest.max(length);
     }
 
-    /// What every limit leaks by now, and so many of its buckets, each with a request that makes it
-    /// run over.
+    /// Bounded by what leaked and so many buckets, each with a request that makes it run over.
     fn has_done_at_most(&self, buckets: u128) {
         let ns = u128::from(self.now.as_nanos());
         for limits in &self.limits {

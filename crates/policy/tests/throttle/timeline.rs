@@ -1,5 +1,5 @@
-//! A virtual clock, a tree of disks and groups, and clients that keep it busy; and a log of what
-//! passed when.
+//! A virtual clock, a tree of disks and groups, clients that keep it busy, and a log of what
+//! passed.
 //!
 //! A client is what fio is: it keeps `depth` requests in flight and sends the next when one is
 //! done. A request is done `latency` after it was admitted. Timers may be late by a random time,
@@ -11,12 +11,10 @@ use policy::time::{Duration, Instant};
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 
-/// The instant `seconds` after the beginning.
 pub(crate) fn s(seconds: u64) -> Instant {
     ms(seconds * 1000)
 }
 
-/// The instant `milliseconds` after the beginning.
 pub(crate) fn ms(milliseconds: u64) -> Instant {
     Instant::from_nanos(milliseconds * 1_000_000)
 }
@@ -48,7 +46,6 @@ pub(crate) struct Workload {
     pub(crate) latency: Duration,
     /// A new request no sooner than so long after the last was sent.
     pub(crate) pace: Duration,
-    /// Requests to send in all.
     pub(crate) count: u64,
 }
 
@@ -79,7 +76,6 @@ impl Workload {
         Self { pace, ..self }
     }
 
-    /// So many requests, all sent at once.
     pub(crate) const fn queued(self, count: u64) -> Self {
         Self { count, depth: count, ..self }
     }
@@ -117,7 +113,6 @@ pub(crate) struct Timeline {
 }
 
 impl Timeline {
-    /// Disks in a group with these limits.
     pub(crate) fn new(text: &str) -> Self {
         Self::with_limits(limits(text))
     }
@@ -144,12 +139,10 @@ impl Timeline {
         self
     }
 
-    /// Another disk with a client of this kind.
     pub(crate) fn add(&mut self, workload: Workload) -> usize {
         self.add_with(Share::default(), workload)
     }
 
-    /// The same, with a share of its own.
     pub(crate) fn add_with(&mut self, share: Share, workload: Workload) -> usize {
         self.add_below(self.group, "", share, workload)
     }
@@ -160,7 +153,6 @@ impl Timeline {
         self.add_to(disk, workload)
     }
 
-    /// Another client of a disk there is.
     pub(crate) fn add_to(&mut self, disk: NodeId, workload: Workload) -> usize {
         let client = self.clients.len();
         self.clients.push(Client {
@@ -184,7 +176,7 @@ impl Timeline {
         self.add(Workload::READS.queued(count))
     }
 
-    /// Changes the limits at the present instant; waiting requests are judged anew.
+    /// Waiting requests are judged anew.
     pub(crate) fn change_limits(&mut self, text: &str) {
         self.tree.configure(self.group, limits(text), Share::default(), self.now).unwrap();
         self.poll_now();
@@ -235,8 +227,7 @@ impl Timeline {
                 Decision::Admit(number) => self.passed(number),
                 Decision::Wait { until } => {
                     assert!(until > self.now, "a deadline that has passed");
-                    // A timer that is set keeps its delay: polling in between must not put it off
-                    // for ever.
+                    // Polling must not put a timer that is set off for ever.
                     if self.timer <= self.now || until < self.timer {
                         self.timer = until + self.lateness();
                     }
@@ -276,39 +267,31 @@ impl Timeline {
         self.log[start..end].iter().copied()
     }
 
-    /// Requests admitted from `from` up to, not including, `to`. Lets time pass until then if it
-    /// has not.
+    /// Requests admitted from `from` up to, not including, `to`; lets time pass until then.
     pub(crate) fn admitted_between(&mut self, from: Instant, to: Instant) -> usize {
         self.between(from, to).count()
     }
 
-    /// The same, of one client.
     pub(crate) fn admitted_of(&mut self, client: usize, from: Instant, to: Instant) -> usize {
         self.between(from, to).filter(|passed| passed.client == client).count()
     }
 
-    /// Bytes of one client's.
     pub(crate) fn bytes_of(&mut self, client: usize, from: Instant, to: Instant) -> u64 {
         self.between(from, to).filter(|passed| passed.client == client).map(|passed| passed.bytes).sum()
     }
 
-    /// The longest that a request of this client has waited, of those that have passed. Only of
-    /// clients of depth 1.
+    /// Of the requests that have passed; only for clients of depth 1.
     pub(crate) fn longest_wait_of(&self, client: usize) -> Duration {
         assert_eq!(self.clients[client].workload.depth, 1);
         self.clients[client].longest_wait
     }
 
-    /// Bytes of the requests admitted from `from` up to, not including, `to`.
     pub(crate) fn bytes_between(&mut self, from: Instant, to: Instant) -> u64 {
         self.between(from, to).map(|passed| passed.bytes).sum()
     }
 
-    /// Bytes per second between the first and the last request admitted from `from` up to, not
-    /// including, `to`.
-    ///
-    /// Whole requests in a window are only as fine as one request: 1 MiB more or less is 1 % of 10
-    /// s at 10 MB/s.
+    /// Bytes per second between the first and the last request admitted: whole requests in a window
+    /// are only as fine as one request.
     pub(crate) fn rate_between(&mut self, from: Instant, to: Instant) -> f64 {
         let passed: Vec<_> = self.between(from, to).collect();
         let [paid @ .., last] = &passed[..] else { return 0.0 };
@@ -316,8 +299,7 @@ impl Timeline {
         bytes as f64 / (last.at - passed[0].at).as_secs_f64()
     }
 
-    /// The longest time between two requests of this client, from `from` to `to`, both ends counted
-    /// in.
+    /// Between two requests of this client, both ends of the window counted in.
     pub(crate) fn longest_gap_of(&mut self, client: usize, from: Instant, to: Instant) -> Duration {
         let mut last = from;
         let mut longest = Duration::ZERO;
@@ -345,7 +327,6 @@ impl Timeline {
     }
 }
 
-/// Whether a measured number is within so many percent of what was asked.
 #[track_caller]
 pub(crate) fn assert_within_percent(percent: f64, measured: f64, asked: f64) {
     let error = (measured / asked - 1.0) * 100.0;

@@ -77,7 +77,6 @@ pub fn parse(name: &str, text: &str, directory: &Path) -> Result<Draft, Wrong> {
     })
 }
 
-/// The tables `[kind.NAME]`.
 fn sections<'a>(root: &Section<'a>, kind: &'static str) -> Result<Vec<(Said<String>, Section<'a>)>, Wrong> {
     root.get(kind).map_or(Ok(Vec::new()), |entry| entry.section()?.named_sections())
 }
@@ -89,7 +88,6 @@ fn group(name: Said<String>, section: &Section<'_>) -> Result<GroupDraft, Wrong>
     Ok(GroupDraft { name, settings, group })
 }
 
-/// What a disk and a group may both be held to and entitled to.
 fn settings(section: &Section<'_>) -> Result<SettingsDraft, Wrong> {
     Ok(SettingsDraft {
         limits: limits(section)?,
@@ -100,7 +98,6 @@ fn settings(section: &Section<'_>) -> Result<SettingsDraft, Wrong> {
     })
 }
 
-/// Every limit that the section sets.
 fn limits(section: &Section<'_>) -> Result<LimitsDraft, Wrong> {
     let mut limits = LimitsDraft::new();
     for setting in Setting::ALL {
@@ -112,7 +109,6 @@ fn limits(section: &Section<'_>) -> Result<LimitsDraft, Wrong> {
     Ok(limits)
 }
 
-/// What is read ahead of a disk's readers.
 fn prefetch(section: &Section<'_>) -> Result<PrefetchDraft, Wrong> {
     let mode = section.switch(crate::prefetch::MODE)?;
     let mut numbers = Vec::new();

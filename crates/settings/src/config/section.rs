@@ -26,7 +26,6 @@ pub(super) struct Source<'a> {
 }
 
 impl<'a> Source<'a> {
-    /// A file called `name` with this text.
     pub(super) fn new(name: &'a str, text: &'a str) -> Self {
         let line_starts = text.match_indices('\n').map(|(at, _)| at + 1).collect();
         Self { name, text, line_starts }
@@ -48,7 +47,6 @@ impl<'a> Source<'a> {
     }
 }
 
-/// A table, with its name.
 pub(super) struct Section<'a> {
     source: &'a Source<'a>,
     /// Empty for the whole file.

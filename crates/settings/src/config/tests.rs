@@ -38,7 +38,6 @@ fn check_disk(lines: &str, rule: &str) {
     check(&disk_with(lines), &format!("weir.toml:{number}: disk.vm1.{last}: {rule}"));
 }
 
-/// The same of the daemon.
 #[track_caller]
 fn check_daemon(lines: &str, rule: &str) {
     let (number, last) = (1 + lines.lines().count(), lines.lines().last().unwrap());
@@ -510,7 +509,6 @@ fn a_thousand_disks_are_read_at_once() {
     assert_eq!(plan(&text).servers[0].exports.len(), 1000);
 }
 
-/// docs/reference/config.md as it is in the repository.
 fn documentation() -> String {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/reference/config.md");
     std::fs::read_to_string(path).unwrap()

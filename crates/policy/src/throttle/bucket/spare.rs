@@ -105,7 +105,6 @@ impl Buckets {
             .all(|(kind, bucket)| self.spare.levels[kind.index()].fit(bucket, elapsed_ns))
     }
 
-    /// Charges a read-ahead to the spare levels of the buckets of reads.
     pub(in crate::throttle) fn charge_spare(&mut self, cost: &Cost, now: Instant) {
         let elapsed_ns = now.nanos_since(self.now);
         let applying = self.applying[Direction::Read.index()];
@@ -132,7 +131,7 @@ impl Buckets {
         }
     }
 
-    /// Whether writes have to wait for a limit that reads have no part in.
+    /// Whether writes wait for a limit that reads have no part in.
     pub(in crate::throttle) fn hold_back_writes_alone(&self, now: Instant) -> bool {
         let elapsed_ns = now.nanos_since(self.now);
         OF_WRITES_ALONE.iter().any(|kind| self.buckets[kind.index()].wait_ns() > elapsed_ns)

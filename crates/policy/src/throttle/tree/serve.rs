@@ -20,11 +20,9 @@ const UNLIMITED_OPERATION_NS: u64 = 10_000;
 /// takes grow with the logarithm of the burst, and no turn takes all of it.
 const BURST_PART: u32 = 4;
 
-/// One level of the way from the root to a disk.
 #[derive(Clone, Copy, Debug)]
 struct Step {
     slot: usize,
-    /// Why the next node down is served.
     phase: Phase,
     /// The request's price, at the scarcest limit down to this level.
     price_ns: u64,
@@ -127,7 +125,6 @@ impl<T> Tree<T> {
         Some(waiter.token)
     }
 
-    /// Moves time on, and wakes what has waited until now.
     fn advance(&mut self, now: Instant) {
         self.now = self.now.max(now);
         while let Some((until, item)) = self.wakes.first()
@@ -251,7 +248,6 @@ impl<T> Tree<T> {
         terms
     }
 
-    /// Charges this part of a request to every level of its way, and settles them.
     fn charge(&mut self, direction: Direction, cost: &Cost, part: &Range<u32>) {
         let now = self.now;
         for level in 0..self.path.length {
@@ -294,9 +290,8 @@ impl<T> Tree<T> {
         }
     }
 
-    /// Brings a node's standing in one direction in line with its work and buckets: on offer to its
-    /// parent, waiting for an instant, or neither. Says whether its parent may have to be settled
-    /// too.
+    /// Brings a node's standing in one direction in line with its work and buckets. Says whether
+    /// its parent may have to be settled too.
     fn settle(&mut self, slot: usize, direction: Direction, charged: bool) -> bool {
         let now = self.now;
         let node = &mut self.nodes[slot];

@@ -20,9 +20,6 @@ impl<T> Tree<T> {
     ///
     /// Never changes what becomes of a request, so there is no need to poll after it. An instant
     /// before the last counts as that one.
-    ///
-    /// # Panics
-    /// If the node was removed.
     pub fn spare(&mut self, disk: NodeId, cost: &Cost, given_back: GivenBack, now: Instant) -> bool {
         let slot = self.slot(disk);
         // All the way: each level is to have back what it is given.
