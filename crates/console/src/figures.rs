@@ -106,8 +106,7 @@ fn short(kind: LimitKind) -> &'static str {
 /// A date of UTC, from seconds since 1970.
 pub fn date(seconds: u32) -> String {
     let (days, second) = (seconds / 86_400, seconds % 86_400);
-    // By eras of 400 years that begin in March; Howard Hinnant, "chrono-Compatible Low-Level Date
-    // Algorithms".
+    // Howard Hinnant, "chrono-Compatible Low-Level Date Algorithms".
     let days = days + 719_468;
     let (era, day) = (days / 146_097, days % 146_097);
     let year = (day - day / 1460 + day / 36_524 - day / 146_096) / 365;

@@ -1,5 +1,4 @@
-//! How a command of weir speaks: numbers, tables, progress, errors, exit status, and what a signal
-//! does to it.
+//! How a command of weir speaks: numbers, tables, progress, errors, exit status, signals.
 //!
 //! ```text
 //!   figures, table       numbers and columns for people
@@ -55,8 +54,7 @@ pub fn complain(error: &anyhow::Error) {
 
 /// Says on standard error what the user should know.
 pub fn say(text: &str) {
-    // If standard error is closed nobody can be told. Names in the text may be somebody else's
-    // choice.
+    // Names in the text may be somebody else's choice.
     let _ =
         writeln!(stderr(), "weir: {}", text.replace(|c: char| c.is_control() && c != '\n' && c != '\t', "?"));
 }

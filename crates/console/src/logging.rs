@@ -1,5 +1,4 @@
-//! The log: on standard error, where systemd and a terminal find it; standard output belongs to
-//! results.
+//! The log, on standard error: standard output belongs to results.
 
 use std::io::{IsTerminal as _, stderr};
 

@@ -1,5 +1,4 @@
-//! What a long command is at, on standard error: a bar on a terminal, a line for each step
-//! elsewhere.
+//! What a long command is at: on standard error, a bar on a terminal, else a line for each step.
 
 use std::{
     cell::RefCell,

@@ -16,8 +16,8 @@ pub struct Undo(Arc<Mutex<Vec<Step>>>);
 type Step = Box<dyn Fn() + Send>;
 
 impl Undo {
-    /// From now on signals undo what was made and end the process. To be called before any other
-    /// thread starts.
+    /// From now on signals undo what was made and end the process. Call it before other threads
+    /// start.
     ///
     /// # Errors
     /// Where signals cannot be awaited, or no thread can be had.
@@ -36,8 +36,7 @@ impl Undo {
         Ok(this)
     }
 
-    /// Makes something, and knows how to undo it before a signal can be heard; undoing twice must
-    /// do no harm.
+    /// Makes something, and knows how to undo it before a signal is heard; twice does no harm.
     ///
     /// # Errors
     /// Those of `make`.

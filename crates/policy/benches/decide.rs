@@ -76,8 +76,7 @@ impl Busy {
     }
 }
 
-/// Times a batch often enough for so many iterations, and counts each like one of the fastest
-/// batch.
+/// Times batches of steps, and counts every iteration like one of the fastest batch.
 fn fastest(iterations: u64, mut step: impl FnMut()) -> Duration {
     const BATCH: u32 = 500;
     let mut least = Duration::MAX;

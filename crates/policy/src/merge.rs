@@ -64,8 +64,7 @@ pub struct Bounds {
 }
 
 impl Default for Bounds {
-    /// 1024 segments, Linux's `IOV_MAX`; 32 MiB, the largest request that NBD has every server
-    /// accept.
+    /// Linux's `IOV_MAX`; the largest request that every NBD server must accept.
     fn default() -> Self {
         Self { segments: 1024, bytes: 32 << 20 }
     }
@@ -87,8 +86,7 @@ impl Planner {
 
     /// Divides a batch, given in the order of arrival, into groups that may be one I/O each.
     ///
-    /// O(n) for most batches with nothing to merge, else O(n log n). Allocates only when the batch
-    /// is larger than any before.
+    /// O(n) for most batches with nothing to merge, else O(n log n). Rarely allocates.
     pub fn plan(&mut self, batch: &[Candidate], bounds: Bounds) -> Plan<'_> {
         self.order.clear();
         self.ends.clear();

@@ -1,5 +1,4 @@
-//! Pools steered in virtual time, with a kernel that keeps the rates it was told, request by
-//! request.
+//! Pools steered in virtual time, with a kernel that keeps the rates it was told.
 
 use std::collections::HashMap;
 

@@ -1,5 +1,4 @@
-//! Merging, statement by statement. `tests/merge.rs` compares random plans with what the disk ends
-//! up holding.
+//! Merging, statement by statement; `tests/merge.rs` tries random plans.
 
 use super::*;
 use Operation::{Barrier, Read, Write};

@@ -8,8 +8,7 @@ use crate::throttle::Cost;
 
 /// Bytes of a block, the unit in which "read" is remembered: the field's page.
 pub(super) const BLOCK_BYTES: u64 = 4096;
-/// Most bytes of a chunk: what one request usefully asks for, and the bits of a chunk's set of
-/// blocks.
+/// Most bytes of a chunk: what one request usefully asks for, one bit a block.
 pub(super) const CHUNK_MAX_BYTES: u64 = 1 << 20;
 
 /// One that was forgotten is not found by it any more.

@@ -146,8 +146,7 @@ impl<T: Clone> Cache<T> {
         self.settings
     }
 
-    /// Puts other settings in force. What is in memory stays as far as it may; not with
-    /// [`Mode::Off`].
+    /// Puts other settings in force. What is in memory stays as far as it may.
     ///
     /// # Errors
     /// [`Invalid`]: everything stays as it was.
@@ -187,8 +186,7 @@ impl<T: Clone> Cache<T> {
     }
 
     /// Looks at a read of a disk of `size_bytes`: what of it is in memory, and what to read ahead.
-    /// `may` has the last word on that; it is told how much read-ahead was used since it was asked
-    /// last.
+    /// `may` has the last word on that, and is told how much read-ahead was used since.
     ///
     /// The range is not empty and lies inside the disk.
     pub fn read(
@@ -343,8 +341,7 @@ impl<T: Clone> Cache<T> {
         let (step, next) = (stream.step(), stream.next(length));
         // Memory too short for two requests gains nothing.
         let ahead = if most < 2 * length { None } else { self.plan(id, most, size_bytes, may) };
-        // Requests found by their data need not be expected: they would crowd out what is not
-        // known.
+        // Requests found by their data would crowd out what is not known.
         let is_found = met != Met::Missing && (has_lead || ahead.is_some());
         if let (false, Some(next), Some(expectations)) = (is_found, next, &mut self.expectations) {
             expectations.expect(next, Expected { step, run: RUN, stream: id });

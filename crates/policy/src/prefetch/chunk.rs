@@ -8,8 +8,7 @@ use core::ops::Range;
 use super::ahead::{Ahead, BLOCK_BYTES, StreamId};
 use crate::time::Instant;
 
-/// Memory that a buffer takes: allocators of I/O memory round up to a power of two, at least a
-/// page.
+/// Memory of a buffer: allocators of I/O memory round up to a power of two, at least a page.
 pub(super) fn footprint(length: u64) -> u64 {
     length.max(BLOCK_BYTES).next_power_of_two()
 }

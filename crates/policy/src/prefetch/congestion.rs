@@ -5,9 +5,8 @@
 //! times as long, and longer than the queue of a fast device is worth, less may be in flight;
 //! otherwise more. Delay indicates congestion as in TCP Vegas; steps down are larger than up.
 //!
-//! A reader that has run out of data and is refused waits in a queue, without noticing: it reads by
-//! itself and asks again with each request. Room is kept for those that have waited longest, or the
-//! reader that has just got data would be the first to ask for more.
+//! A reader without data that is refused reads by itself and waits in a queue for read-ahead. Room
+//! is kept for those that have waited longest, or who has just got data would be the first to ask.
 
 use super::ahead::{CHUNK_MAX_BYTES, StreamId};
 use alloc::collections::VecDeque;
@@ -23,8 +22,7 @@ const LEAST_ALLOWED: u64 = 512 << 10;
 const SHARE: u64 = LEAST_ALLOWED / 2;
 /// A smaller window is not worth a request, in bytes.
 const LEAST_WORTH: u64 = 32 << 10;
-/// A reader that has not come again after so many questions, and four for each that waits, has
-/// left.
+/// After so many questions, and four for each that waits, a reader has left.
 const REMEMBERED: u64 = 64;
 /// Sizes are told apart by their power of two.
 const SIZES: usize = CHUNK_MAX_BYTES.ilog2() as usize + 1;

@@ -75,8 +75,7 @@ impl Extents {
         self.0.insert(offset, Value { length, chunk, from });
     }
 
-    /// Takes the range out. `cut` is told of each part that goes, and of the change in the number
-    /// of its chunk's extents.
+    /// `cut` is told of each part that goes, and of the change in its chunk's number of extents.
     pub(super) fn cut(&mut self, range: &Range<u64>, mut cut: impl FnMut(Extent, i32)) {
         loop {
             let Some(extent) = self.overlapping(range).next() else { return };

@@ -8,9 +8,9 @@
 //!
 //! A new stream is on trial until it has used twice the smallest window, and as much again as was
 //! wasted of it. What it reads ahead meanwhile is taken from a credit, which used data returns with
-//! interest. If runs keep ending as soon as they are noticed, the gate closes; one byte in 64 that
-//! is asked for adds to the credit, so reading ahead is tried again now and then. Streams that have
-//! proved themselves pass a closed gate.
+//! interest. If runs keep ending as soon as they are noticed, the gate closes; what is asked for
+//! adds to the credit, so reading ahead is tried again. Streams that have proved themselves pass a
+//! closed gate.
 
 /// Least credit at first, in bytes: a cache's default memory. Larger caches have more, so that as
 /// many streams as find room can begin at once.

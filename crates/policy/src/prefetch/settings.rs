@@ -111,8 +111,7 @@ pub struct Settings {
     pub mode: Mode,
     /// Bytes of data, read ahead or on its way, at most. 4 MiB unless set, from 256 KiB to 1 TiB.
     pub memory_bytes: u64,
-    /// Larger requests are neither answered from memory nor looked at. 64 KiB unless set, from 512
-    /// B to 32 MiB.
+    /// Larger requests are not looked at. 64 KiB unless set, from 512 B to 32 MiB.
     pub largest_request_bytes: u64,
     /// Bytes read ahead of a stream at first. 128 KiB unless set, from 4 KiB to 1 MiB; less where
     /// memory is short.

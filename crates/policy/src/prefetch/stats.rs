@@ -30,8 +30,7 @@ pub struct Stats {
 }
 
 impl Stats {
-    /// The share of reads answered from memory, partly or whole, from 0 to 1; none before the
-    /// first.
+    /// The share of reads answered from memory, partly or whole, from 0 to 1.
     pub fn hit_rate(&self) -> Option<f64> {
         let hits = self.hits + self.partial_hits;
         share(hits, hits + self.misses)

@@ -6,8 +6,7 @@
 //! ```
 //!
 //! A stream is a place and a rule, not a client: whoever reads there next continues it. When a slot
-//! is needed, a stream goes by second chance: one that has moved since is spared. Never knows what
-//! is in memory.
+//! is needed, a stream goes by second chance. Never knows what is in memory.
 
 use super::ahead::{Ahead, BLOCK_BYTES, StreamId};
 use super::window::Window;

@@ -1,7 +1,6 @@
 //! The writes in flight: what may not be read ahead meanwhile.
 //!
-//! Data that is read during a write to the same place may be old, so nothing is read ahead there
-//! until the write has ended.
+//! Data read during a write to the same place may be old, so it is not read ahead.
 
 use alloc::vec::Vec;
 use core::ops::Range;

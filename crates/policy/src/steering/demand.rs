@@ -1,9 +1,8 @@
 //! How much of a divided limit a member can use, judged by how much of its part it used.
 //!
-//! A member that used nearly all of its part is held back by it and counts as wanting everything. A
-//! member that used less wants a little more than that. A stuck member (a large request behind a
-//! small rate appears in no counter before it passes) is told from an idle one by the kernel's own
-//! account of waiting.
+//! A member that used nearly all of its part is held back by it and counts as wanting everything.
+//! Others want a little more than they used. A stuck member (a large request behind a small rate)
+//! is told from an idle one by the kernel's own account of waiting.
 
 /// Seconds that the rate is smoothed over: a large request at a small rate passes all at once.
 const SMOOTHING_S: f64 = 0.4;

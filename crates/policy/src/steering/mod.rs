@@ -12,16 +12,14 @@
 //! it does not have is made here, with the same buckets and the same watermark:
 //!
 //! - **bursts** (`pool.rs`): while the bucket of a limit has room, its burst rate is set, and its
-//!   own rate afterwards. The kernel enforces the burst rate, so the earliest time at which the
-//!   bucket can be full is known, and nobody needs to look before;
+//!   own rate afterwards. The earliest time at which the bucket can be full is known, and nobody
+//!   needs to look before;
 //! - **shared limits** (`division.rs`): each member of a group is given a part, and so is each
-//!   direction of a total. The parts never add up to more than the limit. They follow what is asked
-//!   for, and the weights if that exceeds the limit;
+//!   direction of a total. The parts never add up to more than the limit;
 //! - **watermarks**: an [`Enforcement`](crate::throttle::Enforcement) that the controller of the
 //!   device decided applies to all limits.
 //!
-//! No failure may leave a burst or a lifted limit behind: whoever stops steering sets
-//! [`Pool::settled`].
+//! No failure may leave a burst behind: whoever stops steering sets [`Pool::settled`].
 
 mod demand;
 mod division;

@@ -1,9 +1,8 @@
 //! Whether a promise can be kept: reservations against the limits and the device above them.
 //!
-//! A promise above the limits would be broken silently, on the first busy day, so it is refused
-//! when it is made, with the figures. Each node stores the sum of the promises below it, so a check
-//! costs one step for each level. Never considers what is in use: a promise holds whatever the
-//! others do.
+//! A promise above the limits would be broken silently, so it is refused when it is made, with the
+//! figures. Each node stores the sum of the promises below it, so a check costs one step for each
+//! level. Never considers what is in use.
 
 use super::limits::{Invalid, LimitKind, Limits};
 use super::share::Share;

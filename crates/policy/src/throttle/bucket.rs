@@ -1,5 +1,4 @@
-//! A leaky bucket: how much of one kind of work has passed, and how long the next must wait; and
-//! the six of a node.
+//! A leaky bucket: how much has passed, and how long the next must wait; and the six of a node.
 //!
 //! The level rises by what is admitted and leaks at the configured rate. Callers pass the time.
 //!
@@ -14,8 +13,7 @@
 //! With a length above 1 the same units also enter a second bucket, which leaks at `burst_rate` and
 //! holds `burst_rate / 10`. It spreads the burst over its length.
 //!
-//! Levels are whole billionths of a unit, so a rate per second is a leak in billionths per
-//! nanosecond: exact, without drift.
+//! Levels are whole billionths of a unit, so a leak is exact to the nanosecond.
 //!
 //! Read-ahead has its own levels on top, which guests never wait for (`bucket/spare.rs`).
 //!
@@ -92,8 +90,7 @@ impl Bucket {
 
     /// Nanoseconds until a request may pass, exactly; 0 if it may now.
     ///
-    /// Where both levels are too high the slower decides. (QEMU asks the second only once the first
-    /// has run down, and then waits again.)
+    /// The slower level decides. (QEMU asks the second only once the first has run down.)
     fn wait_ns(&self) -> u64 {
         let main = wait_until_full(self.level, self.size, self.rate);
         main.max(wait_until_full(self.burst_level, self.burst_size, self.burst_rate))
@@ -187,8 +184,7 @@ impl Buckets {
         }
     }
 
-    /// Nanoseconds until a request may pass, and the limit it waits for longest; `None` if it may
-    /// now.
+    /// Nanoseconds until a request may pass, and the limit it waits for longest.
     pub(super) fn binding(&self, direction: Direction) -> Option<(u64, LimitKind)> {
         let mut longest = None;
         for (kind, bucket) in self.applying(direction) {

@@ -66,8 +66,7 @@ impl Cost {
         }
     }
 
-    /// Operations to charge, in billionths, under this `iops-size`; a fraction of a billionth is
-    /// rounded up.
+    /// Operations to charge under this `iops-size`, in billionths, rounded up.
     pub(super) fn operations(&self, iops_size: u64) -> u128 {
         match &self.lengths {
             Lengths::Equal { count, length } => u128::from(*count) * operations_of(*length, iops_size),

@@ -1,11 +1,9 @@
-//! A heap whose items can be found again: the smallest key at hand, any item moved or removed in
-//! O(log n).
+//! A heap whose items can be found again: any is moved or removed in O(log n).
 //!
 //! The standard library's heap cannot change a key, and a scheduler does mostly that. Each entry
 //! has four children and keys stand beside the items, for fewer levels and cache lines.
 //!
-//! Items are small numbers: a table, which never shrinks, keeps where each one is. Equal keys come
-//! out in no particular order.
+//! Items are small numbers: a table keeps where each one is. Equal keys come out in any order.
 
 use alloc::vec::Vec;
 

@@ -1,8 +1,8 @@
 //! Buckets for work that somebody else admits: how much of a burst is left, by what has passed.
 //!
-//! A [`Tree`](super::Tree) admits requests one by one. Where the kernel admits them (`io.max` of a
-//! control group), only what has passed since the last look is known: a charge comes first, and
-//! then the elapsed time leaks out.
+//! A [`Tree`](super::Tree) admits requests one by one. Where the kernel admits them (`io.max`),
+//! only what has passed since the last look is known: a charge comes first, and then time leaks
+//! out.
 //!
 //! Never decides a rate: [`steering`](crate::steering) does.
 

@@ -8,11 +8,10 @@
 //! ```
 //!
 //! **The bucket** (`bucket.rs`). Each of a node's six limits ([`LimitKind`]) is a leaky bucket.
-//! Admitted work fills it, and it leaks at the limit's rate. While it is more than full, everything
-//! that it applies to waits. Its size is the burst: a tenth of a second's worth by default, `-max`
-//! × `-max-length` if configured. A burst longer than one second also has a second, small bucket
-//! that leaks at `-max`. A request passes if the bucket is not more than full, whatever its size;
-//! what it takes beyond that is paid for by the requests after it.
+//! Admitted work fills it, and it leaks at the limit's rate. While it is more than full, what it
+//! applies to waits. Its size is the burst: a tenth of a second's worth by default, else `-max` ×
+//! `-max-length`. A burst longer than one second has a second, small bucket that leaks at `-max`. A
+//! request passes whatever its size; the requests after it pay for what was too much.
 //!
 //! **The slice** (`price.rs`). A request worth more than 90 ms of its scarcest limit is charged in
 //! parts of that size, and passes with the last part. Others have their turns between the parts.
@@ -20,18 +19,17 @@
 //! **The tree** (`tree.rs`). Disks have limits, and belong to groups that have limits, which may
 //! belong to groups. All levels hold at once. Thousands of idle disks cost a decision nothing.
 //!
-//! **The turn** (`schedule.rs`). The cost of a request, as its siblings see it, is the time that it
-//! takes of the scarcest limit above them. Siblings share that time by weight, so neither small
-//! requests nor short queues are at a disadvantage. A reservation comes first, up to its rate.
-//! Reservations that cannot be kept are refused (`booking.rs`).
+//! **The turn** (`schedule.rs`). The cost of a request is the time that it takes of the scarcest
+//! limit above its siblings. They share that time by weight, so neither small requests nor short
+//! queues are at a disadvantage. A reservation comes first, up to its rate; those that cannot be
+//! kept are refused (`booking.rs`).
 //!
 //! **The longest wait.** The first request in a disk's queue waits, in each group, until each
 //! sibling has had two turns and its share of what this one had. A turn is a request or a slice, C.
 //! With weights w and nothing promised, that is at most Σ (2 Cⱼ + wⱼ/wᵢ · Cᵢ) over its siblings,
-//! plus one turn that its own bucket is overrun by, plus the 40 ms that an idle sibling may catch
-//! up. A test goes through all orders of events in small cases and compares every wait with this
-//! bound (`tests/throttle/every_order.rs`). If all of a limit is promised, promises lengthen it at
-//! most a hundredfold.
+//! plus one turn that its own bucket is overrun by, plus 40 ms of credit
+//! (`tests/throttle/every_order.rs` tries all orders of events). If all of a limit is promised,
+//! that is at most a hundredfold.
 //!
 //! **The two directions** are apart, as in QEMU: a read passes waiting writes, unless both wait for
 //! a total limit. Then they have turns like siblings, and alternate within a disk.
@@ -41,8 +39,6 @@
 //! admitted while both together are not more than full at every level, and nobody waits there.
 //! Guests pay for data from memory as for any other, and the spare level gets that amount back
 //! ([`GivenBack`]).
-//!
-//! **Time** is an argument, and deadlines are values ([`Decision::Wait`]), exact to the nanosecond.
 //!
 //! Names, defaults and validity of limits are those of QEMU (docs/throttle.txt; `throttle_is_valid`
 //! in util/throttle.c).

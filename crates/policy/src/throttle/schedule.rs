@@ -13,10 +13,9 @@
 //! the S that was served last. So busy children keep equal F, whatever a single request costs.
 //!
 //! A child that was idle starts at the *floor*: v as it was 20 to 40 ms ago, if that is not more
-//! than 20 ms of its own cost below v. (In the textbook the floor is v itself. But a client that
-//! waits for each answer comes just after v has moved on.) The floor is v's, not the child's:
-//! however many children return at once, together they catch up what passed in that time, and busy
-//! children wait no longer than that.
+//! than 20 ms of its own cost below v. (In the textbook the floor is v itself, but a client that
+//! waits for each answer comes just after v has moved on.) However many children return at once,
+//! together they catch up what passed in that time, and busy children wait no longer than that.
 //!
 //! **By promise**: mClock's constraint phase (Gulati, Merchant, Varman, OSDI 2010). A child with a
 //! reservation has a tag in real time, R: when its next request is due. R moves on only when a

@@ -1,5 +1,4 @@
-//! Tokens that read-ahead took and that are returned: the account of data that guests found in
-//! memory.
+//! Tokens of read-ahead that are returned: the account of data that guests found in memory.
 //!
 //! A guest is charged for what it asks for, wherever the answer comes from. Data that was read
 //! ahead would be paid for twice, so the spare tokens are returned.

@@ -54,8 +54,7 @@ pub struct Stats {
     pub limited_ns: u64,
     /// The limit of this node that work waits for, or waited for last.
     pub binding: Option<LimitKind>,
-    /// By [`LimitKind::index`]: units that may pass before something waits; `None` where not
-    /// limited.
+    /// By [`LimitKind::index`]: units that may pass before something waits.
     pub tokens: [Option<u64>; 6],
     /// By direction: requests that wait here or below.
     pub waiting: [usize; 2],

@@ -78,7 +78,7 @@ pub struct Returned<T> {
 
 /// Disks under limits of their own and of the groups they are in. All levels hold at once.
 ///
-/// `T` stands for a waiting request: whatever the caller needs to set it going.
+/// `T` stands for a waiting request.
 ///
 /// # Protocol
 ///
@@ -94,11 +94,9 @@ pub struct Returned<T> {
 ///
 /// Instants come from one clock; an earlier one counts as the latest so far.
 ///
-/// # Order
-///
-/// First come, first served within a disk and a direction. Between siblings: promises that are due,
-/// then by weight (`schedule.rs`), each request or slice a turn. Between directions: the same rule
-/// where they draw from a common limit, else in alternation.
+/// Order: first come, first served within a disk and a direction. Between siblings: promises that
+/// are due, then by weight (`schedule.rs`), each request or slice a turn. Between directions: the
+/// same rule where they draw from a common limit, else in alternation.
 ///
 /// All methods panic if the [`NodeId`] was removed.
 #[derive(Debug)]
@@ -230,8 +228,7 @@ impl<T> Tree<T> {
         waiters.into_iter().map(give_back).collect()
     }
 
-    /// Puts limits and a share in force together, at once and for the requests that wait too: poll
-    /// afterwards.
+    /// Puts limits and a share in force at once, also for requests that wait: poll afterwards.
     ///
     /// Changed limits begin with empty buckets, as QEMU's do: each change grants a burst.
     ///
@@ -276,8 +273,7 @@ impl<T> Tree<T> {
         Ok(())
     }
 
-    /// Says how a node's limits are applied from now on: poll afterwards. What is in its buckets
-    /// stays.
+    /// Says how a node's limits are applied: poll afterwards. What is in its buckets stays.
     pub fn enforce(&mut self, node: NodeId, enforcement: Enforcement, now: Instant) {
         let slot = self.slot(node);
         self.now = self.now.max(now);

@@ -65,8 +65,7 @@ impl Consumed {
         }
     }
 
-    /// How many times their limits all took together, by the limit they exceed most; in
-    /// thousandths, 0 if nothing is limited.
+    /// How many times their limits all took together, in thousandths; 0 if nothing is limited.
     pub fn together(&self) -> u64 {
         let limited = self.together.iter().filter(|(_, allowed)| *allowed > 0);
         limited.copied().map(times).max().unwrap_or(0)

@@ -2,8 +2,7 @@
 
 use crate::timeline::{Timeline, Workload, ms, s};
 
-/// What is asked for under which limits, and how many requests pass from when to when, in
-/// milliseconds.
+/// Requests that pass from when to when, in milliseconds.
 #[test]
 fn so_much_passes_so_fast() {
     type Passes = (u64, u64, usize);
@@ -86,8 +85,7 @@ fn an_oversized_request_passes_once_it_is_paid_for_and_nobody_waits_behind_it() 
     let huge = disk.add(Workload::READS.of(4 << 20).queued(1));
     let small = disk.add(Workload::READS.queued(1));
     assert_eq!(disk.admitted_of(small, s(0), ms(101)), 1, "behind one slice");
-    // Of (4 MiB + 4 KiB) / 1,000,000 = 4.198 s, the last two tenths are a full bucket and the slice
-    // that makes it run over.
+    // Of 4.198 s, the last two tenths are a full bucket and the slice that makes it run over.
     assert_eq!(disk.admitted_of(huge, s(0), ms(4000)), 0);
     assert_eq!(disk.admitted_of(huge, ms(4000), ms(4099)), 1);
 }

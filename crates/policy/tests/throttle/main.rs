@@ -1,7 +1,6 @@
 //! Throttling in virtual time: one file a subject, all of them on the same [`timeline::Timeline`].
 //!
-//! Nothing here sleeps or reads a clock, so an hour of throttling takes milliseconds and every
-//! number is exact.
+//! Nothing here sleeps or reads a clock, so every number is exact.
 
 mod accuracy;
 mod booking;

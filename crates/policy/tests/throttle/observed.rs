@@ -1,5 +1,4 @@
-//! What a tree can tell of itself: how long was waited, for which limit, how much of the time, and
-//! what is left.
+//! What a tree can tell of itself: waits, which limit, how much of the time, what is left.
 
 use crate::timeline::{Timeline, Workload, assert_within_percent, ms, s};
 use policy::request::Direction;

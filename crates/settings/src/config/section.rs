@@ -3,8 +3,7 @@
 //! A section remembers which keys it was asked for: any other in the file is an error that names
 //! the nearest. So a key that is read is a key that is known, and none is ignored.
 //!
-//! Values are handed on as text to the parsers of the command line's options: `1000`, `"1000"` and
-//! `--iops-total 1000` are the same.
+//! Values are handed on as text to the parsers of the options: `1000` and `"1000"` are the same.
 
 use std::{borrow::Cow, cell::RefCell, ops::Range, str::FromStr};
 

@@ -1,5 +1,4 @@
-//! What devices can do, kept between runs: one small JSON file for each, under the name that the
-//! device has for good.
+//! What devices can do, kept between runs: a JSON file for each, named after the device.
 //!
 //! ```text
 //!   /var/lib/weir/capacity/serial_S4EWNX0N123456-9f3c….json
@@ -99,8 +98,7 @@ impl Store {
         Ok(Some(record))
     }
 
-    /// The capacity of a device; what cannot be used is logged and as unknown as what was not
-    /// measured.
+    /// The capacity of a device; unknown, and logged, if its file cannot be used.
     pub fn capacity(&self, key: &str) -> Option<Capacity> {
         match self.load(key) {
             Ok(record) => record.map(|record| record.capacity.into()),

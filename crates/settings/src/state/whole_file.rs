@@ -1,6 +1,5 @@
-//! Small files that weir keeps for itself between runs: read up to a bound, written whole or not at
-//! all. Never used for a file of the user's, which may hold more than weir knows (`saving/`,
-//! `image/unfinished.rs`).
+//! Small files that weir keeps for itself between runs, written whole or not at all. Never used for
+//! a file of the user's, which may hold more than weir knows.
 
 use std::{
     fs,

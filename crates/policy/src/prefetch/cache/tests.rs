@@ -1,5 +1,4 @@
-//! What the cache decides, request by request; that it never returns stale data, and never takes
-//! more memory than it has.
+//! What the cache decides; that it is never stale, and never takes more memory than it has.
 
 use super::*;
 use crate::prefetch::Setting;
@@ -367,8 +366,7 @@ fn event() -> impl Strategy<Value = Event> {
 const UNIT: u64 = 2 * K;
 const UNITS: usize = 260;
 
-/// A disk whose bytes are the numbers of the last write to them, as chunks saw it when they were
-/// asked for.
+/// A disk whose bytes are the numbers of the last write to them, as chunks saw it.
 struct Model {
     versions: Vec<u32>,
     /// Of each token: what its chunk's units were when it was begun.

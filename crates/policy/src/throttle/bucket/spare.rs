@@ -11,9 +11,8 @@
 //! Both together are one ordinary leaky bucket, so read-ahead uses what guests leave. The lower
 //! part is the guests' bucket as it would be without any read-ahead: it is never changed here.
 //!
-//! Never moves time on for guests: the bucket's instant is that of the guests' last request. A
-//! later read-ahead is recorded as of that instant, with what will have leaked unused by the time
-//! it came.
+//! Never moves time on for guests: a read-ahead is recorded as of the guests' last request, with
+//! what will have leaked unused by the time it came.
 
 use super::{Bucket, Buckets, UNIT};
 use crate::request::Direction;

@@ -1,5 +1,4 @@
-//! The bucket against the numbers of QEMU's own tests, and against the definition in plain floating
-//! point.
+//! The bucket against QEMU's own tests, and the definition in plain floating point.
 
 use super::*;
 use crate::time::Duration;

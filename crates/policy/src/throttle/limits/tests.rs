@@ -1,5 +1,4 @@
-//! Names, ranges and rules of the settings, each rule with the numbers of QEMU's own tests and its
-//! message.
+//! Names, ranges, rules and their messages, with the numbers of QEMU's own tests.
 
 use super::*;
 use alloc::string::ToString;

@@ -1,7 +1,6 @@
 //! The part of the tree that runs for every request. Four steps: *wake* what has waited long enough
 //! for its own limits; *pick* a way down from the root, turn by turn; *charge* every level on it;
-//! *settle* these levels again, bottom up: ready for a turn, waiting for their own limits, or
-//! without work.
+//! *settle* these levels again, bottom up.
 
 use super::super::cost::{BILLION, Cost};
 use super::super::price::{LONGEST_NS, SLICE_NS, WHOLE, part_of, slice_of};

@@ -1,5 +1,4 @@
-//! The spare level against its definition: two levels that leak one after the other, written down
-//! with a clock of its own.
+//! The spare level against its definition: two levels that leak one after the other.
 
 use super::super::super::limits::{Limit, Limits};
 use super::super::super::price::WHOLE;
