@@ -1,7 +1,8 @@
 //! An imitated device: how many bytes and requests a second it does, and when each request is done.
 //!
 //! Each rate has a **line**: the instant until which the device has work. A request is put at the
-//! end of every line that applies to it, and is done once it has passed on all of them:
+//! end of every line that applies to it, takes its bytes (or one) divided by the rate there, and is
+//! done once it has passed on all of them:
 //!
 //! ```text
 //!   line  ████████████████▒▒▒▒▒▒│ request completes here

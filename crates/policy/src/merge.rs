@@ -86,7 +86,7 @@ impl Planner {
 
     /// Divides a batch, given in the order of arrival, into groups that may be one I/O each.
     ///
-    /// O(n) for most batches with nothing to merge, else O(n log n). Rarely allocates.
+    /// O(n) for most batches with nothing to merge, else O(n log n).
     pub fn plan(&mut self, batch: &[Candidate], bounds: Bounds) -> Plan<'_> {
         self.order.clear();
         self.ends.clear();

@@ -17,9 +17,6 @@ impl Direction {
 
     /// 0 for reads, 1 for writes.
     pub const fn index(self) -> usize {
-        match self {
-            Self::Read => 0,
-            Self::Write => 1,
-        }
+        self as usize
     }
 }

@@ -15,9 +15,9 @@
 //! io-throttle did not achieve. If work without limits takes the device, the factor falls to 1.
 //!
 //! **The loop.** Use is smoothed over 150 ms, because one large request may fill a sample. The
-//! factor is steered in proportion to the difference between use and 98 %; gain and smoothing are
-//! chosen for a damping of 0.7. A saturated device does not show how far the factor is off, so
-//! there it falls faster the longer that lasts.
+//! factor is steered in proportion to the difference between use and 98 %, with a damping of 0.7. A
+//! saturated device does not show how far the factor is off, so there it falls faster the longer
+//! that lasts.
 //!
 //! If the factor rises and use does not follow, limits are not what holds the groups back: the
 //! factor stops at four times, and below the watermark limits are lifted instead. This test keeps
@@ -25,7 +25,7 @@
 //! all take together. Nor does the factor rise while no group takes what it already allows: a
 //! device that stalls would wind it up.
 //!
-//! Pure: samples come in, an [`Enforcement`] comes out. Never looks at a device itself.
+//! Never looks at a device itself: samples come in, an [`Enforcement`] comes out.
 
 mod consumption;
 
@@ -128,6 +128,7 @@ pub struct Sample {
     /// How much of the device was in use, in thousandths ([`Capacity::use_of`], or its busy time).
     pub used: u64,
     /// How many times their limits all groups took together, in thousandths
+    /// ([`Consumed::together`]).
     pub together: u64,
     /// The same of the group that took most of its own ([`Consumed::most`]).
     pub most: u64,
@@ -156,8 +157,7 @@ const UNANSWERED: f64 = 4.0;
 /// Use has risen if it has by this factor, and by so much of the device.
 const ANSWER: f64 = 1.1;
 const LEAST_ANSWER: f64 = 0.02;
-/// A factor so many times above what the greediest group took holds nobody. Requests in lumps would
-/// make that true of any factor at times, so what was taken is forgotten over this many seconds.
+/// A factor so many times above what the greediest group took lately holds nobody.
 const UNBOUND: f64 = 1.25;
 const LATELY_S: f64 = 2.0;
 /// Samples further apart than this, in seconds, say nothing of what was between them.
@@ -165,9 +165,9 @@ const STALE_S: f64 = 1.0;
 
 /// Decides how the limits of all groups with a watermark on one device are enforced.
 ///
-/// Call [`observe`](Controller::observe) about every 50 ms, and after each ask
-/// [`enforcement`](Controller::enforcement) for every watermark that a group on the device has:
-/// what is not asked for is forgotten.
+/// Call [`observe`](Controller::observe) about every 50 ms, and then
+/// [`enforcement`](Controller::enforcement) for every watermark on the device: others are
+/// forgotten.
 #[derive(Clone, Debug)]
 pub struct Controller {
     last: Option<Instant>,
@@ -300,23 +300,12 @@ impl Controller {
 
     fn judge(&mut self) {
         let unanswered = self.is_unbound() || self.factor >= (self.answered.0 * UNANSWERED).min(largest());
-        let mut holding = 0;
-        for percent in 1..=100 {
-            let watermark = Watermark(percent);
-            let bit = watermark.bit();
-            if self.asked & bit == 0 {
-                continue;
-            }
-            let holds = if self.holding & bit == 0 {
-                self.used >= watermark.upper()
-            } else {
-                self.used >= watermark.lower() || !unanswered
-            };
-            if holds {
-                holding |= bit;
-            }
-        }
-        self.holding = holding;
+        let holds = |watermark: &Watermark| {
+            let held = self.holding & watermark.bit() != 0;
+            self.used >= watermark.upper() || held && (self.used >= watermark.lower() || !unanswered)
+        };
+        let asked = (1..=100).map(Watermark).filter(|watermark| self.asked & watermark.bit() != 0);
+        self.holding = asked.filter(holds).fold(0, |holding, watermark| holding | watermark.bit());
         self.asked = 0;
     }
 }

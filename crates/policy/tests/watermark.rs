@@ -351,9 +351,9 @@ fn use_is_the_larger_of_operations_and_bytes() {
 }
 
 /// A device that takes what passes in pieces of 4 MiB, as writeback comes: most samples see
-/// nothing, some four times what it can do. What the limits of 6 MB/s take is seen at every so
-/// manieth sample only, as of control groups. Returns the factor after a minute, and the share of
-/// the device in use during its second half.
+/// nothing, some four times what it can do. What the limits of 6 MB/s take is seen only every few
+/// samples, as of control groups. Returns the factor after a minute, and the share of the device in
+/// use during its second half.
 fn in_lumps(watermark: u8, every: u64) -> (f64, f64) {
     const LIMITS: f64 = 6e6;
     const DEVICE: f64 = 20e6;

@@ -65,21 +65,21 @@ fn check_names(draft: &Draft) -> Result<(), Wrong> {
     let groups = draft.groups.iter().map(|group| &group.name);
     for name in disks.clone().chain(groups) {
         if name.value.is_empty() {
-            return Err(name.place.wrong("the name is empty (give it one)"));
+            return Err(name.wrong("the name is empty (give it one)"));
         }
         check_name(name)?;
     }
     if let Some(again) = repeated(disks) {
         let name = &again.value;
         return Err(again
-            .place
             .wrong(format!("another disk is called {name:?} (give each a name of its own, with --name)")));
     }
     let disks: HashSet<_> = draft.disks.iter().map(|disk| &disk.name.value).collect();
     match draft.groups.iter().find(|group| disks.contains(&group.name.value)) {
-        Some(GroupDraft { name, .. }) => Err(name
-            .place
-            .wrong(format!("a disk is called {:?} too, and commands take both (rename one)", name.value))),
+        Some(GroupDraft { name, .. }) => {
+            Err(name
+                .wrong(format!("a disk is called {:?} too, and commands take both (rename one)", name.value)))
+        }
         None => Ok(()),
     }
 }
@@ -87,10 +87,10 @@ fn check_names(draft: &Draft) -> Result<(), Wrong> {
 /// What the NBD protocol can carry and a log line can show.
 fn check_name(name: &Said<String>) -> Result<(), Wrong> {
     if name.value.len() > MAX_NAME_BYTES {
-        return Err(name.place.wrong(format!("the name is too long; it has {MAX_NAME_BYTES} bytes at most")));
+        return Err(name.wrong(format!("the name is too long; it has {MAX_NAME_BYTES} bytes at most")));
     }
     if name.value.chars().any(char::is_control) {
-        return Err(name.place.wrong("the name holds a control character (leave it out)"));
+        return Err(name.wrong("the name holds a control character (leave it out)"));
     }
     Ok(())
 }
@@ -110,7 +110,7 @@ fn check_images(disks: &[DiskDraft]) -> Result<(), Wrong> {
         match writer_of.entry(path) {
             Entry::Occupied(other) if *other.get() || !disk.read_only => {
                 let rule = "another disk has this image (export one disk twice, or make both read-only)";
-                return Err(disk.image.place.wrong(rule));
+                return Err(disk.image.wrong(rule));
             }
             Entry::Occupied(_) => {}
             Entry::Vacant(free) => {
@@ -127,7 +127,7 @@ fn check_rates(disks: &[DiskDraft]) -> Result<(), Wrong> {
     for said in disks.iter().filter_map(|disk| disk.rate.as_ref()) {
         let Some(name) = &said.value.shared else { continue };
         if *first.entry(name).or_insert(&said.value) != &said.value {
-            return Err(said.place.wrong(format!(
+            return Err(said.wrong(format!(
                 "another disk shares {name:?} with other rates (give both the same, or another name)"
             )));
         }
@@ -139,7 +139,7 @@ fn plan_disk(disk: &DiskDraft, groups: &Groups<'_>) -> Result<Disk, Wrong> {
     let value = |said: &Said<String>| said.value.clone();
     if let Some(description) = &disk.description {
         check_name(description)
-            .map_err(|_| description.place.wrong("a description is one line of 4096 bytes at most"))?;
+            .map_err(|_| description.wrong("a description is one line of 4096 bytes at most"))?;
     }
     let (settings, group) = settings(disk, groups)?;
     let format = disk.format.as_ref().map(|said| said.value);
@@ -168,7 +168,7 @@ fn plan_disk(disk: &DiskDraft, groups: &Groups<'_>) -> Result<Disk, Wrong> {
 fn settings(disk: &DiskDraft, groups: &Groups<'_>) -> Result<(Settings, Option<usize>), Wrong> {
     let group = disk.group.as_ref().map(|name| groups.index_of(name)).transpose()?;
     if let (Some(name), Some(watermark)) = (&disk.group, &disk.settings.watermark) {
-        return Err(watermark.place.wrong(format!(
+        return Err(watermark.wrong(format!(
             "the disk is in group {0:?}, which has the watermark for its members (set it at [group.{0}])",
             name.value
         )));
@@ -181,17 +181,15 @@ fn standard_endpoints(draft: &Draft, inherited: usize) -> Result<Vec<Endpoint>, 
     let all_say = draft.disks.iter().all(|disk| !disk.exports.is_empty());
     if let Some(first) = draft.service.nbd.first() {
         if inherited > 0 {
-            return Err(first
-                .place
-                .wrong("the service manager passed sockets too, in LISTEN_FDS (use one or the other)"));
+            return Err(
+                first.wrong("the service manager passed sockets too, in LISTEN_FDS (use one or the other)")
+            );
         }
         if all_say {
-            return Err(first
-                .place
-                .wrong("is not used, because every disk says where it is exported (remove it)"));
+            return Err(first.wrong("is not used, because every disk says where it is exported (remove it)"));
         }
         if let Some(again) = repeated(&draft.service.nbd) {
-            return Err(again.place.wrong("is given twice (remove one)"));
+            return Err(again.wrong("is given twice (remove one)"));
         }
         return Ok(draft.service.nbd.iter().map(|said| Endpoint::Address(said.value.clone())).collect());
     }
@@ -220,7 +218,7 @@ fn servers(disks: &[DiskDraft], standard: &[Endpoint]) -> Result<Vec<Server>, Wr
                     "another export has the name {:?} at this address (give it another name)",
                     name.value
                 );
-                return Err(name.place.wrong(rule));
+                return Err(name.wrong(rule));
             }
             servers[index].exports.push(Export { name: name.value, disk });
         }
@@ -246,7 +244,7 @@ fn check_sockets(servers: &[Server], control: &[Said<PathBuf>]) -> Result<(), Wr
             .any(|server| matches!(&server.endpoint, Endpoint::Address(Address::Unix(nbd)) if nbd == path))
     };
     match control.iter().find(|said| taken(&said.value)) {
-        Some(said) => Err(said.place.wrong("disks are exported at this socket (use another)")),
+        Some(said) => Err(said.wrong("disks are exported at this socket (use another)")),
         None => Ok(()),
     }
 }
@@ -256,13 +254,13 @@ fn service(draft: ServiceDraft) -> Result<Service, Wrong> {
         None => thread::available_parallelism().map_or(1, usize::from).min(MAX_DEFAULT_WORKERS),
         Some(said) if (1..=MAX_WORKERS).contains(&said.value) => said.value,
         Some(said) => {
-            return Err(said.place.wrong(format!("is out of range; it is from 1 to {MAX_WORKERS}")));
+            return Err(said.wrong(format!("is out of range; it is from 1 to {MAX_WORKERS}")));
         }
     };
     let poll = match draft.poll {
         None => DEFAULT_POLL,
         Some(said) if said.value <= MAX_POLL => said.value,
-        Some(said) => return Err(said.place.wrong("is too long; it is 1s at most (0 never polls)")),
+        Some(said) => return Err(said.wrong("is too long; it is 1s at most (0 never polls)")),
     };
     Ok(Service {
         workers,
@@ -283,7 +281,7 @@ fn service(draft: ServiceDraft) -> Result<Service, Wrong> {
 
 fn qmp(sockets: Vec<Said<PathBuf>>) -> Result<Vec<PathBuf>, Wrong> {
     if let Some(again) = repeated(&sockets) {
-        return Err(again.place.wrong("is given twice (remove one)"));
+        return Err(again.wrong("is given twice (remove one)"));
     }
     Ok(sockets.into_iter().map(|said| said.value).collect())
 }

@@ -51,7 +51,7 @@ impl<'a> Groups<'a> {
     fn find(&self, name: &Said<String>) -> Result<usize, Wrong> {
         let found = self.by_name.get(name.value.as_str()).copied();
         found.ok_or_else(|| {
-            name.place.wrong(match crate::suggest::nearest(&name.value, self.by_name.keys().copied()) {
+            name.wrong(match crate::suggest::nearest(&name.value, self.by_name.keys().copied()) {
                 Some(near) => format!("is no group of this file (did you mean {near:?}?)"),
                 None => format!("is no group of this file (add [group.{}])", name.value),
             })

@@ -44,6 +44,11 @@ impl<T> Said<T> {
         Self { value, place }
     }
 
+    /// The complaint that the value breaks a rule.
+    pub fn wrong(&self, rule: impl Into<String>) -> Wrong {
+        self.place.wrong(rule)
+    }
+
     /// What the option `--name` said, if it was given. Its place does not show the value.
     pub fn option(name: &str, value: Option<T>) -> Option<Self> {
         value.map(|value| Self::new(value, Place::new(format!("--{name}"))))

@@ -95,7 +95,7 @@ impl Qcow2Draft {
     pub fn check(&self) -> Result<Qcow2Settings, Wrong> {
         let both = self.l2_cache_size.is_some() && self.refcount_cache_size.is_some();
         if let (Some(total), true) = (&self.cache_size, both) {
-            return Err(total.place.wrong(
+            return Err(total.wrong(
                 "cache-size, l2-cache-size and refcount-cache-size may not be set together (leave one out)",
             ));
         }

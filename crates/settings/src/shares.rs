@@ -106,13 +106,13 @@ fn weight(said: &Said<u64>) -> Result<u32, Wrong> {
     let weight = u32::try_from(said.value).ok().filter(|weight| Share::WEIGHTS.contains(weight));
     weight.ok_or_else(|| {
         let (least, most) = (Share::WEIGHTS.start(), Share::WEIGHTS.end());
-        said.place.wrong(format!("is out of range; a weight is from {least} to {most}"))
+        said.wrong(format!("is out of range; a weight is from {least} to {most}"))
     })
 }
 
 fn reservation(said: &Said<u64>) -> Result<u64, Wrong> {
     if said.value > MAX_VALUE {
-        return Err(said.place.wrong(format!("is too large; it may be {MAX_VALUE} at most")));
+        return Err(said.wrong(format!("is too large; it may be {MAX_VALUE} at most")));
     }
     Ok(said.value)
 }
@@ -120,6 +120,6 @@ fn reservation(said: &Said<u64>) -> Result<u64, Wrong> {
 fn watermark(said: &Said<u64>) -> Result<u8, Wrong> {
     let percent = u8::try_from(said.value).ok().filter(|&percent| percent <= MAX_WATERMARK);
     percent.ok_or_else(|| {
-        said.place.wrong(format!("is out of range; a watermark is from 0 to {MAX_WATERMARK} percent"))
+        said.wrong(format!("is out of range; a watermark is from 0 to {MAX_WATERMARK} percent"))
     })
 }

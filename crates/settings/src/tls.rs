@@ -96,16 +96,14 @@ impl TlsDraft {
         }
         let credentials = match (self.certificates, self.psk) {
             (Some(_), Some(psk)) => {
-                return Err(psk.place.wrong("tls-certificates is given too (choose certificates or keys)"));
+                return Err(psk.wrong("tls-certificates is given too (choose certificates or keys)"));
             }
             (Some(directory), None) => {
                 Credentials::Certificates { directory: directory.value, verify_peer: verify_peer.is_some() }
             }
             (None, Some(psk)) => match verify_peer {
                 Some(said) => {
-                    return Err(said
-                        .place
-                        .wrong("has no meaning with tls-psk (whoever has a key is verified)"));
+                    return Err(said.wrong("has no meaning with tls-psk (whoever has a key is verified)"));
                 }
                 None => Credentials::PreShared(psk.value),
             },

@@ -22,7 +22,7 @@ const LEAST_ALLOWED: u64 = 512 << 10;
 const SHARE: u64 = LEAST_ALLOWED / 2;
 /// A smaller window is not worth a request, in bytes.
 const LEAST_WORTH: u64 = 32 << 10;
-/// After so many questions, and four for each that waits, a reader has left.
+/// After so many questions of others, and four for each that waits, a silent reader has left.
 const REMEMBERED: u64 = 64;
 /// Sizes are told apart by their power of two.
 const SIZES: usize = CHUNK_MAX_BYTES.ilog2() as usize + 1;

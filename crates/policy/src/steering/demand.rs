@@ -6,12 +6,12 @@
 
 /// Seconds that the rate is smoothed over: a large request at a small rate passes all at once.
 const SMOOTHING_S: f64 = 0.4;
-/// Who took this part of what it was given is held back by that.
+/// A member that took this part of what it was given is held back by that.
 const HELD_BACK: f64 = 0.85;
 /// Seconds for which it then counts as held back: writeback comes in lumps, with two seconds of
 /// nothing between them. An idle member is forgotten sooner (`pool.rs`).
 const REMEMBERED_S: f64 = 3.0;
-/// How much more than what it took a member may want that was not held back.
+/// How much more than what it took a member may want that is not held back.
 const HEADROOM: f64 = 1.3;
 
 /// Of one direction of one member, for bytes or operations.

@@ -5,9 +5,8 @@
 //! a member again. A control group alone is a pool of one.
 //!
 //! **Why so few looks are enough.** The kernel enforces the burst rate, so a bucket cannot be full
-//! before what remains of it ÷ (burst rate − rate) has passed, and the last look is made exactly
-//! then. An idle member is looked at once a second. A pool without bursts that nobody shares is
-//! never looked at.
+//! before what remains of it ÷ (burst rate − rate) has passed, and the last look is made then. An
+//! idle member is looked at once a second; a pool without bursts that nobody shares, never.
 //!
 //! Never gives more than the limits allow at that moment: rates that fall come first.
 
@@ -38,8 +37,7 @@ const NEARLY_FULL_S: f64 = 0.01;
 const ROOM_AGAIN_S: f64 = 0.1;
 /// Seconds without anything passing or waiting after which a member's wants are forgotten.
 const FORGOTTEN_AFTER_S: f64 = 0.5;
-/// Who waits for longer than this, and nothing passes, waits for something else: another device, a
-/// network.
+/// Who waits for longer, and nothing passes, waits for another device or a network.
 const STUCK_AT_MOST_S: f64 = 5.0;
 /// What an idle member keeps of its share, so that it can begin: more where waiting is not seen.
 const IDLE_PART: f64 = 0.02;
@@ -275,8 +273,7 @@ impl Pool {
         changes.into_iter().map(|(_, index, rates)| (index, rates)).collect()
     }
 
-    /// When a member is to be looked at again; `None` if its rates can never change, unless a
-    /// watermark changes them.
+    /// When a member is to be looked at again; `None` if only a watermark can change its rates.
     pub fn due(&self, member: usize, now: Instant) -> Option<Instant> {
         self.is_steered().then(|| self.next_look(member, now))
     }
@@ -289,8 +286,7 @@ impl Pool {
         self.bursts_end(now).map_or(at_the_latest, |end| at_the_latest.min(end))
     }
 
-    /// When a burst can be over at the earliest: by then all members are to be looked at. `None` if
-    /// none is allowed.
+    /// When a burst can be over: by then all members are to be looked at. `None` without one.
     pub fn bursts_end(&self, now: Instant) -> Option<Instant> {
         let scale = self.scale();
         let there = self.members.iter().filter(|member| !member.is_gone);
@@ -331,10 +327,7 @@ impl Pool {
     }
 
     fn scale(&self) -> f64 {
-        match self.enforcement() {
-            Enforcement::Scaled(scale) => scale.thousandths() as f64 / 1000.0,
-            Enforcement::Enforced | Enforcement::Lifted => 1.0,
-        }
+        self.enforcement().scale().thousandths() as f64 / 1000.0
     }
 
     fn rate_now(&self, limit: Limit, kind: LimitKind) -> Option<f64> {
@@ -408,8 +401,7 @@ impl Pool {
     }
 }
 
-/// Whether these limits of so many members are more than the kernel keeps by itself: bursts,
-/// totals, or limits that several share.
+/// Whether these limits have bursts or totals, or are shared, which the kernel does not keep.
 pub fn is_steered(limits: &Limits, members: usize) -> bool {
     LimitKind::ALL.into_iter().any(|kind| {
         let Limit { rate, burst_rate, .. } = limits.limit(kind);

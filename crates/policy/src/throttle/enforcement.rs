@@ -53,7 +53,7 @@ impl Enforcement {
         if factor(self) <= factor(other) { self } else { other }
     }
 
-    pub(super) const fn scale(self) -> Scale {
+    pub(crate) const fn scale(self) -> Scale {
         match self {
             Self::Scaled(scale) => scale,
             Self::Enforced | Self::Lifted => Scale::ONE,

@@ -8,7 +8,7 @@
 use alloc::vec::Vec;
 
 const CHILDREN: usize = 4;
-/// In the table of places.
+/// In the table of places: not in the heap.
 const ABSENT: u32 = u32::MAX;
 
 #[derive(Clone, Copy, Debug)]

@@ -1,5 +1,4 @@
-//! The limits that a user may set: six rates with their bursts, and `iops-size`; their names; and
-//! which of them make sense together.
+//! The limits that a user may set: six rates with their bursts, and `iops-size`; and their rules.
 //!
 //! Command line, config file and control protocol share this table of settings ([`Setting::ALL`]),
 //! so that a name, a range or a rule cannot differ between them.
@@ -178,8 +177,7 @@ impl Default for Limit {
 
 /// Everything a disk or a group is limited by. The default limits nothing.
 ///
-/// A value of this type may break the rules; [`Limits::validate`] tells, and [`Tree`](super::Tree)
-/// takes no other.
+/// A value may break the rules; [`Limits::validate`] tells.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Limits {
     limits: [Limit; 6],
@@ -255,30 +253,21 @@ impl Limits {
     }
 
     fn check_limit(&self, kind: LimitKind) -> Result<(), Invalid> {
-        let Limit { rate, burst_rate, burst_length_s } = self.limit(kind);
-        let refuse = |part, rule| Err(self.invalid(Of(kind, part), rule));
-        if rate > MAX_VALUE {
-            return refuse(Rate, Rule::AtMost(MAX_VALUE));
+        let Limit { rate, burst_rate, burst_length_s: length } = self.limit(kind);
+        let (base, burst) = (Of(kind, Rate), Of(kind, BurstRate));
+        let rules = [
+            (rate > MAX_VALUE, Rate, Rule::AtMost(MAX_VALUE)),
+            (burst_rate > MAX_VALUE, BurstRate, Rule::AtMost(MAX_VALUE)),
+            (length == 0, BurstLength, Rule::AtLeastOneSecond),
+            (length > 1 && burst_rate == 0, BurstLength, Rule::Needs(burst)),
+            (length > MAX_VALUE / burst_rate.max(1), BurstLength, Rule::BurstTooLarge(burst, burst_rate)),
+            (burst_rate > 0 && rate == 0, BurstRate, Rule::Needs(base)),
+            (burst_rate > 0 && burst_rate < rate, BurstRate, Rule::AtLeastRate(base, rate)),
+        ];
+        match rules.into_iter().find(|(is_broken, ..)| *is_broken) {
+            Some((_, part, rule)) => Err(self.invalid(Of(kind, part), rule)),
+            None => Ok(()),
         }
-        if burst_rate > MAX_VALUE {
-            return refuse(BurstRate, Rule::AtMost(MAX_VALUE));
-        }
-        if burst_length_s == 0 {
-            return refuse(BurstLength, Rule::AtLeastOneSecond);
-        }
-        if burst_length_s > 1 && burst_rate == 0 {
-            return refuse(BurstLength, Rule::Needs(Of(kind, BurstRate)));
-        }
-        if burst_rate > 0 && burst_length_s > MAX_VALUE / burst_rate {
-            return refuse(BurstLength, Rule::BurstTooLarge(Of(kind, BurstRate), burst_rate));
-        }
-        if burst_rate > 0 && rate == 0 {
-            return refuse(BurstRate, Rule::Needs(Of(kind, Rate)));
-        }
-        if burst_rate > 0 && burst_rate < rate {
-            return refuse(BurstRate, Rule::AtLeastRate(Of(kind, Rate), rate));
-        }
-        Ok(())
     }
 
     const fn invalid(&self, setting: Setting, rule: Rule) -> Invalid {

@@ -28,8 +28,8 @@
 //! sibling has had two turns and its share of what this one had. A turn is a request or a slice, C.
 //! With weights w and nothing promised, that is at most Σ (2 Cⱼ + wⱼ/wᵢ · Cᵢ) over its siblings,
 //! plus one turn that its own bucket is overrun by, plus 40 ms of credit
-//! (`tests/throttle/every_order.rs` tries all orders of events). If all of a limit is promised,
-//! that is at most a hundredfold.
+//! (`tests/throttle/every_order.rs` tries all orders of events). Promises lengthen it at most a
+//! hundredfold.
 //!
 //! **The two directions** are apart, as in QEMU: a read passes waiting writes, unless both wait for
 //! a total limit. Then they have turns like siblings, and alternate within a disk.

@@ -42,7 +42,7 @@ pub(super) struct Waiter<T> {
     pub(super) token: T,
 }
 
-/// Most nodes have no limits, and save the space.
+/// What a node with limits has; the others save the space.
 #[derive(Debug)]
 pub(super) struct Limited {
     pub(super) limits: Limits,

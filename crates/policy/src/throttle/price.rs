@@ -13,7 +13,7 @@ use core::ops::Range;
 /// 100 ms. The rest is for the timer and the data.
 pub(super) const SLICE_NS: u64 = 90_000_000;
 
-/// The parts of a whole request: one of the largest (32 MiB, by NBD) is below a byte.
+/// The parts of a whole request: one of the largest request (32 MiB, by NBD) is below a byte.
 pub(super) const WHOLE: u32 = 1 << 30;
 
 /// The longest time a single request is taken to cost in its siblings' eyes, about 19 hours, so

@@ -1,5 +1,4 @@
-//! Limits change while requests wait: the new ones bind at once, and a change that is refused
-//! changes nothing.
+//! Limits change while requests wait: new ones bind at once, refused ones change nothing.
 
 use crate::timeline::{Timeline, Workload, limits, ms, s};
 use policy::request::Direction;
@@ -47,8 +46,7 @@ fn what_waits_is_charged_by_the_iops_size_in_force_when_it_passes() {
     }
     assert!(matches!(ask(&mut group, Cost::one(32768), "large"), Admission::Queued(_)));
     assert!(matches!(ask(&mut group, Cost::one(512), "next"), Admission::Queued(_)));
-    // One operation as limits are now; eight as they will be, of which the empty bucket holds one
-    // and takes one more.
+    // Eight operations as limits will be; the empty bucket holds one and takes one more.
     group.configure(disk, limits("iops-total=10,iops-size=4096"), Share::default(), s(0)).unwrap();
     let mut now = s(0);
     for tenth in 1..=6 {
@@ -100,9 +98,4 @@ fn a_change_with_an_older_instant_does_not_turn_time_back() {
     );
     assert!(matches!(group.request(disk, Direction::Read, Cost::one(0), 2, ms(999)), Admission::Queued(_)));
     assert_eq!(group.poll(ms(999)), Decision::Wait { until: ms(1100) });
-}
-
-#[test]
-fn no_limits_at_all_are_valid() {
-    assert!(Tree::<()>::new(s(0)).add(None, Limits::default(), Share::default()).is_ok());
 }

@@ -101,7 +101,7 @@ struct Checked {
     owner: HashMap<u64, (NodeId, Direction)>,
     next_token: u64,
     out: u64,
-    /// As long as nothing is paid for in parts or enforced differently.
+    /// Expected levels, unless requests are paid for in parts or limits are enforced differently.
     levels: Option<HashMap<NodeId, Levels>>,
 }
 

@@ -82,7 +82,7 @@ fn a_weight_counts_reads_and_writes_together_under_a_total_limit() {
     assert_within_percent(2.0, of_reads, 0.75);
 }
 
-/// Turns alternating for all would give it only writes.
+/// If turns alternated for all disks together, this one would only write.
 #[test]
 fn a_disk_reads_as_much_as_it_writes_beside_one_that_only_reads() {
     let mut disks = Timeline::new("iops-total=1000");

@@ -9,8 +9,7 @@
 //! Read by hand, because every message names file, line, key and value, and the nineteen limits
 //! come from one table.
 //!
-//! Paths in the file are seen from the file's own directory. Nothing in it is ignored: an unknown
-//! key is an error.
+//! Paths are seen from the file's own directory. An unknown key is an error.
 
 mod section;
 #[cfg(test)]
@@ -99,26 +98,28 @@ fn settings(section: &Section<'_>) -> Result<SettingsDraft, Wrong> {
 }
 
 fn limits(section: &Section<'_>) -> Result<LimitsDraft, Wrong> {
-    let mut limits = LimitsDraft::new();
-    for setting in Setting::ALL {
-        let parser = if setting.is_size() { crate::size } else { crate::count };
-        if let Some(said) = section.parse(setting.name(), parser)? {
-            limits.push(Said::new((setting, said.value), said.place));
+    numbers(section, Setting::ALL.map(|setting| (setting, setting.name(), setting.is_size())))
+}
+
+/// Every one of these settings (with its name, and whether it is a size) that the section sets.
+fn numbers<S>(
+    section: &Section<'_>,
+    settings: impl IntoIterator<Item = (S, &'static str, bool)>,
+) -> Result<Vec<Said<(S, u64)>>, Wrong> {
+    let mut numbers = Vec::new();
+    for (setting, name, is_size) in settings {
+        let parser = if is_size { crate::size } else { crate::count };
+        if let Some(said) = section.parse(name, parser)? {
+            numbers.push(Said::new((setting, said.value), said.place));
         }
     }
-    Ok(limits)
+    Ok(numbers)
 }
 
 fn prefetch(section: &Section<'_>) -> Result<PrefetchDraft, Wrong> {
     let mode = section.switch(crate::prefetch::MODE)?;
-    let mut numbers = Vec::new();
-    for setting in prefetch::Setting::ALL {
-        let parser = if crate::prefetch::is_size(setting) { crate::size } else { crate::count };
-        if let Some(said) = section.parse(setting.name(), parser)? {
-            numbers.push(Said::new((setting, said.value), said.place));
-        }
-    }
-    Ok(PrefetchDraft { mode, numbers })
+    let sized = |setting: prefetch::Setting| (setting, setting.name(), crate::prefetch::is_size(setting));
+    Ok(PrefetchDraft { mode, numbers: numbers(section, prefetch::Setting::ALL.map(sized))? })
 }
 
 /// Reads what holds paths.

@@ -117,6 +117,9 @@ fn a_disk_with_nothing_but_an_image() {
 
 #[test]
 fn disks_keep_the_order_of_the_file() {
+    let text: String =
+        (0..1000).map(|n| format!("[disk.d{n}]\nimage = \"null:1G\"\niops-total = 100\n")).collect();
+    assert_eq!(plan(&text).servers[0].exports.len(), 1000);
     let plan =
         plan("[disk.z]\nimage = \"null:1\"\n[disk.a]\nimage = \"null:1\"\n[disk.m]\nimage = \"null:1\"\n");
     let names: Vec<_> = plan.servers[0].exports.iter().map(|export| export.name.as_str()).collect();
@@ -312,10 +315,6 @@ fn values_are_refused_with_their_rule() {
         "force-share = true",
         "needs read-only; sharing an image that others write is for reading alone",
     );
-}
-
-#[test]
-fn long_values_are_cut() {
     let text = format!("[disk.vm1]\nimage = \"a\"\ncache = \"{}\"\n", "é".repeat(100_000));
     let refused = plan_with(&text, 0).unwrap_err();
     assert!(refused.contains("ééé…: is not a cache mode"), "{refused}");
@@ -352,10 +351,6 @@ fn groups_lie_in_groups_but_never_in_themselves() {
         &format!("{disk}[group.a]\ngroup = \"c\"\n"),
         "weir.toml:4: group.a.group = \"c\": is no group of this file (add [group.c])",
     );
-}
-
-#[test]
-fn a_large_circle_is_found_at_once() {
     let count = 100_000;
     let group = |n: usize| format!("[group.g{n}]\ngroup = \"g{}\"\n", (n + 1) % count);
     let text: String = (0..count).map(group).collect();
@@ -500,13 +495,6 @@ fn export_names_are_unique_at_an_address() {
 fn files_that_cannot_be_read_are_named() {
     let error = load(Path::new("/nonexistent/weir.toml")).unwrap_err().to_string();
     assert!(error.starts_with("/nonexistent/weir.toml: cannot be read: No such file"), "{error}");
-}
-
-#[test]
-fn a_thousand_disks_are_read_at_once() {
-    let text: String =
-        (0..1000).map(|n| format!("[disk.d{n}]\nimage = \"null:1G\"\niops-total = 100\n")).collect();
-    assert_eq!(plan(&text).servers[0].exports.len(), 1000);
 }
 
 fn documentation() -> String {

@@ -18,7 +18,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::state::whole_file;
 
-/// They have two kilobytes.
+/// Largest file that is read; they have two kilobytes.
 const MAX_FILE_BYTES: u64 = 64 << 10;
 /// Characters of a device's name in that of its file.
 const MAX_NAME_CHARS: usize = 80;
