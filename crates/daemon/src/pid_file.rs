@@ -13,7 +13,7 @@ use anyhow::Context as _;
 pub(crate) struct PidFile(PathBuf);
 
 impl PidFile {
-    /// Writes it, over what an earlier process left.
+    /// Over what an earlier process left.
     pub(crate) fn write(path: &Path) -> anyhow::Result<Self> {
         let named = || format!("pid file {}: cannot be written", path.display());
         let path = std::path::absolute(path).with_context(named)?;
@@ -26,7 +26,6 @@ impl Drop for PidFile {
     fn drop(&mut self) {
         let ours = fs::read_to_string(&self.0).is_ok_and(|text| text.trim() == process::id().to_string());
         if ours {
-            // It may have gone meanwhile; nobody is left who could do anything about another error.
             let _ = fs::remove_file(&self.0);
         }
     }

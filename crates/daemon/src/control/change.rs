@@ -1,23 +1,16 @@
-//! What happened to the things that run, told to whoever wants to know.
-//!
-//! A listener is called at once, on the main thread, after the change is done: it may look at the
-//! inventory.
+//! What happened to the things that run. A listener is called at once, on the main thread, after
+//! the change is done: it may look at the inventory.
 
 use std::{cell::RefCell, fmt, rc::Rc};
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Change {
-    ExportDeleted {
-        id: String,
-    },
+    /// Its last client is gone.
+    ExportDeleted { id: String },
     /// A disk or a group came or went.
-    Listed {
-        name: String,
-    },
+    Listed { name: String },
     /// A disk or a group has other limits, another weight, another group.
-    SettingsChanged {
-        name: String,
-    },
+    SettingsChanged { name: String },
 }
 
 type Listener = Rc<dyn Fn(&Change)>;

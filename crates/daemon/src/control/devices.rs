@@ -7,10 +7,8 @@
 //!                                    └──► what a probe measured bounds what groups can promise
 //! ```
 //!
-//! Belongs to the main thread. Knows only the disks and groups that the inventory passes to it.
-//!
-//! Never keeps a disk from being served: a device that cannot be found is logged, and limits are
-//! enforced as they are set.
+//! Belongs to the main thread. A device that cannot be found is logged, and limits are enforced as
+//! they are set.
 
 use std::{
     cell::RefCell,
@@ -33,7 +31,7 @@ type Found = (Weak<Disk>, Option<Arc<Device>>);
 pub(crate) struct Devices {
     roots: Roots,
     store: Store,
-    /// By the disk's name. The disk itself tells whether it is still the one of that name.
+    /// By the disk's name; the disk tells whether it is still the one of that name.
     of_disks: RefCell<HashMap<String, Found>>,
     sampler: Sampler,
 }
@@ -84,7 +82,6 @@ impl Devices {
         device
     }
 
-    /// Disks on one device have one [`Device`].
     fn find(&self, disk: &Disk) -> std::io::Result<Option<Arc<Device>>> {
         let Some(id) = id_of(disk, &self.roots)? else { return Ok(None) };
         if let Some(known) = self.known(&id) {

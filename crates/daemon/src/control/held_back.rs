@@ -1,8 +1,5 @@
-//! Says in the log, every ten seconds, which disks and groups were held back by their limits: for
-//! who reads logs and not `weir status`.
-//!
-//! One event each at target `weir::limits`, and none for what was not held back, so that a daemon
-//! at rest says nothing. Looks only, and never at a request.
+//! Logs every ten seconds, at target `weir::limits`, which disks and groups were held back by their
+//! limits.
 
 use std::{
     collections::HashMap,
@@ -17,7 +14,6 @@ use policy::{
 
 use super::inventory::Inventory;
 
-/// Time between two looks.
 const INTERVAL: Duration = Duration::from_secs(10);
 
 /// Looks every [`INTERVAL`] until the handle is dropped, or the inventory is.
@@ -36,7 +32,6 @@ pub(crate) fn watch(inventory: &Rc<Inventory>) -> JoinHandle<()> {
 #[derive(Debug, Default)]
 struct Last(HashMap<String, Seen>);
 
-/// Of a disk or a group, since it was added.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct Seen {
     throttled: u64,
@@ -80,7 +75,7 @@ impl Last {
     }
 }
 
-/// What of it happened since `before`; `None` if nothing was held back and nothing is.
+/// What happened since `before`; `None` if nothing was held back and nothing is.
 fn held_back(stats: &Stats, before: Seen) -> Option<Seen> {
     let seen = Seen::of(stats).since(before);
     (seen != Seen::default() || stats.waiting != [0, 0]).then_some(seen)

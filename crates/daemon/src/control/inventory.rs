@@ -6,11 +6,8 @@
 //! ```
 //!
 //! An arrow is a use: nothing is removed while something uses it. Disks and groups share one space
-//! of names, so that a command that takes either can tell which is meant. Listings are in the order
-//! of the names.
-//!
-//! Keeps what others opened and built, and the rules between them; it opens, parses and prints
-//! nothing. Belongs to the main thread, and never holds a borrow across an await.
+//! of names, and listings are in their order. Belongs to the main thread, and never holds a borrow
+//! across an await.
 
 use std::{
     cell::{Cell, OnceCell, RefCell},
@@ -45,7 +42,7 @@ pub(crate) struct RunningDisk {
     pub(crate) disk: Arc<Disk>,
     pub(crate) image: Image,
     pub(crate) cache: CacheMode,
-    /// Of a qcow2 image's caches: what was asked for, not what it comes to.
+    /// What was asked for, not what it comes to.
     pub(crate) caches: Cell<CacheSettings>,
     /// The nodes that `blockdev-add` named below the disk's own, topmost first.
     pub(crate) below: Vec<NodeBelow>,
@@ -55,7 +52,7 @@ pub(crate) struct RunningDisk {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct NodeBelow {
     pub(crate) name: String,
-    /// Whether it was a disk before another was put over it, and is one again when that goes.
+    /// It was a disk before another was put over it, and is one again when that goes.
     pub(crate) stays: bool,
 }
 
@@ -75,7 +72,7 @@ impl RunningExport {
         self.serving.server().connections_of(self.number)
     }
 
-    /// Whether it was removed, and its last clients are on their way out.
+    /// It was removed, and its last clients are on their way out.
     pub(crate) fn is_ending(&self) -> bool {
         self.ending.get()
     }
@@ -127,8 +124,7 @@ pub(crate) enum End {
     Broken(anyhow::Error),
 }
 
-/// Asks the daemon to end: it begins once the main thread is free, so what was answered before can
-/// still be sent.
+/// Asks the daemon to end, once the main thread is free: answers before can still be sent.
 pub(crate) type Ender = Rc<dyn Fn(End)>;
 
 pub(crate) struct Inventory {
@@ -146,7 +142,7 @@ pub(crate) struct Inventory {
 }
 
 impl Inventory {
-    /// Nothing yet, for a daemon that was configured by this file and ends when `ender` is called.
+    /// Nothing yet, for a daemon that was configured by this file.
     pub(crate) fn new(config: Option<PathBuf>, ender: Ender) -> Rc<Self> {
         Rc::new(Self {
             started: reactor::now(),
@@ -193,10 +189,8 @@ impl Inventory {
         &self.ender
     }
 
-    /// Finds the devices below the disks, now and after each change. What was measured of them is
-    /// in the state directory, or the usual one. Called once.
-    /// Fails if more is reserved than a device was measured to do. Later this is refused to whoever
-    /// asks for it.
+    /// Finds the devices below the disks, now and after each change. Called once. Fails if more is
+    /// reserved than a device was measured to do.
     pub(crate) fn look_at_devices(self: &Rc<Self>, state: Option<&Path>) -> anyhow::Result<()> {
         let devices = self.devices.get_or_init(|| Devices::new(state));
         devices.refresh(self.block_disks(), self.groups())?;
@@ -213,7 +207,6 @@ impl Inventory {
         Ok(())
     }
 
-    /// The devices below the disks, in the order of their names; none before anybody has looked.
     pub(crate) fn devices(&self) -> Vec<Listed> {
         self.devices.get().map(|devices| devices.list(self.block_disks())).unwrap_or_default()
     }
@@ -221,8 +214,6 @@ impl Inventory {
     fn block_disks(&self) -> Vec<Arc<Disk>> {
         self.disks.borrow().values().map(|running| Arc::clone(&running.disk)).collect()
     }
-
-    // Secrets.
 
     pub(crate) fn add_secret(&self, id: &str, secret: Secret) -> Result<(), Refused> {
         match self.secrets.borrow_mut().entry(id.to_owned()) {
@@ -238,7 +229,7 @@ impl Inventory {
         self.secrets.borrow().get(id).cloned().ok_or_else(|| Refused::NoSecret(id.to_owned()))
     }
 
-    /// Forgets it; images that it opened stay open. Whether there was one.
+    /// Whether there was one. Images that it opened stay open.
     pub(crate) fn remove_secret(&self, id: &str) -> bool {
         self.secrets.borrow_mut().remove(id).is_some()
     }
@@ -246,8 +237,6 @@ impl Inventory {
     pub(crate) fn secrets(&self) -> Vec<String> {
         self.secrets.borrow().keys().cloned().collect()
     }
-
-    // Disks.
 
     pub(crate) fn disks(&self) -> Vec<Rc<RunningDisk>> {
         self.disks.borrow().values().cloned().collect()
@@ -266,8 +255,8 @@ impl Inventory {
         Ok(disk)
     }
 
-    /// Removes a disk that nobody uses, flushes and closes it. A flush that fails does not keep it,
-    /// for it would keep it for ever; it is logged.
+    /// Removes a disk that nobody uses, flushes and closes it. A failed flush is only logged: it
+    /// would keep the disk for ever.
     pub(crate) async fn remove_disk(&self, name: &str) -> Result<(), Refused> {
         let disk = self.disk(name)?;
         if let Some(export) = self.exports_of(&disk).first() {
@@ -285,7 +274,6 @@ impl Inventory {
     }
 
     /// Takes a disk that nobody uses out, to be put back as a part of another.
-    /// Fails if there is none, it is exported, or another command is at work on it.
     pub(crate) fn take_disk(&self, name: &str) -> Result<RunningDisk, Refused> {
         let disk = self.disk(name)?;
         if let Some(export) = self.exports_of(&disk).first() {
@@ -313,8 +301,6 @@ impl Inventory {
         exports.values().filter(|export| Rc::ptr_eq(&export.disk, disk)).cloned().collect()
     }
 
-    // Groups.
-
     pub(crate) fn groups(&self) -> Vec<Arc<Group>> {
         self.groups.borrow().values().cloned().collect()
     }
@@ -340,7 +326,6 @@ impl Inventory {
         Ok(())
     }
 
-    /// The names of the disks and groups that are in a group.
     pub(crate) fn members_of(&self, group: &Arc<Group>) -> Vec<String> {
         let disks = self.disks.borrow();
         let inside = |disk: &&Rc<RunningDisk>| {
@@ -360,8 +345,6 @@ impl Inventory {
         Ok(())
     }
 
-    // Servers.
-
     pub(crate) fn servers(&self) -> Vec<Rc<Serving>> {
         self.servers.borrow().clone()
     }
@@ -374,9 +357,7 @@ impl Inventory {
         self.servers.borrow().iter().map(|serving| serving.server().connections()).sum()
     }
 
-    // Exports.
-
-    /// All exports, those included whose last clients are on their way out.
+    /// Those included whose last clients are on their way out.
     pub(crate) fn exports(&self) -> Vec<Rc<RunningExport>> {
         self.exports.borrow().values().cloned().collect()
     }
@@ -385,7 +366,6 @@ impl Inventory {
         self.exports.borrow().get(id).cloned().ok_or_else(|| Refused::NoExport(id.to_owned()))
     }
 
-    /// Lets clients of `serving` reach a disk, from now on.
     pub(crate) fn add_export(&self, serving: &Rc<Serving>, new: NewExport) -> Result<(), Refused> {
         let disk = self.disk(&new.disk)?;
         if self.exports.borrow().contains_key(&new.id) {
@@ -414,9 +394,8 @@ impl Inventory {
         Ok(())
     }
 
-    /// Removes an export. No client finds it any more when this returns; once the last that was
-    /// connected is gone, [`Change::ExportDeleted`] follows, and until then its id and its disk are
-    /// in use. Fails if there is none, or `removal` is safe and it has clients.
+    /// No client finds the export any more when this returns. Its id and its disk stay in use until
+    /// its last client is gone and [`Change::ExportDeleted`] follows.
     pub(crate) fn remove_export(self: &Rc<Self>, id: &str, removal: Removal) -> Result<(), Refused> {
         let export = self.export(id)?;
         match export.serving.server().remove(export.number, removal) {

@@ -7,9 +7,8 @@
 //!                  the parts of the data path
 //! ```
 //!
-//! There is one list of what runs, the [`Inventory`](inventory::Inventory): the daemon fills it
-//! when it starts and empties it when it ends, and whoever changes something in between does it
-//! there. It belongs to the main thread; the data path has no need of it.
+//! There is one list of what runs, the [`Inventory`](inventory::Inventory). It belongs to the main
+//! thread; the data path has no need of it.
 
 pub(crate) mod bitmaps;
 pub(crate) mod change;

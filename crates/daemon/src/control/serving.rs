@@ -1,9 +1,8 @@
 //! A place where clients connect: a server with its listening sockets, accepting on the main
 //! thread.
 //!
-//! Ends in two steps, because the daemon closes all its places before it waits for the clients of
-//! any: [`Serving::close`] lets nobody in any more, [`Serving::stop`] sees those who are in to the
-//! door.
+//! Ends in two steps, because the daemon closes all servers before it waits for the clients of any:
+//! [`Serving::close`], then [`Serving::stop`].
 
 use std::{cell::RefCell, rc::Rc, sync::Arc};
 
@@ -19,15 +18,14 @@ pub(crate) struct Serving {
     server: Arc<nbd::Server>,
     /// Dropping one ends the accepting.
     accepting: RefCell<Vec<JoinHandle<()>>>,
-    /// Where its clients live: the threads end, and the clients with them, once nobody holds these.
+    /// The threads end, and the clients with them, once nobody holds these.
     _workers: Rc<Vec<Worker>>,
     /// Removed when dropped.
     socket_files: RefCell<Vec<SocketFile>>,
 }
 
 impl Serving {
-    /// Accepts on `listeners` and gives each client to the next of `workers`. Calls `broken` if
-    /// that ends before it should.
+    /// Calls `broken` if accepting ends before it should.
     pub(crate) fn start(
         server: Arc<nbd::Server>,
         listeners: Vec<Listener>,
@@ -59,16 +57,14 @@ impl Serving {
         self.authorities.first().map(Authority::to_string).unwrap_or_default()
     }
 
-    /// The URIs of an export here; one for each address.
     pub(crate) fn uris(&self, export: &str, tls: &Tls) -> Vec<String> {
         let mut uris: Vec<_> = self.authorities.iter().map(|authority| authority.uri(export, tls)).collect();
-        // A host name may stand for two addresses, which are one for those who use the name.
+        // A host name may stand for two addresses.
         uris.dedup();
         uris
     }
 
-    /// Lets nobody in any more, and removes the files of its sockets, so that the next daemon need
-    /// not wonder.
+    /// Lets nobody in any more, and removes the files of its sockets.
     pub(crate) fn close(&self) {
         self.accepting.take();
         self.socket_files.take();

@@ -1,7 +1,4 @@
-//! Sockets that the service manager passed (systemd's `LISTEN_FDS`), or anyone who speaks its
-//! protocol: `nbdinfo [ … ]`.
-//!
-//! Each is checked to be a listening stream socket, since clients can be accepted on nothing else.
+//! Sockets that the service manager (systemd's `LISTEN_FDS`) or `nbdinfo [ … ]` passed.
 
 use std::os::fd::{AsFd, OwnedFd};
 
@@ -11,11 +8,10 @@ use nix::sys::socket::{getsockopt, sockopt::AcceptConn};
 
 use super::{Authority, Listener};
 
-/// The sockets of this process's environment.
 pub(crate) struct Inherited(ListenFd);
 
 impl Inherited {
-    /// Takes them out of the environment, so that no child believes they are its own. To be called
+    /// Takes them out of the environment, so that no child takes them for its own. To be called
     /// once, before other threads start.
     pub(crate) fn take() -> Self {
         Self(ListenFd::from_env())
@@ -25,7 +21,6 @@ impl Inherited {
         self.0.len()
     }
 
-    /// The sockets, ready to accept from.
     pub(crate) fn into_listeners(mut self) -> anyhow::Result<Vec<Listener>> {
         (0..self.0.len()).map(|index| self.listener(index)).collect()
     }

@@ -1,6 +1,4 @@
-//! Sockets that clients connect to: bound to an address, or passed by the service manager.
-//!
-//! Only listening sockets come out; who accepts and what is spoken is not known here.
+//! Listening sockets: bound to an address, or passed by the service manager.
 
 mod inherited;
 mod unix;
@@ -34,13 +32,12 @@ impl Listener {
         &self.authority
     }
 
-    /// The socket, and what removes its file when it is dropped.
     pub(crate) fn into_parts(self) -> (OwnedFd, Option<SocketFile>) {
         (self.socket, self.file)
     }
 }
 
-/// The sockets of an endpoint. Those of the service manager can be had once.
+/// The service manager's sockets can be had once.
 pub(crate) fn open(endpoint: &Endpoint, inherited: &mut Option<Inherited>) -> anyhow::Result<Vec<Listener>> {
     match endpoint {
         Endpoint::Address(address) => bind(address),
@@ -56,14 +53,12 @@ pub(crate) fn private(path: &Path) -> anyhow::Result<Listener> {
     Ok(Listener { socket: listener.into(), authority, file: Some(file) })
 }
 
-/// How long an address may outlive the process that listened there: what a process had in flight on
-/// an io_uring is ended after it is gone, and keeps its sockets open until then (measured: 10 ms
-/// after a kill).
+/// How long an address may outlive the process that listened there: requests on an io_uring keep
+/// its sockets open (measured: 10 ms after a kill).
 const AFTERLIFE: Duration = Duration::from_millis(500);
-/// How often it is tried again. The kernel tells nobody when such a socket goes.
+/// The kernel does not tell when such a socket goes.
 const TRY_AGAIN: Duration = Duration::from_millis(50);
 
-/// Tries again for a moment what fails because an address is in use.
 fn patiently<T>(mut attempt: impl FnMut() -> io::Result<T>) -> io::Result<T> {
     let until = Instant::now() + AFTERLIFE;
     loop {
@@ -76,9 +71,7 @@ fn patiently<T>(mut attempt: impl FnMut() -> io::Result<T>) -> io::Result<T> {
     }
 }
 
-/// Listens on an address: one socket, or one for each address that a host name resolves to. An
-/// address that is in use is tried again for a moment, so that a daemon that crashed can be started
-/// again at once.
+/// One socket, or one for each address that a host name resolves to.
 fn bind(address: &Address) -> anyhow::Result<Vec<Listener>> {
     match address {
         Address::Unix(path) => {

@@ -1,8 +1,5 @@
-//! Unix sockets as files: a socket that nobody serves any more is replaced, one that somebody does
-//! is left alone.
-//!
-//! The file of a socket outlives the process that made it, if that was killed. Whether anybody is
-//! there is found by connecting, without waiting.
+//! Unix sockets as files. The file outlives a process that was killed: a socket that nobody serves
+//! is replaced. Whether anybody does is found by connecting.
 
 use std::{
     fs,
@@ -42,10 +39,8 @@ impl SocketFile {
 
 impl Drop for SocketFile {
     fn drop(&mut self) {
-        // Another daemon may have taken the path over meanwhile; then it is not ours to remove.
+        // Another daemon may have taken the path over meanwhile.
         if self.identity.is_some() && identity(&self.path) == self.identity {
-            // If it is gone already, all the better; nobody is left who could do anything about
-            // another error.
             let _ = fs::remove_file(&self.path);
         }
     }
@@ -56,13 +51,11 @@ fn identity(path: &Path) -> Option<(u64, u64)> {
 }
 
 /// Listens at `path`, in the place of a socket that nobody serves.
-/// Fails if somebody does, if something else is there, or the directory does not allow it.
 pub(super) fn bind(path: &Path) -> anyhow::Result<(UnixListener, SocketFile)> {
     bind_with(path, |path| UnixListener::bind(path))
 }
 
-/// As [`bind`], with a file that its owner alone may connect to (mode 0600), from its first moment
-/// on.
+/// As [`bind`], with mode 0600 from the first moment on.
 pub(super) fn bind_private(path: &Path) -> anyhow::Result<(UnixListener, SocketFile)> {
     bind_with(path, |path| {
         let socket = socket(AddressFamily::Unix, SockType::Stream, SockFlag::SOCK_CLOEXEC, None)?;
@@ -187,8 +180,7 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("s");
         let (listener, file) = bind(&path).unwrap();
-        // The old inode stays alive under another name, so that the new socket cannot get its
-        // number.
+        // The old inode stays alive, so that the new socket cannot get its number.
         fs::rename(&path, directory.path().join("old")).unwrap();
         let _theirs = UnixListener::bind(&path).unwrap();
         drop((listener, file));

@@ -28,7 +28,7 @@ impl Authority {
         Self::Unnamed(index)
     }
 
-    /// The URI of an export there; encrypted where the server takes nothing else.
+    /// Encrypted where the server takes nothing else.
     pub(crate) fn uri(&self, export: &str, tls: &Tls) -> String {
         let scheme = if matches!(tls, Tls::Required(_)) { "nbds" } else { "nbd" };
         let export = encoded(export.as_bytes());
@@ -50,8 +50,7 @@ impl fmt::Display for Authority {
     }
 }
 
-/// Everything but RFC 3986's unreserved characters and the slash, which may stand in a path and in
-/// a query, encoded.
+/// Encodes everything but RFC 3986's unreserved characters and the slash.
 fn encoded(bytes: &[u8]) -> String {
     let mut text = String::with_capacity(bytes.len());
     for &byte in bytes {

@@ -17,7 +17,7 @@ use settings::{Credentials, Plan, Service, Tls, secret::Secrets};
 
 use crate::control::inventory::{Inventory, RunningDisk};
 
-/// Opens every image and puts it under its limits; all groups and disks are in the inventory then.
+/// Opens every image and adds all groups and disks to the inventory.
 pub(super) async fn disks(plan: &Plan, inventory: &Inventory) -> anyhow::Result<()> {
     let mut groups = Vec::new();
     for planned in &plan.groups {
@@ -91,7 +91,6 @@ fn options(
     ImageOptions { storage, caches: disk.qcow2.caches, secrets, ..ImageOptions::default() }
 }
 
-/// What every server of this daemon allows its clients.
 pub(super) fn terms(service: &Service) -> nbd::Terms {
     nbd::Terms {
         // A count that does not fit is more than there can ever be.
@@ -100,7 +99,6 @@ pub(super) fn terms(service: &Service) -> nbd::Terms {
     }
 }
 
-/// Whether TLS is required, and the keys; `None` without TLS.
 pub(super) fn credentials(tls: &Tls) -> anyhow::Result<Option<nbd::Tls>> {
     let (required, credentials) = match tls {
         Tls::Off => return Ok(None),

@@ -6,12 +6,8 @@
 //!   signals         waits for SIGTERM, SIGINT, SIGHUP and tells the main thread
 //! ```
 //!
-//! Everything that can be wrong with a plan shows before the first client is let in: images are
-//! opened and locked, keys are read and addresses bound first. Then the log says `ready`, the
-//! service manager is told, and the pid file is written.
-//!
-//! Never leaves what it acknowledged unwritten: at the end every disk is flushed, and a flush that
-//! fails is a failure.
+//! Images are opened, keys read and addresses bound before the first client is let in; then the log
+//! says `ready`. At the end every disk is flushed, and a flush that fails is a failure.
 
 mod arguments;
 mod assemble;
@@ -53,11 +49,10 @@ const MOST_URIS_SHOWN: usize = 16;
 /// Serves until a signal ends it.
 ///
 /// # Errors
-/// [`Failure::Usage`] where the command line contradicts itself, [`Failure::Failed`] for everything
-/// else.
+/// [`Failure::Usage`] where the command line contradicts itself, else [`Failure::Failed`].
 pub fn run(arguments: ServeArgs) -> Result<(), Failure> {
     let inherited = Inherited::take();
-    // Whole, because it is told to clients, which may be somewhere else.
+    // Clients may be in another directory.
     let config = arguments.config.as_deref().map(path::absolute).transpose()?;
     let plan = plan(arguments, inherited.count())?;
     logging::start(&plan.service.log);
@@ -81,7 +76,6 @@ fn plan(arguments: ServeArgs, inherited: usize) -> Result<Plan, Failure> {
 
 enum Event {
     Signal(Request),
-    /// Somebody on the main thread wants the end.
     End(End),
     /// Every connection has ended and every disk is flushed, or could not be.
     Finished(anyhow::Result<()>),
@@ -90,7 +84,6 @@ enum Event {
 struct Daemon {
     inventory: Rc<Inventory>,
     control: Rc<Control>,
-    /// Says who is held back by limits, until it is dropped.
     _held_back: reactor::JoinHandle<()>,
     _pid_file: Option<PidFile>,
     /// Steers limits of control groups; at the end they hold as they are configured.
@@ -99,7 +92,6 @@ struct Daemon {
 }
 
 impl Daemon {
-    /// Opens, binds and starts everything, and says so.
     async fn start(
         plan: &Plan,
         config: Option<PathBuf>,
@@ -119,8 +111,7 @@ impl Daemon {
         inventory.look_at_devices(plan.service.state.as_deref())?;
         let tls = assemble::credentials(&plan.service.tls)?;
         let workers = Rc::new(start_workers(&plan.service)?);
-        // Bound before anything is served, and heard once everything is: a command finds the daemon
-        // whole.
+        // Bound before anything is served, and heard once everything is.
         let sockets = plan.service.qmp.iter().map(|path| listen::private(path));
         let sockets = sockets.collect::<anyhow::Result<_>>()?;
         let cgroups = plan.service.cgroup_limits.as_deref();
@@ -135,7 +126,6 @@ impl Daemon {
         Ok(Self { inventory, control, _held_back: held_back, _pid_file: pid_file, _cgroups: cgroups, events })
     }
 
-    /// Waits for the end, and sees to it that it is orderly.
     async fn run(self) -> anyhow::Result<()> {
         let mut outcome = Ok(());
         let mut ending = false;
@@ -174,7 +164,6 @@ impl Daemon {
         }
     }
 
-    /// Logs what each disk has done, for those that did anything.
     fn sum_up(&self) {
         for RunningDisk { disk, .. } in self.inventory.disks().iter().map(AsRef::as_ref) {
             let totals = disk.totals();
@@ -193,8 +182,7 @@ impl Daemon {
         }
     }
 
-    /// Starts the end: no more clients, what is in flight completes, disks are flushed. `signal` is
-    /// why: a signal's name, or another word.
+    /// Starts the end; `signal` is a signal's name, or another word that says why.
     fn finish(&self, signal: &str, ending: Ending) {
         tracing::info!(signal, connections = self.inventory.connections(), "stopping");
         notify(&[NotifyState::Stopping]);
@@ -204,8 +192,7 @@ impl Daemon {
         }
         let disks = self.inventory.disks();
         for RunningDisk { disk, .. } in disks.iter().map(AsRef::as_ref) {
-            // What is in flight is to be finished, and a limit could hold it for hours. QEMU's
-            // drain lifts limits too.
+            // A limit could hold what is in flight for hours. QEMU's drain lifts limits too.
             disk.throttle().lift();
         }
         let control = Rc::clone(&self.control);
@@ -222,7 +209,7 @@ impl Daemon {
     }
 }
 
-/// Binds every address, then lets clients in; returns where they find what.
+/// Binds every address, then lets clients in; returns the exports' URIs.
 async fn listen(
     plan: &Plan,
     inherited: Inherited,
@@ -231,7 +218,7 @@ async fn listen(
     inventory: &Rc<Inventory>,
 ) -> anyhow::Result<Vec<String>> {
     let mut inherited = Some(inherited);
-    // All addresses first: where one cannot be had, no client should have seen the others.
+    // All addresses first: where one fails, no client should have seen the others.
     let open = |server: &settings::Server| listen::open(&server.endpoint, &mut inherited);
     let listeners: Vec<_> = plan.servers.iter().map(open).collect::<Result<_, _>>()?;
     let mut uris = Vec::new();
@@ -271,8 +258,7 @@ async fn add_export(
     Ok(inventory.add_export(serving, new)?)
 }
 
-/// Flushes every disk and closes its image, also those after one that fails, and reports the first
-/// failure.
+/// Also those after one that fails; reports the first failure.
 async fn flush_and_close(disks: &[Rc<RunningDisk>]) -> anyhow::Result<()> {
     let mut outcome = Ok(());
     for RunningDisk { disk, .. } in disks.iter().map(AsRef::as_ref) {

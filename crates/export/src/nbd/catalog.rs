@@ -2,8 +2,7 @@
 //! can do.
 //!
 //! The handshake asks an [`Exports`] each time it needs something, so exports may come, go and
-//! change their size while clients negotiate. [`ExportTable`] is one with a fixed set; a server
-//! whose sizes follow its disks brings its own. Nothing here knows what is behind an export.
+//! change their size while clients negotiate. Nothing here knows what is behind an export.
 
 use super::proto::{self, export_flag};
 use super::session::ReplyStyle;
@@ -13,27 +12,21 @@ use std::sync::Arc;
 /// What an export can do; each field is one of the transmission flags.
 ///
 /// A read-only export offers neither trim nor write-zeroes, whatever the other fields say.
+#[allow(missing_docs, reason = "the names are the flags'")]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Features {
-    /// Refuses everything that writes.
     pub read_only: bool,
-    /// Understands FLUSH.
     pub flush: bool,
-    /// Understands FUA.
     pub fua: bool,
-    /// Understands TRIM.
     pub trim: bool,
-    /// Understands WRITE_ZEROES.
     pub write_zeroes: bool,
-    /// Understands WRITE_ZEROES' FAST_ZERO; nothing without `write_zeroes`.
+    /// Nothing without `write_zeroes`.
     pub fast_zero: bool,
-    /// Answers a READ with DF in one chunk; offered only with structured replies.
+    /// Offered only with structured replies.
     pub dont_fragment: bool,
-    /// Understands CACHE.
     pub cache: bool,
     /// A flush on any connection covers the answered writes of all.
     pub multi_conn: bool,
-    /// A spinning disk.
     pub rotational: bool,
 }
 
@@ -71,22 +64,18 @@ pub struct BlockSizes {
 }
 
 /// Block sizes the specification does not allow.
+#[allow(missing_docs, reason = "each has its message")]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum BlockSizeError {
-    /// The minimum is not a power of two, or above 64 KiB.
     #[error("minimum block size {0}: not a power of two from 1 to 65536")]
     Minimum(u32),
-    /// The preferred size is not a power of two, or below the minimum or 512.
     #[error("preferred block size {0}: not a power of two of at least 512 and the minimum block size")]
     Preferred(u32),
-    /// The largest payload is below the preferred size.
     #[error("maximum payload {0}: below the preferred block size")]
     Maximum(u32),
 }
 
 impl BlockSizes {
-    /// Sizes as they are advertised.
-    ///
     /// `minimum` is a power of two up to 64 KiB, `preferred` one of at least 512 and the minimum,
     /// `maximum` (the longest payload of a READ or WRITE) at least the preferred size.
     pub fn new(minimum: u32, preferred: u32, maximum: u32) -> Result<Self, BlockSizeError> {
@@ -101,8 +90,8 @@ impl BlockSizes {
         }
     }
 
-    /// The minimum for an export of this many bytes: what is configured, or less where the size is
-    /// no multiple of it, because a client held to the larger one could never reach the last bytes.
+    /// The minimum for an export of this size: less than configured where the size is no multiple,
+    /// because a client held to the larger one could never reach the last bytes.
     pub fn minimum_for(self, size_bytes: u64) -> u32 {
         if size_bytes == 0 {
             return self.minimum;
@@ -123,38 +112,31 @@ impl BlockSizes {
 }
 
 impl Default for BlockSizes {
-    /// What the specification lets a client assume: any alignment, 4 KiB preferred, 32 MiB of
-    /// payload.
+    /// What the specification lets a client assume.
     fn default() -> Self {
         Self { minimum: 1, preferred: 4096, maximum: proto::DEFAULT_MAX_PAYLOAD }
     }
 }
 
 /// An export at one moment.
+#[allow(missing_docs, reason = "the types say it")]
 #[derive(Clone, Debug)]
 pub struct ExportInfo {
     /// The canonical name; at most 4096 bytes without NUL are sent.
     pub name: Arc<str>,
     /// A line for people, or empty; clipped to 4096 bytes.
     pub description: Arc<str>,
-    /// The size in bytes.
     pub size_bytes: u64,
-    /// What it can do.
     pub features: Features,
-    /// Its block sizes.
     pub sizes: BlockSizes,
-    /// The names of the bitmaps it offers, of which as many count as there are contexts for; always
-    /// the same for one export.
+    /// The names of the bitmaps it offers; always the same for one export.
     pub bitmaps: Arc<[Arc<str>]>,
 }
 
-/// The exports of a server.
-///
-/// An export's number names the same export for as long as the server runs: a number that was given
-/// away and removed may answer `None`, never another export.
+/// The exports of a server. A number names the same export for as long as the server runs; once
+/// that is removed it answers `None`, never another export.
 pub trait Exports {
-    /// The export of this name; the empty name asks for the default export. Called for each GO: not
-    /// a scan.
+    /// The export of this name; the empty name asks for the default export.
     fn find(&self, name: &str) -> Option<usize>;
 
     /// The export with this number, as it is now.

@@ -6,13 +6,12 @@
 //!            └────────────────────────────────┘                              └──────────┘
 //! ```
 //!
-//! The reader takes in all the requests that one receive brought (`intake`), joins what may be
-//! joined and starts a task for each I/O (`execute`). An I/O that completes at once never waits in
-//! a queue. The writer sends whatever replies are ready in one message.
+//! The reader takes in all the requests that one receive brought (`intake`), merges adjacent ones
+//! and starts a task for each I/O (`execute`). The writer sends all ready replies in one message.
 //!
-//! A client can harm itself only: malformed bytes end its connection, a client that reads no
-//! replies is not read from, and when it goes, what it had in flight is completed and answered to
-//! nobody, and what waited for its limits is forgotten.
+//! A client can harm itself only: malformed bytes end its connection, and a client that reads no
+//! replies is not read from. When it goes, requests in flight are completed; those that wait for
+//! limits are dropped.
 
 use std::{
     cell::Cell,
@@ -39,7 +38,6 @@ use super::{
 };
 use block::{buffer::Buffer, disk::Disk, image::qcow2::bitmap::BitmapView, reactor};
 
-/// Time for the last bytes of a connection that has ended.
 const FAREWELL: Duration = Duration::from_secs(1);
 
 /// Why a connection ended before the client took its leave.
@@ -51,27 +49,25 @@ pub(super) enum Broken {
     Stream(#[from] io::Error),
 }
 
-/// The transmission phase of one client.
 pub(super) struct Connection {
     stream: Stream,
     pub(super) disk: Arc<Disk>,
-    /// By the index that their contexts have.
+    /// By their contexts' index.
     pub(super) bitmaps: Arc<[BitmapView]>,
     pub(super) session: Session,
     pub(super) replier: Replier,
     pub(super) outbox: Outbox,
-    /// Set by the server, from another thread, when no more requests are wanted.
+    /// Set by the server, from another thread.
     stop: Arc<AtomicBool>,
     /// Replies can no longer be sent: the client is gone.
     broken: Cell<bool>,
     /// No more replies will come.
     finished: Cell<bool>,
-    /// Set when nobody is there to answer: requests that still wait for their limits are forgotten.
+    /// Nobody is there to answer: requests that still wait for their limits are dropped.
     pub(super) abandoned: Cell<bool>,
     pub(super) abandonment: Event,
 }
 
-/// How a client stopped sending requests.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum End {
     /// It took its leave, or the server wants no more of it; its last replies are awaited.
@@ -103,7 +99,6 @@ impl Connection {
         })
     }
 
-    /// Requests and bytes that are accepted and not answered yet.
     #[cfg(test)]
     pub(super) fn in_flight(&self) -> (usize, usize) {
         self.outbox.in_flight()
@@ -115,8 +110,7 @@ impl Connection {
         let writer = reactor::spawn_joinable(Rc::clone(&self).send_replies());
         let mut intake = Intake::default();
         let outcome = self.receive_requests(&mut inbox, &mut intake).await;
-        // However receiving ended, also by `stop` in the middle of a batch: what was taken in is in
-        // flight.
+        // However receiving ended, what was taken in is in flight.
         self.start(&mut intake).await;
         let watch = match outcome {
             Ok(End::Orderly) => Some(reactor::spawn_joinable(Rc::clone(&self).watch())),
@@ -140,8 +134,7 @@ impl Connection {
         outcome.map(drop)
     }
 
-    /// Watches a client that has nothing more to say, and notices when it goes without its last
-    /// replies.
+    /// Notices when a client that has left goes without its last replies.
     async fn watch(self: Rc<Self>) {
         // A server that stops has ended the receiving itself: that says nothing about the client.
         if self.stop.load(Ordering::Relaxed) {
@@ -207,7 +200,6 @@ impl Connection {
         Ok(End::Orderly)
     }
 
-    /// Starts everything that was taken in.
     async fn start(self: &Rc<Self>, intake: &mut Intake) {
         if intake.is_empty() {
             return;
@@ -228,8 +220,7 @@ impl Connection {
         }
     }
 
-    /// Waits until one more request may be in flight. What was taken in before must not wait for
-    /// it.
+    /// Waits until one more request may be in flight; what was taken in before does not wait.
     async fn make_room(self: &Rc<Self>, intake: &mut Intake, bytes: usize) {
         if self.outbox.has_room(bytes) {
             return;
@@ -281,12 +272,9 @@ impl Connection {
     }
 
     /// Whether the client has so many replies to read that it will not run dry while requests
-    /// gather.
-    ///
-    /// Such a client gains nothing from being answered one request at a time, and everything from
-    /// being answered cheaply: at depth 32 from memory, lingering raised 104k IOPS to 159k at 57 %
-    /// of the CPU time a request. At depth 4 it would halve them, hence the number: eight replies
-    /// like these, and what the kernel adds to each message.
+    /// gather: eight like these, and what the kernel adds to each message. At depth 32 from memory,
+    /// lingering raised 104k IOPS to 159k at 57 % of the CPU time a request; at depth 4 it would
+    /// halve them.
     fn is_behind(&self, message: &Message) -> bool {
         const REPLIES: usize = 8;
         const OVERHEAD: usize = 256;

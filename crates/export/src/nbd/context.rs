@@ -1,8 +1,7 @@
 //! Metadata contexts: what BLOCK_STATUS can be asked about ("Metadata querying").
 //!
 //! There is `base:allocation`, and `qemu:dirty-bitmap:NAME` for each bitmap that an export offers.
-//! A context is a bit of a set, so a session stays a copyable value; the bitmaps' names are looked
-//! up in the export, whose list of them never changes.
+//! A context is a bit of a set; the bitmaps' names are looked up in the export.
 
 use std::{borrow::Cow, sync::Arc};
 
@@ -88,7 +87,7 @@ impl MetaContexts {
         self.0 & (1 << context.bit()) != 0
     }
 
-    /// How many contexts there are.
+    /// Contexts in the set.
     pub const fn len(self) -> usize {
         self.0.count_ones() as usize
     }

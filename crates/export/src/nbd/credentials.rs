@@ -1,7 +1,6 @@
 //! Server credentials for TLS: a directory of X.509 files, or a file of pre-shared keys.
 //!
-//! Both are laid out as QEMU's `tls-creds-x509` / `tls-creds-psk` and nbdkit's `--tls-certificates`
-//! / `--tls-psk` have them, so that an existing directory works as it is:
+//! Both are laid out as QEMU and nbdkit have them:
 //!
 //! ```text
 //!  X.509   server-cert.pem   the certificate, then its intermediates
@@ -11,8 +10,7 @@
 //!  PSK     keys.psk          a line `user:hexkey` a client, as `psktool` writes it
 //! ```
 //!
-//! Everything is read once, at the start, and every fault is found then: never in front of a
-//! client.
+//! Everything is read once, at the start, and every fault is found then.
 //!
 //! Clients that connect:
 //! - X.509: `nbdinfo 'nbds://HOST/NAME?tls-certificates=DIR'`, with ca-cert.pem, client-cert.pem
@@ -48,27 +46,13 @@ const PSK_CIPHERS: &str = "ECDHE-PSK-CHACHA20-POLY1305:ECDHE-PSK-AES256-CBC-SHA3
                            DHE-PSK-CHACHA20-POLY1305:DHE-PSK-AES256-GCM-SHA384:DHE-PSK-AES128-GCM-SHA256";
 
 /// What is wrong with credentials.
+#[allow(missing_docs, reason = "each has its message")]
 #[derive(Debug, thiserror::Error)]
 pub enum CredentialsError {
-    /// A file cannot be read.
     #[error("{}: {source} ({hint})", path.display())]
-    File {
-        /// The file.
-        path: PathBuf,
-        /// Why not.
-        source: std::io::Error,
-        /// What it is for.
-        hint: &'static str,
-    },
-    /// A file is not what it should be.
+    File { path: PathBuf, source: std::io::Error, hint: &'static str },
     #[error("{}: {why}", path.display())]
-    Content {
-        /// The file.
-        path: PathBuf,
-        /// What is wrong, and what to do.
-        why: String,
-    },
-    /// OpenSSL refused a setting.
+    Content { path: PathBuf, why: String },
     #[error("TLS: {0}")]
     OpenSsl(#[from] ErrorStack),
 }
@@ -81,7 +65,6 @@ pub struct TlsServer {
 
 impl std::fmt::Debug for TlsServer {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        // Nothing of the keys.
         f.write_str("TlsServer")
     }
 }
@@ -142,9 +125,8 @@ impl TlsServer {
     }
 }
 
-/// TLS 1.2 and later ("TLS versions"), with nothing that outlives a connection: no renegotiation,
-/// and no resumption, which would spare a client that reconnects for hours of work one handshake
-/// and costs keys that linger.
+/// TLS 1.2 and later ("TLS versions"), without renegotiation, and without resumption, whose keys
+/// would outlive the connection.
 fn builder() -> Result<SslContextBuilder, ErrorStack> {
     let mut builder = SslContext::builder(SslMethod::tls_server())?;
     builder.set_min_proto_version(Some(SslVersion::TLS1_2))?;
@@ -214,8 +196,7 @@ fn private_key(path: &Path) -> Result<PKey<Private>, CredentialsError> {
     })
 }
 
-/// The keys of a file as GnuTLS's psktool writes it: `user:hexkey`, with a user of unusual bytes as
-/// `#hex`.
+/// As GnuTLS's psktool writes them: `user:hexkey`, with a user of unusual bytes as `#hex`.
 fn keys(file: &[u8]) -> Result<HashMap<Vec<u8>, Vec<u8>>, String> {
     let mut keys = HashMap::new();
     for (number, line) in file.split(|&byte| byte == b'\n').enumerate() {

@@ -4,38 +4,36 @@
 //! here relies on.
 
 /// An error of the protocol ("Error values").
+#[allow(missing_docs, reason = "the specification explains its own names")]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u32)]
 pub enum Errno {
     /// Not permitted: a write to a read-only export.
     Perm = 1,
-    /// The device failed.
     Io = 5,
-    /// Out of memory; the specification asks servers to avoid it.
+    /// The specification asks servers to avoid it.
     NoMem = 12,
     /// The request is malformed, out of place or outside the export.
     Inval = 22,
-    /// No room, or a write past the end.
+    /// Also a write past the end.
     NoSpc = 28,
     /// Longer than can be answered.
     Overflow = 75,
     /// Only for WRITE_ZEROES with FAST_ZERO: it would not be fast.
     NotSup = 95,
-    /// The server is stopping.
     Shutdown = 108,
 }
 
 impl Errno {
-    /// The number on the wire.
+    /// On the wire.
     pub const fn code(self) -> u32 {
         self as u32
     }
 
     /// What a raw Linux `errno` becomes, for any request but WRITE_ZEROES with FAST_ZERO.
     ///
-    /// Quota and file-size limits count as "no space" and an unsupported operation as invalid, as
-    /// the specification asks; what it does not mention is an I/O error, so that a client never
-    /// mistakes a fault of the disk for one of its own.
+    /// What the specification does not mention is an I/O error, so that a client never mistakes a
+    /// fault of the disk for one of its own.
     pub const fn from_linux(raw: i32) -> Self {
         match raw {
             libc::EPERM | libc::EACCES | libc::EROFS => Self::Perm,
@@ -58,8 +56,7 @@ impl Errno {
     }
 }
 
-/// What a number on the wire means to a client: Linux's for the same thing, and EINVAL for one that
-/// is not known ("Error values").
+/// What a number on the wire means to a client; EINVAL where it is not known ("Error values").
 pub const fn to_linux(code: u32) -> i32 {
     match code {
         1 => libc::EPERM,

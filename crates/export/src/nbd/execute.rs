@@ -1,8 +1,5 @@
-//! Carrying out a client's commands: each waits for its limits, does its I/O and leaves its reply
-//! in the outbox.
-//!
-//! Whatever happens, a request leaves exactly one reply, or is counted out because nobody is there
-//! to read it.
+//! Carrying out a client's commands: each waits for its limits, does its I/O and leaves exactly one
+//! reply in the outbox, or is counted out because nobody is there to read it.
 
 use std::{
     future::{Future, poll_fn},
@@ -102,8 +99,7 @@ impl Connection {
         }
     }
 
-    /// Which of several merged reads failed is not known, so each is tried alone: a bad sector is
-    /// one client request's trouble.
+    /// Which of several merged reads failed is not known, so each is tried alone.
     async fn retry_apart(&self, parts: Vec<Incoming>, error: Error) {
         tracing::debug!(disk = %self.disk.name(), %error, requests = parts.len(), "a merged read failed, trying its parts");
         for part in parts {
@@ -167,7 +163,6 @@ impl Connection {
         self.outbox.push_bytes(&reply, bytes);
     }
 
-    /// What a context says about the queried range.
     async fn status_of(&self, context: MetaContext, query: &StatusQuery) -> Result<Vec<reply::Extent>> {
         match context {
             MetaContext::BaseAllocation => {
@@ -215,16 +210,15 @@ impl Connection {
         self.fail_after(tag, errno, what, Vec::new(), bytes);
     }
 
-    /// As [`fail`](Self::fail), behind the chunks of the reply that are there already.
+    /// As [`fail`](Self::fail), behind earlier chunks of the reply.
     fn fail_after(&self, tag: Tag, errno: Errno, what: &str, mut reply: Vec<u8>, bytes: usize) {
         tracing::debug!(disk = %self.disk.name(), ?errno, what, offset = tag.offset, "request failed");
         self.replier.error(tag, errno, what, &mut reply);
         self.outbox.push_bytes(&reply, bytes);
     }
 
-    /// Waits for the disk's limits; `None` if the client went away meanwhile, and its requests with
-    /// it: what a client that has vanished left waiting must not use up what its group's other
-    /// members may have. `requests` and `bytes` were counted in.
+    /// Waits for the disk's limits; `None` if the client went away meanwhile: its waiting requests
+    /// must not use up what its group's other members may have.
     async fn admit(&self, direction: Direction, cost: Cost, requests: usize, bytes: usize) -> Option<Pass> {
         let mut admission = pin!(self.disk.admit(direction, cost));
         // Made only for a request that has to wait.

@@ -1,13 +1,11 @@
-//! Bytes received and not yet understood. One receive may bring many requests; they are parsed
-//! where they lie.
+//! Bytes received and not yet parsed. One receive may bring many requests.
 
 use std::io;
 
 use super::stream::Stream;
 use block::buffer::Buffer;
 
-/// Received at a time, in bytes: what a Unix socket holds by default, so that one receive empties
-/// it.
+/// Received at a time: what a Unix socket holds by default.
 const INBOX_BYTES: usize = 256 << 10;
 
 #[derive(Debug)]
@@ -23,12 +21,10 @@ impl Inbox {
         Self { buffer: Some(Buffer::new(INBOX_BYTES)), start: 0, end: 0 }
     }
 
-    /// What is there.
     pub(super) fn bytes(&self) -> &[u8] {
         self.buffer.as_ref().map_or(&[], |buffer| &buffer[self.start..self.end])
     }
 
-    /// Forgets the first `count` bytes.
     pub(super) fn consume(&mut self, count: usize) {
         assert!(count <= self.end - self.start, "consuming more than was received");
         self.start += count;
@@ -52,8 +48,7 @@ impl Inbox {
         Ok(count > 0)
     }
 
-    /// A buffer of `length` bytes with the payload that comes next: what is here is copied, the
-    /// rest is received in place.
+    /// The next `length` bytes: what is here is copied, the rest is received in place.
     pub(super) async fn payload(&mut self, length: usize, stream: &Stream) -> io::Result<Buffer> {
         let mut payload = Buffer::new(length);
         let mut filled = self.take(&mut payload);
@@ -68,12 +63,11 @@ impl Inbox {
         Ok(payload)
     }
 
-    /// Whether `payload` of this length needs no receiving.
+    /// Whether a payload of this length needs no receiving.
     pub(super) fn holds(&self, length: usize) -> bool {
         self.end - self.start >= length
     }
 
-    /// Drops the `length` bytes that come next.
     pub(super) async fn skip(&mut self, mut length: usize, stream: &Stream) -> io::Result<()> {
         loop {
             let here = length.min(self.bytes().len());

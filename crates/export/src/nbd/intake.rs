@@ -1,16 +1,14 @@
-//! Requests taken in together: what one receive brought is planned as a whole, and adjacent
-//! requests become one I/O.
+//! Requests that one receive brought: adjacent ones become one I/O.
 
 use policy::merge::{Bounds, Candidate, Operation, Planner};
 
 use super::{request::Command, session::Tag};
 use block::buffer::Buffer;
 
-/// How far adjacent requests are joined. Longer I/O gains nothing on today's devices (the kernel
-/// splits it again), and makes the first of the requests wait for the last.
+/// How far adjacent requests are merged. The kernel splits longer I/O again, and the first request
+/// would wait for the last.
 const MERGE: Bounds = Bounds { segments: 256, bytes: 256 << 10 };
 
-/// A request that was accepted, on its way to the disk.
 pub(super) struct Incoming {
     pub(super) tag: Tag,
     pub(super) command: Command,
@@ -35,17 +33,14 @@ impl Incoming {
     }
 }
 
-/// What is carried out as one.
+/// One I/O.
 pub(super) enum Joined {
-    /// A request by itself.
     One(Incoming),
-    /// Reads that follow each other on the disk.
     Reads(Vec<Incoming>),
-    /// Writes that do.
     Writes(Vec<Incoming>),
 }
 
-/// Requests taken in together, and the memory to plan their merging.
+/// A batch of requests, and the memory to plan their merging.
 #[derive(Default)]
 pub(super) struct Intake {
     batch: Vec<Incoming>,
@@ -55,22 +50,19 @@ pub(super) struct Intake {
 }
 
 impl Intake {
-    /// Takes a request in.
     pub(super) fn push(&mut self, request: Incoming) {
         self.batch.push(request);
     }
 
-    /// Whether nothing was taken in.
     pub(super) fn is_empty(&self) -> bool {
         self.batch.is_empty()
     }
 
-    /// The request that was taken in, if it is one alone.
+    /// The request, if it is the only one.
     pub(super) fn take_only(&mut self) -> Option<Incoming> {
         if self.batch.len() == 1 { self.batch.pop() } else { None }
     }
 
-    /// Everything that was taken in, in turn, adjacent requests joined.
     pub(super) fn take_joined(&mut self) -> impl Iterator<Item = Joined> {
         let Self { batch, taken, candidates, planner } = self;
         candidates.clear();

@@ -1,10 +1,7 @@
 //! The exports of a running server: they come and go while clients negotiate and others are served.
 //!
-//! Looked up by the handshake alone. A connection that has begun holds its disk itself, so nothing
-//! here is on a request's way, and a lock that is held for a look-up costs nobody anything.
-//!
-//! A number is given once in a server's life: a client that negotiated an export which was removed
-//! meanwhile finds none, never another one in its place.
+//! Looked up by the handshake alone; a connection holds its disk itself. A number is given once in
+//! a server's life, so a client whose export was removed meanwhile never gets another one.
 
 use std::{
     collections::{BTreeMap, HashMap},
@@ -19,24 +16,21 @@ use super::{
 };
 
 /// A disk as a server offers it.
+#[allow(missing_docs, reason = "the names say it")]
 #[derive(Clone, Debug)]
 pub struct Export {
-    /// The name clients ask for.
     pub name: Arc<str>,
     /// A line for people.
     pub description: Arc<str>,
-    /// The disk.
     pub disk: Arc<Disk>,
     /// Refuse to write, whatever the disk allows.
     pub read_only: bool,
-    /// Bitmaps of the disk's image that clients may look at; at most
-    /// [`MOST_BITMAPS`](super::MOST_BITMAPS) of them are offered.
+    /// At most [`MOST_BITMAPS`](super::MOST_BITMAPS) of the image's bitmaps are offered.
     pub bitmaps: Arc<[BitmapView]>,
 }
 
 impl Export {
-    /// As it is now: an image that was resized from outside has its new size for every client that
-    /// comes after.
+    /// As it is now, with the size of an image that was resized from outside.
     pub(super) fn info(&self) -> ExportInfo {
         let image = self.disk.image();
         if let Err(error) = self.disk.refresh_size() {
@@ -72,7 +66,6 @@ fn block_sizes(storage: BlockSize) -> BlockSizes {
     BlockSizes::new(1, preferred, proto::DEFAULT_MAX_PAYLOAD).unwrap_or_default()
 }
 
-/// Exports by number and by name.
 #[derive(Debug, Default)]
 pub(super) struct LiveExports {
     next: usize,
@@ -81,7 +74,7 @@ pub(super) struct LiveExports {
 }
 
 impl LiveExports {
-    /// Offers `export`; its number, or `None` where its name is taken.
+    /// `None` where its name is taken.
     pub(super) fn add(&mut self, export: Export) -> Option<usize> {
         if self.by_name.contains_key(&export.name) {
             return None;
@@ -93,20 +86,17 @@ impl LiveExports {
         Some(number)
     }
 
-    /// Offers it no longer.
     pub(super) fn remove(&mut self, number: usize) -> Option<Export> {
         let export = self.by_number.remove(&number)?;
         self.by_name.remove(&export.name);
         Some(export)
     }
 
-    /// The export with this number.
     pub(super) fn get(&self, number: usize) -> Option<&Export> {
         self.by_number.get(&number)
     }
 
-    /// The number of the export with this name. The empty name asks for the default export: the one
-    /// named so, or else the one that has been there longest.
+    /// The empty name asks for the default export: the one named so, or else the oldest.
     pub(super) fn find(&self, name: &str) -> Option<usize> {
         let default = || if name.is_empty() { self.by_number.keys().next() } else { None };
         self.by_name.get(name).or_else(default).copied()

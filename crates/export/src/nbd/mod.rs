@@ -23,23 +23,13 @@
 //!    │─── DISC ────────────────────────────────►│  Command::Disconnect
 //! ```
 //!
-//! What a connection does with it:
+//! Bytes that the handshake does not consume belong to whoever is next: the handshake again, the
+//! TLS stream after [`Event::StartTls`], or the requests. The other side, for measuring servers, is
+//! [`client`].
 //!
-//! 1. [`Handshake::start`], send what it wrote, then [`Handshake::advance`] with whatever arrived:
-//!    send what it appends, drop what it consumed, act on the [`Event`]. Bytes that were not
-//!    consumed belong to whoever is next: the handshake again, the TLS stream after
-//!    [`Event::StartTls`], or the requests.
-//! 2. [`request::parse`] for each request. A [`request::Parsed::Refused`] says what to answer and
-//!    how many payload bytes to skip, so that the stream stays in step; a
-//!    [`request::Parsed::Close`] ends the connection.
-//! 3. [`reply::Replier`] writes headers into arrays; payloads are never copied: header and buffers
-//!    go out together with one `writev`.
-//!
-//! The other side of all this, for measuring servers, is [`client`].
-//!
-//! Promises: no input panics, hangs, or makes this module hold more than
-//! [`negotiate::MAX_OPTION_BYTES`]; parsing a request and writing its reply allocate nothing.
-//! Deadlines, limits on connections and on requests in flight are the connection's.
+//! No input panics, hangs, or makes the parsers hold more than [`negotiate::MAX_OPTION_BYTES`];
+//! parsing a request and writing its reply allocate nothing. Deadlines, limits on connections and
+//! on requests in flight are the connection's.
 
 pub mod catalog;
 pub mod client;

@@ -11,12 +11,10 @@
 //!                   └─► Over                     └─► Over (transmission, or closed)
 //! ```
 //!
-//! Whether an option is read, skipped or fatal is decided from its header alone, before any of its
-//! data is kept: the length a client announces costs nothing until the bytes are there, and never
-//! more than [`MAX_OPTION_BYTES`].
+//! The header alone decides whether an option is read, skipped or fatal: an announced length costs
+//! nothing until the bytes are there, and never more than [`MAX_OPTION_BYTES`].
 //!
-//! Never waits, and never answers two options in one step, so that the replies a caller has to hold
-//! are those of one.
+//! Never waits, and never answers two options in one step: a caller holds the replies of one.
 
 use super::catalog::Exports;
 use super::option::{self, Outcome, Refusal, Replies, Terms};
@@ -24,17 +22,13 @@ use super::proto::{self, client_flag, handshake_flag, opt, rep};
 use super::session::Session;
 use super::wire::Fields;
 
-/// Longest option data that is kept and interpreted, in bytes; a longer option is refused with
-/// ERR_TOO_BIG.
-///
-/// Room for a list of metadata queries; INFO and GO, at their most reasonable, need a tenth.
+/// Longest option data that is kept, in bytes; a longer option is refused with ERR_TOO_BIG. A list
+/// of metadata queries fits; INFO and GO need a tenth.
 pub const MAX_OPTION_BYTES: usize = 64 << 10;
-/// Longest option data that is skipped to refuse an option politely, in bytes; past it the
-/// connection is closed ("Termination of the session during option haggling" allows it for denial
-/// of service).
+/// Longest option data that is skipped to refuse an option, in bytes; past it the connection is
+/// closed ("Termination of the session during option haggling").
 pub const MAX_SKIPPED_BYTES: u32 = 1 << 20;
-/// Options a client may send before it is taken for an attacker: enough to describe thousands of
-/// exports one by one.
+/// Options a client may send: enough to describe thousands of exports one by one.
 pub const MAX_OPTIONS: u32 = 1 << 14;
 /// Bytes of a LIST's replies after which a step ends, so that a long list is sent in pieces.
 const LIST_BATCH_BYTES: usize = 64 << 10;
@@ -52,32 +46,21 @@ pub enum TlsPolicy {
 
 /// Why a connection ends during the handshake. Everything but [`Close::Aborted`] is the client's
 /// breach.
+#[allow(missing_docs, reason = "each has its message")]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Close {
-    /// The client said goodbye; send what is left and close.
     #[error("the client ended the negotiation")]
     Aborted,
-    /// Flags that were not offered.
     #[error("client flags {0:#x}: not offered by the server")]
     ClientFlags(u32),
-    /// Something that is no option.
     #[error("option magic {0:#018x}: not an NBD client")]
     OptionMagic(u64),
-    /// Too much data.
     #[error("option {option}: {length} bytes of data are too many to skip")]
-    OptionTooLong {
-        /// The option's number.
-        option: u32,
-        /// The announced length in bytes.
-        length: u32,
-    },
-    /// Too many options.
+    OptionTooLong { option: u32, length: u32 },
     #[error("more than {MAX_OPTIONS} options: taken for an attack")]
     TooManyOptions,
-    /// A client without fixed newstyle may only name an export.
     #[error("option {0}: only EXPORT_NAME is allowed without fixed newstyle")]
     NotFixedNewstyle(u32),
-    /// EXPORT_NAME cannot report an error.
     #[error("EXPORT_NAME: {0}")]
     ExportName(&'static str),
 }
@@ -99,11 +82,10 @@ pub enum Event {
 }
 
 /// The outcome of [`Handshake::advance`].
+#[allow(missing_docs, reason = "the names say it")]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Step {
-    /// How many bytes of the input are done with.
     pub consumed: usize,
-    /// What comes next.
     pub event: Event,
 }
 
@@ -125,10 +107,8 @@ enum Then {
     Abort,
 }
 
-/// The server's side of one connection's handshake.
-///
-/// Protocol: [`Handshake::start`] once, then [`Handshake::advance`] until an event says it is over.
-/// The connection's owner limits the time it may take.
+/// The server's side of one connection's handshake: [`Handshake::start`] once, then
+/// [`Handshake::advance`] until an event says it is over. The owner limits the time it may take.
 #[derive(Debug)]
 pub struct Handshake {
     policy: TlsPolicy,
@@ -186,7 +166,7 @@ impl Handshake {
         self.shutting_down = true;
     }
 
-    /// Works on the current phase: an event, or `None` where the next phase can go on at once.
+    /// `None` where the next phase can go on at once.
     fn step(&mut self, rest: &mut &[u8], exports: &dyn Exports, out: &mut Vec<u8>) -> Option<Event> {
         match self.phase {
             Phase::Flags => match self.gather(rest, 4) {
@@ -208,8 +188,7 @@ impl Handshake {
         }
     }
 
-    /// Takes from `rest` until `want` bytes are together; they may be split over any number of
-    /// inputs.
+    /// Takes from `rest` until `want` bytes are together.
     fn gather(&mut self, rest: &mut &[u8], want: usize) -> Option<Vec<u8>> {
         let missing = want - self.buffer.len();
         let (taken, left) = rest.split_at(missing.min(rest.len()));
@@ -239,8 +218,7 @@ impl Handshake {
             return Some(Event::Close(close));
         }
         if option == opt::SET_META_CONTEXT {
-            // What was selected before is gone "including when this command fails", so also when it
-            // is refused unread.
+            // What was selected before is gone "including when this command fails".
             self.terms.contexts = None;
         }
         self.phase = match self.refusal(option, length) {
@@ -250,7 +228,6 @@ impl Handshake {
         None
     }
 
-    /// Whether the connection goes on after an option with this header.
     fn admissible(&self, option: u32, length: u32) -> Result<(), Close> {
         if self.options > MAX_OPTIONS {
             return Err(Close::TooManyOptions);
@@ -345,7 +322,6 @@ impl Handshake {
         }
     }
 
-    /// The next batch of a LIST's answer.
     fn list(&mut self, mut next: usize, exports: &dyn Exports, out: &mut Vec<u8>) -> Event {
         let start = out.len();
         let mut replies = Replies::new(opt::LIST, out);

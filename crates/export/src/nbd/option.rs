@@ -1,8 +1,6 @@
 //! What each option of the handshake does and answers ("Option types"), once all of its data is
-//! there.
-//!
-//! Framing, limits and the rules a header alone decides are `negotiate`'s; here is what the options
-//! mean. An option that fails changes nothing but what the specification says it resets.
+//! there; framing and limits are `negotiate`'s. An option that fails changes nothing but what the
+//! specification says it resets.
 
 use super::catalog::{ExportInfo, Exports};
 use super::context::{MetaContext, MetaContexts};
@@ -34,7 +32,6 @@ impl Terms {
         }
     }
 
-    /// The contexts that hold for this export: those of another do not count.
     pub(super) fn contexts_of(&self, export: usize) -> MetaContexts {
         match self.contexts {
             Some((selected_for, contexts)) if selected_for == export => contexts,
@@ -42,7 +39,6 @@ impl Terms {
         }
     }
 
-    /// The terms of transmission, should it start on this export now.
     pub(super) fn session(&self, export: usize, about: &ExportInfo, sizes_acknowledged: bool) -> Session {
         let contexts = self.contexts_of(export);
         Session {
@@ -68,7 +64,6 @@ impl Terms {
     }
 }
 
-/// An error reply.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Refusal {
     pub(super) kind: u32,
@@ -85,7 +80,6 @@ impl Refusal {
     }
 }
 
-/// What an option led to.
 pub(super) enum Outcome {
     Replied,
     List,
@@ -95,7 +89,6 @@ pub(super) enum Outcome {
     NoExport(&'static str),
 }
 
-/// Writes the replies to one option.
 pub(super) struct Replies<'a> {
     option: u32,
     out: &'a mut Vec<u8>,
@@ -106,13 +99,11 @@ impl<'a> Replies<'a> {
         Self { option, out }
     }
 
-    /// Bytes waiting to be sent.
     pub(super) fn len(&self) -> usize {
         self.out.len()
     }
 
-    /// One reply whose data is these parts in a row; each is a string or a few fields, so the sum
-    /// fits 32 bits.
+    /// Each part is a string or a few fields, so the sum fits 32 bits.
     pub(super) fn send(&mut self, kind: u32, parts: &[&[u8]]) {
         let length: usize = parts.iter().map(|part| part.len()).sum();
         self.out.extend_from_slice(&proto::OPTION_REPLY_MAGIC.to_be_bytes());
@@ -132,8 +123,7 @@ impl<'a> Replies<'a> {
         self.send(refusal.kind, &[wire::clip(refusal.why).as_bytes()]);
     }
 
-    /// One export of a LIST. One whose name the protocol cannot carry is left out: no client could
-    /// ask for it.
+    /// One export of a LIST; left out where the protocol cannot carry its name.
     pub(super) fn server(&mut self, export: &ExportInfo) {
         let Some(name) = wire::string(export.name.as_bytes()) else { return };
         let length = (name.len() as u32).to_be_bytes();
@@ -141,7 +131,6 @@ impl<'a> Replies<'a> {
     }
 }
 
-/// Acts on an option whose header was admitted and whose data is complete.
 pub(super) fn answer(
     terms: &mut Terms,
     option: u32,
@@ -218,16 +207,13 @@ fn extended_headers(terms: &mut Terms, replies: &mut Replies<'_>) -> Result<Outc
     Ok(Outcome::Replied)
 }
 
-/// An export and the queries about it.
 struct Queries<'a> {
     export: usize,
-    /// The names of the export's bitmaps.
     bitmaps: Arc<[Arc<str>]>,
     texts: Vec<&'a str>,
 }
 
-/// The data of LIST_META_CONTEXT and SET_META_CONTEXT. Holds at most one pointer for each four
-/// bytes of it.
+/// Holds at most one pointer for each four bytes of `data`.
 fn queries<'a>(data: &'a [u8], exports: &dyn Exports) -> Result<Queries<'a>, Refusal> {
     let malformed =
         Refusal::invalid("the lengths do not add up, or a string is not UTF-8 of at most 4096 bytes");
@@ -250,8 +236,7 @@ fn send_context(replies: &mut Replies<'_>, id: u32, name: &str) {
     replies.send(rep::META_CONTEXT, &[&id.to_be_bytes(), name.as_bytes()]);
 }
 
-/// Allowed before structured replies too: the specification leaves that to the server, and it costs
-/// nothing.
+/// Allowed before structured replies too: the specification leaves that to the server.
 fn list_contexts(data: &[u8], exports: &dyn Exports, replies: &mut Replies<'_>) -> Result<Outcome, Refusal> {
     let Queries { bitmaps, texts, .. } = queries(data, exports)?;
     for context in MetaContext::of_export(bitmaps.len()) {
@@ -287,7 +272,6 @@ fn set_contexts(
     Ok(Outcome::Replied)
 }
 
-/// What INFO and GO carry.
 struct Wanted<'a> {
     name: &'a str,
     canonical_name: bool,
@@ -295,8 +279,7 @@ struct Wanted<'a> {
     block_sizes: bool,
 }
 
-/// `None` where the lengths do not add up. Kinds of information that are not known are ignored, as
-/// they MUST be.
+/// `None` where the lengths do not add up. Unknown kinds of information MUST be ignored.
 fn wanted(data: &[u8]) -> Option<Wanted<'_>> {
     let mut fields = Fields::new(data);
     let mut wanted =
@@ -312,11 +295,8 @@ fn wanted(data: &[u8]) -> Option<Wanted<'_>> {
     fields.is_empty().then_some(wanted)
 }
 
-/// Answers INFO or GO, and returns the session GO starts.
-///
-/// The two differ in what follows the ACK alone. Size and flags are always sent; the block sizes
-/// too, because they hold whether asked for or not, but a minimum above 1 binds only a client that
-/// asked ("Size constraints").
+/// Answers INFO or GO, and returns the session GO starts. The block sizes are always sent, but a
+/// minimum above 1 binds only a client that asked ("Size constraints").
 fn describe(
     terms: &Terms,
     data: &[u8],

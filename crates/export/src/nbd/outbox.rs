@@ -7,9 +7,8 @@
 //!   message   ▕ h1 h2 ▏▕─ d2 ─▏▕ h3 h4 ▏▕─ d4 ─▏
 //! ```
 //!
-//! It also counts what a client has in flight, from the moment a request is accepted until its
-//! reply has left: a client that sends requests and reads no replies is left waiting once its share
-//! is used up, and costs no more memory than that.
+//! It also counts what a client has in flight, from when a request is accepted until its reply has
+//! left, which bounds the memory of a client that reads no replies.
 
 use std::cell::{Cell, RefCell};
 
@@ -19,23 +18,18 @@ use block::{
     reactor::Signal,
 };
 
-/// Requests one client may have in flight. QEMU's server stops at 16; deep queues on fast devices
-/// need more.
+/// Requests one client may have in flight; QEMU's server stops at 16.
 pub(super) const MAX_REQUESTS: usize = 512;
-/// Payload one client may have in flight, in bytes: a request of the largest size can be taken in
-/// while another one is answered.
+/// Payload one client may have in flight, in bytes: two requests of the largest size.
 pub(super) const MAX_BYTES: usize = 64 << 20;
-/// Bytes of replies that may be ready and unsent before further requests are started. Storage that
-/// answers from memory would otherwise answer a whole batch into cold buffers before the first byte
-/// leaves: 16 MiB for nbdcopy, at a little over half the throughput.
+/// Bytes of replies that may be unsent before further requests are started. Storage in memory would
+/// otherwise answer a whole batch into cold buffers before the first byte leaves: 16 MiB for
+/// nbdcopy, at a little over half the throughput.
 const MAX_READY: usize = 256 << 10;
-/// A block for headers, in bytes.
 const HEADER_BLOCK: usize = 4096;
-/// Segments in one message; the kernel takes at most 1024 (IOV_MAX). A payload may have more, read
-/// from an image in many small pieces.
+/// Segments in one message; the kernel takes at most 1024 (IOV_MAX). A payload may have more.
 const MAX_SEGMENTS: usize = 1000;
 
-/// A message to send, and what has left with it.
 #[derive(Debug, Default)]
 pub(super) struct Message {
     pub(super) segments: Segments,
@@ -45,9 +39,8 @@ pub(super) struct Message {
 
 #[derive(Debug, Default)]
 struct Queue {
-    /// Messages that are full.
     full: std::collections::VecDeque<Message>,
-    /// The one that is being filled, without the headers that are still in `headers`.
+    /// Without the headers that are still in `headers`.
     open: Message,
     headers: Option<Buffer>,
     /// Bytes of `headers` in use.
@@ -59,7 +52,7 @@ pub(super) struct Outbox {
     queue: RefCell<Queue>,
     requests: Cell<usize>,
     bytes: Cell<usize>,
-    /// Bytes of replies that are queued or being sent.
+    /// Bytes of replies queued or being sent.
     ready: Cell<usize>,
     /// Something to send, or nothing more to come.
     pub(super) news: Signal,
@@ -74,7 +67,6 @@ impl Outbox {
             || (self.requests.get() < MAX_REQUESTS && self.bytes.get() + bytes <= MAX_BYTES)
     }
 
-    /// Counts a request in.
     pub(super) fn begin(&self, bytes: usize) {
         self.requests.set(self.requests.get() + 1);
         self.bytes.set(self.bytes.get() + bytes);
@@ -85,18 +77,15 @@ impl Outbox {
         self.ready.get() >= MAX_READY
     }
 
-    /// Requests and bytes that were counted in and not out.
     #[cfg(test)]
     pub(super) fn in_flight(&self) -> (usize, usize) {
         (self.requests.get(), self.bytes.get())
     }
 
-    /// Nothing is in flight.
     pub(super) fn is_idle(&self) -> bool {
         self.requests.get() == 0
     }
 
-    /// Appends a reply that is its header alone.
     pub(super) fn push_header(&self, header: &ReplyHeader, bytes: usize) {
         self.push(header.as_bytes(), Segments::default(), bytes);
     }
@@ -106,7 +95,7 @@ impl Outbox {
         self.push(header.as_bytes(), payload, bytes);
     }
 
-    /// Appends a reply given as bytes: errors with messages, block status.
+    /// Errors with messages, and block status.
     pub(super) fn push_bytes(&self, reply: &[u8], bytes: usize) {
         if reply.len() <= HEADER_BLOCK / 8 {
             self.push(reply, Segments::default(), bytes);
@@ -165,7 +154,7 @@ impl Queue {
     }
 
     /// Begins another message where this one could not take the headers before a payload, those
-    /// after it and a segment. A reply counts with the last message that it is part of.
+    /// after it and a segment.
     fn close_if_full(&mut self) {
         if self.open.segments.as_slice().len() + 3 > MAX_SEGMENTS {
             self.close_headers();

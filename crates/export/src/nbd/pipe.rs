@@ -1,5 +1,5 @@
-//! A simulated stream: two bounded queues of bytes whose chunks are cut at random, so that every
-//! way a socket may split and delay what is sent gets its turn.
+//! A simulated stream: two bounded queues of bytes that are cut at random, as a socket may split
+//! and delay what is sent.
 
 use std::{
     cell::RefCell,
@@ -22,7 +22,7 @@ const CAPACITY: usize = 8 << 10;
 struct Direction {
     bytes: VecDeque<u8>,
     closed: bool,
-    /// The receiver and the sender of this direction, where they wait.
+    /// Receiver and sender.
     waiting: [Option<Waker>; 2],
 }
 
@@ -32,7 +32,6 @@ impl Direction {
     }
 }
 
-/// One end of a simulated stream.
 #[derive(Clone, Debug)]
 pub(super) struct Pipe {
     incoming: Rc<RefCell<Direction>>,
@@ -44,7 +43,6 @@ fn wake_all(waiting: [Option<Waker>; 2]) {
 }
 
 impl Pipe {
-    /// The two ends of a stream.
     pub(super) fn pair() -> (Self, Self) {
         let (one, other) = (Rc::default(), Rc::default());
         (
@@ -53,8 +51,7 @@ impl Pipe {
         )
     }
 
-    /// As a socket's: some of what is there, at least a byte; 0 once the peer has closed and all is
-    /// read.
+    /// As a socket's: at least a byte; 0 once the peer has closed and all is read.
     pub(super) async fn receive(&self, mut buffer: Buffer, filled: usize) -> (io::Result<usize>, Buffer) {
         let count = poll_fn(|context| {
             let mut incoming = self.incoming.borrow_mut();
@@ -79,7 +76,6 @@ impl Pipe {
         (Ok(count), buffer)
     }
 
-    /// Sends everything, in pieces.
     pub(super) async fn send(&self, segments: Segments) -> io::Result<()> {
         let mut bytes = vec![0; segments.len()];
         segments.copy_to(&mut bytes);

@@ -2,28 +2,21 @@
 //!
 //! Sections "Values", "Request message", "Structured reply chunk message" of doc/proto.md; those of
 //! extended headers from its branch `extension-ext-header`. Everything on the wire is big-endian.
-//! Nothing here decides.
+
+#![allow(missing_docs, reason = "the specification explains its own names")]
 
 /// First eight bytes of every server ("Newstyle negotiation"; ASCII `NBDMAGIC`).
 pub const INIT_MAGIC: u64 = 0x4e42_444d_4147_4943;
 /// Announces newstyle negotiation, and starts each option a client sends (ASCII `IHAVEOPT`).
 pub const OPTION_MAGIC: u64 = 0x4948_4156_454f_5054;
-/// Starts each reply to an option ("Fixed newstyle negotiation").
 pub const OPTION_REPLY_MAGIC: u64 = 0x0003_e889_0455_65a9;
-/// Starts each compact request.
 pub const REQUEST_MAGIC: u32 = 0x2560_9513;
-/// Starts each request once extended headers are negotiated.
 pub const EXTENDED_REQUEST_MAGIC: u32 = 0x21e4_1c71;
-/// Starts each simple reply.
 pub const SIMPLE_REPLY_MAGIC: u32 = 0x6744_6698;
-/// Starts each structured reply chunk.
 pub const STRUCTURED_REPLY_MAGIC: u32 = 0x668e_33ef;
-/// Starts each reply chunk once extended headers are negotiated.
 pub const EXTENDED_REPLY_MAGIC: u32 = 0x6e8a_278c;
 
-/// Bytes of a compact request's header.
 pub const REQUEST_BYTES: usize = 28;
-/// Bytes of an extended request's header.
 pub const EXTENDED_REQUEST_BYTES: usize = 32;
 /// Bytes of an option's header: magic, option, length.
 pub const OPTION_BYTES: usize = 16;
@@ -39,17 +32,13 @@ pub const EXPORT_NAME_PADDING: usize = 124;
 
 /// "Handshake flags": what the server says about the negotiation itself.
 pub mod handshake_flag {
-    /// Options get replies and unknown ones an error.
     pub const FIXED_NEWSTYLE: u16 = 1;
-    /// The zeroes after EXPORT_NAME's answer may be left out.
     pub const NO_ZEROES: u16 = 1 << 1;
 }
 
 /// "Client flags": the client's answer to the handshake flags.
 pub mod client_flag {
-    /// The client speaks fixed newstyle.
     pub const FIXED_NEWSTYLE: u32 = 1;
-    /// The client does not want the zeroes.
     pub const NO_ZEROES: u32 = 1 << 1;
 }
 
@@ -57,21 +46,13 @@ pub mod client_flag {
 pub mod opt {
     /// Choose an export and start transmission; cannot report an error.
     pub const EXPORT_NAME: u32 = 1;
-    /// End the negotiation.
     pub const ABORT: u32 = 2;
-    /// List the exports.
     pub const LIST: u32 = 3;
-    /// Switch to TLS.
     pub const STARTTLS: u32 = 5;
-    /// Describe an export.
     pub const INFO: u32 = 6;
-    /// Describe an export and start transmission.
     pub const GO: u32 = 7;
-    /// Use structured replies.
     pub const STRUCTURED_REPLY: u32 = 8;
-    /// List an export's metadata contexts.
     pub const LIST_META_CONTEXT: u32 = 9;
-    /// Select metadata contexts.
     pub const SET_META_CONTEXT: u32 = 10;
     /// Use 32-byte headers with 64-bit lengths.
     pub const EXTENDED_HEADERS: u32 = 11;
@@ -81,27 +62,16 @@ pub mod opt {
 pub mod rep {
     /// Success, and the last reply to an option.
     pub const ACK: u32 = 1;
-    /// One export of a list.
     pub const SERVER: u32 = 2;
-    /// One fact about an export.
     pub const INFO: u32 = 3;
-    /// One metadata context.
     pub const META_CONTEXT: u32 = 4;
-    /// The option is unknown.
     pub const ERR_UNSUP: u32 = 0x8000_0001;
-    /// The server's configuration forbids it.
     pub const ERR_POLICY: u32 = 0x8000_0002;
-    /// The option is malformed or comes at the wrong time.
     pub const ERR_INVALID: u32 = 0x8000_0003;
-    /// TLS first.
     pub const ERR_TLS_REQD: u32 = 0x8000_0005;
-    /// No such export.
     pub const ERR_UNKNOWN: u32 = 0x8000_0006;
-    /// The server is stopping.
     pub const ERR_SHUTDOWN: u32 = 0x8000_0007;
-    /// The option is too long to process.
     pub const ERR_TOO_BIG: u32 = 0x8000_0009;
-    /// Extended headers are already in force.
     pub const ERR_EXT_HEADER_REQD: u32 = 0x8000_000a;
 }
 
@@ -109,9 +79,7 @@ pub mod rep {
 pub mod info {
     /// Size and transmission flags; always sent.
     pub const EXPORT: u16 = 0;
-    /// The canonical name.
     pub const NAME: u16 = 1;
-    /// A line for people.
     pub const DESCRIPTION: u16 = 2;
     /// Minimum and preferred block, largest payload.
     pub const BLOCK_SIZE: u16 = 3;
@@ -119,27 +87,18 @@ pub mod info {
 
 /// "Transmission flags": what an export can do.
 pub mod export_flag {
-    /// Always set.
     pub const HAS_FLAGS: u16 = 1;
-    /// Writes are refused.
     pub const READ_ONLY: u16 = 1 << 1;
-    /// FLUSH is understood.
     pub const SEND_FLUSH: u16 = 1 << 2;
-    /// The FUA flag is understood.
     pub const SEND_FUA: u16 = 1 << 3;
-    /// A spinning disk.
     pub const ROTATIONAL: u16 = 1 << 4;
-    /// TRIM is understood.
     pub const SEND_TRIM: u16 = 1 << 5;
-    /// WRITE_ZEROES and its NO_HOLE flag are understood.
     pub const SEND_WRITE_ZEROES: u16 = 1 << 6;
     /// READ's DF flag is understood; only with structured replies.
     pub const SEND_DF: u16 = 1 << 7;
     /// A flush on one connection covers the writes of all.
     pub const CAN_MULTI_CONN: u16 = 1 << 8;
-    /// CACHE is understood.
     pub const SEND_CACHE: u16 = 1 << 10;
-    /// WRITE_ZEROES' FAST_ZERO flag is understood.
     pub const SEND_FAST_ZERO: u16 = 1 << 11;
     /// BLOCK_STATUS may name the contexts it wants; only with extended headers.
     pub const BLOCK_STATUS_PAYLOAD: u16 = 1 << 12;
@@ -147,21 +106,14 @@ pub mod export_flag {
 
 /// "Request types".
 pub mod cmd {
-    /// Read.
     pub const READ: u16 = 0;
-    /// Write; the data follows the header.
     pub const WRITE: u16 = 1;
     /// End of the connection; no reply.
     pub const DISC: u16 = 2;
-    /// Make what was answered durable.
     pub const FLUSH: u16 = 3;
-    /// Data no longer needed.
     pub const TRIM: u16 = 4;
-    /// Data needed soon.
     pub const CACHE: u16 = 5;
-    /// Write zeroes without sending them.
     pub const WRITE_ZEROES: u16 = 6;
-    /// What is where.
     pub const BLOCK_STATUS: u16 = 7;
 }
 
@@ -183,32 +135,24 @@ pub mod cmd_flag {
 
 /// "Structured reply flags".
 pub mod reply_flag {
-    /// The last chunk of a reply.
     pub const DONE: u16 = 1;
 }
 
 /// "Structured reply types".
 pub mod reply_type {
-    /// Success without a payload.
     pub const NONE: u16 = 0;
-    /// Data with its offset.
     pub const OFFSET_DATA: u16 = 1;
-    /// A range that reads as zeroes.
     pub const OFFSET_HOLE: u16 = 2;
     /// Extents with 32-bit lengths.
     pub const BLOCK_STATUS: u16 = 5;
     /// Extents with 64-bit lengths; only with extended headers.
     pub const BLOCK_STATUS_EXT: u16 = 6;
-    /// The request failed.
     pub const ERROR: u16 = 0x8001;
-    /// The request failed at an offset.
     pub const ERROR_OFFSET: u16 = 0x8002;
 }
 
 /// Status flags of the context `base:allocation`.
 pub mod state {
-    /// Not allocated.
     pub const HOLE: u32 = 1;
-    /// Reads as zeroes.
     pub const ZERO: u32 = 1 << 1;
 }

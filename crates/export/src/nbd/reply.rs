@@ -1,8 +1,7 @@
 //! Replies of the transmission phase, in each of the three styles.
 //!
-//! Headers are small arrays and payloads stay where they are: the connection sends header and
-//! buffers with one `writev`. Only errors with a message and block status, which are rare, go into
-//! a buffer of the caller's.
+//! Headers are small arrays and payloads stay where they are: the connection sends both with one
+//! `writev`. Errors with a message and block status go into a buffer of the caller's.
 //!
 //! ```text
 //!  simple      magic errno cookie                              16 bytes, then the data of a READ
@@ -11,9 +10,8 @@
 //!  chunks      data: offset, bytes │ hole: offset, length │ error: errno, message │ status: context, extents
 //! ```
 //!
-//! With chunks negotiated every reply is one, also where a simple reply would be allowed: a READ
-//! must not have a simple reply, and one rule is simpler than two. Never more than one chunk of a
-//! reply carries DONE; that is the caller's `last`.
+//! With chunks negotiated every reply is one, also where a simple reply would be allowed. One chunk
+//! of a reply carries DONE; that is the caller's `last`.
 
 use super::context::MetaContext;
 use super::errno::Errno;
@@ -22,8 +20,7 @@ use super::request::StatusQuery;
 use super::session::{ReplyStyle, Session, Tag};
 use super::wire;
 
-/// Longest extent a 32-bit chunk can tell, in bytes: the largest multiple of every possible minimum
-/// block.
+/// Longest extent of a 32-bit chunk, in bytes: a multiple of every possible minimum block.
 const MAX_EXTENT_32: u64 = u32::MAX as u64 & !0xffff;
 
 /// The bytes that go before a payload, or are the whole reply.
@@ -41,7 +38,7 @@ impl ReplyHeader {
         Self { bytes: [0; Self::MAX_BYTES], length: 0 }
     }
 
-    /// Appends a field; the callers below stay within [`ReplyHeader::MAX_BYTES`].
+    /// The callers stay within [`ReplyHeader::MAX_BYTES`].
     fn put<const N: usize>(mut self, field: [u8; N]) -> Self {
         let start = usize::from(self.length);
         self.bytes[start..start + N].copy_from_slice(&field);
@@ -68,7 +65,6 @@ pub struct Extent {
 #[derive(Clone, Copy, Debug)]
 pub struct Replier {
     style: ReplyStyle,
-    /// Most extents a status chunk may have.
     max_extents: usize,
 }
 
@@ -76,8 +72,7 @@ impl Replier {
     /// For requests of this session.
     pub fn new(session: &Session) -> Self {
         let extent_bytes = if session.style == ReplyStyle::Extended { 16 } else { 8 };
-        // A chunk's variable part must not exceed the advertised payload either ("Structured reply
-        // types").
+        // A chunk's variable part must not exceed the payload either ("Structured reply types").
         let fitting = session.maximum_payload as usize / extent_bytes;
         Self { style: session.style, max_extents: fitting.clamp(1, proto::MAX_EXTENTS) }
     }
@@ -92,9 +87,8 @@ impl Replier {
 
     /// Before `length` bytes of data read at `offset`; the bytes follow it on the wire.
     ///
-    /// A simple reply has one for the whole request, and must not be sent before the data is known
-    /// to be good. With chunks `length` is at least 1 and at most `u32::MAX - 8`, and may be a part
-    /// of the request unless it asked not to fragment.
+    /// A simple reply has one for the whole request. With chunks `length` is from 1 to
+    /// `u32::MAX - 8`, and may be a part of the request unless it asked not to fragment.
     pub fn data(self, tag: Tag, offset: u64, length: u32, last: bool) -> ReplyHeader {
         match self.style {
             ReplyStyle::Simple => simple(tag, 0),
@@ -104,10 +98,8 @@ impl Replier {
         }
     }
 
-    /// Says that `length` bytes at `offset` of a READ are zero; `length` is at least 1. Not for a
-    /// READ with DF.
-    ///
-    /// `None` in the simple style, which has no way to say it.
+    /// Says that `length` bytes at `offset` of a READ without DF are zero; `length` is at least 1.
+    /// `None` in the simple style.
     pub fn hole(self, tag: Tag, offset: u64, length: u32, last: bool) -> Option<ReplyHeader> {
         self.style.has_chunks().then(|| {
             self.chunk(tag, reply_type::OFFSET_HOLE, 12, last)
@@ -116,15 +108,13 @@ impl Replier {
         })
     }
 
-    /// Appends a failure to `out`; `message` goes along where the style can carry it, clipped to
-    /// 4096 bytes.
+    /// Appends a failure to `out`; `message` is clipped to 4096 bytes.
     pub fn error(self, tag: Tag, errno: Errno, message: &str, out: &mut Vec<u8>) {
         let message = wire::clip(message);
         self.error_chunk(tag, reply_type::ERROR, 6, errno, message, out);
     }
 
-    /// [`Replier::error`] that names the byte of the export where it happened, which lies in the
-    /// request's range.
+    /// [`Replier::error`] that names the byte where it happened, which lies in the request's range.
     pub fn error_at(self, tag: Tag, errno: Errno, message: &str, offset: u64, out: &mut Vec<u8>) {
         self.error_chunk(tag, reply_type::ERROR_OFFSET, 14, errno, wire::clip(message), out);
         if self.style.has_chunks() {
@@ -146,10 +136,9 @@ impl Replier {
 
     /// Appends one context's block status to `out`: `extents` in a row from the query's offset.
     ///
-    /// What the specification does not allow to be told is left out: extents past the requested
-    /// length, a second one with `one`, what 32 bits cannot hold, and all past 2²⁰. Where nothing
-    /// is left the range is reported as allocated data, which is always a correct answer. Appends
-    /// nothing in the simple style, whose sessions have no contexts.
+    /// Left out: extents past the requested length, a second one with `one`, what 32 bits cannot
+    /// hold, and all past 2²⁰. Where nothing is left the range is reported as allocated data, which
+    /// is always correct. Appends nothing in the simple style, whose sessions have no contexts.
     pub fn block_status(
         self,
         tag: Tag,
@@ -166,8 +155,7 @@ impl Replier {
         };
         let header = self.chunk(tag, reply_type::NONE, 0, last).as_bytes().len();
         let fixed = if wide { 8 } else { 4 };
-        // The count is known only once the extents are written, so the front is filled in
-        // afterwards.
+        // The count is known once the extents are written: the front is filled in afterwards.
         let start = out.len();
         out.resize(start + header + fixed, 0);
         let most = if query.one { 1 } else { self.max_extents };
@@ -207,7 +195,7 @@ fn simple(tag: Tag, errno: u32) -> ReplyHeader {
         .put(tag.cookie.to_be_bytes())
 }
 
-/// Appends the extents that may be told, `most` at most, and returns their number, at least 1.
+/// Returns the number of extents appended, at least 1.
 fn put_extents(wide: bool, query: &StatusQuery, most: usize, extents: &[Extent], out: &mut Vec<u8>) -> u32 {
     let unknown = [Extent { length: query.length, flags: 0 }];
     let known = extents.iter().any(|extent| extent.length > 0);

@@ -1,9 +1,8 @@
 //! Requests of the transmission phase: a header in, a validated command out.
 //!
 //! Every rule of "Request types", "Command flags" and "Size constraints" is checked here, so that
-//! what comes out can be handed to a disk as it is: inside the export, aligned, permitted, with a
-//! payload that fits. What is refused says what to answer and how much payload to skip, because the
-//! one thing a bad request must not do is put the stream out of step.
+//! what comes out can be handed to a disk as it is. What is refused says how much payload to skip,
+//! so that the stream stays in step.
 //!
 //! ```text
 //!  header ─► magic? ─► payload too long? ─► command, flags, permission, length, place, alignment
@@ -20,76 +19,35 @@ use super::proto::{self, cmd, cmd_flag, export_flag};
 use super::session::{ReplyStyle, Session, Tag};
 use super::wire::Fields;
 
-/// A command that may be carried out as it is.
+/// A command that may be carried out as it is. Offsets and lengths are in bytes; `fua` is "durable
+/// before the reply".
 ///
 /// Ranges lie inside the export as it was when the request was parsed, are multiples of the
 /// session's minimum block and are not empty. READ and WRITE are at most the session's payload
 /// long; the others may cover the whole export.
+#[allow(missing_docs, reason = "the variants explain their fields")]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Command {
-    /// Read `length` bytes.
-    Read {
-        /// First byte.
-        offset: u64,
-        /// Bytes to read.
-        length: u32,
-        /// Answer with one content chunk at most.
-        dont_fragment: bool,
-    },
+    /// Answered with one content chunk at most where `dont_fragment`.
+    Read { offset: u64, length: u32, dont_fragment: bool },
     /// Write the `length` bytes that follow the header.
-    Write {
-        /// First byte.
-        offset: u64,
-        /// Bytes to write, and of payload.
-        length: u32,
-        /// Durable before the reply.
-        fua: bool,
-    },
+    Write { offset: u64, length: u32, fua: bool },
     /// Finish what is in flight and close; there is no reply.
     Disconnect,
     /// Make every write that was answered durable.
     Flush,
     /// The range's data is no longer needed.
-    Trim {
-        /// First byte.
-        offset: u64,
-        /// Bytes.
-        length: u64,
-        /// Durable before the reply.
-        fua: bool,
-    },
+    Trim { offset: u64, length: u64, fua: bool },
     /// The range will be read soon. A hint: doing nothing, or a part, is a success.
-    Cache {
-        /// First byte.
-        offset: u64,
-        /// Bytes.
-        length: u64,
-    },
-    /// The range reads as zeroes afterwards.
-    WriteZeroes {
-        /// First byte.
-        offset: u64,
-        /// Bytes.
-        length: u64,
-        /// Durable before the reply.
-        fua: bool,
-        /// Leave the range allocated.
-        no_hole: bool,
-        /// Fail with [`Errno::NotSup`] rather than take as long as writing.
-        fast: bool,
-    },
+    Cache { offset: u64, length: u64 },
+    /// The range reads as zeroes afterwards, and with `no_hole` stays allocated. A `fast` one fails
+    /// with [`Errno::NotSup`] rather than take as long as writing.
+    WriteZeroes { offset: u64, length: u64, fua: bool, no_hole: bool, fast: bool },
     /// Describe a range for each of the query's contexts, in one chunk a context.
     BlockStatus(StatusQuery),
-    /// Block status of the contexts that the payload names: read `payload` bytes, then
-    /// [`status_payload`].
-    BlockStatusPayload {
-        /// First byte.
-        offset: u64,
-        /// Bytes that follow the header; at most 8 and 4 for each of the session's contexts.
-        payload: u32,
-        /// One extent a context.
-        one: bool,
-    },
+    /// Block status of the contexts that the payload names: read `payload` bytes (at most 8 and 4
+    /// for each of the session's contexts), then [`status_payload`].
+    BlockStatusPayload { offset: u64, payload: u32, one: bool },
     /// A range of no bytes: answer success ([`super::Replier::success`]), touch nothing.
     Nothing,
 }
@@ -119,34 +77,31 @@ pub struct StatusQuery {
 }
 
 /// A request that was accepted.
+#[allow(missing_docs, reason = "the types say it")]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Request {
-    /// What its replies carry.
     pub tag: Tag,
-    /// What to do.
     pub command: Command,
 }
 
 /// A request that was refused; the connection goes on.
+#[allow(missing_docs, reason = "the types say it")]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Refused {
-    /// What its reply carries.
     pub tag: Tag,
-    /// The error to answer.
     pub errno: Errno,
-    /// The reason, for a person; goes into the reply where it can carry a message.
+    /// For a person; goes into the reply where it can carry a message.
     pub why: &'static str,
     /// Bytes after the header to drop.
     pub skip: u32,
 }
 
 /// A request after which the stream makes no sense.
+#[allow(missing_docs, reason = "each has its message")]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Breach {
-    /// The header does not start as one.
     #[error("request magic {0:#010x}: the client is out of step")]
     Magic(u32),
-    /// More payload than it is sensible to skip.
     #[error("payload of {0} bytes: too many to skip")]
     Payload(u64),
 }
@@ -165,7 +120,6 @@ pub enum Parsed {
     Close(Breach),
 }
 
-/// The fields of either header.
 struct Header {
     magic: u32,
     flags: u16,
@@ -210,8 +164,7 @@ pub fn parse(input: &[u8], session: &Session, size_bytes: u64) -> Parsed {
     }
     let payload = if header.has_payload { header.length } else { 0 };
     // Up to 32 MiB "SHOULD NOT be considered a denial of service attack, even if that length is
-    // larger than the advertised maximum payload size": such a payload is skipped, a longer one
-    // ends the connection.
+    // larger than the advertised maximum payload size": skipped. A longer one ends the connection.
     let most = session.maximum_payload.max(proto::DEFAULT_MAX_PAYLOAD);
     let skip = match u32::try_from(payload) {
         Ok(payload) if payload <= most => payload,
@@ -248,8 +201,7 @@ fn check(header: &Header, session: &Session, size_bytes: u64) -> Result<Command,
     }
 }
 
-/// Flags that are unknown, not offered, or not of this command ("Error values": all of them
-/// EINVAL).
+/// All of them EINVAL ("Error values").
 fn check_flags(header: &Header, session: &Session) -> Result<(), Refusal> {
     let when = |flag, offered| if session.offers(offered) { flag } else { 0 };
     let of_command = match header.kind {
@@ -283,7 +235,6 @@ fn offered(session: &Session, flag: u16, why: &'static str) -> Result<(), Refusa
     if session.offers(flag) { Ok(()) } else { Err((Errno::Inval, why)) }
 }
 
-/// What a request is about, against the export.
 struct Range<'a> {
     offset: u64,
     length: u64,
@@ -292,7 +243,7 @@ struct Range<'a> {
 }
 
 impl Range<'_> {
-    /// Inside the export and aligned; `beyond` is the error for a range past the end.
+    /// `beyond` is the error for a range past the end.
     fn inside(&self, beyond: Errno) -> Result<(), Refusal> {
         let end = self.offset.checked_add(self.length);
         if end.is_none_or(|end| end > self.size_bytes) {
@@ -320,8 +271,7 @@ impl Range<'_> {
 }
 
 fn read(header: &Header, range: &Range<'_>) -> Result<Command, Refusal> {
-    // EOVERFLOW is for clients that understand chunks (READ, "Structured replies"); others expect
-    // EINVAL.
+    // EOVERFLOW is for clients that understand chunks (READ, "Structured replies").
     let too_long = if range.session.style.has_chunks() { Errno::Overflow } else { Errno::Inval };
     let length = range.payload(too_long)?;
     range.inside(Errno::Inval)?;
@@ -369,8 +319,7 @@ fn block_status(header: &Header, range: &Range<'_>) -> Result<Command, Refusal> 
     if header.has_payload {
         let wrong = (Errno::Inval, "the BLOCK_STATUS payload is not a length and one to all of the contexts");
         let payload = u32::try_from(header.length).map_err(|_| wrong)?;
-        // More contexts than were selected can only be repeated or unknown: no need to read them to
-        // refuse.
+        // More contexts than were selected are repeated or unknown, so they need not be read.
         let most = 8 + 4 * contexts.len() as u32;
         if !(12..=most).contains(&payload) || !payload.is_multiple_of(4) {
             return Err(wrong);

@@ -5,12 +5,7 @@
 //! ```
 //!
 //! Accepting happens on one reactor; each connection then lives on one worker thread and never
-//! moves. When the server stops, it closes its listeners, lets every connection finish what it has
-//! in flight, and returns when the last one has.
-//!
-//! Exports are added and removed while it runs. One that is removed is found by no handshake any
-//! more; its clients are reason to refuse the removal, or are disconnected with it, as whoever
-//! removes it chooses.
+//! moves. Exports are added and removed while the server runs.
 
 use std::{
     collections::HashMap,
@@ -46,8 +41,7 @@ use block::reactor::{
 /// What a server allows its clients.
 #[derive(Clone, Copy, Debug)]
 pub struct Terms {
-    /// Connections at a time; further ones wait in the listener's queue until one ends. 0 is
-    /// unlimited.
+    /// Connections at a time, 0 without limit; further ones wait in the listener's queue.
     pub max_connections: usize,
     /// Time for the whole handshake, TLS included.
     pub handshake_timeout: Duration,
@@ -60,7 +54,7 @@ impl Default for Terms {
     }
 }
 
-/// TLS for a server: whether clients must use it, and with what keys.
+/// TLS for a server.
 #[derive(Clone, Debug)]
 pub struct Tls {
     /// Refuse every client that does not start TLS.
@@ -77,20 +71,18 @@ pub struct Server {
     tls: Option<Tls>,
     terms: Terms,
     stopping: AtomicBool,
-    /// Connections by number, to stop them.
     connections: Mutex<HashMap<u64, Live>>,
     next_number: AtomicU64,
-    /// Places taken, and where every change of that is announced to all who wait for one.
+    /// Places taken; `freed` announces every change.
     places: AtomicUsize,
     freed: Event,
 }
 
-/// A connection, seen from other threads.
 #[derive(Debug)]
 struct Live {
     socket: Fd,
     stop: Arc<AtomicBool>,
-    /// The export's number, once the handshake has chosen one.
+    /// Once the handshake has chosen one.
     export: Option<usize>,
 }
 
@@ -99,23 +91,18 @@ struct Live {
 pub enum Removal {
     /// They are reason not to remove it.
     Safe,
-    /// They are disconnected. What they have in flight is finished and answered to nobody; what
-    /// waits for its limits is forgotten.
+    /// They are disconnected: requests in flight are finished, those that wait for limits dropped.
     Hard,
 }
 
 /// Why an export was not removed.
+#[allow(missing_docs, reason = "each has its message")]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum NotRemoved {
-    /// No export has this number.
     #[error("there is no such export")]
     Unknown,
-    /// It has clients.
     #[error("{connections} clients are connected to it")]
-    InUse {
-        /// How many.
-        connections: usize,
-    },
+    InUse { connections: usize },
 }
 
 impl Server {
@@ -133,16 +120,13 @@ impl Server {
         })
     }
 
-    /// Offers `export` from now on; its number, never given again, or `None` where an export of its
-    /// name is there already.
-    ///
-    /// The default export is the one named "", or else the one that has been there longest.
+    /// Offers `export` from now on; its number, or `None` where its name is taken. The default
+    /// export is the one named "", or else the oldest.
     pub fn add(&self, export: Export) -> Option<usize> {
         self.exports.write().unwrap_or_else(PoisonError::into_inner).add(export)
     }
 
-    /// Offers an export no longer. Clients that were disconnected may take a moment to be gone;
-    /// [`Server::wait_until_unused`] waits for them.
+    /// Offers an export no longer. [`Server::wait_until_unused`] waits for disconnected clients.
     ///
     /// # Errors
     /// [`NotRemoved`]; the export stays, and its clients are not disturbed.
@@ -185,8 +169,7 @@ impl Server {
         self.lock().values().filter(|live| live.export == Some(export)).count()
     }
 
-    /// Counts connection `number` to its export, unless that has been removed since the handshake
-    /// found it.
+    /// Counts connection `number` to its export, unless that has been removed meanwhile.
     fn choose(&self, export: usize, number: u64) -> bool {
         let exports = self.exports.read().unwrap_or_else(PoisonError::into_inner);
         let found = exports.get(export).is_some();
@@ -196,11 +179,10 @@ impl Server {
         found
     }
 
-    /// Accepts connections on `listener` and gives them to `workers` in turn, until
-    /// [`Server::stop`].
+    /// Accepts connections and gives them to `workers` in turn, until [`Server::stop`].
     ///
     /// # Errors
-    /// Where `accept(2)` says that the socket is none to accept from.
+    /// `accept(2)` cannot work on this socket.
     pub async fn listen(self: Arc<Self>, listener: Fd, workers: Rc<Vec<Worker>>) -> io::Result<()> {
         let mut turn = 0;
         loop {
@@ -214,8 +196,7 @@ impl Server {
                     }
                     // The client gave up before it was accepted.
                     Some(libc::ECONNABORTED | libc::EINTR | libc::EPROTO | libc::EAGAIN) => continue,
-                    // Out of descriptors or memory, the network, a firewall: it passes, and the
-                    // disks are served meanwhile.
+                    // Out of descriptors or memory, the network, a firewall: it passes.
                     _ => {
                         tracing::warn!(%error, "cannot accept a connection, trying again");
                         let freed = self.freed.listen();
@@ -230,17 +211,15 @@ impl Server {
         }
     }
 
-    /// Refuses new connections and ends the others once they have finished what they have in
-    /// flight. Returns when the last is gone. A client that does not take its last replies is cut
-    /// off after [`FAREWELL`]. Close the listeners' sockets (`shutdown(2)`) to end
-    /// [`Server::listen`].
+    /// Refuses new connections, lets the others finish what they have in flight, and returns when
+    /// the last is gone. A client that does not take its last replies is cut off after 10 s. Close
+    /// the listeners' sockets (`shutdown(2)`) to end [`Server::listen`].
     pub async fn stop(&self) {
         self.stopping.store(true, Ordering::SeqCst);
         self.freed.notify(usize::MAX);
         for live in self.lock().values() {
             live.stop.store(true, Ordering::SeqCst);
-            // Ends the receive that the connection waits in. Fails where the client has gone
-            // already.
+            // Ends the receive that the connection waits in; fails where the client has gone.
             let _ = nix::sys::socket::shutdown(raw(&live.socket), nix::sys::socket::Shutdown::Read);
         }
         if reactor::timeout(FAREWELL, self.wait_for_last()).await.is_err() {
@@ -263,17 +242,15 @@ impl Server {
         }
     }
 
-    /// Connections now.
+    /// Of all exports.
     pub fn connections(&self) -> usize {
         self.lock().len()
     }
 
     fn lock(&self) -> MutexGuard<'_, HashMap<u64, Live>> {
-        // The map is valid between any two of its operations.
         self.connections.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A connection's whole life, on its worker.
     async fn welcome(&self, socket: OwnedFd, number: u64) {
         prepare(&socket);
         let socket = Fd::from(socket);
@@ -299,7 +276,7 @@ impl Server {
     }
 
     /// The handshake: a connection ready for requests, and what arrived behind it. `None` where the
-    /// client only looked around.
+    /// client left without choosing an export.
     pub(super) async fn open(
         &self,
         stream: Stream,
@@ -318,7 +295,6 @@ impl Server {
         Ok(Some((Connection::new(stream, disk, bitmaps, session, Arc::clone(stop)), inbox)))
     }
 
-    /// `None` where the client only looked around.
     async fn negotiate(
         &self,
         mut stream: Stream,
@@ -335,8 +311,7 @@ impl Server {
         loop {
             let step = handshake.advance(inbox.bytes(), self, &mut out);
             inbox.consume(step.consumed);
-            // Before the client is told, or it could be connected to an export that seems to have
-            // no clients.
+            // Before the client is told, or it could have an export that seems to have no clients.
             if let negotiate::Event::Transmission(session) = &step.event
                 && !self.choose(session.export, number)
             {
@@ -375,21 +350,18 @@ impl Server {
     }
 }
 
-/// Why a client that has negotiated is turned away.
 const REMOVED: &str = "the export was removed during the handshake";
 
-/// Replies gathered before they are sent: a client that lists a thousand exports gets them in a few
-/// messages.
+/// Bytes of replies gathered before they are sent, so that long lists go out in few messages.
 const REPLY_BYTES: usize = 32 << 10;
 
 /// How long clients may take to receive their last replies when the server stops: less than service
-/// managers wait before they kill, which would cost the disks their last flush.
+/// managers wait before they kill.
 const FAREWELL: Duration = Duration::from_secs(10);
 
 /// A place among the connections, taken before a client is accepted and freed when dropped.
 struct Place {
     server: Arc<Server>,
-    /// The connection's number.
     number: u64,
 }
 
@@ -438,8 +410,7 @@ fn prepare(socket: &OwnedFd) {
         .ok()
         .and_then(|address| address.family());
     // A Unix socket keeps the kernel's buffer size: with 4 MiB instead of 208 KiB, nbdcopy from
-    // memory lost a tenth, for what lies in the buffer has left the processor's cache by the time
-    // the client reads it.
+    // memory lost a tenth, because buffered data leaves the processor's cache.
     if family != Some(AddressFamily::Unix)
         && let Ok(clone) = socket.try_clone()
     {

@@ -1,5 +1,4 @@
-//! Exports that come and go, over real sockets: who is let in, who is counted, who is shown the
-//! door.
+//! Exports that come and go, over real sockets.
 
 use std::{
     io::{Read, Write},
@@ -50,7 +49,6 @@ async fn choose(mut client: UnixStream, name: &'static str) -> Option<(u64, Unix
     .await
 }
 
-/// Waits for the server to hang up.
 async fn hung_up(mut client: UnixStream) {
     let rest = reactor::blocking(move || client.read(&mut [0; 1])).await;
     assert_eq!(rest.ok(), Some(0), "no byte comes after the end");

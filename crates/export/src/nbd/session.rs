@@ -1,8 +1,6 @@
-//! What a finished handshake agreed on: all that parsing requests and writing replies needs to
-//! know.
+//! What a finished handshake agreed on.
 //!
-//! A session is a small copyable value and never changes; the one thing about an export that may
-//! change under it, its size, is passed with each request instead.
+//! A session never changes; an export's size, which may, is passed with each request instead.
 
 use super::context::MetaContexts;
 use super::proto;
@@ -19,7 +17,7 @@ pub enum ReplyStyle {
 }
 
 impl ReplyStyle {
-    /// Bytes of a request's header.
+    /// Of a request's header.
     pub const fn request_bytes(self) -> usize {
         match self {
             Self::Simple | Self::Structured => proto::REQUEST_BYTES,
@@ -34,22 +32,18 @@ impl ReplyStyle {
 }
 
 /// The transmission phase's terms.
+#[allow(missing_docs, reason = "the names say it")]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Session {
     /// The export, as [`super::Exports::find`] named it.
     pub export: usize,
-    /// The headers both sides use.
     pub style: ReplyStyle,
-    /// The transmission flags the client was told ([`proto::export_flag`]); what they do not offer
-    /// is refused.
+    /// [`proto::export_flag`]s the client was told; what they do not offer is refused.
     pub flags: u16,
-    /// The metadata contexts BLOCK_STATUS may ask for.
     pub contexts: MetaContexts,
-    /// Whether the client asked for the block sizes with GO, which binds it to them ("Size
-    /// constraints").
+    /// The client asked for the block sizes with GO, which binds it to them ("Size constraints").
     pub sizes_acknowledged: bool,
-    /// Offsets and lengths must be multiples of this many bytes; 1 unless the client acknowledged
-    /// the sizes.
+    /// In bytes; 1 unless the client acknowledged the sizes.
     pub minimum_block: u32,
     /// Longest payload of a READ or WRITE, in bytes.
     pub maximum_payload: u32,
@@ -62,14 +56,10 @@ impl Session {
     }
 }
 
-/// What identifies a request in its replies.
-///
-/// The cookie is the client's and opaque; the offset is repeated in extended headers, as the client
-/// sent it.
+/// What identifies a request in its replies. Extended headers repeat the offset as it was sent.
+#[allow(missing_docs, reason = "the names say it")]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Tag {
-    /// The client's cookie.
     pub cookie: u64,
-    /// The request header's offset field.
     pub offset: u64,
 }

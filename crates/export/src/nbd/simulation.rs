@@ -1,5 +1,5 @@
-//! Connections under simulation: several clients at once on one disk, well-behaved and hostile
-//! ones, over pipes that cut what they carry anywhere, through the real handshake.
+//! Simulated connections: well-behaved and hostile clients on one disk, over pipes that cut what
+//! they carry anywhere.
 //!
 //! - Every request of a well-behaved client is answered exactly once, rightly, before its
 //!   connection ends (`client`).
@@ -56,7 +56,6 @@ const REGION: u64 = 40_000;
 /// Most well-behaved clients; behind their regions is one for the hostile.
 const MOST_CLIENTS: u64 = 4;
 const SIZE: u64 = (MOST_CLIENTS + 1) * REGION;
-/// Longer than any run.
 const FOREVER: Duration = Duration::from_secs(24 * 3600);
 
 #[test]
@@ -85,7 +84,7 @@ fn some_time() -> Duration {
     Duration::from_nanos(sim::random(|random| 10_f64.powf(3.0 + 6.0 * random.f64())) as u64)
 }
 
-/// One run; returns what the disk did and how many requests well-behaved clients had answered.
+/// What the disk did, and how many requests of well-behaved clients were answered.
 async fn serve_a_crowd() -> (Totals, u64) {
     let faults = chance(25);
     let disk = Arc::new(disk(draw_storage(faults), draw_limits()));
@@ -133,8 +132,7 @@ async fn serve_a_crowd() -> (Totals, u64) {
     (disk.totals(), answered.get())
 }
 
-/// Cuts the disk off somewhere in the hostile clients' part while all of them are at work, and lets
-/// it grow again.
+/// Cuts the disk off somewhere in the hostile clients' part, and lets it grow again.
 async fn resize_now_and_then(disk: &Disk) {
     for _ in 0..sim::random(|random| random.usize(1..6)) {
         sleep_until(now() + some_time() / 10).await;
@@ -199,7 +197,6 @@ fn serve(disk: &Arc<Disk>) -> Arc<Server> {
     server
 }
 
-/// A connection as the server has it.
 struct Served {
     task: JoinHandle<()>,
     end: Pipe,
@@ -207,7 +204,7 @@ struct Served {
     in_flight: Rc<Cell<(usize, usize)>>,
 }
 
-/// Connects a client: its end of the pipe, and the connection it leads to.
+/// The client's end of the pipe, and the connection it leads to.
 fn connect(server: &Arc<Server>) -> (Pipe, Served) {
     let (ours, theirs) = Pipe::pair();
     let stop = Arc::new(AtomicBool::new(false));
@@ -216,7 +213,7 @@ fn connect(server: &Arc<Server>) -> (Pipe, Served) {
     (ours, Served { task: spawn_joinable(task), end: theirs, stop, in_flight })
 }
 
-/// As the server does it, watching what is in flight.
+/// As [`Server`] does it, watching what is in flight.
 async fn converse(
     server: Arc<Server>,
     pipe: Pipe,
@@ -237,17 +234,14 @@ async fn converse(
             }
         });
         let watched = Rc::clone(&connection);
-        // How it ended is the client's to say.
         let _ = timeout(FOREVER, connection.serve(inbox)).await.expect("a connection does not hang");
         watching.cancel().await;
         assert_eq!(watched.in_flight(), (0, 0), "a connection ended with requests in flight");
         assert_eq!(Rc::strong_count(&watched), 1, "a connection ended with tasks left");
     }
-    // A socket closes as it is dropped.
     pipe.close();
 }
 
-/// A connection to a fast disk that the tests below have to themselves.
 fn connect_alone(size_bytes: u64) -> (Pipe, Served) {
     let storage = Storage::memory(size_bytes);
     connect(&serve(&Arc::new(disk(storage, Limits::default()))))
@@ -262,7 +256,7 @@ async fn neglect_replies(count: u64, length: u32) -> (usize, usize) {
     for cookie in 0..count {
         requests.extend(wire::request(ReplyStyle::Simple, cmd::READ, 0, cookie, 0, u64::from(length)));
     }
-    // Not all of them fit into the pipe, and nobody takes them out.
+    // Not all of them fit into the pipe.
     let _ = timeout(Duration::from_secs(1), wire.send(&requests)).await;
     sleep_until(now() + Duration::from_secs(1)).await;
     let in_flight = served.in_flight.get();

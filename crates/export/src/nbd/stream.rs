@@ -1,5 +1,4 @@
-//! The two-way stream of bytes to a client: a socket, TLS over a socket, or a simulated pipe. Above
-//! it nobody can tell.
+//! The two-way stream of bytes to a client: a socket, TLS over a socket, or a simulated pipe.
 //!
 //! One task receives and one task sends; both may do so at the same time.
 
@@ -22,7 +21,6 @@ use std::os::fd::{AsFd, AsRawFd};
 /// Ciphertext received at a time, in bytes.
 const CIPHERTEXT_BYTES: usize = 64 << 10;
 
-/// A stream to a client.
 #[derive(Debug)]
 pub(super) enum Stream {
     Plain(Fd),
@@ -45,7 +43,6 @@ impl Stream {
         }
     }
 
-    /// Sends all of `segments`.
     pub(super) async fn send(&self, segments: Segments) -> io::Result<()> {
         match self {
             Self::Plain(fd) => send_plain(fd, segments).await,
@@ -61,8 +58,7 @@ impl Stream {
     }
 
     /// Bytes, with the kernel's overhead, that the client has yet to read. Only a Unix socket
-    /// tells; TCP counts what the other *kernel* has not confirmed, and on a fast network that is
-    /// nothing.
+    /// tells; TCP counts what the other *kernel* has not confirmed.
     pub(super) fn unread_bytes(&self) -> usize {
         match self {
             Self::Plain(fd) | Self::Tls { fd, .. } => op::unread_bytes(fd).unwrap_or(0),
@@ -71,7 +67,6 @@ impl Stream {
         }
     }
 
-    /// Ends both directions: the client is gone, or must go.
     pub(super) fn close(&self) {
         match self {
             // Fails only where the peer has closed already.
@@ -83,17 +78,14 @@ impl Stream {
         }
     }
 
-    /// Says farewell where the transport has a way to.
     pub(super) async fn finish(&self) {
         if let Self::Tls { fd, tls } = self {
             tls.borrow_mut().close();
-            // The client may be gone, and then has no use for it.
             let _ = send_outgoing(fd, tls).await;
         }
     }
 
-    /// Becomes TLS, as the server. `received` are the bytes that arrived behind the request to
-    /// start.
+    /// Becomes TLS, as the server; `received` arrived behind the request to start.
     pub(super) async fn start_tls(self, server: &TlsServer, mut received: &[u8]) -> Result<Self, TlsFailure> {
         let Self::Plain(fd) = self else { return Err(TlsFailure::NotPlain) };
         let tls = RefCell::new(Box::new(server.accept()?));
@@ -119,7 +111,6 @@ impl Stream {
     }
 }
 
-/// TLS could not be started.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum TlsFailure {
     #[error("TLS was to be started on a stream that cannot carry it")]
@@ -171,7 +162,7 @@ async fn feed_from_socket(fd: &Fd, tls: &RefCell<Box<TlsStream>>) -> io::Result<
         return Err(io::ErrorKind::UnexpectedEof.into());
     }
     let fed = tls.borrow_mut().feed(&buffer[..count]);
-    // It takes four records, and everything is read out before more is fed.
+    // Everything is read out before more is fed.
     assert_eq!(fed, count, "the queue of ciphertext holds less than one receive");
     Ok(())
 }

@@ -1,5 +1,4 @@
-//! One connection's TLS as a value: ciphertext in, ciphertext out, plaintext on the other side. No
-//! socket.
+//! One connection's TLS as a value: ciphertext in and out, plaintext on the other side. No socket.
 //!
 //! ```text
 //!   socket ──► feed ──►┌─────────┐──► read ──► handshake, requests
@@ -7,11 +6,8 @@
 //!   socket ◄─ outgoing └─────────┘◄── write ◄─ replies
 //! ```
 //!
-//! OpenSSL runs over two queues in memory and reports that it would block where one is empty. Both
-//! are bounded, so a peer that sends without reading, or reads without sending, costs a few records
-//! and no more.
-//!
-//! Never sees a file or a key: those are `credentials`'.
+//! OpenSSL runs over two bounded queues in memory and reports that it would block where one is
+//! empty. Files and keys are `credentials`'.
 
 use openssl::{
     error::ErrorStack,
@@ -19,8 +15,7 @@ use openssl::{
 };
 use std::io;
 
-/// Ciphertext that is kept in each direction, in bytes: four records of the largest size (RFC 8446
-/// §5.2).
+/// Ciphertext kept in each direction, in bytes: four records of the largest size (RFC 8446 §5.2).
 const MAX_QUEUE_BYTES: usize = 4 * RECORD_BYTES;
 /// The largest TLS record with its overhead.
 const RECORD_BYTES: usize = (16 << 10) + 512;
@@ -28,9 +23,9 @@ const RECORD_BYTES: usize = (16 << 10) + 512;
 const MAX_WRITE_BYTES: usize = 16 << 10;
 
 /// What is wrong with a TLS connection.
+#[allow(missing_docs, reason = "each has its message")]
 #[derive(Debug, thiserror::Error)]
 pub enum TlsError {
-    /// OpenSSL refused a setting.
     #[error("TLS: {0}")]
     OpenSsl(#[from] ErrorStack),
     /// The peer broke the protocol, or did not prove who it is.
@@ -41,7 +36,6 @@ pub enum TlsError {
     Limit(&'static str),
 }
 
-/// Bytes waiting to be taken from the front.
 #[derive(Debug, Default)]
 struct Queue {
     bytes: Vec<u8>,
@@ -114,10 +108,8 @@ pub enum TlsRead {
     Closed,
 }
 
-/// The server's side of one TLS connection.
-///
-/// After each call that is not [`TlsStream::feed`] there may be ciphertext to send
-/// ([`TlsStream::outgoing`]), also after a failure: the alert that tells the peer why.
+/// The server's side of one TLS connection. After each call but [`TlsStream::feed`] there may be
+/// ciphertext to send ([`TlsStream::outgoing`]), also after a failure: the alert that says why.
 #[derive(Debug)]
 pub struct TlsStream {
     stream: SslStream<Wire>,
@@ -128,8 +120,7 @@ impl TlsStream {
         Ok(Self { stream: SslStream::new(Ssl::new(context)?, Wire::default())? })
     }
 
-    /// Takes ciphertext that arrived and returns how much of it: less than all once reading lags
-    /// behind.
+    /// Takes ciphertext and returns how much of it: less than all once reading lags behind.
     pub fn feed(&mut self, ciphertext: &[u8]) -> usize {
         let incoming = &mut self.stream.get_mut().incoming;
         let count = ciphertext.len().min(MAX_QUEUE_BYTES.saturating_sub(incoming.waiting().len()));
@@ -149,8 +140,7 @@ impl TlsStream {
 
     /// Goes on with the TLS handshake: true once it is complete, false where it needs more input.
     ///
-    /// An error is final ("the server MUST terminate the session"): send what is outgoing and
-    /// close.
+    /// An error is final: send what is outgoing and close.
     pub fn handshake(&mut self) -> Result<bool, TlsError> {
         match self.stream.accept() {
             Ok(()) => Ok(true),
@@ -159,11 +149,9 @@ impl TlsStream {
         }
     }
 
-    /// Decrypts into `plaintext`, which is not empty. Call it until it needs input: one feed may
-    /// hold many records.
+    /// Decrypts into `plaintext`, which is not empty. One feed may hold many records.
     pub fn read(&mut self, plaintext: &mut [u8]) -> Result<TlsRead, TlsError> {
-        // Reading may answer (alerts, key updates). A peer that makes it answer without taking the
-        // answers waits.
+        // Reading may answer (alerts, key updates), and the peer may not take the answers.
         if self.outgoing().len() > 2 * MAX_QUEUE_BYTES {
             return Err(TlsError::Limit("the client sends, but takes no answers"));
         }
@@ -178,9 +166,8 @@ impl TlsStream {
         }
     }
 
-    /// Encrypts from the front of `plaintext` and returns how much of it.
-    ///
-    /// Zero, for a `plaintext` that is not empty, means that what is outgoing has to be sent first.
+    /// Encrypts from the front of `plaintext` and returns how much of it: less than all where what
+    /// is outgoing has to be sent first.
     pub fn write(&mut self, plaintext: &[u8]) -> Result<usize, TlsError> {
         let mut written = 0;
         while written < plaintext.len() && self.outgoing().len() < MAX_QUEUE_BYTES {
@@ -192,7 +179,7 @@ impl TlsStream {
 
     /// Tells the peer that nothing more comes; send what is outgoing, then close the socket.
     pub fn close(&mut self) {
-        // A failure means the connection is beyond a farewell, and it is being closed anyway.
+        // It is being closed anyway.
         let _ = self.stream.shutdown();
     }
 }

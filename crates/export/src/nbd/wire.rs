@@ -1,12 +1,10 @@
 //! Reading big-endian fields off a slice that may end too early.
 //!
-//! Each read takes what it returns and is `None` where the slice is too short, so that a parser is
-//! a chain of `?`. Never allocates: lengths a client announces are only ever compared with bytes
-//! that arrived.
+//! Each read takes what it returns and is `None` where the slice is too short. Never allocates:
+//! announced lengths are only compared with bytes that arrived.
 
 use super::proto::MAX_STRING_BYTES;
 
-/// The part of a message that was not read yet.
 #[derive(Clone, Copy)]
 pub(super) struct Fields<'a>(&'a [u8]);
 
@@ -33,8 +31,7 @@ impl<'a> Fields<'a> {
         self.array().map(u64::from_be_bytes)
     }
 
-    /// A 32-bit length and as many bytes of a string ("Conventions": UTF-8, no NUL, at most 4096
-    /// bytes).
+    /// A 32-bit length and a string ("Conventions": UTF-8, no NUL, at most 4096 bytes).
     pub(super) fn string(&mut self) -> Option<&'a str> {
         let length = usize::try_from(self.u32()?).ok()?;
         let (head, rest) = self.0.split_at_checked(length)?;
@@ -47,7 +44,6 @@ impl<'a> Fields<'a> {
     }
 }
 
-/// The bytes as one of the protocol's strings, if they are one.
 pub(super) fn string(bytes: &[u8]) -> Option<&str> {
     if bytes.len() > MAX_STRING_BYTES || bytes.contains(&0) {
         return None;

@@ -1,9 +1,7 @@
 //! A command's arguments, read key by key, each with its full name.
 //!
-//! As with the config file's sections, what is read is what exists: a key that nobody asked for is
-//! an error. Reading takes a value out, so that what is left at the end is what was too much.
-//!
-//! Never guesses: `"100"` is no integer and `1` no boolean, as in QEMU.
+//! Reading takes a value out; a key that is left at the end is an error. `"100"` is no integer and
+//! `1` no boolean, as in QEMU.
 
 use std::ops::RangeInclusive;
 
@@ -12,7 +10,6 @@ use settings::suggest;
 
 use super::{error::Error, json::shown};
 
-/// The members of an object, and where it is.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct Arguments {
     /// Empty for the command's own arguments, else the object's name with a dot.
@@ -31,7 +28,6 @@ impl Arguments {
         format!("{}{key}", self.prefix)
     }
 
-    /// Takes the value of a key, which is known from now on.
     fn take(&mut self, key: &str) -> Option<Value> {
         self.asked.push(key.to_owned());
         self.members.remove(key)
@@ -60,7 +56,6 @@ impl Arguments {
         is_null
     }
 
-    /// A number in a range, if it is there.
     pub(crate) fn number(&mut self, key: &str, range: RangeInclusive<u64>) -> Result<Option<u64>, Error> {
         let Some(value) = self.take(key) else { return Ok(None) };
         let name = self.name_of(key);
@@ -77,7 +72,7 @@ impl Arguments {
         }
     }
 
-    /// One of a few words, if it is there: its place in `words`.
+    /// One of `words`: its place there.
     pub(crate) fn choice(&mut self, key: &str, words: &[&str]) -> Result<Option<usize>, Error> {
         let Some(word) = self.optional::<String>(key)? else { return Ok(None) };
         match words.iter().position(|known| *known == word) {
@@ -86,8 +81,7 @@ impl Arguments {
         }
     }
 
-    /// An object whose members are read one by one, if it is there. To be
-    /// [finished](Arguments::finish) like this one.
+    /// To be [finished](Arguments::finish) like this one.
     pub(crate) fn object(&mut self, key: &str) -> Result<Option<Self>, Error> {
         let Some(value) = self.take(key) else { return Ok(None) };
         let name = self.name_of(key);
@@ -97,8 +91,7 @@ impl Arguments {
         }
     }
 
-    /// The name of something there is, or an object that describes it, if either is there. QMP's
-    /// type has the name `expected`.
+    /// The name of something, or an object that describes it; `expected` is QMP's type.
     pub(crate) fn reference(&mut self, key: &str, expected: &str) -> Result<Option<Reference>, Error> {
         match self.members.get(key) {
             Some(Value::String(_)) => Ok(self.optional(key)?.map(Reference::Name)),
@@ -108,7 +101,6 @@ impl Arguments {
         }
     }
 
-    /// Reads all of `value`, an object, with `read`.
     #[cfg(test)]
     pub(crate) fn read_all<T>(
         value: Value,
@@ -143,7 +135,7 @@ pub(crate) enum Reference {
 }
 
 pub(crate) trait Read: Sized {
-    /// The value, or why it is none; `name` is its full name.
+    /// `name` is the full one.
     fn read(name: &str, value: Value) -> Result<Self, Error>;
 }
 

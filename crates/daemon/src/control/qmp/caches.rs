@@ -1,8 +1,5 @@
-//! The caches of qcow2 images as arguments and as answers, with the names that QEMU's
-//! `blockdev-add` has for them.
-//!
-//! Where a change leaves something out, it stays as it is; 0 is the default, whatever that comes to
-//! for the image.
+//! The caches of qcow2 images as arguments and answers, with the names of QEMU's `blockdev-add`.
+//! What a change leaves out stays as it is; 0 is the default.
 
 use std::time::Duration;
 

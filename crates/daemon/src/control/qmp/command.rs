@@ -5,8 +5,7 @@
 //!                    all wrong input ends here ┘              └ changes what runs
 //! ```
 //!
-//! Reading and running are apart so that no command can act on arguments of which some are wrong:
-//! by the time it runs, there are none that it has not understood.
+//! Reading and running are apart so that no command can act on arguments of which some are wrong.
 
 use std::{fmt, rc::Rc};
 
@@ -25,7 +24,7 @@ use crate::control::inventory::Inventory;
 pub(crate) trait Command: Sized + 'static {
     const NAME: &'static str;
 
-    /// Takes what it needs out of the arguments. What it leaves is refused.
+    /// What it leaves of the arguments is refused.
     fn read(arguments: &mut Arguments) -> Result<Self, Error>;
 
     /// Does it: all, or nothing where it fails.

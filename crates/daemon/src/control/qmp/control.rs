@@ -1,7 +1,5 @@
-//! The control sockets of a daemon: from its start to its end.
-//!
-//! Connects the three that know nothing of each other: what runs, the commands that change it, and
-//! the server that clients speak to. What happens to the things that run becomes an event here.
+//! The control sockets of a daemon: connects what runs, the commands that change it, and the server
+//! that clients speak to. Changes become events here.
 
 use std::{cell::RefCell, rc::Rc};
 
@@ -29,7 +27,6 @@ pub(crate) struct Control {
 }
 
 impl Control {
-    /// Accepts clients on these sockets, for commands on what is in `inventory`.
     pub(crate) fn start(inventory: &Rc<Inventory>, listeners: Vec<Listener>) -> Self {
         let events = Events::default();
         let commands = Rc::new(Commands::new(TABLE, Rc::clone(inventory)));

@@ -1,9 +1,5 @@
-//! What a command is refused with: one of QMP's classes and a sentence that names the key and the
-//! rule.
-//!
-//! The sentences about arguments have QEMU's own shape, so that who searches the web for one finds
-//! the right answer. Clients decide by the class, people by the sentence; neither ever holds
-//! anything of the process (addresses, backtraces).
+//! What a command is refused with: one of QMP's classes, and a sentence in QEMU's own words that
+//! names the key and the rule.
 
 use std::fmt;
 
@@ -15,7 +11,6 @@ use crate::control::inventory::Refused;
 /// QMP's `QapiErrorClass`, as far as weir has a use for it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Class {
-    /// Everything without a class of its own.
     Generic,
     /// No command has this name, or not now.
     CommandNotFound,
@@ -59,20 +54,17 @@ impl Error {
         Self::generic(format!("Parameter '{key}' is missing"))
     }
 
-    /// An argument of another type than `expected`, a type's name in QMP: `string`, `integer`,
-    /// `boolean`, `array`, `object`.
+    /// `expected` is QMP's name of a type: `string`, `integer`, `boolean`, `array`, `object`.
     pub(crate) fn wrong_type(key: &str, expected: &str) -> Self {
         Self::generic(format!("Invalid parameter type for '{key}', expected: {expected}"))
     }
 
-    /// An argument that is not one of the values there are.
     pub(crate) fn not_accepted(key: &str, value: &str, accepted: &[&str]) -> Self {
         let list = accepted.join(", ");
         Self::generic(format!("Parameter '{key}' does not accept value '{value}' (there are: {list})"))
     }
 
-    /// An argument that breaks a rule; `rule` is the predicate of a sentence whose subject is the
-    /// argument.
+    /// `rule` is the predicate of a sentence whose subject is the argument.
     pub(crate) fn rule(key: &str, rule: impl fmt::Display) -> Self {
         Self::generic(format!("Parameter '{key}' {rule}"))
     }
@@ -92,7 +84,6 @@ impl From<Refused> for Error {
     }
 }
 
-/// Limits that break a rule, and promises that cannot be kept.
 impl From<policy::throttle::Refused> for Error {
     fn from(refused: policy::throttle::Refused) -> Self {
         Self::generic(refused.to_string())

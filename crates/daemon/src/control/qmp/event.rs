@@ -1,7 +1,7 @@
 //! What clients are told without asking.
 //!
-//! An event goes to every client that has negotiated, behind whatever answers it already has to
-//! come. Never waits: a client that does not read is the [outbox](super::outbox)'s affair.
+//! An event goes to every client that has negotiated, behind earlier answers. Never waits: the
+//! [outbox](super::outbox) deals with clients that do not read.
 
 use std::{
     cell::RefCell,
@@ -13,12 +13,12 @@ use serde_json::{Value, json};
 
 use super::outbox::Outbox;
 
-/// Who is told. Clones speak to the same clients.
+/// Clones speak to the same clients.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Events(Rc<RefCell<Vec<Weak<Outbox>>>>);
 
 impl Events {
-    /// Tells every client that `name` has happened; `data` says more, or is `null`.
+    /// `data` may be `null`.
     pub(crate) fn emit(&self, name: &str, data: Value) {
         let event = at(SystemTime::now(), name, data);
         let mut listeners = self.0.borrow_mut();
@@ -29,14 +29,12 @@ impl Events {
         });
     }
 
-    /// Tells this one too, from now on and until it is gone.
     pub(super) fn subscribe(&self, outbox: &Rc<Outbox>) {
         self.0.borrow_mut().push(Rc::downgrade(outbox));
     }
 }
 
-/// An event as it is sent. A clock before 1970 is taken for 1970: QMP's seconds may be -1, and no
-/// client knows that.
+/// A clock before 1970 is taken for 1970: no client knows that QMP's seconds may be -1.
 fn at(time: SystemTime, name: &str, data: Value) -> Value {
     let since = time.duration_since(UNIX_EPOCH).unwrap_or_default();
     let timestamp = json!({ "seconds": since.as_secs(), "microseconds": since.subsec_micros() });

@@ -1,7 +1,5 @@
-//! What the fuzz targets do with bytes of a client, and what has to hold whatever they are.
-//!
-//! Here and not in `fuzz/`, because tests run the same checks for a short time on every change. The
-//! commands work on disks in memory, on a simulated reactor: no file is opened and no time passes.
+//! What the fuzz targets, and tests, do with bytes of a client, and what has to hold whatever they
+//! are. Commands work on disks in memory, on a simulated reactor.
 
 use std::{cell::Cell, rc::Rc, sync::Arc};
 
@@ -32,8 +30,7 @@ const OUTSIDE: [&str; 5] =
 /// The longest error that may come of any input: a client's own text is repeated in parts only.
 const MAX_ERROR_BYTES: usize = 4096;
 
-/// Bytes to values: the same ones however they are cut, and bounded memory. The first byte says
-/// where to cut.
+/// Bytes to values: the same ones however they are cut. The first byte says where to cut.
 pub fn qmp_stream(data: &[u8]) {
     let Some((&piece, text)) = data.split_first() else { return };
     let whole = items(text, text.len().max(1));
@@ -60,8 +57,7 @@ fn items(text: &[u8], piece: usize) -> Vec<Item> {
     items
 }
 
-/// A whole conversation after the negotiation: every request gets one well-formed answer, and what
-/// runs stays consistent.
+/// A conversation: every request gets one well-formed answer, and what runs stays consistent.
 pub fn qmp_session(data: &[u8]) {
     let text = [br#"{"execute":"qmp_capabilities"}"#, data].concat();
     reactor::sim::run(0, async move {

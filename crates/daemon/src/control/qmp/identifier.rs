@@ -1,6 +1,4 @@
 //! Names that clients give: ids as QEMU has them, and names that a config file could hold as well.
-//!
-//! Never judges whether a name is taken; the inventory knows.
 
 use super::{error::Error, json::shown};
 
@@ -20,7 +18,6 @@ pub(super) fn check(key: &str, id: &str) -> Result<(), Error> {
 }
 
 /// A name that can be shown in a line and given on a command line.
-/// Fails if it is empty, too long, or has control characters.
 pub(super) fn check_name(key: &str, name: &str) -> Result<(), Error> {
     if name.is_empty() {
         return Err(Error::rule(key, "is empty"));

@@ -1,17 +1,11 @@
 //! JSON text to a value, stricter than `serde_json` alone: a key that an object holds twice is an
-//! error, not a surprise.
-//!
-//! Two readers that take the first and the last of two keys disagree about what was asked; a daemon
-//! that changes limits must not be one of them. Never sees more than one message, whose length and
-//! depth [`stream`](super::stream) has bounded.
+//! error. [`stream`](super::stream) has bounded the length and depth of a message.
 
 use std::fmt;
 
 use serde::de::{Deserialize, Deserializer, Error as _, MapAccess, SeqAccess, Visitor};
 use serde_json::{Map, Number, Value};
 
-/// The value of a whole text.
-/// Errors: what is wrong with it, with its position, for people.
 pub(super) fn parse(text: &[u8]) -> Result<Value, String> {
     serde_json::from_slice::<Strict>(text).map(|strict| strict.0).map_err(|error| error.to_string())
 }
@@ -82,10 +76,9 @@ impl<'de> Visitor<'de> for Reader {
     }
 }
 
-/// Characters of a client's own text that an error repeats.
 const MAX_SHOWN: usize = 100;
 
-/// What an error shows of a client's text: enough to find it by, never all of a megabyte.
+/// What an error shows of a client's text.
 pub(super) fn shown(text: &str) -> String {
     match text.char_indices().nth(MAX_SHOWN) {
         Some((end, _)) => format!("{}…", &text[..end]),

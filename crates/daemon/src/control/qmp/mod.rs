@@ -7,9 +7,8 @@
 //!                └─► outbox ◄─ event                     answers and news, on their way back
 //! ```
 //!
-//! `stream` and `session` know no sockets, so they are fuzzed; `server` knows no commands, so it is
-//! tested without a disk; `control` puts them together for the daemon. JSON is read and written
-//! here alone: what runs is changed through [`inventory`](super::inventory), in plain values.
+//! `stream` and `session` know no sockets, and `server` knows no commands; `control` puts them
+//! together. JSON is read and written here alone.
 //!
 //! Source: QEMU's `docs/interop/qmp-spec.rst` and its QAPI schema; what differs is in
 //! `docs/reference/qmp.md`.

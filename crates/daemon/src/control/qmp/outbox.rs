@@ -1,11 +1,7 @@
-//! What a client is yet to be sent: answers and events, in order, and no more than it can be
-//! expected to read.
+//! Answers and events on their way to a client, in order.
 //!
-//! An answer is waited for: the next command is not looked at until the client has taken most of
-//! what it asked for. An event has nobody who could wait, so a client that lets them pile up is
-//! given up.
-//!
-//! Never grows past one answer and [`MAX_EVENT_BYTES`].
+//! The next command waits until the client has read most of its answers; a client that lets events
+//! pile up is given up. Never grows past one answer and [`MAX_EVENT_BYTES`].
 
 use std::{
     cell::{Cell, RefCell},
@@ -20,10 +16,9 @@ const ENOUGH_BYTES: usize = 256 << 10;
 /// Above this an event ends the connection.
 const MAX_EVENT_BYTES: usize = 1 << 20;
 
-/// A queue of bytes with one task that fills it and one that empties it.
 pub(super) struct Outbox {
     bytes: RefCell<Vec<u8>>,
-    /// Bytes that were taken and have not left yet.
+    /// Bytes taken that have not left yet.
     leaving: Cell<usize>,
     closed: Cell<bool>,
     given_up: Cell<bool>,
@@ -31,7 +26,7 @@ pub(super) struct Outbox {
     filled: Signal,
     /// Something has left, or nothing more will.
     emptied: Signal,
-    /// Ends the connection under the task that sends: it may be waiting for this very client.
+    /// Ends the connection under the task that sends, which may be waiting for this client.
     hang_up: Box<dyn Fn()>,
 }
 
@@ -42,7 +37,6 @@ impl fmt::Debug for Outbox {
 }
 
 impl Outbox {
-    /// An empty one; `hang_up` is called when its client is given up.
     pub(super) fn new(hang_up: impl Fn() + 'static) -> Self {
         Self {
             bytes: RefCell::default(),
@@ -55,7 +49,6 @@ impl Outbox {
         }
     }
 
-    /// Adds what the client asked for.
     pub(super) fn push(&self, value: &Value) {
         if !self.closed.get() {
             append(&mut self.bytes.borrow_mut(), value);
@@ -63,7 +56,6 @@ impl Outbox {
         }
     }
 
-    /// Adds what it did not ask for; too much of that, and the client is given up.
     pub(super) fn push_event(&self, event: &Value) {
         if self.queued() > MAX_EVENT_BYTES {
             self.give_up();
@@ -76,8 +68,7 @@ impl Outbox {
         self.bytes.borrow().len() + self.leaving.get()
     }
 
-    /// Waits until the client has read enough to be asked for its next command. False if it never
-    /// will.
+    /// Waits until the client may have its next command; false if it never will.
     pub(super) async fn room(&self) -> bool {
         while self.queued() > ENOUGH_BYTES && !self.given_up.get() {
             self.emptied.wait().await;
@@ -85,8 +76,7 @@ impl Outbox {
         !self.given_up.get()
     }
 
-    /// Everything that is to be sent next, once there is something; `None` when all has been and no
-    /// more will come.
+    /// Everything that is to be sent next; `None` when no more will come.
     pub(super) async fn next(&self) -> Option<Vec<u8>> {
         self.leaving.set(0);
         self.emptied.raise();

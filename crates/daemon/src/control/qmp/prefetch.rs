@@ -1,9 +1,5 @@
-//! Reading ahead as arguments and as answers: the settings by the names that they have everywhere
-//! in weir, the figures as counters.
-//!
-//! QEMU has nothing of the kind, so where a command is QEMU's the names have `x-weir-` before them.
-//! Where a change leaves something out, it stays as it is. Never judges how settings go together:
-//! that is the policy's, asked before anything changes.
+//! Reading ahead as arguments and answers. Where a command is QEMU's, the names have `x-weir-`
+//! before them. What a change leaves out stays as it is.
 
 use policy::prefetch::{Mode, Setting, Settings, Stats};
 use serde_json::{Value, json};
@@ -18,7 +14,6 @@ pub(super) struct PrefetchChanges {
 }
 
 impl PrefetchChanges {
-    /// Takes those that are there, each with `prefix` before its name.
     pub(super) fn read(arguments: &mut Arguments, prefix: &str) -> Result<Self, Error> {
         let key = |name: &str| format!("{prefix}{name}");
         let mode = arguments.choice(&key(MODE), &Mode::ALL.map(Mode::name))?.map(|place| Mode::ALL[place]);
@@ -35,8 +30,6 @@ impl PrefetchChanges {
         *self == Self::default()
     }
 
-    /// `settings` with these changes.
-    /// Fails if the whole cannot be.
     pub(super) fn apply_to(&self, mut settings: Settings) -> Result<Settings, Error> {
         settings.mode = self.mode.unwrap_or(settings.mode);
         for &(setting, value) in &self.numbers {
@@ -52,7 +45,7 @@ pub(super) fn settings(settings: &Settings) -> Value {
     Setting::ALL.into_iter().map(number).chain([mode]).collect()
 }
 
-/// What came of it. The shares are absent while nothing has happened that they could be of.
+/// The shares are absent while nothing has happened.
 pub(super) fn statistics(stats: &Stats) -> Value {
     let mut answer = json!({
         "hits": stats.hits,

@@ -6,12 +6,9 @@
 //!                                                              outbox ─► task that sends
 //! ```
 //!
-//! Everything happens on the thread that listens, which is the one that changes what runs: a
-//! command is never half done when another client's begins, unless it waits. A client's own
-//! commands follow each other; those of several take turns.
-//!
-//! Never lets a client hold up another: who does not read is waited for by its own session alone,
-//! and for [`PATIENCE`] at most.
+//! Everything happens on the thread that listens, which also changes what runs: a command is never
+//! half done when another client's begins, unless it waits. A client that does not read holds up
+//! its own session alone, for [`PATIENCE`] at most.
 
 use std::{
     cell::{Cell, RefCell},
@@ -45,11 +42,10 @@ use super::{
     session::{Id, Session, Turn, greeting},
 };
 
-/// Clients at a time. A management program holds one connection, a person with a terminal another.
 const MAX_CLIENTS: usize = 64;
 /// How long a client may leave unread what it asked for.
 const PATIENCE: Duration = Duration::from_secs(30);
-/// How long it may do so once everything ends.
+/// The same once everything ends.
 const FAREWELL: Duration = Duration::from_secs(2);
 const INTAKE_BYTES: usize = 16 << 10;
 const SEND_BYTES: usize = 256 << 10;
@@ -57,8 +53,7 @@ const SEND_BYTES: usize = 256 << 10;
 pub(crate) type Running = Pin<Box<dyn Future<Output = Result<Value, Error>>>>;
 
 pub(crate) trait Execute: fmt::Debug {
-    /// Starts the command of this name.
-    /// Errors: where there is none, or its arguments make no sense; then nothing has happened.
+    /// Errors: no such command, or wrong arguments; then nothing has happened.
     fn execute(&self, name: &str, arguments: Arguments) -> Result<Running, Error>;
 }
 
@@ -80,13 +75,12 @@ impl Ending {
     }
 }
 
-/// Sessions with clients, on any number of sockets.
 #[derive(Debug)]
 pub(crate) struct Server {
     commands: Rc<dyn Execute>,
     events: Events,
     stopping: Cell<bool>,
-    /// By number: what is hung up on at the end.
+    /// By number.
     clients: RefCell<HashMap<u64, Fd>>,
     next_number: Cell<u64>,
     /// Raised when the last client has gone.
@@ -94,7 +88,6 @@ pub(crate) struct Server {
 }
 
 impl Server {
-    /// A server without a socket. Clients are told of what is emitted through `events`.
     pub(crate) fn new(commands: Rc<dyn Execute>, events: Events) -> Rc<Self> {
         Rc::new(Self {
             commands,
@@ -106,8 +99,6 @@ impl Server {
         })
     }
 
-    /// Accepts clients until the socket is shut down or the future dropped.
-    /// Errors: where `accept(2)` says that the socket is none to accept from.
     pub(crate) async fn listen(self: Rc<Self>, listener: Fd) -> io::Result<()> {
         while !self.stopping.get() {
             match op::accept(&listener).await {
@@ -130,9 +121,8 @@ impl Server {
         Ok(())
     }
 
-    /// Tells every client that the daemon ends, executes no further commands, and returns when the
-    /// last client has been answered and is gone; those that do not read are cut off after
-    /// [`FAREWELL`].
+    /// Tells every client that the daemon ends, and returns when the last has been answered and is
+    /// gone; those that do not read are cut off after [`FAREWELL`].
     pub(crate) async fn stop(&self, ending: Ending) {
         self.events.emit("SHUTDOWN", json!({ "guest": false, "reason": ending.reason() }));
         self.stopping.set(true);
@@ -174,7 +164,6 @@ impl Server {
         }
     }
 
-    /// Whether this client may come in.
     fn admit(&self, socket: &OwnedFd) -> Result<(), Error> {
         let peer = getsockopt(socket, PeerCredentials).map(|peer| Uid::from_raw(peer.uid()));
         if !peer.is_ok_and(is_trusted) {
@@ -191,7 +180,6 @@ impl Server {
         if self.stopping.get() { Err(Error::generic("weir is stopping")) } else { Ok(()) }
     }
 
-    /// Everything between the greeting and the client's last word.
     async fn converse(&self, socket: &Fd, outbox: &Rc<Outbox>) {
         let mut session = Session::default();
         let mut buffer = Buffer::new(INTAKE_BYTES);
@@ -217,7 +205,6 @@ impl Server {
         }
     }
 
-    /// The answer to the next request in `input`.
     async fn next_answer(
         &self,
         session: &mut Session,
@@ -248,7 +235,6 @@ impl Server {
     }
 }
 
-/// A client's place among the others, given back when it is gone in whatever way.
 struct Registered<'a> {
     server: &'a Server,
     number: u64,
@@ -276,12 +262,10 @@ async fn finish(outbox: &Outbox, sending: reactor::JoinHandle<()>) {
     }
 }
 
-/// Sends what comes into the outbox until no more will.
 async fn send_all(socket: Fd, outbox: Rc<Outbox>) {
     while let Some(bytes) = outbox.next().await {
         for piece in bytes.chunks(SEND_BYTES) {
             if send(&socket, piece).await.is_err() {
-                // Gone. The session hears of it from its own receive.
                 return outbox.give_up();
             }
         }

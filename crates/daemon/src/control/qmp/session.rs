@@ -5,11 +5,8 @@
 //!   greeting ─► negotiating ── qmp_capabilities ─► commands
 //! ```
 //!
-//! Whoever drives it calls [`Session::advance`] until the input is used up, executes what is to be
-//! executed, and sends an answer for each request before it advances again: so a client's commands
-//! happen one after the other, as it sent them.
-//!
-//! Never executes anything itself, and knows no command but the one that negotiates.
+//! The caller executes and answers each request before it calls [`Session::advance`] again, so a
+//! client's commands happen in their order. Knows no command but the one that negotiates.
 
 use serde_json::{Map, Value, json};
 
@@ -20,13 +17,11 @@ use super::{
     stream::{Item, Stream},
 };
 
-/// The release of QEMU whose schema the commands follow. Clients (libvirt among them) decide by it
-/// what may be asked.
+/// The release of QEMU whose schema the commands follow; clients such as libvirt decide by it.
 const QEMU_VERSION: (u32, u32, u32) = (10, 2, 0);
 
 pub(super) const NEGOTIATE: &str = "qmp_capabilities";
 
-/// The answer to `query-version`, and a part of the greeting.
 pub(super) fn version() -> Value {
     let (major, minor, micro) = QEMU_VERSION;
     json!({
@@ -35,17 +30,14 @@ pub(super) fn version() -> Value {
     })
 }
 
-/// What a client is told before it says anything. weir offers no capability: commands are never
-/// executed out of order.
+/// weir offers no capability: commands are never executed out of order.
 pub(super) fn greeting() -> Value {
     json!({ "QMP": { "version": version(), "capabilities": [] } })
 }
 
 #[derive(Debug)]
 pub(super) enum Turn {
-    /// To be sent as it is.
     Answer(Value),
-    /// To be executed, and then answered.
     Execute(Call),
 }
 
@@ -61,7 +53,6 @@ pub(super) struct Call {
 pub(super) struct Id(Option<Value>);
 
 impl Id {
-    /// The answer to the request with this id.
     pub(super) fn answer(self, result: Result<Value, Error>) -> Value {
         let mut answer = Map::new();
         match result {
@@ -82,8 +73,7 @@ pub(super) struct Session {
 }
 
 impl Session {
-    /// Takes bytes off the front of `input`, up to the next thing to be done. `None` once all are
-    /// taken.
+    /// Takes bytes off the front of `input`; `None` once all are taken.
     pub(super) fn advance(&mut self, input: &mut &[u8]) -> Option<Turn> {
         let item = self.stream.advance(input)?;
         Some(match item {
@@ -92,7 +82,6 @@ impl Session {
         })
     }
 
-    /// Whether the client may be told of events: not before it has negotiated.
     pub(super) fn is_negotiated(&self) -> bool {
         self.negotiated
     }
@@ -132,7 +121,6 @@ impl Session {
     }
 }
 
-/// The command that a request names, and its arguments.
 fn command(mut members: Map<String, Value>) -> Result<(String, Arguments), Error> {
     let member = |name: &str, rule: &str| Error::generic(format!("QMP input member '{name}' {rule}"));
     let name = members.remove("execute");

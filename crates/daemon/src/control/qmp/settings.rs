@@ -7,9 +7,8 @@
 //! | a throttle group's own properties | `x-iops-total-max-length` |
 //! | `block_set_io_throttle`, `query-block` | `iops_max_length` |
 //!
-//! weir's own settings are called `weight`, `iops-reservation`, `bps-reservation` and `watermark`,
-//! with `x-weir-` before them where a command is QEMU's. Never corrects a value: what breaks a rule
-//! is refused with the names the client used.
+//! weir's own settings have `x-weir-` before them where a command is QEMU's. What breaks a rule is
+//! refused with the names the client used.
 
 use block::layer::throttle::{DiskSettings, GroupSettings};
 use policy::{
@@ -58,7 +57,6 @@ fn device_name(setting: Setting) -> String {
     format!("{kind}{part}")
 }
 
-/// Settings of the nineteen that a client gave, in the table's order.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(super) struct LimitChanges {
     given: Vec<(Setting, u64, String)>,
@@ -86,8 +84,7 @@ impl LimitChanges {
         self
     }
 
-    /// `limits` with these changes.
-    /// Errors: the first rule that the whole breaks, with the argument to blame where it is one.
+    /// Errors: the first broken rule, with the argument to blame where it is one.
     pub(super) fn apply_to(&self, mut limits: Limits) -> Result<Limits, Error> {
         for (setting, value, _) in &self.given {
             limits.set(*setting, *value).map_err(|invalid| self.refuse(&invalid))?;
@@ -105,7 +102,6 @@ impl LimitChanges {
     }
 }
 
-/// Everything that can be set for a disk or a group, as far as a client gave it.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(super) struct Changes {
     limits: LimitChanges,
@@ -121,7 +117,7 @@ impl Changes {
         Self { limits, ..self }
     }
 
-    /// Takes weir's own settings, each with `prefix` before its name.
+    /// weir's own settings.
     pub(super) fn read_own(arguments: &mut Arguments, prefix: &str) -> Result<Self, Error> {
         let key = |name: &str| format!("{prefix}{name}");
         let weights = u64::from(*Share::WEIGHTS.start())..=u64::from(*Share::WEIGHTS.end());
@@ -136,8 +132,6 @@ impl Changes {
         })
     }
 
-    /// A group's settings with these changes.
-    /// Errors: a rule of the limits that would be broken.
     pub(super) fn apply_to(&self, before: GroupSettings) -> Result<GroupSettings, Error> {
         let GroupSettings { limits, share, watermark } = before;
         let weighted = self.weight.map_or(Share::new(share.weight()), Share::new).unwrap_or(share);
@@ -149,7 +143,6 @@ impl Changes {
         Ok(GroupSettings { limits: self.limits.apply_to(limits)?, share, watermark })
     }
 
-    /// The same of a disk's.
     pub(super) fn apply_to_disk(&self, before: DiskSettings) -> Result<DiskSettings, Error> {
         let DiskSettings { limits, share, watermark } = before;
         let GroupSettings { limits, share, watermark } =
@@ -173,8 +166,7 @@ pub(super) fn set(limits: &Limits) -> Value {
     Setting::ALL.iter().filter(is_set).map(entry).collect()
 }
 
-/// The members of a `BlockDeviceInfo` that speak of limits: rates always, bursts where there are
-/// some.
+/// The limits of a `BlockDeviceInfo`: rates always, bursts where there are some.
 pub(super) fn of_device(limits: &Limits) -> Map<String, Value> {
     let is_shown = |setting: &&Setting| match setting {
         Setting::Limit(_, Part::Rate) => true,

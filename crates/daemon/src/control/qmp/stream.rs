@@ -9,11 +9,9 @@
 //!                       └───────── no JSON can go on like this ───┘
 //! ```
 //!
-//! Only the frame is looked at here: brackets and quotes decide where a value ends, and what lies
-//! between is the parser's business. So a value whose frame is sound and whose inside is not costs
-//! one error and nothing else. Where the frame itself is broken, what follows cannot be told from
-//! its rest: one error, and all is skipped up to the end of the line, a control character or the
-//! byte 0xff (which no UTF-8 text holds; a client may send it to begin afresh).
+//! Only the frame is looked at here: brackets and quotes decide where a value ends. A value that is
+//! wrong inside costs one error and nothing else. After a broken frame, one error, and all is
+//! skipped up to the end of the line, a control character or the byte 0xff, which no UTF-8 holds.
 //!
 //! Never holds more than [`MAX_MESSAGE_BYTES`], however much is sent without an end.
 
@@ -21,12 +19,11 @@ use serde_json::Value;
 
 use super::json;
 
-/// Bytes of one value. QEMU takes 64 MiB; the longest that any command of weir's needs is far below
-/// 1 KiB.
+/// Bytes of one value. QEMU takes 64 MiB; weir's commands need far less than 1 KiB.
 pub(crate) const MAX_MESSAGE_BYTES: usize = 1 << 20;
-/// Arrays and objects within each other. QEMU takes 1024; no command of weir's needs more than 4.
+/// Of nested arrays and objects. QEMU takes 1024; weir's commands need 4.
 pub(crate) const MAX_DEPTH: u32 = 64;
-/// What is kept of the memory of a message for the next one.
+/// Memory kept for the next message.
 const KEPT_BYTES: usize = 16 << 10;
 
 #[derive(Clone, Debug, PartialEq)]
@@ -35,7 +32,6 @@ pub(crate) enum Item {
     Broken(String),
 }
 
-/// Where in the text the next byte falls.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 enum Place {
     #[default]
@@ -52,14 +48,12 @@ enum Place {
 enum Step {
     Skip,
     Take,
-    /// It is the last of its value.
     Last,
     /// The value has ended before it.
     Ended,
     Wrong(String),
 }
 
-/// The frame of a stream of values.
 #[derive(Debug, Default)]
 pub(crate) struct Stream {
     place: Place,
@@ -70,8 +64,7 @@ pub(crate) struct Stream {
 }
 
 impl Stream {
-    /// Takes bytes off the front of `input`, up to the end of the next value or error. `None` once
-    /// all are taken.
+    /// Takes bytes off the front of `input`; `None` once all are taken.
     pub(crate) fn advance(&mut self, input: &mut &[u8]) -> Option<Item> {
         while let [byte, rest @ ..] = *input {
             let byte = *byte;
@@ -230,8 +223,7 @@ mod tests {
 
     use super::*;
 
-    /// What comes of a text, given in pieces of `piece` bytes. Errors are `"!"` with what is said
-    /// behind QEMU's words.
+    /// Errors are `"!"` with what is said behind QEMU's words.
     fn items(text: &[u8], piece: usize) -> Vec<Value> {
         let mut stream = Stream::default();
         let mut items = Vec::new();

@@ -1,8 +1,6 @@
 //! The options of `weir serve`, and the draft that they make.
 //!
-//! Values are parsed by the same functions as the config file's, and rules between them are the
-//! plan's: here is only which options there are, what they say of themselves, and which cannot go
-//! with `--config`.
+//! Values are parsed as the config file's, and rules between them are the plan's.
 
 use std::path::PathBuf;
 
@@ -186,7 +184,7 @@ struct LogArgs {
 }
 
 impl ServeArgs {
-    /// What was said on the command line; without disks if `--config` was given.
+    /// Without disks if `--config` was given.
     pub(crate) fn into_draft(self) -> Result<Draft, Wrong> {
         let Self { image, qcow2, prefetch, limits, shares, network, tls, imitate, process, log, .. } = self;
         let of_disk = if image.group.is_some() { shares.of_member() } else { shares.of_loner(&limits) };

@@ -6,7 +6,6 @@ use settings::{Endpoint, Plan, Settings};
 
 use super::*;
 
-/// A command line of this command alone.
 #[derive(Debug, clap::Parser)]
 struct Line {
     #[command(flatten)]

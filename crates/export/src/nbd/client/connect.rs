@@ -1,6 +1,4 @@
-//! Reaching a server: a socket, and the handshake on it, within a time.
-//!
-//! Never waits longer than it was told to, whatever the server does.
+//! Reaching a server: a socket, and the handshake on it, within a time limit.
 
 use std::{
     io,
@@ -19,28 +17,23 @@ use super::{
 use block::reactor::{blocking, op::Fd, timeout};
 
 /// Where a server is.
+#[allow(missing_docs, reason = "the types say it")]
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Endpoint {
-    /// A Unix socket with this path.
+    /// A socket's path.
     Unix(PathBuf),
-    /// TCP.
-    Tcp {
-        /// A name or an address, IPv6 without brackets.
-        host: String,
-        /// The port.
-        port: u16,
-    },
+    /// A host's name or address, IPv6 without brackets.
+    Tcp { host: String, port: u16 },
 }
 
-/// Connects to an export, which is there when this returns.
+/// Connects to an export.
 ///
 /// # Errors
 /// Nobody there, no such export, no protocol, or no answer within `limit`.
 pub async fn connect(endpoint: &Endpoint, export: &str, limit: Duration) -> Result<Client, NotConnected> {
     let endpoint = endpoint.clone();
     let connecting = async {
-        // On a thread of its own: a full backlog of a Unix socket blocks, and so does looking up a
-        // name.
+        // A full backlog of a Unix socket blocks, and so does looking up a name.
         let socket = blocking(move || dial(&endpoint, limit)).await?;
         shake_hands(Stream::Plain(Fd::from(socket)), export).await
     };
@@ -50,7 +43,6 @@ pub async fn connect(endpoint: &Endpoint, export: &str, limit: Duration) -> Resu
     }
 }
 
-/// The handshake, on a stream that leads to a server.
 pub(super) async fn shake_hands(stream: Stream, export: &str) -> Result<Client, NotConnected> {
     let mut inbox = Inbox::new();
     let about = negotiate(&stream, &mut inbox, export).await?;

@@ -1,8 +1,5 @@
-//! The handshake as a client has it: which export, how replies come, what the export is ("Fixed
-//! newstyle negotiation").
-//!
-//! Never keeps more of what the server says than [`MAX_OPTION_BYTES`] at a time. How long it may
-//! take is the caller's to bound.
+//! The client's handshake ("Fixed newstyle negotiation"). Keeps at most [`MAX_OPTION_BYTES`] of
+//! what the server says; the caller bounds its time.
 
 use std::io;
 
@@ -21,17 +18,15 @@ const GREETING_BYTES: usize = 18;
 const REPLY_BYTES: usize = 20;
 
 /// What the server said of an export.
+#[allow(missing_docs, reason = "the names say it")]
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct About {
-    /// Bytes.
     pub size_bytes: u64,
     /// Offsets and lengths are to be multiples of this many bytes; at least 1.
     pub minimum_block: u32,
     /// Longest payload of a read or write, in bytes.
     pub maximum_payload: u32,
-    /// [`export_flag`]s.
     flags: u16,
-    /// Replies to reads come in chunks.
     pub(super) structured: bool,
 }
 
@@ -48,31 +43,22 @@ impl About {
 }
 
 /// Why there is no connection.
+#[allow(missing_docs, reason = "each has its message")]
 #[derive(Debug, thiserror::Error)]
 pub enum NotConnected {
-    /// Nobody is there, or not any more.
     #[error("cannot be connected to")]
     Io(#[from] io::Error),
-    /// The name of a host is that of none.
     #[error("has no address")]
     NoAddress,
-    /// The server took too long.
     #[error("did not answer within {0} seconds")]
     TooLate(u64),
-    /// The server says no.
     #[error("refused export {export:?}: {why}")]
-    Refused {
-        /// What was asked for.
-        export: String,
-        /// What the server says, or what its number means.
-        why: String,
-    },
-    /// What the server sends is not the protocol.
+    Refused { export: String, why: String },
     #[error("does not speak NBD as it should: {0}")]
     Breach(&'static str),
 }
 
-/// Negotiates; what the server sends behind it stays in `inbox`.
+/// What the server sends behind the handshake stays in `inbox`.
 pub(super) async fn negotiate(
     stream: &Stream,
     inbox: &mut Inbox,
@@ -84,13 +70,11 @@ pub(super) async fn negotiate(
     negotiation.go(export, structured).await
 }
 
-/// A negotiation under way.
 struct Negotiation<'a> {
     stream: &'a Stream,
     inbox: &'a mut Inbox,
 }
 
-/// The server's reply to an option.
 struct Reply {
     kind: u32,
     data: Buffer,
@@ -110,7 +94,7 @@ impl Negotiation<'_> {
         self.send(&(client_flag::FIXED_NEWSTYLE | no_zeroes).to_be_bytes()).await
     }
 
-    /// Whether replies come in chunks: that is the server's to say.
+    /// Whether replies come in chunks.
     async fn ask_for_chunks(&mut self) -> Result<bool, NotConnected> {
         self.option(opt::STRUCTURED_REPLY, &[]).await?;
         let reply = self.reply(opt::STRUCTURED_REPLY).await?;

@@ -54,24 +54,20 @@ use block::{
 /// What requests fail with once the connection is gone; [`Client::fault`] says why it is.
 pub const GONE: Error = Error::from_errno(libc::ENOTCONN);
 
-/// Errors that one reply may tell: one for each part of a large request, and no more than somebody
-/// could want to know.
+/// Errors that one reply may tell: one for each part of a large request.
 const MOST_ERRORS: u32 = 1024;
 
-/// Time for the last bytes of a connection that has ended.
 const FAREWELL: Duration = Duration::from_secs(1);
 
-/// A connection to an export. Belongs to the reactor it was made on; dropping it ends the
-/// connection.
+/// A connection to an export, on the reactor it was made on; dropping it ends the connection.
 #[derive(Debug)]
 pub struct Client {
     connection: Rc<Connection>,
     sender: JoinHandle<()>,
-    /// Held, because a task that nobody holds is cancelled.
+    /// A task that nobody holds is cancelled.
     _receiver: JoinHandle<()>,
 }
 
-/// Why there is no connection any more.
 #[derive(Debug, thiserror::Error)]
 enum Fault {
     #[error("the server has closed the connection")]
@@ -82,16 +78,14 @@ enum Fault {
     Breach(&'static str),
 }
 
-/// What was taken in, or why nothing more will be.
 type Taken<T> = std::result::Result<T, Fault>;
 
-/// What the client's tasks share.
 #[derive(Debug)]
 struct Connection {
     stream: Stream,
     about: About,
     in_flight: RefCell<Slab<InFlight>>,
-    /// Tells requests apart that have the same place in the slab, one after the other.
+    /// Tells successive requests in one slot of the slab apart.
     sequence: Cell<u32>,
     outgoing: RefCell<Outgoing>,
     something_to_send: Signal,
@@ -99,21 +93,18 @@ struct Connection {
     fault: RefCell<Option<Fault>>,
 }
 
-/// A request without its answer.
 #[derive(Debug)]
 struct InFlight {
     cookie: u64,
-    /// Of a read; `None` for everything else.
     read: Option<Read>,
     error: Option<Error>,
     errors: u32,
     answered: bool,
-    /// Nobody waits for it any more; the answer has to be taken in all the same.
+    /// Nobody waits for the answer, which comes all the same.
     abandoned: bool,
     waiting: Option<Waker>,
 }
 
-/// What a read has got so far.
 #[derive(Debug)]
 struct Read {
     offset: u64,
@@ -123,7 +114,7 @@ struct Read {
 }
 
 impl Client {
-    /// A connection whose handshake is done; `inbox` has what came behind it.
+    /// After the handshake; `inbox` has what came behind it.
     fn start(stream: Stream, about: About, inbox: Inbox) -> Self {
         let connection = Rc::new(Connection {
             stream,
@@ -145,7 +136,7 @@ impl Client {
         &self.connection.about
     }
 
-    /// Why the connection is gone; `None` while it is there.
+    /// Why the connection is gone.
     pub fn fault(&self) -> Option<String> {
         self.connection.fault.borrow().as_ref().map(ToString::to_string)
     }
@@ -182,21 +173,18 @@ impl Client {
         self.connection.request(cmd::FLUSH, 0, 0, None, None).await.map(drop)
     }
 
-    /// Takes leave, and waits for that to be sent, though not for long. What is still in flight is
-    /// not awaited.
+    /// Takes leave, and waits up to a second for that to be sent, but not for requests in flight.
     pub async fn disconnect(self) {
         let Self { connection, sender, _receiver } = self;
         connection.outgoing.borrow_mut().push(cmd::DISC, 0, 0, 0, None);
         connection.leaving.set(true);
         connection.something_to_send.raise();
-        // A server that reads nothing is left without a word.
         let _ = timeout(FAREWELL, sender).await;
         connection.stream.close();
     }
 }
 
 impl Connection {
-    /// Sends a request and waits for its answer; the data, if it was a read.
     async fn request(
         &self,
         command: u16,
@@ -234,15 +222,12 @@ impl Connection {
         Ticket { connection: self, key, cookie }
     }
 
-    /// Sends what there is to send, until the client leaves or the connection is gone.
     async fn send(self: Rc<Self>) {
         loop {
             let batch = self.outgoing.borrow_mut().take();
             match batch {
                 Some(batch) => {
                     if let Err(error) = self.stream.send(batch).await {
-                        // What the receiver has to say of it comes first, if there is anything left
-                        // to receive.
                         self.stream.close();
                         self.lose(error.into());
                         return;
@@ -254,7 +239,6 @@ impl Connection {
         }
     }
 
-    /// Takes replies in, until the connection is gone.
     async fn receive(self: Rc<Self>, mut inbox: Inbox) {
         let fault = loop {
             if let Err(fault) = self.reply(&mut inbox).await {
@@ -274,7 +258,7 @@ impl Connection {
         waiting.into_iter().for_each(Waker::wake);
     }
 
-    /// Takes in one reply, or one chunk of one.
+    /// One reply, or one chunk of one.
     async fn reply(&self, inbox: &mut Inbox) -> Taken<()> {
         let (header, length) = loop {
             match reply::parse(inbox.bytes(), self.about.structured).map_err(Fault::Breach)? {
@@ -329,9 +313,8 @@ impl Connection {
         if last { self.finish(key) } else { Ok(()) }
     }
 
-    /// The request with this cookie.
     fn find(&self, cookie: u64) -> Taken<usize> {
-        // The lower half is a place in the slab, if it is a cookie at all.
+        // The lower half is a place in the slab.
         let key = (cookie & u64::from(u32::MAX)) as usize;
         let in_flight = self.in_flight.borrow();
         let found = in_flight.get(key).is_some_and(|entry| entry.cookie == cookie && !entry.answered);
@@ -350,8 +333,7 @@ impl Connection {
         fits.ok_or(Fault::Breach("more data than was asked for"))
     }
 
-    /// Puts data into a read's buffer; it fits there. The first piece becomes the buffer, if it is
-    /// all of it.
+    /// Puts data into a read's buffer, where it fits; a whole one becomes the buffer.
     fn cover(&self, key: usize, at: usize, data: Buffer) -> Taken<()> {
         let mut in_flight = self.in_flight.borrow_mut();
         let Some(read) = &mut in_flight[key].read else {
@@ -367,7 +349,6 @@ impl Connection {
         Ok(())
     }
 
-    /// Notes an error of the server's.
     fn fail(&self, key: usize, error: u32) -> Taken<()> {
         let entry = &mut self.in_flight.borrow_mut()[key];
         entry.error.get_or_insert(Error::from_errno(errno::to_linux(error)));
@@ -379,7 +360,6 @@ impl Connection {
         }
     }
 
-    /// The answer is complete.
     fn finish(&self, key: usize) -> Taken<()> {
         let mut in_flight = self.in_flight.borrow_mut();
         let entry = &mut in_flight[key];
@@ -399,8 +379,7 @@ impl Connection {
     }
 }
 
-/// The right to a request's answer. Whoever drops it early leaves the answer to be taken in for
-/// nobody.
+/// The right to a request's answer.
 struct Ticket<'a> {
     connection: &'a Connection,
     key: usize,

@@ -1,7 +1,5 @@
-//! Requests on their way out, in order, gathered until the stream takes more.
-//!
-//! Never bounded by itself: whoever waits for an answer sends nothing meanwhile, so there is at
-//! most a request for each caller.
+//! Requests on their way out, in order, gathered until the stream takes more; at most one for each
+//! caller.
 
 use std::collections::VecDeque;
 
@@ -11,7 +9,6 @@ use block::buffer::{Buffer, Segments};
 /// Segments in one message; the kernel takes at most 1024 (IOV_MAX).
 const MAX_SEGMENTS: usize = 1000;
 
-/// What is to be sent.
 #[derive(Debug, Default)]
 pub(super) struct Outgoing {
     /// Headers behind everything in `segments`.
@@ -42,7 +39,6 @@ impl Outgoing {
         }
     }
 
-    /// The next message; `None` if there is nothing to send.
     pub(super) fn take(&mut self) -> Option<Segments> {
         self.end_headers();
         let count = self.segments.len().min(MAX_SEGMENTS);

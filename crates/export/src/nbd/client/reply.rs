@@ -1,56 +1,38 @@
 //! Replies as a client reads them: bytes in, headers out ("Simple reply message", "Structured reply
 //! chunk message").
 //!
-//! Here is what a header alone decides. Never allocates, and no length passes that the rules of its
-//! chunk do not allow.
+//! Never allocates, and no length passes that the rules of its chunk do not allow.
 
 use super::super::{
     proto::{self, MAX_STRING_BYTES, reply_flag, reply_type},
     wire::Fields,
 };
 
-/// Bytes of a simple reply's header.
 const SIMPLE_BYTES: usize = 16;
-/// Bytes of a chunk's header.
 const CHUNK_BYTES: usize = 20;
-/// Bytes of an offset.
 const OFFSET_BYTES: usize = 8;
 /// Bytes of an error's number and its message's length.
 const ERROR_BYTES: usize = 6;
-/// Set in the type of every chunk that tells of an error, also of one that is not known
-/// ("Structured reply types").
+/// Set in the type of every error chunk, also an unknown one ("Structured reply types").
 const IS_ERROR: u16 = 1 << 15;
 
-/// The beginning of a reply or of a chunk.
+/// The beginning of a reply or of a chunk. Data follows a simple reply to a read if `error` is 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Header {
-    /// A simple reply; data follows if it is a read's and `error` is 0.
     Simple { cookie: u64, error: u32 },
-    /// A chunk.
     Chunk { cookie: u64, last: bool, chunk: Chunk },
 }
 
-/// What a chunk has; lengths in bytes.
+/// What a chunk has; lengths in bytes. Data of `length`, or an error's message of `rest`, follow.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Chunk {
     None,
-    /// `length` of data follow; not 0.
-    Data {
-        offset: u64,
-        length: usize,
-    },
-    Hole {
-        offset: u64,
-        length: usize,
-    },
-    /// A message follows, of `rest`.
-    Error {
-        error: u32,
-        rest: usize,
-    },
+    Data { offset: u64, length: usize },
+    Hole { offset: u64, length: usize },
+    Error { error: u32, rest: usize },
 }
 
-/// The header that `bytes` begin with, and how long it is; `None` if it is not all there yet.
+/// The header that `bytes` begin with, and its length; `None` if it is not all there yet.
 pub(super) fn parse(bytes: &[u8], structured: bool) -> Result<Option<(Header, usize)>, &'static str> {
     let mut fields = Fields::new(bytes);
     match fields.u32() {
@@ -80,7 +62,6 @@ fn chunk(mut fields: Fields<'_>) -> Result<Option<(Header, usize)>, &'static str
         reply_type::OFFSET_HOLE if length == OFFSET_BYTES + 4 => hole(fields)?,
         reply_type::OFFSET_HOLE => return Err("a hole's chunk of a length that none has"),
         kind if kind & IS_ERROR == 0 => return Err("a chunk of a type that was not asked for"),
-        // A message, and perhaps an offset.
         _ if (ERROR_BYTES..=ERROR_BYTES + MAX_STRING_BYTES + OFFSET_BYTES).contains(&length) => {
             fields.u32().map(|error| (Chunk::Error { error, rest: length - 4 }, 4))
         }

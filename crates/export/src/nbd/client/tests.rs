@@ -1,5 +1,4 @@
-//! The client against the server of this very program, and against servers that break the rules.
-//! Simulated: streams cut anywhere.
+//! The client against weir's server, and against servers that break the rules. Simulated.
 
 use std::{cell::RefCell, rc::Rc, sync::Arc, sync::atomic::AtomicBool};
 
@@ -61,7 +60,6 @@ fn what_was_written_is_read_whatever_else_is_in_flight() {
             let client = Rc::new(client_of(serve(false), "disk").await.unwrap());
             assert_eq!(client.about().size_bytes, SIZE);
             let known = Rc::new(RefCell::new(vec![0; SIZE as usize]));
-            // Each task has a part of the disk to itself.
             let tasks = (0..5_usize).map(|task| {
                 let (client, known) = (Rc::clone(&client), Rc::clone(&known));
                 spawn_joinable(async move {
@@ -121,7 +119,7 @@ fn an_export_that_is_not_there_is_named() {
     assert!(refused.starts_with("refused export \"vm1\": no export of this name"), "{refused}");
 }
 
-/// A server that says what it is told to, whatever the client does, and goes.
+/// A server that sends `script`, whatever the client does, and closes.
 fn scripted(script: Vec<u8>) -> Pipe {
     let (ours, theirs) = Pipe::pair();
     let end = theirs.clone();
@@ -156,7 +154,6 @@ fn option_reply(option: u32, kind: u32, data: &[u8]) -> Vec<u8> {
     reply
 }
 
-/// A handshake that ends well, with structured replies or without.
 fn welcome(structured: bool) -> Vec<u8> {
     let mut export = info::EXPORT.to_be_bytes().to_vec();
     export.extend(SIZE.to_be_bytes());

@@ -11,7 +11,6 @@ use std::sync::Arc;
 const GREETING_BYTES: usize = 18;
 const BOTH: u32 = client_flag::FIXED_NEWSTYLE | client_flag::NO_ZEROES;
 
-/// What a client sends.
 #[derive(Clone)]
 struct Client(Vec<u8>);
 
@@ -75,7 +74,6 @@ fn table() -> ExportTable {
     ExportTable::new(vec![export("disk", "a disk", 1 << 20), export("", "", 4096 + 1)])
 }
 
-/// How a conversation went.
 #[derive(Debug, PartialEq)]
 struct Talk {
     out: Vec<u8>,
@@ -100,7 +98,6 @@ impl Talk {
         replies
     }
 
-    /// The kind of each reply.
     fn kinds(&self) -> Vec<u32> {
         self.replies().iter().map(|reply| reply.1).collect()
     }
@@ -113,8 +110,7 @@ impl Talk {
     }
 }
 
-/// Feeds the input in pieces of the given lengths, over and over, until the handshake is over or
-/// out of input.
+/// Feeds the input in pieces of these lengths, over and over.
 fn talk_in(policy: TlsPolicy, exports: &ExportTable, input: &[u8], pieces: &[usize]) -> Talk {
     let mut out = Vec::new();
     let mut handshake = Handshake::start(policy, &mut out);
@@ -526,8 +522,7 @@ fn where_tls_is_required_nothing_else_is_answered_before_it() {
 
 #[test]
 fn bytes_behind_starttls_are_not_taken_for_options() {
-    // A man in the middle could put them there: they belong to the TLS handshake, which will refuse
-    // them.
+    // A man in the middle could put them there; the TLS handshake will refuse them.
     let client = Client::fixed().option(opt::STARTTLS, b"");
     let clear = client.0.len();
     let client = client.option(opt::LIST, b"");

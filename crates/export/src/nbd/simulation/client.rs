@@ -1,9 +1,8 @@
-//! A well-behaved client: many requests in flight on a region of its own, each answer held against
+//! A well-behaved client: many requests in flight on a region of its own, each answer compared with
 //! what it wrote there.
 //!
-//! Two requests in flight never overlap if one of them writes, so that each answer is determined;
-//! those of other clients are elsewhere. What a request that failed, or a trim, has left is unknown
-//! until it is written again.
+//! Two requests in flight never overlap if one of them writes, so each answer is determined. What a
+//! failed request, or a trim, has left is unknown until it is written again.
 
 use std::{
     cell::{Cell, RefCell},
@@ -23,16 +22,14 @@ use super::{
 };
 use block::reactor::{Signal, now, sim, sleep_until, spawn_joinable};
 
-/// A client before it connects.
 pub(super) struct Client {
     pub(super) wire: Wire,
-    /// Where its region begins.
+    /// Of its region.
     pub(super) start: u64,
     /// Requests may fail with EIO.
     pub(super) faults: bool,
     /// The server was stopped, and owes no more answers.
     pub(super) stopped: Rc<Cell<bool>>,
-    /// Counts answers.
     pub(super) answered: Rc<Cell<u64>>,
 }
 
@@ -53,7 +50,6 @@ enum What {
     WrongWrite(Vec<u8>),
 }
 
-/// A request without its answer.
 #[derive(Clone, Debug)]
 struct Pending {
     what: What,
@@ -63,11 +59,9 @@ struct Pending {
     failed: bool,
 }
 
-/// What the two tasks of a client share.
 struct Session {
     client: Client,
     style: ReplyStyle,
-    /// Requests to have in flight at most.
     depth: usize,
     /// `None` where it is not known.
     content: RefCell<Vec<Option<u8>>>,
@@ -77,7 +71,6 @@ struct Session {
 }
 
 impl Client {
-    /// Connects, sends requests, leaves; checks everything.
     pub(super) async fn run(mut self) {
         use ReplyStyle::{Extended, Simple, Structured};
         let style = sim::random(|random| [Simple, Structured, Extended][random.usize(..3)]);
@@ -200,7 +193,6 @@ impl Session {
         bytes
     }
 
-    /// Takes answers in until the server closes.
     async fn receive(self: Rc<Self>) {
         let mut wire = self.client.wire.clone();
         loop {
@@ -296,7 +288,7 @@ impl Session {
         }
     }
 
-    /// `extents` is a list of lengths and flags, each half of `width` bytes.
+    /// A length and flags, each half of `width` bytes.
     fn extents(&self, pending: &mut Pending, extents: &[u8], width: usize) {
         let What::Status { one } = pending.what else { panic!("block status for {pending:?}") };
         let count = extents.len() / width;
@@ -320,7 +312,6 @@ impl Session {
         }
     }
 
-    /// The answer is complete.
     fn finish(&self, cookie: u64, pending: &Pending) {
         self.pending.borrow_mut().remove(&cookie);
         self.client.answered.set(self.client.answered.get() + 1);

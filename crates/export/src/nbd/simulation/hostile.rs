@@ -1,5 +1,5 @@
-//! Clients that break the protocol, or the connection, each in its own way. What they may expect is
-//! that their connection ends; that the others do not notice is the others' to check.
+//! Clients that break the protocol, or the connection, each in its own way, and expect that their
+//! connection ends.
 
 use policy::time::Duration;
 
@@ -17,9 +17,9 @@ use block::reactor::{now, sim, sleep_until, timeout};
 /// How long a client that neglects its connection keeps it.
 const NEGLECT: Duration = Duration::from_secs(20);
 
-/// How a client misbehaves, and where on the disk it may write.
 pub(super) struct Hostile {
     way: Way,
+    /// Where on the disk it may write.
     region: u64,
 }
 
@@ -46,7 +46,6 @@ enum Way {
 }
 
 impl Hostile {
-    /// One of the ways; what it writes stays in the region that begins here.
     pub(super) fn draw(region: u64) -> Self {
         use Way::{
             Deaf, GarbageAsRequests, GarbageAtOnce, Gone, HalfPayload, HalfRequest, NoHandshake, Nonsense,
@@ -66,10 +65,9 @@ impl Hostile {
         Self { way: WAYS[sim::random(|random| random.usize(..WAYS.len()))], region }
     }
 
-    /// Misbehaves, and closes.
     pub(super) async fn run(self, pipe: Pipe) {
         let mut wire = Wire::new(pipe);
-        // The server may well have had enough of it before it is done.
+        // The server may close before it is done.
         let _ = self.misbehave(&mut wire).await;
         wire.close();
     }

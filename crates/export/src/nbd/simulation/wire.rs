@@ -8,20 +8,17 @@ use super::super::{
 };
 use block::buffer::Buffer;
 
-/// A client's end of a stream.
 #[derive(Clone)]
 pub(super) struct Wire {
     pipe: Pipe,
     received: Vec<u8>,
 }
 
-/// What the server said of an export.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct About {
     pub(super) size_bytes: u64,
 }
 
-/// The stream ended before the message did.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Ended;
 
@@ -38,8 +35,7 @@ impl Wire {
         self.pipe.close();
     }
 
-    /// The next `count` bytes; [`Ended`] if the stream ends first, and then nothing of them may
-    /// have been left.
+    /// The next `count` bytes; [`Ended`] if the stream ends first.
     pub(super) async fn take(&mut self, count: usize) -> Result<Vec<u8>, Ended> {
         while self.received.len() < count {
             let (result, buffer) = self.pipe.receive(Buffer::new(4096), 0).await;
@@ -52,13 +48,11 @@ impl Wire {
         Ok(std::mem::replace(&mut self.received, rest))
     }
 
-    /// Bytes that came and make no message.
     pub(super) fn left_over(&self) -> usize {
         self.received.len()
     }
 
-    /// Asks for the default export in this style, with `base:allocation` where the style can carry
-    /// it.
+    /// Asks for the default export, with `base:allocation` where the style can carry it.
     pub(super) async fn handshake(&mut self, style: ReplyStyle) -> Result<About, Ended> {
         let greeting = self.take(18).await?;
         assert_eq!(greeting[..8], proto::INIT_MAGIC.to_be_bytes());

@@ -1,8 +1,7 @@
 //! Disks that come, go and change their size while the daemon runs.
 //!
-//! QEMU has a graph of nodes, weir a disk with a name; [`node`](super::node) says how the one
-//! becomes the other. Where a node is put over a disk that is there, the disk takes the new node's
-//! name, and has its own back when that node is deleted.
+//! [`node`](super::node) says how QEMU's graph of nodes becomes a disk with a name. Where a node is
+//! put over a disk, the disk takes the node's name until that is deleted.
 
 use std::{cell::Cell, path::Path, rc::Rc, sync::Arc};
 
@@ -86,7 +85,6 @@ fn group_of(inventory: &Inventory, chain: &Chain) -> Result<Option<Arc<Group>>, 
     chain.group.as_ref().map(find).transpose()
 }
 
-/// The nodes described in place below the topmost.
 fn inner_nodes(chain: &Chain) -> Vec<NodeBelow> {
     chain.names[1..].iter().map(|name| NodeBelow { name: name.clone(), stays: false }).collect()
 }
@@ -103,7 +101,6 @@ fn build(
     Ok(Arc::new(disk))
 }
 
-/// Makes a disk that is there the bottom of another.
 fn put_over(inventory: &Inventory, chain: &Chain, bottom: &str) -> Result<(), Error> {
     let name = shown(bottom);
     let below = inventory.disk(bottom).map_err(|_| {
@@ -137,8 +134,8 @@ fn put_over(inventory: &Inventory, chain: &Chain, bottom: &str) -> Result<(), Er
     rename(inventory, taken, &chain.names[0], nodes)
 }
 
-/// Moves a disk that was taken out to a group, or out of any, with what it was promised; where that
-/// cannot be kept, nothing has happened.
+/// Moves a disk that was taken out to a group, or out of any; where its reservations cannot be
+/// kept, nothing has happened.
 fn move_taken(
     inventory: &Inventory,
     taken: RunningDisk,
@@ -159,7 +156,6 @@ fn rename(inventory: &Inventory, taken: RunningDisk, name: &str, below: Vec<Node
     inventory.add_disk(RunningDisk { disk, image, cache, caches, below }).map(drop).map_err(generic)
 }
 
-/// What is said of a disk that cannot be had for itself.
 fn in_use(name: &str) -> impl Fn(Refused) -> Error {
     move |refused| match refused {
         Refused::Exported { export, .. } => {
@@ -175,7 +171,6 @@ async fn open_bottom(inventory: &Inventory, chain: &Chain) -> Result<Opened, Err
     };
     let spec = image.spec().map_err(generic)?;
     if let (Some(path), Some(device)) = (image.path().map(Path::to_owned), *device) {
-        // A file system may take its time.
         reactor::blocking(move || check_kind(&path, device)).await.map_err(Error::generic)?;
     }
     let id = chain.qcow2.as_ref().and_then(|node| node.key_secret.as_deref());
@@ -193,10 +188,9 @@ async fn open_bottom(inventory: &Inventory, chain: &Chain) -> Result<Opened, Err
     })
 }
 
-/// QEMU has a driver for files and one for devices, and each wants its own.
+/// QEMU has a driver for files and one for devices.
 fn check_kind(path: &Path, device: bool) -> Result<(), String> {
     use std::os::unix::fs::FileTypeExt as _;
-    // What is not there at all is reported by who opens it.
     let Ok(kind) = std::fs::metadata(path).map(|metadata| metadata.file_type()) else { return Ok(()) };
     let path = path.display();
     match device {

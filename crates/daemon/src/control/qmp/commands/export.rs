@@ -1,7 +1,5 @@
-//! Exports: what clients can reach, and since when no more.
-//!
-//! QEMU has one NBD server, weir any number; where there are several, `x-weir-listen` says which is
-//! meant, by its address as `x-weir-query-status` shows it.
+//! Exports. QEMU has one NBD server, weir any number; where there are several, `x-weir-listen` says
+//! which is meant, by its address as `x-weir-query-status` shows it.
 
 use std::rc::Rc;
 

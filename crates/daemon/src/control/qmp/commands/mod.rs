@@ -1,7 +1,4 @@
-//! The commands there are, one file a subject.
-//!
-//! Each is a type that is read from its arguments and then run
-//! ([`Command`](super::command::Command)). A new one is a line in the table here, and a section of
+//! The commands, one file a subject. A new one is a line in the table here, and a section of
 //! `docs/reference/qmp.md`, which a test compares with it.
 
 mod block;

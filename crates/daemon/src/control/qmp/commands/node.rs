@@ -4,18 +4,9 @@
 //!   throttle t0 ─► raw r0 ─► file f0        three nodes of QEMU's, one disk of weir's: t0
 //! ```
 //!
-//! A disk has the name of its topmost node. Below it may be nodes described in place, and at the
-//! bottom one described or one that is there already. What weir cannot do is refused by name, never
-//! passed over; what it does anyway (image locks, unmapping) may be asked for.
-//!
-//! A `qcow2` node is an image with whatever it names behind it: those files are the image's own,
-//! and no nodes.
-//!
-//! What is read ahead is said at the topmost node, with `x-weir-` before the names, because it is
-//! the disk's.
-//!
-//! Options that a node does not give are those of the node above it, where QEMU has it so
-//! (`read-only`, `cache`).
+//! A disk has the name of its topmost node; the bottom may be a disk that is there already. What
+//! weir cannot do is refused by name; what it does anyway (image locks, unmapping) may be asked
+//! for. The files behind a `qcow2` node are no nodes. Prefetching is set at the topmost node.
 //!
 //! Source: `BlockdevOptions` of QEMU's `qapi/block-core.json`.
 
@@ -46,10 +37,10 @@ const DRIVERS: [&str; 7] = ["file", "host_device", "null-co", "qcow2", "raw", "t
 
 #[derive(Debug, PartialEq)]
 pub(super) struct Chain {
-    /// The names given to them, topmost first; the first is the disk's.
+    /// Topmost first, which is the disk's.
     pub(super) names: Vec<String>,
     pub(super) group: Option<String>,
-    /// Whether the disk is read-only; only without an existing node below.
+    /// Only without an existing node below.
     pub(super) read_only: bool,
     pub(super) qcow2: Option<Qcow2Node>,
     pub(super) prefetch: PrefetchChanges,
@@ -59,7 +50,7 @@ pub(super) struct Chain {
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(super) struct Qcow2Node {
     pub(super) caches: CacheSettings,
-    /// Whether it has no backing file, whatever the image says.
+    /// Whatever the image says.
     pub(super) no_backing: bool,
     pub(super) key_secret: Option<String>,
 }
@@ -69,8 +60,7 @@ pub(super) enum Bottom {
     Node(String),
     Storage {
         image: Image,
-        /// Whether the path must be a block device's (true) or a regular file's (false); nothing
-        /// where there is none.
+        /// Whether the path must be a block device's (true) or a regular file's (false).
         device: Option<bool>,
         cache: CacheMode,
         /// Open it read-only where it cannot be written.
@@ -81,8 +71,6 @@ pub(super) enum Bottom {
 }
 
 impl Chain {
-    /// Reads the arguments of `blockdev-add`.
-    /// Errors: the first that is missing or wrong.
     pub(super) fn read(arguments: &mut Arguments) -> Result<Self, Error> {
         let mut chain = Self {
             names: Vec::new(),
@@ -105,7 +93,6 @@ impl Chain {
         self.qcow2.as_ref().map(|node| node.caches).unwrap_or_default()
     }
 
-    /// How the image at the bottom is opened, below `root` if there is one.
     pub(super) fn open_options(&self, root: Option<Root>, secret: Option<Secret>) -> ImageOptions {
         let no_backing = self.qcow2.as_ref().is_some_and(|node| node.no_backing);
         ImageOptions {
@@ -130,7 +117,6 @@ impl Chain {
         });
         OpenOptions {
             cache: *cache,
-            // A node says what its bytes are; nothing is guessed.
             format: Some(self.format()),
             read_only: self.read_only,
             force_share: *force_share,
@@ -204,7 +190,7 @@ impl Chain {
     }
 }
 
-/// Options that nodes below take over.
+/// Options that nodes below take over, as in QEMU.
 #[derive(Clone, Copy, Debug, Default)]
 struct Inherited {
     read_only: bool,

@@ -7,9 +7,8 @@
 //!      └─ NAME           throttle-group: limits, x-…, x-weir-…; or secret
 //! ```
 //!
-//! Every group is an object, however it came to be: from the config file, from `object-add` or from
-//! `block_set_io_throttle`. Beside them there are passphrases (`secret`), which can be made and
-//! deleted, and never looked into.
+//! Every group is an object, also one of the config file. Beside them there are passphrases
+//! (`secret`), which can be made and deleted, and never looked into.
 
 use std::rc::Rc;
 
@@ -56,7 +55,6 @@ pub(super) enum ObjectAdd {
 
 #[derive(Debug)]
 pub(super) enum SecretFrom {
-    /// In the command: for who trusts the way to the socket.
     Data(Secret),
     File(String),
 }
@@ -121,7 +119,6 @@ fn read_secret(arguments: &mut Arguments) -> Result<ObjectAdd, Error> {
     let from = match (data, arguments.optional("file")?) {
         (Some(data), None) => SecretFrom::Data(data),
         (None, Some(file)) => SecretFrom::File(file),
-        // In QEMU's words.
         (Some(_), Some(_)) => return Err(Error::generic("'file' and 'data' are mutually exclusive")),
         (None, None) => return Err(Error::generic("Must provide 'file' or 'data'")),
     };
@@ -180,7 +177,7 @@ enum Place {
     Group(String),
 }
 
-/// Resolves an absolute path, or the name of a group alone, which is a path's end in QEMU too.
+/// Resolves an absolute path, or the name of a group alone, as QEMU does.
 fn resolve(inventory: &Inventory, path: &str) -> Result<Place, Error> {
     let not_found = || Error::new(Class::DeviceNotFound, format!("Device '{}' not found", shown(path)));
     let name = match path.strip_prefix('/') {
@@ -300,8 +297,7 @@ impl Command for QomSet {
     }
 }
 
-/// What setting a property to a value changes. The `x-` limits are for creation alone, as in QEMU:
-/// one of several could not be set where only all of them together make sense.
+/// What setting a property changes. The `x-` limits are for creation alone, as in QEMU.
 fn changes(property: String, value: Value) -> Result<Changes, Error> {
     if property == "type" || property == "x-weir-parent" {
         return Err(read_only(TYPE, &property));

@@ -1,6 +1,4 @@
 //! The process: what it is, what it can do, and its end.
-//!
-//! There is no machine, so `query-status` has one answer as long as there is anybody to answer.
 
 use std::rc::Rc;
 
@@ -37,8 +35,7 @@ query!(QueryName, "query-name", json!({}));
 query!(QueryStatus, "query-status", json!({ "running": true, "status": "running" }));
 query!(QueryCommands, "query-commands", super::names().map(|name| json!({ "name": name })).collect());
 
-/// `quit`. The answer is on its way before the end begins, because the end begins on this thread,
-/// once it is free.
+/// The answer is on its way before the end begins, on this thread.
 #[derive(Debug)]
 pub(super) struct Quit;
 

@@ -1,7 +1,7 @@
 //! What a client may ask about disks: `query-block`, `query-named-block-nodes`, `query-blockstats`.
 //!
-//! A disk is a device and a node at once, both called by its name. What weir does not know or does
-//! not have is absent: a zero would say that it had been counted.
+//! A disk is a device and a node at once, both called by its name. What weir does not know is
+//! absent.
 
 use std::{os::unix::fs::MetadataExt as _, rc::Rc};
 
@@ -71,8 +71,7 @@ impl Command for QueryNamedBlockNodes {
 async fn node(running: &RunningDisk) -> Value {
     let disk = &running.disk;
     let own = disk.throttle().settings().limits;
-    // QEMU knows one level of limits. A disk's own say most about it; one that has none is held by
-    // its group.
+    // QEMU knows one level of limits: the disk's own, or else its group's.
     let group = disk.throttle().group().filter(|_| own.is_unlimited());
     let limits = group.as_ref().map_or(own, |group| group.settings().limits);
     let mut info = settings::of_device(&limits);
@@ -135,7 +134,6 @@ async fn image(running: &RunningDisk, file: &str) -> Value {
         }
     }
     if let Some(path) = running.image.path().map(ToOwned::to_owned) {
-        // A file system may take its time.
         let metadata = reactor::blocking(move || std::fs::metadata(path)).await;
         if let Ok(metadata) = metadata.as_ref().map(|metadata| metadata.blocks() * 512) {
             info["actual-size"] = json!(metadata);
@@ -144,7 +142,7 @@ async fn image(running: &RunningDisk, file: &str) -> Value {
     info
 }
 
-/// The name QEMU has for what answers the disk's requests, or weir's own.
+/// QEMU's name, or weir's own.
 fn driver(running: &RunningDisk) -> &'static str {
     match running.image.to_string().split(':').next() {
         _ if matches!(running.disk.image(), Image::Qcow2(_)) => "qcow2",

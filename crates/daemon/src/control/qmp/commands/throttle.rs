@@ -7,9 +7,8 @@
 //!   all six zero ───────► the disk leaves its group and has no limits
 //! ```
 //!
-//! In QEMU a disk without a group is a group of its own, named after it; so the disk's own name as
-//! `group` means the disk alone, here too. QEMU knows one level: what a disk entered or left is
-//! judged by that, and limits above its group hold on, as anywhere in weir.
+//! In QEMU a disk without a group is a group of its own, named after it, so the disk's own name as
+//! `group` means the disk alone. Limits above its group stay in force.
 
 use std::{rc::Rc, sync::Arc};
 
@@ -75,8 +74,7 @@ impl Command for BlockSetIoThrottle {
     }
 }
 
-/// The disk that `device` or `id` names. Both are its name here: a disk has no front end with
-/// another one.
+/// The disk that `device` or `id` names: both are its name here.
 pub(super) fn device(arguments: &mut Arguments) -> Result<String, Error> {
     let device = arguments.optional("device")?;
     let id = arguments.optional("id")?;
@@ -86,8 +84,7 @@ pub(super) fn device(arguments: &mut Arguments) -> Result<String, Error> {
     }
 }
 
-/// The disk in no group, with limits of its own. Returns whose settings have changed, as the others
-/// do.
+/// In no group. Returns whose settings have changed, as the others do.
 fn alone(disk: &Disk, limits: Limits) -> Result<String, Error> {
     let member = disk.throttle();
     member.place(DiskSettings { limits, ..member.settings() }, None)?;
@@ -99,15 +96,13 @@ fn set_group(group: &Arc<Group>, limits: Limits) -> Result<String, Error> {
     Ok(group.name().to_owned())
 }
 
-/// The disk in the group of this name, with the group's limits alone: what held for the disk before
-/// was its group of one.
+/// With the group's limits alone: those before were of the disk's group of one.
 fn enter(inventory: &Inventory, disk: &Disk, name: &str, limits: Limits) -> Result<String, Error> {
     let own = DiskSettings { limits: Limits::default(), ..disk.throttle().settings() };
     let Ok(group) = inventory.group(name) else {
         let group = Group::new(name, GroupSettings { limits, ..GroupSettings::default() }, None)?;
         inventory.add_group(&group)?;
         if let Err(refused) = disk.throttle().place(own, Some(&group)) {
-            // Nobody is in it: it was made a moment ago.
             inventory.remove_group(name)?;
             return Err(refused.into());
         }

@@ -1,8 +1,7 @@
 //! weir's own commands: everything that runs in one answer, and one command for every setting.
 //!
-//! Their names begin with `x-weir-`, so that none can ever collide with QEMU's. `weir status`,
-//! `weir top` and `weir throttle` are clients of these two, as is `weir prefetch`; the answer's
-//! form is theirs to rely on and described in `docs/reference/qmp.md`.
+//! `weir status`, `weir top`, `weir throttle` and `weir prefetch` are clients of these two;
+//! `docs/reference/qmp.md` describes the answer.
 
 use std::{rc::Rc, sync::Arc};
 
@@ -115,7 +114,6 @@ impl Set {
         Ok(())
     }
 
-    /// The image and what its caches are to be, where they are to be changed and can be.
     fn new_caches<'a>(&self, running: &'a RunningDisk) -> Result<Option<(&'a Qcow2, CacheSettings)>, Error> {
         if self.caches.is_empty() {
             return Ok(None);
@@ -192,7 +190,6 @@ fn disk(running: &Rc<RunningDisk>, exports: &[Rc<RunningExport>]) -> Value {
     answer
 }
 
-/// What is not known of a device is absent.
 fn device(listed: &Listed) -> Value {
     let Listed { device, disks } = listed;
     let mut answer = json!({
@@ -231,8 +228,7 @@ fn group(inventory: &Inventory, group: &Arc<Group>) -> Value {
     answer
 }
 
-/// What disks and groups have in common. Reservations and the watermark are absent where there are
-/// none.
+/// Reservations and the watermark are absent where there are none.
 fn add_settings(
     answer: &mut Value,
     limits: &Limits,
@@ -258,7 +254,6 @@ fn add_settings(
         };
         answer["enforcement"] = json!(word);
         if let Some(thousandths) = scale {
-            // Thousandths are exact to the third place, and a double holds them all.
             answer["scale"] = json!(thousandths as f64 / 1000.0);
         }
     }

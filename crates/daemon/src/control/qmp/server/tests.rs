@@ -50,8 +50,7 @@ impl Execute for Commands {
     }
 }
 
-/// Runs a server, and `clients` on a thread of their own with a way to connect; ends it once they
-/// have.
+/// Runs a server, and `clients` on a thread of their own; ends it once they have ended.
 fn serve(clients: impl FnOnce(&dyn Fn() -> Peer) + Send + 'static) {
     serve_until_quit(|connect| {
         clients(connect);
@@ -59,7 +58,7 @@ fn serve(clients: impl FnOnce(&dyn Fn() -> Peer) + Send + 'static) {
     });
 }
 
-/// As [`serve`], with clients of which one has to send `quit`.
+/// As [`serve`], with a client that sends `quit`.
 fn serve_until_quit(clients: impl FnOnce(&dyn Fn() -> Peer) + Send + 'static) {
     let directory = tempfile::tempdir().expect("a directory");
     let path = directory.path().join("qmp");
@@ -118,7 +117,7 @@ impl Peer {
     }
 }
 
-/// A client that is ready for commands, however long it takes the server to have a place for it.
+/// A client that is ready for commands, once the server has a place for it.
 fn admitted(connect: &dyn Fn() -> Peer) -> Peer {
     loop {
         let mut peer = connect();
