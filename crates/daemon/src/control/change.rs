@@ -1,7 +1,7 @@
 //! What happened to the things that run. A listener is called at once, on the main thread, after
 //! the change is done: it may look at the inventory.
 
-use std::{cell::RefCell, fmt, rc::Rc};
+use std::{cell::RefCell, rc::Rc};
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Change {
@@ -29,11 +29,5 @@ impl Listeners {
         for listener in listeners {
             listener(change);
         }
-    }
-}
-
-impl fmt::Debug for Listeners {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} listeners", self.0.borrow().len())
     }
 }

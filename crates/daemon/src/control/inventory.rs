@@ -11,7 +11,7 @@
 
 use std::{
     cell::{Cell, OnceCell, RefCell},
-    collections::{BTreeMap, btree_map::Entry},
+    collections::BTreeMap,
     path::{Path, PathBuf},
     rc::Rc,
     sync::Arc,
@@ -69,7 +69,7 @@ pub(crate) struct RunningExport {
 
 impl RunningExport {
     pub(crate) fn connections(&self) -> usize {
-        self.serving.server().connections_of(self.number)
+        self.serving.server.connections_of(self.number)
     }
 
     /// It was removed, and its last clients are on their way out.
@@ -129,7 +129,7 @@ pub(crate) type Ender = Rc<dyn Fn(End)>;
 
 pub(crate) struct Inventory {
     started: Instant,
-    config: Option<PathBuf>,
+    pub(crate) config: Option<PathBuf>,
     disks: RefCell<BTreeMap<String, Rc<RunningDisk>>>,
     groups: RefCell<BTreeMap<String, Arc<Group>>>,
     servers: RefCell<Vec<Rc<Serving>>>,
@@ -138,7 +138,7 @@ pub(crate) struct Inventory {
     image_root: OnceCell<Root>,
     secrets: RefCell<BTreeMap<String, Secret>>,
     listeners: Listeners,
-    ender: Ender,
+    pub(crate) ender: Ender,
 }
 
 impl Inventory {
@@ -163,10 +163,6 @@ impl Inventory {
         reactor::now() - self.started
     }
 
-    pub(crate) fn config(&self) -> Option<&PathBuf> {
-        self.config.as_ref()
-    }
-
     /// Images that are opened from now on must lie in this directory, and all they name.
     pub(crate) fn confine(&self, root: Root) {
         // Nobody widens it again.
@@ -183,10 +179,6 @@ impl Inventory {
 
     pub(crate) fn tell(&self, change: &Change) {
         self.listeners.tell(change);
-    }
-
-    pub(crate) fn ender(&self) -> &Ender {
-        &self.ender
     }
 
     /// Finds the devices below the disks, now and after each change. Called once. Fails if more is
@@ -216,13 +208,11 @@ impl Inventory {
     }
 
     pub(crate) fn add_secret(&self, id: &str, secret: Secret) -> Result<(), Refused> {
-        match self.secrets.borrow_mut().entry(id.to_owned()) {
-            Entry::Occupied(_) => Err(Refused::NameTaken(id.to_owned())),
-            Entry::Vacant(free) => {
-                free.insert(secret);
-                Ok(())
-            }
+        if self.secrets.borrow().contains_key(id) {
+            return Err(Refused::NameTaken(id.to_owned()));
         }
+        self.secrets.borrow_mut().insert(id.to_owned(), secret);
+        Ok(())
     }
 
     pub(crate) fn secret(&self, id: &str) -> Result<Secret, Refused> {
@@ -246,24 +236,30 @@ impl Inventory {
         self.disks.borrow().get(name).cloned().ok_or_else(|| Refused::NoDisk(name.to_owned()))
     }
 
-    pub(crate) fn add_disk(&self, disk: RunningDisk) -> Result<Rc<RunningDisk>, Refused> {
+    pub(crate) fn add_disk(&self, disk: RunningDisk) -> Result<(), Refused> {
         let name = disk.disk.name().to_string();
         self.check_name(&name)?;
-        let disk = Rc::new(disk);
-        self.disks.borrow_mut().insert(name.clone(), Rc::clone(&disk));
+        self.disks.borrow_mut().insert(name.clone(), Rc::new(disk));
         self.tell(&Change::Listed { name });
+        Ok(())
+    }
+
+    /// Takes a disk that is not exported off the list, and says so.
+    fn unlist_disk(&self, name: &str) -> Result<Rc<RunningDisk>, Refused> {
+        let disk = self.disk(name)?;
+        let exports = self.exports();
+        if let Some(export) = exports.iter().find(|export| Rc::ptr_eq(&export.disk, &disk)) {
+            return Err(Refused::Exported { disk: name.to_owned(), export: export.id.clone() });
+        }
+        self.disks.borrow_mut().remove(name);
+        self.tell(&Change::Listed { name: name.to_owned() });
         Ok(disk)
     }
 
     /// Removes a disk that nobody uses, flushes and closes it. A failed flush is only logged: it
     /// would keep the disk for ever.
     pub(crate) async fn remove_disk(&self, name: &str) -> Result<(), Refused> {
-        let disk = self.disk(name)?;
-        if let Some(export) = self.exports_of(&disk).first() {
-            return Err(Refused::Exported { disk: name.to_owned(), export: export.id.clone() });
-        }
-        self.disks.borrow_mut().remove(name);
-        self.tell(&Change::Listed { name: name.to_owned() });
+        let disk = self.unlist_disk(name)?;
         if let Err(error) = disk.disk.flush().await {
             tracing::error!(disk = name, %error, "the last flush of a disk that is removed failed");
         }
@@ -275,14 +271,7 @@ impl Inventory {
 
     /// Takes a disk that nobody uses out, to be put back as a part of another.
     pub(crate) fn take_disk(&self, name: &str) -> Result<RunningDisk, Refused> {
-        let disk = self.disk(name)?;
-        if let Some(export) = self.exports_of(&disk).first() {
-            return Err(Refused::Exported { disk: name.to_owned(), export: export.id.clone() });
-        }
-        self.disks.borrow_mut().remove(name);
-        // Whoever watches it lets go.
-        self.tell(&Change::Listed { name: name.to_owned() });
-        let kept = match Rc::try_unwrap(disk) {
+        let kept = match Rc::try_unwrap(self.unlist_disk(name)?) {
             Ok(disk) if Arc::strong_count(&disk.disk) == 1 => return Ok(disk),
             Ok(disk) => Rc::new(disk),
             Err(disk) => disk,
@@ -294,11 +283,6 @@ impl Inventory {
 
     pub(crate) fn is_below(&self, name: &str) -> bool {
         self.disks.borrow().values().any(|disk| disk.below.iter().any(|node| node.name == name))
-    }
-
-    pub(crate) fn exports_of(&self, disk: &Rc<RunningDisk>) -> Vec<Rc<RunningExport>> {
-        let exports = self.exports.borrow();
-        exports.values().filter(|export| Rc::ptr_eq(&export.disk, disk)).cloned().collect()
     }
 
     pub(crate) fn groups(&self) -> Vec<Arc<Group>> {
@@ -354,7 +338,7 @@ impl Inventory {
     }
 
     pub(crate) fn connections(&self) -> usize {
-        self.servers.borrow().iter().map(|serving| serving.server().connections()).sum()
+        self.servers.borrow().iter().map(|serving| serving.server.connections()).sum()
     }
 
     /// Those included whose last clients are on their way out.
@@ -378,7 +362,7 @@ impl Inventory {
             read_only: new.read_only,
             bitmaps: new.bitmaps,
         };
-        let Some(number) = serving.server().add(export) else {
+        let Some(number) = serving.server.add(export) else {
             return Err(Refused::ExportNameTaken { name: new.name, address: serving.address() });
         };
         let export = RunningExport {
@@ -398,7 +382,7 @@ impl Inventory {
     /// its last client is gone and [`Change::ExportDeleted`] follows.
     pub(crate) fn remove_export(self: &Rc<Self>, id: &str, removal: Removal) -> Result<(), Refused> {
         let export = self.export(id)?;
-        match export.serving.server().remove(export.number, removal) {
+        match export.serving.server.remove(export.number, removal) {
             Ok(()) => {}
             // Removed already, and on its way out: nothing is left to refuse.
             Err(NotRemoved::Unknown) => return Ok(()),
@@ -409,7 +393,7 @@ impl Inventory {
         export.ending.set(true);
         let inventory = Rc::clone(self);
         reactor::spawn(async move {
-            export.serving.server().wait_until_unused(export.number).await;
+            export.serving.server.wait_until_unused(export.number).await;
             inventory.exports.borrow_mut().remove(&export.id);
             inventory.tell(&Change::ExportDeleted { id: export.id.clone() });
         });

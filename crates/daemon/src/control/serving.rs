@@ -15,13 +15,11 @@ use crate::listen::{Authority, Listener, SocketFile};
 
 pub(crate) struct Serving {
     authorities: Vec<Authority>,
-    server: Arc<nbd::Server>,
-    /// Dropping one ends the accepting.
-    accepting: RefCell<Vec<JoinHandle<()>>>,
+    pub(crate) server: Arc<nbd::Server>,
+    /// Dropping one ends the accepting and removes the socket's file.
+    accepting: RefCell<Vec<(JoinHandle<()>, Option<SocketFile>)>>,
     /// The threads end, and the clients with them, once nobody holds these.
     _workers: Rc<Vec<Worker>>,
-    /// Removed when dropped.
-    socket_files: RefCell<Vec<SocketFile>>,
 }
 
 impl Serving {
@@ -32,24 +30,18 @@ impl Serving {
         workers: &Rc<Vec<Worker>>,
         broken: impl Fn(anyhow::Error) + Clone + 'static,
     ) -> Rc<Self> {
-        let authorities = listeners.iter().map(|listener| listener.authority().clone()).collect();
-        let (mut accepting, mut socket_files) = (Vec::new(), Vec::new());
-        for listener in listeners {
-            let (socket, file) = listener.into_parts();
-            socket_files.extend(file);
+        let authorities = listeners.iter().map(|listener| listener.authority.clone()).collect();
+        let accept = |Listener { socket, file, .. }| {
             let (server, workers, broken) = (Arc::clone(&server), Rc::clone(workers), broken.clone());
-            accepting.push(reactor::spawn_joinable(async move {
+            let accepting = reactor::spawn_joinable(async move {
                 if let Err(error) = server.listen(socket.into(), workers).await {
                     broken(anyhow!("connections cannot be accepted any more: {error} (restart weir)"));
                 }
-            }));
-        }
-        let (accepting, socket_files) = (RefCell::new(accepting), RefCell::new(socket_files));
-        Rc::new(Self { authorities, server, accepting, _workers: Rc::clone(workers), socket_files })
-    }
-
-    pub(crate) fn server(&self) -> &Arc<nbd::Server> {
-        &self.server
+            });
+            (accepting, file)
+        };
+        let accepting = RefCell::new(listeners.into_iter().map(accept).collect());
+        Rc::new(Self { authorities, server, accepting, _workers: Rc::clone(workers) })
     }
 
     /// Where it listens, as text: `unix:PATH` or `HOST:PORT`, the first where there are several.
@@ -67,7 +59,6 @@ impl Serving {
     /// Lets nobody in any more, and removes the files of its sockets.
     pub(crate) fn close(&self) {
         self.accepting.take();
-        self.socket_files.take();
     }
 
     /// Lets every client finish what it has in flight; returns when the last is gone.

@@ -29,7 +29,7 @@ impl Inherited {
         let (socket, authority) = if let Ok(Some(unix)) = self.0.take_unix_listener(index) {
             let authority = match unix.local_addr()?.as_pathname() {
                 Some(path) => Authority::of_unix(path),
-                None => Authority::unnamed(index),
+                None => Authority::Unnamed(index),
             };
             (OwnedFd::from(unix), authority)
         } else if let Ok(Some(tcp)) = self.0.take_tcp_listener(index) {

@@ -7,7 +7,7 @@ mod uri;
 use std::{
     io::{self, ErrorKind},
     net::{SocketAddr, TcpListener, ToSocketAddrs as _},
-    os::fd::OwnedFd,
+    os::{fd::OwnedFd, unix::net::UnixListener},
     path::Path,
     thread,
     time::{Duration, Instant},
@@ -21,20 +21,10 @@ pub(crate) use uri::Authority;
 
 #[derive(Debug)]
 pub(crate) struct Listener {
-    socket: OwnedFd,
-    authority: Authority,
+    pub(crate) socket: OwnedFd,
+    pub(crate) authority: Authority,
     /// Removes the file of a Unix socket that was made here.
-    file: Option<SocketFile>,
-}
-
-impl Listener {
-    pub(crate) fn authority(&self) -> &Authority {
-        &self.authority
-    }
-
-    pub(crate) fn into_parts(self) -> (OwnedFd, Option<SocketFile>) {
-        (self.socket, self.file)
-    }
+    pub(crate) file: Option<SocketFile>,
 }
 
 /// The service manager's sockets can be had once.
@@ -48,9 +38,11 @@ pub(crate) fn open(endpoint: &Endpoint, inherited: &mut Option<Inherited>) -> an
 /// A Unix socket that only its owner and root may connect to.
 pub(crate) fn private(path: &Path) -> anyhow::Result<Listener> {
     let bound = unix::bind_private(path);
-    let (listener, file) = bound.with_context(|| Address::Unix(path.to_owned()).to_string())?;
-    let authority = Authority::of_unix(file.path());
-    Ok(Listener { socket: listener.into(), authority, file: Some(file) })
+    Ok(at_path(bound.with_context(|| Address::Unix(path.to_owned()).to_string())?))
+}
+
+fn at_path((listener, file): (UnixListener, SocketFile)) -> Listener {
+    Listener { socket: listener.into(), authority: Authority::of_unix(&file.path), file: Some(file) }
 }
 
 /// How long an address may outlive the process that listened there: requests on an io_uring keep
@@ -74,14 +66,7 @@ fn patiently<T>(mut attempt: impl FnMut() -> io::Result<T>) -> io::Result<T> {
 /// One socket, or one for each address that a host name resolves to.
 fn bind(address: &Address) -> anyhow::Result<Vec<Listener>> {
     match address {
-        Address::Unix(path) => {
-            let (listener, file) = unix::bind(path).with_context(|| address.to_string())?;
-            Ok(vec![Listener {
-                socket: listener.into(),
-                authority: Authority::of_unix(file.path()),
-                file: Some(file),
-            }])
-        }
+        Address::Unix(path) => Ok(vec![at_path(unix::bind(path).with_context(|| address.to_string())?)]),
         Address::Tcp { host, port } => tcp(address, host, *port),
     }
 }
@@ -150,8 +135,8 @@ mod tests {
     #[test]
     fn a_free_port_is_the_same_on_every_address_of_a_name() {
         let listeners = bind(&"localhost:0".parse().unwrap()).unwrap();
-        let first = listeners[0].authority().to_string();
-        assert!(listeners.iter().all(|listener| listener.authority().to_string() == first));
+        let first = listeners[0].authority.to_string();
+        assert!(listeners.iter().all(|listener| listener.authority.to_string() == first));
         let port: u16 = first.rsplit_once(':').unwrap().1.parse().unwrap();
         assert_ne!(port, 0);
         TcpStream::connect(("localhost", port)).unwrap();

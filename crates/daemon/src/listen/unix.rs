@@ -26,15 +26,9 @@ use nix::{
 /// The file of a socket made here; removed when this is dropped, if it is still the same.
 #[derive(Debug)]
 pub(crate) struct SocketFile {
-    path: PathBuf,
+    pub(super) path: PathBuf,
     /// Device and inode.
     identity: Option<(u64, u64)>,
-}
-
-impl SocketFile {
-    pub(crate) fn path(&self) -> &Path {
-        &self.path
-    }
 }
 
 impl Drop for SocketFile {

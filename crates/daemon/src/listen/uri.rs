@@ -24,10 +24,6 @@ impl Authority {
         Self::Tcp(if host.contains(':') { format!("[{host}]:{port}") } else { format!("{host}:{port}") })
     }
 
-    pub(super) fn unnamed(index: usize) -> Self {
-        Self::Unnamed(index)
-    }
-
     /// Encrypted where the server takes nothing else.
     pub(crate) fn uri(&self, export: &str, tls: &Tls) -> String {
         let scheme = if matches!(tls, Tls::Required(_)) { "nbds" } else { "nbd" };

@@ -224,7 +224,7 @@ async fn listen(
     let mut uris = Vec::new();
     for (planned, listeners) in plan.servers.iter().zip(listeners) {
         let server = nbd::Server::new(tls.clone(), assemble::terms(&plan.service));
-        let ender = Rc::clone(inventory.ender());
+        let ender = Rc::clone(&inventory.ender);
         let serving = Serving::start(server, listeners, workers, move |error| ender(End::Broken(error)));
         inventory.add_server(&serving);
         for export in &planned.exports {

@@ -9,9 +9,7 @@ use super::session::ReplyStyle;
 use std::collections::HashMap;
 use std::sync::Arc;
 
-/// What an export can do; each field is one of the transmission flags.
-///
-/// A read-only export offers neither trim nor write-zeroes, whatever the other fields say.
+/// An export's transmission flags. A read-only one offers neither trim nor write-zeroes.
 #[allow(missing_docs, reason = "the names are the flags'")]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Features {
@@ -31,8 +29,6 @@ pub struct Features {
 }
 
 impl Features {
-    /// The transmission flags for a client with these reply headers ("Transmission flags").
-    ///
     /// `block_status` says whether the client selected metadata contexts for this export.
     pub fn flags(self, style: ReplyStyle, block_status: bool) -> u16 {
         let writable = !self.read_only;
@@ -59,8 +55,10 @@ impl Features {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BlockSizes {
     minimum: u32,
-    preferred: u32,
-    maximum: u32,
+    /// The smallest request that needs no read-modify-write.
+    pub(super) preferred: u32,
+    /// The longest payload of a READ or WRITE.
+    pub(super) maximum: u32,
 }
 
 /// Block sizes the specification does not allow.
@@ -98,16 +96,6 @@ impl BlockSizes {
         }
         // At most 16 places matter: a minimum is at most 64 KiB.
         self.minimum.min(1 << size_bytes.trailing_zeros().min(16))
-    }
-
-    /// The smallest request that needs no read-modify-write.
-    pub const fn preferred(self) -> u32 {
-        self.preferred
-    }
-
-    /// The longest payload of a READ or WRITE.
-    pub const fn maximum(self) -> u32 {
-        self.maximum
     }
 }
 
@@ -155,9 +143,8 @@ pub struct ExportTable {
 }
 
 impl ExportTable {
-    /// A table of these exports, numbered in order. Of two with one name the first is found.
-    ///
-    /// The default export is the one named "", or else the only one there is.
+    /// Numbered in order. Of two with one name the first is found; the default export is the one
+    /// named "", or else the only one.
     pub fn new(exports: Vec<ExportInfo>) -> Self {
         let mut by_name = HashMap::with_capacity(exports.len());
         for (number, export) in exports.iter().enumerate() {

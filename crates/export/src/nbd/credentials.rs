@@ -58,22 +58,14 @@ pub enum CredentialsError {
 }
 
 /// A server's credentials, ready for any number of connections. Clones share them.
-#[derive(Clone)]
+#[derive(Clone, Debug)]
 pub struct TlsServer {
     context: SslContext,
 }
 
-impl std::fmt::Debug for TlsServer {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str("TlsServer")
-    }
-}
-
 impl TlsServer {
-    /// Credentials from a directory of X.509 files.
-    ///
-    /// With `verify_peer` a client must present a certificate that ca-cert.pem signs, directly or
-    /// through intermediates, and that ca-crl.pem, if there is one, does not revoke.
+    /// From a directory of X.509 files. With `verify_peer` a client must present a certificate that
+    /// ca-cert.pem signs and that ca-crl.pem, if there is one, does not revoke.
     pub fn x509(directory: &Path, verify_peer: bool) -> Result<Self, CredentialsError> {
         let mut builder = builder()?;
         let chain_path = directory.join("server-cert.pem");
@@ -97,7 +89,7 @@ impl TlsServer {
         Ok(Self { context: builder.build() })
     }
 
-    /// Credentials from a file of pre-shared keys, or from the file `keys.psk` in a directory.
+    /// From a file of pre-shared keys, or from the file `keys.psk` in a directory.
     pub fn psk(path: &Path) -> Result<Self, CredentialsError> {
         let path = if path.is_dir() { path.join("keys.psk") } else { path.to_owned() };
         let bytes =

@@ -130,9 +130,8 @@ impl Connection {
         self.write(offset, data, fua, &answers).await;
     }
 
-    /// Writes `data` for the requests in `answers`, each with its payload's length. If it fails, it
-    /// fails for all of them: a client must take a failed write's range for undefined anyway, and
-    /// the data is gone with the attempt.
+    /// Writes `data` for the requests in `answers`, each with its payload's length; all fail
+    /// together, because a failed write leaves its range undefined anyway.
     async fn write(&self, offset: u64, data: Segments, fua: bool, answers: &[(Tag, usize)]) {
         let cost = match answers {
             [(_, length)] => Cost::one(*length as u64),

@@ -137,10 +137,8 @@ impl Handshake {
         }
     }
 
-    /// Takes bytes from the client, appends what to answer to `out`, and says what comes next.
-    ///
-    /// One step answers one option at most. Once an event ended the handshake, it is returned again
-    /// and nothing is consumed.
+    /// Appends what to answer to `out`, for one option at most. Once an event ended the handshake,
+    /// it is returned again and nothing is consumed.
     pub fn advance(&mut self, input: &[u8], exports: &dyn Exports, out: &mut Vec<u8>) -> Step {
         let mut rest = input;
         let event = loop {

@@ -48,7 +48,7 @@ impl Terms {
             contexts,
             sizes_acknowledged,
             minimum_block: if sizes_acknowledged { about.sizes.minimum_for(about.size_bytes) } else { 1 },
-            maximum_payload: about.sizes.maximum(),
+            maximum_payload: about.sizes.maximum,
         }
     }
 
@@ -327,7 +327,7 @@ fn send_info(wanted: &Wanted<'_>, about: &ExportInfo, session: &Session, replies
     if wanted.description && !about.description.is_empty() {
         item(info::DESCRIPTION, [wire::clip(&about.description).as_bytes(), &[], &[]]);
     }
-    let sizes = [session.minimum_block, about.sizes.preferred(), session.maximum_payload];
+    let sizes = [session.minimum_block, about.sizes.preferred, session.maximum_payload];
     let [minimum, preferred, maximum] = sizes.map(u32::to_be_bytes);
     item(info::BLOCK_SIZE, [&minimum, &preferred, &maximum]);
 }

@@ -19,12 +19,11 @@ use super::proto::{self, cmd, cmd_flag, export_flag};
 use super::session::{ReplyStyle, Session, Tag};
 use super::wire::Fields;
 
-/// A command that may be carried out as it is. Offsets and lengths are in bytes; `fua` is "durable
-/// before the reply".
+/// A command that may be carried out as it is; `fua` is "durable before the reply".
 ///
-/// Ranges lie inside the export as it was when the request was parsed, are multiples of the
-/// session's minimum block and are not empty. READ and WRITE are at most the session's payload
-/// long; the others may cover the whole export.
+/// Ranges, in bytes, lie inside the export as it was when the request was parsed, are multiples of
+/// the minimum block and are not empty. READ and WRITE are at most the session's payload long; the
+/// others may cover the whole export.
 #[allow(missing_docs, reason = "the variants explain their fields")]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Command {
@@ -145,10 +144,7 @@ impl Header {
 
 type Refusal = (Errno, &'static str);
 
-/// Parses and validates the request at the start of `input`.
-///
-/// `size_bytes` is the export's size now. On anything but [`Parsed::Incomplete`] and
-/// [`Parsed::Close`] the first [`ReplyStyle::request_bytes`] of the input are consumed.
+/// Parses and validates the request at the start of `input`; `size_bytes` is the export's size now.
 pub fn parse(input: &[u8], session: &Session, size_bytes: u64) -> Parsed {
     let Some(header) = Header::read(input, session.style) else { return Parsed::Incomplete };
     let magic = match session.style {
@@ -337,11 +333,8 @@ fn status_of(range: &Range<'_>, one: bool, contexts: MetaContexts) -> Result<Com
     Ok(Command::BlockStatus(StatusQuery { offset: range.offset, length: range.length, one, contexts }))
 }
 
-/// Reads the payload of a [`Command::BlockStatusPayload`] and returns the [`Command::BlockStatus`]
-/// it stands for.
-///
-/// The payload is consumed either way. Refused are lengths that do not add up, contexts that are
-/// repeated or were not selected, and whatever a block status without payload is refused for.
+/// The [`Command::BlockStatus`] that the payload of a [`Command::BlockStatusPayload`] stands for.
+/// Refused are also contexts that are repeated or were not selected.
 pub fn status_payload(
     payload: &[u8],
     tag: Tag,

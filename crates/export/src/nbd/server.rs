@@ -154,10 +154,14 @@ impl Server {
 
     /// Waits until no client is connected to an export.
     pub async fn wait_until_unused(&self, export: usize) {
+        self.wait_while(|server| server.connections_of(export) > 0).await;
+    }
+
+    async fn wait_while(&self, busy: impl Fn(&Self) -> bool) {
         loop {
             // Listens before it looks, or the last one could end in between.
             let freed = self.freed.listen();
-            if self.connections_of(export) == 0 {
+            if !busy(self) {
                 return;
             }
             freed.await;
@@ -222,23 +226,13 @@ impl Server {
             // Ends the receive that the connection waits in; fails where the client has gone.
             let _ = nix::sys::socket::shutdown(raw(&live.socket), nix::sys::socket::Shutdown::Read);
         }
-        if reactor::timeout(FAREWELL, self.wait_for_last()).await.is_err() {
+        let gone = || self.wait_while(|server| server.connections() > 0);
+        if reactor::timeout(FAREWELL, gone()).await.is_err() {
             for live in self.lock().values() {
                 // Ends the send that the connection waits in.
                 let _ = nix::sys::socket::shutdown(raw(&live.socket), nix::sys::socket::Shutdown::Both);
             }
-            self.wait_for_last().await;
-        }
-    }
-
-    async fn wait_for_last(&self) {
-        loop {
-            // Listens before it looks, or the last one could end in between.
-            let freed = self.freed.listen();
-            if self.lock().is_empty() {
-                return;
-            }
-            freed.await;
+            gone().await;
         }
     }
 

@@ -138,9 +138,8 @@ impl TlsStream {
         self.stream.get_mut().outgoing.drop_front(count);
     }
 
-    /// Goes on with the TLS handshake: true once it is complete, false where it needs more input.
-    ///
-    /// An error is final: send what is outgoing and close.
+    /// True once the TLS handshake is complete, false where it needs more input. An error is final:
+    /// send what is outgoing and close.
     pub fn handshake(&mut self) -> Result<bool, TlsError> {
         match self.stream.accept() {
             Ok(()) => Ok(true),

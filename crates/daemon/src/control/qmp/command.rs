@@ -7,7 +7,7 @@
 //!
 //! Reading and running are apart so that no command can act on arguments of which some are wrong.
 
-use std::{fmt, rc::Rc};
+use std::rc::Rc;
 
 use serde_json::Value;
 use settings::suggest;
@@ -57,12 +57,6 @@ pub(crate) struct Commands {
 impl Commands {
     pub(crate) fn new(table: &'static [Entry], inventory: Rc<Inventory>) -> Self {
         Self { table, inventory }
-    }
-}
-
-impl fmt::Debug for Commands {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} commands", self.table.len())
     }
 }
 

@@ -17,13 +17,10 @@ use crate::{
     listen::{Listener, SocketFile},
 };
 
-#[derive(Debug)]
 pub(crate) struct Control {
     server: Rc<Server>,
-    /// Dropping one ends the accepting.
-    accepting: RefCell<Vec<JoinHandle<()>>>,
-    /// Removed when dropped.
-    socket_files: RefCell<Vec<SocketFile>>,
+    /// Dropping one ends the accepting and removes the socket's file.
+    accepting: RefCell<Vec<(JoinHandle<()>, Option<SocketFile>)>>,
 }
 
 impl Control {
@@ -32,26 +29,23 @@ impl Control {
         let commands = Rc::new(Commands::new(TABLE, Rc::clone(inventory)));
         let server = Server::new(commands, events.clone());
         inventory.listen(move |change| tell(&events, change));
-        let (mut accepting, mut socket_files) = (Vec::new(), Vec::new());
-        for listener in listeners {
-            let address = listener.authority().to_string();
-            let (socket, file) = listener.into_parts();
-            socket_files.extend(file);
-            let server = Rc::clone(&server);
-            accepting.push(reactor::spawn_joinable(async move {
+        let accept = |Listener { socket, authority, file }| {
+            let (server, address) = (Rc::clone(&server), authority.to_string());
+            let accepting = reactor::spawn_joinable(async move {
                 // The disks are served on: a daemon that cannot be steered is better than none.
                 if let Err(error) = server.listen(Fd::from(socket)).await {
                     tracing::error!(address, %error, "QMP clients cannot be accepted any more (restart weir)");
                 }
-            }));
-        }
-        Self { server, accepting: RefCell::new(accepting), socket_files: RefCell::new(socket_files) }
+            });
+            (accepting, file)
+        };
+        let accepting = RefCell::new(listeners.into_iter().map(accept).collect());
+        Self { server, accepting }
     }
 
     /// Lets nobody in any more, tells every client why, and returns when the last is gone.
     pub(crate) async fn stop(&self, ending: Ending) {
         self.accepting.take();
-        self.socket_files.take();
         self.server.stop(ending).await;
     }
 }

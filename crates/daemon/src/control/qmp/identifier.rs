@@ -5,12 +5,15 @@ use super::{error::Error, json::shown};
 /// Bytes of a name, as in the config file: what the NBD protocol can carry.
 const MAX_NAME_BYTES: usize = 4096;
 
-/// An id in QEMU's sense: a letter, then letters, digits, `-`, `.` and `_`.
-pub(super) fn check(key: &str, id: &str) -> Result<(), Error> {
+/// An id as QEMU's `id_wellformed` has it: a letter, then letters, digits, `-`, `.` and `_`.
+pub(super) fn is_well_formed(id: &str) -> bool {
     let mut bytes = id.bytes();
-    let begins = bytes.next().is_some_and(|byte| byte.is_ascii_alphabetic());
-    let goes_on = |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'-' | b'.' | b'_');
-    if begins && bytes.all(goes_on) {
+    bytes.next().is_some_and(|byte| byte.is_ascii_alphabetic())
+        && bytes.all(|byte| byte.is_ascii_alphanumeric() || b"-._".contains(&byte))
+}
+
+pub(super) fn check(key: &str, id: &str) -> Result<(), Error> {
+    if is_well_formed(id) {
         return check_name(key, id);
     }
     let rule = "(a letter, then letters, digits, '-', '.' and '_')";

@@ -5,7 +5,7 @@
 
 use std::{
     cell::{Cell, RefCell},
-    fmt, mem,
+    mem,
 };
 
 use block::reactor::Signal;
@@ -28,12 +28,6 @@ pub(super) struct Outbox {
     emptied: Signal,
     /// Ends the connection under the task that sends, which may be waiting for this client.
     hang_up: Box<dyn Fn()>,
-}
-
-impl fmt::Debug for Outbox {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Outbox").field("queued", &self.queued()).finish_non_exhaustive()
-    }
 }
 
 impl Outbox {

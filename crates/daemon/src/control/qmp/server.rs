@@ -13,7 +13,7 @@
 use std::{
     cell::{Cell, RefCell},
     collections::HashMap,
-    fmt, io,
+    io,
     os::fd::{AsFd, AsRawFd as _, OwnedFd},
     pin::Pin,
     rc::Rc,
@@ -52,7 +52,7 @@ const SEND_BYTES: usize = 256 << 10;
 
 pub(crate) type Running = Pin<Box<dyn Future<Output = Result<Value, Error>>>>;
 
-pub(crate) trait Execute: fmt::Debug {
+pub(crate) trait Execute {
     /// Errors: no such command, or wrong arguments; then nothing has happened.
     fn execute(&self, name: &str, arguments: Arguments) -> Result<Running, Error>;
 }
@@ -75,7 +75,6 @@ impl Ending {
     }
 }
 
-#[derive(Debug)]
 pub(crate) struct Server {
     commands: Rc<dyn Execute>,
     events: Events,

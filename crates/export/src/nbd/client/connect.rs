@@ -1,7 +1,6 @@
 //! Reaching a server: a socket, and the handshake on it, within a time limit.
 
 use std::{
-    io,
     net::{TcpStream, ToSocketAddrs as _},
     os::{fd::OwnedFd, unix::net::UnixStream},
     path::PathBuf,
@@ -54,8 +53,9 @@ fn dial(endpoint: &Endpoint, limit: Duration) -> Result<OwnedFd, NotConnected> {
         Endpoint::Unix(path) => Ok(UnixStream::connect(path)?.into()),
         Endpoint::Tcp { host, port } => {
             let mut failed = None;
+            let at_once = |socket: TcpStream| socket.set_nodelay(true).map(|()| socket);
             for address in (host.as_str(), *port).to_socket_addrs()? {
-                match TcpStream::connect_timeout(&address, limit).and_then(without_delay) {
+                match TcpStream::connect_timeout(&address, limit).and_then(at_once) {
                     Ok(socket) => return Ok(socket.into()),
                     Err(error) => failed = Some(error),
                 }
@@ -63,10 +63,4 @@ fn dial(endpoint: &Endpoint, limit: Duration) -> Result<OwnedFd, NotConnected> {
             Err(failed.map_or(NotConnected::NoAddress, NotConnected::Io))
         }
     }
-}
-
-/// A request is not kept back to be sent with the next one.
-fn without_delay(socket: TcpStream) -> io::Result<TcpStream> {
-    socket.set_nodelay(true)?;
-    Ok(socket)
 }

@@ -47,10 +47,7 @@ enum Way {
 
 impl Hostile {
     pub(super) fn draw(region: u64) -> Self {
-        use Way::{
-            Deaf, GarbageAsRequests, GarbageAtOnce, Gone, HalfPayload, HalfRequest, NoHandshake, Nonsense,
-            WrongMagic,
-        };
+        use Way::*;
         const WAYS: [Way; 9] = [
             GarbageAtOnce,
             GarbageAsRequests,

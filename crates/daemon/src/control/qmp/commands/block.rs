@@ -153,7 +153,7 @@ fn rename(inventory: &Inventory, taken: RunningDisk, name: &str, below: Vec<Node
     let RunningDisk { disk, image, cache, caches, .. } = taken;
     let disk = Arc::into_inner(disk).expect("taken when nobody else had it").renamed(name);
     let disk = Arc::new(disk);
-    inventory.add_disk(RunningDisk { disk, image, cache, caches, below }).map(drop).map_err(generic)
+    inventory.add_disk(RunningDisk { disk, image, cache, caches, below }).map_err(generic)
 }
 
 fn in_use(name: &str) -> impl Fn(Refused) -> Error {

@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 use crate::control::{
     bitmaps,
     inventory::{Inventory, NewExport, Refused},
-    qmp::{arguments::Arguments, command::Command, error::Error, json::shown},
+    qmp::{arguments::Arguments, command::Command, error::Error, identifier, json::shown},
     serving::Serving,
 };
 
@@ -34,7 +34,7 @@ impl Command for BlockExportAdd {
     fn read(arguments: &mut Arguments) -> Result<Self, Error> {
         arguments.choice("type", &TYPES)?.ok_or_else(|| Error::missing("type"))?;
         let id: String = arguments.required("id")?;
-        if !is_well_formed(&id) {
+        if !identifier::is_well_formed(&id) {
             return Err(Error::generic("Invalid block export id"));
         }
         let node: String = arguments.required("node-name")?;
@@ -153,13 +153,6 @@ fn read_bitmaps(arguments: &mut Arguments, node: &str) -> Result<Vec<String>, Er
     bitmaps.iter().map(name).collect()
 }
 
-/// An id as QEMU's `id_wellformed` has it.
-fn is_well_formed(id: &str) -> bool {
-    let mut bytes = id.bytes();
-    bytes.next().is_some_and(|byte| byte.is_ascii_alphabetic())
-        && bytes.all(|byte| byte.is_ascii_alphanumeric() || b"-._".contains(&byte))
-}
-
 #[derive(Debug)]
 pub(super) struct BlockExportDel {
     id: String,
@@ -193,26 +186,15 @@ impl Command for BlockExportDel {
     }
 }
 
-#[derive(Debug)]
-pub(super) struct QueryBlockExports;
-
-impl Command for QueryBlockExports {
-    const NAME: &'static str = "query-block-exports";
-
-    fn read(_: &mut Arguments) -> Result<Self, Error> {
-        Ok(Self)
-    }
-
-    async fn run(self, inventory: Rc<Inventory>) -> Result<Value, Error> {
-        let exports = inventory.exports();
-        let info = exports.iter().map(|export| {
-            json!({
-                "id": export.id,
-                "type": "nbd",
-                "node-name": &**export.disk.disk.name(),
-                "shutting-down": export.is_ending(),
-            })
-        });
-        Ok(info.collect())
-    }
-}
+query!(QueryBlockExports, "query-block-exports", |inventory| {
+    let exports = inventory.exports();
+    let info = exports.iter().map(|export| {
+        json!({
+            "id": export.id,
+            "type": "nbd",
+            "node-name": &**export.disk.disk.name(),
+            "shutting-down": export.is_ending(),
+        })
+    });
+    info.collect()
+});

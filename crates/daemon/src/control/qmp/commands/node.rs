@@ -25,6 +25,7 @@ use crate::control::qmp::{
     arguments::{Arguments, Reference},
     caches::CacheChanges,
     error::Error,
+    identifier,
     json::shown,
     prefetch::PrefetchChanges,
 };
@@ -310,10 +311,7 @@ fn size(arguments: &mut Arguments) -> Result<Option<u64>, Error> {
 
 /// As QEMU judges a node's name.
 fn check_name(name: &str) -> Result<(), Error> {
-    let mut bytes = name.bytes();
-    let begins = bytes.next().is_some_and(|byte| byte.is_ascii_alphabetic());
-    let goes_on = |byte: u8| byte.is_ascii_alphanumeric() || b"-._".contains(&byte);
-    if !begins || !bytes.all(goes_on) {
+    if !identifier::is_well_formed(name) {
         return Err(Error::generic(format!("Invalid node-name: '{}'", shown(name))));
     }
     if name.len() > MAX_NODE_NAME {

@@ -20,31 +20,20 @@ use crate::control::{
     qmp::{arguments::Arguments, command::Command, error::Error, settings},
 };
 
-#[derive(Debug)]
-pub(super) struct QueryBlock;
-
-impl Command for QueryBlock {
-    const NAME: &'static str = "query-block";
-
-    fn read(_: &mut Arguments) -> Result<Self, Error> {
-        Ok(Self)
+query!(QueryBlock, "query-block", |inventory| {
+    let mut list = Vec::new();
+    for running in inventory.disks() {
+        list.push(json!({
+            "device": &**running.disk.name(),
+            // QEMU's own answer to everything.
+            "type": "unknown",
+            "removable": false,
+            "locked": false,
+            "inserted": node(&running).await,
+        }));
     }
-
-    async fn run(self, inventory: Rc<Inventory>) -> Result<Value, Error> {
-        let mut list = Vec::new();
-        for running in inventory.disks() {
-            list.push(json!({
-                "device": &**running.disk.name(),
-                // QEMU's own answer to everything.
-                "type": "unknown",
-                "removable": false,
-                "locked": false,
-                "inserted": node(&running).await,
-            }));
-        }
-        Ok(Value::Array(list))
-    }
-}
+    Value::Array(list)
+});
 
 #[derive(Debug)]
 pub(super) struct QueryNamedBlockNodes;

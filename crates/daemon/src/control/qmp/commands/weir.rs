@@ -128,33 +128,22 @@ impl Set {
     }
 }
 
-#[derive(Debug)]
-pub(super) struct QueryStatus;
-
-impl Command for QueryStatus {
-    const NAME: &'static str = "x-weir-query-status";
-
-    fn read(_: &mut Arguments) -> Result<Self, Error> {
-        Ok(Self)
+query!(QueryStatus, "x-weir-query-status", |inventory| {
+    let exports = inventory.exports();
+    let list_disk = |running: &Rc<RunningDisk>| disk(running, &exports);
+    let mut answer = json!({
+        "version": env!("CARGO_PKG_VERSION"),
+        "uptime-ns": nanoseconds(inventory.uptime()),
+        "disks": inventory.disks().iter().map(list_disk).collect::<Vec<_>>(),
+        "groups": inventory.groups().iter().map(|one| group(&inventory, one)).collect::<Vec<_>>(),
+        "devices": inventory.devices().iter().map(device).collect::<Vec<_>>(),
+        "exports": exports.iter().map(|one| export(one)).collect::<Vec<_>>(),
+    });
+    if let Some(config) = &inventory.config {
+        answer["config"] = json!(config);
     }
-
-    async fn run(self, inventory: Rc<Inventory>) -> Result<Value, Error> {
-        let exports = inventory.exports();
-        let list_disk = |running: &Rc<RunningDisk>| disk(running, &exports);
-        let mut answer = json!({
-            "version": env!("CARGO_PKG_VERSION"),
-            "uptime-ns": nanoseconds(inventory.uptime()),
-            "disks": inventory.disks().iter().map(list_disk).collect::<Vec<_>>(),
-            "groups": inventory.groups().iter().map(|one| group(&inventory, one)).collect::<Vec<_>>(),
-            "devices": inventory.devices().iter().map(device).collect::<Vec<_>>(),
-            "exports": exports.iter().map(|one| export(one)).collect::<Vec<_>>(),
-        });
-        if let Some(config) = inventory.config() {
-            answer["config"] = json!(config);
-        }
-        Ok(answer)
-    }
-}
+    answer
+});
 
 fn nanoseconds(duration: policy::time::Duration) -> u64 {
     u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX)
