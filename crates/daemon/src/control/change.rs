@@ -1,7 +1,7 @@
 //! What happened to the things that run. A listener is called at once, on the main thread, after
 //! the change is done: it may look at the inventory.
 
-use std::{cell::RefCell, rc::Rc};
+use std::rc::Rc;
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Change {
@@ -13,21 +13,4 @@ pub(crate) enum Change {
     SettingsChanged { name: String },
 }
 
-type Listener = Rc<dyn Fn(&Change)>;
-
-#[derive(Default)]
-pub(crate) struct Listeners(RefCell<Vec<Listener>>);
-
-impl Listeners {
-    pub(crate) fn add(&self, listener: impl Fn(&Change) + 'static) {
-        self.0.borrow_mut().push(Rc::new(listener));
-    }
-
-    pub(crate) fn tell(&self, change: &Change) {
-        // A copy, for a listener may add another.
-        let listeners = self.0.borrow().clone();
-        for listener in listeners {
-            listener(change);
-        }
-    }
-}
+pub(crate) type Listener = Rc<dyn Fn(&Change)>;

@@ -32,7 +32,7 @@ use policy::time::{Duration, Instant};
 use settings::Image;
 
 use super::{
-    change::{Change, Listeners},
+    change::{Change, Listener},
     devices::{Devices, Listed},
     serving::Serving,
 };
@@ -137,7 +137,7 @@ pub(crate) struct Inventory {
     devices: OnceCell<Devices>,
     image_root: OnceCell<Root>,
     secrets: RefCell<BTreeMap<String, Secret>>,
-    listeners: Listeners,
+    listeners: RefCell<Vec<Listener>>,
     pub(crate) ender: Ender,
 }
 
@@ -154,7 +154,7 @@ impl Inventory {
             devices: OnceCell::new(),
             image_root: OnceCell::new(),
             secrets: RefCell::default(),
-            listeners: Listeners::default(),
+            listeners: RefCell::default(),
             ender,
         })
     }
@@ -174,11 +174,13 @@ impl Inventory {
     }
 
     pub(crate) fn listen(&self, listener: impl Fn(&Change) + 'static) {
-        self.listeners.add(listener);
+        self.listeners.borrow_mut().push(Rc::new(listener));
     }
 
     pub(crate) fn tell(&self, change: &Change) {
-        self.listeners.tell(change);
+        // A copy, because a listener may add another.
+        let listeners = self.listeners.borrow().clone();
+        listeners.iter().for_each(|listener| listener(change));
     }
 
     /// Finds the devices below the disks, now and after each change. Called once. Fails if more is

@@ -99,11 +99,6 @@ impl Connection {
         })
     }
 
-    #[cfg(test)]
-    pub(super) fn in_flight(&self) -> (usize, usize) {
-        self.outbox.in_flight()
-    }
-
     /// Serves the client until it leaves, breaks the protocol, or `stop` is set and its receiving
     /// ended. `inbox` has what arrived behind the handshake.
     pub(super) async fn serve(self: Rc<Self>, mut inbox: Inbox) -> Result<(), Broken> {

@@ -32,15 +32,11 @@ impl Terms {
         }
     }
 
-    pub(super) fn contexts_of(&self, export: usize) -> MetaContexts {
-        match self.contexts {
+    pub(super) fn session(&self, export: usize, about: &ExportInfo, sizes_acknowledged: bool) -> Session {
+        let contexts = match self.contexts {
             Some((selected_for, contexts)) if selected_for == export => contexts,
             _ => MetaContexts::NONE,
-        }
-    }
-
-    pub(super) fn session(&self, export: usize, about: &ExportInfo, sizes_acknowledged: bool) -> Session {
-        let contexts = self.contexts_of(export);
+        };
         Session {
             export,
             style: self.style(),
@@ -50,17 +46,6 @@ impl Terms {
             minimum_block: if sizes_acknowledged { about.sizes.minimum_for(about.size_bytes) } else { 1 },
             maximum_payload: about.sizes.maximum,
         }
-    }
-
-    /// Forgets everything negotiated in the clear (STARTTLS: the server MUST NOT preserve any
-    /// negotiation state).
-    fn start_tls(&mut self) {
-        *self = Self {
-            fixed_newstyle: self.fixed_newstyle,
-            no_zeroes: self.no_zeroes,
-            secured: true,
-            ..Self::default()
-        };
     }
 }
 
@@ -144,19 +129,20 @@ pub(super) fn answer(
     let mut replies = Replies::new(option, out);
     let result = match option {
         opt::LIST => return Outcome::List,
-        opt::STARTTLS => start_tls(terms, &mut replies),
-        opt::STRUCTURED_REPLY => structured_reply(terms, &mut replies),
-        opt::EXTENDED_HEADERS => extended_headers(terms, &mut replies),
+        opt::STARTTLS => start_tls(terms),
+        opt::STRUCTURED_REPLY => structured_reply(terms),
+        opt::EXTENDED_HEADERS => extended_headers(terms),
         opt::LIST_META_CONTEXT => list_contexts(data, exports, &mut replies),
         opt::SET_META_CONTEXT => set_contexts(terms, data, exports, &mut replies),
         opt::INFO => describe(terms, data, exports, &mut replies).map(|_| Outcome::Replied),
         opt::GO => describe(terms, data, exports, &mut replies).map(Outcome::Transmission),
         _ => Err(Refusal { kind: rep::ERR_UNSUP, why: "unknown option" }),
     };
-    result.unwrap_or_else(|refusal| {
-        replies.refuse(refusal);
-        Outcome::Replied
-    })
+    match &result {
+        Ok(_) => replies.ack(),
+        Err(refusal) => replies.refuse(*refusal),
+    }
+    result.unwrap_or(Outcome::Replied)
 }
 
 fn export_name(terms: &Terms, data: &[u8], exports: &dyn Exports, out: &mut Vec<u8>) -> Outcome {
@@ -176,16 +162,17 @@ fn export_name(terms: &Terms, data: &[u8], exports: &dyn Exports, out: &mut Vec<
     Outcome::Transmission(session)
 }
 
-fn start_tls(terms: &mut Terms, replies: &mut Replies<'_>) -> Result<Outcome, Refusal> {
+fn start_tls(terms: &mut Terms) -> Result<Outcome, Refusal> {
     if terms.secured {
         return Err(Refusal::invalid("TLS is already in use"));
     }
-    terms.start_tls();
-    replies.ack();
+    // The server MUST NOT preserve any negotiation state.
+    let Terms { fixed_newstyle, no_zeroes, .. } = *terms;
+    *terms = Terms { fixed_newstyle, no_zeroes, secured: true, ..Terms::default() };
     Ok(Outcome::StartTls)
 }
 
-fn structured_reply(terms: &mut Terms, replies: &mut Replies<'_>) -> Result<Outcome, Refusal> {
+fn structured_reply(terms: &mut Terms) -> Result<Outcome, Refusal> {
     if terms.extended {
         let why = "extended headers are already negotiated and take precedence";
         return Err(Refusal { kind: rep::ERR_EXT_HEADER_REQD, why });
@@ -194,16 +181,14 @@ fn structured_reply(terms: &mut Terms, replies: &mut Replies<'_>) -> Result<Outc
         return Err(Refusal::invalid("structured replies are already negotiated"));
     }
     terms.structured = true;
-    replies.ack();
     Ok(Outcome::Replied)
 }
 
-fn extended_headers(terms: &mut Terms, replies: &mut Replies<'_>) -> Result<Outcome, Refusal> {
+fn extended_headers(terms: &mut Terms) -> Result<Outcome, Refusal> {
     if terms.extended {
         return Err(Refusal::invalid("extended headers are already negotiated"));
     }
     terms.extended = true;
-    replies.ack();
     Ok(Outcome::Replied)
 }
 
@@ -245,7 +230,6 @@ fn list_contexts(data: &[u8], exports: &dyn Exports, replies: &mut Replies<'_>) 
             send_context(replies, 0, &name);
         }
     }
-    replies.ack();
     Ok(Outcome::Replied)
 }
 
@@ -268,7 +252,6 @@ fn set_contexts(
         }
     }
     terms.contexts = Some((export, contexts));
-    replies.ack();
     Ok(Outcome::Replied)
 }
 
@@ -310,7 +293,6 @@ fn describe(
     let about = exports.get(export).ok_or(Refusal::unknown_export())?;
     let session = terms.session(export, &about, wanted.block_sizes);
     send_info(&wanted, &about, &session, replies);
-    replies.ack();
     Ok(session)
 }
 

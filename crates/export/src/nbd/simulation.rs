@@ -224,7 +224,7 @@ async fn converse(
         let watched = Rc::clone(&connection);
         let watching = spawn_joinable(async move {
             loop {
-                let (requests, bytes) = watched.in_flight();
+                let (requests, bytes) = watched.outbox.in_flight();
                 assert!(
                     requests <= MAX_REQUESTS && (bytes <= MAX_BYTES || requests == 1),
                     "{requests}, {bytes}"
@@ -236,7 +236,7 @@ async fn converse(
         let watched = Rc::clone(&connection);
         let _ = timeout(FOREVER, connection.serve(inbox)).await.expect("a connection does not hang");
         watching.cancel().await;
-        assert_eq!(watched.in_flight(), (0, 0), "a connection ended with requests in flight");
+        assert_eq!(watched.outbox.in_flight(), (0, 0), "a connection ended with requests in flight");
         assert_eq!(Rc::strong_count(&watched), 1, "a connection ended with tasks left");
     }
     pipe.close();

@@ -59,10 +59,8 @@ impl Arguments {
     pub(crate) fn number(&mut self, key: &str, range: RangeInclusive<u64>) -> Result<Option<u64>, Error> {
         let Some(value) = self.take(key) else { return Ok(None) };
         let name = self.name_of(key);
-        let number = value.as_number().ok_or_else(|| Error::wrong_type(&name, "integer"))?;
-        if number.is_f64() {
-            return Err(Error::wrong_type(&name, "integer"));
-        }
+        let number = value.as_number().filter(|number| !number.is_f64());
+        let number = number.ok_or_else(|| Error::wrong_type(&name, "integer"))?;
         match number.as_u64().filter(|number| range.contains(number)) {
             Some(number) => Ok(Some(number)),
             None => Err(Error::rule(

@@ -50,14 +50,8 @@ fn start<C: Command>(inventory: &Rc<Inventory>, mut arguments: Arguments) -> Res
 }
 
 pub(crate) struct Commands {
-    table: &'static [Entry],
-    inventory: Rc<Inventory>,
-}
-
-impl Commands {
-    pub(crate) fn new(table: &'static [Entry], inventory: Rc<Inventory>) -> Self {
-        Self { table, inventory }
-    }
+    pub(crate) table: &'static [Entry],
+    pub(crate) inventory: Rc<Inventory>,
 }
 
 impl Execute for Commands {

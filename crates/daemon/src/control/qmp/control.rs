@@ -26,7 +26,7 @@ pub(crate) struct Control {
 impl Control {
     pub(crate) fn start(inventory: &Rc<Inventory>, listeners: Vec<Listener>) -> Self {
         let events = Events::default();
-        let commands = Rc::new(Commands::new(TABLE, Rc::clone(inventory)));
+        let commands = Rc::new(Commands { table: TABLE, inventory: Rc::clone(inventory) });
         let server = Server::new(commands, events.clone());
         inventory.listen(move |change| tell(&events, change));
         let accept = |Listener { socket, authority, file }| {

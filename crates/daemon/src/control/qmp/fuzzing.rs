@@ -62,7 +62,7 @@ pub fn qmp_session(data: &[u8]) {
     let text = [br#"{"execute":"qmp_capabilities"}"#, data].concat();
     reactor::sim::run(0, async move {
         let inventory = inventory();
-        let commands = Commands::new(TABLE, Rc::clone(&inventory));
+        let commands = Commands { table: TABLE, inventory: Rc::clone(&inventory) };
         let mut session = Session::default();
         let mut input = &text[..];
         while let Some(turn) = session.advance(&mut input) {
