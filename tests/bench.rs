@@ -23,12 +23,10 @@ use crate::harness::{
 
 const SIZE: u64 = 4 * MIB;
 
-/// `weir bench` with its image or URI last.
 fn bench(options: &str, target: impl AsRef<std::ffi::OsStr>) -> Client {
     weir(&["bench"]).args(options.split_whitespace()).arg(target)
 }
 
-/// Its JSON.
 fn told(options: &str, target: impl AsRef<std::ffi::OsStr>) -> Value {
     let printed = bench(options, target).arg("--json").succeeds();
     serde_json::from_str(&printed).expect("JSON")
@@ -91,7 +89,6 @@ fn every_request_of_several_jobs_is_sent() {
     let path = scratch.sparse("disk.raw", SIZE);
     let told = told("-f raw -w --pattern 7 --jobs 4 -c 1024 -d 4 -s 4K", &path);
     assert_eq!(told["jobs"][0]["write"]["total_ios"], 1024);
-    // Each job begins a quarter further on, and does a quarter.
     let bytes = fs::read(&path).unwrap();
     let written = bytes.chunks(4096).filter(|block| block.iter().all(|&byte| byte == 7)).count();
     assert!(written > 1000, "{written} of 1024 blocks");
@@ -130,7 +127,6 @@ fn another_server_is_measured_too() {
         .arg(&disk)
         .spawn()
         .unwrap();
-    // It serves when the process that was started has ended.
     assert!(server.wait().unwrap().success());
     let pid = fs::read_to_string(scratch.path("pid")).unwrap().trim().parse().unwrap();
     let uri = format!("nbd+unix:///vm1?socket={}", text(&socket));
@@ -164,7 +160,6 @@ fn a_server_that_goes_ends_the_load() {
     let mut client =
         started(&["bench", "-d", "4", "--runtime", "60s", &server.uri("memory")], Stdio::piped());
     first_line(&mut client);
-    // The daemon finishes what is in flight, and hangs up.
     drop(server);
     let output = client.wait_with_output().unwrap();
     assert_eq!(output.status.code(), Some(1));
@@ -204,7 +199,6 @@ fn stalled(listener: &UnixListener, enough: usize, told: &mpsc::Sender<()>) {
         reply(7, 1, &[]),
     ]
     .concat();
-    // The first asks for the size alone.
     for _ in 0..2 {
         let (mut stream, _) = listener.accept().unwrap();
         std::io::Write::write_all(&mut stream, &welcome).unwrap();
@@ -224,7 +218,6 @@ fn an_interrupted_run_does_not_wait_for_a_server_that_says_nothing_any_more() {
     let uri = format!("nbd+unix:///a?socket={}", text(&socket));
     std::thread::scope(|scope| {
         let (tell, told) = mpsc::channel();
-        // Most of the data of the four that are in flight.
         scope.spawn(move || stalled(&listener, 4 * 4096, &tell));
         let mut client = started(&["bench", "-w", "-d", "4", "--result", text(&file), &uri], Stdio::piped());
         first_line(&mut client);
@@ -268,8 +261,8 @@ fn the_keys_that_fio_has_are_there() {
 
 #[test]
 fn a_rate_is_kept_and_latency_counts_from_when_a_request_was_due() {
-    // 25 a second are what the disk can do at best; 50 come. Number n is due after 20·n ms, and not
-    // answered before 40·(n + 1).
+    // The disk does 25 a second, and 50 come: number n is due after 20·n ms, and not done before
+    // 40·(n + 1).
     let counted = told("-d 1 --rate-iops 50 --arrivals fixed -c 25 --delay read=40ms", "memory:1M");
     let read = &counted["jobs"][0]["read"];
     assert_eq!(read["total_ios"], 25);
@@ -320,7 +313,6 @@ fn what_was_found_is_kept_where_it_cannot_be_printed() {
     assert!(fs::read_to_string(&file).unwrap().contains("weir-result"));
 }
 
-/// `weir` under way.
 fn started(arguments: &[&str], errors: Stdio) -> std::process::Child {
     let mut command = Command::new(WEIR);
     command.args(arguments).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(errors);

@@ -1,8 +1,7 @@
 //! The five cache modes: whether the page cache is bypassed, when the device flushes, and that the
 //! bytes are right.
 //!
-//! A loop device counts the flushes that reach it, so what a mode promises is seen where it matters
-//! and not in the system calls that should lead to it.
+//! A loop device counts the flushes that reach it.
 
 use std::fs;
 

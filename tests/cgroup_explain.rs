@@ -1,7 +1,6 @@
-//! `weir cgroup explain` on this machine's own kernel: the case that it was asked about, a limit of
-//! cgroup v1 that a buffered `dd` ignores, told and proved. What needs cgroup v2 is tested in a
-//! guest (`tests/guest/cgroups`), and each cause beside the code. Needs root, and cgroup v1's
-//! blkio.
+//! `weir cgroup explain` on this machine's own kernel: a limit of cgroup v1 that a buffered `dd`
+//! ignores. What needs cgroup v2 is tested in a guest (`tests/guest/cgroups`). Needs root, and
+//! cgroup v1's blkio.
 
 use std::{
     fs,
@@ -24,10 +23,8 @@ use serde_json::Value;
 
 use crate::harness::{BlkioGroup, Client, DEADLINE, MIB, Scratch, WEIR, assert_says, text, weir};
 
-/// What the cgroups may write, in bytes per second.
 const LIMIT: u64 = 2 * MIB;
 
-/// A cgroup with a limit on the disk below a test's files.
 struct Group(BlkioGroup);
 
 impl Group {
@@ -57,7 +54,6 @@ impl Group {
         Dd { child, input }
     }
 
-    /// Bytes that were charged to it.
     fn written(&self) -> u64 {
         written(&self.0.directory).expect("counted")
     }
@@ -67,7 +63,6 @@ impl Group {
     }
 }
 
-/// A `dd` that goes on for as long as its input does.
 struct Dd {
     child: Child,
     input: Option<ChildStdin>,
@@ -110,14 +105,12 @@ fn disk(directory: &Path) -> String {
     fs::read_to_string(known.join("dev")).expect("a disk has a number").trim().to_owned()
 }
 
-/// The findings of a cause.
 fn of_cause<'a>(answer: &'a Value, cause: &str) -> Vec<&'a Value> {
     let findings = answer["findings"].as_array().expect("a list");
     findings.iter().filter(|finding| finding["cause"] == cause).collect()
 }
 
-/// Which of the files that these tests make the answer's findings of a coverage name by kind of
-/// I/O.
+/// The kinds of I/O of `pid` in the findings of a coverage.
 fn ios(answer: &Value, coverage: &str, pid: u32) -> Vec<String> {
     let findings = answer["findings"].as_array().expect("a list");
     let findings = findings.iter().filter(|finding| finding["coverage"] == coverage);
@@ -209,7 +202,6 @@ fn what_measuring_made_is_removed_on_a_signal() {
     let Some(group) = Group::new("signal", &scratch) else { return };
     let directory = scratch.path("");
     let options = ["--measure", "--directory", text(&directory), "--seconds", "60", "--size", "64M"];
-    // At once, when it has just begun to make things, and in the midst of writing.
     for (signal, least) in [(Signal::SIGTERM, 0), (Signal::SIGINT, 1)] {
         let mut measuring = Command::new(WEIR)
             .args(["cgroup", "explain", &group.0.name])

@@ -1,6 +1,5 @@
-//! `weir cgroup limit` on this machine's own kernel, in control groups that each test makes and
-//! removes. What needs cgroup v2 is tested in a guest (`tests/guest/cgroups`). Needs root, and the
-//! blkio controller of cgroup v1 or the io controller of v2.
+//! `weir cgroup limit` on this machine's own kernel; what needs cgroup v2 is tested in a guest
+//! (`tests/guest/cgroups`). Needs root.
 
 use std::{fs, time::Instant};
 
@@ -11,7 +10,6 @@ fn limit(scratch: &Scratch, group: &str) -> Client {
     weir(&["cgroup", "limit", "--limits", text(&kept), "--device", text(&scratch.path("")), group])
 }
 
-/// What it said when it failed, with this exit status.
 #[track_caller]
 fn refused(status: i32, client: Client) -> String {
     let outcome = client.run();

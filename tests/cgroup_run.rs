@@ -35,12 +35,10 @@ pub(crate) fn name(test: &str) -> String {
     format!("test-{test}-{}", std::process::id())
 }
 
-/// The directory of the cgroup that the program makes for that name.
 pub(crate) fn directory(name: &str) -> PathBuf {
     root().join("weir").join(name)
 }
 
-/// `weir cgroup run` below a directory of the test's, with this name and these options.
 fn run(scratch: &Scratch, name: &str, options: &[&str]) -> Client {
     root();
     weir(&["cgroup", "run", "--name", name]).args(options).inside(&scratch.path(""))
@@ -89,8 +87,7 @@ fn a_limit_is_held_and_the_summary_counts() {
         (device["writes"]["bytes"].as_u64().unwrap(), device["writes"]["bps"].as_f64().unwrap());
     // What the file system writes of itself may come on top.
     assert!((4 << 20..6 << 20).contains(&bytes), "{summary:#}");
-    // The kernel lets the first slice of a tenth of a second through; the rest takes 4 MiB / 2
-    // MiB/s.
+    // The kernel lets the first tenth of a second's worth through at once.
     assert!(bps < 1.2 * f64::from(2 << 20), "{summary:#}");
     assert!(!directory(&name).exists());
 }
@@ -98,12 +95,10 @@ fn a_limit_is_held_and_the_summary_counts() {
 /// A shell that runs in a cgroup and waits for its input. Dropped, it is ended.
 pub(crate) struct Running<'a> {
     child: Child,
-    /// Where it runs.
     _scratch: &'a Scratch,
 }
 
 impl<'a> Running<'a> {
-    /// Starts it, and waits until it says that it is ready.
     pub(crate) fn start(scratch: &'a Scratch, name: &str, options: &[&str], script: &str) -> Self {
         root();
         // A shell cannot trap what it was started to ignore, as whatever runs in the background of
@@ -126,14 +121,12 @@ impl<'a> Running<'a> {
         running
     }
 
-    /// Waits for its end.
     fn status(&mut self) -> Option<i32> {
         // Held meanwhile: to wait closes it, and that would end the shell before a signal does.
         let _input = self.child.stdin.take();
         self.child.wait().expect("it is a child").code()
     }
 
-    /// Ends it by the end of its input, and waits.
     #[track_caller]
     pub(crate) fn stop(mut self) {
         drop(self.child.stdin.take());
@@ -143,7 +136,7 @@ impl<'a> Running<'a> {
 
 impl Drop for Running<'_> {
     fn drop(&mut self) {
-        // Where it has not ended, the test has failed; it ends its command too.
+        // Where it has not ended, the test has failed.
         if let Ok(None) = self.child.try_wait() {
             let _ = kill(Pid::from_raw(self.child.id().cast_signed()), Signal::SIGTERM);
             let _ = self.child.wait();

@@ -315,7 +315,6 @@ fn a_backing_file_that_somebody_writes_to_all_the_same_is_read_no_more() {
     let weir = serve(&scratch, "top.qcow2").start();
     let whole = ["read -P 1 0 1000k", "write -P 4 0 64k", "read -P 3 5M 100k"];
     qemu_io(["-f", "raw"], whole, weir.uri("top"));
-    // No lock keeps out who does not ask for one.
     let base = fs::OpenOptions::new().write(true).open(scratch.path("base.raw")).unwrap();
     std::os::unix::fs::FileExt::write_at(&base, b"other", 512 << 10).unwrap();
     let said = weir.wait_for_log("was written to by somebody else");

@@ -1,7 +1,6 @@
 //! The control socket from outside: disks and exports that come, change and go while the daemon
 //! serves.
 //!
-//! What is waited for is an answer, an event, or the end of a connection.
 
 use std::fs;
 
@@ -39,13 +38,11 @@ impl Party {
         assert_eq!(self.control.refused(command, arguments).1, description);
     }
 
-    /// A client of an export, and the size that it is told.
     #[track_caller]
     fn go(&self, export: &str) -> (Wire, u64) {
         Wire::go(self.weir.socket(), export)
     }
 
-    /// What the answer to a client is that chooses an export.
     #[track_caller]
     fn choosing(&self, export: &str) -> u32 {
         let replies = Wire::greet(self.weir.socket()).option(OPT_GO, &go_data(export));

@@ -23,7 +23,6 @@ fn random_writes_are_verified() {
                 .args(["--blockalign=512", "--fsync=100", "--serialize_overlap=1"])
                 .arg(format!("--bsrange={}", if size == "4k" { "4k-4k" } else { size }))
                 .arg(format!("--uri={}", weir.uri(export)))
-                // Its state file goes where the test's files go.
                 .arg(format!("--aux-path={}", scratch.path("").display()))
                 .succeeds();
         }

@@ -13,7 +13,6 @@ use crate::harness::{
     },
 };
 
-/// A daemon, and a client that is being served by it.
 struct Party {
     weir: Weir,
     friend: Wire,
@@ -34,7 +33,6 @@ impl Party {
         Wire::go(self.weir.socket(), "disk").0
     }
 
-    /// The well-behaved client noticed nothing, and another may come.
     #[track_caller]
     fn goes_on(&mut self) {
         for client in [&mut self.friend, &mut Wire::go(self.weir.socket(), "disk").0] {
@@ -126,7 +124,6 @@ fn a_handshake_that_takes_too_long_is_cut() {
     let scratch = Scratch::new();
     let mut party = Party::new(&scratch);
     let began = Instant::now();
-    // One says nothing at all, one stops in the middle of an option.
     let mut silent = Wire::connect(party.weir.socket());
     let mut slow = party.greet();
     slow.send(&wire::option_header(OPT_GO, 10)[..7]);

@@ -1,14 +1,12 @@
 //! libnbd through nbdsh: every command with every flag, and what the specification says of wrong
 //! ones.
 //!
-//! The scripts assert for themselves; one that fails shows its traceback. `refused` expects an
-//! error by name, with libnbd's own checks off where the point is that the server refuses.
+//! `refused` expects an error by name, with libnbd's own checks off where the server is to refuse.
 
 use std::fs;
 
 use crate::harness::{Client, MIB, Scratch, Serve, nbdsh, pattern};
 
-/// Expects that a call fails with this error.
 const REFUSED: &str = r#"
 import errno
 def refused(name, call, *arguments, **keywords):

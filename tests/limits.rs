@@ -20,7 +20,6 @@ fn most(rate: f64, seconds: f64, request: f64) -> f64 {
     rate * seconds + rate / 10.0 + request
 }
 
-/// Fails where more passed than that.
 #[track_caller]
 fn assert_at_most(passed: f64, most: f64, seconds: f64) {
     assert!(passed <= most, "{passed} passed in {seconds:.4} s, where {most:.1} may");
@@ -100,19 +99,16 @@ fn bytes_per_second_are_limited_at_any_size() {
     }
 }
 
-/// A daemon of these groups and disks, with a control socket.
 fn configured(scratch: &Scratch, config: &str) -> Weir {
     let sockets =
         format!("[daemon]\nqmp = \"{}\"\nnbd = \"unix:{}\"\n", socket(scratch), text(&scratch.socket("nbd")));
     serve(scratch, &scratch.file("weir.toml", sockets + config))
 }
 
-/// The URI of an export of such a daemon.
 fn uri(scratch: &Scratch, export: &str) -> String {
     format!("nbd+unix:///{export}?socket={}", text(&scratch.socket("nbd")))
 }
 
-/// How many reads of a disk had to wait so far.
 fn throttled(scratch: &Scratch, disk: &str) -> u64 {
     find(&status(scratch, "0"), "disks", disk)["throttle"]["reads"]["throttled"].as_u64().expect("a count")
 }
@@ -150,7 +146,6 @@ fn disks_without_a_group_have_a_limit_each() {
     for disk in ["a", "b"] {
         assert_eq!(throttled(&scratch, disk), 0, "{disk} has a bucket of its own for its 300");
     }
-    // Each of them is held to its own limit.
     for disk in ["a", "b"] {
         let [seconds] = read_at_once([(weir.uri(disk), 400)]);
         assert_at_most(400.0, 300.0 * seconds + 300.0 + 1.0, seconds);
@@ -227,15 +222,14 @@ fn queue(scratch: &Scratch, queued: [(u64, u64); 2]) -> [Wire; 2] {
     clients
 }
 
-/// What the two disks `a` and `b` of the group `tenant` have of a burst that comes when both have
-/// much waiting.
+/// What the disks `a` and `b` of the group `tenant` have of a burst that comes when both have much
+/// waiting.
 struct Sharing<'a> {
     /// `iops-total` or `bps-total`, of which next to nothing passes, and the burst that is let
     /// loose.
     limit: &'a str,
     rate: u64,
     burst: u64,
-    /// A setting of each disk's, or none.
     settings: [&'a str; 2],
     /// How many reads each queues, and of how many bytes.
     queued: [(u64, u64); 2],
@@ -265,7 +259,6 @@ impl Sharing<'_> {
     }
 }
 
-/// Fails unless the first of two numbers is this part of both, but for a few requests.
 #[track_caller]
 fn assert_part([a, b]: [u64; 2], part: f64, slack: f64) {
     let expected = (a + b) as f64 * part;

@@ -17,7 +17,6 @@ use crate::harness::{
 fn limited(scratch: &Scratch, disk: &str, limit: f64) -> Value {
     let began = Instant::now();
     let status = status(scratch, "500ms");
-    // Longer than what lies between the two looks that the rates are from.
     let seconds = began.elapsed().as_secs_f64();
     let rate = &find(&status, "disks", disk)["rate"];
     let interval = rate["interval-ns"].as_f64().expect("a time") / 1e9;
@@ -40,7 +39,6 @@ fn a_limit_changes_under_load_and_the_status_says_what_binds() {
             .args(["--time_based", "--runtime=10m"])
             .arg(format!("--uri={uri}"));
         let load = scope.spawn(|| load.run());
-        // Both are told of an instant, at which the client may have been stopped.
         wait_until(&scratch, |status| find(status, "disks", "a")["throttle"]["binding"] == "iops-total");
         while !prints(&scratch, &["status"]).contains("iops-total\n") {
             assert!(!load.is_finished(), "what binds is not said as long as the load runs");

@@ -16,7 +16,6 @@ struct QemuIo {
 }
 
 impl QemuIo {
-    /// Opens the image and waits until it has.
     #[track_caller]
     fn open(options: &[&str], image: &Path) -> Self {
         need("qemu-io");
@@ -40,7 +39,6 @@ impl QemuIo {
 
 impl Drop for QemuIo {
     fn drop(&mut self) {
-        // Where it has died already the test has failed for another reason.
         let _ = writeln!(self.input, "quit");
         let _ = self.child.wait();
     }

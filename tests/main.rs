@@ -5,10 +5,9 @@
 //! decided in virtual time is tested beside the code; here is what only a kernel, a file system and
 //! a foreign implementation of the protocol can tell.
 //!
-//! Nothing here is judged by how fast it is: a machine that stands still makes every rate lower and
-//! every wait longer. What may be judged of time is what that cannot break: no more passed than a
-//! limit allows in the time that went by, and nothing came sooner than it may. Speed and accuracy
-//! are rows of `make bench`.
+//! Nothing here is judged by how fast it is. What may be judged of time is what a slow machine
+//! cannot break: no more passed than a limit allows in the time that went by, and nothing came
+//! sooner than it may. Speed and accuracy are rows of `make bench`.
 //!
 //! Never reaches beyond loopback and temporary directories, and ends processes it started alone.
 //! Each test may run beside any other. Run with `make test-e2e`; some tests need root, for loop

@@ -11,7 +11,6 @@ use crate::harness::{
     text,
 };
 
-/// What is set for a disk.
 #[track_caller]
 fn settings(scratch: &Scratch, disk: &str) -> Value {
     prints_json(scratch, &["prefetch", disk, "--json"])["prefetch"].clone()
@@ -43,7 +42,6 @@ fn the_command_line_sets_every_disk() {
     }
 }
 
-/// A config file with three disks that say something different each.
 fn config(scratch: &Scratch) -> String {
     format!(
         "[daemon]\nqmp = \"{}\"\nnbd = \"unix:{}\"\n\n[disk.a]\nimage = \"memory:1M\"\nprefetch = true # why not\n\

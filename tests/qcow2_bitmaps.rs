@@ -49,20 +49,17 @@ impl Model {
         Self(vec![false; (DISK_BYTES / KIB) as usize])
     }
 
-    /// Ranges in KiB.
     fn mark(&mut self, ranges: &[(u64, u64)]) {
         for &(at, length) in ranges {
             self.0[at as usize..(at + length) as usize].fill(true);
         }
     }
 
-    /// By granules.
     fn marked(&self, granularity: u64) -> Vec<bool> {
         self.0.chunks((granularity / KIB) as usize).map(|granule| granule.contains(&true)).collect()
     }
 }
 
-/// What `nbdinfo` prints of a bitmap, by granules.
 #[track_caller]
 fn granules(map: &str, granularity: u64) -> Vec<bool> {
     let map: Value = serde_json::from_str(map).unwrap();
@@ -94,7 +91,6 @@ fn qemu_sees(path: &Path, model: &Model) {
     assert!(marked[0] && !marked[1..].contains(&true), "{map}");
 }
 
-/// The bitmaps' flags.
 fn flags(path: &Path) -> Value {
     let info = qemu_img(["info", "-U", "--output=json", text(path)]).succeeds();
     let info: Value = serde_json::from_str(&info).unwrap();

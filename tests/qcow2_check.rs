@@ -30,7 +30,6 @@ fn image(scratch: &Scratch, name: &str, options: &str) -> PathBuf {
     path
 }
 
-/// What both say, which is the same.
 #[track_caller]
 fn agree(path: &Path, about: &str) -> (i32, Value) {
     let theirs = qemu_img(["check", "--output=json", "-f", "qcow2", text(path)]).run();
@@ -123,7 +122,6 @@ impl Places {
     }
 }
 
-/// What is done to an image, by name.
 type Damage = (&'static str, fn(&Places));
 
 const DAMAGES: [Damage; 8] = [

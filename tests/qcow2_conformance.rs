@@ -18,7 +18,6 @@ use crate::harness::{Client, MIB, Scratch, Serve, qemu_img, qemu_io, text, weir_
 /// Of how many combinations a plain run takes one: no divisor of how many values anything has, so
 /// that they mix.
 const ONE_OF: usize = 11;
-/// Operations between two looks at everything.
 const OPERATIONS: usize = 24;
 /// The sizes of clusters: each has a test of its own.
 const CLUSTERS: [u64; 4] = [512, 4096, 65_536, 2 << 20];
@@ -30,7 +29,6 @@ enum DataFile {
     Raw,
 }
 
-/// A combination.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Shape {
     version: u32,
@@ -72,7 +70,6 @@ impl Shape {
         all
     }
 
-    /// QEMU's rules.
     fn is_possible(&self) -> bool {
         let has_data_file = self.data_file != DataFile::None;
         let version_2 = self.refcount_bits == 16
@@ -85,7 +82,6 @@ impl Shape {
             && !(self.data_file == DataFile::Raw && self.backing)
     }
 
-    /// For `-o`.
     fn options(&self, data: &str) -> String {
         let compat = if self.version == 2 { "0.10" } else { "1.1" };
         let mut options = format!("compat={compat},cluster_size={}", self.cluster);
@@ -113,7 +109,6 @@ impl Shape {
     }
 }
 
-/// One image, and what should be in it.
 struct Subject {
     shape: Shape,
     scratch: Scratch,
@@ -123,7 +118,6 @@ struct Subject {
 }
 
 impl Subject {
-    /// Made and filled by weir or by QEMU.
     fn new(shape: Shape, seed: u64) -> Self {
         let scratch = Scratch::new();
         let image = scratch.path("image.qcow2");
@@ -247,7 +241,6 @@ impl Subject {
         client.args(["-f", format]).does(commands, target);
     }
 
-    /// Changes it through weir, and reads it back there.
     fn through_weir(&mut self) {
         let weir = Serve::new(&self.scratch).arg(&self.image).args(["--format", "qcow2"]).start();
         let uri = weir.uri("image");
@@ -257,7 +250,6 @@ impl Subject {
         weir.stop();
     }
 
-    /// The same through QEMU.
     fn through_qemu(&mut self) {
         let image = text(&self.image).to_owned();
         let commands = self.operations();

@@ -11,7 +11,6 @@ use serde_json::Value;
 
 use crate::harness::{self, Client, MIB, Scratch, WEIR, assert_says, qemu_img, text, weir_image as weir};
 
-/// Takes no time to make and to open.
 const LUKS: &str = "encrypt.format=luks,encrypt.iter-time=10";
 
 #[track_caller]
@@ -116,7 +115,6 @@ fn bitmaps_are_copied_as_qemu_copies_them() {
 fn a_bitmap_that_may_be_wrong_stops_the_copy_or_is_left_out() {
     let scratch = Scratch::new();
     let (original, new) = (original(&scratch), scratch.path("new.qcow2"));
-    // Killed while it has the image open.
     let killed = Client::new("qemu-io").args(["-f", "qcow2", "-c", "write 0 4k", "-c", "sigraise 9"]);
     assert!(killed.arg(&original).run().printed().contains("wrote"));
     qemu_img(["bitmap", "--remove", text(&original), "rests"]).succeeds();

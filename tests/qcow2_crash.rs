@@ -40,7 +40,6 @@ struct Block {
     since: Vec<u32>,
 }
 
-/// A range of blocks, and what may be in them.
 struct Ledger {
     first: usize,
     blocks: Vec<Block>,
@@ -111,7 +110,6 @@ impl Ledger {
                     *block = Block { flushed: vec![last], since: Vec::new() };
                 }
             }
-            // The test may have heard enough.
             let _ = flushed.send(());
         }
     }
@@ -175,7 +173,6 @@ fn a_daemon_killed_under_load_loses_nothing_flushed_and_corrupts_nothing() {
     }
 }
 
-/// Serves, writes, and kills after a few flushes.
 fn kill_once(scratch: &Scratch, path: &Path, ledgers: &mut [Ledger; 2], numbers: &mut [u32; 2], kill: usize) {
     let weir = Serve::new(scratch).arg(path).args(["--format", "qcow2"]).start();
     let (flushed, flushes) = mpsc::channel();
@@ -183,7 +180,6 @@ fn kill_once(scratch: &Scratch, path: &Path, ledgers: &mut [Ledger; 2], numbers:
         for (index, (ledger, number)) in ledgers.iter_mut().zip(numbers).enumerate() {
             let (mut wire, size) = Wire::go(weir.socket(), "disk");
             assert_eq!(size, DISK_BYTES);
-            // The second one's flushes do not count.
             let flushed = if index == 0 { flushed.clone() } else { mpsc::channel().0 };
             scope.spawn(move || ledger.write(&mut wire, number, &flushed));
         }

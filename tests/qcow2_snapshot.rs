@@ -56,7 +56,6 @@ fn qemu_reads_the_snapshots_that_weir_takes_and_weir_goes_back_to_qemu_s() {
     }
 }
 
-/// The bitmaps of an image, as QEMU describes them.
 fn bitmaps(path: &Path) -> Value {
     let info = qemu_img(["info", "--output=json", text(path)]).succeeds();
     let info: Value = serde_json::from_str(&info).unwrap();

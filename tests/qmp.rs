@@ -9,7 +9,6 @@ use crate::harness::{
     Client, MIB, Qmp, Scratch, Serve, Weir, assert_says, operator::wait_until, qemu_io, text,
 };
 
-/// A daemon of two disks with a control socket; `b` reads only.
 fn serve(scratch: &Scratch) -> (Weir, PathBuf) {
     let path = scratch.socket("qmp");
     let weir = Serve::new(scratch)
@@ -30,7 +29,6 @@ fn throttle(disk: &str, others: Value) -> Value {
     arguments
 }
 
-/// What `query-block` says of a disk.
 fn inserted(client: &mut Qmp, disk: &str) -> Value {
     let list = client.command("query-block", json!({}));
     let found = list.as_array().expect("a list").iter().find(|entry| entry["device"] == disk);

@@ -8,7 +8,6 @@ use serde_json::json;
 
 use crate::harness::{MIB, Qmp, Scratch, Serve, Weir, text};
 
-/// A daemon with a control socket.
 fn serve(scratch: &Scratch) -> (Weir, PathBuf) {
     let path = scratch.socket("qmp");
     let weir = Serve::new(scratch).args(["memory:1M", "--qmp"]).arg(format!("unix:{}", text(&path))).start();
@@ -39,7 +38,6 @@ fn broken_json_is_answered_and_the_next_line_is_heard() {
     ] {
         client.send(nonsense);
         assert_eq!(client.message()["error"]["class"], "GenericError", "{nonsense:?}");
-        // An HTTP header is two words that are no JSON.
         client.send("\n{\"execute\":\"query-name\",\"id\":\"after\"}");
         loop {
             let message = client.message();

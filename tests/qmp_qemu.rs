@@ -14,12 +14,10 @@ use serde_json::{Value, json};
 
 use crate::harness::{MIB, Qmp, Scratch, Serve, Weir, need, search_path, text};
 
-/// A QEMU program, killed when dropped.
 struct Peer(Child);
 
 impl Drop for Peer {
     fn drop(&mut self) {
-        // It may have ended already.
         let _ = self.0.kill();
         let _ = self.0.wait();
     }
@@ -60,7 +58,6 @@ impl Pair {
         Self { _weir: weir, _qemu: qemu, ours, theirs }
     }
 
-    /// A machine that is never started, with a disk.
     fn machine(scratch: &Scratch) -> Self {
         Self::new(scratch, "qemu-system-x86_64", |image| {
             let drive = format!("if=none,id=disk,file={},format=raw", text(&image));
@@ -70,7 +67,6 @@ impl Pair {
         })
     }
 
-    /// The storage daemon.
     fn storage_daemon(scratch: &Scratch) -> Self {
         Self::new(scratch, "qemu-storage-daemon", |_| ["--monitor", "c"].map(ToOwned::to_owned).to_vec())
     }

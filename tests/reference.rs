@@ -19,13 +19,9 @@ use crate::harness::WEIR;
 /// The page that lists all others. Forges show it for the directory.
 const INDEX: &str = "README.md";
 
-/// What `--help` says of one command.
 struct Command {
-    /// The words that call it, without `weir`: `["image", "convert"]`.
     words: Vec<String>,
-    /// The line that the list of commands has for it.
     about: String,
-    /// All that `--help` prints.
     help: String,
 }
 
@@ -39,7 +35,6 @@ impl Command {
     }
 }
 
-/// What `weir … --help` prints, at the width that it has without a terminal.
 fn help(words: &[String]) -> String {
     let output =
         process::Command::new(WEIR).args(words).arg("--help").env_remove("COLUMNS").output().unwrap();
@@ -86,7 +81,6 @@ fn refreshed_page(command: &Command, page: &str) -> String {
     format!("{}{before}## Options\n\n```text\n{}\n```\n{after}", command.title(), command.help.trim_end())
 }
 
-/// The index with a line for each of `commands`.
 fn refreshed_index(commands: &[Command], index: &str) -> String {
     let (before, _) = index.split_once("## Commands\n").expect("the index has a heading `Commands`");
     let lines: String = commands
@@ -99,7 +93,6 @@ fn refreshed_index(commands: &[Command], index: &str) -> String {
     format!("{before}## Commands\n\n| Command | What it does |\n| --- | --- |\n{lines}")
 }
 
-/// The pages of a directory by their names, with their texts.
 fn pages_in(directory: &Path) -> BTreeMap<String, String> {
     fs::read_dir(directory)
         .unwrap()
@@ -111,7 +104,6 @@ fn pages_in(directory: &Path) -> BTreeMap<String, String> {
         .collect()
 }
 
-/// Makes the files of `directory` what `wanted` has.
 fn refresh(directory: &Path, found: &BTreeMap<String, String>, wanted: &BTreeMap<String, String>) {
     for (name, text) in wanted {
         fs::write(directory.join(name), text).unwrap();

@@ -70,7 +70,6 @@ fn measure(name: &str, unit: &str, better: &str, middle: f64) -> Value {
     json!({ "name": name, "unit": unit, "better": better, "samples": samples(middle) })
 }
 
-/// A result with something of everything; `speed` is how fast everything was.
 fn result(speed: f64) -> Value {
     let modes = ["writeback", "writethrough", "none", "directsync", "<script>alert(1)</script>"];
     let series = |mode: &&str| {
@@ -119,12 +118,10 @@ fn result(speed: f64) -> Value {
     })
 }
 
-/// Writes a result to a file of this name.
 fn keep(scratch: &Scratch, name: &str, result: &Value) -> String {
     text(&scratch.file(name, result.to_string())).to_owned()
 }
 
-/// A browser in this directory, which shows one of its pages and ends.
 fn chromium(directory: &Path, page: &str, options: &[&str]) -> Client {
     let profile = format!("--user-data-dir={}", directory.join("profile").display());
     // Its sandbox needs what root in a container does not have, and the pages are our own.
@@ -140,7 +137,6 @@ fn chromium(directory: &Path, page: &str, options: &[&str]) -> Client {
     Client::new("chromium").args(always).args(options).arg(address)
 }
 
-/// Takes a picture of the page; the browser must have nothing to complain of.
 fn photograph(directory: &Path, file: &str, size: &str, options: &[&str]) {
     let picture = format!("--screenshot={}", directory.join(file).display());
     let outcome =

@@ -17,7 +17,6 @@ use crate::harness::{
     wire::{CMD_FLUSH, CMD_READ, CMD_WRITE, OPT_GO, REP_ACK, Request, go_data, option_header},
 };
 
-/// A request of a trace.
 #[derive(Clone, Copy)]
 struct Asked {
     at: Duration,
@@ -37,7 +36,6 @@ fn requests() -> Vec<Asked> {
         Asked { at, write: random.bool(), offset: number * (3 << 20), length }
     };
     let mut requests: Vec<Asked> = (0..300).map(request).collect();
-    // The clocks begin with the first.
     let first = requests[0].at;
     requests.iter_mut().for_each(|request| request.at -= first);
     requests
@@ -90,7 +88,7 @@ fn replayed(socket: &Path, requests: &[Asked]) -> Vec<Duration> {
             }
             done
         });
-        // The first is on time, however long it takes to get here: a bucket's clock begins with it.
+        // The first is on time: a bucket's clock begins with it.
         let began = Instant::now();
         for (number, request) in (0..).zip(requests) {
             let Asked { at, write, offset, length } = *request;

@@ -48,7 +48,6 @@ impl Authority {
         text(&self.0)
     }
 
-    /// Makes a key and a certificate, signed.
     fn vouch(&self, who: &str, extensions: &str) {
         let file = |kind: &str| self.file(&format!("{who}-{kind}.pem"));
         fs::write(file("ext"), extensions).unwrap();
@@ -87,7 +86,6 @@ impl Authority {
     }
 }
 
-/// The URI of the export for a client with certificates from `directory`.
 fn uri_with_certificates(weir: &Weir, directory: &Path) -> String {
     format!("nbds://localhost:{}/disk?tls-certificates={}", weir.port(), text(directory))
 }

@@ -41,7 +41,6 @@ fn json(path: &Path) -> Value {
     serde_json::from_str(&fs::read_to_string(path).unwrap()).unwrap()
 }
 
-/// How often each cell was sampled, of the one that was most often.
 fn most_samples(result: &Value) -> usize {
     let measures = result["findings"]["measures"].as_array().unwrap();
     measures.iter().map(|measure| measure["samples"].as_array().unwrap().len()).max().unwrap_or(0)

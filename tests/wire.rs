@@ -27,7 +27,6 @@ fn ask(wire: &mut Wire, flags: u16, kind: u16, offset: u64, length: u64) {
     wire.send(&Request { flags, kind, cookie: 77, offset, length }.extended());
 }
 
-/// The error of a chunk that is one, and its message.
 fn error(wire: &mut Wire) -> (u32, String) {
     let chunk = wire.chunk();
     assert!(chunk.done && chunk.kind == ERROR && chunk.cookie == 77, "{chunk:?}");

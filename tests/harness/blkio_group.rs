@@ -11,10 +11,8 @@ use std::{
 
 use super::DEADLINE;
 
-/// Where it is mounted, as everywhere.
 const BLKIO: &str = "/sys/fs/cgroup/blkio";
 
-/// Directly below the root.
 pub(crate) struct BlkioGroup {
     pub(crate) name: String,
     pub(crate) directory: PathBuf,

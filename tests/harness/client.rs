@@ -33,22 +33,21 @@ const PACKAGES: [(&str, &str); 16] = [
 /// Where `scripts/python-clients` puts what Debian does not have.
 const PYTHON_CLIENTS: &str = concat!(env!("CARGO_TARGET_TMPDIR"), "/../python-clients/bin");
 
-/// The program that is tested.
 pub(crate) const WEIR: &str = env!("CARGO_BIN_EXE_weir");
 
 /// Longest that a client may take, in seconds: much more than any needs, also on a machine that
 /// stands still at times.
 const MOST_SECONDS: &str = "300";
 
-/// QEMU's failure to make an image with LUKS where the kernel has counted no processor time for it
-/// meanwhile. On some machines that is each third call.
+/// QEMU's failure to make a LUKS image where the kernel has counted no processor time for it
+/// meanwhile: on some machines each third call.
 const NO_PROCESSOR_TIME: &str = "Unable to get accurate CPU usage";
 
-/// How often a client may run that fails with [`NO_PROCESSOR_TIME`], and with nothing else.
+/// How often a client that fails with [`NO_PROCESSOR_TIME`] alone may run.
 const MOST_ATTEMPTS: u32 = 30;
 
-/// Where programs are looked for: Debian's own directories first, because nbdsh needs the `python3`
-/// that Debian's modules are for, and losetup is where only root looks.
+/// Debian's own directories come first: nbdsh needs the `python3` that its modules are for, and
+/// losetup is where only root looks.
 pub(crate) fn search_path() -> OsString {
     let mut path = OsString::from("/usr/sbin:/usr/bin:/sbin:/bin:");
     path.push(PYTHON_CLIENTS);
@@ -74,16 +73,13 @@ pub(crate) fn need(program: &str) {
     panic!("{program}: not found (install the Debian package {package}, or run `make deps`)");
 }
 
-/// A foreign program with its arguments.
 pub(crate) struct Client {
     command: Command,
     name: String,
-    /// What it reads; nothing where there is none.
     input: Option<File>,
 }
 
 impl Client {
-    /// A program; found in PATH, or the test fails.
     #[track_caller]
     pub(crate) fn new(program: &str) -> Self {
         need(program);
@@ -100,7 +96,6 @@ impl Client {
         Self { command, name: program.to_owned(), input: None }
     }
 
-    /// One more argument.
     pub(crate) fn arg(mut self, argument: impl AsRef<OsStr>) -> Self {
         self.name.push(' ');
         self.name.push_str(&argument.as_ref().to_string_lossy());
@@ -108,12 +103,10 @@ impl Client {
         self
     }
 
-    /// More arguments.
     pub(crate) fn args<T: AsRef<OsStr>>(self, arguments: impl IntoIterator<Item = T>) -> Self {
         arguments.into_iter().fold(self, Self::arg)
     }
 
-    /// What it finds on standard input.
     pub(crate) fn reading(self, text: &str) -> Self {
         let mut file = tempfile::tempfile().expect("the system has a temporary directory");
         file.write_all(text.as_bytes()).and_then(|()| file.rewind()).expect("there is room for a line");
@@ -125,13 +118,11 @@ impl Client {
         Self { name: format!("{what}: {}", self.name), ..self }
     }
 
-    /// Where it runs, and names that are not absolute begin.
     pub(crate) fn inside(mut self, directory: &Path) -> Self {
         self.command.current_dir(directory);
         self
     }
 
-    /// Runs it to its end.
     #[track_caller]
     pub(crate) fn run(mut self) -> Outcome {
         let mut output = self.output();
@@ -159,14 +150,12 @@ impl Client {
         output
     }
 
-    /// Runs it; it must succeed. What it printed.
     #[track_caller]
     pub(crate) fn succeeds(self) -> String {
         self.run().succeeded()
     }
 
-    /// Runs it; it must be qemu-io, and succeed with each of these commands on `target`, which its
-    /// exit status alone does not say. What it printed.
+    /// Runs qemu-io with these commands, each of which must succeed: its exit status does not say.
     #[track_caller]
     pub(crate) fn does<T: AsRef<OsStr>>(
         self,
@@ -185,7 +174,7 @@ impl Client {
         printed
     }
 
-    /// Runs it; it must fail by itself. What it said on standard error.
+    /// It must fail, and not by a signal; what it said on standard error.
     #[track_caller]
     pub(crate) fn fails(self) -> String {
         let outcome = self.run();
@@ -199,30 +188,26 @@ impl Client {
     }
 }
 
-/// What became of a client.
 pub(crate) struct Outcome {
     name: String,
     output: Output,
 }
 
 impl Outcome {
-    /// The exit status; a client that died of a signal fails the test.
+    /// A client that died of a signal fails the test.
     #[track_caller]
     pub(crate) fn code(&self) -> i32 {
         self.output.status.code().unwrap_or_else(|| panic!("{}: {}", self.name, self.output.status))
     }
 
-    /// Standard error.
     pub(crate) fn said(&self) -> String {
         String::from_utf8_lossy(&self.output.stderr).into_owned()
     }
 
-    /// Standard output, whatever the end.
     pub(crate) fn printed(&self) -> String {
         String::from_utf8_lossy(&self.output.stdout).into_owned()
     }
 
-    /// Standard output of a success.
     #[track_caller]
     pub(crate) fn succeeded(self) -> String {
         let printed = String::from_utf8_lossy(&self.output.stdout).into_owned();
@@ -237,25 +222,21 @@ impl Outcome {
     }
 }
 
-/// The program that is tested, for a command that ends by itself.
 #[track_caller]
 pub(crate) fn weir(arguments: &[&str]) -> Client {
     Client::new(WEIR).args(arguments)
 }
 
-/// `weir image`, whose arguments are qemu-img's.
 #[track_caller]
 pub(crate) fn weir_image(arguments: &[&str]) -> Client {
     weir(&["image"]).args(arguments)
 }
 
-/// qemu-img.
 #[track_caller]
 pub(crate) fn qemu_img<T: AsRef<OsStr>>(arguments: impl IntoIterator<Item = T>) -> Client {
     Client::new("qemu-img").args(arguments)
 }
 
-/// Has qemu-io run commands on something: see [`Client::does`].
 #[track_caller]
 pub(crate) fn qemu_io<O: AsRef<OsStr>, C: AsRef<OsStr>>(
     options: impl IntoIterator<Item = O>,
@@ -265,7 +246,6 @@ pub(crate) fn qemu_io<O: AsRef<OsStr>, C: AsRef<OsStr>>(
     Client::new("qemu-io").args(options).does(commands, target)
 }
 
-/// An nbdsh that runs a Python script; `h` is a handle that is not connected, `nbd` the module.
 pub(crate) fn nbdsh_command(script: &str) -> Command {
     need("nbdsh");
     let mut command = Command::new("nbdsh");
@@ -273,8 +253,8 @@ pub(crate) fn nbdsh_command(script: &str) -> Command {
     command
 }
 
-/// Runs a Python script in nbdsh, with `h` a handle that is not connected, `nbd` the module, and
-/// `sys.argv[1:]` in `arguments`. What it printed; a failed assertion of the script fails the test.
+/// Runs a Python script in nbdsh: `h` is a handle that is not connected, `nbd` the module. What it
+/// printed; a failed assertion of the script fails the test.
 #[track_caller]
 pub(crate) fn nbdsh<T: AsRef<OsStr>>(script: &str, arguments: impl IntoIterator<Item = T>) -> String {
     let arguments: Vec<OsString> =

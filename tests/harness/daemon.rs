@@ -23,18 +23,13 @@ use nix::{
 
 use super::{DEADLINE, Scratch, client, log::Log, scratch::text};
 
-/// Where a daemon of a test listens.
 #[derive(Clone)]
 enum Listen {
-    /// `--nbd unix:` with this path.
     Unix(PathBuf),
-    /// `--nbd 127.0.0.1:0`.
     Tcp,
-    /// Wherever the arguments say.
     Said,
 }
 
-/// A `weir serve` that is yet to be started.
 pub(crate) struct Serve {
     /// What comes before the program: an `unshare` or a `setpriv`.
     before: Vec<OsString>,
@@ -46,46 +41,38 @@ pub(crate) struct Serve {
 }
 
 impl Serve {
-    /// On a Unix socket of the scratch directory.
     pub(crate) fn new(scratch: &Scratch) -> Self {
         let listen = Listen::Unix(scratch.socket("nbd"));
         Self { before: Vec::new(), arguments: Vec::new(), listen, input: None, environment: Vec::new() }
     }
 
-    /// With this on standard input.
     pub(crate) fn reading(self, input: impl Into<OwnedFd>) -> Self {
         Self { input: Some(input.into()), ..self }
     }
 
-    /// With this in the environment.
     pub(crate) fn env(mut self, name: &'static str, value: impl AsRef<OsStr>) -> Self {
         self.environment.push((name, value.as_ref().to_owned()));
         self
     }
 
-    /// On any free port of the loopback interface instead.
     pub(crate) fn on_tcp(self) -> Self {
         Self { listen: Listen::Tcp, ..self }
     }
 
-    /// Where the arguments or the config file say.
     pub(crate) fn where_said(self) -> Self {
         Self { listen: Listen::Said, ..self }
     }
 
-    /// One more argument.
     pub(crate) fn arg(mut self, argument: impl AsRef<OsStr>) -> Self {
         self.arguments.push(argument.as_ref().to_owned());
         self
     }
 
-    /// More arguments.
     pub(crate) fn args<T: AsRef<OsStr>>(self, arguments: impl IntoIterator<Item = T>) -> Self {
         arguments.into_iter().fold(self, Self::arg)
     }
 
-    /// Started by another program, which gets weir's whole command line behind these arguments and
-    /// becomes it with exec.
+    /// Started by another program, which becomes weir with exec.
     pub(crate) fn behind<T: AsRef<OsStr>>(mut self, before: impl IntoIterator<Item = T>) -> Self {
         self.before.extend(before.into_iter().map(|argument| argument.as_ref().to_owned()));
         self
@@ -128,12 +115,10 @@ impl Serve {
         (child, log)
     }
 
-    /// Starts it and waits until it is ready.
     #[track_caller]
     pub(crate) fn start(mut self) -> Weir {
         let (mut child, log) = self.spawn();
         let Some(ready) = log.wait_for(DEADLINE, |line| line.contains("ready")) else {
-            // It may have ended, and then there is nothing to kill.
             let _ = child.kill();
             let _ = child.wait();
             panic!("weir did not become ready; it said:\n{}", log.text());
@@ -141,7 +126,7 @@ impl Serve {
         Weir { child, log, ready, listen: self.listen, ended: false }
     }
 
-    /// Runs it to its end, which must come by itself; the status and what it said.
+    /// It must end by itself.
     #[track_caller]
     fn run(mut self) -> (ExitStatus, String) {
         let (mut child, log) = self.spawn();
@@ -187,7 +172,6 @@ pub(crate) struct Weir {
 }
 
 impl Weir {
-    /// The Unix socket.
     pub(crate) fn socket(&self) -> &Path {
         match &self.listen {
             Listen::Unix(path) => path,
@@ -202,7 +186,6 @@ impl Weir {
         digits.parse().unwrap_or_else(|_| panic!("no port in {:?}", self.ready))
     }
 
-    /// The URI of an export.
     pub(crate) fn uri(&self, export: &str) -> String {
         match &self.listen {
             Listen::Unix(path) => format!("nbd+unix:///{export}?socket={}", text(path)),
@@ -211,12 +194,10 @@ impl Weir {
         }
     }
 
-    /// The process.
     pub(crate) fn pid(&self) -> Pid {
         Pid::from_raw(self.child.id().cast_signed())
     }
 
-    /// The line with which it said that it was ready.
     pub(crate) fn ready_line(&self) -> &str {
         &self.ready
     }
@@ -228,25 +209,21 @@ impl Weir {
         line.trim().trim_end_matches(" kB").parse::<u64>().expect("a number of KiB") << 10
     }
 
-    /// Waits for a line of the log.
     #[track_caller]
     pub(crate) fn wait_for_log(&self, what: &str) -> String {
         let line = self.log.wait_for(DEADLINE, |line| line.contains(what));
         line.unwrap_or_else(|| panic!("{what:?} is missing in the log:\n{}", self.log.text()))
     }
 
-    /// Sends a signal.
     pub(crate) fn signal(&self, signal: Signal) {
         kill(self.pid(), signal).expect("the daemon is a child that was not waited for");
     }
 
-    /// Waits until it ends by itself; the status and the log.
     #[track_caller]
     pub(crate) fn wait(mut self) -> (ExitStatus, String) {
         self.ended = true;
         let in_time = self.log.wait_for_end(DEADLINE);
         if !in_time {
-            // So that the test leaves nothing behind.
             let _ = self.child.kill();
         }
         let status = self.child.wait().expect("the daemon is a child that was not waited for");
@@ -254,7 +231,6 @@ impl Weir {
         (status, self.log.text())
     }
 
-    /// Ends it with SIGTERM; the log. It must exit with 0.
     #[track_caller]
     pub(crate) fn stop(self) -> String {
         self.signal(Signal::SIGTERM);
@@ -263,30 +239,26 @@ impl Weir {
         log
     }
 
-    /// Ends it with SIGKILL, as a crash of the machine's memory would. Its socket and the locks on
-    /// its images are gone then.
+    /// Ends it with SIGKILL, and waits until its socket and the locks on its images are gone.
     pub(crate) fn crash(mut self) {
         self.ended = true;
         let locked = self.open_files();
         self.child.kill().expect("the daemon is a child that was not waited for");
         let status = self.child.wait().expect("the daemon is a child that was not waited for");
         assert_eq!(status.signal(), Some(Signal::SIGKILL as i32));
-        // The kernel takes a dead process's ring down in its own time, and with it what the ring
-        // held open. Nobody tells when.
+        // The kernel takes a dead process's ring down in its own time, and tells nobody.
         let until = Instant::now() + DEADLINE;
         while Instant::now() < until && (self.is_heard() || locked.iter().any(is_locked)) {
             thread::yield_now();
         }
     }
 
-    /// The files that it has open, by descriptors of the test's.
     fn open_files(&self) -> Vec<File> {
         let descriptors = fs::read_dir(format!("/proc/{}/fd", self.pid())).expect("the daemon runs");
         let paths = descriptors.filter_map(|entry| fs::read_link(entry.ok()?.path()).ok());
         paths.filter(|path| path.is_file()).filter_map(|path| File::open(path).ok()).collect()
     }
 
-    /// Whether somebody listens at its Unix socket, if it has one.
     fn is_heard(&self) -> bool {
         matches!(&self.listen, Listen::Unix(path) if UnixStream::connect(path).is_ok())
     }

@@ -8,19 +8,16 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// The lines so far, and whether more can come.
 #[derive(Default)]
 struct Lines {
     text: Vec<String>,
     ended: bool,
 }
 
-/// A log that grows while it is read.
 #[derive(Clone, Default)]
 pub(super) struct Log(Arc<(Mutex<Lines>, Condvar)>);
 
 impl Log {
-    /// Gathers what `source` says until it ends.
     pub(super) fn gather(source: impl Read + Send + 'static) -> Self {
         let log = Self::default();
         let ours = log.clone();
@@ -40,8 +37,7 @@ impl Log {
         changed.notify_all();
     }
 
-    /// The first line that satisfies `wanted`, as soon as it is there. `None` if the log ends or
-    /// time is up before.
+    /// The first such line, as soon as it is there; `None` if the log ends or time is up before.
     pub(super) fn wait_for(&self, within: Duration, wanted: impl Fn(&str) -> bool) -> Option<String> {
         let (lines, changed) = &*self.0;
         let until = Instant::now() + within;
@@ -60,7 +56,6 @@ impl Log {
         }
     }
 
-    /// Waits until the source has ended; whether it did in time.
     pub(super) fn wait_for_end(&self, within: Duration) -> bool {
         let (lines, changed) = &*self.0;
         let lines = lines.lock().expect("no writer panics while it holds the lines");
@@ -68,7 +63,6 @@ impl Log {
         waited.expect("no writer panics while it holds the lines").0.ended
     }
 
-    /// Everything so far.
     pub(super) fn text(&self) -> String {
         self.0.0.lock().expect("no writer panics while it holds the lines").text.join("\n")
     }

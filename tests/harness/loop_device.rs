@@ -8,13 +8,11 @@ use std::{
 
 use super::{Client, scratch::text};
 
-/// A loop device; detached when dropped.
 pub(crate) struct LoopDevice {
     path: PathBuf,
 }
 
 impl LoopDevice {
-    /// A device over `file` with sectors of this many bytes. Needs root.
     #[track_caller]
     pub(crate) fn attach(file: &Path, sector_bytes: u32) -> Self {
         assert!(
@@ -28,12 +26,10 @@ impl LoopDevice {
         Self { path: found.trim().into() }
     }
 
-    /// The device's node.
     pub(crate) fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Takes over a new size of the file.
     pub(crate) fn update_size(&self) {
         Client::new("losetup").args(["--set-capacity", text(&self.path)]).succeeds();
     }

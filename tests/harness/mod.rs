@@ -11,8 +11,7 @@
 //!   Terminal ─── the program on a screen of its own, with keys to press
 //! ```
 //!
-//! Never sleeps: it awaits lines of a log, ends of processes and bytes of sockets, each with a
-//! deadline that only a failing test reaches.
+//! Never sleeps: it awaits lines of a log, ends of processes and bytes of sockets.
 
 mod blkio_group;
 mod client;
@@ -38,15 +37,12 @@ pub(crate) use scratch::{Scratch, pattern, text};
 pub(crate) use terminal::Terminal;
 pub(crate) use wire::Wire;
 
-/// Bytes of a mebibyte.
 pub(crate) const MIB: u64 = 1 << 20;
 
-/// When a test stops waiting for something: nothing that comes takes this long, however slow the
-/// machine. A test that waits this long has failed; none judges how long it has waited.
+/// When a test stops waiting for something, and has failed; none judges how long it has waited.
 pub(crate) const DEADLINE: Duration = Duration::from_secs(300);
 
-/// Fails unless `text` contains each of `parts`: messages are part of the contract, and a failure
-/// shows all of it.
+/// Fails unless `text` contains each of `parts`, and shows all of it.
 #[track_caller]
 pub(crate) fn assert_says(text: &str, parts: &[&str]) {
     for part in parts {

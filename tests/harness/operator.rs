@@ -1,5 +1,4 @@
-//! Whoever watches and changes what runs: the commands that speak to a daemon's control socket,
-//! which is `qmp` in the scratch directory.
+//! The commands that speak to a daemon's control socket, `qmp` in the scratch directory.
 
 use std::{path::Path, time::Instant};
 
@@ -7,7 +6,6 @@ use serde_json::Value;
 
 use super::{Client, DEADLINE, Scratch, Serve, Weir, scratch::text, weir};
 
-/// The control socket, as daemon and commands are told.
 pub(crate) fn socket(scratch: &Scratch) -> String {
     format!("unix:{}", text(&scratch.socket("qmp")))
 }
@@ -18,18 +16,15 @@ pub(crate) fn start(scratch: &Scratch, more: &[&str]) -> Weir {
     Serve::new(scratch).args(disks).args(["--qmp", &socket(scratch)]).args(more).start()
 }
 
-/// A daemon with the disks of a config file.
 pub(crate) fn serve(scratch: &Scratch, file: &Path) -> Weir {
     Serve::new(scratch).where_said().arg("--config").arg(file).start()
 }
 
-/// A command that is told where the daemon is.
 fn command(scratch: &Scratch, arguments: &[&str]) -> Client {
     let (command, rest) = arguments.split_first().expect("a command");
     weir(&[command, "--qmp", &socket(scratch)]).args(rest)
 }
 
-/// What a command prints that succeeds.
 #[track_caller]
 pub(crate) fn prints(scratch: &Scratch, arguments: &[&str]) -> String {
     let printed = command(scratch, arguments).succeeds();
@@ -37,7 +32,6 @@ pub(crate) fn prints(scratch: &Scratch, arguments: &[&str]) -> String {
     printed
 }
 
-/// What a command prints that succeeds and prints JSON.
 #[track_caller]
 pub(crate) fn prints_json(scratch: &Scratch, arguments: &[&str]) -> Value {
     serde_json::from_str(&prints(scratch, arguments)).expect("it prints JSON")
@@ -59,14 +53,12 @@ pub(crate) fn status(scratch: &Scratch, interval: &str) -> Value {
     prints_json(scratch, &["status", "--json", "--interval", interval])
 }
 
-/// The entry of this name in a list of the status.
 #[track_caller]
 pub(crate) fn find<'a>(status: &'a Value, list: &str, name: &str) -> &'a Value {
     let entries = status[list].as_array().expect("a list");
     entries.iter().find(|entry| entry["name"] == name).expect("it is there")
 }
 
-/// Looks until the daemon's state is as wanted.
 #[track_caller]
 pub(crate) fn wait_until(scratch: &Scratch, is_so: impl Fn(&Value) -> bool) {
     let until = Instant::now() + DEADLINE;

@@ -1,7 +1,6 @@
 //! A QMP client of our own: a line a message, and every wait bounded.
 //!
-//! Takes what comes as it is: events among the answers are handed out in their order, and whoever
-//! asks for an answer gets the next message that is one.
+//! Events among the answers are kept, in their order.
 
 use std::{
     collections::VecDeque,
@@ -14,14 +13,12 @@ use serde_json::{Value, json};
 
 use super::DEADLINE;
 
-/// A connection to a QMP server: weir's, or QEMU's.
 pub(crate) struct Qmp {
     lines: BufReader<UnixStream>,
     events: VecDeque<Value>,
 }
 
 impl Qmp {
-    /// Connects, and says nothing.
     #[track_caller]
     pub(crate) fn connect(path: &Path) -> Self {
         let stream = UnixStream::connect(path).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
@@ -30,7 +27,6 @@ impl Qmp {
         Self { lines: BufReader::new(stream), events: VecDeque::new() }
     }
 
-    /// Connects and negotiates.
     #[track_caller]
     pub(crate) fn negotiated(path: &Path) -> Self {
         let mut client = Self::connect(path);
@@ -40,13 +36,11 @@ impl Qmp {
         client
     }
 
-    /// Sends bytes as they are.
     #[track_caller]
     pub(crate) fn send(&mut self, bytes: impl AsRef<[u8]>) {
         self.lines.get_mut().write_all(bytes.as_ref()).expect("the server reads");
     }
 
-    /// The next message of any kind.
     #[track_caller]
     pub(crate) fn message(&mut self) -> Value {
         let mut line = String::new();
@@ -54,7 +48,6 @@ impl Qmp {
         serde_json::from_str(&line).unwrap_or_else(|error| panic!("no message: {error}: {line:?}"))
     }
 
-    /// The next message that is no event.
     #[track_caller]
     pub(crate) fn answer(&mut self) -> Value {
         loop {
@@ -66,7 +59,6 @@ impl Qmp {
         }
     }
 
-    /// The next event of this name, with its data.
     #[track_caller]
     pub(crate) fn event(&mut self, name: &str) -> Value {
         loop {
@@ -78,14 +70,12 @@ impl Qmp {
         }
     }
 
-    /// The whole answer to a command.
     #[track_caller]
     pub(crate) fn ask(&mut self, command: &str, arguments: Value) -> Value {
         self.send(json!({ "execute": command, "arguments": arguments }).to_string());
         self.answer()
     }
 
-    /// What a command that succeeds returns.
     #[track_caller]
     pub(crate) fn command(&mut self, command: &str, arguments: Value) -> Value {
         let mut answer = self.ask(command, arguments);
@@ -102,7 +92,7 @@ impl Qmp {
         (text("class"), text("desc"))
     }
 
-    /// Waits until the server has hung up; how many bytes came before.
+    /// How many bytes come until the server hangs up.
     pub(crate) fn drain(mut self) -> usize {
         let mut rest = Vec::new();
         // A reset is an end too.

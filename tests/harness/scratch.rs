@@ -13,14 +13,12 @@ use std::{
 
 use tempfile::TempDir;
 
-/// Directories of one test.
 pub(crate) struct Scratch {
     files: TempDir,
     sockets: TempDir,
 }
 
 impl Scratch {
-    /// Fresh, empty directories.
     pub(crate) fn new() -> Self {
         let files = tempfile::Builder::new().prefix("e2e.").tempdir_in(env!("CARGO_TARGET_TMPDIR"));
         Self {
@@ -32,24 +30,20 @@ impl Scratch {
         }
     }
 
-    /// Where a file of this name is, or would be.
     pub(crate) fn path(&self, name: &str) -> PathBuf {
         self.files.path().join(name)
     }
 
-    /// Where a socket of this name is, or would be.
     pub(crate) fn socket(&self, name: &str) -> PathBuf {
         self.sockets.path().join(name)
     }
 
-    /// Writes a file.
     pub(crate) fn file(&self, name: &str, content: impl AsRef<[u8]>) -> PathBuf {
         let path = self.path(name);
         fs::write(&path, content).expect("the directory is ours");
         path
     }
 
-    /// An image of nothing but a hole.
     pub(crate) fn sparse(&self, name: &str, bytes: u64) -> PathBuf {
         let path = self.path(name);
         File::create(&path).and_then(|file| file.set_len(bytes)).expect("the directory is ours");

@@ -27,7 +27,6 @@ use nix::{
 
 use super::{DEADLINE, WEIR};
 
-/// What a screen shows.
 #[derive(PartialEq)]
 struct Shown {
     text: String,
@@ -35,7 +34,6 @@ struct Shown {
     is_own: bool,
 }
 
-/// All that was shown one after another, and whether no more will be.
 #[derive(Default)]
 struct Drawn {
     screens: Vec<Shown>,
@@ -53,7 +51,6 @@ pub(crate) struct Terminal {
 }
 
 impl Terminal {
-    /// Starts `weir` with these arguments on a terminal of 80×24.
     pub(crate) fn weir<T: AsRef<OsStr>>(arguments: impl IntoIterator<Item = T>) -> Self {
         let size = Winsize { ws_row: ROWS.get(), ws_col: COLUMNS.get(), ws_xpixel: 0, ws_ypixel: 0 };
         let OpenptyResult { master, slave } = openpty(Some(&size), None).expect("there are terminals");
@@ -62,7 +59,7 @@ impl Terminal {
         command.args(arguments).env("TERM", "xterm-256color").env_remove("WEIR_QMP");
         let child =
             command.stdin(end()).stdout(end()).stderr(end()).spawn().expect("cargo built the program");
-        // The command holds the terminal's other end too: open, reading would never end.
+        // The command holds the terminal's other end: open, reading would never end.
         drop((command, slave));
         let drawn = Arc::new((Mutex::new(Drawn::default()), Condvar::new()));
         let screen = File::from(master);
@@ -72,13 +69,11 @@ impl Terminal {
         Self { child, keys, drawn }
     }
 
-    /// Waits until its screen shows this, and forgets all screens before that one.
     #[track_caller]
     pub(crate) fn wait_for(&self, what: &str) {
         self.wait_until(&format!("{what:?} was not drawn"), |shown| shown.text.contains(what));
     }
 
-    /// Waits until it has given back the screen that it had for itself.
     #[track_caller]
     pub(crate) fn wait_until_given_back(&self) {
         self.wait_until("the screen was not given back", |shown| !shown.is_own);
@@ -106,7 +101,6 @@ impl Terminal {
         }
     }
 
-    /// Presses keys.
     pub(crate) fn press(&mut self, keys: &str) {
         self.keys.write_all(keys.as_bytes()).expect("the terminal is open");
     }
@@ -115,19 +109,16 @@ impl Terminal {
         Pid::from_raw(self.child.id().cast_signed())
     }
 
-    /// Sends a signal.
     pub(crate) fn signal(&self, signal: Signal) {
         kill(self.pid(), signal).expect("the child was not waited for");
     }
 
-    /// Waits until it has stopped itself.
     #[track_caller]
     pub(crate) fn wait_for_stop(&self) {
         let status = waitpid(self.pid(), Some(WaitPidFlag::WUNTRACED)).expect("the child is ours");
         assert!(matches!(status, WaitStatus::Stopped(..)), "{status:?}");
     }
 
-    /// Waits until it ends.
     #[track_caller]
     pub(crate) fn wait(mut self) -> ExitStatus {
         self.child.wait().expect("the child was not waited for")
@@ -136,7 +127,6 @@ impl Terminal {
 
 impl Drop for Terminal {
     fn drop(&mut self) {
-        // It may have ended already.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }

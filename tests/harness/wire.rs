@@ -58,7 +58,6 @@ const EXTENDED_REQUEST_MAGIC: u32 = 0x21e4_1c71;
 const SIMPLE_REPLY_MAGIC: u32 = 0x6744_6698;
 const EXTENDED_REPLY_MAGIC: u32 = 0x6e8a_278c;
 
-/// Fixed newstyle, no zeroes: the client's flags.
 const CLIENT_FLAGS: u32 = 3;
 /// Longest reply that this client takes.
 const MOST_BYTES: u32 = 64 << 20;
@@ -74,7 +73,6 @@ pub(crate) struct Request {
 }
 
 impl Request {
-    /// The 28 bytes of a compact header. A length past 32 bits is cut.
     pub(crate) fn compact(self) -> Vec<u8> {
         let mut bytes = REQUEST_MAGIC.to_be_bytes().to_vec();
         self.append_middle(&mut bytes);
@@ -82,7 +80,6 @@ impl Request {
         bytes
     }
 
-    /// The 32 bytes of an extended header.
     pub(crate) fn extended(self) -> Vec<u8> {
         let mut bytes = EXTENDED_REQUEST_MAGIC.to_be_bytes().to_vec();
         self.append_middle(&mut bytes);
@@ -98,7 +95,6 @@ impl Request {
     }
 }
 
-/// A chunk of a reply with extended headers.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Chunk {
     pub(crate) done: bool,
@@ -108,11 +104,9 @@ pub(crate) struct Chunk {
     pub(crate) payload: Vec<u8>,
 }
 
-/// A connection.
 pub(crate) struct Wire(UnixStream);
 
 impl Wire {
-    /// Connected, and not a byte exchanged.
     #[track_caller]
     pub(crate) fn connect(socket: &Path) -> Self {
         let stream = UnixStream::connect(socket).expect("the daemon listens");
@@ -121,7 +115,6 @@ impl Wire {
         Self(stream)
     }
 
-    /// Greetings exchanged: options may follow.
     #[track_caller]
     pub(crate) fn greet(socket: &Path) -> Self {
         let mut wire = Self::connect(socket);
@@ -133,7 +126,7 @@ impl Wire {
         wire
     }
 
-    /// In transmission with simple replies; the export's size too.
+    /// In transmission with simple replies, and the export's size.
     #[track_caller]
     pub(crate) fn go(socket: &Path, export: &str) -> (Self, u64) {
         let mut wire = Self::greet(socket);
@@ -153,7 +146,6 @@ impl Wire {
         (wire, size)
     }
 
-    /// GO; the export's size.
     #[track_caller]
     fn start(&mut self, export: &str) -> u64 {
         let answers = self.option(OPT_GO, &go_data(export));
@@ -173,7 +165,6 @@ impl Wire {
         self.replies(option)
     }
 
-    /// The replies to an option that was sent.
     #[track_caller]
     pub(crate) fn replies(&mut self, option: u32) -> Vec<(u32, Vec<u8>)> {
         let mut replies = Vec::new();
@@ -189,7 +180,6 @@ impl Wire {
         }
     }
 
-    /// Sends bytes, whatever they are.
     #[track_caller]
     pub(crate) fn send(&mut self, bytes: &[u8]) {
         self.0.write_all(bytes).expect("the daemon takes what is sent");
@@ -205,14 +195,12 @@ impl Wire {
         self.0.set_write_timeout(Some(Duration::from_secs(1))).expect("a second is not zero");
     }
 
-    /// Sends a compact request, and a payload.
     #[track_caller]
     pub(crate) fn request(&mut self, request: Request, payload: &[u8]) {
         self.send(&request.compact());
         self.send(payload);
     }
 
-    /// A simple reply's error and cookie.
     #[track_caller]
     pub(crate) fn simple_reply(&mut self) -> (u32, u64) {
         assert_eq!(self.receive_u32(), SIMPLE_REPLY_MAGIC);
@@ -227,7 +215,6 @@ impl Wire {
         Some((error, u64::from_be_bytes(reply[8..].try_into().expect("eight bytes"))))
     }
 
-    /// Reads; the error if there is one.
     #[track_caller]
     pub(crate) fn read(&mut self, offset: u64, length: u32) -> Result<Vec<u8>, u32> {
         let request = Request { flags: 0, kind: CMD_READ, cookie: offset, offset, length: length.into() };
@@ -241,7 +228,6 @@ impl Wire {
         }
     }
 
-    /// A chunk with extended headers.
     #[track_caller]
     pub(crate) fn chunk(&mut self) -> Chunk {
         assert_eq!(self.receive_u32(), EXTENDED_REPLY_MAGIC);
@@ -253,7 +239,6 @@ impl Wire {
         Chunk { done: flags & 1 == 1, kind, cookie, offset, payload: self.receive_many(length) }
     }
 
-    /// Receives a fixed number of bytes.
     #[track_caller]
     pub(crate) fn receive<const N: usize>(&mut self) -> [u8; N] {
         let mut bytes = [0; N];
@@ -279,7 +264,7 @@ impl Wire {
         bytes
     }
 
-    /// Waits until the daemon closes the connection, dropping what it still sends.
+    /// Waits for the daemon to close the connection, dropping what it still sends.
     #[track_caller]
     pub(crate) fn is_closed(&mut self) {
         let mut dropped = [0; 4096];
@@ -293,23 +278,19 @@ impl Wire {
         }
     }
 
-    /// Says that no more will be sent.
     pub(crate) fn finish(&self) {
         self.0.shutdown(Shutdown::Write).expect("the socket is connected");
     }
 }
 
-/// The header of an option.
 pub(crate) fn option_header(option: u32, length: u32) -> Vec<u8> {
     [&OPTION_MAGIC.to_be_bytes()[..], &option.to_be_bytes(), &length.to_be_bytes()].concat()
 }
 
-/// The data of INFO or GO without information requests.
 pub(crate) fn go_data(export: &str) -> Vec<u8> {
     [string(export), vec![0, 0]].concat()
 }
 
-/// A string behind its length.
 pub(crate) fn string(text: &str) -> Vec<u8> {
     [&(text.len() as u32).to_be_bytes()[..], text.as_bytes()].concat()
 }

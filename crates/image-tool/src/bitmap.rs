@@ -34,7 +34,6 @@ enum Action {
     Merge(String),
 }
 
-/// What `weir image bitmap` is told, but for the actions.
 #[derive(Debug, Args)]
 struct Options {
     /// The image
@@ -127,8 +126,6 @@ impl Args for Arguments {
     }
 }
 
-/// Does what was asked for, in the order in which it was.
-/// Errors: the first thing that cannot be done; what came before is.
 pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
     let Arguments { options, actions } = arguments;
     let name = options.file.display().to_string();
@@ -151,7 +148,6 @@ pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
         let storage = opening::storage(&options.file, How { write: true, ..How::default() })?;
         let image = Qcow2::open_for_upkeep(storage).await.with_context(|| name.clone())?;
         let done = act(&image, &options, &actions).await;
-        // What was done before an error stays.
         let closed = image.close().await;
         done.with_context(|| name.clone())?;
         closed.with_context(|| name.clone())?;

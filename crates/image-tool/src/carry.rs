@@ -1,10 +1,7 @@
 //! `--bitmaps`: the persistent bitmaps of the disk that is copied, in the new image too.
 //!
-//! They are stored after the disk, when nobody writes to the new image any more, and record or do
-//! not as they did before. One that may be wrong stops the copy before it begins, unless it is to
-//! be left out.
-//!
-//! Never changes the source.
+//! They are stored after the disk, and record or do not as they did before. One that may be wrong
+//! stops the copy before it begins, unless it is to be left out. Never changes the source.
 
 use std::{path::Path, sync::Arc};
 
@@ -26,8 +23,7 @@ pub(super) struct Carry {
 }
 
 impl Carry {
-    /// Those of `source`, which is opened read-only and called `name`.
-    /// Fails if it can have none, or one of them cannot be copied.
+    /// Fails if `source`, opened read-only, can have none, or one of them cannot be copied.
     pub(super) async fn of(source: &Arc<Image>, name: &str, skip_broken: bool) -> anyhow::Result<Self> {
         let Image::Qcow2(qcow2) = &**source else {
             bail!("--bitmaps: {name}: raw images have no bitmaps (leave it away)");
@@ -69,7 +65,6 @@ impl Carry {
         }
     }
 
-    /// Stores them in the image at `path`, which is not open any more.
     pub(super) async fn store(&self, path: &Path) -> anyhow::Result<()> {
         if self.bitmaps.is_empty() {
             return Ok(());

@@ -29,7 +29,6 @@ Examples:
 Exit status: 0 consistent, 1 not checked to the end, 2 corrupt, 3 leaks, 63 the format has nothing to check.
 A wrong command line exits with 2 as well, and prints usage.";
 
-/// Of a format without metadata: qemu-img's.
 const NOT_SUPPORTED: u8 = 63;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
@@ -64,8 +63,6 @@ pub struct Arguments {
     quiet: bool,
 }
 
-/// Checks, and says what was found.
-/// Fails if the image cannot be opened; [`Failure::Found`] with what was found.
 pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
     let name = arguments.subject.name();
     let format = arguments.subject.format()?;

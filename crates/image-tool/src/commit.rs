@@ -2,7 +2,7 @@
 //! `qemu-img commit` does.
 //!
 //! The backing file is complete and flushed before anything is taken out of the image: however it
-//! ends, a guest would see the same disk as before in the image.
+//! ends, a guest sees the same disk in the image.
 
 use std::{
     path::{Path, PathBuf},
@@ -153,8 +153,7 @@ fn how_to_copy() -> copy::How {
         in_order: false,
         compressed: false,
         target_is_zero: false,
-        // What is zero in the image hides what is below: as zeroes, or as data that happens to be
-        // zero.
+        // Zeroes hide what is below, also those that are data.
         sparse: 65_536,
         grain: 65_536,
         // No more than the image has itself: around it, the backing file is right.

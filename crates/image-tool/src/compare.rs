@@ -72,8 +72,6 @@ const NOT_READ: u8 = 4;
 const PIECE: u64 = 1 << 20;
 const TASKS: usize = 8;
 
-/// Compares.
-/// Errors: what keeps it from comparing; that they differ is [`Failure::Found`].
 pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
     let mut keys = arguments.keys.read()?;
     on_reactor(async move {
@@ -96,7 +94,6 @@ pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
     })
 }
 
-/// Says what is wrong, and leaves the exit status.
 fn failed(error: &anyhow::Error, status: u8) -> Failure {
     console::complain(error);
     Failure::Found(status)
@@ -140,8 +137,8 @@ impl Verdict {
 struct Comparison {
     sources: [Source; 2],
     progress: Progress,
-    /// Where the first difference was found so far. Tasks take pieces in order and finish what they
-    /// took, so in the end it is the first.
+    /// The first difference so far. Tasks take pieces in order and finish them, so in the end it is
+    /// the first of all.
     different: Cell<Option<u64>>,
     failed: RefCell<Option<anyhow::Error>>,
     work: RefCell<VecDeque<Piece>>,
@@ -254,7 +251,6 @@ impl<'a> Walk<'a> {
         Self { sources, at: 0, ahead: Default::default() }
     }
 
-    /// The next pieces; `None` at the end.
     async fn next(&mut self) -> anyhow::Result<Option<Vec<Piece>>> {
         let end = self.sources.iter().map(Source::size_bytes).max().unwrap_or(0);
         if self.at == end {

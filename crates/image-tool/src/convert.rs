@@ -3,8 +3,7 @@
 //! The new image gets its name when it is complete ([`unfinished`](super::unfinished)): whatever
 //! ends the command, nothing half-made has it.
 //!
-//! Compressed clusters are packed by all processors and written as they become ready; `-W` is about
-//! plain ones.
+//! Compressed clusters are written as they become ready; `-W` is about plain ones.
 
 use std::{
     path::{Path, PathBuf},
@@ -121,7 +120,6 @@ pub struct Arguments {
     talk: Talk,
 }
 
-/// Where the passphrases of the new image are.
 #[derive(Debug, Args)]
 struct TargetKeyArgs {
     /// The passphrase of the new image, which -o encrypt.format=luks encrypts, or of one that is
@@ -148,8 +146,6 @@ const UNIT: u64 = 2 << 20;
 /// The block of most file systems.
 const FILE_BLOCK: u64 = 4096;
 
-/// Copies.
-/// Errors: whatever keeps it from being done; the target's name then stands for what it stood for.
 pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
     if create::asks_for_help(&arguments.options) {
         return Ok(print(create::OPTIONS)?);
@@ -217,7 +213,6 @@ fn check(arguments: &Arguments, sources: &[PathBuf]) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// What is read, and the bitmaps that are copied with it.
 fn open_sources(paths: &[PathBuf], arguments: &Arguments) -> Result<(Source, Option<Carry>), Failure> {
     let how = How { cache: arguments.source_cache, force_share: arguments.force_share, ..How::default() };
     let (paths, format, pick) = (paths.to_vec(), arguments.format, arguments.snapshot.clone());
@@ -289,11 +284,9 @@ fn make(
 struct Target {
     path: PathBuf,
     name: PathBuf,
-    /// What is not written reads as zeroes.
     is_zero: bool,
 }
 
-/// Copies into the image that is there.
 async fn copy_into(
     source: Source,
     carry: Option<Carry>,
@@ -327,7 +320,6 @@ async fn copy_into(
     Ok(())
 }
 
-/// Whether it can be written to in the way that was asked for.
 fn check_target(target: &Image, arguments: &Arguments) -> anyhow::Result<()> {
     let Image::Qcow2(qcow2) = target else { return Ok(()) };
     let header = qcow2.header();

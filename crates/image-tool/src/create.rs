@@ -143,7 +143,6 @@ pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
     }
 }
 
-/// Whether the options are to be listed, instead of anything done.
 pub(super) fn asks_for_help(options: &[String]) -> bool {
     options.iter().any(|text| text == "help" || text == "?")
 }
@@ -157,8 +156,6 @@ fn size(options: &mut Options, arguments: &Arguments) -> Result<Option<u64>, Str
     Ok(arguments.size.or(option))
 }
 
-/// How much has its place from the beginning, if that was said.
-/// Fails if it is no such mode.
 pub(super) fn preallocation(options: &mut Options) -> Result<Option<Preallocation>, String> {
     options.take_as("preallocation", preallocation_mode)
 }
@@ -173,8 +170,7 @@ pub(super) fn preallocation_mode(name: &str) -> Result<Preallocation, String> {
     }
 }
 
-/// All but the size. `backing` is the backing file that was given beside the options, and its
-/// format.
+/// All but the size. `backing` is what was given beside the options.
 pub(super) fn qcow2_options(
     options: &mut Options,
     backing: (Option<String>, Option<Format>),
@@ -215,7 +211,7 @@ pub(super) fn qcow2_options(
     })
 }
 
-/// The size of the disk in the backing file, which is there and of its format then.
+/// `None` without a backing file, or one that may be missing.
 fn backing_size(wish: &CreateOptions, arguments: &Arguments, path: &Path) -> Result<Option<u64>, Failure> {
     let Some(backing) = wish.backing.as_ref().filter(|_| !arguments.unsafe_backing) else {
         return Ok(None);
@@ -235,7 +231,6 @@ fn virtual_size(path: &Path, format: Format) -> Result<u64, Failure> {
     Ok(header.with_context(|| path.display().to_string())?.size_bytes)
 }
 
-/// A file that is gone again unless its image was finished.
 struct NewFile {
     path: PathBuf,
     is_new: bool,
@@ -248,7 +243,7 @@ impl NewFile {
         let made = OpenOptions::new().write(true).create_new(true).open(path);
         let is_new = match made {
             Ok(file) => {
-                // Storage has a size; this one becomes what it is to be when it is written.
+                // Storage has a size.
                 file.set_len(LEAST_FILE).with_context(|| format!("{name}: cannot be made"))?;
                 true
             }
@@ -274,17 +269,14 @@ impl NewFile {
 impl Drop for NewFile {
     fn drop(&mut self) {
         if self.is_new {
-            // There is nothing more to be done about a file that cannot be removed.
             let _ = fs::remove_file(&self.path);
         }
     }
 }
 
-/// What a file is made with, so that it can be opened.
 const LEAST_FILE: u64 = 512;
 
-/// Makes a qcow2 image at `path`; messages call it `name`.
-/// Fails if a file cannot be made, or an option breaks a rule.
+/// Messages call the image `name`.
 pub(super) fn create_qcow2(path: &Path, wish: &CreateOptions, name: &str) -> Result<(), Failure> {
     let (file, storage) = NewFile::open(path)?;
     let data = match &wish.data_file {
@@ -322,8 +314,7 @@ fn is_regular(path: &Path) -> anyhow::Result<bool> {
     Ok(!kind.is_block_device())
 }
 
-/// What was in a file is gone: the new image reads as zeroes where nothing is written. Devices keep
-/// their size.
+/// So that the new image reads as zeroes where nothing is written. Devices keep their size.
 async fn empty(storage: &Storage) -> anyhow::Result<()> {
     if storage.size_bytes() <= LEAST_FILE {
         return Ok(());
@@ -335,7 +326,7 @@ async fn empty(storage: &Storage) -> anyhow::Result<()> {
     }
 }
 
-/// Makes a raw image at `path`; messages call it `name`.
+/// Messages call the image `name`.
 pub(super) fn create_raw(
     path: &Path,
     size: u64,
@@ -356,7 +347,6 @@ pub(super) fn create_raw(
     on_reactor(async move {
         if is_file {
             empty(&storage).await?;
-            // The first sector of an old file is still there.
             storage.write_zeroes(0, storage.size_bytes(), ZEROES).await?;
             storage.resize(size).await.context("cannot have this size")?;
         } else if storage.size_bytes() < size {

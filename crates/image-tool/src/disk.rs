@@ -23,10 +23,7 @@ use super::{
     pick::Pick,
 };
 
-/// Opens the image at `path`, with what lies below it.
-///
-/// Where the format was not said it is guessed, and an image whose format was guessed may name no
-/// other file.
+/// With what lies below it. An image whose format is guessed may name no other file.
 pub(super) async fn open(
     path: &Path,
     format: Option<Format>,
@@ -59,9 +56,8 @@ pub(super) async fn open_at(
     Ok(Arc::new(image::open::open(&opening::spec(path)?, options).await?))
 }
 
-/// The format of an image whose chain is written to, or copied from one image to another: one that
-/// was given, or a guess where the image names no other file.
-/// Fails if it must be given: a guest could have written the names into its raw disk.
+/// Fails where a guess would follow names in the header: a guest could have written them into its
+/// raw disk.
 pub(super) async fn format_of_chain(subject: &Subject) -> anyhow::Result<Format> {
     let format = subject.format()?;
     if subject.format.is_none() && format == Format::Qcow2 {
@@ -77,7 +73,6 @@ pub(super) async fn format_of_chain(subject: &Subject) -> anyhow::Result<Format>
     Ok(format)
 }
 
-/// In what sizes a format keeps data, in bytes.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Blocks {
     /// What is allocated at once.
@@ -86,7 +81,6 @@ pub(super) struct Blocks {
     pub(super) subcluster: u64,
 }
 
-/// Those of the image's format; `None` for raw images.
 pub(super) fn blocks(image: &Image) -> Option<Blocks> {
     match image {
         Image::Raw(_) => None,
@@ -101,16 +95,13 @@ pub(super) fn blocks(image: &Image) -> Option<Blocks> {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Kind {
-    /// It must be read to be known.
     Data,
-    /// It reads as zeroes.
     Zero,
     /// It is not in this layer; what lies below has it already.
     Below,
 }
 
-/// What the image has itself, from `offset` on, for at most `length` bytes: pieces that follow each
-/// other; at least one.
+/// Pieces that follow each other from `offset` on, at least one, of at most `length` bytes in all.
 pub(super) async fn layer(image: &Image, offset: u64, length: u64) -> Result<Vec<(u64, Kind)>> {
     let Image::Qcow2(qcow2) = image else {
         // There is nothing below it.
@@ -125,7 +116,6 @@ pub(super) async fn layer(image: &Image, offset: u64, length: u64) -> Result<Vec
     Ok(pieces.into_iter().map(|piece| (piece.length, kind(piece.what))).collect())
 }
 
-/// Writes one cluster compressed.
 pub(super) async fn write_compressed(image: &Image, offset: u64, data: Segments) -> Result<()> {
     match image {
         Image::Raw(_) => Err(Error::UNSUPPORTED),

@@ -29,7 +29,6 @@ const INSTEAD: [(&str, &str, &str); 9] = [
     ("", "bench", "`weir bench` has the options of `qemu-img bench`"),
 ];
 
-/// Puts what to do instead into an error about a command line that begins with these words.
 pub fn advise(error: &mut clap::Error, words: &[String]) {
     let [image, subcommand, ..] = words else { return };
     if image != "image" {
@@ -43,7 +42,6 @@ pub fn advise(error: &mut clap::Error, words: &[String]) {
         .find(|(of, what, _)| (of.is_empty() || of == subcommand) && *what == unknown)
         .map(|(.., instead)| (*instead).into());
     if let Some(instead) = instead {
-        // "Similar" ones are not.
         error.remove(ContextKind::SuggestedSubcommand);
         error.insert(ContextKind::Suggested, ContextValue::StyledStrs(vec![instead]));
     }
@@ -52,7 +50,6 @@ pub fn advise(error: &mut clap::Error, words: &[String]) {
 #[cfg(test)]
 mod tests {
     use clap::Parser as _;
-    /// The part of the program's command line that is about images.
     #[derive(Debug, clap::Parser)]
     struct Line {
         #[command(subcommand)]

@@ -13,7 +13,6 @@ use clap::Args;
 
 use super::{keys, options::Options};
 
-/// Where the passphrase comes from.
 #[derive(Debug, Args)]
 pub(super) struct SecretArgs {
     /// Encrypt it with LUKS, and the passphrase that this file holds
@@ -33,7 +32,6 @@ impl SecretArgs {
         self.secret_file.is_some() || self.secret_fd.is_some() || !self.object.is_empty()
     }
 
-    /// The passphrase in a file or descriptor, if there is one.
     pub(super) fn read(&self) -> anyhow::Result<Option<Secret>> {
         let keys = keys::read(self.secret_file.as_slice(), self.secret_fd.as_slice())?;
         Ok(keys.first().cloned())
@@ -47,9 +45,7 @@ pub(super) struct Encryption {
 }
 
 impl Encryption {
-    /// Takes the options; `None` if the image is not to be encrypted. The passphrase is `own`, or
-    /// that of an object. Errors: options without a passphrase, or the other way round, and what is
-    /// not supported.
+    /// `None` if the image is not to be encrypted. The passphrase is `own`, or that of an object.
     pub(super) fn take(
         options: &mut Options,
         own: Option<&Secret>,
@@ -88,14 +84,12 @@ impl Encryption {
         Ok(Some(Self { luks, secret }))
     }
 
-    /// Makes the LUKS header. Takes a few seconds, which is what keeps others from trying many
-    /// passphrases.
+    /// Takes seconds, which is what keeps others from trying many passphrases.
     pub(super) fn area(&self) -> Result<Vec<u8>, String> {
         Ok(luks::create(&self.secret, &self.luks).map_err(|error| error.to_string())?.area)
     }
 }
 
-/// The passphrase of the secret object with this id.
 fn object(objects: &[String], key: &str) -> Result<Secret, String> {
     for text in objects {
         let Some(rest) = text.strip_prefix("secret,") else {

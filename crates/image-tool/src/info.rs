@@ -94,7 +94,6 @@ fn bail_in(path: &Path, what: &str) -> anyhow::Result<()> {
     bail!("{}: {what}", path.display())
 }
 
-/// The same file under whatever name.
 fn identity(path: &Path) -> anyhow::Result<(u64, u64)> {
     let metadata = fs::metadata(path).with_context(|| format!("{}: cannot be read", path.display()))?;
     Ok((metadata.dev(), metadata.ino()))
@@ -252,7 +251,6 @@ impl Shown {
         let size = |key: &str| json[key].as_u64().unwrap_or(0);
         let mut text = String::new();
         let mut line = |name: &str, value: String| {
-            // A name in an image must not move somebody's cursor.
             let value = value.replace(char::is_control, "?");
             let _ = writeln!(text, "{name}: {value}");
         };
@@ -286,7 +284,6 @@ impl Shown {
     }
 }
 
-/// Nested values, indented as qemu-img does it.
 fn members(text: &mut String, values: &Map<String, Value>, depth: usize) {
     for (key, value) in values {
         one(text, &key.replace('-', " "), value, depth);

@@ -22,7 +22,6 @@ use settings::{SecretSource, secret::Secrets};
 
 use super::opening;
 
-/// Where the passphrases are.
 #[derive(Debug, Args)]
 pub(super) struct KeyArgs {
     /// A file that is the passphrase of an encrypted image, whole; once for each in the chain from
@@ -40,7 +39,6 @@ impl KeyArgs {
     }
 }
 
-/// Reads those in files, then those that come from descriptors.
 pub(super) fn read(files: &[PathBuf], descriptors: &[u32]) -> anyhow::Result<Keys> {
     let mut secrets = Secrets::default();
     let files = files.iter().cloned().map(SecretSource::File);
@@ -49,7 +47,6 @@ pub(super) fn read(files: &[PathBuf], descriptors: &[u32]) -> anyhow::Result<Key
     Ok(Keys { given, next: 0 })
 }
 
-/// Passphrases, in the order in which images are opened.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Keys {
     given: Vec<Secret>,
@@ -65,8 +62,7 @@ impl Keys {
         self.given.first()
     }
 
-    /// Those of the image at `path` and of what is below it, unless it is opened alone.
-    /// Fails if headers cannot be read, or there are fewer than needed.
+    /// Those of the image at `path` and of what is below it, unless it is opened `alone`.
     pub(super) async fn of(
         &mut self,
         path: &Path,
@@ -94,13 +90,11 @@ impl Keys {
         }
     }
 
-    /// Those of the backing file of the first image, whose header this is.
     pub(super) fn behind(&self, header: &Header) -> Self {
         let next = usize::from(header.crypt == Crypt::Luks);
         Self { given: self.given.clone(), next }
     }
 
-    /// Whether all were for something, once everything is open.
     pub(super) fn check_used(&self) -> anyhow::Result<()> {
         match (self.given.len(), self.next) {
             (0, _) | (1, 1..) => Ok(()),
@@ -111,7 +105,6 @@ impl Keys {
     }
 }
 
-/// How many images of the chain are encrypted.
 async fn encrypted(path: &Path, format: Option<Format>, alone: bool) -> anyhow::Result<usize> {
     let mut count = 0;
     let mut next = Some((path.to_owned(), opening::format(path, format)?));

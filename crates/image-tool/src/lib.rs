@@ -105,7 +105,6 @@ pub fn run(command: Command) -> Result<(), Failure> {
     }
 }
 
-/// How results are printed: for people, or for programs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Output {
     #[default]

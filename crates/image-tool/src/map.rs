@@ -90,7 +90,6 @@ struct Entry {
 }
 
 impl Entry {
-    /// Whether `next` goes on where this one ends, in every respect.
     fn goes_on(&self, next: &Self) -> bool {
         let same = |entry: &Self| (entry.depth, entry.present, entry.zero, entry.data, entry.compressed);
         same(self) == same(next)
@@ -110,10 +109,8 @@ impl Map {
         }
     }
 
-    /// What there is from `start` to `end`. Goes down the chain by itself, since its length is the
-    /// image's to say.
+    /// Goes down the chain with a stack, since its length is the image's to say.
     async fn add(&mut self, top: &Image, start: u64, end: u64) -> anyhow::Result<()> {
-        // What an image leaves to the one below: a stack instead of a recursion.
         let mut left = vec![(top, 0, start, end)];
         while let Some((image, depth, start, end)) = left.pop() {
             match image {
@@ -150,8 +147,8 @@ impl Map {
         Ok(())
     }
 
-    /// Adds what the image has itself, up to the first range that its backing file may have.
-    /// Returns how far that is known, and the range.
+    /// Adds what the image has itself up to the first range that its backing file may have. Returns
+    /// how far that is, and the range.
     async fn add_qcow2(
         &mut self,
         qcow2: &Qcow2,
@@ -192,7 +189,6 @@ impl Map {
         format!("[{}]\n", lines.join(",\n"))
     }
 
-    /// The data, and where it is.
     fn text(&self) -> anyhow::Result<String> {
         let mut text = format!("{:<16}{:<16}{:<16}{}\n", "Offset", "Length", "Mapped to", "File");
         for entry in self.0.iter().filter(|entry| entry.data && !entry.zero) {
@@ -202,7 +198,6 @@ impl Map {
                 );
             };
             let file = entry.file.replace(char::is_control, "?");
-            // Writing to a string cannot fail.
             let _ =
                 writeln!(text, "{:<16}{:<16}{:<16}{file}", hex(entry.start), hex(entry.length), hex(offset));
         }

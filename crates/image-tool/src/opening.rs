@@ -1,8 +1,7 @@
 //! From a file's name to its storage and its format, for commands that look at the bytes
 //! themselves.
 //!
-//! Guesses a format only to show or check an image, never to write into it as a guest would; who
-//! writes has said the format, or the image has a signature.
+//! Who writes has said the format, or the image has a signature: a guess serves only to look.
 
 use std::path::{Path, PathBuf};
 
@@ -19,15 +18,13 @@ use clap::{
     builder::{PossibleValuesParser, TypedValueParser},
 };
 
-/// Reads a format from the command line. `--help` lists the names alone: a line on each would make
-/// every page that has one three times as long.
+/// `--help` lists the names alone: a line on each would triple the pages that have one.
 pub(super) fn format_option() -> impl TypedValueParser<Value = Format> {
     PossibleValuesParser::new([Format::Raw, Format::Qcow2].map(Format::name))
         .try_map(|name| name.parse::<Format>())
 }
 
-/// The format of a name, as it stands in images.
-/// Fails if it was not said, or weir does not know it.
+/// Of a name that stands in an image.
 pub(super) fn format_named(name: Option<&str>) -> anyhow::Result<Format> {
     match name {
         Some(name) => match name.parse() {
@@ -38,10 +35,8 @@ pub(super) fn format_named(name: Option<&str>) -> anyhow::Result<Format> {
     }
 }
 
-/// Where a name in an image points, for messages: a relative one begins at the image's own
-/// directory.
-///
-/// Unlike `block`, which opens what it resolves, this refuses no name: `info` shows those too.
+/// Where a name in an image points, for messages; `block` resolves what it opens. Relative names
+/// begin at the image's directory. Unlike `block`, this refuses no name: `info` shows those too.
 pub fn beside(image: &Path, name: &str) -> PathBuf {
     image.parent().map_or_else(|| PathBuf::from(name), |directory| directory.join(name))
 }
@@ -82,7 +77,6 @@ pub(super) struct How {
     pub(super) force_share: bool,
     /// Bytes per second at most; not 0.
     pub(super) rate_bps: Option<u64>,
-    /// Without what lies below it.
     pub(super) alone: bool,
 }
 
@@ -129,13 +123,11 @@ pub(super) fn options(how: How) -> anyhow::Result<OpenOptions> {
     })
 }
 
-/// The header of the qcow2 image at `path`, also while somebody writes to it.
 pub(super) async fn header_of(path: &Path) -> anyhow::Result<Header> {
     let storage = storage(path, How { force_share: true, ..How::default() })?;
     read_header(&storage).await.with_context(|| path.display().to_string())
 }
 
-/// The backing file that the header of the image at `path` names, and its format.
 pub(super) fn backing_in(path: &Path, header: &Header) -> anyhow::Result<Option<(PathBuf, Format)>> {
     let Some(backing) = &header.backing else { return Ok(None) };
     let format = format_named(backing.format.as_deref()).with_context(|| {

@@ -10,7 +10,6 @@ use block::storage::parse_size;
 pub(super) struct Options(Vec<(String, String)>);
 
 impl Options {
-    /// Reads all that was given, in one `-o` or several.
     /// Errors: a key without a value, or twice.
     pub(super) fn read(texts: &[String]) -> Result<Self, String> {
         let mut options = Self::default();
@@ -38,7 +37,6 @@ impl Options {
         Some(self.0.remove(at).1)
     }
 
-    /// A value of a key that `parse` reads.
     pub(super) fn take_as<T>(
         &mut self,
         key: &str,
@@ -60,7 +58,6 @@ impl Options {
         })
     }
 
-    /// The first key that nobody took.
     pub(super) fn first_left(&self) -> Option<&str> {
         self.0.first().map(|(key, _)| &**key)
     }

@@ -36,7 +36,6 @@ impl FromStr for Pick {
 }
 
 impl Pick {
-    /// The id of the snapshot in the image at `path`.
     pub(super) async fn id(&self, path: &Path, format: Option<Format>, how: How) -> anyhow::Result<String> {
         let name = path.display();
         if opening::format(path, format)? == Format::Raw {

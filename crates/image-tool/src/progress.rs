@@ -15,7 +15,7 @@ use clap::Args;
 use console::progress::bar;
 use indicatif::ProgressBar;
 
-/// Parts of the whole after which `-p` prints: a percent, as qemu-img does at most.
+/// `-p` prints each percent, as qemu-img does at most.
 const STEPS: u64 = 100;
 
 const TEMPLATE: &str = "{msg} {wide_bar} {bytes}/{total_bytes} {eta}";
@@ -31,7 +31,6 @@ pub(super) struct Talk {
 }
 
 impl Talk {
-    /// So many bytes are to be done.
     pub(super) fn progress(self, what: &str, total: u64) -> Progress {
         let how = match (stderr().is_terminal(), self.progress) {
             _ if self.quiet => How::Silent,
@@ -54,7 +53,6 @@ pub(super) struct Progress {
 
 enum How {
     Bar(ProgressBar),
-    /// The step that was printed last.
     Lines(Mutex<u64>),
     Silent,
 }
@@ -66,7 +64,6 @@ impl fmt::Debug for Progress {
 }
 
 impl Progress {
-    /// So many more are done.
     pub(super) fn advance(&self, bytes: u64) {
         let done = self.done.fetch_add(bytes, Ordering::Relaxed) + bytes;
         match &self.how {
@@ -83,13 +80,11 @@ impl Progress {
         }
     }
 
-    /// All of it is.
     pub(super) fn end(&self) {
         match &self.how {
             How::Bar(bar) => bar.finish_and_clear(),
             How::Lines(_) => {
                 print(STEPS);
-                // Where standard output is closed there is nobody to tell.
                 let _ = writeln!(stdout());
             }
             How::Silent => {}

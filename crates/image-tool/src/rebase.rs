@@ -69,9 +69,6 @@ pub struct Arguments {
 
 const PIECE: u64 = 1 << 20;
 
-/// Rebases.
-/// Fails if something cannot be opened, read or written; the image then has the backing file that
-/// it had.
 pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
     let name = arguments.subject.name();
     let backing = match (arguments.backing.as_str(), arguments.backing_format) {
@@ -101,7 +98,6 @@ async fn rebase(
     let named =
         backing.clone().map(|(name, format)| Backing { name, format: Some(format.name().to_owned()) });
     if arguments.unsafe_backing {
-        // The name alone takes no key, and nothing that the disk is made of.
         let qcow2 = Qcow2::open_for_upkeep(opening::storage(file, how)?).await?;
         qcow2.set_backing(named).await.context("its header cannot be changed")?;
         return Ok(qcow2.close().await?);
@@ -119,8 +115,7 @@ async fn rebase(
     Ok(qcow2.close().await?)
 }
 
-/// An error if the image is in its new chain. It would only be found to be locked, by this very
-/// command.
+/// Such an image would only be found to be locked, by this very command.
 async fn check_no_loop(file: &Path, backing: PathBuf, format: Format) -> anyhow::Result<()> {
     let mut next = Some((backing, format));
     for _ in 0..LONGEST_CHAIN {
@@ -136,7 +131,6 @@ async fn check_no_loop(file: &Path, backing: PathBuf, format: Format) -> anyhow:
     Ok(())
 }
 
-/// The two backing files; without one, what is below is zeroes.
 struct Below {
     old: Option<Source>,
     new: Option<Source>,
@@ -156,7 +150,6 @@ impl Below {
         };
         let header = opening::header_of(file).await?;
         let old = match opening::backing_in(file, &header)? {
-            // It is in the image's chain, and so are its passphrases.
             Some((path, format)) => Some(source(&path, format, &mut keys.behind(&header)).await?),
             None => None,
         };
@@ -167,7 +160,7 @@ impl Below {
         Ok(Self { old, new })
     }
 
-    /// Copies into the image what it leaves to the old backing file, and the new one has not.
+    /// What the image leaves to the old backing file, and the new one has not.
     async fn keep_differences(&self, image: &Qcow2, arguments: &Arguments) -> anyhow::Result<()> {
         let size = image.size_bytes();
         let cluster = image.header().cluster_bytes();
@@ -190,10 +183,7 @@ impl Below {
         Ok(())
     }
 
-    /// The same for a range that the image does not have.
-    ///
-    /// Zeroes are written as data: told to make zeroes of what reads as zeroes already, an image
-    /// has nothing to do.
+    /// Zeroes are written as data: an image makes no zeroes of what reads as zeroes already.
     async fn keep(&self, image: &Qcow2, start: u64, end: u64, cluster: u64) -> anyhow::Result<()> {
         let length = (end - start) as usize;
         let old = content(self.old.as_ref(), start, length).await?;
@@ -217,8 +207,7 @@ impl Below {
     }
 }
 
-/// What is in a backing file there, zeroes behind its end; `None` where all of it is zeroes by what
-/// it says of itself.
+/// Zeroes behind the end; `None` where the file says that all of it is zeroes.
 async fn content(source: Option<&Source>, start: u64, length: usize) -> anyhow::Result<Option<Buffer>> {
     let Some(source) = source else { return Ok(None) };
     let there = source.size_bytes().saturating_sub(start).min(length as u64);

@@ -67,9 +67,7 @@ fn change(text: &str) -> Result<Change, String> {
 
 const PIECE: u64 = 1 << 20;
 
-/// Resizes.
-/// Fails if it cannot be done; the size is then what it was, unless only filling what was added
-/// failed.
+/// On failure the size is what it was, unless only filling what was added failed.
 pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
     let mut keys = arguments.keys.read()?;
     on_reactor(async move {

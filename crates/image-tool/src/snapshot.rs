@@ -118,14 +118,12 @@ async fn act(storage: Storage, action: Action, name: String) -> Result<(), Failu
     Ok(())
 }
 
-/// The snapshots of the image at `path`, whose storage this is.
 pub(super) async fn read(storage: Storage, path: &Path) -> anyhow::Result<Vec<Snapshot>> {
     let context = || path.display().to_string();
     let header = qcow2::read_header(&storage).await.with_context(context)?;
     Ok(qcow2::snapshot::read(&storage, &header).await.with_context(context)?.0)
 }
 
-/// What qemu-img says of a snapshot for programs.
 pub(super) fn to_json(snapshot: &Snapshot) -> Value {
     const NANOS: u64 = 1_000_000_000;
     let mut json = json!({
@@ -143,7 +141,6 @@ pub(super) fn to_json(snapshot: &Snapshot) -> Value {
     json
 }
 
-/// The list for people; nothing where there are none.
 pub(super) fn list(snapshots: &[Snapshot]) -> String {
     if snapshots.is_empty() {
         return String::new();

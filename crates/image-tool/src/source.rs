@@ -1,6 +1,5 @@
-//! What is read: an image, several one behind the other, or one layer of a chain.
-//!
-//! Never writes.
+//! What is read, and never written: an image, several one behind the other, or one layer of a
+//! chain.
 
 use std::sync::Arc;
 
@@ -25,7 +24,6 @@ struct Part {
 }
 
 impl Source {
-    /// These images in this order, by name.
     pub(super) fn new(images: impl IntoIterator<Item = (String, Arc<Image>)>) -> Self {
         let mut source = Self { parts: Vec::new(), size_bytes: 0, only_top: false };
         for (name, image) in images {
@@ -45,7 +43,6 @@ impl Source {
         self.size_bytes
     }
 
-    /// The part that holds `offset`, where in it that is, and how much of it follows.
     fn at(&self, offset: u64) -> (&Part, u64, u64) {
         let behind = self.parts.partition_point(|part| part.start <= offset);
         let part = &self.parts[behind - 1];
@@ -53,8 +50,8 @@ impl Source {
         (part, offset - part.start, end - offset)
     }
 
-    /// What there is at `offset`, for at most `length` bytes: pieces that follow each other; at
-    /// least one.
+    /// Pieces that follow each other from `offset` on, at least one, of at most `length` bytes in
+    /// all.
     pub(super) async fn status(&self, offset: u64, length: u64) -> anyhow::Result<Vec<(u64, Kind)>> {
         let (part, at, left) = self.at(offset);
         let length = length.min(left);
@@ -91,7 +88,6 @@ impl Part {
         let what = || format!("{}: reading {length} bytes at {offset}", self.name);
         let mut read = self.image.read(offset, length).await.with_context(what)?;
         Ok(match read.as_mut_slice() {
-            // As it was read, without a copy.
             [one] => std::mem::replace(one, Buffer::new(0)),
             _ => {
                 let mut data = Buffer::new(length);

@@ -1,10 +1,8 @@
 //! A file that gets its name once it is complete.
 //!
-//! What is written goes to a file of another name beside it, which takes the name with a rename. So
-//! whatever ends the command, an error, a signal, a crash, the name stands for what it stood for
-//! before, or for something whole. On SIGINT, SIGTERM and SIGHUP the other file is removed.
-//!
-//! Never renames over anything but a regular file: a device is written in place.
+//! What is written goes to a file beside it, which then takes the name with a rename: whatever ends
+//! the command, the name stands for what it stood for, or for something whole. SIGINT, SIGTERM and
+//! SIGHUP remove the other file. A device is written in place.
 
 use std::{
     fs::{self, Permissions},
@@ -21,7 +19,6 @@ use super::opening::{self, How};
 /// What a new file may be, before the process's mask.
 const NEW_FILE: u32 = 0o666;
 
-/// A file on its way to its name.
 #[derive(Debug)]
 pub(super) struct Unfinished {
     target: PathBuf,
@@ -32,8 +29,7 @@ pub(super) struct Unfinished {
 }
 
 impl Unfinished {
-    /// An empty file that is going to be `target`.
-    /// Errors: where none can be made there, or where somebody else uses what stands there.
+    /// Fails also where somebody else uses what stands there.
     pub(super) fn new(target: &Path, undo: &Undo) -> anyhow::Result<Self> {
         // A link stays one: what it points to is replaced.
         let target = fs::canonicalize(target).unwrap_or_else(|_| target.to_owned());
@@ -64,7 +60,6 @@ impl Unfinished {
                 .tempfile_in(directory)
                 .with_context(|| format!("{}: no file can be made there", directory.display()))?;
             let path = file.path().to_owned();
-            // It may have its name by then.
             let removal = move || drop(fs::remove_file(&path));
             Ok((file, removal))
         })?;
@@ -78,13 +73,10 @@ impl Unfinished {
         self.file.as_ref().map_or(&self.target, NamedTempFile::path)
     }
 
-    /// Whether what is written begins as nothing but zeroes.
     pub(super) fn is_new(&self) -> bool {
         self.file.is_some()
     }
 
-    /// Gives it its name.
-    /// Errors: what the file system says; the name then stands for what it stood for.
     pub(super) fn finish(self) -> anyhow::Result<()> {
         let Some(file) = self.file else { return Ok(()) };
         file.persist(&self.target)

@@ -6,7 +6,6 @@ use crate::{prefetch, status, throttle, top};
 
 const ABOUT: &str = "Throttle, prefetch, cache and tune the disks of virtual machines and containers";
 
-/// The command.
 #[derive(Debug, Parser)]
 #[command(name = "weir", version, about = ABOUT, max_term_width = 100, arg_required_else_help = false)]
 pub(crate) struct Cli {

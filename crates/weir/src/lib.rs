@@ -61,7 +61,6 @@ pub fn main() -> ExitCode {
     ExitCode::from(status)
 }
 
-/// Prints what clap has to say: help and version where results go, everything else as an error.
 fn answer(error: &clap::Error) -> ExitCode {
     let text = error.render();
     if matches!(error.kind(), ErrorKind::DisplayHelp | ErrorKind::DisplayVersion) {

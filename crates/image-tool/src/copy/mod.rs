@@ -34,25 +34,22 @@ pub(super) use self::zero::is_zero;
 use self::{plan::Item, turn::Turns};
 use super::{disk::Kind, progress::Progress, source::Source};
 
-/// Threads at most: beyond that a disk is what limits.
 const MOST_THREADS: usize = 4;
-/// Where a read has failed, it is tried again in pieces of this size, to save the others.
 const SALVAGED_BYTES: usize = 4096;
 
 #[derive(Clone, Copy, Debug)]
 pub(super) struct How {
     /// Items under way at a time; not 0.
     pub(super) tasks: usize,
-    /// Writes follow each other in the order of their offsets.
     pub(super) in_order: bool,
     pub(super) compressed: bool,
     /// What the target has not been written reads as zeroes, so zeroes need not be written.
     pub(super) target_is_zero: bool,
-    /// Leave out zeroes among data: in runs of at least so many bytes. 0 leaves out none, and reads
-    /// what the source says is zero.
+    /// The shortest run of zeroes among data to leave out; 0 leaves out none, and reads what the
+    /// source says is zero.
     pub(super) sparse: usize,
-    /// Less than this, and aligned to it, is not left out, in bytes: a block or a cluster of the
-    /// target. A power of two.
+    /// What is left out is a multiple of this, and aligned to it, in bytes: a block or a cluster of
+    /// the target. A power of two.
     pub(super) grain: usize,
     /// Data is copied in blocks of this size, aligned to it: 1, or the grain. More may be copied
     /// than is there in the source's layer.
@@ -92,7 +89,6 @@ pub(super) async fn copy(
         let (copy, incoming, end) = (Arc::clone(&copy), incoming.clone(), end.clone());
         workers[number % threads].spawn(move || async move {
             copy.task(&incoming).await;
-            // The receiver is there until all have said so.
             let _ = end.send(()).await;
         });
     }
@@ -130,7 +126,6 @@ impl Copy {
                 planner.complete(&mut ready);
             }
             for item in ready.drain(..) {
-                // What lies between items is done without doing anything.
                 self.progress.advance(item.range.start - told);
                 told = item.range.end;
                 if item.kind == Kind::Zero && self.how.target_is_zero {
@@ -147,7 +142,6 @@ impl Copy {
         Ok(())
     }
 
-    /// Takes items until there are none, or something has failed.
     async fn task(&self, incoming: &Receiver<(u64, Item)>) {
         while let Ok((number, item)) = incoming.recv().await {
             if let Err(error) = self.item(number, item).await {
@@ -189,7 +183,6 @@ impl Copy {
         }
     }
 
-    /// What can be read; zeroes for the rest.
     async fn salvage(&self, offset: u64, length: usize) -> Buffer {
         let mut data = Buffer::zeroed(length);
         for (number, part) in data.chunks_mut(SALVAGED_BYTES).enumerate() {

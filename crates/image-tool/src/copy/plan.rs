@@ -15,7 +15,6 @@ pub(super) struct Item {
     pub(super) kind: Kind,
 }
 
-/// Makes items of pieces that follow each other.
 #[derive(Debug)]
 pub(super) struct Planner {
     /// Items begin at multiples of this, in bytes; data is widened to that.
@@ -23,7 +22,6 @@ pub(super) struct Planner {
     /// Items of data do not reach across multiples of this, which is a multiple of `align`.
     unit: u64,
     size: u64,
-    /// Up to where items have been made.
     done: u64,
     /// The last piece, while it may still grow.
     last: Option<(Range<u64>, Kind)>,
@@ -34,7 +32,7 @@ impl Planner {
         Self { align, unit, size, done: 0, last: None }
     }
 
-    /// The next piece, which begins where the last one ended. Adds the items that are known then.
+    /// The next piece begins where the last one ended. Adds the items that are known then.
     pub(super) fn piece(&mut self, range: Range<u64>, kind: Kind, items: &mut Vec<Item>) {
         match &mut self.last {
             Some((last, same)) if *same == kind => last.end = range.end,
@@ -43,15 +41,13 @@ impl Planner {
                 self.last = Some((range, kind));
             }
         }
-        // Data is made into items at once, or a large image of data would be one that nobody may
-        // begin with.
+        // Data becomes items at once, or a large image of data would be a single late one.
         if let Some((last, Kind::Data)) = &mut self.last {
             let last = last.clone();
             self.data(last, items);
         }
     }
 
-    /// There are no more pieces. Adds the items that are left.
     pub(super) fn complete(&mut self, items: &mut Vec<Item>) {
         let Some((range, kind)) = self.last.take() else { return };
         match kind {

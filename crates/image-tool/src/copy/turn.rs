@@ -20,7 +20,6 @@ struct State {
 }
 
 impl Turns {
-    /// Waits for the turn of `number`; false if it will never come.
     pub(super) async fn wait(&self, number: u64) -> bool {
         poll_fn(|context| {
             let mut state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
@@ -33,7 +32,6 @@ impl Turns {
         .await
     }
 
-    /// Whoever's turn it is has written.
     pub(super) fn advance(&self) {
         self.change(|state| state.next += 1);
     }

@@ -5,7 +5,7 @@
 
 use std::ops::Range;
 
-/// Whether all bytes are zero. Stops at the first block that is not.
+/// Stops at the first block that is not zero.
 pub(crate) fn is_zero(bytes: &[u8]) -> bool {
     // Blocks of a size that compilers turn into a few wide instructions.
     let blocks = bytes.chunks_exact(256);
@@ -14,11 +14,9 @@ pub(crate) fn is_zero(bytes: &[u8]) -> bool {
         && rest.iter().all(|&byte| byte == 0)
 }
 
-/// The parts of `bytes`, which begin at `offset` on the disk, in order and without a gap: where,
-/// and whether it is worth writing.
-///
-/// A part that is not is nothing but zeroes, begins and ends at a multiple of `grain` on the disk
-/// (or where the bytes do), and has at least `least` bytes.
+/// The parts of `bytes`, which begin at `offset` on the disk, without a gap, and whether each is
+/// worth writing. A part that is not is zeroes: whole grains, as they lie on the disk, and at least
+/// `least` bytes.
 pub(super) fn parts(bytes: &[u8], offset: u64, grain: usize, least: usize) -> Vec<(Range<usize>, bool)> {
     let mut parts: Vec<(Range<usize>, bool)> = Vec::new();
     let mut at = 0;
@@ -38,7 +36,6 @@ pub(super) fn parts(bytes: &[u8], offset: u64, grain: usize, least: usize) -> Ve
     parts
 }
 
-/// Runs of zeroes that are too short become data, and join what they lie between.
 fn join_short(parts: &mut Vec<(Range<usize>, bool)>, least: usize) {
     let mut joined: Vec<(Range<usize>, bool)> = Vec::with_capacity(parts.len());
     for (range, data) in parts.drain(..) {

@@ -6,7 +6,6 @@ use serde_json::Value;
 pub(super) enum Answer {
     Return(Value),
     Error(Refusal),
-    /// Something happened that nobody asked about.
     Event,
 }
 
@@ -14,7 +13,6 @@ pub(super) enum Answer {
 pub(super) struct Refusal {
     /// One of QEMU's classes, such as `CommandNotFound`.
     pub(super) class: String,
-    /// The reason, for people.
     pub(super) description: String,
 }
 

@@ -1,11 +1,7 @@
 //! A change of settings: which, to what; how it is written down, sent, and told.
 //!
-//! All settings a disk or a group can have go by one name each, on the command line, in the config
-//! file and to the daemon: the nineteen limits of the policy's table, those of the scheduler listed
-//! here, and, of disks alone, what is read ahead.
-//!
-//! Never judges a value beyond its type: rules between settings are the daemon's, which knows all
-//! of them.
+//! Each setting has one name, on the command line, in the config file and to the daemon. Never
+//! judges a value beyond its type: rules between settings are the daemon's.
 
 use policy::{
     prefetch::{self, Mode},
@@ -20,33 +16,25 @@ use super::report::Settings;
 pub(crate) enum Name {
     Limit(Setting),
     Weight,
-    /// Operations per second that it is promised.
     IopsReservation,
-    /// Bytes per second that it is promised.
     BpsReservation,
-    /// Percent of the device in use below which limits are not enforced.
     Watermark,
     Group,
-    /// Whether to read ahead of a disk's readers.
     Prefetch,
-    /// How.
     PrefetchNumber(prefetch::Setting),
 }
 
 impl Name {
-    /// All of them, in the order in which they are listed.
     pub(crate) fn all() -> impl Iterator<Item = Self> {
         Self::of_throttle().chain(Self::of_prefetch())
     }
 
-    /// Those that say what a disk or a group is held and entitled to.
     pub(crate) fn of_throttle() -> impl Iterator<Item = Self> {
         let scheduler =
             [Self::Weight, Self::IopsReservation, Self::BpsReservation, Self::Watermark, Self::Group];
         Setting::ALL.into_iter().map(Self::Limit).chain(scheduler)
     }
 
-    /// Those that say what is read ahead.
     pub(crate) fn of_prefetch() -> impl Iterator<Item = Self> {
         std::iter::once(Self::Prefetch).chain(prefetch::Setting::ALL.into_iter().map(Self::PrefetchNumber))
     }
@@ -64,8 +52,7 @@ impl Name {
         }
     }
 
-    /// The setting of that name.
-    /// Fails if there is none; names the nearest.
+    /// Names the nearest if there is none.
     pub(crate) fn find(text: &str) -> Result<Self, String> {
         Self::all().find(|name| name.text() == text).ok_or_else(|| {
             match suggest::nearest(text, Self::all().map(Self::text)) {
@@ -138,7 +125,6 @@ impl Name {
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Setpoint {
-    /// A limit, a weight, a percentage, a size.
     Number(u64),
     /// The name of a group; empty for none. Or a mode.
     Text(String),
@@ -158,7 +144,6 @@ impl From<Setpoint> for Value {
 pub(crate) struct Change(Vec<(Name, Setpoint)>);
 
 impl Change {
-    /// One more, or a new value for one that is there.
     pub(crate) fn set(&mut self, name: Name, value: Setpoint) {
         match self.0.iter_mut().find(|(known, _)| *known == name) {
             Some((_, known)) => *known = value,
@@ -178,7 +163,7 @@ impl Change {
         self.iter().map(|(name, value)| (name.text().to_owned(), value.clone().into())).collect()
     }
 
-    /// A line for each setting: what it was, what it is. Equal ones are told apart by their word.
+    /// Values that are equal are told apart by their words.
     pub(crate) fn describe(&self, before: &Settings) -> Vec<String> {
         let line = |(name, value): (Name, &Setpoint)| {
             let (was, is) = (name.show(&name.of(before)), name.show(value));
@@ -190,8 +175,6 @@ impl Change {
 
     /// What changes `before` into the settings that `text` lists as `name=value`, separated by
     /// white space: those it leaves out get their defaults.
-    /// Fails if a word is not of that form, its name unknown or twice there, or its value not of
-    /// its type.
     pub(crate) fn to_listing(before: &Settings, text: &str) -> Result<Self, String> {
         let mut wanted = Self::default();
         for word in text.split_whitespace() {

@@ -1,16 +1,12 @@
 //! What happened between two reports: counters become rates.
 //!
-//! A daemon that was restarted in between has counters that begin anew; then there is no rate
-//! rather than a wrong one.
-//!
-//! A group's rate is that of the disks in it. The daemon counts at a group only what its limits
-//! were asked about, and where no limit is set nothing needs asking.
+//! Between counters of two runs of the daemon there is no rate. A group's rate is that of its
+//! disks: the daemon counts at a group only what its limits were asked about.
 
 use std::collections::HashMap;
 
 use super::report::{Disk, Group, Node, Report, Work};
 
-/// What a disk or group did per second, and how far it was held back.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(crate) struct Rate {
     pub(crate) read_iops: f64,
@@ -43,7 +39,6 @@ pub(crate) struct Rates {
 }
 
 impl Rates {
-    /// From an earlier report to a later one.
     pub(crate) fn between(earlier: &Report, later: &Report) -> Self {
         let interval_ns = later.uptime_ns.saturating_sub(earlier.uptime_ns);
         if interval_ns == 0 {
@@ -69,7 +64,6 @@ impl Rates {
         Self { interval_ns, of }
     }
 
-    /// The rate of one; `None` if it was not there before.
     pub(crate) fn of(&self, name: &str) -> Option<&Rate> {
         self.of.get(name)
     }
@@ -92,7 +86,6 @@ impl Comparison<'_> {
         Some(Rate { read_iops, write_iops, read_bps, write_bps, limited })
     }
 
-    /// Of a group before its disks are added.
     fn group(&self, group: &Group) -> Option<Rate> {
         let before = self.earlier.group(&group.name)?;
         let limited = self.limited(Node::Group(before), Node::Group(group))?;

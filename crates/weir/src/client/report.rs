@@ -30,11 +30,9 @@ pub(crate) struct Report {
 pub(crate) struct Disk {
     pub(crate) name: String,
     pub(crate) image: String,
-    /// In bytes.
     pub(crate) size: u64,
     pub(crate) read_only: bool,
     pub(crate) cache: Option<String>,
-    /// `raw` or `qcow2`.
     pub(crate) format: String,
     pub(crate) l2_cache: Option<MetadataCache>,
     pub(crate) refcount_cache: Option<MetadataCache>,
@@ -51,13 +49,10 @@ pub(crate) struct Disk {
 #[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq)]
 #[serde(rename_all = "kebab-case", default)]
 pub(crate) struct ReadAhead {
-    /// Reads answered from memory alone.
     pub(crate) hits: u64,
     /// Reads of which a part was in memory.
     pub(crate) partial_hits: u64,
-    /// Reads of which nothing was.
     pub(crate) misses: u64,
-    /// Reads that were too large to be looked at.
     pub(crate) skipped: u64,
     /// Of the hits, those that had to wait for data on its way.
     pub(crate) waited: u64,
@@ -80,11 +75,8 @@ pub(crate) struct ReadAhead {
 #[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq, Eq)]
 #[serde(rename_all = "kebab-case", default)]
 pub(crate) struct MetadataCache {
-    /// Lookups that found what they wanted.
     pub(crate) hits: u64,
-    /// Those that had to read it.
     pub(crate) misses: u64,
-    /// What was dropped for want of room.
     pub(crate) evictions: u64,
     pub(crate) bytes: u64,
     pub(crate) limit: u64,
@@ -98,7 +90,6 @@ pub(crate) struct Group {
     pub(crate) name: String,
     /// Its own members; those of groups in it are theirs.
     pub(crate) disks: Vec<String>,
-    /// `lifted`, `scaled` or `enforced`.
     pub(crate) enforcement: Option<String>,
     /// By what its limits are multiplied while `scaled`.
     pub(crate) scale: Option<f64>,
@@ -114,7 +105,6 @@ pub(crate) struct Settings {
     pub(crate) weight: Option<u64>,
     pub(crate) iops_reservation: Option<u64>,
     pub(crate) bps_reservation: Option<u64>,
-    /// Percent of the device in use below which limits are not enforced.
     pub(crate) watermark: Option<u64>,
     /// The nineteen, as far as they are set.
     pub(crate) limits: Limits,
@@ -124,7 +114,6 @@ pub(crate) struct Settings {
 #[derive(Clone, Debug, Default, Deserialize, PartialEq, Eq)]
 #[serde(rename_all = "kebab-case", default)]
 pub(crate) struct Prefetch {
-    /// `on`, `off` or `auto`.
     pub(crate) mode: String,
     /// The others, by their names without `prefetch-`.
     #[serde(flatten)]
@@ -156,7 +145,6 @@ pub(crate) struct Work {
     pub(crate) throttled: u64,
 }
 
-/// How limits have held a disk or a group back.
 #[derive(Clone, Debug, Default, Deserialize, PartialEq)]
 #[serde(rename_all = "kebab-case", default)]
 pub(crate) struct Throttle {
@@ -191,22 +179,17 @@ impl Waiting {
     }
 }
 
-/// How long requests waited that had to.
 #[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq, Eq)]
 #[serde(rename_all = "kebab-case", default)]
 pub(crate) struct Waits {
-    /// Half waited no longer.
     pub(crate) p50: u64,
-    /// 99 of 100 waited no longer.
     pub(crate) p99: u64,
-    /// None waited longer.
     pub(crate) max: u64,
 }
 
 #[derive(Clone, Debug, Default, Deserialize, PartialEq)]
 #[serde(rename_all = "kebab-case", default)]
 pub(crate) struct Device {
-    /// Such as `/dev/vda`.
     pub(crate) name: String,
     pub(crate) disks: Vec<String>,
     pub(crate) capacity: Capacity,
@@ -271,9 +254,7 @@ impl Report {
         self.groups.iter().find(|group| group.name == name)
     }
 
-    /// The groups that hold a disk or group, from its own upwards.
-    ///
-    /// Ends after as many steps as there are groups, whatever the answer says.
+    /// From its own upwards; at most as many as there are groups, whatever the answer says.
     pub(crate) fn groups_above(&self, settings: &Settings) -> Vec<&Group> {
         let mut above = Vec::new();
         let mut next = settings.group.as_deref();
@@ -292,7 +273,6 @@ impl Report {
         disks.chain(self.groups.iter().map(|group| group.name.as_str()))
     }
 
-    /// What to say of a name that nothing has.
     pub(crate) fn no_such(&self, name: &str) -> String {
         let advice = match settings::suggest::nearest(name, self.names()) {
             Some(near) => format!("did you mean {near:?}?"),

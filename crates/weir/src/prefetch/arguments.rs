@@ -1,8 +1,7 @@
 //! What is read ahead, as options: of `weir serve`, and of `weir prefetch`, which changes it while
 //! a disk is in use.
 //!
-//! Made from the policy's own table, so that names, ranges and defaults cannot differ from what
-//! holds. Where everything is about reading ahead, the names are without their `prefetch-`.
+//! Made from the policy's own table; the names are without their `prefetch-`.
 
 use clap::{ArgMatches, Args, Command, FromArgMatches};
 use policy::prefetch::{Mode, Setting};
@@ -68,7 +67,6 @@ impl PrefetchArgs {
     }
 }
 
-/// The numbers by their short names.
 #[derive(Clone, Debug, Default)]
 struct ShortNumbers {
     given: Vec<(Setting, u64)>,

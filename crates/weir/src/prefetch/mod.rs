@@ -63,7 +63,6 @@ fn show(disk: &Disk) -> String {
     text
 }
 
-/// What came of it, line by line.
 fn figures(read_ahead: &ReadAhead) -> Vec<(&'static str, String)> {
     let ReadAhead { hits, partial_hits, misses, skipped, waited, memory, streams, .. } = *read_ahead;
     let [ahead, used, wasted] = [read_ahead.read_ahead_bytes, read_ahead.used_bytes, read_ahead.wasted_bytes]

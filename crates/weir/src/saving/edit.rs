@@ -13,8 +13,7 @@ use toml_edit::{Decor, DocumentMut, Item, TableLike, Value};
 
 use crate::client::change::{Change, Name, Setpoint};
 
-/// The file's text with the change made to the table `[kind.name]`.
-/// Fails if the text is no TOML, or has no such table.
+/// Fails if the text is no TOML, or has no table `[kind.name]`.
 pub(super) fn edited(text: &str, kind: &str, name: &str, change: &Change) -> Result<String, String> {
     let mut document: DocumentMut = text.parse().map_err(|error: toml_edit::TomlError| {
         format!("is not TOML (any more): {}", error.message().replace('\n', "; "))
@@ -33,7 +32,6 @@ pub(super) fn edited(text: &str, kind: &str, name: &str, change: &Change) -> Res
     as_it_was(text, document.to_string())
 }
 
-/// With the byte order mark and the line ends of the text before, which the document does not keep.
 fn as_it_was(text: &str, edited: String) -> Result<String, String> {
     let mark = if text.starts_with('\u{feff}') && !edited.starts_with('\u{feff}') { "\u{feff}" } else { "" };
     let (all, carriage) = (text.matches('\n').count(), text.matches("\r\n").count());
@@ -66,7 +64,6 @@ fn written(name: Name, value: &Setpoint) -> Option<Value> {
 
 fn set(table: &mut dyn TableLike, is_inline: bool, name: Name, mut value: Value, is_default: bool) {
     if let Some(present) = table.get_mut(name.text()).and_then(Item::as_value_mut) {
-        // With the spaces around it, and the comment behind it.
         *value.decor_mut() = present.decor().clone();
         *present = value;
     } else if !is_default {
@@ -153,7 +150,6 @@ group = \"gold\"
         edited(FILE, kind, name, &change)
     }
 
-    /// Fails unless the edit turns `old` into `new` and nothing else in the file.
     #[track_caller]
     fn check(table: (&str, &str), words: &str, old: &str, new: &str) {
         assert_eq!(FILE.matches(old).count(), 1, "{old:?} is one place");

@@ -23,7 +23,6 @@ use crate::client::{
 
 /// A command that shows or changes the settings of one disk or group.
 pub(crate) trait Setter {
-    /// Such a setting, for those who name none with `--save`.
     const EXAMPLE: &'static str;
 
     fn common(&self) -> Common<'_>;
@@ -36,7 +35,6 @@ pub(crate) trait Setter {
 
     fn show(&self, report: &Report, node: Node<'_>) -> String;
 
-    /// The part of the daemon's answer that is about this.
     fn entry(&self, answer: &Value, node: Node<'_>) -> Value;
 }
 
@@ -70,8 +68,7 @@ pub(crate) fn run<S: Setter>(setter: &S) -> Result<(), Failure> {
     Ok(if json { print_json(&setter.entry(&answer, node)) } else { print(&setter.show(&report, node)) }?)
 }
 
-/// Has a change of the disk or group `name` made, and saved if that is asked for: the file's name
-/// then. Fails if the daemon refuses or cannot be asked, or the config file cannot be written.
+/// Has a change made, and saved if that is asked for: the file's name then.
 fn apply(
     client: &mut Client,
     report: &Report,
@@ -96,7 +93,6 @@ fn apply(
     saved.with_context(|| format!("{name}: the change is in force, but not saved"))
 }
 
-/// What was changed, and where it was saved, for people or as JSON.
 fn told(name: &str, before: &Settings, change: &Change, saved: Option<&str>, as_json: bool) -> String {
     if as_json {
         pretty(&changed(name, before, change, saved))

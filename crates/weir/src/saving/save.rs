@@ -8,10 +8,8 @@
 //!   commit    still the file that was read? ──► rename over it
 //! ```
 //!
-//! A reader sees the old file or the new one, never half of one; so does whoever comes back after a
-//! power failure.
-//!
-//! Never writes to a file that somebody else changed in between: whose change would it lose?
+//! A reader sees the old file or the new one, also after a power failure. Never writes to a file
+//! that somebody else changed in between.
 
 use std::{
     fs::{self, File, Metadata, OpenOptions},
@@ -31,16 +29,12 @@ use crate::client::change::Change;
 /// A new config file that waits to take the old one's place. Dropped, it is gone.
 pub(super) struct Saving {
     path: PathBuf,
-    /// Keeps other `--save`s out.
     old: Flock<File>,
     old_text: String,
     new: NamedTempFile,
 }
 
 impl Saving {
-    /// Makes ready what can fail.
-    /// Fails if the file cannot be read, written or replaced, does not hold the table
-    /// `[kind.name]`, or would no longer be a config that can be served.
     pub(super) fn prepare(path: &Path, kind: &str, name: &str, change: &Change) -> anyhow::Result<Self> {
         let shown = path.display().to_string();
         // Through symbolic links: they are to stay what they are.
@@ -57,8 +51,7 @@ impl Saving {
         Ok(Self { path, old, old_text, new })
     }
 
-    /// Replaces the file: its name.
-    /// Fails if it is not the file any more that was read, or cannot be replaced after all.
+    /// Returns the file's name. Fails if it is not the file any more that was read.
     pub(super) fn commit(mut self) -> anyhow::Result<String> {
         let shown = self.path.display().to_string();
         if !self.is_unchanged().with_context(|| shown.clone())? {
@@ -83,7 +76,6 @@ impl Saving {
     }
 }
 
-/// The file with its text, locked against other `--save`s.
 fn open(path: &Path) -> anyhow::Result<(Flock<File>, String)> {
     // For writing too, though it is replaced: who must not write to it must not replace it.
     let file = OpenOptions::new().read(true).write(true).open(path)?;
@@ -109,7 +101,6 @@ fn check(path: &Path, old_text: &str, new_text: &str) -> anyhow::Result<()> {
     }
 }
 
-/// The new file, on the disk, with the old one's mode and owner.
 fn write_beside(path: &Path, like: &Metadata, text: &str) -> io::Result<NamedTempFile> {
     let directory = path.parent().unwrap_or(Path::new("/"));
     let mut file = tempfile::Builder::new().prefix(".weir.").suffix(".new").tempfile_in(directory)?;

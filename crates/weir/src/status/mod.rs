@@ -21,8 +21,6 @@ use crate::client::{
     report::Report,
 };
 
-/// Shows what runs.
-/// Fails if the daemon cannot be asked, or one of the names is nobody's.
 pub(crate) fn run(arguments: StatusArgs) -> Result<(), Failure> {
     let mut client = Client::reach(arguments.qmp)?;
     let mut earlier = None;
@@ -41,7 +39,6 @@ pub(crate) fn run(arguments: StatusArgs) -> Result<(), Failure> {
 }
 
 struct Shown {
-    /// `None` is all.
     names: Option<Vec<String>>,
 }
 
@@ -67,7 +64,6 @@ impl Shown {
         self.names.as_ref().is_none_or(|names| names.iter().any(|known| known == name))
     }
 
-    /// The answer with what is shown alone.
     fn only(&self, mut answer: Value) -> Value {
         if self.names.is_none() {
             return answer;
@@ -86,7 +82,6 @@ impl Shown {
     }
 }
 
-/// The answer with a `rate` in each disk and group that has one.
 fn with_rates(mut answer: Value, rates: &Rates) -> Value {
     for list in ["disks", "groups"] {
         for entry in answer[list].as_array_mut().into_iter().flatten() {

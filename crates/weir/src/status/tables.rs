@@ -74,8 +74,6 @@ fn caches(report: &Report, shown: &Shown) -> Table {
     table
 }
 
-/// What was read ahead of the disks' readers, in totals since they were opened; without those where
-/// that is off.
 fn read_ahead(report: &Report, shown: &Shown) -> Table {
     let mut table = Table::new([
         ("DISK", Side::Left),
@@ -198,7 +196,6 @@ fn ability(iops: u64, bps: u64) -> String {
     if known.is_empty() { nothing() } else { known.join(", ") }
 }
 
-/// A cell that has nothing to say.
 fn nothing() -> String {
     "-".to_owned()
 }

@@ -77,7 +77,6 @@ struct SchedulerArgs {
     no_group: bool,
 }
 
-/// The limits that were given, under which names.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct NamedLimits {
     given: Vec<(Setting, u64)>,
@@ -86,7 +85,6 @@ pub(crate) struct NamedLimits {
 }
 
 impl ThrottleArgs {
-    /// What is to change, seen from the settings that are in force.
     pub(crate) fn change(&self, before: &Settings) -> Change {
         let mut change = Change::default();
         for &(setting, value) in &self.limits.given {

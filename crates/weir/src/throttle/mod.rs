@@ -40,7 +40,6 @@ impl Setter for ThrottleArgs {
     }
 }
 
-/// The settings of one for people, and what holds it from above.
 fn show(report: &Report, name: &str, node: Node<'_>) -> String {
     let settings = node.settings();
     let mut text = format!("{} {name}\n", node.kind());

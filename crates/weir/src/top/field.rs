@@ -5,7 +5,6 @@ use ratatui::crossterm::event::{KeyCode, KeyEvent, KeyModifiers};
 /// Longest text: all settings with their largest values have a tenth of it.
 const MOST: usize = 4096;
 
-/// Text and where the cursor stands in it.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Field {
     text: String,
@@ -14,13 +13,11 @@ pub(super) struct Field {
 }
 
 impl Field {
-    /// With the cursor at the end.
     pub(super) fn new(text: impl Into<String>) -> Self {
         let text = text.into();
         Self { cursor: text.len(), text }
     }
 
-    /// What was typed.
     pub(super) fn text(&self) -> &str {
         &self.text
     }
@@ -32,7 +29,6 @@ impl Field {
         (self.text.chars().skip(first).take(width).collect(), column - first)
     }
 
-    /// Whether the key meant something here.
     pub(super) fn press(&mut self, key: KeyEvent) -> bool {
         let control = key.modifiers.contains(KeyModifiers::CONTROL);
         match key.code {

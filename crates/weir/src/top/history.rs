@@ -7,10 +7,8 @@ use std::{
 
 use crate::client::{rates::Rates, report::Report};
 
-/// How far back a chart looks.
 pub(super) const WINDOW: Duration = Duration::from_secs(120);
 
-/// What one disk or group did at a time.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Point {
     /// Seconds since the watching began.
@@ -56,7 +54,6 @@ impl History {
         }
     }
 
-    /// The points of one.
     pub(super) fn of(&self, name: &str) -> impl DoubleEndedIterator<Item = &Point> {
         self.points.get(name).into_iter().flatten()
     }

@@ -7,29 +7,19 @@ use crate::client::{
     report::{Node, Report},
 };
 
-/// A column that the list can be sorted by.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Column {
-    /// Its name.
     Name,
-    /// The group it is in.
     Group,
-    /// Operations per second.
     Iops,
-    /// Bytes read per second.
     Reads,
-    /// Bytes written per second.
     Writes,
-    /// Requests that wait.
     Waiting,
-    /// The share of the time in which it waited.
     Limited,
-    /// How long 99 of 100 waited at most.
     Wait,
 }
 
 impl Column {
-    /// From left to right.
     pub(super) const ALL: [Self; 8] = [
         Self::Name,
         Self::Group,
@@ -41,7 +31,6 @@ impl Column {
         Self::Wait,
     ];
 
-    /// What stands above it.
     pub(super) fn title(self) -> &'static str {
         match self {
             Self::Name => "NAME",
@@ -61,7 +50,6 @@ impl Column {
     }
 }
 
-/// The order of the list.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Order {
     /// By which column; then by name.
@@ -70,12 +58,9 @@ pub(super) struct Order {
     pub(super) reversed: bool,
 }
 
-/// A row.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Row<'a> {
-    /// Of the disk or group.
     pub(super) name: &'a str,
-    /// What it is.
     pub(super) node: Node<'a>,
     /// What it does; `None` where that is not known yet.
     pub(super) rate: Option<&'a Rate>,

@@ -10,10 +10,8 @@
 //! ```
 //!
 //! `state` and all below it know no terminal and no socket, so tests press keys and hand in
-//! reports; `view` draws what it is given and decides nothing.
-//!
-//! Never leaves the terminal as it is on the way out: not at the end, not after a panic, a signal
-//! or a stop.
+//! reports. Never leaves the terminal as it is: not at the end, nor after a panic, a signal or a
+//! stop.
 
 mod arguments;
 mod field;
@@ -38,10 +36,8 @@ use state::{Action, State};
 
 use crate::client::{Client, Target};
 
-/// Shows what runs until the user has seen enough.
-///
-/// # Errors
-/// If there is no terminal, or no daemon at the start. One that goes away later is waited for.
+/// Fails if there is no terminal, or no daemon at the start. One that goes away later is waited
+/// for.
 pub(crate) fn run(arguments: TopArgs) -> Result<(), Failure> {
     let target = Target::choose(arguments.qmp).map_err(|said| Failure::Usage(anyhow::Error::msg(said)))?;
     if !screen::is_possible() {
@@ -57,7 +53,6 @@ pub(crate) fn run(arguments: TopArgs) -> Result<(), Failure> {
     Ok(watch(&mut screen, &source, state).context("the terminal: cannot be drawn on")?)
 }
 
-/// Draws what is, waits for what happens, until somebody wants an end.
 fn watch(screen: &mut Screen, source: &Source, mut state: State) -> io::Result<()> {
     let began = Instant::now();
     loop {

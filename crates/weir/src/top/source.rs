@@ -15,12 +15,9 @@ use console::input::{self, Input};
 
 use crate::client::{Client, Error, Target, change::Change, report::Report};
 
-/// Something that happened.
 #[derive(Debug)]
 pub(super) enum Event {
-    /// Something of the terminal or the system.
     Input(Input),
-    /// The daemon answered.
     Report(Box<Report>),
     /// It did not, and why; it is tried again.
     Unreachable(String),
@@ -28,26 +25,19 @@ pub(super) enum Event {
     Changed(Result<(), String>),
 }
 
-/// A change for the daemon.
 #[derive(Debug)]
 pub(super) struct Asked {
-    /// A disk or a group.
     pub(super) name: String,
-    /// What to change of it.
     pub(super) change: Change,
 }
 
-/// The receiving end.
 pub(super) struct Source {
     events: Receiver<Event>,
     asked: Sender<Asked>,
 }
 
 impl Source {
-    /// Starts the threads; they end with the process.
-    ///
-    /// # Errors
-    /// Where no thread can be had.
+    /// The threads end with the process.
     pub(super) fn start(client: Client, interval: Duration) -> io::Result<Self> {
         let (events, receiver) = mpsc::channel();
         let (asked, requests) = mpsc::channel();
@@ -59,19 +49,16 @@ impl Source {
         Ok(Self { events: receiver, asked })
     }
 
-    /// Waits for what happens next.
     pub(super) fn next(&self) -> Event {
         self.events.recv().unwrap_or(Event::Input(Input::End))
     }
 
-    /// Has the daemon change something; [`Event::Changed`] follows.
     pub(super) fn ask(&self, asked: Asked) {
         // The thread at the other end lasts as long as this one listens.
         let _ = self.asked.send(asked);
     }
 }
 
-/// The daemon's side: a report every `interval`, changes in between.
 fn ask(client: Client, requests: &Receiver<Asked>, events: &Sender<Event>, interval: Duration) {
     let mut daemon = Daemon { target: client.target().clone(), client: Some(client) };
     loop {
@@ -82,7 +69,6 @@ fn ask(client: Client, requests: &Receiver<Asked>, events: &Sender<Event>, inter
         if events.send(event).is_err() {
             return;
         }
-        // The next look is an interval away, unless a change makes it worth while earlier.
         match next_request(requests, Instant::now() + interval) {
             Ok(Some(Asked { name, change })) => {
                 let result = daemon.try_with(|client| client.set(&name, change.arguments()));

@@ -18,43 +18,25 @@ use crate::client::{
     report::{Report, Settings},
 };
 
-/// What somebody else has to do.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Action {
-    /// End the program, or stop it.
     Leave(Leave),
-    /// Have the daemon change settings.
-    Change {
-        /// Of this disk or group.
-        name: String,
-        /// These.
-        change: Change,
-    },
+    Change { name: String, change: Change },
 }
 
-/// What the keys are for at the moment.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) enum Mode {
-    /// Going through the list.
     List,
-    /// Typing a filter.
     Filter(Field),
-    /// Changing settings.
     Edit(Box<Edit>),
-    /// Reading about the keys.
     Help,
 }
 
-/// Settings that are being changed.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct Edit {
-    /// Of this disk or group.
     pub(super) name: String,
-    /// What is typed.
     pub(super) field: Field,
-    /// Why the last try failed.
     pub(super) error: Option<String>,
-    /// The daemon has been asked, and has not answered yet.
     pub(super) is_waiting: bool,
     /// What it was when the editing began: only what the user changes is changed, whatever others
     /// do meanwhile.
@@ -63,23 +45,16 @@ pub(super) struct Edit {
     told: String,
 }
 
-/// Everything there is to show.
 pub(super) struct State {
-    /// Where the daemon listens.
     pub(super) target: String,
-    /// Its last answer.
     pub(super) report: Report,
     /// What happened between the last two.
     pub(super) rates: Rates,
-    /// What happened before.
     pub(super) history: History,
     /// Why there is no newer answer.
     pub(super) lost: Option<String>,
-    /// What the keys are for.
     pub(super) mode: Mode,
-    /// The order of the list.
     pub(super) order: Order,
-    /// What names in the list contain.
     pub(super) filter: String,
     /// What was last done, until the next key.
     pub(super) notice: Option<String>,
@@ -91,7 +66,6 @@ pub(super) struct State {
 }
 
 impl State {
-    /// Before the first answer.
     pub(super) fn new(target: String) -> Self {
         Self {
             target,
@@ -109,7 +83,6 @@ impl State {
         }
     }
 
-    /// Takes the daemon's answer, which came at `now`.
     pub(super) fn learn(&mut self, report: Report, now: Duration) {
         self.rates = Rates::between(&self.report, &report);
         self.history.add(&report, &self.rates, now);
@@ -119,13 +92,11 @@ impl State {
         self.settle();
     }
 
-    /// There was no answer.
     pub(super) fn lose(&mut self, said: String) {
         self.lost = Some(said);
         self.rates = Rates::default();
     }
 
-    /// What became of a change.
     pub(super) fn changed(&mut self, result: Result<(), String>) {
         let Mode::Edit(edit) = &mut self.mode else { return };
         edit.is_waiting = false;
@@ -138,7 +109,6 @@ impl State {
         }
     }
 
-    /// The rows of the list.
     pub(super) fn rows(&self) -> Vec<Row<'_>> {
         list::rows(&self.report, &self.rates, &self.filter, self.order)
     }
@@ -148,7 +118,6 @@ impl State {
         self.chosen.index(rows.iter().map(|row| row.name))
     }
 
-    /// What a key means.
     pub(super) fn press(&mut self, key: KeyEvent) -> Option<Action> {
         if let Some(leave) = Leave::of(key) {
             return Some(Action::Leave(leave));
@@ -208,7 +177,6 @@ impl State {
         let Some(row) = rows.get(self.chosen(&rows)) else { return };
         let before = row.node.settings().clone();
         let text = listing(&before);
-        // With a space behind, to go on typing.
         let field = Field::new(if text.is_empty() { text } else { text + " " });
         let name = row.name.to_owned();
         let edit = Edit { name, field, error: None, is_waiting: false, before, told: String::new() };
@@ -219,7 +187,6 @@ impl State {
         let mut action = None;
         match key.code {
             KeyCode::Esc => return None,
-            // The daemon has the word.
             _ if edit.is_waiting => {}
             KeyCode::Enter => match Change::to_listing(&edit.before, edit.field.text()) {
                 Ok(change) if change.is_empty() => return None,

@@ -30,14 +30,12 @@ const READS: Style = Style::new().fg(Color::Green);
 const WRITES: Style = Style::new().fg(Color::Magenta);
 const TOTAL: Style = Style::new().fg(Color::Cyan);
 
-/// What a chart is about.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Unit {
     Operations,
     Bytes,
 }
 
-/// Draws both charts of a row.
 pub(super) fn draw(frame: &mut Frame<'_>, area: Rect, state: &State, row: &Row<'_>) {
     let [left, right] = Layout::horizontal([Constraint::Fill(1), Constraint::Fill(1)]).areas(area);
     draw_one(frame, left, state, row, Unit::Operations);

@@ -24,7 +24,6 @@ use crate::{
 /// A share of time as a bar, from nothing to all of it.
 const BARS: [char; 9] = [' ', '▁', '▂', '▃', '▄', '▅', '▆', '▇', '█'];
 
-/// Draws them.
 pub(super) fn draw(frame: &mut Frame<'_>, area: Rect, state: &State, row: &Row<'_>) {
     let width = usize::from(area.width);
     let lines = [
@@ -68,7 +67,6 @@ fn about_group(group: &Group) -> String {
     text + " · " + &disks.join(" ")
 }
 
-/// What is set, its own and above; weight always.
 fn settings(report: &Report, node: Node<'_>) -> String {
     let own = node.settings();
     let mut text = figures::limits(&own.limits);

@@ -26,7 +26,6 @@ use ratatui::{
 
 use super::state::{Mode, State};
 
-/// Draws everything.
 pub(super) fn draw(frame: &mut Frame<'_>, state: &mut State) {
     if !screen::has_room(frame, "weir top") {
         return;

@@ -20,7 +20,6 @@ use crate::{
 /// Columns of the group and the numbers; names and limits share what is left.
 const WIDTHS: [u16; 8] = [0, 9, 6, 7, 8, 5, 5, 6];
 
-/// Draws the list, scrolled so that the chosen row is seen.
 pub(super) fn draw(frame: &mut Frame<'_>, area: Rect, state: &State) {
     let rows = state.rows();
     if rows.is_empty() {

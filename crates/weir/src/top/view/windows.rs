@@ -11,7 +11,6 @@ use ratatui::{
 
 use crate::top::state::Edit;
 
-/// What the keys do.
 pub(super) const HELP: &str = "\
 ↑ ↓ k j PgUp PgDn Home End   choose a disk (or a group: ◆)
 s                            sort by the next column
@@ -28,7 +27,6 @@ had to wait waited at most. In the charts, lines that never move are limits.
 Of what is read ahead, accuracy is the share that was used.
 ";
 
-/// The line of settings that is being changed.
 pub(super) fn draw_edit(frame: &mut Frame<'_>, area: Rect, edit: &Edit) {
     let inside = window(frame, area, area.width - 4, 10, format!(" settings of {} ", edit.name));
     let line = Rect { height: 1, ..inside };
