@@ -7,7 +7,7 @@ use std::{
     io::{BufRead as _, BufReader, Read as _},
     os::unix::net::UnixListener,
     path::Path,
-    process::{Command, Stdio},
+    process::{Child, Command, Stdio},
     sync::mpsc,
 };
 
@@ -28,8 +28,7 @@ fn bench(options: &str, target: impl AsRef<std::ffi::OsStr>) -> Client {
 }
 
 fn told(options: &str, target: impl AsRef<std::ffi::OsStr>) -> Value {
-    let printed = bench(options, target).arg("--json").succeeds();
-    serde_json::from_str(&printed).expect("JSON")
+    bench(options, target).arg("--json").json()
 }
 
 #[test]
@@ -155,15 +154,10 @@ fn what_a_server_cannot_do_is_said_before_anything_is_sent() {
 
 #[test]
 fn a_server_that_goes_ends_the_load() {
-    let scratch = Scratch::new();
-    let server = Serve::new(&scratch).args(["memory:1M", "--delay", "read=10ms"]).start();
-    let mut client =
-        started(&["bench", "-d", "4", "--runtime", "60s", &server.uri("memory")], Stdio::piped());
-    first_line(&mut client);
+    let server = Serve::alone().args(["memory:1M", "--delay", "read=10ms"]).start();
+    let client = started(&["-d", "4", "--runtime", "60s", &server.uri("memory")]);
     drop(server);
-    let output = client.wait_with_output().unwrap();
-    assert_eq!(output.status.code(), Some(1));
-    let said = String::from_utf8(output.stderr).unwrap();
+    let [_, said] = failed(client);
     assert!(said.contains("a request failed: ") && said.contains("connection"), "{said}");
 }
 
@@ -219,18 +213,13 @@ fn an_interrupted_run_does_not_wait_for_a_server_that_says_nothing_any_more() {
     std::thread::scope(|scope| {
         let (tell, told) = mpsc::channel();
         scope.spawn(move || stalled(&listener, 4 * 4096, &tell));
-        let mut client = started(&["bench", "-w", "-d", "4", "--result", text(&file), &uri], Stdio::piped());
-        first_line(&mut client);
+        let client = started(&["-w", "-d", "4", "--result", text(&file), &uri]);
         told.recv().unwrap();
-        kill(Pid::from_raw(client.id().cast_signed()), Signal::SIGINT).unwrap();
-        let output = client.wait_with_output().unwrap();
-        assert_eq!(output.status.code(), Some(1));
-        assert_says(&String::from_utf8(output.stderr).unwrap(), &[": interrupted after "]);
-        let said = String::from_utf8(output.stdout).unwrap();
-        assert_says(&said, &["Not answered when nobody waited any longer: 4"]);
+        let [printed, said] = interrupted(client);
+        assert_says(&said, &[": interrupted after "]);
+        assert_says(&printed, &["Not answered when nobody waited any longer: 4"]);
     });
-    let kept: Value = serde_json::from_str(&fs::read_to_string(&file).unwrap()).unwrap();
-    assert_eq!(kept["partial"], "interrupted");
+    assert_eq!(kept(&file)["partial"], "interrupted");
 }
 
 #[test]
@@ -281,7 +270,7 @@ fn results_are_kept() {
     let scratch = Scratch::new();
     let file = scratch.path("result.json");
     bench("-c 1000 -w --rwmixread 50 -q", "memory:1M").args(["--result", text(&file)]).succeeds();
-    let kept: Value = serde_json::from_str(&fs::read_to_string(&file).unwrap()).unwrap();
+    let kept = kept(&file);
     let measures = kept["findings"]["measures"].as_array().unwrap();
     let names: Vec<_> = measures.iter().map(|measure| measure["name"].as_str().unwrap()).collect();
     assert!(names.contains(&"read IOPS") && names.contains(&"write latency, p99.99"), "{names:?}");
@@ -313,35 +302,47 @@ fn what_was_found_is_kept_where_it_cannot_be_printed() {
     assert!(fs::read_to_string(&file).unwrap().contains("weir-result"));
 }
 
-fn started(arguments: &[&str], errors: Stdio) -> std::process::Child {
+/// `weir bench`, which has begun to send.
+fn started(arguments: &[&str]) -> Child {
     let mut command = Command::new(WEIR);
-    command.args(arguments).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(errors);
-    command.spawn().expect("cargo built the program")
-}
-
-/// Waits until it begins to send.
-fn first_line(child: &mut std::process::Child) {
+    command.arg("bench").args(arguments).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    let mut child = command.spawn().expect("cargo built the program");
     let mut line = Vec::new();
     // One byte at a time: what comes behind the line is for whoever reads next.
     let mut output = BufReader::with_capacity(1, child.stdout.as_mut().expect("piped"));
     output.read_until(b'\n', &mut line).unwrap();
     assert!(line.starts_with(b"Sending "), "{line:?}");
+    child
+}
+
+/// It must fail; what it printed, and what it said.
+#[track_caller]
+fn failed(child: Child) -> [String; 2] {
+    let output = child.wait_with_output().unwrap();
+    assert_eq!(output.status.code(), Some(1));
+    [output.stdout, output.stderr].map(|text| String::from_utf8(text).unwrap())
+}
+
+/// Interrupts it.
+#[track_caller]
+fn interrupted(child: Child) -> [String; 2] {
+    kill(Pid::from_raw(child.id().cast_signed()), Signal::SIGINT).unwrap();
+    failed(child)
+}
+
+fn kept(file: &Path) -> Value {
+    serde_json::from_str(&fs::read_to_string(file).unwrap()).unwrap()
 }
 
 #[test]
 fn an_interrupted_run_tells_what_it_measured() {
     let scratch = Scratch::new();
     let file = scratch.path("result.json");
-    let options = ["bench", "--runtime", "60s", "--delay", "read=1ms", "--result", text(&file), "memory:1M"];
-    let mut client = started(&options, Stdio::piped());
-    first_line(&mut client);
-    kill(Pid::from_raw(client.id().cast_signed()), Signal::SIGINT).unwrap();
-    let output = client.wait_with_output().unwrap();
-    assert_eq!(output.status.code(), Some(1));
-    assert_says(&String::from_utf8(output.stderr).unwrap(), &["weir: memory:1048576: interrupted after "]);
-    assert!(!String::from_utf8(output.stdout).unwrap().contains("Run completed"));
-    let kept: Value = serde_json::from_str(&fs::read_to_string(&file).unwrap()).unwrap();
-    assert_eq!(kept["partial"], "interrupted");
+    let options = ["--runtime", "60s", "--delay", "read=1ms", "--result", text(&file), "memory:1M"];
+    let [printed, said] = interrupted(started(&options));
+    assert_says(&said, &["weir: memory:1048576: interrupted after "]);
+    assert!(!printed.contains("Run completed"));
+    assert_eq!(kept(&file)["partial"], "interrupted");
 }
 
 #[test]

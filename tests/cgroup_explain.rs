@@ -127,7 +127,7 @@ fn a_limit_of_v1_that_a_buffered_dd_ignores_is_told_to_be_ignored() {
 
     let mut dd = group.dd(&buffered, "");
     dd.feed(bytes);
-    let answer: Value = serde_json::from_str(&group.explain().arg("--json").succeeds()).expect("JSON");
+    let answer = group.explain().arg("--json").json();
     assert_eq!(answer["verdict"], "missed", "{answer:#}");
     assert_eq!(ios(&answer, "escapes", dd.child.id()), ["buffered-writes"], "{answer:#}");
     let told = of_cause(&answer, "version-1")[0];
@@ -144,7 +144,7 @@ fn a_limit_of_v1_that_a_buffered_dd_ignores_is_told_to_be_ignored() {
     let mut dd = group.dd(&direct, "oflag=direct");
     // The pipe holds 64 KiB, and what it held in the middle was not yet limited.
     dd.feed(bytes);
-    let answer: Value = serde_json::from_str(&group.explain().arg("--json").succeeds()).expect("JSON");
+    let answer = group.explain().arg("--json").json();
     assert_eq!(
         (ios(&answer, "escapes", dd.child.id()).len(), &answer["verdict"]),
         (0, &"covered".into()),
@@ -163,7 +163,7 @@ fn measuring_shows_which_path_the_limit_is_kept_on() {
     let directory = scratch.path("files");
     fs::create_dir(&directory).expect("a directory");
     let measure = ["--measure", "--directory", text(&directory), "--size", "4M", "--seconds", "2", "--json"];
-    let answer: Value = serde_json::from_str(&group.explain().args(measure).succeeds()).expect("JSON");
+    let answer = group.explain().args(measure).json();
     assert_eq!(fs::read_dir(&directory).expect("still there").count(), 0, "nothing is left");
     let paths = answer["measured"]["paths"].as_array().expect("a list");
     let of = |path: &str, key: &str| {

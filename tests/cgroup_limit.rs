@@ -36,8 +36,7 @@ fn a_limit_of_v1_holds_direct_writes_and_says_what_it_misses() {
     // Slices of a tenth of a second: one may pass at once, and the last early.
     let most = 2.0 * MIB as f64 * (seconds + 0.2) * 1.05;
     assert!(2 * MIB <= most as u64, "2 MiB in {seconds:.3} s");
-    let said = limit(&scratch, &group.name).args(["--remove", "--json"]).succeeds();
-    let said: serde_json::Value = serde_json::from_str(&said).unwrap();
+    let said = limit(&scratch, &group.name).args(["--remove", "--json"]).json();
     assert!(said["bps-write"].is_null() && said["iops-read"].is_null(), "{said}");
     assert_eq!(group.read("blkio.throttle.write_bps_device"), "");
 }

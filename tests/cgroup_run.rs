@@ -16,14 +16,11 @@ use nix::{
 };
 use serde_json::Value;
 
-use crate::harness::{Client, Scratch, WEIR, assert_says, remove_emptied, text, weir};
+use crate::harness::{Client, Scratch, WEIR, assert_says, need_root, remove_emptied, text, weir};
 
 /// Where the cgroups are that limit block I/O.
 pub(crate) fn root() -> PathBuf {
-    assert!(
-        nix::unistd::geteuid().is_root(),
-        "cgroups need root (run the tests as root, as `make test` in CI does)"
-    );
+    need_root("cgroups");
     let [v1, v2] = ["/sys/fs/cgroup/blkio", "/sys/fs/cgroup"].map(Path::new);
     let root = if v1.is_dir() { v1 } else { v2 };
     assert!(root.join("cgroup.procs").is_file(), "{}: no cgroups are mounted there", root.display());
@@ -219,19 +216,8 @@ fn what_cannot_be_is_said_and_leaves_nothing() {
     assert_says(&without.said(), &["COMMAND"]);
 
     let denied = Client::new("setpriv")
-        .args([
-            "--reuid",
-            "65534",
-            "--clear-groups",
-            WEIR,
-            "cgroup",
-            "run",
-            "--name",
-            &name,
-            "--device",
-            "/",
-            "true",
-        ])
+        .args(["--reuid=65534", "--clear-groups", WEIR, "cgroup", "run"])
+        .args(["--name", &name, "--device", "/", "true"])
         .fails();
     assert_says(&denied, &["weir: cgroup /weir", "cannot be made", "Permission denied", "run as root"]);
 }

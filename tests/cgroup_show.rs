@@ -36,9 +36,7 @@ fn programs_are_told_of_cgroups_devices_and_tasks() {
     let running = writing(&scratch, &name);
     let path = format!("weir/{name}");
     let look = |options: &[&str]| -> Value {
-        let printed =
-            weir(&["cgroup", "show", &path, "--json"]).args(options).inside(&scratch.path("")).succeeds();
-        serde_json::from_str(&printed).expect("it is JSON")
+        weir(&["cgroup", "show", &path, "--json"]).args(options).inside(&scratch.path("")).json()
     };
     let tasks = |answer: &Value| answer["cgroups"][0]["tasks"].as_array().expect("a list").clone();
     let dd = |answer: &Value| tasks(answer).into_iter().find(|task| task["name"] == "dd");

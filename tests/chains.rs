@@ -269,9 +269,9 @@ fn bitmaps_are_shown_to_clients() {
     let (weir, mut qmp) =
         controlled(&scratch, serve(&scratch, "disk.qcow2").args(["--read-only", "--bitmap", "backup"]));
     let extents = |export: &str| -> Vec<(u64, u64)> {
-        let map =
-            Client::new("nbdinfo").args(["--json", "--map=qemu:dirty-bitmap:backup", &weir.uri(export)]);
-        let map: Value = serde_json::from_str(&map.succeeds()).unwrap();
+        let map = Client::new("nbdinfo")
+            .args(["--json", "--map=qemu:dirty-bitmap:backup", &weir.uri(export)])
+            .json();
         let extent =
             |extent: &Value| (extent["length"].as_u64().unwrap() >> 16, extent["type"].as_u64().unwrap());
         map.as_array().unwrap().iter().map(extent).collect()

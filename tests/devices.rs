@@ -3,7 +3,7 @@
 
 use std::fs;
 
-use crate::harness::{Client, LoopDevice, MIB, Scratch, Serve, nbdsh, text};
+use crate::harness::{Client, LoopDevice, MIB, Scratch, Serve, Weir, text};
 
 #[test]
 fn unaligned_writes_on_sectors_of_4096_bytes_keep_their_neighbours() {
@@ -12,16 +12,13 @@ fn unaligned_writes_on_sectors_of_4096_bytes_keep_their_neighbours() {
     let mut expected = fs::read(&file).unwrap();
     let device = LoopDevice::attach(&file, 4096);
     let weir = Serve::new(&scratch).arg(device.path()).args(["--cache", "none", "--name", "disk"]).start();
-    nbdsh(
-        "
-h.connect_uri(arguments[0])
+    let script = "
 for number in range(200):
     h.pwrite(bytes([number + 1]) * 700, number * 1000 + 3)
 h.pwrite(b'end', h.get_size() - 3)
 h.flush()
-",
-        [weir.uri("disk")],
-    );
+";
+    weir.nbdsh("disk", script);
     for number in 0..200_usize {
         expected[number * 1000 + 3..][..700].fill(number as u8 + 1);
     }
@@ -38,14 +35,8 @@ fn random_requests_on_sectors_of_4096_bytes_are_verified() {
     let device = LoopDevice::attach(&scratch.sparse("device", 16 * MIB), 4096);
     let weir = Serve::new(&scratch).arg(device.path()).args(["--cache", "none", "--name", "disk"]).start();
     Client::new("fio")
-        .args([
-            "--name=verified",
-            "--ioengine=nbd",
-            "--rw=randwrite",
-            "--size=16M",
-            "--io_size=8M",
-            "--bs=512",
-        ])
+        .args(["--name=verified", "--ioengine=nbd", "--rw=randwrite", "--size=16M", "--io_size=8M"])
+        .arg("--bs=512")
         .args(["--iodepth=32", "--verify=crc32c", "--verify_fatal=1", "--do_verify=1", "--randseed=7"])
         .arg(format!("--uri={}", weir.uri("disk")))
         .arg(format!("--aux-path={}", scratch.path("").display()))
@@ -53,31 +44,24 @@ fn random_requests_on_sectors_of_4096_bytes_are_verified() {
 }
 
 #[test]
-fn a_device_that_grew_is_larger_for_the_next_client() {
+fn a_device_or_a_file_that_grew_is_larger_for_the_next_client() {
     let scratch = Scratch::new();
     let file = scratch.sparse("device", 4 * MIB);
     let device = LoopDevice::attach(&file, 512);
     let weir = Serve::new(&scratch).arg(device.path()).args(["--name", "disk"]).start();
-    let size = || Client::new("nbdinfo").args(["--size", &weir.uri("disk")]).succeeds();
-    assert_eq!(size().trim(), (4 * MIB).to_string());
-    fs::File::options().write(true).open(&file).unwrap().set_len(6 * MIB).unwrap();
+    let size = |weir: &Weir| Client::new("nbdinfo").args(["--size", &weir.uri("disk")]).succeeds();
+    let grow = |file: &std::path::Path| fs::File::options().write(true).open(file).unwrap().set_len(6 * MIB).unwrap();
+    assert_eq!(size(&weir).trim(), (4 * MIB).to_string());
+    grow(&file);
     device.update_size();
-    assert_eq!(size().trim(), (6 * MIB).to_string());
-    nbdsh(
-        "h.connect_uri(arguments[0])\nh.pwrite(b'new', 5 << 20)\nassert h.pread(3, 5 << 20) == b'new'",
-        [weir.uri("disk")],
-    );
-}
-
-#[test]
-fn a_file_that_grew_is_larger_for_the_next_client() {
-    let scratch = Scratch::new();
+    assert_eq!(size(&weir).trim(), (6 * MIB).to_string());
+    weir.nbdsh("disk", "h.pwrite(b'new', 5 << 20)\nassert h.pread(3, 5 << 20) == b'new'");
+    weir.stop();
     let file = scratch.sparse("disk.raw", MIB);
     let weir = Serve::new(&scratch).arg(&file).start();
-    let size = || Client::new("nbdinfo").args(["--size", &weir.uri("disk")]).succeeds();
-    assert_eq!(size().trim(), MIB.to_string());
-    fs::File::options().write(true).open(&file).unwrap().set_len(2 * MIB).unwrap();
-    assert_eq!(size().trim(), (2 * MIB).to_string());
+    assert_eq!(size(&weir).trim(), MIB.to_string());
+    grow(&file);
+    assert_eq!(size(&weir).trim(), (6 * MIB).to_string());
 }
 
 #[test]
@@ -86,18 +70,15 @@ fn discards_reach_the_device() {
     let file = scratch.filled("device", 8 * MIB);
     let device = LoopDevice::attach(&file, 512);
     let weir = Serve::new(&scratch).arg(device.path()).args(["--name", "disk"]).start();
-    nbdsh(
-        "
-h.connect_uri(arguments[0])
+    let script = "
 kept = h.pread(1 << 20, 0)
 h.trim(4 << 20, 1 << 20)
 h.zero(1 << 20, 6 << 20)
 h.flush()
 assert h.pread(1 << 20, 0) == kept
 assert not any(h.pread(1 << 20, 6 << 20))
-",
-        [weir.uri("disk")],
-    );
+";
+    weir.nbdsh("disk", script);
     weir.stop();
     let allocated = std::os::unix::fs::MetadataExt::blocks(&fs::metadata(&file).unwrap()) * 512;
     assert!(allocated <= 4 * MIB, "{allocated} bytes are still allocated in {}", text(&file));
@@ -110,9 +91,7 @@ fn an_image_on_a_device_that_grew_goes_on_and_shows_nothing_of_what_was_there() 
     let device = LoopDevice::attach(&file, 512);
     Client::new("qemu-img").args(["create", "-q", "-f", "qcow2", text(device.path()), "4G"]).succeeds();
     let weir = Serve::new(&scratch).args(["--format", "qcow2", "--name", "disk"]).arg(device.path()).start();
-    nbdsh(
-        "
-h.connect_uri(arguments[0])
+    let script = "
 full = False
 for cluster in range(64):
     try:
@@ -122,17 +101,14 @@ for cluster in range(64):
         full = True
 assert full
 h.flush()
-",
-        [weir.uri("disk")],
-    );
+";
+    weir.nbdsh("disk", script);
     let more = fs::read(&file).unwrap();
     let mut grown = fs::File::options().append(true).open(&file).unwrap();
     std::io::Write::write_all(&mut grown, &more).unwrap();
     grown.sync_all().unwrap();
     device.update_size();
-    nbdsh(
-        "
-h.connect_uri(arguments[0])
+    let script = "
 h.pwrite(b'y' * 512, 3 << 30)
 for cluster in range(64, 80):
     h.pwrite(b'y' * 512, cluster << 16)
@@ -141,9 +117,8 @@ for offset in [3 << 30] + [cluster << 16 for cluster in range(64, 80)]:
     assert not any(h.pread(65536 - 512, offset + 512)), hex(offset)
 assert not any(h.pread(1 << 20, (3 << 30) + 65536))
 h.flush()
-",
-        [weir.uri("disk")],
-    );
+";
+    weir.nbdsh("disk", script);
     weir.stop();
     Client::new("qemu-img").args(["check", "-f", "qcow2", text(device.path())]).succeeds();
 }

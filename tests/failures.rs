@@ -3,7 +3,7 @@
 
 use std::fs;
 
-use crate::harness::{MIB, Scratch, Serve, nbdsh, nbdsh_command, text};
+use crate::harness::{MIB, Scratch, Serve, nbdsh, nbdsh_command, need_root, text};
 
 /// Mounts a tmpfs of 2 MiB at `$0` in a mount namespace of the daemon's own, puts an image of 8 MiB
 /// there, and becomes the daemon.
@@ -13,19 +13,14 @@ const ON_A_SMALL_FILE_SYSTEM: &str =
 #[test]
 fn a_full_file_system_is_no_space_for_the_client() {
     let scratch = Scratch::new();
-    assert!(
-        nix::unistd::geteuid().is_root(),
-        "mounts need root (run the tests as root, as `make test` in CI does)"
-    );
+    need_root("mounts");
     let mount = scratch.path("small");
     fs::create_dir(&mount).unwrap();
     let weir = Serve::new(&scratch)
         .behind(["unshare", "--mount", "sh", "-c", ON_A_SMALL_FILE_SYSTEM, text(&mount)])
         .arg(mount.join("disk.raw"))
         .start();
-    nbdsh(
-        "
-h.connect_uri(arguments[0])
+    let script = "
 M = 1 << 20
 written = 0
 try:
@@ -41,9 +36,8 @@ assert h.pread(65536, written - 65536) == b'x' * 65536
 h.trim(M, 0)
 h.pwrite(b'y' * 65536, written)
 assert h.pread(65536, written) == b'y' * 65536
-",
-        [weir.uri("disk")],
-    );
+";
+    weir.nbdsh("disk", script);
 }
 
 #[test]
@@ -76,8 +70,7 @@ fn a_client_that_is_killed_in_the_middle_of_its_writes_harms_nobody() {
         io::{BufRead as _, BufReader},
         process::Stdio,
     };
-    let scratch = Scratch::new();
-    let weir = Serve::new(&scratch).args(["memory:64M", "--delay", "write=20ms"]).start();
+    let weir = Serve::alone().args(["memory:64M", "--delay", "write=20ms"]).start();
     let script = format!(
         "
 h.connect_uri({:?})
@@ -95,13 +88,10 @@ while h.aio_in_flight():
     assert_eq!(line.trim(), "busy");
     victim.kill().expect("it is ours");
     victim.wait().expect("it is ours");
-    nbdsh(
-        "
-h.connect_uri(arguments[0])
+    let script = "
 h.pwrite(b'survivor', 0)
 h.flush()
 assert h.pread(8, 0) == b'survivor'
-",
-        [weir.uri("memory")],
-    );
+";
+    weir.nbdsh("memory", script);
 }

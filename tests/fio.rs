@@ -13,14 +13,8 @@ fn random_writes_are_verified() {
         for size in ["4k", "512-60k"] {
             Client::new("fio")
                 .args(["--name=verified", "--ioengine=nbd", "--rw=randwrite", "--size=32M", "--io_size=24M"])
-                .args([
-                    "--iodepth=32",
-                    "--verify=crc32c",
-                    "--verify_fatal=1",
-                    "--do_verify=1",
-                    "--randseed=42",
-                ])
-                .args(["--blockalign=512", "--fsync=100", "--serialize_overlap=1"])
+                .args(["--iodepth=32", "--verify=crc32c", "--verify_fatal=1", "--do_verify=1"])
+                .args(["--randseed=42", "--blockalign=512", "--fsync=100", "--serialize_overlap=1"])
                 .arg(format!("--bsrange={}", if size == "4k" { "4k-4k" } else { size }))
                 .arg(format!("--uri={}", weir.uri(export)))
                 .arg(format!("--aux-path={}", scratch.path("").display()))

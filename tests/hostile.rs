@@ -5,7 +5,7 @@
 use std::{thread, time::Instant};
 
 use crate::harness::{
-    MIB, Scratch, Serve, Weir, Wire, pattern,
+    MIB, Serve, Weir, Wire, pattern,
     wire::{
         self, CMD_READ, CMD_WRITE, EINVAL, EPERM, OPT_ABORT, OPT_EXPORT_NAME, OPT_GO, OPT_INFO, OPT_LIST,
         OPT_SET_META_CONTEXT, OPT_STARTTLS, OPTION_MAGIC, REP_ACK, REP_ERR_INVALID, REP_ERR_POLICY,
@@ -19,8 +19,8 @@ struct Party {
 }
 
 impl Party {
-    fn new(scratch: &Scratch) -> Self {
-        let weir = Serve::new(scratch).arg(scratch.filled("disk.raw", 4 * MIB)).start();
+    fn new() -> Self {
+        let weir = Serve::filled(4 * MIB).start();
         let (friend, _) = Wire::go(weir.socket(), "disk");
         Self { weir, friend }
     }
@@ -41,33 +41,34 @@ impl Party {
     }
 }
 
-#[test]
-fn something_else_than_nbd_is_shown_the_door() {
-    let scratch = Scratch::new();
-    let mut party = Party::new(&scratch);
-    for nonsense in [&b"GET / HTTP/1.1\r\nHost: weir\r\n\r\n"[..], &[0xff; 64], &[0, 0, 0, 4, 1, 2, 3, 4]] {
-        let mut client = Wire::connect(party.weir.socket());
-        client.send(nonsense);
-        client.is_closed();
-        party.goes_on();
-    }
-}
-
-#[test]
-fn a_wrong_option_magic_ends_the_handshake() {
-    let scratch = Scratch::new();
-    let mut party = Party::new(&scratch);
-    let mut client = party.greet();
-    client.send(&(OPTION_MAGIC + 1).to_be_bytes());
-    client.send(&[0; 8]);
+/// Sends it, and is hung up on; nobody else is.
+#[track_caller]
+fn is_shown_the_door(party: &mut Party, mut client: Wire, said: &[u8]) {
+    client.send(said);
     client.is_closed();
     party.goes_on();
 }
 
 #[test]
+fn something_else_than_nbd_is_shown_the_door() {
+    let mut party = Party::new();
+    for nonsense in [&b"GET / HTTP/1.1\r\nHost: weir\r\n\r\n"[..], &[0xff; 64], &[0, 0, 0, 4, 1, 2, 3, 4]] {
+        let client = Wire::connect(party.weir.socket());
+        is_shown_the_door(&mut party, client, nonsense);
+    }
+    let option = [&(OPTION_MAGIC + 1).to_be_bytes()[..], &[0; 8]].concat();
+    let name = [&wire::option_header(OPT_EXPORT_NAME, 4)[..], b"nope"].concat();
+    for wrong in [option, name] {
+        let client = party.greet();
+        is_shown_the_door(&mut party, client, &wrong);
+    }
+    let client = party.go();
+    is_shown_the_door(&mut party, client, &[0xaa; 28]);
+}
+
+#[test]
 fn options_that_are_wrong_are_refused_and_the_handshake_goes_on() {
-    let scratch = Scratch::new();
-    let mut party = Party::new(&scratch);
+    let mut party = Party::new();
     let mut client = party.greet();
     let refusals = [
         (4242, &b"what is this?"[..], REP_ERR_UNSUP),
@@ -90,8 +91,7 @@ fn options_that_are_wrong_are_refused_and_the_handshake_goes_on() {
 
 #[test]
 fn a_huge_option_is_skipped_and_a_monstrous_one_ends_the_handshake() {
-    let scratch = Scratch::new();
-    let mut party = Party::new(&scratch);
+    let mut party = Party::new();
     let mut client = party.greet();
     assert_eq!(client.option(OPT_GO, &vec![b'x'; 100_000])[0].0, REP_ERR_TOO_BIG);
     client.send(&wire::option_header(OPT_GO, u32::MAX));
@@ -100,20 +100,8 @@ fn a_huge_option_is_skipped_and_a_monstrous_one_ends_the_handshake() {
 }
 
 #[test]
-fn an_export_name_that_is_not_there_ends_the_handshake() {
-    let scratch = Scratch::new();
-    let mut party = Party::new(&scratch);
-    let mut client = party.greet();
-    client.send(&wire::option_header(OPT_EXPORT_NAME, 4));
-    client.send(b"nope");
-    client.is_closed();
-    party.goes_on();
-}
-
-#[test]
 fn an_abort_is_acknowledged() {
-    let scratch = Scratch::new();
-    let party = Party::new(&scratch);
+    let party = Party::new();
     let mut client = party.greet();
     assert_eq!(client.option(OPT_ABORT, &[]), [(REP_ACK, vec![])]);
     client.is_closed();
@@ -121,8 +109,7 @@ fn an_abort_is_acknowledged() {
 
 #[test]
 fn a_handshake_that_takes_too_long_is_cut() {
-    let scratch = Scratch::new();
-    let mut party = Party::new(&scratch);
+    let mut party = Party::new();
     let began = Instant::now();
     let mut silent = Wire::connect(party.weir.socket());
     let mut slow = party.greet();
@@ -135,19 +122,8 @@ fn a_handshake_that_takes_too_long_is_cut() {
 }
 
 #[test]
-fn a_wrong_request_magic_ends_the_connection() {
-    let scratch = Scratch::new();
-    let mut party = Party::new(&scratch);
-    let mut client = party.go();
-    client.send(&[0xaa; 28]);
-    client.is_closed();
-    party.goes_on();
-}
-
-#[test]
 fn an_unknown_command_is_refused_and_the_connection_goes_on() {
-    let scratch = Scratch::new();
-    let mut party = Party::new(&scratch);
+    let mut party = Party::new();
     let mut client = party.go();
     client.request(Request { flags: 0, kind: 1000, cookie: 5, offset: 0, length: 512 }, &[]);
     assert_eq!(client.simple_reply(), (EINVAL, 5));
@@ -157,8 +133,7 @@ fn an_unknown_command_is_refused_and_the_connection_goes_on() {
 
 #[test]
 fn the_payload_of_a_refused_write_is_skipped() {
-    let scratch = Scratch::new();
-    let weir = Serve::new(&scratch).arg(scratch.filled("disk.raw", MIB)).arg("--read-only").start();
+    let weir = Serve::filled(MIB).arg("--read-only").start();
     let (mut client, _) = Wire::go(weir.socket(), "disk");
     // The payload looks like requests: were it not skipped, they would be answered.
     let bait = Request { flags: 0, kind: CMD_READ, cookie: 666, offset: 0, length: 1 }.compact();
@@ -173,8 +148,7 @@ fn the_payload_of_a_refused_write_is_skipped() {
 
 #[test]
 fn a_client_that_leaves_in_the_middle_of_anything_is_forgotten() {
-    let scratch = Scratch::new();
-    let mut party = Party::new(&scratch);
+    let mut party = Party::new();
     let write = Request { flags: 0, kind: CMD_WRITE, cookie: 1, offset: MIB, length: 65_536 }.compact();
     drop(Wire::connect(party.weir.socket()));
     drop(party.greet());
@@ -192,8 +166,7 @@ fn a_client_that_leaves_in_the_middle_of_anything_is_forgotten() {
 
 #[test]
 fn a_client_that_has_said_all_still_gets_its_replies() {
-    let scratch = Scratch::new();
-    let party = Party::new(&scratch);
+    let party = Party::new();
     let mut client = party.go();
     for cookie in 0..50 {
         client.request(Request { flags: 0, kind: CMD_READ, cookie, offset: cookie * 4096, length: 8 }, &[]);
@@ -215,8 +188,7 @@ fn a_client_that_has_said_all_still_gets_its_replies() {
 
 #[test]
 fn a_client_that_never_reads_is_no_longer_read_from() {
-    let scratch = Scratch::new();
-    let mut party = Party::new(&scratch);
+    let mut party = Party::new();
     let mut deaf = party.go();
     let asked = thread::scope(|scope| {
         // Asks for far more than any queue may hold; the daemon must stop taking requests.
@@ -239,8 +211,7 @@ fn a_client_that_never_reads_is_no_longer_read_from() {
 
 #[test]
 fn more_clients_than_allowed_wait_their_turn() {
-    let scratch = Scratch::new();
-    let weir = Serve::new(&scratch).arg("memory:1M").args(["--max-connections", "2"]).start();
+    let weir = Serve::alone().arg("memory:1M").args(["--max-connections", "2"]).start();
     let first = Wire::go(weir.socket(), "memory").0;
     let mut second = Wire::go(weir.socket(), "memory").0;
     let third = thread::scope(|scope| {
@@ -255,35 +226,29 @@ fn more_clients_than_allowed_wait_their_turn() {
     assert_eq!(third.expect("it is served in the end").read(0, 1).as_deref(), Ok(&[0][..]));
 }
 
-/// At 1 operation a second and a bucket that holds one, what this client asks for would take ten
-/// minutes: longer than anything here waits.
-#[test]
-fn a_client_that_vanishes_takes_what_waits_for_its_limits_with_it() {
-    let scratch = Scratch::new();
-    let image = scratch.filled("disk.raw", 4 * MIB);
-    let weir = Serve::new(&scratch).arg(image).args(["--iops-total", "1", "--max-connections", "1"]).start();
+/// A client whose reads take ten minutes at 1 operation a second and a bucket that holds one: longer
+/// than anything here waits.
+fn ten_minutes(more: &[&str]) -> (Weir, Wire) {
+    let weir = Serve::filled(4 * MIB).args(["--iops-total", "1"]).args(more).start();
     let (mut client, _) = Wire::go(weir.socket(), "disk");
     for cookie in 0..600 {
         client.request(Request { flags: 0, kind: CMD_READ, cookie, offset: 0, length: 1 }, &[]);
     }
     assert_eq!(client.simple_reply(), (0, 0), "the first of them is within the limit");
+    (weir, client)
+}
+
+#[test]
+fn a_client_that_vanishes_takes_what_waits_for_its_limits_with_it() {
+    let (weir, client) = ten_minutes(&["--max-connections", "1"]);
     drop(client);
     // There is one place, so being let in says that the other has gone with all it left behind.
-    let (second, _) = Wire::go(weir.socket(), "disk");
-    drop(second);
+    drop(Wire::go(weir.socket(), "disk"));
     weir.stop();
 }
 
-/// The same ten minutes.
 #[test]
 fn a_stop_does_not_wait_for_limits() {
-    let scratch = Scratch::new();
-    let image = scratch.filled("disk.raw", 4 * MIB);
-    let weir = Serve::new(&scratch).arg(image).args(["--iops-total", "1"]).start();
-    let (mut client, _) = Wire::go(weir.socket(), "disk");
-    for cookie in 0..600 {
-        client.request(Request { flags: 0, kind: CMD_READ, cookie, offset: 0, length: 1 }, &[]);
-    }
-    assert_eq!(client.simple_reply(), (0, 0), "the first of them is within the limit");
+    let (weir, _client) = ten_minutes(&[]);
     weir.stop();
 }

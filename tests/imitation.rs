@@ -7,8 +7,7 @@ use crate::harness::{Client, MIB, Scratch, Serve, assert_says, nbdsh, text};
 
 #[test]
 fn a_delayed_device_takes_its_time() {
-    let scratch = Scratch::new();
-    let weir = Serve::new(&scratch).args(["memory:1M", "--delay", "read=200ms,parallel=4"]).start();
+    let weir = Serve::alone().args(["memory:1M", "--delay", "read=200ms,parallel=4"]).start();
     nbdsh(
         "
 import time
@@ -41,14 +40,11 @@ fn a_narrow_device_lets_so_much_through() {
 
 #[test]
 fn a_fault_strikes_as_often_as_it_is_told() {
-    let scratch = Scratch::new();
     let rule = "kind=read,offset=64K-128K,error=EIO,count=2";
-    let weir = Serve::new(&scratch)
+    let weir = Serve::alone()
         .args(["memory:1M", "--fault", rule, "--fault", "kind=flush,error=ENOSPC,count=1"])
         .start();
-    nbdsh(
-        "
-h.connect_uri(arguments[0])
+    let script = "
 def error_of(call, *arguments):
     try:
         call(*arguments)
@@ -61,18 +57,14 @@ assert error_of(h.pread, 70000, 0) == 'EIO', 'it overlaps'
 assert error_of(h.pread, 4096, 65536) is None, 'the rule is used up'
 assert error_of(h.flush) == 'ENOSPC'
 assert error_of(h.flush) is None
-",
-        [weir.uri("memory")],
-    );
+";
+    weir.nbdsh("memory", script);
 }
 
 #[test]
 fn a_bad_sector_fails_its_own_request_alone() {
-    let scratch = Scratch::new();
-    let weir = Serve::new(&scratch).args(["memory:1M", "--fault", "kind=read,offset=512K-516K"]).start();
-    nbdsh(
-        "
-h.connect_uri(arguments[0])
+    let weir = Serve::alone().args(["memory:1M", "--fault", "kind=read,offset=512K-516K"]).start();
+    let script = "
 # Adjacent and sent together, so that they are merged.
 errors = {}
 def done(number):
@@ -87,9 +79,8 @@ while h.aio_in_flight():
 assert sorted(errors) == list(range(100, 156))
 failed = [number for number, error in errors.items() if error]
 assert failed == [128], failed
-",
-        [weir.uri("memory")],
-    );
+";
+    weir.nbdsh("memory", script);
 }
 
 #[test]

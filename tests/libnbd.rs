@@ -37,19 +37,15 @@ fn unchecked(uri: &str, body: &str) {
 
 #[test]
 fn what_is_written_is_read_back_at_any_offset() {
-    let scratch = Scratch::new();
-    let weir =
-        Serve::new(&scratch).arg(scratch.sparse("disk.raw", 4 * MIB)).args(["--cache", "none"]).start();
-    script(
-        &weir.uri("disk"),
-        "
+    let weir = Serve::sparse(4 * MIB).args(["--cache", "none"]).start();
+    let body = "
 data = bytes(range(256)) * 257
 for offset in (0, 1, 511, 4097, 123_457, 4 * 1048576 - len(data)):
     h.pwrite(data, offset)
     assert h.pread(len(data), offset) == data, offset
     assert h.pread(3, offset + 5) == data[5:8], offset
-",
-    );
+";
+    script(&weir.uri("disk"), body);
 }
 
 #[test]
@@ -57,25 +53,20 @@ fn a_write_with_fua_and_a_flush_reach_the_file() {
     let scratch = Scratch::new();
     let image = scratch.sparse("disk.raw", MIB);
     let weir = Serve::new(&scratch).arg(&image).start();
-    script(
-        &weir.uri("disk"),
-        "
+    let body = "
 h.pwrite(b'durable!' * 512, 4096, nbd.CMD_FLAG_FUA)
 h.zero(4096, 0, nbd.CMD_FLAG_FUA)
 h.trim(4096, 65536, nbd.CMD_FLAG_FUA)
 h.flush()
-",
-    );
+";
+    script(&weir.uri("disk"), body);
     assert_eq!(fs::read(image).unwrap()[4096..8192], *b"durable!".repeat(512));
 }
 
 #[test]
 fn zeroes_are_zeroes_with_and_without_a_hole() {
-    let scratch = Scratch::new();
-    let weir = Serve::new(&scratch).arg(scratch.filled("disk.raw", 4 * MIB)).start();
-    script(
-        &weir.uri("disk"),
-        "
+    let weir = Serve::filled(4 * MIB).start();
+    let body = "
 M = 1048576
 before = h.pread(4 * M, 0)
 h.zero(M, 0)
@@ -88,8 +79,8 @@ def flags_at(offset):
     return found[1]
 assert flags_at(0) == nbd.STATE_HOLE | nbd.STATE_ZERO, flags_at(0)
 assert not flags_at(M + 65536) & nbd.STATE_HOLE, 'NO_HOLE leaves it allocated'
-",
-    );
+";
+    script(&weir.uri("disk"), body);
 }
 
 #[test]
@@ -99,9 +90,7 @@ fn fast_zero_is_fast_or_refused_and_never_slow() {
         .args([scratch.filled("disk.raw", 4 * MIB).to_str().unwrap(), "memory:4M"])
         .start();
     for export in ["disk", "memory"] {
-        script(
-            &weir.uri(export),
-            "
+        let body = "
 assert h.can_fast_zero()
 h.pwrite(b'x' * 1048576, 0)
 try:
@@ -110,18 +99,15 @@ try:
 except nbd.Error as error:
     assert error.errno == 'ENOTSUP', error
     assert h.pread(1048576, 0) == b'x' * 1048576, 'what was refused changed nothing'
-",
-        );
+";
+        script(&weir.uri(export), body);
     }
 }
 
 #[test]
 fn a_trim_is_taken_and_frees() {
-    let scratch = Scratch::new();
-    let weir = Serve::new(&scratch).arg(scratch.filled("disk.raw", 4 * MIB)).start();
-    script(
-        &weir.uri("disk"),
-        "
+    let weir = Serve::filled(4 * MIB).start();
+    let body = "
 M = 1048576
 kept = h.pread(M, 2 * M)
 h.trim(M, M)
@@ -129,8 +115,8 @@ assert h.pread(M, 2 * M) == kept
 found = []
 h.block_status(M, M, lambda context, start, entries, error: found.extend(entries))
 assert found == [M, nbd.STATE_HOLE | nbd.STATE_ZERO], found
-",
-    );
+";
+    script(&weir.uri("disk"), body);
 }
 
 #[test]
@@ -140,9 +126,7 @@ fn block_status_covers_what_was_asked() {
         .args([scratch.sparse("disk.raw", 4 * MIB).to_str().unwrap(), "memory:4M"])
         .start();
     for export in ["disk", "memory"] {
-        script(
-            &weir.uri(export),
-            "
+        let body = "
 M = 1048576
 for i in range(0, 4, 2):
     h.pwrite(b'd' * M, i * M)
@@ -160,28 +144,22 @@ assert status(4 * M, 0, nbd.CMD_FLAG_REQ_ONE) == [(M, 0)]
 one = status(65536, M, nbd.CMD_FLAG_REQ_ONE)
 assert one == [(65536, HOLE)], 'REQ_ONE gives no more than was asked'
 assert status(1, 4 * M - 1, nbd.CMD_FLAG_REQ_ONE) == [(1, HOLE)]
-",
-        );
+";
+        script(&weir.uri(export), body);
     }
 }
 
 #[test]
 fn cache_is_taken_and_changes_nothing() {
-    let scratch = Scratch::new();
-    let weir = Serve::new(&scratch).arg(scratch.filled("disk.raw", MIB)).start();
-    script(
-        &weir.uri("disk"),
-        "before = h.pread(1 << 20, 0)\nh.cache(1 << 20, 0)\nassert h.pread(1 << 20, 0) == before",
-    );
+    let weir = Serve::filled(MIB).start();
+    let body = "before = h.pread(1 << 20, 0)\nh.cache(1 << 20, 0)\nassert h.pread(1 << 20, 0) == before";
+    script(&weir.uri("disk"), body);
 }
 
 #[test]
 fn a_read_that_must_not_be_fragmented_is_one_chunk() {
-    let scratch = Scratch::new();
-    let weir = Serve::new(&scratch).arg(scratch.sparse("disk.raw", 4 * MIB)).start();
-    script(
-        &weir.uri("disk"),
-        "
+    let weir = Serve::sparse(4 * MIB).start();
+    let body = "
 h.pwrite(b'y' * 4096, 1 << 20)
 chunks = []
 def chunk(data, offset, status, error):
@@ -189,17 +167,14 @@ def chunk(data, offset, status, error):
 data = h.pread_structured(4 << 20, 0, chunk, nbd.CMD_FLAG_DF)
 assert chunks == [(0, 4 << 20, nbd.READ_DATA)], chunks
 assert data[1 << 20:(1 << 20) + 4096] == b'y' * 4096 and not any(data[:1 << 20])
-",
-    );
+";
+    script(&weir.uri("disk"), body);
 }
 
 #[test]
 fn the_largest_request_is_served_and_a_larger_one_refused() {
-    let scratch = Scratch::new();
-    let weir = Serve::new(&scratch).arg("memory:80M").start();
-    unchecked(
-        &weir.uri("memory"),
-        "
+    let weir = Serve::alone().arg("memory:80M").start();
+    let body = "
 most = h.get_block_size(nbd.SIZE_MAXIMUM)
 assert most == 32 << 20, most
 data = bytes(range(256)) * (most // 256)
@@ -207,17 +182,14 @@ h.pwrite(data, 12345)
 assert h.pread(most, 12345) == data
 refused('EOVERFLOW', h.pread, most + 1, 0)
 assert h.pread(5, 12345) == data[:5], 'the connection goes on'
-",
-    );
+";
+    unchecked(&weir.uri("memory"), body);
 }
 
 #[test]
 fn past_the_end_is_refused_as_the_specification_says() {
-    let scratch = Scratch::new();
-    let weir = Serve::new(&scratch).arg(scratch.filled("disk.raw", MIB)).start();
-    unchecked(
-        &weir.uri("disk"),
-        "
+    let weir = Serve::filled(MIB).start();
+    let body = "
 end = h.get_size()
 refused('EINVAL', h.pread, 1, end)
 refused('EINVAL', h.pread, 2, end - 1)
@@ -230,17 +202,14 @@ refused('EINVAL', h.cache, 2, end - 1)
 refused('EINVAL', h.block_status, 2, end - 1, lambda *about: 0)
 h.pwrite(b'x', end - 1)
 assert h.pread(1, end - 1) == b'x'
-",
-    );
+";
+    unchecked(&weir.uri("disk"), body);
 }
 
 #[test]
 fn unknown_flags_and_misplaced_ones_are_refused() {
-    let scratch = Scratch::new();
-    let weir = Serve::new(&scratch).arg(scratch.filled("disk.raw", MIB)).start();
-    unchecked(
-        &weir.uri("disk"),
-        "
+    let weir = Serve::filled(MIB).start();
+    let body = "
 before = h.pread(4096, 0)
 UNKNOWN = 1 << 15
 refused('EINVAL', h.pread, 512, 0, UNKNOWN)
@@ -252,8 +221,8 @@ refused('EINVAL', h.zero, 512, 0, nbd.CMD_FLAG_REQ_ONE)
 refused('EINVAL', h.cache, 512, 0, nbd.CMD_FLAG_FAST_ZERO)
 refused('EINVAL', h.block_status, 512, 0, lambda *about: 0, nbd.CMD_FLAG_DF)
 assert h.pread(4096, 0) == before, 'what was refused changed nothing, and the connection goes on'
-",
-    );
+";
+    unchecked(&weir.uri("disk"), body);
 }
 
 #[test]
@@ -261,27 +230,22 @@ fn a_read_only_export_refuses_writes_with_eperm() {
     let scratch = Scratch::new();
     let image = scratch.filled("disk.raw", MIB);
     let weir = Serve::new(&scratch).arg(&image).arg("--read-only").start();
-    unchecked(
-        &weir.uri("disk"),
-        "
+    let body = "
 assert h.is_read_only()
 refused('EPERM', h.pwrite, b'x' * 4096, 0)
 refused('EPERM', h.trim, 4096, 0)
 refused('EPERM', h.zero, 4096, 0)
 assert len(h.pread(4096, 0)) == 4096
 h.flush()
-",
-    );
+";
+    unchecked(&weir.uri("disk"), body);
     assert!(fs::read(image).unwrap() == pattern(MIB as usize), "the image changed");
 }
 
 #[test]
 fn requests_of_no_bytes_touch_nothing() {
-    let scratch = Scratch::new();
-    let weir = Serve::new(&scratch).arg(scratch.filled("disk.raw", MIB)).start();
-    unchecked(
-        &weir.uri("disk"),
-        "
+    let weir = Serve::filled(MIB).start();
+    let body = "
 before = h.pread(1 << 20, 0)
 h.pwrite(b'', 0)
 h.trim(0, 4096)
@@ -289,14 +253,13 @@ h.zero(0, 4096)
 h.cache(0, 4096)
 refused('EINVAL', h.block_status, 0, 0, lambda *about: 0)
 assert h.pread(1 << 20, 0) == before
-",
-    );
+";
+    unchecked(&weir.uri("disk"), body);
 }
 
 #[test]
 fn clients_without_structured_replies_are_served() {
-    let scratch = Scratch::new();
-    let weir = Serve::new(&scratch).arg(scratch.filled("disk.raw", MIB)).start();
+    let weir = Serve::filled(MIB).start();
     nbdsh(
         &format!(
             "{REFUSED}
@@ -318,8 +281,7 @@ assert h.pread(6, 7) == b'simple'
 
 #[test]
 fn clients_of_the_old_handshake_are_served() {
-    let scratch = Scratch::new();
-    let weir = Serve::new(&scratch).arg(scratch.filled("disk.raw", MIB)).start();
+    let weir = Serve::filled(MIB).start();
     nbdsh(
         "
 h.set_handshake_flags(0)
@@ -334,11 +296,8 @@ assert h.pread(3, 3) == b'old'
 
 #[test]
 fn what_one_connection_flushed_another_sees() {
-    let scratch = Scratch::new();
-    let weir = Serve::new(&scratch).arg(scratch.sparse("disk.raw", MIB)).args(["--cache", "none"]).start();
-    script(
-        &weir.uri("disk"),
-        "
+    let weir = Serve::sparse(MIB).args(["--cache", "none"]).start();
+    let body = "
 other = nbd.NBD()
 other.connect_uri(uri)
 assert h.can_multi_conn()
@@ -347,18 +306,14 @@ for turn in range(50):
     h.pwrite(data, turn * 777)
     assert other.pread(1000, turn * 777) == data
     other.flush()
-",
-    );
+";
+    script(&weir.uri("disk"), body);
 }
 
 #[test]
 fn many_requests_in_flight_are_each_answered_once() {
-    let scratch = Scratch::new();
-    let weir =
-        Serve::new(&scratch).arg(scratch.filled("disk.raw", 16 * MIB)).args(["--cache", "none"]).start();
-    script(
-        &weir.uri("disk"),
-        "
+    let weir = Serve::filled(16 * MIB).args(["--cache", "none"]).start();
+    let body = "
 import random
 random.seed(11)
 original = h.pread(16 << 20, 0)
@@ -381,14 +336,13 @@ for number in range(total):
 while h.aio_in_flight():
     h.poll(-1)
 assert answered == total, answered
-",
-    );
+";
+    script(&weir.uri("disk"), body);
 }
 
 #[test]
 fn the_daemon_s_reasons_reach_the_client() {
-    let scratch = Scratch::new();
-    let weir = Serve::new(&scratch).arg(scratch.filled("disk.raw", MIB)).start();
+    let weir = Serve::filled(MIB).start();
     let said = Client::new("nbdsh").args(["--connect", &weir.uri("nothing")]).arg("-c").arg("pass").fails();
     assert!(said.contains("nothing"), "{said}");
 }

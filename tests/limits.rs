@@ -80,8 +80,7 @@ assert answered == sum(count for handle, count in handles)
 
 #[test]
 fn operations_per_second_are_limited_at_any_depth() {
-    let scratch = Scratch::new();
-    let weir = Serve::new(&scratch).args(["memory:16M", "--iops-total", "1000"]).start();
+    let weir = Serve::alone().args(["memory:16M", "--iops-total", "1000"]).start();
     for depth in [1, 32] {
         let seconds = fio(&weir.uri("memory"), 4096, depth, 400);
         assert_at_most(400.0, most(1000.0, seconds, 1.0), seconds);
@@ -90,9 +89,8 @@ fn operations_per_second_are_limited_at_any_depth() {
 
 #[test]
 fn bytes_per_second_are_limited_at_any_size() {
-    let scratch = Scratch::new();
     let rate = 10.0 * MIB as f64;
-    let weir = Serve::new(&scratch).args(["memory:16M", "--bps-total", "10M"]).start();
+    let weir = Serve::alone().args(["memory:16M", "--bps-total", "10M"]).start();
     for (size, depth) in [(4096, 16), (262_144, 4)] {
         let seconds = fio(&weir.uri("memory"), size, depth, 4 * MIB / size);
         assert_at_most(4.0 * MIB as f64, most(rate, seconds, size as f64), seconds);
@@ -128,9 +126,8 @@ fn a_burst_passes_at_once_and_then_the_rate_holds() {
 
 #[test]
 fn disks_of_a_group_have_one_limit_together() {
-    let scratch = Scratch::new();
     let disks = ["memory:16M", "memory:16M", "--name", "a", "--name", "b"];
-    let weir = Serve::new(&scratch).args(disks).args(["--group", "tenant", "--iops-total", "1000"]).start();
+    let weir = Serve::alone().args(disks).args(["--group", "tenant", "--iops-total", "1000"]).start();
     let seconds = read_at_once(["a", "b"].map(|disk| (weir.uri(disk), 200)));
     let last = seconds.into_iter().fold(0.0, f64::max);
     assert_at_most(400.0, most(1000.0, last, 1.0), last);

@@ -7,7 +7,7 @@ use std::{
     process::{Child, ChildStdin, Command, Stdio},
 };
 
-use crate::harness::{Client, MIB, Scratch, Serve, assert_says, nbdsh, need, qemu_img, qemu_io, text};
+use crate::harness::{Client, MIB, Scratch, Serve, assert_says, need, qemu_img, qemu_io, text};
 
 /// A qemu-io that has an image open until this is dropped.
 struct QemuIo {
@@ -117,10 +117,7 @@ fn weir_reads_an_image_that_qemu_writes_if_told_to_share() {
     let image = scratch.filled("disk.raw", MIB);
     let _qemu = QemuIo::open(&["-f", "raw"], &image);
     let weir = Serve::new(&scratch).arg(&image).args(["--read-only", "--force-share"]).start();
-    nbdsh(
-        "h.connect_uri(arguments[0])\nassert h.is_read_only()\nassert len(set(h.pread(4096, 0))) > 1",
-        [weir.uri("disk")],
-    );
+    weir.nbdsh("disk", "assert h.is_read_only()\nassert len(set(h.pread(4096, 0))) > 1");
 }
 
 #[test]
@@ -155,7 +152,6 @@ fn two_weirs_exclude_each_other_unless_both_read() {
 
 #[test]
 fn sharing_is_for_reading_alone() {
-    let scratch = Scratch::new();
-    let said = Serve::new(&scratch).arg(scratch.sparse("disk.raw", MIB)).arg("--force-share").rejects_usage();
+    let said = Serve::sparse(MIB).arg("--force-share").rejects_usage();
     assert_says(&said, &["--force-share", "read-only"]);
 }

@@ -18,8 +18,7 @@ fn a_directory_is_measured_and_left_as_it_was() {
     let scratch = Scratch::new();
     let directory = scratch.path("images");
     fs::create_dir(&directory).unwrap();
-    let printed = probe(&scratch).args(["--size", "16M", "--json", text(&directory)]).succeeds();
-    let report: Value = serde_json::from_str(&printed).unwrap();
+    let report = probe(&scratch).args(["--size", "16M", "--json", text(&directory)]).json();
     let loads = report["loads"].as_array().unwrap();
     let name = |load: &Value| ["pattern", "direction", "block-bytes"].map(|key| load[key].to_string());
     let mut names: Vec<_> = loads.iter().map(name).collect();

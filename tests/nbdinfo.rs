@@ -1,19 +1,16 @@
 //! nbdinfo: what an export says of itself, what is allocated, what is there to choose from.
 
-use crate::harness::{Client, MIB, Scratch, Serve, WEIR, Weir, assert_says, nbdsh};
+use crate::harness::{Client, MIB, Scratch, Serve, WEIR, Weir, assert_says};
 
 fn nbdinfo<'a>(arguments: impl IntoIterator<Item = &'a str>) -> Client {
     Client::new("nbdinfo").args(arguments)
 }
 
-fn json(text: &str) -> serde_json::Value {
-    serde_json::from_str(text).expect("nbdinfo prints JSON")
-}
-
-fn two_disks(scratch: &Scratch) -> Weir {
-    let (a, b) = (scratch.sparse("a.raw", 4 * MIB), scratch.sparse("b.raw", 8 * MIB));
-    Serve::new(scratch)
-        .args([a, b])
+fn two_disks() -> Weir {
+    let scratch = Scratch::new();
+    let disks = [scratch.sparse("a.raw", 4 * MIB), scratch.sparse("b.raw", 8 * MIB)];
+    Serve::keeping(scratch)
+        .args(disks)
         .args(["--description", "the first", "--description", "the second"])
         .start()
 }
@@ -26,10 +23,9 @@ fn the_size_is_the_image_s() {
 }
 
 #[test]
-fn all_exports_are_listed_with_their_descriptions() {
-    let scratch = Scratch::new();
-    let weir = two_disks(&scratch);
-    let list = json(&nbdinfo(["--list", "--json", &weir.uri("")]).succeeds());
+fn exports_are_listed_and_chosen_by_name() {
+    let weir = two_disks();
+    let list = nbdinfo(["--list", "--json", &weir.uri("")]).json();
     let exports = list["exports"].as_array().expect("an array");
     let about: Vec<_> = exports
         .iter()
@@ -45,37 +41,24 @@ fn all_exports_are_listed_with_their_descriptions() {
             ("b".to_owned(), "the second".to_owned(), Some(8 * MIB))
         ]
     );
-}
-
-#[test]
-fn the_default_export_is_the_first() {
-    let scratch = Scratch::new();
-    let weir = two_disks(&scratch);
+    // The default is the first.
     assert_eq!(nbdinfo(["--size", &weir.uri("")]).succeeds().trim(), (4 * MIB).to_string());
     assert_eq!(nbdinfo(["--size", &weir.uri("b")]).succeeds().trim(), (8 * MIB).to_string());
-}
-
-#[test]
-fn an_export_that_is_not_there_is_refused_with_the_reason() {
-    let scratch = Scratch::new();
-    let weir = two_disks(&scratch);
     let said = nbdinfo(["--size", &weir.uri("c")]).fails();
     assert_says(&said, &["server has no export named 'c'"]);
 }
 
 #[test]
 fn names_may_hold_any_character() {
-    let scratch = Scratch::new();
-    let weir = Serve::new(&scratch).args(["memory:1M", "--name", "Zürich №1/a b"]).start();
+    let weir = Serve::alone().args(["memory:1M", "--name", "Zürich №1/a b"]).start();
     let uri = weir.uri("Z%C3%BCrich%20%E2%84%961%2Fa%20b");
     assert_eq!(nbdinfo(["--size", &uri]).succeeds().trim(), MIB.to_string());
 }
 
 #[test]
 fn a_writable_export_can_do_all_that_the_protocol_has() {
-    let scratch = Scratch::new();
-    let weir = Serve::new(&scratch).arg(scratch.sparse("disk.raw", MIB)).start();
-    let about = json(&nbdinfo(["--json", &weir.uri("disk")]).succeeds());
+    let weir = Serve::sparse(MIB).start();
+    let about = nbdinfo(["--json", &weir.uri("disk")]).json();
     assert_eq!(about["protocol"], "newstyle-fixed");
     assert_eq!(about["structured"], true);
     assert_eq!(about["TLS"], false);
@@ -94,8 +77,7 @@ fn a_writable_export_can_do_all_that_the_protocol_has() {
 
 #[test]
 fn a_read_only_export_offers_no_command_that_writes() {
-    let scratch = Scratch::new();
-    let weir = Serve::new(&scratch).arg(scratch.sparse("disk.raw", MIB)).arg("--read-only").start();
+    let weir = Serve::sparse(MIB).arg("--read-only").start();
     let uri = weir.uri("disk");
     nbdinfo(["--is", "read-only", &uri]).succeeds();
     for can in ["write", "trim", "zero", "fast-zero"] {
@@ -107,11 +89,9 @@ fn a_read_only_export_offers_no_command_that_writes() {
 
 #[test]
 fn the_map_shows_data_and_holes() {
-    let scratch = Scratch::new();
-    let image = scratch.sparse("disk.raw", 4 * MIB);
-    let weir = Serve::new(&scratch).arg(&image).start();
-    nbdsh("h.connect_uri(arguments[0])\nh.pwrite(b'x' * 65536, 1 << 20)\nh.flush()", [weir.uri("disk")]);
-    let map = json(&nbdinfo(["--map", "--json", &weir.uri("disk")]).succeeds());
+    let weir = Serve::sparse(4 * MIB).start();
+    weir.nbdsh("disk", "h.pwrite(b'x' * 65536, 1 << 20)\nh.flush()");
+    let map = nbdinfo(["--map", "--json", &weir.uri("disk")]).json();
     let extents: Vec<_> = map
         .as_array()
         .expect("an array")
@@ -132,9 +112,8 @@ fn the_map_shows_data_and_holes() {
 
 #[test]
 fn totals_of_the_map_are_the_image_s() {
-    let scratch = Scratch::new();
-    let weir = Serve::new(&scratch).arg("memory:4M").start();
-    nbdsh("h.connect_uri(arguments[0])\nh.pwrite(b'x' * (1 << 20), 0)", [weir.uri("memory")]);
+    let weir = Serve::alone().arg("memory:4M").start();
+    weir.nbdsh("memory", "h.pwrite(b'x' * (1 << 20), 0)");
     let totals = nbdinfo(["--map", "--totals", &weir.uri("memory")]).succeeds();
     assert_says(&totals, &["1048576  25.0%   0 data", "3145728  75.0%   3 hole,zero"]);
 }

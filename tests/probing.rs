@@ -3,7 +3,7 @@
 
 use std::fs;
 
-use crate::harness::{MIB, Scratch, Serve, assert_says, nbdsh, qemu_img, text};
+use crate::harness::{MIB, Scratch, Serve, assert_says, qemu_img, text};
 
 #[test]
 fn an_image_of_another_format_is_not_served_by_guess() {
@@ -29,7 +29,7 @@ fn a_raw_image_that_begins_like_qcow2_needs_its_format() {
     let said = Serve::new(&scratch).arg(&image).fails();
     assert_says(&said, &["disk.raw: looks like qcow2", "--format raw"]);
     let weir = Serve::new(&scratch).arg(&image).args(["--format", "raw"]).start();
-    nbdsh("h.connect_uri(arguments[0])\nassert h.pread(4, 0) == b'QFI\\xfb'", [weir.uri("disk")]);
+    weir.nbdsh("disk", "assert h.pread(4, 0) == b'QFI\\xfb'");
 }
 
 #[test]
@@ -37,9 +37,7 @@ fn a_guest_cannot_forge_a_header_where_the_format_was_guessed() {
     let scratch = Scratch::new();
     let image = scratch.sparse("disk.raw", MIB);
     let weir = Serve::new(&scratch).arg(&image).start();
-    nbdsh(
-        "
-h.connect_uri(arguments[0])
+    let script = "
 def refused(call, *arguments):
     try:
         call(*arguments)
@@ -58,9 +56,8 @@ refused(h.zero, 1, 3)
 h.pwrite(b'QFI\\xfb', 512)
 h.pwrite(b'\\xeb\\x3c\\x90' + b'boot' * 100, 0)
 h.flush()
-",
-        [weir.uri("disk")],
-    );
+";
+    weir.nbdsh("disk", script);
     weir.wait_for_log("look like another format");
     weir.stop();
     Serve::new(&scratch).arg(&image).start().stop();
@@ -68,18 +65,12 @@ h.flush()
 
 #[test]
 fn where_the_format_is_given_every_byte_is_the_guest_s() {
-    let scratch = Scratch::new();
-    let image = scratch.sparse("disk.raw", MIB);
-    let weir = Serve::new(&scratch).arg(&image).args(["--format", "raw"]).start();
-    nbdsh(
-        "h.connect_uri(arguments[0])\nh.pwrite(b'QFI\\xfb', 0)\nassert h.pread(4, 0) == b'QFI\\xfb'",
-        [weir.uri("disk")],
-    );
+    let weir = Serve::sparse(MIB).args(["--format", "raw"]).start();
+    weir.nbdsh("disk", "h.pwrite(b'QFI\\xfb', 0)\nassert h.pread(4, 0) == b'QFI\\xfb'");
 }
 
 #[test]
 fn a_format_that_is_not_served_is_wrong_usage() {
-    let scratch = Scratch::new();
-    let said = Serve::new(&scratch).args(["memory:1M", "--format", "vmdk"]).rejects_usage();
+    let said = Serve::alone().args(["memory:1M", "--format", "vmdk"]).rejects_usage();
     assert_says(&said, &["vmdk", "--format"]);
 }

@@ -5,26 +5,16 @@ use std::path::{Path, PathBuf};
 
 use serde_json::{Value, json};
 
-use crate::harness::{Client, MIB, Scratch, Serve, assert_says, text};
+use crate::harness::{self, Client, MIB, Scratch, Serve, assert_says, qemu_img, text, weir, weir_image};
 
-const WEIR: &str = env!("CARGO_BIN_EXE_weir");
 const KIB: u64 = 1024;
 const DISK_BYTES: u64 = 8 * MIB;
 /// With their granularities.
 const BITMAPS: [(&str, u64); 2] = [("fine", 4 * KIB), ("coarse", 64 * KIB)];
 
-fn qemu_img<'a>(arguments: impl IntoIterator<Item = &'a str>) -> Client {
-    Client::new("qemu-img").args(arguments)
-}
-
-/// Runs commands on something; each must succeed, which qemu-io's exit status alone does not say.
 #[track_caller]
 fn qemu_io(format: &str, commands: &[&str], name: &str) {
-    let commands = commands.iter().flat_map(|command| ["-c", command]);
-    let printed =
-        Client::new("qemu-io").args(["-f", format, "-d", "unmap"]).args(commands).arg(name).succeeds();
-    let wrong = ["failed", "error", "not support"];
-    assert!(!wrong.iter().any(|word| printed.to_lowercase().contains(word)), "{printed}");
+    harness::qemu_io(["-f", format, "-d", "unmap"], commands, name);
 }
 
 /// An image with both bitmaps, and `off`, which is disabled and marks the first 64 KiB.
@@ -92,8 +82,7 @@ fn qemu_sees(path: &Path, model: &Model) {
 }
 
 fn flags(path: &Path) -> Value {
-    let info = qemu_img(["info", "-U", "--output=json", text(path)]).succeeds();
-    let info: Value = serde_json::from_str(&info).unwrap();
+    let info = qemu_img(["info", "-U", "--output=json", text(path)]).json();
     let bitmaps = info["format-specific"]["data"]["bitmaps"].as_array().unwrap().iter();
     bitmaps.map(|bitmap| (bitmap["name"].as_str().unwrap().to_owned(), bitmap["flags"].clone())).collect()
 }
@@ -137,7 +126,7 @@ fn weir_and_qemu_record_in_the_same_bitmaps() {
         qemu_io("qcow2", &["write -P 4 6M 1k"], text(&path));
         model.mark(&[(6144, 1)]);
         let bench = ["bench", "-q", "-f", "qcow2", "-w", "-c", "10", "-s", "4k", "-o", "7M", "-S", "32k"];
-        Client::new(WEIR).args(bench).arg(&path).succeeds();
+        weir(&bench).arg(&path).succeeds();
         model.mark(&(0..10).map(|number| (7168 + number * 32, 4)).collect::<Vec<_>>());
         qemu_sees(&path, &model);
     }
@@ -150,8 +139,7 @@ fn bitmaps_get_the_size_of_the_disk() {
         let path = image(&scratch, options);
         let mut model = Model::new();
         let resize = |size: &str| {
-            let resize = ["image", "resize", "-q", "-f", "qcow2", "--shrink", text(&path), size];
-            Client::new(WEIR).args(resize).succeeds();
+            weir_image(&["resize", "-q", "-f", "qcow2", "--shrink", text(&path), size]).succeeds();
         };
         qemu_io("qcow2", &["write 3M 65k", "write 7M 64k"], text(&path));
         resize("12M");
@@ -192,9 +180,7 @@ fn a_bitmap_that_was_not_stored_is_believed_by_nobody() {
     for (name, granularity) in BITMAPS {
         qemu_img(["bitmap", "--remove", text(&path), name]).succeeds();
         let granularity = granularity.to_string();
-        Client::new(WEIR)
-            .args(["image", "bitmap", "--add", "-g", &granularity, text(&path), name])
-            .succeeds();
+        weir_image(&["bitmap", "--add", "-g", &granularity, text(&path), name]).succeeds();
     }
     let weir = served(&scratch, &path).start();
     qemu_io("raw", &["write -P 5 2M 64k"], &weir.uri("disk"));

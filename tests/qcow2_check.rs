@@ -9,7 +9,7 @@ use std::{
 
 use serde_json::Value;
 
-use crate::harness::{Scratch, qemu_img, qemu_io, text, weir_image as weir};
+use crate::harness::{Scratch, create_encrypted, qemu_img, qemu_io, text, weir_image as weir};
 
 /// An image of 8 MiB with these options and some data: compressed clusters, zeroes, holes.
 fn image(scratch: &Scratch, name: &str, options: &str) -> PathBuf {
@@ -83,15 +83,8 @@ fn what_qemu_made_is_found_as_qemu_finds_it() {
 fn an_encrypted_image_is_checked_without_its_key() {
     let scratch = Scratch::new();
     let path = scratch.path("image.qcow2");
-    let secret = [
-        "--object",
-        "secret,id=key,data=abc",
-        "-o",
-        "encrypt.format=luks,encrypt.key-secret=key,encrypt.iter-time=10",
-    ];
-    qemu_img(["create", "-q", "-f", "qcow2"]).args(secret).args([text(&path), "8M"]).succeeds();
-    let printed = weir(&["check", "--output=json", text(&path)]).succeeds();
-    assert_eq!(serde_json::from_str::<Value>(&printed).unwrap()["total-clusters"], 128);
+    create_encrypted(&path);
+    assert_eq!(weir(&["check", "--output=json", text(&path)]).json()["total-clusters"], 128);
 }
 
 fn number(file: &fs::File, offset: u64) -> u64 {
@@ -214,8 +207,7 @@ fn leaks_alone_are_freed_and_raw_images_have_nothing_to_check() {
     let path = image(&scratch, "image.qcow2", "");
     let at = places(&path);
     at.put(at.l2 + 8 * 4, 0);
-    let printed = weir(&["check", "-r", "leaks", "--output=json", text(&path)]).succeeds();
-    assert_eq!(serde_json::from_str::<Value>(&printed).unwrap()["leaks-fixed"], 1);
+    assert_eq!(weir(&["check", "-r", "leaks", "--output=json", text(&path)]).json()["leaks-fixed"], 1);
     let raw = scratch.sparse("disk.raw", 1 << 20);
     assert_eq!(weir(&["check", text(&raw)]).run().code(), 63);
 }

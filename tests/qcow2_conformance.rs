@@ -260,10 +260,9 @@ impl Subject {
     ///
     /// QEMU also looks for holes of the file below data; those are data here.
     fn map(&self, weir: bool) -> Vec<(u64, u64, u64, bool, bool, Option<u64>)> {
-        let printed = self.tool(weir, &["map", "--output=json", "-f", "qcow2", text(&self.image)]).succeeds();
-        let entries: Vec<serde_json::Value> = serde_json::from_str(&printed).unwrap();
+        let entries = self.tool(weir, &["map", "--output=json", "-f", "qcow2", text(&self.image)]).json();
         let mut map: Vec<(u64, u64, u64, bool, bool, Option<u64>)> = Vec::new();
-        for entry in entries {
+        for entry in entries.as_array().unwrap() {
             let number = |name: &str| entry[name].as_u64();
             let zero = entry["zero"] == true && entry["data"] == false;
             let (start, length) = (number("start").unwrap(), number("length").unwrap());

@@ -69,8 +69,7 @@ fn a_snapshot_is_converted_as_qemu_converts_it() {
 
 /// Names, granularities and flags; and what each marks, as nbdinfo sees it in what qemu-nbd serves.
 fn bitmaps(path: &Path) -> (Value, Vec<String>) {
-    let info: Value =
-        serde_json::from_str(&qemu_img(["info", "--output=json", text(path)]).succeeds()).unwrap();
+    let info = qemu_img(["info", "--output=json", text(path)]).json();
     let list = info["format-specific"]["data"]["bitmaps"].clone();
     let mut maps = Vec::new();
     for bitmap in list.as_array().into_iter().flatten() {
@@ -159,8 +158,7 @@ fn what_the_one_compresses_the_other_unpacks() {
         weir(&arguments).args([&original, &ours]).succeeds();
         qemu_img(arguments).args([&original, &theirs]).succeeds();
         for image in [&ours, &theirs] {
-            let checked = weir(&["check", "--output=json", text(image)]).succeeds();
-            let checked: Value = serde_json::from_str(&checked).unwrap();
+            let checked = weir(&["check", "--output=json", text(image)]).json();
             assert_eq!(checked["compressed-clusters"], 4, "{kind}: {checked}");
             is_same(image, &original);
         }
@@ -323,16 +321,9 @@ fn what_is_added_to_a_disk_has_its_place_as_qemu_gives_it() {
                 if format == "qcow2" {
                     qemu_img(["check", "-q", text(&path)]).succeeds();
                 }
-                let map = qemu_img(["map", "--output=json", "-f", format, text(&path)]).succeeds();
-                let map: Value = serde_json::from_str(&map).unwrap();
-                let shown = map.as_array().unwrap().iter().map(|entry| {
-                    (
-                        entry["start"].clone(),
-                        entry["length"].clone(),
-                        entry["data"].clone(),
-                        entry["zero"].clone(),
-                    )
-                });
+                let map = qemu_img(["map", "--output=json", "-f", format, text(&path)]).json();
+                let keys = ["start", "length", "data", "zero"];
+                let shown = map.as_array().unwrap().iter().map(|entry| keys.map(|key| entry[key].clone()));
                 maps.push(shown.collect::<Vec<_>>());
                 let room = fs::metadata(&path).unwrap().blocks() * 512;
                 let full = !mode.ends_with("off") && !mode.ends_with("metadata");
@@ -393,8 +384,7 @@ fn a_disk_in_a_data_file_grows_in_it() {
             // QEMU rounds it up to a cluster.
             let length = fs::metadata(&data).unwrap().len();
             assert!(!by_weir || length == 2 * MIB + 300 * 1024, "data_file_raw={raw}: {length} bytes");
-            let map = qemu_img(["map", "--output=json", "-f", "qcow2", text(&path)]).succeeds();
-            let map: Value = serde_json::from_str(&map).unwrap();
+            let map = qemu_img(["map", "--output=json", "-f", "qcow2", text(&path)]).json();
             let zeroes = map.as_array().unwrap().iter().filter(|entry| entry["present"] == false);
             maps.push(zeroes.map(|entry| entry["length"].as_u64()).collect::<Vec<_>>());
         }

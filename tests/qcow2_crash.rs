@@ -89,21 +89,12 @@ impl Ledger {
             if !self.send(wire, number) {
                 return;
             }
-            for _ in 0..BATCH {
-                match wire.next_simple_reply() {
-                    Some((0, _)) => {}
-                    Some((error, _)) => panic!("a write failed with {error}"),
-                    None => return,
-                }
-            }
-            let flush = Request { flags: 0, kind: CMD_FLUSH, cookie: 0, offset: 0, length: 0 };
-            if !wire.try_send(&flush.compact()) {
+            if !(0..BATCH).all(|_| is_done(wire)) {
                 return;
             }
-            match wire.next_simple_reply() {
-                Some((0, _)) => {}
-                Some((error, _)) => panic!("a flush failed with {error}"),
-                None => return,
+            let flush = Request { flags: 0, kind: CMD_FLUSH, cookie: 0, offset: 0, length: 0 };
+            if !wire.try_send(&flush.compact()) || !is_done(wire) {
+                return;
             }
             for block in &mut self.blocks {
                 if let Some(&last) = block.since.last() {
@@ -133,6 +124,13 @@ impl Ledger {
             *block = Block { flushed: there, since: Vec::new() };
         }
     }
+}
+
+/// Whether the next request is answered; false once the daemon is gone.
+fn is_done(wire: &mut Wire) -> bool {
+    let reply = wire.next_simple_reply();
+    assert!(reply.is_none_or(|(error, _)| error == 0), "a request failed: {reply:?}");
+    reply.is_some()
 }
 
 fn number(name: &str, default: usize) -> usize {

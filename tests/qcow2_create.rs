@@ -1,12 +1,15 @@
 //! `weir image create` and `info` beside qemu-img's: QEMU opens what weir makes, finds nothing
 //! wrong, and reads zeroes; both describe an image alike.
 
-use serde_json::Value;
+use std::path::Path;
 
-use crate::harness::{Scratch, assert_says, qemu_img, qemu_io, text, weir_image};
+use crate::harness::{Scratch, assert_says, create_encrypted, qemu_img, qemu_io, text, weir_image};
 
-fn json(printed: &str) -> Value {
-    serde_json::from_str(printed).unwrap()
+#[track_caller]
+fn describe_alike(path: &Path, more: &[&str]) {
+    let theirs = qemu_img(["info", "--output=json"]).args(more).arg(path).json();
+    let ours = weir_image(&["info", "--output=json"]).args(more).arg(path).json();
+    assert_eq!(ours, theirs);
 }
 
 #[test]
@@ -33,11 +36,7 @@ fn qemu_takes_what_weir_makes() {
         qemu_img(["check", "-q", text(&path)]).succeeds();
         qemu_io(["-f", "qcow2"], ["read -P 0 0 9M", "write -P 5 1M 3M"], &path);
         qemu_img(["check", "-q", text(&path)]).succeeds();
-        let (theirs, ours) = (
-            qemu_img(["info", "--output=json", text(&path)]).succeeds(),
-            weir_image(&["info", "--output=json", text(&path)]).succeeds(),
-        );
-        assert_eq!(json(&ours), json(&theirs), "{options}");
+        describe_alike(&path, &[]);
     }
 }
 
@@ -49,10 +48,8 @@ fn what_an_image_stands_on_is_told_as_qemu_tells_it() {
     weir_image(&["create", "-q", "-f", "qcow2", "-b", "base.qcow2", "-F", "qcow2", text(&top)]).succeeds();
     qemu_img(["snapshot", "-c", "one", text(&base)]).succeeds();
     qemu_img(["bitmap", "--add", text(&base), "changes"]).succeeds();
-    for arguments in [&["info", "--backing-chain", "--output=json"][..], &["info", "--output=json"]] {
-        let theirs = qemu_img(arguments).arg(&top).succeeds();
-        let ours = weir_image(arguments).arg(&top).succeeds();
-        assert_eq!(json(&ours), json(&theirs));
+    for more in [&["--backing-chain"][..], &[]] {
+        describe_alike(&top, more);
     }
     assert_says(
         &weir_image(&["info", text(&base)]).succeeds(),
@@ -66,16 +63,8 @@ fn what_an_image_stands_on_is_told_as_qemu_tells_it() {
 fn an_encrypted_image_is_described_as_qemu_describes_it() {
     let scratch = Scratch::new();
     let path = scratch.path("disk.qcow2");
-    let secret = [
-        "--object",
-        "secret,id=key,data=abc",
-        "-o",
-        "encrypt.format=luks,encrypt.key-secret=key,encrypt.iter-time=10",
-    ];
-    qemu_img(["create", "-q", "-f", "qcow2"]).args(secret).args([text(&path), "8M"]).succeeds();
-    let theirs = qemu_img(["info", "--output=json", text(&path)]).succeeds();
-    let ours = weir_image(&["info", "--output=json", text(&path)]).succeeds();
-    assert_eq!(json(&ours), json(&theirs));
+    create_encrypted(&path);
+    describe_alike(&path, &[]);
 }
 
 #[test]

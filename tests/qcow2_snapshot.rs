@@ -57,9 +57,7 @@ fn qemu_reads_the_snapshots_that_weir_takes_and_weir_goes_back_to_qemu_s() {
 }
 
 fn bitmaps(path: &Path) -> Value {
-    let info = qemu_img(["info", "--output=json", text(path)]).succeeds();
-    let info: Value = serde_json::from_str(&info).unwrap();
-    info["format-specific"]["data"]["bitmaps"].clone()
+    qemu_img(["info", "--output=json", text(path)]).json()["format-specific"]["data"]["bitmaps"].clone()
 }
 
 #[test]

@@ -53,8 +53,7 @@ fn the_map_shows_where_data_is() {
     let scratch = Scratch::new();
     let original = original(&scratch);
     let weir = Serve::new(&scratch).arg(&original).start();
-    let map = qemu_img(["map", "--output=json", "-f", "raw", &weir.uri("original")]).succeeds();
-    let map: serde_json::Value = serde_json::from_str(&map).unwrap();
+    let map = qemu_img(["map", "--output=json", "-f", "raw", &weir.uri("original")]).json();
     let extents: Vec<_> = map
         .as_array()
         .unwrap()
@@ -73,17 +72,14 @@ fn the_map_shows_where_data_is() {
 
 #[test]
 fn info_names_the_size() {
-    let scratch = Scratch::new();
-    let weir = Serve::new(&scratch).arg("memory:3G").start();
+    let weir = Serve::alone().arg("memory:3G").start();
     let info = qemu_img(["info", "-f", "raw", &weir.uri("memory")]).succeeds();
     assert_says(&info, &["virtual size: 3 GiB (3221225472 bytes)"]);
 }
 
 #[test]
 fn bench_completes_reading_and_writing() {
-    let scratch = Scratch::new();
-    let weir =
-        Serve::new(&scratch).arg(scratch.sparse("disk.raw", 16 * MIB)).args(["--cache", "none"]).start();
+    let weir = Serve::sparse(16 * MIB).args(["--cache", "none"]).start();
     let uri = weir.uri("disk");
     for more in [
         &["-s", "4096"][..],

@@ -64,8 +64,7 @@ fn zeroes_and_discards_are_what_they_should_be() {
 
 #[test]
 fn a_verification_that_should_fail_does() {
-    let scratch = Scratch::new();
-    let weir = Serve::new(&scratch).arg("memory:1M").start();
+    let weir = Serve::alone().arg("memory:1M").start();
     let outcome =
         Client::new("qemu-io").args(["-f", "raw", "-c", "read -P 1 0 4k", &weir.uri("memory")]).run();
     assert_eq!(outcome.code(), 1, "a memory disk begins as zeroes, so these tests can fail");

@@ -8,9 +8,11 @@ use serde_json::json;
 
 use crate::harness::{MIB, Qmp, Scratch, Serve, Weir, text};
 
-fn serve(scratch: &Scratch) -> (Weir, PathBuf) {
+fn serve() -> (Weir, PathBuf) {
+    let scratch = Scratch::new();
     let path = scratch.socket("qmp");
-    let weir = Serve::new(scratch).args(["memory:1M", "--qmp"]).arg(format!("unix:{}", text(&path))).start();
+    let weir =
+        Serve::keeping(scratch).args(["memory:1M", "--qmp"]).arg(format!("unix:{}", text(&path))).start();
     (weir, path)
 }
 
@@ -21,8 +23,7 @@ fn goes_on(path: &Path) {
 
 #[test]
 fn broken_json_is_answered_and_the_next_line_is_heard() {
-    let scratch = Scratch::new();
-    let (_weir, path) = serve(&scratch);
+    let (_weir, path) = serve();
     let mut client = Qmp::negotiated(&path);
     for nonsense in [
         "GET / HTTP/1.1\r\n",
@@ -53,8 +54,7 @@ fn broken_json_is_answered_and_the_next_line_is_heard() {
 
 #[test]
 fn nesting_and_length_are_bounded() {
-    let scratch = Scratch::new();
-    let (weir, path) = serve(&scratch);
+    let (weir, path) = serve();
     let mut client = Qmp::negotiated(&path);
     let before = weir.resident_bytes();
     client.send("[".repeat(1 << 20));
@@ -78,8 +78,7 @@ fn nesting_and_length_are_bounded() {
 
 #[test]
 fn who_never_reads_holds_up_nobody() {
-    let scratch = Scratch::new();
-    let (weir, path) = serve(&scratch);
+    let (weir, path) = serve();
     let before = weir.resident_bytes();
     let mut deaf = Qmp::connect(&path);
     deaf.send("{\"execute\":\"qmp_capabilities\"}");
@@ -97,8 +96,7 @@ fn who_never_reads_holds_up_nobody() {
 
 #[test]
 fn many_clients_at_once_are_each_answered() {
-    let scratch = Scratch::new();
-    let (_weir, path) = serve(&scratch);
+    let (_weir, path) = serve();
     let mut clients: Vec<_> = (0..20).map(|_| Qmp::negotiated(&path)).collect();
     for (number, client) in clients.iter_mut().enumerate() {
         client.send(json!({"execute": "query-version", "id": number}).to_string());
@@ -110,8 +108,7 @@ fn many_clients_at_once_are_each_answered() {
 
 #[test]
 fn who_hangs_up_in_the_middle_of_a_word_is_forgotten() {
-    let scratch = Scratch::new();
-    let (_weir, path) = serve(&scratch);
+    let (_weir, path) = serve();
     for cut in ["", "{", "{\"execute\":\"quit", "{\"execute\":\"query-block\"}"] {
         for _ in 0..40 {
             let mut client = Qmp::connect(&path);

@@ -228,7 +228,7 @@ fn a_result_is_shown_as_tables() {
             "Charts, which --report FILE.html and --charts DIR draw: IOPS over time; Latency; All\n",
         ],
     );
-    let told: Value = serde_json::from_str(&weir(&["report", &a, "--json"]).succeeds()).expect("JSON");
+    let told = weir(&["report", &a, "--json"]).json();
     assert_eq!(told["measures"][0]["estimate"]["median"], 20_000.0, "{told:#}");
     assert_eq!(told["partial"], "it was interrupted", "{told:#}");
 }
@@ -288,8 +288,7 @@ fn two_results_are_compared() {
     assert_eq!(weir(&["report", &slower, &a, "--fail-on-worse"]).run().code(), 0, "better is not worse");
     let printed = weir(&["report", &a, &same, "--fail-on-worse"]).succeeds();
     assert_says(&printed, &["No real difference: none of 3 measures differs by more than noise.\n"]);
-    let told = weir(&["report", &a, &slower, "--json"]).succeeds();
-    let told: Value = serde_json::from_str(&told).expect("JSON");
+    let told = weir(&["report", &a, &slower, "--json"]).json();
     assert_eq!((&told["worse"], &told["better"]), (&json!(1), &json!(0)), "{told:#}");
     assert_eq!(told["measures"][0]["verdict"], "worse", "{told:#}");
 }

@@ -13,8 +13,8 @@ use std::{
 };
 
 use crate::harness::{
-    DEADLINE, Scratch, Serve, assert_says, text, weir,
-    wire::{CMD_FLUSH, CMD_READ, CMD_WRITE, OPT_GO, REP_ACK, Request, go_data, option_header},
+    Scratch, Serve, Wire, assert_says, text, weir,
+    wire::{CMD_FLUSH, CMD_READ, CMD_WRITE, Request},
 };
 
 #[derive(Clone, Copy)]
@@ -117,26 +117,10 @@ fn replayed(socket: &Path, requests: &[Asked]) -> Vec<Duration> {
 /// A connection in transmission with simple replies, on which a flush has been answered: the daemon
 /// has all that it needs for it, and no limit has noticed.
 fn connected(socket: &Path) -> UnixStream {
-    let mut stream = UnixStream::connect(socket).unwrap();
-    stream.set_read_timeout(Some(DEADLINE)).unwrap();
-    stream.read_exact(&mut [0; 18]).unwrap();
-    let go = go_data("null");
-    stream.write_all(&3_u32.to_be_bytes()).unwrap();
-    stream.write_all(&option_header(OPT_GO, go.len() as u32)).unwrap();
-    stream.write_all(&go).unwrap();
-    loop {
-        let mut reply = [0; 20];
-        stream.read_exact(&mut reply).unwrap();
-        let number = |at: usize| u32::from_be_bytes(reply[at..at + 4].try_into().unwrap());
-        stream.read_exact(&mut vec![0; number(16) as usize]).unwrap();
-        if number(12) == REP_ACK {
-            break;
-        }
-    }
-    let flush = Request { flags: 0, kind: CMD_FLUSH, cookie: 0, offset: 0, length: 0 };
-    stream.write_all(&flush.compact()).unwrap();
-    stream.read_exact(&mut [0; 16]).unwrap();
-    stream
+    let (mut wire, _) = Wire::go(socket, "null");
+    wire.request(Request { flags: 0, kind: CMD_FLUSH, cookie: 0, offset: 0, length: 0 }, &[]);
+    assert_eq!(wire.simple_reply(), (0, 0));
+    wire.into_stream()
 }
 
 /// What is sent late, or answered late, is done later and never sooner: so a daemon on a slow

@@ -17,34 +17,21 @@ use nix::sys::signal::Signal;
 use crate::harness::{Client, MIB, Scratch, Serve, Wire, assert_says, text, weir};
 
 #[test]
-fn a_missing_image_is_named() {
+fn what_is_no_image_is_named() {
     let scratch = Scratch::new();
-    let image = scratch.path("nothing.raw");
-    let said = Serve::new(&scratch).arg(&image).fails();
-    assert_says(&said, &[&format!("weir: {}: ", text(&image)), "no such file"]);
+    let missing = scratch.path("nothing.raw");
+    let said = Serve::new(&scratch).arg(&missing).fails();
+    assert_says(&said, &[&format!("weir: {}: ", text(&missing)), "no such file"]);
     assert!(said.ends_with(')'), "what to do comes last: {said}");
-}
-
-#[test]
-fn a_directory_is_no_image() {
-    let scratch = Scratch::new();
-    let said = Serve::new(&scratch).arg(scratch.path("")).fails();
-    assert_says(&said, &[text(&scratch.path("")), "directory"]);
-}
-
-#[test]
-fn an_empty_file_is_no_disk() {
-    let scratch = Scratch::new();
-    assert_says(&Serve::new(&scratch).arg("memory:0").fails(), &["memory:0", "size zero"]);
-    assert_says(&Serve::new(&scratch).arg("memory:0").fails(), &["memory:0", "size zero"]);
-    let image = scratch.sparse("empty.raw", 0);
-    assert_says(&Serve::new(&scratch).arg(&image).fails(), &[text(&image), "size"]);
-}
-
-#[test]
-fn a_terminal_is_no_disk() {
-    let scratch = Scratch::new();
-    assert_says(&Serve::new(&scratch).arg("/dev/zero").fails(), &["/dev/zero", "character device"]);
+    let (directory, empty) = (scratch.path(""), scratch.sparse("empty.raw", 0));
+    for (image, why) in [
+        (text(&directory), "directory"),
+        ("memory:0", "size zero"),
+        (text(&empty), "size"),
+        ("/dev/zero", "character device"),
+    ] {
+        assert_says(&Serve::new(&scratch).arg(image).fails(), &[image, why]);
+    }
 }
 
 #[test]
@@ -53,13 +40,8 @@ fn permissions_are_named() {
     let image = scratch.sparse("disk.raw", MIB);
     fs::set_permissions(&image, fs::Permissions::from_mode(0o400)).unwrap();
     // Root is not asked for permission, unless it gives up the capabilities that say so.
-    let without = [
-        "setpriv",
-        "--bounding-set",
-        "-dac_override,-dac_read_search",
-        "--inh-caps",
-        "-dac_override,-dac_read_search",
-    ];
+    let given_up = "-dac_override,-dac_read_search";
+    let without = ["setpriv", "--bounding-set", given_up, "--inh-caps", given_up];
     let root = nix::unistd::geteuid().is_root();
     let serve = || if root { Serve::new(&scratch).behind(without) } else { Serve::new(&scratch) };
     assert_says(&serve().arg(&image).fails(), &[text(&image), "ermission", "--read-only"]);
@@ -70,10 +52,9 @@ fn permissions_are_named() {
 
 #[test]
 fn a_port_in_use_is_named() {
-    let scratch = Scratch::new();
     let theirs = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = theirs.local_addr().unwrap().to_string();
-    let said = Serve::new(&scratch).where_said().args(["memory:1M", "--nbd", &address]).fails();
+    let said = Serve::alone().where_said().args(["memory:1M", "--nbd", &address]).fails();
     assert_says(&said, &[&address, "the port is in use", "ss -ltnp"]);
 }
 
@@ -254,8 +235,7 @@ fn sockets_of_the_service_manager_are_taken_and_it_is_told() {
 
 #[test]
 fn the_log_speaks_json_if_asked() {
-    let scratch = Scratch::new();
-    let weir = Serve::new(&scratch).args(["null:1M", "--log-format", "json"]).start();
+    let weir = Serve::alone().args(["null:1M", "--log-format", "json"]).start();
     let ready: serde_json::Value = serde_json::from_str(weir.ready_line()).expect("it is JSON");
     assert_eq!(ready["message"], "ready", "{ready:#}");
 }
@@ -272,8 +252,7 @@ fn a_thousand_disks_start_and_answer() {
     let weir = Serve::new(&scratch).where_said().arg("--config").arg(&config).start();
     let list = Client::new("nbdinfo")
         .args(["--list", "--json", &format!("nbd+unix:///?socket={}", text(&socket))])
-        .succeeds();
-    let list: serde_json::Value = serde_json::from_str(&list).expect("nbdinfo prints JSON");
+        .json();
     assert_eq!(list["exports"].as_array().map(Vec::len), Some(1000));
     for number in [0_u64, 1, 499, 999] {
         let uri = format!("nbd+unix:///vm{number}?socket={}", text(&socket));

@@ -6,7 +6,7 @@ use std::{fs, os::unix::process::ExitStatusExt as _};
 use nix::sys::signal::Signal;
 
 use crate::harness::{
-    Client, MIB, Scratch, Serve, Wire, assert_says, nbdsh,
+    Client, MIB, Scratch, Serve, Wire, assert_says,
     wire::{CMD_READ, CMD_WRITE, Request},
 };
 
@@ -54,8 +54,7 @@ fn what_was_acknowledged_before_sigterm_is_in_the_file() {
 
 #[test]
 fn what_is_in_flight_is_answered_before_the_daemon_ends() {
-    let scratch = Scratch::new();
-    let weir = Serve::new(&scratch).args(["memory:1M", "--delay", "write=1s"]).start();
+    let weir = Serve::alone().args(["memory:1M", "--delay", "write=1s"]).start();
     let (mut client, _) = Wire::go(weir.socket(), "memory");
     client.request(Request { flags: 0, kind: CMD_WRITE, cookie: 1, offset: 0, length: 4 }, b"last");
     // Answered at once, so the write before it has been taken in.
@@ -89,8 +88,7 @@ fn a_second_signal_does_not_wait() {
 
 #[test]
 fn an_idle_client_does_not_keep_the_daemon() {
-    let scratch = Scratch::new();
-    let weir = Serve::new(&scratch).arg("memory:1M").start();
+    let weir = Serve::alone().arg("memory:1M").start();
     let mut idle = Wire::go(weir.socket(), "memory").0;
     let mut greeted = Wire::greet(weir.socket());
     let mut silent = Wire::connect(weir.socket());
@@ -102,8 +100,7 @@ fn an_idle_client_does_not_keep_the_daemon() {
 
 #[test]
 fn sigint_ends_it_as_sigterm_does_and_sighup_does_not() {
-    let scratch = Scratch::new();
-    let weir = Serve::new(&scratch).arg("memory:1M").start();
+    let weir = Serve::alone().arg("memory:1M").start();
     weir.signal(Signal::SIGHUP);
     weir.wait_for_log("SIGHUP");
     Client::new("nbdinfo").args(["--size", &weir.uri("memory")]).succeeds();
@@ -118,7 +115,7 @@ fn what_was_flushed_survives_a_crash_of_the_daemon() {
     for cache in ["writeback", "writethrough", "none", "directsync", "unsafe"] {
         let image = scratch.sparse("disk.raw", MIB);
         let weir = Serve::new(&scratch).arg(&image).args(["--cache", cache]).start();
-        nbdsh("h.connect_uri(arguments[0])\nh.pwrite(b'kept' * 100, 4000)\nh.flush()", [weir.uri("disk")]);
+        weir.nbdsh("disk", "h.pwrite(b'kept' * 100, 4000)\nh.flush()");
         weir.crash();
         assert_eq!(fs::read(&image).unwrap()[4000..4400], *b"kept".repeat(100), "{cache}");
     }
@@ -126,8 +123,7 @@ fn what_was_flushed_survives_a_crash_of_the_daemon() {
 
 #[test]
 fn a_client_that_takes_no_replies_does_not_keep_the_daemon() {
-    let scratch = Scratch::new();
-    let weir = Serve::new(&scratch).arg("memory:64M").start();
+    let weir = Serve::alone().arg("memory:64M").start();
     let (mut deaf, _) = Wire::go(weir.socket(), "memory");
     deaf.limit_writing();
     let read = Request { flags: 0, kind: CMD_READ, cookie: 1, offset: 0, length: 8 * MIB }.compact();

@@ -126,9 +126,7 @@ fn data_goes_round_through_certificates() {
     Client::new("nbdcopy").args([text(&original), &uri]).succeeds();
     Client::new("nbdcopy").args([&uri, text(&back)]).succeeds();
     assert!(fs::read(&back).unwrap() == fs::read(&original).unwrap(), "the copy differs");
-    let about = Client::new("nbdinfo").args(["--json", &uri]).succeeds();
-    let about: serde_json::Value = serde_json::from_str(&about).unwrap();
-    assert_eq!(about["TLS"], true);
+    assert_eq!(Client::new("nbdinfo").args(["--json", &uri]).json()["TLS"], true);
 }
 
 #[test]

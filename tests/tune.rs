@@ -16,7 +16,8 @@ use nix::{
 use serde_json::Value;
 
 use crate::harness::{
-    Client, LoopDevice, MIB, Scratch, Serve, WEIR, assert_says, nbdsh, qemu_img, qemu_io, text, weir,
+    Client, LoopDevice, MIB, Scratch, Serve, WEIR, assert_says, nbdsh, need_root, qemu_img, qemu_io, text,
+    weir,
 };
 
 /// No run gets to the end of it here, which would take many times longer than what is waited for:
@@ -172,10 +173,7 @@ ls -A "$0"
 
 #[test]
 fn a_disk_that_becomes_full_is_told_and_what_was_made_is_removed() {
-    assert!(
-        nix::unistd::geteuid().is_root(),
-        "mounts need root (run the tests as root, as `make test` in CI does)"
-    );
+    need_root("mounts");
     let scratch = Scratch::new();
     let mount = directory(&scratch);
     let kept = scratch.path("tune.json");

@@ -19,8 +19,8 @@ const ERROR: u16 = (1 << 15) + 1;
 /// NBD_REP_ERR_EXT_HEADER_REQD.
 const REP_ERR_EXT_HEADER_REQD: u32 = (1 << 31) + 10;
 
-fn disk(scratch: &Scratch) -> Weir {
-    Serve::new(scratch).arg(scratch.filled("disk.raw", 2 * MIB)).start()
+fn disk() -> Weir {
+    Serve::filled(2 * MIB).start()
 }
 
 fn ask(wire: &mut Wire, flags: u16, kind: u16, offset: u64, length: u64) {
@@ -41,8 +41,7 @@ fn assert_done(wire: &mut Wire) {
 
 #[test]
 fn reads_and_writes_have_64_bit_headers() {
-    let scratch = Scratch::new();
-    let weir = disk(&scratch);
+    let weir = disk();
     let (mut wire, size) = Wire::go_extended(weir.socket(), "disk");
     assert_eq!(size, 2 * MIB);
 
@@ -66,8 +65,7 @@ fn reads_and_writes_have_64_bit_headers() {
 
 #[test]
 fn a_whole_disk_is_zeroed_and_described_in_one_request() {
-    let scratch = Scratch::new();
-    let weir = Serve::new(&scratch).arg(scratch.sparse("disk.raw", 6 << 30)).start();
+    let weir = Serve::sparse(6 << 30).start();
     let (mut wire, size) = Wire::go_extended(weir.socket(), "disk");
     assert_eq!(size, 6 << 30);
 
@@ -95,8 +93,7 @@ fn a_whole_disk_is_zeroed_and_described_in_one_request() {
 
 #[test]
 fn wrong_requests_are_refused_in_extended_chunks() {
-    let scratch = Scratch::new();
-    let weir = disk(&scratch);
+    let weir = disk();
     let (mut wire, size) = Wire::go_extended(weir.socket(), "disk");
 
     ask(&mut wire, 0, CMD_READ, size - 1, 2);
@@ -116,8 +113,7 @@ fn wrong_requests_are_refused_in_extended_chunks() {
 
 #[test]
 fn a_payload_too_long_to_skip_ends_the_connection() {
-    let scratch = Scratch::new();
-    let weir = disk(&scratch);
+    let weir = disk();
     let (mut wire, _) = Wire::go_extended(weir.socket(), "disk");
     ask(&mut wire, FLAG_PAYLOAD_LEN, CMD_WRITE, 0, 1 << 40);
     wire.is_closed();
@@ -125,8 +121,7 @@ fn a_payload_too_long_to_skip_ends_the_connection() {
 
 #[test]
 fn compact_headers_are_out_of_step_afterwards() {
-    let scratch = Scratch::new();
-    let weir = disk(&scratch);
+    let weir = disk();
     let (mut wire, _) = Wire::go_extended(weir.socket(), "disk");
     wire.send(&Request { flags: 0, kind: CMD_READ, cookie: 1, offset: 0, length: 1 }.compact());
     wire.send(&[0; 4]);
@@ -135,8 +130,7 @@ fn compact_headers_are_out_of_step_afterwards() {
 
 #[test]
 fn extended_headers_take_precedence_over_structured_replies() {
-    let scratch = Scratch::new();
-    let weir = disk(&scratch);
+    let weir = disk();
     let mut wire = Wire::greet(weir.socket());
     wire.option(OPT_EXTENDED_HEADERS, &[]);
     assert_eq!(wire.option(OPT_STRUCTURED_REPLY, &[])[0].0, REP_ERR_EXT_HEADER_REQD);

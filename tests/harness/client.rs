@@ -10,6 +10,8 @@ use std::{
     process::{Command, Output, Stdio},
 };
 
+use serde_json::Value;
+
 /// Which Debian package has which program. `scripts/deps` installs them all.
 const PACKAGES: [(&str, &str); 16] = [
     ("chromium", "chromium"),
@@ -155,6 +157,13 @@ impl Client {
         self.run().succeeded()
     }
 
+    /// It must succeed, and print JSON.
+    #[track_caller]
+    pub(crate) fn json(self) -> Value {
+        let printed = self.succeeds();
+        serde_json::from_str(&printed).unwrap_or_else(|error| panic!("no JSON: {error}:\n{printed}"))
+    }
+
     /// Runs qemu-io with these commands, each of which must succeed: its exit status does not say.
     #[track_caller]
     pub(crate) fn does<T: AsRef<OsStr>>(
@@ -253,14 +262,22 @@ pub(crate) fn nbdsh_command(script: &str) -> Command {
     command
 }
 
+/// Has QEMU make an image of 8 MiB with LUKS, which takes no time to make.
+#[track_caller]
+pub(crate) fn create_encrypted(path: &Path) {
+    qemu_img(["create", "-q", "-f", "qcow2", "--object", "secret,id=key,data=abc", "-o"])
+        .arg("encrypt.format=luks,encrypt.key-secret=key,encrypt.iter-time=10")
+        .arg(path)
+        .arg("8M")
+        .succeeds();
+}
+
 /// Runs a Python script in nbdsh: `h` is a handle that is not connected, `nbd` the module. What it
 /// printed; a failed assertion of the script fails the test.
 #[track_caller]
 pub(crate) fn nbdsh<T: AsRef<OsStr>>(script: &str, arguments: impl IntoIterator<Item = T>) -> String {
-    let arguments: Vec<OsString> =
-        arguments.into_iter().map(|argument| argument.as_ref().to_owned()).collect();
-    let list: Vec<String> =
-        arguments.iter().map(|argument| format!("{:?}", argument.to_string_lossy())).collect();
+    let quoted = |argument: T| format!("{:?}", argument.as_ref().to_string_lossy());
+    let list: Vec<String> = arguments.into_iter().map(quoted).collect();
     let prelude = format!("arguments = [{}]\n", list.join(", "));
     Client::new("nbdsh").arg("-c").arg(prelude + script).succeeds()
 }

@@ -38,12 +38,44 @@ pub(crate) struct Serve {
     /// What it finds on standard input, and in the environment.
     input: Option<OwnedFd>,
     environment: Vec<(&'static str, OsString)>,
+    /// Its own directories, which go with the daemon.
+    scratch: Option<Scratch>,
 }
 
 impl Serve {
     pub(crate) fn new(scratch: &Scratch) -> Self {
-        let listen = Listen::Unix(scratch.socket("nbd"));
-        Self { before: Vec::new(), arguments: Vec::new(), listen, input: None, environment: Vec::new() }
+        Self {
+            before: Vec::new(),
+            arguments: Vec::new(),
+            listen: Listen::Unix(scratch.socket("nbd")),
+            input: None,
+            environment: Vec::new(),
+            scratch: None,
+        }
+    }
+
+    pub(crate) fn keeping(scratch: Scratch) -> Self {
+        let serve = Self::new(&scratch);
+        Self { scratch: Some(scratch), ..serve }
+    }
+
+    /// In directories that nobody else needs.
+    pub(crate) fn alone() -> Self {
+        Self::keeping(Scratch::new())
+    }
+
+    /// The image `disk.raw`, full of [`pattern`](super::pattern), in directories of its own.
+    pub(crate) fn filled(bytes: u64) -> Self {
+        let scratch = Scratch::new();
+        let image = scratch.filled("disk.raw", bytes);
+        Self::keeping(scratch).arg(image)
+    }
+
+    /// The same with nothing but a hole.
+    pub(crate) fn sparse(bytes: u64) -> Self {
+        let scratch = Scratch::new();
+        let image = scratch.sparse("disk.raw", bytes);
+        Self::keeping(scratch).arg(image)
     }
 
     pub(crate) fn reading(self, input: impl Into<OwnedFd>) -> Self {
@@ -123,7 +155,7 @@ impl Serve {
             let _ = child.wait();
             panic!("weir did not become ready; it said:\n{}", log.text());
         };
-        Weir { child, log, ready, listen: self.listen, ended: false }
+        Weir { child, log, ready, listen: self.listen, ended: false, _scratch: self.scratch }
     }
 
     /// It must end by itself.
@@ -169,6 +201,7 @@ pub(crate) struct Weir {
     ready: String,
     listen: Listen,
     ended: bool,
+    _scratch: Option<Scratch>,
 }
 
 impl Weir {
@@ -192,6 +225,13 @@ impl Weir {
             Listen::Tcp => format!("nbd://127.0.0.1:{}/{export}", self.port()),
             Listen::Said => panic!("the test knows where it listens"),
         }
+    }
+
+    /// Runs a Python script in nbdsh, where `h` is connected to an export; `arguments` begins with
+    /// the export's URI.
+    #[track_caller]
+    pub(crate) fn nbdsh(&self, export: &str, script: &str) {
+        client::nbdsh(&format!("h.connect_uri(arguments[0])\n{script}"), [self.uri(export)]);
     }
 
     pub(crate) fn pid(&self) -> Pid {

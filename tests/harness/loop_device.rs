@@ -6,7 +6,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use super::{Client, scratch::text};
+use super::{Client, need_root, scratch::text};
 
 pub(crate) struct LoopDevice {
     path: PathBuf,
@@ -15,10 +15,7 @@ pub(crate) struct LoopDevice {
 impl LoopDevice {
     #[track_caller]
     pub(crate) fn attach(file: &Path, sector_bytes: u32) -> Self {
-        assert!(
-            nix::unistd::geteuid().is_root(),
-            "loop devices need root (run the tests as root, as `make test` in CI does)"
-        );
+        need_root("loop devices");
         let sector = sector_bytes.to_string();
         let found = Client::new("losetup")
             .args(["--find", "--show", "--sector-size", &sector, text(file)])

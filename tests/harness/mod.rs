@@ -28,7 +28,8 @@ use std::time::Duration;
 
 pub(crate) use blkio_group::{BlkioGroup, remove_emptied};
 pub(crate) use client::{
-    Client, WEIR, nbdsh, nbdsh_command, need, qemu_img, qemu_io, search_path, weir, weir_image,
+    Client, WEIR, create_encrypted, nbdsh, nbdsh_command, need, qemu_img, qemu_io, search_path, weir,
+    weir_image,
 };
 pub(crate) use daemon::{Serve, Weir};
 pub(crate) use loop_device::LoopDevice;
@@ -41,6 +42,13 @@ pub(crate) const MIB: u64 = 1 << 20;
 
 /// When a test stops waiting for something, and has failed; none judges how long it has waited.
 pub(crate) const DEADLINE: Duration = Duration::from_secs(300);
+
+/// Fails unless the tests run as root.
+#[track_caller]
+pub(crate) fn need_root(what: &str) {
+    let is_root = nix::unistd::geteuid().is_root();
+    assert!(is_root, "{what} need root (run the tests as root, as `make test` in CI does)");
+}
 
 /// Fails unless `text` contains each of `parts`, and shows all of it.
 #[track_caller]

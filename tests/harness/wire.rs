@@ -278,6 +278,10 @@ impl Wire {
         }
     }
 
+    pub(crate) fn into_stream(self) -> UnixStream {
+        self.0
+    }
+
     pub(crate) fn finish(&self) {
         self.0.shutdown(Shutdown::Write).expect("the socket is connected");
     }

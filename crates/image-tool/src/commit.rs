@@ -132,18 +132,11 @@ async fn commit(layers: &[Layer], arguments: &Arguments, mut keys: Keys) -> anyh
     base.flush().await.with_context(|| format!("{}: cannot be flushed", base_path.display()))?;
     base.close().await.with_context(|| format!("{}: cannot be completed", base_path.display()))?;
     let (_, top) = &sources[0];
-    if !arguments.drop && arguments.base.is_none() {
-        empty(top).await?;
+    if let (false, None, Image::Qcow2(top)) = (arguments.drop, &arguments.base, &**top) {
+        top.make_empty().await.context("everything was committed, but the image could not be emptied")?;
     }
     top.close().await?;
     progress.end();
-    Ok(())
-}
-
-async fn empty(image: &Image) -> anyhow::Result<()> {
-    if let Image::Qcow2(qcow2) = image {
-        qcow2.make_empty().await.context("everything was committed, but the image could not be emptied")?;
-    }
     Ok(())
 }
 

@@ -311,7 +311,8 @@ async fn copy_into(
     copy::copy(source, Arc::clone(&image), how, Arc::clone(&progress))
         .await
         .with_context(|| format!("{name}: copying failed"))?;
-    close(&image).await.with_context(|| format!("{name}: cannot be completed"))?;
+    image.flush().await.with_context(|| format!("{name}: cannot be completed"))?;
+    image.close().await.with_context(|| format!("{name}: cannot be completed"))?;
     drop(image);
     if let Some(carry) = &carry {
         carry.store(&target.path).await.with_context(|| format!("{name}: --bitmaps"))?;
@@ -333,13 +334,6 @@ fn check_target(target: &Image, arguments: &Arguments) -> anyhow::Result<()> {
         bail!("--target-is-zero: it has a backing file, and so need not read as zeroes (leave it away)");
     }
     Ok(())
-}
-
-/// Ends the use of the image: everything is where it belongs, and on stable storage as far as the
-/// cache mode cares.
-async fn close(image: &Image) -> block::error::Result<()> {
-    image.flush().await?;
-    image.close().await
 }
 
 fn how_to_copy(target: &Image, arguments: &Arguments, target_is_zero: bool) -> copy::How {

@@ -58,7 +58,12 @@ pub(crate) fn run<S: Setter>(setter: &S) -> Result<(), Failure> {
     let change = setter.change(node.settings());
     if !change.is_empty() {
         let saved = apply(&mut client, &report, (name, node), save, &change)?;
-        return Ok(print(&told(name, node.settings(), &change, saved.as_deref(), json))?);
+        let (before, saved) = (node.settings(), saved.as_deref());
+        return Ok(if json {
+            print_json(&changed(name, before, &change, saved))
+        } else {
+            print(&described(name, before, &change, saved))
+        }?);
     }
     if save.save {
         let example = S::EXAMPLE;
@@ -93,14 +98,6 @@ fn apply(
     saved.with_context(|| format!("{name}: the change is in force, but not saved"))
 }
 
-fn told(name: &str, before: &Settings, change: &Change, saved: Option<&str>, as_json: bool) -> String {
-    if as_json {
-        pretty(&changed(name, before, change, saved))
-    } else {
-        described(name, before, change, saved)
-    }
-}
-
 fn changed(name: &str, before: &Settings, change: &Change, saved: Option<&str>) -> Value {
     let value = |(setting, value): (Name, &_)| {
         let both =
@@ -124,10 +121,6 @@ fn described(name: &str, before: &Settings, change: &Change, saved: Option<&str>
     text
 }
 
-fn pretty(value: &Value) -> String {
-    serde_json::to_string_pretty(value).expect("JSON of JSON") + "\n"
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -147,7 +140,7 @@ vm1: weight: 200, as before
 vm1: group: gold → none
 vm1: saved in /etc/weir.toml
 ";
-        assert_eq!(told("vm1", &before, &change, Some("/etc/weir.toml"), false), expect);
+        assert_eq!(described("vm1", &before, &change, Some("/etc/weir.toml")), expect);
         let json = json!({
             "name": "vm1", "saved": "/etc/weir.toml",
             "changed": {

@@ -8,7 +8,7 @@ use std::{
     io,
     sync::mpsc::{self, Receiver, RecvTimeoutError, Sender},
     thread,
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 use console::input::{self, Input};
@@ -69,27 +69,16 @@ fn ask(client: Client, requests: &Receiver<Asked>, events: &Sender<Event>, inter
         if events.send(event).is_err() {
             return;
         }
-        match next_request(requests, Instant::now() + interval) {
-            Ok(Some(Asked { name, change })) => {
+        match requests.recv_timeout(interval) {
+            Ok(Asked { name, change }) => {
                 let result = daemon.try_with(|client| client.set(&name, change.arguments()));
                 if events.send(Event::Changed(result.map_err(|error| error.to_string()))).is_err() {
                     return;
                 }
             }
-            Ok(None) => {}
-            Err(Gone) => return,
+            Err(RecvTimeoutError::Timeout) => {}
+            Err(RecvTimeoutError::Disconnected) => return,
         }
-    }
-}
-
-/// Nobody will ask any more.
-struct Gone;
-
-fn next_request(requests: &Receiver<Asked>, until: Instant) -> Result<Option<Asked>, Gone> {
-    match requests.recv_timeout(until.saturating_duration_since(Instant::now())) {
-        Ok(asked) => Ok(Some(asked)),
-        Err(RecvTimeoutError::Timeout) => Ok(None),
-        Err(RecvTimeoutError::Disconnected) => Err(Gone),
     }
 }
 
