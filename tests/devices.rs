@@ -1,5 +1,4 @@
-//! Block devices: sectors of 4096 bytes, a size that changes, discards that reach the device. Needs
-//! root.
+//! Block devices: sectors of 4096 bytes, a size that changes, discards. Needs root.
 
 use std::fs;
 
@@ -50,7 +49,9 @@ fn a_device_or_a_file_that_grew_is_larger_for_the_next_client() {
     let device = LoopDevice::attach(&file, 512);
     let weir = Serve::new(&scratch).arg(device.path()).args(["--name", "disk"]).start();
     let size = |weir: &Weir| Client::new("nbdinfo").args(["--size", &weir.uri("disk")]).succeeds();
-    let grow = |file: &std::path::Path| fs::File::options().write(true).open(file).unwrap().set_len(6 * MIB).unwrap();
+    let grow = |file: &std::path::Path| {
+        fs::File::options().write(true).open(file).unwrap().set_len(6 * MIB).unwrap()
+    };
     assert_eq!(size(&weir).trim(), (4 * MIB).to_string());
     grow(&file);
     device.update_size();

@@ -1,12 +1,10 @@
-//! A disk that fails while it is served: the client gets the error that fits, and the daemon goes
-//! on.
+//! A disk that fails while it is served: the client gets the fitting error, and the daemon goes on.
 
 use std::fs;
 
 use crate::harness::{MIB, Scratch, Serve, nbdsh, nbdsh_command, need_root, text};
 
-/// Mounts a tmpfs of 2 MiB at `$0` in a mount namespace of the daemon's own, puts an image of 8 MiB
-/// there, and becomes the daemon.
+/// Becomes the daemon in a mount namespace where an image of 8 MiB lies on a tmpfs of 2 at `$0`.
 const ON_A_SMALL_FILE_SYSTEM: &str =
     r#"mount -t tmpfs -o size=2M tmpfs "$0" && truncate -s 8M "$0/disk.raw" && exec "$@""#;
 

@@ -1,5 +1,4 @@
-//! fio's nbd engine with verification: every block carries its own checksum and offset, and is read
-//! back.
+//! fio's nbd engine with verification: every block carries its own checksum and offset.
 
 use crate::harness::{Client, MIB, Scratch, Serve};
 

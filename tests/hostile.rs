@@ -215,8 +215,7 @@ fn more_clients_than_allowed_wait_their_turn() {
     let first = Wire::go(weir.socket(), "memory").0;
     let mut second = Wire::go(weir.socket(), "memory").0;
     let third = thread::scope(|scope| {
-        // Connects at once, since the kernel's queue takes it, and is greeted only when a place is
-        // free.
+        // The kernel's queue takes it at once; it is greeted when a place is free.
         let third = scope.spawn(|| Wire::go(weir.socket(), "memory").0);
         assert_eq!(second.read(0, 1).as_deref(), Ok(&[0][..]));
         assert!(!third.is_finished(), "a third client was served where two are allowed");
@@ -226,8 +225,7 @@ fn more_clients_than_allowed_wait_their_turn() {
     assert_eq!(third.expect("it is served in the end").read(0, 1).as_deref(), Ok(&[0][..]));
 }
 
-/// A client whose reads take ten minutes at 1 operation a second and a bucket that holds one: longer
-/// than anything here waits.
+/// A client whose reads take ten minutes at 1 operation a second: longer than anything here waits.
 fn ten_minutes(more: &[&str]) -> (Weir, Wire) {
     let weir = Serve::filled(4 * MIB).args(["--iops-total", "1"]).args(more).start();
     let (mut client, _) = Wire::go(weir.socket(), "disk");

@@ -1,5 +1,4 @@
-//! Devices to imitate, as given on the command line: slower, narrower, failing. What they do is
-//! seen by a client.
+//! Devices to imitate: slower, narrower, failing. What they do is seen by a client.
 
 use std::time::Instant;
 

@@ -14,8 +14,7 @@ use crate::harness::{
     wire::{CMD_READ, Request},
 };
 
-/// What the fastest of machines may have seen pass of a limit without a burst: its rate, a tenth of
-/// a second's worth at once, and the request that the bucket runs over with.
+/// Without a burst: the rate, a tenth of a second's worth at once, and one request more.
 fn most(rate: f64, seconds: f64, request: f64) -> f64 {
     rate * seconds + rate / 10.0 + request
 }
@@ -45,8 +44,7 @@ fn fio(uri: &str, block_bytes: u64, depth: u32, count: u64) -> f64 {
     (load["runtime"].as_f64().expect("milliseconds") + 1.0) / 1000.0
 }
 
-/// Reads of 4 KiB that libnbd sends all at once to each of these exports, so many; the seconds
-/// until each export had answered its own.
+/// Reads of 4 KiB sent all at once; the seconds until each export had answered its own.
 #[track_caller]
 fn read_at_once<const N: usize>(exports: [(String, u64); N]) -> [f64; N] {
     let script = "
@@ -118,8 +116,7 @@ fn a_burst_passes_at_once_and_then_the_rate_holds() {
     let _weir = configured(&scratch, &format!("[disk.a]\nimage = \"memory:16M\"\n{limits}"));
     let [_] = read_at_once([(uri(&scratch, "a"), 2000)]);
     assert_eq!(throttled(&scratch, "a"), 0, "all of the burst passes without waiting");
-    // The bucket has leaked for as long as that took, which nobody here knows; it is never fuller
-    // than full.
+    // The bucket has leaked for an unknown time; it is never fuller than full.
     let [seconds] = read_at_once([(uri(&scratch, "a"), 2500)]);
     assert_at_most(2500.0, 1000.0 * seconds + 2000.0 + 1.0, seconds);
 }
@@ -199,8 +196,7 @@ fn reads(status: &Value, counter: &str) -> [u64; 2] {
     })
 }
 
-/// Clients with so many reads of so many bytes in flight each, which the daemon has taken in, and
-/// of which limits let next to none pass.
+/// Clients with so many reads of so many bytes in flight, which the daemon has taken in.
 fn queue(scratch: &Scratch, queued: [(u64, u64); 2]) -> [Wire; 2] {
     let client = |disk: &str, (count, length): (u64, u64)| {
         let (mut client, _) = Wire::go(&scratch.socket("nbd"), disk);
@@ -219,11 +215,9 @@ fn queue(scratch: &Scratch, queued: [(u64, u64); 2]) -> [Wire; 2] {
     clients
 }
 
-/// What the disks `a` and `b` of the group `tenant` have of a burst that comes when both have much
-/// waiting.
+/// What the disks `a` and `b` have of a burst that comes when both have much waiting.
 struct Sharing<'a> {
-    /// `iops-total` or `bps-total`, of which next to nothing passes, and the burst that is let
-    /// loose.
+    /// `iops-total` or `bps-total`, of which next to nothing passes, and the burst.
     limit: &'a str,
     rate: u64,
     burst: u64,
@@ -233,8 +227,7 @@ struct Sharing<'a> {
 }
 
 impl Sharing<'_> {
-    /// The requests that passed of each. Time plays no part: what passes without waiting is the
-    /// burst, and what passes later is as good as nothing.
+    /// The requests that passed of each: the burst. What passes later is as good as nothing.
     #[track_caller]
     fn passed(&self) -> [u64; 2] {
         let scratch = Scratch::new();
@@ -284,8 +277,7 @@ fn small_reads_get_as_many_bytes_as_large_ones() {
     assert_part([small, large * 8], 1.0 / 2.0, 32.0);
 }
 
-/// By weight it would have one of a hundred. Who is late has a promise to catch up with, so a slow
-/// machine can only give it more.
+/// By weight it would have one of a hundred. A slow machine can only give it more.
 #[test]
 fn a_reservation_is_met_beside_heavier_neighbours() {
     let scratch = Scratch::new();

@@ -11,8 +11,7 @@ use crate::harness::{
     text,
 };
 
-/// What a disk did in half a second, which may be no more than this limit allows: its rate, and the
-/// tenth of a second's worth that may pass at once.
+/// What a disk did in half a second, at most its limit and a tenth of a second's worth at once.
 #[track_caller]
 fn limited(scratch: &Scratch, disk: &str, limit: f64) -> Value {
     let began = Instant::now();

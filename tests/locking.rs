@@ -1,5 +1,4 @@
-//! Image locks, shared with QEMU: who may open an image that somebody has open, and what the
-//! refused one is told.
+//! Image locks, shared with QEMU: who may open an image, and what the refused one is told.
 
 use std::{
     io::{BufRead as _, BufReader, Write as _},

@@ -1,5 +1,4 @@
-//! `weir probe`: measures a directory and a device, leaves nothing behind, and never writes to what
-//! somebody uses. Needs root.
+//! `weir probe`: leaves nothing behind, and never writes to what somebody uses. Needs root.
 
 use std::fs;
 
@@ -55,8 +54,7 @@ fn a_device_in_use_is_not_written_to() {
     let scratch = Scratch::new();
     let file = scratch.sparse("device", 16 * MIB);
     let below = LoopDevice::attach(&file, 512);
-    // A second loop device over the first holds nothing exclusively, but what begins like swap
-    // space is known.
+    // What begins like swap space is known.
     let mut start = vec![0; 4096];
     start[4086..].copy_from_slice(b"SWAPSPACE2");
     fs::write(below.path(), &start).unwrap();

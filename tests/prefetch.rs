@@ -1,5 +1,4 @@
-//! Reading ahead as users set and see it: on the command line, in the config file, over QMP and
-//! with `weir prefetch`, while a disk is in use.
+//! Reading ahead: on the command line, in the config file, over QMP and with `weir prefetch`.
 
 use std::{fs, path::Path};
 
@@ -186,8 +185,7 @@ fn disks_that_are_added_live_read_ahead_as_they_are_told() {
     let expect = defaults(json!({"mode": "on", "memory": 1 << 20}));
     assert_eq!(settings(&scratch, "told"), expect);
 
-    // Under another node it keeps what it had, but for what that says; and so it does once that is
-    // gone.
+    // Under another node it keeps what it had, but for what that says.
     let over = json!({"driver": "raw", "node-name": "over", "file": "told", "x-weir-prefetch-streams": 3});
     client.command("blockdev-add", over);
     let expect = defaults(json!({"mode": "on", "memory": 1 << 20, "streams": 3}));
@@ -218,8 +216,7 @@ fn disks_that_are_added_live_read_ahead_as_they_are_told() {
     );
 }
 
-/// Reads the image from its beginning, 4 KiB at a time and one at a time, through the daemon and
-/// beside it.
+/// Reads the image, 4 KiB after 4 KiB, through the daemon and beside it.
 #[track_caller]
 fn read_in_sequence(weir: &Weir, image: &Path) {
     let script = r#"

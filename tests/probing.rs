@@ -1,5 +1,4 @@
-//! Formats: what looks like something else than raw is not served by guess, and a guest cannot make
-//! it look so.
+//! Formats: nothing but raw is served by guess, and a guest cannot make its disk look like another.
 
 use std::fs;
 

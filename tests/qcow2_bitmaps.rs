@@ -1,5 +1,4 @@
-//! Bitmaps of qcow2 images, recorded by weir and by QEMU in turns: each must see exactly what both
-//! have written.
+//! Bitmaps recorded by weir and by QEMU in turns: each sees exactly what both have written.
 
 use std::path::{Path, PathBuf};
 

@@ -1,5 +1,5 @@
-//! `weir image check` beside `qemu-img check`: the same verdict and the same numbers, on images
-//! that QEMU made with every feature, whole and damaged; and what was repaired satisfies both.
+//! `weir image check` beside `qemu-img check`: the same verdict and numbers on images of QEMU's,
+//! whole and damaged; and what was repaired satisfies both.
 
 use std::{
     fs,

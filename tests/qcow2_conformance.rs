@@ -15,8 +15,7 @@ use fastrand::Rng;
 
 use crate::harness::{Client, MIB, Scratch, Serve, qemu_img, qemu_io, text, weir_image};
 
-/// Of how many combinations a plain run takes one: no divisor of how many values anything has, so
-/// that they mix.
+/// One of so many is taken: no divisor of how many values anything has, so that they mix.
 const ONE_OF: usize = 11;
 const OPERATIONS: usize = 24;
 /// The sizes of clusters: each has a test of its own.
@@ -291,8 +290,7 @@ impl Subject {
         }
         self.qemu_io("qcow2", image, &self.readings());
         if !self.shape.extended {
-            // QEMU tells of places kept for subclusters that are not there, which is nobody's
-            // business.
+            // QEMU tells of places kept for subclusters that are not there.
             assert_eq!(self.map(true), self.map(false), "{what}");
         }
         if self.shape.data_file == DataFile::Raw {

@@ -24,8 +24,8 @@ fn is_same(one: &Path, other: &Path) {
     weir(&["compare", "-q", text(one), text(other)]).succeeds();
 }
 
-/// A disk of 4 MiB with two bitmaps, one of which records, and the snapshots `1` (called `one`) and
-/// `2` (called `1`).
+/// With two bitmaps, one of them recording, and the snapshots `1` (named `one`) and `2` (named
+/// `1`).
 fn original(scratch: &Scratch) -> PathBuf {
     let path = scratch.path("original.qcow2");
     qemu_img(["create", "-q", "-f", "qcow2", text(&path), "4M"]).succeeds();
@@ -251,8 +251,7 @@ fn what_cannot_be_of_encryption_is_said() {
     assert_says(&said, &["-C", "cp --reflink"]);
 }
 
-/// A chain of encrypted images, each with a passphrase of its own, is looked into, moved down, and
-/// given another end.
+/// Each image has a passphrase of its own.
 #[test]
 fn chains_of_encrypted_images_are_worked_on() {
     let scratch = Scratch::new();
@@ -392,8 +391,7 @@ fn a_disk_in_a_data_file_grows_in_it() {
     }
 }
 
-/// A guest that writes a header into its raw disk must not choose what is copied into it, or
-/// written to.
+/// A guest's header in its raw disk must not choose what is copied into it, or written to.
 #[test]
 fn an_image_that_names_others_is_believed_only_if_its_format_is_given() {
     let scratch = Scratch::new();

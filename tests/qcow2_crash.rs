@@ -111,8 +111,7 @@ impl Ledger {
             let at = (self.first + index) * BLOCK as usize;
             let bytes = &disk[at..at + BLOCK as usize];
             let allowed = |content: u32| block.flushed.contains(&content) || block.since.contains(&content);
-            // Clusters may be smaller than a block, and of an unfinished write some are there and
-            // others not: each of them is as it is now.
+            // Clusters may be smaller than a block, and of an unfinished write some are there.
             let mut there = Vec::new();
             for word in bytes.chunks(4) {
                 let word = u32::from_le_bytes(word.try_into().unwrap());

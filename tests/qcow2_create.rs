@@ -1,5 +1,4 @@
-//! `weir image create` and `info` beside qemu-img's: QEMU opens what weir makes, finds nothing
-//! wrong, and reads zeroes; both describe an image alike.
+//! `weir image create` and `info`: QEMU takes what weir makes, and both describe an image alike.
 
 use std::path::Path;
 

@@ -1,5 +1,4 @@
-//! `weir image snapshot` and `weir image bitmap` on images that QEMU made, and QEMU on what they
-//! leave.
+//! `weir image snapshot` and `weir image bitmap` on QEMU's images, and QEMU on what they leave.
 
 use std::path::{Path, PathBuf};
 

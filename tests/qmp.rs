@@ -1,5 +1,4 @@
-//! The control socket, with QEMU's own clients and with one of ours: what is asked, what is
-//! changed, who may.
+//! The control socket, with QEMU's own clients and with one of ours.
 
 use std::{fs, os::unix::fs::PermissionsExt as _, path::PathBuf};
 
@@ -180,8 +179,7 @@ fn weirs_own_settings_are_set_together_or_not_at_all() {
         (&json!("gold"), &json!(7), &json!(900))
     );
     assert_eq!(shown["limits"], json!({"iops-read": 50}));
-    // 900 of 1000 are promised; so a second promise of 200 is 100 too much, and none of its command
-    // happens.
+    // 900 of 1000 are promised: 200 more are 100 too much, and none of the command happens.
     let (_, why) = client
         .refused("x-weir-set", json!({"name": "b", "group": "gold", "weight": 9, "iops-reservation": 200}));
     assert_says(&why, &["1100", "1000", "100"]);

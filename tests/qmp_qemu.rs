@@ -1,8 +1,7 @@
 //! weir's answers beside QEMU's own: the same commands to both, and what comes back compared.
 //!
 //! `block_set_io_throttle` goes to a machine that never starts, throttle groups to the storage
-//! daemon. Errors are compared by class, for weir's sentences say more; answers are compared in
-//! full where limits are concerned.
+//! daemon. Errors are compared by class, answers in full where limits are concerned.
 
 use std::{
     os::{fd::OwnedFd, unix::net::UnixListener},
@@ -23,8 +22,7 @@ impl Drop for Peer {
     }
 }
 
-/// Its monitor, on the character device `c`, is the listening socket that it finds on standard
-/// input: a client may connect at once, and waits until QEMU answers.
+/// Its monitor is the listening socket on its standard input: a client may connect at once.
 fn start(program: &str, arguments: &[String], monitor: &Path) -> Peer {
     need(program);
     let listener = UnixListener::bind(monitor).expect("the directory is ours");
@@ -71,8 +69,7 @@ impl Pair {
         Self::new(scratch, "qemu-storage-daemon", |_| ["--monitor", "c"].map(ToOwned::to_owned).to_vec())
     }
 
-    /// Sends a command to both. Answers of success are equal by `view`, errors by their class;
-    /// returns QEMU's.
+    /// Answers of success are equal by `view`, errors by their class; returns QEMU's.
     #[track_caller]
     fn compare(&mut self, command: &str, arguments: &Value, view: fn(&Value) -> Value) -> Value {
         let ours = self.ours.ask(command, arguments.clone());

@@ -60,8 +60,7 @@ fn listed(help: &str) -> Vec<(String, String)> {
     commands
 }
 
-/// The commands below `words`, each followed by its own subcommands, in the order of the help
-/// texts.
+/// Each is followed by its own subcommands, in the order of the help texts.
 fn commands_below(words: &[String]) -> Vec<Command> {
     let mut commands = Vec::new();
     for (name, about) in listed(&help(words)) {

@@ -25,8 +25,7 @@ struct Asked {
     length: u32,
 }
 
-/// 300 requests in two seconds, in bursts, of different sizes, each away from all others so that
-/// none are merged.
+/// 300 requests in two seconds, in bursts; each lies away from all others, so none are merged.
 fn requests() -> Vec<Asked> {
     let mut random = fastrand::Rng::with_seed(42);
     let mut at = Duration::ZERO;
@@ -66,8 +65,7 @@ fn simulated(scratch: &Scratch, requests: &[Asked], limits: &[&str]) -> Vec<Dura
     done
 }
 
-/// When each request was answered that was sent at its time, or as soon afterwards as the machine
-/// let it, whatever had become of the others.
+/// When each request was answered that was sent at its time, whatever had become of the others.
 fn replayed(socket: &Path, requests: &[Asked]) -> Vec<Duration> {
     let mut stream = connected(socket);
     let mut answers = stream.try_clone().unwrap();
@@ -114,8 +112,7 @@ fn replayed(socket: &Path, requests: &[Asked]) -> Vec<Duration> {
     })
 }
 
-/// A connection in transmission with simple replies, on which a flush has been answered: the daemon
-/// has all that it needs for it, and no limit has noticed.
+/// A connection on which a flush has been answered: the daemon is ready, and no limit has noticed.
 fn connected(socket: &Path) -> UnixStream {
     let (mut wire, _) = Wire::go(socket, "null");
     wire.request(Request { flags: 0, kind: CMD_FLUSH, cookie: 0, offset: 0, length: 0 }, &[]);
@@ -130,8 +127,7 @@ fn connected(socket: &Path) -> UnixStream {
 fn a_daemon_is_never_ahead_of_what_was_simulated() {
     let scratch = Scratch::new();
     let requests = requests();
-    // Reads and writes apart: where they share a limit, whose turn it is depends on which came
-    // first by a microsecond.
+    // Apart: where they share a limit, whose turn it is depends on a microsecond.
     let limits = [
         ["--iops-read", "60"],
         ["--iops-read-max", "80"],

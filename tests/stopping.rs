@@ -127,8 +127,7 @@ fn a_client_that_takes_no_replies_does_not_keep_the_daemon() {
     let (mut deaf, _) = Wire::go(weir.socket(), "memory");
     deaf.limit_writing();
     let read = Request { flags: 0, kind: CMD_READ, cookie: 1, offset: 0, length: 8 * MIB }.compact();
-    // More than the daemon takes in without an answer being read, so that it has requests left when
-    // it is told to stop.
+    // More than the daemon takes in, so that it has requests left when it is told to stop.
     while deaf.try_send(&read) {}
     weir.stop();
 }

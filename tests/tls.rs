@@ -1,6 +1,4 @@
-//! NBD over TLS: certificates and pre-shared keys, with libnbd (GnuTLS) and QEMU as clients.
-//!
-//! Certificates are made for each test, valid for a day, by the openssl command.
+//! NBD over TLS, with libnbd (GnuTLS) and QEMU as clients. Certificates are made for each test.
 
 use std::{
     fs,
@@ -12,8 +10,7 @@ use crate::harness::{
     wire::{OPT_LIST, OPT_STARTTLS, REP_ACK, REP_ERR_TLS_REQD},
 };
 
-/// A certificate authority with a server and a client that it vouches for, in the layout that QEMU
-/// and libnbd share.
+/// Vouches for a server and a client, in the layout that QEMU and libnbd share.
 struct Authority(PathBuf);
 
 impl Authority {

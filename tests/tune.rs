@@ -1,5 +1,4 @@
-//! `weir tune`: measures a directory, a device and an image, recommends what other programs take,
-//! and leaves nothing behind, however it ends. Some tests need root.
+//! `weir tune`: recommends what other programs take, and leaves nothing behind. Some need root.
 
 use std::{
     fs,
@@ -20,8 +19,7 @@ use crate::harness::{
     weir,
 };
 
-/// No run gets to the end of it here, which would take many times longer than what is waited for:
-/// each is interrupted, or fails. What a slice of time is follows from it.
+/// No run gets to the end of it here: each is interrupted, or fails. It decides the slices of time.
 const NEVER_SPENT: &str = "3m";
 /// A run is at its second round once every configuration has been measured in the first.
 const ALL_MEASURED: &str = "round 2 ";
@@ -47,8 +45,7 @@ fn most_samples(result: &Value) -> usize {
     measures.iter().map(|measure| measure["samples"].as_array().unwrap().len()).max().unwrap_or(0)
 }
 
-/// What is printed of a run that is interrupted as soon as there is something to tell: how much is
-/// measured by a certain time depends on the machine.
+/// What a run prints that is interrupted as soon as there is something to tell.
 #[track_caller]
 fn tuned(arguments: &[&str]) -> String {
     let arguments = [arguments, &["--budget", NEVER_SPENT]].concat();
@@ -106,8 +103,7 @@ assert int(driver.find('metadata_cache/max_size').text) > 0
     );
 }
 
-/// Starts it, sends SIGINT once a line of its progress contains `mark`, and returns the exit status
-/// and what it printed.
+/// Sends SIGINT once a line of progress contains `mark`; the exit status and what was printed.
 fn interrupted_at(mark: &str, arguments: &[&str]) -> (i32, String) {
     let mut child = Command::new(WEIR)
         .arg("tune")
@@ -163,8 +159,7 @@ fn an_interruption_while_images_are_written_leaves_none() {
     is_empty(&directory);
 }
 
-/// Mounts a tmpfs of 200 MiB at `$0` and tunes it; everything else there is taken by somebody else
-/// as soon as the first image is written to.
+/// Tunes a tmpfs of 200 MiB at `$0`, which others fill once the first image is written to.
 const ON_A_DISK_THAT_FILLS_UP: &str = r#"
 mount -t tmpfs -o size=200M tmpfs "$0" || exit 9
 "$1" tune "$0" --size 16M --budget 5m --result "$2" 2>&1 >/dev/null | { read line; head -c 1G /dev/zero >"$0/others"; cat; }

@@ -1,7 +1,5 @@
-//! Extended headers (64-bit lengths), which Debian's libnbd does not have yet: spoken by the
-//! harness's own client.
-//!
-//! "Extended headers" and "Request message" of the specification.
+//! Extended headers (64-bit lengths), which Debian's libnbd does not have: "Extended headers" and
+//! "Request message" of the specification.
 
 use crate::harness::{
     MIB, Scratch, Serve, Weir, Wire, pattern,

@@ -1,5 +1,4 @@
-//! A control group of cgroup v1's blkio on this machine, gone with its test. What needs cgroup v2
-//! is tested in a guest (`tests/guest/cgroups`).
+//! A control group of cgroup v1's blkio; v2 is tested in a guest (`tests/guest/cgroups`).
 
 use std::{
     fs,
@@ -44,8 +43,7 @@ impl Drop for BlkioGroup {
     }
 }
 
-/// Removes a control group whose processes have been ended: the kernel takes a process out of it a
-/// little after its end, and tells nobody.
+/// The kernel takes a process out of its group a little after its end, and tells nobody.
 pub(crate) fn remove_emptied(directory: &Path) -> io::Result<()> {
     let until = Instant::now() + DEADLINE;
     loop {

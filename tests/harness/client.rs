@@ -1,5 +1,4 @@
-//! Foreign programs: found or the test says which package has them, ended in time or killed, and
-//! what they said.
+//! Foreign programs: found or the test names the package, and ended in time or killed.
 
 use std::{
     env,
@@ -37,8 +36,7 @@ const PYTHON_CLIENTS: &str = concat!(env!("CARGO_TARGET_TMPDIR"), "/../python-cl
 
 pub(crate) const WEIR: &str = env!("CARGO_BIN_EXE_weir");
 
-/// Longest that a client may take, in seconds: much more than any needs, also on a machine that
-/// stands still at times.
+/// Longest that a client may take, in seconds, also on a machine that stands still at times.
 const MOST_SECONDS: &str = "300";
 
 /// QEMU's failure to make a LUKS image where the kernel has counted no processor time for it
@@ -272,8 +270,7 @@ pub(crate) fn create_encrypted(path: &Path) {
         .succeeds();
 }
 
-/// Runs a Python script in nbdsh: `h` is a handle that is not connected, `nbd` the module. What it
-/// printed; a failed assertion of the script fails the test.
+/// `h` is a handle that is not connected, `nbd` the module; a failed assertion fails the test.
 #[track_caller]
 pub(crate) fn nbdsh<T: AsRef<OsStr>>(script: &str, arguments: impl IntoIterator<Item = T>) -> String {
     let quoted = |argument: T| format!("{:?}", argument.as_ref().to_string_lossy());

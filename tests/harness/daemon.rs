@@ -1,5 +1,4 @@
-//! `weir serve` as a test sees it: started when it says that it is ready, ended with SIGTERM, clean
-//! or the test fails.
+//! `weir serve`: started when it says that it is ready, ended with SIGTERM, cleanly.
 
 use std::{
     ffi::{OsStr, OsString},
@@ -193,8 +192,7 @@ impl Serve {
     }
 }
 
-/// A daemon that serves. Dropped, it is asked to end with SIGTERM, and must exit with 0 and without
-/// a panic in its log.
+/// Dropped, it is asked to end with SIGTERM, and must exit with 0 and without a panic in its log.
 pub(crate) struct Weir {
     child: Child,
     log: Log,
@@ -227,8 +225,7 @@ impl Weir {
         }
     }
 
-    /// Runs a Python script in nbdsh, where `h` is connected to an export; `arguments` begins with
-    /// the export's URI.
+    /// In a Python script `h` is connected to the export, and `arguments` has its URI.
     #[track_caller]
     pub(crate) fn nbdsh(&self, export: &str, script: &str) {
         client::nbdsh(&format!("h.connect_uri(arguments[0])\n{script}"), [self.uri(export)]);
@@ -331,8 +328,7 @@ fn assert_clean(status: ExitStatus, log: &str) {
     assert!(status.success() && !log.contains("panicked"), "weir ended with {status}; its log:\n{log}");
 }
 
-/// Whether another descriptor holds a lock on any byte of a file: fcntl(2), open file description
-/// locks.
+/// Whether another descriptor holds a lock on any byte: fcntl(2), open file description locks.
 fn is_locked(file: &File) -> bool {
     let mut lock = libc::flock {
         l_type: libc::F_WRLCK as i16,

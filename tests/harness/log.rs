@@ -1,5 +1,4 @@
-//! What a daemon says on standard error, line by line, so that a test can wait for a line instead
-//! of for a while.
+//! What a daemon says on standard error, so that a test can wait for a line.
 
 use std::{
     io::{BufRead as _, BufReader, Read},

@@ -1,5 +1,4 @@
-//! A block device over a file, for what only block devices have: sectors of 4096 bytes, counted
-//! flushes, a size of their own.
+//! A block device over a file: sectors of 4096 bytes, counted flushes, a size of its own.
 
 use std::{
     fs,

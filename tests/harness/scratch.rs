@@ -1,9 +1,7 @@
-//! The files of one test: images on a real file system, sockets where paths are short. All of it
-//! goes with the test.
+//! The files of one test, gone with it.
 //!
 //! Images live under cargo's target directory and not in /tmp, which may be a tmpfs, so that
-//! O_DIRECT, holes and locks are those of a disk's file system. Sockets live in /tmp because their
-//! paths have 107 bytes at most.
+//! O_DIRECT, holes and locks are those of a disk's file system. Paths of sockets have 107 bytes.
 
 use std::{
     fs::{self, File},
@@ -59,8 +57,7 @@ impl Scratch {
     }
 }
 
-/// Bytes in which no two sectors are alike, so that data at a wrong offset shows: each word is its
-/// own number, mixed.
+/// No two sectors are alike, so that data at a wrong offset shows: each word is its number, mixed.
 pub(crate) fn pattern(bytes: usize) -> Vec<u8> {
     let word = |number: usize| (number as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15).to_le_bytes();
     (0..bytes.div_ceil(8)).flat_map(word).take(bytes).collect()

@@ -1,8 +1,5 @@
-//! A terminal of its own for a program that wants one: what its screen shows is kept, keys are
-//! sent.
-//!
-//! A program draws only what changes, so what it sends need not have a word in one piece that its
-//! screen has.
+//! A terminal of its own for a program: what its screen shows is kept, keys are sent.
+//! A program draws only what changes, so what it sends need not have a word in one piece.
 
 use std::{
     ffi::OsStr,

@@ -1,5 +1,4 @@
-//! `weir image bitmap`: the persistent bitmaps of a qcow2 image, with the options of
-//! `qemu-img bitmap`.
+//! `weir image bitmap`: persistent bitmaps of a qcow2 image, with the options of `qemu-img bitmap`.
 
 use std::path::PathBuf;
 

@@ -1,8 +1,8 @@
 //! `weir image compare`: whether two images hold the same, with the messages and exit statuses of
 //! `qemu-img compare`.
 //!
-//! What both say is zero is not read. Where one is longer, the rest of it must be zeroes, unless
-//! `-s` asks for the same size.
+//! What both say is zero is not read. The rest of a longer one must be zeroes, unless `-s` asks for
+//! the same size.
 
 use std::{
     cell::{Cell, RefCell},
@@ -137,15 +137,13 @@ impl Verdict {
 struct Comparison {
     sources: [Source; 2],
     progress: Progress,
-    /// The first difference so far. Tasks take pieces in order and finish them, so in the end it is
-    /// the first of all.
+    /// The first difference so far: tasks take pieces in order and finish them.
     different: Cell<Option<u64>>,
     failed: RefCell<Option<anyhow::Error>>,
     work: RefCell<VecDeque<Piece>>,
 }
 
-/// A range of which both are of one kind throughout; [`Kind::Below`] is what an image does not
-/// have, behind its end.
+/// Both are of one kind throughout; behind an image's end that is [`Kind::Below`].
 #[derive(Clone, Copy, Debug)]
 struct Piece {
     offset: u64,

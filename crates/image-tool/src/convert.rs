@@ -1,9 +1,7 @@
 //! `weir image convert`: copies a disk into a new image, with the options of `qemu-img convert`.
 //!
-//! The new image gets its name when it is complete ([`unfinished`](super::unfinished)): whatever
-//! ends the command, nothing half-made has it.
-//!
-//! Compressed clusters are written as they become ready; `-W` is about plain ones.
+//! The new image gets its name when it is complete ([`unfinished`](super::unfinished)). Compressed
+//! clusters are written as they become ready; `-W` is about plain ones.
 
 use std::{
     path::{Path, PathBuf},

@@ -1,7 +1,6 @@
 //! `weir image create`: makes a raw or qcow2 image, with the options of `qemu-img create`.
 //!
-//! An image that was there is replaced, but not while somebody uses it. A new file that could not
-//! be finished is removed again.
+//! Replaces an image that nobody uses, and removes a new file that could not be finished.
 
 use std::{
     fs::{self, OpenOptions},

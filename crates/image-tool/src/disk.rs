@@ -1,7 +1,5 @@
-//! From a file's name to the disk that a guest would see in it, for commands that read and write as
-//! one would.
-//!
-//! Never looks at where a format keeps what: [`opening`] is for commands that do.
+//! From a file's name to the disk that a guest would see in it; [`opening`] is for commands that
+//! look at the bytes.
 
 use std::{path::Path, sync::Arc};
 
@@ -56,8 +54,7 @@ pub(super) async fn open_at(
     Ok(Arc::new(image::open::open(&opening::spec(path)?, options).await?))
 }
 
-/// Fails where a guess would follow names in the header: a guest could have written them into its
-/// raw disk.
+/// A guess follows no names in a header: a guest could have written them into its raw disk.
 pub(super) async fn format_of_chain(subject: &Subject) -> anyhow::Result<Format> {
     let format = subject.format()?;
     if subject.format.is_none() && format == Format::Qcow2 {

@@ -1,5 +1,4 @@
-//! What qemu-img has and `weir image` has not, and what does it instead: so that a command from
-//! memory is refused with a way on.
+//! What qemu-img has and `weir image` has not, and what does it instead.
 
 use clap::error::{ContextKind, ContextValue};
 

@@ -1,7 +1,5 @@
-//! How a new image is to be encrypted, and with whose passphrase: QEMU's `encrypt.` options and its
-//! `secret` objects.
-//!
-//! Never takes a passphrase from the command line, where everybody on the machine can read it.
+//! How a new image is encrypted, and with whose passphrase: QEMU's `encrypt.` options and `secret`
+//! objects. Never takes a passphrase from the command line, where everybody can read it.
 
 use std::{path::PathBuf, time::Duration};
 

@@ -1,10 +1,7 @@
 //! Passphrases of encrypted images that are there, and which of them is whose.
 //!
-//! Given is one for each encrypted image, in the order in which a command names its images and in
-//! each from the top of its chain; or one that opens them all, and then images that are not
-//! encrypted may be among them.
-//!
-//! Never takes a passphrase from the command line, where everybody on the machine can read it.
+//! One is given for each encrypted image, in the order of the command's images and in each from the
+//! top of its chain; or one for all. Never on the command line, where everybody can read it.
 
 use std::path::{Path, PathBuf};
 

@@ -43,8 +43,7 @@ mod unfinished;
 use clap::{Subcommand, ValueEnum};
 use console::Failure;
 
-// The daemon answers QMP's `query-block` with the same `ImageInfo` that `info` prints. These two
-// stay here because `block` has no JSON, and shows no name that it would refuse to open.
+// For the daemon, which answers QMP's `query-block` with the `ImageInfo` that `info` prints.
 pub use self::{elsewhere::advise, info::describe, opening::beside};
 
 /// What to do with images.

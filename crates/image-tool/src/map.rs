@@ -147,8 +147,7 @@ impl Map {
         Ok(())
     }
 
-    /// Adds what the image has itself up to the first range that its backing file may have. Returns
-    /// how far that is, and the range.
+    /// What the image has itself, up to the first range that its backing file may have; and that.
     async fn add_qcow2(
         &mut self,
         qcow2: &Qcow2,

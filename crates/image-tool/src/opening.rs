@@ -35,8 +35,8 @@ pub(super) fn format_named(name: Option<&str>) -> anyhow::Result<Format> {
     }
 }
 
-/// Where a name in an image points, for messages; `block` resolves what it opens. Relative names
-/// begin at the image's directory. Unlike `block`, this refuses no name: `info` shows those too.
+/// Where a name in an image points, for messages: a relative one begins at the image's directory.
+/// `block` resolves what it opens; this refuses no name.
 pub fn beside(image: &Path, name: &str) -> PathBuf {
     image.parent().map_or_else(|| PathBuf::from(name), |directory| directory.join(name))
 }

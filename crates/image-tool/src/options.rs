@@ -1,7 +1,6 @@
 //! `-o key=value,key=value`: options of a format, as qemu-img writes them.
 //!
-//! A comma in a value is written twice. Never ignores anything: a key that is unknown or twice
-//! there is an error that names it.
+//! A comma in a value is written twice. A key that is unknown or there twice is an error.
 
 use block::storage::parse_size;
 

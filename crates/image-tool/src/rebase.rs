@@ -1,8 +1,7 @@
 //! `weir image rebase`: gives an image another backing file, as `qemu-img rebase` does.
 //!
-//! What the image does not have itself and what the two backing files have differently is copied
-//! into the image first, so a guest sees the same disk before, during and after. With `-u` only the
-//! name is changed.
+//! What it does not have itself, and the backing files have differently, is copied into it first: a
+//! guest sees the same disk before, during and after. With `-u` only the name is changed.
 
 use std::path::{Path, PathBuf};
 

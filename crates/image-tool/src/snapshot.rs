@@ -1,5 +1,4 @@
-//! `weir image snapshot`: internal snapshots of a qcow2 image, with the options of
-//! `qemu-img snapshot`.
+//! `weir image snapshot`: internal snapshots of qcow2 images, with `qemu-img snapshot`'s options.
 
 use std::{
     path::{Path, PathBuf},

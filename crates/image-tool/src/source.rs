@@ -1,5 +1,4 @@
-//! What is read, and never written: an image, several one behind the other, or one layer of a
-//! chain.
+//! What is read: an image, several one behind the other, or one layer of a chain. Never writes.
 
 use std::sync::Arc;
 
@@ -50,8 +49,7 @@ impl Source {
         (part, offset - part.start, end - offset)
     }
 
-    /// Pieces that follow each other from `offset` on, at least one, of at most `length` bytes in
-    /// all.
+    /// Pieces that follow each other from `offset` on, at least one.
     pub(super) async fn status(&self, offset: u64, length: u64) -> anyhow::Result<Vec<(u64, Kind)>> {
         let (part, at, left) = self.at(offset);
         let length = length.min(left);

@@ -1,5 +1,4 @@
-//! The `weir` command. All of it is in the library of the same name, where tests and fuzz targets
-//! reach it.
+//! The `weir` command; all of it is in the library.
 
 use std::process::ExitCode;
 

@@ -45,14 +45,11 @@ pub(super) struct How {
     pub(super) compressed: bool,
     /// What the target has not been written reads as zeroes, so zeroes need not be written.
     pub(super) target_is_zero: bool,
-    /// The shortest run of zeroes among data to leave out; 0 leaves out none, and reads what the
-    /// source says is zero.
+    /// The shortest run of zeroes to leave out; 0 leaves out none, and reads what should be zero.
     pub(super) sparse: usize,
-    /// What is left out is a multiple of this, and aligned to it, in bytes: a block or a cluster of
-    /// the target. A power of two.
+    /// What is left out is aligned to this: a block or a cluster of the target. A power of two.
     pub(super) grain: usize,
-    /// Data is copied in blocks of this size, aligned to it: 1, or the grain. More may be copied
-    /// than is there in the source's layer.
+    /// Data is copied in blocks of this size: 1, or the grain, and then more than there may be.
     pub(super) align: u64,
     /// The most that one item covers, in bytes; a multiple of the grain.
     pub(super) unit: u64,

@@ -1,5 +1,4 @@
-//! What is to be copied, as items of work: from what the source says of itself, to ranges that one
-//! task copies in one go.
+//! What is to be copied, as items of work: ranges that one task copies in one go.
 //!
 //! Items begin and end where a block of the target does, so that no two of them write to one. Pure
 //! arithmetic: never reads a byte.

@@ -1,7 +1,5 @@
-//! Whose turn it is to write, where writes come in order: tasks on several threads read ahead, and
-//! write one after the other.
-//!
-//! Never waits for who has given up: once one has, nobody's turn comes.
+//! Whose turn it is to write: tasks on several threads read ahead, and write one after the other.
+//! Once one has given up, nobody's turn comes.
 
 use std::{
     future::poll_fn,

@@ -1,7 +1,6 @@
 //! Where data is nothing but zeroes: which parts of what was read need not be written.
 //!
-//! Looks at whole grains, because less than a grain saves nothing: a file system's block, or a
-//! cluster of the target.
+//! Less than a grain, a file system's block or a cluster of the target, saves nothing.
 
 use std::ops::Range;
 

@@ -173,8 +173,7 @@ impl Change {
         self.iter().map(line).collect()
     }
 
-    /// What changes `before` into the settings that `text` lists as `name=value`, separated by
-    /// white space: those it leaves out get their defaults.
+    /// What changes `before` into the `name=value`s of `text`; those left out get their defaults.
     pub(crate) fn to_listing(before: &Settings, text: &str) -> Result<Self, String> {
         let mut wanted = Self::default();
         for word in text.split_whitespace() {

@@ -1,5 +1,4 @@
-//! A daemon for tests: a control socket that says what a script says, and remembers what it was
-//! asked.
+//! A daemon for tests: a socket that follows a script, and remembers what it was asked.
 
 use std::{
     io::{BufRead as _, BufReader, Write as _},
@@ -21,8 +20,7 @@ pub(crate) struct Fake {
 }
 
 impl Fake {
-    /// Greets with `greeting` and answers the commands after `qmp_capabilities` with `answers`,
-    /// then hangs up.
+    /// Answers the commands after `qmp_capabilities` with `answers`, then hangs up.
     pub(crate) fn start(greeting: &'static str, answers: Vec<String>) -> Self {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("qmp");

@@ -126,7 +126,6 @@ impl Client {
         Ok(Self::connect(&target)?)
     }
 
-    /// Connects and leaves negotiation.
     /// Fails if nobody listens, this user may not, or what listens does not speak QMP.
     pub(crate) fn connect(target: &Target) -> Result<Self, Error> {
         let open = || {
@@ -148,9 +147,7 @@ impl Client {
         &self.target
     }
 
-    /// Has one command done: its return value.
-    /// Errors: [`Error::Refused`] with the daemon's own words, or [`Error::Unreachable`] if no
-    /// answer came.
+    /// Fails with the daemon's own words, or if no answer came.
     pub(crate) fn execute(&mut self, command: &str, arguments: Value) -> Result<Value, Error> {
         let mut request = json!({ "execute": command });
         if arguments.as_object().is_some_and(|arguments| !arguments.is_empty()) {
@@ -172,7 +169,6 @@ impl Client {
     }
 
     /// The state of everything that runs, as the daemon words it and as this program reads it.
-    /// Errors: as [`Client::execute`]; also if the answer is not a status.
     pub(crate) fn status(&mut self) -> Result<(Value, Report), Error> {
         let value = self.execute("x-weir-query-status", json!({}))?;
         match Report::read(&value) {
@@ -181,8 +177,7 @@ impl Client {
         }
     }
 
-    /// Changes settings of a disk or group, all or none of them.
-    /// Errors: as [`Client::execute`]; a refusal names the setting and the rule.
+    /// Changes all or none; a refusal names the setting and the rule.
     pub(crate) fn set(
         &mut self,
         name: &str,

@@ -13,8 +13,7 @@ pub(crate) struct Rate {
     pub(crate) write_iops: f64,
     pub(crate) read_bps: f64,
     pub(crate) write_bps: f64,
-    /// The share of the time, 0 to 1, during which its requests waited for limits of its own or of
-    /// a group above it.
+    /// The share of the time, 0 to 1, in which its requests waited for its limits or a group's.
     pub(crate) limited: f64,
 }
 
@@ -99,8 +98,7 @@ impl Comparison<'_> {
         Some((requests / seconds, bytes / seconds))
     }
 
-    /// Its own limits' share of the time; while requests of it waited at all, at least that of any
-    /// group above.
+    /// At least that of any group above, while requests of it waited at all.
     fn limited(&self, before: Node<'_>, now: Node<'_>) -> Option<f64> {
         let own = self.share(before, now)?;
         let waited =
@@ -121,8 +119,7 @@ impl Comparison<'_> {
     }
 }
 
-/// The limit that a disk or group waits for now: its own, or that of the nearest group above whose
-/// limit its requests wait for, then written `GROUP: LIMIT`.
+/// The limit that it waits for now; `GROUP: LIMIT` for that of the nearest group above.
 pub(crate) fn binding(report: &Report, node: Node<'_>) -> Option<String> {
     let throttle = node.throttle();
     if throttle.binding.is_some() || throttle.waiting.total() == 0 {

@@ -1,7 +1,5 @@
-//! What is read ahead, as options: of `weir serve`, and of `weir prefetch`, which changes it while
-//! a disk is in use.
-//!
-//! Made from the policy's own table; the names are without their `prefetch-`.
+//! The options of `weir prefetch`, made from the policy's own table; the names are without their
+//! `prefetch-`.
 
 use clap::{ArgMatches, Args, Command, FromArgMatches};
 use policy::prefetch::{Mode, Setting};

@@ -1,7 +1,5 @@
-//! `weir prefetch`: shows what is read ahead of a disk's readers and what came of it, or changes it
-//! while it runs.
-//!
-//! Never judges a setting: the daemon does, and applies all of a change or nothing.
+//! `weir prefetch`: shows or changes what is read ahead of a disk's readers while it runs. The
+//! daemon judges the settings, and applies all of a change or nothing.
 
 mod arguments;
 

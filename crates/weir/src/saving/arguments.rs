@@ -1,5 +1,4 @@
-//! Options of the commands that change settings of a running daemon: whether the config file gets
-//! the change too.
+//! Whether the config file gets a change of a running daemon too.
 
 use std::path::PathBuf;
 

@@ -1,9 +1,7 @@
-//! A change of settings as the commands make it that are for that: put in force by the daemon,
-//! written into the config file where that is asked for, and told.
+//! A change of settings: put in force by the daemon, written into the config file, and told.
 //!
-//! The daemon judges a change and applies all of it or nothing. With `--save` the config file gets
-//! it too: everything that can be found out about the file is found out before the daemon is asked,
-//! so that a change is not in force and then not saved.
+//! All that can be found out about the file is found out before the daemon is asked: a change is
+//! not in force and then not saved.
 
 mod arguments;
 mod edit;
@@ -45,11 +43,7 @@ pub(crate) struct Common<'a> {
     pub(crate) save: &'a SaveArgs,
 }
 
-/// Shows or changes settings.
-///
-/// # Errors
-/// If the daemon cannot be asked or refuses, the name is wrong, or the config file cannot be
-/// written.
+/// Fails also if the daemon refuses, or the config file cannot be written.
 pub(crate) fn run<S: Setter>(setter: &S) -> Result<(), Failure> {
     let Common { name, json, qmp, save } = setter.common();
     let mut client = Client::reach(qmp.clone())?;

@@ -89,8 +89,7 @@ fn open(path: &Path) -> anyhow::Result<(Flock<File>, String)> {
     Ok((file, text))
 }
 
-/// Refuses a text that `weir serve` would refuse, unless it refuses the old one as well: options
-/// may complete it.
+/// Refuses what `weir serve` would, unless it refuses the old text too: options may complete it.
 fn check(path: &Path, old_text: &str, new_text: &str) -> anyhow::Result<()> {
     let name = path.display().to_string();
     let directory = path.parent().unwrap_or(Path::new(""));

@@ -1,7 +1,6 @@
 //! `weir status`: what runs, what it does now, and what holds it back.
 //!
-//! Two reports some time apart become rates. A table for people, or the daemon's own words with the
-//! rates added for programs.
+//! Two reports some time apart become rates: a table, or the daemon's own words and the rates.
 
 mod arguments;
 mod tables;

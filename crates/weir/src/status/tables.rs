@@ -1,5 +1,4 @@
-//! The tables of `weir status`: disks, the caches of their images, what was read ahead, groups,
-//! devices; all but the first where there are any.
+//! The tables of `weir status`; all but that of the disks only where they have rows.
 
 use console::{
     figures,

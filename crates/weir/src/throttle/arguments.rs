@@ -118,8 +118,7 @@ impl ThrottleArgs {
     }
 }
 
-/// The settings that virsh clears when this one is set: the same number of the other limits of the
-/// same unit.
+/// virsh clears the same number of the other limits of the same unit.
 fn cleared_with(setting: Setting) -> impl Iterator<Item = Setting> {
     let others = LimitKind::ALL.into_iter().filter_map(move |other| match setting {
         Setting::Limit(kind, part) if kind != other && kind.counts_bytes() == other.counts_bytes() => {
@@ -130,8 +129,7 @@ fn cleared_with(setting: Setting) -> impl Iterator<Item = Setting> {
     others.collect::<Vec<_>>().into_iter()
 }
 
-/// The settings' names in `virsh blkdeviotune`, and those of its older versions, in the order of
-/// [`Setting::ALL`].
+/// In the order of [`Setting::ALL`]: the names in `virsh blkdeviotune`, and in its older versions.
 const VIRSH: [(&str, &str); 19] = [
     ("total-bytes-sec", "total_bytes_sec"),
     ("total-bytes-sec-max", "total_bytes_sec_max"),
@@ -154,8 +152,7 @@ const VIRSH: [(&str, &str); 19] = [
     ("size-iops-sec", "size_iops_sec"),
 ];
 
-/// A scaled integer of virsh: as [`settings::size`], and `B`, `KiB` or `KB` and so on, the latter
-/// powers of 1000.
+/// As [`settings::size`], and `B`, `KiB` or `KB` and so on, the latter powers of 1000.
 fn virsh_size(text: &str) -> Result<u64, String> {
     let bare = text.trim_end_matches(|letter: char| letter.is_ascii_alphabetic());
     let unit = text[bare.len()..].to_ascii_lowercase();
@@ -178,8 +175,7 @@ fn virsh_option(setting: Setting, (name, old_name): (&'static str, &'static str)
         .alias(old_name)
         .value_parser(parser)
         .conflicts_with(setting.name())
-        // Told in the text below the options: nineteen more lines would bury the names that are
-        // weir's own.
+        // The text below the options tells them.
         .hide(true)
 }
 

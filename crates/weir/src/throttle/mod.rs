@@ -1,6 +1,5 @@
-//! `weir throttle`: shows what a disk or a group is held to, or changes it while it runs.
-//!
-//! Never judges a setting: the daemon does, and applies all of a change or nothing.
+//! `weir throttle`: shows what a disk or a group is held to, or changes it while it runs. The
+//! daemon judges the settings, and applies all of a change or nothing.
 
 mod arguments;
 

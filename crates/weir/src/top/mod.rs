@@ -36,8 +36,7 @@ use state::{Action, State};
 
 use crate::client::{Client, Target};
 
-/// Fails if there is no terminal, or no daemon at the start. One that goes away later is waited
-/// for.
+/// A daemon that goes away later is waited for.
 pub(crate) fn run(arguments: TopArgs) -> Result<(), Failure> {
     let target = Target::choose(arguments.qmp).map_err(|said| Failure::Usage(anyhow::Error::msg(said)))?;
     if !screen::is_possible() {

@@ -1,8 +1,8 @@
 //! Everything that happens, from three threads, in one channel: keys and signals (`input`), and the
 //! daemon's answers.
 //!
-//! The daemon has a thread because it may be slow or gone, and then keys must work all the same. It
-//! is asked every interval, and at once after a change; connected to anew when it comes back.
+//! The daemon has a thread of its own so that keys work while it is slow or gone. It is asked every
+//! interval, and at once after a change.
 
 use std::{
     io,

@@ -38,8 +38,7 @@ pub(super) struct Edit {
     pub(super) field: Field,
     pub(super) error: Option<String>,
     pub(super) is_waiting: bool,
-    /// What it was when the editing began: only what the user changes is changed, whatever others
-    /// do meanwhile.
+    /// Only what the user changes is changed, whatever others do meanwhile.
     before: Settings,
     /// What is told once the daemon agreed.
     told: String,
