@@ -50,7 +50,7 @@ fn a_device_or_a_file_that_grew_is_larger_for_the_next_client() {
     let weir = Serve::new(&scratch).arg(device.path()).args(["--name", "disk"]).start();
     let size = |weir: &Weir| Client::new("nbdinfo").args(["--size", &weir.uri("disk")]).succeeds();
     let grow = |file: &std::path::Path| {
-        fs::File::options().write(true).open(file).unwrap().set_len(6 * MIB).unwrap()
+        fs::File::options().write(true).open(file).unwrap().set_len(6 * MIB).unwrap();
     };
     assert_eq!(size(&weir).trim(), (4 * MIB).to_string());
     grow(&file);

@@ -196,6 +196,15 @@ fn reads(status: &Value, counter: &str) -> [u64; 2] {
     })
 }
 
+/// How many reads of both disks have passed since, in a status.
+fn passed_from_now(scratch: &Scratch) -> impl Fn(&Value) -> [u64; 2] + use<> {
+    let before = reads(&status(scratch, "0"), "requests");
+    move |status| {
+        let now = reads(status, "requests");
+        [now[0] - before[0], now[1] - before[1]]
+    }
+}
+
 /// Clients with so many reads of so many bytes in flight, which the daemon has taken in.
 fn queue(scratch: &Scratch, queued: [(u64, u64); 2]) -> [Wire; 2] {
     let client = |disk: &str, (count, length): (u64, u64)| {
@@ -234,12 +243,8 @@ impl Sharing<'_> {
         let Self { limit, rate, burst, settings, queued } = self;
         let _weir = tenant(&scratch, &format!("{limit} = {rate}"), *settings);
         let _clients = queue(&scratch, *queued);
-        let before = reads(&status(&scratch, "0"), "requests");
+        let passed = passed_from_now(&scratch);
         prints(&scratch, &["throttle", "tenant", &format!("--{limit}-max"), &burst.to_string()]);
-        let passed = |status: &Value| {
-            let now = reads(status, "requests");
-            [now[0] - before[0], now[1] - before[1]]
-        };
         let units = |[a, b]: [u64; 2]| match *limit {
             "iops-total" => a + b,
             _ => a * queued[0].1 + b * queued[1].1,
@@ -284,11 +289,7 @@ fn a_reservation_is_met_beside_heavier_neighbours() {
     let settings = ["iops-reservation = 30", "weight = 10000"];
     let _weir = tenant(&scratch, "iops-total = 40", settings);
     let _clients = queue(&scratch, [(500, 512); 2]);
-    let before = reads(&status(&scratch, "0"), "requests");
-    let passed = |status: &Value| {
-        let now = reads(status, "requests");
-        [now[0] - before[0], now[1] - before[1]]
-    };
+    let passed = passed_from_now(&scratch);
     wait_until(&scratch, |status| passed(status).into_iter().sum::<u64>() >= 60);
     let [promised, heavy] = passed(&status(&scratch, "0"));
     assert!(promised * 2 >= heavy * 3, "{promised} passed that were promised, and {heavy} beside them");

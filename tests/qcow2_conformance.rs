@@ -40,33 +40,34 @@ struct Shape {
 }
 
 impl Shape {
+    const PLAIN: Self = Self {
+        version: 3,
+        cluster: 2 << 20,
+        refcount_bits: 16,
+        extended: false,
+        data_file: DataFile::None,
+        compression: None,
+        backing: false,
+    };
+
     fn all() -> Vec<Self> {
-        let mut all = Vec::new();
-        for version in [2, 3] {
-            for cluster in CLUSTERS {
-                for refcount_bits in [1, 16, 64] {
-                    for extended in [false, true] {
-                        for data_file in [DataFile::None, DataFile::Plain, DataFile::Raw] {
-                            for compression in [None, Some("zlib"), Some("zstd")] {
-                                for backing in [false, true] {
-                                    let shape = Self {
-                                        version,
-                                        cluster,
-                                        refcount_bits,
-                                        extended,
-                                        data_file,
-                                        compression,
-                                        backing,
-                                    };
-                                    all.extend(shape.is_possible().then_some(shape));
-                                }
-                            }
-                        }
-                    }
-                }
-            }
+        fn each<T: Copy, const N: usize>(
+            shapes: Vec<Shape>,
+            values: [T; N],
+            with: fn(Shape, T) -> Shape,
+        ) -> Vec<Shape> {
+            shapes.into_iter().flat_map(|shape| values.map(|value| with(shape, value))).collect()
         }
-        all
+        let all = each(vec![Self::PLAIN], [2, 3], |shape, version| Self { version, ..shape });
+        let all = each(all, CLUSTERS, |shape, cluster| Self { cluster, ..shape });
+        let all = each(all, [1, 16, 64], |shape, refcount_bits| Self { refcount_bits, ..shape });
+        let all = each(all, [false, true], |shape, extended| Self { extended, ..shape });
+        let files = [DataFile::None, DataFile::Plain, DataFile::Raw];
+        let all = each(all, files, |shape, data_file| Self { data_file, ..shape });
+        let kinds = [None, Some("zlib"), Some("zstd")];
+        let all = each(all, kinds, |shape, compression| Self { compression, ..shape });
+        let all = each(all, [false, true], |shape, backing| Self { backing, ..shape });
+        all.into_iter().filter(Self::is_possible).collect()
     }
 
     fn is_possible(&self) -> bool {
@@ -346,15 +347,7 @@ fn weir_and_qemu_read_and_write_each_other_s_images_with_clusters_of_2_mib() {
 
 #[test]
 fn a_data_file_ends_where_the_disk_does() {
-    let shape = Shape {
-        version: 3,
-        cluster: 2 << 20,
-        refcount_bits: 16,
-        extended: false,
-        data_file: DataFile::Plain,
-        compression: None,
-        backing: false,
-    };
+    let shape = Shape { data_file: DataFile::Plain, ..Shape::PLAIN };
     let mut subject = Subject::new(shape, 1);
     // Into the last cluster, which QEMU's data file has only in part.
     let offset = subject.model.len() - 700;

@@ -25,12 +25,8 @@ impl Authority {
             .args(key)
             .args(["-subj", &subject, "-addext", "basicConstraints=critical,CA:TRUE"])
             .args(["-addext", "keyUsage=critical,keyCertSign,cRLSign"])
-            .args([
-                "-keyout",
-                text(&authority.file("ca-key.pem")),
-                "-out",
-                text(&authority.file("ca-cert.pem")),
-            ])
+            .args(["-keyout", text(&authority.file("ca-key.pem"))])
+            .args(["-out", text(&authority.file("ca-cert.pem"))])
             .succeeds();
         authority.vouch("server", "subjectAltName=DNS:localhost,IP:127.0.0.1\nextendedKeyUsage=serverAuth\n");
         authority.vouch("client", "extendedKeyUsage=clientAuth\n");
@@ -50,14 +46,8 @@ impl Authority {
         fs::write(file("ext"), extensions).unwrap();
         Client::new("openssl")
             .args(["req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"])
-            .args([
-                "-subj",
-                &format!("/CN={who}"),
-                "-keyout",
-                text(&file("key")),
-                "-out",
-                text(&file("request")),
-            ])
+            .args(["-subj", &format!("/CN={who}")])
+            .args(["-keyout", text(&file("key")), "-out", text(&file("request"))])
             .succeeds();
         Client::new("openssl")
             .args(["x509", "-req", "-days", "1", "-in", text(&file("request")), "-out", text(&file("cert"))])
@@ -87,17 +77,23 @@ fn uri_with_certificates(weir: &Weir, directory: &Path) -> String {
     format!("nbds://localhost:{}/disk?tls-certificates={}", weir.port(), text(directory))
 }
 
+/// Copies data there by the one URI, and back by the other.
+#[track_caller]
+fn goes_round(scratch: &Scratch, there: &str, back: &str) {
+    let original = scratch.filled("original", 4 * MIB);
+    let copy = scratch.path("back");
+    Client::new("nbdcopy").args([text(&original), there]).succeeds();
+    Client::new("nbdcopy").args([back, text(&copy)]).succeeds();
+    assert!(fs::read(&copy).unwrap() == fs::read(&original).unwrap(), "the copy differs");
+}
+
 fn size(uri: &str) -> Client {
     Client::new("nbdinfo").args(["--size", uri])
 }
 
 /// Arguments with which QEMU's tools open the export as `driver=nbd` with these credentials.
 fn qemu(weir: &Weir, credentials: &str) -> Vec<String> {
-    ["--object", credentials, "--image-opts"]
-        .map(str::to_owned)
-        .into_iter()
-        .chain([image_options(weir)])
-        .collect()
+    ["--object", credentials, "--image-opts", &image_options(weir)].map(str::to_owned).to_vec()
 }
 
 fn image_options(weir: &Weir) -> String {
@@ -118,11 +114,7 @@ fn data_goes_round_through_certificates() {
     let weir = authority.serve(&scratch, &["--tls", "required", "--tls-verify-peer"]);
     let uri = uri_with_certificates(&weir, &authority.0);
     assert_eq!(size(&uri).succeeds().trim(), (4 * MIB).to_string());
-    let original = scratch.filled("original", 4 * MIB);
-    let back = scratch.path("back");
-    Client::new("nbdcopy").args([text(&original), &uri]).succeeds();
-    Client::new("nbdcopy").args([&uri, text(&back)]).succeeds();
-    assert!(fs::read(&back).unwrap() == fs::read(&original).unwrap(), "the copy differs");
+    goes_round(&scratch, &uri, &uri);
     assert_eq!(Client::new("nbdinfo").args(["--json", &uri]).json()["TLS"], true);
 }
 
@@ -224,12 +216,7 @@ fn pre_shared_keys_are_enough() {
     for user in ["alice", "bob"] {
         assert_eq!(size(&uri(user, &keys)).succeeds().trim(), (4 * MIB).to_string());
     }
-    let original = scratch.filled("original", 4 * MIB);
-    let back = scratch.path("back");
-    Client::new("nbdcopy").args([text(&original), &uri("bob", &keys)]).succeeds();
-    Client::new("nbdcopy").args([&uri("alice", &keys), text(&back)]).succeeds();
-    assert!(fs::read(&back).unwrap() == fs::read(&original).unwrap(), "the copy differs");
-
+    goes_round(&scratch, &uri("bob", &keys), &uri("alice", &keys));
     let credentials =
         format!("tls-creds-psk,id=t,endpoint=client,username=alice,dir={}", text(&scratch.path("")));
     let info = qemu_img(["info"]).args(qemu(&weir, &credentials)).succeeds();

@@ -2,10 +2,12 @@
 
 use std::{
     io::{BufRead as _, BufReader, Read},
-    sync::{Arc, Condvar, Mutex},
+    sync::{Arc, Condvar, Mutex, MutexGuard},
     thread,
     time::{Duration, Instant},
 };
+
+const UNPOISONED: &str = "nobody panics while holding the lines";
 
 #[derive(Default)]
 struct Lines {
@@ -31,16 +33,18 @@ impl Log {
     }
 
     fn change(&self, change: impl FnOnce(&mut Lines)) {
-        let (lines, changed) = &*self.0;
-        change(&mut lines.lock().expect("no reader panics while it holds the lines"));
-        changed.notify_all();
+        change(&mut self.lock());
+        self.0.1.notify_all();
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Lines> {
+        self.0.0.lock().expect(UNPOISONED)
     }
 
     /// The first such line, as soon as it is there; `None` if the log ends or time is up before.
     pub(super) fn wait_for(&self, within: Duration, wanted: impl Fn(&str) -> bool) -> Option<String> {
-        let (lines, changed) = &*self.0;
         let until = Instant::now() + within;
-        let mut lines = lines.lock().expect("no writer panics while it holds the lines");
+        let mut lines = self.lock();
         let mut seen = 0;
         loop {
             if let Some(line) = lines.text[seen..].iter().find(|line| wanted(line)) {
@@ -51,18 +55,16 @@ impl Log {
             if lines.ended || left.is_zero() {
                 return None;
             }
-            lines = changed.wait_timeout(lines, left).expect("no writer panics while it holds the lines").0;
+            lines = self.0.1.wait_timeout(lines, left).expect(UNPOISONED).0;
         }
     }
 
     pub(super) fn wait_for_end(&self, within: Duration) -> bool {
-        let (lines, changed) = &*self.0;
-        let lines = lines.lock().expect("no writer panics while it holds the lines");
-        let waited = changed.wait_timeout_while(lines, within, |lines| !lines.ended);
-        waited.expect("no writer panics while it holds the lines").0.ended
+        let waited = self.0.1.wait_timeout_while(self.lock(), within, |lines| !lines.ended);
+        waited.expect(UNPOISONED).0.ended
     }
 
     pub(super) fn text(&self) -> String {
-        self.0.0.lock().expect("no writer panics while it holds the lines").text.join("\n")
+        self.lock().text.join("\n")
     }
 }

@@ -28,6 +28,7 @@ const INSTEAD: [(&str, &str, &str); 9] = [
     ("", "bench", "`weir bench` has the options of `qemu-img bench`"),
 ];
 
+/// Puts what to do instead into an error about a command line that begins with these words.
 pub fn advise(error: &mut clap::Error, words: &[String]) {
     let [image, subcommand, ..] = words else { return };
     if image != "image" {
