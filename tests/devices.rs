@@ -2,7 +2,7 @@
 
 use std::fs;
 
-use crate::harness::{Client, LoopDevice, MIB, Scratch, Serve, Weir, text};
+use crate::harness::{Client, LoopDevice, MIB, Scratch, Serve, Weir, export_size, text};
 
 #[test]
 fn unaligned_writes_on_sectors_of_4096_bytes_keep_their_neighbours() {
@@ -48,21 +48,19 @@ fn a_device_or_a_file_that_grew_is_larger_for_the_next_client() {
     let file = scratch.sparse("device", 4 * MIB);
     let device = LoopDevice::attach(&file, 512);
     let weir = Serve::new(&scratch).arg(device.path()).args(["--name", "disk"]).start();
-    let size = |weir: &Weir| Client::new("nbdinfo").args(["--size", &weir.uri("disk")]).succeeds();
-    let grow = |file: &std::path::Path| {
-        fs::File::options().write(true).open(file).unwrap().set_len(6 * MIB).unwrap();
-    };
-    assert_eq!(size(&weir).trim(), (4 * MIB).to_string());
-    grow(&file);
+    let size = |weir: &Weir| export_size(&weir.uri("disk"));
+    let grow = |file| fs::File::options().write(true).open(file).and_then(|file| file.set_len(6 * MIB));
+    assert_eq!(size(&weir), 4 * MIB);
+    grow(&file).unwrap();
     device.update_size();
-    assert_eq!(size(&weir).trim(), (6 * MIB).to_string());
+    assert_eq!(size(&weir), 6 * MIB);
     weir.nbdsh("disk", "h.pwrite(b'new', 5 << 20)\nassert h.pread(3, 5 << 20) == b'new'");
     weir.stop();
     let file = scratch.sparse("disk.raw", MIB);
     let weir = Serve::new(&scratch).arg(&file).start();
-    assert_eq!(size(&weir).trim(), MIB.to_string());
-    grow(&file);
-    assert_eq!(size(&weir).trim(), (6 * MIB).to_string());
+    assert_eq!(size(&weir), MIB);
+    grow(&file).unwrap();
+    assert_eq!(size(&weir), 6 * MIB);
 }
 
 #[test]

@@ -1,6 +1,6 @@
 //! nbdinfo: what an export says of itself, what is allocated, what is there to choose from.
 
-use crate::harness::{Client, MIB, Scratch, Serve, WEIR, Weir, assert_says};
+use crate::harness::{Client, MIB, Scratch, Serve, WEIR, Weir, assert_says, export_size};
 
 fn nbdinfo<'a>(arguments: impl IntoIterator<Item = &'a str>) -> Client {
     Client::new("nbdinfo").args(arguments)
@@ -42,8 +42,8 @@ fn exports_are_listed_and_chosen_by_name() {
         ]
     );
     // The default is the first.
-    assert_eq!(nbdinfo(["--size", &weir.uri("")]).succeeds().trim(), (4 * MIB).to_string());
-    assert_eq!(nbdinfo(["--size", &weir.uri("b")]).succeeds().trim(), (8 * MIB).to_string());
+    assert_eq!(export_size(&weir.uri("")), 4 * MIB);
+    assert_eq!(export_size(&weir.uri("b")), 8 * MIB);
     let said = nbdinfo(["--size", &weir.uri("c")]).fails();
     assert_says(&said, &["server has no export named 'c'"]);
 }
@@ -52,7 +52,7 @@ fn exports_are_listed_and_chosen_by_name() {
 fn names_may_hold_any_character() {
     let weir = Serve::alone().args(["memory:1M", "--name", "Zürich №1/a b"]).start();
     let uri = weir.uri("Z%C3%BCrich%20%E2%84%961%2Fa%20b");
-    assert_eq!(nbdinfo(["--size", &uri]).succeeds().trim(), MIB.to_string());
+    assert_eq!(export_size(&uri), MIB);
 }
 
 #[test]

@@ -106,18 +106,16 @@ fn a_live_change_is_whole_or_not_at_all() {
     let said = fails(&scratch, &["prefetch", "a", "off", "--window-max", "32K"]);
     assert_says(&said, &["prefetch-window-min (65536) is above prefetch-window-max (32768)"]);
     let mut client = Qmp::negotiated(&scratch.socket("qmp"));
-    let refused = |client: &mut Qmp, arguments: Value| {
-        let answer = client.ask("x-weir-set", arguments);
-        answer["error"]["desc"].as_str().expect("it is refused").to_owned()
-    };
     // Beside something that is right, and the other way round.
-    let said = refused(&mut client, json!({"name": "a", "iops-total": 7, "prefetch-streams": 0}));
+    let (_, said) =
+        client.refused("x-weir-set", json!({"name": "a", "iops-total": 7, "prefetch-streams": 0}));
     assert_says(&said, &["prefetch-streams", "(0)", "from 1 to 4096"]);
-    let said = refused(&mut client, json!({"name": "a", "prefetch": "off", "iops-total-max": 7}));
+    let (_, said) =
+        client.refused("x-weir-set", json!({"name": "a", "prefetch": "off", "iops-total-max": 7}));
     assert_says(&said, &["iops-total-max (7) is below iops-total (500)"]);
-    let said = refused(&mut client, json!({"name": "a", "prefetch": "off", "group": "nobody"}));
+    let (_, said) = client.refused("x-weir-set", json!({"name": "a", "prefetch": "off", "group": "nobody"}));
     assert_says(&said, &["nobody"]);
-    let said = refused(&mut client, json!({"name": "a", "prefetch": true}));
+    let (_, said) = client.refused("x-weir-set", json!({"name": "a", "prefetch": true}));
     assert_says(&said, &["'prefetch', expected: string"]);
     assert_eq!(settings(&scratch, "a"), before);
     assert_says(&prints(&scratch, &["throttle", "a"]), &["  iops-total  500\n"]);
@@ -137,11 +135,8 @@ fn a_group_reads_nothing_ahead() {
     assert_says(&fails(&scratch, &["prefetch", "gold"]), &["gold: is a group", "name one of its disks"]);
     assert_says(&fails(&scratch, &["prefetch", "c"]), &["c: no disk and no group has this name"]);
     let mut client = Qmp::negotiated(&scratch.socket("qmp"));
-    let answer = client.ask("x-weir-set", json!({"name": "gold", "prefetch": "on", "iops-total": 5}));
-    assert_says(
-        answer["error"]["desc"].as_str().expect("it is refused"),
-        &["group gold: nothing is read ahead"],
-    );
+    let (_, said) = client.refused("x-weir-set", json!({"name": "gold", "prefetch": "on", "iops-total": 5}));
+    assert_says(&said, &["group gold: nothing is read ahead"]);
     assert_says(&prints(&scratch, &["throttle", "gold"]), &["no limits of its own"]);
 }
 
@@ -203,17 +198,14 @@ fn disks_that_are_added_live_read_ahead_as_they_are_told() {
     ] {
         let mut arguments = memory("wrong");
         arguments.as_object_mut().expect("an object").extend(wrong.as_object().expect("an object").clone());
-        let answer = client.ask("blockdev-add", arguments);
-        assert_says(answer["error"]["desc"].as_str().expect("it is refused"), &[expected]);
+        let (_, said) = client.refused("blockdev-add", arguments);
+        assert_says(&said, &[expected]);
     }
     assert_says(&fails(&scratch, &["prefetch", "wrong"]), &["wrong: no disk and no group has this name"]);
     let inner =
         json!({"driver": "raw", "node-name": "w", "file": {"driver": "null-co", "x-weir-prefetch": "on"}});
-    let answer = client.ask("blockdev-add", inner);
-    assert_says(
-        answer["error"]["desc"].as_str().expect("it is refused"),
-        &["Parameter 'file.x-weir-prefetch' is unexpected"],
-    );
+    let (_, said) = client.refused("blockdev-add", inner);
+    assert_says(&said, &["Parameter 'file.x-weir-prefetch' is unexpected"]);
 }
 
 /// Reads the image, 4 KiB after 4 KiB, through the daemon and beside it.

@@ -14,7 +14,7 @@ use std::{
 
 use nix::sys::signal::Signal;
 
-use crate::harness::{Client, MIB, Scratch, Serve, Wire, assert_says, text, weir};
+use crate::harness::{Client, MIB, Scratch, Serve, Wire, assert_says, export_size, text, weir};
 
 #[test]
 fn what_is_no_image_is_named() {
@@ -64,13 +64,12 @@ fn a_socket_in_use_is_left_alone_and_a_stale_one_replaced() {
     let weir = Serve::new(&scratch).arg("memory:1M").start();
     let said = Serve::new(&scratch).arg("memory:2M").fails();
     assert_says(&said, &[text(weir.socket()), "in use"]);
-    let size = |uri: &str| Client::new("nbdinfo").args(["--size", uri]).succeeds();
-    assert_eq!(size(&weir.uri("memory")).trim(), MIB.to_string(), "the first still serves");
+    assert_eq!(export_size(&weir.uri("memory")), MIB, "the first still serves");
     let socket = weir.socket().to_owned();
     weir.crash();
     assert!(socket.exists(), "a killed daemon removes nothing");
     let weir = Serve::new(&scratch).arg("memory:2M").start();
-    assert_eq!(size(&weir.uri("memory")).trim(), (2 * MIB).to_string());
+    assert_eq!(export_size(&weir.uri("memory")), 2 * MIB);
     weir.stop();
     assert!(!socket.exists(), "the socket goes with the daemon");
 }
@@ -176,12 +175,11 @@ description = "scratch space"
     );
     let weir = Serve::new(&scratch).where_said().arg("--config").arg(config).start();
     let size = |socket: &std::path::Path, export: &str| {
-        let uri = format!("nbd+unix:///{export}?socket={}", text(socket));
-        Client::new("nbdinfo").args(["--size", &uri]).succeeds().trim().to_owned()
+        export_size(&format!("nbd+unix:///{export}?socket={}", text(socket)))
     };
-    assert_eq!(size(&one, "vm1"), (2 * MIB).to_string());
-    assert_eq!(size(&two, "first"), (2 * MIB).to_string());
-    assert_eq!(size(&two, "vm2"), (3 * MIB).to_string());
+    assert_eq!(size(&one, "vm1"), 2 * MIB);
+    assert_eq!(size(&two, "first"), 2 * MIB);
+    assert_eq!(size(&two, "vm2"), 3 * MIB);
     assert_says(weir.ready_line(), &["vm1", "first", "vm2", text(&one), text(&two)]);
     weir.stop();
     assert!(!one.exists() && !two.exists(), "the sockets go with the daemon");
@@ -256,8 +254,7 @@ fn a_thousand_disks_start_and_answer() {
     assert_eq!(list["exports"].as_array().map(Vec::len), Some(1000));
     for number in [0_u64, 1, 499, 999] {
         let uri = format!("nbd+unix:///vm{number}?socket={}", text(&socket));
-        let size = Client::new("nbdinfo").args(["--size", &uri]).succeeds();
-        assert_eq!(size.trim(), ((number % 7 + 1) * MIB).to_string());
+        assert_eq!(export_size(&uri), (number % 7 + 1) * MIB);
     }
     weir.stop();
 }
@@ -265,19 +262,18 @@ fn a_thousand_disks_start_and_answer() {
 #[test]
 fn the_ready_line_has_a_uri_to_paste() {
     let scratch = Scratch::new();
-    let size = |uri: &str| Client::new("nbdinfo").args(["--size", uri]).succeeds().trim().to_owned();
     let weir = Serve::new(&scratch).on_tcp().args(["memory:1M", "--name", "disk"]).start();
     assert_says(weir.ready_line(), &[&weir.uri("disk")]);
-    assert_eq!(size(&weir.uri("disk")), MIB.to_string());
+    assert_eq!(export_size(&weir.uri("disk")), MIB);
 
     let weir = Serve::new(&scratch).args(["memory:2M", "--name", "vm 1"]).start();
     assert!(weir.ready_line().ends_with(&weir.uri("vm%201")), "{}", weir.ready_line());
-    assert_eq!(size(&weir.uri("vm%201")), (2 * MIB).to_string());
+    assert_eq!(export_size(&weir.uri("vm%201")), 2 * MIB);
 
     let weir = Serve::new(&scratch).where_said().args(["memory:3M", "--nbd", "localhost:0"]).start();
     let (_, uri) = weir.ready_line().rsplit_once("exports=").expect("it names them");
     assert!(uri.starts_with("nbd://localhost:"), "{uri}");
-    assert_eq!(size(uri), (3 * MIB).to_string());
+    assert_eq!(export_size(uri), 3 * MIB);
 }
 
 #[test]

@@ -260,6 +260,13 @@ pub(crate) fn nbdsh_command(script: &str) -> Command {
     command
 }
 
+/// The size of an export, in bytes, as nbdinfo says it.
+#[track_caller]
+pub(crate) fn export_size(uri: &str) -> u64 {
+    let size = Client::new("nbdinfo").args(["--size", uri]).succeeds();
+    size.trim().parse().expect("a number of bytes")
+}
+
 /// Has QEMU make an image of 8 MiB with LUKS, which takes no time to make.
 #[track_caller]
 pub(crate) fn create_encrypted(path: &Path) {
