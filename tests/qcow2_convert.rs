@@ -24,8 +24,7 @@ fn is_same(one: &Path, other: &Path) {
     weir(&["compare", "-q", text(one), text(other)]).succeeds();
 }
 
-/// With two bitmaps, one of them recording, and the snapshots `1` (named `one`) and `2` (named
-/// `1`).
+/// With two bitmaps, one recording, and the snapshots `1` (named `one`) and `2` (named `1`).
 fn original(scratch: &Scratch) -> PathBuf {
     let path = scratch.path("original.qcow2");
     qemu_img(["create", "-q", "-f", "qcow2", text(&path), "4M"]).succeeds();

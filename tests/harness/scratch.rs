@@ -1,7 +1,8 @@
 //! The files of one test, gone with it.
 //!
 //! Images live under cargo's target directory and not in /tmp, which may be a tmpfs, so that
-//! O_DIRECT, holes and locks are those of a disk's file system. Paths of sockets have 107 bytes.
+//! O_DIRECT, holes and locks are those of a disk's file system. Sockets live in /tmp, because their
+//! paths have 107 bytes at most.
 
 use std::{
     fs::{self, File},

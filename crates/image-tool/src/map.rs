@@ -147,7 +147,7 @@ impl Map {
         Ok(())
     }
 
-    /// What the image has itself, up to the first range that its backing file may have; and that.
+    /// What the image has itself, up to the first range that its backing file may have; and where.
     async fn add_qcow2(
         &mut self,
         qcow2: &Qcow2,

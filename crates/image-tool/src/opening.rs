@@ -1,7 +1,8 @@
 //! From a file's name to its storage and its format, for commands that look at the bytes
 //! themselves.
 //!
-//! Who writes has said the format, or the image has a signature: a guess serves only to look.
+//! A format is guessed only to look at an image: a command that writes was told it, or there is a
+//! signature.
 
 use std::path::{Path, PathBuf};
 

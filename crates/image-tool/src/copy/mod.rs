@@ -49,7 +49,7 @@ pub(super) struct How {
     pub(super) sparse: usize,
     /// What is left out is aligned to this: a block or a cluster of the target. A power of two.
     pub(super) grain: usize,
-    /// Data is copied in blocks of this size: 1, or the grain, and then more than there may be.
+    /// Data is copied in blocks of this size, 1 or the grain, also where less of a block is there.
     pub(super) align: u64,
     /// The most that one item covers, in bytes; a multiple of the grain.
     pub(super) unit: u64,

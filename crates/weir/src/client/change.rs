@@ -163,7 +163,7 @@ impl Change {
         self.iter().map(|(name, value)| (name.text().to_owned(), value.clone().into())).collect()
     }
 
-    /// Values that are equal are told apart by their words.
+    /// A line for each setting: what it was, and what it is, or that it is as before.
     pub(crate) fn describe(&self, before: &Settings) -> Vec<String> {
         let line = |(name, value): (Name, &Setpoint)| {
             let (was, is) = (name.show(&name.of(before)), name.show(value));

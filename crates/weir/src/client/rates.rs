@@ -98,7 +98,7 @@ impl Comparison<'_> {
         Some((requests / seconds, bytes / seconds))
     }
 
-    /// At least that of any group above, while requests of it waited at all.
+    /// Its own limits' share; while requests of it waited, at least that of any group above.
     fn limited(&self, before: Node<'_>, now: Node<'_>) -> Option<f64> {
         let own = self.share(before, now)?;
         let waited =

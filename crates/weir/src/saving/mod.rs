@@ -43,7 +43,7 @@ pub(crate) struct Common<'a> {
     pub(crate) save: &'a SaveArgs,
 }
 
-/// Fails also if the daemon refuses, or the config file cannot be written.
+/// Fails if the daemon refuses or cannot be asked, or the config file cannot be written.
 pub(crate) fn run<S: Setter>(setter: &S) -> Result<(), Failure> {
     let Common { name, json, qmp, save } = setter.common();
     let mut client = Client::reach(qmp.clone())?;
