@@ -85,9 +85,9 @@ impl Replier {
         }
     }
 
-    /// Before `length` bytes of data read at `offset`. A simple reply has one for the whole request.
-    /// With chunks `length` is from 1 to `u32::MAX - 8`, and may be a part of the request unless it
-    /// asked not to fragment.
+    /// Before `length` bytes of data read at `offset`. A simple reply has one for the whole
+    /// request. With chunks `length` is from 1 to `u32::MAX - 8`, and may be a part of the request
+    /// unless it asked not to fragment.
     pub fn data(self, tag: Tag, offset: u64, length: u32, last: bool) -> ReplyHeader {
         match self.style {
             ReplyStyle::Simple => simple(tag, 0),
