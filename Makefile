@@ -87,7 +87,7 @@ doc: ## build the documentation of the crates, private items included
 lint: ## what CI refuses: formatting, warnings, scripts that do not parse, prose over 100 columns
 	@scripts/deps build
 	$(CARGO) fmt --all --check
-	$(CARGO) clippy --locked --workspace --all-targets -- -D warnings
+	$(CARGO) clippy --locked --workspace --all-targets --test e2e -- -D warnings
 	@scripts/lint-scripts
 	@scripts/lint-prose
 	@scripts/check-imports

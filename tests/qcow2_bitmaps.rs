@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use serde_json::{Value, json};
 
-use crate::harness::{self, Client, MIB, Scratch, Serve, assert_says, qemu_img, text, weir, weir_image};
+use crate::harness::{self, Client, MIB, Scratch, Serve, assert_says, qemu_img, text, weir_image};
 
 const KIB: u64 = 1024;
 const DISK_BYTES: u64 = 8 * MIB;
@@ -125,7 +125,7 @@ fn weir_and_qemu_record_in_the_same_bitmaps() {
         qemu_io("qcow2", &["write -P 4 6M 1k"], text(&path));
         model.mark(&[(6144, 1)]);
         let bench = ["bench", "-q", "-f", "qcow2", "-w", "-c", "10", "-s", "4k", "-o", "7M", "-S", "32k"];
-        weir(&bench).arg(&path).succeeds();
+        harness::weir(&bench).arg(&path).succeeds();
         model.mark(&(0..10).map(|number| (7168 + number * 32, 4)).collect::<Vec<_>>());
         qemu_sees(&path, &model);
     }

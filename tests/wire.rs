@@ -2,7 +2,7 @@
 //! "Request message" of the specification.
 
 use crate::harness::{
-    MIB, Scratch, Serve, Weir, Wire, pattern,
+    MIB, Serve, Weir, Wire, pattern,
     wire::{
         CMD_BLOCK_STATUS, CMD_FLUSH, CMD_READ, CMD_TRIM, CMD_WRITE, CMD_WRITE_ZEROES, EINVAL, FLAG_FUA,
         FLAG_PAYLOAD_LEN, FLAG_REQ_ONE, OPT_EXTENDED_HEADERS, OPT_STRUCTURED_REPLY, Request,
