@@ -117,7 +117,7 @@ class Told:
             checks.append(fact(f"{name}: the limit is", kept == "kept", str(kept or way), "kept"))
             rate = (f"{name}: the rate", way.get("bps", 0))
             # When pages are written back is the kernel's to say: it may be later than the limit asks.
-            checks.append(most(*rate, 1.15 * LIMIT) if "buffered" in name else near(*rate, LIMIT, 0.15))
+            checks.append(most(*rate, 1.15 * LIMIT, scale=1e6) if "buffered" in name else near(*rate, LIMIT, 0.15))
         direct = [way for name, way in ways.items() if "direct" in name]
         throttled = [way.get("trace", {}).get("sent-by-throttle-bytes", 0) for way in direct]
         return checks + [
