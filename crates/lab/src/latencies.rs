@@ -14,7 +14,10 @@ const SIMULATED_DIGITS: u8 = 2;
 const LONGEST_SIMULATED_NS: u64 = 1 << 62;
 const PERCENTILES: [(&str, f64); 5] =
     [("p50", 0.5), ("p90", 0.9), ("p99", 0.99), ("p99.9", 0.999), ("p99.99", 0.9999)];
-const POINTS: u32 = 200;
+/// A point of a distribution is this share of the requests behind the last, or so many times as
+/// long.
+const STEP: f64 = 0.005;
+const FACTOR: f64 = 1.02;
 
 pub(super) type Latencies = Histogram<u64>;
 
@@ -41,12 +44,20 @@ pub(super) fn percentile_names() -> [&'static str; 5] {
     PERCENTILES.map(|(name, _)| name)
 }
 
-/// Points (nanoseconds, share of requests within), without 0, which has no logarithm.
+/// Points (nanoseconds, share of requests within), without 0, which has no logarithm: where few
+/// requests differ, as in the tail, each that is another time.
 pub(super) fn distribution(latencies: &Latencies) -> Vec<(f64, f64)> {
-    let shares = (0..POINTS).map(|point| f64::from(point) / f64::from(POINTS));
-    let shares = shares.chain([0.999, 0.9999, 1.0]);
-    let points = shares.map(|share| (latencies.value_at_quantile(share) as f64, share));
-    points.filter(|&(ns, _)| ns > 0.0).collect()
+    let (mut points, mut within) = (Vec::<(f64, f64)>::new(), 0);
+    for step in latencies.iter_recorded() {
+        within += step.count_at_value();
+        let (ns, share) = (step.value_iterated_to() as f64, within as f64 / latencies.len() as f64);
+        let is_last = within == latencies.len();
+        let apart = |&(last_ns, last): &(f64, f64)| share - last >= STEP || ns >= FACTOR * last_ns;
+        if ns > 0.0 && (is_last || points.last().is_none_or(apart)) {
+            points.push((ns, share));
+        }
+    }
+    points
 }
 
 #[cfg(test)]
@@ -69,6 +80,20 @@ mod tests {
         assert!((times.mean() / 550_000.0 - 1.0).abs() < 0.01, "{}", times.mean());
         assert_eq!(distribution(&times).last().unwrap().1, 1.0);
         assert_eq!(growing().value_at_quantile(0.99), 0);
+    }
+
+    #[test]
+    fn a_distribution_has_its_tail_and_no_more_points_than_it_takes() {
+        let mut times = growing();
+        (0..10_000).for_each(|_| note(&mut times, 4_000_000));
+        (1..=30).for_each(|number| note(&mut times, 4_000_000 * number));
+        let points = distribution(&times);
+        assert_eq!(points.len(), 30);
+        assert!((points[1].0 / 8e6 - 1.0).abs() < 0.01 && points[1].1 < 0.9972, "{:?}", points[1]);
+        assert_eq!(points[29].1, 1.0);
+        let mut even = new();
+        (1..=1_000_000).for_each(|ns| even.record(1000 + ns).unwrap());
+        assert!(distribution(&even).len() < 500);
     }
 
     #[test]

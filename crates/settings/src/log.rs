@@ -33,8 +33,20 @@ impl std::str::FromStr for LogFormat {
     }
 }
 
-/// A level, or a filter such as `info,export::nbd=debug`.
+/// The program's own modules: in a filter, `weir` is the name of them all.
+const MODULES: [&str; 10] =
+    ["weir", "daemon", "export", "block", "cgroup", "image_tool", "lab", "settings", "console", "policy"];
+
+/// A level, or a filter such as `info,export::nbd=debug`; `weir=debug` is for all of the program.
 pub fn filter(text: &str) -> Result<String, String> {
+    let directives = text.split(',').flat_map(|directive| match directive.strip_prefix("weir=") {
+        Some(level) => MODULES.map(|module| format!("{module}={level}")).to_vec(),
+        None => vec![directive.to_owned()],
+    });
+    checked(&directives.collect::<Vec<_>>().join(","))
+}
+
+fn checked(text: &str) -> Result<String, String> {
     // EnvFilter takes the empty string for "errors only", and any word for the name of a module.
     let level = |word: &str| word.parse::<tracing::metadata::LevelFilter>().is_ok();
     let plausible =
@@ -57,7 +69,9 @@ mod tests {
         for text in ["info", "off", "DEBUG", "warn,block=trace", "export::nbd=debug,info"] {
             assert_eq!(filter(text), Ok(text.to_owned()));
         }
-        for text in ["", "loud", "info,", "block=loud", "a=b=c"] {
+        let all = filter("off,weir=info").unwrap();
+        assert!(all.starts_with("off,weir=info,daemon=info,") && all.ends_with(",policy=info"), "{all}");
+        for text in ["", "loud", "weir=loud", "info,", "block=loud", "a=b=c"] {
             assert!(filter(text).unwrap_err().starts_with("is not a log filter"), "{text}");
         }
     }
