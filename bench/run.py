@@ -5,7 +5,7 @@ what was asked.
 Why interleaved: A, B, C, C, B, A …, so that a slow minute of the machine hits all of them, and
 nobody always comes after the same. Read a ratio, not a number.
 
-    bench/run.py                                 everything, about 25 minutes
+    bench/run.py                                 everything, about 50 minutes
     bench/run.py --rows 'file-*' --rounds 3      a part of it
     bench/run.py --peers-only                    what the machine gives without weir
     bench/run.py --before OLD --rows 'file-*'    this build beside another one, without the peers
@@ -277,13 +277,22 @@ def measured(stack):
         return 0
     wanted = chosen(args.rows, args.peers_only)
     if args.before:
-        wanted = [beside(row, args.before) for row in wanted if row.columns[0] in SPEEDS]
+        slow = [row.name for row in wanted if row.columns[0] not in SPEEDS]
+        wanted = [beside(row, args.before) for row in wanted if row.name not in slow]
+        if slow:
+            print(f"left out, as they have no speed to compare: {', '.join(slow)}")
+        if not wanted:
+            sys.exit("run.py: --before: no row is left to compare")
     if not args.peers_only and not args.weir.exists():
         sys.exit(f"run.py: {args.weir}: no such file (build it with `make build`, or pass --peers-only)")
+    if args.before and not args.before.exists():
+        sys.exit(f"run.py: --before {args.before}: no such file")
     if args.short:
         args.directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench.", dir=TARGET)))
     setup = prepare(args, args.directory)
     facts = machine.describe(setup)
+    if args.before:
+        facts |= {"this build": str(args.weir), "before": str(args.before)}
     print(report.header(facts), flush=True)
 
     start = time.monotonic()

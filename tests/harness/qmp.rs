@@ -32,7 +32,14 @@ impl Qmp {
         let mut client = Self::connect(path);
         let greeting = client.message();
         assert!(greeting["QMP"]["version"]["qemu"]["major"].is_u64(), "{greeting}");
-        assert_eq!(client.command("qmp_capabilities", json!({})), json!({}));
+        let mut answer = client.ask("qmp_capabilities", json!({}));
+        let by_weir =
+            greeting["QMP"]["version"]["package"].as_str().is_some_and(|name| name.starts_with("weir"));
+        if answer.get("QMP").is_some() && !by_weir {
+            // On a busy machine qemu-storage-daemon 7.2 has been seen to greet twice.
+            answer = client.answer();
+        }
+        assert_eq!(answer["return"], json!({}), "{answer}");
         client
     }
 
