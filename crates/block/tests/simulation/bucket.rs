@@ -11,28 +11,28 @@ use policy::{
 /// here.
 pub(crate) const SLACK_S: f64 = 1e-6;
 
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Default)]
 struct Level {
+    /// 0 where there is no such limit now.
     rate: f64,
     size: f64,
     level: f64,
+    /// Up to where requests pass: the size, or more after a change from a larger one.
+    ceiling: f64,
 }
 
-impl Level {
-    /// The one or two levels of a limit; none where there is no limit.
-    fn of(limit: Limit) -> Vec<Self> {
-        let Limit { rate, burst_rate, burst_length_s } = limit;
-        let (rate, burst) = (rate as f64, burst_rate as f64);
-        let size = if burst_rate == 0 { rate / 10.0 } else { burst * burst_length_s as f64 };
-        let mut levels = Vec::new();
-        if rate > 0.0 {
-            levels.push(Self { rate, size, level: 0.0 });
-            if burst_length_s > 1 {
-                levels.push(Self { rate: burst, size: burst / 10.0, level: 0.0 });
-            }
-        }
-        levels
-    }
+/// Rates and sizes of a limit's two levels; 0 for one that is not there. Rates are whole units a
+/// second.
+fn rates_and_sizes(limit: Limit, enforcement: Enforcement) -> [(f64, f64); 2] {
+    let factor = match enforcement {
+        Enforcement::Scaled(scale) => scale.thousandths() as f64 / 1000.0,
+        Enforcement::Enforced | Enforcement::Lifted => 1.0,
+    };
+    let Limit { rate, burst_rate, burst_length_s } = limit;
+    let (rate, burst) = (rate as f64, burst_rate as f64);
+    let size = if burst_rate == 0 { rate / 10.0 } else { burst * burst_length_s as f64 };
+    let second = if burst_length_s > 1 { burst } else { 0.0 };
+    [(rate, size), (second, second / 10.0)].map(|(rate, size)| ((rate * factor).floor(), size * factor))
 }
 
 /// A request as a bucket sees it.
@@ -47,48 +47,78 @@ pub(crate) struct Charge {
 #[derive(Clone, Debug)]
 pub(crate) struct Buckets {
     levels: Vec<(LimitKind, Level)>,
+    /// Nothing is limited: time runs out as if the last limits held.
+    is_idle: bool,
+    last: Limits,
+    enforcement: Enforcement,
     now: Instant,
 }
 
 impl Buckets {
     pub(crate) fn new(limits: &Limits, now: Instant) -> Self {
-        let of = |kind: LimitKind| Level::of(limits.limit(kind)).into_iter().map(move |level| (kind, level));
-        Self { levels: LimitKind::ALL.into_iter().flat_map(of).collect(), now }
+        let levels = LimitKind::ALL.into_iter().flat_map(|kind| [(kind, Level::default()); 2]).collect();
+        let (enforcement, last) = (Enforcement::Enforced, *limits);
+        let mut buckets = Self { levels, is_idle: false, last, enforcement, now };
+        buckets.change(limits);
+        buckets
     }
 
-    /// The same limits, enforced otherwise: what is in the buckets stays. Rates are whole units a
-    /// second.
-    pub(crate) fn enforce(&mut self, limits: &Limits, enforcement: Enforcement) {
-        let factor = match enforcement {
-            Enforcement::Scaled(scale) => scale.thousandths() as f64 / 1000.0,
-            Enforcement::Enforced | Enforcement::Lifted => 1.0,
-        };
-        let fresh = Self::new(limits, self.now).levels;
-        for ((_, level), (_, fresh)) in self.levels.iter_mut().zip(fresh) {
-            *level =
-                Level { rate: (fresh.rate * factor).floor(), size: fresh.size * factor, level: level.level };
+    /// Other limits, which take over what has passed.
+    pub(crate) fn change(&mut self, limits: &Limits) {
+        self.is_idle = limits.is_unlimited();
+        if self.is_idle {
+            return;
+        }
+        self.last = *limits;
+        self.each(|level, rate, size| {
+            level.rate = rate;
+            if rate > 0.0 {
+                level.size = size;
+                level.ceiling = level.ceiling.min(level.level + size).max(size);
+            }
+        });
+    }
+
+    /// The same limits, enforced otherwise: what is in the buckets stays.
+    pub(crate) fn enforce(&mut self, enforcement: Enforcement) {
+        self.enforcement = enforcement;
+        self.each(|level, rate, size| {
+            if rate > 0.0 {
+                let deferred = (level.ceiling - level.size).min((level.ceiling - size).max(0.0));
+                *level = Level { rate, size, ceiling: size + deferred, ..*level };
+            }
+        });
+    }
+
+    fn each(&mut self, change: impl Fn(&mut Level, f64, f64)) {
+        for (number, (kind, level)) in self.levels.iter_mut().enumerate() {
+            let (rate, size) = rates_and_sizes(self.last.limit(*kind), self.enforcement)[number % 2];
+            change(level, rate, size);
         }
     }
 
     pub(crate) fn leak_to(&mut self, now: Instant) {
         let elapsed_s = (now - self.now).as_secs_f64();
         self.now = now;
-        for (_, level) in &mut self.levels {
+        for (_, level) in self.levels.iter_mut().filter(|(_, level)| level.rate > 0.0) {
             level.level = (level.level - level.rate * elapsed_s).max(0.0);
+            level.ceiling = level.ceiling.min(level.level + level.size).max(level.size);
         }
     }
 
     /// Seconds until a request of this direction may pass.
     pub(crate) fn wait_s(&self, direction: Direction) -> f64 {
         let applying = LimitKind::applying_to(direction);
-        let levels = self.levels.iter().filter(|(kind, _)| applying.contains(kind));
-        levels.map(|(_, level)| (level.level - level.size) / level.rate).fold(0.0, f64::max)
+        let in_force = |(kind, level): &&(LimitKind, Level)| applying.contains(kind) && level.rate > 0.0;
+        let levels = self.levels.iter().filter(|level| !self.is_idle && in_force(level));
+        levels.map(|(_, level)| (level.level - level.ceiling) / level.rate).fold(0.0, f64::max)
     }
 
     /// Charges what passed at one instant. Panics if no order of them is one in which each found
     /// room: whatever the order, all but the last fit.
     pub(crate) fn charge(&mut self, charges: &[Charge]) {
-        for (kind, level) in &mut self.levels {
+        let levels = self.levels.iter_mut().filter(|(_, level)| !self.is_idle && level.rate > 0.0);
+        for (kind, level) in levels {
             let units = |charge: &&Charge| if kind.counts_bytes() { charge.bytes } else { charge.operations };
             let counted =
                 charges.iter().filter(|charge| LimitKind::applying_to(charge.direction).contains(kind));
@@ -100,10 +130,10 @@ impl Buckets {
             level.level += sum;
             let before_last = level.level - largest;
             assert!(
-                sum == 0.0 || before_last <= level.size + SLACK_S * level.rate,
+                sum == 0.0 || before_last <= level.ceiling + SLACK_S * level.rate,
                 "{kind:?} let too much pass at {:?}: {before_last} in a bucket of {}",
                 self.now,
-                level.size
+                level.ceiling
             );
         }
     }

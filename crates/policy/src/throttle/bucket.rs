@@ -17,7 +17,26 @@
 //!
 //! Read-ahead has its own levels on top, which guests never wait for (`bucket/spare.rs`).
 //!
-//! Never refuses: a request larger than the bucket is added whole, and those after it pay for it.
+//! Never refuses: a request larger than the bucket is added whole, and the requests after it pay
+//! for it.
+//!
+//! Another limit takes over what passed under the one before, so that nobody gains by changing it.
+//! What a smaller bucket cannot hold is deferred, and nobody waits for it:
+//!
+//! ```text
+//!     ▕       ▏
+//!     ▕       ▏ ─┬─ size of the larger bucket = ceiling
+//!     ▕▓level▓▏  │                       ▕▓level▓▏ ─── size of the smaller bucket: full, not more
+//!     ▕▓▓▓▓▓▓▓▏  │   a smaller limit     ▕▒▒▒▒▒▒▒▏
+//!     ▕▓▓▓▓▓▓▓▏  │   ──────────────►     ▕▒▒▒▒▒▒▒▏ deferred: leaks once the level is 0,
+//!     ▕▓▓▓▓▓▓▓▏  │   ◄──────────────     ▕▒▒▒▒▒▒▒▏           counts again in a larger bucket
+//! ```
+//!
+//! Both together leak at the rates in force and rise by what passes. Requests pass only below the
+//! ceiling, which is never above the largest size that there was. Hence the promise: over any
+//! window no more passes than the rates in force allowed, one burst (the largest in force), and
+//! the one request that makes a bucket run over. The wait after a change is at most what that
+//! request costs under the new rate, however long the burst before was.
 
 use super::cost::Cost;
 use super::enforcement::Scale;
@@ -41,10 +60,13 @@ struct Bucket {
     rate: u64,
     size: u128,
     level: u128,
+    /// What passed under other limits and found no room here.
+    deferred: u128,
     /// 0 if the burst has no rate of its own to keep.
     burst_rate: u64,
     burst_size: u128,
     burst_level: u128,
+    burst_deferred: u128,
 }
 
 impl Bucket {
@@ -67,10 +89,33 @@ impl Bucket {
             rate: times(rate),
             size: scale.times(size),
             level: 0,
+            deferred: 0,
             burst_rate: times(burst_rate),
             burst_size: scale.times(tenth_of_a_second(burst_rate)),
             burst_level: 0,
+            burst_deferred: 0,
         }
+    }
+
+    /// Puts another limit in force, which takes over what has passed.
+    ///
+    /// A limit that is taken away keeps its levels as they are. They do not leak meanwhile: what
+    /// passes then is charged to other limits, and must not be free here as well.
+    fn change(&mut self, limit: Limit, scale: Scale, rest: Rest) {
+        let mut new = Self::scaled(limit, scale);
+        if new.rate == 0 {
+            (self.rate, self.burst_rate) = (0, 0);
+            return;
+        }
+        (new.level, new.deferred) = take_over(self.size, self.level, self.deferred, new.size, rest);
+        if new.burst_rate == 0 {
+            new.burst_size = self.burst_size;
+            (new.burst_level, new.burst_deferred) = (self.burst_level, self.burst_deferred);
+        } else {
+            (new.burst_level, new.burst_deferred) =
+                take_over(self.burst_size, self.burst_level, self.burst_deferred, new.burst_size, rest);
+        }
+        *self = new;
     }
 
     /// What may be added, in billionths of a unit, before the bucket is more than full.
@@ -82,9 +127,9 @@ impl Bucket {
     fn leak(&mut self, elapsed_ns: u64) {
         // At most 10¹⁸ × 2⁶⁴ < 2¹²⁴.
         let leaked = |rate: u64| u128::from(rate) * u128::from(elapsed_ns);
-        self.level = self.level.saturating_sub(leaked(self.rate));
+        run_out(&mut self.level, &mut self.deferred, leaked(self.rate));
         if self.burst_rate > 0 {
-            self.burst_level = self.burst_level.saturating_sub(leaked(self.burst_rate));
+            run_out(&mut self.burst_level, &mut self.burst_deferred, leaked(self.burst_rate));
         }
     }
 
@@ -102,6 +147,29 @@ impl Bucket {
             self.burst_level = self.burst_level.saturating_add(billionths);
         }
     }
+}
+
+/// Lets `leaked` run out of a level, and what is more out of what is deferred.
+fn run_out(level: &mut u128, deferred: &mut u128, leaked: u128) {
+    if *deferred > 0 {
+        *deferred = deferred.saturating_sub(leaked.saturating_sub(*level));
+    }
+    *level = level.saturating_sub(leaked);
+}
+
+/// What becomes of what a smaller bucket cannot hold.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Rest {
+    Deferred,
+    WaitedFor,
+}
+
+/// The level and what is deferred in a bucket of another size.
+fn take_over(size: u128, level: u128, deferred: u128, new_size: u128, rest: Rest) -> (u128, u128) {
+    let (ceiling, passed) = (size.saturating_add(deferred), level.saturating_add(deferred));
+    let most = if rest == Rest::Deferred { passed } else { deferred };
+    let deferred = ceiling.saturating_sub(new_size).min(most);
+    (passed - deferred, deferred)
 }
 
 const fn tenth_of_a_second(rate: u64) -> u128 {
@@ -196,13 +264,23 @@ impl Buckets {
         longest
     }
 
-    /// The same limits, so many times as fast and as large. What is in the buckets stays.
+    /// The same limits, so many times as fast and as large. A watermark narrows them when others
+    /// want the device: what passed while they were wide is waited for.
     pub(super) fn rescale(&mut self, limits: &Limits, scale: Scale) {
         for kind in LimitKind::ALL {
-            let bucket = &mut self.buckets[kind.index()];
-            let Bucket { level, burst_level, .. } = *bucket;
-            *bucket = Bucket { level, burst_level, ..Bucket::scaled(limits.limit(kind), scale) };
+            self.buckets[kind.index()].change(limits.limit(kind), scale, Rest::WaitedFor);
         }
+    }
+
+    /// Puts other limits in force, which must be valid. They take over what has passed until now,
+    /// at which instant the buckets must be.
+    pub(super) fn change(&mut self, limits: &Limits, scale: Scale) {
+        for kind in LimitKind::ALL {
+            self.buckets[kind.index()].change(limits.limit(kind), scale, Rest::Deferred);
+        }
+        self.applying = Direction::ALL.map(|direction| Applying::new(limits, direction));
+        self.iops_size = limits.iops_size;
+        self.forget_spare_of_no_limit();
     }
 
     fn applying(&self, direction: Direction) -> impl Iterator<Item = (LimitKind, &Bucket)> {
@@ -266,15 +344,20 @@ impl Buckets {
         (bucket.rate > 0).then(|| u64::try_from(remaining).unwrap_or(u64::MAX))
     }
 
+    /// What has passed and not run out yet, in whole units, what is deferred included.
     pub(super) fn level(&self, kind: LimitKind) -> u64 {
-        u64::try_from(self.buckets[kind.index()].level / UNIT).unwrap_or(u64::MAX)
+        let bucket = &self.buckets[kind.index()];
+        u64::try_from(bucket.level.saturating_add(bucket.deferred) / UNIT).unwrap_or(u64::MAX)
     }
 
-    /// Fills this limit's bucket up to so many units, if it is set; at most to the brim.
+    /// Fills this limit's bucket with so many units, if it is set; what is more than full is
+    /// deferred.
     pub(super) fn fill(&mut self, kind: LimitKind, units: u64) {
         let bucket = &mut self.buckets[kind.index()];
         if bucket.rate > 0 {
-            bucket.level = (u128::from(units) * UNIT).min(bucket.size);
+            let passed = u128::from(units) * UNIT;
+            bucket.level = passed.min(bucket.size);
+            bucket.deferred = passed - bucket.level;
         }
     }
 

@@ -65,7 +65,7 @@ pub use cost::Cost;
 pub use enforcement::{Enforcement, Scale};
 pub use ledger::Ledger;
 pub use limits::{Invalid, Limit, LimitKind, Limits, MAX_BURST_LENGTH_S, MAX_VALUE, Part, Rule, Setting};
-pub use node::{NodeId, Ticket};
+pub use node::{Charged, NodeId, Ticket};
 pub use share::Share;
 pub use spare::GivenBack;
 pub use stats::{Counters, Stats, WaitSummary};

@@ -42,13 +42,18 @@ pub(super) struct Waiter<T> {
     pub(super) token: T,
 }
 
-/// What a node with limits has; the others save the space.
-#[derive(Debug)]
+/// Limits that are set, and what has been taken of them. Most nodes have none, and save the space.
+#[derive(Clone, Debug)]
 pub(super) struct Limited {
     pub(super) limits: Limits,
     pub(super) buckets: Buckets,
 }
 
+/// What has been charged to a node's own limits, to go on from in another tree or place.
+#[derive(Clone, Debug)]
+pub struct Charged(Box<Limited>);
+
+/// See the head of this file.
 #[derive(Debug)]
 pub(super) struct Node<T> {
     pub(super) generation: u64,
@@ -59,6 +64,9 @@ pub(super) struct Node<T> {
     pub(super) number: u32,
     pub(super) level: usize,
     pub(super) limited: Option<Box<Limited>>,
+    /// The last limits there were, if none are now: others may follow, and take over what has
+    /// passed.
+    past: Option<Box<Limited>>,
     pub(super) enforcement: Enforcement,
     pub(super) share: Share,
     /// None until it has had a child: idle disks are many.
@@ -89,14 +97,15 @@ impl<T> Node<T> {
     }
 
     pub(super) fn new(parent: usize, level: usize, limits: Limits, share: Share, now: Instant) -> Self {
-        Self {
+        let mut node = Self {
             generation: 0,
             present: true,
             shared: false,
             parent,
             number: 0,
             level,
-            limited: limited(limits, now),
+            limited: None,
+            past: None,
             enforcement: Enforcement::Enforced,
             share,
             schedule: None,
@@ -111,23 +120,53 @@ impl<T> Node<T> {
             waits: None,
             capacity: [0; 2],
             promised: [0; 2],
-        }
+        };
+        node.set_limits(limits, now);
+        node
     }
 
     pub(super) fn limits(&self) -> Limits {
         self.limited.as_ref().map_or_else(Limits::default, |limited| limited.limits)
     }
 
+    /// Puts limits in force, as they are enforced now. They take over what has passed under those
+    /// before: see `bucket.rs`.
     pub(super) fn set_limits(&mut self, limits: Limits, now: Instant) {
-        self.limited = limited(limits, now);
-        self.rescale();
+        let before = self.limited.take().or_else(|| self.past.take());
+        if limits.is_unlimited() {
+            self.past = before;
+            return;
+        }
+        let mut limited =
+            before.unwrap_or_else(|| Box::new(Limited { limits, buckets: Buckets::new(&limits, now) }));
+        limited.buckets.leak_to(now);
+        limited.buckets.change(&limits, self.enforcement.scale());
+        limited.limits = limits;
+        self.limited = Some(limited);
     }
 
-    /// What is in the buckets stays.
-    pub(super) fn rescale(&mut self) {
+    /// Enforces the limits so from now on.
+    pub(super) fn enforce(&mut self, enforcement: Enforcement, now: Instant) {
+        self.enforcement = enforcement;
         if let Some(limited) = &mut self.limited {
-            limited.buckets.rescale(&limited.limits, self.enforcement.scale());
+            limited.buckets.leak_to(now);
+            limited.buckets.rescale(&limited.limits, enforcement.scale());
         }
+    }
+
+    /// What was charged to its own limits, or to the last there were, up to now: for
+    /// [`Node::take_over`] of another.
+    pub(super) fn charged(&self) -> Option<Charged> {
+        let limited = self.limited.as_ref().or(self.past.as_ref())?;
+        Some(Charged(Box::new(limited.as_ref().clone())))
+    }
+
+    /// Goes on from what was charged to another node.
+    pub(super) fn take_over(&mut self, charged: Charged, now: Instant) {
+        let limits = self.limits();
+        self.limited = None;
+        self.past = Some(charged.0);
+        self.set_limits(limits, now);
     }
 
     /// The buckets that have to be asked, if any, as of `now`.
@@ -208,8 +247,4 @@ impl<T> Node<T> {
             waiting: self.waiting,
         }
     }
-}
-
-fn limited(limits: Limits, now: Instant) -> Option<Box<Limited>> {
-    (!limits.is_unlimited()).then(|| Box::new(Limited { buckets: Buckets::new(&limits, now), limits }))
 }

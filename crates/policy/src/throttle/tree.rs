@@ -24,7 +24,7 @@ use super::cost::Cost;
 use super::enforcement::Enforcement;
 use super::heap::Heap;
 use super::limits::{LimitKind, Limits};
-use super::node::{Node, NodeId, Ticket, Waiter};
+use super::node::{Charged, Node, NodeId, Ticket, Waiter};
 use super::schedule::{Lane, Schedule};
 use super::share::Share;
 use super::stats::Stats;
@@ -230,7 +230,9 @@ impl<T> Tree<T> {
 
     /// Puts limits and a share in force at once, also for requests that wait: poll afterwards.
     ///
-    /// Changed limits begin with empty buckets, as QEMU's do: each change grants a burst.
+    /// Other limits take over what has passed under those before: over any window no more passes
+    /// than the limits in force allowed, and one burst, however often they change. (QEMU's begin
+    /// with empty buckets, and grant a burst with each change.)
     ///
     /// # Errors
     /// [`Refused`]: invalid limits, or promises that cannot be kept. Everything stays as it was
@@ -281,11 +283,7 @@ impl<T> Tree<T> {
         if node.enforcement == enforcement {
             return;
         }
-        if let Some(limited) = &mut node.limited {
-            limited.buckets.leak_to(self.now);
-        }
-        node.enforcement = enforcement;
-        node.rescale();
+        node.enforce(enforcement, self.now);
         self.settle_both_up(slot);
     }
 
@@ -369,6 +367,20 @@ impl<T> Tree<T> {
     /// A node's counters and waits, as of `now`.
     pub fn stats(&self, node: NodeId, now: Instant) -> Stats {
         self.nodes[self.slot(node)].stats(self.now.max(now))
+    }
+
+    /// What was charged to a node's own limits: for [`Tree::take_over`], before it is removed.
+    pub fn charged(&self, node: NodeId) -> Option<Charged> {
+        self.nodes[self.slot(node)].charged()
+    }
+
+    /// Has a node's limits take over what was charged to another, as [`Tree::configure`] does: poll
+    /// afterwards.
+    pub fn take_over(&mut self, node: NodeId, charged: Charged, now: Instant) {
+        let slot = self.slot(node);
+        self.now = self.now.max(now);
+        self.nodes[slot].take_over(charged, self.now);
+        self.settle_both_up(slot);
     }
 
     fn apply_limits(&mut self, slot: usize, limits: Limits) {

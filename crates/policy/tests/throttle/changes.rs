@@ -46,15 +46,15 @@ fn what_waits_is_charged_by_the_iops_size_in_force_when_it_passes() {
     }
     assert!(matches!(ask(&mut group, Cost::one(32768), "large"), Admission::Queued(_)));
     assert!(matches!(ask(&mut group, Cost::one(512), "next"), Admission::Queued(_)));
-    // Eight operations as limits will be; the empty bucket holds one and takes one more.
+    // One operation as limits are now; eight as they will be. The bucket is one too full.
     group.configure(disk, limits("iops-total=10,iops-size=4096"), Share::default(), s(0)).unwrap();
     let mut now = s(0);
-    for tenth in 1..=6 {
+    for tenth in 1..=8 {
         assert_eq!(group.poll(now), Decision::Wait { until: ms(tenth * 100) });
         now = ms(tenth * 100);
     }
     assert_eq!(group.poll(now), Decision::Admit("large"));
-    assert_eq!(group.poll(now), Decision::Wait { until: ms(700) }, "8 operations, less the 1 it holds");
+    assert_eq!(group.poll(now), Decision::Wait { until: ms(900) }, "8 operations, and the 1 too much");
 }
 
 #[test]
@@ -76,14 +76,15 @@ fn invalid_limits_are_refused_and_the_old_stay_in_force() {
 }
 
 #[test]
-fn a_change_empties_the_buckets() {
+fn what_passed_counts_under_other_limits() {
     let mut disk = Timeline::new("iops-total=10");
     disk.queue_reads(1000);
     disk.run_until(ms(50));
-    disk.change_limits("iops-total=10");
-    assert_eq!(disk.admitted_between(ms(50), ms(51)), 0, "nothing has changed");
-    disk.change_limits("iops-total=10,bps-total=1000000000");
-    assert_eq!(disk.admitted_between(ms(51), ms(52)), 2);
+    for same_rate in ["iops-total=10", "iops-total=10,bps-total=1000000000"] {
+        disk.change_limits(same_rate);
+        assert_eq!(disk.admitted_between(ms(50), ms(100)), 0);
+    }
+    assert_eq!(disk.admitted_between(ms(100), ms(101)), 1);
 }
 
 #[test]

@@ -14,6 +14,7 @@ mod nesting;
 mod observed;
 mod properties;
 mod queueing;
+mod sequences;
 mod shares;
 mod slices;
 mod spare;

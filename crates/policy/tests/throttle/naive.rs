@@ -7,37 +7,90 @@ use policy::time::Instant;
 
 const UNIT: u128 = 1_000_000_000;
 
-/// One node's levels in billionths: main, and of a burst that has a rate to keep.
+/// What has passed and not run out yet, and up to how much of it more may pass; in billionths.
+#[derive(Clone, Copy, Default)]
+struct Level {
+    passed: u128,
+    ceiling: u128,
+}
+
+impl Level {
+    /// The ceiling comes down to this size, as far as what has passed has room for as much again.
+    fn bound(&mut self, size: u128) {
+        self.ceiling = self.ceiling.min(self.passed + size).max(size);
+    }
+
+    fn leak(&mut self, billionths: u128, size: u128) {
+        self.passed = self.passed.saturating_sub(billionths);
+        self.bound(size);
+    }
+}
+
+/// What one node's six buckets hold: the main level, and that of a burst that has a rate to keep.
 pub(crate) struct Levels {
     limits: Limits,
-    levels: [(u128, u128); 6],
+    /// The last limits there were, while there are none.
+    past: Limits,
+    levels: [[Level; 2]; 6],
     now: Instant,
+}
+
+/// The rates that each of a limit's two levels leaks at, and their sizes; 0 for one that is not
+/// there.
+fn rates_and_sizes(limits: &Limits, kind: LimitKind) -> [(u128, u128); 2] {
+    let limit = limits.limit(kind);
+    let (rate, burst) = (u128::from(limit.rate), u128::from(limit.burst_rate));
+    let size = if burst == 0 { rate * UNIT / 10 } else { burst * u128::from(limit.burst_length_s) * UNIT };
+    let second = if limit.burst_length_s > 1 { burst } else { 0 };
+    [(rate, size), (second, second * UNIT / 10)]
 }
 
 impl Levels {
     pub(crate) fn new(limits: Limits, now: Instant) -> Self {
-        Self { limits, levels: [(0, 0); 6], now }
+        let mut levels =
+            Self { limits: Limits::default(), past: Limits::default(), levels: Default::default(), now };
+        levels.change(limits, now);
+        levels
+    }
+
+    /// Other limits, which take over what has passed.
+    pub(crate) fn change(&mut self, limits: Limits, now: Instant) {
+        self.leak_to(now);
+        if limits.is_unlimited() && !self.limits.is_unlimited() {
+            self.past = self.limits;
+        }
+        self.limits = limits;
+        for kind in LimitKind::ALL {
+            for (level, (rate, size)) in
+                self.levels[kind.index()].iter_mut().zip(rates_and_sizes(&limits, kind))
+            {
+                if rate > 0 {
+                    level.bound(size);
+                }
+            }
+        }
+    }
+
+    fn leak_to(&mut self, now: Instant) {
+        let elapsed = u128::from(now.nanos_since(self.now));
+        self.now = self.now.max(now);
+        let limits = if self.limits.is_unlimited() { self.past } else { self.limits };
+        for kind in LimitKind::ALL {
+            for (level, (rate, size)) in
+                self.levels[kind.index()].iter_mut().zip(rates_and_sizes(&limits, kind))
+            {
+                if rate > 0 {
+                    level.leak(elapsed * rate, size);
+                }
+            }
+        }
     }
 
     pub(crate) fn admit(&mut self, direction: Direction, now: Instant) -> bool {
-        let elapsed = u128::from(now.nanos_since(self.now));
-        self.now = self.now.max(now);
-        for kind in LimitKind::ALL {
-            let (level, burst_level) = &mut self.levels[kind.index()];
-            let limit = self.limits.limit(kind);
-            *level = level.saturating_sub(elapsed * u128::from(limit.rate));
-            *burst_level = burst_level.saturating_sub(elapsed * u128::from(limit.burst_rate));
-        }
+        self.leak_to(now);
         LimitKind::applying_to(direction).into_iter().all(|kind| {
-            let (level, burst_level) = self.levels[kind.index()];
-            let limit = self.limits.limit(kind);
-            let size = match limit.burst_rate {
-                0 => u128::from(limit.rate) * UNIT / 10,
-                burst_rate => u128::from(burst_rate) * u128::from(limit.burst_length_s) * UNIT,
-            };
-            let burst_has_room =
-                limit.burst_length_s == 1 || burst_level <= u128::from(limit.burst_rate) * UNIT / 10;
-            limit.rate == 0 || level <= size && burst_has_room
+            let levels = self.levels[kind.index()].iter().zip(rates_and_sizes(&self.limits, kind));
+            levels.into_iter().all(|(level, (rate, _))| rate == 0 || level.passed <= level.ceiling)
         })
     }
 
@@ -56,9 +109,11 @@ impl Levels {
                 };
                 u128::from(cost.requests()) * one
             };
-            let (level, burst_level) = &mut self.levels[kind.index()];
-            *level += units;
-            *burst_level += units;
+            for (level, (rate, _)) in
+                self.levels[kind.index()].iter_mut().zip(rates_and_sizes(&self.limits, kind))
+            {
+                level.passed += if rate > 0 { units } else { 0 };
+            }
         }
     }
 }

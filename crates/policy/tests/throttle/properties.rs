@@ -147,7 +147,7 @@ impl Checked {
                     && taken
                     && *limits != before
                 {
-                    levels.insert(node, Levels::new(*limits, self.now));
+                    levels.get_mut(&node).unwrap().change(*limits, self.now);
                 }
             }
             Step::Share(at, share) => {

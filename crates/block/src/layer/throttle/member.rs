@@ -47,8 +47,8 @@ impl Member {
     /// Puts other settings in force, also for the requests that wait: those that may pass do so at
     /// once. All of them or none.
     ///
-    /// Other limits begin with empty buckets, as QEMU's do; limits that stay the same keep what has
-    /// been charged.
+    /// Other limits take over what has been charged: changing them grants no burst. (QEMU's begin
+    /// with empty buckets.)
     ///
     /// # Errors
     /// [`Refused`]: limits that break a rule, or a reservation that the group cannot keep.
@@ -75,7 +75,7 @@ impl Member {
     /// Leaves its group for `group`, or for none. The requests that wait move along, in their
     /// order: those that may pass there do so at once.
     ///
-    /// Its own limits begin with empty buckets; its counters begin anew where it arrives, and
+    /// Its own limits keep what has been charged. Its counters begin anew where it arrives, and
     /// [`Member::stats`] adds them up.
     ///
     /// # Errors

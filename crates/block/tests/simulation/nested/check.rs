@@ -238,20 +238,19 @@ impl Forest {
                     Change::Limits(limits) => {
                         node.limits = limits;
                         node.charges.clear();
-                        node.buckets = Buckets::new(&limits, entry.at);
-                        node.buckets.enforce(&limits, node.enforcement);
+                        node.buckets.change(&limits);
                     }
                     Change::Enforced(enforcement) => {
                         node.enforcement = enforcement;
-                        node.buckets.enforce(&node.limits, enforcement);
+                        node.buckets.enforce(enforcement);
                     }
                     Change::Moved(parent) => {
-                        // A new seat: its own buckets are empty, and enforced until somebody says
-                        // otherwise.
-                        let limits = node.limits;
-                        let buckets = Buckets::new(&limits, entry.at);
-                        let enforcement = Enforcement::Enforced;
-                        *node = Naive { parent, limits, buckets, enforcement, charges: Vec::new() };
+                        // A new seat, to which it takes what has passed; enforced until somebody
+                        // says otherwise.
+                        node.parent = parent;
+                        node.enforcement = Enforcement::Enforced;
+                        node.buckets.enforce(Enforcement::Enforced);
+                        node.charges.clear();
                     }
                 }
             }

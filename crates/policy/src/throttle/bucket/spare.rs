@@ -97,7 +97,17 @@ impl Buckets {
         }
     }
 
-    /// Whether no bucket of reads is more than full with earlier read-ahead on top.
+    /// Forgets what was read ahead under limits that are no more: nothing would run out of them.
+    pub(super) fn forget_spare_of_no_limit(&mut self) {
+        let Self { buckets, spare, .. } = self;
+        for (levels, bucket) in spare.levels.iter_mut().zip(buckets) {
+            levels.main = if bucket.rate > 0 { levels.main } else { 0 };
+            levels.burst = if bucket.burst_rate > 0 { levels.burst } else { 0 };
+        }
+    }
+
+    /// Whether a read-ahead may be charged: no bucket of reads is more than full with what was read
+    /// ahead on top.
     pub(in crate::throttle) fn has_spare(&self, now: Instant) -> bool {
         let elapsed_ns = now.nanos_since(self.now);
         self.applying(Direction::Read)

@@ -1,0 +1,310 @@
+//! Limits that change all the time give no more than limits that stay: whatever sequence of changes
+//! there is, over any window no more passes than the limits in force allowed, and one burst.
+
+use crate::properties::{any_direction, any_enforcement};
+use crate::timeline::{Timeline, Workload, ms, s};
+use policy::request::Direction;
+use policy::throttle::{Cost, Decision, Enforcement, LimitKind, Limits, NodeId, Share, Tree};
+use policy::time::{Duration, Instant};
+use proptest::prelude::*;
+
+const LARGEST: u64 = 16 << 10;
+/// Nodes that are watched: two groups, and a disk that moves between them.
+const DISK: usize = 2;
+/// Windows may hold this many requests more: the one that makes a bucket run over, and one that has
+/// paid a part before the window.
+const ON_THE_WAY: f64 = 2.0;
+
+/// Limits from one in a second to a hundred thousand, some with long bursts, one of each unit.
+fn any_limits() -> impl Strategy<Value = Limits> {
+    let rate = prop_oneof![1 => Just(0u64), 2 => 1..20u64, 2 => 20..2_000u64, 1 => 2_000..100_000u64];
+    let one = (0..3usize, rate, 0..40u64, 1..8u64);
+    (one.clone(), one, prop_oneof![2 => Just(0u64), 1 => 512..8_192u64]).prop_map(|(bps, iops, iops_size)| {
+        let mut limits = Limits::default();
+        for (first, (which, rate, factor, length)) in [(0, bps), (3, iops)] {
+            let limit = limits.limit_mut(LimitKind::ALL[first + which]);
+            limit.rate = if first == 0 { rate * 4096 } else { rate };
+            limit.burst_rate = limit.rate * factor;
+            limit.burst_length_s = if limit.burst_rate == 0 { 1 } else { length };
+        }
+        limits.iops_size = if iops.1 > 0 { iops_size } else { 0 };
+        limits
+    })
+}
+
+#[derive(Clone, Debug)]
+enum Step {
+    Limit(usize, Limits),
+    /// The limits that were in force before, again.
+    Back(usize),
+    Weight(u32),
+    Enforce(usize, Enforcement),
+    /// To one of the groups, or out of both.
+    Move(usize),
+    /// A client that keeps one request waiting, for so long.
+    Busy(Direction, u64, Duration),
+    Idle(Duration),
+}
+
+fn any_step() -> impl Strategy<Value = Step> {
+    let time = || {
+        prop_oneof![0..1_000_000u64, 0..200_000_000u64, 0..8_000_000_000u64].prop_map(Duration::from_nanos)
+    };
+    let node = 0..3usize;
+    prop_oneof![
+        3 => (node.clone(), any_limits()).prop_map(|(node, limits)| Step::Limit(node, limits)),
+        3 => node.clone().prop_map(Step::Back),
+        1 => (1..10_000u32).prop_map(Step::Weight),
+        1 => (node.clone(), any_enforcement()).prop_map(|(node, enforcement)| Step::Enforce(node, enforcement)),
+        1 => node.prop_map(Step::Move),
+        6 => (any_direction(), 0..LARGEST, time()).prop_map(|(direction, length, time)| Step::Busy(direction, length, time)),
+        2 => time().prop_map(Step::Idle),
+    ]
+}
+
+/// One limit of one node: what passed under it less what it allowed, at each step, and the largest
+/// bucket in force since the step before.
+#[derive(Default)]
+struct Account {
+    balance: f64,
+    steps: Vec<(f64, f64)>,
+}
+
+struct World {
+    tree: Tree<()>,
+    now: Instant,
+    nodes: [NodeId; 3],
+    before: [Limits; 3],
+    /// The last limits there were, and their factor: while nothing is limited, or limits are
+    /// lifted, what passed runs out as if they held.
+    last: [(Limits, f64); 3],
+    group: Option<usize>,
+    accounts: [[Account; 6]; 3],
+    /// Requests that a step may let pass, so that a case ends soon.
+    passed: u32,
+}
+
+impl World {
+    fn new() -> Self {
+        let mut tree = Tree::new(Instant::ZERO);
+        let mut add = || tree.add(None, Limits::default(), Share::default()).unwrap();
+        let nodes = [add(), add(), add()];
+        let before = [Limits::default(); 3];
+        let accounts = Default::default();
+        let last = [(Limits::default(), 1.0); 3];
+        Self { tree, now: Instant::ZERO, nodes, before, last, group: None, accounts, passed: 0 }
+    }
+
+    fn take(&mut self, step: Step) {
+        match step {
+            Step::Limit(node, limits) => self.limit(node, limits),
+            Step::Back(node) => self.limit(node, self.before[node]),
+            Step::Weight(weight) => {
+                let disk = self.nodes[DISK];
+                let share = Share::new(weight).unwrap();
+                self.tree.configure(disk, self.tree.limits(disk), share, self.now).unwrap();
+            }
+            Step::Enforce(node, enforcement) => self.tree.enforce(self.nodes[node], enforcement, self.now),
+            Step::Move(to) => self.move_to(to),
+            Step::Busy(direction, length, time) => self.busy(direction, length, self.now + time),
+            Step::Idle(time) => self.pass_time(self.now + time),
+        }
+        self.note();
+    }
+
+    fn limit(&mut self, node: usize, limits: Limits) {
+        let id = self.nodes[node];
+        self.before[node] = self.tree.limits(id);
+        self.tree.configure(id, limits, self.tree.share(id), self.now).unwrap();
+    }
+
+    /// As a disk's seat does it.
+    fn move_to(&mut self, to: usize) {
+        let group = (to < DISK).then_some(to);
+        let old = self.nodes[DISK];
+        let parent = group.map(|group| self.nodes[group]);
+        let (limits, enforcement) = (self.tree.limits(old), self.tree.enforcement(old));
+        let new = self.tree.add_in_place_of(old, parent, limits, Share::default()).unwrap();
+        self.tree.enforce(new, enforcement, self.now);
+        if let Some(charged) = self.tree.charged(old) {
+            self.tree.take_over(new, charged, self.now);
+        }
+        self.tree.remove(old);
+        (self.nodes[DISK], self.group) = (new, group);
+    }
+
+    fn busy(&mut self, direction: Direction, length: u64, end: Instant) {
+        let disk = self.nodes[DISK];
+        let cost = Cost::one(length);
+        for _ in 0..400 {
+            if self.now >= end {
+                return;
+            }
+            if self.tree.pass(disk, direction, &cost, self.now) {
+                self.count(direction, length);
+                continue;
+            }
+            let ticket = match self.tree.request(disk, direction, cost.clone(), (), self.now) {
+                policy::throttle::Admission::Queued(ticket) => ticket,
+                policy::throttle::Admission::Admitted(()) => unreachable!("it did not pass just now"),
+            };
+            loop {
+                match self.tree.poll(self.now) {
+                    Decision::Admit(()) => {
+                        self.count(direction, length);
+                        break;
+                    }
+                    Decision::Wait { until } if until <= end => self.pass_time(until),
+                    _ => {
+                        self.tree.cancel(ticket);
+                        return self.pass_time(end);
+                    }
+                }
+            }
+        }
+    }
+
+    /// The limits that hold for a node now, with the factor that they hold by.
+    fn in_force(&self, node: usize) -> Option<(Limits, f64)> {
+        let id = self.nodes[node];
+        let limits = self.tree.limits(id);
+        match self.tree.enforcement(id) {
+            Enforcement::Lifted => None,
+            Enforcement::Enforced => Some((limits, 1.0)),
+            Enforcement::Scaled(scale) => Some((limits, scale.thousandths() as f64 / 1000.0)),
+        }
+    }
+
+    fn pass_time(&mut self, until: Instant) {
+        let seconds = (until - self.now).as_secs_f64();
+        for node in 0..3 {
+            let (limits, factor) = self.last[node];
+            for kind in LimitKind::ALL {
+                self.accounts[node][kind.index()].balance -=
+                    limits.limit(kind).rate as f64 * factor * seconds;
+            }
+        }
+        self.now = until;
+    }
+
+    fn count(&mut self, direction: Direction, length: u64) {
+        self.passed += 1;
+        for node in self.group.into_iter().chain([DISK]) {
+            let Some((limits, _)) = self.in_force(node) else { continue };
+            for kind in LimitKind::applying_to(direction) {
+                if limits.limit(kind).rate > 0 {
+                    self.accounts[node][kind.index()].balance += units(kind, length, limits.iops_size);
+                }
+            }
+        }
+    }
+
+    fn note(&mut self) {
+        for node in 0..3 {
+            let in_force = self.in_force(node);
+            let limits = self.tree.limits(self.nodes[node]);
+            if !limits.is_unlimited() {
+                self.last[node] = (limits, in_force.map_or(1.0, |(_, factor)| factor));
+            }
+            for kind in LimitKind::ALL {
+                let size = in_force.map_or(0.0, |(limits, factor)| size_of(&limits, kind) * factor);
+                let account = &mut self.accounts[node][kind.index()];
+                account.steps.push((account.balance, size));
+            }
+        }
+    }
+
+    fn check(&self) {
+        for (node, accounts) in self.accounts.iter().enumerate() {
+            for (kind, account) in LimitKind::ALL.iter().zip(accounts) {
+                account
+                    .check(if kind.counts_bytes() { LARGEST as f64 } else { LARGEST as f64 / 512.0 }, || {
+                        format!("node {node}, {kind:?}, {} passed", self.passed)
+                    });
+            }
+        }
+    }
+}
+
+impl Account {
+    /// Over every window: no more than one burst and the requests on their way.
+    fn check(&self, request: f64, what: impl Fn() -> String) {
+        for (first, (start, _)) in self.steps.iter().enumerate() {
+            let mut burst: f64 = 0.0;
+            for (last, (end, size)) in self.steps.iter().enumerate().skip(first) {
+                burst = burst.max(*size);
+                let more = end - start;
+                let most = burst + ON_THE_WAY * request;
+                assert!(
+                    more <= most * 1.000_001 + 1e-3,
+                    "{}: {more} of {most} from {first} to {last}",
+                    what()
+                );
+            }
+        }
+    }
+}
+
+fn units(kind: LimitKind, length: u64, iops_size: u64) -> f64 {
+    match kind.counts_bytes() {
+        true => length as f64,
+        false if iops_size > 0 && length > iops_size => length as f64 / iops_size as f64,
+        false => 1.0,
+    }
+}
+
+fn size_of(limits: &Limits, kind: LimitKind) -> f64 {
+    let limit = limits.limit(kind);
+    match limit.burst_rate {
+        0 => limit.rate as f64 / 10.0,
+        burst_rate => (burst_rate * limit.burst_length_s) as f64,
+    }
+}
+
+proptest! {
+    #[test]
+    fn no_sequence_of_changes_gives_more(steps in prop::collection::vec(any_step(), 1..40)) {
+        let mut world = World::new();
+        world.note();
+        for step in steps {
+            world.take(step);
+        }
+        world.check();
+    }
+}
+
+/// Ten times a second, as an autoscaler does it: 500 and 501 give what 500 gives.
+#[test]
+fn alternating_limits_give_no_burst_each_time() {
+    for (one, other, most) in [
+        ("iops-total=500", "iops-total=501", 505),
+        ("iops-total=500", "iops-total=500,bps-total=1000000000", 505),
+        ("iops-total=500,iops-total-max=20000,iops-total-max-length=5", "iops-total=500", 505),
+        ("iops-total=500", "iops-total=1", 255),
+    ] {
+        let mut disk = Timeline::new(one);
+        disk.add(Workload::READS.depth(32));
+        disk.run_until(s(300));
+        for tenth in 1..=100 {
+            disk.change_limits(if tenth % 2 == 0 { one } else { other });
+            disk.run_until(ms(300_000 + tenth * 100));
+        }
+        let passed = disk.admitted_between(s(300), s(310));
+        assert!(passed <= most * 10, "{one} and {other}: {passed} in 10 s");
+        assert!(passed >= most * 10 * 95 / 100, "{one} and {other}: {passed} in 10 s");
+    }
+}
+
+/// After a burst of a hundred thousand, a limit of ten goes on at ten at once.
+#[test]
+fn a_lower_limit_locks_nobody_out() {
+    let mut disk = Timeline::new("iops-total=500,iops-total-max=20000,iops-total-max-length=5");
+    disk.add(Workload::READS.depth(32));
+    disk.run_until(s(100));
+    disk.change_limits("iops-total=10");
+    assert_eq!(disk.admitted_between(s(100), s(110)), 100);
+    // What passed before still counts where there is room for it.
+    disk.change_limits("iops-total=500,iops-total-max=20000,iops-total-max-length=5");
+    let back = disk.admitted_between(s(110), s(111));
+    assert!((499..=501).contains(&back), "{back}");
+}
