@@ -31,6 +31,8 @@ use crate::{
         prefetch::Prefetch,
         throttle::{DiskSettings, Group, Member},
     },
+    reactor,
+    seldom::Seldom,
     storage::{Durability, Extent, ResizeError, ZeroOptions},
 };
 
@@ -42,6 +44,7 @@ pub struct Disk {
     member: Member,
     prefetch: Prefetch,
     counters: Counters,
+    failures: Seldom,
 }
 
 /// A request's permission to move data, from [`Disk::admit`]: nothing that limits hold for can be
@@ -97,7 +100,14 @@ impl Disk {
         image.watch_backing();
         let image = Arc::new(image);
         let prefetch = Prefetch::new(&image);
-        Ok(Self { name: name.into(), image, member, prefetch, counters: Counters::default() })
+        Ok(Self {
+            name: name.into(),
+            image,
+            member,
+            prefetch,
+            counters: Counters::default(),
+            failures: Seldom::default(),
+        })
     }
 
     /// The name in config, logs and exports.
@@ -150,6 +160,12 @@ impl Disk {
     /// dropped future is charged nothing.
     pub async fn admit(&self, direction: Direction, cost: Cost) -> Pass {
         self.counters.count(direction, &cost);
+        self.permit(direction, cost).await
+    }
+
+    /// The same for work that answers no read or write, and is counted as none: hints, queries,
+    /// second attempts. The device does it all the same.
+    pub async fn permit(&self, direction: Direction, cost: Cost) -> Pass {
         let requests = cost.requests();
         self.member.admit(direction, cost).await;
         Pass { requests }
@@ -161,20 +177,27 @@ impl Disk {
     /// The image's.
     pub async fn read(&self, pass: Pass, offset: u64, length: usize) -> Result<Segments> {
         let may = |ahead: &Ahead, given_back| self.member.spare(&ahead.cost(), given_back);
-        self.prefetch.read(offset, length, pass.requests, may).await
+        let result = self.prefetch.read(offset, length, pass.requests, may).await;
+        self.noted("read", offset, length as u64, result)
     }
 
-    /// Reads a part of what [`Disk::read`] failed to read, and was charged for, as a whole.
+    /// Reads a part of what [`Disk::read`] failed to read as a whole.
     ///
     /// # Errors
     /// The image's.
-    pub async fn retry_read(&self, offset: u64, length: usize) -> Result<Segments> {
-        self.image.read(offset, length).await
+    pub async fn retry_read(&self, _: Pass, offset: u64, length: usize) -> Result<Segments> {
+        let result = self.image.read(offset, length).await;
+        self.noted("read", offset, length as u64, result)
     }
 
-    /// Says that `length` bytes at `offset` will be read soon: a hint, without cost to the client's
-    /// limits.
-    pub async fn will_need(&self, offset: u64, length: u64) {
+    /// Whether [`Disk::will_need`] reads anything.
+    pub fn can_read_ahead(&self) -> bool {
+        self.image.can_read_ahead()
+    }
+
+    /// Says that `length` bytes at `offset` will be read soon: a hint, on which as much may be
+    /// read.
+    pub async fn will_need(&self, _: Pass, offset: u64, length: u64) {
         self.image.will_need(offset, length).await;
     }
 
@@ -185,7 +208,8 @@ impl Disk {
     pub async fn write(&self, _: Pass, offset: u64, data: Segments, durability: Durability) -> Result<()> {
         self.check_writable()?;
         let length = data.len() as u64;
-        self.prefetch.change(offset, length, self.image.write(offset, data, durability)).await
+        let result = self.prefetch.change(offset, length, self.image.write(offset, data, durability)).await;
+        self.noted("write", offset, length, result)
     }
 
     /// Makes all completed writes durable. Never throttled: it moves no data of its own.
@@ -193,7 +217,8 @@ impl Disk {
     /// # Errors
     /// The image's; what was written since the last flush must then be taken for lost.
     pub async fn flush(&self) -> Result<()> {
-        self.image.flush().await
+        let result = self.image.flush().await;
+        self.noted("flush", 0, 0, result)
     }
 
     /// Makes `length` bytes at `offset` read as zeroes.
@@ -203,7 +228,9 @@ impl Disk {
     /// read-only disk, or the image's.
     pub async fn write_zeroes(&self, _: Pass, offset: u64, length: u64, options: ZeroOptions) -> Result<()> {
         self.check_writable()?;
-        self.prefetch.change(offset, length, self.image.write_zeroes(offset, length, options)).await
+        let result =
+            self.prefetch.change(offset, length, self.image.write_zeroes(offset, length, options)).await;
+        self.noted("write-zeroes", offset, length, result)
     }
 
     /// Says that `length` bytes at `offset` are no longer needed; what they read as afterwards is
@@ -213,19 +240,21 @@ impl Disk {
     /// [`Error::NOT_PERMITTED`] on a read-only disk, or the image's.
     pub async fn discard(&self, _: Pass, offset: u64, length: u64, durability: Durability) -> Result<()> {
         self.check_writable()?;
-        self.prefetch.change(offset, length, self.image.discard(offset, length)).await?;
+        let result = self.prefetch.change(offset, length, self.image.discard(offset, length)).await;
+        self.noted("discard", offset, length, result)?;
         match durability {
             Durability::Cached => Ok(()),
-            Durability::Synchronous => self.image.flush().await,
+            Durability::Synchronous => self.flush().await,
         }
     }
 
     /// What is allocated from `offset` on: extents that follow each other, covering at least a part
-    /// of `length` bytes.
+    /// of `length` bytes. One pass for a read of no bytes answers for all that a query asks: what
+    /// is read for it are tables.
     ///
     /// # Errors
     /// The image's.
-    pub async fn block_status(&self, offset: u64, length: u64) -> Result<Vec<Extent>> {
+    pub async fn block_status(&self, _: &Pass, offset: u64, length: u64) -> Result<Vec<Extent>> {
         self.image.block_status(offset, length).await
     }
 
@@ -234,6 +263,15 @@ impl Disk {
     /// # Errors
     /// As there.
     pub async fn resize(&self, size_bytes: u64) -> std::result::Result<(), ResizeError> {
+        let old = self.size_bytes();
+        if size_bytes < old {
+            tracing::warn!(
+                disk = %self.name,
+                old,
+                new = size_bytes,
+                "the disk is cut; what lay past its new end is lost"
+            );
+        }
         // All of it: it may have been cut off from outside, too, and nobody has looked since.
         self.prefetch.change(0, u64::MAX, self.image.resize(size_bytes)).await
     }
@@ -259,6 +297,20 @@ impl Disk {
     pub async fn close(&self) -> Result<()> {
         self.prefetch.stop().await;
         self.image.close().await
+    }
+
+    /// Says in the log that a request failed, if it is the device that did: what breaks a rule, or
+    /// cannot be had fast, is the client's affair.
+    fn noted<T>(&self, what: &str, offset: u64, length: u64, result: Result<T>) -> Result<T> {
+        const REFUSED: [Error; 4] =
+            [Error::INVALID, Error::NOT_PERMITTED, Error::UNSUPPORTED, Error::SHUTDOWN];
+        if let Err(error) = &result
+            && !REFUSED.contains(error)
+            && let Some(left_out) = self.failures.line(reactor::recently())
+        {
+            tracing::error!(disk = %self.name, request = what, offset, length, %error, left_out, "a request failed");
+        }
+        result
     }
 
     fn check_writable(&self) -> Result<()> {

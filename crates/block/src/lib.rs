@@ -16,7 +16,7 @@
 //! - [`storage`] does the I/O, and owns what a cache mode means.
 //! - [`reactor`] runs tasks on one io_uring a thread, or on a virtual clock; [`buffer`] is memory
 //!   for I/O.
-//! - [`device`] looks at the physical disk below, for watermarks.
+//! - [`device`] looks at the physical disk below, for watermarks; [`seldom`] keeps the log short.
 //!
 //! Each module knows those to its right in the drawing, and none to its left.
 //!
@@ -35,4 +35,5 @@ pub mod image;
 pub mod layer;
 #[allow(unsafe_code)]
 pub mod reactor;
+pub mod seldom;
 pub mod storage;

@@ -163,8 +163,16 @@ impl Image {
         }
     }
 
-    /// See [`Storage::will_need`]. For a format that maps it would be the work that a hint should
-    /// not make.
+    /// See [`Storage::can_read_ahead`]. A format that maps takes no hints: to find what they mean
+    /// would be the work that a hint should not make.
+    pub fn can_read_ahead(&self) -> bool {
+        match self {
+            Self::Raw(raw) => raw.storage().can_read_ahead(),
+            Self::Qcow2(_) => false,
+        }
+    }
+
+    /// See [`Storage::will_need`].
     pub async fn will_need(&self, offset: u64, length: u64) {
         match self {
             Self::Raw(raw) => raw.storage().will_need(offset, length).await,

@@ -285,12 +285,23 @@ impl Storage {
         each!(self, inner => inner.write(offset, data, durability).await)
     }
 
-    /// Says that a range will be read soon. A hint: only files behind the page cache have a use for
-    /// it.
+    /// Whether [`Storage::will_need`] reads anything: only files behind the page cache have a use
+    /// for it.
+    pub fn can_read_ahead(&self) -> bool {
+        match self {
+            Self::File(file) => file.device().can_read_ahead(),
+            Self::Memory(_) | Self::Null(_) => false,
+            Self::Simulated(_) => true,
+            Self::Wrapped(wrapped) => wrapped.inner().can_read_ahead(),
+        }
+    }
+
+    /// Says that a range will be read soon. A hint, which may read as much.
     pub async fn will_need(&self, offset: u64, length: u64) {
         match self {
             Self::File(file) => file.device().will_need(offset, length).await,
-            Self::Memory(_) | Self::Null(_) | Self::Simulated(_) => {}
+            Self::Memory(_) | Self::Null(_) => {}
+            Self::Simulated(disk) => disk.device().will_need(length).await,
             Self::Wrapped(wrapped) => Box::pin(wrapped.inner().will_need(offset, length)).await,
         }
     }

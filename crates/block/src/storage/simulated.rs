@@ -60,6 +60,21 @@ pub struct Simulated {
     state: Arc<Mutex<State>>,
 }
 
+/// What has reached a simulated disk.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Traffic {
+    /// Reads and questions where data is.
+    pub reads: u64,
+    /// Bytes of the reads.
+    pub read_bytes: u64,
+    /// Writes, write-zeroes and discards.
+    pub writes: u64,
+    /// Bytes of them.
+    pub written_bytes: u64,
+    /// Flushes.
+    pub flushes: u64,
+}
+
 /// Not yet on stable storage.
 #[derive(Debug)]
 struct Write {
@@ -81,6 +96,7 @@ struct State {
     cached: BTreeMap<u64, Write>,
     next_number: u64,
     crashed: bool,
+    traffic: Traffic,
 }
 
 impl Simulated {
@@ -99,8 +115,32 @@ impl Simulated {
             cached: BTreeMap::new(),
             next_number: 0,
             crashed: false,
+            traffic: Traffic::default(),
         };
         Self { behaviour, state: Arc::new(Mutex::new(state)) }
+    }
+
+    /// What has reached it so far.
+    pub fn traffic(&self) -> Traffic {
+        self.lock().traffic
+    }
+
+    /// Reads as much, as a page cache does on a hint.
+    pub(super) async fn will_need(&self, length: u64) {
+        self.count_read(length);
+        self.pause().await;
+    }
+
+    fn count_read(&self, length: u64) {
+        let traffic = &mut self.lock().traffic;
+        traffic.reads += 1;
+        traffic.read_bytes += length;
+    }
+
+    fn count_write(&self, length: u64) {
+        let traffic = &mut self.lock().traffic;
+        traffic.writes += 1;
+        traffic.written_bytes += length;
     }
 
     /// Pulls the plug and returns what the disk holds then. From now on no request completes.
@@ -302,6 +342,7 @@ impl Device for Simulated {
 
     async fn read(&self, offset: u64, mut buffer: Buffer) -> Result<Buffer> {
         self.check(offset, buffer.len());
+        self.count_read(buffer.len() as u64);
         self.pause().await;
         let length = buffer.len();
         match self.lock().visible.get(offset as usize..offset as usize + length) {
@@ -316,6 +357,7 @@ impl Device for Simulated {
     async fn write(&self, offset: u64, data: Segments, durability: Durability) -> Result<()> {
         let mut bytes = vec![0; data.len()];
         data.copy_to(&mut bytes);
+        self.count_write(bytes.len() as u64);
         self.put(offset, &bytes, durability).await
     }
 
@@ -328,6 +370,7 @@ impl Device for Simulated {
     }
 
     async fn flush(&self) -> Result<()> {
+        self.lock().traffic.flushes += 1;
         let covered: Vec<u64> = {
             let state = self.lock();
             state.cached.iter().filter(|(_, write)| write.completed).map(|(&number, _)| number).collect()
@@ -348,10 +391,12 @@ impl Device for Simulated {
     }
 
     async fn write_zeroes(&self, offset: u64, length: u64, options: ZeroOptions) -> Result<()> {
+        self.count_write(length);
         self.put(offset, &vec![0; length as usize], options.durability).await
     }
 
     async fn discard(&self, offset: u64, length: u64) -> Result<()> {
+        self.count_write(length);
         // A hint: a disk may well ignore it, and then the old bytes are still there.
         if sim::random(fastrand::Rng::bool) {
             self.put(offset, &vec![0; length as usize], Durability::Cached).await?;
@@ -360,6 +405,7 @@ impl Device for Simulated {
     }
 
     async fn block_status(&self, _offset: u64, length: u64) -> Result<Vec<Extent>> {
+        self.count_read(0);
         Ok(vec![Extent { length, hole: false, zero: false }])
     }
 }

@@ -41,10 +41,7 @@ impl Connection {
                 let Some(pass) = self.admit(Direction::Write, Cost::one(length), 1, 0).await else { return };
                 self.answer(tag, self.disk.discard(pass, offset, length, durability(fua)).await, 0);
             }
-            Command::Cache { offset, length } => {
-                self.disk.will_need(offset, length).await;
-                self.answer(tag, Ok(()), 0);
-            }
+            Command::Cache { offset, length } => self.cache(offset, length, tag).await,
             Command::WriteZeroes { offset, length, fua, no_hole, fast } => {
                 let Some(pass) = self.admit(Direction::Write, Cost::one(length), 1, 0).await else { return };
                 let options =
@@ -79,6 +76,21 @@ impl Connection {
         }
     }
 
+    /// Reads into the page cache, a part at a time: each is a read like any other, and what comes
+    /// behind a hint about a whole disk is not held up by all of it.
+    async fn cache(&self, offset: u64, length: u64, tag: Tag) {
+        const PART: u64 = 1 << 20;
+        let mut rest = if self.disk.can_read_ahead() { offset..offset + length } else { 0..0 };
+        while !rest.is_empty() && !self.abandoned.get() {
+            let part = PART.min(rest.end - rest.start);
+            let permit = self.disk.permit(Direction::Read, Cost::one(part));
+            let Some(pass) = self.unless_abandoned(permit, 1, 0).await else { return };
+            self.disk.will_need(pass, rest.start, part).await;
+            rest.start += part;
+        }
+        self.answer(tag, Ok(()), 0);
+    }
+
     /// Reads that follow each other on the disk: one I/O, its data divided among them.
     pub(super) async fn read_merged(self: Rc<Self>, parts: Vec<Incoming>) {
         let lengths: Vec<u64> = parts.iter().map(|part| part.candidate().length).collect();
@@ -104,8 +116,9 @@ impl Connection {
         tracing::debug!(disk = %self.disk.name(), %error, requests = parts.len(), "a merged read failed, trying its parts");
         for part in parts {
             let Candidate { offset, length, .. } = part.candidate();
-            let result = self.disk.retry_read(offset, length as usize).await;
-            match result {
+            let permit = self.disk.permit(Direction::Read, Cost::one(length));
+            let Some(pass) = self.unless_abandoned(permit, 1, length as usize).await else { continue };
+            match self.disk.retry_read(pass, offset, length as usize).await {
                 Ok(data) => {
                     let header = self.replier.data(part.tag, offset, length as u32, true);
                     self.outbox.push_data(&header, data, length as usize);
@@ -146,11 +159,13 @@ impl Connection {
     }
 
     async fn block_status(&self, tag: Tag, query: StatusQuery, bytes: usize) {
+        let permit = self.disk.permit(Direction::Read, Cost::one(0));
+        let Some(pass) = self.unless_abandoned(permit, 1, bytes).await else { return };
         let mut reply = Vec::new();
         let contexts = query.contexts.len();
         for (index, context) in query.contexts.iter().enumerate() {
             let last = index + 1 == contexts;
-            let extents = match self.status_of(context, &query).await {
+            let extents = match self.status_of(&pass, context, &query).await {
                 Ok(extents) => extents,
                 // Chunks of other contexts may precede the one that says how it ended.
                 Err(error) => {
@@ -162,10 +177,16 @@ impl Connection {
         self.outbox.push_bytes(&reply, bytes);
     }
 
-    async fn status_of(&self, context: MetaContext, query: &StatusQuery) -> Result<Vec<reply::Extent>> {
+    /// What a context says about the queried range.
+    async fn status_of(
+        &self,
+        pass: &Pass,
+        context: MetaContext,
+        query: &StatusQuery,
+    ) -> Result<Vec<reply::Extent>> {
         match context {
             MetaContext::BaseAllocation => {
-                let extents = self.disk.block_status(query.offset, query.length).await?;
+                let extents = self.disk.block_status(pass, query.offset, query.length).await?;
                 let flags = |extent: &Extent| {
                     let hole = if extent.hole { proto::state::HOLE } else { 0 };
                     let zero = if extent.zero { proto::state::ZERO } else { 0 };
@@ -219,7 +240,16 @@ impl Connection {
     /// Waits for the disk's limits; `None` if the client went away meanwhile: its waiting requests
     /// must not use up what its group's other members may have.
     async fn admit(&self, direction: Direction, cost: Cost, requests: usize, bytes: usize) -> Option<Pass> {
-        let mut admission = pin!(self.disk.admit(direction, cost));
+        self.unless_abandoned(self.disk.admit(direction, cost), requests, bytes).await
+    }
+
+    async fn unless_abandoned(
+        &self,
+        admission: impl Future<Output = Pass>,
+        requests: usize,
+        bytes: usize,
+    ) -> Option<Pass> {
+        let mut admission = pin!(admission);
         // Made only for a request that has to wait.
         let mut abandonment = None;
         let pass = poll_fn(|context| {

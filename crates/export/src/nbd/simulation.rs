@@ -12,6 +12,7 @@
 //! repeats it.
 
 mod client;
+mod flood;
 mod hostile;
 #[path = "../../../block/tests/simulation/seeds.rs"]
 mod seeds;

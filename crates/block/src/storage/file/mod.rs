@@ -43,6 +43,7 @@ use crate::{
         op::{self, Fd},
         yield_now,
     },
+    seldom::Seldom,
 };
 
 /// Most segments in one system call: the kernel's UIO_MAXIOV.
@@ -102,6 +103,8 @@ pub struct File {
     /// The kernel reports it once and then holds the pages for clean, though the disk does not have
     /// them. A later sync would succeed and acknowledge what is lost; so it fails from then on.
     lost: AtomicI32,
+    sync_failures: Seldom,
+    past_ends: Seldom,
 }
 
 impl Drop for File {
@@ -148,7 +151,10 @@ impl File {
         }
         let result = retried(|| op::sync(&self.fd)).await;
         if let Err(error) = result {
-            tracing::error!(file = self.name, %error, "sync failed: writes since the last one may be lost");
+            if let Some(left_out) = self.sync_failures.line(reactor::recently()) {
+                let what = "sync failed: writes since the last one may be lost";
+                tracing::error!(file = self.name, %error, left_out, "{what}");
+            }
             // Direct writes do not depend on it: what the device has taken it still has.
             if !self.cache.is_direct() {
                 self.lost.store(error.errno(), Relaxed);
@@ -180,10 +186,14 @@ impl File {
         (self.kind != Kind::BlockDevice).then_some(stamp)
     }
 
-    /// See [`Storage::will_need`](crate::storage::Storage::will_need). With O_DIRECT there is no
-    /// cache to fill.
+    /// With O_DIRECT there is no cache to fill.
+    pub(super) fn can_read_ahead(&self) -> bool {
+        !self.cache.is_direct()
+    }
+
+    /// See [`Storage::will_need`](crate::storage::Storage::will_need).
     pub(super) async fn will_need(&self, offset: u64, length: u64) {
-        if !self.cache.is_direct()
+        if self.can_read_ahead()
             && let Err(error) = op::read_ahead(&self.fd, offset, length).await
         {
             tracing::debug!(file = self.name, %error, "reading ahead was refused");
@@ -239,7 +249,10 @@ impl File {
             // Resized while the request was on its way, which is as if it had come afterwards.
             return Error::INVALID;
         }
-        tracing::warn!(file = self.name, end, "read past the end: the file was truncated while in use");
+        if let Some(left_out) = self.past_ends.line(reactor::recently()) {
+            let what = "read past the end: the file was truncated while in use";
+            tracing::warn!(file = self.name, end, left_out, "{what}");
+        }
         Error::IO
     }
 

@@ -16,6 +16,7 @@ use nix::unistd::{SysconfVar, sysconf};
 use super::{CacheMode, File, Kind, direct, zero};
 use crate::{
     reactor::op::Fd,
+    seldom::Seldom,
     storage::{
         OpenError,
         align::Alignment,
@@ -77,6 +78,8 @@ pub(in crate::storage) fn open(path: &Path, options: &FileOptions) -> Result<(Fi
         name,
         zeroing: zero::Refused::default(),
         dsync_refused: AtomicBool::new(false),
+        sync_failures: Seldom::default(),
+        past_ends: Seldom::default(),
         lost: AtomicI32::new(0),
     };
     Ok((file, buffered))

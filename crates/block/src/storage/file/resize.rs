@@ -36,12 +36,6 @@ impl File {
             self.sync().await?;
         }
         if size_bytes < old {
-            tracing::warn!(
-                file = self.name,
-                old,
-                new = size_bytes,
-                "the file is cut; what lay past its new end is lost"
-            );
             // First, so that nobody reads there any more.
             self.size_bytes.store(size_bytes, Relaxed);
         }

@@ -1,0 +1,44 @@
+//! Lines of the log that a client could cause by the thousand: one a second for each cause, with
+//! how many were left out before it.
+
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+
+use policy::time::Instant;
+
+const SECOND_NS: u64 = 1_000_000_000;
+
+/// One cause, of one disk, file or server.
+#[derive(Debug, Default)]
+pub struct Seldom {
+    /// When the next line may be written.
+    next_ns: AtomicU64,
+    left_out: AtomicU64,
+}
+
+impl Seldom {
+    /// How many were left out since the last line, if there may be one now; otherwise this one is
+    /// left out too.
+    pub fn line(&self, now: Instant) -> Option<u64> {
+        let (now_ns, next_ns) = (now.as_nanos(), self.next_ns.load(Relaxed));
+        let may = now_ns >= next_ns
+            && self.next_ns.compare_exchange(next_ns, now_ns + SECOND_NS, Relaxed, Relaxed).is_ok();
+        if may {
+            return Some(self.left_out.swap(0, Relaxed));
+        }
+        self.left_out.fetch_add(1, Relaxed);
+        None
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_line_a_second_tells_how_many_there_were() {
+        let seldom = Seldom::default();
+        let at = |ms: u64| seldom.line(Instant::from_nanos(ms * 1_000_000));
+        assert_eq!((at(0), at(1), at(999)), (Some(0), None, None));
+        assert_eq!((at(1000), at(1500), at(5000)), (Some(2), None, Some(1)));
+    }
+}
