@@ -11,6 +11,7 @@ use std::{
 };
 
 use io_uring::{opcode, types};
+use nix::sys::resource::{Resource, getrlimit};
 use smallvec::SmallVec;
 
 use super::{priority, uring::Op};
@@ -189,6 +190,40 @@ pub fn unread_bytes(fd: &Fd) -> io::Result<usize> {
         return Err(io::Error::last_os_error());
     }
     Ok(usize::try_from(count).unwrap_or(0))
+}
+
+/// Bytes that a stream socket can receive at once.
+///
+/// # Errors
+/// As `ioctl(2)` with `FIONREAD`.
+pub fn waiting_bytes(fd: &Fd) -> io::Result<usize> {
+    let mut count: libc::c_int = 0;
+    // SAFETY: FIONREAD writes one int, to `count`.
+    let result = unsafe { libc::ioctl(fd.0.as_raw_fd(), libc::FIONREAD, &raw mut count) };
+    if result < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    Ok(usize::try_from(count).unwrap_or(0))
+}
+
+/// Descriptors that clients leave to the rest of the process: control sockets, images.
+const DESCRIPTORS_KEPT: u64 = 64;
+
+/// Whether a client may still have a descriptor: the lowest free one is not among the last that the
+/// process may have. Of a small limit (`ulimit -n`) an eighth is kept.
+pub fn descriptors_left() -> bool {
+    let Ok((limit, _)) = getrlimit(Resource::RLIMIT_NOFILE) else { return true };
+    let kept = DESCRIPTORS_KEPT.min(limit / 8);
+    // SAFETY: makes a descriptor, or fails.
+    let free = unsafe { libc::fcntl(0, libc::F_DUPFD_CLOEXEC, 0) };
+    match u64::try_from(free) {
+        Ok(number) => {
+            // SAFETY: made above, and known to nobody else.
+            drop(unsafe { OwnedFd::from_raw_fd(free) });
+            number + kept < limit
+        }
+        Err(_) => io::Error::last_os_error().raw_os_error() != Some(libc::EMFILE),
+    }
 }
 
 /// Accepts a connection on a listening socket.

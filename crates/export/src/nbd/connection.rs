@@ -104,6 +104,7 @@ impl Connection {
     pub(super) async fn serve(self: Rc<Self>, mut inbox: Inbox) -> Result<(), Broken> {
         let writer = reactor::spawn_joinable(Rc::clone(&self).send_replies());
         let mut intake = Intake::default();
+        inbox.await_requests();
         let outcome = self.receive_requests(&mut inbox, &mut intake).await;
         // However receiving ended, what was taken in is in flight.
         self.start(&mut intake).await;

@@ -5,8 +5,12 @@ use std::io;
 use super::stream::Stream;
 use block::buffer::Buffer;
 
-/// Received at a time: what a Unix socket holds by default.
-const INBOX_BYTES: usize = 256 << 10;
+/// Received at a time from a client that may have nothing to say: all that an idle one costs.
+const IDLE_BYTES: usize = 32 << 10;
+/// The same during the handshake, when nobody knows yet who it is.
+const HANDSHAKE_BYTES: usize = 4 << 10;
+/// Received at a time from a client that has sent so much: what a Unix socket holds by default.
+const BUSY_BYTES: usize = 256 << 10;
 
 #[derive(Debug)]
 pub(super) struct Inbox {
@@ -14,11 +18,22 @@ pub(super) struct Inbox {
     buffer: Option<Buffer>,
     start: usize,
     end: usize,
+    /// The size of a buffer that waits for the client.
+    idle_bytes: usize,
+    /// What the last receive brought.
+    received: usize,
 }
 
 impl Inbox {
+    /// For a handshake.
     pub(super) fn new() -> Self {
-        Self { buffer: Some(Buffer::new(INBOX_BYTES)), start: 0, end: 0 }
+        let idle_bytes = HANDSHAKE_BYTES;
+        Self { buffer: Some(Buffer::new(idle_bytes)), start: 0, end: 0, idle_bytes, received: 0 }
+    }
+
+    /// For the requests behind the handshake, as far as they have not arrived.
+    pub(super) fn await_requests(&mut self) {
+        self.idle_bytes = IDLE_BYTES;
     }
 
     pub(super) fn bytes(&self) -> &[u8] {
@@ -36,16 +51,36 @@ impl Inbox {
     /// Receives more behind what is there. False when the client has closed.
     pub(super) async fn fill(&mut self, stream: &Stream) -> io::Result<bool> {
         let mut buffer = self.buffer.take().expect("one receive at a time");
-        if self.start > 0 {
-            // Only the beginning of a request's header is ever left, so this moves a few bytes.
+        // Only the beginning of a request is ever left, or of an option, so this moves a few bytes.
+        let room = self.room(stream);
+        if room == buffer.len() {
             buffer.copy_within(self.start..self.end, 0);
-            (self.start, self.end) = (0, self.end - self.start);
+        } else {
+            let mut other = Buffer::new(room);
+            other[..self.end - self.start].copy_from_slice(&buffer[self.start..self.end]);
+            buffer = other;
         }
+        (self.start, self.end) = (0, self.end - self.start);
         let (result, buffer) = stream.receive(buffer, self.end).await;
         self.buffer = Some(buffer);
         let count = result?;
         self.end += count;
+        self.received = count;
         Ok(count > 0)
+    }
+
+    /// The size of the buffer for the next receive: a large one where more is known to wait, so
+    /// that none is held for a client that has nothing to say.
+    fn room(&self, stream: &Stream) -> usize {
+        let left = self.end - self.start;
+        let waiting = if self.received >= self.idle_bytes / 2 { stream.waiting_bytes() } else { 0 };
+        if left + waiting > self.idle_bytes {
+            BUSY_BYTES
+        } else if left == self.idle_bytes {
+            2 * left
+        } else {
+            self.idle_bytes
+        }
     }
 
     /// The next `length` bytes: what is here is copied, the rest is received in place.

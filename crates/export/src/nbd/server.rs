@@ -9,19 +9,22 @@
 
 use std::{
     collections::HashMap,
+    future::{Future, poll_fn},
     io,
     net::TcpStream,
     os::fd::{AsFd, OwnedFd},
+    pin::pin,
     rc::Rc,
     sync::{
         Arc, Mutex, MutexGuard, PoisonError, RwLock,
         atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
     },
+    task::Poll,
 };
 
 use event_listener::Event;
 use nix::sys::socket::{AddressFamily, SockaddrLike, SockaddrStorage, getsockname, setsockopt, sockopt};
-use policy::time::Duration;
+use policy::time::{Duration, Instant};
 
 use super::{
     catalog::{ExportInfo, Exports},
@@ -33,9 +36,12 @@ use super::{
     session::Session,
     stream::Stream,
 };
-use block::reactor::{
-    self, Worker,
-    op::{self, Fd},
+use block::{
+    reactor::{
+        self, Worker,
+        op::{self, Fd},
+    },
+    seldom::Seldom,
 };
 
 /// What a server allows its clients.
@@ -76,6 +82,7 @@ pub struct Server {
     /// Places taken; `freed` announces every change.
     places: AtomicUsize,
     freed: Event,
+    endings: Seldom,
 }
 
 #[derive(Debug)]
@@ -84,6 +91,7 @@ struct Live {
     stop: Arc<AtomicBool>,
     /// Once the handshake has chosen one.
     export: Option<usize>,
+    since: Instant,
 }
 
 /// What becomes of the clients of an export that is removed.
@@ -117,6 +125,7 @@ impl Server {
             next_number: AtomicU64::new(1),
             places: AtomicUsize::new(0),
             freed: Event::new(),
+            endings: Seldom::default(),
         })
     }
 
@@ -190,28 +199,71 @@ impl Server {
     pub async fn listen(self: Arc<Self>, listener: Fd, workers: Rc<Vec<Worker>>) -> io::Result<()> {
         let mut turn = 0;
         loop {
-            let Some(place) = Place::take(&self).await else { return Ok(()) };
-            let socket = match op::accept(&listener).await {
-                Ok(socket) => socket,
-                Err(_) if self.stopping.load(Ordering::SeqCst) => return Ok(()),
+            let Some(place) = Place::take(&self, &listener).await else { return Ok(()) };
+            let Some(socket) = self.accept(&listener).await? else { return Ok(()) };
+            workers[turn % workers.len()].spawn(move || place.keep_while(socket));
+            turn += 1;
+        }
+    }
+
+    /// The next client; `None` when the server stops.
+    ///
+    /// While descriptors or memory are short it tries once a second, or when a client goes, and
+    /// says so once. The caller's place is kept meanwhile: to free it would be told as the news
+    /// that is waited for.
+    async fn accept(&self, listener: &Fd) -> io::Result<Option<OwnedFd>> {
+        let mut failures = 0_u64;
+        loop {
+            let freed = self.freed.listen();
+            let socket = match op::descriptors_left() {
+                true => op::accept(listener).await,
+                false => Err(io::Error::from_raw_os_error(libc::EMFILE)),
+            };
+            match socket {
+                Ok(socket) => {
+                    if failures > 0 {
+                        tracing::info!(failures, "connections are accepted again");
+                    }
+                    return Ok(Some(socket));
+                }
+                Err(_) if self.stopping.load(Ordering::SeqCst) => return Ok(None),
                 Err(error) => match error.raw_os_error() {
                     Some(libc::EBADF | libc::EINVAL | libc::ENOTSOCK | libc::EFAULT | libc::EOPNOTSUPP) => {
                         return Err(error);
                     }
                     // The client gave up before it was accepted.
-                    Some(libc::ECONNABORTED | libc::EINTR | libc::EPROTO | libc::EAGAIN) => continue,
+                    Some(libc::ECONNABORTED | libc::EINTR | libc::EPROTO | libc::EAGAIN) => {}
                     // Out of descriptors or memory, the network, a firewall: it passes.
                     _ => {
-                        tracing::warn!(%error, "cannot accept a connection, trying again");
-                        let freed = self.freed.listen();
-                        drop(place);
+                        if failures == 0 {
+                            tracing::warn!(%error, "cannot accept connections, trying again every second");
+                        }
+                        failures += 1;
                         let _ = reactor::timeout(Duration::from_secs(1), freed).await;
-                        continue;
                     }
                 },
-            };
-            workers[turn % workers.len()].spawn(move || place.keep_while(socket));
-            turn += 1;
+            }
+        }
+    }
+
+    /// Disconnects the client that has been shaking hands for longest, once it has had a moment for
+    /// it. Without one it waits for ever.
+    async fn push_out_oldest(&self) {
+        let oldest = {
+            let live = self.lock();
+            let unfinished = live.iter().filter(|(_, live)| live.export.is_none());
+            unfinished.min_by_key(|(number, _)| **number).map(|(number, live)| (*number, live.since))
+        };
+        let Some((number, since)) = oldest else { return std::future::pending().await };
+        reactor::sleep_until(since + MOMENT).await;
+        if let Some(live) = self.lock().get(&number)
+            && live.export.is_none()
+        {
+            tracing::debug!(
+                client = number,
+                "disconnected before it had finished the handshake: others wait"
+            );
+            let _ = nix::sys::socket::shutdown(raw(&live.socket), nix::sys::socket::Shutdown::Both);
         }
     }
 
@@ -249,14 +301,18 @@ impl Server {
         prepare(&socket);
         let socket = Fd::from(socket);
         let stop = Arc::new(AtomicBool::new(false));
-        let live = Live { socket: socket.clone(), stop: Arc::clone(&stop), export: None };
+        let live =
+            Live { socket: socket.clone(), stop: Arc::clone(&stop), export: None, since: reactor::now() };
         self.lock().insert(number, live);
         // A stop between accepting and registering would otherwise be missed.
         if !self.stopping.load(Ordering::SeqCst) {
             tracing::debug!(client = number, "connected");
             match self.converse(Stream::Plain(socket), &stop, number).await {
                 Ok(()) => tracing::debug!(client = number, "disconnected"),
-                Err(reason) => tracing::info!(client = number, %reason, "connection ended"),
+                Err(reason) => match self.endings.line(reactor::recently()) {
+                    Some(left_out) => tracing::info!(client = number, %reason, left_out, "connection ended"),
+                    None => tracing::debug!(client = number, %reason, "connection ended"),
+                },
             }
         }
     }
@@ -349,6 +405,9 @@ const REMOVED: &str = "the export was removed during the handshake";
 /// Bytes of replies gathered before they are sent, so that long lists go out in few messages.
 const REPLY_BYTES: usize = 32 << 10;
 
+/// A client that shakes hands keeps its place for so long where all are taken and others wait.
+const MOMENT: Duration = Duration::from_secs(1);
+
 /// How long clients may take to receive their last replies when the server stops: less than service
 /// managers wait before they kill.
 const FAREWELL: Duration = Duration::from_secs(10);
@@ -360,8 +419,9 @@ struct Place {
 }
 
 impl Place {
-    /// Waits for a free place; `None` when the server stops.
-    async fn take(server: &Arc<Server>) -> Option<Self> {
+    /// Waits for a free place; `None` when the server stops. Where all are taken and somebody waits
+    /// on `listener`, the oldest client that has not finished its handshake has to go.
+    async fn take(server: &Arc<Server>, listener: &Fd) -> Option<Self> {
         let most = match server.terms.max_connections {
             0 => usize::MAX,
             most => most,
@@ -376,7 +436,18 @@ impl Place {
                 let number = server.next_number.fetch_add(1, Ordering::Relaxed);
                 return Some(Self { server: Arc::clone(server), number });
             }
-            freed.await;
+            let mut freed = pin!(freed);
+            let mut wanted = pin!(async {
+                if op::readable(listener).await.is_ok() {
+                    server.push_out_oldest().await;
+                }
+                std::future::pending::<()>().await;
+            });
+            poll_fn(|context| match freed.as_mut().poll(context) {
+                Poll::Ready(()) => Poll::Ready(()),
+                Poll::Pending => wanted.as_mut().poll(context),
+            })
+            .await;
         }
     }
 

@@ -67,6 +67,15 @@ impl Stream {
         }
     }
 
+    /// Bytes that have arrived and can be received at once; of TLS, as they are on the wire.
+    pub(super) fn waiting_bytes(&self) -> usize {
+        match self {
+            Self::Plain(fd) | Self::Tls { fd, .. } => op::waiting_bytes(fd).unwrap_or(0),
+            #[cfg(test)]
+            Self::Simulated(_) => usize::MAX / 2,
+        }
+    }
+
     pub(super) fn close(&self) {
         match self {
             // Fails only where the peer has closed already.

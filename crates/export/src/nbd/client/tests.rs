@@ -99,7 +99,13 @@ fn a_request_that_nobody_waits_for_any_more_harms_no_other() {
             assert!(dropped.is_err());
             assert_eq!(client.read(7, 9).await.unwrap().len(), 9);
         }
-        assert!(client.connection.in_flight.borrow().is_empty());
+        // The answers that nobody waits for may come after the one that was waited for.
+        let forgotten = async {
+            while !client.connection.in_flight.borrow().is_empty() {
+                sleep_until(now() + Duration::from_millis(1)).await;
+            }
+        };
+        timeout(Duration::from_secs(10), forgotten).await.expect("every request is answered");
     });
 }
 
