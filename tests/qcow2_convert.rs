@@ -425,3 +425,51 @@ fn an_image_is_not_its_own_target_nor_its_own_backing_file() {
     let nowhere = scratch.path("nowhere").join("new");
     assert_says(&weir(&["convert"]).args([&one, &nowhere]).fails(), &["is no directory"]);
 }
+
+/// What the data file has behind the disk's end is nobody's to change.
+#[test]
+fn a_raw_data_file_keeps_what_lies_behind_the_disk() {
+    let scratch = Scratch::new();
+    let (path, data) = (scratch.path("disk.qcow2"), scratch.path("data"));
+    let options = format!("data_file={},data_file_raw=on", text(&data));
+    qemu_img(["create", "-q", "-f", "qcow2", "-o", &options, text(&path), "1000k"]).succeeds();
+    qemu_io(&path, &["write -P 1 0 1000k"]);
+    fs::File::options().write(true).open(&data).unwrap().set_len(3 * MIB).unwrap();
+    harness::qemu_io(["-f", "raw"], &["write -P 84 1000k 2072k"], &data);
+    let before = fs::read(&data).unwrap();
+    for size in ["1500k", "2M", "3M", "4M"] {
+        weir(&["resize", "-q", "-f", "qcow2", text(&path), size]).succeeds();
+        let after = fs::read(&data).unwrap();
+        assert!(after[..before.len()] == before, "{size}");
+        assert!(after[before.len()..].iter().all(|&byte| byte == 0), "{size}");
+        qemu_img(["check", "-q", text(&path)]).succeeds();
+    }
+    qemu_io(&path, &["read -P 1 0 1000k", "read -P 84 1000k 2072k", "read -P 0 3M 1M"]);
+}
+
+/// Clusters that begin in a hole, or in a part of a larger cluster.
+#[test]
+fn what_is_sparse_is_compressed() {
+    let scratch = Scratch::new();
+    let raw = scratch.path("sparse.raw");
+    fs::File::create(&raw).unwrap().set_len(5 * MIB).unwrap();
+    harness::qemu_io(
+        ["-f", "raw"],
+        &["write -P 5 20k 4k", "write -P 6 1M 100k", "write -P 7 5116k 4k"],
+        &raw,
+    );
+    let source = scratch.path("small.qcow2");
+    let create = ["create", "-q", "-f", "qcow2", "-o", "cluster_size=4k"];
+    qemu_img(create).args([text(&source), "5M"]).succeeds();
+    qemu_io(&source, &["write -P 5 20k 4k", "write -P 6 1M 100k", "write -P 7 5116k 4k"]);
+    for (format, path) in [("raw", &raw), ("qcow2", &source)] {
+        for clusters in ["4k", "64k", "2M"] {
+            let target = scratch.path("compressed.qcow2");
+            let options = format!("cluster_size={clusters}");
+            let convert = ["convert", "-q", "-f", format, "-O", "qcow2", "-c", "-o", &options];
+            weir(&convert).args([path, &target]).succeeds();
+            qemu_img(["check", "-q", text(&target)]).succeeds();
+            is_same(path, &target);
+        }
+    }
+}

@@ -120,7 +120,7 @@ impl Copy {
                 }
             }
             if at == size {
-                planner.complete(&mut ready);
+                planner.finish(&mut ready);
             }
             for item in ready.drain(..) {
                 self.progress.advance(item.range.start - told);

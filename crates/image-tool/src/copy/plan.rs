@@ -24,11 +24,13 @@ pub(super) struct Planner {
     done: u64,
     /// The last piece, while it may still grow.
     last: Option<(Range<u64>, Kind)>,
+    /// Zeroes in the block that was come to, which data behind them takes along.
+    begun: Vec<Range<u64>>,
 }
 
 impl Planner {
     pub(super) fn new(size: u64, align: u64, unit: u64) -> Self {
-        Self { align, unit, size, done: 0, last: None }
+        Self { align, unit, size, done: 0, last: None, begun: Vec::new() }
     }
 
     /// The next piece begins where the last one ended. Adds the items that are known then.
@@ -47,23 +49,50 @@ impl Planner {
         }
     }
 
-    pub(super) fn complete(&mut self, items: &mut Vec<Item>) {
+    /// There are no more pieces.
+    pub(super) fn finish(&mut self, items: &mut Vec<Item>) {
+        self.complete(items);
+        self.zero_what_was_begun(items);
+    }
+
+    fn complete(&mut self, items: &mut Vec<Item>) {
         let Some((range, kind)) = self.last.take() else { return };
         match kind {
             Kind::Data => self.data(range, items),
             Kind::Below => {}
             Kind::Zero => {
-                let range = range.start.max(self.done)..range.end;
-                if !range.is_empty() {
-                    self.done = range.end;
-                    items.push(Item { range, kind });
+                let block = range.end - range.end % self.align;
+                let start = range.start.max(self.done);
+                if self.begun.first().is_some_and(|begun| begun.start < block) {
+                    self.zero_what_was_begun(items);
                 }
+                if start < block {
+                    self.zero(start..block, items);
+                }
+                self.begun.push(start.max(block)..range.end);
             }
+        }
+    }
+
+    fn zero_what_was_begun(&mut self, items: &mut Vec<Item>) {
+        for range in std::mem::take(&mut self.begun) {
+            self.zero(range, items);
+        }
+    }
+
+    fn zero(&mut self, range: Range<u64>, items: &mut Vec<Item>) {
+        if !range.is_empty() {
+            self.done = range.end;
+            items.push(Item { range, kind: Kind::Zero });
         }
     }
 
     fn data(&mut self, range: Range<u64>, items: &mut Vec<Item>) {
         let mut at = (range.start - range.start % self.align).max(self.done);
+        if self.begun.first().is_some_and(|begun| begun.start < at) {
+            self.zero_what_was_begun(items);
+        }
+        self.begun.clear();
         let end = range.end.next_multiple_of(self.align).min(self.size);
         while at < end {
             let next = (at + 1).next_multiple_of(self.unit).min(end);
@@ -87,7 +116,7 @@ mod tests {
             planner.piece(at..at + length, kind, &mut items);
             at += length;
         }
-        planner.complete(&mut items);
+        planner.finish(&mut items);
         items
     }
 
@@ -101,8 +130,8 @@ mod tests {
         assert_eq!(
             plan(43, 4, 16, &pieces),
             [
-                item(0..5, Kind::Zero),
-                item(5..8, Kind::Data),
+                item(0..4, Kind::Zero),
+                item(4..8, Kind::Data),
                 item(8..16, Kind::Data),
                 item(16..32, Kind::Data),
                 item(32..40, Kind::Data),
@@ -128,6 +157,7 @@ mod tests {
                 copied[range.start as usize..range.end as usize].fill(Some(kind));
                 if kind == Kind::Data {
                     prop_assert!(range.end - range.start <= 16);
+                    prop_assert!(range.start % align == 0);
                     prop_assert!(range.end % align == 0 || range.end == size);
                 }
             }

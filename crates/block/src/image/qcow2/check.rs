@@ -31,6 +31,8 @@ mod refcounts;
 mod tests;
 mod walk;
 
+use std::collections::HashSet;
+
 use super::{
     MetadataError, bytes,
     entry::Shape,
@@ -175,6 +177,9 @@ struct Pass<'a> {
     /// Clusters whose refcount in the file is another than what was counted: 1 if it is 1,
     /// otherwise 2.
     stored: Counts,
+    /// Clusters whose refcount was too high and is 1 now: what they are referred to by lacks
+    /// COPIED.
+    lowered_to_one: HashSet<u64>,
     /// Something could not be walked, so what is not counted may still be in use.
     is_incomplete: bool,
     /// Refcount blocks are not written, because they may be something else too.
@@ -204,6 +209,7 @@ impl<'a> Pass<'a> {
             header,
             counts: Counts::default(),
             stored: Counts::default(),
+            lowered_to_one: HashSet::new(),
             is_incomplete: false,
             is_frozen: false,
             planned: None,

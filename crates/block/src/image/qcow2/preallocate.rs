@@ -36,12 +36,18 @@ impl Qcow2 {
         let image = self.clone();
         let all = reactor::spawn_to_end(async move {
             let _pass = image.gate.enter().await;
-            image.preallocate_inside(first, last, how).await
+            image.preallocate_inside(first, last, Some(how)).await
         });
         all.await.unwrap_or(Err(Error::SHUTDOWN))
     }
 
-    pub(super) async fn preallocate_inside(&self, first: u64, last: u64, how: Preallocation) -> Result<()> {
+    /// Without `how`, what the file has there is what the disk reads.
+    pub(super) async fn preallocate_inside(
+        &self,
+        first: u64,
+        last: u64,
+        how: Option<Preallocation>,
+    ) -> Result<()> {
         let cluster_bytes = 1_u64 << self.shape.cluster_bits;
         let covers = self.slice_covers();
         let mut at = first & !(cluster_bytes - 1);
@@ -58,7 +64,7 @@ impl Qcow2 {
     }
 
     /// Gives the first clusters from `guest` on their place; returns how many.
-    async fn place(&self, guest: u64, end: u64, how: Preallocation) -> Result<u64> {
+    async fn place(&self, guest: u64, end: u64, how: Option<Preallocation>) -> Result<u64> {
         let cluster_bytes = 1_u64 << self.shape.cluster_bits;
         let has_none = |cluster| matches!(cluster, Cluster::Standard(Standard { host: None, .. }));
         let mut wanted = 0;
@@ -72,7 +78,9 @@ impl Qcow2 {
         }
         let Found { offset: host, clusters, untouched } = self.find_room(guest, wanted).await?;
         let placed = async {
-            self.make_zero(host, clusters * cluster_bytes, untouched, how).await?;
+            if let Some(how) = how {
+                self.make_zero(host, clusters * cluster_bytes, untouched, how).await?;
+            }
             self.change_entries(guest, clusters, |index, old| {
                 Cluster::Standard(self.placed(old, host + index * cluster_bytes))
             })

@@ -6,7 +6,6 @@
 
 use super::{
     Qcow2, bytes,
-    create::Preallocation,
     header::{LARGEST_L1, autoclear},
     l1::L1,
 };
@@ -73,10 +72,14 @@ impl Qcow2 {
     }
 
     async fn grow(&self, to: u64, from: u64) -> Result<()> {
-        if let Some(data) = &self.data {
+        // What a data file has behind the disk's end already stays: it is never cut.
+        if let Some(data) = &self.data
+            && data.size_bytes() < to
+        {
             bytes::set_size(data, to).await?;
         }
         let header = self.file.header();
+        let raw = self.data.is_some() && header.autoclear & autoclear::RAW_DATA_FILE != 0;
         let entries = header.l1_entries_for(to);
         if entries > u64::from(header.l1_entries) {
             self.move_l1(entries).await?;
@@ -88,15 +91,15 @@ impl Qcow2 {
         } else {
             to.min(from.next_multiple_of(1 << self.shape.cluster_bits))
         };
-        if end > from {
+        if end > from && !raw {
             let options =
                 ZeroOptions { may_unmap: true, only_if_fast: false, durability: Durability::Cached };
             self.zero_inside(from, end - from, options).await?;
         }
-        if self.data.is_some() && header.autoclear & autoclear::RAW_DATA_FILE != 0 {
-            // Readers of the raw file see what is in it, so the image must not say that nothing is
-            // there.
-            self.preallocate_inside(from, to, Preallocation::Metadata).await?;
+        if raw {
+            // Readers of the raw file see what is in it, so the image says the same: what was there
+            // behind the old end, and zeroes where the file has grown.
+            self.preallocate_inside(from, to, None).await?;
         }
         self.write_everything().await?;
         self.set_size(from, to).await

@@ -5,7 +5,7 @@
 
 use std::collections::BTreeSet;
 
-use super::{Pass, bytes};
+use super::{Pass, Repair, bytes};
 use crate::{
     error::Result,
     image::qcow2::{
@@ -82,8 +82,12 @@ impl Pass<'_> {
 
     /// What the entry should be, if it is to be corrected.
     fn flag(&mut self, raw: u64, offset: u64, what: impl Fn() -> String) -> Option<u64> {
-        let is_one = self.is_used_once(offset >> self.header.cluster_bits);
-        self.compare_flag(raw, is_one, what)
+        let cluster = offset >> self.header.cluster_bits;
+        if self.repair == Repair::Leaks && raw & COPIED == 0 && self.lowered_to_one.contains(&cluster) {
+            // A part of the repair that lowered it: neither wrong before nor afterwards.
+            return Some(raw | COPIED);
+        }
+        self.compare_flag(raw, self.is_used_once(cluster), what)
     }
 
     fn compare_flag(&mut self, raw: u64, should_be: bool, what: impl Fn() -> String) -> Option<u64> {

@@ -156,6 +156,9 @@ impl Pass<'_> {
                 continue;
             }
             if self.settle(cluster, stored, counted) {
+                if lowering && counted == 1 {
+                    self.lowered_to_one.insert(cluster);
+                }
                 numbers::put(&mut block, order, index, counted);
                 changed = true;
             } else {

@@ -121,6 +121,32 @@ fn wrong_flags_are_corrected() {
     assert_eq!((report.leaks, report.corruptions), (0, 2), "{report:?}");
 }
 
+/// As after the header has lost an internal snapshot that had everything too.
+#[test]
+fn leaks_are_repaired_with_the_flags_that_follow_from_it() {
+    sim::run(1, async {
+        let (storage, header) = image(preallocated()).await;
+        let (l2, block) =
+            (l2_of(&storage, &header).await, number_at(&storage, header.refcount_table_offset).await);
+        let mut counts = bytes::read(&storage, block, 4096).await.expect("memory");
+        let mut owned = vec![(header.l1_offset, l2)];
+        for at in (l2..l2 + 512).step_by(8) {
+            owned.push((at, number_at(&storage, at).await & !COPIED));
+        }
+        for (at, cluster) in owned {
+            put(&storage, at, cluster).await;
+            numbers::put(&mut counts, 4, (cluster / 4096) as usize, 2);
+        }
+        bytes::write(&storage, block, &counts).await.expect("memory");
+        let found = check(&storage, Repair::Nothing).await.expect("a header");
+        assert_eq!((found.leaks, found.corruptions), (65, 0), "{found:?}");
+        let repaired = check(&storage, Repair::Leaks).await.expect("a header");
+        assert_eq!((repaired.leaks_fixed, repaired.leaks, repaired.corruptions), (65, 0, 0), "{repaired:?}");
+        let again = check(&storage, Repair::Nothing).await.expect("a header");
+        assert_eq!((again.leaks, again.corruptions), (0, 0), "{again:?}");
+    });
+}
+
 #[test]
 fn reserved_bits_are_cleared_and_the_clusters_stay() {
     sim::run(1, async {
