@@ -25,7 +25,10 @@ pub mod signals;
 pub mod table;
 pub mod undo;
 
-use std::io::{Write as _, stderr, stdout};
+use std::{
+    io::{ErrorKind, Write as _, stderr, stdout},
+    process::exit,
+};
 
 use anyhow::Context as _;
 use block::reactor::{self, Polling};
@@ -72,12 +75,16 @@ pub fn on_reactor<T: 'static>(
     reactor::run(Polling::OFF, work).context(NO_RING)?
 }
 
-/// Prints results.
+/// Prints results. Ends the program with status 0 where nobody reads them any more.
 ///
 /// # Errors
-/// If standard output is closed.
+/// If standard output cannot be written for another reason.
 pub fn print(text: &str) -> anyhow::Result<()> {
-    stdout().write_all(text.as_bytes()).context("standard output cannot be written")
+    match stdout().write_all(text.as_bytes()) {
+        // `weir status | head`: whoever reads has seen enough.
+        Err(error) if error.kind() == ErrorKind::BrokenPipe => exit(0),
+        result => result.context("standard output cannot be written"),
+    }
 }
 
 /// Prints results for a program.

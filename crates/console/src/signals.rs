@@ -11,6 +11,9 @@ pub enum Request {
     End(&'static str),
     /// SIGHUP.
     HangUp,
+    /// One that weir has no meaning for, with its name: it would end a process that ignores
+    /// nothing.
+    Meaningless(&'static str),
 }
 
 /// The signals that are awaited, blocked in the calling thread and in those it starts afterwards.
@@ -23,7 +26,20 @@ impl Signals {
     /// # Errors
     /// If the system call fails.
     pub fn block() -> io::Result<Self> {
-        let set: SigSet = [Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP].into_iter().collect();
+        Self::block_all([Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP])
+    }
+
+    /// Blocks also those that would end a daemon for nothing: see [`Signals::block`].
+    ///
+    /// # Errors
+    /// If the system call fails.
+    pub fn block_for_daemon() -> io::Result<Self> {
+        use Signal::{SIGALRM, SIGHUP, SIGINT, SIGTERM, SIGUSR1, SIGUSR2, SIGVTALRM};
+        Self::block_all([SIGTERM, SIGINT, SIGHUP, SIGUSR1, SIGUSR2, SIGALRM, SIGVTALRM])
+    }
+
+    fn block_all(signals: impl IntoIterator<Item = Signal>) -> io::Result<Self> {
+        let set: SigSet = signals.into_iter().collect();
         set.thread_block()?;
         Ok(Self(set))
     }
@@ -35,8 +51,11 @@ impl Signals {
     pub fn forward(self, hear: impl Fn(Request) -> bool + Send + 'static) -> io::Result<()> {
         let wait = move || {
             while let Ok(signal) = self.0.wait() {
-                let request =
-                    if signal == Signal::SIGHUP { Request::HangUp } else { Request::End(signal.as_str()) };
+                let request = match signal {
+                    Signal::SIGHUP => Request::HangUp,
+                    Signal::SIGTERM | Signal::SIGINT => Request::End(signal.as_str()),
+                    other => Request::Meaningless(other.as_str()),
+                };
                 if !hear(request) {
                     return;
                 }

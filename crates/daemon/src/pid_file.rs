@@ -2,11 +2,15 @@
 
 use std::{
     fs,
+    fs::{OpenOptions, Permissions},
+    io::Write as _,
+    os::unix::fs::{OpenOptionsExt as _, PermissionsExt as _},
     path::{Path, PathBuf},
     process,
 };
 
 use anyhow::Context as _;
+use nix::libc::O_NOFOLLOW;
 
 /// The file, removed when this is dropped if it still holds this process's number.
 #[derive(Debug)]
@@ -17,7 +21,13 @@ impl PidFile {
     pub(crate) fn write(path: &Path) -> anyhow::Result<Self> {
         let named = || format!("pid file {}: cannot be written", path.display());
         let path = std::path::absolute(path).with_context(named)?;
-        fs::write(&path, format!("{}\n", process::id())).with_context(named)?;
+        // Not through a link, which somebody else may have laid in a directory that others can
+        // write; and not for others to write, whatever the umask.
+        let mut options = OpenOptions::new();
+        options.write(true).create(true).truncate(true).mode(0o644).custom_flags(O_NOFOLLOW);
+        let mut file = options.open(&path).with_context(named)?;
+        file.set_permissions(Permissions::from_mode(0o644)).with_context(named)?;
+        writeln!(file, "{}", process::id()).with_context(named)?;
         Ok(Self(path))
     }
 }
@@ -52,6 +62,21 @@ mod tests {
         drop(file);
         assert!(path.exists());
         fs::remove_file(path).unwrap();
+    }
+
+    #[test]
+    fn a_link_is_not_followed_and_nobody_else_may_write() {
+        let directory = tempfile::tempdir().unwrap();
+        let (target, link) = (directory.path().join("precious"), directory.path().join("pid"));
+        fs::write(&target, "precious").unwrap();
+        std::os::unix::fs::symlink(&target, &link).unwrap();
+        PidFile::write(&link).unwrap_err();
+        assert_eq!(fs::read_to_string(&target).unwrap(), "precious");
+        let path = directory.path().join("own");
+        fs::write(&path, "1").unwrap();
+        fs::set_permissions(&path, Permissions::from_mode(0o666)).unwrap();
+        let _file = PidFile::write(&path).unwrap();
+        assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o644);
     }
 
     #[test]

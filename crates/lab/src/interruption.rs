@@ -2,16 +2,21 @@
 //! the process.
 
 use std::{
+    cell::Cell,
     io::{Write as _, stderr},
     process,
     sync::{
         Arc,
         atomic::{AtomicBool, Ordering},
     },
+    time::{Duration, Instant},
 };
 
 use anyhow::Context as _;
 use console::signals::Signals;
+
+/// Two signals within so long are one: `timeout` sends its own to the process and to its group.
+const TOGETHER: Duration = Duration::from_secs(1);
 
 /// Whether SIGINT, SIGTERM or SIGHUP has come.
 #[derive(Clone, Debug, Default)]
@@ -27,12 +32,17 @@ impl Interruption {
         let this = Self::default();
         let heard = this.clone();
         let signals = Signals::block().context("signals cannot be awaited")?;
+        let first_at = Cell::new(None::<Instant>);
         let hear = move |_| {
             if heard.0.swap(true, Ordering::SeqCst) {
+                if first_at.get().is_some_and(|first| first.elapsed() < TOGETHER) {
+                    return true;
+                }
                 second();
                 let _ = writeln!(stderr(), "weir: interrupted twice: results discarded");
                 process::exit(1);
             }
+            first_at.set(Some(Instant::now()));
             first();
             true
         };

@@ -87,7 +87,8 @@ mod tests {
         assert_eq!(count("18446744073709551615"), Ok(u64::MAX));
         check("1K", "is not a plain number; a count takes no suffix and no fraction (write 1024)");
         check("1.5", "is not a plain number; a count takes no suffix and no fraction (write 1)");
-        for text in ["", "-1", "+1", "1e3", "0x10", "١", "many"] {
+        check("0x10", "is not a plain number; a count takes no suffix and no fraction (write 16)");
+        for text in ["", "-1", "+1", "1e3", "١", "many"] {
             check(text, "is not a whole number of 0 or more");
         }
         check("18446744073709551616", "is too large; a count is below 2 to the 64th");

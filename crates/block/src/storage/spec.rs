@@ -49,25 +49,40 @@ fn scale(number: &str, unit: u64) -> Option<u128> {
     Some(whole * u128::from(unit) + part * u128::from(unit) / denominator)
 }
 
-/// Parses a size in bytes: `512`, `64K`, `1.5G`; upper or lower case, `B` for bytes. A fraction of
-/// a byte is rounded down.
+/// Parses a size in bytes: `512`, `64K`, `1.5G`, `100MiB`, `0x10000`; upper or lower case. `K`,
+/// `Ki` and `KiB` are 1024 bytes, `KB` is 1000. A fraction of a byte is rounded down.
 ///
 /// # Errors
 /// Not of that form, or 2⁶³ and above (no file is that large).
 pub fn parse_size(text: &str) -> Result<u64, InvalidValue> {
-    let (number, exponent) = match text.as_bytes().last() {
-        Some(b'b' | b'B') => (&text[..text.len() - 1], 0),
-        Some(b'k' | b'K') => (&text[..text.len() - 1], 10),
-        Some(b'm' | b'M') => (&text[..text.len() - 1], 20),
-        Some(b'g' | b'G') => (&text[..text.len() - 1], 30),
-        Some(b't' | b'T') => (&text[..text.len() - 1], 40),
-        Some(b'p' | b'P') => (&text[..text.len() - 1], 50),
-        Some(b'e' | b'E') => (&text[..text.len() - 1], 60),
-        _ => (text, 0),
+    let invalid = || InvalidValue::new(text, SIZE_RULE);
+    let bytes = if let Some(hex) = text.strip_prefix("0x").or_else(|| text.strip_prefix("0X")) {
+        // `from_str_radix` takes a sign.
+        let is_hex = !hex.is_empty() && hex.bytes().all(|byte| byte.is_ascii_hexdigit());
+        u128::from(if is_hex {
+            u64::from_str_radix(hex, 16).unwrap_or(u64::MAX)
+        } else {
+            return Err(invalid());
+        })
+    } else {
+        let split = text.find(|c: char| c.is_ascii_alphabetic()).unwrap_or(text.len());
+        let (number, suffix) = text.split_at(split);
+        unit(suffix).and_then(|unit| scale(number, unit)).ok_or_else(invalid)?
     };
-    let bytes = scale(number, 1 << exponent).ok_or_else(|| InvalidValue::new(text, SIZE_RULE))?;
     let bytes = i64::try_from(bytes).map_err(|_| InvalidValue::new(text, SIZE_BOUND))?;
     Ok(bytes.unsigned_abs())
+}
+
+/// How many bytes a suffix stands for.
+fn unit(suffix: &str) -> Option<u64> {
+    let suffix = suffix.to_ascii_lowercase();
+    let power = |base: u64| Some(base.pow(1 + "kmgtpe".find(suffix.get(..1)?)? as u32));
+    match suffix.get(1..).unwrap_or_default() {
+        "" if suffix.is_empty() || suffix == "b" => Some(1),
+        "" | "i" | "ib" => power(1024),
+        "b" => power(1000),
+        _ => None,
+    }
 }
 
 /// Parses a duration: `100us`, `2.5ms`, `1s`. The unit is required, except for 0.
@@ -135,6 +150,12 @@ mod tests {
             ("2T", 2 << 40),
             ("1P", 1 << 50),
             ("7E", 7 << 60),
+            ("0x10000", 65536),
+            ("0Xff", 255),
+            ("100MiB", 100 << 20),
+            ("1Ki", 1024),
+            ("100MB", 100_000_000),
+            ("1.5kb", 1500),
             ("9223372036854775807", i64::MAX.unsigned_abs()),
             ("000000000000000000000001", 1),
         ] {
@@ -153,8 +174,14 @@ mod tests {
             ".5G",
             "1 G",
             "1X",
-            "0x10",
+            "0x",
+            "0x-1",
+            "0x1K",
+            "1KiBB",
+            "1iB",
+            "1bb",
             "8E",
+            "0x8000000000000000",
             "99999999999999999999",
             "∞",
             "1é",

@@ -98,7 +98,7 @@ pub(crate) fn run(arguments: WatchArgs) -> Result<(), Failure> {
     }
     let filter = arguments.log.unwrap_or_else(|| "info".to_owned());
     logging::start(&LogSettings { filter, format: LogFormat::Text });
-    let signals = Signals::block().context("signals cannot be blocked")?;
+    let signals = Signals::block_for_daemon().context("signals cannot be blocked")?;
     let watch = Watch::claim(hierarchy, path, Store::new(arguments.state.as_deref()))?;
     let (stop, stopped) = mpsc::channel();
     let hear = move |request| match request {
@@ -106,7 +106,7 @@ pub(crate) fn run(arguments: WatchArgs) -> Result<(), Failure> {
             tracing::info!(signal, "ending");
             stop.send(()).is_ok()
         }
-        Request::HangUp => true,
+        Request::HangUp | Request::Meaningless(_) => true,
     };
     signals.forward(hear).context("the thread that waits for signals")?;
     tracing::info!(limits = %path.display(), "ready");

@@ -56,7 +56,7 @@ pub fn run(arguments: ServeArgs) -> Result<(), Failure> {
     let config = arguments.config.as_deref().map(path::absolute).transpose()?;
     let plan = plan(arguments, inherited.count())?;
     logging::start(&plan.service.log);
-    let signals = Signals::block().context("signals cannot be blocked")?;
+    let signals = Signals::block_for_daemon().context("signals cannot be blocked")?;
     descriptors::raise_limit();
     on_reactor(async move { Ok(Daemon::start(&plan, config, inherited, signals).await?.run().await?) })
 }
@@ -134,6 +134,9 @@ impl Daemon {
             match self.events.1.recv().await.context("the daemon's events ended")? {
                 Event::Signal(Request::HangUp) => {
                     tracing::info!("SIGHUP ignored: there is nothing to reload");
+                }
+                Event::Signal(Request::Meaningless(signal)) => {
+                    tracing::info!("{signal} ignored: it means nothing to weir");
                 }
                 Event::Signal(Request::End(signal)) if ending => {
                     return Err(anyhow!(

@@ -89,8 +89,34 @@ impl LimitChanges {
         for (setting, value, _) in &self.given {
             limits.set(*setting, *value).map_err(|invalid| self.refuse(&invalid))?;
         }
+        self.take_along(&mut limits);
         limits.validate().map_err(|invalid| self.refuse(&invalid))?;
         Ok(limits)
+    }
+
+    /// Takes away what has no meaning without what was taken away, unless it was given too: a
+    /// limit's burst, a burst's length, the size of an operation.
+    fn take_along(&self, limits: &mut Limits) {
+        let gone = |setting| self.contains(setting) && limits.get(setting) == 0;
+        let mut along = Vec::new();
+        for kind in LimitKind::ALL {
+            let [rate, burst, length] =
+                [Part::Rate, Part::BurstRate, Part::BurstLength].map(|part| Setting::Limit(kind, part));
+            if gone(rate) {
+                along.push((burst, 0));
+            }
+            if gone(rate) || gone(burst) {
+                along.push((length, 1));
+            }
+        }
+        let iops = [LimitKind::IopsTotal, LimitKind::IopsRead, LimitKind::IopsWrite];
+        let rates = iops.map(|kind| Setting::Limit(kind, Part::Rate));
+        if rates.into_iter().any(gone) && rates.iter().all(|&rate| limits.get(rate) == 0) {
+            along.push((Setting::IopsSize, 0));
+        }
+        for (setting, value) in along.into_iter().filter(|(setting, _)| !self.contains(*setting)) {
+            limits.set(setting, value).expect("none is what every limit may have");
+        }
     }
 
     fn refuse(&self, invalid: &Invalid) -> Error {
@@ -217,6 +243,22 @@ mod tests {
             read(Naming::Plain, json!({"bps-read": -1})).unwrap_err(),
             "Parameter 'bps-read' (-1) is out of range; it is from 0 to 1000000000000000"
         );
+    }
+
+    #[test]
+    fn a_limit_takes_its_burst_along_and_a_burst_its_length() {
+        let all =
+            json!({"iops-total": 100, "iops-total-max": 500, "iops-total-max-length": 5, "iops-size": 4096});
+        let before = read(Naming::Plain, all).unwrap().apply_to(Limits::default()).unwrap();
+        let after = |change| read(Naming::Plain, change).unwrap().apply_to(before);
+        let mut alone = Limits::default();
+        alone.limit_mut(LimitKind::IopsTotal).rate = 100;
+        alone.iops_size = 4096;
+        assert_eq!(after(json!({"iops-total-max": 0})).unwrap(), alone);
+        assert_eq!(after(json!({"iops-total": 0})).unwrap(), Limits::default());
+        // What is asked for in the same breath is judged as it is.
+        let both = after(json!({"iops-total-max": 0, "iops-total-max-length": 5})).unwrap_err().to_string();
+        assert!(both.starts_with("iops-total-max-length (5) is set without iops-total-max"), "{both}");
     }
 
     #[test]
