@@ -172,9 +172,6 @@ impl Disk {
     }
 
     /// Reads `length` bytes at `offset`; those that are in memory already are not read again.
-    ///
-    /// # Errors
-    /// The image's.
     pub async fn read(&self, pass: Pass, offset: u64, length: usize) -> Result<Segments> {
         let may = |ahead: &Ahead, given_back| self.member.spare(&ahead.cost(), given_back);
         let result = self.prefetch.read(offset, length, pass.requests, may).await;
@@ -182,9 +179,6 @@ impl Disk {
     }
 
     /// Reads a part of what [`Disk::read`] failed to read as a whole.
-    ///
-    /// # Errors
-    /// The image's.
     pub async fn retry_read(&self, _: Pass, offset: u64, length: usize) -> Result<Segments> {
         let result = self.image.read(offset, length).await;
         self.noted("read", offset, length as u64, result)
@@ -251,17 +245,11 @@ impl Disk {
     /// What is allocated from `offset` on: extents that follow each other, covering at least a part
     /// of `length` bytes. One pass for a read of no bytes answers for all that a query asks: what
     /// is read for it are tables.
-    ///
-    /// # Errors
-    /// The image's.
     pub async fn block_status(&self, _: &Pass, offset: u64, length: u64) -> Result<Vec<Extent>> {
         self.image.block_status(offset, length).await
     }
 
     /// Gives it another size: see [`Image::resize`].
-    ///
-    /// # Errors
-    /// As there.
     pub async fn resize(&self, size_bytes: u64) -> std::result::Result<(), ResizeError> {
         let old = self.size_bytes();
         if size_bytes < old {
@@ -277,9 +265,6 @@ impl Disk {
     }
 
     /// Looks whether the image was resized from outside; returns its size in bytes.
-    ///
-    /// # Errors
-    /// What the file system says.
     pub fn refresh_size(&self) -> Result<u64> {
         let before = self.size_bytes();
         let size_bytes = self.image.refresh_size()?;
@@ -291,9 +276,6 @@ impl Disk {
 
     /// The last thing that is done with a disk: nothing is read ahead any more, and what a format
     /// keeps in memory reaches the file.
-    ///
-    /// # Errors
-    /// As for [`Disk::flush`].
     pub async fn close(&self) -> Result<()> {
         self.prefetch.stop().await;
         self.image.close().await

@@ -37,9 +37,6 @@ impl Undo {
     }
 
     /// Makes something, and knows how to undo it before a signal is heard; twice does no harm.
-    ///
-    /// # Errors
-    /// Those of `make`.
     pub fn making<T, U: Fn() + Send + 'static>(
         &self,
         make: impl FnOnce() -> anyhow::Result<(T, U)>,

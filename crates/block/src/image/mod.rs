@@ -46,9 +46,6 @@ impl Image {
     }
 
     /// See [`Storage::refresh_size`]. A format that stores its size has no other.
-    ///
-    /// # Errors
-    /// What the file system says.
     pub fn refresh_size(&self) -> Result<u64> {
         match self {
             Self::Raw(raw) => raw.storage().refresh_size(),
@@ -138,9 +135,6 @@ impl Image {
     }
 
     /// Reads `length` bytes at `offset`: see [`Storage::read`]. What is in memory already is lent.
-    ///
-    /// # Errors
-    /// As there.
     pub async fn read(&self, offset: u64, length: usize) -> Result<Segments> {
         match self {
             Self::Raw(raw) => match raw.storage().lend(offset, length) {
@@ -181,9 +175,6 @@ impl Image {
     }
 
     /// See [`Storage::flush`].
-    ///
-    /// # Errors
-    /// As there.
     pub async fn flush(&self) -> Result<()> {
         match self {
             Self::Raw(raw) => raw.storage().flush().await,
@@ -192,9 +183,6 @@ impl Image {
     }
 
     /// The last thing that is done with an image: what a format keeps in memory reaches the file.
-    ///
-    /// # Errors
-    /// As for [`Image::flush`].
     pub async fn close(&self) -> Result<()> {
         match self {
             Self::Raw(_) => Ok(()),
@@ -214,9 +202,6 @@ impl Image {
     }
 
     /// See [`Storage::discard`].
-    ///
-    /// # Errors
-    /// As there.
     pub async fn discard(&self, offset: u64, length: u64) -> Result<()> {
         match self {
             Self::Raw(raw) => raw.discard(offset, length).await,
@@ -225,9 +210,6 @@ impl Image {
     }
 
     /// See [`Storage::block_status`].
-    ///
-    /// # Errors
-    /// As there.
     pub async fn block_status(&self, offset: u64, length: u64) -> Result<Vec<Extent>> {
         match self {
             Self::Raw(raw) => raw.storage().block_status(offset, length).await,

@@ -50,9 +50,6 @@ fn length(bytes: usize) -> u32 {
 }
 
 /// Reads at `offset` to the front of `buffer`; returns how many bytes, 0 at the end of the file.
-///
-/// # Errors
-/// As `pread(2)`.
 pub async fn read_at(fd: &Fd, mut buffer: Buffer, offset: u64) -> (io::Result<usize>, Buffer) {
     let entry = opcode::Read::new(fd.target(), buffer.as_mut_ptr(), length(buffer.len()))
         .offset(offset)
@@ -75,9 +72,6 @@ pub enum Durability {
 }
 
 /// Writes the segments at `offset`; returns how many bytes.
-///
-/// # Errors
-/// As `pwritev2(2)`.
 pub async fn write_at(
     fd: &Fd,
     segments: Segments,
@@ -110,9 +104,6 @@ pub async fn write_at(
 }
 
 /// Brings everything written before to stable storage (`fdatasync`).
-///
-/// # Errors
-/// As `fdatasync(2)`.
 pub async fn sync(fd: &Fd) -> io::Result<()> {
     let entry = opcode::Fsync::new(fd.target()).flags(types::FsyncFlags::DATASYNC).build();
     // SAFETY: the entry refers to the descriptor alone.
@@ -132,9 +123,6 @@ pub async fn allocate(fd: &Fd, mode: i32, offset: u64, length: u64) -> io::Resul
 }
 
 /// Asks the page cache to read a range ahead (`POSIX_FADV_WILLNEED`).
-///
-/// # Errors
-/// As `posix_fadvise(2)`.
 pub async fn read_ahead(fd: &Fd, offset: u64, length: u64) -> io::Result<()> {
     // The kernel takes 32 bits here; a hint may be shortened.
     let length = libc::off_t::from(i32::try_from(length).unwrap_or(i32::MAX));
@@ -146,9 +134,6 @@ pub async fn read_ahead(fd: &Fd, offset: u64, length: u64) -> io::Result<()> {
 
 /// Receives into `buffer` behind its first `filled` bytes; returns how many bytes, 0 when the peer
 /// has closed.
-///
-/// # Errors
-/// As `recv(2)`.
 ///
 /// # Panics
 /// If the buffer is full already.
@@ -227,9 +212,6 @@ pub fn descriptors_left() -> bool {
 }
 
 /// Accepts a connection on a listening socket.
-///
-/// # Errors
-/// As `accept(2)`.
 pub async fn accept(fd: &Fd) -> io::Result<OwnedFd> {
     let entry = opcode::Accept::new(fd.target(), std::ptr::null_mut(), std::ptr::null_mut())
         .flags(libc::SOCK_CLOEXEC)
@@ -250,9 +232,6 @@ fn accepted(result: i32) -> Option<OwnedFd> {
 }
 
 /// Waits until `fd` can be read from (or has failed).
-///
-/// # Errors
-/// As `poll(2)`.
 pub async fn readable(fd: &Fd) -> io::Result<()> {
     let entry = opcode::PollAdd::new(fd.target(), libc::POLLIN as u32).build();
     // SAFETY: the entry refers to the descriptor alone.

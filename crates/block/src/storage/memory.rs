@@ -140,9 +140,6 @@ impl Memory {
     }
 
     /// Calls `f` with the piece of an allocated page; it is allocated, with zeroes, if need be.
-    ///
-    /// # Errors
-    /// [`Error::INVALID`] if the piece was cut off meanwhile.
     fn change(&self, piece: &Piece, f: impl FnOnce(&mut [u8])) -> Result<()> {
         // A panic while bytes are copied leaves a page of bytes.
         let mut page = self.page_for_writing(piece.page).write().unwrap_or_else(PoisonError::into_inner);

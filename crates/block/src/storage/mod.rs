@@ -170,9 +170,6 @@ impl Storage {
 
     /// Looks whether the storage was resized from outside; returns the size in bytes, which
     /// [`Storage::size_bytes`] repeats from now on.
-    ///
-    /// # Errors
-    /// What the file system says.
     pub fn refresh_size(&self) -> Result<u64> {
         each!(self, inner => inner.refresh_size())
     }
@@ -325,9 +322,6 @@ impl Storage {
 
     /// Tells the storage that a range is no longer needed. Its content is unspecified from then on.
     /// A hint: storage that has no use for it succeeds without doing anything.
-    ///
-    /// # Errors
-    /// What the device says.
     pub async fn discard(&self, offset: u64, length: u64) -> Result<()> {
         each!(self, inner => inner.discard(offset, length).await)
     }
@@ -335,9 +329,6 @@ impl Storage {
     /// What the range is made of: from one to [`MOST_EXTENTS`] extents that begin at `offset`,
     /// follow each other and together cover no more than `length`, perhaps less. `length` is not
     /// zero.
-    ///
-    /// # Errors
-    /// What the file system says.
     pub async fn block_status(&self, offset: u64, length: u64) -> Result<Vec<Extent>> {
         each!(self, inner => inner.block_status(offset, length).await)
     }

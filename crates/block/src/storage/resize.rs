@@ -47,9 +47,6 @@ impl From<Error> for ResizeError {
 }
 
 /// Checks that a storage of blocks of this size could end there.
-///
-/// # Errors
-/// [`ResizeError::Unaligned`].
 pub(super) fn check(size_bytes: u64, block_bytes: u64) -> Result<(), ResizeError> {
     let multiple = block_bytes.max(SECTOR);
     if size_bytes == 0 || !size_bytes.is_multiple_of(multiple) {

@@ -25,9 +25,6 @@ pub struct Running {
 
 impl Running {
     /// Watches the limits in this file. What devices can do is in the store.
-    ///
-    /// # Errors
-    /// As `weir cgroup watch`.
     pub fn start(path: &Path, store: Store) -> anyhow::Result<Self> {
         let watch = Watch::claim(Hierarchy::discover(Roots::default())?, path, store)?;
         Self::run(move |stopped| watch.until(stopped).map(drop))

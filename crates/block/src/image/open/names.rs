@@ -6,9 +6,6 @@
 use std::path::{Path, PathBuf};
 
 /// The path that `name`, found in the image at `image`, leads to.
-///
-/// # Errors
-/// What it is instead of a path.
 pub(super) fn resolve(image: &Path, name: &str) -> Result<PathBuf, String> {
     let name = match protocol(name) {
         None => name,

@@ -13,9 +13,6 @@ use crate::{
 ///
 /// Comes after the whole chain was found: what is missing shows before keys are derived, which
 /// takes seconds.
-///
-/// # Errors
-/// If there are more or fewer secrets than encrypted images, or one is wrong.
 pub(super) async fn unlock(levels: &[Level], secrets: &[Secret]) -> Result<Vec<Option<Cipher>>, OpenError> {
     let encrypted = levels.iter().filter(|level| level.luks().is_some()).count();
     let top = &levels[0].name;

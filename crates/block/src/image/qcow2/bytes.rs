@@ -38,9 +38,6 @@ pub async fn read_header(storage: &Storage) -> std::result::Result<Header, Metad
 }
 
 /// `length` bytes at `offset`; zeroes where there is no file.
-///
-/// # Errors
-/// The storage's.
 pub(super) async fn read(storage: &Storage, offset: u64, length: usize) -> Result<Vec<u8>> {
     let there = storage.size_bytes().saturating_sub(offset).min(length as u64) as usize;
     let mut bytes = vec![0; length];
@@ -52,18 +49,12 @@ pub(super) async fn read(storage: &Storage, offset: u64, length: usize) -> Resul
 }
 
 /// Writes `bytes` at `offset`, making the file longer where it ends before.
-///
-/// # Errors
-/// The storage's; [`Error::NO_SPACE`] where it cannot grow.
 pub(super) async fn write(storage: &Storage, offset: u64, bytes: &[u8]) -> Result<()> {
     grow(storage, offset + bytes.len() as u64).await?;
     storage.write(offset, Buffer::copy_of(bytes).into(), Durability::Cached).await
 }
 
 /// Makes the file at least `size_bytes` long.
-///
-/// # Errors
-/// [`Error::NO_SPACE`] where it cannot grow.
 pub(super) async fn grow(storage: &Storage, size_bytes: u64) -> Result<()> {
     if storage.size_bytes() >= size_bytes {
         return Ok(());
@@ -72,9 +63,6 @@ pub(super) async fn grow(storage: &Storage, size_bytes: u64) -> Result<()> {
 }
 
 /// Gives the file this size, rounded up to whole blocks.
-///
-/// # Errors
-/// As [`grow`].
 pub(super) async fn set_size(storage: &Storage, size_bytes: u64) -> Result<()> {
     let block = u64::from(storage.block_size().minimum).max(512);
     storage.resize(size_bytes.next_multiple_of(block)).await.map_err(error_of)

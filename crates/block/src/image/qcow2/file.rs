@@ -146,9 +146,6 @@ impl ImageFile {
     }
 
     /// Metadata.
-    ///
-    /// # Errors
-    /// [`Error::IO`] where the file ends before it; then the image is corrupt.
     pub(super) async fn read(&self, offset: u64, length: u64) -> Result<Vec<u8>> {
         // What lies behind the end in the last cluster reads as zeroes.
         let end = self.size_bytes().next_multiple_of(self.kept().header.cluster_bytes());
@@ -177,9 +174,6 @@ impl ImageFile {
     }
 
     /// Makes the file reach to `end` at least; what is added reads as zeroes.
-    ///
-    /// # Errors
-    /// [`Error::NO_SPACE`] where it cannot, as on a block device.
     pub(super) async fn make_room(&self, end: u64) -> Result<()> {
         if end <= self.size_bytes() {
             return Ok(());
@@ -234,10 +228,6 @@ impl ImageFile {
 
     /// Changes the header and makes that durable. What the file had before the change is durable
     /// too.
-    ///
-    /// # Errors
-    /// [`Error::NO_SPACE`] if it does not fit any more; the file's. The header kept, and the
-    /// file's, is then the old one; where that cannot be had either, nothing is written any more.
     pub(super) async fn update_header(&self, change: impl FnOnce(&mut Header)) -> Result<()> {
         let _turn = self.header_turn.exclusive(0..1).await;
         let (old, old_bytes) = {

@@ -16,9 +16,6 @@ const NUMBERS_2: std::ops::Range<usize> = 24..72;
 const NUMBERS_3: std::ops::Range<usize> = 24..96;
 
 /// The first cluster's bytes with `new` in them, given what they are now.
-///
-/// # Errors
-/// As [`Header::encode`].
 pub(super) fn changed(bytes: &[u8], old: &Header, new: &Header) -> Result<Vec<u8>, Invalid> {
     let encoded = new.encode()?;
     let mut patched = bytes.to_vec();

@@ -28,9 +28,6 @@ pub(super) const SECTOR_ENTRIES: usize = 64;
 
 impl L1 {
     /// From the bytes in the file.
-    ///
-    /// # Errors
-    /// Which entry is wrong.
     pub(super) fn parse(offset: u64, bytes: &[u8], shape: Shape, file_bytes: u64) -> Result<Self, Invalid> {
         let mut words = Vec::with_capacity(bytes.len() / 8);
         for (index, word) in big_endian::words(bytes).enumerate() {

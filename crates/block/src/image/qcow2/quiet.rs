@@ -14,9 +14,6 @@ pub(super) struct Quiesced<'a> {
 
 impl Qcow2 {
     /// Waits until nobody is inside, and keeps newcomers out; writes all metadata.
-    ///
-    /// # Errors
-    /// The file's.
     pub(super) async fn quiesce(&self) -> Result<Quiesced<'_>> {
         let giving = self.giving.exclusive(0..1).await;
         let closed = self.gate.close().await;

@@ -171,18 +171,12 @@ impl Refcounts {
     }
 
     /// Takes up to `wanted` clusters that follow each other, one at least.
-    ///
-    /// # Errors
-    /// [`Error::NO_SPACE`] where the file cannot grow; the file's own.
     pub(super) async fn take(&self, file: &ImageFile, metadata: &Metadata, wanted: u64) -> Result<Found> {
         let _turn = self.turn.exclusive(0..1).await;
         self.take_run(file, metadata, 1, wanted).await
     }
 
     /// Takes exactly so many clusters that follow each other.
-    ///
-    /// # Errors
-    /// As [`Refcounts::take`].
     pub(super) async fn take_all(&self, file: &ImageFile, metadata: &Metadata, wanted: u64) -> Result<Found> {
         let _turn = self.turn.exclusive(0..1).await;
         self.take_run(file, metadata, wanted, wanted).await
@@ -413,9 +407,6 @@ impl Refcounts {
     }
 
     /// Adds one to the numbers of clusters, which are in use. All or nothing.
-    ///
-    /// # Errors
-    /// [`Error::INVALID`] where a number would be more than fits, or a cluster is not in use.
     pub(super) async fn raise(&self, file: &ImageFile, clusters: Range<u64>) -> Result<()> {
         let _turn = self.turn.exclusive(0..1).await;
         for cluster in clusters.clone() {
@@ -432,9 +423,6 @@ impl Refcounts {
     }
 
     /// Gives clusters back that nothing in the file refers to any more.
-    ///
-    /// # Errors
-    /// The file's; [`Error::IO`], and the image is corrupt, if guest data was where metadata is.
     pub(super) async fn give_back(
         &self,
         file: &ImageFile,
@@ -612,9 +600,6 @@ impl Refcounts {
     }
 
     /// Has changes written: blocks, then what refers to new ones, each followed by a flush.
-    ///
-    /// # Errors
-    /// The file's. What could not be written is kept for the next time.
     pub(super) async fn write(&self, file: &ImageFile) -> Result<Dirty> {
         // Nobody else writes blocks meanwhile, to make room.
         let _turn = self.turn.exclusive(0..1).await;

@@ -72,9 +72,6 @@ impl From<MetadataError> for SnapshotError {
 }
 
 /// Makes a header one by which the snapshot is read: its L1 table, and its size.
-///
-/// # Errors
-/// If there is no such snapshot, or the table cannot be read.
 pub(super) async fn look_into(
     storage: &Storage,
     header: &mut Header,

@@ -13,9 +13,6 @@ use crate::{
 impl Qcow2 {
     /// What a range is made of, with the backing files: see
     /// [`Storage::block_status`](crate::storage::Storage::block_status).
-    ///
-    /// # Errors
-    /// The file's.
     pub async fn block_status(&self, offset: u64, length: u64) -> Result<Vec<Extent>> {
         if length == 0 || !self.is_inside(offset, length) {
             return Err(Error::INVALID);
@@ -57,9 +54,6 @@ impl Qcow2 {
 
     /// What a range is made of in this image alone: pieces that follow each other, covering all of
     /// it or its first part.
-    ///
-    /// # Errors
-    /// The file's.
     pub async fn map(&self, offset: u64, length: u64) -> Result<Vec<Piece>> {
         if length == 0 || !self.is_inside(offset, length) {
             return Err(Error::INVALID);

@@ -118,9 +118,6 @@ impl Prefetch {
 
     /// Reads `length` bytes at `offset`, inside the disk, for `requests` of a client's that were
     /// merged. `may` has the last word on what is read ahead: see [`Cache::read`].
-    ///
-    /// # Errors
-    /// The image's.
     pub(crate) async fn read(
         &self,
         offset: u64,

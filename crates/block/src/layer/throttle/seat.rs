@@ -160,9 +160,6 @@ impl<K> Seat<K> {
 
     /// Takes another seat, with other settings if there are any; the requests that wait here wait
     /// there, in their order, and those that may pass there do.
-    ///
-    /// # Errors
-    /// Where the new place cannot take it; then it stays where it is.
     pub(super) fn move_to(
         &self,
         to: Destination<K>,

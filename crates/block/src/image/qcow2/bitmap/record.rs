@@ -104,9 +104,6 @@ impl Qcow2 {
     }
 
     /// A part of the disk is about to be changed, by somebody who is inside.
-    ///
-    /// # Errors
-    /// The file's; then nothing may be changed.
     pub(in crate::image::qcow2) async fn record(&self, offset: u64, length: u64) -> IoResult<()> {
         if self.recording.good.load(Acquire) {
             Box::pin(self.begin_recording()).await?;
@@ -229,9 +226,6 @@ impl Qcow2 {
     }
 
     /// The largest disk for which the bitmaps still fit into memory and into the format's bounds.
-    ///
-    /// # Errors
-    /// The file's.
     pub(in crate::image::qcow2) async fn largest_with_bitmaps(&self) -> IoResult<u64> {
         let entries = self.bitmap_entries().await?.unwrap_or_default();
         let good = entries.iter().filter(|entry| entry.flags & flag::IN_USE == 0);

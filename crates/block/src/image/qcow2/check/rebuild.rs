@@ -19,9 +19,6 @@ use crate::image::qcow2::{
 
 impl Pass<'_> {
     /// Writes refcounts for what was counted.
-    ///
-    /// # Errors
-    /// If there are more clusters than a table can name; the storage's.
     pub(super) async fn rebuild(&mut self, old: &Structures) -> Result<(), MetadataError> {
         self.forget_old(old);
         // Nothing that is there is written over, whether it is in use or not.

@@ -41,9 +41,6 @@ pub(super) struct Layout {
 
 impl Layout {
     /// The layout for options that keep the rules.
-    ///
-    /// # Errors
-    /// If the disk is too large for clusters of this size.
     pub(super) fn of(options: &CreateOptions) -> Result<Self, BrokenRule> {
         let cluster_bits = options.cluster_bytes.trailing_zeros();
         let entry_bytes = if options.extended_l2 { 16 } else { 8 };
