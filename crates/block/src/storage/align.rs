@@ -30,6 +30,7 @@ use std::{ops::Range, sync::Arc};
 
 use super::{
     BlockSize, Durability, Extent, RangeLocks, ZeroOptions,
+    flushes::Flushes,
     resize::{self, ResizeError},
     within,
 };
@@ -129,6 +130,7 @@ pub struct Align<D> {
 struct Shared<D> {
     device: D,
     locks: RangeLocks,
+    flushes: Flushes,
 }
 
 impl<D: Device> Align<D> {
@@ -136,7 +138,10 @@ impl<D: Device> Align<D> {
     pub fn new(device: D) -> Self {
         let alignment = device.alignment();
         assert!(alignment.offset.is_power_of_two() && alignment.memory.is_power_of_two());
-        Self { shared: Arc::new(Shared { device, locks: RangeLocks::default() }), alignment }
+        Self {
+            shared: Arc::new(Shared { device, locks: RangeLocks::default(), flushes: Flushes::default() }),
+            alignment,
+        }
     }
 
     /// The device, for what has nothing to do with alignment.
@@ -160,6 +165,7 @@ impl<D: Device> Align<D> {
             resize::check(size_bytes, self.alignment.offset)?;
         }
         let _everything = self.shared.locks.exclusive(0..u64::MAX).await;
+        let _change = self.shared.flushes.change();
         self.device().resize(size_bytes).await
     }
 
@@ -185,7 +191,7 @@ impl<D: Device> Align<D> {
 
     /// See [`Storage::flush`](super::Storage::flush).
     pub async fn flush(&self) -> Result<()> {
-        self.device().flush().await
+        self.shared.flushes.run(|| self.device().flush()).await
     }
 
     /// See [`Storage::block_status`](super::Storage::block_status).
@@ -238,6 +244,7 @@ impl<D: Device> Align<D> {
             return Box::pin(self.write_unaligned(offset, data, durability)).await;
         }
         let _guard = self.lock_shared(offset..offset + length).await?;
+        let _change = self.shared.flushes.change();
         self.device().write(offset, data, durability).await
     }
 
@@ -257,6 +264,7 @@ impl<D: Device> Align<D> {
                 let mut bounce = Buffer::new(data.len());
                 data.copy_to(&mut bounce);
                 let _guard = self.lock_shared(offset..direct_end).await?;
+                let _change = self.shared.flushes.change();
                 self.device().write(offset, bounce.into(), durability).await?;
             } else {
                 self.modify(offset, data, durability).await?;
@@ -266,6 +274,7 @@ impl<D: Device> Align<D> {
             return Ok(());
         }
         let _guard = self.lock_shared(direct_end..end).await?;
+        let _change = self.shared.flushes.change();
         self.device().write_buffered(direct_end, tail, durability).await
     }
 
@@ -295,6 +304,7 @@ impl<D: Device> Align<D> {
         }
         {
             let _guard = self.lock_shared(first..last).await?;
+            let _change = self.shared.flushes.change();
             self.device().write_zeroes(first, last - first, options).await?;
         }
         // The edges after the middle, which may refuse: then nothing has changed yet.
@@ -330,6 +340,7 @@ impl<D: Device> Align<D> {
             return Ok(());
         }
         let _guard = self.lock_shared(first..last).await?;
+        let _change = self.shared.flushes.change();
         self.device().discard(first, last - first).await
     }
 
@@ -374,6 +385,7 @@ impl<D: Device> Shared<D> {
             }
         }
         data.copy_to(&mut blocks[(offset - first) as usize..]);
+        let _change = self.flushes.change();
         self.device.write(first, blocks.into(), durability).await
     }
 }

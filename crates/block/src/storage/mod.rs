@@ -24,6 +24,7 @@ pub mod align;
 pub mod delay;
 pub mod fault;
 pub mod file;
+mod flushes;
 mod lock;
 pub mod memory;
 pub mod null;

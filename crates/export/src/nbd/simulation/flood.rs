@@ -84,6 +84,7 @@ async fn flood() -> BTreeMap<u16, u64> {
         let bytes = (traffic.read_bytes + traffic.written_bytes) as f64;
         assert!(operations <= allowed(LimitKind::IopsTotal, 1), "{traffic:?} in {seconds} s, {limits:?}");
         assert!(bytes <= allowed(LimitKind::BpsTotal, LARGEST), "{traffic:?} in {seconds} s, {limits:?}");
+        assert!(traffic.flushes <= traffic.writes + 1, "{traffic:?}: one for each change, and the first");
     }
     for (wire, client, served) in ends {
         wire.close();
