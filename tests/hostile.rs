@@ -4,8 +4,10 @@
 
 use std::{thread, time::Instant};
 
+use serde_json::Value;
+
 use crate::harness::{
-    MIB, Serve, Weir, Wire, pattern,
+    DEADLINE, MIB, Scratch, Serve, Weir, Wire, operator, pattern,
     wire::{
         self, CMD_READ, CMD_WRITE, EINVAL, EPERM, OPT_ABORT, OPT_EXPORT_NAME, OPT_GO, OPT_INFO, OPT_LIST,
         OPT_SET_META_CONTEXT, OPT_STARTTLS, OPTION_MAGIC, REP_ACK, REP_ERR_INVALID, REP_ERR_POLICY,
@@ -223,6 +225,66 @@ fn more_clients_than_allowed_wait_their_turn() {
         third.join()
     });
     assert_eq!(third.expect("it is served in the end").read(0, 1).as_deref(), Ok(&[0][..]));
+}
+
+#[test]
+fn silent_clients_make_room_for_those_that_speak() {
+    let weir = Serve::alone().arg("memory:1M").args(["--max-connections", "20"]).start();
+    let silent: Vec<_> = (0..60).map(|_| Wire::connect(weir.socket())).collect();
+    // Behind three cohorts of them: they would keep their places for ten seconds each.
+    assert_eq!(Wire::go(weir.socket(), "memory").0.read(0, 1).as_deref(), Ok(&[0][..]));
+    drop(silent);
+    weir.stop();
+}
+
+#[test]
+fn a_client_that_asks_for_nothing_costs_little() {
+    const CLIENTS: u64 = 500;
+    let weir = Serve::alone().arg("memory:1M").args(["--max-connections", "0"]).start();
+    drop(Wire::go(weir.socket(), "memory"));
+    let growth = |since: u64| weir.resident_bytes().saturating_sub(since);
+    let begin = weir.resident_bytes();
+    let silent: Vec<_> = (0..CLIENTS).map(|_| Wire::greet(weir.socket())).collect();
+    let each = growth(begin) / CLIENTS;
+    assert!(each <= 16 << 10, "{each} bytes for a client that has said nothing");
+    let idle: Vec<_> = (0..CLIENTS).map(|_| Wire::go(weir.socket(), "memory").0).collect();
+    let each = growth(begin) / CLIENTS - each;
+    assert!(each <= 64 << 10, "{each} bytes for an idle client");
+    drop((silent, idle));
+    for _ in 0..10_000 {
+        drop(Wire::connect(weir.socket()));
+    }
+    // It is given back a moment after the last has gone.
+    let until = Instant::now() + DEADLINE;
+    while growth(begin) > 20 * MIB {
+        assert!(Instant::now() < until, "{} MiB are kept for clients that have gone", growth(begin) / MIB);
+        thread::yield_now();
+    }
+    weir.stop();
+}
+
+#[test]
+fn clients_that_keep_memory_cost_no_other_disk_anything() {
+    let scratch = Scratch::new();
+    let more = ["memory:64M", "--name", "large", "--memory", "192M", "--workers", "1"];
+    let weir = operator::start(&scratch, &more);
+    let mut other = Wire::go(weir.socket(), "b").0;
+    let mut rude: Vec<_> = (0..8).map(|_| Wire::go(weir.socket(), "large").0).collect();
+    let write = Request { flags: 0, kind: CMD_WRITE, cookie: 1, offset: 0, length: 32 << 20 };
+    rude[0].send(&[write.compact(), vec![1; 16 << 20]].concat());
+    for client in &mut rude[1..] {
+        client.send(&write.compact());
+    }
+    let bytes = |status: &Value, name: &str| status["memory"][name].as_u64().expect("a number");
+    operator::wait_until(&scratch, |status| bytes(status, "waiting") == 7);
+    for length in [4096, 1 << 20] {
+        assert_eq!(other.read(0, length).map(|data| data.len()), Ok(length as usize));
+    }
+    let status = operator::status(&scratch, "0");
+    assert!(bytes(&status, "requests") <= bytes(&status, "most-requests"), "{status}");
+    assert_eq!(bytes(&status, "total"), 192 * MIB);
+    drop(rude);
+    weir.stop();
 }
 
 /// A client whose reads take ten minutes at 1 operation a second: longer than anything here waits.

@@ -25,7 +25,10 @@ use std::{
     ops::{Deref, DerefMut, Range},
     ptr::NonNull,
     rc::Rc,
-    sync::Arc,
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering::Relaxed},
+    },
 };
 
 use smallvec::SmallVec;
@@ -39,9 +42,32 @@ const SMALLEST_CLASS: u32 = 12;
 const LARGEST_CLASS: u32 = 25;
 const CLASSES: usize = (LARGEST_CLASS - SMALLEST_CLASS + 1) as usize;
 
-/// What one thread keeps for reuse, in bytes. Deep queues of small requests fit; a burst of huge
-/// ones is given back to the allocator.
-const POOL_BYTES: usize = 16 << 20;
+/// What one thread keeps for reuse at most, in bytes. Deep queues of small requests fit; a burst of
+/// huge ones is given back to the allocator.
+pub const POOL_BYTES: usize = 16 << 20;
+
+/// What it keeps: see [`keep_at_most`].
+static KEPT_BYTES: AtomicUsize = AtomicUsize::new(POOL_BYTES);
+
+/// Has each thread keep no more than so many bytes for reuse, from now on.
+pub fn keep_at_most(bytes: usize) {
+    KEPT_BYTES.store(bytes.min(POOL_BYTES), Relaxed);
+}
+
+/// Gives memory that nobody uses back to the system: this thread's buffers for reuse, and what the
+/// allocator keeps. Costs a millisecond or so, and what comes next takes its memory anew.
+pub fn trim() {
+    let kept = POOL.with_borrow_mut(|pool| {
+        pool.bytes = 0;
+        std::mem::take(&mut pool.free)
+    });
+    drop(kept);
+    #[cfg(target_env = "gnu")]
+    // SAFETY: it may be called at any time, and touches only memory that is free.
+    unsafe {
+        libc::malloc_trim(0);
+    }
+}
 
 /// One allocation. Freed when the last [`Buffer`] into it is gone and the pool does not want it.
 struct Block {
@@ -263,7 +289,7 @@ fn give_back(block: Rc<Block>) {
     // `try_with`: a buffer may outlive the pool while its thread ends; then it is simply freed.
     let _ = POOL.try_with(|pool| {
         let mut pool = pool.borrow_mut();
-        if pool.bytes + size <= POOL_BYTES {
+        if pool.bytes + size <= KEPT_BYTES.load(Relaxed) {
             pool.bytes += size;
             pool.free[(class_of(size) - SMALLEST_CLASS) as usize].push(block);
         }

@@ -31,6 +31,7 @@ use crate::{
         prefetch::Prefetch,
         throttle::{DiskSettings, Group, Member},
     },
+    memory::{Account, Budget, NotEnough},
     reactor,
     seldom::Seldom,
     storage::{Durability, Extent, ResizeError, ZeroOptions},
@@ -45,6 +46,7 @@ pub struct Disk {
     prefetch: Prefetch,
     counters: Counters,
     failures: Seldom,
+    memory: Arc<Account>,
 }
 
 /// A request's permission to move data, from [`Disk::admit`]: nothing that limits hold for can be
@@ -107,6 +109,7 @@ impl Disk {
             prefetch,
             counters: Counters::default(),
             failures: Seldom::default(),
+            memory: Account::new(Budget::process()),
         })
     }
 
@@ -128,6 +131,21 @@ impl Disk {
     /// What is read ahead of its readers: to look at and to change while it runs.
     pub fn prefetch(&self) -> &Prefetch {
         &self.prefetch
+    }
+
+    /// What its requests and caches have of the process's memory.
+    pub fn memory(&self) -> &Arc<Account> {
+        &self.memory
+    }
+
+    /// Sets aside what its metadata caches and its read-ahead may take. For whoever has opened it,
+    /// or has changed those.
+    ///
+    /// # Errors
+    /// [`NotEnough`]; what was set aside before still is.
+    pub fn reserve_memory(&self) -> std::result::Result<(), NotEnough> {
+        let bytes = self.image.most_cache_bytes() + self.prefetch.most_bytes();
+        self.memory.reserve("its metadata caches and read-ahead", bytes)
     }
 
     /// The same disk under another name: image, limits and what is in memory are what they were.

@@ -16,6 +16,7 @@
 //! - [`storage`] does the I/O, and owns what a cache mode means.
 //! - [`reactor`] runs tasks on one io_uring a thread, or on a virtual clock; [`buffer`] is memory
 //!   for I/O.
+//! - [`memory`] is the budget of all that, and who has it.
 //! - [`device`] looks at the physical disk below, for watermarks; [`seldom`] keeps the log short.
 //!
 //! Each module knows those to its right in the drawing, and none to its left.
@@ -33,6 +34,7 @@ pub mod disk;
 pub mod error;
 pub mod image;
 pub mod layer;
+pub mod memory;
 #[allow(unsafe_code)]
 pub mod reactor;
 pub mod seldom;

@@ -26,6 +26,8 @@ const DEFAULT_MAX_CONNECTIONS: u32 = 100;
 const DEFAULT_POLL: Duration = Duration::ZERO;
 /// Beyond this, polling is a busy loop in all but name.
 pub const MAX_POLL: Duration = Duration::from_secs(1);
+/// Bytes of memory for data, at least: what requests have at least, and as much for the rest.
+pub const LEAST_MEMORY: u64 = 128 << 20;
 /// Bytes of a name in the NBD protocol ("Values", strings).
 const MAX_NAME_BYTES: usize = 4096;
 
@@ -262,10 +264,16 @@ fn service(draft: ServiceDraft) -> Result<Service, Wrong> {
         Some(said) if said.value <= MAX_POLL => said.value,
         Some(said) => return Err(said.wrong("is too long; it is 1s at most (0 never polls)")),
     };
+    let memory = match draft.memory {
+        None => None,
+        Some(said) if said.value >= LEAST_MEMORY => Some(said.value),
+        Some(said) => return Err(said.wrong("is too little; it is at least 128M")),
+    };
     Ok(Service {
         workers,
         poll,
         max_connections: draft.max_connections.map_or(DEFAULT_MAX_CONNECTIONS, |said| said.value),
+        memory,
         qmp: qmp(draft.qmp)?,
         tls: draft.tls.check()?,
         log: LogSettings {

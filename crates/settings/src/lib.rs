@@ -145,6 +145,8 @@ pub struct Service {
     pub poll: Duration,
     /// Clients at a time at each server; 0 is any number.
     pub max_connections: u32,
+    /// Bytes of memory for data; `None` is a part of what there is.
+    pub memory: Option<u64>,
     /// Unix sockets where the daemon is controlled.
     pub qmp: Vec<PathBuf>,
     /// Encryption of connections.

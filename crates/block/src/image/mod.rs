@@ -86,6 +86,17 @@ impl Image {
         std::iter::successors(Some(self), |image| image.backing())
     }
 
+    /// The most that the metadata caches of the whole chain may take, in bytes.
+    pub fn most_cache_bytes(&self) -> u64 {
+        let caches = self.chain().map(|image| match image {
+            Self::Raw(_) => 0,
+            Self::Qcow2(qcow2) => {
+                qcow2.cache_statistics().limit_bytes + qcow2.refcount_statistics().limit_bytes
+            }
+        });
+        caches.sum()
+    }
+
     /// Whether a file below was changed by others since it was opened, so that what was read from
     /// it is not to be had any more.
     pub fn has_changed_below(&self) -> bool {

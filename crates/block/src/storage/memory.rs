@@ -15,7 +15,8 @@
 //! one. Whoever changes a page looks at the size again under the page's lock, so it comes before
 //! its page is freed, or finds itself beyond the end.
 //!
-//! Memory is bounded by the size of the disk plus 0.05 % for the tables, and 160 KiB.
+//! Memory is bounded by the size of the disk plus 0.05 % for the tables, and 160 KiB; and by the
+//! process's [budget](crate::memory), which every page is taken from.
 
 use std::{
     iter::repeat_n,
@@ -37,6 +38,7 @@ use super::{
 use crate::{
     buffer::{Buffer, Segments},
     error::{Error, Result},
+    memory::Budget,
     reactor,
 };
 
@@ -66,6 +68,14 @@ fn zeroed_page() -> Arc<[u8]> {
 pub struct Memory {
     size_bytes: AtomicU64,
     tables: Box<[OnceLock<Box<[Region]>>; TABLES]>,
+    /// Bytes of pages that are there.
+    taken_bytes: AtomicU64,
+}
+
+impl Drop for Memory {
+    fn drop(&mut self) {
+        Budget::process().give_back_pages(*self.taken_bytes.get_mut());
+    }
 }
 
 /// A part of a request inside one page.
@@ -109,6 +119,7 @@ impl Memory {
         Some(Self {
             size_bytes: AtomicU64::new(size_bytes),
             tables: Box::new([const { OnceLock::new() }; TABLES]),
+            taken_bytes: AtomicU64::new(0),
         })
     }
 
@@ -140,11 +151,18 @@ impl Memory {
     }
 
     /// Calls `f` with the piece of an allocated page; it is allocated, with zeroes, if need be.
+    /// [`Error::NO_SPACE`] where the process may have no more memory.
     fn change(&self, piece: &Piece, f: impl FnOnce(&mut [u8])) -> Result<()> {
         // A panic while bytes are copied leaves a page of bytes.
         let mut page = self.page_for_writing(piece.page).write().unwrap_or_else(PoisonError::into_inner);
         if piece.page * PAGE + piece.end as u64 > self.size_bytes() {
             return Err(Error::INVALID);
+        }
+        if page.is_none() {
+            if !Budget::process().take_page(PAGE) {
+                return Err(Error::NO_SPACE);
+            }
+            self.taken_bytes.fetch_add(PAGE, Relaxed);
         }
         let page = Arc::make_mut(page.get_or_insert_with(zeroed_page));
         f(&mut page[piece.start..piece.end]);
@@ -156,7 +174,10 @@ impl Memory {
         let Some(page) = self.page(piece.page) else { return };
         let mut page = page.write().unwrap_or_else(PoisonError::into_inner);
         if piece.is_whole() {
-            *page = None;
+            if page.take().is_some() {
+                self.taken_bytes.fetch_sub(PAGE, Relaxed);
+                Budget::process().give_back_pages(PAGE);
+            }
         } else if let Some(page) = &mut *page {
             Arc::make_mut(page)[piece.start..piece.end].fill(0);
         }

@@ -62,6 +62,7 @@ async fn disk(
     let disk = Disk::new(&planned.name, image, planned.settings.of_disk(), group)
         .with_context(|| format!("disk {}", planned.name))?;
     disk.prefetch().set(planned.prefetch).with_context(|| format!("disk {}", planned.name))?;
+    disk.reserve_memory().with_context(|| format!("disk {}", planned.name))?;
     Ok(RunningDisk {
         disk: Arc::new(disk),
         image: planned.image.clone(),

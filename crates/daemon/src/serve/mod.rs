@@ -11,6 +11,7 @@
 
 mod arguments;
 mod assemble;
+mod memory;
 
 use std::{
     path::{self, PathBuf},
@@ -58,6 +59,7 @@ pub fn run(arguments: ServeArgs) -> Result<(), Failure> {
     logging::start(&plan.service.log);
     let signals = Signals::block_for_daemon().context("signals cannot be blocked")?;
     descriptors::raise_limit();
+    memory::set_aside(&plan.service)?;
     on_reactor(async move { Ok(Daemon::start(&plan, config, inherited, signals).await?.run().await?) })
 }
 

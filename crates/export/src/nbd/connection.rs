@@ -31,12 +31,13 @@ use super::{
     inbox::Inbox,
     intake::{Incoming, Intake, Joined, bytes_in_flight},
     outbox::{Message, Outbox},
+    patience::Patience,
     reply::Replier,
     request::{self, Breach, Command, Parsed, Refused},
     session::Session,
     stream::Stream,
 };
-use block::{buffer::Buffer, disk::Disk, image::qcow2::bitmap::BitmapView, reactor};
+use block::{buffer::Buffer, disk::Disk, image::qcow2::bitmap::BitmapView, memory::Account, reactor};
 
 const FAREWELL: Duration = Duration::from_secs(1);
 
@@ -66,6 +67,28 @@ pub(super) struct Connection {
     /// Nobody is there to answer: requests that still wait for their limits are dropped.
     pub(super) abandoned: Cell<bool>,
     pub(super) abandonment: Event,
+    patience: Arc<Patience>,
+}
+
+/// Memory for a request that is being taken in: given back if that fails.
+struct Taken<'a> {
+    memory: &'a Account,
+    bytes: usize,
+}
+
+impl Taken<'_> {
+    /// It is in flight, and gives the memory back when it has ended.
+    fn keep(mut self) {
+        self.bytes = 0;
+    }
+}
+
+impl Drop for Taken<'_> {
+    fn drop(&mut self) {
+        if self.bytes > 0 {
+            self.memory.give_back(self.bytes as u64);
+        }
+    }
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -84,8 +107,10 @@ impl Connection {
         session: Session,
         stop: Arc<AtomicBool>,
     ) -> Rc<Self> {
+        let patience = Patience::with(&stream, &disk);
         Rc::new(Self {
             stream,
+            patience,
             disk,
             bitmaps,
             session,
@@ -173,7 +198,7 @@ impl Connection {
                 }
                 Parsed::Close(breach) => return Err(breach.into()),
                 Parsed::Refused(refused) => {
-                    self.make_room(intake, 0).await;
+                    self.make_room(intake, 0).await.keep();
                     self.refuse(&refused);
                     self.start(intake).await;
                     inbox.skip(refused.skip as usize, &self.stream).await?;
@@ -181,13 +206,17 @@ impl Connection {
                 Parsed::Request(request::Request { command: Command::Disconnect, .. }) => break,
                 Parsed::Request(request) => {
                     let command = request.command;
-                    self.make_room(intake, bytes_in_flight(command)).await;
-                    let length = command.payload_bytes() as usize;
-                    if !inbox.holds(length) {
-                        self.start(intake).await;
-                    }
-                    let data =
-                        if length > 0 { Some(inbox.payload(length, &self.stream).await?) } else { None };
+                    let memory = self.make_room(intake, bytes_in_flight(command)).await;
+                    let data = match command.payload_bytes() as usize {
+                        0 => None,
+                        length if inbox.holds(length) => Some(inbox.payload(length, &self.stream).await?),
+                        length => {
+                            self.start(intake).await;
+                            let _waiting = self.patience.receiving.waits_for(length);
+                            Some(inbox.payload(length, &self.stream).await?)
+                        }
+                    };
+                    memory.keep();
                     self.outbox.begin(bytes_in_flight(command));
                     intake.push(Incoming { tag: request.tag, command, data });
                 }
@@ -216,14 +245,28 @@ impl Connection {
         }
     }
 
-    /// Waits until one more request may be in flight; what was taken in before does not wait.
-    async fn make_room(self: &Rc<Self>, intake: &mut Intake, bytes: usize) {
-        if self.outbox.has_room(bytes) {
-            return;
+    /// Waits until one more request may be in flight, and there is memory for it; what was taken in
+    /// before does not wait.
+    async fn make_room(self: &Rc<Self>, intake: &mut Intake, bytes: usize) -> Taken<'_> {
+        let memory = self.disk.memory();
+        if !self.outbox.has_room(bytes) {
+            self.start(intake).await;
+            while !self.outbox.has_room(bytes) {
+                self.outbox.room.wait().await;
+            }
         }
-        self.start(intake).await;
-        while !self.outbox.has_room(bytes) {
-            self.outbox.room.wait().await;
+        if bytes > 0 && !memory.try_take(bytes as u64) {
+            self.start(intake).await;
+            memory.take(bytes as u64).await;
+        }
+        Taken { memory, bytes }
+    }
+
+    /// Counts out requests that have been answered, or will not be; see [`Outbox::sent`].
+    pub(super) fn ended(&self, requests: usize, bytes: usize, length: usize) {
+        self.outbox.sent(requests, bytes, length);
+        if bytes > 0 {
+            self.disk.memory().give_back(bytes as u64);
         }
     }
 
@@ -254,6 +297,7 @@ impl Connection {
                 reactor::linger();
             }
             let length = message.segments.len();
+            let waiting = self.patience.sending.waits_for(length);
             if !self.broken.get()
                 && let Err(error) = self.stream.send(message.segments).await
             {
@@ -263,7 +307,8 @@ impl Connection {
                 self.stream.close();
                 self.abandon();
             }
-            self.outbox.sent(message.requests, message.bytes, length);
+            drop(waiting);
+            self.ended(message.requests, message.bytes, length);
         }
     }
 

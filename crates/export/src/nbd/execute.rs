@@ -262,7 +262,7 @@ impl Connection {
         })
         .await;
         if pass.is_none() {
-            self.outbox.sent(requests, bytes, 0);
+            self.ended(requests, bytes, 0);
         }
         pass
     }

@@ -44,6 +44,7 @@ mod live;
 pub mod negotiate;
 mod option;
 mod outbox;
+mod patience;
 #[cfg(test)]
 mod pipe;
 pub mod proto;

@@ -78,12 +78,18 @@ impl Stream {
 
     pub(super) fn close(&self) {
         match self {
-            // Fails only where the peer has closed already.
-            Self::Plain(fd) | Self::Tls { fd, .. } => {
-                let _ = shutdown(fd.as_fd().as_raw_fd(), Shutdown::Both);
-            }
+            Self::Plain(fd) | Self::Tls { fd, .. } => shut_down(fd),
             #[cfg(test)]
             Self::Simulated(pipe) => pipe.close(),
+        }
+    }
+
+    /// The socket below, if there is one.
+    pub(super) fn socket(&self) -> Option<&Fd> {
+        match self {
+            Self::Plain(fd) | Self::Tls { fd, .. } => Some(fd),
+            #[cfg(test)]
+            Self::Simulated(_) => None,
         }
     }
 
@@ -118,6 +124,12 @@ impl Stream {
         }
         Ok(Self::Tls { fd, tls })
     }
+}
+
+/// Ends all receiving and sending on a socket.
+pub(super) fn shut_down(socket: &Fd) {
+    // Fails only where the peer has closed already.
+    let _ = shutdown(socket.as_fd().as_raw_fd(), Shutdown::Both);
 }
 
 #[derive(Debug, thiserror::Error)]

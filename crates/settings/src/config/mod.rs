@@ -135,6 +135,7 @@ impl Reader<'_> {
             workers: section.parse("workers", crate::workers)?,
             poll: section.parse("poll", crate::duration)?,
             max_connections: section.parse("max-connections", crate::connections)?,
+            memory: section.parse("memory", crate::size)?,
             tls: crate::TlsDraft {
                 mode: section.value("tls")?,
                 certificates: self.path(section, "tls-certificates")?,

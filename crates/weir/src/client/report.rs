@@ -20,6 +20,8 @@ pub(crate) struct Report {
     /// Nanoseconds since the daemon started: what turns two reports' counters into rates.
     pub(crate) uptime_ns: u64,
     pub(crate) config: Option<String>,
+    /// Absent from a daemon that has no budget.
+    pub(crate) memory: Option<Memory>,
     pub(crate) disks: Vec<Disk>,
     pub(crate) groups: Vec<Group>,
     pub(crate) devices: Vec<Device>,
@@ -43,6 +45,22 @@ pub(crate) struct Disk {
     pub(crate) settings: Settings,
     pub(crate) throttle: Throttle,
     pub(crate) read_ahead: ReadAhead,
+    pub(crate) memory: Memory,
+}
+
+/// What the daemon, or one disk, has of the memory for data, in bytes.
+#[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq)]
+#[serde(rename_all = "kebab-case", default)]
+pub(crate) struct Memory {
+    /// All that may be used; of the daemon alone.
+    pub(crate) total: Option<u64>,
+    /// For metadata caches, read-ahead and buffers.
+    pub(crate) reserved: u64,
+    pub(crate) disks_in_memory: u64,
+    /// Of requests in flight and unread replies.
+    pub(crate) requests: u64,
+    /// Requests that wait for memory.
+    pub(crate) waiting: u64,
 }
 
 /// What was read ahead of a disk's readers since it was opened, and what is held now.

@@ -9,7 +9,7 @@ use super::Shown;
 use crate::client::{
     rates,
     rates::{Rate, Rates},
-    report::{Capacity, Device, Disk, Group, MetadataCache, Node, ReadAhead, Report, Throttle},
+    report::{Capacity, Device, Disk, Group, Memory, MetadataCache, Node, ReadAhead, Report, Throttle},
 };
 
 /// All tables that have rows, separated by an empty line. `bold` is for terminals.
@@ -20,6 +20,7 @@ pub(super) fn render(report: &Report, rates: &Rates, shown: &Shown, bold: bool) 
         read_ahead(report, shown),
         groups(report, rates, shown),
         devices(report, shown),
+        memory(report, shown),
     ];
     let texts = tables.iter().map(|table| table.render(bold)).filter(|text| !text.is_empty());
     let text = texts.collect::<Vec<_>>().join("\n");
@@ -69,6 +70,34 @@ fn caches(report: &Report, shown: &Shown) -> Table {
             figures::count(evictions as f64),
             refcount_cache.map_or_else(nothing, |cache| figures::bytes(cache.bytes as f64)),
         ]);
+    }
+    table
+}
+
+/// The memory for data: the daemon's, and who has it.
+fn memory(report: &Report, shown: &Shown) -> Table {
+    let mut table = Table::new([
+        ("MEMORY", Side::Left),
+        ("OF", Side::Right),
+        ("RESERVED", Side::Right),
+        ("DISKS", Side::Right),
+        ("REQUESTS", Side::Right),
+        ("WAIT", Side::Right),
+    ]);
+    let size = |bytes: u64| if bytes == 0 { nothing() } else { figures::bytes(bytes as f64) };
+    let Some(all) = report.memory.filter(|_| shown.names.is_none()) else { return table };
+    let waiting = if all.waiting == 0 { nothing() } else { figures::count(all.waiting as f64) };
+    table.row(vec![
+        "all".to_owned(),
+        all.total.map_or_else(nothing, size),
+        size(all.reserved),
+        size(all.disks_in_memory),
+        size(all.requests),
+        waiting,
+    ]);
+    for disk in report.disks.iter().filter(|disk| disk.memory.reserved + disk.memory.requests > 0) {
+        let Memory { reserved, requests, .. } = disk.memory;
+        table.row(vec![disk.name.clone(), nothing(), size(reserved), nothing(), size(requests), nothing()]);
     }
     table
 }

@@ -108,6 +108,8 @@ pub struct RefcountStatistics {
     pub misses: u64,
     /// Memory the blocks take now, in bytes.
     pub bytes: u64,
+    /// The most that they may take, in bytes.
+    pub limit_bytes: u64,
 }
 
 /// Metadata that must reach the file in this order: blocks, then entries of the table that refer to
@@ -157,7 +159,9 @@ impl Refcounts {
 
     pub(super) fn statistics(&self) -> RefcountStatistics {
         let bytes = (self.lock().blocks.len() as u64) << self.cluster_bits;
-        RefcountStatistics { hits: self.hits.load(Relaxed), misses: self.misses.load(Relaxed), bytes }
+        let limit_bytes = self.most_blocks.load(Relaxed) << self.cluster_bits;
+        let (hits, misses) = (self.hits.load(Relaxed), self.misses.load(Relaxed));
+        RefcountStatistics { hits, misses, bytes, limit_bytes }
     }
 
     /// Clusters that a block has numbers for.

@@ -111,6 +111,11 @@ impl Prefetch {
         })
     }
 
+    /// The most that it may hold now, in bytes.
+    pub(crate) fn most_bytes(&self) -> u64 {
+        if self.shared.is_on.load(Relaxed) { self.settings().memory_bytes } else { 0 }
+    }
+
     /// What it did so far, and what it holds now.
     pub fn stats(&self) -> Stats {
         self.shared.with(|state| state.cache.stats())

@@ -155,6 +155,10 @@ struct ProcessArgs {
     /// [default: 0]
     #[arg(long, value_name = "TIME", value_parser = settings::duration)]
     poll: Option<std::time::Duration>,
+    /// Memory for data: of requests, disks in memory, caches and read-ahead; clients wait for more
+    /// [default: four fifths of what the machine, its cgroup and ulimit allow]
+    #[arg(long, value_name = "SIZE", value_parser = settings::size)]
+    memory: Option<u64>,
     /// Leave the process's number in this file while it serves
     #[arg(long, value_name = "FILE")]
     pid_file: Option<PathBuf>,
@@ -275,6 +279,7 @@ fn service(network: NetworkArgs, tls: TlsArgs, process: ProcessArgs, log: LogArg
         workers: Said::option("workers", process.workers),
         poll: Said::option("poll", process.poll),
         max_connections: Said::option("max-connections", network.max_connections),
+        memory: Said::option("memory", process.memory),
         tls: TlsDraft {
             mode: Said::option("tls", tls.tls),
             certificates: Said::option("tls-certificates", tls.tls_certificates),

@@ -98,6 +98,7 @@ fn build(
 ) -> Result<Arc<Disk>, Error> {
     let disk = Disk::new(name, image, settings, group).map_err(generic)?;
     disk.prefetch().set(prefetch).map_err(generic)?;
+    disk.reserve_memory().map_err(generic)?;
     Ok(Arc::new(disk))
 }
 
@@ -127,7 +128,13 @@ fn put_over(inventory: &Inventory, chain: &Chain, bottom: &str) -> Result<(), Er
     drop(below);
     let taken = inventory.take_disk(bottom).map_err(in_use(bottom))?;
     let taken = move_taken(inventory, taken, group.as_ref())?;
+    let before = taken.disk.prefetch().settings();
     taken.disk.prefetch().set(prefetch).expect("checked a moment ago");
+    if let Err(error) = taken.disk.reserve_memory() {
+        taken.disk.prefetch().set(before).expect("it was in force");
+        inventory.add_disk(taken).map_err(generic)?;
+        return Err(generic(error));
+    }
     let mut nodes = inner_nodes(chain);
     nodes.push(NodeBelow { name: bottom.to_owned(), stays: true });
     nodes.extend(taken.below.iter().cloned());

@@ -11,6 +11,7 @@ use block::{
         qcow2::{CacheSettings, Qcow2},
     },
     layer::throttle::{DiskSettings, Group, GroupSettings},
+    memory::{Budget, Usage},
     reactor,
 };
 use policy::{
@@ -102,16 +103,24 @@ impl Set {
             Some("") => None,
             Some(name) => Some(inventory.group(name)?),
         };
-        disk.throttle().place(settings, group.as_ref())?;
-        disk.prefetch().set(prefetch).map_err(|invalid| Error::generic(invalid.to_string()))?;
+        let of_disk = |error: &dyn std::fmt::Display| Error::generic(format!("disk {}: {error}", self.name));
+        let before = (disk.prefetch().settings(), running.caches.get());
+        disk.prefetch().set(prefetch).map_err(|invalid| of_disk(&invalid))?;
         if let Some((qcow2, caches)) = caches {
-            qcow2
-                .set_caches(caches)
-                .await
-                .map_err(|error| Error::generic(format!("disk {}: {error}", self.name)))?;
+            qcow2.set_caches(caches).await.map_err(|error| of_disk(&error))?;
             running.caches.set(caches);
         }
-        Ok(())
+        let changed = disk.reserve_memory().map_err(|error| of_disk(&error));
+        let changed = changed.and_then(|()| Ok(disk.throttle().place(settings, group.as_ref())?));
+        if changed.is_err() {
+            disk.prefetch().set(before.0).expect("it was in force");
+            if let Some((qcow2, _)) = caches {
+                qcow2.set_caches(before.1).await.map_err(|error| of_disk(&error))?;
+                running.caches.set(before.1);
+            }
+            disk.reserve_memory().map_err(|error| of_disk(&error))?;
+        }
+        changed
     }
 
     fn new_caches<'a>(&self, running: &'a RunningDisk) -> Result<Option<(&'a Qcow2, CacheSettings)>, Error> {
@@ -134,6 +143,7 @@ query!(QueryStatus, "x-weir-query-status", |inventory| {
     let mut answer = json!({
         "version": env!("CARGO_PKG_VERSION"),
         "uptime-ns": nanoseconds(inventory.uptime()),
+        "memory": memory(),
         "disks": inventory.disks().iter().map(list_disk).collect::<Vec<_>>(),
         "groups": inventory.groups().iter().map(|one| group(&inventory, one)).collect::<Vec<_>>(),
         "devices": inventory.devices().iter().map(device).collect::<Vec<_>>(),
@@ -144,6 +154,22 @@ query!(QueryStatus, "x-weir-query-status", |inventory| {
     }
     answer
 });
+
+/// What the process has of its budget; `total` is absent where nothing bounds it.
+fn memory() -> Value {
+    let Usage { total, reserved, pages, requests, most_requests, waiting } = Budget::process().usage();
+    let mut answer = json!({
+        "reserved": reserved,
+        "disks-in-memory": pages,
+        "requests": requests,
+        "most-requests": most_requests,
+        "waiting": waiting,
+    });
+    if total != u64::MAX {
+        answer["total"] = json!(total);
+    }
+    answer
+}
 
 fn nanoseconds(duration: policy::time::Duration) -> u64 {
     u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX)
@@ -164,6 +190,7 @@ fn disk(running: &Rc<RunningDisk>, exports: &[Rc<RunningExport>]) -> Value {
         "reads": { "requests": totals.reads, "bytes": totals.read_bytes },
         "writes": { "requests": totals.writes, "bytes": totals.written_bytes },
         "merged-requests": totals.merged_requests,
+        "memory": { "reserved": disk.memory().reserved(), "requests": disk.memory().used() },
         "throttle": throttle(&disk.throttle().stats()),
         "prefetch": prefetch::settings(&disk.prefetch().settings()),
         "read-ahead": prefetch::statistics(&disk.prefetch().stats()),

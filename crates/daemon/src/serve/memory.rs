@@ -1,0 +1,96 @@
+//! How much memory the daemon may use for data, unless it is told.
+
+use std::{fs, path::Path};
+
+use anyhow::Context as _;
+use block::{buffer, memory::Budget};
+use nix::sys::resource::{RLIM_INFINITY, Resource, getrlimit};
+use settings::Service;
+
+const CGROUPS: &str = "/sys/fs/cgroup";
+
+/// Puts the budget in force, and sets aside what the threads keep for reuse: an eighth of it at
+/// most.
+pub(super) fn set_aside(service: &Service) -> anyhow::Result<()> {
+    let total = service.memory.unwrap_or_else(|| allowed(Path::new("/")).max(settings::check::LEAST_MEMORY));
+    let budget = Budget::process();
+    budget.set_total(total);
+    // The main thread has a reactor as well.
+    let threads = service.workers as u64 + 1;
+    let kept = (total / 8 / threads).min(buffer::POOL_BYTES as u64);
+    buffer::keep_at_most(kept as usize);
+    budget.reserve("buffers of the threads", 0, kept * threads).context("memory")
+}
+
+/// Four fifths of the machine's memory and of what its control groups allow, or half of what
+/// ulimit leaves, where that is less: mapped and unused memory counts there as well.
+fn allowed(root: &Path) -> u64 {
+    let machine = field(&read(&root.join("proc/meminfo")), "MemTotal:").map(|kib| kib << 10);
+    let physical = groups(root).into_iter().chain(machine).min().map_or(u64::MAX, |bytes| bytes / 5 * 4);
+    let mapped = field(&read(&root.join("proc/self/status")), "VmSize:").map_or(0, |kib| kib << 10);
+    let limits = [Resource::RLIMIT_AS, Resource::RLIMIT_DATA].into_iter().filter_map(|resource| {
+        let (soft, _) = getrlimit(resource).ok()?;
+        (soft != RLIM_INFINITY).then(|| soft.saturating_sub(mapped) / 2)
+    });
+    limits.fold(physical, u64::min)
+}
+
+/// The limits of the process's control group and of those around it, in bytes.
+fn groups(root: &Path) -> Vec<u64> {
+    let mut limits = Vec::new();
+    for line in read(&root.join("proc/self/cgroup")).lines() {
+        let mut parts = line.splitn(3, ':').skip(1);
+        let (Some(controllers), Some(path)) = (parts.next(), parts.next()) else { continue };
+        let (hierarchy, files): (_, &[&str]) = match controllers {
+            "" => (CGROUPS.to_owned(), &["memory.max", "memory.high"]),
+            "memory" => (format!("{CGROUPS}/memory"), &["memory.limit_in_bytes"]),
+            _ => continue,
+        };
+        let hierarchy = root.join(hierarchy.trim_start_matches('/'));
+        let group = hierarchy.join(path.trim_start_matches('/'));
+        for directory in group.ancestors().take_while(|directory| directory.starts_with(&hierarchy)) {
+            let limit = |file: &&str| read(&directory.join(file)).trim().parse::<u64>().ok();
+            limits.extend(files.iter().filter_map(limit));
+        }
+    }
+    limits
+}
+
+/// What cannot be read says nothing.
+fn read(path: &Path) -> String {
+    fs::read_to_string(path).unwrap_or_default()
+}
+
+/// The number behind `name` at the beginning of a line.
+fn field(text: &str, name: &str) -> Option<u64> {
+    let rest = text.lines().find_map(|line| line.strip_prefix(name))?;
+    rest.split_whitespace().next()?.parse().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_smallest_limit_counts() {
+        let root = tempfile::tempdir().expect("room");
+        let write = |path: &str, text: &str| {
+            let path = root.path().join(path);
+            fs::create_dir_all(path.parent().expect("a directory")).expect("room");
+            fs::write(path, text).expect("room");
+        };
+        assert_eq!(allowed(root.path()), u64::MAX, "nothing is known");
+        write("proc/meminfo", "MemTotal:     1000000 kB\nMemFree:  5 kB\n");
+        assert_eq!(allowed(root.path()), 819_200_000);
+        write("proc/self/cgroup", "0::/a/b\n");
+        write("sys/fs/cgroup/a/memory.max", "500000\n");
+        write("sys/fs/cgroup/a/b/memory.max", "max\n");
+        assert_eq!(allowed(root.path()), 400_000);
+        write("sys/fs/cgroup/a/b/memory.high", "50000\n");
+        assert_eq!(allowed(root.path()), 40_000);
+        write("proc/self/cgroup", "7:cpu:/\n5:memory:/c\n");
+        write("sys/fs/cgroup/memory/c/memory.limit_in_bytes", "9223372036854771712\n");
+        write("sys/fs/cgroup/memory/memory.limit_in_bytes", "25000\n");
+        assert_eq!(allowed(root.path()), 20_000);
+    }
+}

@@ -1,0 +1,87 @@
+//! How long a client may keep memory that others wait for.
+
+use std::sync::{
+    Arc,
+    atomic::{AtomicU64, Ordering::Relaxed},
+};
+
+use block::{
+    disk::Disk,
+    memory::{Account, Budget, Holder},
+    reactor::{self, op::Fd},
+};
+use policy::time::Duration;
+
+use super::stream::{self, Stream};
+
+/// What every client has, to begin with.
+const GRACE: Duration = Duration::from_secs(10);
+/// And then this much is expected to move in a second, in bytes.
+const SLOWEST_BPS: u64 = 1 << 20;
+
+/// What is awaited of one client, seen from the other threads.
+#[derive(Debug)]
+pub(super) struct Patience {
+    /// The rest of a write's data.
+    pub(super) receiving: Due,
+    /// That replies are read.
+    pub(super) sending: Due,
+    /// What it keeps.
+    memory: Arc<Account>,
+    socket: Option<Fd>,
+}
+
+impl Patience {
+    /// With the client at the other end of `stream`, as far as others have to wait for it.
+    pub(super) fn with(stream: &Stream, disk: &Disk) -> Arc<Self> {
+        let memory = Arc::clone(disk.memory());
+        let (receiving, sending) = (Due::default(), Due::default());
+        let patience = Arc::new(Self { receiving, sending, memory, socket: stream.socket().cloned() });
+        let watched: Arc<dyn Holder> = patience.clone();
+        Budget::watch(patience.memory.budget(), Arc::downgrade(&watched));
+        patience
+    }
+}
+
+impl Holder for Patience {
+    fn is_overdue(&self) -> bool {
+        self.memory.is_over_its_part() && (self.receiving.is_past() || self.sending.is_past())
+    }
+
+    fn push_out(&self) {
+        self.socket.iter().for_each(stream::shut_down);
+    }
+}
+
+/// When something should have happened; the largest value while nothing is awaited.
+#[derive(Debug)]
+pub(super) struct Due(AtomicU64);
+
+impl Default for Due {
+    fn default() -> Self {
+        Self(AtomicU64::new(u64::MAX))
+    }
+}
+
+impl Due {
+    /// So many bytes are awaited until what this returns is dropped.
+    pub(super) fn waits_for(&self, bytes: usize) -> Waiting<'_> {
+        let allowed = GRACE + Duration::from_secs(bytes as u64 / SLOWEST_BPS);
+        self.0.store((reactor::recently() + allowed).as_nanos(), Relaxed);
+        Waiting(self)
+    }
+
+    fn is_past(&self) -> bool {
+        self.0.load(Relaxed) < reactor::now().as_nanos()
+    }
+}
+
+/// See [`Due::waits_for`].
+#[must_use = "it lasts until it is dropped"]
+pub(super) struct Waiting<'a>(&'a Due);
+
+impl Drop for Waiting<'_> {
+    fn drop(&mut self) {
+        self.0.0.store(u64::MAX, Relaxed);
+    }
+}
