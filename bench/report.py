@@ -33,6 +33,13 @@ TITLES = {
     "second_mbps": "second",
     "total_mbps": "total",
     "proportion": "proportion",
+    "silent_bytes": "silent",
+    "idle_bytes": "idle",
+    "kept_bytes": "kept",
+    "came": "clients",
+    "flushes": "flushes/s",
+    "cpu_share": "processor",
+    "lines": "lines",
 }
 SHOW = {
     "iops": "{:,.0f}".format,
@@ -60,6 +67,13 @@ SHOW = {
     "second_mbps": "{:.2f} MB/s".format,
     "total_mbps": "{:.2f} MB/s".format,
     "proportion": "{:.2f}".format,
+    "silent_bytes": lambda value: f"{value / 1024:.1f} KiB",
+    "idle_bytes": lambda value: f"{value / 1024:.1f} KiB",
+    "kept_bytes": lambda value: f"{value / MIB:.1f} MiB",
+    "came": "{:,.0f}".format,
+    "flushes": "{:,.1f}".format,
+    "cpu_share": "{:.1%}".format,
+    "lines": "{:,.0f}".format,
 }
 
 

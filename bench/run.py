@@ -45,6 +45,7 @@ import qcow2
 import qmp
 import report
 import rows
+import rude
 import shares
 import simulate
 import waits
@@ -55,7 +56,7 @@ from servers import ServerFailed
 
 ROOT = Path(__file__).resolve().parent.parent
 TARGET = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target"))
-SUBJECTS = (rows, inprocess, qcow2, prefetch, limits, idle, shares, members, waits, imitation, watermark, simulate)
+SUBJECTS = (rows, inprocess, qcow2, prefetch, limits, idle, shares, members, waits, imitation, watermark, simulate, rude)
 ROWS = tuple(row for subject in SUBJECTS for row in subject.ROWS)
 # What a row may fail with: a client, a server, a monitor, a connection of our own.
 FAILURES = (LoadFailed, ServerFailed, qmp.CommandFailed, nbd.Error)

@@ -1,0 +1,297 @@
+"""The rows that ask what rude clients cost: those that say nothing, come and go, send half a
+write, flood a disk with flushes, or take all descriptors.
+
+Why beside peers: a server that many tenants reach is as strong as what one of them can do to it.
+
+Never judges a speed: memory, processor time and counts.
+"""
+
+import contextlib
+import os
+import resource
+import socket
+import struct
+import subprocess
+import threading
+import time
+from pathlib import Path
+
+import servers
+from loads import LoadFailed
+from results import AtMost
+from rows import WEIR, Row
+
+MIB = 1 << 20
+QEMU, NBDKIT = "qemu-nbd", "nbdkit"
+MAGIC, READ, WRITE, FLUSH = 0x25609513, 0, 1, 3
+# A client that is not answered for so long never will be.
+PATIENCE_SECONDS = 60
+# What weir gives back, it gives back a second after the last client has gone.
+SETTLE_SECONDS = 2
+
+
+def receive(client, count):
+    """So many bytes, or the end of the row."""
+    data = bytearray()
+    while len(data) < count:
+        part = client.recv(count - len(data))
+        if not part:
+            raise LoadFailed("the server hung up")
+        data += part
+    return bytes(data)
+
+
+def request(kind, cookie, offset=0, length=0):
+    """A request with a compact header."""
+    return struct.pack(">IHHQQI", MAGIC, 0, kind, cookie, offset, length)
+
+
+def connect(server):
+    """A client that has said nothing."""
+    client = socket.socket(socket.AF_UNIX)
+    # With a timeout, connecting does not wait where the listener's queue is full.
+    client.connect(server.uri.partition("socket=")[2])
+    client.settimeout(PATIENCE_SECONDS)
+    return client
+
+
+def negotiate(server):
+    """A client that may send requests to the default export."""
+    client = connect(server)
+    receive(client, 18)
+    # Fixed newstyle, without the zeroes behind the answer; then NBD_OPT_EXPORT_NAME of "".
+    client.sendall(struct.pack(">I", 3) + b"IHAVEOPT" + struct.pack(">II", 1, 0))
+    receive(client, 10)
+    return client
+
+
+def everyone(setup, *options, image="memory:64M"):
+    """The command lines of all that take part, serving memory; qemu-nbd has none and serves a file.
+    """
+    weir = {WEIR: servers.weir(setup.program, image, *options)} if setup.program else {}
+    qemu = ["qemu-nbd", "--persistent", "--shared=0", "--format=raw", setup.disk]
+    return weir | {QEMU: qemu, NBDKIT: servers.nbdkit_memory("64M")}
+
+
+def each(argvs, use):
+    """Contenders that each start a server for a sample."""
+
+    def on(argv):
+        def sample():
+            soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+            try:
+                with servers.Server(argv) as server, contextlib.ExitStack() as stack:
+                    return use(server, stack)
+            except OSError as error:
+                raise LoadFailed(f"{argv[0]}: {error}") from error
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+        return sample
+
+    return {name: on(argv) for name, argv in argvs.items()}
+
+
+def quiet(setup, _stack):
+    """Memory for each of many clients, before and after they have negotiated."""
+    count = 1000 if setup.seconds else 20
+
+    def use(server, stack):
+        def cost(make):
+            before = servers.resident_bytes(server.pid)
+            clients = [stack.enter_context(make(server)) for _ in range(count)]
+            # Answered: then the server has seen those before it as well.
+            with negotiate(server):
+                pass
+            assert len(clients) == count
+            return (servers.resident_bytes(server.pid) - before) / count
+
+        with negotiate(server):
+            pass
+        return {"silent_bytes": cost(connect), "idle_bytes": cost(negotiate)}
+
+    return each(everyone(setup, "--max-connections", "0"), use)
+
+
+def hurried(setup, _stack):
+    """Memory that is kept after clients have come and gone as fast as the machine can."""
+
+    def use(server, _stack):
+        with negotiate(server):
+            pass
+        before = servers.resident_bytes(server.pid)
+        until = time.monotonic() + setup.seconds * 2
+        came = 0
+        while came < 100 or time.monotonic() < until:
+            connect(server).close()
+            came += 1
+        with negotiate(server):
+            pass
+        time.sleep(SETTLE_SECONDS if setup.seconds else 0)
+        return {"kept_bytes": servers.resident_bytes(server.pid) - before, "came": came}
+
+    return each(everyone(setup, "--max-connections", "0"), use)
+
+
+def crowd(setup, _stack):
+    """How long somebody waits who comes after three times as many silent clients as there are
+    places.
+    """
+    places = 100 if setup.seconds else 5
+
+    def use(server, stack):
+        def silent():
+            # The listener's queue is short: they wait in line to connect.
+            with contextlib.suppress(OSError, ValueError):
+                stack.enter_context(connect(server))
+
+        callers = [threading.Thread(target=silent, daemon=True) for _ in range(3 * places)]
+        for caller in callers:
+            caller.start()
+        callers[places].join()
+        start = time.monotonic()
+        with negotiate(server):
+            pass
+        return {"start_s": time.monotonic() - start}
+
+    argvs = everyone(setup, "--max-connections", str(places))
+    # qemu-nbd serves nobody until a place is free, which is never.
+    del argvs[QEMU]
+    return each(argvs, use)
+
+
+def halves(setup, _stack):
+    """Memory of a server whose clients each send half of the largest write."""
+    count = 31 if setup.seconds else 3
+
+    def use(server, stack):
+        before = servers.resident_bytes(server.pid)
+        for _ in range(count):
+            client = stack.enter_context(negotiate(server))
+            client.settimeout(0.2)
+            # Whoever has no memory for it does not take it.
+            with contextlib.suppress(TimeoutError):
+                client.sendall(request(WRITE, 1, 0, 32 * MIB) + bytes(16 * MIB))
+        return {"resident_bytes": servers.resident_bytes(server.pid) - before}
+
+    return each(everyone(setup, "--memory", "256M"), use)
+
+
+def flushes_of(device):
+    """Flushes that the block device has completed (Documentation/block/stat.rst, field 16)."""
+    return int(Path(f"/sys/block/{Path(device).name}/stat").read_text().split()[15])
+
+
+def flood(setup, stack):
+    """Flushes that reach a device from a client that may do ten operations a second, with nothing
+    to flush.
+    """
+    path = setup.disk.with_name("flushed.raw")
+    with open(path, "wb") as file:
+        file.truncate(64 * MIB)
+    stack.callback(path.unlink)
+    attached = subprocess.run(["losetup", "--find", "--show", path], capture_output=True, text=True, check=False)
+    if attached.returncode != 0:
+        raise LoadFailed(f"losetup: {attached.stderr.strip()}")
+    device = attached.stdout.strip()
+    stack.callback(subprocess.run, ["losetup", "--detach", device], check=True)
+    seconds = setup.seconds or 0.1
+
+    def use(server, _stack):
+        with negotiate(server) as client:
+            client.sendall(request(WRITE, 1, 0, 512) + bytes(512) + request(FLUSH, 2))
+            receive(client, 32)
+            before, asked, until = flushes_of(device), 0, time.monotonic() + seconds
+            while time.monotonic() < until:
+                client.sendall(b"".join(request(FLUSH, cookie) for cookie in range(16)))
+                receive(client, 16 * 16)
+                asked += 16
+            return {"flushes": (flushes_of(device) - before) / seconds, "rate": asked / seconds}
+
+    weir = {WEIR: servers.weir(setup.program, device, "--format", "raw", "--iops-total", "10")}
+    qemu = ["qemu-nbd", "--persistent", "--format=raw", device]
+    return each((weir if setup.program else {}) | {QEMU: qemu, NBDKIT: ["nbdkit", "-f", "file", device]}, use)
+
+
+def exhausted(setup, _stack):
+    """Processor time and lines of the log while no descriptor is left and clients want in."""
+    seconds = 3 if setup.seconds else 0.1
+    most = 200
+
+    def use(server, stack):
+        resource.prlimit(server.pid, resource.RLIMIT_NOFILE, (most, most))
+        for _ in range(most):
+            client = stack.enter_context(socket.socket(socket.AF_UNIX))
+            client.setblocking(False)
+            with contextlib.suppress(BlockingIOError):
+                client.connect(server.uri.partition("socket=")[2])
+        time.sleep(0.5)
+        before, lines = server.cpu_seconds(), server.log().count("\n")
+        time.sleep(seconds)
+        return {
+            "cpu_share": (server.cpu_seconds() - before) / seconds,
+            "lines": server.log().count("\n") - lines,
+        }
+
+    return each(everyone(setup, "--max-connections", "0"), use)
+
+
+def _kib(value):
+    return f"{value / 1024:.1f} KiB"
+
+
+def _mib(value):
+    return f"{value / MIB:.1f} MiB"
+
+
+ROWS = (
+    Row(
+        "rude-quiet",
+        "memory for each of 1000 clients: silent, and idle after negotiation",
+        quiet,
+        (AtMost(16 << 10, "silent_bytes", _kib, WEIR), AtMost(64 << 10, "idle_bytes", _kib, WEIR)),
+        columns=("silent_bytes", "idle_bytes"),
+        rounds_factor=0.4,
+    ),
+    Row(
+        "rude-hurried",
+        "memory kept after clients came and went as fast as one can",
+        hurried,
+        (AtMost(20 * MIB, "kept_bytes", _mib, WEIR),),
+        columns=("kept_bytes", "came"),
+        rounds_factor=0.4,
+    ),
+    Row(
+        "rude-crowd",
+        "until somebody is served behind 300 silent clients",
+        crowd,
+        (AtMost(4, "start_s", "{:.1f} s".format, WEIR),),
+        columns=("start_s",),
+        rounds_factor=0.4,
+    ),
+    Row(
+        "rude-halves",
+        "memory for 31 halves of 32 MiB writes; weir may use 256 MiB",
+        halves,
+        (AtMost(256 * MIB, "resident_bytes", _mib, WEIR),),
+        columns=("resident_bytes",),
+        rounds_factor=0.4,
+    ),
+    Row(
+        "rude-flushes",
+        "flushes that reach the device, of a flood with nothing to flush; weir at 10 IOPS",
+        flood,
+        (AtMost(20, "flushes", "{:.0f}/s".format, WEIR),),
+        columns=("flushes", "rate"),
+        rounds_factor=0.4,
+    ),
+    Row(
+        "rude-descriptors",
+        "processor time and lines in 3 s without descriptors",
+        exhausted,
+        (AtMost(0.1, "cpu_share", "{:.1%}".format, WEIR), AtMost(10, "lines", "{:.0f}".format, WEIR)),
+        columns=("cpu_share", "lines"),
+        rounds_factor=0.4,
+    ),
+) if os.geteuid() == 0 else ()
