@@ -41,6 +41,21 @@ def receive(client, count):
     return bytes(data)
 
 
+def line_up(server, stack, count):
+    """So many clients that connect and say nothing. The listener's queue is short, so each waits in
+    a thread of its own until it is taken.
+    """
+
+    def silent():
+        with contextlib.suppress(OSError, ValueError):
+            stack.enter_context(connect(server))
+
+    callers = [threading.Thread(target=silent, daemon=True) for _ in range(count)]
+    for caller in callers:
+        caller.start()
+    return callers
+
+
 def request(kind, cookie, offset=0, length=0):
     """A request with a compact header."""
     return struct.pack(">IHHQQI", MAGIC, 0, kind, cookie, offset, length)
@@ -141,15 +156,7 @@ def crowd(setup, _stack):
     places = 100 if setup.seconds else 5
 
     def use(server, stack):
-        def silent():
-            # The listener's queue is short: they wait in line to connect.
-            with contextlib.suppress(OSError, ValueError):
-                stack.enter_context(connect(server))
-
-        callers = [threading.Thread(target=silent, daemon=True) for _ in range(3 * places)]
-        for caller in callers:
-            caller.start()
-        callers[places].join()
+        line_up(server, stack, 3 * places)[places].join()
         start = time.monotonic()
         with negotiate(server):
             pass
@@ -221,12 +228,8 @@ def exhausted(setup, _stack):
 
     def use(server, stack):
         resource.prlimit(server.pid, resource.RLIMIT_NOFILE, (most, most))
-        for _ in range(most):
-            client = stack.enter_context(socket.socket(socket.AF_UNIX))
-            client.setblocking(False)
-            with contextlib.suppress(BlockingIOError):
-                client.connect(server.uri.partition("socket=")[2])
-        time.sleep(0.5)
+        line_up(server, stack, 2 * most)
+        time.sleep(1 if setup.seconds else 0.1)
         before, lines = server.cpu_seconds(), server.log().count("\n")
         time.sleep(seconds)
         return {

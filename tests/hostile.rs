@@ -229,12 +229,17 @@ fn more_clients_than_allowed_wait_their_turn() {
 
 #[test]
 fn silent_clients_make_room_for_those_that_speak() {
-    let weir = Serve::alone().arg("memory:1M").args(["--max-connections", "20"]).start();
-    let silent: Vec<_> = (0..60).map(|_| Wire::connect(weir.socket())).collect();
-    // Behind three cohorts of them: they would keep their places for ten seconds each.
-    assert_eq!(Wire::go(weir.socket(), "memory").0.read(0, 1).as_deref(), Ok(&[0][..]));
-    drop(silent);
-    weir.stop();
+    for places in [1, 5, 20] {
+        let most = places.to_string();
+        let weir =
+            Serve::alone().arg("memory:1M").args(["--max-connections", &most, "--log", "debug"]).start();
+        let silent: Vec<_> = (0..3 * places).map(|_| Wire::connect(weir.socket())).collect();
+        // Behind three cohorts of them: they would keep their places for ten seconds each.
+        assert_eq!(Wire::go(weir.socket(), "memory").0.read(0, 1).as_deref(), Ok(&[0][..]));
+        drop(silent);
+        let log = weir.stop();
+        assert!(log.contains("others wait"), "nobody had to go before its time:\n{log}");
+    }
 }
 
 #[test]

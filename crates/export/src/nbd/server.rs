@@ -253,14 +253,20 @@ impl Server {
     }
 
     /// Disconnects the client that has been shaking hands for longest, once it has had a moment for
-    /// it. Without one it waits for ever.
+    /// it.
     async fn push_out_oldest(&self) {
-        let oldest = {
+        let oldest = || {
             let live = self.lock();
             let unfinished = live.iter().filter(|(_, live)| live.export.is_none());
             unfinished.min_by_key(|(number, _)| **number).map(|(number, live)| (*number, live.since))
         };
-        let Some((number, since)) = oldest else { return std::future::pending().await };
+        let (number, since) = loop {
+            if let Some(oldest) = oldest() {
+                break oldest;
+            }
+            // All are being served, or the workers have yet to see those that took the places.
+            reactor::sleep_until(reactor::now() + MOMENT).await;
+        };
         reactor::sleep_until(since + MOMENT).await;
         if let Some(live) = self.lock().get(&number)
             && live.export.is_none()
