@@ -67,7 +67,7 @@ fn a_writable_export_can_do_all_that_the_protocol_has() {
     for can in ["cache", "df", "fast_zero", "flush", "fua", "multi_conn", "trim", "zero"] {
         assert_eq!(export[format!("can_{can}")], true, "can_{can}");
     }
-    assert_eq!(export["contexts"], serde_json::json!(["base:allocation"]));
+    assert_eq!(export["contexts"], serde_json::json!(["base:allocation", "qemu:allocation-depth"]));
     assert_eq!(export["block_size_minimum"], 1, "any alignment is served");
     assert_eq!(export["block_size_maximum"], 32 * MIB);
     for can in ["cache", "df", "fast-zero", "flush", "fua", "multi-conn", "trim", "zero", "write"] {

@@ -118,6 +118,8 @@ pub struct Buffer {
     bytes: Bytes,
     start: usize,
     len: usize,
+    /// Nobody has written to it since it was filled with zeroes.
+    is_zero: bool,
 }
 
 /// What a buffer is a view of.
@@ -158,7 +160,7 @@ impl Buffer {
 
     /// The first `len` bytes of a block that nothing else refers to.
     fn whole(block: Rc<Block>, len: usize) -> Self {
-        Self { bytes: Bytes::Own(Some(block)), start: 0, len }
+        Self { bytes: Bytes::Own(Some(block)), start: 0, len, is_zero: false }
     }
 
     /// The bytes of `range`, where they are. They stay as they are while the buffer exists; writing
@@ -168,14 +170,27 @@ impl Buffer {
     /// If the range is not inside `bytes`.
     pub fn lent(bytes: &Arc<[u8]>, range: Range<usize>) -> Self {
         assert!(range.start <= range.end && range.end <= bytes.len(), "{range:?} of {} bytes", bytes.len());
-        Self { bytes: Bytes::Lent(Arc::clone(bytes)), start: range.start, len: range.len() }
+        Self { bytes: Bytes::Lent(Arc::clone(bytes)), start: range.start, len: range.len(), is_zero: false }
     }
 
     /// `len` bytes of zero.
     pub fn zeroed(len: usize) -> Self {
         let mut buffer = Self::new(len);
         buffer.fill(0);
-        buffer
+        buffer.known_zero()
+    }
+
+    /// The same bytes, which the caller knows to be zero.
+    #[must_use]
+    pub fn known_zero(mut self) -> Self {
+        self.is_zero = true;
+        self
+    }
+
+    /// Whether all bytes are known to be zero without looking at them. Those of others may be zero
+    /// too.
+    pub fn is_known_zero(&self) -> bool {
+        self.is_zero
     }
 
     /// A copy of `bytes`.
@@ -201,7 +216,12 @@ impl Buffer {
     /// If `at` is beyond the end.
     pub fn split_off(&mut self, at: usize) -> Self {
         assert!(at <= self.len, "split at {at} of a buffer of {} bytes", self.len);
-        let rest = Self { bytes: self.bytes.clone(), start: self.start + at, len: self.len - at };
+        let rest = Self {
+            bytes: self.bytes.clone(),
+            start: self.start + at,
+            len: self.len - at,
+            is_zero: self.is_zero,
+        };
         self.len = at;
         rest
     }
@@ -264,6 +284,7 @@ impl DerefMut for Buffer {
         if let Bytes::Lent(_) = self.bytes {
             *self = Self::copy_of(self);
         }
+        self.is_zero = false;
         let Bytes::Own(block) = &self.bytes else { unreachable!("a copy is owned") };
         // SAFETY: as in `deref`; `&mut self` makes the access exclusive.
         unsafe { std::slice::from_raw_parts_mut(first_byte(block, self.start), self.len) }
@@ -490,6 +511,19 @@ mod tests {
         tail[0] = b'x';
         assert_eq!((&tail[..], &shared[..]), (&b"xe"[..], &b"abcdef"[..]));
         assert_eq!(Arc::strong_count(&shared), 2, "the copy has let go");
+    }
+
+    #[test]
+    fn zeroes_are_known_until_somebody_writes() {
+        let mut zeroes = Buffer::zeroed(8192);
+        let mut rest = zeroes.split_off(4096);
+        zeroes.advance(1);
+        assert!(zeroes.is_known_zero() && rest.is_known_zero());
+        rest[7] = 1;
+        assert!(zeroes.is_known_zero() && !rest.is_known_zero());
+        assert!(!Buffer::copy_of(&zeroes).is_known_zero(), "nobody has looked");
+        drop((zeroes, rest));
+        assert!(!Buffer::new(8192).is_known_zero(), "a block that is used again");
     }
 
     #[test]

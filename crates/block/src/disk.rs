@@ -26,7 +26,7 @@ use policy::{
 use crate::{
     buffer::Segments,
     error::{Error, Result},
-    image::Image,
+    image::{Depth, Image},
     layer::{
         prefetch::Prefetch,
         throttle::{DiskSettings, Group, Member},
@@ -267,6 +267,12 @@ impl Disk {
         self.image.block_status(offset, length).await
     }
 
+    /// How far down the chain of files a range is allocated: see [`Image::allocation_depth`]. A
+    /// pass is as good as for [`Disk::block_status`].
+    pub async fn allocation_depth(&self, _: &Pass, offset: u64, length: u64) -> Result<Vec<Depth>> {
+        self.image.allocation_depth(offset, length).await
+    }
+
     /// Gives it another size: see [`Image::resize`].
     pub async fn resize(&self, size_bytes: u64) -> std::result::Result<(), ResizeError> {
         let old = self.size_bytes();
@@ -287,6 +293,12 @@ impl Disk {
         let before = self.size_bytes();
         let size_bytes = self.image.refresh_size()?;
         if size_bytes != before {
+            tracing::warn!(
+                disk = %self.name,
+                old = before,
+                new = size_bytes,
+                "somebody else changed the size of the image; clients that come now see the new one"
+            );
             self.prefetch.forget();
         }
         Ok(size_bytes)

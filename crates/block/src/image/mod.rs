@@ -28,6 +28,15 @@ pub enum Image {
     Qcow2(Qcow2),
 }
 
+/// A run of a disk that lies in one file of the chain.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Depth {
+    /// Bytes, never zero.
+    pub length: u64,
+    /// 1 is the image itself, 2 its backing file and so on; 0 is no file.
+    pub depth: u32,
+}
+
 impl Image {
     /// Its format.
     pub fn format(&self) -> Format {
@@ -225,6 +234,16 @@ impl Image {
         match self {
             Self::Raw(raw) => raw.storage().block_status(offset, length).await,
             Self::Qcow2(qcow2) => qcow2.block_status(offset, length).await,
+        }
+    }
+
+    /// Which file of the chain a range is allocated in, as QEMU counts: from one to
+    /// [`MOST_EXTENTS`](crate::storage::MOST_EXTENTS) runs that begin at `offset`, follow each
+    /// other and together cover no more than `length`, perhaps less. `length` is not zero.
+    pub async fn allocation_depth(&self, offset: u64, length: u64) -> Result<Vec<Depth>> {
+        match self {
+            Self::Raw(_) => Ok(vec![Depth { length, depth: 1 }]),
+            Self::Qcow2(qcow2) => qcow2.allocation_depth(offset, length).await,
         }
     }
 }

@@ -264,8 +264,11 @@ impl Memory {
         let mut segments = Segments::default();
         for piece in pieces(offset, length as u64) {
             let page = self.page(piece.page).map(|page| page.read().unwrap_or_else(PoisonError::into_inner));
-            let page = page.as_ref().and_then(|page| page.as_ref()).unwrap_or(&ZEROES);
-            segments.push(Buffer::lent(page, piece.start..piece.end));
+            let range = piece.start..piece.end;
+            segments.push(match page.as_ref().and_then(|page| page.as_ref()) {
+                Some(page) => Buffer::lent(page, range),
+                None => Buffer::lent(&ZEROES, range).known_zero(),
+            });
         }
         Some(segments)
     }

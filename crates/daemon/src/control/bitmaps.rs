@@ -1,8 +1,12 @@
-//! Which bitmaps of a disk's image an export offers, found when the export is made.
+//! Which bitmaps of a disk's image, or of what is behind it, an export offers: found when the
+//! export is made.
 
 use std::sync::Arc;
 
-use block::image::{Image, qcow2::bitmap::BitmapView};
+use block::image::{
+    Image,
+    qcow2::bitmap::{BitmapView, NoView},
+};
 use export::nbd::MOST_BITMAPS;
 
 use super::inventory::RunningDisk;
@@ -14,16 +18,28 @@ pub(crate) async fn of_image(running: &RunningDisk, names: &[String]) -> anyhow:
     }
     let mut views = Vec::with_capacity(names.len());
     for name in names {
-        let Image::Qcow2(qcow2) = running.disk.image() else {
+        if let Image::Raw(_) = running.disk.image() {
             anyhow::bail!(
                 "bitmap {name:?}: the image is raw, and only qcow2 images have bitmaps (leave it out)"
             );
-        };
-        let view = qcow2.view_bitmap(name).await;
+        }
+        let view = topmost(running.disk.image(), name).await;
         let disk = running.disk.name();
         views.push(
             view.map_err(|error| anyhow::anyhow!("disk {disk}: {error} (`weir image info` lists them)"))?,
         );
     }
     Ok(views.into())
+}
+
+/// The first bitmap of this name down the chain: a new overlay has none yet.
+async fn topmost(image: &Image, name: &str) -> Result<BitmapView, NoView> {
+    for image in image.chain() {
+        let Image::Qcow2(qcow2) = image else { continue };
+        match qcow2.view_bitmap(name).await {
+            Err(NoView::NotThere(_)) => {}
+            found => return found,
+        }
+    }
+    Err(NoView::NotThere(name.to_owned()))
 }

@@ -1,12 +1,15 @@
 //! Metadata contexts: what BLOCK_STATUS can be asked about ("Metadata querying").
 //!
-//! There is `base:allocation`, and `qemu:dirty-bitmap:NAME` for each bitmap that an export offers.
+//! There are `base:allocation`, `qemu:allocation-depth`, and `qemu:dirty-bitmap:NAME` for each
+//! bitmap that an export offers.
 //! A context is a bit of a set; the bitmaps' names are looked up in the export.
 
 use std::{borrow::Cow, sync::Arc};
 
-/// The most bitmaps of an export: as many as there are bits beside the one of `base:allocation`.
+/// The most bitmaps of an export.
 pub const MOST_BITMAPS: usize = 31;
+/// The contexts before them.
+const OTHERS: u32 = 2;
 
 /// Before a bitmap's name (QEMU's docs/interop/nbd.txt).
 const BITMAPS: &str = "qemu:dirty-bitmap:";
@@ -16,6 +19,9 @@ const BITMAPS: &str = "qemu:dirty-bitmap:";
 pub enum MetaContext {
     /// Holes and zeroes, with the flags of [`super::proto::state`].
     BaseAllocation,
+    /// How far down the chain of backing files a range is allocated: 0 nowhere, 1 in the image, 2
+    /// in its backing file and so on (QEMU's docs/interop/nbd.txt).
+    AllocationDepth,
     /// The export's bitmap of this index, below [`MOST_BITMAPS`]: flag 1 where it marks.
     DirtyBitmap(u8),
 }
@@ -23,13 +29,14 @@ pub enum MetaContext {
 impl MetaContext {
     /// Every context that a client may select of an export with so many bitmaps.
     pub fn of_export(bitmaps: usize) -> impl Iterator<Item = Self> {
-        (0..=bitmaps.min(MOST_BITMAPS) as u32).map(Self::of_bit)
+        (0..OTHERS + bitmaps.min(MOST_BITMAPS) as u32).map(Self::of_bit)
     }
 
     /// The name on the wire: namespace, colon, leaf. `bitmaps` are the export's.
     pub fn name(self, bitmaps: &[Arc<str>]) -> Cow<'static, str> {
         match self {
             Self::BaseAllocation => Cow::Borrowed("base:allocation"),
+            Self::AllocationDepth => Cow::Borrowed("qemu:allocation-depth"),
             Self::DirtyBitmap(index) => {
                 let name = bitmaps.get(usize::from(index)).map_or("", |name| name);
                 Cow::Owned(format!("{BITMAPS}{name}"))
@@ -45,17 +52,22 @@ impl MetaContext {
     const fn bit(self) -> u32 {
         match self {
             Self::BaseAllocation => 0,
-            Self::DirtyBitmap(index) => 1 + index as u32,
+            Self::AllocationDepth => 1,
+            Self::DirtyBitmap(index) => OTHERS + index as u32,
         }
     }
 
     fn of_bit(bit: u32) -> Self {
-        if bit == 0 { Self::BaseAllocation } else { Self::DirtyBitmap((bit - 1) as u8) }
+        match bit {
+            0 => Self::BaseAllocation,
+            1 => Self::AllocationDepth,
+            _ => Self::DirtyBitmap((bit - OTHERS) as u8),
+        }
     }
 
     /// The context with this number.
     pub fn from_id(id: u32) -> Option<Self> {
-        (1..=1 + MOST_BITMAPS as u32).contains(&id).then(|| Self::of_bit(id - 1))
+        (1..=OTHERS + MOST_BITMAPS as u32).contains(&id).then(|| Self::of_bit(id - 1))
     }
 
     /// Whether a query of LIST_META_CONTEXT means the context of this name: the name, its namespace
@@ -68,7 +80,7 @@ impl MetaContext {
 
 /// A set of contexts.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct MetaContexts(u32);
+pub struct MetaContexts(u64);
 
 impl MetaContexts {
     /// No context.
@@ -111,18 +123,18 @@ mod tests {
     fn a_namespace_lists_but_is_no_name() {
         let bitmaps = ["b0".into()];
         let names: Vec<_> = MetaContext::of_export(1).map(|context| context.name(&bitmaps)).collect();
-        assert_eq!(names, ["base:allocation", "qemu:dirty-bitmap:b0"]);
+        assert_eq!(names, ["base:allocation", "qemu:allocation-depth", "qemu:dirty-bitmap:b0"]);
         let listed =
             |query: &str| names.iter().map(|name| MetaContext::is_listed_by(name, query)).collect::<Vec<_>>();
-        assert_eq!(listed("base:"), [true, false]);
-        assert_eq!(listed("base:allocation"), [true, false]);
-        assert_eq!(listed("qemu:"), [false, true]);
-        assert_eq!(listed("qemu:dirty-bitmap:"), [false, true]);
-        assert_eq!(listed("qemu:dirty-bitmap:b0"), [false, true]);
+        assert_eq!(listed("base:"), [true, false, false]);
+        assert_eq!(listed("base:allocation"), [true, false, false]);
+        assert_eq!(listed("qemu:"), [false, true, true]);
+        assert_eq!(listed("qemu:dirty-bitmap:"), [false, false, true]);
+        assert_eq!(listed("qemu:dirty-bitmap:b0"), [false, false, true]);
         for query in
             ["base", "", ":", "base:alloc", "base:allocation:", "bas", "qemu:dirty", "qemu:dirty-bitmap:b"]
         {
-            assert_eq!(listed(query), [false, false], "{query}");
+            assert_eq!(listed(query), [false; 3], "{query}");
         }
     }
 
@@ -131,8 +143,8 @@ mod tests {
         for context in MetaContext::of_export(100) {
             assert_eq!(MetaContext::from_id(context.id()), Some(context));
         }
-        assert_eq!(MetaContext::of_export(100).count(), 32);
-        for id in [0, 33, u32::MAX] {
+        assert_eq!(MetaContext::of_export(100).count(), 33);
+        for id in [0, 34, u32::MAX] {
             assert_eq!(MetaContext::from_id(id), None);
         }
     }

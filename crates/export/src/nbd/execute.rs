@@ -20,17 +20,23 @@ use super::{
     session::Tag,
 };
 use block::{
-    buffer::Segments,
+    buffer::{Buffer, Segments},
     disk::Pass,
     error::{Error, Result},
     storage::{Durability, Extent, ZeroOptions},
 };
 
+/// Pieces of a read that are told apart: of more, with clusters of 512 bytes, chunks would cost
+/// more than they save.
+const MOST_CHUNKS: usize = 1024;
+
 impl Connection {
     pub(super) async fn run(self: Rc<Self>, incoming: Incoming) {
         let Incoming { tag, command, data } = incoming;
         match command {
-            Command::Read { offset, length, .. } => self.read(offset, length, tag).await,
+            Command::Read { offset, length, dont_fragment } => {
+                self.read(offset, length, dont_fragment, tag).await;
+            }
             Command::Write { offset, fua, .. } => {
                 let data = data.expect("parsed with its payload");
                 let length = data.len();
@@ -64,16 +70,46 @@ impl Connection {
         }
     }
 
-    async fn read(&self, offset: u64, length: u32, tag: Tag) {
+    async fn read(&self, offset: u64, length: u32, whole: bool, tag: Tag) {
         let bytes = length as usize;
         let cost = Cost::one(u64::from(length));
         let Some(pass) = self.admit(Direction::Read, cost, 1, bytes).await else { return };
         match self.disk.read(pass, offset, bytes).await {
-            Ok(data) => {
-                self.outbox.push_data(&self.replier.data(tag, offset, length, true), data, bytes);
-            }
+            Ok(data) => self.answer_read(tag, offset, data, whole),
             Err(error) => self.fail(tag, errno(error), "reading failed", bytes),
         }
+    }
+
+    /// Sends what was read. What is known to be zero goes as holes, unless the client wants it in
+    /// one piece or takes no chunks. Nothing is looked at or looked up for it: where an image does
+    /// not say, zeroes go as data.
+    fn answer_read(&self, tag: Tag, offset: u64, mut data: Segments, whole: bool) {
+        let bytes = data.len();
+        let mut at = offset;
+        let parts = data.as_slice();
+        if !whole
+            && parts.len() <= MOST_CHUNKS
+            && self.session.style.has_chunks()
+            && parts.iter().any(Buffer::is_known_zero)
+        {
+            loop {
+                let (is_zero, length) = first_run(data.as_slice());
+                let last = length == data.len();
+                let rest = data.split_off(length);
+                // Within a request, whose length fits.
+                let hole = self.replier.hole(tag, at, length as u32, last).filter(|_| is_zero);
+                match hole {
+                    Some(hole) if last => return self.outbox.push_header(&hole, bytes),
+                    Some(hole) => self.outbox.push_part(&hole, Segments::default()),
+                    None if last => break,
+                    None => self.outbox.push_part(&self.replier.data(tag, at, length as u32, false), data),
+                }
+                at += length as u64;
+                data = rest;
+            }
+        }
+        let header = self.replier.data(tag, at, data.len() as u32, true);
+        self.outbox.push_data(&header, data, bytes);
     }
 
     /// Reads into the page cache, a part at a time: each is a read like any other, and what comes
@@ -105,9 +141,7 @@ impl Connection {
         for part in parts {
             let Candidate { offset, length, .. } = part.candidate();
             let tail = rest.split_off(length as usize);
-            // A merge is at most `MERGE.bytes` long, so lengths fit.
-            let header = self.replier.data(part.tag, offset, length as u32, true);
-            self.outbox.push_data(&header, std::mem::replace(&mut rest, tail), length as usize);
+            self.answer_read(part.tag, offset, std::mem::replace(&mut rest, tail), wants_whole(&part));
         }
     }
 
@@ -119,10 +153,7 @@ impl Connection {
             let permit = self.disk.permit(Direction::Read, Cost::one(length));
             let Some(pass) = self.unless_abandoned(permit, 1, length as usize).await else { continue };
             match self.disk.retry_read(pass, offset, length as usize).await {
-                Ok(data) => {
-                    let header = self.replier.data(part.tag, offset, length as u32, true);
-                    self.outbox.push_data(&header, data, length as usize);
-                }
+                Ok(data) => self.answer_read(part.tag, offset, data, wants_whole(&part)),
                 Err(error) => self.fail(part.tag, errno(error), "reading failed", length as usize),
             }
         }
@@ -197,6 +228,10 @@ impl Connection {
                     .map(|extent| reply::Extent { length: extent.length, flags: flags(extent) })
                     .collect())
             }
+            MetaContext::AllocationDepth => {
+                let runs = self.disk.allocation_depth(pass, query.offset, query.length).await?;
+                Ok(runs.iter().map(|run| reply::Extent { length: run.length, flags: run.depth }).collect())
+            }
             MetaContext::DirtyBitmap(index) => {
                 // Only contexts of the export can have been selected.
                 let bitmap = self.bitmaps.get(usize::from(index)).ok_or(Error::INVALID)?;
@@ -266,6 +301,17 @@ impl Connection {
         }
         pass
     }
+}
+
+/// How many bytes from the beginning on are alike: known to be zero, or not.
+fn first_run(parts: &[Buffer]) -> (bool, usize) {
+    let is_zero = parts.iter().find(|part| !part.is_empty()).is_some_and(Buffer::is_known_zero);
+    let alike = |part: &&Buffer| part.is_empty() || part.is_known_zero() == is_zero;
+    (is_zero, parts.iter().take_while(alike).map(Buffer::len).sum())
+}
+
+fn wants_whole(read: &Incoming) -> bool {
+    matches!(read.command, Command::Read { dont_fragment: true, .. })
 }
 
 fn durability(fua: bool) -> Durability {

@@ -116,7 +116,6 @@ pub struct Handshake {
     /// Bytes of the message being gathered; never more than [`MAX_OPTION_BYTES`].
     buffer: Vec<u8>,
     options: u32,
-    shutting_down: bool,
     terms: Terms,
 }
 
@@ -127,14 +126,7 @@ impl Handshake {
         out.extend_from_slice(&proto::OPTION_MAGIC.to_be_bytes());
         let flags = handshake_flag::FIXED_NEWSTYLE | handshake_flag::NO_ZEROES;
         out.extend_from_slice(&flags.to_be_bytes());
-        Self {
-            policy,
-            phase: Phase::Flags,
-            buffer: Vec::new(),
-            options: 0,
-            shutting_down: false,
-            terms: Terms::default(),
-        }
+        Self { policy, phase: Phase::Flags, buffer: Vec::new(), options: 0, terms: Terms::default() }
     }
 
     /// Appends what to answer to `out`, for one option at most. Once an event ended the handshake,
@@ -157,11 +149,6 @@ impl Handshake {
         if matches!(self.phase, Phase::Tls) {
             self.phase = Phase::Header;
         }
-    }
-
-    /// Refuses every further option but ABORT with ERR_SHUTDOWN.
-    pub fn shut_down(&mut self) {
-        self.shutting_down = true;
     }
 
     /// `None` where the next phase can go on at once.
@@ -239,8 +226,6 @@ impl Handshake {
         // EXPORT_NAME has no way to say no.
         if self.needs_tls() {
             Err(Close::ExportName("TLS is required (the client must send STARTTLS first)"))
-        } else if self.shutting_down {
-            Err(Close::ExportName("the server is shutting down"))
         } else if self.terms.extended {
             Err(Close::ExportName("not allowed once extended headers are negotiated (use GO)"))
         } else if length as usize > proto::MAX_STRING_BYTES {
@@ -255,9 +240,6 @@ impl Handshake {
         let refuse = |kind, why| Some(Then::Refuse(Refusal { kind, why }));
         if option == opt::ABORT {
             return Some(Then::Abort);
-        }
-        if self.shutting_down {
-            return refuse(rep::ERR_SHUTDOWN, "the server is shutting down");
         }
         if self.needs_tls() && option != opt::STARTTLS {
             return refuse(rep::ERR_TLS_REQD, "this server requires TLS (send STARTTLS first)");

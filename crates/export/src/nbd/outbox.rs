@@ -87,24 +87,30 @@ impl Outbox {
     }
 
     pub(super) fn push_header(&self, header: &ReplyHeader, bytes: usize) {
-        self.push(header.as_bytes(), Segments::default(), bytes);
+        self.push(header.as_bytes(), Segments::default(), 1, bytes);
     }
 
     /// Appends a reply: its header, then its payload. `bytes` were counted in by [`Outbox::begin`].
     pub(super) fn push_data(&self, header: &ReplyHeader, payload: Segments, bytes: usize) {
-        self.push(header.as_bytes(), payload, bytes);
+        self.push(header.as_bytes(), payload, 1, bytes);
+    }
+
+    /// Appends a part of a reply, whose last part is pushed by one of the others before anything
+    /// else is done.
+    pub(super) fn push_part(&self, header: &ReplyHeader, payload: Segments) {
+        self.push(header.as_bytes(), payload, 0, 0);
     }
 
     /// Errors with messages, and block status.
     pub(super) fn push_bytes(&self, reply: &[u8], bytes: usize) {
         if reply.len() <= HEADER_BLOCK / 8 {
-            self.push(reply, Segments::default(), bytes);
+            self.push(reply, Segments::default(), 1, bytes);
         } else {
-            self.push(&[], Buffer::copy_of(reply).into(), bytes);
+            self.push(&[], Buffer::copy_of(reply).into(), 1, bytes);
         }
     }
 
-    fn push(&self, header: &[u8], payload: Segments, bytes: usize) {
+    fn push(&self, header: &[u8], payload: Segments, requests: usize, bytes: usize) {
         self.ready.set(self.ready.get() + header.len() + payload.len());
         {
             let mut queue = self.queue.borrow_mut();
@@ -117,7 +123,7 @@ impl Outbox {
                     queue.open.segments.push(segment);
                 }
             }
-            queue.open.requests += 1;
+            queue.open.requests += requests;
             queue.open.bytes += bytes;
         }
         self.news.raise();
@@ -205,7 +211,7 @@ mod tests {
         }
         outbox.push_bytes(b"one ", 2);
         outbox.push_bytes(b"two ", 2);
-        outbox.push(b"three ", Buffer::copy_of(b"data").into(), 2);
+        outbox.push(b"three ", Buffer::copy_of(b"data").into(), 1, 2);
         let message = outbox.take().expect("three replies");
         assert_eq!(text(&message), b"one two three data");
         assert_eq!(message.segments.as_slice().len(), 2);
@@ -221,7 +227,7 @@ mod tests {
         let mut expected = Vec::new();
         for number in 0..3000_u32 {
             outbox.begin(4);
-            outbox.push(&number.to_be_bytes(), Buffer::copy_of(&number.to_le_bytes()).into(), 4);
+            outbox.push(&number.to_be_bytes(), Buffer::copy_of(&number.to_le_bytes()).into(), 1, 4);
             expected.extend(number.to_be_bytes());
             expected.extend(number.to_le_bytes());
         }
@@ -237,7 +243,7 @@ mod tests {
             let mut payload = Segments::default();
             bytes.iter().for_each(|byte| payload.push(Buffer::copy_of(&[*byte])));
             outbox.begin(length);
-            outbox.push(b"head", payload, length);
+            outbox.push(b"head", payload, 1, length);
             expected.extend(b"head");
             expected.extend(bytes);
         }

@@ -7,6 +7,7 @@ use super::{
 };
 use crate::{
     error::{Error, Result},
+    image::Depth,
     storage::{Extent, MOST_EXTENTS, push_extent},
 };
 
@@ -67,5 +68,41 @@ impl Qcow2 {
             pieces.push(piece);
         }
         Ok(pieces)
+    }
+
+    /// See [`Image::allocation_depth`](crate::image::Image::allocation_depth). What a backing file
+    /// is too short for counts as its own, as it does for QEMU.
+    pub async fn allocation_depth(&self, offset: u64, length: u64) -> Result<Vec<Depth>> {
+        let mut runs: Vec<Depth> = Vec::new();
+        let mut push = |length, depth| match runs.last_mut() {
+            Some(last) if last.depth == depth => last.length += length,
+            _ => runs.push(Depth { length, depth }),
+        };
+        let mut at = offset;
+        for Piece { length, what } in self.map(offset, length).await? {
+            match (what, &self.backing) {
+                (What::Unallocated, None) => push(length, 0),
+                (What::Unallocated, Some(backing)) => {
+                    let there = self.backing_bytes(at).min(length);
+                    let mut told = 0;
+                    if there > 0 {
+                        for below in Box::pin(backing.allocation_depth(at, there)).await? {
+                            push(below.length, if below.depth == 0 { 0 } else { below.depth + 1 });
+                            told += below.length;
+                        }
+                    }
+                    if told < there {
+                        break;
+                    }
+                    if there < length {
+                        push(length - there, 2);
+                    }
+                }
+                _ => push(length, 1),
+            }
+            at += length;
+        }
+        runs.truncate(MOST_EXTENTS);
+        Ok(runs)
     }
 }

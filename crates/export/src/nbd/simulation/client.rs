@@ -240,6 +240,10 @@ impl Session {
         match kind {
             reply_type::NONE => assert!(payload.is_empty()),
             reply_type::OFFSET_DATA => self.compare(&mut pending, u64_at(&payload, 0), &payload[8..]),
+            reply_type::OFFSET_HOLE => {
+                let zeroes = vec![0; u32_at(&payload, 8) as usize];
+                self.compare(&mut pending, u64_at(&payload, 0), &zeroes);
+            }
             reply_type::ERROR => self.fail(&mut pending, u32_at(&payload, 0)),
             reply_type::BLOCK_STATUS => self.extents(&mut pending, &payload[4..], 8),
             reply_type::BLOCK_STATUS_EXT => self.extents(&mut pending, &payload[8..], 16),

@@ -113,13 +113,17 @@ impl BitmapView {
     }
 
     /// What it marks, from `offset` on: from one to [`MOST_EXTENTS`] runs that follow each other
-    /// and together cover no more than `length`, perhaps less. `length` is not zero.
+    /// and together cover no more than `length`, perhaps less. `length` is not zero. Behind the end
+    /// of its image, where a disk over it may be larger, nothing is marked.
     ///
     /// # Errors
-    /// [`Error::INVALID`] outside of the disk, or the storage's.
+    /// [`Error::INVALID`] for no bytes, or the storage's.
     pub async fn marked(&self, offset: u64, length: u64) -> Result<Vec<Marked>> {
-        let end = offset.checked_add(length).filter(|&end| length > 0 && end <= self.image.size_bytes());
-        let end = end.ok_or(Error::INVALID)?;
+        let end = offset.checked_add(length).filter(|_| length > 0).ok_or(Error::INVALID)?;
+        let end = end.min(self.image.size_bytes());
+        if offset >= end {
+            return Ok(vec![Marked { length, dirty: false }]);
+        }
         match &self.source {
             Source::Recorded(recorded) => Ok(recorded_runs(recorded, offset, end)),
             Source::Stored { granularity_bits, table } => {

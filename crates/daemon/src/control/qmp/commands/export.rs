@@ -130,9 +130,8 @@ fn refuse_unsupported(arguments: &mut Arguments) -> Result<(), Error> {
         return Err(Error::generic(format!("iothread \"{}\" not found", shown(&thread))));
     }
     let _: Option<bool> = arguments.optional("fixed-iothread")?;
-    if arguments.optional("allocation-depth")?.unwrap_or(false) {
-        return Err(Error::rule("allocation-depth", "is not supported (leave it out)"));
-    }
+    // Clients may ask for it anyway.
+    let _: Option<bool> = arguments.optional("allocation-depth")?;
     Ok(())
 }
 
