@@ -35,6 +35,7 @@ mod locking;
 mod measuring;
 mod nbdcopy;
 mod nbdinfo;
+mod offers;
 mod prefetch;
 mod probing;
 mod qcow2_bitmaps;

@@ -13,7 +13,7 @@ use block::storage::{Format, rate::RateOptions};
 
 use super::{
     Address, Disk, DiskDraft, Draft, Endpoint, Export, ExportDraft, GroupDraft, LogSettings, Place, Plan,
-    Said, Server, Service, ServiceDraft, Settings, Wrong, groups::Groups,
+    Said, Server, Service, ServiceDraft, Settings, SocketAccess, Wrong, groups::Groups,
 };
 
 /// Threads by default, at most: past them a disk's own queue is what limits.
@@ -100,7 +100,7 @@ fn check_name(name: &Said<String>) -> Result<(), Wrong> {
 /// Two disks over one file would not see each other's writes in time, unless nobody writes.
 fn check_images(disks: &[DiskDraft]) -> Result<(), Wrong> {
     for disk in disks {
-        if let Some(place) = disk.force_share.as_ref().filter(|_| !disk.read_only) {
+        if let Some(place) = disk.force_share.as_ref().filter(|_| !disk.is_read_only()) {
             return Err(
                 place.wrong("needs read-only; sharing an image that others write is for reading alone")
             );
@@ -110,13 +110,13 @@ fn check_images(disks: &[DiskDraft]) -> Result<(), Wrong> {
     for disk in disks {
         let Some(path) = disk.image.value.path() else { continue };
         match writer_of.entry(path) {
-            Entry::Occupied(other) if *other.get() || !disk.read_only => {
+            Entry::Occupied(other) if *other.get() || !disk.is_read_only() => {
                 let rule = "another disk has this image (export one disk twice, or make both read-only)";
                 return Err(disk.image.wrong(rule));
             }
             Entry::Occupied(_) => {}
             Entry::Vacant(free) => {
-                free.insert(!disk.read_only);
+                free.insert(!disk.is_read_only());
             }
         }
     }
@@ -149,15 +149,33 @@ fn plan_disk(disk: &DiskDraft, groups: &Groups<'_>) -> Result<Disk, Wrong> {
     if let (Some(Format::Raw), Some(place)) = (format, &qcow2.said) {
         return Err(place.wrong("is for qcow2 images, and this one is raw (leave it out)"));
     }
+    if let (Some(Format::Raw), Some(said)) = (format, &disk.snapshot) {
+        return Err(said.wrong("is for qcow2 images, and this one is raw (leave it out)"));
+    }
+    // The options are the raw format's, as they are for QEMU; what a part begins with says nothing.
+    let format = match (format, &disk.part) {
+        (Some(Format::Qcow2), Some(said)) => {
+            return Err(said.wrong("is for raw images, and this one is qcow2 (leave it out)"));
+        }
+        (_, Some(said)) => {
+            if let Some(place) = qcow2.said.as_ref().or(disk.snapshot.as_ref().map(|said| &said.place)) {
+                return Err(place.wrong(format!("is for qcow2 images, and {} for raw ones", said.place)));
+            }
+            Some(Format::Raw)
+        }
+        (format, None) => format,
+    };
     Ok(Disk {
         name: disk.name.value.clone(),
         description: disk.description.as_ref().map(value).unwrap_or_default(),
         image: disk.image.value.clone(),
         format,
+        part: disk.part.as_ref().map(|said| said.value),
+        snapshot: disk.snapshot.as_ref().map(value),
         cache: disk.cache.as_ref().map(|said| said.value).unwrap_or_default(),
         qcow2,
         prefetch: disk.prefetch.check()?,
-        read_only: disk.read_only,
+        read_only: disk.is_read_only(),
         force_share: disk.force_share.is_some(),
         delay: disk.delay.as_ref().map(|said| said.value),
         rate: disk.rate.as_ref().map(|said| said.value.clone()),
@@ -230,7 +248,8 @@ fn servers(disks: &[DiskDraft], standard: &[Endpoint]) -> Result<Vec<Server>, Wr
 
 fn exports_of(disk: &DiskDraft, standard: &[Endpoint]) -> Vec<(Endpoint, Said<String>)> {
     if disk.exports.is_empty() {
-        return standard.iter().map(|endpoint| (endpoint.clone(), disk.name.clone())).collect();
+        let name = disk.export_name.as_ref().unwrap_or(&disk.name);
+        return standard.iter().map(|endpoint| (endpoint.clone(), name.clone())).collect();
     }
     let export = |export: &ExportDraft| {
         let default = || Said::new(disk.name.value.clone(), export.listen.place.clone());
@@ -274,6 +293,11 @@ fn service(draft: ServiceDraft) -> Result<Service, Wrong> {
         poll,
         max_connections: draft.max_connections.map_or(DEFAULT_MAX_CONNECTIONS, |said| said.value),
         memory,
+        sockets: SocketAccess {
+            mode: draft.socket_mode.map_or(SocketAccess::default().mode, |said| said.value),
+            owner: draft.socket_owner.map(|said| said.value),
+        },
+        exit_when_idle: draft.exit_when_idle.is_some_and(|said| said.value),
         qmp: qmp(draft.qmp)?,
         tls: draft.tls.check()?,
         log: LogSettings {

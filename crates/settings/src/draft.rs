@@ -2,10 +2,10 @@
 
 use std::{path::PathBuf, time::Duration};
 
-use block::storage::{CacheMode, Format, delay::DelayOptions, fault::FaultRule, rate::RateOptions};
+use block::storage::{CacheMode, Format, Part, delay::DelayOptions, fault::FaultRule, rate::RateOptions};
 
 use super::{
-    Address, Image, LogFormat, Place, PrefetchDraft, Qcow2Draft, Said, SettingsDraft, tls::TlsDraft,
+    Address, Image, LogFormat, Owner, Place, PrefetchDraft, Qcow2Draft, Said, SettingsDraft, tls::TlsDraft,
 };
 
 /// All that the command line and the config file said.
@@ -23,6 +23,8 @@ pub struct DiskDraft {
     pub description: Option<Said<String>>,
     pub image: Said<Image>,
     pub format: Option<Said<Format>>,
+    pub part: Option<Said<Part>>,
+    pub snapshot: Option<Said<String>>,
     pub cache: Option<Said<CacheMode>>,
     pub qcow2: Qcow2Draft,
     pub prefetch: PrefetchDraft,
@@ -34,8 +36,17 @@ pub struct DiskDraft {
     pub delay: Option<Said<DelayOptions>>,
     pub rate: Option<Said<RateOptions>>,
     pub faults: Vec<Said<FaultRule>>,
+    /// What clients ask for where the daemon serves what says nothing; none: the disk's name.
+    pub export_name: Option<Said<String>>,
     /// None: wherever the daemon serves what says nothing.
     pub exports: Vec<ExportDraft>,
+}
+
+impl DiskDraft {
+    /// Whether it refuses writes, as a snapshot does without being told.
+    pub fn is_read_only(&self) -> bool {
+        self.read_only || self.snapshot.is_some()
+    }
 }
 
 /// An export as it was described.
@@ -60,6 +71,9 @@ pub struct GroupDraft {
 pub struct ServiceDraft {
     /// Where disks are served that say nothing themselves.
     pub nbd: Vec<Said<Address>>,
+    pub socket_mode: Option<Said<u32>>,
+    pub socket_owner: Option<Said<Owner>>,
+    pub exit_when_idle: Option<Said<bool>>,
     /// Sockets of the control protocol.
     pub qmp: Vec<Said<PathBuf>>,
     pub workers: Option<Said<usize>>,
@@ -81,6 +95,9 @@ impl ServiceDraft {
     pub fn or(self, other: Self) -> Self {
         Self {
             nbd: if self.nbd.is_empty() { other.nbd } else { self.nbd },
+            socket_mode: self.socket_mode.or(other.socket_mode),
+            socket_owner: self.socket_owner.or(other.socket_owner),
+            exit_when_idle: self.exit_when_idle.or(other.exit_when_idle),
             qmp: if self.qmp.is_empty() { other.qmp } else { self.qmp },
             workers: self.workers.or(other.workers),
             poll: self.poll.or(other.poll),

@@ -14,6 +14,7 @@
 //! Never opens an image or a socket. It reads the config file, passphrases, and what weir keeps for
 //! itself between runs (`state`).
 
+mod access;
 mod address;
 pub mod arguments;
 pub mod check;
@@ -40,8 +41,9 @@ mod units;
 
 use std::{path::PathBuf, time::Duration};
 
+pub use access::{Owner, SocketAccess, socket_mode};
 pub use address::{Address, socket};
-use block::storage::{CacheMode, Format, delay::DelayOptions, fault::FaultRule, rate::RateOptions};
+use block::storage::{CacheMode, Format, Part, delay::DelayOptions, fault::FaultRule, rate::RateOptions};
 pub use draft::{DiskDraft, Draft, ExportDraft, GroupDraft, ServiceDraft};
 pub use image::Image;
 pub use log::{LogFormat, LogSettings};
@@ -76,6 +78,10 @@ pub struct Disk {
     pub image: Image,
     /// How they are laid out; `None` is found by probing.
     pub format: Option<Format>,
+    /// The part of a raw image that is the disk.
+    pub part: Option<Part>,
+    /// The internal snapshot of a qcow2 image that is served in its place.
+    pub snapshot: Option<String>,
     /// How the host's page cache is used.
     pub cache: CacheMode,
     /// What a qcow2 image is opened with.
@@ -147,6 +153,10 @@ pub struct Service {
     pub max_connections: u32,
     /// Bytes of memory for data; `None` is a part of what there is.
     pub memory: Option<u64>,
+    /// Who may connect to Unix sockets of exports.
+    pub sockets: SocketAccess,
+    /// End once the last client has gone.
+    pub exit_when_idle: bool,
     /// Unix sockets where the daemon is controlled.
     pub qmp: Vec<PathBuf>,
     /// Encryption of connections.

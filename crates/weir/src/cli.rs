@@ -1,6 +1,6 @@
 //! The commands by name. What one is told, and what it does, lie where the command does.
 
-use clap::{Parser, Subcommand};
+use clap::{Arg, ArgAction, CommandFactory as _, FromArgMatches as _, Parser, Subcommand};
 
 use crate::{prefetch, status, throttle, top};
 
@@ -11,6 +11,23 @@ const ABOUT: &str = "Throttle, prefetch, cache and tune the disks of virtual mac
 pub(crate) struct Cli {
     #[command(subcommand)]
     pub(crate) command: Command,
+}
+
+impl Cli {
+    /// What the process's command line says. Behind any command may stand `--version`, which their
+    /// help does not repeat.
+    pub(crate) fn read() -> Result<Self, clap::Error> {
+        with_version(Self::command())
+            .try_get_matches()
+            .and_then(|mut matches| Self::from_arg_matches_mut(&mut matches))
+    }
+}
+
+fn with_version(command: clap::Command) -> clap::Command {
+    command.mut_subcommands(|command| {
+        let version = Arg::new("version").short('V').long("version").action(ArgAction::Version).hide(true);
+        with_version(command.version(env!("CARGO_PKG_VERSION")).disable_version_flag(true).arg(version))
+    })
 }
 
 /// What to do.

@@ -25,13 +25,13 @@ use std::{
     process::ExitCode,
 };
 
-use clap::{Parser as _, error::ErrorKind};
+use clap::error::ErrorKind;
 use cli::{Cli, Command};
 use console::{Failure, complain};
 
 /// Does what the process's command line says; returns the status to exit with.
 pub fn main() -> ExitCode {
-    let result = match Cli::try_parse() {
+    let result = match Cli::read() {
         Ok(Cli { command: Command::Serve(arguments) }) => daemon::serve::run(*arguments),
         Ok(Cli { command: Command::Status(arguments) }) => status::run(arguments),
         Ok(Cli { command: Command::Throttle(arguments) }) => saving::run(&*arguments),

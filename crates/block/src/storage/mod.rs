@@ -2,7 +2,7 @@
 //! mode means.
 //!
 //! ```text
-//!   fault ─► rate ─► delay ─► (align ─► file │ align ─► simulated │ memory │ null)
+//!   fault ─► rate ─► delay ─► part ─► (align ─► file │ align ─► simulated │ memory │ null)
 //!   wrappers, each optional      what is at the bottom
 //! ```
 //!
@@ -31,6 +31,7 @@ pub mod null;
 mod open;
 mod open_error;
 mod options;
+mod part;
 pub mod probe;
 mod range_lock;
 pub mod rate;
@@ -46,6 +47,7 @@ pub use open::{OpenOptions, open_storage};
 pub(crate) use open::{open_bottom, wrapped};
 pub use open_error::OpenError;
 pub use options::InvalidOption;
+pub use part::Part;
 pub use probe::Format;
 pub(crate) use range_lock::{Guard as RangeGuard, RangeLocks};
 pub use resize::ResizeError;
@@ -187,7 +189,7 @@ impl Storage {
             Self::Simulated(disk) => disk.resize(size_bytes).await,
             Self::Memory(memory) => memory.resize(size_bytes),
             Self::Null(null) => null.resize(size_bytes),
-            Self::Wrapped(wrapped) => Box::pin(wrapped.inner().resize(size_bytes)).await,
+            Self::Wrapped(wrapped) => Box::pin(wrapped.resize(size_bytes)).await,
         }
     }
 
@@ -300,7 +302,7 @@ impl Storage {
             Self::File(file) => file.device().will_need(offset, length).await,
             Self::Memory(_) | Self::Null(_) => {}
             Self::Simulated(disk) => disk.device().will_need(length).await,
-            Self::Wrapped(wrapped) => Box::pin(wrapped.inner().will_need(offset, length)).await,
+            Self::Wrapped(wrapped) => Box::pin(wrapped.will_need(offset, length)).await,
         }
     }
 

@@ -7,7 +7,7 @@
 use std::path::Path;
 
 use super::{
-    CacheMode, Format, Memory, Null, OpenError, Root, Spec, Storage,
+    CacheMode, Format, Memory, Null, OpenError, Part, Root, Spec, Storage,
     align::Align,
     delay::DelayOptions,
     fault::FaultRule,
@@ -29,6 +29,8 @@ pub struct OpenOptions {
     pub force_share: bool,
     /// Where files must lie; everywhere without it.
     pub root: Option<Root>,
+    /// The part of it that is the disk; only of raw images.
+    pub part: Option<Part>,
     /// Latency added.
     pub delay: Option<DelayOptions>,
     /// Bandwidth bounded.
@@ -93,6 +95,14 @@ fn not_empty(spec: &str, size: u64) -> Result<u64, OpenError> {
 
 /// In the order of the drawing in [`storage`](super): faults outermost, so that they cost no time.
 pub(crate) fn wrapped(spec: &str, mut storage: Storage, options: OpenOptions) -> Result<Storage, OpenError> {
+    if let Some(part) = options.part {
+        let whole = storage.size_bytes();
+        storage = storage.part(part);
+        if storage.size_bytes() == 0 || part.size.is_some_and(|size| size > storage.size_bytes()) {
+            let why = format!("has {whole} bytes, and the part that was asked for is not all inside");
+            return Err(OpenError::new(spec, why, "choose another offset or size"));
+        }
+    }
     if let Some(delay) = options.delay {
         storage = storage.delayed(delay);
     }

@@ -23,6 +23,12 @@ pub enum ResizeError {
         /// The device's own size, now in force here too.
         size_bytes: u64,
     },
+    /// It is a part of a file, of a size that was given.
+    #[error("it is a part of {size_bytes} bytes of a file (serve it without `size` to have it grow)")]
+    Part {
+        /// Its size.
+        size_bytes: u64,
+    },
     /// The end would lie inside a block.
     #[error("a size is a multiple of {multiple} bytes, and not 0 (round it)")]
     Unaligned {

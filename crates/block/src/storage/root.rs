@@ -9,6 +9,7 @@
 //! Never judges names as text. Only the part of an absolute name that is the root's own is cut off.
 
 use std::{
+    fs,
     io::{self, ErrorKind},
     os::fd::{AsRawFd, OwnedFd},
     path::{Path, PathBuf},
@@ -59,6 +60,17 @@ impl Root {
             canonical: path.canonicalize()?,
             directory: Arc::new(directory),
         })
+    }
+
+    /// Opens the file of this name for reading.
+    ///
+    /// # Errors
+    /// The system's; also if it lies outside.
+    pub fn read(&self, path: &Path) -> Result<fs::File, OpenError> {
+        let name = path.display().to_string();
+        let pinned = self.pin(path, &name)?;
+        fs::File::open(pinned.path())
+            .map_err(|error| OpenError::new(&name, error.to_string(), "check its owner and mode"))
     }
 
     /// Finds the file of this name without opening it for anything.

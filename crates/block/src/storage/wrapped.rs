@@ -1,14 +1,15 @@
-//! A storage around another one: its requests come late, pass at a bounded rate, or fail on
-//! purpose.
+//! A storage around another one: a part of it, or its requests come late, pass at a bounded rate,
+//! or fail on purpose.
 //!
-//! For imitating devices and for tests. Never changes what is read or written.
+//! For images inside of files, for imitating devices and for tests. Never changes what is read or
+//! written.
 
 use std::{pin::Pin, sync::Arc};
 
 use policy::request::Direction;
 
 use super::{
-    BlockSize, Durability, Extent, Storage, ZeroOptions,
+    BlockSize, Durability, Extent, Part, ResizeError, Storage, ZeroOptions,
     delay::{Delay, DelayOptions},
     fault::{FaultRule, Faults, Kind},
     rate::Budget,
@@ -31,11 +32,17 @@ enum How {
     Delay(Delay),
     Rate(Arc<Budget>),
     Fault(Faults),
+    Part(Part),
 }
 
 impl Storage {
     fn wrapped(self, how: How) -> Self {
         Self::Wrapped(Box::new(Wrapped { inner: self, how }))
+    }
+
+    /// A part of it.
+    pub fn part(self, part: Part) -> Self {
+        self.wrapped(How::Part(part))
     }
 
     /// With latency added.
@@ -67,16 +74,39 @@ impl Wrapped {
     pub(crate) fn budget(&self) -> Option<&Arc<Budget>> {
         match &self.how {
             How::Rate(budget) => Some(budget),
-            How::Delay(_) | How::Fault(_) => None,
+            How::Delay(_) | How::Fault(_) | How::Part(_) => None,
         }
     }
 
+    fn part(&self) -> Part {
+        match self.how {
+            How::Part(part) => part,
+            _ => Part::default(),
+        }
+    }
+
+    /// The place below of one here. Requests lie inside the size, so there is one.
+    fn below(&self, offset: u64) -> u64 {
+        self.part().offset.saturating_add(offset)
+    }
+
     pub(super) fn size_bytes(&self) -> u64 {
-        self.inner.size_bytes()
+        self.part().size_in(self.inner.size_bytes())
     }
 
     pub(super) fn refresh_size(&self) -> Result<u64> {
-        self.inner.refresh_size()
+        Ok(self.part().size_in(self.inner.refresh_size()?))
+    }
+
+    pub(super) async fn resize(&self, size_bytes: u64) -> std::result::Result<(), ResizeError> {
+        match self.part().size {
+            Some(size_bytes) => Err(ResizeError::Part { size_bytes }),
+            None => self.inner.resize(self.below(size_bytes)).await,
+        }
+    }
+
+    pub(super) async fn will_need(&self, offset: u64, length: u64) {
+        self.inner.will_need(self.below(offset), length).await;
     }
 
     pub(super) fn description(&self) -> String {
@@ -84,6 +114,7 @@ impl Wrapped {
             How::Delay(_) => "delayed",
             How::Rate(_) => "rate limited",
             How::Fault(_) => "with faults",
+            How::Part(_) => "a part",
         };
         format!("{}, {how}", self.inner.description())
     }
@@ -103,6 +134,7 @@ impl Wrapped {
     /// Makes a request of this kind, and of so many bytes there, of what is wrapped.
     async fn pass<T>(&self, kind: Kind, offset: u64, length: u64, below: Below<'_, T>) -> Result<T> {
         match &self.how {
+            How::Part(_) => below.await,
             How::Delay(delay) => {
                 let latency = match kind {
                     Kind::Read => delay.options.read,
@@ -140,12 +172,18 @@ impl Wrapped {
 
     pub(super) async fn read(&self, offset: u64, buffer: Buffer) -> Result<Buffer> {
         let length = buffer.len() as u64;
-        self.pass(Kind::Read, offset, length, Box::pin(self.inner.read(offset, buffer))).await
+        self.pass(Kind::Read, offset, length, Box::pin(self.inner.read(self.below(offset), buffer))).await
     }
 
     pub(super) async fn write(&self, offset: u64, data: Segments, durability: Durability) -> Result<()> {
         let length = data.len() as u64;
-        self.pass(Kind::Write, offset, length, Box::pin(self.inner.write(offset, data, durability))).await
+        self.pass(
+            Kind::Write,
+            offset,
+            length,
+            Box::pin(self.inner.write(self.below(offset), data, durability)),
+        )
+        .await
     }
 
     pub(super) async fn flush(&self) -> Result<()> {
@@ -153,15 +191,17 @@ impl Wrapped {
     }
 
     pub(super) async fn write_zeroes(&self, offset: u64, length: u64, options: ZeroOptions) -> Result<()> {
-        let below = Box::pin(self.inner.write_zeroes(offset, length, options));
+        let below = Box::pin(self.inner.write_zeroes(self.below(offset), length, options));
         self.pass(Kind::Zero, offset, length, below).await
     }
 
     pub(super) async fn discard(&self, offset: u64, length: u64) -> Result<()> {
-        self.pass(Kind::Discard, offset, length, Box::pin(self.inner.discard(offset, length))).await
+        self.pass(Kind::Discard, offset, length, Box::pin(self.inner.discard(self.below(offset), length)))
+            .await
     }
 
     pub(super) async fn block_status(&self, offset: u64, length: u64) -> Result<Vec<Extent>> {
-        self.pass(Kind::Status, offset, length, Box::pin(self.inner.block_status(offset, length))).await
+        self.pass(Kind::Status, offset, length, Box::pin(self.inner.block_status(self.below(offset), length)))
+            .await
     }
 }

@@ -120,6 +120,8 @@ pub(crate) enum Refused {
 pub(crate) enum End {
     /// A client of the control socket said `quit`.
     Asked,
+    /// The last client has gone, and that was to be the end.
+    Idle,
     /// It can accept no more clients.
     Broken(anyhow::Error),
 }
@@ -133,6 +135,8 @@ pub(crate) struct Inventory {
     disks: RefCell<BTreeMap<String, Rc<RunningDisk>>>,
     groups: RefCell<BTreeMap<String, Arc<Group>>>,
     servers: RefCell<Vec<Rc<Serving>>>,
+    /// The daemon ends once the last client has gone.
+    pub(crate) ends_when_idle: Cell<bool>,
     exports: RefCell<BTreeMap<String, Rc<RunningExport>>>,
     devices: OnceCell<Devices>,
     image_root: OnceCell<Root>,
@@ -150,6 +154,7 @@ impl Inventory {
             disks: RefCell::default(),
             groups: RefCell::default(),
             servers: RefCell::default(),
+            ends_when_idle: Cell::new(false),
             exports: RefCell::default(),
             devices: OnceCell::new(),
             image_root: OnceCell::new(),
@@ -335,8 +340,25 @@ impl Inventory {
         self.servers.borrow().clone()
     }
 
-    pub(crate) fn add_server(&self, serving: &Rc<Serving>) {
+    pub(crate) fn add_server(self: &Rc<Self>, serving: &Rc<Serving>) {
         self.servers.borrow_mut().push(Rc::clone(serving));
+        if self.ends_when_idle.get() {
+            // It may wait for ever, and must keep nothing by it.
+            let (server, inventory) = (Arc::clone(&serving.server), Rc::downgrade(self));
+            reactor::spawn(async move {
+                server
+                    .wait_while(|_| inventory.upgrade().is_some_and(|inventory| !inventory.is_idle()))
+                    .await;
+                if let Some(inventory) = inventory.upgrade() {
+                    (inventory.ender)(End::Idle);
+                }
+            });
+        }
+    }
+
+    /// Whether clients have been served, and none is left.
+    fn is_idle(&self) -> bool {
+        self.connections() == 0 && self.servers.borrow().iter().any(|serving| serving.server.has_served())
     }
 
     pub(crate) fn connections(&self) -> usize {

@@ -15,7 +15,7 @@ use std::{
 
 use anyhow::{Context as _, anyhow, bail};
 pub(crate) use inherited::Inherited;
-use settings::{Address, Endpoint};
+use settings::{Address, Endpoint, SocketAccess};
 pub(crate) use unix::SocketFile;
 pub(crate) use uri::Authority;
 
@@ -28,16 +28,20 @@ pub(crate) struct Listener {
 }
 
 /// The service manager's sockets can be had once.
-pub(crate) fn open(endpoint: &Endpoint, inherited: &mut Option<Inherited>) -> anyhow::Result<Vec<Listener>> {
+pub(crate) fn open(
+    endpoint: &Endpoint,
+    access: &SocketAccess,
+    inherited: &mut Option<Inherited>,
+) -> anyhow::Result<Vec<Listener>> {
     match endpoint {
-        Endpoint::Address(address) => bind(address),
+        Endpoint::Address(address) => bind(address, access),
         Endpoint::Inherited => inherited.take().context("the inherited sockets are in use")?.into_listeners(),
     }
 }
 
 /// A Unix socket that only its owner and root may connect to.
 pub(crate) fn private(path: &Path) -> anyhow::Result<Listener> {
-    let bound = unix::bind_private(path);
+    let bound = unix::bind(path, &SocketAccess::default());
     Ok(at_path(bound.with_context(|| Address::Unix(path.to_owned()).to_string())?))
 }
 
@@ -64,9 +68,11 @@ fn patiently<T>(mut attempt: impl FnMut() -> io::Result<T>) -> io::Result<T> {
 }
 
 /// One socket, or one for each address that a host name resolves to.
-fn bind(address: &Address) -> anyhow::Result<Vec<Listener>> {
+fn bind(address: &Address, access: &SocketAccess) -> anyhow::Result<Vec<Listener>> {
     match address {
-        Address::Unix(path) => Ok(vec![at_path(unix::bind(path).with_context(|| address.to_string())?)]),
+        Address::Unix(path) => {
+            Ok(vec![at_path(unix::bind(path, access).with_context(|| address.to_string())?)])
+        }
         Address::Tcp { host, port } => tcp(address, host, *port),
     }
 }
@@ -134,7 +140,7 @@ mod tests {
 
     #[test]
     fn a_free_port_is_the_same_on_every_address_of_a_name() {
-        let listeners = bind(&"localhost:0".parse().unwrap()).unwrap();
+        let listeners = bind(&"localhost:0".parse().unwrap(), &SocketAccess::default()).unwrap();
         let first = listeners[0].authority.to_string();
         assert!(listeners.iter().all(|listener| listener.authority.to_string() == first));
         let port: u16 = first.rsplit_once(':').unwrap().1.parse().unwrap();
@@ -146,7 +152,8 @@ mod tests {
     fn a_port_in_use_says_who_could_tell() {
         let taken = TcpListener::bind("127.0.0.1:0").unwrap();
         let port = taken.local_addr().unwrap().port();
-        let error = bind(&format!("127.0.0.1:{port}").parse().unwrap()).unwrap_err();
+        let error =
+            bind(&format!("127.0.0.1:{port}").parse().unwrap(), &SocketAccess::default()).unwrap_err();
         assert_eq!(
             error.to_string(),
             format!(
@@ -159,7 +166,8 @@ mod tests {
     #[test]
     fn an_address_of_another_machine_is_refused() {
         // From the block that RFC 5737 keeps for documentation.
-        let error = bind(&"192.0.2.1:10809".parse().unwrap()).unwrap_err().to_string();
+        let error =
+            bind(&"192.0.2.1:10809".parse().unwrap(), &SocketAccess::default()).unwrap_err().to_string();
         assert!(error.starts_with("192.0.2.1:10809: not an address of this machine: "), "{error}");
     }
 }

@@ -2,12 +2,12 @@
 //! is replaced. Whether anybody does is found by connecting.
 
 use std::{
-    fs,
+    fs::{self, Permissions},
     io::{self, ErrorKind},
     os::{
         fd::AsRawFd as _,
         unix::{
-            fs::{FileTypeExt as _, MetadataExt as _},
+            fs::{FileTypeExt as _, MetadataExt as _, OpenOptionsExt as _, PermissionsExt as _, chown},
             net::UnixListener,
         },
     },
@@ -17,11 +17,14 @@ use std::{
 use anyhow::{Context as _, anyhow, bail};
 use nix::{
     errno::Errno,
+    libc,
     sys::{
         socket::{self, AddressFamily, Backlog, SockFlag, SockType, UnixAddr, connect, socket},
         stat::{Mode, fchmod},
     },
+    unistd::{Group, User},
 };
+use settings::{Owner, SocketAccess};
 
 /// The file of a socket made here; removed when this is dropped, if it is still the same.
 #[derive(Debug)]
@@ -44,31 +47,13 @@ fn identity(path: &Path) -> Option<(u64, u64)> {
     fs::symlink_metadata(path).ok().map(|metadata| (metadata.dev(), metadata.ino()))
 }
 
-/// Listens at `path`, in the place of a socket that nobody serves.
-pub(super) fn bind(path: &Path) -> anyhow::Result<(UnixListener, SocketFile)> {
-    bind_with(path, |path| UnixListener::bind(path))
-}
-
-/// As [`bind`], with mode 0600 from the first moment on.
-pub(super) fn bind_private(path: &Path) -> anyhow::Result<(UnixListener, SocketFile)> {
-    bind_with(path, |path| {
-        let socket = socket(AddressFamily::Unix, SockType::Stream, SockFlag::SOCK_CLOEXEC, None)?;
-        // Linux gives the file the mode that the socket has when it is bound, less the umask.
-        fchmod(&socket, Mode::S_IRUSR | Mode::S_IWUSR)?;
-        socket::bind(socket.as_raw_fd(), &UnixAddr::new(path)?)?;
-        socket::listen(&socket, Backlog::MAXCONN)?;
-        Ok(socket.into())
-    })
-}
-
-fn bind_with(
-    path: &Path,
-    bind: impl Fn(&Path) -> io::Result<UnixListener>,
-) -> anyhow::Result<(UnixListener, SocketFile)> {
-    let listener = match bind(path) {
+/// Listens at `path`, in the place of a socket that nobody serves. Until its file has the owner and
+/// the mode that it is to have, only the daemon's own user may connect.
+pub(super) fn bind(path: &Path, access: &SocketAccess) -> anyhow::Result<(UnixListener, SocketFile)> {
+    let listener = match bind_private(path) {
         Err(error) if error.kind() == ErrorKind::AddrInUse => {
             remove_stale(path)?;
-            bind(path)
+            bind_private(path)
         }
         result => result,
     };
@@ -76,7 +61,55 @@ fn bind_with(
     // The daemon may change directory; the path in URIs and for removal must not depend on it.
     let path = std::path::absolute(path)?;
     let identity = identity(&path);
-    Ok((listener, SocketFile { path, identity }))
+    let file = SocketFile { path, identity };
+    if *access != SocketAccess::default() {
+        file.give(access)?;
+    }
+    Ok((listener, file))
+}
+
+fn bind_private(path: &Path) -> io::Result<UnixListener> {
+    let socket = socket(AddressFamily::Unix, SockType::Stream, SockFlag::SOCK_CLOEXEC, None)?;
+    // Linux gives the file the mode that the socket has when it is bound, less the umask.
+    fchmod(&socket, Mode::S_IRUSR | Mode::S_IWUSR)?;
+    socket::bind(socket.as_raw_fd(), &UnixAddr::new(path)?)?;
+    socket::listen(&socket, Backlog::MAXCONN)?;
+    Ok(socket.into())
+}
+
+impl SocketFile {
+    /// Sets owner and mode of the file, and of no other that has come to be in its place.
+    fn give(&self, access: &SocketAccess) -> anyhow::Result<()> {
+        let how =
+            fs::OpenOptions::new().read(true).custom_flags(libc::O_PATH | libc::O_NOFOLLOW).open(&self.path);
+        let held = how.context("the socket cannot be looked at")?;
+        let metadata = held.metadata().context("the socket cannot be looked at")?;
+        if Some((metadata.dev(), metadata.ino())) != self.identity {
+            bail!("somebody else has put something in its place (choose a directory of weir's own)");
+        }
+        let path = format!("/proc/self/fd/{}", held.as_raw_fd());
+        if let Some(owner) = &access.owner {
+            let (user, group) = ids(owner)?;
+            chown(&path, user, group).context("its owner cannot be changed (only root gives files away)")?;
+        }
+        fs::set_permissions(&path, Permissions::from_mode(access.mode)).context("its mode cannot be changed")
+    }
+}
+
+fn ids(owner: &Owner) -> anyhow::Result<(Option<u32>, Option<u32>)> {
+    let user = owner.user.as_ref().map(|name| match name.parse() {
+        Ok(number) => Ok(number),
+        Err(_) => User::from_name(name)?
+            .map(|user| user.uid.as_raw())
+            .with_context(|| format!("socket-owner: there is no user {name:?} (`getent passwd` lists them)")),
+    });
+    let group = owner.group.as_ref().map(|name| match name.parse() {
+        Ok(number) => Ok(number),
+        Err(_) => Group::from_name(name)?
+            .map(|group| group.gid.as_raw())
+            .with_context(|| format!("socket-owner: there is no group {name:?} (`getent group` lists them)")),
+    });
+    Ok((user.transpose()?, group.transpose()?))
 }
 
 fn refused(path: &Path, error: &io::Error) -> anyhow::Error {
@@ -126,11 +159,42 @@ mod tests {
 
     use super::*;
 
+    fn open(path: &Path) -> anyhow::Result<(UnixListener, SocketFile)> {
+        bind(path, &SocketAccess::default())
+    }
+
+    #[test]
+    fn a_socket_has_the_mode_and_the_owner_that_were_asked_for() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("s");
+        let own = nix::unistd::getgid().as_raw();
+        let owner = Some(format!(":{own}").parse().unwrap());
+        let (_listener, _file) = bind(&path, &SocketAccess { mode: 0o666, owner }).unwrap();
+        let metadata = fs::metadata(&path).unwrap();
+        assert_eq!((metadata.mode() & 0o777, metadata.gid()), (0o666, own), "whatever the umask");
+        let nobody = SocketAccess { mode: 0o600, owner: Some("no such user".parse().unwrap()) };
+        let error = bind(&directory.path().join("t"), &nobody).unwrap_err().to_string();
+        assert!(error.starts_with("socket-owner: there is no user \"no such user\""), "{error}");
+        assert!(!directory.path().join("t").exists(), "nothing is left of it");
+    }
+
+    #[test]
+    fn what_was_put_in_its_place_is_left_alone() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("s");
+        let (_listener, file) = open(&path).unwrap();
+        fs::rename(&path, directory.path().join("old")).unwrap();
+        fs::write(&path, "precious").unwrap();
+        let before = fs::metadata(&path).unwrap().mode();
+        file.give(&SocketAccess { mode: 0o777, owner: None }).unwrap_err();
+        assert_eq!(fs::metadata(&path).unwrap().mode(), before);
+    }
+
     #[test]
     fn a_socket_is_made_and_removed() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("s");
-        let (_listener, file) = bind(&path).unwrap();
+        let (_listener, file) = open(&path).unwrap();
         UnixStream::connect(&path).unwrap();
         drop(file);
         assert!(!path.exists());
@@ -142,7 +206,7 @@ mod tests {
         let path = directory.path().join("s");
         drop(UnixListener::bind(&path).unwrap());
         assert!(path.exists(), "the file outlives its listener");
-        let (_listener, _file) = bind(&path).unwrap();
+        let (_listener, _file) = open(&path).unwrap();
         UnixStream::connect(&path).unwrap();
     }
 
@@ -151,7 +215,7 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("s");
         let _theirs = UnixListener::bind(&path).unwrap();
-        let error = bind(&path).unwrap_err();
+        let error = open(&path).unwrap_err();
         assert_eq!(
             error.to_string(),
             "in use: another program listens there (stop it, or choose another path)"
@@ -164,7 +228,7 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("s");
         fs::write(&path, "precious").unwrap();
-        let error = bind(&path).unwrap_err().to_string();
+        let error = open(&path).unwrap_err().to_string();
         assert!(error.starts_with("something that is not a socket is there already"), "{error}");
         assert_eq!(fs::read_to_string(&path).unwrap(), "precious");
     }
@@ -173,7 +237,7 @@ mod tests {
     fn a_socket_that_was_taken_over_is_not_removed() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("s");
-        let (listener, file) = bind(&path).unwrap();
+        let (listener, file) = open(&path).unwrap();
         // The old inode stays alive, so that the new socket cannot get its number.
         fs::rename(&path, directory.path().join("old")).unwrap();
         let _theirs = UnixListener::bind(&path).unwrap();
@@ -186,7 +250,7 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("s");
         drop(UnixListener::bind(&path).unwrap());
-        let (_listener, file) = bind_private(&path).unwrap();
+        let (_listener, file) = open(&path).unwrap();
         assert_eq!(fs::metadata(&path).unwrap().mode() & 0o777, 0o600);
         UnixStream::connect(&path).unwrap();
         drop(file);
@@ -195,7 +259,7 @@ mod tests {
 
     #[test]
     fn a_missing_directory_is_named() {
-        let error = bind(Path::new("/nonexistent/s")).unwrap_err();
+        let error = open(Path::new("/nonexistent/s")).unwrap_err();
         assert_eq!(error.to_string(), "the directory /nonexistent does not exist (create it)");
     }
 }

@@ -1,6 +1,6 @@
 //! From a plan to the parts of the data path: opened images, groups, disks, servers.
 
-use std::{cell::Cell, path::Path, sync::Arc};
+use std::{cell::Cell, fs::Metadata, os::unix::fs::MetadataExt as _, path::Path, sync::Arc};
 
 use anyhow::Context as _;
 use block::{
@@ -10,10 +10,11 @@ use block::{
         open::{ImageOptions, open},
     },
     layer::throttle::Group,
+    reactor,
     storage::{OpenOptions, Root, rate::Budgets},
 };
 use export::nbd;
-use settings::{Credentials, Plan, Service, Tls, secret::Secrets};
+use settings::{Credentials, Plan, SecretSource, Service, Tls, secret::Secrets};
 
 use crate::control::inventory::{Inventory, RunningDisk};
 
@@ -37,12 +38,34 @@ pub(super) async fn disks(plan: &Plan, inventory: &Inventory) -> anyhow::Result<
     let mut secrets = Secrets::default();
     for planned in &plan.disks {
         let group = planned.group.map(|index| &groups[index]);
-        let own = planned.qcow2.secrets.iter().map(|source| secrets.get(source));
-        let own = own.collect::<anyhow::Result<_>>().with_context(|| format!("disk {}", planned.name))?;
+        let sources = planned.qcow2.secrets.clone();
+        for source in &sources {
+            if let SecretSource::File(path) = source {
+                warn_of_readers("passphrase", path);
+            }
+        }
+        // On another thread: a pipe says nothing until its other end is closed.
+        let own;
+        (secrets, own) = reactor::blocking(move || {
+            let own = sources.iter().map(|source| secrets.get(source)).collect::<anyhow::Result<_>>();
+            (secrets, own)
+        })
+        .await;
+        let own = own.with_context(|| format!("disk {}", planned.name))?;
         let options = options(planned, &budgets, inventory.image_root().cloned(), own);
         inventory.add_disk(disk(planned, group, options).await?)?;
     }
     Ok(())
+}
+
+/// Says that everybody on the machine can read a secret: whoever has it is let in.
+fn warn_of_readers(what: &str, path: &Path) {
+    // What cannot be looked at is not to be had, and whoever reads it says so.
+    let mode = path.metadata().ok().filter(Metadata::is_file).map(|file| file.mode() & 0o777);
+    if let Some(mode) = mode.filter(|mode| mode & 0o004 != 0) {
+        let file = path.display();
+        tracing::warn!(%file, mode = format!("{mode:04o}"), "everybody on this machine can read the {what} (chmod o= {file})");
+    }
 }
 
 fn root(path: &Path) -> anyhow::Result<Root> {
@@ -82,6 +105,7 @@ fn options(
         cache: disk.cache,
         root,
         format: disk.format,
+        part: disk.part,
         read_only: disk.read_only,
         force_share: disk.force_share,
         delay: disk.delay,
@@ -89,7 +113,8 @@ fn options(
         budgets: budgets.clone(),
         faults: disk.faults.clone(),
     };
-    ImageOptions { storage, caches: disk.qcow2.caches, secrets, ..ImageOptions::default() }
+    let snapshot = disk.snapshot.clone();
+    ImageOptions { storage, caches: disk.qcow2.caches, secrets, snapshot, ..ImageOptions::default() }
 }
 
 pub(super) fn terms(service: &Service) -> nbd::Terms {
@@ -107,8 +132,15 @@ pub(super) fn credentials(tls: &Tls) -> anyhow::Result<Option<nbd::Tls>> {
         Tls::Required(credentials) => (true, credentials),
     };
     let keys = match credentials {
-        Credentials::Certificates { directory, verify_peer } => nbd::TlsServer::x509(directory, *verify_peer),
-        Credentials::PreShared(file) => nbd::TlsServer::psk(file),
+        Credentials::Certificates { directory, verify_peer } => {
+            warn_of_readers("server's private key", &directory.join("server-key.pem"));
+            nbd::TlsServer::x509(directory, *verify_peer)
+        }
+        Credentials::PreShared(file) => {
+            let inside = file.join("keys.psk");
+            warn_of_readers("pre-shared keys", if file.is_dir() { &inside } else { file });
+            nbd::TlsServer::psk(file)
+        }
     };
     Ok(Some(nbd::Tls { required, keys: keys.context("TLS")? }))
 }

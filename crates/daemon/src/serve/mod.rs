@@ -14,8 +14,11 @@ mod assemble;
 mod memory;
 
 use std::{
+    future::poll_fn,
     path::{self, PathBuf},
+    pin::pin,
     rc::Rc,
+    task::Poll,
 };
 
 use anyhow::{Context as _, anyhow};
@@ -60,7 +63,12 @@ pub fn run(arguments: ServeArgs) -> Result<(), Failure> {
     let signals = Signals::block_for_daemon().context("signals cannot be blocked")?;
     descriptors::raise_limit();
     memory::set_aside(&plan.service)?;
-    on_reactor(async move { Ok(Daemon::start(&plan, config, inherited, signals).await?.run().await?) })
+    on_reactor(async move {
+        match Daemon::start(&plan, config, inherited, signals).await? {
+            Some(daemon) => Ok(daemon.run().await?),
+            None => Ok(()),
+        }
+    })
 }
 
 fn plan(arguments: ServeArgs, inherited: usize) -> Result<Plan, Failure> {
@@ -94,12 +102,13 @@ struct Daemon {
 }
 
 impl Daemon {
+    /// None where a signal ended it before it was ready.
     async fn start(
         plan: &Plan,
         config: Option<PathBuf>,
         inherited: Inherited,
         signals: Signals,
-    ) -> anyhow::Result<Self> {
+    ) -> anyhow::Result<Option<Self>> {
         let events = async_channel::unbounded();
         let sender = events.0.clone();
         signals
@@ -109,7 +118,15 @@ impl Daemon {
         // Nobody listens only when all ends anyway.
         let ender = Rc::new(move |end| drop(sender.try_send(Event::End(end))));
         let inventory = Inventory::new(config, ender);
-        assemble::disks(plan, &inventory).await?;
+        // A key takes seconds to derive, and a pipe may never say its passphrase.
+        match until_ended(assemble::disks(plan, &inventory), &events.1).await {
+            Ok(opened) => opened?,
+            Err(signal) => {
+                tracing::info!(signal, "stopping before all disks are open");
+                flush_and_close(&inventory.disks()).await?;
+                return Ok(None);
+            }
+        }
         inventory.look_at_devices(plan.service.state.as_deref())?;
         let tls = assemble::credentials(&plan.service.tls)?;
         let workers = Rc::new(start_workers(&plan.service)?);
@@ -120,12 +137,14 @@ impl Daemon {
         let state = plan.service.state.as_deref();
         let cgroups =
             cgroups.map(|path| cgroup::watch::Running::start(path, Store::new(state))).transpose()?;
+        inventory.ends_when_idle.set(plan.service.exit_when_idle);
         let uris = listen(plan, inherited, tls, &workers, &inventory).await?;
         let control = Rc::new(Control::start(&inventory, sockets));
         let pid_file = plan.service.pid_file.as_deref().map(PidFile::write).transpose()?;
         announce(&uris);
         let held_back = held_back::watch(&inventory);
-        Ok(Self { inventory, control, _held_back: held_back, _pid_file: pid_file, _cgroups: cgroups, events })
+        let (_held_back, _pid_file, _cgroups) = (held_back, pid_file, cgroups);
+        Ok(Some(Self { inventory, control, _held_back, _pid_file, _cgroups, events }))
     }
 
     async fn run(self) -> anyhow::Result<()> {
@@ -134,12 +153,7 @@ impl Daemon {
         loop {
             // The daemon itself holds a sender, so there is always a next event.
             match self.events.1.recv().await.context("the daemon's events ended")? {
-                Event::Signal(Request::HangUp) => {
-                    tracing::info!("SIGHUP ignored: there is nothing to reload");
-                }
-                Event::Signal(Request::Meaningless(signal)) => {
-                    tracing::info!("{signal} ignored: it means nothing to weir");
-                }
+                Event::Signal(request @ (Request::HangUp | Request::Meaningless(_))) => ignore(request),
                 Event::Signal(Request::End(signal)) if ending => {
                     return Err(anyhow!(
                         "{signal}: ended at once, as asked twice (check what was being written)"
@@ -153,6 +167,10 @@ impl Daemon {
                 Event::End(End::Asked) => {
                     ending = true;
                     self.finish("quit", Ending::Quit);
+                }
+                Event::End(End::Idle) => {
+                    ending = true;
+                    self.finish("idle", Ending::Quit);
                 }
                 Event::End(End::Broken(error)) => {
                     tracing::error!("{error:#}");
@@ -214,6 +232,38 @@ impl Daemon {
     }
 }
 
+fn ignore(request: Request) {
+    match request {
+        Request::HangUp => tracing::info!("SIGHUP ignored: there is nothing to reload"),
+        Request::Meaningless(signal) => tracing::info!("{signal} ignored: it means nothing to weir"),
+        Request::End(_) => {}
+    }
+}
+
+/// What `work` comes to, or the signal that ended the daemon before.
+async fn until_ended<T>(
+    work: impl Future<Output = T>,
+    events: &async_channel::Receiver<Event>,
+) -> Result<T, &'static str> {
+    let mut work = pin!(work);
+    let mut ended = pin!(async {
+        loop {
+            match events.recv().await {
+                Ok(Event::Signal(Request::End(signal))) => return signal,
+                Ok(Event::Signal(request)) => ignore(request),
+                // Nothing else happens before the daemon serves.
+                Ok(_) => {}
+                Err(_) => std::future::pending::<()>().await,
+            }
+        }
+    });
+    poll_fn(|context| match work.as_mut().poll(context) {
+        Poll::Ready(done) => Poll::Ready(Ok(done)),
+        Poll::Pending => ended.as_mut().poll(context).map(Err),
+    })
+    .await
+}
+
 /// Binds every address, then lets clients in; returns the exports' URIs.
 async fn listen(
     plan: &Plan,
@@ -224,7 +274,8 @@ async fn listen(
 ) -> anyhow::Result<Vec<String>> {
     let mut inherited = Some(inherited);
     // All addresses first: where one fails, no client should have seen the others.
-    let open = |server: &settings::Server| listen::open(&server.endpoint, &mut inherited);
+    let open =
+        |server: &settings::Server| listen::open(&server.endpoint, &plan.service.sockets, &mut inherited);
     let listeners: Vec<_> = plan.servers.iter().map(open).collect::<Result<_, _>>()?;
     let mut uris = Vec::new();
     for (planned, listeners) in plan.servers.iter().zip(listeners) {
@@ -247,10 +298,11 @@ async fn add_export(
     inventory: &Inventory,
 ) -> anyhow::Result<()> {
     let disk = &plan.disks[export.disk];
-    // The name is the id, unless a disk has the same name at several servers.
-    let id = match inventory.export(&export.name) {
-        Ok(_) => format!("{}@{}", export.name, serving.address()),
-        Err(_) => export.name.clone(),
+    // The name is the id, unless it is empty, or a disk has the same name at several servers.
+    let name = if export.name.is_empty() { &disk.name } else { &export.name };
+    let id = match inventory.export(name) {
+        Ok(_) => format!("{name}@{}", serving.address()),
+        Err(_) => name.clone(),
     };
     let new = NewExport {
         id,

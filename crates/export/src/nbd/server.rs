@@ -78,6 +78,7 @@ pub struct Server {
     tls: Option<Tls>,
     terms: Terms,
     stopping: AtomicBool,
+    served: AtomicBool,
     connections: Mutex<HashMap<u64, Live>>,
     next_number: AtomicU64,
     /// Places taken; `freed` announces every change.
@@ -123,6 +124,7 @@ impl Server {
             tls,
             terms,
             stopping: AtomicBool::new(false),
+            served: AtomicBool::new(false),
             connections: Mutex::default(),
             next_number: AtomicU64::new(1),
             places: AtomicUsize::new(0),
@@ -169,7 +171,13 @@ impl Server {
         self.wait_while(|server| server.connections_of(export) > 0).await;
     }
 
-    async fn wait_while(&self, busy: impl Fn(&Self) -> bool) {
+    /// Whether a client has ever chosen an export.
+    pub fn has_served(&self) -> bool {
+        self.served.load(Ordering::SeqCst)
+    }
+
+    /// Waits until `busy` is false: it is asked now, and whenever a client has gone.
+    pub async fn wait_while(&self, busy: impl Fn(&Self) -> bool) {
         loop {
             // Listens before it looks, or the last one could end in between.
             let freed = self.freed.listen();
@@ -191,6 +199,7 @@ impl Server {
         let found = exports.get(export).is_some();
         if found && let Some(live) = self.lock().get_mut(&number) {
             live.export = Some(export);
+            self.served.store(true, Ordering::SeqCst);
         }
         found
     }

@@ -131,6 +131,9 @@ impl Reader<'_> {
     fn daemon(&self, section: &Section<'_>) -> Result<ServiceDraft, Wrong> {
         let draft = ServiceDraft {
             nbd: section.list("nbd", |text| self.address(text))?,
+            socket_mode: section.parse("socket-mode", crate::socket_mode)?,
+            socket_owner: section.parse("socket-owner", str::parse)?,
+            exit_when_idle: section.flag("exit-when-idle")?,
             qmp: section.list("qmp", |text| self.socket(text))?,
             workers: section.parse("workers", crate::workers)?,
             poll: section.parse("poll", crate::duration)?,
@@ -157,6 +160,8 @@ impl Reader<'_> {
         let image = section.value::<Image>("image")?;
         let description = section.text("description")?;
         let format = section.value("format")?;
+        let part = section.value("options")?;
+        let snapshot = section.text("snapshot")?;
         let cache = section.value("cache")?;
         let qcow2 = self.qcow2(section)?;
         let prefetch = prefetch(section)?;
@@ -180,6 +185,8 @@ impl Reader<'_> {
             description,
             image,
             format,
+            part,
+            snapshot,
             cache,
             qcow2,
             prefetch,
@@ -190,6 +197,7 @@ impl Reader<'_> {
             delay,
             rate,
             faults,
+            export_name: None,
             exports,
         })
     }

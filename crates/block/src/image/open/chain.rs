@@ -87,6 +87,13 @@ async fn find_top(
     seen.add(&bottom, &name)?;
     let guessed = own.format.is_none() && path.is_some();
     let format = check_format(own.format, probed, &name)?;
+    if own.part.is_some() && format != Format::Raw {
+        return Err(OpenError::new(
+            &name,
+            "is not raw, and only of raw images a part can be had",
+            "leave it out",
+        ));
+    }
     let level = Level {
         storage: wrapped(spec, bottom, own.clone())?,
         name,

@@ -4,11 +4,11 @@
 
 use std::path::PathBuf;
 
-use block::storage::{CacheMode, Format, delay::DelayOptions, fault::FaultRule, rate::RateOptions};
+use block::storage::{CacheMode, Format, Part, delay::DelayOptions, fault::FaultRule, rate::RateOptions};
 use clap::Args;
 use policy::throttle::Setting;
 use settings::{
-    Address, DiskDraft, Draft, GroupDraft, Image, LogFormat, Place, PrefetchDraft, Qcow2Draft, Said,
+    Address, DiskDraft, Draft, GroupDraft, Image, LogFormat, Owner, Place, PrefetchDraft, Qcow2Draft, Said,
     ServiceDraft, SettingsDraft, TlsDraft, TlsMode, Wrong,
     arguments::{CacheArgs, LimitArgs, LongArgs, Qcow2Args, ShareArgs},
     log,
@@ -72,8 +72,14 @@ struct ImageArgs {
     images: Vec<Image>,
     /// How the image's bytes are laid out: raw or qcow2 [default: found by probing, where that is
     /// safe]
-    #[arg(long, value_name = "FORMAT", value_parser = settings::read::<Format>, conflicts_with = "config")]
+    #[arg(short, long, value_name = "FORMAT", value_parser = settings::read::<Format>, conflicts_with = "config")]
     format: Option<Format>,
+    /// The part of a raw image to serve, such as offset=1M,size=10M [default: all of it]
+    #[arg(short, long, value_name = "PART", value_parser = settings::read::<Part>, conflicts_with = "config")]
+    options: Option<Part>,
+    /// Serve this internal snapshot of a qcow2 image, by its id or name, read-only
+    #[arg(long, value_name = "NAME", conflicts_with = "config")]
+    snapshot: Option<String>,
     /// The host's page cache: writeback, writethrough, none, directsync or unsafe [default:
     /// writeback]
     #[arg(long, value_name = "MODE", value_parser = settings::read::<CacheMode>, conflicts_with = "config")]
@@ -84,8 +90,8 @@ struct ImageArgs {
     /// Read an image that somebody else has locked for writing; needs --read-only
     #[arg(long, conflicts_with = "config")]
     force_share: bool,
-    /// The disk's name, which clients ask for; once for each IMAGE [default: the file's, without
-    /// its extension]
+    /// The disk's name, which clients ask for; once for each IMAGE. An empty one is for clients
+    /// that ask for no name [default: the file's, without its extension]
     #[arg(long, value_name = "NAME", conflicts_with = "config")]
     name: Vec<String>,
     /// What clients are told about the disk; once for each IMAGE
@@ -107,6 +113,15 @@ struct NetworkArgs {
     /// Clients at a time at each address; 0 is any number [default: 100]
     #[arg(long, value_name = "N", value_parser = settings::connections)]
     max_connections: Option<u32>,
+    /// Permissions of the files of --nbd unix:PATH, in octal, whatever the umask [default: 0600]
+    #[arg(long, value_name = "MODE", value_parser = settings::socket_mode)]
+    socket_mode: Option<u32>,
+    /// Owner of those files: USER, USER:GROUP or :GROUP [default: the daemon's]
+    #[arg(long, value_name = "OWNER", value_parser = settings::read::<Owner>)]
+    socket_owner: Option<Owner>,
+    /// End once a client has been served and the last has gone
+    #[arg(long)]
+    exit_when_idle: bool,
     /// Take commands of QEMU's machine protocol at unix:PATH, from root and the daemon's own user;
     /// repeatable
     #[arg(long, value_name = "unix:PATH", value_parser = settings::socket)]
@@ -245,12 +260,15 @@ impl ImageArgs {
         let image = Said::new(image.clone(), Place::new(image.to_string()));
         let said = |option: &str, text: &String| Said::new(text.clone(), Place::option(option, text));
         DiskDraft {
-            name: match self.name.get(index) {
+            export_name: self.name.get(index).filter(|name| name.is_empty()).map(|name| said("name", name)),
+            name: match self.name.get(index).filter(|name| !name.is_empty()) {
                 Some(name) => said("name", name),
                 None => Said::new(image.value.default_name(), image.place.clone()),
             },
             description: self.description.get(index).map(|text| said("description", text)),
             format: Said::option("format", self.format),
+            part: Said::option("options", self.options),
+            snapshot: self.snapshot.as_ref().map(|name| said("snapshot", name)),
             cache: Said::option("cache", self.cache),
             image,
             qcow2: qcow2.clone(),
@@ -276,6 +294,9 @@ fn service(network: NetworkArgs, tls: TlsArgs, process: ProcessArgs, log: LogArg
     ServiceDraft {
         nbd: network.nbd.into_iter().map(address).collect(),
         qmp: network.qmp.into_iter().map(socket).collect(),
+        socket_mode: Said::option("socket-mode", network.socket_mode),
+        socket_owner: Said::option("socket-owner", network.socket_owner),
+        exit_when_idle: Said::option("exit-when-idle", network.exit_when_idle.then_some(true)),
         workers: Said::option("workers", process.workers),
         poll: Said::option("poll", process.poll),
         max_connections: Said::option("max-connections", network.max_connections),

@@ -37,6 +37,29 @@ fn an_image_is_enough() {
 }
 
 #[test]
+fn a_part_is_raw_a_snapshot_read_only_and_an_empty_name_the_export_s_alone() {
+    let part = plan("vm1.raw -o offset=1M,size=4K").unwrap();
+    assert_eq!(part.disks[0].part, Some("offset=1M,size=4K".parse().unwrap()));
+    assert_eq!(part.disks[0].format, Some(Format::Raw), "what it begins with says nothing");
+    let snapshots = plan("a.q a.q -f qcow2 --snapshot 1 --name x --name y").unwrap();
+    assert!(snapshots.disks.iter().all(|disk| disk.read_only && disk.snapshot.as_deref() == Some("1")));
+    let nameless = plan("vm1.raw --name=").unwrap();
+    assert_eq!((&*nameless.disks[0].name, &*nameless.servers[0].exports[0].name), ("vm1", ""));
+    check("a -o size=1 -f qcow2", "--options: is for raw images, and this one is qcow2 (leave it out)");
+    check("a -o size=1 --snapshot s", "--snapshot s: is for qcow2 images, and --options for raw ones");
+    check("a -f raw --snapshot s", "--snapshot s: is for qcow2 images, and this one is raw (leave it out)");
+}
+
+#[test]
+fn who_may_connect_is_said_as_for_chmod_and_chown() {
+    let service = plan("a").unwrap().service;
+    assert_eq!((service.sockets, service.exit_when_idle), (settings::SocketAccess::default(), false));
+    let service = plan("a --socket-mode 0660 --socket-owner :kvm --exit-when-idle").unwrap().service;
+    assert_eq!((service.sockets.mode, service.sockets.owner), (0o660, Some(":kvm".parse().unwrap())));
+    assert!(service.exit_when_idle);
+}
+
+#[test]
 fn limits_carry_qemu_s_names() {
     let plan =
         plan("a --iops-total 1000 --iops-total-max 5000 --iops-total-max-length 5 --bps-write 10M").unwrap();

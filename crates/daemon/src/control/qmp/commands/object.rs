@@ -10,7 +10,7 @@
 //! Every group is an object, also one of the config file. Beside them there are passphrases
 //! (`secret`), which can be made and deleted, and never looked into.
 
-use std::rc::Rc;
+use std::{fs::File, path::Path, rc::Rc};
 
 use block::{
     image::Secret,
@@ -129,9 +129,16 @@ async fn add_secret(inventory: &Inventory, id: &str, from: SecretFrom) -> Result
     let secret = match from {
         SecretFrom::Data(secret) => secret,
         SecretFrom::File(path) => {
-            let opened = path.clone();
-            let read = reactor::blocking(move || std::fs::File::open(opened).and_then(Secret::read)).await;
-            read.map_err(|error| Error::generic(format!("Unable to read {}: {error}", shown(&path))))?
+            let (opened, root) = (path.clone(), inventory.image_root().cloned());
+            let read = move || {
+                let file = match root {
+                    Some(root) => root.read(Path::new(&opened)).map_err(|error| error.why)?,
+                    None => File::open(opened).map_err(|error| error.to_string())?,
+                };
+                Secret::read(file).map_err(|error| error.to_string())
+            };
+            let read = reactor::blocking(read).await;
+            read.map_err(|why| Error::generic(format!("Unable to read {}: {why}", shown(&path))))?
         }
     };
     if inventory.group(id).is_ok() {

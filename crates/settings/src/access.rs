@@ -1,0 +1,91 @@
+//! Who may connect to a Unix socket: the mode and the owner of its file. Only the text is judged
+//! here.
+
+use std::str::FromStr;
+
+/// Of the socket's owner alone: whoever connects can read and write disks.
+const OWNER_ONLY: u32 = 0o600;
+
+/// The permissions of a socket's file.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SocketAccess {
+    /// Permission bits, whatever the umask is.
+    pub mode: u32,
+    /// Whose it is; `None` is the daemon's own.
+    pub owner: Option<Owner>,
+}
+
+impl Default for SocketAccess {
+    fn default() -> Self {
+        Self { mode: OWNER_ONLY, owner: None }
+    }
+}
+
+/// A user, a group, or both, by name or number; at least one is there.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Owner {
+    /// Stays as it is without one.
+    pub user: Option<String>,
+    /// Stays as it is without one.
+    pub group: Option<String>,
+}
+
+impl FromStr for Owner {
+    type Err = String;
+
+    /// `USER`, `USER:GROUP` or `:GROUP`, as chown takes them.
+    fn from_str(text: &str) -> Result<Self, String> {
+        let (user, group) = text.split_once(':').unwrap_or((text, ""));
+        let part = |part: &str| (!part.is_empty()).then(|| part.to_owned());
+        let owner = Self { user: part(user), group: part(group) };
+        if owner.user.is_none() && owner.group.is_none() || group.contains(':') || text.contains('\0') {
+            return Err("is no owner; write USER, USER:GROUP or :GROUP".to_owned());
+        }
+        Ok(owner)
+    }
+}
+
+/// Permission bits as chmod takes them: octal, at most 777.
+///
+/// # Errors
+/// Anything else, said for people.
+pub fn socket_mode(text: &str) -> Result<u32, String> {
+    let octal = !text.is_empty() && text.bytes().all(|byte| matches!(byte, b'0'..=b'7'));
+    let mode = u32::from_str_radix(text, 8).ok().filter(|mode| octal && *mode <= 0o777);
+    mode.ok_or_else(|| "is no mode; write three octal digits, such as 0660".to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn modes_are_octal() {
+        assert_eq!(
+            (socket_mode("660"), socket_mode("0777"), socket_mode("0")),
+            (Ok(0o660), Ok(0o777), Ok(0))
+        );
+        for wrong in ["", "1777", "0o660", "+660", "888", "rw"] {
+            assert_eq!(socket_mode(wrong).unwrap_err(), "is no mode; write three octal digits, such as 0660");
+        }
+    }
+
+    #[test]
+    fn owners_are_written_as_for_chown() {
+        let owner = |user: &str, group: &str| {
+            let part = |text: &str| (!text.is_empty()).then(|| text.to_owned());
+            Ok(Owner { user: part(user), group: part(group) })
+        };
+        for (text, expect) in [
+            ("qemu", owner("qemu", "")),
+            ("qemu:", owner("qemu", "")),
+            ("qemu:kvm", owner("qemu", "kvm")),
+            (":36", owner("", "36")),
+        ] {
+            assert_eq!(text.parse(), expect);
+        }
+        for wrong in ["", ":", "a:b:c"] {
+            assert!(wrong.parse::<Owner>().unwrap_err().starts_with("is no owner"));
+        }
+    }
+}
